@@ -1,0 +1,192 @@
+// The one room for inline PTX and for everything else that only a GPU has: thread and block indices, shared memory,
+// barriers, shuffles, atomics. Kernels call these functions and contain none of it themselves, so the same kernels also
+// compile as plain C++ for the CPU: CUFLASH_EMULATION then names a header with the same functions.
+//
+// One instruction per function. Each says its scope (thread, warp, block) and its section of the PTX ISA manual (9.7).
+// Shared-memory addresses are u32 offsets of the shared window.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef int i32;
+typedef long long i64;
+
+// 16-bit element types travel as bits; a tag chooses the instruction.
+struct Float16 {};
+struct BFloat16 {};
+
+struct alignas(16) Bytes16 {
+  u32 word[4];
+};
+
+#ifdef CUFLASH_EMULATION
+#include CUFLASH_EMULATION
+#else
+
+#define CUFLASH_DEVICE __device__ __forceinline__
+
+// Defines the kernel `name`: `body(params)`, `threads` threads a block, at least `min_blocks` blocks a multiprocessor.
+#define CUFLASH_DEFINE_KERNEL(name, Params, threads, min_blocks, body)                                       \
+  extern "C" __global__ void __launch_bounds__(threads, min_blocks) name(const __grid_constant__ Params params) { \
+    body(params);                                                                                            \
+  }
+
+namespace ptx {
+
+// ---- Indices ------------------------------------------------------------------------------------------------------
+CUFLASH_DEVICE u32 thread_index() { return threadIdx.x; }
+CUFLASH_DEVICE u32 block_index() { return blockIdx.x; }
+
+// ---- Shared memory ------------------------------------------------------------------------------------------------
+// Address of the block's dynamic shared memory, aligned to 1024 bytes.
+CUFLASH_DEVICE u32 dynamic_shared() {
+  extern __shared__ __align__(1024) u8 storage[];
+  return (u32)__cvta_generic_to_shared(storage);
+}
+
+// Thread. ld.shared / st.shared (9.7.9.8, 9.7.9.11); the address is aligned to the size of the access.
+CUFLASH_DEVICE float load_shared_f32(u32 address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+  return value;
+}
+CUFLASH_DEVICE u16 load_shared_b16(u32 address) {
+  u16 value;
+  asm volatile("ld.shared.b16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
+  return value;
+}
+CUFLASH_DEVICE Bytes16 load_shared_b128(u32 address) {
+  Bytes16 value;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.word[0]), "=r"(value.word[1]), "=r"(value.word[2]), "=r"(value.word[3])
+               : "r"(address)
+               : "memory");
+  return value;
+}
+CUFLASH_DEVICE void store_shared_f32(u32 address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+CUFLASH_DEVICE void store_shared_b16(u32 address, u16 value) {
+  asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
+}
+CUFLASH_DEVICE void store_shared_b32(u32 address, u32 value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+// ---- Barriers and shuffles ----------------------------------------------------------------------------------------
+// Block. barrier.sync 0 (9.7.13.1): every thread arrives at the same call.
+CUFLASH_DEVICE void sync_block() { __syncthreads(); }
+
+// Warp. shfl.sync.bfly (9.7.9.6): the value of the lane whose index differs in the bits of `lane_mask`.
+CUFLASH_DEVICE float shuffle_xor(float value, u32 lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
+
+// ---- Asynchronous copies ------------------------------------------------------------------------------------------
+// Thread. cp.async (9.7.9.25.3.1): `bytes` (4, 8 or 16) to shared memory, the first `source_bytes` of them read from
+// global memory, the rest zeros. With 0 source bytes nothing is read. Both addresses are aligned to `bytes`.
+template <int bytes>
+CUFLASH_DEVICE void copy_async(u32 destination, const void* source, u32 source_bytes) {
+  if constexpr (bytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(source_bytes)
+                 : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(destination), "l"(source), "n"(bytes),
+                 "r"(source_bytes)
+                 : "memory");
+}
+// Thread. cp.async.commit_group (9.7.9.25.3.2): closes the group of the copies issued since the last one.
+CUFLASH_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Thread. cp.async.wait_group (9.7.9.25.3.3): until at most `pending` of this thread's newest groups are in flight.
+template <int pending>
+CUFLASH_DEVICE void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+// ---- Matrix fragments ---------------------------------------------------------------------------------------------
+// Warp. ldmatrix (9.7.14.5.15): four 8x8 matrices of 16-bit elements; lane 8i + r passes the address of row r of matrix
+// i (16-byte aligned) and receives in fragment[i] the elements (lane / 4, 2 (lane % 4)) and the one right of it.
+CUFLASH_DEVICE void load_matrix_x4(u32 (&fragment)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(address)
+               : "memory");
+}
+// The same with each matrix transposed.
+CUFLASH_DEVICE void load_matrix_x4_transposed(u32 (&fragment)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(address)
+               : "memory");
+}
+
+// Warp. mma.sync.m16n8k16 (9.7.14.5.8): d += a b, float32 accumulation. With g = lane / 4 and t = lane % 4:
+// a[0..3] hold rows g, g+8, g, g+8 at columns 2t, 2t, 2t+8, 2t+8; b0, b1 hold rows 2t, 2t+8 (k) of column g;
+// d[0..3] are (g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1).
+CUFLASH_DEVICE void mma_m16n8k16(Float16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+CUFLASH_DEVICE void mma_m16n8k16(BFloat16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---- Arithmetic ---------------------------------------------------------------------------------------------------
+// Thread. ex2.approx.ftz (9.7.3.21): 2^x to 2 ulp; results under 2^-126 are 0, 2^-inf is 0.
+CUFLASH_DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// Thread. lg2.approx (9.7.3.20): log2(x) to an absolute error of 2^-22 near 1, else 2 ulp.
+CUFLASH_DEVICE float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// Thread. cvt.rn (9.7.9.22): two float32 rounded to nearest even; `low` lands in the low half.
+CUFLASH_DEVICE u32 pack(Float16, float low, float high) {
+  u32 bits;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
+}
+CUFLASH_DEVICE u32 pack(BFloat16, float low, float high) {
+  u32 bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
+}
+// Thread. cvt (9.7.9.22): one 16-bit element as float32, exactly.
+CUFLASH_DEVICE float to_float32(Float16, u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+CUFLASH_DEVICE float to_float32(BFloat16, u16 bits) { return __uint_as_float((u32)bits << 16); }
+CUFLASH_DEVICE float infinity() { return __int_as_float(0x7f800000); }
+
+// ---- Reductions in global memory ----------------------------------------------------------------------------------
+// Thread. red.global.add.f32 (9.7.13.7): order between threads is not defined.
+CUFLASH_DEVICE void reduce_add(float* address, float value) {
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
+}
+// Thread. red.global.add.v4.f32 (9.7.13.7): four neighbours at a 16-byte aligned address; before sm_90, four reductions.
+CUFLASH_DEVICE void reduce_add_x4(float* address, const float (&value)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(value[0]), "f"(value[1]),
+               "f"(value[2]), "f"(value[3])
+               : "memory");
+#else
+  for (int i = 0; i < 4; ++i) reduce_add(address + i, value[i]);
+#endif
+}
+
+}  // namespace ptx
+
+#endif  // CUFLASH_EMULATION
