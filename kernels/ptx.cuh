@@ -47,10 +47,11 @@ CUFLASH_DEVICE u32 dynamic_shared() {
 }
 
 // Thread. ld.shared / st.shared (9.7.9.8, 9.7.9.11); the address is aligned to the size of the access.
-CUFLASH_DEVICE float load_shared_f32(u32 address) {
-  float value;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-  return value;
+CUFLASH_DEVICE void load_shared_f32x4(u32 address, float (&value)[4]) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value[0]), "=f"(value[1]), "=f"(value[2]), "=f"(value[3])
+               : "r"(address)
+               : "memory");
 }
 CUFLASH_DEVICE u16 load_shared_b16(u32 address) {
   u16 value;
@@ -64,9 +65,6 @@ CUFLASH_DEVICE Bytes16 load_shared_b128(u32 address) {
                : "r"(address)
                : "memory");
   return value;
-}
-CUFLASH_DEVICE void store_shared_f32(u32 address, float value) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 CUFLASH_DEVICE void store_shared_b16(u32 address, u16 value) {
   asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(value) : "memory");

@@ -1,0 +1,62 @@
+"""The kernels' only argument, laid out as `Params` in kernels/params.cuh. Needs NumPy only, so that it can be filled for
+any backend that runs the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from cuflash.plan import PARAMS_BYTES, LaunchPlan
+from cuflash.problem import Operand
+
+# Arrays in the order of the struct, with the number of strides that follow each pointer.
+_ARRAYS = (
+    *((name, 3) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "lse")),
+    *(("bias", 4), ("mask", 4), ("alibi_slopes", 3), ("kv_lengths", 1), ("row_stats", 0), ("dq_accumulator", 0)),
+)
+_INTEGERS = ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k", "diagonal", "right_offset", "left_offset")
+
+
+def _fields() -> list[tuple]:
+    fields: list[tuple] = []
+    for name, num_strides in _ARRAYS:
+        fields.append((name, np.uint64))
+        if num_strides:
+            fields.append((f"{name}_strides", np.int64, (num_strides,)))
+    fields += [(name, np.int32) for name in (*_INTEGERS, "head_section")]
+    return [*fields, ("scale", np.float32), ("softcap", np.float32), ("stats_rows", np.int32)]
+
+
+PARAMS = np.dtype(_fields())
+if PARAMS.itemsize != PARAMS_BYTES:
+    raise ValueError(f"PARAMS: got {PARAMS.itemsize} bytes, expected {PARAMS_BYTES}")
+
+# Which 64-bit word of the struct holds the pointer of an array.
+POINTER_WORD = {name: PARAMS.fields[name][1] // 8 for name, _ in _ARRAYS}  # type: ignore[index]
+
+
+def parameters(plan: LaunchPlan, operands: Mapping[str, Operand]) -> np.ndarray:
+    """The argument for the kernels of `plan` as an array of one `PARAMS`, pointers left 0.
+
+    `operands` gives the strides of everything that is not in the problem: out and lse, or out, lse, dout, dq, dk, dv.
+    """
+    problem = plan.problem
+    inputs = {name: getattr(problem, name) for name in ("q", "k", "v", "bias", "mask", "alibi_slopes", "kv_lengths")}
+    params = np.zeros(1, PARAMS)
+    for name, operand in {**inputs, **operands}.items():
+        if operand is not None:
+            strides = params[f"{name}_strides"][0]
+            strides[:] = (operand.strides + (0,) * len(strides))[: len(strides)]  # the last axis of q, k, … is contiguous
+    for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k", "diagonal", "scale"):
+        params[name] = getattr(problem, name)
+    if problem.window_right is not None:
+        params["right_offset"] = problem.diagonal + problem.window_right
+    if problem.window_left is not None:
+        params["left_offset"] = problem.diagonal - problem.window_left
+    if problem.softcap is not None:
+        params["softcap"] = problem.softcap
+    params["head_section"] = plan.head_section
+    params["stats_rows"] = plan.stats_rows
+    return params
+

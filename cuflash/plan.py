@@ -1,0 +1,495 @@
+"""Which kernels run for a problem, with which tiles, on which device: pure data and pure functions.
+
+Tiles are rows of a table. A row serves head dimensions up to its `max_dim`; the first row of its table whose shared
+memory fits the device is taken. `LaunchPlan.reason` says which row was taken and why the ones before it were not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from cuflash.problem import ITEMSIZE, Operand, Problem
+
+Pass = Literal["forward", "backward"]
+
+PARAMS_BYTES = 480  # of the kernels' only argument; cuflash/launch.py lays it out, kernels/params.cuh checks it
+MAX_HEAD_DIM = 256
+SHARED_BYTES_RESERVED = 1024  # that a resident block takes of a multiprocessor's shared memory beside its own
+ROW_PADDING = 8  # kernels/config.cuh: kRowPadding
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSpec:
+    """What a plan needs to know of a device. Sizes in bytes."""
+
+    name: str
+    arch: int  # compute capability, major and minor digit: 90 is 9.0
+    num_sms: int
+    shared_bytes_per_block: int
+    shared_bytes_per_sm: int
+
+    @property
+    def target(self) -> str:
+        """The architecture as the compiler spells it."""
+        return f"sm_{self.arch}"
+
+    @staticmethod
+    def for_arch(arch: str) -> DeviceSpec:
+        """A device that need not be here, by its compute capability: "8.0", "80" or "sm_80"."""
+        digits = str(arch).removeprefix("sm_").replace(".", "")
+        if not digits.isdecimal() or int(digits) not in _DEVICES:
+            known = ", ".join(f"{a // 10}.{a % 10}" for a in _DEVICES)
+            raise ValueError(f"arch: got {arch!r}, expected one of {known}")
+        return _DEVICES[int(digits)]
+
+
+def _device(name: str, arch: int, num_sms: int, shared_kib_per_sm: int) -> DeviceSpec:
+    return DeviceSpec(
+        name=name,
+        arch=arch,
+        num_sms=num_sms,
+        shared_bytes_per_block=(shared_kib_per_sm - 1) * 1024,
+        shared_bytes_per_sm=shared_kib_per_sm * 1024,
+    )
+
+
+# Representatives of the compute capabilities, from the CUDA C++ Programming Guide (technical specifications per compute
+# capability) and the vendor's pages for the number of multiprocessors.
+_DEVICES = {
+    spec.arch: spec
+    for spec in (
+        _device("A100", 80, 108, 164),
+        _device("RTX 3090", 86, 82, 100),
+        _device("Jetson Orin", 87, 16, 164),
+        _device("RTX 4090", 89, 128, 100),
+        _device("H200", 90, 132, 228),
+        _device("B200", 100, 148, 228),
+        _device("B300", 103, 148, 228),
+        _device("Jetson Thor", 110, 20, 228),
+        _device("RTX 5090", 120, 170, 100),
+        _device("DGX Spark", 121, 48, 100),
+    )
+}
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def tile_bytes(rows: int, columns: int) -> int:
+    """Shared memory of a tile of 16-bit elements; kernels/config.cuh has the same."""
+    return rows * (columns + ROW_PADDING) * 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardTile:
+    """One way to cut the forward pass. A block owns block_m queries, a warp block_m / num_warps of them."""
+
+    max_dim: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    min_blocks: int  # blocks that must be resident on one multiprocessor
+    origin: str = field(compare=False)  # the measurement or the arithmetic that put the row here
+
+    dim_multiple = 16
+
+    def __post_init__(self) -> None:
+        _check_row(self, self.block_m % (16 * self.num_warps) == 0, "whole fragments for every warp")
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        q = tile_bytes(self.block_m, max(dim, dim_v))
+        return q + self.num_stages * (tile_bytes(self.block_n, dim) + tile_bytes(self.block_n, dim_v))
+
+    def defines(self) -> dict[str, int]:
+        return _tile_defines(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardTile:
+    """One way to cut the backward pass. A block owns block_n keys; warps_d warps share the rows of a piece of them."""
+
+    max_dim: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    min_blocks: int
+    warps_d: int  # warps along the columns of dk and dv
+    dq_warps_m: int  # warps along the rows of dq; the others share its columns
+    origin: str = field(compare=False)
+
+    def __post_init__(self) -> None:
+        warps_n = self.num_warps // self.warps_d
+        _check_row(self, warps_n * self.warps_d == self.num_warps, "warps_d divides num_warps")
+        _check_row(self, self.block_n % (16 * warps_n) == 0, "whole fragments of keys for every warp")
+        _check_row(self, self.block_m % (16 * self.warps_d) == 0, "whole pairs of pieces of queries for every warp")
+        _check_row(self, self.num_warps % self.dq_warps_m == 0, "dq_warps_m divides num_warps")
+        _check_row(self, self.block_m % (16 * self.dq_warps_m) == 0, "whole fragments of dq for every warp")
+
+    @property
+    def dim_multiple(self) -> int:
+        """Head dimensions are padded so that every warp gets the same number of 16-wide pieces of their columns."""
+        return 16 * max(self.warps_d, self.num_warps // self.dq_warps_m)
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        keys = tile_bytes(self.block_n, dim) + tile_bytes(self.block_n, dim_v)
+        queries = tile_bytes(self.block_m, dim) + tile_bytes(self.block_m, dim_v) + self.block_m * 8
+        return keys + self.num_stages * queries + 2 * tile_bytes(self.block_n, self.block_m)
+
+    def defines(self) -> dict[str, int]:
+        return _tile_defines(self) | {"CUFLASH_WARPS_D": self.warps_d, "CUFLASH_DQ_WARPS_M": self.dq_warps_m}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DqTile:
+    """One way to cut the kernel that computes dq in a fixed order. A block owns block_m queries."""
+
+    max_dim: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    min_blocks: int
+    origin: str = field(compare=False)
+
+    dim_multiple = 16
+    num_stages = 2
+
+    def __post_init__(self) -> None:
+        _check_row(self, self.block_m % (16 * self.num_warps) == 0, "whole fragments for every warp")
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        keys = tile_bytes(self.block_n, dim) + tile_bytes(self.block_n, dim_v)
+        return tile_bytes(self.block_m, dim) + tile_bytes(self.block_m, dim_v) + self.num_stages * keys
+
+    def defines(self) -> dict[str, int]:
+        return _tile_defines(self) | {"CUFLASH_DQ_WARPS_M": self.num_warps}
+
+
+Tile = ForwardTile | BackwardTile | DqTile
+
+
+def _check_row(row: object, holds: bool, rule: str) -> None:
+    if not holds:
+        raise ValueError(f"{row}: expected {rule}")
+
+
+def _tile_defines(tile: Tile) -> dict[str, int]:
+    return {
+        "CUFLASH_BLOCK_M": tile.block_m,
+        "CUFLASH_BLOCK_N": tile.block_n,
+        "CUFLASH_NUM_WARPS": tile.num_warps,
+        "CUFLASH_NUM_STAGES": tile.num_stages,
+        "CUFLASH_MIN_BLOCKS": tile.min_blocks,
+        "CUFLASH_DIM_MULTIPLE": tile.dim_multiple,
+    }
+
+
+def _forward(max_dim: int, m: int, n: int, warps: int, stages: int, blocks: int, origin: str) -> ForwardTile:
+    return ForwardTile(
+        max_dim=max_dim, block_m=m, block_n=n, num_warps=warps, num_stages=stages, min_blocks=blocks, origin=origin
+    )
+
+
+def _backward(
+    max_dim: int, m: int, n: int, warps: int, stages: int, blocks: int, warps_d: int, dq_warps_m: int, origin: str
+) -> BackwardTile:
+    return BackwardTile(
+        max_dim=max_dim,
+        block_m=m,
+        block_n=n,
+        num_warps=warps,
+        num_stages=stages,
+        min_blocks=blocks,
+        warps_d=warps_d,
+        dq_warps_m=dq_warps_m,
+        origin=origin,
+    )
+
+
+def _dq(max_dim: int, m: int, n: int, warps: int, blocks: int, origin: str) -> DqTile:
+    return DqTile(max_dim=max_dim, block_m=m, block_n=n, num_warps=warps, min_blocks=blocks, origin=origin)
+
+
+FORWARD_TILES = (
+    _forward(64, 128, 64, 4, 2, 2, "two blocks of 54 KiB"),
+    _forward(96, 128, 64, 4, 2, 2, "two blocks of 78 KiB"),
+    _forward(96, 128, 32, 4, 2, 1, "52 KiB: for 100 KiB parts"),
+    _forward(128, 128, 64, 4, 2, 2, "two blocks of 102 KiB"),
+    _forward(128, 128, 64, 4, 1, 2, "two blocks of 68 KiB: for 164 KiB parts"),
+    _forward(128, 128, 64, 8, 1, 1, "68 KiB, 16 rows a warp: for 100 KiB parts"),
+    _forward(192, 64, 64, 4, 1, 2, "two blocks of 75 KiB"),
+    _forward(192, 64, 64, 4, 1, 1, "75 KiB: for 100 KiB parts"),
+    _forward(256, 64, 64, 4, 1, 2, "two blocks of 99 KiB"),
+    _forward(256, 128, 64, 8, 1, 1, "132 KiB: for 164 KiB parts"),
+    _forward(256, 64, 32, 4, 1, 1, "66 KiB: for 100 KiB parts"),
+)
+
+BACKWARD_TILES = (
+    _backward(64, 64, 128, 8, 2, 1, 1, 2, "109 KiB"),
+    _backward(64, 32, 128, 4, 2, 1, 1, 2, "75 KiB: for 100 KiB parts"),
+    _backward(96, 64, 128, 8, 2, 1, 1, 4, "141 KiB"),
+    _backward(96, 32, 64, 4, 2, 1, 1, 2, "62 KiB: for 100 KiB parts"),
+    _backward(128, 64, 128, 8, 2, 1, 1, 2, "173 KiB"),
+    _backward(128, 32, 128, 8, 2, 1, 1, 1, "123 KiB: for 164 KiB parts"),
+    _backward(128, 32, 64, 4, 2, 1, 1, 1, "80 KiB: for 100 KiB parts"),
+    _backward(192, 64, 64, 8, 2, 1, 2, 4, "168 KiB"),
+    _backward(192, 32, 64, 8, 2, 1, 2, 2, "111 KiB: for 164 KiB parts"),
+    _backward(192, 32, 32, 4, 2, 1, 2, 2, "80 KiB: for 100 KiB parts"),
+    _backward(256, 64, 64, 8, 2, 1, 2, 2, "217 KiB"),
+    _backward(256, 32, 64, 8, 2, 1, 2, 2, "143 KiB: for 164 KiB parts"),
+    _backward(256, 32, 32, 4, 1, 1, 2, 2, "71 KiB: for 100 KiB parts"),
+)
+
+DQ_TILES = (
+    _dq(64, 64, 64, 4, 2, "two blocks of 54 KiB"),
+    _dq(64, 64, 32, 4, 1, "36 KiB"),
+    _dq(128, 64, 64, 4, 2, "two blocks of 102 KiB"),
+    _dq(128, 64, 32, 4, 1, "68 KiB"),
+    _dq(192, 64, 32, 4, 1, "100 KiB"),
+    _dq(192, 32, 32, 2, 1, "75 KiB: for 100 KiB parts"),
+    _dq(256, 64, 32, 4, 1, "132 KiB"),
+    _dq(256, 32, 16, 2, 1, "66 KiB: for 100 KiB parts"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSpec:
+    """One compilation of one kernel source, and how to launch it. Hashable."""
+
+    source: str
+    name: str
+    target: str
+    defines: tuple[tuple[str, str | int], ...]
+    grid: int
+    threads: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """What runs for one pass of one problem: kernels in order, scratch memory, and why."""
+
+    pass_: Pass
+    problem: Problem
+    device: DeviceSpec
+    tiles: tuple[Tile, ...]
+    kernels: tuple[KernelSpec, ...]
+    stats_rows: int  # rows of row_stats of one head (backward)
+    accumulator_elements: int  # float32 elements of dq_accumulator (backward, not deterministic)
+    head_section: int  # heads whose tiles are interleaved in the launch order
+    reason: str
+    resources: tuple[str, ...] = ()  # registers and spills of each kernel, once compiled
+
+    @property
+    def extra_bytes(self) -> int:
+        """Device memory taken for the duration of a call beside inputs and results."""
+        heads = self.problem.batch * self.problem.num_heads
+        return heads * self.stats_rows * 8 + self.accumulator_elements * 4
+
+    def describe(self) -> str:
+        """The plan in words, a line a fact."""
+        p = self.problem
+        lines = [
+            f"{self.pass_} pass on {self.device.name} (compute capability {self.device.arch / 10:.1f})",
+            f"  problem: {p.dtype}, batch {p.batch}, heads {p.num_heads}/{p.num_heads_kv}, seqlen {p.seqlen_q} x "
+            f"{p.seqlen_k}, head_dim {p.head_dim}/{p.head_dim_v}",
+        ]
+        for i, kernel in enumerate(self.kernels):
+            resources = f", {self.resources[i]}" if self.resources else ""
+            lines.append(
+                f"  kernel {kernel.name}: grid {kernel.grid}, {kernel.threads} threads, "
+                f"{kernel.shared_bytes} bytes of shared memory{resources}"
+            )
+        lines.append(f"  extra memory: {self.extra_bytes} bytes")
+        lines.extend(f"  {line}" for line in self.reason.splitlines())
+        return "\n".join(lines)
+
+
+def choose_plan(
+    problem: Problem,
+    device: DeviceSpec,
+    pass_: Pass = "forward",
+    *,
+    load_bytes: int | None = None,
+    store_bytes: int | None = None,
+    tiles: tuple[Tile, ...] | None = None,
+) -> LaunchPlan:
+    """The plan for one pass. Pure: the same arguments give the same plan.
+
+    `load_bytes` and `store_bytes` are the widest aligned accesses that serve all operands; without them they follow from
+    the strides, pointers taken as 16-byte aligned. `tiles` overrides the table: a ForwardTile, or a BackwardTile and a
+    DqTile.
+
+    Raises NotImplementedError for what no kernel serves.
+    """
+    check_served(problem, device)
+    dim, dim_v = problem.head_dim, problem.head_dim_v
+    if load_bytes is None:
+        load_bytes = access_bytes((problem.q, problem.k, problem.v))
+    if store_bytes is None:
+        store_bytes = access_bytes((problem.q, problem.v))
+    common = _common_defines(problem, device, load_bytes, store_bytes)
+    heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
+
+    def kernel(source: str, tile: Tile, blocks: int, shared_bytes: int) -> KernelSpec:
+        if blocks > 2**31 - 1:
+            raise NotImplementedError(f"q: got {blocks} tiles, expected at most 2**31 - 1 in one launch; split the batch")
+        defines = common | tile.defines() | {"CUFLASH_SHARED_BYTES": shared_bytes}
+        if pass_ == "backward":
+            defines["CUFLASH_DQ_BY_REDUCTION"] = int(not problem.deterministic)
+        name = _symbol(source, problem, tile)
+        return KernelSpec(
+            source=source,
+            name=name,
+            target=device.target,
+            defines=tuple(sorted((defines | {"CUFLASH_KERNEL_NAME": name}).items())),
+            grid=blocks,
+            threads=32 * tile.num_warps,
+            shared_bytes=shared_bytes,
+        )
+
+    def padded_shared_bytes(tile: Tile) -> int:
+        return tile.shared_bytes(round_up(dim, tile.dim_multiple), round_up(dim_v, tile.dim_multiple))
+
+    stats_rows = accumulator_elements = 0
+    if pass_ == "forward":
+        forward, reason = (tiles[0], "tile given by the caller") if tiles else _choose(FORWARD_TILES, problem, device)
+        chosen: tuple[Tile, ...] = (forward,)
+        m_blocks = heads * -(-problem.seqlen_q // forward.block_m)
+        kernels = [kernel("forward_sm80.cu", forward, m_blocks, padded_shared_bytes(forward))]
+    else:
+        if tiles:
+            main, dq, reason = tiles[0], tiles[1], "tiles given by the caller"
+        else:
+            main, reason = _choose(BACKWARD_TILES, problem, device)
+            dq, dq_reason = _choose(DQ_TILES, problem, device)
+            if problem.deterministic:
+                reason += "\n" + dq_reason
+        # delta runs over tiles of the kernels that read it, one block a tile.
+        delta = replace(main, block_m=max(main.block_m, dq.block_m)) if problem.deterministic else main
+        stats_rows = round_up(problem.seqlen_q, delta.block_m)
+        n_blocks = heads_kv * -(-problem.seqlen_k // main.block_n)
+        kernels = [
+            kernel("backward_delta.cu", delta, heads * (stats_rows // delta.block_m), 0),
+            kernel("backward_sm80.cu", main, n_blocks, padded_shared_bytes(main)),
+        ]
+        if problem.deterministic:
+            chosen = (main, dq)
+            m_blocks = heads * -(-problem.seqlen_q // dq.block_m)
+            kernels.append(kernel("backward_dq_sm80.cu", dq, m_blocks, padded_shared_bytes(dq)))
+            reason += "\ndeterministic: dq has a kernel of its own that adds in a fixed order and recomputes the weights"
+        else:
+            chosen = (main,)
+            dim_padded = round_up(dim, main.dim_multiple)
+            accumulator_elements = heads * stats_rows * dim_padded
+            m_blocks = heads * (stats_rows // main.block_m)
+            kernels.append(kernel("backward_convert.cu", main, m_blocks, tile_bytes(main.block_m, dim_padded)))
+    return LaunchPlan(
+        pass_=pass_,
+        problem=problem,
+        device=device,
+        tiles=chosen,
+        kernels=tuple(kernels),
+        stats_rows=stats_rows,
+        accumulator_elements=accumulator_elements,
+        head_section=1,
+        reason=reason,
+    )
+
+
+def check_served(problem: Problem, device: DeviceSpec) -> None:
+    """Raise NotImplementedError, with the limit and the remedy, for a problem that no kernel serves on `device`."""
+    if problem.dtype not in ("float16", "bfloat16"):
+        raise NotImplementedError(
+            f"q: got dtype {problem.dtype}, expected float16 or bfloat16 on the GPU; NumPy arrays of {problem.dtype} "
+            "are served on the CPU"
+        )
+    if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+        name, got = ("q", problem.head_dim) if problem.head_dim > MAX_HEAD_DIM else ("v", problem.head_dim_v)
+        raise NotImplementedError(
+            f"{name}: got head dimension {got}, expected at most {MAX_HEAD_DIM} on the GPU; NumPy arrays of any head "
+            "dimension are served on the CPU"
+        )
+    if device.arch < 80:
+        raise NotImplementedError(
+            f"device: got compute capability {device.arch / 10:.1f}, expected 8.0 or later (mma.sync on 16-bit types, "
+            "cp.async); NumPy arrays are served on the CPU"
+        )
+
+
+def access_bytes(operands: tuple[Operand, ...], pointer_alignment: int = 16) -> int:
+    """Widest access of 16, 8, 4 or 2 bytes that is aligned at every row of every operand."""
+    alignment = math.gcd(pointer_alignment, 16)
+    for operand in operands:
+        for size, stride in zip(operand.shape[:3], operand.strides[:3], strict=True):
+            if size > 1:
+                alignment = math.gcd(alignment, abs(stride) * ITEMSIZE[operand.dtype])
+    return alignment
+
+
+def _choose(table: tuple, problem: Problem, device: DeviceSpec) -> tuple[Tile, str]:
+    """The first row that serves the head dimensions and fits the device, and the story of the choice."""
+    rejected = []
+    for tile in table:
+        dim, dim_v = round_up(problem.head_dim, tile.dim_multiple), round_up(problem.head_dim_v, tile.dim_multiple)
+        if max(dim, dim_v) > tile.max_dim:
+            continue
+        shared = tile.shared_bytes(dim, dim_v)
+        needed = tile.min_blocks * (shared + SHARED_BYTES_RESERVED)
+        label = f"{type(tile).__name__} {tile.block_m} x {tile.block_n}, {tile.num_warps} warps, {tile.num_stages} stages"
+        if shared > device.shared_bytes_per_block or needed > device.shared_bytes_per_sm:
+            rejected.append(
+                f"not {label}: {tile.min_blocks} resident blocks of {shared} bytes exceed the "
+                f"{device.shared_bytes_per_sm} bytes of shared memory of a multiprocessor"
+            )
+            continue
+        return tile, "\n".join([f"{label}: {tile.origin}", *rejected])
+    raise NotImplementedError(
+        f"device: no tile fits {device.name} with {device.shared_bytes_per_block} bytes of shared memory a block at "
+        f"head dimensions {problem.head_dim} and {problem.head_dim_v}"
+    )
+
+
+def _common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_bytes: int) -> dict[str, str | int]:
+    transforms = problem.softcap is not None or problem.alibi_slopes is not None or problem.bias is not None
+    return {
+        "CUFLASH_ARCH": device.arch,
+        "CUFLASH_DTYPE": {"float16": "Float16", "bfloat16": "BFloat16"}[problem.dtype],
+        "CUFLASH_HEAD_DIM": problem.head_dim,
+        "CUFLASH_HEAD_DIM_V": problem.head_dim_v,
+        "CUFLASH_LOAD_BYTES": load_bytes,
+        "CUFLASH_STORE_BYTES": store_bytes,
+        "CUFLASH_HAS_RIGHT_BOUND": int(problem.window_right is not None),
+        "CUFLASH_HAS_LEFT_BOUND": int(problem.window_left is not None),
+        "CUFLASH_HAS_SOFTCAP": int(problem.softcap is not None),
+        "CUFLASH_HAS_ALIBI": int(problem.alibi_slopes is not None),
+        "CUFLASH_HAS_MASK": int(problem.mask is not None),
+        "CUFLASH_BIAS_BYTES": ITEMSIZE[problem.bias.dtype] if problem.bias is not None else 0,
+        "CUFLASH_KV_LENGTHS_BYTES": ITEMSIZE[problem.kv_lengths.dtype] if problem.kv_lengths is not None else 0,
+        "CUFLASH_SCALE_IN_EXPONENT": int(not transforms and problem.scale > 0),
+        "CUFLASH_PARAMS_BYTES": PARAMS_BYTES,
+    }
+
+
+def _symbol(source: str, problem: Problem, tile: Tile) -> str:
+    """The kernel's symbol spells its configuration, for profilers."""
+    options = [
+        name
+        for name, on in (
+            ("right", problem.window_right is not None),
+            ("left", problem.window_left is not None),
+            ("softcap", problem.softcap is not None),
+            ("alibi", problem.alibi_slopes is not None),
+            ("bias", problem.bias is not None),
+            ("mask", problem.mask is not None),
+            ("lengths", problem.kv_lengths is not None),
+        )
+        if on
+    ]
+    dims = f"d{problem.head_dim}" + (f"x{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
+    parts = [source.removesuffix(".cu"), problem.dtype, dims, f"{tile.block_m}x{tile.block_n}", *options]
+    return "_".join(parts)

@@ -1,0 +1,372 @@
+"""What is to be computed: shapes, dtypes, strides and the mask of one attention problem, validated once.
+
+A `Problem` is plain data, made from the static `Options` and from anything with `shape`, `strides` and `dtype` (NumPy and
+CuPy arrays alike). Everything downstream (the oracle, the CPU path, plans, kernels) reads the mask from it in one form:
+row i sees key j where
+
+    i + diagonal - window_left <= j <= i + diagonal + window_right        (a bound that is None does not exist)
+    and j < kv_lengths[batch] and mask[batch, head, i, j].
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Any, Literal
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
+LAYOUTS = ("bhsd", "bshd")
+MAX_SEQLEN = 2**30  # positions and their sums are 32-bit in the kernels
+
+
+def type_error(name: str, got: object, expected: str) -> TypeError:
+    return TypeError(f"{name}: got {got}, expected {expected}")
+
+
+def value_error(name: str, got: object, expected: str) -> ValueError:
+    return ValueError(f"{name}: got {got}, expected {expected}")
+
+
+def _check_real(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise type_error(name, f"{type(value).__name__} {value!r}", "None or a real number")
+    if not math.isfinite(value):
+        raise value_error(name, value, "a finite number")
+    return float(value)
+
+
+def _check_window_side(side: str, value: object) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise type_error(f"window {side}", f"{type(value).__name__} {value!r}", "None or an integer")
+    if value < 0:
+        raise value_error(f"window {side}", value, "None (no bound) or an integer >= 0")
+    return int(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The static options of `cuflash.FlashAttention`, checked; see there for their meaning."""
+
+    causal: bool | Literal["top_left"] = False
+    scale: float | None = None
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    layout: str = "bhsd"
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.causal, bool) and self.causal != "top_left":
+            kind = value_error if isinstance(self.causal, str) else type_error
+            raise kind("causal", repr(self.causal), "False, True (bottom-right aligned) or 'top_left'")
+        if self.scale is not None:
+            object.__setattr__(self, "scale", _check_real("scale", self.scale))
+        if self.window is not None:
+            if not isinstance(self.window, (tuple, list)):
+                raise type_error("window", f"{type(self.window).__name__} {self.window!r}", "None or (left, right)")
+            if len(self.window) != 2:
+                raise value_error("window", self.window, "two entries (left, right)")
+            left, right = self.window
+            sides = (_check_window_side("left", left), _check_window_side("right", right))
+            object.__setattr__(self, "window", sides)
+        if self.softcap is not None:
+            object.__setattr__(self, "softcap", _check_real("softcap", self.softcap))
+            if self.softcap <= 0:
+                raise value_error("softcap", self.softcap, "None or a number > 0")
+        if not isinstance(self.layout, str):
+            raise type_error("layout", f"{type(self.layout).__name__} {self.layout!r}", "'bhsd' or 'bshd'")
+        if self.layout not in LAYOUTS:
+            raise value_error("layout", repr(self.layout), "'bhsd' or 'bshd'")
+        if not isinstance(self.deterministic, bool):
+            raise type_error("deterministic", f"{type(self.deterministic).__name__} {self.deterministic!r}", "a bool")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """One array as kernels see it: four axes, strides in elements, stride 0 on broadcast axes."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the distinct elements: broadcast axes count once."""
+        sizes = [n for n, stride in zip(self.shape, self.strides, strict=True) if stride or n <= 1]
+        return math.prod(sizes) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One attention problem; the fields follow the glossary of the README. Frozen and hashable: it keys plans."""
+
+    dtype: str
+    layout: str
+    ndim: int
+    batch: int
+    num_heads: int
+    num_heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    scale: float
+    softcap: float | None
+    diagonal: int
+    window_left: int | None
+    window_right: int | None
+    deterministic: bool
+    q: Operand
+    k: Operand
+    v: Operand
+    bias: Operand | None = None
+    mask: Operand | None = None
+    kv_lengths: Operand | None = None
+    alibi_slopes: Operand | None = None
+
+    @property
+    def softmax_dtype(self) -> str:
+        """dtype of scores, lse and delta: float64 for float64 inputs, else float32."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_heads_kv if self.num_heads_kv else 1
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Shape of out and dout as the caller sees them."""
+        return user_shape(self.batch, self.num_heads, self.seqlen_q, self.head_dim_v, self.ndim, self.layout)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """Shape of lse as the caller sees it: (..., heads, seqlen_q) in every layout."""
+        return (self.batch, self.num_heads, self.seqlen_q)[4 - self.ndim :]
+
+    def key_range(self, row: int) -> tuple[int, int]:
+        """First and one past the last key that the window lets query `row` see, within [0, seqlen_k]."""
+        first = 0 if self.window_left is None else row + self.diagonal - self.window_left
+        stop = self.seqlen_k if self.window_right is None else row + self.diagonal + self.window_right + 1
+        stop = min(max(stop, 0), self.seqlen_k)
+        return min(max(first, 0), stop), stop
+
+    @property
+    def visible_pairs(self) -> int:
+        """Query-key pairs inside the window, over all heads; `mask` and `kv_lengths` are not looked into."""
+        import numpy as np
+
+        rows = np.arange(self.seqlen_q, dtype=np.int64) + self.diagonal
+        first = np.zeros_like(rows) if self.window_left is None else np.clip(rows - self.window_left, 0, self.seqlen_k)
+        stop = np.full_like(rows, self.seqlen_k)
+        if self.window_right is not None:
+            stop = np.clip(rows + self.window_right + 1, 0, self.seqlen_k)
+        return int(np.maximum(stop - first, 0).sum()) * self.batch * self.num_heads
+
+    @property
+    def forward_flops(self) -> int:
+        """Floating-point operations of the two products of the forward pass over visible pairs."""
+        return 2 * self.visible_pairs * (self.head_dim + self.head_dim_v)
+
+    @property
+    def backward_flops(self) -> int:
+        """Floating-point operations of the five products of the backward pass over visible pairs."""
+        return 2 * self.visible_pairs * (3 * self.head_dim + 2 * self.head_dim_v)
+
+    @property
+    def forward_bytes(self) -> int:
+        """Fewest bytes the forward pass moves through device memory: inputs read once, out and lse written once."""
+        inputs = [self.q, self.k, self.v, self.bias, self.mask, self.kv_lengths, self.alibi_slopes]
+        return sum(x.nbytes for x in inputs if x is not None) + self._out_bytes + self._lse_bytes
+
+    @property
+    def backward_bytes(self) -> int:
+        """Fewest bytes the backward pass moves: its inputs, out, dout and lse read once, dq, dk and dv written once."""
+        gradients = self.q.nbytes + self.k.nbytes + self.v.nbytes
+        return self.forward_bytes + self._out_bytes + gradients
+
+    @property
+    def naive_bytes(self) -> int:
+        """Bytes of one seqlen_q x seqlen_k matrix of scores over all heads, which the plain formula stores."""
+        return self.batch * self.num_heads * self.seqlen_q * self.seqlen_k * ITEMSIZE[self.softmax_dtype]
+
+    @property
+    def _out_bytes(self) -> int:
+        return math.prod(self.out_shape) * ITEMSIZE[self.dtype]
+
+    @property
+    def _lse_bytes(self) -> int:
+        return math.prod(self.lse_shape) * ITEMSIZE[self.softmax_dtype]
+
+
+def user_shape(batch: int, heads: int, seqlen: int, dim: int, ndim: int, layout: str) -> tuple[int, ...]:
+    """Shape of an operand as the caller wrote it: without the axes that an `ndim`-dimensional array does not have."""
+    if layout == "bshd" and ndim >= 3:
+        return (batch, seqlen, heads, dim)[4 - ndim :]
+    return (batch, heads, seqlen, dim)[4 - ndim :]
+
+
+def view_4d(array: Any, layout: str) -> Any:
+    """The (batch, heads, seqlen, dim) view of a 2-D to 4-D NumPy or CuPy operand."""
+    if layout == "bshd" and array.ndim >= 3:
+        array = array.swapaxes(-3, -2)
+    return array[(None,) * (4 - array.ndim)]
+
+
+def view_rows(array: Any) -> Any:
+    """The (batch, heads, seqlen_q) view of an lse-shaped NumPy or CuPy array."""
+    return array[(None,) * (3 - array.ndim)]
+
+
+def layout_of(array: Any, layout: str) -> Operand:
+    """(batch, heads, seqlen, dim) shape and element strides of a 2-D to 4-D operand."""
+    itemsize = array.dtype.itemsize
+    shape = list(array.shape)
+    strides = [s // itemsize for s in array.strides]
+    while len(shape) < 4:
+        at = 1 if layout == "bshd" and len(shape) == 2 else 0  # the head axis of a 2-D bshd array goes in the middle
+        shape.insert(at, 1)
+        strides.insert(at, 0)
+    if layout == "bshd":
+        shape[1], shape[2] = shape[2], shape[1]
+        strides[1], strides[2] = strides[2], strides[1]
+    return Operand(shape=tuple(shape), strides=tuple(strides), dtype=array.dtype.name)
+
+
+def rows_of(array: Any) -> Operand:
+    """(batch, heads, seqlen_q) shape and element strides of an lse-shaped array."""
+    missing = 3 - len(array.shape)
+    strides = tuple(s // array.dtype.itemsize for s in array.strides)
+    return Operand(shape=(1,) * missing + tuple(array.shape), strides=(0,) * missing + strides, dtype=array.dtype.name)
+
+
+def _broadcast_operand(name: str, array: Any, target: tuple[int, ...]) -> Operand:
+    """Shape and element strides of `array` broadcast to `target`, as NumPy broadcasts."""
+    if len(array.shape) > len(target) or any(
+        n not in (1, m) for n, m in zip(reversed(array.shape), reversed(target), strict=False)
+    ):
+        expected = f"a shape that broadcasts to (batch, num_heads, seqlen_q, seqlen_k) = {target}"
+        raise value_error(name, f"shape {tuple(array.shape)}", expected)
+    missing = len(target) - len(array.shape)
+    strides = [0] * missing + [
+        0 if n == 1 else s // array.dtype.itemsize for n, s in zip(array.shape, array.strides, strict=True)
+    ]
+    return Operand(shape=target, strides=tuple(strides), dtype=array.dtype.name)
+
+
+def _check_dtype(name: str, array: Any, expected: tuple[str, ...], why: str = "") -> None:
+    if array.dtype.name not in expected:
+        raise type_error(name, f"dtype {array.dtype}", " or ".join(expected) + why)
+
+
+def make_problem(
+    options: Options,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    bias: Any = None,
+    mask: Any = None,
+    kv_lengths: Any = None,
+    alibi_slopes: Any = None,
+) -> Problem:
+    """Validate the inputs of one call against each other.
+
+    Raises TypeError (a dtype) or ValueError (a shape, a size), naming the argument, what was got and what is expected.
+    Values are not looked at.
+    """
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if array.dtype.name not in DTYPES:
+            raise type_error(name, f"dtype {array.dtype}", "float16, bfloat16, float32 or float64")
+        if not 2 <= len(array.shape) <= 4:
+            raise value_error(name, f"{len(array.shape)}-D shape {tuple(array.shape)}", "a 2-D, 3-D or 4-D array")
+    for name, array in (("k", k), ("v", v)):
+        if array.dtype != q.dtype:
+            raise type_error(name, f"dtype {array.dtype}", f"{q.dtype} as q has")
+        if len(array.shape) != len(q.shape):
+            raise value_error(name, f"{len(array.shape)}-D shape {tuple(array.shape)}", f"{len(q.shape)}-D as q is")
+    layout = options.layout
+    q4, k4, v4 = layout_of(q, layout), layout_of(k, layout), layout_of(v, layout)
+    batch, num_heads, seqlen_q, head_dim = q4.shape
+    _, num_heads_kv, seqlen_k, _ = k4.shape
+    for name, operand, axis, what in (("k", k4, 0, "batch"), ("v", v4, 0, "batch"), ("k", k4, 3, "head_dim")):
+        if operand.shape[axis] != q4.shape[axis]:
+            raise value_error(name, f"{what} {operand.shape[axis]}", f"{what} {q4.shape[axis]} as q has")
+    for axis, what in ((1, "heads"), (2, "seqlen")):
+        if v4.shape[axis] != k4.shape[axis]:
+            raise value_error("v", f"{what} {v4.shape[axis]}", f"{what} {k4.shape[axis]} as k has")
+    for name, operand in (("q", q4), ("v", v4)):
+        if operand.shape[3] < 1:
+            raise value_error(name, f"last axis of length {operand.shape[3]}", "a head dimension of at least 1")
+    for name, operand in (("q", q4), ("k", k4)):
+        if operand.shape[2] > MAX_SEQLEN:
+            raise value_error(name, f"seqlen {operand.shape[2]}", f"at most {MAX_SEQLEN}")
+    if num_heads % num_heads_kv if num_heads_kv else num_heads:
+        raise value_error("k", f"{num_heads_kv} heads", f"a divisor of the {num_heads} heads of q")
+
+    scores_shape = (batch, num_heads, seqlen_q, seqlen_k)
+    softmax_dtype = "float64" if q4.dtype == "float64" else "float32"
+    if bias is not None:
+        _check_dtype("bias", bias, tuple(dict.fromkeys((q4.dtype, softmax_dtype))))
+    if mask is not None:
+        _check_dtype("mask", mask, ("bool",), " (True takes part; additive terms go into bias)")
+    if kv_lengths is not None:
+        _check_dtype("kv_lengths", kv_lengths, ("int32", "int64"))
+        if tuple(kv_lengths.shape) != (batch,):
+            raise value_error("kv_lengths", f"shape {tuple(kv_lengths.shape)}", f"(batch,) = ({batch},)")
+    if alibi_slopes is not None:
+        _check_dtype("alibi_slopes", alibi_slopes, (softmax_dtype,))
+        if tuple(alibi_slopes.shape) not in ((num_heads,), (batch, num_heads)):
+            expected = f"(num_heads,) = ({num_heads},) or (batch, num_heads) = ({batch}, {num_heads})"
+            raise value_error("alibi_slopes", f"shape {tuple(alibi_slopes.shape)}", expected)
+
+    diagonal = 0 if options.causal == "top_left" else seqlen_k - seqlen_q
+    left, right = options.window or (None, None)
+    if options.causal:
+        right = 0 if right is None else min(right, 0)
+    if left is not None and seqlen_q - 1 + diagonal - left <= 0:
+        left = None  # even the last row sees the first key
+    if right is not None and diagonal + right >= seqlen_k - 1:
+        right = None  # even the first row sees the last key
+    return Problem(
+        dtype=q4.dtype,
+        layout=layout,
+        ndim=len(q.shape),
+        batch=batch,
+        num_heads=num_heads,
+        num_heads_kv=num_heads_kv,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        head_dim=head_dim,
+        head_dim_v=v4.shape[3],
+        scale=head_dim**-0.5 if options.scale is None else options.scale,
+        softcap=options.softcap,
+        diagonal=diagonal,
+        window_left=left,
+        window_right=right,
+        deterministic=options.deterministic,
+        q=q4,
+        k=k4,
+        v=v4,
+        bias=None if bias is None else _broadcast_operand("bias", bias, scores_shape),
+        mask=None if mask is None else _broadcast_operand("mask", mask, scores_shape),
+        kv_lengths=None if kv_lengths is None else _broadcast_lengths(kv_lengths),
+        alibi_slopes=None if alibi_slopes is None else _broadcast_operand("alibi_slopes", alibi_slopes, scores_shape[:2]),
+    )
+
+
+def _broadcast_lengths(kv_lengths: Any) -> Operand:
+    itemsize = kv_lengths.dtype.itemsize
+    strides = tuple(s // itemsize for s in kv_lengths.strides)
+    return Operand(shape=tuple(kv_lengths.shape), strides=strides, dtype=kv_lengths.dtype.name)
+
+
+def check_array(name: str, array: Any, shape: tuple[int, ...], dtype: str) -> None:
+    """Check an array whose shape and dtype follow from the problem: dout, out, lse and the `out=`-style results."""
+    if array.dtype.name != dtype:
+        raise type_error(name, f"dtype {array.dtype}", dtype)
+    if tuple(array.shape) != shape:
+        raise value_error(name, f"shape {tuple(array.shape)}", f"{shape}")

@@ -1,0 +1,29 @@
+// What the kernels of the backward pass agree on.
+#pragma once
+#include "config.cuh"
+#include "params.cuh"
+
+// dq gathers contributions of every tile of keys: by float32 reductions into an accumulator, in any order (fast), or in
+// a kernel of its own that recomputes them, in a fixed order (deterministic).
+constexpr bool kDqByReduction = CUFLASH_DQ_BY_REDUCTION;
+
+// Warps of the product dq = ds k along its rows; the others share the columns.
+constexpr int kDqWarpsM = CUFLASH_DQ_WARPS_M;
+constexpr int kDqWarpsD = kNumWarps / kDqWarpsM;
+constexpr int kDqMTiles = kBlockM / (16 * kDqWarpsM);
+constexpr int kDqNTiles = kDim / (8 * kDqWarpsD);
+static_assert(kDqMTiles * 16 * kDqWarpsM == kBlockM && kDqNTiles * 8 * kDqWarpsD == kDim, "dq divides among the warps");
+static_assert(kDqNTiles % 2 == 0, "columns come 16 at a time");
+
+// The accumulator of a tile keeps the fragments as the threads hold them, neighbours in a warp next to each other: four
+// elements a thread where the device reduces four at once (sm_90), else one.
+constexpr bool kReducesFour = CUFLASH_ARCH >= 90;
+CUFLASH_DEVICE int accumulator_offset(int piece, int element) {
+  const int thread = ptx::thread_index();
+  return kReducesFour ? (piece * kNumThreads + thread) * 4 + element : (piece * 4 + element) * kNumThreads + thread;
+}
+
+// Pairs (lse in units of log2, delta) of the rows of a head; rows past seqlen_q, up to a whole tile, have no weights.
+CUFLASH_DEVICE float* stats_of(const Params& params, int batch, int head) {
+  return params.row_stats + ((i64)batch * params.num_heads + head) * params.stats_rows * 2;
+}

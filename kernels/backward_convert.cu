@@ -1,0 +1,35 @@
+// dq = scale * accumulator, from the fragment order of backward.cuh and float32 to rows of the element type.
+#include "backward.cuh"
+#include "copy.cuh"
+#include "mma.cuh"
+#include "params.cuh"
+#include "schedule.cuh"
+
+constexpr int kRow = row_elements(kDim);
+static_assert(tile_bytes(kBlockM, kDim) == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
+
+CUFLASH_DEVICE void backward_convert(const Params& params) {
+  const int num_m_blocks = ceil_div(params.seqlen_q, kBlockM);
+  const Work work = schedule(params, num_m_blocks, params.num_heads, false);
+  const int m_block = work.block, head = work.head, batch = work.batch;
+  const i64 tile = ((i64)batch * params.num_heads + head) * num_m_blocks + m_block;
+  const float* accumulator = params.dq_accumulator + tile * (kBlockM * kDim);
+
+  float dq[kDqMTiles][kDqNTiles][4];
+#pragma unroll
+  for (int m = 0; m < kDqMTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < kDqNTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) dq[m][n][i] = accumulator[accumulator_offset(m * kDqNTiles + n, i)];
+
+  const u32 s_dq = ptx::dynamic_shared();
+  const int warp_m = warp_index() / kDqWarpsD, warp_column = warp_index() % kDqWarpsD * 8 * kDqNTiles;
+  const float scale = params.scale;
+  store_fragments<kRow>(s_dq + at<kRow>(warp_m * 16 * kDqMTiles, warp_column), dq, [&](int, int) { return scale; });
+  ptx::sync_block();
+  store_tile<kBlockM, kHeadDim>(s_dq, (u16*)head_of(params.dq, batch, head), params.dq.row_stride, m_block * kBlockM,
+                                params.seqlen_q);
+}
+
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, backward_convert)

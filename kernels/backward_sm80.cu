@@ -1,0 +1,241 @@
+// Backward pass on mma.sync tensor cores (compute capability 8.0 and later): FlashAttention-2, Algorithm 2, transposed.
+//
+//   P' = exp(K Q' - lse)    dP' = V dO'    dS' = P' * (dP' - delta)
+//   dV = P' dO              dK = dS' Q     dQ += dS K                       (X' is X transposed; rows of X' are keys)
+//
+// A block owns kBlockN keys of one key/value head and walks over the tiles of queries, and over the query heads that
+// share its keys. With rows of P' and dS' being keys, a warp's own fragments are the operands of dV and dK; only dS goes
+// through shared memory, for dQ. At large head dimensions a warp cannot hold its rows of dK and dV: kWarpsD warps then
+// share the rows, each with a slice of the queries of P' and dS' and a slice of the columns of dK and dV, and both P' and
+// dS' go through shared memory.
+#include "backward.cuh"
+#include "config.cuh"
+#include "copy.cuh"
+#include "mask.cuh"
+#include "mma.cuh"
+#include "params.cuh"
+#include "schedule.cuh"
+#include "score.cuh"
+
+constexpr int kWarpsD = CUFLASH_WARPS_D;
+constexpr bool kOwnOperands = kWarpsD == 1;  // P' and dS' reach dV and dK in registers
+constexpr int kWarpsN = kNumWarps / kWarpsD;
+constexpr int kKeyTiles = kBlockN / (16 * kWarpsN);       // pieces of 16 keys of a warp
+constexpr int kQueryTiles = kBlockM / (8 * kWarpsD);      // pieces of 8 queries of P' and dS' of a warp
+constexpr int kColumnTiles = kDim / (8 * kWarpsD);        // pieces of 8 columns of dK of a warp
+constexpr int kColumnTilesV = kDimV / (8 * kWarpsD);      // and of dV
+constexpr int kRow = row_elements(kDim);
+constexpr int kRowV = row_elements(kDimV);
+constexpr int kRowS = row_elements(kBlockM);
+static_assert(kKeyTiles * 16 * kWarpsN == kBlockN, "every warp owns the same number of whole fragments");
+static_assert(kNumStages == 1 || kNumStages == 2, "at most one tile of queries arrives while another is used");
+
+// Shared memory: K, V, the ring of Q, dO and row statistics, two buffers of dS' (one when P' needs one too).
+constexpr u32 kBytesK = tile_bytes(kBlockN, kDim);
+constexpr u32 kBytesV = tile_bytes(kBlockN, kDimV);
+constexpr u32 kBytesQ = tile_bytes(kBlockM, kDim);
+constexpr u32 kBytesDo = tile_bytes(kBlockM, kDimV);
+constexpr u32 kBytesStats = kBlockM * 8;
+constexpr u32 kBytesS = tile_bytes(kBlockN, kBlockM);
+constexpr u32 kBytesStage = kBytesQ + kBytesDo + kBytesStats;
+static_assert(kBytesK + kBytesV + kNumStages * kBytesStage + 2 * kBytesS == CUFLASH_SHARED_BYTES,
+              "shared memory differs from the plan");
+
+// The walk over (query head of the group, tile of queries), heads outermost.
+struct Walk {
+  int head, m_block;
+  CUFLASH_DEVICE void advance(const TileRange& tiles) {
+    if (++m_block == tiles.stop) m_block = tiles.start, ++head;
+  }
+};
+
+CUFLASH_DEVICE void backward(const Params& params) {
+  const int num_n_blocks = ceil_div(params.seqlen_k, kBlockN), num_m_blocks = ceil_div(params.seqlen_q, kBlockM);
+  const Work work = schedule(params, num_n_blocks, params.num_heads_kv, false);
+  const int n_block = work.block, head_kv = work.head, batch = work.batch;
+  const int first_key = n_block * kBlockN;
+  const int key_stop = key_stop_of(params, batch);
+  const TileRange tiles = query_tiles(params, first_key, first_key + kBlockN - 1, key_stop);
+  const int group = params.num_heads / params.num_heads_kv;
+  const int num_steps = (tiles.stop - tiles.start) * group;
+
+  const u32 s_k = ptx::dynamic_shared(), s_v = s_k + kBytesK, s_ring = s_v + kBytesV;
+  const u32 s_ds = s_ring + kNumStages * kBytesStage;  // buffer 1 holds P' unless kOwnOperands
+  const int warp_n = warp_index() / kWarpsD, warp_d = warp_index() % kWarpsD;
+  const int warp_key = warp_n * 16 * kKeyTiles;
+  const int warp_query = warp_d * 8 * kQueryTiles;
+
+  const auto row_tile = [&](const Walk& at) { return ((i64)batch * params.num_heads + at.head) * num_m_blocks + at.m_block; };
+  const auto load_queries = [&](const Walk& at, int stage) {
+    const u32 s_q = s_ring + stage * kBytesStage, s_do = s_q + kBytesQ, s_stats = s_do + kBytesDo;
+    const int first_row = at.m_block * kBlockM;
+    load_tile<kBlockM, kHeadDim>(s_q, head_of(params.q, batch, at.head), params.q.row_stride, first_row, params.seqlen_q);
+    load_tile<kBlockM, kHeadDimV>(s_do, head_of(params.dout, batch, at.head), params.dout.row_stride, first_row,
+                                  params.seqlen_q);
+    const int thread = ptx::thread_index();
+    if (thread < kBlockM / 2)
+      ptx::copy_async<16>(s_stats + thread * 16, stats_of(params, batch, at.head) + first_row * 2 + thread * 4, 16);
+  };
+
+  // K and V arrive with the first tile of queries.
+  Walk current = {head_kv * group, tiles.start};
+  Walk next = current;
+  load_tile<kBlockN, kHeadDim>(s_k, head_of(params.k, batch, head_kv), params.k.row_stride, first_key, key_stop);
+  load_tile<kBlockN, kHeadDimV>(s_v, head_of(params.v, batch, head_kv), params.v.row_stride, first_key, key_stop);
+#pragma unroll
+  for (int i = 0; i < kNumStages; ++i) {
+    if (i < num_steps) load_queries(next, i), next.advance(tiles);
+    ptx::copy_async_commit();
+  }
+
+  float dk[kKeyTiles][kColumnTiles][4], dv[kKeyTiles][kColumnTilesV][4];
+  set_zero(dk);
+  set_zero(dv);
+
+  ptx::copy_async_wait<kNumStages - 1>();
+  ptx::sync_block();
+
+#pragma unroll 1
+  for (int step = 0; step < num_steps; ++step) {
+    const int stage = step % kNumStages;
+    const u32 s_q = s_ring + stage * kBytesStage, s_do = s_q + kBytesQ, s_stats = s_do + kBytesDo;
+    const u32 s_ds_now = s_ds + (kOwnOperands ? step % 2 * kBytesS : 0), s_p = s_ds + kBytesS;
+    const int first_row = current.m_block * kBlockM;
+
+    // P' and dP' before the softmax.
+    float p[kKeyTiles][kQueryTiles][4], ds[kKeyTiles][kQueryTiles][4];
+    set_zero(p);
+    {
+      const u32 a = lane_down_first<kRow>(s_k + at<kRow>(warp_key, 0));
+      const u32 b = lane_across_first<kRow>(s_q + at<kRow>(warp_query, 0));
+      multiply<kDim / 16>(
+          p, [&](int m, int k, u32(&x)[4]) { ptx::load_matrix_x4(x, a + at<kRow>(16 * m, 16 * k)); },
+          [&](int n, int k, u32(&x)[4]) { ptx::load_matrix_x4(x, b + at<kRow>(16 * n, 16 * k)); });
+    }
+    set_zero(ds);
+    {
+      const u32 a = lane_down_first<kRowV>(s_v + at<kRowV>(warp_key, 0));
+      const u32 b = lane_across_first<kRowV>(s_do + at<kRowV>(warp_query, 0));
+      multiply<kDimV / 16>(
+          ds, [&](int m, int k, u32(&x)[4]) { ptx::load_matrix_x4(x, a + at<kRowV>(16 * m, 16 * k)); },
+          [&](int n, int k, u32(&x)[4]) { ptx::load_matrix_x4(x, b + at<kRowV>(16 * n, 16 * k)); });
+    }
+
+    // P' = exp2(score - lse), dS' = P' (dP' - delta).
+    {
+      const Score score(params, batch, current.head, key_stop);
+      const Mask mask(params, batch, current.head, key_stop);
+      const float scale_log2 = score.exponent_scale();
+      const bool masked = current.m_block < tiles.full_start || current.m_block >= tiles.full_stop;
+      const int lane_key = first_key + warp_key + fragment_row();
+      const int lane_query = first_row + warp_query + fragment_column();
+      if (masked) {
+#pragma unroll
+        for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+          for (int n = 0; n < kQueryTiles; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              if (!mask.visible(lane_query + 8 * n + i % 2, lane_key + 16 * m + i / 2 * 8)) p[m][n][i] = -ptx::infinity();
+      }
+#pragma unroll
+      for (int n = 0; n < kQueryTiles; ++n) {
+        float stats[4];  // lse and delta of this lane's two queries
+        ptx::load_shared_f32x4(s_stats + (warp_query + 8 * n + fragment_column()) * 8, stats);
+#pragma unroll
+        for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int row = lane_query + 8 * n + i % 2, key = lane_key + 16 * m + i / 2 * 8;
+            const float lse_log2 = stats[i % 2 * 2], delta = stats[i % 2 * 2 + 1];
+            float derivative = 1.0f;
+            const bool hidden = masked && p[m][n][i] == -ptx::infinity();
+            float x = p[m][n][i];
+            if constexpr (!kScaleInExponent) x = hidden ? x : score.of(x, row, key, derivative);
+            p[m][n][i] = ptx::exp2_approx(x * scale_log2 - lse_log2);
+            ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - delta) * derivative;
+          }
+      }
+    }
+
+    const auto accumulate = [&](auto& d, auto load_a, u32 operand, auto row_constant) {
+      constexpr int row = decltype(row_constant)::value;
+      multiply<kBlockM / 16>(d, load_a, [&](int n, int k, u32(&x)[4]) {
+        ptx::load_matrix_x4_transposed(x, operand + at<row>(16 * k, 16 * n));
+      });
+    };
+    const u32 operand_do = lane_down_first<kRowV>(s_do + at<kRowV>(0, warp_d * 8 * kColumnTilesV));
+    const u32 operand_q = lane_down_first<kRow>(s_q + at<kRow>(0, warp_d * 8 * kColumnTiles));
+    const u32 warp_ds = s_ds_now + at<kRowS>(warp_key, 0), warp_p = s_p + at<kRowS>(warp_key, 0);
+    const auto one = [](int, int) { return 1.0f; };
+    if constexpr (kOwnOperands) {
+      accumulate(dv, [&](int m, int k, u32(&x)[4]) { to_operand(p[m], k, x); }, operand_do, Integer<kRowV>{});
+      if constexpr (kDqByReduction) store_fragments<kRowS>(warp_ds, ds, one);
+      accumulate(dk, [&](int m, int k, u32(&x)[4]) { to_operand(ds[m], k, x); }, operand_q, Integer<kRow>{});
+    } else {
+      store_fragments<kRowS>(warp_p + at<kRowS>(0, warp_query), p, one);
+      store_fragments<kRowS>(warp_ds + at<kRowS>(0, warp_query), ds, one);
+      ptx::sync_block();
+      const u32 a_p = lane_down_first<kRowS>(warp_p), a_ds = lane_down_first<kRowS>(warp_ds);
+      accumulate(
+          dv, [&](int m, int k, u32(&x)[4]) { ptx::load_matrix_x4(x, a_p + at<kRowS>(16 * m, 16 * k)); }, operand_do,
+          Integer<kRowV>{});
+      accumulate(
+          dk, [&](int m, int k, u32(&x)[4]) { ptx::load_matrix_x4(x, a_ds + at<kRowS>(16 * m, 16 * k)); }, operand_q,
+          Integer<kRow>{});
+    }
+
+    // dQ of this tile pair; its dS is complete after the barrier that also ends the use of this stage when
+    // kOwnOperands, and is complete already otherwise.
+    const auto add_dq = [&]() {
+      if constexpr (kDqByReduction) {
+        const int warp_m = warp_index() / kDqWarpsD, warp_column = warp_index() % kDqWarpsD * 8 * kDqNTiles;
+        const u32 a = lane_across_first<kRowS>(s_ds_now + at<kRowS>(0, warp_m * 16 * kDqMTiles));
+        const u32 b = lane_down_first<kRow>(s_k + at<kRow>(0, warp_column));
+        float dq[kDqMTiles][kDqNTiles][4];
+        set_zero(dq);
+        multiply<kBlockN / 16>(
+            dq, [&](int m, int k, u32(&x)[4]) { ptx::load_matrix_x4_transposed(x, a + at<kRowS>(16 * k, 16 * m)); },
+            [&](int n, int k, u32(&x)[4]) { ptx::load_matrix_x4_transposed(x, b + at<kRow>(16 * k, 16 * n)); });
+        float* accumulator = params.dq_accumulator + row_tile(current) * (kBlockM * kDim);
+#pragma unroll
+        for (int m = 0; m < kDqMTiles; ++m)
+#pragma unroll
+          for (int n = 0; n < kDqNTiles; ++n) {
+            const int piece = m * kDqNTiles + n;
+            if constexpr (kReducesFour) {
+              ptx::reduce_add_x4(accumulator + accumulator_offset(piece, 0), dq[m][n]);
+            } else {
+#pragma unroll
+              for (int i = 0; i < 4; ++i) ptx::reduce_add(accumulator + accumulator_offset(piece, i), dq[m][n][i]);
+            }
+          }
+      }
+    };
+    if constexpr (!kOwnOperands) add_dq();
+    if constexpr (kNumStages == 2) ptx::copy_async_wait<0>();
+    ptx::sync_block();
+    if (step + kNumStages < num_steps) load_queries(next, stage), next.advance(tiles);
+    ptx::copy_async_commit();
+    if constexpr (kNumStages == 1) {
+      ptx::copy_async_wait<0>();
+      ptx::sync_block();
+    }
+    if constexpr (kOwnOperands) add_dq();
+    current.advance(tiles);
+  }
+
+  // dK and dV leave through the room of K and V, which nobody reads any more after the barrier.
+  ptx::copy_async_wait<0>();
+  ptx::sync_block();
+  const float scale = params.scale;
+  store_fragments<kRow>(s_k + at<kRow>(warp_key, warp_d * 8 * kColumnTiles), dk, [&](int, int) { return scale; });
+  store_fragments<kRowV>(s_v + at<kRowV>(warp_key, warp_d * 8 * kColumnTilesV), dv, [](int, int) { return 1.0f; });
+  ptx::sync_block();
+  store_tile<kBlockN, kHeadDim>(s_k, (u16*)head_of(params.dk, batch, head_kv), params.dk.row_stride, first_key,
+                                params.seqlen_k);
+  store_tile<kBlockN, kHeadDimV>(s_v, (u16*)head_of(params.dv, batch, head_kv), params.dv.row_stride, first_key,
+                                 params.seqlen_k);
+}
+
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, backward)

@@ -1,0 +1,57 @@
+// What one compilation is specialised for: the CUFLASH_* defines of cuflash/plan.py as typed constants.
+#pragma once
+#include "ptx.cuh"
+
+using Element = CUFLASH_DTYPE;
+
+constexpr int kHeadDim = CUFLASH_HEAD_DIM;      // of q and k, as the arrays have it
+constexpr int kHeadDimV = CUFLASH_HEAD_DIM_V;   // of v and out
+constexpr int kBlockM = CUFLASH_BLOCK_M;        // queries of a tile
+constexpr int kBlockN = CUFLASH_BLOCK_N;        // keys of a tile
+constexpr int kNumWarps = CUFLASH_NUM_WARPS;
+constexpr int kNumStages = CUFLASH_NUM_STAGES;  // tiles in flight in the ring of the streamed operands
+constexpr int kMinBlocks = CUFLASH_MIN_BLOCKS;  // resident blocks a multiprocessor that registers must allow
+constexpr int kLoadBytes = CUFLASH_LOAD_BYTES;  // widest aligned access that serves every operand that is read
+constexpr int kStoreBytes = CUFLASH_STORE_BYTES;
+constexpr int kNumThreads = 32 * kNumWarps;
+
+// Options. One that is off leaves no instruction behind.
+constexpr bool kHasRightBound = CUFLASH_HAS_RIGHT_BOUND;
+constexpr bool kHasLeftBound = CUFLASH_HAS_LEFT_BOUND;
+constexpr bool kHasSoftcap = CUFLASH_HAS_SOFTCAP;
+constexpr bool kHasAlibi = CUFLASH_HAS_ALIBI;
+constexpr bool kHasMask = CUFLASH_HAS_MASK;
+constexpr int kBiasBytes = CUFLASH_BIAS_BYTES;              // size of a bias element: 0 (no bias), 2 (Element) or 4 (float)
+constexpr int kKvLengthsBytes = CUFLASH_KV_LENGTHS_BYTES;   // 0 (none), 4 (i32) or 8 (i64)
+// The scale can be folded into the exponent only when nothing stands between it and the softmax and it is positive.
+constexpr bool kScaleInExponent = CUFLASH_SCALE_IN_EXPONENT;
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+CUFLASH_DEVICE constexpr int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
+CUFLASH_DEVICE constexpr int max_of(int a, int b) { return a > b ? a : b; }
+
+// Head dimensions as the tensor cores see them: whole 16-wide steps for every warp along them, zeros past the end.
+constexpr int kDim = round_up(kHeadDim, CUFLASH_DIM_MULTIPLE);
+constexpr int kDimV = round_up(kHeadDimV, CUFLASH_DIM_MULTIPLE);
+
+// Rows of a shared tile are 8 elements longer than its data: an odd number of 16-byte units, so that the 8 rows of an
+// ldmatrix fall into different banks, at addresses that differ by compile-time constants.
+constexpr int kRowPadding = 8;
+CUFLASH_DEVICE constexpr int row_elements(int columns) { return columns + kRowPadding; }
+CUFLASH_DEVICE constexpr u32 tile_bytes(int rows, int columns) { return rows * row_elements(columns) * 2; }
+
+static_assert(kBlockM % 16 == 0 && kBlockN % 16 == 0, "tiles are made of 16 x 16 fragments");
+static_assert(CUFLASH_DIM_MULTIPLE % 16 == 0, "fragments are 16 wide");
+static_assert(kHeadDim <= 256 && kHeadDimV <= 256, "one row of fragments holds a whole head");
+
+// A compile-time value as an argument, for loop bodies that come in variants.
+template <bool b>
+struct Constant {
+  static constexpr bool value = b;
+};
+template <int n>
+struct Integer {
+  static constexpr int value = n;
+};

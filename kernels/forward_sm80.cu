@@ -1,0 +1,164 @@
+// Forward pass on mma.sync tensor cores (compute capability 8.0 and later): FlashAttention-2, Algorithm 1.
+//
+//   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
+//
+// A block owns kBlockM queries of one head and walks over the tiles of keys from the last to the first; a warp owns
+// 16 kMTiles of its rows, so that softmax and both products stay within a warp. Q stays in shared memory, K and V stream
+// through it.
+#include "config.cuh"
+#include "copy.cuh"
+#include "mask.cuh"
+#include "mma.cuh"
+#include "params.cuh"
+#include "schedule.cuh"
+#include "score.cuh"
+#include "softmax.cuh"
+
+constexpr int kMTiles = kBlockM / (16 * kNumWarps);
+constexpr int kNTiles = kBlockN / 8;
+constexpr int kRowQ = row_elements(kDim);
+constexpr int kRowV = row_elements(kDimV);
+static_assert(kMTiles * 16 * kNumWarps == kBlockM, "every warp owns the same number of whole fragments");
+
+// Shared memory: Q (whose room the output takes at the end), then the ring of K tiles, then that of V tiles.
+constexpr u32 kBytesQ = tile_bytes(kBlockM, max_of(kDim, kDimV));
+constexpr u32 kBytesK = tile_bytes(kBlockN, kDim);
+constexpr u32 kBytesV = tile_bytes(kBlockN, kDimV);
+static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
+
+CUFLASH_DEVICE void forward(const Params& params) {
+  const int num_m_blocks = ceil_div(params.seqlen_q, kBlockM);
+  const Work work = schedule(params, num_m_blocks, params.num_heads, kHasRightBound);
+  const int m_block = work.block, head = work.head, batch = work.batch;
+  const int first_row = m_block * kBlockM;
+  const int last_row = min_of(first_row + kBlockM, params.seqlen_q) - 1;
+  const int head_kv = head / (params.num_heads / params.num_heads_kv);
+  const int key_stop = key_stop_of(params, batch);
+  const TileRange tiles = key_tiles(params, first_row, last_row, key_stop);
+
+  const u16* g_k = head_of(params.k, batch, head_kv);
+  const u16* g_v = head_of(params.v, batch, head_kv);
+  const u32 s_q = ptx::dynamic_shared(), s_k = s_q + kBytesQ, s_v = s_k + kNumStages * kBytesK;
+  const u32 warp_row = warp_index() * 16 * kMTiles;
+
+  const auto load_k = [&](int n_block, int stage) {
+    load_tile<kBlockN, kHeadDim>(s_k + stage * kBytesK, g_k, params.k.row_stride, n_block * kBlockN, key_stop);
+  };
+  const auto load_v = [&](int n_block, int stage) {
+    load_tile<kBlockN, kHeadDimV>(s_v + stage * kBytesV, g_v, params.v.row_stride, n_block * kBlockN, key_stop);
+  };
+
+  // Fill the ring: tile i of the walk goes to stage i % kNumStages. Group i holds tile i (with Q in the first).
+  const int num_tiles = tiles.stop - tiles.start;
+  load_tile<kBlockM, kHeadDim>(s_q, head_of(params.q, batch, head), params.q.row_stride, first_row, params.seqlen_q);
+  if constexpr (kNumStages == 1) {
+    if (num_tiles > 0) load_k(tiles.stop - 1, 0);
+    ptx::copy_async_commit();
+  } else {
+#pragma unroll
+    for (int i = 0; i < kNumStages - 1; ++i) {
+      if (i < num_tiles) load_k(tiles.stop - 1 - i, i), load_v(tiles.stop - 1 - i, i);
+      ptx::copy_async_commit();
+    }
+  }
+
+  const u32 lane_q = lane_down_first<kRowQ>(s_q + at<kRowQ>(0, 0)) + warp_row * kRowQ * 2;
+  const u32 lane_k = lane_across_first<kRowQ>(s_k);
+  const u32 lane_v = lane_down_first<kRowV>(s_v);
+
+  const Score score(params, batch, head, key_stop);
+  const Mask mask(params, batch, head, key_stop);
+  const float scale_log2 = score.exponent_scale();
+  const int lane_row = first_row + warp_row + fragment_row();
+
+  OnlineSoftmax<kMTiles> softmax;
+  float o[kMTiles][kDimV / 8][4];
+  set_zero(o);
+
+  int stage = 0;
+  const auto step = [&](int n_block, auto masked) {
+    // One stage: V arrives during S = Q K^T, the next K during P V. More stages: a whole tile arrives ahead.
+    if constexpr (kNumStages == 1) {
+      ptx::copy_async_wait<0>();
+      ptx::sync_block();
+      load_v(n_block, 0);
+      ptx::copy_async_commit();
+    } else {
+      ptx::copy_async_wait<kNumStages - 2>();
+      ptx::sync_block();
+      const int next = n_block - (kNumStages - 1);
+      const int next_stage = stage == 0 ? kNumStages - 1 : stage - 1;
+      if (next >= tiles.start) load_k(next, next_stage), load_v(next, next_stage);
+      ptx::copy_async_commit();
+    }
+
+    float s[kMTiles][kNTiles][4];
+    set_zero(s);
+    multiply<kDim / 16>(
+        s, [&](int m, int k, u32(&a)[4]) { ptx::load_matrix_x4(a, lane_q + at<kRowQ>(16 * m, 16 * k)); },
+        [&](int n, int k, u32(&b)[4]) {
+          ptx::load_matrix_x4(b, lane_k + stage * kBytesK + at<kRowQ>(16 * n, 16 * k));
+        });
+
+    if constexpr (kNumStages == 1) {
+      ptx::copy_async_wait<0>();
+      ptx::sync_block();
+      if (n_block > tiles.start) load_k(n_block - 1, 0);
+      ptx::copy_async_commit();
+    }
+
+    if constexpr (!kScaleInExponent || masked.value) {
+      const int lane_key = n_block * kBlockN + fragment_column();
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int row = lane_row + 16 * m + i / 2 * 8, key = lane_key + 8 * n + i % 2;
+            float derivative;
+            s[m][n][i] = score.of(s[m][n][i], row, key, derivative);
+            if (masked.value && !mask.visible(row, key)) s[m][n][i] = -ptx::infinity();
+          }
+    }
+    softmax.update(s, o, scale_log2);
+
+    multiply<kBlockN / 16>(
+        o, [&](int m, int k, u32(&a)[4]) { to_operand(s[m], k, a); },
+        [&](int n, int k, u32(&b)[4]) {
+          ptx::load_matrix_x4_transposed(b, lane_v + stage * kBytesV + at<kRowV>(16 * k, 16 * n));
+        });
+    stage = stage == kNumStages - 1 ? 0 : stage + 1;
+  };
+
+  int n_block = tiles.stop - 1;
+#pragma unroll 1
+  for (; n_block >= tiles.full_stop; --n_block) step(n_block, Constant<true>{});
+#pragma unroll 1
+  for (; n_block >= tiles.full_start; --n_block) step(n_block, Constant<false>{});
+  if constexpr (kHasLeftBound) {
+#pragma unroll 1
+    for (; n_block >= tiles.start; --n_block) step(n_block, Constant<true>{});
+  }
+
+  // O / l, through the room of Q so that the stores to memory are wide.
+  softmax.finish();
+  ptx::copy_async_wait<0>();
+  ptx::sync_block();
+  store_fragments<kRowV>(s_q + warp_row * kRowV * 2, o, [&](int m, int half) { return softmax.inverse_sum(m, half); });
+  ptx::sync_block();
+  store_tile<kBlockM, kHeadDimV>(s_q, (u16*)head_of(params.out, batch, head), params.out.row_stride, first_row,
+                                 params.seqlen_q);
+
+  float* g_lse = (float*)params.lse.data + batch * params.lse.batch_stride + head * params.lse.head_stride;
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane_row + 16 * m + 8 * half;
+      if (fragment_column() == 0 && row < params.seqlen_q)
+        g_lse[row * params.lse.row_stride] = softmax.log_sum_exp(m, half, scale_log2);
+    }
+}
+
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, forward)

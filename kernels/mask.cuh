@@ -1,0 +1,35 @@
+// Which pairs (query, key) are visible. See schedule.cuh for tiles that need no look at all.
+#pragma once
+#include "config.cuh"
+#include "params.cuh"
+
+// The mask of one head, asked pair by pair.
+struct Mask {
+  int key_stop;
+  int seqlen_q;
+  int right_offset;
+  int left_offset;
+  const u8* bytes;  // of this head
+  i64 row_stride;
+  i64 key_stride;
+
+  CUFLASH_DEVICE Mask(const Params& params, int batch, int head, int key_stop_)
+      : key_stop(key_stop_),
+        seqlen_q(params.seqlen_q),
+        right_offset(params.right_offset),
+        left_offset(params.left_offset),
+        bytes(nullptr),
+        row_stride(params.mask.row_stride),
+        key_stride(params.mask.key_stride) {
+    if constexpr (kHasMask)
+      bytes = (const u8*)params.mask.data + batch * params.mask.batch_stride + head * params.mask.head_stride;
+  }
+
+  CUFLASH_DEVICE bool visible(int row, int key) const {
+    bool seen = key < key_stop;
+    if constexpr (kHasRightBound) seen = seen && key <= row + right_offset;
+    if constexpr (kHasLeftBound) seen = seen && key >= row + left_offset;
+    if constexpr (kHasMask) seen = seen && row < seqlen_q && bytes[row * row_stride + key * key_stride] != 0;
+    return seen;
+  }
+};

@@ -1,0 +1,42 @@
+// The one argument of every kernel. Python fills it (cuflash/launch.py); the byte count of both sides must agree.
+#pragma once
+#include "ptx.cuh"
+
+// An operand whose last axis is contiguous; strides in elements.
+struct Tensor {
+  void* data;
+  i64 batch_stride;
+  i64 head_stride;
+  i64 row_stride;
+};
+
+// An array over (batch, head, query, key), stride 0 where it broadcasts; strides in elements.
+struct ScoreTensor {
+  const void* data;
+  i64 batch_stride;
+  i64 head_stride;
+  i64 row_stride;
+  i64 key_stride;
+};
+
+struct Params {
+  Tensor q, k, v, out, dout, dq, dk, dv;
+  Tensor lse;            // row_stride is the stride between queries
+  ScoreTensor bias;      // added to the score
+  ScoreTensor mask;      // bytes: 0 hides the key
+  Tensor alibi_slopes;   // (batch, head)
+  const void* kv_lengths;
+  i64 kv_lengths_stride;
+  float* row_stats;       // (batch, num_heads, stats_rows, 2): lse in units of log2, and delta
+  float* dq_accumulator;  // (batch, num_heads, m blocks, block_m * padded head_dim), in fragment order
+  i32 batch, num_heads, num_heads_kv, seqlen_q, seqlen_k;
+  i32 diagonal;      // query i stands at key position i + diagonal
+  i32 right_offset;  // query i sees keys up to i + right_offset
+  i32 left_offset;   // query i sees keys from i + left_offset on
+  i32 head_section;  // heads whose blocks are interleaved in the launch order
+  float scale;
+  float softcap;
+  i32 stats_rows;    // seqlen_q, rounded up to whole tiles
+};
+
+static_assert(sizeof(Params) == CUFLASH_PARAMS_BYTES, "Params differs from its description in Python");
