@@ -1,5 +1,7 @@
-"""The kernels' only argument, laid out as `Params` in kernels/params.cuh. Needs NumPy only, so that it can be filled for
-any backend that runs the kernels."""
+"""The kernels' only argument, laid out as `Params` in kernels/params.cuh.
+
+Needs NumPy only, so that it can be filled for any backend that runs the kernels.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def parameters(plan: LaunchPlan, operands: Mapping[str, Operand]) -> np.ndarray:
     for name, operand in {**inputs, **operands}.items():
         if operand is not None:
             strides = params[f"{name}_strides"][0]
-            strides[:] = (operand.strides + (0,) * len(strides))[: len(strides)]  # the last axis of q, k, … is contiguous
+            strides[:] = (operand.strides + (0,) * len(strides))[
+                : len(strides)
+            ]  # the last axis of q, k, … is contiguous
     for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k", "diagonal", "scale"):
         params[name] = getattr(problem, name)
     if problem.window_right is not None:
@@ -59,4 +63,3 @@ def parameters(plan: LaunchPlan, operands: Mapping[str, Operand]) -> np.ndarray:
     params["head_section"] = plan.head_section
     params["stats_rows"] = plan.stats_rows
     return params
-

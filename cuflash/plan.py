@@ -320,9 +320,9 @@ def choose_plan(
 ) -> LaunchPlan:
     """The plan for one pass. Pure: the same arguments give the same plan.
 
-    `load_bytes` and `store_bytes` are the widest aligned accesses that serve all operands; without them they follow from
-    the strides, pointers taken as 16-byte aligned. `tiles` overrides the table: a ForwardTile, or a BackwardTile and a
-    DqTile.
+    `load_bytes` and `store_bytes` are the widest aligned accesses that serve all operands; without them they follow
+    from the strides, pointers taken as 16-byte aligned. `tiles` overrides the table: a ForwardTile, or a BackwardTile
+    and a DqTile.
 
     Raises NotImplementedError for what no kernel serves.
     """
@@ -337,7 +337,9 @@ def choose_plan(
 
     def kernel(source: str, tile: Tile, blocks: int, shared_bytes: int) -> KernelSpec:
         if blocks > 2**31 - 1:
-            raise NotImplementedError(f"q: got {blocks} tiles, expected at most 2**31 - 1 in one launch; split the batch")
+            raise NotImplementedError(
+                f"q: got {blocks} tiles, expected at most 2**31 - 1 in one launch; split the batch"
+            )
         defines = common | tile.defines() | {"CUFLASH_SHARED_BYTES": shared_bytes}
         if pass_ == "backward":
             defines["CUFLASH_DQ_BY_REDUCTION"] = int(not problem.deterministic)
@@ -381,7 +383,9 @@ def choose_plan(
             chosen = (main, dq)
             m_blocks = heads * -(-problem.seqlen_q // dq.block_m)
             kernels.append(kernel("backward_dq_sm80.cu", dq, m_blocks, padded_shared_bytes(dq)))
-            reason += "\ndeterministic: dq has a kernel of its own that adds in a fixed order and recomputes the weights"
+            reason += (
+                "\ndeterministic: dq has a kernel of its own that adds in a fixed order and recomputes the weights"
+            )
         else:
             chosen = (main,)
             dim_padded = round_up(dim, main.dim_multiple)
@@ -440,7 +444,9 @@ def _choose(table: tuple, problem: Problem, device: DeviceSpec) -> tuple[Tile, s
             continue
         shared = tile.shared_bytes(dim, dim_v)
         needed = tile.min_blocks * (shared + SHARED_BYTES_RESERVED)
-        label = f"{type(tile).__name__} {tile.block_m} x {tile.block_n}, {tile.num_warps} warps, {tile.num_stages} stages"
+        label = (
+            f"{type(tile).__name__} {tile.block_m} x {tile.block_n}, {tile.num_warps} warps, {tile.num_stages} stages"
+        )
         if shared > device.shared_bytes_per_block or needed > device.shared_bytes_per_sm:
             rejected.append(
                 f"not {label}: {tile.min_blocks} resident blocks of {shared} bytes exceed the "

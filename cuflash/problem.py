@@ -1,8 +1,8 @@
 """What is to be computed: shapes, dtypes, strides and the mask of one attention problem, validated once.
 
-A `Problem` is plain data, made from the static `Options` and from anything with `shape`, `strides` and `dtype` (NumPy and
-CuPy arrays alike). Everything downstream (the oracle, the CPU path, plans, kernels) reads the mask from it in one form:
-row i sees key j where
+A `Problem` is plain data, made from the static `Options` and from anything with `shape`, `strides` and `dtype` (NumPy
+and CuPy arrays alike). Everything downstream (the oracle, the CPU path, plans, kernels) reads the mask from it in one
+form: row i sees key j where
 
     i + diagonal - window_left <= j <= i + diagonal + window_right        (a bound that is None does not exist)
     and j < kv_lengths[batch] and mask[batch, head, i, j].
@@ -354,7 +354,9 @@ def make_problem(
         bias=None if bias is None else _broadcast_operand("bias", bias, scores_shape),
         mask=None if mask is None else _broadcast_operand("mask", mask, scores_shape),
         kv_lengths=None if kv_lengths is None else _broadcast_lengths(kv_lengths),
-        alibi_slopes=None if alibi_slopes is None else _broadcast_operand("alibi_slopes", alibi_slopes, scores_shape[:2]),
+        alibi_slopes=None
+        if alibi_slopes is None
+        else _broadcast_operand("alibi_slopes", alibi_slopes, scores_shape[:2]),
     )
 
 

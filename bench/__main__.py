@@ -1,0 +1,108 @@
+"""python -m bench run | report | list"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from .cases import PASSES, SUITES
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Names of a comma-separated list; "none" is the empty one."""
+    return () if text == "none" else tuple(filter(None, text.split(",")))
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m bench", description="Measure cuflash beside its peers.")
+    commands = top.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="check and time a suite, append JSON lines, print the table")
+    run.add_argument("--suite", choices=SUITES, default="quick")
+    run.add_argument(
+        "--peers", type=_names, metavar="A,B", help="contenders beside cuflash (default: the suite's; or none)"
+    )
+    run.add_argument("--pass", dest="passes", choices=(*PASSES, "both"), default="both")
+    run.add_argument("--case", default="", metavar="TEXT", help="only cases whose name contains TEXT")
+    run.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="folder of the JSON lines")
+    run.add_argument("--seconds", type=float, default=0.15, help="time for one measurement (at least 10 runs)")
+    run.add_argument("--cores", type=int, metavar="N", help="use the first N cores only (the cpu suite: 2)")
+    run.add_argument("--revision", help="what to record as the revision, where there is no git checkout")
+    report = commands.add_parser("report", help="render tables and plots into the README")
+    report.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
+    report.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    report.add_argument("--print", action="store_true", help="print the section, leave the README alone")
+    commands.add_parser("list", help="print suites and cases")
+    return top
+
+
+def _limit_cores(count: int | None) -> None:
+    """Restrict this process before NumPy starts its threads."""
+    if count is None:
+        return
+    if not hasattr(os, "sched_setaffinity"):
+        sys.exit("--cores: not possible on this system")
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
+
+
+def _run(args: argparse.Namespace) -> int:
+    suite = SUITES[args.suite]
+    _limit_cores(args.cores or (2 if suite.kind == "cpu" else None))
+    from .report import heading, markdown
+    from .run import failures, run_suite
+
+    passes = PASSES if args.passes == "both" else (args.passes,)
+    try:
+        records = run_suite(
+            args.suite,
+            suite,
+            out=args.out,
+            peers=args.peers,
+            passes=passes,
+            match=args.case,
+            seconds=args.seconds,
+            revision=args.revision,
+        )
+    except (ValueError, ImportError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    print(f"\n{heading(records)}\n\n{markdown(records)}")
+    wrong = failures(records)
+    for line in wrong:
+        print(line, file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from .report import section, update_readme
+
+    try:
+        text = section(args.results, args.readme)
+        if args.print:
+            print(text)
+        elif update_readme(args.readme, text):
+            print(f"updated {args.readme}")
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))
+    return 0
+
+
+def _list() -> int:
+    for name, suite in SUITES.items():
+        print(f"{name}: {suite.about} (peers: {', '.join(suite.peers)})")
+        print(*(f"  {case.name}" for case in suite.cases), sep="\n")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    if args.command == "run":
+        return _run(args)
+    return _report(args) if args.command == "report" else _list()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

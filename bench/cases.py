@@ -1,0 +1,188 @@
+"""The named problems that are measured, their floating-point operations and bytes, and the suites they form."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+PASSES = ("forward", "backward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One attention problem in layout bhsd with contiguous operands and the default scale."""
+
+    head_dim: int
+    seqlen_q: int
+    batch: int
+    num_heads: int
+    causal: bool = False
+    dtype: str = "bfloat16"
+    num_heads_kv: int = 0  # 0: as num_heads
+    seqlen_k: int = 0  # 0: as seqlen_q
+    head_dim_v: int = 0  # 0: as head_dim
+
+    def __post_init__(self) -> None:
+        for name, default in (("num_heads_kv", "num_heads"), ("seqlen_k", "seqlen_q"), ("head_dim_v", "head_dim")):
+            object.__setattr__(self, name, getattr(self, name) or getattr(self, default))
+        if self.causal and self.seqlen_q != self.seqlen_k:
+            raise ValueError("causal: got seqlen_q != seqlen_k, expected a square problem (alignments differ)")
+        if self.num_heads % self.num_heads_kv:
+            raise ValueError(f"num_heads_kv: got {self.num_heads_kv}, expected a divisor of {self.num_heads}")
+
+    @property
+    def name(self) -> str:
+        """Unique short name, made of the parts that a `--case` filter may name."""
+        dim = f"d{self.head_dim}" + (f"x{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
+        heads = f"h{self.num_heads}" + (f"kv{self.num_heads_kv}" if self.num_heads_kv != self.num_heads else "")
+        seqlen = f"s{self.seqlen_q}" + (f"k{self.seqlen_k}" if self.seqlen_k != self.seqlen_q else "")
+        mask = "causal" if self.causal else "full"
+        return "-".join((SHORT[self.dtype], dim, f"b{self.batch}", heads, seqlen, mask))
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_heads_kv
+
+    @property
+    def q_shape(self) -> tuple[int, ...]:
+        return (self.batch, self.num_heads, self.seqlen_q, self.head_dim)
+
+    @property
+    def k_shape(self) -> tuple[int, ...]:
+        return (self.batch, self.num_heads_kv, self.seqlen_k, self.head_dim)
+
+    @property
+    def v_shape(self) -> tuple[int, ...]:
+        return (self.batch, self.num_heads_kv, self.seqlen_k, self.head_dim_v)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return (self.batch, self.num_heads, self.seqlen_q, self.head_dim_v)
+
+    @property
+    def softmax_dtype(self) -> str:
+        """dtype of lse."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def scores_bytes(self) -> int:
+        """Bytes of the matrix of scores that the plain formula stores."""
+        return self.batch * self.num_heads * self.seqlen_q * self.seqlen_k * ITEMSIZE[self.softmax_dtype]
+
+    def flops(self, pass_: str) -> int:
+        """Floating-point operations of the matrix products; a causal problem counts half, as the literature does."""
+        dims = self.head_dim + self.head_dim_v
+        if pass_ == "backward":
+            dims = 3 * self.head_dim + 2 * self.head_dim_v
+        full = 2 * self.batch * self.num_heads * self.seqlen_q * self.seqlen_k * dims
+        return full // 2 if self.causal else full
+
+    def ideal_bytes(self, pass_: str) -> int:
+        """Fewest bytes through device memory: each input read once, each result written once."""
+        inputs = sum(math.prod(shape) for shape in (self.q_shape, self.k_shape, self.v_shape))
+        out = math.prod(self.out_shape)
+        lse_bytes = math.prod(self.out_shape[:3]) * ITEMSIZE[self.softmax_dtype]
+        elements = inputs + out if pass_ == "forward" else 2 * (inputs + out)
+        return elements * ITEMSIZE[self.dtype] + lse_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """Cases measured the same way. `kind`: "gpu" (device time), "host" (host time of a call), "cpu" (NumPy arrays)."""
+
+    kind: str
+    cases: tuple[Case, ...]
+    peers: tuple[str, ...]
+    passes: tuple[str, ...] = PASSES
+    about: str
+
+
+def _row(head_dim: int, seqlen: int, causal: bool) -> Case:
+    """One row of the usual table: 16384 tokens in all and a model width of 2048."""
+    return Case(head_dim=head_dim, seqlen_q=seqlen, batch=16384 // seqlen, num_heads=2048 // head_dim, causal=causal)
+
+
+def _fp(dtype: str, head_dim: int, seqlen: int) -> Case:
+    return Case(dtype=dtype, head_dim=head_dim, seqlen_q=seqlen, batch=2, num_heads=16)
+
+
+def _decode(batch: int, seqlen_k: int, seqlen_q: int) -> Case:
+    return Case(head_dim=128, seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=batch, num_heads=32, num_heads_kv=8)
+
+
+FA2 = tuple(_row(d, n, causal) for d in (64, 128, 256) for causal in (False, True) for n in (1024, 4096, 16384))
+GROUPED = (
+    Case(head_dim=128, seqlen_q=8192, batch=2, num_heads=32, num_heads_kv=8, causal=True),
+    Case(head_dim=64, seqlen_q=4096, batch=4, num_heads=16, num_heads_kv=1, causal=True, dtype="float16"),
+)
+ODD = (
+    Case(head_dim=64, seqlen_q=113, seqlen_k=203, batch=2, num_heads=3),
+    Case(head_dim=128, seqlen_q=1, seqlen_k=17, batch=1, num_heads=1),
+    Case(head_dim=128, seqlen_q=1000, batch=4, num_heads=16, causal=True),
+    Case(head_dim=40, seqlen_q=1024, batch=4, num_heads=8),
+    Case(head_dim=72, seqlen_q=1024, batch=4, num_heads=8, dtype="float16", causal=True),
+    Case(head_dim=1, seqlen_q=512, batch=2, num_heads=4),
+    Case(head_dim=192, head_dim_v=128, seqlen_q=2048, batch=2, num_heads=16, causal=True),
+)
+
+SUITES = {
+    "quick": Suite(
+        kind="gpu",
+        cases=(_row(64, 4096, True), _row(128, 1024, False), _row(128, 4096, True), _row(256, 4096, False)),
+        peers=("cudnn", "fa2"),
+        about="four rows of fa2, for work on a kernel",
+    ),
+    "fa2": Suite(
+        kind="gpu",
+        cases=FA2,
+        peers=("cudnn", "fa2"),
+        about="bfloat16, batch x seqlen = 16384, heads x head_dim = 2048",
+    ),
+    "grouped": Suite(
+        kind="gpu", cases=GROUPED, peers=("cudnn", "fa2"), about="several query heads to one key/value head"
+    ),
+    "targets": Suite(kind="gpu", cases=FA2 + GROUPED, peers=("cudnn", "fa2"), about="fa2 and grouped in one run"),
+    "odd": Suite(kind="gpu", cases=ODD, peers=("cudnn", "fa2", "efficient", "math"), about="small and odd shapes"),
+    "flex": Suite(
+        kind="gpu",
+        cases=tuple(_row(d, 4096, causal) for d in (64, 128) for causal in (False, True)),
+        peers=("flex", "cudnn", "fa2", "efficient", "math", "naive"),
+        about="every peer at four shapes",
+    ),
+    "float32": Suite(
+        kind="gpu",
+        cases=(_fp("float32", 64, 4096), _fp("float32", 128, 4096)),
+        peers=("efficient", "math", "flex", "naive"),
+        about="float32 at float32 accuracy",
+    ),
+    "float64": Suite(kind="gpu", cases=(_fp("float64", 64, 2048),), peers=("math", "naive"), about="float64"),
+    "decode": Suite(
+        kind="gpu",
+        cases=tuple(_decode(b, n, m) for b, n in ((16, 8192), (1, 131072)) for m in (1, 4, 16)),
+        peers=("cudnn", "fa2"),
+        passes=("forward",),
+        about="few queries against a long cache; read the bytes per second",
+    ),
+    "host": Suite(
+        kind="host",
+        cases=(
+            Case(head_dim=64, seqlen_q=256, batch=1, num_heads=8),
+            Case(head_dim=128, seqlen_q=256, batch=1, num_heads=8, num_heads_kv=2, causal=True),
+        ),
+        peers=("cuflash-alloc", "empty-launch", "cudnn", "fa2"),
+        about="host time of one repeated call, in microseconds",
+    ),
+    "cpu": Suite(
+        kind="cpu",
+        cases=tuple(
+            Case(dtype="float32", head_dim=64, seqlen_q=n, batch=1, num_heads=8, causal=causal)
+            for causal in (False, True)
+            for n in (1024, 4096)
+        ),
+        peers=("naive", "torch-cpu"),
+        about="NumPy arrays, float32, batch 1, 8 heads, head_dim 64",
+    ),
+}

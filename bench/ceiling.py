@@ -1,0 +1,44 @@
+"""What this device reaches in this run: a large matrix product and a large copy."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from .timing import CudaClock, time_interleaved
+
+PRODUCT_SIZE = 8192
+COPY_BYTES = 2**30
+
+
+def _matrix_product(cupy: Any) -> tuple[str, Any]:
+    """A call of an 8192^3 product of random 16-bit matrices, and what it is."""
+    n = PRODUCT_SIZE
+    try:
+        torch: Any = importlib.import_module("torch")
+    except ImportError:
+        torch = None
+    if torch is None or not torch.cuda.is_available():
+        a, b = (cupy.random.default_rng(i).standard_normal((n, n), dtype="float32").astype("float16") for i in (0, 1))
+        c = cupy.empty_like(a)
+        return f"CuPy float16 {n}^3", lambda: cupy.matmul(a, b, out=c)
+    a, b, c = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    return f"torch bfloat16 {n}^3", lambda: torch.mm(a, b, out=c)
+
+
+def measure(clock: CudaClock) -> dict[str, Any]:
+    """Matrix-product rate (TFLOP/s) and copy bandwidth (TB/s, bytes read plus bytes written), medians."""
+    cupy = clock.cupy
+    source = cupy.arange(COPY_BYTES // 4, dtype=cupy.uint32)
+    target = cupy.empty_like(source)
+    product, multiply = _matrix_product(cupy)
+
+    def copy() -> None:
+        target.data.copy_from_device_async(source.data, COPY_BYTES)
+
+    times = time_interleaved({"product": multiply, "copy": copy}, clock)
+    return {
+        "product": product,
+        "product_tflops": 2 * PRODUCT_SIZE**3 / times["product"].median_us / 1e6,
+        "copy_tbytes_per_s": 2 * COPY_BYTES / times["copy"].median_us / 1e6,
+    }

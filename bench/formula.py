@@ -1,0 +1,160 @@
+"""The plain formula of attention and its gradients, for NumPy and CuPy arrays: the check and a contender.
+
+With P = softmax(scale Q K^T) row by row: O = P V, dV = P^T dO, dP = dO V^T,
+dS = P * (dP - rowsum(P * dP)), dQ = scale dS K, dK = scale dS^T Q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from .cases import Case
+
+ROWS_AT_ONCE = 2048  # of one head in the check: float64 scores of 16384 keys take 256 MB
+RESULTS = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Operands of one case, NumPy or CuPy arrays; `xp` is the module they belong to."""
+
+    xp: Any
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """NumPy dtype of a name that may be "bfloat16"."""
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def make_inputs(xp: Any, case: Case, seed: int = 0) -> Inputs:
+    """Normally distributed operands (zeros would run faster than data does)."""
+    random = xp.random.default_rng(seed)
+    arrays = [
+        random.standard_normal(shape, dtype=case.softmax_dtype).astype(dtype_of(case.dtype))
+        for shape in (case.q_shape, case.k_shape, case.v_shape, case.out_shape)
+    ]
+    return Inputs(xp, *arrays)
+
+
+def widen(array: Any, dtype: str) -> Any:
+    """Cast to `dtype` over float32, since not every array library casts bfloat16 to float64 directly."""
+    if array.dtype.itemsize == 2 and dtype != "float16":
+        array = array.astype("float32")
+    return array.astype(dtype, copy=False)
+
+
+def softmax_rows(xp: Any, q: Any, k: Any, *, scale: float, causal: bool, first_row: int = 0) -> Any:
+    """Rows of P from `first_row` on, for q (..., rows, head_dim), k (..., seqlen_k, head_dim); causal is square."""
+    s = q @ k.swapaxes(-1, -2)
+    s *= scale
+    if causal:
+        rows = first_row + xp.arange(q.shape[-2])
+        s = xp.where(xp.arange(k.shape[-2]) <= rows[:, None], s, s.dtype.type(-np.inf))
+    s -= s.max(axis=-1, keepdims=True)
+    xp.exp(s, out=s)
+    s /= s.sum(axis=-1, keepdims=True)
+    return s
+
+
+def gradient_rows(
+    p: Any, q: Any, k: Any, v: Any, dout: Any, *, scale: float, rounded: Callable[[Any], Any]
+) -> tuple[Any, Any, Any]:
+    """dq of the rows of `p`, and what these rows add to dk and dv."""
+    dp = dout @ v.swapaxes(-1, -2)
+    dp -= (p * dp).sum(axis=-1, keepdims=True)
+    dp *= p
+    dp *= scale
+    ds = rounded(dp)
+    return ds @ k, ds.swapaxes(-1, -2) @ q, rounded(p).swapaxes(-1, -2) @ dout
+
+
+def one_group(case: Case, inputs: Inputs, batch: int, head_kv: int, *, compute: str, store: str) -> dict[str, Any]:
+    """out, dq (group_size, seqlen, dim) and dk, dv (seqlen, dim) of the query heads that share one key/value head.
+
+    Products and softmax run in `compute`; P, dS and the results are rounded to `store` where they would be stored.
+    """
+    xp = inputs.xp
+    scale = case.head_dim**-0.5
+
+    def rounded(x: Any) -> Any:
+        return x if store == compute else widen(x.astype(dtype_of(store)), compute)
+
+    heads = slice(head_kv * case.group_size, (head_kv + 1) * case.group_size)
+    q, dout = (widen(x[batch, heads], compute) for x in (inputs.q, inputs.dout))
+    k, v = (widen(x[batch, head_kv], compute) for x in (inputs.k, inputs.v))
+    out, dq, dk, dv = xp.empty_like(dout), xp.empty_like(q), xp.zeros_like(k), xp.zeros_like(v)
+    for g in range(case.group_size):
+        for first in range(0, case.seqlen_q, ROWS_AT_ONCE):
+            rows = slice(first, first + ROWS_AT_ONCE)
+            q_rows, dout_rows = q[g, rows], dout[g, rows]
+            p = softmax_rows(xp, q_rows, k, scale=scale, causal=case.causal, first_row=first)
+            out[g, rows] = rounded(p) @ v
+            dq[g, rows], dk_part, dv_part = gradient_rows(p, q_rows, k, v, dout_rows, scale=scale, rounded=rounded)
+            dk += dk_part
+            dv += dv_part
+    return {name: rounded(x) for name, x in (("out", out), ("dq", dq), ("dk", dk), ("dv", dv))}
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Largest absolute error of a result, the plain formula's in the same dtype, a unit in the last place of both."""
+
+    error: float
+    formula_error: float
+    ulp: float
+
+    @property
+    def within_rule(self) -> bool:
+        """At most twice the formula's error plus one unit in the last place of the largest entry."""
+        return self.error <= 2 * self.formula_error + self.ulp
+
+    @property
+    def wrong(self) -> bool:
+        """Not rounding any more (also where there is a NaN): too wrong to be worth timing."""
+        limit = 10 * self.formula_error + 4 * self.ulp
+        if not self.formula_error:
+            limit = 64 * self.ulp  # float64: the formula is the reference itself
+        return not self.error <= limit
+
+
+class Reference:
+    """Results of sampled heads, in float64 and by the plain formula in the case's dtype."""
+
+    def __init__(self, case: Case, inputs: Inputs) -> None:
+        self.case = case
+        self.groups = sorted({(0, 0), (case.batch - 1, case.num_heads_kv - 1)})  # the last has the largest offsets
+        self.exact = [one_group(case, inputs, b, h, compute="float64", store="float64") for b, h in self.groups]
+        plain = [one_group(case, inputs, b, h, compute=case.softmax_dtype, store=case.dtype) for b, h in self.groups]
+        finfo: Any = ml_dtypes.finfo  # knows bfloat16 and NumPy's own
+        epsilon = float(finfo(dtype_of(case.dtype)).eps)
+        self.formula_errors, self.ulps = {}, {}
+        for name in self.exact[0]:
+            exact = [group[name] for group in self.exact]
+            self.formula_errors[name] = max(self._distance(g[name], e) for g, e in zip(plain, exact, strict=True))
+            self.ulps[name] = epsilon * max(float(abs(e).max()) for e in exact)
+
+    def _distance(self, got: Any, exact: Any) -> float:
+        """Largest absolute difference; NaN where `got` has one."""
+        return float(abs(widen(got, "float64") - exact).max())
+
+    def errors(self, pass_: str, results: tuple[Any, ...]) -> dict[str, Errors]:
+        """Errors of whole results (batch, heads, seqlen, dim) on the sampled heads, by name."""
+        errors = {}
+        for name, result in zip(RESULTS[pass_], results, strict=True):
+            distances = []
+            for (b, h), group in zip(self.groups, self.exact, strict=True):
+                per_query_head = name in ("out", "dq")
+                heads = slice(h * self.case.group_size, (h + 1) * self.case.group_size) if per_query_head else h
+                distances.append(self._distance(result[b, heads], group[name]))
+            worst = float(np.max(distances))  # unlike max(), keeps a NaN
+            errors[name] = Errors(worst, self.formula_errors[name], self.ulps[name])
+        return errors

@@ -1,0 +1,272 @@
+"""Contenders: cuflash and its peers, each as two calls (forward, backward) on the inputs of one case.
+
+An adapter raises `Absent` with the reason where its library, device or kernel is missing; a kernel that refuses a case
+raises whatever its library raises. Backward calls run the gradient kernels alone on saved results where the library
+lets them, so no autograd bookkeeping is timed. FlashAttention-2 and the efficient kernel get (batch, seqlen, heads,
+dim) memory: they copy other layouts of dout and out first, which would count against them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .cases import Case
+from .formula import Inputs, dtype_of, gradient_rows, softmax_rows, widen
+
+Calls = dict[str, Callable[[], tuple[Any, ...]]]
+
+
+class Absent(Exception):
+    """This contender cannot run here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`calls["forward"]` returns (out,), `calls["backward"]` (dq, dk, dv), whole arrays that `to_array` turns into
+    NumPy or CuPy ones; `plans` describes what runs, where the library tells."""
+
+    calls: Calls
+    to_array: Callable[[Any], Any] = lambda x: x
+    plans: Mapping[str, str] = field(default_factory=dict)
+
+
+def _poisoned(xp: Any, shape: tuple[int, ...], dtype: str) -> Any:
+    """An array of NaN (all bits set, in every dtype): an element that nothing writes is found by the check."""
+    array = xp.empty(shape, dtype=dtype_of(dtype))
+    array.view(xp.uint8)[...] = 0xFF
+    return array
+
+
+def cuflash(case: Case, inputs: Inputs, *, deterministic: bool = False, allocate: bool = False) -> Contender:
+    """cuflash's public interface, into arrays made once (as a training loop would), or allocating its results."""
+    from cuflash import FlashAttention
+
+    xp, q, k, v, dout = inputs.xp, inputs.q, inputs.k, inputs.v, inputs.dout
+    attn = FlashAttention(causal=case.causal, deterministic=deterministic)
+    out = _poisoned(xp, case.out_shape, case.dtype)
+    lse = _poisoned(xp, case.out_shape[:3], case.softmax_dtype)
+    shapes = {"dq": case.q_shape, "dk": case.k_shape, "dv": case.v_shape}
+    gradients = {name: _poisoned(xp, shape, case.dtype) for name, shape in shapes.items()}
+    attn.forward(q, k, v, out=out, lse=lse)  # backward may be timed without forward
+    into = {"out": out, "lse": lse}
+    if allocate:
+        into = gradients = {}
+    calls: Calls = {
+        "forward": lambda: (attn.forward(q, k, v, **into).out,),
+        "backward": lambda: tuple(attn.backward(dout, q, k, v, out, lse, **gradients)),
+    }
+    return Contender(calls, plans=_describe(attn, q, k, v))
+
+
+def _describe(attn: Any, q: Any, k: Any, v: Any) -> dict[str, str]:
+    plans = attn.plan(q, k, v)
+    return {name: getattr(plans, name, plans).describe() for name in ("forward", "backward")}
+
+
+def naive(case: Case, inputs: Inputs) -> Contender:
+    """The plain formula on whole arrays, 16-bit operands in float32; P is kept for the backward pass."""
+    xp, group = inputs.xp, case.group_size
+    needed = 6 * case.scores_bytes
+    if xp.__name__ == "cupy" and needed > xp.cuda.runtime.memGetInfo()[0]:
+        raise Absent(f"would need about {needed / 1e9:.0f} GB")
+    dtype, compute, scale = dtype_of(case.dtype), case.softmax_dtype, case.head_dim**-0.5
+
+    def grouped(x: Any) -> Any:
+        """(batch, heads_kv, group or 1, seqlen, dim), so that products broadcast over the query heads of a group."""
+        heads_kv = case.num_heads_kv
+        return widen(x.reshape(x.shape[0], heads_kv, x.shape[1] // heads_kv, *x.shape[2:]), compute)
+
+    def softmax() -> Any:
+        return softmax_rows(xp, grouped(inputs.q), grouped(inputs.k), scale=scale, causal=case.causal)
+
+    def forward() -> tuple[Any]:
+        return ((softmax() @ grouped(inputs.v)).astype(dtype).reshape(case.out_shape),)
+
+    saved: list[Any] = []  # P, made by the first backward call: it is large, and a forward run does not need it
+
+    def backward() -> tuple[Any, ...]:
+        if not saved:
+            saved.append(softmax())
+        operands = [grouped(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
+        dq, dk, dv = gradient_rows(saved[0], *operands, scale=scale, rounded=lambda x: x)
+        if group > 1:
+            dk, dv = dk.sum(axis=2), dv.sum(axis=2)
+        shapes = (case.q_shape, case.k_shape, case.v_shape)
+        return tuple(x.astype(dtype).reshape(shape) for x, shape in zip((dq, dk, dv), shapes, strict=True))
+
+    return Contender({"forward": forward, "backward": backward})
+
+
+def empty_launch(case: Case, inputs: Inputs) -> Contender:
+    """One CuPy launch of a kernel that does nothing: the floor of host time."""
+    if inputs.xp.__name__ != "cupy":
+        raise Absent("needs CuPy arrays")
+    kernel = inputs.xp.RawKernel('extern "C" __global__ void empty() {}', "empty")
+
+    def launch() -> tuple[Any, ...]:
+        kernel((1,), (1,), ())
+        return ()
+
+    return Contender({"forward": launch})
+
+
+def fa2_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any) -> Calls:
+    """FlashAttention-2 as PyTorch carries it."""
+    aten = torch.ops.aten
+    q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
+
+    def forward() -> Any:
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, case.causal, False)
+
+    out, lse, cu_q, cu_k, max_q, max_k, seed, offset, _ = forward()
+
+    def backward() -> Any:
+        return aten._scaled_dot_product_flash_attention_backward(
+            dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, 0.0, case.causal, seed, offset
+        )
+
+    return {"forward": lambda: forward()[:1], "backward": backward}
+
+
+def cudnn_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any) -> Calls:
+    """cuDNN's fused attention as PyTorch calls it, with lse as in training."""
+    aten = torch.ops.aten
+
+    def forward() -> Any:
+        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, case.causal, False)
+
+    out, lse, cu_q, cu_k, max_q, max_k, seed, offset, _ = forward()
+
+    def backward() -> Any:
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse, seed, offset, None, cu_q, cu_k, max_q, max_k, 0.0, case.causal
+        )
+
+    return {"forward": lambda: forward()[:1], "backward": backward}
+
+
+def efficient_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any) -> Calls:
+    """PyTorch's memory-efficient attention."""
+    if case.group_size > 1:
+        raise Absent("has no grouped heads")
+    aten = torch.ops.aten
+    q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
+
+    def forward() -> Any:
+        return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, case.causal)
+
+    out, lse, seed, offset = forward()
+
+    def backward() -> Any:
+        wanted = [True, True, True, False]
+        return aten._scaled_dot_product_efficient_attention_backward(
+            dout, q, k, v, None, out, lse, seed, offset, 0.0, wanted, case.causal
+        )[:3]
+
+    return {"forward": lambda: forward()[:1], "backward": backward}
+
+
+def torch_cpu_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any) -> Calls:
+    """PyTorch's flash attention for the CPU."""
+    if case.group_size > 1:
+        raise Absent("has no grouped heads")
+    aten = torch.ops.aten
+
+    def forward() -> Any:
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, case.causal)
+
+    out, lse = forward()
+
+    def backward() -> Any:
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, case.causal)
+
+    return {"forward": lambda: forward()[:1], "backward": backward}
+
+
+def _autograd_calls(torch: Any, run: Callable[..., Any], q: Any, k: Any, v: Any, dout: Any) -> Calls:
+    """For libraries whose gradient kernels only autograd can reach: the graph is built once and kept."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    saved: list[Any] = []  # made by the first backward call: the graph of the math kernel is large
+
+    def backward() -> Any:
+        if not saved:
+            saved.append(run(*leaves))
+        return torch.autograd.grad(saved[0], leaves, dout, retain_graph=True)
+
+    return {"forward": lambda: (run(*leaves),), "backward": backward}
+
+
+def math_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any) -> Calls:
+    """PyTorch's unfused attention."""
+    attention = importlib.import_module("torch.nn.attention")
+    needed = 6 * case.scores_bytes
+    if q.device.type == "cuda" and needed > torch.cuda.mem_get_info()[0]:
+        raise Absent(f"would need about {needed / 1e9:.0f} GB")
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        with attention.sdpa_kernel(attention.SDPBackend.MATH):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=case.causal, enable_gqa=case.group_size > 1
+            )
+
+    return _autograd_calls(torch, run, q, k, v, dout)
+
+
+def flex_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any) -> Calls:
+    """FlexAttention, compiled for this case."""
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    functorch_config: Any = importlib.import_module("torch._functorch.config")
+    functorch_config.donated_buffer = False  # the graph of a run is used again
+    torch._dynamo.reset()  # else the limit on recompilations is met after a few cases
+    compiled = torch.compile(flex.flex_attention, dynamic=False)
+    block_mask = None
+    if case.causal:
+        block_mask = flex.create_block_mask(
+            lambda b, h, i, j: i >= j, None, None, case.seqlen_q, case.seqlen_k, device=q.device.type
+        )
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return compiled(q, k, v, block_mask=block_mask, enable_gqa=case.group_size > 1)
+
+    return _autograd_calls(torch, run, q, k, v, dout)
+
+
+def _torch_contender(make_calls: Callable[..., Calls], case: Case, inputs: Inputs, *, device: str | None) -> Contender:
+    """Torch tensors over the same memory as `inputs`, on CuPy's stream; `device` is the one that the kernel needs."""
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        raise Absent(f"torch: {error}") from None
+    on_gpu = inputs.xp.__name__ == "cupy"
+    if device is not None and on_gpu != (device == "cuda"):
+        raise Absent(f"needs arrays on a {device} device")
+    if on_gpu:
+        if not torch.cuda.is_available():
+            raise Absent("this torch has no CUDA device")
+        if torch.cuda.current_stream().cuda_stream != inputs.xp.cuda.get_current_stream().ptr:
+            raise Absent("torch and CuPy are on different streams")
+    tensors = [torch.from_dlpack(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
+    calls = make_calls(torch, case, *tensors)
+    return Contender(calls, to_array=lambda x: inputs.xp.from_dlpack(x.detach()))
+
+
+def _torch(make_calls: Callable[..., Calls], device: str | None = "cuda") -> Callable[[Case, Inputs], Contender]:
+    return lambda case, inputs: _torch_contender(make_calls, case, inputs, device=device)
+
+
+ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
+    "cuflash": cuflash,
+    "cuflash-alloc": lambda case, inputs: cuflash(case, inputs, allocate=True),
+    "cuflash-deterministic": lambda case, inputs: cuflash(case, inputs, deterministic=True),
+    "cudnn": _torch(cudnn_calls),
+    "fa2": _torch(fa2_calls),
+    "efficient": _torch(efficient_calls),
+    "math": _torch(math_calls, device=None),
+    "flex": _torch(flex_calls),
+    "torch-cpu": _torch(torch_cpu_calls, device="cpu"),
+    "naive": naive,
+    "empty-launch": empty_launch,
+}

@@ -1,0 +1,305 @@
+"""Markdown tables and plots from the JSON lines of the runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .cases import PASSES, SHORT
+
+Record = dict[str, Any]
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+TITLES = {
+    "cuflash": "cuflash",
+    "cuflash-alloc": "cuflash, allocating",
+    "cuflash-deterministic": "cuflash, deterministic",
+    "cudnn": "cuDNN",
+    "fa2": "FlashAttention-2",
+    "efficient": "torch efficient",
+    "math": "torch math",
+    "flex": "FlexAttention",
+    "torch-cpu": "torch CPU",
+    "naive": "plain formula",
+    "empty-launch": "empty launch",
+}
+COLOURS = {
+    "cuflash": "#d1495b",
+    "cuflash-deterministic": "#edae49",
+    "cudnn": "#2e7d32",
+    "fa2": "#30638e",
+    "efficient": "#8d6a9f",
+    "math": "#777777",
+    "flex": "#00798c",
+    "torch-cpu": "#30638e",
+    "naive": "#999999",
+}
+
+
+def load(path: Path) -> list[Record]:
+    """Records of one file, a last line that was cut off left out."""
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+def latest_run(records: Sequence[Record]) -> list[Record]:
+    """Records of the last run that took the whole suite and reached its end, else of the last run."""
+    finished = {r["run"] for r in records if r["record"] == "end"}
+    starts = [r for r in records if r["record"] == "run"]
+    if not starts:
+        return []
+    whole = [r for r in starts if r["run"] in finished and not r["filter"]]
+    chosen = (whole or starts)[-1]["run"]
+    return [r for r in records if r["run"] == chosen]
+
+
+class Table:
+    """One run's results by case, contender and pass."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.run = next(r for r in records if r["record"] == "run")
+        self.kind: str = self.run["kind"]
+        results = [r for r in records if r["record"] == "result"]
+        self.cells = {(r["case"], r["contender"], r["pass"]): r for r in results}
+        self.problems = {r["case"]: r["problem"] for r in results}
+        present = {r["contender"] for r in results}
+        timed = {r["contender"] for r in results if "median_us" in r}
+        self.contenders = [x for x in self.run["contenders"] if x in timed]
+        self.untimed = [x for x in self.run["contenders"] if x in present - timed]
+        self.peers = [x for x in self.contenders if not x.startswith("cuflash") and x != "empty-launch"]
+        self.passes = [x for x in PASSES if any(r["pass"] == x for r in results)]
+        self.in_bytes = all(8 * p["seqlen_q"] <= p["seqlen_k"] for p in self.problems.values())  # decoding
+
+    @property
+    def unit(self) -> str:
+        if self.kind == "host":
+            return "microseconds"
+        if self.kind == "cpu":
+            return "GFLOP/s"
+        return "TB/s" if self.in_bytes else "TFLOP/s"
+
+    def value(self, case: str, contender: str, pass_: str) -> float | None:
+        """The number of a cell in `unit`; None where there is no time."""
+        cell = self.cells.get((case, contender, pass_))
+        if cell is None or "median_us" not in cell:
+            return None
+        if self.kind == "host":
+            return float(cell["median_us"])
+        if self.in_bytes:
+            return float(cell["gbytes_per_s"]) / 1e3
+        return float(cell["tflops"]) * (1e3 if self.kind == "cpu" else 1)
+
+    def ratio(self, case: str, pass_: str, peers: Iterable[str]) -> float | None:
+        """Speed of cuflash over the best of `peers`."""
+        mine = self.value(case, "cuflash", pass_)
+        theirs = [x for x in (self.value(case, peer, pass_) for peer in peers) if x is not None]
+        if mine is None or not theirs:
+            return None
+        return min(theirs) / mine if self.kind == "host" else mine / max(theirs)
+
+    def mean_ratio(self, pass_: str, peers: Iterable[str]) -> float | None:
+        """Geometric mean of `ratio` over the cases that have one."""
+        peers = tuple(peers)
+        ratios = [x for x in (self.ratio(case, pass_, peers) for case in self.problems) if x is not None]
+        return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+
+    def error_ratio(self, case: str, pass_: str) -> float | None:
+        """Largest error of cuflash's results in units of the plain formula's error; None where there is none."""
+        errors = self.cells.get((case, "cuflash", pass_), {}).get("errors", {}).values()
+        ratios = [e["error"] / e["formula_error"] for e in errors if e["formula_error"] and e["error"] is not None]
+        return max(ratios, default=None)
+
+
+def label(problem: Record) -> list[str]:
+    """The cells that say what a problem is."""
+    p = problem
+    dim = f"{p['head_dim']}" + (f"/{p['head_dim_v']}" if p["head_dim_v"] != p["head_dim"] else "")
+    seqlen = f"{p['seqlen_q']}" + (f"/{p['seqlen_k']}" if p["seqlen_k"] != p["seqlen_q"] else "")
+    heads = f"{p['num_heads']}" + (f"/{p['num_heads_kv']}" if p["num_heads_kv"] != p["num_heads"] else "")
+    mask = "causal" if p["causal"] else "full"
+    return [dim, seqlen, f"{p['batch']} x {heads}", mask, SHORT[p["dtype"]]]
+
+
+def _number(x: float | None, digits: int | None = None) -> str:
+    if x is None:
+        return "-"
+    if digits is None:
+        digits = 0 if x >= 100 else 1 if x >= 10 else 2
+    return f"{x:.{digits}f}"
+
+
+def _both(numbers: Iterable[float | None], digits: int | None = None) -> str:
+    return " / ".join(_number(x, digits) for x in numbers)
+
+
+def markdown(records: Sequence[Record]) -> str:
+    """The table of one run: forward / backward in each cell, then what did not run and why."""
+    table = Table(records)
+    against = {"best peer": table.peers} | ({"FA2": ["fa2"]} if "fa2" in table.peers else {})
+    heads = ["head_dim", "seqlen", "batch x heads", "mask", "dtype", *(TITLES.get(x, x) for x in table.contenders)]
+    heads += [f"cuflash : {name}" for name in against] if table.peers else []
+    heads += ["error : formula's"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for case, problem in table.problems.items():
+        cells = label(problem)
+        cells += [_both(table.value(case, x, p) for p in table.passes) for x in table.contenders]
+        if table.peers:
+            cells += [_both((table.ratio(case, p, peers) for p in table.passes), 2) for peers in against.values()]
+        cells += [_both((table.error_ratio(case, p) for p in table.passes), 2)]
+        lines.append("| " + " | ".join(cells) + " |")
+    if table.peers and len(table.problems) > 1:
+        means = [_both((table.mean_ratio(p, peers) for p in table.passes), 2) for peers in against.values()]
+        blank = [""] * (4 + len(table.contenders))
+        lines.append("| " + " | ".join(["geometric mean", *blank, *means, ""]) + " |")
+    return "\n".join(lines + _notes(table))
+
+
+def _notes(table: Table) -> list[str]:
+    """What did not run, one line a reason, and results outside the accuracy rule."""
+    reasons: dict[tuple[str, str], int] = {}
+    for cell in table.cells.values():
+        if cell["status"] != "ok":
+            what = cell["status"] + (f": {cell['reason']}" if "reason" in cell else "")
+            key = (cell["contender"], what)
+            reasons[key] = reasons.get(key, 0) + 1
+        elif not cell.get("within_rule", True):
+            key = (cell["contender"], "error above twice the plain formula's")
+            reasons[key] = reasons.get(key, 0) + 1
+    if not reasons:
+        return []
+    return ["", *(f"- {TITLES.get(x, x)}: {what} ({n} measurements)" for (x, what), n in sorted(reasons.items()))]
+
+
+def heading(records: Sequence[Record]) -> str:
+    """One paragraph: what the numbers are and what they ran on."""
+    table = Table(records)
+    run = table.run
+    versions = run["versions"]
+    library = ", ".join(f"{k} {v}" for k, v in versions.items() if k not in ("cuflash", "ml_dtypes", "python"))
+    where = f"{run['device']}, driver {run['driver']}, CUDA {run['cuda']}" if "device" in run else ""
+    where = where or f"{run['cpu']}, {run['cores']} cores"
+    order = " / ".join(table.passes)
+    text = f"{table.unit}, {order}; {run['about']}. {where}; {library}; revision {run['revision']}, {run['time'][:10]}."
+    if "ceiling" in run:
+        c = run["ceiling"]
+        text += (
+            f" In the same run: matrix product ({c['product']}) {c['product_tflops']:.0f} TFLOP/s,"
+            f" copy {c['copy_tbytes_per_s']:.2f} TB/s read plus write."
+        )
+    return text[0].upper() + text[1:]
+
+
+def plot(records: Sequence[Record], folder: Path) -> list[Path]:
+    """One SVG a pass: a panel for each head_dim and mask, speed over seqlen. None for runs without such a grid."""
+    table = Table(records)
+    panels: dict[tuple[bool, int], dict[int, str]] = {}
+    for case, p in table.problems.items():
+        if p["num_heads_kv"] == p["num_heads"] and p["seqlen_k"] == p["seqlen_q"]:
+            panels.setdefault((p["causal"], p["head_dim"]), {}).setdefault(p["seqlen_q"], case)
+    panels = {key: cases for key, cases in panels.items() if len(cases) > 1}
+    if not panels or table.kind == "host":
+        return []
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows, columns = (sorted({key[axis] for key in panels}) for axis in (0, 1))
+    paths = []
+    for pass_ in table.passes:
+        with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "cuflash", "font.size": 9}):
+            size = (3 * len(columns), 2.4 * len(rows) + 0.4)
+            figure, axes = plt.subplots(len(rows), len(columns), sharey=True, squeeze=False, figsize=size)
+            for (causal, head_dim), cases in panels.items():
+                axis = axes[rows.index(causal)][columns.index(head_dim)]
+                _draw(axis, table, dict(sorted(cases.items())), pass_)
+                axis.set_title(f"head_dim {head_dim}, {'causal' if causal else 'full'}", fontsize=9)
+            axes[0][0].set_ylim(bottom=0)  # of all panels, whose limits are shared
+            for row in axes:
+                row[0].set_ylabel(table.unit)
+            for axis in axes[-1]:
+                axis.set_xlabel("seqlen")
+            lines = {name: line for a in axes.flat for line, name in zip(*a.get_legend_handles_labels(), strict=True)}
+            figure.legend(lines.values(), lines.keys(), loc="outside upper center", ncols=len(lines), frameon=False)
+            figure.set_layout_engine("constrained")
+            paths.append(folder / f"{table.run['suite']}_{pass_}.svg")
+            figure.savefig(paths[-1], metadata={"Date": None})
+            plt.close(figure)
+    return paths
+
+
+def _draw(axis: Any, table: Table, cases: dict[int, str], pass_: str) -> None:
+    """Lines of all contenders over the sequence lengths `cases`, equally spaced, with the 10th to 90th percentile."""
+    for contender in table.contenders:
+        found = [
+            (at, cell)
+            for at, case in enumerate(cases.values())
+            if "median_us" in (cell := table.cells.get((case, contender, pass_), {}))
+        ]
+        if not found:
+            continue
+        places = [at for at, _ in found]
+        values = [table.value(cell["case"], contender, pass_) or 0.0 for _, cell in found]
+        spread = [
+            [v - v * c["median_us"] / c["p90_us"] for v, (_, c) in zip(values, found, strict=True)],
+            [v * c["median_us"] / c["p10_us"] - v for v, (_, c) in zip(values, found, strict=True)],
+        ]
+        width = 2.2 if contender == "cuflash" else 1.2
+        axis.errorbar(
+            places,
+            values,
+            yerr=spread,
+            marker="o",
+            markersize=3,
+            linewidth=width,
+            color=COLOURS.get(contender),
+            label=TITLES.get(contender, contender),
+        )
+    axis.set_xticks(range(len(cases)), [str(n) for n in cases])
+    axis.grid(alpha=0.3)
+
+
+def section(results: Path, readme: Path) -> str:
+    """The README's section: every suite with a run in `results`, in the order of `SUITES`; draws the plots."""
+    from .cases import SUITES
+
+    parts = []
+    for name in SUITES:
+        path = results / f"{name}.jsonl"
+        records = latest_run(load(path)) if path.exists() else []
+        if not any(r["record"] == "result" for r in records):
+            continue
+        plots = [Path(_relative(p, readme.parent)).as_posix() for p in plot(records, results)]
+        images = [f"![{name}, {p.rsplit('_', 1)[1].removesuffix('.svg')}]({p})" for p in plots]
+        parts.append("\n\n".join([f"### {name}", heading(records), markdown(records), *images]))
+    if not parts:
+        raise ValueError(f"results: got {results}, expected a folder with the JSON lines of a run")
+    return "\n\n".join(parts)
+
+
+def _relative(path: Path, start: Path) -> str:
+    return os.path.relpath(path.resolve(), start.resolve())
+
+
+def update_readme(readme: Path, text: str) -> bool:
+    """Put `text` between the two marker comments; returns whether the file changed.
+
+    Raises ValueError where the markers are missing or out of order.
+    """
+    old = readme.read_text()
+    begin, end = old.find(BEGIN), old.find(END)
+    if begin < 0 or end < begin or old.count(BEGIN) > 1 or old.count(END) > 1:
+        raise ValueError(f"readme: got {readme}, expected in it one {BEGIN} and after it one {END}")
+    new = old[: begin + len(BEGIN)] + "\n" + text + "\n" + old[end:]
+    if new != old:
+        readme.write_text(new)
+    return new != old

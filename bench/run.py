@@ -1,0 +1,208 @@
+"""Run a suite: check every contender's results, time the right ones side by side, append JSON lines."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import ceiling, environment
+from .cases import PASSES, Case, Suite
+from .formula import Errors, Inputs, Reference, make_inputs
+from .peers import ADAPTERS, Absent, Contender
+from .timing import CudaClock, HostClock, Timing, time_host, time_interleaved
+
+Record = dict[str, Any]
+LIMIT_S = {"cpu": 30.0, "gpu": 3.0}  # for all contenders together, one pass of one case
+
+
+@dataclass
+class Journal:
+    """JSON lines of one run, written at once: a run that is cut off keeps what it measured."""
+
+    path: Path
+    suite: str
+    run: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    records: list[Record] = field(default_factory=list)
+
+    def write(self, record: str, **fields: Any) -> None:
+        line = {"record": record, "run": self.run, "suite": self.suite, **fields}
+        self.records.append(line)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where a suite runs and how it is timed."""
+
+    kind: str
+    xp: Any
+    seconds: float
+    clock: Any
+
+    @classmethod
+    def make(cls, kind: str, seconds: float) -> Bench:
+        if kind == "cpu":
+            return cls(kind, importlib.import_module("numpy"), seconds, HostClock())
+        return cls(kind, importlib.import_module("cupy"), seconds, CudaClock())
+
+    def time(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, Timing]:
+        if self.kind == "host":
+            return time_host(calls, self.xp.cuda.get_current_stream().synchronize)
+        return time_interleaved(calls, self.clock, budget_s=self.seconds, limit_s=LIMIT_S[self.kind])
+
+    def ceiling(self) -> Record:
+        if self.kind != "gpu":
+            return {}
+        measured = ceiling.measure(self.clock)
+        self.free_memory()
+        return {"ceiling": measured}
+
+    def free_memory(self) -> None:
+        """Give cached device memory back, so that CuPy's pool and torch's do not starve each other."""
+        if self.kind == "cpu":
+            return
+        self.xp.cuda.get_current_stream().synchronize()
+        self.xp.get_default_memory_pool().free_all_blocks()
+        if "torch" in sys.modules:
+            sys.modules["torch"].cuda.empty_cache()
+
+
+def choose_contenders(suite: Suite, peers: Iterable[str] | None) -> list[str]:
+    """cuflash and the peers, the suite's own unless some are named."""
+    names = ["cuflash", *(x for x in (suite.peers if peers is None else peers) if x != "cuflash")]
+    unknown = [x for x in names if x not in ADAPTERS]
+    if unknown:
+        raise ValueError(f"peers: got {unknown}, expected names out of {sorted(ADAPTERS)}")
+    return names
+
+
+def choose_cases(suite: Suite, match: str) -> list[Case]:
+    """The cases whose name contains `match`."""
+    cases = [case for case in suite.cases if match in case.name]
+    if not cases:
+        raise ValueError(f"case: got {match!r}, expected a part of one of {[case.name for case in suite.cases]}")
+    return cases
+
+
+def _failure(error: Exception) -> Record:
+    """Status and reason of a contender that did not run, the reason short enough for a table."""
+    lines = str(error).strip().splitlines() or [""]
+    if isinstance(error, Absent):
+        return {"status": "absent", "reason": lines[0]}
+    missing = isinstance(error, (ImportError, NotImplementedError))
+    return {"status": "absent" if missing else "failed", "reason": f"{type(error).__name__}: {lines[0][:200]}"}
+
+
+def _accuracy(errors: Mapping[str, Errors]) -> Record:
+    """Errors as JSON fields; null is NaN or infinite."""
+
+    def number(x: float) -> float | None:
+        return x if math.isfinite(x) else None
+
+    return {
+        "status": "wrong" if any(e.wrong for e in errors.values()) else "ok",
+        "within_rule": all(e.within_rule for e in errors.values()),
+        "errors": {
+            name: {"error": number(e.error), "formula_error": e.formula_error, "ulp": e.ulp}
+            for name, e in errors.items()
+        },
+    }
+
+
+def _speed(case: Case, pass_: str, timing: Timing) -> Record:
+    return {
+        **asdict(timing),
+        "tflops": case.flops(pass_) / timing.median_us / 1e6,
+        "gbytes_per_s": case.ideal_bytes(pass_) / timing.median_us / 1e3,
+    }
+
+
+def _check(contender: Contender, pass_: str, reference: Reference) -> Record:
+    results = contender.calls[pass_]()
+    arrays = tuple(contender.to_array(x) for x in results)
+    return _accuracy(reference.errors(pass_, arrays)) if arrays else {"status": "ok"}
+
+
+def _set_up(names: Iterable[str], case: Case, inputs: Inputs) -> tuple[dict[str, Contender], dict[str, Record]]:
+    """The contenders that take this case, and why the others do not."""
+    contenders, refusals = {}, {}
+    for name in names:
+        try:
+            contenders[name] = ADAPTERS[name](case, inputs)
+        except Exception as error:  # a peer may refuse with any type; the reason goes into the record
+            refusals[name] = _failure(error)
+    return contenders, refusals
+
+
+def run_case(case: Case, names: Iterable[str], passes: Iterable[str], bench: Bench, journal: Journal) -> None:
+    """Check and time one case; writes a record for each pass and contender."""
+    inputs = make_inputs(bench.xp, case)
+    reference = Reference(case, inputs)
+    contenders, refusals = _set_up(names, case, inputs)
+    for pass_ in passes:
+        found = dict(refusals)
+        calls = {}
+        for name, contender in contenders.items():
+            if pass_ not in contender.calls:
+                continue
+            try:
+                found[name] = _check(contender, pass_, reference)
+            except Exception as error:
+                found[name] = _failure(error)
+            if found[name]["status"] == "ok":
+                calls[name] = contender.calls[pass_]
+        for name, timing in bench.time(calls).items():
+            found[name] |= _speed(case, pass_, timing)
+        for name in (x for x in names if x in found):
+            plan = contenders[name].plans.get(pass_) if name in contenders else None
+            extra = {"plan": plan} if plan else {}
+            fields = {"case": case.name, "pass": pass_, "contender": name, "problem": asdict(case)}
+            journal.write("result", **fields, **found[name], **extra)
+
+
+def run_suite(
+    name: str,
+    suite: Suite,
+    *,
+    out: Path,
+    peers: Iterable[str] | None = None,
+    passes: Iterable[str] = PASSES,
+    match: str = "",
+    seconds: float = 0.15,
+    revision: str | None = None,
+) -> list[Record]:
+    """Run a suite and append its records to `out`/`name`.jsonl; returns them.
+
+    Raises ValueError for a peer or a case that does not exist, ImportError where a GPU suite finds no CuPy.
+    """
+    names = choose_contenders(suite, peers)
+    cases = choose_cases(suite, match)
+    passes = sorted(set(suite.passes) & set(passes), key=suite.passes.index)
+    bench = Bench.make(suite.kind, seconds)
+    journal = Journal(out / f"{name}.jsonl", name)
+    facts = environment.describe(gpu=suite.kind != "cpu", revision_given=revision)
+    journal.write("run", kind=suite.kind, about=suite.about, filter=match, contenders=names, **facts, **bench.ceiling())
+    for number, case in enumerate(cases, 1):
+        print(f"[{number}/{len(cases)}] {case.name}", flush=True)
+        run_case(case, names, passes, bench, journal)
+        bench.free_memory()
+    journal.write("end", **bench.ceiling())
+    return journal.records
+
+
+def failures(records: Iterable[Record]) -> list[str]:
+    """What went wrong with cuflash itself: a wrong result, or an error other than a missing feature."""
+    return [
+        f"{r['contender']} {r['case']} {r['pass']}: {r['status']} {r.get('reason') or r.get('errors')}"
+        for r in records
+        if r["record"] == "result" and r["contender"].startswith("cuflash") and r["status"] in ("wrong", "failed")
+    ]

@@ -1,0 +1,13 @@
+"""Exact attention and its gradients for CuPy and NumPy arrays, in memory linear in the sequence length.
+
+>>> import numpy as np, cuflash
+>>> q, k, v = np.random.default_rng(0).standard_normal((3, 8, 1000, 64), np.float32)
+>>> cuflash.attention(q, k, v, causal=True).shape
+(8, 1000, 64)
+"""
+
+from cuflash.flash_attention import FlashAttention, ForwardResult, Gradients, attention
+
+__version__ = "0.1.0"
+
+__all__ = ["FlashAttention", "ForwardResult", "Gradients", "attention"]

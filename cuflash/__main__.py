@@ -1,0 +1,627 @@
+"""``python -m cuflash``: the main job, what there is here, what would run, filling the cache, a self-test."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from cuflash import FlashAttention, compiler, reference
+from cuflash.flash_attention import Causal, CpuPlan
+from cuflash.plan import DeviceSpec, KernelSpec, choose_plan
+from cuflash.problem import DTYPES, LAYOUTS, Options, Problem, make_problem, user_shape
+
+Array = NDArray[Any]
+
+PACKAGES = ("numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "cuda-bindings")
+CAUSAL: dict[str, Causal] = {"no": False, "yes": True, "top_left": "top_left"}
+NO_GPU = "there is no GPU here"
+
+
+class Failure(Exception):
+    """Why a command cannot do what it was asked to, in one line."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 success, 1 failure (an argument that cannot be parsed exits with 2)."""
+    args = make_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except (Failure, NotImplementedError, ImportError, MemoryError, OSError, ValueError) as error:
+        print(f"python -m cuflash {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
+    except compiler.CompileError as error:
+        print(error, file=sys.stderr)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+    return 1
+
+
+# ---- Arguments ------------------------------------------------------------------------------------------------------
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of ``python -m cuflash``; ``args.run`` is the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m cuflash", description="Exact attention and its gradients for CuPy and NumPy arrays."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (run, add_arguments, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        command.set_defaults(run=run)
+        add_arguments(command)
+    return parser
+
+
+def add_demo_arguments(command: argparse.ArgumentParser) -> None:
+    add_backend_argument(command)
+    command.add_argument("--seqlen", type=positive, help="queries and keys (default: 65536 on a GPU, 8192 on a CPU)")
+    command.add_argument("--num-heads", type=positive, help="heads (default: 16 on a GPU, 8 on a CPU)")
+    command.add_argument("--head-dim", type=positive, help="head dimension (default: 128 on a GPU, 64 on a CPU)")
+    command.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
+
+
+def add_check_arguments(command: argparse.ArgumentParser) -> None:
+    add_backend_argument(command)
+    command.add_argument("--seed", type=int, default=0, help="of the random inputs (default: 0)")
+
+
+def add_backend_argument(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--backend", choices=("gpu", "cpu"), help="default: gpu where there is one, else cpu")
+
+
+def add_problem_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--arch", nargs="+", metavar="X.Y", help="compute capabilities, e.g. 8.0 8.6 9.0 12.0 (default: what is here)"
+    )
+    command.add_argument("--pass", dest="passes", choices=("forward", "backward"), help="default: both passes")
+    group = command.add_argument_group(
+        "problems", "All combinations of the values given to --dtype, --head-dim and --causal."
+    )
+    group.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16"], help="default: bfloat16")
+    group.add_argument("--head-dim", nargs="+", type=positive, default=[128], metavar="D", help="default: 128")
+    group.add_argument(
+        "--causal",
+        nargs="*",
+        choices=CAUSAL,
+        default=["no"],
+        help="alone it means yes; default: no",
+    )
+    group.add_argument("--batch", type=positive, default=1, help="default: 1")
+    group.add_argument("--seqlen", type=positive, default=4096, help="queries, and keys (default: 4096)")
+    group.add_argument("--seqlen-k", type=positive, help="keys, if they are more or fewer")
+    group.add_argument("--num-heads", type=positive, default=16, help="default: 16")
+    group.add_argument("--num-heads-kv", type=positive, help="heads of k and v, if they are fewer")
+    group.add_argument("--head-dim-v", type=positive, help="head dimension of v, if it differs")
+    group.add_argument("--window", type=window, metavar="LEFT,RIGHT", help="e.g. 1023,0; no bound is none: 1023,none")
+    group.add_argument("--softcap", type=float)
+    group.add_argument("--layout", choices=LAYOUTS, default="bhsd", help="default: bhsd")
+    group.add_argument("--deterministic", action="store_true", help="gradients bitwise equal run after run")
+    for name in ("bias", "mask", "kv-lengths", "alibi-slopes"):
+        group.add_argument(f"--{name}", action="store_true", help=f"{name.replace('-', '_')} is given")
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
+    return value
+
+
+def window(text: str) -> tuple[int | None, int | None]:
+    left, right = (None if side.strip() == "none" else int(side) for side in text.split(","))
+    return left, right
+
+
+class Shape(NamedTuple):
+    """As much of an array as a problem is made of."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Those of a contiguous array."""
+        return tuple(math.prod(self.shape[axis + 1 :]) * self.dtype.itemsize for axis in range(len(self.shape)))
+
+
+def problems(args: argparse.Namespace) -> Iterator[Problem]:
+    """The problems that the arguments of `add_problem_arguments` name."""
+    seqlen_k, num_heads_kv = args.seqlen_k or args.seqlen, args.num_heads_kv or args.num_heads
+    for dtype_name, head_dim, causal in itertools.product(args.dtype, args.head_dim, args.causal or ["yes"]):
+        options = Options(
+            causal=CAUSAL[causal],
+            window=args.window,
+            softcap=args.softcap,
+            layout=args.layout,
+            deterministic=args.deterministic,
+        )
+        dtype, softmax_dtype = numpy_dtype(dtype_name), np.dtype("f8" if dtype_name == "float64" else "f4")
+        q, k, v = (
+            Shape(user_shape(args.batch, heads, seqlen, dim, 4, args.layout), dtype)
+            for heads, seqlen, dim in (
+                (args.num_heads, args.seqlen, head_dim),
+                (num_heads_kv, seqlen_k, head_dim),
+                (num_heads_kv, seqlen_k, args.head_dim_v or head_dim),
+            )
+        )
+        scores_shape = (args.batch, args.num_heads, args.seqlen, seqlen_k)
+        terms = {
+            "bias": Shape(scores_shape, softmax_dtype),
+            "mask": Shape(scores_shape, np.dtype(bool)),
+            "kv_lengths": Shape((args.batch,), np.dtype(np.int32)),
+            "alibi_slopes": Shape((args.num_heads,), softmax_dtype),
+        }
+        yield make_problem(options, q, k, v, **{name: x for name, x in terms.items() if getattr(args, name)})
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+# ---- What there is here ---------------------------------------------------------------------------------------------
+
+
+def find_gpu() -> tuple[ModuleType | None, str]:
+    """CuPy, if it is here and sees a device, and else why not."""
+    try:
+        import cupy
+    except ImportError as error:
+        return None, f"CuPy is not importable ({error})"
+    try:
+        cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return None, f"CuPy sees no device ({error})"
+    return cupy, ""
+
+
+def array_module(backend: str | None) -> ModuleType:
+    """CuPy or NumPy, as `--backend` says; without it CuPy where there is a device."""
+    if backend == "cpu":
+        return np
+    cupy, reason = find_gpu()
+    if cupy is None and backend == "gpu":
+        raise Failure(f"{NO_GPU}: {reason}")
+    return cupy or np
+
+
+def local_device() -> DeviceSpec | None:
+    """The current device of CuPy, None without one."""
+    cupy, _ = find_gpu()
+    if cupy is None:
+        return None
+    from cuflash import launch
+
+    return launch.device_spec(cupy.cuda.Device().id)
+
+
+def describe_here(xp: ModuleType) -> str:
+    if xp is np:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        return f"the CPU, {cores} cores, NumPy {np.__version__}"
+    properties = xp.cuda.runtime.getDeviceProperties(xp.cuda.Device().id)
+    return f"{properties['name'].decode()}, CuPy {xp.__version__}"
+
+
+def info(args: argparse.Namespace) -> int:
+    rows = [("cuflash", f"{version_of('cuflash')}, kernels in {compiler.kernel_directory()}")]
+    rows.append(("Python", f"{platform.python_version()}, {platform.platform()}"))
+    rows.extend((name, version) for name in PACKAGES if (version := version_of(name)))
+    try:
+        nvrtc = f"{compiler.nvrtc_version()}, compiles for {' '.join(compiler.supported_archs())}"
+    except compiler.NvrtcNotFoundError as error:
+        nvrtc = f"none: {' '.join(str(error).split())}"
+    rows.append(("NVRTC", nvrtc))
+    cache = compiler.cache_directory()
+    files = [path for path in cache.glob("*") if path.is_file()]
+    kernels = sum(path.suffix == ".cubin" for path in files)
+    rows.append(("cache", f"{cache}, {kernels} kernels, {in_bytes(sum(path.stat().st_size for path in files))}"))
+    cupy, reason = find_gpu()
+    if cupy is None:
+        rows.append(("GPU", f"none: {reason}"))
+    else:
+        rows.append(("CUDA", f"driver {cupy.cuda.runtime.driverGetVersion()}, runtime {runtime_version(cupy)}"))
+        rows.extend((f"GPU {i}", describe_device(cupy, i)) for i in range(cupy.cuda.runtime.getDeviceCount()))
+    for name, text in rows:
+        print(f"{name:<14}{text}")
+    return 0
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed" if package == "cuflash" else None
+
+
+def runtime_version(cupy: ModuleType) -> int:
+    return cupy.cuda.runtime.runtimeGetVersion()
+
+
+def describe_device(cupy: ModuleType, index: int) -> str:
+    p = cupy.cuda.runtime.getDeviceProperties(index)
+    served = "float16 and bfloat16 by the sm80 kernels" if p["major"] >= 8 else "not served: 8.0 or later is needed"
+    return (
+        f"{p['name'].decode()}, compute capability {p['major']}.{p['minor']} ({served}), "
+        f"{in_bytes(p['totalGlobalMem'])}, {p['multiProcessorCount']} multiprocessors, "
+        f"{p['sharedMemPerBlockOptin']} bytes of shared memory a block and {p['sharedMemPerMultiprocessor']} a "
+        f"multiprocessor, L2 {in_bytes(p['l2CacheSize'])}"
+    )
+
+
+# ---- plan, compile --------------------------------------------------------------------------------------------------
+
+
+def devices(args: argparse.Namespace) -> list[DeviceSpec]:
+    """The devices that `--arch` names, or the one here; none without either."""
+    if args.arch:
+        return [DeviceSpec.for_arch(arch) for arch in args.arch]
+    device = local_device()
+    return [] if device is None else [device]
+
+
+def plan(args: argparse.Namespace) -> int:
+    chosen = devices(args)
+    for problem in problems(args):
+        if not chosen:
+            print(CpuPlan(problem=problem).describe(), end="\n\n")
+        for device in chosen:
+            for pass_ in passes(args):
+                print(choose_plan(problem, device, pass_).describe(), end="\n\n")
+    if not chosen:
+        print(f"{NO_GPU}: {find_gpu()[1]}; --arch names a GPU that is not here")
+    return 0
+
+
+def fill_cache(args: argparse.Namespace) -> int:
+    chosen = devices(args)
+    if not chosen:
+        raise Failure(f"{NO_GPU}: {find_gpu()[1]}; name the architectures to compile for, such as --arch 8.0 9.0")
+    specs: dict[KernelSpec, None] = {}  # a set in order
+    for problem, device, pass_ in itertools.product(problems(args), chosen, passes(args)):
+        specs |= dict.fromkeys(choose_plan(problem, device, pass_).kernels)
+    print(f"{'arch':<8}{'seconds':>8}{'registers':>11}{'spilled':>9}{'stack':>7}{'shared':>8}  kernel")
+    for spec in specs:
+        kernel = compiler.compile_kernel(spec.source, spec.name, dict(spec.defines), spec.target)
+        r = kernel.resources
+        spilled = r.spill_stores_bytes + r.spill_loads_bytes
+        numbers = f"{r.seconds:>8.2f}{r.registers:>11}{spilled:>9}{r.stack_bytes:>7}"
+        print(f"{spec.target:<8}{numbers}{spec.shared_bytes + r.static_shared_bytes:>8}  {spec.name}", flush=True)
+    print(
+        "Registers, and bytes of spills and stack, are per thread, bytes of shared memory per block. Seconds are those "
+        f"of the compilation, which may have been an earlier one. Cache: {compiler.cache_directory()}"
+    )
+    return 0
+
+
+def passes(args: argparse.Namespace) -> tuple[Any, ...]:
+    return (args.passes,) if args.passes else ("forward", "backward")
+
+
+# ---- demo -----------------------------------------------------------------------------------------------------------
+
+
+class Cost(NamedTuple):
+    """What one pass took."""
+
+    seconds: float
+    extra_bytes: int  # at the peak, beside inputs and results
+
+
+@dataclass
+class Sampled:
+    """Errors of one result at the sampled places, and those of the plain formula in the dtype of the inputs.
+
+    The formula in float64 being the judge, its own error is that in float32 times the ratio of the rounding units.
+    """
+
+    dtype: np.dtype[Any]
+    weight_error: float = 0.0  # relative error that rounding lse, and scores of its size, leaves in the weights
+    error: float = 0.0
+    plain_error: float = 0.0
+    scale: float = 0.0
+
+    def add(self, got: Array, exact: Array, plain: Array) -> None:
+        self.error = max(self.error, largest(got - exact))
+        plain_unit = epsilon(self.dtype) / epsilon(plain.dtype) if self.dtype == np.float64 else 1
+        self.plain_error = max(self.plain_error, plain_unit * largest(plain - exact))
+        self.scale = max(self.scale, largest(exact))
+
+    @property
+    def allowed(self) -> float:
+        return 2 * self.plain_error + (epsilon(self.dtype) + self.weight_error) * self.scale
+
+
+def epsilon(dtype: np.dtype[Any]) -> float:
+    return float(ml_dtypes.finfo(dtype).eps)
+
+
+def largest(x: Array) -> float:
+    """Largest absolute value; infinite where there is a NaN, so that no comparison overlooks it."""
+    value = float(np.abs(x.astype(np.float64)).max(initial=0))
+    return math.inf if math.isnan(value) else value
+
+
+@dataclass
+class Bar:
+    """A progress bar on standard error: only on a terminal, and only for what takes longer than a second."""
+
+    total: int
+    done: int = 0
+    start: float = field(default_factory=time.perf_counter)
+
+    def advance(self) -> None:
+        self.done += 1
+        if sys.stderr.isatty() and time.perf_counter() - self.start > 1:
+            filled = 40 * self.done // self.total
+            print(f"\r[{'#' * filled}{'.' * (40 - filled)}]", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{' ' * 42}\r", end="", file=sys.stderr, flush=True)
+
+
+def demo(args: argparse.Namespace) -> int:
+    xp = array_module(args.backend)
+    on_gpu = xp is not np
+    num_heads, head_dim = args.num_heads or (16 if on_gpu else 8), args.head_dim or (128 if on_gpu else 64)
+    dtype = numpy_dtype(args.dtype or ("bfloat16" if on_gpu else "float32"))
+    seqlen = args.seqlen or (longest_that_fits(xp, num_heads * head_dim * dtype.itemsize) if on_gpu else 8192)
+    print(f"causal attention of {num_heads} heads, seqlen {seqlen}, head_dim {head_dim}, {dtype.name}")
+    print(f"forward and backward on {describe_here(xp)}\n", flush=True)
+    rng = xp.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal((num_heads, seqlen, head_dim), xp.float32).astype(dtype) for _ in range(4))
+    out, dq, dk, dv = (xp.empty_like(q) for _ in range(4))
+    lse = xp.empty((num_heads, seqlen), xp.float64 if dtype == np.float64 else xp.float32)
+    options = Options(causal=True)
+    problem = make_problem(options, q, k, v)
+    attn = FlashAttention(causal=True)
+    attn.compile(q, k, v)
+    # On the CPU one head at a time, which takes as long as all at once and lets the bar move.
+    parts = [slice(None)] if on_gpu else [slice(head, head + 1) for head in range(num_heads)]
+    num_rows = 6
+    bar = Bar(total=2 * len(parts) + 2 * num_rows)
+
+    def forward(h: slice) -> None:
+        attn.forward(q[h], k[h], v[h], out=out[h], lse=lse[h])
+
+    def backward(h: slice) -> None:
+        attn.backward(dout[h], q[h], k[h], v[h], out[h], lse[h], dq=dq[h], dk=dk[h], dv=dv[h])
+
+    measure = measure_on_gpu if on_gpu else measure_on_cpu
+    costs = {run.__name__: measure(run, parts, bar) for run in (forward, backward)}
+    arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    sampled = sample_errors(options, arrays, num_rows, bar)
+    bar.clear()
+
+    print(f"{'':<10}{'time':>12}{'rate':>16}{'extra memory':>16}")
+    for name, flops in (("forward", problem.forward_flops), ("backward", problem.backward_flops)):
+        seconds, extra_bytes = costs[name]
+        print(f"{name:<10}{in_seconds(seconds):>12}{in_flops(flops / seconds):>16}{in_bytes(extra_bytes):>16}")
+    print(f"\nq, k, v, out and their gradients take {in_bytes(8 * q.nbytes)}. The plain formula stores one matrix of")
+    print(f"scores forward, {in_bytes(problem.naive_bytes)}, and several backward.\n")
+    print(f"largest errors at {num_rows} sampled rows and {num_rows} sampled keys, against the formula in float64")
+    print(f"{'':<10}{'error':>12}{f'plain {dtype.name}':>16}{'allowed':>16}")
+    for name, s in sampled.items():
+        verdict = "" if s.error <= s.allowed else "  FAILED"
+        print(f"{name:<10}{s.error:>12.2e}{s.plain_error:>16.2e}{s.allowed:>16.2e}{verdict}")
+    if any(s.error > s.allowed for s in sampled.values()):
+        raise Failure("a result is further from the oracle than the plain formula's error allows")
+    return 0
+
+
+def longest_that_fits(xp: ModuleType, bytes_per_row: int) -> int:
+    """65536, or less on a GPU whose free memory does not hold the arrays of such a problem twice."""
+    seqlen = 65536
+    while seqlen > 1024 and 2 * 10 * seqlen * bytes_per_row > xp.cuda.Device().mem_info[0]:
+        seqlen //= 2
+    return seqlen
+
+
+def measure_on_cpu(run: Callable[[slice], None], parts: list[slice], bar: Bar) -> Cost:
+    tracemalloc.start()  # NumPy reports what it allocates
+    start = time.perf_counter()
+    for part in parts:
+        run(part)
+        bar.advance()
+    seconds = time.perf_counter() - start
+    extra_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return Cost(seconds, extra_bytes)
+
+
+def measure_on_gpu(run: Callable[[slice], None], parts: list[slice], bar: Bar) -> Cost:
+    import cupy
+
+    pool = cupy.cuda.MemoryPool()  # an empty one, so that it ends up as large as what the call needed
+    times = []
+    with cupy.cuda.using_allocator(pool.malloc):
+        for _ in range(4):
+            begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+            begin.record()
+            for part in parts:
+                run(part)
+            end.record()
+            end.synchronize()
+            times.append(cupy.cuda.get_elapsed_time(begin, end) / 1e3)
+    for _ in parts:
+        bar.advance()
+    return Cost(statistics.median(times[1:]), pool.total_bytes())
+
+
+def sample_errors(options: Options, arrays: dict[str, Any], count: int, bar: Bar) -> dict[str, Sampled]:
+    """Errors of out, lse and dq at some rows, and of dk and dv at some keys, the first and the last among them."""
+    num_heads, seqlen, _ = arrays["q"].shape
+    dtypes = {name: np.dtype(arrays[name].dtype) for name in ("out", "lse", "dq", "dk", "dv")}
+    sampled = {name: Sampled(dtype) for name, dtype in dtypes.items()}
+    plain_dtype = np.dtype(np.float32) if dtypes["out"] == np.float64 else dtypes["out"]
+    rng = np.random.default_rng(1)
+    for place in (0, seqlen - 1, *rng.integers(seqlen, size=count - 2)):
+        head = int(rng.integers(num_heads))
+        host = {name: to_numpy(x[head]) for name, x in arrays.items()}
+        exact, plain = (row_results(options, host, int(place), dtype) for dtype in (np.float64, plain_dtype))
+        for name in ("out", "lse", "dq"):
+            sampled[name].add(host[name][place], exact[name], plain[name])
+        bar.advance()
+        exact, plain = (key_results(host, int(place), dtype) for dtype in (np.float64, plain_dtype))
+        for name in ("dk", "dv"):
+            sampled[name].add(host[name][place], exact[name], plain[name])
+        bar.advance()
+        for name in ("out", "dq", "dk", "dv"):
+            weight_error = epsilon(dtypes["lse"]) * (1 + largest(host["lse"]))
+            sampled[name].weight_error = max(sampled[name].weight_error, weight_error)
+    return sampled
+
+
+def row_results(options: Options, head: dict[str, Array], row: int, dtype: Any) -> dict[str, Array]:
+    """out, lse and dq of one row of a causal problem, by the plain formula in `dtype` on the keys that it sees."""
+    q, dout = head["q"][row : row + 1], head["dout"][row : row + 1]
+    k, v = head["k"][: row + 1], head["v"][: row + 1]
+    problem = make_problem(options, q, k, v)
+    out, lse = reference.forward(problem, q, k, v, dtype=dtype)
+    dq, _, _ = reference.backward(problem, dout, q, k, v, dtype=dtype)
+    return {"out": out[0], "lse": lse[0], "dq": dq[0]}
+
+
+def key_results(head: dict[str, Array], key: int, dtype: Any) -> dict[str, Array]:
+    """dk and dv of one key of a causal problem, by the plain formula in `dtype` over the rows that see it.
+
+    What the rows add up to is taken from lse (which is rounded) and from out.
+    """
+    compute = np.float64 if dtype == np.float64 else np.float32
+    k, v = (head[name][key].astype(compute) for name in ("k", "v"))
+    q, dout, out, lse = (head[name][key:].astype(compute) for name in ("q", "dout", "out", "lse"))
+    scale = compute(k.size**-0.5)
+    weights = np.exp(scale * (q @ k) - lse)
+    dscores = weights * (dout @ v - (dout * out).sum(axis=-1))
+    weights, dscores = (x.astype(dtype).astype(compute) for x in (weights, dscores))
+    return {"dk": (scale * (dscores @ q)).astype(dtype), "dv": (weights @ dout).astype(dtype)}
+
+
+def to_numpy(array: Any) -> Array:
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+# ---- check ----------------------------------------------------------------------------------------------------------
+
+
+def check(args: argparse.Namespace) -> int:
+    xp = array_module(args.backend)
+    try:
+        from cuflash import testing
+    except ImportError as error:
+        raise Failure(f"the self-test draws its cases with hypothesis: pip install hypothesis ({error})") from error
+    print(f"on {describe_here(xp)}", flush=True)
+    counts = {"passed": 0, "FAILED": 0, "not served": 0}
+    for name, case in self_test_cases(testing.Case, args.seed):
+        attn = FlashAttention(**case.keywords)
+
+        def forward(q: Any, k: Any, v: Any, attn: FlashAttention = attn, **keywords: Any) -> Any:
+            return tuple(attn.forward(q, k, v, **testing.optional(keywords)))
+
+        def gradients(dout: Any, q: Any, k: Any, v: Any, attn: FlashAttention = attn, **keywords: Any) -> Any:
+            terms = testing.optional(keywords)
+            out, lse = attn.forward(q, k, v, **terms)
+            return attn.backward(dout, q, k, v, out, lse, **terms)
+
+        try:
+            report = testing.check(forward, case, gradients=gradients, convert=xp.asarray)
+        except AssertionError as error:
+            verdict, detail = "FAILED", str(error)
+        except NotImplementedError as error:
+            verdict, detail = "not served", str(error)
+        else:
+            worst = max(report, key=lambda m: m.error / m.tolerance if m.tolerance else 0)
+            verdict, detail = "passed", f"{worst.name} closest to its bound: {worst.error:.1e} of {worst.tolerance:.1e}"
+        counts[verdict] += 1
+        print(f"{verdict:<12}{case.dtype:<10}{name:<28}{detail}", flush=True)
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count))
+    return 1 if counts["FAILED"] or not counts["passed"] else 0
+
+
+def self_test_cases(make_case: Callable[..., Any], seed: int) -> Iterator[tuple[str, Any]]:
+    """(name, `cuflash.testing.Case`): plain problems in every dtype, every option in a 16-bit type and in float32."""
+    plain: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "one query": {"seqlen_q": 1},
+        "causal": {"causal": True},
+        "head_dim 256": {"head_dim": 256},
+        "seqlen 1000": {"seqlen_q": 1000, "seqlen_k": 1000, "causal": True},
+    }
+    options: dict[str, dict[str, Any]] = {
+        'causal="top_left"': {"causal": "top_left"},
+        "causal, 203 queries, 113 keys": {"seqlen_q": 203, "seqlen_k": 113, "causal": True},
+        "window": {"window": (20, 5)},
+        "causal, window": {"window": (20, None), "causal": True},
+        "softcap": {"softcap": 1.5},
+        "scale": {"scale": -0.1},
+        "alibi_slopes": {"alibi_slopes": (6,)},
+        "bias": {"bias": (1, 6, 113, 203), "bias_holes": True},
+        "mask": {"mask": (2, 1, 113, 203)},
+        "kv_lengths": {"kv_lengths": (0, 150)},
+        "head_dim 40, head_dim_v 72": {"head_dim": 40, "head_dim_v": 72},
+        "layout bshd": {"layout": "bshd"},
+        "strides": {"strides": "transposed"},
+        "large scores": {"score_spread": 30.0},
+        "everything": {
+            "causal": True,
+            "window": (100, None),
+            "softcap": 5.0,
+            "alibi_slopes": (2, 6),
+            "bias": (203,),
+            "mask": (113, 203),
+            "kv_lengths": (7, 203),
+        },
+    }
+    sizes = {"batch": 2, "num_heads": 6, "num_heads_kv": 2, "seqlen_q": 113, "seqlen_k": 203, "head_dim": 64}
+    for group, dtypes in ((plain, DTYPES), (options, ("bfloat16", "float32"))):
+        for (name, changes), dtype in itertools.product(group.items(), dtypes):
+            yield name, make_case(**(sizes | changes | {"dtype": dtype, "seed": seed}))
+
+
+# ---- Numbers for people ---------------------------------------------------------------------------------------------
+
+
+def in_bytes(count: float) -> str:
+    return with_prefix(count, "B", "-kMGT")
+
+
+def in_flops(per_second: float) -> str:
+    return with_prefix(per_second / 1e9, "FLOP/s", "GTP")
+
+
+def in_seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def with_prefix(value: float, unit: str, prefixes: str) -> str:
+    """Three digits and a decimal prefix; `prefixes` are those of 1, 1000, and so on, "-" for none."""
+    steps = min(max(int(math.log10(value) // 3), 0), len(prefixes) - 1) if value else 0
+    return f"{value / 1000**steps:.3g} {prefixes[steps].strip('-')}{unit}"
+
+
+COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argparse.ArgumentParser], None], str]] = {
+    "demo": (demo, add_demo_arguments, "the main job: a long causal problem forward and backward, timed and checked"),
+    "info": (info, lambda command: None, "devices and their limits, versions, the compiler and its cache"),
+    "plan": (plan, add_problem_arguments, "what would run for a problem and why, also on a GPU that is not here"),
+    "compile": (fill_cache, add_problem_arguments, "compile kernels into the cache, for GPUs that need not be here"),
+    "check": (check, add_check_arguments, "a self-test: many kinds of problem on this device, against the oracle"),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

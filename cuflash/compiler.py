@@ -1,0 +1,503 @@
+"""Kernels compiled to cubins: NVRTC, a cache on disk, and a report of the resources each kernel takes.
+
+Neither a device nor CuPy is needed: the architecture is named, and NVRTC comes with a wheel. What NVRTC reads is a
+snapshot of the kernels directory taken once per process, and the key of the cache covers every byte of that snapshot,
+so a cubin always belongs to the sources that its key was made from, even while somebody edits them.
+
+In the cache `<key>.entry` holds the report and names the cubin, and the cubin's name holds the hash of its bytes. Both
+are written to a temporary file and renamed, and both are checked when read, so that no other process, no kill and no
+damaged disk ever brings a wrong or partial kernel to a device: what fails a check is compiled again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import json
+import operator
+import os
+import re
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+from cuflash.problem import type_error, value_error
+
+# -v makes ptxas report registers and spills. Line info lets profilers and sanitizers name source lines and leaves the
+# instructions as they are. No fast math, no flush-to-zero.
+OPTIONS = ("--std=c++17", "--generate-line-info", "--ptxas-options=-v")
+
+
+class CompileError(RuntimeError):
+    """NVRTC rejected a kernel. The message shows its log, the options and how to reproduce the error.
+
+    Attributes
+    ----------
+    log : str
+        What NVRTC and ptxas said, with the files and lines of the kernels directory.
+    options : tuple of str
+        The options NVRTC was given.
+    """
+
+    def __init__(self, message: str, log: str, options: tuple[str, ...]) -> None:
+        super().__init__(message, log, options)
+        self.log = log
+        self.options = options
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class NvrtcNotFoundError(ImportError):
+    """cuda-bindings or the NVRTC library is not installed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What ptxas reports of one kernel. Bytes are per thread, except `static_shared_bytes` (per block).
+
+    `spill_stores_bytes` and `spill_loads_bytes` include the functions that the kernel calls without inlining them.
+    `seconds` is the time the compilation took, `log` everything NVRTC and ptxas said.
+    """
+
+    registers: int
+    spill_stores_bytes: int
+    spill_loads_bytes: int
+    stack_bytes: int
+    static_shared_bytes: int
+    barriers: int
+    seconds: float
+    log: str
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Lines of the log that warn, numbered performance advice of ptxas (C75xx) included."""
+        return tuple(line for line in self.log.splitlines() if re.search(r"\bwarning( #|\s*:)|\(C7\d{3}\)", line))
+
+    @classmethod
+    def from_log(cls, log: str, name: str, seconds: float) -> Resources:
+        """Read the report of kernel `name` in a log of NVRTC; ValueError where there is none."""
+        kernels = {}
+        for section in log.split("Compiling entry function '")[1:]:
+            kernel, _, report = section.partition("'")
+            kernels[kernel] = report
+        report = kernels.get(name, "")
+        used = re.search(r"Used (\d+) registers.*", report)
+        frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
+        if not used or not frames:
+            raise ValueError(f"ptxas reports no kernel {name!r}, only {sorted(kernels) or 'nothing'}")
+
+        def used_number(pattern: str, default: str) -> int:
+            found = re.search(pattern, used[0])
+            return int(found[1] if found else default)
+
+        return cls(
+            registers=int(used[1]),
+            spill_stores_bytes=sum(int(stores) for _, stores, _ in frames),
+            spill_loads_bytes=sum(int(loads) for _, _, loads in frames),
+            stack_bytes=used_number(r"(\d+) bytes cumulative stack size", default=frames[0][0]),
+            static_shared_bytes=used_number(r"(\d+) bytes smem", default="0"),
+            barriers=used_number(r"used (\d+) barriers", default="0"),
+            seconds=seconds,
+            log=log,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledKernel:
+    """A cubin on disk (`path`) that holds the kernel `name` for `arch`, and the resources the kernel takes."""
+
+    name: str
+    arch: str
+    path: Path
+    resources: Resources
+
+
+def kernel_directory() -> Path:
+    """Directory of the CUDA sources: inside the package in a wheel, beside it in a checkout or an editable install.
+
+    Raises
+    ------
+    FileNotFoundError
+        Neither place has them.
+    """
+    package = Path(__file__).resolve().parent
+    places = (package / "kernels", package.parent / "kernels")
+    for place in places:
+        if (place / "ptx.cuh").is_file():
+            return place
+    raise FileNotFoundError(f"the CUDA sources of cuflash are in none of {', '.join(map(str, places))}; reinstall it")
+
+
+def cache_directory() -> Path:
+    """Directory of compiled kernels; it is created when the first kernel is stored.
+
+    `CUFLASH_CACHE_DIR` where that is set, else `$XDG_CACHE_HOME/cuflash`, else `~/.cache/cuflash`; on Windows
+    `%LOCALAPPDATA%\\cuflash`. Without a home directory it is one of this process alone, removed when the process ends.
+    """
+    chosen = os.environ.get("CUFLASH_CACHE_DIR")
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    base = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
+    if os.path.isabs(base):  # the XDG specification: a relative path is to be ignored
+        return Path(base, "cuflash")
+    try:
+        return Path.home() / ".cache" / "cuflash"
+    except RuntimeError:
+        return _private_directory()
+
+
+def nvrtc_version() -> str:
+    """Version of the NVRTC that compiles here: "13.0.88" of a wheel, "13.0" of a library from elsewhere.
+
+    Raises
+    ------
+    NvrtcNotFoundError
+        cuda-bindings or the NVRTC library is not installed.
+    """
+    return _nvrtc.version()
+
+
+def supported_archs() -> tuple[str, ...]:
+    """The architectures that this NVRTC compiles for ("sm_80", ...), without those that carry a suffix.
+
+    Raises
+    ------
+    NvrtcNotFoundError
+        cuda-bindings or the NVRTC library is not installed.
+    """
+    return tuple(f"sm_{number}" for number in _nvrtc.arch_numbers())
+
+
+def compile_kernel(
+    source: str,
+    name: str,
+    defines: Mapping[str, str | int],
+    arch: str,
+    *,
+    kernel_dir: str | os.PathLike[str] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> CompiledKernel:
+    """Compile one kernel to a cubin, or find it in the cache.
+
+    Safe to call from many threads and processes. A cache that cannot be written costs a warning and a compilation per
+    process, never an error. The sources are read once per process: an edit is seen by the next one.
+
+    Parameters
+    ----------
+    source : str
+        File of the kernels directory, such as "forward_sm80.cu". Includes in it are relative to that directory.
+    name : str
+        Symbol of the kernel; `source` defines it as `extern "C"`.
+    defines : mapping of str to str or int
+        Macros by their full name, given to the compiler as they are. The order does not matter.
+    arch : str
+        Architecture of the device: "sm_80", "sm_90a", "sm_120".
+    kernel_dir, cache_dir : path, optional
+        Instead of `kernel_directory()` and `cache_directory()`.
+
+    Raises
+    ------
+    CompileError
+        The source does not compile, or has no such kernel.
+    NotImplementedError
+        The installed NVRTC does not know the architecture; the message says which it knows.
+    NvrtcNotFoundError
+        cuda-bindings or the NVRTC library is not installed.
+    TypeError, ValueError
+        An argument is malformed.
+    """
+    kernels = kernel_directory() if kernel_dir is None else Path(kernel_dir).resolve()
+    cache = cache_directory() if cache_dir is None else Path(cache_dir).absolute()
+    return _shared_compiler(kernels, cache).compile(source, name, defines, arch)
+
+
+class Toolchain(Protocol):
+    """What `Compiler` needs of NVRTC."""
+
+    def expected_version(self) -> str | None:
+        """The version that `version` will most likely return, found at little cost; None where that is not possible."""
+
+    def version(self) -> str:
+        """The version that `compile` uses."""
+
+    def compile(
+        self, path: Path, program: bytes, headers: Mapping[str, bytes], arch: str, options: Sequence[str]
+    ) -> tuple[bytes | None, str]:
+        """The cubin (None after errors) and the log."""
+
+
+class Compiler:
+    """`compile_kernel` for one kernels directory and one cache directory; holds the snapshot of the sources."""
+
+    def __init__(self, kernel_dir: Path, cache_dir: Path, toolchain: Toolchain) -> None:
+        self._kernel_dir = kernel_dir
+        self._places = [cache_dir]  # where cubins are looked for; the last one is where they are stored
+        self._toolchain = toolchain
+        self._locks: dict[str, threading.Lock] = {}
+
+    @functools.cached_property
+    def _files(self) -> dict[str, bytes]:
+        """Every file of the kernels directory by its relative name."""
+        paths = sorted(path for path in self._kernel_dir.rglob("*") if path.is_file())
+        return {path.relative_to(self._kernel_dir).as_posix(): path.read_bytes() for path in paths}
+
+    @functools.cached_property
+    def _files_hash(self) -> str:
+        digest = hashlib.sha256()
+        for name, content in self._files.items():
+            digest.update(b"%d %d " % (len(os.fsencode(name)), len(content)) + os.fsencode(name) + content)
+        return digest.hexdigest()
+
+    def compile(self, source: str, name: str, defines: Mapping[str, str | int], arch: str) -> CompiledKernel:
+        """See `compile_kernel`."""
+        if source not in self._files:
+            known = ", ".join(file for file in self._files if file.endswith(".cu"))
+            raise value_error("source", repr(source), f"a file of {self._kernel_dir} ({known})")
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise value_error("name", repr(name), "a C identifier")
+        if not re.fullmatch(r"sm_[1-9]\d+[af]?", arch, re.ASCII):
+            raise value_error("arch", repr(arch), "an architecture such as 'sm_80' or 'sm_90a'")
+        options = (*OPTIONS, f"--gpu-architecture={arch}", *_define_options(defines))
+        request = {"source": source, "name": name, "arch": arch, "options": options, "kernels": self._files_hash}
+        with self._locks.setdefault(_key(request), threading.Lock()):  # one of several threads compiles, others wait
+            expected = self._toolchain.expected_version()
+            found = None if expected is None else self._find(request | {"nvrtc": expected})
+            if found is not None:
+                return found
+            version = self._toolchain.version()
+            request["nvrtc"] = version
+            found = None if version == expected else self._find(request)
+            return found or self._build(request, defines, options)
+
+    def _find(self, request: Mapping[str, Any]) -> CompiledKernel | None:
+        """The kernel from the cache; None where it is missing or fails a check."""
+        for place in self._places:
+            try:
+                checksum, _, body = (place / f"{_key(request)}.entry").read_bytes().partition(b"\n")
+                if checksum != _sha256(body).encode():
+                    continue
+                entry = json.loads(body)
+                path = place / entry["cubin"]
+                if _sha256(path.read_bytes()) != entry["cubin_sha256"]:
+                    continue
+            except OSError:
+                continue
+            resources = Resources(**entry["resources"])
+            return CompiledKernel(name=request["name"], arch=request["arch"], path=path, resources=resources)
+        return None
+
+    def _build(
+        self, request: Mapping[str, Any], defines: Mapping[str, str | int], options: tuple[str, ...]
+    ) -> CompiledKernel:
+        source, name, arch = request["source"], request["name"], request["arch"]
+        # NVRTC would call a header in memory by its include name; #line gives it the path that an editor can open.
+        headers = {
+            file: b'#line 1 "%s"\n' % os.fsencode((self._kernel_dir / file).as_posix()) + content
+            for file, content in self._files.items()
+            if file != source
+        }
+        start = time.perf_counter()
+        cubin, log = self._toolchain.compile(self._kernel_dir / source, self._files[source], headers, arch, options)
+        seconds = time.perf_counter() - start
+        try:
+            if cubin is None:
+                raise ValueError("NVRTC reports errors")
+            resources = Resources.from_log(log, name, seconds)
+        except ValueError as error:
+            arguments = f"{source!r}, {name!r}, {dict(sorted(defines.items()))!r}, {arch!r}"
+            message = (
+                f"kernel {name!r} of {source} for {arch}: {error}\n\n{log}\n\n"
+                f"NVRTC {request['nvrtc']} with {' '.join(options)}\n"
+                f"To reproduce in Python: cuflash.compiler.compile_kernel({arguments}, "
+                f"kernel_dir={str(self._kernel_dir)!r})"
+            )
+            raise CompileError(message, log, options) from None
+        try:
+            return self._store(request, cubin, resources)
+        except OSError as error:
+            # Where files that are open cannot be replaced, another process may be reading the one it stored just now.
+            return self._find(request) or self._store_privately(request, cubin, resources, error)
+
+    def _store(self, request: Mapping[str, Any], cubin: bytes, resources: Resources) -> CompiledKernel:
+        checksum = _sha256(cubin)
+        path = self._places[-1] / f"{request['name'][:100]}-{request['arch']}-{checksum[:32]}.cubin"
+        entry = {"request": request, "cubin": path.name, "cubin_sha256": checksum, "resources": asdict(resources)}
+        body = json.dumps(entry, indent=1).encode()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_atomically(path, cubin)
+        _write_atomically(path.with_name(f"{_key(request)}.entry"), _sha256(body).encode() + b"\n" + body)
+        return CompiledKernel(name=request["name"], arch=request["arch"], path=path, resources=resources)
+
+    def _store_privately(
+        self, request: Mapping[str, Any], cubin: bytes, resources: Resources, error: OSError
+    ) -> CompiledKernel:
+        private = _private_directory()
+        if private not in self._places:
+            warnings.warn(
+                f"cuflash cannot store compiled kernels in {self._places[0]} ({error}); every process compiles them "
+                "again. Set CUFLASH_CACHE_DIR to a directory that can be written.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            self._places.append(private)
+        return self._store(request, cubin, resources)
+
+
+class Nvrtc:
+    """NVRTC through cuda.bindings. The library is loaded when it is needed first."""
+
+    @functools.cached_property
+    def _api(self) -> Any:
+        try:
+            api = importlib.import_module("cuda.bindings.nvrtc")
+            api.nvrtcVersion()  # the bindings look for the library at the first call, and raise RuntimeError
+        except (ImportError, RuntimeError) as error:
+            raise NvrtcNotFoundError(
+                f"compiling a CUDA kernel needs cuda-bindings and NVRTC, which are missing here ({error}). "
+                'Install them: pip install "cuflash[cuda13]"   (for a driver of CUDA 12: "cuflash[cuda12]")'
+            ) from error
+        return api
+
+    def _call(self, function: str, *arguments: Any) -> Any:
+        """One result of an NVRTC function that must not fail, or None where it has none."""
+        result, *values = getattr(self._api, function)(*arguments)
+        if result.value:
+            raise RuntimeError(f"{function} returned {result.name}")
+        return values[0] if values else None
+
+    @functools.cached_property
+    def _wheel_version(self) -> str | None:
+        """Version of the NVRTC wheel whose major version is that of cuda-bindings."""
+        versions: dict[str, str] = {}
+        for name in _installed_distributions():
+            found = re.fullmatch(r"(cuda_bindings|nvidia_cuda_nvrtc(?:_cu\d+)?)-(\d+)(\.[^-]*)\.dist-info", name)
+            if found:
+                key = "bindings" if found[1] == "cuda_bindings" else found[2]
+                versions.setdefault(key, found[2] if key == "bindings" else found[2] + found[3])
+        return versions.get(versions.get("bindings", ""))
+
+    def expected_version(self) -> str | None:
+        """The version of the wheel, from a directory's name.
+
+        Importing the bindings and loading the library (140 MB) costs a warm process 50 to 300 ms, more than all the
+        rest. This costs 1 ms, and cannot lead to a wrong kernel: what is stored under a version was compiled by it.
+        """
+        return self._wheel_version
+
+    def version(self) -> str:
+        """The version of the library that is loaded, which may not be the wheel's."""
+        result, major, minor = self._api.nvrtcVersion()
+        if result.value:
+            raise RuntimeError(f"nvrtcVersion returned {result.name}")
+        loaded = f"{major}.{minor}"
+        wheel = self._wheel_version
+        return wheel if wheel is not None and wheel.split(".")[:2] == loaded.split(".") else loaded
+
+    def arch_numbers(self) -> list[int]:
+        """80 for sm_80, and so on."""
+        return sorted(self._call("nvrtcGetSupportedArchs"))
+
+    def compile(
+        self, path: Path, program: bytes, headers: Mapping[str, bytes], arch: str, options: Sequence[str]
+    ) -> tuple[bytes | None, str]:
+        """The cubin (None after errors) and the log."""
+        known = self.arch_numbers()
+        number = int(re.sub(r"\D", "", arch))
+        if number not in known:
+            remedy = "an older NVRTC may" if number < known[0] else 'a newer one may: pip install -U "cuflash[cuda13]"'
+            raise NotImplementedError(
+                f"arch: NVRTC {self.version()} does not compile for {arch}, only for "
+                f"{', '.join(f'sm_{number}' for number in known)}; {remedy}"
+            )
+        names = [name.encode() for name in headers]
+        handle = self._call("nvrtcCreateProgram", program, os.fsencode(path), len(names), list(headers.values()), names)
+        try:
+            (result,) = self._api.nvrtcCompileProgram(handle, len(options), [option.encode() for option in options])
+            log = self._output(handle, "ProgramLog").rstrip(b"\0 \n").decode(errors="replace")
+            if result.value == 0:
+                return self._output(handle, "CUBIN"), log
+            # Errors of ptxas count lines of the PTX, which nobody else sees.
+            ptx = self._output(handle, "PTX").decode(errors="replace").splitlines()
+            lines = dict.fromkeys(int(line) for line in re.findall(r"ptx input, line (\d+); error", log))
+            quoted = [f"PTX line {line}: {ptx[line - 1].strip()}" for line in lines if line <= len(ptx)]
+            return None, "\n".join([log or result.name, *quoted])
+        finally:
+            self._call("nvrtcDestroyProgram", handle)
+
+    def _output(self, handle: Any, what: str) -> bytes:
+        buffer = bytearray(self._call(f"nvrtcGet{what}Size", handle))
+        self._call(f"nvrtcGet{what}", handle, buffer)
+        return bytes(buffer)
+
+
+_nvrtc = Nvrtc()
+
+
+@functools.cache
+def _shared_compiler(kernel_dir: Path, cache_dir: Path) -> Compiler:
+    return Compiler(kernel_dir, cache_dir, _nvrtc)
+
+
+@functools.cache
+def _private_directory() -> Path:
+    """A directory of this process alone, removed when it ends."""
+    import atexit
+    import shutil
+    import tempfile
+
+    directory = Path(tempfile.mkdtemp(prefix="cuflash-"))
+    owner = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # a forked child must not take its parent's
+            shutil.rmtree(directory, ignore_errors=True)
+
+    atexit.register(remove)
+    return directory
+
+
+def _installed_distributions() -> Iterator[str]:
+    """Names of the directories that packages are imported from (importlib.metadata takes 20 ms to import)."""
+    for directory in sys.path:
+        try:
+            yield from os.listdir(directory or os.curdir)
+        except OSError:  # not a directory: the zip file of the standard library
+            continue
+
+
+def _define_options(defines: Mapping[str, str | int]) -> list[str]:
+    options = []
+    for macro, value in sorted(defines.items()):
+        if not re.fullmatch(r"[A-Za-z_]\w*", macro, re.ASCII):
+            raise value_error("defines", repr(macro), "the name of a macro")
+        try:
+            text = value if isinstance(value, str) else str(int(operator.index(value)))
+        except TypeError:
+            raise type_error("defines", f"{macro}={value!r}", "a string or an integer") from None
+        options.append(f"-D{macro}={text}")
+    return options
+
+
+def _key(request: Mapping[str, Any]) -> str:
+    layout = [field.name for field in fields(Resources)]  # an entry of another layout has another key
+    return _sha256(json.dumps([layout, request], sort_keys=True).encode())
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{os.urandom(8).hex()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

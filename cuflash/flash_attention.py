@@ -1,0 +1,495 @@
+"""The public interface: `attention` for the one-liner, `FlashAttention` for forward, backward, plan and compile.
+
+The short story of a call:
+
+1. Whose arrays are these? (`interop`) NumPy and CuPy arrays are taken as they are, others are viewed through DLPack.
+2. What is to be computed? (`problem`) Shapes, dtypes and options are checked against each other, once.
+3. Computation follows the data. NumPy arrays: the tiled algorithm on the CPU (`cpu`). CuPy arrays: a plan is chosen
+   (`plan`), its kernel compiled or found in the cache (`compiler`) and started on CuPy's current stream (`launch`),
+   without a synchronisation. All that is remembered per problem, so a repeated call costs little more than a launch.
+4. The results are arrays of the library that the arguments came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal, NamedTuple, TypeVar, cast
+
+from cuflash import cpu, interop
+from cuflash.problem import Options, Problem, check_array, make_problem, type_error, value_error
+
+Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one kind per call
+ArrayT = TypeVar("ArrayT")
+Causal = bool | Literal["top_left"]
+Window = tuple[int | None, int | None]
+
+QKV = ("q", "k", "v")
+
+
+class ForwardResult(NamedTuple):
+    """What `FlashAttention.forward` returns."""
+
+    out: Array
+    lse: Array
+
+
+class Gradients(NamedTuple):
+    """What `FlashAttention.backward` returns."""
+
+    dq: Array
+    dk: Array
+    dv: Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuPlan:
+    """What `FlashAttention.plan` says of NumPy arrays."""
+
+    problem: Problem
+
+    def describe(self) -> str:
+        """The plan in words, several lines."""
+        p = self.problem
+        heads = f"{p.num_heads} heads" + (f" over {p.num_heads_kv} key/value heads" if p.group_size > 1 else "")
+        sizes = f"seqlen {p.seqlen_q} x {p.seqlen_k}, head_dim {p.head_dim}, head_dim_v {p.head_dim_v}"
+        return "\n".join(
+            (
+                "CPU path: tiled online softmax on NumPy arrays, because the arguments are in host memory",
+                f"  problem   batch {p.batch}, {heads}, {sizes}, layout {p.layout}",
+                f"  precision {p.dtype} in and out, {p.softmax_dtype} inside",
+                f"  work      {p.forward_flops / 1e9:.3g} GFLOP forward, {p.backward_flops / 1e9:.3g} GFLOP backward",
+                f"  memory    linear in seqlen; the plain formula's scores would take {p.naive_bytes / 2**20:.4g} MiB",
+            )
+        )
+
+
+class FlashAttention:
+    """Exact attention with fixed options, ``softmax(scale * q @ k.T) @ v`` of every head, and its gradients.
+
+    Parameters
+    ----------
+    causal : bool or "top_left", default False
+        Query i sees key j only if ``j <= i + d``. ``True`` aligns the diagonal to the bottom right, the last query with
+        the last key: ``d = seqlen_k - seqlen_q``. ``"top_left"`` aligns the first query with the first key: ``d = 0``.
+        The two agree for square problems; `kv_lengths` moves neither. Visible pairs are 1::
+
+            seqlen_q = 2, seqlen_k = 5                      seqlen_q = 5, seqlen_k = 2
+
+            True:             "top_left":                   True:       "top_left":
+              1 1 1 1 0         1 0 0 0 0                     0 0         1 0
+              1 1 1 1 1         1 1 0 0 0                     0 0         1 1
+                                                              0 0         1 1
+                                                              1 0         1 1
+                                                              1 1         1 1
+
+    scale : float, optional
+        Factor of ``q @ k.T``, ``head_dim ** -0.5`` by default. May be zero or negative.
+    window : (int or None, int or None), optional
+        (left, right): query i sees key j only if ``i + d - left <= j <= i + d + right``, d as above (that of ``True``
+        without `causal`). None on a side is no bound there. With `causal`, right is at most 0::
+
+            window=(1, 0), seqlen_q = seqlen_k = 4          window=(None, 1), seqlen_q = 3, seqlen_k = 4
+
+              1 0 0 0                                         1 1 1 0
+              1 1 0 0                                         1 1 1 1
+              0 1 1 0                                         1 1 1 1
+              0 0 1 1
+
+    softcap : float, optional
+        Positive c: scaled scores s become ``c * tanh(s / c)``.
+    layout : {"bhsd", "bshd"}, default "bhsd"
+        Order of the axes of q, k, v and out: (batch, heads, seqlen, head_dim) or (batch, seqlen, heads, head_dim).
+        Leading axes may be missing: a 3-D array is one batch entry, a 2-D array (seqlen, head_dim) one head.
+    deterministic : bool, default False
+        Gradients are bitwise equal run after run. `forward` always is, and so is the CPU path.
+
+    Attributes
+    ----------
+    options : cuflash.problem.Options
+        The checked options.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An option of the wrong type or out of range; the message names it, what was got and what is expected.
+
+    Notes
+    -----
+    In the order in which they act on the score of query i and key j::
+
+        s = scale * dot(q[i], k[j])
+        s = softcap * tanh(s / softcap)
+        s = s - alibi_slopes[head] * abs(i + d - j)
+        s = s + bias[i, j]
+        s = -inf  where causal, window, mask or kv_lengths hide the pair
+
+    A query that sees no key has out = 0, lse = -inf and no part in any gradient. Of any other, NaN and infinities in
+    what it sees reach the output as in the formula.
+
+    Instances hold no arrays, are cheap to make, and may be shared between threads.
+
+    References
+    ----------
+    Dao, Fu, Ermon, Rudra, Re: FlashAttention (2022), https://arxiv.org/abs/2205.14135, algorithms 1 and 4.
+    Dao: FlashAttention-2 (2023), https://arxiv.org/abs/2307.08691, algorithms 1 and 2.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 8, 100, 64), np.float32)
+    >>> attn = cuflash.FlashAttention(causal=True)
+    >>> out, lse = attn.forward(q, k, v)
+    >>> dq, dk, dv = attn.backward(np.ones_like(out), q, k, v, out, lse)
+    >>> dq.shape, lse.shape
+    ((2, 8, 100, 64), (2, 8, 100))
+    """
+
+    __slots__ = ("options",)
+
+    def __init__(
+        self,
+        *,
+        causal: Causal = False,
+        scale: float | None = None,
+        window: Window | None = None,
+        softcap: float | None = None,
+        layout: Literal["bhsd", "bshd"] = "bhsd",
+        deterministic: bool = False,
+    ) -> None:
+        self.options = Options(
+            causal=causal, scale=scale, window=window, softcap=softcap, layout=layout, deterministic=deterministic
+        )
+
+    def __repr__(self) -> str:
+        return f"FlashAttention{repr(self.options).removeprefix('Options')}"
+
+    def forward(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        bias: Array | None = None,
+        mask: Array | None = None,
+        kv_lengths: Array | None = None,
+        alibi_slopes: Array | None = None,
+        out: Array | None = None,
+        lse: Array | None = None,
+    ) -> ForwardResult:
+        """Attention, and the logarithm of the sum of exponentials that `backward` needs.
+
+        All arrays of a call are of one kind, and the results are of that kind: NumPy (computed on the CPU), CuPy
+        (computed on their device, on CuPy's current stream, without a synchronisation), or another library's with
+        ``__dlpack__`` (likewise, by the memory it is in; nothing is copied or moved). A class whose library has no
+        ``from_dlpack`` gets NumPy or CuPy arrays back.
+
+        Parameters
+        ----------
+        q : array
+            (..., num_heads, seqlen_q, head_dim) for layout "bhsd", 2-D to 4-D; float16, bfloat16 (`ml_dtypes`),
+            float32 or float64. Any strides, of this and every other array; on the GPU, q, k or v whose last axis is not
+            contiguous is copied first. A float16, bfloat16 or float32 problem accumulates in float32.
+        k : array
+            (..., num_heads_kv, seqlen_k, head_dim), dtype of q. Query head h reads key/value head
+            ``h // (num_heads // num_heads_kv)``; num_heads_kv divides num_heads.
+        v : array
+            (..., num_heads_kv, seqlen_k, head_dim_v), dtype of q.
+        bias : array, optional
+            Added to the scores; dtype of q or of lse. Broadcasts to (batch, num_heads, seqlen_q, seqlen_k), without a
+            copy. -inf hides a key.
+        mask : array, optional
+            bool, True takes part; broadcasts likewise.
+        kv_lengths : array, optional
+            (batch,), int32 or int64: only the first ``kv_lengths[b]`` keys of entry b exist, the rest is never read.
+            Within 0..seqlen_k; on the GPU, where looking would be a synchronisation, clamped to it.
+        alibi_slopes : array, optional
+            (num_heads,) or (batch, num_heads), dtype of lse: ``slope * abs(i + d - j)`` is subtracted from the scores.
+        out, lse : array, optional
+            Written to and returned, as ``out=`` of NumPy's functions is: shape and dtype of the result, any strides,
+            no memory in common with another argument.
+
+        Returns
+        -------
+        ForwardResult
+            ``out``: shape of q with head_dim_v as last axis, dtype of q. ``lse``: (..., num_heads, seqlen_q) in every
+            layout, natural logarithm, float32 (float64 for float64).
+
+        Raises
+        ------
+        TypeError
+            Not an array, arrays of several kinds, a wrong dtype, an array that cannot be lent through DLPack. These
+            messages and the next begin with the argument's name and say what was got and what is expected.
+        ValueError
+            Shapes that do not fit, a value out of range, a result that is read-only or overlaps another argument.
+        NotImplementedError
+            Something the kernels do not do; the message names the limit and the remedy.
+        """
+        if interop.are_cupy((q, k, v), (bias, mask, kv_lengths, alibi_slopes, out, lse)):
+            return ForwardResult(
+                *_gpu().forward(
+                    self.options,
+                    q,
+                    k,
+                    v,
+                    bias=bias,
+                    mask=mask,
+                    kv_lengths=kv_lengths,
+                    alibi_slopes=alibi_slopes,
+                    out=out,
+                    lse=lse,
+                )
+            )
+        inputs = {"q": q, "k": k, "v": v} | _terms(bias, mask, kv_lengths, alibi_slopes)
+        results = {"out": out, "lse": lse}
+        borrowed = interop.borrow(inputs | results, required=QKV, written=results)
+        if borrowed.kind == "cupy":
+            computed = _gpu().forward(self.options, **borrowed.arrays)
+        else:
+            problem = self._checked_problem(borrowed.arrays)
+            _check_results(borrowed.arrays, inputs, _out_and_lse(problem))
+            computed = cpu.forward(problem, **borrowed.arrays)
+        return ForwardResult(*map(borrowed.give_back, computed, results.values()))
+
+    def backward(
+        self,
+        dout: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        lse: Array,
+        *,
+        bias: Array | None = None,
+        mask: Array | None = None,
+        kv_lengths: Array | None = None,
+        alibi_slopes: Array | None = None,
+        dq: Array | None = None,
+        dk: Array | None = None,
+        dv: Array | None = None,
+    ) -> Gradients:
+        """Gradients of ``sum(dout * out)`` with respect to q, k and v.
+
+        Scores S are computed again from q and k, tile by tile (algorithm 4 of the first paper): ``P = exp(S - lse)``,
+        ``dV = P^T dO``, ``dP = dO V^T``, ``dS = P * (dP - delta)`` with ``delta = rowsum(dO * O)``,
+        ``dQ = scale dS K``, ``dK = scale dS^T Q``. With grouped heads, dk and dv are sums over the group.
+
+        Parameters
+        ----------
+        dout : array
+            Gradient with respect to out, of its shape and dtype.
+        q, k, v : array
+            As `forward` took them.
+        out, lse : array
+            As `forward` returned them.
+        bias, mask, kv_lengths, alibi_slopes : array, optional
+            As `forward` took them.
+        dq, dk, dv : array, optional
+            Written to and returned: shapes and dtypes of q, k and v, no memory in common with another argument.
+
+        Returns
+        -------
+        Gradients
+            ``dq``, ``dk``, ``dv``: shapes and dtypes of q, k and v. Keys that no query sees get zero.
+
+        Raises
+        ------
+        TypeError, ValueError, NotImplementedError
+            As `forward` does.
+        """
+        terms = (bias, mask, kv_lengths, alibi_slopes)
+        if interop.are_cupy((dout, q, k, v, out, lse), (*terms, dq, dk, dv)):
+            return Gradients(
+                *_gpu().backward(self.options, dout, q, k, v, out, lse, **_terms(*terms), dq=dq, dk=dk, dv=dv)
+            )
+        required = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
+        inputs, results = required | _terms(*terms), {"dq": dq, "dk": dk, "dv": dv}
+        borrowed = interop.borrow(inputs | results, required=required, written=results)
+        if borrowed.kind == "cupy":
+            computed = _gpu().backward(self.options, **borrowed.arrays)
+        else:
+            arrays = borrowed.arrays
+            problem = self._checked_problem(arrays)
+            check_array("dout", arrays["dout"], problem.out_shape, problem.dtype)
+            for name, (shape, dtype) in _out_and_lse(problem).items():
+                check_array(name, arrays[name], shape, dtype)
+            _check_results(arrays, inputs, {f"d{x}": (arrays[x].shape, problem.dtype) for x in QKV})
+            computed = cpu.backward(problem, **arrays)
+        return Gradients(*map(borrowed.give_back, computed, results.values()))
+
+    def plan(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        bias: Array | None = None,
+        mask: Array | None = None,
+        kv_lengths: Array | None = None,
+        alibi_slopes: Array | None = None,
+    ) -> Any:
+        """What `forward` and `backward` would run on these arrays, and why; nothing is computed.
+
+        Parameters
+        ----------
+        q, k, v : array
+            As `forward` takes them; only shapes, strides and dtypes matter.
+        bias, mask, kv_lengths, alibi_slopes : array, optional
+            Likewise.
+
+        Returns
+        -------
+        CpuPlan or cuflash.launch.Plans
+            For arrays in host memory or on a GPU; ``describe()`` of either says it in words.
+
+        Raises
+        ------
+        TypeError, ValueError, NotImplementedError
+            As `forward` does.
+        """
+        inputs = {"q": q, "k": k, "v": v} | _terms(bias, mask, kv_lengths, alibi_slopes)
+        borrowed = interop.borrow(inputs, required=QKV)
+        if borrowed.kind == "cupy":
+            return _gpu().plan(self.options, **borrowed.arrays)
+        return CpuPlan(problem=self._checked_problem(borrowed.arrays))
+
+    def compile(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        bias: Array | None = None,
+        mask: Array | None = None,
+        kv_lengths: Array | None = None,
+        alibi_slopes: Array | None = None,
+    ) -> None:
+        """Have everything ready that `forward` and `backward` of such arrays need: later calls compile nothing.
+
+        Wanted before a CUDA graph is captured, or before something is timed. For arrays in host memory the arguments
+        are checked and there is nothing else to do.
+
+        Parameters
+        ----------
+        q, k, v : array
+            As `forward` takes them; only shapes, strides and dtypes matter.
+        bias, mask, kv_lengths, alibi_slopes : array, optional
+            Likewise.
+
+        Raises
+        ------
+        TypeError, ValueError, NotImplementedError
+            As `forward` does.
+        """
+        inputs = {"q": q, "k": k, "v": v} | _terms(bias, mask, kv_lengths, alibi_slopes)
+        borrowed = interop.borrow(inputs, required=QKV)
+        if borrowed.kind == "cupy":
+            _gpu().compile(self.options, **borrowed.arrays)
+        else:
+            self._checked_problem(borrowed.arrays)
+
+    def _checked_problem(self, arrays: dict[str, Any]) -> Problem:
+        """The problem of a call on NumPy arrays; what only host arrays can get wrong is checked too."""
+        for name, x in arrays.items():
+            if x is not None and not x.dtype.isnative:
+                raise type_error(name, f"dtype {x.dtype.str}", f"native byte order: {name}.astype({x.dtype.name!r})")
+        inputs = {name: arrays[name] for name in (*QKV, "bias", "mask", "kv_lengths", "alibi_slopes")}
+        problem = make_problem(self.options, **inputs)
+        kv_lengths = arrays["kv_lengths"]
+        if kv_lengths is not None:
+            outside = kv_lengths[(kv_lengths < 0) | (kv_lengths > problem.seqlen_k)]
+            if outside.size:
+                raise value_error("kv_lengths", f"an entry {outside[0]}", f"0 to seqlen_k = {problem.seqlen_k}")
+        return problem
+
+
+def attention(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    *,
+    causal: Causal = False,
+    scale: float | None = None,
+    window: Window | None = None,
+    softcap: float | None = None,
+    layout: Literal["bhsd", "bshd"] = "bhsd",
+    bias: ArrayT | None = None,
+    mask: ArrayT | None = None,
+    kv_lengths: ArrayT | None = None,
+    alibi_slopes: ArrayT | None = None,
+    out: ArrayT | None = None,
+) -> ArrayT:
+    """Exact attention, ``softmax(scale * q @ k.T) @ v`` of every head, in memory linear in the sequence length.
+
+    Parameters
+    ----------
+    q : array
+        (..., num_heads, seqlen_q, head_dim), 2-D to 4-D; float16, bfloat16, float32 or float64.
+    k : array
+        (..., num_heads_kv, seqlen_k, head_dim), dtype of q; num_heads_kv divides num_heads.
+    v : array
+        (..., num_heads_kv, seqlen_k, head_dim_v), dtype of q.
+    causal, scale, window, softcap, layout :
+        Options, as `FlashAttention` takes them.
+    bias, mask, kv_lengths, alibi_slopes, out : array, optional
+        As `FlashAttention.forward` takes them.
+
+    Returns
+    -------
+    array
+        Shape of q with head_dim_v as last axis, dtype and kind of q: NumPy, CuPy, or of the library that q comes from.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As `FlashAttention` and `FlashAttention.forward` do.
+
+    Examples
+    --------
+    On plain matrices it is the formula:
+
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 5, 4))
+    >>> weights = np.exp(q @ k.T / 2)
+    >>> np.allclose(cuflash.attention(q, k, v), weights / weights.sum(axis=1, keepdims=True) @ v)
+    True
+    """
+    attn = FlashAttention(causal=causal, scale=scale, window=window, softcap=softcap, layout=layout)
+    result = attn.forward(q, k, v, bias=bias, mask=mask, kv_lengths=kv_lengths, alibi_slopes=alibi_slopes, out=out)
+    return cast(ArrayT, result.out)
+
+
+def _gpu() -> ModuleType:
+    """The module that launches kernels; importing it imports CuPy."""
+    from cuflash import launch
+
+    return launch
+
+
+def _terms(
+    bias: Array | None, mask: Array | None, kv_lengths: Array | None, alibi_slopes: Array | None
+) -> dict[str, Array | None]:
+    return {"bias": bias, "mask": mask, "kv_lengths": kv_lengths, "alibi_slopes": alibi_slopes}
+
+
+def _out_and_lse(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {"out": (problem.out_shape, problem.dtype), "lse": (problem.lse_shape, problem.softmax_dtype)}
+
+
+def _check_results(
+    arrays: dict[str, Any], inputs: Iterable[str], results: dict[str, tuple[tuple[int, ...], str]]
+) -> None:
+    """Check the NumPy arrays that the caller gave to be written to; each shares memory with no other argument."""
+    others = [name for name in inputs if arrays[name] is not None]
+    for name, (shape, dtype) in results.items():
+        array = arrays[name]
+        if array is None:
+            continue
+        check_array(name, array, shape, dtype)
+        if any(stride == 0 and n > 1 for n, stride in zip(array.shape, array.strides, strict=True)):
+            raise value_error(name, f"strides {array.strides}", "an array whose elements are all distinct in memory")
+        for other in others:
+            if interop.overlap(array, arrays[other]):
+                raise value_error(name, f"memory shared with {other}", "memory of its own")
+        others.append(name)

@@ -1,0 +1,306 @@
+"""Whose array is this? NumPy and CuPy arrays are taken as they are, any other array through DLPack, without a copy.
+
+DLPack (https://dmlc.github.io/dlpack/latest/) is the struct by which array libraries lend memory to each other. An
+array in host memory becomes a NumPy array, one in device memory a CuPy array, and a result goes back through
+`from_dlpack` of the library that the arguments came from. Nothing of those libraries is imported here: an array brings
+its module along.
+
+Streams. `cupy.from_dlpack` makes CuPy's current stream wait for the producer's, and the library's own `from_dlpack`
+makes its stream wait for CuPy's; so a result given as `out=` crosses back too, though nobody looks at the new array.
+
+bfloat16 on the host. NumPy neither exports nor imports it. Its bits cross as uint16, and the type code in the capsule,
+which belongs to the consumer alone, is rewritten on the way: a passage without a copy, in both directions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+
+from cuflash.problem import type_error, value_error
+
+HOST_DEVICES = (1, 3)  # kDLCPU, kDLCUDAHost (pinned)
+CUDA_DEVICES = (2, 13)  # kDLCUDA, kDLCUDAManaged
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+OVERLAP_WORK = 100_000  # candidate solutions tried before two interleaved arrays count as overlapping
+
+Kind = Literal["numpy", "cupy"]
+
+
+def are_cupy(required: Iterable[object], optional: Iterable[object]) -> bool:
+    """Whether all arguments are CuPy arrays (or absent, where they may be): the common case, decided first and fast."""
+    cupy = sys.modules.get("cupy")
+    if cupy is None:
+        return False
+    array = cupy.ndarray
+    for x in required:
+        if type(x) is not array:
+            return False
+    for x in optional:  # noqa: SIM110 (any() of a generator doubles the time, and this runs before every launch)
+        if x is not None and type(x) is not array:
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """The arguments of one call as NumPy or CuPy arrays, and the way back."""
+
+    kind: Kind
+    arrays: dict[str, Any]
+    from_dlpack: Callable[[Any], Any] | None  # of the caller's library; None: results stay NumPy or CuPy arrays
+
+    def give_back(self, result: Any, given: Any) -> Any:
+        """`result` as an array of the caller's library; `given`, if the caller gave one to write to."""
+        if self.from_dlpack is None or (self.kind == "numpy" and given is not None):
+            return result if given is None else given
+        lent = _Bfloat16Export(result) if self.kind == "numpy" and result.dtype == BFLOAT16 else result
+        exported = self.from_dlpack(lent)
+        return exported if given is None else given
+
+
+def borrow(arrays: Mapping[str, Any], *, required: Iterable[str], written: Iterable[str] = ()) -> Borrowed:
+    """View every argument of a call as a NumPy array, or every one as a CuPy array; None stays None.
+
+    Raises, naming the argument, TypeError for anything that is no array, for arguments of more than one library or on
+    both sides of the bus, and for an array that its library does not lend; ValueError for a read-only one among the
+    `written`.
+    """
+    for name in required:
+        if arrays[name] is None:
+            raise type_error(name, "None", "an array")
+    present = {name: x for name, x in arrays.items() if x is not None}
+    (first_name, first), *others = present.items()
+    library = _library_of(first_name, first)
+    for name, x in others:
+        if _library_of(name, x) != library:
+            raise type_error(name, _spell(x), f"an array of {library} as {first_name} is")
+    views: dict[str, Any] = dict(arrays)
+    if library == "numpy":
+        for name, x in present.items():
+            views[name] = x.view(np.ndarray)  # of np.memmap, a subclass
+            if name in written and not x.flags.writeable:
+                raise value_error(name, "a read-only array", "a writable one")
+        return Borrowed("numpy", views, None)
+    if library == "cupy":
+        return Borrowed("cupy", views, None)
+    kind = _device_kind(first_name, first)
+    for name, x in others:
+        if _device_kind(name, x) != kind:
+            sides = ("CUDA", "host") if kind == "numpy" else ("host", "CUDA")
+            raise type_error(name, f"an array in {sides[0]} memory", f"one in {sides[1]} memory as {first_name} is")
+    for name, x in present.items():
+        views[name], read_only = _take(name, x, kind)
+        if name in written and read_only:
+            raise value_error(name, f"a {library} array lent read-only", "a writable one")
+    return Borrowed(kind, views, _importer_of(first))
+
+
+def overlap(a: Any, b: Any) -> bool:
+    """Whether two NumPy arrays, or two CuPy arrays, have an element in common.
+
+    Interleaved arrays, such as q, k and v packed into one, do not. Two too entangled to tell count as overlapping.
+    """
+    if not isinstance(a, np.ndarray):
+        a, b = _host_stand_in(a), _host_stand_in(b)
+    if not np.may_share_memory(a, b):
+        return False
+    try:
+        return bool(np.shares_memory(a, b, max_work=OVERLAP_WORK))  # type: ignore[arg-type] (any int)
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _host_stand_in(array: Any) -> np.ndarray[Any, Any]:
+    """A NumPy array with the addresses of a CuPy array; only ever compared, never read."""
+
+    class Addresses:
+        __array_interface__ = {  # noqa: RUF012 (the protocol wants an attribute)
+            "version": 3,
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": f"|V{array.dtype.itemsize}",
+            "data": (array.data.ptr, True),
+        }
+
+    return np.asarray(Addresses())
+
+
+def _library_of(name: str, array: object) -> str:
+    """'numpy', 'cupy', or the top-level module of another library whose arrays speak DLPack."""
+    if isinstance(array, np.ndarray):
+        if type(array) is not np.ndarray and type(array) is not np.memmap:
+            raise type_error(name, _spell(array), "a plain numpy.ndarray (what the subclass adds would be lost)")
+        return "numpy"
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(array, cupy.ndarray):
+        if type(array) is not cupy.ndarray:
+            raise type_error(name, _spell(array), "a plain cupy.ndarray")
+        return "cupy"
+    if isinstance(array, type) or not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
+        value = f" {array!r}" if isinstance(array, (bool, int, float, complex, str)) else ""
+        raise type_error(name, f"{_spell(array)}{value}", "a NumPy or CuPy array, or one with __dlpack__")
+    return type(array).__module__.partition(".")[0]
+
+
+def _spell(array: object) -> str:
+    """The name of the type, with that of its library before it."""
+    library = type(array).__module__.partition(".")[0]
+    return type(array).__name__ if library == "builtins" else f"{library}.{type(array).__name__}"
+
+
+def _device_kind(name: str, array: Any) -> Kind:
+    try:
+        device_type, device_id = array.__dlpack_device__()
+    except Exception as error:  # whatever a foreign method raises
+        raise _refused(name, array, error) from error
+    if device_type in HOST_DEVICES:
+        return "numpy"
+    if device_type in CUDA_DEVICES:
+        return "cupy"
+    expected = f"host memory {HOST_DEVICES} or CUDA memory {CUDA_DEVICES}"
+    raise type_error(name, f"DLPack device type {int(device_type)} (number {device_id})", expected)
+
+
+def _importer_of(array: Any) -> Callable[[Any], Any] | None:
+    """`from_dlpack` of the library that `array` is from; None where that library takes no arrays in."""
+    if hasattr(array, "__array_namespace__"):  # the array API standard's way; jax arrays do not live in the module jax
+        namespace = array.__array_namespace__()
+    else:
+        namespace = sys.modules.get(type(array).__module__.partition(".")[0])
+    return getattr(namespace, "from_dlpack", None)
+
+
+def _take(name: str, array: Any, kind: Kind) -> tuple[Any, bool]:
+    """A view of another library's array, and whether that library forbids writing to it."""
+    library: Any = np
+    if kind == "cupy":
+        try:
+            import cupy as library
+        except ImportError as error:
+            remedy = "CuPy to be importable: install cuflash[cuda12] or cuflash[cuda13]"
+            raise ImportError(f"{name}: got {_spell(array)} in CUDA memory, expected {remedy}") from error
+    loan = _Loan(array, retype=kind == "numpy")
+    try:
+        view = library.from_dlpack(loan)
+    except Exception as error:  # whatever a foreign __dlpack__ raises
+        raise _refused(name, array, error) from error
+    if kind == "cupy":
+        return view, loan.read_only
+    return (view.view(BFLOAT16) if loan.retyped else view), not view.flags.writeable
+
+
+def _refused(name: str, array: Any, error: Exception) -> TypeError:
+    remedy = "an array that can be lent"
+    if getattr(array, "requires_grad", False):
+        remedy += f": {name}.detach() (gradients come from FlashAttention.backward)"
+    dtype = f" of dtype {array.dtype}" if hasattr(array, "dtype") else ""
+    return type_error(name, f"{_spell(array)}{dtype}, which is not lent through DLPack ({error})", remedy)
+
+
+# ---- DLPack capsules: only the element type is ever touched ---------------------------------------------------------
+
+
+class _DataType(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("dtype", _DataType),
+    )
+
+
+class _Managed(ctypes.Structure):
+    """DLManagedTensor, up to the field that is wanted."""
+
+    _fields_ = (("tensor", _Tensor),)
+
+
+class _ManagedVersioned(ctypes.Structure):
+    """DLManagedTensorVersioned of major version 1, likewise."""
+
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    )
+
+
+UINT_CODE, BFLOAT_CODE = 1, 4  # DLDataTypeCode
+READ_ONLY_FLAG = 1
+
+_capsule_is_valid = ctypes.pythonapi.PyCapsule_IsValid
+_capsule_is_valid.argtypes, _capsule_is_valid.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_int
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.argtypes, _capsule_pointer.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
+
+
+def _managed(capsule: object) -> _Managed | _ManagedVersioned | None:
+    """The struct inside a capsule that nobody has consumed yet; None if its version is unknown."""
+    if _capsule_is_valid(capsule, b"dltensor"):
+        return _Managed.from_address(_capsule_pointer(capsule, b"dltensor"))
+    if _capsule_is_valid(capsule, b"dltensor_versioned"):
+        managed = _ManagedVersioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned"))
+        return managed if managed.major == 1 else None
+    return None
+
+
+def _retype(managed: _Managed | _ManagedVersioned | None, old: int, new: int) -> bool:
+    """Change the type code of 16-bit elements from `old` to `new`; False if that is not what they are."""
+    if managed is None:
+        return False
+    dtype = managed.tensor.dtype
+    if (dtype.code, dtype.bits, dtype.lanes) != (old, 16, 1):
+        return False
+    dtype.code = new
+    return True
+
+
+class _Loan:
+    """Another library's array on its way in; with `retype`, bfloat16 passes as uint16."""
+
+    def __init__(self, array: Any, *, retype: bool) -> None:
+        self.array = array
+        self.retype = retype
+        self.retyped = False
+        self.read_only = False
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **how: Any) -> Any:
+        capsule = self.array.__dlpack__(**how)
+        managed = _managed(capsule)
+        self.retyped = self.retype and _retype(managed, BFLOAT_CODE, UINT_CODE)
+        self.read_only = isinstance(managed, _ManagedVersioned) and bool(managed.flags & READ_ONLY_FLAG)
+        return capsule
+
+
+class _Bfloat16Export:
+    """A NumPy array of bfloat16 on its way out."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.array = array
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **how: Any) -> Any:
+        capsule = self.array.view(np.uint16).__dlpack__(**how)
+        if not _retype(_managed(capsule), UINT_CODE, BFLOAT_CODE):
+            raise BufferError("NumPy exports a version of DLPack that cuflash does not know")
+        return capsule

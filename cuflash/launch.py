@@ -1,0 +1,285 @@
+"""From CuPy arrays to kernel launches: pointers, scratch memory, stream, and the cache that makes a call cheap.
+
+The first call of a problem validates it, plans it and compiles or loads its kernels; the result is a `_Launch`, kept
+under everything that it depends on: options, shapes, strides, dtypes, pointer alignment, device. Later calls look that
+up, fill in the pointers and launch, on CuPy's current stream of the arrays' device, without a synchronisation.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+
+from cuflash.compiler import compile_kernel
+from cuflash.params import POINTER_WORD, parameters
+from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan, Pass, access_bytes, choose_plan
+from cuflash.problem import Options, Problem, check_array, layout_of, make_problem, rows_of, value_error
+
+_OPTIONAL = ("bias", "mask", "kv_lengths", "alibi_slopes")
+# Arrays over head dimensions that a pass reads, and what it returns.
+_READ: dict[Pass, tuple[str, ...]] = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "out", "dout")}
+_RESULTS: dict[Pass, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
+
+
+class Plans(NamedTuple):
+    """The plans of both passes of one problem."""
+
+    forward: LaunchPlan
+    backward: LaunchPlan
+
+    def describe(self) -> str:
+        """Both plans in words."""
+        return self.forward.describe() + "\n" + self.backward.describe()
+
+
+class _Kernel(NamedTuple):
+    function: Any  # cupy.cuda.Function
+    grid: tuple[int]
+    block: tuple[int]
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """Everything about a call but its pointers."""
+
+    plan: LaunchPlan
+    kernels: tuple[_Kernel, ...]
+    params: np.ndarray  # one element, pointers to be filled in
+    words: np.ndarray  # where the pointers go: the arrays of the call in order, then what the call allocates
+    results: tuple[tuple[int, tuple[int, ...], Any], ...]  # index, shape and dtype of results that the call allocates
+    scratch_bytes: int
+    accumulator_offset: int  # of dq_accumulator behind row_stats in the scratch memory
+
+
+class _Contiguous:
+    """Shape, strides and dtype of a C-contiguous array that is not there yet."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.strides = tuple(math.prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape)))
+
+
+@dataclass(frozen=True)
+class _CopyFirst:
+    """The call needs contiguous copies of these arrays: kernels read rows whose elements are neighbours."""
+
+    names: tuple[str, ...]
+
+
+_launches: dict[tuple, _Launch | _CopyFirst] = {}
+
+
+def forward(options: Options, q: Any, k: Any, v: Any, **arrays: Any) -> tuple[Any, Any]:
+    """(out, lse) of CuPy arrays. `arrays`: bias, mask, kv_lengths, alibi_slopes, out, lse, or None for each."""
+    out, lse = _call("forward", options, {"q": q, "k": k, "v": v, **arrays})
+    return out, lse
+
+
+def backward(
+    options: Options, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **arrays: Any
+) -> tuple[Any, Any, Any]:
+    """(dq, dk, dv) of CuPy arrays. `arrays`: bias, mask, kv_lengths, alibi_slopes, dq, dk, dv, or None for each."""
+    inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    dq, dk, dv = _call("backward", options, {**inputs, **arrays})
+    return dq, dk, dv
+
+
+def plan(options: Options, q: Any, k: Any, v: Any, **arrays: Any) -> Plans:
+    """What `forward` and `backward` would run, compiled, with the registers that the kernels take."""
+    problem = make_problem(options, q, k, v, **arrays)
+    device = device_spec(q.data.device_id)
+    pointers = q.data.ptr | k.data.ptr | v.data.ptr
+    load_bytes = access_bytes((problem.q, problem.k, problem.v), pointers)
+    passes: tuple[Pass, Pass] = ("forward", "backward")
+    return Plans(*(with_resources(choose_plan(problem, device, pass_, load_bytes=load_bytes)) for pass_ in passes))
+
+
+def compile(options: Options, q: Any, k: Any, v: Any, **arrays: Any) -> None:
+    """Compile and load the kernels of both passes, and let CuPy's pool of the current stream grow to what they take.
+
+    A later call on arrays of these shapes and strides compiles nothing and takes no new memory from the device. Runs
+    both passes once on the given arrays.
+    """
+    given = {"q": q, "k": k, "v": v, **arrays}
+    with cupy.cuda.Device(q.data.device_id):
+        out, lse = _call("forward", options, given)
+        dout = cupy.zeros_like(out)
+        _call("backward", options, {"dout": dout, "out": out, "lse": lse, **given})
+
+
+def with_resources(plan: LaunchPlan) -> LaunchPlan:
+    """The plan with what the compiler says of each of its kernels. Needs no device."""
+    reports = []
+    for kernel in plan.kernels:
+        resources = _compile(kernel).resources
+        spills = resources.spill_stores_bytes + resources.spill_loads_bytes
+        reports.append(f"{resources.registers} registers" + (f", {spills} bytes of spills" if spills else ""))
+    return replace(plan, resources=tuple(reports))
+
+
+def _compile(kernel: KernelSpec) -> Any:
+    return compile_kernel(kernel.source, kernel.name, dict(kernel.defines), kernel.target)
+
+
+@functools.cache
+def device_spec(device_id: int) -> DeviceSpec:
+    """The device's limits, as CUDA reports them."""
+    properties = cupy.cuda.runtime.getDeviceProperties(device_id)
+    return DeviceSpec(
+        name=properties["name"].decode(),
+        arch=10 * properties["major"] + properties["minor"],
+        num_sms=properties["multiProcessorCount"],
+        shared_bytes_per_block=properties["sharedMemPerBlockOptin"],
+        shared_bytes_per_sm=properties["sharedMemPerMultiprocessor"],
+    )
+
+
+def _call(pass_: Pass, options: Options, arrays: dict[str, Any]) -> tuple[Any, ...]:
+    """Run one pass. `arrays` holds the inputs by name, and results where the caller gives them."""
+    device_id = arrays["q"].data.device_id
+    key: list[Any] = [pass_, options]
+    pointers: list[int] = []
+    for name, array in arrays.items():
+        if array is not None:
+            memory = array.data
+            pointer = memory.ptr
+            pointers.append(pointer)
+            key += (name, array.shape, array.strides, array.dtype, pointer & 15, memory.device_id)
+    launch = _launches.get(tuple(key))
+    if device_id != cupy.cuda.runtime.getDevice():
+        with cupy.cuda.Device(device_id):
+            return _call(pass_, options, arrays)
+    if launch is None:
+        launch = _launches[tuple(key)] = _prepare(pass_, options, arrays)
+    if isinstance(launch, _CopyFirst):
+        return _call_on_copies(pass_, options, arrays, launch.names)
+    if any(arrays.get(name) is not None for name in _RESULTS[pass_]):
+        _check_overlap(pass_, arrays)
+
+    results = [arrays.get(name) for name in _RESULTS[pass_]]
+    for index, shape, dtype in launch.results:
+        results[index] = array = cupy.empty(shape, dtype)
+        pointers.append(array.data.ptr)
+    if launch.scratch_bytes:
+        scratch = cupy.cuda.alloc(launch.scratch_bytes)  # goes back to the pool in stream order
+        pointers += (scratch.ptr, scratch.ptr + launch.accumulator_offset)
+    params = launch.params.copy()
+    params.view(np.uint64)[launch.words] = pointers
+    for kernel in launch.kernels:
+        kernel.function(kernel.grid, kernel.block, (params,), kernel.shared_bytes)
+    return tuple(results)
+
+
+def _prepare(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> _Launch | _CopyFirst:
+    """Validate, plan, compile and load: once for each problem."""
+    given = {name: array for name, array in arrays.items() if array is not None}
+    problem = make_problem(options, *(arrays[name] for name in "qkv"), **{name: arrays.get(name) for name in _OPTIONAL})
+    device_id = arrays["q"].data.device_id
+    for name, array in given.items():
+        if array.data.device_id != device_id:
+            raise value_error(name, f"an array on device {array.data.device_id}", f"device {device_id}, where q is")
+    expected = _expected(problem, arrays)
+    for name in given.keys() & expected.keys():
+        check_array(name, arrays[name], *expected[name])
+
+    whole = [name for name in given if name not in (*_OPTIONAL, "lse")]
+    scattered = tuple(
+        name for name in whole if given[name].shape[-1] > 1 and given[name].strides[-1] != given[name].itemsize
+    )
+    if scattered:
+        return _CopyFirst(scattered)
+
+    results = tuple(
+        (index, expected[name][0], np.dtype(problem.softmax_dtype) if name == "lse" else arrays["q"].dtype)
+        for index, name in enumerate(_RESULTS[pass_])
+        if name not in given
+    )
+    operands = {
+        name: rows_of(array) if name == "lse" else layout_of(array, options.layout)
+        for name, array in given.items()
+        if name not in _OPTIONAL
+    }
+    for index, shape, dtype in results:
+        name = _RESULTS[pass_][index]
+        array = _Contiguous(shape, dtype)
+        operands[name] = rows_of(array) if name == "lse" else layout_of(array, options.layout)
+
+    def aligned_bytes(names: tuple[str, ...]) -> int:
+        pointers = [given[name].data.ptr for name in names if name in given]
+        return access_bytes(tuple(operands[name] for name in names), functools.reduce(int.__or__, pointers, 16))
+
+    written = tuple(name for name in _RESULTS[pass_] if name != "lse")
+    plan = choose_plan(
+        problem,
+        device_spec(device_id),
+        pass_,
+        load_bytes=aligned_bytes(_READ[pass_]),
+        store_bytes=aligned_bytes(written),
+    )
+    names = [*given, *(_RESULTS[pass_][index] for index, _, _ in results)]
+    if plan.extra_bytes:
+        names += ["row_stats", "dq_accumulator"]
+    stats_bytes = plan.extra_bytes - 4 * plan.accumulator_elements
+    return _Launch(
+        plan=plan,
+        kernels=tuple(_load(kernel, device_id) for kernel in plan.kernels if kernel.grid),
+        params=parameters(plan, operands),
+        words=np.array([POINTER_WORD[name] for name in names], np.intp),
+        results=results,
+        scratch_bytes=plan.extra_bytes,
+        accumulator_offset=stats_bytes,
+    )
+
+
+def _load(kernel: KernelSpec, device_id: int) -> _Kernel:
+    function = _function(str(_compile(kernel).path), kernel.name, kernel.shared_bytes, device_id)
+    return _Kernel(function, (kernel.grid,), (kernel.threads,), kernel.shared_bytes)
+
+
+@functools.cache
+def _function(path: str, name: str, shared_bytes: int, device_id: int) -> Any:
+    """The kernel of a cubin, loaded on the current device, which is `device_id`."""
+    kernel = cupy.RawModule(path=path).get_function(name)
+    kernel.max_dynamic_shared_size_bytes = shared_bytes
+    return kernel.kernel
+
+
+def _expected(problem: Problem, arrays: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of every array that follows from the problem."""
+    expected = {"out": (problem.out_shape, problem.dtype), "dout": (problem.out_shape, problem.dtype)}
+    expected |= {f"d{name}": (tuple(arrays[name].shape), problem.dtype) for name in "qkv"}
+    return expected | {"lse": (problem.lse_shape, problem.softmax_dtype)}
+
+
+def _call_on_copies(pass_: Pass, options: Options, arrays: dict[str, Any], names: tuple[str, ...]) -> tuple[Any, ...]:
+    """Run on contiguous copies of the arrays `names`; copy results among them back."""
+    results = _RESULTS[pass_]
+    copies = {name: None if name in results else cupy.ascontiguousarray(arrays[name]) for name in names}
+    computed = _call(pass_, options, {**arrays, **copies})
+    for name, value in zip(results, computed, strict=True):
+        if name in names:
+            arrays[name][...] = value
+    return tuple(arrays[name] if name in names else value for name, value in zip(results, computed, strict=True))
+
+
+def _check_overlap(pass_: Pass, arrays: Mapping[str, Any]) -> None:
+    """Refuse results that share memory with another array of the call."""
+    bounds = {name: _byte_bounds(array) for name, array in arrays.items() if array is not None and array.size}
+    for name in _RESULTS[pass_]:
+        for other, (low, high) in bounds.items():
+            if name in bounds and other != name and bounds[name][0] < high and low < bounds[name][1]:
+                raise value_error(name, f"memory that overlaps {other}", "memory of its own")
+
+
+def _byte_bounds(array: Any) -> tuple[int, int]:
+    extents = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
+    pointer = array.data.ptr
+    return pointer + sum(e for e in extents if e < 0), pointer + sum(e for e in extents if e > 0) + array.itemsize

@@ -1,0 +1,210 @@
+"""Attention and its gradients as the formulas are written: the oracle that everything else is measured against.
+
+In the letters of Dao et al. (FlashAttention, 2022, section 2 and appendix B), for one head, options in between:
+
+    S = scale Q K^T ; softcap ; - slope |i + d - j| ; + bias ; hidden keys: -inf
+    P = softmax(S),  O = P V,  L = log sum exp S
+    dV = P^T dO,  dP = dO V^T,  D = rowsum(dO o O),  dS = P o (dP - D),  dQ = scale dS K,  dK = scale dS^T Q
+
+Nothing is tiled and nothing is clever; one head's matrices are held at a time. The same lines run in a lower precision
+give "the plain formula in that dtype", whose error is the yardstick for everybody else's (`cuflash.testing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from cuflash.problem import Problem, user_shape, view_4d, view_rows
+
+Array = NDArray[Any]
+
+
+def forward(
+    problem: Problem,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    kv_lengths: Array | None = None,
+    alibi_slopes: Array | None = None,
+    dtype: DTypeLike = np.float64,
+) -> tuple[Array, Array]:
+    """Attention by the plain formula.
+
+    Parameters
+    ----------
+    problem : Problem
+        From `cuflash.problem.make_problem` on the same arrays.
+    q, k, v, bias, mask, kv_lengths, alibi_slopes : numpy.ndarray
+        As `cuflash.attention` takes them. Entries of `kv_lengths` outside 0..seqlen_k are clamped.
+    dtype : dtype, default float64
+        Precision to compute in. float64 is the oracle. For float16 and bfloat16, products accumulate and the softmax
+        runs in float32, and the weights are rounded to `dtype` before they meet `v`: the plain 16-bit implementation.
+
+    Returns
+    -------
+    out : numpy.ndarray
+        Shape `problem.out_shape`, of `dtype`.
+    lse : numpy.ndarray
+        Natural logarithm of the sum of exponentials, shape `problem.lse_shape`, float64 or float32 with `dtype`.
+    """
+    dtype, compute = np.dtype(dtype), compute_dtype(dtype)
+    out = np.zeros((problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v), dtype)
+    lse = np.full(problem.lse_shape, -np.inf, compute)
+    for head in each_head(problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, compute):
+        with np.errstate(all="ignore"):
+            O = _round(head.P, dtype) @ head.V  # noqa: E741 (the paper's letter)
+            out[head.index] = O.astype(dtype)
+        view_rows(lse)[head.index] = head.L
+    return as_caller(problem, out), lse
+
+
+def backward(
+    problem: Problem,
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    kv_lengths: Array | None = None,
+    alibi_slopes: Array | None = None,
+    dtype: DTypeLike = np.float64,
+) -> tuple[Array, Array, Array]:
+    """Gradients of ``sum(dout * out)`` by the plain formula.
+
+    Parameters are those of `forward`, after `dout` of shape `problem.out_shape`. In a 16-bit `dtype` the output, the
+    weights and the gradient of the scores are rounded to it before each use, and gradients are summed over a group of
+    heads in float32.
+
+    Returns
+    -------
+    dq, dk, dv : numpy.ndarray
+        Shapes of `q`, `k` and `v`, of `dtype`. Keys that nothing sees, those past `kv_lengths` among them, get zero.
+    """
+    dtype, compute = np.dtype(dtype), compute_dtype(dtype)
+    dq, dk, dv = (np.zeros(view_4d(x, problem.layout).shape, compute) for x in (q, k, v))
+    for head in each_head(problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, compute):
+        dO = view_4d(dout, problem.layout)[head.index].astype(compute)
+        with np.errstate(all="ignore"):
+            P = _round(head.P, dtype)
+            O = _round(P @ head.V, dtype)  # noqa: E741 (the paper's letter)
+            D = (dO * O).sum(axis=-1, keepdims=True)
+            dP = dO @ head.V.T
+            dS = _round(head.P * (dP - D) * head.cap_slope, dtype)
+            dv[head.index_kv] += P.T @ dO
+            dq[head.index] += problem.scale * (dS @ head.K)
+            dk[head.index_kv] += problem.scale * (dS.T @ head.Q)
+    with np.errstate(all="ignore"):
+        return tuple(as_caller(problem, x.astype(dtype)) for x in (dq, dk, dv))  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """The matrices of one head, keys past `kv_lengths` cut off, in the precision of the computation."""
+
+    index: tuple[int, int]  # of q, out, lse and their gradients: [batch, head]
+    index_kv: tuple[int, int, slice]  # of k, v and their gradients: [batch, head of k and v, keys]
+    Q: Array
+    K: Array
+    V: Array
+    P: Array  # weights, (seqlen_q, keys); a row that sees no key is zero
+    L: Array  # log sum exp of the scores, (seqlen_q,); -inf for such a row
+    cap_slope: Array  # derivative of the scores by scale Q K^T: other than one through softcap only
+
+
+def each_head(
+    problem: Problem,
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None,
+    mask: Array | None,
+    kv_lengths: Array | None,
+    alibi_slopes: Array | None,
+    compute: DTypeLike,
+) -> Iterator[Head]:
+    """Softmax weights of every head, with operands converted to the `compute` dtype."""
+    q, k, v = (view_4d(x, problem.layout) for x in (q, k, v))
+    scores_shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+    bias = None if bias is None else np.broadcast_to(bias, scores_shape)
+    mask = None if mask is None else np.broadcast_to(mask, scores_shape)
+    slopes = None if alibi_slopes is None else np.broadcast_to(alibi_slopes, scores_shape[:2])
+    for index in np.ndindex(scores_shape[:2]):
+        b, h = index
+        keys = slice(0, problem.seqlen_k if kv_lengths is None else min(max(int(kv_lengths[b]), 0), problem.seqlen_k))
+        index_kv = (b, h // problem.group_size, keys)
+        Q, K, V = (x.astype(compute) for x in (q[index], k[index_kv], v[index_kv]))
+        with np.errstate(all="ignore"):
+            S, cap_slope = _scores(
+                problem,
+                Q,
+                K,
+                slope=None if slopes is None else slopes[index].astype(compute),
+                bias=None if bias is None else bias[index][:, keys].astype(compute),
+                mask=None if mask is None else mask[index][:, keys],
+            )
+            P, L = _softmax(S)
+        yield Head(index=index, index_kv=index_kv, Q=Q, K=K, V=V, P=P, L=L, cap_slope=cap_slope)
+
+
+def _scores(
+    problem: Problem, Q: Array, K: Array, *, slope: Array | None, bias: Array | None, mask: Array | None
+) -> tuple[Array, Array]:
+    """S of one head with -inf at hidden keys, and its derivative by scale Q K^T."""
+    S = problem.scale * (Q @ K.T)
+    cap_slope = np.ones((1, 1), S.dtype)
+    if problem.softcap is not None:
+        T = np.tanh(S / problem.softcap)
+        S, cap_slope = problem.softcap * T, 1 - T * T
+    j_minus_i = np.arange(S.shape[1]) - np.arange(S.shape[0])[:, None] - problem.diagonal
+    if slope is not None:
+        S = S - slope * np.abs(j_minus_i).astype(S.dtype)
+    if bias is not None:
+        S = S + bias
+    if problem.window_left is not None:
+        S = _replace(S, j_minus_i < -problem.window_left, -np.inf)
+    if problem.window_right is not None:
+        S = _replace(S, j_minus_i > problem.window_right, -np.inf)
+    if mask is not None:
+        S = _replace(S, ~mask, -np.inf)
+    return S, cap_slope
+
+
+def _softmax(S: Array) -> tuple[Array, Array]:
+    """P and L of the rows of S; a row of nothing but -inf has P = 0 and L = -inf."""
+    m = S.max(axis=-1, keepdims=True, initial=-np.inf)
+    m = _replace(m, m == -np.inf, 0)
+    P = np.exp(S - m)
+    l = P.sum(axis=-1, keepdims=True)  # noqa: E741 (the paper's letter)
+    L = m + np.log(l)
+    return P / _replace(l, l == 0, 1), L[:, 0]
+
+
+def compute_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+    """dtype of sums and softmax: float64 for float64, else float32."""
+    return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
+
+
+def as_caller(problem: Problem, x: Array) -> Array:
+    """A (batch, heads, seqlen, dim) result in the caller's layout and number of axes."""
+    batch, heads, seqlen, dim = x.shape
+    shape = user_shape(batch, heads, seqlen, dim, problem.ndim, problem.layout)
+    return np.ascontiguousarray(x.swapaxes(1, 2) if problem.layout == "bshd" else x).reshape(shape)
+
+
+def _round(x: Array, dtype: np.dtype[Any]) -> Array:
+    """x rounded to dtype, in the dtype it had."""
+    return x.astype(dtype).astype(x.dtype)
+
+
+def _replace(x: Array, where: Array, value: float) -> Array:
+    return np.where(where, np.asarray(value, x.dtype), x)

@@ -1,0 +1,623 @@
+"""Property-based tests of anybody's attention: cases, strategies that draw them, and the rule that judges results.
+
+    from hypothesis import given
+    import cuflash.testing as ct
+
+    @given(ct.cases(dtypes=["float32"]))
+    def test_mine(case):
+        ct.check(my_attention, case)
+
+A `Case` is plain frozen data: an attention problem, the optional arrays that come with it, how the arrays lie in memory
+and a seed. It makes the arrays; `assert_forward` and `assert_backward` judge what an implementation made of them.
+
+The oracle rule: on the same inputs, the largest error against the float64 oracle (`cuflash.reference`) is at most twice
+the error of the plain formula computed in the dtype of the inputs (once, for float32 and float64), plus one unit in the
+last place of the result's scale. `Yardstick` has the definitions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from cuflash import interop, reference
+from cuflash.problem import DTYPES, LAYOUTS, Options, Problem, make_problem, user_shape, view_4d
+
+Array = NDArray[Any]
+
+OPTIONAL_ARRAYS = ("bias", "mask", "kv_lengths", "alibi_slopes")
+STRIDES = ("contiguous", "padded", "transposed", "flipped")
+FEATURES = ("causal", "window", "softcap", "scale", "bias", "mask", "kv_lengths", "alibi_slopes", "gqa", "head_dim_v")
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """NumPy dtype of a dtype name of cuflash, bfloat16 included."""
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One attention problem to test, arrays included: the same case makes the same arrays everywhere.
+
+    Parameters
+    ----------
+    seqlen_q, seqlen_k, head_dim : int
+    batch, num_heads, num_heads_kv, head_dim_v : int
+        Default to 1, 1, `num_heads` and `head_dim` (0 stands for these two).
+    dtype : str
+        "float16", "bfloat16", "float32" (default) or "float64".
+    ndim : int
+        Axes of q, k and v, 2 to 4 (default); 3 needs ``batch == 1``, 2 needs one head as well.
+    layout, causal, scale, window, softcap :
+        As `cuflash.FlashAttention` takes them.
+    bias : tuple of int, optional
+        Shape of the additive bias, broadcast to (batch, num_heads, seqlen_q, seqlen_k).
+    bias_dtype : {"softmax", "input"}
+        Its dtype: float32 (float64 for float64), or that of q.
+    bias_holes : bool
+        Some entries of the bias are -inf.
+    mask : tuple of int, optional
+        Shape of the boolean mask, broadcast likewise. Some of its rows are all False.
+    kv_lengths : tuple of int, optional
+        Number of keys of each batch entry. What lies behind them is NaN.
+    kv_lengths_dtype : {"int32", "int64"}
+    alibi_slopes : tuple of int, optional
+        Shape of the slopes: (num_heads,) or (batch, num_heads).
+    strides : {"contiguous", "padded", "transposed", "flipped"}
+        How every array lies in memory. "padded": every axis is cut out of a longer one, NaN (True in a mask) around it.
+        "transposed": the axes are stored in reverse order. "flipped": all strides are negative.
+    score_spread : float
+        Standard deviation of ``scale * q @ k.T``; large values make weights of zero and one.
+    seed : int
+        Of the random numbers.
+    """
+
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    batch: int = 1
+    num_heads: int = 1
+    num_heads_kv: int = 0
+    head_dim_v: int = 0
+    dtype: str = "float32"
+    ndim: int = 4
+    layout: str = "bhsd"
+    causal: bool | Literal["top_left"] = False
+    scale: float | None = None
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    bias: tuple[int, ...] | None = None
+    bias_dtype: str = "softmax"
+    bias_holes: bool = False
+    mask: tuple[int, ...] | None = None
+    kv_lengths: tuple[int, ...] | None = None
+    kv_lengths_dtype: str = "int32"
+    alibi_slopes: tuple[int, ...] | None = None
+    strides: str = "contiguous"
+    score_spread: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_heads_kv", self.num_heads_kv or self.num_heads)
+        object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
+
+    @classmethod
+    def from_problem(cls, problem: Problem, *, seed: int = 0) -> Case:
+        """A case of the same sizes, dtype and options; arrays are contiguous and random."""
+        top_left = problem.diagonal == 0 != problem.seqlen_k - problem.seqlen_q
+        window = (problem.window_left, problem.window_right)
+        scores_shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+
+        def distinct(name: str, target: tuple[int, ...]) -> tuple[int, ...] | None:
+            operand = getattr(problem, name)
+            if operand is None:
+                return None
+            return tuple(n if stride else 1 for n, stride in zip(target, operand.strides, strict=True))
+
+        slopes = distinct("alibi_slopes", scores_shape[:2])
+        return cls(
+            seqlen_q=problem.seqlen_q,
+            seqlen_k=problem.seqlen_k,
+            head_dim=problem.head_dim,
+            batch=problem.batch,
+            num_heads=problem.num_heads,
+            num_heads_kv=problem.num_heads_kv,
+            head_dim_v=problem.head_dim_v,
+            dtype=problem.dtype,
+            ndim=problem.ndim,
+            layout=problem.layout,
+            causal="top_left" if top_left else False,
+            scale=problem.scale,
+            window=None if window == (None, None) else window,
+            softcap=problem.softcap,
+            bias=distinct("bias", scores_shape),
+            bias_dtype="softmax" if problem.bias and problem.bias.dtype == problem.softmax_dtype else "input",
+            mask=distinct("mask", scores_shape),
+            kv_lengths=None if problem.kv_lengths is None else _spread_lengths(problem.batch, problem.seqlen_k),
+            kv_lengths_dtype="int32" if problem.kv_lengths is None else problem.kv_lengths.dtype,
+            alibi_slopes=None if slopes is None else slopes if slopes == scores_shape[:2] else (problem.num_heads,),
+            seed=seed,
+        )
+
+    @property
+    def options(self) -> Options:
+        """The static options, as `make_problem` takes them."""
+        return Options(
+            causal=self.causal, scale=self.scale, window=self.window, softcap=self.softcap, layout=self.layout
+        )
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The static options that differ from their defaults, as keyword arguments of `cuflash.attention`."""
+        defaults = Options()
+        names = ("causal", "scale", "window", "softcap", "layout")
+        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(defaults, name)}
+
+    @property
+    def problem(self) -> Problem:
+        """The validated `Problem`, with the strides of the arrays."""
+        arrays = self.arrays()
+        return make_problem(self.options, arrays["q"], arrays["k"], arrays["v"], **optional(arrays))
+
+    def arrays(self, convert: Callable[[Array], Any] = np.asarray) -> dict[str, Any]:
+        """Inputs of the case by name: q, k, v, dout and those of bias, mask, kv_lengths, alibi_slopes that it has.
+
+        Parameters
+        ----------
+        convert : callable
+            Makes another library's array of a C-contiguous NumPy array: ``cupy.asarray``, `through_dlpack`. It is given
+            whole buffers; the views that `strides` asks for are made of its results, by indexing and transposing.
+        """
+        return {name: _lay_out(x, self.strides, convert) for name, x in self._values().items()}
+
+    def _values(self) -> dict[str, Array]:
+        rng = np.random.default_rng(self.seed)
+        dtype, softmax_dtype = numpy_dtype(self.dtype), reference.compute_dtype(self.dtype)
+        scores_shape = (self.batch, self.num_heads, self.seqlen_q, self.seqlen_k)
+
+        def normal(*shape: int) -> Array:
+            return rng.standard_normal(shape, np.float64 if self.dtype == "float64" else np.float32)
+
+        scale = self.head_dim**-0.5 if self.scale is None else abs(self.scale)
+        spread = self.score_spread / (scale * math.sqrt(self.head_dim)) if scale else 1.0
+        values = {
+            "q": normal(self.batch, self.num_heads, self.seqlen_q, self.head_dim) * spread**0.5,
+            "k": normal(self.batch, self.num_heads_kv, self.seqlen_k, self.head_dim) * spread**0.5,
+            "v": normal(self.batch, self.num_heads_kv, self.seqlen_k, self.head_dim_v),
+            "dout": normal(self.batch, self.num_heads, self.seqlen_q, self.head_dim_v),
+        }
+        if self.kv_lengths is not None:
+            for b, length in enumerate(self.kv_lengths):
+                values["k"][b, :, length:] = np.nan
+                values["v"][b, :, length:] = np.nan
+        for name, x in values.items():
+            batch, heads, seqlen, dim = x.shape
+            x = x.swapaxes(1, 2) if self.layout == "bshd" else x
+            values[name] = x.reshape(user_shape(batch, heads, seqlen, dim, self.ndim, self.layout)).astype(dtype)
+        if self.bias is not None:
+            bias = normal(*self.bias)
+            if self.bias_holes:
+                bias[rng.random(self.bias) < 0.2] = -np.inf
+            if self.kv_lengths is not None and self.bias[-1:] == scores_shape[-1:] != (1,):
+                bias[..., max(self.kv_lengths, default=0) :] = np.nan
+            values["bias"] = bias.astype(dtype if self.bias_dtype == "input" else softmax_dtype)
+        if self.mask is not None:
+            mask = rng.random(self.mask) < 0.7
+            mask[rng.random(self.mask[:-1]) < 0.2] = False
+            values["mask"] = mask
+        if self.kv_lengths is not None:
+            values["kv_lengths"] = np.array(self.kv_lengths, self.kv_lengths_dtype)
+        if self.alibi_slopes is not None:
+            values["alibi_slopes"] = np.abs(normal(*self.alibi_slopes)).astype(softmax_dtype) / 4
+        return values
+
+
+def optional(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the arrays of a case, the ones that are keyword arguments: bias, mask, kv_lengths, alibi_slopes."""
+    return {name: arrays[name] for name in OPTIONAL_ARRAYS if name in arrays}
+
+
+def _spread_lengths(batch: int, seqlen_k: int) -> tuple[int, ...]:
+    return tuple(seqlen_k * (b + 1) // batch for b in range(batch))
+
+
+def _lay_out(values: Array, strides: str, convert: Callable[[Array], Any]) -> Any:
+    """The values as a view with the strides asked for, made of a contiguous buffer."""
+    if strides == "contiguous" or values.ndim == 0:
+        return convert(np.ascontiguousarray(values))
+    if strides == "padded":
+        filler = True if values.dtype == bool else 0 if values.dtype.kind == "i" else np.nan
+        buffer = np.full([n + 3 if n > 1 else n for n in values.shape], filler, values.dtype)
+        inside = tuple(slice(1, n + 1) if n > 1 else slice(None) for n in values.shape)
+        buffer[inside] = values
+        return convert(buffer)[inside]
+    if strides == "transposed":
+        axes = tuple(reversed(range(values.ndim)))
+        buffer = convert(np.ascontiguousarray(values.transpose(axes)))
+        return buffer.permute(axes) if hasattr(buffer, "permute") else buffer.transpose(axes)
+    if strides == "flipped":
+        backwards = (slice(None, None, -1),) * values.ndim
+        return convert(np.ascontiguousarray(values[backwards]))[backwards]
+    raise ValueError(f"strides: got {strides!r}, expected one of {STRIDES}")
+
+
+def through_dlpack(from_dlpack: Callable[[Any], Any]) -> Callable[[Array], Any]:
+    """The `convert` of another library by its ``from_dlpack``; bfloat16, which NumPy does not lend, included."""
+    return lambda array: interop.Borrowed("numpy", {}, from_dlpack).give_back(array, None)
+
+
+def to_numpy(array: Any) -> Array:
+    """A NumPy array of any library's array, from host or device memory; bfloat16 stays bfloat16."""
+    array = array.detach() if hasattr(array, "detach") else array
+    borrowed = interop.borrow({"array": array}, required=["array"])
+    view = borrowed.arrays["array"]
+    return view.get() if borrowed.kind == "cupy" else view
+
+
+# ---- strategies ------------------------------------------------------------------------------------------------------
+
+SEQLENS = (1, 2, 3, 5, 7, 8, 13, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 113, 127, 128, 129, 203, 255, 256, 257, 509)
+HEAD_DIMS = (1, 2, 3, 7, 8, 13, 16, 17, 24, 31, 32, 40, 48, 64, 72, 80, 96, 113, 128, 160, 192, 255, 256)
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    *,
+    dtypes: Sequence[str] = DTYPES,
+    layouts: Sequence[str] = LAYOUTS,
+    ndims: Sequence[int] = (2, 3, 4),
+    strides: Sequence[str] = STRIDES,
+    features: Collection[str] = FEATURES,
+    max_seqlen: int = 257,
+    max_head_dim: int = 256,
+    max_scores: int = 2**16,
+    score_spreads: Sequence[float] = (1.0, 1.0, 8.0, 30.0),
+    min_seqlen: int = 1,
+) -> Case:
+    """Strategy for cases: lengths of 1, primes, 113 x 203 and around the edges of tiles, every option, every layout.
+
+    Parameters
+    ----------
+    dtypes, layouts, ndims, strides, score_spreads : sequence
+        What to draw from, simplest first.
+    features : collection of str
+        Which of `FEATURES` may be present; each is absent about half of the time.
+    max_seqlen, max_head_dim : int
+        Largest lengths, in elements.
+    max_scores : int
+        Largest number of scores, over all heads: bounds the time that a case takes.
+    min_seqlen : int
+        Shortest sequence; 0 makes empty ones too.
+    """
+
+    def has(feature: str) -> bool:
+        return feature in features and draw(st.booleans())
+
+    def pick(values: Collection[Any]) -> Any:
+        return draw(st.sampled_from(list(values)))
+
+    ndim = pick(ndims)
+    num_heads_kv = pick([1, 2, 3]) if ndim > 2 else 1
+    num_heads = num_heads_kv * (pick([2, 3, 4]) if ndim > 2 and has("gqa") else 1)
+    batch = pick([1, 2, 3]) if ndim == 4 else 1
+    lengths = [n for n in ((0,) if min_seqlen == 0 else ()) + SEQLENS if min_seqlen <= n <= max_seqlen]
+    longest = max_scores // (batch * num_heads)
+    if longest >= 113 * 203 and max_seqlen >= 203 and draw(st.booleans()):
+        seqlen_q, seqlen_k = pick([(113, 203), (203, 113)])
+    else:
+        seqlen_q = pick([n for n in lengths if n <= longest])
+        seqlen_k = pick([n for n in lengths if n * max(seqlen_q, 1) <= longest])
+    head_dims = [n for n in HEAD_DIMS if n <= max_head_dim]
+    scores_shape = (batch, num_heads, seqlen_q, seqlen_k)
+
+    def broadcast_shape() -> tuple[int, ...]:
+        shape = [pick([1, n]) for n in scores_shape]
+        while len(shape) > 1 and shape[0] == 1 and draw(st.booleans()):
+            del shape[0]
+        return tuple(shape)
+
+    side = st.none() | st.integers(0, max(seqlen_k, 1)) | st.integers(0, 3)
+    return Case(
+        batch=batch,
+        num_heads=num_heads,
+        num_heads_kv=num_heads_kv,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        head_dim=pick(head_dims),
+        head_dim_v=pick(head_dims) if has("head_dim_v") else 0,
+        dtype=pick(dtypes),
+        ndim=ndim,
+        layout=pick(layouts),
+        causal=pick([True, "top_left"]) if has("causal") else False,
+        scale=pick([0.0, -0.25, 0.125, 1.0]) if has("scale") else None,
+        window=draw(st.tuples(side, side)) if has("window") else None,
+        softcap=pick([0.5, 5.0, 50.0]) if has("softcap") else None,
+        bias=broadcast_shape() if has("bias") else None,
+        bias_dtype=pick(["softmax", "input"]),
+        bias_holes=draw(st.booleans()),
+        mask=broadcast_shape() if has("mask") else None,
+        kv_lengths=tuple(draw(st.integers(0, seqlen_k)) for _ in range(batch)) if has("kv_lengths") else None,
+        kv_lengths_dtype=pick(["int32", "int64"]),
+        alibi_slopes=pick([(num_heads,), (batch, num_heads)]) if has("alibi_slopes") else None,
+        strides=pick(strides),
+        score_spread=pick(score_spreads),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+# ---- the oracle rule -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yardstick:
+    """What one result should be, and how far from it an implementation may be.
+
+    ``tolerance = factor * plain_error + ulp * scale + softmax_ulp * noise * scale``, where
+
+    factor
+        2 for float16 and bfloat16, 1 for float32 and float64: these have no excuse to be worse than the plain formula.
+    plain_error
+        Largest error of the plain formula computed in the dtype of the inputs (`cuflash.reference` in that dtype). For
+        float64, which the oracle itself is computed in, it is that of float32 times the ratio of their rounding units.
+    ulp * scale
+        One unit in the last place of the result's scale. Scale is the largest absolute value of the result, or of the
+        root of the sum of squares of the terms that it is a sum of: what cancellation leaves of a gradient is no scale.
+        For lse it is at least 1.
+    softmax_ulp * noise
+        What the best implementation cannot know about a weight ``exp(S - lse)``: one unit in the last place of the
+        exponential, half a unit of lse, and half a unit of the terms of the scores, ``scale * abs(q) @ abs(k)``. It is
+        next to nothing for the 16-bit types, whose softmax runs in float32.
+    """
+
+    name: str
+    expected: Array  # float64
+    zero: Array  # where the result is exactly zero: rows that see no key, and keys that no row sees
+    plain_error: float
+    scale: float
+    tolerance: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """How far one result was from the oracle, in the words of `Yardstick`."""
+
+    name: str
+    error: float
+    plain_error: float
+    tolerance: float
+    failure: str | None = None
+
+    def __str__(self) -> str:
+        numbers = f"max error {self.error:.3g}, plain formula {self.plain_error:.3g}, allowed {self.tolerance:.3g}"
+        return f"{self.name:<4} {numbers}" + (f"  FAILED: {self.failure}" if self.failure else "")
+
+
+class Report(tuple[Measurement, ...]):
+    """Measurements of the results of one case."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+    @property
+    def passed(self) -> bool:
+        return not any(m.failure for m in self)
+
+
+def measure(name: str, got: Any, yardstick: Yardstick) -> Measurement:
+    """Compare one result, of any library, with what it should be.
+
+    NaN and infinities must be where the oracle has them, and zeros where `Yardstick.zero` says.
+    """
+    values = to_numpy(got)
+    expected = yardstick.expected
+    failure = None
+    error = math.nan
+    if values.shape != expected.shape:
+        failure = f"got shape {values.shape}, expected {expected.shape}"
+    else:
+        values = values.astype(np.float64)
+        ordinary = np.isfinite(expected)
+        same = np.array_equal(values[~ordinary], expected[~ordinary], equal_nan=True)
+        differences = np.abs(values[ordinary] - expected[ordinary])
+        error = float(differences.max(initial=0))
+        if not same:
+            failure = "NaN or infinities are not where they should be"
+        elif not error <= yardstick.tolerance:  # NaN too
+            at = tuple(int(i) for i in np.argwhere(ordinary)[np.argmax(differences)])
+            failure = f"at {at} got {values[at]:.9g}, expected {expected[at]:.9g}"
+        elif np.any(values[yardstick.zero]):
+            failure = "a row that sees no key, or a key that no row sees, is not exactly zero"
+    return Measurement(
+        name=name, error=error, plain_error=yardstick.plain_error, tolerance=yardstick.tolerance, failure=failure
+    )
+
+
+def yardsticks(problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Yardstick]:
+    """The yardsticks of out and lse, and of dq, dk and dv if `dout` is among the NumPy `arrays`."""
+    expected = _compute(problem, arrays, np.float64)
+    if problem.dtype == "float64":
+        arrays_in_single = {name: x.astype(np.float32) if x.dtype == np.float64 else x for name, x in arrays.items()}
+        exact, plain = (_compute(problem, arrays_in_single, dtype) for dtype in (np.float64, np.float32))
+        plain_unit = _ulp(np.float64) / _ulp(np.float32)
+    else:
+        exact, plain = expected, _compute(problem, arrays, arrays["q"].dtype)
+        plain_unit = 1.0
+    plain_errors = {name: plain_unit * _max_finite(plain[name].astype(np.float64) - x) for name, x in exact.items()}
+    softmax_ulp = _ulp(problem.softmax_dtype)
+    scales, zeros, noise = _scales(problem, arrays, expected)
+    factor = 2 if problem.dtype in ("float16", "bfloat16") else 1
+    return {
+        name: Yardstick(
+            name=name,
+            expected=expected[name],
+            zero=zeros[name],
+            plain_error=plain_errors[name],
+            scale=scales[name],
+            tolerance=factor * plain_errors[name]
+            + _ulp(problem.softmax_dtype if name == "lse" else arrays["q"].dtype) * scales[name]
+            + softmax_ulp * noise * (1 if name == "lse" else scales[name]),
+        )
+        for name in expected
+    }
+
+
+def _compute(problem: Problem, arrays: Mapping[str, Array], dtype: Any) -> dict[str, Array]:
+    """Results of the plain formula by name."""
+    inputs = (arrays["q"], arrays["k"], arrays["v"])
+    results = dict(
+        zip(("out", "lse"), reference.forward(problem, *inputs, dtype=dtype, **optional(arrays)), strict=True)
+    )
+    if "dout" in arrays:
+        gradients = reference.backward(problem, arrays["dout"], *inputs, dtype=dtype, **optional(arrays))
+        results |= zip(("dq", "dk", "dv"), gradients, strict=True)
+    return results
+
+
+def _scales(
+    problem: Problem, arrays: Mapping[str, Array], expected: Mapping[str, Array]
+) -> tuple[dict[str, float], dict[str, Array], float]:
+    """Scale of every result, where it is exactly zero, and the noise of the weights in units in the last place."""
+    q, k, v = arrays["q"], arrays["k"], arrays["v"]
+    bias, mask, kv_lengths, alibi_slopes = (arrays.get(name) for name in OPTIONAL_ARRAYS)
+    dout = view_4d(arrays["dout"], problem.layout) if "dout" in arrays else None
+    out = view_4d(expected["out"], problem.layout)
+    scales = {name: _max_finite(x) for name, x in expected.items()}
+    sees_something = np.zeros(out.shape[:3], bool)
+    is_seen = np.zeros(view_4d(k, problem.layout).shape[:3], bool)
+    scores = 0.0
+
+    def grow(name: str, squares: Array) -> None:
+        scales[name] = max(scales[name], math.sqrt(_max_finite(squares)))
+
+    for head in reference.each_head(problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, np.float64):
+        scores = max(scores, abs(problem.scale) * _max_finite(np.abs(head.Q) @ np.abs(head.K).T))
+        visible = head.P != 0
+        sees_something[head.index] = visible.any(axis=1)
+        is_seen[head.index_kv] |= visible.any(axis=0)
+        with np.errstate(all="ignore"):
+            P2, V2 = head.P**2, head.V**2
+            grow("out", P2 @ V2)
+            if dout is not None:
+                dO2 = dout[head.index].astype(np.float64) ** 2
+                D2 = (dO2 * out[head.index] ** 2).sum(axis=-1, keepdims=True)
+                dS2 = (problem.scale * head.cap_slope) ** 2 * P2 * (dO2 @ V2.T + D2)
+                grow("dq", dS2 @ head.K**2)
+                grow("dk", dS2.T @ head.Q**2)
+                grow("dv", P2.T @ dO2)
+    noise = 1 + (scores + scales["lse"]) / 2
+    scales["lse"] = max(scales["lse"], 1.0)
+    zeros = {"lse": np.zeros(expected["lse"].shape, bool)}
+    for name, nonzero in (("out", sees_something), ("dq", sees_something), ("dk", is_seen), ("dv", is_seen)):
+        if name in expected:
+            shape = (*nonzero.shape, view_4d(expected[name], problem.layout).shape[-1])
+            zeros[name] = reference.as_caller(problem, np.broadcast_to(~nonzero[..., None], shape))
+    return scales, zeros, noise
+
+
+def _ulp(dtype: Any) -> float:
+    return float(ml_dtypes.finfo(dtype).eps)
+
+
+def _max_finite(x: Array) -> float:
+    x = np.abs(x)
+    return float(np.max(x, where=np.isfinite(x), initial=0))
+
+
+@lru_cache(maxsize=8)
+def _yardsticks_of(case: Case) -> dict[str, Yardstick]:
+    return yardsticks(case.problem, case.arrays())
+
+
+def _report(measurements: Sequence[Measurement], what: object) -> Report:
+    report = Report(measurements)
+    if not report.passed:
+        raise AssertionError(f"outside the oracle rule\n{report}\n{what}")
+    return report
+
+
+def assert_forward(case: Case, out: Any, lse: Any = None) -> Report:
+    """Judge the output of an implementation, of any array library, and its lse if it has one.
+
+    Returns the measurements, or raises AssertionError that holds them.
+    """
+    judges = _yardsticks_of(case)
+    results = {"out": out} if lse is None else {"out": out, "lse": lse}
+    return _report([measure(name, x, judges[name]) for name, x in results.items()], case)
+
+
+def assert_backward(case: Case, dq: Any, dk: Any, dv: Any) -> Report:
+    """Judge the gradients of ``sum(dout * out)``, as `assert_forward` judges the output."""
+    judges = _yardsticks_of(case)
+    results = {"dq": dq, "dk": dk, "dv": dv}
+    return _report([measure(name, x, judges[name]) for name, x in results.items()], case)
+
+
+def check(
+    attention: Callable[..., Any],
+    case: Case | Problem,
+    *,
+    gradients: Callable[..., Any] | None = None,
+    convert: Callable[[Array], Any] = np.asarray,
+) -> Report:
+    """Run somebody's attention on a case and judge what it returns.
+
+    Parameters
+    ----------
+    attention : callable
+        Called as ``attention(q, k, v, **options)``, where options are the keyword arguments of `cuflash.attention` that
+        the case needs, by those names: causal, scale, window, softcap, layout, bias, mask, kv_lengths, alibi_slopes. An
+        implementation without options is checked on cases without `features`. Returns out, or a tuple (out, lse), as
+        arrays of any library that speaks DLPack.
+    case : Case or Problem
+        A problem stands for a case of its sizes and options on random arrays.
+    gradients : callable, optional
+        Called as ``gradients(dout, q, k, v, **options)``; returns (dq, dk, dv).
+    convert : callable
+        Makes the arrays that `attention` takes of NumPy arrays: ``cupy.asarray``, or
+        ``through_dlpack(torch.from_dlpack)``.
+
+    Returns
+    -------
+    Report
+        A tuple of `Measurement`; ``str()`` is a line for each.
+
+    Raises
+    ------
+    AssertionError
+        A result is outside the oracle rule or has not the shape or dtype that it should have, or an input was written to.
+
+    Examples
+    --------
+    >>> def plain(q, k, v):
+    ...     weights = np.exp(q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5)
+    ...     return weights / weights.sum(axis=-1, keepdims=True) @ v
+    >>> check(plain, Case(seqlen_q=113, seqlen_k=203, head_dim=64)).passed
+    True
+    """
+    case = Case.from_problem(case) if isinstance(case, Problem) else case
+    arrays = case.arrays(convert)
+    inputs = [arrays[name] for name in ("q", "k", "v")]
+    keywords = case.keywords | optional(arrays)
+    result = attention(*inputs, **keywords)
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    results = {"out": out} if lse is None else {"out": out, "lse": lse}
+    if gradients is not None:
+        results |= dict(zip(("dq", "dk", "dv"), gradients(arrays["dout"], *inputs, **keywords), strict=True))
+    judges = _yardsticks_of(case)
+    for name, x in results.items():
+        dtype = case.problem.softmax_dtype if name == "lse" else case.dtype
+        if to_numpy(x).dtype != numpy_dtype(dtype):
+            raise AssertionError(f"{name} has dtype {to_numpy(x).dtype}, expected {dtype}\n{case}")
+    for name, before in case.arrays().items():
+        if not np.array_equal(to_numpy(arrays[name]).astype(before.dtype), before, equal_nan=before.dtype.kind != "b"):
+            raise AssertionError(f"{name} was written to\n{case}")
+    return _report([measure(name, x, judges[name]) for name, x in results.items()], case)

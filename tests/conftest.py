@@ -1,0 +1,38 @@
+"""Profiles of hypothesis, and the reason for which tests that need a device are skipped."""
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("ci", derandomize=True, deadline=None)
+settings.register_profile("random", derandomize=False, deadline=None, print_blob=True)
+settings.load_profile("ci")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--random", action="store_true", help="draw new examples, not the fixed ones (profile 'random')")
+
+
+def pytest_configure(config):
+    if config.getoption("--random"):
+        settings.load_profile("random")
+
+
+def why_no_device():
+    """The reason why tests on a device cannot run here; None where they can."""
+    try:
+        import cupy
+    except ImportError as error:
+        return f"CuPy is not importable ({error})"
+    try:
+        cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"no CUDA device ({error})"
+    return None
+
+
+def pytest_collection_modifyitems(items):
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    reason = why_no_device() if gpu_items else None
+    if reason is not None:
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason=reason))

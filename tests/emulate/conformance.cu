@@ -1,0 +1,189 @@
+// One kernel for each function of ptx.cuh, so small that its result is written down in NumPy in one line. They run on
+// the CPU and on a GPU under the same checks (test_conformance.py).
+#include "ptx.cuh"
+
+#ifndef ELEMENT
+#define ELEMENT Float16
+#endif
+using Type = ELEMENT;
+
+// Input and output of every kernel: arrays of whatever it says, and a number.
+struct Params {
+  const void* source;
+  const void* second_source;
+  void* destination;
+  u32 count;
+  u32 padding;
+};
+
+constexpr int kWarp = 32;
+constexpr int kBlock = 128;
+
+template <class T>
+CUFLASH_DEVICE const T* source_of(const Params& params) {
+  return (const T*)params.source;
+}
+template <class T>
+CUFLASH_DEVICE T* destination_of(const Params& params) {
+  return (T*)params.destination;
+}
+CUFLASH_DEVICE u32 global_thread_index(u32 threads) { return ptx::block_index() * threads + ptx::thread_index(); }
+
+CUFLASH_DEVICE void store_indices(const Params& params) {
+  const u32 i = global_thread_index(kBlock);
+  destination_of<u32>(params)[2 * i] = ptx::block_index();
+  destination_of<u32>(params)[2 * i + 1] = ptx::thread_index();
+}
+CUFLASH_DEFINE_KERNEL(indices, Params, kBlock, 1, store_indices)
+
+// The block's bytes, 16 a thread, through shared memory; thread i reads what thread i ^ 37 wrote.
+CUFLASH_DEVICE void exchange_through_shared(const Params& params) {
+  const u32 thread = ptx::thread_index(), other = thread ^ 37u, shared = ptx::dynamic_shared();
+  const u32* source = source_of<u32>(params) + 4 * thread;
+  for (u32 i = 0; i < 4; ++i) ptx::store_shared_b32(shared + 16 * thread + 4 * i, source[i]);
+  ptx::sync_block();
+  *(Bytes16*)(destination_of<u32>(params) + 4 * thread) = ptx::load_shared_b128(shared + 16 * other);
+}
+CUFLASH_DEFINE_KERNEL(shared_b32_b128, Params, kBlock, 1, exchange_through_shared)
+
+CUFLASH_DEVICE void exchange_f32(const Params& params) {
+  const u32 thread = ptx::thread_index(), shared = ptx::dynamic_shared();
+  ptx::store_shared_f32(shared + 4 * thread, source_of<float>(params)[thread]);
+  ptx::sync_block();
+  destination_of<float>(params)[thread] = ptx::load_shared_f32(shared + 4 * (thread ^ 37u));
+}
+CUFLASH_DEFINE_KERNEL(shared_f32, Params, kBlock, 1, exchange_f32)
+
+CUFLASH_DEVICE void exchange_b16(const Params& params) {
+  const u32 thread = ptx::thread_index(), shared = ptx::dynamic_shared();
+  ptx::store_shared_b16(shared + 2 * thread, source_of<u16>(params)[thread]);
+  ptx::sync_block();
+  destination_of<u16>(params)[thread] = ptx::load_shared_b16(shared + 2 * (thread ^ 37u));
+}
+CUFLASH_DEFINE_KERNEL(shared_b16, Params, kBlock, 1, exchange_b16)
+
+// The dynamic shared memory starts at a multiple of 1024.
+CUFLASH_DEVICE void store_shared_alignment(const Params& params) {
+  if (ptx::thread_index() == 0) *destination_of<u32>(params) = ptx::dynamic_shared() % 1024;
+}
+CUFLASH_DEFINE_KERNEL(dynamic_shared_alignment, Params, kWarp, 1, store_shared_alignment)
+
+// Many rounds of neighbours reading each other: each needs its barriers.
+CUFLASH_DEVICE void rotate_values(const Params& params) {
+  const u32 thread = ptx::thread_index(), shared = ptx::dynamic_shared();
+  float value = source_of<float>(params)[thread];
+  for (u32 round = 0; round < params.count; ++round) {
+    ptx::store_shared_f32(shared + 4 * thread, value);
+    ptx::sync_block();
+    value = ptx::load_shared_f32(shared + 4 * ((thread + 1) % kBlock));
+    ptx::sync_block();
+  }
+  destination_of<float>(params)[thread] = value;
+}
+CUFLASH_DEFINE_KERNEL(sync_block, Params, kBlock, 1, rotate_values)
+
+CUFLASH_DEVICE void store_shuffled(const Params& params) {
+  const u32 thread = ptx::thread_index();
+  destination_of<float>(params)[thread] = ptx::shuffle_xor(source_of<float>(params)[thread], params.count);
+}
+CUFLASH_DEFINE_KERNEL(shuffle_xor, Params, kBlock, 1, store_shuffled)
+
+// Thread i copies `count` of `bytes` bytes, in two groups, into shared memory of all ones.
+template <int bytes>
+CUFLASH_DEVICE void copy_block(const Params& params) {
+  const u32 thread = ptx::thread_index(), shared = ptx::dynamic_shared() + 2 * bytes * thread;
+  for (u32 i = 0; i < bytes; ++i) ptx::store_shared_b16(shared + 2 * i, 0xffff);
+  ptx::sync_block();
+  const u8* source = source_of<u8>(params) + 2 * bytes * thread;
+  ptx::copy_async<bytes>(shared, source, params.count);
+  ptx::copy_async_commit();
+  ptx::copy_async<bytes>(shared + bytes, source + bytes, bytes);
+  ptx::copy_async_commit();
+  ptx::copy_async_wait<1>();
+  u16* destination = destination_of<u16>(params) + bytes * thread;
+  for (u32 i = 0; i < bytes / 2; ++i) destination[i] = ptx::load_shared_b16(shared + 2 * i);
+  ptx::copy_async_wait<0>();
+  for (u32 i = bytes / 2; i < bytes; ++i) destination[i] = ptx::load_shared_b16(shared + 2 * i);
+}
+CUFLASH_DEFINE_KERNEL(copy_async_4, Params, kBlock, 1, copy_block<4>)
+CUFLASH_DEFINE_KERNEL(copy_async_8, Params, kBlock, 1, copy_block<8>)
+CUFLASH_DEFINE_KERNEL(copy_async_16, Params, kBlock, 1, copy_block<16>)
+
+// Row r of the four matrices, one below the other, comes from row (5 r) % 32 of the source.
+template <bool transposed>
+CUFLASH_DEVICE void load_fragments(const Params& params) {
+  const u32 lane = ptx::thread_index(), shared = ptx::dynamic_shared();
+  ptx::copy_async<16>(shared + 16 * lane, source_of<u16>(params) + 8 * lane, 16);
+  ptx::copy_async_commit();
+  ptx::copy_async_wait<0>();
+  ptx::sync_block();
+  u32 fragment[4];
+  const u32 address = shared + 16 * (5 * lane % kWarp);
+  if (transposed)
+    ptx::load_matrix_x4_transposed(fragment, address);
+  else
+    ptx::load_matrix_x4(fragment, address);
+  for (u32 i = 0; i < 4; ++i) destination_of<u32>(params)[4 * lane + i] = fragment[i];
+}
+CUFLASH_DEFINE_KERNEL(load_matrix, Params, kWarp, 1, load_fragments<false>)
+CUFLASH_DEFINE_KERNEL(load_matrix_transposed, Params, kWarp, 1, load_fragments<true>)
+
+// A is 16 x 16 by rows, B 16 x 8 by columns, D 16 x 8 by rows; D is added to.
+CUFLASH_DEVICE void multiply_tiles(const Params& params) {
+  const u32 lane = ptx::thread_index(), group = lane / 4, pair = 2 * (lane % 4);
+  const u16* a = (const u16*)params.source;
+  const u16* b = (const u16*)params.second_source;
+  float* d = (float*)params.destination;
+  u32 a_fragment[4], b_fragment[2];
+  float sum[4];
+  for (u32 i = 0; i < 4; ++i) a_fragment[i] = *(const u32*)(a + (group + i % 2 * 8) * 16 + pair + i / 2 * 8);
+  for (u32 i = 0; i < 2; ++i) b_fragment[i] = *(const u32*)(b + group * 16 + pair + 8 * i);
+  for (u32 i = 0; i < 4; ++i) sum[i] = d[(group + i / 2 * 8) * 8 + pair + i % 2];
+  ptx::mma_m16n8k16(Type{}, sum, a_fragment, b_fragment[0], b_fragment[1]);
+  for (u32 i = 0; i < 4; ++i) d[(group + i / 2 * 8) * 8 + pair + i % 2] = sum[i];
+}
+CUFLASH_DEFINE_KERNEL(mma, Params, kWarp, 1, multiply_tiles)
+
+CUFLASH_DEVICE void map_exp2(const Params& params) {
+  const u32 i = global_thread_index(kBlock);
+  if (i < params.count) destination_of<float>(params)[i] = ptx::exp2_approx(source_of<float>(params)[i]);
+}
+CUFLASH_DEFINE_KERNEL(exp2_approx, Params, kBlock, 1, map_exp2)
+
+CUFLASH_DEVICE void map_log2(const Params& params) {
+  const u32 i = global_thread_index(kBlock);
+  if (i < params.count) destination_of<float>(params)[i] = ptx::log2_approx(source_of<float>(params)[i]);
+}
+CUFLASH_DEFINE_KERNEL(log2_approx, Params, kBlock, 1, map_log2)
+
+CUFLASH_DEVICE void pack_pairs(const Params& params) {
+  const u32 i = global_thread_index(kBlock);
+  const float* source = source_of<float>(params);
+  if (i < params.count) destination_of<u32>(params)[i] = ptx::pack(Type{}, source[2 * i], source[2 * i + 1]);
+}
+CUFLASH_DEFINE_KERNEL(pack, Params, kBlock, 1, pack_pairs)
+
+CUFLASH_DEVICE void map_to_float32(const Params& params) {
+  const u32 i = global_thread_index(kBlock);
+  if (i < params.count) destination_of<float>(params)[i] = ptx::to_float32(Type{}, source_of<u16>(params)[i]);
+}
+CUFLASH_DEFINE_KERNEL(to_float32, Params, kBlock, 1, map_to_float32)
+
+CUFLASH_DEVICE void store_infinity(const Params& params) {
+  if (ptx::thread_index() == 0) *destination_of<float>(params) = ptx::infinity();
+}
+CUFLASH_DEFINE_KERNEL(infinity, Params, kWarp, 1, store_infinity)
+
+// Every thread of every block adds to the same `count` sums.
+CUFLASH_DEVICE void add_to_sums(const Params& params) {
+  const float value = source_of<float>(params)[global_thread_index(kBlock)];
+  for (u32 i = 0; i < params.count; ++i) ptx::reduce_add(destination_of<float>(params) + i, value * (i + 1));
+}
+CUFLASH_DEFINE_KERNEL(reduce_add, Params, kBlock, 1, add_to_sums)
+
+CUFLASH_DEVICE void add_to_four_sums(const Params& params) {
+  const float value = source_of<float>(params)[global_thread_index(kBlock)];
+  const float values[4] = {value, 2 * value, 3 * value, 4 * value};
+  ptx::reduce_add_x4(destination_of<float>(params), values);
+}
+CUFLASH_DEFINE_KERNEL(reduce_add_x4, Params, kBlock, 1, add_to_four_sums)

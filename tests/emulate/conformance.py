@@ -1,0 +1,268 @@
+"""What every function of ``kernels/ptx.cuh`` computes, in NumPy: the checks of ``conformance.cu``.
+
+A check is called with `run`, which runs one kernel somewhere and returns what it wrote::
+
+    run(kernel, source=array, second_source=None, destination=array, count=0, grid=1, threads=128, shared_bytes=0,
+        element="Float16") -> array like destination
+
+`element` is the value of the define ``ELEMENT``; the arguments of a kernel are one struct of type ``PARAMS``.
+"""
+
+import ml_dtypes
+import numpy as np
+
+PARAMS = np.dtype(
+    [
+        ("source", np.uint64),
+        ("second_source", np.uint64),
+        ("destination", np.uint64),
+        ("count", np.uint32),
+        ("padding", np.uint32),
+    ]
+)
+WARP, BLOCK = 32, 128
+ELEMENTS = {"Float16": np.dtype(np.float16), "BFloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+def _random_bits(dtype, *shape):
+    dtype = np.dtype(dtype)
+    rng = np.random.default_rng(7)
+    return rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8).view(dtype).reshape(shape)
+
+
+def _ones(dtype, *shape):
+    """All bits set: not a value that any check expects."""
+    dtype = np.dtype(dtype)
+    return np.full((*shape, dtype.itemsize), 0xFF, np.uint8).view(dtype).reshape(shape)
+
+
+def _threads_of(values):
+    """The grid that gives each value a thread."""
+    return {"count": len(values), "grid": -(-len(values) // BLOCK)}
+
+
+# ---- Indices, shared memory, barriers, shuffles ----------------------------------------------------------------------
+
+
+def check_indices(run):
+    got = run("indices", destination=_ones(np.uint32, 3, BLOCK, 2), grid=3)
+    assert (got == np.stack(np.meshgrid(np.arange(3), np.arange(BLOCK), indexing="ij"), axis=-1)).all()
+
+
+def check_dynamic_shared_alignment(run):
+    got = run("dynamic_shared_alignment", destination=_ones(np.uint32, 1), threads=WARP, shared_bytes=16)
+    assert got[0] == 0
+
+
+def check_shared_b32_b128(run):
+    source = _random_bits(np.uint32, BLOCK, 4)
+    got = run("shared_b32_b128", source=source, destination=_ones(np.uint32, BLOCK, 4), shared_bytes=16 * BLOCK)
+    assert (got == source[np.arange(BLOCK) ^ 37]).all()
+
+
+def check_shared_f32(run):
+    source = np.arange(BLOCK, dtype=np.float32) / 7
+    got = run("shared_f32", source=source, destination=_ones(np.float32, BLOCK), shared_bytes=4 * BLOCK)
+    assert (got == source[np.arange(BLOCK) ^ 37]).all()
+
+
+def check_shared_b16(run):
+    source = _random_bits(np.uint16, BLOCK)
+    got = run("shared_b16", source=source, destination=_ones(np.uint16, BLOCK), shared_bytes=2 * BLOCK)
+    assert (got == source[np.arange(BLOCK) ^ 37]).all()
+
+
+def check_sync_block(run):
+    source, rounds = np.arange(BLOCK, dtype=np.float32), 11
+    destination = _ones(np.float32, BLOCK)
+    got = run("sync_block", source=source, destination=destination, count=rounds, shared_bytes=4 * BLOCK)
+    assert (got == np.roll(source, -rounds)).all()
+
+
+def check_shuffle_xor(run):
+    source = np.arange(BLOCK, dtype=np.float32) / 7
+    for lane_mask in (1, 2, 4, 8, 16, 31):
+        got = run("shuffle_xor", source=source, destination=_ones(np.float32, BLOCK), count=lane_mask)
+        assert (got == source[np.arange(BLOCK) ^ lane_mask]).all()
+
+
+# ---- Asynchronous copies ---------------------------------------------------------------------------------------------
+
+
+def _check_copy_async(run, width):
+    source = _random_bits(np.uint8, BLOCK, 2, width)
+    for source_bytes in range(0, width + 1, 2):
+        expected = source.copy()
+        expected[:, 0, source_bytes:] = 0
+        got = run(
+            f"copy_async_{width}",
+            source=source,
+            destination=_ones(np.uint8, BLOCK, 2, width),
+            count=source_bytes,
+            shared_bytes=2 * width * BLOCK,
+        )
+        assert (got == expected).all()
+
+
+def check_copy_async_4(run):
+    _check_copy_async(run, 4)
+
+
+def check_copy_async_8(run):
+    _check_copy_async(run, 8)
+
+
+def check_copy_async_16(run):
+    _check_copy_async(run, 16)
+
+
+# ---- Matrix fragments ------------------------------------------------------------------------------------------------
+
+
+def _check_load_matrix(run, kernel, transposed):
+    source = _random_bits(np.uint16, WARP, 8)
+    got = run(kernel, source=source, destination=_ones(np.uint16, WARP, 4, 2), threads=WARP, shared_bytes=16 * WARP)
+    matrices = source[5 * np.arange(WARP) % WARP].reshape(4, 8, 8)
+    if transposed:
+        matrices = matrices.swapaxes(1, 2)
+    # Lane l holds elements (l / 4, 2 (l % 4)) and the one right of it: a row-major matrix, two elements a lane.
+    assert (got.swapaxes(0, 1) == matrices.reshape(4, WARP, 2)).all()
+
+
+def check_load_matrix(run):
+    _check_load_matrix(run, "load_matrix", False)
+
+
+def check_load_matrix_transposed(run):
+    _check_load_matrix(run, "load_matrix_transposed", True)
+
+
+def _multiply(run, element, a, b, c):
+    """a b + c, b stored by columns."""
+    return run(
+        "mma", source=a, second_source=np.ascontiguousarray(b.T), destination=c, threads=WARP, element=element
+    )
+
+
+def check_mma(run):
+    rng = np.random.default_rng(7)
+    for element, dtype in ELEMENTS.items():
+        # Sums of small integers are exact in any order of the additions.
+        a = rng.integers(-8, 9, (16, 16)).astype(dtype)
+        b = rng.integers(-8, 9, (16, 8)).astype(dtype)
+        c = rng.integers(-99, 100, (16, 8)).astype(np.float32)
+        expected = a.astype(np.float32) @ b.astype(np.float32) + c
+        assert (_multiply(run, element, a, b, c) == expected).all()
+
+        a = rng.standard_normal((16, 16)).astype(dtype)
+        b = rng.standard_normal((16, 8)).astype(dtype)
+        c = rng.standard_normal((16, 8)).astype(np.float32)
+        expected = a.astype(np.float64) @ b.astype(np.float64) + c
+        magnitude = abs(a.astype(np.float64)) @ abs(b.astype(np.float64)) + abs(c)
+        # The hardware adds the products with fewer bits than float32 has.
+        assert (abs(_multiply(run, element, a, b, c) - expected) <= 2.0**-20 * magnitude).all()
+
+
+def check_mma_special_values(run):
+    for element, dtype in ELEMENTS.items():
+        a, b, c = np.ones((16, 16), dtype), np.ones((16, 8), dtype), np.zeros((16, 8), np.float32)
+        smallest = ml_dtypes.finfo(dtype).smallest_subnormal
+        a[1, 2] = np.nan
+        a[3, 4] = np.inf
+        a[5, 6], b[6, 7] = np.inf, 0
+        a[9] = smallest
+        expected = np.full((16, 8), 16, np.float32)
+        expected[:, 7] = 15
+        expected[1] = np.nan
+        expected[3] = np.inf
+        expected[5] = np.inf
+        expected[5, 7] = np.nan
+        expected[9] = np.float32(smallest) * expected[0]
+        np.testing.assert_array_equal(_multiply(run, element, a, b, c), expected)
+
+
+# ---- Arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def check_exp2_approx(run):
+    x = np.concatenate([np.linspace(-125.5, 127.5, 4001), np.linspace(-1, 1, 999)]).astype(np.float32)
+    got = run("exp2_approx", source=x, destination=_ones(np.float32, len(x)), **_threads_of(x))
+    np.testing.assert_allclose(got, np.exp2(x.astype(np.float64)), rtol=2.0**-22)
+
+    special = np.array([0, -0.0, 1, -1, -np.inf, np.inf, np.nan, 128, -127, -149, 1e-40, -1e-40], np.float32)
+    expected = np.array([1, 1, 2, 0.5, 0, np.inf, np.nan, np.inf, 0, 0, 1, 1], np.float32)
+    got = run("exp2_approx", source=special, destination=_ones(np.float32, len(special)), **_threads_of(special))
+    np.testing.assert_array_equal(got, expected)
+
+
+def check_log2_approx(run):
+    x = np.concatenate([np.geomspace(1e-44, 3e38, 4001), np.linspace(0.5, 2, 999)]).astype(np.float32)
+    got = run("log2_approx", source=x, destination=_ones(np.float32, len(x)), **_threads_of(x))
+    np.testing.assert_allclose(got, np.log2(x.astype(np.float64)), rtol=2.0**-22, atol=2.0**-22)
+
+    special = np.array([0, -0.0, 1, np.inf, -1, np.nan], np.float32)
+    expected = np.array([-np.inf, -np.inf, 0, np.inf, np.nan, np.nan], np.float32)
+    got = run("log2_approx", source=special, destination=_ones(np.float32, len(special)), **_threads_of(special))
+    np.testing.assert_array_equal(got, expected)
+
+
+def check_infinity(run):
+    assert run("infinity", destination=np.zeros(1, np.float32), threads=WARP)[0] == np.inf
+
+
+def check_to_float32(run):
+    bits = np.arange(2**16, dtype=np.uint16)
+    for element, dtype in ELEMENTS.items():
+        got = run("to_float32", source=bits, destination=_ones(np.float32, 2**16), element=element, **_threads_of(bits))
+        expected = bits.view(dtype).astype(np.float32)
+        np.testing.assert_array_equal(got, expected)
+        assert (np.signbit(got) == np.signbit(expected))[~np.isnan(expected)].all()
+
+
+def _values_around_rounding(dtype):
+    """Every 64th number of `dtype`, the middle to its neighbour, and the float32 numbers next to that middle."""
+    numbers = np.arange(0, 2**15, 64, dtype=np.uint16)
+    here = numbers.view(dtype).astype(np.float64)
+    next_ = (numbers + 1).astype(np.uint16).view(dtype).astype(np.float64)
+    finite = np.isfinite(here) & np.isfinite(next_)
+    middle = ((here + next_) / 2)[finite].astype(np.float32)
+    largest = np.float32(ml_dtypes.finfo(dtype).max)
+    beyond = largest + np.float32(ml_dtypes.finfo(dtype).max) * np.array([0.0, 0.0002, 0.0003, 0.001, 0.003], np.float32)
+    around = [here, middle, np.nextafter(middle, np.float32(0)), np.nextafter(middle, np.float32(np.inf)), beyond]
+    positive = np.concatenate([*around, [np.inf, 3.4e38, 1e-45, 1e-40]]).astype(np.float32)
+    return np.concatenate([positive, -positive, [np.nan]]).astype(np.float32)
+
+
+def check_pack(run):
+    for element, dtype in ELEMENTS.items():
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = _values_around_rounding(dtype)
+            pairs = np.stack([values, np.roll(values, 1)], axis=1)
+            expected = pairs.astype(dtype)
+        destination = _ones(np.uint16, len(pairs), 2)
+        bits = run("pack", source=pairs, destination=destination, element=element, **_threads_of(pairs))
+        is_nan = np.isnan(pairs)
+        assert np.isnan(bits.view(dtype)[is_nan].astype(np.float32)).all()
+        assert (bits == expected.view(np.uint16))[~is_nan].all()
+
+
+# ---- Reductions in global memory -------------------------------------------------------------------------------------
+
+
+def _check_reduction(run, kernel):
+    # Integers: exact in any order of the additions.
+    values = np.random.default_rng(7).integers(-9, 10, 3 * BLOCK).astype(np.float32)
+    sums = np.arange(4, dtype=np.float32)
+    got = run(kernel, source=values, destination=sums.copy(), count=4, grid=3)
+    assert (got == sums + values.sum() * np.arange(1, 5)).all()
+
+
+def check_reduce_add(run):
+    _check_reduction(run, "reduce_add")
+
+
+def check_reduce_add_x4(run):
+    _check_reduction(run, "reduce_add_x4")
+
+
+CHECKS = tuple(value for name, value in list(globals().items()) if name.startswith("check_"))

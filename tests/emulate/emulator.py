@@ -1,0 +1,376 @@
+"""Compile the project's CUDA kernels for the CPU and run them there, with every access and every barrier checked.
+
+``kernels/ptx.cuh`` is the seam: with ``CUFLASH_EMULATION`` defined it takes its functions from ``ptx_emulated.h``. The
+threads of a block become fibers of one CPU thread, so a launch is deterministic and a failure names block and thread.
+"""
+
+import ctypes
+import dataclasses
+import functools
+import hashlib
+import mmap
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+KERNELS = HERE.parents[1] / "kernels"
+CACHE = HERE / ".cache"
+
+_COMMON_FLAGS = (
+    "-std=c++17 -shared -fPIC -g1 -Wall -Wno-unknown-pragmas -Wno-unused-function "
+    "-fvisibility=hidden -fno-gnu-unique -ffp-contract=off -fno-strict-aliasing"
+).split()
+_RUNTIME_FLAGS = ("-O3",)
+# The trap becomes a signal, and the signal an EmulationError. "address" works only in a process that was started with
+# the environment of sanitizer_environment().
+_SANITIZER_FLAGS = {
+    None: ("-O2",),
+    "undefined": ("-O1", "-fsanitize=undefined,float-divide-by-zero", "-fsanitize-undefined-trap-on-error"),
+    "address": ("-O1", "-fsanitize=address", "-fno-omit-frame-pointer"),
+}
+
+
+class EmulationError(Exception):
+    """A kernel broke a rule of the machine, or the launch one of the kernel.
+
+    Attributes
+    ----------
+    kernel : str
+    message : str
+    file, line : str, int
+        Where in the kernel's source; ``""`` and 0 if it is not about a place.
+    block, thread : int or None
+    """
+
+    def __init__(self, kernel, message, file="", line=0, block=None, thread=None):
+        self.kernel, self.message = kernel, message
+        self.file, self.line = file, line
+        self.block, self.thread = block, thread
+        place = f"{Path(file).name}:{line}: " if file else ""
+        who = f", block {block}, thread {thread}" if thread is not None else ""
+        super().__init__(f"{place}kernel {kernel}{who}: {message}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Who runs next, wherever the GPU leaves it open.
+
+    Attributes
+    ----------
+    order : {"fifo", "lifo", "reversed", "random"}
+        Of the threads that can run. "reversed" also runs the blocks from the last to the first, "random" shuffles them.
+    asynchrony : {"late", "eager"}
+        Asynchronous copies write at their wait or at once.
+    seed : int
+        Of "random".
+    """
+
+    order: str = "fifo"
+    asynchrony: str = "late"
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.order not in _ORDERS:
+            raise ValueError(f"order must be one of {_ORDERS}, got {self.order!r}")
+        if self.asynchrony not in _ASYNCHRONIES:
+            raise ValueError(f"asynchrony must be one of {_ASYNCHRONIES}, got {self.asynchrony!r}")
+
+
+_ORDERS = ("fifo", "lifo", "reversed", "random")
+_ASYNCHRONIES = ("late", "eager")
+SCHEDULES = (
+    Schedule("fifo"),
+    Schedule("lifo"),
+    Schedule("reversed"),
+    Schedule("fifo", "eager"),
+    Schedule("random", seed=1),
+    Schedule("random", "eager", seed=2),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """What a launch did. A conflict is one extra pass over the banks for one 8x8 matrix of a matrix load."""
+
+    fiber_switches: int
+    block_barriers: int
+    matrix_loads: int
+    matrix_load_conflicts: int
+    matrix_products: int
+
+
+class _LaunchOptions(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint32),
+        ("threads", ctypes.c_uint32),
+        ("shared_bytes", ctypes.c_uint32),
+        ("order", ctypes.c_uint32),
+        ("eager_copies", ctypes.c_uint32),
+        ("trap_unwritten", ctypes.c_uint32),
+        ("seed", ctypes.c_uint64),
+        ("watchdog_seconds", ctypes.c_double),
+    ]
+
+
+class _Report(ctypes.Structure):
+    _fields_ = [
+        ("message", ctypes.c_char * 4096),
+        ("file", ctypes.c_char * 512),
+        ("line", ctypes.c_uint32),
+        ("block", ctypes.c_uint32),
+        ("thread", ctypes.c_uint32),
+        ("has_thread", ctypes.c_uint32),
+        ("fault_module", ctypes.c_char * 512),
+        ("fault_offset", ctypes.c_uint64),
+        *((field.name, ctypes.c_uint64) for field in dataclasses.fields(Statistics)),
+    ]
+
+
+# One block runs at a time, in state that all modules share.
+_launch_lock = threading.Lock()
+
+
+class Module:
+    """The kernels of one source file, compiled for one set of defines."""
+
+    def __init__(self, library: Path):
+        self.library = library
+        self._functions = ctypes.CDLL(str(library))
+
+    def launch(
+        self,
+        name: str,
+        params,
+        *,
+        grid: int,
+        threads: int,
+        shared_bytes: int,
+        schedule: Schedule = SCHEDULES[0],
+        trap_unwritten: bool = False,
+        watchdog_seconds: float = 30.0,
+    ) -> Statistics:
+        """Run kernel `name` to its end.
+
+        Parameters
+        ----------
+        params : bytes or NumPy structured scalar
+            The parameter struct.
+        grid, threads : int
+            Blocks, and threads of a block.
+        shared_bytes : int
+            Of dynamic shared memory.
+        schedule : Schedule
+        trap_unwritten : bool
+            Report reads of shared memory that was never written. A kernel may read such bytes as long as they do not
+            reach its results; they are NaN.
+        watchdog_seconds : float
+            CPU time that one block may take.
+
+        Raises
+        ------
+        EmulationError
+        """
+        try:
+            function = getattr(self._functions, name)
+        except AttributeError:
+            raise EmulationError(name, f"no such kernel in {self.library.name}") from None
+        params_bytes = params if isinstance(params, bytes) else params.tobytes()
+        aligned = _aligned_copy(params_bytes)
+        options = _LaunchOptions(
+            grid=grid,
+            threads=threads,
+            shared_bytes=shared_bytes,
+            order=_ORDERS.index(schedule.order),
+            eager_copies=schedule.asynchrony == "eager",
+            trap_unwritten=trap_unwritten,
+            seed=schedule.seed,
+            watchdog_seconds=watchdog_seconds,
+        )
+        report = _Report()
+        with _launch_lock:
+            failed = function(
+                ctypes.c_void_p(aligned.ctypes.data),
+                ctypes.c_uint64(len(params_bytes)),
+                ctypes.byref(options),
+                ctypes.byref(report),
+            )
+        if failed:
+            raise _error(name, report)
+        return Statistics(*(getattr(report, field.name) for field in dataclasses.fields(Statistics)))
+
+
+def _aligned_copy(content: bytes, alignment: int = 128) -> np.ndarray:
+    """`content` where a by-value kernel parameter may lie."""
+    room = np.zeros(len(content) + alignment, np.uint8)
+    start = -room.ctypes.data % alignment
+    room[start : start + len(content)] = np.frombuffer(content, np.uint8)
+    return room[start : start + len(content)]
+
+
+def _error(kernel: str, report: _Report) -> EmulationError:
+    message = report.message.decode()
+    if not report.has_thread:
+        return EmulationError(kernel, message)
+    file, line = report.file.decode(), report.line
+    if report.fault_module:
+        found = _source_line(report.fault_module.decode(), report.fault_offset)
+        if found:
+            file, line = found
+        elif file:
+            message += " (after this place)"
+    return EmulationError(kernel, message, file, line, report.block, report.thread)
+
+
+def _source_line(module: str, offset: int) -> tuple[str, int] | None:
+    """The source line of the instruction at `offset`, if binutils are there to say."""
+    tool = shutil.which("addr2line")
+    if tool is None:
+        return None
+    output = subprocess.run([tool, "-e", module, hex(offset)], capture_output=True, text=True).stdout
+    match = re.match(r"(.+):(\d+)", output)
+    return (match[1], int(match[2])) if match else None
+
+
+# ---- Building --------------------------------------------------------------------------------------------------------
+
+
+def find_compiler() -> str | None:
+    """The path of g++, or None."""
+    return shutil.which("g++")
+
+
+def build(
+    source: Path,
+    defines: Mapping[str, object] = {},
+    *,
+    sanitizer: str | None = None,
+    include: Sequence[Path] = (KERNELS,),
+    cache: Path = CACHE,
+) -> Module:
+    """Compile `source` for the CPU, or take it from `cache`.
+
+    Parameters
+    ----------
+    source : Path
+        Relative to `kernels/` or absolute.
+    defines : Mapping
+        Preprocessor definitions; True and False become 1 and 0.
+    sanitizer : {None, "undefined", "address"}
+
+    Raises
+    ------
+    EmulationError
+        With the compiler's output.
+    """
+    source = KERNELS / source
+    definitions = [f"-D{key}={int(value) if isinstance(value, bool) else value}" for key, value in defines.items()]
+    runtime = _build_runtime(sanitizer, cache)
+    flags = [*_COMMON_FLAGS, *_SANITIZER_FLAGS[sanitizer], *definitions]
+    header = HERE / "ptx_emulated.h"
+    files = _included_files([source, header], [*include, HERE])
+    arguments = [
+        f'-DCUFLASH_EMULATION="{header}"',
+        *(f"-I{folder}" for folder in include),
+        *("-x", "c++", str(source), "-x", "none", str(runtime)),
+    ]
+    return Module(_compile(source.stem, flags, files, arguments, cache))
+
+
+def _build_runtime(sanitizer: str | None, cache: Path) -> Path:
+    # Undefined behaviour is looked for in kernels; address errors only show if every store is instrumented.
+    flags = [*_COMMON_FLAGS, *_RUNTIME_FLAGS, *(_SANITIZER_FLAGS["address"] if sanitizer == "address" else ())]
+    folder = HERE / "runtime"
+    sources = sorted(folder.glob("*.cc"))
+    return _compile("runtime", flags, _included_files(sources, [folder]), [str(source) for source in sources], cache)
+
+
+def _included_files(sources: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
+    """`sources` and the files that they include from `folders`, directly or not."""
+    found: dict[Path, None] = {}
+    pending = list(sources)
+    while pending:
+        path = pending.pop()
+        if path in found:
+            continue
+        found[path] = None
+        for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.MULTILINE):
+            pending += [folder / name for folder in (path.parent, *folders) if (folder / name).is_file()]
+    return sorted(found)
+
+
+def _compile(name: str, flags: Sequence[str], files: Sequence[Path], arguments: Sequence[str], cache: Path) -> Path:
+    """The shared library made of `files`; its file name is the hash of all that went into it."""
+    compiler = find_compiler()
+    if compiler is None:
+        raise EmulationError(name, "no C++ compiler: g++ is not on the path")
+    key = hashlib.sha256("\0".join([_compiler_version(compiler), *flags, *arguments]).encode())
+    for path in files:
+        key.update(path.name.encode() + path.read_bytes())
+    library = cache / f"{name}-{key.hexdigest()[:24]}.so"
+    if library.exists():
+        return library
+    cache.mkdir(parents=True, exist_ok=True)
+    (cache / ".gitignore").write_text("*\n")
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        unfinished = Path(scratch) / library.name
+        command = [compiler, *flags, *arguments, "-o", str(unfinished)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            raise EmulationError(name, f"does not compile:\n{result.stderr[:8000]}")
+        os.replace(unfinished, library)
+    return library
+
+
+@functools.cache
+def _compiler_version(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+
+
+def sanitizer_environment() -> dict[str, str]:
+    """The environment of a process that can load modules built with ``sanitizer="address"``."""
+    compiler = find_compiler()
+    library = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    return {**os.environ, "LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0"}
+
+
+# ---- Memory ----------------------------------------------------------------------------------------------------------
+
+_GUARD_ALIGNMENT = 16
+
+
+def guarded_array(shape, dtype, fill: int = 0xFF) -> np.ndarray:
+    """A NumPy array between two inaccessible pages.
+
+    The page after it starts at its last byte, rounded up to 16 bytes; the page before it where its first page starts.
+    Every byte is `fill`: 0xFF is NaN in all floating-point types.
+    """
+    dtype = np.dtype(dtype)
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    count = int(np.prod(shape, dtype=np.int64))
+    page = mmap.PAGESIZE
+    array_bytes = count * dtype.itemsize
+    aligned_bytes = -(-array_bytes // _GUARD_ALIGNMENT) * _GUARD_ALIGNMENT
+    usable_bytes = -(-aligned_bytes // page) * page
+    mapping = mmap.mmap(-1, usable_bytes + 2 * page)
+    storage = np.frombuffer(mapping, np.uint8)
+    for offset in (0, page + usable_bytes):
+        _make_inaccessible(storage.ctypes.data + offset, page)
+    end = page + usable_bytes
+    storage[page:end] = fill
+    start = end - aligned_bytes
+    return storage[start : start + array_bytes].view(dtype).reshape(shape)
+
+
+def _make_inaccessible(address: int, size: int) -> None:
+    no_access = 0
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), no_access):
+        raise OSError(ctypes.get_errno(), "mprotect")

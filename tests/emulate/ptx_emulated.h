@@ -1,0 +1,134 @@
+// The functions of kernels/ptx.cuh on the CPU. Included by it in place of the inline PTX; the work is done by the
+// emulation runtime, which is compiled once (runtime/).
+#pragma once
+#include "runtime/interface.h"
+
+#define CUFLASH_DEVICE inline
+
+#define CUFLASH_DEFINE_KERNEL(name, Params, threads, min_blocks, body)                                            \
+  static void name##_thread(const void* params) { body(*static_cast<const Params*>(params)); }                    \
+  extern "C" __attribute__((visibility("default"))) int name(const void* params, u64 params_bytes,                \
+                                                             const ::emulator::LaunchOptions* options,            \
+                                                             ::emulator::Report* report) {                        \
+    return ::emulator::launch({name##_thread, sizeof(Params), threads}, params, params_bytes, *options, *report); \
+  }
+
+// Math functions that NVRTC knows without a header.
+extern "C" {
+float expf(float) noexcept;
+float exp2f(float) noexcept;
+float logf(float) noexcept;
+float log2f(float) noexcept;
+float log1pf(float) noexcept;
+float tanhf(float) noexcept;
+float sqrtf(float) noexcept;
+float fabsf(float) noexcept;
+float fmaf(float, float, float) noexcept;
+float fmaxf(float, float) noexcept;
+float fminf(float, float) noexcept;
+float floorf(float) noexcept;
+float ceilf(float) noexcept;
+}
+static inline int min(int a, int b) { return a < b ? a : b; }
+static inline int max(int a, int b) { return a > b ? a : b; }
+static inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
+static inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
+static inline long long min(long long a, long long b) { return a < b ? a : b; }
+static inline long long max(long long a, long long b) { return a > b ? a : b; }
+
+namespace ptx {
+
+using ::emulator::Element;
+using ::emulator::Site;
+
+constexpr Element element_of(Float16) { return Element::kFloat16; }
+constexpr Element element_of(BFloat16) { return Element::kBFloat16; }
+
+template <class T>
+static inline T read_shared_as(u32 address, Site site) {
+  T value;
+  __builtin_memcpy(&value, ::emulator::read_shared(address, sizeof(T), site), sizeof(T));
+  return value;
+}
+template <class T>
+static inline void write_shared_as(u32 address, T value, Site site) {
+  __builtin_memcpy(::emulator::write_shared(address, sizeof(T), site), &value, sizeof(T));
+}
+
+// ---- Indices ------------------------------------------------------------------------------------------------------
+CUFLASH_DEVICE u32 thread_index() { return ::emulator::thread_index(); }
+CUFLASH_DEVICE u32 block_index() { return ::emulator::block_index(); }
+
+// ---- Shared memory ------------------------------------------------------------------------------------------------
+CUFLASH_DEVICE u32 dynamic_shared() { return ::emulator::dynamic_shared(); }
+
+CUFLASH_DEVICE void load_shared_f32x4(u32 address, float (&value)[4], Site site = Site::here()) {
+  const Bytes16 bytes = read_shared_as<Bytes16>(address, site);
+  for (int i = 0; i < 4; ++i) __builtin_memcpy(&value[i], &bytes.word[i], 4);
+}
+CUFLASH_DEVICE u16 load_shared_b16(u32 address, Site site = Site::here()) { return read_shared_as<u16>(address, site); }
+CUFLASH_DEVICE Bytes16 load_shared_b128(u32 address, Site site = Site::here()) {
+  return read_shared_as<Bytes16>(address, site);
+}
+CUFLASH_DEVICE void store_shared_b16(u32 address, u16 value, Site site = Site::here()) {
+  write_shared_as(address, value, site);
+}
+CUFLASH_DEVICE void store_shared_b32(u32 address, u32 value, Site site = Site::here()) {
+  write_shared_as(address, value, site);
+}
+
+// ---- Barriers and shuffles ----------------------------------------------------------------------------------------
+CUFLASH_DEVICE void sync_block(Site site = Site::here()) { ::emulator::sync_block(site); }
+CUFLASH_DEVICE float shuffle_xor(float value, u32 lane_mask, Site site = Site::here()) {
+  return ::emulator::shuffle_xor(value, lane_mask, site);
+}
+
+// ---- Asynchronous copies ------------------------------------------------------------------------------------------
+template <int bytes>
+CUFLASH_DEVICE void copy_async(u32 destination, const void* source, u32 source_bytes, Site site = Site::here()) {
+  static_assert(bytes == 4 || bytes == 8 || bytes == 16, "cp.async copies 4, 8 or 16 bytes");
+  ::emulator::copy_async(destination, source, bytes, source_bytes, site);
+}
+CUFLASH_DEVICE void copy_async_commit(Site site = Site::here()) { ::emulator::copy_async_commit(site); }
+template <int pending>
+CUFLASH_DEVICE void copy_async_wait(Site site = Site::here()) {
+  static_assert(pending >= 0, "a count of groups");
+  ::emulator::copy_async_wait(pending, site);
+}
+
+// ---- Matrix fragments ---------------------------------------------------------------------------------------------
+CUFLASH_DEVICE void load_matrix_x4(u32 (&fragment)[4], u32 address, Site site = Site::here()) {
+  ::emulator::load_matrix(fragment, address, site);
+}
+CUFLASH_DEVICE void load_matrix_x4_transposed(u32 (&fragment)[4], u32 address, Site site = Site::here()) {
+  ::emulator::load_matrix_transposed(fragment, address, site);
+}
+CUFLASH_DEVICE void mma_m16n8k16(Float16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, Site site = Site::here()) {
+  ::emulator::multiply_matrix(Element::kFloat16, d, a, b0, b1, site);
+}
+CUFLASH_DEVICE void mma_m16n8k16(BFloat16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, Site site = Site::here()) {
+  ::emulator::multiply_matrix(Element::kBFloat16, d, a, b0, b1, site);
+}
+
+// ---- Arithmetic ---------------------------------------------------------------------------------------------------
+CUFLASH_DEVICE float exp2_approx(float x) { return ::emulator::exp2_approx(x); }
+CUFLASH_DEVICE float log2_approx(float x) { return ::emulator::log2_approx(x); }
+template <class T>
+CUFLASH_DEVICE u32 pack(T type, float low, float high) {
+  return ::emulator::from_float32(element_of(type), low) | (u32)::emulator::from_float32(element_of(type), high) << 16;
+}
+template <class T>
+CUFLASH_DEVICE float to_float32(T type, u16 bits) {
+  return ::emulator::to_float32(element_of(type), bits);
+}
+CUFLASH_DEVICE float infinity() { return __builtin_inff(); }
+
+// ---- Reductions in global memory ----------------------------------------------------------------------------------
+CUFLASH_DEVICE void reduce_add(float* address, float value, Site site = Site::here()) {
+  ::emulator::reduce_add(address, &value, 1, site);
+}
+CUFLASH_DEVICE void reduce_add_x4(float* address, const float (&value)[4], Site site = Site::here()) {
+  ::emulator::reduce_add(address, value, 4, site);
+}
+
+}  // namespace ptx

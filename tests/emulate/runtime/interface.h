@@ -1,0 +1,90 @@
+// What a kernel compiled for the CPU sees of the emulator. No standard header is included here: every kernel
+// specialisation compiles this file again.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+namespace emulator __attribute__((visibility("default"))) {
+
+// Where in the kernel's source an operation was called.
+struct Site {
+  const char* file;
+  u32 line;
+
+  // As a default argument this names the line of the caller.
+  static constexpr Site here(const char* file = __builtin_FILE(), u32 line = __builtin_LINE()) { return {file, line}; }
+};
+
+enum class Element : u32 { kFloat16, kBFloat16 };
+
+// One kernel of a module: its body for one thread.
+struct Kernel {
+  void (*thread_body)(const void* params);
+  u64 params_bytes;
+  u32 max_threads;
+};
+
+// How the driver wants a launch to run. Mirrored by emulator.py.
+struct LaunchOptions {
+  u32 grid;
+  u32 threads;
+  u32 shared_bytes;
+  u32 order;  // the enum Order of scheduler.h
+  u32 eager_copies;
+  u32 trap_unwritten;
+  u64 seed;
+  double watchdog_seconds;
+};
+
+// What came of it. Mirrored by emulator.py.
+struct Report {
+  char message[4096];
+  char file[512];
+  u32 line;
+  u32 block;
+  u32 thread;
+  u32 has_thread;
+  // The instruction that faulted, for looking up its source line; empty if the site above says it all.
+  char fault_module[512];
+  u64 fault_offset;
+
+  u64 fiber_switches;
+  u64 block_barriers;
+  u64 matrix_loads;
+  u64 matrix_load_conflicts;
+  u64 matrix_products;
+};
+
+// 0 if the kernel ran to its end.
+int launch(const Kernel& kernel, const void* params, u64 params_bytes, const LaunchOptions& options, Report& report);
+
+u32 thread_index();
+u32 block_index();
+u32 dynamic_shared();
+
+// Checked access to shared memory: the bytes to read from or to write to.
+const u8* read_shared(u32 address, u32 bytes, Site site);
+u8* write_shared(u32 address, u32 bytes, Site site);
+
+void sync_block(Site site);
+float shuffle_xor(float value, u32 lane_mask, Site site);
+
+void copy_async(u32 destination, const void* source, u32 bytes, u32 source_bytes, Site site);
+void copy_async_commit(Site site);
+void copy_async_wait(u32 pending, Site site);
+
+void load_matrix(u32* fragment, u32 address, Site site);
+void load_matrix_transposed(u32* fragment, u32 address, Site site);
+void multiply_matrix(Element type, float* d, const u32* a, u32 b0, u32 b1, Site site);
+
+float exp2_approx(float x);
+float log2_approx(float x);
+u16 from_float32(Element type, float value);
+float to_float32(Element type, u16 bits);
+
+void reduce_add(float* address, const float* values, u32 count, Site site);
+
+}  // namespace emulator

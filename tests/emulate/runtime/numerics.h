@@ -1,0 +1,51 @@
+// The 16-bit floating-point formats.
+#pragma once
+#include <cmath>
+#include <cstring>
+
+#include "interface.h"
+
+namespace emulator {
+
+inline u32 bits_of(float value) {
+  u32 bits;
+  memcpy(&bits, &value, 4);
+  return bits;
+}
+inline float float_of(u32 bits) {
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+// Free of branches, so that loops over it become vector code.
+inline float float16_to_float32(u16 bits) {
+  constexpr float kExponentShift = 0x1p112f;  // the difference of the exponent biases
+  const float magnitude = float_of((u32)(bits & 0x7fff) << 13) * kExponentShift;
+  const u32 infinity_or_nan = (bits & 0x7c00) == 0x7c00 ? 0x7f800000u : 0u;
+  return float_of(bits_of(magnitude) | infinity_or_nan | (u32)(bits & 0x8000) << 16);
+}
+inline float bfloat16_to_float32(u16 bits) { return float_of((u32)bits << 16); }
+
+constexpr u16 kNan16 = 0x7fff;  // what cvt makes of any NaN, in both formats
+
+inline u16 float32_to_float16(float value) {
+  constexpr float kRoundsToInfinity = 65520.0f;
+  constexpr float kSmallestNormal = 0x1p-14f;
+  constexpr float kSmallestSubnormal = 0x1p-24f;
+  if (std::isnan(value)) return kNan16;
+  const u16 sign = (u16)(bits_of(value) >> 16 & 0x8000);
+  const float magnitude = std::fabs(value);
+  if (magnitude >= kRoundsToInfinity) return sign | 0x7c00;
+  if (magnitude < kSmallestNormal) return sign | (u16)std::nearbyint(magnitude / kSmallestSubnormal);
+  const u32 rebiased = bits_of(magnitude) - (112u << 23);
+  return sign | (u16)((rebiased + 0x0fff + (rebiased >> 13 & 1)) >> 13);
+}
+
+inline u16 float32_to_bfloat16(float value) {
+  if (std::isnan(value)) return kNan16;
+  const u32 bits = bits_of(value);
+  return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+}  // namespace emulator

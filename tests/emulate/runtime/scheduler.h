@@ -1,0 +1,118 @@
+// The block that runs: its threads, its warps, who runs next, and how a launch ends early.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "fiber.h"
+
+namespace emulator {
+
+constexpr u32 kWarpLanes = 32;
+constexpr u32 kMaxThreads = 1024;
+
+enum class Order : u32 { kFirstInFirstOut, kLastInFirstOut, kReversed, kRandom };
+
+inline bool operator==(Site a, Site b) { return a.file == b.file && a.line == b.line; }
+inline bool operator!=(Site a, Site b) { return !(a == b); }
+const char* file_name(Site site);
+
+// One cp.async that was issued. `bytes_read` is what the source held at that time.
+struct Copy {
+  Site site;
+  const u8* source;
+  u32 source_bytes;
+  u32 destination;
+  u32 bytes;
+  u32 group;
+  u8 bytes_read[16];
+};
+
+struct Thread {
+  enum class State { kReady, kWaiting, kExited };
+
+  explicit Thread(u32 index) : fiber(index), index(index) {}
+
+  Fiber fiber;
+  const u32 index;
+  State state;
+  Site site;              // of the last operation called
+  const char* operation;  // that it waits in
+  std::vector<Copy> copies;
+  size_t copies_landed;
+  u32 groups_committed;
+};
+
+struct Warp {
+  u32 exited;
+  u32 arrived;  // lanes that wait in the collective
+  const char* operation;
+  Site site;
+  u32 epoch;  // grows with every collective: it orders the accesses of different lanes
+  void* argument[kWarpLanes];
+};
+
+struct Statistics {
+  u64 fiber_switches;
+  u64 block_barriers;
+  u64 matrix_loads;
+  u64 matrix_load_conflicts;
+  u64 matrix_products;
+};
+
+// Threads that can run, in the order in which they became ready.
+class ReadyQueue {
+ public:
+  void clear() { first_ = count_ = 0; }
+  bool empty() const { return count_ == 0; }
+  void push(u16 thread) { at(count_++) = thread; }
+  u16 pop_first();
+  u16 pop_last() { return at(--count_); }
+  u16 pop_any(u32 random);
+
+ private:
+  u16& at(u32 position) { return threads_[(first_ + position) % kMaxThreads]; }
+
+  u16 threads_[kMaxThreads];
+  u32 first_ = 0;
+  u32 count_ = 0;
+};
+
+struct Block {
+  const Kernel* kernel;
+  const void* params;
+  LaunchOptions options;
+  Report* report;
+
+  Fiber driver;               // whoever called launch
+  Thread* current = nullptr;  // null while the driver runs
+  std::vector<std::unique_ptr<Thread>> threads;
+  std::vector<Warp> warps;
+  ReadyQueue ready;
+  u32 index;
+  u32 exited;
+  bool failed;
+  u64 random_state;
+
+  u32 barrier_arrived;
+  Site barrier_site;
+  u32 epoch;  // grows with every sync_block
+
+  Statistics statistics;
+};
+
+extern Block block;
+
+inline Warp& warp_of(const Thread& thread) { return block.warps[thread.index / kWarpLanes]; }
+u32 next_random();
+
+// Runs every thread of block `index` to its end; false if one failed.
+bool run_block(u32 index);
+
+// The current thread stops here until another one wakes it.
+void wait_for_wake(const char* operation, Site site);
+void wake(Thread& thread);
+
+// Ends the launch with a message about `thread`. Never returns to the kernel.
+[[noreturn]] void fail(const Thread& thread, Site site, const char* format, ...) __attribute__((format(printf, 3, 4)));
+
+}  // namespace emulator

@@ -1,0 +1,222 @@
+// Collectives of a warp: the lanes wait for each other, and the last to arrive does the work of all.
+#include <algorithm>
+#include <cmath>
+
+#include "numerics.h"
+#include "shared_memory.h"
+
+// The hot loops are plain C++; the best instruction set of the machine is chosen when the library is loaded.
+#if defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__)
+#define EMULATOR_HOT __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define EMULATOR_HOT
+#endif
+
+namespace emulator {
+namespace {
+
+template <class Argument>
+Argument& argument_of(Warp& warp, u32 lane) {
+  return *static_cast<Argument*>(warp.argument[lane]);
+}
+
+// Gathers the 32 lanes at one call, then performs it once.
+void collect(const char* operation, Site site, void* argument, void (*perform)(Warp& warp)) {
+  Thread& self = *block.current;
+  Warp& warp = warp_of(self);
+  if (warp.exited)
+    fail(self, site, "divergent warp: the thread calls %s, but %u threads of its warp have exited", operation,
+         warp.exited);
+  if (warp.arrived == 0) {
+    warp.operation = operation;
+    warp.site = site;
+  } else if (warp.operation != operation || warp.site != site) {
+    fail(self, site, "divergent warp: the thread calls %s here while others of its warp wait in %s at %s:%u", operation,
+         warp.operation, file_name(warp.site), warp.site.line);
+  }
+  const u32 lane = self.index % kWarpLanes;
+  warp.argument[lane] = argument;
+  if (++warp.arrived < kWarpLanes) {
+    wait_for_wake(operation, site);
+    return;
+  }
+  self.site = site;
+  // What the lanes did before is ordered before the collective, and what they do next after it.
+  ++warp.epoch;
+  perform(warp);
+  ++warp.epoch;
+  warp.arrived = 0;
+  const u32 first = self.index - lane;
+  for (u32 i = 0; i < kWarpLanes; ++i)
+    if (i != lane) wake(*block.threads[first + i]);
+}
+
+struct Shuffle {
+  float value;
+  float received;
+  u32 lane_mask;
+};
+
+void perform_shuffle(Warp& warp) {
+  for (u32 lane = 0; lane < kWarpLanes; ++lane) {
+    Shuffle& shuffle = argument_of<Shuffle>(warp, lane);
+    shuffle.received = argument_of<Shuffle>(warp, lane ^ shuffle.lane_mask).value;
+  }
+}
+
+struct MatrixLoad {
+  u32* fragment;
+  u32 address;
+};
+
+// How often the eight rows of one matrix fall into the same 16 bytes of a bank line, beyond the first time.
+u32 bank_conflicts(const u32 (&addresses)[8]) {
+  constexpr u32 kBanks = 8;  // of 16 bytes
+  u32 banks_used = 0;
+  for (u32 address : addresses) banks_used |= 1u << address / 16 % kBanks;
+  if (banks_used == (1u << kBanks) - 1) return 0;
+
+  u32 rows_of_bank[kBanks] = {};
+  for (u32 i = 0; i < 8; ++i) {
+    const bool repeated = std::find(addresses, addresses + i, addresses[i]) != addresses + i;
+    if (!repeated) ++rows_of_bank[addresses[i] / 16 % kBanks];
+  }
+  return *std::max_element(rows_of_bank, rows_of_bank + kBanks) - 1;
+}
+
+template <bool transposed>
+void perform_matrix_load(Warp& warp) {
+  const u32 first_thread = (u32)(&warp - block.warps.data()) * kWarpLanes;
+  for (u32 matrix = 0; matrix < 4; ++matrix) {
+    u32 addresses[8];
+    u16 elements[8][8];
+    for (u32 row = 0; row < 8; ++row) {
+      const u32 lane = 8 * matrix + row;
+      addresses[row] = argument_of<MatrixLoad>(warp, lane).address;
+      memcpy(elements[row], read_matrix_row(addresses[row], *block.threads[first_thread + lane], warp.site), 16);
+    }
+    block.statistics.matrix_load_conflicts += bank_conflicts(addresses);
+    for (u32 lane = 0; lane < kWarpLanes; ++lane) {
+      const u32 row = lane / 4, column = lane % 4 * 2;
+      const u32 low = transposed ? elements[column][row] : elements[row][column];
+      const u32 high = transposed ? elements[column + 1][row] : elements[row][column + 1];
+      argument_of<MatrixLoad>(warp, lane).fragment[matrix] = low | high << 16;
+    }
+  }
+  ++block.statistics.matrix_loads;
+}
+
+struct MatrixProduct {
+  float* d;
+  const u32* a;
+  u32 b[2];
+};
+
+constexpr u32 kRows = 16, kColumns = 8, kDepth = 16;
+typedef float RowOfD __attribute__((vector_size(kColumns * sizeof(float))));
+
+struct Operands {
+  u16 a[kRows * kDepth];
+  u16 b[kDepth * kColumns];
+};
+
+// product = a b, everything by rows.
+template <float (*to_float)(u16)>
+inline __attribute__((always_inline)) void multiply(const Operands& operands, RowOfD (&product)[kRows]) {
+  float a[kRows * kDepth];
+  alignas(RowOfD) float b[kDepth * kColumns];
+  for (u32 i = 0; i < kRows * kDepth; ++i) a[i] = to_float(operands.a[i]);
+  for (u32 i = 0; i < kDepth * kColumns; ++i) b[i] = to_float(operands.b[i]);
+  for (u32 row = 0; row < kRows; ++row) {
+    RowOfD sum = {};
+    for (u32 k = 0; k < kDepth; ++k) {
+      RowOfD b_row;
+      memcpy(&b_row, b + k * kColumns, sizeof b_row);
+      sum += a[row * kDepth + k] * b_row;
+    }
+    product[row] = sum;
+  }
+}
+EMULATOR_HOT void multiply_float16(const Operands& operands, RowOfD (&product)[kRows]) {
+  multiply<float16_to_float32>(operands, product);
+}
+EMULATOR_HOT void multiply_bfloat16(const Operands& operands, RowOfD (&product)[kRows]) {
+  multiply<bfloat16_to_float32>(operands, product);
+}
+
+template <Element type>
+void perform_matrix_product(Warp& warp) {
+  Operands operands;
+  for (u32 lane = 0; lane < kWarpLanes; ++lane) {
+    const MatrixProduct& own = argument_of<MatrixProduct>(warp, lane);
+    const u32 group = lane / 4, pair = lane % 4 * 2;
+    for (u32 i = 0; i < 4; ++i) memcpy(&operands.a[(group + i % 2 * 8) * kDepth + pair + i / 2 * 8], &own.a[i], 4);
+    for (u32 i = 0; i < 2; ++i) {
+      operands.b[(pair + 8 * i) * kColumns + group] = (u16)own.b[i];
+      operands.b[(pair + 8 * i + 1) * kColumns + group] = (u16)(own.b[i] >> 16);
+    }
+  }
+  RowOfD product[kRows];
+  if (type == Element::kFloat16)
+    multiply_float16(operands, product);
+  else
+    multiply_bfloat16(operands, product);
+  for (u32 lane = 0; lane < kWarpLanes; ++lane) {
+    float* d = argument_of<MatrixProduct>(warp, lane).d;
+    const u32 group = lane / 4, pair = lane % 4 * 2;
+    for (u32 i = 0; i < 4; ++i) d[i] += product[group + i / 2 * 8][pair + i % 2];
+  }
+  ++block.statistics.matrix_products;
+}
+
+}  // namespace
+
+float shuffle_xor(float value, u32 lane_mask, Site site) {
+  if (lane_mask >= kWarpLanes) fail(*block.current, site, "shuffle_xor: a lane mask of %u", lane_mask);
+  Shuffle shuffle = {value, 0.0f, lane_mask};
+  collect("shuffle_xor", site, &shuffle, perform_shuffle);
+  return shuffle.received;
+}
+
+void load_matrix(u32* fragment, u32 address, Site site) {
+  MatrixLoad load = {fragment, address};
+  collect("load_matrix_x4", site, &load, perform_matrix_load<false>);
+}
+
+void load_matrix_transposed(u32* fragment, u32 address, Site site) {
+  MatrixLoad load = {fragment, address};
+  collect("load_matrix_x4_transposed", site, &load, perform_matrix_load<true>);
+}
+
+void multiply_matrix(Element type, float* d, const u32* a, u32 b0, u32 b1, Site site) {
+  MatrixProduct product = {d, a, {b0, b1}};
+  collect("mma_m16n8k16", site, &product,
+          type == Element::kFloat16 ? perform_matrix_product<Element::kFloat16>
+                                    : perform_matrix_product<Element::kBFloat16>);
+}
+
+// ---- Operations of one thread that need no checks -------------------------------------------------------------------
+
+namespace {
+float flush_subnormal(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
+}  // namespace
+
+float exp2_approx(float x) { return flush_subnormal(std::exp2(flush_subnormal(x))); }
+float log2_approx(float x) { return std::log2(x); }
+
+u16 from_float32(Element type, float value) {
+  return type == Element::kFloat16 ? float32_to_float16(value) : float32_to_bfloat16(value);
+}
+float to_float32(Element type, u16 bits) {
+  return type == Element::kFloat16 ? float16_to_float32(bits) : bfloat16_to_float32(bits);
+}
+
+void reduce_add(float* address, const float* values, u32 count, Site site) {
+  Thread& self = *block.current;
+  self.site = site;
+  if ((unsigned long)address % (count * sizeof(float)))
+    fail(self, site, "misaligned reduction: %p is not a multiple of %zu bytes", (void*)address, count * sizeof(float));
+  for (u32 i = 0; i < count; ++i) address[i] += values[i];
+}
+
+}  // namespace emulator

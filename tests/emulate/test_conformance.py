@@ -1,0 +1,51 @@
+"""The emulated functions of ``kernels/ptx.cuh`` compute what the checks say, under every schedule."""
+
+import numpy as np
+import pytest
+
+from conformance import CHECKS, PARAMS
+from emulator import HERE, SCHEDULES, build, find_compiler, guarded_array
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+
+
+@pytest.fixture(params=SCHEDULES, ids=str)
+def run(request):
+    """Runs a conformance kernel on the CPU, on arrays between guard pages."""
+
+    def guarded_copy(array):
+        copy = guarded_array(array.shape, array.dtype)
+        copy[...] = array
+        return copy
+
+    def run_emulated(
+        kernel,
+        *,
+        destination,
+        source=None,
+        second_source=None,
+        count=0,
+        grid=1,
+        threads=128,
+        shared_bytes=0,
+        element="Float16",
+    ):
+        arrays = [None if array is None else guarded_copy(array) for array in (source, second_source, destination)]
+        addresses = [0 if array is None else array.ctypes.data for array in arrays]
+        build(HERE / "conformance.cu", {"ELEMENT": element}).launch(
+            kernel,
+            np.array((*addresses, count, 0), PARAMS),
+            grid=grid,
+            threads=threads,
+            shared_bytes=shared_bytes,
+            schedule=request.param,
+            trap_unwritten=True,
+        )
+        return np.array(arrays[2])
+
+    return run_emulated
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_conformance(check, run):
+    check(run)

@@ -1,0 +1,378 @@
+"""Every wrong input raises the right error, and the message names the argument, what was got and what is expected."""
+
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash.problem import MAX_SEQLEN
+
+BATCH, HEADS, HEADS_KV, SEQLEN_Q, SEQLEN_K, DIM, DIM_V = 2, 4, 2, 5, 6, 8, 3
+
+
+def good_arrays():
+    """Arguments of a forward call that works, with every optional input and result."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return rng.standard_normal(shape, np.float32)
+
+    return {
+        "q": normal(BATCH, HEADS, SEQLEN_Q, DIM),
+        "k": normal(BATCH, HEADS_KV, SEQLEN_K, DIM),
+        "v": normal(BATCH, HEADS_KV, SEQLEN_K, DIM_V),
+        "bias": normal(HEADS, 1, SEQLEN_K),
+        "mask": np.ones((SEQLEN_Q, SEQLEN_K), bool),
+        "kv_lengths": np.array([6, 2]),
+        "alibi_slopes": normal(HEADS),
+        "out": np.empty((BATCH, HEADS, SEQLEN_Q, DIM_V), np.float32),
+        "lse": np.empty((BATCH, HEADS, SEQLEN_Q), np.float32),
+    }
+
+
+def good_backward_arrays():
+    arrays = good_arrays()
+    inputs = {name: x for name, x in arrays.items() if name not in ("out", "lse")}
+    arrays["out"], arrays["lse"] = cuflash.FlashAttention().forward(**inputs)
+    arrays["dout"] = np.ones_like(arrays["out"])
+    for name in "qkv":
+        arrays[f"d{name}"] = np.empty_like(arrays[name])
+    return arrays
+
+
+def read_only(x):
+    x = x.copy()
+    x.flags.writeable = False
+    return x
+
+
+def repeated(x):
+    """An array of x's shape whose first axis is one entry over and over."""
+    return np.lib.stride_tricks.as_strided(x.copy(), x.shape, (0, *x.strides[1:]))
+
+
+class Halfway:
+    """Speaks half of the protocol."""
+
+    def __dlpack__(self):
+        raise NotImplementedError
+
+
+class Elsewhere:
+    """An array on a device that is neither the host nor a CUDA device."""
+
+    def __dlpack_device__(self):
+        return (8, 0)
+
+    def __dlpack__(self, **how):
+        raise BufferError
+
+
+class Subclass(np.ndarray):
+    pass
+
+
+ARRAY = "a NumPy or CuPy array, or one with __dlpack__"
+DTYPES = "float16, bfloat16, float32 or float64"
+CAUSAL = "False, True (bottom-right aligned) or 'top_left'"
+SCORES = "a shape that broadcasts to (batch, num_heads, seqlen_q, seqlen_k) = (2, 4, 5, 6)"
+IS_BOOL = "bool (True takes part; additive terms go into bias)"
+
+# Argument, a bad value of it, the error, what was got, what is expected.
+BAD_OPTIONS = [
+    ("causal", "bottom_right", ValueError, "'bottom_right'", CAUSAL),
+    ("causal", 1, TypeError, "1", CAUSAL),
+    ("causal", None, TypeError, "None", CAUSAL),
+    ("scale", "0.1", TypeError, "str '0.1'", "None or a real number"),
+    ("scale", True, TypeError, "bool True", "None or a real number"),
+    ("scale", 1j, TypeError, "complex 1j", "None or a real number"),
+    ("scale", np.ones(2), TypeError, "ndarray array([1., 1.])", "None or a real number"),
+    ("scale", float("nan"), ValueError, "nan", "a finite number"),
+    ("scale", float("-inf"), ValueError, "-inf", "a finite number"),
+    ("window", 3, TypeError, "int 3", "None or (left, right)"),
+    ("window", "ab", TypeError, "str 'ab'", "None or (left, right)"),
+    ("window", (1,), ValueError, "(1,)", "two entries (left, right)"),
+    ("window", (1, 2, 3), ValueError, "(1, 2, 3)", "two entries (left, right)"),
+    ("window left", (-1, 0), ValueError, "-1", "None (no bound) or an integer >= 0"),
+    ("window right", (0, -1), ValueError, "-1", "None (no bound) or an integer >= 0"),
+    ("window left", (1.0, None), TypeError, "float 1.0", "None or an integer"),
+    ("window right", (None, True), TypeError, "bool True", "None or an integer"),
+    ("softcap", 0, ValueError, "0.0", "None or a number > 0"),
+    ("softcap", -30.0, ValueError, "-30.0", "None or a number > 0"),
+    ("softcap", float("inf"), ValueError, "inf", "a finite number"),
+    ("softcap", "30", TypeError, "str '30'", "None or a real number"),
+    ("layout", "sbhd", ValueError, "'sbhd'", "'bhsd' or 'bshd'"),
+    ("layout", "BHSD", ValueError, "'BHSD'", "'bhsd' or 'bshd'"),
+    ("layout", None, TypeError, "NoneType None", "'bhsd' or 'bshd'"),
+    ("deterministic", 1, TypeError, "int 1", "a bool"),
+    ("deterministic", None, TypeError, "NoneType None", "a bool"),
+]
+
+# The value is made from the good one, `x`, where it is a function.
+BAD_INPUTS = [
+    # No array, or not one that means what it says.
+    ("q", None, TypeError, "None", "an array"),
+    ("q", lambda x: x.tolist(), TypeError, "list", ARRAY),
+    ("k", (1, 2), TypeError, "tuple", ARRAY),
+    ("v", 1.0, TypeError, "float 1.0", ARRAY),
+    ("q", np.float32(1), TypeError, "numpy.float32", ARRAY),
+    ("k", "k", TypeError, "str 'k'", ARRAY),
+    ("v", np.ndarray, TypeError, "type", ARRAY),
+    ("q", Halfway(), TypeError, "test_bad_inputs.Halfway", ARRAY),
+    ("v", Elsewhere(), TypeError, "test_bad_inputs.Elsewhere", "an array of numpy as q is"),
+    ("q", np.ma.asarray, TypeError, "numpy.MaskedArray", "a plain numpy.ndarray"),
+    ("k", lambda x: x[0, 0].view(np.matrix), TypeError, "numpy.matrix", "a plain numpy.ndarray"),
+    ("v", lambda x: x.view(Subclass), TypeError, "test_bad_inputs.Subclass", "a plain numpy.ndarray"),
+    # dtypes
+    ("q", lambda x: x.astype(object), TypeError, "dtype object", DTYPES),
+    ("q", lambda x: x.astype(np.int64), TypeError, "dtype int64", DTYPES),
+    ("k", lambda x: x > 0, TypeError, "dtype bool", DTYPES),
+    ("v", lambda x: x.astype(np.complex64), TypeError, "dtype complex64", DTYPES),
+    ("v", lambda x: x.astype(ml_dtypes.float8_e4m3fn), TypeError, "dtype float8_e4m3fn", DTYPES),
+    ("q", lambda x: x.view(np.dtype([("x", np.float32)])), TypeError, "dtype [('x', '<f4')]", DTYPES),
+    ("q", lambda x: x.astype(">f4"), TypeError, "dtype >f4", "native byte order: q.astype('float32')"),
+    ("k", lambda x: x.astype(np.float64), TypeError, "dtype float64", "float32 as q has"),
+    ("v", lambda x: x.astype(np.float16), TypeError, "dtype float16", "float32 as q has"),
+    ("v", lambda x: x.astype(ml_dtypes.bfloat16), TypeError, "dtype bfloat16", "float32 as q has"),
+    # shapes
+    ("q", lambda x: x[0, 0, 0], ValueError, "1-D shape (8,)", "a 2-D, 3-D or 4-D array"),
+    ("q", lambda x: x[None], ValueError, "5-D shape (1, 2, 4, 5, 8)", "a 2-D, 3-D or 4-D array"),
+    ("k", np.array(1.0, np.float32), ValueError, "0-D shape ()", "a 2-D, 3-D or 4-D array"),
+    ("k", lambda x: x[0], ValueError, "3-D shape (2, 6, 8)", "4-D as q is"),
+    ("v", lambda x: x[0, 0], ValueError, "2-D shape (6, 3)", "4-D as q is"),
+    ("k", lambda x: x[:1], ValueError, "batch 1", "batch 2 as q has"),
+    ("v", lambda x: np.repeat(x, 2, 0), ValueError, "batch 4", "batch 2 as q has"),
+    ("k", lambda x: x[..., :7], ValueError, "head_dim 7", "head_dim 8 as q has"),
+    ("v", lambda x: x[:, :1], ValueError, "heads 1", "heads 2 as k has"),
+    ("v", lambda x: x[:, :, :5], ValueError, "seqlen 5", "seqlen 6 as k has"),
+    ("v", lambda x: x[..., :0], ValueError, "last axis of length 0", "a head dimension of at least 1"),
+    # bias
+    ("bias", lambda x: x.tolist(), TypeError, "list", ARRAY),
+    ("bias", 0.0, TypeError, "float 0.0", ARRAY),
+    ("bias", lambda x: x > 0, TypeError, "dtype bool", "float32"),
+    ("bias", lambda x: x.astype(np.float64), TypeError, "dtype float64", "float32"),
+    ("bias", lambda x: x.astype(np.float16), TypeError, "dtype float16", "float32"),
+    ("bias", lambda x: x.astype(">f4"), TypeError, "dtype >f4", "native byte order"),
+    ("bias", lambda x: x[:3], ValueError, "shape (3, 1, 6)", SCORES),
+    ("bias", lambda x: x[None, None], ValueError, "shape (1, 1, 4, 1, 6)", SCORES),
+    ("bias", lambda x: x[..., :5], ValueError, "shape (4, 1, 5)", SCORES),
+    # mask
+    ("mask", True, TypeError, "bool True", ARRAY),
+    ("mask", lambda x: x.astype(np.float32), TypeError, "dtype float32", IS_BOOL),
+    ("mask", lambda x: x.astype(np.uint8), TypeError, "dtype uint8", IS_BOOL),
+    ("mask", lambda x: x.T, ValueError, "shape (6, 5)", SCORES),
+    ("mask", lambda x: np.ones((4, 2, 1, 1), bool), ValueError, "shape (4, 2, 1, 1)", SCORES),
+    # kv_lengths
+    ("kv_lengths", [6, 2], TypeError, "list", ARRAY),
+    ("kv_lengths", 6, TypeError, "int 6", ARRAY),
+    ("kv_lengths", lambda x: x.astype(np.float32), TypeError, "dtype float32", "int32 or int64"),
+    ("kv_lengths", lambda x: x.astype(np.uint64), TypeError, "dtype uint64", "int32 or int64"),
+    ("kv_lengths", lambda x: x.astype(">i8"), TypeError, "dtype >i8", "native byte order"),
+    ("kv_lengths", lambda x: x[:1], ValueError, "shape (1,)", "(batch,) = (2,)"),
+    ("kv_lengths", lambda x: x[:, None], ValueError, "shape (2, 1)", "(batch,) = (2,)"),
+    ("kv_lengths", np.array([3, -1]), ValueError, "an entry -1", "0 to seqlen_k = 6"),
+    ("kv_lengths", np.array([7, 3], np.int32), ValueError, "an entry 7", "0 to seqlen_k = 6"),
+    # alibi_slopes
+    ("alibi_slopes", lambda x: x.tolist(), TypeError, "list", ARRAY),
+    ("alibi_slopes", lambda x: x.astype(np.float64), TypeError, "dtype float64", "float32"),
+    ("alibi_slopes", lambda x: x[:2], ValueError, "shape (2,)", "(num_heads,) = (4,) or (batch, num_heads) = (2, 4)"),
+    ("alibi_slopes", lambda x: x[:, None], ValueError, "shape (4, 1)", "(num_heads,) = (4,) or"),
+]
+
+BAD_RESULTS = [
+    ("out", lambda x: x.tolist(), TypeError, "list", ARRAY),
+    ("out", lambda x: x.astype(np.float64), TypeError, "dtype float64", "float32"),
+    ("out", lambda x: x.astype(">f4"), TypeError, "dtype >f4", "native byte order"),
+    ("out", lambda x: x[..., :2], ValueError, "shape (2, 4, 5, 2)", "(2, 4, 5, 3)"),
+    ("out", lambda x: x.swapaxes(1, 2), ValueError, "shape (2, 5, 4, 3)", "(2, 4, 5, 3)"),
+    ("out", lambda x: x.reshape(-1), ValueError, "shape (120,)", "(2, 4, 5, 3)"),
+    ("out", read_only, ValueError, "a read-only array", "a writable one"),
+    ("out", repeated, ValueError, "strides (0, 60, 12, 4)", "an array whose elements are all distinct in memory"),
+    ("lse", lambda x: np.ones_like(x, np.float16), TypeError, "dtype float16", "float32"),
+    ("lse", lambda x: x[..., None], ValueError, "shape (2, 4, 5, 1)", "(2, 4, 5)"),
+    ("lse", read_only, ValueError, "a read-only array", "a writable one"),
+]
+
+BAD_BACKWARD = [
+    ("dout", None, TypeError, "None", "an array"),
+    ("dout", lambda x: x.tolist(), TypeError, "list", ARRAY),
+    ("dout", lambda x: x.astype(np.float64), TypeError, "dtype float64", "float32"),
+    ("dout", lambda x: x[..., :1], ValueError, "shape (2, 4, 5, 1)", "(2, 4, 5, 3)"),
+    ("out", None, TypeError, "None", "an array"),
+    ("out", lambda x: x.astype(np.float16), TypeError, "dtype float16", "float32"),
+    ("lse", None, TypeError, "None", "an array"),
+    ("lse", lambda x: x.astype(np.float64), TypeError, "dtype float64", "float32"),
+    ("lse", lambda x: x[0], ValueError, "shape (4, 5)", "(2, 4, 5)"),
+    ("lse", lambda x: x.swapaxes(1, 2), ValueError, "shape (2, 5, 4)", "(2, 4, 5)"),
+    ("q", lambda x: x.astype(np.int32), TypeError, "dtype int32", DTYPES),
+    ("kv_lengths", np.array([-1, 3]), ValueError, "an entry -1", "0 to seqlen_k = 6"),
+    ("dq", lambda x: x[:, :2], ValueError, "shape (2, 2, 5, 8)", "(2, 4, 5, 8)"),
+    ("dq", lambda x: x.astype(ml_dtypes.bfloat16), TypeError, "dtype bfloat16", "float32"),
+    ("dk", read_only, ValueError, "a read-only array", "a writable one"),
+    ("dk", lambda x: np.repeat(x, 2, 1), ValueError, "shape (2, 4, 6, 8)", "(2, 2, 6, 8)"),
+    ("dv", "dv", TypeError, "str 'dv'", ARRAY),
+    ("dv", repeated, ValueError, "strides (0, 72, 12, 4)", "an array whose elements are all distinct in memory"),
+]
+
+
+def title(row):
+    name, value, *_ = row
+    return f"{name}-{value.__name__ if hasattr(value, '__name__') else type(value).__name__}"
+
+
+def numbered(rows):
+    return [pytest.param(*row, id=f"{n:02}-{title(row)}") for n, row in enumerate(rows)]
+
+
+def made(value, good):
+    return value(good) if callable(value) and not isinstance(value, type) else value
+
+
+def assert_complains(call, error, name, got, expected):
+    with pytest.raises(error) as raised:
+        call()
+    assert type(raised.value) is error
+    message = str(raised.value)
+    assert re.match(r"(\w+ ?\w*): got .+, expected .+", message), message
+    got_words, expected_words = message.split(", expected ", 1)
+    assert got_words.endswith(f": got {got}"), message
+    assert expected_words.startswith(expected), message
+    assert message.startswith(f"{name}: got"), message
+
+
+def test_the_good_arrays_are_good():
+    cuflash.FlashAttention().forward(**good_arrays())
+    cuflash.FlashAttention().backward(**good_backward_arrays())
+
+
+@pytest.mark.parametrize(("name", "value", "error", "got", "expected"), numbered(BAD_OPTIONS))
+def test_option(name, value, error, got, expected):
+    option = {name.split()[0]: value}
+    assert_complains(lambda: cuflash.FlashAttention(**option), error, name, got, expected)
+    if name != "deterministic":
+        q = np.ones((3, 4))
+        assert_complains(lambda: cuflash.attention(q, q, q, **option), error, name, got, expected)
+
+
+@pytest.mark.parametrize(("name", "value", "error", "got", "expected"), numbered(BAD_INPUTS))
+def test_input(name, value, error, got, expected):
+    arrays = good_arrays()
+    arrays[name] = made(value, arrays[name])
+    attn = cuflash.FlashAttention()
+    assert_complains(lambda: attn.forward(**arrays), error, name, got, expected)
+    del arrays["lse"]
+    assert_complains(lambda: cuflash.attention(**arrays), error, name, got, expected)
+    del arrays["out"]
+    for method in (attn.plan, attn.compile):
+        assert_complains(lambda method=method: method(**arrays), error, name, got, expected)
+
+
+@pytest.mark.parametrize(("name", "value", "error", "got", "expected"), numbered(BAD_RESULTS))
+def test_result(name, value, error, got, expected):
+    arrays = good_arrays()
+    arrays[name] = made(value, arrays[name])
+    assert_complains(lambda: cuflash.FlashAttention().forward(**arrays), error, name, got, expected)
+
+
+@pytest.mark.parametrize(("name", "value", "error", "got", "expected"), numbered(BAD_BACKWARD))
+def test_backward(name, value, error, got, expected):
+    arrays = good_backward_arrays()
+    arrays[name] = made(value, arrays[name])
+    assert_complains(lambda: cuflash.FlashAttention().backward(**arrays), error, name, got, expected)
+
+
+@pytest.mark.parametrize("result", ["out", "lse"])
+@pytest.mark.parametrize("other", ["q", "k", "v", "bias", "mask", "kv_lengths", "alibi_slopes"])
+def test_result_overlaps_an_argument(result, other):
+    arrays = good_arrays()
+    arrays[result], arrays[other] = overlapping(arrays[result], arrays[other])
+    complaint = (ValueError, result, f"memory shared with {other}", "memory of its own")
+    assert_complains(lambda: cuflash.FlashAttention().forward(**arrays), *complaint)
+
+
+@pytest.mark.parametrize("result", ["dq", "dk", "dv"])
+@pytest.mark.parametrize("other", ["q", "k", "v", "dout", "out", "lse"])
+def test_gradient_overlaps_an_argument(result, other):
+    arrays = good_backward_arrays()
+    arrays[result], arrays[other] = overlapping(arrays[result], arrays[other])
+    complaint = (ValueError, result, f"memory shared with {other}", "memory of its own")
+    assert_complains(lambda: cuflash.FlashAttention().backward(**arrays), *complaint)
+
+
+@pytest.mark.parametrize(
+    ("method", "arrays", "first", "second"),
+    [
+        ("forward", good_arrays, "out", "lse"),
+        ("backward", good_backward_arrays, "dq", "dk"),
+        ("backward", good_backward_arrays, "dq", "dv"),
+        ("backward", good_backward_arrays, "dk", "dv"),
+    ],
+)
+def test_results_overlap_each_other(method, arrays, first, second):
+    arrays = arrays()
+    arrays[first], arrays[second] = overlapping(arrays[first], arrays[second])
+    complaint = (ValueError, second, f"memory shared with {first}", "memory of its own")
+    assert_complains(lambda: getattr(cuflash.FlashAttention(), method)(**arrays), *complaint)
+
+
+def overlapping(*arrays):
+    """The same arrays in memory whose last and first bytes they share."""
+    shared = np.zeros(sum(x.nbytes for x in arrays) - 8, np.uint8)
+    first, second = arrays
+    views = shared[: first.nbytes].view(first.dtype), shared[-second.nbytes :].view(second.dtype)
+    views = [view.reshape(x.shape) for view, x in zip(views, arrays, strict=True)]
+    views[0][...], views[1][...] = first, second
+    return views
+
+
+def test_no_device_that_cuflash_knows():
+    x = Elsewhere()
+    complaint = (TypeError, "q", "DLPack device type 8 (number 0)", "host memory (1, 3) or CUDA memory (2, 13)")
+    assert_complains(lambda: cuflash.attention(x, x, x), *complaint)
+
+
+@pytest.mark.parametrize(("heads", "heads_kv"), [(3, 2), (1, 2), (2, 4), (2, 0)])
+def test_heads_that_do_not_divide(heads, heads_kv):
+    q, k = np.ones((heads, 3, 4)), np.ones((heads_kv, 3, 4))
+    complaint = (ValueError, "k", f"{heads_kv} heads", f"a divisor of the {heads} heads of q")
+    assert_complains(lambda: cuflash.attention(q, k, k), *complaint)
+
+
+def test_sequence_beyond_32_bit_positions():
+    q = np.broadcast_to(np.float32(0), (2**31, 1))
+    for name, arrays in (("q", (q, q[:1], q[:1])), ("k", (q[:1], q, q))):
+        complaint = (ValueError, name, "seqlen 2147483648", f"at most {MAX_SEQLEN}")
+        assert_complains(lambda arrays=arrays: cuflash.FlashAttention().plan(*arrays), *complaint)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda attn, q: attn.forward(q, q),
+        lambda attn, q: attn.forward(q, q, q, q),
+        lambda attn, q: attn.forward(q, q, q, causal=True),
+        lambda attn, q: attn.backward(q, q, q, q),
+        lambda attn, q: cuflash.attention(q, q, q, True),
+        lambda attn, q: cuflash.attention(q, q, q, attn_mask=q),
+        lambda attn, q: cuflash.FlashAttention(True),
+        lambda attn, q: cuflash.FlashAttention(dropout=0.1),
+    ],
+)
+def test_unknown_and_misplaced_arguments(call):
+    with pytest.raises(TypeError, match="argument"):
+        call(cuflash.FlashAttention(), np.ones((3, 4)))
+
+
+def test_a_refused_call_leaves_its_results_alone():
+    arrays = good_arrays()
+    arrays["out"][...], arrays["lse"] = 7, arrays["lse"][:1]
+    with pytest.raises(ValueError, match="lse"):
+        cuflash.FlashAttention().forward(**arrays)
+    assert (arrays["out"] == 7).all()
+
+
+def test_there_are_enough_of_them():
+    distinct = {(name, got) for name, _, _, got, _ in BAD_OPTIONS + BAD_INPUTS + BAD_RESULTS + BAD_BACKWARD}
+    assert len(distinct) >= 60

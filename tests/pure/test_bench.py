@@ -1,0 +1,490 @@
+"""The bench package, as far as it goes without a device: cases, the check, timing, a small run, the report."""
+
+import json
+import sys
+import types
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from bench import ceiling, peers, report
+from bench.__main__ import main
+from bench.cases import FA2, GROUPED, SUITES, Case, Suite
+from bench.formula import Inputs, Reference, dtype_of, make_inputs, one_group
+from bench.run import choose_cases, choose_contenders, failures, run_suite
+from bench.timing import HostClock, choose_repeats, schedule, summarize, time_host, time_interleaved
+from cuflash import reference
+from cuflash.problem import Options, make_problem
+
+SMALL = Case(head_dim=8, head_dim_v=12, seqlen_q=24, batch=2, num_heads=4, num_heads_kv=2, causal=True, dtype="float32")
+PLAIN = Case(head_dim=8, seqlen_q=24, batch=2, num_heads=2, dtype="float32")
+ALL_CASES = sorted({case for suite in SUITES.values() for case in suite.cases}, key=lambda case: case.name)
+
+
+def abstract(shape, dtype):
+    """Something with shape, strides and dtype, without the memory."""
+    dtype = dtype_of(dtype)
+    strides = tuple(int(np.prod(shape[i + 1 :], dtype=np.int64)) * dtype.itemsize for i in range(len(shape)))
+    return types.SimpleNamespace(shape=shape, strides=strides, dtype=dtype)
+
+
+# Cases
+
+
+def test_fa2_is_the_usual_table():
+    assert len(FA2) == len(set(FA2)) == 18
+    for case in FA2:
+        assert case.batch * case.seqlen_q == 16384
+        assert case.num_heads * case.head_dim == 2048
+        assert case.dtype == "bfloat16"
+    assert {(c.head_dim, c.seqlen_q, c.causal) for c in FA2} == {
+        (d, n, causal) for d in (64, 128, 256) for n in (1024, 4096, 16384) for causal in (False, True)
+    }
+    assert SUITES["targets"].cases == FA2 + GROUPED
+
+
+def test_names_are_unique():
+    assert len({case.name for case in ALL_CASES}) == len(ALL_CASES)
+    assert SMALL.name == "fp32-d8x12-b2-h4kv2-s24-causal"
+
+
+@pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.name)
+def test_work_agrees_with_the_problem(case):
+    q, k, v = (abstract(shape, case.dtype) for shape in (case.q_shape, case.k_shape, case.v_shape))
+    problem = make_problem(Options(causal=case.causal), q, k, v)
+    assert case.ideal_bytes("forward") == problem.forward_bytes
+    assert case.ideal_bytes("backward") == problem.backward_bytes
+    assert case.scores_bytes == problem.naive_bytes
+    assert case.out_shape == problem.out_shape
+    for pass_, exact in (("forward", problem.forward_flops), ("backward", problem.backward_flops)):
+        if case.causal:  # half of the square leaves out half of the diagonal
+            assert case.flops(pass_) == pytest.approx(exact, rel=1.01 / case.seqlen_q)
+        else:
+            assert case.flops(pass_) == exact
+
+
+def test_a_number_of_operations_worked_out_by_hand():
+    case = Case(head_dim=128, seqlen_q=4096, batch=4, num_heads=16)
+    assert case.flops("forward") == 2 * 4 * 16 * 4096 * 4096 * 256
+    assert case.flops("backward") == 2 * 4 * 16 * 4096 * 4096 * 640
+
+
+def test_cases_that_peers_disagree_on_are_refused():
+    with pytest.raises(ValueError, match="causal"):
+        Case(head_dim=8, seqlen_q=4, seqlen_k=5, batch=1, num_heads=1, causal=True)
+    with pytest.raises(ValueError, match="num_heads_kv"):
+        Case(head_dim=8, seqlen_q=4, batch=1, num_heads=3, num_heads_kv=2)
+
+
+# The check
+
+
+@pytest.mark.parametrize("case", [SMALL, PLAIN], ids=lambda case: case.name)
+def test_the_formula_is_the_oracle(case, monkeypatch):
+    monkeypatch.setattr("bench.formula.ROWS_AT_ONCE", 7)
+    inputs = make_inputs(np, case)
+    problem = make_problem(Options(causal=case.causal), inputs.q, inputs.k, inputs.v)
+    out, _ = reference.forward(problem, inputs.q, inputs.k, inputs.v)
+    dq, dk, dv = reference.backward(problem, inputs.dout, inputs.q, inputs.k, inputs.v)
+    for b, h in ((0, 0), (1, 1)):
+        heads = slice(h * case.group_size, (h + 1) * case.group_size)
+        group = one_group(case, inputs, b, h, compute="float64", store="float64")
+        expected = {"out": out[b, heads], "dq": dq[b, heads], "dk": dk[b, h], "dv": dv[b, h]}
+        for name, value in expected.items():
+            np.testing.assert_allclose(group[name], value, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_the_check_tells_right_from_wrong(dtype):
+    case = Case(head_dim=16, seqlen_q=40, batch=2, num_heads=2, causal=True, dtype=dtype)
+    inputs = make_inputs(np, case)
+    assert {x.dtype for x in (inputs.q, inputs.k, inputs.v, inputs.dout)} == {dtype_of(dtype)}
+    check = Reference(case, inputs)
+    contender = peers.naive(case, inputs)
+    (out,) = contender.calls["forward"]()
+    (error,) = check.errors("forward", (out,)).values()
+    assert error.within_rule and not error.wrong
+    gradients = contender.calls["backward"]()
+    assert not any(error.wrong for error in check.errors("backward", gradients).values())
+
+    for spoil in (np.nan, 3.0):
+        wrong = out.copy()
+        wrong[1, 1, -1, -1] = spoil
+        (error,) = check.errors("forward", (wrong,)).values()
+        assert error.wrong and not error.within_rule
+    future = Inputs(np, *(x[:, :, ::-1] for x in (inputs.q, inputs.k, inputs.v, inputs.dout)))
+    assert check.errors("forward", (peers.naive(case, future).calls["forward"]()[0][:, :, ::-1],))["out"].wrong
+
+
+def test_poison_is_not_a_number_in_every_dtype():
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        array = peers._poisoned(np, (2, 3), dtype)
+        assert array.dtype == dtype_of(dtype)
+        assert np.isnan(array.astype("float64")).all()
+
+
+# Peers
+
+
+@pytest.mark.parametrize("case", [SMALL, PLAIN], ids=lambda case: case.name)
+@pytest.mark.parametrize("name", ["cuflash", "cuflash-alloc", "cuflash-deterministic", "naive", "math", "torch-cpu"])
+def test_contenders_on_the_cpu_are_right(name, case):
+    if name in ("math", "torch-cpu"):
+        pytest.importorskip("torch", reason="a torch peer")
+    if name == "torch-cpu" and case is SMALL:
+        with pytest.raises(peers.Absent, match="grouped"):
+            peers.ADAPTERS[name](case, make_inputs(np, case))
+        return
+    inputs = make_inputs(np, case)
+    check = Reference(case, inputs)
+    contender = peers.ADAPTERS[name](case, inputs)
+    for _ in range(2):  # a call may be repeated
+        for pass_ in ("backward", "forward"):
+            results = tuple(contender.to_array(x) for x in contender.calls[pass_]())
+            assert [x.shape for x in results] == [getattr(case, f"{s}_shape") for s in SHAPES[pass_]]
+            assert not any(error.wrong for error in check.errors(pass_, results).values())
+
+
+SHAPES = {"forward": ("out",), "backward": ("q", "k", "v")}
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("make_calls", [peers.fa2_calls, peers.cudnn_calls, peers.efficient_calls])
+def test_device_kernels_of_torch_take_these_arguments(make_calls, grouped):
+    """On tensors without memory: names, order and number of arguments and results."""
+    torch = pytest.importorskip("torch", reason="a torch peer")
+    case = Case(head_dim=64, seqlen_q=128, batch=2, num_heads=4, num_heads_kv=2 if grouped else 4, causal=True)
+    shapes = (case.q_shape, case.k_shape, case.v_shape, case.out_shape)
+    operands = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
+    if grouped and make_calls is peers.efficient_calls:
+        with pytest.raises(peers.Absent, match="grouped"):
+            make_calls(torch, case, *operands)
+        return
+    calls = make_calls(torch, case, *operands)
+    assert [tuple(x.shape) for x in calls["forward"]()] == [case.out_shape]
+    assert [tuple(x.shape) for x in calls["backward"]()] == [case.q_shape, case.k_shape, case.v_shape]
+
+
+@pytest.mark.parametrize("name", ["cudnn", "fa2", "efficient", "flex", "empty-launch"])
+def test_device_peers_are_absent_on_the_cpu(name):
+    with pytest.raises(peers.Absent, match=r"needs|torch"):
+        peers.ADAPTERS[name](PLAIN, make_inputs(np, PLAIN))
+
+
+def test_every_contender_has_a_title_and_suites_name_contenders():
+    assert set(report.TITLES) == set(peers.ADAPTERS)
+    for suite in SUITES.values():
+        assert set(suite.peers) <= set(peers.ADAPTERS)
+
+
+# Timing
+
+
+def test_summary():
+    timing = summarize([float(x) for x in range(101)])
+    assert (timing.median_us, timing.p10_us, timing.p90_us, timing.repeats) == (50, 10, 90, 101)
+    assert summarize([3.0]).median_us == 3
+
+
+def test_repeats_fit_the_budget():
+    assert choose_repeats({"a": 3000.0, "b": 1e5, "c": 1.0}, budget_s=0.15, limit_s=3) == {"a": 50, "b": 10, "c": 100}
+    assert choose_repeats({"slow": 1e6, "quick": 1e3}, budget_s=0.1, limit_s=3) == {"slow": 3, "quick": 29}
+    assert choose_repeats({}, budget_s=0.1, limit_s=3) == {}
+
+
+def test_schedule_interleaves_evenly():
+    repeats = {"a": 12, "b": 12, "c": 4}
+    plan = schedule(repeats)
+    assert len(plan) == 12
+    assert {x: sum(names.count(x) for names in plan) for x in repeats} == repeats
+    assert [sum("c" in names for names in plan[i : i + 3]) for i in (0, 3, 6, 9)] == [1, 1, 1, 1]
+    assert {names[0] for names in plan} >= {"a", "b"}
+    assert schedule({}) == []
+
+
+def test_contenders_take_turns():
+    order = []
+    calls = {name: lambda name=name: order.append(name) for name in "abc"}
+    times = time_interleaved(calls, HostClock(), budget_s=1e-6)
+    assert all(timing.repeats == 10 for timing in times.values())
+    assert all(timing.p10_us <= timing.median_us <= timing.p90_us for timing in times.values())
+    turns = order[-30:]
+    assert all(sorted(turns[i : i + 3]) == ["a", "b", "c"] for i in range(0, 30, 3))
+
+
+def test_host_time_is_that_of_one_call():
+    counts = {"calls": 0, "waits": 0}
+
+    def count(what):
+        counts[what] += 1
+
+    times = time_host({"a": lambda: count("calls")}, lambda: count("waits"), calls_per_sample=5, samples=4)
+    assert counts == {"calls": 30, "waits": 7}
+    assert times["a"].repeats == 4
+
+
+# A run
+
+
+def tiny_suite(kind="cpu", peers=("naive", "torch-cpu", "cudnn")):
+    return Suite(kind=kind, cases=(PLAIN, SMALL), peers=peers, about="two tiny cases")
+
+
+def by_contender(records, case, pass_):
+    return {
+        r["contender"]: r for r in records if r["record"] == "result" and (r["case"], r["pass"]) == (case.name, pass_)
+    }
+
+
+def test_a_run_on_the_cpu(tmp_path):
+    records = run_suite("tiny", tiny_suite(), out=tmp_path, seconds=1e-4, revision="abc")
+    assert records == [json.loads(line) for line in (tmp_path / "tiny.jsonl").read_text().splitlines()]
+    first, last = records[0], records[-1]
+    assert (first["record"], last["record"]) == ("run", "end")
+    assert first["revision"] == "abc"
+    assert first["versions"]["numpy"] == np.__version__
+    for case in (PLAIN, SMALL):
+        for pass_ in ("forward", "backward"):
+            found = by_contender(records, case, pass_)
+            assert list(found) == ["cuflash", "naive", "torch-cpu", "cudnn"]
+            for name in ("cuflash", "naive"):
+                assert found[name]["status"] == "ok", found[name]
+                expected = case.flops(pass_) / found[name]["median_us"] / 1e6
+                assert found[name]["tflops"] == pytest.approx(expected)
+                assert found[name]["repeats"] >= 3
+                assert all(e["error"] < 1e-5 for e in found[name]["errors"].values())
+            assert found["cudnn"]["status"] == "absent"
+            assert found["cuflash"]["plan"]
+    assert not failures(records)
+    assert "median_us" not in by_contender(records, SMALL, "forward")["torch-cpu"]  # it has no grouped heads
+    table = report.markdown(records)
+    assert table.count("\n| 8 | 24 | 2 x 2 | full | fp32 |") == 1
+    assert "cuDNN: absent" in table
+
+
+def test_a_wrong_contender_is_recorded_and_not_timed(tmp_path, monkeypatch):
+    timed = []
+
+    def broken(case, inputs):
+        def forward():
+            timed.append(case)
+            return (np.full(case.out_shape, np.nan, "float32"),)
+
+        def backward():
+            raise RuntimeError("no such kernel\nand a long trace")
+
+        return peers.Contender({"forward": forward, "backward": backward})
+
+    monkeypatch.setitem(peers.ADAPTERS, "cuflash", broken)
+    records = run_suite("tiny", tiny_suite(peers=("naive",)), out=tmp_path, seconds=1e-4, match="h2-")
+    forward, backward = (by_contender(records, PLAIN, pass_)["cuflash"] for pass_ in ("forward", "backward"))
+    assert forward["status"] == "wrong" and forward["errors"]["out"]["error"] is None
+    assert len(timed) == 1
+    assert (backward["status"], backward["reason"]) == ("failed", "RuntimeError: no such kernel")
+    assert len(failures(records)) == 2
+    assert {r["case"] for r in records if r["record"] == "result"} == {PLAIN.name}
+    assert "cuflash: wrong" in report.markdown(records)
+
+
+def test_unknown_names_are_refused():
+    assert choose_contenders(SUITES["fa2"], ("fa2", "cuflash")) == ["cuflash", "fa2"]
+    assert choose_contenders(SUITES["fa2"], ()) == ["cuflash"]
+    with pytest.raises(ValueError, match=r"peers: got .'fa9'"):
+        choose_contenders(SUITES["fa2"], ("fa9",))
+    with pytest.raises(ValueError, match="case: got 'd77'"):
+        choose_cases(SUITES["fa2"], "d77")
+
+
+class FakeMemory(np.ndarray):
+    """An array that can be filled and copied as CuPy's memory can."""
+
+    @property
+    def data(self):
+        def memset_async(value, size):
+            self.view(np.uint8).reshape(-1)[:size] = value
+
+        return types.SimpleNamespace(memset_async=memset_async, copy_from_device_async=lambda source, size: None)
+
+
+def raw_memory(array):
+    return array.view(FakeMemory) if array.dtype.kind == "u" else array
+
+
+class FakeEvent:
+    now_ms = 0.0
+
+    def record(self):
+        FakeEvent.now_ms += 0.5
+        self.at = FakeEvent.now_ms
+
+    def synchronize(self):
+        pass
+
+
+@pytest.fixture
+def fake_cupy(monkeypatch):
+    """NumPy under CuPy's names, as far as the bench calls them; time passes by half a millisecond an event."""
+    fake = types.ModuleType("cupy")
+    fake.__dict__.update({name: getattr(np, name) for name in dir(np) if not name.startswith("__")})
+    fake.ndarray = FakeMemory  # so that cuflash computes on what it is given as NumPy's
+    fake.empty = lambda *args, **kwargs: raw_memory(np.empty(*args, **kwargs))
+    fake.arange = lambda *args, **kwargs: raw_memory(np.arange(*args, **kwargs))
+    fake.get_default_memory_pool = lambda: types.SimpleNamespace(free_all_blocks=lambda: None)
+    fake.RawKernel = lambda source, name: lambda grid, block, args: None
+    properties = {"name": b"Fake", "multiProcessorCount": 1, "l2CacheSize": 1024}
+    fake.cuda = types.SimpleNamespace(
+        runtime=types.SimpleNamespace(
+            getDeviceProperties=lambda device: properties,
+            memGetInfo=lambda: (10**9, 10**9),
+            runtimeGetVersion=lambda: 13000,
+            driverGetVersion=lambda: 13010,
+        ),
+        Device=lambda: types.SimpleNamespace(id=0),
+        Event=FakeEvent,
+        get_elapsed_time=lambda start, end: end.at - start.at,
+        get_current_stream=lambda: types.SimpleNamespace(synchronize=lambda: None, ptr=0),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr("bench.timing.FLUSH_BYTES", 64)
+    monkeypatch.setattr(ceiling, "PRODUCT_SIZE", 8)
+    monkeypatch.setattr(ceiling, "COPY_BYTES", 64)
+    return fake
+
+
+@pytest.mark.parametrize("kind", ["gpu", "host"])
+def test_the_steps_of_a_run_on_a_device(kind, fake_cupy, tmp_path):
+    suite = tiny_suite(kind, peers=("naive", "empty-launch", "fa2"))
+    records = run_suite("tiny", suite, out=tmp_path, seconds=1e-4, revision="abc")
+    assert records[0]["device"] == "Fake"
+    assert (records[0]["cuda"], records[0]["cuda_driver"]) == ("13.0", "13.1")
+    found = by_contender(records, PLAIN, "forward")
+    assert [found[x]["status"] for x in ("cuflash", "naive", "empty-launch", "fa2")] == ["ok", "ok", "ok", "absent"]
+    assert "empty-launch" not in by_contender(records, PLAIN, "backward")
+    if kind == "gpu":
+        assert found["naive"]["median_us"] == pytest.approx(500)
+        assert records[-1]["ceiling"]["product_tflops"] == pytest.approx(2 * 8**3 / 500 / 1e6)
+    assert ("TFLOP/s" if kind == "gpu" else "Microseconds") in report.heading(records)
+
+
+# The report
+
+
+def synthetic(run_id="r1", *, speed=300.0, cases=FA2, ended=True, matched=""):
+    """Records of a run of `cases`: cuDNN at 400, FlashAttention-2 at 250 TFLOP/s, cuflash at `speed`."""
+    ceilings = {"product": "torch bfloat16 8192^3", "product_tflops": 790.0, "copy_tbytes_per_s": 4.2}
+    base = {"run": run_id, "suite": "fa2"}
+    contenders = ["cuflash", "cudnn", "fa2", "flex"]
+    records = [
+        base
+        | {"record": "run", "kind": "gpu", "about": "bfloat16", "filter": matched, "contenders": contenders}
+        | {"time": "2026-11-20T10:00:00+00:00", "revision": "abc", "device": "NVIDIA H200", "driver": "580"}
+        | {"cuda": "13.0", "cpu": "x", "cores": 16, "versions": {"numpy": "2.5"}, "ceiling": ceilings}
+    ]
+    for case in cases:
+        problem = {name: getattr(case, name) for name in case.__dataclass_fields__}
+        for pass_ in ("forward", "backward"):
+            row = base | {"record": "result", "case": case.name, "pass": pass_, "problem": problem}
+            for name, tflops in (("cuflash", speed), ("cudnn", 400.0), ("fa2", 250.0)):
+                us = case.flops(pass_) / tflops / 1e6
+                errors = {"out": {"error": 2e-3, "formula_error": 1.6e-3, "ulp": 1e-2}}
+                times = {"median_us": us, "p10_us": us * 0.98, "p90_us": us * 1.03, "repeats": 20}
+                ok = {"contender": name, "status": "ok", "within_rule": True, "errors": errors}
+                records.append(row | ok | times | {"tflops": tflops, "gbytes_per_s": 5.0})
+            records.append(row | {"contender": "flex", "status": "absent", "reason": "torch: not here"})
+    return records + ([base | {"record": "end"}] if ended else [])
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_table_of_a_synthetic_run():
+    text = report.markdown(synthetic())
+    lines = text.splitlines()
+    assert lines[0] == (
+        "| head_dim | seqlen | batch x heads | mask | dtype | cuflash | cuDNN | FlashAttention-2 "
+        "| cuflash : best peer | cuflash : FA2 | error : formula's |"
+    )
+    assert len({line.count("|") for line in lines[:21]}) == 1
+    numbers = ("300 / 300", "400 / 400", "250 / 250", "0.75 / 0.75", "1.20 / 1.20", "1.25 / 1.25")
+    assert lines[2] == "| 64 | 1024 | 16 x 32 | full | bf16 | " + " | ".join(numbers) + " |"
+    assert lines[20].startswith("| geometric mean |") and "| 0.75 / 0.75 | 1.20 / 1.20 |" in lines[20]
+    assert lines[-1] == "- FlexAttention: absent: torch: not here (36 measurements)"
+    assert "790 TFLOP/s" in report.heading(synthetic()) and "NVIDIA H200" in report.heading(synthetic())
+
+
+def test_the_last_whole_run_is_reported(tmp_path):
+    path = tmp_path / "fa2.jsonl"
+    runs = [
+        synthetic("old", speed=100),
+        synthetic("good", speed=200),
+        synthetic("part", cases=FA2[:1], matched="s1024"),
+        synthetic("cut", cases=FA2[:3], ended=False),
+    ]
+    write(path, [record for records in runs for record in records])
+    with path.open("a") as file:
+        file.write('{"record": "resu')
+    assert {r["run"] for r in report.latest_run(report.load(path))} == {"good"}
+    write(path, runs[2] + runs[3])
+    assert {r["run"] for r in report.latest_run(report.load(path))} == {"cut"}
+    assert report.latest_run([]) == []
+
+
+def test_decoding_is_read_in_bytes_and_the_cpu_in_gflops():
+    assert report.Table(synthetic(cases=SUITES["decode"].cases)).unit == "TB/s"
+    assert report.Table(synthetic()).unit == "TFLOP/s"
+    records = synthetic()
+    records[0]["kind"] = "cpu"
+    assert report.Table(records).unit == "GFLOP/s"
+    assert report.Table(records).value(FA2[0].name, "cudnn", "forward") == 400e3
+
+
+def test_readme_section(tmp_path):
+    matplotlib = pytest.importorskip("matplotlib", reason="draws the plots")
+    assert matplotlib
+    results, readme = tmp_path / "results", tmp_path / "README.md"
+    results.mkdir()
+    write(results / "fa2.jsonl", synthetic())
+    readme.write_text(f"# Title\n\n{report.BEGIN}\nold\n{report.END}\n\ntail\n")
+    arguments = ["report", "--results", str(results), "--readme", str(readme)]
+    assert main(arguments) == 0
+    text = readme.read_text()
+    assert text.startswith("# Title\n\n" + report.BEGIN) and text.endswith(report.END + "\n\ntail\n")
+    assert "old" not in text and "### fa2" in text and "geometric mean" in text
+    for pass_ in ("forward", "backward"):
+        assert f"](results/fa2_{pass_}.svg)" in text
+        picture = results / f"fa2_{pass_}.svg"
+        assert "head_dim 128, causal" in picture.read_text()
+        assert picture.stat().st_size < 100_000
+    pictures = [(results / f"fa2_{pass_}.svg").read_bytes() for pass_ in ("forward", "backward")]
+    assert main(arguments) == 0
+    assert readme.read_text() == text
+    assert [(results / f"fa2_{pass_}.svg").read_bytes() for pass_ in ("forward", "backward")] == pictures
+
+
+def test_readme_without_markers_is_left_alone(tmp_path):
+    readme = tmp_path / "README.md"
+    for text in ("no markers", report.END + report.BEGIN, report.BEGIN * 2 + report.END):
+        readme.write_text(text)
+        with pytest.raises(ValueError, match="readme"):
+            report.update_readme(readme, "new")
+        assert readme.read_text() == text
+    with pytest.raises(SystemExit, match="results"):
+        main(["report", "--results", str(tmp_path), "--readme", str(readme)])
+
+
+def test_list_prints_every_case(capsys):
+    assert main(["list"]) == 0
+    printed = capsys.readouterr().out
+    assert all(case.name in printed for case in ALL_CASES)
+
+
+def test_a_gpu_suite_without_cupy_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(SystemExit, match="cupy"):
+        main(["run", "--suite", "fa2", "--out", str(tmp_path)])
+
+
+def test_bfloat16_is_the_one_of_ml_dtypes():
+    assert dtype_of("bfloat16") == ml_dtypes.bfloat16

@@ -1,0 +1,197 @@
+"""The command line: every command does its work, and says in one line what it cannot do."""
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from cuflash import FlashAttention, __main__, compiler
+from cuflash.__main__ import main
+
+NO_GPU = __main__.find_gpu()[0] is None
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    monkeypatch.setattr(__main__, "find_gpu", lambda: (None, "none in this test"))
+
+
+def run(capsys, command):
+    """Exit code, standard output and standard error of a command in this process."""
+    try:
+        code = main(command.split())
+    except SystemExit as stop:
+        code = stop.code
+    return code, *capsys.readouterr()
+
+
+def test_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "cuflash", "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    for name in __main__.COMMANDS:
+        assert re.search(rf"^ +{name} ", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", __main__.COMMANDS)
+def test_help_of_every_command(capsys, name):
+    code, output, _ = run(capsys, f"{name} --help")
+    assert code == 0
+    assert __main__.COMMANDS[name][2][1:] in " ".join(output.split())
+
+
+def test_demo(capsys):
+    code, output, _ = run(capsys, "demo --backend cpu --seqlen 200 --num-heads 2 --head-dim 16")
+    assert code == 0
+    assert "causal attention of 2 heads, seqlen 200, head_dim 16, float32" in output
+    assert "320 kB" in output  # 2 * 200 * 200 scores
+    for row in ("forward", "backward", "out", "lse", "dq", "dk", "dv"):
+        assert re.search(rf"^{row} .*\d", output, re.MULTILINE)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_demo_in_other_dtypes(capsys, dtype):
+    code, output, _ = run(capsys, f"demo --backend cpu --seqlen 100 --num-heads 1 --head-dim 8 --dtype {dtype}")
+    assert code == 0, output
+
+
+@pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv"])
+def test_demo_notices_wrong_results(capsys, monkeypatch, name):
+    """A value off by one in a thousand at the last position, which is always sampled, is a failure."""
+
+    def spoiled(method):
+        def call(self, *arrays, **results):
+            returned = method(self, *arrays, **results)
+            if name in results:
+                results[name][:, -1] *= 1.001
+            return returned
+
+        return call
+
+    monkeypatch.setattr(FlashAttention, "forward", spoiled(FlashAttention.forward))
+    monkeypatch.setattr(FlashAttention, "backward", spoiled(FlashAttention.backward))
+    code, output, error = run(capsys, "demo --backend cpu --seqlen 100 --num-heads 2 --head-dim 8")
+    assert code == 1
+    assert re.search(rf"^{name} .*FAILED$", output, re.MULTILINE)
+    assert len(error.splitlines()) == 1
+
+
+def test_demo_measures_the_extra_memory():
+    arrays = []
+    bar = __main__.Bar(total=2)
+    cost = __main__.measure_on_cpu(lambda part: arrays.append(np.empty(10**6)), [slice(0, 1), slice(1, 2)], bar)
+    assert cost.extra_bytes == pytest.approx(16e6, rel=0.01)
+    assert bar.done == 2
+
+
+def test_info(capsys):
+    code, output, _ = run(capsys, "info")
+    assert code == 0
+    rows = dict(line.split(maxsplit=1) for line in output.splitlines())
+    assert rows["numpy"] == np.__version__
+    assert str(compiler.kernel_directory()) in rows["cuflash"]
+    assert str(compiler.cache_directory()) in rows["cache"]
+
+
+@pytest.mark.parametrize("arch", ["8.0", "8.6", "9.0", "12.0", "sm_89"])
+@pytest.mark.parametrize("options", ["", "--causal", "--causal top_left --bias --mask --kv-lengths --alibi-slopes"])
+def test_plan_for_a_device_that_is_not_here(capsys, arch, options):
+    code, output, _ = run(capsys, f"plan --arch {arch} --head-dim 64 256 {options}")
+    assert code == 0
+    digits = arch.removeprefix("sm_").replace(".", "")
+    assert output.count(f"compute capability {digits[:-1]}.{digits[-1]}") == 4  # two dimensions, two passes
+    assert "forward pass" in output and "backward pass" in output
+
+
+def test_plan_of_one_pass(capsys):
+    _, output, _ = run(capsys, "plan --arch 9.0 --pass backward --deterministic --window 100,none")
+    assert "backward pass" in output and "forward pass" not in output
+
+
+def test_plan_without_a_gpu_is_that_of_the_cpu(capsys, without_gpu):
+    code, output, _ = run(capsys, "plan --dtype float64 --seqlen 100 --seqlen-k 300 --num-heads 6 --num-heads-kv 2")
+    assert code == 0
+    assert "CPU" in output and "100 x 300" in output and "none in this test" in output
+
+
+def test_compile_fills_the_cache_and_reports(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is needed to compile")
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path))
+    code, output, _ = run(capsys, "compile --arch 8.0 9.0 --head-dim 64 --pass forward")
+    assert code == 0
+    rows = [line.split() for line in output.splitlines() if line.startswith("sm_")]
+    assert [row[0] for row in rows] == ["sm_80", "sm_90"]
+    assert all(0 < int(row[2]) <= 255 for row in rows)
+    assert len(list(tmp_path.glob("*.cubin"))) == 2
+
+
+def test_check(capsys, monkeypatch):
+    cases = __main__.self_test_cases
+    monkeypatch.setattr(__main__, "self_test_cases", lambda *args: list(cases(*args))[:9])
+    code, output, error = run(capsys, "check --backend cpu")
+    assert (code, error) == (0, "")
+    assert output.endswith("\n9 passed\n")
+
+
+def test_check_notices_wrong_results(capsys, monkeypatch):
+    cases = __main__.self_test_cases
+    monkeypatch.setattr(__main__, "self_test_cases", lambda *args: list(cases(*args))[:3])
+    wrong = FlashAttention(scale=0.5).forward
+    monkeypatch.setattr(FlashAttention, "forward", lambda self, *args, **keywords: wrong(*args, **keywords))
+    code, output, _ = run(capsys, "check --backend cpu")
+    assert code == 1
+    assert output.endswith("\n3 FAILED\n")
+
+
+def test_the_self_test_has_every_option_and_dtype():
+    from cuflash.testing import Case
+
+    cases = [case for _, case in __main__.self_test_cases(Case, 0)]
+    assert {case.dtype for case in cases} == {"float16", "bfloat16", "float32", "float64"}
+    used = {name for case in cases for name in case.keywords} | {name for case in cases for name in case.arrays()}
+    assert used >= {"causal", "scale", "window", "softcap", "layout", "bias", "mask", "kv_lengths", "alibi_slopes"}
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        ("", 2, "COMMAND"),
+        ("dance", 2, "dance"),
+        ("plan --dtype float8", 2, "float8"),
+        ("plan --head-dim 0", 2, "0 is not a positive integer"),
+        ("plan --window 3", 2, "3"),
+        ("plan --arch 7.5", 1, "7.5"),
+        ("plan --arch 9.0 --head-dim 257", 1, "257"),
+        ("plan --arch 9.0 --dtype float32", 1, "float32"),
+        ("plan --softcap -1", 1, "softcap"),
+        ("plan --num-heads 6 --num-heads-kv 4", 1, "4 heads"),
+        ("compile", 1, "--arch"),
+        ("demo --backend gpu", 1, "none in this test"),
+        ("check --backend gpu", 1, "none in this test"),
+    ],
+)
+def test_errors(capsys, without_gpu, command, code, words):
+    got, output, error = run(capsys, command)
+    assert got == code
+    assert output == ""
+    assert words in error.splitlines()[-1]
+    assert code == 2 or len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (__main__.in_bytes(0), "0 B"),
+        (__main__.in_bytes(999), "999 B"),
+        (__main__.in_bytes(1000), "1 kB"),
+        (__main__.in_bytes(2.749e11), "275 GB"),
+        (__main__.in_flops(5.5e11), "550 GFLOP/s"),
+        (__main__.in_flops(6.21e14), "621 TFLOP/s"),
+        (__main__.in_flops(2e7), "0.02 GFLOP/s"),
+        (__main__.in_seconds(0.00123), "1.23 ms"),
+        (__main__.in_seconds(12.34), "12.3 s"),
+    ],
+)
+def test_numbers(text, expected):
+    assert text == expected

@@ -1,0 +1,156 @@
+"""Who may know whom: imports run one way, heavy modules stay where they belong, and GPU words stay in the PTX room."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODULES = {path.stem: path for path in (ROOT / "cuflash").glob("*.py")}
+KERNELS = {path.name: path for path in (ROOT / "kernels").iterdir() if path.suffix in (".cu", ".cuh")}
+
+# A module imports only modules to the left of it.
+ORDER = [
+    "problem", "reference", "cpu", "interop", "plan", "params", "compiler", "launch", "flash_attention", "__init__",
+    "testing", "__main__",
+]  # fmt: skip
+
+# What each module may import at import time besides the standard library, and what only when it is needed.
+ALWAYS = {
+    "problem": set(),
+    "plan": set(),
+    "params": {"numpy"},
+    "compiler": set(),
+    "launch": {"numpy", "cupy"},
+    "reference": {"numpy", "ml_dtypes"},
+    "cpu": {"numpy", "ml_dtypes"},
+    "interop": {"numpy", "ml_dtypes"},
+    "flash_attention": set(),
+    "__init__": set(),
+    "testing": {"numpy", "ml_dtypes", "hypothesis"},
+    "__main__": {"numpy", "ml_dtypes"},
+}
+WHEN_NEEDED = {
+    "problem": {"numpy"},
+    "compiler": {"cuda", "cupy", "cupy_backends"},
+    "launch": {"cuda"},
+    "interop": {"cupy"},
+    "__main__": {"cupy", "cuda", "hypothesis"},
+}
+
+# Words of the GPU that only the PTX room says. (Comments may.)
+GPU_WORDS = re.compile(
+    r"\basm\b|\b__shared__\b|\b__syncthreads\w*|\b__syncwarp\b|\bthreadIdx\b|\bblockIdx\b|\bblockDim\b|\bgridDim\b"
+    r"|\b__(?:shfl|ballot|any|all|activemask|match)_?\w*_?sync\b|\batomic[A-Z]\w+|\b__ld(?:g|cs|cg)\b|\b__global__\b"
+)
+
+
+def imports(path):
+    """(module, names imported from it, whether at import time) of every import in a file."""
+    tree = ast.parse(path.read_text())
+    inside = {id(node) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for node in ast.walk(f)}
+    checking = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    inside |= {id(node) for block in checking for node in ast.walk(block)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, (), id(node) not in inside) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: relative import"
+            yield node.module, tuple(alias.name for alias in node.names), id(node) not in inside
+
+
+def own_imports(path):
+    """Modules of cuflash that a file imports."""
+    for module, names, _ in imports(path):
+        if module == "cuflash":
+            for name in names or ("__init__",):
+                yield name if name in MODULES else "__init__"
+        elif module.startswith("cuflash."):
+            yield module.split(".")[1]
+
+
+def test_every_module_has_its_place():
+    assert sorted(ORDER) == sorted(MODULES)
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_imports_run_one_way(name):
+    before = ORDER[: ORDER.index(name)]
+    wrong = [other for other in own_imports(MODULES[name]) if other not in before]
+    assert not wrong, f"{name} imports {wrong}"
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_the_cpu_side_knows_only_the_problem(name):
+    assert set(own_imports(MODULES[name])) <= {"problem"}
+
+
+@pytest.mark.parametrize("name", sorted(set(MODULES) - {"__init__", "__main__"}))
+def test_nothing_but_the_front_door_imports_the_interface(name):
+    assert not {"flash_attention", "__init__"} & set(own_imports(MODULES[name]))
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_heavy_modules_stay_where_they_belong(name):
+    foreign = {
+        (module.split(".")[0], always)
+        for module, _, always in imports(MODULES[name])
+        if module.split(".")[0] not in {*sys.stdlib_module_names, "cuflash"}
+    }
+    at_import = {module for module, always in foreign if always}
+    later = {module for module, always in foreign if not always}
+    assert at_import <= ALWAYS[name]
+    assert later <= ALWAYS[name] | WHEN_NEEDED.get(name, set())
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+def code_of(path):
+    """The text without comments and string literals, line numbers kept."""
+    text = re.sub(r"/\*.*?\*/", lambda m: "\n" * m.group().count("\n"), path.read_text(), flags=re.DOTALL)
+    return re.sub(r"//[^\n]*", "", text)
+
+
+def includes(name):
+    return re.findall(r'^\s*#\s*include\s+["<]([^">]+)[">]', code_of(KERNELS[name]), re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", sorted(n for n in KERNELS if not n.startswith("ptx")))
+def test_words_of_the_gpu_stay_in_the_ptx_room(name):
+    lines = code_of(KERNELS[name]).splitlines()
+    said = [f"{name}:{number}: {m.group()}" for number, line in enumerate(lines, 1) for m in GPU_WORDS.finditer(line)]
+    assert not said
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_kernels_include_only_headers_beside_them(name):
+    wrong = [other for other in includes(name) if other not in KERNELS or not other.endswith(".cuh")]
+    assert not wrong
+
+
+def test_headers_do_not_include_in_circles_and_are_all_used():
+    reachable = {}
+
+    def walk(name, trail):
+        assert name not in trail, f"includes in a circle: {' > '.join((*trail, name))}"
+        if name not in reachable:
+            reachable[name] = set().union(*({x} | walk(x, (*trail, name)) for x in includes(name)), set())
+        return reachable[name]
+
+    sources = [name for name in KERNELS if name.endswith(".cu")]
+    used = set().union(*(walk(name, ()) for name in sources))
+    assert used == {name for name in KERNELS if name.endswith(".cuh")}
+
+
+@pytest.mark.parametrize("name", sorted(n for n in KERNELS if n.endswith(".cuh")))
+def test_headers_are_read_once(name):
+    assert "#pragma once" in KERNELS[name].read_text()
+
+
+def test_the_word_list_finds_what_it_is_for():
+    for words in ("asm volatile(", "__shared__ float", "__syncthreads();", "threadIdx.x", "__shfl_xor_sync(", "atomicAdd("):
+        assert GPU_WORDS.search(words)
+    assert not GPU_WORDS.search("ptx::shuffle_xor(value, 1); thread_index(); plasma_asm2")

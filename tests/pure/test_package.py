@@ -1,0 +1,104 @@
+"""The package as people get it: importable without CuPy and quickly, with its kernels however it was installed."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+CHECKOUT = Path(__file__).parents[2]
+DEPENDENCIES = sorted({str(Path(module.__file__).parents[1]) for module in (np, ml_dtypes)})
+KERNELS = sorted(path.name for path in (CHECKOUT / "kernels").iterdir() if path.suffix in (".cu", ".cuh"))
+
+USE_IT = """
+import cuflash, cuflash.compiler, numpy
+q, k, v = numpy.ones((3, 2, 5, 4), numpy.float32)
+assert abs(cuflash.attention(q, k, v) - 1).max() < 1e-6
+directory = cuflash.compiler.kernel_directory()
+print(cuflash.__file__, directory, *sorted(path.name for path in directory.iterdir() if "cu" in path.suffix), sep="\\n")
+"""
+
+
+def run_python(code, cwd, *path_entries):
+    """Run `code` in a fresh interpreter that sees `path_entries` (their .pth files too), NumPy and ml_dtypes, but no
+    cuflash of this environment."""
+    setup = f"import site, sys; sys.path += {DEPENDENCIES!r}; [site.addsitedir(entry) for entry in {path_entries!r}]\n"
+    command = [sys.executable, "-I", "-S", "-c", setup + code]
+    return subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    """Builds a wheel or an editable one of a copy of the checkout, offline; gives the copy, the wheel, its content."""
+    pytest.importorskip("setuptools", minversion="77", reason="the wheel is built with setuptools 77 or later")
+
+    def build(kind):
+        source, built, unpacked = (tmp_path_factory.mktemp(name) for name in ("source", "built", "unpacked"))
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(CHECKOUT / name, source)
+        for name in ("cuflash", "kernels"):
+            shutil.copytree(CHECKOUT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        code = f"import setuptools.build_meta as backend; backend.build_{kind}({str(built)!r})"
+        subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True, timeout=300)
+        (wheel,) = built.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(unpacked)
+        return source, wheel, unpacked
+
+    return build
+
+
+def test_a_checkout_works_as_it_is(tmp_path):
+    package, directory, *names = run_python(USE_IT, tmp_path, str(CHECKOUT)).splitlines()
+    assert Path(package).parent == CHECKOUT / "cuflash"
+    assert Path(directory) == CHECKOUT / "kernels"
+    assert names == KERNELS
+
+
+def test_a_wheel_works_elsewhere(build, tmp_path):
+    source, wheel, unpacked = build("wheel")
+    shutil.rmtree(source)
+    package, directory, *names = run_python(USE_IT, tmp_path, str(unpacked)).splitlines()
+    assert Path(package).parent == unpacked / "cuflash"
+    assert Path(directory) == unpacked / "cuflash" / "kernels"
+    assert names == KERNELS
+    assert (unpacked / "cuflash" / "py.typed").exists()
+    assert {path.name for path in unpacked.iterdir() if path.suffix != ".dist-info"} == {"cuflash"}
+    assert wheel.stat().st_size < 1_000_000
+
+
+def test_an_editable_install_reads_the_checkout(build, tmp_path):
+    source, _, unpacked = build("editable")
+    package, directory, *names = run_python(USE_IT, tmp_path, str(unpacked)).splitlines()
+    assert Path(package).parent == source / "cuflash"
+    assert Path(directory) == source / "kernels"
+    assert names == KERNELS
+
+
+def test_import_brings_neither_a_framework_nor_a_test_library():
+    code = "import sys, cuflash; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    modules = run_python(code, CHECKOUT, str(CHECKOUT)).split()
+    assert "numpy" in modules
+    assert not {"cupy", "cuda", "torch", "jax", "hypothesis", "matplotlib", "scipy"} & set(modules)
+
+
+def test_import_is_quick():
+    code = "import numpy, time; start = time.perf_counter(); import cuflash; print(time.perf_counter() - start)"
+    seconds = min(float(run_python(code, CHECKOUT, str(CHECKOUT))) for _ in range(3))
+    assert seconds < 0.5
+
+
+def test_the_version_is_that_of_the_metadata():
+    import cuflash
+
+    text = (CHECKOUT / "pyproject.toml").read_text()
+    assert f'version = "{cuflash.__version__}"' in text
+
+
+def test_ci_script_is_executable():
+    assert os.access(CHECKOUT / ".ci" / "run", os.X_OK)

@@ -1,0 +1,187 @@
+"""What a problem says of itself against brute force: mask, sizes, work, strides."""
+
+import dataclasses
+import inspect
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash.problem import ITEMSIZE, Options, check_array, make_problem, user_shape, view_4d, view_rows
+
+
+def problem_of(seqlen_q, seqlen_k, head_dim=4, head_dim_v=4, batch=1, heads=1, heads_kv=1, dtype=np.float32, **options):
+    shapes = (heads, seqlen_q, head_dim), (heads_kv, seqlen_k, head_dim), (heads_kv, seqlen_k, head_dim_v)
+    return make_problem(Options(**options), *(np.empty((batch, *shape), dtype) for shape in shapes))
+
+
+def formula(seqlen_q, seqlen_k, causal, window):
+    """The matrix of visible pairs, as the documentation defines it."""
+    i, j = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)
+    d = 0 if causal == "top_left" else seqlen_k - seqlen_q
+    visible = np.ones((seqlen_q, seqlen_k), bool)
+    if causal:
+        visible &= j <= i + d
+    left, right = window or (None, None)
+    if left is not None:
+        visible &= j >= i + d - left
+    if right is not None:
+        visible &= j <= i + d + right
+    return visible
+
+
+sides = st.none() | st.integers(0, 20)
+
+
+@given(
+    st.integers(0, 15),
+    st.integers(0, 15),
+    st.sampled_from([False, True, "top_left"]),
+    st.none() | st.tuples(sides, sides),
+)
+def test_every_description_of_the_window_agrees(seqlen_q, seqlen_k, causal, window):
+    problem = problem_of(seqlen_q, seqlen_k, batch=2, heads=3, causal=causal, window=window)
+    visible = formula(seqlen_q, seqlen_k, causal, window)
+    for row in range(seqlen_q):
+        first, stop = problem.key_range(row)
+        assert 0 <= first <= stop <= seqlen_k
+        assert visible[row].nonzero()[0].tolist() == list(range(first, stop))
+    assert problem.visible_pairs == 6 * visible.sum()
+    j_minus_i = np.arange(seqlen_k) - np.arange(seqlen_q)[:, None] - problem.diagonal
+    left, right = problem.window_left, problem.window_right
+    bounds = (True if left is None else j_minus_i >= -left) & (True if right is None else j_minus_i <= right)
+    np.testing.assert_array_equal(np.broadcast_to(bounds, visible.shape), visible)
+
+
+@pytest.mark.parametrize("causal", [True, "top_left"])
+def test_square_problems_do_not_know_the_alignment(causal):
+    assert problem_of(7, 7, causal=causal) == problem_of(7, 7, window=(None, 0))
+
+
+@pytest.mark.parametrize("window", [(9, 9), (None, 9), (6, 6), (None, None)])
+def test_a_window_that_hides_nothing_is_none(window):
+    assert problem_of(7, 7, window=window) == problem_of(7, 7)
+
+
+def test_a_single_query_sees_all_keys_before_it():
+    assert problem_of(1, 100, causal=True) == problem_of(1, 100)
+    assert problem_of(1, 100, causal="top_left").visible_pairs == 1
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("ndim", [2, 3, 4])
+def test_shapes_and_views_of_layouts(layout, ndim):
+    batch, heads, seqlen, dim = 2 if ndim == 4 else 1, 3 if ndim > 2 else 1, 5, 8
+    shape = user_shape(batch, heads, seqlen, dim, ndim, layout)
+    x = np.arange(batch * heads * seqlen * dim, dtype=np.float32).reshape(shape)
+    view = view_4d(x, layout)
+    assert view.shape == (batch, heads, seqlen, dim)
+    assert np.shares_memory(view, x)
+    problem = make_problem(Options(layout=layout), x, x, x)
+    assert (problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim) == view.shape
+    assert problem.out_shape == x.shape
+    assert problem.lse_shape == ((batch, heads, seqlen)[4 - ndim :])
+    assert view_rows(np.empty(problem.lse_shape)).shape == (batch, heads, seqlen)
+    sizes = zip(problem.q.shape, problem.q.strides, [s // 4 for s in view.strides], strict=True)
+    assert all(got == expected for n, got, expected in sizes if n > 1)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_strides_are_in_elements_and_may_be_anything(layout):
+    x = np.empty((4, 6, 10, 16), ml_dtypes.bfloat16)[::2, ::-1, 1:, ::-2]
+    operand = make_problem(Options(layout=layout), x, x, x).k
+    expected = view_4d(x, layout)
+    assert operand.shape == expected.shape
+    assert operand.strides == tuple(s // 2 for s in expected.strides)
+    assert operand.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (6,), (5, 1), (3, 5, 6), (2, 1, 5, 6), (2, 3, 5, 6), (1, 1, 1, 1)])
+def test_broadcast_axes_have_stride_zero(shape):
+    q, k = np.empty((2, 3, 5, 4)), np.empty((2, 3, 6, 4))
+    bias, mask = np.empty(shape), np.empty(shape, bool)
+    problem = make_problem(Options(), q, k, k, bias=bias, mask=mask)
+    expected = np.broadcast_to(bias, (2, 3, 5, 6))
+    for operand, itemsize in ((problem.bias, 8), (problem.mask, 1)):
+        assert operand.shape == (2, 3, 5, 6)
+        assert operand.strides == tuple(s // 8 for s in expected.strides)
+        assert operand.nbytes == bias.size * itemsize
+
+
+@pytest.mark.parametrize(("shape", "strides"), [((3,), (0, 1)), ((2, 3), (3, 1))])
+def test_slopes_broadcast_over_the_batch(shape, strides):
+    q = np.empty((2, 3, 5, 4), np.float16)
+    problem = make_problem(Options(), q, q, q, alibi_slopes=np.empty(shape, np.float32))
+    assert problem.alibi_slopes.shape == (2, 3)
+    assert problem.alibi_slopes.strides == strides
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_dtypes(dtype):
+    dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    problem = problem_of(3, 5, dtype=dtype)
+    assert problem.dtype == dtype.name
+    assert problem.softmax_dtype == ("float64" if dtype == np.float64 else "float32")
+    q = np.empty((3, 4), dtype)
+    for bias_dtype in (dtype, problem.softmax_dtype):
+        assert make_problem(Options(), q, q, q, bias=np.empty(3, bias_dtype)).bias.dtype == np.dtype(bias_dtype).name
+
+
+def test_item_sizes_are_those_of_numpy():
+    for name, size in ITEMSIZE.items():
+        assert np.dtype(getattr(ml_dtypes, name, name)).itemsize == size
+
+
+def test_defaults():
+    problem = problem_of(3, 5, head_dim=64, heads=6, heads_kv=2)
+    assert problem.scale == 0.125
+    assert problem.group_size == 3
+    assert problem.diagonal == 2
+    assert (problem.window_left, problem.window_right, problem.softcap) == (None, None, None)
+    assert problem_of(3, 5, scale=0).scale == 0
+    assert problem_of(3, 5, scale=np.float32(-2)).scale == -2
+
+
+def test_work_and_traffic():
+    problem = problem_of(100, 200, head_dim=64, head_dim_v=32, batch=2, heads=6, heads_kv=3, dtype=np.float16)
+    pairs = 2 * 6 * 100 * 200
+    assert problem.forward_flops == 2 * pairs * (64 + 32)
+    assert problem.backward_flops == 2 * pairs * (3 * 64 + 2 * 32)
+    assert problem.naive_bytes == 4 * pairs
+    q, k, v, out, lse = 2 * 6 * 100 * 64, 2 * 3 * 200 * 64, 2 * 3 * 200 * 32, 2 * 6 * 100 * 32, 2 * 6 * 100
+    assert problem.forward_bytes == 2 * (q + k + v + out) + 4 * lse
+    assert problem.backward_bytes == 2 * (q + k + v + out + out + q + k + v) + 4 * lse
+
+
+def test_a_long_causal_problem_is_counted_exactly():
+    n = 2**20
+    assert problem_of(n, n, head_dim=1, head_dim_v=1, causal=True).visible_pairs == n * (n + 1) // 2
+
+
+def test_problems_and_options_are_keys():
+    first, second = problem_of(3, 5, causal=True), problem_of(3, 5, causal=True)
+    assert first == second
+    assert hash(first) == hash(second)
+    assert len({first, second, problem_of(3, 5), problem_of(3, 5, deterministic=True)}) == 3
+    assert len({Options(), Options(scale=None), Options(scale=1), Options(scale=1.0)}) == 2
+    assert hash(Options(window=[1, 2])) == hash(Options(window=(np.int64(1), 2)))
+    for frozen in (first, Options()):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            frozen.layout = "bshd"
+
+
+def test_options_are_the_keywords_of_flash_attention():
+    fields = {field.name: field.default for field in dataclasses.fields(Options)}
+    keywords = inspect.signature(cuflash.FlashAttention).parameters
+    assert {name: p.default for name, p in keywords.items()} == fields
+
+
+def test_check_array():
+    check_array("out", np.empty((2, 3), np.float32), (2, 3), "float32")
+    with pytest.raises(ValueError, match=r"^out: got shape \(3, 2\), expected \(2, 3\)$"):
+        check_array("out", np.empty((3, 2), np.float32), (2, 3), "float32")
+    with pytest.raises(TypeError, match=r"^lse: got dtype float16, expected float32$"):
+        check_array("lse", np.empty((2, 3), np.float16), (2, 3), "float32")

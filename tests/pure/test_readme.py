@@ -1,0 +1,166 @@
+"""What the README says is so: its code runs, its commands exist, its tables and pictures agree with the library."""
+
+import inspect
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash.__main__ import COMMANDS, make_parser
+from cuflash.testing import numpy_dtype
+
+CHECKOUT = Path(__file__).parents[2]
+README = (CHECKOUT / "README.md").read_text()
+
+
+def section(title):
+    return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL).group(1)
+
+
+def blocks(language, text=README):
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def table(header, text=README):
+    """Rows of the table whose first column is headed `header`, as lists of cells without backticks."""
+    rows = re.search(rf"^\| {header} \|.*\n\|[ |-]+\n((?:\|.*\n)+)", text, re.MULTILINE).group(1)
+    return [[cell.strip().replace("`", "") for cell in row.strip("|").split(" | ")] for row in rows.splitlines()]
+
+
+def test_the_lines_of_use_run():
+    (code,) = blocks("python")
+    names = {}
+    exec(code, names)
+    lines = [line for line in code.splitlines() if line and "import" not in line]
+    assert len(lines) <= 6
+    np.testing.assert_array_equal(names["out"], cuflash.attention(names["q"], names["k"], names["v"], causal=True))
+    assert names["dk"].shape == names["k"].shape
+    step = 1e-2 * np.sign(names["dq"])
+    moved = cuflash.attention(names["q"] + step, names["k"], names["v"], causal=True)
+    change = (moved.astype(float) ** 2 - names["out"].astype(float) ** 2).sum()
+    np.testing.assert_allclose(change, (step.astype(float) * names["dq"]).sum(), rtol=0.05)
+
+
+def cuflash_commands():
+    """Every `python -m cuflash ...` with its arguments, from code blocks and from the text."""
+    return sorted(set(re.findall(r"python -m (cuflash [^`\n#|]*)", README)))
+
+
+@pytest.mark.parametrize("command", cuflash_commands())
+def test_the_commands_exist(command):
+    make_parser().parse_args(shlex.split(command)[1:])
+
+
+def test_every_command_is_described():
+    described = [row[0].removeprefix("python -m cuflash ") for row in table("command")]
+    assert described == list(COMMANDS)
+
+
+def test_the_test_command_is_what_ci_runs():
+    (command,) = (block.strip() for block in blocks("sh") if block.rstrip().endswith("-m pytest"))
+    script = (CHECKOUT / ".ci" / "run").read_text()
+    venv, install, tests = command.split(" && ")
+    assert venv in script and f"step {tests}\n" in script
+    assert install.replace("install -e", "install --quiet --editable").replace("[test]", "[test,dev]") in script
+
+
+def test_the_extras_exist():
+    metadata = (CHECKOUT / "pyproject.toml").read_text()
+    named = {name for extras in re.findall(r'"\.\[([^]$\\]+)\]"', README) for name in extras.split(",")}
+    assert named >= {"cuda12", "cuda13", "test", "dev"}
+    for name in named:
+        assert re.search(rf"^{name} = \[", metadata, re.MULTILINE), name
+
+
+def test_every_named_path_exists():
+    for name in re.findall(r"`((?:cuflash|kernels|tests|bench|\.ci)/[\w./]*|LICENSE)`", README):
+        assert (CHECKOUT / name).exists(), name
+
+
+@pytest.mark.parametrize("row", table("dtype"), ids=lambda row: row[0])
+def test_the_dtypes_on_numpy_arrays(row):
+    name, on_numpy, _, softmax_dtype = row
+    q, k, v = np.random.default_rng(0).standard_normal((3, 6, 8)).astype(numpy_dtype(name.split()[0]))
+    assert on_numpy == "forward, backward"
+    attn = cuflash.FlashAttention()
+    out, lse = attn.forward(q, k, v)
+    assert out.dtype == q.dtype
+    assert lse.dtype.name == softmax_dtype
+    assert {x.dtype for x in attn.backward(out, q, k, v, out, lse)} == {q.dtype}
+
+
+@pytest.mark.parametrize("row", table("dtype"), ids=lambda row: row[0])
+def test_the_dtypes_on_devices(row):
+    """The plans of every compute capability that the README names agree with its table."""
+    from cuflash.plan import DeviceSpec, choose_plan
+    from cuflash.problem import Options, make_problem
+
+    name, _, on_cupy, _ = row
+    named = re.search(r"run on compute capability ([\d., ]+)", section("What is supported")).group(1)
+    capabilities = re.findall(r"\d+\.\d", named)
+    assert {"8.0", "8.6", "9.0", "12.0"} <= set(capabilities)
+    q = np.zeros((1, 2, 100, 64), numpy_dtype(name.split()[0]))
+    problem = make_problem(Options(causal=True), q, q, q)
+    for capability in capabilities:
+        for pass_ in ("forward", "backward"):
+            device = DeviceSpec.for_arch(capability)
+            if on_cupy == "forward, backward":
+                sources = [kernel.source for kernel in choose_plan(problem, device, pass_).kernels]
+                assert f"{pass_}_sm80.cu" in sources
+            else:
+                assert on_cupy == "not yet: NotImplementedError"
+                with pytest.raises(NotImplementedError, match=name):
+                    choose_plan(problem, device, pass_)
+
+
+def test_every_option_is_in_the_table_and_in_the_interface():
+    parameters = {
+        name
+        for function in (cuflash.FlashAttention, cuflash.FlashAttention.forward)
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    assert {row[0] for row in table("option")} == parameters - {"out", "lse"}
+
+
+def pictures():
+    """(keywords as written, rows of 0 and 1) of every picture of a mask in the section on semantics."""
+    for block in blocks("text", section("Semantics")):
+        head, *rows = block.splitlines()
+        starts = [match.start() for match in re.finditer(r"(?:(?<=  )|^)\S", head)]
+        for start, stop in zip(starts, [*starts[1:], None], strict=True):
+            yield head[start:stop].strip(), np.array([row[start:stop].split() for row in rows], int)
+
+
+@pytest.mark.parametrize(("keywords", "visible"), list(pictures()))
+def test_the_pictures_of_masks(keywords, visible):
+    seqlen_q, seqlen_k = visible.shape
+    options = eval(f"dict({keywords})")
+    q, k, v = np.zeros((seqlen_q, 4)), np.zeros((seqlen_k, 4)), np.eye(seqlen_k)
+    weights = cuflash.attention(q, k, v, **options)
+    np.testing.assert_allclose(weights, visible / np.maximum(visible.sum(axis=1, keepdims=True), 1), atol=1e-15)
+
+
+def test_merging_by_lse_as_described():
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 50, 8))
+    attn = cuflash.FlashAttention()
+    out_a, lse_a = attn.forward(q, k[:, :20], v[:, :20])
+    out_b, lse_b = attn.forward(q, k[:, 20:], v[:, 20:])
+    lse = np.logaddexp(lse_a, lse_b)
+    out = np.exp(lse_a - lse)[..., None] * out_a + np.exp(lse_b - lse)[..., None] * out_b
+    whole = attn.forward(q, k, v)
+    np.testing.assert_allclose(lse, whole.lse, rtol=1e-12)
+    np.testing.assert_allclose(out, whole.out, rtol=1e-12, atol=1e-13)
+
+
+def test_every_room_is_described():
+    described = {row[0] for row in table("room")}
+    modules = {f"cuflash/{path.name}" for path in (CHECKOUT / "cuflash").glob("[!_]*.py")}
+    assert {name for name in described if name.endswith(".py")} == modules
+
+
+def test_the_unrelated_library_is_mentioned_once():
+    assert README.count("not related to the C++ library of the same name") == 1
