@@ -30,6 +30,7 @@ Array = NDArray[Any]
 
 PACKAGES = ("numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "cuda-bindings")
 CAUSAL: dict[str, Causal] = {"no": False, "yes": True, "top_left": "top_left"}
+NUM_SAMPLES = 6  # rows, and keys, whose results the demo checks
 NO_GPU = "there is no GPU here"
 
 
@@ -41,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 success, 1 failure (an argument that cannot be parsed exits with 2)."""
     args = make_parser().parse_args(argv)
     try:
-        return args.run(args)
+        run: Callable[[argparse.Namespace], int] = args.run
+        return run(args)
     except (Failure, NotImplementedError, ImportError, MemoryError, OSError, ValueError) as error:
         print(f"python -m cuflash {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
     except compiler.CompileError as error:
@@ -234,8 +236,9 @@ def info(args: argparse.Namespace) -> int:
     if cupy is None:
         rows.append(("GPU", f"none: {reason}"))
     else:
-        rows.append(("CUDA", f"driver {cupy.cuda.runtime.driverGetVersion()}, runtime {runtime_version(cupy)}"))
-        rows.extend((f"GPU {i}", describe_device(cupy, i)) for i in range(cupy.cuda.runtime.getDeviceCount()))
+        runtime = cupy.cuda.runtime
+        rows.append(("CUDA", f"driver {runtime.driverGetVersion()}, runtime {runtime.runtimeGetVersion()}"))
+        rows.extend((f"GPU {i}", describe_device(cupy, i)) for i in range(runtime.getDeviceCount()))
     for name, text in rows:
         print(f"{name:<14}{text}")
     return 0
@@ -246,10 +249,6 @@ def version_of(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed" if package == "cuflash" else None
-
-
-def runtime_version(cupy: ModuleType) -> int:
-    return cupy.cuda.runtime.runtimeGetVersion()
 
 
 def describe_device(cupy: ModuleType, index: int) -> str:
@@ -386,15 +385,15 @@ def demo(args: argparse.Namespace) -> int:
     rng = xp.random.default_rng(0)
     q, k, v, dout = (rng.standard_normal((num_heads, seqlen, head_dim), xp.float32).astype(dtype) for _ in range(4))
     out, dq, dk, dv = (xp.empty_like(q) for _ in range(4))
-    lse = xp.empty((num_heads, seqlen), xp.float64 if dtype == np.float64 else xp.float32)
     options = Options(causal=True)
     problem = make_problem(options, q, k, v)
-    attn = FlashAttention(causal=True)
-    attn.compile(q, k, v)
+    lse = xp.empty(problem.lse_shape, problem.softmax_dtype)
     # On the CPU one head at a time, which takes as long as all at once and lets the bar move.
     parts = [slice(None)] if on_gpu else [slice(head, head + 1) for head in range(num_heads)]
-    num_rows = 6
-    bar = Bar(total=2 * len(parts) + 2 * num_rows)
+    bar = Bar(total=1 + 2 * len(parts) + 2 * NUM_SAMPLES)
+    attn = FlashAttention(causal=True)
+    attn.compile(q, k, v)
+    bar.advance()
 
     def forward(h: slice) -> None:
         attn.forward(q[h], k[h], v[h], out=out[h], lse=lse[h])
@@ -405,23 +404,30 @@ def demo(args: argparse.Namespace) -> int:
     measure = measure_on_gpu if on_gpu else measure_on_cpu
     costs = {run.__name__: measure(run, parts, bar) for run in (forward, backward)}
     arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
-    sampled = sample_errors(options, arrays, num_rows, bar)
+    sampled = sample_errors(options, arrays, bar)
     bar.clear()
+    print_costs(problem, costs)
+    print_errors(dtype.name, sampled)
+    if any(s.error > s.allowed for s in sampled.values()):
+        raise Failure("a result is further from the oracle than the plain formula's error allows")
+    return 0
 
+
+def print_costs(problem: Problem, costs: dict[str, Cost]) -> None:
     print(f"{'':<10}{'time':>12}{'rate':>16}{'extra memory':>16}")
     for name, flops in (("forward", problem.forward_flops), ("backward", problem.backward_flops)):
         seconds, extra_bytes = costs[name]
         print(f"{name:<10}{in_seconds(seconds):>12}{in_flops(flops / seconds):>16}{in_bytes(extra_bytes):>16}")
-    print(f"\nq, k, v, out and their gradients take {in_bytes(8 * q.nbytes)}. The plain formula stores one matrix of")
-    print(f"scores forward, {in_bytes(problem.naive_bytes)}, and several backward.\n")
-    print(f"largest errors at {num_rows} sampled rows and {num_rows} sampled keys, against the formula in float64")
-    print(f"{'':<10}{'error':>12}{f'plain {dtype.name}':>16}{'allowed':>16}")
+    print(f"\nInputs, results and gradients take {in_bytes(8 * problem.q.nbytes)}. The plain formula stores")
+    print(f"one matrix of scores forward, {in_bytes(problem.naive_bytes)}, and several backward.\n")
+
+
+def print_errors(dtype: str, sampled: dict[str, Sampled]) -> None:
+    print(f"Largest errors at {NUM_SAMPLES} sampled rows and {NUM_SAMPLES} sampled keys, against float64:")
+    print(f"{'':<10}{'error':>12}{f'plain {dtype}':>16}{'allowed':>16}")
     for name, s in sampled.items():
         verdict = "" if s.error <= s.allowed else "  FAILED"
         print(f"{name:<10}{s.error:>12.2e}{s.plain_error:>16.2e}{s.allowed:>16.2e}{verdict}")
-    if any(s.error > s.allowed for s in sampled.values()):
-        raise Failure("a result is further from the oracle than the plain formula's error allows")
-    return 0
 
 
 def longest_that_fits(xp: ModuleType, bytes_per_row: int) -> int:
@@ -463,27 +469,28 @@ def measure_on_gpu(run: Callable[[slice], None], parts: list[slice], bar: Bar) -
     return Cost(statistics.median(times[1:]), pool.total_bytes())
 
 
-def sample_errors(options: Options, arrays: dict[str, Any], count: int, bar: Bar) -> dict[str, Sampled]:
+def sample_errors(options: Options, arrays: dict[str, Any], bar: Bar) -> dict[str, Sampled]:
     """Errors of out, lse and dq at some rows, and of dk and dv at some keys, the first and the last among them."""
     num_heads, seqlen, _ = arrays["q"].shape
-    dtypes = {name: np.dtype(arrays[name].dtype) for name in ("out", "lse", "dq", "dk", "dv")}
-    sampled = {name: Sampled(dtype) for name, dtype in dtypes.items()}
-    plain_dtype = np.dtype(np.float32) if dtypes["out"] == np.float64 else dtypes["out"]
+    sampled = {name: Sampled(np.dtype(arrays[name].dtype)) for name in ("out", "lse", "dq", "dk", "dv")}
+    dtype = np.dtype(arrays["out"].dtype)
+    plain_dtype = np.dtype(np.float32) if dtype == np.float64 else dtype
     rng = np.random.default_rng(1)
-    for place in (0, seqlen - 1, *rng.integers(seqlen, size=count - 2)):
-        head = int(rng.integers(num_heads))
-        host = {name: to_numpy(x[head]) for name, x in arrays.items()}
-        exact, plain = (row_results(options, host, int(place), dtype) for dtype in (np.float64, plain_dtype))
-        for name in ("out", "lse", "dq"):
-            sampled[name].add(host[name][place], exact[name], plain[name])
-        bar.advance()
-        exact, plain = (key_results(host, int(place), dtype) for dtype in (np.float64, plain_dtype))
-        for name in ("dk", "dv"):
-            sampled[name].add(host[name][place], exact[name], plain[name])
-        bar.advance()
-        for name in ("out", "dq", "dk", "dv"):
-            weight_error = epsilon(dtypes["lse"]) * (1 + largest(host["lse"]))
-            sampled[name].weight_error = max(sampled[name].weight_error, weight_error)
+    for place in (0, seqlen - 1, *map(int, rng.integers(seqlen, size=NUM_SAMPLES - 2))):
+        index = int(rng.integers(num_heads))
+        head = {name: to_numpy(x[index]) for name, x in arrays.items()}
+        weight_error = epsilon(sampled["lse"].dtype) * (1 + largest(head["lse"]))
+        rows = row_results(options, head, place, np.float64), row_results(options, head, place, plain_dtype)
+        keys = key_results(head, place, np.float64), key_results(head, place, plain_dtype)
+        for exact, plain in (rows, keys):
+            for name in exact:
+                sampled[name].add(head[name][place], exact[name], plain[name])
+                if name != "lse":
+                    sampled[name].weight_error = max(sampled[name].weight_error, weight_error)
+            bar.advance()
+        dq_scale, dk_scale = gradient_scales(head, place)
+        sampled["dq"].scale = max(sampled["dq"].scale, dq_scale)
+        sampled["dk"].scale = max(sampled["dk"].scale, dk_scale)
     return sampled
 
 
@@ -500,16 +507,34 @@ def row_results(options: Options, head: dict[str, Array], row: int, dtype: Any) 
 def key_results(head: dict[str, Array], key: int, dtype: Any) -> dict[str, Array]:
     """dk and dv of one key of a causal problem, by the plain formula in `dtype` over the rows that see it.
 
-    What the rows add up to is taken from lse (which is rounded) and from out.
+    What the weights of those rows add up to is taken from lse (which is rounded) and from out.
     """
-    compute = np.float64 if dtype == np.float64 else np.float32
-    k, v = (head[name][key].astype(compute) for name in ("k", "v"))
-    q, dout, out, lse = (head[name][key:].astype(compute) for name in ("q", "dout", "out", "lse"))
-    scale = compute(k.size**-0.5)
-    weights = np.exp(scale * (q @ k) - lse)
-    dscores = weights * (dout @ v - (dout * out).sum(axis=-1))
-    weights, dscores = (x.astype(dtype).astype(compute) for x in (weights, dscores))
-    return {"dk": (scale * (dscores @ q)).astype(dtype), "dv": (weights @ dout).astype(dtype)}
+    rows = slice(key, None)
+    P, dP, delta = weights_of(head, rows, slice(key, key + 1), np.float64 if dtype == np.float64 else np.float32)
+    P, dS = (x.astype(dtype).astype(x.dtype) for x in (P, P * (dP - delta)))
+    q, dout = (head[name][rows].astype(P.dtype) for name in ("q", "dout"))
+    return {"dk": (q.shape[1] ** -0.5 * (dS.T @ q))[0].astype(dtype), "dv": (P.T @ dout)[0].astype(dtype)}
+
+
+def gradient_scales(head: dict[str, Array], place: int) -> tuple[float, float]:
+    """Sizes of dq of a row and dk of a key before anything cancels: roots of the sums of squares of what is summed."""
+
+    def scale(rows: slice, keys: slice, name: str) -> float:
+        P, dP, delta = weights_of(head, rows, keys, np.float64)
+        squares = (P**2 * (dP**2 + delta**2)).reshape(-1)
+        others = head[name][keys if name == "k" else rows].astype(np.float64)
+        return math.sqrt(largest(squares @ others**2) / others.shape[1])
+
+    before, after, here = slice(0, place + 1), slice(place, None), slice(place, place + 1)
+    return scale(here, before, "k"), scale(after, here, "q")
+
+
+def weights_of(head: dict[str, Array], rows: slice, keys: slice, dtype: Any) -> tuple[Array, Array, Array]:
+    """P, dP and delta of some rows and the keys they see, from lse and out."""
+    q, dout, out, lse = (head[name][rows].astype(dtype) for name in ("q", "dout", "out", "lse"))
+    k, v = (head[name][keys].astype(dtype) for name in ("k", "v"))
+    P = np.exp(q.shape[1] ** -0.5 * (q @ k.T) - lse[:, None])
+    return P, dout @ v.T, (dout * out).sum(axis=-1, keepdims=True)
 
 
 def to_numpy(array: Any) -> Array:

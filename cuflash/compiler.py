@@ -31,7 +31,8 @@ from cuflash.problem import type_error, value_error
 
 # -v makes ptxas report registers and spills. Line info lets profilers and sanitizers name source lines and leaves the
 # instructions as they are. No fast math, no flush-to-zero.
-OPTIONS = ("--std=c++17", "--generate-line-info", "--ptxas-options=-v")
+# NVRTC before 13.1 takes generic lambdas for host functions unless every function is a device function.
+OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--generate-line-info", "--ptxas-options=-v")
 
 
 class CompileError(RuntimeError):

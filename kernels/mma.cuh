@@ -45,6 +45,28 @@ CUFLASH_DEVICE void set_zero(float (&tile)[m_tiles][n_tiles][4]) {
 template <int k_steps, int m_tiles, int n_tiles, class LoadA, class LoadB>
 CUFLASH_DEVICE void multiply(float (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB load_b) {
   static_assert(n_tiles % 2 == 0, "columns come 16 at a time");
+#if CUFLASH_EXP & 6
+  constexpr int kAhead = (CUFLASH_EXP & 2) ? 2 : 4, kPairs = n_tiles / 2, kTotal = k_steps * kPairs;
+  u32 a[2][m_tiles][4], b[kAhead + 1][4];
+#pragma unroll
+  for (int m = 0; m < m_tiles; ++m) load_a(m, 0, a[0][m]);
+#pragma unroll
+  for (int i = 0; i < kAhead && i < kTotal; ++i) load_b(i % kPairs, i / kPairs, b[i]);
+#pragma unroll
+  for (int i = 0; i < kTotal; ++i) {
+    const int k = i / kPairs, n = i % kPairs, ahead = i + kAhead;
+    if (n == 0 && k + 1 < k_steps) {
+#pragma unroll
+      for (int m = 0; m < m_tiles; ++m) load_a(m, k + 1, a[(k + 1) % 2][m]);
+    }
+    if (ahead < kTotal) load_b(ahead % kPairs, ahead / kPairs, b[ahead % (kAhead + 1)]);
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m) {
+      ptx::mma_m16n8k16(Element{}, d[m][2 * n], a[k % 2][m], b[i % (kAhead + 1)][0], b[i % (kAhead + 1)][1]);
+      ptx::mma_m16n8k16(Element{}, d[m][2 * n + 1], a[k % 2][m], b[i % (kAhead + 1)][2], b[i % (kAhead + 1)][3]);
+    }
+  }
+#else
 #pragma unroll
   for (int k = 0; k < k_steps; ++k) {
     u32 a[m_tiles][4];
@@ -61,6 +83,7 @@ CUFLASH_DEVICE void multiply(float (&d)[m_tiles][n_tiles][4], LoadA load_a, Load
       }
     }
   }
+#endif
 }
 
 // The 16 columns 16 k of an accumulator tile, rounded to the element type, as an A operand: the layouts coincide.

@@ -80,6 +80,9 @@ CUFLASH_DEVICE void sync_block() { __syncthreads(); }
 // Warp. shfl.sync.bfly (9.7.9.6): the value of the lane whose index differs in the bits of `lane_mask`.
 CUFLASH_DEVICE float shuffle_xor(float value, u32 lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
 
+// Warp. vote.sync.any (9.7.13.9): whether `predicate` holds in any lane.
+CUFLASH_DEVICE bool any_lane(bool predicate) { return __any_sync(0xffffffffu, predicate); }
+
 // ---- Asynchronous copies ------------------------------------------------------------------------------------------
 // Thread. cp.async (9.7.9.25.3.1): `bytes` (4, 8 or 16) to shared memory, the first `source_bytes` of them read from
 // global memory, the rest zeros. With 0 source bytes nothing is read. Both addresses are aligned to `bytes`.

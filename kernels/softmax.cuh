@@ -16,6 +16,52 @@ struct OnlineSoftmax {
   }
 
   // Takes in a tile of scores and leaves exp2(scale_log2 (score - max)) in its place; rescales what `out` summed so far.
+#if CUFLASH_EXP & 1
+  template <int n_tiles, int out_tiles>
+  CUFLASH_DEVICE void update(float (&score)[m_tiles][n_tiles][4], float (&out)[m_tiles][out_tiles][4], float scale_log2) {
+    float new_max[m_tiles][2];
+    bool grows = false;
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float tile_max = fmaxf(score[m][0][2 * half], score[m][0][2 * half + 1]);
+#pragma unroll
+        for (int n = 1; n < n_tiles; ++n)
+          tile_max = fmaxf(tile_max, fmaxf(score[m][n][2 * half], score[m][n][2 * half + 1]));
+        tile_max = fmaxf(tile_max, ptx::shuffle_xor(tile_max, 1));
+        tile_max = fmaxf(tile_max, ptx::shuffle_xor(tile_max, 2));
+        new_max[m][half] = fmaxf(row_max[m][half], tile_max);
+        grows = grows || (new_max[m][half] - row_max[m][half]) * scale_log2 > 8.0f;
+      }
+    if (ptx::any_lane(grows)) {
+#pragma unroll
+      for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float offset = new_max[m][half] == -ptx::infinity() ? 0.0f : new_max[m][half] * scale_log2;
+          const float rescale = ptx::exp2_approx(row_max[m][half] * scale_log2 - offset);
+          row_max[m][half] = new_max[m][half];
+          row_sum[m][half] *= rescale;
+#pragma unroll
+          for (int n = 0; n < out_tiles; ++n) out[m][n][2 * half] *= rescale, out[m][n][2 * half + 1] *= rescale;
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float offset = row_max[m][half] == -ptx::infinity() ? 0.0f : row_max[m][half] * scale_log2;
+#pragma unroll
+        for (int n = 0; n < n_tiles; ++n)
+#pragma unroll
+          for (int i = 2 * half; i < 2 * half + 2; ++i) {
+            score[m][n][i] = ptx::exp2_approx(score[m][n][i] * scale_log2 - offset);
+            row_sum[m][half] += score[m][n][i];
+          }
+      }
+  }
+#else
   template <int n_tiles, int out_tiles>
   CUFLASH_DEVICE void update(float (&score)[m_tiles][n_tiles][4], float (&out)[m_tiles][out_tiles][4], float scale_log2) {
 #pragma unroll
@@ -49,6 +95,7 @@ struct OnlineSoftmax {
       }
   }
 
+#endif
   // Sums the lanes of each row.
   CUFLASH_DEVICE void finish() {
 #pragma unroll

@@ -48,11 +48,15 @@ CUFLASH_DEFINE_KERNEL(shared_b32_b128, Params, kBlock, 1, exchange_through_share
 
 CUFLASH_DEVICE void exchange_f32(const Params& params) {
   const u32 thread = ptx::thread_index(), shared = ptx::dynamic_shared();
-  ptx::store_shared_f32(shared + 4 * thread, source_of<float>(params)[thread]);
+  ptx::copy_async<16>(shared + 16 * thread, source_of<float>(params) + 4 * thread, 16);
+  ptx::copy_async_commit();
+  ptx::copy_async_wait<0>();
   ptx::sync_block();
-  destination_of<float>(params)[thread] = ptx::load_shared_f32(shared + 4 * (thread ^ 37u));
+  float values[4];
+  ptx::load_shared_f32x4(shared + 16 * (thread ^ 37u), values);
+  for (u32 i = 0; i < 4; ++i) destination_of<float>(params)[4 * thread + i] = values[i];
 }
-CUFLASH_DEFINE_KERNEL(shared_f32, Params, kBlock, 1, exchange_f32)
+CUFLASH_DEFINE_KERNEL(shared_f32x4, Params, kBlock, 1, exchange_f32)
 
 CUFLASH_DEVICE void exchange_b16(const Params& params) {
   const u32 thread = ptx::thread_index(), shared = ptx::dynamic_shared();
@@ -71,14 +75,14 @@ CUFLASH_DEFINE_KERNEL(dynamic_shared_alignment, Params, kWarp, 1, store_shared_a
 // Many rounds of neighbours reading each other: each needs its barriers.
 CUFLASH_DEVICE void rotate_values(const Params& params) {
   const u32 thread = ptx::thread_index(), shared = ptx::dynamic_shared();
-  float value = source_of<float>(params)[thread];
+  u16 value = source_of<u16>(params)[thread];
   for (u32 round = 0; round < params.count; ++round) {
-    ptx::store_shared_f32(shared + 4 * thread, value);
+    ptx::store_shared_b16(shared + 2 * thread, value);
     ptx::sync_block();
-    value = ptx::load_shared_f32(shared + 4 * ((thread + 1) % kBlock));
+    value = ptx::load_shared_b16(shared + 2 * ((thread + 1) % kBlock));
     ptx::sync_block();
   }
-  destination_of<float>(params)[thread] = value;
+  destination_of<u16>(params)[thread] = value;
 }
 CUFLASH_DEFINE_KERNEL(sync_block, Params, kBlock, 1, rotate_values)
 
@@ -87,6 +91,12 @@ CUFLASH_DEVICE void store_shuffled(const Params& params) {
   destination_of<float>(params)[thread] = ptx::shuffle_xor(source_of<float>(params)[thread], params.count);
 }
 CUFLASH_DEFINE_KERNEL(shuffle_xor, Params, kBlock, 1, store_shuffled)
+
+CUFLASH_DEVICE void store_votes(const Params& params) {
+  const u32 thread = ptx::thread_index();
+  destination_of<u32>(params)[thread] = ptx::any_lane(thread == params.count);
+}
+CUFLASH_DEFINE_KERNEL(any_lane, Params, kBlock, 1, store_votes)
 
 // Thread i copies `count` of `bytes` bytes, in two groups, into shared memory of all ones.
 template <int bytes>

@@ -60,9 +60,9 @@ def check_shared_b32_b128(run):
     assert (got == source[np.arange(BLOCK) ^ 37]).all()
 
 
-def check_shared_f32(run):
-    source = np.arange(BLOCK, dtype=np.float32) / 7
-    got = run("shared_f32", source=source, destination=_ones(np.float32, BLOCK), shared_bytes=4 * BLOCK)
+def check_shared_f32x4(run):
+    source = np.arange(4 * BLOCK, dtype=np.float32).reshape(BLOCK, 4) / 7
+    got = run("shared_f32x4", source=source, destination=_ones(np.float32, BLOCK, 4), shared_bytes=16 * BLOCK)
     assert (got == source[np.arange(BLOCK) ^ 37]).all()
 
 
@@ -73,9 +73,9 @@ def check_shared_b16(run):
 
 
 def check_sync_block(run):
-    source, rounds = np.arange(BLOCK, dtype=np.float32), 11
-    destination = _ones(np.float32, BLOCK)
-    got = run("sync_block", source=source, destination=destination, count=rounds, shared_bytes=4 * BLOCK)
+    source, rounds = np.arange(BLOCK, dtype=np.uint16), 11
+    destination = _ones(np.uint16, BLOCK)
+    got = run("sync_block", source=source, destination=destination, count=rounds, shared_bytes=2 * BLOCK)
     assert (got == np.roll(source, -rounds)).all()
 
 
@@ -84,6 +84,12 @@ def check_shuffle_xor(run):
     for lane_mask in (1, 2, 4, 8, 16, 31):
         got = run("shuffle_xor", source=source, destination=_ones(np.float32, BLOCK), count=lane_mask)
         assert (got == source[np.arange(BLOCK) ^ lane_mask]).all()
+
+
+def check_any_lane(run):
+    for thread in (0, 31, 45, BLOCK):
+        got = run("any_lane", destination=_ones(np.uint32, BLOCK), count=thread)
+        assert (got == (np.arange(BLOCK) // WARP == thread // WARP)).all()
 
 
 # ---- Asynchronous copies ---------------------------------------------------------------------------------------------
@@ -139,9 +145,7 @@ def check_load_matrix_transposed(run):
 
 def _multiply(run, element, a, b, c):
     """a b + c, b stored by columns."""
-    return run(
-        "mma", source=a, second_source=np.ascontiguousarray(b.T), destination=c, threads=WARP, element=element
-    )
+    return run("mma", source=a, second_source=np.ascontiguousarray(b.T), destination=c, threads=WARP, element=element)
 
 
 def check_mma(run):
@@ -226,8 +230,7 @@ def _values_around_rounding(dtype):
     next_ = (numbers + 1).astype(np.uint16).view(dtype).astype(np.float64)
     finite = np.isfinite(here) & np.isfinite(next_)
     middle = ((here + next_) / 2)[finite].astype(np.float32)
-    largest = np.float32(ml_dtypes.finfo(dtype).max)
-    beyond = largest + np.float32(ml_dtypes.finfo(dtype).max) * np.array([0.0, 0.0002, 0.0003, 0.001, 0.003], np.float32)
+    beyond = float(ml_dtypes.finfo(dtype).max) * np.array([1.0, 1.0002, 1.0003, 1.001, 1.003])
     around = [here, middle, np.nextafter(middle, np.float32(0)), np.nextafter(middle, np.float32(np.inf)), beyond]
     positive = np.concatenate([*around, [np.inf, 3.4e38, 1e-45, 1e-40]]).astype(np.float32)
     return np.concatenate([positive, -positive, [np.nan]]).astype(np.float32)

@@ -25,15 +25,21 @@ KERNELS = HERE.parents[1] / "kernels"
 CACHE = HERE / ".cache"
 
 _COMMON_FLAGS = (
-    "-std=c++17 -shared -fPIC -g1 -Wall -Wno-unknown-pragmas -Wno-unused-function "
-    "-fvisibility=hidden -fno-gnu-unique -ffp-contract=off -fno-strict-aliasing"
-).split()
+    "-std=c++17",
+    "-shared",
+    "-fPIC",
+    "-g1",  # lines of faults
+    "-fvisibility=hidden",
+    "-fno-gnu-unique",  # modules must not share variables
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",  # CUDA code reinterprets what pointers point to
+)
 _RUNTIME_FLAGS = ("-O3",)
 # The trap becomes a signal, and the signal an EmulationError. "address" works only in a process that was started with
 # the environment of sanitizer_environment().
 _SANITIZER_FLAGS = {
     None: ("-O2",),
-    "undefined": ("-O1", "-fsanitize=undefined,float-divide-by-zero", "-fsanitize-undefined-trap-on-error"),
+    "undefined": ("-O1", "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"),
     "address": ("-O1", "-fsanitize=address", "-fno-omit-frame-pointer"),
 }
 
@@ -249,7 +255,7 @@ def find_compiler() -> str | None:
 
 def build(
     source: Path,
-    defines: Mapping[str, object] = {},
+    defines: Mapping[str, object] | None = None,
     *,
     sanitizer: str | None = None,
     include: Sequence[Path] = (KERNELS,),
@@ -271,7 +277,7 @@ def build(
         With the compiler's output.
     """
     source = KERNELS / source
-    definitions = [f"-D{key}={int(value) if isinstance(value, bool) else value}" for key, value in defines.items()]
+    definitions = [f"-D{name}={_as_text(value)}" for name, value in (defines or {}).items()]
     runtime = _build_runtime(sanitizer, cache)
     flags = [*_COMMON_FLAGS, *_SANITIZER_FLAGS[sanitizer], *definitions]
     header = HERE / "ptx_emulated.h"
@@ -284,8 +290,12 @@ def build(
     return Module(_compile(source.stem, flags, files, arguments, cache))
 
 
+def _as_text(value: object) -> str:
+    return str(int(value) if isinstance(value, bool) else value)
+
+
 def _build_runtime(sanitizer: str | None, cache: Path) -> Path:
-    # Undefined behaviour is looked for in kernels; address errors only show if every store is instrumented.
+    # Undefined behaviour is looked for in kernels alone; address errors only show if every store is instrumented.
     flags = [*_COMMON_FLAGS, *_RUNTIME_FLAGS, *(_SANITIZER_FLAGS["address"] if sanitizer == "address" else ())]
     folder = HERE / "runtime"
     sources = sorted(folder.glob("*.cc"))

@@ -18,17 +18,17 @@ CUFLASH_DEVICE float* destination_of(const Params& params) { return (float*)para
 
 CUFLASH_DEVICE void read_without_barrier(const Params& params) {
   const u32 thread = ptx::thread_index(), shared = ptx::dynamic_shared();
-  ptx::store_shared_f32(shared + 4 * thread, 1.0f);
-  destination_of(params)[thread] = ptx::load_shared_f32(shared + 4 * (kBlock - 1 - thread));
+  ptx::store_shared_b16(shared + 2 * thread, 1);
+  destination_of(params)[thread] = ptx::load_shared_b16(shared + 2 * (kBlock - 1 - thread));
 }
 CUFLASH_DEFINE_KERNEL(missing_barrier_before_read, Params, kBlock, 1, read_without_barrier)
 
 CUFLASH_DEVICE void overwrite_without_barrier(const Params&) {
   const u32 thread = ptx::thread_index(), shared = ptx::dynamic_shared();
-  ptx::store_shared_f32(shared + 4 * thread, 1.0f);
+  ptx::store_shared_b16(shared + 2 * thread, 1);
   ptx::sync_block();
-  const float value = ptx::load_shared_f32(shared + 4 * (kBlock - 1 - thread));
-  ptx::store_shared_f32(shared + 4 * thread, value);
+  const u16 value = ptx::load_shared_b16(shared + 2 * (kBlock - 1 - thread));
+  ptx::store_shared_b16(shared + 2 * thread, value);
 }
 CUFLASH_DEFINE_KERNEL(missing_barrier_before_overwrite, Params, kBlock, 1, overwrite_without_barrier)
 
@@ -59,23 +59,25 @@ CUFLASH_DEVICE void wait_for_each_other(const Params&) {
 CUFLASH_DEFINE_KERNEL(deadlock, Params, kBlock, 1, wait_for_each_other)
 
 CUFLASH_DEVICE void read_past_shared(const Params& params) {
-  destination_of(params)[0] = ptx::load_shared_f32(ptx::dynamic_shared() + params.count);  // caught: shared_overrun
+  destination_of(params)[0] = ptx::load_shared_b16(ptx::dynamic_shared() + params.count);  // caught: shared_overrun
 }
 CUFLASH_DEFINE_KERNEL(shared_overrun, Params, kWarp, 1, read_past_shared)
 
 CUFLASH_DEVICE void write_before_shared(const Params&) {
-  ptx::store_shared_f32(ptx::dynamic_shared() - 4, 0.0f);  // caught: shared_underrun
+  ptx::store_shared_b32(ptx::dynamic_shared() - 4, 0);  // caught: shared_underrun
 }
 CUFLASH_DEFINE_KERNEL(shared_underrun, Params, kWarp, 1, write_before_shared)
 
-CUFLASH_DEVICE void read_misaligned(const Params& params) {
-  destination_of(params)[0] = ptx::load_shared_f32(ptx::dynamic_shared() + 2);  // caught: shared_misaligned
+CUFLASH_DEVICE void write_misaligned(const Params&) {
+  ptx::store_shared_b32(ptx::dynamic_shared() + 2, 0);  // caught: shared_misaligned
 }
-CUFLASH_DEFINE_KERNEL(shared_misaligned, Params, kWarp, 1, read_misaligned)
+CUFLASH_DEFINE_KERNEL(shared_misaligned, Params, kWarp, 1, write_misaligned)
 
 CUFLASH_DEVICE void read_unwritten(const Params& params) {
   const u32 thread = ptx::thread_index();
-  destination_of(params)[thread] = ptx::load_shared_f32(ptx::dynamic_shared() + 4 * thread);  // caught: shared_unwritten
+  float values[4];
+  ptx::load_shared_f32x4(ptx::dynamic_shared() + 16 * thread, values);  // caught: shared_unwritten
+  destination_of(params)[thread] = values[0];
 }
 CUFLASH_DEFINE_KERNEL(shared_unwritten, Params, kWarp, 1, read_unwritten)
 
@@ -112,7 +114,7 @@ CUFLASH_DEVICE void read_without_wait(const Params& params) {
   const u32 thread = ptx::thread_index(), shared = ptx::dynamic_shared() + 4 * thread;
   ptx::copy_async<4>(shared, source_of(params) + thread, 4);
   ptx::copy_async_commit();
-  destination_of(params)[thread] = ptx::load_shared_f32(shared);  // caught: missing_wait
+  destination_of(params)[thread] = ptx::load_shared_b16(shared);  // caught: missing_wait
   ptx::copy_async_wait<0>();
 }
 CUFLASH_DEFINE_KERNEL(missing_wait, Params, kWarp, 1, read_without_wait)
@@ -121,7 +123,7 @@ CUFLASH_DEVICE void wait_without_commit(const Params& params) {
   const u32 thread = ptx::thread_index(), shared = ptx::dynamic_shared() + 4 * thread;
   ptx::copy_async<4>(shared, source_of(params) + thread, 4);
   ptx::copy_async_wait<0>();
-  destination_of(params)[thread] = ptx::load_shared_f32(shared);  // caught: missing_commit
+  destination_of(params)[thread] = ptx::load_shared_b16(shared);  // caught: missing_commit
 }
 CUFLASH_DEFINE_KERNEL(missing_commit, Params, kWarp, 1, wait_without_commit)
 
@@ -132,8 +134,8 @@ CUFLASH_DEVICE void wait_for_too_few(const Params& params) {
   ptx::copy_async<4>(shared + 4 * kWarp, source_of(params) + thread, 4);
   ptx::copy_async_commit();
   ptx::copy_async_wait<1>();
-  destination_of(params)[thread] = ptx::load_shared_f32(shared);
-  destination_of(params)[thread] = ptx::load_shared_f32(shared + 4 * kWarp);  // caught: short_wait
+  destination_of(params)[thread] = ptx::load_shared_b16(shared);
+  destination_of(params)[thread] = ptx::load_shared_b16(shared + 4 * kWarp);  // caught: short_wait
   ptx::copy_async_wait<0>();
 }
 CUFLASH_DEFINE_KERNEL(short_wait, Params, kWarp, 1, wait_for_too_few)
@@ -149,14 +151,14 @@ CUFLASH_DEVICE void read_copy_of_other_warp(const Params& params) {
   ptx::copy_async<4>(shared + 4 * thread, source_of(params) + thread % kWarp, 4);
   ptx::copy_async_commit();
   ptx::copy_async_wait<0>();
-  destination_of(params)[thread] = ptx::load_shared_f32(shared + 4 * (thread ^ kWarp));
+  destination_of(params)[thread] = ptx::load_shared_b16(shared + 4 * (thread ^ kWarp));
 }
 CUFLASH_DEFINE_KERNEL(missing_barrier_after_wait, Params, kBlock, 1, read_copy_of_other_warp)
 
 CUFLASH_DEVICE void copy_over_matrix_in_use(const Params& params) {
   const u32 thread = ptx::thread_index(), shared = ptx::dynamic_shared();
-  ptx::store_shared_f32(shared + 4 * thread, 1.0f);
-  ptx::store_shared_f32(shared + 4 * (thread + kBlock), 1.0f);
+  ptx::store_shared_b32(shared + 4 * thread, 0);
+  ptx::store_shared_b32(shared + 4 * (thread + kBlock), 0);
   ptx::sync_block();
   u32 fragment[4];
   ptx::load_matrix_x4(fragment, shared + 16 * (thread % kWarp));
@@ -289,10 +291,9 @@ CUFLASH_DEVICE void run_script(const Params& params) {
     if (step.action < 2 || step.actor != thread) continue;
     const u32 address = shared + step.offset;
     if (step.action == 2 && step.bytes == 2) ptx::load_shared_b16(address);
-    if (step.action == 2 && step.bytes == 4) ptx::load_shared_f32(address);
     if (step.action == 2 && step.bytes == 16) ptx::load_shared_b128(address);
     if (step.action == 3 && step.bytes == 2) ptx::store_shared_b16(address, 0);
-    if (step.action == 3 && step.bytes == 4) ptx::store_shared_f32(address, 0.0f);
+    if (step.action == 3 && step.bytes == 4) ptx::store_shared_b32(address, 0);
     if (step.action == 3 && step.bytes == 16) {
       ptx::copy_async<16>(address, nullptr, 0);
       ptx::copy_async_commit();

@@ -13,28 +13,9 @@
     return ::emulator::launch({name##_thread, sizeof(Params), threads}, params, params_bytes, *options, *report); \
   }
 
-// Math functions that NVRTC knows without a header.
-extern "C" {
-float expf(float) noexcept;
-float exp2f(float) noexcept;
-float logf(float) noexcept;
-float log2f(float) noexcept;
-float log1pf(float) noexcept;
-float tanhf(float) noexcept;
-float sqrtf(float) noexcept;
-float fabsf(float) noexcept;
-float fmaf(float, float, float) noexcept;
-float fmaxf(float, float) noexcept;
-float fminf(float, float) noexcept;
-float floorf(float) noexcept;
-float ceilf(float) noexcept;
-}
-static inline int min(int a, int b) { return a < b ? a : b; }
-static inline int max(int a, int b) { return a > b ? a : b; }
-static inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
-static inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
-static inline long long min(long long a, long long b) { return a < b ? a : b; }
-static inline long long max(long long a, long long b) { return a > b ? a : b; }
+// Functions that NVRTC knows without a header.
+extern "C" float fmaxf(float, float) noexcept;
+extern "C" float fminf(float, float) noexcept;
 
 namespace ptx {
 
@@ -81,6 +62,9 @@ CUFLASH_DEVICE void store_shared_b32(u32 address, u32 value, Site site = Site::h
 CUFLASH_DEVICE void sync_block(Site site = Site::here()) { ::emulator::sync_block(site); }
 CUFLASH_DEVICE float shuffle_xor(float value, u32 lane_mask, Site site = Site::here()) {
   return ::emulator::shuffle_xor(value, lane_mask, site);
+}
+CUFLASH_DEVICE bool any_lane(bool predicate, Site site = Site::here()) {
+  return ::emulator::any_lane(predicate, site);
 }
 
 // ---- Asynchronous copies ------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 from conformance import CHECKS, PARAMS
 from emulator import HERE, SCHEDULES, build, find_compiler, guarded_array
 

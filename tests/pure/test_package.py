@@ -27,7 +27,7 @@ print(cuflash.__file__, directory, *sorted(path.name for path in directory.iterd
 def run_python(code, cwd, *path_entries):
     """Run `code` in a fresh interpreter that sees `path_entries` (their .pth files too), NumPy and ml_dtypes, but no
     cuflash of this environment."""
-    setup = f"import site, sys; sys.path += {DEPENDENCIES!r}; [site.addsitedir(entry) for entry in {path_entries!r}]\n"
+    setup = f"import site, sys; [site.addsitedir(entry) for entry in {path_entries!r}]; sys.path += {DEPENDENCIES!r}\n"
     command = [sys.executable, "-I", "-S", "-c", setup + code]
     return subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True, timeout=120).stdout
 

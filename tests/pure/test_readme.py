@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import cuflash
+from bench.__main__ import parser as bench_parser
 from cuflash.__main__ import COMMANDS, make_parser
 from cuflash.testing import numpy_dtype
 
@@ -44,14 +45,16 @@ def test_the_lines_of_use_run():
     np.testing.assert_allclose(change, (step.astype(float) * names["dq"]).sum(), rtol=0.05)
 
 
-def cuflash_commands():
-    """Every `python -m cuflash ...` with its arguments, from code blocks and from the text."""
-    return sorted(set(re.findall(r"python -m (cuflash [^`\n#|]*)", README)))
+def commands():
+    """Every `python -m cuflash ...` and `python -m bench ...` with its arguments, from code blocks and from the text."""
+    return sorted(set(re.findall(r"python -m ((?:cuflash|bench) [^`\n#|]*)", README)))
 
 
-@pytest.mark.parametrize("command", cuflash_commands())
+@pytest.mark.parametrize("command", commands())
 def test_the_commands_exist(command):
-    make_parser().parse_args(shlex.split(command)[1:])
+    package, *arguments = shlex.split(command)
+    parser = make_parser() if package == "cuflash" else bench_parser()
+    parser.parse_args(arguments)
 
 
 def test_every_command_is_described():
@@ -64,7 +67,7 @@ def test_the_test_command_is_what_ci_runs():
     script = (CHECKOUT / ".ci" / "run").read_text()
     venv, install, tests = command.split(" && ")
     assert venv in script and f"step {tests}\n" in script
-    assert install.replace("install -e", "install --quiet --editable").replace("[test]", "[test,dev]") in script
+    assert install.replace("install -e", "install --quiet --editable").replace("[test]", "[test,bench,dev]") in script
 
 
 def test_the_extras_exist():
@@ -99,7 +102,7 @@ def test_the_dtypes_on_devices(row):
     from cuflash.problem import Options, make_problem
 
     name, _, on_cupy, _ = row
-    named = re.search(r"run on compute capability ([\d., ]+)", section("What is supported")).group(1)
+    named = re.search(r"run on compute capability ([\d.,\s]+)", section("What is supported")).group(1)
     capabilities = re.findall(r"\d+\.\d", named)
     assert {"8.0", "8.6", "9.0", "12.0"} <= set(capabilities)
     q = np.zeros((1, 2, 100, 64), numpy_dtype(name.split()[0]))

@@ -81,11 +81,12 @@ void Fiber::prepare(void (*entry)()) {
   context_.uc_link = nullptr;
   makecontext(&context_, entry, 0);
 #else
-  // Six saved registers, then the address that the switch returns to; its stack pointer is then 8 modulo 16, as after
-  // a call.
+  // Six saved registers, the address that the switch returns to, and a return address of zero for that function, which
+  // ends a backtrace. The stack pointer is then 8 modulo 16, as after a call.
   constexpr size_t kSavedRegisters = 6;
-  void** frame = reinterpret_cast<void**>(top_) - 2 - kSavedRegisters;
-  memset(frame, 0, kSavedRegisters * sizeof(void*));
+  constexpr size_t kWords = kSavedRegisters + 2;
+  void** frame = reinterpret_cast<void**>(top_) - kWords;
+  memset(frame, 0, kWords * sizeof(void*));
   frame[kSavedRegisters] = reinterpret_cast<void*>(entry);
   stack_pointer_ = frame;
 #endif

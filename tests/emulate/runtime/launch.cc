@@ -29,14 +29,14 @@ void* program_counter(void* context) {
 #endif
 }
 
-// Which instruction it was, if it is the kernel's own and not one of this library.
+// Which instruction it was, if it is one of the kernel's own; a fault in a function that it called is told by its site.
 void note_fault_location(void* context) {
-  Dl_info here, there;
+  Dl_info of_kernel, of_fault;
   void* instruction = program_counter(context);
-  if (!instruction || !dladdr(instruction, &there) || !dladdr((void*)program_counter, &here)) return;
-  if (here.dli_fbase == there.dli_fbase) return;
-  snprintf(block.report->fault_module, sizeof block.report->fault_module, "%s", there.dli_fname);
-  block.report->fault_offset = (u64)instruction - (u64)there.dli_fbase;
+  if (!instruction || !dladdr(instruction, &of_fault)) return;
+  if (!dladdr((void*)block.kernel->thread_body, &of_kernel) || of_kernel.dli_fbase != of_fault.dli_fbase) return;
+  snprintf(block.report->fault_module, sizeof block.report->fault_module, "%s", of_fault.dli_fname);
+  block.report->fault_offset = (u64)instruction - (u64)of_fault.dli_fbase;
 }
 
 void on_fault(int signal_number, siginfo_t* info, void* context) {

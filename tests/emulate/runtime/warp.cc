@@ -64,6 +64,12 @@ void perform_shuffle(Warp& warp) {
   }
 }
 
+void perform_vote(Warp& warp) {
+  bool any = false;
+  for (u32 lane = 0; lane < kWarpLanes; ++lane) any = any || argument_of<bool>(warp, lane);
+  for (u32 lane = 0; lane < kWarpLanes; ++lane) argument_of<bool>(warp, lane) = any;
+}
+
 struct MatrixLoad {
   u32* fragment;
   u32 address;
@@ -176,6 +182,11 @@ float shuffle_xor(float value, u32 lane_mask, Site site) {
   Shuffle shuffle = {value, 0.0f, lane_mask};
   collect("shuffle_xor", site, &shuffle, perform_shuffle);
   return shuffle.received;
+}
+
+bool any_lane(bool predicate, Site site) {
+  collect("any_lane", site, &predicate, perform_vote);
+  return predicate;
 }
 
 void load_matrix(u32* fragment, u32 address, Site site) {

@@ -1,0 +1,129 @@
+"""Gradients on the device against the oracle, and what must hold whatever the numbers are."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+import cuflash.testing as ct
+
+pytestmark = pytest.mark.gpu
+
+DIM = 64
+
+
+@pytest.fixture(scope="module")
+def cupy():
+    return pytest.importorskip("cupy")
+
+
+def arguments_of(cupy, case):
+    """The attention of a case, the arguments of its backward, and the keyword arguments."""
+    arrays = case.arrays(cupy.asarray)
+    qkv, terms = [arrays[name] for name in "qkv"], ct.optional(arrays)
+    forward = cuflash.FlashAttention(**case.keywords).forward(*qkv, **terms)
+    return [arrays["dout"], *qkv, *forward], terms
+
+
+def same_bits(xs, ys):
+    pairs = [[np.ascontiguousarray(ct.to_numpy(a)).tobytes() for a in pair] for pair in zip(xs, ys, strict=True)]
+    return all(x == y for x, y in pairs)
+
+
+@settings(max_examples=8)
+@given(data=st.data())
+def test_oracle(cupy, specialisation, data):
+    case = data.draw(specialisation.cases())
+    arguments, terms = arguments_of(cupy, case)
+    gradients = cuflash.FlashAttention(**case.keywords).backward(*arguments, **terms)
+    assert all(type(x) is cupy.ndarray for x in gradients)
+    ct.assert_backward(case, *gradients)
+
+
+@settings(max_examples=6)
+@given(data=st.data())
+def test_deterministic(cupy, deterministic_specialisation, data):
+    case = data.draw(deterministic_specialisation.cases())
+    arguments, terms = arguments_of(cupy, case)
+    attn = cuflash.FlashAttention(**case.keywords, deterministic=True)
+    gradients = attn.backward(*arguments, **terms)
+    ct.assert_backward(case, *gradients)
+    nan = [cupy.asarray(np.full(x.shape, np.nan, x.dtype)) for x in arguments[1:4]]
+    for given_results in ({}, dict(zip(("dq", "dk", "dv"), nan, strict=True))):
+        assert same_bits(gradients, attn.backward(*arguments, **terms, **given_results))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "float16"), (128, "bfloat16"), (256, "float16")])
+def test_long_sequences(cupy, head_dim, dtype, causal, deterministic):
+    case = ct.Case(
+        seqlen_q=1500, seqlen_k=2049, num_heads=2, num_heads_kv=1, head_dim=head_dim, dtype=dtype, causal=causal
+    )
+    arguments, _ = arguments_of(cupy, case)
+    attn = cuflash.FlashAttention(causal=causal, deterministic=deterministic)
+    ct.assert_backward(case, *attn.backward(*arguments))
+
+
+def test_deterministic_means_the_same_bits_under_load(cupy):
+    """Many blocks add to the same gradients: with deterministic=True, in a fixed order."""
+    case = ct.Case(
+        seqlen_q=2048, seqlen_k=2048, batch=2, num_heads=8, num_heads_kv=2, head_dim=DIM, dtype="float16", causal=True
+    )
+    arguments, _ = arguments_of(cupy, case)
+    attn = cuflash.FlashAttention(causal=True, deterministic=True)
+    first = attn.backward(*arguments)
+    for _ in range(20):
+        assert same_bits(first, attn.backward(*arguments))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("seqlen_k", [1, 2, 130])
+@pytest.mark.parametrize("seqlen_q", [1, 2, 130])
+def test_short_sequences(cupy, seqlen_q, seqlen_k, deterministic):
+    for causal in (False, True):
+        case = ct.Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=3, head_dim=DIM, dtype="float16", causal=causal)
+        arguments, _ = arguments_of(cupy, case)
+        attn = cuflash.FlashAttention(causal=causal, deterministic=deterministic)
+        ct.assert_backward(case, *attn.backward(*arguments))
+
+
+CASE = ct.Case(seqlen_q=150, seqlen_k=260, batch=2, num_heads=4, num_heads_kv=2, head_dim=DIM, dtype="float16")
+
+
+def test_linear_in_dout(cupy):
+    (dout, *others), _ = arguments_of(cupy, CASE)
+    attn = cuflash.FlashAttention(deterministic=True)
+    dq, dk, dv = attn.backward(dout, *others)
+    twice = attn.backward(2 * dout, *others)
+    for x, y in zip(twice, (dq, dk, dv), strict=True):
+        x, y = ct.to_numpy(x).astype(np.float32), ct.to_numpy(y).astype(np.float32)
+        np.testing.assert_allclose(x, 2 * y, rtol=0, atol=2**-22)  # exact, but for the smallest float16
+
+
+def test_groups_sum_over_their_heads(cupy):
+    (dout, q, k, v, out, lse), _ = arguments_of(cupy, CASE)
+    attn = cuflash.FlashAttention(deterministic=True)
+    grouped = attn.backward(dout, q, k, v, out, lse)
+    repeated = attn.backward(dout, q, cupy.repeat(k, 2, axis=1), cupy.repeat(v, 2, axis=1), out, lse)
+    assert same_bits([grouped.dq], [repeated.dq])
+    for x, y in zip(grouped[1:], repeated[1:], strict=True):
+        x, y = ct.to_numpy(x).astype(np.float64), ct.to_numpy(y).astype(np.float64)
+        summed = y.reshape(2, 2, 2, *y.shape[2:]).sum(axis=2)
+        np.testing.assert_allclose(x, summed, rtol=0, atol=2**-9 * np.abs(summed).max())
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_results_stay_inside_their_array(cupy, deterministic):
+    """Poison around the gradients is still there afterwards, and none of it comes in."""
+    arguments, _ = arguments_of(cupy, CASE)
+    attn = cuflash.FlashAttention(deterministic=deterministic)
+    frames = [cupy.asarray(np.full([n + 6 for n in x.shape], np.nan, x.dtype)) for x in arguments[1:4]]
+    inside = [tuple(slice(3, n + 3) for n in x.shape) for x in arguments[1:4]]
+    given_results = {f"d{x}": frame[index] for x, frame, index in zip("qkv", frames, inside, strict=True)}
+    ct.assert_backward(CASE, *attn.backward(*arguments, **given_results))
+    for frame, index in zip(frames, inside, strict=True):
+        assert not cupy.isnan(frame[index].astype(np.float32)).any()
+        frame[index] = np.nan
+        assert cupy.isnan(frame.astype(np.float32)).all()

@@ -1,0 +1,180 @@
+"""Forward on the device against the oracle, and what must hold whatever the numbers are."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+import cuflash.testing as ct
+
+pytestmark = pytest.mark.gpu
+
+DIM = 64
+
+
+@pytest.fixture(scope="module")
+def cupy():
+    return pytest.importorskip("cupy")
+
+
+def arrays_of(cupy, case):
+    """q, k, v and the keyword arguments of a case."""
+    arrays = case.arrays(cupy.asarray)
+    return [arrays[name] for name in "qkv"], ct.optional(arrays)
+
+
+def full_of_nan(cupy, x):
+    return cupy.asarray(np.full(x.shape, np.nan, x.dtype))
+
+
+@settings(max_examples=8)
+@given(data=st.data())
+def test_oracle(cupy, specialisation, data):
+    case = data.draw(specialisation.cases())
+    qkv, terms = arrays_of(cupy, case)
+    attn = cuflash.FlashAttention(**case.keywords)
+    out, lse = attn.forward(*qkv, **terms)
+    assert type(out) is type(lse) is cupy.ndarray
+    ct.assert_forward(case, out, lse)
+    again = attn.forward(*qkv, **terms, out=full_of_nan(cupy, out), lse=full_of_nan(cupy, lse))
+    for x, y in zip((out, lse), again, strict=True):
+        assert same_bits(x, y)
+
+
+def same_bits(x, y):
+    """Equal down to the sign of zero and the payload of NaN."""
+    x, y = np.ascontiguousarray(ct.to_numpy(x)), np.ascontiguousarray(ct.to_numpy(y))
+    return x.tobytes() == y.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_long_sequences(cupy, head_dim, causal, dtype):
+    case = ct.Case(
+        seqlen_q=1500, seqlen_k=2049, num_heads=2, num_heads_kv=1, head_dim=head_dim, dtype=dtype, causal=causal
+    )
+    qkv, _ = arrays_of(cupy, case)
+    ct.assert_forward(case, *cuflash.FlashAttention(causal=causal).forward(*qkv))
+
+
+@pytest.mark.parametrize("seqlen_k", [1, 2, 130])
+@pytest.mark.parametrize("seqlen_q", [1, 2, 130])
+@pytest.mark.parametrize("causal", [False, True, "top_left"])
+def test_short_sequences(cupy, seqlen_q, seqlen_k, causal):
+    case = ct.Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=3, head_dim=DIM, dtype="float16", causal=causal)
+    qkv, _ = arrays_of(cupy, case)
+    ct.assert_forward(case, *cuflash.FlashAttention(causal=causal).forward(*qkv))
+
+
+def test_the_same_bits_every_time_and_for_every_neighbour(cupy):
+    """A head's bits depend neither on the run nor on the batch around it."""
+    case = ct.Case(seqlen_q=300, seqlen_k=500, batch=4, num_heads=6, head_dim=DIM, dtype="bfloat16", causal=True)
+    (q, k, v), _ = arrays_of(cupy, case)
+    attn = cuflash.FlashAttention(causal=True)
+    first = attn.forward(q, k, v)
+    for _ in range(20):
+        assert all(same_bits(x, y) for x, y in zip(first, attn.forward(q, k, v), strict=True))
+    alone = attn.forward(q[2:3, 4:5], k[2:3, 4:5], v[2:3, 4:5])
+    assert same_bits(alone.out, first.out[2:3, 4:5])
+    assert same_bits(alone.lse, first.lse[2:3, 4:5])
+
+
+# ---- properties ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def qkv(cupy):
+    case = ct.Case(seqlen_q=150, seqlen_k=260, batch=2, num_heads=4, num_heads_kv=2, head_dim=DIM, dtype="float16")
+    return arrays_of(cupy, case)[0]
+
+
+def assert_close(x, y, ulps=4):
+    x, y = (ct.to_numpy(a).astype(np.float64) for a in (x, y))
+    np.testing.assert_allclose(x, y, rtol=0, atol=ulps * 2**-10 * max(np.abs(y).max(), 1))
+
+
+def test_weights_sum_to_one(cupy, qkv):
+    q, k, v = qkv
+    assert_close(cuflash.attention(q, k, cupy.ones_like(v), causal=True), np.ones(q.shape), ulps=1)
+
+
+def test_linear_in_v(qkv):
+    q, k, v = qkv
+    twice, once = (ct.to_numpy(cuflash.attention(q, k, x)).astype(np.float32) for x in (2 * v, v))
+    np.testing.assert_allclose(twice, 2 * once, rtol=0, atol=2**-22)  # exact, but for the smallest float16
+
+
+def test_order_of_keys_does_not_matter(cupy, qkv):
+    q, k, v = qkv
+    order = cupy.asarray(np.random.default_rng(0).permutation(k.shape[2]))
+    assert_close(cuflash.attention(q, k[:, :, order], v[:, :, order]), cuflash.attention(q, k, v))
+
+
+def test_groups_are_repeated_heads(cupy, qkv):
+    q, k, v = qkv
+    repeated = cuflash.attention(q, cupy.repeat(k, 2, axis=1), cupy.repeat(v, 2, axis=1))
+    assert same_bits(cuflash.attention(q, k, v), repeated)
+
+
+def test_a_prefix_does_not_see_what_follows(qkv):
+    q, k, v = qkv
+    whole = cuflash.attention(q, k, v, causal="top_left")
+    assert_close(whole[:, :, :77], cuflash.attention(q[:, :, :77], k[:, :, :77], v[:, :, :77], causal=True))
+
+
+def test_a_padded_problem_is_the_short_one(cupy, qkv):
+    q, k, v = qkv
+    lengths = cupy.asarray([100, 31])
+    padded = cuflash.attention(q, k, v, kv_lengths=lengths)
+    for b, length in enumerate((100, 31)):
+        assert_close(padded[b], cuflash.attention(q[b], k[b, :, :length], v[b, :, :length]))
+
+
+def test_lengths_out_of_range_are_clamped(cupy, qkv):
+    q, k, v = qkv
+    wild = cuflash.attention(q, k, v, kv_lengths=cupy.asarray([-(2**40), 2**40]))
+    tame = cuflash.attention(q, k, v, kv_lengths=cupy.asarray([0, k.shape[2]]))
+    assert same_bits(wild, tame)
+    assert not wild[0].any()
+
+
+def test_a_window_wide_enough_is_none(qkv):
+    q, k, v = qkv
+    assert same_bits(cuflash.attention(q, k, v, window=(1000, 1000)), cuflash.attention(q, k, v))
+    assert same_bits(cuflash.attention(q, k, v, window=(None, 0)), cuflash.attention(q, k, v, causal=True))
+
+
+def test_a_constant_added_to_the_bias_of_a_row_changes_nothing(cupy, qkv):
+    q, k, v = qkv
+    bias = np.random.default_rng(0).standard_normal((q.shape[2], k.shape[2])).astype(np.float32)
+    plain = cuflash.FlashAttention().forward(q, k, v, bias=cupy.asarray(bias))
+    shifted = cuflash.FlashAttention().forward(q, k, v, bias=cupy.asarray(bias + 3))
+    assert_close(shifted.out, plain.out)
+    np.testing.assert_allclose(ct.to_numpy(shifted.lse), ct.to_numpy(plain.lse) + 3, rtol=1e-5)
+
+
+def test_a_mask_is_a_bias_of_minus_infinity(cupy, qkv):
+    q, k, v = qkv
+    mask = np.random.default_rng(0).random((q.shape[2], k.shape[2])) < 0.5
+    bias = np.where(mask, 0, -np.inf).astype(np.float32)
+    masked = cuflash.FlashAttention().forward(q, k, v, mask=cupy.asarray(mask))
+    biased = cuflash.FlashAttention().forward(q, k, v, bias=cupy.asarray(bias))
+    assert_close(masked.out, biased.out)
+    np.testing.assert_allclose(ct.to_numpy(masked.lse), ct.to_numpy(biased.lse), rtol=1e-6)
+
+
+def test_results_stay_inside_their_array(cupy, qkv):
+    """Poison around out and lse is still there afterwards."""
+    q, k, v = qkv
+    expected = cuflash.FlashAttention().forward(q, k, v)
+    frames = [np.full([n + 6 for n in x.shape], 77, x.dtype) for x in expected]
+    inside = [tuple(slice(3, n + 3) for n in x.shape) for x in expected]
+    frames = [cupy.asarray(frame) for frame in frames]
+    out, lse = (frame[index] for frame, index in zip(frames, inside, strict=True))
+    cuflash.FlashAttention().forward(q, k, v, out=out, lse=lse)
+    for frame, index, right in zip(frames, inside, expected, strict=True):
+        assert_close(frame[index], right, ulps=1)
+        frame[index] = 77
+        assert (frame == 77).all()
