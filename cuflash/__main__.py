@@ -71,7 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def add_demo_arguments(command: argparse.ArgumentParser) -> None:
     add_backend_argument(command)
-    command.add_argument("--seqlen", type=positive, help="queries and keys (default: 65536 on a GPU, 8192 on a CPU)")
+    command.add_argument("--seqlen", type=positive, help="queries and keys (default: 65536 on a GPU, 16384 on a CPU)")
     command.add_argument("--num-heads", type=positive, help="heads (default: 16 on a GPU, 8 on a CPU)")
     command.add_argument("--head-dim", type=positive, help="head dimension (default: 128 on a GPU, 64 on a CPU)")
     command.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
@@ -328,8 +328,9 @@ class Sampled:
     The formula in float64 being the judge, its own error is that in float32 times the ratio of the rounding units.
     """
 
+    name: str
     dtype: np.dtype[Any]
-    weight_error: float = 0.0  # relative error that rounding lse, and scores of its size, leaves in the weights
+    noise: float = 0.0  # what rounding lse, and scores of its size, does to lse and, relatively, to the weights
     error: float = 0.0
     plain_error: float = 0.0
     scale: float = 0.0
@@ -342,7 +343,8 @@ class Sampled:
 
     @property
     def allowed(self) -> float:
-        return 2 * self.plain_error + (epsilon(self.dtype) + self.weight_error) * self.scale
+        unit = epsilon(self.dtype) * self.scale
+        return 2 * self.plain_error + unit + self.noise * (1 if self.name == "lse" else self.scale)
 
 
 def epsilon(dtype: np.dtype[Any]) -> float:
@@ -379,7 +381,7 @@ def demo(args: argparse.Namespace) -> int:
     on_gpu = xp is not np
     num_heads, head_dim = args.num_heads or (16 if on_gpu else 8), args.head_dim or (128 if on_gpu else 64)
     dtype = numpy_dtype(args.dtype or ("bfloat16" if on_gpu else "float32"))
-    seqlen = args.seqlen or (longest_that_fits(xp, num_heads * head_dim * dtype.itemsize) if on_gpu else 8192)
+    seqlen = args.seqlen or (longest_that_fits(xp, num_heads * head_dim * dtype.itemsize) if on_gpu else 16384)
     print(f"causal attention of {num_heads} heads, seqlen {seqlen}, head_dim {head_dim}, {dtype.name}")
     print(f"forward and backward on {describe_here(xp)}\n", flush=True)
     rng = xp.random.default_rng(0)
@@ -472,21 +474,20 @@ def measure_on_gpu(run: Callable[[slice], None], parts: list[slice], bar: Bar) -
 def sample_errors(options: Options, arrays: dict[str, Any], bar: Bar) -> dict[str, Sampled]:
     """Errors of out, lse and dq at some rows, and of dk and dv at some keys, the first and the last among them."""
     num_heads, seqlen, _ = arrays["q"].shape
-    sampled = {name: Sampled(np.dtype(arrays[name].dtype)) for name in ("out", "lse", "dq", "dk", "dv")}
+    sampled = {name: Sampled(name, np.dtype(arrays[name].dtype)) for name in ("out", "lse", "dq", "dk", "dv")}
     dtype = np.dtype(arrays["out"].dtype)
     plain_dtype = np.dtype(np.float32) if dtype == np.float64 else dtype
     rng = np.random.default_rng(1)
     for place in (0, seqlen - 1, *map(int, rng.integers(seqlen, size=NUM_SAMPLES - 2))):
         index = int(rng.integers(num_heads))
         head = {name: to_numpy(x[index]) for name, x in arrays.items()}
-        weight_error = epsilon(sampled["lse"].dtype) * (1 + largest(head["lse"]))
+        noise = epsilon(sampled["lse"].dtype) * (1 + largest(head["lse"]))
         rows = row_results(options, head, place, np.float64), row_results(options, head, place, plain_dtype)
         keys = key_results(head, place, np.float64), key_results(head, place, plain_dtype)
         for exact, plain in (rows, keys):
             for name in exact:
                 sampled[name].add(head[name][place], exact[name], plain[name])
-                if name != "lse":
-                    sampled[name].weight_error = max(sampled[name].weight_error, weight_error)
+                sampled[name].noise = max(sampled[name].noise, noise)
             bar.advance()
         dq_scale, dk_scale = gradient_scales(head, place)
         sampled["dq"].scale = max(sampled["dq"].scale, dq_scale)

@@ -15,6 +15,7 @@ which belongs to the consumer alone, is rewritten on the way: a passage without 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -112,7 +113,7 @@ def overlap(a: Any, b: Any) -> bool:
     if not np.may_share_memory(a, b):
         return False
     try:
-        return bool(np.shares_memory(a, b, max_work=OVERLAP_WORK))  # type: ignore[arg-type] (any int)
+        return bool(np.shares_memory(a, b, max_work=OVERLAP_WORK))  # type: ignore[arg-type]  # any int
     except np.exceptions.TooHardError:
         return True
 
@@ -179,13 +180,11 @@ def _importer_of(array: Any) -> Callable[[Any], Any] | None:
 
 def _take(name: str, array: Any, kind: Kind) -> tuple[Any, bool]:
     """A view of another library's array, and whether that library forbids writing to it."""
-    library: Any = np
-    if kind == "cupy":
-        try:
-            import cupy as library
-        except ImportError as error:
-            remedy = "CuPy to be importable: install cuflash[cuda12] or cuflash[cuda13]"
-            raise ImportError(f"{name}: got {_spell(array)} in CUDA memory, expected {remedy}") from error
+    try:
+        library: Any = np if kind == "numpy" else importlib.import_module("cupy")
+    except ImportError as error:
+        remedy = "CuPy to be importable: install cuflash[cuda12] or cuflash[cuda13]"
+        raise ImportError(f"{name}: got {_spell(array)} in CUDA memory, expected {remedy}") from error
     loan = _Loan(array, retype=kind == "numpy")
     try:
         view = library.from_dlpack(loan)

@@ -11,6 +11,7 @@ constexpr int kBlockN = CUFLASH_BLOCK_N;        // keys of a tile
 constexpr int kNumWarps = CUFLASH_NUM_WARPS;
 constexpr int kNumStages = CUFLASH_NUM_STAGES;  // tiles in flight in the ring of the streamed operands
 constexpr int kMinBlocks = CUFLASH_MIN_BLOCKS;  // resident blocks a multiprocessor that registers must allow
+constexpr int kFragmentsAhead = CUFLASH_FRAGMENTS_AHEAD;  // ldmatrix of B ahead of the product that needs it
 constexpr int kLoadBytes = CUFLASH_LOAD_BYTES;  // widest aligned access that serves every operand that is read
 constexpr int kStoreBytes = CUFLASH_STORE_BYTES;
 constexpr int kNumThreads = 32 * kNumWarps;

@@ -41,49 +41,34 @@ CUFLASH_DEVICE void set_zero(float (&tile)[m_tiles][n_tiles][4]) {
 }
 
 // d += a b over `k_steps` steps of 16. load_a(m, k, fragment) fetches rows 16 m of A; load_b(n, k, fragment) fetches 16
-// columns of B, two n pieces at a time.
+// columns of B, two n pieces at a time. Fragments of B are fetched kFragmentsAhead products before their use.
 template <int k_steps, int m_tiles, int n_tiles, class LoadA, class LoadB>
 CUFLASH_DEVICE void multiply(float (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB load_b) {
   static_assert(n_tiles % 2 == 0, "columns come 16 at a time");
-#if CUFLASH_EXP & 6
-  constexpr int kAhead = (CUFLASH_EXP & 2) ? 2 : 4, kPairs = n_tiles / 2, kTotal = k_steps * kPairs;
-  u32 a[2][m_tiles][4], b[kAhead + 1][4];
+  constexpr int kPairs = n_tiles / 2, kTotal = k_steps * kPairs;
+  constexpr int kStepsAhead = kFragmentsAhead > 0 ? 1 : 0;  // of A
+  u32 a[kStepsAhead + 1][m_tiles][4], b[kFragmentsAhead + 1][4];
+  const auto load_step = [&](int k) {
 #pragma unroll
-  for (int m = 0; m < m_tiles; ++m) load_a(m, 0, a[0][m]);
+    for (int m = 0; m < m_tiles; ++m) load_a(m, k, a[k % (kStepsAhead + 1)][m]);
+  };
+  const auto load_pair = [&](int i) { load_b(i % kPairs, i / kPairs, b[i % (kFragmentsAhead + 1)]); };
+
+  if (kStepsAhead > 0) load_step(0);
 #pragma unroll
-  for (int i = 0; i < kAhead && i < kTotal; ++i) load_b(i % kPairs, i / kPairs, b[i]);
+  for (int i = 0; i < kFragmentsAhead && i < kTotal; ++i) load_pair(i);
 #pragma unroll
   for (int i = 0; i < kTotal; ++i) {
-    const int k = i / kPairs, n = i % kPairs, ahead = i + kAhead;
-    if (n == 0 && k + 1 < k_steps) {
-#pragma unroll
-      for (int m = 0; m < m_tiles; ++m) load_a(m, k + 1, a[(k + 1) % 2][m]);
-    }
-    if (ahead < kTotal) load_b(ahead % kPairs, ahead / kPairs, b[ahead % (kAhead + 1)]);
+    const int k = i / kPairs, n = i % kPairs;
+    if (n == 0 && k + kStepsAhead < k_steps) load_step(k + kStepsAhead);
+    if (i + kFragmentsAhead < kTotal) load_pair(i + kFragmentsAhead);
+    const u32(&fragment)[4] = b[i % (kFragmentsAhead + 1)];
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m) {
-      ptx::mma_m16n8k16(Element{}, d[m][2 * n], a[k % 2][m], b[i % (kAhead + 1)][0], b[i % (kAhead + 1)][1]);
-      ptx::mma_m16n8k16(Element{}, d[m][2 * n + 1], a[k % 2][m], b[i % (kAhead + 1)][2], b[i % (kAhead + 1)][3]);
+      ptx::mma_m16n8k16(Element{}, d[m][2 * n], a[k % (kStepsAhead + 1)][m], fragment[0], fragment[1]);
+      ptx::mma_m16n8k16(Element{}, d[m][2 * n + 1], a[k % (kStepsAhead + 1)][m], fragment[2], fragment[3]);
     }
   }
-#else
-#pragma unroll
-  for (int k = 0; k < k_steps; ++k) {
-    u32 a[m_tiles][4];
-#pragma unroll
-    for (int m = 0; m < m_tiles; ++m) load_a(m, k, a[m]);
-#pragma unroll
-    for (int n = 0; n < n_tiles / 2; ++n) {
-      u32 b[4];
-      load_b(n, k, b);
-#pragma unroll
-      for (int m = 0; m < m_tiles; ++m) {
-        ptx::mma_m16n8k16(Element{}, d[m][2 * n], a[m], b[0], b[1]);
-        ptx::mma_m16n8k16(Element{}, d[m][2 * n + 1], a[m], b[2], b[3]);
-      }
-    }
-  }
-#endif
 }
 
 // The 16 columns 16 k of an accumulator tile, rounded to the element type, as an A operand: the layouts coincide.

@@ -135,9 +135,7 @@ def test_given_torch_tensors_are_written_and_returned(torch, dtype):
     assert torch.equal(lse, expected.lse)
     given_gradients = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     gradients = attn.backward(out, q, k, v, out, lse, **dict(zip(("dq", "dk", "dv"), given_gradients, strict=True)))
-    for got, given_tensor, right in zip(
-        gradients, given_gradients, attn.backward(out, q, k, v, out, lse), strict=True
-    ):
+    for got, given_tensor, right in zip(gradients, given_gradients, attn.backward(out, q, k, v, out, lse), strict=True):
         assert got is given_tensor
         assert torch.equal(got, right)
 
@@ -338,7 +336,5 @@ def test_overlap_of_device_arrays_reads_nothing():
 def test_arrays_too_entangled_to_tell_count_as_overlapping(monkeypatch):
     monkeypatch.setattr(interop, "OVERLAP_WORK", 1)
     memory = np.zeros(10_000, np.uint8)
-    views = [
-        np.lib.stride_tricks.as_strided(memory[start:], (7, 8, 9, 10), (331, 197, 101, 67)) for start in (0, 13)
-    ]
+    views = [np.lib.stride_tricks.as_strided(memory[start:], (7, 8, 9, 10), (331, 197, 101, 67)) for start in (0, 13)]
     assert interop.overlap(*views)

@@ -46,7 +46,7 @@ def test_the_lines_of_use_run():
 
 
 def commands():
-    """Every `python -m cuflash ...` and `python -m bench ...` with its arguments, from code blocks and from the text."""
+    """Every `python -m cuflash ...` and `python -m bench ...` with its arguments."""
     return sorted(set(re.findall(r"python -m ((?:cuflash|bench) [^`\n#|]*)", README)))
 
 
