@@ -9,14 +9,16 @@ its own: threads of this module run side by side without oversubscription, and n
 faster (0.9) than a large product (1.0), which BLAS repacks first. Sums over key blocks are a pass of their own (0.1).
 
 Few passes. Behind V stands a column of ones, so that the sums of weights are part of P V; behind K another, and below
-Q a row of -m, so that S - m is one product, and likewise dP - D. The exponential is all that remains.
+Q^T a row of -m, so that S - m is one product, and likewise dP - D. The exponential (0.2) is all that remains.
 
 A lazy maximum. Online softmax needs an m near the maximum of the row, not the maximum. It is taken from the first keys
-that a row sees (0.5 for the passes) and moves only where a sum of weights says that it has become too small; that tile is
-then computed again.
+that a row sees (0.5) and moves only where a sum of weights says that it is too small; that tile is then computed again.
+Where norms of q and k prove that all scores are small, m is zero.
 
-Base 2. `np.exp2` takes half the time of `np.exp` (0.2 and 0.4) where NumPy has it in AVX-512, but ten times as long for
-results that are zero or subnormal. It is used where norms prove scores small, which need no m at all.
+No subnormal numbers. They would cost a hundred times what others do, in exponentials and products alike. The exponential
+of max(S - m, -125) minus 2^-125 is zero instead (0.2 for the passes, none where scores are small).
+
+Base 2. `np.exp2` takes half the time of `np.exp`, where NumPy has it in AVX-512.
 
 Hiding by bits. Scores behind a mask are cleared by an integer "and" (0.3 with the conversion of the mask); `np.where`
 takes ten times as long where a mask is random.
@@ -39,21 +41,18 @@ from numpy.typing import NDArray
 from cuflash.problem import Problem, view_4d, view_rows
 
 Array = NDArray[Any]
-Heads = Sequence[tuple[int, int]]  # (batch, head)
 
 KEY_BLOCK = 64
 PRODUCT_LIMIT = 400_000  # multiplications in one product of blocks: OpenBLAS takes a second thread from 2**19 on
 FORWARD_TILE = 2**17  # scores in a tile, half a MiB in float32: it stays in the L2 cache with what is made of it
 BACKWARD_TILE = 2**16
-QUERY_TILE = 512  # rows
-BACKWARD_ROWS = 256
+QUERY_TILE = 256  # rows
 KEY_TILE = 4096  # keys, where rows are few
-OUT_OF_TILE = 2**14  # more than its rows and keys together
-TILES_PER_JOB = 4  # query tiles that share the conversion of a key tile
-LOG2_E = math.log2(math.e)
+OUT_OF_TILE = 2**14  # more than rows and keys of a tile together
+TILES_PER_JOB = 8  # query tiles that share the conversion of a key tile
 SERIAL_FLOPS = 2e7  # work too small to be worth a thread
 SUM_LIMIT = 2.0**24  # of the weights of a tile: far from overflow, and of exponents small enough to be accurate
-NORM_LIMIT = 48.0  # of base-2 scores: weights between 2**-48 and 2**48, and their quotients, are normal numbers
+SMALL_SCORE = 48.0  # in base 2: weights between 2**-48 and 2**48, and their quotients, are normal numbers
 
 
 def forward(
@@ -91,18 +90,18 @@ def forward(
     call = _Call(problem, q, k, v, bias, mask, alibi_slopes)
     out_4d, lse_3d = view_4d(out, problem.layout), view_rows(lse)
     threads = _count_threads(problem.forward_flops)
-    num_tiles = problem.batch * problem.num_heads * _ceil_div(problem.seqlen_q, QUERY_TILE)
-    rows_per_job = QUERY_TILE * _clamp(num_tiles // (4 * threads), 1, TILES_PER_JOB)
+    num_tiles = problem.batch * problem.num_heads * _ceil_div(problem.seqlen_q, call.query_tile)
+    rows_per_job = call.query_tile * _clamp(num_tiles // (4 * threads), 1, TILES_PER_JOB)
     jobs = [
-        (heads, n, i, min(i + rows_per_job, problem.seqlen_q))
-        for n, all_heads in _heads_by_length(problem, problem.num_heads, kv_lengths)
-        for heads in _split(all_heads, call.forward_tile // max(1, problem.seqlen_q * n), 4 * threads)
+        (heads, range(i, min(i + rows_per_job, problem.seqlen_q)))
+        for all_heads in _heads_by_length(problem, problem.num_heads, kv_lengths)
+        for heads in all_heads.split(call.forward_tile // max(1, problem.seqlen_q * all_heads.num_keys), 4 * threads)
         for i in range(0, problem.seqlen_q, rows_per_job)
     ]
 
-    def seen(job: tuple[Heads, int, int, int]) -> int:
-        heads, n, i0, i1 = job
-        return len(heads) * (min(n, problem.key_range(i1 - 1)[1]) - problem.key_range(i0)[0])
+    def seen(job: tuple[_Heads, range]) -> int:
+        heads, rows = job
+        return heads.count * (min(heads.num_keys, problem.key_range(rows[-1])[1]) - problem.key_range(rows[0])[0])
 
     jobs.sort(key=seen, reverse=True)  # no long job starts last
     _run(lambda job: _forward_job(call, *job, out_4d, lse_3d), jobs, threads)
@@ -155,17 +154,16 @@ def backward(
     if keys_per_job < problem.seqlen_k:
         num_ranges = _ceil_div(problem.seqlen_k, keys_per_job)
         partial_dqs = list(np.zeros((num_ranges, *dq_4d.shape), call.dtype))
+    groups = _heads_by_length(problem, problem.num_heads_kv, kv_lengths)
     jobs = [
-        (heads, n, range(j, min(j + keys_per_job, n)), partial_dq)
-        for n, all_heads in _heads_by_length(problem, problem.num_heads_kv, kv_lengths)
-        for heads in _split(all_heads, call.backward_tile // max(1, problem.seqlen_q * n), 4 * threads)
-        for j, partial_dq in zip(range(0, max(n, 1), keys_per_job), partial_dqs, strict=False)
+        (heads, range(j, min(j + keys_per_job, heads.num_keys)), partial_dq)
+        for group in groups
+        for heads in group.split(call.backward_tile // max(1, problem.seqlen_q * group.num_keys), 4 * threads)
+        for j, partial_dq in zip(range(0, max(group.num_keys, 1), keys_per_job), partial_dqs, strict=False)
     ]
-
-    for n, all_heads in _heads_by_length(problem, problem.num_heads_kv, kv_lengths):
-        for head in all_heads:
-            dk_4d[head][n:] = 0
-            dv_4d[head][n:] = 0
+    for group in groups:
+        dk_4d[group.batch, group.head, group.num_keys :] = 0
+        dv_4d[group.batch, group.head, group.num_keys :] = 0
     _run(lambda job: _backward_job(call, *job, dk_4d, dv_4d, dout, out, lse), jobs, threads)
     if partial_dqs[0] is not dq_4d:
         for head in np.ndindex(dq_4d.shape[:2]):
@@ -201,21 +199,38 @@ def _run(work: Callable[[Any], None], jobs: Sequence[Any], threads: int) -> None
         pool.shutdown(cancel_futures=True)
 
 
-def _heads_by_length(problem: Problem, num_heads: int, kv_lengths: Array | None) -> list[tuple[int, Heads]]:
-    """Heads of all batch entries, by number of keys."""
-    lengths = [problem.seqlen_k] * problem.batch
+@dataclass(frozen=True)
+class _Heads:
+    """Some heads of q, or of k and v, that have the same number of keys: index arrays."""
+
+    batch: Array
+    head: Array
+    num_keys: int
+
+    @property
+    def count(self) -> int:
+        return len(self.batch)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(self.batch.tolist(), self.head.tolist(), strict=True)
+
+    def split(self, at_most: int, parts: int) -> Iterator[_Heads]:
+        """Pieces of `at_most` heads, or of fewer if that would make less than `parts`."""
+        size = _clamp(_ceil_div(self.count, parts), 1, max(at_most, 1))
+        for x in range(0, self.count, size):
+            yield _Heads(self.batch[x : x + size], self.head[x : x + size], self.num_keys)
+
+
+def _heads_by_length(problem: Problem, num_heads: int, kv_lengths: Array | None) -> list[_Heads]:
+    """All heads of all batch entries, by number of keys."""
+    lengths = np.full(problem.batch, problem.seqlen_k)
     if kv_lengths is not None:
-        lengths = [_clamp(int(n), 0, problem.seqlen_k) for n in kv_lengths]
-    batches: dict[int, list[int]] = {}
-    for b, n in enumerate(lengths):
-        batches.setdefault(n, []).append(b)
-    return [(n, [(b, h) for b in some for h in range(num_heads)]) for n, some in batches.items()]
-
-
-def _split(heads: Heads, at_most: int, parts: int) -> Iterator[Heads]:
-    """Cut into pieces of `at_most` heads, or smaller ones if these are fewer than `parts`."""
-    size = _clamp(_ceil_div(len(heads), parts), 1, max(at_most, 1))
-    return (heads[x : x + size] for x in range(0, len(heads), size))
+        lengths = np.clip(kv_lengths, 0, problem.seqlen_k)
+    groups = []
+    for n in np.unique(lengths).tolist():
+        (batch,) = np.nonzero(lengths == n)
+        groups.append(_Heads(np.repeat(batch, num_heads), np.tile(np.arange(num_heads), len(batch)), n))
+    return groups
 
 
 def _ceil_div(x: int, y: int) -> int:
@@ -226,7 +241,7 @@ def _clamp(x: int, low: int, high: int) -> int:
     return max(low, min(x, high))
 
 
-# ---- tiles -----------------------------------------------------------------------------------------------------------
+# ---- exponentials ----------------------------------------------------------------------------------------------------
 
 
 def _exp2_is_fast() -> bool:
@@ -235,7 +250,34 @@ def _exp2_is_fast() -> bool:
     return any(not loop["current"].startswith("baseline") for types, loop in loops.items() if types.startswith("f"))
 
 
-EXP2_IS_FAST = _exp2_is_fast()
+if _exp2_is_fast():
+    EXPONENTIAL, UNIT = np.exp2, math.log2(math.e)  # exp(x) is EXPONENTIAL(UNIT * x)
+else:
+    EXPONENTIAL, UNIT = np.exp, 1.0
+FLOORS = {
+    np.dtype(dtype): dtype((np.finfo(dtype).minexp + 1) / math.log2(math.e) * UNIT)
+    for dtype in (np.float32, np.float64)
+}
+
+
+def _exponential(scores: Array, *, small: bool) -> None:
+    """Exponentials of scores in units of UNIT, in place; those that would be subnormal are zero.
+
+    Parameters
+    ----------
+    small : bool
+        No score is so low.
+    """
+    if small:
+        EXPONENTIAL(scores, out=scores)
+        return
+    floor = FLOORS[scores.dtype]
+    np.maximum(scores, floor, out=scores)
+    EXPONENTIAL(scores, out=scores)
+    scores -= EXPONENTIAL(floor)
+
+
+# ---- tiles -----------------------------------------------------------------------------------------------------------
 
 
 class _Call:
@@ -257,47 +299,51 @@ class _Call:
         self.bias, self.mask = (None if x is None else x[(None,) * (4 - x.ndim)] for x in (bias, mask))
         slopes_shape = (problem.batch, problem.num_heads)
         self.slopes = None if alibi_slopes is None else np.broadcast_to(alibi_slopes, slopes_shape)
-        widest = max(problem.head_dim, problem.head_dim_v) + 1
-        self.query_block = next(n for n in (64, 32, 16) if KEY_BLOCK * n * widest <= PRODUCT_LIMIT or n == 16)
-        self.forward_tile = min(FORWARD_TILE, FORWARD_TILE * KEY_BLOCK // widest)
-        self.backward_tile = min(BACKWARD_TILE, BACKWARD_TILE * KEY_BLOCK // widest)
+        dim = max(problem.head_dim, problem.head_dim_v)
+        self.query_block = next(n for n in (64, 32, 16) if KEY_BLOCK * n * (dim + 1) <= PRODUCT_LIMIT or n == 16)
+        self.forward_tile, self.backward_tile = (n * 64 // max(64, dim) for n in (FORWARD_TILE, BACKWARD_TILE))
+        self.query_tile = QUERY_TILE
+        if problem.window_left is not None and problem.window_right is not None:
+            window = problem.window_left + problem.window_right + 1
+            self.query_tile = _clamp(_ceil_div(window, 2 * KEY_BLOCK) * KEY_BLOCK, KEY_BLOCK, QUERY_TILE)
         self._largest_keys: dict[tuple[int, int, int], float] = {}
 
-    def heads_of_keys(self, heads: Heads) -> Heads:
+    def sharing(self, heads: _Heads) -> _Heads:
         """The heads of k and v that some heads of q share."""
-        return [(b, h // self.problem.group_size) for b, h in heads]
+        return _Heads(heads.batch, heads.head // self.problem.group_size, heads.num_keys)
 
-    def stage(self, operand: Array, heads: Heads, rows: range, *, padded: int = 0, ones: int = 0) -> Array:
+    def stage(self, operand: Array, heads: _Heads, rows: range, *, padded: int = 0, ones: int = 0) -> Array:
         """Rows of some heads in the dtype of the computation: a new array (heads, rows, dim).
 
         Zero rows fill it up to `padded`; with ``ones=1`` there is a column of ones behind the last.
         """
         dim = operand.shape[3]
-        staged = np.empty((len(heads), max(padded, len(rows)), dim + ones), self.dtype)
-        for x, (b, h) in zip(staged, heads, strict=True):
-            np.copyto(x[: len(rows), :dim], operand[b, h, rows.start : rows.stop], casting="unsafe")
+        staged = np.empty((heads.count, max(padded, len(rows)), dim + ones), self.dtype)
+        part = operand[heads.batch, heads.head, rows.start : rows.stop]
+        np.copyto(staged[:, : len(rows), :dim], part, casting="unsafe")
         staged[:, len(rows) :, :dim] = 0
         staged[:, :, dim:] = 1
         return staged
 
-    def scores_are_small(self, rows: Array, heads: Heads, n: int) -> bool:
-        """Whether no base-2 score of the staged and scaled rows of q with the first n keys can pass NORM_LIMIT.
+    def scores_are_small(self, rows: Array, heads: _Heads) -> bool:
+        """Whether no score of staged and scaled rows of q can pass SMALL_SCORE, by the Cauchy-Schwarz inequality.
 
-        The Cauchy-Schwarz inequality on the largest norms; False where one is NaN, or where finding out does not pay.
+        False if a norm is NaN, and where finding out does not pay.
         """
-        if not EXP2_IS_FAST or self.bias is not None or self.slopes is not None:
+        if self.bias is not None or self.slopes is not None:
             return False
         if self.problem.softcap is not None:
-            return self.problem.softcap * LOG2_E <= NORM_LIMIT
+            return self.problem.softcap * math.log2(math.e) <= SMALL_SCORE
         if self.problem.seqlen_q < KEY_BLOCK:
             return False
-        for head in self.heads_of_keys(heads):
-            if (*head, n) not in self._largest_keys:
-                chunks = (range(j, min(j + KEY_TILE, n)) for j in range(0, n, KEY_TILE))
-                norms = [_largest_norm(self.stage(self.k, [head], chunk)) for chunk in chunks]
-                self._largest_keys[(*head, n)] = float(np.max(norms, initial=0))
-        largest_key = float(np.max([self._largest_keys[(*head, n)] for head in self.heads_of_keys(heads)]))
-        return _largest_norm(rows) * largest_key * LOG2_E <= NORM_LIMIT
+        largest_keys = [self._largest_key(*head, heads.num_keys) for head in self.sharing(heads)]
+        return _largest_norm(rows) * float(np.max(largest_keys)) * math.log2(math.e) <= SMALL_SCORE
+
+    def _largest_key(self, b: int, h: int, n: int) -> float:
+        if (b, h, n) not in self._largest_keys:
+            chunks = (self.k[b, h, j : min(j + KEY_TILE, n)].astype(self.dtype) for j in range(0, n, KEY_TILE))
+            self._largest_keys[b, h, n] = float(np.max([_largest_norm(x) for x in chunks], initial=0))
+        return self._largest_keys[b, h, n]
 
 
 class _Queries:
@@ -308,43 +354,50 @@ class _Queries:
     rows : (heads, blocks, queries, head_dim)
         ``scale * q``. The last block ends with rows of zeros where the rows do not fill it.
     q_t : (heads, blocks, head_dim + 1, queries)
-        The same, transposed, in units of the exponential or of softcap. Its last row, that meets the column of ones
-        behind K, is `shift`; with softcap, after which it must be added, zero.
+        The same, transposed, times UNIT, or over softcap. Its last row, that meets the column of ones behind K, is
+        `shift`; with softcap, after which that must be added, zero.
     shift : (heads, blocks, queries)
-        What is added to the scores: minus m in the forward pass, minus L in the backward pass.
+        What is added to scores times UNIT: minus m in the forward pass, minus L in the backward pass.
+    small : bool
+        All scores are known to be small, and `shift` is zero in the forward pass.
     """
 
-    def __init__(self, call: _Call, heads: Heads, rows: range, n: int) -> None:
+    def __init__(self, call: _Call, heads: _Heads, rows: range) -> None:
         problem = call.problem
         self.heads = heads
         self.start, self.num_rows = rows.start, len(rows)
         self.num_blocks = _ceil_div(len(rows), call.query_block)
         self.block = _ceil_div(len(rows), self.num_blocks)
         self.padded = self.num_blocks * self.block
-        self.first_key, self.stop_key = problem.key_range(rows[0])[0], min(n, problem.key_range(rows[-1])[1])
+        self.first_key, self.stop_key = (
+            problem.key_range(rows[0])[0],
+            min(heads.num_keys, problem.key_range(rows[-1])[1]),
+        )
         self.first_complete, self.stop_complete = problem.key_range(rows[-1])[0], problem.key_range(rows[0])[1]
         scaled = call.stage(call.q, heads, rows, padded=self.padded)
         scaled *= problem.scale
-        self.base2 = call.scores_are_small(scaled, heads, n)
-        self.unit = LOG2_E if self.base2 else 1.0
+        self.small = call.scores_are_small(scaled, heads)
         self.rows = self.blocks(scaled)
-        self.q_t = np.zeros((len(heads), self.num_blocks, problem.head_dim + 1, self.block), call.dtype)
-        factor = self.unit if problem.softcap is None else 1 / problem.softcap
+        self.q_t = np.zeros((heads.count, self.num_blocks, problem.head_dim + 1, self.block), call.dtype)
+        factor = UNIT if problem.softcap is None else 1 / problem.softcap
         np.multiply(self.rows.swapaxes(2, 3), factor, out=self.q_t[:, :, :-1])
-        self.shift = np.zeros((len(heads), self.num_blocks, self.block), call.dtype)
+        self.shift = np.zeros((heads.count, self.num_blocks, self.block), call.dtype)
         self._softcap = problem.softcap
 
     def blocks(self, staged: Array) -> Array:
         """(heads, padded rows, ...) as (heads, blocks, queries, ...)."""
-        return staged.reshape(len(self.heads), self.num_blocks, self.block, *staged.shape[2:])
+        return staged.reshape(self.heads.count, self.num_blocks, self.block, *staged.shape[2:])
+
+    def write(self, result: Array, values: Array) -> None:
+        """Put (heads, blocks, queries, ...) in its place in a result (batch, heads, seqlen_q, ...)."""
+        values = values.reshape(self.heads.count, self.padded, *values.shape[3:])
+        rows = slice(self.start, self.start + self.num_rows)
+        result[self.heads.batch, self.heads.head, rows] = values[:, : self.num_rows]
 
     def set_shift(self, shift: Array) -> None:
         self.shift = shift
         if self._softcap is None:
             self.q_t[:, :, -1] = shift
-
-    def exponential(self, scores: Array) -> None:
-        (np.exp2 if self.base2 else np.exp)(scores, out=scores)
 
 
 @dataclass(frozen=True)
@@ -463,7 +516,7 @@ def _scores(
         np.tanh(out, out=out)
         if tanh is not None:
             np.copyto(tanh, out)
-        out *= softcap * queries.unit
+        out *= softcap * UNIT
         out += queries.shift[:, None, :, None]
     if call.slopes is not None:
         start = keys.start - queries.start - call.problem.diagonal
@@ -472,24 +525,25 @@ def _scores(
         distance = j - i
         np.abs(distance, out=distance)
         for x, head in zip(out, queries.heads, strict=True):
-            x -= call.slopes[head] * distance
+            x -= call.slopes[head] * UNIT * distance
     if call.bias is not None:
         for x, head in zip(out, queries.heads, strict=True):
-            x += _score_blocks(call.bias, queries, keys, head, 0).astype(call.dtype, copy=False)
+            x += _score_blocks(call.bias, queries, keys, head, 0).astype(call.dtype) * UNIT
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
 
-def _forward_job(call: _Call, heads: Heads, n: int, i0: int, i1: int, out: Array, lse: Array) -> None:
-    """Rows i0 to i1 of some heads that have n keys."""
+def _forward_job(call: _Call, heads: _Heads, rows: range, out: Array, lse: Array) -> None:
+    """out and lse of some rows of some heads."""
     head_dim_v = call.problem.head_dim_v
-    tiles = [_Queries(call, heads, range(i, min(i + QUERY_TILE, i1)), n) for i in range(i0, i1, QUERY_TILE)]
+    starts = rows[:: call.query_tile]
+    tiles = [_Queries(call, heads, range(i, min(i + call.query_tile, rows.stop))) for i in starts]
     # The transposed, not yet normalised output O of every tile, and below it l, the sums of weights.
-    sums = [np.zeros((len(heads), x.num_blocks, head_dim_v + 1, x.block), call.dtype) for x in tiles]
+    sums = [np.zeros((heads.count, x.num_blocks, head_dim_v + 1, x.block), call.dtype) for x in tiles]
     start = min(x.first_key for x in tiles) // KEY_BLOCK * KEY_BLOCK
-    stop = min(n, _ceil_div(max(x.stop_key for x in tiles), KEY_BLOCK) * KEY_BLOCK)
-    key_tile = call.forward_tile // (len(heads) * tiles[0].padded) // KEY_BLOCK * KEY_BLOCK
+    stop = min(heads.num_keys, _ceil_div(max(x.stop_key for x in tiles), KEY_BLOCK) * KEY_BLOCK)
+    key_tile = call.forward_tile // (heads.count * tiles[0].padded) // KEY_BLOCK * KEY_BLOCK
     workspace = _Workspace(call.dtype)
     for tile in _key_tiles(start, stop, _clamp(key_tile, KEY_BLOCK, KEY_TILE)):
         k = v = None
@@ -499,7 +553,7 @@ def _forward_job(call: _Call, heads: Heads, n: int, i0: int, i1: int, out: Array
             if visible is False:
                 continue
             if k is None or v is None:
-                of_keys = call.heads_of_keys(heads)
+                of_keys = call.sharing(heads)
                 k, v = (call.stage(x, of_keys, range(tile.start, tile.stop), ones=1) for x in (call.k, call.v))
             _forward_tile(
                 call, queries, keys, keys.blocks(k, tile.start), keys.blocks(v, tile.start), visible, total, workspace
@@ -507,12 +561,8 @@ def _forward_job(call: _Call, heads: Heads, n: int, i0: int, i1: int, out: Array
     for queries, total in zip(tiles, sums, strict=True):
         l = total[:, :, head_dim_v]  # noqa: E741 (the paper's letter)
         o = total[:, :, :head_dim_v] / np.where(l == 0, 1, l)[:, :, None]
-        rows = slice(queries.start, queries.start + queries.num_rows)
-        o = o.swapaxes(2, 3).reshape(len(heads), queries.padded, head_dim_v)
-        log_l = (np.log(l) - queries.shift).reshape(len(heads), queries.padded)
-        for x, head in enumerate(heads):
-            out[head][rows] = o[x, : queries.num_rows]
-            lse[head][rows] = log_l[x, : queries.num_rows]
+        queries.write(out, o.swapaxes(2, 3))
+        queries.write(lse, np.log(l) - queries.shift / UNIT)
 
 
 def _forward_tile(
@@ -526,23 +576,21 @@ def _forward_tile(
     workspace: _Workspace,
 ) -> None:
     """Add O and l of a tile to `total`."""
-    num_heads = len(queries.heads)
+    num_heads = queries.heads.count
     scores = workspace.take("scores", num_heads, keys.num_blocks, queries.num_blocks, keys.block, queries.block)
     parts = workspace.take("parts", num_heads, keys.num_blocks, *total.shape[1:])
     l = total[:, :, -1].reshape(num_heads, queries.padded)[:, : queries.num_rows]  # noqa: E741
-    careful = not queries.base2 and bool((l == 0).any())
+    careful = not queries.small and bool((l == 0).any())
     while True:
         _scores(call, queries, keys, k, scores)
         if careful:
             _hide(scores, visible, -np.inf)
             _raise_maximum(queries, scores, total)
-            queries.exponential(scores)
-        else:
-            queries.exponential(scores)
-            _hide(scores, visible, 0)
+        _exponential(scores, small=queries.small)
+        _hide(scores, visible, 0)
         np.matmul(v.swapaxes(3, 4), scores, out=parts)
         added = parts[:, 0] if keys.num_blocks == 1 else np.add.reduce(parts, axis=1)
-        if careful or queries.base2 or not (added[:, :, -1] > SUM_LIMIT).any():
+        if careful or queries.small or not (added[:, :, -1] > SUM_LIMIT).any():
             break
         careful = True
     total += added
@@ -555,7 +603,7 @@ def _raise_maximum(queries: _Queries, scores: Array, total: Array) -> None:
     rise = np.where(unseen, largest, np.maximum(largest, 0))
     rise[rise == -np.inf] = 0
     scores -= rise[:, None, :, None]
-    total *= np.where(unseen, 1, np.exp(-rise))[:, :, None]
+    total *= np.where(unseen, 1, EXPONENTIAL(-rise))[:, :, None]
     queries.set_shift(queries.shift - rise)
 
 
@@ -563,32 +611,30 @@ def _raise_maximum(queries: _Queries, scores: Array, total: Array) -> None:
 
 
 def _backward_job(
-    call: _Call, heads: Heads, n: int, span: range, dq: Array, dk: Array, dv: Array, dout: Array, out: Array, lse: Array
+    call: _Call, heads: _Heads, span: range, dq: Array, dk: Array, dv: Array, dout: Array, out: Array, lse: Array
 ) -> None:
-    """dk and dv of a span of the n keys of some heads of k and v, and what that span adds to dq."""
+    """dk and dv of a span of the keys of some heads of k and v, and what that span contributes to dq."""
     problem = call.problem
     k, v = (call.stage(x, heads, span, ones=1) for x in (call.k, call.v))
     dk_sum, dv_sum = np.zeros_like(k[:, :, :-1]), np.zeros_like(v[:, :, :-1])
     workspace = _Workspace(call.dtype)
     for member in range(problem.group_size):
-        heads_of_group = [(b, h * problem.group_size + member) for b, h in heads]
-        for i in range(0, problem.seqlen_q, BACKWARD_ROWS):
-            rows = range(i, min(i + BACKWARD_ROWS, problem.seqlen_q))
-            queries = _BackwardQueries(call, heads_of_group, rows, n, dout, out, lse)
-            key_tile = call.backward_tile // (len(heads) * queries.padded) // KEY_BLOCK * KEY_BLOCK
+        group = _Heads(heads.batch, heads.head * problem.group_size + member, heads.num_keys)
+        for i in range(0, problem.seqlen_q, call.query_tile):
+            rows = range(i, min(i + call.query_tile, problem.seqlen_q))
+            queries = _BackwardQueries(call, group, rows, dout, out, lse)
+            key_tile = call.backward_tile // (heads.count * queries.padded) // KEY_BLOCK * KEY_BLOCK
             for tile in _key_tiles(span.start, span.stop, _clamp(key_tile, KEY_BLOCK, KEY_TILE)):
                 keys = tile.seen_by(queries)
                 visible = keys.num_blocks > 0 and _visible(call, queries, keys)
                 if visible is not False:
-                    blocks = (keys.blocks(x, span.start) for x in (k, v, dk_sum, dv_sum))
-                    _backward_tile(call, queries, keys, *blocks, visible, workspace)
-            dq_rows = queries.dq_t.swapaxes(2, 3).reshape(len(heads), queries.padded, problem.head_dim)
-            dq_rows *= problem.scale
-            for x, head in enumerate(heads_of_group):
-                dq[head][rows.start : rows.stop] = dq_rows[x, : len(rows)]
-    for x, head in enumerate(heads):
-        dk[head][span.start : span.stop] = dk_sum[x]
-        dv[head][span.start : span.stop] = dv_sum[x]
+                    k_blocks, v_blocks, dk_blocks, dv_blocks = (
+                        keys.blocks(x, span.start) for x in (k, v, dk_sum, dv_sum)
+                    )
+                    _backward_tile(call, queries, keys, k_blocks, v_blocks, dk_blocks, dv_blocks, visible, workspace)
+            queries.write(dq, problem.scale * queries.dq_t.swapaxes(2, 3))
+    dk[heads.batch, heads.head, span.start : span.stop] = dk_sum
+    dv[heads.batch, heads.head, span.start : span.stop] = dv_sum
 
 
 class _BackwardQueries(_Queries):
@@ -603,19 +649,15 @@ class _BackwardQueries(_Queries):
         The sum of dS K so far, transposed.
     """
 
-    def __init__(
-        self, call: _Call, heads: Heads, rows: range, n: int, dout: Array, out: Array, lse: Array
-    ) -> None:
-        super().__init__(call, heads, rows, n)
+    def __init__(self, call: _Call, heads: _Heads, rows: range, dout: Array, out: Array, lse: Array) -> None:
+        super().__init__(call, heads, rows)
         self.dout = self.blocks(call.stage(dout, heads, rows, padded=self.padded))
         self.dout_t = np.empty((*self.dout.shape[:2], self.dout.shape[3] + 1, self.block), call.dtype)
         np.copyto(self.dout_t[:, :, :-1], self.dout.swapaxes(2, 3))
         delta = np.einsum("...d,...d->...", self.dout, self.blocks(call.stage(out, heads, rows, padded=self.padded)))
         np.negative(delta, out=self.dout_t[:, :, -1])
-        shift = np.zeros((len(heads), self.padded), call.dtype)
-        for x, head in zip(shift, heads, strict=True):
-            x[: len(rows)] = lse[head][rows.start : rows.stop]
-        shift *= -self.unit
+        shift = np.zeros((heads.count, self.padded), call.dtype)
+        np.multiply(lse[heads.batch, heads.head, rows.start : rows.stop], -UNIT, out=shift[:, : len(rows)])
         shift[shift == np.inf] = -np.inf  # a row that sees no key: its weights are exp(-inf)
         self.set_shift(self.blocks(shift))
         self.dq_t = np.zeros((*self.q_t.shape[:2], call.problem.head_dim, self.block), call.dtype)
@@ -634,12 +676,12 @@ def _backward_tile(
 ) -> None:
     """Add what a tile contributes to dk, dv and `queries.dq_t`."""
     problem = call.problem
-    num_heads, across = len(queries.heads), (keys.num_blocks, queries.num_blocks)
+    num_heads, across = queries.heads.count, (keys.num_blocks, queries.num_blocks)
     tile_shape = (num_heads, *across, keys.block, queries.block)
     p, ds = (workspace.take(name, *tile_shape) for name in ("p", "ds"))
     tanh = None if problem.softcap is None else workspace.take("tanh", *tile_shape)
     _scores(call, queries, keys, k, p, tanh)
-    queries.exponential(p)
+    _exponential(p, small=queries.small)
     _hide(p, visible, 0)
     parts = workspace.take("parts", num_heads, *across, keys.block, problem.head_dim_v)
     dv += np.matmul(p, queries.dout[:, None], out=parts).sum(axis=2, keepdims=True)

@@ -17,6 +17,7 @@ import cupy
 import numpy as np
 
 from cuflash.compiler import compile_kernel
+from cuflash.interop import overlap
 from cuflash.params import POINTER_WORD, parameters
 from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan, Pass, access_bytes, choose_plan
 from cuflash.problem import Options, Problem, check_array, layout_of, make_problem, rows_of, value_error
@@ -162,7 +163,7 @@ def _call(pass_: Pass, options: Options, arrays: dict[str, Any]) -> tuple[Any, .
     if isinstance(launch, _CopyFirst):
         return _call_on_copies(pass_, options, arrays, launch.names)
     if any(arrays.get(name) is not None for name in _RESULTS[pass_]):
-        _check_overlap(pass_, arrays)
+        _check_results(pass_, arrays)
 
     results = [arrays.get(name) for name in _RESULTS[pass_]]
     for index, shape, dtype in launch.results:
@@ -190,9 +191,13 @@ def _prepare(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> _Launc
     for name in given.keys() & expected.keys():
         check_array(name, arrays[name], *expected[name])
 
-    whole = [name for name in given if name not in (*_OPTIONAL, "lse")]
     scattered = tuple(
-        name for name in whole if given[name].shape[-1] > 1 and given[name].strides[-1] != given[name].itemsize
+        name
+        for name, array in given.items()
+        if name not in (*_OPTIONAL, "lse")
+        and array.size
+        and array.shape[-1] > 1
+        and array.strides[-1] != array.itemsize
     )
     if scattered:
         return _CopyFirst(scattered)
@@ -270,16 +275,15 @@ def _call_on_copies(pass_: Pass, options: Options, arrays: dict[str, Any], names
     return tuple(arrays[name] if name in names else value for name, value in zip(results, computed, strict=True))
 
 
-def _check_overlap(pass_: Pass, arrays: Mapping[str, Any]) -> None:
-    """Refuse results that share memory with another array of the call."""
-    bounds = {name: _byte_bounds(array) for name, array in arrays.items() if array is not None and array.size}
+def _check_results(pass_: Pass, arrays: Mapping[str, Any]) -> None:
+    """Refuse results whose elements are not memory of their own."""
+    given = {name: array for name, array in arrays.items() if array is not None}
     for name in _RESULTS[pass_]:
-        for other, (low, high) in bounds.items():
-            if name in bounds and other != name and bounds[name][0] < high and low < bounds[name][1]:
-                raise value_error(name, f"memory that overlaps {other}", "memory of its own")
-
-
-def _byte_bounds(array: Any) -> tuple[int, int]:
-    extents = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
-    pointer = array.data.ptr
-    return pointer + sum(e for e in extents if e < 0), pointer + sum(e for e in extents if e > 0) + array.itemsize
+        if name not in given:
+            continue
+        result = given[name]
+        if any(n > 1 and stride == 0 for n, stride in zip(result.shape, result.strides, strict=True)):
+            raise value_error(name, f"strides {result.strides}", "elements that do not share memory")
+        for other, array in given.items():
+            if other != name and overlap(result, array):
+                raise value_error(name, f"memory shared with {other}", "memory of its own")

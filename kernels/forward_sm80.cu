@@ -157,7 +157,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
     for (int half = 0; half < 2; ++half) {
       const int row = lane_row + 16 * m + 8 * half;
       if (fragment_column() == 0 && row < params.seqlen_q)
-        g_lse[row * params.lse.row_stride] = softmax.log_sum_exp(m, half, scale_log2);
+        g_lse[row * params.lse.row_stride] = softmax.log_sum_exp(m, half);
     }
 }
 

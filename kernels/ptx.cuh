@@ -152,6 +152,12 @@ CUFLASH_DEVICE float log2_approx(float x) {
   asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// Thread. mul.rn (9.7.3.4): the rounded product, never fused into a sum.
+CUFLASH_DEVICE float multiply(float x, float y) {
+  float z;
+  asm("mul.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
 // Thread. cvt.rn (9.7.9.22): two float32 rounded to nearest even; `low` lands in the low half.
 CUFLASH_DEVICE u32 pack(Float16, float low, float high) {
   u32 bits;

@@ -95,6 +95,7 @@ CUFLASH_DEVICE void mma_m16n8k16(BFloat16, float (&d)[4], const u32 (&a)[4], u32
 }
 
 // ---- Arithmetic ---------------------------------------------------------------------------------------------------
+CUFLASH_DEVICE float multiply(float x, float y) { return x * y; }
 CUFLASH_DEVICE float exp2_approx(float x) { return ::emulator::exp2_approx(x); }
 CUFLASH_DEVICE float log2_approx(float x) { return ::emulator::log2_approx(x); }
 template <class T>
