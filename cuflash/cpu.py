@@ -15,8 +15,9 @@ A lazy maximum. Online softmax needs an m near the maximum of the row, not the m
 that a row sees (0.5) and moves only where a sum of weights says that it is too small; that tile is then computed again.
 Where norms of q and k prove that all scores are small, m is zero.
 
-No subnormal numbers. They would cost a hundred times what others do, in exponentials and products alike. The exponential
-of max(S - m, -125) minus 2^-125 is zero instead (0.2 for the passes, none where scores are small).
+No subnormal numbers. They cost a hundred times what others do, in exponentials and in products. Instead of exp(S - m) it
+is exp(max(S - m, c)) - exp(c), which is zero for weights under 2^-100 and the same for others (0.2, nothing where scores
+are small).
 
 Base 2. `np.exp2` takes half the time of `np.exp`, where NumPy has it in AVX-512.
 
@@ -254,20 +255,12 @@ if _exp2_is_fast():
     EXPONENTIAL, UNIT = np.exp2, math.log2(math.e)  # exp(x) is EXPONENTIAL(UNIT * x)
 else:
     EXPONENTIAL, UNIT = np.exp, 1.0
-FLOORS = {
-    np.dtype(dtype): dtype((np.finfo(dtype).minexp + 1) / math.log2(math.e) * UNIT)
-    for dtype in (np.float32, np.float64)
-}
+LOWEST = {np.dtype(np.float32): -100.0, np.dtype(np.float64): -960.0}  # in base 2; products with V are normal too
+FLOORS = {dtype: dtype.type(lowest / math.log2(math.e) * UNIT) for dtype, lowest in LOWEST.items()}
 
 
 def _exponential(scores: Array, *, small: bool) -> None:
-    """Exponentials of scores in units of UNIT, in place; those that would be subnormal are zero.
-
-    Parameters
-    ----------
-    small : bool
-        No score is so low.
-    """
+    """Exponentials of scores times UNIT, in place; zero below FLOORS. With `small`, no score is so low."""
     if small:
         EXPONENTIAL(scores, out=scores)
         return
@@ -359,7 +352,9 @@ class _Queries:
     shift : (heads, blocks, queries)
         What is added to scores times UNIT: minus m in the forward pass, minus L in the backward pass.
     small : bool
-        All scores are known to be small, and `shift` is zero in the forward pass.
+        All scores are known to be small, and `shift` stays zero in the forward pass.
+    restless : bool
+        The maximum has risen so much once that it is better looked for in every tile.
     """
 
     def __init__(self, call: _Call, heads: _Heads, rows: range) -> None:
@@ -369,14 +364,13 @@ class _Queries:
         self.num_blocks = _ceil_div(len(rows), call.query_block)
         self.block = _ceil_div(len(rows), self.num_blocks)
         self.padded = self.num_blocks * self.block
-        self.first_key, self.stop_key = (
-            problem.key_range(rows[0])[0],
-            min(heads.num_keys, problem.key_range(rows[-1])[1]),
-        )
-        self.first_complete, self.stop_complete = problem.key_range(rows[-1])[0], problem.key_range(rows[0])[1]
+        self.first_key, self.stop_complete = problem.key_range(rows[0])
+        self.first_complete, last_stop = problem.key_range(rows[-1])
+        self.stop_key = min(heads.num_keys, last_stop)
         scaled = call.stage(call.q, heads, rows, padded=self.padded)
         scaled *= problem.scale
         self.small = call.scores_are_small(scaled, heads)
+        self.restless = False
         self.rows = self.blocks(scaled)
         self.q_t = np.zeros((heads.count, self.num_blocks, problem.head_dim + 1, self.block), call.dtype)
         factor = UNIT if problem.softcap is None else 1 / problem.softcap
@@ -452,12 +446,17 @@ def _largest_norm(rows: Array) -> float:
     return math.sqrt(float(np.max(np.einsum("...d,...d->...", rows, rows), initial=0)))
 
 
-def _score_blocks(term: Array, queries: _Queries, keys: _Keys, head: tuple[int, int], fill: Any) -> Array:
-    """The part of a bias or mask that a tile meets, as (key blocks, query blocks, keys, queries)."""
+def _part(term: Array, queries: _Queries, keys: _Keys, head: tuple[int, int]) -> Array:
+    """What a tile meets of a bias or mask: (rows, keys), or 1 in their place where it is broadcast."""
     b, h = (0 if n == 1 else x for x, n in zip(head, term.shape, strict=False))
     rows = slice(queries.start, queries.start + queries.num_rows) if term.shape[2] > 1 else slice(None)
     columns = slice(keys.start, keys.stop) if term.shape[3] > 1 else slice(None)
-    part = np.broadcast_to(term[b, h, rows, columns], (queries.num_rows, keys.stop - keys.start))
+    return term[b, h, rows, columns]
+
+
+def _as_scores(part: Array, queries: _Queries, keys: _Keys, fill: Any) -> Array:
+    """A view of such a part as (key blocks, query blocks, keys, queries); `fill` is for rows that are padding."""
+    part = np.broadcast_to(part, (queries.num_rows, keys.stop - keys.start))
     if queries.padded > queries.num_rows:
         padded = np.full((queries.padded, part.shape[1]), fill, part.dtype)
         padded[: queries.num_rows] = part
@@ -472,7 +471,7 @@ def _score_blocks(term: Array, queries: _Queries, keys: _Keys, head: tuple[int, 
 
 
 def _visible(call: _Call, queries: _Queries, keys: _Keys) -> Array | bool:
-    """Which scores of a tile are visible: all, none, or bits, all ones (visible) or all zeros, for an "and" with scores."""
+    """Which scores of a tile are visible: all, none, or integers for an "and" with scores, -1 (visible) or 0."""
     problem = call.problem
     visible: Array | None = None
     if keys.start < queries.first_complete or keys.stop > queries.stop_complete:
@@ -485,11 +484,12 @@ def _visible(call: _Call, queries: _Queries, keys: _Keys) -> Array | bool:
             after = j >= i + np.int16(_clamp(diagonal - problem.window_left, -OUT_OF_TILE, OUT_OF_TILE))
             visible = after if visible is None else np.logical_and(visible, after, out=visible)
     if call.mask is not None:
-        masks = [_score_blocks(call.mask, queries, keys, head, True) for head in queries.heads]
-        if not any(x.any() for x in masks):
+        parts = [_part(call.mask, queries, keys, head) for head in queries.heads]
+        if not any(part.any() for part in parts):
             return False
-        if not all(x.all() for x in masks):
-            visible = np.array(masks) if visible is None else np.logical_and(visible, masks)
+        if not all(part.all() for part in parts):
+            masks = np.array([_as_scores(part, queries, keys, True) for part in parts])
+            visible = masks if visible is None else np.logical_and(visible, masks, out=masks)
     if visible is None:
         return True
     integer = np.int32 if call.dtype.itemsize == 4 else np.int64
@@ -507,10 +507,10 @@ def _hide(scores: Array, visible: Array | bool, value: float) -> None:
 
 
 def _scores(
-    call: _Call, queries: _Queries, keys: _Keys, k_blocks: Array, out: Array, tanh: Array | None = None
+    call: _Call, queries: _Queries, keys: _Keys, k: Array, out: Array, workspace: _Workspace, tanh: Array | None = None
 ) -> None:
-    """Shifted scores of a tile, hidden ones included; with softcap its hyperbolic tangents too, if they are asked for."""
-    np.matmul(k_blocks, queries.q_t[:, None], out=out)
+    """Shifted scores of a tile times UNIT, hidden ones included; with softcap its tanh too, where that is wanted."""
+    np.matmul(k, queries.q_t[:, None], out=out)
     softcap = call.problem.softcap
     if softcap is not None:
         np.tanh(out, out=out)
@@ -522,13 +522,17 @@ def _scores(
         start = keys.start - queries.start - call.problem.diagonal
         j = np.arange(start, start + keys.stop - keys.start).astype(call.dtype).reshape(-1, 1, keys.block, 1)
         i = np.arange(queries.padded).astype(call.dtype).reshape(-1, 1, queries.block)
-        distance = j - i
+        distance = np.subtract(j, i, out=workspace.take("distance", *out.shape[1:]))
         np.abs(distance, out=distance)
+        term = workspace.take("term", *out.shape[1:])
         for x, head in zip(out, queries.heads, strict=True):
-            x -= call.slopes[head] * UNIT * distance
+            x -= np.multiply(distance, call.slopes[head] * UNIT, out=term)
     if call.bias is not None:
+        term = workspace.take("term", *out.shape[1:])
         for x, head in zip(out, queries.heads, strict=True):
-            x += _score_blocks(call.bias, queries, keys, head, 0).astype(call.dtype) * UNIT
+            np.copyto(term, _as_scores(_part(call.bias, queries, keys, head), queries, keys, 0), casting="unsafe")
+            term *= UNIT
+            x += term
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
@@ -580,9 +584,9 @@ def _forward_tile(
     scores = workspace.take("scores", num_heads, keys.num_blocks, queries.num_blocks, keys.block, queries.block)
     parts = workspace.take("parts", num_heads, keys.num_blocks, *total.shape[1:])
     l = total[:, :, -1].reshape(num_heads, queries.padded)[:, : queries.num_rows]  # noqa: E741
-    careful = not queries.small and bool((l == 0).any())
+    careful = queries.restless or (not queries.small and bool((l == 0).any()))
     while True:
-        _scores(call, queries, keys, k, scores)
+        _scores(call, queries, keys, k, scores, workspace)
         if careful:
             _hide(scores, visible, -np.inf)
             _raise_maximum(queries, scores, total)
@@ -592,7 +596,7 @@ def _forward_tile(
         added = parts[:, 0] if keys.num_blocks == 1 else np.add.reduce(parts, axis=1)
         if careful or queries.small or not (added[:, :, -1] > SUM_LIMIT).any():
             break
-        careful = True
+        careful = queries.restless = True
     total += added
 
 
@@ -680,7 +684,7 @@ def _backward_tile(
     tile_shape = (num_heads, *across, keys.block, queries.block)
     p, ds = (workspace.take(name, *tile_shape) for name in ("p", "ds"))
     tanh = None if problem.softcap is None else workspace.take("tanh", *tile_shape)
-    _scores(call, queries, keys, k, p, tanh)
+    _scores(call, queries, keys, k, p, workspace, tanh)
     _exponential(p, small=queries.small)
     _hide(p, visible, 0)
     parts = workspace.take("parts", num_heads, *across, keys.block, problem.head_dim_v)

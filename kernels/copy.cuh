@@ -10,39 +10,39 @@ CUFLASH_DEVICE const u16* head_of(const Tensor& tensor, int batch, int head) {
 
 // Loads rows [first_row, first_row + rows) of a head into shared rows of row_elements(padded columns), without waiting.
 // Rows at and past `row_stop` are never read and become zeros, as do the columns past the head dimension.
+//
+// Up to 8 neighbouring threads share a row and walk along it by constant steps, so that a thread needs one address for
+// each of its rows, not for each copy: a copy holds on to its address register until it is under way, and would stall
+// whoever writes the next address into it.
 template <int rows, int columns>
 CUFLASH_DEVICE void load_tile(u32 tile, const u16* head, i64 row_stride, int first_row, int row_stop) {
   constexpr int kPadded = round_up(columns, CUFLASH_DIM_MULTIPLE);
   constexpr int kVector = kLoadBytes / 2;
   constexpr int kVectors = kPadded / kVector;  // of a row
+  constexpr int kThreadsOfRow = kVectors % 8 == 0 ? 8 : kVectors % 4 == 0 ? 4 : 2;
+  constexpr int kRowsAtOnce = kNumThreads / kThreadsOfRow;
+  static_assert(kVectors % kThreadsOfRow == 0, "threads of a row get the same number of vectors");
   const int thread = ptx::thread_index();
+  const int row = thread / kThreadsOfRow, column = thread % kThreadsOfRow * kVector;
+  const u16* source = head + (first_row + row) * row_stride + column;
+  const u32 destination = tile + (row * row_elements(kPadded) + column) * 2;
 
-  const auto load = [&](u32 destination, const u16* source, int column, bool exists) {
-    int elements = exists ? kVector : 0;
-    if (columns != kPadded && exists && column + kVector > columns) elements = column < columns ? columns - column : 0;
-    if constexpr (kLoadBytes >= 4)
-      ptx::copy_async<kLoadBytes>(destination, source, elements * 2);
-    else
-      ptx::store_shared_b16(destination, elements ? *source : (u16)0);
-  };
-  if constexpr (kNumThreads % kVectors == 0 && rows % (kNumThreads / kVectors) == 0) {
-    // A thread keeps its column; the pointer runs down the rows, so that no address lives longer than its copy.
-    constexpr int kRowsAtOnce = kNumThreads / kVectors;
-    const int row = thread / kVectors, column = thread % kVectors * kVector;
-    const u16* source = head + (first_row + row) * row_stride + column;
-    const u32 destination = tile + (row * row_elements(kPadded) + column) * 2;
 #pragma unroll
-    for (int i = 0; i < rows / kRowsAtOnce; ++i) {
-      const u32 offset = i * kRowsAtOnce * row_elements(kPadded) * 2;
-      load(destination + offset, source, column, row + i * kRowsAtOnce < row_stop - first_row);
-      source += kRowsAtOnce * row_stride;
+  for (int i = 0; i < rows; i += kRowsAtOnce) {
+    if (rows % kRowsAtOnce != 0 && row + i >= rows) break;
+    const bool exists = row + i < row_stop - first_row;
+#pragma unroll
+    for (int c = 0; c < kPadded; c += kThreadsOfRow * kVector) {
+      int elements = exists ? kVector : 0;
+      if (c + (kThreadsOfRow - 1) * kVector + kVector > columns && exists && column + c + kVector > columns)
+        elements = column + c < columns ? columns - column - c : 0;
+      const u32 target = destination + (i * row_elements(kPadded) + c) * 2;
+      if constexpr (kLoadBytes >= 4)
+        ptx::copy_async<kLoadBytes>(target, source + c, elements * 2);
+      else
+        ptx::store_shared_b16(target, elements ? source[c] : (u16)0);
     }
-  } else {
-    for (int vector = thread; vector < rows * kVectors; vector += kNumThreads) {
-      const int row = vector / kVectors, column = vector % kVectors * kVector;
-      load(tile + (row * row_elements(kPadded) + column) * 2, head + (first_row + row) * row_stride + column, column,
-           first_row + row < row_stop);
-    }
+    source += kRowsAtOnce * row_stride;
   }
 }
 
