@@ -15,9 +15,8 @@ A lazy maximum. Online softmax needs an m near the maximum of the row, not the m
 that a row sees (0.5) and moves only where a sum of weights says that it is too small; that tile is then computed again.
 Where norms of q and k prove that all scores are small, m is zero.
 
-No subnormal numbers. They cost a hundred times what others do, in exponentials and in products. Instead of exp(S - m) it
-is exp(max(S - m, c)) - exp(c), which is zero for weights under 2^-100 and the same for others (0.2, nothing where scores
-are small).
+No subnormal numbers. They cost a hundred times what others do, in exponentials and in products. Here exp(S - m) is
+exp(max(S - m, c)) - exp(c), zero for weights under 2^-100 (0.2 for the passes; none where scores are small).
 
 Base 2. `np.exp2` takes half the time of `np.exp`, where NumPy has it in AVX-512.
 
@@ -29,6 +28,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -45,13 +45,12 @@ Array = NDArray[Any]
 
 KEY_BLOCK = 64
 PRODUCT_LIMIT = 400_000  # multiplications in one product of blocks: OpenBLAS takes a second thread from 2**19 on
-FORWARD_TILE = 2**17  # scores in a tile, half a MiB in float32: it stays in the L2 cache with what is made of it
-BACKWARD_TILE = 2**16
-QUERY_TILE = 256  # rows
+TILE = 2**18  # scores in a tile: one MiB in float32, to stay in the L2 cache or near it
+QUERY_TILE = 512  # rows
 KEY_TILE = 4096  # keys, where rows are few
 OUT_OF_TILE = 2**14  # more than rows and keys of a tile together
-TILES_PER_JOB = 8  # query tiles that share the conversion of a key tile
-SERIAL_FLOPS = 2e7  # work too small to be worth a thread
+TILES_PER_JOB = 4  # query tiles that share the conversion of a key tile
+SERIAL_FLOPS = 1e8  # work too small to be worth a thread
 SUM_LIMIT = 2.0**24  # of the weights of a tile: far from overflow, and of exponents small enough to be accurate
 SMALL_SCORE = 48.0  # in base 2: weights between 2**-48 and 2**48, and their quotients, are normal numbers
 
@@ -96,7 +95,7 @@ def forward(
     jobs = [
         (heads, range(i, min(i + rows_per_job, problem.seqlen_q)))
         for all_heads in _heads_by_length(problem, problem.num_heads, kv_lengths)
-        for heads in all_heads.split(call.forward_tile // max(1, problem.seqlen_q * all_heads.num_keys), 4 * threads)
+        for heads in all_heads.split(call.tile // max(1, problem.seqlen_q * all_heads.num_keys), 4 * threads)
         for i in range(0, problem.seqlen_q, rows_per_job)
     ]
 
@@ -105,7 +104,7 @@ def forward(
         return heads.count * (min(heads.num_keys, problem.key_range(rows[-1])[1]) - problem.key_range(rows[0])[0])
 
     jobs.sort(key=seen, reverse=True)  # no long job starts last
-    _run(lambda job: _forward_job(call, *job, out_4d, lse_3d), jobs, threads)
+    _run(lambda job: _forward_job(call, out_4d, lse_3d, *job), jobs, threads)
     return out, lse
 
 
@@ -159,13 +158,13 @@ def backward(
     jobs = [
         (heads, range(j, min(j + keys_per_job, heads.num_keys)), partial_dq)
         for group in groups
-        for heads in group.split(call.backward_tile // max(1, problem.seqlen_q * group.num_keys), 4 * threads)
+        for heads in group.split(call.tile // max(1, problem.seqlen_q * group.num_keys), 4 * threads)
         for j, partial_dq in zip(range(0, max(group.num_keys, 1), keys_per_job), partial_dqs, strict=False)
     ]
     for group in groups:
         dk_4d[group.batch, group.head, group.num_keys :] = 0
         dv_4d[group.batch, group.head, group.num_keys :] = 0
-    _run(lambda job: _backward_job(call, *job, dk_4d, dv_4d, dout, out, lse), jobs, threads)
+    _run(lambda job: _backward_job(call, dout, out, lse, dk_4d, dv_4d, *job), jobs, threads)
     if partial_dqs[0] is not dq_4d:
         for head in np.ndindex(dq_4d.shape[:2]):
             dq_4d[head] = sum(partial_dq[head] for partial_dq in partial_dqs)
@@ -184,20 +183,31 @@ def _count_threads(flops: int) -> int:
 
 
 def _run(work: Callable[[Any], None], jobs: Sequence[Any], threads: int) -> None:
-    def quietly(job: Any) -> None:
-        with np.errstate(all="ignore"):  # belongs to a thread; infinities and NaN are results like others here
-            work(job)
+    """Do the jobs in order, on this thread and on others."""
+    remaining = deque(jobs)
 
-    if threads == 1 or len(jobs) < 2:
-        for job in jobs:
-            quietly(job)
+    def work_off() -> None:
+        with np.errstate(all="ignore"):  # belongs to a thread; infinities and NaN are results like others here
+            while remaining:
+                try:
+                    job = remaining.popleft()
+                except IndexError:  # another thread was faster
+                    return
+                try:
+                    work(job)
+                except BaseException:
+                    remaining.clear()
+                    raise
+
+    others = min(threads, len(jobs)) - 1
+    if others < 1:
+        work_off()
         return
-    pool = ThreadPoolExecutor(min(threads, len(jobs)))
-    try:
-        for _ in pool.map(quietly, jobs):
-            pass
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with ThreadPoolExecutor(others) as pool:
+        futures = [pool.submit(work_off) for _ in range(others)]
+        work_off()
+    for future in futures:
+        future.result()
 
 
 @dataclass(frozen=True)
@@ -251,12 +261,11 @@ def _exp2_is_fast() -> bool:
     return any(not loop["current"].startswith("baseline") for types, loop in loops.items() if types.startswith("f"))
 
 
-if _exp2_is_fast():
-    EXPONENTIAL, UNIT = np.exp2, math.log2(math.e)  # exp(x) is EXPONENTIAL(UNIT * x)
-else:
-    EXPONENTIAL, UNIT = np.exp, 1.0
-LOWEST = {np.dtype(np.float32): -100.0, np.dtype(np.float64): -960.0}  # in base 2; products with V are normal too
-FLOORS = {dtype: dtype.type(lowest / math.log2(math.e) * UNIT) for dtype, lowest in LOWEST.items()}
+# exp(x) is EXPONENTIAL(UNIT * x)
+EXPONENTIAL: np.ufunc = np.exp2 if _exp2_is_fast() else np.exp
+UNIT = math.log2(math.e) if EXPONENTIAL is np.exp2 else 1.0
+# Scores, times UNIT, of weights of 2**-100 and 2**-960: the products of such with V are normal numbers too.
+FLOORS = {np.dtype(dtype): dtype(n / math.log2(math.e) * UNIT) for dtype, n in ((np.float32, -100), (np.float64, -960))}
 
 
 def _exponential(scores: Array, *, small: bool) -> None:
@@ -294,7 +303,7 @@ class _Call:
         self.slopes = None if alibi_slopes is None else np.broadcast_to(alibi_slopes, slopes_shape)
         dim = max(problem.head_dim, problem.head_dim_v)
         self.query_block = next(n for n in (64, 32, 16) if KEY_BLOCK * n * (dim + 1) <= PRODUCT_LIMIT or n == 16)
-        self.forward_tile, self.backward_tile = (n * 64 // max(64, dim) for n in (FORWARD_TILE, BACKWARD_TILE))
+        self.tile = TILE * KEY_BLOCK // max(KEY_BLOCK, dim)
         self.query_tile = QUERY_TILE
         if problem.window_left is not None and problem.window_right is not None:
             window = problem.window_left + problem.window_right + 1
@@ -538,7 +547,7 @@ def _scores(
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
 
-def _forward_job(call: _Call, heads: _Heads, rows: range, out: Array, lse: Array) -> None:
+def _forward_job(call: _Call, out: Array, lse: Array, heads: _Heads, rows: range) -> None:
     """out and lse of some rows of some heads."""
     head_dim_v = call.problem.head_dim_v
     starts = rows[:: call.query_tile]
@@ -547,7 +556,7 @@ def _forward_job(call: _Call, heads: _Heads, rows: range, out: Array, lse: Array
     sums = [np.zeros((heads.count, x.num_blocks, head_dim_v + 1, x.block), call.dtype) for x in tiles]
     start = min(x.first_key for x in tiles) // KEY_BLOCK * KEY_BLOCK
     stop = min(heads.num_keys, _ceil_div(max(x.stop_key for x in tiles), KEY_BLOCK) * KEY_BLOCK)
-    key_tile = call.forward_tile // (heads.count * tiles[0].padded) // KEY_BLOCK * KEY_BLOCK
+    key_tile = call.tile // (heads.count * tiles[0].padded) // KEY_BLOCK * KEY_BLOCK
     workspace = _Workspace(call.dtype)
     for tile in _key_tiles(start, stop, _clamp(key_tile, KEY_BLOCK, KEY_TILE)):
         k = v = None
@@ -615,7 +624,7 @@ def _raise_maximum(queries: _Queries, scores: Array, total: Array) -> None:
 
 
 def _backward_job(
-    call: _Call, heads: _Heads, span: range, dq: Array, dk: Array, dv: Array, dout: Array, out: Array, lse: Array
+    call: _Call, dout: Array, out: Array, lse: Array, dk: Array, dv: Array, heads: _Heads, span: range, dq: Array
 ) -> None:
     """dk and dv of a span of the keys of some heads of k and v, and what that span contributes to dq."""
     problem = call.problem
@@ -627,7 +636,7 @@ def _backward_job(
         for i in range(0, problem.seqlen_q, call.query_tile):
             rows = range(i, min(i + call.query_tile, problem.seqlen_q))
             queries = _BackwardQueries(call, group, rows, dout, out, lse)
-            key_tile = call.backward_tile // (heads.count * queries.padded) // KEY_BLOCK * KEY_BLOCK
+            key_tile = call.tile // (heads.count * queries.padded) // KEY_BLOCK * KEY_BLOCK
             for tile in _key_tiles(span.start, span.stop, _clamp(key_tile, KEY_BLOCK, KEY_TILE)):
                 keys = tile.seen_by(queries)
                 visible = keys.num_blocks > 0 and _visible(call, queries, keys)

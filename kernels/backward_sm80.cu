@@ -74,7 +74,7 @@ CUFLASH_DEVICE void backward(const Params& params) {
                                   params.seqlen_q);
     const int thread = ptx::thread_index();
     if (thread < kBlockM / 2)
-      ptx::copy_async<16>(s_stats + thread * 16, stats_of(params, batch, at.head) + first_row * 2 + thread * 4, 16);
+      ptx::copy_async<16, 0>(s_stats + thread * 16, stats_of(params, batch, at.head) + first_row * 2 + thread * 4, 16);
   };
 
   // K and V arrive with the first tile of queries.

@@ -56,3 +56,12 @@ template <int n>
 struct Integer {
   static constexpr int value = n;
 };
+
+// f(Integer<0>{}), …, f(Integer<count - 1>{}): a loop whose index is a constant.
+template <int count, int first = 0, class Function>
+CUFLASH_DEVICE void repeat(Function f) {
+  if constexpr (first < count) {
+    f(Integer<first>{});
+    repeat<count, first + 1>(f);
+  }
+}

@@ -31,17 +31,18 @@ CUFLASH_DEVICE void load_tile(u32 tile, const u16* head, i64 row_stride, int fir
   for (int i = 0; i < rows; i += kRowsAtOnce) {
     if (rows % kRowsAtOnce != 0 && row + i >= rows) break;
     const bool exists = row + i < row_stop - first_row;
-#pragma unroll
-    for (int c = 0; c < kPadded; c += kThreadsOfRow * kVector) {
+const auto load = [&](auto step) {
+      constexpr int c = decltype(step)::value * kThreadsOfRow * kVector;
       int elements = exists ? kVector : 0;
-      if (c + (kThreadsOfRow - 1) * kVector + kVector > columns && exists && column + c + kVector > columns)
+      if (c + kThreadsOfRow * kVector > columns && exists && column + c + kVector > columns)
         elements = column + c < columns ? columns - column - c : 0;
       const u32 target = destination + (i * row_elements(kPadded) + c) * 2;
       if constexpr (kLoadBytes >= 4)
-        ptx::copy_async<kLoadBytes>(target, source + c, elements * 2);
+        ptx::copy_async<kLoadBytes, 2 * c>(target, source, elements * 2);
       else
         ptx::store_shared_b16(target, elements ? source[c] : (u16)0);
-    }
+    };
+    repeat<kVectors / kThreadsOfRow>(load);
     source += kRowsAtOnce * row_stride;
   }
 }

@@ -85,15 +85,17 @@ CUFLASH_DEVICE bool any_lane(bool predicate) { return __any_sync(0xffffffffu, pr
 
 // ---- Asynchronous copies ------------------------------------------------------------------------------------------
 // Thread. cp.async (9.7.9.25.3.1): `bytes` (4, 8 or 16) to shared memory, the first `source_bytes` of them read from
-// global memory, the rest zeros. With 0 source bytes nothing is read. Both addresses are aligned to `bytes`.
-template <int bytes>
+// global memory at `source` + `offset` bytes, the rest zeros. With 0 source bytes nothing is read. Both addresses are
+// aligned to `bytes`. The offset is part of the instruction and takes no register.
+template <int bytes, int offset>
 CUFLASH_DEVICE void copy_async(u32 destination, const void* source, u32 source_bytes) {
   if constexpr (bytes == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(source_bytes)
+    asm volatile("cp.async.cg.shared.global [%0], [%1 + %2], 16, %3;" ::"r"(destination), "l"(source), "n"(offset),
+                 "r"(source_bytes)
                  : "memory");
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(destination), "l"(source), "n"(bytes),
-                 "r"(source_bytes)
+    asm volatile("cp.async.ca.shared.global [%0], [%1 + %2], %3, %4;" ::"r"(destination), "l"(source), "n"(offset),
+                 "n"(bytes), "r"(source_bytes)
                  : "memory");
 }
 // Thread. cp.async.commit_group (9.7.9.25.3.2): closes the group of the copies issued since the last one.

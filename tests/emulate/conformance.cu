@@ -48,7 +48,7 @@ CUFLASH_DEFINE_KERNEL(shared_b32_b128, Params, kBlock, 1, exchange_through_share
 
 CUFLASH_DEVICE void exchange_f32(const Params& params) {
   const u32 thread = ptx::thread_index(), shared = ptx::dynamic_shared();
-  ptx::copy_async<16>(shared + 16 * thread, source_of<float>(params) + 4 * thread, 16);
+  ptx::copy_async<16, 0>(shared + 16 * thread, source_of<float>(params) + 4 * thread, 16);
   ptx::copy_async_commit();
   ptx::copy_async_wait<0>();
   ptx::sync_block();
@@ -105,9 +105,9 @@ CUFLASH_DEVICE void copy_block(const Params& params) {
   for (u32 i = 0; i < bytes; ++i) ptx::store_shared_b16(shared + 2 * i, 0xffff);
   ptx::sync_block();
   const u8* source = source_of<u8>(params) + 2 * bytes * thread;
-  ptx::copy_async<bytes>(shared, source, params.count);
+  ptx::copy_async<bytes, 0>(shared, source, params.count);
   ptx::copy_async_commit();
-  ptx::copy_async<bytes>(shared + bytes, source + bytes, bytes);
+  ptx::copy_async<bytes, bytes>(shared + bytes, source, bytes);
   ptx::copy_async_commit();
   ptx::copy_async_wait<1>();
   u16* destination = destination_of<u16>(params) + bytes * thread;
@@ -123,7 +123,7 @@ CUFLASH_DEFINE_KERNEL(copy_async_16, Params, kBlock, 1, copy_block<16>)
 template <bool transposed>
 CUFLASH_DEVICE void load_fragments(const Params& params) {
   const u32 lane = ptx::thread_index(), shared = ptx::dynamic_shared();
-  ptx::copy_async<16>(shared + 16 * lane, source_of<u16>(params) + 8 * lane, 16);
+  ptx::copy_async<16, 0>(shared + 16 * lane, source_of<u16>(params) + 8 * lane, 16);
   ptx::copy_async_commit();
   ptx::copy_async_wait<0>();
   ptx::sync_block();
@@ -165,6 +165,13 @@ CUFLASH_DEVICE void map_log2(const Params& params) {
   if (i < params.count) destination_of<float>(params)[i] = ptx::log2_approx(source_of<float>(params)[i]);
 }
 CUFLASH_DEFINE_KERNEL(log2_approx, Params, kBlock, 1, map_log2)
+
+CUFLASH_DEVICE void map_multiply(const Params& params) {
+  const u32 i = global_thread_index(kBlock);
+  const float* source = source_of<float>(params) + 3 * i;
+  if (i < params.count) destination_of<float>(params)[i] = ptx::multiply(source[0], source[1]) + source[2];
+}
+CUFLASH_DEFINE_KERNEL(multiply, Params, kBlock, 1, map_multiply)
 
 CUFLASH_DEVICE void pack_pairs(const Params& params) {
   const u32 i = global_thread_index(kBlock);

@@ -210,6 +210,15 @@ def check_log2_approx(run):
     np.testing.assert_array_equal(got, expected)
 
 
+def check_multiply(run):
+    factors = np.random.default_rng(0).standard_normal((1000, 2)).astype(np.float32)
+    product = factors[:, 0] * factors[:, 1]
+    # The rounded product minus itself is zero; a product fused into the sum would leave its rounding error.
+    source = np.column_stack([factors, -product])
+    got = run("multiply", source=source, destination=_ones(np.float32, len(source)), **_threads_of(source))
+    np.testing.assert_array_equal(got, 0)
+
+
 def check_infinity(run):
     assert run("infinity", destination=np.zeros(1, np.float32), threads=WARP)[0] == np.inf
 

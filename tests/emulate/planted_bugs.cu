@@ -112,7 +112,7 @@ CUFLASH_DEFINE_KERNEL(exited_lane, Params, kWarp, 1, shuffle_after_exit)
 
 CUFLASH_DEVICE void read_without_wait(const Params& params) {
   const u32 thread = ptx::thread_index(), shared = ptx::dynamic_shared() + 4 * thread;
-  ptx::copy_async<4>(shared, source_of(params) + thread, 4);
+  ptx::copy_async<4, 0>(shared, source_of(params) + thread, 4);
   ptx::copy_async_commit();
   destination_of(params)[thread] = ptx::load_shared_b16(shared);  // caught: missing_wait
   ptx::copy_async_wait<0>();
@@ -121,7 +121,7 @@ CUFLASH_DEFINE_KERNEL(missing_wait, Params, kWarp, 1, read_without_wait)
 
 CUFLASH_DEVICE void wait_without_commit(const Params& params) {
   const u32 thread = ptx::thread_index(), shared = ptx::dynamic_shared() + 4 * thread;
-  ptx::copy_async<4>(shared, source_of(params) + thread, 4);
+  ptx::copy_async<4, 0>(shared, source_of(params) + thread, 4);
   ptx::copy_async_wait<0>();
   destination_of(params)[thread] = ptx::load_shared_b16(shared);  // caught: missing_commit
 }
@@ -129,9 +129,9 @@ CUFLASH_DEFINE_KERNEL(missing_commit, Params, kWarp, 1, wait_without_commit)
 
 CUFLASH_DEVICE void wait_for_too_few(const Params& params) {
   const u32 thread = ptx::thread_index(), shared = ptx::dynamic_shared() + 4 * thread;
-  ptx::copy_async<4>(shared, source_of(params) + thread, 4);
+  ptx::copy_async<4, 0>(shared, source_of(params) + thread, 4);
   ptx::copy_async_commit();
-  ptx::copy_async<4>(shared + 4 * kWarp, source_of(params) + thread, 4);
+  ptx::copy_async<4, 0>(shared + 4 * kWarp, source_of(params) + thread, 4);
   ptx::copy_async_commit();
   ptx::copy_async_wait<1>();
   destination_of(params)[thread] = ptx::load_shared_b16(shared);
@@ -141,14 +141,14 @@ CUFLASH_DEVICE void wait_for_too_few(const Params& params) {
 CUFLASH_DEFINE_KERNEL(short_wait, Params, kWarp, 1, wait_for_too_few)
 
 CUFLASH_DEVICE void exit_with_copy_in_flight(const Params& params) {
-  ptx::copy_async<4>(ptx::dynamic_shared() + 4 * ptx::thread_index(), source_of(params), 4);  // caught: exit_in_flight
+  ptx::copy_async<4, 0>(ptx::dynamic_shared() + 4 * ptx::thread_index(), source_of(params), 4);  // caught: exit_in_flight
   ptx::copy_async_commit();
 }
 CUFLASH_DEFINE_KERNEL(exit_in_flight, Params, kWarp, 1, exit_with_copy_in_flight)
 
 CUFLASH_DEVICE void read_copy_of_other_warp(const Params& params) {
   const u32 thread = ptx::thread_index(), shared = ptx::dynamic_shared();
-  ptx::copy_async<4>(shared + 4 * thread, source_of(params) + thread % kWarp, 4);
+  ptx::copy_async<4, 0>(shared + 4 * thread, source_of(params) + thread % kWarp, 4);
   ptx::copy_async_commit();
   ptx::copy_async_wait<0>();
   destination_of(params)[thread] = ptx::load_shared_b16(shared + 4 * (thread ^ kWarp));
@@ -162,31 +162,31 @@ CUFLASH_DEVICE void copy_over_matrix_in_use(const Params& params) {
   ptx::sync_block();
   u32 fragment[4];
   ptx::load_matrix_x4(fragment, shared + 16 * (thread % kWarp));
-  ptx::copy_async<4>(shared + 4 * (thread ^ kWarp), source_of(params) + thread % kWarp, 4);
+  ptx::copy_async<4, 0>(shared + 4 * (thread ^ kWarp), source_of(params) + thread % kWarp, 4);
   ptx::copy_async_commit();
   ptx::copy_async_wait<0>();
 }
 CUFLASH_DEFINE_KERNEL(missing_barrier_before_copy, Params, kBlock, 1, copy_over_matrix_in_use)
 
 CUFLASH_DEVICE void copy_to_misaligned(const Params& params) {
-  ptx::copy_async<16>(ptx::dynamic_shared() + 8, params.source, 16);  // caught: copy_to_misaligned_place
+  ptx::copy_async<16, 0>(ptx::dynamic_shared() + 8, params.source, 16);  // caught: copy_to_misaligned_place
 }
 CUFLASH_DEFINE_KERNEL(copy_to_misaligned_place, Params, kWarp, 1, copy_to_misaligned)
 
 CUFLASH_DEVICE void copy_from_misaligned(const Params& params) {
-  ptx::copy_async<8>(ptx::dynamic_shared(), source_of(params) + 1, 8);  // caught: copy_from_misaligned_place
+  ptx::copy_async<8, 0>(ptx::dynamic_shared(), source_of(params) + 1, 8);  // caught: copy_from_misaligned_place
 }
 CUFLASH_DEFINE_KERNEL(copy_from_misaligned_place, Params, kWarp, 1, copy_from_misaligned)
 
 CUFLASH_DEVICE void copy_more_than_it_holds(const Params& params) {
-  ptx::copy_async<4>(ptx::dynamic_shared(), params.source, 8);  // caught: copy_too_long
+  ptx::copy_async<4, 0>(ptx::dynamic_shared(), params.source, 8);  // caught: copy_too_long
 }
 CUFLASH_DEFINE_KERNEL(copy_too_long, Params, kWarp, 1, copy_more_than_it_holds)
 
 CUFLASH_DEVICE void change_source_in_flight(const Params& params) {
   float* place = destination_of(params) + ptx::thread_index();
   *place = 1.0f;
-  ptx::copy_async<4>(ptx::dynamic_shared() + 4 * ptx::thread_index(), place, 4);  // caught: source_changed
+  ptx::copy_async<4, 0>(ptx::dynamic_shared() + 4 * ptx::thread_index(), place, 4);  // caught: source_changed
   ptx::copy_async_commit();
   *place = 2.0f;
   ptx::copy_async_wait<0>();
@@ -209,7 +209,7 @@ CUFLASH_DEFINE_KERNEL(global_write_overrun, Params, kWarp, 1, write_past_end)
 CUFLASH_DEVICE void copy_past_end(const Params& params) {
   const u32 thread = ptx::thread_index();
   const float* source = source_of(params) + thread + params.count;
-  ptx::copy_async<4>(ptx::dynamic_shared() + 4 * thread, source, 4);  // caught: global_copy_overrun
+  ptx::copy_async<4, 0>(ptx::dynamic_shared() + 4 * thread, source, 4);  // caught: global_copy_overrun
   ptx::copy_async_commit();
   ptx::copy_async_wait<0>();
 }
@@ -295,7 +295,7 @@ CUFLASH_DEVICE void run_script(const Params& params) {
     if (step.action == 3 && step.bytes == 2) ptx::store_shared_b16(address, 0);
     if (step.action == 3 && step.bytes == 4) ptx::store_shared_b32(address, 0);
     if (step.action == 3 && step.bytes == 16) {
-      ptx::copy_async<16>(address, nullptr, 0);
+      ptx::copy_async<16, 0>(address, nullptr, 0);
       ptx::copy_async_commit();
       ptx::copy_async_wait<0>();
     }

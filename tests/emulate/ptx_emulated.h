@@ -68,10 +68,10 @@ CUFLASH_DEVICE bool any_lane(bool predicate, Site site = Site::here()) {
 }
 
 // ---- Asynchronous copies ------------------------------------------------------------------------------------------
-template <int bytes>
+template <int bytes, int offset>
 CUFLASH_DEVICE void copy_async(u32 destination, const void* source, u32 source_bytes, Site site = Site::here()) {
   static_assert(bytes == 4 || bytes == 8 || bytes == 16, "cp.async copies 4, 8 or 16 bytes");
-  ::emulator::copy_async(destination, source, bytes, source_bytes, site);
+  ::emulator::copy_async(destination, (const u8*)source + offset, bytes, source_bytes, site);
 }
 CUFLASH_DEVICE void copy_async_commit(Site site = Site::here()) { ::emulator::copy_async_commit(site); }
 template <int pending>
