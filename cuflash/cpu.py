@@ -51,7 +51,7 @@ KEY_TILE = 4096  # keys, where rows are few
 OUT_OF_TILE = 2**14  # more than rows and keys of a tile together
 TILES_PER_JOB = 4  # query tiles that share the conversion of a key tile
 SERIAL_FLOPS = 1e8  # work too small to be worth a thread
-SUM_LIMIT = 2.0**24  # of the weights of a tile: far from overflow, and of exponents small enough to be accurate
+SUM_LIMIT = 2.0  # mean weight of the keys of a tile: more says that the maximum has risen
 SMALL_SCORE = 48.0  # in base 2: weights between 2**-48 and 2**48, and their quotients, are normal numbers
 
 
@@ -268,8 +268,13 @@ UNIT = math.log2(math.e) if EXPONENTIAL is np.exp2 else 1.0
 FLOORS = {np.dtype(dtype): dtype(n / math.log2(math.e) * UNIT) for dtype, n in ((np.float32, -100), (np.float64, -960))}
 
 
-def _exponential(scores: Array, *, small: bool) -> None:
-    """Exponentials of scores times UNIT, in place; zero below FLOORS. With `small`, no score is so low."""
+def _exponential(scores: Array, unit: float, *, small: bool) -> None:
+    """Exponentials of scores that have been multiplied by `unit`, in place.
+
+    They are zero below FLOORS; with `small`, no score is so low.
+    """
+    if unit != UNIT:
+        scores *= UNIT / unit
     if small:
         EXPONENTIAL(scores, out=scores)
         return
@@ -303,6 +308,9 @@ class _Call:
         self.slopes = None if alibi_slopes is None else np.broadcast_to(alibi_slopes, slopes_shape)
         dim = max(problem.head_dim, problem.head_dim_v)
         self.query_block = next(n for n in (64, 32, 16) if KEY_BLOCK * n * (dim + 1) <= PRODUCT_LIMIT or n == 16)
+        # Terms may be large and nearly cancel the shift: they are added before scores are multiplied by anything.
+        self.has_terms = bias is not None or alibi_slopes is not None
+        self.unit = 1.0 if self.has_terms else UNIT
         self.tile = TILE * KEY_BLOCK // max(KEY_BLOCK, dim)
         self.query_tile = QUERY_TILE
         if problem.window_left is not None and problem.window_right is not None:
@@ -332,7 +340,7 @@ class _Call:
 
         False if a norm is NaN, and where finding out does not pay.
         """
-        if self.bias is not None or self.slopes is not None:
+        if self.has_terms:
             return False
         if self.problem.softcap is not None:
             return self.problem.softcap * math.log2(math.e) <= SMALL_SCORE
@@ -356,14 +364,14 @@ class _Queries:
     rows : (heads, blocks, queries, head_dim)
         ``scale * q``. The last block ends with rows of zeros where the rows do not fill it.
     q_t : (heads, blocks, head_dim + 1, queries)
-        The same, transposed, times UNIT, or over softcap. Its last row, that meets the column of ones behind K, is
-        `shift`; with softcap, after which that must be added, zero.
+        The same, transposed, times `_Call.unit`, or over softcap. Its last row, that meets the column of ones behind
+        K, is `shift`; with softcap, after which that must be added, zero.
     shift : (heads, blocks, queries)
-        What is added to scores times UNIT: minus m in the forward pass, minus L in the backward pass.
+        What is added to scores times `_Call.unit`: minus m in the forward pass, minus L in the backward pass.
     small : bool
         All scores are known to be small, and `shift` stays zero in the forward pass.
     restless : bool
-        The maximum has risen so much once that it is better looked for in every tile.
+        The maximum is looked for in every tile: it has risen once, or terms make that likely.
     """
 
     def __init__(self, call: _Call, heads: _Heads, rows: range) -> None:
@@ -379,10 +387,10 @@ class _Queries:
         scaled = call.stage(call.q, heads, rows, padded=self.padded)
         scaled *= problem.scale
         self.small = call.scores_are_small(scaled, heads)
-        self.restless = False
+        self.restless = call.has_terms
         self.rows = self.blocks(scaled)
         self.q_t = np.zeros((heads.count, self.num_blocks, problem.head_dim + 1, self.block), call.dtype)
-        factor = UNIT if problem.softcap is None else 1 / problem.softcap
+        factor = call.unit if problem.softcap is None else 1 / problem.softcap
         np.multiply(self.rows.swapaxes(2, 3), factor, out=self.q_t[:, :, :-1])
         self.shift = np.zeros((heads.count, self.num_blocks, self.block), call.dtype)
         self._softcap = problem.softcap
@@ -518,14 +526,14 @@ def _hide(scores: Array, visible: Array | bool, value: float) -> None:
 def _scores(
     call: _Call, queries: _Queries, keys: _Keys, k: Array, out: Array, workspace: _Workspace, tanh: Array | None = None
 ) -> None:
-    """Shifted scores of a tile times UNIT, hidden ones included; with softcap its tanh too, where that is wanted."""
+    """Shifted scores of a tile, hidden ones included; with softcap its tanh too, where that is wanted."""
     np.matmul(k, queries.q_t[:, None], out=out)
     softcap = call.problem.softcap
     if softcap is not None:
         np.tanh(out, out=out)
         if tanh is not None:
             np.copyto(tanh, out)
-        out *= softcap * UNIT
+        out *= softcap * call.unit
         out += queries.shift[:, None, :, None]
     if call.slopes is not None:
         start = keys.start - queries.start - call.problem.diagonal
@@ -535,12 +543,11 @@ def _scores(
         np.abs(distance, out=distance)
         term = workspace.take("term", *out.shape[1:])
         for x, head in zip(out, queries.heads, strict=True):
-            x -= np.multiply(distance, call.slopes[head] * UNIT, out=term)
+            x -= np.multiply(distance, call.slopes[head], out=term)
     if call.bias is not None:
         term = workspace.take("term", *out.shape[1:])
         for x, head in zip(out, queries.heads, strict=True):
             np.copyto(term, _as_scores(_part(call.bias, queries, keys, head), queries, keys, 0), casting="unsafe")
-            term *= UNIT
             x += term
 
 
@@ -575,7 +582,7 @@ def _forward_job(call: _Call, out: Array, lse: Array, heads: _Heads, rows: range
         l = total[:, :, head_dim_v]  # noqa: E741 (the paper's letter)
         o = total[:, :, :head_dim_v] / np.where(l == 0, 1, l)[:, :, None]
         queries.write(out, o.swapaxes(2, 3))
-        queries.write(lse, np.log(l) - queries.shift / UNIT)
+        queries.write(lse, np.log(l) - queries.shift / call.unit)
 
 
 def _forward_tile(
@@ -598,26 +605,28 @@ def _forward_tile(
         _scores(call, queries, keys, k, scores, workspace)
         if careful:
             _hide(scores, visible, -np.inf)
-            _raise_maximum(queries, scores, total)
-        _exponential(scores, small=queries.small)
+            _raise_maximum(call, queries, scores, total)
+        _exponential(scores, call.unit, small=queries.small)
         _hide(scores, visible, 0)
         np.matmul(v.swapaxes(3, 4), scores, out=parts)
         added = parts[:, 0] if keys.num_blocks == 1 else np.add.reduce(parts, axis=1)
-        if careful or queries.small or not (added[:, :, -1] > SUM_LIMIT).any():
+        if careful or queries.small or not (added[:, :, -1] > SUM_LIMIT * (keys.stop - keys.start)).any():
             break
         careful = queries.restless = True
     total += added
 
 
-def _raise_maximum(queries: _Queries, scores: Array, total: Array) -> None:
+def _raise_maximum(call: _Call, queries: _Queries, scores: Array, total: Array) -> None:
     """Move m up to the largest score of the tile; in rows that have seen nothing yet, to wherever that is."""
     largest = scores.max(axis=(1, 3))
     unseen = total[:, :, -1] == 0
     rise = np.where(unseen, largest, np.maximum(largest, 0))
     rise[rise == -np.inf] = 0
+    shift = queries.shift - rise
+    rise = queries.shift - shift  # as rounded: the same for this tile, for the sums so far, and for later tiles
     scores -= rise[:, None, :, None]
-    total *= np.where(unseen, 1, EXPONENTIAL(-rise))[:, :, None]
-    queries.set_shift(queries.shift - rise)
+    total *= np.where(unseen, 1, np.exp(-rise / call.unit))[:, :, None]
+    queries.set_shift(shift)
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------
@@ -670,7 +679,7 @@ class _BackwardQueries(_Queries):
         delta = np.einsum("...d,...d->...", self.dout, self.blocks(call.stage(out, heads, rows, padded=self.padded)))
         np.negative(delta, out=self.dout_t[:, :, -1])
         shift = np.zeros((heads.count, self.padded), call.dtype)
-        np.multiply(lse[heads.batch, heads.head, rows.start : rows.stop], -UNIT, out=shift[:, : len(rows)])
+        np.multiply(lse[heads.batch, heads.head, rows.start : rows.stop], -call.unit, out=shift[:, : len(rows)])
         shift[shift == np.inf] = -np.inf  # a row that sees no key: its weights are exp(-inf)
         self.set_shift(self.blocks(shift))
         self.dq_t = np.zeros((*self.q_t.shape[:2], call.problem.head_dim, self.block), call.dtype)
@@ -694,7 +703,7 @@ def _backward_tile(
     p, ds = (workspace.take(name, *tile_shape) for name in ("p", "ds"))
     tanh = None if problem.softcap is None else workspace.take("tanh", *tile_shape)
     _scores(call, queries, keys, k, p, workspace, tanh)
-    _exponential(p, small=queries.small)
+    _exponential(p, call.unit, small=queries.small)
     _hide(p, visible, 0)
     parts = workspace.take("parts", num_heads, *across, keys.block, problem.head_dim_v)
     dv += np.matmul(p, queries.dout[:, None], out=parts).sum(axis=2, keepdims=True)

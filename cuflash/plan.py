@@ -17,7 +17,6 @@ Pass = Literal["forward", "backward"]
 PARAMS_BYTES = 480  # of the kernels' only argument; cuflash/launch.py lays it out, kernels/params.cuh checks it
 MAX_HEAD_DIM = 256
 SHARED_BYTES_RESERVED = 1024  # that a resident block takes of a multiprocessor's shared memory beside its own
-ROW_PADDING = 8  # kernels/config.cuh: kRowPadding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +78,9 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def tile_bytes(rows: int, columns: int) -> int:
-    """Shared memory of a tile of 16-bit elements; kernels/config.cuh has the same."""
-    return rows * (columns + ROW_PADDING) * 2
+    """Shared memory of a tile of 16-bit elements, in lines of 128 bytes; kernels/config.cuh has the same."""
+    row = 16 if columns <= 16 else 32 if columns <= 32 else round_up(columns, 64)
+    return rows * row * 2
 
 
 @dataclass(frozen=True, kw_only=True)

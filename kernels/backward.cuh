@@ -14,6 +14,7 @@ constexpr int kDqMTiles = kBlockM / (16 * kDqWarpsM);
 constexpr int kDqNTiles = kDim / (8 * kDqWarpsD);
 static_assert(kDqMTiles * 16 * kDqWarpsM == kBlockM && kDqNTiles * 8 * kDqWarpsD == kDim, "dq divides among the warps");
 static_assert(kDqNTiles % 2 == 0, "columns come 16 at a time");
+static_assert((kDqMTiles & (kDqMTiles - 1)) == 0, "rows of a warp start at a multiple of their number");
 
 // The accumulator of a tile keeps the fragments as the threads hold them, neighbours in a warp next to each other: four
 // elements a thread where the device reduces four at once (sm_90), else one.

@@ -24,9 +24,9 @@ CUFLASH_DEVICE void backward_convert(const Params& params) {
       for (int i = 0; i < 4; ++i) dq[m][n][i] = accumulator[accumulator_offset(m * kDqNTiles + n, i)];
 
   const u32 s_dq = ptx::dynamic_shared();
-  const int warp_m = warp_index() / kDqWarpsD, warp_column = warp_index() % kDqWarpsD * 8 * kDqNTiles;
+  const int warp_m = warp_index() / kDqWarpsD, warp_d = warp_index() % kDqWarpsD;
   const float scale = params.scale;
-  store_fragments<kRow>(s_dq + at<kRow>(warp_m * 16 * kDqMTiles, warp_column), dq, [&](int, int) { return scale; });
+  store_fragments<kRow, kDqWarpsD>(s_dq, warp_m * 16 * kDqMTiles, warp_d, dq, [&](int, int) { return scale; });
   ptx::sync_block();
   store_tile<kBlockM, kHeadDim>(s_dq, (u16*)head_of(params.dq, batch, head), params.dq.row_stride, m_block * kBlockM,
                                 params.seqlen_q);

@@ -39,7 +39,7 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
   const u16* g_k = head_of(params.k, batch, head_kv);
   const u16* g_v = head_of(params.v, batch, head_kv);
   const u32 s_q = ptx::dynamic_shared(), s_do = s_q + kBytesQ, s_k = s_do + kBytesDo, s_v = s_k + kNumStages * kBytesK;
-  const u32 warp_row = warp_index() * 16 * kMTiles;
+  const int warp_row = warp_index() * 16 * kMTiles;
 
   const auto load_keys = [&](int n_block, int stage) {
     load_tile<kBlockN, kHeadDim>(s_k + stage * kBytesK, g_k, params.k.row_stride, n_block * kBlockN, key_stop);
@@ -66,8 +66,8 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
       delta[m][half] = stats[1];
     }
 
-  const u32 lane_q = lane_down_first<kRow>(s_q + at<kRow>(warp_row, 0));
-  const u32 lane_do = lane_down_first<kRowV>(s_do + at<kRowV>(warp_row, 0));
+  const u32 lane_q = lane_down_first<kRow>(s_q, warp_row);
+  const u32 lane_do = lane_down_first<kRowV>(s_do, warp_row);
   float dq[kMTiles][kDim / 8][4];
   set_zero(dq);
 
@@ -84,12 +84,12 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
     float s[kMTiles][kNTiles][4], dp[kMTiles][kNTiles][4];
     set_zero(s);
     multiply<kDim / 16>(
-        s, [&](int m, int k, u32(&a)[4]) { ptx::load_matrix_x4(a, lane_q + at<kRow>(16 * m, 16 * k)); },
-        [&](int n, int k, u32(&b)[4]) { ptx::load_matrix_x4(b, lane_k + at<kRow>(16 * n, 16 * k)); });
+        s, [&](int m, int k, u32(&a)[4]) { ptx::load_matrix_x4(a, at<kRow>(lane_q, m, k)); },
+        [&](int n, int k, u32(&b)[4]) { ptx::load_matrix_x4(b, at<kRow>(lane_k, n, k)); });
     set_zero(dp);
     multiply<kDimV / 16>(
-        dp, [&](int m, int k, u32(&a)[4]) { ptx::load_matrix_x4(a, lane_do + at<kRowV>(16 * m, 16 * k)); },
-        [&](int n, int k, u32(&b)[4]) { ptx::load_matrix_x4(b, lane_v + at<kRowV>(16 * n, 16 * k)); });
+        dp, [&](int m, int k, u32(&a)[4]) { ptx::load_matrix_x4(a, at<kRowV>(lane_do, m, k)); },
+        [&](int n, int k, u32(&b)[4]) { ptx::load_matrix_x4(b, at<kRowV>(lane_v, n, k)); });
 
     const int lane_key = n_block * kBlockN + fragment_column();
 #pragma unroll
@@ -108,7 +108,7 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
 
     multiply<kBlockN / 16>(
         dq, [&](int m, int k, u32(&a)[4]) { to_operand(s[m], k, a); },
-        [&](int n, int k, u32(&b)[4]) { ptx::load_matrix_x4_transposed(b, operand_k + at<kRow>(16 * k, 16 * n)); });
+        [&](int n, int k, u32(&b)[4]) { ptx::load_matrix_x4_transposed(b, at<kRow>(operand_k, k, n)); });
     stage = 1 - stage;
   };
 
@@ -125,7 +125,7 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
   ptx::copy_async_wait<0>();
   ptx::sync_block();
   const float scale = params.scale;
-  store_fragments<kRow>(s_q + at<kRow>(warp_row, 0), dq, [&](int, int) { return scale; });
+  store_fragments<kRow, 1>(s_q, warp_row, 0, dq, [&](int, int) { return scale; });
   ptx::sync_block();
   store_tile<kBlockM, kHeadDim>(s_q, (u16*)head_of(params.dq, batch, head), params.dq.row_stride, first_row,
                                 params.seqlen_q);

@@ -63,7 +63,6 @@ CUFLASH_DEVICE void backward(const Params& params) {
   const u32 s_ds = s_ring + kNumStages * kBytesStage;  // buffer 1 holds P' unless kOwnOperands
   const int warp_n = warp_index() / kWarpsD, warp_d = warp_index() % kWarpsD;
   const int warp_key = warp_n * 16 * kKeyTiles;
-  const int warp_query = warp_d * 8 * kQueryTiles;
 
   const auto row_tile = [&](const Walk& at) { return ((i64)batch * params.num_heads + at.head) * num_m_blocks + at.m_block; };
   const auto load_queries = [&](const Walk& at, int stage) {
@@ -106,19 +105,19 @@ CUFLASH_DEVICE void backward(const Params& params) {
     float p[kKeyTiles][kQueryTiles][4], ds[kKeyTiles][kQueryTiles][4];
     set_zero(p);
     {
-      const u32 a = lane_down_first<kRow>(s_k + at<kRow>(warp_key, 0));
-      const u32 b = lane_across_first<kRow>(s_q + at<kRow>(warp_query, 0));
+      const u32 a = lane_down_first<kRow>(s_k, warp_key);
+      const u32 b = lane_across_first<kRow>(s_q, 16 * warp_d);
       multiply<kDim / 16>(
-          p, [&](int m, int k, u32(&x)[4]) { ptx::load_matrix_x4(x, a + at<kRow>(16 * m, 16 * k)); },
-          [&](int n, int k, u32(&x)[4]) { ptx::load_matrix_x4(x, b + at<kRow>(16 * n, 16 * k)); });
+          p, [&](int m, int k, u32(&x)[4]) { ptx::load_matrix_x4(x, at<kRow>(a, m, k)); },
+          [&](int n, int k, u32(&x)[4]) { ptx::load_matrix_x4(x, at<kRow>(b, n * kWarpsD, k)); });
     }
     set_zero(ds);
     {
-      const u32 a = lane_down_first<kRowV>(s_v + at<kRowV>(warp_key, 0));
-      const u32 b = lane_across_first<kRowV>(s_do + at<kRowV>(warp_query, 0));
+      const u32 a = lane_down_first<kRowV>(s_v, warp_key);
+      const u32 b = lane_across_first<kRowV>(s_do, 16 * warp_d);
       multiply<kDimV / 16>(
-          ds, [&](int m, int k, u32(&x)[4]) { ptx::load_matrix_x4(x, a + at<kRowV>(16 * m, 16 * k)); },
-          [&](int n, int k, u32(&x)[4]) { ptx::load_matrix_x4(x, b + at<kRowV>(16 * n, 16 * k)); });
+          ds, [&](int m, int k, u32(&x)[4]) { ptx::load_matrix_x4(x, at<kRowV>(a, m, k)); },
+          [&](int n, int k, u32(&x)[4]) { ptx::load_matrix_x4(x, at<kRowV>(b, n * kWarpsD, k)); });
     }
 
     // P' = exp2(score - lse), dS' = P' (dP' - delta).
@@ -128,7 +127,7 @@ CUFLASH_DEVICE void backward(const Params& params) {
       const float scale_log2 = score.exponent_scale();
       const bool masked = current.m_block < tiles.full_start || current.m_block >= tiles.full_stop;
       const int lane_key = first_key + warp_key + fragment_row();
-      const int lane_query = first_row + warp_query + fragment_column();
+      const int lane_query = first_row + fragment_column();
       if (masked) {
 #pragma unroll
         for (int m = 0; m < kKeyTiles; ++m)
@@ -136,17 +135,17 @@ CUFLASH_DEVICE void backward(const Params& params) {
           for (int n = 0; n < kQueryTiles; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-              if (!mask.visible(lane_query + 8 * n + i % 2, lane_key + 16 * m + i / 2 * 8)) p[m][n][i] = -ptx::infinity();
+              if (!mask.visible(lane_query + column_of<kWarpsD>(warp_d, n) + i % 2, lane_key + 16 * m + i / 2 * 8)) p[m][n][i] = -ptx::infinity();
       }
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n) {
         float stats[4];  // lse and delta of this lane's two queries
-        ptx::load_shared_f32x4(s_stats + (warp_query + 8 * n + fragment_column()) * 8, stats);
+        ptx::load_shared_f32x4(s_stats + (column_of<kWarpsD>(warp_d, n) + fragment_column()) * 8, stats);
 #pragma unroll
         for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const int row = lane_query + 8 * n + i % 2, key = lane_key + 16 * m + i / 2 * 8;
+            const int row = lane_query + column_of<kWarpsD>(warp_d, n) + i % 2, key = lane_key + 16 * m + i / 2 * 8;
             const float lse_log2 = stats[i % 2 * 2], delta = stats[i % 2 * 2 + 1];
             float derivative = 1.0f;
             const bool hidden = masked && p[m][n][i] == -ptx::infinity();
@@ -161,27 +160,26 @@ CUFLASH_DEVICE void backward(const Params& params) {
     const auto accumulate = [&](auto& d, auto load_a, u32 operand, auto row_constant) {
       constexpr int row = decltype(row_constant)::value;
       multiply<kBlockM / 16>(d, load_a, [&](int n, int k, u32(&x)[4]) {
-        ptx::load_matrix_x4_transposed(x, operand + at<row>(16 * k, 16 * n));
+        ptx::load_matrix_x4_transposed(x, at<row>(operand, k, n * kWarpsD));
       });
     };
-    const u32 operand_do = lane_down_first<kRowV>(s_do + at<kRowV>(0, warp_d * 8 * kColumnTilesV));
-    const u32 operand_q = lane_down_first<kRow>(s_q + at<kRow>(0, warp_d * 8 * kColumnTiles));
-    const u32 warp_ds = s_ds_now + at<kRowS>(warp_key, 0), warp_p = s_p + at<kRowS>(warp_key, 0);
+    const u32 operand_do = lane_down_first<kRowV>(s_do, 0, warp_d);
+    const u32 operand_q = lane_down_first<kRow>(s_q, 0, warp_d);
     const auto one = [](int, int) { return 1.0f; };
     if constexpr (kOwnOperands) {
       accumulate(dv, [&](int m, int k, u32(&x)[4]) { to_operand(p[m], k, x); }, operand_do, Integer<kRowV>{});
-      if constexpr (kDqByReduction) store_fragments<kRowS>(warp_ds, ds, one);
+      if constexpr (kDqByReduction) store_fragments<kRowS, 1>(s_ds_now, warp_key, 0, ds, one);
       accumulate(dk, [&](int m, int k, u32(&x)[4]) { to_operand(ds[m], k, x); }, operand_q, Integer<kRow>{});
     } else {
-      store_fragments<kRowS>(warp_p + at<kRowS>(0, warp_query), p, one);
-      store_fragments<kRowS>(warp_ds + at<kRowS>(0, warp_query), ds, one);
+      store_fragments<kRowS, kWarpsD>(s_p, warp_key, warp_d, p, one);
+      store_fragments<kRowS, kWarpsD>(s_ds_now, warp_key, warp_d, ds, one);
       ptx::sync_block();
-      const u32 a_p = lane_down_first<kRowS>(warp_p), a_ds = lane_down_first<kRowS>(warp_ds);
+      const u32 a_p = lane_down_first<kRowS>(s_p, warp_key), a_ds = lane_down_first<kRowS>(s_ds_now, warp_key);
       accumulate(
-          dv, [&](int m, int k, u32(&x)[4]) { ptx::load_matrix_x4(x, a_p + at<kRowS>(16 * m, 16 * k)); }, operand_do,
+          dv, [&](int m, int k, u32(&x)[4]) { ptx::load_matrix_x4(x, at<kRowS>(a_p, m, k)); }, operand_do,
           Integer<kRowV>{});
       accumulate(
-          dk, [&](int m, int k, u32(&x)[4]) { ptx::load_matrix_x4(x, a_ds + at<kRowS>(16 * m, 16 * k)); }, operand_q,
+          dk, [&](int m, int k, u32(&x)[4]) { ptx::load_matrix_x4(x, at<kRowS>(a_ds, m, k)); }, operand_q,
           Integer<kRow>{});
     }
 
@@ -189,14 +187,14 @@ CUFLASH_DEVICE void backward(const Params& params) {
     // kOwnOperands, and is complete already otherwise.
     const auto add_dq = [&]() {
       if constexpr (kDqByReduction) {
-        const int warp_m = warp_index() / kDqWarpsD, warp_column = warp_index() % kDqWarpsD * 8 * kDqNTiles;
-        const u32 a = lane_across_first<kRowS>(s_ds_now + at<kRowS>(0, warp_m * 16 * kDqMTiles));
-        const u32 b = lane_down_first<kRow>(s_k + at<kRow>(0, warp_column));
+        const int dq_warp_m = warp_index() / kDqWarpsD, dq_warp_d = warp_index() % kDqWarpsD;
+        const u32 a = lane_across_first<kRowS>(s_ds_now, 0, dq_warp_m * kDqMTiles);
+        const u32 b = lane_down_first<kRow>(s_k, 0, dq_warp_d);
         float dq[kDqMTiles][kDqNTiles][4];
         set_zero(dq);
         multiply<kBlockN / 16>(
-            dq, [&](int m, int k, u32(&x)[4]) { ptx::load_matrix_x4_transposed(x, a + at<kRowS>(16 * k, 16 * m)); },
-            [&](int n, int k, u32(&x)[4]) { ptx::load_matrix_x4_transposed(x, b + at<kRow>(16 * k, 16 * n)); });
+            dq, [&](int m, int k, u32(&x)[4]) { ptx::load_matrix_x4_transposed(x, at<kRowS>(a, k, m)); },
+            [&](int n, int k, u32(&x)[4]) { ptx::load_matrix_x4_transposed(x, at<kRow>(b, k, n * kDqWarpsD)); });
         float* accumulator = params.dq_accumulator + row_tile(current) * (kBlockM * kDim);
 #pragma unroll
         for (int m = 0; m < kDqMTiles; ++m)
@@ -229,8 +227,8 @@ CUFLASH_DEVICE void backward(const Params& params) {
   ptx::copy_async_wait<0>();
   ptx::sync_block();
   const float scale = params.scale;
-  store_fragments<kRow>(s_k + at<kRow>(warp_key, warp_d * 8 * kColumnTiles), dk, [&](int, int) { return scale; });
-  store_fragments<kRowV>(s_v + at<kRowV>(warp_key, warp_d * 8 * kColumnTilesV), dv, [](int, int) { return 1.0f; });
+  store_fragments<kRow, kWarpsD>(s_k, warp_key, warp_d, dk, [&](int, int) { return scale; });
+  store_fragments<kRowV, kWarpsD>(s_v, warp_key, warp_d, dv, [](int, int) { return 1.0f; });
   ptx::sync_block();
   store_tile<kBlockN, kHeadDim>(s_k, (u16*)head_of(params.dk, batch, head_kv), params.dk.row_stride, first_key,
                                 params.seqlen_k);

@@ -21,11 +21,13 @@ CUFLASH_DEVICE void load_tile(u32 tile, const u16* head, i64 row_stride, int fir
   constexpr int kVectors = kPadded / kVector;  // of a row
   constexpr int kThreadsOfRow = kVectors % 8 == 0 ? 8 : kVectors % 4 == 0 ? 4 : 2;
   constexpr int kRowsAtOnce = kNumThreads / kThreadsOfRow;
+  constexpr int kRow = row_elements(kPadded);
   static_assert(kVectors % kThreadsOfRow == 0, "threads of a row get the same number of vectors");
   const int thread = ptx::thread_index();
   const int row = thread / kThreadsOfRow, column = thread % kThreadsOfRow * kVector;
   const u16* source = head + (first_row + row) * row_stride + column;
-  const u32 destination = tile + (row * row_elements(kPadded) + column) * 2;
+  const u32 destination = tile + row * kRow * 2 + ((column * 2) ^ row_swizzle<kRow>(row));
+  static_assert(kRowsAtOnce % 8 == 0, "all rows of a thread have one swizzle");
 
 #pragma unroll
   for (int i = 0; i < rows; i += kRowsAtOnce) {
@@ -36,7 +38,7 @@ const auto load = [&](auto step) {
       int elements = exists ? kVector : 0;
       if (c + kThreadsOfRow * kVector > columns && exists && column + c + kVector > columns)
         elements = column + c < columns ? columns - column - c : 0;
-      const u32 target = destination + (i * row_elements(kPadded) + c) * 2;
+      const u32 target = along_row(destination, c * 2) + i * kRow * 2;
       if constexpr (kLoadBytes >= 4)
         ptx::copy_async<kLoadBytes, 2 * c>(target, source, elements * 2);
       else
@@ -61,7 +63,7 @@ CUFLASH_DEVICE void store_tile(u32 tile, u16* head, i64 row_stride, int first_ro
     const int column = vector % kVectors * kVector;
     if (first_row + row >= row_stop) break;
     u16* destination = head + (first_row + row) * row_stride + column;
-    const u32 source = tile + (row * kRow + column) * 2;
+    const u32 source = tile + row * kRow * 2 + ((column * 2) ^ row_swizzle<kRow>(row));
     if constexpr (kVector == 8) {
       *(Bytes16*)destination = ptx::load_shared_b128(source);
     } else {
@@ -69,21 +71,4 @@ CUFLASH_DEVICE void store_tile(u32 tile, u16* head, i64 row_stride, int first_ro
       for (int i = 0; i < kVector; ++i) destination[i] = ptx::load_shared_b16(source + 2 * i);
     }
   }
-}
-
-// Rounds an accumulator tile, times `factor` of its row, into a shared tile with rows of `row` elements.
-template <int row, int m_tiles, int n_tiles, class Factor>
-CUFLASH_DEVICE void store_fragments(u32 tile, const float (&value)[m_tiles][n_tiles][4], Factor factor) {
-  const u32 lane = ptx::thread_index() % 32;
-#pragma unroll
-  for (int m = 0; m < m_tiles; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float f = factor(m, half);
-#pragma unroll
-      for (int n = 0; n < n_tiles; ++n) {
-        const u32 offset = ((16 * m + 8 * half + lane / 4) * row + 8 * n + 2 * (lane % 4)) * 2;
-        ptx::store_shared_b32(tile + offset, ptx::pack(Element{}, value[m][n][2 * half] * f, value[m][n][2 * half + 1] * f));
-      }
-    }
 }

@@ -39,7 +39,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
   const u16* g_k = head_of(params.k, batch, head_kv);
   const u16* g_v = head_of(params.v, batch, head_kv);
   const u32 s_q = ptx::dynamic_shared(), s_k = s_q + kBytesQ, s_v = s_k + kNumStages * kBytesK;
-  const u32 warp_row = warp_index() * 16 * kMTiles;
+  const int warp_row = warp_index() * 16 * kMTiles;
 
   const auto load_k = [&](int n_block, int stage) {
     load_tile<kBlockN, kHeadDim>(s_k + stage * kBytesK, g_k, params.k.row_stride, n_block * kBlockN, key_stop);
@@ -62,7 +62,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
     }
   }
 
-  const u32 lane_q = lane_down_first<kRowQ>(s_q + at<kRowQ>(0, 0)) + warp_row * kRowQ * 2;
+  const u32 lane_q = lane_down_first<kRowQ>(s_q, warp_row);
   const u32 lane_k = lane_across_first<kRowQ>(s_k);
   const u32 lane_v = lane_down_first<kRowV>(s_v);
 
@@ -95,9 +95,9 @@ CUFLASH_DEVICE void forward(const Params& params) {
     float s[kMTiles][kNTiles][4];
     set_zero(s);
     multiply<kDim / 16>(
-        s, [&](int m, int k, u32(&a)[4]) { ptx::load_matrix_x4(a, lane_q + at<kRowQ>(16 * m, 16 * k)); },
+        s, [&](int m, int k, u32(&a)[4]) { ptx::load_matrix_x4(a, at<kRowQ>(lane_q, m, k)); },
         [&](int n, int k, u32(&b)[4]) {
-          ptx::load_matrix_x4(b, lane_k + stage * kBytesK + at<kRowQ>(16 * n, 16 * k));
+          ptx::load_matrix_x4(b, at<kRowQ>(lane_k + stage * kBytesK, n, k));
         });
 
     if constexpr (kNumStages == 1) {
@@ -126,7 +126,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
     multiply<kBlockN / 16>(
         o, [&](int m, int k, u32(&a)[4]) { to_operand(s[m], k, a); },
         [&](int n, int k, u32(&b)[4]) {
-          ptx::load_matrix_x4_transposed(b, lane_v + stage * kBytesV + at<kRowV>(16 * k, 16 * n));
+          ptx::load_matrix_x4_transposed(b, at<kRowV>(lane_v + stage * kBytesV, k, n));
         });
     stage = stage == kNumStages - 1 ? 0 : stage + 1;
   };
@@ -145,7 +145,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
   softmax.finish();
   ptx::copy_async_wait<0>();
   ptx::sync_block();
-  store_fragments<kRowV>(s_q + warp_row * kRowV * 2, o, [&](int m, int half) { return softmax.inverse_sum(m, half); });
+  store_fragments<kRowV, 1>(s_q, warp_row, 0, o, [&](int m, int half) { return softmax.inverse_sum(m, half); });
   ptx::sync_block();
   store_tile<kBlockM, kHeadDimV>(s_q, (u16*)head_of(params.out, batch, head), params.out.row_stride, first_row,
                                  params.seqlen_q);

@@ -10,24 +10,30 @@ CUFLASH_DEVICE u32 warp_index() { return ptx::thread_index() / 32; }
 CUFLASH_DEVICE int fragment_row() { return lane_index() / 4; }
 CUFLASH_DEVICE int fragment_column() { return 2 * (lane_index() % 4); }
 
-// Where a lane points ldmatrix within a 16 x 16 piece whose storage has rows of `row` elements. Two orders of the four
-// 8 x 8 matrices serve every operand: down first for A stored [m][k] and B stored [k][n], across first for B stored
-// [n][k] and A stored [k][m].
-template <int row>
-CUFLASH_DEVICE u32 lane_down_first(u32 tile) {
-  const u32 lane = lane_index();
-  return tile + ((lane % 16) * row + lane / 16 * 8) * 2;
-}
-template <int row>
-CUFLASH_DEVICE u32 lane_across_first(u32 tile) {
-  const u32 lane = lane_index();
-  return tile + ((lane % 8 + lane / 16 * 8) * row + lane / 8 % 2 * 8) * 2;
+// Columns of a product are dealt to `warps` warps in turns of 16, so that a warp's n-th piece of 8 columns starts here.
+template <int warps>
+CUFLASH_DEVICE constexpr int column_of(int warp, int n) {
+  return 16 * (warp + n / 2 * warps) + n % 2 * 8;
 }
 
-// Byte offset of element (r, c) from the first of a tile with rows of `row` elements.
+// Where a lane points ldmatrix within the 16 x 16 piece at row `r`, column 16 `piece` of a tile with rows of `row`
+// elements. Two orders of the four 8 x 8 matrices serve every operand: down first for A stored [m][k] and B stored
+// [k][n], across first for B stored [n][k] and A stored [k][m].
 template <int row>
-CUFLASH_DEVICE constexpr u32 at(int r, int c) {
-  return (r * row + c) * 2;
+CUFLASH_DEVICE u32 lane_down_first(u32 tile, int r = 0, int piece = 0) {
+  const u32 lane = lane_index();
+  return tile + (r + lane % 16) * row * 2 + ((piece * 32 + lane / 16 * 16) ^ row_swizzle<row>(lane));
+}
+template <int row>
+CUFLASH_DEVICE u32 lane_across_first(u32 tile, int r = 0, int piece = 0) {
+  const u32 lane = lane_index();
+  return tile + (r + lane % 8 + lane / 16 * 8) * row * 2 + ((piece * 32 + lane / 8 % 2 * 16) ^ row_swizzle<row>(lane));
+}
+
+// The same lane's place in the piece 16 `r` rows down and 16 `piece` columns along.
+template <int row>
+CUFLASH_DEVICE constexpr u32 at(u32 lane_address, int r, int piece) {
+  return along_row(lane_address, piece * 32) + r * 16 * row * 2;
 }
 
 template <int m_tiles, int n_tiles>
@@ -78,4 +84,22 @@ CUFLASH_DEVICE void to_operand(const float (&row)[n_tiles][4], int k, u32 (&a)[4
   a[1] = ptx::pack(Element{}, row[2 * k][2], row[2 * k][3]);
   a[2] = ptx::pack(Element{}, row[2 * k + 1][0], row[2 * k + 1][1]);
   a[3] = ptx::pack(Element{}, row[2 * k + 1][2], row[2 * k + 1][3]);
+}
+
+// Rounds an accumulator tile, times `factor` of its row, into a shared tile with rows of `row` elements, from row `r` on;
+// columns as dealt to `warp` of `warps`.
+template <int row, int warps, int m_tiles, int n_tiles, class Factor>
+CUFLASH_DEVICE void store_fragments(u32 tile, int r, int warp, const float (&value)[m_tiles][n_tiles][4], Factor factor) {
+  const u32 lane_row = fragment_row();
+  const u32 address = tile + (r + lane_row) * row * 2 + ((warp * 32) ^ row_swizzle<row>(lane_row)) + fragment_column() * 2;
+#pragma unroll
+  for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float f = factor(m, half);
+#pragma unroll
+      for (int n = 0; n < n_tiles; ++n)
+        ptx::store_shared_b32(along_row(address, column_of<warps>(0, n) * 2) + (16 * m + 8 * half) * row * 2,
+                              ptx::pack(Element{}, value[m][n][2 * half] * f, value[m][n][2 * half + 1] * f));
+    }
 }

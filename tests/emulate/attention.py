@@ -1,6 +1,7 @@
 """Both passes of attention by the project's kernels in the emulator: the plan and the parameters are those of a GPU."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import emulator
@@ -11,17 +12,23 @@ from cuflash.plan import DeviceSpec, LaunchPlan, Pass, Tile, access_bytes, choos
 from cuflash.problem import Operand, Problem, layout_of, rows_of
 from cuflash.testing import numpy_dtype
 
+# Operands whose rows the kernels read or write as wholes, by pass; those of the first row are read.
+READ: dict[Pass, tuple[str, ...]] = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "out", "dout")}
+WRITTEN: dict[Pass, tuple[str, ...]] = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
 
-def plan_for(problem: Problem, pass_: Pass, arrays: Mapping[str, Any], arch: str, tiles: Sequence[Tile] | None) -> LaunchPlan:
+Place = Callable[[np.ndarray], np.ndarray]
+
+
+def plan_for(
+    problem: Problem, pass_: Pass, arrays: Mapping[str, np.ndarray], arch: str, tiles: Sequence[Tile] | None
+) -> LaunchPlan:
     """The plan for arrays as they lie: the same steps as `cuflash.launch` takes for CuPy arrays."""
-    inputs = ("q", "k", "v") if pass_ == "forward" else ("q", "k", "v", "out", "dout")
-    results = ("out",) if pass_ == "forward" else ("dq", "dk", "dv")
     return choose_plan(
         problem,
         DeviceSpec.for_arch(arch),
         pass_,
-        load_bytes=_access_bytes(problem, [arrays[name] for name in inputs]),
-        store_bytes=_access_bytes(problem, [arrays[name] for name in results]),
+        load_bytes=_access_bytes(problem, [arrays[name] for name in READ[pass_]]),
+        store_bytes=_access_bytes(problem, [arrays[name] for name in WRITTEN[pass_]]),
         tiles=None if tiles is None else tuple(tiles),
     )
 
@@ -31,8 +38,19 @@ def _access_bytes(problem: Problem, arrays: Sequence[np.ndarray]) -> int:
     return access_bytes(tuple(layout_of(array, problem.layout) for array in arrays), int(pointers))
 
 
-def run(plan: LaunchPlan, arrays: Mapping[str, Any], schedule: emulator.Schedule, **options: Any) -> None:
-    """Run the kernels of `plan` on `arrays` by name; results are written in place."""
+def run(
+    plan: LaunchPlan,
+    arrays: Mapping[str, np.ndarray],
+    schedule: emulator.Schedule,
+    *,
+    fill: int = 0xFF,
+    sanitizer: str | None = None,
+    kernels: Path = emulator.KERNELS,
+) -> list[emulator.Statistics]:
+    """Run the kernels of `plan` on `arrays` by name; results are written in place.
+
+    `fill` is the byte that scratch memory is full of, `kernels` the folder that the sources are taken from.
+    """
     problem = plan.problem
     operands: dict[str, Operand] = {
         name: rows_of(array) if name == "lse" else layout_of(array, problem.layout)
@@ -41,69 +59,105 @@ def run(plan: LaunchPlan, arrays: Mapping[str, Any], schedule: emulator.Schedule
     }
     params = parameters(plan, operands)
     words = params.view(np.uint64)
+    stats_elements = problem.batch * problem.num_heads * plan.stats_rows * 2
     scratch = {
-        "row_stats": emulator.guarded_array((problem.batch * problem.num_heads * plan.stats_rows * 2,), np.float32),
-        "dq_accumulator": emulator.guarded_array((plan.accumulator_elements,), np.float32),
+        "row_stats": emulator.guarded_array((stats_elements,), np.float32, fill),
+        "dq_accumulator": emulator.guarded_array((plan.accumulator_elements,), np.float32, fill),
     }
     for name, array in {**arrays, **scratch}.items():
         words[POINTER_WORD[name]] = array.ctypes.data
+    statistics = []
     for kernel in plan.kernels:
         if kernel.grid == 0:
             continue
-        module = emulator.build(kernel.source, dict(kernel.defines), sanitizer=options.get("sanitizer"))
-        module.launch(
-            kernel.name,
-            params,
-            grid=kernel.grid,
-            threads=kernel.threads,
-            shared_bytes=kernel.shared_bytes,
-            schedule=schedule,
+        module = emulator.build(
+            kernels / kernel.source, dict(kernel.defines), sanitizer=sanitizer, include=(kernels,)
         )
+        statistics.append(
+            module.launch(
+                kernel.name,
+                params,
+                grid=kernel.grid,
+                threads=kernel.threads,
+                shared_bytes=kernel.shared_bytes,
+                schedule=schedule,
+                trap_unwritten=True,
+            )
+        )
+    return statistics
 
 
-def guarded(array: Any) -> Any:
-    """A copy of `array`, strides kept, that ends at an inaccessible page."""
+def guarded(array: np.ndarray) -> np.ndarray:
+    """A copy of `array`, strides and alignment kept, that ends at an inaccessible page; NaN between its elements."""
     low = high = 0
     for size, stride in zip(array.shape, array.strides, strict=True):
         extent = (size - 1) * stride if size else 0
         low, high = low + min(extent, 0), high + max(extent, 0)
-    storage = emulator.guarded_array((high - low + array.itemsize,), np.uint8)
-    copy = np.ndarray(array.shape, array.dtype, storage, -low, array.strides)
+    lead = (array.ctypes.data + low) % 16
+    storage = emulator.guarded_array((lead + high - low + array.itemsize,), np.uint8)
+    copy = np.ndarray(array.shape, array.dtype, storage, lead - low, array.strides)
     copy[...] = array
     return copy
 
 
-def forward(
+def _call(
+    pass_: Pass,
     problem: Problem,
-    arrays: Mapping[str, Any],
+    inputs: Mapping[str, Any],
+    results: Mapping[str, tuple[tuple[int, ...], Any]],
     *,
     arch: str = "9.0",
     tiles: Sequence[Tile] | None = None,
     schedule: emulator.Schedule = emulator.SCHEDULES[0],
+    place: Place = guarded,
+    fill: int = 0xFF,
     **options: Any,
-) -> tuple[Any, Any]:
-    """(out, lse) of the forward kernels."""
-    every = {name: guarded(array) for name, array in arrays.items() if array is not None and name != "dout"}
-    every["out"] = emulator.guarded_array(problem.out_shape, numpy_dtype(problem.dtype))
-    every["lse"] = emulator.guarded_array(problem.lse_shape, np.float32)
-    run(plan_for(problem, "forward", every, arch, tiles), every, schedule, **options)
-    return every["out"], every["lse"]
+) -> tuple[np.ndarray, ...]:
+    """Results of one pass, by shape and dtype. Rows whose elements are no neighbours are copied, as `launch` does."""
+    every = {}
+    for name, array in inputs.items():
+        if array is None:
+            continue
+        scattered = name in READ[pass_] and array.size and array.shape[-1] > 1 and array.strides[-1] != array.itemsize
+        every[name] = place(np.ascontiguousarray(array) if scattered else array)
+    for name, (shape, dtype) in results.items():
+        dtype = np.dtype(dtype)
+        size = int(np.prod(shape)) * dtype.itemsize
+        every[name] = place(np.full(size, fill, np.uint8).view(dtype).reshape(shape))
+    run(plan_for(problem, pass_, every, arch, tiles), every, schedule, fill=fill, **options)
+    return tuple(every[name] for name in results)
+
+
+def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tuple[Any, Any]:
+    """(out, lse) of the forward kernels.
+
+    Parameters
+    ----------
+    arrays : Mapping
+        q, k, v, and bias, mask, kv_lengths, alibi_slopes or None; others are ignored.
+    arch : str
+        Of the device planned for; default "9.0".
+    tiles : sequence of Tile, optional
+        Instead of those of the table.
+    schedule : emulator.Schedule
+    place : callable
+        Copies each array, results included, to where the kernels find it.
+    fill : int
+        The byte that results and scratch memory are full of before the launch; 0xFF is NaN.
+    sanitizer, kernels
+        As `run`.
+    """
+    inputs = {name: array for name, array in arrays.items() if name not in ("dout", "out", "lse")}
+    results = {"out": (problem.out_shape, numpy_dtype(problem.dtype)), "lse": (problem.lse_shape, np.float32)}
+    out, lse = _call("forward", problem, inputs, results, **options)
+    return out, lse
 
 
 def backward(
-    problem: Problem,
-    arrays: Mapping[str, Any],
-    out: Any,
-    lse: Any,
-    *,
-    arch: str = "9.0",
-    tiles: Sequence[Tile] | None = None,
-    schedule: emulator.Schedule = emulator.SCHEDULES[0],
-    **options: Any,
+    problem: Problem, arrays: Mapping[str, Any], out: Any, lse: Any, **options: Any
 ) -> tuple[Any, Any, Any]:
-    """(dq, dk, dv) of the backward kernels."""
-    every = {name: guarded(array) for name, array in {**arrays, "out": out, "lse": lse}.items() if array is not None}
-    for name in ("q", "k", "v"):
-        every[f"d{name}"] = emulator.guarded_array(arrays[name].shape, numpy_dtype(problem.dtype))
-    run(plan_for(problem, "backward", every, arch, tiles), every, schedule, **options)
-    return every["dq"], every["dk"], every["dv"]
+    """(dq, dk, dv) of the backward kernels; `arrays` holds dout too. Other parameters are those of `forward`."""
+    dtype = numpy_dtype(problem.dtype)
+    results = {f"d{name}": (arrays[name].shape, dtype) for name in ("q", "k", "v")}
+    dq, dk, dv = _call("backward", problem, {**arrays, "out": out, "lse": lse}, results, **options)
+    return dq, dk, dv
