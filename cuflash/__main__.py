@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from cuflash import FlashAttention, compiler, reference
 from cuflash.flash_attention import Causal, CpuPlan
-from cuflash.plan import DeviceSpec, KernelSpec, choose_plan
+from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan, choose_plan
 from cuflash.problem import DTYPES, LAYOUTS, Options, Problem, make_problem, user_shape
 
 Array = NDArray[Any]
@@ -280,10 +280,18 @@ def plan(args: argparse.Namespace) -> int:
             print(CpuPlan(problem=problem).describe(), end="\n\n")
         for device in chosen:
             for pass_ in passes(args):
-                print(choose_plan(problem, device, pass_).describe(), end="\n\n")
+                print(compiled(choose_plan(problem, device, pass_)).describe(), end="\n\n")
     if not chosen:
         print(f"{NO_GPU}: {find_gpu()[1]}; --arch names a GPU that is not here")
     return 0
+
+
+def compiled(plan: LaunchPlan) -> LaunchPlan:
+    """The plan with the registers of its kernels, where the compiler is here and knows the architecture."""
+    try:
+        return compiler.with_resources(plan)
+    except (compiler.NvrtcNotFoundError, NotImplementedError):
+        return plan
 
 
 def fill_cache(args: argparse.Namespace) -> int:

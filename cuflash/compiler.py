@@ -23,10 +23,11 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from cuflash.plan import KernelSpec, LaunchPlan
 from cuflash.problem import type_error, value_error
 
 # -v makes ptxas report registers and spills. Line info lets profilers and sanitizers name source lines and leaves the
@@ -217,6 +218,21 @@ def compile_kernel(
     kernels = kernel_directory() if kernel_dir is None else Path(kernel_dir).resolve()
     cache = cache_directory() if cache_dir is None else Path(cache_dir).absolute()
     return _shared_compiler(kernels, cache).compile(source, name, defines, arch)
+
+
+def compile_spec(kernel: KernelSpec) -> CompiledKernel:
+    """Compile a kernel of a plan, or find it in the cache."""
+    return compile_kernel(kernel.source, kernel.name, dict(kernel.defines), kernel.target)
+
+
+def with_resources(plan: LaunchPlan) -> LaunchPlan:
+    """The plan with the registers and spills of each of its kernels, compiled for this. Needs no device."""
+    reports = []
+    for kernel in plan.kernels:
+        resources = compile_spec(kernel).resources
+        spills = resources.spill_stores_bytes + resources.spill_loads_bytes
+        reports.append(f"{resources.registers} registers" + (f", {spills} bytes of spills" if spills else ""))
+    return replace(plan, resources=tuple(reports))
 
 
 class Toolchain(Protocol):

@@ -308,9 +308,11 @@ class _Call:
         self.slopes = None if alibi_slopes is None else np.broadcast_to(alibi_slopes, slopes_shape)
         dim = max(problem.head_dim, problem.head_dim_v)
         self.query_block = next(n for n in (64, 32, 16) if KEY_BLOCK * n * (dim + 1) <= PRODUCT_LIMIT or n == 16)
-        # Terms may be large and nearly cancel the shift: they are added before scores are multiplied by anything.
-        self.has_terms = bias is not None or alibi_slopes is not None
-        self.unit = 1.0 if self.has_terms else UNIT
+        # What is done to q k^T comes before the shift. Added terms may be large and nearly cancel: they are added before
+        # scores are multiplied by UNIT.
+        self.has_added_terms = bias is not None or alibi_slopes is not None
+        self.has_terms = self.has_added_terms or problem.softcap is not None
+        self.unit = 1.0 if self.has_added_terms else UNIT
         self.tile = TILE * KEY_BLOCK // max(KEY_BLOCK, dim)
         self.query_tile = QUERY_TILE
         if problem.window_left is not None and problem.window_right is not None:
@@ -340,7 +342,7 @@ class _Call:
 
         False if a norm is NaN, and where finding out does not pay.
         """
-        if self.has_terms:
+        if self.has_added_terms:
             return False
         if self.problem.softcap is not None:
             return self.problem.softcap * math.log2(math.e) <= SMALL_SCORE
@@ -365,7 +367,7 @@ class _Queries:
         ``scale * q``. The last block ends with rows of zeros where the rows do not fill it.
     q_t : (heads, blocks, head_dim + 1, queries)
         The same, transposed, times `_Call.unit`, or over softcap. Its last row, that meets the column of ones behind
-        K, is `shift`; with softcap, after which that must be added, zero.
+        K, is for `shift`.
     shift : (heads, blocks, queries)
         What is added to scores times `_Call.unit`: minus m in the forward pass, minus L in the backward pass.
     small : bool
@@ -387,13 +389,12 @@ class _Queries:
         scaled = call.stage(call.q, heads, rows, padded=self.padded)
         scaled *= problem.scale
         self.small = call.scores_are_small(scaled, heads)
-        self.restless = call.has_terms
+        self.restless = call.has_added_terms
         self.rows = self.blocks(scaled)
         self.q_t = np.zeros((heads.count, self.num_blocks, problem.head_dim + 1, self.block), call.dtype)
         factor = call.unit if problem.softcap is None else 1 / problem.softcap
         np.multiply(self.rows.swapaxes(2, 3), factor, out=self.q_t[:, :, :-1])
         self.shift = np.zeros((heads.count, self.num_blocks, self.block), call.dtype)
-        self._softcap = problem.softcap
 
     def blocks(self, staged: Array) -> Array:
         """(heads, padded rows, ...) as (heads, blocks, queries, ...)."""
@@ -404,11 +405,6 @@ class _Queries:
         values = values.reshape(self.heads.count, self.padded, *values.shape[3:])
         rows = slice(self.start, self.start + self.num_rows)
         result[self.heads.batch, self.heads.head, rows] = values[:, : self.num_rows]
-
-    def set_shift(self, shift: Array) -> None:
-        self.shift = shift
-        if self._softcap is None:
-            self.q_t[:, :, -1] = shift
 
 
 @dataclass(frozen=True)
@@ -524,9 +520,19 @@ def _hide(scores: Array, visible: Array | bool, value: float) -> None:
 
 
 def _scores(
-    call: _Call, queries: _Queries, keys: _Keys, k: Array, out: Array, workspace: _Workspace, tanh: Array | None = None
+    call: _Call,
+    queries: _Queries,
+    keys: _Keys,
+    k: Array,
+    workspace: _Workspace,
+    *,
+    out: Array,
+    tanh: Array | None = None,
+    shifted: bool = True,
 ) -> None:
-    """Shifted scores of a tile, hidden ones included; with softcap its tanh too, where that is wanted."""
+    """Scores of a tile, hidden ones included; with softcap its tanh too, where that is wanted."""
+    shift_in_product = shifted and not call.has_terms
+    queries.q_t[:, :, -1] = queries.shift if shift_in_product else 0
     np.matmul(k, queries.q_t[:, None], out=out)
     softcap = call.problem.softcap
     if softcap is not None:
@@ -534,7 +540,6 @@ def _scores(
         if tanh is not None:
             np.copyto(tanh, out)
         out *= softcap * call.unit
-        out += queries.shift[:, None, :, None]
     if call.slopes is not None:
         start = keys.start - queries.start - call.problem.diagonal
         j = np.arange(start, start + keys.stop - keys.start).astype(call.dtype).reshape(-1, 1, keys.block, 1)
@@ -549,6 +554,8 @@ def _scores(
         for x, head in zip(out, queries.heads, strict=True):
             np.copyto(term, _as_scores(_part(call.bias, queries, keys, head), queries, keys, 0), casting="unsafe")
             x += term
+    if shifted and call.has_terms:
+        out += queries.shift[:, None, :, None]
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
@@ -602,7 +609,7 @@ def _forward_tile(
     l = total[:, :, -1].reshape(num_heads, queries.padded)[:, : queries.num_rows]  # noqa: E741
     careful = queries.restless or (not queries.small and bool((l == 0).any()))
     while True:
-        _scores(call, queries, keys, k, scores, workspace)
+        _scores(call, queries, keys, k, workspace, out=scores, shifted=not careful)
         if careful:
             _hide(scores, visible, -np.inf)
             _raise_maximum(call, queries, scores, total)
@@ -617,16 +624,14 @@ def _forward_tile(
 
 
 def _raise_maximum(call: _Call, queries: _Queries, scores: Array, total: Array) -> None:
-    """Move m up to the largest score of the tile; in rows that have seen nothing yet, to wherever that is."""
+    """Move m up to the largest score of the tile, in rows that have seen nothing yet to wherever that is; subtract it."""
     largest = scores.max(axis=(1, 3))
     unseen = total[:, :, -1] == 0
-    rise = np.where(unseen, largest, np.maximum(largest, 0))
-    rise[rise == -np.inf] = 0
-    shift = queries.shift - rise
-    rise = queries.shift - shift  # as rounded: the same for this tile, for the sums so far, and for later tiles
-    scores -= rise[:, None, :, None]
-    total *= np.where(unseen, 1, np.exp(-rise / call.unit))[:, :, None]
-    queries.set_shift(shift)
+    m = np.where(unseen, largest, np.maximum(largest, -queries.shift))
+    m[m == -np.inf] = 0
+    scores -= m[:, None, :, None]
+    total *= np.where(unseen, 1, np.exp((-queries.shift - m) / call.unit))[:, :, None]
+    queries.shift = -m
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------
@@ -681,7 +686,7 @@ class _BackwardQueries(_Queries):
         shift = np.zeros((heads.count, self.padded), call.dtype)
         np.multiply(lse[heads.batch, heads.head, rows.start : rows.stop], -call.unit, out=shift[:, : len(rows)])
         shift[shift == np.inf] = -np.inf  # a row that sees no key: its weights are exp(-inf)
-        self.set_shift(self.blocks(shift))
+        self.shift = self.blocks(shift)
         self.dq_t = np.zeros((*self.q_t.shape[:2], call.problem.head_dim, self.block), call.dtype)
 
 
@@ -702,7 +707,7 @@ def _backward_tile(
     tile_shape = (num_heads, *across, keys.block, queries.block)
     p, ds = (workspace.take(name, *tile_shape) for name in ("p", "ds"))
     tanh = None if problem.softcap is None else workspace.take("tanh", *tile_shape)
-    _scores(call, queries, keys, k, p, workspace, tanh)
+    _scores(call, queries, keys, k, workspace, out=p, tanh=tanh)
     _exponential(p, call.unit, small=queries.small)
     _hide(p, visible, 0)
     parts = workspace.take("parts", num_heads, *across, keys.block, problem.head_dim_v)

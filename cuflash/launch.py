@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
 
-from cuflash.compiler import compile_kernel
+from cuflash.compiler import compile_spec, with_resources
 from cuflash.interop import overlap
 from cuflash.params import POINTER_WORD, parameters
 from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan, Pass, access_bytes, choose_plan
@@ -114,20 +114,6 @@ def compile(options: Options, q: Any, k: Any, v: Any, **arrays: Any) -> None:
         out, lse = _call("forward", options, given)
         dout = cupy.zeros_like(out)
         _call("backward", options, {"dout": dout, "out": out, "lse": lse, **given})
-
-
-def with_resources(plan: LaunchPlan) -> LaunchPlan:
-    """The plan with what the compiler says of each of its kernels. Needs no device."""
-    reports = []
-    for kernel in plan.kernels:
-        resources = _compile(kernel).resources
-        spills = resources.spill_stores_bytes + resources.spill_loads_bytes
-        reports.append(f"{resources.registers} registers" + (f", {spills} bytes of spills" if spills else ""))
-    return replace(plan, resources=tuple(reports))
-
-
-def _compile(kernel: KernelSpec) -> Any:
-    return compile_kernel(kernel.source, kernel.name, dict(kernel.defines), kernel.target)
 
 
 @functools.cache
@@ -245,7 +231,7 @@ def _prepare(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> _Launc
 
 
 def _load(kernel: KernelSpec, device_id: int) -> _Kernel:
-    function = _function(str(_compile(kernel).path), kernel.name, kernel.shared_bytes, device_id)
+    function = _function(str(compile_spec(kernel).path), kernel.name, kernel.shared_bytes, device_id)
     return _Kernel(function, (kernel.grid,), (kernel.threads,), kernel.shared_bytes)
 
 

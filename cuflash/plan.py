@@ -94,6 +94,7 @@ class ForwardTile:
     num_stages: int
     min_blocks: int  # blocks that must be resident on one multiprocessor
     fragments_ahead: int  # ldmatrix of B ahead of the product that needs it
+    min_causal_seqlen: int = 0  # with fewer keys under a mask that cuts tiles, too much of these would be wasted
     origin: str = field(compare=False)  # the measurement or the arithmetic that put the row here
 
     dim_multiple = 16
@@ -193,7 +194,16 @@ def _tile_defines(tile: Tile) -> dict[str, int]:
 
 
 def _forward(
-    max_dim: int, m: int, n: int, warps: int, stages: int, blocks: int, ahead: int, origin: str
+    max_dim: int,
+    m: int,
+    n: int,
+    warps: int,
+    stages: int,
+    blocks: int,
+    ahead: int,
+    origin: str,
+    *,
+    min_causal_seqlen: int = 0,
 ) -> ForwardTile:
     return ForwardTile(
         max_dim=max_dim,
@@ -203,6 +213,7 @@ def _forward(
         num_stages=stages,
         min_blocks=blocks,
         fragments_ahead=ahead,
+        min_causal_seqlen=min_causal_seqlen,
         origin=origin,
     )
 
@@ -237,51 +248,56 @@ def _dq(max_dim: int, m: int, n: int, warps: int, blocks: int, origin: str) -> D
     return DqTile(max_dim=max_dim, block_m=m, block_n=n, num_warps=warps, min_blocks=blocks, origin=origin)
 
 
-# Where a measurement is named: TFLOP/s on an H200 in bfloat16, batch x seqlen 16384, heads x head_dim 2048, as
-# "seqlen 4096 full / causal, 1024 full / causal", followed by FlashAttention-2 in the same run.
+def _h200(here: str, flash_attention_2: str) -> str:
+    return (
+        f"on an H200 {here} TFLOP/s, FlashAttention-2 beside it {flash_attention_2} (seqlen 4096 full / causal, 1024 "
+        "full / causal; bfloat16, batch x seqlen 16384, heads x head_dim 2048)"
+    )
+
+
 _SMALL = "for 100 KiB of shared memory; by arithmetic, not measured"
+_MEDIUM = "for 164 KiB of shared memory; by arithmetic, not measured"
 
 # fmt: off
 FORWARD_TILES = (
-    #        max_dim  m   n  warps stages blocks ahead
-    _forward(64,  128, 64, 4, 1, 3, 2, "344 / 306, 320 / 245 (FlashAttention-2: 303 / 282, 285 / 214)"),
-    _forward(96,  128, 64, 4, 1, 2, 0, "as for 128"),
-    _forward(96,  128, 32, 4, 2, 1, 0, _SMALL),
-    _forward(128, 128, 64, 4, 1, 2, 2, "381 / 335, 348 / 266 (FlashAttention-2: 355 / 304, 328 / 244)"),
-    _forward(128, 128, 64, 8, 1, 1, 0, _SMALL),
-    _forward(192, 64,  64, 4, 1, 2, 0, "as for 256"),
-    _forward(192, 64,  64, 4, 1, 1, 0, _SMALL),
-    _forward(256, 64,  64, 4, 1, 2, 0, "297 / 258, 274 / 223 (FlashAttention-2: 325 / 282, 305 / 245)"),
-    _forward(256, 128, 64, 8, 1, 1, 0, "297 / 257, 275 / 210; for 164 KiB of shared memory"),
-    _forward(256, 64,  32, 4, 1, 1, 0, _SMALL),
+    #        max_dim  m    n  warps stages blocks ahead
+    _forward(64,  128, 64,  4, 1, 3, 2, _h200("341 / 309, 317 / 248", "303 / 282, 284 / 216")),
+    _forward(128, 128, 64,  4, 1, 2, 2, _h200("413 / 359, 377 / 281", "357 / 308, 333 / 247")),
+    _forward(128, 128, 32,  4, 1, 2, 2, _SMALL),
+    _forward(192, 64,  64,  4, 1, 2, 2, "as for 256"),
+    _forward(192, 64,  32,  4, 1, 2, 2, _SMALL),
+    _forward(256, 128, 128, 8, 1, 1, 0, _h200("350 / 300, 320 / 238", "326 / 284, 306 / 246"),
+             min_causal_seqlen=2048),
+    _forward(256, 64,  64,  4, 1, 2, 2, _h200("326 / 292, 306 / 250", "326 / 284, 306 / 246")),
+    _forward(256, 128, 64,  8, 1, 1, 0, _h200("323 / 279, 300 / 229", "326 / 284, 306 / 246")),
+    _forward(256, 64,  32,  4, 1, 1, 2, _SMALL),
 )
 
 BACKWARD_TILES = (
-    #         max_dim m  n warps stages blocks warps_d dq_warps_m ahead
-    _backward(64,  32, 128, 4, 2, 2, 1, 2, 2, "343 / 310, 302 / 231 (FlashAttention-2: 278 / 247, 243 / 185)"),
-    _backward(64,  32, 128, 4, 2, 1, 1, 2, 2, _SMALL),
-    _backward(96,  64, 128, 8, 2, 1, 2, 2, 0, "as for 128"),
+    #         max_dim m   n  warps stages blocks warps_d dq_warps_m ahead
+    _backward(64,  32, 128, 4, 2, 2, 1, 1, 2, _h200("338 / 307, 303 / 231", "280 / 248, 243 / 186")),
+    _backward(64,  32, 128, 4, 2, 1, 1, 1, 2, _SMALL),
+    _backward(96,  64, 128, 8, 2, 1, 2, 4, 0, "as for 128"),
     _backward(96,  32, 64,  4, 2, 1, 1, 2, 0, _SMALL),
-    _backward(128, 64, 128, 8, 2, 1, 2, 2, 0, "312 / 282, 276 / 214 (FlashAttention-2: 302 / 274, 261 / 207)"),
-    _backward(128, 32, 128, 8, 2, 1, 1, 2, 0, "263 / 242, 237 / 187; for 164 KiB of shared memory"),
-    _backward(128, 32, 64,  4, 2, 1, 1, 1, 0, "270 / 254, 245 / 203 with two blocks; for 100 KiB of shared memory"),
+    _backward(128, 64, 128, 8, 2, 1, 2, 2, 0, _h200("329 / 290, 290 / 220", "304 / 275, 263 / 208")),
+    _backward(128, 32, 64,  4, 2, 1, 1, 1, 0, _SMALL),
     _backward(192, 64, 64,  8, 2, 1, 2, 4, 0, "as for 256"),
-    _backward(192, 32, 64,  8, 2, 1, 2, 2, 0, "for 164 KiB of shared memory; by arithmetic, not measured"),
+    _backward(192, 32, 64,  8, 2, 1, 2, 2, 0, _MEDIUM),
     _backward(192, 32, 32,  4, 2, 1, 2, 2, 0, _SMALL),
-    _backward(256, 64, 64,  8, 2, 1, 4, 4, 0, "241 / 233, 220 / 187 (FlashAttention-2: 253 / 230, 226 / 180)"),
-    _backward(256, 32, 64,  8, 2, 1, 2, 1, 0, "197 / 190, 181 / 156; for 164 KiB of shared memory"),
+    _backward(256, 64, 64,  8, 2, 1, 4, 4, 0, _h200("255 / 243, 233 / 194", "255 / 232, 227 / 181")),
+    _backward(256, 32, 64,  8, 2, 1, 2, 1, 0, _MEDIUM),
     _backward(256, 32, 32,  4, 1, 1, 2, 2, 0, _SMALL),
 )
 
 DQ_TILES = (
     #   max_dim m  n warps blocks
-    _dq(64,  64, 64, 4, 2, "two blocks of 54 KiB; by arithmetic, not measured"),
-    _dq(64,  64, 32, 4, 1, _SMALL),
-    _dq(128, 64, 64, 4, 2, "two blocks of 102 KiB; by arithmetic, not measured"),
+    _dq(64,  64, 64, 4, 2, "two blocks of 48 KiB; by arithmetic, not measured"),
+    _dq(128, 64, 64, 4, 2, "two blocks of 96 KiB; by arithmetic, not measured"),
+    _dq(128, 64, 32, 4, 2, _MEDIUM),
     _dq(128, 64, 32, 4, 1, _SMALL),
-    _dq(192, 64, 32, 4, 1, "100 KiB; by arithmetic, not measured"),
-    _dq(192, 32, 32, 2, 1, _SMALL),
-    _dq(256, 64, 32, 4, 1, "132 KiB; by arithmetic, not measured"),
+    _dq(192, 64, 32, 4, 2, "two blocks of 96 KiB; by arithmetic, not measured"),
+    _dq(192, 64, 32, 4, 1, _SMALL),
+    _dq(256, 64, 32, 4, 1, "128 KiB; by arithmetic, not measured"),
     _dq(256, 32, 16, 2, 1, _SMALL),
 )
 # fmt: on
@@ -327,7 +343,7 @@ class LaunchPlan:
         lines = [
             f"{self.pass_} pass on {self.device.name} (compute capability {self.device.arch / 10:.1f})",
             f"  problem: {p.dtype}, batch {p.batch}, heads {p.num_heads}/{p.num_heads_kv}, seqlen {p.seqlen_q} x "
-            f"{p.seqlen_k}, head_dim {p.head_dim}/{p.head_dim_v}",
+            f"{p.seqlen_k}, head_dim {p.head_dim}/{p.head_dim_v}; {', '.join(_options(p)) or 'no options'}",
         ]
         for i, kernel in enumerate(self.kernels):
             resources = f", {self.resources[i]}" if self.resources else ""
@@ -476,13 +492,18 @@ def _choose(table: tuple, problem: Problem, device: DeviceSpec) -> tuple[Tile, s
         shared = tile.shared_bytes(dim, dim_v)
         needed = tile.min_blocks * (shared + SHARED_BYTES_RESERVED)
         label = (
-            f"{type(tile).__name__} {tile.block_m} x {tile.block_n}, {tile.num_warps} warps, {tile.num_stages} stages"
+            f"{type(tile).__name__} {tile.block_m} x {tile.block_n}, {tile.num_warps} warps, "
+            f"{tile.num_stages} stages, {tile.min_blocks} resident blocks"
         )
         if shared > device.shared_bytes_per_block or needed > device.shared_bytes_per_sm:
             rejected.append(
-                f"not {label}: {tile.min_blocks} resident blocks of {shared} bytes exceed the "
-                f"{device.shared_bytes_per_sm} bytes of shared memory of a multiprocessor"
+                f"not {label}: {shared} bytes for each exceed the {device.shared_bytes_per_sm} bytes of shared memory "
+                "of a multiprocessor"
             )
+            continue
+        causal_seqlen = problem.seqlen_k if problem.window_right is not None else None
+        if isinstance(tile, ForwardTile) and causal_seqlen is not None and causal_seqlen < tile.min_causal_seqlen:
+            rejected.append(f"not {label}: under a causal mask it pays from seqlen_k {tile.min_causal_seqlen} on")
             continue
         return tile, "\n".join([f"{label}: {tile.origin}", *rejected])
     raise NotImplementedError(
@@ -512,21 +533,25 @@ def _common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store
     }
 
 
-def _symbol(source: str, problem: Problem, tile: Tile) -> str:
-    """The kernel's symbol spells its configuration, for profilers."""
-    options = [
+def _options(problem: Problem) -> list[str]:
+    """Names of what makes the kernels of this problem differ from plain attention."""
+    return [
         name
         for name, on in (
-            ("right", problem.window_right is not None),
-            ("left", problem.window_left is not None),
+            ("right_bound", problem.window_right is not None),
+            ("left_bound", problem.window_left is not None),
             ("softcap", problem.softcap is not None),
-            ("alibi", problem.alibi_slopes is not None),
+            ("alibi_slopes", problem.alibi_slopes is not None),
             ("bias", problem.bias is not None),
             ("mask", problem.mask is not None),
-            ("lengths", problem.kv_lengths is not None),
+            ("kv_lengths", problem.kv_lengths is not None),
         )
         if on
     ]
+
+
+def _symbol(source: str, problem: Problem, tile: Tile) -> str:
+    """The kernel's symbol spells its configuration, for profilers."""
     dims = f"d{problem.head_dim}" + (f"x{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
-    parts = [source.removesuffix(".cu"), problem.dtype, dims, f"{tile.block_m}x{tile.block_n}", *options]
+    parts = [source.removesuffix(".cu"), problem.dtype, dims, f"{tile.block_m}x{tile.block_n}", *_options(problem)]
     return "_".join(parts)

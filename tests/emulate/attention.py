@@ -70,9 +70,7 @@ def run(
     for kernel in plan.kernels:
         if kernel.grid == 0:
             continue
-        module = emulator.build(
-            kernels / kernel.source, dict(kernel.defines), sanitizer=sanitizer, include=(kernels,)
-        )
+        module = emulator.build(kernels / kernel.source, dict(kernel.defines), sanitizer=sanitizer, include=(kernels,))
         statistics.append(
             module.launch(
                 kernel.name,
@@ -153,9 +151,7 @@ def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tupl
     return out, lse
 
 
-def backward(
-    problem: Problem, arrays: Mapping[str, Any], out: Any, lse: Any, **options: Any
-) -> tuple[Any, Any, Any]:
+def backward(problem: Problem, arrays: Mapping[str, Any], out: Any, lse: Any, **options: Any) -> tuple[Any, Any, Any]:
     """(dq, dk, dv) of the backward kernels; `arrays` holds dout too. Other parameters are those of `forward`."""
     dtype = numpy_dtype(problem.dtype)
     results = {f"d{name}": (arrays[name].shape, dtype) for name in ("q", "k", "v")}

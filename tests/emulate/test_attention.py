@@ -1,0 +1,583 @@
+"""The real kernels of both passes, run on the CPU against the oracle: every row of every table of tiles, every option.
+
+A combination of tiles, dtype, head dimensions, options and alignment is a compilation of its own. So these come from a
+fixed pseudo-random list, which a test below checks for completeness, and hypothesis draws sizes, values and schedules.
+"""
+
+import functools
+import mmap
+import random
+from dataclasses import dataclass, fields, replace
+
+import attention
+import emulator
+import numpy as np
+import pytest
+from emulator import SCHEDULES, find_compiler
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import cuflash.testing as ct
+from cuflash import reference
+from cuflash.plan import BACKWARD_TILES, DQ_TILES, FORWARD_TILES, BackwardTile, DeviceSpec, DqTile, Tile, round_up
+from cuflash.problem import make_problem
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+
+ARCHS = ("8.0", "8.6", "9.0", "12.0")
+MAX_SCORES = 2**16
+schedules = st.sampled_from(SCHEDULES)
+
+
+# ---- How arrays lie in memory ----------------------------------------------------------------------------------------
+
+
+def widened(array):
+    """Rows a multiple of 16 bytes apart: wide accesses, whatever the length of a row."""
+    buffer = np.full((*array.shape[:-1], round_up(array.shape[-1], 8)), np.nan if array.dtype.itemsize > 1 else 1)
+    buffer = buffer.astype(array.dtype)
+    inside = buffer[..., : array.shape[-1]]
+    inside[...] = array
+    return inside
+
+
+def shifted(array):
+    """Contiguous, from an address that is a multiple of 4 and of nothing more."""
+    buffer = np.empty(array.nbytes + 32, np.uint8)
+    start = -buffer.ctypes.data % 16 + 4
+    inside = buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    inside[...] = array
+    return inside
+
+
+CONVERSIONS = {"widened": widened, "shifted": shifted}
+STRIDES = (*ct.STRIDES, *CONVERSIONS)
+
+
+# ---- Specialisations -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Specialisation:
+    """What makes kernels differ. `cases` draws problems that the same kernels serve."""
+
+    tiles: tuple[Tile, ...]
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    arch: str = "9.0"
+    strides: str = "contiguous"
+    deterministic: bool = False
+    right: bool = False
+    left: bool = False
+    softcap: float | None = None
+    scale: float | None = None
+    bias: str | None = None  # its dtype: "softmax" or "input"
+    mask: bool = False
+    kv_lengths: str | None = None  # their dtype
+    alibi_slopes: bool = False
+
+    def __str__(self):
+        tiles = "+".join(f"{t.block_m}x{t.block_n}x{t.max_dim}w{t.num_warps}s{t.num_stages}" for t in self.tiles)
+        named = [f for f in fields(self) if f.name not in ("tiles", "dtype", "head_dim", "head_dim_v", "arch")]
+        on = [f"{f.name}={getattr(self, f.name)}" for f in named if getattr(self, f.name) != f.default]
+        dims = f"d={self.head_dim}x{self.head_dim_v}"
+        return ",".join((tiles, self.arch, self.dtype, dims, *(x.removesuffix("=True") for x in on)))
+
+    def cases(self):
+        """Strategy for cases of this specialisation."""
+        return _cases(self)
+
+    def arguments(self, case):
+        """The problem and the arrays of one of its cases."""
+        arrays = case.arrays(CONVERSIONS.get(self.strides, np.asarray))
+        return problem_of(case, arrays, deterministic=self.deterministic), arrays
+
+
+def problem_of(case, arrays, *, deterministic=False):
+    """The problem of the arrays as they lie."""
+    options = replace(case.options, deterministic=deterministic)
+    return make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
+
+
+def _lengths(tile):
+    """Sequence lengths around the edges of fragments and of tiles."""
+    m, n = tile.block_m, tile.block_n
+    edges = {k * size + by for size in (m, n) for k in (1, 2) for by in (-1, 0, 1)}
+    return sorted({2, 3, 7, 15, 16, 17, 31, 33, 113, 3 * n + 5, *edges})
+
+
+@st.composite
+def _cases(draw, what):
+    # Hypothesis starts with the first of each choice, and here draws few: let that be another one each time.
+    shuffled = random.Random(str(what))
+
+    def pick(values):
+        values = list(values)
+        return draw(st.sampled_from(shuffled.sample(values, len(values))))
+
+    ndim, layout = pick((4, 4, 3, 2)), pick(("bhsd", "bshd"))
+    num_heads_kv = pick((1, 2)) if ndim > 2 else 1
+    num_heads = num_heads_kv * (pick((1, 2, 3)) if ndim > 2 else 1)
+    batch = pick((1, 2)) if ndim == 4 else 1
+    lengths = _lengths(what.tiles[-1])
+    longest = MAX_SCORES // (batch * num_heads)
+    seqlen_q = pick(n for n in lengths if n * 2 <= longest)
+    seqlen_k = pick(n for n in lengths if n * seqlen_q <= longest)
+    # A bound that hides nothing would be another specialisation; a side of at most this hides something.
+    side = st.integers(0, min(seqlen_q, seqlen_k) - 2)
+    causal, window = False, (draw(side) if what.left else None, None)
+    if what.right:
+        causal = pick((True, "top_left", False))
+        window = (window[0], None if causal else draw(side))
+    scores_shape = (batch, num_heads, seqlen_q, seqlen_k)
+    broadcast = st.tuples(*(st.sampled_from([1, n]) for n in scores_shape))
+    block_n = what.tiles[-1].block_n
+    key_counts = {0, 1, block_n - 1, block_n, block_n + 1, seqlen_k - 1, seqlen_k, seqlen_k // 2}
+    key_counts = [n for n in sorted(key_counts) if n <= seqlen_k]
+    return ct.Case(
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        head_dim=what.head_dim,
+        head_dim_v=what.head_dim_v,
+        batch=batch,
+        num_heads=num_heads,
+        num_heads_kv=num_heads_kv,
+        dtype=what.dtype,
+        ndim=ndim,
+        layout=layout,
+        causal=causal,
+        scale=what.scale,
+        window=window if what.left or what.right else None,
+        softcap=what.softcap,
+        bias=draw(broadcast) if what.bias else None,
+        bias_dtype=what.bias or "softmax",
+        bias_holes=draw(st.booleans()),
+        mask=draw(broadcast) if what.mask else None,
+        kv_lengths=tuple(pick(key_counts) for _ in range(batch)) if what.kv_lengths else None,
+        kv_lengths_dtype=what.kv_lengths or "int32",
+        alibi_slopes=pick([(num_heads,), (batch, num_heads)]) if what.alibi_slopes else None,
+        strides="contiguous" if what.strides in CONVERSIONS else what.strides,
+        score_spread=pick((1.0, 1.0, 8.0, 30.0)),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+def _fits(tiles, arch, head_dim, head_dim_v):
+    """Whether the tiles serve these head dimensions on a device of `arch`."""
+    limit = DeviceSpec.for_arch(arch).shared_bytes_per_block
+    dims = [[round_up(d, tile.dim_multiple) for d in (head_dim, head_dim_v)] for tile in tiles]
+    return all(tile.shared_bytes(*padded) <= limit for tile, padded in zip(tiles, dims, strict=True))
+
+
+class _Dealer:
+    """Deals the values of each option in a random order, each value before any comes again."""
+
+    def __init__(self, seed):
+        self.rng = random.Random(seed)
+        self.decks = {}
+
+    def __call__(self, name, *values):
+        deck = self.decks.setdefault(name, [])
+        if not deck:
+            deck += self.rng.sample(values, len(values))
+        return deck.pop()
+
+
+def _specialisation(deal, tiles, *, plain):
+    """One specialisation of these tiles; plain ones fill the tiles and have at most a right bound."""
+    full = min(tile.max_dim for tile in tiles)
+    rows = ("contiguous", full, full)
+    options = {}
+    if not plain:
+        rows = deal(
+            "rows",
+            *(("contiguous", 0, 0), ("contiguous", -4, -4), ("contiguous", -6, -6), ("contiguous", 5 - full, -7)),
+            *(("widened", -3, -15), ("padded", 0, 12 - full), ("transposed", -15, 0), ("flipped", -16, 0)),
+            *(("shifted", 0, 0), ("contiguous", 0, 12 - full)),
+        )
+        rows = (rows[0], full + rows[1], full + rows[2])
+        options = {
+            "left": deal("left", False, True, False),
+            "softcap": deal("softcap", None, 0.5, None, 5.0, None, 50.0),
+            "scale": deal("scale", None, 0.0, None, -0.25, None, 1.0),
+            "bias": deal("bias", None, "softmax", None, "input"),
+            "mask": deal("mask", False, True, False),
+            "kv_lengths": deal("kv_lengths", None, "int32", None, "int64"),
+            "alibi_slopes": deal("alibi_slopes", False, True, False),
+        }
+    arch = deal("arch", *ARCHS)
+    return Specialisation(
+        tiles=tiles,
+        dtype=deal("dtype", "float16", "bfloat16"),
+        head_dim=rows[1],
+        head_dim_v=rows[2],
+        arch=arch if _fits(tiles, arch, *rows[1:]) else "9.0",
+        strides=rows[0],
+        deterministic=len(tiles) == 2,
+        right=deal("right", False, True),
+        **options,
+    )
+
+
+def _specialisations(table, *, with_options=3):
+    """A few specialisations of every row of a table. A row of DQ_TILES comes with one of BACKWARD_TILES."""
+    deal = _Dealer(type(table[0]).__name__)
+    for tile in table:
+        tiles = (tile,)
+        if isinstance(tile, DqTile):
+            tiles = (deal.rng.choice([main for main in BACKWARD_TILES if main.max_dim >= tile.max_dim]), tile)
+        yield _specialisation(deal, tiles, plain=True)
+        for _ in range(with_options):
+            yield _specialisation(deal, tiles, plain=False)
+
+
+# What the forward kernel has and no row of the table may use: rings of several stages.
+SEVERAL_STAGES = tuple(replace(FORWARD_TILES[0], num_stages=n) for n in (2, 3))
+
+FORWARD = tuple(_specialisations((*FORWARD_TILES, *SEVERAL_STAGES)))
+BACKWARD = tuple(_specialisations(BACKWARD_TILES))
+DETERMINISTIC = tuple(_specialisations(DQ_TILES, with_options=2))
+
+
+def _access_widths(specialisations):
+    """Widths in bytes of the accesses that the specialisations load by."""
+    widths = set()
+    for what in specialisations:
+        case = ct.Case(seqlen_q=3, seqlen_k=5, num_heads=2, head_dim=what.head_dim, head_dim_v=what.head_dim_v)
+        case = replace(case, dtype=what.dtype, strides="contiguous" if what.strides in CONVERSIONS else what.strides)
+        problem, arrays = what.arguments(case)
+        arrays["out"] = np.empty(problem.out_shape, arrays["q"].dtype)
+        plan = attention.plan_for(problem, "forward", arrays, "9.0", None)
+        widths.add(dict(plan.kernels[0].defines)["CUFLASH_LOAD_BYTES"])
+    return widths
+
+
+@pytest.mark.parametrize(
+    ("specialisations", "table"),
+    [(FORWARD, FORWARD_TILES), (BACKWARD, BACKWARD_TILES), (DETERMINISTIC, DQ_TILES)],
+    ids=["forward", "backward", "deterministic"],
+)
+def test_the_list_is_complete(specialisations, table):
+    assert {what.tiles[-1] for what in specialisations} >= set(table)
+    for field in ("right", "left", "mask", "alibi_slopes"):
+        assert {getattr(what, field) for what in specialisations} == {True, False}
+    assert {what.dtype for what in specialisations} == {"float16", "bfloat16"}
+    assert {what.bias for what in specialisations} == {None, "softmax", "input"}
+    assert {what.kv_lengths for what in specialisations} == {None, "int32", "int64"}
+    assert {what.arch for what in specialisations} == set(ARCHS)
+    assert {what.strides for what in specialisations} == set(STRIDES)
+    assert any(what.softcap for what in specialisations)
+    assert {np.sign(what.scale) for what in specialisations if what.scale is not None} == {-1, 0, 1}
+    assert {np.sign(what.head_dim_v - what.head_dim) for what in specialisations} == {-1, 0, 1}
+    assert _access_widths(specialisations) == {2, 4, 8, 16}
+
+
+# ---- Against the oracle ----------------------------------------------------------------------------------------------
+
+FEW = settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow])
+
+
+def forward_by_oracle(problem, arrays):
+    """out and lse as a forward pass without error would round them."""
+    out, lse = reference.forward(problem, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
+    with np.errstate(over="ignore"):
+        return out.astype(arrays["q"].dtype), lse.astype(np.float32)
+
+
+@pytest.mark.parametrize("what", FORWARD, ids=str)
+@FEW
+@given(data=st.data())
+def test_forward(what, data):
+    case, schedule = data.draw(what.cases()), data.draw(schedules)
+    results = attention.forward(*what.arguments(case), arch=what.arch, tiles=what.tiles, schedule=schedule)
+    ct.assert_forward(case, *results)
+
+
+@pytest.mark.parametrize("what", (*BACKWARD, *DETERMINISTIC), ids=str)
+@FEW
+@given(data=st.data())
+def test_backward(what, data):
+    case, schedule = data.draw(what.cases()), data.draw(schedules)
+    problem, arrays = what.arguments(case)
+    tiles = what.tiles if what.deterministic else (*what.tiles, None)
+    results = attention.backward(
+        problem, arrays, *forward_by_oracle(problem, arrays), arch=what.arch, tiles=tiles, schedule=schedule
+    )
+    ct.assert_backward(case, *results)
+
+
+# ---- One plan against another ----------------------------------------------------------------------------------------
+
+CASE = ct.Case(
+    seqlen_q=70,
+    seqlen_k=150,
+    batch=2,
+    num_heads=2,
+    num_heads_kv=1,
+    head_dim=48,
+    head_dim_v=40,
+    dtype="float16",
+    causal=True,
+    window=(40, None),
+    kv_lengths=(150, 77),
+    seed=1,
+)
+
+
+def all_results(case, *, deterministic=False, forward_tiles=None, backward_tiles=None, **options):
+    """out, lse, dq, dk, dv by name: the backward pass works on what the forward pass made."""
+    arrays = case.arrays()
+    problem = problem_of(case, arrays, deterministic=deterministic)
+    out, lse = attention.forward(problem, arrays, tiles=forward_tiles, **options)
+    gradients = attention.backward(problem, arrays, out, lse, tiles=backward_tiles, **options)
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
+
+
+def assert_results(case, results):
+    ct.assert_forward(case, results["out"], results["lse"])
+    ct.assert_backward(case, results["dq"], results["dk"], results["dv"])
+
+
+def bits(results):
+    values = results.values() if isinstance(results, dict) else results
+    return [np.ascontiguousarray(x).tobytes() for x in values]
+
+
+@functools.cache
+def results_of_the_table():
+    return all_results(CASE)
+
+
+ROWS = (
+    *({"forward_tiles": (tile,)} for tile in FORWARD_TILES),
+    *({"backward_tiles": (tile, None)} for tile in BACKWARD_TILES),
+    *({"backward_tiles": (BACKWARD_TILES[0], tile), "deterministic": True} for tile in DQ_TILES),
+)
+
+
+@pytest.mark.parametrize("tiles", ROWS, ids=lambda tiles: str(next(iter(tiles.values()))))
+def test_any_plan_equals_any_other(tiles):
+    """On the same inputs, results of two plans differ by no more than rounding lets each differ from the oracle."""
+    arrays = CASE.arrays()
+    problem = problem_of(CASE, arrays, deterministic=tiles.get("deterministic", False))
+    expected = results_of_the_table()
+    if "forward_tiles" in tiles:
+        names, results = ("out", "lse"), attention.forward(problem, arrays, tiles=tiles["forward_tiles"])
+    else:
+        names = ("dq", "dk", "dv")
+        forward = (expected["out"], expected["lse"])
+        results = attention.backward(problem, arrays, *forward, tiles=tiles["backward_tiles"])
+    yardsticks = ct.yardsticks(problem, arrays)
+    for name, result in zip(names, results, strict=True):
+        assert ct.measure(name, result, yardsticks[name]).failure is None
+        with np.errstate(invalid="ignore"):
+            difference = np.nan_to_num(result.astype(np.float64) - expected[name].astype(np.float64))
+        assert np.abs(difference).max() <= 2 * yardsticks[name].tolerance
+
+
+# ---- Bit for bit -----------------------------------------------------------------------------------------------------
+
+# One plan of one kernel after another, of several stages, of warps that share rows.
+REPEATED = {
+    "the first rows": {"forward_tiles": (FORWARD_TILES[0],), "backward_tiles": (BACKWARD_TILES[0], DQ_TILES[0])},
+    "two stages, shared rows": {
+        "forward_tiles": (SEVERAL_STAGES[0],),
+        "backward_tiles": (max(BACKWARD_TILES, key=lambda tile: tile.warps_d), DQ_TILES[1]),
+    },
+    "three stages, one stage back": {
+        "forward_tiles": (SEVERAL_STAGES[1],),
+        "backward_tiles": (min(BACKWARD_TILES, key=lambda tile: tile.num_stages), DQ_TILES[-1]),
+    },
+}
+
+
+@pytest.mark.parametrize("tiles", REPEATED.values(), ids=REPEATED)
+def test_the_schedule_changes_no_bit(tiles):
+    """The forward pass always, the backward pass where it is deterministic, give the same bits."""
+    first = all_results(CASE, deterministic=True, **tiles)
+    assert_results(CASE, first)
+    for schedule in SCHEDULES[1:]:
+        assert bits(all_results(CASE, deterministic=True, schedule=schedule, **tiles)) == bits(first)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("tiles", REPEATED.values(), ids=REPEATED)
+def test_what_lies_in_memory_changes_no_bit(tiles, deterministic):
+    """Results and scratch memory are written before they are read."""
+    options = {**tiles, "deterministic": deterministic}
+    first = bits(all_results(CASE, **options, fill=0xFF))
+    assert bits(all_results(CASE, **options, fill=0x00)) == first
+    assert bits(all_results(CASE, **options, fill=0x3F)) == first
+
+
+# ---- The edges of problems -------------------------------------------------------------------------------------------
+
+EDGES = {
+    "one pair": {"seqlen_q": 1, "seqlen_k": 1},
+    "one query": {"seqlen_q": 1, "seqlen_k": 201},
+    "one key": {"seqlen_q": 201, "seqlen_k": 1},
+    "no keys": {"seqlen_q": 70, "seqlen_k": 0},
+    "no queries": {"seqlen_q": 0, "seqlen_k": 70},
+    "nothing at all": {"seqlen_q": 0, "seqlen_k": 0},
+    "no heads": {"seqlen_q": 20, "seqlen_k": 20, "num_heads": 0},
+    "no batch": {"seqlen_q": 20, "seqlen_k": 20, "batch": 0},
+    "no lengths": {"seqlen_q": 70, "seqlen_k": 140, "batch": 2, "kv_lengths": (0, 0)},
+    "lengths of one": {"seqlen_q": 70, "seqlen_k": 140, "batch": 2, "kv_lengths": (1, 0)},
+    "lengths at the edges of tiles": {
+        "seqlen_q": 33,
+        "seqlen_k": 140,
+        "batch": 5,
+        "kv_lengths": (63, 64, 65, 127, 129),
+    },
+    "blocks of queries before the first key": {"seqlen_q": 300, "seqlen_k": 5, "causal": True},
+    "blocks of keys that no query sees": {"seqlen_q": 5, "seqlen_k": 300, "causal": "top_left"},
+    "blocks of queries past the window": {"seqlen_q": 300, "seqlen_k": 9, "causal": "top_left", "window": (2, None)},
+    "only the diagonal": {"seqlen_q": 150, "seqlen_k": 150, "window": (0, 0)},
+    "more heads than one launch dimension has": {"seqlen_q": 3, "seqlen_k": 3, "batch": 3, "num_heads": 40},
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("sizes", EDGES.values(), ids=EDGES)
+def test_edges(sizes, deterministic):
+    case = ct.Case(head_dim=16, dtype="float16", **sizes)
+    results = all_results(case, deterministic=deterministic)
+    assert_results(case, results)
+
+
+def judge(problem, arrays, results):
+    """Hold results by name against the oracle, for arrays that no `Case` makes."""
+    yardsticks = ct.yardsticks(problem, arrays)
+    measurements = [ct.measure(name, x, yardsticks[name]) for name, x in results.items()]
+    assert not [str(measurement) for measurement in measurements if measurement.failure]
+
+
+def run_both(problem, arrays, **options):
+    out, lse = attention.forward(problem, arrays, **options)
+    gradients = attention.backward(problem, arrays, out, lse, **options)
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("term", ["mask", "bias"])
+def test_terms_that_hide_everything(term, deterministic):
+    sizes = {"seqlen_q": 40, "seqlen_k": 70, "num_heads": 2}
+    case = ct.Case(head_dim=16, dtype="bfloat16", **sizes, **{term: (2, 40, 70)})
+    arrays = case.arrays()
+    hidden = False if term == "mask" else -np.inf
+    arrays[term][0] = hidden  # a whole head
+    arrays[term][1, 16:] = hidden  # whole fragments, and whole tiles of rows
+    arrays[term][1, :, :64] = hidden  # a whole tile of keys
+    problem = problem_of(case, arrays, deterministic=deterministic)
+    results = run_both(problem, arrays)
+    judge(problem, arrays, results)
+    assert not results["out"][0, 0].any()
+    assert (results["lse"][0, 0] == -np.inf).all()
+
+
+def test_lengths_out_of_range_are_clamped():
+    case = ct.Case(seqlen_q=20, seqlen_k=50, batch=3, head_dim=16, dtype="float16", kv_lengths=(0, 50, 50))
+    arrays = case.arrays()
+    problem = problem_of(case, arrays)
+    tame = run_both(problem, arrays)
+    arrays["kv_lengths"][...] = (-7, 51, 2**31 - 1)
+    assert bits(run_both(problem, arrays)) == bits(tame)
+
+
+def test_values_that_are_no_numbers():
+    """NaN and infinities of visible inputs come out where the formula has them."""
+    case = ct.Case(seqlen_q=40, seqlen_k=70, head_dim=16, dtype="float16", causal=True)
+    arrays = case.arrays()
+    arrays["q"][0, 0, 7, 3] = np.nan
+    arrays["k"][0, 0, 65, 0] = np.inf
+    arrays["v"][0, 0, 2, 5] = np.inf
+    arrays["v"][0, 0, 3, 6] = np.nan
+    problem = problem_of(case, arrays)
+    out, lse = attention.forward(problem, arrays)
+    judge(problem, {name: arrays[name] for name in "qkv"}, {"out": out, "lse": lse})
+
+
+# ---- Memory ----------------------------------------------------------------------------------------------------------
+
+
+def framed(frames):
+    """Places arrays within NaN; `frames` collects what surrounds them and where they are in it."""
+
+    def place(array):
+        frame = attention.guarded(np.full([n + 4 for n in array.shape], np.nan).astype(array.dtype))
+        inside = tuple(slice(2, n + 2) for n in array.shape)
+        frame[inside] = array
+        frames.append((frame, inside))
+        return frame[inside]
+
+    return place
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_results_stay_inside_their_arrays(deterministic):
+    case = ct.Case(seqlen_q=70, seqlen_k=81, batch=2, num_heads=2, num_heads_kv=1, head_dim=24, dtype="bfloat16")
+    frames = []
+    assert_results(case, all_results(case, deterministic=deterministic, place=framed(frames)))
+    assert len(frames) == 15  # inputs and results of both passes
+    for frame, inside in frames:
+        frame[inside] = np.nan
+        assert np.isnan(frame.astype(np.float32)).all()
+
+
+FAR = 2**32 + 2**20  # elements: what is cut to 32 bits lands somewhere else
+
+
+def far_apart(array):
+    """A copy whose rows, heads and batches lie so far apart that offsets take more than 32 bits."""
+    strides = [array.itemsize] * array.ndim
+    together = 1 if array.ndim == 4 and array.shape[-1] == 16 else 0  # axes whose elements stay neighbours
+    for axis in reversed(range(array.ndim - together)):
+        inner = strides[axis + 1] * array.shape[axis + 1] if axis + 1 < array.ndim - together else 0
+        strides[axis] = max(FAR // 16 * array.itemsize, inner)
+    extent = sum((n - 1) * stride for n, stride in zip(array.shape, strides, strict=True)) + array.itemsize * 16
+    no_reserve = 0x4000  # MAP_NORESERVE: only the pages that are touched take memory
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+    storage = mmap.mmap(-1, round_up(extent, mmap.PAGESIZE), flags=flags)
+    copy = np.ndarray(array.shape, array.dtype, storage, 0, strides)
+    copy[...] = array
+    return copy
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("options", [{}, {"bias": (2, 2, 33, 18), "mask": (2, 2, 33, 18)}], ids=["plain", "terms"])
+def test_offsets_take_64_bits(options, deterministic):
+    case = ct.Case(
+        seqlen_q=33,
+        seqlen_k=18,
+        batch=2,
+        num_heads=2,
+        head_dim=16,
+        dtype="float16",
+        kv_lengths=(18, 11),
+        kv_lengths_dtype="int64",
+        alibi_slopes=(2, 2),
+        **options,
+    )
+    assert_results(case, all_results(case, deterministic=deterministic, place=far_apart))
+
+
+# ---- Shared memory ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile", (*FORWARD_TILES, *BACKWARD_TILES, *DQ_TILES), ids=str)
+def test_matrix_loads_have_no_bank_conflicts(tile):
+    case = ct.Case(seqlen_q=33, seqlen_k=65, head_dim=tile.max_dim, dtype="bfloat16")
+    arrays = case.arrays()
+    problem = problem_of(case, arrays, deterministic=isinstance(tile, DqTile))
+    arrays["out"], arrays["lse"] = forward_by_oracle(problem, arrays)
+    pass_, tiles = "backward", (tile, None)
+    if isinstance(tile, DqTile):
+        tiles = (next(main for main in BACKWARD_TILES if main.max_dim >= tile.max_dim), tile)
+    elif not isinstance(tile, BackwardTile):
+        pass_, tiles = "forward", (tile,)
+    arrays |= {f"d{name}": np.empty_like(arrays[name]) for name in "qkv"}
+    plan = attention.plan_for(problem, pass_, arrays, "9.0", tiles)
+    statistics = attention.run(plan, arrays, emulator.SCHEDULES[0])
+    assert sum(launch.matrix_loads for launch in statistics) > 0
+    assert [launch.matrix_load_conflicts for launch in statistics] == [0] * len(statistics)
