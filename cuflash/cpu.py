@@ -51,7 +51,9 @@ KEY_TILE = 4096  # keys, where rows are few
 OUT_OF_TILE = 2**14  # more than rows and keys of a tile together
 TILES_PER_JOB = 4  # query tiles that share the conversion of a key tile
 SERIAL_FLOPS = 1e8  # work too small to be worth a thread
+MAX_RANGES = 16  # of keys of a head, for as many threads; each takes the memory of a dq
 SUM_LIMIT = 2.0  # mean weight of the keys of a tile: more says that the maximum has risen
+LOWEST_WEIGHT = {np.dtype(np.float32): 2.0**-100, np.dtype(np.float64): 2.0**-960}  # products with V are normal too
 SMALL_SCORE = 48.0  # in base 2: weights between 2**-48 and 2**48, and their quotients, are normal numbers
 
 
@@ -104,7 +106,7 @@ def forward(
         return heads.count * (min(heads.num_keys, problem.key_range(rows[-1])[1]) - problem.key_range(rows[0])[0])
 
     jobs.sort(key=seen, reverse=True)  # no long job starts last
-    _run(lambda job: _forward_job(call, out_4d, lse_3d, *job), jobs, threads)
+    _run(lambda *job: _forward_job(call, out_4d, lse_3d, *job), jobs, threads, call.dtype)
     return out, lse
 
 
@@ -146,28 +148,25 @@ def backward(
     dout, out, dq_4d, dk_4d, dv_4d = (view_4d(x, problem.layout) for x in (dout, out, dq, dk, dv))
     lse = view_rows(lse)
     threads = _count_threads(problem.backward_flops)
-    # A job is a range of keys of some heads, all of them unless that leaves threads idle. Every range makes a dq of its
-    # own, and these are added in order: repeatable, and linear in memory.
-    num_ranges = _ceil_div(2 * threads, max(1, problem.batch * problem.num_heads_kv))
-    keys_per_job = max(QUERY_TILE, _ceil_div(problem.seqlen_k, num_ranges))
-    partial_dqs = [dq_4d]
-    if keys_per_job < problem.seqlen_k:
-        num_ranges = _ceil_div(problem.seqlen_k, keys_per_job)
-        partial_dqs = list(np.zeros((num_ranges, *dq_4d.shape), call.dtype))
     groups = _heads_by_length(problem, problem.num_heads_kv, kv_lengths)
+    # A job is a range of keys of some heads: all keys, unless that leaves threads idle. Every range makes a dq of its
+    # own, and these are added in order: repeatable, and linear in memory.
+    bounds = _equal_key_ranges(problem, _count_ranges(threads, problem.batch * problem.num_heads_kv))
+    partial_dqs = [dq_4d] if len(bounds) == 2 else list(np.zeros((len(bounds) - 1, *dq_4d.shape), call.dtype))
     jobs = [
-        (heads, range(j, min(j + keys_per_job, heads.num_keys)), partial_dq)
+        (heads, range(min(j0, group.num_keys), min(j1, group.num_keys)), partial_dq)
         for group in groups
         for heads in group.split(call.tile // max(1, problem.seqlen_q * group.num_keys), 4 * threads)
-        for j, partial_dq in zip(range(0, max(group.num_keys, 1), keys_per_job), partial_dqs, strict=False)
+        for j0, j1, partial_dq in zip(bounds[:-1], bounds[1:], partial_dqs, strict=True)
     ]
     for group in groups:
         dk_4d[group.batch, group.head, group.num_keys :] = 0
         dv_4d[group.batch, group.head, group.num_keys :] = 0
-    _run(lambda job: _backward_job(call, dout, out, lse, dk_4d, dv_4d, *job), jobs, threads)
+    _run(lambda *job: _backward_job(call, dout, out, lse, dk_4d, dv_4d, *job), jobs, threads, call.dtype)
     if partial_dqs[0] is not dq_4d:
-        for head in np.ndindex(dq_4d.shape[:2]):
-            dq_4d[head] = sum(partial_dq[head] for partial_dq in partial_dqs)
+        with np.errstate(all="ignore"):
+            for head in np.ndindex(dq_4d.shape[:2]):
+                dq_4d[head] = sum(partial_dq[head] for partial_dq in partial_dqs)
     return dq, dk, dv
 
 
@@ -182,11 +181,12 @@ def _count_threads(flops: int) -> int:
     return os.cpu_count() or 1
 
 
-def _run(work: Callable[[Any], None], jobs: Sequence[Any], threads: int) -> None:
-    """Do the jobs in order, on this thread and on others."""
+def _run(work: Callable[..., None], jobs: Sequence[tuple[Any, ...]], threads: int, dtype: np.dtype[Any]) -> None:
+    """Call ``work(workspace, *job)`` for the jobs in order, on this thread and on others."""
     remaining = deque(jobs)
 
     def work_off() -> None:
+        workspace = _Workspace(dtype)
         with np.errstate(all="ignore"):  # belongs to a thread; infinities and NaN are results like others here
             while remaining:
                 try:
@@ -194,7 +194,7 @@ def _run(work: Callable[[Any], None], jobs: Sequence[Any], threads: int) -> None
                 except IndexError:  # another thread was faster
                     return
                 try:
-                    work(job)
+                    work(workspace, *job)
                 except BaseException:
                     remaining.clear()
                     raise
@@ -208,6 +208,42 @@ def _run(work: Callable[[Any], None], jobs: Sequence[Any], threads: int) -> None
         work_off()
     for future in futures:
         future.result()
+
+
+class _Workspace:
+    """Memory for the arrays of a tile, kept from tile to tile by one thread."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self._dtype = dtype
+        self._memory: dict[str, Array] = {}
+
+    def take(self, name: str, *shape: int) -> Array:
+        size = math.prod(shape)
+        if name not in self._memory or self._memory[name].size < size:
+            self._memory[name] = np.empty(size, self._dtype)
+        return self._memory[name][:size].reshape(shape)
+
+
+def _count_ranges(threads: int, num_heads: int) -> int:
+    """Into how many ranges to cut the keys of every head, so that all threads have the same number of them."""
+    if num_heads >= 4 * threads or num_heads == 0:
+        return 1
+    return min(threads // math.gcd(threads, num_heads), MAX_RANGES)
+
+
+def _equal_key_ranges(problem: Problem, count: int) -> list[int]:
+    """Bounds of ranges of keys that are seen by about equally many rows."""
+    last = problem.seqlen_k
+    if count == 1 or last == 0:
+        return [0, last]
+    beyond = problem.seqlen_q + problem.seqlen_k
+    left, right = (beyond if x is None else x for x in (problem.window_left, problem.window_right))
+    keys = np.arange(last) - problem.diagonal
+    first_row, stop_row = (np.clip(x, 0, problem.seqlen_q) for x in (keys - right, keys + left + 1))
+    seen = np.cumsum(np.maximum(stop_row - first_row, 0))
+    inner = np.searchsorted(seen, seen[-1] * np.arange(1, count) / count)
+    inner = (inner + KEY_BLOCK - 1) // KEY_BLOCK * KEY_BLOCK
+    return [0, *np.unique(inner[(inner > 0) & (inner < last)]).tolist(), last]
 
 
 @dataclass(frozen=True)
@@ -237,11 +273,12 @@ def _heads_by_length(problem: Problem, num_heads: int, kv_lengths: Array | None)
     lengths = np.full(problem.batch, problem.seqlen_k)
     if kv_lengths is not None:
         lengths = np.clip(kv_lengths, 0, problem.seqlen_k)
-    groups = []
-    for n in np.unique(lengths).tolist():
-        (batch,) = np.nonzero(lengths == n)
-        groups.append(_Heads(np.repeat(batch, num_heads), np.tile(np.arange(num_heads), len(batch)), n))
-    return groups
+    by_length = np.argsort(lengths, kind="stable")
+    values, starts = np.unique(lengths[by_length], return_index=True)
+    return [
+        _Heads(np.repeat(batch, num_heads), np.tile(np.arange(num_heads), len(batch)), int(n))
+        for n, batch in zip(values, np.split(by_length, starts[1:]), strict=False)
+    ]
 
 
 def _ceil_div(x: int, y: int) -> int:
@@ -264,24 +301,23 @@ def _exp2_is_fast() -> bool:
 # exp(x) is EXPONENTIAL(UNIT * x)
 EXPONENTIAL: np.ufunc = np.exp2 if _exp2_is_fast() else np.exp
 UNIT = math.log2(math.e) if EXPONENTIAL is np.exp2 else 1.0
-# Scores, times UNIT, of weights of 2**-100 and 2**-960: the products of such with V are normal numbers too.
-FLOORS = {np.dtype(dtype): dtype(n / math.log2(math.e) * UNIT) for dtype, n in ((np.float32, -100), (np.float64, -960))}
 
 
 def _exponential(scores: Array, unit: float, *, small: bool) -> None:
     """Exponentials of scores that have been multiplied by `unit`, in place.
 
-    They are zero below FLOORS; with `small`, no score is so low.
+    They are zero where they would be less than LOWEST_WEIGHT; with `small`, none is.
     """
     if unit != UNIT:
         scores *= UNIT / unit
     if small:
         EXPONENTIAL(scores, out=scores)
         return
-    floor = FLOORS[scores.dtype]
-    np.maximum(scores, floor, out=scores)
+    lowest = math.log(LOWEST_WEIGHT[scores.dtype]) * UNIT
+    np.maximum(scores, lowest, out=scores)
     EXPONENTIAL(scores, out=scores)
-    scores -= EXPONENTIAL(floor)
+    # Of more than one, since a single number may go another way and be rounded otherwise.
+    scores -= EXPONENTIAL(np.full(64, lowest, scores.dtype))[0]
 
 
 # ---- tiles -----------------------------------------------------------------------------------------------------------
@@ -308,8 +344,8 @@ class _Call:
         self.slopes = None if alibi_slopes is None else np.broadcast_to(alibi_slopes, slopes_shape)
         dim = max(problem.head_dim, problem.head_dim_v)
         self.query_block = next(n for n in (64, 32, 16) if KEY_BLOCK * n * (dim + 1) <= PRODUCT_LIMIT or n == 16)
-        # What is done to q k^T comes before the shift. Added terms may be large and nearly cancel: they are added before
-        # scores are multiplied by UNIT.
+        # What options do to q k^T comes before the shift. Added terms may be large and nearly cancel, so that they come
+        # before a multiplication by UNIT too.
         self.has_added_terms = bias is not None or alibi_slopes is not None
         self.has_terms = self.has_added_terms or problem.softcap is not None
         self.unit = 1.0 if self.has_added_terms else UNIT
@@ -441,20 +477,6 @@ def _key_tiles(start: int, stop: int, tile: int) -> Iterator[_Keys]:
         yield _Keys(whole, stop, stop - whole)
 
 
-class _Workspace:
-    """Memory for the arrays of a tile, kept from tile to tile."""
-
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self._dtype = dtype
-        self._memory: dict[str, Array] = {}
-
-    def take(self, name: str, *shape: int) -> Array:
-        size = math.prod(shape)
-        if name not in self._memory or self._memory[name].size < size:
-            self._memory[name] = np.empty(size, self._dtype)
-        return self._memory[name][:size].reshape(shape)
-
-
 def _largest_norm(rows: Array) -> float:
     return math.sqrt(float(np.max(np.einsum("...d,...d->...", rows, rows), initial=0)))
 
@@ -561,7 +583,7 @@ def _scores(
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
 
-def _forward_job(call: _Call, out: Array, lse: Array, heads: _Heads, rows: range) -> None:
+def _forward_job(call: _Call, out: Array, lse: Array, workspace: _Workspace, heads: _Heads, rows: range) -> None:
     """out and lse of some rows of some heads."""
     head_dim_v = call.problem.head_dim_v
     starts = rows[:: call.query_tile]
@@ -571,8 +593,7 @@ def _forward_job(call: _Call, out: Array, lse: Array, heads: _Heads, rows: range
     start = min(x.first_key for x in tiles) // KEY_BLOCK * KEY_BLOCK
     stop = min(heads.num_keys, _ceil_div(max(x.stop_key for x in tiles), KEY_BLOCK) * KEY_BLOCK)
     key_tile = call.tile // (heads.count * tiles[0].padded) // KEY_BLOCK * KEY_BLOCK
-    workspace = _Workspace(call.dtype)
-    for tile in _key_tiles(start, stop, _clamp(key_tile, KEY_BLOCK, KEY_TILE)):
+    for tile in _key_tiles(start, max(start, stop), _clamp(key_tile, KEY_BLOCK, KEY_TILE)):
         k = v = None
         for queries, total in zip(tiles, sums, strict=True):
             keys = tile.seen_by(queries)
@@ -624,7 +645,7 @@ def _forward_tile(
 
 
 def _raise_maximum(call: _Call, queries: _Queries, scores: Array, total: Array) -> None:
-    """Move m up to the largest score of the tile, in rows that have seen nothing yet to wherever that is; subtract it."""
+    """Subtract m after moving it up to the largest score of the tile, or to wherever that is in rows that are new."""
     largest = scores.max(axis=(1, 3))
     unseen = total[:, :, -1] == 0
     m = np.where(unseen, largest, np.maximum(largest, -queries.shift))
@@ -638,13 +659,21 @@ def _raise_maximum(call: _Call, queries: _Queries, scores: Array, total: Array) 
 
 
 def _backward_job(
-    call: _Call, dout: Array, out: Array, lse: Array, dk: Array, dv: Array, heads: _Heads, span: range, dq: Array
+    call: _Call,
+    dout: Array,
+    out: Array,
+    lse: Array,
+    dk: Array,
+    dv: Array,
+    workspace: _Workspace,
+    heads: _Heads,
+    span: range,
+    dq: Array,
 ) -> None:
     """dk and dv of a span of the keys of some heads of k and v, and what that span contributes to dq."""
     problem = call.problem
     k, v = (call.stage(x, heads, span, ones=1) for x in (call.k, call.v))
     dk_sum, dv_sum = np.zeros_like(k[:, :, :-1]), np.zeros_like(v[:, :, :-1])
-    workspace = _Workspace(call.dtype)
     for member in range(problem.group_size):
         group = _Heads(heads.batch, heads.head * problem.group_size + member, heads.num_keys)
         for i in range(0, problem.seqlen_q, call.query_tile):

@@ -12,6 +12,7 @@ The short story of a call:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
@@ -460,6 +461,7 @@ def attention(
     return cast(ArrayT, result.out)
 
 
+@functools.cache
 def _gpu() -> ModuleType:
     """The module that launches kernels; importing it imports CuPy."""
     from cuflash import launch

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ import numpy as np
 
 from cuflash.compiler import compile_spec, with_resources
 from cuflash.interop import overlap
-from cuflash.params import POINTER_WORD, parameters
+from cuflash.params import PARAMS, POINTER_WORD, parameters
 from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan, Pass, access_bytes, choose_plan
 from cuflash.problem import Options, Problem, check_array, layout_of, make_problem, rows_of, value_error
 
@@ -52,11 +53,12 @@ class _Launch:
 
     plan: LaunchPlan
     kernels: tuple[_Kernel, ...]
-    params: np.ndarray  # one element, pointers to be filled in
-    words: np.ndarray  # where the pointers go: the arrays of the call in order, then what the call allocates
+    params: bytes  # the kernels' argument, pointers to be filled in
+    offsets: tuple[int, ...]  # where they go: of the arrays of the call, of the results it allocates, of scratch arrays
     results: tuple[tuple[int, tuple[int, ...], Any], ...]  # index, shape and dtype of results that the call allocates
-    scratch_bytes: int
-    accumulator_offset: int  # of dq_accumulator behind row_stats in the scratch memory
+    scratch: tuple[int, ...]  # first byte of each scratch array in one allocation
+    extents: tuple[tuple[int, int], ...]  # bytes that each array of the call reaches, relative to its pointer
+    given: tuple[int, ...]  # which of these arrays are results
 
 
 class _Contiguous:
@@ -75,6 +77,8 @@ class _CopyFirst:
     names: tuple[str, ...]
 
 
+_POINTER = struct.Struct("=Q")
+_PARAMS_BYTES = np.dtype((np.void, PARAMS.itemsize))
 _launches: dict[tuple, _Launch | _CopyFirst] = {}
 
 
@@ -148,20 +152,24 @@ def _call(pass_: Pass, options: Options, arrays: dict[str, Any]) -> tuple[Any, .
         launch = _launches[tuple(key)] = _prepare(pass_, options, arrays)
     if isinstance(launch, _CopyFirst):
         return _call_on_copies(pass_, options, arrays, launch.names)
-    if any(arrays.get(name) is not None for name in _RESULTS[pass_]):
-        _check_results(pass_, arrays)
+    for index in launch.given:
+        _check_overlap(index, launch.extents, pointers, arrays)
 
     results = [arrays.get(name) for name in _RESULTS[pass_]]
     for index, shape, dtype in launch.results:
         results[index] = array = cupy.empty(shape, dtype)
         pointers.append(array.data.ptr)
-    if launch.scratch_bytes:
-        scratch = cupy.cuda.alloc(launch.scratch_bytes)  # goes back to the pool in stream order
-        pointers += (scratch.ptr, scratch.ptr + launch.accumulator_offset)
-    params = launch.params.copy()
-    params.view(np.uint64)[launch.words] = pointers
-    for kernel in launch.kernels:
-        kernel.function(kernel.grid, kernel.block, (params,), kernel.shared_bytes)
+    if launch.scratch:
+        scratch = cupy.cuda.alloc(launch.plan.extra_bytes)  # goes back to the pool in stream order
+        first = scratch.ptr
+        pointers += [first + offset for offset in launch.scratch]
+    content = bytearray(launch.params)
+    for offset, pointer in zip(launch.offsets, pointers, strict=True):
+        _POINTER.pack_into(content, offset, pointer)
+    # A scalar: CuPy asks an array for a description of its fields, at five times the cost of a launch.
+    params = (np.frombuffer(content, _PARAMS_BYTES)[0],)
+    for function, grid, block, shared_bytes in launch.kernels:
+        function(grid, block, params, shared_bytes)
     return tuple(results)
 
 
@@ -176,6 +184,9 @@ def _prepare(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> _Launc
     expected = _expected(problem, arrays)
     for name in given.keys() & expected.keys():
         check_array(name, arrays[name], *expected[name])
+    for name in given.keys() & set(_RESULTS[pass_]):
+        if any(n > 1 and stride == 0 for n, stride in zip(given[name].shape, given[name].strides, strict=True)):
+            raise value_error(name, f"strides {given[name].strides}", "elements that do not share memory")
 
     scattered = tuple(
         name
@@ -215,18 +226,17 @@ def _prepare(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> _Launc
         load_bytes=aligned_bytes(_READ[pass_]),
         store_bytes=aligned_bytes(written),
     )
-    names = [*given, *(_RESULTS[pass_][index] for index, _, _ in results)]
-    if plan.extra_bytes:
-        names += ["row_stats", "dq_accumulator"]
-    stats_bytes = plan.extra_bytes - 4 * plan.accumulator_elements
+    names = (*given, *(_RESULTS[pass_][index] for index, _, _ in results), *(name for name, _ in plan.scratch))
+    sizes = [4 * elements for _, elements in plan.scratch]
     return _Launch(
         plan=plan,
         kernels=tuple(_load(kernel, device_id) for kernel in plan.kernels if kernel.grid),
-        params=parameters(plan, operands),
-        words=np.array([POINTER_WORD[name] for name in names], np.intp),
+        params=parameters(plan, operands).tobytes(),
+        offsets=tuple(8 * POINTER_WORD[name] for name in names),
         results=results,
-        scratch_bytes=plan.extra_bytes,
-        accumulator_offset=stats_bytes,
+        scratch=tuple(sum(sizes[:i]) for i in range(len(sizes))),
+        extents=tuple(_extent(array) for array in given.values()),
+        given=tuple(i for i, name in enumerate(given) if name in _RESULTS[pass_]),
     )
 
 
@@ -261,15 +271,21 @@ def _call_on_copies(pass_: Pass, options: Options, arrays: dict[str, Any], names
     return tuple(arrays[name] if name in names else value for name, value in zip(results, computed, strict=True))
 
 
-def _check_results(pass_: Pass, arrays: Mapping[str, Any]) -> None:
-    """Refuse results whose elements are not memory of their own."""
-    given = {name: array for name, array in arrays.items() if array is not None}
-    for name in _RESULTS[pass_]:
-        if name not in given:
-            continue
-        result = given[name]
-        if any(n > 1 and stride == 0 for n, stride in zip(result.shape, result.strides, strict=True)):
-            raise value_error(name, f"strides {result.strides}", "elements that do not share memory")
-        for other, array in given.items():
-            if other != name and overlap(result, array):
-                raise value_error(name, f"memory shared with {other}", "memory of its own")
+def _extent(array: Any) -> tuple[int, int]:
+    """Bytes from the pointer of an array to its lowest byte and past its highest."""
+    if not array.size:
+        return 0, 0
+    reaches = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
+    return sum(r for r in reaches if r < 0), sum(r for r in reaches if r > 0) + array.itemsize
+
+
+def _check_overlap(
+    index: int, extents: tuple[tuple[int, int], ...], pointers: list[int], arrays: Mapping[str, Any]
+) -> None:
+    """Refuse a result, the `index`-th array, that shares memory with another array of the call."""
+    low, high = pointers[index] + extents[index][0], pointers[index] + extents[index][1]
+    for other, (start, stop) in enumerate(extents):
+        if other != index and low < pointers[other] + stop and pointers[other] + start < high:
+            given = [(name, array) for name, array in arrays.items() if array is not None]
+            if overlap(given[index][1], given[other][1]):
+                raise value_error(given[index][0], f"memory shared with {given[other][0]}", "memory of its own")

@@ -15,7 +15,15 @@ from cuflash.problem import Operand
 # Arrays in the order of the struct, with the number of strides that follow each pointer.
 _ARRAYS = (
     *((name, 3) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "lse")),
-    *(("bias", 4), ("mask", 4), ("alibi_slopes", 3), ("kv_lengths", 1), ("row_stats", 0), ("dq_accumulator", 0)),
+    *(
+        ("bias", 4),
+        ("mask", 4),
+        ("alibi_slopes", 3),
+        ("kv_lengths", 1),
+        ("row_stats", 0),
+        ("dq_accumulator", 0),
+        ("dkv_partials", 0),
+    ),
 )
 _INTEGERS = ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k", "diagonal", "right_offset", "left_offset")
 
@@ -27,7 +35,14 @@ def _fields() -> list[tuple]:
         if num_strides:
             fields.append((f"{name}_strides", np.int64, (num_strides,)))
     fields += [(name, np.int32) for name in (*_INTEGERS, "head_section")]
-    return [*fields, ("scale", np.float32), ("softcap", np.float32), ("stats_rows", np.int32)]
+    return [
+        *fields,
+        ("scale", np.float32),
+        ("softcap", np.float32),
+        ("stats_rows", np.int32),
+        ("group_splits", np.int32),
+        ("padding", np.int32),
+    ]
 
 
 PARAMS = np.dtype(_fields())
@@ -62,4 +77,5 @@ def parameters(plan: LaunchPlan, operands: Mapping[str, Operand]) -> np.ndarray:
         params["softcap"] = problem.softcap
     params["head_section"] = plan.head_section
     params["stats_rows"] = plan.stats_rows
+    params["group_splits"] = plan.group_splits
     return params

@@ -14,8 +14,9 @@ from cuflash.problem import ITEMSIZE, Operand, Problem
 
 Pass = Literal["forward", "backward"]
 
-PARAMS_BYTES = 480  # of the kernels' only argument; cuflash/launch.py lays it out, kernels/params.cuh checks it
+PARAMS_BYTES = 496  # of the kernels' only argument; cuflash/launch.py lays it out, kernels/params.cuh checks it
 MAX_HEAD_DIM = 256
+WAVES = 4  # of resident blocks that a grid should have, where more blocks cost extra work
 SHARED_BYTES_RESERVED = 1024  # that a resident block takes of a multiprocessor's shared memory beside its own
 
 
@@ -170,7 +171,7 @@ class DqTile:
         return tile_bytes(self.block_m, dim) + tile_bytes(self.block_m, dim_v) + self.num_stages * keys
 
     def defines(self) -> dict[str, int]:
-        return _tile_defines(self) | {"CUFLASH_DQ_WARPS_M": self.num_warps}
+        return _tile_defines(self) | {"CUFLASH_WARPS_D": 1, "CUFLASH_DQ_WARPS_M": self.num_warps}
 
 
 Tile = ForwardTile | BackwardTile | DqTile
@@ -326,7 +327,8 @@ class LaunchPlan:
     tiles: tuple[Tile, ...]
     kernels: tuple[KernelSpec, ...]
     stats_rows: int  # rows of row_stats of one head (backward)
-    accumulator_elements: int  # float32 elements of dq_accumulator (backward, not deterministic)
+    group_splits: int  # blocks that share the query heads of a key/value head (backward)
+    scratch: tuple[tuple[str, int], ...]  # arrays that a call needs beside inputs and results, in float32 elements
     head_section: int  # heads whose tiles are interleaved in the launch order
     reason: str
     resources: tuple[str, ...] = ()  # registers and spills of each kernel, once compiled
@@ -334,8 +336,7 @@ class LaunchPlan:
     @property
     def extra_bytes(self) -> int:
         """Device memory taken for the duration of a call beside inputs and results."""
-        heads = self.problem.batch * self.problem.num_heads
-        return heads * self.stats_rows * 8 + self.accumulator_elements * 4
+        return 4 * sum(elements for _, elements in self.scratch)
 
     def describe(self) -> str:
         """The plan in words, a line a fact."""
@@ -390,6 +391,7 @@ def choose_plan(
         defines = common | tile.defines() | {"CUFLASH_SHARED_BYTES": shared_bytes}
         if pass_ == "backward":
             defines["CUFLASH_DQ_BY_REDUCTION"] = int(not problem.deterministic)
+            defines["CUFLASH_SPLITS_GROUP"] = int(group_splits > 1)
         name = _symbol(source, problem, tile)
         return KernelSpec(
             source=source,
@@ -404,7 +406,9 @@ def choose_plan(
     def padded_shared_bytes(tile: Tile) -> int:
         return tile.shared_bytes(round_up(dim, tile.dim_multiple), round_up(dim_v, tile.dim_multiple))
 
-    stats_rows = accumulator_elements = 0
+    stats_rows = 0
+    group_splits = 1
+    scratch: dict[str, int] = {}
     if pass_ == "forward":
         forward, reason = (tiles[0], "tile given by the caller") if tiles else _choose(FORWARD_TILES, problem, device)
         chosen: tuple[Tile, ...] = (forward,)
@@ -421,11 +425,23 @@ def choose_plan(
         # delta runs over tiles of the kernels that read it, one block a tile.
         delta = replace(main, block_m=max(main.block_m, dq.block_m)) if problem.deterministic else main
         stats_rows = round_up(problem.seqlen_q, delta.block_m)
+        scratch["row_stats"] = heads * stats_rows * 2
         n_blocks = heads_kv * -(-problem.seqlen_k // main.block_n)
+        if n_blocks:
+            wanted = WAVES * device.num_sms * main.min_blocks
+            group_splits = min(problem.group_size, -(-wanted // n_blocks))
         kernels = [
             kernel("backward_delta.cu", delta, heads * (stats_rows // delta.block_m), 0),
-            kernel("backward_sm80.cu", main, n_blocks, padded_shared_bytes(main)),
+            kernel("backward_sm80.cu", main, n_blocks * group_splits, padded_shared_bytes(main)),
         ]
+        dim_padded, dim_v_padded = (round_up(d, main.dim_multiple) for d in (dim, dim_v))
+        if group_splits > 1:
+            scratch["dkv_partials"] = n_blocks * group_splits * main.block_n * (dim_padded + dim_v_padded)
+            shared_bytes = tile_bytes(main.block_n, dim_padded) + tile_bytes(main.block_n, dim_v_padded)
+            kernels.append(kernel("backward_reduce.cu", main, n_blocks, shared_bytes))
+            reason += (
+                f"\n{group_splits} blocks share the query heads of a key/value head: {n_blocks} tiles of keys are few"
+            )
         if problem.deterministic:
             chosen = (main, dq)
             m_blocks = heads * -(-problem.seqlen_q // dq.block_m)
@@ -435,8 +451,7 @@ def choose_plan(
             )
         else:
             chosen = (main,)
-            dim_padded = round_up(dim, main.dim_multiple)
-            accumulator_elements = heads * stats_rows * dim_padded
+            scratch["dq_accumulator"] = heads * stats_rows * dim_padded
             m_blocks = heads * (stats_rows // main.block_m)
             kernels.append(kernel("backward_convert.cu", main, m_blocks, tile_bytes(main.block_m, dim_padded)))
     return LaunchPlan(
@@ -446,7 +461,8 @@ def choose_plan(
         tiles=chosen,
         kernels=tuple(kernels),
         stats_rows=stats_rows,
-        accumulator_elements=accumulator_elements,
+        group_splits=group_splits,
+        scratch=tuple(scratch.items()),
         head_section=1,
         reason=reason,
     )

@@ -17,13 +17,8 @@
 #include "schedule.cuh"
 #include "score.cuh"
 
-constexpr int kWarpsD = CUFLASH_WARPS_D;
-constexpr bool kOwnOperands = kWarpsD == 1;  // P' and dS' reach dV and dK in registers
-constexpr int kWarpsN = kNumWarps / kWarpsD;
-constexpr int kKeyTiles = kBlockN / (16 * kWarpsN);       // pieces of 16 keys of a warp
+constexpr bool kOwnOperands = kWarpsD == 1;           // P' and dS' reach dV and dK in registers
 constexpr int kQueryTiles = kBlockM / (8 * kWarpsD);      // pieces of 8 queries of P' and dS' of a warp
-constexpr int kColumnTiles = kDim / (8 * kWarpsD);        // pieces of 8 columns of dK of a warp
-constexpr int kColumnTilesV = kDimV / (8 * kWarpsD);      // and of dV
 constexpr int kRow = row_elements(kDim);
 constexpr int kRowV = row_elements(kDimV);
 constexpr int kRowS = row_elements(kBlockM);
@@ -51,13 +46,16 @@ struct Walk {
 
 CUFLASH_DEVICE void backward(const Params& params) {
   const int num_n_blocks = ceil_div(params.seqlen_k, kBlockN), num_m_blocks = ceil_div(params.seqlen_q, kBlockM);
-  const Work work = schedule(params, num_n_blocks, params.num_heads_kv, false);
-  const int n_block = work.block, head_kv = work.head, batch = work.batch;
+  const int splits = kSplitsGroup ? params.group_splits : 1;
+  const Work work = schedule(params, num_n_blocks, params.num_heads_kv * splits, false);
+  const int n_block = work.block, head_kv = work.head / splits, split = work.head % splits, batch = work.batch;
   const int first_key = n_block * kBlockN;
   const int key_stop = key_stop_of(params, batch);
   const TileRange tiles = query_tiles(params, first_key, first_key + kBlockN - 1, key_stop);
   const int group = params.num_heads / params.num_heads_kv;
-  const int num_steps = (tiles.stop - tiles.start) * group;
+  const int first_head = head_kv * group + group * split / splits;
+  const int num_heads = head_kv * group + group * (split + 1) / splits - first_head;
+  const int num_steps = (tiles.stop - tiles.start) * num_heads;
 
   const u32 s_k = ptx::dynamic_shared(), s_v = s_k + kBytesK, s_ring = s_v + kBytesV;
   const u32 s_ds = s_ring + kNumStages * kBytesStage;  // buffer 1 holds P' unless kOwnOperands
@@ -77,7 +75,7 @@ CUFLASH_DEVICE void backward(const Params& params) {
   };
 
   // K and V arrive with the first tile of queries.
-  Walk current = {head_kv * group, tiles.start};
+  Walk current = {first_head, tiles.start};
   Walk next = current;
   load_tile<kBlockN, kHeadDim>(s_k, head_of(params.k, batch, head_kv), params.k.row_stride, first_key, key_stop);
   load_tile<kBlockN, kHeadDimV>(s_v, head_of(params.v, batch, head_kv), params.v.row_stride, first_key, key_stop);
@@ -223,8 +221,24 @@ CUFLASH_DEVICE void backward(const Params& params) {
     current.advance(tiles);
   }
 
-  // dK and dV leave through the room of K and V, which nobody reads any more after the barrier.
   ptx::copy_async_wait<0>();
+  if constexpr (kSplitsGroup) {
+    float* partials = partials_of(params, num_n_blocks, batch, head_kv, n_block, split);
+    const auto leave = [&](const auto& d) {
+#pragma unroll
+      for (const auto& row : d)
+#pragma unroll
+        for (const auto& piece : row) {
+          *(Float4*)partials = {piece[0], piece[1], piece[2], piece[3]};
+          partials += kNumThreads * 4;
+        }
+    };
+    leave(dk);
+    leave(dv);
+    return;
+  }
+
+  // dK and dV leave through the room of K and V, which nobody reads any more after the barrier.
   ptx::sync_block();
   const float scale = params.scale;
   store_fragments<kRow, kWarpsD>(s_k, warp_key, warp_d, dk, [&](int, int) { return scale; });

@@ -29,6 +29,7 @@ struct Params {
   i64 kv_lengths_stride;
   float* row_stats;       // (batch, num_heads, stats_rows, 2): lse in units of log2, and delta
   float* dq_accumulator;  // (batch, num_heads, m blocks, block_m * padded head_dim), in fragment order
+  float* dkv_partials;    // (batch, num_heads_kv, n blocks, group_splits, dk and dv of a tile), in fragment order
   i32 batch, num_heads, num_heads_kv, seqlen_q, seqlen_k;
   i32 diagonal;      // query i stands at key position i + diagonal
   i32 right_offset;  // query i sees keys up to i + right_offset
@@ -37,6 +38,8 @@ struct Params {
   float scale;
   float softcap;
   i32 stats_rows;    // seqlen_q, rounded up to whole tiles
+  i32 group_splits;  // blocks that share the query heads of a key/value head
+  i32 padding;
 };
 
 static_assert(sizeof(Params) == CUFLASH_PARAMS_BYTES, "Params differs from its description in Python");

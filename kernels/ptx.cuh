@@ -20,6 +20,9 @@ struct BFloat16 {};
 struct alignas(16) Bytes16 {
   u32 word[4];
 };
+struct alignas(16) Float4 {
+  float value[4];
+};
 
 #ifdef CUFLASH_EMULATION
 #include CUFLASH_EMULATION

@@ -1,6 +1,7 @@
 """Both passes of attention by the project's kernels in the emulator: the plan and the parameters are those of a GPU."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from cuflash.plan import DeviceSpec, LaunchPlan, Pass, Tile, access_bytes, choos
 from cuflash.problem import Operand, Problem, layout_of, rows_of
 from cuflash.testing import numpy_dtype
 
-# Operands whose rows the kernels read or write as wholes, by pass; those of the first row are read.
+# Arrays over head dimensions that a pass reads, and those that it writes.
 READ: dict[Pass, tuple[str, ...]] = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "out", "dout")}
 WRITTEN: dict[Pass, tuple[str, ...]] = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
 
@@ -38,6 +39,19 @@ def _access_bytes(problem: Problem, arrays: Sequence[np.ndarray]) -> int:
     return access_bytes(tuple(layout_of(array, problem.layout) for array in arrays), int(pointers))
 
 
+def _as_placed(problem: Problem, arrays: Mapping[str, np.ndarray]) -> Problem:
+    """The problem with the strides that its arrays have now."""
+    scores_shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+    shapes = {"bias": scores_shape, "mask": scores_shape}
+    shapes |= {"alibi_slopes": scores_shape[:2], "kv_lengths": scores_shape[:1]}
+    operands = {name: layout_of(arrays[name], problem.layout) for name in ("q", "k", "v")}
+    for name in shapes.keys() & arrays.keys():
+        array = np.broadcast_to(arrays[name], shapes[name])
+        strides = tuple(stride // array.itemsize for stride in array.strides)
+        operands[name] = Operand(shape=array.shape, strides=strides, dtype=array.dtype.name)
+    return replace(problem, **operands)
+
+
 def run(
     plan: LaunchPlan,
     arrays: Mapping[str, np.ndarray],
@@ -60,10 +74,7 @@ def run(
     params = parameters(plan, operands)
     words = params.view(np.uint64)
     stats_elements = problem.batch * problem.num_heads * plan.stats_rows * 2
-    scratch = {
-        "row_stats": emulator.guarded_array((stats_elements,), np.float32, fill),
-        "dq_accumulator": emulator.guarded_array((plan.accumulator_elements,), np.float32, fill),
-    }
+    scratch = {name: emulator.guarded_array((elements,), np.float32) for name, elements in plan.scratch}
     for name, array in {**arrays, **scratch}.items():
         words[POINTER_WORD[name]] = array.ctypes.data
     statistics = []
@@ -122,7 +133,8 @@ def _call(
         dtype = np.dtype(dtype)
         size = int(np.prod(shape)) * dtype.itemsize
         every[name] = place(np.full(size, fill, np.uint8).view(dtype).reshape(shape))
-    run(plan_for(problem, pass_, every, arch, tiles), every, schedule, fill=fill, **options)
+    plan = plan_for(_as_placed(problem, every), pass_, every, arch, tiles)
+    run(plan, every, schedule, fill=fill, **options)
     return tuple(every[name] for name in results)
 
 

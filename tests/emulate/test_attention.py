@@ -32,10 +32,14 @@ schedules = st.sampled_from(SCHEDULES)
 # ---- How arrays lie in memory ----------------------------------------------------------------------------------------
 
 
+def poison(dtype):
+    """What lies around the elements of an array."""
+    return {"b": True, "i": -1}.get(dtype.kind, np.nan)
+
+
 def widened(array):
     """Rows a multiple of 16 bytes apart: wide accesses, whatever the length of a row."""
-    buffer = np.full((*array.shape[:-1], round_up(array.shape[-1], 8)), np.nan if array.dtype.itemsize > 1 else 1)
-    buffer = buffer.astype(array.dtype)
+    buffer = np.full((*array.shape[:-1], round_up(array.shape[-1], 8)), poison(array.dtype), array.dtype)
     inside = buffer[..., : array.shape[-1]]
     inside[...] = array
     return inside
@@ -192,11 +196,11 @@ def _specialisation(deal, tiles, *, plain):
     if not plain:
         rows = deal(
             "rows",
-            *(("contiguous", 0, 0), ("contiguous", -4, -4), ("contiguous", -6, -6), ("contiguous", 5 - full, -7)),
-            *(("widened", -3, -15), ("padded", 0, 12 - full), ("transposed", -15, 0), ("flipped", -16, 0)),
-            *(("shifted", 0, 0), ("contiguous", 0, 12 - full)),
+            *(("contiguous", 0, 0), ("contiguous", -4, -4), ("contiguous", -6, -6), ("contiguous", 5, -7)),
+            *(("widened", -3, -15), ("padded", 0, 12), ("transposed", -15, 0), ("flipped", -16, 0)),
+            *(("shifted", 0, 0), ("contiguous", 0, 12)),
         )
-        rows = (rows[0], full + rows[1], full + rows[2])
+        rows = (rows[0], *(d if d > 0 else full + d for d in rows[1:]))
         options = {
             "left": deal("left", False, True, False),
             "softcap": deal("softcap", None, 0.5, None, 5.0, None, 50.0),
@@ -505,7 +509,7 @@ def framed(frames):
     """Places arrays within NaN; `frames` collects what surrounds them and where they are in it."""
 
     def place(array):
-        frame = attention.guarded(np.full([n + 4 for n in array.shape], np.nan).astype(array.dtype))
+        frame = attention.guarded(np.full([n + 4 for n in array.shape], poison(array.dtype), array.dtype))
         inside = tuple(slice(2, n + 2) for n in array.shape)
         frame[inside] = array
         frames.append((frame, inside))

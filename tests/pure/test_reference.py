@@ -1,0 +1,199 @@
+"""The oracle against loops over scalars, against finite differences, and against what the semantics say of edges."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import cuflash.testing as ct
+from cuflash import reference
+from cuflash.problem import Options, make_problem, view_4d, view_rows
+
+SMALL = {"max_seqlen": 8, "max_head_dim": 3, "max_scores": 128, "min_seqlen": 0}
+
+
+def run(case, dtype=np.float64, **replaced):
+    """out, lse, dq, dk, dv of the case by the plain formula."""
+    arrays = case.arrays() | replaced
+    inputs = [arrays[name] for name in ("q", "k", "v")]
+    terms = ct.optional(arrays)
+    out, lse = reference.forward(case.problem, *inputs, dtype=dtype, **terms)
+    return out, lse, *reference.backward(case.problem, arrays["dout"], *inputs, dtype=dtype, **terms)
+
+
+def by_loops(case):
+    """out and lse in scalar arithmetic, straight from the documentation of the options."""
+    arrays, p = case.arrays(), case.problem
+    q, k, v = (view_4d(arrays[name].astype(np.float64), case.layout).tolist() for name in ("q", "k", "v"))
+    scores_shape = (p.batch, p.num_heads, p.seqlen_q, p.seqlen_k)
+    bias = np.broadcast_to(arrays.get("bias", 0), scores_shape).astype(np.float64).tolist()
+    mask = np.broadcast_to(arrays.get("mask", True), scores_shape).tolist()
+    slopes = np.broadcast_to(arrays.get("alibi_slopes", 0), scores_shape[:2]).astype(np.float64).tolist()
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    diagonal = 0 if case.causal == "top_left" else p.seqlen_k - p.seqlen_q
+    left, right = case.window or (None, None)
+    out, lse = np.zeros((*scores_shape[:3], p.head_dim_v)), np.full(scores_shape[:3], -np.inf)
+    for b, h, i in np.ndindex(scores_shape[:3]):
+        scores = {}
+        for j in range(p.seqlen_k if case.kv_lengths is None else case.kv_lengths[b]):
+            beyond = j - (i + diagonal)
+            too_early = left is not None and beyond < -left
+            too_late = (right is not None and beyond > right) or (case.causal and beyond > 0)
+            if too_early or too_late or not mask[b][h][i][j]:
+                continue
+            key_head = h // (case.num_heads // case.num_heads_kv)
+            s = scale * math.fsum(x * y for x, y in zip(q[b][h][i], k[b][key_head][j], strict=True))
+            s = s if case.softcap is None else case.softcap * math.tanh(s / case.softcap)
+            s += bias[b][h][i][j] - slopes[b][h] * abs(beyond)
+            if s > -math.inf:
+                scores[j] = s
+        if scores:
+            largest = max(scores.values())
+            lse[b, h, i] = largest + math.log(math.fsum(math.exp(s - largest) for s in scores.values()))
+            for j, s in scores.items():
+                out[b, h, i] += math.exp(s - lse[b, h, i]) * np.array(v[b][key_head][j])
+    return out, lse
+
+
+@given(ct.cases(dtypes=["float64", "float32", "bfloat16"], **SMALL))
+def test_equals_loops_over_scalars(case):
+    out, lse = run(case)[:2]
+    expected_out, expected_lse = by_loops(case)
+    assert out.shape == case.problem.out_shape
+    assert lse.shape == case.problem.lse_shape
+    np.testing.assert_allclose(view_4d(out, case.layout), expected_out, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(view_rows(lse), expected_lse, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=40)
+@given(ct.cases(dtypes=["float64"], score_spreads=[1.0, 3.0], **SMALL))
+def test_gradients_equal_finite_differences(case):
+    gradients = run(case)[2:]
+    arrays = case.arrays()
+    step = 1e-5
+    for name, gradient in zip("qkv", gradients, strict=True):
+        differences = np.zeros_like(gradient)
+        for at in np.ndindex(gradient.shape):
+            losses = []
+            for sign in (1, -1):
+                moved = arrays[name].copy()
+                moved[at] += sign * step
+                losses.append((run(case, **{name: moved})[0] * arrays["dout"]).sum())
+            differences[at] = (losses[0] - losses[1]) / (2 * step)
+        np.testing.assert_allclose(gradient, differences, rtol=1e-7, atol=1e-7 * max(1, np.abs(gradient).max(initial=0)))
+
+
+@given(ct.cases(features=["causal", "bias", "gqa", "alibi_slopes"], ndims=[3, 4], **SMALL))
+def test_grouped_heads_equal_repeated_keys(case):
+    arrays = case.arrays()
+    group = case.num_heads // case.num_heads_kv
+    axis = -2 if case.layout == "bshd" else -3
+    repeated = {name: np.repeat(arrays[name], group, axis=axis) for name in "kv"}
+    problem = make_problem(case.options, arrays["q"], **repeated, **ct.optional(arrays))
+    out, lse = reference.forward(problem, arrays["q"], **repeated, **ct.optional(arrays))
+    _, dk, _ = reference.backward(problem, arrays["dout"], arrays["q"], **repeated, **ct.optional(arrays))
+    dk = view_4d(dk, case.layout)
+    dk = dk.reshape(case.batch, case.num_heads_kv, group, *dk.shape[2:]).sum(axis=2)
+    grouped = run(case)
+    np.testing.assert_array_equal(grouped[0], out)
+    np.testing.assert_array_equal(grouped[1], lse)
+    np.testing.assert_allclose(view_4d(grouped[3], case.layout), dk, rtol=1e-12, atol=1e-12)
+
+
+def test_is_softmax_on_plain_matrices():
+    rng = np.random.default_rng(0)
+    q, k, v = rng.normal(size=(5, 4)), rng.normal(size=(7, 4)), rng.normal(size=(7, 3))
+    weights = np.exp(q @ k.T / 2)
+    weights /= weights.sum(axis=1, keepdims=True)
+    out, lse = reference.forward(make_problem(Options(), q, k, v), q, k, v)
+    np.testing.assert_allclose(out, weights @ v, rtol=1e-14)
+    np.testing.assert_allclose(lse, np.log(np.exp(q @ k.T / 2).sum(axis=1)), rtol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64"])
+def test_dtype_of_the_computation_and_of_results(name):
+    case = ct.Case(seqlen_q=9, seqlen_k=33, head_dim=16, dtype=name)
+    dtype = ct.numpy_dtype(name)
+    out, lse, *gradients = run(case, dtype=dtype)
+    assert {x.dtype for x in (out, *gradients)} == {dtype}
+    assert lse.dtype == (np.float64 if name == "float64" else np.float32)
+    exact = run(case)
+    assert {x.dtype for x in exact} == {np.dtype(np.float64)}
+    for got, expected in zip((out, lse, *gradients), exact, strict=True):
+        unit = ml_dtypes.finfo(got.dtype).eps
+        assert np.abs(got.astype(np.float64) - expected).max() <= 8 * unit * np.abs(expected).max()
+
+
+def test_sixteen_bit_weights_are_rounded_before_they_meet_v():
+    case = ct.Case(seqlen_q=1, seqlen_k=3, head_dim=4, head_dim_v=1, dtype="float16")
+    arrays = case.arrays() | {"v": np.ones((1, 1, 3, 1), np.float16)}
+    weights = np.exp((arrays["q"].astype("f4") @ arrays["k"].astype("f4").swapaxes(2, 3) / 2).ravel())
+    rounded = (weights / weights.sum()).astype(np.float16).astype(np.float32)
+    out = run(case, dtype=np.float16, v=arrays["v"])[0]
+    assert out.item() == np.float16(rounded.sum())
+
+
+def test_a_row_that_sees_nothing_is_zero_and_so_is_its_gradient():
+    case = ct.Case(seqlen_q=5, seqlen_k=3, head_dim=2, causal=True, dtype="float64")
+    out, lse, dq, *_ = run(case)
+    assert not out[0, 0, :2].any() and not dq[0, 0, :2].any()
+    assert np.all(lse[0, 0, :2] == -np.inf)
+    assert np.all(np.isfinite(lse[0, 0, 2:]))
+
+
+def test_a_bias_of_minus_infinity_is_a_mask():
+    case = ct.Case(seqlen_q=4, seqlen_k=6, head_dim=3, mask=(4, 6), dtype="float64", seed=3)
+    arrays = case.arrays()
+    terms = {"bias": np.where(arrays["mask"], 0.0, -np.inf)}
+    problem = make_problem(case.options, arrays["q"], arrays["k"], arrays["v"], **terms)
+    biased = reference.forward(problem, arrays["q"], arrays["k"], arrays["v"], **terms)
+    for got, expected in zip(biased, run(case), strict=False):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(0, 4), (4, 0), (0, 0)])
+def test_empty_sequences(seqlen_q, seqlen_k):
+    out, lse, dq, dk, dv = run(ct.Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=3, head_dim_v=2))
+    assert out.shape == (1, 1, seqlen_q, 2) and not out.any()
+    assert lse.shape == (1, 1, seqlen_q) and np.all(lse == -np.inf)
+    assert dq.shape == (1, 1, seqlen_q, 3) and dk.shape == (1, 1, seqlen_k, 3) and dv.shape == (1, 1, seqlen_k, 2)
+    assert not any(x.any() for x in (dq, dk, dv))
+
+
+def test_keys_past_the_length_are_not_read():
+    case = ct.Case(batch=2, seqlen_q=3, seqlen_k=5, head_dim=2, kv_lengths=(2, 0), bias=(5,))
+    assert np.isnan(case.arrays()["k"][0, 0, 2:]).all()
+    out, lse, dq, dk, dv = run(case)
+    assert all(np.isfinite(x).all() for x in (out, dq, dk, dv))
+    assert not dk[0, 0, 2:].any() and not dv[0, 0, 2:].any()
+    assert np.all(lse[1] == -np.inf) and not out[1].any()
+
+
+def test_lengths_out_of_range_are_clamped():
+    case = ct.Case(batch=2, seqlen_q=3, seqlen_k=5, head_dim=2, kv_lengths=(5, 0))
+    clamped = run(case, kv_lengths=np.array([99, -7]))
+    for got, expected in zip(clamped, run(case), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["q", "v"])
+def test_what_is_not_finite_reaches_its_rows_only(name, value):
+    case = ct.Case(seqlen_q=4, seqlen_k=4, head_dim=2, causal=True)
+    arrays = case.arrays()
+    arrays[name][0, 0, 3, 1] = value
+    out, *_ = run(case, **{name: arrays[name]})
+    expected = run(case)[0]
+    np.testing.assert_array_equal(out[0, 0, :3, 0], expected[0, 0, :3, 0])
+    assert not np.isfinite(out[0, 0, 3]).all()
+
+
+def test_a_hidden_nan_has_no_weight():
+    case = ct.Case(seqlen_q=4, seqlen_k=4, head_dim=2, mask=(1, 4))
+    arrays = case.arrays()
+    arrays["mask"][:] = [[True, False, True, True]]
+    expected = run(case, mask=arrays["mask"])[0]
+    arrays["k"][0, 0, 1] = np.nan
+    np.testing.assert_array_equal(run(case, mask=arrays["mask"], k=arrays["k"])[0], expected)
