@@ -12,7 +12,6 @@ The short story of a call:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
@@ -461,7 +460,6 @@ def attention(
     return cast(ArrayT, result.out)
 
 
-@functools.cache
 def _gpu() -> ModuleType:
     """The module that launches kernels; importing it imports CuPy."""
     from cuflash import launch

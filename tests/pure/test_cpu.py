@@ -1,0 +1,374 @@
+"""The CPU path against the oracle, and what is particular to it: tiles, threads, exponentials, memory."""
+
+import dataclasses
+import math
+import threading
+import tracemalloc
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import cuflash.testing as ct
+from cuflash import cpu
+from cuflash.problem import user_shape
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def run(case, **replaced):
+    """Results of the CPU path by name."""
+    arrays = case.arrays() | replaced
+    inputs = [arrays[name] for name in ("q", "k", "v")]
+    terms = ct.optional(arrays)
+    out, lse = cpu.forward(case.problem, *inputs, **terms)
+    gradients = cpu.backward(case.problem, arrays["dout"], *inputs, out, lse, **terms)
+    return dict(zip(NAMES, (out, lse, *gradients), strict=True))
+
+
+def judge(case, results, strict=False):
+    ct.assert_forward(case, results["out"], results["lse"], strict=strict)
+    ct.assert_backward(case, results["dq"], results["dk"], results["dv"], strict=strict)
+
+
+def assert_same_bits(results, expected):
+    for name, x in expected.items():
+        assert np.array_equal(results[name].view(np.uint8), x.view(np.uint8)), name
+
+
+# ---- against the oracle ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_every_option_and_shape(dtype):
+    @given(ct.cases(dtypes=[dtype], min_seqlen=0))
+    def every_case(case):
+        judge(case, run(case))
+
+    every_case()
+
+
+@settings(max_examples=60)
+@given(ct.cases(dtypes=["float32"], max_seqlen=1200, max_scores=2**19, max_head_dim=8))
+def test_longer_sequences(case):
+    judge(case, run(case))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 20.0}, {"bias": (1, 513)}])
+def test_no_worse_than_the_plain_formula(options):
+    case = ct.Case(num_heads=2, seqlen_q=777, seqlen_k=513, head_dim=64, **options)
+    judge(case, run(case), strict=True)
+
+
+@pytest.mark.parametrize("head_dim", [1, 40, 64, 96, 97, 128, 200, 256])
+def test_head_dims_around_the_blocks_of_a_product(head_dim):
+    case = ct.Case(seqlen_q=200, seqlen_k=150, head_dim=head_dim, head_dim_v=257 - head_dim, causal=True)
+    judge(case, run(case))
+
+
+@pytest.mark.parametrize("head", [(8, 1), (6, 2), (4, 4)])
+def test_grouped_heads_in_many_batches(head):
+    case = ct.Case(batch=5, num_heads=head[0], num_heads_kv=head[1], seqlen_q=20, seqlen_k=30, head_dim=8, seed=1)
+    judge(case, run(case))
+    lengths = dataclasses.replace(case, kv_lengths=(30, 7, 30, 0, 7))
+    judge(lengths, run(lengths))
+
+
+# ---- results given, inputs kept --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=50)
+@given(ct.cases(dtypes=["float32", "bfloat16"]))
+def test_results_are_written_where_they_are_asked_for(case):
+    arrays, problem = case.arrays(), case.problem
+    before = case.arrays()
+    inputs, terms = [arrays[name] for name in ("q", "k", "v")], ct.optional(arrays)
+    expected = run(case)
+    buffers = {name: np.full([2 * n + 1 for n in x.shape], 7, x.dtype) for name, x in expected.items()}
+    views = {name: buffers[name][tuple(slice(2 * n - 1, None, -2) for n in x.shape)] for name, x in expected.items()}
+    out, lse = cpu.forward(problem, *inputs, **terms, out=views["out"], lse=views["lse"])
+    wanted = {name: views[name] for name in ("dq", "dk", "dv")}
+    gradients = cpu.backward(problem, arrays["dout"], *inputs, out, lse, **terms, **wanted)
+    for got, name in zip((out, lse, *gradients), NAMES, strict=True):
+        assert got is views[name]
+        assert np.array_equal(got.astype("f8"), expected[name].astype("f8"))
+        got[...] = 7
+        assert np.all(buffers[name] == 7)
+    for name, x in before.items():
+        assert np.array_equal(arrays[name].astype("f8"), x.astype("f8"), equal_nan=True)
+
+
+@pytest.mark.parametrize("ndim, layout", [(2, "bhsd"), (3, "bhsd"), (3, "bshd"), (4, "bshd")])
+def test_results_have_the_layout_of_the_caller(ndim, layout):
+    heads = 1 if ndim == 2 else 3
+    case = ct.Case(num_heads=heads, seqlen_q=5, seqlen_k=7, head_dim=4, head_dim_v=6, ndim=ndim, layout=layout)
+    results = run(case)
+    assert results["out"].shape == user_shape(1, case.num_heads, 5, 6, ndim, layout)
+    assert results["lse"].shape == (1, case.num_heads, 5)[4 - ndim :]
+    assert results["dv"].shape == case.arrays()["v"].shape
+    judge(case, results)
+
+
+# ---- tiles and threads -----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25)
+@given(ct.cases(dtypes=["float32", "bfloat16"], features=["causal", "window", "mask", "gqa", "bias", "kv_lengths"]))
+def test_any_tiles_do(case):
+    with pytest.MonkeyPatch.context() as patch:
+        for tile, query_tile, key_block in ((2**12, 64, 16), (2**10, 48, 8), (2**14, 16, 64)):
+            patch.setattr(cpu, "TILE", tile)
+            patch.setattr(cpu, "QUERY_TILE", query_tile)
+            patch.setattr(cpu, "KEY_BLOCK", key_block)
+            judge(case, run(case))
+
+
+@settings(max_examples=20)
+@given(ct.cases(dtypes=["float32", "float16"], max_seqlen=512))
+def test_any_number_of_threads_does(case):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "SERIAL_FLOPS", -1)
+        for threads in (1, 3):
+            patch.setattr(cpu, "_count_threads", lambda flops, threads=threads: threads)
+            patch.setattr(cpu, "TILE", 2**12)
+            judge(case, run(case))
+
+
+CASES_OF_SEVERAL_JOBS = [
+    ct.Case(num_heads=3, seqlen_q=700, seqlen_k=900, head_dim=16, causal=True),
+    ct.Case(num_heads=4, num_heads_kv=1, seqlen_q=1300, seqlen_k=1100, head_dim=8, window=(200, 70)),
+    ct.Case(num_heads=1, seqlen_q=1300, seqlen_k=1300, head_dim=8, dtype="bfloat16", score_spread=30.0),
+    ct.Case(batch=3, num_heads=2, seqlen_q=300, seqlen_k=400, head_dim=8, kv_lengths=(400, 0, 17), mask=(300, 1)),
+]
+
+
+@pytest.mark.parametrize("case", CASES_OF_SEVERAL_JOBS)
+def test_results_are_bitwise_the_same_run_after_run(case, monkeypatch):
+    monkeypatch.setattr(cpu, "_count_threads", lambda flops: 4)
+    expected = run(case)
+    judge(case, expected)
+    for _ in range(3):
+        assert_same_bits(run(case), expected)
+
+
+def test_large_problems_use_every_core_and_small_ones_none(monkeypatch):
+    assert cpu._count_threads(10**6) == 1
+    assert cpu._count_threads(10**12) >= 1
+    started = []
+    monkeypatch.setattr(cpu, "ThreadPoolExecutor", lambda n: started.append(n) or pytest.fail("a thread for nothing"))
+    run(ct.Case(seqlen_q=64, seqlen_k=64, head_dim=8))
+    assert not started
+
+
+def test_an_exception_in_a_thread_reaches_the_caller(monkeypatch):
+    monkeypatch.setattr(cpu, "_count_threads", lambda flops: 4)
+    main = threading.get_ident()
+
+    def fail(*args, **keywords):
+        if threading.get_ident() != main:
+            raise MemoryError("in a thread")
+        return visible(*args, **keywords)
+
+    visible = cpu._visible
+    monkeypatch.setattr(cpu, "_visible", fail)
+    threads = threading.active_count()
+    with pytest.raises(MemoryError, match="in a thread"):
+        for _ in range(100):  # a thread that starts late finds nothing to do
+            run(ct.Case(num_heads=64, seqlen_q=600, seqlen_k=300, head_dim=8))
+    assert threading.active_count() == threads
+
+
+def test_tiles_that_nobody_sees_are_skipped(monkeypatch):
+    computed = []
+    scores = cpu._scores
+
+    def count(call, queries, keys, *args, **keywords):
+        computed.append(queries.padded * (keys.stop - keys.start))
+        scores(call, queries, keys, *args, **keywords)
+
+    monkeypatch.setattr(cpu, "_scores", count)
+
+    def share(mask=None, **options):
+        computed.clear()
+        case = ct.Case(seqlen_q=2048, seqlen_k=2048, head_dim=8, mask=None if mask is None else mask.shape, **options)
+        arrays = case.arrays()
+        terms = ct.optional(arrays) | ({} if mask is None else {"mask": mask})
+        cpu.forward(case.problem, arrays["q"], arrays["k"], arrays["v"], **terms)
+        return sum(computed) / 2048**2
+
+    assert share() == 1
+    assert share(causal=True) < 0.63
+    assert share(window=(100, 0)) < 0.25
+    assert share(kv_lengths=(512,)) == 0.25
+    assert share(kv_lengths=(0,)) == 0
+    assert share(mask=np.arange(2048) < 640) <= 0.5
+    assert share(mask=np.zeros((1, 1), bool)) == 0
+
+
+def test_more_than_65535_heads():
+    case = ct.Case(batch=2, num_heads=35_000, seqlen_q=2, seqlen_k=3, head_dim=1)
+    results = run(case)
+    arrays = case.arrays()
+    scores = arrays["q"] @ arrays["k"].swapaxes(2, 3)
+    weights = np.exp(scores) / np.exp(scores).sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(results["out"], weights @ arrays["v"], rtol=1e-5, atol=1e-5)
+
+
+def test_memory_is_linear_in_the_sequence_length():
+    def peak(n, dtype):
+        case = ct.Case(num_heads=2, seqlen_q=n, seqlen_k=n, head_dim=16, dtype=dtype, causal=True)
+        arrays = case.arrays()
+        problem, inputs = case.problem, [arrays[name] for name in ("q", "k", "v")]
+        tracemalloc.start()
+        out, lse = cpu.forward(problem, *inputs)
+        cpu.backward(problem, arrays["dout"], *inputs, out, lse)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak, problem.naive_bytes
+
+    short, _ = peak(2048, "float16")
+    long, naive = peak(8192, "float16")
+    assert long < 4 * short
+    assert long < naive / 10
+
+
+# ---- exponentials ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_without_a_fast_exp2(dtype, monkeypatch):
+    monkeypatch.setattr(cpu, "EXPONENTIAL", np.exp)
+    monkeypatch.setattr(cpu, "UNIT", 1.0)
+
+    @settings(max_examples=40)
+    @given(ct.cases(dtypes=[dtype]))
+    def every_case(case):
+        judge(case, run(case))
+
+    every_case()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("function, unit", [(np.exp2, math.log2(math.e)), (np.exp, 1.0)])
+def test_exponentials_are_exact_or_zero(dtype, function, unit, monkeypatch):
+    monkeypatch.setattr(cpu, "EXPONENTIAL", function)
+    monkeypatch.setattr(cpu, "UNIT", unit)
+    x = np.concatenate([-np.geomspace(1e-3, 1e4, 5000), [0, -np.inf, np.nan, 5.0]]).astype(dtype)
+    got = x * dtype(unit)
+    cpu._exponential(got, unit, small=False)
+    expected = np.exp(x)
+    lowest = cpu.LOWEST_WEIGHT[np.dtype(dtype)]
+    ordinary = expected > lowest * 2**30
+    np.testing.assert_allclose(got[ordinary], expected[ordinary], rtol=2000 * np.finfo(dtype).eps)
+    tiny = expected < lowest * (1 - 1e-4)
+    assert tiny.sum() > 500 and not got[tiny].any()
+    assert np.isnan(got[-2]) and got[-3] == 0
+
+
+@pytest.mark.parametrize("order", ["rising", "falling", "one at the end", "one at the start"])
+@pytest.mark.parametrize("size", [3.0, 30.0, 3000.0])
+def test_a_maximum_that_moves(order, size, monkeypatch):
+    monkeypatch.setattr(cpu, "TILE", 2**12)
+    case = ct.Case(seqlen_q=100, seqlen_k=1000, head_dim=2, scale=1.0, seed=5)
+    arrays = case.arrays()
+    course = {
+        "rising": np.linspace(-1, 1, 1000),
+        "falling": np.linspace(1, -1, 1000),
+        "one at the end": np.arange(1000) == 999,
+        "one at the start": np.arange(1000) == 0,
+    }[order]
+    arrays["q"][..., 1] = size * np.linspace(0, 1, 100)
+    arrays["k"][0, 0, :, 1] = course
+    problem = case.problem
+    out, lse = cpu.forward(problem, arrays["q"], arrays["k"], arrays["v"])
+    gradients = cpu.backward(problem, arrays["dout"], arrays["q"], arrays["k"], arrays["v"], out, lse)
+    judges = ct.yardsticks(problem, arrays)
+    for name, x in zip(NAMES, (out, lse, *gradients), strict=True):
+        assert ct.measure(name, x, judges[name]).failure is None
+
+
+def test_scores_far_from_zero_keep_their_precision():
+    case = ct.Case(seqlen_q=300, seqlen_k=700, head_dim=16, seed=2)
+    arrays = case.arrays()
+    expected = run(case)["out"]
+    arrays["bias"] = np.full((1, 1), -500.0, np.float32)
+    problem = dataclasses.replace(case, bias=(1, 1)).problem
+    out, lse = cpu.forward(problem, arrays["q"], arrays["k"], arrays["v"], bias=arrays["bias"])
+    np.testing.assert_allclose(out, expected, atol=2e-4)  # scores near -500 are rounded to 3e-5
+    assert -500 < lse.min() < lse.max() < -490
+
+
+def test_values_that_overflow_only_in_the_weights_do_not():
+    """exp(200) is no float32; the maximum of the first tile says nothing of the second."""
+    case = ct.Case(seqlen_q=64, seqlen_k=4096, head_dim=1, scale=1.0)
+    arrays = case.arrays()
+    arrays["q"][:] = 1
+    arrays["k"][:] = -100
+    arrays["k"][0, 0, 4000] = 100
+    out, lse = cpu.forward(case.problem, arrays["q"], arrays["k"], arrays["v"])
+    np.testing.assert_array_equal(out[0, 0], np.broadcast_to(arrays["v"][0, 0, 4000], (64, 1)))
+    np.testing.assert_array_equal(lse, np.float32(100))
+
+
+# ---- edges -----------------------------------------------------------------------------------------------------------
+
+
+def test_no_warnings_and_no_change_of_settings():
+    case = ct.Case(seqlen_q=40, seqlen_k=70, head_dim=4, mask=(40, 70), dtype="float16", score_spread=30.0)
+    arrays = case.arrays()
+    arrays["q"][0, 0, 3] = np.inf
+    arrays["v"][0, 0, 5] = np.nan
+    settings_before = np.geterr()
+    with warnings.catch_warnings(), np.errstate(all="raise"):
+        warnings.simplefilter("error")
+        run(case, q=arrays["q"], v=arrays["v"])
+    assert np.geterr() == settings_before
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias"])
+def test_what_is_not_finite_reaches_the_output_as_in_the_formula(name, value):
+    case = ct.Case(seqlen_q=30, seqlen_k=30, head_dim=2, causal=True, bias=(30, 30))
+    arrays = case.arrays()
+    arrays[name][..., 20, 1] = value
+    out, lse = cpu.forward(case.problem, *(arrays[n] for n in ("q", "k", "v")), bias=arrays["bias"])
+    judges = ct.yardsticks(case.problem, {n: x for n, x in arrays.items() if n != "dout"})
+    finite = np.isfinite(judges["out"].expected)
+    assert 30 <= finite.sum() < 60 or (name, value) == ("bias", -np.inf)
+    np.testing.assert_array_equal(np.isfinite(out), finite)
+    np.testing.assert_allclose(out[finite], judges["out"].expected[finite], rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(np.isnan(lse), np.isnan(judges["lse"].expected))
+
+
+def test_nan_in_one_row_leaves_the_others_alone():
+    case = ct.Case(seqlen_q=200, seqlen_k=3000, head_dim=4, score_spread=30.0)
+    arrays = case.arrays()
+    expected = run(case)["out"]
+    arrays["q"][0, 0, 70, 2] = np.nan
+    out = run(case, q=arrays["q"])["out"]
+    others = np.arange(200) != 70
+    assert np.isnan(out[0, 0, 70]).all()
+    np.testing.assert_allclose(out[0, 0, others], expected[0, 0, others], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0), (0, 0, 0, 0)])
+def test_empty_axes(shape):
+    batch, heads, seqlen_q, seqlen_k = shape
+    case = ct.Case(batch=batch, num_heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=5, head_dim_v=6)
+    results = run(case)
+    assert results["out"].shape == (batch, heads, seqlen_q, 6) and not results["out"].any()
+    assert results["lse"].shape == (batch, heads, seqlen_q) and np.all(results["lse"] == -np.inf)
+    for name in "qkv":
+        assert results["d" + name].shape == case.arrays()[name].shape and not results["d" + name].any()
+
+
+def test_no_query_heads_for_some_key_heads():
+    case = ct.Case(num_heads=0, num_heads_kv=2, seqlen_q=3, seqlen_k=4, head_dim=5)
+    results = run(case)
+    assert results["dk"].shape == (1, 2, 4, 5) and not results["dk"].any()
+
+
+def test_lengths_out_of_range_are_clamped():
+    case = ct.Case(batch=2, seqlen_q=3, seqlen_k=5, head_dim=2, kv_lengths=(5, 0))
+    assert_same_bits(run(case, kv_lengths=np.array([99, -7])), run(case))
