@@ -263,9 +263,12 @@ _MEDIUM = "for 164 KiB of shared memory; by arithmetic, not measured"
 FORWARD_TILES = (
     #        max_dim  m    n  warps stages blocks ahead
     _forward(64,  128, 64,  4, 1, 3, 2, _h200("341 / 309, 317 / 248", "303 / 282, 284 / 216")),
+    _forward(96,  128, 64,  4, 1, 2, 2, _h200("379 / 342, 340 / 263", "344 / 310, 317 / 248")),
     _forward(128, 128, 64,  4, 1, 2, 2, _h200("413 / 359, 377 / 281", "357 / 308, 333 / 247")),
     _forward(128, 128, 32,  4, 1, 2, 2, _SMALL),
-    _forward(192, 64,  64,  4, 1, 2, 2, "as for 256"),
+    _forward(192, 128, 128, 8, 1, 1, 0, _h200("348 / 307, 317 / 245", "321 / 276, 293 / 227"),
+             min_causal_seqlen=2048),
+    _forward(192, 64,  64,  4, 1, 2, 2, _h200("328 / 295, 306 / 254", "321 / 276, 293 / 227")),
     _forward(192, 64,  32,  4, 1, 2, 2, _SMALL),
     _forward(256, 128, 128, 8, 1, 1, 0, _h200("350 / 300, 320 / 238", "326 / 284, 306 / 246"),
              min_causal_seqlen=2048),
@@ -278,11 +281,11 @@ BACKWARD_TILES = (
     #         max_dim m   n  warps stages blocks warps_d dq_warps_m ahead
     _backward(64,  32, 128, 4, 2, 2, 1, 1, 2, _h200("338 / 307, 303 / 231", "280 / 248, 243 / 186")),
     _backward(64,  32, 128, 4, 2, 1, 1, 1, 2, _SMALL),
-    _backward(96,  64, 128, 8, 2, 1, 2, 4, 0, "as for 128"),
+    _backward(96,  64, 128, 8, 2, 1, 2, 4, 0, _h200("285 / 261, 255 / 198", "291 / 241, 255 / 180")),
     _backward(96,  32, 64,  4, 2, 1, 1, 2, 0, _SMALL),
     _backward(128, 64, 128, 8, 2, 1, 2, 2, 0, _h200("329 / 290, 290 / 220", "304 / 275, 263 / 208")),
     _backward(128, 32, 64,  4, 2, 1, 1, 1, 0, _SMALL),
-    _backward(192, 64, 64,  8, 2, 1, 2, 4, 0, "as for 256"),
+    _backward(192, 64, 64,  8, 2, 1, 4, 2, 0, _h200("246 / 231, 223 / 185", "254 / 245, 224 / 190")),
     _backward(192, 32, 64,  8, 2, 1, 2, 2, 0, _MEDIUM),
     _backward(192, 32, 32,  4, 2, 1, 2, 2, 0, _SMALL),
     _backward(256, 64, 64,  8, 2, 1, 4, 4, 0, _h200("255 / 243, 233 / 194", "255 / 232, 227 / 181")),
@@ -290,16 +293,17 @@ BACKWARD_TILES = (
     _backward(256, 32, 32,  4, 1, 1, 2, 2, 0, _SMALL),
 )
 
+# The numbers are those of the whole deterministic backward pass.
 DQ_TILES = (
-    #   max_dim m  n warps blocks
-    _dq(64,  64, 64, 4, 2, "two blocks of 48 KiB; by arithmetic, not measured"),
-    _dq(128, 64, 64, 4, 2, "two blocks of 96 KiB; by arithmetic, not measured"),
-    _dq(128, 64, 32, 4, 2, _MEDIUM),
-    _dq(128, 64, 32, 4, 1, _SMALL),
-    _dq(192, 64, 32, 4, 2, "two blocks of 96 KiB; by arithmetic, not measured"),
-    _dq(192, 64, 32, 4, 1, _SMALL),
-    _dq(256, 64, 32, 4, 1, "128 KiB; by arithmetic, not measured"),
-    _dq(256, 32, 16, 2, 1, _SMALL),
+    #   max_dim m    n  warps blocks
+    _dq(64,  128, 64, 4, 2, _h200("277 / 256, 259 / 203", "281 / 247, 245 / 186")),
+    _dq(64,  64,  64, 4, 2, _SMALL),
+    _dq(128, 128, 32, 4, 1, _h200("265 / 238, 243 / 193", "304 / 278, 262 / 208")),
+    _dq(192, 64,  32, 4, 2, "two blocks of 96 KiB; by arithmetic, not measured"),
+    _dq(192, 64,  32, 4, 1, _SMALL),
+    _dq(256, 128, 32, 8, 1, _h200("215 / 195, 199 / 162", "254 / 232, 227 / 181")),
+    _dq(256, 64,  32, 4, 1, _MEDIUM),
+    _dq(256, 32,  16, 2, 1, _SMALL),
 )
 # fmt: on
 

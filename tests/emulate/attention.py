@@ -21,12 +21,16 @@ Place = Callable[[np.ndarray], np.ndarray]
 
 
 def plan_for(
-    problem: Problem, pass_: Pass, arrays: Mapping[str, np.ndarray], arch: str, tiles: Sequence[Tile] | None
+    problem: Problem,
+    pass_: Pass,
+    arrays: Mapping[str, np.ndarray],
+    arch: str | DeviceSpec,
+    tiles: Sequence[Tile] | None,
 ) -> LaunchPlan:
     """The plan for arrays as they lie: the same steps as `cuflash.launch` takes for CuPy arrays."""
     return choose_plan(
         problem,
-        DeviceSpec.for_arch(arch),
+        DeviceSpec.for_arch(arch) if isinstance(arch, str) else arch,
         pass_,
         load_bytes=_access_bytes(problem, [arrays[name] for name in READ[pass_]]),
         store_bytes=_access_bytes(problem, [arrays[name] for name in WRITTEN[pass_]]),
@@ -73,8 +77,7 @@ def run(
     }
     params = parameters(plan, operands)
     words = params.view(np.uint64)
-    stats_elements = problem.batch * problem.num_heads * plan.stats_rows * 2
-    scratch = {name: emulator.guarded_array((elements,), np.float32) for name, elements in plan.scratch}
+    scratch = {name: emulator.guarded_array((elements,), np.float32, fill) for name, elements in plan.scratch}
     for name, array in {**arrays, **scratch}.items():
         words[POINTER_WORD[name]] = array.ctypes.data
     statistics = []
@@ -115,7 +118,7 @@ def _call(
     inputs: Mapping[str, Any],
     results: Mapping[str, tuple[tuple[int, ...], Any]],
     *,
-    arch: str = "9.0",
+    arch: str | DeviceSpec = "9.0",
     tiles: Sequence[Tile] | None = None,
     schedule: emulator.Schedule = emulator.SCHEDULES[0],
     place: Place = guarded,
@@ -145,8 +148,8 @@ def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tupl
     ----------
     arrays : Mapping
         q, k, v, and bias, mask, kv_lengths, alibi_slopes or None; others are ignored.
-    arch : str
-        Of the device planned for; default "9.0".
+    arch : str or DeviceSpec
+        What is planned for; default "9.0".
     tiles : sequence of Tile, optional
         Instead of those of the table.
     schedule : emulator.Schedule

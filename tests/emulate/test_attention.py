@@ -70,6 +70,7 @@ class Specialisation:
     head_dim: int
     head_dim_v: int
     arch: str = "9.0"
+    num_sms: int = 132  # with few, blocks do not share the query heads of a group
     strides: str = "contiguous"
     deterministic: bool = False
     right: bool = False
@@ -87,6 +88,10 @@ class Specialisation:
         on = [f"{f.name}={getattr(self, f.name)}" for f in named if getattr(self, f.name) != f.default]
         dims = f"d={self.head_dim}x{self.head_dim_v}"
         return ",".join((tiles, self.arch, self.dtype, dims, *(x.removesuffix("=True") for x in on)))
+
+    @property
+    def device(self):
+        return replace(DeviceSpec.for_arch(self.arch), num_sms=self.num_sms)
 
     def cases(self):
         """Strategy for cases of this specialisation."""
@@ -218,6 +223,7 @@ def _specialisation(deal, tiles, *, plain):
         head_dim_v=rows[2],
         arch=arch if _fits(tiles, arch, *rows[1:]) else "9.0",
         strides=rows[0],
+        num_sms=132 if plain else deal("num_sms", 1, 132),
         deterministic=len(tiles) == 2,
         right=deal("right", False, True),
         **options,
@@ -270,6 +276,7 @@ def test_the_list_is_complete(specialisations, table):
     assert {what.bias for what in specialisations} == {None, "softmax", "input"}
     assert {what.kv_lengths for what in specialisations} == {None, "int32", "int64"}
     assert {what.arch for what in specialisations} == set(ARCHS)
+    assert {what.num_sms for what in specialisations} == {1, 132}
     assert {what.strides for what in specialisations} == set(STRIDES)
     assert any(what.softcap for what in specialisations)
     assert {np.sign(what.scale) for what in specialisations if what.scale is not None} == {-1, 0, 1}
@@ -294,7 +301,7 @@ def forward_by_oracle(problem, arrays):
 @given(data=st.data())
 def test_forward(what, data):
     case, schedule = data.draw(what.cases()), data.draw(schedules)
-    results = attention.forward(*what.arguments(case), arch=what.arch, tiles=what.tiles, schedule=schedule)
+    results = attention.forward(*what.arguments(case), arch=what.device, tiles=what.tiles, schedule=schedule)
     ct.assert_forward(case, *results)
 
 
@@ -306,7 +313,7 @@ def test_backward(what, data):
     problem, arrays = what.arguments(case)
     tiles = what.tiles if what.deterministic else (*what.tiles, None)
     results = attention.backward(
-        problem, arrays, *forward_by_oracle(problem, arrays), arch=what.arch, tiles=tiles, schedule=schedule
+        problem, arrays, *forward_by_oracle(problem, arrays), arch=what.device, tiles=tiles, schedule=schedule
     )
     ct.assert_backward(case, *results)
 

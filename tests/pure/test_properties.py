@@ -1,0 +1,217 @@
+"""What attention must do whatever the numbers are, stated without an oracle, on the public interface."""
+
+import dataclasses
+
+import numpy as np
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import cuflash
+import cuflash.testing as ct
+from cuflash.problem import view_4d, view_rows
+
+settings.register_profile("properties", settings.get_profile(settings.get_current_profile_name()), max_examples=60)
+PROPERTIES = settings.get_profile("properties")
+
+FLOAT32 = {"dtypes": ["float32"], "score_spreads": [1.0, 8.0]}
+PLAIN = {"ndims": [4], "layouts": ["bhsd"], "strides": ["contiguous"]}
+
+
+def attend(case, arrays, **changed):
+    """(out, lse) of the public interface, with some options or arrays changed."""
+    keywords = case.keywords | ct.optional(arrays) | changed
+    options = {
+        name: keywords.pop(name) for name in ("causal", "scale", "window", "softcap", "layout") if name in keywords
+    }
+    inputs = [keywords.pop(name, arrays[name]) for name in ("q", "k", "v")]
+    return cuflash.FlashAttention(**options).forward(*inputs, **keywords)
+
+
+def differentiate(case, arrays):
+    attention = cuflash.FlashAttention(**case.keywords)
+    inputs, terms = [arrays[name] for name in ("q", "k", "v")], ct.optional(arrays)
+    return attention.backward(arrays["dout"], *inputs, *attention.forward(*inputs, **terms), **terms)
+
+
+def close(got, expected, case, slack=1.0):
+    """Equal but for rounding: of a few units in the last place, more where scores are large."""
+    tolerance = slack * 16 * (4 + case.score_spread) * ct.numpy_dtype("float32").type(0).itemsize * 2.0**-24
+    scale = np.abs(expected, where=np.isfinite(expected), out=np.zeros(expected.shape)).max(initial=1)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * scale)
+
+
+@PROPERTIES
+@given(ct.cases(**FLOAT32))
+def test_weights_of_a_row_sum_to_one(case):
+    arrays = case.arrays()
+    out, lse = attend(case, arrays, v=np.ones_like(arrays["v"]))
+    ones = np.where(view_rows(lse)[..., None] == -np.inf, 0, 1)
+    out = view_4d(out, case.layout)
+    np.testing.assert_allclose(out, np.broadcast_to(ones, out.shape), rtol=1e-5)
+
+
+@PROPERTIES
+@given(ct.cases(**FLOAT32), st.floats(-20, 20))
+def test_a_constant_added_to_a_row_moves_its_lse_only(case, constant):
+    arrays = case.arrays()
+    out, lse = attend(case, arrays)
+    bias = np.float32(constant) + arrays.get("bias", np.zeros((1, 1), np.float32)).astype(np.float32)
+    moved_out, moved_lse = attend(case, arrays, bias=bias)
+    close(moved_out, out, case, slack=4)
+    close(moved_lse, lse + np.float32(constant), case)
+
+
+@PROPERTIES
+@given(ct.cases(**FLOAT32), st.floats(-3, 3))
+def test_out_is_linear_in_v(case, factor):
+    arrays = case.arrays()
+    other = np.flip(arrays["v"], axis=-1)
+    assume(np.isfinite(other).all())
+    mixed = arrays["v"] + np.float32(factor) * other
+    first, second = attend(case, arrays)[0], attend(case, arrays, v=other)[0]
+    close(attend(case, arrays, v=mixed)[0], first + np.float32(factor) * second, case)
+
+
+@PROPERTIES
+@given(ct.cases(**FLOAT32, features=["bias", "mask", "softcap", "scale", "gqa", "head_dim_v"], **PLAIN))
+def test_the_order_of_keys_does_not_matter(case):
+    arrays = case.arrays()
+    order = np.random.default_rng(case.seed).permutation(case.seqlen_k)
+    permuted = {name: arrays[name][:, :, order] for name in "kv"}
+    for name in ("bias", "mask"):
+        if name in arrays and arrays[name].shape[-1] > 1:
+            permuted[name] = arrays[name][..., order]
+    for got, expected in zip(attend(case, arrays, **permuted), attend(case, arrays), strict=True):
+        close(got, expected, case)
+    gradients, of_permuted = differentiate(case, arrays), differentiate(case, arrays | permuted)
+    close(of_permuted.dq, gradients.dq, case, slack=4)
+    close(of_permuted.dk, gradients.dk[:, :, order], case, slack=4)
+    close(of_permuted.dv, gradients.dv[:, :, order], case, slack=4)
+
+
+@PROPERTIES
+@given(ct.cases(**FLOAT32, features=["softcap", "gqa"], **PLAIN), st.data())
+def test_a_causal_prefix_is_the_causal_attention_of_the_prefix(case, data):
+    arrays = case.arrays()
+    n = data.draw(st.integers(0, min(case.seqlen_q, case.seqlen_k)))
+    prefix = {name: arrays[name][:, :, :n] for name in "qkv"}
+    whole = attend(case, arrays, causal="top_left")
+    for got, expected in zip(attend(case, arrays, causal=True, **prefix), whole, strict=True):
+        close(got, expected[:, :, :n], case)
+
+
+@PROPERTIES
+@given(ct.cases(**FLOAT32, features=["causal", "window", "bias", "mask", "alibi_slopes", "gqa"], **PLAIN))
+def test_grouped_heads_equal_repeated_keys_and_values(case):
+    arrays = case.arrays()
+    repeated = {name: np.repeat(arrays[name], case.num_heads // case.num_heads_kv, axis=1) for name in "kv"}
+    for got, expected in zip(attend(case, arrays), attend(case, arrays, **repeated), strict=True):
+        close(got, expected, case)
+
+
+@PROPERTIES
+@given(ct.cases(**FLOAT32, features=["mask", "bias", "softcap", "scale", "gqa"], **PLAIN), st.data())
+def test_parts_merged_by_their_lse_are_the_whole(case, data):
+    arrays = case.arrays()
+    cut = data.draw(st.integers(0, case.seqlen_k))
+    outs, lses = [], []
+    for part in (slice(0, cut), slice(cut, None)):
+        terms = {
+            n: arrays[n][..., part] if arrays[n].shape[-1] > 1 else arrays[n] for n in ("bias", "mask") if n in arrays
+        }
+        out, lse = attend(case, arrays, k=arrays["k"][:, :, part], v=arrays["v"][:, :, part], **terms)
+        outs.append(out)
+        lses.append(lse)
+    merged_lse = np.logaddexp(*lses)
+    out, lse = attend(case, arrays)
+    close(merged_lse, lse, case)
+    with np.errstate(invalid="ignore"):
+        shares = [np.where(merged_lse == -np.inf, 0, np.exp(x - merged_lse))[..., None] for x in lses]
+    close(outs[0] * shares[0] + outs[1] * shares[1], out, case)
+
+
+@PROPERTIES
+@given(ct.cases(**FLOAT32, features=["causal", "softcap", "mask", "alibi_slopes", "kv_lengths"]))
+def test_a_window_wide_enough_is_none(case):
+    arrays = case.arrays()
+    widest = case.seqlen_q + case.seqlen_k
+    for got, expected in zip(attend(case, arrays, window=(widest, widest)), attend(case, arrays), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@PROPERTIES
+@given(ct.cases(dtypes=["float32", "bfloat16"], ndims=[3, 4]))
+def test_strides_and_layout_do_not_matter(case):
+    # The same tiles are made of the same values: even the bits agree.
+    expected = attend(dataclasses.replace(case, strides="contiguous"), case.arrays())
+    for strides in ct.STRIDES:
+        for got, x in zip(attend(case, dataclasses.replace(case, strides=strides).arrays()), expected, strict=True):
+            assert np.array_equal(got.astype("f8"), x.astype("f8"))
+    arrays = case.arrays()
+    other = dataclasses.replace(case, layout="bhsd" if case.layout == "bshd" else "bshd")
+    swapped = {name: arrays[name].swapaxes(-3, -2) for name in "qkv"}
+    out, lse = attend(other, arrays | swapped)
+    assert np.array_equal(out.swapaxes(-3, -2).astype("f8"), expected.out.astype("f8"))
+    assert np.array_equal(lse, expected.lse)
+
+
+@PROPERTIES
+@given(ct.cases(**FLOAT32, features=["softcap", "gqa", "head_dim_v", "alibi_slopes", "window"], **PLAIN), st.data())
+def test_a_padded_problem_equals_the_short_ones(case, data):
+    lengths = [data.draw(st.integers(0, case.seqlen_k)) for _ in range(case.batch)]
+    arrays = dataclasses.replace(case, kv_lengths=tuple(lengths)).arrays()  # NaN in the padding
+    padded = attend(case, arrays, causal="top_left")
+    assert np.isfinite(padded.out).all()
+    for b, n in enumerate(lengths):
+        slopes = {"alibi_slopes": arrays["alibi_slopes"].reshape(-1, case.num_heads)[-1]} if case.alibi_slopes else {}
+        if case.alibi_slopes and len(case.alibi_slopes) == 2:
+            slopes = {"alibi_slopes": arrays["alibi_slopes"][b]}
+        short = {name: arrays[name][b] for name in "q"} | {name: arrays[name][b][:, :n] for name in "kv"}
+        alone = attend(case, short, causal="top_left", **slopes)
+        close(padded.out[b], alone.out, case)
+        close(padded.lse[b], alone.lse, case)
+
+
+@PROPERTIES
+@given(ct.cases(**FLOAT32, features=["causal", "window", "softcap", "mask", "gqa", "bias"]))
+def test_the_gradient_along_v_is_the_change_of_out(case):
+    """out is linear in v, so that sum(dv * v) = sum(dout * out), exactly but for rounding."""
+    arrays = case.arrays()
+    out, _ = attend(case, arrays)
+    dv = differentiate(case, arrays).dv
+    left, right = np.sum(dv.astype("f8") * arrays["v"]), np.sum(arrays["dout"].astype("f8") * out)
+    size = np.sum(np.abs(arrays["dout"] * out)) + 1
+    assert abs(left - right) <= 1e-4 * size
+
+
+@PROPERTIES
+@given(ct.cases(**FLOAT32, features=["causal", "softcap", "mask", "gqa"], **PLAIN))
+def test_scaling_q_up_and_k_down_changes_nothing(case):
+    arrays = case.arrays()
+    scaled = {"q": arrays["q"] * 4, "k": arrays["k"] / 4}
+    for got, expected in zip(attend(case, arrays, **scaled), attend(case, arrays), strict=True):
+        close(got, expected, case)
+    gradients, of_scaled = differentiate(case, arrays), differentiate(case, arrays | scaled)
+    close(of_scaled.dq * 4, gradients.dq, case, slack=4)
+    close(of_scaled.dk / 4, gradients.dk, case, slack=4)
+
+
+@PROPERTIES
+@given(ct.cases(**FLOAT32, features=["causal", "window", "mask", "gqa", "kv_lengths"]))
+def test_a_scale_of_zero_is_the_mean_of_what_is_visible(case):
+    arrays = case.arrays()
+    out, lse = attend(case, arrays, scale=0.0)
+    sees_nothing = view_rows(lse)[..., None] == -np.inf
+    counts = np.round(np.exp(view_rows(lse)))
+    np.testing.assert_allclose(np.exp(view_rows(lse)), counts, rtol=1e-5)
+    assert counts.max(initial=0) <= case.seqlen_k
+    assert not np.any(view_4d(out, case.layout), where=np.broadcast_to(sees_nothing, view_4d(out, case.layout).shape))
+
+
+@PROPERTIES
+@given(ct.cases(**FLOAT32, features=["causal", "softcap", "gqa"], **PLAIN))
+def test_a_negative_scale_is_the_positive_one_of_negative_queries(case):
+    arrays = case.arrays()
+    negative = attend(case, arrays, scale=-0.3)
+    for got, expected in zip(negative, attend(case, arrays, scale=0.3, q=-arrays["q"]), strict=True):
+        close(got, expected, case)
