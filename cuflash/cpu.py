@@ -420,8 +420,7 @@ class _Queries:
         self.block = _ceil_div(len(rows), self.num_blocks)
         self.padded = self.num_blocks * self.block
         self.first_key, self.stop_complete = problem.key_range(rows[0])
-        self.first_complete, last_stop = problem.key_range(rows[-1])
-        self.stop_key = min(heads.num_keys, last_stop)
+        self.first_complete, self.stop_key = problem.key_range(rows[-1])
         scaled = call.stage(call.q, heads, rows, padded=self.padded)
         scaled *= problem.scale
         self.small = call.scores_are_small(scaled, heads)

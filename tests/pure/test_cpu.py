@@ -288,6 +288,20 @@ def test_a_maximum_that_moves(order, size, monkeypatch):
         assert ct.measure(name, x, judges[name]).failure is None
 
 
+@pytest.mark.parametrize("level", [-1000.0, -100.0, 100.0])
+def test_rows_that_see_their_first_key_late(level, monkeypatch):
+    """Their m comes from another tile than that of their neighbours; it is not zero until then."""
+    monkeypatch.setattr(cpu, "TILE", 2**12)
+    case = ct.Case(seqlen_q=500, seqlen_k=500, head_dim=1, scale=1.0, window=(30, 0))
+    arrays = case.arrays()
+    arrays["q"][:] = 1
+    arrays["k"] += np.float32(level)
+    out, lse = cpu.forward(case.problem, arrays["q"], arrays["k"], arrays["v"])
+    judges = ct.yardsticks(case.problem, arrays)
+    assert ct.measure("out", out, judges["out"]).failure is None
+    assert ct.measure("lse", lse, judges["lse"]).failure is None
+
+
 def test_scores_far_from_zero_keep_their_precision():
     case = ct.Case(seqlen_q=300, seqlen_k=700, head_dim=16, seed=2)
     arrays = case.arrays()
