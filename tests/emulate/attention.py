@@ -1,5 +1,6 @@
 """Both passes of attention by the project's kernels in the emulator: the plan and the parameters are those of a GPU."""
 
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -112,6 +113,28 @@ def guarded(array: np.ndarray) -> np.ndarray:
     return copy
 
 
+FAR = 2**28  # elements: 16 rows this far apart, and offsets cut to 32 bits land somewhere else
+
+
+def far_apart(array: np.ndarray) -> np.ndarray:
+    """A copy whose rows, heads and batch entries lie so far apart that offsets take more than 32 bits.
+
+    The last axis of 4-D arrays of up to 16 columns, which are operands, stays contiguous.
+    """
+    neighbours = 1 if array.ndim == 4 and array.shape[-1] <= 16 else 0
+    far = array.ndim - neighbours
+    strides = [array.itemsize] * array.ndim
+    for axis in reversed(range(far)):
+        inner = strides[axis + 1] * array.shape[axis + 1] if axis + 1 < far else 0
+        strides[axis] = max(FAR * array.itemsize, inner)
+    extent = sum((n - 1) * stride for n, stride in zip(array.shape, strides, strict=True)) + array.itemsize
+    no_reserve = 0x4000  # MAP_NORESERVE: only the pages that are touched take memory
+    storage = mmap.mmap(-1, max(extent, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    copy = np.ndarray(array.shape, array.dtype, storage, 0, strides)
+    copy[...] = array
+    return copy
+
+
 def _call(
     pass_: Pass,
     problem: Problem,
@@ -123,6 +146,7 @@ def _call(
     schedule: emulator.Schedule = emulator.SCHEDULES[0],
     place: Place = guarded,
     fill: int = 0xFF,
+    statistics: list[emulator.Statistics] | None = None,
     **options: Any,
 ) -> tuple[np.ndarray, ...]:
     """Results of one pass, by shape and dtype. Rows whose elements are no neighbours are copied, as `launch` does."""
@@ -137,7 +161,9 @@ def _call(
         size = int(np.prod(shape)) * dtype.itemsize
         every[name] = place(np.full(size, fill, np.uint8).view(dtype).reshape(shape))
     plan = plan_for(_as_placed(problem, every), pass_, every, arch, tiles)
-    run(plan, every, schedule, fill=fill, **options)
+    launches = run(plan, every, schedule, fill=fill, **options)
+    if statistics is not None:
+        statistics += launches
     return tuple(every[name] for name in results)
 
 
@@ -157,6 +183,8 @@ def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tupl
         Copies each array, results included, to where the kernels find it.
     fill : int
         The byte that results and scratch memory are full of before the launch; 0xFF is NaN.
+    statistics : list, optional
+        Gets those of each launch.
     sanitizer, kernels
         As `run`.
     """

@@ -1,0 +1,524 @@
+"""Mistakes planted in the project's kernels, one at a time, and whether the emulator or the oracle notices.
+
+    python tests/emulate/mutants.py [words]
+
+runs those whose description holds the words, or all, and prints the score. A mutant replaces one place of one file: the
+text has to occur there exactly once, so that the table follows the kernels.
+"""
+
+import os
+import shutil
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import attention
+import emulator
+import numpy as np
+
+import cuflash.testing as ct
+from cuflash import reference
+from cuflash.plan import BackwardTile, DeviceSpec, DqTile, ForwardTile, Tile
+from cuflash.problem import make_problem
+
+COPIES = emulator.CACHE / "mutants"
+
+
+# ---- Trials: problems that mutants are run on ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One pass of one case with one plan."""
+
+    case: ct.Case
+    tiles: tuple[Tile | None, ...]
+    place: attention.Place = attention.guarded
+    num_sms: int = 132
+    kv_lengths: tuple[int, ...] | None = None  # instead of those of the case, which they are clamped to
+
+    def run(self, kernels: Path = emulator.KERNELS) -> None:
+        """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
+        case, arrays = self.case, self.case.arrays()
+        options = replace(case.options, deterministic=isinstance(self.tiles[-1], DqTile))
+        problem = make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
+        out, lse = reference.forward(problem, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
+        if self.kv_lengths:
+            arrays["kv_lengths"][...] = self.kv_lengths
+        launches: list[emulator.Statistics] = []
+        how = {
+            "arch": replace(DeviceSpec.for_arch("9.0"), num_sms=self.num_sms),
+            "tiles": self.tiles,
+            "place": self.place,
+            "kernels": kernels,
+            "statistics": launches,
+        }
+        if isinstance(self.tiles[0], ForwardTile):
+            ct.assert_forward(case, *attention.forward(problem, arrays, **how))
+        else:
+            out, lse = out.astype(arrays["q"].dtype), lse.astype(np.float32)
+            ct.assert_backward(case, *attention.backward(problem, arrays, out, lse, **how))
+        conflicts = sum(launch.matrix_load_conflicts for launch in launches)
+        if conflicts:
+            raise AssertionError(f"{conflicts} bank conflicts")
+
+
+def _forward(block_m: int = 128, block_n: int = 32, num_warps: int = 4, num_stages: int = 1) -> tuple[ForwardTile]:
+    tile = ForwardTile(
+        max_dim=128,
+        block_m=block_m,
+        block_n=block_n,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        min_blocks=1,
+        fragments_ahead=2,
+        origin="of a trial",
+    )
+    return (tile,)
+
+
+def _backward(
+    num_warps: int = 4, num_stages: int = 2, warps_d: int = 1, dq_warps_m: int = 2, block_m: int = 32
+) -> tuple[BackwardTile, None]:
+    tile = BackwardTile(
+        max_dim=128,
+        block_m=block_m,
+        block_n=64,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        min_blocks=1,
+        warps_d=warps_d,
+        dq_warps_m=dq_warps_m,
+        fragments_ahead=1,
+        origin="of a trial",
+    )
+    return tile, None
+
+
+_DQ = DqTile(max_dim=128, block_m=64, block_n=32, num_warps=4, min_blocks=1, origin="of a trial")
+_GROUPED = ct.Case(
+    seqlen_q=150, seqlen_k=77, batch=2, num_heads=4, num_heads_kv=2, head_dim=72, head_dim_v=24, dtype="float16"
+)
+_SMALL = replace(_GROUPED, seqlen_q=70, batch=1, num_heads_kv=1, num_heads=2)
+# Bounds that cross one corner of a tile: the ends of the ranges of tiles matter.
+_WINDOW = replace(_SMALL, seqlen_q=150, seqlen_k=183, causal=True, window=(34, None), head_dim=16, head_dim_v=16)
+_NARROW = replace(_SMALL, seqlen_q=40, head_dim=13, head_dim_v=11, strides="padded")
+_LENGTHS = replace(_SMALL, batch=3, kv_lengths=(33, 0, 77), kv_lengths_dtype="int64")
+_FLIPPED = replace(_SMALL, batch=2, head_dim=16, kv_lengths=(77, 30), strides="flipped")
+_TERMS = replace(
+    _SMALL,
+    head_dim=16,
+    head_dim_v=16,
+    softcap=2.0,
+    score_spread=3.0,
+    bias=(2, 70, 77),
+    mask=(2, 70, 77),
+    alibi_slopes=(2,),
+)
+_FAR = replace(_TERMS, seqlen_q=33, seqlen_k=18, batch=2, num_heads_kv=2, bias=(2, 2, 33, 18), mask=(2, 2, 33, 18))
+
+TRIALS = {
+    "forward": Trial(case=_GROUPED, tiles=_forward()),
+    "forward window": Trial(case=_WINDOW, tiles=_forward(block_m=64)),
+    "forward window spread": Trial(case=replace(_WINDOW, score_spread=30.0), tiles=_forward(block_m=64)),
+    "forward spread": Trial(case=replace(_SMALL, score_spread=30.0), tiles=_forward()),
+    "forward ring": Trial(case=_SMALL, tiles=_forward(num_stages=3, block_m=64)),
+    "forward short ring": Trial(case=replace(_SMALL, seqlen_k=20), tiles=_forward(num_stages=3, block_m=64)),
+    "forward narrow": Trial(case=_NARROW, tiles=_forward()),
+    "forward lengths": Trial(case=_LENGTHS, tiles=_forward()),
+    "forward flipped": Trial(case=_FLIPPED, tiles=_forward()),
+    "forward wild lengths": Trial(
+        case=replace(_LENGTHS, kv_lengths=(77, 0, 5)), tiles=_forward(), kv_lengths=(99, -9, 5)
+    ),
+    "forward terms": Trial(case=_TERMS, tiles=_forward()),
+    "forward far": Trial(case=_FAR, tiles=_forward(), place=attention.far_apart),
+    "forward masked": Trial(case=replace(_SMALL, seqlen_k=150, mask=(150,)), tiles=_forward()),
+    "backward": Trial(case=replace(_GROUPED, num_heads=2), tiles=_backward()),
+    "backward window": Trial(case=_WINDOW, tiles=_backward()),
+    "backward shared": Trial(case=_GROUPED, tiles=_backward(num_warps=8, warps_d=2, block_m=64), num_sms=1),
+    "backward one stage": Trial(case=_SMALL, tiles=_backward(num_stages=1), num_sms=1),
+    "backward narrow": Trial(case=_NARROW, tiles=_backward()),
+    "backward lengths": Trial(case=_LENGTHS, tiles=_backward()),
+    "backward terms": Trial(case=_TERMS, tiles=_backward()),
+    "backward far": Trial(case=_FAR, tiles=_backward(), place=attention.far_apart),
+    "backward split": Trial(case=_SMALL, tiles=_backward()),
+    "deterministic": Trial(case=_SMALL, tiles=(_backward()[0], _DQ)),
+    "deterministic window": Trial(case=_WINDOW, tiles=(_backward()[0], _DQ)),
+}
+
+
+# ---- Mutants ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """A mistake: `old` becomes `new` in a file of kernels/. `escapes` is the reason why no trial can notice it."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    trials: tuple[str, ...]
+    escapes: str = field(default="", compare=False)
+
+    @property
+    def text(self) -> str:
+        """The file with the mistake."""
+        before = (emulator.KERNELS / self.file).read_text()
+        if before.count(self.old) != 1:
+            raise ValueError(f"{self.what}: {self.file} has the text {before.count(self.old)} times: {self.old!r}")
+        return before.replace(self.old, self.new)
+
+    def plant(self) -> Path:
+        """A copy of kernels/ with the mistake; always the same folder, so that what was compiled is found again."""
+        text = self.text
+        folder = COPIES / "".join(c if c.isalnum() else "_" for c in f"{self.file} {self.what}")
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.iterdir():
+            if not (emulator.KERNELS / path.name).exists():
+                path.unlink()
+        for path in emulator.KERNELS.iterdir():
+            if path.suffix in (".cu", ".cuh"):
+                shutil.copy(path, folder)
+        (folder / self.file).write_text(text)
+        return folder
+
+    def caught(self) -> str | None:
+        """What the first trial that fails says; None if none does."""
+        folder = self.plant()
+        for name in self.trials:
+            try:
+                TRIALS[name].run(folder)
+            except (emulator.EmulationError, AssertionError) as error:
+                return f"{name}: {error}"
+        return None
+
+
+def _mutant(what: str, file: str, old: str, new: str, *trials: str, escapes: str = "") -> Mutant:
+    return Mutant(what=what, file=file, old=old, new=new, trials=trials, escapes=escapes)
+
+
+_WAIT = "      ptx::copy_async_wait<0>();\n"
+_SYNC = "      ptx::sync_block();\n"
+_COMMIT = "      ptx::copy_async_commit();\n"
+
+F, B, DQ, DELTA, CONVERT, REDUCE = (
+    "forward_sm80.cu",
+    "backward_sm80.cu",
+    "backward_dq_sm80.cu",
+    "backward_delta.cu",
+    "backward_convert.cu",
+    "backward_reduce.cu",
+)
+
+# fmt: off
+MUTANTS = (
+    # ---- The ring of the forward pass
+    _mutant("no barrier before the first use of K", F, _WAIT + _SYNC + "      load_v(n_block, 0);\n",
+            _WAIT + "      load_v(n_block, 0);\n", "forward"),
+    _mutant("no wait before the first use of K", F, _WAIT + _SYNC + "      load_v(n_block, 0);\n",
+            _SYNC + "      load_v(n_block, 0);\n", "forward"),
+    _mutant("the copy of V is not committed", F, "      load_v(n_block, 0);\n" + _COMMIT, "      load_v(n_block, 0);\n",
+            "forward"),
+    _mutant("no wait for V", F, _WAIT + _SYNC + "      if (n_block > tiles.start) load_k(n_block - 1, 0);\n",
+            _SYNC + "      if (n_block > tiles.start) load_k(n_block - 1, 0);\n", "forward"),
+    _mutant("no barrier between S and the next K", F,
+            _WAIT + _SYNC + "      if (n_block > tiles.start) load_k(n_block - 1, 0);\n",
+            _WAIT + "      if (n_block > tiles.start) load_k(n_block - 1, 0);\n", "forward"),
+    _mutant("the same K is fetched again", F, "load_k(n_block - 1, 0);", "load_k(n_block, 0);", "forward"),
+    _mutant("K before the first tile is fetched", F, "if (n_block > tiles.start) load_k", "if (true) load_k",
+            "forward"),
+    _mutant("one group too many may be in flight", F, "ptx::copy_async_wait<kNumStages - 2>();",
+            "ptx::copy_async_wait<kNumStages - 1>();", "forward ring"),
+    _mutant("no barrier before a stage is used again", F, "      ptx::copy_async_wait<kNumStages - 2>();\n" + _SYNC,
+            "      ptx::copy_async_wait<kNumStages - 2>();\n", "forward ring"),
+    _mutant("the next tile goes to the stage in use", F, "stage == 0 ? kNumStages - 1 : stage - 1;", "stage;",
+            "forward ring"),
+    _mutant("the last tile is not fetched", F, "if (next >= tiles.start) load_k", "if (next > tiles.start) load_k",
+            "forward ring"),
+    _mutant("a tile of the ring is not committed", F, "load_v(next, next_stage);\n" + _COMMIT,
+            "load_v(next, next_stage);\n", "forward ring"),
+    _mutant("the stage does not advance", F, "stage = stage == kNumStages - 1 ? 0 : stage + 1;", "", "forward ring"),
+    _mutant("the ring is filled with tiles that do not exist", F, "if (i < num_tiles) load_k", "if (true) load_k",
+            "forward short ring"),
+    _mutant("the stage of K by the size of V", F, "lane_k + stage * kBytesK", "lane_k + stage * kBytesV",
+            "forward ring"),
+    # ---- Forward: fragments, sums, edges
+    _mutant("V is not transposed", F, "ptx::load_matrix_x4_transposed(b, at<kRowV>(lane_v",
+            "ptx::load_matrix_x4(b, at<kRowV>(lane_v", "forward"),
+    _mutant("S is not cleared", F, "    set_zero(s);\n", "", "forward"),
+    _mutant("O is not cleared", F, "  set_zero(o);\n", "", "forward"),
+    _mutant("columns of a fragment are taken for one", F, "key = lane_key + 8 * n + i % 2;", "key = lane_key + 8 * n;",
+            "forward"),
+    _mutant("rows of a fragment by the parity of the element", F, "row = lane_row + 16 * m + i / 2 * 8,",
+            "row = lane_row + 16 * m + i % 2 * 8,", "forward window"),
+    _mutant("warps share rows", F, "warp_row = warp_index() * 16 * kMTiles;", "warp_row = warp_index() * 16;",
+            "forward"),
+    _mutant("tiles at the right edge are taken for full", F,
+            "n_block >= tiles.full_stop; --n_block) step(n_block, Constant<true>{});",
+            "n_block >= tiles.full_stop; --n_block) step(n_block, Constant<false>{});", "forward", "forward window"),
+    _mutant("tiles at the left edge are taken for full", F,
+            "n_block >= tiles.start; --n_block) step(n_block, Constant<true>{});",
+            "n_block >= tiles.start; --n_block) step(n_block, Constant<false>{});", "forward window"),
+    _mutant("O takes the room of Q before all have read it", F,
+            "  ptx::copy_async_wait<0>();\n  ptx::sync_block();\n  store_fragments",
+            "  ptx::copy_async_wait<0>();\n  store_fragments", "forward ring"),
+    _mutant("O is stored before all have written it", F, "softmax.inverse_sum(m, half); });\n  ptx::sync_block();\n",
+            "softmax.inverse_sum(m, half); });\n", "forward"),
+    _mutant("lanes do not add their sums", F, "  softmax.finish();\n", "", "forward"),
+    _mutant("O is not divided by the sum", F, "return softmax.inverse_sum(m, half);", "return 1.0f;", "forward"),
+    _mutant("lse of rows that do not exist", F, "fragment_column() == 0 && row < params.seqlen_q",
+            "fragment_column() == 0", "forward"),
+    _mutant("lse without its stride", F, "g_lse[row * params.lse.row_stride]", "g_lse[row]", "forward far"),
+    _mutant("rows of out up to seqlen_k", F,
+            "params.out.row_stride, first_row,\n                                 params.seqlen_q);",
+            "params.out.row_stride, first_row,\n                                 params.seqlen_k);", "forward"),
+    _mutant("V is read past kv_lengths", F, "params.v.row_stride, n_block * kBlockN, key_stop);",
+            "params.v.row_stride, n_block * kBlockN, params.seqlen_k);", "forward lengths"),
+    _mutant("V by the stride of K", F, "g_v, params.v.row_stride", "g_v, params.k.row_stride", "forward"),
+    _mutant("groups of heads are dealt in turns", F, "head / (params.num_heads / params.num_heads_kv);",
+            "head % params.num_heads_kv;", "forward"),
+    _mutant("the scale is forgotten", F, "softmax.update(s, o, scale_log2);", "softmax.update(s, o, kLog2e);",
+            "forward"),
+    _mutant("short tiles start first", F, "params.num_heads, kHasRightBound);", "params.num_heads, false);",
+            "forward window", escapes="the order of blocks is a matter of speed alone"),
+    # ---- Online softmax
+    _mutant("sums are not rescaled", "softmax.cuh", "        row_sum[m][half] *= factor;\n", "", "forward spread"),
+    _mutant("half of O is not rescaled", "softmax.cuh", ", out[m][n][2 * half + 1] *= factor;", ";", "forward spread"),
+    _mutant("the maximum misses two lanes", "softmax.cuh", "        max = fmaxf(max, ptx::shuffle_xor(max, 2));\n", "",
+            "forward spread"),
+    _mutant("infinity minus infinity in exponents", "softmax.cuh",
+            "offset[m][half] == -ptx::infinity() ? 0.0f : offset[m][half];", "offset[m][half];", "forward window",
+            "forward masked"),
+    _mutant("infinity minus infinity in the factor", "softmax.cuh",
+            "old == -ptx::infinity() ? 0.0f : ptx::exp2_approx(old - offset[m][half]);",
+            "ptx::exp2_approx(old - offset[m][half]);", "forward window", "forward masked"),
+    _mutant("sums are not cleared", "softmax.cuh", ", row_sum[m][half] = 0.0f;", ";", "forward"),
+    _mutant("lse in units of log2", "softmax.cuh", "ptx::log2_approx(row_sum[m][half])) * kLn2;",
+            "ptx::log2_approx(row_sum[m][half]));", "forward"),
+    _mutant("one divided by zero", "softmax.cuh", "row_sum[m][half] == 0.0f ? 0.0f : 1.0f / row_sum[m][half];",
+            "1.0f / row_sum[m][half];", "forward lengths"),
+    _mutant("the sum misses two lanes", "softmax.cuh",
+            "        row_sum[m][half] += ptx::shuffle_xor(row_sum[m][half], 2);\n", "", "forward"),
+    _mutant("weights outgrow float16", "softmax.cuh", "kMaxGrowth = 8.0f;", "kMaxGrowth = 40.0f;", "forward spread"),
+    _mutant("the offset falls", "softmax.cuh", "offset[m][half] = fmaxf(old, tile_max[m][half]);",
+            "offset[m][half] = tile_max[m][half];", "forward window spread"),
+    _mutant("a row grows for itself alone", "softmax.cuh", "if (ptx::any_lane(grows)) rescale", "if (grows) rescale",
+            "forward spread", escapes="the lanes of a row agree: the vote only keeps the warp together"),
+    # ---- Masks
+    _mutant("one key past the last is visible", "mask.cuh", "bool seen = key < key_stop;",
+            "bool seen = key <= key_stop;", "forward"),
+    _mutant("the diagonal is hidden", "mask.cuh", "key <= row + right_offset", "key < row + right_offset",
+            "forward window"),
+    _mutant("the last key of the window is hidden", "mask.cuh", "key >= row + left_offset", "key > row + left_offset",
+            "forward window"),
+    _mutant("the mask is transposed", "mask.cuh", "row * row_stride + key * key_stride",
+            "row * key_stride + key * row_stride", "forward terms"),
+    _mutant("all heads have the first mask", "mask.cuh", " + head * params.mask.head_stride;", ";", "forward terms"),
+    _mutant("the mask is read past its last row", "mask.cuh", "seen && row < seqlen_q && bytes", "seen && bytes",
+            "forward terms"),
+    _mutant("32-bit offsets in the mask", "mask.cuh", "bytes[row * row_stride", "bytes[row * (int)row_stride",
+            "forward far"),
+    # ---- Ranges of tiles
+    _mutant("the last tile of the diagonal is left out", "schedule.cuh",
+            "last_row + params.right_offset + 1), kBlockN)", "last_row + params.right_offset), kBlockN)",
+            "forward window", "deterministic window"),
+    _mutant("tiles on the diagonal are taken for full", "schedule.cuh",
+            "at_least_zero(first_row + params.right_offset + 1) / kBlockN",
+            "at_least_zero(last_row + params.right_offset + 1) / kBlockN", "forward window"),
+    _mutant("the first tile of the window is left out", "schedule.cuh",
+            "start = at_least_zero(first_row + params.left_offset) / kBlockN;",
+            "start = ceil_div(at_least_zero(first_row + params.left_offset), kBlockN);", "forward window"),
+    _mutant("tiles at the window's edge are taken for full", "schedule.cuh",
+            "full_start = ceil_div(at_least_zero(last_row + params.left_offset), kBlockN);",
+            "full_start = ceil_div(at_least_zero(first_row + params.left_offset), kBlockN);", "forward window"),
+    _mutant("the last tile of keys is taken for full", "schedule.cuh", "full_stop = key_stop / kBlockN,",
+            "full_stop = ceil_div(key_stop, kBlockN),", "forward"),
+    _mutant("the mask is not looked at in full tiles", "schedule.cuh",
+            "  if constexpr (kHasMask) full_stop = full_start;\n", "", "forward terms"),
+    _mutant("the first queries that see a key are left out", "schedule.cuh",
+            "start = at_least_zero(first_key - params.right_offset) / kBlockM;",
+            "start = ceil_div(at_least_zero(first_key - params.right_offset), kBlockM);", "backward window"),
+    _mutant("queries on the diagonal are taken for full", "schedule.cuh",
+            "full_start = ceil_div(at_least_zero(last_key - params.right_offset), kBlockM);",
+            "full_start = ceil_div(at_least_zero(first_key - params.right_offset), kBlockM);", "backward window"),
+    _mutant("the last queries of the window are left out", "schedule.cuh",
+            "at_least_zero(last_key - params.left_offset + 1), kBlockM)",
+            "at_least_zero(last_key - params.left_offset + 1) - 1, kBlockM)", "backward window"),
+    _mutant("queries at the window's edge are taken for full", "schedule.cuh",
+            "at_least_zero(first_key - params.left_offset + 1) / kBlockM",
+            "at_least_zero(last_key - params.left_offset + 1) / kBlockM", "backward window"),
+    _mutant("keys past kv_lengths get gradients", "schedule.cuh", "if (kHasMask || last_key >= key_stop)",
+            "if (kHasMask)", "backward lengths"),
+    _mutant("tiles of hidden keys are computed", "schedule.cuh", "  if (first_key >= key_stop) stop = 0;\n", "",
+            "backward lengths", escapes="every weight in them is zero: time lost, nothing else"),
+    _mutant("tiles in reverse start one too late", "schedule.cuh", "last_first ? num_blocks - 1 - block",
+            "last_first ? num_blocks - block", "forward window"),
+    _mutant("only the first batch entry has blocks", "schedule.cuh", "const u32 heads = num_heads * params.batch;",
+            "const u32 heads = num_heads;", "forward"),
+    _mutant("kv_lengths are not clamped", "schedule.cuh", "length < params.seqlen_k ? (int)length : params.seqlen_k;",
+            "(int)length;", "forward wild lengths"),
+    _mutant("64-bit lengths are read as 32-bit ones", "schedule.cuh", "((const i64*)params.kv_lengths)",
+            "((const i32*)params.kv_lengths)", "forward lengths"),
+    _mutant("kv_lengths without their stride", "schedule.cuh",
+            "((const i32*)params.kv_lengths)[batch * params.kv_lengths_stride];",
+            "((const i32*)params.kv_lengths)[batch];", "forward flipped"),
+    # ---- Scores
+    _mutant("softcap is not multiplied back", "score.cuh", "score = softcap * t;", "score = t;", "forward terms"),
+    _mutant("the derivative of softcap without its square", "score.cuh", "derivative = 1.0f - t * t;",
+            "derivative = 1.0f - t;", "backward terms"),
+    _mutant("tanh of negative scores is positive", "score.cuh", "x < 0.0f ? -t : t;", "t;", "forward terms"),
+    _mutant("distances have a sign", "score.cuh", "(distance < 0 ? -distance : distance)", "distance", "forward terms"),
+    _mutant("distances from the wrong diagonal", "score.cuh", "row + diagonal - key", "row - key", "forward terms"),
+    _mutant("slopes in natural units", "score.cuh", "slopes.head_stride] * kLog2e;", "slopes.head_stride];",
+            "forward terms"),
+    _mutant("bias in natural units", "score.cuh", "bias_at(row, key) * kLog2e;", "bias_at(row, key);", "forward terms"),
+    _mutant("bias is read past its end", "score.cuh", "if (row < seqlen_q && key < key_stop) score", "score",
+            "forward terms"),
+    _mutant("32-bit offsets in the bias", "score.cuh", "row * bias_row_stride", "row * (int)bias_row_stride",
+            "forward far"),
+    _mutant("the scale in natural units", "score.cuh", "scale * kLog2e : 1.0f", "scale : 1.0f", "forward"),
+    # ---- Copies
+    _mutant("rows past the end are read", "copy.cuh", "exists = row + i < row_stop - first_row;", "exists = true;",
+            "forward"),
+    _mutant("columns past the head dimension are read", "copy.cuh", "column + c < columns ? columns - column - c : 0;",
+            "kVector;", "forward narrow"),
+    _mutant("whole vectors of nothing are read", "copy.cuh", "source, elements * 2);", "source, kVector * 2);",
+            "forward"),
+    _mutant("narrow loads leave no zeros", "copy.cuh", "elements ? source[c] : (u16)0", "source[c]", "forward narrow"),
+    _mutant("rows past the end are written", "copy.cuh", "    if (first_row + row >= row_stop) break;\n", "",
+            "forward"),
+    _mutant("32-bit offsets of heads", "copy.cuh", "head * tensor.head_stride;", "(int)(head * tensor.head_stride);",
+            "forward far"),
+    _mutant("32-bit offsets of rows", "copy.cuh", "(first_row + row) * row_stride + column;\n  const u32 destination",
+            "(first_row + row) * (int)row_stride + column;\n  const u32 destination", "forward far"),
+    _mutant("32-bit offsets of stored rows", "copy.cuh",
+            "u16* destination = head + (first_row + row) * row_stride + column;",
+            "u16* destination = head + (first_row + row) * (int)row_stride + column;", "forward far"),
+    _mutant("stored rows are not unswizzled", "copy.cuh",
+            "const u32 source = tile + row * kRow * 2 + ((column * 2) ^ row_swizzle<kRow>(row));",
+            "const u32 source = tile + row * kRow * 2 + column * 2;", "forward"),
+    _mutant("half of the banks are used", "config.cuh", "row >= 64 ? r % 8 :", "row >= 64 ? r % 4 :", "forward"),
+    # ---- Products
+    _mutant("rows of A repeat", "mma.cuh", "(r + lane % 16) * row * 2", "(r + lane % 8) * row * 2", "forward"),
+    _mutant("matrices of B in the order of A", "mma.cuh", "(r + lane % 8 + lane / 16 * 8) * row * 2",
+            "(r + lane % 16) * row * 2", "forward"),
+    _mutant("a fragment of B is another's", "mma.cuh", "fragment[0], fragment[1]);", "fragment[0], fragment[2]);",
+            "forward"),
+    _mutant("P in the wrong fragment order", "mma.cuh", "a[1] = ptx::pack(Element{}, row[2 * k][2], row[2 * k][3]);",
+            "a[1] = ptx::pack(Element{}, row[2 * k + 1][0], row[2 * k + 1][1]);", "forward"),
+    _mutant("the wrong fragment of those fetched ahead", "mma.cuh", "fragment)[4] = b[i % (kFragmentsAhead + 1)];",
+            "fragment)[4] = b[(i + 1) % (kFragmentsAhead + 1)];", "forward"),
+    _mutant("the last step of A is not fetched", "mma.cuh", "if (n == 0 && k + kStepsAhead < k_steps)",
+            "if (n == 0 && k + kStepsAhead < k_steps - 1)", "forward"),
+    _mutant("accumulators are cleared but for the last", "mma.cuh", "i < 4; ++i) tile[m][n][i] = 0.0f;",
+            "i < 3; ++i) tile[m][n][i] = 0.0f;", "forward"),
+    _mutant("halves of a fragment land on each other", "mma.cuh", "(16 * m + 8 * half) * row * 2,", "16 * m * row * 2,",
+            "forward"),
+    _mutant("warps share columns", "mma.cuh", "16 * (warp + n / 2 * warps)", "16 * (warp + n / 2)", "backward shared"),
+    # ---- Statistics of rows
+    _mutant("rows without keys have weights", DELTA, "if (value != -ptx::infinity()) lse_log2", "lse_log2",
+            "backward terms"),
+    _mutant("lse of the backward pass in natural units", DELTA, "lse_log2 = value * kLog2e;", "lse_log2 = value;",
+            "backward"),
+    _mutant("dq starts from what was there", DELTA, "accumulator[i] = {0, 0, 0, 0};", ";", "backward"),
+    _mutant("half of dq starts from what was there", DELTA, "i < kBlockM * kDim / 4;", "i < kBlockM * kDim / 8;",
+            "backward"),
+    _mutant("delta misses a lane", DELTA, "mask > 0; mask /= 2", "mask > 1; mask /= 2", "backward"),
+    _mutant("dout by the stride of out", DELTA, "dout + row * params.dout.row_stride",
+            "dout + row * params.out.row_stride", "backward narrow"),
+    _mutant("32-bit offsets of lse", DELTA, "lse[row * params.lse.row_stride]", "lse[row * (int)params.lse.row_stride]",
+            "backward far"),
+    # ---- Backward
+    _mutant("no wait before the loop", B, "ptx::copy_async_wait<kNumStages - 1>();",
+            "ptx::copy_async_wait<kNumStages>();", "backward"),
+    _mutant("no barrier before the loop", B, "  ptx::copy_async_wait<kNumStages - 1>();\n  ptx::sync_block();\n",
+            "  ptx::copy_async_wait<kNumStages - 1>();\n", "backward"),
+    _mutant("no barrier at the end of a step", B, "ptx::copy_async_wait<0>();\n    ptx::sync_block();\n",
+            "ptx::copy_async_wait<0>();\n", "backward"),
+    _mutant("no wait at the end of a step", B, "    if constexpr (kNumStages == 2) ptx::copy_async_wait<0>();\n", "",
+            "backward"),
+    _mutant("no wait with one stage", B, "    if constexpr (kNumStages == 1) {\n" + _WAIT,
+            "    if constexpr (kNumStages == 1) {\n", "backward one stage"),
+    _mutant("no barrier with one stage", B, _WAIT + _SYNC, _WAIT, "backward one stage"),
+    _mutant("dS has one buffer", B, "step % 2 * kBytesS", "0", "backward"),
+    _mutant("no barrier before dS is read", B, "ds, one);\n" + _SYNC, "ds, one);\n", "backward shared"),
+    _mutant("the walk stays with one head", B, "m_block = tiles.start, ++head;", "m_block = tiles.start;",
+            "backward shared"),
+    _mutant("a tile past the last is fetched", B, "if (step + kNumStages < num_steps)",
+            "if (step + kNumStages <= num_steps)", "backward"),
+    _mutant("the stage of queries does not advance", B, "const int stage = step % kNumStages;", "const int stage = 0;",
+            "backward"),
+    _mutant("statistics of another head", B, "stats_of(params, batch, at.head) + first_row",
+            "stats_of(params, batch, head_kv) + first_row", "backward shared"),
+    _mutant("half of the statistics", B, "if (thread < kBlockM / 2)", "if (thread < kBlockM / 4)", "backward"),
+    _mutant("the gradient ignores softcap", B, "(ds[m][n][i] - delta) * derivative;", "(ds[m][n][i] - delta);",
+            "backward terms"),
+    _mutant("statistics of the other query", B, "lse_log2 = stats[i % 2 * 2],", "lse_log2 = stats[i / 2 * 2],",
+            "backward"),
+    _mutant("tiles of early queries are taken for full", B, "current.m_block < tiles.full_start ||", "",
+            "backward window"),
+    _mutant("dS of the first warp's rows", B, "lane_across_first<kRowS>(s_ds_now, 0, dq_warp_m * kDqMTiles)",
+            "lane_across_first<kRowS>(s_ds_now, 0, 0)", "backward"),
+    _mutant("columns of dq are not dealt", B, "at<kRow>(b, k, n * kDqWarpsD)", "at<kRow>(b, k, n)", "backward"),
+    _mutant("dq goes to the next tile of queries", B, "row_tile(current) * (kBlockM * kDim)",
+            "row_tile(next) * (kBlockM * kDim)", "backward"),
+    _mutant("dk is not cleared", B, "  set_zero(dk);\n", "", "backward"),
+    _mutant("dk takes the room of K before all have read it", B,
+            "  ptx::sync_block();\n  const float scale = params.scale;", "  const float scale = params.scale;",
+            "backward"),
+    _mutant("dk without the scale", B, "dk, [&](int, int) { return scale; });", "dk, [&](int, int) { return 1.0f; });",
+            "backward"),
+    _mutant("a part takes the heads of the next", B, "first_head = head_kv * group + group * split / splits;",
+            "first_head = head_kv * group + group * (split + 1) / splits;", "backward split"),
+    _mutant("parts overwrite each other", "backward.cuh", "(tile * params.group_splits + split)",
+            "(tile * params.group_splits)", "backward split"),
+    _mutant("the last part is not added", REDUCE, "split < params.group_splits;", "split < params.group_splits - 1;",
+            "backward split"),
+    _mutant("dq without the scale", CONVERT, "return scale;", "return 1.0f;", "backward"),
+    _mutant("dq is stored before all have written it", CONVERT, "  ptx::sync_block();\n", "", "backward"),
+    _mutant("elements of dq in reverse", CONVERT, "accumulator_offset(m * kDqNTiles + n, i)",
+            "accumulator_offset(m * kDqNTiles + n, 3 - i)", "backward"),
+    # ---- dq in a fixed order
+    _mutant("keys go to the stage in use", DQ, "load_keys(n_block - 1, 1 - stage);", "load_keys(n_block - 1, stage);",
+            "deterministic"),
+    _mutant("no barrier before keys are overwritten", DQ, "    ptx::copy_async_wait<0>();\n    ptx::sync_block();\n",
+            "    ptx::copy_async_wait<0>();\n", "deterministic"),
+    _mutant("the stage of keys does not advance", DQ, "    stage = 1 - stage;\n", "", "deterministic"),
+    _mutant("delta of the other row", DQ, "- delta[m][i / 2]) * derivative;", "- delta[m][i % 2]) * derivative;",
+            "deterministic"),
+    _mutant("statistics of the upper half", DQ, "(lane_row + 16 * m + 8 * half) * 2;", "(lane_row + 16 * m) * 2;",
+            "deterministic"),
+    _mutant("hidden keys move dq", DQ, "if (masked.value && !mask.visible(row, key))", "if (false)",
+            "deterministic window"),
+    _mutant("dq is stored before the warp's neighbours have read Q", DQ,
+            "  ptx::copy_async_wait<0>();\n  ptx::sync_block();\n  const float scale",
+            "  ptx::copy_async_wait<0>();\n  const float scale", "deterministic",
+            escapes="a warp writes over rows that it alone has read: the barrier is not needed"),
+)
+# fmt: on
+
+SHARE_TO_CATCH = 0.9
+
+
+def main() -> int:
+    """Run the mutants that the command line asks for and print how each was caught, and the score."""
+    words = " ".join(sys.argv[1:])
+    chosen = [mutant for mutant in MUTANTS if words in f"{mutant.file} {mutant.what}"]
+    if not chosen:
+        print(f"no mutant's description holds {words!r}")
+        return 1
+    caught = 0
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        for mutant, report in zip(chosen, pool.map(Mutant.caught, chosen), strict=True):
+            caught += report is not None
+            verdict = "escaped" if report is None else " ".join(report.split())[:120]
+            reason = f" ({mutant.escapes})" if mutant.escapes else ""
+            print(f"{mutant.file:20} {mutant.what}: {verdict}{reason}", flush=True)
+    print(f"{caught} of {len(chosen)} caught")
+    return int(caught < SHARE_TO_CATCH * len(chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

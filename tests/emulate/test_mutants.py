@@ -1,0 +1,39 @@
+"""The emulator notices mistakes in the project's kernels: each of a long list, planted one at a time."""
+
+import mutants
+import pytest
+from emulator import KERNELS, find_compiler
+from mutants import MUTANTS, SHARE_TO_CATCH, TRIALS
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+
+
+@pytest.mark.parametrize("trial", TRIALS.values(), ids=TRIALS)
+def test_without_a_mistake_the_trial_passes(trial):
+    trial.run()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.file}: {mutant.what}")
+def test_mutant_is_caught(mutant):
+    report = mutant.caught()
+    if mutant.escapes:
+        assert report is None, f"said to escape ({mutant.escapes}), but is caught"
+    else:
+        assert report is not None, "no trial fails"
+        assert "does not compile" not in report
+
+
+def test_the_list_is_long_and_wide_enough():
+    assert len(MUTANTS) >= 60
+    assert sum(not mutant.escapes for mutant in MUTANTS) >= SHARE_TO_CATCH * len(MUTANTS)
+    assert len({(mutant.file, mutant.what) for mutant in MUTANTS}) == len(MUTANTS)
+    assert {trial for mutant in MUTANTS for trial in mutant.trials} == set(TRIALS)
+    without_code = {"params.cuh", "ptx.cuh"}
+    files = {path.name for path in KERNELS.iterdir() if path.suffix in (".cu", ".cuh")}
+    assert {mutant.file for mutant in MUTANTS} == files - without_code
+
+
+def test_a_mutant_whose_text_is_gone_is_an_error():
+    mutant = mutants.Mutant(what="nothing", file="mask.cuh", old="no such text", new="", trials=("forward",))
+    with pytest.raises(ValueError, match=r"nothing: mask.cuh has the text 0 times: 'no such text'"):
+        mutant.plant()
