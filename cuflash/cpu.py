@@ -407,7 +407,7 @@ class _Queries:
     shift : (heads, blocks, queries)
         What is added to scores times `_Call.unit`: minus m in the forward pass, minus L in the backward pass.
     small : bool
-        All scores are known to be small, and `shift` stays zero in the forward pass.
+        All scores are known to be small, and `shift` stays zero.
     restless : bool
         The maximum is looked for in every tile: it has risen once, or terms make that likely.
     """
@@ -698,6 +698,8 @@ class _BackwardQueries(_Queries):
     Attributes
     ----------
     dout : (heads, blocks, queries, head_dim_v)
+        Where scores are small, times exp(-L): weights and their gradients are linear in it, and S is more exact than
+        S - L.
     dout_t : (heads, blocks, head_dim_v + 1, queries)
         Transposed; the last row, that meets the column of ones behind V, is ``-D``, D = rowsum(dO o O).
     dq_t : (heads, blocks, head_dim, queries)
@@ -706,15 +708,19 @@ class _BackwardQueries(_Queries):
 
     def __init__(self, call: _Call, heads: _Heads, rows: range, dout: Array, out: Array, lse: Array) -> None:
         super().__init__(call, heads, rows)
-        self.dout = self.blocks(call.stage(dout, heads, rows, padded=self.padded))
+        staged_dout = call.stage(dout, heads, rows, padded=self.padded)
+        row_lse = np.zeros((heads.count, self.padded), call.dtype)
+        row_lse[:, : len(rows)] = lse[heads.batch, heads.head, rows.start : rows.stop]
+        row_lse[row_lse == -np.inf] = np.inf  # a row that sees no key: its weights are exp(-inf)
+        if self.small:
+            staged_dout *= np.exp(-row_lse)[:, :, None]
+        else:
+            self.shift = self.blocks(row_lse * -call.unit)
+        self.dout = self.blocks(staged_dout)
         self.dout_t = np.empty((*self.dout.shape[:2], self.dout.shape[3] + 1, self.block), call.dtype)
         np.copyto(self.dout_t[:, :, :-1], self.dout.swapaxes(2, 3))
         delta = np.einsum("...d,...d->...", self.dout, self.blocks(call.stage(out, heads, rows, padded=self.padded)))
         np.negative(delta, out=self.dout_t[:, :, -1])
-        shift = np.zeros((heads.count, self.padded), call.dtype)
-        np.multiply(lse[heads.batch, heads.head, rows.start : rows.stop], -call.unit, out=shift[:, : len(rows)])
-        shift[shift == np.inf] = -np.inf  # a row that sees no key: its weights are exp(-inf)
-        self.shift = self.blocks(shift)
         self.dq_t = np.zeros((*self.q_t.shape[:2], call.problem.head_dim, self.block), call.dtype)
 
 

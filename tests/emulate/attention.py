@@ -47,9 +47,13 @@ def _access_bytes(problem: Problem, arrays: Sequence[np.ndarray]) -> int:
 def _as_placed(problem: Problem, arrays: Mapping[str, np.ndarray]) -> Problem:
     """The problem with the strides that its arrays have now."""
     scores_shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
-    shapes = {"bias": scores_shape, "mask": scores_shape}
-    shapes |= {"alibi_slopes": scores_shape[:2], "kv_lengths": scores_shape[:1]}
-    operands = {name: layout_of(arrays[name], problem.layout) for name in ("q", "k", "v")}
+    shapes: dict[str, tuple[int, ...]] = {
+        "bias": scores_shape,
+        "mask": scores_shape,
+        "alibi_slopes": scores_shape[:2],
+        "kv_lengths": scores_shape[:1],
+    }
+    operands: dict[str, Any] = {name: layout_of(arrays[name], problem.layout) for name in ("q", "k", "v")}
     for name in shapes.keys() & arrays.keys():
         array = np.broadcast_to(arrays[name], shapes[name])
         strides = tuple(stride // array.itemsize for stride in array.strides)

@@ -6,12 +6,15 @@ fixed pseudo-random list, which a test below checks for completeness, and hypoth
 
 import functools
 import random
+import subprocess
+import sys
 from dataclasses import dataclass, fields, replace
 
 import attention
+import emulator
 import numpy as np
 import pytest
-from emulator import SCHEDULES, find_compiler
+from emulator import HERE, SCHEDULES, find_compiler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -363,18 +366,18 @@ def results_of_the_table():
     return all_results(CASE)
 
 
-ROWS = (
-    *({"forward_tiles": (tile,)} for tile in FORWARD_TILES),
-    *({"backward_tiles": (tile, None)} for tile in BACKWARD_TILES),
-    *({"backward_tiles": (BACKWARD_TILES[0], tile), "deterministic": True} for tile in DQ_TILES),
-)
+ROWS = {
+    **{f"forward {name_of(tile)} {n}": {"forward_tiles": (tile,)} for n, tile in enumerate(FORWARD_TILES)},
+    **{f"backward {name_of(tile)} {n}": {"backward_tiles": (tile, None)} for n, tile in enumerate(BACKWARD_TILES)},
+    **{f"dq {name_of(tile)} {n}": {"backward_tiles": (BACKWARD_TILES[0], tile)} for n, tile in enumerate(DQ_TILES)},
+}
 
 
-@pytest.mark.parametrize("tiles", ROWS, ids=lambda tiles: name_of(next(tile for tile in reversed(next(iter(tiles.values()))) if tile)))
+@pytest.mark.parametrize("tiles", ROWS.values(), ids=ROWS)
 def test_any_plan_equals_any_other(tiles):
     """On the same inputs, results of two plans differ by no more than rounding lets each differ from the oracle."""
     arrays = CASE.arrays()
-    problem = problem_of(CASE, arrays, deterministic=tiles.get("deterministic", False))
+    problem = problem_of(CASE, arrays, deterministic=isinstance(next(iter(tiles.values()))[-1], DqTile))
     expected = results_of_the_table()
     if "forward_tiles" in tiles:
         names, results = ("out", "lse"), attention.forward(problem, arrays, tiles=tiles["forward_tiles"])
@@ -449,14 +452,15 @@ EDGES = {
     "blocks of queries past the window": {"seqlen_q": 300, "seqlen_k": 9, "causal": "top_left", "window": (2, None)},
     "only the diagonal": {"seqlen_q": 150, "seqlen_k": 150, "window": (0, 0)},
     "many heads": {"seqlen_q": 3, "seqlen_k": 3, "batch": 3, "num_heads": 40},
-    "many heads, the longest tiles first": {"seqlen_q": 70, "seqlen_k": 70, "batch": 3, "num_heads": 13, "causal": True},
+    "many heads, longest tiles first": {"seqlen_q": 70, "seqlen_k": 70, "batch": 3, "num_heads": 13, "causal": True},
 }
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [13, 16])
 @pytest.mark.parametrize("sizes", EDGES.values(), ids=EDGES)
-def test_edges(sizes, deterministic):
-    case = ct.Case(head_dim=16, dtype="float16", **sizes)
+def test_edges(sizes, head_dim, deterministic):
+    case = ct.Case(head_dim=head_dim, dtype="float16", **sizes)
     results = all_results(case, deterministic=deterministic)
     assert_results(case, results)
 
@@ -513,6 +517,19 @@ def test_values_that_are_no_numbers():
     judge(problem, {name: arrays[name] for name in "qkv"}, {"out": out, "lse": lse})
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_softcap_bounds_products_that_overflow(deterministic):
+    """A product of minus infinity is a capped score like others, also in a tile that has hidden keys."""
+    case = ct.Case(seqlen_q=2, seqlen_k=2, head_dim=16, dtype="bfloat16", softcap=0.25, causal=True)
+    arrays = case.arrays()
+    arrays["q"][0, 0, 1], arrays["k"][0, 0, 0] = 1e19, -1e19
+    problem = problem_of(case, arrays, deterministic=deterministic)
+    results = run_both(problem, arrays)
+    expected = ct.yardsticks(problem, arrays)
+    for name in ("out", "dv"):  # the others are as large as the inputs
+        np.testing.assert_allclose(results[name].astype(np.float64), expected[name].expected, atol=0.02)
+
+
 # ---- Memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -556,6 +573,35 @@ def test_offsets_take_64_bits(options, deterministic):
         **options,
     )
     assert_results(case, all_results(case, deterministic=deterministic, place=attention.far_apart))
+
+
+# ---- Undefined behaviour ---------------------------------------------------------------------------------------------
+
+# Every option and every kernel.
+SANITIZED = replace(CASE, bias=(150,), mask=(70, 150), softcap=5.0, alibi_slopes=(2,), bias_dtype="input")
+
+
+def run_sanitized(sanitizer):
+    for deterministic in (False, True):
+        assert_results(SANITIZED, all_results(SANITIZED, deterministic=deterministic, sanitizer=sanitizer))
+
+
+def test_no_undefined_behaviour():
+    run_sanitized("undefined")
+
+
+def test_no_address_errors():
+    """Registers and the stack too, which the emulator does not watch."""
+    code = "from test_attention import run_sanitized; run_sanitized('address')"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=HERE,
+        env={**emulator.sanitizer_environment(), "PYTHONPATH": str(HERE.parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
 
 
 # ---- Shared memory ---------------------------------------------------------------------------------------------------

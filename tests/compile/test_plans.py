@@ -1,0 +1,152 @@
+"""Every row of the tables of tiles, compiled for every kind of device that it fits; no device needed.
+
+That the parameter struct and the plan of shared memory agree between Python and the kernels is asserted in the kernels:
+they would not compile.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import pytest
+
+import cuflash.testing as ct
+from cuflash.compiler import compile_spec, supported_archs
+from cuflash.plan import (
+    BACKWARD_TILES,
+    DQ_TILES,
+    FORWARD_TILES,
+    SHARED_BYTES_RESERVED,
+    DeviceSpec,
+    DqTile,
+    ForwardTile,
+    Tile,
+    choose_plan,
+    round_up,
+)
+from cuflash.problem import make_problem
+
+REGISTERS_OF_SM = 65536
+# Shared memory of 164, 100, 228 and again 100 KiB, and four generations of instructions.
+ARCHS = ("8.0", "8.6", "9.0", "12.0")
+OTHER_ARCHS = ("8.7", "8.9", "10.0", "10.3", "11.0", "12.1")
+
+# Bytes that a thread spills, of rows that ask for more residency than their registers allow: what NVRTC 13.0 and 13.5
+# report at most, and a little room. By source, max_dim, block_m x block_n and resident blocks; all others spill nothing.
+SPILLS = {
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A row of a table on a device of `arch`, for one variant of the problem."""
+
+    tile: Tile
+    arch: str
+    variant: str = "causal"
+
+    def __str__(self) -> str:
+        tile = self.tile
+        name = f"{type(tile).__name__}-{tile.max_dim}-{tile.block_m}x{tile.block_n}-w{tile.num_warps}b{tile.min_blocks}"
+        return f"{self.arch}-{name}-{self.variant}"
+
+    @property
+    def device(self) -> DeviceSpec:
+        return DeviceSpec.for_arch(self.arch)
+
+    def plan(self):
+        """The plan in which the row has its largest head dimensions."""
+        tile = self.tile
+        case = ct.Case(seqlen_q=64, seqlen_k=64, head_dim=tile.max_dim, **VARIANTS[self.variant])
+        arrays = case.arrays()
+        options = replace(case.options, deterministic=isinstance(tile, DqTile))
+        problem = make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
+        if isinstance(tile, ForwardTile):
+            return choose_plan(problem, self.device, "forward", tiles=(tile,))
+        if isinstance(tile, DqTile):
+            main = next(row for row in BACKWARD_TILES if row.max_dim >= tile.max_dim and fits(row, self.arch))
+            return choose_plan(problem, self.device, "backward", tiles=(main, tile))
+        return choose_plan(problem, self.device, "backward", tiles=(tile, DQ_TILES[0]))
+
+    def kernels(self):
+        """Those whose resources depend on the row."""
+        kernels = self.plan().kernels
+        return [kernel for kernel in kernels if "_dq_" in kernel.source] if isinstance(self.tile, DqTile) else kernels
+
+
+VARIANTS = {
+    "causal": {"dtype": "bfloat16", "causal": True},
+    "full": {"dtype": "float16"},
+    "groups": {"dtype": "float16", "num_heads": 2, "num_heads_kv": 1, "causal": True},
+    "narrow": {"dtype": "bfloat16", "causal": True, "strides": "padded"},
+    "options": {
+        "dtype": "float16",
+        "causal": True,
+        "window": (9, None),
+        "softcap": 5.0,
+        "bias": (64, 64),
+        "mask": (64, 64),
+        "kv_lengths": (60,),
+        "kv_lengths_dtype": "int64",
+        "alibi_slopes": (1,),
+    },
+}
+
+
+def fits(tile, arch):
+    """Whether the blocks that the row wants resident have room on a multiprocessor, at its largest head dimensions."""
+    device = DeviceSpec.for_arch(arch)
+    dim = round_up(tile.max_dim, tile.dim_multiple)
+    shared_bytes = tile.shared_bytes(dim, dim)
+    resident = tile.min_blocks * (shared_bytes + SHARED_BYTES_RESERVED)
+    return shared_bytes <= device.shared_bytes_per_block and resident <= device.shared_bytes_per_sm
+
+
+TABLES = (FORWARD_TILES, BACKWARD_TILES, DQ_TILES)
+TARGETS = [
+    *(Target(tile=tile, arch=arch) for table in TABLES for tile in table for arch in ARCHS if fits(tile, arch)),
+    # What may differ between rows is done; now what may differ between problems and devices.
+    *(
+        Target(tile=next(tile for tile in table if fits(tile, arch)), arch=arch, variant=variant)
+        for table in TABLES
+        for arch in ARCHS
+        for variant in list(VARIANTS)[1:]
+    ),
+    *(
+        Target(tile=next(tile for tile in table if fits(tile, arch)), arch=arch)
+        for table in TABLES
+        for arch in OTHER_ARCHS
+    ),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(request):
+    """Fills the cache of compiled kernels for the tests that were selected, on as many threads as there are cores."""
+    selected = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
+    targets = {item.callspec.params["target"] for item in selected if "target" in item.callspec.params}
+    known = supported_archs()
+    kernels = {kernel for target in targets for kernel in target.kernels() if kernel.target in known}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_spec, kernels))
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_row(target):
+    if target.device.target not in supported_archs():
+        pytest.skip(f"this NVRTC does not know {target.device.target}")
+    tile, device = target.tile, target.device
+    for kernel in target.kernels():
+        resources = compile_spec(kernel).resources
+        print(f"{kernel.name}: {resources.registers} registers, {resources.spill_stores_bytes} bytes spilled")
+        assert resources.registers <= 255
+        assert round_up(resources.registers, 8) * kernel.threads * tile.min_blocks <= REGISTERS_OF_SM
+        assert resources.static_shared_bytes == 0
+        assert kernel.shared_bytes <= device.shared_bytes_per_block
+        assert resources.warnings == ()
+        key = (kernel.source, tile.max_dim, f"{tile.block_m}x{tile.block_n}", tile.min_blocks)
+        assert resources.spill_stores_bytes <= SPILLS.get(key, 0)
+
+
+def test_every_row_fits_somewhere():
+    assert {target.tile for target in TARGETS} == {tile for table in TABLES for tile in table}
