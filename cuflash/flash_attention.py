@@ -367,8 +367,9 @@ class FlashAttention:
     ) -> None:
         """Have everything ready that `forward` and `backward` of such arrays need: later calls compile nothing.
 
-        Wanted before a CUDA graph is captured, or before something is timed. For arrays in host memory the arguments
-        are checked and there is nothing else to do.
+        Wanted before something is timed, or before a CUDA graph is captured: then within the memory pool of the graph's
+        own that the capture uses too, which a replay goes on writing to, scratch memory included. For arrays in host
+        memory the arguments are checked and there is nothing else to do.
 
         Parameters
         ----------
