@@ -222,10 +222,13 @@ def view_rows(array: Any) -> Any:
 
 
 def layout_of(array: Any, layout: str) -> Operand:
-    """(batch, heads, seqlen, dim) shape and element strides of a 2-D to 4-D operand."""
+    """(batch, heads, seqlen, dim) shape and element strides of a 2-D to 4-D operand.
+
+    An axis of length 1 has stride 0: whatever stride it came with leads nowhere, and need not be aligned.
+    """
     itemsize = array.dtype.itemsize
     shape = list(array.shape)
-    strides = [s // itemsize for s in array.strides]
+    strides = [s // itemsize if n > 1 else 0 for n, s in zip(shape, array.strides, strict=True)]
     while len(shape) < 4:
         at = 1 if layout == "bshd" and len(shape) == 2 else 0  # the head axis of a 2-D bshd array goes in the middle
         shape.insert(at, 1)

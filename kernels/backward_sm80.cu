@@ -126,14 +126,17 @@ CUFLASH_DEVICE void backward(const Params& params) {
       const bool masked = current.m_block < tiles.full_start || current.m_block >= tiles.full_stop;
       const int lane_key = first_key + warp_key + fragment_row();
       const int lane_query = first_row + fragment_column();
-      if (masked) {
+      const auto row_of = [&](int n, int i) { return lane_query + column_of<kWarpsD>(warp_d, n) + i % 2; };
+      const auto key_of = [&](int m, int i) { return lane_key + 16 * m + i / 2 * 8; };
+      // A product can be masked at once, in a branch of its own, only where it is the score but for a positive factor.
+      if (kScaleInExponent && masked) {
 #pragma unroll
         for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
           for (int n = 0; n < kQueryTiles; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-              if (!mask.visible(lane_query + column_of<kWarpsD>(warp_d, n) + i % 2, lane_key + 16 * m + i / 2 * 8)) p[m][n][i] = -ptx::infinity();
+              if (!mask.visible(row_of(n, i), key_of(m, i))) p[m][n][i] = -ptx::infinity();
       }
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n) {
@@ -143,12 +146,13 @@ CUFLASH_DEVICE void backward(const Params& params) {
         for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const int row = lane_query + column_of<kWarpsD>(warp_d, n) + i % 2, key = lane_key + 16 * m + i / 2 * 8;
             const float lse_log2 = stats[i % 2 * 2], delta = stats[i % 2 * 2 + 1];
             float derivative = 1.0f;
-            const bool hidden = masked && p[m][n][i] == -ptx::infinity();
             float x = p[m][n][i];
-            if constexpr (!kScaleInExponent) x = hidden ? x : score.of(x, row, key, derivative);
+            if constexpr (!kScaleInExponent) {
+              x = score.of(x, row_of(n, i), key_of(m, i), derivative);
+              if (masked && !mask.visible(row_of(n, i), key_of(m, i))) x = -ptx::infinity();
+            }
             p[m][n][i] = ptx::exp2_approx(x * scale_log2 - lse_log2);
             ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - delta) * derivative;
           }

@@ -31,9 +31,24 @@ REGISTERS_OF_SM = 65536
 ARCHS = ("8.0", "8.6", "9.0", "12.0")
 OTHER_ARCHS = ("8.7", "8.9", "10.0", "10.3", "11.0", "12.1")
 
-# Bytes that a thread spills, of rows that ask for more residency than their registers allow: what NVRTC 13.0 and 13.5
-# report at most, and a little room. By source, max_dim, block_m x block_n and resident blocks; all others spill nothing.
+# Bytes that a thread spills at most, by source, max_dim, tile and resident blocks, in rows that are faster that way
+# than with fewer blocks; all others spill nothing. What NVRTC 13.0 and 13.5 report, and a little room.
 SPILLS = {
+    ("forward_sm80.cu", 64, "128x64", 3): 96,
+    ("forward_sm80.cu", 96, "128x64", 2): 32,
+    ("forward_sm80.cu", 128, "128x64", 2): 80,
+    ("forward_sm80.cu", 128, "128x32", 2): 32,
+    ("forward_sm80.cu", 192, "128x128", 1): 32,
+    ("forward_sm80.cu", 256, "128x128", 1): 112,
+    ("backward_dq_sm80.cu", 64, "128x64", 2): 96,
+    ("backward_dq_sm80.cu", 128, "128x32", 1): 24,
+    ("backward_reduce.cu", 64, "32x128", 2): 16,
+    ("backward_reduce.cu", 64, "32x128", 1): 16,
+}
+# The same with every option on, or with narrow loads.
+SPILLS_OF_OPTIONS = SPILLS | {
+    ("forward_sm80.cu", 64, "128x64", 3): 768,
+    ("backward_dq_sm80.cu", 64, "128x64", 2): 112,
 }
 
 
@@ -138,15 +153,21 @@ def test_row(target):
     tile, device = target.tile, target.device
     for kernel in target.kernels():
         resources = compile_spec(kernel).resources
-        print(f"{kernel.name}: {resources.registers} registers, {resources.spill_stores_bytes} bytes spilled")
         assert resources.registers <= 255
         assert round_up(resources.registers, 8) * kernel.threads * tile.min_blocks <= REGISTERS_OF_SM
         assert resources.static_shared_bytes == 0
         assert kernel.shared_bytes <= device.shared_bytes_per_block
         assert resources.warnings == ()
-        key = (kernel.source, tile.max_dim, f"{tile.block_m}x{tile.block_n}", tile.min_blocks)
-        assert resources.spill_stores_bytes <= SPILLS.get(key, 0)
+        ceilings = SPILLS_OF_OPTIONS if target.variant in ("options", "narrow") else SPILLS
+        row = (kernel.source, tile.max_dim, f"{tile.block_m}x{tile.block_n}", tile.min_blocks)
+        assert resources.spill_stores_bytes <= ceilings.get(row, 0), row
 
 
 def test_every_row_fits_somewhere():
     assert {target.tile for target in TARGETS} == {tile for table in TABLES for tile in table}
+
+
+def test_rows_that_may_spill_exist():
+    """No ceiling outlives its row."""
+    rows = {(tile.max_dim, f"{tile.block_m}x{tile.block_n}", tile.min_blocks) for table in TABLES for tile in table}
+    assert {row[1:] for row in SPILLS_OF_OPTIONS} <= rows

@@ -1,0 +1,184 @@
+"""The kernels' argument: the description in Python against the text of kernels/params.cuh, and what is filled in."""
+
+import re
+
+import numpy as np
+import pytest
+
+from cuflash.compiler import kernel_directory
+from cuflash.params import PARAMS, POINTER_WORD, parameters
+from cuflash.plan import CAUSAL_HEAD_SECTION, PARAMS_BYTES, DeviceSpec, choose_plan
+from cuflash.problem import Options, layout_of, make_problem, rows_of
+
+SCALARS = {"i32": np.int32, "i64": np.int64, "float": np.float32}
+
+
+def structs_of(text):
+    """Name -> [(type, name of the field)] of every struct in a header."""
+    text = re.sub(r"//[^\n]*", "", text)
+    structs = {}
+    for name, body in re.findall(r"struct (\w+) \{(.*?)\};", text, re.DOTALL):
+        structs[name] = []
+        for statement in body.split(";")[:-1]:
+            kind, names = re.fullmatch(r"\s*((?:const )?\w+ ?\*?)\s*(.*?)\s*", statement, re.DOTALL).groups()
+            structs[name] += [(kind.strip(), field.strip()) for field in names.split(",")]
+    return structs
+
+
+STRUCTS = structs_of((kernel_directory() / "params.cuh").read_text())
+
+
+def laid_out(fields, start=0):
+    """[(type, name, offset)] of the fields of a struct, as C lays them out, and where it ends."""
+    places, offset, widest = [], start, 1
+    for kind, name in fields:
+        if kind in STRUCTS:
+            inner, end, alignment = laid_out(STRUCTS[kind])
+            offset = -(-offset // alignment) * alignment
+            places += [(inner_kind, f"{name}.{field}", offset + at) for inner_kind, field, at in inner]
+            size = end
+        else:
+            size = alignment = 8 if kind.endswith("*") else np.dtype(SCALARS[kind]).itemsize
+            offset = -(-offset // alignment) * alignment
+            places.append((kind, name, offset))
+        offset += size
+        widest = max(widest, alignment)
+    return places, -(-offset // widest) * widest, widest
+
+
+PLACES, SIZE, _ = laid_out(STRUCTS["Params"])
+
+
+def test_the_header_is_understood():
+    assert STRUCTS["Tensor"] == [
+        ("void*", "data"),
+        ("i64", "batch_stride"),
+        ("i64", "head_stride"),
+        ("i64", "row_stride"),
+    ]
+    assert PLACES[:2] == [("void*", "q.data", 0), ("i64", "q.batch_stride", 8)]
+
+
+def test_sizes_agree():
+    assert SIZE == PARAMS.itemsize == PARAMS_BYTES
+
+
+def test_every_field_lies_where_the_kernels_look_for_it():
+    described = {}
+    for name in PARAMS.names:
+        kind, offset = PARAMS.fields[name]
+        base = kind.base if kind.subdtype else kind
+        for n in range(kind.itemsize // base.itemsize):
+            described[offset + n * base.itemsize] = (base, name)
+    for kind, name, offset in PLACES:
+        base, ours = described.pop(offset)
+        array, _, member = name.partition(".")
+        if kind.endswith("*"):
+            assert (base, ours) == (np.uint64, array)
+        elif member:
+            assert (base, ours) == (np.int64, f"{array}_strides")
+        elif name == "kv_lengths_stride":
+            assert (base, ours) == (np.int64, "kv_lengths_strides")
+        else:
+            assert (base, ours) == (SCALARS[kind], name)
+    assert not described
+
+
+def test_strides_come_in_the_order_of_the_axes():
+    assert [name for _, name in STRUCTS["Tensor"][1:]] == ["batch_stride", "head_stride", "row_stride"]
+    assert [name for _, name in STRUCTS["ScoreTensor"][1:]] == [
+        "batch_stride",
+        "head_stride",
+        "row_stride",
+        "key_stride",
+    ]
+
+
+def test_words_of_pointers():
+    pointers = {name.removesuffix(".data"): offset for kind, name, offset in PLACES if kind.endswith("*")}
+    assert {name: 8 * word for name, word in POINTER_WORD.items()} == pointers
+
+
+# ---- What is filled in -----------------------------------------------------------------------------------------------
+
+
+def filled(pass_="forward", layout="bhsd", **options):
+    """Parameters of a small problem, its plan, and its arrays."""
+    rng = np.random.default_rng(0)
+    axes = (0, 1, 2, 3) if layout == "bhsd" else (0, 2, 1, 3)
+    arrays = {
+        "q": np.zeros((2, 4, 70, 24), np.float16).transpose(axes),
+        "k": np.zeros((2, 2, 90, 24), np.float16).transpose(axes),
+        "v": np.zeros((2, 2, 90, 48), np.float16)[..., :40].transpose(axes),
+        "out": np.zeros((2, 4, 70, 40), np.float16).transpose(axes),
+        "lse": np.zeros((2, 4, 70), np.float32),
+    }
+    terms = {
+        "bias": rng.standard_normal((4, 1, 90)).astype(np.float32),
+        "mask": np.ones((2, 1, 70, 180), bool)[..., ::2],
+        "kv_lengths": np.full(4, 50)[::2],
+        "alibi_slopes": np.ones(4, np.float32),
+    }
+    problem = make_problem(Options(layout=layout, **options), *(arrays[name] for name in "qkv"), **terms)
+    plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_)
+    operands = {"out": layout_of(arrays["out"], layout), "lse": rows_of(arrays["lse"])}
+    return parameters(plan, operands), plan, arrays
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_strides_are_those_of_the_arrays(layout):
+    params, _, _ = filled(layout=layout)
+    assert params.shape == (1,)
+    expected = {
+        "q": [4 * 70 * 24, 70 * 24, 24],
+        "k": [2 * 90 * 24, 90 * 24, 24],
+        "v": [2 * 90 * 48, 90 * 48, 48],
+        "out": [4 * 70 * 40, 70 * 40, 40],
+        "lse": [4 * 70, 70, 1],
+        "bias": [0, 90, 0, 1],
+        "mask": [70 * 180, 0, 180, 2],
+        "kv_lengths": [2],
+        "alibi_slopes": [0, 1, 0],
+    }
+    for name, strides in expected.items():
+        assert params[f"{name}_strides"][0].tolist() == strides, name
+    for name in ("dout", "dq", "dk", "dv"):
+        assert not params[f"{name}_strides"].any()
+
+
+def test_pointers_are_left_open():
+    params, _, _ = filled()
+    for name in POINTER_WORD:
+        assert params[name] == 0
+    params.view(np.uint64)[POINTER_WORD["mask"]] = 2**40 + 3
+    assert params["mask"] == 2**40 + 3
+
+
+def test_numbers_are_those_of_the_problem():
+    params, plan, _ = filled("backward", scale=-0.5, softcap=3.0, causal=True, window=(7, None))
+    problem = plan.problem
+    for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k", "diagonal"):
+        assert params[name] == getattr(problem, name)
+    assert params["diagonal"] == params["right_offset"] == 20
+    assert params["left_offset"] == 13
+    assert params["scale"] == -0.5
+    assert params["softcap"] == 3.0
+    assert params["stats_rows"] == plan.stats_rows >= 70
+    assert params["group_splits"] == plan.group_splits == 2
+    assert params["head_section"] == plan.head_section == CAUSAL_HEAD_SECTION
+
+
+def test_bounds_that_do_not_exist_are_zero():
+    params, plan, _ = filled()
+    assert plan.problem.window_left is plan.problem.window_right is None
+    assert params["left_offset"] == params["right_offset"] == params["softcap"] == 0
+    assert params["scale"] == np.float32(24**-0.5)
+
+
+def test_matrices_have_one_head_and_one_batch_entry():
+    q, k = np.zeros((5, 16), np.float16), np.zeros((7, 16), np.float16)
+    plan = choose_plan(make_problem(Options(), q, k, k), DeviceSpec.for_arch("8.0"))
+    params = parameters(plan, {"out": layout_of(q, "bhsd"), "lse": rows_of(np.zeros(5, np.float32))})
+    assert params["q_strides"][0].tolist() == params["out_strides"][0].tolist() == [0, 0, 16]
+    assert params["lse_strides"][0].tolist() == [0, 0, 1]
+    assert params["batch"] == params["num_heads"] == params["num_heads_kv"] == 1

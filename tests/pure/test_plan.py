@@ -1,0 +1,371 @@
+"""Plans: pure functions of a problem and a device, within the device's limits, for every head dimension."""
+
+import dataclasses
+import functools
+import re
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuflash import compiler
+from cuflash.plan import (
+    BACKWARD_TILES,
+    DQ_TILES,
+    FORWARD_TILES,
+    MAX_HEAD_DIM,
+    SHARED_BYTES_RESERVED,
+    BackwardTile,
+    DeviceSpec,
+    DqTile,
+    ForwardTile,
+    access_bytes,
+    choose_plan,
+    round_up,
+    tile_bytes,
+)
+from cuflash.problem import Operand, Options, make_problem
+
+ARCHS = ("8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")
+PASSES = ("forward", "backward")
+
+
+@functools.cache
+def problem_of(
+    seqlen_q=1024, seqlen_k=1024, dim=64, dim_v=64, *, dtype="bfloat16", batch=2, heads=4, heads_kv=2, **options
+):
+    """A problem whose arrays take no memory."""
+    dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    shapes = (heads, seqlen_q, dim), (heads_kv, seqlen_k, dim), (heads_kv, seqlen_k, dim_v)
+    q, k, v = (contiguous((batch, *shape), dtype) for shape in shapes)
+    return make_problem(Options(**options), q, k, v)
+
+
+def contiguous(shape, dtype):
+    """Looks like a contiguous array."""
+    strides = [dtype.itemsize] * len(shape)
+    for axis in reversed(range(len(shape) - 1)):
+        strides[axis] = strides[axis + 1] * shape[axis + 1]
+    return np.lib.stride_tricks.as_strided(np.zeros(1, dtype), shape, strides)
+
+
+# ---- Devices ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_spellings_of_an_arch(arch):
+    device = DeviceSpec.for_arch(arch)
+    digits = arch.replace(".", "")
+    assert device is DeviceSpec.for_arch(digits) is DeviceSpec.for_arch(f"sm_{digits}")
+    assert device.arch == int(digits)
+    assert device.target == f"sm_{digits}"
+    assert device.shared_bytes_per_block + SHARED_BYTES_RESERVED == device.shared_bytes_per_sm
+
+
+@pytest.mark.parametrize("arch", ["7.5", "9", "sm_91", "", "ninety", "9.0a", "-8.0"])
+def test_arch_that_is_not_known(arch):
+    with pytest.raises(ValueError, match=rf"^arch: got {arch!r}, expected one of 8.0, 8.6, .*12.1$"):
+        DeviceSpec.for_arch(arch)
+
+
+# ---- Rows ------------------------------------------------------------------------------------------------------------
+
+TABLES = {"forward": FORWARD_TILES, "backward": BACKWARD_TILES, "dq": DQ_TILES}
+
+
+@pytest.mark.parametrize(
+    ("row", "change", "rule"),
+    [
+        (FORWARD_TILES[0], {"block_m": 100}, "whole fragments for every warp"),
+        (FORWARD_TILES[0], {"block_m": 64, "num_warps": 8}, "whole fragments for every warp"),
+        (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 3}, "warps_d divides num_warps"),
+        (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 1, "block_n": 96}, "whole fragments of keys"),
+        (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 4, "block_m": 32}, "whole pairs of pieces of queries"),
+        (BACKWARD_TILES[0], {"num_warps": 4, "dq_warps_m": 3, "block_m": 96}, "dq_warps_m divides num_warps"),
+        (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 1, "dq_warps_m": 4, "block_m": 32}, "whole fragments of dq"),
+        (DQ_TILES[0], {"block_m": 72}, "whole fragments for every warp"),
+    ],
+)
+def test_a_row_checks_itself(row, change, rule):
+    with pytest.raises(ValueError, match=rule):
+        replace(row, **change)
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_a_table_goes_from_small_to_large(table):
+    assert [tile.max_dim for tile in table] == sorted(tile.max_dim for tile in table)
+    assert table[-1].max_dim == MAX_HEAD_DIM
+    for tile in table:
+        assert tile.max_dim % tile.dim_multiple == 0
+        assert tile.origin
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_every_row_is_chosen_somewhere(table):
+    chosen = set()
+    for causal in (False, True):
+        base = problem_of(4096, 4096, causal=causal, deterministic=table is DQ_TILES)
+        for dim in range(16, MAX_HEAD_DIM + 1, 16):
+            for dim_v in {dim, 16, 64, 128, 192, 256}:
+                problem = replace(base, head_dim=dim, head_dim_v=dim_v)
+                for arch in ARCHS:
+                    for pass_ in PASSES:
+                        chosen |= set(choose_plan(problem, DeviceSpec.for_arch(arch), pass_).tiles)
+    assert not [tile for tile in table if tile not in chosen]
+
+
+@given(st.integers(1, 300), st.integers(1, 256))
+def test_shared_tiles_hold_their_elements(rows, columns):
+    assert rows * columns * 2 <= tile_bytes(rows, columns) <= rows * round_up(columns, 64) * 2
+    assert tile_bytes(16 * rows, columns) % 128 == 0
+
+
+# ---- What is chosen --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_every_head_dimension_is_served_within_the_limits(arch, deterministic):
+    device = DeviceSpec.for_arch(arch)
+    base = problem_of(deterministic=deterministic)
+    for dim in range(1, MAX_HEAD_DIM + 1):
+        for dim_v in {dim, 1, 64, 100, MAX_HEAD_DIM + 1 - dim, MAX_HEAD_DIM}:
+            problem = replace(base, head_dim=dim, head_dim_v=dim_v)
+            for pass_ in PASSES:
+                plan = choose_plan(problem, device, pass_)
+                for kernel in plan.kernels:
+                    assert kernel.shared_bytes <= device.shared_bytes_per_block
+                    assert kernel.grid > 0
+                    assert kernel.threads <= 1024
+                for tile in plan.tiles:
+                    shared = tile.shared_bytes(*(round_up(d, tile.dim_multiple) for d in (dim, dim_v)))
+                    assert tile.min_blocks * (shared + SHARED_BYTES_RESERVED) <= device.shared_bytes_per_sm
+                    assert max(dim, dim_v) <= tile.max_dim
+
+
+def test_a_plan_is_the_first_row_that_fits():
+    problem = problem_of(dim=128, dim_v=128)
+    fitting = [tile for tile in FORWARD_TILES if tile.max_dim >= 128]
+    for arch in ARCHS:
+        device = DeviceSpec.for_arch(arch)
+        (tile,) = choose_plan(problem, device).tiles
+        for earlier in fitting[: fitting.index(tile)]:
+            resident = earlier.min_blocks * (earlier.shared_bytes(128, 128) + SHARED_BYTES_RESERVED)
+            assert resident > device.shared_bytes_per_sm
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize(
+    "options", [{}, {"deterministic": True}, {"causal": True, "window": (9, None), "softcap": 2.0}]
+)
+def test_plans_are_pure(pass_, options):
+    device = DeviceSpec.for_arch("9.0")
+    plan = choose_plan(problem_of(**options), device, pass_)
+    again = choose_plan(problem_of.__wrapped__(**options), device, pass_)
+    assert plan == again
+    assert hash(plan.kernels) == hash(again.kernels)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.reason = ""
+
+
+def test_grids_cover_the_problem():
+    problem = problem_of(seqlen_q=1000, seqlen_k=333, batch=3, heads=6, heads_kv=2)
+    device = replace(DeviceSpec.for_arch("8.0"), num_sms=1)
+    forward = choose_plan(problem, device)
+    assert forward.kernels[0].grid == 3 * 6 * -(-1000 // forward.tiles[0].block_m)
+    for deterministic in (False, True):
+        plan = choose_plan(replace(problem, deterministic=deterministic), device, "backward")
+        grids = {kernel.source: kernel.grid for kernel in plan.kernels}
+        tile = plan.tiles[0]
+        assert plan.group_splits == 1
+        assert plan.stats_rows >= 1000
+        assert grids["backward_sm80.cu"] == 3 * 2 * -(-333 // tile.block_n)
+        if deterministic:
+            assert grids["backward_dq_sm80.cu"] == 3 * 6 * -(-1000 // plan.tiles[1].block_m)
+            assert plan.stats_rows % tile.block_m == plan.stats_rows % plan.tiles[1].block_m == 0
+        else:
+            assert grids["backward_convert.cu"] == grids["backward_delta.cu"] == 3 * 6 * -(-1000 // tile.block_m)
+
+
+def test_empty_problems_have_plans():
+    device = DeviceSpec.for_arch("9.0")
+    for sizes in ({"seqlen_q": 0}, {"seqlen_k": 0}, {"batch": 0}, {"heads": 0, "heads_kv": 0}):
+        for pass_ in PASSES:
+            for deterministic in (False, True):
+                problem = problem_of(**sizes, deterministic=deterministic)
+                assert choose_plan(problem, device, pass_).describe()
+
+
+@pytest.mark.parametrize("heads_kv", [1, 2, 4])
+def test_blocks_share_a_group_only_where_tiles_are_few(heads_kv):
+    device = DeviceSpec.for_arch("9.0")
+    for seqlen in (64, 1024, 2**18):
+        problem = problem_of(seqlen, seqlen, batch=1, heads=8, heads_kv=heads_kv)
+        plan = choose_plan(problem, device, "backward")
+        assert 1 <= plan.group_splits <= problem.group_size
+        assert ("dkv_partials" in dict(plan.scratch)) == (plan.group_splits > 1)
+        assert ("blocks share" in plan.reason) == (plan.group_splits > 1)
+        if seqlen == 64:
+            assert plan.group_splits == problem.group_size
+        if seqlen == 2**18:
+            assert plan.group_splits == 1
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_extra_memory_is_linear(arch, deterministic):
+    device = DeviceSpec.for_arch(arch)
+
+    def extra_bytes(seqlen):
+        problem = problem_of(seqlen, seqlen, dim=128, dim_v=128, heads_kv=1, deterministic=deterministic)
+        assert choose_plan(problem, device).extra_bytes == 0
+        plan = choose_plan(problem, device, "backward")
+        assert plan.extra_bytes == 4 * sum(elements for _, elements in plan.scratch)
+        assert plan.extra_bytes >= problem.batch * problem.num_heads * seqlen * 8
+        return plan.extra_bytes
+
+    for seqlen in (2**8, 2**11 + 77, 2**14, 2**17, 2**20):
+        # Rounded up to tiles: statistics, dq, and dk and dv of every query head, in float32.
+        assert extra_bytes(seqlen) <= 2 * 4 * (seqlen + 256) * 4 * (2 + 128 + 128 + 128)
+    assert extra_bytes(2**20) <= 2 * 4 * (2**20 + 256) * 4 * (2 + 128)
+
+
+def test_tiles_of_the_caller_are_taken():
+    device = DeviceSpec.for_arch("9.0")
+    problem = problem_of(deterministic=True)
+    for tile in FORWARD_TILES:
+        plan = choose_plan(problem, device, tiles=(tile,))
+        assert plan.tiles == (tile,)
+        assert "given by the caller" in plan.reason
+    plan = choose_plan(problem, device, "backward", tiles=(BACKWARD_TILES[-1], DQ_TILES[-1]))
+    assert plan.tiles == (BACKWARD_TILES[-1], DQ_TILES[-1])
+
+
+# ---- What is not served ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [
+        ({"dtype": "float32"}, "^q: got dtype float32, expected float16 or bfloat16 on the GPU; .* on the CPU$"),
+        ({"dtype": "float64"}, "^q: got dtype float64, expected float16 or bfloat16 on the GPU; .* on the CPU$"),
+        ({"dim": 257}, "^q: got head dimension 257, expected at most 256 on the GPU; .* on the CPU$"),
+        ({"dim_v": 300}, "^v: got head dimension 300, expected at most 256 on the GPU; .* on the CPU$"),
+    ],
+)
+def test_problems_that_no_kernel_serves(problem, words, pass_):
+    with pytest.raises(NotImplementedError, match=words):
+        choose_plan(problem_of(**problem), DeviceSpec.for_arch("9.0"), pass_)
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+def test_devices_that_no_kernel_serves(pass_):
+    old = replace(DeviceSpec.for_arch("8.0"), arch=75)
+    with pytest.raises(NotImplementedError, match=r"^device: got compute capability 7.5, expected 8.0 or later .*CPU$"):
+        choose_plan(problem_of(), old, pass_)
+    small = replace(DeviceSpec.for_arch("8.0"), shared_bytes_per_block=2**13, name="tiny")
+    words = "^device: no tile fits tiny with 8192 bytes of shared memory a block at head dimensions 64 and 64$"
+    with pytest.raises(NotImplementedError, match=words):
+        choose_plan(problem_of(), small, pass_)
+
+
+def test_more_tiles_than_one_launch_has():
+    problem = replace(problem_of(seqlen_q=2**30, seqlen_k=1), batch=2**10)
+    with pytest.raises(
+        NotImplementedError, match=r"^q: got \d+ tiles, expected at most 2\*\*31 - 1 .*; split the batch$"
+    ):
+        choose_plan(problem, DeviceSpec.for_arch("9.0"))
+
+
+# ---- What a plan says ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+def test_description(pass_):
+    device = DeviceSpec.for_arch("8.6")
+    problem = problem_of(dim=256, dim_v=192, causal=True, softcap=3.0, deterministic=True)
+    plan = choose_plan(problem, device, pass_)
+    text = plan.describe()
+    assert f"{pass_} pass on {device.name} (compute capability 8.6)" in text
+    assert "bfloat16, batch 2, heads 4/2, seqlen 1024 x 1024, head_dim 256/192; right_bound, softcap" in text
+    for kernel in plan.kernels:
+        assert (
+            f"kernel {kernel.name}: grid {kernel.grid}, {kernel.threads} threads, {kernel.shared_bytes} bytes" in text
+        )
+        assert kernel.name.startswith(kernel.source.removesuffix(".cu"))
+    assert f"extra memory: {plan.extra_bytes} bytes" in text
+    for tile in plan.tiles:
+        assert f"{type(tile).__name__} {tile.block_m} x {tile.block_n}" in plan.reason
+    for line in plan.reason.splitlines():
+        assert line in text
+    assert "not " in plan.reason and "exceed the 102400 bytes of shared memory of a multiprocessor" in plan.reason
+    assert "no options" in choose_plan(problem_of(), device, pass_).describe()
+    with_resources = replace(plan, resources=tuple(f"{n} registers" for n in range(len(plan.kernels))))
+    assert ", 0 registers\n" in with_resources.describe()
+
+
+def test_a_symbol_spells_its_configuration():
+    kernel = choose_plan(problem_of(dim=40, dim_v=72, causal=True), DeviceSpec.for_arch("9.0")).kernels[0]
+    assert re.fullmatch(r"forward_sm80_bfloat16_d40x72_\d+x\d+_right_bound", kernel.name)
+    assert dict(kernel.defines)["CUFLASH_KERNEL_NAME"] == kernel.name
+
+
+def test_kernels_are_told_all_that_they_ask_for():
+    """Every define that the sources read is given, and none that nobody reads."""
+    text = {path.name: path.read_text() for path in compiler.kernel_directory().iterdir() if path.suffix[:3] == ".cu"}
+    emulation = {"CUFLASH_EMULATION", "CUFLASH_DEVICE", "CUFLASH_DEFINE_KERNEL"}
+    read = set(re.findall(r"\bCUFLASH_[A-Z0-9_]+\b", "".join(text.values()))) - emulation
+    given = set()
+    for deterministic in (False, True):
+        for pass_ in PASSES:
+            for kernel in choose_plan(
+                problem_of(deterministic=deterministic), DeviceSpec.for_arch("9.0"), pass_
+            ).kernels:
+                given |= {name for name, _ in kernel.defines}
+                assert kernel.source in text
+    assert given == read
+
+
+# ---- Widths of accesses ----------------------------------------------------------------------------------------------
+
+operands = st.builds(
+    lambda shape, strides: Operand(shape=(*shape, 64), strides=(*strides, 1), dtype="float16"),
+    st.tuples(*[st.integers(0, 3)] * 3),
+    st.tuples(*[st.integers(-600, 600)] * 3),
+)
+
+
+@given(st.lists(operands, max_size=3), st.integers(0, 2**20).map(lambda n: 2 * n))
+def test_access_bytes_is_the_widest_that_is_aligned(arrays, pointer):
+    width = access_bytes(tuple(arrays), pointer)
+    assert width in (2, 4, 8, 16)
+
+    def aligned(width):
+        steps = [s * 2 for x in arrays for n, s in zip(x.shape[:3], x.strides[:3], strict=True) if n > 1]
+        return all(step % width == 0 for step in (pointer, *steps))
+
+    assert aligned(width)
+    assert width == 16 or not aligned(2 * width)
+
+
+@given(st.lists(operands, min_size=1, max_size=4))
+def test_more_operands_never_widen_an_access(arrays):
+    for count in range(len(arrays)):
+        assert access_bytes(tuple(arrays)) <= access_bytes(tuple(arrays[:count]))
+
+
+@pytest.mark.parametrize(("dim", "width"), [(64, 16), (72, 16), (60, 8), (62, 4), (61, 2), (1, 2), (8, 16), (256, 16)])
+def test_access_bytes_of_contiguous_rows(dim, width):
+    problem = problem_of(dim=dim, dim_v=dim)
+    assert access_bytes((problem.q, problem.k, problem.v)) == width
+    defines = dict(choose_plan(problem, DeviceSpec.for_arch("9.0")).kernels[0].defines)
+    assert defines["CUFLASH_LOAD_BYTES"] == defines["CUFLASH_STORE_BYTES"] == width
+
+
+def test_rows_are_of_their_types():
+    for tiles, kind in ((FORWARD_TILES, ForwardTile), (BACKWARD_TILES, BackwardTile), (DQ_TILES, DqTile)):
+        assert all(type(tile) is kind for tile in tiles)
