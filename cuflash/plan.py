@@ -14,7 +14,7 @@ from cuflash.problem import ITEMSIZE, Operand, Problem
 
 Pass = Literal["forward", "backward"]
 
-PARAMS_BYTES = 496  # of the kernels' only argument; cuflash/launch.py lays it out, kernels/params.cuh checks it
+PARAMS_BYTES = 496  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
 MAX_HEAD_DIM = 256
 # Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
 # at head_dim 128 and seqlen 4096, 4 % in the backward pass; without a mask, one head at a time serves L2 better.

@@ -1,4 +1,4 @@
-// The one argument of every kernel. Python fills it (cuflash/launch.py); the byte count of both sides must agree.
+// The one argument of every kernel. Python fills it (cuflash/params.py); the byte count of both sides must agree.
 #pragma once
 #include "ptx.cuh"
 

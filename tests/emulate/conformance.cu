@@ -1,5 +1,5 @@
 // One kernel for each function of ptx.cuh, so small that its result is written down in NumPy in one line. They run on
-// the CPU and on a GPU under the same checks (test_conformance.py).
+// the CPU (test_conformance.py), and take no more than a launcher to run on a GPU under the same checks.
 #include "ptx.cuh"
 
 #ifndef ELEMENT
