@@ -33,7 +33,14 @@ from cuflash.problem import type_error, value_error
 # -v makes ptxas report registers and spills. Line info lets profilers and sanitizers name source lines and leaves the
 # instructions as they are. No fast math, no flush-to-zero.
 # NVRTC before 13.1 takes generic lambdas for host functions unless every function is a device function.
-OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--generate-line-info", "--ptxas-options=-v")
+# With a driver, NVRTC keeps a cache of its own, and what comes out of it comes without ptxas's report.
+OPTIONS = (
+    "--std=c++17",
+    "--device-as-default-execution-space",
+    "--generate-line-info",
+    "--ptxas-options=-v",
+    "--no-cache",
+)
 
 
 class CompileError(RuntimeError):
