@@ -111,6 +111,8 @@ class Statistics:
     matrix_loads: int
     matrix_load_conflicts: int
     matrix_products: int
+    bulk_copies: int
+    warpgroup_products: int
 
 
 class _LaunchOptions(ctypes.Structure):
