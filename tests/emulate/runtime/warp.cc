@@ -42,6 +42,11 @@ void collect(const char* operation, Site site, void* argument, void (*perform)(W
 
 namespace {
 
+void check_landed(float value) {
+  if (is_in_flight(value))
+    fail(*block.current, block.current->site, "uses an accumulator of a product in flight: a wait_products is missing");
+}
+
 struct Shuffle {
   float value;
   float received;
@@ -193,6 +198,8 @@ void perform_matrix_product(Warp& warp) {
 }  // namespace
 
 float shuffle_xor(float value, u32 lane_mask, Site site) {
+  block.current->site = site;
+  check_landed(value);
   if (lane_mask >= kWarpLanes) fail(*block.current, site, "shuffle_xor: a lane mask of %u", lane_mask);
   Shuffle shuffle = {value, 0.0f, lane_mask};
   collect("shuffle_xor", site, &shuffle, perform_shuffle);
@@ -259,10 +266,14 @@ namespace {
 float flush_subnormal(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 }  // namespace
 
-float exp2_approx(float x) { return flush_subnormal(std::exp2(flush_subnormal(x))); }
+float exp2_approx(float x) {
+  check_landed(x);
+  return flush_subnormal(std::exp2(flush_subnormal(x)));
+}
 float log2_approx(float x) { return std::log2(x); }
 
 u16 from_float32(Element type, float value) {
+  check_landed(value);
   return type == Element::kFloat16 ? float32_to_float16(value) : float32_to_bfloat16(value);
 }
 float to_float32(Element type, u16 bits) {

@@ -22,7 +22,6 @@ constexpr u32 kMaxColumns = 256;
 constexpr u32 kOperandBytes = 32;  // of one row along k
 constexpr u32 kLineBytes = 128;
 constexpr u32 kChunkBytes = 16;
-constexpr u32 kInFlight = 0xFFA5A5A5;  // a signalling NaN: arithmetic with it does not leave it as it is
 
 // The registers of one accumulator, in all threads, that products in flight add to.
 struct Accumulator {
