@@ -148,7 +148,7 @@ CUFLASH_DEVICE void read_after_arriving(const Params& params) {
   else
     ptx::arrive_named(1, 128);
   // Only those that waited may.
-  keep(params, ptx::load_shared_b16(shared.space + 2 * (thread ^ 64)));  // caught: read_after_arrival
+  keep(params, ptx::load_shared_b16(shared.space + 2 * (thread ^ 64)));
 }
 CUFLASH_DEFINE_KERNEL(read_after_arrival, Params, kWarpgroup, 1, read_after_arriving)
 
