@@ -111,6 +111,8 @@ class Statistics:
     matrix_loads: int
     matrix_load_conflicts: int
     matrix_products: int
+    bulk_copies: int
+    warpgroup_products: int
 
 
 class _LaunchOptions(ctypes.Structure):
@@ -384,3 +386,58 @@ def _make_inaccessible(address: int, size: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), no_access):
         raise OSError(ctypes.get_errno(), "mprotect")
+
+
+# ---- Tensor maps -----------------------------------------------------------------------------------------------------
+
+_TENSOR_MAP = np.dtype(
+    [
+        ("magic", np.uint64),
+        ("base", np.uint64),
+        ("strides", np.uint64, 3),
+        ("dims", np.uint32, 4),
+        ("box", np.uint32, 4),
+        ("element_bytes", np.uint32),
+        ("padding", np.uint8, 52),
+    ]
+)
+_TENSOR_MAP_MAGIC = int.from_bytes(b"TNSORMAP", "little")
+
+
+def tensor_map(
+    address: int, element_bytes: int, dims: Sequence[int], strides: Sequence[int], box: Sequence[int]
+) -> np.ndarray:
+    """What stands in the emulator for a CUtensorMap of rank 4 with the 128-byte swizzle: 16 words.
+
+    It goes where the launch puts the result of cuTensorMapEncodeTiled, and refuses what that refuses.
+
+    Parameters
+    ----------
+    address : int
+        Of the first element.
+    dims : sequence of 4 int
+        Elements along each axis, that of neighbours first: columns, rows, heads, batch.
+    strides : sequence of 3 int
+        Bytes from one row, head and batch entry to the next.
+    box : sequence of 4 int
+        Elements along each axis that one copy moves.
+    """
+    row_bytes = box[0] * element_bytes
+    for wrong, problem in (
+        (len(dims) != 4 or len(strides) != 3 or len(box) != 4, "4 dims, 3 strides and 4 box sizes are needed"),
+        (address % 16, "the address must be a multiple of 16"),
+        (any(not 0 < size <= 2**32 for size in dims), "dims must lie between 1 and 2**32"),
+        (any(stride % 16 or not 0 <= stride < 2**40 for stride in strides), "strides are multiples of 16 under 2**40"),
+        (any(not 0 < size <= 256 for size in box), "box sizes must lie between 1 and 256"),
+        (row_bytes % 16 or row_bytes > 128, "a row of the box must have 16, 32, ..., 128 bytes"),
+        (np.prod(box) * element_bytes % 128, "the box must be a multiple of 128 bytes: else not emulated"),
+    ):
+        if wrong:
+            raise ValueError(
+                f"tensor map of dims {tuple(dims)}, strides {tuple(strides)}, box {tuple(box)}, {element_bytes} bytes "
+                f"an element, at {address:#x}: {problem}"
+            )
+    content = np.zeros((), _TENSOR_MAP)
+    content["magic"], content["base"], content["element_bytes"] = _TENSOR_MAP_MAGIC, address, element_bytes
+    content["strides"], content["dims"], content["box"] = strides, dims, box
+    return np.frombuffer(content.tobytes(), np.uint64)

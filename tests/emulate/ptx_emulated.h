@@ -10,7 +10,7 @@
   extern "C" __attribute__((visibility("default"))) int name(const void* params, u64 params_bytes,                \
                                                              const ::emulator::LaunchOptions* options,            \
                                                              ::emulator::Report* report) {                        \
-    return ::emulator::launch({name##_thread, sizeof(Params), threads}, params, params_bytes, *options, *report); \
+    return ::emulator::launch({name##_thread, sizeof(Params), threads, min_blocks}, params, params_bytes, *options, *report); \
   }
 
 // Functions that NVRTC knows without a header.
@@ -117,3 +117,5 @@ CUFLASH_DEVICE void reduce_add_x4(float* address, const float (&value)[4], Site 
 }
 
 }  // namespace ptx
+
+#include "ptx_sm90_emulated.h"

@@ -18,13 +18,14 @@ struct Site {
   static constexpr Site here(const char* file = __builtin_FILE(), u32 line = __builtin_LINE()) { return {file, line}; }
 };
 
-enum class Element : u32 { kFloat16, kBFloat16 };
+enum class Element : u32 { kFloat16, kBFloat16, kTensorFloat32 };
 
 // One kernel of a module: its body for one thread.
 struct Kernel {
   void (*thread_body)(const void* params);
   u64 params_bytes;
   u32 max_threads;
+  u32 min_blocks;  // of a multiprocessor
 };
 
 // How the driver wants a launch to run. Mirrored by emulator.py.
@@ -56,6 +57,8 @@ struct Report {
   u64 matrix_loads;
   u64 matrix_load_conflicts;
   u64 matrix_products;
+  u64 bulk_copies;
+  u64 warpgroup_products;
 };
 
 // 0 if the kernel ran to its end.

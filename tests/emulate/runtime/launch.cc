@@ -156,6 +156,8 @@ int launch(const Kernel& kernel, const void* params, u64 params_bytes, const Lau
   report.matrix_loads = block.statistics.matrix_loads;
   report.matrix_load_conflicts = block.statistics.matrix_load_conflicts;
   report.matrix_products = block.statistics.matrix_products;
+  report.bulk_copies = block.statistics.bulk_copies;
+  report.warpgroup_products = block.statistics.warpgroup_products;
   return block.failed;
 }
 

@@ -1,4 +1,4 @@
-// The 16-bit floating-point formats.
+// The 16-bit floating-point formats, and a NaN of the emulator's own.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -26,6 +26,14 @@ inline float float16_to_float32(u16 bits) {
   return float_of(bits_of(magnitude) | infinity_or_nan | (u32)(bits & 0x8000) << 16);
 }
 inline float bfloat16_to_float32(u16 bits) { return float_of((u32)bits << 16); }
+
+// What the registers of an accumulator hold while a product is in flight: a signalling NaN. Arithmetic with it sets one
+// bit, and does not hide where it came from.
+constexpr u32 kInFlight = 0xFFA5A5A5;
+inline bool is_in_flight(float value) {
+  constexpr u32 kQuiet = 1u << 22, kSign = 1u << 31;
+  return ((bits_of(value) ^ kInFlight) & ~(kQuiet | kSign)) == 0;
+}
 
 constexpr u16 kNan16 = 0x7fff;  // what cvt makes of any NaN, in both formats
 

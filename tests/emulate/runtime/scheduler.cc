@@ -5,7 +5,11 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "barriers.h"
+#include "copy_engine.h"
+#include "order.h"
 #include "shared_memory.h"
+#include "warpgroup.h"
 
 namespace emulator {
 
@@ -56,13 +60,16 @@ void describe_waiting_threads(char* text, size_t size) {
     const Thread& thread = *block.threads[first];
     size_t next = first + 1;
     while (next < block.threads.size() && block.threads[next]->state == thread.state &&
-           block.threads[next]->operation == thread.operation && block.threads[next]->site == thread.site)
+           block.threads[next]->operation == thread.operation && block.threads[next]->site == thread.site &&
+           block.threads[next]->waits_for == thread.waits_for)
       ++next;
     const bool exited = thread.state == Thread::State::kExited;
+    char detail[160] = "";
+    if (!exited && thread.describe_wait) thread.describe_wait(thread.waits_for, detail, sizeof detail);
     const int written =
         exited ? snprintf(text + used, size - used, "\n  threads %zu to %zu have exited", first, next - 1)
-               : snprintf(text + used, size - used, "\n  threads %zu to %zu wait in %s at %s:%u", first, next - 1,
-                          thread.operation, file_name(thread.site), thread.site.line);
+               : snprintf(text + used, size - used, "\n  threads %zu to %zu wait in %s%s at %s:%u", first, next - 1,
+                          thread.operation, detail, file_name(thread.site), thread.site.line);
     if (written < 0 || used + written >= size) return;
     used += written;
     first = next;
@@ -80,6 +87,7 @@ void describe_waiting_threads(char* text, size_t size) {
 }
 
 Thread& next_ready_thread() {
+  land_loads();
   if (block.ready.empty()) fail_by_deadlock();
   switch ((Order)block.options.order) {
     case Order::kFirstInFirstOut:
@@ -93,6 +101,8 @@ Thread& next_ready_thread() {
 
 [[noreturn]] void exit_thread(Thread& thread) {
   check_no_copies_left(thread);
+  finish_bulk_stores(thread);
+  check_no_products_left(thread);
   Warp& warp = warp_of(thread);
   if (warp.arrived)
     fail(thread, warp.site, "divergent warp: the thread exits while others of its warp wait in %s", warp.operation);
@@ -100,7 +110,9 @@ Thread& next_ready_thread() {
   thread.state = Thread::State::kExited;
   thread.operation = "";
   thread.site = {};
+  thread.waits_for = 0;
   ++block.exited;
+  if (block.exited == block.threads.size()) check_no_loads_left();
   switch_to(block.exited == block.threads.size() ? nullptr : &next_ready_thread());
   abort();
 }
@@ -117,8 +129,12 @@ bool run_block(u32 index) {
   block.exited = 0;
   block.ready.clear();
   block.warps.assign(block.threads.size() / kWarpLanes, Warp{});
+  for (Warp& warp : block.warps) warp.epoch = warp.collective_epoch = warp.block_epoch = 1;
   block.barrier_arrived = 0;
-  block.epoch = 1;
+  reset_order();
+  reset_barriers();
+  reset_copy_engine();
+  reset_warpgroups();
   const u32 count = (u32)block.threads.size();
   for (auto& thread : block.threads) {
     thread->state = Thread::State::kReady;
@@ -136,8 +152,10 @@ bool run_block(u32 index) {
   return !block.failed;
 }
 
-void wait_for_wake(const char* operation, Site site) {
+void wait_for_wake(const char* operation, Site site, void (*describe_wait)(u64, char*, size_t), u64 waits_for) {
   Thread& self = *block.current;
+  self.describe_wait = describe_wait;
+  self.waits_for = waits_for;
   self.state = Thread::State::kWaiting;
   self.operation = operation;
   self.site = site;
@@ -183,7 +201,7 @@ void sync_block(Site site) {
     return;
   }
   block.barrier_arrived = 0;
-  ++block.epoch;
+  order_block();
   ++block.statistics.block_barriers;
   for (auto& thread : block.threads)
     if (thread.get() != &self) wake(*thread);

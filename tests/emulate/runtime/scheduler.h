@@ -27,19 +27,33 @@ struct Copy {
   u8 bytes_read[16];
 };
 
+// The last epoch known of every thread, and the last step of every agent: see order.h.
+using Clock = std::vector<u32>;
+
+// Part of a thread's state that copy_engine.cc alone knows.
+struct BulkStores;
+
 struct Thread {
   enum class State { kReady, kWaiting, kExited };
 
-  explicit Thread(u32 index) : fiber(index), index(index) {}
+  explicit Thread(u32 index);
+  ~Thread();
 
   Fiber fiber;
   const u32 index;
   State state;
   Site site;              // of the last operation called
   const char* operation;  // that it waits in
+  // What it waits for there, in words, if `operation` does not say it all; `waits_for` is an argument of it.
+  void (*describe_wait)(u64 waits_for, char* text, size_t size);
+  u64 waits_for;
   std::vector<Copy> copies;
   size_t copies_landed;
   u32 groups_committed;
+
+  Clock known;
+  std::vector<u32> fences;  // the epochs that a fence_async_proxy ended, growing
+  std::unique_ptr<BulkStores> bulk_stores;
 };
 
 struct Warp {
@@ -47,7 +61,10 @@ struct Warp {
   u32 arrived;  // lanes that wait in the collective
   const char* operation;
   Site site;
-  u32 epoch;  // grows with every collective: it orders the accesses of different lanes
+  u32 epoch;             // see order.h
+  u32 collective_epoch;  // that began with the last collective
+  u32 block_epoch;       // that began with the last sync_block
+  bool lanes_differ;     // in what they know
   void* argument[kWarpLanes];
 };
 
@@ -57,6 +74,8 @@ struct Statistics {
   u64 matrix_loads;
   u64 matrix_load_conflicts;
   u64 matrix_products;
+  u64 bulk_copies;
+  u64 warpgroup_products;
 };
 
 // Threads that can run, in the order in which they became ready.
@@ -95,7 +114,6 @@ struct Block {
 
   u32 barrier_arrived;
   Site barrier_site;
-  u32 epoch;  // grows with every sync_block
 
   Statistics statistics;
 };
@@ -105,11 +123,19 @@ extern Block block;
 inline Warp& warp_of(const Thread& thread) { return block.warps[thread.index / kWarpLanes]; }
 u32 next_random();
 
+// Gathers the 32 lanes at one call, then performs it once; warp.argument holds each lane's.
+void collect(const char* operation, Site site, void* argument, void (*perform)(Warp& warp));
+template <class Argument>
+Argument& argument_of(Warp& warp, u32 lane) {
+  return *static_cast<Argument*>(warp.argument[lane]);
+}
+
 // Runs every thread of block `index` to its end; false if one failed.
 bool run_block(u32 index);
 
-// The current thread stops here until another one wakes it.
-void wait_for_wake(const char* operation, Site site);
+// The current thread stops here until another one wakes it. A report of a deadlock calls `describe_wait`.
+void wait_for_wake(const char* operation, Site site, void (*describe_wait)(u64, char*, size_t) = nullptr,
+                   u64 waits_for = 0);
 void wake(Thread& thread);
 
 // Ends the launch with a message about `thread`. Never returns to the kernel.

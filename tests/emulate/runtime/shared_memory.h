@@ -1,6 +1,6 @@
 // The shared memory of the running block, with a record of who touched what since when.
 #pragma once
-#include "scheduler.h"
+#include "order.h"
 
 namespace emulator {
 
@@ -10,8 +10,24 @@ constexpr u32 kSharedBase = 1024;
 // Fresh storage for the next block: NaN bits, never written.
 void reset_shared_memory();
 
-// The 16 bytes of a matrix row, read by a whole warp; `thread` passed the address.
+// The 16 bytes of a matrix row, read or written by a whole warp; `thread` passed the address.
 const u8* read_matrix_row(u32 address, const Thread& thread, Site site);
+u8* write_matrix_row(u32 address, const Thread& thread, Site site);
+
+// The offset of the bytes in the block's shared memory.
+u32 checked_offset(u32 address, u32 bytes, u32 alignment, const Thread& thread, Site site);
+// Unchecked.
+u8* shared_bytes(u32 offset);
+
+// ---- Agents: bytes are a multiple of 16 at a multiple of 16, `thread` is on whose behalf it happens -------------------
+
+// An agent starts to write, and is done; until then nobody else may touch the bytes.
+void begin_agent_write(u32 offset, u32 bytes, const Access& write, const Thread& thread);
+void end_agent_write(u32 offset, u32 bytes);
+// An agent reads, from now until its step is known.
+void note_agent_read(u32 offset, u32 bytes, const Access& read, const Thread& thread);
+// The same for 16 bytes on behalf of `count` threads. `checked` is a write that all of them are known to come after.
+void note_agent_read_of_all(u32 offset, const Access& read, u32 first_thread, u32 count, Access& checked);
 
 void check_no_copies_left(const Thread& thread);
 

@@ -2,25 +2,14 @@
 #include <algorithm>
 #include <cmath>
 
+#include "hot.h"
+#include "interface_sm90.h"
 #include "numerics.h"
+#include "order.h"
 #include "shared_memory.h"
 
-// The hot loops are plain C++; the best instruction set of the machine is chosen when the library is loaded.
-#if defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__)
-#define EMULATOR_HOT __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define EMULATOR_HOT
-#endif
-
 namespace emulator {
-namespace {
 
-template <class Argument>
-Argument& argument_of(Warp& warp, u32 lane) {
-  return *static_cast<Argument*>(warp.argument[lane]);
-}
-
-// Gathers the 32 lanes at one call, then performs it once.
 void collect(const char* operation, Site site, void* argument, void (*perform)(Warp& warp)) {
   Thread& self = *block.current;
   Warp& warp = warp_of(self);
@@ -42,13 +31,20 @@ void collect(const char* operation, Site site, void* argument, void (*perform)(W
   }
   self.site = site;
   // What the lanes did before is ordered before the collective, and what they do next after it.
-  ++warp.epoch;
+  order_lanes(warp);
   perform(warp);
-  ++warp.epoch;
+  order_lanes(warp);
   warp.arrived = 0;
   const u32 first = self.index - lane;
   for (u32 i = 0; i < kWarpLanes; ++i)
     if (i != lane) wake(*block.threads[first + i]);
+}
+
+namespace {
+
+void check_landed(float value) {
+  if (is_in_flight(value))
+    fail(*block.current, block.current->site, "uses an accumulator of a product in flight: a wait_products is missing");
 }
 
 struct Shuffle {
@@ -110,6 +106,30 @@ void perform_matrix_load(Warp& warp) {
     }
   }
   ++block.statistics.matrix_loads;
+}
+
+struct MatrixStore {
+  u32 address;
+  const u32* fragment;
+};
+
+template <bool transposed>
+void perform_matrix_store(Warp& warp) {
+  const u32 first_thread = (u32)(&warp - block.warps.data()) * kWarpLanes;
+  for (u32 matrix = 0; matrix < 4; ++matrix) {
+    u16 elements[8][8];
+    for (u32 lane = 0; lane < kWarpLanes; ++lane) {
+      const u32 row = lane / 4, column = lane % 4 * 2;
+      const u32 pair = argument_of<MatrixStore>(warp, lane).fragment[matrix];
+      (transposed ? elements[column][row] : elements[row][column]) = (u16)pair;
+      (transposed ? elements[column + 1][row] : elements[row][column + 1]) = (u16)(pair >> 16);
+    }
+    for (u32 row = 0; row < 8; ++row) {
+      const u32 lane = 8 * matrix + row;
+      const u32 address = argument_of<MatrixStore>(warp, lane).address;
+      memcpy(write_matrix_row(address, *block.threads[first_thread + lane], warp.site), elements[row], 16);
+    }
+  }
 }
 
 struct MatrixProduct {
@@ -178,6 +198,8 @@ void perform_matrix_product(Warp& warp) {
 }  // namespace
 
 float shuffle_xor(float value, u32 lane_mask, Site site) {
+  block.current->site = site;
+  check_landed(value);
   if (lane_mask >= kWarpLanes) fail(*block.current, site, "shuffle_xor: a lane mask of %u", lane_mask);
   Shuffle shuffle = {value, 0.0f, lane_mask};
   collect("shuffle_xor", site, &shuffle, perform_shuffle);
@@ -206,16 +228,52 @@ void multiply_matrix(Element type, float* d, const u32* a, u32 b0, u32 b1, Site 
                                     : perform_matrix_product<Element::kBFloat16>);
 }
 
+void store_matrix(u32 address, const u32* fragment, Site site) {
+  MatrixStore store = {address, fragment};
+  collect("store_matrix_x4", site, &store, perform_matrix_store<false>);
+}
+
+void store_matrix_transposed(u32 address, const u32* fragment, Site site) {
+  MatrixStore store = {address, fragment};
+  collect("store_matrix_x4_transposed", site, &store, perform_matrix_store<true>);
+}
+
+bool elect_lane(Site site) {
+  collect("elect_lane", site, nullptr, [](Warp&) {});
+  // Any lane will do, as long as it is the same one for the whole launch.
+  const u32 elected = (Order)block.options.order == Order::kFirstInFirstOut ? 0 : (block.options.seed + 31) % kWarpLanes;
+  return block.current->index % kWarpLanes == elected;
+}
+
+u32 uniform(u32 value, Site site) {
+  u32 argument = value;
+  collect("uniform", site, &argument, [](Warp& warp) {
+    for (u32 lane = 1; lane < kWarpLanes; ++lane) argument_of<u32>(warp, lane) = argument_of<u32>(warp, 0);
+  });
+  return argument;
+}
+
+void keep_before(float value, u32 scratch, Site site) {
+  Thread& self = *block.current;
+  self.site = site;
+  checked_offset(scratch, sizeof(u32), sizeof(u32), self, site);
+  if (value < 0.0f) fail(self, site, "the value is negative, %g: it would be stored", value);
+}
+
 // ---- Operations of one thread that need no checks -------------------------------------------------------------------
 
 namespace {
 float flush_subnormal(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 }  // namespace
 
-float exp2_approx(float x) { return flush_subnormal(std::exp2(flush_subnormal(x))); }
+float exp2_approx(float x) {
+  check_landed(x);
+  return flush_subnormal(std::exp2(flush_subnormal(x)));
+}
 float log2_approx(float x) { return std::log2(x); }
 
 u16 from_float32(Element type, float value) {
+  check_landed(value);
   return type == Element::kFloat16 ? float32_to_float16(value) : float32_to_bfloat16(value);
 }
 float to_float32(Element type, u16 bits) {

@@ -1,0 +1,353 @@
+// One kernel for each function of ptx_sm90.cuh and ptx_wgmma.cuh, as conformance.cu has for those of ptx.cuh.
+#include "ptx_wgmma.cuh"
+
+#ifndef ELEMENT
+#define ELEMENT Float16
+#endif
+using Type = ELEMENT;
+
+// Input and output of every kernel: a tensor map of one of the arrays, arrays of whatever it says, numbers.
+struct Params {
+  TensorMap map;
+  const void* source;
+  const void* second_source;
+  void* destination;
+  u32 count;
+  i32 column, row, head, batch;
+  u32 padding[5];
+};
+
+constexpr int kWarp = 32;
+constexpr int kWarpgroup = 128;
+constexpr int kLineBytes = 128;
+
+template <class T>
+CUFLASH_DEVICE const T* source_of(const Params& params) {
+  return (const T*)params.source;
+}
+template <class T>
+CUFLASH_DEVICE T* destination_of(const Params& params) {
+  return (T*)params.destination;
+}
+
+// The threads of a block copy `words` to or from shared memory.
+CUFLASH_DEVICE void fill_shared(u32 shared, const u32* source, u32 words, u32 threads) {
+  for (u32 i = ptx::thread_index(); i < words; i += threads) ptx::store_shared_b32(shared + 4 * i, source[i]);
+}
+CUFLASH_DEVICE void drain_shared(u32* destination, u32 shared, u32 words, u32 threads) {
+  for (u32 i = ptx::thread_index(); i < words; i += threads)
+    destination[i] = ptx::load_shared_b16(shared + 4 * i) | (u32)ptx::load_shared_b16(shared + 4 * i + 2) << 16;
+}
+
+// ---- Barriers in shared memory --------------------------------------------------------------------------------------
+
+// Warp 0 fills the stages of a ring, `count` times in all; warps 1 to 3 read each of them.
+CUFLASH_DEVICE void pass_through_ring(const Params& params) {
+  constexpr u32 kStages = 3, kStageBytes = 2 * kWarp, kReaders = 3;
+  const u32 shared = ptx::dynamic_shared(), full = shared + kStages * kStageBytes, empty = full + 8 * kStages;
+  const u32 warp = ptx::thread_index() / kWarp, lane = ptx::thread_index() % kWarp;
+  if (ptx::thread_index() == 0)
+    for (u32 stage = 0; stage < kStages; ++stage) {
+      ptx::barrier_init(full + 8 * stage, kWarp);
+      ptx::barrier_init(empty + 8 * stage, kReaders);
+    }
+  ptx::fence_barrier_init();
+  ptx::sync_block();
+  for (u32 i = 0; i < params.count; ++i) {
+    const u32 stage = i % kStages, parity = i / kStages & 1, place = shared + stage * kStageBytes;
+    if (warp == 0) {
+      ptx::barrier_wait(empty + 8 * stage, parity ^ 1);
+      ptx::store_shared_b16(place + 2 * lane, source_of<u16>(params)[i * kWarp + lane]);
+      ptx::barrier_arrive(full + 8 * stage);
+    } else {
+      ptx::barrier_wait(full + 8 * stage, parity);
+      const u16 value = ptx::load_shared_b16(place + 2 * (lane ^ warp));
+      destination_of<u16>(params)[(i * kReaders + warp - 1) * kWarp + lane] = value;
+      ptx::any_lane(false);  // all lanes have read
+      if (lane == 0) ptx::barrier_arrive(empty + 8 * stage);
+    }
+  }
+}
+CUFLASH_DEFINE_KERNEL(barrier_ring, Params, kWarpgroup, 1, pass_through_ring)
+
+// Four warps pass values on, `count` times around: warp w owns named barrier 1 + w, on which the one before it arrives.
+CUFLASH_DEVICE void pass_between_warps(const Params& params) {
+  constexpr u32 kWarps = 4;
+  const u32 shared = ptx::dynamic_shared(), warp = ptx::thread_index() / kWarp, lane = ptx::thread_index() % kWarp;
+  if (warp == kWarps - 1) {
+    ptx::store_shared_b16(shared + 2 * lane, source_of<u16>(params)[lane]);
+    ptx::arrive_named(1, 2 * kWarp);
+  }
+  for (u32 round = 0; round < params.count; ++round) {
+    ptx::sync_named(1 + warp, 2 * kWarp);
+    const u16 value = ptx::load_shared_b16(shared + 2 * ((lane + 1) % kWarp));
+    ptx::any_lane(false);  // all lanes have read
+    ptx::store_shared_b16(shared + 2 * lane, (u16)(value + warp));
+    if (warp < kWarps - 1 || round < params.count - 1) ptx::arrive_named(1 + (warp + 1) % kWarps, 2 * kWarp);
+  }
+  ptx::sync_block();
+  if (warp == 0) destination_of<u16>(params)[lane] = ptx::load_shared_b16(shared + 2 * lane);
+}
+CUFLASH_DEFINE_KERNEL(named_ring, Params, kWarpgroup, 1, pass_between_warps)
+
+// ---- Copies by the copy engine --------------------------------------------------------------------------------------
+
+// `count` bytes by two loads on one barrier, the second part first.
+CUFLASH_DEVICE void load_neighbours(const Params& params) {
+  const u32 shared = ptx::dynamic_shared(), barrier = shared + params.count, half = params.count / 2;
+  if (ptx::thread_index() == 0) {
+    ptx::barrier_init(barrier, 1);
+    ptx::fence_barrier_init();
+    ptx::barrier_arrive_expect(barrier, params.count);
+    ptx::load_bulk(shared + half, source_of<u8>(params) + half, params.count - half, barrier);
+    ptx::load_bulk(shared, params.source, half, barrier);
+  }
+  ptx::sync_block();
+  ptx::barrier_wait(barrier, 0);
+  drain_shared(destination_of<u32>(params), shared, params.count / 4, kWarpgroup);
+}
+CUFLASH_DEFINE_KERNEL(bulk_load, Params, kWarpgroup, 1, load_neighbours)
+
+// The image in shared memory of the box of `count` bytes; the bytes behind it stay all ones.
+CUFLASH_DEVICE void load_box(const Params& params) {
+  constexpr u32 kBehind = 1024;
+  const u32 shared = ptx::dynamic_shared(), words = (params.count + kBehind) / 4, barrier = shared + 4 * words;
+  for (u32 i = ptx::thread_index(); i < words; i += kWarpgroup) ptx::store_shared_b32(shared + 4 * i, 0xffffffff);
+  if (ptx::thread_index() == 0) {
+    ptx::prefetch_tensor_map(params.map);
+    ptx::barrier_init(barrier, 1);
+  }
+  ptx::fence_async_proxy();
+  ptx::sync_block();
+  if (ptx::thread_index() == 0) {
+    ptx::barrier_arrive_expect(barrier, params.count);
+    ptx::load_tensor(shared, params.map, barrier, params.column, params.row, params.head, params.batch);
+  }
+  ptx::barrier_wait(barrier, 0);
+  drain_shared(destination_of<u32>(params), shared, words, kWarpgroup);
+}
+CUFLASH_DEFINE_KERNEL(tensor_load, Params, kWarpgroup, 1, load_box)
+
+// The way back: `count` bytes of image to the box.
+CUFLASH_DEVICE void store_box(const Params& params) {
+  const u32 shared = ptx::dynamic_shared();
+  fill_shared(shared, source_of<u32>(params), params.count / 4, kWarpgroup);
+  ptx::fence_async_proxy();
+  ptx::sync_block();
+  if (ptx::thread_index() == 0) {
+    ptx::store_tensor(params.map, shared, params.column, params.row, params.head, params.batch);
+    ptx::bulk_commit();
+    ptx::bulk_wait<0>();
+  }
+}
+CUFLASH_DEFINE_KERNEL(tensor_store, Params, kWarpgroup, 1, store_box)
+
+// Each thread adds four sums of its own; `count` times, through two buffers in turn.
+CUFLASH_DEVICE void add_neighbours(const Params& params) {
+  constexpr u32 kBufferBytes = 16 * kWarpgroup;
+  const u32 thread = ptx::thread_index(), shared = ptx::dynamic_shared();
+  for (u32 round = 0; round < params.count; ++round) {
+    const u32 buffer = shared + round % 2 * kBufferBytes;
+    if (thread == 0) ptx::bulk_wait_read<1>();
+    ptx::sync_block();
+    const u32* source = source_of<u32>(params) + (round * kWarpgroup + thread) * 4;
+    for (u32 i = 0; i < 4; ++i) ptx::store_shared_b32(buffer + 16 * thread + 4 * i, source[i]);
+    ptx::fence_async_proxy();
+    ptx::sync_block();
+    if (thread == 0) {
+      ptx::reduce_add_bulk(destination_of<float>(params), buffer, kBufferBytes);
+      ptx::bulk_commit();
+    }
+  }
+  if (thread == 0) ptx::bulk_wait<0>();
+}
+CUFLASH_DEFINE_KERNEL(bulk_reduction, Params, kWarpgroup, 1, add_neighbours)
+
+// ---- Warps and their registers --------------------------------------------------------------------------------------
+
+// Which lanes were elected, twice, and the value of the first lane.
+CUFLASH_DEVICE void store_elected(const Params& params) {
+  const u32 thread = ptx::thread_index();
+  u32* destination = destination_of<u32>(params) + 3 * thread;
+  destination[0] = ptx::elect_lane();
+  destination[1] = ptx::elect_lane();
+  destination[2] = ptx::uniform(7 * thread);
+}
+CUFLASH_DEFINE_KERNEL(elected, Params, kWarpgroup, 1, store_elected)
+
+// What the scratch word holds stays.
+CUFLASH_DEVICE void keep_values(const Params& params) {
+  const u32 thread = ptx::thread_index(), scratch = ptx::dynamic_shared() + 4 * thread;
+  ptx::store_shared_b32(scratch, thread);
+  ptx::keep_before(source_of<float>(params)[thread], scratch);
+  destination_of<u16>(params)[thread] = ptx::load_shared_b16(scratch);
+}
+CUFLASH_DEFINE_KERNEL(kept, Params, kWarpgroup, 1, keep_values)
+
+// Lane 8 i + r stores row r of matrix i as row (5 (8 i + r)) % 32.
+template <bool transposed>
+CUFLASH_DEVICE void store_fragments(const Params& params) {
+  const u32 lane = ptx::thread_index(), shared = ptx::dynamic_shared();
+  u32 fragment[4];
+  for (u32 i = 0; i < 4; ++i) fragment[i] = source_of<u32>(params)[4 * lane + i];
+  const u32 address = shared + 16 * (5 * lane % kWarp);
+  if (transposed)
+    ptx::store_matrix_x4_transposed(address, fragment);
+  else
+    ptx::store_matrix_x4(address, fragment);
+  ptx::sync_block();
+  drain_shared(destination_of<u32>(params), shared, 4 * kWarp, kWarp);
+}
+CUFLASH_DEFINE_KERNEL(store_matrix, Params, kWarp, 1, store_fragments<false>)
+CUFLASH_DEFINE_KERNEL(store_matrix_transposed, Params, kWarp, 1, store_fragments<true>)
+
+// The first warpgroup gives back what the others take.
+CUFLASH_DEVICE void move_registers(const Params& params) {
+  const u32 thread = ptx::thread_index();
+  if (thread < kWarpgroup)
+    ptx::decrease_registers<24>();
+  else
+    ptx::increase_registers<240>();
+  destination_of<u32>(params)[thread] = thread;
+}
+CUFLASH_DEFINE_KERNEL(registers, Params, 3 * kWarpgroup, 1, move_registers)
+
+// ---- Products of a warpgroup ----------------------------------------------------------------------------------------
+
+// Operands are two chunks of lines of 128 bytes wide: the elements of k along the lines, or transposed those of m or n.
+constexpr u32 kSteps = 8;
+constexpr u32 kStepBytes = 32;
+
+CUFLASH_DEVICE constexpr bool is_tf32(TensorFloat32) { return true; }
+template <class Other>
+CUFLASH_DEVICE constexpr bool is_tf32(Other) {
+  return false;
+}
+
+// Lines of the source to shared memory, swizzled as the copy engine would.
+CUFLASH_DEVICE void load_lines(u32 shared, const u8* source, u32 lines) {
+  for (u32 i = ptx::thread_index(); i < lines * 8; i += kWarpgroup)
+    ptx::copy_async<16, 0>(shared + 16 * (i ^ (i / 8 % 8)), source + 16 * i, 16);
+  ptx::copy_async_commit();
+  ptx::copy_async_wait<0>();
+}
+
+// The operand for one step along k: of `rows` rows, or transposed of all 16 kSteps lines for each 64 of them.
+CUFLASH_DEVICE u64 operand(u32 tile, u32 rows, bool transposed, u32 step) {
+  if (transposed) return ptx::descriptor(tile + step * 16 * kLineBytes, 16 * kSteps * kLineBytes, 8 * kLineBytes);
+  return ptx::descriptor(tile + step / 4 * rows * kLineBytes + step % 4 * kStepBytes, 16, 8 * kLineBytes);
+}
+
+// The registers of operand a for one step, from its lines in global memory.
+CUFLASH_DEVICE void load_a(u32 (&a)[4], const u8* lines, u32 step) {
+  const u32 thread = ptx::thread_index(), row = thread / 32 * 16 + thread % 32 / 4;
+  const u8* chunk = lines + step / 4 * 64 * kLineBytes + step % 4 * kStepBytes + thread % 4 * 4;
+  for (u32 i = 0; i < 4; ++i) a[i] = *(const u32*)(chunk + (row + i % 2 * 8) * kLineBytes + i / 2 * 16);
+}
+
+// destination[64][n] (+)= a b; it is added to if `count` is not 0.
+template <int n, bool a_in_registers, bool a_transposed, bool b_transposed>
+CUFLASH_DEVICE void multiply_tiles(const Params& params) {
+  constexpr u32 kLinesA = a_transposed ? 16 * kSteps : 2 * 64;
+  constexpr u32 kLinesB = b_transposed ? (n + 63) / 64 * 16 * kSteps : 2 * n;
+  const u32 thread = ptx::thread_index(), row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
+  const u32 a_tile = ptx::dynamic_shared(), b_tile = a_tile + kLinesA * kLineBytes;
+  load_lines(a_tile, source_of<u8>(params), kLinesA);
+  load_lines(b_tile, (const u8*)params.second_source, kLinesB);
+  ptx::fence_async_proxy();
+  ptx::sync_block();
+
+  float* destination = destination_of<float>(params);
+  float d[n / 8][4];
+  u32 a[kSteps][4];
+#pragma unroll
+  for (int piece = 0; piece < n / 8; ++piece)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) d[piece][i] = destination[(row + i / 2 * 8) * n + 8 * piece + column + i % 2];
+#pragma unroll
+  for (u32 step = 0; step < kSteps; ++step) load_a(a[step], source_of<u8>(params), step);
+  ptx::renew_registers(d);
+  ptx::fence_products();
+#pragma unroll
+  for (u32 step = 0; step < kSteps; ++step) {
+    const bool accumulate = step > 0 || params.count != 0;
+    const u64 in_shared = operand(a_tile, 64, a_transposed, step), b = operand(b_tile, n, b_transposed, step);
+    if constexpr (is_tf32(Type{}) && a_in_registers)
+      ptx::multiply_async(Type{}, d, a[step], b, accumulate);
+    else if constexpr (is_tf32(Type{}))
+      ptx::multiply_async(Type{}, d, in_shared, b, accumulate);
+    else if constexpr (a_in_registers)
+      ptx::multiply_async<b_transposed>(Type{}, d, a[step], b, accumulate);
+    else
+      ptx::multiply_async<a_transposed, b_transposed>(Type{}, d, in_shared, b, accumulate);
+  }
+  ptx::commit_products();
+  ptx::wait_products<0>();
+  ptx::renew_registers(d);
+#pragma unroll
+  for (int piece = 0; piece < n / 8; ++piece)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) destination[(row + i / 2 * 8) * n + 8 * piece + column + i % 2] = d[piece][i];
+}
+
+#define PRODUCTS(n)                                                                                        \
+  CUFLASH_DEFINE_KERNEL(product_shared_##n, Params, kWarpgroup, 1, (multiply_tiles<n, false, false, false>)) \
+  CUFLASH_DEFINE_KERNEL(product_registers_##n, Params, kWarpgroup, 1, (multiply_tiles<n, true, false, false>))
+PRODUCTS(16) PRODUCTS(32) PRODUCTS(48) PRODUCTS(64) PRODUCTS(80) PRODUCTS(96) PRODUCTS(112) PRODUCTS(128)
+PRODUCTS(144) PRODUCTS(160) PRODUCTS(176) PRODUCTS(192) PRODUCTS(208) PRODUCTS(224) PRODUCTS(240) PRODUCTS(256)
+
+// Of 16-bit types alone.
+#define TRANSPOSED_PRODUCTS(n)                                                                                    \
+  CUFLASH_DEFINE_KERNEL(product_shared_##n##_b, Params, kWarpgroup, 1, (multiply_tiles<n, false, false, true>))     \
+  CUFLASH_DEFINE_KERNEL(product_shared_##n##_a, Params, kWarpgroup, 1, (multiply_tiles<n, false, true, false>))     \
+  CUFLASH_DEFINE_KERNEL(product_shared_##n##_ab, Params, kWarpgroup, 1, (multiply_tiles<n, false, true, true>))     \
+  CUFLASH_DEFINE_KERNEL(product_registers_##n##_b, Params, kWarpgroup, 1, (multiply_tiles<n, true, false, true>))
+#ifdef TRANSPOSED
+TRANSPOSED_PRODUCTS(32) TRANSPOSED_PRODUCTS(64) TRANSPOSED_PRODUCTS(96) TRANSPOSED_PRODUCTS(256)
+#endif
+
+// Tiles by the copy engine: a and b are rows of 64 elements of one array, `a` its first 64 rows and `b` the 64 behind
+// them. Two products in flight: a b and then b b; the first is stored while the second runs.
+CUFLASH_DEVICE void multiply_loaded(const Params& params) {
+  constexpr u32 kTileBytes = 64 * kLineBytes;
+  const u32 thread = ptx::thread_index(), row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
+  const u32 a_tile = ptx::dynamic_shared(), b_tile = a_tile + kTileBytes, barrier = b_tile + kTileBytes;
+  if (thread == 0) {
+    ptx::barrier_init(barrier, 1);
+    ptx::fence_barrier_init();
+  }
+  ptx::sync_block();
+  if (thread < kWarp && ptx::elect_lane()) {
+    ptx::barrier_arrive_expect(barrier, 2 * kTileBytes);
+    ptx::load_tensor(a_tile, params.map, barrier, 0, 0, 0, 0);
+    ptx::load_tensor(b_tile, params.map, barrier, 0, 64, 0, 0);
+  }
+  ptx::barrier_wait(barrier, 0);
+  float first[8][4], second[8][4];
+  ptx::fence_products();
+#pragma unroll
+  for (u32 step = 0; step < 4; ++step)
+    ptx::multiply_async<false, false>(Float16{}, first, operand(a_tile, 64, false, step),
+                                      operand(b_tile, 64, false, step), step > 0);
+  ptx::commit_products();
+#pragma unroll
+  for (u32 step = 0; step < 4; ++step)
+    ptx::multiply_async<false, false>(Float16{}, second, operand(b_tile, 64, false, step),
+                                      operand(b_tile, 64, false, step), step > 0);
+  ptx::commit_products();
+  float* destination = destination_of<float>(params);
+  ptx::wait_products<1>();
+  ptx::renew_registers(first);
+#pragma unroll
+  for (int piece = 0; piece < 8; ++piece)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) destination[(row + i / 2 * 8) * 64 + 8 * piece + column + i % 2] = first[piece][i];
+  ptx::wait_products<0>();
+  ptx::renew_registers(second);
+#pragma unroll
+  for (int piece = 0; piece < 8; ++piece)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      destination[(64 + row + i / 2 * 8) * 64 + 8 * piece + column + i % 2] = second[piece][i];
+}
+CUFLASH_DEFINE_KERNEL(product_loaded, Params, kWarpgroup, 1, multiply_loaded)

@@ -1,0 +1,323 @@
+"""What every function of ``kernels/ptx_sm90.cuh`` and ``ptx_wgmma.cuh`` computes, in NumPy: for ``conformance_sm90.cu``.
+
+As in ``conformance.py`` a check is called with `run`, which runs one kernel somewhere and returns what it wrote::
+
+    run(kernel, destination=array, source=None, second_source=None, tensor=None, count=0, coordinates=(0, 0, 0, 0),
+        threads=128, shared_bytes=0, element="Float16") -> array like destination
+
+`element` is the value of the define ``ELEMENT``, ``TRANSPOSED`` is defined unless it is ``TensorFloat32``; `tensor` says
+which array the tensor map describes, and how. The arguments of a kernel are one struct of type ``PARAMS``.
+"""
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+
+PARAMS = np.dtype(
+    [
+        ("map", np.uint64, 16),
+        ("source", np.uint64),
+        ("second_source", np.uint64),
+        ("destination", np.uint64),
+        ("count", np.uint32),
+        ("coordinates", np.int32, 4),
+        ("padding", np.uint32, 5),
+    ]
+)
+WARP, WARPGROUP, LINE_BYTES = 32, 128, 128
+SIXTEEN_BIT = {"Float16": np.dtype(np.float16), "BFloat16": np.dtype(ml_dtypes.bfloat16)}
+COLUMNS = range(16, 257, 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """What a tensor map says. The fields are those of `emulator.tensor_map`."""
+
+    array: str  # "source" or "destination"
+    dims: tuple[int, int, int, int]
+    strides: tuple[int, int, int]
+    box: tuple[int, int, int, int]
+
+
+def _random_bits(dtype, *shape):
+    dtype = np.dtype(dtype)
+    rng = np.random.default_rng(7)
+    return rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8).view(dtype).reshape(shape)
+
+
+def _ones(dtype, *shape):
+    """All bits set."""
+    dtype = np.dtype(dtype)
+    return np.full((*shape, dtype.itemsize), 0xFF, np.uint8).view(dtype).reshape(shape)
+
+
+# ---- Barriers --------------------------------------------------------------------------------------------------------
+
+
+def check_barrier_ring(run):
+    rounds, readers = 11, 3
+    source = _random_bits(np.uint16, rounds, WARP)
+    got = run(
+        "barrier_ring", source=source, destination=_ones(np.uint16, rounds, readers, WARP), count=rounds, shared_bytes=512
+    )
+    for warp in range(1, readers + 1):
+        assert (got[:, warp - 1] == source[:, np.arange(WARP) ^ warp]).all()
+
+
+def check_named_ring(run):
+    for rounds in (1, 5):
+        source = np.arange(WARP, dtype=np.uint16) * 100
+        got = run("named_ring", source=source, destination=_ones(np.uint16, WARP), count=rounds, shared_bytes=128)
+        assert (got == np.roll(source, -4 * rounds) + rounds * (0 + 1 + 2 + 3)).all()
+
+
+# ---- Copies by the copy engine ---------------------------------------------------------------------------------------
+
+
+def check_bulk_load(run):
+    for size in (32, 4096):
+        source = _random_bits(np.uint8, size)
+        got = run("bulk_load", source=source, destination=_ones(np.uint8, size), count=size, shared_bytes=size + 8)
+        assert (got == source).all()
+
+
+def check_bulk_reduction(run):
+    rounds = 5
+    source = np.random.default_rng(7).integers(-9, 10, (rounds, 4 * WARPGROUP)).astype(np.float32)
+    sums = np.arange(4 * WARPGROUP, dtype=np.float32)
+    got = run("bulk_reduction", source=source, destination=sums.copy(), count=rounds, shared_bytes=32 * WARPGROUP)
+    assert (got == sums + source.sum(axis=0)).all()
+
+
+def _swizzled(image):
+    """The bytes of a box where the copy engine puts them: 16-byte chunks of line i change places by i modulo 8."""
+    chunks = image.reshape(-1, 16)
+    return chunks[np.arange(len(chunks)) ^ (np.arange(len(chunks)) // 8 % 8)].reshape(-1)
+
+
+def _view(array, tensor):
+    """The elements that a tensor map describes: batch, head, row, column."""
+    strides = (*tensor.strides[::-1], array.itemsize)
+    return np.ndarray(tensor.dims[::-1], array.dtype, array, strides=strides)
+
+
+def _box_of(view, box, coordinates):
+    """The box, with zeros outside of the array, and which of its elements are inside."""
+    values, inside = np.zeros(box[::-1], view.dtype), np.zeros(box[::-1], bool)
+    for place in np.ndindex(values.shape):
+        index = tuple(np.add(place, coordinates[::-1]))
+        if all(0 <= i < n for i, n in zip(index, view.shape, strict=True)):
+            values[place], inside[place] = view[index], True
+    return values, inside
+
+
+# Elements, dims, strides in bytes, box, coordinates; columns first.
+BOXES = {
+    "whole": (np.uint16, (64, 24, 2, 2), (128, 3072, 6144), (64, 16, 1, 1), (0, 8, 1, 0)),
+    "below_the_end": (np.uint16, (64, 24, 2, 2), (128, 3072, 6144), (64, 16, 1, 1), (0, 16, 1, 1)),
+    "above_the_start": (np.uint16, (64, 24, 2, 2), (128, 3072, 6144), (64, 16, 1, 1), (0, -3, 0, 1)),
+    "outside": (np.uint16, (64, 24, 2, 2), (128, 3072, 6144), (64, 8, 1, 1), (0, 24, 0, 0)),
+    "head_outside": (np.uint16, (64, 24, 2, 2), (128, 3072, 6144), (64, 8, 1, 1), (0, 0, 2, 0)),
+    "beside_the_end": (np.uint16, (72, 10, 1, 1), (160, 1600, 1600), (64, 8, 1, 1), (64, 1, 0, 0)),
+    "odd_width": (np.uint16, (45, 10, 1, 1), (96, 960, 960), (64, 8, 1, 1), (0, 1, 0, 0)),
+    "second_chunk": (np.uint16, (128, 10, 3, 1), (768, 256, 7680), (64, 8, 1, 1), (64, 1, 2, 0)),
+    "left_of_the_start": (np.uint16, (64, 10, 1, 1), (128, 1280, 1280), (64, 8, 1, 1), (-24, 0, 0, 0)),
+    "several_heads": (np.uint16, (64, 4, 5, 3), (128, 512, 2560), (64, 4, 3, 2), (0, 0, 3, 1)),
+    "repeated": (np.uint16, (64, 16, 2, 2), (128, 0, 0), (64, 16, 2, 1), (0, 4, 0, 1)),
+    "narrow": (np.uint16, (32, 20, 1, 1), (64, 1280, 1280), (32, 16, 1, 1), (0, 5, 0, 0)),
+    "float32": (np.uint32, (32, 20, 1, 1), (128, 2560, 2560), (32, 256, 1, 1), (0, 0, 0, 0)),
+}
+
+
+def _sizes(box):
+    dtype, dims, strides, sizes, _ = box
+    extent = sum((n - 1) * stride for n, stride in zip(dims[1:], strides, strict=True)) + dims[0] * dtype().itemsize
+    return -(-extent // 16) * 16 // dtype().itemsize, int(np.prod(sizes)) * dtype().itemsize
+
+
+def check_tensor_load(run):
+    behind = 1024
+    for box in BOXES.values():
+        dtype, dims, strides, sizes, coordinates = box
+        elements, size = _sizes(box)
+        source = _random_bits(dtype, elements)
+        tensor = Tensor("source", dims, strides, sizes)
+        got = run(
+            "tensor_load",
+            source=source,
+            destination=np.zeros(size + behind, np.uint8),
+            tensor=tensor,
+            coordinates=coordinates,
+            count=size,
+            shared_bytes=size + behind + 8,
+        )
+        values, _ = _box_of(_view(source, tensor), sizes, coordinates)
+        assert (got[:size] == _swizzled(values.view(np.uint8))).all()
+        assert (got[size:] == 0xFF).all()
+
+
+def check_tensor_store(run):
+    for box in BOXES.values():
+        dtype, dims, strides, sizes, coordinates = box
+        if min(coordinates) < 0 or 0 in strides:
+            continue
+        elements, size = _sizes(box)
+        image = _random_bits(np.uint8, size)
+        tensor = Tensor("destination", dims, strides, sizes)
+        before = _ones(dtype, elements)
+        got = run(
+            "tensor_store",
+            source=_swizzled(image),
+            destination=before,
+            tensor=tensor,
+            coordinates=coordinates,
+            count=size,
+            shared_bytes=size,
+        )
+        expected = before.copy()
+        view = _view(expected, tensor)
+        _, inside = _box_of(view, sizes, coordinates)
+        values = image.view(dtype).reshape(sizes[::-1])
+        for place in np.argwhere(inside):
+            view[tuple(place + coordinates[::-1])] = values[tuple(place)]
+        assert (got == expected).all()
+
+
+# ---- Warps and their registers ---------------------------------------------------------------------------------------
+
+
+def check_elected(run):
+    got = run("elected", destination=_ones(np.uint32, WARPGROUP // WARP, WARP, 3))
+    assert (got[:, :, 0].sum(axis=1) == 1).all()
+    assert (got[:, :, 0] == got[:, :, 1]).all()
+    assert (got[:, :, 2] == 7 * WARP * np.arange(WARPGROUP // WARP)[:, None]).all()
+
+
+def check_kept(run):
+    values = np.resize(np.array([0, -0.0, 1, 1e-40, np.inf, np.nan], np.float32), WARPGROUP)
+    got = run("kept", source=values, destination=_ones(np.uint16, WARPGROUP), shared_bytes=4 * WARPGROUP)
+    assert (got == np.arange(WARPGROUP)).all()
+
+
+def _check_store_matrix(run, kernel, transposed):
+    # Lane l passes elements (l / 4, 2 (l % 4)) and the one right of it of each of four matrices.
+    matrices = _random_bits(np.uint16, 4, 8, 8)
+    lanes = matrices.swapaxes(1, 2) if transposed else matrices
+    source = np.ascontiguousarray(lanes.reshape(4, WARP, 2).swapaxes(0, 1))
+    got = run(kernel, source=source, destination=_ones(np.uint16, WARP, 8), threads=WARP, shared_bytes=16 * WARP)
+    assert (got[5 * np.arange(WARP) % WARP] == matrices.reshape(WARP, 8)).all()
+
+
+def check_store_matrix(run):
+    _check_store_matrix(run, "store_matrix", False)
+
+
+def check_store_matrix_transposed(run):
+    _check_store_matrix(run, "store_matrix_transposed", True)
+
+
+def check_registers(run):
+    threads = 3 * WARPGROUP
+    got = run("registers", destination=_ones(np.uint32, threads), threads=threads)
+    assert (got == np.arange(threads)).all()
+
+
+# ---- Products of a warpgroup -----------------------------------------------------------------------------------------
+
+
+def _lines(rows):
+    """A matrix as tiles of lines of 128 bytes lie in memory: the first chunk of all rows, the second, ...; zeros behind."""
+    per_line = LINE_BYTES // rows.itemsize
+    padded = np.zeros((len(rows), -(-rows.shape[1] // per_line) * per_line), rows.dtype)
+    padded[:, : rows.shape[1]] = rows
+    return np.ascontiguousarray(padded.reshape(len(rows), -1, per_line).swapaxes(0, 1))
+
+
+def _multiply(run, kernel, element, a, b, c, accumulate):
+    transposed = kernel.partition(f"_{c.shape[1]}")[2]
+    a_lines = _lines(a.T if "a" in transposed else a)
+    b_lines = _lines(b if "b" in transposed else b.T)
+    return run(
+        kernel,
+        source=a_lines,
+        second_source=b_lines,
+        destination=c.copy(),
+        count=int(accumulate),
+        shared_bytes=a_lines.nbytes + b_lines.nbytes,
+        element=element,
+    )
+
+
+def _check_product(run, kernel, element, dtype, columns):
+    rng = np.random.default_rng(columns)
+    depth = 2 * LINE_BYTES // dtype.itemsize
+    # Sums of small integers are exact in any order of the additions.
+    a = rng.integers(-8, 9, (64, depth)).astype(dtype)
+    b = rng.integers(-8, 9, (depth, columns)).astype(dtype)
+    c = rng.integers(-99, 100, (64, columns)).astype(np.float32)
+    product = a.astype(np.float32) @ b.astype(np.float32)
+    assert (_multiply(run, kernel, element, a, b, c, True) == c + product).all()
+    assert (_multiply(run, kernel, element, a, b, np.full_like(c, np.nan), False) == product).all()
+
+
+def _check_products(run, operand):
+    for columns in COLUMNS:
+        for element, dtype in SIXTEEN_BIT.items():
+            _check_product(run, f"product_{operand}_{columns}", element, dtype, columns)
+
+
+def check_product_shared(run):
+    _check_products(run, "shared")
+
+
+def check_product_registers(run):
+    _check_products(run, "registers")
+
+
+def check_product_transposed(run):
+    for columns in (32, 64, 96, 256):
+        for kernel in ("shared_{}_b", "shared_{}_a", "shared_{}_ab", "registers_{}_b"):
+            for element, dtype in SIXTEEN_BIT.items():
+                _check_product(run, f"product_{kernel.format(columns)}", element, dtype, columns)
+
+
+def check_product_tf32(run):
+    for columns in COLUMNS:
+        for operand in ("shared", "registers"):
+            _check_product(run, f"product_{operand}_{columns}", "TensorFloat32", np.dtype(np.float32), columns)
+
+
+def _truncated(x):
+    """The bits of float32 that tf32 has."""
+    return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def check_product_rounding(run):
+    rng = np.random.default_rng(7)
+    for element, dtype in {**SIXTEEN_BIT, "TensorFloat32": np.dtype(np.float32)}.items():
+        depth = 2 * LINE_BYTES // dtype.itemsize
+        a, b = rng.standard_normal((64, depth)).astype(dtype), rng.standard_normal((depth, 64)).astype(dtype)
+        c = rng.standard_normal((64, 64)).astype(np.float32)
+        exact_a, exact_b = ((_truncated(x) if dtype == np.float32 else x).astype(np.float64) for x in (a, b))
+        expected, magnitude = exact_a @ exact_b + c, abs(exact_a) @ abs(exact_b) + abs(c)
+        for operand in ("shared", "registers"):
+            got = _multiply(run, f"product_{operand}_64", element, a, b, c, True)
+            # The hardware adds the products with fewer bits than float32 has.
+            assert (abs(got - expected) <= 2.0**-18 * magnitude).all()
+
+
+def check_product_loaded(run):
+    rows = np.random.default_rng(7).integers(-8, 9, (128, 64)).astype(np.float16)
+    got = run(
+        "product_loaded",
+        source=rows,
+        destination=_ones(np.float32, 2, 64, 64),
+        tensor=Tensor("source", (64, 128, 1, 1), (LINE_BYTES, 128 * LINE_BYTES, 128 * LINE_BYTES), (64, 64, 1, 1)),
+        shared_bytes=2 * 64 * LINE_BYTES + 8,
+    )
+    a, b = rows.astype(np.float32).reshape(2, 64, 64)
+    assert (got == np.stack([a @ b.T, b @ b.T])).all()
+
+
+CHECKS = tuple(value for name, value in list(globals().items()) if name.startswith("check_"))

@@ -1,0 +1,49 @@
+// What a kernel compiled for the CPU sees of the emulator, for the functions of ptx_sm90.cuh and ptx_wgmma.cuh.
+#pragma once
+#include "interface.h"
+
+namespace emulator __attribute__((visibility("default"))) {
+
+void barrier_init(u32 barrier, u32 count, Site site);
+void fence_barrier_init(Site site);
+void barrier_arrive(u32 barrier, u32 bytes, Site site);
+void barrier_wait(u32 barrier, u32 parity, Site site);
+void sync_named(u32 identifier, u32 threads, Site site);
+void arrive_named(u32 identifier, u32 threads, Site site);
+
+void fence_async_proxy(Site site);
+void prefetch_tensor_map(const void* map, Site site);
+void load_tensor(u32 destination, const void* map, u32 barrier, const int (&coordinates)[4], Site site);
+void store_tensor(const void* map, u32 source, const int (&coordinates)[4], Site site);
+void load_bulk(u32 destination, const void* source, u32 bytes, u32 barrier, Site site);
+void reduce_add_bulk(float* destination, u32 source, u32 bytes, Site site);
+void bulk_commit(Site site);
+void bulk_wait(u32 pending, Site site);
+void bulk_wait_read(u32 pending, Site site);
+
+bool elect_lane(Site site);
+u32 uniform(u32 value, Site site);
+void keep_before(float value, u32 scratch, Site site);
+void store_matrix(u32 address, const u32* fragment, Site site);
+void store_matrix_transposed(u32 address, const u32* fragment, Site site);
+void decrease_registers(u32 registers, Site site);
+void increase_registers(u32 registers, Site site);
+
+// One product of a warpgroup: the operand `a` is in registers if `a_registers` is given.
+struct Product {
+  Element type;
+  u32 pieces;  // of 8 columns
+  float* d;
+  const u32* a_registers;
+  u64 a;
+  u64 b;
+  bool a_transposed;
+  bool b_transposed;
+  bool accumulate;
+};
+void multiply_async(const Product& product, Site site);
+void fence_products(Site site);
+void commit_products(Site site);
+void wait_products(u32 pending, Site site);
+
+}  // namespace emulator

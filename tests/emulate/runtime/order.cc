@@ -1,0 +1,133 @@
+#include "order.h"
+
+#include <algorithm>
+
+#include "hot.h"
+
+namespace emulator {
+namespace {
+
+std::vector<Agent> agents;
+
+EMULATOR_HOT void take_maximum(u32* __restrict into, const u32* __restrict from, size_t count) {
+  for (size_t i = 0; i < count; ++i) into[i] = into[i] < from[i] ? from[i] : into[i];
+}
+
+size_t used_entries() { return block.threads.size() + agents.size(); }
+
+void merge(Clock& into, const Clock& from) { take_maximum(into.data(), from.data(), used_entries()); }
+
+u32 lane_bit(const Thread& thread) { return 1u << thread.index % kWarpLanes; }
+u16 warp_index(const Thread& thread) { return (u16)(thread.index / kWarpLanes); }
+
+// The last epoch of thread `other` that `thread` knows.
+u32 known_epoch(const Thread& thread, u32 other) {
+  const Warp& warp = block.warps[other / kWarpLanes];
+  const bool same_warp = warp_index(thread) == other / kWarpLanes;
+  return std::max(thread.known[other], (same_warp ? warp.collective_epoch : warp.block_epoch) - 1);
+}
+
+}  // namespace
+
+Access access_by(const Thread& thread, Site site) {
+  return {site, warp_of(thread).epoch, lane_bit(thread), warp_index(thread), false};
+}
+Access access_by_warp(const Thread& thread, Site site) {
+  return {site, warp_of(thread).epoch, ~0u, warp_index(thread), false};
+}
+Access access_by_agent(u16 agent, u32 step, Site site) { return {site, step, 0, agent, false}; }
+
+void reset_order() {
+  agents.clear();
+  for (auto& thread : block.threads) {
+    thread->known.assign(block.threads.size() + kMaxAgents, 0);
+    thread->fences.clear();
+  }
+}
+
+u16 new_agent(Agent agent, const Thread& thread, Site site) {
+  if (agents.size() == kMaxAgents) fail(thread, site, "more barriers than the %u that the emulator follows", kMaxAgents);
+  agents.push_back(agent);
+  return (u16)(agents.size() - 1);
+}
+
+const Agent& agent_of(const Access& access) { return agents[access.actor]; }
+
+bool is_ordered(const Access& earlier, const Access& now, const Thread& thread) {
+  if (earlier.epoch == 0) return true;
+  if (earlier.by_agent()) return thread.known[block.threads.size() + earlier.actor] >= earlier.epoch;
+  const Warp& warp = block.warps[earlier.actor];
+  if (earlier.epoch < warp.block_epoch) return true;
+  u32 lanes = earlier.lanes;
+  if (warp_index(thread) == earlier.actor) {
+    if (earlier.epoch < warp.collective_epoch) return true;
+    if ((now.lanes & (now.lanes - 1)) == 0) lanes &= ~lane_bit(thread);
+  }
+  const u32* known = &thread.known[earlier.actor * kWarpLanes];
+  for (; lanes; lanes &= lanes - 1)
+    if (known[__builtin_ctz(lanes)] < earlier.epoch) return false;
+  return true;
+}
+
+bool is_fenced(const Access& write, const Thread& thread) {
+  if (write.epoch == 0 || write.by_agent()) return true;
+  for (u32 lanes = write.lanes; lanes; lanes &= lanes - 1) {
+    const u32 writer = write.actor * kWarpLanes + __builtin_ctz(lanes);
+    const std::vector<u32>& fences = block.threads[writer]->fences;
+    const auto first = std::lower_bound(fences.begin(), fences.end(), write.epoch);
+    if (first == fences.end()) return false;
+    // A fence stands between its epoch and the next one.
+    if (writer != thread.index && *first >= known_epoch(thread, writer)) return false;
+  }
+  return true;
+}
+
+void fence(Thread& thread) {
+  u32& epoch = warp_of(thread).epoch;
+  thread.fences.push_back(epoch);
+  ++epoch;
+}
+
+void release(const Thread& thread, Clock& clock) {
+  merge(clock, thread.known);
+  Warp& warp = warp_of(thread);
+  u32* lanes = &clock[thread.index / kWarpLanes * kWarpLanes];
+  for (u32 i = 0; i < kWarpLanes; ++i) lanes[i] = std::max(lanes[i], warp.collective_epoch - 1);
+  clock[thread.index] = warp.epoch;
+  ++warp.epoch;
+}
+
+void acquire(Thread& thread, const Clock& clock) {
+  merge(thread.known, clock);
+  warp_of(thread).lanes_differ = true;
+}
+
+void learn_step(Thread& thread, u16 agent, u32 step) {
+  step_in(thread.known, agent) = step;
+  warp_of(thread).lanes_differ = true;
+}
+
+u32& step_in(Clock& clock, u16 agent) { return clock[block.threads.size() + agent]; }
+
+void order_lanes(Warp& warp) {
+  if (warp.lanes_differ) {
+    const size_t first = (size_t)(&warp - block.warps.data()) * kWarpLanes;
+    Clock& all = block.threads[first]->known;
+    for (u32 i = 1; i < kWarpLanes; ++i) merge(all, block.threads[first + i]->known);
+    for (u32 i = 1; i < kWarpLanes; ++i) block.threads[first + i]->known = all;
+    warp.lanes_differ = false;
+  }
+  warp.collective_epoch = ++warp.epoch;
+}
+
+void order_block() {
+  for (Warp& warp : block.warps) warp.block_epoch = warp.collective_epoch = ++warp.epoch;
+  if (agents.empty()) return;
+  const size_t threads = block.threads.size();
+  Clock& all = block.threads[0]->known;
+  for (auto& thread : block.threads) take_maximum(&all[threads], &thread->known[threads], agents.size());
+  for (auto& thread : block.threads)
+    if (thread != block.threads[0]) std::copy_n(&all[threads], agents.size(), &thread->known[threads]);
+}
+
+}  // namespace emulator

@@ -1,0 +1,59 @@
+"""The emulated functions of ``ptx_sm90.cuh`` and ``ptx_wgmma.cuh`` compute what the checks say, under every schedule."""
+
+import numpy as np
+import pytest
+from conformance_sm90 import CHECKS, PARAMS
+from emulator import HERE, SCHEDULES, build, find_compiler, guarded_array, tensor_map
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+
+
+@pytest.fixture(params=SCHEDULES, ids=str)
+def run(request):
+    """Runs a conformance kernel on the CPU, on arrays between guard pages."""
+
+    def guarded_copy(array):
+        copy = guarded_array(array.shape, array.dtype)
+        copy[...] = array
+        return copy
+
+    def run_emulated(
+        kernel,
+        *,
+        destination,
+        source=None,
+        second_source=None,
+        tensor=None,
+        count=0,
+        coordinates=(0, 0, 0, 0),
+        threads=128,
+        shared_bytes=0,
+        element="Float16",
+    ):
+        given = {"source": source, "second_source": second_source, "destination": destination}
+        arrays = {name: guarded_copy(array) for name, array in given.items() if array is not None}
+        params = np.zeros((), PARAMS)
+        for name, array in arrays.items():
+            params[name] = array.ctypes.data
+        if tensor is not None:
+            array = arrays[tensor.array]
+            params["map"] = tensor_map(array.ctypes.data, array.itemsize, tensor.dims, tensor.strides, tensor.box)
+        params["count"], params["coordinates"] = count, coordinates
+        defines = {"ELEMENT": element} | ({} if element == "TensorFloat32" else {"TRANSPOSED": 1})
+        build(HERE / "conformance_sm90.cu", defines).launch(
+            kernel,
+            params,
+            grid=1,
+            threads=threads,
+            shared_bytes=shared_bytes,
+            schedule=request.param,
+            trap_unwritten=True,
+        )
+        return np.array(arrays["destination"])
+
+    return run_emulated
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_conformance(check, run):
+    check(run)
