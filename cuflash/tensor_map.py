@@ -40,6 +40,8 @@ def tensor_map_spec(name: str, operand: Operand, rows: int) -> TensorMapSpec:
 def why_not(name: str, operand: Operand) -> str | None:
     """Why no tensor map describes the operand, its address taken as aligned; None if one does."""
     itemsize = ITEMSIZE[operand.dtype]
+    if 0 in operand.shape:
+        return f"{name} is empty"
     for size, stride in zip(operand.shape[:3], operand.strides[:3], strict=True):
         stride_bytes = stride * itemsize
         if size > 1 and not (0 < stride_bytes < _MAX_STRIDE_BYTES and stride_bytes % 16 == 0):

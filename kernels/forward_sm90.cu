@@ -15,7 +15,7 @@
 //   k_empty[i]   every warp has its exponentials   producer, before the next K in stage i
 //   v_full[i]    V has arrived in stage i          consumers, before O
 //   v_empty[i]   every consumer has its O          producer, before the next V in stage i
-//   named: one per consumer for its turn at the tensor cores; one per consumer for its output; one for all consumers
+//   named: one per consumer for its turn at the tensor cores; one per consumer for itself; one for all consumers
 //
 // A step takes the exponentials of a tile relative to the offset that its rows have had since their first tile, without
 // looking for their maxima first: an offset that has become too small shows in a sum that is too large, and only then the
@@ -142,7 +142,8 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
   const int warp_row = thread / 32 * 16;
 
   // Consumers issue products in turn; the first one to go is let in by the last.
-  constexpr u32 kTurn = 1, kOutput = kTurn + kConsumers, kAll = kOutput + kConsumers;
+  constexpr u32 kTurn = 1, kConsumer = kTurn + kConsumers, kAll = kConsumer + kConsumers;
+  const auto sync_consumer = [&]() { ptx::sync_named(kConsumer + consumer, 128); };
   const auto take_turn = [&]() {
     if constexpr (kPingPong) ptx::sync_named(kTurn + consumer, 256);
   };
@@ -258,8 +259,9 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       take_turn();
       give_turn();
       shared.k_ring.full(key).wait(key.parity);
-      release_by_warp(shared.k_ring.empty(key));
       shared.v_ring.full(key).wait(key.parity);
+      sync_consumer();  // nobody may be left waiting for a phase that is long over
+      release_by_warp(shared.k_ring.empty(key));
       release(shared.v_ring.empty(key));
       key.advance();
     };
@@ -325,17 +327,17 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       key.advance();
     }
     for (int n_block = keys.start - 1; n_block >= tile.keys.start; --n_block) skip();
-    if constexpr (!kOutTakesQ) release(shared.q_empty);
 
     // O / l, rounded, to shared memory and from there by the copy engine, once it has read the output before.
     softmax.finish();
     if constexpr (!kOutTakesQ) {
       if (elected) ptx::bulk_wait_read<0>();
-      ptx::sync_named(kOutput + consumer, 128);
+      sync_consumer();
+      release(shared.q_empty);
     }
     store_fragments_chunked<kBlockM>(s_out, warp_row, o[0], softmax.inverse_sum(0, 0), softmax.inverse_sum(0, 1));
     ptx::fence_async_proxy();
-    ptx::sync_named(kOutput + consumer, 128);
+    sync_consumer();
     if (elected) {
       store_chunks<kBlockM, kDimV>(params.out, s_out, tile.first_row + consumer * 64, head, batch);
       ptx::bulk_commit();
