@@ -244,6 +244,7 @@ class BackwardSm90Tile:
     block_m: int
     block_n: int
     num_stages: int
+    dp_early: bool  # dP is issued together with P
     origin: str = field(compare=False)
 
     dim_multiple = 64
@@ -266,7 +267,7 @@ class BackwardSm90Tile:
         return keys + self.num_stages * queries + 2 * _chunked_bytes(self.block_n, self.block_m) + barriers
 
     def defines(self) -> dict[str, int]:
-        return _tile_defines(self) | {"CUFLASH_WARPS_D": 1, "CUFLASH_DQ_WARPS_M": 4}
+        return _tile_defines(self) | {"CUFLASH_DP_EARLY": int(self.dp_early)}
 
     def helper(self, num_warps: int) -> BackwardTile:
         """How the kernels around it see its accumulators: fragments of `num_warps` warps below each other."""
@@ -424,7 +425,8 @@ FORWARD_SM90_TILES = (
 )
 
 BACKWARD_SM90_TILES = (
-    BackwardSm90Tile(max_dim=128, block_m=64, block_n=128, num_stages=2, origin="x"),
+    BackwardSm90Tile(max_dim=64, block_m=64, block_n=128, num_stages=3, dp_early=True, origin="x"),
+    BackwardSm90Tile(max_dim=128, block_m=64, block_n=128, num_stages=3, dp_early=False, origin="x"),
 )
 
 BACKWARD_TILES = (
@@ -734,7 +736,8 @@ def _sm90_backward(
         return None
     if any(why_not(name, operand) for name, operand in mapped.items()):
         return None
-    return BACKWARD_SM90_TILES[0]
+    tile, _ = _choose(BACKWARD_SM90_TILES, problem, device)
+    return tile  # type: ignore[return-value]
 
 
 def _choose(table: tuple, problem: Problem, device: DeviceSpec) -> tuple[Tile, str]:

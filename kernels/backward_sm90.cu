@@ -6,7 +6,8 @@
 // A block owns kBlockN keys of one key/value head and walks over the tiles of queries, and over the query heads that
 // share its keys. Its warpgroups have roles: the consumers own 64 keys each, with dK and dV in registers, where P' and dS'
 // are operands as they come; dS' also goes to shared memory, from which the last warpgroup makes dQ of the tile and adds
-// it to memory, at its own pace. A thread of it asks the copy engine for tiles.
+// it to memory, at its own pace. A thread of it asks the copy engine for tiles. Consumers issue dV and dK of a tile of
+// queries behind P' of the next one, so that they run during its exponentials.
 //
 //   barrier       one phase is over when              who waits
 //   kv_full       K and V have arrived                consumers, dQ
@@ -27,6 +28,8 @@
 #include "score.cuh"
 #include "tiles_sm90.cuh"
 
+// Whether dP' is issued together with P', or only when the products of the step before have freed their registers.
+constexpr bool kDpEarly = CUFLASH_DP_EARLY;
 constexpr int kConsumers = kBlockN / 64;
 constexpr int kQueryTiles = kBlockM / 8;
 constexpr int kConsumerThreads = 128 * kConsumers;
@@ -218,9 +221,40 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
 
   Position<kNumStages> at;
   Position<kDsStages> ds_at;
+  u32 p_operand[kBlockM / 16][4], ds_operand[kBlockM / 16][4];
+  const auto to_operands = [](const auto& value, auto& operand) {
+#pragma unroll
+    for (int k = 0; k < kBlockM / 16; ++k) to_operand(value, k, operand[k]);
+  };
+  // dV and dK of the tile of queries in stage `stage`.
+  const auto multiply_operands = [&](int stage) {
+    const u64 dout = descriptor_of_transposed<kBlockM>(shared.dout + stage * kBytesDo);
+    const u64 q = descriptor_of_transposed<kBlockM>(shared.q + stage * kBytesQ);
+    ptx::renew_registers(dv);
+    ptx::renew_registers(dk);
+    ptx::fence_products();
+#pragma unroll
+    for (int k = 0; k < kBlockM / 16; ++k)
+      ptx::multiply_async<true>(Element{}, dv, p_operand[k], along_k_transposed(dout, k), true);
+    ptx::commit_products();
+#pragma unroll
+    for (int k = 0; k < kBlockM / 16; ++k)
+      ptx::multiply_async<true>(Element{}, dk, ds_operand[k], along_k_transposed(q, k), true);
+    ptx::commit_products();
+  };
+  const auto finish_products = [&](int stage) {
+    ptx::wait_products<0>();
+    ptx::renew_registers(dv);
+    ptx::renew_registers(dk);
+    if (elected) {
+      shared.do_ring.empty({stage}).arrive();
+      shared.q_ring.empty({stage}).arrive();
+    }
+  };
+
   Walk walk = tile.first();
-#pragma unroll 1
-  for (int step = 0; step < tile.num_steps; ++step, walk.advance(tile.queries)) {
+  int stage_before = 0;
+  const auto step = [&](auto is_first) {
     const int head = walk.head, m_block = walk.m_block;
     const u32 s_q = shared.q + at.stage * kBytesQ, s_do = shared.dout + at.stage * kBytesDo;
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
@@ -228,25 +262,26 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     float p[kQueryTiles][4], ds[kQueryTiles][4];
 
     shared.q_ring.full(at).wait(at.parity);
-    {
-      const u64 a = descriptor_of(rows_k), b = descriptor_of(s_q);
-      ptx::renew_registers(p);
-      ptx::fence_products();
-#pragma unroll
-      for (int k = 0; k < kDim / 16; ++k)
-        ptx::multiply_async<false, false>(Element{}, p, along_k<kBlockN>(a, k), along_k<kBlockM>(b, k), k > 0);
-      ptx::commit_products();
-    }
     shared.do_ring.full(at).wait(at.parity);
-    {
-      const u64 a = descriptor_of(rows_v), b = descriptor_of(s_do);
+    const u64 k_rows = descriptor_of(rows_k), v_rows = descriptor_of(rows_v);
+    const u64 q_rows = descriptor_of(s_q), do_rows = descriptor_of(s_do);
+    ptx::renew_registers(p);
+    ptx::fence_products();
+#pragma unroll
+    for (int k = 0; k < kDim / 16; ++k)
+      ptx::multiply_async<false, false>(Element{}, p, along_k<kBlockN>(k_rows, k), along_k<kBlockM>(q_rows, k), k > 0);
+    ptx::commit_products();
+    const auto multiply_dp = [&]() {
       ptx::renew_registers(ds);
       ptx::fence_products();
 #pragma unroll
       for (int k = 0; k < kDimV / 16; ++k)
-        ptx::multiply_async<false, false>(Element{}, ds, along_k<kBlockN>(a, k), along_k<kBlockM>(b, k), k > 0);
+        ptx::multiply_async<false, false>(Element{}, ds, along_k<kBlockN>(v_rows, k), along_k<kBlockM>(do_rows, k), k > 0);
       ptx::commit_products();
-    }
+    };
+    if constexpr (kDpEarly) multiply_dp();
+    constexpr int kBehind = is_first.value ? 0 : 2;
+    if constexpr (!is_first.value) multiply_operands(stage_before);
 
     const Score score(common, batch, head, tile.key_stop);
     const Mask mask(common, batch, head, tile.key_stop);
@@ -255,7 +290,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
     const auto key_of = [&](int i) { return lane_key + i / 2 * 8; };
 
-    ptx::wait_products<1>();
+    ptx::wait_products<kBehind + kDpEarly>();
     ptx::renew_registers(p);
     // A product can be masked at once, in a branch of its own, only where it is the score but for a positive factor.
     if (kScaleInExponent && masked) {
@@ -280,7 +315,14 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
         p[n][i] = ptx::exp2_approx(x * scale_log2 - stats[i % 2 * 2]);
       }
     }
-    ptx::wait_products<0>();
+    if constexpr (kDpEarly) {
+      ptx::wait_products<kBehind>();
+    } else {
+      if constexpr (!is_first.value) finish_products(stage_before);
+      multiply_dp();
+      to_operands(p, p_operand);
+      ptx::wait_products<0>();
+    }
     ptx::renew_registers(ds);
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
@@ -292,11 +334,13 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
         if constexpr (kHasSoftcap) ds[n][i] *= derivative[n][i];
       }
     }
+    if constexpr (kDpEarly) {
+      if constexpr (!is_first.value) finish_products(stage_before);
+      to_operands(p, p_operand);
+    }
+    to_operands(ds, ds_operand);
 
     // dS' to shared memory, rows of keys.
-    u32 p_operand[kBlockM / 16][4], ds_operand[kBlockM / 16][4];
-#pragma unroll
-    for (int k = 0; k < kBlockM / 16; ++k) to_operand(p, k, p_operand[k]), to_operand(ds, k, ds_operand[k]);
     shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
     const u32 line = shared.ds + ds_at.stage * kBytesDs + (consumer * 64 + warp_key + lane % 16) * kLineBytes;
 #pragma unroll
@@ -305,31 +349,16 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     ptx::fence_async_proxy();
     shared.ds_ring.full(ds_at).arrive();
     ds_at.advance();
-    {
-      const u64 b = descriptor_of_transposed<kBlockM>(s_do);
-      ptx::renew_registers(dv);
-      ptx::fence_products();
-#pragma unroll
-      for (int k = 0; k < kBlockM / 16; ++k)
-        ptx::multiply_async<true>(Element{}, dv, p_operand[k], along_k_transposed(b, k), true);
-      ptx::commit_products();
-    }
-    {
-      const u64 b = descriptor_of_transposed<kBlockM>(s_q);
-      ptx::renew_registers(dk);
-      ptx::fence_products();
-#pragma unroll
-      for (int k = 0; k < kBlockM / 16; ++k)
-        ptx::multiply_async<true>(Element{}, dk, ds_operand[k], along_k_transposed(b, k), true);
-      ptx::commit_products();
-    }
-    ptx::wait_products<1>();
-    ptx::renew_registers(dv);
-    if (elected) shared.do_ring.empty(at).arrive();
-    ptx::wait_products<0>();
-    ptx::renew_registers(dk);
-    if (elected) shared.q_ring.empty(at).arrive();
+    stage_before = at.stage;
     at.advance();
+    walk.advance(tile.queries);
+  };
+  if (tile.num_steps > 0) {
+    step(Constant<true>{});
+#pragma unroll 1
+    for (int i = 1; i < tile.num_steps; ++i) step(Constant<false>{});
+    multiply_operands(stage_before);
+    finish_products(stage_before);
   }
 
   if constexpr (kSplitsGroup) {

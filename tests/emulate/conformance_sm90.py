@@ -59,7 +59,11 @@ def check_barrier_ring(run):
     rounds, readers = 11, 3
     source = _random_bits(np.uint16, rounds, WARP)
     got = run(
-        "barrier_ring", source=source, destination=_ones(np.uint16, rounds, readers, WARP), count=rounds, shared_bytes=512
+        "barrier_ring",
+        source=source,
+        destination=_ones(np.uint16, rounds, readers, WARP),
+        count=rounds,
+        shared_bytes=512,
     )
     for warp in range(1, readers + 1):
         assert (got[:, warp - 1] == source[:, np.arange(WARP) ^ warp]).all()

@@ -65,7 +65,10 @@ PLANTED = [
         r"phase: 1 arrivals of 4, 0 bytes\) at planted_bugs_sm90.cu:",
     ),
     ("arrival_of_one", UNORDERED),
-    ("named_counts_differ", "named barrier 1: (64|128) threads take part, others said (64|128)|deadlock: .*\n.* in sync_named"),
+    (
+        "named_counts_differ",
+        "named barrier 1: (64|128) threads take part, others said (64|128)|deadlock: .*\n.* in sync_named",
+    ),
     ("named_half_warps", "divergent warp: only some lanes took part in named barrier 1"),
     ("named_arrival_repeated", "arrives twice at named barrier 3 before it opens"),
     ("named_deadlock", r"deadlock: .*\n  threads 0 to 63 wait in sync_named \(barrier 2; 64 of 128 threads"),
@@ -109,7 +112,10 @@ PLANTED = [
     ("descriptor_past_shared", "out of bounds"),
     ("negative_kept", "the value is negative, -1"),
     ("matrices_overlap", "data race: writes .* wrote at"),
-    ("too_many_registers", r"deadlock: (.*\n)*.* wait in increase_registers \(of 240 registers a thread; \d+ of the block"),
+    (
+        "too_many_registers",
+        r"deadlock: (.*\n)*.* wait in increase_registers \(of 240 registers a thread; \d+ of the block",
+    ),
     ("increase_to_less", "a thread of 168 registers cannot have 24"),
     ("registers_of_some_warps", "deadlock: .*(.*\n)*.* wait in decrease_registers"),
 ]
