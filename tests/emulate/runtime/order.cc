@@ -17,9 +17,6 @@ size_t used_entries() { return block.threads.size() + agents.size(); }
 
 void merge(Clock& into, const Clock& from) { take_maximum(into.data(), from.data(), used_entries()); }
 
-u32 lane_bit(const Thread& thread) { return 1u << thread.index % kWarpLanes; }
-u16 warp_index(const Thread& thread) { return (u16)(thread.index / kWarpLanes); }
-
 // The last epoch of thread `other` that `thread` knows.
 u32 known_epoch(const Thread& thread, u32 other) {
   const Warp& warp = block.warps[other / kWarpLanes];
@@ -28,14 +25,6 @@ u32 known_epoch(const Thread& thread, u32 other) {
 }
 
 }  // namespace
-
-Access access_by(const Thread& thread, Site site) {
-  return {site, warp_of(thread).epoch, lane_bit(thread), warp_index(thread), false};
-}
-Access access_by_warp(const Thread& thread, Site site) {
-  return {site, warp_of(thread).epoch, ~0u, warp_index(thread), false};
-}
-Access access_by_agent(u16 agent, u32 step, Site site) { return {site, step, 0, agent, false}; }
 
 void reset_order() {
   agents.clear();
@@ -52,22 +41,6 @@ u16 new_agent(Agent agent, const Thread& thread, Site site) {
 }
 
 const Agent& agent_of(const Access& access) { return agents[access.actor]; }
-
-bool is_ordered(const Access& earlier, const Access& now, const Thread& thread) {
-  if (earlier.epoch == 0) return true;
-  if (earlier.by_agent()) return thread.known[block.threads.size() + earlier.actor] >= earlier.epoch;
-  const Warp& warp = block.warps[earlier.actor];
-  if (earlier.epoch < warp.block_epoch) return true;
-  u32 lanes = earlier.lanes;
-  if (warp_index(thread) == earlier.actor) {
-    if (earlier.epoch < warp.collective_epoch) return true;
-    if ((now.lanes & (now.lanes - 1)) == 0) lanes &= ~lane_bit(thread);
-  }
-  const u32* known = &thread.known[earlier.actor * kWarpLanes];
-  for (; lanes; lanes &= lanes - 1)
-    if (known[__builtin_ctz(lanes)] < earlier.epoch) return false;
-  return true;
-}
 
 bool is_fenced(const Access& write, const Thread& thread) {
   if (write.epoch == 0 || write.by_agent()) return true;

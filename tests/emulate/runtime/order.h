@@ -33,16 +33,37 @@ struct Access {
   bool by_agent() const { return lanes == 0; }
 };
 
-Access access_by(const Thread& thread, Site site);
-Access access_by_warp(const Thread& thread, Site site);
-Access access_by_agent(u16 agent, u32 step, Site site);
+inline u32 lane_bit(const Thread& thread) { return 1u << thread.index % kWarpLanes; }
+inline u16 warp_index(const Thread& thread) { return (u16)(thread.index / kWarpLanes); }
+
+inline Access access_by(const Thread& thread, Site site) {
+  return {site, warp_of(thread).epoch, lane_bit(thread), warp_index(thread), false};
+}
+inline Access access_by_warp(const Thread& thread, Site site) {
+  return {site, warp_of(thread).epoch, ~0u, warp_index(thread), false};
+}
+inline Access access_by_agent(u16 agent, u32 step, Site site) { return {site, step, 0, agent, false}; }
 
 void reset_order();
 u16 new_agent(Agent agent, const Thread& thread, Site site);
 const Agent& agent_of(const Access& access);
 
 // Whether `earlier` happened before `now`, which `thread` performs or has an agent perform.
-bool is_ordered(const Access& earlier, const Access& now, const Thread& thread);
+inline bool is_ordered(const Access& earlier, const Access& now, const Thread& thread) {
+  if (earlier.epoch == 0) return true;
+  if (earlier.by_agent()) return thread.known[block.threads.size() + earlier.actor] >= earlier.epoch;
+  const Warp& warp = block.warps[earlier.actor];
+  if (earlier.epoch < warp.block_epoch) return true;
+  u32 lanes = earlier.lanes;
+  if (warp_index(thread) == earlier.actor) {
+    if (earlier.epoch < warp.collective_epoch) return true;
+    if ((now.lanes & (now.lanes - 1)) == 0) lanes &= ~lane_bit(thread);
+  }
+  const u32* known = &thread.known[earlier.actor * kWarpLanes];
+  for (; lanes; lanes &= lanes - 1)
+    if (known[__builtin_ctz(lanes)] < earlier.epoch) return false;
+  return true;
+}
 // Whether what `write` wrote is visible to agents of `thread`: the writers fenced, and the thread knows of that.
 bool is_fenced(const Access& write, const Thread& thread);
 
