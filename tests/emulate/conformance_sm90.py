@@ -5,8 +5,8 @@ As in ``conformance.py`` a check is called with `run`, which runs one kernel som
     run(kernel, destination=array, source=None, second_source=None, tensor=None, count=0, coordinates=(0, 0, 0, 0),
         threads=128, shared_bytes=0, element="Float16") -> array like destination
 
-`element` is the value of the define ``ELEMENT``; ``TRANSPOSED`` is defined unless it is ``TensorFloat32``. `tensor` says
-which array the tensor map describes, and how. The arguments of a kernel are one struct of type ``PARAMS``.
+`element` is the value of the define ``ELEMENT``; ``TRANSPOSED`` is defined unless it is ``TensorFloat32``. `tensor`
+says which array the tensor map describes, and how. The arguments of a kernel are one struct of type ``PARAMS``.
 """
 
 import dataclasses
@@ -230,7 +230,7 @@ def check_registers(run):
 
 
 def _lines(rows):
-    """A matrix as lines of 128 bytes: those of the first columns of all rows, then the next columns, zeros at the end."""
+    """A matrix as lines of 128 bytes: the first columns of all rows, then the next columns, zeros at the end."""
     per_line = LINE_BYTES // rows.itemsize
     padded = np.zeros((len(rows), -(-rows.shape[1] // per_line) * per_line), rows.dtype)
     padded[:, : rows.shape[1]] = rows
