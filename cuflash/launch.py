@@ -19,9 +19,11 @@ import numpy as np
 
 from cuflash.compiler import compile_spec, with_resources
 from cuflash.interop import overlap
-from cuflash.params import PARAMS, POINTER_WORD, parameters
-from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan, Pass, access_bytes, choose_plan
+from cuflash.params import POINTER_WORD, parameters
+from cuflash.plan import MAPS_OFFSET, DeviceSpec, KernelSpec, LaunchPlan, Pass, access_bytes, choose_plan
 from cuflash.problem import Options, Problem, check_array, layout_of, make_problem, rows_of, value_error
+from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
+from cuflash.tensor_map import TensorMapSpec, encode
 
 _OPTIONAL = ("bias", "mask", "kv_lengths", "alibi_slopes")
 # Arrays over head dimensions that a pass reads, and what it returns.
@@ -53,7 +55,9 @@ class _Launch:
 
     plan: LaunchPlan
     kernels: tuple[_Kernel, ...]
-    params: bytes  # the kernels' argument, pointers to be filled in
+    params: bytes  # the kernels' argument, pointers and tensor maps to be filled in
+    dtype: np.dtype[Any]  # of the argument, as bytes
+    maps: tuple[tuple[TensorMapSpec, int], ...]  # tensor maps, and which of the pointers each belongs to
     offsets: tuple[int, ...]  # where they go: of the arrays of the call, of the results it allocates, of scratch arrays
     results: tuple[tuple[int, tuple[int, ...], Any], ...]  # index, shape and dtype of results that the call allocates
     scratch: tuple[int, ...]  # first byte of each scratch array in one allocation
@@ -78,7 +82,6 @@ class _CopyFirst:
 
 
 _POINTER = struct.Struct("=Q")
-_PARAMS_BYTES = np.dtype((np.void, PARAMS.itemsize))
 _launches: dict[tuple, _Launch | _CopyFirst] = {}
 
 
@@ -167,7 +170,10 @@ def _call(pass_: Pass, options: Options, arrays: dict[str, Any]) -> tuple[Any, .
     for offset, pointer in zip(launch.offsets, pointers, strict=True):
         _POINTER.pack_into(content, offset, pointer)
     # A scalar: CuPy asks an array for a description of its fields, at five times the cost of a launch.
-    params = (np.frombuffer(content, _PARAMS_BYTES)[0],)
+    for i, (spec, pointer_index) in enumerate(launch.maps):
+        first = MAPS_OFFSET + i * TENSOR_MAP_BYTES
+        content[first : first + TENSOR_MAP_BYTES] = encode(spec, pointers[pointer_index])
+    params = (np.frombuffer(content, launch.dtype)[0],)
     for function, grid, block, shared_bytes in launch.kernels:
         function(grid, block, params, shared_bytes)
     return tuple(results)
@@ -225,13 +231,19 @@ def _prepare(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> _Launc
         pass_,
         load_bytes=aligned_bytes(_READ[pass_]),
         store_bytes=aligned_bytes(written),
+        out=operands["out"],
     )
     names = (*given, *(_RESULTS[pass_][index] for index, _, _ in results), *(name for name, _ in plan.scratch))
     sizes = [4 * elements for _, elements in plan.scratch]
+    params = parameters(plan, operands).tobytes()
+    if plan.tensor_maps:
+        params = params.ljust(MAPS_OFFSET + len(plan.tensor_maps) * TENSOR_MAP_BYTES, b"\0")
     return _Launch(
         plan=plan,
         kernels=tuple(_load(kernel, device_id) for kernel in plan.kernels if kernel.grid),
-        params=parameters(plan, operands).tobytes(),
+        params=params,
+        dtype=np.dtype((np.void, len(params))),
+        maps=tuple((spec, names.index(spec.name)) for spec in plan.tensor_maps),
         offsets=tuple(8 * POINTER_WORD[name] for name in names),
         results=results,
         scratch=tuple(sum(sizes[:i]) for i in range(len(sizes))),

@@ -41,7 +41,7 @@ def _fields() -> list[tuple]:
         ("softcap", np.float32),
         ("stats_rows", np.int32),
         ("group_splits", np.int32),
-        ("padding", np.int32),
+        ("resident_blocks", np.int32),
     ]
 
 
@@ -78,4 +78,5 @@ def parameters(plan: LaunchPlan, operands: Mapping[str, Operand]) -> np.ndarray:
     params["head_section"] = plan.head_section
     params["stats_rows"] = plan.stats_rows
     params["group_splits"] = plan.group_splits
+    params["resident_blocks"] = plan.resident_blocks
     return params

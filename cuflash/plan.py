@@ -11,14 +11,18 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cuflash.problem import ITEMSIZE, Operand, Problem
+from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
+from cuflash.tensor_map import CHUNK, TensorMapSpec, tensor_map_spec, why_not
 
 Pass = Literal["forward", "backward"]
 
 PARAMS_BYTES = 496  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
+MAPS_OFFSET = 512  # where tensor maps follow, aligned to 64 bytes
 MAX_HEAD_DIM = 256
 # Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
 # at head_dim 128 and seqlen 4096, 4 % in the backward pass; without a mask, one head at a time serves L2 better.
 CAUSAL_HEAD_SECTION = 16
+LONG_SEQLEN = 2048  # from which on larger tiles of keys, or of queries, pay
 WAVES = 4  # of resident blocks that a grid should have, where more blocks cost extra work
 SHARED_BYTES_RESERVED = 1024  # that a resident block takes of a multiprocessor's shared memory beside its own
 
@@ -176,7 +180,67 @@ class DqTile:
         return _tile_defines(self) | {"CUFLASH_WARPS_D": 1, "CUFLASH_DQ_WARPS_M": self.num_warps}
 
 
-Tile = ForwardTile | BackwardTile | DqTile
+@dataclass(frozen=True, kw_only=True)
+class ForwardSm90Tile:
+    """One way to cut the forward pass for compute capability 9.0. A warpgroup owns 64 of the block_m queries."""
+
+    max_dim: int
+    block_m: int
+    block_n: int
+    num_stages: int
+    ping_pong: bool  # consumers take turns at issuing products
+    keep_before: bool  # the softmax is kept in front of the wait for the product before it
+    lazy_maximum: bool  # the maximum of a row is looked for only where a sum became too large
+    out_takes_q: bool  # the output leaves through the shared memory of Q
+    serves: Literal["any", "no terms", "long full", "short"] = "any"
+    origin: str = field(compare=False)
+
+    dim_multiple = 16
+    min_blocks = 1
+    fragments_ahead = 0
+
+    def __post_init__(self) -> None:
+        _check_row(self, self.block_m in (128, 192, 256), "64 queries for each of two to four consumers")
+        _check_row(self, self.block_n % 16 == 0 and self.block_n <= 256, "a block_n that one product serves")
+
+    @property
+    def num_warps(self) -> int:
+        """Those of the consumers and of the producer."""
+        return self.block_m // 16 + 4
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        q, out = (_chunked_bytes(self.block_m, d) for d in (dim, dim_v))
+        k, v = (_chunked_bytes(self.block_n, d) for d in (dim, dim_v))
+        barriers = 8 * (2 + 4 * self.num_stages) + 16
+        return (max(q, out) if self.out_takes_q else q + out) + self.num_stages * (k + v) + barriers
+
+    def defines(self) -> dict[str, int]:
+        return _tile_defines(self) | {
+            "CUFLASH_PING_PONG": int(self.ping_pong),
+            "CUFLASH_KEEP_BEFORE": int(self.keep_before),
+            "CUFLASH_LAZY_MAXIMUM": int(self.lazy_maximum),
+            "CUFLASH_OUT_TAKES_Q": int(self.out_takes_q),
+        }
+
+    def suits(self, problem: Problem) -> bool:
+        """Whether the row is meant for a problem of this length and mask."""
+        terms = (problem.softcap, problem.alibi_slopes, problem.bias, problem.mask)
+        no_terms = all(term is None for term in terms)
+        is_long = problem.seqlen_k >= LONG_SEQLEN
+        return {
+            "any": True,
+            "no terms": no_terms,
+            "long full": no_terms and is_long and problem.window_right is None,
+            "short": not is_long,
+        }[self.serves]
+
+
+Tile = ForwardTile | BackwardTile | DqTile | ForwardSm90Tile
+
+
+def _chunked_bytes(rows: int, columns: int) -> int:
+    """Shared memory of a tile in chunks of `CHUNK` columns; kernels/tiles_sm90.cuh has the same."""
+    return -(-columns // CHUNK) * rows * CHUNK * 2
 
 
 def _check_row(row: object, holds: bool, rule: str) -> None:
@@ -214,6 +278,32 @@ def _forward(
         num_stages=stages,
         min_blocks=blocks,
         fragments_ahead=ahead,
+        origin=origin,
+    )
+
+
+def _forward_sm90(
+    max_dim: int,
+    m: int,
+    n: int,
+    stages: int,
+    ping_pong: bool,
+    keep_before: bool,
+    lazy_maximum: bool,
+    out_takes_q: bool,
+    serves: Literal["any", "no terms", "long full", "short"],
+    origin: str,
+) -> ForwardSm90Tile:
+    return ForwardSm90Tile(
+        max_dim=max_dim,
+        block_m=m,
+        block_n=n,
+        num_stages=stages,
+        ping_pong=ping_pong,
+        keep_before=keep_before,
+        lazy_maximum=lazy_maximum,
+        out_takes_q=out_takes_q,
+        serves=serves,
         origin=origin,
     )
 
@@ -270,6 +360,18 @@ FORWARD_TILES = (
     _forward(256, 128, 128, 8, 1, 1, 0, _h200("342 / 329, 318 / 258", "317 / 281, 307 / 249")),
     _forward(256, 128, 64,  8, 1, 1, 0, _h200("323 / 279, 300 / 229", "326 / 284, 306 / 246")),
     _forward(256, 64,  32,  4, 1, 1, 2, _SMALL),
+)
+
+FORWARD_SM90_TILES = (
+    #            max_dim  m    n   stages turns  keep   lazy   out in Q serves
+    _forward_sm90(64,     256, 64,  3,    False, False, True,  False, "no terms", "x"),
+    _forward_sm90(64,     192, 64,  3,    False, False, True,  False, "any", "x"),
+    _forward_sm90(128,    192, 80,  2,    True,  True,  True,  False, "long full", "x"),
+    _forward_sm90(128,    128, 128, 2,    True,  True,  True,  False, "no terms", "x"),
+    _forward_sm90(128,    128, 64,  3,    True,  True,  True,  False, "any", "x"),
+    _forward_sm90(192,    128, 112, 2,    True,  True,  False, True,  "any", "x"),
+    _forward_sm90(256,    128, 64,  2,    True,  True,  False, True,  "short", "x"),
+    _forward_sm90(256,    128, 80,  2,    True,  True,  False, True,  "any", "x"),
 )
 
 BACKWARD_TILES = (
@@ -329,6 +431,8 @@ class LaunchPlan:
     group_splits: int  # blocks that share the query heads of a key/value head (backward)
     scratch: tuple[tuple[str, int], ...]  # arrays that a call needs beside inputs and results, in float32 elements
     head_section: int  # heads whose tiles are interleaved in the launch order
+    resident_blocks: int  # of a kernel whose blocks take one tile after another
+    tensor_maps: tuple[TensorMapSpec, ...]  # that follow the parameters
     reason: str
     resources: tuple[str, ...] = ()  # registers and spills of each kernel, once compiled
 
@@ -363,13 +467,14 @@ def choose_plan(
     *,
     load_bytes: int | None = None,
     store_bytes: int | None = None,
+    out: Operand | None = None,
     tiles: tuple[Tile, ...] | None = None,
 ) -> LaunchPlan:
     """The plan for one pass. Pure: the same arguments give the same plan.
 
     `load_bytes` and `store_bytes` are the widest aligned accesses that serve all operands; without them they follow
-    from the strides, pointers taken as 16-byte aligned. `tiles` overrides the table: a ForwardTile, or a BackwardTile
-    and a DqTile.
+    from the strides, pointers taken as 16-byte aligned; without `out`, it is contiguous. `tiles` overrides the tables:
+    a ForwardTile or ForwardSm90Tile, or a BackwardTile and a DqTile.
 
     Raises NotImplementedError for what no kernel serves.
     """
@@ -382,7 +487,7 @@ def choose_plan(
     common = _common_defines(problem, device, load_bytes, store_bytes)
     heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
 
-    def kernel(source: str, tile: Tile, blocks: int, shared_bytes: int) -> KernelSpec:
+    def kernel(source: str, tile: Tile, blocks: int, shared_bytes: int, target: str = device.target) -> KernelSpec:
         if blocks > 2**31 - 1:
             raise NotImplementedError(
                 f"q: got {blocks} tiles, expected at most 2**31 - 1 in one launch; split the batch"
@@ -395,7 +500,7 @@ def choose_plan(
         return KernelSpec(
             source=source,
             name=name,
-            target=device.target,
+            target=target,
             defines=tuple(sorted((defines | {"CUFLASH_KERNEL_NAME": name}).items())),
             grid=blocks,
             threads=32 * tile.num_warps,
@@ -407,12 +512,31 @@ def choose_plan(
 
     stats_rows = 0
     group_splits = 1
+    resident_blocks = 0
+    tensor_maps: tuple[TensorMapSpec, ...] = ()
     scratch: dict[str, int] = {}
     if pass_ == "forward":
-        forward, reason = (tiles[0], "tile given by the caller") if tiles else _choose(FORWARD_TILES, problem, device)
+        out = out or _contiguous_out(problem)
+        if tiles:
+            forward, reason = tiles[0], "tile given by the caller"
+        else:
+            forward, reason = _choose_forward(problem, device, out, min(load_bytes, store_bytes))
         chosen: tuple[Tile, ...] = (forward,)
         m_blocks = heads * -(-problem.seqlen_q // forward.block_m)
-        kernels = [kernel("forward_sm80.cu", forward, m_blocks, padded_shared_bytes(forward))]
+        shared_bytes = padded_shared_bytes(forward)
+        if isinstance(forward, ForwardSm90Tile):
+            rows = {"q": forward.block_m, "k": forward.block_n, "v": forward.block_n, "out": 64}
+            operands = {"q": problem.q, "k": problem.k, "v": problem.v, "out": out}
+            tensor_maps = tuple(tensor_map_spec(name, operands[name], rows[name]) for name in rows)
+            units = m_blocks
+            if problem.window_right is not None and problem.window_left is None:
+                units = heads * -(-problem.seqlen_q // (2 * forward.block_m))
+                common["CUFLASH_PAIRS"] = 1
+            resident_blocks = min(units, device.num_sms * forward.min_blocks)
+            common["CUFLASH_ARGUMENT_BYTES"] = MAPS_OFFSET + len(tensor_maps) * TENSOR_MAP_BYTES
+            kernels = [kernel("forward_sm90.cu", forward, resident_blocks, shared_bytes, "sm_90a")]
+        else:
+            kernels = [kernel("forward_sm80.cu", forward, m_blocks, shared_bytes)]
     else:
         if tiles:
             main, dq, reason = tiles[0], tiles[1], "tiles given by the caller"
@@ -463,6 +587,8 @@ def choose_plan(
         group_splits=group_splits,
         scratch=tuple(scratch.items()),
         head_section=1 if problem.window_right is None else CAUSAL_HEAD_SECTION,
+        resident_blocks=resident_blocks,
+        tensor_maps=tensor_maps,
         reason=reason,
     )
 
@@ -495,6 +621,29 @@ def access_bytes(operands: tuple[Operand, ...], pointer_alignment: int = 16) -> 
             if size > 1:
                 alignment = math.gcd(alignment, abs(stride) * ITEMSIZE[operand.dtype])
     return alignment
+
+
+def _contiguous_out(problem: Problem) -> Operand:
+    batch, heads, seqlen, dim = problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v
+    strides = (heads * seqlen * dim, seqlen * dim, dim, 1)
+    if problem.layout == "bshd":
+        strides = (heads * seqlen * dim, dim, heads * dim, 1)
+    return Operand(shape=(batch, heads, seqlen, dim), strides=strides, dtype=problem.dtype)
+
+
+def _choose_forward(problem: Problem, device: DeviceSpec, out: Operand, access: int) -> tuple[Tile, str]:
+    """The kernel of compute capability 9.0 where it serves the problem, else the one for all."""
+    if device.arch != 90:
+        return _choose(FORWARD_TILES, problem, device)
+    operands = {"q": problem.q, "k": problem.k, "v": problem.v, "out": out}
+    obstacle = next(filter(None, (why_not(name, operand) for name, operand in operands.items())), None)
+    if obstacle is None and access < 16:
+        obstacle = f"an array is aligned to {access} bytes only, not 16"
+    if obstacle is None:
+        suited = tuple(tile for tile in FORWARD_SM90_TILES if tile.suits(problem))
+        return _choose(suited, problem, device)
+    tile, reason = _choose(FORWARD_TILES, problem, device)
+    return tile, f"{reason}\nnot forward_sm90: {obstacle}, and the copy engine cannot read it"
 
 
 def _choose(table: tuple, problem: Problem, device: DeviceSpec) -> tuple[Tile, str]:
@@ -541,6 +690,7 @@ def _common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store
         "CUFLASH_KV_LENGTHS_BYTES": ITEMSIZE[problem.kv_lengths.dtype] if problem.kv_lengths is not None else 0,
         "CUFLASH_SCALE_IN_EXPONENT": int(not transforms and problem.scale > 0),
         "CUFLASH_PARAMS_BYTES": PARAMS_BYTES,
+        "CUFLASH_PAIRS": 0,
     }
 
 

@@ -10,7 +10,7 @@ static_assert(tile_bytes(kBlockM, kDim) == CUFLASH_SHARED_BYTES, "shared memory 
 
 CUFLASH_DEVICE void backward_convert(const Params& params) {
   const int num_m_blocks = ceil_div(params.seqlen_q, kBlockM);
-  const Work work = schedule(params, num_m_blocks, params.num_heads, false);
+  const Work work = schedule(params, ptx::block_index(), num_m_blocks, params.num_heads, false);
   const int m_block = work.block, head = work.head, batch = work.batch;
   const i64 tile = ((i64)batch * params.num_heads + head) * num_m_blocks + m_block;
   const float* accumulator = params.dq_accumulator + tile * (kBlockM * kDim);

@@ -28,7 +28,7 @@ CUFLASH_DEVICE float dot(const u16* a, const u16* b) {
 
 CUFLASH_DEVICE void backward_delta(const Params& params) {
   const int num_m_blocks = ceil_div(params.seqlen_q, kBlockM);
-  const Work work = schedule(params, num_m_blocks, params.num_heads, false);
+  const Work work = schedule(params, ptx::block_index(), num_m_blocks, params.num_heads, false);
   const int m_block = work.block, head = work.head, batch = work.batch;
   const int thread = ptx::thread_index(), lane = thread % kLanes;
   const u16* out = head_of(params.out, batch, head);

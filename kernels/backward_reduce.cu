@@ -12,7 +12,7 @@ static_assert(kBytesDk + tile_bytes(kBlockN, kDimV) == CUFLASH_SHARED_BYTES, "sh
 
 CUFLASH_DEVICE void backward_reduce(const Params& params) {
   const int num_n_blocks = ceil_div(params.seqlen_k, kBlockN);
-  const Work work = schedule(params, num_n_blocks, params.num_heads_kv, false);
+  const Work work = schedule(params, ptx::block_index(), num_n_blocks, params.num_heads_kv, false);
   const int n_block = work.block, head_kv = work.head, batch = work.batch;
 
   float dk[kKeyTiles][kColumnTiles][4], dv[kKeyTiles][kColumnTilesV][4];

@@ -47,7 +47,7 @@ struct Walk {
 CUFLASH_DEVICE void backward(const Params& params) {
   const int num_n_blocks = ceil_div(params.seqlen_k, kBlockN), num_m_blocks = ceil_div(params.seqlen_q, kBlockM);
   const int splits = kSplitsGroup ? params.group_splits : 1;
-  const Work work = schedule(params, num_n_blocks, params.num_heads_kv * splits, false);
+  const Work work = schedule(params, ptx::block_index(), num_n_blocks, params.num_heads_kv * splits, false);
   const int n_block = work.block, head_kv = work.head / splits, split = work.head % splits, batch = work.batch;
   const int first_key = n_block * kBlockN;
   const int key_stop = key_stop_of(params, batch);

@@ -16,6 +16,8 @@ constexpr int kLoadBytes = CUFLASH_LOAD_BYTES;  // widest aligned access that se
 constexpr int kStoreBytes = CUFLASH_STORE_BYTES;
 constexpr int kNumThreads = 32 * kNumWarps;
 
+constexpr bool kPairs = CUFLASH_PAIRS;  // blocks that stay take tiles of queries in pairs
+
 // Options. One that is off leaves no instruction behind.
 constexpr bool kHasRightBound = CUFLASH_HAS_RIGHT_BOUND;
 constexpr bool kHasLeftBound = CUFLASH_HAS_LEFT_BOUND;

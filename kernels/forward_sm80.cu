@@ -28,7 +28,7 @@ static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) == CUFLASH_SHARED_BYTES
 
 CUFLASH_DEVICE void forward(const Params& params) {
   const int num_m_blocks = ceil_div(params.seqlen_q, kBlockM);
-  const Work work = schedule(params, num_m_blocks, params.num_heads, kHasRightBound);
+  const Work work = schedule(params, ptx::block_index(), num_m_blocks, params.num_heads, kHasRightBound);
   const int m_block = work.block, head = work.head, batch = work.batch;
   const int first_row = m_block * kBlockM;
   const int last_row = min_of(first_row + kBlockM, params.seqlen_q) - 1;

@@ -39,7 +39,7 @@ struct Params {
   float softcap;
   i32 stats_rows;    // seqlen_q, rounded up to whole tiles
   i32 group_splits;  // blocks that share the query heads of a key/value head
-  i32 padding;
+  i32 resident_blocks;  // of a kernel whose blocks take one tile after another
 };
 
 static_assert(sizeof(Params) == CUFLASH_PARAMS_BYTES, "Params differs from its description in Python");

@@ -9,11 +9,10 @@ struct Work {
   int batch;
 };
 
-// Blocks start in the order of their index. Tiles of one head are neighbours, so that they share its operands in L2;
+// Work starts in the order of its index. Tiles of one head are neighbours, so that they share its operands in L2;
 // `head_section` heads are interleaved. With `last_first` the tiles run from the last to the first: under a causal mask
 // those are the longest, and short ones fill the gaps at the end.
-CUFLASH_DEVICE Work schedule(const Params& params, int num_blocks, int num_heads, bool last_first) {
-  const u32 index = ptx::block_index();
+CUFLASH_DEVICE Work schedule(const Params& params, u32 index, int num_blocks, int num_heads, bool last_first) {
   const u32 section = params.head_section;
   const u32 heads = num_heads * params.batch;
   const u32 first = index / (num_blocks * section) * section;
@@ -80,3 +79,34 @@ CUFLASH_DEVICE TileRange query_tiles(const Params& params, int first_key, int la
   full_stop = full_stop < full_start ? full_start : min_of(full_stop, stop);
   return {start, full_start, full_stop, stop};
 }
+
+// The work of blocks that stay: each takes one unit of every `resident_blocks`. A unit is a tile of queries; with kPairs,
+// where tiles see the more keys the later they come, it is the n-th tile of a head from the end and the n-th from the
+// start, which together see as many keys as any other two.
+struct TileWalk {
+  int num_m_blocks, units_of_head;
+  u32 unit, num_units, step;
+  bool second;
+
+  CUFLASH_DEVICE explicit TileWalk(const Params& params)
+      : num_m_blocks(ceil_div(params.seqlen_q, kBlockM)),
+        units_of_head(kPairs ? (num_m_blocks + 1) / 2 : num_m_blocks),
+        unit(ptx::block_index()),
+        num_units(units_of_head * params.num_heads * params.batch),
+        step(params.resident_blocks),
+        second(false) {}
+
+  CUFLASH_DEVICE bool more() const { return unit < num_units; }
+  CUFLASH_DEVICE Work work(const Params& params) const {
+    if constexpr (!kPairs) return schedule(params, unit, num_m_blocks, params.num_heads, kHasRightBound);
+    const u32 head = unit / units_of_head;
+    const int from_start = unit % units_of_head;
+    return {second ? from_start : num_m_blocks - 1 - from_start, (int)(head % params.num_heads),
+            (int)(head / params.num_heads)};
+  }
+  CUFLASH_DEVICE void advance() {
+    const int from_start = unit % units_of_head;
+    second = kPairs && !second && 2 * from_start + 1 < num_m_blocks;
+    if (!second) unit += step;
+  }
+};

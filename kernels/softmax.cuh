@@ -24,6 +24,14 @@ struct OnlineSoftmax {
   // format minds, and both sums stay relative to one offset, so the result is exact.
   template <int n_tiles, int out_tiles>
   CUFLASH_DEVICE void update(float (&score)[m_tiles][n_tiles][4], float (&out)[m_tiles][out_tiles][4], float scale_log2) {
+    float factor[m_tiles][2];
+    if (update(score, factor, scale_log2)) rescale(out, factor);
+    exponentiate(score, scale_log2, row_sum);
+  }
+
+  // The offsets of `update`, for an output that is still being summed: when true, `rescale` it by `factor` later.
+  template <int n_tiles>
+  CUFLASH_DEVICE bool update(const float (&score)[m_tiles][n_tiles][4], float (&factor)[m_tiles][2], float scale_log2) {
     float tile_max[m_tiles][2];
     bool grows = false;
 #pragma unroll
@@ -38,8 +46,32 @@ struct OnlineSoftmax {
         tile_max[m][half] = ptx::multiply(max, scale_log2);
         grows = grows || tile_max[m][half] > offset[m][half] + kMaxGrowth;
       }
-    if (ptx::any_lane(grows)) rescale(tile_max, out);
+    if (!ptx::any_lane(grows)) return false;
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float old = offset[m][half];
+        offset[m][half] = fmaxf(old, tile_max[m][half]);
+        factor[m][half] = old == -ptx::infinity() ? 0.0f : ptx::exp2_approx(old - offset[m][half]);
+        row_sum[m][half] *= factor[m][half];
+      }
+    return true;
+  }
 
+  template <int out_tiles>
+  CUFLASH_DEVICE static void rescale(float (&out)[m_tiles][out_tiles][4], const float (&factor)[m_tiles][2]) {
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int n = 0; n < out_tiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[m][n][i] *= factor[m][i / 2];
+  }
+
+  // Leaves the exponentials in place of the scores and adds this lane's to `sum`.
+  template <int n_tiles>
+  CUFLASH_DEVICE void exponentiate(float (&score)[m_tiles][n_tiles][4], float scale_log2, float (&sum)[m_tiles][2]) const {
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
@@ -51,7 +83,7 @@ struct OnlineSoftmax {
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) {
             score[m][n][i] = ptx::exp2_approx(score[m][n][i] * scale_log2 - finite_offset);
-            row_sum[m][half] += score[m][n][i];
+            sum[m][half] += score[m][n][i];
           }
       }
   }
@@ -76,21 +108,5 @@ struct OnlineSoftmax {
   CUFLASH_DEVICE float log_sum_exp(int m, int half) const {
     if (row_sum[m][half] == 0.0f) return -ptx::infinity();
     return (offset[m][half] + ptx::log2_approx(row_sum[m][half])) * kLn2;
-  }
-
- private:
-  template <int out_tiles>
-  CUFLASH_DEVICE void rescale(const float (&tile_max)[m_tiles][2], float (&out)[m_tiles][out_tiles][4]) {
-#pragma unroll
-    for (int m = 0; m < m_tiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float old = offset[m][half];
-        offset[m][half] = fmaxf(old, tile_max[m][half]);
-        const float factor = old == -ptx::infinity() ? 0.0f : ptx::exp2_approx(old - offset[m][half]);
-        row_sum[m][half] *= factor;
-#pragma unroll
-        for (int n = 0; n < out_tiles; ++n) out[m][n][2 * half] *= factor, out[m][n][2 * half + 1] *= factor;
-      }
   }
 };

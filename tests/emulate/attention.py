@@ -10,8 +10,9 @@ import emulator
 import numpy as np
 
 from cuflash.params import POINTER_WORD, parameters
-from cuflash.plan import DeviceSpec, LaunchPlan, Pass, Tile, access_bytes, choose_plan
+from cuflash.plan import MAPS_OFFSET, DeviceSpec, LaunchPlan, Pass, Tile, access_bytes, choose_plan
 from cuflash.problem import Operand, Problem, layout_of, rows_of
+from cuflash.tensor_map import CHUNK, TensorMapSpec
 from cuflash.testing import numpy_dtype
 
 # Arrays over head dimensions that a pass reads, and those that it writes.
@@ -35,6 +36,7 @@ def plan_for(
         pass_,
         load_bytes=_access_bytes(problem, [arrays[name] for name in READ[pass_]]),
         store_bytes=_access_bytes(problem, [arrays[name] for name in WRITTEN[pass_]]),
+        out=layout_of(arrays["out"], problem.layout),
         tiles=None if tiles is None else tuple(tiles),
     )
 
@@ -85,6 +87,10 @@ def run(
     scratch = {name: emulator.guarded_array((elements,), np.float32, fill) for name, elements in plan.scratch}
     for name, array in {**arrays, **scratch}.items():
         words[POINTER_WORD[name]] = array.ctypes.data
+    argument = params
+    if plan.tensor_maps:
+        maps = [_tensor_map(spec, arrays[spec.name]) for spec in plan.tensor_maps]
+        argument = np.frombuffer(params.tobytes().ljust(MAPS_OFFSET, b"\0") + b"".join(maps), np.uint8)
     statistics = []
     for kernel in plan.kernels:
         if kernel.grid == 0:
@@ -93,7 +99,7 @@ def run(
         statistics.append(
             module.launch(
                 kernel.name,
-                params,
+                argument,
                 grid=kernel.grid,
                 threads=kernel.threads,
                 shared_bytes=kernel.shared_bytes,
@@ -102,6 +108,12 @@ def run(
             )
         )
     return statistics
+
+
+def _tensor_map(spec: TensorMapSpec, array: np.ndarray) -> bytes:
+    """What `cuflash.tensor_map.encode` makes for a device."""
+    box = (CHUNK, spec.rows, 1, 1)
+    return emulator.tensor_map(array.ctypes.data, array.itemsize, spec.shape, spec.strides_bytes, box).tobytes()
 
 
 def guarded(array: np.ndarray) -> np.ndarray:

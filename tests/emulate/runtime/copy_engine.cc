@@ -174,7 +174,14 @@ void issue(BulkStore store) {
   Thread& self = *block.current;
   BulkStores& bulk = bulk_stores_of(self, store.site);
   store.group = bulk.groups_committed;
-  note_agent_read(store.offset, store.bytes, access_by_agent(bulk.agent, store.group + 1, store.site), self);
+  const auto note_read = [&](u32 offset, u32 bytes) {
+    if (bytes) note_agent_read(offset, bytes, access_by_agent(bulk.agent, store.group + 1, store.site), self);
+  };
+  if (store.is_tensor)  // what lies outside of the array goes nowhere, whatever it is
+    for_each_chunk(store.map, store.coordinates, store.offset,
+                   [&](u32 offset, u8*, u32 valid) { note_read(offset, valid); });
+  else
+    note_read(store.offset, store.bytes);
   bulk.stores.push_back(store);
   ++block.statistics.bulk_copies;
 }

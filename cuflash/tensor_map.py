@@ -1,0 +1,85 @@
+"""Tensor maps: what the copy engine of compute capability 9.0 needs to know of an array (CUDA driver API, 6.29)."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from cuflash.problem import ITEMSIZE, Operand
+
+BYTES = 128  # of a map
+CHUNK = 64  # columns of a box: 128 bytes of 16-bit elements, the span of the swizzle
+_MAX_STRIDE_BYTES = 2**40
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity, which is quick
+class TensorMapSpec:
+    """A box of `rows` x `CHUNK` elements anywhere in an operand, but for the operand's address."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]  # columns, rows, heads, batch
+    strides_bytes: tuple[int, ...]  # of rows, heads, batch
+    rows: int
+
+
+def tensor_map_spec(name: str, operand: Operand, rows: int) -> TensorMapSpec:
+    """Boxes of `rows` rows of `operand`, which has axes (batch, head, row, column)."""
+    itemsize = ITEMSIZE[operand.dtype]
+    batch, heads, seqlen, columns = operand.shape
+    # An axis of length 1 is never stepped along, but its stride must be valid.
+    strides = tuple(
+        stride * itemsize if size > 1 else 16
+        for size, stride in zip((seqlen, heads, batch), operand.strides[2::-1], strict=True)
+    )
+    return TensorMapSpec(name, operand.dtype, (columns, seqlen, heads, batch), strides, rows)
+
+
+def why_not(name: str, operand: Operand) -> str | None:
+    """Why no tensor map describes the operand, its address taken as aligned; None if one does."""
+    itemsize = ITEMSIZE[operand.dtype]
+    if 0 in operand.shape:
+        return f"{name} is empty"
+    for size, stride in zip(operand.shape[:3], operand.strides[:3], strict=True):
+        stride_bytes = stride * itemsize
+        if size > 1 and not (0 < stride_bytes < _MAX_STRIDE_BYTES and stride_bytes % 16 == 0):
+            return f"a stride of {name} is {stride_bytes} bytes, not a positive multiple of 16"
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def encode(spec: TensorMapSpec, pointer: int) -> bytes:
+    """The map of the array at `pointer`, for the copy engine."""
+    driver, types, common = _driver()
+    result, tensor_map = driver.cuTensorMapEncodeTiled(
+        types[spec.dtype],
+        4,
+        pointer,
+        [driver.cuuint64_t(n) for n in spec.shape],
+        [driver.cuuint64_t(n) for n in spec.strides_bytes],
+        [driver.cuuint32_t(n) for n in (CHUNK, spec.rows, 1, 1)],
+        [driver.cuuint32_t(1)] * 4,
+        *common,
+    )
+    if result.value:
+        raise RuntimeError(f"cuTensorMapEncodeTiled returned {result.name} for {spec}")
+    return b"".join(int(word).to_bytes(8, "little") for word in tensor_map.opaque)
+
+
+@functools.cache
+def _driver() -> tuple[Any, dict[str, Any], tuple[Any, ...]]:
+    driver = importlib.import_module("cuda.bindings.driver")
+    data_type = driver.CUtensorMapDataType
+    types = {
+        "float16": data_type.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        "bfloat16": data_type.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    }
+    common = (
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    return driver, types, common

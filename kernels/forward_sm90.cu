@@ -1,0 +1,381 @@
+// Forward pass on the tensor cores and the copy engine of compute capability 9.0: FlashAttention-3, in 16-bit types.
+//
+//   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
+//
+// One block stays on each multiprocessor and takes one tile of queries after another. Its last warpgroup, the producer,
+// asks the copy engine for tiles; each of the others, the consumers, owns 64 queries of the tile. Three things run at
+// once: the copies of later tiles, across the end of a tile of queries too; the product S of one tile of keys and the
+// product O of the one before it, behind the softmax in between; and the softmax of one consumer while another's products
+// run, for which they may take turns at issuing (kPingPong).
+//
+//   barrier      one phase is over when            who waits
+//   q_full       Q has arrived                     consumers, before S
+//   q_empty      every consumer is done with Q     producer, before the next Q
+//   k_full[i]    K has arrived in stage i          consumers, before S
+//   k_empty[i]   every warp has its exponentials   producer, before the next K in stage i
+//   v_full[i]    V has arrived in stage i          consumers, before O
+//   v_empty[i]   every consumer has its O          producer, before the next V in stage i
+//   named: one per consumer for its turn at the tensor cores; one per consumer for itself; one for all consumers
+//
+// A step takes the exponentials of a tile relative to the offset that its rows have had since their first tile, without
+// looking for their maxima first: an offset that has become too small shows in a sum that is too large, and only then the
+// tile is done again, maxima first (kLazyMaximum). Sums relative to one offset are exact, whatever the offset is.
+#include "config.cuh"
+#include "mask.cuh"
+#include "mma.cuh"
+#include "params.cuh"
+#include "pipeline.cuh"
+#include "ptx_wgmma.cuh"
+#include "schedule.cuh"
+#include "score.cuh"
+#include "softmax.cuh"
+#include "tiles_sm90.cuh"
+
+constexpr bool kPingPong = CUFLASH_PING_PONG;
+constexpr bool kKeepBefore = CUFLASH_KEEP_BEFORE;      // softmax kept in front of the wait for O
+constexpr bool kOutTakesQ = CUFLASH_OUT_TAKES_Q;       // the output leaves through the room of Q
+constexpr bool kLazyMaximum = CUFLASH_LAZY_MAXIMUM;    // maxima only where a sum of exponentials became too large
+constexpr int kConsumers = kBlockM / 64;
+constexpr int kNTiles = kBlockN / 8;
+static_assert(kNumWarps == 4 * (kConsumers + 1), "the consumers and a producer");
+static_assert(kBlockM == 64 * kConsumers, "a consumer owns 64 queries");
+
+// Shared memory: Q, the output unless it takes Q's room, the rings of K and V, barriers.
+constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
+constexpr u32 kBytesOut = chunked_bytes(kBlockM, kDimV);
+constexpr u32 kBytesK = chunked_bytes(kBlockN, kDim);
+constexpr u32 kBytesV = chunked_bytes(kBlockN, kDimV);
+constexpr u32 kBytesQOut = kOutTakesQ ? max_of(kBytesQ, kBytesOut) : kBytesQ + kBytesOut;
+constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages) + 16;
+static_assert(kBytesQOut + kNumStages * (kBytesK + kBytesV) + kBytesBarriers == CUFLASH_SHARED_BYTES,
+              "shared memory differs from the plan");
+
+// Registers of a thread after the producer has given up most of its own: at most what the block started with in all.
+constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
+constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : 240;
+
+// The largest sum of exponentials in a tile that needs no second look: weights fit the element type, sums and products
+// float32.
+CUFLASH_DEVICE constexpr float max_sum(Float16) { return 16384.0f; }
+CUFLASH_DEVICE constexpr float max_sum(BFloat16) { return 4294967296.0f; }
+constexpr float kMaxSum = max_sum(Element{});
+
+struct ForwardParams {
+  Params common;
+  TensorMap q, k, v, out;
+};
+static_assert(sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
+
+struct Shared {
+  u32 q, out, k, v;
+  Barrier q_full, q_empty;
+  Ring<kNumStages> k_ring, v_ring;
+  u32 scratch;
+
+  CUFLASH_DEVICE Shared() {
+    q = ptx::dynamic_shared();
+    out = kOutTakesQ ? q : q + kBytesQ;
+    k = q + kBytesQOut;
+    v = k + kNumStages * kBytesK;
+    const u32 barriers = v + kNumStages * kBytesV;
+    q_full = {barriers};
+    q_empty = {barriers + 8};
+    k_ring = {barriers + 16};
+    v_ring = {barriers + 16 + Ring<kNumStages>::kBytes};
+    scratch = barriers + 16 + 2 * Ring<kNumStages>::kBytes;
+  }
+};
+
+// A tile of queries: where it stands, and the tiles of keys that it sees.
+struct QueryTile {
+  Work work;
+  int first_row, head_kv, key_stop;
+  TileRange keys;
+
+  CUFLASH_DEVICE QueryTile(const Params& params, const Work& work_) : work(work_) {
+    first_row = work.block * kBlockM;
+    head_kv = work.head / (params.num_heads / params.num_heads_kv);
+    key_stop = key_stop_of(params, work.batch);
+    keys = key_tiles(params, first_row, min_of(first_row + kBlockM, params.seqlen_q) - 1, key_stop);
+  }
+
+  // Those that the 64 queries of a consumer see, within `keys`.
+  CUFLASH_DEVICE TileRange keys_of(const Params& params, int consumer) const {
+    const int first = first_row + 64 * consumer;
+    if (first >= params.seqlen_q) return {keys.start, keys.start, keys.start, keys.start};
+    return key_tiles(params, first, min_of(first + 64, params.seqlen_q) - 1, key_stop);
+  }
+};
+
+// The producer: one thread that walks over the tiles as the consumers do, as far ahead as the rings allow.
+CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
+  Position<kNumStages> key;
+  u32 parity_q = 0;
+  for (TileWalk walk(params.common); walk.more(); walk.advance(), parity_q ^= 1) {
+    const QueryTile tile(params.common, walk.work(params.common));
+    const int head = tile.head_kv, batch = tile.work.batch;
+    const auto load_q = [&]() {
+      shared.q_empty.wait(parity_q ^ 1);
+      shared.q_full.arrive_expect(kBytesQ);
+      load_chunks<kBlockM, kDim>(shared.q, params.q, shared.q_full, tile.first_row, tile.work.head, batch);
+    };
+    if (tile.keys.start == tile.keys.stop) load_q();
+    for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
+      shared.k_ring.empty(key).wait(key.parity ^ 1);
+      const Barrier k_full = shared.k_ring.full(key), v_full = shared.v_ring.full(key);
+      k_full.arrive_expect(kBytesK);
+      load_chunks<kBlockN, kDim>(shared.k + key.stage * kBytesK, params.k, k_full, n_block * kBlockN, head, batch);
+      if (n_block == tile.keys.stop - 1) load_q();
+      shared.v_ring.empty(key).wait(key.parity ^ 1);
+      v_full.arrive_expect(kBytesV);
+      load_chunks<kBlockN, kDimV>(shared.v + key.stage * kBytesV, params.v, v_full, n_block * kBlockN, head, batch);
+    }
+  }
+}
+
+// A consumer: the warpgroup of 64 queries, `consumer` of kConsumers.
+CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 consumer) {
+  const Params& common = params.common;
+  const u32 thread = ptx::thread_index() % 128;
+  const bool elected = thread == 0;
+  const u32 s_q = shared.q + consumer * 64 * kLineBytes, s_out = shared.out + consumer * 64 * kLineBytes;
+  const int warp_row = thread / 32 * 16;
+
+  // Consumers issue products in turn; the first one to go is let in by the last.
+  constexpr u32 kTurn = 1, kConsumer = kTurn + kConsumers, kAll = kConsumer + kConsumers;
+  const auto sync_consumer = [&]() { ptx::sync_named(kConsumer + consumer, 128); };
+  const auto take_turn = [&]() {
+    if constexpr (kPingPong) ptx::sync_named(kTurn + consumer, 256);
+  };
+  const auto give_turn = [&]() {
+    if constexpr (kPingPong) ptx::arrive_named(kTurn + (consumer + 1) % kConsumers, 256);
+  };
+  if (kPingPong && consumer == kConsumers - 1) give_turn();
+
+  Position<kNumStages> key;
+  u32 parity_q = 0;
+  for (TileWalk walk(common); walk.more(); walk.advance(), parity_q ^= 1) {
+    const QueryTile tile(common, walk.work(common));
+    const int head = tile.work.head, batch = tile.work.batch;
+    const Score score(common, batch, head, tile.key_stop);
+    const Mask mask(common, batch, head, tile.key_stop);
+    const float scale_log2 = score.exponent_scale();
+    const int lane_row = tile.first_row + consumer * 64 + warp_row + fragment_row();
+
+    OnlineSoftmax<1> softmax;
+    float factor[1][2];
+    float s[1][kNTiles][4], o[1][kDimV / 8][4];
+    u32 p[kBlockN / 16][4];
+    set_zero(o);
+
+    const auto multiply_s = [&]() {
+      shared.k_ring.full(key).wait(key.parity);
+      const u64 a = descriptor_of(s_q), b = descriptor_of(shared.k + key.stage * kBytesK);
+      ptx::renew_registers(s[0]);
+      ptx::fence_products();
+#pragma unroll
+      for (int k = 0; k < kDim / 16; ++k)
+        ptx::multiply_async<false, false>(Element{}, s[0], along_k<kBlockM>(a, k), along_k<kBlockN>(b, k), k > 0);
+      ptx::commit_products();
+    };
+    // The same by mma.sync, for one warp alone.
+    const auto multiply_s_again = [&]() {
+      const u32 lane = lane_index(), swizzle = lane % 8 * 16;
+      const u32 line_q = s_q + (warp_row + lane % 16) * kLineBytes;
+      const u32 line_k = shared.k + key.stage * kBytesK + (lane % 8 + lane / 16 * 8) * kLineBytes;
+      set_zero(s);
+      multiply<kDim / 16>(
+          s,
+          [&](int, int k, u32(&a)[4]) {
+            ptx::load_matrix_x4(a, line_q + k / 4 * kBlockM * kLineBytes + ((k % 4 * 32 + lane / 16 * 16) ^ swizzle));
+          },
+          [&](int n, int k, u32(&b)[4]) {
+            ptx::load_matrix_x4(b, line_k + n * 16 * kLineBytes + k / 4 * kBlockN * kLineBytes +
+                                       ((k % 4 * 32 + lane / 8 % 2 * 16) ^ swizzle));
+          });
+    };
+    const auto multiply_o = [&](const Position<kNumStages>& at) {
+      shared.v_ring.full(at).wait(at.parity);
+      const u64 b = descriptor_of_transposed<kBlockN>(shared.v + at.stage * kBytesV);
+      ptx::renew_registers(o[0]);
+      ptx::fence_products();
+#pragma unroll
+      for (int k = 0; k < kBlockN / 16; ++k)
+        ptx::multiply_async<true>(Element{}, o[0], p[k], along_k_transposed(b, k), true);
+      ptx::commit_products();
+    };
+    const auto release = [&](const Barrier& empty) {
+      if (elected) empty.arrive();
+    };
+    const auto release_by_warp = [&](const Barrier& empty) {
+      if (lane_index() == 0) empty.arrive();
+    };
+    const auto to_scores = [&](int n_block, auto masked) {
+      if constexpr (!kScaleInExponent || masked.value) {
+        const int lane_key = n_block * kBlockN + fragment_column();
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int row = lane_row + i / 2 * 8, column = lane_key + 8 * n + i % 2;
+            float derivative;
+            s[0][n][i] = score.of(s[0][n][i], row, column, derivative);
+            if (masked.value && !mask.visible(row, column)) s[0][n][i] = -ptx::infinity();
+          }
+      }
+    };
+    // From the product in `s` to exponentials there, sums of rows and weights; true when O must be rescaled by `factor`.
+    bool all_started = false;  // every row of the warp has seen a key
+    const auto weigh = [&](int n_block, auto masked) {
+      float sum[1][2] = {{0.0f, 0.0f}};
+      bool grows = false, maximum_first = masked.value || !kLazyMaximum || !all_started;
+      to_scores(n_block, masked);
+      if (!maximum_first) {
+        softmax.exponentiate(s, scale_log2, sum);
+        maximum_first = ptx::any_lane(sum[0][0] > kMaxSum || sum[0][1] > kMaxSum);
+        if (maximum_first) {
+          multiply_s_again();
+          to_scores(n_block, masked);
+          sum[0][0] = sum[0][1] = 0.0f;
+        }
+      }
+      if (maximum_first) {
+        grows = softmax.update(s, factor, scale_log2);
+        softmax.exponentiate(s, scale_log2, sum);
+        all_started = !ptx::any_lane(fminf(softmax.offset[0][0], softmax.offset[0][1]) == -ptx::infinity());
+      }
+      release_by_warp(shared.k_ring.empty(key));
+      softmax.row_sum[0][0] += sum[0][0];
+      softmax.row_sum[0][1] += sum[0][1];
+      return grows;
+    };
+    const auto to_weights = [&]() {
+#pragma unroll
+      for (int k = 0; k < kBlockN / 16; ++k) to_operand(s[0], k, p[k]);
+    };
+
+    // Tiles of keys that others of the block need, and these queries do not.
+    const auto skip = [&]() {
+      take_turn();
+      give_turn();
+      shared.k_ring.full(key).wait(key.parity);
+      shared.v_ring.full(key).wait(key.parity);
+      sync_consumer();  // nobody may be left waiting for a phase that is long over
+      release_by_warp(shared.k_ring.empty(key));
+      release(shared.v_ring.empty(key));
+      key.advance();
+    };
+
+    shared.q_full.wait(parity_q);
+    if constexpr (kKvLengthsBytes != 0) {
+      // Keys past kv_lengths have weight 0, but 0 times what lies there may be NaN.
+      const int valid = tile.key_stop - (tile.keys.stop - 1) * kBlockN;
+      if (tile.keys.start < tile.keys.stop && valid < kBlockN) {
+        if (consumer == 0) {
+          shared.v_ring.full(key).wait(key.parity);
+          zero_rows<kBlockN, kDimV>(shared.v + key.stage * kBytesV, valid, thread);
+          ptx::fence_async_proxy();
+        }
+        ptx::sync_named(kAll, 128 * kConsumers);
+      }
+    }
+    const TileRange keys = tile.keys_of(common, consumer);
+    for (int n_block = tile.keys.stop - 1; n_block >= keys.stop; --n_block) skip();
+    if (keys.start < keys.stop) {
+      int n_block = keys.stop - 1;
+      take_turn();
+      multiply_s();
+      give_turn();
+      ptx::wait_products<0>();
+      ptx::renew_registers(s[0]);
+      if (n_block >= keys.full_stop || n_block < keys.full_start)
+        weigh(n_block, Constant<true>{});
+      else
+        weigh(n_block, Constant<false>{});
+      to_weights();
+
+      const auto step = [&](auto masked) {
+        const Position<kNumStages> before = key;
+        key.advance();
+        take_turn();
+        multiply_s();
+        multiply_o(before);
+        give_turn();
+        ptx::wait_products<1>();
+        ptx::renew_registers(s[0]);
+        const bool grows = weigh(n_block, masked);
+        if constexpr (kKeepBefore) ptx::keep_before(softmax.row_sum[0][0] + softmax.row_sum[0][1], shared.scratch);
+        ptx::wait_products<0>();
+        ptx::renew_registers(o[0]);
+        release(shared.v_ring.empty(before));
+        if (grows) softmax.rescale(o, factor);
+        to_weights();
+      };
+      --n_block;
+#pragma unroll 1
+      for (; n_block >= keys.full_stop; --n_block) step(Constant<true>{});
+#pragma unroll 1
+      for (; n_block >= keys.full_start; --n_block) step(Constant<false>{});
+      if constexpr (kHasLeftBound) {
+#pragma unroll 1
+        for (; n_block >= keys.start; --n_block) step(Constant<true>{});
+      }
+      multiply_o(key);
+      ptx::wait_products<0>();
+      ptx::renew_registers(o[0]);
+      release(shared.v_ring.empty(key));
+      key.advance();
+    }
+    for (int n_block = keys.start - 1; n_block >= tile.keys.start; --n_block) skip();
+
+    // O / l, rounded, to shared memory and from there by the copy engine, once it has read the output before.
+    softmax.finish();
+    if constexpr (!kOutTakesQ) {
+      if (elected) ptx::bulk_wait_read<0>();
+      sync_consumer();
+      release(shared.q_empty);
+    }
+    store_fragments_chunked<kBlockM>(s_out, warp_row, o[0], softmax.inverse_sum(0, 0), softmax.inverse_sum(0, 1));
+    ptx::fence_async_proxy();
+    sync_consumer();
+    if (elected) {
+      store_chunks<kBlockM, kDimV>(params.out, s_out, tile.first_row + consumer * 64, head, batch);
+      ptx::bulk_commit();
+      if constexpr (kOutTakesQ) {
+        ptx::bulk_wait_read<0>();
+        shared.q_empty.arrive();
+      }
+    }
+    float* g_lse = (float*)common.lse.data + batch * common.lse.batch_stride + head * common.lse.head_stride;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane_row + 8 * half;
+      if (fragment_column() == 0 && row < common.seqlen_q)
+        g_lse[row * common.lse.row_stride] = softmax.log_sum_exp(0, half);
+    }
+  }
+  if (kPingPong && consumer == 0) take_turn();
+  if (elected) ptx::bulk_wait<0>();
+}
+
+CUFLASH_DEVICE void forward(const ForwardParams& params) {
+  Shared shared;
+  if (ptx::thread_index() == 0) {
+    shared.q_full.init(1);
+    shared.q_empty.init(kConsumers);
+    shared.k_ring.init(4 * kConsumers);
+    shared.v_ring.init(kConsumers);
+    ptx::fence_barrier_init();
+  }
+  ptx::sync_block();
+  const u32 warp = ptx::uniform(ptx::thread_index() / 32);
+  if (warp >= 4 * kConsumers) {
+    ptx::decrease_registers<kProducerRegisters>();
+    if (warp == 4 * kConsumers && ptx::elect_lane()) produce(params, shared);
+  } else {
+    ptx::increase_registers<kConsumerRegisters>();
+    consume(params, shared, warp / 4);
+  }
+}
+
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, ForwardParams, kNumThreads, 1, forward)

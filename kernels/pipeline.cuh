@@ -1,0 +1,39 @@
+// Barriers between a producer and consumers, and rings of them.
+#pragma once
+#include "ptx_sm90.cuh"
+
+struct Barrier {
+  u32 address;
+
+  CUFLASH_DEVICE void init(u32 count) const { ptx::barrier_init(address, count); }
+  CUFLASH_DEVICE void arrive() const { ptx::barrier_arrive(address); }
+  CUFLASH_DEVICE void arrive_expect(u32 bytes) const { ptx::barrier_arrive_expect(address, bytes); }
+  CUFLASH_DEVICE void wait(u32 parity) const { ptx::barrier_wait(address, parity); }
+};
+
+// The place of a tile in a ring of `stages`: tile i of a walk is in stage i % stages, for the i / stages-th time.
+template <int stages>
+struct Position {
+  int stage = 0;
+  u32 parity = 0;
+
+  CUFLASH_DEVICE void advance() {
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
+};
+
+// A ring of tiles. Consumers wait for full(p) with the parity of the position, the producer for empty(p) with the other.
+template <int stages>
+struct Ring {
+  static constexpr u32 kBytes = 16 * stages;
+  u32 address;
+
+  CUFLASH_DEVICE Barrier full(const Position<stages>& at) const { return {address + 8 * at.stage}; }
+  CUFLASH_DEVICE Barrier empty(const Position<stages>& at) const { return {address + 8 * (stages + at.stage)}; }
+  CUFLASH_DEVICE void init(u32 consumers) const {
+    for (int i = 0; i < stages; ++i) {
+      full({i}).init(1);
+      empty({i}).init(consumers);
+    }
+  }
+};

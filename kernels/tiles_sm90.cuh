@@ -1,0 +1,68 @@
+// Tiles in shared memory as the copy engine writes them and wgmma reads them: cut into chunks of 64 columns, each a
+// block of lines of 128 bytes, one a row, whose 16-byte pieces are permuted by the row number.
+#pragma once
+#include "config.cuh"
+#include "mma.cuh"
+#include "pipeline.cuh"
+#include "ptx_wgmma.cuh"
+
+constexpr u32 kLineBytes = 128;
+constexpr int kChunk = 64;  // columns of a line
+
+CUFLASH_DEVICE constexpr int chunks_of(int columns) { return (columns + kChunk - 1) / kChunk; }
+CUFLASH_DEVICE constexpr u32 chunked_bytes(int rows, int columns) { return chunks_of(columns) * rows * kLineBytes; }
+
+// Loads rows [first_row, first_row + rows) of a head. Whole chunks arrive; outside of the array they are zeros.
+template <int rows, int columns>
+CUFLASH_DEVICE void load_chunks(u32 tile, const TensorMap& map, const Barrier& full, int first_row, int head, int batch) {
+#pragma unroll
+  for (int c = 0; c < chunks_of(columns); ++c)
+    ptx::load_tensor(tile + c * rows * kLineBytes, map, full.address, c * kChunk, first_row, head, batch);
+}
+
+// Stores 64 rows, from the first one of `tile` on, a tile of `rows` rows.
+template <int rows, int columns>
+CUFLASH_DEVICE void store_chunks(const TensorMap& map, u32 tile, int first_row, int head, int batch) {
+#pragma unroll
+  for (int c = 0; c < chunks_of(columns); ++c)
+    ptx::store_tensor(map, tile + c * rows * kLineBytes, c * kChunk, first_row, head, batch);
+}
+
+// An operand whose k runs along the lines, and the same one 16 `k` elements further, in a tile of `rows` rows.
+CUFLASH_DEVICE u64 descriptor_of(u32 tile) { return ptx::descriptor(tile, 0, 8 * kLineBytes); }
+template <int rows>
+CUFLASH_DEVICE u64 along_k(u64 operand, int k) {
+  return operand + (k / 4 * rows * kLineBytes + k % 4 * 32) / 16;
+}
+
+// An operand whose k runs down the `rows` rows.
+template <int rows>
+CUFLASH_DEVICE u64 descriptor_of_transposed(u32 tile) {
+  return ptx::descriptor(tile, rows * kLineBytes, 8 * kLineBytes);
+}
+CUFLASH_DEVICE u64 along_k_transposed(u64 operand, int k) { return operand + k * 16 * kLineBytes / 16; }
+
+// Writes zeros to the rows from `first` on; by the 128 threads of a warpgroup.
+template <int rows, int columns>
+CUFLASH_DEVICE void zero_rows(u32 tile, int first, u32 thread) {
+  for (int c = 0; c < chunks_of(columns); ++c)
+    for (u32 word = first * kLineBytes / 4 + thread; word < rows * kLineBytes / 4; word += 128)
+      ptx::store_shared_b32(tile + c * rows * kLineBytes + word * 4, 0);
+}
+
+// Rounds the 16 rows of a warp, from row `r` of a tile of `rows` rows on, each half of them times its factor.
+template <int rows, int n_tiles>
+CUFLASH_DEVICE void store_fragments_chunked(u32 tile, int r, float (&value)[n_tiles][4], float upper, float lower) {
+  const u32 lane = lane_index();
+  const u32 line = tile + (r + lane % 16) * kLineBytes, swizzle = lane % 8 * 16;
+#pragma unroll
+  for (int n = 0; n < n_tiles; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) value[n][i] *= i / 2 ? lower : upper;
+#pragma unroll
+  for (int k = 0; k < n_tiles / 2; ++k) {
+    u32 fragment[4];
+    to_operand(value, k, fragment);
+    ptx::store_matrix_x4(line + k / 4 * rows * kLineBytes + ((k % 4 * 32 + lane / 16 * 16) ^ swizzle), fragment);
+  }
+}
