@@ -2,6 +2,9 @@
 
 ``kernels/ptx.cuh`` is the seam: with ``CUFLASH_EMULATION`` defined it takes its functions from ``ptx_emulated.h``. The
 threads of a block become fibers of one CPU thread, so a launch is deterministic and a failure names block and thread.
+
+Blocks run one after another, each to its end: a kernel that waits for another block of its launch never ends here. The
+project's kernels do not.
 """
 
 import ctypes

@@ -7,7 +7,7 @@
 namespace emulator {
 namespace {
 
-std::vector<Agent> agents;
+std::vector<const char*> agents;  // what waits for them
 
 EMULATOR_HOT void take_maximum(u32* __restrict into, const u32* __restrict from, size_t count) {
   for (size_t i = 0; i < count; ++i) into[i] = into[i] < from[i] ? from[i] : into[i];
@@ -34,13 +34,13 @@ void reset_order() {
   }
 }
 
-u16 new_agent(Agent agent, const Thread& thread, Site site) {
+u16 new_agent(const char* wait, const Thread& thread, Site site) {
   if (agents.size() == kMaxAgents) fail(thread, site, "more barriers than the %u that the emulator follows", kMaxAgents);
-  agents.push_back(agent);
+  agents.push_back(wait);
   return (u16)(agents.size() - 1);
 }
 
-const Agent& agent_of(const Access& access) { return agents[access.actor]; }
+const char* wait_for(const Access& by_agent) { return agents[by_agent.actor]; }
 
 bool is_fenced(const Access& write, const Thread& thread) {
   if (write.epoch == 0 || write.by_agent()) return true;
