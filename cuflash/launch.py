@@ -231,7 +231,7 @@ def _prepare(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> _Launc
         pass_,
         load_bytes=aligned_bytes(_READ[pass_]),
         store_bytes=aligned_bytes(written),
-        out=operands["out"],
+        operands=operands,
     )
     names = (*given, *(_RESULTS[pass_][index] for index, _, _ in results), *(name for name, _ in plan.scratch))
     sizes = [4 * elements for _, elements in plan.scratch]

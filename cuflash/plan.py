@@ -7,6 +7,7 @@ memory fits the device is taken. `LaunchPlan.reason` says which row was taken an
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -235,7 +236,55 @@ class ForwardSm90Tile:
         }[self.serves]
 
 
-Tile = ForwardTile | BackwardTile | DqTile | ForwardSm90Tile
+@dataclass(frozen=True, kw_only=True)
+class BackwardSm90Tile:
+    """One way to cut the backward pass for compute capability 9.0. A warpgroup owns 64 of the block_n keys."""
+
+    max_dim: int
+    block_m: int
+    block_n: int
+    num_stages: int
+    origin: str = field(compare=False)
+
+    dim_multiple = 64
+    min_blocks = 1
+    fragments_ahead = 0
+
+    def __post_init__(self) -> None:
+        _check_row(self, self.block_n == 128, "64 keys for each of two consumers")
+        _check_row(self, self.block_m == 64, "64 queries for one product")
+
+    @property
+    def num_warps(self) -> int:
+        """Those of the consumers and of dq."""
+        return self.block_n // 16 + 4
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        keys = _chunked_bytes(self.block_n, dim) + _chunked_bytes(self.block_n, dim_v)
+        queries = _chunked_bytes(self.block_m, dim) + _chunked_bytes(self.block_m, dim_v) + self.block_m * 8
+        barriers = 8 * (2 + 4 * self.num_stages + 4)
+        return keys + self.num_stages * queries + 2 * _chunked_bytes(self.block_n, self.block_m) + barriers
+
+    def defines(self) -> dict[str, int]:
+        return _tile_defines(self) | {"CUFLASH_WARPS_D": 1, "CUFLASH_DQ_WARPS_M": 4}
+
+    def helper(self, num_warps: int) -> BackwardTile:
+        """How the kernels around it see its accumulators: fragments of `num_warps` warps below each other."""
+        return BackwardTile(
+            max_dim=self.max_dim,
+            block_m=self.block_m,
+            block_n=self.block_n,
+            num_warps=num_warps,
+            num_stages=1,
+            min_blocks=1,
+            warps_d=1,
+            dq_warps_m=4,
+            fragments_ahead=0,
+            origin=self.origin,
+        )
+
+
+Tile = ForwardTile | BackwardTile | DqTile | ForwardSm90Tile | BackwardSm90Tile
 
 
 def _chunked_bytes(rows: int, columns: int) -> int:
@@ -374,6 +423,10 @@ FORWARD_SM90_TILES = (
     _forward_sm90(256,    128, 80,  2,    True,  True,  False, True,  "any", "x"),
 )
 
+BACKWARD_SM90_TILES = (
+    BackwardSm90Tile(max_dim=128, block_m=64, block_n=128, num_stages=2, origin="x"),
+)
+
 BACKWARD_TILES = (
     #         max_dim m   n  warps stages blocks warps_d dq_warps_m ahead
     _backward(64,  32, 128, 4, 2, 2, 1, 1, 2, _h200("329 / 313, 300 / 232", "271 / 243, 243 / 184")),
@@ -467,13 +520,13 @@ def choose_plan(
     *,
     load_bytes: int | None = None,
     store_bytes: int | None = None,
-    out: Operand | None = None,
+    operands: Mapping[str, Operand] | None = None,
     tiles: tuple[Tile, ...] | None = None,
 ) -> LaunchPlan:
     """The plan for one pass. Pure: the same arguments give the same plan.
 
     `load_bytes` and `store_bytes` are the widest aligned accesses that serve all operands; without them they follow
-    from the strides, pointers taken as 16-byte aligned; without `out`, it is contiguous. `tiles` overrides the tables:
+    from the strides, pointers taken as 16-byte aligned; what is not in `operands` is contiguous. `tiles` overrides the tables:
     a ForwardTile or ForwardSm90Tile, or a BackwardTile and a DqTile.
 
     Raises NotImplementedError for what no kernel serves.
@@ -487,12 +540,16 @@ def choose_plan(
     common = _common_defines(problem, device, load_bytes, store_bytes)
     heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
 
-    def kernel(source: str, tile: Tile, blocks: int, shared_bytes: int, target: str = device.target) -> KernelSpec:
+    def kernel(
+        source: str, tile: Tile, blocks: int, shared_bytes: int, target: str = device.target, dim_multiple: int = 0
+    ) -> KernelSpec:
         if blocks > 2**31 - 1:
             raise NotImplementedError(
                 f"q: got {blocks} tiles, expected at most 2**31 - 1 in one launch; split the batch"
             )
         defines = common | tile.defines() | {"CUFLASH_SHARED_BYTES": shared_bytes}
+        if dim_multiple:
+            defines["CUFLASH_DIM_MULTIPLE"] = dim_multiple
         if pass_ == "backward":
             defines["CUFLASH_DQ_BY_REDUCTION"] = int(not problem.deterministic)
             defines["CUFLASH_SPLITS_GROUP"] = int(group_splits > 1)
@@ -516,7 +573,7 @@ def choose_plan(
     tensor_maps: tuple[TensorMapSpec, ...] = ()
     scratch: dict[str, int] = {}
     if pass_ == "forward":
-        out = out or _contiguous_out(problem)
+        out = (operands or {}).get("out", _contiguous(problem, "out"))
         if tiles:
             forward, reason = tiles[0], "tile given by the caller"
         else:
@@ -526,8 +583,8 @@ def choose_plan(
         shared_bytes = padded_shared_bytes(forward)
         if isinstance(forward, ForwardSm90Tile):
             rows = {"q": forward.block_m, "k": forward.block_n, "v": forward.block_n, "out": 64}
-            operands = {"q": problem.q, "k": problem.k, "v": problem.v, "out": out}
-            tensor_maps = tuple(tensor_map_spec(name, operands[name], rows[name]) for name in rows)
+            mapped = {"q": problem.q, "k": problem.k, "v": problem.v, "out": out}
+            tensor_maps = tuple(tensor_map_spec(name, mapped[name], rows[name]) for name in rows)
             units = m_blocks
             if problem.window_right is not None and problem.window_left is None:
                 units = heads * -(-problem.seqlen_q // (2 * forward.block_m))
@@ -538,7 +595,16 @@ def choose_plan(
         else:
             kernels = [kernel("forward_sm80.cu", forward, m_blocks, shared_bytes)]
     else:
-        if tiles:
+        mapped = {name: getattr(problem, name) for name in "qkv"} | {
+            name: (operands or {}).get(name) or _contiguous(problem, name) for name in ("dout", "dk", "dv")
+        }
+        sm90 = _sm90_backward(problem, device, mapped, min(load_bytes, store_bytes)) if not tiles else None
+        if tiles and isinstance(tiles[0], BackwardSm90Tile):
+            sm90 = tiles[0]
+        if sm90:
+            main = sm90.helper(4)
+            reason = "x"
+        elif tiles:
             main, dq, reason = tiles[0], tiles[1], "tiles given by the caller"
         else:
             main, reason = _choose(BACKWARD_TILES, problem, device)
@@ -550,18 +616,26 @@ def choose_plan(
         stats_rows = round_up(problem.seqlen_q, delta.block_m)
         scratch["row_stats"] = heads * stats_rows * 2
         n_blocks = heads_kv * -(-problem.seqlen_k // main.block_n)
+        multiple = sm90.dim_multiple if sm90 else main.dim_multiple
         if n_blocks:
             wanted = WAVES * device.num_sms * main.min_blocks
             group_splits = min(problem.group_size, -(-wanted // n_blocks))
-        kernels = [
-            kernel("backward_delta.cu", delta, heads * (stats_rows // delta.block_m), 0),
-            kernel("backward_sm80.cu", main, n_blocks * group_splits, padded_shared_bytes(main)),
-        ]
-        dim_padded, dim_v_padded = (round_up(d, main.dim_multiple) for d in (dim, dim_v))
+        kernels = [kernel("backward_delta.cu", delta, heads * (stats_rows // delta.block_m), 0, dim_multiple=multiple)]
+        if sm90:
+            rows = {"q": sm90.block_m, "k": sm90.block_n, "v": sm90.block_n, "dout": sm90.block_m, "dk": 64, "dv": 64}
+            tensor_maps = tuple(tensor_map_spec(name, mapped[name], rows[name]) for name in rows)
+            common["CUFLASH_ARGUMENT_BYTES"] = MAPS_OFFSET + len(tensor_maps) * TENSOR_MAP_BYTES
+            kernels.append(
+                kernel("backward_sm90.cu", sm90, n_blocks * group_splits, padded_shared_bytes(sm90), "sm_90a")
+            )
+        else:
+            kernels.append(kernel("backward_sm80.cu", main, n_blocks * group_splits, padded_shared_bytes(main)))
+        dim_padded, dim_v_padded = (round_up(d, multiple) for d in (dim, dim_v))
         if group_splits > 1:
             scratch["dkv_partials"] = n_blocks * group_splits * main.block_n * (dim_padded + dim_v_padded)
             shared_bytes = tile_bytes(main.block_n, dim_padded) + tile_bytes(main.block_n, dim_v_padded)
-            kernels.append(kernel("backward_reduce.cu", main, n_blocks, shared_bytes))
+            adder = sm90.helper(8) if sm90 else main
+            kernels.append(kernel("backward_reduce.cu", adder, n_blocks, shared_bytes, dim_multiple=multiple))
             reason += (
                 f"\n{group_splits} blocks share the query heads of a key/value head: {n_blocks} tiles of keys are few"
             )
@@ -573,10 +647,11 @@ def choose_plan(
                 "\ndeterministic: dq has a kernel of its own that adds in a fixed order and recomputes the weights"
             )
         else:
-            chosen = (main,)
+            chosen = (sm90 or main,)
             scratch["dq_accumulator"] = heads * stats_rows * dim_padded
             m_blocks = heads * (stats_rows // main.block_m)
-            kernels.append(kernel("backward_convert.cu", main, m_blocks, tile_bytes(main.block_m, dim_padded)))
+            shared_bytes = tile_bytes(main.block_m, dim_padded)
+            kernels.append(kernel("backward_convert.cu", main, m_blocks, shared_bytes, dim_multiple=multiple))
     return LaunchPlan(
         pass_=pass_,
         problem=problem,
@@ -623,8 +698,14 @@ def access_bytes(operands: tuple[Operand, ...], pointer_alignment: int = 16) -> 
     return alignment
 
 
-def _contiguous_out(problem: Problem) -> Operand:
-    batch, heads, seqlen, dim = problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v
+def _contiguous(problem: Problem, name: str) -> Operand:
+    """A result, or dout, in the layout of the problem."""
+    batch, heads, seqlen, dim = {
+        "out": (problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v),
+        "dout": (problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v),
+        "dk": (problem.batch, problem.num_heads_kv, problem.seqlen_k, problem.head_dim),
+        "dv": (problem.batch, problem.num_heads_kv, problem.seqlen_k, problem.head_dim_v),
+    }[name]
     strides = (heads * seqlen * dim, seqlen * dim, dim, 1)
     if problem.layout == "bshd":
         strides = (heads * seqlen * dim, dim, heads * dim, 1)
@@ -644,6 +725,16 @@ def _choose_forward(problem: Problem, device: DeviceSpec, out: Operand, access: 
         return _choose(suited, problem, device)
     tile, reason = _choose(FORWARD_TILES, problem, device)
     return tile, f"{reason}\nnot forward_sm90: {obstacle}, and the copy engine cannot read it"
+
+
+def _sm90_backward(
+    problem: Problem, device: DeviceSpec, mapped: Mapping[str, Operand], access: int
+) -> BackwardSm90Tile | None:
+    if device.arch != 90 or problem.deterministic or access < 16 or max(problem.head_dim, problem.head_dim_v) > 128:
+        return None
+    if any(why_not(name, operand) for name, operand in mapped.items()):
+        return None
+    return BACKWARD_SM90_TILES[0]
 
 
 def _choose(table: tuple, problem: Problem, device: DeviceSpec) -> tuple[Tile, str]:

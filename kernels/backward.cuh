@@ -7,34 +7,11 @@
 // a kernel of its own that recomputes them, in a fixed order (deterministic).
 constexpr bool kDqByReduction = CUFLASH_DQ_BY_REDUCTION;
 
-// Warps of the product dq = ds k along its rows; the others share the columns.
-constexpr int kDqWarpsM = CUFLASH_DQ_WARPS_M;
-constexpr int kDqWarpsD = kNumWarps / kDqWarpsM;
-constexpr int kDqMTiles = kBlockM / (16 * kDqWarpsM);
-constexpr int kDqNTiles = kDim / (8 * kDqWarpsD);
-static_assert(kDqMTiles * 16 * kDqWarpsM == kBlockM && kDqNTiles * 8 * kDqWarpsD == kDim, "dq divides among the warps");
-static_assert(kDqNTiles % 2 == 0, "columns come 16 at a time");
-static_assert((kDqMTiles & (kDqMTiles - 1)) == 0, "rows of a warp start at a multiple of their number");
-
 // dk and dv of one key/value head are sums over the query heads of its group. Where tiles of keys alone are too few to
 // fill the device, params.group_splits blocks share the heads and leave float32 partial sums to a kernel that adds them.
 constexpr bool kSplitsGroup = CUFLASH_SPLITS_GROUP;
 
-// The warps of the kernel that owns keys: along keys, and along the columns of dk and dv.
-constexpr int kWarpsD = CUFLASH_WARPS_D;
-constexpr int kWarpsN = kNumWarps / kWarpsD;
-constexpr int kKeyTiles = kBlockN / (16 * kWarpsN);    // pieces of 16 keys of a warp
-constexpr int kColumnTiles = kDim / (8 * kWarpsD);     // pieces of 8 columns of dk of a warp
-constexpr int kColumnTilesV = kDimV / (8 * kWarpsD);   // and of dv
 constexpr int kPartialElements = kBlockN * (kDim + kDimV);
-
-// The accumulator of a tile keeps the fragments as the threads hold them, neighbours in a warp next to each other: four
-// elements a thread where the device reduces four at once (sm_90), else one.
-constexpr bool kReducesFour = CUFLASH_ARCH >= 90;
-CUFLASH_DEVICE int accumulator_offset(int piece, int element) {
-  const int thread = ptx::thread_index();
-  return kReducesFour ? (piece * kNumThreads + thread) * 4 + element : (piece * 4 + element) * kNumThreads + thread;
-}
 
 // The part of `split` in the sums of a tile of keys: dk, then dv, four elements of a thread next to each other.
 CUFLASH_DEVICE float* partials_of(const Params& params, int num_n_blocks, int batch, int head_kv, int n_block, int split) {

@@ -1,5 +1,5 @@
 // dq = scale * accumulator, from the fragment order of backward.cuh and float32 to rows of the element type.
-#include "backward.cuh"
+#include "backward_warps.cuh"
 #include "copy.cuh"
 #include "mma.cuh"
 #include "params.cuh"

@@ -2,7 +2,7 @@
 // walks over the tiles of keys, recomputing P and dP (FlashAttention-2, Algorithm 2, with the loops exchanged).
 //
 //   P = exp(Q K' - lse)    dP = dO V'    dS = P * (dP - delta)    dQ = dS K        (X' is X transposed)
-#include "backward.cuh"
+#include "backward_warps.cuh"
 #include "config.cuh"
 #include "copy.cuh"
 #include "mask.cuh"

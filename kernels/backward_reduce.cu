@@ -1,5 +1,5 @@
 // dk and dv = sums of the parts that blocks of backward_sm80.cu left, in the order of the parts.
-#include "backward.cuh"
+#include "backward_warps.cuh"
 #include "copy.cuh"
 #include "mma.cuh"
 #include "params.cuh"

@@ -8,7 +8,7 @@
 // through shared memory, for dQ. At large head dimensions a warp cannot hold its rows of dK and dV: kWarpsD warps then
 // share the rows, each with a slice of the queries of P' and dS' and a slice of the columns of dK and dV, and both P' and
 // dS' go through shared memory.
-#include "backward.cuh"
+#include "backward_warps.cuh"
 #include "config.cuh"
 #include "copy.cuh"
 #include "mask.cuh"

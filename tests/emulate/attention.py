@@ -36,7 +36,7 @@ def plan_for(
         pass_,
         load_bytes=_access_bytes(problem, [arrays[name] for name in READ[pass_]]),
         store_bytes=_access_bytes(problem, [arrays[name] for name in WRITTEN[pass_]]),
-        out=layout_of(arrays["out"], problem.layout),
+        operands={n: layout_of(arrays[n], problem.layout) for n in ("out", "dout", "dk", "dv") if n in arrays},
         tiles=None if tiles is None else tuple(tiles),
     )
 
@@ -99,7 +99,7 @@ def run(
         statistics.append(
             module.launch(
                 kernel.name,
-                argument,
+                argument if kernel.target == "sm_90a" else params,
                 grid=kernel.grid,
                 threads=kernel.threads,
                 shared_bytes=kernel.shared_bytes,

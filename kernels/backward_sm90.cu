@@ -1,0 +1,388 @@
+// Backward pass on the tensor cores and the copy engine of compute capability 9.0, transposed, in 16-bit types.
+//
+//   P' = exp(K Q' - lse)    dP' = V dO'    dS' = P' * (dP' - delta)
+//   dV = P' dO              dK = dS' Q     dQ += dS K                       (X' is X transposed; rows of X' are keys)
+//
+// A block owns kBlockN keys of one key/value head and walks over the tiles of queries, and over the query heads that
+// share its keys. Its warpgroups have roles: the consumers own 64 keys each, with dK and dV in registers, where P' and dS'
+// are operands as they come; dS' also goes to shared memory, from which the last warpgroup makes dQ of the tile and adds
+// it to memory, at its own pace. A thread of it asks the copy engine for tiles.
+//
+//   barrier       one phase is over when              who waits
+//   kv_full       K and V have arrived                consumers, dQ
+//   q_full[i]     Q and statistics are in stage i     consumers, before P'
+//   q_empty[i]    every consumer is done with them    who asks for the next
+//   do_full[i], do_empty[i]                           the same for dO
+//   ds_full[i]    every warp has written dS' to i     dQ
+//   ds_empty[i]   dQ of it is computed                consumers, before they write there again
+//   named: one per consumer for itself; one for all consumers; one for consumers and dQ at the end
+#include "backward.cuh"
+#include "config.cuh"
+#include "mask.cuh"
+#include "mma.cuh"
+#include "params.cuh"
+#include "pipeline.cuh"
+#include "ptx_wgmma.cuh"
+#include "schedule.cuh"
+#include "score.cuh"
+#include "tiles_sm90.cuh"
+
+constexpr int kConsumers = kBlockN / 64;
+constexpr int kQueryTiles = kBlockM / 8;
+constexpr int kConsumerThreads = 128 * kConsumers;
+static_assert(kNumWarps == 4 * (kConsumers + 1), "the consumers and dQ");
+static_assert(kBlockN == 64 * kConsumers, "a consumer owns 64 keys");
+static_assert(kBlockM == 64, "dQ is one product of 64 rows");
+
+// Shared memory: K, V, the rings of Q, of dO and of dS', statistics, barriers.
+constexpr u32 kBytesK = chunked_bytes(kBlockN, kDim);
+constexpr u32 kBytesV = chunked_bytes(kBlockN, kDimV);
+constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
+constexpr u32 kBytesDo = chunked_bytes(kBlockM, kDimV);
+constexpr u32 kBytesDs = chunked_bytes(kBlockN, kBlockM);
+constexpr u32 kBytesStats = kBlockM * 8;
+constexpr int kDsStages = 2;
+constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages + 2 * kDsStages);
+static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesStats) + kDsStages * kBytesDs + kBytesBarriers ==
+                  CUFLASH_SHARED_BYTES,
+              "shared memory differs from the plan");
+
+// Registers of a thread after the roles are dealt: at most what the block started with in all.
+constexpr int kConsumerRegisters = 224;
+constexpr int kDqRegisters = 56;
+constexpr int kDqColumns = 32;  // of dQ at a time, for which these registers do
+
+struct BackwardParams {
+  Params common;
+  TensorMap q, k, v, dout, dk, dv;
+};
+static_assert(sizeof(BackwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
+
+struct Shared {
+  u32 k, v, q, dout, ds, stats;
+  Barrier kv_full;
+  Ring<kNumStages> q_ring, do_ring;
+  Ring<kDsStages> ds_ring;
+
+  CUFLASH_DEVICE Shared() {
+    k = ptx::dynamic_shared();
+    v = k + kBytesK;
+    q = v + kBytesV;
+    dout = q + kNumStages * kBytesQ;
+    ds = dout + kNumStages * kBytesDo;
+    stats = ds + kDsStages * kBytesDs;
+    kv_full = {stats + kNumStages * kBytesStats};
+    q_ring = {kv_full.address + 16};
+    do_ring = {q_ring.address + Ring<kNumStages>::kBytes};
+    ds_ring = {do_ring.address + Ring<kNumStages>::kBytes};
+  }
+};
+
+// The walk over (query head of the group, tile of queries), heads outermost.
+struct Walk {
+  int head, m_block;
+  CUFLASH_DEVICE void advance(const TileRange& tiles) {
+    if (++m_block == tiles.stop) m_block = tiles.start, ++head;
+  }
+};
+
+// The keys of a block, and what every role walks over.
+struct KeyTile {
+  Work work;
+  int num_n_blocks, num_m_blocks, split, head_kv, first_key, key_stop, first_head, num_steps;
+  TileRange queries;
+
+  CUFLASH_DEVICE explicit KeyTile(const Params& params) {
+    const int splits = kSplitsGroup ? params.group_splits : 1, group = params.num_heads / params.num_heads_kv;
+    num_n_blocks = ceil_div(params.seqlen_k, kBlockN);
+    num_m_blocks = ceil_div(params.seqlen_q, kBlockM);
+    work = schedule(params, ptx::block_index(), num_n_blocks, params.num_heads_kv * splits, false);
+    head_kv = work.head / splits;
+    split = work.head % splits;
+    first_key = work.block * kBlockN;
+    key_stop = key_stop_of(params, work.batch);
+    queries = query_tiles(params, first_key, first_key + kBlockN - 1, key_stop);
+    first_head = head_kv * group + group * split / splits;
+    num_steps = (queries.stop - queries.start) * (head_kv * group + group * (split + 1) / splits - first_head);
+  }
+  CUFLASH_DEVICE Walk first() const { return {first_head, queries.start}; }
+};
+
+// Asks for the tiles of a block: K and V at once, those of queries as their stages get free.
+struct Producer {
+  const BackwardParams& params;
+  const Shared& shared;
+  const KeyTile& tile;
+  Walk next;
+  Position<kNumStages> at;
+  int steps_left;
+
+  CUFLASH_DEVICE Producer(const BackwardParams& params_, const Shared& shared_, const KeyTile& tile_)
+      : params(params_), shared(shared_), tile(tile_), next(tile_.first()), steps_left(tile_.num_steps) {}
+
+  CUFLASH_DEVICE void load_keys() const {
+    shared.kv_full.arrive_expect(kBytesK + kBytesV);
+    load_chunks<kBlockN, kDim>(shared.k, params.k, shared.kv_full, tile.first_key, tile.head_kv, tile.work.batch);
+    load_chunks<kBlockN, kDimV>(shared.v, params.v, shared.kv_full, tile.first_key, tile.head_kv, tile.work.batch);
+  }
+  CUFLASH_DEVICE void load_queries() {
+    if (steps_left-- <= 0) return;
+    const int batch = tile.work.batch, first_row = next.m_block * kBlockM;
+    const Barrier q_full = shared.q_ring.full(at), do_full = shared.do_ring.full(at);
+    shared.do_ring.empty(at).wait(at.parity ^ 1);
+    shared.q_ring.empty(at).wait(at.parity ^ 1);
+    q_full.arrive_expect(kBytesQ + kBytesStats);
+    load_chunks<kBlockM, kDim>(shared.q + at.stage * kBytesQ, params.q, q_full, first_row, next.head, batch);
+    ptx::load_bulk(shared.stats + at.stage * kBytesStats, stats_of(params.common, batch, next.head) + first_row * 2,
+                   kBytesStats, q_full.address);
+    do_full.arrive_expect(kBytesDo);
+    load_chunks<kBlockM, kDimV>(shared.dout + at.stage * kBytesDo, params.dout, do_full, first_row, next.head, batch);
+    next.advance(tile.queries);
+    at.advance();
+  }
+};
+
+// The last warpgroup: dQ of each tile of queries and these keys, added to the sum in memory; and the producer.
+CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& shared, u32 thread) {
+  const Params& common = params.common;
+  const KeyTile tile(common);
+  if (tile.num_steps == 0) return;
+  Producer producer(params, shared, tile);
+  if (thread == 0) {
+    producer.load_keys();
+    for (int i = 0; i < kNumStages; ++i) producer.load_queries();
+  }
+  shared.kv_full.wait(0);
+  Position<kDsStages> at;
+  Walk walk = tile.first();
+#pragma unroll 1
+  for (int step = 0; step < tile.num_steps; ++step, walk.advance(tile.queries), at.advance()) {
+    const i64 m_tile = ((i64)tile.work.batch * common.num_heads + walk.head) * tile.num_m_blocks + walk.m_block;
+    float* accumulator = common.dq_accumulator + m_tile * (kBlockM * kDim) + thread * 4;
+    shared.ds_ring.full(at).wait(at.parity);
+    const u64 a = descriptor_of_transposed<kBlockN>(shared.ds + at.stage * kBytesDs);
+    repeat<kDim / kDqColumns>([&](auto slice) {
+      constexpr int first = decltype(slice)::value * kDqColumns;
+      const u64 b = descriptor_of_transposed<kBlockN>(shared.k + first / kChunk * kBlockN * kLineBytes) +
+                    first % kChunk * 2 / 16;
+      float dq[kDqColumns / 8][4];
+      ptx::renew_registers(dq);
+      ptx::fence_products();
+#pragma unroll
+      for (int k = 0; k < kBlockN / 16; ++k)
+        ptx::multiply_async<true, true>(Element{}, dq, along_k_transposed(a, k), along_k_transposed(b, k), k > 0);
+      ptx::commit_products();
+      ptx::wait_products<0>();
+      ptx::renew_registers(dq);
+      if (first == kDim - kDqColumns && thread == 0) shared.ds_ring.empty(at).arrive();
+#pragma unroll
+      for (int n = 0; n < kDqColumns / 8; ++n)
+        ptx::reduce_add_x4(accumulator + (first / 8 + n) * 128 * 4, dq[n]);
+    });
+    if (thread == 0) producer.load_queries();
+  }
+}
+
+// A consumer: the warpgroup of 64 keys, `consumer` of kConsumers.
+CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, u32 consumer) {
+  const Params& common = params.common;
+  const KeyTile tile(common);
+  const int batch = tile.work.batch;
+  const u32 thread = ptx::thread_index() % 128, lane = lane_index();
+  const bool elected = thread == 0;
+  const int warp_key = thread / 32 * 16, lane_key = tile.first_key + consumer * 64 + warp_key + fragment_row();
+  const u32 rows_k = shared.k + consumer * 64 * kLineBytes, rows_v = shared.v + consumer * 64 * kLineBytes;
+  constexpr u32 kConsumer = 1, kAll = kConsumer + kConsumers, kEnd = kAll + 1;
+
+  float dk[kDim / 8][4], dv[kDimV / 8][4];
+#pragma unroll
+  for (auto& piece : dk) piece[0] = piece[1] = piece[2] = piece[3] = 0.0f;
+#pragma unroll
+  for (auto& piece : dv) piece[0] = piece[1] = piece[2] = piece[3] = 0.0f;
+
+  if (tile.num_steps > 0) {
+    shared.kv_full.wait(0);
+    if constexpr (kKvLengthsBytes != 0) {
+      // Keys past kv_lengths have weight 0, but 0 times what lies there may be NaN.
+      const int valid = tile.key_stop - tile.first_key;
+      if (valid < kBlockN) {
+        if (consumer == 0) {
+          zero_rows<kBlockN, kDim>(shared.k, valid, thread);
+          zero_rows<kBlockN, kDimV>(shared.v, valid, thread);
+          ptx::fence_async_proxy();
+        }
+        ptx::sync_named(kAll, kConsumerThreads);
+      }
+    }
+  }
+
+  Position<kNumStages> at;
+  Position<kDsStages> ds_at;
+  Walk walk = tile.first();
+#pragma unroll 1
+  for (int step = 0; step < tile.num_steps; ++step, walk.advance(tile.queries)) {
+    const int head = walk.head, m_block = walk.m_block;
+    const u32 s_q = shared.q + at.stage * kBytesQ, s_do = shared.dout + at.stage * kBytesDo;
+    const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
+    const int first_row = m_block * kBlockM;
+    float p[kQueryTiles][4], ds[kQueryTiles][4];
+
+    shared.q_ring.full(at).wait(at.parity);
+    {
+      const u64 a = descriptor_of(rows_k), b = descriptor_of(s_q);
+      ptx::renew_registers(p);
+      ptx::fence_products();
+#pragma unroll
+      for (int k = 0; k < kDim / 16; ++k)
+        ptx::multiply_async<false, false>(Element{}, p, along_k<kBlockN>(a, k), along_k<kBlockM>(b, k), k > 0);
+      ptx::commit_products();
+    }
+    shared.do_ring.full(at).wait(at.parity);
+    {
+      const u64 a = descriptor_of(rows_v), b = descriptor_of(s_do);
+      ptx::renew_registers(ds);
+      ptx::fence_products();
+#pragma unroll
+      for (int k = 0; k < kDimV / 16; ++k)
+        ptx::multiply_async<false, false>(Element{}, ds, along_k<kBlockN>(a, k), along_k<kBlockM>(b, k), k > 0);
+      ptx::commit_products();
+    }
+
+    const Score score(common, batch, head, tile.key_stop);
+    const Mask mask(common, batch, head, tile.key_stop);
+    const float scale_log2 = score.exponent_scale();
+    const bool masked = m_block < tile.queries.full_start || m_block >= tile.queries.full_stop;
+    const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
+    const auto key_of = [&](int i) { return lane_key + i / 2 * 8; };
+
+    ptx::wait_products<1>();
+    ptx::renew_registers(p);
+    // A product can be masked at once, in a branch of its own, only where it is the score but for a positive factor.
+    if (kScaleInExponent && masked) {
+#pragma unroll
+      for (int n = 0; n < kQueryTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (!mask.visible(row_of(n, i), key_of(i))) p[n][i] = -ptx::infinity();
+    }
+    float derivative[kScaleInExponent ? 1 : kQueryTiles][4];
+#pragma unroll
+    for (int n = 0; n < kQueryTiles; ++n) {
+      float stats[4];  // lse and delta of this lane's two queries
+      ptx::load_shared_f32x4(s_stats + n * 64, stats);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float x = p[n][i];
+        if constexpr (!kScaleInExponent) {
+          x = score.of(x, row_of(n, i), key_of(i), derivative[n][i]);
+          if (masked && !mask.visible(row_of(n, i), key_of(i))) x = -ptx::infinity();
+        }
+        p[n][i] = ptx::exp2_approx(x * scale_log2 - stats[i % 2 * 2]);
+      }
+    }
+    ptx::wait_products<0>();
+    ptx::renew_registers(ds);
+#pragma unroll
+    for (int n = 0; n < kQueryTiles; ++n) {
+      float stats[4];
+      ptx::load_shared_f32x4(s_stats + n * 64, stats);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        ds[n][i] = p[n][i] * (ds[n][i] - stats[i % 2 * 2 + 1]);
+        if constexpr (kHasSoftcap) ds[n][i] *= derivative[n][i];
+      }
+    }
+
+    // dS' to shared memory, rows of keys.
+    u32 p_operand[kBlockM / 16][4], ds_operand[kBlockM / 16][4];
+#pragma unroll
+    for (int k = 0; k < kBlockM / 16; ++k) to_operand(p, k, p_operand[k]), to_operand(ds, k, ds_operand[k]);
+    shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
+    const u32 line = shared.ds + ds_at.stage * kBytesDs + (consumer * 64 + warp_key + lane % 16) * kLineBytes;
+#pragma unroll
+    for (int k = 0; k < kBlockM / 16; ++k)
+      ptx::store_matrix_x4(line + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)), ds_operand[k]);
+    ptx::fence_async_proxy();
+    shared.ds_ring.full(ds_at).arrive();
+    ds_at.advance();
+    {
+      const u64 b = descriptor_of_transposed<kBlockM>(s_do);
+      ptx::renew_registers(dv);
+      ptx::fence_products();
+#pragma unroll
+      for (int k = 0; k < kBlockM / 16; ++k)
+        ptx::multiply_async<true>(Element{}, dv, p_operand[k], along_k_transposed(b, k), true);
+      ptx::commit_products();
+    }
+    {
+      const u64 b = descriptor_of_transposed<kBlockM>(s_q);
+      ptx::renew_registers(dk);
+      ptx::fence_products();
+#pragma unroll
+      for (int k = 0; k < kBlockM / 16; ++k)
+        ptx::multiply_async<true>(Element{}, dk, ds_operand[k], along_k_transposed(b, k), true);
+      ptx::commit_products();
+    }
+    ptx::wait_products<1>();
+    ptx::renew_registers(dv);
+    if (elected) shared.do_ring.empty(at).arrive();
+    ptx::wait_products<0>();
+    ptx::renew_registers(dk);
+    if (elected) shared.q_ring.empty(at).arrive();
+    at.advance();
+  }
+
+  if constexpr (kSplitsGroup) {
+    float* partials = partials_of(common, tile.num_n_blocks, batch, tile.head_kv, tile.work.block, tile.split);
+    const auto leave = [&](const auto& d) {
+#pragma unroll
+      for (const auto& piece : d) {
+        *(Float4*)partials = {piece[0], piece[1], piece[2], piece[3]};
+        partials += kConsumerThreads * 4;
+      }
+    };
+    leave(dk);
+    leave(dv);
+    return;
+  }
+
+  // dK and dV leave through the room of this consumer's rows of K and V, once dQ needs K no more.
+  store_fragments_chunked<kBlockN>(rows_v, warp_key, dv, 1.0f, 1.0f);
+  ptx::sync_named(kEnd, kConsumerThreads + 128);
+  store_fragments_chunked<kBlockN>(rows_k, warp_key, dk, common.scale, common.scale);
+  ptx::fence_async_proxy();
+  ptx::sync_named(kConsumer + consumer, 128);
+  const int first_key = tile.first_key + consumer * 64;
+  if (elected && first_key < common.seqlen_k) {
+    store_chunks<kBlockN, kDimV>(params.dv, rows_v, first_key, tile.head_kv, batch);
+    store_chunks<kBlockN, kDim>(params.dk, rows_k, first_key, tile.head_kv, batch);
+    ptx::bulk_commit();
+    ptx::bulk_wait<0>();
+  }
+}
+
+CUFLASH_DEVICE void backward(const BackwardParams& params) {
+  const Shared shared;
+  if (ptx::thread_index() == 0) {
+    shared.kv_full.init(1);
+    shared.q_ring.init(kConsumers);
+    shared.do_ring.init(kConsumers);
+    for (int i = 0; i < kDsStages; ++i) {
+      shared.ds_ring.full({i}).init(kConsumerThreads);
+      shared.ds_ring.empty({i}).init(1);
+    }
+    ptx::fence_barrier_init();
+  }
+  ptx::sync_block();
+  const u32 warpgroup = ptx::uniform(ptx::thread_index() / 128);
+  if (warpgroup == kConsumers) {
+    ptx::decrease_registers<kDqRegisters>();
+    accumulate_dq(params, shared, ptx::thread_index() % 128);
+    if constexpr (!kSplitsGroup) ptx::arrive_named(2 + kConsumers, kConsumerThreads + 128);
+  } else {
+    ptx::increase_registers<kConsumerRegisters>();
+    consume(params, shared, warpgroup);
+  }
+}
+
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, BackwardParams, kNumThreads, 1, backward)
