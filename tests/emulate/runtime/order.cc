@@ -82,6 +82,21 @@ void learn_step(Thread& thread, u16 agent, u32 step) {
 
 u32& step_in(Clock& clock, u16 agent) { return clock[block.threads.size() + agent]; }
 
+bool is_within(const Access& access, const Clock& clock) {
+  if (access.by_agent()) return clock[block.threads.size() + access.actor] >= access.epoch;
+  for (u32 lanes = access.lanes; lanes; lanes &= lanes - 1)
+    if (clock[access.actor * kWarpLanes + __builtin_ctz(lanes)] < access.epoch) return false;
+  return true;
+}
+
+void add_to(Clock& clock, const Access& access) {
+  if (access.by_agent()) step_in(clock, access.actor) = std::max(step_in(clock, access.actor), access.epoch);
+  for (u32 lanes = access.lanes; lanes; lanes &= lanes - 1) {
+    u32& known = clock[access.actor * kWarpLanes + __builtin_ctz(lanes)];
+    known = std::max(known, access.epoch);
+  }
+}
+
 void order_lanes(Warp& warp) {
   if (warp.lanes_differ) {
     const size_t first = (size_t)(&warp - block.warps.data()) * kWarpLanes;

@@ -69,6 +69,9 @@ void release(const Thread& thread, Clock& clock);
 void acquire(Thread& thread, const Clock& clock);
 void learn_step(Thread& thread, u16 agent, u32 step);
 u32& step_in(Clock& clock, u16 agent);
+// Whether a clock has everything up to this access of those who did it, and adds it.
+bool is_within(const Access& access, const Clock& clock);
+void add_to(Clock& clock, const Access& access);
 
 // All lanes know what each of them did.
 void order_lanes(Warp& warp);
