@@ -19,7 +19,7 @@ import numpy as np
 
 import cuflash.testing as ct
 from cuflash import reference
-from cuflash.plan import BackwardTile, DeviceSpec, DqTile, ForwardSm90Tile, ForwardTile, Tile
+from cuflash.plan import BackwardSm90Tile, BackwardTile, DeviceSpec, DqTile, ForwardSm90Tile, ForwardTile, Tile
 from cuflash.problem import make_problem
 
 COPIES = emulator.CACHE / "mutants"
@@ -113,6 +113,7 @@ def _backward(
     return tile, None
 
 
+_BACKWARD_SM90 = BackwardSm90Tile(max_dim=128, block_m=64, block_n=128, num_stages=2, origin="of a trial")
 _DQ = DqTile(max_dim=128, block_m=64, block_n=32, num_warps=4, min_blocks=1, origin="of a trial")
 _GROUPED = ct.Case(
     seqlen_q=150, seqlen_k=77, batch=2, num_heads=4, num_heads_kv=2, head_dim=72, head_dim_v=24, dtype="float16"
@@ -167,6 +168,8 @@ TRIALS = {
     "backward terms": Trial(case=_TERMS, tiles=_backward()),
     "backward far": Trial(case=_FAR, tiles=_backward(), place=attention.far_apart),
     "backward split": Trial(case=_SMALL, tiles=_backward()),
+    "backward sm90": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_BACKWARD_SM90, None), num_sms=1),
+    "backward sm90 lengths": Trial(case=replace(_LENGTHS, seqlen_q=100), tiles=(_BACKWARD_SM90, None), num_sms=1),
     "deterministic": Trial(case=_SMALL, tiles=(_backward()[0], _DQ)),
     "deterministic window": Trial(case=_WINDOW, tiles=(_backward()[0], _DQ)),
 }
@@ -227,9 +230,10 @@ _WAIT = "      ptx::copy_async_wait<0>();\n"
 _SYNC = "      ptx::sync_block();\n"
 _COMMIT = "      ptx::copy_async_commit();\n"
 
-F, F90, TILES90, B, DQ, DELTA, CONVERT, REDUCE = (
+F, F90, B90, TILES90, B, DQ, DELTA, CONVERT, REDUCE = (
     "forward_sm80.cu",
     "forward_sm90.cu",
+    "backward_sm90.cu",
     "tiles_sm90.cuh",
     "backward_sm80.cu",
     "backward_dq_sm80.cu",
@@ -614,6 +618,33 @@ MUTANTS = (
     _mutant("the ring's parity never changes", "pipeline.cuh", "stage = 0, parity ^= 1;", "stage = 0;", "sm90"),
     _mutant("full and empty share a barrier", "pipeline.cuh", "return {address + 8 * (stages + at.stage)};",
             "return {address + 8 * at.stage};", "sm90"),
+    # ---- The backward pass of compute capability 9.0
+    _mutant("no wait for K and V", B90, "    shared.kv_full.wait(0);\n    if constexpr", "    if constexpr",
+            "backward sm90"),
+    _mutant("no wait for Q", B90, "    shared.q_ring.full(at).wait(at.parity);\n", "", "backward sm90"),
+    _mutant("no wait for dout", B90, "    shared.do_ring.full(at).wait(at.parity);\n", "", "backward sm90"),
+    _mutant("the producer does not wait for a free dout", B90,
+            "    shared.do_ring.empty(at).wait(at.parity ^ 1);\n", "", "backward sm90",
+            escapes="the producer waits for Q too, which is given back after dout"),
+    _mutant("statistics are not announced", B90, "arrive_expect(kBytesQ + kBytesStats);", "arrive_expect(kBytesQ);",
+            "backward sm90"),
+    _mutant("dQ does not wait for dS", B90, "    shared.ds_ring.full(at).wait(at.parity);\n", "", "backward sm90"),
+    _mutant("dS is overwritten under dQ", B90, "    shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);\n", "",
+            "backward sm90", escapes="queries of a later step are asked for behind that dQ"),
+    _mutant("dS is not fenced", B90, "    ptx::fence_async_proxy();\n    shared.ds_ring.full(ds_at).arrive();\n",
+            "    shared.ds_ring.full(ds_at).arrive();\n", "backward sm90"),
+    _mutant("dout is given back under the product", B90,
+            "    ptx::wait_products<1>();\n    ptx::renew_registers(dv);\n", "    ptx::renew_registers(dv);\n",
+            "backward sm90", escapes="the producer waits for Q too, which is given back behind both products"),
+    _mutant("dk leaves over K in use", B90, "  ptx::sync_named(kEnd, kConsumerThreads + 128);\n", "", "backward sm90"),
+    _mutant("gradients are not fenced", B90,
+            "  ptx::fence_async_proxy();\n  ptx::sync_named(kConsumer + consumer, 128);",
+            "  ptx::sync_named(kConsumer + consumer, 128);", "backward sm90"),
+    _mutant("zeros of K and V unfenced", B90, "          ptx::fence_async_proxy();\n        }\n", "        }\n",
+            "backward sm90 lengths"),
+    _mutant("threads of a warp add to the same sums", "backward_warps.cuh",
+            "(piece * kNumThreads + thread) * 4 + element", "(piece * kNumThreads + thread / 2) * 4 + element",
+            "backward"),
 )
 # fmt: on
 
