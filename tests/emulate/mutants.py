@@ -19,7 +19,7 @@ import numpy as np
 
 import cuflash.testing as ct
 from cuflash import reference
-from cuflash.plan import BackwardTile, DeviceSpec, DqTile, ForwardTile, Tile
+from cuflash.plan import BackwardSm90Tile, BackwardTile, DeviceSpec, DqTile, ForwardSm90Tile, ForwardTile, Tile
 from cuflash.problem import make_problem
 
 COPIES = emulator.CACHE / "mutants"
@@ -54,7 +54,7 @@ class Trial:
             "kernels": kernels,
             "statistics": launches,
         }
-        if isinstance(self.tiles[0], ForwardTile):
+        if isinstance(self.tiles[0], ForwardTile | ForwardSm90Tile):
             ct.assert_forward(case, *attention.forward(problem, arrays, **how))
         else:
             out, lse = out.astype(arrays["q"].dtype), lse.astype(np.float32)
@@ -78,6 +78,23 @@ def _forward(block_m: int = 128, block_n: int = 32, num_warps: int = 4, num_stag
     return (tile,)
 
 
+def _sm90(
+    block_m: int = 128, num_stages: int = 2, ping_pong: bool = True, out_takes_q: bool = False
+) -> tuple[ForwardSm90Tile]:
+    tile = ForwardSm90Tile(
+        max_dim=128,
+        block_m=block_m,
+        block_n=64,
+        num_stages=num_stages,
+        ping_pong=ping_pong,
+        keep_before=True,
+        lazy_maximum=True,
+        out_takes_q=out_takes_q,
+        origin="of a trial",
+    )
+    return (tile,)
+
+
 def _backward(
     num_warps: int = 4, num_stages: int = 2, warps_d: int = 1, dq_warps_m: int = 2, block_m: int = 32
 ) -> tuple[BackwardTile, None]:
@@ -96,6 +113,7 @@ def _backward(
     return tile, None
 
 
+_BACKWARD_SM90 = BackwardSm90Tile(max_dim=128, block_m=64, block_n=128, num_stages=2, origin="of a trial")
 _DQ = DqTile(max_dim=128, block_m=64, block_n=32, num_warps=4, min_blocks=1, origin="of a trial")
 _GROUPED = ct.Case(
     seqlen_q=150, seqlen_k=77, batch=2, num_heads=4, num_heads_kv=2, head_dim=72, head_dim_v=24, dtype="float16"
@@ -134,6 +152,13 @@ TRIALS = {
     "forward terms": Trial(case=_TERMS, tiles=_forward()),
     "forward far": Trial(case=_FAR, tiles=_forward(), place=attention.far_apart),
     "forward masked": Trial(case=replace(_SMALL, seqlen_k=150, mask=(150,)), tiles=_forward()),
+    # One resident block takes all tiles of queries.
+    "sm90": Trial(case=replace(_GROUPED, seqlen_k=300), tiles=_sm90(), num_sms=1),
+    "sm90 out in q": Trial(case=replace(_GROUPED, seqlen_k=300), tiles=_sm90(out_takes_q=True), num_sms=1),
+    "sm90 spread": Trial(case=replace(_GROUPED, seqlen_k=300, score_spread=30.0), tiles=_sm90(), num_sms=1),
+    "sm90 causal": Trial(case=replace(_GROUPED, seqlen_k=200, causal=True), tiles=_sm90(num_stages=3), num_sms=1),
+    "sm90 window": Trial(case=replace(_WINDOW, head_dim=72, head_dim_v=24), tiles=_sm90(block_m=192), num_sms=1),
+    "sm90 lengths": Trial(case=_LENGTHS, tiles=_sm90(ping_pong=False), num_sms=1),
     "backward": Trial(case=replace(_GROUPED, num_heads=2), tiles=_backward()),
     "backward window": Trial(case=_WINDOW, tiles=_backward()),
     "backward shared": Trial(case=_GROUPED, tiles=_backward(num_warps=8, warps_d=2, block_m=64), num_sms=1),
@@ -143,6 +168,8 @@ TRIALS = {
     "backward terms": Trial(case=_TERMS, tiles=_backward()),
     "backward far": Trial(case=_FAR, tiles=_backward(), place=attention.far_apart),
     "backward split": Trial(case=_SMALL, tiles=_backward()),
+    "backward sm90": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_BACKWARD_SM90, None), num_sms=1),
+    "backward sm90 lengths": Trial(case=replace(_LENGTHS, seqlen_q=100), tiles=(_BACKWARD_SM90, None), num_sms=1),
     "deterministic": Trial(case=_SMALL, tiles=(_backward()[0], _DQ)),
     "deterministic window": Trial(case=_WINDOW, tiles=(_backward()[0], _DQ)),
 }
@@ -203,8 +230,11 @@ _WAIT = "      ptx::copy_async_wait<0>();\n"
 _SYNC = "      ptx::sync_block();\n"
 _COMMIT = "      ptx::copy_async_commit();\n"
 
-F, B, DQ, DELTA, CONVERT, REDUCE = (
+F, F90, B90, TILES90, B, DQ, DELTA, CONVERT, REDUCE = (
     "forward_sm80.cu",
+    "forward_sm90.cu",
+    "backward_sm90.cu",
+    "tiles_sm90.cuh",
     "backward_sm80.cu",
     "backward_dq_sm80.cu",
     "backward_delta.cu",
@@ -284,8 +314,10 @@ MUTANTS = (
     _mutant("short tiles start first", F, "params.num_heads, kHasRightBound);", "params.num_heads, false);",
             "forward window", escapes="the order of blocks is a matter of speed alone"),
     # ---- Online softmax
-    _mutant("sums are not rescaled", "softmax.cuh", "        row_sum[m][half] *= factor;\n", "", "forward spread"),
-    _mutant("half of O is not rescaled", "softmax.cuh", ", out[m][n][2 * half + 1] *= factor;", ";", "forward spread"),
+    _mutant("sums are not rescaled", "softmax.cuh", "        row_sum[m][half] *= factor[m][half];\n", "",
+            "forward spread"),
+    _mutant("half of O is not rescaled", "softmax.cuh", "out[m][n][i] *= factor[m][i / 2];",
+            "out[m][n][i] *= i < 2 ? factor[m][i / 2] : 1.0f;", "forward spread"),
     _mutant("the maximum misses two lanes", "softmax.cuh", "        max = fmaxf(max, ptx::shuffle_xor(max, 2));\n", "",
             "forward spread"),
     _mutant("infinity minus infinity in exponents", "softmax.cuh",
@@ -304,8 +336,9 @@ MUTANTS = (
     _mutant("weights outgrow float16", "softmax.cuh", "kMaxGrowth = 8.0f;", "kMaxGrowth = 40.0f;", "forward spread"),
     _mutant("the offset falls", "softmax.cuh", "offset[m][half] = fmaxf(old, tile_max[m][half]);",
             "offset[m][half] = tile_max[m][half];", "forward window spread"),
-    _mutant("a row grows for itself alone", "softmax.cuh", "if (ptx::any_lane(grows)) rescale", "if (grows) rescale",
-            "forward spread", escapes="the lanes of a row agree: the vote only keeps the warp together"),
+    _mutant("a row grows for itself alone", "softmax.cuh", "if (!ptx::any_lane(grows)) return false;",
+            "if (!grows) return false;", "forward spread",
+            escapes="the lanes of a row agree: the vote only keeps the warp together"),
     # ---- Masks
     _mutant("one key past the last is visible", "mask.cuh", "bool seen = key < key_stop;",
             "bool seen = key <= key_stop;", "forward"),
@@ -496,6 +529,122 @@ MUTANTS = (
             "  ptx::copy_async_wait<0>();\n  ptx::sync_block();\n  const float scale",
             "  ptx::copy_async_wait<0>();\n  const float scale", "deterministic",
             escapes="a warp writes over rows that it alone has read: the barrier is not needed"),
+    # ---- The forward pass of compute capability 9.0
+    _mutant("no wait for K", F90, "      shared.k_ring.full(key).wait(key.parity);\n      const u64 a",
+            "      const u64 a", "sm90"),
+    _mutant("no wait for V", F90, "      shared.v_ring.full(at).wait(at.parity);\n", "", "sm90"),
+    _mutant("no wait for Q", F90, "    shared.q_full.wait(parity_q);\n", "", "sm90"),
+    _mutant("the producer does not wait for a free K", F90, "      shared.k_ring.empty(key).wait(key.parity ^ 1);\n",
+            "",
+            "sm90"),
+    _mutant("the producer does not wait for a free V", F90, "      shared.v_ring.empty(key).wait(key.parity ^ 1);\n",
+            "",
+            "sm90"),
+    _mutant("the producer does not wait for a free Q", F90, "      shared.q_empty.wait(parity_q ^ 1);\n", "", "sm90"),
+    _mutant("the producer waits for the other phase", F90, "shared.k_ring.empty(key).wait(key.parity ^ 1);",
+            "shared.k_ring.empty(key).wait(key.parity);", "sm90"),
+    _mutant("bytes of a row too few announced", F90, "v_full.arrive_expect(kBytesV);",
+            "v_full.arrive_expect(kBytesV - kLineBytes);", "sm90"),
+    _mutant("bytes of a row too many announced", F90, "k_full.arrive_expect(kBytesK);",
+            "k_full.arrive_expect(kBytesK + kLineBytes);", "sm90"),
+    _mutant("K is free before it was read again", F90, "maximum_first = ptx::any_lane(sum",
+            "release_by_warp(shared.k_ring.empty(key));\n        maximum_first = ptx::any_lane(sum",
+            "sm90 spread"),
+    _mutant("V is not given back", F90, "        release(shared.v_ring.empty(before));\n", "", "sm90"),
+    _mutant("V is given back before O is done", F90,
+            "        ptx::wait_products<0>();\n        ptx::renew_registers(o[0]);\n"
+            "        release(shared.v_ring.empty(before));\n",
+            "        release(shared.v_ring.empty(before));\n        ptx::wait_products<0>();\n"
+            "        ptx::renew_registers(o[0]);\n", "sm90"),
+    _mutant("Q is given back while warps may read it", F90, "      sync_consumer();\n      release(shared.q_empty);\n",
+            "      release(shared.q_empty);\n      sync_consumer();\n", "sm90 spread"),
+    _mutant("S is read in flight", F90, "        ptx::wait_products<1>();\n", "        ptx::wait_products<2>();\n",
+            "sm90"),
+    _mutant("O is rescaled in flight", F90,
+            "        ptx::wait_products<0>();\n        ptx::renew_registers(o[0]);\n"
+            "        release(shared.v_ring.empty(before));\n        if (grows) softmax.rescale(o, factor);\n",
+            "        if (grows) softmax.rescale(o, factor);\n        ptx::wait_products<0>();\n"
+            "        ptx::renew_registers(o[0]);\n        release(shared.v_ring.empty(before));\n", "sm90 spread"),
+    _mutant("weights change under the product", F90, "        ptx::wait_products<1>();\n",
+            "        p[0][0] ^= 1;\n        ptx::wait_products<1>();\n", "sm90"),
+    _mutant("no fence before S", F90, "      ptx::renew_registers(s[0]);\n      ptx::fence_products();\n",
+            "      ptx::renew_registers(s[0]);\n", "sm90"),
+    _mutant("no fence before O", F90, "      ptx::renew_registers(o[0]);\n      ptx::fence_products();\n",
+            "      ptx::renew_registers(o[0]);\n", "sm90"),
+    _mutant("the last turn is not taken", F90, "  if (kPingPong && consumer == 0) take_turn();\n", "", "sm90",
+            escapes="an arrival left at a barrier when the block ends does no harm"),
+    _mutant("nobody goes first", F90, "  if (kPingPong && consumer == kConsumers - 1) give_turn();\n", "",
+            "sm90 window"),
+    _mutant("turns are not taken where nothing is multiplied", F90, "      take_turn();\n      give_turn();\n", "",
+            "sm90 causal"),
+    _mutant("consumers run ahead of a phase that they skip", F90,
+            "      sync_consumer();  // nobody may be left waiting for a phase that is long over\n", "", "sm90 causal",
+            escapes="a warp would have to lag by two phases, which no order of the threads makes it do here"),
+    _mutant("the output is not fenced", F90, "    ptx::fence_async_proxy();\n    sync_consumer();\n",
+            "    sync_consumer();\n", "sm90"),
+    _mutant("the output leaves before all have written it", F90,
+            "    ptx::fence_async_proxy();\n    sync_consumer();\n",
+            "    ptx::fence_async_proxy();\n", "sm90"),
+    _mutant("the output before is overwritten", F90,
+            "      if (elected) ptx::bulk_wait_read<0>();\n      sync_consumer();",
+            "      sync_consumer();", "sm90"),
+    _mutant("Q overwrites the output", F90, "        ptx::bulk_wait_read<0>();\n        shared.q_empty.arrive();",
+            "        shared.q_empty.arrive();", "sm90 out in q"),
+    _mutant("the block ends before the output has left", F90, "  if (elected) ptx::bulk_wait<0>();\n", "", "sm90"),
+    _mutant("barriers unknown to the copy engine", F90, "    ptx::fence_barrier_init();\n", "", "sm90"),
+    _mutant("barriers used before they are made", F90, "  }\n  ptx::sync_block();\n  const u32 warp",
+            "  }\n  const u32 warp",
+            "sm90"),
+    _mutant("K given back by too many", F90, "shared.k_ring.init(4 * kConsumers);",
+            "shared.k_ring.init(2 * kConsumers);",
+            "sm90"),
+    _mutant("more registers than there are", F90, "kProducerRegisters = kConsumers == 3 ? 32 : 24;",
+            "kProducerRegisters = kConsumers == 3 ? 40 : 40;", "sm90"),
+    _mutant("zeros of V unfenced", F90, "          ptx::fence_async_proxy();\n        }\n", "        }\n",
+            "sm90 lengths"),
+    _mutant("zeros of V seen by one consumer alone", F90, "        ptx::sync_named(kAll, 128 * kConsumers);\n", "",
+            "sm90 lengths"),
+    _mutant("V behind kv_lengths counts", F90, "if (tile.keys.start < tile.keys.stop && valid < kBlockN) {",
+            "if (false) {", "sm90 lengths"),
+    _mutant("the next chunk of K too early", TILES90, "return operand + (k / 4 * rows * kLineBytes + k % 4 * 32) / 16;",
+            "return operand + (k / 4 * rows * kLineBytes / 2 + k % 4 * 32) / 16;", "sm90"),
+    _mutant("8 rows of V too near", TILES90, "return operand + k * 16 * kLineBytes / 16;",
+            "return operand + k * 8 * kLineBytes / 16;", "sm90"),
+    _mutant("output not swizzled", TILES90, "((k % 4 * 32 + lane / 16 * 16) ^ swizzle), fragment);",
+            "(k % 4 * 32 + lane / 16 * 16), fragment);", "sm90"),
+    _mutant("the same columns of every chunk", TILES90, "map, full.address, c * kChunk, first_row",
+            "map, full.address, 0, first_row",
+            "sm90"),
+    _mutant("the ring's parity never changes", "pipeline.cuh", "stage = 0, parity ^= 1;", "stage = 0;", "sm90"),
+    _mutant("full and empty share a barrier", "pipeline.cuh", "return {address + 8 * (stages + at.stage)};",
+            "return {address + 8 * at.stage};", "sm90"),
+    # ---- The backward pass of compute capability 9.0
+    _mutant("no wait for K and V", B90, "    shared.kv_full.wait(0);\n    if constexpr", "    if constexpr",
+            "backward sm90"),
+    _mutant("no wait for Q", B90, "    shared.q_ring.full(at).wait(at.parity);\n", "", "backward sm90"),
+    _mutant("no wait for dout", B90, "    shared.do_ring.full(at).wait(at.parity);\n", "", "backward sm90"),
+    _mutant("the producer does not wait for a free dout", B90,
+            "    shared.do_ring.empty(at).wait(at.parity ^ 1);\n", "", "backward sm90",
+            escapes="the producer waits for Q too, which is given back after dout"),
+    _mutant("statistics are not announced", B90, "arrive_expect(kBytesQ + kBytesStats);", "arrive_expect(kBytesQ);",
+            "backward sm90"),
+    _mutant("dQ does not wait for dS", B90, "    shared.ds_ring.full(at).wait(at.parity);\n", "", "backward sm90"),
+    _mutant("dS is overwritten under dQ", B90, "    shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);\n", "",
+            "backward sm90", escapes="queries of a later step are asked for behind that dQ"),
+    _mutant("dS is not fenced", B90, "    ptx::fence_async_proxy();\n    shared.ds_ring.full(ds_at).arrive();\n",
+            "    shared.ds_ring.full(ds_at).arrive();\n", "backward sm90"),
+    _mutant("dout is given back under the product", B90,
+            "    ptx::wait_products<1>();\n    ptx::renew_registers(dv);\n", "    ptx::renew_registers(dv);\n",
+            "backward sm90", escapes="the producer waits for Q too, which is given back behind both products"),
+    _mutant("dk leaves over K in use", B90, "  ptx::sync_named(kEnd, kConsumerThreads + 128);\n", "", "backward sm90"),
+    _mutant("gradients are not fenced", B90,
+            "  ptx::fence_async_proxy();\n  ptx::sync_named(kConsumer + consumer, 128);",
+            "  ptx::sync_named(kConsumer + consumer, 128);", "backward sm90"),
+    _mutant("zeros of K and V unfenced", B90, "          ptx::fence_async_proxy();\n        }\n", "        }\n",
+            "backward sm90 lengths"),
+    _mutant("threads of a warp add to the same sums", "backward_warps.cuh",
+            "(piece * kNumThreads + thread) * 4 + element", "(piece * kNumThreads + thread / 2) * 4 + element",
+            "backward"),
 )
 # fmt: on
 

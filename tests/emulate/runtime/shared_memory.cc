@@ -46,7 +46,7 @@ enum class Use { kRead, kWrite };
   if (write.by_agent())
     fail(thread, now.site,
          "%s shared memory at offset %u while the copy issued at %s:%u is in flight: a %s is missing", verb, offset,
-         file_name(write.site), write.site.line, agent_of(write).missing);
+         file_name(write.site), write.site.line, wait_for(write));
   fail(thread, now.site,
        "%s shared memory at offset %u while the cp.async of thread %u at %s:%u is in flight: a copy_async_wait is "
        "missing",
@@ -61,7 +61,7 @@ enum class Use { kRead, kWrite };
          "data race: %s shared memory at offset %u, which what was issued at %s:%u %s: a %s, or a barrier behind it, is "
          "missing",
          verb, offset, file_name(earlier.site), earlier.site.line, earlier_use == Use::kRead ? "reads" : "wrote",
-         agent_of(earlier).missing);
+         wait_for(earlier));
   const bool several = (earlier.lanes & (earlier.lanes - 1)) != 0;
   fail(thread, now.site,
        "data race: %s shared memory at offset %u, which thread %u%s %s at %s:%u, with no barrier between", verb, offset,
@@ -266,17 +266,18 @@ void note_agent_read(u32 offset, u32 bytes, const Access& read, const Thread& th
     });
 }
 
-void note_agent_read_of_all(u32 offset, const Access& read, u32 first_thread, u32 count, Access& checked) {
+void note_agent_read_of_all(u32 offset, const Access& read, u32 first_thread, u32 count, Clock& visible) {
   for_each_record(offset, kCellBytes, [&](Record& record, u32 place) {
     const Access& write = record.write;
-    const bool is_checked = write.epoch == checked.epoch && write.lanes == checked.lanes &&
-                            write.actor == checked.actor && !write.in_flight && write.epoch != 0;
-    for (u32 i = first_thread; i < first_thread + count && !is_checked; ++i) {
-      const Thread& thread = *block.threads[i];
-      check_written(record, read, thread, place);
-      if (!is_fenced(write, thread)) fail_unfenced(write, read, Use::kRead, thread, place);
+    if (write.in_flight || write.epoch == 0) check_written(record, read, *block.threads[first_thread], place);
+    if (!is_within(write, visible)) {
+      for (u32 i = first_thread; i < first_thread + count; ++i) {
+        const Thread& thread = *block.threads[i];
+        check_written(record, read, thread, place);
+        if (!is_fenced(write, thread)) fail_unfenced(write, read, Use::kRead, thread, place);
+      }
+      add_to(visible, write);
     }
-    checked = write;
     add_read(record, read, *block.threads[first_thread]);
   });
 }

@@ -26,8 +26,9 @@ void begin_agent_write(u32 offset, u32 bytes, const Access& write, const Thread&
 void end_agent_write(u32 offset, u32 bytes);
 // An agent reads, from now until its step is known.
 void note_agent_read(u32 offset, u32 bytes, const Access& read, const Thread& thread);
-// The same for 16 bytes on behalf of `count` threads. `checked` is a write that all of them are known to come after.
-void note_agent_read_of_all(u32 offset, const Access& read, u32 first_thread, u32 count, Access& checked);
+// The same for 16 bytes on behalf of `count` threads. `visible` is what all of them were found to see so far: what is
+// visible once stays so.
+void note_agent_read_of_all(u32 offset, const Access& read, u32 first_thread, u32 count, Clock& visible);
 
 void check_no_copies_left(const Thread& thread);
 

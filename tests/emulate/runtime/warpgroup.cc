@@ -62,7 +62,7 @@ struct Warpgroup {
   u32 landed;  // products
   std::deque<Accumulator> accumulators;
   ThreadState threads[kThreads];
-  Access checked;  // see note_agent_read_of_all
+  Clock visible;  // see note_agent_read_of_all
 
   // A rendezvous of all threads.
   u32 arrived;
@@ -140,7 +140,7 @@ void read_chunk(Warpgroup& group, u32 address, u32 step, Site site, void* chunk)
   const u32 swizzled = address ^ (address >> 7 & 7) << 4;
   const u32 offset = checked_offset(swizzled, kChunkBytes, kChunkBytes, *block.current, site);
   note_agent_read_of_all(offset, access_by_agent(group.agent, step, site), first_thread(group), kThreads,
-                         group.checked);
+                         group.visible);
   memcpy(chunk, shared_bytes(offset), kChunkBytes);
 }
 
@@ -239,7 +239,6 @@ void form(Warpgroup& group, const Issued& issued) {
   const u32 depth = kOperandBytes / element_bytes(product.type), columns = 8 * product.pieces;
   const u32 step = group.landed + (u32)group.in_flight.size();
   static float a[kRows * 16], b[16 * kMaxColumns];
-  group.checked = {};
   if (product.a_registers)
     read_a_registers(issued, depth, a);
   else
@@ -376,8 +375,9 @@ void multiply_async(const Product& product, Site site) {
   const u32 thread = self.index % kThreads;
   ThreadState& state = group.threads[thread];
   if (!group.has_agent) {
-    group.agent = new_agent({Agent::Kind::kProducts, "wait_products"}, self, site);
+    group.agent = new_agent("wait_products", self, site);
     group.has_agent = true;
+    group.visible.assign(self.known.size(), 0);
   }
 
   const u32 position = state.issued++ - group.landed;
