@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import math
 import os
@@ -12,7 +13,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ Array = NDArray[Any]
 
 PACKAGES = ("numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "cuda-bindings")
 CAUSAL: dict[str, Causal] = {"no": False, "yes": True, "top_left": "top_left"}
+ORDERS = ("fifo", "lifo", "reversed", "random")  # of the threads that can run, in the emulator
 NUM_SAMPLES = 6  # rows, and keys, whose results the demo checks
 NO_GPU = "there is no GPU here"
 
@@ -80,13 +82,29 @@ def add_demo_arguments(command: argparse.ArgumentParser) -> None:
 def add_check_arguments(command: argparse.ArgumentParser) -> None:
     add_backend_argument(command)
     command.add_argument("--seed", type=int, default=0, help="of the random inputs (default: 0)")
+    command.add_argument(
+        "--emulate",
+        action="store_true",
+        help="in a checkout: run the CUDA kernels on the CPU, with every access and barrier checked; what is below "
+        "goes with it",
+    )
+    command.add_argument(
+        "--schedule",
+        nargs="+",
+        choices=ORDERS,
+        default=ORDERS,
+        help=f"who runs next where a GPU leaves it open (default: {' '.join(ORDERS)})",
+    )
+    add_problem_arguments(command, head_dim=64, seqlen=200, num_heads=2)
 
 
 def add_backend_argument(command: argparse.ArgumentParser) -> None:
     command.add_argument("--backend", choices=("gpu", "cpu"), help="default: gpu where there is one, else cpu")
 
 
-def add_problem_arguments(command: argparse.ArgumentParser) -> None:
+def add_problem_arguments(
+    command: argparse.ArgumentParser, head_dim: int = 128, seqlen: int = 4096, num_heads: int = 16
+) -> None:
     command.add_argument(
         "--arch", nargs="+", metavar="X.Y", help="compute capabilities, e.g. 8.0 8.6 9.0 12.0 (default: what is here)"
     )
@@ -95,7 +113,9 @@ def add_problem_arguments(command: argparse.ArgumentParser) -> None:
         "problems", "All combinations of the values given to --dtype, --head-dim and --causal."
     )
     group.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16"], help="default: bfloat16")
-    group.add_argument("--head-dim", nargs="+", type=positive, default=[128], metavar="D", help="default: 128")
+    group.add_argument(
+        "--head-dim", nargs="+", type=positive, default=[head_dim], metavar="D", help=f"default: {head_dim}"
+    )
     group.add_argument(
         "--causal",
         nargs="*",
@@ -104,9 +124,9 @@ def add_problem_arguments(command: argparse.ArgumentParser) -> None:
         help="alone it means yes; default: no",
     )
     group.add_argument("--batch", type=positive, default=1, help="default: 1")
-    group.add_argument("--seqlen", type=positive, default=4096, help="queries, and keys (default: 4096)")
+    group.add_argument("--seqlen", type=positive, default=seqlen, help=f"queries, and keys (default: {seqlen})")
     group.add_argument("--seqlen-k", type=positive, help="keys, if they are more or fewer")
-    group.add_argument("--num-heads", type=positive, default=16, help="default: 16")
+    group.add_argument("--num-heads", type=positive, default=num_heads, help=f"default: {num_heads}")
     group.add_argument("--num-heads-kv", type=positive, help="heads of k and v, if they are fewer")
     group.add_argument("--head-dim-v", type=positive, help="head dimension of v, if it differs")
     group.add_argument("--window", type=window, metavar="LEFT,RIGHT", help="e.g. 1023,0; no bound is none: 1023,none")
@@ -554,11 +574,11 @@ def to_numpy(array: Any) -> Array:
 
 
 def check(args: argparse.Namespace) -> int:
+    refuse_stray_arguments(args)
+    if args.emulate:
+        return check_emulated(args)
     xp = array_module(args.backend)
-    try:
-        from cuflash import testing
-    except ImportError as error:
-        raise Failure(f"the self-test draws its cases with hypothesis: pip install hypothesis ({error})") from error
+    testing = import_testing()
     print(f"on {describe_here(xp)}", flush=True)
     counts = {"passed": 0, "FAILED": 0, "not served": 0}
     for name, case in self_test_cases(testing.Case, args.seed):
@@ -625,6 +645,69 @@ def self_test_cases(make_case: Callable[..., Any], seed: int) -> Iterator[tuple[
     for group, dtypes in ((plain, DTYPES), (options, ("bfloat16", "float32"))):
         for (name, changes), dtype in itertools.product(group.items(), dtypes):
             yield name, make_case(**(sizes | changes | {"dtype": dtype, "seed": seed}))
+
+
+def refuse_stray_arguments(args: argparse.Namespace) -> None:
+    """Arguments that the kind of check does not look at are mistakes."""
+    defaults = vars(make_parser().parse_args(["check"]))
+    stray = {"backend"} if args.emulate else defaults.keys() - {"backend", "seed", "emulate"}
+    for name in sorted(name for name in stray if getattr(args, name) != defaults[name]):
+        option = "--" + {"passes": "pass"}.get(name, name.replace("_", "-"))
+        raise Failure(f"{option} goes {'without' if args.emulate else 'with'} --emulate")
+
+
+def import_testing() -> ModuleType:
+    try:
+        from cuflash import testing
+    except ImportError as error:
+        raise Failure(f"the self-test draws its cases with hypothesis: pip install hypothesis ({error})") from error
+    return testing
+
+
+def check_emulated(args: argparse.Namespace) -> int:
+    testing, (attention, emulator) = import_testing(), import_emulator()
+    if emulator.find_compiler() is None:
+        raise Failure("the emulator compiles the kernels with g++, which is not on the path")
+    schedules = [replace(s, seed=s.seed + args.seed) for s in emulator.SCHEDULES if s.order in args.schedule]
+    failed = 0
+    for problem, arch, pass_ in itertools.product(problems(args), args.arch or ["9.0"], passes(args)):
+        device = DeviceSpec.for_arch(arch)
+        print(compiled(choose_plan(problem, device, pass_)).describe(), flush=True)
+        case = testing.Case.from_problem(problem, seed=args.seed)
+        arrays = case.arrays()
+        given = [arrays[name] for name in ("q", "k", "v")]
+        exact = reference.forward(problem, *given, **testing.optional(arrays))
+        out, lse = (x.astype(dtype) for x, dtype in zip(exact, (given[0].dtype, problem.softmax_dtype), strict=True))
+        for schedule in schedules:
+            start = time.perf_counter()
+            try:
+                if pass_ == "forward":
+                    results = attention.forward(problem, arrays, arch=device, schedule=schedule)
+                    testing.assert_forward(case, *results)
+                else:
+                    results = attention.backward(problem, arrays, out, lse, arch=device, schedule=schedule)
+                    testing.assert_backward(case, *results)
+            except (AssertionError, emulator.EmulationError) as error:
+                verdict, detail = "FAILED", str(error)
+            else:
+                verdict, detail = "passed", in_seconds(time.perf_counter() - start)
+            failed += verdict == "FAILED"
+            print(f"{verdict:<12}{schedule.order + ', ' + schedule.asynchrony:<20}{detail}", flush=True)
+        print()
+    return 1 if failed else 0
+
+
+def import_emulator() -> tuple[ModuleType, ModuleType]:
+    """(attention, emulator) of the test suite: no part of an installed package."""
+    folder = compiler.kernel_directory().parent / "tests" / "emulate"
+    if not (folder / "emulator.py").is_file():
+        raise Failure(
+            f"the emulator belongs to a checkout of cuflash, and {folder} has none: in a checkout, run "
+            f"pip install -e '.[test]' and this command again"
+        )
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    return importlib.import_module("attention"), importlib.import_module("emulator")
 
 
 # ---- Numbers for people ---------------------------------------------------------------------------------------------

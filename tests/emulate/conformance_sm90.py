@@ -1,12 +1,12 @@
-"""What every function of ``kernels/ptx_sm90.cuh`` and ``ptx_wgmma.cuh`` computes, in NumPy: for ``conformance_sm90.cu``.
+"""What every function of ``ptx_sm90.cuh`` and ``ptx_wgmma.cuh`` computes, in NumPy: for ``conformance_sm90.cu``.
 
 As in ``conformance.py`` a check is called with `run`, which runs one kernel somewhere and returns what it wrote::
 
     run(kernel, destination=array, source=None, second_source=None, tensor=None, count=0, coordinates=(0, 0, 0, 0),
         threads=128, shared_bytes=0, element="Float16") -> array like destination
 
-`element` is the value of the define ``ELEMENT``, ``TRANSPOSED`` is defined unless it is ``TensorFloat32``; `tensor` says
-which array the tensor map describes, and how. The arguments of a kernel are one struct of type ``PARAMS``.
+`element` is the value of the define ``ELEMENT``; ``TRANSPOSED`` is defined unless it is ``TensorFloat32``. `tensor`
+says which array the tensor map describes, and how. The arguments of a kernel are one struct of type ``PARAMS``.
 """
 
 import dataclasses
@@ -59,7 +59,11 @@ def check_barrier_ring(run):
     rounds, readers = 11, 3
     source = _random_bits(np.uint16, rounds, WARP)
     got = run(
-        "barrier_ring", source=source, destination=_ones(np.uint16, rounds, readers, WARP), count=rounds, shared_bytes=512
+        "barrier_ring",
+        source=source,
+        destination=_ones(np.uint16, rounds, readers, WARP),
+        count=rounds,
+        shared_bytes=512,
     )
     for warp in range(1, readers + 1):
         assert (got[:, warp - 1] == source[:, np.arange(WARP) ^ warp]).all()
@@ -124,7 +128,6 @@ BOXES = {
     "second_chunk": (np.uint16, (128, 10, 3, 1), (768, 256, 7680), (64, 8, 1, 1), (64, 1, 2, 0)),
     "left_of_the_start": (np.uint16, (64, 10, 1, 1), (128, 1280, 1280), (64, 8, 1, 1), (-24, 0, 0, 0)),
     "several_heads": (np.uint16, (64, 4, 5, 3), (128, 512, 2560), (64, 4, 3, 2), (0, 0, 3, 1)),
-    "repeated": (np.uint16, (64, 16, 2, 2), (128, 0, 0), (64, 16, 2, 1), (0, 4, 0, 1)),
     "narrow": (np.uint16, (32, 20, 1, 1), (64, 1280, 1280), (32, 16, 1, 1), (0, 5, 0, 0)),
     "float32": (np.uint32, (32, 20, 1, 1), (128, 2560, 2560), (32, 256, 1, 1), (0, 0, 0, 0)),
 }
@@ -160,7 +163,7 @@ def check_tensor_load(run):
 def check_tensor_store(run):
     for box in BOXES.values():
         dtype, dims, strides, sizes, coordinates = box
-        if min(coordinates) < 0 or 0 in strides:
+        if min(coordinates) < 0:
             continue
         elements, size = _sizes(box)
         image = _random_bits(np.uint8, size)
@@ -227,7 +230,7 @@ def check_registers(run):
 
 
 def _lines(rows):
-    """A matrix as tiles of lines of 128 bytes lie in memory: the first chunk of all rows, the second, ...; zeros behind."""
+    """A matrix as lines of 128 bytes: the first columns of all rows, then the next columns, zeros at the end."""
     per_line = LINE_BYTES // rows.itemsize
     padded = np.zeros((len(rows), -(-rows.shape[1] // per_line) * per_line), rows.dtype)
     padded[:, : rows.shape[1]] = rows

@@ -2,6 +2,9 @@
 
 ``kernels/ptx.cuh`` is the seam: with ``CUFLASH_EMULATION`` defined it takes its functions from ``ptx_emulated.h``. The
 threads of a block become fibers of one CPU thread, so a launch is deterministic and a failure names block and thread.
+
+Blocks run one after another, each to its end: a kernel that waits for another block of its launch never ends here. The
+project's kernels do not.
 """
 
 import ctypes
@@ -427,7 +430,10 @@ def tensor_map(
         (len(dims) != 4 or len(strides) != 3 or len(box) != 4, "4 dims, 3 strides and 4 box sizes are needed"),
         (address % 16, "the address must be a multiple of 16"),
         (any(not 0 < size <= 2**32 for size in dims), "dims must lie between 1 and 2**32"),
-        (any(stride % 16 or not 0 <= stride < 2**40 for stride in strides), "strides are multiples of 16 under 2**40"),
+        (
+            any(stride % 16 or not 0 < stride < 2**40 for stride in strides),
+            "strides must be positive multiples of 16 under 2**40",
+        ),
         (any(not 0 < size <= 256 for size in box), "box sizes must lie between 1 and 256"),
         (row_bytes % 16 or row_bytes > 128, "a row of the box must have 16, 32, ..., 128 bytes"),
         (np.prod(box) * element_bytes % 128, "the box must be a multiple of 128 bytes: else not emulated"),

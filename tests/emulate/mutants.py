@@ -19,7 +19,7 @@ import numpy as np
 
 import cuflash.testing as ct
 from cuflash import reference
-from cuflash.plan import BackwardTile, DeviceSpec, DqTile, ForwardTile, Tile
+from cuflash.plan import BackwardTile, DeviceSpec, DqTile, ForwardSm90Tile, ForwardTile, Tile
 from cuflash.problem import make_problem
 
 COPIES = emulator.CACHE / "mutants"
@@ -54,7 +54,7 @@ class Trial:
             "kernels": kernels,
             "statistics": launches,
         }
-        if isinstance(self.tiles[0], ForwardTile):
+        if isinstance(self.tiles[0], ForwardTile | ForwardSm90Tile):
             ct.assert_forward(case, *attention.forward(problem, arrays, **how))
         else:
             out, lse = out.astype(arrays["q"].dtype), lse.astype(np.float32)
@@ -73,6 +73,23 @@ def _forward(block_m: int = 128, block_n: int = 32, num_warps: int = 4, num_stag
         num_stages=num_stages,
         min_blocks=1,
         fragments_ahead=2,
+        origin="of a trial",
+    )
+    return (tile,)
+
+
+def _sm90(
+    block_m: int = 128, num_stages: int = 2, ping_pong: bool = True, out_takes_q: bool = False
+) -> tuple[ForwardSm90Tile]:
+    tile = ForwardSm90Tile(
+        max_dim=128,
+        block_m=block_m,
+        block_n=64,
+        num_stages=num_stages,
+        ping_pong=ping_pong,
+        keep_before=True,
+        lazy_maximum=True,
+        out_takes_q=out_takes_q,
         origin="of a trial",
     )
     return (tile,)
@@ -134,6 +151,13 @@ TRIALS = {
     "forward terms": Trial(case=_TERMS, tiles=_forward()),
     "forward far": Trial(case=_FAR, tiles=_forward(), place=attention.far_apart),
     "forward masked": Trial(case=replace(_SMALL, seqlen_k=150, mask=(150,)), tiles=_forward()),
+    # One resident block takes all tiles of queries.
+    "sm90": Trial(case=replace(_GROUPED, seqlen_k=300), tiles=_sm90(), num_sms=1),
+    "sm90 out in q": Trial(case=replace(_GROUPED, seqlen_k=300), tiles=_sm90(out_takes_q=True), num_sms=1),
+    "sm90 spread": Trial(case=replace(_GROUPED, seqlen_k=300, score_spread=30.0), tiles=_sm90(), num_sms=1),
+    "sm90 causal": Trial(case=replace(_GROUPED, seqlen_k=200, causal=True), tiles=_sm90(num_stages=3), num_sms=1),
+    "sm90 window": Trial(case=replace(_WINDOW, head_dim=72, head_dim_v=24), tiles=_sm90(block_m=192), num_sms=1),
+    "sm90 lengths": Trial(case=_LENGTHS, tiles=_sm90(ping_pong=False), num_sms=1),
     "backward": Trial(case=replace(_GROUPED, num_heads=2), tiles=_backward()),
     "backward window": Trial(case=_WINDOW, tiles=_backward()),
     "backward shared": Trial(case=_GROUPED, tiles=_backward(num_warps=8, warps_d=2, block_m=64), num_sms=1),
@@ -203,8 +227,10 @@ _WAIT = "      ptx::copy_async_wait<0>();\n"
 _SYNC = "      ptx::sync_block();\n"
 _COMMIT = "      ptx::copy_async_commit();\n"
 
-F, B, DQ, DELTA, CONVERT, REDUCE = (
+F, F90, TILES90, B, DQ, DELTA, CONVERT, REDUCE = (
     "forward_sm80.cu",
+    "forward_sm90.cu",
+    "tiles_sm90.cuh",
     "backward_sm80.cu",
     "backward_dq_sm80.cu",
     "backward_delta.cu",
@@ -496,6 +522,95 @@ MUTANTS = (
             "  ptx::copy_async_wait<0>();\n  ptx::sync_block();\n  const float scale",
             "  ptx::copy_async_wait<0>();\n  const float scale", "deterministic",
             escapes="a warp writes over rows that it alone has read: the barrier is not needed"),
+    # ---- The forward pass of compute capability 9.0
+    _mutant("no wait for K", F90, "      shared.k_ring.full(key).wait(key.parity);\n      const u64 a",
+            "      const u64 a", "sm90"),
+    _mutant("no wait for V", F90, "      shared.v_ring.full(at).wait(at.parity);\n", "", "sm90"),
+    _mutant("no wait for Q", F90, "    shared.q_full.wait(parity_q);\n", "", "sm90"),
+    _mutant("the producer does not wait for a free K", F90, "      shared.k_ring.empty(key).wait(key.parity ^ 1);\n",
+            "",
+            "sm90"),
+    _mutant("the producer does not wait for a free V", F90, "      shared.v_ring.empty(key).wait(key.parity ^ 1);\n",
+            "",
+            "sm90"),
+    _mutant("the producer does not wait for a free Q", F90, "      shared.q_empty.wait(parity_q ^ 1);\n", "", "sm90"),
+    _mutant("the producer waits for the other phase", F90, "shared.k_ring.empty(key).wait(key.parity ^ 1);",
+            "shared.k_ring.empty(key).wait(key.parity);", "sm90"),
+    _mutant("bytes of a row too few announced", F90, "v_full.arrive_expect(kBytesV);",
+            "v_full.arrive_expect(kBytesV - kLineBytes);", "sm90"),
+    _mutant("bytes of a row too many announced", F90, "k_full.arrive_expect(kBytesK);",
+            "k_full.arrive_expect(kBytesK + kLineBytes);", "sm90"),
+    _mutant("K is free before it was read again", F90, "maximum_first = ptx::any_lane(sum",
+            "release_by_warp(shared.k_ring.empty(key));\n        maximum_first = ptx::any_lane(sum",
+            "sm90 spread"),
+    _mutant("V is not given back", F90, "        release(shared.v_ring.empty(before));\n", "", "sm90"),
+    _mutant("V is given back before O is done", F90,
+            "        ptx::wait_products<0>();\n        ptx::renew_registers(o[0]);\n"
+            "        release(shared.v_ring.empty(before));\n",
+            "        release(shared.v_ring.empty(before));\n        ptx::wait_products<0>();\n"
+            "        ptx::renew_registers(o[0]);\n", "sm90"),
+    _mutant("Q is given back while warps may read it", F90, "      sync_consumer();\n      release(shared.q_empty);\n",
+            "      release(shared.q_empty);\n      sync_consumer();\n", "sm90 spread"),
+    _mutant("S is read in flight", F90, "        ptx::wait_products<1>();\n", "        ptx::wait_products<2>();\n",
+            "sm90"),
+    _mutant("O is rescaled in flight", F90,
+            "        ptx::wait_products<0>();\n        ptx::renew_registers(o[0]);\n"
+            "        release(shared.v_ring.empty(before));\n        if (grows) softmax.rescale(o, factor);\n",
+            "        if (grows) softmax.rescale(o, factor);\n        ptx::wait_products<0>();\n"
+            "        ptx::renew_registers(o[0]);\n        release(shared.v_ring.empty(before));\n", "sm90 spread"),
+    _mutant("weights change under the product", F90, "        ptx::wait_products<1>();\n",
+            "        p[0][0] ^= 1;\n        ptx::wait_products<1>();\n", "sm90"),
+    _mutant("no fence before S", F90, "      ptx::renew_registers(s[0]);\n      ptx::fence_products();\n",
+            "      ptx::renew_registers(s[0]);\n", "sm90"),
+    _mutant("no fence before O", F90, "      ptx::renew_registers(o[0]);\n      ptx::fence_products();\n",
+            "      ptx::renew_registers(o[0]);\n", "sm90"),
+    _mutant("the last turn is not taken", F90, "  if (kPingPong && consumer == 0) take_turn();\n", "", "sm90",
+            escapes="an arrival left at a barrier when the block ends does no harm"),
+    _mutant("nobody goes first", F90, "  if (kPingPong && consumer == kConsumers - 1) give_turn();\n", "",
+            "sm90 window"),
+    _mutant("turns are not taken where nothing is multiplied", F90, "      take_turn();\n      give_turn();\n", "",
+            "sm90 causal"),
+    _mutant("consumers run ahead of a phase that they skip", F90,
+            "      sync_consumer();  // nobody may be left waiting for a phase that is long over\n", "", "sm90 causal",
+            escapes="a warp would have to lag by two phases, which no order of the threads makes it do here"),
+    _mutant("the output is not fenced", F90, "    ptx::fence_async_proxy();\n    sync_consumer();\n",
+            "    sync_consumer();\n", "sm90"),
+    _mutant("the output leaves before all have written it", F90,
+            "    ptx::fence_async_proxy();\n    sync_consumer();\n",
+            "    ptx::fence_async_proxy();\n", "sm90"),
+    _mutant("the output before is overwritten", F90,
+            "      if (elected) ptx::bulk_wait_read<0>();\n      sync_consumer();",
+            "      sync_consumer();", "sm90"),
+    _mutant("Q overwrites the output", F90, "        ptx::bulk_wait_read<0>();\n        shared.q_empty.arrive();",
+            "        shared.q_empty.arrive();", "sm90 out in q"),
+    _mutant("the block ends before the output has left", F90, "  if (elected) ptx::bulk_wait<0>();\n", "", "sm90"),
+    _mutant("barriers unknown to the copy engine", F90, "    ptx::fence_barrier_init();\n", "", "sm90"),
+    _mutant("barriers used before they are made", F90, "  }\n  ptx::sync_block();\n  const u32 warp",
+            "  }\n  const u32 warp",
+            "sm90"),
+    _mutant("K given back by too many", F90, "shared.k_ring.init(4 * kConsumers);",
+            "shared.k_ring.init(2 * kConsumers);",
+            "sm90"),
+    _mutant("more registers than there are", F90, "kProducerRegisters = kConsumers == 3 ? 32 : 24;",
+            "kProducerRegisters = kConsumers == 3 ? 40 : 40;", "sm90"),
+    _mutant("zeros of V unfenced", F90, "          ptx::fence_async_proxy();\n        }\n", "        }\n",
+            "sm90 lengths"),
+    _mutant("zeros of V seen by one consumer alone", F90, "        ptx::sync_named(kAll, 128 * kConsumers);\n", "",
+            "sm90 lengths"),
+    _mutant("V behind kv_lengths counts", F90, "if (tile.keys.start < tile.keys.stop && valid < kBlockN) {",
+            "if (false) {", "sm90 lengths"),
+    _mutant("the next chunk of K too early", TILES90, "return operand + (k / 4 * rows * kLineBytes + k % 4 * 32) / 16;",
+            "return operand + (k / 4 * rows * kLineBytes / 2 + k % 4 * 32) / 16;", "sm90"),
+    _mutant("8 rows of V too near", TILES90, "return operand + k * 16 * kLineBytes / 16;",
+            "return operand + k * 8 * kLineBytes / 16;", "sm90"),
+    _mutant("output not swizzled", TILES90, "((k % 4 * 32 + lane / 16 * 16) ^ swizzle), fragment);",
+            "(k % 4 * 32 + lane / 16 * 16), fragment);", "sm90"),
+    _mutant("the same columns of every chunk", TILES90, "map, full.address, c * kChunk, first_row",
+            "map, full.address, 0, first_row",
+            "sm90"),
+    _mutant("the ring's parity never changes", "pipeline.cuh", "stage = 0, parity ^= 1;", "stage = 0;", "sm90"),
+    _mutant("full and empty share a barrier", "pipeline.cuh", "return {address + 8 * (stages + at.stage)};",
+            "return {address + 8 * at.stage};", "sm90"),
 )
 # fmt: on
 

@@ -594,3 +594,42 @@ CUFLASH_DEVICE void decrease_some(const Params&) {
   if (ptx::thread_index() >= kWarp) ptx::decrease_registers<24>();  // caught: registers_of_some_warps
 }
 CUFLASH_DEFINE_KERNEL(registers_of_some_warps, Params, kWarpgroup, 1, decrease_some)
+
+// ---- A script of what orders accesses -------------------------------------------------------------------------------
+
+struct Step {
+  u32 action;  // see the test
+  u32 actor;   // thread, or warp
+  u32 offset;  // in shared memory
+  u32 barrier;
+};
+
+CUFLASH_DEVICE void run_script(const Params& params) {
+  constexpr u32 kBarriers = 6, kCopyBytes = 16;
+  const u32 thread = ptx::thread_index(), warp = thread / kWarp;
+  const u32 shared = ptx::dynamic_shared(), barriers = Shared().space;
+  if (thread == 0)
+    for (u32 i = 0; i < kBarriers; ++i) ptx::barrier_init(barriers + 8 * i, 1);
+  ptx::fence_barrier_init();
+  ptx::sync_block();
+  const Step* steps = (const Step*)params.source;
+  for (u32 i = 0; i < params.count; ++i) {
+    const Step step = steps[i];
+    const u32 address = shared + step.offset, barrier = barriers + 8 * step.barrier;
+    if (step.action == 0) ptx::sync_block();
+    if (step.action == 1 && step.actor == warp) ptx::any_lane(false);
+    if (step.action == 2 && step.actor == warp) ptx::arrive_named(1 + i, 2 * kWarp);
+    if (step.action == 2 && step.actor != warp) ptx::sync_named(1 + i, 2 * kWarp);
+    if (step.action < 3 || step.actor != thread) continue;
+    if (step.action == 3) ptx::load_shared_b16(address);
+    if (step.action == 4) ptx::store_shared_b16(address, 0);
+    if (step.action == 5) ptx::barrier_arrive(barrier);
+    if (step.action == 6) ptx::barrier_wait(barrier, 0);
+    if (step.action == 7) ptx::fence_async_proxy();
+    if (step.action == 8) {
+      ptx::barrier_arrive_expect(barrier, kCopyBytes);
+      ptx::load_bulk(address, params.source, kCopyBytes, barrier);
+    }
+  }
+}
+CUFLASH_DEFINE_KERNEL(script, Params, 2 * kWarp, 1, run_script)

@@ -8,6 +8,8 @@ import emulator
 import numpy as np
 import pytest
 from emulator import HERE, SCHEDULES, EmulationError, build, find_compiler, guarded_array, tensor_map
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -65,7 +67,10 @@ PLANTED = [
         r"phase: 1 arrivals of 4, 0 bytes\) at planted_bugs_sm90.cu:",
     ),
     ("arrival_of_one", UNORDERED),
-    ("named_counts_differ", "named barrier 1: (64|128) threads take part, others said (64|128)|deadlock: .*\n.* in sync_named"),
+    (
+        "named_counts_differ",
+        "named barrier 1: (64|128) threads take part, others said (64|128)|deadlock: .*\n.* in sync_named",
+    ),
     ("named_half_warps", "divergent warp: only some lanes took part in named barrier 1"),
     ("named_arrival_repeated", "arrives twice at named barrier 3 before it opens"),
     ("named_deadlock", r"deadlock: .*\n  threads 0 to 63 wait in sync_named \(barrier 2; 64 of 128 threads"),
@@ -109,7 +114,10 @@ PLANTED = [
     ("descriptor_past_shared", "out of bounds"),
     ("negative_kept", "the value is negative, -1"),
     ("matrices_overlap", "data race: writes .* wrote at"),
-    ("too_many_registers", r"deadlock: (.*\n)*.* wait in increase_registers \(of 240 registers a thread; \d+ of the block"),
+    (
+        "too_many_registers",
+        r"deadlock: (.*\n)*.* wait in increase_registers \(of 240 registers a thread; \d+ of the block",
+    ),
     ("increase_to_less", "a thread of 168 registers cannot have 24"),
     ("registers_of_some_warps", "deadlock: .*(.*\n)*.* wait in decrease_registers"),
 ]
@@ -148,7 +156,114 @@ def test_no_mistake_is_not_reported(schedule):
 
 def test_every_planted_bug_is_tested():
     kernels = set(re.findall(r"^CUFLASH_DEFINE_KERNEL\((\w+)", SOURCE.read_text(), re.MULTILINE))
-    assert kernels == {kernel for kernel, _ in PLANTED} | {"load_left", "accumulator_read", "no_mistake"}
+    assert kernels == {kernel for kernel, _ in PLANTED} | {"load_left", "accumulator_read", "no_mistake", "script"}
+
+
+# ---- Order, against a definition of it -------------------------------------------------------------------------------
+
+STEP = np.dtype([("action", np.uint32), ("actor", np.uint32), ("offset", np.uint32), ("barrier", np.uint32)])
+SYNC, COLLECTIVE, HAND_OVER, LOAD, STORE, ARRIVE, WAIT, FENCE, COPY = range(9)
+WARP, CELL_BYTES, BARRIERS = 32, 16, 6
+
+threads = st.sampled_from([0, 1, 31, 32, 63])
+steps = st.one_of(
+    st.tuples(st.sampled_from([LOAD, STORE]), threads, st.sampled_from([0, 6, 16]), st.just(0)),
+    st.tuples(st.sampled_from([LOAD, STORE]), threads, st.sampled_from([0, 6, 16]), st.just(0)),
+    st.tuples(st.sampled_from([ARRIVE, WAIT]), threads, st.just(0), st.integers(0, BARRIERS - 1)),
+    st.tuples(st.just(COPY), threads, st.sampled_from([0, 16]), st.integers(0, BARRIERS - 1)),
+    st.tuples(st.just(FENCE), threads, st.just(0), st.just(0)),
+    st.tuples(st.sampled_from([COLLECTIVE, HAND_OVER]), st.integers(0, 1), st.just(0), st.just(0)),
+    st.just((SYNC, 0, 0, 0)),
+)
+
+
+def runnable(script):
+    """The script with one phase of each barrier, no waits for what does not come, and waits for every copy."""
+    used, kept, copied = set(), [], []
+    for step in script:
+        action, _, _, barrier = step
+        if (action in (ARRIVE, COPY) and barrier in used) or (action == WAIT and barrier not in used):
+            continue
+        if action in (ARRIVE, COPY):
+            used.add(barrier)
+        if action == COPY:
+            copied.append(barrier)
+        kept.append(step)
+    return kept + [(WAIT, 0, 0, barrier) for barrier in copied]
+
+
+def is_wrong(script):
+    """Whether two accesses, one of them a write, are not ordered, or a copy overwrites what was not fenced."""
+    known = [set() for _ in range(2 * WARP)]  # steps that happened before what the thread does next
+    at_barrier = {}
+    warps = [range(WARP), range(WARP, 2 * WARP)]
+
+    def together(learning, telling):
+        told = set().union(*(known[thread] for thread in telling))
+        for thread in learning:
+            known[thread] |= told
+
+    for i, (action, actor, offset, barrier) in enumerate(script):
+        if action == SYNC:
+            together(range(2 * WARP), range(2 * WARP))
+        elif action == COLLECTIVE:
+            together(warps[actor], warps[actor])
+        elif action == HAND_OVER:
+            together(warps[1 - actor], range(2 * WARP))
+        elif action == ARRIVE:
+            at_barrier[barrier] = set(known[actor])
+        elif action == WAIT:
+            known[actor] |= at_barrier[barrier]
+        elif action == FENCE:
+            known[actor].add(i)
+        else:
+            touched = set(range(offset, offset + (CELL_BYTES if action == COPY else 2)))
+            unfenced = set(touched)
+            for j in range(i - 1, -1, -1):
+                action_0, actor_0, offset_0, _ = script[j]
+                bytes_0 = set(range(offset_0, offset_0 + {LOAD: 2, STORE: 2, COPY: CELL_BYTES}.get(action_0, 0)))
+                if bytes_0 & touched and (action, action_0) != (LOAD, LOAD) and j not in known[actor]:
+                    return True
+                if action == COPY and action_0 == STORE and bytes_0 & unfenced:
+                    fences = (k for k in range(j + 1, i) if script[k][:2] == (FENCE, actor_0))
+                    if not any(k in known[actor] for k in fences):
+                        return True
+                if action_0 in (STORE, COPY):
+                    unfenced -= bytes_0
+            if action == COPY:
+                at_barrier[barrier] = known[actor] | {i}
+            else:
+                known[actor].add(i)
+    return False
+
+
+@settings(max_examples=1000)
+@given(script=st.lists(steps, max_size=14).map(runnable), schedule=st.sampled_from(SCHEDULES))
+def test_what_is_not_ordered_is_reported_whatever_the_schedule(script, schedule):
+    source = np.array(script or [(SYNC, 0, 0, 0)], STEP)
+    params = np.zeros((), PARAMS)
+    placed = guarded_array(source.shape, STEP)
+    placed[...] = source
+    params["source"], params["count"] = placed.ctypes.data, len(script)
+
+    def run():
+        build(SOURCE).launch("script", params, grid=1, threads=2 * WARP, shared_bytes=SHARED_BYTES, schedule=schedule)
+
+    if is_wrong(script):
+        with pytest.raises(EmulationError, match=r"data race|missing fence_async_proxy|in flight"):
+            run()
+    else:
+        run()
+
+
+def test_the_definition_tells_right_from_wrong():
+    copy_and_read = [(STORE, 0, 0, 0), (FENCE, 0, 0, 0), (COPY, 0, 0, 1), (WAIT, 32, 0, 1), (LOAD, 32, 6, 0)]
+    assert not is_wrong(copy_and_read)
+    assert is_wrong([step for step in copy_and_read if step[0] != FENCE])
+    assert is_wrong([step for step in copy_and_read if step[0] != WAIT])
+
+
+# ---- Tensor maps -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -157,8 +272,8 @@ def test_every_planted_bug_is_tested():
         ({"address": 8}, "address must be a multiple of 16"),
         ({"dims": (64, 0, 1, 1)}, "dims must lie between"),
         ({"dims": (64, 8, 1)}, "4 dims, 3 strides"),
-        ({"strides": (120, 1024, 1024)}, "strides are multiples of 16"),
-        ({"strides": (-128, 1024, 1024)}, "strides are multiples of 16"),
+        ({"strides": (120, 1024, 1024)}, "strides must be positive multiples of 16"),
+        ({"strides": (-128, 1024, 1024)}, "strides must be positive multiples of 16"),
         ({"box": (64, 257, 1, 1)}, "box sizes must lie between 1 and 256"),
         ({"box": (128, 8, 1, 1)}, "a row of the box must have"),
         ({"box": (60, 8, 1, 1)}, "a row of the box must have"),
@@ -169,6 +284,9 @@ def test_tensor_map_refuses_what_the_driver_refuses(change, words):
     assert tensor_map(**right).nbytes == 128
     with pytest.raises(ValueError, match=words):
         tensor_map(**{**right, **change})
+
+
+# ---- Completeness ----------------------------------------------------------------------------------------------------
 
 
 def functions_of(*paths):

@@ -1,6 +1,7 @@
 """The command line: every command does its work, and says in one line what it cannot do."""
 
 import re
+import shutil
 import subprocess
 import sys
 
@@ -195,3 +196,92 @@ def test_errors(capsys, without_gpu, command, code, words):
 )
 def test_numbers(text, expected):
     assert text == expected
+
+
+# ---- check --emulate -------------------------------------------------------------------------------------------------
+
+EMULATE = "check --emulate --seqlen 30 --num-heads 1 --head-dim 16"
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler: g++ is not on the path")
+
+
+@needs_compiler
+def test_check_emulated(capsys):
+    code, output, error = run(capsys, f"{EMULATE} --causal --arch 8.0 9.0 --dtype float16")
+    assert code == 0, error
+    assert re.findall(r"^(\w+) pass on .*compute capability (.*)\)$", output, re.MULTILINE) == [
+        ("forward", "8.0"),
+        ("backward", "8.0"),
+        ("forward", "9.0"),
+        ("backward", "9.0"),
+    ]
+    assert re.search(r"^ *kernel forward_\w+_float16_\w+_right_bound: grid ", output, re.MULTILINE)
+    assert len(re.findall(r"^passed +\w+, (late|eager) ", output, re.MULTILINE)) == 4 * 6
+
+
+@needs_compiler
+def test_check_emulated_with_every_option(capsys):
+    options = "--causal top_left --window 9,3 --softcap 5 --bias --mask --kv-lengths --alibi-slopes --head-dim-v 24"
+    code, output, error = run(capsys, f"{EMULATE} {options} --deterministic --num-heads 2 --num-heads-kv 1 --seed 3")
+    assert code == 0, output + error
+
+
+@needs_compiler
+def test_check_emulated_takes_one_pass_and_one_order(capsys):
+    code, output, _ = run(capsys, f"{EMULATE} --pass forward --schedule random")
+    assert code == 0
+    assert "backward" not in output
+    assert re.findall(r"^passed +(\w+, \w+)", output, re.MULTILINE) == ["random, late", "random, eager"]
+
+
+@needs_compiler
+def test_check_emulated_notices_wrong_results_and_broken_kernels(capsys, monkeypatch):
+    attention, emulator = __main__.import_emulator()
+    right = attention.forward
+
+    def wrong(problem, arrays, **options):
+        out, lse = right(problem, arrays, **options)
+        return out, lse + 1
+
+    monkeypatch.setattr(attention, "forward", wrong)
+    code, output, _ = run(capsys, f"{EMULATE} --pass forward --schedule lifo")
+    assert code == 1
+    assert re.search(r"^FAILED +lifo, late (.|\n)*lse", output, re.MULTILINE)
+
+    def broken(problem, arrays, **options):
+        raise emulator.EmulationError("forward_kernel", "data race", "forward.cu", 7, 0, 1)
+
+    monkeypatch.setattr(attention, "forward", broken)
+    code, output, _ = run(capsys, f"{EMULATE} --pass forward --schedule lifo")
+    assert code == 1
+    assert "FAILED      lifo, late          forward.cu:7: kernel forward_kernel, block 0, thread 1: data race" in output
+
+
+def test_check_emulated_outside_of_a_checkout(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(compiler, "kernel_directory", lambda: tmp_path / "kernels")
+    code, _, error = run(capsys, EMULATE)
+    assert code == 1
+    assert "the emulator belongs to a checkout" in error
+    assert len(error.splitlines()) == 1
+
+
+@needs_compiler
+def test_check_emulated_without_a_compiler(capsys, monkeypatch):
+    monkeypatch.setattr(__main__.import_emulator()[1], "find_compiler", lambda: None)
+    code, _, error = run(capsys, EMULATE)
+    assert code == 1
+    assert "g++" in error
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("check --causal", "--causal goes with --emulate"),
+        ("check --pass forward", "--pass goes with --emulate"),
+        ("check --seqlen 7 --backend cpu", "--seqlen goes with --emulate"),
+        ("check --emulate --backend cpu", "--backend goes without --emulate"),
+    ],
+)
+def test_arguments_of_the_other_kind_of_check_are_refused(capsys, command, words):
+    code, output, error = run(capsys, command)
+    assert (code, output) == (1, "")
+    assert words in error

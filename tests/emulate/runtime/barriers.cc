@@ -182,7 +182,7 @@ void barrier_init(u32 address, u32 count, Site site) {
   Barrier barrier = {};
   barrier.offset = offset;
   barrier.count = barrier.arrivals_left = count;
-  barrier.agent = new_agent({Agent::Kind::kLoads, "barrier_wait"}, self, site);
+  barrier.agent = new_agent("barrier_wait", self, site);
   barrier.init = access_by(self, site);
   barrier.arrived.assign(self.known.size(), 0);
   barrier.over = barrier.arrived;

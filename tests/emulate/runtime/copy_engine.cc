@@ -33,9 +33,8 @@ struct BulkStore {
 };
 
 struct BulkStores {
-  std::vector<BulkStore> stores;
-  bool has_agent = false;
   u16 agent;
+  std::vector<BulkStore> stores;
   u32 groups_committed = 0;
   u32 groups_read = 0;
 };
@@ -161,13 +160,11 @@ void issue(Load load, u32 barrier) {
 }
 
 BulkStores& bulk_stores_of(Thread& thread, Site site) {
-  if (!thread.bulk_stores) thread.bulk_stores = std::make_unique<BulkStores>();
-  BulkStores& bulk = *thread.bulk_stores;
-  if (!bulk.has_agent) {
-    bulk.agent = new_agent({Agent::Kind::kStores, "bulk_wait_read"}, thread, site);
-    bulk.has_agent = true;
+  if (!thread.bulk_stores) {
+    thread.bulk_stores = std::make_unique<BulkStores>();
+    thread.bulk_stores->agent = new_agent("bulk_wait_read", thread, site);
   }
-  return bulk;
+  return *thread.bulk_stores;
 }
 
 void issue(BulkStore store) {
@@ -213,7 +210,7 @@ void finish_reading(Thread& self, u32 pending) {
   bulk.groups_read = std::max(bulk.groups_read, bulk.groups_committed - pending);
   for (BulkStore& store : bulk.stores)
     if (store.group < bulk.groups_read && store.content.empty()) read_source(store);
-  if (bulk.has_agent) learn_step(self, bulk.agent, bulk.groups_read);
+  learn_step(self, bulk.agent, bulk.groups_read);
 }
 
 void finish_writing(Thread& self, u32 groups) {

@@ -7,7 +7,7 @@
 namespace emulator {
 namespace {
 
-std::vector<Agent> agents;
+std::vector<const char*> agents;  // what waits for them
 
 EMULATOR_HOT void take_maximum(u32* __restrict into, const u32* __restrict from, size_t count) {
   for (size_t i = 0; i < count; ++i) into[i] = into[i] < from[i] ? from[i] : into[i];
@@ -16,9 +16,6 @@ EMULATOR_HOT void take_maximum(u32* __restrict into, const u32* __restrict from,
 size_t used_entries() { return block.threads.size() + agents.size(); }
 
 void merge(Clock& into, const Clock& from) { take_maximum(into.data(), from.data(), used_entries()); }
-
-u32 lane_bit(const Thread& thread) { return 1u << thread.index % kWarpLanes; }
-u16 warp_index(const Thread& thread) { return (u16)(thread.index / kWarpLanes); }
 
 // The last epoch of thread `other` that `thread` knows.
 u32 known_epoch(const Thread& thread, u32 other) {
@@ -29,14 +26,6 @@ u32 known_epoch(const Thread& thread, u32 other) {
 
 }  // namespace
 
-Access access_by(const Thread& thread, Site site) {
-  return {site, warp_of(thread).epoch, lane_bit(thread), warp_index(thread), false};
-}
-Access access_by_warp(const Thread& thread, Site site) {
-  return {site, warp_of(thread).epoch, ~0u, warp_index(thread), false};
-}
-Access access_by_agent(u16 agent, u32 step, Site site) { return {site, step, 0, agent, false}; }
-
 void reset_order() {
   agents.clear();
   for (auto& thread : block.threads) {
@@ -45,29 +34,13 @@ void reset_order() {
   }
 }
 
-u16 new_agent(Agent agent, const Thread& thread, Site site) {
+u16 new_agent(const char* wait, const Thread& thread, Site site) {
   if (agents.size() == kMaxAgents) fail(thread, site, "more barriers than the %u that the emulator follows", kMaxAgents);
-  agents.push_back(agent);
+  agents.push_back(wait);
   return (u16)(agents.size() - 1);
 }
 
-const Agent& agent_of(const Access& access) { return agents[access.actor]; }
-
-bool is_ordered(const Access& earlier, const Access& now, const Thread& thread) {
-  if (earlier.epoch == 0) return true;
-  if (earlier.by_agent()) return thread.known[block.threads.size() + earlier.actor] >= earlier.epoch;
-  const Warp& warp = block.warps[earlier.actor];
-  if (earlier.epoch < warp.block_epoch) return true;
-  u32 lanes = earlier.lanes;
-  if (warp_index(thread) == earlier.actor) {
-    if (earlier.epoch < warp.collective_epoch) return true;
-    if ((now.lanes & (now.lanes - 1)) == 0) lanes &= ~lane_bit(thread);
-  }
-  const u32* known = &thread.known[earlier.actor * kWarpLanes];
-  for (; lanes; lanes &= lanes - 1)
-    if (known[__builtin_ctz(lanes)] < earlier.epoch) return false;
-  return true;
-}
+const char* wait_for(const Access& by_agent) { return agents[by_agent.actor]; }
 
 bool is_fenced(const Access& write, const Thread& thread) {
   if (write.epoch == 0 || write.by_agent()) return true;

@@ -7,19 +7,13 @@
 // - it is in the thread's clock, which grows when the thread waits at a barrier: it then learns all that those who
 //   arrived knew.
 // A clock has one entry for each thread, the last epoch that is known of it, and one for each agent: something that
-// accesses shared memory by itself, in numbered steps, on behalf of one barrier, warpgroup or thread.
+// accesses shared memory by itself, in numbered steps. Agents are the loads that complete on one barrier (a step is a
+// phase of it), the products of one warpgroup, and the bulk stores of one thread (a step is a group of them).
 #pragma once
 #include "scheduler.h"
 
 namespace emulator {
 
-// Loads that complete on a barrier (a step is a phase of it), products of a warpgroup, and bulk stores of a thread (a
-// step is a group of them).
-struct Agent {
-  enum class Kind { kLoads, kProducts, kStores };
-  Kind kind;
-  const char* missing;  // what makes its steps known
-};
 constexpr u32 kMaxAgents = 128;
 
 // One access to shared memory: by `lanes` of warp `actor`, or by agent `actor` if there are none.
@@ -33,16 +27,38 @@ struct Access {
   bool by_agent() const { return lanes == 0; }
 };
 
-Access access_by(const Thread& thread, Site site);
-Access access_by_warp(const Thread& thread, Site site);
-Access access_by_agent(u16 agent, u32 step, Site site);
+inline u32 lane_bit(const Thread& thread) { return 1u << thread.index % kWarpLanes; }
+inline u16 warp_index(const Thread& thread) { return (u16)(thread.index / kWarpLanes); }
+
+inline Access access_by(const Thread& thread, Site site) {
+  return {site, warp_of(thread).epoch, lane_bit(thread), warp_index(thread), false};
+}
+inline Access access_by_warp(const Thread& thread, Site site) {
+  return {site, warp_of(thread).epoch, ~0u, warp_index(thread), false};
+}
+inline Access access_by_agent(u16 agent, u32 step, Site site) { return {site, step, 0, agent, false}; }
 
 void reset_order();
-u16 new_agent(Agent agent, const Thread& thread, Site site);
-const Agent& agent_of(const Access& access);
+// `wait` is the function by which a thread learns that a step of the agent is over.
+u16 new_agent(const char* wait, const Thread& thread, Site site);
+const char* wait_for(const Access& by_agent);
 
 // Whether `earlier` happened before `now`, which `thread` performs or has an agent perform.
-bool is_ordered(const Access& earlier, const Access& now, const Thread& thread);
+inline bool is_ordered(const Access& earlier, const Access& now, const Thread& thread) {
+  if (earlier.epoch == 0) return true;
+  if (earlier.by_agent()) return thread.known[block.threads.size() + earlier.actor] >= earlier.epoch;
+  const Warp& warp = block.warps[earlier.actor];
+  if (earlier.epoch < warp.block_epoch) return true;
+  u32 lanes = earlier.lanes;
+  if (warp_index(thread) == earlier.actor) {
+    if (earlier.epoch < warp.collective_epoch) return true;
+    if ((now.lanes & (now.lanes - 1)) == 0) lanes &= ~lane_bit(thread);
+  }
+  const u32* known = &thread.known[earlier.actor * kWarpLanes];
+  for (; lanes; lanes &= lanes - 1)
+    if (known[__builtin_ctz(lanes)] < earlier.epoch) return false;
+  return true;
+}
 // Whether what `write` wrote is visible to agents of `thread`: the writers fenced, and the thread knows of that.
 bool is_fenced(const Access& write, const Thread& thread);
 

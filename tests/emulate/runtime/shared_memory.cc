@@ -46,7 +46,7 @@ enum class Use { kRead, kWrite };
   if (write.by_agent())
     fail(thread, now.site,
          "%s shared memory at offset %u while the copy issued at %s:%u is in flight: a %s is missing", verb, offset,
-         file_name(write.site), write.site.line, agent_of(write).missing);
+         file_name(write.site), write.site.line, wait_for(write));
   fail(thread, now.site,
        "%s shared memory at offset %u while the cp.async of thread %u at %s:%u is in flight: a copy_async_wait is "
        "missing",
@@ -61,7 +61,7 @@ enum class Use { kRead, kWrite };
          "data race: %s shared memory at offset %u, which what was issued at %s:%u %s: a %s, or a barrier behind it, is "
          "missing",
          verb, offset, file_name(earlier.site), earlier.site.line, earlier_use == Use::kRead ? "reads" : "wrote",
-         agent_of(earlier).missing);
+         wait_for(earlier));
   const bool several = (earlier.lanes & (earlier.lanes - 1)) != 0;
   fail(thread, now.site,
        "data race: %s shared memory at offset %u, which thread %u%s %s at %s:%u, with no barrier between", verb, offset,

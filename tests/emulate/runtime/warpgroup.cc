@@ -376,7 +376,7 @@ void multiply_async(const Product& product, Site site) {
   const u32 thread = self.index % kThreads;
   ThreadState& state = group.threads[thread];
   if (!group.has_agent) {
-    group.agent = new_agent({Agent::Kind::kProducts, "wait_products"}, self, site);
+    group.agent = new_agent("wait_products", self, site);
     group.has_agent = true;
   }
 
