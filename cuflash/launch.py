@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from cuflash.params import POINTER_WORD, parameters
 from cuflash.plan import MAPS_OFFSET, DeviceSpec, KernelSpec, LaunchPlan, Pass, access_bytes, choose_plan
 from cuflash.problem import Options, Problem, check_array, layout_of, make_problem, rows_of, value_error
 from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
-from cuflash.tensor_map import TensorMapSpec, encode
+from cuflash.tensor_map import encoder
 
 _OPTIONAL = ("bias", "mask", "kv_lengths", "alibi_slopes")
 # Arrays over head dimensions that a pass reads, and what it returns.
@@ -57,7 +57,7 @@ class _Launch:
     kernels: tuple[_Kernel, ...]
     params: bytes  # the kernels' argument, pointers and tensor maps to be filled in
     dtype: np.dtype[Any]  # of the argument, as bytes
-    maps: tuple[tuple[TensorMapSpec, int], ...]  # tensor maps, and which of the pointers each belongs to
+    maps: tuple[tuple[Callable[[int], bytes], int], ...]  # from an address to its map, and which of the pointers it is
     offsets: tuple[int, ...]  # where they go: of the arrays of the call, of the results it allocates, of scratch arrays
     results: tuple[tuple[int, tuple[int, ...], Any], ...]  # index, shape and dtype of results that the call allocates
     scratch: tuple[int, ...]  # first byte of each scratch array in one allocation
@@ -169,10 +169,11 @@ def _call(pass_: Pass, options: Options, arrays: dict[str, Any]) -> tuple[Any, .
     content = bytearray(launch.params)
     for offset, pointer in zip(launch.offsets, pointers, strict=True):
         _POINTER.pack_into(content, offset, pointer)
+    first = MAPS_OFFSET
+    for map_of, pointer_index in launch.maps:
+        content[first : first + TENSOR_MAP_BYTES] = map_of(pointers[pointer_index])
+        first += TENSOR_MAP_BYTES
     # A scalar: CuPy asks an array for a description of its fields, at five times the cost of a launch.
-    for i, (spec, pointer_index) in enumerate(launch.maps):
-        first = MAPS_OFFSET + i * TENSOR_MAP_BYTES
-        content[first : first + TENSOR_MAP_BYTES] = encode(spec, pointers[pointer_index])
     params = (np.frombuffer(content, launch.dtype)[0],)
     for function, grid, block, shared_bytes in launch.kernels:
         function(grid, block, params, shared_bytes)
@@ -243,7 +244,7 @@ def _prepare(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> _Launc
         kernels=tuple(_load(kernel, device_id) for kernel in plan.kernels if kernel.grid),
         params=params,
         dtype=np.dtype((np.void, len(params))),
-        maps=tuple((spec, names.index(spec.name)) for spec in plan.tensor_maps),
+        maps=tuple((encoder(spec), names.index(spec.name)) for spec in plan.tensor_maps),
         offsets=tuple(8 * POINTER_WORD[name] for name in names),
         results=results,
         scratch=tuple(sum(sizes[:i]) for i in range(len(sizes))),

@@ -293,6 +293,15 @@ def _chunked_bytes(rows: int, columns: int) -> int:
     return -(-columns // CHUNK) * rows * CHUNK * 2
 
 
+# What `ForwardSm90Tile.serves` means, in words.
+_SERVES = {
+    "any": "any problem",
+    "no terms": "problems without softcap, slopes, bias and mask",
+    "long full": f"{LONG_SEQLEN} keys or more, without a right bound, softcap, slopes, bias and mask",
+    "short": f"fewer than {LONG_SEQLEN} keys",
+}
+
+
 def _check_row(row: object, holds: bool, rule: str) -> None:
     if not holds:
         raise ValueError(f"{row}: expected {rule}")
@@ -545,10 +554,7 @@ def choose_plan(
     def kernel(
         source: str, tile: Tile, blocks: int, shared_bytes: int, target: str = device.target, dim_multiple: int = 0
     ) -> KernelSpec:
-        if blocks > 2**31 - 1:
-            raise NotImplementedError(
-                f"q: got {blocks} tiles, expected at most 2**31 - 1 in one launch; split the batch"
-            )
+        _check_blocks(blocks)
         defines = common | tile.defines() | {"CUFLASH_SHARED_BYTES": shared_bytes}
         if dim_multiple:
             defines["CUFLASH_DIM_MULTIPLE"] = dim_multiple
@@ -591,7 +597,9 @@ def choose_plan(
             if problem.window_right is not None and problem.window_left is None:
                 units = heads * -(-problem.seqlen_q // (2 * forward.block_m))
                 common["CUFLASH_PAIRS"] = 1
+            _check_blocks(m_blocks)
             resident_blocks = min(units, device.num_sms * forward.min_blocks)
+            reason += f"\n{resident_blocks} blocks stay and take {m_blocks} tiles of queries one after another"
             common["CUFLASH_ARGUMENT_BYTES"] = MAPS_OFFSET + len(tensor_maps) * TENSOR_MAP_BYTES
             kernels = [kernel("forward_sm90.cu", forward, resident_blocks, shared_bytes, "sm_90a")]
         else:
@@ -690,6 +698,11 @@ def check_served(problem: Problem, device: DeviceSpec) -> None:
         )
 
 
+def _check_blocks(blocks: int) -> None:
+    if blocks > 2**31 - 1:
+        raise NotImplementedError(f"q: got {blocks} tiles, expected at most 2**31 - 1 in one launch; split the batch")
+
+
 def access_bytes(operands: tuple[Operand, ...], pointer_alignment: int = 16) -> int:
     """Widest access of 16, 8, 4 or 2 bytes that is aligned at every row of every operand."""
     alignment = math.gcd(pointer_alignment, 16)
@@ -723,8 +736,7 @@ def _choose_forward(problem: Problem, device: DeviceSpec, out: Operand, access: 
     if obstacle is None and access < 16:
         obstacle = f"an array is aligned to {access} bytes only, not 16"
     if obstacle is None:
-        suited = tuple(tile for tile in FORWARD_SM90_TILES if tile.suits(problem))
-        return _choose(suited, problem, device)
+        return _choose(FORWARD_SM90_TILES, problem, device)
     tile, reason = _choose(FORWARD_TILES, problem, device)
     return tile, f"{reason}\nnot forward_sm90: {obstacle}, and the copy engine cannot read it"
 
@@ -753,6 +765,9 @@ def _choose(table: tuple, problem: Problem, device: DeviceSpec) -> tuple[Tile, s
             f"{type(tile).__name__} {tile.block_m} x {tile.block_n}, {tile.num_warps} warps, "
             f"{tile.num_stages} stages, {tile.min_blocks} resident blocks"
         )
+        if isinstance(tile, ForwardSm90Tile) and not tile.suits(problem):
+            rejected.append(f"not {label}: for {_SERVES[tile.serves]}")
+            continue
         if shared > device.shared_bytes_per_block or needed > device.shared_bytes_per_sm:
             rejected.append(
                 f"not {label}: {shared} bytes for each exceed the {device.shared_bytes_per_sm} bytes of shared memory "

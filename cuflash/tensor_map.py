@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ CHUNK = 64  # columns of a box: 128 bytes of 16-bit elements, the span of the sw
 _MAX_STRIDE_BYTES = 2**40
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity, which is quick
+@dataclass(frozen=True)
 class TensorMapSpec:
     """A box of `rows` x `CHUNK` elements anywhere in an operand, but for the operand's address."""
 
@@ -49,7 +50,11 @@ def why_not(name: str, operand: Operand) -> str | None:
     return None
 
 
-@functools.lru_cache(maxsize=1024)
+def encoder(spec: TensorMapSpec) -> Callable[[int], bytes]:
+    """`encode` for one spec and any address. It remembers the latest maps: an address is a cheap key, a spec is not."""
+    return functools.lru_cache(maxsize=256)(functools.partial(encode, spec))
+
+
 def encode(spec: TensorMapSpec, pointer: int) -> bytes:
     """The map of the array at `pointer`, for the copy engine."""
     driver, types, common = _driver()
@@ -70,7 +75,7 @@ def encode(spec: TensorMapSpec, pointer: int) -> bytes:
 
 @functools.cache
 def _driver() -> tuple[Any, dict[str, Any], tuple[Any, ...]]:
-    driver = importlib.import_module("cuda.bindings.driver")
+    driver = importlib.import_module("cuda.bindings.driver")  # plans are made without it
     data_type = driver.CUtensorMapDataType
     types = {
         "float16": data_type.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,

@@ -24,39 +24,17 @@ struct OnlineSoftmax {
   // format minds, and both sums stay relative to one offset, so the result is exact.
   template <int n_tiles, int out_tiles>
   CUFLASH_DEVICE void update(float (&score)[m_tiles][n_tiles][4], float (&out)[m_tiles][out_tiles][4], float scale_log2) {
-    float factor[m_tiles][2];
-    if (update(score, factor, scale_log2)) rescale(out, factor);
+    raise_offsets(score, scale_log2, [&](int m, int half, float factor) {
+#pragma unroll
+      for (int n = 0; n < out_tiles; ++n) out[m][n][2 * half] *= factor, out[m][n][2 * half + 1] *= factor;
+    });
     exponentiate(score, scale_log2, row_sum);
   }
 
   // The offsets of `update`, for an output that is still being summed: when true, `rescale` it by `factor` later.
   template <int n_tiles>
   CUFLASH_DEVICE bool update(const float (&score)[m_tiles][n_tiles][4], float (&factor)[m_tiles][2], float scale_log2) {
-    float tile_max[m_tiles][2];
-    bool grows = false;
-#pragma unroll
-    for (int m = 0; m < m_tiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float max = fmaxf(score[m][0][2 * half], score[m][0][2 * half + 1]);
-#pragma unroll
-        for (int n = 1; n < n_tiles; ++n) max = fmaxf(max, fmaxf(score[m][n][2 * half], score[m][n][2 * half + 1]));
-        max = fmaxf(max, ptx::shuffle_xor(max, 1));
-        max = fmaxf(max, ptx::shuffle_xor(max, 2));
-        tile_max[m][half] = ptx::multiply(max, scale_log2);
-        grows = grows || tile_max[m][half] > offset[m][half] + kMaxGrowth;
-      }
-    if (!ptx::any_lane(grows)) return false;
-#pragma unroll
-    for (int m = 0; m < m_tiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float old = offset[m][half];
-        offset[m][half] = fmaxf(old, tile_max[m][half]);
-        factor[m][half] = old == -ptx::infinity() ? 0.0f : ptx::exp2_approx(old - offset[m][half]);
-        row_sum[m][half] *= factor[m][half];
-      }
-    return true;
+    return raise_offsets(score, scale_log2, [&](int m, int half, float f) { factor[m][half] = f; });
   }
 
   template <int out_tiles>
@@ -108,5 +86,38 @@ struct OnlineSoftmax {
   CUFLASH_DEVICE float log_sum_exp(int m, int half) const {
     if (row_sum[m][half] == 0.0f) return -ptx::infinity();
     return (offset[m][half] + ptx::log2_approx(row_sum[m][half])) * kLn2;
+  }
+
+ private:
+  // Lets the offsets follow the maxima of a tile of scores, and says if they had to: then for every row what was summed
+  // before takes a factor, which `rescale_row(m, half, factor)` learns.
+  template <int n_tiles, typename RescaleRow>
+  CUFLASH_DEVICE bool raise_offsets(const float (&score)[m_tiles][n_tiles][4], float scale_log2, RescaleRow rescale_row) {
+    float tile_max[m_tiles][2];
+    bool grows = false;
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float max = fmaxf(score[m][0][2 * half], score[m][0][2 * half + 1]);
+#pragma unroll
+        for (int n = 1; n < n_tiles; ++n) max = fmaxf(max, fmaxf(score[m][n][2 * half], score[m][n][2 * half + 1]));
+        max = fmaxf(max, ptx::shuffle_xor(max, 1));
+        max = fmaxf(max, ptx::shuffle_xor(max, 2));
+        tile_max[m][half] = ptx::multiply(max, scale_log2);
+        grows = grows || tile_max[m][half] > offset[m][half] + kMaxGrowth;
+      }
+    if (!ptx::any_lane(grows)) return false;
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float old = offset[m][half];
+        offset[m][half] = fmaxf(old, tile_max[m][half]);
+        const float factor = old == -ptx::infinity() ? 0.0f : ptx::exp2_approx(old - offset[m][half]);
+        row_sum[m][half] *= factor;
+        rescale_row(m, half, factor);
+      }
+    return true;
   }
 };

@@ -15,10 +15,12 @@ from cuflash.compiler import compile_spec, supported_archs
 from cuflash.plan import (
     BACKWARD_TILES,
     DQ_TILES,
+    FORWARD_SM90_TILES,
     FORWARD_TILES,
     SHARED_BYTES_RESERVED,
     DeviceSpec,
     DqTile,
+    ForwardSm90Tile,
     ForwardTile,
     Tile,
     choose_plan,
@@ -40,6 +42,7 @@ SPILLS = {
     ("forward_sm80.cu", 128, "128x32", 2): 32,
     ("forward_sm80.cu", 192, "128x128", 1): 32,
     ("forward_sm80.cu", 256, "128x128", 1): 112,
+    ("forward_sm90.cu", 64, "256x64", 1): 64,
     ("backward_dq_sm80.cu", 64, "128x64", 2): 96,
     ("backward_dq_sm80.cu", 128, "128x32", 1): 24,
     ("backward_reduce.cu", 64, "32x128", 2): 16,
@@ -48,6 +51,9 @@ SPILLS = {
 # The same with every option on, or with narrow loads.
 SPILLS_OF_OPTIONS = SPILLS | {
     ("forward_sm80.cu", 64, "128x64", 3): 768,
+    ("forward_sm90.cu", 192, "128x112", 1): 160,
+    ("forward_sm90.cu", 256, "128x64", 1): 64,
+    ("forward_sm90.cu", 256, "128x80", 1): 224,
     ("backward_dq_sm80.cu", 64, "128x64", 2): 112,
 }
 
@@ -76,7 +82,7 @@ class Target:
         arrays = case.arrays()
         options = replace(case.options, deterministic=isinstance(tile, DqTile))
         problem = make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
-        if isinstance(tile, ForwardTile):
+        if isinstance(tile, ForwardTile | ForwardSm90Tile):
             return choose_plan(problem, self.device, "forward", tiles=(tile,))
         if isinstance(tile, DqTile):
             main = next(row for row in BACKWARD_TILES if row.max_dim >= tile.max_dim and fits(row, self.arch))
@@ -94,6 +100,7 @@ VARIANTS = {
     "full": {"dtype": "float16"},
     "groups": {"dtype": "float16", "num_heads": 2, "num_heads_kv": 1, "causal": True},
     "narrow": {"dtype": "bfloat16", "causal": True, "strides": "padded"},
+    "bounds": {"dtype": "float16", "window": (9, None), "kv_lengths": (60,)},
     "options": {
         "dtype": "float16",
         "causal": True,
@@ -110,6 +117,8 @@ VARIANTS = {
 
 def fits(tile, arch):
     """Whether the blocks that the row wants resident have room on a multiprocessor, at its largest head dimensions."""
+    if isinstance(tile, ForwardSm90Tile) and arch != "9.0":
+        return False
     device = DeviceSpec.for_arch(arch)
     dim = round_up(tile.max_dim, tile.dim_multiple)
     shared_bytes = tile.shared_bytes(dim, dim)
@@ -117,19 +126,24 @@ def fits(tile, arch):
     return shared_bytes <= device.shared_bytes_per_block and resident <= device.shared_bytes_per_sm
 
 
-TABLES = (FORWARD_TILES, BACKWARD_TILES, DQ_TILES)
+TABLES = (FORWARD_TILES, BACKWARD_TILES, DQ_TILES, FORWARD_SM90_TILES)
 TARGETS = [
     *(Target(tile=tile, arch=arch) for table in TABLES for tile in table for arch in ARCHS if fits(tile, arch)),
     # What may differ between rows is done; now what may differ between problems and devices.
     *(
         Target(tile=next(tile for tile in table if fits(tile, arch)), arch=arch, variant=variant)
-        for table in TABLES
+        for table in TABLES[:3]
         for arch in ARCHS
-        for variant in list(VARIANTS)[1:]
+        for variant in ("full", "groups", "narrow", "options")
+    ),
+    *(
+        Target(tile=tile, arch="9.0", variant=variant)
+        for tile in FORWARD_SM90_TILES
+        for variant in ("full", "bounds", *(("options",) if tile.serves in ("any", "short") else ()))
     ),
     *(
         Target(tile=next(tile for tile in table if fits(tile, arch)), arch=arch)
-        for table in TABLES
+        for table in TABLES[:3]
         for arch in OTHER_ARCHS
     ),
 ]
@@ -141,7 +155,7 @@ def compiled(request):
     selected = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
     targets = {item.callspec.params["target"] for item in selected if "target" in item.callspec.params}
     known = supported_archs()
-    kernels = {kernel for target in targets for kernel in target.kernels() if kernel.target in known}
+    kernels = {kernel for target in targets if target.device.target in known for kernel in target.kernels()}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compile_spec, kernels))
 

@@ -13,13 +13,14 @@ KERNELS = {path.name: path for path in (ROOT / "kernels").iterdir() if path.suff
 
 # A module imports only modules to the left of it.
 ORDER = [
-    "problem", "reference", "cpu", "interop", "plan", "params", "compiler", "launch", "flash_attention", "__init__",
-    "testing", "__main__",
+    "problem", "reference", "cpu", "interop", "tensor_map", "plan", "params", "compiler", "launch", "flash_attention",
+    "__init__", "testing", "__main__",
 ]  # fmt: skip
 
 # What each module may import at import time besides the standard library, and what only when it is needed.
 ALWAYS = {
     "problem": set(),
+    "tensor_map": set(),
     "plan": set(),
     "params": {"numpy"},
     "compiler": set(),
@@ -34,8 +35,8 @@ ALWAYS = {
 }
 WHEN_NEEDED = {
     "problem": {"numpy"},
+    "tensor_map": {"cuda"},
     "compiler": {"cuda", "cupy", "cupy_backends"},
-    "launch": {"cuda"},
     "__main__": {"cupy", "cuda", "hypothesis"},
 }
 

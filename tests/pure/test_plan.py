@@ -15,12 +15,15 @@ from cuflash import compiler
 from cuflash.plan import (
     BACKWARD_TILES,
     DQ_TILES,
+    FORWARD_SM90_TILES,
     FORWARD_TILES,
+    LONG_SEQLEN,
     MAX_HEAD_DIM,
     SHARED_BYTES_RESERVED,
     BackwardTile,
     DeviceSpec,
     DqTile,
+    ForwardSm90Tile,
     ForwardTile,
     access_bytes,
     choose_plan,
@@ -28,6 +31,7 @@ from cuflash.plan import (
     tile_bytes,
 )
 from cuflash.problem import Operand, Options, make_problem
+from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 
 ARCHS = ("8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")
 PASSES = ("forward", "backward")
@@ -73,7 +77,7 @@ def test_arch_that_is_not_known(arch):
 
 # ---- Rows ------------------------------------------------------------------------------------------------------------
 
-TABLES = {"forward": FORWARD_TILES, "backward": BACKWARD_TILES, "dq": DQ_TILES}
+TABLES = {"forward": FORWARD_TILES, "forward sm90": FORWARD_SM90_TILES, "backward": BACKWARD_TILES, "dq": DQ_TILES}
 
 
 @pytest.mark.parametrize(
@@ -87,6 +91,10 @@ TABLES = {"forward": FORWARD_TILES, "backward": BACKWARD_TILES, "dq": DQ_TILES}
         (BACKWARD_TILES[0], {"num_warps": 4, "dq_warps_m": 3, "block_m": 96}, "dq_warps_m divides num_warps"),
         (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 1, "dq_warps_m": 4, "block_m": 32}, "whole fragments of dq"),
         (DQ_TILES[0], {"block_m": 72}, "whole fragments for every warp"),
+        (FORWARD_SM90_TILES[0], {"block_m": 64}, "64 queries for each of two to four consumers"),
+        (FORWARD_SM90_TILES[0], {"block_m": 320}, "64 queries for each of two to four consumers"),
+        (FORWARD_SM90_TILES[0], {"block_n": 72}, "a block_n that one product serves"),
+        (FORWARD_SM90_TILES[0], {"block_n": 272}, "a block_n that one product serves"),
     ],
 )
 def test_a_row_checks_itself(row, change, rule):
@@ -106,8 +114,8 @@ def test_a_table_goes_from_small_to_large(table):
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_every_row_is_chosen_somewhere(table):
     chosen = set()
-    for causal in (False, True):
-        base = problem_of(4096, 4096, causal=causal, deterministic=table is DQ_TILES)
+    for causal, seqlen, softcap in ((False, 4096, None), (True, 4096, None), (False, 512, None), (True, 4096, 5.0)):
+        base = problem_of(seqlen, seqlen, causal=causal, softcap=softcap, deterministic=table is DQ_TILES)
         for dim in range(16, MAX_HEAD_DIM + 1, 16):
             for dim_v in {dim, 16, 64, 128, 192, 256}:
                 problem = replace(base, head_dim=dim, head_dim_v=dim_v)
@@ -148,13 +156,17 @@ def test_every_head_dimension_is_served_within_the_limits(arch, deterministic):
 
 def test_a_plan_is_the_first_row_that_fits():
     problem = problem_of(dim=128, dim_v=128)
-    fitting = [tile for tile in FORWARD_TILES if tile.max_dim >= 128]
     for arch in ARCHS:
         device = DeviceSpec.for_arch(arch)
-        (tile,) = choose_plan(problem, device).tiles
+        table = FORWARD_SM90_TILES if arch == "9.0" else FORWARD_TILES
+        fitting = [tile for tile in table if tile.max_dim >= 128]
+        plan = choose_plan(problem, device)
+        (tile,) = plan.tiles
         for earlier in fitting[: fitting.index(tile)]:
             resident = earlier.min_blocks * (earlier.shared_bytes(128, 128) + SHARED_BYTES_RESERVED)
-            assert resident > device.shared_bytes_per_sm
+            unsuited = isinstance(earlier, ForwardSm90Tile) and not earlier.suits(problem)
+            assert resident > device.shared_bytes_per_sm or unsuited
+            assert f"not {type(earlier).__name__} {earlier.block_m} x {earlier.block_n}" in plan.reason
 
 
 @pytest.mark.parametrize("pass_", PASSES)
@@ -167,6 +179,8 @@ def test_plans_are_pure(pass_, options):
     again = choose_plan(problem_of.__wrapped__(**options), device, pass_)
     assert plan == again
     assert hash(plan.kernels) == hash(again.kernels)
+    assert (len(plan.tensor_maps) > 0) == (pass_ == "forward")
+    assert hash(plan.tensor_maps) == hash(again.tensor_maps)
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.reason = ""
 
@@ -236,7 +250,7 @@ def test_extra_memory_is_linear(arch, deterministic):
 def test_tiles_of_the_caller_are_taken():
     device = DeviceSpec.for_arch("9.0")
     problem = problem_of(deterministic=True)
-    for tile in FORWARD_TILES:
+    for tile in (*FORWARD_TILES, *FORWARD_SM90_TILES):
         plan = choose_plan(problem, device, tiles=(tile,))
         assert plan.tiles == (tile,)
         assert "given by the caller" in plan.reason
@@ -273,12 +287,144 @@ def test_devices_that_no_kernel_serves(pass_):
         choose_plan(problem_of(), small, pass_)
 
 
-def test_more_tiles_than_one_launch_has():
+@pytest.mark.parametrize("arch", ["8.0", "9.0"])
+def test_more_tiles_than_one_launch_has(arch):
     problem = replace(problem_of(seqlen_q=2**30, seqlen_k=1), batch=2**10)
     with pytest.raises(
         NotImplementedError, match=r"^q: got \d+ tiles, expected at most 2\*\*31 - 1 .*; split the batch$"
     ):
-        choose_plan(problem, DeviceSpec.for_arch("9.0"))
+        choose_plan(problem, DeviceSpec.for_arch(arch))
+
+
+# ---- Compute capability 9.0 ------------------------------------------------------------------------------------------
+
+H200 = DeviceSpec.for_arch("9.0")
+
+
+def sources(problem, device=H200, **options):
+    return [kernel.source for kernel in choose_plan(problem, device, **options).kernels]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "row"),
+    [
+        ({"dim": 64}, (64, 256, 64)),
+        ({"dim": 64, "softcap": 2.0}, (64, 192, 64)),
+        ({"dim": 72}, (128, 128, 128)),
+        ({"dim": 128}, (128, 128, 128)),
+        ({"dim": 128, "seqlen_k": LONG_SEQLEN}, (128, 192, 80)),
+        ({"dim": 128, "seqlen_k": LONG_SEQLEN, "window": (9, None)}, (128, 192, 80)),
+        ({"dim": 128, "seqlen_k": LONG_SEQLEN, "causal": True}, (128, 128, 128)),
+        ({"dim": 128, "seqlen_k": LONG_SEQLEN, "softcap": 2.0}, (128, 128, 64)),
+        ({"dim": 192}, (192, 128, 112)),
+        ({"dim": 256}, (256, 128, 64)),
+        ({"dim": 256, "seqlen_k": LONG_SEQLEN}, (256, 128, 80)),
+    ],
+)
+def test_rows_of_the_problems_they_are_meant_for(sizes, row):
+    (tile,) = choose_plan(problem_of(**sizes, dim_v=sizes["dim"]), H200).tiles
+    assert (tile.max_dim, tile.block_m, tile.block_n) == row
+
+
+def test_only_its_own_architecture_gets_the_kernel():
+    for arch in ARCHS:
+        (kernel,) = choose_plan(problem_of(), DeviceSpec.for_arch(arch)).kernels
+        digits = arch.replace(".", "")
+        expected = ("forward_sm90.cu", "sm_90a") if arch == "9.0" else ("forward_sm80.cu", f"sm_{digits}")
+        assert (kernel.source, kernel.target) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dim": 60, "dim_v": 64}, "a stride of q is 120 bytes, not a positive multiple of 16"),
+        ({"dim": 64, "dim_v": 60}, "a stride of v is 120 bytes, not a positive multiple of 16"),
+        ({"seqlen_q": 0}, "q is empty"),
+        ({"seqlen_k": 0}, "k is empty"),
+        ({"batch": 0}, "q is empty"),
+    ],
+)
+def test_what_the_copy_engine_cannot_read(change, words):
+    plan = choose_plan(problem_of(**change), H200)
+    assert [kernel.source for kernel in plan.kernels] == ["forward_sm80.cu"]
+    assert plan.tensor_maps == ()
+    assert plan.resident_blocks == 0
+    assert f"\nnot forward_sm90: {words}, and the copy engine cannot read it" in plan.describe().replace("  ", "")
+    assert sources(problem_of()) == ["forward_sm90.cu"]
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_strides_that_the_copy_engine_cannot_take(name):
+    """Negative, zero, too long, of half a vector; along an axis that is not there, any."""
+    problem = problem_of(heads_kv=4)
+    good = problem.q if name == "out" else getattr(problem, name)
+    for axis in range(3):
+        for stride in (0, -64, 68, 2**39):
+            strides = tuple(stride if i == axis else s for i, s in enumerate(good.strides))
+            for shape in (good.shape, tuple(1 if i == axis else n for i, n in enumerate(good.shape))):
+                operand = replace(good, strides=strides, shape=shape)
+                changed = problem if name == "out" else replace(problem, **{name: operand})
+                out = operand if name == "out" else None
+                plan = choose_plan(changed, H200, load_bytes=16, store_bytes=16, out=out)
+                served = shape[axis] == 1
+                assert plan.kernels[0].source == ("forward_sm90.cu" if served else "forward_sm80.cu")
+                if not served:
+                    assert f"a stride of {name} is {2 * stride} bytes" in plan.reason
+
+
+@pytest.mark.parametrize("widths", [{"load_bytes": 8}, {"store_bytes": 2}, {"load_bytes": 4, "store_bytes": 16}])
+def test_pointers_that_are_not_aligned(widths):
+    plan = choose_plan(problem_of(), H200, **widths)
+    assert plan.kernels[0].source == "forward_sm80.cu"
+    assert f"an array is aligned to {min(widths.values())} bytes only, not 16" in plan.reason
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("num_sms", [1, 2, 132])
+@pytest.mark.parametrize("seqlen_q", [2, 256, 257, 900, 2**18])
+def test_blocks_that_stay(seqlen_q, num_sms, causal):
+    """As many as there are multiprocessors, or units of work: a pair of tiles of queries under a causal mask."""
+    problem = problem_of(seqlen_q, 2**18, batch=2, heads=3, heads_kv=3, causal=causal)
+    plan = choose_plan(problem, replace(H200, num_sms=num_sms))
+    (tile,), (kernel,) = plan.tiles, plan.kernels
+    units = 2 * 3 * -(-seqlen_q // (tile.block_m * (2 if causal else 1)))
+    assert kernel.grid == plan.resident_blocks == min(num_sms, units)
+    assert dict(kernel.defines)["CUFLASH_PAIRS"] == int(causal)
+    m_blocks = 2 * 3 * -(-seqlen_q // tile.block_m)
+    assert f"{kernel.grid} blocks stay and take {m_blocks} tiles of queries one after another" in plan.reason
+
+
+def test_a_window_with_a_left_side_has_no_pairs():
+    for window, pairs in (((None, 0), 1), ((5, 0), 0), ((5, None), 0), (None, 0)):
+        (kernel,) = choose_plan(problem_of(window=window), H200).kernels
+        assert dict(kernel.defines)["CUFLASH_PAIRS"] == pairs
+
+
+def test_tensor_maps_of_a_plan():
+    problem = problem_of(300, 500, dim=72, dim_v=128, batch=2, heads=4, heads_kv=2)
+    plan = choose_plan(problem, H200)
+    (tile,), (kernel,) = plan.tiles, plan.kernels
+    out = {"shape": (128, 300, 4, 2), "strides_bytes": (256, 76_800, 307_200), "rows": 64}
+    assert plan.tensor_maps == (
+        tensor_map_spec("q", problem.q, tile.block_m),
+        tensor_map_spec("k", problem.k, tile.block_n),
+        tensor_map_spec("v", problem.v, tile.block_n),
+        TensorMapSpec(name="out", dtype="bfloat16", **out),
+    )
+    assert plan.tensor_maps[1].shape == (72, 500, 2, 2)
+    assert plan.tensor_maps[1].strides_bytes == (144, 72_000, 144_000)
+    assert dict(kernel.defines)["CUFLASH_ARGUMENT_BYTES"] == 512 + 4 * 128
+
+
+@given(st.tuples(*[st.integers(0, 3)] * 4), st.tuples(*[st.integers(-64, 2**40)] * 3))
+def test_what_has_no_obstacle_meets_the_rules_of_tensor_maps(shape, strides):
+    """Those of cuTensorMapEncodeTiled in the CUDA driver API."""
+    operand = Operand(shape=shape, strides=(*strides, 1), dtype="float16")
+    if why_not("q", operand) is None:
+        spec = tensor_map_spec("q", operand, 64)
+        assert all(1 <= n <= 2**32 for n in spec.shape)
+        assert all(0 < stride < 2**40 and stride % 16 == 0 for stride in spec.strides_bytes)
+        assert spec.rows <= 256
 
 
 # ---- What a plan says ------------------------------------------------------------------------------------------------
@@ -309,24 +455,27 @@ def test_description(pass_):
 
 
 def test_a_symbol_spells_its_configuration():
-    kernel = choose_plan(problem_of(dim=40, dim_v=72, causal=True), DeviceSpec.for_arch("9.0")).kernels[0]
-    assert re.fullmatch(r"forward_sm80_bfloat16_d40x72_\d+x\d+_right_bound", kernel.name)
-    assert dict(kernel.defines)["CUFLASH_KERNEL_NAME"] == kernel.name
+    for arch, source in (("8.0", "forward_sm80"), ("9.0", "forward_sm90")):
+        kernel = choose_plan(problem_of(dim=40, dim_v=72, causal=True), DeviceSpec.for_arch(arch)).kernels[0]
+        assert re.fullmatch(rf"{source}_bfloat16_d40x72_\d+x\d+_right_bound", kernel.name)
+        assert dict(kernel.defines)["CUFLASH_KERNEL_NAME"] == kernel.name
 
 
 def test_kernels_are_told_all_that_they_ask_for():
     """Every define that the sources read is given, and none that nobody reads."""
     text = {path.name: path.read_text() for path in compiler.kernel_directory().iterdir() if path.suffix[:3] == ".cu"}
-    emulation = {"CUFLASH_EMULATION", "CUFLASH_DEVICE", "CUFLASH_DEFINE_KERNEL"}
-    read = set(re.findall(r"\bCUFLASH_[A-Z0-9_]+\b", "".join(text.values()))) - emulation
+    everything = "".join(text.values())
+    own = set(re.findall(r"#define (CUFLASH_[A-Z0-9_]+)", everything)) | {"CUFLASH_EMULATION"}
+    pasted = {name for name in re.findall(r"\b(CUFLASH_[A-Z0-9_]+)##", everything)}  # the front half of a macro's name
+    read = set(re.findall(r"\bCUFLASH_[A-Z0-9_]+\b", everything)) - own - pasted
     given = set()
     for deterministic in (False, True):
         for pass_ in PASSES:
-            for kernel in choose_plan(
-                problem_of(deterministic=deterministic), DeviceSpec.for_arch("9.0"), pass_
-            ).kernels:
-                given |= {name for name, _ in kernel.defines}
-                assert kernel.source in text
+            for arch in ("8.0", "9.0"):
+                problem = problem_of(deterministic=deterministic)
+                for kernel in choose_plan(problem, DeviceSpec.for_arch(arch), pass_).kernels:
+                    given |= {name for name, _ in kernel.defines}
+                    assert kernel.source in text
     assert given == read
 
 
@@ -367,5 +516,6 @@ def test_access_bytes_of_contiguous_rows(dim, width):
 
 
 def test_rows_are_of_their_types():
-    for tiles, kind in ((FORWARD_TILES, ForwardTile), (BACKWARD_TILES, BackwardTile), (DQ_TILES, DqTile)):
-        assert all(type(tile) is kind for tile in tiles)
+    kinds = {"forward": ForwardTile, "forward sm90": ForwardSm90Tile, "backward": BackwardTile, "dq": DqTile}
+    for name, tiles in TABLES.items():
+        assert all(type(tile) is kinds[name] for tile in tiles)

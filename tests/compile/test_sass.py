@@ -1,0 +1,75 @@
+"""What the assembler made of the forward kernel of compute capability 9.0: whether its softmax overlaps the products.
+
+The rows of the table are measured with the exponentials of a step between its two waits: behind the one for S, in front
+of the one for O. The assembler may sink them behind the second, where nothing runs at their side any more; results stay
+right, only slower.
+"""
+
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from importlib import metadata
+
+import pytest
+
+import cuflash.testing as ct
+from cuflash.compiler import compile_spec, supported_archs
+from cuflash.plan import FORWARD_SM90_TILES, DeviceSpec, choose_plan
+from cuflash.problem import make_problem
+
+
+def find_nvdisasm():
+    """The disassembler on the path, or of its wheel; None if there is none."""
+    try:
+        files = metadata.files("nvidia-cuda-nvdisasm") or ()
+    except metadata.PackageNotFoundError:
+        files = ()
+    in_wheel = [str(path.locate()) for path in files if path.name == "nvdisasm"]
+    return shutil.which("nvdisasm") or next(iter(in_wheel), None)
+
+
+pytestmark = [
+    pytest.mark.skipif(find_nvdisasm() is None, reason="no nvdisasm: nvidia-cuda-nvdisasm is not installed"),
+    pytest.mark.skipif("sm_90" not in supported_archs(), reason="this NVRTC does not know sm_90"),
+]
+
+KEEPING = tuple(tile for tile in FORWARD_SM90_TILES if tile.keep_before)
+
+
+def instructions(tile, **options):
+    """Those of the row's kernel at its largest head dimensions, in the order of their addresses."""
+    case = ct.Case(seqlen_q=64, seqlen_k=64, head_dim=tile.max_dim, dtype="bfloat16", **options)
+    arrays = case.arrays()
+    problem = make_problem(case.options, *(arrays[name] for name in "qkv"))
+    (kernel,) = choose_plan(problem, DeviceSpec.for_arch("9.0"), tiles=(tile,)).kernels
+    command = [find_nvdisasm(), "--print-code", str(compile_spec(kernel).path)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", text, re.MULTILINE)
+
+
+def exponentials(code):
+    """(in front of the wait for O, behind it) of every step: of its exponentials up to the next product."""
+    waits = [i for i, text in enumerate(code) if re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1\b", text)]
+    for start in waits:
+        stop = next((i for i in range(start, len(code)) if "HGMMA" in code[i]), len(code))
+        step = code[start:stop]
+        wait_for_o = next(i for i, text in enumerate(step) if re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0\b", text))
+        yield tuple(sum("MUFU.EX2" in text for text in part) for part in (step[:wait_for_o], step[wait_for_o:]))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["full", "causal"])
+@pytest.mark.parametrize("tile", KEEPING, ids=lambda tile: f"{tile.max_dim}-{tile.block_m}x{tile.block_n}")
+def test_exponentials_stay_beside_the_product(tile, options):
+    steps = list(exponentials(instructions(tile, **options)))
+    assert len(steps) == 2  # with the mask and without
+    for before, after in steps:
+        assert before >= tile.block_n // 2  # of the two rows of a lane, a quarter of the columns
+        assert after == 0
+
+
+def test_left_to_itself_the_assembler_moves_them():
+    """Else the rows need not ask, and the test above proves nothing."""
+    for tile in KEEPING:
+        steps = list(exponentials(instructions(replace(tile, keep_before=False))))
+        assert any(after > 0 for _, after in steps), tile
