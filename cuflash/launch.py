@@ -227,7 +227,7 @@ def _prepare(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> _Launc
         store_bytes=aligned_bytes(written),
     )
     names = (*given, *(_RESULTS[pass_][index] for index, _, _ in results), *(name for name, _ in plan.scratch))
-    sizes = [4 * elements for _, elements in plan.scratch]
+    sizes = [np.dtype(problem.softmax_dtype).itemsize * elements for _, elements in plan.scratch]
     return _Launch(
         plan=plan,
         kernels=tuple(_load(kernel, device_id) for kernel in plan.kernels if kernel.grid),

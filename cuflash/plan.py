@@ -14,7 +14,7 @@ from cuflash.problem import ITEMSIZE, Operand, Problem
 
 Pass = Literal["forward", "backward"]
 
-PARAMS_BYTES = 496  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
+PARAMS_BYTES = 512  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
 MAX_HEAD_DIM = 256
 # Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
 # at head_dim 128 and seqlen 4096, 4 % in the backward pass; without a mask, one head at a time serves L2 better.
@@ -81,42 +81,52 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def tile_bytes(rows: int, columns: int) -> int:
-    """Shared memory of a tile of 16-bit elements, in lines of 128 bytes; kernels/config.cuh has the same."""
-    row = 16 if columns <= 16 else 32 if columns <= 32 else round_up(columns, 64)
-    return rows * row * 2
+def tile_bytes(rows: int, columns: int, element_bytes: int) -> int:
+    """Shared memory of a tile, in lines of 128 bytes or parts of one; kernels/config.cuh has the same."""
+    row = columns * element_bytes
+    if element_bytes > 2 or row > 64:
+        return rows * round_up(row, 128)
+    return rows * (64 if row > 32 else 32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardTile:
-    """One way to cut the forward pass. A block owns block_m queries, a warp block_m / num_warps of them."""
+    """One way to cut the forward pass. A block owns block_m queries; warps_d warps share a piece of them."""
 
+    element_bytes: int = 2
     max_dim: int
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     min_blocks: int  # blocks that must be resident on one multiprocessor
-    fragments_ahead: int  # ldmatrix of B ahead of the product that needs it
+    warps_d: int = 1  # warps along the columns of the output
+    fragments_ahead: int  # fragments of B that are loaded ahead of the product that needs them
     origin: str = field(compare=False)  # the measurement or the arithmetic that put the row here
 
-    dim_multiple = 16
-
     def __post_init__(self) -> None:
-        _check_row(self, self.block_m % (16 * self.num_warps) == 0, "whole fragments for every warp")
+        _check_row(self, self.num_warps % self.warps_d == 0, "warps_d divides num_warps")
+        _check_row(self, self.block_m * self.warps_d % (16 * self.num_warps) == 0, "whole fragments for every warp")
+
+    @property
+    def dim_multiple(self) -> int:
+        """Head dimensions are padded so that every warp gets the same number of 16-wide pieces of their columns."""
+        return 16 * self.warps_d
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
-        q = tile_bytes(self.block_m, max(dim, dim_v))
-        return q + self.num_stages * (tile_bytes(self.block_n, dim) + tile_bytes(self.block_n, dim_v))
+        size = self.element_bytes
+        q = tile_bytes(self.block_m, max(dim, dim_v), size)
+        return q + self.num_stages * (tile_bytes(self.block_n, dim, size) + tile_bytes(self.block_n, dim_v, size))
 
     def defines(self) -> dict[str, int]:
-        return _tile_defines(self)
+        return _tile_defines(self) | {"CUFLASH_WARPS_D": self.warps_d}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardTile:
     """One way to cut the backward pass. A block owns block_n keys; warps_d warps share the rows of a piece of them."""
 
+    element_bytes: int = 2
     max_dim: int
     block_m: int
     block_n: int
@@ -132,9 +142,14 @@ class BackwardTile:
         warps_n = self.num_warps // self.warps_d
         _check_row(self, warps_n * self.warps_d == self.num_warps, "warps_d divides num_warps")
         _check_row(self, self.block_n % (16 * warps_n) == 0, "whole fragments of keys for every warp")
-        _check_row(self, self.block_m % (16 * self.warps_d) == 0, "whole pairs of pieces of queries for every warp")
+        _check_row(self, self.block_m % (16 * self.warps_q) == 0, "whole pairs of pieces of queries for every warp")
         _check_row(self, self.num_warps % self.dq_warps_m == 0, "dq_warps_m divides num_warps")
         _check_row(self, self.block_m % (16 * self.dq_warps_m) == 0, "whole fragments of dq for every warp")
+
+    @property
+    def warps_q(self) -> int:
+        """Warps along the queries of a piece of keys: of the warps_d, as many as there are queries for."""
+        return min(self.warps_d, self.block_m // 16)
 
     @property
     def dim_multiple(self) -> int:
@@ -142,38 +157,57 @@ class BackwardTile:
         return 16 * max(self.warps_d, self.num_warps // self.dq_warps_m)
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
-        keys = tile_bytes(self.block_n, dim) + tile_bytes(self.block_n, dim_v)
-        queries = tile_bytes(self.block_m, dim) + tile_bytes(self.block_m, dim_v) + self.block_m * 8
-        return keys + self.num_stages * queries + 2 * tile_bytes(self.block_n, self.block_m)
+        size = self.element_bytes
+        keys = tile_bytes(self.block_n, dim, size) + tile_bytes(self.block_n, dim_v, size)
+        stats = self.block_m * 2 * max(size, 4)
+        queries = tile_bytes(self.block_m, dim, size) + tile_bytes(self.block_m, dim_v, size) + stats
+        return keys + self.num_stages * queries + 2 * tile_bytes(self.block_n, self.block_m, size)
 
     def defines(self) -> dict[str, int]:
-        return _tile_defines(self) | {"CUFLASH_WARPS_D": self.warps_d, "CUFLASH_DQ_WARPS_M": self.dq_warps_m}
+        return _tile_defines(self) | {
+            "CUFLASH_WARPS_D": self.warps_d,
+            "CUFLASH_WARPS_Q": self.warps_q,
+            "CUFLASH_DQ_WARPS_M": self.dq_warps_m,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class DqTile:
     """One way to cut the kernel that computes dq in a fixed order. A block owns block_m queries."""
 
+    element_bytes: int = 2
     max_dim: int
     block_m: int
     block_n: int
     num_warps: int
+    num_stages: int = 2
     min_blocks: int
+    warps_d: int = 1  # warps along the columns of dq
     origin: str = field(compare=False)
 
-    dim_multiple = 16
-    num_stages = 2
     fragments_ahead = 0
 
     def __post_init__(self) -> None:
-        _check_row(self, self.block_m % (16 * self.num_warps) == 0, "whole fragments for every warp")
+        _check_row(self, self.num_warps % self.warps_d == 0, "warps_d divides num_warps")
+        _check_row(self, self.block_m * self.warps_d % (16 * self.num_warps) == 0, "whole fragments for every warp")
+
+    @property
+    def dim_multiple(self) -> int:
+        """Head dimensions are padded so that every warp gets the same number of 16-wide pieces of their columns."""
+        return 16 * self.warps_d
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
-        keys = tile_bytes(self.block_n, dim) + tile_bytes(self.block_n, dim_v)
-        return tile_bytes(self.block_m, dim) + tile_bytes(self.block_m, dim_v) + self.num_stages * keys
+        size = self.element_bytes
+        keys = tile_bytes(self.block_n, dim, size) + tile_bytes(self.block_n, dim_v, size)
+        queries = tile_bytes(self.block_m, dim, size) + tile_bytes(self.block_m, dim_v, size)
+        return queries + self.num_stages * keys
 
     def defines(self) -> dict[str, int]:
-        return _tile_defines(self) | {"CUFLASH_WARPS_D": 1, "CUFLASH_DQ_WARPS_M": self.num_warps}
+        return _tile_defines(self) | {
+            "CUFLASH_WARPS_D": 1,
+            "CUFLASH_WARPS_Q": 1,
+            "CUFLASH_DQ_WARPS_M": self.num_warps // self.warps_d,
+        }
 
 
 Tile = ForwardTile | BackwardTile | DqTile
@@ -205,8 +239,13 @@ def _forward(
     blocks: int,
     ahead: int,
     origin: str,
+    *,
+    element_bytes: int = 2,
+    warps_d: int = 1,
 ) -> ForwardTile:
     return ForwardTile(
+        element_bytes=element_bytes,
+        warps_d=warps_d,
         max_dim=max_dim,
         block_m=m,
         block_n=n,
@@ -229,8 +268,11 @@ def _backward(
     dq_warps_m: int,
     ahead: int,
     origin: str,
+    *,
+    element_bytes: int = 2,
 ) -> BackwardTile:
     return BackwardTile(
+        element_bytes=element_bytes,
         max_dim=max_dim,
         block_m=m,
         block_n=n,
@@ -244,8 +286,29 @@ def _backward(
     )
 
 
-def _dq(max_dim: int, m: int, n: int, warps: int, blocks: int, origin: str) -> DqTile:
-    return DqTile(max_dim=max_dim, block_m=m, block_n=n, num_warps=warps, min_blocks=blocks, origin=origin)
+def _dq(
+    max_dim: int,
+    m: int,
+    n: int,
+    warps: int,
+    blocks: int,
+    origin: str,
+    *,
+    element_bytes: int = 2,
+    warps_d: int = 1,
+    stages: int = 2,
+) -> DqTile:
+    return DqTile(
+        element_bytes=element_bytes,
+        max_dim=max_dim,
+        block_m=m,
+        block_n=n,
+        num_warps=warps,
+        num_stages=stages,
+        min_blocks=blocks,
+        warps_d=warps_d,
+        origin=origin,
+    )
 
 
 def _h200(here: str, flash_attention_2: str) -> str:
@@ -257,7 +320,10 @@ def _h200(here: str, flash_attention_2: str) -> str:
 
 _SMALL = "for 100 KiB of shared memory; by arithmetic, not measured"
 _MEDIUM = "for 164 KiB of shared memory; by arithmetic, not measured"
+_ARITHMETIC = "by arithmetic, not measured"
 
+# Rows serve elements of `element_bytes`: 2 unless they say otherwise. Registers hold half or a quarter as many wide
+# elements, so these get smaller tiles, and at large head dimensions several warps to a row.
 # fmt: off
 FORWARD_TILES = (
     #        max_dim  m    n  warps stages blocks ahead
@@ -270,6 +336,25 @@ FORWARD_TILES = (
     _forward(256, 128, 128, 8, 1, 1, 0, _h200("342 / 329, 318 / 258", "317 / 281, 307 / 249")),
     _forward(256, 128, 64,  8, 1, 1, 0, _h200("323 / 279, 300 / 229", "326 / 284, 306 / 246")),
     _forward(256, 64,  32,  4, 1, 1, 2, _SMALL),
+
+    _forward(64,  128, 64,  4, 1, 2, 0, _ARITHMETIC, element_bytes=4),
+    _forward(64,  64,  64,  4, 1, 2, 0, _SMALL, element_bytes=4),
+    _forward(128, 128, 32,  4, 1, 2, 0, _ARITHMETIC, element_bytes=4),
+    _forward(128, 64,  32,  4, 1, 1, 0, _SMALL, element_bytes=4),
+    _forward(192, 64,  32,  4, 1, 2, 0, _ARITHMETIC, element_bytes=4),
+    _forward(192, 64,  32,  4, 1, 1, 0, _SMALL, element_bytes=4),
+    _forward(256, 64,  16,  4, 1, 2, 0, _ARITHMETIC, element_bytes=4),
+    _forward(256, 64,  16,  4, 1, 1, 0, _SMALL, element_bytes=4),
+
+    _forward(64,  128, 32,  4, 1, 2, 0, _ARITHMETIC, element_bytes=8),
+    _forward(64,  64,  32,  4, 1, 1, 0, _SMALL, element_bytes=8),
+    _forward(128, 64,  16,  4, 1, 2, 0, _ARITHMETIC, element_bytes=8),
+    _forward(128, 64,  16,  4, 1, 1, 0, _SMALL, element_bytes=8),
+    _forward(192, 64,  16,  8, 1, 1, 0, _ARITHMETIC, element_bytes=8, warps_d=2),
+    _forward(192, 32,  16,  4, 1, 1, 0, _SMALL, element_bytes=8, warps_d=2),
+    _forward(256, 64,  16,  8, 1, 1, 0, _ARITHMETIC, element_bytes=8, warps_d=2),
+    _forward(256, 32,  16,  4, 1, 1, 0, _MEDIUM, element_bytes=8, warps_d=2),
+    _forward(256, 16,  16,  2, 1, 1, 0, _SMALL, element_bytes=8, warps_d=2),
 )
 
 BACKWARD_TILES = (
@@ -286,6 +371,25 @@ BACKWARD_TILES = (
     _backward(256, 64, 64,  8, 2, 1, 4, 4, 0, _h200("255 / 250, 231 / 201", "253 / 228, 225 / 180")),
     _backward(256, 32, 64,  8, 2, 1, 2, 1, 0, _MEDIUM),
     _backward(256, 32, 32,  4, 1, 1, 2, 2, 0, _SMALL),
+
+    _backward(64,  32, 64,  4, 2, 2, 1, 2, 0, _ARITHMETIC, element_bytes=4),
+    _backward(64,  32, 64,  4, 2, 1, 1, 2, 0, _SMALL, element_bytes=4),
+    _backward(128, 32, 64,  8, 2, 1, 2, 2, 0, _ARITHMETIC, element_bytes=4),
+    _backward(128, 32, 32,  4, 1, 1, 2, 2, 0, _SMALL, element_bytes=4),
+    _backward(192, 32, 64,  8, 1, 1, 2, 2, 0, _ARITHMETIC, element_bytes=4),
+    _backward(192, 32, 16,  2, 1, 1, 2, 2, 0, _SMALL, element_bytes=4),
+    _backward(256, 32, 64,  8, 1, 1, 2, 2, 0, _ARITHMETIC, element_bytes=4),
+    _backward(256, 32, 32,  4, 1, 1, 2, 2, 0, _MEDIUM, element_bytes=4),
+    _backward(256, 16, 16,  2, 1, 1, 2, 1, 0, _SMALL, element_bytes=4),
+
+    _backward(64,  32, 64,  8, 1, 1, 2, 2, 0, _ARITHMETIC, element_bytes=8),
+    _backward(64,  32, 32,  4, 1, 1, 2, 2, 0, _SMALL, element_bytes=8),
+    _backward(128, 32, 32,  4, 1, 1, 2, 2, 0, _ARITHMETIC, element_bytes=8),
+    _backward(128, 16, 16,  2, 1, 1, 2, 1, 0, _SMALL, element_bytes=8),
+    _backward(192, 16, 32,  8, 1, 1, 4, 1, 0, _ARITHMETIC, element_bytes=8),
+    _backward(176, 16, 16,  1, 1, 1, 1, 1, 0, _SMALL, element_bytes=8),
+    _backward(256, 16, 32,  8, 1, 1, 4, 1, 0, _ARITHMETIC, element_bytes=8),
+    _backward(256, 16, 16,  4, 1, 1, 4, 1, 0, _MEDIUM, element_bytes=8),
 )
 
 # The numbers are those of the whole deterministic backward pass.
@@ -299,6 +403,26 @@ DQ_TILES = (
     _dq(256, 128, 32, 8, 1, _h200("213 / 208, 198 / 173", "253 / 228, 225 / 180")),
     _dq(256, 64,  32, 4, 1, _MEDIUM),
     _dq(256, 32,  16, 2, 1, _SMALL),
+
+    _dq(64,  128, 32, 4, 2, _ARITHMETIC, element_bytes=4),
+    _dq(64,  64,  32, 4, 1, _SMALL, element_bytes=4),
+    _dq(128, 64,  16, 4, 2, _ARITHMETIC, element_bytes=4),
+    _dq(128, 64,  16, 4, 1, _SMALL, element_bytes=4),
+    _dq(192, 64,  16, 4, 1, _ARITHMETIC, element_bytes=4),
+    _dq(192, 32,  16, 2, 1, _SMALL, element_bytes=4),
+    _dq(256, 64,  16, 4, 1, _ARITHMETIC, element_bytes=4),
+    _dq(256, 32,  16, 2, 1, _MEDIUM, element_bytes=4),
+    _dq(256, 32,  16, 2, 1, _SMALL, element_bytes=4, stages=1),
+
+    _dq(64,  64,  16, 4, 2, _ARITHMETIC, element_bytes=8),
+    _dq(64,  64,  16, 4, 1, _SMALL, element_bytes=8),
+    _dq(128, 64,  16, 4, 1, _ARITHMETIC, element_bytes=8),
+    _dq(128, 32,  16, 4, 1, _MEDIUM, element_bytes=8, warps_d=2),
+    _dq(128, 16,  16, 2, 1, _SMALL, element_bytes=8, warps_d=2),
+    _dq(192, 32,  16, 4, 1, _ARITHMETIC, element_bytes=8, warps_d=2),
+    _dq(192, 16,  16, 2, 1, _SMALL, element_bytes=8, warps_d=2, stages=1),
+    _dq(256, 16,  16, 4, 1, _ARITHMETIC, element_bytes=8, warps_d=4),
+    _dq(256, 16,  16, 4, 1, _MEDIUM, element_bytes=8, warps_d=4, stages=1),
 )
 # fmt: on
 
@@ -327,7 +451,7 @@ class LaunchPlan:
     kernels: tuple[KernelSpec, ...]
     stats_rows: int  # rows of row_stats of one head (backward)
     group_splits: int  # blocks that share the query heads of a key/value head (backward)
-    scratch: tuple[tuple[str, int], ...]  # arrays that a call needs beside inputs and results, in float32 elements
+    scratch: tuple[tuple[str, int], ...]  # arrays that a call needs beside inputs and results, in elements of lse's dtype
     head_section: int  # heads whose tiles are interleaved in the launch order
     reason: str
     resources: tuple[str, ...] = ()  # registers and spills of each kernel, once compiled
@@ -335,7 +459,7 @@ class LaunchPlan:
     @property
     def extra_bytes(self) -> int:
         """Device memory taken for the duration of a call beside inputs and results."""
-        return 4 * sum(elements for _, elements in self.scratch)
+        return ITEMSIZE[self.problem.softmax_dtype] * sum(elements for _, elements in self.scratch)
 
     def describe(self) -> str:
         """The plan in words, a line a fact."""
@@ -436,7 +560,7 @@ def choose_plan(
         dim_padded, dim_v_padded = (round_up(d, main.dim_multiple) for d in (dim, dim_v))
         if group_splits > 1:
             scratch["dkv_partials"] = n_blocks * group_splits * main.block_n * (dim_padded + dim_v_padded)
-            shared_bytes = tile_bytes(main.block_n, dim_padded) + tile_bytes(main.block_n, dim_v_padded)
+            shared_bytes = sum(tile_bytes(main.block_n, d, main.element_bytes) for d in (dim_padded, dim_v_padded))
             kernels.append(kernel("backward_reduce.cu", main, n_blocks, shared_bytes))
             reason += (
                 f"\n{group_splits} blocks share the query heads of a key/value head: {n_blocks} tiles of keys are few"
@@ -452,7 +576,8 @@ def choose_plan(
             chosen = (main,)
             scratch["dq_accumulator"] = heads * stats_rows * dim_padded
             m_blocks = heads * (stats_rows // main.block_m)
-            kernels.append(kernel("backward_convert.cu", main, m_blocks, tile_bytes(main.block_m, dim_padded)))
+            shared_bytes = tile_bytes(main.block_m, dim_padded, main.element_bytes)
+            kernels.append(kernel("backward_convert.cu", main, m_blocks, shared_bytes))
     return LaunchPlan(
         pass_=pass_,
         problem=problem,
@@ -469,11 +594,6 @@ def choose_plan(
 
 def check_served(problem: Problem, device: DeviceSpec) -> None:
     """Raise NotImplementedError, with the limit and the remedy, for a problem that no kernel serves on `device`."""
-    if problem.dtype not in ("float16", "bfloat16"):
-        raise NotImplementedError(
-            f"q: got dtype {problem.dtype}, expected float16 or bfloat16 on the GPU; NumPy arrays of {problem.dtype} "
-            "are served on the CPU"
-        )
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         name, got = ("q", problem.head_dim) if problem.head_dim > MAX_HEAD_DIM else ("v", problem.head_dim_v)
         raise NotImplementedError(
@@ -482,8 +602,8 @@ def check_served(problem: Problem, device: DeviceSpec) -> None:
         )
     if device.arch < 80:
         raise NotImplementedError(
-            f"device: got compute capability {device.arch / 10:.1f}, expected 8.0 or later (mma.sync on 16-bit types, "
-            "cp.async); NumPy arrays are served on the CPU"
+            f"device: got compute capability {device.arch / 10:.1f}, expected 8.0 or later (mma.sync on bfloat16, "
+            "TF32 and float64, cp.async); NumPy arrays are served on the CPU"
         )
 
 
@@ -502,7 +622,7 @@ def _choose(table: tuple, problem: Problem, device: DeviceSpec) -> tuple[Tile, s
     rejected = []
     for tile in table:
         dim, dim_v = round_up(problem.head_dim, tile.dim_multiple), round_up(problem.head_dim_v, tile.dim_multiple)
-        if max(dim, dim_v) > tile.max_dim:
+        if tile.element_bytes != ITEMSIZE[problem.dtype] or max(dim, dim_v) > tile.max_dim:
             continue
         shared = tile.shared_bytes(dim, dim_v)
         needed = tile.min_blocks * (shared + SHARED_BYTES_RESERVED)
@@ -518,16 +638,21 @@ def _choose(table: tuple, problem: Problem, device: DeviceSpec) -> tuple[Tile, s
             continue
         return tile, "\n".join([f"{label}: {tile.origin}", *rejected])
     raise NotImplementedError(
-        f"device: no tile fits {device.name} with {device.shared_bytes_per_block} bytes of shared memory a block at "
-        f"head dimensions {problem.head_dim} and {problem.head_dim_v}"
+        f"device: no tile of {problem.dtype} at head dimensions {problem.head_dim} and {problem.head_dim_v} fits "
+        f"{device.name}, got {device.shared_bytes_per_block} bytes of shared memory a block, expected more; NumPy arrays "
+        "are served on the CPU"
     )
+
+
+_DTYPE_TAGS = {"float16": "Float16", "bfloat16": "BFloat16", "float32": "Float32", "float64": "Float64"}
 
 
 def _common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_bytes: int) -> dict[str, str | int]:
     transforms = problem.softcap is not None or problem.alibi_slopes is not None or problem.bias is not None
     return {
         "CUFLASH_ARCH": device.arch,
-        "CUFLASH_DTYPE": {"float16": "Float16", "bfloat16": "BFloat16"}[problem.dtype],
+        "CUFLASH_DTYPE": _DTYPE_TAGS[problem.dtype],
+        "CUFLASH_ROUNDS_TO_TF32": int(problem.dtype == "float32" and problem.precision == "tf32"),
         "CUFLASH_HEAD_DIM": problem.head_dim,
         "CUFLASH_HEAD_DIM_V": problem.head_dim_v,
         "CUFLASH_LOAD_BYTES": load_bytes,
