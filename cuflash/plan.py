@@ -183,9 +183,8 @@ class DqTile:
     num_stages: int = 2
     min_blocks: int
     warps_d: int = 1  # warps along the columns of dq
+    fragments_ahead: int = 0
     origin: str = field(compare=False)
-
-    fragments_ahead = 0
 
     def __post_init__(self) -> None:
         _check_row(self, self.num_warps % self.warps_d == 0, "warps_d divides num_warps")
@@ -297,6 +296,7 @@ def _dq(
     element_bytes: int = 2,
     warps_d: int = 1,
     stages: int = 2,
+    ahead: int = 0,
 ) -> DqTile:
     return DqTile(
         element_bytes=element_bytes,
@@ -307,6 +307,7 @@ def _dq(
         num_stages=stages,
         min_blocks=blocks,
         warps_d=warps_d,
+        fragments_ahead=ahead,
         origin=origin,
     )
 
@@ -320,6 +321,7 @@ def _h200(here: str, flash_attention_2: str) -> str:
 
 _SMALL = "for 100 KiB of shared memory; by arithmetic, not measured"
 _MEDIUM = "for 164 KiB of shared memory; by arithmetic, not measured"
+_MEDIUM_OR_SMALL = "for 164 or 100 KiB of shared memory; by arithmetic, not measured"
 _ARITHMETIC = "by arithmetic, not measured"
 
 # Rows serve elements of `element_bytes`: 2 unless they say otherwise. Registers hold half or a quarter as many wide
@@ -337,19 +339,16 @@ FORWARD_TILES = (
     _forward(256, 128, 64,  8, 1, 1, 0, _h200("323 / 279, 300 / 229", "326 / 284, 306 / 246")),
     _forward(256, 64,  32,  4, 1, 1, 2, _SMALL),
 
-    _forward(64,  128, 64,  4, 1, 2, 0, _ARITHMETIC, element_bytes=4),
-    _forward(64,  64,  64,  4, 1, 2, 0, _SMALL, element_bytes=4),
-    _forward(128, 128, 32,  4, 1, 2, 0, _ARITHMETIC, element_bytes=4),
-    _forward(128, 64,  32,  4, 1, 1, 0, _SMALL, element_bytes=4),
-    _forward(192, 64,  32,  4, 1, 2, 0, _ARITHMETIC, element_bytes=4),
-    _forward(192, 64,  32,  4, 1, 1, 0, _SMALL, element_bytes=4),
-    _forward(256, 64,  16,  4, 1, 2, 0, _ARITHMETIC, element_bytes=4),
-    _forward(256, 64,  16,  4, 1, 1, 0, _SMALL, element_bytes=4),
+    _forward(64,  128, 32,  4, 2, 2, 1, _ARITHMETIC, element_bytes=4),
+    _forward(64,  64,  64,  4, 1, 1, 1, _SMALL, element_bytes=4),
+    _forward(128, 128, 32,  4, 1, 2, 1, _ARITHMETIC, element_bytes=4),
+    _forward(128, 64,  32,  4, 1, 1, 1, _MEDIUM_OR_SMALL, element_bytes=4),
+    _forward(192, 64,  32,  4, 1, 1, 1, _ARITHMETIC, element_bytes=4),
+    _forward(256, 64,  16,  4, 1, 1, 1, _ARITHMETIC, element_bytes=4),
 
     _forward(64,  128, 32,  4, 1, 2, 0, _ARITHMETIC, element_bytes=8),
     _forward(64,  64,  32,  4, 1, 1, 0, _SMALL, element_bytes=8),
-    _forward(128, 64,  16,  4, 1, 2, 0, _ARITHMETIC, element_bytes=8),
-    _forward(128, 64,  16,  4, 1, 1, 0, _SMALL, element_bytes=8),
+    _forward(128, 64,  16,  4, 1, 1, 0, _ARITHMETIC, element_bytes=8),
     _forward(192, 64,  16,  8, 1, 1, 0, _ARITHMETIC, element_bytes=8, warps_d=2),
     _forward(192, 32,  16,  4, 1, 1, 0, _SMALL, element_bytes=8, warps_d=2),
     _forward(256, 64,  16,  8, 1, 1, 0, _ARITHMETIC, element_bytes=8, warps_d=2),
@@ -372,22 +371,21 @@ BACKWARD_TILES = (
     _backward(256, 32, 64,  8, 2, 1, 2, 1, 0, _MEDIUM),
     _backward(256, 32, 32,  4, 1, 1, 2, 2, 0, _SMALL),
 
-    _backward(64,  32, 64,  4, 2, 2, 1, 2, 0, _ARITHMETIC, element_bytes=4),
-    _backward(64,  32, 64,  4, 2, 1, 1, 2, 0, _SMALL, element_bytes=4),
-    _backward(128, 32, 64,  8, 2, 1, 2, 2, 0, _ARITHMETIC, element_bytes=4),
-    _backward(128, 32, 32,  4, 1, 1, 2, 2, 0, _SMALL, element_bytes=4),
-    _backward(192, 32, 64,  8, 1, 1, 2, 2, 0, _ARITHMETIC, element_bytes=4),
-    _backward(192, 32, 16,  2, 1, 1, 2, 2, 0, _SMALL, element_bytes=4),
-    _backward(256, 32, 64,  8, 1, 1, 2, 2, 0, _ARITHMETIC, element_bytes=4),
-    _backward(256, 32, 32,  4, 1, 1, 2, 2, 0, _MEDIUM, element_bytes=4),
-    _backward(256, 16, 16,  2, 1, 1, 2, 1, 0, _SMALL, element_bytes=4),
+    _backward(64,  32, 64,  4, 2, 2, 1, 2, 1, _ARITHMETIC, element_bytes=4),
+    _backward(64,  32, 64,  4, 2, 1, 1, 2, 1, _SMALL, element_bytes=4),
+    _backward(128, 32, 64,  8, 2, 1, 2, 2, 1, _ARITHMETIC, element_bytes=4),
+    _backward(128, 32, 32,  4, 1, 1, 2, 2, 1, _SMALL, element_bytes=4),
+    _backward(192, 32, 64,  8, 1, 1, 2, 2, 1, _ARITHMETIC, element_bytes=4),
+    _backward(192, 32, 16,  2, 1, 1, 2, 2, 1, _SMALL, element_bytes=4),
+    _backward(256, 32, 64,  8, 1, 1, 2, 2, 1, _ARITHMETIC, element_bytes=4),
+    _backward(256, 32, 32,  4, 1, 1, 2, 2, 1, _MEDIUM, element_bytes=4),
+    _backward(256, 16, 16,  2, 1, 1, 2, 1, 1, _SMALL, element_bytes=4),
 
     _backward(64,  32, 64,  8, 1, 1, 2, 2, 0, _ARITHMETIC, element_bytes=8),
     _backward(64,  32, 32,  4, 1, 1, 2, 2, 0, _SMALL, element_bytes=8),
     _backward(128, 32, 32,  4, 1, 1, 2, 2, 0, _ARITHMETIC, element_bytes=8),
-    _backward(128, 16, 16,  2, 1, 1, 2, 1, 0, _SMALL, element_bytes=8),
     _backward(192, 16, 32,  8, 1, 1, 4, 1, 0, _ARITHMETIC, element_bytes=8),
-    _backward(176, 16, 16,  1, 1, 1, 1, 1, 0, _SMALL, element_bytes=8),
+    _backward(192, 16, 16,  2, 1, 1, 2, 1, 0, _SMALL + ", up to head_dim 160", element_bytes=8),
     _backward(256, 16, 32,  8, 1, 1, 4, 1, 0, _ARITHMETIC, element_bytes=8),
     _backward(256, 16, 16,  4, 1, 1, 4, 1, 0, _MEDIUM, element_bytes=8),
 )
@@ -404,15 +402,15 @@ DQ_TILES = (
     _dq(256, 64,  32, 4, 1, _MEDIUM),
     _dq(256, 32,  16, 2, 1, _SMALL),
 
-    _dq(64,  128, 32, 4, 2, _ARITHMETIC, element_bytes=4),
-    _dq(64,  64,  32, 4, 1, _SMALL, element_bytes=4),
-    _dq(128, 64,  16, 4, 2, _ARITHMETIC, element_bytes=4),
-    _dq(128, 64,  16, 4, 1, _SMALL, element_bytes=4),
-    _dq(192, 64,  16, 4, 1, _ARITHMETIC, element_bytes=4),
-    _dq(192, 32,  16, 2, 1, _SMALL, element_bytes=4),
-    _dq(256, 64,  16, 4, 1, _ARITHMETIC, element_bytes=4),
-    _dq(256, 32,  16, 2, 1, _MEDIUM, element_bytes=4),
-    _dq(256, 32,  16, 2, 1, _SMALL, element_bytes=4, stages=1),
+    _dq(64,  128, 32, 4, 2, _ARITHMETIC, element_bytes=4, ahead=1),
+    _dq(64,  64,  32, 4, 1, _SMALL, element_bytes=4, ahead=1),
+    _dq(128, 64,  16, 4, 2, _ARITHMETIC, element_bytes=4, ahead=1),
+    _dq(128, 64,  16, 4, 1, _SMALL, element_bytes=4, ahead=1),
+    _dq(192, 64,  16, 4, 1, _ARITHMETIC, element_bytes=4, ahead=1),
+    _dq(192, 32,  16, 2, 1, _SMALL, element_bytes=4, ahead=1),
+    _dq(256, 64,  16, 4, 1, _ARITHMETIC, element_bytes=4, ahead=1),
+    _dq(256, 32,  16, 2, 1, _MEDIUM, element_bytes=4, ahead=1),
+    _dq(256, 32,  16, 2, 1, _SMALL, element_bytes=4, ahead=1, stages=1),
 
     _dq(64,  64,  16, 4, 2, _ARITHMETIC, element_bytes=8),
     _dq(64,  64,  16, 4, 1, _SMALL, element_bytes=8),

@@ -26,6 +26,7 @@ from cuflash.problem import make_problem
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
 ARCHS = ("8.0", "8.6", "9.0", "12.0")
+TABLES = (FORWARD_TILES, BACKWARD_TILES, DQ_TILES)
 MAX_SCORES = 2**16
 schedules = st.sampled_from(SCHEDULES)
 
@@ -47,9 +48,9 @@ def widened(array):
 
 
 def shifted(array):
-    """Contiguous, from an address that is a multiple of 4 and of nothing more."""
+    """Contiguous, from an address that is a multiple of 4, or of the element if that is wider, and of nothing more."""
     buffer = np.empty(array.nbytes + 32, np.uint8)
-    start = -buffer.ctypes.data % 16 + 4
+    start = -buffer.ctypes.data % 16 + max(4, array.itemsize)
     inside = buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
     inside[...] = array
     return inside
@@ -64,7 +65,7 @@ STRIDES = (*ct.STRIDES, *CONVERSIONS)
 
 def name_of(tile):
     """The tile in short, for the names of tests."""
-    return f"{tile.block_m}x{tile.block_n}x{tile.max_dim}w{tile.num_warps}s{tile.num_stages}"
+    return f"{tile.element_bytes}B{tile.block_m}x{tile.block_n}x{tile.max_dim}w{tile.num_warps}s{tile.num_stages}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,7 @@ class Specialisation:
     num_sms: int = 132  # with few, blocks do not share the query heads of a group
     strides: str = "contiguous"
     deterministic: bool = False
+    precision: str = "highest"
     right: bool = False
     left: bool = False
     softcap: float | None = None
@@ -106,12 +108,12 @@ class Specialisation:
     def arguments(self, case):
         """The problem and the arrays of one of its cases."""
         arrays = case.arrays(CONVERSIONS.get(self.strides, np.asarray))
-        return problem_of(case, arrays, deterministic=self.deterministic), arrays
+        return problem_of(case, arrays, deterministic=self.deterministic, precision=self.precision), arrays
 
 
-def problem_of(case, arrays, *, deterministic=False):
+def problem_of(case, arrays, **options):
     """The problem of the arrays as they lie."""
-    options = replace(case.options, deterministic=deterministic)
+    options = replace(case.options, **options)
     return make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
 
 
@@ -185,6 +187,9 @@ def _fits(tiles, arch, head_dim, head_dim_v):
     return all(tile.shared_bytes(*padded) <= limit for tile, padded in zip(tiles, dims, strict=True))
 
 
+DTYPES = {2: ("float16", "bfloat16"), 4: ("float32",), 8: ("float64",)}
+
+
 class _Dealer:
     """Deals the values of each option in a random order, each value before any comes again."""
 
@@ -224,7 +229,7 @@ def _specialisation(deal, tiles, *, plain):
     arch = deal("arch", *ARCHS)
     return Specialisation(
         tiles=tiles,
-        dtype=deal("dtype", "float16", "bfloat16"),
+        dtype=deal(f"dtype of {tiles[-1].element_bytes} bytes", *DTYPES[tiles[-1].element_bytes]),
         head_dim=rows[1],
         head_dim_v=rows[2],
         arch=arch if _fits(tiles, arch, *rows[1:]) else "9.0",
@@ -237,15 +242,23 @@ def _specialisation(deal, tiles, *, plain):
 
 
 def _specialisations(table, *, with_options=3):
-    """A few specialisations of every row of a table. A row of DQ_TILES comes with one of BACKWARD_TILES."""
+    """A few specialisations of every row of a table. A row of DQ_TILES comes with one of BACKWARD_TILES.
+
+    Rows of wide elements get fewer: what they share with others is tested there.
+    """
     deal = _Dealer(type(table[0]).__name__)
     for tile in table:
         tiles = (tile,)
         if isinstance(tile, DqTile):
-            tiles = (deal.rng.choice([main for main in BACKWARD_TILES if main.max_dim >= tile.max_dim]), tile)
+            tiles = (deal.rng.choice([main for main in BACKWARD_TILES if goes_with(main, tile)]), tile)
         yield _specialisation(deal, tiles, plain=True)
-        for _ in range(with_options):
+        for _ in range(with_options if tile.element_bytes == 2 else 1):
             yield _specialisation(deal, tiles, plain=False)
+
+
+def goes_with(main, tile):
+    """Whether a row of BACKWARD_TILES serves what the row `tile` serves."""
+    return main.element_bytes == tile.element_bytes and main.max_dim >= tile.max_dim
 
 
 # What the forward kernel has and no row of the table may use: rings of several stages.
@@ -278,7 +291,7 @@ def test_the_list_is_complete(specialisations, table):
     assert {what.tiles[-1] for what in specialisations} >= set(table)
     for field in ("right", "left", "mask", "alibi_slopes"):
         assert {getattr(what, field) for what in specialisations} == {True, False}
-    assert {what.dtype for what in specialisations} == {"float16", "bfloat16"}
+    assert {what.dtype for what in specialisations} == set(sum(DTYPES.values(), ()))
     assert {what.bias for what in specialisations} == {None, "softmax", "input"}
     assert {what.kv_lengths for what in specialisations} == {None, "int32", "int64"}
     assert {what.arch for what in specialisations} == set(ARCHS)
@@ -299,7 +312,7 @@ def forward_by_oracle(problem, arrays):
     """out and lse as a forward pass without error would round them."""
     out, lse = reference.forward(problem, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
     with np.errstate(over="ignore"):
-        return out.astype(arrays["q"].dtype), lse.astype(np.float32)
+        return out.astype(arrays["q"].dtype), lse.astype(problem.softmax_dtype)
 
 
 @pytest.mark.parametrize("what", FORWARD, ids=str)
@@ -366,10 +379,12 @@ def results_of_the_table():
     return all_results(CASE)
 
 
+# Rows of 16-bit elements: where others are as accurate as the oracle allows them to be, they agree as well.
+ROWS_OF_2_BYTES = [[(n, tile) for n, tile in enumerate(table) if tile.element_bytes == 2] for table in TABLES]
 ROWS = {
-    **{f"forward {name_of(tile)} {n}": {"forward_tiles": (tile,)} for n, tile in enumerate(FORWARD_TILES)},
-    **{f"backward {name_of(tile)} {n}": {"backward_tiles": (tile, None)} for n, tile in enumerate(BACKWARD_TILES)},
-    **{f"dq {name_of(tile)} {n}": {"backward_tiles": (BACKWARD_TILES[0], tile)} for n, tile in enumerate(DQ_TILES)},
+    **{f"forward {name_of(tile)} {n}": {"forward_tiles": (tile,)} for n, tile in ROWS_OF_2_BYTES[0]},
+    **{f"backward {name_of(tile)} {n}": {"backward_tiles": (tile, None)} for n, tile in ROWS_OF_2_BYTES[1]},
+    **{f"dq {name_of(tile)} {n}": {"backward_tiles": (BACKWARD_TILES[0], tile)} for n, tile in ROWS_OF_2_BYTES[2]},
 }
 
 
@@ -400,11 +415,17 @@ REPEATED = {
     "the first rows": {"forward_tiles": (FORWARD_TILES[0],), "backward_tiles": (BACKWARD_TILES[0], DQ_TILES[0])},
     "two stages, shared rows": {
         "forward_tiles": (SEVERAL_STAGES[0],),
-        "backward_tiles": (max(BACKWARD_TILES, key=lambda tile: tile.warps_d), DQ_TILES[1]),
+        "backward_tiles": (
+            max((tile for tile in BACKWARD_TILES if tile.element_bytes == 2), key=lambda tile: tile.warps_d),
+            DQ_TILES[1],
+        ),
     },
     "three stages, one stage back": {
         "forward_tiles": (SEVERAL_STAGES[1],),
-        "backward_tiles": (min(BACKWARD_TILES, key=lambda tile: tile.num_stages), DQ_TILES[-1]),
+        "backward_tiles": (
+            min((tile for tile in BACKWARD_TILES if tile.element_bytes == 2), key=lambda tile: tile.num_stages),
+            [tile for tile in DQ_TILES if tile.element_bytes == 2][-1],
+        ),
     },
 }
 
@@ -607,7 +628,7 @@ def test_no_address_errors():
 # ---- Shared memory ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tile", (*FORWARD_TILES, *SEVERAL_STAGES, *BACKWARD_TILES, *DQ_TILES), ids=name_of)
+@pytest.mark.parametrize("tile", [tile for table in TABLES for tile in table if tile.element_bytes == 2], ids=name_of)
 def test_matrix_loads_have_no_bank_conflicts(tile):
     case = ct.Case(seqlen_q=33, seqlen_k=65, head_dim=tile.max_dim, dtype="bfloat16")
     arrays = case.arrays()
@@ -616,7 +637,7 @@ def test_matrix_loads_have_no_bank_conflicts(tile):
     if isinstance(tile, ForwardTile):
         attention.forward(problem, arrays, tiles=(tile,), statistics=launches)
     else:
-        tiles = (next(main for main in BACKWARD_TILES if main.max_dim >= tile.max_dim), tile)
+        tiles = (next(main for main in BACKWARD_TILES if goes_with(main, tile)), tile)
         tiles = tiles if isinstance(tile, DqTile) else (tile, None)
         attention.backward(problem, arrays, *forward_by_oracle(problem, arrays), tiles=tiles, statistics=launches)
     assert sum(launch.matrix_loads for launch in launches) > 0
