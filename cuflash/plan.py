@@ -346,8 +346,7 @@ FORWARD_TILES = (
     _forward(192, 64,  32,  4, 1, 1, 1, _ARITHMETIC, element_bytes=4),
     _forward(256, 64,  16,  4, 1, 1, 1, _ARITHMETIC, element_bytes=4),
 
-    _forward(64,  128, 32,  4, 1, 2, 0, _ARITHMETIC, element_bytes=8),
-    _forward(64,  64,  32,  4, 1, 1, 0, _SMALL, element_bytes=8),
+    _forward(64,  64,  32,  4, 1, 1, 0, _ARITHMETIC, element_bytes=8),
     _forward(128, 64,  16,  4, 1, 1, 0, _ARITHMETIC, element_bytes=8),
     _forward(192, 64,  16,  8, 1, 1, 0, _ARITHMETIC, element_bytes=8, warps_d=2),
     _forward(192, 32,  16,  4, 1, 1, 0, _SMALL, element_bytes=8, warps_d=2),
@@ -384,7 +383,7 @@ BACKWARD_TILES = (
     _backward(64,  32, 64,  8, 1, 1, 2, 2, 0, _ARITHMETIC, element_bytes=8),
     _backward(64,  32, 32,  4, 1, 1, 2, 2, 0, _SMALL, element_bytes=8),
     _backward(128, 32, 32,  4, 1, 1, 2, 2, 0, _ARITHMETIC, element_bytes=8),
-    _backward(192, 16, 32,  8, 1, 1, 4, 1, 0, _ARITHMETIC, element_bytes=8),
+    _backward(192, 16, 16,  4, 1, 1, 4, 1, 0, _ARITHMETIC, element_bytes=8),
     _backward(192, 16, 16,  2, 1, 1, 2, 1, 0, _SMALL + ", up to head_dim 160", element_bytes=8),
     _backward(256, 16, 32,  8, 1, 1, 4, 1, 0, _ARITHMETIC, element_bytes=8),
     _backward(256, 16, 16,  4, 1, 1, 4, 1, 0, _MEDIUM, element_bytes=8),
@@ -449,7 +448,9 @@ class LaunchPlan:
     kernels: tuple[KernelSpec, ...]
     stats_rows: int  # rows of row_stats of one head (backward)
     group_splits: int  # blocks that share the query heads of a key/value head (backward)
-    scratch: tuple[tuple[str, int], ...]  # arrays that a call needs beside inputs and results, in elements of lse's dtype
+    scratch: tuple[
+        tuple[str, int], ...
+    ]  # arrays that a call needs beside inputs and results, in elements of lse's dtype
     head_section: int  # heads whose tiles are interleaved in the launch order
     reason: str
     resources: tuple[str, ...] = ()  # registers and spills of each kernel, once compiled
@@ -637,8 +638,8 @@ def _choose(table: tuple, problem: Problem, device: DeviceSpec) -> tuple[Tile, s
         return tile, "\n".join([f"{label}: {tile.origin}", *rejected])
     raise NotImplementedError(
         f"device: no tile of {problem.dtype} at head dimensions {problem.head_dim} and {problem.head_dim_v} fits "
-        f"{device.name}, got {device.shared_bytes_per_block} bytes of shared memory a block, expected more; NumPy arrays "
-        "are served on the CPU"
+        f"{device.name}, got {device.shared_bytes_per_block} bytes of shared memory a block, expected more; NumPy "
+        "arrays are served on the CPU"
     )
 
 

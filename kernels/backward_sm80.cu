@@ -246,8 +246,9 @@ CUFLASH_DEVICE void backward(const Params& params) {
   // dK and dV leave through the room of K and V, which nobody reads any more after the barrier.
   ptx::sync_block();
   const Real scale = scale_of(params);
+  const auto one = [](int, int) { return 1.0f; };
   store_fragments<Order::kPairedColumns, kRow, kWarpsD>(s_k, warp_key, warp_d, dk, [&](int, int) { return scale; });
-  store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(s_v, warp_key, warp_d, dv, [](int, int) { return 1.0f; });
+  store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(s_v, warp_key, warp_d, dv, one);
   ptx::sync_block();
   store_tile<kBlockN, kHeadDim>(s_k, (Storage*)head_of(params.dk, batch, head_kv), params.dk.row_stride, first_key,
                                 params.seqlen_k);

@@ -1,7 +1,7 @@
 // Fragments of operands: how shared memory becomes what one lane holds of a product's factors, for each element type.
 //
-// With g = lane / 4 and t = lane % 4, a lane holds of a 16 x 8 piece of an accumulator the rows g and g + 8, columns 2t
-// and 2t + 1: four Reals, in the layout of ptx::mma_m16n8k16, whatever the element type.
+// With g = lane / 4 and t = lane % 4, a lane holds of a 16 x 8 piece of an accumulator the rows g and g + 8, columns
+// 2t and 2t + 1: four Reals, in the layout of ptx::mma_m16n8k16, whatever the element type.
 //
 // 16-bit elements: a fragment is 16 x 16, read by one ldmatrix; the layouts of accumulators and of A coincide.
 //
@@ -234,8 +234,10 @@ CUFLASH_DEVICE void multiply_add(float (&d)[4], const FragmentOf<Float32>& a, co
     ptx::mma_m16n8k8(d, a.word[i], b.word[i][2 * piece], b.word[i][2 * piece + 1]);
 }
 
-// float32 to its full precision: each element is the sum of two TF32 numbers, but for 2^-24 of it. The product of the
-// two small parts is less than that too.
+// float32 to its full precision: each element is the sum of two TF32 numbers, but for 2^-24 of it. The product of two
+// small parts is about as small, and left out: sums of many products in float32 are not that accurate either. Sums of few
+// are.
+constexpr bool kAllFourProducts = kDim <= 32;
 struct Split {
   FragmentOf<Float32> big, small;
 };
@@ -259,6 +261,7 @@ CUFLASH_DEVICE void factor_of(const FragmentOf<Float32>& fragment, Split& parts)
 // with rounding.
 CUFLASH_DEVICE void multiply_add(float (&d)[4], const Split& a, const Split& b, int piece) {
   float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  if constexpr (kAllFourProducts) multiply_add(sum, a.small, b.small, piece);
   multiply_add(sum, a.small, b.big, piece);
   multiply_add(sum, a.big, b.small, piece);
   multiply_add(sum, a.big, b.big, piece);

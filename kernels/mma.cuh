@@ -70,7 +70,8 @@ template <Order order, int row, int warps, int m_tiles, int n_tiles, class RowFa
 CUFLASH_DEVICE void store_fragments(u32 tile, int r, int warp, const Real (&value)[m_tiles][n_tiles][4], RowFactor factor) {
   const u32 lane_row = fragment_row();
   if constexpr (!kWide) {
-    const u32 address = tile + (r + lane_row) * row + ((warp * 32) ^ row_swizzle<row>(lane_row)) + fragment_column() * 2;
+    const u32 address =
+        tile + (r + lane_row) * row + ((warp * 32) ^ row_swizzle<row>(lane_row)) + fragment_column() * 2;
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll

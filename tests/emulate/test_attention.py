@@ -5,6 +5,7 @@ fixed pseudo-random list, which a test below checks for completeness, and hypoth
 """
 
 import functools
+import itertools
 import random
 import subprocess
 import sys
@@ -355,10 +356,10 @@ CASE = ct.Case(
 )
 
 
-def all_results(case, *, deterministic=False, forward_tiles=None, backward_tiles=None, **options):
+def all_results(case, *, deterministic=False, precision="highest", forward_tiles=None, backward_tiles=None, **options):
     """out, lse, dq, dk, dv by name: the backward pass works on what the forward pass made."""
     arrays = case.arrays()
-    problem = problem_of(case, arrays, deterministic=deterministic)
+    problem = problem_of(case, arrays, deterministic=deterministic, precision=precision)
     out, lse = attention.forward(problem, arrays, tiles=forward_tiles, **options)
     gradients = attention.backward(problem, arrays, out, lse, tiles=backward_tiles, **options)
     return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
@@ -525,9 +526,10 @@ def test_lengths_out_of_range_are_clamped():
     assert bits(run_both(problem, arrays)) == bits(tame)
 
 
-def test_values_that_are_no_numbers():
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_values_that_are_no_numbers(dtype):
     """NaN and infinities of visible inputs come out where the formula has them."""
-    case = ct.Case(seqlen_q=40, seqlen_k=70, head_dim=16, dtype="float16", causal=True)
+    case = ct.Case(seqlen_q=40, seqlen_k=70, head_dim=16, dtype=dtype, causal=True)
     arrays = case.arrays()
     arrays["q"][0, 0, 7, 3] = np.nan
     arrays["k"][0, 0, 65, 0] = np.inf
@@ -536,6 +538,70 @@ def test_values_that_are_no_numbers():
     problem = problem_of(case, arrays)
     out, lse = attention.forward(problem, arrays)
     judge(problem, {name: arrays[name] for name in "qkv"}, {"out": out, "lse": lse})
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.finfo(np.float32).max, 0.99999 * np.finfo(np.float32).max])
+def test_float32_at_the_end_of_its_range(value):
+    """What is split into two parts comes out whole: infinities, and numbers that no TF32 number is as large as."""
+    case = ct.Case(seqlen_q=17, seqlen_k=33, head_dim=16, dtype="float32", scale=2.0**-9)
+    arrays = case.arrays()
+    arrays["k"][...] = np.sign(arrays["k"])  # whose second part is zero
+    arrays["v"][0, 0, 5, 2] = value
+    arrays["q"][0, 0, 3, 4] = np.copysign(np.inf, value) if np.isinf(value) else 2.0**120
+    arrays["q"][0, 0, 4, 4] = np.nan
+    arrays["q"].view(np.uint32)[0, 0, 6, 4] = 0x7FFFFFFF  # the NaN that the device makes
+    problem = problem_of(case, arrays)
+    inputs = {name: arrays[name] for name in "qkv"}
+    out, lse = attention.forward(problem, arrays)
+    expected = ct.yardsticks(problem, inputs)
+    for got, right in ((out, expected["out"].expected), (lse, expected["lse"].expected)):
+        np.testing.assert_allclose(got.astype(np.float64), right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"head_dim": 24}, {"head_dim": 128}, {"softcap": 20.0}, {"score_spread": 30.0}],
+    ids=str,
+)
+def test_float32_is_no_worse_than_the_plain_formula(options):
+    """On the average of several seeds, without the allowance for luck. The emulated tensor cores cut sums off too."""
+    sizes = {"seqlen_q": 65, "seqlen_k": 203, "head_dim": 64} | options
+    ratios = []
+    for seed in range(6):
+        case = ct.Case(**sizes, dtype="float32", seed=seed)
+        results = all_results(case)
+        report = (*ct.assert_forward(case, results["out"], results["lse"]),)
+        report += (*ct.assert_backward(case, results["dq"], results["dk"], results["dv"]),)
+        ratios.append([measurement.strict_ratio for measurement in report])
+    assert (np.mean(ratios, axis=0) <= 1).all(), np.round(np.mean(ratios, axis=0), 2)
+
+
+def rounded_to_tf32(x):
+    """To nearest, ties away from zero, as the kernels round."""
+    return ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [40, 128])
+def test_tf32(head_dim, deterministic):
+    """Twice the error of the formula whose factors are rounded to TF32, the oracle rule with that unit of rounding."""
+    case = ct.Case(seqlen_q=70, seqlen_k=150, head_dim=head_dim, dtype="float32", causal=True, seed=3)
+    results = all_results(case, deterministic=deterministic, precision="tf32")
+    arrays = case.arrays()
+    expected = ct.yardsticks(case.problem, arrays)
+    q, k, v, dout = (rounded_to_tf32(arrays[name])[0, 0].astype(np.float64) for name in ("q", "k", "v", "dout"))
+    hidden = np.arange(150) > np.arange(70)[:, None] + 80
+    scores = np.where(hidden, -np.inf, q @ k.T * head_dim**-0.5)
+    weights = np.exp(scores - np.log(np.exp(scores).sum(axis=1, keepdims=True)))
+    rounded = rounded_to_tf32(weights.astype(np.float32)).astype(np.float64)
+    delta = (arrays["dout"][0, 0] * expected["out"].expected[0, 0]).sum(axis=1, keepdims=True)
+    ds = rounded_to_tf32((weights * (dout @ v.T - delta)).astype(np.float32)).astype(np.float64)
+    plain = {"out": rounded @ v, "dv": rounded.T @ dout, "dq": ds @ k * head_dim**-0.5, "dk": ds.T @ q * head_dim**-0.5}
+    for name, values in plain.items():
+        right = expected[name].expected[0, 0]
+        allowed = 2 * np.abs(values - right).max() + 2.0**-11 * expected[name].scale
+        error = np.abs(results[name][0, 0] - right).max()
+        assert expected[name].tolerance < error <= allowed, name  # as rough as it may be, and not the other precision
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -603,8 +669,9 @@ SANITIZED = replace(CASE, bias=(150,), mask=(70, 150), softcap=5.0, alibi_slopes
 
 
 def run_sanitized(sanitizer):
-    for deterministic in (False, True):
-        assert_results(SANITIZED, all_results(SANITIZED, deterministic=deterministic, sanitizer=sanitizer))
+    for deterministic, dtype in itertools.product((False, True), ("float16", "float32", "float64")):
+        case = replace(SANITIZED, dtype=dtype)
+        assert_results(case, all_results(case, deterministic=deterministic, sanitizer=sanitizer))
 
 
 def test_no_undefined_behaviour():
@@ -628,7 +695,9 @@ def test_no_address_errors():
 # ---- Shared memory ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tile", [tile for table in TABLES for tile in table if tile.element_bytes == 2], ids=name_of)
+@pytest.mark.parametrize(
+    "tile", [*SEVERAL_STAGES, *(tile for table in TABLES for tile in table if tile.element_bytes == 2)], ids=name_of
+)
 def test_matrix_loads_have_no_bank_conflicts(tile):
     case = ct.Case(seqlen_q=33, seqlen_k=65, head_dim=tile.max_dim, dtype="bfloat16")
     arrays = case.arrays()

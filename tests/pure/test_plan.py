@@ -283,7 +283,9 @@ def test_devices_that_no_kernel_serves(pass_):
     with pytest.raises(NotImplementedError, match=r"^device: got compute capability 7.5, expected 8.0 or later .*CPU$"):
         choose_plan(problem_of(), old, pass_)
     small = replace(DeviceSpec.for_arch("8.0"), shared_bytes_per_block=2**13, name="tiny")
-    words = "^device: no tile of {} at head dimensions {} and {} fits {}, got {} bytes of .*, expected more; .* the CPU$"
+    words = (
+        "^device: no tile of {} at head dimensions {} and {} fits {}, got {} bytes of .*, expected more; .* the CPU$"
+    )
     with pytest.raises(NotImplementedError, match=words.format("bfloat16", 64, 64, "tiny", 8192)):
         choose_plan(problem_of(), small, pass_)
     large, small = problem_of(dim=161, dim_v=1, dtype="float64"), DeviceSpec.for_arch("8.6")
