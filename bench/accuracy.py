@@ -5,6 +5,7 @@ Scores spread over four orders of magnitude, so that weights are everything from
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -37,7 +38,7 @@ def random_cases(dtype: str, count: int, seed: int = 0) -> Iterator[ct.Case]:
         )
 
 
-def measure(xp: Any, cases: Iterable[ct.Case], precision: str = "highest") -> dict[str, list[ct.Measurement]]:
+def measure(xp: Any, cases: Iterable[ct.Case], precision: Any = "highest") -> dict[str, list[ct.Measurement]]:
     """Measurements of every result on every case, by the name of the result; `xp` is NumPy or CuPy."""
     measurements: dict[str, list[ct.Measurement]] = {name: [] for name in RESULTS}
     for case in cases:
@@ -64,7 +65,7 @@ def histogram(measurements: dict[str, list[ct.Measurement]]) -> str:
         )
         counts = Counter(np.digitize(ratios, EDGES).tolist())
         longest = max(counts.values())
-        for number, (low, high) in enumerate(zip(EDGES[:-1], EDGES[1:], strict=True), 1):
+        for number, (low, high) in enumerate(itertools.pairwise(EDGES), 1):
             bar = "#" * -(-BAR * counts[number] // longest)
             lines.append(f"  {low:>5g} to {high:<5g} {counts[number]:>5} {bar}".rstrip())
     return "\n".join(lines)

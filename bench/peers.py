@@ -43,7 +43,7 @@ def _poisoned(xp: Any, shape: tuple[int, ...], dtype: str) -> Any:
 
 
 def cuflash(
-    case: Case, inputs: Inputs, *, deterministic: bool = False, allocate: bool = False, precision: str = "highest"
+    case: Case, inputs: Inputs, *, deterministic: bool = False, allocate: bool = False, precision: Any = "highest"
 ) -> Contender:
     """cuflash's public interface, into arrays made once (as a training loop would), or allocating its results."""
     from cuflash import FlashAttention

@@ -32,8 +32,8 @@ ARCHS = ("8.0", "8.6", "9.0", "12.0")
 OTHER_ARCHS = ("8.7", "8.9", "10.0", "10.3", "11.0", "12.1")
 
 # Bytes that a thread spills at most, by source, bytes of an element, max_dim, tile and resident blocks, in rows that
-# are faster that way than with fewer blocks, or that fit no other way; all others spill nothing. What NVRTC 13.0 and 13.5
-# report, and a little room.
+# are faster that way than with fewer blocks, or that fit no other way; all others spill nothing. What NVRTC 13.0 and
+# 13.5 report, and a little room.
 SPILLS = {
     ("forward_sm80.cu", 2, 64, "128x64", 3): 96,
     ("forward_sm80.cu", 2, 96, "128x64", 2): 32,
