@@ -15,7 +15,6 @@ from pathlib import Path
 
 import attention
 import emulator
-import numpy as np
 
 import cuflash.testing as ct
 from cuflash import reference
@@ -399,7 +398,8 @@ MUTANTS = (
     _mutant("distances from the wrong diagonal", "score.cuh", "row + diagonal - key", "row - key", "forward terms"),
     _mutant("slopes in natural units", "score.cuh", "*slope * kExponentOfE;", "*slope;",
             "forward terms"),
-    _mutant("bias in natural units", "score.cuh", "bias_at(row, key) * kExponentOfE;", "bias_at(row, key);", "forward terms"),
+    _mutant("bias in natural units", "score.cuh", "bias_at(row, key) * kExponentOfE;", "bias_at(row, key);",
+            "forward terms"),
     _mutant("bias is read past its end", "score.cuh", "if (row < seqlen_q && key < key_stop) score", "score",
             "forward terms"),
     _mutant("32-bit offsets in the bias", "score.cuh", "row * bias_row_stride", "row * (int)bias_row_stride",
@@ -410,7 +410,8 @@ MUTANTS = (
             "forward"),
     _mutant("columns past the head dimension are read", "copy.cuh", "column + c < columns ? columns - column - c : 0;",
             "kVector;", "forward narrow"),
-    _mutant("whole vectors of nothing are read", "copy.cuh", "source, elements * kElementBytes);", "source, kVector * kElementBytes);",
+    _mutant("whole vectors of nothing are read", "copy.cuh", "source, elements * kElementBytes);",
+            "source, kVector * kElementBytes);",
             "forward"),
     _mutant("narrow loads leave no zeros", "copy.cuh", "elements ? source[c] : (u16)0", "source[c]", "forward narrow"),
     _mutant("rows past the end are written", "copy.cuh", "    if (first_row + row >= row_stop) break;\n", "",
@@ -434,7 +435,8 @@ MUTANTS = (
             "d, a.word, b.word[2 * piece], b.word[piece + 2]);", "forward"),
     _mutant("P in the wrong fragment order", "fragments.cuh", "row[2 * k + i / 2][i % 2 * 2],",
             "row[2 * k + i % 2][i / 2 * 2],", "forward"),
-    _mutant("the wrong fragment of those fetched ahead", "mma.cuh", "factor_of(b[i % (kFragmentsAhead + 1)], factor_b);",
+    _mutant("the wrong fragment of those fetched ahead", "mma.cuh",
+            "factor_of(b[i % (kFragmentsAhead + 1)], factor_b);",
             "factor_of(b[(i + 1) % (kFragmentsAhead + 1)], factor_b);", "forward"),
     _mutant("the last step of A is not fetched", "mma.cuh", "if (n == 0 && k + kStepsAhead < k_steps)",
             "if (n == 0 && k + kStepsAhead < k_steps - 1)", "forward"),
@@ -446,10 +448,12 @@ MUTANTS = (
     # ---- Statistics of rows
     _mutant("rows without keys have weights", DELTA, "if (value != -ptx::infinity()) exponent_lse", "exponent_lse",
             "backward terms"),
-    _mutant("lse of the backward pass in natural units", DELTA, "exponent_lse = value * kExponentOfE;", "exponent_lse = value;",
+    _mutant("lse of the backward pass in natural units", DELTA, "exponent_lse = value * kExponentOfE;",
+            "exponent_lse = value;",
             "backward"),
     _mutant("dq starts from what was there", DELTA, "accumulator[i] = {0, 0, 0, 0};", ";", "backward"),
-    _mutant("half of dq starts from what was there", DELTA, "i < kBlockM * kDim * (int)sizeof(Real) / 16;", "i < kBlockM * kDim * (int)sizeof(Real) / 32;",
+    _mutant("half of dq starts from what was there", DELTA, "i < kBlockM * kDim * (int)sizeof(Real) / 16;",
+            "i < kBlockM * kDim * (int)sizeof(Real) / 32;",
             "backward"),
     _mutant("delta misses a lane", DELTA, "mask > 0; mask /= 2", "mask > 1; mask /= 2", "backward"),
     _mutant("dout by the stride of out", DELTA, "dout + row * params.dout.row_stride",
@@ -479,7 +483,8 @@ MUTANTS = (
             "backward"),
     _mutant("statistics of another head", B, "stats_of(params, batch, at.head) + first_row",
             "stats_of(params, batch, head_kv) + first_row", "backward shared"),
-    _mutant("half of the statistics", B, "if (thread < (int)kBytesStats / 16)", "if (thread < (int)kBytesStats / 32)", "backward"),
+    _mutant("half of the statistics", B, "if (thread < (int)kBytesStats / 16)",
+            "if (thread < (int)kBytesStats / 32)", "backward"),
     _mutant("the gradient ignores softcap", B, "(ds[m][n][i] - delta) * derivative;", "(ds[m][n][i] - delta);",
             "backward terms"),
     _mutant("statistics of the other query", B, "exponent_lse = stats[i % 2 * 2],", "exponent_lse = stats[i / 2 * 2],",
@@ -524,7 +529,8 @@ MUTANTS = (
             "  ptx::copy_async_wait<0>();\n  const Real scale", "deterministic",
             escapes="a warp writes over rows that it alone has read: the barrier is not needed"),
     # ---- Wide elements
-    _mutant("pairs of A in the order of the manual", "fragments.cuh", "word[i][j] = row[k * (kStep / 8) + i][j / 2 + j % 2 * 2];",
+    _mutant("pairs of A in the order of the manual", "fragments.cuh",
+            "word[i][j] = row[k * (kStep / 8) + i][j / 2 + j % 2 * 2];",
             "word[i][j] = row[k * (kStep / 8) + i][j];", "forward float32"),
     _mutant("the next row without its swizzle", "fragments.cuh",
             "(address ^ row_swizzle<row>(0) ^ row_swizzle<row>(1)) + row;", "address + row;", "forward float64"),
@@ -551,7 +557,8 @@ MUTANTS = (
     _mutant("the logarithm is of a sum of two terms", "exponential.cuh", "n = 19; n >= 3;", "n = 5; n >= 3;",
             "forward float64"),
     _mutant("tanh near 0 by a difference from 1", "exponential.cuh", "const bool near = magnitude < (T)0.5;",
-            "const bool near = false;", "forward float64", escapes="softcap times an error of 2^-53 is within the rule"),
+            "const bool near = false;", "forward float64",
+            escapes="softcap times an error of 2^-53 is within the rule"),
 )
 # fmt: on
 

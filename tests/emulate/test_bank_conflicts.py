@@ -14,7 +14,7 @@ LINE = 128  # bytes that shared memory delivers at once
 
 
 def passes_of(addresses, access):
-    """How often shared memory is asked by one instruction of a warp: once for every 128 bytes, if there are no conflicts.
+    """How often one instruction of a warp asks shared memory: once for every 128 bytes, if there are no conflicts.
 
     Lanes are served in order, as many at once as fill a line; each of them gets its `access` bytes at once.
     """
