@@ -19,6 +19,7 @@ MAX_HEAD_DIM = 256
 # Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
 # at head_dim 128 and seqlen 4096, 4 % in the backward pass; without a mask, one head at a time serves L2 better.
 CAUSAL_HEAD_SECTION = 16
+FAST_FLOAT64 = (80, 90, 100)  # compute capabilities whose FP64 units are as many as half of the others
 WAVES = 4  # of resident blocks that a grid should have, where more blocks cost extra work
 SHARED_BYTES_RESERVED = 1024  # that a resident block takes of a multiprocessor's shared memory beside its own
 
@@ -401,18 +402,15 @@ DQ_TILES = (
     _dq(256, 64,  32, 4, 1, _MEDIUM),
     _dq(256, 32,  16, 2, 1, _SMALL),
 
-    _dq(64,  128, 32, 4, 2, _ARITHMETIC, element_bytes=4, ahead=1),
-    _dq(64,  64,  32, 4, 1, _SMALL, element_bytes=4, ahead=1),
-    _dq(128, 64,  16, 4, 2, _ARITHMETIC, element_bytes=4, ahead=1),
-    _dq(128, 64,  16, 4, 1, _SMALL, element_bytes=4, ahead=1),
+    _dq(64,  64,  32, 4, 1, _ARITHMETIC, element_bytes=4, ahead=1),
+    _dq(128, 64,  16, 4, 1, _ARITHMETIC, element_bytes=4, ahead=1),
     _dq(192, 64,  16, 4, 1, _ARITHMETIC, element_bytes=4, ahead=1),
     _dq(192, 32,  16, 2, 1, _SMALL, element_bytes=4, ahead=1),
     _dq(256, 64,  16, 4, 1, _ARITHMETIC, element_bytes=4, ahead=1),
     _dq(256, 32,  16, 2, 1, _MEDIUM, element_bytes=4, ahead=1),
     _dq(256, 32,  16, 2, 1, _SMALL, element_bytes=4, ahead=1, stages=1),
 
-    _dq(64,  64,  16, 4, 2, _ARITHMETIC, element_bytes=8),
-    _dq(64,  64,  16, 4, 1, _SMALL, element_bytes=8),
+    _dq(64,  64,  16, 4, 1, _ARITHMETIC, element_bytes=8),
     _dq(128, 64,  16, 4, 1, _ARITHMETIC, element_bytes=8),
     _dq(128, 32,  16, 4, 1, _MEDIUM, element_bytes=8, warps_d=2),
     _dq(128, 16,  16, 2, 1, _SMALL, element_bytes=8, warps_d=2),
@@ -494,7 +492,7 @@ def choose_plan(
     from the strides, pointers taken as 16-byte aligned. `tiles` overrides the table: a ForwardTile, or a BackwardTile
     and a DqTile.
 
-    Raises NotImplementedError for what no kernel serves.
+    Raises NotImplementedError for what no kernel serves, ValueError for arrays that are not aligned to their elements.
     """
     check_served(problem, device)
     dim, dim_v = problem.head_dim, problem.head_dim_v
@@ -502,6 +500,11 @@ def choose_plan(
         load_bytes = access_bytes((problem.q, problem.k, problem.v))
     if store_bytes is None:
         store_bytes = access_bytes((problem.q, problem.v))
+    if min(load_bytes, store_bytes) < ITEMSIZE[problem.dtype]:
+        raise ValueError(
+            f"q: got arrays at multiples of {min(load_bytes, store_bytes)} bytes, expected all of them at multiples of "
+            f"the {ITEMSIZE[problem.dtype]} bytes of a {problem.dtype}"
+        )
     common = _common_defines(problem, device, load_bytes, store_bytes)
     heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
 
@@ -577,6 +580,8 @@ def choose_plan(
             m_blocks = heads * (stats_rows // main.block_m)
             shared_bytes = tile_bytes(main.block_m, dim_padded, main.element_bytes)
             kernels.append(kernel("backward_convert.cu", main, m_blocks, shared_bytes))
+    if problem.dtype == "float64" and device.arch not in FAST_FLOAT64:
+        reason += f"\nfloat64 is slow here: compute capability {device.arch / 10:.1f} has few FP64 units"
     return LaunchPlan(
         pass_=pass_,
         problem=problem,
@@ -651,7 +656,7 @@ def _common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store
     return {
         "CUFLASH_ARCH": device.arch,
         "CUFLASH_DTYPE": _DTYPE_TAGS[problem.dtype],
-        "CUFLASH_ROUNDS_TO_TF32": int(problem.dtype == "float32" and problem.precision == "tf32"),
+        "CUFLASH_ROUNDS_TO_TF32": int("tf32" in _options(problem)),
         "CUFLASH_HEAD_DIM": problem.head_dim,
         "CUFLASH_HEAD_DIM_V": problem.head_dim_v,
         "CUFLASH_LOAD_BYTES": load_bytes,
@@ -680,6 +685,7 @@ def _options(problem: Problem) -> list[str]:
             ("bias", problem.bias is not None),
             ("mask", problem.mask is not None),
             ("kv_lengths", problem.kv_lengths is not None),
+            ("tf32", problem.dtype == "float32" and problem.precision == "tf32"),
         )
         if on
     ]

@@ -50,17 +50,30 @@ SPILLS = {
     ("backward_sm80.cu", 4, 64, "32x64", 2): 32,
     ("backward_sm80.cu", 4, 64, "32x64", 1): 32,
     ("backward_sm80.cu", 4, 128, "32x32", 1): 64,
-    ("backward_dq_sm80.cu", 4, 64, "128x32", 2): 96,
     ("forward_sm80.cu", 8, 256, "16x16", 1): 16,
     ("backward_sm80.cu", 8, 128, "32x32", 1): 16,
     ("backward_sm80.cu", 8, 192, "16x16", 1): 800,
     ("backward_sm80.cu", 8, 256, "16x32", 1): 64,
     ("backward_sm80.cu", 8, 256, "16x16", 1): 64,
 }
-# The same with every option on, or with narrow loads.
+# The same on compute capability 10.0 and later, where the compiler loads fragments of wide elements further ahead.
+SPILLS_OF_LATER_ARCHS = SPILLS | {
+    ("forward_sm80.cu", 4, 64, "64x64", 1): 32,
+    ("forward_sm80.cu", 4, 128, "64x32", 1): 32,
+    ("forward_sm80.cu", 4, 192, "64x32", 1): 32,
+    ("forward_sm80.cu", 4, 256, "64x16", 1): 256,
+    ("backward_sm80.cu", 4, 64, "32x64", 2): 48,
+    ("backward_sm80.cu", 4, 192, "32x16", 1): 128,
+    ("backward_sm80.cu", 4, 256, "16x16", 1): 96,
+    ("backward_dq_sm80.cu", 4, 128, "64x16", 1): 16,
+    ("backward_dq_sm80.cu", 4, 192, "32x16", 1): 32,
+    ("backward_dq_sm80.cu", 4, 256, "32x16", 1): 32,
+}
+# With every option on, or with narrow loads.
 SPILLS_OF_OPTIONS = SPILLS | {
     ("forward_sm80.cu", 2, 64, "128x64", 3): 768,
     ("backward_dq_sm80.cu", 2, 64, "128x64", 2): 112,
+    ("forward_sm80.cu", 4, 64, "128x32", 2): 96,
 }
 
 
@@ -185,7 +198,9 @@ def test_row(target):
         assert resources.static_shared_bytes == 0
         assert kernel.shared_bytes <= device.shared_bytes_per_block
         assert resources.warnings == ()
-        ceilings = SPILLS_OF_OPTIONS if target.variant in ("options", "narrow") else SPILLS
+        ceilings = SPILLS_OF_LATER_ARCHS if device.arch >= 100 else SPILLS
+        if target.variant in ("options", "narrow"):
+            ceilings = SPILLS_OF_OPTIONS
         row = (kernel.source, tile.element_bytes, tile.max_dim, f"{tile.block_m}x{tile.block_n}", tile.min_blocks)
         assert resources.spill_stores_bytes <= ceilings.get(row, 0), row
 
@@ -201,4 +216,4 @@ def test_rows_that_may_spill_exist():
         for table in TABLES
         for tile in table
     }
-    assert {row[1:] for row in SPILLS_OF_OPTIONS} <= rows
+    assert {row[1:] for row in SPILLS_OF_LATER_ARCHS | SPILLS_OF_OPTIONS} <= rows

@@ -16,7 +16,7 @@ LIBRARIES = ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)]
 
 # ---- A differentiable simulation ------------------------------------------------------------------------------------
 #
-# Particles drift towards the mean of their neighbours, weighted by a Gaussian of the distance (mean shift). That mean is
+# ---- A differentiable simulation -----------------------------------------------------------------------------------
 # attention with a bias: exp(-|x - y|^2 / 2) = exp(x y - |y|^2 / 2) times a factor of x that the softmax divides out.
 
 STEP, STEPS = 0.25, 6

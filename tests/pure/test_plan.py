@@ -288,10 +288,33 @@ def test_devices_that_no_kernel_serves(pass_):
     )
     with pytest.raises(NotImplementedError, match=words.format("bfloat16", 64, 64, "tiny", 8192)):
         choose_plan(problem_of(), small, pass_)
-    large, small = problem_of(dim=161, dim_v=1, dtype="float64"), DeviceSpec.for_arch("8.6")
+    large, small = problem_of(dim=161, dim_v=161, dtype="float64"), DeviceSpec.for_arch("8.6")
     assert choose_plan(large, small).kernels
-    with pytest.raises(NotImplementedError, match=words.format("float64", 161, 1, small.name, 99 * 1024)):
+    with pytest.raises(NotImplementedError, match=words.format("float64", 161, 161, small.name, 99 * 1024)):
         choose_plan(large, small, "backward")
+
+
+def test_arrays_that_are_not_aligned_to_their_elements():
+    for dtype, size in (("float32", 4), ("float64", 8)):
+        for widths in ({"load_bytes": size // 2}, {"store_bytes": size // 2}):
+            words = f"^q: got arrays at multiples of {size // 2} bytes, expected .* the {size} bytes of a {dtype}$"
+            with pytest.raises(ValueError, match=words):
+                choose_plan(problem_of(dtype=dtype), DeviceSpec.for_arch("9.0"), **widths)
+
+
+def test_tf32_is_another_kernel_for_float32_alone():
+    device = DeviceSpec.for_arch("9.0")
+    for dtype in ("bfloat16", "float32", "float64"):
+        one, other = (choose_plan(problem_of(dtype=dtype, precision=x), device) for x in ("highest", "tf32"))
+        assert (one.kernels != other.kernels) == (dtype == "float32")
+        assert ("tf32" in other.describe()) == (dtype == "float32")
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_plan_says_where_float64_is_slow(arch):
+    for dtype in ("float32", "float64"):
+        plan = choose_plan(problem_of(dtype=dtype), DeviceSpec.for_arch(arch))
+        assert ("slow" in plan.reason) == (dtype == "float64" and arch not in ("8.0", "9.0", "10.0"))
 
 
 def test_more_tiles_than_one_launch_has():
