@@ -1,13 +1,14 @@
-"""python -m bench run | report | list"""
+"""python -m bench run | report | accuracy | list"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from pathlib import Path
 
-from .cases import PASSES, SUITES
+from .cases import ITEMSIZE, PASSES, SUITES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -36,6 +37,11 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     report.add_argument("--readme", type=Path, default=ROOT / "README.md")
     report.add_argument("--print", action="store_true", help="print the section, leave the README alone")
+    accuracy = commands.add_parser("accuracy", help="errors on many random problems, as a histogram")
+    accuracy.add_argument("--dtype", choices=ITEMSIZE, default="float32")
+    accuracy.add_argument("--precision", choices=("highest", "tf32"), default="highest")
+    accuracy.add_argument("--problems", type=int, default=200, metavar="N")
+    accuracy.add_argument("--backend", choices=("cpu", "gpu"), default="gpu")
     commands.add_parser("list", help="print suites and cases")
     return top
 
@@ -90,6 +96,19 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
+def _accuracy(args: argparse.Namespace) -> int:
+    from .accuracy import histogram, measure, random_cases
+
+    try:
+        xp = importlib.import_module("numpy" if args.backend == "cpu" else "cupy")
+    except ImportError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    measurements = measure(xp, random_cases(args.dtype, args.problems), args.precision)
+    print(histogram(measurements))
+    failed = any(m.failure for found in measurements.values() for m in found)
+    return 1 if failed and args.precision == "highest" else 0
+
+
 def _list() -> int:
     for name, suite in SUITES.items():
         print(f"{name}: {suite.about} (peers: {', '.join(suite.peers)})")
@@ -101,6 +120,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.command == "run":
         return _run(args)
+    if args.command == "accuracy":
+        return _accuracy(args)
     return _report(args) if args.command == "report" else _list()
 
 

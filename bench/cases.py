@@ -105,8 +105,8 @@ def _row(head_dim: int, seqlen: int, causal: bool) -> Case:
     return Case(head_dim=head_dim, seqlen_q=seqlen, batch=16384 // seqlen, num_heads=2048 // head_dim, causal=causal)
 
 
-def _fp(dtype: str, head_dim: int, seqlen: int) -> Case:
-    return Case(dtype=dtype, head_dim=head_dim, seqlen_q=seqlen, batch=2, num_heads=16)
+def _fp(dtype: str, head_dim: int, seqlen: int, causal: bool = False) -> Case:
+    return Case(dtype=dtype, head_dim=head_dim, seqlen_q=seqlen, batch=2, num_heads=16, causal=causal)
 
 
 def _decode(batch: int, seqlen_k: int, seqlen_q: int) -> Case:
@@ -154,11 +154,16 @@ SUITES = {
     ),
     "float32": Suite(
         kind="gpu",
-        cases=(_fp("float32", 64, 4096), _fp("float32", 128, 4096)),
-        peers=("efficient", "math", "flex", "naive"),
-        about="float32 at float32 accuracy",
+        cases=tuple(_fp("float32", d, 4096, causal) for d in (64, 128) for causal in (False, True)),
+        peers=("cuflash-tf32", "efficient", "math", "flex", "naive"),
+        about="float32 at float32 accuracy, and at that of TF32",
     ),
-    "float64": Suite(kind="gpu", cases=(_fp("float64", 64, 2048),), peers=("math", "naive"), about="float64"),
+    "float64": Suite(
+        kind="gpu",
+        cases=tuple(_fp("float64", d, 2048, causal) for d in (64, 128) for causal in (False, True)),
+        peers=("math", "flex", "naive"),
+        about="float64",
+    ),
     "decode": Suite(
         kind="gpu",
         cases=tuple(_decode(b, n, m) for b, n in ((16, 8192), (1, 131072)) for m in (1, 4, 16)),

@@ -146,8 +146,11 @@ class Reference:
         """Largest absolute difference; NaN where `got` has one."""
         return float(abs(widen(got, "float64") - exact).max())
 
-    def errors(self, pass_: str, results: tuple[Any, ...]) -> dict[str, Errors]:
-        """Errors of whole results (batch, heads, seqlen, dim) on the sampled heads, by name."""
+    def errors(self, pass_: str, results: tuple[Any, ...], coarser: float = 1.0) -> dict[str, Errors]:
+        """Errors of whole results (batch, heads, seqlen, dim) on the sampled heads, by name.
+
+        What the formula's errors and the units in the last place are multiplied by is `coarser`.
+        """
         errors = {}
         for name, result in zip(RESULTS[pass_], results, strict=True):
             distances = []
@@ -156,5 +159,5 @@ class Reference:
                 heads = slice(h * self.case.group_size, (h + 1) * self.case.group_size) if per_query_head else h
                 distances.append(self._distance(result[b, heads], group[name]))
             worst = float(np.max(distances))  # unlike max(), keeps a NaN
-            errors[name] = Errors(worst, self.formula_errors[name], self.ulps[name])
+            errors[name] = Errors(worst, coarser * self.formula_errors[name], coarser * self.ulps[name])
         return errors

@@ -26,11 +26,13 @@ class Absent(Exception):
 @dataclass(frozen=True)
 class Contender:
     """`calls["forward"]` returns (out,), `calls["backward"]` (dq, dk, dv), whole arrays that `to_array` turns into
-    NumPy or CuPy ones; `plans` describes what runs, where the library tells."""
+    NumPy or CuPy ones; `plans` describes what runs, where the library tells; `coarser` is how much larger its unit of
+    rounding is than the dtype's, where it was asked for less accuracy."""
 
     calls: Calls
     to_array: Callable[[Any], Any] = lambda x: x
     plans: Mapping[str, str] = field(default_factory=dict)
+    coarser: float = 1.0
 
 
 def _poisoned(xp: Any, shape: tuple[int, ...], dtype: str) -> Any:
@@ -40,12 +42,14 @@ def _poisoned(xp: Any, shape: tuple[int, ...], dtype: str) -> Any:
     return array
 
 
-def cuflash(case: Case, inputs: Inputs, *, deterministic: bool = False, allocate: bool = False) -> Contender:
+def cuflash(
+    case: Case, inputs: Inputs, *, deterministic: bool = False, allocate: bool = False, precision: Any = "highest"
+) -> Contender:
     """cuflash's public interface, into arrays made once (as a training loop would), or allocating its results."""
     from cuflash import FlashAttention
 
     xp, q, k, v, dout = inputs.xp, inputs.q, inputs.k, inputs.v, inputs.dout
-    attn = FlashAttention(causal=case.causal, deterministic=deterministic)
+    attn = FlashAttention(causal=case.causal, deterministic=deterministic, precision=precision)
     out = _poisoned(xp, case.out_shape, case.dtype)
     lse = _poisoned(xp, case.out_shape[:3], case.softmax_dtype)
     shapes = {"dq": case.q_shape, "dk": case.k_shape, "dv": case.v_shape}
@@ -58,7 +62,8 @@ def cuflash(case: Case, inputs: Inputs, *, deterministic: bool = False, allocate
         "forward": lambda: (attn.forward(q, k, v, **into).out,),
         "backward": lambda: tuple(attn.backward(dout, q, k, v, out, lse, **gradients)),
     }
-    return Contender(calls, plans=_describe(attn, q, k, v))
+    coarser = 2.0**13 if precision == "tf32" else 1.0  # 11 bits instead of 24
+    return Contender(calls, plans=_describe(attn, q, k, v), coarser=coarser)
 
 
 def _describe(attn: Any, q: Any, k: Any, v: Any) -> dict[str, str]:
@@ -261,6 +266,7 @@ ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
     "cuflash": cuflash,
     "cuflash-alloc": lambda case, inputs: cuflash(case, inputs, allocate=True),
     "cuflash-deterministic": lambda case, inputs: cuflash(case, inputs, deterministic=True),
+    "cuflash-tf32": lambda case, inputs: cuflash(case, inputs, precision="tf32"),
     "cudnn": _torch(cudnn_calls),
     "fa2": _torch(fa2_calls),
     "efficient": _torch(efficient_calls),

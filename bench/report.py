@@ -17,6 +17,7 @@ TITLES = {
     "cuflash": "cuflash",
     "cuflash-alloc": "cuflash, allocating",
     "cuflash-deterministic": "cuflash, deterministic",
+    "cuflash-tf32": "cuflash, TF32",
     "cudnn": "cuDNN",
     "fa2": "FlashAttention-2",
     "efficient": "torch efficient",
@@ -29,6 +30,7 @@ TITLES = {
 COLOURS = {
     "cuflash": "#d1495b",
     "cuflash-deterministic": "#edae49",
+    "cuflash-tf32": "#edae49",
     "cudnn": "#2e7d32",
     "fa2": "#30638e",
     "efficient": "#8d6a9f",

@@ -129,7 +129,7 @@ def _speed(case: Case, pass_: str, timing: Timing) -> Record:
 def _check(contender: Contender, pass_: str, reference: Reference) -> Record:
     results = contender.calls[pass_]()
     arrays = tuple(contender.to_array(x) for x in results)
-    return _accuracy(reference.errors(pass_, arrays)) if arrays else {"status": "ok"}
+    return _accuracy(reference.errors(pass_, arrays, contender.coarser)) if arrays else {"status": "ok"}
 
 
 def _set_up(names: Iterable[str], case: Case, inputs: Inputs) -> tuple[dict[str, Contender], dict[str, Record]]:

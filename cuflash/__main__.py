@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from cuflash import FlashAttention, compiler, reference
 from cuflash.flash_attention import Causal, CpuPlan
 from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan, choose_plan
-from cuflash.problem import DTYPES, LAYOUTS, Options, Problem, make_problem, user_shape
+from cuflash.problem import DTYPES, LAYOUTS, PRECISIONS, Options, Problem, make_problem, user_shape
 
 Array = NDArray[Any]
 
@@ -133,6 +133,7 @@ def add_problem_arguments(
     group.add_argument("--softcap", type=float)
     group.add_argument("--layout", choices=LAYOUTS, default="bhsd", help="default: bhsd")
     group.add_argument("--deterministic", action="store_true", help="gradients bitwise equal run after run")
+    group.add_argument("--precision", choices=PRECISIONS, default="highest", help="of float32 (default: highest)")
     for name in ("bias", "mask", "kv-lengths", "alibi-slopes"):
         group.add_argument(f"--{name}", action="store_true", help=f"{name.replace('-', '_')} is given")
 
@@ -171,6 +172,7 @@ def problems(args: argparse.Namespace) -> Iterator[Problem]:
             softcap=args.softcap,
             layout=args.layout,
             deterministic=args.deterministic,
+            precision=args.precision,
         )
         dtype, softmax_dtype = numpy_dtype(dtype_name), np.dtype("f8" if dtype_name == "float64" else "f4")
         q, k, v = (

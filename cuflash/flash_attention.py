@@ -104,6 +104,13 @@ class FlashAttention:
         Leading axes may be missing: a 3-D array is one batch entry, a 2-D array (seqlen, head_dim) one head.
     deterministic : bool, default False
         Gradients are bitwise equal run after run. `forward` always is, and so is the CPU path.
+    precision : {"highest", "tf32"}, default "highest"
+        Of products of float32 arrays on the GPU; nothing else changes. "highest": results are as close to the exact
+        ones as those of the formula in float32. "tf32": both factors of every product are rounded to TF32's 11 bits, to
+        nearest, and products are summed in float32: about three times as fast where tensor cores are the limit. Each
+        score is then off by up to ``2 ** -10 * abs(scale) * sum(abs(q[i]) * abs(k[j]))``, and each result, beside what
+        that changes, by 2 ** -10 of the sum of the absolute values of its terms. On the CPU "tf32" is computed as
+        "highest" is.
 
     Attributes
     ----------
@@ -157,9 +164,16 @@ class FlashAttention:
         softcap: float | None = None,
         layout: Literal["bhsd", "bshd"] = "bhsd",
         deterministic: bool = False,
+        precision: Literal["highest", "tf32"] = "highest",
     ) -> None:
         self.options = Options(
-            causal=causal, scale=scale, window=window, softcap=softcap, layout=layout, deterministic=deterministic
+            causal=causal,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            layout=layout,
+            deterministic=deterministic,
+            precision=precision,
         )
 
     def __repr__(self) -> str:

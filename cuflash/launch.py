@@ -235,7 +235,7 @@ def _prepare(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> _Launc
         operands=operands,
     )
     names = (*given, *(_RESULTS[pass_][index] for index, _, _ in results), *(name for name, _ in plan.scratch))
-    sizes = [4 * elements for _, elements in plan.scratch]
+    sizes = [np.dtype(problem.softmax_dtype).itemsize * elements for _, elements in plan.scratch]
     params = parameters(plan, operands).tobytes()
     if plan.tensor_maps:
         params = params.ljust(MAPS_OFFSET + len(plan.tensor_maps) * TENSOR_MAP_BYTES, b"\0")

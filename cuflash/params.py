@@ -42,6 +42,8 @@ def _fields() -> list[tuple]:
         ("stats_rows", np.int32),
         ("group_splits", np.int32),
         ("resident_blocks", np.int32),
+        ("scale_float64", np.float64),
+        ("softcap_float64", np.float64),
     ]
 
 
@@ -69,12 +71,13 @@ def parameters(plan: LaunchPlan, operands: Mapping[str, Operand]) -> np.ndarray:
             ]  # the last axis of q, k, … is contiguous
     for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k", "diagonal", "scale"):
         params[name] = getattr(problem, name)
+    params["scale_float64"] = problem.scale
     if problem.window_right is not None:
         params["right_offset"] = problem.diagonal + problem.window_right
     if problem.window_left is not None:
         params["left_offset"] = problem.diagonal - problem.window_left
     if problem.softcap is not None:
-        params["softcap"] = problem.softcap
+        params["softcap"] = params["softcap_float64"] = problem.softcap
     params["head_section"] = plan.head_section
     params["stats_rows"] = plan.stats_rows
     params["group_splits"] = plan.group_splits

@@ -17,13 +17,14 @@ from cuflash.tensor_map import CHUNK, TensorMapSpec, tensor_map_spec, why_not
 
 Pass = Literal["forward", "backward"]
 
-PARAMS_BYTES = 496  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
+PARAMS_BYTES = 512  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
 MAPS_OFFSET = 512  # where tensor maps follow, aligned to 64 bytes
 MAX_HEAD_DIM = 256
 # Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
 # at head_dim 128 and seqlen 4096, 4 % in the backward pass; without a mask, one head at a time serves L2 better.
 CAUSAL_HEAD_SECTION = 16
 LONG_SEQLEN = 2048  # from which on larger tiles of keys, or of queries, pay
+FAST_FLOAT64 = (80, 90, 100)  # compute capabilities whose FP64 units are as many as half of the others
 WAVES = 4  # of resident blocks that a grid should have, where more blocks cost extra work
 SHARED_BYTES_RESERVED = 1024  # that a resident block takes of a multiprocessor's shared memory beside its own
 
@@ -86,42 +87,52 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def tile_bytes(rows: int, columns: int) -> int:
-    """Shared memory of a tile of 16-bit elements, in lines of 128 bytes; kernels/config.cuh has the same."""
-    row = 16 if columns <= 16 else 32 if columns <= 32 else round_up(columns, 64)
-    return rows * row * 2
+def tile_bytes(rows: int, columns: int, element_bytes: int) -> int:
+    """Shared memory of a tile, in lines of 128 bytes or parts of one; kernels/config.cuh has the same."""
+    row = columns * element_bytes
+    if element_bytes > 2 or row > 64:
+        return rows * round_up(row, 128)
+    return rows * (64 if row > 32 else 32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardTile:
-    """One way to cut the forward pass. A block owns block_m queries, a warp block_m / num_warps of them."""
+    """One way to cut the forward pass. A block owns block_m queries; warps_d warps share a piece of them."""
 
+    element_bytes: int = 2
     max_dim: int
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     min_blocks: int  # blocks that must be resident on one multiprocessor
-    fragments_ahead: int  # ldmatrix of B ahead of the product that needs it
+    warps_d: int = 1  # warps along the columns of the output
+    fragments_ahead: int  # fragments of B that are loaded ahead of the product that needs them
     origin: str = field(compare=False)  # the measurement or the arithmetic that put the row here
 
-    dim_multiple = 16
-
     def __post_init__(self) -> None:
-        _check_row(self, self.block_m % (16 * self.num_warps) == 0, "whole fragments for every warp")
+        _check_row(self, self.num_warps % self.warps_d == 0, "warps_d divides num_warps")
+        _check_row(self, self.block_m * self.warps_d % (16 * self.num_warps) == 0, "whole fragments for every warp")
+
+    @property
+    def dim_multiple(self) -> int:
+        """Head dimensions are padded so that every warp gets the same number of 16-wide pieces of their columns."""
+        return 16 * self.warps_d
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
-        q = tile_bytes(self.block_m, max(dim, dim_v))
-        return q + self.num_stages * (tile_bytes(self.block_n, dim) + tile_bytes(self.block_n, dim_v))
+        size = self.element_bytes
+        q = tile_bytes(self.block_m, max(dim, dim_v), size)
+        return q + self.num_stages * (tile_bytes(self.block_n, dim, size) + tile_bytes(self.block_n, dim_v, size))
 
     def defines(self) -> dict[str, int]:
-        return _tile_defines(self)
+        return _tile_defines(self) | {"CUFLASH_WARPS_D": self.warps_d}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardTile:
     """One way to cut the backward pass. A block owns block_n keys; warps_d warps share the rows of a piece of them."""
 
+    element_bytes: int = 2
     max_dim: int
     block_m: int
     block_n: int
@@ -137,9 +148,14 @@ class BackwardTile:
         warps_n = self.num_warps // self.warps_d
         _check_row(self, warps_n * self.warps_d == self.num_warps, "warps_d divides num_warps")
         _check_row(self, self.block_n % (16 * warps_n) == 0, "whole fragments of keys for every warp")
-        _check_row(self, self.block_m % (16 * self.warps_d) == 0, "whole pairs of pieces of queries for every warp")
+        _check_row(self, self.block_m % (16 * self.warps_q) == 0, "whole pairs of pieces of queries for every warp")
         _check_row(self, self.num_warps % self.dq_warps_m == 0, "dq_warps_m divides num_warps")
         _check_row(self, self.block_m % (16 * self.dq_warps_m) == 0, "whole fragments of dq for every warp")
+
+    @property
+    def warps_q(self) -> int:
+        """Warps along the queries of a piece of keys: of the warps_d, as many as there are queries for."""
+        return min(self.warps_d, self.block_m // 16)
 
     @property
     def dim_multiple(self) -> int:
@@ -147,38 +163,56 @@ class BackwardTile:
         return 16 * max(self.warps_d, self.num_warps // self.dq_warps_m)
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
-        keys = tile_bytes(self.block_n, dim) + tile_bytes(self.block_n, dim_v)
-        queries = tile_bytes(self.block_m, dim) + tile_bytes(self.block_m, dim_v) + self.block_m * 8
-        return keys + self.num_stages * queries + 2 * tile_bytes(self.block_n, self.block_m)
+        size = self.element_bytes
+        keys = tile_bytes(self.block_n, dim, size) + tile_bytes(self.block_n, dim_v, size)
+        stats = self.block_m * 2 * max(size, 4)
+        queries = tile_bytes(self.block_m, dim, size) + tile_bytes(self.block_m, dim_v, size) + stats
+        return keys + self.num_stages * queries + 2 * tile_bytes(self.block_n, self.block_m, size)
 
     def defines(self) -> dict[str, int]:
-        return _tile_defines(self) | {"CUFLASH_WARPS_D": self.warps_d, "CUFLASH_DQ_WARPS_M": self.dq_warps_m}
+        return _tile_defines(self) | {
+            "CUFLASH_WARPS_D": self.warps_d,
+            "CUFLASH_WARPS_Q": self.warps_q,
+            "CUFLASH_DQ_WARPS_M": self.dq_warps_m,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class DqTile:
     """One way to cut the kernel that computes dq in a fixed order. A block owns block_m queries."""
 
+    element_bytes: int = 2
     max_dim: int
     block_m: int
     block_n: int
     num_warps: int
+    num_stages: int = 2
     min_blocks: int
+    warps_d: int = 1  # warps along the columns of dq
+    fragments_ahead: int = 0
     origin: str = field(compare=False)
 
-    dim_multiple = 16
-    num_stages = 2
-    fragments_ahead = 0
-
     def __post_init__(self) -> None:
-        _check_row(self, self.block_m % (16 * self.num_warps) == 0, "whole fragments for every warp")
+        _check_row(self, self.num_warps % self.warps_d == 0, "warps_d divides num_warps")
+        _check_row(self, self.block_m * self.warps_d % (16 * self.num_warps) == 0, "whole fragments for every warp")
+
+    @property
+    def dim_multiple(self) -> int:
+        """Head dimensions are padded so that every warp gets the same number of 16-wide pieces of their columns."""
+        return 16 * self.warps_d
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
-        keys = tile_bytes(self.block_n, dim) + tile_bytes(self.block_n, dim_v)
-        return tile_bytes(self.block_m, dim) + tile_bytes(self.block_m, dim_v) + self.num_stages * keys
+        size = self.element_bytes
+        keys = tile_bytes(self.block_n, dim, size) + tile_bytes(self.block_n, dim_v, size)
+        queries = tile_bytes(self.block_m, dim, size) + tile_bytes(self.block_m, dim_v, size)
+        return queries + self.num_stages * keys
 
     def defines(self) -> dict[str, int]:
-        return _tile_defines(self) | {"CUFLASH_WARPS_D": 1, "CUFLASH_DQ_WARPS_M": self.num_warps}
+        return _tile_defines(self) | {
+            "CUFLASH_WARPS_D": 1,
+            "CUFLASH_WARPS_Q": 1,
+            "CUFLASH_DQ_WARPS_M": self.num_warps // self.warps_d,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +230,7 @@ class ForwardSm90Tile:
     serves: Literal["any", "no terms", "long full", "short"] = "any"
     origin: str = field(compare=False)
 
+    element_bytes = 2
     dim_multiple = 16
     min_blocks = 1
     fragments_ahead = 0
@@ -247,6 +282,7 @@ class BackwardSm90Tile:
     dp_early: bool  # dP is issued together with P
     origin: str = field(compare=False)
 
+    element_bytes = 2
     dim_multiple = 64
     min_blocks = 1
     fragments_ahead = 0
@@ -328,8 +364,13 @@ def _forward(
     blocks: int,
     ahead: int,
     origin: str,
+    *,
+    element_bytes: int = 2,
+    warps_d: int = 1,
 ) -> ForwardTile:
     return ForwardTile(
+        element_bytes=element_bytes,
+        warps_d=warps_d,
         max_dim=max_dim,
         block_m=m,
         block_n=n,
@@ -378,8 +419,11 @@ def _backward(
     dq_warps_m: int,
     ahead: int,
     origin: str,
+    *,
+    element_bytes: int = 2,
 ) -> BackwardTile:
     return BackwardTile(
+        element_bytes=element_bytes,
         max_dim=max_dim,
         block_m=m,
         block_n=n,
@@ -393,8 +437,31 @@ def _backward(
     )
 
 
-def _dq(max_dim: int, m: int, n: int, warps: int, blocks: int, origin: str) -> DqTile:
-    return DqTile(max_dim=max_dim, block_m=m, block_n=n, num_warps=warps, min_blocks=blocks, origin=origin)
+def _dq(
+    max_dim: int,
+    m: int,
+    n: int,
+    warps: int,
+    blocks: int,
+    origin: str,
+    *,
+    element_bytes: int = 2,
+    warps_d: int = 1,
+    stages: int = 2,
+    ahead: int = 0,
+) -> DqTile:
+    return DqTile(
+        element_bytes=element_bytes,
+        max_dim=max_dim,
+        block_m=m,
+        block_n=n,
+        num_warps=warps,
+        num_stages=stages,
+        min_blocks=blocks,
+        warps_d=warps_d,
+        fragments_ahead=ahead,
+        origin=origin,
+    )
 
 
 def _h200(here: str, flash_attention_2: str) -> str:
@@ -406,7 +473,11 @@ def _h200(here: str, flash_attention_2: str) -> str:
 
 _SMALL = "for 100 KiB of shared memory; by arithmetic, not measured"
 _MEDIUM = "for 164 KiB of shared memory; by arithmetic, not measured"
+_MEDIUM_OR_SMALL = "for 164 or 100 KiB of shared memory; by arithmetic, not measured"
+_ARITHMETIC = "by arithmetic, not measured"
 
+# Rows serve elements of `element_bytes`: 2 unless they say otherwise. Registers hold half or a quarter as many wide
+# elements, so these get smaller tiles, and at large head dimensions several warps to a row.
 # fmt: off
 FORWARD_TILES = (
     #        max_dim  m    n  warps stages blocks ahead
@@ -419,6 +490,21 @@ FORWARD_TILES = (
     _forward(256, 128, 128, 8, 1, 1, 0, _h200("342 / 329, 318 / 258", "317 / 281, 307 / 249")),
     _forward(256, 128, 64,  8, 1, 1, 0, _h200("323 / 279, 300 / 229", "326 / 284, 306 / 246")),
     _forward(256, 64,  32,  4, 1, 1, 2, _SMALL),
+
+    _forward(64,  128, 32,  4, 2, 2, 1, _ARITHMETIC, element_bytes=4),
+    _forward(64,  64,  64,  4, 1, 1, 1, _SMALL, element_bytes=4),
+    _forward(128, 128, 32,  4, 1, 2, 1, _ARITHMETIC, element_bytes=4),
+    _forward(128, 64,  32,  4, 1, 1, 1, _MEDIUM_OR_SMALL, element_bytes=4),
+    _forward(192, 64,  32,  4, 1, 1, 1, _ARITHMETIC, element_bytes=4),
+    _forward(256, 64,  16,  4, 1, 1, 1, _ARITHMETIC, element_bytes=4),
+
+    _forward(64,  64,  32,  4, 1, 1, 0, _ARITHMETIC, element_bytes=8),
+    _forward(128, 64,  16,  4, 1, 1, 0, _ARITHMETIC, element_bytes=8),
+    _forward(192, 64,  16,  8, 1, 1, 0, _ARITHMETIC, element_bytes=8, warps_d=2),
+    _forward(192, 32,  16,  4, 1, 1, 0, _SMALL, element_bytes=8, warps_d=2),
+    _forward(256, 64,  16,  8, 1, 1, 0, _ARITHMETIC, element_bytes=8, warps_d=2),
+    _forward(256, 32,  16,  4, 1, 1, 0, _MEDIUM, element_bytes=8, warps_d=2),
+    _forward(256, 16,  16,  2, 1, 1, 0, _SMALL, element_bytes=8, warps_d=2),
 )
 
 FORWARD_SM90_TILES = (
@@ -452,6 +538,24 @@ BACKWARD_TILES = (
     _backward(256, 64, 64,  8, 2, 1, 4, 4, 0, _h200("255 / 250, 231 / 201", "253 / 228, 225 / 180")),
     _backward(256, 32, 64,  8, 2, 1, 2, 1, 0, _MEDIUM),
     _backward(256, 32, 32,  4, 1, 1, 2, 2, 0, _SMALL),
+
+    _backward(64,  32, 64,  4, 2, 2, 1, 2, 1, _ARITHMETIC, element_bytes=4),
+    _backward(64,  32, 64,  4, 2, 1, 1, 2, 1, _SMALL, element_bytes=4),
+    _backward(128, 32, 64,  8, 2, 1, 2, 2, 1, _ARITHMETIC, element_bytes=4),
+    _backward(128, 32, 32,  4, 1, 1, 2, 2, 1, _SMALL, element_bytes=4),
+    _backward(192, 32, 64,  8, 1, 1, 2, 2, 1, _ARITHMETIC, element_bytes=4),
+    _backward(192, 32, 16,  2, 1, 1, 2, 2, 1, _SMALL, element_bytes=4),
+    _backward(256, 32, 64,  8, 1, 1, 2, 2, 1, _ARITHMETIC, element_bytes=4),
+    _backward(256, 32, 32,  4, 1, 1, 2, 2, 1, _MEDIUM, element_bytes=4),
+    _backward(256, 16, 16,  2, 1, 1, 2, 1, 1, _SMALL, element_bytes=4),
+
+    _backward(64,  32, 64,  8, 1, 1, 2, 2, 0, _ARITHMETIC, element_bytes=8),
+    _backward(64,  32, 32,  4, 1, 1, 2, 2, 0, _SMALL, element_bytes=8),
+    _backward(128, 32, 32,  4, 1, 1, 2, 2, 0, _ARITHMETIC, element_bytes=8),
+    _backward(192, 16, 16,  4, 1, 1, 4, 1, 0, _ARITHMETIC, element_bytes=8),
+    _backward(192, 16, 16,  2, 1, 1, 2, 1, 0, _SMALL + ", up to head_dim 160", element_bytes=8),
+    _backward(256, 16, 32,  8, 1, 1, 4, 1, 0, _ARITHMETIC, element_bytes=8),
+    _backward(256, 16, 16,  4, 1, 1, 4, 1, 0, _MEDIUM, element_bytes=8),
 )
 
 # The numbers are those of the whole deterministic backward pass.
@@ -465,6 +569,23 @@ DQ_TILES = (
     _dq(256, 128, 32, 8, 1, _h200("213 / 208, 198 / 173", "253 / 228, 225 / 180")),
     _dq(256, 64,  32, 4, 1, _MEDIUM),
     _dq(256, 32,  16, 2, 1, _SMALL),
+
+    _dq(64,  64,  32, 4, 1, _ARITHMETIC, element_bytes=4, ahead=1),
+    _dq(128, 64,  16, 4, 1, _ARITHMETIC, element_bytes=4, ahead=1),
+    _dq(192, 64,  16, 4, 1, _ARITHMETIC, element_bytes=4, ahead=1),
+    _dq(192, 32,  16, 2, 1, _SMALL, element_bytes=4, ahead=1),
+    _dq(256, 64,  16, 4, 1, _ARITHMETIC, element_bytes=4, ahead=1),
+    _dq(256, 32,  16, 2, 1, _MEDIUM, element_bytes=4, ahead=1),
+    _dq(256, 32,  16, 2, 1, _SMALL, element_bytes=4, ahead=1, stages=1),
+
+    _dq(64,  64,  16, 4, 1, _ARITHMETIC, element_bytes=8),
+    _dq(128, 64,  16, 4, 1, _ARITHMETIC, element_bytes=8),
+    _dq(128, 32,  16, 4, 1, _MEDIUM, element_bytes=8, warps_d=2),
+    _dq(128, 16,  16, 2, 1, _SMALL, element_bytes=8, warps_d=2),
+    _dq(192, 32,  16, 4, 1, _ARITHMETIC, element_bytes=8, warps_d=2),
+    _dq(192, 16,  16, 2, 1, _SMALL, element_bytes=8, warps_d=2, stages=1),
+    _dq(256, 16,  16, 4, 1, _ARITHMETIC, element_bytes=8, warps_d=4),
+    _dq(256, 16,  16, 4, 1, _MEDIUM, element_bytes=8, warps_d=4, stages=1),
 )
 # fmt: on
 
@@ -493,7 +614,9 @@ class LaunchPlan:
     kernels: tuple[KernelSpec, ...]
     stats_rows: int  # rows of row_stats of one head (backward)
     group_splits: int  # blocks that share the query heads of a key/value head (backward)
-    scratch: tuple[tuple[str, int], ...]  # arrays that a call needs beside inputs and results, in float32 elements
+    scratch: tuple[
+        tuple[str, int], ...
+    ]  # arrays that a call needs beside inputs and results, in elements of lse's dtype
     head_section: int  # heads whose tiles are interleaved in the launch order
     resident_blocks: int  # of a kernel whose blocks take one tile after another
     tensor_maps: tuple[TensorMapSpec, ...]  # that follow the parameters
@@ -503,7 +626,7 @@ class LaunchPlan:
     @property
     def extra_bytes(self) -> int:
         """Device memory taken for the duration of a call beside inputs and results."""
-        return 4 * sum(elements for _, elements in self.scratch)
+        return ITEMSIZE[self.problem.softmax_dtype] * sum(elements for _, elements in self.scratch)
 
     def describe(self) -> str:
         """The plan in words, a line a fact."""
@@ -537,154 +660,189 @@ def choose_plan(
     """The plan for one pass. Pure: the same arguments give the same plan.
 
     `load_bytes` and `store_bytes` are the widest aligned accesses that serve all operands; without them they follow
-    from the strides, pointers taken as 16-byte aligned; what is not in `operands` is contiguous. `tiles` overrides the tables:
-    a ForwardTile or ForwardSm90Tile, or a BackwardTile and a DqTile.
+    from the strides, pointers taken as 16-byte aligned. Results and dout that are not in `operands` are contiguous.
+    `tiles` overrides the tables: a row of the forward pass, or one of the backward pass (and a DqTile: deterministic).
 
-    Raises NotImplementedError for what no kernel serves.
+    Raises NotImplementedError for what no kernel serves, ValueError for arrays that are not aligned to their elements.
     """
     check_served(problem, device)
-    dim, dim_v = problem.head_dim, problem.head_dim_v
     if load_bytes is None:
         load_bytes = access_bytes((problem.q, problem.k, problem.v))
     if store_bytes is None:
         store_bytes = access_bytes((problem.q, problem.v))
-    common = _common_defines(problem, device, load_bytes, store_bytes)
-    heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
-
-    def kernel(
-        source: str, tile: Tile, blocks: int, shared_bytes: int, target: str = device.target, dim_multiple: int = 0
-    ) -> KernelSpec:
-        _check_blocks(blocks)
-        defines = common | tile.defines() | {"CUFLASH_SHARED_BYTES": shared_bytes}
-        if dim_multiple:
-            defines["CUFLASH_DIM_MULTIPLE"] = dim_multiple
-        if pass_ == "backward":
-            defines["CUFLASH_DQ_BY_REDUCTION"] = int(not problem.deterministic)
-            defines["CUFLASH_SPLITS_GROUP"] = int(group_splits > 1)
-        name = _symbol(source, problem, tile)
-        return KernelSpec(
-            source=source,
-            name=name,
-            target=target,
-            defines=tuple(sorted((defines | {"CUFLASH_KERNEL_NAME": name}).items())),
-            grid=blocks,
-            threads=32 * tile.num_warps,
-            shared_bytes=shared_bytes,
+    if min(load_bytes, store_bytes) < ITEMSIZE[problem.dtype]:
+        raise ValueError(
+            f"q: got arrays at multiples of {min(load_bytes, store_bytes)} bytes, expected all of them at multiples of "
+            f"the {ITEMSIZE[problem.dtype]} bytes of a {problem.dtype}"
         )
-
-    def padded_shared_bytes(tile: Tile) -> int:
-        return tile.shared_bytes(round_up(dim, tile.dim_multiple), round_up(dim_v, tile.dim_multiple))
-
-    stats_rows = 0
-    group_splits = 1
-    resident_blocks = 0
-    tensor_maps: tuple[TensorMapSpec, ...] = ()
-    scratch: dict[str, int] = {}
+    arrays = {name: _contiguous(problem, name) for name in ("out", "dout", "dk", "dv")} | dict(operands or {})
+    arrays |= {name: getattr(problem, name) for name in "qkv"}
+    draft = _Draft(
+        problem=problem,
+        device=device,
+        pass_=pass_,
+        arrays=arrays,
+        access_bytes=min(load_bytes, store_bytes),
+        defines=_common_defines(problem, device, load_bytes, store_bytes),
+    )
     if pass_ == "forward":
-        out = (operands or {}).get("out", _contiguous(problem, "out"))
-        if tiles:
-            forward, reason = tiles[0], "tile given by the caller"
-        else:
-            forward, reason = _choose_forward(problem, device, out, min(load_bytes, store_bytes))
-        chosen: tuple[Tile, ...] = (forward,)
-        m_blocks = heads * -(-problem.seqlen_q // forward.block_m)
-        shared_bytes = padded_shared_bytes(forward)
-        if isinstance(forward, ForwardSm90Tile):
-            rows = {"q": forward.block_m, "k": forward.block_n, "v": forward.block_n, "out": 64}
-            mapped = {"q": problem.q, "k": problem.k, "v": problem.v, "out": out}
-            tensor_maps = tuple(tensor_map_spec(name, mapped[name], rows[name]) for name in rows)
-            units = m_blocks
-            if problem.window_right is not None and problem.window_left is None:
-                units = heads * -(-problem.seqlen_q // (2 * forward.block_m))
-                common["CUFLASH_PAIRS"] = 1
-            _check_blocks(m_blocks)
-            resident_blocks = min(units, device.num_sms * forward.min_blocks)
-            reason += f"\n{resident_blocks} blocks stay and take {m_blocks} tiles of queries one after another"
-            common["CUFLASH_ARGUMENT_BYTES"] = MAPS_OFFSET + len(tensor_maps) * TENSOR_MAP_BYTES
-            kernels = [kernel("forward_sm90.cu", forward, resident_blocks, shared_bytes, "sm_90a")]
-        else:
-            kernels = [kernel("forward_sm80.cu", forward, m_blocks, shared_bytes)]
+        _draft_forward(draft, tiles)
     else:
-        mapped = {name: getattr(problem, name) for name in "qkv"} | {
-            name: (operands or {}).get(name) or _contiguous(problem, name) for name in ("dout", "dk", "dv")
-        }
-        sm90 = _sm90_backward(problem, device, mapped, min(load_bytes, store_bytes)) if not tiles else None
-        if tiles and isinstance(tiles[0], BackwardSm90Tile):
-            sm90 = tiles[0]
-        if sm90:
-            main = sm90.helper(4)
-            reason = "x"
-        elif tiles:
-            main, dq, reason = tiles[0], tiles[1], "tiles given by the caller"
-        else:
-            main, reason = _choose(BACKWARD_TILES, problem, device)
-            dq, dq_reason = _choose(DQ_TILES, problem, device)
-            if problem.deterministic:
-                reason += "\n" + dq_reason
-        # delta runs over tiles of the kernels that read it, one block a tile.
-        delta = replace(main, block_m=max(main.block_m, dq.block_m)) if problem.deterministic else main
-        stats_rows = round_up(problem.seqlen_q, delta.block_m)
-        scratch["row_stats"] = heads * stats_rows * 2
-        n_blocks = heads_kv * -(-problem.seqlen_k // main.block_n)
-        multiple = sm90.dim_multiple if sm90 else main.dim_multiple
-        if n_blocks:
-            wanted = WAVES * device.num_sms * main.min_blocks
-            group_splits = min(problem.group_size, -(-wanted // n_blocks))
-        kernels = [kernel("backward_delta.cu", delta, heads * (stats_rows // delta.block_m), 0, dim_multiple=multiple)]
-        if sm90:
-            rows = {"q": sm90.block_m, "k": sm90.block_n, "v": sm90.block_n, "dout": sm90.block_m, "dk": 64, "dv": 64}
-            tensor_maps = tuple(tensor_map_spec(name, mapped[name], rows[name]) for name in rows)
-            common["CUFLASH_ARGUMENT_BYTES"] = MAPS_OFFSET + len(tensor_maps) * TENSOR_MAP_BYTES
-            kernels.append(
-                kernel("backward_sm90.cu", sm90, n_blocks * group_splits, padded_shared_bytes(sm90), "sm_90a")
-            )
-        else:
-            kernels.append(kernel("backward_sm80.cu", main, n_blocks * group_splits, padded_shared_bytes(main)))
-        dim_padded, dim_v_padded = (round_up(d, multiple) for d in (dim, dim_v))
-        if group_splits > 1:
-            scratch["dkv_partials"] = n_blocks * group_splits * main.block_n * (dim_padded + dim_v_padded)
-            shared_bytes = tile_bytes(main.block_n, dim_padded) + tile_bytes(main.block_n, dim_v_padded)
-            adder = sm90.helper(8) if sm90 else main
-            kernels.append(kernel("backward_reduce.cu", adder, n_blocks, shared_bytes, dim_multiple=multiple))
-            reason += (
-                f"\n{group_splits} blocks share the query heads of a key/value head: {n_blocks} tiles of keys are few"
-            )
-        if problem.deterministic:
-            chosen = (main, dq)
-            m_blocks = heads * -(-problem.seqlen_q // dq.block_m)
-            kernels.append(kernel("backward_dq_sm80.cu", dq, m_blocks, padded_shared_bytes(dq)))
-            reason += (
-                "\ndeterministic: dq has a kernel of its own that adds in a fixed order and recomputes the weights"
-            )
-        else:
-            chosen = (sm90 or main,)
-            scratch["dq_accumulator"] = heads * stats_rows * dim_padded
-            m_blocks = heads * (stats_rows // main.block_m)
-            shared_bytes = tile_bytes(main.block_m, dim_padded)
-            kernels.append(kernel("backward_convert.cu", main, m_blocks, shared_bytes, dim_multiple=multiple))
+        _draft_backward(draft, tiles)
+    if problem.dtype == "float64" and device.arch not in FAST_FLOAT64:
+        draft.reasons.append(f"float64 is slow here: compute capability {device.arch / 10:.1f} has few FP64 units")
     return LaunchPlan(
         pass_=pass_,
         problem=problem,
         device=device,
-        tiles=chosen,
-        kernels=tuple(kernels),
-        stats_rows=stats_rows,
-        group_splits=group_splits,
-        scratch=tuple(scratch.items()),
+        tiles=draft.tiles,
+        kernels=tuple(draft.kernels),
+        stats_rows=draft.stats_rows,
+        group_splits=draft.group_splits,
+        scratch=tuple(draft.scratch.items()),
         head_section=1 if problem.window_right is None else CAUSAL_HEAD_SECTION,
-        resident_blocks=resident_blocks,
-        tensor_maps=tensor_maps,
-        reason=reason,
+        resident_blocks=draft.resident_blocks,
+        tensor_maps=draft.tensor_maps,
+        reason="\n".join(draft.reasons),
     )
+
+
+@dataclass(kw_only=True)
+class _Draft:
+    """A plan in the making."""
+
+    problem: Problem
+    device: DeviceSpec
+    pass_: Pass
+    arrays: dict[str, Operand]
+    access_bytes: int  # widest aligned access that serves all arrays
+    defines: dict[str, str | int]
+    tiles: tuple[Tile, ...] = ()
+    kernels: list[KernelSpec] = field(default_factory=list)
+    scratch: dict[str, int] = field(default_factory=dict)
+    tensor_maps: tuple[TensorMapSpec, ...] = ()
+    reasons: list[str] = field(default_factory=list)
+    stats_rows: int = 0
+    group_splits: int = 1
+    resident_blocks: int = 0
+
+    @property
+    def heads(self) -> int:
+        return self.problem.batch * self.problem.num_heads
+
+    def padded_dims(self, tile: Tile) -> tuple[int, int]:
+        """Head dimensions as a kernel of this row sees them."""
+        dim, dim_v = self.problem.head_dim, self.problem.head_dim_v
+        return round_up(dim, tile.dim_multiple), round_up(dim_v, tile.dim_multiple)
+
+    def map_tensors(self, rows: Mapping[str, int]) -> None:
+        """Tensor maps of these arrays, in boxes of so many rows."""
+        self.tensor_maps = tuple(tensor_map_spec(name, self.arrays[name], n) for name, n in rows.items())
+        self.defines["CUFLASH_ARGUMENT_BYTES"] = MAPS_OFFSET + len(rows) * TENSOR_MAP_BYTES
+
+    def add(self, source: str, tile: Tile, blocks: int, shared_bytes: int, **defines: int) -> None:
+        """One more kernel: those of compute capability 9.0 need what only its own instruction set has."""
+        _check_blocks(blocks)
+        name = _symbol(source, self.problem, tile)
+        every = self.defines | tile.defines() | defines
+        every |= {"CUFLASH_SHARED_BYTES": shared_bytes, "CUFLASH_KERNEL_NAME": name}
+        self.kernels.append(
+            KernelSpec(
+                source=source,
+                name=name,
+                target=self.device.target + ("a" if source.endswith("_sm90.cu") else ""),
+                defines=tuple(sorted(every.items())),
+                grid=blocks,
+                threads=32 * tile.num_warps,
+                shared_bytes=shared_bytes,
+            )
+        )
+
+
+def _draft_forward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
+    problem = draft.problem
+    if tiles:
+        tile, reason = tiles[0], "tile given by the caller"
+    else:
+        tables = (FORWARD_SM90_TILES, FORWARD_TILES)
+        tile, reason = _choose_of(tables, draft, ("q", "k", "v", "out"), "forward_sm90")
+    draft.tiles = (tile,)
+    draft.reasons.append(reason)
+    m_blocks = draft.heads * -(-problem.seqlen_q // tile.block_m)
+    shared_bytes = tile.shared_bytes(*draft.padded_dims(tile))
+    if not isinstance(tile, ForwardSm90Tile):
+        draft.add("forward_sm80.cu", tile, m_blocks, shared_bytes)
+        return
+    _check_blocks(m_blocks)
+    draft.map_tensors({"q": tile.block_m, "k": tile.block_n, "v": tile.block_n, "out": 64})
+    pairs = problem.window_right is not None and problem.window_left is None
+    units = draft.heads * -(-problem.seqlen_q // (2 * tile.block_m)) if pairs else m_blocks
+    draft.resident_blocks = min(units, draft.device.num_sms * tile.min_blocks)
+    draft.reasons.append(f"{draft.resident_blocks} blocks stay and take {m_blocks} tiles of queries one after another")
+    draft.add("forward_sm90.cu", tile, draft.resident_blocks, shared_bytes, CUFLASH_PAIRS=int(pairs))
+
+
+def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
+    problem, device = draft.problem, draft.device
+    if tiles:
+        main, reason = tiles[0], "tiles given by the caller"
+    elif problem.deterministic:
+        main, reason = _choose(BACKWARD_TILES, problem, device)
+    else:
+        tables = (BACKWARD_SM90_TILES, BACKWARD_TILES)
+        main, reason = _choose_of(tables, draft, ("q", "k", "v", "dout", "dk", "dv"), "backward_sm90")
+    draft.reasons.append(reason)
+    dq: Tile | None = None
+    if problem.deterministic:
+        dq, reason = (tiles[1], "") if tiles else _choose(DQ_TILES, problem, device)
+        draft.reasons += filter(None, [reason])
+    draft.tiles = (main,) if dq is None else (main, dq)
+
+    dim, dim_v = draft.padded_dims(main)
+    dims = {"CUFLASH_DIM_MULTIPLE": main.dim_multiple}
+    n_blocks = problem.batch * problem.num_heads_kv * -(-problem.seqlen_k // main.block_n)
+    if n_blocks:
+        wanted = WAVES * device.num_sms * main.min_blocks
+        draft.group_splits = min(problem.group_size, -(-wanted // n_blocks))
+    draft.defines["CUFLASH_DQ_BY_REDUCTION"] = int(dq is None)
+    draft.defines["CUFLASH_SPLITS_GROUP"] = int(draft.group_splits > 1)
+
+    # How the kernels around the main one see the fragments in memory: of dq, and of dk and dv.
+    is_sm90 = isinstance(main, BackwardSm90Tile)
+    of_dq, of_keys = (main.helper(4), main.helper(8)) if isinstance(main, BackwardSm90Tile) else (main, main)
+    # delta runs over tiles of the kernels that read it, one block a tile.
+    delta = of_dq if dq is None else replace(of_dq, block_m=max(main.block_m, dq.block_m))
+    draft.stats_rows = round_up(problem.seqlen_q, delta.block_m)
+    draft.scratch["row_stats"] = draft.heads * draft.stats_rows * 2
+    draft.add("backward_delta.cu", delta, draft.heads * (draft.stats_rows // delta.block_m), 0, **dims)
+
+    source = "backward_sm90.cu" if is_sm90 else "backward_sm80.cu"
+    if is_sm90:
+        m, n = main.block_m, main.block_n
+        draft.map_tensors({"q": m, "k": n, "v": n, "dout": m, "dk": 64, "dv": 64})
+    draft.add(source, main, n_blocks * draft.group_splits, main.shared_bytes(dim, dim_v))
+    if draft.group_splits > 1:
+        draft.scratch["dkv_partials"] = n_blocks * draft.group_splits * main.block_n * (dim + dim_v)
+        shared_bytes = sum(tile_bytes(main.block_n, d, main.element_bytes) for d in (dim, dim_v))
+        draft.add("backward_reduce.cu", of_keys, n_blocks, shared_bytes, **dims)
+        draft.reasons.append(
+            f"{draft.group_splits} blocks share the query heads of a key/value head: {n_blocks} tiles of keys are few"
+        )
+    if dq is not None:
+        m_blocks = draft.heads * -(-problem.seqlen_q // dq.block_m)
+        draft.add("backward_dq_sm80.cu", dq, m_blocks, dq.shared_bytes(*draft.padded_dims(dq)))
+        draft.reasons.append(
+            "deterministic: dq has a kernel of its own that adds in a fixed order and recomputes the weights"
+        )
+    else:
+        draft.scratch["dq_accumulator"] = draft.heads * draft.stats_rows * dim
+        m_blocks = draft.heads * (draft.stats_rows // main.block_m)
+        shared_bytes = tile_bytes(main.block_m, dim, main.element_bytes)
+        draft.add("backward_convert.cu", of_dq, m_blocks, shared_bytes, **dims)
 
 
 def check_served(problem: Problem, device: DeviceSpec) -> None:
     """Raise NotImplementedError, with the limit and the remedy, for a problem that no kernel serves on `device`."""
-    if problem.dtype not in ("float16", "bfloat16"):
-        raise NotImplementedError(
-            f"q: got dtype {problem.dtype}, expected float16 or bfloat16 on the GPU; NumPy arrays of {problem.dtype} "
-            "are served on the CPU"
-        )
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         name, got = ("q", problem.head_dim) if problem.head_dim > MAX_HEAD_DIM else ("v", problem.head_dim_v)
         raise NotImplementedError(
@@ -693,8 +851,8 @@ def check_served(problem: Problem, device: DeviceSpec) -> None:
         )
     if device.arch < 80:
         raise NotImplementedError(
-            f"device: got compute capability {device.arch / 10:.1f}, expected 8.0 or later (mma.sync on 16-bit types, "
-            "cp.async); NumPy arrays are served on the CPU"
+            f"device: got compute capability {device.arch / 10:.1f}, expected 8.0 or later (mma.sync on bfloat16, "
+            "TF32 and float64, cp.async); NumPy arrays are served on the CPU"
         )
 
 
@@ -727,29 +885,23 @@ def _contiguous(problem: Problem, name: str) -> Operand:
     return Operand(shape=(batch, heads, seqlen, dim), strides=strides, dtype=problem.dtype)
 
 
-def _choose_forward(problem: Problem, device: DeviceSpec, out: Operand, access: int) -> tuple[Tile, str]:
-    """The kernel of compute capability 9.0 where it serves the problem, else the one for all."""
-    if device.arch != 90:
-        return _choose(FORWARD_TILES, problem, device)
-    operands = {"q": problem.q, "k": problem.k, "v": problem.v, "out": out}
-    obstacle = next(filter(None, (why_not(name, operand) for name, operand in operands.items())), None)
-    if obstacle is None and access < 16:
-        obstacle = f"an array is aligned to {access} bytes only, not 16"
-    if obstacle is None:
-        return _choose(FORWARD_SM90_TILES, problem, device)
-    tile, reason = _choose(FORWARD_TILES, problem, device)
-    return tile, f"{reason}\nnot forward_sm90: {obstacle}, and the copy engine cannot read it"
-
-
-def _sm90_backward(
-    problem: Problem, device: DeviceSpec, mapped: Mapping[str, Operand], access: int
-) -> BackwardSm90Tile | None:
-    if device.arch != 90 or problem.deterministic or access < 16 or max(problem.head_dim, problem.head_dim_v) > 128:
-        return None
-    if any(why_not(name, operand) for name, operand in mapped.items()):
-        return None
-    tile, _ = _choose(BACKWARD_SM90_TILES, problem, device)
-    return tile  # type: ignore[return-value]
+def _choose_of(tables: tuple[tuple, tuple], draft: _Draft, mapped: tuple[str, ...], kernel: str) -> tuple[Tile, str]:
+    """A row for the kernel of compute capability 9.0 where it serves the problem, else one for the kernel for all."""
+    sm90, every = tables
+    problem, device = draft.problem, draft.device
+    if device.arch != 90 or ITEMSIZE[problem.dtype] != 2:
+        return _choose(every, problem, device)
+    obstacle = next(filter(None, (why_not(name, draft.arrays[name]) for name in mapped)), None)
+    if obstacle is None and draft.access_bytes < 16:
+        obstacle = f"an array is aligned to {draft.access_bytes} bytes only, not 16"
+    if obstacle is not None:
+        tile, reason = _choose(every, problem, device)
+        return tile, f"{reason}\nnot {kernel}: {obstacle}, and the copy engine cannot read it"
+    largest = max(row.max_dim for row in sm90)
+    if max(problem.head_dim, problem.head_dim_v) > largest:
+        tile, reason = _choose(every, problem, device)
+        return tile, f"{reason}\nnot {kernel}: it serves head dimensions up to {largest}"
+    return _choose(sm90, problem, device)
 
 
 def _choose(table: tuple, problem: Problem, device: DeviceSpec) -> tuple[Tile, str]:
@@ -757,7 +909,7 @@ def _choose(table: tuple, problem: Problem, device: DeviceSpec) -> tuple[Tile, s
     rejected = []
     for tile in table:
         dim, dim_v = round_up(problem.head_dim, tile.dim_multiple), round_up(problem.head_dim_v, tile.dim_multiple)
-        if max(dim, dim_v) > tile.max_dim:
+        if tile.element_bytes != ITEMSIZE[problem.dtype] or max(dim, dim_v) > tile.max_dim:
             continue
         shared = tile.shared_bytes(dim, dim_v)
         needed = tile.min_blocks * (shared + SHARED_BYTES_RESERVED)
@@ -776,16 +928,21 @@ def _choose(table: tuple, problem: Problem, device: DeviceSpec) -> tuple[Tile, s
             continue
         return tile, "\n".join([f"{label}: {tile.origin}", *rejected])
     raise NotImplementedError(
-        f"device: no tile fits {device.name} with {device.shared_bytes_per_block} bytes of shared memory a block at "
-        f"head dimensions {problem.head_dim} and {problem.head_dim_v}"
+        f"device: no tile of {problem.dtype} at head dimensions {problem.head_dim} and {problem.head_dim_v} fits "
+        f"{device.name}, got {device.shared_bytes_per_block} bytes of shared memory a block, expected more; NumPy "
+        "arrays are served on the CPU"
     )
+
+
+_DTYPE_TAGS = {"float16": "Float16", "bfloat16": "BFloat16", "float32": "Float32", "float64": "Float64"}
 
 
 def _common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_bytes: int) -> dict[str, str | int]:
     transforms = problem.softcap is not None or problem.alibi_slopes is not None or problem.bias is not None
     return {
         "CUFLASH_ARCH": device.arch,
-        "CUFLASH_DTYPE": {"float16": "Float16", "bfloat16": "BFloat16"}[problem.dtype],
+        "CUFLASH_DTYPE": _DTYPE_TAGS[problem.dtype],
+        "CUFLASH_ROUNDS_TO_TF32": int("tf32" in _options(problem)),
         "CUFLASH_HEAD_DIM": problem.head_dim,
         "CUFLASH_HEAD_DIM_V": problem.head_dim_v,
         "CUFLASH_LOAD_BYTES": load_bytes,
@@ -815,6 +972,7 @@ def _options(problem: Problem) -> list[str]:
             ("bias", problem.bias is not None),
             ("mask", problem.mask is not None),
             ("kv_lengths", problem.kv_lengths is not None),
+            ("tf32", problem.dtype == "float32" and problem.precision == "tf32"),
         )
         if on
     ]

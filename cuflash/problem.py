@@ -18,6 +18,7 @@ from typing import Any, Literal
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 LAYOUTS = ("bhsd", "bshd")
+PRECISIONS = ("highest", "tf32")
 MAX_SEQLEN = 2**30  # positions and their sums are 32-bit in the kernels
 
 
@@ -57,6 +58,7 @@ class Options:
     softcap: float | None = None
     layout: str = "bhsd"
     deterministic: bool = False
+    precision: str = "highest"
 
     def __post_init__(self) -> None:
         if not isinstance(self.causal, bool) and self.causal != "top_left":
@@ -82,6 +84,10 @@ class Options:
             raise value_error("layout", repr(self.layout), "'bhsd' or 'bshd'")
         if not isinstance(self.deterministic, bool):
             raise type_error("deterministic", f"{type(self.deterministic).__name__} {self.deterministic!r}", "a bool")
+        if not isinstance(self.precision, str):
+            raise type_error("precision", f"{type(self.precision).__name__} {self.precision!r}", "'highest' or 'tf32'")
+        if self.precision not in PRECISIONS:
+            raise value_error("precision", repr(self.precision), "'highest' or 'tf32'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +125,7 @@ class Problem:
     window_left: int | None
     window_right: int | None
     deterministic: bool
+    precision: str
     q: Operand
     k: Operand
     v: Operand
@@ -351,6 +358,7 @@ def make_problem(
         window_left=left,
         window_right=right,
         deterministic=options.deterministic,
+        precision=options.precision,
         q=q4,
         k=k4,
         v=v4,

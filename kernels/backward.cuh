@@ -3,23 +3,27 @@
 #include "config.cuh"
 #include "params.cuh"
 
-// dq gathers contributions of every tile of keys: by float32 reductions into an accumulator, in any order (fast), or in
+// dq gathers contributions of every tile of keys: by reductions into an accumulator, in any order (fast), or in
 // a kernel of its own that recomputes them, in a fixed order (deterministic).
 constexpr bool kDqByReduction = CUFLASH_DQ_BY_REDUCTION;
 
 // dk and dv of one key/value head are sums over the query heads of its group. Where tiles of keys alone are too few to
-// fill the device, params.group_splits blocks share the heads and leave float32 partial sums to a kernel that adds them.
+// fill the device, params.group_splits blocks share the heads and leave partial sums to a kernel that adds them.
 constexpr bool kSplitsGroup = CUFLASH_SPLITS_GROUP;
 
 constexpr int kPartialElements = kBlockN * (kDim + kDimV);
 
+struct alignas(16) Real4 {
+  Real value[4];
+};
+
 // The part of `split` in the sums of a tile of keys: dk, then dv, four elements of a thread next to each other.
-CUFLASH_DEVICE float* partials_of(const Params& params, int num_n_blocks, int batch, int head_kv, int n_block, int split) {
+CUFLASH_DEVICE Real* partials_of(const Params& params, int num_n_blocks, int batch, int head_kv, int n_block, int split) {
   const i64 tile = ((i64)batch * params.num_heads_kv + head_kv) * num_n_blocks + n_block;
-  return params.dkv_partials + (tile * params.group_splits + split) * kPartialElements + ptx::thread_index() * 4;
+  return (Real*)params.dkv_partials + (tile * params.group_splits + split) * kPartialElements + ptx::thread_index() * 4;
 }
 
-// Pairs (lse in units of log2, delta) of the rows of a head; rows past seqlen_q, up to a whole tile, have no weights.
-CUFLASH_DEVICE float* stats_of(const Params& params, int batch, int head) {
-  return params.row_stats + ((i64)batch * params.num_heads + head) * params.stats_rows * 2;
+// Pairs (lse as an exponent, delta) of the rows of a head; rows past seqlen_q, up to a whole tile, have no weights.
+CUFLASH_DEVICE Real* stats_of(const Params& params, int batch, int head) {
+  return (Real*)params.row_stats + ((i64)batch * params.num_heads + head) * params.stats_rows * 2;
 }

@@ -1,11 +1,11 @@
-// dq = scale * accumulator, from the fragment order of backward.cuh and float32 to rows of the element type.
+// dq = scale * accumulator, from the fragment order of backward_warps.cuh to rows of the element type.
 #include "backward_warps.cuh"
 #include "copy.cuh"
 #include "mma.cuh"
 #include "params.cuh"
 #include "schedule.cuh"
 
-constexpr int kRow = row_elements(kDim);
+constexpr int kRow = row_bytes(kDim);
 static_assert(tile_bytes(kBlockM, kDim) == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
 
 CUFLASH_DEVICE void backward_convert(const Params& params) {
@@ -13,9 +13,9 @@ CUFLASH_DEVICE void backward_convert(const Params& params) {
   const Work work = schedule(params, ptx::block_index(), num_m_blocks, params.num_heads, false);
   const int m_block = work.block, head = work.head, batch = work.batch;
   const i64 tile = ((i64)batch * params.num_heads + head) * num_m_blocks + m_block;
-  const float* accumulator = params.dq_accumulator + tile * (kBlockM * kDim);
+  const Real* accumulator = (const Real*)params.dq_accumulator + tile * (kBlockM * kDim);
 
-  float dq[kDqMTiles][kDqNTiles][4];
+  Real dq[kDqMTiles][kDqNTiles][4];
 #pragma unroll
   for (int m = 0; m < kDqMTiles; ++m)
 #pragma unroll
@@ -25,10 +25,11 @@ CUFLASH_DEVICE void backward_convert(const Params& params) {
 
   const u32 s_dq = ptx::dynamic_shared();
   const int warp_m = warp_index() / kDqWarpsD, warp_d = warp_index() % kDqWarpsD;
-  const float scale = params.scale;
-  store_fragments<kRow, kDqWarpsD>(s_dq, warp_m * 16 * kDqMTiles, warp_d, dq, [&](int, int) { return scale; });
+  const Real scale = scale_of(params);
+  store_fragments<Order::kPairedRowsColumns, kRow, kDqWarpsD>(s_dq, warp_m * 16 * kDqMTiles, warp_d, dq,
+                                                              [&](int, int) { return scale; });
   ptx::sync_block();
-  store_tile<kBlockM, kHeadDim>(s_dq, (u16*)head_of(params.dq, batch, head), params.dq.row_stride, m_block * kBlockM,
+  store_tile<kBlockM, kHeadDim>(s_dq, (Storage*)head_of(params.dq, batch, head), params.dq.row_stride, m_block * kBlockM,
                                 params.seqlen_q);
 }
 

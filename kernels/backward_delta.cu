@@ -1,16 +1,20 @@
 // What the backward pass needs of every query row: delta = rowsum(dout * out) (FlashAttention-2, Algorithm 2, line 4) and
-// lse in units of log2. Also clears the accumulator of dq. A block serves the kBlockM rows of one tile of queries.
+// lse as an exponent. Also clears the accumulator of dq. A block serves the kBlockM rows of one tile of queries.
 #include "backward.cuh"
 #include "copy.cuh"
+#include "exponential.cuh"
 #include "params.cuh"
 #include "schedule.cuh"
 
 // Lanes that share a row, and elements that one of them reads at once.
-constexpr int kVector = kLoadBytes == 16 && kHeadDimV % 8 == 0 ? 8 : 1;
+constexpr int kOf16Bytes = 16 / kElementBytes;
+constexpr int kVector = kLoadBytes == 16 && kHeadDimV % kOf16Bytes == 0 ? kOf16Bytes : 1;
 constexpr int kLanes = kHeadDimV > 16 * kVector ? 32 : kHeadDimV > 8 * kVector ? 16 : 8;
 constexpr int kRowsAtOnce = kNumThreads / kLanes;
 static_assert(kBlockM % (32 / kLanes) == 0, "a warp stays together");
 
+// The sum of kVector products. Vectors of 16-bit elements are taken apart as words: it takes fewer instructions.
+template <class E>
 CUFLASH_DEVICE float dot(const u16* a, const u16* b) {
   float sum = 0.0f;
   if constexpr (kVector == 8) {
@@ -18,11 +22,22 @@ CUFLASH_DEVICE float dot(const u16* a, const u16* b) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const u16 low = x.word[i / 2] >> (16 * (i % 2)), high = y.word[i / 2] >> (16 * (i % 2));
-      sum += ptx::to_float32(Element{}, low) * ptx::to_float32(Element{}, high);
+      sum += ptx::to_float32(E{}, low) * ptx::to_float32(E{}, high);
     }
   } else {
-    sum = ptx::to_float32(Element{}, *a) * ptx::to_float32(Element{}, *b);
+    sum = ptx::to_float32(E{}, *a) * ptx::to_float32(E{}, *b);
   }
+  return sum;
+}
+template <class E>
+CUFLASH_DEVICE Real dot(const Real* a, const Real* b) {
+  struct alignas(kVector * sizeof(Real)) Vector {
+    Real element[kVector];
+  };
+  const Vector x = *(const Vector*)a, y = *(const Vector*)b;
+  Real sum = 0;
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) sum += x.element[i] * y.element[i];
   return sum;
 }
 
@@ -31,37 +46,37 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
   const Work work = schedule(params, ptx::block_index(), num_m_blocks, params.num_heads, false);
   const int m_block = work.block, head = work.head, batch = work.batch;
   const int thread = ptx::thread_index(), lane = thread % kLanes;
-  const u16* out = head_of(params.out, batch, head);
-  const u16* dout = head_of(params.dout, batch, head);
-  const float* lse = (const float*)params.lse.data + batch * params.lse.batch_stride + head * params.lse.head_stride;
+  const Storage* out = head_of(params.out, batch, head);
+  const Storage* dout = head_of(params.dout, batch, head);
+  const Real* lse = (const Real*)params.lse.data + batch * params.lse.batch_stride + head * params.lse.head_stride;
 
 #pragma unroll 2
   for (int i = thread / kLanes; i < kBlockM; i += kRowsAtOnce) {
     const int row = m_block * kBlockM + i;
-    float delta = 0.0f;
+    Real delta = 0;
     // A row that saw no key, or that does not exist, has no weights: 2^(score - inf) = 0.
-    float lse_log2 = ptx::infinity();
+    Real exponent_lse = ptx::infinity();
     if (row < params.seqlen_q) {
 #pragma unroll
       for (int c = lane * kVector; c < kHeadDimV; c += kLanes * kVector)
-        delta += dot(out + row * params.out.row_stride + c, dout + row * params.dout.row_stride + c);
-      const float value = lse[row * params.lse.row_stride];
-      if (value != -ptx::infinity()) lse_log2 = value * kLog2e;
+        delta += dot<Element>(out + row * params.out.row_stride + c, dout + row * params.dout.row_stride + c);
+      const Real value = lse[row * params.lse.row_stride];
+      if (value != -ptx::infinity()) exponent_lse = value * kExponentOfE;
     }
 #pragma unroll
     for (int mask = kLanes / 2; mask > 0; mask /= 2) delta += ptx::shuffle_xor(delta, mask);
     if (lane == 0) {
-      float* stats = stats_of(params, batch, head) + row * 2;
-      stats[0] = lse_log2;
+      Real* stats = stats_of(params, batch, head) + row * 2;
+      stats[0] = exponent_lse;
       stats[1] = delta;
     }
   }
 
   if constexpr (kDqByReduction) {
     const i64 tile = ((i64)batch * params.num_heads + head) * num_m_blocks + m_block;
-    Bytes16* accumulator = (Bytes16*)(params.dq_accumulator + tile * (kBlockM * kDim));
+    Bytes16* accumulator = (Bytes16*)((Real*)params.dq_accumulator + tile * (kBlockM * kDim));
 #pragma unroll 4
-    for (int i = thread; i < kBlockM * kDim / 4; i += kNumThreads) accumulator[i] = {0, 0, 0, 0};
+    for (int i = thread; i < kBlockM * kDim * (int)sizeof(Real) / 16; i += kNumThreads) accumulator[i] = {0, 0, 0, 0};
   }
 }
 

@@ -1,5 +1,6 @@
 // dq in a fixed order of additions, for the deterministic backward pass: a block owns kBlockM queries of one head and
-// walks over the tiles of keys, recomputing P and dP (FlashAttention-2, Algorithm 2, with the loops exchanged).
+// walks over the tiles of keys, recomputing P and dP (FlashAttention-2, Algorithm 2, with the loops exchanged). Where a
+// warp cannot hold its rows of dQ, kDqWarpsD warps share the rows, each with a slice of the columns.
 //
 //   P = exp(Q K' - lse)    dP = dO V'    dS = P * (dP - delta)    dQ = dS K        (X' is X transposed)
 #include "backward_warps.cuh"
@@ -11,12 +12,10 @@
 #include "schedule.cuh"
 #include "score.cuh"
 
-constexpr int kMTiles = kBlockM / (16 * kNumWarps);
 constexpr int kNTiles = kBlockN / 8;
-constexpr int kRow = row_elements(kDim);
-constexpr int kRowV = row_elements(kDimV);
-static_assert(kMTiles * 16 * kNumWarps == kBlockM, "every warp owns the same number of whole fragments");
-static_assert(kNumStages == 2, "one tile of keys arrives while another is used");
+constexpr int kRow = row_bytes(kDim);
+constexpr int kRowV = row_bytes(kDimV);
+static_assert(kNumStages == 1 || kNumStages == 2, "at most one tile of keys arrives while another is used");
 
 // Shared memory: Q, dO, then the ring of K and V tiles.
 constexpr u32 kBytesQ = tile_bytes(kBlockM, kDim);
@@ -36,10 +35,10 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
   const int key_stop = key_stop_of(params, batch);
   const TileRange tiles = key_tiles(params, first_row, last_row, key_stop);
 
-  const u16* g_k = head_of(params.k, batch, head_kv);
-  const u16* g_v = head_of(params.v, batch, head_kv);
+  const Storage* g_k = head_of(params.k, batch, head_kv);
+  const Storage* g_v = head_of(params.v, batch, head_kv);
   const u32 s_q = ptx::dynamic_shared(), s_do = s_q + kBytesQ, s_k = s_do + kBytesDo, s_v = s_k + kNumStages * kBytesK;
-  const int warp_row = warp_index() * 16 * kMTiles;
+  const int warp_row = warp_index() / kDqWarpsD * 16 * kDqMTiles, warp_d = warp_index() % kDqWarpsD;
 
   const auto load_keys = [&](int n_block, int stage) {
     load_tile<kBlockN, kHeadDim>(s_k + stage * kBytesK, g_k, params.k.row_stride, n_block * kBlockN, key_stop);
@@ -53,63 +52,66 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
 
   const Score score(params, batch, head, key_stop);
   const Mask mask(params, batch, head, key_stop);
-  const float scale_log2 = score.exponent_scale();
+  const Real exponent_scale = score.exponent_scale();
   const int lane_row = first_row + warp_row + fragment_row();
 
-  float lse_log2[kMTiles][2], delta[kMTiles][2];
+  Real exponent_lse[kDqMTiles][2], delta[kDqMTiles][2];
 #pragma unroll
-  for (int m = 0; m < kMTiles; ++m)
+  for (int m = 0; m < kDqMTiles; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float* stats = stats_of(params, batch, head) + (lane_row + 16 * m + 8 * half) * 2;
-      lse_log2[m][half] = stats[0];
+      const Real* stats = stats_of(params, batch, head) + (lane_row + 16 * m + 8 * half) * 2;
+      exponent_lse[m][half] = stats[0];
       delta[m][half] = stats[1];
     }
 
-  const u32 lane_q = lane_down_first<kRow>(s_q, warp_row);
-  const u32 lane_do = lane_down_first<kRowV>(s_do, warp_row);
-  float dq[kMTiles][kDim / 8][4];
+  const RowMajorA<kRow> operand_q(s_q, warp_row);
+  const RowMajorA<kRowV> operand_do(s_do, warp_row);
+  Real dq[kDqMTiles][kDqNTiles][4];
   set_zero(dq);
 
   int stage = 0;
   const auto step = [&](int n_block, auto masked) {
     ptx::copy_async_wait<0>();
     ptx::sync_block();
-    if (n_block > tiles.start) load_keys(n_block - 1, 1 - stage);
-    ptx::copy_async_commit();
+    if constexpr (kNumStages == 2) {
+      if (n_block > tiles.start) load_keys(n_block - 1, 1 - stage);
+      ptx::copy_async_commit();
+    }
 
-    const u32 lane_k = lane_across_first<kRow>(s_k + stage * kBytesK);
-    const u32 lane_v = lane_across_first<kRowV>(s_v + stage * kBytesV);
-    const u32 operand_k = lane_down_first<kRow>(s_k + stage * kBytesK);
-    float s[kMTiles][kNTiles][4], dp[kMTiles][kNTiles][4];
+    const ColumnMajorB<kRow, 1> columns_k(s_k + stage * kBytesK);
+    const ColumnMajorB<kRowV, 1> columns_v(s_v + stage * kBytesV);
+    const RowMajorB<kRow, kDqWarpsD> rows_k(s_k + stage * kBytesK, warp_d);
+    Real s[kDqMTiles][kNTiles][4], dp[kDqMTiles][kNTiles][4];
     set_zero(s);
-    multiply<kDim / 16>(
-        s, [&](int m, int k, u32(&a)[4]) { ptx::load_matrix_x4(a, at<kRow>(lane_q, m, k)); },
-        [&](int n, int k, u32(&b)[4]) { ptx::load_matrix_x4(b, at<kRow>(lane_k, n, k)); });
+    multiply<kDim / kStep>(s, operand_q, columns_k);
     set_zero(dp);
-    multiply<kDimV / 16>(
-        dp, [&](int m, int k, u32(&a)[4]) { ptx::load_matrix_x4(a, at<kRowV>(lane_do, m, k)); },
-        [&](int n, int k, u32(&b)[4]) { ptx::load_matrix_x4(b, at<kRowV>(lane_v, n, k)); });
+    multiply<kDimV / kStep>(dp, operand_do, columns_v);
 
     const int lane_key = n_block * kBlockN + fragment_column();
 #pragma unroll
-    for (int m = 0; m < kMTiles; ++m)
+    for (int m = 0; m < kDqMTiles; ++m)
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int row = lane_row + 16 * m + i / 2 * 8, key = lane_key + 8 * n + i % 2;
-          float derivative;
-          float x = score.of(s[m][n][i], row, key, derivative);
+          Real derivative;
+          Real x = score.of(s[m][n][i], row, key, derivative);
           if (masked.value && !mask.visible(row, key)) x = -ptx::infinity();
-          const float p = ptx::exp2_approx(x * scale_log2 - lse_log2[m][i / 2]);
+          const Real p = exponential(x * exponent_scale - exponent_lse[m][i / 2]);
           s[m][n][i] = p * (dp[m][n][i] - delta[m][i / 2]) * derivative;
         }
 
-    multiply<kBlockN / 16>(
-        dq, [&](int m, int k, u32(&a)[4]) { to_operand(s[m], k, a); },
-        [&](int n, int k, u32(&b)[4]) { ptx::load_matrix_x4_transposed(b, at<kRow>(operand_k, k, n)); });
-    stage = 1 - stage;
+    multiply<kBlockN / kStep>(
+        dq, [&](int m, int k, Fragment& a) { to_operand(s[m], k, a); }, rows_k);
+    if constexpr (kNumStages == 2) {
+      stage = 1 - stage;
+    } else {
+      ptx::sync_block();
+      if (n_block > tiles.start) load_keys(n_block - 1, 0);
+      ptx::copy_async_commit();
+    }
   };
 
   int n_block = tiles.stop - 1;
@@ -124,10 +126,10 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
 
   ptx::copy_async_wait<0>();
   ptx::sync_block();
-  const float scale = params.scale;
-  store_fragments<kRow, 1>(s_q, warp_row, 0, dq, [&](int, int) { return scale; });
+  const Real scale = scale_of(params);
+  store_fragments<Order::kPairedColumns, kRow, kDqWarpsD>(s_q, warp_row, warp_d, dq, [&](int, int) { return scale; });
   ptx::sync_block();
-  store_tile<kBlockM, kHeadDim>(s_q, (u16*)head_of(params.dq, batch, head), params.dq.row_stride, first_row,
+  store_tile<kBlockM, kHeadDim>(s_q, (Storage*)head_of(params.dq, batch, head), params.dq.row_stride, first_row,
                                 params.seqlen_q);
 }
 

@@ -5,8 +5,8 @@
 #include "params.cuh"
 #include "schedule.cuh"
 
-constexpr int kRow = row_elements(kDim);
-constexpr int kRowV = row_elements(kDimV);
+constexpr int kRow = row_bytes(kDim);
+constexpr int kRowV = row_bytes(kDimV);
 constexpr u32 kBytesDk = tile_bytes(kBlockN, kDim);
 static_assert(kBytesDk + tile_bytes(kBlockN, kDimV) == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
 
@@ -15,18 +15,18 @@ CUFLASH_DEVICE void backward_reduce(const Params& params) {
   const Work work = schedule(params, ptx::block_index(), num_n_blocks, params.num_heads_kv, false);
   const int n_block = work.block, head_kv = work.head, batch = work.batch;
 
-  float dk[kKeyTiles][kColumnTiles][4], dv[kKeyTiles][kColumnTilesV][4];
+  Real dk[kKeyTiles][kColumnTiles][4], dv[kKeyTiles][kColumnTilesV][4];
   set_zero(dk);
   set_zero(dv);
 #pragma unroll 1
   for (int split = 0; split < params.group_splits; ++split) {
-    const float* partials = partials_of(params, num_n_blocks, batch, head_kv, n_block, split);
+    const Real* partials = partials_of(params, num_n_blocks, batch, head_kv, n_block, split);
     const auto add = [&](auto& d) {
 #pragma unroll
       for (auto& row : d)
 #pragma unroll
         for (auto& piece : row) {
-          const Float4 part = *(const Float4*)partials;
+          const Real4 part = *(const Real4*)partials;
 #pragma unroll
           for (int i = 0; i < 4; ++i) piece[i] += part.value[i];
           partials += kNumThreads * 4;
@@ -38,13 +38,14 @@ CUFLASH_DEVICE void backward_reduce(const Params& params) {
 
   const u32 s_dk = ptx::dynamic_shared(), s_dv = s_dk + kBytesDk;
   const int warp_key = warp_index() / kWarpsD * 16 * kKeyTiles, warp_d = warp_index() % kWarpsD;
-  const float scale = params.scale;
-  store_fragments<kRow, kWarpsD>(s_dk, warp_key, warp_d, dk, [&](int, int) { return scale; });
-  store_fragments<kRowV, kWarpsD>(s_dv, warp_key, warp_d, dv, [](int, int) { return 1.0f; });
+  const Real scale = scale_of(params);
+  const auto one = [](int, int) { return 1.0f; };
+  store_fragments<Order::kPairedColumns, kRow, kWarpsD>(s_dk, warp_key, warp_d, dk, [&](int, int) { return scale; });
+  store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(s_dv, warp_key, warp_d, dv, one);
   ptx::sync_block();
-  store_tile<kBlockN, kHeadDim>(s_dk, (u16*)head_of(params.dk, batch, head_kv), params.dk.row_stride, n_block * kBlockN,
+  store_tile<kBlockN, kHeadDim>(s_dk, (Storage*)head_of(params.dk, batch, head_kv), params.dk.row_stride, n_block * kBlockN,
                                 params.seqlen_k);
-  store_tile<kBlockN, kHeadDimV>(s_dv, (u16*)head_of(params.dv, batch, head_kv), params.dv.row_stride, n_block * kBlockN,
+  store_tile<kBlockN, kHeadDimV>(s_dv, (Storage*)head_of(params.dv, batch, head_kv), params.dv.row_stride, n_block * kBlockN,
                                  params.seqlen_k);
 }
 

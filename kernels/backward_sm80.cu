@@ -6,8 +6,8 @@
 // A block owns kBlockN keys of one key/value head and walks over the tiles of queries, and over the query heads that
 // share its keys. With rows of P' and dS' being keys, a warp's own fragments are the operands of dV and dK; only dS goes
 // through shared memory, for dQ. At large head dimensions a warp cannot hold its rows of dK and dV: kWarpsD warps then
-// share the rows, each with a slice of the queries of P' and dS' and a slice of the columns of dK and dV, and both P' and
-// dS' go through shared memory.
+// share the rows, each with a slice of the queries of P' and dS' (some with none if the tile has too few) and a slice of
+// the columns of dK and dV, and both P' and dS' go through shared memory.
 #include "backward_warps.cuh"
 #include "config.cuh"
 #include "copy.cuh"
@@ -18,10 +18,10 @@
 #include "score.cuh"
 
 constexpr bool kOwnOperands = kWarpsD == 1;           // P' and dS' reach dV and dK in registers
-constexpr int kQueryTiles = kBlockM / (8 * kWarpsD);      // pieces of 8 queries of P' and dS' of a warp
-constexpr int kRow = row_elements(kDim);
-constexpr int kRowV = row_elements(kDimV);
-constexpr int kRowS = row_elements(kBlockM);
+constexpr int kQueryTiles = kBlockM / (8 * kWarpsQ);      // pieces of 8 queries of P' and dS' of a warp
+constexpr int kRow = row_bytes(kDim);
+constexpr int kRowV = row_bytes(kDimV);
+constexpr int kRowS = row_bytes(kBlockM);
 static_assert(kKeyTiles * 16 * kWarpsN == kBlockN, "every warp owns the same number of whole fragments");
 static_assert(kNumStages == 1 || kNumStages == 2, "at most one tile of queries arrives while another is used");
 
@@ -30,11 +30,29 @@ constexpr u32 kBytesK = tile_bytes(kBlockN, kDim);
 constexpr u32 kBytesV = tile_bytes(kBlockN, kDimV);
 constexpr u32 kBytesQ = tile_bytes(kBlockM, kDim);
 constexpr u32 kBytesDo = tile_bytes(kBlockM, kDimV);
-constexpr u32 kBytesStats = kBlockM * 8;
+constexpr int kRealsOf16Bytes = 16 / sizeof(Real);
+constexpr u32 kBytesStats = kBlockM * 2 * sizeof(Real);
 constexpr u32 kBytesS = tile_bytes(kBlockN, kBlockM);
 constexpr u32 kBytesStage = kBytesQ + kBytesDo + kBytesStats;
 static_assert(kBytesK + kBytesV + kNumStages * kBytesStage + 2 * kBytesS == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
+
+// (lse, delta) of two neighbouring queries.
+CUFLASH_DEVICE void load_stats(u32 address, float (&stats)[4]) { ptx::load_shared_f32x4(address, stats); }
+CUFLASH_DEVICE void load_stats(u32 address, double (&stats)[4]) {
+  load_pair(address, stats[0], stats[1]);
+  load_pair(address + 16, stats[2], stats[3]);
+}
+
+template <class T>
+CUFLASH_DEVICE void add_to_accumulator(T* accumulator, int piece, const T (&value)[4]) {
+  if constexpr (kReducesFour) {
+    ptx::reduce_add_x4(accumulator + accumulator_offset(piece, 0), value);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) ptx::reduce_add(accumulator + accumulator_offset(piece, i), value[i]);
+  }
+}
 
 // The walk over (query head of the group, tile of queries), heads outermost.
 struct Walk {
@@ -70,8 +88,9 @@ CUFLASH_DEVICE void backward(const Params& params) {
     load_tile<kBlockM, kHeadDimV>(s_do, head_of(params.dout, batch, at.head), params.dout.row_stride, first_row,
                                   params.seqlen_q);
     const int thread = ptx::thread_index();
-    if (thread < kBlockM / 2)
-      ptx::copy_async<16, 0>(s_stats + thread * 16, stats_of(params, batch, at.head) + first_row * 2 + thread * 4, 16);
+    if (thread < (int)kBytesStats / 16)
+      ptx::copy_async<16, 0>(s_stats + thread * 16,
+                             stats_of(params, batch, at.head) + first_row * 2 + thread * kRealsOf16Bytes, 16);
   };
 
   // K and V arrive with the first tile of queries.
@@ -85,7 +104,7 @@ CUFLASH_DEVICE void backward(const Params& params) {
     ptx::copy_async_commit();
   }
 
-  float dk[kKeyTiles][kColumnTiles][4], dv[kKeyTiles][kColumnTilesV][4];
+  Real dk[kKeyTiles][kColumnTiles][4], dv[kKeyTiles][kColumnTilesV][4];
   set_zero(dk);
   set_zero(dv);
 
@@ -99,90 +118,81 @@ CUFLASH_DEVICE void backward(const Params& params) {
     const u32 s_ds_now = s_ds + (kOwnOperands ? step % 2 * kBytesS : 0), s_p = s_ds + kBytesS;
     const int first_row = current.m_block * kBlockM;
 
-    // P' and dP' before the softmax.
-    float p[kKeyTiles][kQueryTiles][4], ds[kKeyTiles][kQueryTiles][4];
-    set_zero(p);
-    {
-      const u32 a = lane_down_first<kRow>(s_k, warp_key);
-      const u32 b = lane_across_first<kRow>(s_q, 16 * warp_d);
-      multiply<kDim / 16>(
-          p, [&](int m, int k, u32(&x)[4]) { ptx::load_matrix_x4(x, at<kRow>(a, m, k)); },
-          [&](int n, int k, u32(&x)[4]) { ptx::load_matrix_x4(x, at<kRow>(b, n * kWarpsD, k)); });
-    }
-    set_zero(ds);
-    {
-      const u32 a = lane_down_first<kRowV>(s_v, warp_key);
-      const u32 b = lane_across_first<kRowV>(s_do, 16 * warp_d);
-      multiply<kDimV / 16>(
-          ds, [&](int m, int k, u32(&x)[4]) { ptx::load_matrix_x4(x, at<kRowV>(a, m, k)); },
-          [&](int n, int k, u32(&x)[4]) { ptx::load_matrix_x4(x, at<kRowV>(b, n * kWarpsD, k)); });
-    }
-
-    // P' = exp2(score - lse), dS' = P' (dP' - delta).
-    {
-      const Score score(params, batch, current.head, key_stop);
-      const Mask mask(params, batch, current.head, key_stop);
-      const float scale_log2 = score.exponent_scale();
-      const bool masked = current.m_block < tiles.full_start || current.m_block >= tiles.full_stop;
-      const int lane_key = first_key + warp_key + fragment_row();
-      const int lane_query = first_row + fragment_column();
-      const auto row_of = [&](int n, int i) { return lane_query + column_of<kWarpsD>(warp_d, n) + i % 2; };
-      const auto key_of = [&](int m, int i) { return lane_key + 16 * m + i / 2 * 8; };
-      // A product can be masked at once, in a branch of its own, only where it is the score but for a positive factor.
-      if (kScaleInExponent && masked) {
-#pragma unroll
-        for (int m = 0; m < kKeyTiles; ++m)
-#pragma unroll
-          for (int n = 0; n < kQueryTiles; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-              if (!mask.visible(row_of(n, i), key_of(m, i))) p[m][n][i] = -ptx::infinity();
+    const bool has_queries = kWarpsQ == kWarpsD || warp_d < kWarpsQ;
+    Real p[kKeyTiles][kQueryTiles][4], ds[kKeyTiles][kQueryTiles][4];
+    if (has_queries) {
+      // P' and dP' before the softmax.
+      set_zero(p);
+      {
+        const RowMajorA<kRow> a(s_k, warp_key);
+        const ColumnMajorB<kRow, kWarpsQ> b(s_q, warp_d);
+        multiply<kDim / kStep>(p, a, b);
       }
+      set_zero(ds);
+      {
+        const RowMajorA<kRowV> a(s_v, warp_key);
+        const ColumnMajorB<kRowV, kWarpsQ> b(s_do, warp_d);
+        multiply<kDimV / kStep>(ds, a, b);
+      }
+
+      // P' = exp(score - lse), dS' = P' (dP' - delta).
+      {
+        const Score score(params, batch, current.head, key_stop);
+        const Mask mask(params, batch, current.head, key_stop);
+        const Real exponent_scale = score.exponent_scale();
+        const bool masked = current.m_block < tiles.full_start || current.m_block >= tiles.full_stop;
+        const int lane_key = first_key + warp_key + fragment_row();
+        const int lane_query = first_row + fragment_column();
+        const auto row_of = [&](int n, int i) { return lane_query + column_of<kWarpsQ>(warp_d, n) + i % 2; };
+        const auto key_of = [&](int m, int i) { return lane_key + 16 * m + i / 2 * 8; };
+        // A product can be masked at once, in a branch of its own, only where it is the score but for a positive factor.
+        if (kScaleInExponent && masked) {
 #pragma unroll
-      for (int n = 0; n < kQueryTiles; ++n) {
-        float stats[4];  // lse and delta of this lane's two queries
-        ptx::load_shared_f32x4(s_stats + (column_of<kWarpsD>(warp_d, n) + fragment_column()) * 8, stats);
+          for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
-        for (int m = 0; m < kKeyTiles; ++m)
+            for (int n = 0; n < kQueryTiles; ++n)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float lse_log2 = stats[i % 2 * 2], delta = stats[i % 2 * 2 + 1];
-            float derivative = 1.0f;
-            float x = p[m][n][i];
-            if constexpr (!kScaleInExponent) {
-              x = score.of(x, row_of(n, i), key_of(m, i), derivative);
-              if (masked && !mask.visible(row_of(n, i), key_of(m, i))) x = -ptx::infinity();
+              for (int i = 0; i < 4; ++i)
+                if (!mask.visible(row_of(n, i), key_of(m, i))) p[m][n][i] = -ptx::infinity();
+        }
+#pragma unroll
+        for (int n = 0; n < kQueryTiles; ++n) {
+          Real stats[4];  // lse and delta of this lane's two queries
+          load_stats(s_stats + (column_of<kWarpsQ>(warp_d, n) + fragment_column()) * 2 * sizeof(Real), stats);
+#pragma unroll
+          for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const Real exponent_lse = stats[i % 2 * 2], delta = stats[i % 2 * 2 + 1];
+              Real derivative = 1;
+              Real x = p[m][n][i];
+              if constexpr (!kScaleInExponent) {
+                x = score.of(x, row_of(n, i), key_of(m, i), derivative);
+                if (masked && !mask.visible(row_of(n, i), key_of(m, i))) x = -ptx::infinity();
+              }
+              p[m][n][i] = exponential(x * exponent_scale - exponent_lse);
+              ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - delta) * derivative;
             }
-            p[m][n][i] = ptx::exp2_approx(x * scale_log2 - lse_log2);
-            ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - delta) * derivative;
-          }
+        }
       }
     }
 
-    const auto accumulate = [&](auto& d, auto load_a, u32 operand, auto row_constant) {
-      constexpr int row = decltype(row_constant)::value;
-      multiply<kBlockM / 16>(d, load_a, [&](int n, int k, u32(&x)[4]) {
-        ptx::load_matrix_x4_transposed(x, at<row>(operand, k, n * kWarpsD));
-      });
-    };
-    const u32 operand_do = lane_down_first<kRowV>(s_do, 0, warp_d);
-    const u32 operand_q = lane_down_first<kRow>(s_q, 0, warp_d);
+    const RowMajorB<kRowV, kWarpsD> operand_do(s_do, warp_d);
+    const RowMajorB<kRow, kWarpsD> operand_q(s_q, warp_d);
     const auto one = [](int, int) { return 1.0f; };
     if constexpr (kOwnOperands) {
-      accumulate(dv, [&](int m, int k, u32(&x)[4]) { to_operand(p[m], k, x); }, operand_do, Integer<kRowV>{});
-      if constexpr (kDqByReduction) store_fragments<kRowS, 1>(s_ds_now, warp_key, 0, ds, one);
-      accumulate(dk, [&](int m, int k, u32(&x)[4]) { to_operand(ds[m], k, x); }, operand_q, Integer<kRow>{});
+      multiply<kBlockM / kStep>(dv, [&](int m, int k, Fragment& a) { to_operand(p[m], k, a); }, operand_do);
+      if constexpr (kDqByReduction) store_fragments<Order::kPlain, kRowS, 1>(s_ds_now, warp_key, 0, ds, one);
+      multiply<kBlockM / kStep>(dk, [&](int m, int k, Fragment& a) { to_operand(ds[m], k, a); }, operand_q);
     } else {
-      store_fragments<kRowS, kWarpsD>(s_p, warp_key, warp_d, p, one);
-      store_fragments<kRowS, kWarpsD>(s_ds_now, warp_key, warp_d, ds, one);
+      if (has_queries) {
+        store_fragments<Order::kPlain, kRowS, kWarpsQ>(s_p, warp_key, warp_d, p, one);
+        store_fragments<Order::kPlain, kRowS, kWarpsQ>(s_ds_now, warp_key, warp_d, ds, one);
+      }
       ptx::sync_block();
-      const u32 a_p = lane_down_first<kRowS>(s_p, warp_key), a_ds = lane_down_first<kRowS>(s_ds_now, warp_key);
-      accumulate(
-          dv, [&](int m, int k, u32(&x)[4]) { ptx::load_matrix_x4(x, at<kRowS>(a_p, m, k)); }, operand_do,
-          Integer<kRowV>{});
-      accumulate(
-          dk, [&](int m, int k, u32(&x)[4]) { ptx::load_matrix_x4(x, at<kRowS>(a_ds, m, k)); }, operand_q,
-          Integer<kRow>{});
+      const RowMajorA<kRowS> a_p(s_p, warp_key), a_ds(s_ds_now, warp_key);
+      multiply<kBlockM / kStep>(dv, a_p, operand_do);
+      multiply<kBlockM / kStep>(dk, a_ds, operand_q);
     }
 
     // dQ of this tile pair; its dS is complete after the barrier that also ends the use of this stage when
@@ -190,26 +200,17 @@ CUFLASH_DEVICE void backward(const Params& params) {
     const auto add_dq = [&]() {
       if constexpr (kDqByReduction) {
         const int dq_warp_m = warp_index() / kDqWarpsD, dq_warp_d = warp_index() % kDqWarpsD;
-        const u32 a = lane_across_first<kRowS>(s_ds_now, 0, dq_warp_m * kDqMTiles);
-        const u32 b = lane_down_first<kRow>(s_k, 0, dq_warp_d);
-        float dq[kDqMTiles][kDqNTiles][4];
+        const ColumnMajorA<kRowS> a(s_ds_now, dq_warp_m * kDqMTiles);
+        const RowMajorB<kRow, kDqWarpsD> b(s_k, dq_warp_d);
+        Real dq[kDqMTiles][kDqNTiles][4];
         set_zero(dq);
-        multiply<kBlockN / 16>(
-            dq, [&](int m, int k, u32(&x)[4]) { ptx::load_matrix_x4_transposed(x, at<kRowS>(a, k, m)); },
-            [&](int n, int k, u32(&x)[4]) { ptx::load_matrix_x4_transposed(x, at<kRow>(b, k, n * kDqWarpsD)); });
-        float* accumulator = params.dq_accumulator + row_tile(current) * (kBlockM * kDim);
+        multiply<kBlockN / kStep>(dq, a, b);
+        Real* accumulator = (Real*)params.dq_accumulator + row_tile(current) * (kBlockM * kDim);
 #pragma unroll
         for (int m = 0; m < kDqMTiles; ++m)
 #pragma unroll
-          for (int n = 0; n < kDqNTiles; ++n) {
-            const int piece = m * kDqNTiles + n;
-            if constexpr (kReducesFour) {
-              ptx::reduce_add_x4(accumulator + accumulator_offset(piece, 0), dq[m][n]);
-            } else {
-#pragma unroll
-              for (int i = 0; i < 4; ++i) ptx::reduce_add(accumulator + accumulator_offset(piece, i), dq[m][n][i]);
-            }
-          }
+          for (int n = 0; n < kDqNTiles; ++n)
+            add_to_accumulator(accumulator, m * kDqNTiles + n, dq[m][n]);
       }
     };
     if constexpr (!kOwnOperands) add_dq();
@@ -227,13 +228,13 @@ CUFLASH_DEVICE void backward(const Params& params) {
 
   ptx::copy_async_wait<0>();
   if constexpr (kSplitsGroup) {
-    float* partials = partials_of(params, num_n_blocks, batch, head_kv, n_block, split);
+    Real* partials = partials_of(params, num_n_blocks, batch, head_kv, n_block, split);
     const auto leave = [&](const auto& d) {
 #pragma unroll
       for (const auto& row : d)
 #pragma unroll
         for (const auto& piece : row) {
-          *(Float4*)partials = {piece[0], piece[1], piece[2], piece[3]};
+          *(Real4*)partials = {piece[0], piece[1], piece[2], piece[3]};
           partials += kNumThreads * 4;
         }
     };
@@ -244,13 +245,14 @@ CUFLASH_DEVICE void backward(const Params& params) {
 
   // dK and dV leave through the room of K and V, which nobody reads any more after the barrier.
   ptx::sync_block();
-  const float scale = params.scale;
-  store_fragments<kRow, kWarpsD>(s_k, warp_key, warp_d, dk, [&](int, int) { return scale; });
-  store_fragments<kRowV, kWarpsD>(s_v, warp_key, warp_d, dv, [](int, int) { return 1.0f; });
+  const Real scale = scale_of(params);
+  const auto one = [](int, int) { return 1.0f; };
+  store_fragments<Order::kPairedColumns, kRow, kWarpsD>(s_k, warp_key, warp_d, dk, [&](int, int) { return scale; });
+  store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(s_v, warp_key, warp_d, dv, one);
   ptx::sync_block();
-  store_tile<kBlockN, kHeadDim>(s_k, (u16*)head_of(params.dk, batch, head_kv), params.dk.row_stride, first_key,
+  store_tile<kBlockN, kHeadDim>(s_k, (Storage*)head_of(params.dk, batch, head_kv), params.dk.row_stride, first_key,
                                 params.seqlen_k);
-  store_tile<kBlockN, kHeadDimV>(s_v, (u16*)head_of(params.dv, batch, head_kv), params.dv.row_stride, first_key,
+  store_tile<kBlockN, kHeadDimV>(s_v, (Storage*)head_of(params.dv, batch, head_kv), params.dv.row_stride, first_key,
                                  params.seqlen_k);
 }
 

@@ -161,7 +161,7 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
 #pragma unroll 1
   for (int step = 0; step < tile.num_steps; ++step, walk.advance(tile.queries), at.advance()) {
     const i64 m_tile = ((i64)tile.work.batch * common.num_heads + walk.head) * tile.num_m_blocks + walk.m_block;
-    float* accumulator = common.dq_accumulator + m_tile * (kBlockM * kDim) + thread * 4;
+    float* accumulator = (float*)common.dq_accumulator + m_tile * (kBlockM * kDim) + thread * 4;
     shared.ds_ring.full(at).wait(at.parity);
     const u64 a = descriptor_of_transposed<kBlockN>(shared.ds + at.stage * kBytesDs);
     repeat<kDim / kDqColumns>([&](auto slice) {
@@ -221,7 +221,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
 
   Position<kNumStages> at;
   Position<kDsStages> ds_at;
-  u32 p_operand[kBlockM / 16][4], ds_operand[kBlockM / 16][4];
+  Fragment p_operand[kBlockM / 16], ds_operand[kBlockM / 16];
   const auto to_operands = [](const auto& value, auto& operand) {
 #pragma unroll
     for (int k = 0; k < kBlockM / 16; ++k) to_operand(value, k, operand[k]);
@@ -235,11 +235,11 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     ptx::fence_products();
 #pragma unroll
     for (int k = 0; k < kBlockM / 16; ++k)
-      ptx::multiply_async<true>(Element{}, dv, p_operand[k], along_k_transposed(dout, k), true);
+      ptx::multiply_async<true>(Element{}, dv, p_operand[k].word, along_k_transposed(dout, k), true);
     ptx::commit_products();
 #pragma unroll
     for (int k = 0; k < kBlockM / 16; ++k)
-      ptx::multiply_async<true>(Element{}, dk, ds_operand[k], along_k_transposed(q, k), true);
+      ptx::multiply_async<true>(Element{}, dk, ds_operand[k].word, along_k_transposed(q, k), true);
     ptx::commit_products();
   };
   const auto finish_products = [&](int stage) {
@@ -345,7 +345,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     const u32 line = shared.ds + ds_at.stage * kBytesDs + (consumer * 64 + warp_key + lane % 16) * kLineBytes;
 #pragma unroll
     for (int k = 0; k < kBlockM / 16; ++k)
-      ptx::store_matrix_x4(line + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)), ds_operand[k]);
+      ptx::store_matrix_x4(line + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)), ds_operand[k].word);
     ptx::fence_async_proxy();
     shared.ds_ring.full(ds_at).arrive();
     ds_at.advance();
@@ -366,7 +366,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     const auto leave = [&](const auto& d) {
 #pragma unroll
       for (const auto& piece : d) {
-        *(Float4*)partials = {piece[0], piece[1], piece[2], piece[3]};
+        *(Real4*)partials = {piece[0], piece[1], piece[2], piece[3]};
         partials += kConsumerThreads * 4;
       }
     };

@@ -17,10 +17,12 @@ constexpr int kWarpsN = kNumWarps / kWarpsD;
 constexpr int kKeyTiles = kBlockN / (16 * kWarpsN);    // pieces of 16 keys of a warp
 constexpr int kColumnTiles = kDim / (8 * kWarpsD);     // pieces of 8 columns of dk of a warp
 constexpr int kColumnTilesV = kDimV / (8 * kWarpsD);   // and of dv
+// Along the queries of P' and dS', which they share through shared memory.
+constexpr int kWarpsQ = CUFLASH_WARPS_Q;
 
 // The accumulator of a tile keeps the fragments as the threads hold them, neighbours in a warp next to each other: four
-// elements a thread where the device reduces four at once (sm_90), else one.
-constexpr bool kReducesFour = CUFLASH_ARCH >= 90;
+// elements a thread where the device reduces four at once (float32 from sm_90 on), else one.
+constexpr bool kReducesFour = CUFLASH_ARCH >= 90 && kElementBytes < 8;
 CUFLASH_DEVICE int accumulator_offset(int piece, int element) {
   const int thread = ptx::thread_index();
   return kReducesFour ? (piece * kNumThreads + thread) * 4 + element : (piece * 4 + element) * kNumThreads + thread;

@@ -2,7 +2,28 @@
 #pragma once
 #include "ptx.cuh"
 
+// The tag of the dtype; how an element lies in memory; and what accumulators, scores and the softmax are made of.
 using Element = CUFLASH_DTYPE;
+template <class E>
+struct TypesOf {
+  using Storage = u16;
+  using Real = float;
+};
+template <>
+struct TypesOf<Float32> {
+  using Storage = float;
+  using Real = float;
+};
+template <>
+struct TypesOf<Float64> {
+  using Storage = double;
+  using Real = double;
+};
+using Storage = TypesOf<Element>::Storage;
+using Real = TypesOf<Element>::Real;
+constexpr int kElementBytes = sizeof(Storage);
+constexpr bool kWide = kElementBytes > 2;
+constexpr bool kRoundsToTf32 = CUFLASH_ROUNDS_TO_TF32;  // of float32: precision="tf32"
 
 constexpr int kHeadDim = CUFLASH_HEAD_DIM;      // of q and k, as the arrays have it
 constexpr int kHeadDimV = CUFLASH_HEAD_DIM_V;   // of v and out
@@ -24,16 +45,26 @@ constexpr bool kHasLeftBound = CUFLASH_HAS_LEFT_BOUND;
 constexpr bool kHasSoftcap = CUFLASH_HAS_SOFTCAP;
 constexpr bool kHasAlibi = CUFLASH_HAS_ALIBI;
 constexpr bool kHasMask = CUFLASH_HAS_MASK;
-constexpr int kBiasBytes = CUFLASH_BIAS_BYTES;              // size of a bias element: 0 (no bias), 2 (Element) or 4 (float)
+constexpr int kBiasBytes = CUFLASH_BIAS_BYTES;              // size of a bias element: 0 (no bias), 2 (Element) or of Real
 constexpr int kKvLengthsBytes = CUFLASH_KV_LENGTHS_BYTES;   // 0 (none), 4 (i32) or 8 (i64)
 // The scale can be folded into the exponent only when nothing stands between it and the softmax and it is positive.
 constexpr bool kScaleInExponent = CUFLASH_SCALE_IN_EXPONENT;
 
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
+// An element as a number to calculate with.
+template <class E>
+CUFLASH_DEVICE Real to_real(u16 element) {
+  return ptx::to_float32(E{}, element);
+}
+template <class E>
+CUFLASH_DEVICE Real to_real(Real element) {
+  return element;
+}
 
 CUFLASH_DEVICE constexpr int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 CUFLASH_DEVICE constexpr int max_of(int a, int b) { return a > b ? a : b; }
+// Of a NaN and a number, either.
+CUFLASH_DEVICE float max_of(float a, float b) { return fmaxf(a, b); }
+CUFLASH_DEVICE double max_of(double a, double b) { return a > b ? a : b; }
 
 // Head dimensions as the tensor cores see them: whole 16-wide steps for every warp along them, zeros past the end.
 constexpr int kDim = round_up(kHeadDim, CUFLASH_DIM_MULTIPLE);
@@ -43,15 +74,20 @@ constexpr int kDimV = round_up(kHeadDimV, CUFLASH_DIM_MULTIPLE);
 // chunks within a line by the row number, so that any 8 neighbouring rows keep a column in 8 different groups of banks.
 // Lines, and not padded rows, because asynchronous copies write aligned sectors of 32 bytes at once: on rows that start
 // in the middle of a sector they reach 5.8 TB/s on an H200, on these 9.5.
-CUFLASH_DEVICE constexpr int row_elements(int columns) {
-  return columns <= 16 ? 16 : columns <= 32 ? 32 : round_up(columns, 64);
+CUFLASH_DEVICE constexpr int row_bytes(int columns) {
+  const int bytes = columns * kElementBytes;
+  return kWide || bytes > 64 ? round_up(bytes, 128) : bytes > 32 ? 64 : 32;
 }
-CUFLASH_DEVICE constexpr u32 tile_bytes(int rows, int columns) { return rows * row_elements(columns) * 2; }
+CUFLASH_DEVICE constexpr u32 tile_bytes(int rows, int columns) { return rows * row_bytes(columns); }
 
-// What the byte offset of a chunk within its line is xored with in row `r` of a tile with rows of `row` elements.
+// What the byte offset of a chunk within its line is xored with in row `r` of a tile with rows of `row` bytes.
+//
+// Fragments of wide elements are read as pairs of neighbours (fragments.cuh), in phases of 128 bytes: 4 consecutive
+// rows, or 4 even or 4 odd ones, with 2 neighbouring chunks of each (float32), or 2 rows with 4 chunks (float64 by rows).
+// For them an odd row number also flips the highest bit; then none of these meet in a bank.
 template <int row>
-CUFLASH_DEVICE u32 row_swizzle(u32 r) {
-  return (row >= 64 ? r % 8 : row == 32 ? r / 2 % 4 : r / 4 % 2) * 16;
+CUFLASH_DEVICE constexpr u32 row_swizzle(u32 r) {
+  return (kWide ? r % 8 ^ r % 2 * 4 : row >= 128 ? r % 8 : row == 64 ? r / 2 % 4 : r / 4 % 2) * 16;
 }
 
 // `address` moved by `bytes` along its row: to another line by addition, within the line by exclusive or. `bytes` has no

@@ -4,7 +4,8 @@
 //
 // A block owns kBlockM queries of one head and walks over the tiles of keys from the last to the first; a warp owns
 // 16 kMTiles of its rows, so that softmax and both products stay within a warp. Q stays in shared memory, K and V stream
-// through it.
+// through it. Where a warp cannot hold its rows of the output, kWarpsD warps share the rows, each with a slice of the
+// columns of O; every one of them computes S.
 #include "config.cuh"
 #include "copy.cuh"
 #include "mask.cuh"
@@ -14,11 +15,14 @@
 #include "score.cuh"
 #include "softmax.cuh"
 
-constexpr int kMTiles = kBlockM / (16 * kNumWarps);
+constexpr int kWarpsD = CUFLASH_WARPS_D;
+constexpr int kWarpsM = kNumWarps / kWarpsD;
+constexpr int kMTiles = kBlockM / (16 * kWarpsM);
 constexpr int kNTiles = kBlockN / 8;
-constexpr int kRowQ = row_elements(kDim);
-constexpr int kRowV = row_elements(kDimV);
-static_assert(kMTiles * 16 * kNumWarps == kBlockM, "every warp owns the same number of whole fragments");
+constexpr int kColumnTiles = kDimV / (8 * kWarpsD);  // pieces of 8 columns of O of a warp
+constexpr int kRowQ = row_bytes(kDim);
+constexpr int kRowV = row_bytes(kDimV);
+static_assert(kMTiles * 16 * kWarpsM == kBlockM, "every warp owns the same number of whole fragments");
 
 // Shared memory: Q (whose room the output takes at the end), then the ring of K tiles, then that of V tiles.
 constexpr u32 kBytesQ = tile_bytes(kBlockM, max_of(kDim, kDimV));
@@ -36,10 +40,10 @@ CUFLASH_DEVICE void forward(const Params& params) {
   const int key_stop = key_stop_of(params, batch);
   const TileRange tiles = key_tiles(params, first_row, last_row, key_stop);
 
-  const u16* g_k = head_of(params.k, batch, head_kv);
-  const u16* g_v = head_of(params.v, batch, head_kv);
+  const Storage* g_k = head_of(params.k, batch, head_kv);
+  const Storage* g_v = head_of(params.v, batch, head_kv);
   const u32 s_q = ptx::dynamic_shared(), s_k = s_q + kBytesQ, s_v = s_k + kNumStages * kBytesK;
-  const int warp_row = warp_index() * 16 * kMTiles;
+  const int warp_row = warp_index() / kWarpsD * 16 * kMTiles, warp_d = warp_index() % kWarpsD;
 
   const auto load_k = [&](int n_block, int stage) {
     load_tile<kBlockN, kHeadDim>(s_k + stage * kBytesK, g_k, params.k.row_stride, n_block * kBlockN, key_stop);
@@ -62,17 +66,17 @@ CUFLASH_DEVICE void forward(const Params& params) {
     }
   }
 
-  const u32 lane_q = lane_down_first<kRowQ>(s_q, warp_row);
-  const u32 lane_k = lane_across_first<kRowQ>(s_k);
-  const u32 lane_v = lane_down_first<kRowV>(s_v);
+  const RowMajorA<kRowQ> operand_q(s_q, warp_row);
+  const ColumnMajorB<kRowQ, 1> operand_k(s_k);
+  const RowMajorB<kRowV, kWarpsD> operand_v(s_v, warp_d);
 
   const Score score(params, batch, head, key_stop);
   const Mask mask(params, batch, head, key_stop);
-  const float scale_log2 = score.exponent_scale();
+  const Real exponent_scale = score.exponent_scale();
   const int lane_row = first_row + warp_row + fragment_row();
 
   OnlineSoftmax<kMTiles> softmax;
-  float o[kMTiles][kDimV / 8][4];
+  Real o[kMTiles][kColumnTiles][4];
   set_zero(o);
 
   int stage = 0;
@@ -92,13 +96,10 @@ CUFLASH_DEVICE void forward(const Params& params) {
       ptx::copy_async_commit();
     }
 
-    float s[kMTiles][kNTiles][4];
+    Real s[kMTiles][kNTiles][4];
     set_zero(s);
-    multiply<kDim / 16>(
-        s, [&](int m, int k, u32(&a)[4]) { ptx::load_matrix_x4(a, at<kRowQ>(lane_q, m, k)); },
-        [&](int n, int k, u32(&b)[4]) {
-          ptx::load_matrix_x4(b, at<kRowQ>(lane_k + stage * kBytesK, n, k));
-        });
+    multiply<kDim / kStep>(
+        s, operand_q, [&](int n, int k, Fragment& b) { shifted(operand_k, stage * kBytesK)(n, k, b); });
 
     if constexpr (kNumStages == 1) {
       ptx::copy_async_wait<0>();
@@ -116,18 +117,16 @@ CUFLASH_DEVICE void forward(const Params& params) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const int row = lane_row + 16 * m + i / 2 * 8, key = lane_key + 8 * n + i % 2;
-            float derivative;
+            Real derivative;
             s[m][n][i] = score.of(s[m][n][i], row, key, derivative);
             if (masked.value && !mask.visible(row, key)) s[m][n][i] = -ptx::infinity();
           }
     }
-    softmax.update(s, o, scale_log2);
+    softmax.update(s, o, exponent_scale);
 
-    multiply<kBlockN / 16>(
-        o, [&](int m, int k, u32(&a)[4]) { to_operand(s[m], k, a); },
-        [&](int n, int k, u32(&b)[4]) {
-          ptx::load_matrix_x4_transposed(b, at<kRowV>(lane_v + stage * kBytesV, k, n));
-        });
+    multiply<kBlockN / kStep>(
+        o, [&](int m, int k, Fragment& a) { to_operand(s[m], k, a); },
+        [&](int n, int k, Fragment& b) { shifted(operand_v, stage * kBytesV)(n, k, b); });
     stage = stage == kNumStages - 1 ? 0 : stage + 1;
   };
 
@@ -145,18 +144,19 @@ CUFLASH_DEVICE void forward(const Params& params) {
   softmax.finish();
   ptx::copy_async_wait<0>();
   ptx::sync_block();
-  store_fragments<kRowV, 1>(s_q, warp_row, 0, o, [&](int m, int half) { return softmax.inverse_sum(m, half); });
+  store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(
+      s_q, warp_row, warp_d, o, [&](int m, int half) { return softmax.inverse_sum(m, half); });
   ptx::sync_block();
-  store_tile<kBlockM, kHeadDimV>(s_q, (u16*)head_of(params.out, batch, head), params.out.row_stride, first_row,
+  store_tile<kBlockM, kHeadDimV>(s_q, (Storage*)head_of(params.out, batch, head), params.out.row_stride, first_row,
                                  params.seqlen_q);
 
-  float* g_lse = (float*)params.lse.data + batch * params.lse.batch_stride + head * params.lse.head_stride;
+  Real* g_lse = (Real*)params.lse.data + batch * params.lse.batch_stride + head * params.lse.head_stride;
 #pragma unroll
   for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = lane_row + 16 * m + 8 * half;
-      if (fragment_column() == 0 && row < params.seqlen_q)
+      if (warp_d == 0 && fragment_column() == 0 && row < params.seqlen_q)
         g_lse[row * params.lse.row_stride] = softmax.log_sum_exp(m, half);
     }
 }

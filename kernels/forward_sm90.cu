@@ -45,7 +45,7 @@ constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesOut = chunked_bytes(kBlockM, kDimV);
 constexpr u32 kBytesK = chunked_bytes(kBlockN, kDim);
 constexpr u32 kBytesV = chunked_bytes(kBlockN, kDimV);
-constexpr u32 kBytesQOut = kOutTakesQ ? max_of(kBytesQ, kBytesOut) : kBytesQ + kBytesOut;
+constexpr u32 kBytesQOut = kOutTakesQ ? chunked_bytes(kBlockM, max_of(kDim, kDimV)) : kBytesQ + kBytesOut;
 constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages) + 16;
 static_assert(kBytesQOut + kNumStages * (kBytesK + kBytesV) + kBytesBarriers == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
@@ -165,7 +165,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     OnlineSoftmax<1> softmax;
     float factor[1][2];
     float s[1][kNTiles][4], o[1][kDimV / 8][4];
-    u32 p[kBlockN / 16][4];
+    Fragment p[kBlockN / 16];
     set_zero(o);
 
     const auto multiply_s = [&]() {
@@ -186,11 +186,11 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       set_zero(s);
       multiply<kDim / 16>(
           s,
-          [&](int, int k, u32(&a)[4]) {
-            ptx::load_matrix_x4(a, line_q + k / 4 * kBlockM * kLineBytes + ((k % 4 * 32 + lane / 16 * 16) ^ swizzle));
+          [&](int, int k, Fragment& a) {
+            ptx::load_matrix_x4(a.word, line_q + k / 4 * kBlockM * kLineBytes + ((k % 4 * 32 + lane / 16 * 16) ^ swizzle));
           },
-          [&](int n, int k, u32(&b)[4]) {
-            ptx::load_matrix_x4(b, line_k + n * 16 * kLineBytes + k / 4 * kBlockN * kLineBytes +
+          [&](int n, int k, Fragment& b) {
+            ptx::load_matrix_x4(b.word, line_k + n * 16 * kLineBytes + k / 4 * kBlockN * kLineBytes +
                                        ((k % 4 * 32 + lane / 8 % 2 * 16) ^ swizzle));
           });
     };
@@ -201,7 +201,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       ptx::fence_products();
 #pragma unroll
       for (int k = 0; k < kBlockN / 16; ++k)
-        ptx::multiply_async<true>(Element{}, o[0], p[k], along_k_transposed(b, k), true);
+        ptx::multiply_async<true>(Element{}, o[0], p[k].word, along_k_transposed(b, k), true);
       ptx::commit_products();
     };
     const auto release = [&](const Barrier& empty) {

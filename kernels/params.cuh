@@ -1,6 +1,6 @@
 // The one argument of every kernel. Python fills it (cuflash/params.py); the byte count of both sides must agree.
 #pragma once
-#include "ptx.cuh"
+#include "config.cuh"
 
 // An operand whose last axis is contiguous; strides in elements.
 struct Tensor {
@@ -27,9 +27,10 @@ struct Params {
   Tensor alibi_slopes;   // (batch, head)
   const void* kv_lengths;
   i64 kv_lengths_stride;
-  float* row_stats;       // (batch, num_heads, stats_rows, 2): lse in units of log2, and delta
-  float* dq_accumulator;  // (batch, num_heads, m blocks, block_m * padded head_dim), in fragment order
-  float* dkv_partials;    // (batch, num_heads_kv, n blocks, group_splits, dk and dv of a tile), in fragment order
+  // Scratch memory, of Real.
+  void* row_stats;       // (batch, num_heads, stats_rows, 2): lse as an exponent, and delta
+  void* dq_accumulator;  // (batch, num_heads, m blocks, block_m * padded head_dim), in fragment order
+  void* dkv_partials;    // (batch, num_heads_kv, n blocks, group_splits, dk and dv of a tile), in fragment order
   i32 batch, num_heads, num_heads_kv, seqlen_q, seqlen_k;
   i32 diagonal;      // query i stands at key position i + diagonal
   i32 right_offset;  // query i sees keys up to i + right_offset
@@ -40,6 +41,17 @@ struct Params {
   i32 stats_rows;    // seqlen_q, rounded up to whole tiles
   i32 group_splits;  // blocks that share the query heads of a key/value head
   i32 resident_blocks;  // of a kernel whose blocks take one tile after another
+  double scale_float64;  // scale and softcap of float64 problems
+  double softcap_float64;
 };
+
+CUFLASH_DEVICE Real scale_of(const Params& params) {
+  if constexpr (kElementBytes == 8) return params.scale_float64;
+  return params.scale;
+}
+CUFLASH_DEVICE Real softcap_of(const Params& params) {
+  if constexpr (kElementBytes == 8) return params.softcap_float64;
+  return params.softcap;
+}
 
 static_assert(sizeof(Params) == CUFLASH_PARAMS_BYTES, "Params differs from its description in Python");

@@ -13,15 +13,14 @@ typedef unsigned long long u64;
 typedef int i32;
 typedef long long i64;
 
-// 16-bit element types travel as bits; a tag chooses the instruction.
+// A tag of the element type chooses the instruction; 16-bit elements travel as bits.
 struct Float16 {};
 struct BFloat16 {};
+struct Float32 {};
+struct Float64 {};
 
 struct alignas(16) Bytes16 {
   u32 word[4];
-};
-struct alignas(16) Float4 {
-  float value[4];
 };
 
 #ifdef CUFLASH_EMULATION
@@ -56,6 +55,12 @@ CUFLASH_DEVICE void load_shared_f32x4(u32 address, float (&value)[4]) {
                : "r"(address)
                : "memory");
 }
+CUFLASH_DEVICE void load_shared(u32 address, float& value) {
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+}
+CUFLASH_DEVICE void load_shared(u32 address, double& value) {
+  asm volatile("ld.shared.f64 %0, [%1];" : "=d"(value) : "r"(address) : "memory");
+}
 CUFLASH_DEVICE u16 load_shared_b16(u32 address) {
   u16 value;
   asm volatile("ld.shared.b16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
@@ -68,6 +73,19 @@ CUFLASH_DEVICE Bytes16 load_shared_b128(u32 address) {
                : "r"(address)
                : "memory");
   return value;
+}
+// Neighbours, aligned to their common size.
+CUFLASH_DEVICE void load_shared_x2(u32 address, float (&value)[2]) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value[0]), "=f"(value[1]) : "r"(address) : "memory");
+}
+CUFLASH_DEVICE void load_shared_x2(u32 address, double (&value)[2]) {
+  asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];" : "=d"(value[0]), "=d"(value[1]) : "r"(address) : "memory");
+}
+CUFLASH_DEVICE void store_shared_x2(u32 address, const float (&value)[2]) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value[0]), "f"(value[1]) : "memory");
+}
+CUFLASH_DEVICE void store_shared_x2(u32 address, const double (&value)[2]) {
+  asm volatile("st.shared.v2.f64 [%0], {%1, %2};" ::"r"(address), "d"(value[0]), "d"(value[1]) : "memory");
 }
 CUFLASH_DEVICE void store_shared_b16(u32 address, u16 value) {
   asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
@@ -82,6 +100,9 @@ CUFLASH_DEVICE void sync_block() { __syncthreads(); }
 
 // Warp. shfl.sync.bfly (9.7.9.6): the value of the lane whose index differs in the bits of `lane_mask`.
 CUFLASH_DEVICE float shuffle_xor(float value, u32 lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
+CUFLASH_DEVICE double shuffle_xor(double value, u32 lane_mask) {
+  return __shfl_xor_sync(0xffffffffu, value, lane_mask);
+}
 
 // Warp. vote.sync.any (9.7.13.9): whether `predicate` holds in any lane.
 CUFLASH_DEVICE bool any_lane(bool predicate) { return __any_sync(0xffffffffu, predicate); }
@@ -144,6 +165,34 @@ CUFLASH_DEVICE void mma_m16n8k16(BFloat16, float (&d)[4], const u32 (&a)[4], u32
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Warp. mma.sync.m16n8k8 (9.7.14.5.6, 9.7.14.5.7): d += a b. a[0..3] hold rows g, g+8, g, g+8 at columns t, t, t+4, t+4;
+// b0, b1 hold rows t, t+4 (k) of column g; d as above. TF32 operands are float32 bits, of which the first 19 count; sums
+// are float32, cut off rather than rounded.
+CUFLASH_DEVICE void mma_m16n8k8(float (&d)[4], const float (&a)[4], float b0, float b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
+        "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+// float64, rounded after every product. Before sm_90, four m8n8k4 (9.7.14.5.1).
+CUFLASH_DEVICE void mma_m16n8k8(double (&d)[4], const double (&a)[4], double b0, double b1) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
+      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b0), "d"(b1));
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                 : "+d"(d[i % 2 * 2]), "+d"(d[i % 2 * 2 + 1])
+                 : "d"(a[i]), "d"(i < 2 ? b0 : b1));
+#endif
+}
+
 // ---- Arithmetic ---------------------------------------------------------------------------------------------------
 // Thread. ex2.approx.ftz (9.7.3.21): 2^x to 2 ulp; results under 2^-126 are 0, 2^-inf is 0.
 CUFLASH_DEVICE float exp2_approx(float x) {
@@ -161,6 +210,11 @@ CUFLASH_DEVICE float log2_approx(float x) {
 CUFLASH_DEVICE float multiply(float x, float y) {
   float z;
   asm("mul.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+CUFLASH_DEVICE double multiply(double x, double y) {
+  double z;
+  asm("mul.rn.f64 %0, %1, %2;" : "=d"(z) : "d"(x), "d"(y));
   return z;
 }
 // Thread. cvt.rn (9.7.9.22): two float32 rounded to nearest even; `low` lands in the low half.
@@ -181,12 +235,26 @@ CUFLASH_DEVICE float to_float32(Float16, u16 bits) {
   return value;
 }
 CUFLASH_DEVICE float to_float32(BFloat16, u16 bits) { return __uint_as_float((u32)bits << 16); }
+// Thread. cvt.rna.tf32 (9.7.9.22): to nearest, ties away from zero.
+CUFLASH_DEVICE float round_to_tf32(float x) {
+  u32 bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+  return __uint_as_float(bits);
+}
+// Thread. mov.b32 and mov.b64 (9.7.9.2): bits as they are.
+CUFLASH_DEVICE u32 bits_of(float x) { return __float_as_uint(x); }
+CUFLASH_DEVICE u64 bits_of(double x) { return (u64)__double_as_longlong(x); }
+CUFLASH_DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
+CUFLASH_DEVICE double double_of(u64 bits) { return __longlong_as_double((i64)bits); }
 CUFLASH_DEVICE float infinity() { return __int_as_float(0x7f800000); }
 
 // ---- Reductions in global memory ----------------------------------------------------------------------------------
 // Thread. red.global.add.f32 (9.7.13.7): order between threads is not defined.
 CUFLASH_DEVICE void reduce_add(float* address, float value) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
+}
+CUFLASH_DEVICE void reduce_add(double* address, double value) {
+  asm volatile("red.global.add.f64 [%0], %1;" ::"l"(address), "d"(value) : "memory");
 }
 // Thread. red.global.add.v4.f32 (9.7.13.7): four neighbours at a 16-byte aligned address; before sm_90, four reductions.
 CUFLASH_DEVICE void reduce_add_x4(float* address, const float (&value)[4]) {

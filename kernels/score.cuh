@@ -1,14 +1,15 @@
-// From the product q.k to the score that the softmax sees, in units of log2: scale, softcap, slopes, bias.
+// From the product q.k to the score that the softmax sees, as an exponent: scale, softcap, slopes, bias.
 #pragma once
 #include "config.cuh"
+#include "exponential.cuh"
 #include "params.cuh"
 
 // The score of one head. When the scale can be folded into the exponent (kScaleInExponent), `of` leaves the product as
 // it is and `exponent_scale` does the work; otherwise `of` does it all and exponent_scale is 1.
 struct Score {
-  float scale;
-  float softcap;
-  float slope_log2;
+  Real scale;
+  Real softcap;
+  Real exponent_slope;
   int diagonal;
   int seqlen_q;
   int key_stop;
@@ -17,9 +18,9 @@ struct Score {
   i64 bias_key_stride;
 
   CUFLASH_DEVICE Score(const Params& params, int batch, int head, int key_stop_)
-      : scale(params.scale),
-        softcap(params.softcap),
-        slope_log2(0.0f),
+      : scale(scale_of(params)),
+        softcap(softcap_of(params)),
+        exponent_slope(0),
         diagonal(params.diagonal),
         seqlen_q(params.seqlen_q),
         key_stop(key_stop_),
@@ -28,7 +29,8 @@ struct Score {
         bias_key_stride(params.bias.key_stride) {
     if constexpr (kHasAlibi) {
       const Tensor& slopes = params.alibi_slopes;
-      slope_log2 = ((const float*)slopes.data)[batch * slopes.batch_stride + head * slopes.head_stride] * kLog2e;
+      const Real* slope = (const Real*)slopes.data + batch * slopes.batch_stride + head * slopes.head_stride;
+      exponent_slope = *slope * kExponentOfE;
     }
     if constexpr (kBiasBytes != 0) {
       const i64 offset = batch * params.bias.batch_stride + head * params.bias.head_stride;
@@ -36,41 +38,42 @@ struct Score {
     }
   }
 
-  CUFLASH_DEVICE float exponent_scale() const { return kScaleInExponent ? scale * kLog2e : 1.0f; }
+  CUFLASH_DEVICE Real exponent_scale() const { return kScaleInExponent ? scale * kExponentOfE : 1; }
 
   // The score of (row, key), and the derivative of the capped score in the scaled product (1 without softcap).
-  CUFLASH_DEVICE float of(float product, int row, int key, float& derivative) const {
-    derivative = 1.0f;
+  CUFLASH_DEVICE Real of(Real product, int row, int key, Real& derivative) const {
+    derivative = 1;
     if constexpr (kScaleInExponent) return product;
-    float score = product * scale;
+    Real score = product * scale;
     if constexpr (kHasSoftcap) {
-      const float t = tanh(score / softcap);
-      derivative = 1.0f - t * t;
+      const Real t = tanh(score / softcap);
+      derivative = 1 - t * t;
       score = softcap * t;
     }
-    score *= kLog2e;
+    score *= kExponentOfE;
     if constexpr (kHasAlibi) {
       const int distance = row + diagonal - key;
-      score -= slope_log2 * (float)(distance < 0 ? -distance : distance);
+      score -= exponent_slope * (Real)(distance < 0 ? -distance : distance);
     }
     if constexpr (kBiasBytes != 0) {
-      if (row < seqlen_q && key < key_stop) score += bias_at(row, key) * kLog2e;
+      if (row < seqlen_q && key < key_stop) score += bias_at(row, key) * kExponentOfE;
     }
     return score;
   }
 
  private:
-  // tanh through one exponential, to 1e-7 absolutely; NaN and the infinities as they should be.
-  CUFLASH_DEVICE static float tanh(float x) {
+  // For 16-bit elements through one exponential, to 1e-7 absolutely; NaN and the infinities as they should be.
+  CUFLASH_DEVICE static Real tanh(Real x) {
+    if constexpr (kWide) return accurate_tanh(x);
     const float magnitude = x < 0.0f ? -x : x;
     const float e = ptx::exp2_approx(magnitude * (-2.0f * kLog2e));
     const float t = (1.0f - e) / (1.0f + e);
     return x < 0.0f ? -t : t;
   }
 
-  CUFLASH_DEVICE float bias_at(int row, int key) const {
+  CUFLASH_DEVICE Real bias_at(int row, int key) const {
     const i64 index = row * bias_row_stride + key * bias_key_stride;
-    if constexpr (kBiasBytes == 4) return ((const float*)bias)[index];
-    return ptx::to_float32(Element{}, ((const u16*)bias)[index]);
+    if constexpr (kBiasBytes == sizeof(Real)) return ((const Real*)bias)[index];
+    return to_real<Element>(((const Storage*)bias)[index]);
   }
 };

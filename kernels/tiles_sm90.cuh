@@ -61,8 +61,8 @@ CUFLASH_DEVICE void store_fragments_chunked(u32 tile, int r, float (&value)[n_ti
     for (int i = 0; i < 4; ++i) value[n][i] *= i / 2 ? lower : upper;
 #pragma unroll
   for (int k = 0; k < n_tiles / 2; ++k) {
-    u32 fragment[4];
+    Fragment fragment;
     to_operand(value, k, fragment);
-    ptx::store_matrix_x4(line + k / 4 * rows * kLineBytes + ((k % 4 * 32 + lane / 16 * 16) ^ swizzle), fragment);
+    ptx::store_matrix_x4(line + k / 4 * rows * kLineBytes + ((k % 4 * 32 + lane / 16 * 16) ^ swizzle), fragment.word);
   }
 }

@@ -13,11 +13,13 @@ import pytest
 import cuflash.testing as ct
 from cuflash.compiler import compile_spec, supported_archs
 from cuflash.plan import (
+    BACKWARD_SM90_TILES,
     BACKWARD_TILES,
     DQ_TILES,
     FORWARD_SM90_TILES,
     FORWARD_TILES,
     SHARED_BYTES_RESERVED,
+    BackwardSm90Tile,
     DeviceSpec,
     DqTile,
     ForwardSm90Tile,
@@ -33,28 +35,53 @@ REGISTERS_OF_SM = 65536
 ARCHS = ("8.0", "8.6", "9.0", "12.0")
 OTHER_ARCHS = ("8.7", "8.9", "10.0", "10.3", "11.0", "12.1")
 
-# Bytes that a thread spills at most, by source, max_dim, tile and resident blocks, in rows that are faster that way
-# than with fewer blocks; all others spill nothing. What NVRTC 13.0 and 13.5 report, and a little room.
+# Bytes that a thread spills at most, by source, bytes of an element, max_dim, tile and resident blocks, in rows that
+# are faster that way than with fewer blocks, or that fit no other way; all others spill nothing. What NVRTC 13.0 and
+# 13.5 report, and a little room.
 SPILLS = {
-    ("forward_sm80.cu", 64, "128x64", 3): 96,
-    ("forward_sm80.cu", 96, "128x64", 2): 32,
-    ("forward_sm80.cu", 128, "128x64", 2): 80,
-    ("forward_sm80.cu", 128, "128x32", 2): 32,
-    ("forward_sm80.cu", 192, "128x128", 1): 32,
-    ("forward_sm80.cu", 256, "128x128", 1): 112,
-    ("forward_sm90.cu", 64, "256x64", 1): 64,
-    ("backward_dq_sm80.cu", 64, "128x64", 2): 96,
-    ("backward_dq_sm80.cu", 128, "128x32", 1): 24,
-    ("backward_reduce.cu", 64, "32x128", 2): 16,
-    ("backward_reduce.cu", 64, "32x128", 1): 16,
+    ("forward_sm80.cu", 2, 64, "128x64", 3): 96,
+    ("forward_sm80.cu", 2, 96, "128x64", 2): 32,
+    ("forward_sm80.cu", 2, 128, "128x64", 2): 80,
+    ("forward_sm80.cu", 2, 128, "128x32", 2): 32,
+    ("forward_sm80.cu", 2, 192, "128x128", 1): 32,
+    ("forward_sm80.cu", 2, 256, "128x128", 1): 112,
+    ("backward_dq_sm80.cu", 2, 64, "128x64", 2): 96,
+    ("backward_dq_sm80.cu", 2, 128, "128x32", 1): 24,
+    ("backward_reduce.cu", 2, 64, "32x128", 2): 16,
+    ("backward_reduce.cu", 2, 64, "32x128", 1): 16,
+    ("forward_sm80.cu", 4, 64, "128x32", 2): 64,
+    ("forward_sm80.cu", 4, 128, "128x32", 2): 128,
+    ("backward_sm80.cu", 4, 64, "32x64", 2): 32,
+    ("backward_sm80.cu", 4, 64, "32x64", 1): 32,
+    ("backward_sm80.cu", 4, 128, "32x32", 1): 64,
+    ("forward_sm80.cu", 8, 256, "16x16", 1): 16,
+    ("backward_sm80.cu", 8, 128, "32x32", 1): 16,
+    ("backward_sm80.cu", 8, 192, "16x16", 1): 800,
+    ("backward_sm80.cu", 8, 256, "16x32", 1): 64,
+    ("backward_sm80.cu", 8, 256, "16x16", 1): 64,
+    ("forward_sm90.cu", 2, 64, "256x64", 1): 64,
 }
-# The same with every option on, or with narrow loads.
+# The same on compute capability 10.0 and later, where the compiler loads fragments of wide elements further ahead.
+SPILLS_OF_LATER_ARCHS = SPILLS | {
+    ("forward_sm80.cu", 4, 64, "64x64", 1): 32,
+    ("forward_sm80.cu", 4, 128, "64x32", 1): 32,
+    ("forward_sm80.cu", 4, 192, "64x32", 1): 32,
+    ("forward_sm80.cu", 4, 256, "64x16", 1): 256,
+    ("backward_sm80.cu", 4, 64, "32x64", 2): 48,
+    ("backward_sm80.cu", 4, 192, "32x16", 1): 128,
+    ("backward_sm80.cu", 4, 256, "16x16", 1): 96,
+    ("backward_dq_sm80.cu", 4, 128, "64x16", 1): 16,
+    ("backward_dq_sm80.cu", 4, 192, "32x16", 1): 32,
+    ("backward_dq_sm80.cu", 4, 256, "32x16", 1): 32,
+}
+# With every option on, or with narrow loads.
 SPILLS_OF_OPTIONS = SPILLS | {
-    ("forward_sm80.cu", 64, "128x64", 3): 768,
-    ("forward_sm90.cu", 192, "128x112", 1): 160,
-    ("forward_sm90.cu", 256, "128x64", 1): 64,
-    ("forward_sm90.cu", 256, "128x80", 1): 224,
-    ("backward_dq_sm80.cu", 64, "128x64", 2): 112,
+    ("forward_sm80.cu", 2, 64, "128x64", 3): 768,
+    ("backward_dq_sm80.cu", 2, 64, "128x64", 2): 112,
+    ("forward_sm80.cu", 4, 64, "128x32", 2): 96,
+    ("forward_sm90.cu", 2, 192, "128x112", 1): 160,
+    ("forward_sm90.cu", 2, 256, "128x64", 1): 64,
+    ("forward_sm90.cu", 2, 256, "128x80", 1): 224,
 }
 
 
@@ -68,7 +95,8 @@ class Target:
 
     def __str__(self) -> str:
         tile = self.tile
-        name = f"{type(tile).__name__}-{tile.max_dim}-{tile.block_m}x{tile.block_n}-w{tile.num_warps}b{tile.min_blocks}"
+        sizes = f"{tile.max_dim}-{tile.block_m}x{tile.block_n}-w{tile.num_warps}b{tile.min_blocks}"
+        name = f"{type(tile).__name__}-{tile.element_bytes}B-{sizes}"
         return f"{self.arch}-{name}-{self.variant}"
 
     @property
@@ -78,14 +106,17 @@ class Target:
     def plan(self):
         """The plan in which the row has its largest head dimensions."""
         tile = self.tile
-        case = ct.Case(seqlen_q=64, seqlen_k=64, head_dim=tile.max_dim, **VARIANTS[self.variant])
+        variant = VARIANTS[self.variant]
+        dtype = {2: variant["dtype"], 4: "float32", 8: "float64"}[tile.element_bytes]
+        case = ct.Case(seqlen_q=64, seqlen_k=64, head_dim=tile.max_dim, **variant | {"dtype": dtype})
         arrays = case.arrays()
-        options = replace(case.options, deterministic=isinstance(tile, DqTile))
+        precision = "tf32" if self.variant == "full" else "highest"
+        options = replace(case.options, deterministic=isinstance(tile, DqTile), precision=precision)
         problem = make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
         if isinstance(tile, ForwardTile | ForwardSm90Tile):
             return choose_plan(problem, self.device, "forward", tiles=(tile,))
         if isinstance(tile, DqTile):
-            main = next(row for row in BACKWARD_TILES if row.max_dim >= tile.max_dim and fits(row, self.arch))
+            main = next(row for row in BACKWARD_TILES if goes_with(row, tile))
             return choose_plan(problem, self.device, "backward", tiles=(main, tile))
         return choose_plan(problem, self.device, "backward", tiles=(tile, DQ_TILES[0]))
 
@@ -117,7 +148,7 @@ VARIANTS = {
 
 def fits(tile, arch):
     """Whether the blocks that the row wants resident have room on a multiprocessor, at its largest head dimensions."""
-    if isinstance(tile, ForwardSm90Tile) and arch != "9.0":
+    if isinstance(tile, ForwardSm90Tile | BackwardSm90Tile) and arch != "9.0":
         return False
     device = DeviceSpec.for_arch(arch)
     dim = round_up(tile.max_dim, tile.dim_multiple)
@@ -126,14 +157,24 @@ def fits(tile, arch):
     return shared_bytes <= device.shared_bytes_per_block and resident <= device.shared_bytes_per_sm
 
 
-TABLES = (FORWARD_TILES, BACKWARD_TILES, DQ_TILES, FORWARD_SM90_TILES)
+def goes_with(main, tile):
+    """Whether a row of BACKWARD_TILES serves what the row `tile` serves."""
+    return main.element_bytes == tile.element_bytes and main.max_dim >= tile.max_dim
+
+
+def first_that_fits(table, arch, element_bytes):
+    return next(tile for tile in table if tile.element_bytes == element_bytes and fits(tile, arch))
+
+
+TABLES = (FORWARD_TILES, BACKWARD_TILES, DQ_TILES, FORWARD_SM90_TILES, BACKWARD_SM90_TILES)
 TARGETS = [
     *(Target(tile=tile, arch=arch) for table in TABLES for tile in table for arch in ARCHS if fits(tile, arch)),
     # What may differ between rows is done; now what may differ between problems and devices.
     *(
-        Target(tile=next(tile for tile in table if fits(tile, arch)), arch=arch, variant=variant)
+        Target(tile=first_that_fits(table, arch, element_bytes), arch=arch, variant=variant)
         for table in TABLES[:3]
-        for arch in ARCHS
+        for element_bytes, archs in ((2, ARCHS), (4, ("8.6", "9.0")), (8, ("9.0",)))
+        for arch in archs
         for variant in ("full", "groups", "narrow", "options")
     ),
     *(
@@ -142,8 +183,14 @@ TARGETS = [
         for variant in ("full", "bounds", *(("options",) if tile.serves in ("any", "short") else ()))
     ),
     *(
-        Target(tile=next(tile for tile in table if fits(tile, arch)), arch=arch)
+        Target(tile=tile, arch="9.0", variant=variant)
+        for tile in BACKWARD_SM90_TILES
+        for variant in ("full", "groups", "options")
+    ),
+    *(
+        Target(tile=first_that_fits(table, arch, element_bytes), arch=arch)
         for table in TABLES[:3]
+        for element_bytes in (2, 4, 8)
         for arch in OTHER_ARCHS
     ),
 ]
@@ -172,8 +219,10 @@ def test_row(target):
         assert resources.static_shared_bytes == 0
         assert kernel.shared_bytes <= device.shared_bytes_per_block
         assert resources.warnings == ()
-        ceilings = SPILLS_OF_OPTIONS if target.variant in ("options", "narrow") else SPILLS
-        row = (kernel.source, tile.max_dim, f"{tile.block_m}x{tile.block_n}", tile.min_blocks)
+        ceilings = SPILLS_OF_LATER_ARCHS if device.arch >= 100 else SPILLS
+        if target.variant in ("options", "narrow"):
+            ceilings = SPILLS_OF_OPTIONS
+        row = (kernel.source, tile.element_bytes, tile.max_dim, f"{tile.block_m}x{tile.block_n}", tile.min_blocks)
         assert resources.spill_stores_bytes <= ceilings.get(row, 0), row
 
 
@@ -183,5 +232,9 @@ def test_every_row_fits_somewhere():
 
 def test_rows_that_may_spill_exist():
     """No ceiling outlives its row."""
-    rows = {(tile.max_dim, f"{tile.block_m}x{tile.block_n}", tile.min_blocks) for table in TABLES for tile in table}
-    assert {row[1:] for row in SPILLS_OF_OPTIONS} <= rows
+    rows = {
+        (tile.element_bytes, tile.max_dim, f"{tile.block_m}x{tile.block_n}", tile.min_blocks)
+        for table in TABLES
+        for tile in table
+    }
+    assert {row[1:] for row in SPILLS_OF_LATER_ARCHS | SPILLS_OF_OPTIONS} <= rows

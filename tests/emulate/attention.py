@@ -84,7 +84,9 @@ def run(
     }
     params = parameters(plan, operands)
     words = params.view(np.uint64)
-    scratch = {name: emulator.guarded_array((elements,), np.float32, fill) for name, elements in plan.scratch}
+    scratch = {
+        name: emulator.guarded_array((elements,), problem.softmax_dtype, fill) for name, elements in plan.scratch
+    }
     for name, array in {**arrays, **scratch}.items():
         words[POINTER_WORD[name]] = array.ctypes.data
     argument = params
@@ -205,7 +207,10 @@ def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tupl
         As `run`.
     """
     inputs = {name: array for name, array in arrays.items() if name not in ("dout", "out", "lse")}
-    results = {"out": (problem.out_shape, numpy_dtype(problem.dtype)), "lse": (problem.lse_shape, np.float32)}
+    results = {
+        "out": (problem.out_shape, numpy_dtype(problem.dtype)),
+        "lse": (problem.lse_shape, problem.softmax_dtype),
+    }
     out, lse = _call("forward", problem, inputs, results, **options)
     return out, lse
 

@@ -154,6 +154,76 @@ CUFLASH_DEVICE void multiply_tiles(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(mma, Params, kWarp, 1, multiply_tiles)
 
+// Two neighbours a thread, through shared memory; thread i reads what thread i ^ 37 wrote, one by one and as a pair.
+template <class T>
+CUFLASH_DEVICE void exchange_pairs(const Params& params) {
+  const u32 thread = ptx::thread_index(), shared = ptx::dynamic_shared(), bytes = 2 * sizeof(T);
+  const T* source = source_of<T>(params) + 2 * thread;
+  const T pair[2] = {source[0], source[1]};
+  ptx::store_shared_x2(shared + bytes * thread, pair);
+  ptx::sync_block();
+  T other[2], one;
+  ptx::load_shared_x2(shared + bytes * (thread ^ 37u), other);
+  ptx::load_shared(shared + bytes * (thread ^ 37u) + sizeof(T), one);
+  T* destination = destination_of<T>(params) + 3 * thread;
+  destination[0] = other[0], destination[1] = other[1], destination[2] = one;
+}
+CUFLASH_DEFINE_KERNEL(shared_x2_float, Params, kBlock, 1, exchange_pairs<float>)
+CUFLASH_DEFINE_KERNEL(shared_x2_double, Params, kBlock, 1, exchange_pairs<double>)
+
+CUFLASH_DEVICE void store_shuffled_double(const Params& params) {
+  const u32 thread = ptx::thread_index();
+  destination_of<double>(params)[thread] = ptx::shuffle_xor(source_of<double>(params)[thread], params.count);
+}
+CUFLASH_DEFINE_KERNEL(shuffle_xor_double, Params, kBlock, 1, store_shuffled_double)
+
+// A is 16 x 8 by rows, B 8 x 8 by columns, D 16 x 8 by rows; D is added to.
+template <class T>
+CUFLASH_DEVICE void multiply_wide_tiles(const Params& params) {
+  const u32 lane = ptx::thread_index(), group = lane / 4, t = lane % 4;
+  const T* a = source_of<T>(params);
+  const T* b = (const T*)params.second_source;
+  T* d = destination_of<T>(params);
+  T a_fragment[4], sum[4];
+  for (u32 i = 0; i < 4; ++i) a_fragment[i] = a[(group + i % 2 * 8) * 8 + t + i / 2 * 4];
+  for (u32 i = 0; i < 4; ++i) sum[i] = d[(group + i / 2 * 8) * 8 + 2 * t + i % 2];
+  ptx::mma_m16n8k8(sum, a_fragment, b[group * 8 + t], b[group * 8 + t + 4]);
+  for (u32 i = 0; i < 4; ++i) d[(group + i / 2 * 8) * 8 + 2 * t + i % 2] = sum[i];
+}
+CUFLASH_DEFINE_KERNEL(mma_tf32, Params, kWarp, 1, multiply_wide_tiles<float>)
+CUFLASH_DEFINE_KERNEL(mma_float64, Params, kWarp, 1, multiply_wide_tiles<double>)
+
+CUFLASH_DEVICE void map_to_tf32(const Params& params) {
+  const u32 i = global_thread_index(kBlock);
+  if (i < params.count) destination_of<float>(params)[i] = ptx::round_to_tf32(source_of<float>(params)[i]);
+}
+CUFLASH_DEFINE_KERNEL(round_to_tf32, Params, kBlock, 1, map_to_tf32)
+
+// Bits to a number and back.
+CUFLASH_DEVICE void map_bits(const Params& params) {
+  const u32 i = global_thread_index(kBlock);
+  if (i < params.count) destination_of<u32>(params)[i] = ptx::bits_of(ptx::float_of(source_of<u32>(params)[i]));
+}
+CUFLASH_DEFINE_KERNEL(bits_float, Params, kBlock, 1, map_bits)
+CUFLASH_DEVICE void map_double_bits(const Params& params) {
+  const u32 i = global_thread_index(kBlock);
+  if (i < params.count) destination_of<u64>(params)[i] = ptx::bits_of(ptx::double_of(source_of<u64>(params)[i]));
+}
+CUFLASH_DEFINE_KERNEL(bits_double, Params, kBlock, 1, map_double_bits)
+
+CUFLASH_DEVICE void map_multiply_double(const Params& params) {
+  const u32 i = global_thread_index(kBlock);
+  const double* source = source_of<double>(params) + 3 * i;
+  if (i < params.count) destination_of<double>(params)[i] = ptx::multiply(source[0], source[1]) + source[2];
+}
+CUFLASH_DEFINE_KERNEL(multiply_double, Params, kBlock, 1, map_multiply_double)
+
+CUFLASH_DEVICE void add_to_double_sums(const Params& params) {
+  const double value = source_of<double>(params)[global_thread_index(kBlock)];
+  for (u32 i = 0; i < params.count; ++i) ptx::reduce_add(destination_of<double>(params) + i, value * (i + 1));
+}
+CUFLASH_DEFINE_KERNEL(reduce_add_double, Params, kBlock, 1, add_to_double_sums)
+
 CUFLASH_DEVICE void map_exp2(const Params& params) {
   const u32 i = global_thread_index(kBlock);
   if (i < params.count) destination_of<float>(params)[i] = ptx::exp2_approx(source_of<float>(params)[i]);

@@ -185,6 +185,67 @@ def check_mma_special_values(run):
         np.testing.assert_array_equal(_multiply(run, element, a, b, c), expected)
 
 
+WIDE = {"float": np.float32, "double": np.float64}
+
+
+def check_shared_x2(run):
+    for name, dtype in WIDE.items():
+        source = np.arange(2 * BLOCK, dtype=dtype).reshape(BLOCK, 2) / 7
+        shared_bytes = source.nbytes
+        got = run(f"shared_x2_{name}", source=source, destination=_ones(dtype, BLOCK, 3), shared_bytes=shared_bytes)
+        assert (got == source[np.arange(BLOCK) ^ 37][:, [0, 1, 1]]).all()
+
+
+def check_shuffle_xor_double(run):
+    source = np.arange(BLOCK) / 7
+    for lane_mask in (1, 2, 4, 8, 16, 31):
+        got = run("shuffle_xor_double", source=source, destination=_ones(np.float64, BLOCK), count=lane_mask)
+        assert (got == source[np.arange(BLOCK) ^ lane_mask]).all()
+
+
+def _multiply_wide(run, kernel, a, b, c):
+    """a b + c, b stored by columns."""
+    return run(kernel, source=a, second_source=np.ascontiguousarray(b.T), destination=c, threads=WARP)
+
+
+def cut_to_tf32(x):
+    return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def check_mma_wide(run):
+    rng = np.random.default_rng(7)
+    for kernel, dtype, unit in (("mma_tf32", np.float32, 2.0**-21), ("mma_float64", np.float64, 2.0**-50)):
+        # Sums of small integers are exact in any order of the additions.
+        a, b = (rng.integers(-8, 9, shape).astype(dtype) for shape in ((16, 8), (8, 8)))
+        c = rng.integers(-99, 100, (16, 8)).astype(dtype)
+        assert (_multiply_wide(run, kernel, a, b, c) == a @ b + c).all()
+
+        a, b, c = (rng.standard_normal(shape).astype(dtype) for shape in ((16, 8), (8, 8), (16, 8)))
+        seen = [cut_to_tf32(x) if dtype == np.float32 else x for x in (a, b)]  # bits that TF32 has not are ignored
+        exact_a, exact_b = (x.astype(np.longdouble) for x in seen)
+        magnitude = abs(exact_a) @ abs(exact_b) + abs(c)
+        assert (abs(_multiply_wide(run, kernel, a, b, c) - (exact_a @ exact_b + c)) <= unit * magnitude).all()
+
+
+def check_mma_wide_special_values(run):
+    for kernel, dtype in (("mma_tf32", np.float32), ("mma_float64", np.float64)):
+        a, b, c = np.ones((16, 8), dtype), np.ones((8, 8), dtype), np.zeros((16, 8), dtype)
+        a[1, 2] = np.nan
+        a[3, 4] = np.inf
+        a[5, 6], b[6, 7] = np.inf, 0
+        a[7, 1] = -np.inf
+        a[9] = np.finfo(dtype).tiny  # of the products; those of numbers below it may be flushed
+        expected = np.full((16, 8), 8, dtype)
+        expected[:, 7] = 7
+        expected[1] = np.nan
+        expected[3] = np.inf
+        expected[5] = np.inf
+        expected[5, 7] = np.nan
+        expected[7] = -np.inf
+        expected[9] = np.finfo(dtype).tiny * expected[0]
+        np.testing.assert_array_equal(_multiply_wide(run, kernel, a, b, c), expected)
+
+
 # ---- Arithmetic ------------------------------------------------------------------------------------------------------
 
 
@@ -217,6 +278,32 @@ def check_multiply(run):
     source = np.column_stack([factors, -product])
     got = run("multiply", source=source, destination=_ones(np.float32, len(source)), **_threads_of(source))
     np.testing.assert_array_equal(got, 0)
+
+
+def check_multiply_double(run):
+    # Integers of 30 bits: their product has more bits than float64, the sum is what rounding left of it.
+    factors = np.random.default_rng(0).integers(2**29, 2**30, (1000, 2)) | 1
+    factors = factors.astype(np.float64)
+    source = np.column_stack([factors, -factors[:, 0] * factors[:, 1]])
+    got = run("multiply_double", source=source, destination=_ones(np.float64, len(source)), **_threads_of(source))
+    np.testing.assert_array_equal(got, 0)
+
+
+def check_round_to_tf32(run):
+    numbers = np.arange(0, 2**18, 61, dtype=np.uint32) << 13  # those of TF32, finite and not
+    around = np.concatenate([numbers, numbers + 0xFFF, numbers + 0x1000, numbers + 0x1001])
+    x = np.concatenate([around, around | np.uint32(2**31)]).view(np.float32)
+    x = x[~np.isnan(x)]
+    away_from_zero = ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+    got = run("round_to_tf32", source=x, destination=_ones(np.float32, len(x)), **_threads_of(x))
+    np.testing.assert_array_equal(got, np.where(np.isinf(x), x, away_from_zero))
+
+
+def check_bits(run):
+    for name, dtype in (("float", np.uint32), ("double", np.uint64)):
+        bits = _random_bits(dtype, 1000)
+        got = run(f"bits_{name}", source=bits, destination=np.zeros(1000, dtype), **_threads_of(bits))
+        np.testing.assert_array_equal(got, bits)
 
 
 def check_infinity(run):
@@ -261,10 +348,10 @@ def check_pack(run):
 # ---- Reductions in global memory -------------------------------------------------------------------------------------
 
 
-def _check_reduction(run, kernel):
+def _check_reduction(run, kernel, dtype=np.float32):
     # Integers: exact in any order of the additions.
-    values = np.random.default_rng(7).integers(-9, 10, 3 * BLOCK).astype(np.float32)
-    sums = np.arange(4, dtype=np.float32)
+    values = np.random.default_rng(7).integers(-9, 10, 3 * BLOCK).astype(dtype)
+    sums = np.arange(4, dtype=dtype)
     got = run(kernel, source=values, destination=sums.copy(), count=4, grid=3)
     assert (got == sums + values.sum() * np.arange(1, 5)).all()
 
@@ -275,6 +362,10 @@ def check_reduce_add(run):
 
 def check_reduce_add_x4(run):
     _check_reduction(run, "reduce_add_x4")
+
+
+def check_reduce_add_double(run):
+    _check_reduction(run, "reduce_add_double", np.float64)
 
 
 CHECKS = tuple(value for name, value in list(globals().items()) if name.startswith("check_"))

@@ -47,6 +47,23 @@ CUFLASH_DEVICE void load_shared_f32x4(u32 address, float (&value)[4], Site site 
   const Bytes16 bytes = read_shared_as<Bytes16>(address, site);
   for (int i = 0; i < 4; ++i) __builtin_memcpy(&value[i], &bytes.word[i], 4);
 }
+template <class T>
+CUFLASH_DEVICE void load_shared(u32 address, T& value, Site site = Site::here()) {
+  value = read_shared_as<T>(address, site);
+}
+template <class T>
+struct PairOf {
+  T value[2];
+};
+template <class T>
+CUFLASH_DEVICE void load_shared_x2(u32 address, T (&value)[2], Site site = Site::here()) {
+  const auto pair = read_shared_as<PairOf<T>>(address, site);
+  value[0] = pair.value[0], value[1] = pair.value[1];
+}
+template <class T>
+CUFLASH_DEVICE void store_shared_x2(u32 address, const T (&value)[2], Site site = Site::here()) {
+  write_shared_as(address, PairOf<T>{value[0], value[1]}, site);
+}
 CUFLASH_DEVICE u16 load_shared_b16(u32 address, Site site = Site::here()) { return read_shared_as<u16>(address, site); }
 CUFLASH_DEVICE Bytes16 load_shared_b128(u32 address, Site site = Site::here()) {
   return read_shared_as<Bytes16>(address, site);
@@ -61,6 +78,9 @@ CUFLASH_DEVICE void store_shared_b32(u32 address, u32 value, Site site = Site::h
 // ---- Barriers and shuffles ----------------------------------------------------------------------------------------
 CUFLASH_DEVICE void sync_block(Site site = Site::here()) { ::emulator::sync_block(site); }
 CUFLASH_DEVICE float shuffle_xor(float value, u32 lane_mask, Site site = Site::here()) {
+  return ::emulator::shuffle_xor(value, lane_mask, site);
+}
+CUFLASH_DEVICE double shuffle_xor(double value, u32 lane_mask, Site site = Site::here()) {
   return ::emulator::shuffle_xor(value, lane_mask, site);
 }
 CUFLASH_DEVICE bool any_lane(bool predicate, Site site = Site::here()) {
@@ -94,8 +114,16 @@ CUFLASH_DEVICE void mma_m16n8k16(BFloat16, float (&d)[4], const u32 (&a)[4], u32
   ::emulator::multiply_matrix(Element::kBFloat16, d, a, b0, b1, site);
 }
 
+CUFLASH_DEVICE void mma_m16n8k8(float (&d)[4], const float (&a)[4], float b0, float b1, Site site = Site::here()) {
+  ::emulator::multiply_matrix_tf32(d, a, b0, b1, site);
+}
+CUFLASH_DEVICE void mma_m16n8k8(double (&d)[4], const double (&a)[4], double b0, double b1, Site site = Site::here()) {
+  ::emulator::multiply_matrix_float64(d, a, b0, b1, site);
+}
+
 // ---- Arithmetic ---------------------------------------------------------------------------------------------------
 CUFLASH_DEVICE float multiply(float x, float y) { return x * y; }
+CUFLASH_DEVICE double multiply(double x, double y) { return x * y; }
 CUFLASH_DEVICE float exp2_approx(float x) { return ::emulator::exp2_approx(x); }
 CUFLASH_DEVICE float log2_approx(float x) { return ::emulator::log2_approx(x); }
 template <class T>
@@ -106,10 +134,25 @@ template <class T>
 CUFLASH_DEVICE float to_float32(T type, u16 bits) {
   return ::emulator::to_float32(element_of(type), bits);
 }
+CUFLASH_DEVICE float round_to_tf32(float x) { return ::emulator::round_to_tf32(x); }
+template <class To, class From>
+static inline To same_bits(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  __builtin_memcpy(&to, &from, sizeof to);
+  return to;
+}
+CUFLASH_DEVICE u32 bits_of(float x) { return same_bits<u32>(x); }
+CUFLASH_DEVICE u64 bits_of(double x) { return same_bits<u64>(x); }
+CUFLASH_DEVICE float float_of(u32 bits) { return same_bits<float>(bits); }
+CUFLASH_DEVICE double double_of(u64 bits) { return same_bits<double>(bits); }
 CUFLASH_DEVICE float infinity() { return __builtin_inff(); }
 
 // ---- Reductions in global memory ----------------------------------------------------------------------------------
 CUFLASH_DEVICE void reduce_add(float* address, float value, Site site = Site::here()) {
+  ::emulator::reduce_add(address, &value, 1, site);
+}
+CUFLASH_DEVICE void reduce_add(double* address, double value, Site site = Site::here()) {
   ::emulator::reduce_add(address, &value, 1, site);
 }
 CUFLASH_DEVICE void reduce_add_x4(float* address, const float (&value)[4], Site site = Site::here()) {

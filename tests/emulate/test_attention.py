@@ -5,6 +5,7 @@ fixed pseudo-random list, which a test below checks for completeness, and hypoth
 """
 
 import functools
+import itertools
 import random
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from cuflash.problem import make_problem
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
 ARCHS = ("8.0", "8.6", "9.0", "12.0")
+TABLES = (FORWARD_TILES, BACKWARD_TILES, DQ_TILES)
 MAX_SCORES = 2**16
 schedules = st.sampled_from(SCHEDULES)
 
@@ -47,9 +49,9 @@ def widened(array):
 
 
 def shifted(array):
-    """Contiguous, from an address that is a multiple of 4 and of nothing more."""
+    """Contiguous, from an address that is a multiple of 4, or of the element if that is wider, and of nothing more."""
     buffer = np.empty(array.nbytes + 32, np.uint8)
-    start = -buffer.ctypes.data % 16 + 4
+    start = -buffer.ctypes.data % 16 + max(4, array.itemsize)
     inside = buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
     inside[...] = array
     return inside
@@ -64,7 +66,7 @@ STRIDES = (*ct.STRIDES, *CONVERSIONS)
 
 def name_of(tile):
     """The tile in short, for the names of tests."""
-    return f"{tile.block_m}x{tile.block_n}x{tile.max_dim}w{tile.num_warps}s{tile.num_stages}"
+    return f"{tile.element_bytes}B{tile.block_m}x{tile.block_n}x{tile.max_dim}w{tile.num_warps}s{tile.num_stages}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,7 @@ class Specialisation:
     num_sms: int = 132  # with few, blocks do not share the query heads of a group
     strides: str = "contiguous"
     deterministic: bool = False
+    precision: str = "highest"
     right: bool = False
     left: bool = False
     softcap: float | None = None
@@ -106,12 +109,12 @@ class Specialisation:
     def arguments(self, case):
         """The problem and the arrays of one of its cases."""
         arrays = case.arrays(CONVERSIONS.get(self.strides, np.asarray))
-        return problem_of(case, arrays, deterministic=self.deterministic), arrays
+        return problem_of(case, arrays, deterministic=self.deterministic, precision=self.precision), arrays
 
 
-def problem_of(case, arrays, *, deterministic=False):
+def problem_of(case, arrays, **options):
     """The problem of the arrays as they lie."""
-    options = replace(case.options, deterministic=deterministic)
+    options = replace(case.options, **options)
     return make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
 
 
@@ -185,6 +188,9 @@ def _fits(tiles, arch, head_dim, head_dim_v):
     return all(tile.shared_bytes(*padded) <= limit for tile, padded in zip(tiles, dims, strict=True))
 
 
+DTYPES = {2: ("float16", "bfloat16"), 4: ("float32",), 8: ("float64",)}
+
+
 class _Dealer:
     """Deals the values of each option in a random order, each value before any comes again."""
 
@@ -224,7 +230,7 @@ def _specialisation(deal, tiles, *, plain):
     arch = deal("arch", *ARCHS)
     return Specialisation(
         tiles=tiles,
-        dtype=deal("dtype", "float16", "bfloat16"),
+        dtype=deal(f"dtype of {tiles[-1].element_bytes} bytes", *DTYPES[tiles[-1].element_bytes]),
         head_dim=rows[1],
         head_dim_v=rows[2],
         arch=arch if _fits(tiles, arch, *rows[1:]) else "9.0",
@@ -237,15 +243,23 @@ def _specialisation(deal, tiles, *, plain):
 
 
 def _specialisations(table, *, with_options=3):
-    """A few specialisations of every row of a table. A row of DQ_TILES comes with one of BACKWARD_TILES."""
+    """A few specialisations of every row of a table. A row of DQ_TILES comes with one of BACKWARD_TILES.
+
+    Rows of wide elements get fewer: what they share with others is tested there.
+    """
     deal = _Dealer(type(table[0]).__name__)
     for tile in table:
         tiles = (tile,)
         if isinstance(tile, DqTile):
-            tiles = (deal.rng.choice([main for main in BACKWARD_TILES if main.max_dim >= tile.max_dim]), tile)
+            tiles = (deal.rng.choice([main for main in BACKWARD_TILES if goes_with(main, tile)]), tile)
         yield _specialisation(deal, tiles, plain=True)
-        for _ in range(with_options):
+        for _ in range(with_options if tile.element_bytes == 2 else 1):
             yield _specialisation(deal, tiles, plain=False)
+
+
+def goes_with(main, tile):
+    """Whether a row of BACKWARD_TILES serves what the row `tile` serves."""
+    return main.element_bytes == tile.element_bytes and main.max_dim >= tile.max_dim
 
 
 # What the forward kernel has and no row of the table may use: rings of several stages.
@@ -278,7 +292,7 @@ def test_the_list_is_complete(specialisations, table):
     assert {what.tiles[-1] for what in specialisations} >= set(table)
     for field in ("right", "left", "mask", "alibi_slopes"):
         assert {getattr(what, field) for what in specialisations} == {True, False}
-    assert {what.dtype for what in specialisations} == {"float16", "bfloat16"}
+    assert {what.dtype for what in specialisations} == set(sum(DTYPES.values(), ()))
     assert {what.bias for what in specialisations} == {None, "softmax", "input"}
     assert {what.kv_lengths for what in specialisations} == {None, "int32", "int64"}
     assert {what.arch for what in specialisations} == set(ARCHS)
@@ -299,7 +313,7 @@ def forward_by_oracle(problem, arrays):
     """out and lse as a forward pass without error would round them."""
     out, lse = reference.forward(problem, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
     with np.errstate(over="ignore"):
-        return out.astype(arrays["q"].dtype), lse.astype(np.float32)
+        return out.astype(arrays["q"].dtype), lse.astype(problem.softmax_dtype)
 
 
 @pytest.mark.parametrize("what", FORWARD, ids=str)
@@ -342,10 +356,10 @@ CASE = ct.Case(
 )
 
 
-def all_results(case, *, deterministic=False, forward_tiles=None, backward_tiles=None, **options):
+def all_results(case, *, deterministic=False, precision="highest", forward_tiles=None, backward_tiles=None, **options):
     """out, lse, dq, dk, dv by name: the backward pass works on what the forward pass made."""
     arrays = case.arrays()
-    problem = problem_of(case, arrays, deterministic=deterministic)
+    problem = problem_of(case, arrays, deterministic=deterministic, precision=precision)
     out, lse = attention.forward(problem, arrays, tiles=forward_tiles, **options)
     gradients = attention.backward(problem, arrays, out, lse, tiles=backward_tiles, **options)
     return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
@@ -366,10 +380,12 @@ def results_of_the_table():
     return all_results(CASE)
 
 
+# Rows of 16-bit elements: where others are as accurate as the oracle allows them to be, they agree as well.
+ROWS_OF_2_BYTES = [[(n, tile) for n, tile in enumerate(table) if tile.element_bytes == 2] for table in TABLES]
 ROWS = {
-    **{f"forward {name_of(tile)} {n}": {"forward_tiles": (tile,)} for n, tile in enumerate(FORWARD_TILES)},
-    **{f"backward {name_of(tile)} {n}": {"backward_tiles": (tile, None)} for n, tile in enumerate(BACKWARD_TILES)},
-    **{f"dq {name_of(tile)} {n}": {"backward_tiles": (BACKWARD_TILES[0], tile)} for n, tile in enumerate(DQ_TILES)},
+    **{f"forward {name_of(tile)} {n}": {"forward_tiles": (tile,)} for n, tile in ROWS_OF_2_BYTES[0]},
+    **{f"backward {name_of(tile)} {n}": {"backward_tiles": (tile, None)} for n, tile in ROWS_OF_2_BYTES[1]},
+    **{f"dq {name_of(tile)} {n}": {"backward_tiles": (BACKWARD_TILES[0], tile)} for n, tile in ROWS_OF_2_BYTES[2]},
 }
 
 
@@ -400,11 +416,17 @@ REPEATED = {
     "the first rows": {"forward_tiles": (FORWARD_TILES[0],), "backward_tiles": (BACKWARD_TILES[0], DQ_TILES[0])},
     "two stages, shared rows": {
         "forward_tiles": (SEVERAL_STAGES[0],),
-        "backward_tiles": (max(BACKWARD_TILES, key=lambda tile: tile.warps_d), DQ_TILES[1]),
+        "backward_tiles": (
+            max((tile for tile in BACKWARD_TILES if tile.element_bytes == 2), key=lambda tile: tile.warps_d),
+            DQ_TILES[1],
+        ),
     },
     "three stages, one stage back": {
         "forward_tiles": (SEVERAL_STAGES[1],),
-        "backward_tiles": (min(BACKWARD_TILES, key=lambda tile: tile.num_stages), DQ_TILES[-1]),
+        "backward_tiles": (
+            min((tile for tile in BACKWARD_TILES if tile.element_bytes == 2), key=lambda tile: tile.num_stages),
+            [tile for tile in DQ_TILES if tile.element_bytes == 2][-1],
+        ),
     },
 }
 
@@ -504,9 +526,10 @@ def test_lengths_out_of_range_are_clamped():
     assert bits(run_both(problem, arrays)) == bits(tame)
 
 
-def test_values_that_are_no_numbers():
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_values_that_are_no_numbers(dtype):
     """NaN and infinities of visible inputs come out where the formula has them."""
-    case = ct.Case(seqlen_q=40, seqlen_k=70, head_dim=16, dtype="float16", causal=True)
+    case = ct.Case(seqlen_q=40, seqlen_k=70, head_dim=16, dtype=dtype, causal=True)
     arrays = case.arrays()
     arrays["q"][0, 0, 7, 3] = np.nan
     arrays["k"][0, 0, 65, 0] = np.inf
@@ -515,6 +538,70 @@ def test_values_that_are_no_numbers():
     problem = problem_of(case, arrays)
     out, lse = attention.forward(problem, arrays)
     judge(problem, {name: arrays[name] for name in "qkv"}, {"out": out, "lse": lse})
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.finfo(np.float32).max, 0.99999 * np.finfo(np.float32).max])
+def test_float32_at_the_end_of_its_range(value):
+    """What is split into two parts comes out whole: infinities, and numbers that no TF32 number is as large as."""
+    case = ct.Case(seqlen_q=17, seqlen_k=33, head_dim=16, dtype="float32", scale=2.0**-9)
+    arrays = case.arrays()
+    arrays["k"][...] = np.sign(arrays["k"])  # whose second part is zero
+    arrays["v"][0, 0, 5, 2] = value
+    arrays["q"][0, 0, 3, 4] = np.copysign(np.inf, value) if np.isinf(value) else 2.0**120
+    arrays["q"][0, 0, 4, 4] = np.nan
+    arrays["q"].view(np.uint32)[0, 0, 6, 4] = 0x7FFFFFFF  # the NaN that the device makes
+    problem = problem_of(case, arrays)
+    inputs = {name: arrays[name] for name in "qkv"}
+    out, lse = attention.forward(problem, arrays)
+    expected = ct.yardsticks(problem, inputs)
+    for got, right in ((out, expected["out"].expected), (lse, expected["lse"].expected)):
+        np.testing.assert_allclose(got.astype(np.float64), right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"head_dim": 24}, {"head_dim": 128}, {"softcap": 20.0}, {"score_spread": 30.0}],
+    ids=str,
+)
+def test_float32_is_no_worse_than_the_plain_formula(options):
+    """On the average of several seeds, without the allowance for luck. The emulated tensor cores cut sums off too."""
+    sizes = {"seqlen_q": 65, "seqlen_k": 203, "head_dim": 64} | options
+    ratios = []
+    for seed in range(6):
+        case = ct.Case(**sizes, dtype="float32", seed=seed)
+        results = all_results(case)
+        report = (*ct.assert_forward(case, results["out"], results["lse"]),)
+        report += (*ct.assert_backward(case, results["dq"], results["dk"], results["dv"]),)
+        ratios.append([measurement.strict_ratio for measurement in report])
+    assert (np.mean(ratios, axis=0) <= 1).all(), np.round(np.mean(ratios, axis=0), 2)
+
+
+def rounded_to_tf32(x):
+    """To nearest, ties away from zero, as the kernels round."""
+    return ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [40, 128])
+def test_tf32(head_dim, deterministic):
+    """Twice the error of the formula whose factors are rounded to TF32, the oracle rule with that unit of rounding."""
+    case = ct.Case(seqlen_q=70, seqlen_k=150, head_dim=head_dim, dtype="float32", causal=True, seed=3)
+    results = all_results(case, deterministic=deterministic, precision="tf32")
+    arrays = case.arrays()
+    expected = ct.yardsticks(case.problem, arrays)
+    q, k, v, dout = (rounded_to_tf32(arrays[name])[0, 0].astype(np.float64) for name in ("q", "k", "v", "dout"))
+    hidden = np.arange(150) > np.arange(70)[:, None] + 80
+    scores = np.where(hidden, -np.inf, q @ k.T * head_dim**-0.5)
+    weights = np.exp(scores - np.log(np.exp(scores).sum(axis=1, keepdims=True)))
+    rounded = rounded_to_tf32(weights.astype(np.float32)).astype(np.float64)
+    delta = (arrays["dout"][0, 0] * expected["out"].expected[0, 0]).sum(axis=1, keepdims=True)
+    ds = rounded_to_tf32((weights * (dout @ v.T - delta)).astype(np.float32)).astype(np.float64)
+    plain = {"out": rounded @ v, "dv": rounded.T @ dout, "dq": ds @ k * head_dim**-0.5, "dk": ds.T @ q * head_dim**-0.5}
+    for name, values in plain.items():
+        right = expected[name].expected[0, 0]
+        allowed = 2 * np.abs(values - right).max() + 2.0**-11 * expected[name].scale
+        error = np.abs(results[name][0, 0] - right).max()
+        assert expected[name].tolerance < error <= allowed, name  # as rough as it may be, and not the other precision
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -582,8 +669,9 @@ SANITIZED = replace(CASE, bias=(150,), mask=(70, 150), softcap=5.0, alibi_slopes
 
 
 def run_sanitized(sanitizer):
-    for deterministic in (False, True):
-        assert_results(SANITIZED, all_results(SANITIZED, deterministic=deterministic, sanitizer=sanitizer))
+    for deterministic, dtype in itertools.product((False, True), ("float16", "float32", "float64")):
+        case = replace(SANITIZED, dtype=dtype)
+        assert_results(case, all_results(case, deterministic=deterministic, sanitizer=sanitizer))
 
 
 def test_no_undefined_behaviour():
@@ -607,7 +695,9 @@ def test_no_address_errors():
 # ---- Shared memory ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tile", (*FORWARD_TILES, *SEVERAL_STAGES, *BACKWARD_TILES, *DQ_TILES), ids=name_of)
+@pytest.mark.parametrize(
+    "tile", [*SEVERAL_STAGES, *(tile for table in TABLES for tile in table if tile.element_bytes == 2)], ids=name_of
+)
 def test_matrix_loads_have_no_bank_conflicts(tile):
     case = ct.Case(seqlen_q=33, seqlen_k=65, head_dim=tile.max_dim, dtype="bfloat16")
     arrays = case.arrays()
@@ -616,7 +706,7 @@ def test_matrix_loads_have_no_bank_conflicts(tile):
     if isinstance(tile, ForwardTile):
         attention.forward(problem, arrays, tiles=(tile,), statistics=launches)
     else:
-        tiles = (next(main for main in BACKWARD_TILES if main.max_dim >= tile.max_dim), tile)
+        tiles = (next(main for main in BACKWARD_TILES if goes_with(main, tile)), tile)
         tiles = tiles if isinstance(tile, DqTile) else (tile, None)
         attention.backward(problem, arrays, *forward_by_oracle(problem, arrays), tiles=tiles, statistics=launches)
     assert sum(launch.matrix_loads for launch in launches) > 0

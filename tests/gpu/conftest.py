@@ -134,6 +134,12 @@ def _specialisations():
     everything = {"left": True, "right": True, "softcap": 30.0, "bias": "softmax", "mask": True, "alibi_slopes": True}
     yield Specialisation(dtype=half, head_dim=48, head_dim_v=72, kv_lengths="int32", **everything)
     yield Specialisation(dtype=brain, head_dim=128, kv_lengths="int64", strides="padded", **everything)
+    for dtype in ("float32", "float64"):
+        for head_dim in (1, 40, 64, 113, 128, 256):
+            yield Specialisation(dtype=dtype, head_dim=head_dim, right=head_dim == 64)
+        yield Specialisation(dtype=dtype, head_dim=192, head_dim_v=128, right=True)
+        yield Specialisation(dtype=dtype, head_dim=64, strides="padded")
+        yield Specialisation(dtype=dtype, head_dim=48, head_dim_v=72, kv_lengths="int32", **everything)
 
 
 SPECIALISATIONS = tuple(_specialisations())

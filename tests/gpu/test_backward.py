@@ -56,7 +56,9 @@ def test_deterministic(cupy, deterministic_specialisation, data):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "float16"), (128, "bfloat16"), (256, "float16")])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(64, "float16"), (128, "bfloat16"), (256, "float16"), (64, "float32"), (64, "float64")]
+)
 def test_long_sequences(cupy, head_dim, dtype, causal, deterministic):
     case = ct.Case(
         seqlen_q=1500, seqlen_k=2049, num_heads=2, num_heads_kv=1, head_dim=head_dim, dtype=dtype, causal=causal

@@ -48,7 +48,7 @@ def same_bits(x, y):
     return x.tobytes() == y.tobytes()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_long_sequences(cupy, head_dim, causal, dtype):

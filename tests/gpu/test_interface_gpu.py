@@ -106,10 +106,7 @@ def test_results_inside_one_packed_array(cupy):
         np.testing.assert_array_equal(host(gradients[:, :, n]), host(x))
 
 
-NOT_YET = "expected float16 or bfloat16 on the GPU"
 BAD = {
-    "float32": (NotImplementedError, f"q: got dtype float32, {NOT_YET}", lambda x: 3 * [x.astype("f4")]),
-    "float64": (NotImplementedError, f"q: got dtype float64, {NOT_YET}", lambda x: 3 * [x.astype("f8")]),
     "head_dim": (NotImplementedError, "q: got .*257, expected at most 256", lambda x: 3 * [x[:, :257]]),
     "head_dim_v": (NotImplementedError, "v: got .*257, expected at most 256", lambda x: [*2 * [x[:, :8]], x[:, :257]]),
     "integers": (TypeError, "q: got dtype int32", lambda x: 3 * [x.astype("i4")]),

@@ -108,6 +108,8 @@ BAD_OPTIONS = [
     ("layout", None, TypeError, "NoneType None", "'bhsd' or 'bshd'"),
     ("deterministic", 1, TypeError, "int 1", "a bool"),
     ("deterministic", None, TypeError, "NoneType None", "a bool"),
+    ("precision", "high", ValueError, "'high'", "'highest' or 'tf32'"),
+    ("precision", None, TypeError, "NoneType None", "'highest' or 'tf32'"),
 ]
 
 # The value is made from the good one, `x`, where it is a function.
@@ -251,7 +253,7 @@ def test_the_good_arrays_are_good():
 def test_option(name, value, error, got, expected):
     option = {name.split()[0]: value}
     assert_complains(lambda: cuflash.FlashAttention(**option), error, name, got, expected)
-    if name != "deterministic":
+    if name not in ("deterministic", "precision"):
         q = np.ones((3, 4))
         assert_complains(lambda: cuflash.attention(q, q, q, **option), error, name, got, expected)
 

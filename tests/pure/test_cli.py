@@ -164,7 +164,7 @@ def test_the_self_test_has_every_option_and_dtype():
         ("plan --window 3", 2, "3"),
         ("plan --arch 7.5", 1, "7.5"),
         ("plan --arch 9.0 --head-dim 257", 1, "257"),
-        ("plan --arch 9.0 --dtype float32", 1, "float32"),
+        ("plan --arch 8.6 --dtype float64 --head-dim 200 --pass backward", 1, "float64"),
         ("plan --softcap -1", 1, "softcap"),
         ("plan --num-heads 6 --num-heads-kv 4", 1, "4 heads"),
         ("compile", 1, "--arch"),

@@ -250,6 +250,7 @@ def test_same_bits_every_time():
 def test_an_object_prints_and_pickles():
     attn = cuflash.FlashAttention(causal="top_left", window=(3, None))
     options = "causal='top_left', scale=None, window=(3, None), softcap=None, layout='bhsd', deterministic=False"
+    options += ", precision='highest'"
     text = f"FlashAttention({options})"
     assert repr(attn) == text
     assert repr(pickle.loads(pickle.dumps(attn))) == text

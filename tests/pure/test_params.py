@@ -10,7 +10,7 @@ from cuflash.params import PARAMS, POINTER_WORD, parameters
 from cuflash.plan import CAUSAL_HEAD_SECTION, PARAMS_BYTES, DeviceSpec, choose_plan
 from cuflash.problem import Options, layout_of, make_problem, rows_of
 
-SCALARS = {"i32": np.int32, "i64": np.int64, "float": np.float32}
+SCALARS = {"i32": np.int32, "i64": np.int64, "float": np.float32, "double": np.float64}
 
 
 def structs_of(text):
@@ -162,7 +162,8 @@ def test_numbers_are_those_of_the_problem():
     assert params["diagonal"] == params["right_offset"] == 20
     assert params["left_offset"] == 13
     assert params["scale"] == -0.5
-    assert params["softcap"] == 3.0
+    assert params["softcap"] == params["softcap_float64"] == 3.0
+    assert params["scale_float64"] == -0.5
     assert params["stats_rows"] == plan.stats_rows >= 70
     assert params["group_splits"] == plan.group_splits == 2
     assert params["head_section"] == plan.head_section == CAUSAL_HEAD_SECTION
@@ -173,6 +174,7 @@ def test_bounds_that_do_not_exist_are_zero():
     assert plan.problem.window_left is plan.problem.window_right is None
     assert params["left_offset"] == params["right_offset"] == params["softcap"] == 0
     assert params["scale"] == np.float32(24**-0.5)
+    assert params["scale_float64"] == 24**-0.5
 
 
 def test_matrices_have_one_head_and_one_batch_entry():

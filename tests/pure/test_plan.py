@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cuflash import compiler
 from cuflash.plan import (
+    BACKWARD_SM90_TILES,
     BACKWARD_TILES,
     DQ_TILES,
     FORWARD_SM90_TILES,
@@ -77,7 +78,13 @@ def test_arch_that_is_not_known(arch):
 
 # ---- Rows ------------------------------------------------------------------------------------------------------------
 
-TABLES = {"forward": FORWARD_TILES, "forward sm90": FORWARD_SM90_TILES, "backward": BACKWARD_TILES, "dq": DQ_TILES}
+TABLES = {
+    "forward": FORWARD_TILES,
+    "forward sm90": FORWARD_SM90_TILES,
+    "backward": BACKWARD_TILES,
+    "backward sm90": BACKWARD_SM90_TILES,
+    "dq": DQ_TILES,
+}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +94,7 @@ TABLES = {"forward": FORWARD_TILES, "forward sm90": FORWARD_SM90_TILES, "backwar
         (FORWARD_TILES[0], {"block_m": 64, "num_warps": 8}, "whole fragments for every warp"),
         (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 3}, "warps_d divides num_warps"),
         (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 1, "block_n": 96}, "whole fragments of keys"),
-        (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 4, "block_m": 32}, "whole pairs of pieces of queries"),
+        (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 2, "block_m": 40}, "whole pairs of pieces of queries"),
         (BACKWARD_TILES[0], {"num_warps": 4, "dq_warps_m": 3, "block_m": 96}, "dq_warps_m divides num_warps"),
         (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 1, "dq_warps_m": 4, "block_m": 32}, "whole fragments of dq"),
         (DQ_TILES[0], {"block_m": 72}, "whole fragments for every warp"),
@@ -104,8 +111,9 @@ def test_a_row_checks_itself(row, change, rule):
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_a_table_goes_from_small_to_large(table):
-    assert [tile.max_dim for tile in table] == sorted(tile.max_dim for tile in table)
-    assert table[-1].max_dim == MAX_HEAD_DIM
+    keys = [(tile.element_bytes, tile.max_dim) for tile in table]
+    assert keys == sorted(keys)
+    assert {tile.element_bytes for tile in table if tile.max_dim == MAX_HEAD_DIM} == {2, 4, 8}
     for tile in table:
         assert tile.max_dim % tile.dim_multiple == 0
         assert tile.origin
@@ -114,35 +122,49 @@ def test_a_table_goes_from_small_to_large(table):
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_every_row_is_chosen_somewhere(table):
     chosen = set()
-    for causal, seqlen, softcap in ((False, 4096, None), (True, 4096, None), (False, 512, None), (True, 4096, 5.0)):
-        base = problem_of(seqlen, seqlen, causal=causal, softcap=softcap, deterministic=table is DQ_TILES)
-        for dim in range(16, MAX_HEAD_DIM + 1, 16):
-            for dim_v in {dim, 16, 64, 128, 192, 256}:
-                problem = replace(base, head_dim=dim, head_dim_v=dim_v)
-                for arch in ARCHS:
-                    for pass_ in PASSES:
-                        chosen |= set(choose_plan(problem, DeviceSpec.for_arch(arch), pass_).tiles)
+    for dtype in ("bfloat16", "float32", "float64"):
+        for causal, seqlen, softcap in ((False, 4096, None), (True, 4096, None), (False, 512, None), (True, 4096, 5.0)):
+            deterministic = table is DQ_TILES
+            base = problem_of(seqlen, seqlen, dtype=dtype, causal=causal, softcap=softcap, deterministic=deterministic)
+            for dim in range(16, MAX_HEAD_DIM + 1, 16):
+                for dim_v in {dim, 16, 64, 128, 192, 256}:
+                    problem = replace(base, head_dim=dim, head_dim_v=dim_v)
+                    for arch in ARCHS:
+                        for pass_ in PASSES:
+                            if is_served(problem, arch, pass_):
+                                chosen |= set(choose_plan(problem, DeviceSpec.for_arch(arch), pass_).tiles)
     assert not [tile for tile in table if tile not in chosen]
 
 
-@given(st.integers(1, 300), st.integers(1, 256))
-def test_shared_tiles_hold_their_elements(rows, columns):
-    assert rows * columns * 2 <= tile_bytes(rows, columns) <= rows * round_up(columns, 64) * 2
-    assert tile_bytes(16 * rows, columns) % 128 == 0
+@given(st.integers(1, 300), st.integers(1, 256), st.sampled_from((2, 4, 8)))
+def test_shared_tiles_hold_their_elements(rows, columns, size):
+    assert rows * columns * size <= tile_bytes(rows, columns, size) <= rows * round_up(columns * size, 128)
+    assert tile_bytes(16 * rows, columns, size) % 128 == 0
 
 
 # ---- What is chosen --------------------------------------------------------------------------------------------------
 
 
+def is_served(problem, arch, pass_):
+    """All but the gradients of float64 at large head dimensions where shared memory is small."""
+    small = DeviceSpec.for_arch(arch).shared_bytes_per_sm == 100 * 1024
+    return not (small and problem.dtype == "float64" and pass_ == "backward") or (
+        max(problem.head_dim, problem.head_dim_v) <= 160
+    )
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_every_head_dimension_is_served_within_the_limits(arch, deterministic):
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_every_head_dimension_is_served_within_the_limits(arch, deterministic, dtype):
     device = DeviceSpec.for_arch(arch)
-    base = problem_of(deterministic=deterministic)
+    base = problem_of(dtype=dtype, deterministic=deterministic)
     for dim in range(1, MAX_HEAD_DIM + 1):
         for dim_v in {dim, 1, 64, 100, MAX_HEAD_DIM + 1 - dim, MAX_HEAD_DIM}:
             problem = replace(base, head_dim=dim, head_dim_v=dim_v)
             for pass_ in PASSES:
+                if not is_served(problem, arch, pass_):
+                    continue
                 plan = choose_plan(problem, device, pass_)
                 for kernel in plan.kernels:
                     assert kernel.shared_bytes <= device.shared_bytes_per_block
@@ -159,7 +181,7 @@ def test_a_plan_is_the_first_row_that_fits():
     for arch in ARCHS:
         device = DeviceSpec.for_arch(arch)
         table = FORWARD_SM90_TILES if arch == "9.0" else FORWARD_TILES
-        fitting = [tile for tile in table if tile.max_dim >= 128]
+        fitting = [tile for tile in table if tile.element_bytes == 2 and tile.max_dim >= 128]
         plan = choose_plan(problem, device)
         (tile,) = plan.tiles
         for earlier in fitting[: fitting.index(tile)]:
@@ -179,7 +201,7 @@ def test_plans_are_pure(pass_, options):
     again = choose_plan(problem_of.__wrapped__(**options), device, pass_)
     assert plan == again
     assert hash(plan.kernels) == hash(again.kernels)
-    assert (len(plan.tensor_maps) > 0) == (pass_ == "forward")
+    assert (len(plan.tensor_maps) > 0) == (pass_ == "forward" or "deterministic" not in options)
     assert hash(plan.tensor_maps) == hash(again.tensor_maps)
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.reason = ""
@@ -233,18 +255,22 @@ def test_blocks_share_a_group_only_where_tiles_are_few(heads_kv):
 def test_extra_memory_is_linear(arch, deterministic):
     device = DeviceSpec.for_arch(arch)
 
-    def extra_bytes(seqlen):
-        problem = problem_of(seqlen, seqlen, dim=128, dim_v=128, heads_kv=1, deterministic=deterministic)
+    def extra_bytes(seqlen, dtype="bfloat16"):
+        sizes = {"dim": 128, "dim_v": 128, "heads_kv": 1}
+        problem = problem_of(seqlen, seqlen, **sizes, dtype=dtype, deterministic=deterministic)
         assert choose_plan(problem, device).extra_bytes == 0
         plan = choose_plan(problem, device, "backward")
-        assert plan.extra_bytes == 4 * sum(elements for _, elements in plan.scratch)
-        assert plan.extra_bytes >= problem.batch * problem.num_heads * seqlen * 8
+        size = np.dtype(problem.softmax_dtype).itemsize
+        assert plan.extra_bytes == size * sum(elements for _, elements in plan.scratch)
+        assert plan.extra_bytes >= problem.batch * problem.num_heads * seqlen * 2 * size
         return plan.extra_bytes
 
     for seqlen in (2**8, 2**11 + 77, 2**14, 2**17, 2**20):
         # Rounded up to tiles: statistics, dq, and dk and dv of every query head, in float32.
         assert extra_bytes(seqlen) <= 2 * 4 * (seqlen + 256) * 4 * (2 + 128 + 128 + 128)
     assert extra_bytes(2**20) <= 2 * 4 * (2**20 + 256) * 4 * (2 + 128)
+    assert extra_bytes(2**20, "float32") <= 2 * 4 * (2**20 + 256) * 4 * (2 + 128)
+    assert extra_bytes(2**20, "float64") <= 2 * 4 * (2**20 + 256) * 8 * (2 + 128)
 
 
 def test_tiles_of_the_caller_are_taken():
@@ -265,8 +291,6 @@ def test_tiles_of_the_caller_are_taken():
 @pytest.mark.parametrize(
     ("problem", "words"),
     [
-        ({"dtype": "float32"}, "^q: got dtype float32, expected float16 or bfloat16 on the GPU; .* on the CPU$"),
-        ({"dtype": "float64"}, "^q: got dtype float64, expected float16 or bfloat16 on the GPU; .* on the CPU$"),
         ({"dim": 257}, "^q: got head dimension 257, expected at most 256 on the GPU; .* on the CPU$"),
         ({"dim_v": 300}, "^v: got head dimension 300, expected at most 256 on the GPU; .* on the CPU$"),
     ],
@@ -282,9 +306,38 @@ def test_devices_that_no_kernel_serves(pass_):
     with pytest.raises(NotImplementedError, match=r"^device: got compute capability 7.5, expected 8.0 or later .*CPU$"):
         choose_plan(problem_of(), old, pass_)
     small = replace(DeviceSpec.for_arch("8.0"), shared_bytes_per_block=2**13, name="tiny")
-    words = "^device: no tile fits tiny with 8192 bytes of shared memory a block at head dimensions 64 and 64$"
-    with pytest.raises(NotImplementedError, match=words):
+    words = (
+        "^device: no tile of {} at head dimensions {} and {} fits {}, got {} bytes of .*, expected more; .* the CPU$"
+    )
+    with pytest.raises(NotImplementedError, match=words.format("bfloat16", 64, 64, "tiny", 8192)):
         choose_plan(problem_of(), small, pass_)
+    large, small = problem_of(dim=161, dim_v=161, dtype="float64"), DeviceSpec.for_arch("8.6")
+    assert choose_plan(large, small).kernels
+    with pytest.raises(NotImplementedError, match=words.format("float64", 161, 161, small.name, 99 * 1024)):
+        choose_plan(large, small, "backward")
+
+
+def test_arrays_that_are_not_aligned_to_their_elements():
+    for dtype, size in (("float32", 4), ("float64", 8)):
+        for widths in ({"load_bytes": size // 2}, {"store_bytes": size // 2}):
+            words = f"^q: got arrays at multiples of {size // 2} bytes, expected .* the {size} bytes of a {dtype}$"
+            with pytest.raises(ValueError, match=words):
+                choose_plan(problem_of(dtype=dtype), DeviceSpec.for_arch("9.0"), **widths)
+
+
+def test_tf32_is_another_kernel_for_float32_alone():
+    device = DeviceSpec.for_arch("9.0")
+    for dtype in ("bfloat16", "float32", "float64"):
+        one, other = (choose_plan(problem_of(dtype=dtype, precision=x), device) for x in ("highest", "tf32"))
+        assert (one.kernels != other.kernels) == (dtype == "float32")
+        assert ("tf32" in other.describe()) == (dtype == "float32")
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_plan_says_where_float64_is_slow(arch):
+    for dtype in ("float32", "float64"):
+        plan = choose_plan(problem_of(dtype=dtype), DeviceSpec.for_arch(arch))
+        assert ("slow" in plan.reason) == (dtype == "float64" and arch not in ("8.0", "9.0", "10.0"))
 
 
 @pytest.mark.parametrize("arch", ["8.0", "9.0"])

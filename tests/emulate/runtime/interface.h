@@ -74,6 +74,7 @@ u8* write_shared(u32 address, u32 bytes, Site site);
 
 void sync_block(Site site);
 float shuffle_xor(float value, u32 lane_mask, Site site);
+double shuffle_xor(double value, u32 lane_mask, Site site);
 bool any_lane(bool predicate, Site site);
 
 void copy_async(u32 destination, const void* source, u32 bytes, u32 source_bytes, Site site);
@@ -83,12 +84,16 @@ void copy_async_wait(u32 pending, Site site);
 void load_matrix(u32* fragment, u32 address, Site site);
 void load_matrix_transposed(u32* fragment, u32 address, Site site);
 void multiply_matrix(Element type, float* d, const u32* a, u32 b0, u32 b1, Site site);
+void multiply_matrix_tf32(float* d, const float* a, float b0, float b1, Site site);
+void multiply_matrix_float64(double* d, const double* a, double b0, double b1, Site site);
 
 float exp2_approx(float x);
 float log2_approx(float x);
 u16 from_float32(Element type, float value);
 float to_float32(Element type, u16 bits);
+float round_to_tf32(float x);
 
 void reduce_add(float* address, const float* values, u32 count, Site site);
+void reduce_add(double* address, const double* values, u32 count, Site site);
 
 }  // namespace emulator

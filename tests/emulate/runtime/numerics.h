@@ -56,4 +56,20 @@ inline u16 float32_to_bfloat16(float value) {
   return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+// TF32 is the first 19 bits of float32.
+inline float cut_to_tf32(float value) { return float_of(bits_of(value) & 0xffffe000u); }
+inline float rounded_to_tf32(float value) {
+  return std::isfinite(value) ? cut_to_tf32(float_of(bits_of(value) + 0x1000u)) : value;
+}
+
+// A float64 that is not rounded to float32 but cut off after its 24 bits.
+inline float cut_to_float32(double value) {
+  unsigned long long bits;
+  memcpy(&bits, &value, 8);
+  bits &= ~0x1fffffffull;
+  double cut;
+  memcpy(&cut, &bits, 8);
+  return (float)cut;
+}
+
 }  // namespace emulator

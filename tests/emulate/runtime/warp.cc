@@ -47,17 +47,29 @@ void check_landed(float value) {
     fail(*block.current, block.current->site, "uses an accumulator of a product in flight: a wait_products is missing");
 }
 
+template <class T>
 struct Shuffle {
-  float value;
-  float received;
+  T value;
+  T received;
   u32 lane_mask;
 };
 
+template <class T>
 void perform_shuffle(Warp& warp) {
   for (u32 lane = 0; lane < kWarpLanes; ++lane) {
-    Shuffle& shuffle = argument_of<Shuffle>(warp, lane);
-    shuffle.received = argument_of<Shuffle>(warp, lane ^ shuffle.lane_mask).value;
+    Shuffle<T>& shuffle = argument_of<Shuffle<T>>(warp, lane);
+    shuffle.received = argument_of<Shuffle<T>>(warp, lane ^ shuffle.lane_mask).value;
   }
+}
+
+template <class T>
+T shuffle(T value, u32 lane_mask, Site site) {
+  block.current->site = site;
+  if constexpr (sizeof(T) == sizeof(float)) check_landed(value);
+  if (lane_mask >= kWarpLanes) fail(*block.current, site, "shuffle_xor: a lane mask of %u", lane_mask);
+  Shuffle<T> shuffle = {value, 0, lane_mask};
+  collect("shuffle_xor", site, &shuffle, perform_shuffle<T>);
+  return shuffle.received;
 }
 
 void perform_vote(Warp& warp) {
@@ -195,16 +207,57 @@ void perform_matrix_product(Warp& warp) {
   ++block.statistics.matrix_products;
 }
 
+// m16n8k8, of TF32 (Real = float) or float64. Both sum in float64; TF32 cuts its operands and its sums off.
+template <class Real>
+struct WideProduct {
+  Real* d;
+  const Real* a;
+  Real b[2];
+};
+
+constexpr u32 kWideDepth = 8;
+typedef double WideRow __attribute__((vector_size(kColumns * sizeof(double))));
+
+struct WideOperands {
+  double a[kRows * kWideDepth];
+  WideRow b[kWideDepth];
+};
+
+EMULATOR_HOT void multiply_wide(const WideOperands& operands, WideRow (&sum)[kRows]) {
+  for (u32 row = 0; row < kRows; ++row)
+    for (u32 k = 0; k < kWideDepth; ++k) sum[row] += operands.a[row * kWideDepth + k] * operands.b[k];
+}
+
+double operand_of(float x) { return cut_to_tf32(x); }
+double operand_of(double x) { return x; }
+void store_sum(float& d, double sum) { d = cut_to_float32(sum); }
+void store_sum(double& d, double sum) { d = sum; }
+
+template <class Real>
+void perform_wide_product(Warp& warp) {
+  WideOperands operands;
+  WideRow sum[kRows];
+  for (u32 lane = 0; lane < kWarpLanes; ++lane) {
+    const WideProduct<Real>& own = argument_of<WideProduct<Real>>(warp, lane);
+    const u32 group = lane / 4, in_group = lane % 4;
+    for (u32 i = 0; i < 4; ++i)
+      operands.a[(group + i % 2 * 8) * kWideDepth + in_group + i / 2 * 4] = operand_of(own.a[i]);
+    for (u32 i = 0; i < 2; ++i) operands.b[in_group + 4 * i][group] = operand_of(own.b[i]);
+    for (u32 i = 0; i < 4; ++i) sum[group + i / 2 * 8][2 * in_group + i % 2] = own.d[i];
+  }
+  multiply_wide(operands, sum);
+  for (u32 lane = 0; lane < kWarpLanes; ++lane) {
+    Real* d = argument_of<WideProduct<Real>>(warp, lane).d;
+    const u32 group = lane / 4, in_group = lane % 4;
+    for (u32 i = 0; i < 4; ++i) store_sum(d[i], sum[group + i / 2 * 8][2 * in_group + i % 2]);
+  }
+  ++block.statistics.matrix_products;
+}
+
 }  // namespace
 
-float shuffle_xor(float value, u32 lane_mask, Site site) {
-  block.current->site = site;
-  check_landed(value);
-  if (lane_mask >= kWarpLanes) fail(*block.current, site, "shuffle_xor: a lane mask of %u", lane_mask);
-  Shuffle shuffle = {value, 0.0f, lane_mask};
-  collect("shuffle_xor", site, &shuffle, perform_shuffle);
-  return shuffle.received;
-}
+float shuffle_xor(float value, u32 lane_mask, Site site) { return shuffle(value, lane_mask, site); }
+double shuffle_xor(double value, u32 lane_mask, Site site) { return shuffle(value, lane_mask, site); }
 
 bool any_lane(bool predicate, Site site) {
   collect("any_lane", site, &predicate, perform_vote);
@@ -260,6 +313,16 @@ void keep_before(float value, u32 scratch, Site site) {
   if (value < 0.0f) fail(self, site, "the value is negative, %g: it would be stored", value);
 }
 
+void multiply_matrix_tf32(float* d, const float* a, float b0, float b1, Site site) {
+  WideProduct<float> product = {d, a, {b0, b1}};
+  collect("mma_m16n8k8", site, &product, perform_wide_product<float>);
+}
+
+void multiply_matrix_float64(double* d, const double* a, double b0, double b1, Site site) {
+  WideProduct<double> product = {d, a, {b0, b1}};
+  collect("mma_m16n8k8", site, &product, perform_wide_product<double>);
+}
+
 // ---- Operations of one thread that need no checks -------------------------------------------------------------------
 
 namespace {
@@ -280,12 +343,20 @@ float to_float32(Element type, u16 bits) {
   return type == Element::kFloat16 ? float16_to_float32(bits) : bfloat16_to_float32(bits);
 }
 
-void reduce_add(float* address, const float* values, u32 count, Site site) {
+float round_to_tf32(float x) { return rounded_to_tf32(x); }
+
+namespace {
+template <class T>
+void reduce(T* address, const T* values, u32 count, Site site) {
   Thread& self = *block.current;
   self.site = site;
-  if ((unsigned long)address % (count * sizeof(float)))
-    fail(self, site, "misaligned reduction: %p is not a multiple of %zu bytes", (void*)address, count * sizeof(float));
+  if ((unsigned long)address % (count * sizeof(T)))
+    fail(self, site, "misaligned reduction: %p is not a multiple of %zu bytes", (void*)address, count * sizeof(T));
   for (u32 i = 0; i < count; ++i) address[i] += values[i];
 }
+}  // namespace
+
+void reduce_add(float* address, const float* values, u32 count, Site site) { reduce(address, values, count, site); }
+void reduce_add(double* address, const double* values, u32 count, Site site) { reduce(address, values, count, site); }
 
 }  // namespace emulator
