@@ -128,7 +128,9 @@ def _backward(
     return tile, None
 
 
-_BACKWARD_SM90 = BackwardSm90Tile(max_dim=128, block_m=64, block_n=128, num_stages=2, origin="of a trial")
+_BACKWARD_SM90 = BackwardSm90Tile(
+    max_dim=128, block_m=64, block_n=128, num_stages=2, dp_early=True, origin="of a trial"
+)
 _DQ = DqTile(max_dim=128, block_m=64, block_n=32, num_warps=4, min_blocks=1, origin="of a trial")
 _GROUPED = ct.Case(
     seqlen_q=150, seqlen_k=77, batch=2, num_heads=4, num_heads_kv=2, head_dim=72, head_dim_v=24, dtype="float16"
@@ -663,9 +665,9 @@ MUTANTS = (
             "backward sm90", escapes="queries of a later step are asked for behind that dQ"),
     _mutant("dS is not fenced", B90, "    ptx::fence_async_proxy();\n    shared.ds_ring.full(ds_at).arrive();\n",
             "    shared.ds_ring.full(ds_at).arrive();\n", "backward sm90"),
-    _mutant("dout is given back under the product", B90,
-            "    ptx::wait_products<1>();\n    ptx::renew_registers(dv);\n", "    ptx::renew_registers(dv);\n",
-            "backward sm90", escapes="the producer waits for Q too, which is given back behind both products"),
+    _mutant("tiles are given back under the products", B90,
+            "    ptx::wait_products<0>();\n    ptx::renew_registers(dv);\n", "    ptx::renew_registers(dv);\n",
+            "backward sm90"),
     _mutant("dk leaves over K in use", B90, "  ptx::sync_named(kEnd, kConsumerThreads + 128);\n", "", "backward sm90"),
     _mutant("gradients are not fenced", B90,
             "  ptx::fence_async_proxy();\n  ptx::sync_named(kConsumer + consumer, 128);",
