@@ -128,7 +128,6 @@ BOXES = {
     "second_chunk": (np.uint16, (128, 10, 3, 1), (768, 256, 7680), (64, 8, 1, 1), (64, 1, 2, 0)),
     "left_of_the_start": (np.uint16, (64, 10, 1, 1), (128, 1280, 1280), (64, 8, 1, 1), (-24, 0, 0, 0)),
     "several_heads": (np.uint16, (64, 4, 5, 3), (128, 512, 2560), (64, 4, 3, 2), (0, 0, 3, 1)),
-    "narrow": (np.uint16, (32, 20, 1, 1), (64, 1280, 1280), (32, 16, 1, 1), (0, 5, 0, 0)),
     "float32": (np.uint32, (32, 20, 1, 1), (128, 2560, 2560), (32, 256, 1, 1), (0, 0, 0, 0)),
 }
 
@@ -141,7 +140,7 @@ def _sizes(box):
 
 def check_tensor_load(run):
     behind = 1024
-    for box in BOXES.values():
+    for name, box in BOXES.items():
         dtype, dims, strides, sizes, coordinates = box
         elements, size = _sizes(box)
         source = _random_bits(dtype, elements)
@@ -156,12 +155,12 @@ def check_tensor_load(run):
             shared_bytes=size + behind + 8,
         )
         values, _ = _box_of(_view(source, tensor), sizes, coordinates)
-        assert (got[:size] == _swizzled(values.view(np.uint8))).all()
-        assert (got[size:] == 0xFF).all()
+        assert (got[:size] == _swizzled(values.view(np.uint8))).all(), name
+        assert (got[size:] == 0xFF).all(), name
 
 
 def check_tensor_store(run):
-    for box in BOXES.values():
+    for name, box in BOXES.items():
         dtype, dims, strides, sizes, coordinates = box
         if min(coordinates) < 0:
             continue
@@ -184,7 +183,7 @@ def check_tensor_store(run):
         values = image.view(dtype).reshape(sizes[::-1])
         for place in np.argwhere(inside):
             view[tuple(place + coordinates[::-1])] = values[tuple(place)]
-        assert (got == expected).all()
+        assert (got == expected).all(), name
 
 
 # ---- Warps and their registers ---------------------------------------------------------------------------------------

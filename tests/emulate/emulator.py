@@ -435,7 +435,7 @@ def tensor_map(
             "strides must be positive multiples of 16 under 2**40",
         ),
         (any(not 0 < size <= 256 for size in box), "box sizes must lie between 1 and 256"),
-        (row_bytes % 16 or row_bytes > 128, "a row of the box must have 16, 32, ..., 128 bytes"),
+        (row_bytes != 128, "a row of the box must have 128 bytes: others are not emulated"),
         (np.prod(box) * element_bytes % 128, "the box must be a multiple of 128 bytes: else not emulated"),
     ):
         if wrong:
