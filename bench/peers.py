@@ -239,6 +239,21 @@ def flex_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any) -> Cal
     return _autograd_calls(torch, run, q, k, v, dout)
 
 
+def fa4_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any) -> Calls:
+    """FlashAttention-4 (the flash-attn-4 wheel), whose layout is (batch, seqlen, heads, dim)."""
+    try:
+        interface = importlib.import_module("flash_attn.cute.interface")
+    except ImportError as error:
+        raise Absent(f"flash-attn-4: {error}") from None
+    q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        result = interface.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=case.causal)
+        return (result[0] if isinstance(result, tuple) else result).transpose(1, 2)
+
+    return _autograd_calls(torch, run, q, k, v, dout)
+
+
 def _torch_contender(make_calls: Callable[..., Calls], case: Case, inputs: Inputs, *, device: str | None) -> Contender:
     """Torch tensors over the same memory as `inputs`, on CuPy's stream; `device` is the one that the kernel needs."""
     try:
@@ -269,6 +284,7 @@ ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
     "cuflash-tf32": lambda case, inputs: cuflash(case, inputs, precision="tf32"),
     "cudnn": _torch(cudnn_calls),
     "fa2": _torch(fa2_calls),
+    "fa4": _torch(fa4_calls),
     "efficient": _torch(efficient_calls),
     "math": _torch(math_calls, device=None),
     "flex": _torch(flex_calls),
