@@ -71,7 +71,7 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
   set_zero(dq);
 
   int stage = 0;
-  const auto step = [&](int n_block, auto masked) {
+  const auto step = [&](int n_block, auto masked) __attribute__((always_inline)) {
     ptx::copy_async_wait<0>();
     ptx::sync_block();
     if constexpr (kNumStages == 2) {

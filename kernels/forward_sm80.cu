@@ -80,7 +80,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
   set_zero(o);
 
   int stage = 0;
-  const auto step = [&](int n_block, auto masked) {
+  const auto step = [&](int n_block, auto masked) __attribute__((always_inline)) {
     // One stage: V arrives during S = Q K^T, the next K during P V. More stages: a whole tile arrives ahead.
     if constexpr (kNumStages == 1) {
       ptx::copy_async_wait<0>();

@@ -235,9 +235,7 @@ CUFLASH_DEVICE void multiply_add(float (&d)[4], const FragmentOf<Float32>& a, co
 }
 
 // float32 to its full precision: each element is the sum of two TF32 numbers, but for 2^-24 of it. The product of two
-// small parts is about as small, and left out: sums of many products in float32 are not that accurate either. Sums of few
-// are.
-constexpr bool kAllFourProducts = kDim <= 32;
+// small parts is about as small, and left out.
 struct Split {
   FragmentOf<Float32> big, small;
 };
@@ -261,7 +259,6 @@ CUFLASH_DEVICE void factor_of(const FragmentOf<Float32>& fragment, Split& parts)
 // with rounding.
 CUFLASH_DEVICE void multiply_add(float (&d)[4], const Split& a, const Split& b, int piece) {
   float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  if constexpr (kAllFourProducts) multiply_add(sum, a.small, b.small, piece);
   multiply_add(sum, a.small, b.big, piece);
   multiply_add(sum, a.big, b.small, piece);
   multiply_add(sum, a.big, b.big, piece);

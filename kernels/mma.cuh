@@ -38,8 +38,7 @@ CUFLASH_DEVICE void multiply(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB
   if (kStepsAhead > 0) load_step(0);
 #pragma unroll
   for (int i = 0; i < kFragmentsAhead && i < kTotal; ++i) load_pair(i);
-#pragma unroll
-  for (int i = 0; i < kTotal; ++i) {
+  const auto product = [&](int i) __attribute__((always_inline)) {
     const int k = i / kPairs, n = i % kPairs;
     if (n == 0 && k + kStepsAhead < k_steps) load_step(k + kStepsAhead);
     if (i + kFragmentsAhead < kTotal) load_pair(i + kFragmentsAhead);
@@ -53,6 +52,13 @@ CUFLASH_DEVICE void multiply(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB
       multiply_add(d[m][2 * n], factor_a[m], factor_b, 0);
       multiply_add(d[m][2 * n + 1], factor_a[m], factor_b, 1);
     }
+  };
+  if constexpr (kWide) {
+    // As a loop it is too long to be unrolled.
+    repeat<kTotal>([&](auto i) __attribute__((always_inline)) { product(decltype(i)::value); });
+  } else {
+#pragma unroll
+    for (int i = 0; i < kTotal; ++i) product(i);
   }
 }
 
@@ -84,8 +90,8 @@ CUFLASH_DEVICE void store_fragments(u32 tile, int r, int warp, const Real (&valu
       }
   } else {
     constexpr bool kPaired = order != Order::kPlain;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    repeat<2>([&](auto half_of_fragment) {
+      constexpr int half = decltype(half_of_fragment)::value;
       const u32 its_row = order == Order::kPairedRowsColumns ? 2 * lane_row + half : lane_row + 8 * half;
       const u32 column = fragment_column() * (kPaired ? 2 : 1);  // the first of four neighbours, or of two
       const u32 start = tile + (r + its_row) * row + ((column * kElementBytes) ^ row_swizzle<row>(its_row));
@@ -103,6 +109,6 @@ CUFLASH_DEVICE void store_fragments(u32 tile, int r, int warp, const Real (&valu
           ptx::store_shared_x2(along_row(address, offset * kElementBytes) + 16 * m * row, pair);
         }
       }
-    }
+    });
   }
 }
