@@ -23,6 +23,8 @@ _ARRAYS = (
         ("row_stats", 0),
         ("dq_accumulator", 0),
         ("dkv_partials", 0),
+        ("partial_out", 0),
+        ("partial_lse", 0),
     ),
 )
 _INTEGERS = ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k", "diagonal", "right_offset", "left_offset")
@@ -42,12 +44,13 @@ def _fields() -> list[tuple]:
         ("stats_rows", np.int32),
         ("group_splits", np.int32),
         ("resident_blocks", np.int32),
+        ("key_splits", np.int32),
         ("scale_float64", np.float64),
         ("softcap_float64", np.float64),
     ]
 
 
-PARAMS = np.dtype(_fields())
+PARAMS = np.dtype(_fields(), align=True)  # as C lays structs out
 if PARAMS.itemsize != PARAMS_BYTES:
     raise ValueError(f"PARAMS: got {PARAMS.itemsize} bytes, expected {PARAMS_BYTES}")
 
@@ -82,4 +85,5 @@ def parameters(plan: LaunchPlan, operands: Mapping[str, Operand]) -> np.ndarray:
     params["stats_rows"] = plan.stats_rows
     params["group_splits"] = plan.group_splits
     params["resident_blocks"] = plan.resident_blocks
+    params["key_splits"] = plan.key_splits
     return params

@@ -17,8 +17,8 @@ from cuflash.tensor_map import CHUNK, TensorMapSpec, tensor_map_spec, why_not
 
 Pass = Literal["forward", "backward"]
 
-PARAMS_BYTES = 512  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
-MAPS_OFFSET = 512  # where tensor maps follow, aligned to 64 bytes
+PARAMS_BYTES = 536  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
+MAPS_OFFSET = 576  # where tensor maps follow, aligned to 64 bytes
 MAX_HEAD_DIM = 256
 # Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
 # at head_dim 128 and seqlen 4096, 4 % in the backward pass; without a mask, one head at a time serves L2 better.
@@ -26,6 +26,15 @@ CAUSAL_HEAD_SECTION = 16
 LONG_SEQLEN = 2048  # from which on larger tiles of keys, or of queries, pay
 FAST_FLOAT64 = (80, 90, 100)  # compute capabilities whose FP64 units are as many as half of the others
 WAVES = 4  # of resident blocks that a grid should have, where more blocks cost extra work
+# Few queries: a block reads keys and values for all query heads of a group, if these rows fit into one product.
+DECODE_ROWS = 64
+DECODE_MIN_SEQLEN_K = 512  # from which on that pays
+MAX_KEY_SPLITS = 128  # what combine reads for each row
+MIN_TILES_OF_SPLIT = 2  # of keys
+SPLIT_OVERHEAD_TILES = (
+    2  # what a block costs beside its tiles of keys: the first wait for memory, and its partial result
+)
+COMBINE_WARPS = 8
 SHARED_BYTES_RESERVED = 1024  # that a resident block takes of a multiprocessor's shared memory beside its own
 
 
@@ -272,6 +281,35 @@ class ForwardSm90Tile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DecodeSm90Tile:
+    """One way to stream the keys past few queries, for compute capability 9.0. One warpgroup owns all rows."""
+
+    max_dim: int
+    block_m: int = DECODE_ROWS
+    block_n: int
+    num_stages: int
+    min_blocks: int
+    origin: str = field(compare=False)
+
+    element_bytes = 2
+    dim_multiple = 16
+    num_warps = 5  # those of the consumer, and the producer
+    fragments_ahead = 0
+
+    def __post_init__(self) -> None:
+        _check_row(self, self.block_m == DECODE_ROWS, "the rows of one product")
+        _check_row(self, self.block_n % 16 == 0 and self.block_n <= 256, "a block_n that one product serves")
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        q_out = _chunked_bytes(self.block_m, max(dim, dim_v))
+        k, v = (_chunked_bytes(self.block_n, d) for d in (dim, dim_v))
+        return q_out + self.num_stages * (k + v) + 8 * (1 + 4 * self.num_stages)
+
+    def defines(self) -> dict[str, int]:
+        return _tile_defines(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class BackwardSm90Tile:
     """One way to cut the backward pass for compute capability 9.0. A warpgroup owns 64 of the block_n keys."""
 
@@ -321,7 +359,7 @@ class BackwardSm90Tile:
         )
 
 
-Tile = ForwardTile | BackwardTile | DqTile | ForwardSm90Tile | BackwardSm90Tile
+Tile = ForwardTile | BackwardTile | DqTile | ForwardSm90Tile | DecodeSm90Tile | BackwardSm90Tile
 
 
 def _chunked_bytes(rows: int, columns: int) -> int:
@@ -471,6 +509,10 @@ def _h200(here: str, flash_attention_2: str) -> str:
     )
 
 
+def _decode(kib: int) -> str:
+    return f"{kib} KiB of tiles on a multiprocessor, in use or on their way; by arithmetic, not measured"
+
+
 _SMALL = "for 100 KiB of shared memory; by arithmetic, not measured"
 _MEDIUM = "for 164 KiB of shared memory; by arithmetic, not measured"
 _MEDIUM_OR_SMALL = "for 164 or 100 KiB of shared memory; by arithmetic, not measured"
@@ -517,6 +559,15 @@ FORWARD_SM90_TILES = (
     _forward_sm90(192,    128, 112, 2,    True,  True,  False, True,  "any", "x"),
     _forward_sm90(256,    128, 64,  2,    True,  True,  False, True,  "short", "x"),
     _forward_sm90(256,    128, 80,  2,    True,  True,  False, True,  "any", "x"),
+)
+
+# Memory of an H200 brings a multiprocessor 36 bytes in a nanosecond, after a microsecond: 64 KiB and more must be on
+# their way, beside the tiles in use.
+DECODE_SM90_TILES = (
+    DecodeSm90Tile(max_dim=64, block_n=128, num_stages=3, min_blocks=2, origin=_decode(192)),
+    DecodeSm90Tile(max_dim=128, block_n=64, num_stages=3, min_blocks=2, origin=_decode(192)),
+    DecodeSm90Tile(max_dim=192, block_n=64, num_stages=4, min_blocks=1, origin=_decode(192)),
+    DecodeSm90Tile(max_dim=256, block_n=64, num_stages=3, min_blocks=1, origin=_decode(192)),
 )
 
 BACKWARD_SM90_TILES = (
@@ -614,6 +665,7 @@ class LaunchPlan:
     kernels: tuple[KernelSpec, ...]
     stats_rows: int  # rows of row_stats of one head (backward)
     group_splits: int  # blocks that share the query heads of a key/value head (backward)
+    key_splits: int  # blocks that share the keys of a key/value head (forward, few queries)
     scratch: tuple[
         tuple[str, int], ...
     ]  # arrays that a call needs beside inputs and results, in elements of lse's dtype
@@ -699,6 +751,7 @@ def choose_plan(
         kernels=tuple(draft.kernels),
         stats_rows=draft.stats_rows,
         group_splits=draft.group_splits,
+        key_splits=draft.key_splits,
         scratch=tuple(draft.scratch.items()),
         head_section=1 if problem.window_right is None else CAUSAL_HEAD_SECTION,
         resident_blocks=draft.resident_blocks,
@@ -724,6 +777,7 @@ class _Draft:
     reasons: list[str] = field(default_factory=list)
     stats_rows: int = 0
     group_splits: int = 1
+    key_splits: int = 1
     resident_blocks: int = 0
 
     @property
@@ -735,9 +789,12 @@ class _Draft:
         dim, dim_v = self.problem.head_dim, self.problem.head_dim_v
         return round_up(dim, tile.dim_multiple), round_up(dim_v, tile.dim_multiple)
 
-    def map_tensors(self, rows: Mapping[str, int]) -> None:
-        """Tensor maps of these arrays, in boxes of so many rows."""
-        self.tensor_maps = tuple(tensor_map_spec(name, self.arrays[name], n) for name, n in rows.items())
+    def map_tensors(self, rows: Mapping[str, int], heads: Mapping[str, int] | None = None) -> None:
+        """Tensor maps of these arrays, in boxes of so many rows, and of one head or so many."""
+        heads = heads or {}
+        self.tensor_maps = tuple(
+            tensor_map_spec(name, self.arrays[name], n, heads.get(name, 1)) for name, n in rows.items()
+        )
         self.defines["CUFLASH_ARGUMENT_BYTES"] = MAPS_OFFSET + len(rows) * TENSOR_MAP_BYTES
 
     def add(self, source: str, tile: Tile, blocks: int, shared_bytes: int, **defines: int) -> None:
@@ -753,21 +810,30 @@ class _Draft:
                 target=self.device.target + ("a" if source.endswith("_sm90.cu") else ""),
                 defines=tuple(sorted(every.items())),
                 grid=blocks,
-                threads=32 * tile.num_warps,
+                threads=32 * int(every["CUFLASH_NUM_WARPS"]),
                 shared_bytes=shared_bytes,
             )
         )
+
+
+_FORWARD_MAPPED = ("q", "k", "v", "out")  # arrays that forward_sm90 and decode_sm90 leave to the copy engine
 
 
 def _draft_forward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     problem = draft.problem
     if tiles:
         tile, reason = tiles[0], "tile given by the caller"
+    elif (why_not_decode := _why_not_decode(draft)) is None:
+        tile, reason = _choose(DECODE_SM90_TILES, problem, draft.device)
     else:
         tables = (FORWARD_SM90_TILES, FORWARD_TILES)
-        tile, reason = _choose_of(tables, draft, ("q", "k", "v", "out"), "forward_sm90")
+        tile, reason = _choose_of(tables, draft, _FORWARD_MAPPED, "forward_sm90")
+        reason += why_not_decode and f"\nnot decode_sm90: {why_not_decode}"
     draft.tiles = (tile,)
     draft.reasons.append(reason)
+    if isinstance(tile, DecodeSm90Tile):
+        _draft_decode(draft, tile)
+        return
     m_blocks = draft.heads * -(-problem.seqlen_q // tile.block_m)
     shared_bytes = tile.shared_bytes(*draft.padded_dims(tile))
     if not isinstance(tile, ForwardSm90Tile):
@@ -780,6 +846,68 @@ def _draft_forward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     draft.resident_blocks = min(units, draft.device.num_sms * tile.min_blocks)
     draft.reasons.append(f"{draft.resident_blocks} blocks stay and take {m_blocks} tiles of queries one after another")
     draft.add("forward_sm90.cu", tile, draft.resident_blocks, shared_bytes, CUFLASH_PAIRS=int(pairs))
+
+
+def _why_not_decode(draft: _Draft) -> str | None:
+    """Why not to stream the keys past few queries: None if that is the way to go, "" where nobody would expect it."""
+    problem, device = draft.problem, draft.device
+    rows = problem.group_size * problem.seqlen_q
+    if device.arch != 90 or ITEMSIZE[problem.dtype] != 2 or not 0 < rows <= DECODE_ROWS:
+        return ""
+    if _visible_keys(problem) < DECODE_MIN_SEQLEN_K or _why_not_mapped(draft, _FORWARD_MAPPED):
+        return ""
+    terms = [name for name in ("softcap", "alibi_slopes", "bias", "mask") if getattr(problem, name) is not None]
+    if terms:
+        return f"it knows no {' and no '.join(terms)}"
+    if problem.group_size == 1 and 2 * draft.heads >= device.num_sms:
+        return f"{draft.heads} heads fill the device, and no two share keys"
+    return None
+
+
+def _visible_keys(problem: Problem) -> int:
+    """The most keys that all queries of a head see together."""
+    if problem.window_left is None or problem.window_right is None:
+        return problem.seqlen_k
+    return max(0, min(problem.seqlen_k, problem.window_left + problem.seqlen_q + problem.window_right))
+
+
+def _key_splits(problem: Problem, device: DeviceSpec, tile: DecodeSm90Tile) -> int:
+    """The number of blocks to share the keys of a head, so that the device is done first; of equals, the smallest.
+
+    Blocks of one size run in waves. Many short waves, or one that is full, leave no multiprocessor idle at the end; but
+    each block costs something beside its tiles.
+    """
+    heads = problem.batch * problem.num_heads_kv
+    num_tiles = -(-_visible_keys(problem) // tile.block_n)
+
+    def duration(splits: int) -> int:
+        waves = -(-heads * splits // (device.num_sms * tile.min_blocks))
+        return waves * (-(-num_tiles // splits) + SPLIT_OVERHEAD_TILES)
+
+    most = max(1, min(MAX_KEY_SPLITS, num_tiles // MIN_TILES_OF_SPLIT))
+    return min(range(1, most + 1), key=duration)
+
+
+def _draft_decode(draft: _Draft, tile: DecodeSm90Tile) -> None:
+    problem = draft.problem
+    rows = problem.group_size * problem.seqlen_q
+    draft.key_splits = splits = _key_splits(problem, draft.device, tile)
+    blocks = problem.batch * problem.num_heads_kv * splits
+    group = {"q": problem.group_size, "out": problem.group_size}
+    draft.map_tensors({"q": problem.seqlen_q, "k": tile.block_n, "v": tile.block_n, "out": problem.seqlen_q}, group)
+    draft.reasons.append(f"{rows} queries of the heads that share keys go through one product: keys are read once")
+    dims = draft.padded_dims(tile)
+    draft.add("decode_sm90.cu", tile, blocks, tile.shared_bytes(*dims), CUFLASH_SPLITS_KEYS=int(splits > 1))
+    if splits > 1:
+        draft.scratch["partial_out"] = blocks * rows * dims[1]
+        draft.scratch["partial_lse"] = blocks * rows
+        threads = 32 * COMBINE_WARPS
+        shared_bytes = threads // (dims[1] // 4) * dims[1] * 4
+        combined = draft.heads * problem.seqlen_q
+        draft.add("combine.cu", tile, combined, shared_bytes, CUFLASH_NUM_WARPS=COMBINE_WARPS)
+        draft.reasons.append(
+            f"{splits} blocks share the keys of a head: {blocks} blocks, their results combined by lse"
+        )
 
 
 def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
@@ -891,9 +1019,7 @@ def _choose_of(tables: tuple[tuple, tuple], draft: _Draft, mapped: tuple[str, ..
     problem, device = draft.problem, draft.device
     if device.arch != 90 or ITEMSIZE[problem.dtype] != 2:
         return _choose(every, problem, device)
-    obstacle = next(filter(None, (why_not(name, draft.arrays[name]) for name in mapped)), None)
-    if obstacle is None and draft.access_bytes < 16:
-        obstacle = f"an array is aligned to {draft.access_bytes} bytes only, not 16"
+    obstacle = _why_not_mapped(draft, mapped)
     if obstacle is not None:
         tile, reason = _choose(every, problem, device)
         return tile, f"{reason}\nnot {kernel}: {obstacle}, and the copy engine cannot read it"
@@ -902,6 +1028,14 @@ def _choose_of(tables: tuple[tuple, tuple], draft: _Draft, mapped: tuple[str, ..
         tile, reason = _choose(every, problem, device)
         return tile, f"{reason}\nnot {kernel}: it serves head dimensions up to {largest}"
     return _choose(sm90, problem, device)
+
+
+def _why_not_mapped(draft: _Draft, names: tuple[str, ...]) -> str | None:
+    """Why the copy engine cannot read these arrays; None if it can."""
+    obstacle = next(filter(None, (why_not(name, draft.arrays[name]) for name in names)), None)
+    if obstacle is None and draft.access_bytes < 16:
+        return f"an array is aligned to {draft.access_bytes} bytes only, not 16"
+    return obstacle
 
 
 def _choose(table: tuple, problem: Problem, device: DeviceSpec) -> tuple[Tile, str]:

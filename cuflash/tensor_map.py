@@ -17,25 +17,26 @@ _MAX_STRIDE_BYTES = 2**40
 
 @dataclass(frozen=True)
 class TensorMapSpec:
-    """A box of `rows` x `CHUNK` elements anywhere in an operand, but for the operand's address."""
+    """A box of `heads` x `rows` x `CHUNK` elements anywhere in an operand, but for the operand's address."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]  # columns, rows, heads, batch
     strides_bytes: tuple[int, ...]  # of rows, heads, batch
     rows: int
+    heads: int
 
 
-def tensor_map_spec(name: str, operand: Operand, rows: int) -> TensorMapSpec:
-    """Boxes of `rows` rows of `operand`, which has axes (batch, head, row, column)."""
+def tensor_map_spec(name: str, operand: Operand, rows: int, heads: int) -> TensorMapSpec:
+    """Boxes of `rows` rows of each of `heads` heads of `operand`, which has axes (batch, head, row, column)."""
     itemsize = ITEMSIZE[operand.dtype]
-    batch, heads, seqlen, columns = operand.shape
+    batch, num_heads, seqlen, columns = operand.shape
     # An axis of length 1 is never stepped along, but its stride must be valid.
     strides = tuple(
         stride * itemsize if size > 1 else 16
-        for size, stride in zip((seqlen, heads, batch), operand.strides[2::-1], strict=True)
+        for size, stride in zip((seqlen, num_heads, batch), operand.strides[2::-1], strict=True)
     )
-    return TensorMapSpec(name, operand.dtype, (columns, seqlen, heads, batch), strides, rows)
+    return TensorMapSpec(name, operand.dtype, (columns, seqlen, num_heads, batch), strides, rows, heads)
 
 
 def why_not(name: str, operand: Operand) -> str | None:
@@ -64,7 +65,7 @@ def encode(spec: TensorMapSpec, pointer: int) -> bytes:
         pointer,
         [driver.cuuint64_t(n) for n in spec.shape],
         [driver.cuuint64_t(n) for n in spec.strides_bytes],
-        [driver.cuuint32_t(n) for n in (CHUNK, spec.rows, 1, 1)],
+        [driver.cuuint32_t(n) for n in (CHUNK, spec.rows, spec.heads, 1)],
         [driver.cuuint32_t(1)] * 4,
         *common,
     )

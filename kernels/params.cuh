@@ -31,6 +31,8 @@ struct Params {
   void* row_stats;       // (batch, num_heads, stats_rows, 2): lse as an exponent, and delta
   void* dq_accumulator;  // (batch, num_heads, m blocks, block_m * padded head_dim), in fragment order
   void* dkv_partials;    // (batch, num_heads_kv, n blocks, group_splits, dk and dv of a tile), in fragment order
+  void* partial_out;     // (batch, num_heads_kv, key_splits, rows of a group, padded head_dim_v)
+  void* partial_lse;     // the same without columns
   i32 batch, num_heads, num_heads_kv, seqlen_q, seqlen_k;
   i32 diagonal;      // query i stands at key position i + diagonal
   i32 right_offset;  // query i sees keys up to i + right_offset
@@ -41,6 +43,7 @@ struct Params {
   i32 stats_rows;    // seqlen_q, rounded up to whole tiles
   i32 group_splits;  // blocks that share the query heads of a key/value head
   i32 resident_blocks;  // of a kernel whose blocks take one tile after another
+  i32 key_splits;    // blocks that share the keys of a key/value head
   double scale_float64;  // scale and softcap of float64 problems
   double softcap_float64;
 };

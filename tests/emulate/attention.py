@@ -114,7 +114,7 @@ def run(
 
 def _tensor_map(spec: TensorMapSpec, array: np.ndarray) -> bytes:
     """What `cuflash.tensor_map.encode` makes for a device."""
-    box = (CHUNK, spec.rows, 1, 1)
+    box = (CHUNK, spec.rows, spec.heads, 1)
     return emulator.tensor_map(array.ctypes.data, array.itemsize, spec.shape, spec.strides_bytes, box).tobytes()
 
 

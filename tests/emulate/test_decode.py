@@ -1,0 +1,220 @@
+"""The kernels for few queries, decode_sm90.cu and combine.cu, run on the CPU against the oracle."""
+
+from dataclasses import replace
+
+import attention
+import emulator
+import numpy as np
+import pytest
+from emulator import SCHEDULES, find_compiler
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import cuflash.testing as ct
+from cuflash.plan import DECODE_ROWS, DECODE_SM90_TILES, DeviceSpec, choose_plan
+from cuflash.problem import make_problem
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+
+H200 = DeviceSpec.for_arch("9.0")
+ONE_SPLIT = replace(H200, num_sms=1)
+SHORT_TILES = replace(DECODE_SM90_TILES[1], block_n=32, num_stages=2)
+
+
+def problem_of(case, arrays):
+    return make_problem(case.options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
+
+
+def run(case, tile=SHORT_TILES, *, arrays=None, device=H200, **options):
+    """out and lse of the case, from a plan with the given tile."""
+    arrays = arrays or case.arrays()
+    return attention.forward(problem_of(case, arrays), arrays, tiles=(tile,), arch=device, **options)
+
+
+def splits_of(case, tile=SHORT_TILES, device=H200):
+    return choose_plan(problem_of(case, case.arrays()), device, tiles=(tile,)).key_splits
+
+
+def bits(results):
+    return [np.ascontiguousarray(x).tobytes() for x in results]
+
+
+# ---- Against the oracle ----------------------------------------------------------------------------------------------
+
+CASE = ct.Case(
+    seqlen_q=5,
+    seqlen_k=300,
+    batch=2,
+    num_heads=8,
+    num_heads_kv=2,
+    head_dim=72,
+    head_dim_v=40,
+    dtype="float16",
+    causal=True,
+    kv_lengths=(299, 130),
+    seed=1,
+)
+# Name -> what differs from CASE.
+CASES = {
+    "lengths": {},
+    "no lengths": {"kv_lengths": None},
+    "one query": {"seqlen_q": 1},
+    "one head to a group": {"num_heads_kv": 8},
+    "one key/value head": {"num_heads_kv": 1},
+    "all rows": {"seqlen_q": 16},
+    "no bound": {"causal": False},
+    "the last queries see no key": {"causal": "top_left", "kv_lengths": (1, 4)},
+    "the first queries see no key": {"seqlen_q": 16, "seqlen_k": 5, "kv_lengths": None},
+    "no keys in a batch entry": {"kv_lengths": (0, 300)},
+    "no keys at all": {"kv_lengths": (0, 0)},
+    "splits without a tile": {"kv_lengths": (33, 65), "causal": False},
+    "window": {"window": (70, None), "kv_lengths": None},
+    "window and lengths": {"causal": False, "window": (200, 3)},
+    "only the diagonal": {"window": (0, 0), "causal": False},
+    "spread": {"score_spread": 30.0},
+    "negative scale": {"scale": -0.3},
+    "zero scale": {"scale": 0.0},
+    "wide V": {"head_dim": 24, "head_dim_v": 128},
+    "bfloat16": {"dtype": "bfloat16"},
+    "rows of heads": {"layout": "bshd"},
+}
+
+
+@pytest.mark.parametrize("device", [H200, ONE_SPLIT], ids=["splits", "one split"])
+@pytest.mark.parametrize("change", CASES.values(), ids=CASES)
+def test_cases(change, device):
+    case = replace(CASE, **change)
+    ct.assert_forward(case, *run(case, device=device))
+
+
+def test_the_cases_split_keys():
+    assert splits_of(CASE) == 5
+    assert splits_of(CASE, device=ONE_SPLIT) == 1
+
+
+@pytest.mark.parametrize("device", [H200, ONE_SPLIT], ids=["splits", "one split"])
+@pytest.mark.parametrize("tile", DECODE_SM90_TILES, ids=lambda tile: str(tile.max_dim))
+def test_rows_of_the_table(tile, device):
+    case = replace(CASE, head_dim=tile.max_dim, head_dim_v=tile.max_dim, seqlen_k=4 * tile.block_n + 3, kv_lengths=None)
+    ct.assert_forward(case, *run(case, tile, device=device))
+
+
+@st.composite
+def cases(draw):
+    group = draw(st.sampled_from([1, 4, 8, 3]))
+    num_heads_kv, batch = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2]))
+    seqlen_q = draw(st.integers(1, DECODE_ROWS // group))
+    seqlen_k = draw(st.one_of(st.integers(1, 400), st.sampled_from([32, 63, 64, 65, 127, 128, 129, 320])))
+    side = st.one_of(st.none(), st.integers(0, seqlen_k))
+    causal = draw(st.sampled_from([False, True, "top_left"]))
+    window = (draw(side), None if causal else draw(side))
+    lengths = st.tuples(*[st.integers(0, seqlen_k)] * batch)
+    return ct.Case(
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        batch=batch,
+        num_heads=group * num_heads_kv,
+        num_heads_kv=num_heads_kv,
+        head_dim=draw(st.sampled_from([8, 64, 72])),
+        head_dim_v=draw(st.sampled_from([8, 64, 120])),
+        dtype=draw(st.sampled_from(["float16", "bfloat16"])),
+        layout=draw(st.sampled_from(["bhsd", "bshd"])),
+        causal=causal,
+        window=None if window == (None, None) else window,
+        kv_lengths=draw(st.one_of(st.none(), lengths)),
+        kv_lengths_dtype=draw(st.sampled_from(["int32", "int64"])),
+        score_spread=draw(st.sampled_from([1.0, 8.0, 30.0])),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases(), schedule=st.sampled_from(SCHEDULES), num_sms=st.sampled_from([1, 3, 132]))
+def test_any_case(case, schedule, num_sms):
+    ct.assert_forward(case, *run(case, schedule=schedule, device=replace(H200, num_sms=num_sms)))
+
+
+def test_the_plan_takes_the_kernels_by_itself():
+    case = replace(CASE, seqlen_k=600, kv_lengths=(600, 599))
+    arrays, launches = case.arrays(), []
+    ct.assert_forward(case, *attention.forward(problem_of(case, arrays), arrays, statistics=launches))
+    assert splits_of(case, DECODE_SM90_TILES[1]) > 1
+    assert len(launches) == 2
+
+
+# ---- Bit for bit -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", [H200, ONE_SPLIT], ids=["splits", "one split"])
+@pytest.mark.parametrize("change", [{}, {"causal": False, "kv_lengths": None}, {"seqlen_q": 16}], ids=str)
+def test_schedule_and_memory_change_no_bit(change, device):
+    case = replace(CASE, **change)
+    first = run(case, device=device)
+    ct.assert_forward(case, *first)
+    for schedule in SCHEDULES[1:]:
+        assert bits(run(case, device=device, schedule=schedule)) == bits(first)
+    for fill in (0x00, 0x3F):
+        assert bits(run(case, device=device, fill=fill)) == bits(first)
+
+
+def test_values_that_are_no_numbers():
+    """NaN and infinities of visible inputs come out where the formula has them."""
+    case = replace(CASE, kv_lengths=None, batch=1)
+    arrays = case.arrays()
+    arrays["q"][0, 2, 3, 3] = np.nan
+    arrays["k"][0, 0, 299, 0] = np.inf  # seen by the last query alone
+    arrays["v"][0, 1, 2, 5] = np.inf
+    arrays["v"][0, 1, 70, 6] = np.nan
+    problem = problem_of(case, arrays)
+    yardsticks = ct.yardsticks(problem, {name: arrays[name] for name in "qkv"})
+    for device in (H200, ONE_SPLIT):
+        for name, result in zip(("out", "lse"), run(case, arrays=arrays, device=device), strict=True):
+            assert ct.measure(name, result, yardsticks[name]).failure is None
+
+
+# ---- Memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", [H200, ONE_SPLIT], ids=["splits", "one split"])
+def test_results_stay_inside_their_arrays(device):
+    frames = []
+
+    def place(array):
+        margins = [8 if axis == array.ndim - 1 else 2 for axis in range(array.ndim)]  # 8: aligned rows
+        shape = [n + 2 * margin for n, margin in zip(array.shape, margins, strict=True)]
+        poison = -1 if array.dtype.kind == "i" else np.nan
+        frame = attention.guarded(np.full(shape, poison, array.dtype))
+        inside = tuple(slice(margin, margin + n) for n, margin in zip(array.shape, margins, strict=True))
+        frame[inside] = array
+        frames.append((frame, inside, poison))
+        return frame[inside]
+
+    ct.assert_forward(CASE, *run(CASE, place=place, device=device))
+    for frame, inside, poison in frames:
+        frame[inside] = poison
+        np.testing.assert_array_equal(frame, np.full_like(frame, poison))
+
+
+@pytest.mark.parametrize("device", [H200, ONE_SPLIT], ids=["splits", "one split"])
+def test_offsets_take_64_bits(device):
+    case = replace(CASE, head_dim=16, head_dim_v=16, seqlen_k=150, num_heads=4, kv_lengths=(150, 33))
+    ct.assert_forward(case, *run(case, place=attention.far_apart, device=device))
+
+
+def test_lengths_out_of_range_are_clamped():
+    case = replace(CASE, batch=3, kv_lengths=(0, 300, 300))
+    arrays = case.arrays()
+    tame = run(case, arrays=arrays)
+    arrays["kv_lengths"][...] = (-7, 301, 2**31 - 1)
+    assert bits(run(case, arrays=arrays)) == bits(tame)
+
+
+def test_no_undefined_behaviour():
+    for device in (H200, ONE_SPLIT):
+        ct.assert_forward(CASE, *run(CASE, device=device, sanitizer="undefined"))
+
+
+def test_matrix_stores_and_loads_have_no_bank_conflicts():
+    launches: list[emulator.Statistics] = []
+    run(CASE, statistics=launches, device=ONE_SPLIT)
+    assert [launch.matrix_load_conflicts for launch in launches] == [0]
