@@ -866,9 +866,12 @@ def _why_not_decode(draft: _Draft) -> str | None:
 
 def _visible_keys(problem: Problem) -> int:
     """The most keys that all queries of a head see together."""
-    if problem.window_left is None or problem.window_right is None:
-        return problem.seqlen_k
-    return max(0, min(problem.seqlen_k, problem.window_left + problem.seqlen_q + problem.window_right))
+    start, stop = 0, problem.seqlen_k
+    if problem.window_left is not None:
+        start = max(start, problem.diagonal - problem.window_left)
+    if problem.window_right is not None:
+        stop = min(stop, problem.seqlen_q + problem.diagonal + problem.window_right)
+    return max(0, stop - start)
 
 
 def _key_splits(problem: Problem, device: DeviceSpec, tile: DecodeSm90Tile) -> int:

@@ -24,10 +24,10 @@ class TensorMapSpec:
     shape: tuple[int, ...]  # columns, rows, heads, batch
     strides_bytes: tuple[int, ...]  # of rows, heads, batch
     rows: int
-    heads: int
+    heads: int = 1
 
 
-def tensor_map_spec(name: str, operand: Operand, rows: int, heads: int) -> TensorMapSpec:
+def tensor_map_spec(name: str, operand: Operand, rows: int, heads: int = 1) -> TensorMapSpec:
     """Boxes of `rows` rows of each of `heads` heads of `operand`, which has axes (batch, head, row, column)."""
     itemsize = ITEMSIZE[operand.dtype]
     batch, num_heads, seqlen, columns = operand.shape

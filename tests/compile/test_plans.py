@@ -15,11 +15,13 @@ from cuflash.compiler import compile_spec, supported_archs
 from cuflash.plan import (
     BACKWARD_SM90_TILES,
     BACKWARD_TILES,
+    DECODE_SM90_TILES,
     DQ_TILES,
     FORWARD_SM90_TILES,
     FORWARD_TILES,
     SHARED_BYTES_RESERVED,
     BackwardSm90Tile,
+    DecodeSm90Tile,
     DeviceSpec,
     DqTile,
     ForwardSm90Tile,
@@ -120,12 +122,14 @@ class Target:
         tile = self.tile
         variant = VARIANTS[self.variant]
         dtype = {2: variant["dtype"], 4: "float32", 8: "float64"}[tile.element_bytes]
-        case = ct.Case(seqlen_q=64, seqlen_k=64, head_dim=tile.max_dim, **variant | {"dtype": dtype})
+        seqlen_q, seqlen_k = (9, 2000) if isinstance(tile, DecodeSm90Tile) else (64, 64)
+        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": tile.max_dim}
+        case = ct.Case(**sizes, **variant | {"dtype": dtype})
         arrays = case.arrays()
         precision = "tf32" if self.variant == "full" else "highest"
         options = replace(case.options, deterministic=isinstance(tile, DqTile), precision=precision)
         problem = make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
-        if isinstance(tile, ForwardTile | ForwardSm90Tile):
+        if isinstance(tile, ForwardTile | ForwardSm90Tile | DecodeSm90Tile):
             return choose_plan(problem, self.device, "forward", tiles=(tile,))
         if isinstance(tile, DqTile):
             main = next(row for row in BACKWARD_TILES if goes_with(row, tile))
@@ -143,6 +147,7 @@ VARIANTS = {
     "full": {"dtype": "float16"},
     "groups": {"dtype": "float16", "num_heads": 2, "num_heads_kv": 1, "causal": True},
     "narrow": {"dtype": "bfloat16", "causal": True, "strides": "padded"},
+    "whole": {"dtype": "bfloat16", "window": (9, 20), "scale": -1.0},
     "bounds": {"dtype": "float16", "window": (9, None), "kv_lengths": (60,)},
     "options": {
         "dtype": "float16",
@@ -160,7 +165,7 @@ VARIANTS = {
 
 def fits(tile, arch):
     """Whether the blocks that the row wants resident have room on a multiprocessor, at its largest head dimensions."""
-    if isinstance(tile, ForwardSm90Tile | BackwardSm90Tile) and arch != "9.0":
+    if isinstance(tile, ForwardSm90Tile | DecodeSm90Tile | BackwardSm90Tile) and arch != "9.0":
         return False
     device = DeviceSpec.for_arch(arch)
     dim = round_up(tile.max_dim, tile.dim_multiple)
@@ -178,7 +183,7 @@ def first_that_fits(table, arch, element_bytes):
     return next(tile for tile in table if tile.element_bytes == element_bytes and fits(tile, arch))
 
 
-TABLES = (FORWARD_TILES, BACKWARD_TILES, DQ_TILES, FORWARD_SM90_TILES, BACKWARD_SM90_TILES)
+TABLES = (FORWARD_TILES, BACKWARD_TILES, DQ_TILES, FORWARD_SM90_TILES, DECODE_SM90_TILES, BACKWARD_SM90_TILES)
 TARGETS = [
     *(Target(tile=tile, arch=arch) for table in TABLES for tile in table for arch in ARCHS if fits(tile, arch)),
     # What may differ between rows is done; now what may differ between problems and devices.
@@ -193,6 +198,11 @@ TARGETS = [
         Target(tile=tile, arch="9.0", variant=variant)
         for tile in FORWARD_SM90_TILES
         for variant in ("full", "bounds", *(("options",) if tile.serves in ("any", "short") else ()))
+    ),
+    *(
+        Target(tile=tile, arch="9.0", variant=variant)
+        for tile in DECODE_SM90_TILES
+        for variant in ("full", "groups", "bounds", "whole")
     ),
     *(
         Target(tile=tile, arch="9.0", variant=variant)

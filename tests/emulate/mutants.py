@@ -18,7 +18,16 @@ import emulator
 
 import cuflash.testing as ct
 from cuflash import reference
-from cuflash.plan import BackwardSm90Tile, BackwardTile, DeviceSpec, DqTile, ForwardSm90Tile, ForwardTile, Tile
+from cuflash.plan import (
+    BackwardSm90Tile,
+    BackwardTile,
+    DecodeSm90Tile,
+    DeviceSpec,
+    DqTile,
+    ForwardSm90Tile,
+    ForwardTile,
+    Tile,
+)
 from cuflash.problem import make_problem
 
 COPIES = emulator.CACHE / "mutants"
@@ -53,7 +62,7 @@ class Trial:
             "kernels": kernels,
             "statistics": launches,
         }
-        if isinstance(self.tiles[0], ForwardTile | ForwardSm90Tile):
+        if isinstance(self.tiles[0], ForwardTile | ForwardSm90Tile | DecodeSm90Tile):
             ct.assert_forward(case, *attention.forward(problem, arrays, **how))
         else:
             out, lse = out.astype(arrays["q"].dtype), lse.astype(problem.softmax_dtype)
@@ -131,11 +140,15 @@ def _backward(
 _BACKWARD_SM90 = BackwardSm90Tile(
     max_dim=128, block_m=64, block_n=128, num_stages=2, dp_early=True, origin="of a trial"
 )
+_DECODE_TILES = (DecodeSm90Tile(max_dim=128, block_n=32, num_stages=2, min_blocks=1, origin="of a trial"),)
 _DQ = DqTile(max_dim=128, block_m=64, block_n=32, num_warps=4, min_blocks=1, origin="of a trial")
 _GROUPED = ct.Case(
     seqlen_q=150, seqlen_k=77, batch=2, num_heads=4, num_heads_kv=2, head_dim=72, head_dim_v=24, dtype="float16"
 )
 _SMALL = replace(_GROUPED, seqlen_q=70, batch=1, num_heads_kv=1, num_heads=2)
+_DECODE = ct.Case(
+    seqlen_q=5, seqlen_k=300, batch=2, num_heads=8, num_heads_kv=2, head_dim=72, head_dim_v=40, dtype="float16"
+)
 # Bounds that cross one corner of a tile: the ends of the ranges of tiles matter.
 _WINDOW = replace(_SMALL, seqlen_q=150, seqlen_k=183, causal=True, window=(34, None), head_dim=16, head_dim_v=16)
 _NARROW = replace(_SMALL, seqlen_q=40, head_dim=13, head_dim_v=11, strides="padded")
@@ -178,6 +191,11 @@ TRIALS = {
     "sm90 causal": Trial(case=replace(_GROUPED, seqlen_k=200, causal=True), tiles=_sm90(num_stages=3), num_sms=1),
     "sm90 window": Trial(case=replace(_WINDOW, head_dim=72, head_dim_v=24), tiles=_sm90(block_m=192), num_sms=1),
     "sm90 lengths": Trial(case=_LENGTHS, tiles=_sm90(ping_pong=False), num_sms=1),
+    # Few queries: the keys of a head shared by blocks, or left to one.
+    "decode": Trial(case=replace(_DECODE, causal=True), tiles=_DECODE_TILES),
+    "decode whole": Trial(case=replace(_DECODE, causal=True), tiles=_DECODE_TILES, num_sms=1),
+    "decode narrow": Trial(case=replace(_DECODE, head_dim_v=24), tiles=_DECODE_TILES),
+    "decode lengths": Trial(case=replace(_DECODE, kv_lengths=(230, 0)), tiles=_DECODE_TILES),
     "backward": Trial(case=replace(_GROUPED, num_heads=2), tiles=_backward()),
     "backward window": Trial(case=_WINDOW, tiles=_backward()),
     "backward shared": Trial(case=_GROUPED, tiles=_backward(num_warps=8, warps_d=2, block_m=64), num_sms=1),
@@ -256,9 +274,11 @@ _WAIT = "      ptx::copy_async_wait<0>();\n"
 _SYNC = "      ptx::sync_block();\n"
 _COMMIT = "      ptx::copy_async_commit();\n"
 
-F, F90, B90, TILES90, B, DQ, DELTA, CONVERT, REDUCE = (
+F, F90, D90, COMBINE, B90, TILES90, B, DQ, DELTA, CONVERT, REDUCE = (
     "forward_sm80.cu",
     "forward_sm90.cu",
+    "decode_sm90.cu",
+    "combine.cu",
     "backward_sm90.cu",
     "tiles_sm90.cuh",
     "backward_sm80.cu",
@@ -650,6 +670,71 @@ MUTANTS = (
     _mutant("the ring's parity never changes", "pipeline.cuh", "stage = 0, parity ^= 1;", "stage = 0;", "sm90"),
     _mutant("full and empty share a barrier", "pipeline.cuh", "return {address + 8 * (stages + at.stage)};",
             "return {address + 8 * at.stage};", "sm90"),
+    # ---- Few queries on compute capability 9.0
+    _mutant("no wait for K", D90, "    shared.k_ring.full(at).wait(at.parity);\n", "", "decode"),
+    _mutant("no wait for V", D90, "    shared.v_ring.full(at).wait(at.parity);\n", "", "decode"),
+    _mutant("no wait for Q", D90, "    shared.q_full.wait(0);\n", "", "decode"),
+    _mutant("the producer does not wait for a free K", D90, "    shared.k_ring.empty(at).wait(at.parity ^ 1);\n", "",
+            "decode whole"),
+    _mutant("the producer does not wait for a free V", D90, "    shared.v_ring.empty(at).wait(at.parity ^ 1);\n", "",
+            "decode whole"),
+    _mutant("a row of Q too many announced", D90, "arrive_expect(chunked_bytes(work.rows, kDim));",
+            "arrive_expect(chunked_bytes(work.rows + 1, kDim));", "decode"),
+    _mutant("queries of the next group", D90, "shared.q_full, 0, work.head_kv * work.group,",
+            "shared.q_full, 0, work.head_kv,", "decode"),
+    _mutant("S is read in flight", D90, "    ptx::wait_products<0>();\n    ptx::renew_registers(s[0]);\n",
+            "    ptx::renew_registers(s[0]);\n", "decode"),
+    _mutant("O is read in flight", D90, "    ptx::wait_products<0>();\n    ptx::renew_registers(o[0]);\n",
+            "    ptx::renew_registers(o[0]);\n", "decode"),
+    _mutant("K is given back by too few", D90, "shared.k_ring.init(kConsumerWarps);", "shared.k_ring.init(5);",
+            "decode whole"),
+    _mutant("rows of no query are not cleared", D90, "    zero_rows<kBlockM, kDim>(shared.q, work.rows, thread);\n", "",
+            "decode"),
+    _mutant("a query is cleared", D90, "(shared.q, work.rows, thread);", "(shared.q, work.rows - 1, thread);",
+            "decode"),
+    _mutant("zeros of Q unfenced", D90, "    ptx::fence_async_proxy();\n    sync_consumer();\n    shared.q_full",
+            "    sync_consumer();\n    shared.q_full", "decode"),
+    _mutant("zeros of Q seen by some", D90, "    sync_consumer();\n    shared.q_full", "    shared.q_full", "decode"),
+    _mutant("V behind kv_lengths counts", D90, "      if (valid < kBlockN) {", "      if (false) {", "decode lengths"),
+    _mutant("zeros of V unfenced", D90, "        ptx::fence_async_proxy();\n", "", "decode lengths"),
+    _mutant("zeros of V seen by some", D90, "        sync_consumer();\n      }\n", "      }\n", "decode lengths"),
+    _mutant("rows taken for queries", D90, "{row[0] % common.seqlen_q, row[1] % common.seqlen_q}", "{row[0], row[1]}",
+            "decode"),
+    _mutant("the mask of all tiles is left out", D90, "n_block >= work.keys.full_stop;",
+            "n_block > work.keys.full_stop;", "decode"),
+    _mutant("splits overlap", D90, "(int)(num_tiles * (split + 1) / params.key_splits)",
+            "(int)(num_tiles * (split + 1) / params.key_splits + 1)", "decode"),
+    _mutant("the last tile of a split is left out", D90,
+            "n_block >= work.keys.start; --n_block, at.advance()) {\n    multiply_s",
+            "n_block > work.keys.start; --n_block, at.advance()) {\n    multiply_s", "decode"),
+    _mutant("partial results are not divided by their sum", D90, "const float factor = softmax.inverse_sum(0, half);",
+            "const float factor = 1.0f;", "decode"),
+    _mutant("rows of no query are stored", D90, "    if (row[half] >= work.rows) continue;\n", "", "decode"),
+    _mutant("the output overwrites Q in use", D90, "    sync_consumer();  // Q is read no more\n", "", "decode whole",
+            escapes="the emulator lets a warp's share of a product read only the rows that this warp writes"),
+    _mutant("the output is not fenced", D90,
+            "    ptx::fence_async_proxy();\n    sync_consumer();\n    if (thread",
+            "    sync_consumer();\n    if (thread", "decode whole"),
+    _mutant("the output leaves before all have written it", D90, "    sync_consumer();\n    if (thread",
+            "    if (thread", "decode whole"),
+    _mutant("the block ends before the output has left", D90, "      ptx::bulk_wait<0>();\n", "", "decode whole"),
+    _mutant("splits at the same place", "splits.cuh", "return g_out + (first + split * rows + row) * kDimV;",
+            "return g_out + (first + row) * kDimV;", "decode"),
+    _mutant("two rows share an lse", "splits.cuh", "return g_lse + first + split * rows + row;",
+            "return g_lse + first + split * rows + row / 2;", "decode"),
+    _mutant("heads counted from the first group", COMBINE, "const int row = head % group *", "const int row = head *",
+            "decode"),
+    _mutant("splits with one weight", COMBINE, "exponential((*partials.lse(split, row) - lse) * kLog2e);",
+            "1.0f / params.key_splits;", "decode"),
+    _mutant("the maximum of half the splits", COMBINE, "  for (int mask = 16; mask > 0; mask /= 2) max",
+            "  for (int mask = 16; mask > 8; mask /= 2) max", "decode"),
+    _mutant("the sum of half the splits", COMBINE, "  for (int mask = 16; mask > 0; mask /= 2) sum",
+            "  for (int mask = 8; mask > 1; mask /= 2) sum", "decode"),
+    _mutant("nothing minus nothing", COMBINE, "  if (max == -ptx::infinity()) max = 0.0f;\n", "", "decode lengths"),
+    _mutant("sums are read before all are written", COMBINE, "  ptx::sync_block();\n", "", "decode"),
+    _mutant("the first of the splits at once alone", COMBINE, "for (int i = 1; i < kAtOnce; ++i)",
+            "for (int i = 2; i < kAtOnce; ++i)", "decode"),
+    _mutant("columns past the head", COMBINE, "if (column + i < kHeadDimV)", "if (true)", "decode narrow"),
     # ---- The backward pass of compute capability 9.0
     _mutant("no wait for K and V", B90, "    shared.kv_full.wait(0);\n    if constexpr", "    if constexpr",
             "backward sm90"),

@@ -81,6 +81,95 @@ def test_the_same_bits_every_time_and_for_every_neighbour(cupy):
     assert same_bits(alone.lse, first.lse[2:3, 4:5])
 
 
+# ---- few queries, many keys ------------------------------------------------------------------------------------------
+
+MANY_KEYS = 8192
+
+
+def assert_same_every_time(cupy, case):
+    """The case against the oracle, and the same bits once more, in arrays of the caller."""
+    qkv, terms = arrays_of(cupy, case)
+    attn = cuflash.FlashAttention(**case.keywords)
+    out, lse = attn.forward(*qkv, **terms)
+    ct.assert_forward(case, out, lse)
+    again = attn.forward(*qkv, **terms, out=full_of_nan(cupy, out), lse=full_of_nan(cupy, lse))
+    assert same_bits(out, again.out)
+    assert same_bits(lse, again.lse)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("seqlen_q", [1, 3, 4, 8, 16])
+def test_few_queries(cupy, seqlen_q, group, dtype):
+    case = ct.Case(
+        seqlen_q=seqlen_q,
+        seqlen_k=MANY_KEYS,
+        batch=2,
+        num_heads=2 * group,
+        num_heads_kv=2,
+        head_dim=128,
+        dtype=dtype,
+        causal=True,
+    )
+    assert_same_every_time(cupy, case)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (96, 40), (192, 128), (256, 256)])
+def test_few_queries_of_other_heads(cupy, head_dim, head_dim_v, layout):
+    case = ct.Case(
+        seqlen_q=4,
+        seqlen_k=3001,
+        batch=3,
+        num_heads=6,
+        num_heads_kv=2,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype="bfloat16",
+        layout=layout,
+    )
+    assert_same_every_time(cupy, case)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_lengths": (0, 1, 4095, MANY_KEYS)},
+        {"kv_lengths": (64, 65, 130, 8191), "causal": True},
+        {"causal": "top_left", "kv_lengths": (2, 3, 4, 5)},
+        {"window": (1000, None)},
+        {"window": (2000, 0), "kv_lengths": (MANY_KEYS, 100, 7000, 0)},
+        {"score_spread": 30.0},
+        {"scale": -0.2},
+    ],
+    ids=str,
+)
+def test_few_queries_that_see_few_keys(cupy, options):
+    """Splits of the keys of which some are empty, or end within a tile."""
+    case = ct.Case(
+        seqlen_q=4, seqlen_k=MANY_KEYS, batch=4, num_heads=8, num_heads_kv=2, head_dim=128, dtype="float16", **options
+    )
+    assert_same_every_time(cupy, case)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_few_queries_of_batches_that_fill_the_device(cupy, batch):
+    """From many splits of the keys to none."""
+    case = ct.Case(
+        seqlen_q=2, seqlen_k=600, batch=batch, num_heads=16, num_heads_kv=4, head_dim=64, dtype="float16", causal=True
+    )
+    assert_same_every_time(cupy, case)
+
+
+def test_decoding_takes_its_own_kernel(cupy):
+    """Where there is one: elsewhere the tests above are about the kernel for all."""
+    case = ct.Case(seqlen_q=1, seqlen_k=MANY_KEYS, num_heads=32, num_heads_kv=8, head_dim=128, dtype="float16")
+    (q, k, v), _ = arrays_of(cupy, case)
+    plan = cuflash.FlashAttention().plan(q, k, v).forward
+    takes_it = [kernel.source for kernel in plan.kernels] == ["decode_sm90.cu", "combine.cu"]
+    assert takes_it == (plan.device.arch == 90)
+
+
 # ---- properties ------------------------------------------------------------------------------------------------------
 
 

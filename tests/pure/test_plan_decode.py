@@ -1,0 +1,181 @@
+"""Plans for few queries and many keys on compute capability 9.0: when keys are split over blocks, and into how many."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_plan import problem_of
+
+from cuflash.plan import (
+    COMBINE_WARPS,
+    DECODE_MIN_SEQLEN_K,
+    DECODE_ROWS,
+    DECODE_SM90_TILES,
+    MAX_HEAD_DIM,
+    MAX_KEY_SPLITS,
+    MIN_TILES_OF_SPLIT,
+    DecodeSm90Tile,
+    DeviceSpec,
+    choose_plan,
+)
+from cuflash.tensor_map import tensor_map_spec
+
+H200 = DeviceSpec.for_arch("9.0")
+
+
+def decode_problem(seqlen_q=1, seqlen_k=8192, **changes):
+    """One entry of a batch: 32 query heads, 8 key/value heads, head dimension 128."""
+    return problem_of(
+        seqlen_q, seqlen_k, **{"dim": 128, "dim_v": 128, "batch": 1, "heads": 32, "heads_kv": 8} | changes
+    )
+
+
+def sources(plan):
+    return [kernel.source for kernel in plan.kernels]
+
+
+SPLIT = ["decode_sm90.cu", "combine.cu"]
+WHOLE = ["decode_sm90.cu"]
+FORWARD = ["forward_sm90.cu"]
+
+
+# ---- Rows ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"block_m": 128}, "the rows of one product"),
+        ({"block_n": 72}, "a block_n that one product serves"),
+        ({"block_n": 272}, "a block_n that one product serves"),
+    ],
+)
+def test_a_row_checks_itself(change, rule):
+    with pytest.raises(ValueError, match=rule):
+        replace(DECODE_SM90_TILES[0], **change)
+
+
+def test_rows_go_from_small_to_large_and_each_is_chosen():
+    dims = [tile.max_dim for tile in DECODE_SM90_TILES]
+    assert dims == sorted(set(dims))
+    assert dims[-1] == MAX_HEAD_DIM
+    for dim in range(8, MAX_HEAD_DIM + 1, 8):
+        plan = choose_plan(decode_problem(dim=dim, dim_v=8), H200)
+        assert plan.tiles == (next(tile for tile in DECODE_SM90_TILES if tile.max_dim >= dim),)
+        for kernel in plan.kernels:
+            assert kernel.shared_bytes <= H200.shared_bytes_per_block
+
+
+def test_enough_bytes_are_on_their_way():
+    """64 KiB for every multiprocessor, with one tile of every block in use."""
+    for tile in DECODE_SM90_TILES:
+        stage = tile.block_n * 2 * tile.max_dim * 2
+        assert tile.min_blocks * (tile.num_stages - 1) * stage >= 64 * 1024
+
+
+# ---- When ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, SPLIT),
+        ({"seqlen_q": 4}, SPLIT),
+        ({"seqlen_q": 16}, SPLIT),
+        ({"seqlen_q": 17}, FORWARD),  # 68 rows
+        ({"seqlen_k": DECODE_MIN_SEQLEN_K}, SPLIT),
+        ({"seqlen_k": DECODE_MIN_SEQLEN_K - 1}, FORWARD),
+        ({"causal": True, "seqlen_q": 4}, SPLIT),
+        ({"window": (DECODE_MIN_SEQLEN_K, 0)}, SPLIT),
+        ({"window": (99, 0)}, FORWARD),  # 100 keys
+        ({"window": (None, 99), "causal": "top_left", "seqlen_q": 4}, FORWARD),  # 4 keys
+        ({"batch": 264}, WHOLE),
+        ({"heads_kv": 32}, SPLIT),
+        ({"heads_kv": 32, "batch": 8}, FORWARD),
+        ({"heads": 4, "heads_kv": 4, "seqlen_q": 64}, SPLIT),
+        ({"dtype": "float32"}, ["forward_sm80.cu"]),
+        ({"dim": 60, "dim_v": 60}, ["forward_sm80.cu"]),
+        ({"softcap": 3.0}, FORWARD),
+    ],
+    ids=str,
+)
+def test_kernels(changes, expected):
+    assert sources(choose_plan(decode_problem(**changes), H200)) == expected
+
+
+@pytest.mark.parametrize("arch", ["8.0", "10.0", "12.0"])
+def test_only_its_own_architecture_gets_the_kernel(arch):
+    assert sources(choose_plan(decode_problem(), DeviceSpec.for_arch(arch))) == ["forward_sm80.cu"]
+
+
+def test_the_plan_says_why():
+    split = choose_plan(decode_problem(4), H200).describe()
+    assert "16 queries of the heads that share keys go through one product: keys are read once" in split
+    assert "32 blocks share the keys of a head: 256 blocks, their results combined by lse" in split
+    assert "DecodeSm90Tile 64 x 64, 5 warps, 3 stages, 2 resident blocks" in split
+    assert "not decode_sm90: it knows no softcap\n" in choose_plan(decode_problem(softcap=2.0), H200).reason
+    full = choose_plan(decode_problem(heads_kv=32, batch=8), H200).reason
+    assert "not decode_sm90: 256 heads fill the device, and no two share keys\n" in full
+    assert "decode_sm90" not in choose_plan(problem_of(), H200).reason
+
+
+# ---- Into how many ---------------------------------------------------------------------------------------------------
+
+
+@given(
+    num_sms=st.integers(1, 200),
+    seqlen_q=st.integers(1, 16),
+    seqlen_k=st.integers(DECODE_MIN_SEQLEN_K, 2**20),
+    batch=st.integers(1, 300),
+    heads_kv=st.sampled_from([1, 2, 8, 32]),
+    dim=st.sampled_from([64, 128, 192, 256]),
+)
+def test_splits(num_sms, seqlen_q, seqlen_k, batch, heads_kv, dim):
+    """Blocks fill the device as far as tiles of keys allow, and no wave of blocks is nearly empty."""
+    problem = decode_problem(seqlen_q, seqlen_k, batch=batch, heads=4 * heads_kv, heads_kv=heads_kv, dim=dim, dim_v=dim)
+    plan = choose_plan(problem, replace(H200, num_sms=num_sms))
+    (tile,), splits = plan.tiles, plan.key_splits
+    assert isinstance(tile, DecodeSm90Tile)
+    num_tiles, heads = -(-seqlen_k // tile.block_n), batch * heads_kv
+    assert 1 <= splits <= max(1, min(MAX_KEY_SPLITS, num_tiles // MIN_TILES_OF_SPLIT))
+    resident = num_sms * tile.min_blocks
+    waves = -(-heads * splits // resident)
+    ideal = heads * num_tiles / resident  # tiles that each resident block takes when none is ever idle
+    if splits < min(MAX_KEY_SPLITS, num_tiles // MIN_TILES_OF_SPLIT):
+        assert waves * -(-num_tiles // splits) <= 2 * ideal + 4
+    assert plan.kernels[0].grid == heads * splits
+    rows = 4 * seqlen_q
+    assert rows <= DECODE_ROWS
+    if splits == 1:
+        assert sources(plan) == WHOLE
+        assert plan.scratch == ()
+    else:
+        assert sources(plan) == SPLIT
+        assert plan.kernels[1].grid == batch * 4 * heads_kv * seqlen_q
+        assert plan.kernels[1].threads == 32 * COMBINE_WARPS
+        assert plan.scratch == (("partial_out", heads * splits * rows * dim), ("partial_lse", heads * splits * rows))
+
+
+@pytest.mark.parametrize(
+    ("changes", "splits"),
+    [
+        ({}, 32),  # of 264 resident blocks, 256; 4 tiles each
+        ({"seqlen_k": 131072}, 33),
+        ({"batch": 8}, 4),
+        ({"batch": 64}, 1),
+        ({"heads": 1, "heads_kv": 1}, 64),  # 2 tiles each
+    ],
+    ids=str,
+)
+def test_splits_of_the_usual(changes, splits):
+    assert choose_plan(decode_problem(**changes), H200).key_splits == splits
+
+
+def test_boxes_hold_all_rows_of_a_group():
+    problem = decode_problem(4)
+    plan = choose_plan(problem, H200)
+    assert [spec.name for spec in plan.tensor_maps] == ["q", "k", "v", "out"]
+    assert plan.tensor_maps[0] == tensor_map_spec("q", problem.q, 4, 4)
+    assert (plan.tensor_maps[3].rows, plan.tensor_maps[3].heads) == (4, 4)
+    assert plan.tensor_maps[1] == tensor_map_spec("k", problem.k, 64)
