@@ -31,9 +31,7 @@ DECODE_ROWS = 64
 DECODE_MIN_SEQLEN_K = 512  # from which on that pays
 MAX_KEY_SPLITS = 128  # what combine reads for each row
 MIN_TILES_OF_SPLIT = 2  # of keys
-SPLIT_OVERHEAD_TILES = (
-    2  # what a block costs beside its tiles of keys: the first wait for memory, and its partial result
-)
+SPLIT_OVERHEAD_TILES = 2  # of keys: what a block takes beside its own, to wait for the first and to store its result
 COMBINE_WARPS = 8
 SHARED_BYTES_RESERVED = 1024  # that a resident block takes of a multiprocessor's shared memory beside its own
 
