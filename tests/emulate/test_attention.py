@@ -253,10 +253,8 @@ def _specialisation(deal, tiles, *, plain):
         }
     is_sm90 = isinstance(tiles[0], ForwardSm90Tile)
     arch = "9.0" if is_sm90 else deal("arch", *ARCHS)
-    if is_sm90:
-        num_sms = deal("num_sms", 1, 2, 132)  # few, and a block takes several tiles of queries
-    else:
-        num_sms = 132 if plain else deal("num_sms", 1, 132)
+    # Of few multiprocessors, each takes several tiles of queries.
+    num_sms = deal("num_sms", 1, 2, 132) if is_sm90 else 132 if plain else deal("num_sms", 1, 132)
     return Specialisation(
         tiles=tiles,
         dtype=deal("dtype", "float16", "bfloat16"),
@@ -654,7 +652,7 @@ LAZY = tuple(tile for tile in FORWARD_SM90_TILES if tile.lazy_maximum)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("tile", LAZY, ids=name_of)
 def test_maxima_that_are_found_late(tile, dtype, options):
-    case, problem, arrays = rising(tile, dtype, **options)
+    _, problem, arrays = rising(tile, dtype, **options)
     first = None
     for schedule in SCHEDULES:
         launches = []
