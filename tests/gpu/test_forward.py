@@ -164,9 +164,9 @@ def test_rows_further_apart_than_they_are_long(cupy, head_dim_v):
     (_, q), (_, k), (_, v) = (spaced(x) for x in arrays)
     rows, out = spaced(cupy.zeros((1, 2, 150, head_dim_v), v.dtype))
     attn = cuflash.FlashAttention()
-    assert (
-        attn.plan(q, k, v).forward.kernels[0].source.startswith("forward_sm90" if is_hopper(cupy) else "forward_sm80")
-    )
+    if head_dim_v == 64:  # the plan takes out as contiguous
+        (kernel,) = attn.plan(q, k, v).forward.kernels
+        assert kernel.source == ("forward_sm90.cu" if is_hopper(cupy) else "forward_sm80.cu")
     result = attn.forward(q, k, v, out=out)
     ct.assert_forward(case, *result)
     out[...] = np.nan
