@@ -273,7 +273,7 @@ class ForwardSm90Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardSm90Tile:
-    """One way to cut the backward pass for compute capability 9.0. A warpgroup owns 64 of the block_n keys, or two do."""
+    """One way to cut the backward pass for compute capability 9.0. A warpgroup, or two, own 64 of the block_n keys."""
 
     max_dim: int
     block_m: int
@@ -290,7 +290,8 @@ class BackwardSm90Tile:
     fragments_ahead = 0
 
     def __post_init__(self) -> None:
-        _check_row(self, self.block_n == (64 if self.splits_roles else 128), "64 keys for two consumers, or for each")
+        keys = 64 if self.splits_roles else 128
+        _check_row(self, self.block_n == keys, "64 keys for two consumers, or for each of them")
         _check_row(self, self.block_m == 64, "64 queries for one product")
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
@@ -824,19 +825,18 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     draft.defines["CUFLASH_SPLITS_GROUP"] = int(draft.group_splits > 1)
 
     # How the kernels around the main one see the fragments in memory: of dq, and of dk and dv.
-    is_sm90 = isinstance(main, BackwardSm90Tile)
-    of_dq, of_keys = (
-        (main.helper(4), main.helper(main.block_n // 16)) if isinstance(main, BackwardSm90Tile) else (main, main)
-    )
+    of_dq = of_keys = main
+    if isinstance(main, BackwardSm90Tile):
+        of_dq, of_keys = main.helper(4), main.helper(main.block_n // 16)
     # delta runs over tiles of the kernels that read it, one block a tile.
     delta = of_dq if dq is None else replace(of_dq, block_m=max(main.block_m, dq.block_m))
     draft.stats_rows = round_up(problem.seqlen_q, delta.block_m)
     draft.scratch["row_stats"] = draft.heads * draft.stats_rows * 2
     draft.add("backward_delta.cu", delta, draft.heads * (draft.stats_rows // delta.block_m), 0, **dims)
 
-    source = "backward_sm90.cu" if is_sm90 else "backward_sm80.cu"
-    if is_sm90:
-        m, n = main.block_m, main.block_n
+    source = "backward_sm80.cu"
+    if isinstance(main, BackwardSm90Tile):
+        source, m, n = "backward_sm90.cu", main.block_m, main.block_n
         draft.map_tensors({"q": m, "k": n, "v": n, "dout": m, "dk": 64, "dv": 64})
     draft.add(source, main, n_blocks * draft.group_splits, main.shared_bytes(dim, dim_v))
     if draft.group_splits > 1:
