@@ -309,28 +309,26 @@ class DecodeSm90Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardSm90Tile:
-    """One way to cut the backward pass for compute capability 9.0. A warpgroup owns 64 of the block_n keys."""
+    """One way to cut the backward pass for compute capability 9.0. A warpgroup, or two, own 64 of the block_n keys."""
 
     max_dim: int
     block_m: int
     block_n: int
     num_stages: int
     dp_early: bool  # dP is issued together with P
+    splits_roles: bool  # one warpgroup makes dv and another dk, of the same keys
     origin: str = field(compare=False)
 
     element_bytes = 2
+    num_warps = 12  # those of two consumers and of dq
     dim_multiple = 64
     min_blocks = 1
     fragments_ahead = 0
 
     def __post_init__(self) -> None:
-        _check_row(self, self.block_n == 128, "64 keys for each of two consumers")
+        keys = 64 if self.splits_roles else 128
+        _check_row(self, self.block_n == keys, "64 keys for two consumers, or for each of them")
         _check_row(self, self.block_m == 64, "64 queries for one product")
-
-    @property
-    def num_warps(self) -> int:
-        """Those of the consumers and of dq."""
-        return self.block_n // 16 + 4
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         keys = _chunked_bytes(self.block_n, dim) + _chunked_bytes(self.block_n, dim_v)
@@ -339,7 +337,10 @@ class BackwardSm90Tile:
         return keys + self.num_stages * queries + 2 * _chunked_bytes(self.block_n, self.block_m) + barriers
 
     def defines(self) -> dict[str, int]:
-        return _tile_defines(self) | {"CUFLASH_DP_EARLY": int(self.dp_early)}
+        return _tile_defines(self) | {
+            "CUFLASH_DP_EARLY": int(self.dp_early),
+            "CUFLASH_SPLITS_ROLES": int(self.splits_roles),
+        }
 
     def helper(self, num_warps: int) -> BackwardTile:
         """How the kernels around it see its accumulators: fragments of `num_warps` warps below each other."""
@@ -473,6 +474,20 @@ def _backward(
     )
 
 
+def _backward_sm90(
+    max_dim: int, m: int, n: int, stages: int, dp_early: bool, splits_roles: bool, origin: str
+) -> BackwardSm90Tile:
+    return BackwardSm90Tile(
+        max_dim=max_dim,
+        block_m=m,
+        block_n=n,
+        num_stages=stages,
+        dp_early=dp_early,
+        splits_roles=splits_roles,
+        origin=origin,
+    )
+
+
 def _dq(
     max_dim: int,
     m: int,
@@ -569,8 +584,10 @@ DECODE_SM90_TILES = (
 )
 
 BACKWARD_SM90_TILES = (
-    BackwardSm90Tile(max_dim=64, block_m=64, block_n=128, num_stages=3, dp_early=True, origin="x"),
-    BackwardSm90Tile(max_dim=128, block_m=64, block_n=128, num_stages=3, dp_early=False, origin="x"),
+    #             max_dim m   n   stages early  split
+    _backward_sm90(64,  64, 128, 3,     True,  False, "x"),
+    _backward_sm90(128, 64, 128, 3,     False, False, "x"),
+    _backward_sm90(256, 64, 64,  2,     False, True,  "x"),
 )
 
 BACKWARD_TILES = (
@@ -937,17 +954,18 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     draft.defines["CUFLASH_SPLITS_GROUP"] = int(draft.group_splits > 1)
 
     # How the kernels around the main one see the fragments in memory: of dq, and of dk and dv.
-    is_sm90 = isinstance(main, BackwardSm90Tile)
-    of_dq, of_keys = (main.helper(4), main.helper(8)) if isinstance(main, BackwardSm90Tile) else (main, main)
+    of_dq = of_keys = main
+    if isinstance(main, BackwardSm90Tile):
+        of_dq, of_keys = main.helper(4), main.helper(main.block_n // 16)
     # delta runs over tiles of the kernels that read it, one block a tile.
     delta = of_dq if dq is None else replace(of_dq, block_m=max(main.block_m, dq.block_m))
     draft.stats_rows = round_up(problem.seqlen_q, delta.block_m)
     draft.scratch["row_stats"] = draft.heads * draft.stats_rows * 2
     draft.add("backward_delta.cu", delta, draft.heads * (draft.stats_rows // delta.block_m), 0, **dims)
 
-    source = "backward_sm90.cu" if is_sm90 else "backward_sm80.cu"
-    if is_sm90:
-        m, n = main.block_m, main.block_n
+    source = "backward_sm80.cu"
+    if isinstance(main, BackwardSm90Tile):
+        source, m, n = "backward_sm90.cu", main.block_m, main.block_n
         draft.map_tensors({"q": m, "k": n, "v": n, "dout": m, "dk": 64, "dv": 64})
     draft.add(source, main, n_blocks * draft.group_splits, main.shared_bytes(dim, dim_v))
     if draft.group_splits > 1:

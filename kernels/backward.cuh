@@ -18,9 +18,10 @@ struct alignas(16) Real4 {
 };
 
 // The part of `split` in the sums of a tile of keys: dk, then dv, four elements of a thread next to each other.
-CUFLASH_DEVICE Real* partials_of(const Params& params, int num_n_blocks, int batch, int head_kv, int n_block, int split) {
+CUFLASH_DEVICE Real* partials_of(const Params& params, int num_n_blocks, int batch, int head_kv, int n_block, int split,
+                                 u32 thread) {
   const i64 tile = ((i64)batch * params.num_heads_kv + head_kv) * num_n_blocks + n_block;
-  return (Real*)params.dkv_partials + (tile * params.group_splits + split) * kPartialElements + ptx::thread_index() * 4;
+  return (Real*)params.dkv_partials + (tile * params.group_splits + split) * kPartialElements + thread * 4;
 }
 
 // Pairs (lse as an exponent, delta) of the rows of a head; rows past seqlen_q, up to a whole tile, have no weights.

@@ -20,7 +20,7 @@ CUFLASH_DEVICE void backward_reduce(const Params& params) {
   set_zero(dv);
 #pragma unroll 1
   for (int split = 0; split < params.group_splits; ++split) {
-    const Real* partials = partials_of(params, num_n_blocks, batch, head_kv, n_block, split);
+    const Real* partials = partials_of(params, num_n_blocks, batch, head_kv, n_block, split, ptx::thread_index());
     const auto add = [&](auto& d) {
 #pragma unroll
       for (auto& row : d)

@@ -30,11 +30,15 @@
 
 // Whether dP' is issued together with P', or only when the products of the step before have freed their registers.
 constexpr bool kDpEarly = CUFLASH_DP_EARLY;
-constexpr int kConsumers = kBlockN / 64;
+// At large head dimensions a warpgroup's registers hold one of dV and dK only: two consumers then share 64 keys, one makes
+// dV, the other dS and dK, and both make P'. Else each makes everything for 64 keys of its own.
+constexpr bool kSplitsRoles = CUFLASH_SPLITS_ROLES;
+constexpr int kConsumers = 2;
+constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
 constexpr int kQueryTiles = kBlockM / 8;
 constexpr int kConsumerThreads = 128 * kConsumers;
 static_assert(kNumWarps == 4 * (kConsumers + 1), "the consumers and dQ");
-static_assert(kBlockN == 64 * kConsumers, "a consumer owns 64 keys");
+static_assert(kBlockN == 64 * kDsWriters, "a consumer, or both, own 64 keys");
 static_assert(kBlockM == 64, "dQ is one product of 64 rows");
 
 // Shared memory: K, V, the rings of Q, of dO and of dS', statistics, barriers.
@@ -51,9 +55,10 @@ static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesStats
               "shared memory differs from the plan");
 
 // Registers of a thread after the roles are dealt: at most what the block started with in all.
+constexpr int kDvRegisters = 208;
 constexpr int kConsumerRegisters = 224;
-constexpr int kDqRegisters = 56;
-constexpr int kDqColumns = 32;  // of dQ at a time, for which these registers do
+constexpr int kDqRegisters = kSplitsRoles ? 72 : 56;
+constexpr int kDqColumns = kSplitsRoles ? 64 : 32;  // of dQ at a time, for which these registers do
 
 struct BackwardParams {
   Params common;
@@ -186,18 +191,20 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
   }
 }
 
-// A consumer: the warpgroup of 64 keys, `consumer` of kConsumers.
+// A consumer: the warpgroup of 64 keys, `consumer` of kConsumers, and what it makes.
+template <bool makes_dv, bool makes_dk>
 CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, u32 consumer) {
   const Params& common = params.common;
   const KeyTile tile(common);
   const int batch = tile.work.batch;
   const u32 thread = ptx::thread_index() % 128, lane = lane_index();
   const bool elected = thread == 0;
-  const int warp_key = thread / 32 * 16, lane_key = tile.first_key + consumer * 64 + warp_key + fragment_row();
-  const u32 rows_k = shared.k + consumer * 64 * kLineBytes, rows_v = shared.v + consumer * 64 * kLineBytes;
+  const u32 first = kSplitsRoles ? 0 : consumer * 64;  // of its keys
+  const int warp_key = thread / 32 * 16, lane_key = tile.first_key + first + warp_key + fragment_row();
+  const u32 rows_k = shared.k + first * kLineBytes, rows_v = shared.v + first * kLineBytes;
   constexpr u32 kConsumer = 1, kAll = kConsumer + kConsumers, kEnd = kAll + 1;
 
-  float dk[kDim / 8][4], dv[kDimV / 8][4];
+  float dk[makes_dk ? kDim / 8 : 1][4], dv[makes_dv ? kDimV / 8 : 1][4];
 #pragma unroll
   for (auto& piece : dk) piece[0] = piece[1] = piece[2] = piece[3] = 0.0f;
 #pragma unroll
@@ -233,19 +240,25 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     ptx::renew_registers(dv);
     ptx::renew_registers(dk);
     ptx::fence_products();
+    if constexpr (makes_dv) {
 #pragma unroll
-    for (int k = 0; k < kBlockM / 16; ++k)
-      ptx::multiply_async<true>(Element{}, dv, p_operand[k].word, along_k_transposed(dout, k), true);
-    ptx::commit_products();
+      for (int k = 0; k < kBlockM / 16; ++k)
+        ptx::multiply_async<true>(Element{}, dv, p_operand[k].word, along_k_transposed(dout, k), true);
+      ptx::commit_products();
+    }
+    if constexpr (makes_dk) {
 #pragma unroll
-    for (int k = 0; k < kBlockM / 16; ++k)
-      ptx::multiply_async<true>(Element{}, dk, ds_operand[k].word, along_k_transposed(q, k), true);
-    ptx::commit_products();
+      for (int k = 0; k < kBlockM / 16; ++k)
+        ptx::multiply_async<true>(Element{}, dk, ds_operand[k].word, along_k_transposed(q, k), true);
+      ptx::commit_products();
+    }
   };
   const auto finish_products = [&](int stage) {
     ptx::wait_products<0>();
     ptx::renew_registers(dv);
     ptx::renew_registers(dk);
+    // Who makes dS has told of every read of the statistics by then.
+    if constexpr (!makes_dk) ptx::sync_named(kConsumer + consumer, 128);
     if (elected) {
       shared.do_ring.empty({stage}).arrive();
       shared.q_ring.empty({stage}).arrive();
@@ -279,8 +292,8 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
         ptx::multiply_async<false, false>(Element{}, ds, along_k<kBlockN>(v_rows, k), along_k<kBlockM>(do_rows, k), k > 0);
       ptx::commit_products();
     };
-    if constexpr (kDpEarly) multiply_dp();
-    constexpr int kBehind = is_first.value ? 0 : 2;
+    if constexpr (kDpEarly && makes_dk) multiply_dp();
+    constexpr int kBehind = is_first.value ? 0 : makes_dv + makes_dk;
     if constexpr (!is_first.value) multiply_operands(stage_before);
 
     const Score score(common, batch, head, tile.key_stop);
@@ -290,7 +303,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
     const auto key_of = [&](int i) { return lane_key + i / 2 * 8; };
 
-    ptx::wait_products<kBehind + kDpEarly>();
+    ptx::wait_products<kBehind + (kDpEarly && makes_dk)>();
     ptx::renew_registers(p);
     // A product can be masked at once, in a branch of its own, only where it is the score but for a positive factor.
     if (kScaleInExponent && masked) {
@@ -315,40 +328,45 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
         p[n][i] = ptx::exp2_approx(x * scale_log2 - stats[i % 2 * 2]);
       }
     }
-    if constexpr (kDpEarly) {
-      ptx::wait_products<kBehind>();
+    if constexpr (!makes_dk) {
+      if constexpr (!is_first.value) finish_products(stage_before);
+      to_operands(p, p_operand);
     } else {
-      if constexpr (!is_first.value) finish_products(stage_before);
-      multiply_dp();
-      to_operands(p, p_operand);
-      ptx::wait_products<0>();
-    }
-    ptx::renew_registers(ds);
-#pragma unroll
-    for (int n = 0; n < kQueryTiles; ++n) {
-      float stats[4];
-      ptx::load_shared_f32x4(s_stats + n * 64, stats);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        ds[n][i] = p[n][i] * (ds[n][i] - stats[i % 2 * 2 + 1]);
-        if constexpr (kHasSoftcap) ds[n][i] *= derivative[n][i];
+      if constexpr (kDpEarly) {
+        ptx::wait_products<kBehind>();
+      } else {
+        if constexpr (!is_first.value) finish_products(stage_before);
+        multiply_dp();
+        if constexpr (makes_dv) to_operands(p, p_operand);
+        ptx::wait_products<0>();
       }
-    }
-    if constexpr (kDpEarly) {
-      if constexpr (!is_first.value) finish_products(stage_before);
-      to_operands(p, p_operand);
-    }
-    to_operands(ds, ds_operand);
-
-    // dS' to shared memory, rows of keys.
-    shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
-    const u32 line = shared.ds + ds_at.stage * kBytesDs + (consumer * 64 + warp_key + lane % 16) * kLineBytes;
+      ptx::renew_registers(ds);
 #pragma unroll
-    for (int k = 0; k < kBlockM / 16; ++k)
-      ptx::store_matrix_x4(line + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)), ds_operand[k].word);
-    ptx::fence_async_proxy();
-    shared.ds_ring.full(ds_at).arrive();
-    ds_at.advance();
+      for (int n = 0; n < kQueryTiles; ++n) {
+        float stats[4];
+        ptx::load_shared_f32x4(s_stats + n * 64, stats);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          ds[n][i] = p[n][i] * (ds[n][i] - stats[i % 2 * 2 + 1]);
+          if constexpr (kHasSoftcap) ds[n][i] *= derivative[n][i];
+        }
+      }
+      if constexpr (kDpEarly) {
+        if constexpr (!is_first.value) finish_products(stage_before);
+        to_operands(p, p_operand);
+      }
+      to_operands(ds, ds_operand);
+
+      // dS' to shared memory, rows of keys.
+      shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
+      const u32 line = shared.ds + ds_at.stage * kBytesDs + (first + warp_key + lane % 16) * kLineBytes;
+#pragma unroll
+      for (int k = 0; k < kBlockM / 16; ++k)
+        ptx::store_matrix_x4(line + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)), ds_operand[k].word);
+      ptx::fence_async_proxy();
+      shared.ds_ring.full(ds_at).arrive();
+      ds_at.advance();
+    }
     stage_before = at.stage;
     at.advance();
     walk.advance(tile.queries);
@@ -362,29 +380,33 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
   }
 
   if constexpr (kSplitsGroup) {
-    float* partials = partials_of(common, tile.num_n_blocks, batch, tile.head_kv, tile.work.block, tile.split);
+    Real* partials = partials_of(common, tile.num_n_blocks, batch, tile.head_kv, tile.work.block, tile.split,
+                                 kSplitsRoles ? thread : ptx::thread_index());
     const auto leave = [&](const auto& d) {
 #pragma unroll
       for (const auto& piece : d) {
         *(Real4*)partials = {piece[0], piece[1], piece[2], piece[3]};
-        partials += kConsumerThreads * 4;
+        partials += kDsWriters * 128 * 4;
       }
     };
-    leave(dk);
-    leave(dv);
+    if constexpr (makes_dk)
+      leave(dk);
+    else
+      partials += kBlockN * kDim;
+    if constexpr (makes_dv) leave(dv);
     return;
   }
 
-  // dK and dV leave through the room of this consumer's rows of K and V, once dQ needs K no more.
-  store_fragments_chunked<kBlockN>(rows_v, warp_key, dv, 1.0f, 1.0f);
+  // dK and dV leave through the room of these rows of K and V, once nobody needs them any more.
   ptx::sync_named(kEnd, kConsumerThreads + 128);
-  store_fragments_chunked<kBlockN>(rows_k, warp_key, dk, common.scale, common.scale);
+  if constexpr (makes_dv) store_fragments_chunked<kBlockN>(rows_v, warp_key, dv, 1.0f, 1.0f);
+  if constexpr (makes_dk) store_fragments_chunked<kBlockN>(rows_k, warp_key, dk, common.scale, common.scale);
   ptx::fence_async_proxy();
   ptx::sync_named(kConsumer + consumer, 128);
-  const int first_key = tile.first_key + consumer * 64;
+  const int first_key = tile.first_key + first;
   if (elected && first_key < common.seqlen_k) {
-    store_chunks<kBlockN, kDimV>(params.dv, rows_v, first_key, tile.head_kv, batch);
-    store_chunks<kBlockN, kDim>(params.dk, rows_k, first_key, tile.head_kv, batch);
+    if constexpr (makes_dv) store_chunks<kBlockN, kDimV>(params.dv, rows_v, first_key, tile.head_kv, batch);
+    if constexpr (makes_dk) store_chunks<kBlockN, kDim>(params.dk, rows_k, first_key, tile.head_kv, batch);
     ptx::bulk_commit();
     ptx::bulk_wait<0>();
   }
@@ -397,7 +419,7 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
     shared.q_ring.init(kConsumers);
     shared.do_ring.init(kConsumers);
     for (int i = 0; i < kDsStages; ++i) {
-      shared.ds_ring.full({i}).init(kConsumerThreads);
+      shared.ds_ring.full({i}).init(128 * kDsWriters);
       shared.ds_ring.empty({i}).init(1);
     }
     ptx::fence_barrier_init();
@@ -408,9 +430,15 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
     ptx::decrease_registers<kDqRegisters>();
     accumulate_dq(params, shared, ptx::thread_index() % 128);
     if constexpr (!kSplitsGroup) ptx::arrive_named(2 + kConsumers, kConsumerThreads + 128);
+  } else if constexpr (!kSplitsRoles) {
+    ptx::increase_registers<kConsumerRegisters>();
+    consume<true, true>(params, shared, warpgroup);
+  } else if (warpgroup == 0) {
+    ptx::increase_registers<kDvRegisters>();
+    consume<true, false>(params, shared, warpgroup);
   } else {
     ptx::increase_registers<kConsumerRegisters>();
-    consume(params, shared, warpgroup);
+    consume<false, true>(params, shared, warpgroup);
   }
 }
 

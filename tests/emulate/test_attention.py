@@ -21,13 +21,26 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash import reference
-from cuflash.plan import BACKWARD_TILES, DQ_TILES, FORWARD_TILES, DeviceSpec, DqTile, ForwardTile, Tile, round_up
+from cuflash.plan import (
+    BACKWARD_SM90_TILES,
+    BACKWARD_TILES,
+    DQ_TILES,
+    FORWARD_SM90_TILES,
+    FORWARD_TILES,
+    DeviceSpec,
+    DqTile,
+    ForwardSm90Tile,
+    ForwardTile,
+    Tile,
+    round_up,
+)
 from cuflash.problem import make_problem
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
 ARCHS = ("8.0", "8.6", "9.0", "12.0")
 TABLES = (FORWARD_TILES, BACKWARD_TILES, DQ_TILES)
+either_kernel = pytest.mark.parametrize("arch", ["8.0", "9.0"])  # of the forward pass, where arrays are aligned
 MAX_SCORES = 2**16
 schedules = st.sampled_from(SCHEDULES)
 
@@ -57,8 +70,19 @@ def shifted(array):
     return inside
 
 
-CONVERSIONS = {"widened": widened, "shifted": shifted}
-STRIDES = (*ct.STRIDES, *CONVERSIONS)
+def spaced(array):
+    """Within NaN on all sides, from an address that is a multiple of 16, every axis steps by multiples of 16 bytes."""
+    columns = round_up(array.shape[-1], 8)
+    buffer = np.full((*(n + 2 for n in array.shape[:-1]), columns + 16), poison(array.dtype), array.dtype)
+    lead = (slice(1, -1),) * (array.ndim - 1)
+    inside = buffer[(*lead, slice(8, 8 + array.shape[-1]))]
+    inside[...] = array
+    return inside
+
+
+CONVERSIONS = {"widened": widened, "shifted": shifted, "spaced": spaced}
+STRIDES = (*ct.STRIDES, "widened", "shifted")
+STRIDES_SM90 = ("contiguous", "transposed", "widened", "spaced")  # transposed operands are copied
 
 
 # ---- Specialisations -------------------------------------------------------------------------------------------------
@@ -189,6 +213,16 @@ def _fits(tiles, arch, head_dim, head_dim_v):
 
 
 DTYPES = {2: ("float16", "bfloat16"), 4: ("float32",), 8: ("float64",)}
+# How rows lie, head_dim and head_dim_v; those that are not positive are relative to the largest that the tiles serve.
+ROWS_SM80 = (
+    *(("contiguous", 0, 0), ("contiguous", -4, -4), ("contiguous", -6, -6), ("contiguous", 5, -7)),
+    *(("widened", -3, -15), ("padded", 0, 12), ("transposed", -15, 0), ("flipped", -16, 0)),
+    *(("shifted", 0, 0), ("contiguous", 0, 12)),
+)
+ROWS_SM90 = (
+    *(("contiguous", 0, 0), ("contiguous", -8, -24), ("contiguous", 8, 0), ("contiguous", 0, 8)),
+    *(("contiguous", 40, 64), ("widened", -3, -15), ("transposed", -8, 0), ("spaced", 0, -16), ("spaced", 33, 1)),
+)
 
 
 class _Dealer:
@@ -211,12 +245,7 @@ def _specialisation(deal, tiles, *, plain):
     rows = ("contiguous", full, full)
     options = {}
     if not plain:
-        rows = deal(
-            "rows",
-            *(("contiguous", 0, 0), ("contiguous", -4, -4), ("contiguous", -6, -6), ("contiguous", 5, -7)),
-            *(("widened", -3, -15), ("padded", 0, 12), ("transposed", -15, 0), ("flipped", -16, 0)),
-            *(("shifted", 0, 0), ("contiguous", 0, 12)),
-        )
+        rows = deal("rows", *(ROWS_SM90 if isinstance(tiles[0], ForwardSm90Tile) else ROWS_SM80))
         rows = (rows[0], *(d if d > 0 else full + d for d in rows[1:]))
         options = {
             "left": deal("left", False, True, False),
@@ -227,7 +256,10 @@ def _specialisation(deal, tiles, *, plain):
             "kv_lengths": deal("kv_lengths", None, "int32", None, "int64"),
             "alibi_slopes": deal("alibi_slopes", False, True, False),
         }
-    arch = deal("arch", *ARCHS)
+    is_sm90 = isinstance(tiles[0], ForwardSm90Tile)
+    arch = "9.0" if is_sm90 else deal("arch", *ARCHS)
+    # Of few multiprocessors, each takes several tiles of queries.
+    num_sms = deal("num_sms", 1, 2, 132) if is_sm90 else 132 if plain else deal("num_sms", 1, 132)
     return Specialisation(
         tiles=tiles,
         dtype=deal(f"dtype of {tiles[-1].element_bytes} bytes", *DTYPES[tiles[-1].element_bytes]),
@@ -235,7 +267,7 @@ def _specialisation(deal, tiles, *, plain):
         head_dim_v=rows[2],
         arch=arch if _fits(tiles, arch, *rows[1:]) else "9.0",
         strides=rows[0],
-        num_sms=132 if plain else deal("num_sms", 1, 132),
+        num_sms=num_sms,
         deterministic=len(tiles) == 2,
         right=deal("right", False, True),
         **options,
@@ -266,6 +298,7 @@ def goes_with(main, tile):
 SEVERAL_STAGES = tuple(replace(FORWARD_TILES[0], num_stages=n) for n in (2, 3))
 
 FORWARD = tuple(_specialisations((*FORWARD_TILES, *SEVERAL_STAGES)))
+FORWARD_SM90 = tuple(_specialisations(FORWARD_SM90_TILES))
 BACKWARD = tuple(_specialisations(BACKWARD_TILES))
 DETERMINISTIC = tuple(_specialisations(DQ_TILES, with_options=2))
 
@@ -304,6 +337,21 @@ def test_the_list_is_complete(specialisations, table):
     assert _access_widths(specialisations) == {2, 4, 8, 16}
 
 
+def test_the_list_of_compute_capability_9_is_complete():
+    assert {what.tiles for what in FORWARD_SM90} == {(tile,) for tile in FORWARD_SM90_TILES}
+    for field in ("right", "left", "mask", "alibi_slopes"):
+        assert {getattr(what, field) for what in FORWARD_SM90} == {True, False}
+    assert {what.dtype for what in FORWARD_SM90} == {"float16", "bfloat16"}
+    assert {what.bias for what in FORWARD_SM90} == {None, "softmax", "input"}
+    assert {what.kv_lengths for what in FORWARD_SM90} == {None, "int32", "int64"}
+    assert {what.num_sms for what in FORWARD_SM90} == {1, 2, 132}
+    assert {what.strides for what in FORWARD_SM90} == set(STRIDES_SM90)
+    assert any(what.softcap for what in FORWARD_SM90)
+    assert {np.sign(what.scale) for what in FORWARD_SM90 if what.scale is not None} == {-1, 0, 1}
+    assert {np.sign(what.head_dim_v - what.head_dim) for what in FORWARD_SM90} == {-1, 0, 1}
+    assert any(what.right and not what.left and what.num_sms == 1 for what in FORWARD_SM90)  # pairs of tiles
+
+
 # ---- Against the oracle ----------------------------------------------------------------------------------------------
 
 FEW = settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow])
@@ -316,12 +364,15 @@ def forward_by_oracle(problem, arrays):
         return out.astype(arrays["q"].dtype), lse.astype(problem.softmax_dtype)
 
 
-@pytest.mark.parametrize("what", FORWARD, ids=str)
+@pytest.mark.parametrize("what", (*FORWARD, *FORWARD_SM90), ids=str)
 @FEW
 @given(data=st.data())
 def test_forward(what, data):
     case, schedule = data.draw(what.cases()), data.draw(schedules)
-    results = attention.forward(*what.arguments(case), arch=what.device, tiles=what.tiles, schedule=schedule)
+    options = {}
+    if isinstance(what.tiles[0], ForwardSm90Tile):  # the copy engine writes rows that start at multiples of 16 bytes
+        options["place"] = lambda array: attention.guarded(CONVERSIONS.get(what.strides, np.asarray)(array))
+    results = attention.forward(*what.arguments(case), arch=what.device, tiles=what.tiles, schedule=schedule, **options)
     ct.assert_forward(case, *results)
 
 
@@ -384,6 +435,11 @@ def results_of_the_table():
 ROWS_OF_2_BYTES = [[(n, tile) for n, tile in enumerate(table) if tile.element_bytes == 2] for table in TABLES]
 ROWS = {
     **{f"forward {name_of(tile)} {n}": {"forward_tiles": (tile,)} for n, tile in ROWS_OF_2_BYTES[0]},
+    **{f"forward sm90 {name_of(tile)} {n}": {"forward_tiles": (tile,)} for n, tile in enumerate(FORWARD_SM90_TILES)},
+    **{
+        f"backward sm90 {name_of(tile)} {n}": {"backward_tiles": (tile, None)}
+        for n, tile in enumerate(BACKWARD_SM90_TILES)
+    },
     **{f"backward {name_of(tile)} {n}": {"backward_tiles": (tile, None)} for n, tile in ROWS_OF_2_BYTES[1]},
     **{f"dq {name_of(tile)} {n}": {"backward_tiles": (BACKWARD_TILES[0], tile)} for n, tile in ROWS_OF_2_BYTES[2]},
 }
@@ -428,6 +484,8 @@ REPEATED = {
             [tile for tile in DQ_TILES if tile.element_bytes == 2][-1],
         ),
     },
+    "three consumers": {"forward_tiles": (replace(FORWARD_SM90_TILES[1], ping_pong=True),)},
+    "turns, output in the room of Q": {"forward_tiles": (FORWARD_SM90_TILES[-1],)},
 }
 
 
@@ -483,8 +541,23 @@ EDGES = {
 @pytest.mark.parametrize("sizes", EDGES.values(), ids=EDGES)
 def test_edges(sizes, head_dim, deterministic):
     case = ct.Case(head_dim=head_dim, dtype="float16", **sizes)
-    results = all_results(case, deterministic=deterministic)
+    results = all_results(case, arch="8.0", deterministic=deterministic)
     assert_results(case, results)
+
+
+# A row with turns and one without, of two, three and four consumers; blocks take several tiles.
+EDGES_SM90 = (FORWARD_SM90_TILES[0], FORWARD_SM90_TILES[1], FORWARD_SM90_TILES[2], FORWARD_SM90_TILES[-1])
+
+
+@pytest.mark.parametrize("tile", EDGES_SM90, ids=name_of)
+@pytest.mark.parametrize("sizes", EDGES.values(), ids=EDGES)
+def test_edges_of_compute_capability_9(sizes, tile):
+    case = ct.Case(head_dim=16, dtype="float16", **sizes)
+    arrays = case.arrays()
+    problem = problem_of(case, arrays)
+    # An empty array has no tensor map: then the other kernel runs.
+    tiles = (tile,) if 0 not in (*arrays["q"].shape, *arrays["k"].shape) else None
+    ct.assert_forward(case, *attention.forward(problem, arrays, tiles=tiles, arch=FEW_SMS))
 
 
 def judge(problem, arrays, results):
@@ -500,9 +573,10 @@ def run_both(problem, arrays, **options):
     return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
 
 
+@either_kernel
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("term", ["mask", "bias"])
-def test_terms_that_hide_everything(term, deterministic):
+def test_terms_that_hide_everything(term, deterministic, arch):
     sizes = {"seqlen_q": 40, "seqlen_k": 70, "num_heads": 2}
     case = ct.Case(head_dim=16, dtype="bfloat16", **sizes, **{term: (2, 40, 70)})
     arrays = case.arrays()
@@ -511,23 +585,25 @@ def test_terms_that_hide_everything(term, deterministic):
     arrays[term][1, 16:] = hidden  # whole fragments, and whole tiles of rows
     arrays[term][1, :, :64] = hidden  # a whole tile of keys
     problem = problem_of(case, arrays, deterministic=deterministic)
-    results = run_both(problem, arrays)
+    results = run_both(problem, arrays, arch=arch)
     judge(problem, arrays, results)
     assert not results["out"][0, 0].any()
     assert (results["lse"][0, 0] == -np.inf).all()
 
 
-def test_lengths_out_of_range_are_clamped():
+@either_kernel
+def test_lengths_out_of_range_are_clamped(arch):
     case = ct.Case(seqlen_q=20, seqlen_k=50, batch=3, head_dim=16, dtype="float16", kv_lengths=(0, 50, 50))
     arrays = case.arrays()
     problem = problem_of(case, arrays)
-    tame = run_both(problem, arrays)
+    tame = run_both(problem, arrays, arch=arch)
     arrays["kv_lengths"][...] = (-7, 51, 2**31 - 1)
-    assert bits(run_both(problem, arrays)) == bits(tame)
+    assert bits(run_both(problem, arrays, arch=arch)) == bits(tame)
 
 
+@either_kernel
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_values_that_are_no_numbers(dtype):
+def test_values_that_are_no_numbers(dtype, arch):
     """NaN and infinities of visible inputs come out where the formula has them."""
     case = ct.Case(seqlen_q=40, seqlen_k=70, head_dim=16, dtype=dtype, causal=True)
     arrays = case.arrays()
@@ -536,7 +612,7 @@ def test_values_that_are_no_numbers(dtype):
     arrays["v"][0, 0, 2, 5] = np.inf
     arrays["v"][0, 0, 3, 6] = np.nan
     problem = problem_of(case, arrays)
-    out, lse = attention.forward(problem, arrays)
+    out, lse = attention.forward(problem, arrays, arch=arch)
     judge(problem, {name: arrays[name] for name in "qkv"}, {"out": out, "lse": lse})
 
 
@@ -604,28 +680,103 @@ def test_tf32(head_dim, deterministic):
         assert expected[name].tolerance < error <= allowed, name  # as rough as it may be, and not the other precision
 
 
+@either_kernel
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_softcap_bounds_products_that_overflow(deterministic):
+def test_softcap_bounds_products_that_overflow(deterministic, arch):
     """A product of minus infinity is a capped score like others, also in a tile that has hidden keys."""
     case = ct.Case(seqlen_q=2, seqlen_k=2, head_dim=16, dtype="bfloat16", softcap=0.25, causal=True)
     arrays = case.arrays()
     arrays["q"][0, 0, 1], arrays["k"][0, 0, 0] = 1e19, -1e19
     problem = problem_of(case, arrays, deterministic=deterministic)
-    results = run_both(problem, arrays)
+    results = run_both(problem, arrays, arch=arch)
     expected = ct.yardsticks(problem, arrays)
     for name in ("out", "dv"):  # the others are as large as the inputs
         np.testing.assert_allclose(results[name].astype(np.float64), expected[name].expected, atol=0.02)
 
 
+# ---- Tiles of queries one after another, and maxima that are found late ----------------------------------------------
+
+FEW_SMS = replace(DeviceSpec.for_arch("9.0"), num_sms=2)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("m_blocks", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("num_sms", [1, 3])
+def test_blocks_take_pairs_of_tiles(num_sms, m_blocks, schedule):
+    """Every tile of queries once: an odd one out is alone, blocks end with different numbers of tiles."""
+    tile = FORWARD_SM90_TILES[1]
+    seqlen = tile.block_m * (m_blocks - 1) + 70
+    case = ct.Case(seqlen_q=seqlen, seqlen_k=100, num_heads=3, head_dim=16, dtype="bfloat16", causal="top_left")
+    arrays = case.arrays()
+    device = replace(FEW_SMS, num_sms=num_sms)
+    results = attention.forward(problem_of(case, arrays), arrays, tiles=(tile,), arch=device, schedule=schedule)
+    ct.assert_forward(case, *results)
+
+
+def rising(tile, dtype, **options):
+    """A problem whose scores rise from tile to tile: keys come last first, the first ones are the most alike to q.
+
+    From one tile to the next, scores of the even rows rise by `rise` units of log2, beyond what a tile may sum up to;
+    those of the odd rows fall.
+    """
+    num_tiles, rise = 4, {"float16": 20.0, "bfloat16": 40.0}[dtype]
+    seqlen_k = tile.block_n * num_tiles - 3
+    case = ct.Case(seqlen_q=67, seqlen_k=seqlen_k, head_dim=16, dtype=dtype, scale=1.0, score_spread=0.5, **options)
+    arrays = case.arrays()
+    n_block = np.arange(seqlen_k) // tile.block_n
+    # The first column carries the rise alone: +-1 in q, the size in k; both are exact.
+    arrays["q"][..., 0] = np.where(np.arange(67) % 2, -1, 1)
+    arrays["k"][..., 0] = np.round((num_tiles - 1 - 2 * n_block) / 2 * rise * np.log(2))
+    if options.get("alibi_slopes"):
+        arrays["alibi_slopes"][...] = 2**-6  # of what the rise does not hide
+    return case, problem_of(case, arrays), arrays
+
+
+LAZY = tuple(tile for tile in FORWARD_SM90_TILES if tile.lazy_maximum)
+
+
+@pytest.mark.parametrize("options", [{}, {"alibi_slopes": (1,)}, {"causal": True}], ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("tile", LAZY, ids=name_of)
+def test_maxima_that_are_found_late(tile, dtype, options):
+    _, problem, arrays = rising(tile, dtype, **options)
+    first = None
+    for schedule in SCHEDULES:
+        launches = []
+        out, lse = attention.forward(problem, arrays, tiles=(tile,), schedule=schedule, statistics=launches)
+        judge(problem, arrays, {"out": out, "lse": lse})
+        assert launches[0].matrix_loads > 0  # only the product that is done again has any
+        first = first or bits((out, lse))
+        assert bits((out, lse)) == first
+
+
+@pytest.mark.parametrize("tile", LAZY, ids=name_of)
+def test_maxima_are_not_looked_for_in_vain(tile):
+    """Scores of common spreads need no second product."""
+    case = ct.Case(seqlen_q=67, seqlen_k=4 * tile.block_n, head_dim=16, dtype="float16", score_spread=1.0)
+    arrays = case.arrays()
+    launches = []
+    results = attention.forward(problem_of(case, arrays), arrays, tiles=(tile,), statistics=launches)
+    ct.assert_forward(case, *results)
+    assert launches[0].matrix_loads == 0
+
+
 # ---- Memory ----------------------------------------------------------------------------------------------------------
 
 
-def framed(frames):
-    """Places arrays within NaN; `frames` collects what surrounds them and where they are in it."""
+def framed(frames, *, aligned=False):
+    """Places arrays within NaN; `frames` collects what surrounds them and where they are in it.
+
+    With `aligned`, rows begin at multiples of 16 bytes.
+    """
 
     def place(array):
-        frame = attention.guarded(np.full([n + 4 for n in array.shape], poison(array.dtype), array.dtype))
-        inside = tuple(slice(2, n + 2) for n in array.shape)
+        leads = [2] * (array.ndim - 1) + [8 if aligned else 2]
+        shape = [n + 2 * lead for n, lead in zip(array.shape, leads, strict=True)]
+        if aligned:
+            shape[-1] = round_up(shape[-1], 8)
+        frame = attention.guarded(np.full(shape, poison(array.dtype), array.dtype))
+        inside = tuple(slice(lead, n + lead) for n, lead in zip(array.shape, leads, strict=True))
         frame[inside] = array
         frames.append((frame, inside))
         return frame[inside]
@@ -633,20 +784,38 @@ def framed(frames):
     return place
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_results_stay_inside_their_arrays(deterministic):
-    case = ct.Case(seqlen_q=70, seqlen_k=81, batch=2, num_heads=2, num_heads_kv=1, head_dim=24, dtype="bfloat16")
-    frames = []
-    assert_results(case, all_results(case, deterministic=deterministic, place=framed(frames)))
-    assert len(frames) == 5 + 9  # inputs and results of both passes
+def assert_only_noise(frames, count):
+    """Around each of `count` arrays everything is still NaN."""
+    assert len(frames) == count
     for frame, inside in frames:
         frame[inside] = np.nan
         assert np.isnan(frame.astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
+def test_results_stay_inside_their_arrays(deterministic):
+    case = ct.Case(seqlen_q=70, seqlen_k=81, batch=2, num_heads=2, num_heads_kv=1, head_dim=24, dtype="bfloat16")
+    frames = []
+    assert_results(case, all_results(case, deterministic=deterministic, place=framed(frames)))
+    assert_only_noise(frames, 5 + 9)  # inputs and results of both passes
+
+
+@pytest.mark.parametrize("tile", FORWARD_SM90_TILES[1:3], ids=name_of)
+def test_results_of_the_copy_engine_stay_inside_their_arrays(tile):
+    """Whole boxes leave shared memory, and columns and rows that do not exist stay behind."""
+    case = ct.Case(seqlen_q=70, seqlen_k=81, batch=2, num_heads=2, num_heads_kv=1, head_dim=24, dtype="bfloat16")
+    case = replace(case, head_dim_v=20)
+    arrays, frames = case.arrays(), []
+    place = framed(frames, aligned=True)
+    results = attention.forward(problem_of(case, arrays), arrays, tiles=(tile,), place=place)
+    ct.assert_forward(case, *results)
+    assert_only_noise(frames, 3 + 2)
+
+
+@either_kernel
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("options", [{}, {"bias": (2, 2, 33, 18), "mask": (2, 2, 33, 18)}], ids=["plain", "terms"])
-def test_offsets_take_64_bits(options, deterministic):
+def test_offsets_take_64_bits(options, deterministic, arch):
     case = ct.Case(
         seqlen_q=33,
         seqlen_k=18,
@@ -659,7 +828,7 @@ def test_offsets_take_64_bits(options, deterministic):
         alibi_slopes=(2, 2),
         **options,
     )
-    assert_results(case, all_results(case, deterministic=deterministic, place=attention.far_apart))
+    assert_results(case, all_results(case, arch=arch, deterministic=deterministic, place=attention.far_apart))
 
 
 # ---- Undefined behaviour ---------------------------------------------------------------------------------------------
@@ -671,7 +840,8 @@ SANITIZED = replace(CASE, bias=(150,), mask=(70, 150), softcap=5.0, alibi_slopes
 def run_sanitized(sanitizer):
     for deterministic, dtype in itertools.product((False, True), ("float16", "float32", "float64")):
         case = replace(SANITIZED, dtype=dtype)
-        assert_results(case, all_results(case, deterministic=deterministic, sanitizer=sanitizer))
+        arch = "8.0" if deterministic else "9.0"
+        assert_results(case, all_results(case, arch=arch, deterministic=deterministic, sanitizer=sanitizer))
 
 
 def test_no_undefined_behaviour():
@@ -695,15 +865,19 @@ def test_no_address_errors():
 # ---- Shared memory ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "tile", [*SEVERAL_STAGES, *(tile for table in TABLES for tile in table if tile.element_bytes == 2)], ids=name_of
-)
+LAZY_ROWS = (tile for tile in FORWARD_SM90_TILES if tile.lazy_maximum)
+ROWS_WITH_MATRIX_LOADS = (*SEVERAL_STAGES, *(tile for table in ROWS_OF_2_BYTES for _, tile in table), *LAZY_ROWS)
+
+
+@pytest.mark.parametrize("tile", ROWS_WITH_MATRIX_LOADS, ids=name_of)
 def test_matrix_loads_have_no_bank_conflicts(tile):
     case = ct.Case(seqlen_q=33, seqlen_k=65, head_dim=tile.max_dim, dtype="bfloat16")
     arrays = case.arrays()
     problem = problem_of(case, arrays, deterministic=isinstance(tile, DqTile))
     launches = []
-    if isinstance(tile, ForwardTile):
+    if isinstance(tile, ForwardSm90Tile):
+        case, problem, arrays = rising(tile, "bfloat16")  # matrix loads are those of products done again
+    if isinstance(tile, ForwardTile | ForwardSm90Tile):
         attention.forward(problem, arrays, tiles=(tile,), statistics=launches)
     else:
         tiles = (next(main for main in BACKWARD_TILES if goes_with(main, tile)), tile)

@@ -140,6 +140,16 @@ def _specialisations():
         yield Specialisation(dtype=dtype, head_dim=192, head_dim_v=128, right=True)
         yield Specialisation(dtype=dtype, head_dim=64, strides="padded")
         yield Specialisation(dtype=dtype, head_dim=48, head_dim_v=72, kv_lengths="int32", **everything)
+    # Compute capability 9.0 has a kernel of its own for strides that its copy engine can take: both get every option.
+    for n, head_dim in enumerate((64, 96, 128, 192, 256)):
+        dtypes = (half, brain) if n % 2 else (brain, half)
+        terms = {"softcap": 30.0, "bias": ("input", "softmax")[n % 2], "alibi_slopes": True}
+        yield Specialisation(dtype=dtypes[0], head_dim=head_dim, kv_lengths="int32", **everything)
+        yield Specialisation(dtype=dtypes[1], head_dim=head_dim, right=head_dim > 128, **terms)
+    yield Specialisation(dtype=half, head_dim=192, left=True)
+    yield Specialisation(dtype=brain, head_dim=96, right=True)
+    yield Specialisation(dtype=brain, head_dim=128, strides="flipped", right=True)
+    yield Specialisation(dtype=half, head_dim=256, strides="flipped", kv_lengths="int64", **everything)
 
 
 SPECIALISATIONS = tuple(_specialisations())

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
+from cuflash.problem import make_problem
 
 pytestmark = pytest.mark.gpu
 
@@ -57,6 +58,130 @@ def test_long_sequences(cupy, head_dim, causal, dtype):
     )
     qkv, _ = arrays_of(cupy, case)
     ct.assert_forward(case, *cuflash.FlashAttention(causal=causal).forward(*qkv))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (300, None)}, {"softcap": 9.0}], ids=str)
+@pytest.mark.parametrize("seqlen_k", [2048, 2111])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_long_rows(cupy, head_dim, seqlen_k, options):
+    """From 2048 keys on, some devices have tiles of their own."""
+    case = ct.Case(seqlen_q=333, seqlen_k=seqlen_k, num_heads=2, head_dim=head_dim, dtype="bfloat16", **options)
+    qkv, _ = arrays_of(cupy, case)
+    ct.assert_forward(case, *cuflash.FlashAttention(**case.keywords).forward(*qkv))
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 2, 3, 5, 8, 15, 16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_few_queries(cupy, head_dim, seqlen_q):
+    sizes = {"seqlen_q": seqlen_q, "seqlen_k": 2100, "batch": 3, "num_heads": 6, "num_heads_kv": 2}
+    case = ct.Case(**sizes, head_dim=head_dim, dtype="float16", causal=True)
+    qkv, _ = arrays_of(cupy, case)
+    ct.assert_forward(case, *cuflash.FlashAttention(causal=True).forward(*qkv))
+
+
+@pytest.mark.parametrize("causal", [False, "top_left"])
+@pytest.mark.parametrize(("head_dim", "seqlen_q"), [(64, 500), (64, 700), (128, 500), (128, 700), (256, 300)])
+def test_more_tiles_than_multiprocessors(cupy, head_dim, seqlen_q, causal):
+    """Blocks that stay take several tiles of queries, in pairs under a causal mask: odd and even numbers of them."""
+    sizes = {"seqlen_q": seqlen_q, "seqlen_k": 200, "batch": 7, "num_heads": 26, "num_heads_kv": 13}
+    case = ct.Case(**sizes, head_dim=head_dim, dtype="bfloat16", causal=causal)
+    qkv, _ = arrays_of(cupy, case)
+    ct.assert_forward(case, *cuflash.FlashAttention(causal=causal).forward(*qkv))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 1000.0}], ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_scores_that_rise_from_tile_to_tile(cupy, head_dim, dtype, options):
+    """The first keys are the most alike to the even queries, the last ones to the odd: each order of tiles meets both.
+
+    What was summed of the tiles before is nothing against the next one: maxima have to follow.
+    """
+    case = ct.Case(seqlen_q=200, seqlen_k=700, head_dim=head_dim, dtype=dtype, scale=1.0, score_spread=0.5, **options)
+    arrays = case.arrays()
+    arrays["q"][..., 0] = np.where(np.arange(200) % 2, -1, 1)
+    arrays["k"][..., 0] = np.round(np.linspace(100, -100, 700))
+    problem = make_problem(case.options, *(arrays[name] for name in "qkv"))
+    yardsticks = ct.yardsticks(problem, arrays)
+    given = [cupy.asarray(arrays[name]) for name in "qkv"]
+    out, lse = cuflash.FlashAttention(**case.keywords).forward(*given)
+    for name, result in (("out", out), ("lse", lse)):
+        assert ct.measure(name, ct.to_numpy(result), yardsticks[name]).failure is None
+
+
+# ---- the kernels of compute capability 9.0 ---------------------------------------------------------------------------
+
+
+def off_by_one(cupy, x):
+    """The array one element behind an address that is aligned."""
+    inside = cupy.empty(x.size + 1, x.dtype)[1:].reshape(x.shape)
+    inside[...] = x
+    return inside
+
+
+def is_hopper(cupy):
+    return cupy.cuda.Device().compute_capability == "90"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_the_kernel_of_all_devices(cupy, head_dim, causal):
+    """It takes arrays that the copy engine cannot, and is as right as the one that the aligned arrays get."""
+    sizes = {"seqlen_q": 300, "seqlen_k": 2100, "num_heads": 4, "num_heads_kv": 2}
+    case = ct.Case(**sizes, head_dim=head_dim, dtype="bfloat16", causal=causal)
+    qkv, _ = arrays_of(cupy, case)
+    attn = cuflash.FlashAttention(causal=causal)
+    for arrays, own in ((qkv, is_hopper(cupy)), ([off_by_one(cupy, x) for x in qkv], False)):
+        (kernel,) = attn.plan(*arrays).forward.kernels
+        assert kernel.source == ("forward_sm90.cu" if own else "forward_sm80.cu")
+        ct.assert_forward(case, *attn.forward(*arrays))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_one_array_that_is_not_aligned(cupy, name):
+    case = ct.Case(seqlen_q=150, seqlen_k=170, head_dim=DIM, dtype="float16")
+    (q, k, v), _ = arrays_of(cupy, case)
+    arrays = {"q": q, "k": k, "v": v, "out": cupy.empty_like(q)}
+    arrays[name] = off_by_one(cupy, arrays[name])
+    out = arrays.pop("out")
+    results = cuflash.FlashAttention().forward(*arrays.values(), out=out)
+    assert results.out is out
+    ct.assert_forward(case, *results)
+
+
+@pytest.mark.parametrize("head_dim_v", [64, 61])
+def test_rows_further_apart_than_they_are_long(cupy, head_dim_v):
+    """Columns that the copy engine must leave alone are NaN around q, k and v, and stay as they were around out."""
+    case = ct.Case(seqlen_q=150, seqlen_k=170, num_heads=2, head_dim=60, head_dim_v=head_dim_v, dtype="bfloat16")
+    arrays, _ = arrays_of(cupy, case)
+
+    def spaced(x):
+        rows = cupy.asarray(np.full((*x.shape[:-1], 80), np.nan, x.dtype))
+        inside = rows[..., 8 : 8 + x.shape[-1]]
+        inside[...] = x
+        return rows, inside
+
+    (_, q), (_, k), (_, v) = (spaced(x) for x in arrays)
+    rows, out = spaced(cupy.zeros((1, 2, 150, head_dim_v), v.dtype))
+    attn = cuflash.FlashAttention()
+    if head_dim_v == 64:  # the plan takes out as contiguous
+        (kernel,) = attn.plan(q, k, v).forward.kernels
+        assert kernel.source == ("forward_sm90.cu" if is_hopper(cupy) else "forward_sm80.cu")
+    result = attn.forward(q, k, v, out=out)
+    ct.assert_forward(case, *result)
+    out[...] = np.nan
+    assert np.isnan(ct.to_numpy(rows).astype(np.float32)).all()
+
+
+def test_every_call_reads_its_own_arrays(cupy):
+    """More arrays than a kernel's launch remembers the tensor maps of, and the first ones once more."""
+    q = arrays_of(cupy, ct.Case(seqlen_q=65, seqlen_k=65, batch=300, head_dim=DIM, dtype="float16"))[0][0]
+    attn = cuflash.FlashAttention()
+    whole = attn.forward(q, q, q)
+    for n in (*range(300), 0, 1, 299):
+        alone = attn.forward(q[n], q[n], q[n])
+        assert same_bits(alone.out, whole.out[n])
+        assert same_bits(alone.lse, whole.lse[n])
 
 
 @pytest.mark.parametrize("seqlen_k", [1, 2, 130])

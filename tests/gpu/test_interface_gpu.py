@@ -241,6 +241,30 @@ def test_a_captured_graph_replays_on_new_contents(cupy, deterministic):
         stream.synchronize()
 
 
+def test_a_captured_graph_of_several_arrays(cupy):
+    """Every captured call keeps the addresses that it was given."""
+    attn = cuflash.FlashAttention(causal=True)
+    inputs = [[normal(cupy, 2, 4, 129, DIM, seed=10 * m + n) for n in range(3)] for m in range(3)]
+    results = [cupy.full_like(q, np.nan) for q, _, _ in inputs]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    pool = cupy.cuda.MemoryPool()
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.using_allocator(pool.malloc), stream:
+        attn.compile(*inputs[0])
+        stream.begin_capture()
+        for arrays, out in zip(inputs, results, strict=True):
+            attn.forward(*arrays, out=out)
+        graph = stream.end_capture()
+        for m, arrays in enumerate(inputs):
+            for n, x in enumerate(arrays):
+                x[...] = normal(cupy, 2, 4, 129, DIM, seed=100 + 10 * m + n)
+        graph.launch(stream)
+        stream.synchronize()
+        for arrays, out in zip(inputs, results, strict=True):
+            np.testing.assert_array_equal(host(out), host(attn.forward(*arrays).out))
+        stream.synchronize()
+
+
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,96 @@
+"""Tensor maps: what is asked of the driver, and how often."""
+
+import sys
+import types
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from cuflash import tensor_map
+from cuflash.problem import Operand
+from cuflash.tensor_map import encode, encoder, tensor_map_spec
+
+OPERAND = Operand(shape=(2, 3, 300, 72), strides=(65_000, 21_600, 80, 1), dtype="bfloat16")
+
+
+class FakeDriver(types.ModuleType):
+    """Stands for cuda.bindings.driver, keeps what it is asked, and returns the address as the map."""
+
+    def __init__(self, error=0):
+        super().__init__("cuda.bindings.driver")
+        self.calls = []
+        self.error = error
+        for name in ("cuuint64_t", "cuuint32_t"):
+            setattr(self, name, int)
+
+    def __getattr__(self, name):
+        if not name.startswith("CU"):
+            raise AttributeError(name)
+        return _Names()
+
+    def cuTensorMapEncodeTiled(self, *arguments):
+        self.calls.append(arguments)
+        result = types.SimpleNamespace(value=self.error, name="CUDA_ERROR_INVALID_VALUE")
+        return result, types.SimpleNamespace(opaque=[arguments[2], *range(15)])
+
+
+class _Names:
+    """An enumeration whose members are their names."""
+
+    def __getattr__(self, name):
+        return name
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    fake = FakeDriver()
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", fake)
+    tensor_map._driver.cache_clear()
+    yield fake
+    tensor_map._driver.cache_clear()
+
+
+def test_what_the_driver_is_asked(driver):
+    content = encode(tensor_map_spec("q", OPERAND, 192), 2**33 + 16)
+    assert len(content) == tensor_map.BYTES
+    assert int.from_bytes(content[:8], "little") == 2**33 + 16
+    ((dtype, rank, address, shape, strides, box, steps, interleave, swizzle, _, fill),) = driver.calls
+    assert (dtype, rank, address) == ("CU_TENSOR_MAP_DATA_TYPE_BFLOAT16", 4, 2**33 + 16)
+    assert (shape, strides) == ([72, 300, 3, 2], [160, 43_200, 130_000])
+    assert (box, steps) == ([64, 192, 1, 1], [1, 1, 1, 1])
+    assert interleave == "CU_TENSOR_MAP_INTERLEAVE_NONE"
+    assert swizzle == "CU_TENSOR_MAP_SWIZZLE_128B"  # that kernels/tiles_sm90.cuh expects
+    assert fill == "CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE"  # zeros
+
+
+def test_errors_of_the_driver_name_the_array(driver):
+    driver.error = 1
+    with pytest.raises(RuntimeError, match=r"CUDA_ERROR_INVALID_VALUE for TensorMapSpec\(name='k'"):
+        encode(tensor_map_spec("k", OPERAND, 64), 32)
+
+
+def test_a_map_is_made_once_for_an_address(driver):
+    map_of = encoder(tensor_map_spec("q", OPERAND, 64))
+    maps = [map_of(address) for address in (32, 48, 32, 48, 32)]
+    assert len(driver.calls) == 2
+    assert maps[0] == maps[2] == maps[4] != maps[1]
+
+
+def test_encoders_do_not_share_maps(driver):
+    for rows in (64, 128):
+        encoder(tensor_map_spec("q", OPERAND, rows))(32)
+    assert [call[5][1] for call in driver.calls] == [64, 128]
+
+
+def test_specs_are_values():
+    spec = tensor_map_spec("q", OPERAND, 64)
+    assert spec == tensor_map_spec("q", OPERAND, 64)
+    assert hash(spec) == hash(tensor_map_spec("q", OPERAND, 64))
+    assert spec != tensor_map_spec("k", OPERAND, 64)
+    with pytest.raises(FrozenInstanceError):
+        spec.rows = 128
+
+
+def test_strides_of_axes_that_are_not_stepped_along():
+    operand = Operand(shape=(1, 1, 1, 8), strides=(-3, 0, 2**50, 1), dtype="float16")
+    assert tensor_map_spec("q", operand, 64).strides_bytes == (16, 16, 16)
