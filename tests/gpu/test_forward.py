@@ -206,7 +206,7 @@ def test_the_same_bits_every_time_and_for_every_neighbour(cupy):
     assert same_bits(alone.lse, first.lse[2:3, 4:5])
 
 
-# ---- few queries, many keys ------------------------------------------------------------------------------------------
+# ---- decoding: few queries, many keys --------------------------------------------------------------------------------
 
 MANY_KEYS = 8192
 
@@ -225,7 +225,7 @@ def assert_same_every_time(cupy, case):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("seqlen_q", [1, 3, 4, 8, 16])
-def test_few_queries(cupy, seqlen_q, group, dtype):
+def test_decoding(cupy, seqlen_q, group, dtype):
     case = ct.Case(
         seqlen_q=seqlen_q,
         seqlen_k=MANY_KEYS,
@@ -241,7 +241,7 @@ def test_few_queries(cupy, seqlen_q, group, dtype):
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (96, 40), (192, 128), (256, 256)])
-def test_few_queries_of_other_heads(cupy, head_dim, head_dim_v, layout):
+def test_decoding_of_other_heads(cupy, head_dim, head_dim_v, layout):
     case = ct.Case(
         seqlen_q=4,
         seqlen_k=3001,
@@ -269,7 +269,7 @@ def test_few_queries_of_other_heads(cupy, head_dim, head_dim_v, layout):
     ],
     ids=str,
 )
-def test_few_queries_that_see_few_keys(cupy, options):
+def test_decoding_where_splits_see_few_keys(cupy, options):
     """Splits of the keys of which some are empty, or end within a tile."""
     case = ct.Case(
         seqlen_q=4, seqlen_k=MANY_KEYS, batch=4, num_heads=8, num_heads_kv=2, head_dim=128, dtype="float16", **options
@@ -278,7 +278,7 @@ def test_few_queries_that_see_few_keys(cupy, options):
 
 
 @pytest.mark.parametrize("batch", [1, 8, 64])
-def test_few_queries_of_batches_that_fill_the_device(cupy, batch):
+def test_decoding_of_batches_that_fill_the_device(cupy, batch):
     """From many splits of the keys to none."""
     case = ct.Case(
         seqlen_q=2, seqlen_k=600, batch=batch, num_heads=16, num_heads_kv=4, head_dim=64, dtype="float16", causal=True

@@ -63,6 +63,11 @@ def test_what_the_driver_is_asked(driver):
     assert fill == "CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE"  # zeros
 
 
+def test_a_box_of_several_heads(driver):
+    encode(tensor_map_spec("q", OPERAND, 4, heads=3), 32)
+    assert driver.calls[0][5] == [64, 4, 3, 1]
+
+
 def test_errors_of_the_driver_name_the_array(driver):
     driver.error = 1
     with pytest.raises(RuntimeError, match=r"CUDA_ERROR_INVALID_VALUE for TensorMapSpec\(name='k'"):
