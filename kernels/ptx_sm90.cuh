@@ -60,8 +60,8 @@ CUFLASH_DEVICE void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 // Thread. cp.async.bulk.tensor.4d (9.7.9.27.5.2), global to shared: the box of `map` whose first element has these
-// coordinates (column, row, head, batch); zeros outside of the array. The bytes of the whole box count on `barrier`.
-// `destination` is aligned to 1024 bytes for the 128-byte swizzle.
+// coordinates (column, row, head, batch), none of them negative; zeros outside of the array. The bytes of the whole box
+// count on `barrier`. `destination` is aligned to 1024 bytes for the 128-byte swizzle.
 CUFLASH_DEVICE void load_tensor(u32 destination, const TensorMap& map, u32 barrier, i32 column, i32 row, i32 head,
                                 i32 batch) {
   asm volatile(

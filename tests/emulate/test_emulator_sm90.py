@@ -91,7 +91,7 @@ PLANTED = [
     ("no_tensor_map", "tensor map"),
     ("missing_fence_before_store", "missing fence_async_proxy: reads"),
     ("missing_barrier_before_store", f"{UNORDERED}|.* bulk_wait_read"),
-    ("store_to_negative", "coordinate -1 of a tensor store is negative"),
+    ("store_to_negative", "coordinate -1 of a tensor copy is negative"),
     ("store_source_changed", "data race: writes .* reads: a bulk_wait_read, or a barrier behind it, is missing"),
     ("store_wait_too_short", "data race: writes .* reads: a bulk_wait_read, or a barrier behind it, is missing"),
     ("store_left", "exits with this copy in flight: a bulk_wait_read is missing"),

@@ -152,6 +152,7 @@ def _specialisations():
     yield Specialisation(dtype=half, head_dim=256, strides="flipped", kv_lengths="int64", **everything)
 
 
+SPECIALISED = ("specialisation", "deterministic_specialisation")  # the fixtures that tests take them from
 SPECIALISATIONS = tuple(_specialisations())
 DETERMINISTIC = tuple(
     x
@@ -171,9 +172,14 @@ def deterministic_specialisation(request):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiled():
-    """Fill the cache of compiled kernels, on as many threads as there are cores."""
+def compiled(request):
+    """Fill the cache of compiled kernels for the tests that were selected, on as many threads as there are cores."""
     import cupy
+
+    tasks = set()
+    for item in request.session.items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        tasks |= {(params[name], name != "specialisation") for name in SPECIALISED if name in params}
 
     def compile_one(task):
         specialisation, deterministic = task
@@ -182,6 +188,5 @@ def compiled():
         attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
         attn.compile(arrays["q"], arrays["k"], arrays["v"], **ct.optional(arrays))
 
-    tasks = [(x, False) for x in SPECIALISATIONS] + [(x, True) for x in DETERMINISTIC]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compile_one, tasks))

@@ -60,12 +60,11 @@ def test_long_sequences(cupy, head_dim, causal, dtype):
     ct.assert_forward(case, *cuflash.FlashAttention(causal=causal).forward(*qkv))
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (300, None)}, {"softcap": 9.0}], ids=str)
-@pytest.mark.parametrize("seqlen_k", [2048, 2111])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-def test_long_rows(cupy, head_dim, seqlen_k, options):
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 9.0}], ids=str)
+@pytest.mark.parametrize("head_dim", [96, 128, 256])
+def test_long_rows(cupy, head_dim, options):
     """From 2048 keys on, some devices have tiles of their own."""
-    case = ct.Case(seqlen_q=333, seqlen_k=seqlen_k, num_heads=2, head_dim=head_dim, dtype="bfloat16", **options)
+    case = ct.Case(seqlen_q=333, seqlen_k=2111, num_heads=2, head_dim=head_dim, dtype="bfloat16", **options)
     qkv, _ = arrays_of(cupy, case)
     ct.assert_forward(case, *cuflash.FlashAttention(**case.keywords).forward(*qkv))
 
