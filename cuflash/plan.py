@@ -570,8 +570,8 @@ FORWARD_SM90_TILES = (
     _forward_sm90(128,    192, 80,  2,    True,  True,  True,  False, "long full",
                   "on an H200 751 and 779 TFLOP/s (seqlen 4096 and 16384), 128 x 128 in another run 774 and 741"),
     _forward_sm90(128,    128, 128, 2,    True,  True,  True,  False, "no terms",
-                  "on an H200 677 TFLOP/s causal at seqlen 4096, 619 / 464 full / causal at 1024, FlashAttention-2 beside "
-                  "it 291, 313 / 248"),
+                  "on an H200 677 TFLOP/s causal at seqlen 4096, 619 / 464 full / causal at 1024, FlashAttention-2 "
+                  "beside it 291, 313 / 248"),
     _forward_sm90(128,    128, 64,  3,    True,  True,  True,  False, "any", _ARITHMETIC),
     _forward_sm90(192,    128, 112, 2,    True,  True,  False, True,  "any", _ARITHMETIC),
     _forward_sm90(256,    128, 64,  2,    True,  True,  False, True,  "short",
@@ -593,7 +593,7 @@ BACKWARD_SM90_TILES = (
     #             max_dim m   n   stages early  split
     _backward_sm90(64,  64, 128, 3,     True,  False, _h200("489 / 461, 407 / 305", "269 / 245, 243 / 184")),
     _backward_sm90(128, 64, 128, 3,     False, False, _h200("526 / 504, 443 / 338", "277 / 263, 253 / 206")),
-    _backward_sm90(256, 64, 64,  2,     False, True,  
+    _backward_sm90(256, 64, 64,  2,     False, True,
                    "on an H200 351 / 327, 297 / 241 TFLOP/s, cuDNN beside it 399 / 372, 300 / 255 (seqlen 4096 full / "
                    "causal, 1024 full / causal)"),
 )

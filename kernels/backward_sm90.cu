@@ -313,7 +313,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
         for (int i = 0; i < 4; ++i)
           if (!mask.visible(row_of(n, i), key_of(i))) p[n][i] = -ptx::infinity();
     }
-    float derivative[kScaleInExponent ? 1 : kQueryTiles][4];
+    [[maybe_unused]] float derivative[kScaleInExponent ? 1 : kQueryTiles][4];
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
       float stats[4];  // lse and delta of this lane's two queries
