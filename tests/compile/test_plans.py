@@ -74,6 +74,9 @@ SPILLS = {
     ("backward_sm80.cu", 8, 256, "16x32", 1): 64,
     ("backward_sm80.cu", 8, 256, "16x16", 1): 64,
     ("forward_sm90.cu", 2, 64, "256x64", 1): 64,
+    ("backward_sm90.cu", 2, 128, "64x128", 1): 64,
+    ("backward_sm90.cu", 2, 256, "64x64", 1): 256,
+    ("backward_reduce.cu", 2, 256, "64x64", 1): 320,
 }
 # The same on compute capability 10.0 and later, where the compiler loads fragments of wide elements further ahead.
 SPILLS_OF_LATER_ARCHS = SPILLS | {
@@ -97,6 +100,9 @@ SPILLS_OF_OPTIONS = SPILLS | {
     ("forward_sm90.cu", 2, 256, "128x64", 1): 64,
     ("forward_sm90.cu", 2, 256, "128x80", 1): 224,
     ("forward_sm90.cu", 2, 128, "192x80", 1): 16,
+    ("backward_sm90.cu", 2, 64, "64x128", 1): 16,
+    ("backward_sm90.cu", 2, 128, "64x128", 1): 320,
+    ("backward_sm90.cu", 2, 256, "64x64", 1): 576,
 }
 
 
