@@ -210,7 +210,7 @@ TARGETS = [
     *(
         Target(tile=first_that_fits(table, arch, element_bytes), arch=arch, variant=variant)
         for table in TABLES[:3]
-        for element_bytes, archs in ((2, ARCHS), (4, ("8.6", "9.0")), (8, ("9.0",)))
+        for element_bytes, archs in ((2, ARCHS), (4, ("9.0",)), (8, ("9.0",)))
         for arch in archs
         for variant in ("full", "groups", "narrow", "options")
     ),
@@ -232,8 +232,8 @@ TARGETS = [
     *(
         Target(tile=first_that_fits(table, arch, element_bytes), arch=arch)
         for table in TABLES[:3]
-        for element_bytes in (2, 4, 8)
-        for arch in OTHER_ARCHS
+        for element_bytes, archs in ((2, OTHER_ARCHS), (4, ("10.0", "12.1")), (8, ("10.0", "12.1")))
+        for arch in archs
     ),
 ]
 
