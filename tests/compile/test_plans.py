@@ -240,7 +240,12 @@ TARGETS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(request):
-    """Fills the cache of compiled kernels for the tests that were selected, on as many threads as there are cores."""
+    """Fills the cache of compiled kernels for the tests that were selected, on as many threads as there are cores.
+
+    Where the tests themselves are spread over processes, each compiles what it comes to.
+    """
+    if hasattr(request.config, "workerinput"):
+        return
     selected = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
     targets = {item.callspec.params["target"] for item in selected if "target" in item.callspec.params}
     known = supported_archs()

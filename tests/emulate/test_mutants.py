@@ -13,7 +13,13 @@ def test_without_a_mistake_the_trial_passes(trial):
     trial.run()
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.file}: {mutant.what}")
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_are_mistakes_in_the_kernels_as_they_are(mutant):
+    assert mutant.plant()
+
+
+# A compilation and more each: every fourth of them. `python tests/emulate/mutants.py` plants them all.
+@pytest.mark.parametrize("mutant", MUTANTS[::4], ids=lambda mutant: f"{mutant.file}: {mutant.what}")
 def test_mutant_is_caught(mutant):
     report = mutant.caught()
     if mutant.escapes:
