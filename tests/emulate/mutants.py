@@ -166,7 +166,9 @@ _TERMS = replace(
 )
 _FAR = replace(_TERMS, seqlen_q=33, seqlen_k=18, batch=2, num_heads_kv=2, bias=(2, 2, 33, 18), mask=(2, 2, 33, 18))
 _FLOAT32 = replace(_TERMS, dtype="float32", softcap=20.0)
-_FLOAT64 = replace(_FLOAT32, dtype="float64", num_heads=1, bias=(70, 77), mask=(70, 77), alibi_slopes=(1,))
+_FLOAT64 = replace(
+    _FLOAT32, dtype="float64", head_dim_v=40, num_heads=1, bias=(70, 77), mask=(70, 77), alibi_slopes=(1,)
+)
 
 TRIALS = {
     "forward": Trial(case=_GROUPED, tiles=_forward()),
@@ -631,7 +633,7 @@ MUTANTS = (
             "        if (grows) softmax.rescale(o, factor);\n        ptx::wait_products<0>();\n"
             "        ptx::renew_registers(o[0]);\n        release(shared.v_ring.empty(before));\n", "sm90 spread"),
     _mutant("weights change under the product", F90, "        ptx::wait_products<1>();\n",
-            "        p[0][0] ^= 1;\n        ptx::wait_products<1>();\n", "sm90"),
+            "        p[0].word[0] ^= 1;\n        ptx::wait_products<1>();\n", "sm90"),
     _mutant("no fence before S", F90, "      ptx::renew_registers(s[0]);\n      ptx::fence_products();\n",
             "      ptx::renew_registers(s[0]);\n", "sm90"),
     _mutant("no fence before O", F90, "      ptx::renew_registers(o[0]);\n      ptx::fence_products();\n",
