@@ -63,7 +63,7 @@ SPILLS = {
     ("backward_sm80.cu", 4, 192, "32x64", 1): 128,
     ("backward_sm80.cu", 4, 192, "32x16", 1): 208,
     ("backward_sm80.cu", 4, 256, "32x64", 1): 256,
-    ("backward_sm80.cu", 4, 256, "32x32", 1): 224,
+    ("backward_sm80.cu", 4, 256, "32x32", 1): 320,
     ("backward_dq_sm80.cu", 4, 192, "64x16", 1): 48,
     ("backward_dq_sm80.cu", 4, 192, "32x16", 1): 48,
     ("backward_dq_sm80.cu", 4, 256, "64x16", 1): 48,
@@ -77,6 +77,8 @@ SPILLS = {
     ("backward_sm90.cu", 2, 128, "64x128", 1): 64,
     ("backward_sm90.cu", 2, 256, "64x64", 1): 256,
     ("backward_reduce.cu", 2, 256, "64x64", 1): 320,
+    ("backward_sm80.cu", 4, 256, "16x16", 1): 16,
+    ("forward_sm90.cu", 2, 128, "192x80", 1): 16,
 }
 # The same on compute capability 10.0 and later, where the compiler loads fragments of wide elements further ahead.
 SPILLS_OF_LATER_ARCHS = SPILLS | {
