@@ -14,7 +14,7 @@
 //   q_full[i]     Q and statistics are in stage i     consumers, before P'
 //   q_empty[i]    every consumer is done with them    who asks for the next
 //   do_full[i], do_empty[i]                           the same for dO
-//   ds_full[i]    every warp has written dS' to i     dQ
+//   ds_full[i]    who makes dS' has written it to i   dQ
 //   ds_empty[i]   dQ of it is computed                consumers, before they write there again
 //   named: one per consumer for itself; one for all consumers; one for consumers and dQ at the end
 #include "backward.cuh"
@@ -59,6 +59,9 @@ constexpr int kDvRegisters = 208;
 constexpr int kConsumerRegisters = 224;
 constexpr int kDqRegisters = kSplitsRoles ? 72 : 56;
 constexpr int kDqColumns = kSplitsRoles ? 64 : 32;  // of dQ at a time, for which these registers do
+
+// Named barriers: of each consumer, of all of them, and of consumers and dQ at the end.
+constexpr u32 kConsumer = 1, kAll = kConsumer + kConsumers, kEnd = kAll + 1;
 
 struct BackwardParams {
   Params common;
@@ -202,8 +205,6 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
   const u32 first = kSplitsRoles ? 0 : consumer * 64;  // of its keys
   const int warp_key = thread / 32 * 16, lane_key = tile.first_key + first + warp_key + fragment_row();
   const u32 rows_k = shared.k + first * kLineBytes, rows_v = shared.v + first * kLineBytes;
-  constexpr u32 kConsumer = 1, kAll = kConsumer + kConsumers, kEnd = kAll + 1;
-
   float dk[makes_dk ? kDim / 8 : 1][4], dv[makes_dv ? kDimV / 8 : 1][4];
 #pragma unroll
   for (auto& piece : dk) piece[0] = piece[1] = piece[2] = piece[3] = 0.0f;
@@ -429,7 +430,7 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
   if (warpgroup == kConsumers) {
     ptx::decrease_registers<kDqRegisters>();
     accumulate_dq(params, shared, ptx::thread_index() % 128);
-    if constexpr (!kSplitsGroup) ptx::arrive_named(2 + kConsumers, kConsumerThreads + 128);
+    if constexpr (!kSplitsGroup) ptx::arrive_named(kEnd, kConsumerThreads + 128);
   } else if constexpr (!kSplitsRoles) {
     ptx::increase_registers<kConsumerRegisters>();
     consume<true, true>(params, shared, warpgroup);

@@ -1,4 +1,4 @@
-// What one compilation is specialised for: the CUFLASH_* defines of cuflash/plan.py as typed constants.
+// What one compilation is specialised for: the CUFLASH_* defines of cuflash/plan.py and tiles.py as typed constants.
 #pragma once
 #include "ptx.cuh"
 

@@ -55,10 +55,6 @@ CUFLASH_DEVICE void arrive_named(u32 identifier, u32 threads) {
 // wgmma, once other threads learn of it through a barrier.
 CUFLASH_DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Thread. prefetch.tensormap (9.7.9.18).
-CUFLASH_DEVICE void prefetch_tensor_map(const TensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
 // Thread. cp.async.bulk.tensor.4d (9.7.9.27.5.2), global to shared: the box of `map` whose first element has these
 // coordinates (column, row, head, batch), none of them negative; zeros outside of the array. The bytes of the whole box
 // count on `barrier`. `destination` is aligned to 1024 bytes for the 128-byte swizzle.

@@ -12,25 +12,23 @@ import pytest
 
 import cuflash.testing as ct
 from cuflash.compiler import compile_spec, supported_archs
-from cuflash.plan import (
+from cuflash.plan import SHARED_BYTES_RESERVED, DeviceSpec, choose_plan
+from cuflash.problem import make_problem
+from cuflash.tiles import (
     BACKWARD_SM90_TILES,
     BACKWARD_TILES,
     DECODE_SM90_TILES,
     DQ_TILES,
     FORWARD_SM90_TILES,
     FORWARD_TILES,
-    SHARED_BYTES_RESERVED,
     BackwardSm90Tile,
     DecodeSm90Tile,
-    DeviceSpec,
     DqTile,
     ForwardSm90Tile,
     ForwardTile,
     Tile,
-    choose_plan,
     round_up,
 )
-from cuflash.problem import make_problem
 
 REGISTERS_OF_SM = 65536
 # Shared memory of 164, 100, 228 and again 100 KiB, and four generations of instructions.

@@ -10,10 +10,11 @@ import emulator
 import numpy as np
 
 from cuflash.params import POINTER_WORD, parameters
-from cuflash.plan import MAPS_OFFSET, DeviceSpec, LaunchPlan, Pass, Tile, access_bytes, choose_plan
+from cuflash.plan import MAPS_OFFSET, DeviceSpec, LaunchPlan, Pass, access_bytes, choose_plan
 from cuflash.problem import Operand, Problem, layout_of, rows_of
 from cuflash.tensor_map import CHUNK, TensorMapSpec
 from cuflash.testing import numpy_dtype
+from cuflash.tiles import Tile
 
 # Arrays over head dimensions that a pass reads, and those that it writes.
 READ: dict[Pass, tuple[str, ...]] = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "out", "dout")}

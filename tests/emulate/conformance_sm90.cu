@@ -113,10 +113,7 @@ CUFLASH_DEVICE void load_box(const Params& params) {
   constexpr u32 kBehind = 1024;
   const u32 shared = ptx::dynamic_shared(), words = (params.count + kBehind) / 4, barrier = shared + 4 * words;
   for (u32 i = ptx::thread_index(); i < words; i += kWarpgroup) ptx::store_shared_b32(shared + 4 * i, 0xffffffff);
-  if (ptx::thread_index() == 0) {
-    ptx::prefetch_tensor_map(params.map);
-    ptx::barrier_init(barrier, 1);
-  }
+  if (ptx::thread_index() == 0) ptx::barrier_init(barrier, 1);
   ptx::fence_async_proxy();
   ptx::sync_block();
   if (ptx::thread_index() == 0) {

@@ -18,17 +18,9 @@ import emulator
 
 import cuflash.testing as ct
 from cuflash import reference
-from cuflash.plan import (
-    BackwardSm90Tile,
-    BackwardTile,
-    DecodeSm90Tile,
-    DeviceSpec,
-    DqTile,
-    ForwardSm90Tile,
-    ForwardTile,
-    Tile,
-)
+from cuflash.plan import DeviceSpec
 from cuflash.problem import make_problem
+from cuflash.tiles import BackwardSm90Tile, BackwardTile, DecodeSm90Tile, DqTile, ForwardSm90Tile, ForwardTile, Tile
 
 COPIES = emulator.CACHE / "mutants"
 

@@ -32,9 +32,6 @@ CUFLASH_DEVICE void arrive_named(u32 identifier, u32 threads, Site site = Site::
 
 // ---- Copies by the copy engine ------------------------------------------------------------------------------------
 CUFLASH_DEVICE void fence_async_proxy(Site site = Site::here()) { ::emulator::fence_async_proxy(site); }
-CUFLASH_DEVICE void prefetch_tensor_map(const TensorMap& map, Site site = Site::here()) {
-  ::emulator::prefetch_tensor_map(&map, site);
-}
 CUFLASH_DEVICE void load_tensor(u32 destination, const TensorMap& map, u32 barrier, i32 column, i32 row, i32 head,
                                 i32 batch, Site site = Site::here()) {
   ::emulator::load_tensor(destination, &map, barrier, {column, row, head, batch}, site);

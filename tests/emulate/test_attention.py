@@ -21,20 +21,20 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash import reference
-from cuflash.plan import (
+from cuflash.plan import DeviceSpec
+from cuflash.problem import make_problem
+from cuflash.tiles import (
     BACKWARD_SM90_TILES,
     BACKWARD_TILES,
     DQ_TILES,
     FORWARD_SM90_TILES,
     FORWARD_TILES,
-    DeviceSpec,
     DqTile,
     ForwardSm90Tile,
     ForwardTile,
     Tile,
     round_up,
 )
-from cuflash.problem import make_problem
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from attention import guarded
 from conformance import CHECKS, PARAMS
-from emulator import HERE, SCHEDULES, build, find_compiler, guarded_array
+from emulator import HERE, SCHEDULES, build, find_compiler
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -11,11 +12,6 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler
 @pytest.fixture(params=SCHEDULES, ids=str)
 def run(request):
     """Runs a conformance kernel on the CPU, on arrays between guard pages."""
-
-    def guarded_copy(array):
-        copy = guarded_array(array.shape, array.dtype)
-        copy[...] = array
-        return copy
 
     def run_emulated(
         kernel,
@@ -29,7 +25,7 @@ def run(request):
         shared_bytes=0,
         element="Float16",
     ):
-        arrays = [None if array is None else guarded_copy(array) for array in (source, second_source, destination)]
+        arrays = [None if array is None else guarded(array) for array in (source, second_source, destination)]
         addresses = [0 if array is None else array.ctypes.data for array in arrays]
         build(HERE / "conformance.cu", {"ELEMENT": element}).launch(
             kernel,

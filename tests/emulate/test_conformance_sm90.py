@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from attention import guarded
 from conformance_sm90 import CHECKS, PARAMS
-from emulator import HERE, SCHEDULES, build, find_compiler, guarded_array, tensor_map
+from emulator import HERE, SCHEDULES, build, find_compiler, tensor_map
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -11,11 +12,6 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler
 @pytest.fixture(params=SCHEDULES, ids=str)
 def run(request):
     """Runs a conformance kernel on the CPU, on arrays between guard pages."""
-
-    def guarded_copy(array):
-        copy = guarded_array(array.shape, array.dtype)
-        copy[...] = array
-        return copy
 
     def run_emulated(
         kernel,
@@ -31,7 +27,7 @@ def run(request):
         element="Float16",
     ):
         given = {"source": source, "second_source": second_source, "destination": destination}
-        arrays = {name: guarded_copy(array) for name, array in given.items() if array is not None}
+        arrays = {name: guarded(array) for name, array in given.items() if array is not None}
         params = np.zeros((), PARAMS)
         for name, array in arrays.items():
             params[name] = array.ctypes.data

@@ -13,14 +13,15 @@ KERNELS = {path.name: path for path in (ROOT / "kernels").iterdir() if path.suff
 
 # A module imports only modules to the left of it.
 ORDER = [
-    "problem", "reference", "cpu", "interop", "tensor_map", "plan", "params", "compiler", "launch", "flash_attention",
-    "__init__", "testing", "__main__",
+    "problem", "reference", "cpu", "interop", "tensor_map", "tiles", "plan", "params", "compiler", "launch",
+    "flash_attention", "__init__", "testing", "__main__",
 ]  # fmt: skip
 
 # What each module may import at import time besides the standard library, and what only when it is needed.
 ALWAYS = {
     "problem": set(),
     "tensor_map": set(),
+    "tiles": set(),
     "plan": set(),
     "params": {"numpy"},
     "compiler": set(),

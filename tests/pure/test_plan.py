@@ -12,29 +12,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuflash import compiler
-from cuflash.plan import (
+from cuflash.plan import MAPS_OFFSET, MAX_HEAD_DIM, SHARED_BYTES_RESERVED, DeviceSpec, access_bytes, choose_plan
+from cuflash.problem import Operand, Options, make_problem
+from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
+from cuflash.tiles import (
     BACKWARD_SM90_TILES,
     BACKWARD_TILES,
     DQ_TILES,
     FORWARD_SM90_TILES,
     FORWARD_TILES,
     LONG_SEQLEN,
-    MAPS_OFFSET,
-    MAX_HEAD_DIM,
-    SHARED_BYTES_RESERVED,
     BackwardSm90Tile,
     BackwardTile,
-    DeviceSpec,
     DqTile,
     ForwardSm90Tile,
     ForwardTile,
-    access_bytes,
-    choose_plan,
     round_up,
     tile_bytes,
 )
-from cuflash.problem import Operand, Options, make_problem
-from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 
 ARCHS = ("8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")
 PASSES = ("forward", "backward")

@@ -10,16 +10,14 @@ from test_plan import problem_of
 from cuflash.plan import (
     COMBINE_WARPS,
     DECODE_MIN_SEQLEN_K,
-    DECODE_ROWS,
-    DECODE_SM90_TILES,
     MAX_HEAD_DIM,
     MAX_KEY_SPLITS,
     MIN_TILES_OF_SPLIT,
-    DecodeSm90Tile,
     DeviceSpec,
     choose_plan,
 )
 from cuflash.tensor_map import tensor_map_spec
+from cuflash.tiles import DECODE_ROWS, DECODE_SM90_TILES, DecodeSm90Tile
 
 H200 = DeviceSpec.for_arch("9.0")
 

@@ -264,8 +264,6 @@ void fence_async_proxy(Site site) {
   note_barrier_fence(self);
 }
 
-void prefetch_tensor_map(const void* map, Site site) { read_tensor_map(map, *block.current, site); }
-
 void load_tensor(u32 destination, const void* map, u32 barrier, const int (&coordinates)[4], Site site) {
   Thread& self = *block.current;
   self.site = site;

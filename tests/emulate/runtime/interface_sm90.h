@@ -12,7 +12,6 @@ void sync_named(u32 identifier, u32 threads, Site site);
 void arrive_named(u32 identifier, u32 threads, Site site);
 
 void fence_async_proxy(Site site);
-void prefetch_tensor_map(const void* map, Site site);
 void load_tensor(u32 destination, const void* map, u32 barrier, const int (&coordinates)[4], Site site);
 void store_tensor(const void* map, u32 source, const int (&coordinates)[4], Site site);
 void load_bulk(u32 destination, const void* source, u32 bytes, u32 barrier, Site site);
