@@ -252,11 +252,14 @@ class _Draft:
         dim, dim_v = self.problem.head_dim, self.problem.head_dim_v
         return round_up(dim, tile.dim_multiple), round_up(dim_v, tile.dim_multiple)
 
-    def map_tensors(self, rows: Mapping[str, int], heads: Mapping[str, int] | None = None) -> None:
+    def map_tensors(
+        self, rows: Mapping[str, int], heads: Mapping[str, int] | None = None, *, read_once: bool = False
+    ) -> None:
         """Tensor maps of these arrays, in boxes of so many rows, and of one head or so many."""
         heads = heads or {}
         self.tensor_maps = tuple(
-            tensor_map_spec(name, self.arrays[name], n, heads.get(name, 1)) for name, n in rows.items()
+            tensor_map_spec(name, self.arrays[name], n, heads.get(name, 1), read_once=read_once)
+            for name, n in rows.items()
         )
         self.defines["CUFLASH_ARGUMENT_BYTES"] = MAPS_OFFSET + len(rows) * TENSOR_MAP_BYTES
 
@@ -299,6 +302,7 @@ class _Draft:
         )
 
 
+_WRITTEN = ("out", "dk", "dv")  # results that kernels of compute capability 9.0 leave to the copy engine
 _FORWARD_MAPPED = ("q", "k", "v", "out")  # arrays that forward_sm90 and decode_sm90 leave to the copy engine
 
 
@@ -380,20 +384,34 @@ def _draft_decode(draft: _Draft, tile: DecodeSm90Tile) -> None:
     draft.key_splits = splits = _key_splits(problem, draft.device, tile)
     blocks = problem.batch * problem.num_heads_kv * splits
     group = {"q": problem.group_size, "out": problem.group_size}
-    draft.map_tensors({"q": problem.seqlen_q, "k": tile.block_n, "v": tile.block_n, "out": problem.seqlen_q}, group)
+    boxes = {"q": problem.seqlen_q, "k": tile.block_n, "v": tile.block_n, "out": problem.seqlen_q}
+    draft.map_tensors(boxes, group, read_once=True)
     draft.reasons.append(f"{rows} queries of the heads that share keys go through one product: keys are read once")
     dims = draft.padded_dims(tile)
     draft.add("decode_sm90.cu", tile, blocks, tile.shared_bytes(*dims), CUFLASH_SPLITS_KEYS=int(splits > 1))
     if splits > 1:
         draft.scratch["partial_out"] = blocks * rows * dims[1]
         draft.scratch["partial_lse"] = blocks * rows
-        threads = 32 * COMBINE_WARPS
-        shared_bytes = threads // (dims[1] // 4) * dims[1] * 4
-        combined = draft.heads * problem.seqlen_q
-        draft.add("combine.cu", tile, combined, shared_bytes, CUFLASH_NUM_WARPS=COMBINE_WARPS)
+        _draft_combine(draft, tile, splits)
         draft.reasons.append(
             f"{splits} blocks share the keys of a head: {blocks} blocks, their results combined by lse"
         )
+
+
+def _draft_combine(draft: _Draft, tile: DecodeSm90Tile, splits: int) -> None:
+    """The kernel that sums the results of splits: a block owns many rows where splits are few."""
+    threads, (_, dim_v) = 32 * COMBINE_WARPS, draft.padded_dims(tile)
+    lanes = dim_v // 4
+    at_once = most = threads // lanes
+    while at_once > 1 and at_once >= splits:  # a thread sums two of them at least
+        at_once //= 2
+    if most // at_once > 1:  # rows are made of whole warps
+        at_once = min(most, round_up(at_once, 32 // math.gcd(32, lanes)))
+    rows = most // at_once
+    blocks = -(-draft.heads * draft.problem.seqlen_q // rows)
+    shared_bytes = rows * at_once * lanes * 16 if at_once > 1 else 0
+    defines = {"CUFLASH_BLOCK_ROWS": rows, "CUFLASH_SPLITS_AT_ONCE": at_once, "CUFLASH_NUM_WARPS": COMBINE_WARPS}
+    draft.add("combine.cu", tile, blocks, shared_bytes, **defines)
 
 
 def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
@@ -509,7 +527,7 @@ def _choose_of(tables: tuple[tuple, tuple], draft: _Draft, mapped: tuple[str, ..
     obstacle = _why_not_mapped(draft, mapped)
     if obstacle is not None:
         tile, reason = _choose(every, problem, device)
-        return tile, f"{reason}\nnot {kernel}: {obstacle}, and the copy engine cannot read it"
+        return tile, f"{reason}\nnot {kernel}: {obstacle}, which the copy engine cannot serve"
     largest = max(row.max_dim for row in sm90)
     if max(problem.head_dim, problem.head_dim_v) > largest:
         tile, reason = _choose(every, problem, device)
@@ -518,8 +536,9 @@ def _choose_of(tables: tuple[tuple, tuple], draft: _Draft, mapped: tuple[str, ..
 
 
 def _why_not_mapped(draft: _Draft, names: tuple[str, ...]) -> str | None:
-    """Why the copy engine cannot read these arrays; None if it can."""
-    obstacle = next(filter(None, (why_not(name, draft.arrays[name]) for name in names)), None)
+    """Why the copy engine cannot read these arrays, or write those that are results; None if it can."""
+    obstacles = (why_not(name, draft.arrays[name], written=name in _WRITTEN) for name in names)
+    obstacle = next(filter(None, obstacles), None)
     if obstacle is None and draft.access_bytes < 16:
         return f"an array is aligned to {draft.access_bytes} bytes only, not 16"
     return obstacle

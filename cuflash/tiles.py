@@ -351,11 +351,17 @@ def _h200(here: str, flash_attention_2: str) -> str:
     )
 
 
+def _reads(one_query: float, heads: str, many: float, heads_of_many: str) -> str:
+    return (
+        f"on an H200 {one_query} TB/s (batch x heads {heads}, 8192 keys, one query) and {many} ({heads_of_many}, "
+        "131072 keys, 16 queries), a copy beside it 4.22"
+    )
+
+
 _SMALL = "for 100 KiB of shared memory; by arithmetic, not measured"
 _MEDIUM = "for 164 KiB of shared memory; by arithmetic, not measured"
 _MEDIUM_OR_SMALL = "for 164 or 100 KiB of shared memory; by arithmetic, not measured"
 _ARITHMETIC = "by arithmetic, not measured"
-_IN_FLIGHT = "192 KiB of tiles on a multiprocessor, in use or on their way; by arithmetic, not measured"
 
 # Rows serve elements of `element_bytes`: 2 unless they say otherwise. Registers hold half or a quarter as many wide
 # elements, so these get smaller tiles, and at large head dimensions several warps to a row.
@@ -410,10 +416,10 @@ FORWARD_SM90_TILES = (
 # their way, beside the tiles in use.
 DECODE_SM90_TILES = (
     #       max_dim n   stages blocks
-    _decode(64,  128, 3, 2, _IN_FLIGHT),
-    _decode(128, 64,  3, 2, _IN_FLIGHT),
-    _decode(192, 64,  4, 1, _IN_FLIGHT),
-    _decode(256, 64,  3, 1, _IN_FLIGHT),
+    _decode(64,  128, 2, 2, _reads(3.95, "32 x 32/8", 3.75, "2 x 32/8")),
+    _decode(128, 128, 2, 1, _reads(3.97, "16 x 32/8", 3.76, "1 x 32/8")),
+    _decode(192, 64,  4, 1, _ARITHMETIC),
+    _decode(256, 64,  2, 1, _reads(3.87, "8 x 32/8", 3.75, "1 x 16/4")),
 )
 
 BACKWARD_SM90_TILES = (

@@ -2,8 +2,8 @@
 //
 //   lse = log sum_i exp(lse_i)        O = sum_i exp(lse_i - lse) O_i
 //
-// A block owns one row. Its threads stand side by side along the columns, four to each, and beneath each other for
-// splits that are summed at once; so the order of the additions is fixed.
+// A block owns kRows rows. The threads of a row stand side by side along the columns, four to each, and beneath each other
+// for splits that are summed at once; so the order of the additions is fixed. A warp belongs to one row.
 #include "config.cuh"
 #include "copy.cuh"
 #include "exponential.cuh"
@@ -11,9 +11,13 @@
 #include "params.cuh"
 #include "splits.cuh"
 
-constexpr int kLanes = kDimV / 4;              // threads along the columns
-constexpr int kAtOnce = kNumThreads / kLanes;  // splits
-static_assert(kAtOnce * kDimV * 4 == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
+constexpr int kRows = CUFLASH_BLOCK_ROWS;
+constexpr int kAtOnce = CUFLASH_SPLITS_AT_ONCE;
+constexpr int kLanes = kDimV / 4;                  // threads along the columns
+constexpr int kRowThreads = kLanes * kAtOnce;
+static_assert(kRows == 1 || kRowThreads % 32 == 0, "whole warps for every row");
+static_assert(kRows * kRowThreads <= kNumThreads, "threads for every row");
+static_assert((kAtOnce > 1) * kRows * kRowThreads * 16 == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
 
 // log sum exp over the splits; -inf where no split saw a key. Every warp computes the same.
 CUFLASH_DEVICE float combined_lse(const Partials& partials, int row, int num_splits) {
@@ -31,41 +35,50 @@ CUFLASH_DEVICE float combined_lse(const Partials& partials, int row, int num_spl
 
 CUFLASH_DEVICE void combine(const Params& params) {
   const int group = params.num_heads / params.num_heads_kv;
-  const int head = ptx::block_index() / params.seqlen_q % params.num_heads;
-  const int query = ptx::block_index() % params.seqlen_q;
-  const int batch = ptx::block_index() / params.seqlen_q / params.num_heads;
+  const int row_of_block = kRows == 1 ? 0 : ptx::thread_index() / kRowThreads;
+  const int thread = ptx::thread_index() - row_of_block * kRowThreads;
+  const int column = thread % kLanes * 4, first_split = thread / kLanes;
+  const i64 index = (i64)ptx::block_index() * kRows + row_of_block;
+  const int query = index % params.seqlen_q;
+  const int head = index / params.seqlen_q % params.num_heads;
+  const int batch = index / params.seqlen_q / params.num_heads;
+  const bool owns_row = row_of_block < kRows && batch < params.batch, finishes = owns_row && first_split == 0;
   const int row = head % group * params.seqlen_q + query;
   const Partials partials(params, batch, head / group);
-  const int thread = ptx::thread_index(), column = thread % kLanes * 4, first_split = thread / kLanes;
-
-  const float lse = combined_lse(partials, row, params.key_splits);
-  if (thread == 0) *lse_of(params, batch, head, query) = lse;
 
   Float4 sum = {};
-  if (first_split < kAtOnce && lse != -ptx::infinity()) {
+  if (owns_row) {
+    const float lse = combined_lse(partials, row, params.key_splits);
+    if (thread == 0) *lse_of(params, batch, head, query) = lse;
+    if (lse != -ptx::infinity() && first_split < kAtOnce) {
 #pragma unroll 8
-    for (int split = first_split; split < params.key_splits; split += kAtOnce) {
-      const Float4 part = *(const Float4*)(partials.out(split, row) + column);
-      const float weight = exponential((*partials.lse(split, row) - lse) * kLog2e);
+      for (int split = first_split; split < params.key_splits; split += kAtOnce) {
+        const Float4 part = *(const Float4*)(partials.out(split, row) + column);
+        const float weight = exponential((*partials.lse(split, row) - lse) * kLog2e);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sum.value[i] += weight * part.value[i];
+        for (int i = 0; i < 4; ++i) sum.value[i] += weight * part.value[i];
+      }
     }
   }
 
-  const u32 s_sum = ptx::dynamic_shared();
-  if (first_split < kAtOnce) {
-    ptx::store_shared_x2(s_sum + thread * 16, {sum.value[0], sum.value[1]});
-    ptx::store_shared_x2(s_sum + thread * 16 + 8, {sum.value[2], sum.value[3]});
-  }
-  ptx::sync_block();
-  if (first_split > 0) return;
+  if constexpr (kAtOnce > 1) {
+    const u32 s_sum = ptx::dynamic_shared() + (row_of_block * kRowThreads + thread) * 16;
+    if (owns_row && first_split < kAtOnce) {
+      ptx::store_shared_x2(s_sum, {sum.value[0], sum.value[1]});
+      ptx::store_shared_x2(s_sum + 8, {sum.value[2], sum.value[3]});
+    }
+    ptx::sync_block();
+    if (finishes) {
 #pragma unroll 4
-  for (int i = 1; i < kAtOnce; ++i) {
-    float part[4];
-    ptx::load_shared_f32x4(s_sum + (i * kLanes + thread) * 16, part);
+      for (int i = 1; i < kAtOnce; ++i) {
+        float part[4];
+        ptx::load_shared_f32x4(s_sum + i * kLanes * 16, part);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) sum.value[j] += part[j];
+        for (int j = 0; j < 4; ++j) sum.value[j] += part[j];
+      }
+    }
   }
+  if (!finishes) return;
   Storage* g_out = (Storage*)head_of(params.out, batch, head) + query * params.out.row_stride;
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {

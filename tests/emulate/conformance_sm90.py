@@ -160,6 +160,8 @@ def check_tensor_load(run):
 def check_tensor_store(run):
     for name, box in BOXES.items():
         dtype, dims, strides, sizes, coordinates = box
+        if dims[0] * np.dtype(dtype).itemsize % 16:  # stores write the whole of the last 16 bytes: not emulated
+            continue
         elements, size = _sizes(box)
         image = _random_bits(np.uint8, size)
         tensor = Tensor("destination", dims, strides, sizes)

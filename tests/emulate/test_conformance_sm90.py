@@ -1,10 +1,12 @@
 """The emulated functions of ``ptx_sm90.cuh`` and ``ptx_wgmma.cuh`` compute what the checks say, in every schedule."""
 
+import contextlib
+
 import numpy as np
 import pytest
 from attention import guarded
-from conformance_sm90 import CHECKS, PARAMS
-from emulator import HERE, SCHEDULES, build, find_compiler, tensor_map
+from conformance_sm90 import CHECKS, PARAMS, Tensor
+from emulator import HERE, SCHEDULES, EmulationError, build, find_compiler, tensor_map
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -53,3 +55,12 @@ def run(request):
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 def test_conformance(check, run):
     check(run)
+
+
+def test_a_store_to_rows_that_end_within_16_bytes_is_refused(run):
+    """An H200 writes the rest of these 16 bytes as well."""
+    for columns in (61, 64):
+        tensor = Tensor("destination", (columns, 8, 1, 1), (128, 1024, 1024), (64, 8, 1, 1))
+        arrays = {"source": np.zeros(1024, np.uint8), "destination": np.zeros((8, 64), np.uint16)}
+        with pytest.raises(EmulationError, match="rows of 122 bytes") if columns == 61 else contextlib.nullcontext():
+            run("tensor_store", **arrays, tensor=tensor, count=1024, shared_bytes=1024)

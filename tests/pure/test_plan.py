@@ -400,7 +400,7 @@ def test_what_the_copy_engine_cannot_read(change, words):
     assert [kernel.source for kernel in plan.kernels] == ["forward_sm80.cu"]
     assert plan.tensor_maps == ()
     assert plan.resident_blocks == 0
-    assert f"\nnot forward_sm90: {words}, and the copy engine cannot read it" in plan.describe().replace("  ", "")
+    assert f"\nnot forward_sm90: {words}, which the copy engine cannot serve" in plan.describe().replace("  ", "")
     assert sources(problem_of()) == ["forward_sm90.cu"]
 
 
@@ -421,6 +421,20 @@ def test_strides_that_the_copy_engine_cannot_take(name):
                 assert plan.kernels[0].source == ("forward_sm90.cu" if served else "forward_sm80.cu")
                 if not served:
                     assert f"a stride of {name} is {2 * stride} bytes" in plan.reason
+
+
+@pytest.mark.parametrize("columns", [56, 61, 64])
+def test_rows_of_results_that_the_copy_engine_cannot_write(columns):
+    """Rows 128 bytes apart: it would write the 16 bytes in which a row ends, the last of which are not the row's."""
+    problem = problem_of(dim_v=64, heads_kv=4)
+    v = replace(problem.v, shape=(*problem.v.shape[:3], columns))
+    out = replace(problem.q, shape=(*problem.q.shape[:3], columns))
+    changed = replace(problem, v=v, head_dim_v=columns)
+    plan = choose_plan(changed, H200, load_bytes=16, store_bytes=16, operands={"out": out})
+    assert plan.kernels[0].source == ("forward_sm80.cu" if columns == 61 else "forward_sm90.cu")
+    assert ("a row of out is 122 bytes, not a multiple of the 16 that are written at once" in plan.reason) == (
+        columns == 61
+    )
 
 
 @pytest.mark.parametrize("widths", [{"load_bytes": 8}, {"store_bytes": 2}, {"load_bytes": 4, "store_bytes": 16}])

@@ -110,8 +110,8 @@ def test_only_its_own_architecture_gets_the_kernel(arch):
 def test_the_plan_says_why():
     split = choose_plan(decode_problem(4), H200).describe()
     assert "16 queries of the heads that share keys go through one product: keys are read once" in split
-    assert "32 blocks share the keys of a head: 256 blocks, their results combined by lse" in split
-    assert "DecodeSm90Tile 64 x 64, 5 warps, 3 stages, 2 resident blocks" in split
+    assert "16 blocks share the keys of a head: 128 blocks, their results combined by lse" in split
+    assert "DecodeSm90Tile 64 x 128, 5 warps, 2 stages, 1 resident blocks" in split
     assert "not decode_sm90: it knows no softcap\n" in choose_plan(decode_problem(softcap=2.0), H200).reason
     full = choose_plan(decode_problem(heads_kv=32, batch=8), H200).reason
     assert "not decode_sm90: 256 heads fill the device, and no two share keys\n" in full
@@ -150,7 +150,11 @@ def test_splits(num_sms, seqlen_q, seqlen_k, batch, heads_kv, dim):
         assert plan.scratch == ()
     else:
         assert sources(plan) == SPLIT
-        assert plan.kernels[1].grid == batch * 4 * heads_kv * seqlen_q
+        combine = dict(plan.kernels[1].defines)
+        block_rows, at_once = int(combine["CUFLASH_BLOCK_ROWS"]), int(combine["CUFLASH_SPLITS_AT_ONCE"])
+        assert plan.kernels[1].grid == -(-batch * 4 * heads_kv * seqlen_q // block_rows)
+        assert block_rows * at_once * dim // 4 <= 32 * COMBINE_WARPS
+        assert block_rows == 1 or at_once * dim // 4 % 32 == 0
         assert plan.kernels[1].threads == 32 * COMBINE_WARPS
         assert plan.scratch == (("partial_out", heads * splits * rows * dim), ("partial_lse", heads * splits * rows))
 
@@ -158,11 +162,11 @@ def test_splits(num_sms, seqlen_q, seqlen_k, batch, heads_kv, dim):
 @pytest.mark.parametrize(
     ("changes", "splits"),
     [
-        ({}, 32),  # of 264 resident blocks, 256; 4 tiles each
-        ({"seqlen_k": 131072}, 33),
-        ({"batch": 8}, 4),
+        ({}, 16),  # of 132 resident blocks, 128; 4 tiles each
+        ({"seqlen_k": 131072}, 16),
+        ({"batch": 8}, 2),
         ({"batch": 64}, 1),
-        ({"heads": 1, "heads_kv": 1}, 64),  # 2 tiles each
+        ({"heads": 1, "heads_kv": 1}, 32),  # 2 tiles each
     ],
     ids=str,
 )
@@ -174,6 +178,6 @@ def test_boxes_hold_all_rows_of_a_group():
     problem = decode_problem(4)
     plan = choose_plan(problem, H200)
     assert [spec.name for spec in plan.tensor_maps] == ["q", "k", "v", "out"]
-    assert plan.tensor_maps[0] == tensor_map_spec("q", problem.q, 4, 4)
+    assert plan.tensor_maps[0] == tensor_map_spec("q", problem.q, 4, 4, read_once=True)
     assert (plan.tensor_maps[3].rows, plan.tensor_maps[3].heads) == (4, 4)
-    assert plan.tensor_maps[1] == tensor_map_spec("k", problem.k, 64)
+    assert plan.tensor_maps[1] == tensor_map_spec("k", problem.k, 128, read_once=True)

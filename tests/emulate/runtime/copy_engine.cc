@@ -301,6 +301,9 @@ void store_tensor(const void* map, u32 source, const int (&coordinates)[4], Site
   store.map = read_tensor_map(map, self, site);
   memcpy(store.coordinates, coordinates, sizeof coordinates);
   check_coordinates(store.map, coordinates, site);
+  const u32 row_bytes = store.map.dims[0] * store.map.element_bytes;
+  if (row_bytes % kChunkBytes)
+    fail(self, site, "a tensor store to rows of %u bytes: it would write all of their last 16 bytes", row_bytes);
   store.bytes = box_bytes(store.map);
   store.offset = checked_offset(source, store.bytes, kTensorAlignment, self, site);
   issue(store);
