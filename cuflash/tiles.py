@@ -358,6 +358,12 @@ def _reads(one_query: float, heads: str, many: float, heads_of_many: str) -> str
     )
 
 
+def _float64(here: float, torch: float) -> str:
+    return (
+        f"on an H200 {here} TFLOP/s, PyTorch's N x N formula {torch} (batch 2, heads 16, seqlen 2048, head_dim max_dim)"
+    )
+
+
 _SMALL = "for 100 KiB of shared memory; by arithmetic, not measured"
 _MEDIUM = "for 164 KiB of shared memory; by arithmetic, not measured"
 _MEDIUM_OR_SMALL = "for 164 or 100 KiB of shared memory; by arithmetic, not measured"
@@ -385,8 +391,10 @@ FORWARD_TILES = (
     _forward(192, 64,  32,  4, 1, 1, 1, _ARITHMETIC, element_bytes=4),
     _forward(256, 64,  16,  4, 1, 1, 1, _ARITHMETIC, element_bytes=4),
 
-    _forward(64,  64,  32,  4, 1, 1, 0, _ARITHMETIC, element_bytes=8),
-    _forward(128, 64,  16,  4, 1, 1, 0, _ARITHMETIC, element_bytes=8),
+    _forward(64,  128, 64,  8, 1, 1, 0, _float64(36.7, 12.3), element_bytes=8),
+    _forward(64,  64,  32,  4, 1, 1, 0, _SMALL, element_bytes=8),
+    _forward(128, 128, 32,  8, 1, 1, 0, _float64(41.3, 20.5), element_bytes=8),
+    _forward(128, 64,  16,  4, 1, 1, 0, _SMALL, element_bytes=8),
     _forward(192, 64,  16,  8, 1, 1, 0, _ARITHMETIC, element_bytes=8, warps_d=2),
     _forward(192, 32,  16,  4, 1, 1, 0, _SMALL, element_bytes=8, warps_d=2),
     _forward(256, 64,  16,  8, 1, 1, 0, _ARITHMETIC, element_bytes=8, warps_d=2),
@@ -456,9 +464,10 @@ BACKWARD_TILES = (
     _backward(256, 32, 32,  4, 1, 1, 2, 2, 1, _MEDIUM, element_bytes=4),
     _backward(256, 16, 16,  2, 1, 1, 2, 1, 1, _SMALL, element_bytes=4),
 
-    _backward(64,  32, 64,  8, 1, 1, 2, 2, 0, _ARITHMETIC, element_bytes=8),
+    _backward(64,  16, 64,  4, 2, 1, 1, 1, 0, _float64(41.8, 28.5), element_bytes=8),
     _backward(64,  32, 32,  4, 1, 1, 2, 2, 0, _SMALL, element_bytes=8),
-    _backward(128, 32, 32,  4, 1, 1, 2, 2, 0, _ARITHMETIC, element_bytes=8),
+    _backward(128, 32, 64,  8, 1, 1, 2, 2, 0, _float64(41.1, 41.4), element_bytes=8),
+    _backward(128, 32, 32,  4, 1, 1, 2, 2, 0, _MEDIUM, element_bytes=8),
     _backward(192, 16, 16,  4, 1, 1, 4, 1, 0, _ARITHMETIC, element_bytes=8),
     _backward(192, 16, 16,  2, 1, 1, 2, 1, 0, _SMALL + ", up to head_dim 160", element_bytes=8),
     _backward(256, 16, 32,  8, 1, 1, 4, 1, 0, _ARITHMETIC, element_bytes=8),

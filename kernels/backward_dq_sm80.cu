@@ -99,7 +99,7 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
           Real derivative;
           Real x = score.of(s[m][n][i], row, key, derivative);
           if (masked.value && !mask.visible(row, key)) x = -ptx::infinity();
-          const Real p = exponential(x * exponent_scale - exponent_lse[m][i / 2]);
+          const Real p = warp_exponential(x * exponent_scale - exponent_lse[m][i / 2]);
           s[m][n][i] = p * (dp[m][n][i] - delta[m][i / 2]) * derivative;
         }
 

@@ -170,7 +170,7 @@ CUFLASH_DEVICE void backward(const Params& params) {
                 x = score.of(x, row_of(n, i), key_of(m, i), derivative);
                 if (masked && !mask.visible(row_of(n, i), key_of(m, i))) x = -ptx::infinity();
               }
-              p[m][n][i] = exponential(x * exponent_scale - exponent_lse);
+              p[m][n][i] = warp_exponential(x * exponent_scale - exponent_lse);
               ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - delta) * derivative;
             }
         }

@@ -20,7 +20,7 @@ CUFLASH_DEVICE int fragment_row() { return lane_index() / 4; }
 CUFLASH_DEVICE int fragment_column() { return 2 * (lane_index() % 4); }
 
 // Products are taken in steps of this many k.
-constexpr int kStep = kElementBytes == 8 ? 8 : 16;
+constexpr int kStep = 16;
 
 template <class E>
 struct FragmentOf {
@@ -217,9 +217,9 @@ CUFLASH_DEVICE void multiply_add(float (&d)[4], const FragmentOf<E>& a, const Fr
   ptx::mma_m16n8k16(E{}, d, a.word, b.word[2 * piece], b.word[2 * piece + 1]);
 }
 CUFLASH_DEVICE void multiply_add(double (&d)[4], const FragmentOf<Float64>& a, const FragmentOf<Float64>& b, int piece) {
-#pragma unroll
-  for (int i = 0; i < kStep / 8; ++i)
-    ptx::mma_m16n8k8(d, a.word[i], b.word[i][2 * piece], b.word[i][2 * piece + 1]);
+  const double columns[2][2] = {{b.word[0][2 * piece], b.word[0][2 * piece + 1]},
+                                {b.word[1][2 * piece], b.word[1][2 * piece + 1]}};
+  ptx::mma_m16n8k16(d, a.word, columns);
 }
 CUFLASH_DEVICE void factor_of(const FragmentOf<Float32>& fragment, FragmentOf<Float32>& rounded) {
 #pragma unroll

@@ -104,6 +104,9 @@ CUFLASH_DEVICE double shuffle_xor(double value, u32 lane_mask) {
   return __shfl_xor_sync(0xffffffffu, value, lane_mask);
 }
 
+// Warp. shfl.sync.idx (9.7.9.6): the value of lane `lane`.
+CUFLASH_DEVICE double shuffle(double value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
+
 // Warp. vote.sync.any (9.7.13.9): whether `predicate` holds in any lane.
 CUFLASH_DEVICE bool any_lane(bool predicate) { return __any_sync(0xffffffffu, predicate); }
 
@@ -176,20 +179,22 @@ CUFLASH_DEVICE void mma_m16n8k8(float (&d)[4], const float (&a)[4], float b0, fl
       : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
         "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
-// float64, rounded after every product. Before sm_90, four m8n8k4 (9.7.14.5.1).
-CUFLASH_DEVICE void mma_m16n8k8(double (&d)[4], const double (&a)[4], double b0, double b1) {
+// Warp. mma.sync.m16n8k16 of float64 (9.7.14.5): a[i] and b[i] hold columns and rows 8 i to 8 i + 7, each as above. Every
+// product is rounded. Before sm_90, eight m8n8k4.
+CUFLASH_DEVICE void mma_m16n8k16(double (&d)[4], const double (&a)[2][4], const double (&b)[2][2]) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
+      "mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7, %8, %9, %10, %11}, "
+      "{%12, %13, %14, %15}, {%0, %1, %2, %3};"
       : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
-      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b0), "d"(b1));
+      : "d"(a[0][0]), "d"(a[0][1]), "d"(a[0][2]), "d"(a[0][3]), "d"(a[1][0]), "d"(a[1][1]), "d"(a[1][2]),
+        "d"(a[1][3]), "d"(b[0][0]), "d"(b[0][1]), "d"(b[1][0]), "d"(b[1][1]));
 #else
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
+  for (int i = 0; i < 8; ++i)
     asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
                  : "+d"(d[i % 2 * 2]), "+d"(d[i % 2 * 2 + 1])
-                 : "d"(a[i]), "d"(i < 2 ? b0 : b1));
+                 : "d"(a[i / 4][i % 4]), "d"(b[i / 4][i / 2 % 2]));
 #endif
 }
 

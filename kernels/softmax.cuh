@@ -66,7 +66,7 @@ struct OnlineSoftmax {
         for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            score[m][n][i] = exponential(score[m][n][i] * exponent_scale - finite_offset);
+            score[m][n][i] = warp_exponential(score[m][n][i] * exponent_scale - finite_offset);
             (kWide ? tile_sum : sum[m][half]) += score[m][n][i];
           }
         if constexpr (kWide) sum[m][half] += tile_sum;

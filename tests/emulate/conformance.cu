@@ -177,21 +177,41 @@ CUFLASH_DEVICE void store_shuffled_double(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(shuffle_xor_double, Params, kBlock, 1, store_shuffled_double)
 
-// A is 16 x 8 by rows, B 8 x 8 by columns, D 16 x 8 by rows; D is added to.
-template <class T>
-CUFLASH_DEVICE void multiply_wide_tiles(const Params& params) {
-  const u32 lane = ptx::thread_index(), group = lane / 4, t = lane % 4;
-  const T* a = source_of<T>(params);
-  const T* b = (const T*)params.second_source;
-  T* d = destination_of<T>(params);
-  T a_fragment[4], sum[4];
-  for (u32 i = 0; i < 4; ++i) a_fragment[i] = a[(group + i % 2 * 8) * 8 + t + i / 2 * 4];
-  for (u32 i = 0; i < 4; ++i) sum[i] = d[(group + i / 2 * 8) * 8 + 2 * t + i % 2];
-  ptx::mma_m16n8k8(sum, a_fragment, b[group * 8 + t], b[group * 8 + t + 4]);
-  for (u32 i = 0; i < 4; ++i) d[(group + i / 2 * 8) * 8 + 2 * t + i % 2] = sum[i];
+// Lane i receives from lane count i.
+CUFLASH_DEVICE void store_received_double(const Params& params) {
+  const u32 thread = ptx::thread_index();
+  destination_of<double>(params)[thread] = ptx::shuffle(source_of<double>(params)[thread], thread * params.count % 32);
 }
-CUFLASH_DEFINE_KERNEL(mma_tf32, Params, kWarp, 1, multiply_wide_tiles<float>)
-CUFLASH_DEFINE_KERNEL(mma_float64, Params, kWarp, 1, multiply_wide_tiles<double>)
+CUFLASH_DEFINE_KERNEL(shuffle_double, Params, kBlock, 1, store_received_double)
+
+// A is 16 x 8 `steps` by rows, B 8 `steps` x 8 by columns, D 16 x 8 by rows; `add` adds their product to what lies in D.
+template <class T, int steps, class Add>
+CUFLASH_DEVICE void multiply_wide_tiles(const Params& params, Add add) {
+  const u32 lane = ptx::thread_index(), group = lane / 4, t = lane % 4;
+  const T* a = source_of<T>(params) + t;
+  const T* b = (const T*)params.second_source + group * 8 * steps + t;
+  T* d = destination_of<T>(params) + group * 8 + 2 * t;
+  T a_fragment[steps][4], b_fragment[steps][2], sum[4];
+  for (u32 step = 0; step < steps; ++step) {
+    for (u32 i = 0; i < 4; ++i) a_fragment[step][i] = a[(group + i % 2 * 8) * 8 * steps + 8 * step + i / 2 * 4];
+    for (u32 i = 0; i < 2; ++i) b_fragment[step][i] = b[8 * step + 4 * i];
+  }
+  for (u32 i = 0; i < 4; ++i) sum[i] = d[i / 2 * 64 + i % 2];
+  add(sum, a_fragment, b_fragment);
+  for (u32 i = 0; i < 4; ++i) d[i / 2 * 64 + i % 2] = sum[i];
+}
+CUFLASH_DEVICE void multiply_tf32(const Params& params) {
+  multiply_wide_tiles<float, 1>(params, [](float(&d)[4], const float(&a)[1][4], const float(&b)[1][2]) {
+    ptx::mma_m16n8k8(d, a[0], b[0][0], b[0][1]);
+  });
+}
+CUFLASH_DEFINE_KERNEL(mma_tf32, Params, kWarp, 1, multiply_tf32)
+CUFLASH_DEVICE void multiply_float64(const Params& params) {
+  multiply_wide_tiles<double, 2>(params, [](double(&d)[4], const double(&a)[2][4], const double(&b)[2][2]) {
+    ptx::mma_m16n8k16(d, a, b);
+  });
+}
+CUFLASH_DEFINE_KERNEL(mma_float64, Params, kWarp, 1, multiply_float64)
 
 CUFLASH_DEVICE void map_to_tf32(const Params& params) {
   const u32 i = global_thread_index(kBlock);

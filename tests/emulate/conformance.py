@@ -203,6 +203,14 @@ def check_shuffle_xor_double(run):
         assert (got == source[np.arange(BLOCK) ^ lane_mask]).all()
 
 
+def check_shuffle_double(run):
+    source = np.arange(BLOCK) / 7
+    lanes = np.arange(WARP)
+    for factor in (0, 1, 2, 5, 31):
+        got = run("shuffle_double", source=source, destination=_ones(np.float64, BLOCK), count=factor)
+        assert (got.reshape(-1, WARP) == source.reshape(-1, WARP)[:, lanes * factor % WARP]).all()
+
+
 def _multiply_wide(run, kernel, a, b, c):
     """a b + c, b stored by columns."""
     return run(kernel, source=a, second_source=np.ascontiguousarray(b.T), destination=c, threads=WARP)
@@ -214,13 +222,16 @@ def cut_to_tf32(x):
 
 def check_mma_wide(run):
     rng = np.random.default_rng(7)
-    for kernel, dtype, unit in (("mma_tf32", np.float32, 2.0**-21), ("mma_float64", np.float64, 2.0**-50)):
+    for kernel, dtype, depth, unit in (
+        ("mma_tf32", np.float32, 8, 2.0**-21),
+        ("mma_float64", np.float64, 16, 2.0**-50),
+    ):
         # Sums of small integers are exact in any order of the additions.
-        a, b = (rng.integers(-8, 9, shape).astype(dtype) for shape in ((16, 8), (8, 8)))
+        a, b = (rng.integers(-8, 9, shape).astype(dtype) for shape in ((16, depth), (depth, 8)))
         c = rng.integers(-99, 100, (16, 8)).astype(dtype)
         assert (_multiply_wide(run, kernel, a, b, c) == a @ b + c).all()
 
-        a, b, c = (rng.standard_normal(shape).astype(dtype) for shape in ((16, 8), (8, 8), (16, 8)))
+        a, b, c = (rng.standard_normal(shape).astype(dtype) for shape in ((16, depth), (depth, 8), (16, 8)))
         seen = [cut_to_tf32(x) if dtype == np.float32 else x for x in (a, b)]  # bits that TF32 has not are ignored
         exact_a, exact_b = (x.astype(np.longdouble) for x in seen)
         magnitude = abs(exact_a) @ abs(exact_b) + abs(c)
@@ -228,15 +239,15 @@ def check_mma_wide(run):
 
 
 def check_mma_wide_special_values(run):
-    for kernel, dtype in (("mma_tf32", np.float32), ("mma_float64", np.float64)):
-        a, b, c = np.ones((16, 8), dtype), np.ones((8, 8), dtype), np.zeros((16, 8), dtype)
+    for kernel, dtype, depth in (("mma_tf32", np.float32, 8), ("mma_float64", np.float64, 16)):
+        a, b, c = np.ones((16, depth), dtype), np.ones((depth, 8), dtype), np.zeros((16, 8), dtype)
         a[1, 2] = np.nan
         a[3, 4] = np.inf
         a[5, 6], b[6, 7] = np.inf, 0
         a[7, 1] = -np.inf
         a[9] = np.finfo(dtype).tiny  # of the products; those of numbers below it may be flushed
-        expected = np.full((16, 8), 8, dtype)
-        expected[:, 7] = 7
+        expected = np.full((16, 8), depth, dtype)
+        expected[:, 7] = depth - 1
         expected[1] = np.nan
         expected[3] = np.inf
         expected[5] = np.inf

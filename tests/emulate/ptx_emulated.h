@@ -83,6 +83,9 @@ CUFLASH_DEVICE float shuffle_xor(float value, u32 lane_mask, Site site = Site::h
 CUFLASH_DEVICE double shuffle_xor(double value, u32 lane_mask, Site site = Site::here()) {
   return ::emulator::shuffle_xor(value, lane_mask, site);
 }
+CUFLASH_DEVICE double shuffle(double value, u32 lane, Site site = Site::here()) {
+  return ::emulator::shuffle(value, lane, site);
+}
 CUFLASH_DEVICE bool any_lane(bool predicate, Site site = Site::here()) {
   return ::emulator::any_lane(predicate, site);
 }
@@ -117,8 +120,9 @@ CUFLASH_DEVICE void mma_m16n8k16(BFloat16, float (&d)[4], const u32 (&a)[4], u32
 CUFLASH_DEVICE void mma_m16n8k8(float (&d)[4], const float (&a)[4], float b0, float b1, Site site = Site::here()) {
   ::emulator::multiply_matrix_tf32(d, a, b0, b1, site);
 }
-CUFLASH_DEVICE void mma_m16n8k8(double (&d)[4], const double (&a)[4], double b0, double b1, Site site = Site::here()) {
-  ::emulator::multiply_matrix_float64(d, a, b0, b1, site);
+CUFLASH_DEVICE void mma_m16n8k16(double (&d)[4], const double (&a)[2][4], const double (&b)[2][2],
+                                 Site site = Site::here()) {
+  for (int i = 0; i < 2; ++i) ::emulator::multiply_matrix_float64(d, a[i], b[i][0], b[i][1], site);
 }
 
 // ---- Arithmetic ---------------------------------------------------------------------------------------------------

@@ -75,6 +75,7 @@ u8* write_shared(u32 address, u32 bytes, Site site);
 void sync_block(Site site);
 float shuffle_xor(float value, u32 lane_mask, Site site);
 double shuffle_xor(double value, u32 lane_mask, Site site);
+double shuffle(double value, u32 lane, Site site);
 bool any_lane(bool predicate, Site site);
 
 void copy_async(u32 destination, const void* source, u32 bytes, u32 source_bytes, Site site);

@@ -51,25 +51,29 @@ template <class T>
 struct Shuffle {
   T value;
   T received;
-  u32 lane_mask;
+  u32 from;  // lane
 };
 
 template <class T>
 void perform_shuffle(Warp& warp) {
   for (u32 lane = 0; lane < kWarpLanes; ++lane) {
     Shuffle<T>& shuffle = argument_of<Shuffle<T>>(warp, lane);
-    shuffle.received = argument_of<Shuffle<T>>(warp, lane ^ shuffle.lane_mask).value;
+    shuffle.received = argument_of<Shuffle<T>>(warp, shuffle.from).value;
   }
 }
 
 template <class T>
-T shuffle(T value, u32 lane_mask, Site site) {
+T receive(const char* name, T value, u32 from, Site site) {
   block.current->site = site;
   if constexpr (sizeof(T) == sizeof(float)) check_landed(value);
-  if (lane_mask >= kWarpLanes) fail(*block.current, site, "shuffle_xor: a lane mask of %u", lane_mask);
-  Shuffle<T> shuffle = {value, 0, lane_mask};
-  collect("shuffle_xor", site, &shuffle, perform_shuffle<T>);
+  if (from >= kWarpLanes) fail(*block.current, site, "%s: from lane %u", name, from);
+  Shuffle<T> shuffle = {value, 0, from};
+  collect(name, site, &shuffle, perform_shuffle<T>);
   return shuffle.received;
+}
+template <class T>
+T exchange(T value, u32 lane_mask, Site site) {
+  return receive("shuffle_xor", value, block.current->index % kWarpLanes ^ lane_mask, site);
 }
 
 void perform_vote(Warp& warp) {
@@ -207,7 +211,7 @@ void perform_matrix_product(Warp& warp) {
   ++block.statistics.matrix_products;
 }
 
-// m16n8k8, of TF32 (Real = float) or float64. Both sum in float64; TF32 cuts its operands and its sums off.
+// m16n8k8 of TF32 (Real = float), or half of m16n8k16 of float64. Both sum in float64; TF32 cuts its operands and its sums off.
 template <class Real>
 struct WideProduct {
   Real* d;
@@ -256,8 +260,9 @@ void perform_wide_product(Warp& warp) {
 
 }  // namespace
 
-float shuffle_xor(float value, u32 lane_mask, Site site) { return shuffle(value, lane_mask, site); }
-double shuffle_xor(double value, u32 lane_mask, Site site) { return shuffle(value, lane_mask, site); }
+float shuffle_xor(float value, u32 lane_mask, Site site) { return exchange(value, lane_mask, site); }
+double shuffle_xor(double value, u32 lane_mask, Site site) { return exchange(value, lane_mask, site); }
+double shuffle(double value, u32 lane, Site site) { return receive("shuffle", value, lane, site); }
 
 bool any_lane(bool predicate, Site site) {
   collect("any_lane", site, &predicate, perform_vote);
@@ -320,7 +325,7 @@ void multiply_matrix_tf32(float* d, const float* a, float b0, float b1, Site sit
 
 void multiply_matrix_float64(double* d, const double* a, double b0, double b1, Site site) {
   WideProduct<double> product = {d, a, {b0, b1}};
-  collect("mma_m16n8k8", site, &product, perform_wide_product<double>);
+  collect("mma_m16n8k16", site, &product, perform_wide_product<double>);
 }
 
 // ---- Operations of one thread that need no checks -------------------------------------------------------------------
