@@ -67,6 +67,7 @@ SPILLS = {
     ("backward_dq_sm80.cu", 4, 256, "64x16", 1): 48,
     ("backward_dq_sm80.cu", 4, 256, "32x16", 1): 48,
     ("forward_sm80.cu", 8, 128, "128x32", 1): 128,
+    ("forward_sm80.cu", 8, 128, "64x16", 1): 32,
     ("forward_sm80.cu", 8, 256, "64x16", 1): 64,
     ("forward_sm80.cu", 8, 256, "32x16", 1): 64,
     ("forward_sm80.cu", 8, 256, "16x16", 1): 64,
