@@ -19,11 +19,13 @@ from cuflash.tiles import (
     BACKWARD_TILES,
     DECODE_SM90_TILES,
     DQ_TILES,
+    FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
     FORWARD_TILES,
     BackwardSm90Tile,
     DecodeSm90Tile,
     DqTile,
+    ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
     ForwardTile,
     Tile,
@@ -112,6 +114,7 @@ SPILLS_OF_OPTIONS = SPILLS | {
     ("backward_sm90.cu", 2, 128, "64x128", 1): 320,
     ("backward_sm90.cu", 2, 256, "64x64", 1): 576,
     ("forward_sm80.cu", 4, 64, "64x64", 1): 16,
+    ("forward_float32_sm90.cu", 4, 64, "192x64", 1): 16,
 }
 
 
@@ -142,10 +145,11 @@ class Target:
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": tile.max_dim}
         case = ct.Case(**sizes, **variant | {"dtype": dtype})
         arrays = case.arrays()
-        precision = "tf32" if self.variant == "full" else "highest"
+        is_tf32 = self.variant == "full" and not isinstance(tile, ForwardFloat32Sm90Tile)
+        precision = "tf32" if is_tf32 else "highest"
         options = replace(case.options, deterministic=isinstance(tile, DqTile), precision=precision)
         problem = make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
-        if isinstance(tile, ForwardTile | ForwardSm90Tile | DecodeSm90Tile):
+        if isinstance(tile, ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | DecodeSm90Tile):
             return choose_plan(problem, self.device, "forward", tiles=(tile,))
         if isinstance(tile, DqTile):
             main = next(row for row in BACKWARD_TILES if goes_with(row, tile))
@@ -181,7 +185,7 @@ VARIANTS = {
 
 def fits(tile, arch):
     """Whether the blocks that the row wants resident have room on a multiprocessor, at its largest head dimensions."""
-    if isinstance(tile, ForwardSm90Tile | DecodeSm90Tile | BackwardSm90Tile) and arch != "9.0":
+    if isinstance(tile, ForwardSm90Tile | ForwardFloat32Sm90Tile | DecodeSm90Tile | BackwardSm90Tile) and arch != "9.0":
         return False
     device = DeviceSpec.for_arch(arch)
     dim = round_up(tile.max_dim, tile.dim_multiple)
@@ -204,7 +208,10 @@ def archs_of(tile):
     return ARCHS if tile.element_bytes == 2 else ("8.6", "9.0")
 
 
-TABLES = (FORWARD_TILES, BACKWARD_TILES, DQ_TILES, FORWARD_SM90_TILES, DECODE_SM90_TILES, BACKWARD_SM90_TILES)
+TABLES = (
+    *(FORWARD_TILES, BACKWARD_TILES, DQ_TILES),
+    *(FORWARD_SM90_TILES, FORWARD_FLOAT32_SM90_TILES, DECODE_SM90_TILES, BACKWARD_SM90_TILES),
+)
 TARGETS = [
     *(
         Target(tile=tile, arch=arch)
@@ -225,6 +232,11 @@ TARGETS = [
         Target(tile=tile, arch="9.0", variant=variant)
         for tile in FORWARD_SM90_TILES
         for variant in ("full", "bounds", *(("options",) if tile.serves in ("any", "short") else ()))
+    ),
+    *(
+        Target(tile=tile, arch="9.0", variant=variant)
+        for tile in FORWARD_FLOAT32_SM90_TILES
+        for variant in ("full", "narrow", "bounds", "options")
     ),
     *(
         Target(tile=tile, arch="9.0", variant=variant)
