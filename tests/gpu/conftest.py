@@ -177,8 +177,14 @@ def deterministic_specialisation(request):
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled(request):
-    """Fill the cache of compiled kernels for the tests that were selected, on as many threads as there are cores."""
+    """Fill the cache of compiled kernels for the tests that were selected, on as many threads as there are cores.
+
+    Not where pytest-xdist runs many processes, each of which has but a part of these tests.
+    """
     import cupy
+
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
 
     tasks = set()
     for item in request.session.items:
