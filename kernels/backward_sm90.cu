@@ -48,17 +48,19 @@ constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesDo = chunked_bytes(kBlockM, kDimV);
 constexpr u32 kBytesDs = chunked_bytes(kBlockN, kBlockM);
 constexpr u32 kBytesStats = kBlockM * 8;
-constexpr int kDsStages = 2;
+constexpr int kDsStages = CUFLASH_DS_STAGES;
 constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages + 2 * kDsStages);
 static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesStats) + kDsStages * kBytesDs + kBytesBarriers ==
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
 // Registers of a thread after the roles are dealt: at most what the block started with in all.
-constexpr int kDvRegisters = 208;
-constexpr int kConsumerRegisters = 224;
-constexpr int kDqRegisters = kSplitsRoles ? 72 : 56;
-constexpr int kDqColumns = kSplitsRoles ? 64 : 32;  // of dQ at a time, for which these registers do
+constexpr int kFirstRegisters = CUFLASH_REGISTERS_FIRST;    // of the first consumer
+constexpr int kSecondRegisters = CUFLASH_REGISTERS_SECOND;  // and of the second
+static_assert(kSplitsRoles || kFirstRegisters == kSecondRegisters, "consumers that do the same");
+constexpr int kDqRegisters = CUFLASH_REGISTERS_DQ;
+constexpr int kDqColumns = CUFLASH_DQ_COLUMNS;  // of dQ at a time, for which these registers do
+static_assert(kChunk % kDqColumns == 0, "columns of one chunk of K");
 
 // Named barriers: of each consumer, of all of them, and of consumers and dQ at the end.
 constexpr u32 kConsumer = 1, kAll = kConsumer + kConsumers, kEnd = kAll + 1;
@@ -432,13 +434,13 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
     accumulate_dq(params, shared, ptx::thread_index() % 128);
     if constexpr (!kSplitsGroup) ptx::arrive_named(kEnd, kConsumerThreads + 128);
   } else if constexpr (!kSplitsRoles) {
-    ptx::increase_registers<kConsumerRegisters>();
+    ptx::increase_registers<kFirstRegisters>();
     consume<true, true>(params, shared, warpgroup);
   } else if (warpgroup == 0) {
-    ptx::increase_registers<kDvRegisters>();
+    ptx::increase_registers<kFirstRegisters>();
     consume<true, false>(params, shared, warpgroup);
   } else {
-    ptx::increase_registers<kConsumerRegisters>();
+    ptx::increase_registers<kSecondRegisters>();
     consume<false, true>(params, shared, warpgroup);
   }
 }

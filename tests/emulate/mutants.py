@@ -130,7 +130,16 @@ def _backward(
 
 
 _BACKWARD_SM90 = BackwardSm90Tile(
-    max_dim=128, block_m=64, block_n=128, num_stages=2, dp_early=True, splits_roles=False, origin="of a trial"
+    max_dim=128,
+    block_m=64,
+    block_n=128,
+    num_stages=2,
+    dp_early=True,
+    splits_roles=False,
+    ds_stages=2,
+    dq_columns=32,
+    registers=(224, 224, 56),
+    origin="of a trial",
 )
 _DECODE_TILES = (DecodeSm90Tile(max_dim=128, block_n=32, num_stages=2, min_blocks=1, origin="of a trial"),)
 _DQ = DqTile(max_dim=128, block_m=64, block_n=32, num_warps=4, min_blocks=1, origin="of a trial")
