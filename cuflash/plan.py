@@ -397,6 +397,7 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
         draft.group_splits = min(problem.group_size, -(-wanted // n_blocks))
     draft.defines["CUFLASH_DQ_BY_REDUCTION"] = int(dq is None)
     draft.defines["CUFLASH_SPLITS_GROUP"] = int(draft.group_splits > 1)
+    draft.defines["CUFLASH_PAIRS_STATS"] = int(isinstance(main, BackwardSm90Tile))
 
     # How the kernels around the main one see the fragments in memory: of dq, and of dk and dv.
     of_dq = of_keys = main

@@ -433,8 +433,10 @@ DECODE_SM90_TILES = (
 
 BACKWARD_SM90_TILES = (
     #             max_dim m   n   stages early  split  ds dq  registers
-    _backward_sm90(64,  64, 128, 3,     True,  False, 2, 32, (224, 224, 56), _h200("489 / 461, 407 / 305", "269 / 245, 243 / 184")),
-    _backward_sm90(128, 64, 128, 3,     False, False, 2, 32, (224, 224, 56), _h200("526 / 504, 443 / 338", "277 / 263, 253 / 206")),
+    _backward_sm90(64,  64, 128, 3,     True,  False, 2, 32, (224, 224, 56),
+                   _h200("489 / 461, 407 / 305", "269 / 245, 243 / 184")),
+    _backward_sm90(128, 64, 128, 3,     False, False, 2, 32, (224, 224, 56),
+                   _h200("526 / 504, 443 / 338", "277 / 263, 253 / 206")),
     _backward_sm90(256, 64, 64,  2,     False, True,  2, 64, (208, 224, 72),
                    "on an H200 351 / 327, 297 / 241 TFLOP/s, cuDNN beside it 399 / 372, 300 / 255 (seqlen 4096 full / "
                    "causal, 1024 full / causal)"),

@@ -24,7 +24,10 @@ CUFLASH_DEVICE Real* partials_of(const Params& params, int num_n_blocks, int bat
   return (Real*)params.dkv_partials + (tile * params.group_splits + split) * kPartialElements + thread * 4;
 }
 
-// Pairs (lse as an exponent, delta) of the rows of a head; rows past seqlen_q, up to a whole tile, have no weights.
+// Pairs (lse as an exponent, delta) of the rows of a head; rows past seqlen_q, up to a whole tile, have no weights. Or, of
+// every two rows, both lse before both delta: who needs only one of them reads two at once.
+constexpr bool kPairsStats = CUFLASH_PAIRS_STATS;
+
 CUFLASH_DEVICE Real* stats_of(const Params& params, int batch, int head) {
   return (Real*)params.row_stats + ((i64)batch * params.num_heads + head) * params.stats_rows * 2;
 }

@@ -33,6 +33,7 @@ constexpr bool kDpEarly = CUFLASH_DP_EARLY;
 // At large head dimensions a warpgroup's registers hold one of dV and dK only: two consumers then share 64 keys, one makes
 // dV, the other dS and dK, and both make P'. Else each makes everything for 64 keys of its own.
 constexpr bool kSplitsRoles = CUFLASH_SPLITS_ROLES;
+static_assert(kPairsStats, "a lane reads lse of two queries, and later their delta");
 constexpr int kConsumers = 2;
 constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
 constexpr int kQueryTiles = kBlockM / 8;
@@ -319,8 +320,8 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     [[maybe_unused]] float derivative[kScaleInExponent ? 1 : kQueryTiles][4];
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
-      float stats[4];  // lse and delta of this lane's two queries
-      ptx::load_shared_f32x4(s_stats + n * 64, stats);
+      float lse[2];  // of this lane's two queries
+      ptx::load_shared_x2(s_stats + n * 64, lse);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float x = p[n][i];
@@ -328,7 +329,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
           x = score.of(x, row_of(n, i), key_of(i), derivative[n][i]);
           if (masked && !mask.visible(row_of(n, i), key_of(i))) x = -ptx::infinity();
         }
-        p[n][i] = ptx::exp2_approx(x * scale_log2 - stats[i % 2 * 2]);
+        p[n][i] = ptx::exp2_approx(x * scale_log2 - lse[i % 2]);
       }
     }
     if constexpr (!makes_dk) {
@@ -346,11 +347,11 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
       ptx::renew_registers(ds);
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n) {
-        float stats[4];
-        ptx::load_shared_f32x4(s_stats + n * 64, stats);
+        float delta[2];
+        ptx::load_shared_x2(s_stats + n * 64 + 8, delta);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          ds[n][i] = p[n][i] * (ds[n][i] - stats[i % 2 * 2 + 1]);
+          ds[n][i] = p[n][i] * (ds[n][i] - delta[i % 2]);
           if constexpr (kHasSoftcap) ds[n][i] *= derivative[n][i];
         }
       }
