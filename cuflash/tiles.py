@@ -243,6 +243,8 @@ class BackwardSm90Tile:
     num_stages: int
     dp_early: bool  # dP is issued together with P
     splits_roles: bool  # one warpgroup makes dv and another dk, of the same keys
+    holds_k: bool  # consumers keep K in registers
+    holds_v: bool  # and V
     ds_stages: int  # tiles of dS between the consumers and dq
     dq_columns: int  # of dq that are made at a time
     registers: tuple[int, int, int]  # of a thread of the first consumer, of the second, and of dq
@@ -273,6 +275,8 @@ class BackwardSm90Tile:
         return _tile_defines(self) | {
             "CUFLASH_DP_EARLY": int(self.dp_early),
             "CUFLASH_SPLITS_ROLES": int(self.splits_roles),
+            "CUFLASH_HOLDS_K": int(self.holds_k),
+            "CUFLASH_HOLDS_V": int(self.holds_v),
             "CUFLASH_DS_STAGES": self.ds_stages,
             "CUFLASH_DQ_COLUMNS": self.dq_columns,
             "CUFLASH_REGISTERS_FIRST": self.registers[0],
@@ -353,7 +357,7 @@ _backward = _maker(
 )
 _backward_sm90 = _maker(
     BackwardSm90Tile,
-    "max_dim block_m block_n num_stages dp_early splits_roles ds_stages dq_columns registers origin",
+    "max_dim block_m block_n num_stages dp_early splits_roles holds_k holds_v ds_stages dq_columns registers origin",
 )
 _dq = _maker(DqTile, "max_dim block_m block_n num_warps min_blocks origin")
 _decode = _maker(DecodeSm90Tile, "max_dim block_n num_stages min_blocks origin")
@@ -432,12 +436,12 @@ DECODE_SM90_TILES = (
 )
 
 BACKWARD_SM90_TILES = (
-    #             max_dim m   n   stages early  split  ds dq  registers
-    _backward_sm90(64,  64, 128, 3,     True,  False, 2, 32, (224, 224, 56),
+    #             max_dim m   n   stages early  split  hold K hold V ds dq  registers
+    _backward_sm90(64,  64, 128, 3,     True,  False, False, False, 2, 32, (224, 224, 56),
                    _h200("489 / 461, 407 / 305", "269 / 245, 243 / 184")),
-    _backward_sm90(128, 64, 128, 3,     False, False, 2, 32, (224, 224, 56),
+    _backward_sm90(128, 64, 128, 3,     False, False, False, False, 2, 32, (224, 224, 56),
                    _h200("526 / 504, 443 / 338", "277 / 263, 253 / 206")),
-    _backward_sm90(256, 64, 64,  2,     False, True,  2, 64, (208, 224, 72),
+    _backward_sm90(256, 64, 64,  2,     False, True,  False, False, 2, 64, (208, 224, 72),
                    "on an H200 351 / 327, 297 / 241 TFLOP/s, cuDNN beside it 399 / 372, 300 / 255 (seqlen 4096 full / "
                    "causal, 1024 full / causal)"),
 )

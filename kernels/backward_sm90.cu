@@ -34,6 +34,9 @@ constexpr bool kDpEarly = CUFLASH_DP_EARLY;
 // dV, the other dS and dK, and both make P'. Else each makes everything for 64 keys of its own.
 constexpr bool kSplitsRoles = CUFLASH_SPLITS_ROLES;
 static_assert(kPairsStats, "a lane reads lse of two queries, and later their delta");
+// Whether consumers keep K, and V, in registers, so that only Q, and dO, are read for P' and dP'.
+constexpr bool kHoldsK = CUFLASH_HOLDS_K;
+constexpr bool kHoldsV = CUFLASH_HOLDS_V;
 constexpr int kConsumers = 2;
 constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
 constexpr int kQueryTiles = kBlockM / 8;
@@ -230,6 +233,26 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     }
   }
 
+  // P' or dP': `a` is the rows of K or V of this warpgroup, held in registers or not, `b` a tile of Q or dO.
+  Fragment k_operand[kHoldsK ? kDim / 16 : 1], v_operand[kHoldsV ? kDimV / 16 : 1];
+  if (tile.num_steps > 0) {
+    if constexpr (kHoldsK) load_fragments_chunked<kBlockN>(rows_k, warp_key, k_operand);
+    if constexpr (kHoldsV) load_fragments_chunked<kBlockN>(rows_v, warp_key, v_operand);
+  }
+  const auto multiply_keys = [&](auto& d, auto held, const auto& operand, u32 a, u32 b, auto steps) {
+    const u64 a_rows = descriptor_of(a), b_rows = descriptor_of(b);
+    ptx::renew_registers(d);
+    ptx::fence_products();
+#pragma unroll
+    for (int k = 0; k < decltype(steps)::value; ++k) {
+      if constexpr (decltype(held)::value)
+        ptx::multiply_async<false>(Element{}, d, operand[k].word, along_k<kBlockM>(b_rows, k), k > 0);
+      else
+        ptx::multiply_async<false, false>(Element{}, d, along_k<kBlockN>(a_rows, k), along_k<kBlockM>(b_rows, k), k > 0);
+    }
+    ptx::commit_products();
+  };
+
   Position<kNumStages> at;
   Position<kDsStages> ds_at;
   Fragment p_operand[kBlockM / 16], ds_operand[kBlockM / 16];
@@ -280,21 +303,9 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
 
     shared.q_ring.full(at).wait(at.parity);
     shared.do_ring.full(at).wait(at.parity);
-    const u64 k_rows = descriptor_of(rows_k), v_rows = descriptor_of(rows_v);
-    const u64 q_rows = descriptor_of(s_q), do_rows = descriptor_of(s_do);
-    ptx::renew_registers(p);
-    ptx::fence_products();
-#pragma unroll
-    for (int k = 0; k < kDim / 16; ++k)
-      ptx::multiply_async<false, false>(Element{}, p, along_k<kBlockN>(k_rows, k), along_k<kBlockM>(q_rows, k), k > 0);
-    ptx::commit_products();
+    multiply_keys(p, Constant<kHoldsK>{}, k_operand, rows_k, s_q, Integer<kDim / 16>{});
     const auto multiply_dp = [&]() {
-      ptx::renew_registers(ds);
-      ptx::fence_products();
-#pragma unroll
-      for (int k = 0; k < kDimV / 16; ++k)
-        ptx::multiply_async<false, false>(Element{}, ds, along_k<kBlockN>(v_rows, k), along_k<kBlockM>(do_rows, k), k > 0);
-      ptx::commit_products();
+      multiply_keys(ds, Constant<kHoldsV>{}, v_operand, rows_v, s_do, Integer<kDimV / 16>{});
     };
     if constexpr (kDpEarly && makes_dk) multiply_dp();
     constexpr int kBehind = is_first.value ? 0 : makes_dv + makes_dk;
