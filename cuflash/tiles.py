@@ -243,6 +243,7 @@ class BackwardSm90Tile:
     num_stages: int
     dp_early: bool  # dP is issued together with P
     splits_roles: bool  # one warpgroup makes dv and another dk, of the same keys
+    p_stages: int  # tiles of P that the one hands to the other; with 0, both make it
     holds_k: bool  # consumers keep K in registers
     holds_v: bool  # and V
     ds_stages: int  # tiles of dS between the consumers and dq
@@ -260,7 +261,8 @@ class BackwardSm90Tile:
         keys = 64 if self.splits_roles else 128
         _check_row(self, self.block_n == keys, "64 keys for two consumers, or for each of them")
         _check_row(self, self.block_m == 64, "64 queries for one product")
-        _check_row(self, self.dq_columns in (32, 64), "dq_columns that divide a chunk")
+        _check_row(self, self.splits_roles or self.p_stages == 0, "P handed over only where roles are split")
+        _check_row(self, self.dq_columns in (32, 64, 128), "dq_columns that divide a chunk, or two chunks")
         _check_row(self, all(n % 8 == 0 for n in self.registers), "registers that can be dealt")
         _check_row(self, sum(self.registers) <= 504, "registers that a multiprocessor has for three warpgroups")
 
@@ -268,13 +270,15 @@ class BackwardSm90Tile:
         keys = _chunked_bytes(self.block_n, dim) + _chunked_bytes(self.block_n, dim_v)
         queries = _chunked_bytes(self.block_m, dim) + _chunked_bytes(self.block_m, dim_v) + self.block_m * 8
         ds = _chunked_bytes(self.block_n, self.block_m)
-        barriers = 8 * (2 + 4 * self.num_stages + 2 * self.ds_stages)
-        return keys + self.num_stages * queries + self.ds_stages * ds + barriers
+        p = self.p_stages * self.block_n * self.block_m * 4
+        barriers = 8 * (2 + 4 * self.num_stages + 2 * self.ds_stages + 2 * self.p_stages)
+        return keys + self.num_stages * queries + self.ds_stages * ds + p + barriers
 
     def defines(self) -> dict[str, int]:
         return _tile_defines(self) | {
             "CUFLASH_DP_EARLY": int(self.dp_early),
             "CUFLASH_SPLITS_ROLES": int(self.splits_roles),
+            "CUFLASH_P_STAGES": self.p_stages,
             "CUFLASH_HOLDS_K": int(self.holds_k),
             "CUFLASH_HOLDS_V": int(self.holds_v),
             "CUFLASH_DS_STAGES": self.ds_stages,
@@ -357,7 +361,7 @@ _backward = _maker(
 )
 _backward_sm90 = _maker(
     BackwardSm90Tile,
-    "max_dim block_m block_n num_stages dp_early splits_roles holds_k holds_v ds_stages dq_columns registers origin",
+    "max_dim block_m block_n num_stages dp_early splits_roles p_stages holds_k holds_v ds_stages dq_columns registers origin",
 )
 _dq = _maker(DqTile, "max_dim block_m block_n num_warps min_blocks origin")
 _decode = _maker(DecodeSm90Tile, "max_dim block_n num_stages min_blocks origin")
@@ -436,12 +440,12 @@ DECODE_SM90_TILES = (
 )
 
 BACKWARD_SM90_TILES = (
-    #             max_dim m   n   stages early  split  hold K hold V ds dq  registers
-    _backward_sm90(64,  64, 128, 3,     True,  False, False, False, 2, 32, (224, 224, 56),
+    #             max_dim m   n   stages early  split  p  hold K hold V ds dq  registers
+    _backward_sm90(64,  64, 128, 3,     True,  False, 0, False, False, 2, 32, (224, 224, 56),
                    _h200("489 / 461, 407 / 305", "269 / 245, 243 / 184")),
-    _backward_sm90(128, 64, 128, 3,     False, False, False, False, 2, 32, (224, 224, 56),
+    _backward_sm90(128, 64, 128, 3,     False, False, 0, False, False, 2, 32, (224, 224, 56),
                    _h200("526 / 504, 443 / 338", "277 / 263, 253 / 206")),
-    _backward_sm90(256, 64, 64,  2,     False, True,  False, False, 2, 64, (208, 224, 72),
+    _backward_sm90(256, 64, 64,  2,     False, True,  0, False, False, 2, 64, (208, 224, 72),
                    "on an H200 351 / 327, 297 / 241 TFLOP/s, cuDNN beside it 399 / 372, 300 / 255 (seqlen 4096 full / "
                    "causal, 1024 full / causal)"),
 )

@@ -16,6 +16,8 @@
 //   do_full[i], do_empty[i]                           the same for dO
 //   ds_full[i]    who makes dS' has written it to i   dQ
 //   ds_empty[i]   dQ of it is computed                consumers, before they write there again
+//   p_full[i]     who makes P' has left it in i       who makes dS', where roles are split
+//   p_empty[i]    it has been read                    who makes P'
 //   named: one per consumer for itself; one for all consumers; one for consumers and dQ at the end
 #include "backward.cuh"
 #include "config.cuh"
@@ -30,9 +32,12 @@
 
 // Whether dP' is issued together with P', or only when the products of the step before have freed their registers.
 constexpr bool kDpEarly = CUFLASH_DP_EARLY;
-// At large head dimensions a warpgroup's registers hold one of dV and dK only: two consumers then share 64 keys, one makes
-// dV, the other dS and dK, and both make P'. Else each makes everything for 64 keys of its own.
+// At large head dimensions a warpgroup's registers hold one of dV and dK only: two consumers then share 64 keys. One makes
+// P' and dV, the other dS and dK; P' is handed over in shared memory, as the threads hold it, or both make it. Else each
+// makes everything for 64 keys of its own.
 constexpr bool kSplitsRoles = CUFLASH_SPLITS_ROLES;
+constexpr int kPStages = CUFLASH_P_STAGES;
+constexpr bool kHandsP = kPStages > 0;
 static_assert(kPairsStats, "a lane reads lse of two queries, and later their delta");
 // Whether consumers keep K, and V, in registers, so that only Q, and dO, are read for P' and dP'.
 constexpr bool kHoldsK = CUFLASH_HOLDS_K;
@@ -45,7 +50,7 @@ static_assert(kNumWarps == 4 * (kConsumers + 1), "the consumers and dQ");
 static_assert(kBlockN == 64 * kDsWriters, "a consumer, or both, own 64 keys");
 static_assert(kBlockM == 64, "dQ is one product of 64 rows");
 
-// Shared memory: K, V, the rings of Q, of dO and of dS', statistics, barriers.
+// Shared memory: K, V, the rings of Q, of dO, of dS' and of P', statistics, barriers.
 constexpr u32 kBytesK = chunked_bytes(kBlockN, kDim);
 constexpr u32 kBytesV = chunked_bytes(kBlockN, kDimV);
 constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
@@ -53,8 +58,10 @@ constexpr u32 kBytesDo = chunked_bytes(kBlockM, kDimV);
 constexpr u32 kBytesDs = chunked_bytes(kBlockN, kBlockM);
 constexpr u32 kBytesStats = kBlockM * 8;
 constexpr int kDsStages = CUFLASH_DS_STAGES;
-constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages + 2 * kDsStages);
-static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesStats) + kDsStages * kBytesDs + kBytesBarriers ==
+constexpr u32 kBytesP = 128 * kQueryTiles * 16;
+constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages + 2 * kDsStages + 2 * kPStages);
+static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesStats) + kDsStages * kBytesDs +
+                      kPStages * kBytesP + kBytesBarriers ==
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
@@ -63,8 +70,9 @@ constexpr int kFirstRegisters = CUFLASH_REGISTERS_FIRST;    // of the first cons
 constexpr int kSecondRegisters = CUFLASH_REGISTERS_SECOND;  // and of the second
 static_assert(kSplitsRoles || kFirstRegisters == kSecondRegisters, "consumers that do the same");
 constexpr int kDqRegisters = CUFLASH_REGISTERS_DQ;
-constexpr int kDqColumns = CUFLASH_DQ_COLUMNS;  // of dQ at a time, for which these registers do
-static_assert(kChunk % kDqColumns == 0, "columns of one chunk of K");
+// Columns of dQ at a time, for which these registers do.
+constexpr int kDqColumns = kDim % CUFLASH_DQ_COLUMNS == 0 ? CUFLASH_DQ_COLUMNS : kChunk;
+static_assert(kChunk % kDqColumns == 0 || kDqColumns % kChunk == 0, "columns of one chunk of K, or of several");
 
 // Named barriers: of each consumer, of all of them, and of consumers and dQ at the end.
 constexpr u32 kConsumer = 1, kAll = kConsumer + kConsumers, kEnd = kAll + 1;
@@ -76,10 +84,11 @@ struct BackwardParams {
 static_assert(sizeof(BackwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
 struct Shared {
-  u32 k, v, q, dout, ds, stats;
+  u32 k, v, q, dout, ds, p, stats;
   Barrier kv_full;
   Ring<kNumStages> q_ring, do_ring;
   Ring<kDsStages> ds_ring;
+  Ring<kPStages> p_ring;
 
   CUFLASH_DEVICE Shared() {
     k = ptx::dynamic_shared();
@@ -87,11 +96,13 @@ struct Shared {
     q = v + kBytesV;
     dout = q + kNumStages * kBytesQ;
     ds = dout + kNumStages * kBytesDo;
-    stats = ds + kDsStages * kBytesDs;
+    p = ds + kDsStages * kBytesDs;
+    stats = p + kPStages * kBytesP;
     kv_full = {stats + kNumStages * kBytesStats};
     q_ring = {kv_full.address + 16};
     do_ring = {q_ring.address + Ring<kNumStages>::kBytes};
     ds_ring = {do_ring.address + Ring<kNumStages>::kBytes};
+    p_ring = {ds_ring.address + Ring<kDsStages>::kBytes};
   }
 };
 
@@ -208,6 +219,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
   const int batch = tile.work.batch;
   const u32 thread = ptx::thread_index() % 128, lane = lane_index();
   const bool elected = thread == 0;
+  constexpr bool makes_p = makes_dv || !kHandsP;
   const u32 first = kSplitsRoles ? 0 : consumer * 64;  // of its keys
   const int warp_key = thread / 32 * 16, lane_key = tile.first_key + first + warp_key + fragment_row();
   const u32 rows_k = shared.k + first * kLineBytes, rows_v = shared.v + first * kLineBytes;
@@ -255,6 +267,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
 
   Position<kNumStages> at;
   Position<kDsStages> ds_at;
+  Position<kPStages> p_at;
   Fragment p_operand[kBlockM / 16], ds_operand[kBlockM / 16];
   const auto to_operands = [](const auto& value, auto& operand) {
 #pragma unroll
@@ -295,59 +308,75 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
   Walk walk = tile.first();
   int stage_before = 0;
   const auto step = [&](auto is_first) {
-    const int head = walk.head, m_block = walk.m_block;
     const u32 s_q = shared.q + at.stage * kBytesQ, s_do = shared.dout + at.stage * kBytesDo;
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
-    const int first_row = m_block * kBlockM;
     float p[kQueryTiles][4], ds[kQueryTiles][4];
 
     shared.q_ring.full(at).wait(at.parity);
     shared.do_ring.full(at).wait(at.parity);
-    multiply_keys(p, Constant<kHoldsK>{}, k_operand, rows_k, s_q, Integer<kDim / 16>{});
+    if constexpr (makes_p) multiply_keys(p, Constant<kHoldsK>{}, k_operand, rows_k, s_q, Integer<kDim / 16>{});
     const auto multiply_dp = [&]() {
       multiply_keys(ds, Constant<kHoldsV>{}, v_operand, rows_v, s_do, Integer<kDimV / 16>{});
     };
-    if constexpr (kDpEarly && makes_dk) multiply_dp();
+    // A step issues dP' before the products of the step before, or when they have left it their registers.
+    constexpr bool dp_early = makes_dk && (kDpEarly || !makes_p);
+    if constexpr (dp_early) multiply_dp();
     constexpr int kBehind = is_first.value ? 0 : makes_dv + makes_dk;
     if constexpr (!is_first.value) multiply_operands(stage_before);
 
-    const Score score(common, batch, head, tile.key_stop);
-    const Mask mask(common, batch, head, tile.key_stop);
-    const float scale_log2 = score.exponent_scale();
-    const bool masked = m_block < tile.queries.full_start || m_block >= tile.queries.full_stop;
-    const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
-    const auto key_of = [&](int i) { return lane_key + i / 2 * 8; };
-
-    ptx::wait_products<kBehind + (kDpEarly && makes_dk)>();
-    ptx::renew_registers(p);
-    // A product can be masked at once, in a branch of its own, only where it is the score but for a positive factor.
-    if (kScaleInExponent && masked) {
-#pragma unroll
-      for (int n = 0; n < kQueryTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (!mask.visible(row_of(n, i), key_of(i))) p[n][i] = -ptx::infinity();
-    }
     [[maybe_unused]] float derivative[kScaleInExponent ? 1 : kQueryTiles][4];
+    if constexpr (makes_p) {
+      const int head = walk.head, m_block = walk.m_block, first_row = m_block * kBlockM;
+      const Score score(common, batch, head, tile.key_stop);
+      const Mask mask(common, batch, head, tile.key_stop);
+      const float scale_log2 = score.exponent_scale();
+      const bool masked = m_block < tile.queries.full_start || m_block >= tile.queries.full_stop;
+      const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
+      const auto key_of = [&](int i) { return lane_key + i / 2 * 8; };
+
+      ptx::wait_products<kBehind + dp_early>();
+      ptx::renew_registers(p);
+      // A product can be masked at once, in a branch of its own, only where it is the score but for a positive factor.
+      if (kScaleInExponent && masked) {
 #pragma unroll
-    for (int n = 0; n < kQueryTiles; ++n) {
-      float lse[2];  // of this lane's two queries
-      ptx::load_shared_x2(s_stats + n * 64, lse);
+        for (int n = 0; n < kQueryTiles; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float x = p[n][i];
-        if constexpr (!kScaleInExponent) {
-          x = score.of(x, row_of(n, i), key_of(i), derivative[n][i]);
-          if (masked && !mask.visible(row_of(n, i), key_of(i))) x = -ptx::infinity();
+          for (int i = 0; i < 4; ++i)
+            if (!mask.visible(row_of(n, i), key_of(i))) p[n][i] = -ptx::infinity();
+      }
+#pragma unroll
+      for (int n = 0; n < kQueryTiles; ++n) {
+        float lse[2];  // of this lane's two queries
+        ptx::load_shared_x2(s_stats + n * 64, lse);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float x = p[n][i];
+          if constexpr (!kScaleInExponent) {
+            x = score.of(x, row_of(n, i), key_of(i), derivative[n][i]);
+            if (masked && !mask.visible(row_of(n, i), key_of(i))) x = -ptx::infinity();
+          }
+          p[n][i] = ptx::exp2_approx(x * scale_log2 - lse[i % 2]);
         }
-        p[n][i] = ptx::exp2_approx(x * scale_log2 - lse[i % 2]);
       }
     }
+    [[maybe_unused]] const u32 s_p = shared.p + p_at.stage * kBytesP + thread * 16;
     if constexpr (!makes_dk) {
+      if constexpr (kHandsP) {
+        shared.p_ring.empty(p_at).wait(p_at.parity ^ 1);
+#pragma unroll
+        for (int n = 0; n < kQueryTiles; ++n) {
+          float handed[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) handed[i] = kHasSoftcap ? p[n][i] * derivative[n][i] : p[n][i];
+          ptx::store_shared_f32x4(s_p + n * 128 * 16, handed);
+        }
+        shared.p_ring.full(p_at).arrive();
+        p_at.advance();
+      }
       if constexpr (!is_first.value) finish_products(stage_before);
       to_operands(p, p_operand);
     } else {
-      if constexpr (kDpEarly) {
+      if constexpr (dp_early) {
         ptx::wait_products<kBehind>();
       } else {
         if constexpr (!is_first.value) finish_products(stage_before);
@@ -356,19 +385,25 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
         ptx::wait_products<0>();
       }
       ptx::renew_registers(ds);
+      if constexpr (kHandsP) shared.p_ring.full(p_at).wait(p_at.parity);
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n) {
         float delta[2];
         ptx::load_shared_x2(s_stats + n * 64 + 8, delta);
+        if constexpr (kHandsP) ptx::load_shared_f32x4(s_p + n * 128 * 16, p[n]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           ds[n][i] = p[n][i] * (ds[n][i] - delta[i % 2]);
-          if constexpr (kHasSoftcap) ds[n][i] *= derivative[n][i];
+          if constexpr (kHasSoftcap && !kHandsP) ds[n][i] *= derivative[n][i];
         }
       }
-      if constexpr (kDpEarly) {
+      if constexpr (kHandsP) {
+        shared.p_ring.empty(p_at).arrive();
+        p_at.advance();
+      }
+      if constexpr (dp_early) {
         if constexpr (!is_first.value) finish_products(stage_before);
-        to_operands(p, p_operand);
+        if constexpr (makes_dv) to_operands(p, p_operand);
       }
       to_operands(ds, ds_operand);
 
@@ -436,6 +471,10 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
     for (int i = 0; i < kDsStages; ++i) {
       shared.ds_ring.full({i}).init(128 * kDsWriters);
       shared.ds_ring.empty({i}).init(1);
+    }
+    for (int i = 0; i < kPStages; ++i) {
+      shared.p_ring.full({i}).init(128);
+      shared.p_ring.empty({i}).init(128);
     }
     ptx::fence_barrier_init();
   }

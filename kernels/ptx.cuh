@@ -55,6 +55,11 @@ CUFLASH_DEVICE void load_shared_f32x4(u32 address, float (&value)[4]) {
                : "r"(address)
                : "memory");
 }
+CUFLASH_DEVICE void store_shared_f32x4(u32 address, const float (&value)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value[0]), "f"(value[1]), "f"(value[2]),
+               "f"(value[3])
+               : "memory");
+}
 CUFLASH_DEVICE void load_shared(u32 address, float& value) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
 }

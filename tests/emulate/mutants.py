@@ -136,6 +136,7 @@ _BACKWARD_SM90 = BackwardSm90Tile(
     num_stages=2,
     dp_early=True,
     splits_roles=False,
+    p_stages=0,
     holds_k=False,
     holds_v=False,
     ds_stages=2,

@@ -47,6 +47,11 @@ CUFLASH_DEVICE void load_shared_f32x4(u32 address, float (&value)[4], Site site 
   const Bytes16 bytes = read_shared_as<Bytes16>(address, site);
   for (int i = 0; i < 4; ++i) __builtin_memcpy(&value[i], &bytes.word[i], 4);
 }
+CUFLASH_DEVICE void store_shared_f32x4(u32 address, const float (&value)[4], Site site = Site::here()) {
+  Bytes16 bytes;
+  for (int i = 0; i < 4; ++i) __builtin_memcpy(&bytes.word[i], &value[i], 4);
+  write_shared_as(address, bytes, site);
+}
 template <class T>
 CUFLASH_DEVICE void load_shared(u32 address, T& value, Site site = Site::here()) {
   value = read_shared_as<T>(address, site);
