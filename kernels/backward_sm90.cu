@@ -42,6 +42,11 @@ static_assert(kPairsStats, "a lane reads lse of two queries, and later their del
 // Whether consumers keep K, and V, in registers, so that only Q, and dO, are read for P' and dP'.
 constexpr bool kHoldsK = CUFLASH_HOLDS_K;
 constexpr bool kHoldsV = CUFLASH_HOLDS_V;
+// Whether dS' is read from shared memory for dK too, and takes no registers until dK is made.
+constexpr bool kDkFromShared = CUFLASH_DK_FROM_SHARED;
+// Whether the first step, which has no products of a step before it, is a piece of code of its own. Else it makes products
+// of nothing, and those of the next step do not add to them: half the instructions, and fewer registers.
+constexpr bool kFirstApart = CUFLASH_FIRST_APART;
 constexpr int kConsumers = 2;
 constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
 constexpr int kQueryTiles = kBlockM / 8;
@@ -273,33 +278,45 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
 #pragma unroll
     for (int k = 0; k < kBlockM / 16; ++k) to_operand(value, k, operand[k]);
   };
-  // dV and dK of the tile of queries in stage `stage`.
-  const auto multiply_operands = [&](int stage) {
+  const auto set_to_zero = [](auto& operand) {
+#pragma unroll
+    for (auto& fragment : operand)
+      for (u32& word : fragment.word) word = 0;
+  };
+  // dV and dK of the tile of queries in stage `stage`, whose dS' is at `s_ds`; added to the sums, or instead of them.
+  const auto multiply_operands = [&](int stage, [[maybe_unused]] u32 s_ds, bool adds) {
     const u64 dout = descriptor_of_transposed<kBlockM>(shared.dout + stage * kBytesDo);
     const u64 q = descriptor_of_transposed<kBlockM>(shared.q + stage * kBytesQ);
+    [[maybe_unused]] const u64 ds_rows = descriptor_of(s_ds);
+    if constexpr (makes_dk && kDkFromShared) ptx::sync_named(kConsumer + consumer, 128);  // all of dS' is written
     ptx::renew_registers(dv);
     ptx::renew_registers(dk);
     ptx::fence_products();
     if constexpr (makes_dv) {
 #pragma unroll
       for (int k = 0; k < kBlockM / 16; ++k)
-        ptx::multiply_async<true>(Element{}, dv, p_operand[k].word, along_k_transposed(dout, k), true);
+        ptx::multiply_async<true>(Element{}, dv, p_operand[k].word, along_k_transposed(dout, k), adds || k > 0);
       ptx::commit_products();
     }
     if constexpr (makes_dk) {
 #pragma unroll
-      for (int k = 0; k < kBlockM / 16; ++k)
-        ptx::multiply_async<true>(Element{}, dk, ds_operand[k].word, along_k_transposed(q, k), true);
+      for (int k = 0; k < kBlockM / 16; ++k) {
+        const u64 b = along_k_transposed(q, k);
+        if constexpr (kDkFromShared)
+          ptx::multiply_async<false, true>(Element{}, dk, along_k<kBlockN>(ds_rows, k), b, adds || k > 0);
+        else
+          ptx::multiply_async<true>(Element{}, dk, ds_operand[k].word, b, adds || k > 0);
+      }
       ptx::commit_products();
     }
   };
-  const auto finish_products = [&](int stage) {
+  const auto finish_products = [&](int stage, bool frees) {
     ptx::wait_products<0>();
     ptx::renew_registers(dv);
     ptx::renew_registers(dk);
     // Who makes dS has told of every read of the statistics by then.
     if constexpr (!makes_dk) ptx::sync_named(kConsumer + consumer, 128);
-    if (elected) {
+    if (elected && frees) {
       shared.do_ring.empty({stage}).arrive();
       shared.q_ring.empty({stage}).arrive();
     }
@@ -307,7 +324,9 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
 
   Walk walk = tile.first();
   int stage_before = 0;
-  const auto step = [&](auto is_first) {
+  u32 ds_before = rows_k;  // products of nothing may be of anything that has arrived
+  const auto step = [&](auto apart, int index) {
+    constexpr bool is_apart = decltype(apart)::value;
     const u32 s_q = shared.q + at.stage * kBytesQ, s_do = shared.dout + at.stage * kBytesDo;
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
     float p[kQueryTiles][4], ds[kQueryTiles][4];
@@ -321,8 +340,11 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     // A step issues dP' before the products of the step before, or when they have left it their registers.
     constexpr bool dp_early = makes_dk && (kDpEarly || !makes_p);
     if constexpr (dp_early) multiply_dp();
-    constexpr int kBehind = is_first.value ? 0 : makes_dv + makes_dk;
-    if constexpr (!is_first.value) multiply_operands(stage_before);
+    constexpr int kBehind = is_apart ? 0 : makes_dv + makes_dk;
+    if constexpr (!is_apart) multiply_operands(stage_before, ds_before, kFirstApart || index > 1);
+    const auto finish_step_before = [&]() {
+      if constexpr (!is_apart) finish_products(stage_before, kFirstApart || index > 0);
+    };
 
     [[maybe_unused]] float derivative[kScaleInExponent ? 1 : kQueryTiles][4];
     if constexpr (makes_p) {
@@ -373,13 +395,13 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
         shared.p_ring.full(p_at).arrive();
         p_at.advance();
       }
-      if constexpr (!is_first.value) finish_products(stage_before);
+      finish_step_before();
       to_operands(p, p_operand);
     } else {
       if constexpr (dp_early) {
         ptx::wait_products<kBehind>();
       } else {
-        if constexpr (!is_first.value) finish_products(stage_before);
+        finish_step_before();
         multiply_dp();
         if constexpr (makes_dv) to_operands(p, p_operand);
         ptx::wait_products<0>();
@@ -402,7 +424,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
         p_at.advance();
       }
       if constexpr (dp_early) {
-        if constexpr (!is_first.value) finish_products(stage_before);
+        finish_step_before();
         if constexpr (makes_dv) to_operands(p, p_operand);
       }
       to_operands(ds, ds_operand);
@@ -415,6 +437,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
         ptx::store_matrix_x4(line + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)), ds_operand[k].word);
       ptx::fence_async_proxy();
       shared.ds_ring.full(ds_at).arrive();
+      ds_before = shared.ds + ds_at.stage * kBytesDs + first * kLineBytes;
       ds_at.advance();
     }
     stage_before = at.stage;
@@ -422,11 +445,14 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     walk.advance(tile.queries);
   };
   if (tile.num_steps > 0) {
-    step(Constant<true>{});
+    if constexpr (kFirstApart)
+      step(Constant<true>{}, 0);
+    else
+      set_to_zero(p_operand), set_to_zero(ds_operand);
 #pragma unroll 1
-    for (int i = 1; i < tile.num_steps; ++i) step(Constant<false>{});
-    multiply_operands(stage_before);
-    finish_products(stage_before);
+    for (int i = kFirstApart; i < tile.num_steps; ++i) step(Constant<false>{}, i);
+    multiply_operands(stage_before, ds_before, kFirstApart || tile.num_steps > 1);
+    finish_products(stage_before, true);
   }
 
   if constexpr (kSplitsGroup) {
