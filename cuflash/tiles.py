@@ -250,6 +250,7 @@ class BackwardSm90Tile:
     dk_from_shared: bool  # dS is read from shared memory for dk too, not kept in registers
     ds_stages: int  # tiles of dS between the consumers and dq
     dq_columns: int  # of dq that are made at a time
+    dq_ahead: bool  # the next of them are made while these are added to memory
     registers: tuple[int, int, int]  # of a thread of the first consumer, of the second, and of dq
     origin: str = field(compare=False)
 
@@ -287,6 +288,7 @@ class BackwardSm90Tile:
             "CUFLASH_DK_FROM_SHARED": int(self.dk_from_shared),
             "CUFLASH_DS_STAGES": self.ds_stages,
             "CUFLASH_DQ_COLUMNS": self.dq_columns,
+            "CUFLASH_DQ_AHEAD": int(self.dq_ahead),
             "CUFLASH_REGISTERS_FIRST": self.registers[0],
             "CUFLASH_REGISTERS_SECOND": self.registers[1],
             "CUFLASH_REGISTERS_DQ": self.registers[2],
@@ -366,7 +368,7 @@ _backward = _maker(
 _backward_sm90 = _maker(
     BackwardSm90Tile,
     "max_dim block_m block_n num_stages first_apart dp_early splits_roles p_stages holds_k holds_v dk_from_shared "
-    "ds_stages dq_columns registers origin",
+    "ds_stages dq_columns dq_ahead registers origin",
 )
 _dq = _maker(DqTile, "max_dim block_m block_n num_warps min_blocks origin")
 _decode = _maker(DecodeSm90Tile, "max_dim block_n num_stages min_blocks origin")
@@ -445,12 +447,12 @@ DECODE_SM90_TILES = (
 )
 
 BACKWARD_SM90_TILES = (
-    #             max_dim m   n   stages apart early  split  p  hold K hold V shared ds dq  registers
-    _backward_sm90(64,  64, 128, 3,     True, True,  False, 0, False, False, False, 2, 32, (224, 224, 56),
+    #             max_dim m   n   stages apart early  split  p  hold K hold V shared ds dq  ahead  registers
+    _backward_sm90(64,  64, 128, 3,     True, True,  False, 0, False, False, False, 2, 32, False, (224, 224, 56),
                    _h200("489 / 461, 407 / 305", "269 / 245, 243 / 184")),
-    _backward_sm90(128, 64, 128, 3,     True, False, False, 0, False, False, False, 2, 32, (224, 224, 56),
+    _backward_sm90(128, 64, 128, 3,     True, False, False, 0, False, False, False, 2, 32, False, (224, 224, 56),
                    _h200("526 / 504, 443 / 338", "277 / 263, 253 / 206")),
-    _backward_sm90(256, 64, 64,  2,     True, False, True,  0, False, False, False, 2, 64, (208, 224, 72),
+    _backward_sm90(256, 64, 64,  2,     True, False, True,  0, False, False, False, 2, 64, False, (208, 224, 72),
                    "on an H200 351 / 327, 297 / 241 TFLOP/s, cuDNN beside it 399 / 372, 300 / 255 (seqlen 4096 full / "
                    "causal, 1024 full / causal)"),
 )

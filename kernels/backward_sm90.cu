@@ -77,6 +77,7 @@ static_assert(kSplitsRoles || kFirstRegisters == kSecondRegisters, "consumers th
 constexpr int kDqRegisters = CUFLASH_REGISTERS_DQ;
 // Columns of dQ at a time, for which these registers do.
 constexpr int kDqColumns = kDim % CUFLASH_DQ_COLUMNS == 0 ? CUFLASH_DQ_COLUMNS : kChunk;
+constexpr bool kDqAhead = CUFLASH_DQ_AHEAD;  // those of the next columns run while these are added to memory
 static_assert(kChunk % kDqColumns == 0 || kDqColumns % kChunk == 0, "columns of one chunk of K, or of several");
 
 // Named barriers: of each consumer, of all of them, and of consumers and dQ at the end.
@@ -194,23 +195,35 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
     float* accumulator = (float*)common.dq_accumulator + m_tile * (kBlockM * kDim) + thread * 4;
     shared.ds_ring.full(at).wait(at.parity);
     const u64 a = descriptor_of_transposed<kBlockN>(shared.ds + at.stage * kBytesDs);
-    repeat<kDim / kDqColumns>([&](auto slice) {
+    constexpr int slices = kDim / kDqColumns;
+    float dq[kDqAhead ? 2 : 1][kDqColumns / 8][4];
+    const auto multiply = [&](auto slice) {
       constexpr int first = decltype(slice)::value * kDqColumns;
+      auto& sum = dq[kDqAhead ? decltype(slice)::value % 2 : 0];
       const u64 b = descriptor_of_transposed<kBlockN>(shared.k + first / kChunk * kBlockN * kLineBytes) +
                     first % kChunk * 2 / 16;
-      float dq[kDqColumns / 8][4];
-      ptx::renew_registers(dq);
+      ptx::renew_registers(sum);
       ptx::fence_products();
 #pragma unroll
       for (int k = 0; k < kBlockN / 16; ++k)
-        ptx::multiply_async<true, true>(Element{}, dq, along_k_transposed(a, k), along_k_transposed(b, k), k > 0);
+        ptx::multiply_async<true, true>(Element{}, sum, along_k_transposed(a, k), along_k_transposed(b, k), k > 0);
       ptx::commit_products();
-      ptx::wait_products<0>();
-      ptx::renew_registers(dq);
-      if (first == kDim - kDqColumns && thread == 0) shared.ds_ring.empty(at).arrive();
+    };
+    if constexpr (kDqAhead) multiply(Integer<0>{});
+    repeat<slices>([&](auto slice) {
+      constexpr int index = decltype(slice)::value;
+      constexpr bool is_last = index + 1 == slices;
+      if constexpr (!kDqAhead)
+        multiply(slice);
+      else if constexpr (!is_last)
+        multiply(Integer<index + 1>{});
+      ptx::wait_products<kDqAhead && !is_last>();
+      auto& sum = dq[kDqAhead ? index % 2 : 0];
+      ptx::renew_registers(sum);
+      if (is_last && thread == 0) shared.ds_ring.empty(at).arrive();
 #pragma unroll
       for (int n = 0; n < kDqColumns / 8; ++n)
-        ptx::reduce_add_x4(accumulator + (first / 8 + n) * 128 * 4, dq[n]);
+        ptx::reduce_add_x4(accumulator + (index * kDqColumns / 8 + n) * 128 * 4, sum[n]);
     });
     if (thread == 0) producer.load_queries();
   }

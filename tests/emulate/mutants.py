@@ -143,6 +143,7 @@ _BACKWARD_SM90 = BackwardSm90Tile(
     dk_from_shared=False,
     ds_stages=2,
     dq_columns=32,
+    dq_ahead=False,
     registers=(224, 224, 56),
     origin="of a trial",
 )
