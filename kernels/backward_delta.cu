@@ -77,6 +77,7 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
     Bytes16* accumulator = (Bytes16*)((Real*)params.dq_accumulator + tile * (kBlockM * kDim));
 #pragma unroll 4
     for (int i = thread; i < kBlockM * kDim * (int)sizeof(Real) / 16; i += kNumThreads) accumulator[i] = {0, 0, 0, 0};
+    if (kDqInTurn && thread == 0) *turns_of(params, num_m_blocks, tile) = 0;
   }
 }
 

@@ -80,8 +80,12 @@ constexpr int kDqColumns = kDim % CUFLASH_DQ_COLUMNS == 0 ? CUFLASH_DQ_COLUMNS :
 constexpr bool kDqAhead = CUFLASH_DQ_AHEAD;  // those of the next columns run while these are added to memory
 static_assert(kChunk % kDqColumns == 0 || kDqColumns % kChunk == 0, "columns of one chunk of K, or of several");
 
-// Named barriers: of each consumer, of all of them, and of consumers and dQ at the end.
-constexpr u32 kConsumer = 1, kAll = kConsumer + kConsumers, kEnd = kAll + 1;
+// Named barriers: of each consumer, of all of them, of consumers and dQ at the end; of dQ at its turn, and behind it.
+constexpr u32 kConsumer = 1, kAll = kConsumer + kConsumers, kEnd = kAll + 1, kTurn = kEnd + 1, kAdded = kTurn + 1;
+
+// Tiles of keys start, and where they take turns add, from the first to the last: the longest first under a causal mask.
+// With a left bound from the last to the first, so that they meet no tile of queries before those that add to it first.
+constexpr bool kLastFirst = kDqInTurn && kHasLeftBound;
 
 struct BackwardParams {
   Params common;
@@ -130,7 +134,7 @@ struct KeyTile {
     const int splits = kSplitsGroup ? params.group_splits : 1, group = params.num_heads / params.num_heads_kv;
     num_n_blocks = ceil_div(params.seqlen_k, kBlockN);
     num_m_blocks = ceil_div(params.seqlen_q, kBlockM);
-    work = schedule(params, ptx::block_index(), num_n_blocks, params.num_heads_kv * splits, false);
+    work = schedule(params, ptx::block_index(), num_n_blocks, params.num_heads_kv * splits, kLastFirst);
     head_kv = work.head / splits;
     split = work.head % splits;
     first_key = work.block * kBlockN;
@@ -140,6 +144,11 @@ struct KeyTile {
     num_steps = (queries.stop - queries.start) * (head_kv * group + group * (split + 1) / splits - first_head);
   }
   CUFLASH_DEVICE Walk first() const { return {first_head, queries.start}; }
+  // How many of the tiles of keys that a tile of queries sees come before this one.
+  CUFLASH_DEVICE u32 turn(const Params& params, int m_block) const {
+    const TileRange keys = key_tiles(params, m_block * kBlockM, m_block * kBlockM + kBlockM - 1, key_stop);
+    return kLastFirst ? keys.stop - 1 - work.block : work.block - keys.start;
+  }
 };
 
 // Asks for the tiles of a block: K and V at once, those of queries as their stages get free.
@@ -176,6 +185,29 @@ struct Producer {
   }
 };
 
+// The turns of a block at the tiles of dQ. Its last warp ends one, while the others compute what is added in the next.
+struct Turns {
+  const Params& params;
+  const KeyTile& tile;
+  u32 thread;
+  u32* now = nullptr;
+
+  CUFLASH_DEVICE void wait(i64 m_tile, int m_block) {
+    end();
+    now = turns_of(params, tile.num_m_blocks, m_tile);
+    if (thread == 0) ptx::wait_for_turn(now, tile.turn(params, m_block));
+    ptx::sync_named(kTurn, 128);
+  }
+  CUFLASH_DEVICE void added() const {
+    if (thread < 96) ptx::arrive_named(kAdded, 128);
+  }
+  CUFLASH_DEVICE void end() const {
+    if (now == nullptr || thread < 96) return;
+    ptx::sync_named(kAdded, 128);
+    if (thread == 96) ptx::end_turn(now);
+  }
+};
+
 // The last warpgroup: dQ of each tile of queries and these keys, added to the sum in memory; and the producer.
 CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& shared, u32 thread) {
   const Params& common = params.common;
@@ -189,6 +221,7 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
   shared.kv_full.wait(0);
   Position<kDsStages> at;
   Walk walk = tile.first();
+  Turns turns{common, tile, thread};
 #pragma unroll 1
   for (int step = 0; step < tile.num_steps; ++step, walk.advance(tile.queries), at.advance()) {
     const i64 m_tile = ((i64)tile.work.batch * common.num_heads + walk.head) * tile.num_m_blocks + walk.m_block;
@@ -217,6 +250,7 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
         multiply(slice);
       else if constexpr (!is_last)
         multiply(Integer<index + 1>{});
+      if constexpr (kDqInTurn && index == 0) turns.wait(m_tile, walk.m_block);
       ptx::wait_products<kDqAhead && !is_last>();
       auto& sum = dq[kDqAhead ? index % 2 : 0];
       ptx::renew_registers(sum);
@@ -225,8 +259,10 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
       for (int n = 0; n < kDqColumns / 8; ++n)
         ptx::reduce_add_x4(accumulator + (index * kDqColumns / 8 + n) * 128 * 4, sum[n]);
     });
+    if constexpr (kDqInTurn) turns.added();
     if (thread == 0) producer.load_queries();
   }
+  if constexpr (kDqInTurn) turns.end();
 }
 
 // A consumer: the warpgroup of 64 keys, `consumer` of kConsumers, and what it makes.

@@ -272,6 +272,21 @@ CUFLASH_DEVICE void reduce_add_x4(float* address, const float (&value)[4]) {
 #endif
 }
 
+// ---- Turns of blocks ----------------------------------------------------------------------------------------------
+// What several blocks add to the same floating-point sums depends on who is first. Where it must not, they take turns:
+// a counter tells how many have had theirs. A block may wait only for blocks with a lower index: these started before.
+
+// Thread. ld.acquire.gpu (9.7.9.8) until `turn` blocks have ended theirs: what they added is in memory.
+CUFLASH_DEVICE void wait_for_turn(const u32* turns, u32 turn) {
+  u32 ended;
+  do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(ended) : "l"(turns) : "memory");
+  while (ended != turn);
+}
+// Thread. red.release.gpu.add (9.7.13.7): what this thread, and those it has met at a barrier, added so far comes before.
+CUFLASH_DEVICE void end_turn(u32* turns) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(turns) : "memory");
+}
+
 }  // namespace ptx
 
 #endif  // CUFLASH_EMULATION

@@ -274,3 +274,16 @@ CUFLASH_DEVICE void add_to_four_sums(const Params& params) {
   ptx::reduce_add_x4(destination_of<float>(params), values);
 }
 CUFLASH_DEFINE_KERNEL(reduce_add_x4, Params, kBlock, 1, add_to_four_sums)
+
+// Blocks add to the same sums one after another; the counter of their turns lies behind the sums.
+CUFLASH_DEVICE void add_in_turn(const Params& params) {
+  const u32 thread = ptx::thread_index();
+  float* sums = destination_of<float>(params);
+  u32* turns = (u32*)(sums + kBlock);
+  if (thread == 0) ptx::wait_for_turn(turns, ptx::block_index());
+  ptx::sync_block();
+  ptx::reduce_add(sums + thread, source_of<float>(params)[global_thread_index(kBlock)]);
+  ptx::sync_block();
+  if (thread == 0) ptx::end_turn(turns);
+}
+CUFLASH_DEFINE_KERNEL(turns, Params, kBlock, 1, add_in_turn)

@@ -3,9 +3,10 @@
 A check is called with `run`, which runs one kernel somewhere and returns what it wrote::
 
     run(kernel, source=array, second_source=None, destination=array, count=0, grid=1, threads=128, shared_bytes=0,
-        element="Float16") -> array like destination
+        element="Float16", in_turn=False) -> array like destination
 
-`element` is the value of the define ``ELEMENT``; the arguments of a kernel are one struct of type ``PARAMS``.
+`element` is the value of the define ``ELEMENT``; `in_turn` says that blocks must start in the order of their index. The
+arguments of a kernel are one struct of type ``PARAMS``.
 """
 
 import ml_dtypes
@@ -366,6 +367,18 @@ def check_reduce_add_x4(run):
 
 def check_reduce_add_double(run):
     _check_reduction(run, "reduce_add_double", np.float64)
+
+
+def check_turns(run):
+    # Sums of such numbers are rounded at every addition, and differ with its place.
+    blocks = 100
+    values = np.random.default_rng(7).standard_normal((blocks, BLOCK)).astype(np.float32)
+    expected = np.zeros(BLOCK, np.float32)
+    for value in values:
+        expected += value
+    got = run("turns", source=values, destination=np.zeros(BLOCK + 1, np.float32), grid=blocks, in_turn=True)
+    assert (got[:BLOCK] == expected).all()
+    assert got[BLOCK:].view(np.uint32) == blocks
 
 
 CHECKS = tuple(value for name, value in list(globals().items()) if name.startswith("check_"))

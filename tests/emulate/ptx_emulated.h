@@ -164,6 +164,12 @@ CUFLASH_DEVICE void reduce_add_x4(float* address, const float (&value)[4], Site 
   ::emulator::reduce_add(address, value, 4, site);
 }
 
+// ---- Turns of blocks ----------------------------------------------------------------------------------------------
+CUFLASH_DEVICE void wait_for_turn(const u32* turns, u32 turn, Site site = Site::here()) {
+  ::emulator::wait_for_turn(turns, turn, site);
+}
+CUFLASH_DEVICE void end_turn(u32* turns, Site site = Site::here()) { ::emulator::end_turn(turns, site); }
+
 }  // namespace ptx
 
 #include "ptx_sm90_emulated.h"

@@ -7,6 +7,7 @@
 #include "numerics.h"
 #include "order.h"
 #include "shared_memory.h"
+#include "turns.h"
 
 namespace emulator {
 
@@ -352,6 +353,7 @@ void reduce(T* address, const T* values, u32 count, Site site) {
   self.site = site;
   if ((unsigned long)address % (count * sizeof(T)))
     fail(self, site, "misaligned reduction: %p is not a multiple of %zu bytes", (void*)address, count * sizeof(T));
+  check_turn(self, site);
   for (u32 i = 0; i < count; ++i) address[i] += values[i];
 }
 }  // namespace
