@@ -7,6 +7,7 @@
 // a kernel of its own that recomputes them, in a fixed order (deterministic).
 constexpr bool kDqByReduction = CUFLASH_DQ_BY_REDUCTION;
 // Or blocks take turns at the accumulator: for each tile of queries, behind the accumulator, a counter of those who had it.
+// Then the order is fixed as well (deterministic).
 constexpr bool kDqInTurn = CUFLASH_DQ_IN_TURN;
 
 // dk and dv of one key/value head are sums over the query heads of its group. Where tiles of keys alone are too few to

@@ -274,7 +274,8 @@ CUFLASH_DEVICE void reduce_add_x4(float* address, const float (&value)[4]) {
 
 // ---- Turns of blocks ----------------------------------------------------------------------------------------------
 // What several blocks add to the same floating-point sums depends on who is first. Where it must not, they take turns:
-// a counter tells how many have had theirs. A block may wait only for blocks with a lower index: these started before.
+// a counter tells how many have had theirs. A block may wait only for blocks with a lower index. Devices start blocks in
+// the order of their index, so these run or are done; the first of them waits for nobody, and so all come to their end.
 
 // Thread. ld.acquire.gpu (9.7.9.8) until `turn` blocks have ended theirs: what they added is in memory.
 CUFLASH_DEVICE void wait_for_turn(const u32* turns, u32 turn) {
