@@ -441,7 +441,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
           for (int i = 0; i < 4; ++i) handed[i] = kHasSoftcap ? p[n][i] * derivative[n][i] : p[n][i];
           ptx::store_shared_f32x4(s_p + n * 128 * 16, handed);
         }
-        shared.p_ring.full(p_at).arrive();
+        arrive_as_warp(shared.p_ring.full(p_at));
         p_at.advance();
       }
       finish_step_before();
@@ -469,7 +469,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
         }
       }
       if constexpr (kHandsP) {
-        shared.p_ring.empty(p_at).arrive();
+        arrive_as_warp(shared.p_ring.empty(p_at));
         p_at.advance();
       }
       if constexpr (dp_early) {
@@ -485,7 +485,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
       for (int k = 0; k < kBlockM / 16; ++k)
         ptx::store_matrix_x4(line + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)), ds_operand[k].word);
       ptx::fence_async_proxy();
-      shared.ds_ring.full(ds_at).arrive();
+      arrive_as_warp(shared.ds_ring.full(ds_at));
       ds_before = shared.ds + ds_at.stage * kBytesDs + first * kLineBytes;
       ds_at.advance();
     }
@@ -544,12 +544,12 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
     shared.q_ring.init(kConsumers);
     shared.do_ring.init(kConsumers);
     for (int i = 0; i < kDsStages; ++i) {
-      shared.ds_ring.full({i}).init(128 * kDsWriters);
+      shared.ds_ring.full({i}).init(4 * kDsWriters);
       shared.ds_ring.empty({i}).init(1);
     }
     for (int i = 0; i < kPStages; ++i) {
-      shared.p_ring.full({i}).init(128);
-      shared.p_ring.empty({i}).init(128);
+      shared.p_ring.full({i}).init(4);
+      shared.p_ring.empty({i}).init(4);
     }
     ptx::fence_barrier_init();
   }

@@ -103,6 +103,9 @@ CUFLASH_DEVICE void store_shared_b32(u32 address, u32 value) {
 // Block. barrier.sync 0 (9.7.13.1): every thread arrives at the same call.
 CUFLASH_DEVICE void sync_block() { __syncthreads(); }
 
+// Warp. bar.warp.sync (9.7.13.2): what a lane did before, the others see behind it.
+CUFLASH_DEVICE void sync_warp() { __syncwarp(); }
+
 // Warp. shfl.sync.bfly (9.7.9.6): the value of the lane whose index differs in the bits of `lane_mask`.
 CUFLASH_DEVICE float shuffle_xor(float value, u32 lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
 CUFLASH_DEVICE double shuffle_xor(double value, u32 lane_mask) {

@@ -92,6 +92,20 @@ CUFLASH_DEVICE void store_shuffled(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(shuffle_xor, Params, kBlock, 1, store_shuffled)
 
+// Each thread reads what another one of its warp wrote, round after round.
+CUFLASH_DEVICE void pass_around_in_warps(const Params& params) {
+  const u32 thread = ptx::thread_index(), shared = ptx::dynamic_shared();
+  u16 value = source_of<u16>(params)[thread];
+  for (u32 i = 0; i < params.count; ++i) {
+    ptx::store_shared_b16(shared + 2 * thread, value);
+    ptx::sync_warp();
+    value = ptx::load_shared_b16(shared + 2 * (thread ^ 5u));
+    ptx::sync_warp();
+  }
+  destination_of<u16>(params)[thread] = value;
+}
+CUFLASH_DEFINE_KERNEL(sync_warp, Params, kBlock, 1, pass_around_in_warps)
+
 CUFLASH_DEVICE void store_votes(const Params& params) {
   const u32 thread = ptx::thread_index();
   destination_of<u32>(params)[thread] = ptx::any_lane(thread == params.count);

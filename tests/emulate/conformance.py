@@ -87,6 +87,13 @@ def check_shuffle_xor(run):
         assert (got == source[np.arange(BLOCK) ^ lane_mask]).all()
 
 
+def check_sync_warp(run):
+    source = _random_bits(np.uint16, BLOCK)
+    for rounds in (1, 5):
+        got = run("sync_warp", source=source, destination=_ones(np.uint16, BLOCK), count=rounds, shared_bytes=2 * BLOCK)
+        assert (got == source[np.arange(BLOCK) ^ 5]).all()
+
+
 def check_any_lane(run):
     for thread in (0, 31, 45, BLOCK):
         got = run("any_lane", destination=_ones(np.uint32, BLOCK), count=thread)

@@ -82,6 +82,7 @@ CUFLASH_DEVICE void store_shared_b32(u32 address, u32 value, Site site = Site::h
 
 // ---- Barriers and shuffles ----------------------------------------------------------------------------------------
 CUFLASH_DEVICE void sync_block(Site site = Site::here()) { ::emulator::sync_block(site); }
+CUFLASH_DEVICE void sync_warp(Site site = Site::here()) { ::emulator::sync_warp(site); }
 CUFLASH_DEVICE float shuffle_xor(float value, u32 lane_mask, Site site = Site::here()) {
   return ::emulator::shuffle_xor(value, lane_mask, site);
 }

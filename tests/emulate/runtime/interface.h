@@ -74,6 +74,7 @@ const u8* read_shared(u32 address, u32 bytes, Site site);
 u8* write_shared(u32 address, u32 bytes, Site site);
 
 void sync_block(Site site);
+void sync_warp(Site site);
 float shuffle_xor(float value, u32 lane_mask, Site site);
 double shuffle_xor(double value, u32 lane_mask, Site site);
 bool any_lane(bool predicate, Site site);

@@ -260,6 +260,10 @@ void perform_wide_product(Warp& warp) {
 float shuffle_xor(float value, u32 lane_mask, Site site) { return shuffle(value, lane_mask, site); }
 double shuffle_xor(double value, u32 lane_mask, Site site) { return shuffle(value, lane_mask, site); }
 
+void sync_warp(Site site) {
+  collect("sync_warp", site, nullptr, [](Warp&) {});
+}
+
 bool any_lane(bool predicate, Site site) {
   collect("any_lane", site, &predicate, perform_vote);
   return predicate;
