@@ -42,6 +42,8 @@ MAX_HEAD_DIM = 256
 # Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
 # at head_dim 128 and seqlen 4096, 4 % in the backward pass; without a mask, one head at a time serves L2 better.
 CAUSAL_HEAD_SECTION = 16
+# Where blocks take turns, each starts a step behind the one before it. Those of several heads do so side by side.
+TURNS_HEAD_SECTION = 4
 FAST_FLOAT64 = (80, 90, 100)  # compute capabilities whose FP64 units are as many as half of the others
 WAVES = 4  # of resident blocks that a grid should have, where more blocks cost extra work
 DECODE_MIN_SEQLEN_K = 512  # from which on that pays
@@ -202,6 +204,7 @@ def choose_plan(
         arrays=arrays,
         access_bytes=min(load_bytes, store_bytes),
         defines=_common_defines(problem, device, load_bytes, store_bytes),
+        head_section=1 if problem.window_right is None else CAUSAL_HEAD_SECTION,
     )
     if pass_ == "forward":
         _draft_forward(draft, tiles)
@@ -219,7 +222,7 @@ def choose_plan(
         group_splits=draft.group_splits,
         key_splits=draft.key_splits,
         scratch=tuple(draft.scratch.items()),
-        head_section=1 if problem.window_right is None else CAUSAL_HEAD_SECTION,
+        head_section=draft.head_section,
         resident_blocks=draft.resident_blocks,
         tensor_maps=draft.tensor_maps,
         reason="\n".join(draft.reasons),
@@ -236,6 +239,7 @@ class _Draft:
     arrays: dict[str, Operand]
     access_bytes: int  # widest aligned access that serves all arrays
     defines: dict[str, str | int]
+    head_section: int
     tiles: tuple[Tile, ...] = ()
     kernels: list[KernelSpec] = field(default_factory=list)
     scratch: dict[str, int] = field(default_factory=dict)
@@ -451,14 +455,13 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     problem, device = draft.problem, draft.device
     if tiles:
         main, reason = tiles[0], "tiles given by the caller"
-    elif problem.deterministic:
-        main, reason = _choose(BACKWARD_TILES, problem, device)
     else:
         tables = (BACKWARD_SM90_TILES, BACKWARD_TILES)
         main, reason = _choose_of(tables, draft, ("q", "k", "v", "dout", "dk", "dv"), "backward_sm90")
     draft.reasons.append(reason)
     dq: Tile | None = None
-    if problem.deterministic:
+    in_turn = problem.deterministic and isinstance(main, BackwardSm90Tile)
+    if problem.deterministic and not in_turn:
         dq, reason = (tiles[1], "") if tiles else _choose(DQ_TILES, problem, device)
         draft.reasons += filter(None, [reason])
     draft.tiles = (main,) if dq is None else (main, dq)
@@ -470,7 +473,9 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
         wanted = WAVES * device.num_sms * main.min_blocks
         draft.group_splits = min(problem.group_size, -(-wanted // n_blocks))
     draft.defines["CUFLASH_DQ_BY_REDUCTION"] = int(dq is None)
+    draft.defines["CUFLASH_DQ_IN_TURN"] = int(in_turn)
     draft.defines["CUFLASH_SPLITS_GROUP"] = int(draft.group_splits > 1)
+    draft.defines["CUFLASH_PAIRS_STATS"] = int(isinstance(main, BackwardSm90Tile))
 
     # How the kernels around the main one see the fragments in memory: of dq, and of dk and dv.
     of_dq = of_keys = main
@@ -501,8 +506,11 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
             "deterministic: dq has a kernel of its own that adds in a fixed order and recomputes the weights"
         )
     else:
-        draft.scratch["dq_accumulator"] = draft.heads * draft.stats_rows * dim
         m_blocks = draft.heads * (draft.stats_rows // main.block_m)
+        draft.scratch["dq_accumulator"] = draft.heads * draft.stats_rows * dim + (m_blocks if in_turn else 0)
+        if in_turn:
+            draft.head_section = max(draft.head_section, TURNS_HEAD_SECTION)
+            draft.reasons.append("deterministic: tiles of keys take turns at adding to a tile of dq")
         shared_bytes = tile_bytes(main.block_m, dim, main.element_bytes)
         draft.add("backward_convert.cu", of_dq, m_blocks, shared_bytes, **dims)
 

@@ -6,6 +6,9 @@
 // dq gathers contributions of every tile of keys: by reductions into an accumulator, in any order (fast), or in
 // a kernel of its own that recomputes them, in a fixed order (deterministic).
 constexpr bool kDqByReduction = CUFLASH_DQ_BY_REDUCTION;
+// Or blocks take turns at the accumulator: for each tile of queries, behind the accumulator, a counter of those who had it.
+// Then the order is fixed as well (deterministic).
+constexpr bool kDqInTurn = CUFLASH_DQ_IN_TURN;
 
 // dk and dv of one key/value head are sums over the query heads of its group. Where tiles of keys alone are too few to
 // fill the device, params.group_splits blocks share the heads and leave partial sums to a kernel that adds them.
@@ -24,7 +27,15 @@ CUFLASH_DEVICE Real* partials_of(const Params& params, int num_n_blocks, int bat
   return (Real*)params.dkv_partials + (tile * params.group_splits + split) * kPartialElements + thread * 4;
 }
 
-// Pairs (lse as an exponent, delta) of the rows of a head; rows past seqlen_q, up to a whole tile, have no weights.
+CUFLASH_DEVICE u32* turns_of(const Params& params, int num_m_blocks, i64 m_tile) {
+  const i64 num_tiles = (i64)params.batch * params.num_heads * num_m_blocks;
+  return (u32*)((Real*)params.dq_accumulator + num_tiles * (kBlockM * kDim)) + m_tile;
+}
+
+// Pairs (lse as an exponent, delta) of the rows of a head; rows past seqlen_q, up to a whole tile, have no weights. Or, of
+// every two rows, both lse before both delta: who needs only one of them reads two at once.
+constexpr bool kPairsStats = CUFLASH_PAIRS_STATS;
+
 CUFLASH_DEVICE Real* stats_of(const Params& params, int batch, int head) {
   return (Real*)params.row_stats + ((i64)batch * params.num_heads + head) * params.stats_rows * 2;
 }

@@ -66,9 +66,9 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
 #pragma unroll
     for (int mask = kLanes / 2; mask > 0; mask /= 2) delta += ptx::shuffle_xor(delta, mask);
     if (lane == 0) {
-      Real* stats = stats_of(params, batch, head) + row * 2;
+      Real* stats = stats_of(params, batch, head) + (kPairsStats ? row / 2 * 4 + row % 2 : row * 2);
       stats[0] = exponent_lse;
-      stats[1] = delta;
+      stats[kPairsStats ? 2 : 1] = delta;
     }
   }
 
@@ -77,6 +77,7 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
     Bytes16* accumulator = (Bytes16*)((Real*)params.dq_accumulator + tile * (kBlockM * kDim));
 #pragma unroll 4
     for (int i = thread; i < kBlockM * kDim * (int)sizeof(Real) / 16; i += kNumThreads) accumulator[i] = {0, 0, 0, 0};
+    if (kDqInTurn && thread == 0) *turns_of(params, num_m_blocks, tile) = 0;
   }
 }
 

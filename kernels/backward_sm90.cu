@@ -16,6 +16,8 @@
 //   do_full[i], do_empty[i]                           the same for dO
 //   ds_full[i]    who makes dS' has written it to i   dQ
 //   ds_empty[i]   dQ of it is computed                consumers, before they write there again
+//   p_full[i]     who makes P' has left it in i       who makes dS', where roles are split
+//   p_empty[i]    it has been read                    who makes P'
 //   named: one per consumer for itself; one for all consumers; one for consumers and dQ at the end
 #include "backward.cuh"
 #include "config.cuh"
@@ -30,9 +32,21 @@
 
 // Whether dP' is issued together with P', or only when the products of the step before have freed their registers.
 constexpr bool kDpEarly = CUFLASH_DP_EARLY;
-// At large head dimensions a warpgroup's registers hold one of dV and dK only: two consumers then share 64 keys, one makes
-// dV, the other dS and dK, and both make P'. Else each makes everything for 64 keys of its own.
+// At large head dimensions a warpgroup's registers hold one of dV and dK only: two consumers then share 64 keys. One makes
+// P' and dV, the other dS and dK; P' is handed over in shared memory, as the threads hold it, or both make it. Else each
+// makes everything for 64 keys of its own.
 constexpr bool kSplitsRoles = CUFLASH_SPLITS_ROLES;
+constexpr int kPStages = CUFLASH_P_STAGES;
+constexpr bool kHandsP = kPStages > 0;
+static_assert(kPairsStats, "a lane reads lse of two queries, and later their delta");
+// Whether consumers keep K, and V, in registers, so that only Q, and dO, are read for P' and dP'.
+constexpr bool kHoldsK = CUFLASH_HOLDS_K;
+constexpr bool kHoldsV = CUFLASH_HOLDS_V;
+// Whether dS' is read from shared memory for dK too, and takes no registers until dK is made.
+constexpr bool kDkFromShared = CUFLASH_DK_FROM_SHARED;
+// Whether the first step, which has no products of a step before it, is a piece of code of its own. Else it makes products
+// of nothing, and those of the next step do not add to them: half the instructions, and fewer registers.
+constexpr bool kFirstApart = CUFLASH_FIRST_APART;
 constexpr int kConsumers = 2;
 constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
 constexpr int kQueryTiles = kBlockM / 8;
@@ -41,27 +55,37 @@ static_assert(kNumWarps == 4 * (kConsumers + 1), "the consumers and dQ");
 static_assert(kBlockN == 64 * kDsWriters, "a consumer, or both, own 64 keys");
 static_assert(kBlockM == 64, "dQ is one product of 64 rows");
 
-// Shared memory: K, V, the rings of Q, of dO and of dS', statistics, barriers.
+// Shared memory: K, V, the rings of Q, of dO, of dS' and of P', statistics, barriers.
 constexpr u32 kBytesK = chunked_bytes(kBlockN, kDim);
 constexpr u32 kBytesV = chunked_bytes(kBlockN, kDimV);
 constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesDo = chunked_bytes(kBlockM, kDimV);
 constexpr u32 kBytesDs = chunked_bytes(kBlockN, kBlockM);
 constexpr u32 kBytesStats = kBlockM * 8;
-constexpr int kDsStages = 2;
-constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages + 2 * kDsStages);
-static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesStats) + kDsStages * kBytesDs + kBytesBarriers ==
+constexpr int kDsStages = CUFLASH_DS_STAGES;
+constexpr u32 kBytesP = 128 * kQueryTiles * 16;
+constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages + 2 * kDsStages + 2 * kPStages);
+static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesStats) + kDsStages * kBytesDs +
+                      kPStages * kBytesP + kBytesBarriers ==
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
 // Registers of a thread after the roles are dealt: at most what the block started with in all.
-constexpr int kDvRegisters = 208;
-constexpr int kConsumerRegisters = 224;
-constexpr int kDqRegisters = kSplitsRoles ? 72 : 56;
-constexpr int kDqColumns = kSplitsRoles ? 64 : 32;  // of dQ at a time, for which these registers do
+constexpr int kFirstRegisters = CUFLASH_REGISTERS_FIRST;    // of the first consumer
+constexpr int kSecondRegisters = CUFLASH_REGISTERS_SECOND;  // and of the second
+static_assert(kSplitsRoles || kFirstRegisters == kSecondRegisters, "consumers that do the same");
+constexpr int kDqRegisters = CUFLASH_REGISTERS_DQ;
+// Columns of dQ at a time, for which these registers do.
+constexpr int kDqColumns = kDim % CUFLASH_DQ_COLUMNS == 0 ? CUFLASH_DQ_COLUMNS : kChunk;
+constexpr bool kDqAhead = CUFLASH_DQ_AHEAD;  // those of the next columns run while these are added to memory
+static_assert(kChunk % kDqColumns == 0 || kDqColumns % kChunk == 0, "columns of one chunk of K, or of several");
 
-// Named barriers: of each consumer, of all of them, and of consumers and dQ at the end.
-constexpr u32 kConsumer = 1, kAll = kConsumer + kConsumers, kEnd = kAll + 1;
+// Named barriers: of each consumer, of all of them, of consumers and dQ at the end; of dQ at its turn, and behind it.
+constexpr u32 kConsumer = 1, kAll = kConsumer + kConsumers, kEnd = kAll + 1, kTurn = kEnd + 1, kAdded = kTurn + 1;
+
+// Tiles of keys start, and where they take turns add, from the first to the last: the longest first under a causal mask.
+// With a left bound from the last to the first, so that they meet no tile of queries before those that add to it first.
+constexpr bool kLastFirst = kDqInTurn && kHasLeftBound;
 
 struct BackwardParams {
   Params common;
@@ -70,10 +94,11 @@ struct BackwardParams {
 static_assert(sizeof(BackwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
 struct Shared {
-  u32 k, v, q, dout, ds, stats;
+  u32 k, v, q, dout, ds, p, stats;
   Barrier kv_full;
   Ring<kNumStages> q_ring, do_ring;
   Ring<kDsStages> ds_ring;
+  Ring<kPStages> p_ring;
 
   CUFLASH_DEVICE Shared() {
     k = ptx::dynamic_shared();
@@ -81,11 +106,13 @@ struct Shared {
     q = v + kBytesV;
     dout = q + kNumStages * kBytesQ;
     ds = dout + kNumStages * kBytesDo;
-    stats = ds + kDsStages * kBytesDs;
+    p = ds + kDsStages * kBytesDs;
+    stats = p + kPStages * kBytesP;
     kv_full = {stats + kNumStages * kBytesStats};
     q_ring = {kv_full.address + 16};
     do_ring = {q_ring.address + Ring<kNumStages>::kBytes};
     ds_ring = {do_ring.address + Ring<kNumStages>::kBytes};
+    p_ring = {ds_ring.address + Ring<kDsStages>::kBytes};
   }
 };
 
@@ -107,7 +134,7 @@ struct KeyTile {
     const int splits = kSplitsGroup ? params.group_splits : 1, group = params.num_heads / params.num_heads_kv;
     num_n_blocks = ceil_div(params.seqlen_k, kBlockN);
     num_m_blocks = ceil_div(params.seqlen_q, kBlockM);
-    work = schedule(params, ptx::block_index(), num_n_blocks, params.num_heads_kv * splits, false);
+    work = schedule(params, ptx::block_index(), num_n_blocks, params.num_heads_kv * splits, kLastFirst);
     head_kv = work.head / splits;
     split = work.head % splits;
     first_key = work.block * kBlockN;
@@ -117,6 +144,11 @@ struct KeyTile {
     num_steps = (queries.stop - queries.start) * (head_kv * group + group * (split + 1) / splits - first_head);
   }
   CUFLASH_DEVICE Walk first() const { return {first_head, queries.start}; }
+  // How many of the tiles of keys that a tile of queries sees come before this one.
+  CUFLASH_DEVICE u32 turn(const Params& params, int m_block) const {
+    const TileRange keys = key_tiles(params, m_block * kBlockM, m_block * kBlockM + kBlockM - 1, key_stop);
+    return kLastFirst ? keys.stop - 1 - work.block : work.block - keys.start;
+  }
 };
 
 // Asks for the tiles of a block: K and V at once, those of queries as their stages get free.
@@ -153,6 +185,29 @@ struct Producer {
   }
 };
 
+// The turns of a block at the tiles of dQ. Its last warp ends one, while the others compute what is added in the next.
+struct Turns {
+  const Params& params;
+  const KeyTile& tile;
+  u32 thread;
+  u32* now = nullptr;
+
+  CUFLASH_DEVICE void wait(i64 m_tile, int m_block) {
+    end();
+    now = turns_of(params, tile.num_m_blocks, m_tile);
+    if (thread == 0) ptx::wait_for_turn(now, tile.turn(params, m_block));
+    ptx::sync_named(kTurn, 128);
+  }
+  CUFLASH_DEVICE void added() const {
+    if (thread < 96) ptx::arrive_named(kAdded, 128);
+  }
+  CUFLASH_DEVICE void end() const {
+    if (now == nullptr || thread < 96) return;
+    ptx::sync_named(kAdded, 128);
+    if (thread == 96) ptx::end_turn(now);
+  }
+};
+
 // The last warpgroup: dQ of each tile of queries and these keys, added to the sum in memory; and the producer.
 CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& shared, u32 thread) {
   const Params& common = params.common;
@@ -166,32 +221,48 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
   shared.kv_full.wait(0);
   Position<kDsStages> at;
   Walk walk = tile.first();
+  Turns turns{common, tile, thread};
 #pragma unroll 1
   for (int step = 0; step < tile.num_steps; ++step, walk.advance(tile.queries), at.advance()) {
     const i64 m_tile = ((i64)tile.work.batch * common.num_heads + walk.head) * tile.num_m_blocks + walk.m_block;
     float* accumulator = (float*)common.dq_accumulator + m_tile * (kBlockM * kDim) + thread * 4;
     shared.ds_ring.full(at).wait(at.parity);
     const u64 a = descriptor_of_transposed<kBlockN>(shared.ds + at.stage * kBytesDs);
-    repeat<kDim / kDqColumns>([&](auto slice) {
+    constexpr int slices = kDim / kDqColumns;
+    float dq[kDqAhead ? 2 : 1][kDqColumns / 8][4];
+    const auto multiply = [&](auto slice) {
       constexpr int first = decltype(slice)::value * kDqColumns;
+      auto& sum = dq[kDqAhead ? decltype(slice)::value % 2 : 0];
       const u64 b = descriptor_of_transposed<kBlockN>(shared.k + first / kChunk * kBlockN * kLineBytes) +
                     first % kChunk * 2 / 16;
-      float dq[kDqColumns / 8][4];
-      ptx::renew_registers(dq);
+      ptx::renew_registers(sum);
       ptx::fence_products();
 #pragma unroll
       for (int k = 0; k < kBlockN / 16; ++k)
-        ptx::multiply_async<true, true>(Element{}, dq, along_k_transposed(a, k), along_k_transposed(b, k), k > 0);
+        ptx::multiply_async<true, true>(Element{}, sum, along_k_transposed(a, k), along_k_transposed(b, k), k > 0);
       ptx::commit_products();
-      ptx::wait_products<0>();
-      ptx::renew_registers(dq);
-      if (first == kDim - kDqColumns && thread == 0) shared.ds_ring.empty(at).arrive();
+    };
+    if constexpr (kDqAhead) multiply(Integer<0>{});
+    repeat<slices>([&](auto slice) {
+      constexpr int index = decltype(slice)::value;
+      constexpr bool is_last = index + 1 == slices;
+      if constexpr (!kDqAhead)
+        multiply(slice);
+      else if constexpr (!is_last)
+        multiply(Integer<index + 1>{});
+      if constexpr (kDqInTurn && index == 0) turns.wait(m_tile, walk.m_block);
+      ptx::wait_products<kDqAhead && !is_last>();
+      auto& sum = dq[kDqAhead ? index % 2 : 0];
+      ptx::renew_registers(sum);
+      if (is_last && thread == 0) shared.ds_ring.empty(at).arrive();
 #pragma unroll
       for (int n = 0; n < kDqColumns / 8; ++n)
-        ptx::reduce_add_x4(accumulator + (first / 8 + n) * 128 * 4, dq[n]);
+        ptx::reduce_add_x4(accumulator + (index * kDqColumns / 8 + n) * 128 * 4, sum[n]);
     });
+    if constexpr (kDqInTurn) turns.added();
     if (thread == 0) producer.load_queries();
   }
+  if constexpr (kDqInTurn) turns.end();
 }
 
 // A consumer: the warpgroup of 64 keys, `consumer` of kConsumers, and what it makes.
@@ -202,6 +273,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
   const int batch = tile.work.batch;
   const u32 thread = ptx::thread_index() % 128, lane = lane_index();
   const bool elected = thread == 0;
+  constexpr bool makes_p = makes_dv || !kHandsP;
   const u32 first = kSplitsRoles ? 0 : consumer * 64;  // of its keys
   const int warp_key = thread / 32 * 16, lane_key = tile.first_key + first + warp_key + fragment_row();
   const u32 rows_k = shared.k + first * kLineBytes, rows_v = shared.v + first * kLineBytes;
@@ -227,40 +299,73 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     }
   }
 
+  // P' or dP': `a` is the rows of K or V of this warpgroup, held in registers or not, `b` a tile of Q or dO.
+  Fragment k_operand[kHoldsK ? kDim / 16 : 1], v_operand[kHoldsV ? kDimV / 16 : 1];
+  if (tile.num_steps > 0) {
+    if constexpr (kHoldsK) load_fragments_chunked<kBlockN>(rows_k, warp_key, k_operand);
+    if constexpr (kHoldsV) load_fragments_chunked<kBlockN>(rows_v, warp_key, v_operand);
+  }
+  const auto multiply_keys = [&](auto& d, auto held, const auto& operand, u32 a, u32 b, auto steps) {
+    const u64 a_rows = descriptor_of(a), b_rows = descriptor_of(b);
+    ptx::renew_registers(d);
+    ptx::fence_products();
+#pragma unroll
+    for (int k = 0; k < decltype(steps)::value; ++k) {
+      if constexpr (decltype(held)::value)
+        ptx::multiply_async<false>(Element{}, d, operand[k].word, along_k<kBlockM>(b_rows, k), k > 0);
+      else
+        ptx::multiply_async<false, false>(Element{}, d, along_k<kBlockN>(a_rows, k), along_k<kBlockM>(b_rows, k), k > 0);
+    }
+    ptx::commit_products();
+  };
+
   Position<kNumStages> at;
   Position<kDsStages> ds_at;
+  Position<kPStages> p_at;
   Fragment p_operand[kBlockM / 16], ds_operand[kBlockM / 16];
   const auto to_operands = [](const auto& value, auto& operand) {
 #pragma unroll
     for (int k = 0; k < kBlockM / 16; ++k) to_operand(value, k, operand[k]);
   };
-  // dV and dK of the tile of queries in stage `stage`.
-  const auto multiply_operands = [&](int stage) {
+  const auto set_to_zero = [](auto& operand) {
+#pragma unroll
+    for (auto& fragment : operand)
+      for (u32& word : fragment.word) word = 0;
+  };
+  // dV and dK of the tile of queries in stage `stage`, whose dS' is at `s_ds`; added to the sums, or instead of them.
+  const auto multiply_operands = [&](int stage, [[maybe_unused]] u32 s_ds, bool adds) {
     const u64 dout = descriptor_of_transposed<kBlockM>(shared.dout + stage * kBytesDo);
     const u64 q = descriptor_of_transposed<kBlockM>(shared.q + stage * kBytesQ);
+    [[maybe_unused]] const u64 ds_rows = descriptor_of(s_ds);
+    if constexpr (makes_dk && kDkFromShared) ptx::sync_named(kConsumer + consumer, 128);  // all of dS' is written
     ptx::renew_registers(dv);
     ptx::renew_registers(dk);
     ptx::fence_products();
     if constexpr (makes_dv) {
 #pragma unroll
       for (int k = 0; k < kBlockM / 16; ++k)
-        ptx::multiply_async<true>(Element{}, dv, p_operand[k].word, along_k_transposed(dout, k), true);
+        ptx::multiply_async<true>(Element{}, dv, p_operand[k].word, along_k_transposed(dout, k), adds || k > 0);
       ptx::commit_products();
     }
     if constexpr (makes_dk) {
 #pragma unroll
-      for (int k = 0; k < kBlockM / 16; ++k)
-        ptx::multiply_async<true>(Element{}, dk, ds_operand[k].word, along_k_transposed(q, k), true);
+      for (int k = 0; k < kBlockM / 16; ++k) {
+        const u64 b = along_k_transposed(q, k);
+        if constexpr (kDkFromShared)
+          ptx::multiply_async<false, true>(Element{}, dk, along_k<kBlockN>(ds_rows, k), b, adds || k > 0);
+        else
+          ptx::multiply_async<true>(Element{}, dk, ds_operand[k].word, b, adds || k > 0);
+      }
       ptx::commit_products();
     }
   };
-  const auto finish_products = [&](int stage) {
+  const auto finish_products = [&](int stage, bool frees) {
     ptx::wait_products<0>();
     ptx::renew_registers(dv);
     ptx::renew_registers(dk);
     // Who makes dS has told of every read of the statistics by then.
     if constexpr (!makes_dk) ptx::sync_named(kConsumer + consumer, 128);
-    if (elected) {
+    if (elected && frees) {
       shared.do_ring.empty({stage}).arrive();
       shared.q_ring.empty({stage}).arrive();
     }
@@ -268,93 +373,108 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
 
   Walk walk = tile.first();
   int stage_before = 0;
-  const auto step = [&](auto is_first) {
-    const int head = walk.head, m_block = walk.m_block;
+  u32 ds_before = rows_k;  // products of nothing may be of anything that has arrived
+  const auto step = [&](auto apart, int index) {
+    constexpr bool is_apart = decltype(apart)::value;
     const u32 s_q = shared.q + at.stage * kBytesQ, s_do = shared.dout + at.stage * kBytesDo;
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
-    const int first_row = m_block * kBlockM;
     float p[kQueryTiles][4], ds[kQueryTiles][4];
 
     shared.q_ring.full(at).wait(at.parity);
     shared.do_ring.full(at).wait(at.parity);
-    const u64 k_rows = descriptor_of(rows_k), v_rows = descriptor_of(rows_v);
-    const u64 q_rows = descriptor_of(s_q), do_rows = descriptor_of(s_do);
-    ptx::renew_registers(p);
-    ptx::fence_products();
-#pragma unroll
-    for (int k = 0; k < kDim / 16; ++k)
-      ptx::multiply_async<false, false>(Element{}, p, along_k<kBlockN>(k_rows, k), along_k<kBlockM>(q_rows, k), k > 0);
-    ptx::commit_products();
+    if constexpr (makes_p) multiply_keys(p, Constant<kHoldsK>{}, k_operand, rows_k, s_q, Integer<kDim / 16>{});
     const auto multiply_dp = [&]() {
-      ptx::renew_registers(ds);
-      ptx::fence_products();
-#pragma unroll
-      for (int k = 0; k < kDimV / 16; ++k)
-        ptx::multiply_async<false, false>(Element{}, ds, along_k<kBlockN>(v_rows, k), along_k<kBlockM>(do_rows, k), k > 0);
-      ptx::commit_products();
+      multiply_keys(ds, Constant<kHoldsV>{}, v_operand, rows_v, s_do, Integer<kDimV / 16>{});
     };
-    if constexpr (kDpEarly && makes_dk) multiply_dp();
-    constexpr int kBehind = is_first.value ? 0 : makes_dv + makes_dk;
-    if constexpr (!is_first.value) multiply_operands(stage_before);
+    // A step issues dP' before the products of the step before, or when they have left it their registers.
+    constexpr bool dp_early = makes_dk && (kDpEarly || !makes_p);
+    if constexpr (dp_early) multiply_dp();
+    constexpr int kBehind = is_apart ? 0 : makes_dv + makes_dk;
+    if constexpr (!is_apart) multiply_operands(stage_before, ds_before, kFirstApart || index > 1);
+    const auto finish_step_before = [&]() {
+      if constexpr (!is_apart) finish_products(stage_before, kFirstApart || index > 0);
+    };
 
-    const Score score(common, batch, head, tile.key_stop);
-    const Mask mask(common, batch, head, tile.key_stop);
-    const float scale_log2 = score.exponent_scale();
-    const bool masked = m_block < tile.queries.full_start || m_block >= tile.queries.full_stop;
-    const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
-    const auto key_of = [&](int i) { return lane_key + i / 2 * 8; };
-
-    ptx::wait_products<kBehind + (kDpEarly && makes_dk)>();
-    ptx::renew_registers(p);
-    // A product can be masked at once, in a branch of its own, only where it is the score but for a positive factor.
-    if (kScaleInExponent && masked) {
-#pragma unroll
-      for (int n = 0; n < kQueryTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (!mask.visible(row_of(n, i), key_of(i))) p[n][i] = -ptx::infinity();
-    }
     [[maybe_unused]] float derivative[kScaleInExponent ? 1 : kQueryTiles][4];
+    if constexpr (makes_p) {
+      const int head = walk.head, m_block = walk.m_block, first_row = m_block * kBlockM;
+      const Score score(common, batch, head, tile.key_stop);
+      const Mask mask(common, batch, head, tile.key_stop);
+      const float scale_log2 = score.exponent_scale();
+      const bool masked = m_block < tile.queries.full_start || m_block >= tile.queries.full_stop;
+      const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
+      const auto key_of = [&](int i) { return lane_key + i / 2 * 8; };
+
+      ptx::wait_products<kBehind + dp_early>();
+      ptx::renew_registers(p);
+      // A product can be masked at once, in a branch of its own, only where it is the score but for a positive factor.
+      if (kScaleInExponent && masked) {
 #pragma unroll
-    for (int n = 0; n < kQueryTiles; ++n) {
-      float stats[4];  // lse and delta of this lane's two queries
-      ptx::load_shared_f32x4(s_stats + n * 64, stats);
+        for (int n = 0; n < kQueryTiles; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float x = p[n][i];
-        if constexpr (!kScaleInExponent) {
-          x = score.of(x, row_of(n, i), key_of(i), derivative[n][i]);
-          if (masked && !mask.visible(row_of(n, i), key_of(i))) x = -ptx::infinity();
+          for (int i = 0; i < 4; ++i)
+            if (!mask.visible(row_of(n, i), key_of(i))) p[n][i] = -ptx::infinity();
+      }
+#pragma unroll
+      for (int n = 0; n < kQueryTiles; ++n) {
+        float lse[2];  // of this lane's two queries
+        ptx::load_shared_x2(s_stats + n * 64, lse);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float x = p[n][i];
+          if constexpr (!kScaleInExponent) {
+            x = score.of(x, row_of(n, i), key_of(i), derivative[n][i]);
+            if (masked && !mask.visible(row_of(n, i), key_of(i))) x = -ptx::infinity();
+          }
+          p[n][i] = ptx::exp2_approx(x * scale_log2 - lse[i % 2]);
         }
-        p[n][i] = ptx::exp2_approx(x * scale_log2 - stats[i % 2 * 2]);
       }
     }
+    [[maybe_unused]] const u32 s_p = shared.p + p_at.stage * kBytesP + thread * 16;
     if constexpr (!makes_dk) {
-      if constexpr (!is_first.value) finish_products(stage_before);
+      if constexpr (kHandsP) {
+        shared.p_ring.empty(p_at).wait(p_at.parity ^ 1);
+#pragma unroll
+        for (int n = 0; n < kQueryTiles; ++n) {
+          float handed[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) handed[i] = kHasSoftcap ? p[n][i] * derivative[n][i] : p[n][i];
+          ptx::store_shared_f32x4(s_p + n * 128 * 16, handed);
+        }
+        arrive_as_warp(shared.p_ring.full(p_at));
+        p_at.advance();
+      }
+      finish_step_before();
       to_operands(p, p_operand);
     } else {
-      if constexpr (kDpEarly) {
+      if constexpr (dp_early) {
         ptx::wait_products<kBehind>();
       } else {
-        if constexpr (!is_first.value) finish_products(stage_before);
+        finish_step_before();
         multiply_dp();
         if constexpr (makes_dv) to_operands(p, p_operand);
         ptx::wait_products<0>();
       }
       ptx::renew_registers(ds);
+      if constexpr (kHandsP) shared.p_ring.full(p_at).wait(p_at.parity);
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n) {
-        float stats[4];
-        ptx::load_shared_f32x4(s_stats + n * 64, stats);
+        float delta[2];
+        ptx::load_shared_x2(s_stats + n * 64 + 8, delta);
+        if constexpr (kHandsP) ptx::load_shared_f32x4(s_p + n * 128 * 16, p[n]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          ds[n][i] = p[n][i] * (ds[n][i] - stats[i % 2 * 2 + 1]);
-          if constexpr (kHasSoftcap) ds[n][i] *= derivative[n][i];
+          ds[n][i] = p[n][i] * (ds[n][i] - delta[i % 2]);
+          if constexpr (kHasSoftcap && !kHandsP) ds[n][i] *= derivative[n][i];
         }
       }
-      if constexpr (kDpEarly) {
-        if constexpr (!is_first.value) finish_products(stage_before);
-        to_operands(p, p_operand);
+      if constexpr (kHandsP) {
+        arrive_as_warp(shared.p_ring.empty(p_at));
+        p_at.advance();
+      }
+      if constexpr (dp_early) {
+        finish_step_before();
+        if constexpr (makes_dv) to_operands(p, p_operand);
       }
       to_operands(ds, ds_operand);
 
@@ -365,7 +485,8 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
       for (int k = 0; k < kBlockM / 16; ++k)
         ptx::store_matrix_x4(line + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)), ds_operand[k].word);
       ptx::fence_async_proxy();
-      shared.ds_ring.full(ds_at).arrive();
+      arrive_as_warp(shared.ds_ring.full(ds_at));
+      ds_before = shared.ds + ds_at.stage * kBytesDs + first * kLineBytes;
       ds_at.advance();
     }
     stage_before = at.stage;
@@ -373,11 +494,14 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     walk.advance(tile.queries);
   };
   if (tile.num_steps > 0) {
-    step(Constant<true>{});
+    if constexpr (kFirstApart)
+      step(Constant<true>{}, 0);
+    else
+      set_to_zero(p_operand), set_to_zero(ds_operand);
 #pragma unroll 1
-    for (int i = 1; i < tile.num_steps; ++i) step(Constant<false>{});
-    multiply_operands(stage_before);
-    finish_products(stage_before);
+    for (int i = kFirstApart; i < tile.num_steps; ++i) step(Constant<false>{}, i);
+    multiply_operands(stage_before, ds_before, kFirstApart || tile.num_steps > 1);
+    finish_products(stage_before, true);
   }
 
   if constexpr (kSplitsGroup) {
@@ -420,8 +544,12 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
     shared.q_ring.init(kConsumers);
     shared.do_ring.init(kConsumers);
     for (int i = 0; i < kDsStages; ++i) {
-      shared.ds_ring.full({i}).init(128 * kDsWriters);
+      shared.ds_ring.full({i}).init(4 * kDsWriters);
       shared.ds_ring.empty({i}).init(1);
+    }
+    for (int i = 0; i < kPStages; ++i) {
+      shared.p_ring.full({i}).init(4);
+      shared.p_ring.empty({i}).init(4);
     }
     ptx::fence_barrier_init();
   }
@@ -432,13 +560,13 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
     accumulate_dq(params, shared, ptx::thread_index() % 128);
     if constexpr (!kSplitsGroup) ptx::arrive_named(kEnd, kConsumerThreads + 128);
   } else if constexpr (!kSplitsRoles) {
-    ptx::increase_registers<kConsumerRegisters>();
+    ptx::increase_registers<kFirstRegisters>();
     consume<true, true>(params, shared, warpgroup);
   } else if (warpgroup == 0) {
-    ptx::increase_registers<kDvRegisters>();
+    ptx::increase_registers<kFirstRegisters>();
     consume<true, false>(params, shared, warpgroup);
   } else {
-    ptx::increase_registers<kConsumerRegisters>();
+    ptx::increase_registers<kSecondRegisters>();
     consume<false, true>(params, shared, warpgroup);
   }
 }

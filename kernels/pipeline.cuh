@@ -11,6 +11,12 @@ struct Barrier {
   CUFLASH_DEVICE void wait(u32 parity) const { ptx::barrier_wait(address, parity); }
 };
 
+// The lanes of a warp arrive together, as one.
+CUFLASH_DEVICE void arrive_as_warp(const Barrier& barrier) {
+  ptx::sync_warp();
+  if (ptx::thread_index() % 32 == 0) barrier.arrive();
+}
+
 // The place of a tile in a ring of `stages`: tile i of a walk is in stage i % stages, for the i / stages-th time.
 template <int stages>
 struct Position {

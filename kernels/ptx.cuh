@@ -55,6 +55,11 @@ CUFLASH_DEVICE void load_shared_f32x4(u32 address, float (&value)[4]) {
                : "r"(address)
                : "memory");
 }
+CUFLASH_DEVICE void store_shared_f32x4(u32 address, const float (&value)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value[0]), "f"(value[1]), "f"(value[2]),
+               "f"(value[3])
+               : "memory");
+}
 CUFLASH_DEVICE void load_shared(u32 address, float& value) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
 }
@@ -97,6 +102,9 @@ CUFLASH_DEVICE void store_shared_b32(u32 address, u32 value) {
 // ---- Barriers and shuffles ----------------------------------------------------------------------------------------
 // Block. barrier.sync 0 (9.7.13.1): every thread arrives at the same call.
 CUFLASH_DEVICE void sync_block() { __syncthreads(); }
+
+// Warp. bar.warp.sync (9.7.13.2): what a lane did before, the others see behind it.
+CUFLASH_DEVICE void sync_warp() { __syncwarp(); }
 
 // Warp. shfl.sync.bfly (9.7.9.6): the value of the lane whose index differs in the bits of `lane_mask`.
 CUFLASH_DEVICE float shuffle_xor(float value, u32 lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
@@ -270,6 +278,22 @@ CUFLASH_DEVICE void reduce_add_x4(float* address, const float (&value)[4]) {
 #else
   for (int i = 0; i < 4; ++i) reduce_add(address + i, value[i]);
 #endif
+}
+
+// ---- Turns of blocks ----------------------------------------------------------------------------------------------
+// What several blocks add to the same floating-point sums depends on who is first. Where it must not, they take turns:
+// a counter tells how many have had theirs. A block may wait only for blocks with a lower index. Devices start blocks in
+// the order of their index, so these run or are done; the first of them waits for nobody, and so all come to their end.
+
+// Thread. ld.acquire.gpu (9.7.9.8) until `turn` blocks have ended theirs: what they added is in memory.
+CUFLASH_DEVICE void wait_for_turn(const u32* turns, u32 turn) {
+  u32 ended;
+  do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(ended) : "l"(turns) : "memory");
+  while (ended != turn);
+}
+// Thread. red.release.gpu.add (9.7.13.7): what this thread, and those it has met at a barrier, added so far comes before.
+CUFLASH_DEVICE void end_turn(u32* turns) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(turns) : "memory");
 }
 
 }  // namespace ptx

@@ -42,6 +42,16 @@ CUFLASH_DEVICE u64 descriptor_of_transposed(u32 tile) {
 }
 CUFLASH_DEVICE u64 along_k_transposed(u64 operand, int k) { return operand + k * 16 * kLineBytes / 16; }
 
+// The 16 rows of a warp, from row `r` of a tile of `rows` rows on, as operands in registers, 16 columns each.
+template <int rows, int count>
+CUFLASH_DEVICE void load_fragments_chunked(u32 tile, int r, Fragment (&operand)[count]) {
+  const u32 lane = lane_index();
+  const u32 line = tile + (r + lane % 16) * kLineBytes, swizzle = lane % 8 * 16;
+#pragma unroll
+  for (int k = 0; k < count; ++k)
+    ptx::load_matrix_x4(operand[k].word, line + k / 4 * rows * kLineBytes + ((k % 4 * 32 + lane / 16 * 16) ^ swizzle));
+}
+
 // Writes zeros to the rows from `first` on; by the 128 threads of a warpgroup.
 template <int rows, int columns>
 CUFLASH_DEVICE void zero_rows(u32 tile, int first, u32 thread) {

@@ -109,6 +109,7 @@ def run(
                 shared_bytes=kernel.shared_bytes,
                 schedule=schedule,
                 trap_unwritten=True,
+                in_turn=bool(dict(kernel.defines).get("CUFLASH_DQ_IN_TURN")),
             )
         )
     return statistics

@@ -92,6 +92,20 @@ CUFLASH_DEVICE void store_shuffled(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(shuffle_xor, Params, kBlock, 1, store_shuffled)
 
+// Each thread reads what another one of its warp wrote, round after round.
+CUFLASH_DEVICE void pass_around_in_warps(const Params& params) {
+  const u32 thread = ptx::thread_index(), shared = ptx::dynamic_shared();
+  u16 value = source_of<u16>(params)[thread];
+  for (u32 i = 0; i < params.count; ++i) {
+    ptx::store_shared_b16(shared + 2 * thread, value);
+    ptx::sync_warp();
+    value = ptx::load_shared_b16(shared + 2 * (thread ^ 5u));
+    ptx::sync_warp();
+  }
+  destination_of<u16>(params)[thread] = value;
+}
+CUFLASH_DEFINE_KERNEL(sync_warp, Params, kBlock, 1, pass_around_in_warps)
+
 CUFLASH_DEVICE void store_votes(const Params& params) {
   const u32 thread = ptx::thread_index();
   destination_of<u32>(params)[thread] = ptx::any_lane(thread == params.count);
@@ -294,3 +308,16 @@ CUFLASH_DEVICE void add_to_four_sums(const Params& params) {
   ptx::reduce_add_x4(destination_of<float>(params), values);
 }
 CUFLASH_DEFINE_KERNEL(reduce_add_x4, Params, kBlock, 1, add_to_four_sums)
+
+// Blocks add to the same sums one after another; the counter of their turns lies behind the sums.
+CUFLASH_DEVICE void add_in_turn(const Params& params) {
+  const u32 thread = ptx::thread_index();
+  float* sums = destination_of<float>(params);
+  u32* turns = (u32*)(sums + kBlock);
+  if (thread == 0) ptx::wait_for_turn(turns, ptx::block_index());
+  ptx::sync_block();
+  ptx::reduce_add(sums + thread, source_of<float>(params)[global_thread_index(kBlock)]);
+  ptx::sync_block();
+  if (thread == 0) ptx::end_turn(turns);
+}
+CUFLASH_DEFINE_KERNEL(turns, Params, kBlock, 1, add_in_turn)

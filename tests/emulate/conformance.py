@@ -3,9 +3,10 @@
 A check is called with `run`, which runs one kernel somewhere and returns what it wrote::
 
     run(kernel, source=array, second_source=None, destination=array, count=0, grid=1, threads=128, shared_bytes=0,
-        element="Float16") -> array like destination
+        element="Float16", in_turn=False) -> array like destination
 
-`element` is the value of the define ``ELEMENT``; the arguments of a kernel are one struct of type ``PARAMS``.
+`element` is the value of the define ``ELEMENT``; `in_turn` says that blocks must start in the order of their index. The
+arguments of a kernel are one struct of type ``PARAMS``.
 """
 
 import ml_dtypes
@@ -84,6 +85,13 @@ def check_shuffle_xor(run):
     for lane_mask in (1, 2, 4, 8, 16, 31):
         got = run("shuffle_xor", source=source, destination=_ones(np.float32, BLOCK), count=lane_mask)
         assert (got == source[np.arange(BLOCK) ^ lane_mask]).all()
+
+
+def check_sync_warp(run):
+    source = _random_bits(np.uint16, BLOCK)
+    for rounds in (1, 5):
+        got = run("sync_warp", source=source, destination=_ones(np.uint16, BLOCK), count=rounds, shared_bytes=2 * BLOCK)
+        assert (got == source[np.arange(BLOCK) ^ 5]).all()
 
 
 def check_any_lane(run):
@@ -377,6 +385,18 @@ def check_reduce_add_x4(run):
 
 def check_reduce_add_double(run):
     _check_reduction(run, "reduce_add_double", np.float64)
+
+
+def check_turns(run):
+    # Sums of such numbers are rounded at every addition, and differ with its place.
+    blocks = 100
+    values = np.random.default_rng(7).standard_normal((blocks, BLOCK)).astype(np.float32)
+    expected = np.zeros(BLOCK, np.float32)
+    for value in values:
+        expected += value
+    got = run("turns", source=values, destination=np.zeros(BLOCK + 1, np.float32), grid=blocks, in_turn=True)
+    assert (got[:BLOCK] == expected).all()
+    assert got[BLOCK:].view(np.uint32) == blocks
 
 
 CHECKS = tuple(value for name, value in list(globals().items()) if name.startswith("check_"))

@@ -126,6 +126,7 @@ class _LaunchOptions(ctypes.Structure):
         ("order", ctypes.c_uint32),
         ("eager_copies", ctypes.c_uint32),
         ("trap_unwritten", ctypes.c_uint32),
+        ("in_turn", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
         ("watchdog_seconds", ctypes.c_double),
     ]
@@ -166,6 +167,7 @@ class Module:
         shared_bytes: int,
         schedule: Schedule = SCHEDULES[0],
         trap_unwritten: bool = False,
+        in_turn: bool = False,
         watchdog_seconds: float = 30.0,
     ) -> Statistics:
         """Run kernel `name` to its end.
@@ -182,6 +184,9 @@ class Module:
         trap_unwritten : bool
             Report reads of shared memory that was never written. A kernel may read such bytes as long as they do not
             reach its results; they are NaN.
+        in_turn : bool
+            Run the blocks in the order of their index whatever the schedule says, as a kernel needs whose blocks wait
+            for others. To wait for a block that has not run yet is an error then.
         watchdog_seconds : float
             CPU time that one block may take.
 
@@ -202,6 +207,7 @@ class Module:
             order=_ORDERS.index(schedule.order),
             eager_copies=schedule.asynchrony == "eager",
             trap_unwritten=trap_unwritten,
+            in_turn=in_turn,
             seed=schedule.seed,
             watchdog_seconds=watchdog_seconds,
         )

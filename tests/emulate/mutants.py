@@ -45,12 +45,13 @@ class Trial:
     tiles: tuple[Tile | None, ...]
     place: attention.Place = attention.guarded
     num_sms: int = 132
+    in_turn: bool = False  # deterministic, without a kernel of its own for dq
     kv_lengths: tuple[int, ...] | None = None  # instead of those of the case, which they are clamped to
 
     def run(self, kernels: Path = emulator.KERNELS) -> None:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
         case, arrays = self.case, self.case.arrays()
-        options = replace(case.options, deterministic=isinstance(self.tiles[-1], DqTile))
+        options = replace(case.options, deterministic=self.in_turn or isinstance(self.tiles[-1], DqTile))
         problem = make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
         out, lse = reference.forward(problem, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
         if self.kv_lengths:
@@ -146,7 +147,32 @@ def _backward(
 
 
 _BACKWARD_SM90 = BackwardSm90Tile(
-    max_dim=128, block_m=64, block_n=128, num_stages=2, dp_early=True, splits_roles=False, origin="of a trial"
+    max_dim=128,
+    block_m=64,
+    block_n=128,
+    num_stages=2,
+    first_apart=True,
+    dp_early=True,
+    splits_roles=False,
+    p_stages=0,
+    holds_k=False,
+    holds_v=False,
+    dk_from_shared=False,
+    ds_stages=2,
+    dq_columns=32,
+    dq_ahead=False,
+    registers=(224, 224, 56),
+    origin="of a trial",
+)
+_SPLIT_ROLES = replace(
+    _BACKWARD_SM90,
+    block_n=64,
+    first_apart=False,
+    splits_roles=True,
+    p_stages=1,
+    dk_from_shared=True,
+    dq_ahead=True,
+    registers=(208, 192, 104),
 )
 _DECODE_TILES = (DecodeSm90Tile(max_dim=128, block_n=32, num_stages=2, min_blocks=1, origin="of a trial"),)
 _DQ = DqTile(max_dim=128, block_m=64, block_n=32, num_warps=4, min_blocks=1, origin="of a trial")
@@ -243,6 +269,13 @@ TRIALS = {
     "backward split": Trial(case=_SMALL, tiles=_backward()),
     "backward sm90": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_BACKWARD_SM90, None), num_sms=1),
     "backward sm90 lengths": Trial(case=replace(_LENGTHS, seqlen_q=100), tiles=(_BACKWARD_SM90, None), num_sms=1),
+    "backward sm90 roles": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_SPLIT_ROLES, None), num_sms=1),
+    "backward sm90 in turn": Trial(
+        case=replace(_GROUPED, seqlen_q=300, seqlen_k=290, causal=True), tiles=(_BACKWARD_SM90, None), in_turn=True
+    ),
+    "backward sm90 in turn window": Trial(
+        case=replace(_GROUPED, seqlen_q=300, seqlen_k=400, window=(70, 40)), tiles=(_BACKWARD_SM90, None), in_turn=True
+    ),
     "forward float32": Trial(case=_FLOAT32, tiles=_forward(block_m=64, element_bytes=4)),
     "forward float64": Trial(case=_FLOAT64, tiles=_forward(block_m=32, warps_d=2, element_bytes=8)),
     "backward float32": Trial(case=_FLOAT32, tiles=_backward(element_bytes=4)),
@@ -894,8 +927,9 @@ MUTANTS = (
     _mutant("dQ does not wait for dS", B90, "    shared.ds_ring.full(at).wait(at.parity);\n", "", "backward sm90"),
     _mutant("dS is overwritten under dQ", B90, "    shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);\n", "",
             "backward sm90", escapes="queries of a later step are asked for behind that dQ"),
-    _mutant("dS is not fenced", B90, "      ptx::fence_async_proxy();\n      shared.ds_ring.full(ds_at).arrive();\n",
-            "      shared.ds_ring.full(ds_at).arrive();\n", "backward sm90"),
+    _mutant("dS is not fenced", B90,
+            "      ptx::fence_async_proxy();\n      arrive_as_warp(shared.ds_ring.full(ds_at));\n",
+            "      arrive_as_warp(shared.ds_ring.full(ds_at));\n", "backward sm90"),
     _mutant("tiles are given back under the products", B90,
             "    ptx::wait_products<0>();\n    ptx::renew_registers(dv);\n", "    ptx::renew_registers(dv);\n",
             "backward sm90"),
@@ -905,6 +939,33 @@ MUTANTS = (
             "  ptx::sync_named(kConsumer + consumer, 128);", "backward sm90"),
     _mutant("zeros of K and V unfenced", B90, "          ptx::fence_async_proxy();\n        }\n", "        }\n",
             "backward sm90 lengths"),
+    _mutant("P is read before it is there", B90,
+            "      if constexpr (kHandsP) shared.p_ring.full(p_at).wait(p_at.parity);\n", "", "backward sm90 roles"),
+    _mutant("P is overwritten before it is read", B90, "        shared.p_ring.empty(p_at).wait(p_at.parity ^ 1);\n", "",
+            "backward sm90 roles"),
+    _mutant("dk of dS that is not written", B90,
+            "    if constexpr (makes_dk && kDkFromShared) ptx::sync_named(kConsumer + consumer, 128);", "",
+            "backward sm90 roles"),
+    _mutant("products of nothing are kept", B90, "kFirstApart || index > 1);", "true);", "backward sm90 roles"),
+    _mutant("products of nothing give tiles back", B90, "kFirstApart || index > 0);", "true);", "backward sm90 roles"),
+    _mutant("columns are added before they are made", B90, "ptx::wait_products<kDqAhead && !is_last>();",
+            "ptx::wait_products<kDqAhead>();", "backward sm90 roles"),
+    _mutant("the turn of the one before", B90, "work.block - keys.start;", "work.block - keys.start - 1;",
+            "backward sm90 in turn"),
+    _mutant("turns from the last tile of all", B90, "keys.stop - 1 - work.block", "num_n_blocks - 1 - work.block",
+            "backward sm90 in turn window"),
+    _mutant("no turn ends", B90, "    if (thread == 96) ptx::end_turn(now);\n", "", "backward sm90 in turn"),
+    _mutant("the last turn does not end", B90, "  if constexpr (kDqInTurn) turns.end();\n", "",
+            "backward sm90 in turn"),
+    _mutant("the turn ends under its additions", B90, "    ptx::sync_named(kAdded, 128);\n", "",
+            "backward sm90 in turn"),
+    _mutant("only one thread waits for the turn", B90, "    ptx::sync_named(kTurn, 128);\n", "",
+            "backward sm90 in turn"),
+    _mutant("nobody waits for the turn", B90,
+            "    if (thread == 0) ptx::wait_for_turn(now, tile.turn(params, m_block));\n", "", "backward sm90 in turn"),
+    _mutant("turns are not counted from zero", "backward_delta.cu",
+            "    if (kDqInTurn && thread == 0) *turns_of(params, num_m_blocks, tile) = 0;\n", "",
+            "backward sm90 in turn"),
     _mutant("threads of a warp add to the same sums", "backward_warps.cuh",
             "(piece * kNumThreads + thread) * 4 + element", "(piece * kNumThreads + thread / 2) * 4 + element",
             "backward"),

@@ -47,6 +47,11 @@ CUFLASH_DEVICE void load_shared_f32x4(u32 address, float (&value)[4], Site site 
   const Bytes16 bytes = read_shared_as<Bytes16>(address, site);
   for (int i = 0; i < 4; ++i) __builtin_memcpy(&value[i], &bytes.word[i], 4);
 }
+CUFLASH_DEVICE void store_shared_f32x4(u32 address, const float (&value)[4], Site site = Site::here()) {
+  Bytes16 bytes;
+  for (int i = 0; i < 4; ++i) __builtin_memcpy(&bytes.word[i], &value[i], 4);
+  write_shared_as(address, bytes, site);
+}
 template <class T>
 CUFLASH_DEVICE void load_shared(u32 address, T& value, Site site = Site::here()) {
   value = read_shared_as<T>(address, site);
@@ -77,6 +82,7 @@ CUFLASH_DEVICE void store_shared_b32(u32 address, u32 value, Site site = Site::h
 
 // ---- Barriers and shuffles ----------------------------------------------------------------------------------------
 CUFLASH_DEVICE void sync_block(Site site = Site::here()) { ::emulator::sync_block(site); }
+CUFLASH_DEVICE void sync_warp(Site site = Site::here()) { ::emulator::sync_warp(site); }
 CUFLASH_DEVICE float shuffle_xor(float value, u32 lane_mask, Site site = Site::here()) {
   return ::emulator::shuffle_xor(value, lane_mask, site);
 }
@@ -162,6 +168,12 @@ CUFLASH_DEVICE void reduce_add(double* address, double value, Site site = Site::
 CUFLASH_DEVICE void reduce_add_x4(float* address, const float (&value)[4], Site site = Site::here()) {
   ::emulator::reduce_add(address, value, 4, site);
 }
+
+// ---- Turns of blocks ----------------------------------------------------------------------------------------------
+CUFLASH_DEVICE void wait_for_turn(const u32* turns, u32 turn, Site site = Site::here()) {
+  ::emulator::wait_for_turn(turns, turn, site);
+}
+CUFLASH_DEVICE void end_turn(u32* turns, Site site = Site::here()) { ::emulator::end_turn(turns, site); }
 
 }  // namespace ptx
 

@@ -24,6 +24,7 @@ def run(request):
         threads=128,
         shared_bytes=0,
         element="Float16",
+        in_turn=False,
     ):
         arrays = [None if array is None else guarded(array) for array in (source, second_source, destination)]
         addresses = [0 if array is None else array.ctypes.data for array in arrays]
@@ -35,6 +36,7 @@ def run(request):
             shared_bytes=shared_bytes,
             schedule=request.param,
             trap_unwritten=True,
+            in_turn=in_turn,
         )
         return np.array(arrays[2])
 

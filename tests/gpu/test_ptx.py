@@ -36,7 +36,8 @@ def run(directory):
         compiled = compile_kernel("conformance.cu", "indices", {"ELEMENT": element}, target, kernel_dir=directory)
         return cupy.RawModule(path=str(compiled.path))
 
-    def run(kernel, *, count=0, grid=1, element="Float16", **arrays_and_sizes):
+    def run(kernel, *, count=0, grid=1, element="Float16", in_turn=False, **arrays_and_sizes):
+        # `in_turn` asks for blocks that start in the order of their index: these do.
         params = np.zeros(1, conformance.PARAMS)
         params["count"] = count
         return launch(load(element).get_function(kernel), params, grid=grid, **arrays_and_sizes)

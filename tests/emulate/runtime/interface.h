@@ -36,6 +36,7 @@ struct LaunchOptions {
   u32 order;  // the enum Order of scheduler.h
   u32 eager_copies;
   u32 trap_unwritten;
+  u32 in_turn;  // blocks run in the order of their index, whatever the order of threads
   u64 seed;
   double watchdog_seconds;
 };
@@ -73,6 +74,7 @@ const u8* read_shared(u32 address, u32 bytes, Site site);
 u8* write_shared(u32 address, u32 bytes, Site site);
 
 void sync_block(Site site);
+void sync_warp(Site site);
 float shuffle_xor(float value, u32 lane_mask, Site site);
 double shuffle_xor(double value, u32 lane_mask, Site site);
 double shuffle(double value, u32 lane, Site site);
@@ -96,5 +98,8 @@ float round_to_tf32(float x);
 
 void reduce_add(float* address, const float* values, u32 count, Site site);
 void reduce_add(double* address, const double* values, u32 count, Site site);
+
+void wait_for_turn(const u32* turns, u32 turn, Site site);
+void end_turn(u32* turns, Site site);
 
 }  // namespace emulator

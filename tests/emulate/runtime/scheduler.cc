@@ -9,6 +9,7 @@
 #include "copy_engine.h"
 #include "order.h"
 #include "shared_memory.h"
+#include "turns.h"
 #include "warpgroup.h"
 
 namespace emulator {
@@ -135,6 +136,7 @@ bool run_block(u32 index) {
   reset_barriers();
   reset_copy_engine();
   reset_warpgroups();
+  reset_turns();
   const u32 count = (u32)block.threads.size();
   for (auto& thread : block.threads) {
     thread->state = Thread::State::kReady;

@@ -7,6 +7,7 @@
 #include "numerics.h"
 #include "order.h"
 #include "shared_memory.h"
+#include "turns.h"
 
 namespace emulator {
 
@@ -264,6 +265,10 @@ float shuffle_xor(float value, u32 lane_mask, Site site) { return exchange(value
 double shuffle_xor(double value, u32 lane_mask, Site site) { return exchange(value, lane_mask, site); }
 double shuffle(double value, u32 lane, Site site) { return receive("shuffle", value, lane, site); }
 
+void sync_warp(Site site) {
+  collect("sync_warp", site, nullptr, [](Warp&) {});
+}
+
 bool any_lane(bool predicate, Site site) {
   collect("any_lane", site, &predicate, perform_vote);
   return predicate;
@@ -357,6 +362,7 @@ void reduce(T* address, const T* values, u32 count, Site site) {
   self.site = site;
   if ((unsigned long)address % (count * sizeof(T)))
     fail(self, site, "misaligned reduction: %p is not a multiple of %zu bytes", (void*)address, count * sizeof(T));
+  check_turn(self, site);
   for (u32 i = 0; i < count; ++i) address[i] += values[i];
 }
 }  // namespace
