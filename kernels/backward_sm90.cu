@@ -17,14 +17,13 @@
 //   ds_full[i]    who makes dS' has written it to i   dQ
 //   ds_empty[i]   dQ of it is computed                consumers, before they write there again
 //   named: one per consumer for itself; one for all consumers; one for consumers and dQ at the end
-#include "backward.cuh"
+#include "backward_walk.cuh"
 #include "config.cuh"
 #include "mask.cuh"
 #include "mma.cuh"
 #include "params.cuh"
 #include "pipeline.cuh"
 #include "ptx_wgmma.cuh"
-#include "schedule.cuh"
 #include "score.cuh"
 #include "tiles_sm90.cuh"
 
@@ -87,36 +86,6 @@ struct Shared {
     do_ring = {q_ring.address + Ring<kNumStages>::kBytes};
     ds_ring = {do_ring.address + Ring<kNumStages>::kBytes};
   }
-};
-
-// The walk over (query head of the group, tile of queries), heads outermost.
-struct Walk {
-  int head, m_block;
-  CUFLASH_DEVICE void advance(const TileRange& tiles) {
-    if (++m_block == tiles.stop) m_block = tiles.start, ++head;
-  }
-};
-
-// The keys of a block, and what every role walks over.
-struct KeyTile {
-  Work work;
-  int num_n_blocks, num_m_blocks, split, head_kv, first_key, key_stop, first_head, num_steps;
-  TileRange queries;
-
-  CUFLASH_DEVICE explicit KeyTile(const Params& params) {
-    const int splits = kSplitsGroup ? params.group_splits : 1, group = params.num_heads / params.num_heads_kv;
-    num_n_blocks = ceil_div(params.seqlen_k, kBlockN);
-    num_m_blocks = ceil_div(params.seqlen_q, kBlockM);
-    work = schedule(params, ptx::block_index(), num_n_blocks, params.num_heads_kv * splits, false);
-    head_kv = work.head / splits;
-    split = work.head % splits;
-    first_key = work.block * kBlockN;
-    key_stop = key_stop_of(params, work.batch);
-    queries = query_tiles(params, first_key, first_key + kBlockN - 1, key_stop);
-    first_head = head_kv * group + group * split / splits;
-    num_steps = (queries.stop - queries.start) * (head_kv * group + group * (split + 1) / splits - first_head);
-  }
-  CUFLASH_DEVICE Walk first() const { return {first_head, queries.start}; }
 };
 
 // Asks for the tiles of a block: K and V at once, those of queries as their stages get free.
