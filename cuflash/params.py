@@ -25,6 +25,10 @@ _ARRAYS = (
         ("dkv_partials", 0),
         ("partial_out", 0),
         ("partial_lse", 0),
+        ("q_pieces", 0),
+        ("k_pieces", 0),
+        ("v_pieces", 0),
+        ("dout_pieces", 0),
     ),
 )
 _INTEGERS = ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k", "diagonal", "right_offset", "left_offset")

@@ -33,7 +33,7 @@ from cuflash.tiles import (
 
 Pass = Literal["forward", "backward"]
 
-PARAMS_BYTES = 536  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
+PARAMS_BYTES = 568  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
 MAPS_OFFSET = 576  # where tensor maps follow, aligned to 64 bytes
 MAX_HEAD_DIM = 256
 # Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
@@ -46,6 +46,9 @@ MAX_KEY_SPLITS = 128  # what combine reads for each row
 MIN_TILES_OF_SPLIT = 2  # of keys
 SPLIT_OVERHEAD_TILES = 2  # of keys: what a block takes beside its own, to wait for the first and to store its result
 COMBINE_WARPS = 8
+PIECES = 3  # of bfloat16 in a float32
+PIECES_ROWS = 64  # that a block splits
+PIECES_WARPS = 8
 SHARED_BYTES_RESERVED = 1024  # that a resident block takes of a multiprocessor's shared memory beside its own
 
 
@@ -256,6 +259,26 @@ class _Draft:
             tensor_map_spec(name, self.arrays[name], n, heads.get(name, 1)) for name, n in rows.items()
         )
         self.defines["CUFLASH_ARGUMENT_BYTES"] = MAPS_OFFSET + len(rows) * TENSOR_MAP_BYTES
+
+    def add_pieces(self, tile: Tile, names: tuple[str, ...]) -> None:
+        """The kernel that splits these float32 arrays into scratch arrays of bfloat16, which tensor maps may describe.
+
+        The array `name` becomes `name_pieces`, with the pieces of all batch entries along its first axis.
+        """
+        blocks = 0
+        for name in names:
+            batch, heads, seqlen, columns = self.arrays[name].shape
+            width = round_up(columns, 8)
+            pieces = Operand(
+                shape=(PIECES * batch, heads, seqlen, columns),
+                strides=(heads * seqlen * width, seqlen * width, width, 1),
+                dtype="bfloat16",
+            )
+            self.arrays[f"{name}_pieces"] = pieces
+            self.scratch[f"{name}_pieces"] = PIECES * batch * heads * seqlen * width // 2
+            blocks += batch * heads * -(-seqlen // PIECES_ROWS)
+        rows = {"CUFLASH_BLOCK_M": PIECES_ROWS, "CUFLASH_NUM_WARPS": PIECES_WARPS}
+        self.add("pieces.cu", tile, blocks, 0, **rows)
 
     def add(self, source: str, tile: Tile, blocks: int, shared_bytes: int, **defines: int) -> None:
         """One more kernel: those of compute capability 9.0 need what only its own instruction set has."""

@@ -33,6 +33,10 @@ struct Params {
   void* dkv_partials;    // (batch, num_heads_kv, n blocks, group_splits, dk and dv of a tile), in fragment order
   void* partial_out;     // (batch, num_heads_kv, key_splits, rows of a group, padded head_dim_v)
   void* partial_lse;     // the same without columns
+  void* q_pieces;        // of bfloat16: (pieces, batch, heads, seqlen, head dimension rounded up to 8)
+  void* k_pieces;
+  void* v_pieces;
+  void* dout_pieces;
   i32 batch, num_heads, num_heads_kv, seqlen_q, seqlen_k;
   i32 diagonal;      // query i stands at key position i + diagonal
   i32 right_offset;  // query i sees keys up to i + right_offset

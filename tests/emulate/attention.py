@@ -11,7 +11,7 @@ import numpy as np
 
 from cuflash.params import POINTER_WORD, parameters
 from cuflash.plan import MAPS_OFFSET, DeviceSpec, LaunchPlan, Pass, access_bytes, choose_plan
-from cuflash.problem import Operand, Problem, layout_of, rows_of
+from cuflash.problem import ITEMSIZE, Operand, Problem, layout_of, rows_of
 from cuflash.tensor_map import CHUNK, TensorMapSpec
 from cuflash.testing import numpy_dtype
 from cuflash.tiles import Tile
@@ -88,11 +88,12 @@ def run(
     scratch = {
         name: emulator.guarded_array((elements,), problem.softmax_dtype, fill) for name, elements in plan.scratch
     }
-    for name, array in {**arrays, **scratch}.items():
-        words[POINTER_WORD[name]] = array.ctypes.data
+    pointers = {name: array.ctypes.data for name, array in {**arrays, **scratch}.items()}
+    for name, pointer in pointers.items():
+        words[POINTER_WORD[name]] = pointer
     argument = params
     if plan.tensor_maps:
-        maps = [_tensor_map(spec, arrays[spec.name]) for spec in plan.tensor_maps]
+        maps = [_tensor_map(spec, pointers[spec.name]) for spec in plan.tensor_maps]
         argument = np.frombuffer(params.tobytes().ljust(MAPS_OFFSET, b"\0") + b"".join(maps), np.uint8)
     statistics = []
     for kernel in plan.kernels:
@@ -113,10 +114,10 @@ def run(
     return statistics
 
 
-def _tensor_map(spec: TensorMapSpec, array: np.ndarray) -> bytes:
+def _tensor_map(spec: TensorMapSpec, pointer: int) -> bytes:
     """What `cuflash.tensor_map.encode` makes for a device."""
     box = (CHUNK, spec.rows, spec.heads, 1)
-    return emulator.tensor_map(array.ctypes.data, array.itemsize, spec.shape, spec.strides_bytes, box).tobytes()
+    return emulator.tensor_map(pointer, ITEMSIZE[spec.dtype], spec.shape, spec.strides_bytes, box).tobytes()
 
 
 def guarded(array: np.ndarray) -> np.ndarray:

@@ -1,0 +1,53 @@
+// float32 for tensor cores that take bfloat16: every number is the sum of three pieces of 8 bits each, rounded to nearest
+// one after the other: high, middle and low. Of the nine products of the pieces of two numbers, the six largest matter:
+// the others together are below 2^-24 of the product.
+#pragma once
+#include "config.cuh"
+
+constexpr int kPieces = 3;
+constexpr int kHigh = 0, kMiddle = 1, kLow = 2;
+
+// Which pieces of a and b a product takes, small ones first: sums on the tensor cores are cut off, so they should meet
+// large numbers last.
+struct PieceProduct {
+  int a, b;
+};
+constexpr int kPieceProducts = 6;
+CUFLASH_DEVICE constexpr PieceProduct piece_product(int i) {
+  constexpr PieceProduct kOrder[kPieceProducts] = {{kLow, kHigh},    {kHigh, kLow},    {kMiddle, kMiddle},
+                                                   {kMiddle, kHigh}, {kHigh, kMiddle}, {kHigh, kHigh}};
+  return kOrder[i];
+}
+
+// The pieces of a pair of finite numbers up to the largest of bfloat16, or of NaN.
+CUFLASH_DEVICE void split_small(float x, float y, u32 (&piece)[kPieces]) {
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    piece[i] = ptx::pack(BFloat16{}, x, y);
+    x -= ptx::float_of(piece[i] << 16);
+    y -= ptx::float_of(piece[i] & 0xffff0000u);
+  }
+}
+
+// The pieces of a pair of any numbers. An infinity is in the low piece, which meets the high piece of the other factor
+// only, below a high piece of one: where it meets a finite number, no product is the difference of two infinities nor that
+// of an infinity and a piece which is zero.
+CUFLASH_DEVICE void split(float x, float y, u32 (&piece)[kPieces]) {
+  constexpr float kLargest = 3.3895313892515355e38f;  // of bfloat16
+  const float pair[2] = {x, y};
+  float high[2], rest[2], middle[2];
+  for (int i = 0; i < 2; ++i) {
+    const bool infinite = pair[i] == ptx::infinity() || pair[i] == -ptx::infinity();
+    const float largest = infinite ? 1.0f : kLargest;
+    high[i] = fmaxf(fminf(pair[i], largest), -largest);
+  }
+  piece[kHigh] = ptx::pack(BFloat16{}, high[0], high[1]);
+  for (int i = 0; i < 2; ++i) {
+    rest[i] = pair[i] - ptx::float_of(i == 0 ? piece[kHigh] << 16 : piece[kHigh] & 0xffff0000u);
+    middle[i] = rest[i] == ptx::infinity() || rest[i] == -ptx::infinity() ? 0.0f : rest[i];
+  }
+  piece[kMiddle] = ptx::pack(BFloat16{}, middle[0], middle[1]);
+  for (int i = 0; i < 2; ++i)
+    rest[i] -= ptx::float_of(i == 0 ? piece[kMiddle] << 16 : piece[kMiddle] & 0xffff0000u);
+  piece[kLow] = ptx::pack(BFloat16{}, rest[0], rest[1]);
+}
