@@ -15,6 +15,7 @@ from cuflash.problem import ITEMSIZE, Operand, Problem
 from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 from cuflash.tiles import (
+    BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
     BACKWARD_TILES,
     DECODE_ROWS,
@@ -22,7 +23,9 @@ from cuflash.tiles import (
     DQ_TILES,
     FORWARD_SM90_TILES,
     FORWARD_TILES,
+    PIECES,
     SERVES,
+    BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
     DecodeSm90Tile,
     ForwardSm90Tile,
@@ -46,7 +49,6 @@ MAX_KEY_SPLITS = 128  # what combine reads for each row
 MIN_TILES_OF_SPLIT = 2  # of keys
 SPLIT_OVERHEAD_TILES = 2  # of keys: what a block takes beside its own, to wait for the first and to store its result
 COMBINE_WARPS = 8
-PIECES = 3  # of bfloat16 in a float32
 PIECES_ROWS = 64  # that a block splits
 PIECES_WARPS = 8
 SHARED_BYTES_RESERVED = 1024  # that a resident block takes of a multiprocessor's shared memory beside its own
@@ -402,6 +404,8 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
         main, reason = tiles[0], "tiles given by the caller"
     elif problem.deterministic:
         main, reason = _choose(BACKWARD_TILES, problem, device)
+    elif problem.dtype == "float32":
+        main, reason = _choose_of_pieces((BACKWARD_FLOAT32_SM90_TILES, BACKWARD_TILES), draft, "backward_float32_sm90")
     else:
         tables = (BACKWARD_SM90_TILES, BACKWARD_TILES)
         main, reason = _choose_of(tables, draft, ("q", "k", "v", "dout", "dk", "dv"), "backward_sm90")
@@ -425,6 +429,9 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     of_dq = of_keys = main
     if isinstance(main, BackwardSm90Tile):
         of_dq, of_keys = main.helper(4), main.helper(main.block_n // 16)
+    elif isinstance(main, BackwardFloat32Sm90Tile):
+        of_dq = of_keys = main.helper()
+        draft.defines["CUFLASH_PLAIN_FRAGMENTS"] = 1
     # delta runs over tiles of the kernels that read it, one block a tile.
     delta = of_dq if dq is None else replace(of_dq, block_m=max(main.block_m, dq.block_m))
     draft.stats_rows = round_up(problem.seqlen_q, delta.block_m)
@@ -435,6 +442,10 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     if isinstance(main, BackwardSm90Tile):
         source, m, n = "backward_sm90.cu", main.block_m, main.block_n
         draft.map_tensors({"q": m, "k": n, "v": n, "dout": m, "dk": 64, "dv": 64})
+    elif isinstance(main, BackwardFloat32Sm90Tile):
+        source = "backward_float32_sm90.cu"
+        draft.add_pieces(main, ("q", "k", "v", "dout"))
+        draft.map_tensors({f"{name}_pieces": 64 for name in ("q", "k", "v", "dout")})
     draft.add(source, main, n_blocks * draft.group_splits, main.shared_bytes(dim, dim_v))
     if draft.group_splits > 1:
         draft.scratch["dkv_partials"] = n_blocks * draft.group_splits * main.block_n * (dim + dim_v)
@@ -517,6 +528,24 @@ def _choose_of(tables: tuple[tuple, tuple], draft: _Draft, mapped: tuple[str, ..
     return _choose(sm90, problem, device)
 
 
+def _choose_of_pieces(tables: tuple[tuple, tuple], draft: _Draft, kernel: str) -> tuple[Tile, str]:
+    """The same for float32, which the kernel of compute capability 9.0 multiplies by its pieces."""
+    sm90, every = tables
+    problem = draft.problem
+    largest = max(row.max_dim for row in sm90)
+    obstacle = None
+    if problem.precision == "tf32":
+        obstacle = "products of one piece take the place of its six"
+    elif max(problem.head_dim, problem.head_dim_v) > largest:
+        obstacle = f"it serves head dimensions up to {largest}"
+    elif not all(problem.q.shape + problem.k.shape):
+        obstacle = "an array is empty, and the copy engine cannot read it"
+    if draft.device.arch != 90 or obstacle is not None:
+        tile, reason = _choose(every, problem, draft.device)
+        return tile, reason if draft.device.arch != 90 else f"{reason}\nnot {kernel}: {obstacle}"
+    return _choose(sm90, problem, draft.device)
+
+
 def _why_not_mapped(draft: _Draft, names: tuple[str, ...]) -> str | None:
     """Why the copy engine cannot read these arrays; None if it can."""
     obstacle = next(filter(None, (why_not(name, draft.arrays[name]) for name in names)), None)
@@ -578,6 +607,7 @@ def _common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store
         "CUFLASH_SCALE_IN_EXPONENT": int(not transforms and problem.scale > 0),
         "CUFLASH_PARAMS_BYTES": PARAMS_BYTES,
         "CUFLASH_PAIRS": 0,
+        "CUFLASH_PLAIN_FRAGMENTS": 0,
     }
 
 

@@ -190,15 +190,19 @@ CUFLASH_DEVICE void add_product(float (&total)[chunks * kTileColumns][4], const 
   });
 }
 
-// The pieces of the rows of an accumulator, by `split_pair`.
-template <class SplitPair>
-CUFLASH_DEVICE void to_operand(const float (&value)[kTileColumns][4], Operand& operand, SplitPair split_pair) {
+// The pieces of an accumulator, whose infinities keep their place if there may be `any` numbers.
+template <bool any>
+CUFLASH_DEVICE void to_operand(const float (&value)[kTileColumns][4], Operand& operand) {
 #pragma unroll
   for (int n = 0; n < kTileColumns; ++n)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       u32 word[kPieces];
-      split_pair(value[n][2 * half], value[n][2 * half + 1], word);
+      const float x = value[n][2 * half], y = value[n][2 * half + 1];
+      if constexpr (any)
+        split(x, y, word);
+      else
+        split_small(x, y, word);
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) operand.word[piece][n / 2][n % 2 * 2 + half] = word[piece];
     }
@@ -337,7 +341,7 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
     shared.room.p_full(room).arrive();
 
     Operand operand;
-    to_operand(p, operand, split_small);
+    to_operand<false>(p, operand);
     add_product<kChunksV>(
         dv, operand, shared.do_ring.tile(at), [&](int c) { shared.do_ring.full(at, c).wait(at.parity); },
         [&](int c) {
@@ -393,7 +397,7 @@ CUFLASH_DEVICE void make_dk(const BackwardParams& params, const Shared& shared, 
       }
     }
     Operand operand;
-    to_operand(ds, operand, split);
+    to_operand<true>(ds, operand);
 
     // dS' to shared memory, rows of keys, once everybody has read P'.
     ptx::sync_named(kDkWarpgroup, 128);

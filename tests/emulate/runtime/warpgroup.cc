@@ -234,10 +234,10 @@ EMULATOR_HOT void multiply(const float* __restrict a, const float* __restrict b,
   }
 }
 
-void form(Warpgroup& group, const Issued& issued) {
+// The `step`-th product of the group, counted from 1.
+void form(Warpgroup& group, const Issued& issued, u32 step) {
   const Product& product = issued.product;
   const u32 depth = kOperandBytes / element_bytes(product.type), columns = 8 * product.pieces;
-  const u32 step = group.landed + (u32)group.in_flight.size();
   static float a[kRows * 16], b[16 * kMaxColumns];
   if (product.a_registers)
     read_a_registers(issued, depth, a);
@@ -407,7 +407,7 @@ void multiply_async(const Product& product, Site site) {
     memcpy(issued.a[thread], product.a_registers, sizeof issued.a[thread]);
   }
   if (++issued.threads < kThreads) return;
-  form(group, issued);
+  form(group, issued, group.landed + position + 1);
   if (block.options.eager_copies) show_sums(accumulator);
 }
 
