@@ -21,6 +21,7 @@ from cuflash.tiles import (
     DECODE_ROWS,
     DECODE_SM90_TILES,
     DQ_TILES,
+    FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
     FORWARD_TILES,
     PIECES,
@@ -28,6 +29,7 @@ from cuflash.tiles import (
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
     DecodeSm90Tile,
+    ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
     Tile,
     round_up,
@@ -51,6 +53,7 @@ SPLIT_OVERHEAD_TILES = 2  # of keys: what a block takes beside its own, to wait 
 COMBINE_WARPS = 8
 PIECES_ROWS = 64  # that a block splits
 PIECES_WARPS = 8
+PIECES_MIN_PAIRS = 64  # of queries and keys, for each row that is split: a row costs as much as some 40 of them
 SHARED_BYTES_RESERVED = 1024  # that a resident block takes of a multiprocessor's shared memory beside its own
 
 
@@ -281,6 +284,10 @@ class _Draft:
             blocks += batch * heads * -(-seqlen // PIECES_ROWS)
         rows = {"CUFLASH_BLOCK_M": PIECES_ROWS, "CUFLASH_NUM_WARPS": PIECES_WARPS}
         self.add("pieces.cu", tile, blocks, 0, **rows)
+        listed = ", ".join(names[:-1]) + " and " + names[-1]
+        self.reasons.append(
+            f"{listed} are split into {PIECES} pieces of bfloat16: the six largest products of pieces count"
+        )
 
     def add(self, source: str, tile: Tile, blocks: int, shared_bytes: int, **defines: int) -> None:
         """One more kernel: those of compute capability 9.0 need what only its own instruction set has."""
@@ -310,10 +317,13 @@ def _draft_forward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
         tile, reason = tiles[0], "tile given by the caller"
     elif (why_not_decode := _why_not_decode(draft)) is None:
         tile, reason = _choose(DECODE_SM90_TILES, problem, draft.device)
+    elif (why_not_pieces := _why_not_pieces(draft, FORWARD_FLOAT32_SM90_TILES)) is None:
+        tile, reason = _choose(FORWARD_FLOAT32_SM90_TILES, problem, draft.device)
     else:
         tables = (FORWARD_SM90_TILES, FORWARD_TILES)
         tile, reason = _choose_of(tables, draft, _FORWARD_MAPPED, "forward_sm90")
         reason += why_not_decode and f"\nnot decode_sm90: {why_not_decode}"
+        reason += why_not_pieces and f"\nnot forward_float32_sm90: {why_not_pieces}"
     draft.tiles = (tile,)
     draft.reasons.append(reason)
     if isinstance(tile, DecodeSm90Tile):
@@ -321,16 +331,22 @@ def _draft_forward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
         return
     m_blocks = draft.heads * -(-problem.seqlen_q // tile.block_m)
     shared_bytes = tile.shared_bytes(*draft.padded_dims(tile))
-    if not isinstance(tile, ForwardSm90Tile):
+    source = "forward_sm90.cu"
+    if isinstance(tile, ForwardSm90Tile):
+        draft.map_tensors({"q": tile.block_m, "k": tile.block_n, "v": tile.block_n, "out": 64})
+    elif isinstance(tile, ForwardFloat32Sm90Tile):
+        source = "forward_float32_sm90.cu"
+        draft.add_pieces(tile, ("q", "k", "v"))
+        draft.map_tensors({"q_pieces": tile.block_m, "k_pieces": tile.block_n, "v_pieces": tile.block_n})
+    else:
         draft.add("forward_sm80.cu", tile, m_blocks, shared_bytes)
         return
     _check_blocks(m_blocks)
-    draft.map_tensors({"q": tile.block_m, "k": tile.block_n, "v": tile.block_n, "out": 64})
     pairs = problem.window_right is not None and problem.window_left is None
     units = draft.heads * -(-problem.seqlen_q // (2 * tile.block_m)) if pairs else m_blocks
     draft.resident_blocks = min(units, draft.device.num_sms * tile.min_blocks)
     draft.reasons.append(f"{draft.resident_blocks} blocks stay and take {m_blocks} tiles of queries one after another")
-    draft.add("forward_sm90.cu", tile, draft.resident_blocks, shared_bytes, CUFLASH_PAIRS=int(pairs))
+    draft.add(source, tile, draft.resident_blocks, shared_bytes, CUFLASH_PAIRS=int(pairs))
 
 
 def _why_not_decode(draft: _Draft) -> str | None:
@@ -346,6 +362,23 @@ def _why_not_decode(draft: _Draft) -> str | None:
         return f"it knows no {' and no '.join(terms)}"
     if problem.group_size == 1 and 2 * draft.heads >= device.num_sms:
         return f"{draft.heads} heads fill the device, and no two share keys"
+    return None
+
+
+def _why_not_pieces(draft: _Draft, table: tuple) -> str | None:
+    """Why not to split float32 into pieces: None if that is the way to go, "" where nobody would expect it."""
+    problem = draft.problem
+    if draft.device.arch != 90 or problem.dtype != "float32" or problem.precision != "highest":
+        return ""
+    largest = max(row.max_dim for row in table)
+    if max(problem.head_dim, problem.head_dim_v) > largest:
+        return f"it serves head dimensions up to {largest}"
+    rows = problem.num_heads * problem.seqlen_q + 2 * problem.num_heads_kv * problem.seqlen_k
+    keys = problem.seqlen_k
+    if problem.window_left is not None and problem.window_right is not None:
+        keys = min(keys, max(0, problem.window_left + problem.window_right + 1))
+    if problem.num_heads * problem.seqlen_q * keys < PIECES_MIN_PAIRS * max(rows, 1):
+        return f"for fewer than {PIECES_MIN_PAIRS} scores to each row of q, k and v, splitting these takes too long"
     return None
 
 
@@ -404,11 +437,12 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
         main, reason = tiles[0], "tiles given by the caller"
     elif problem.deterministic:
         main, reason = _choose(BACKWARD_TILES, problem, device)
-    elif problem.dtype == "float32":
-        main, reason = _choose_of_pieces((BACKWARD_FLOAT32_SM90_TILES, BACKWARD_TILES), draft, "backward_float32_sm90")
+    elif (why_not_pieces := _why_not_pieces(draft, BACKWARD_FLOAT32_SM90_TILES)) is None:
+        main, reason = _choose(BACKWARD_FLOAT32_SM90_TILES, problem, device)
     else:
         tables = (BACKWARD_SM90_TILES, BACKWARD_TILES)
         main, reason = _choose_of(tables, draft, ("q", "k", "v", "dout", "dk", "dv"), "backward_sm90")
+        reason += why_not_pieces and f"\nnot backward_float32_sm90: {why_not_pieces}"
     draft.reasons.append(reason)
     dq: Tile | None = None
     if problem.deterministic:
@@ -526,24 +560,6 @@ def _choose_of(tables: tuple[tuple, tuple], draft: _Draft, mapped: tuple[str, ..
         tile, reason = _choose(every, problem, device)
         return tile, f"{reason}\nnot {kernel}: it serves head dimensions up to {largest}"
     return _choose(sm90, problem, device)
-
-
-def _choose_of_pieces(tables: tuple[tuple, tuple], draft: _Draft, kernel: str) -> tuple[Tile, str]:
-    """The same for float32, which the kernel of compute capability 9.0 multiplies by its pieces."""
-    sm90, every = tables
-    problem = draft.problem
-    largest = max(row.max_dim for row in sm90)
-    obstacle = None
-    if problem.precision == "tf32":
-        obstacle = "products of one piece take the place of its six"
-    elif max(problem.head_dim, problem.head_dim_v) > largest:
-        obstacle = f"it serves head dimensions up to {largest}"
-    elif not all(problem.q.shape + problem.k.shape):
-        obstacle = "an array is empty, and the copy engine cannot read it"
-    if draft.device.arch != 90 or obstacle is not None:
-        tile, reason = _choose(every, problem, draft.device)
-        return tile, reason if draft.device.arch != 90 else f"{reason}\nnot {kernel}: {obstacle}"
-    return _choose(sm90, problem, draft.device)
 
 
 def _why_not_mapped(draft: _Draft, names: tuple[str, ...]) -> str | None:

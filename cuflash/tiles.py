@@ -206,6 +206,46 @@ class ForwardSm90Tile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ForwardFloat32Sm90Tile:
+    """One way to cut the forward pass of float32 for compute capability 9.0, of operands in three pieces of bfloat16.
+
+    A warpgroup owns 64 of the block_m queries.
+    """
+
+    max_dim: int
+    block_m: int
+    block_n: int
+    num_stages: int
+    ping_pong: bool  # consumers take turns at issuing products
+    origin: str = field(compare=False)
+
+    element_bytes = 4
+    dim_multiple = 16
+    min_blocks = 1
+    fragments_ahead = 0
+
+    def __post_init__(self) -> None:
+        _check_row(self, self.block_m in (128, 192), "64 queries for each of two or three consumers")
+        _check_row(self, self.block_n % 16 == 0 and self.block_n <= 256, "a block_n that one product serves")
+
+    @property
+    def num_warps(self) -> int:
+        """Those of the consumers and of the producer."""
+        return self.block_m // 16 + 4
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        q, k, v = (
+            _chunked_bytes(self.block_m, dim),
+            _chunked_bytes(self.block_n, dim),
+            _chunked_bytes(self.block_n, dim_v),
+        )
+        return PIECES * (q + self.num_stages * (k + v)) + 8 * (2 + 4 * self.num_stages)
+
+    def defines(self) -> dict[str, int]:
+        return _tile_defines(self) | {"CUFLASH_PING_PONG": int(self.ping_pong)}
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecodeSm90Tile:
     """One way to stream the keys past few queries, for compute capability 9.0. One warpgroup owns all rows."""
 
@@ -336,6 +376,7 @@ Tile = (
     | BackwardTile
     | DqTile
     | ForwardSm90Tile
+    | ForwardFloat32Sm90Tile
     | DecodeSm90Tile
     | BackwardSm90Tile
     | BackwardFloat32Sm90Tile
@@ -390,6 +431,7 @@ _forward_sm90 = _maker(
     ForwardSm90Tile,
     "max_dim block_m block_n num_stages ping_pong keep_before lazy_maximum out_takes_q serves origin",
 )
+_forward_float32_sm90 = _maker(ForwardFloat32Sm90Tile, "max_dim block_m block_n num_stages ping_pong origin")
 _backward = _maker(
     BackwardTile,
     "max_dim block_m block_n num_warps num_stages min_blocks warps_d dq_warps_m fragments_ahead origin",
@@ -460,6 +502,12 @@ FORWARD_SM90_TILES = (
                   "on an H200 671 / 510 TFLOP/s, FlashAttention-2 beside it 299 / 251 (seqlen 1024 full / causal)"),
     _forward_sm90(256,    128, 80,  2,    True,  True,  False, True,  "any",
                   "on an H200 766 / 724 TFLOP/s, FlashAttention-2 beside it 290 / 277 (seqlen 4096 full / causal)"),
+)
+
+FORWARD_FLOAT32_SM90_TILES = (
+    #                    max_dim m   n   stages turns
+    _forward_float32_sm90(64,  192, 64, 3,     False, _ARITHMETIC),
+    _forward_float32_sm90(128, 128, 64, 1,     False, _ARITHMETIC),
 )
 
 # Memory of an H200 brings a multiprocessor 36 bytes in a nanosecond, after a microsecond: 64 KiB and more must be on

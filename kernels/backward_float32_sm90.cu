@@ -115,45 +115,30 @@ struct Shared {
 
 // ---- Products of pieces ---------------------------------------------------------------------------------------------
 
-// multiply(a, b, k, accumulate) for the pieces a and b of both factors that matter, and the steps along k.
-template <class Multiply>
+// multiply(a, b, k, accumulate) for the pieces a and b of both factors that matter, and each of the steps along k.
+template <int steps, class Multiply>
 CUFLASH_DEVICE void for_pieces(Multiply multiply) {
   repeat<kPieceProducts>([&](auto i) __attribute__((always_inline)) {
     constexpr PieceProduct product = piece_product(decltype(i)::value);
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k)
+    for (int k = 0; k < steps; ++k)
       multiply(Integer<product.a>{}, Integer<product.b>{}, k, decltype(i)::value > 0 || k > 0);
   });
 }
 CUFLASH_DEVICE u64 piece_of(u64 chunk, int piece) { return chunk + piece * (kBytesPiece / 16); }
 
-// d = a b' of tiles stored by rows; `arrives(c)` waits for chunk c of b.
-template <int chunks, class Arrives>
-CUFLASH_DEVICE void multiply_tiles(float (&d)[kTileColumns][4], u32 a, u32 b, Arrives arrives) {
-  float sum[chunks][kTileColumns][4];
-  repeat<chunks>([&](auto chunk) __attribute__((always_inline)) {
-    constexpr int c = decltype(chunk)::value;
-    const u64 rows_a = descriptor_of(a + c * kBytesChunk), rows_b = descriptor_of(b + c * kBytesChunk);
-    arrives(c);
-    ptx::renew_registers(sum[c]);
-    ptx::fence_products();
-    for_pieces([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
-      ptx::multiply_async<false, false>(BFloat16{}, sum[c], along_k<kRows>(piece_of(rows_a, i.value), k),
-                                        along_k<kRows>(piece_of(rows_b, j.value), k), accumulate);
-    });
-    ptx::commit_products();
+// Issues d = a b', of this many chunks of tiles stored by rows.
+template <int chunks>
+CUFLASH_DEVICE void multiply_rows(float (&d)[kTileColumns][4], u32 a, u32 b) {
+  const u64 rows_a = descriptor_of(a), rows_b = descriptor_of(b);
+  ptx::renew_registers(d);
+  ptx::fence_products();
+  for_pieces<chunks * kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
+    // The pieces of b come in the order in which the forward pass has those of its first factor.
+    ptx::multiply_async<false, false>(BFloat16{}, d, along_k<kPieces * kRows>(piece_of(rows_a, j.value), k),
+                                      along_k<kPieces * kRows>(piece_of(rows_b, i.value), k), accumulate);
   });
-  ptx::wait_products<0>();
-#pragma unroll
-  for (int c = 0; c < chunks; ++c) ptx::renew_registers(sum[c]);
-#pragma unroll
-  for (int n = 0; n < kTileColumns; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      d[n][i] = sum[0][n][i];
-#pragma unroll
-      for (int c = 1; c < chunks; ++c) d[n][i] += sum[c][n][i];
-    }
+  ptx::commit_products();
 }
 
 // An accumulator as the pieces of an operand in registers.
@@ -172,7 +157,7 @@ CUFLASH_DEVICE void add_product(float (&total)[chunks * kTileColumns][4], const 
     arrives(c);
     ptx::renew_registers(sum[c]);
     ptx::fence_products();
-    for_pieces([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
+    for_pieces<kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
       ptx::multiply_async<true>(BFloat16{}, sum[c], a.word[i.value][k],
                                 along_k_transposed(piece_of(columns, j.value), k), accumulate);
     });
@@ -300,8 +285,12 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
   for (int step = 0; step < tile.num_steps; ++step) {
     const int head = walk.head, m_block = walk.m_block, first_row = m_block * kRows;
     float p[kTileColumns][4];
-    multiply_tiles<kChunks>(p, shared.k, shared.q_ring.tile(at),
-                            [&](int c) { shared.q_ring.full(at, c).wait(at.parity); });
+    // In one sum, as the forward pass has it: what the tensor cores cut off of a score is then in lse too.
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) shared.q_ring.full(at, c).wait(at.parity);
+    multiply_rows<kChunks>(p, shared.k, shared.q_ring.tile(at));
+    ptx::wait_products<0>();
+    ptx::renew_registers(p);
 
     const Score score(common, batch, head, tile.key_stop);
     const Mask mask(common, batch, head, tile.key_stop);
@@ -372,9 +361,23 @@ CUFLASH_DEVICE void make_dk(const BackwardParams& params, const Shared& shared, 
   Position<kRooms> room;
 #pragma unroll 1
   for (int step = 0; step < tile.num_steps; ++step) {
-    float ds[kTileColumns][4];
-    multiply_tiles<kChunksV>(ds, shared.v, shared.do_ring.tile(at),
-                             [&](int c) { shared.do_ring.full(at, c).wait(at.parity); });
+    float ds[kTileColumns][4], part[kChunksV][kTileColumns][4];
+#pragma unroll
+    for (int c = 0; c < kChunksV; ++c) {
+      shared.do_ring.full(at, c).wait(at.parity);
+      multiply_rows<1>(part[c], shared.v + c * kBytesChunk, shared.do_ring.tile(at) + c * kBytesChunk);
+    }
+    ptx::wait_products<0>();
+#pragma unroll
+    for (int c = 0; c < kChunksV; ++c) ptx::renew_registers(part[c]);
+#pragma unroll
+    for (int n = 0; n < kTileColumns; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        ds[n][i] = part[0][n][i];
+#pragma unroll
+        for (int c = 1; c < kChunksV; ++c) ds[n][i] += part[c][n][i];
+      }
     if (thread == 0) {
 #pragma unroll
       for (int c = 0; c < kChunksV; ++c) shared.do_ring.empty(at, c).arrive();
@@ -447,7 +450,7 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
       float dq[kTileColumns][4];
       ptx::renew_registers(dq);
       ptx::fence_products();
-      for_pieces([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
+      for_pieces<kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
         ptx::multiply_async<true, true>(BFloat16{}, dq, along_k_transposed(piece_of(ds, i.value), k),
                                         along_k_transposed(piece_of(keys, j.value), k), accumulate);
       });

@@ -110,3 +110,24 @@ struct TileWalk {
     if (!second) unit += step;
   }
 };
+
+// A tile of queries: where it stands, and the tiles of keys that it sees.
+struct QueryTile {
+  Work work;
+  int first_row, head_kv, key_stop;
+  TileRange keys;
+
+  CUFLASH_DEVICE QueryTile(const Params& params, const Work& work_) : work(work_) {
+    first_row = work.block * kBlockM;
+    head_kv = work.head / (params.num_heads / params.num_heads_kv);
+    key_stop = key_stop_of(params, work.batch);
+    keys = key_tiles(params, first_row, min_of(first_row + kBlockM, params.seqlen_q) - 1, key_stop);
+  }
+
+  // Those that the 64 queries of a warpgroup, the `consumer`-th, see, within `keys`.
+  CUFLASH_DEVICE TileRange keys_of(const Params& params, int consumer) const {
+    const int first = first_row + 64 * consumer;
+    if (first >= params.seqlen_q) return {keys.start, keys.start, keys.start, keys.start};
+    return key_tiles(params, first, min_of(first + 64, params.seqlen_q) - 1, key_stop);
+  }
+};

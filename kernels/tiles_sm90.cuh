@@ -51,7 +51,7 @@ CUFLASH_DEVICE void zero_rows(u32 tile, int first, u32 thread) {
 }
 
 // Rounds the 16 rows of a warp, from row `r` of a tile of `rows` rows on, each half of them times its factor.
-template <int rows, class E = Element, int n_tiles>
+template <int rows, int n_tiles, class E = Element>
 CUFLASH_DEVICE void store_fragments_chunked(u32 tile, int r, float (&value)[n_tiles][4], float upper, float lower) {
   const u32 lane = lane_index();
   const u32 line = tile + (r + lane % 16) * kLineBytes, swizzle = lane % 8 * 16;

@@ -1,0 +1,309 @@
+// Forward pass of float32 on the tensor cores and the copy engine of compute capability 9.0, to its full precision.
+//
+//   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
+//
+// The tensor cores multiply bfloat16. So Q, K and V come as three pieces each (pieces.cu made them), P is split in
+// registers, and every product is the sum of six (pieces.cuh). Tensor cores cut sums off: the P V of a tile of keys is
+// summed by itself there, small products first, and added to O with rounding.
+//
+// One block stays on each multiprocessor and takes one tile of queries after another. Its last warpgroup, the producer,
+// asks the copy engine for tiles; each of the others, the consumers, owns 64 queries of the tile. While one consumer has
+// its softmax, the products of another run; they may take turns at issuing them (kPingPong).
+//
+//   barrier      one phase is over when            who waits
+//   q_full       Q has arrived                     consumers, before S
+//   q_empty      every consumer has its last S     producer, before the next Q
+//   k_full[i]    K has arrived in stage i          consumers, before S
+//   k_empty[i]   every consumer has its S          producer, before the next K in stage i
+//   v_full[i]    V has arrived in stage i          consumers, before O
+//   v_empty[i]   every consumer has its O          producer, before the next V in stage i
+//   named: one per consumer for its turn at the tensor cores; one per consumer for itself
+#include "config.cuh"
+#include "mask.cuh"
+#include "mma.cuh"
+#include "params.cuh"
+#include "pieces.cuh"
+#include "pipeline.cuh"
+#include "ptx_wgmma.cuh"
+#include "schedule.cuh"
+#include "score.cuh"
+#include "softmax.cuh"
+#include "tiles_sm90.cuh"
+
+constexpr bool kPingPong = CUFLASH_PING_PONG;
+constexpr int kConsumers = kBlockM / 64;
+constexpr int kNTiles = kBlockN / 8;
+constexpr int kColumnTiles = kDimV / 8;
+static_assert(kNumWarps == 4 * (kConsumers + 1), "the consumers and a producer");
+static_assert(kBlockM == 64 * kConsumers, "a consumer owns 64 queries");
+
+// Shared memory: the pieces of Q, the rings of those of K and V, barriers.
+constexpr u32 kPieceQ = chunked_bytes(kBlockM, kDim), kBytesQ = kPieces * kPieceQ;
+constexpr u32 kPieceK = chunked_bytes(kBlockN, kDim), kBytesK = kPieces * kPieceK;
+constexpr u32 kPieceV = chunked_bytes(kBlockN, kDimV), kBytesV = kPieces * kPieceV;
+constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages);
+static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) + kBytesBarriers == CUFLASH_SHARED_BYTES,
+              "shared memory differs from the plan");
+
+// Registers of a thread after the producer has given up most of its own: at most what the block started with in all.
+constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
+constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
+
+struct ForwardParams {
+  Params common;
+  TensorMap q, k, v;  // of the pieces, those of all batch entries below each other
+};
+static_assert(sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
+
+struct Shared {
+  u32 q, k, v;
+  Barrier q_full, q_empty;
+  Ring<kNumStages> k_ring, v_ring;
+
+  CUFLASH_DEVICE Shared() {
+    q = ptx::dynamic_shared();
+    k = q + kBytesQ;
+    v = k + kNumStages * kBytesK;
+    const u32 barriers = v + kNumStages * kBytesV;
+    q_full = {barriers};
+    q_empty = {barriers + 8};
+    k_ring = {barriers + 16};
+    v_ring = {barriers + 16 + Ring<kNumStages>::kBytes};
+  }
+};
+
+// The producer: one thread that walks over the tiles as the consumers do, as far ahead as the rings allow.
+CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
+  Position<kNumStages> key;
+  u32 parity_q = 0;
+  for (TileWalk walk(params.common); walk.more(); walk.advance(), parity_q ^= 1) {
+    const QueryTile tile(params.common, walk.work(params.common));
+    const int head = tile.head_kv, batch = tile.work.batch, all_batch = params.common.batch;
+    const auto load_q = [&]() {
+      shared.q_empty.wait(parity_q ^ 1);
+      shared.q_full.arrive_expect(kBytesQ);
+      for (int i = 0; i < kPieces; ++i)
+        load_chunks<kBlockM, kDim>(shared.q + i * kPieceQ, params.q, shared.q_full, tile.first_row, tile.work.head,
+                                   i * all_batch + batch);
+    };
+    if (tile.keys.start == tile.keys.stop) load_q();
+    for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
+      const u32 s_k = shared.k + key.stage * kBytesK, s_v = shared.v + key.stage * kBytesV;
+      const Barrier k_full = shared.k_ring.full(key), v_full = shared.v_ring.full(key);
+      shared.k_ring.empty(key).wait(key.parity ^ 1);
+      k_full.arrive_expect(kBytesK);
+      for (int i = 0; i < kPieces; ++i)
+        load_chunks<kBlockN, kDim>(s_k + i * kPieceK, params.k, k_full, n_block * kBlockN, head, i * all_batch + batch);
+      if (n_block == tile.keys.stop - 1) load_q();
+      shared.v_ring.empty(key).wait(key.parity ^ 1);
+      v_full.arrive_expect(kBytesV);
+      for (int i = 0; i < kPieces; ++i)
+        load_chunks<kBlockN, kDimV>(s_v + i * kPieceV, params.v, v_full, n_block * kBlockN, head, i * all_batch + batch);
+    }
+  }
+}
+
+// Rows `row` and `row` + 8 of the output from the fragments of a lane, each times its factor.
+CUFLASH_DEVICE void store_rows(const Params& params, int batch, int head, int row, const float (&o)[kColumnTiles][4],
+                               const float (&factor)[2]) {
+  constexpr bool kByPairs = kStoreBytes >= 8 && kHeadDimV % 2 == 0;
+  struct alignas(8) Pair {
+    float value[2];
+  };
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (row + 8 * half >= params.seqlen_q) break;
+    float* g_row = (float*)params.out.data + batch * params.out.batch_stride + head * params.out.head_stride +
+                   (row + 8 * half) * params.out.row_stride;
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; ++n) {
+      const int column = 8 * n + fragment_column();
+      const Pair pair = {o[n][2 * half] * factor[half], o[n][2 * half + 1] * factor[half]};
+      if constexpr (kByPairs) {
+        if (column < kHeadDimV) *(Pair*)(g_row + column) = pair;
+      } else {
+        if (column < kHeadDimV) g_row[column] = pair.value[0];
+        if (column + 1 < kHeadDimV) g_row[column + 1] = pair.value[1];
+      }
+    }
+  }
+}
+
+// A consumer: the warpgroup of 64 queries, `consumer` of kConsumers.
+CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 consumer) {
+  const Params& common = params.common;
+  const u32 thread = ptx::thread_index() % 128;
+  const u32 s_q = shared.q + consumer * 64 * kLineBytes;
+
+  // Consumers issue products in turn; the first one to go is let in by the last.
+  constexpr u32 kTurn = 1, kConsumer = kTurn + kConsumers;
+  const auto take_turn = [&]() {
+    if constexpr (kPingPong) ptx::sync_named(kTurn + consumer, 256);
+  };
+  const auto give_turn = [&]() {
+    if constexpr (kPingPong) ptx::arrive_named(kTurn + (consumer + 1) % kConsumers, 256);
+  };
+  if (kPingPong && consumer == kConsumers - 1) give_turn();
+
+  Position<kNumStages> key;
+  u32 parity_q = 0;
+  for (TileWalk walk(common); walk.more(); walk.advance(), parity_q ^= 1) {
+    const QueryTile tile(common, walk.work(common));
+    const int head = tile.work.head, batch = tile.work.batch;
+    const Score score(common, batch, head, tile.key_stop);
+    const Mask mask(common, batch, head, tile.key_stop);
+    const float exponent_scale = score.exponent_scale();
+    const int lane_row = tile.first_row + consumer * 64 + thread / 32 * 16 + fragment_row();
+
+    OnlineSoftmax<1> softmax;
+    float o[1][kColumnTiles][4];
+    set_zero(o);
+
+    const auto release = [&](const Barrier& empty) {
+      if (thread == 0) empty.arrive();
+    };
+    const auto multiply_s = [&](float (&s)[kNTiles][4]) {
+      const u64 a = descriptor_of(s_q), b = descriptor_of(shared.k + key.stage * kBytesK);
+      ptx::renew_registers(s);
+      ptx::fence_products();
+#pragma unroll
+      for (int i = 0; i < kPieceProducts; ++i)
+#pragma unroll
+        for (int k = 0; k < kDim / 16; ++k)
+          ptx::multiply_async<false, false>(BFloat16{}, s, along_k<kBlockM>(a + piece_product(i).a * kPieceQ / 16, k),
+                                            along_k<kBlockN>(b + piece_product(i).b * kPieceK / 16, k), i + k > 0);
+      ptx::commit_products();
+    };
+    const auto multiply_o = [&](float (&sum)[kColumnTiles][4], const u32 (&p)[kBlockN / 16][kPieces][4]) {
+      const u64 b = descriptor_of_transposed<kBlockN>(shared.v + key.stage * kBytesV);
+      ptx::renew_registers(sum);
+      ptx::fence_products();
+#pragma unroll
+      for (int i = 0; i < kPieceProducts; ++i)
+#pragma unroll
+        for (int k = 0; k < kBlockN / 16; ++k)
+          ptx::multiply_async<true>(BFloat16{}, sum, p[k][piece_product(i).a],
+                                    along_k_transposed(b + piece_product(i).b * kPieceV / 16, k), i + k > 0);
+      ptx::commit_products();
+    };
+    const auto to_scores = [&](float (&s)[kNTiles][4], int n_block, auto masked) {
+      if constexpr (!kScaleInExponent || masked.value) {
+        const int lane_key = n_block * kBlockN + fragment_column();
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int row = lane_row + i / 2 * 8, column = lane_key + 8 * n + i % 2;
+            float derivative;
+            s[n][i] = score.of(s[n][i], row, column, derivative);
+            if (masked.value && !mask.visible(row, column)) s[n][i] = -ptx::infinity();
+          }
+      }
+    };
+    const auto to_weights = [&](const float (&s)[kNTiles][4], u32 (&p)[kBlockN / 16][kPieces][4]) {
+#pragma unroll
+      for (int k = 0; k < kBlockN / 16; ++k)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float(&pair)[4] = s[2 * k + i / 2];
+          u32 word[kPieces];
+          split_small(pair[i % 2 * 2], pair[i % 2 * 2 + 1], word);
+#pragma unroll
+          for (int piece = 0; piece < kPieces; ++piece) p[k][piece][i] = word[piece];
+        }
+    };
+
+    // Tiles of keys that others of the block need, and these queries do not.
+    const auto skip = [&]() {
+      for (int product = 0; product < 2; ++product) take_turn(), give_turn();
+      shared.k_ring.full(key).wait(key.parity);
+      shared.v_ring.full(key).wait(key.parity);
+      ptx::sync_named(kConsumer + consumer, 128);  // nobody may be left waiting for a phase that is long over
+      release(shared.k_ring.empty(key));
+      release(shared.v_ring.empty(key));
+      key.advance();
+    };
+    const TileRange keys = tile.keys_of(common, consumer);
+    const auto step = [&](int n_block, auto masked) {
+      float s[1][kNTiles][4], sum[kColumnTiles][4];
+      u32 p[kBlockN / 16][kPieces][4];
+      shared.k_ring.full(key).wait(key.parity);
+      take_turn();
+      multiply_s(s[0]);
+      give_turn();
+      ptx::wait_products<0>();
+      ptx::renew_registers(s[0]);
+      release(shared.k_ring.empty(key));
+      if (n_block == keys.start) release(shared.q_empty);
+
+      to_scores(s[0], n_block, masked);
+      float factor[1][2] = {{1.0f, 1.0f}};
+      softmax.update(s, factor, exponent_scale);
+      softmax.exponentiate(s, exponent_scale, softmax.row_sum);
+      to_weights(s[0], p);
+
+      shared.v_ring.full(key).wait(key.parity);
+      take_turn();
+      multiply_o(sum, p);
+      give_turn();
+      ptx::wait_products<0>();
+      ptx::renew_registers(sum);
+      release(shared.v_ring.empty(key));
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[0][n][i] = o[0][n][i] * factor[0][i / 2] + sum[n][i];
+      key.advance();
+    };
+
+    shared.q_full.wait(parity_q);
+    int n_block = tile.keys.stop - 1;
+    for (; n_block >= keys.stop; --n_block) skip();
+    if (keys.start == keys.stop) {
+      ptx::sync_named(kConsumer + consumer, 128);
+      release(shared.q_empty);
+    }
+#pragma unroll 1
+    for (; n_block >= keys.full_stop; --n_block) step(n_block, Constant<true>{});
+#pragma unroll 1
+    for (; n_block >= keys.full_start; --n_block) step(n_block, Constant<false>{});
+    if constexpr (kHasLeftBound) {
+#pragma unroll 1
+      for (; n_block >= keys.start; --n_block) step(n_block, Constant<true>{});
+    }
+    for (; n_block >= tile.keys.start; --n_block) skip();
+
+    softmax.finish();
+    store_rows(common, batch, head, lane_row, o[0], {softmax.inverse_sum(0, 0), softmax.inverse_sum(0, 1)});
+    float* g_lse = (float*)common.lse.data + batch * common.lse.batch_stride + head * common.lse.head_stride;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane_row + 8 * half;
+      if (fragment_column() == 0 && row < common.seqlen_q)
+        g_lse[row * common.lse.row_stride] = softmax.log_sum_exp(0, half);
+    }
+  }
+  if (kPingPong && consumer == 0) take_turn();
+}
+
+CUFLASH_DEVICE void forward(const ForwardParams& params) {
+  Shared shared;
+  if (ptx::thread_index() == 0) {
+    shared.q_full.init(1);
+    shared.q_empty.init(kConsumers);
+    shared.k_ring.init(kConsumers);
+    shared.v_ring.init(kConsumers);
+    ptx::fence_barrier_init();
+  }
+  ptx::sync_block();
+  const u32 warp = ptx::uniform(ptx::thread_index() / 32);
+  if (warp >= 4 * kConsumers) {
+    ptx::decrease_registers<kProducerRegisters>();
+    if (warp == 4 * kConsumers && ptx::elect_lane()) produce(params, shared);
+  } else {
+    ptx::increase_registers<kConsumerRegisters>();
+    consume(params, shared, warp / 4);
+  }
+}
+
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, ForwardParams, kNumThreads, 1, forward)
