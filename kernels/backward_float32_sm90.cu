@@ -39,6 +39,8 @@ constexpr int kTileColumns = kRows / 8, kSteps = kRows / 16;
 static_assert(kBlockM == kRows && kBlockN == kRows, "tiles of one product");
 static_assert(kNumWarps == 16, "dV, dK, dQ and the producers");
 constexpr int kRooms = CUFLASH_NUM_ROOMS;  // for P' and dS'
+// Of dQ at a time: fewer take fewer registers, more read dS' less often.
+constexpr int kDqColumns = CUFLASH_DQ_COLUMNS < kDim ? CUFLASH_DQ_COLUMNS : kDim;
 
 // A tile lies in chunks of 64 columns, a chunk as its pieces one after the other.
 constexpr int kChunks = chunks_of(kDim), kChunksV = chunks_of(kDimV);
@@ -52,9 +54,9 @@ static_assert((kNumStages + 1) * (kBytesK + kBytesV) + kRooms * kBytesChunk + kN
               "shared memory differs from the plan");
 
 // Registers of a thread after the roles are dealt: at most what the block started with in all.
-constexpr int kConsumerRegisters = 200;
-constexpr int kDqRegisters = 88;
-constexpr int kProducerRegisters = 24;
+constexpr int kConsumerRegisters = kDqColumns > kChunk ? 192 : 200;
+constexpr int kDqRegisters = kDqColumns > kChunk ? 96 : 80;
+constexpr int kProducerRegisters = 32;
 
 constexpr u32 kDkWarpgroup = 1;  // named barrier
 
@@ -204,7 +206,7 @@ CUFLASH_DEVICE void produce(const BackwardParams& params, const Shared& shared, 
   if (tile.num_steps == 0) return;
   const int batch = tile.work.batch;
   const auto load = [&](u32 destination, const TensorMap& map, const Barrier& full, int c, int row, int head) {
-#pragma unroll
+#pragma unroll 1
     for (int piece = 0; piece < kPieces; ++piece)
       ptx::load_tensor(destination + piece * kBytesPiece, map, full.address, c * kChunk, row, head,
                        piece * common.batch + batch);
@@ -436,6 +438,7 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
   const KeyTile tile(common);
   if (tile.num_steps == 0) return;
   shared.k_full.wait(0);
+  const u64 keys = ptx::descriptor(shared.k, kBytesChunk, 8 * kLineBytes);  // chunks next to each other
   Walk walk = tile.first();
   Position<kRooms> room;
 #pragma unroll 1
@@ -444,23 +447,23 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
     float* accumulator = (float*)common.dq_accumulator + m_tile * (kRows * kDim) + thread * 4;
     const u64 ds = descriptor_of_transposed<kRows>(shared.room_of(room));
     shared.room.ds_full(room).wait(room.parity);
-    repeat<kChunks>([&](auto chunk) __attribute__((always_inline)) {
-      constexpr int c = decltype(chunk)::value;
-      const u64 keys = descriptor_of_transposed<kRows>(shared.k + c * kBytesChunk);
-      float dq[kTileColumns][4];
+    repeat<kDim / kDqColumns>([&](auto slice) __attribute__((always_inline)) {
+      constexpr int first = decltype(slice)::value * kDqColumns;
+      const u64 columns = keys + first / kChunk * (kBytesChunk / 16);
+      float dq[kDqColumns / 8][4];
       ptx::renew_registers(dq);
       ptx::fence_products();
       for_pieces<kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
         ptx::multiply_async<true, true>(BFloat16{}, dq, along_k_transposed(piece_of(ds, i.value), k),
-                                        along_k_transposed(piece_of(keys, j.value), k), accumulate);
+                                        along_k_transposed(piece_of(columns, j.value), k), accumulate);
       });
       ptx::commit_products();
       ptx::wait_products<0>();
       ptx::renew_registers(dq);
-      if (c == kChunks - 1 && thread == 0) shared.room.ds_empty(room).arrive();
+      if (first == kDim - kDqColumns && thread == 0) shared.room.ds_empty(room).arrive();
 #pragma unroll
-      for (int n = 0; n < kTileColumns; ++n)
-        ptx::reduce_add_x4(accumulator + (c * kTileColumns + n) * 128 * 4, dq[n]);
+      for (int n = 0; n < kDqColumns / 8; ++n)
+        ptx::reduce_add_x4(accumulator + (first / 8 + n) * 128 * 4, dq[n]);
     });
   }
 }
