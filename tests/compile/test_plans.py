@@ -15,12 +15,14 @@ from cuflash.compiler import compile_spec, supported_archs
 from cuflash.plan import SHARED_BYTES_RESERVED, DeviceSpec, choose_plan
 from cuflash.problem import make_problem
 from cuflash.tiles import (
+    BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
     BACKWARD_TILES,
     DECODE_SM90_TILES,
     DQ_TILES,
     FORWARD_SM90_TILES,
     FORWARD_TILES,
+    BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
     DecodeSm90Tile,
     DqTile,
@@ -135,7 +137,7 @@ class Target:
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": tile.max_dim}
         case = ct.Case(**sizes, **variant | {"dtype": dtype})
         arrays = case.arrays()
-        precision = "tf32" if self.variant == "full" else "highest"
+        precision = "tf32" if self.variant == "full" and not is_of_pieces(tile) else "highest"
         options = replace(case.options, deterministic=isinstance(tile, DqTile), precision=precision)
         problem = make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
         if isinstance(tile, ForwardTile | ForwardSm90Tile | DecodeSm90Tile):
@@ -174,13 +176,19 @@ VARIANTS = {
 
 def fits(tile, arch):
     """Whether the blocks that the row wants resident have room on a multiprocessor, at its largest head dimensions."""
-    if isinstance(tile, ForwardSm90Tile | DecodeSm90Tile | BackwardSm90Tile) and arch != "9.0":
+    only_9_0 = ForwardSm90Tile | DecodeSm90Tile | BackwardSm90Tile | BackwardFloat32Sm90Tile
+    if isinstance(tile, only_9_0) and arch != "9.0":
         return False
     device = DeviceSpec.for_arch(arch)
     dim = round_up(tile.max_dim, tile.dim_multiple)
     shared_bytes = tile.shared_bytes(dim, dim)
     resident = tile.min_blocks * (shared_bytes + SHARED_BYTES_RESERVED)
     return shared_bytes <= device.shared_bytes_per_block and resident <= device.shared_bytes_per_sm
+
+
+def is_of_pieces(tile):
+    """Whether float32 is multiplied by its pieces, which is for the highest precision alone."""
+    return isinstance(tile, BackwardFloat32Sm90Tile)
 
 
 def goes_with(main, tile):
@@ -197,7 +205,10 @@ def archs_of(tile):
     return ARCHS if tile.element_bytes == 2 else ("8.6", "9.0")
 
 
-TABLES = (FORWARD_TILES, BACKWARD_TILES, DQ_TILES, FORWARD_SM90_TILES, DECODE_SM90_TILES, BACKWARD_SM90_TILES)
+TABLES = (
+    *(FORWARD_TILES, BACKWARD_TILES, DQ_TILES),
+    *(FORWARD_SM90_TILES, DECODE_SM90_TILES, BACKWARD_SM90_TILES, BACKWARD_FLOAT32_SM90_TILES),
+)
 TARGETS = [
     *(
         Target(tile=tile, arch=arch)
@@ -226,7 +237,7 @@ TARGETS = [
     ),
     *(
         Target(tile=tile, arch="9.0", variant=variant)
-        for tile in BACKWARD_SM90_TILES
+        for tile in (*BACKWARD_SM90_TILES, *BACKWARD_FLOAT32_SM90_TILES)
         for variant in ("full", "groups", "options")
     ),
     *(
