@@ -82,6 +82,7 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
     const auto load_q = [&]() {
       shared.q_empty.wait(parity_q ^ 1);
       shared.q_full.arrive_expect(kBytesQ);
+#pragma unroll 1
       for (int i = 0; i < kPieces; ++i)
         load_chunks<kBlockM, kDim>(shared.q + i * kPieceQ, params.q, shared.q_full, tile.first_row, tile.work.head,
                                    i * all_batch + batch);
@@ -92,11 +93,13 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
       const Barrier k_full = shared.k_ring.full(key), v_full = shared.v_ring.full(key);
       shared.k_ring.empty(key).wait(key.parity ^ 1);
       k_full.arrive_expect(kBytesK);
+#pragma unroll 1
       for (int i = 0; i < kPieces; ++i)
         load_chunks<kBlockN, kDim>(s_k + i * kPieceK, params.k, k_full, n_block * kBlockN, head, i * all_batch + batch);
       if (n_block == tile.keys.stop - 1) load_q();
       shared.v_ring.empty(key).wait(key.parity ^ 1);
       v_full.arrive_expect(kBytesV);
+#pragma unroll 1
       for (int i = 0; i < kPieces; ++i)
         load_chunks<kBlockN, kDimV>(s_v + i * kPieceV, params.v, v_full, n_block * kBlockN, head, i * all_batch + batch);
     }
@@ -224,7 +227,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       key.advance();
     };
     const TileRange keys = tile.keys_of(common, consumer);
-    const auto step = [&](int n_block, auto masked) {
+    const auto step = [&](int n_block) {
       float s[1][kNTiles][4], sum[kColumnTiles][4];
       u32 p[kBlockN / 16][kPieces][4];
       shared.k_ring.full(key).wait(key.parity);
@@ -236,7 +239,10 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       release(shared.k_ring.empty(key));
       if (n_block == keys.start) release(shared.q_empty);
 
-      to_scores(s[0], n_block, masked);
+      if (n_block >= keys.full_stop || n_block < keys.full_start)
+        to_scores(s[0], n_block, Constant<true>{});
+      else
+        to_scores(s[0], n_block, Constant<false>{});
       float factor[1][2] = {{1.0f, 1.0f}};
       softmax.update(s, factor, exponent_scale);
       softmax.exponentiate(s, exponent_scale, softmax.row_sum);
@@ -264,13 +270,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       release(shared.q_empty);
     }
 #pragma unroll 1
-    for (; n_block >= keys.full_stop; --n_block) step(n_block, Constant<true>{});
-#pragma unroll 1
-    for (; n_block >= keys.full_start; --n_block) step(n_block, Constant<false>{});
-    if constexpr (kHasLeftBound) {
-#pragma unroll 1
-      for (; n_block >= keys.start; --n_block) step(n_block, Constant<true>{});
-    }
+    for (; n_block >= keys.start; --n_block) step(n_block);
     for (; n_block >= tile.keys.start; --n_block) skip();
 
     softmax.finish();

@@ -27,9 +27,12 @@ from cuflash.tiles import (
     BACKWARD_SM90_TILES,
     BACKWARD_TILES,
     DQ_TILES,
+    FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
     FORWARD_TILES,
+    BackwardTile,
     DqTile,
+    ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
     ForwardTile,
     Tile,
@@ -256,7 +259,7 @@ def _specialisation(deal, tiles, *, plain):
             "kv_lengths": deal("kv_lengths", None, "int32", None, "int64"),
             "alibi_slopes": deal("alibi_slopes", False, True, False),
         }
-    is_sm90 = isinstance(tiles[0], ForwardSm90Tile)
+    is_sm90 = isinstance(tiles[0], ForwardSm90Tile | ForwardFloat32Sm90Tile)
     arch = "9.0" if is_sm90 else deal("arch", *ARCHS)
     # Of few multiprocessors, each takes several tiles of queries.
     num_sms = deal("num_sms", 1, 2, 132) if is_sm90 else 132 if plain else deal("num_sms", 1, 132)
@@ -277,7 +280,7 @@ def _specialisation(deal, tiles, *, plain):
 def _specialisations(table, *, with_options=3):
     """A few specialisations of every row of a table. A row of DQ_TILES comes with one of BACKWARD_TILES.
 
-    Rows of wide elements get fewer: what they share with others is tested there.
+    Rows of wide elements in tables of several types get fewer: what they share with others is tested there.
     """
     deal = _Dealer(type(table[0]).__name__)
     for tile in table:
@@ -285,7 +288,8 @@ def _specialisations(table, *, with_options=3):
         if isinstance(tile, DqTile):
             tiles = (deal.rng.choice([main for main in BACKWARD_TILES if goes_with(main, tile)]), tile)
         yield _specialisation(deal, tiles, plain=True)
-        for _ in range(with_options if tile.element_bytes == 2 else 1):
+        has_relatives = isinstance(tile, ForwardTile | BackwardTile | DqTile) and tile.element_bytes > 2
+        for _ in range(1 if has_relatives else with_options):
             yield _specialisation(deal, tiles, plain=False)
 
 
@@ -299,6 +303,13 @@ SEVERAL_STAGES = tuple(replace(FORWARD_TILES[0], num_stages=n) for n in (2, 3))
 
 FORWARD = tuple(_specialisations((*FORWARD_TILES, *SEVERAL_STAGES)))
 FORWARD_SM90 = tuple(_specialisations(FORWARD_SM90_TILES))
+# What that kernel has and no row may use: turns, two consumers of short rows, one stage and several.
+FLOAT32_SM90_VARIANTS = (
+    replace(FORWARD_FLOAT32_SM90_TILES[0], block_m=128, block_n=128, num_stages=1, ping_pong=True),
+    replace(FORWARD_FLOAT32_SM90_TILES[0], block_m=192, num_stages=2, ping_pong=True),
+    replace(FORWARD_FLOAT32_SM90_TILES[0], block_m=128, block_n=80, num_stages=2, ping_pong=False),
+)
+FORWARD_FLOAT32_SM90 = tuple(_specialisations((*FORWARD_FLOAT32_SM90_TILES, *FLOAT32_SM90_VARIANTS), with_options=5))
 BACKWARD = tuple(_specialisations(BACKWARD_TILES))
 DETERMINISTIC = tuple(_specialisations(DQ_TILES, with_options=2))
 
@@ -352,6 +363,21 @@ def test_the_list_of_compute_capability_9_is_complete():
     assert any(what.right and not what.left and what.num_sms == 1 for what in FORWARD_SM90)  # pairs of tiles
 
 
+def test_the_list_of_float32_on_compute_capability_9_is_complete():
+    assert {what.tiles for what in FORWARD_FLOAT32_SM90} >= {(tile,) for tile in FORWARD_FLOAT32_SM90_TILES}
+    for field in ("right", "left", "mask", "alibi_slopes"):
+        assert {getattr(what, field) for what in FORWARD_FLOAT32_SM90} == {True, False}
+    assert {what.bias for what in FORWARD_FLOAT32_SM90} == {None, "softmax", "input"}
+    assert {what.kv_lengths for what in FORWARD_FLOAT32_SM90} == {None, "int32", "int64"}
+    assert {what.num_sms for what in FORWARD_FLOAT32_SM90} == {1, 2, 132}
+    assert {what.strides for what in FORWARD_FLOAT32_SM90} == set(STRIDES)
+    assert any(what.softcap for what in FORWARD_FLOAT32_SM90)
+    assert {np.sign(what.scale) for what in FORWARD_FLOAT32_SM90 if what.scale is not None} == {-1, 0, 1}
+    assert {np.sign(what.head_dim_v - what.head_dim) for what in FORWARD_FLOAT32_SM90} == {-1, 0, 1}
+    assert _access_widths(FORWARD_FLOAT32_SM90) == {4, 8, 16}
+    assert any(what.right and not what.left and what.num_sms == 1 for what in FORWARD_FLOAT32_SM90)  # pairs of tiles
+
+
 # ---- Against the oracle ----------------------------------------------------------------------------------------------
 
 FEW = settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow])
@@ -364,7 +390,7 @@ def forward_by_oracle(problem, arrays):
         return out.astype(arrays["q"].dtype), lse.astype(problem.softmax_dtype)
 
 
-@pytest.mark.parametrize("what", (*FORWARD, *FORWARD_SM90), ids=str)
+@pytest.mark.parametrize("what", (*FORWARD, *FORWARD_SM90, *FORWARD_FLOAT32_SM90), ids=str)
 @FEW
 @given(data=st.data())
 def test_forward(what, data):
@@ -487,6 +513,7 @@ REPEATED = {
     "three consumers": {"forward_tiles": (replace(FORWARD_SM90_TILES[1], ping_pong=True),)},
     "turns, output in the room of Q": {"forward_tiles": (FORWARD_SM90_TILES[-1],)},
 }
+REPEATED_FLOAT32 = {name_of(tile): tile for tile in (*FORWARD_FLOAT32_SM90_TILES, *FLOAT32_SM90_VARIANTS)}
 
 
 @pytest.mark.parametrize("tiles", REPEATED.values(), ids=REPEATED)
@@ -506,6 +533,18 @@ def test_what_lies_in_memory_changes_no_bit(tiles, deterministic):
     first = bits(all_results(CASE, **options, fill=0xFF))
     assert bits(all_results(CASE, **options, fill=0x00)) == first
     assert bits(all_results(CASE, **options, fill=0x3F)) == first
+
+
+@pytest.mark.parametrize("tile", REPEATED_FLOAT32.values(), ids=REPEATED_FLOAT32)
+def test_neither_schedule_nor_memory_change_a_bit_of_float32(tile):
+    case = replace(CASE, dtype="float32")
+    arrays = case.arrays()
+    problem = problem_of(case, arrays)
+    first = attention.forward(problem, arrays, tiles=(tile,))
+    ct.assert_forward(case, *first)
+    for schedule, fill in itertools.product(SCHEDULES, (0xFF, 0x00, 0x3F)):
+        again = attention.forward(problem, arrays, tiles=(tile,), schedule=schedule, fill=fill, arch=FEW_SMS)
+        assert bits(again) == bits(first)
 
 
 # ---- The edges of problems -------------------------------------------------------------------------------------------
@@ -560,6 +599,16 @@ def test_edges_of_compute_capability_9(sizes, tile):
     ct.assert_forward(case, *attention.forward(problem, arrays, tiles=tiles, arch=FEW_SMS))
 
 
+@pytest.mark.parametrize("tile", REPEATED_FLOAT32.values(), ids=REPEATED_FLOAT32)
+@pytest.mark.parametrize("sizes", EDGES.values(), ids=EDGES)
+def test_edges_of_float32_on_compute_capability_9(sizes, tile):
+    case = ct.Case(head_dim=13, dtype="float32", **sizes)
+    arrays = case.arrays()
+    problem = problem_of(case, arrays)
+    tiles = (tile,) if 0 not in (*arrays["q"].shape, *arrays["k"].shape) else None
+    ct.assert_forward(case, *attention.forward(problem, arrays, tiles=tiles, arch=FEW_SMS))
+
+
 def judge(problem, arrays, results):
     """Hold results by name against the oracle, for arrays that no `Case` makes."""
     yardsticks = ct.yardsticks(problem, arrays)
@@ -601,9 +650,14 @@ def test_lengths_out_of_range_are_clamped(arch):
     assert bits(run_both(problem, arrays, arch=arch)) == bits(tame)
 
 
+# Both kernels of the forward pass of float32: short problems take the first by themselves.
+either_float32 = pytest.mark.parametrize("float32_tiles", [None, FORWARD_FLOAT32_SM90_TILES[:1]], ids=["sm80", "sm90"])
+
+
 @either_kernel
+@either_float32
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_values_that_are_no_numbers(dtype, arch):
+def test_values_that_are_no_numbers(dtype, float32_tiles, arch):
     """NaN and infinities of visible inputs come out where the formula has them."""
     case = ct.Case(seqlen_q=40, seqlen_k=70, head_dim=16, dtype=dtype, causal=True)
     arrays = case.arrays()
@@ -612,13 +666,15 @@ def test_values_that_are_no_numbers(dtype, arch):
     arrays["v"][0, 0, 2, 5] = np.inf
     arrays["v"][0, 0, 3, 6] = np.nan
     problem = problem_of(case, arrays)
-    out, lse = attention.forward(problem, arrays, arch=arch)
+    tiles = float32_tiles if (dtype, arch) == ("float32", "9.0") else None
+    out, lse = attention.forward(problem, arrays, arch=arch, tiles=tiles)
     judge(problem, {name: arrays[name] for name in "qkv"}, {"out": out, "lse": lse})
 
 
+@either_float32
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.finfo(np.float32).max, 0.99999 * np.finfo(np.float32).max])
-def test_float32_at_the_end_of_its_range(value):
-    """What is split into two parts comes out whole: infinities, and numbers that no TF32 number is as large as."""
+def test_float32_at_the_end_of_its_range(value, float32_tiles):
+    """What is split into parts comes out whole: infinities, and numbers that no TF32 or bfloat16 is as large as."""
     case = ct.Case(seqlen_q=17, seqlen_k=33, head_dim=16, dtype="float32", scale=2.0**-9)
     arrays = case.arrays()
     arrays["k"][...] = np.sign(arrays["k"])  # whose second part is zero
@@ -628,26 +684,31 @@ def test_float32_at_the_end_of_its_range(value):
     arrays["q"].view(np.uint32)[0, 0, 6, 4] = 0x7FFFFFFF  # the NaN that the device makes
     problem = problem_of(case, arrays)
     inputs = {name: arrays[name] for name in "qkv"}
-    out, lse = attention.forward(problem, arrays)
+    out, lse = attention.forward(problem, arrays, tiles=float32_tiles)
     expected = ct.yardsticks(problem, inputs)
     for got, right in ((out, expected["out"].expected), (lse, expected["lse"].expected)):
         np.testing.assert_allclose(got.astype(np.float64), right, rtol=1e-5, atol=1e-5)
 
 
+@either_float32
 @pytest.mark.parametrize(
     "options",
     [{}, {"causal": True}, {"head_dim": 48}, {"head_dim": 128}, {"softcap": 20.0}, {"score_spread": 30.0}],
     ids=str,
 )
-def test_float32_is_no_worse_than_the_plain_formula(options):
+def test_float32_is_no_worse_than_the_plain_formula(options, float32_tiles):
     """On the average of several seeds, without the allowance for luck. The emulated tensor cores cut sums off too."""
     sizes = {"seqlen_q": 65, "seqlen_k": 203, "head_dim": 64} | options
     ratios = []
     for seed in range(6):
         case = ct.Case(**sizes, dtype="float32", seed=seed)
-        results = all_results(case)
-        report = (*ct.assert_forward(case, results["out"], results["lse"]),)
-        report += (*ct.assert_backward(case, results["dq"], results["dk"], results["dv"]),)
+        if float32_tiles:
+            arrays, tiles = case.arrays(), FORWARD_FLOAT32_SM90_TILES[case.head_dim > 64 :][:1]
+            report = (*ct.assert_forward(case, *attention.forward(problem_of(case, arrays), arrays, tiles=tiles)),)
+        else:
+            results = all_results(case)
+            report = (*ct.assert_forward(case, results["out"], results["lse"]),)
+            report += (*ct.assert_backward(case, results["dq"], results["dk"], results["dv"]),)
         ratios.append([measurement.strict_ratio for measurement in report])
     assert (np.mean(ratios, axis=0) <= 1).all(), np.round(np.mean(ratios, axis=0), 2)
 
