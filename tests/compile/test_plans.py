@@ -20,12 +20,14 @@ from cuflash.tiles import (
     BACKWARD_TILES,
     DECODE_SM90_TILES,
     DQ_TILES,
+    FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
     FORWARD_TILES,
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
     DecodeSm90Tile,
     DqTile,
+    ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
     ForwardTile,
     Tile,
@@ -79,6 +81,7 @@ SPILLS = {
     ("backward_reduce.cu", 2, 256, "64x64", 1): 320,
     ("backward_sm80.cu", 4, 256, "16x16", 1): 16,
     ("forward_sm90.cu", 2, 128, "192x80", 1): 16,
+    ("backward_float32_sm90.cu", 4, 128, "64x64", 1): 8,
 }
 # The same on compute capability 10.0 and later, where the compiler loads fragments of wide elements further ahead.
 SPILLS_OF_LATER_ARCHS = SPILLS | {
@@ -107,6 +110,7 @@ SPILLS_OF_OPTIONS = SPILLS | {
     ("backward_sm90.cu", 2, 128, "64x128", 1): 320,
     ("backward_sm90.cu", 2, 256, "64x64", 1): 576,
     ("forward_sm80.cu", 4, 64, "64x64", 1): 16,
+    ("forward_float32_sm90.cu", 4, 64, "192x64", 1): 16,
 }
 
 
@@ -140,7 +144,7 @@ class Target:
         precision = "tf32" if self.variant == "full" and not is_of_pieces(tile) else "highest"
         options = replace(case.options, deterministic=isinstance(tile, DqTile), precision=precision)
         problem = make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
-        if isinstance(tile, ForwardTile | ForwardSm90Tile | DecodeSm90Tile):
+        if isinstance(tile, ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | DecodeSm90Tile):
             return choose_plan(problem, self.device, "forward", tiles=(tile,))
         if isinstance(tile, DqTile):
             main = next(row for row in BACKWARD_TILES if goes_with(row, tile))
@@ -176,7 +180,7 @@ VARIANTS = {
 
 def fits(tile, arch):
     """Whether the blocks that the row wants resident have room on a multiprocessor, at its largest head dimensions."""
-    only_9_0 = ForwardSm90Tile | DecodeSm90Tile | BackwardSm90Tile | BackwardFloat32Sm90Tile
+    only_9_0 = ForwardSm90Tile | DecodeSm90Tile | BackwardSm90Tile | ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile
     if isinstance(tile, only_9_0) and arch != "9.0":
         return False
     device = DeviceSpec.for_arch(arch)
@@ -188,7 +192,7 @@ def fits(tile, arch):
 
 def is_of_pieces(tile):
     """Whether float32 is multiplied by its pieces, which is for the highest precision alone."""
-    return isinstance(tile, BackwardFloat32Sm90Tile)
+    return isinstance(tile, ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile)
 
 
 def goes_with(main, tile):
@@ -207,7 +211,8 @@ def archs_of(tile):
 
 TABLES = (
     *(FORWARD_TILES, BACKWARD_TILES, DQ_TILES),
-    *(FORWARD_SM90_TILES, DECODE_SM90_TILES, BACKWARD_SM90_TILES, BACKWARD_FLOAT32_SM90_TILES),
+    *(FORWARD_SM90_TILES, DECODE_SM90_TILES, BACKWARD_SM90_TILES),
+    *(FORWARD_FLOAT32_SM90_TILES, BACKWARD_FLOAT32_SM90_TILES),
 )
 TARGETS = [
     *(
@@ -229,6 +234,11 @@ TARGETS = [
         Target(tile=tile, arch="9.0", variant=variant)
         for tile in FORWARD_SM90_TILES
         for variant in ("full", "bounds", *(("options",) if tile.serves in ("any", "short") else ()))
+    ),
+    *(
+        Target(tile=tile, arch="9.0", variant=variant)
+        for tile in FORWARD_FLOAT32_SM90_TILES
+        for variant in ("full", "narrow", "bounds", "options")
     ),
     *(
         Target(tile=tile, arch="9.0", variant=variant)

@@ -20,7 +20,17 @@ import cuflash.testing as ct
 from cuflash import reference
 from cuflash.plan import DeviceSpec
 from cuflash.problem import make_problem
-from cuflash.tiles import BackwardSm90Tile, BackwardTile, DecodeSm90Tile, DqTile, ForwardSm90Tile, ForwardTile, Tile
+from cuflash.tiles import (
+    BackwardFloat32Sm90Tile,
+    BackwardSm90Tile,
+    BackwardTile,
+    DecodeSm90Tile,
+    DqTile,
+    ForwardFloat32Sm90Tile,
+    ForwardSm90Tile,
+    ForwardTile,
+    Tile,
+)
 
 COPIES = emulator.CACHE / "mutants"
 
@@ -54,7 +64,7 @@ class Trial:
             "kernels": kernels,
             "statistics": launches,
         }
-        if isinstance(self.tiles[0], ForwardTile | ForwardSm90Tile | DecodeSm90Tile):
+        if isinstance(self.tiles[0], ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | DecodeSm90Tile):
             ct.assert_forward(case, *attention.forward(problem, arrays, **how))
         else:
             out, lse = out.astype(arrays["q"].dtype), lse.astype(problem.softmax_dtype)
@@ -104,6 +114,13 @@ def _sm90(
     return (tile,)
 
 
+def _float32_sm90(block_m: int = 128, ping_pong: bool = True) -> tuple[ForwardFloat32Sm90Tile]:
+    tile = ForwardFloat32Sm90Tile(
+        max_dim=128, block_m=block_m, block_n=32, num_stages=2, ping_pong=ping_pong, origin="of a trial"
+    )
+    return (tile,)
+
+
 def _backward(
     num_warps: int = 4,
     num_stages: int = 2,
@@ -132,6 +149,14 @@ def _backward(
 _BACKWARD_SM90 = BackwardSm90Tile(
     max_dim=128, block_m=64, block_n=128, num_stages=2, dp_early=True, splits_roles=False, origin="of a trial"
 )
+_BACKWARD_PIECES = (
+    BackwardFloat32Sm90Tile(max_dim=128, num_stages=1, num_rooms=1, dq_columns=64, origin="of a trial"),
+    None,
+)
+_BACKWARD_PIECES_RING = (
+    BackwardFloat32Sm90Tile(max_dim=64, num_stages=2, num_rooms=2, dq_columns=64, origin="of a trial"),
+    None,
+)
 _DECODE_TILES = (DecodeSm90Tile(max_dim=128, block_n=32, num_stages=2, min_blocks=1, origin="of a trial"),)
 _DQ = DqTile(max_dim=128, block_m=64, block_n=32, num_warps=4, min_blocks=1, origin="of a trial")
 _GROUPED = ct.Case(
@@ -158,6 +183,7 @@ _TERMS = replace(
 )
 _FAR = replace(_TERMS, seqlen_q=33, seqlen_k=18, batch=2, num_heads_kv=2, bias=(2, 2, 33, 18), mask=(2, 2, 33, 18))
 _FLOAT32 = replace(_TERMS, dtype="float32", softcap=20.0)
+_PIECES = replace(_GROUPED, dtype="float32", seqlen_k=300)
 _FLOAT64 = replace(
     _FLOAT32, dtype="float64", head_dim_v=40, num_heads=1, bias=(70, 77), mask=(70, 77), alibi_slopes=(1,)
 )
@@ -199,6 +225,17 @@ TRIALS = {
         num_sms=3,
     ),
     "sm90 even pairs": Trial(case=replace(_SMALL, seqlen_q=400, causal="top_left"), tiles=_sm90(), num_sms=3),
+    "float32 sm90": Trial(case=_PIECES, tiles=_float32_sm90(), num_sms=1),
+    "float32 sm90 spread": Trial(case=replace(_PIECES, score_spread=30.0), tiles=_float32_sm90(), num_sms=1),
+    "float32 sm90 window": Trial(case=replace(_WINDOW, dtype="float32"), tiles=_float32_sm90(), num_sms=1),
+    "float32 sm90 wide window": Trial(case=replace(_WINDOW, dtype="float32"), tiles=_float32_sm90(block_m=192)),
+    "float32 sm90 lengths": Trial(
+        case=replace(_LENGTHS, dtype="float32"), tiles=_float32_sm90(ping_pong=False), num_sms=1
+    ),
+    "float32 sm90 narrow": Trial(case=replace(_NARROW, dtype="float32"), tiles=_float32_sm90()),
+    "float32 sm90 no keys": Trial(
+        case=replace(_SMALL, dtype="float32", seqlen_q=300, seqlen_k=5, causal=True), tiles=_float32_sm90(), num_sms=1
+    ),
     # Few queries: the keys of a head shared by blocks, or left to one.
     "decode": Trial(case=replace(_DECODE, causal=True), tiles=_DECODE_TILES),
     "decode whole": Trial(case=replace(_DECODE, causal=True), tiles=_DECODE_TILES, num_sms=1),
@@ -215,6 +252,19 @@ TRIALS = {
     "backward split": Trial(case=_SMALL, tiles=_backward()),
     "backward sm90": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_BACKWARD_SM90, None), num_sms=1),
     "backward sm90 lengths": Trial(case=replace(_LENGTHS, seqlen_q=100), tiles=(_BACKWARD_SM90, None), num_sms=1),
+    "backward pieces": Trial(case=replace(_PIECES, seqlen_q=200, seqlen_k=100), tiles=_BACKWARD_PIECES, num_sms=1),
+    "backward pieces ring": Trial(
+        case=replace(_PIECES, seqlen_q=300, seqlen_k=100, head_dim=40), tiles=_BACKWARD_PIECES_RING, num_sms=1
+    ),
+    "backward pieces split": Trial(case=replace(_PIECES, seqlen_k=70, head_dim_v=104), tiles=_BACKWARD_PIECES),
+    "backward pieces narrow": Trial(
+        case=replace(_NARROW, dtype="float32", seqlen_k=76, num_heads_kv=2), tiles=_BACKWARD_PIECES_RING
+    ),
+    "backward pieces lengths": Trial(case=replace(_LENGTHS, dtype="float32"), tiles=_BACKWARD_PIECES),
+    "backward pieces window": Trial(
+        case=replace(_WINDOW, dtype="float32", seqlen_k=250), tiles=_BACKWARD_PIECES_RING, num_sms=1
+    ),
+    "backward pieces terms": Trial(case=_FLOAT32, tiles=_BACKWARD_PIECES_RING),
     "forward float32": Trial(case=_FLOAT32, tiles=_forward(block_m=64, element_bytes=4)),
     "forward float64": Trial(case=_FLOAT64, tiles=_forward(block_m=32, warps_d=2, element_bytes=8)),
     "backward float32": Trial(case=_FLOAT32, tiles=_backward(element_bytes=4)),
@@ -281,13 +331,18 @@ def _mutant(what: str, file: str, old: str, new: str, *trials: str, escapes: str
 _WAIT = "      ptx::copy_async_wait<0>();\n"
 _SYNC = "      ptx::sync_block();\n"
 _COMMIT = "      ptx::copy_async_commit();\n"
+_DONE = "      ptx::wait_products<0>();\n"
 
-F, F90, D90, COMBINE, B90, TILES90, B, DQ, DELTA, CONVERT, REDUCE = (
+F, F90, F32, PIECES, D90, COMBINE, B90, B32, WALK, TILES90, B, DQ, DELTA, CONVERT, REDUCE = (
     "forward_sm80.cu",
     "forward_sm90.cu",
+    "forward_float32_sm90.cu",
+    "pieces.cu",
     "decode_sm90.cu",
     "combine.cu",
     "backward_sm90.cu",
+    "backward_float32_sm90.cu",
+    "backward_walk.cuh",
     "tiles_sm90.cuh",
     "backward_sm80.cu",
     "backward_dq_sm80.cu",
@@ -689,7 +744,8 @@ MUTANTS = (
     _mutant("V by the size of K", F90, "shared.v + key.stage * kBytesV, params.v",
             "shared.v + key.stage * kBytesK, params.v",
             "sm90"),
-    _mutant("groups of heads in turns", F90, "head_kv = work.head / (params.num_heads / params.num_heads_kv);",
+    _mutant("groups of heads in turns", "schedule.cuh",
+            "head_kv = work.head / (params.num_heads / params.num_heads_kv);",
             "head_kv = work.head % params.num_heads_kv;", "sm90"),
     # ---- ... consumers
     _mutant("a consumer's phase of Q never changes", F90,
@@ -700,7 +756,7 @@ MUTANTS = (
             "s_out = shared.out;", "sm90"),
     _mutant("consumers store to the same rows", F90, "s_out, tile.first_row + consumer * 64, head, batch);",
             "s_out, tile.first_row, head, batch);", "sm90"),
-    _mutant("half of a consumer's queries decide", F90, "min_of(first + 64, params.seqlen_q) - 1",
+    _mutant("half of a consumer's queries decide", "schedule.cuh", "min_of(first + 64, params.seqlen_q) - 1",
             "min_of(first + 32, params.seqlen_q) - 1", "sm90 causal", "sm90 window"),
     _mutant("a turn is given to itself", F90, "ptx::arrive_named(kTurn + (consumer + 1) % kConsumers, 256);",
             "ptx::arrive_named(kTurn + consumer, 256);", "sm90"),
@@ -877,6 +933,156 @@ MUTANTS = (
     _mutant("threads of a warp add to the same sums", "backward_warps.cuh",
             "(piece * kNumThreads + thread) * 4 + element", "(piece * kNumThreads + thread / 2) * 4 + element",
             "backward"),
+    # ---- float32 by pieces of bfloat16
+    _mutant("a middle piece is forgotten", "pieces.cuh", "{kMiddle, kMiddle},", "{kMiddle, kLow},", "float32 sm90"),
+    _mutant("a low piece is forgotten", "pieces.cuh", "{{kLow, kHigh}, ", "{{kLow, kLow}, ", "float32 sm90"),
+    _mutant("the second of a pair keeps bits of the first", "pieces.cuh", "y -= ptx::float_of(piece[i] & 0xffff0000u);",
+            "y -= ptx::float_of(piece[i] << 16);", "float32 sm90"),
+    _mutant("the pair of pieces is swapped", "pieces.cuh",
+            "piece[kMiddle] = ptx::pack(BFloat16{}, middle[0], middle[1]);",
+            "piece[kMiddle] = ptx::pack(BFloat16{}, middle[1], middle[0]);", "float32 sm90"),
+    _mutant("hidden keys are split too", PIECES, "of_keys ? key_stop_of(params, batch) : seqlen);", "seqlen);",
+            "float32 sm90 lengths"),
+    _mutant("pieces of one batch entry over those of another", PIECES,
+            "head_elements * num_heads * params.batch, block", "head_elements * num_heads, block", "float32 sm90"),
+    _mutant("rows past the last one are split", PIECES, "    if (row >= seqlen) break;\n", "", "float32 sm90"),
+    _mutant("the next blocks begin with k again", PIECES, "index -= blocks_q;", "index -= 0;", "float32 sm90"),
+    _mutant("rows are as wide as the head dimension", PIECES, "(i64)row * kWidth + column",
+            "(i64)row * columns + column", "float32 sm90 narrow"),
+    _mutant("columns past the last one are read", PIECES, "column + i + j < columns ? row[column + i + j] : 0.0f;",
+            "row[column + i + j];", "float32 sm90 narrow"),
+    # ---- ... the producer
+    _mutant("pieces of float32 by the batch entry alone", F32,
+            "tile.work.head,\n                                   i * all_batch + batch);",
+            "tile.work.head,\n                                   batch);", "float32 sm90"),
+    _mutant("the producer of float32 does not wait for the last S", F32, "      shared.q_empty.wait(parity_q ^ 1);\n",
+            "", "float32 sm90"),
+    _mutant("the producer of float32 does not wait for S", F32,
+            "      shared.k_ring.empty(key).wait(key.parity ^ 1);\n", "", "float32 sm90"),
+    _mutant("the producer of float32 does not wait for O", F32,
+            "      shared.v_ring.empty(key).wait(key.parity ^ 1);\n", "", "float32 sm90"),
+    _mutant("one piece of K is announced", F32, "k_full.arrive_expect(kBytesK);", "k_full.arrive_expect(kPieceK);",
+            "float32 sm90"),
+    _mutant("queries of float32 without keys get no Q", F32, "    if (tile.keys.start == tile.keys.stop) load_q();\n",
+            "", "float32 sm90 no keys"),
+    # ---- ... consumers
+    _mutant("S of float32 without a wait for K", F32,
+            "      shared.k_ring.full(key).wait(key.parity);\n      take_turn();", "      take_turn();",
+            "float32 sm90"),
+    _mutant("O of float32 without a wait for V", F32,
+            "      shared.v_ring.full(key).wait(key.parity);\n      take_turn();", "      take_turn();",
+            "float32 sm90"),
+    _mutant("S of float32 without a wait for Q", F32, "    shared.q_full.wait(parity_q);\n", "", "float32 sm90"),
+    _mutant("K of float32 is given back before S is there", F32,
+            _DONE + "      ptx::renew_registers(s[0]);\n      release(shared.k_ring.empty(key));\n",
+            "      release(shared.k_ring.empty(key));\n" + _DONE + "      ptx::renew_registers(s[0]);\n",
+            "float32 sm90"),
+    _mutant("V of float32 is given back before O is there", F32,
+            _DONE + "      ptx::renew_registers(sum);\n      release(shared.v_ring.empty(key));\n",
+            "      release(shared.v_ring.empty(key));\n" + _DONE + "      ptx::renew_registers(sum);\n",
+            "float32 sm90"),
+    _mutant("Q of float32 is given back after every tile", F32, "if (n_block == keys.start) release(shared.q_empty);",
+            "release(shared.q_empty);", "float32 sm90"),
+    _mutant("Q of float32 is never given back where no key is seen", F32,
+            "      ptx::sync_named(kConsumer + consumer, 128);\n      release(shared.q_empty);\n", "",
+            "float32 sm90 no keys"),
+    _mutant("what float32 summed up is not rescaled", F32, "o[0][n][i] * factor[0][i / 2] + sum[n][i];",
+            "o[0][n][i] + sum[n][i];", "float32 sm90 spread"),
+    _mutant("rows of float32 rescaled by the other half's factor", F32, "o[0][n][i] * factor[0][i / 2] + sum[n][i];",
+            "o[0][n][i] * factor[0][i % 2] + sum[n][i];", "float32 sm90 spread"),
+    _mutant("the left edge of a window of float32 is not masked", F32,
+            "if (n_block >= keys.full_stop || n_block < keys.full_start)", "if (n_block >= keys.full_stop)",
+            "float32 sm90 window", "float32 sm90 wide window"),
+    _mutant("tiles that a consumer of float32 skips keep V", F32,
+            "release(shared.k_ring.empty(key));\n      release(shared.v_ring.empty(key));\n",
+            "release(shared.k_ring.empty(key));\n", "float32 sm90 window",
+            "float32 sm90 wide window"),
+    _mutant("one turn for two products", F32, "product < 2; ++product", "product < 1; ++product",
+            "float32 sm90 window"),
+    _mutant("nobody has the first turn of float32", F32,
+            "  if (kPingPong && consumer == kConsumers - 1) give_turn();\n", "", "float32 sm90"),
+    _mutant("pieces of P in the place of others", F32, "p[k][piece][i] = word[piece];",
+            "p[k][piece][i] = word[kPieces - 1 - piece];", "float32 sm90"),
+    _mutant("rows of float32 past the last one are stored", F32, "    if (row + 8 * half >= params.seqlen_q) break;\n",
+            "", "float32 sm90"),
+    _mutant("the column behind an odd number of them is stored", F32, "if (column + 1 < kHeadDimV)",
+            "if (column < kHeadDimV)", "float32 sm90 narrow"),
+    # ---- ... the backward pass
+    _mutant("the walk stays with the first head", WALK, "m_block = tiles.start, ++head;", "m_block = tiles.start;",
+            "backward pieces"),
+    _mutant("the walk begins each head at its first query", WALK, "if (++m_block == tiles.stop) m_block = tiles.start,",
+            "if (++m_block == tiles.stop) m_block = 0,", "backward pieces window"),
+    _mutant("parts of a group overlap", WALK, "head_kv * group + group * split / splits;", "head_kv * group;",
+            "backward pieces split"),
+    _mutant("keys of all batch entries", WALK, "key_stop = key_stop_of(params, work.batch);",
+            "key_stop = params.seqlen_k;", "backward pieces lengths"),
+    _mutant("K of the next head of queries", B32, "c, tile.first_key, tile.head_kv);",
+            "c, tile.first_key, tile.first_head);", "backward pieces"),
+    _mutant("one piece of a chunk", B32, "piece * common.batch + batch);", "batch);", "backward pieces"),
+    _mutant("chunks are asked for before they are free", B32, "      ring.empty(at, c).wait(at.parity ^ 1);\n", "",
+            "backward pieces"),
+    _mutant("statistics come unannounced", B32, "kBytesChunk + (stats_too ? kBytesStats : 0)", "kBytesChunk",
+            "backward pieces"),
+    _mutant("statistics of the first stage for all", B32,
+            "load_bulk(shared.stats + at.stage * kBytesStats,", "load_bulk(shared.stats,", "backward pieces ring"),
+    _mutant("P' without a wait for Q", B32,
+            "    for (int c = 0; c < kChunks; ++c) shared.q_ring.full(at, c).wait(at.parity);\n", ";\n",
+            "backward pieces"),
+    _mutant("P' without a wait for K", B32, "if (tile.num_steps > 0) shared.k_full.wait(0);", "",
+            "backward pieces"),
+    _mutant("P' is read in flight", B32, "    ptx::wait_products<0>();\n    ptx::renew_registers(p);\n",
+            "    ptx::renew_registers(p);\n", "backward pieces"),
+    _mutant("pieces meet the same pieces of the other factor", B32,
+            "along_k<kPieces * kRows>(piece_of(rows_b, i.value), k), accumulate);",
+            "along_k<kPieces * kRows>(piece_of(rows_b, j.value), k), accumulate);", "backward pieces"),
+    _mutant("the second chunk behind the first piece", B32, "along_k<kPieces * kRows>(piece_of(rows_a",
+            "along_k<kRows>(piece_of(rows_a", "backward pieces"),
+    _mutant("P' over dS' in use", B32, "    shared.room.ds_empty(room).wait(room.parity ^ 1);\n", "",
+            "backward pieces"),
+    _mutant("P' is read before it is there", B32, "    shared.room.p_full(room).wait(room.parity);\n", "",
+            "backward pieces"),
+    _mutant("dS' over P' that is still read", B32, "    ptx::sync_named(kDkWarpgroup, 128);\n", "", "backward pieces"),
+    _mutant("dS' of pieces is not fenced", B32, "    ptx::fence_async_proxy();\n", "", "backward pieces"),
+    _mutant("dQ of pieces before dS' is there", B32, "    shared.room.ds_full(room).wait(room.parity);\n", "",
+            "backward pieces"),
+    _mutant("a room is given back before dQ is computed", B32,
+            "      ptx::wait_products<0>();\n      ptx::renew_registers(dq);\n"
+            "      if (first == kDim - kDqColumns && thread == 0) shared.room.ds_empty(room).arrive();\n",
+            "      if (first == kDim - kDqColumns && thread == 0) shared.room.ds_empty(room).arrive();\n"
+            "      ptx::wait_products<0>();\n      ptx::renew_registers(dq);\n", "backward pieces"),
+    _mutant("a chunk is given back with the one before it", B32, "ptx::wait_products<chunks - 1 - c>();",
+            "ptx::wait_products<chunks - 1>();", "backward pieces"),
+    _mutant("dO is given back by one of two", B32, "shared.do_ring.barriers.init(2);",
+            "shared.do_ring.barriers.init(1);", "backward pieces"),
+    _mutant("dK takes Q before it is there", B32,
+            "        dk, operand, shared.q_ring.tile(at), [&](int c) { shared.q_ring.full(at, c).wait(at.parity); },\n",
+            "        dk, operand, shared.q_ring.tile(at), [&](int) {},\n", "backward pieces",
+            escapes="P' waited for all of it"),
+    _mutant("the chunks of dP' are not added up", B32, "ds[n][i] += part[c][n][i];",
+            "ds[n][i] += part[0][n][i];", "backward pieces split"),
+    _mutant("halves of a row change places", B32, "[n / 2][n % 2 * 2 + half] = word[piece];",
+            "[n / 2][n % 2 + half * 2] = word[piece];", "backward pieces"),
+    _mutant("delta of the neighbour", B32, "- stats[2 * i + 1]);", "- stats[3 - 2 * i]);", "backward pieces"),
+    _mutant("no derivative of the softcap", B32, "kHasSoftcap ? p[n][i] * derivative : p[n][i];", "p[n][i];",
+            "backward pieces terms"),
+    _mutant("infinities among small numbers", B32, "if (rests - rests != 0.0f) {", "if (false) {", "backward pieces",
+            escapes="no infinity is in it; tests/emulate/test_backward_float32.py has some"),
+    _mutant("slices of dQ at the same place", B32, "accumulator + (first / 8 + n) * 128 * 4",
+            "accumulator + n * 128 * 4", "backward pieces"),
+    _mutant("slices of dQ of the same columns", B32, "keys + first / kChunk * (kBytesChunk / 16);", "keys;",
+            "backward pieces"),
+    _mutant("dK is not scaled", B32, "thread, dk, common.scale);", "thread, dk, 1.0f);", "backward pieces"),
+    _mutant("keys past the last one are stored", B32, "    if (key >= params.seqlen_k) continue;\n", "",
+            "backward pieces"),
+    _mutant("the column behind an odd number of them is stored", B32,
+            "if (column + 1 < head_dim) row", "if (column < head_dim) row", "backward pieces narrow"),
+    _mutant("dV's part over that of dK", B32, "tile.work.block, tile.split, 0) + kRows * kDim;",
+            "tile.work.block, tile.split, 0);", "backward pieces split"),
+    _mutant("rows of pieces' dQ taken for pairs", CONVERT,
+            "kPlainFragments ? Order::kPlain : Order::kPairedRowsColumns", "Order::kPairedRowsColumns",
+            "backward pieces"),
+    _mutant("rows of pieces' dK taken for pairs", REDUCE, "kPlainFragments ? Order::kPlain : Order::kPairedColumns",
+            "Order::kPairedColumns", "backward pieces split"),
     # ---- Wide elements
     _mutant("pairs of A in the order of the manual", "fragments.cuh",
             "word[i][j] = row[k * (kStep / 8) + i][j / 2 + j % 2 * 2];",

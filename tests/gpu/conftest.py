@@ -51,17 +51,21 @@ class Specialisation:
         """Strategy for cases of this specialisation."""
         return _cases(self)
 
-    def example(self):
+    def examples(self):
+        """Cases of this specialisation: one, but two where the length decides about the kernel."""
+        return [self.example(65, 70), *([self.example(300, 310)] if self.dtype == "float32" else [])]
+
+    def example(self, seqlen_q, seqlen_k):
         """One case of this specialisation."""
         return ct.Case(
             **self.fixed,
-            seqlen_q=65,
-            seqlen_k=70,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
             causal=self.right,
             window=(9, None) if self.left else None,
-            bias=(65, 70) if self.bias else None,
-            mask=(65, 70) if self.mask else None,
-            kv_lengths=(70,) if self.kv_lengths else None,
+            bias=(seqlen_q, seqlen_k) if self.bias else None,
+            mask=(seqlen_q, seqlen_k) if self.mask else None,
+            kv_lengths=(seqlen_k,) if self.kv_lengths else None,
             alibi_slopes=(1,) if self.alibi_slopes else None,
         )
 
@@ -183,10 +187,10 @@ def compiled(request):
 
     def compile_one(task):
         specialisation, deterministic = task
-        case = specialisation.example()
-        arrays = case.arrays(cupy.asarray)
-        attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
-        attn.compile(arrays["q"], arrays["k"], arrays["v"], **ct.optional(arrays))
+        for case in specialisation.examples():
+            arrays = case.arrays(cupy.asarray)
+            attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
+            attn.compile(arrays["q"], arrays["k"], arrays["v"], **ct.optional(arrays))
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compile_one, tasks))

@@ -78,18 +78,19 @@ def test_few_queries(cupy, head_dim, seqlen_q):
     ct.assert_forward(case, *cuflash.FlashAttention(causal=True).forward(*qkv))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("causal", [False, "top_left"])
 @pytest.mark.parametrize(("head_dim", "seqlen_q"), [(64, 500), (64, 700), (128, 500), (128, 700), (256, 300)])
-def test_more_tiles_than_multiprocessors(cupy, head_dim, seqlen_q, causal):
+def test_more_tiles_than_multiprocessors(cupy, head_dim, seqlen_q, causal, dtype):
     """Blocks that stay take several tiles of queries, in pairs under a causal mask: odd and even numbers of them."""
     sizes = {"seqlen_q": seqlen_q, "seqlen_k": 200, "batch": 7, "num_heads": 26, "num_heads_kv": 13}
-    case = ct.Case(**sizes, head_dim=head_dim, dtype="bfloat16", causal=causal)
+    case = ct.Case(**sizes, head_dim=head_dim, dtype=dtype, causal=causal)
     qkv, _ = arrays_of(cupy, case)
     ct.assert_forward(case, *cuflash.FlashAttention(causal=causal).forward(*qkv))
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 1000.0}], ids=str)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_scores_that_rise_from_tile_to_tile(cupy, head_dim, dtype, options):
     """The first keys are the most alike to the even queries, the last ones to the odd: each order of tiles meets both.
@@ -134,6 +135,38 @@ def test_the_kernel_of_all_devices(cupy, head_dim, causal):
         (kernel,) = attn.plan(*arrays).forward.kernels
         assert kernel.source == ("forward_sm90.cu" if own else "forward_sm80.cu")
         ct.assert_forward(case, *attn.forward(*arrays))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"kv_lengths": (200, 2100)}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("head_dim", [40, 64, 80, 128])
+@pytest.mark.parametrize("seqlen_q", [30, 700])
+def test_both_kernels_of_float32(cupy, seqlen_q, head_dim, options):
+    """Few queries are not worth splitting all keys into pieces; any strides and alignment are."""
+    sizes = {"seqlen_q": seqlen_q, "seqlen_k": 2100, "batch": 2, "num_heads": 4, "num_heads_kv": 2}
+    case = ct.Case(**sizes, head_dim=head_dim, dtype="float32", **options)
+    qkv, terms = arrays_of(cupy, case)
+    attn = cuflash.FlashAttention(**case.keywords)
+    own = ["pieces.cu", "forward_float32_sm90.cu"] if is_hopper(cupy) and seqlen_q > 64 else ["forward_sm80.cu"]
+    for arrays in (qkv, [off_by_one(cupy, x) for x in qkv]):
+        assert [kernel.source for kernel in attn.plan(*arrays, **terms).forward.kernels] == own
+        first, again = (attn.forward(*arrays, **terms) for _ in range(2))
+        ct.assert_forward(case, *first)
+        assert all(same_bits(x, y) for x, y in zip(first, again, strict=True))
+
+
+def test_infinities_and_the_end_of_the_range_of_float32(cupy):
+    """Pieces of an infinity, of NaN and of the largest numbers come together again."""
+    case = ct.Case(seqlen_q=300, seqlen_k=300, head_dim=64, dtype="float32", scale=2.0**-9)
+    arrays = case.arrays()
+    arrays["k"][...] = np.sign(arrays["k"])
+    arrays["v"][0, 0, 5, :3] = np.inf, -np.inf, np.finfo(np.float32).max
+    arrays["q"][0, 0, 3, 4] = np.inf
+    arrays["q"][0, 0, 4, 4] = np.nan
+    problem = make_problem(case.options, *(arrays[name] for name in "qkv"))
+    expected = ct.yardsticks(problem, arrays)
+    out, lse = cuflash.FlashAttention(**case.keywords).forward(*(cupy.asarray(arrays[name]) for name in "qkv"))
+    for got, right in ((out, expected["out"].expected), (lse, expected["lse"].expected)):
+        np.testing.assert_allclose(ct.to_numpy(got).astype(np.float64), right, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])

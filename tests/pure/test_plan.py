@@ -19,12 +19,14 @@ from cuflash.tiles import (
     BACKWARD_SM90_TILES,
     BACKWARD_TILES,
     DQ_TILES,
+    FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
     FORWARD_TILES,
     LONG_SEQLEN,
     BackwardSm90Tile,
     BackwardTile,
     DqTile,
+    ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
     ForwardTile,
     round_up,
@@ -78,6 +80,7 @@ def test_arch_that_is_not_known(arch):
 TABLES = {
     "forward": FORWARD_TILES,
     "forward sm90": FORWARD_SM90_TILES,
+    "forward float32 sm90": FORWARD_FLOAT32_SM90_TILES,
     "backward": BACKWARD_TILES,
     "backward sm90": BACKWARD_SM90_TILES,
     "dq": DQ_TILES,
@@ -99,6 +102,8 @@ TABLES = {
         (FORWARD_SM90_TILES[0], {"block_m": 320}, "64 queries for each of two to four consumers"),
         (FORWARD_SM90_TILES[0], {"block_n": 72}, "a block_n that one product serves"),
         (FORWARD_SM90_TILES[0], {"block_n": 272}, "a block_n that one product serves"),
+        (FORWARD_FLOAT32_SM90_TILES[0], {"block_m": 256}, "64 queries for each of two or three consumers"),
+        (FORWARD_FLOAT32_SM90_TILES[0], {"block_n": 72}, "a block_n that one product serves"),
     ],
 )
 def test_a_row_checks_itself(row, change, rule):
@@ -111,7 +116,8 @@ def test_a_table_goes_from_small_to_large(table):
     keys = [(tile.element_bytes, tile.max_dim) for tile in table]
     assert keys == sorted(keys)
     only_sm90 = isinstance(table[0], ForwardSm90Tile | BackwardSm90Tile)
-    assert {x.element_bytes for x in table if x.max_dim == MAX_HEAD_DIM} == ({2} if only_sm90 else {2, 4, 8})
+    if not isinstance(table[0], ForwardFloat32Sm90Tile):
+        assert {x.element_bytes for x in table if x.max_dim == MAX_HEAD_DIM} == ({2} if only_sm90 else {2, 4, 8})
     for tile in table:
         assert tile.max_dim % tile.dim_multiple == 0
         assert tile.origin
@@ -256,7 +262,9 @@ def test_extra_memory_is_linear(arch, deterministic):
     def extra_bytes(seqlen, dtype="bfloat16"):
         sizes = {"dim": 128, "dim_v": 128, "heads_kv": 1}
         problem = problem_of(seqlen, seqlen, **sizes, dtype=dtype, deterministic=deterministic)
-        assert choose_plan(problem, device).extra_bytes == 0
+        forward = choose_plan(problem, device)
+        pieces = 6 * problem.batch * (problem.num_heads + 2) * seqlen * 128  # of q, k and v of float32
+        assert forward.extra_bytes == (pieces if (arch, dtype) == ("9.0", "float32") else 0)
         plan = choose_plan(problem, device, "backward")
         size = np.dtype(problem.softmax_dtype).itemsize
         assert plan.extra_bytes == size * sum(elements for _, elements in plan.scratch)
@@ -329,6 +337,55 @@ def test_tf32_is_another_kernel_for_float32_alone():
         one, other = (choose_plan(problem_of(dtype=dtype, precision=x), device) for x in ("highest", "tf32"))
         assert (one.kernels != other.kernels) == (dtype == "float32")
         assert ("tf32" in other.describe()) == (dtype == "float32")
+
+
+def test_float32_is_split_into_pieces_where_that_pays():
+    device = DeviceSpec.for_arch("9.0")
+
+    def sources(device=device, dim=128, dim_v=128, seqlen_q=1024, seqlen_k=1024, **options):
+        problem = problem_of(seqlen_q, seqlen_k, dim, dim_v, dtype="float32", **options)
+        plan = choose_plan(problem, device)
+        return [kernel.source for kernel in plan.kernels], plan
+
+    both = ["pieces.cu", "forward_float32_sm90.cu"]
+    for options in ({}, {"causal": True}, {"dim": 61, "dim_v": 7}, {"dim_v": 64}, {"softcap": 3.0}):
+        found, plan = sources(**options)
+        assert found == both
+        assert "split into 3 pieces" in plan.reason
+        assert [spec.name for spec in plan.tensor_maps] == ["q_pieces", "k_pieces", "v_pieces"]
+        assert {spec.dtype for spec in plan.tensor_maps} == {"bfloat16"}
+        assert not {kernel.target for kernel in plan.kernels} - {"sm_90", "sm_90a"}
+    for options, why in (
+        ({"dim_v": 129}, "not forward_float32_sm90: it serves head dimensions up to 128"),
+        ({"seqlen_q": 1}, "splitting these takes too long"),
+        ({"seqlen_q": 100, "seqlen_k": 100}, "splitting these takes too long"),
+        ({"window": (10, 10)}, "splitting these takes too long"),
+        ({"seqlen_k": 0}, "splitting these takes too long"),
+        ({"precision": "tf32"}, ""),
+        ({"device": DeviceSpec.for_arch("10.0")}, ""),
+    ):
+        found, plan = sources(**options)
+        assert found == ["forward_sm80.cu"]
+        assert why in plan.reason
+        assert why or "pieces" not in plan.reason
+
+
+def test_pieces_lie_below_each_other():
+    """Boxes of any piece, whatever the strides of the arrays; columns up to the head dimension, rows 16 bytes apart."""
+    problem = problem_of(seqlen_q=300, seqlen_k=500, dim=61, dim_v=40, dtype="float32", batch=2, heads=4, heads_kv=2)
+    plan = choose_plan(problem, DeviceSpec.for_arch("9.0"))
+    tile = plan.tiles[0]
+    assert dict(plan.scratch) == {
+        "q_pieces": 3 * 2 * 4 * 300 * 64 // 2,
+        "k_pieces": 3 * 2 * 2 * 500 * 64 // 2,
+        "v_pieces": 3 * 2 * 2 * 500 * 40 // 2,
+    }
+    q, k, v = plan.tensor_maps
+    assert (q.shape, q.strides_bytes, q.rows) == ((61, 300, 4, 6), (128, 300 * 128, 4 * 300 * 128), tile.block_m)
+    assert (k.shape, k.strides_bytes, k.rows) == ((61, 500, 2, 6), (128, 500 * 128, 2 * 500 * 128), tile.block_n)
+    assert (v.shape, v.strides_bytes, v.rows) == ((40, 500, 2, 6), (80, 500 * 80, 2 * 500 * 80), tile.block_n)
+    blocks = 2 * (4 * 5 + 2 * 2 * 8)
+    assert [kernel.grid for kernel in plan.kernels] == [blocks, 2 * 4 * -(-300 // tile.block_m)]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -569,6 +626,7 @@ def test_rows_are_of_their_types():
     kinds = {
         "forward": ForwardTile,
         "forward sm90": ForwardSm90Tile,
+        "forward float32 sm90": ForwardFloat32Sm90Tile,
         "backward": BackwardTile,
         "backward sm90": BackwardSm90Tile,
         "dq": DqTile,
