@@ -335,6 +335,7 @@ class BackwardFloat32Sm90Tile:
     num_stages: int
     num_rooms: int  # in which weights and their gradients are handed from warpgroup to warpgroup
     dq_columns: int  # of dq in one product
+    dq_late: bool  # dq of a tile waits for the first columns of its dk, which the next queries wait for
     origin: str = field(compare=False)
 
     element_bytes = 4
@@ -346,6 +347,7 @@ class BackwardFloat32Sm90Tile:
     def __post_init__(self) -> None:
         _check_row(self, self.block_m == 64 and self.block_n == 64, "64 keys and 64 queries for one product")
         _check_row(self, self.dq_columns in (64, 128), "whole chunks of dq")
+        _check_row(self, not self.dq_late or self.num_rooms <= self.num_stages, "late dq no further behind than dk")
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         tile = PIECES * (_chunked_bytes(64, dim) + _chunked_bytes(64, dim_v))
@@ -354,7 +356,11 @@ class BackwardFloat32Sm90Tile:
         return (self.num_stages + 1) * tile + rooms + self.num_stages * self.block_m * 8 + barriers
 
     def defines(self) -> dict[str, int]:
-        return _tile_defines(self) | {"CUFLASH_NUM_ROOMS": self.num_rooms, "CUFLASH_DQ_COLUMNS": self.dq_columns}
+        return _tile_defines(self) | {
+            "CUFLASH_NUM_ROOMS": self.num_rooms,
+            "CUFLASH_DQ_COLUMNS": self.dq_columns,
+            "CUFLASH_DQ_LATE": int(self.dq_late),
+        }
 
     def helper(self) -> BackwardTile:
         """How the kernels around it see its accumulators: fragments of the warps of one warpgroup below each other."""
@@ -439,7 +445,7 @@ _backward = _maker(
     "max_dim block_m block_n num_warps num_stages min_blocks warps_d dq_warps_m fragments_ahead origin",
 )
 _backward_sm90 = _maker(BackwardSm90Tile, "max_dim block_m block_n num_stages dp_early splits_roles origin")
-_backward_float32_sm90 = _maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_rooms dq_columns origin")
+_backward_float32_sm90 = _maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_rooms dq_columns dq_late origin")
 _dq = _maker(DqTile, "max_dim block_m block_n num_warps min_blocks origin")
 _decode = _maker(DecodeSm90Tile, "max_dim block_n num_stages min_blocks origin")
 
@@ -533,9 +539,9 @@ BACKWARD_SM90_TILES = (
 
 # Tiles of 64 keys and 64 queries; the six products of pieces count as one.
 BACKWARD_FLOAT32_SM90_TILES = (
-    #                     max_dim stages rooms columns of dq
-    _backward_float32_sm90(64,  2, 2, 64, _ARITHMETIC),
-    _backward_float32_sm90(128, 1, 1, 64, _ARITHMETIC),
+    #                     max_dim stages rooms columns of dq, late
+    _backward_float32_sm90(64,  2, 2, 64, False, _ARITHMETIC),
+    _backward_float32_sm90(128, 1, 1, 64, True,  _ARITHMETIC),
 )
 
 BACKWARD_TILES = (

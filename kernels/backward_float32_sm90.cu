@@ -16,7 +16,7 @@
 //   k_full, v_full  K, or V, has arrived                      who multiplies with it
 //   q_full[i]       a chunk of Q is in i, with the first one  P', dK
 //                   statistics
-//   q_empty[i]      dK of it is computed, and so is P'        who asks for the next
+//   q_empty[i]      dK of it is computed, and so is P'        who asks for the next, late dQ
 //   do_full[i]      a chunk of dO is in i                     dP', dV
 //   do_empty[i]     dP' and dV of it are computed             who asks for the next
 //   p_full[i]       P' is in room i                           dS'
@@ -41,6 +41,10 @@ static_assert(kNumWarps == 16, "dV, dK, dQ and the producers");
 constexpr int kRooms = CUFLASH_NUM_ROOMS;  // for P' and dS'
 // Of dQ at a time: fewer take fewer registers, more read dS' less often.
 constexpr int kDqColumns = CUFLASH_DQ_COLUMNS < kDim ? CUFLASH_DQ_COLUMNS : kDim;
+// Whether dQ of a tile leaves the tensor cores to the first chunk of its dK: the sooner Q is given back, the sooner comes
+// the next one.
+constexpr bool kDqLate = CUFLASH_DQ_LATE;
+static_assert(!kDqLate || kRooms <= kNumStages, "dQ sees every phase of q_empty");
 
 // A tile lies in chunks of 64 columns, a chunk as its pieces one after the other.
 constexpr int kChunks = chunks_of(kDim), kChunksV = chunks_of(kDimV);
@@ -444,13 +448,15 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
   shared.k_full.wait(0);
   const u64 keys = ptx::descriptor(shared.k, kBytesChunk, 8 * kLineBytes);  // chunks next to each other
   Walk walk = tile.first();
+  Position<kNumStages> at;
   Position<kRooms> room;
 #pragma unroll 1
-  for (int step = 0; step < tile.num_steps; ++step, walk.advance(tile.queries), room.advance()) {
+  for (int step = 0; step < tile.num_steps; ++step, walk.advance(tile.queries), at.advance(), room.advance()) {
     const i64 m_tile = ((i64)tile.work.batch * common.num_heads + walk.head) * tile.num_m_blocks + walk.m_block;
     float* accumulator = (float*)common.dq_accumulator + m_tile * (kRows * kDim) + thread * 4;
     const u64 ds = descriptor_of_transposed<kRows>(shared.room_of(room));
     shared.room.ds_full(room).wait(room.parity);
+    if constexpr (kDqLate) shared.q_ring.empty(at, 0).wait(at.parity);
     repeat<kDim / kDqColumns>([&](auto slice) __attribute__((always_inline)) {
       constexpr int first = decltype(slice)::value * kDqColumns;
       const u64 columns = keys + first / kChunk * (kBytesChunk / 16);

@@ -150,11 +150,11 @@ _BACKWARD_SM90 = BackwardSm90Tile(
     max_dim=128, block_m=64, block_n=128, num_stages=2, dp_early=True, splits_roles=False, origin="of a trial"
 )
 _BACKWARD_PIECES = (
-    BackwardFloat32Sm90Tile(max_dim=128, num_stages=1, num_rooms=1, dq_columns=64, origin="of a trial"),
+    BackwardFloat32Sm90Tile(max_dim=128, num_stages=1, num_rooms=1, dq_columns=64, dq_late=True, origin="of a trial"),
     None,
 )
 _BACKWARD_PIECES_RING = (
-    BackwardFloat32Sm90Tile(max_dim=64, num_stages=2, num_rooms=2, dq_columns=64, origin="of a trial"),
+    BackwardFloat32Sm90Tile(max_dim=64, num_stages=2, num_rooms=2, dq_columns=64, dq_late=False, origin="of a trial"),
     None,
 )
 _DECODE_TILES = (DecodeSm90Tile(max_dim=128, block_n=32, num_stages=2, min_blocks=1, origin="of a trial"),)

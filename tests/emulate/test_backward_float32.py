@@ -19,10 +19,15 @@ from cuflash.tiles import BACKWARD_FLOAT32_SM90_TILES, FORWARD_FLOAT32_SM90_TILE
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
 NARROW, WIDE = BACKWARD_FLOAT32_SM90_TILES
-# What no row of the table may use: other numbers of stages and rooms, and products of other widths.
-OTHERS = (replace(NARROW, num_stages=1, num_rooms=1), replace(WIDE, dq_columns=192 - WIDE.dq_columns))
-ROWS = (*BACKWARD_FLOAT32_SM90_TILES, *OTHERS)
-rows = pytest.mark.parametrize("tile", ROWS, ids=["narrow", "wide", "narrow, one stage", "wide, other columns of dq"])
+# What no row of the table may use: other numbers of stages and rooms, other products of dq.
+OTHERS = {
+    "narrow, one stage": replace(NARROW, num_stages=1, num_rooms=1),
+    "narrow, late dq": replace(NARROW, dq_late=not NARROW.dq_late),
+    "narrow, three stages": replace(NARROW, num_stages=3, num_rooms=1),
+    "wide, other columns of dq": replace(WIDE, dq_columns=192 - WIDE.dq_columns, dq_late=not WIDE.dq_late),
+}
+ROWS = (*BACKWARD_FLOAT32_SM90_TILES, *OTHERS.values())
+rows = pytest.mark.parametrize("tile", ROWS, ids=["narrow", "wide", *OTHERS])
 
 
 def row_for(head_dim, table):

@@ -110,6 +110,11 @@ TABLES = {
         (BACKWARD_FLOAT32_SM90_TILES[0], {"block_m": 128}, "64 keys and 64 queries"),
         (BACKWARD_FLOAT32_SM90_TILES[0], {"block_n": 128}, "64 keys and 64 queries"),
         (BACKWARD_FLOAT32_SM90_TILES[0], {"dq_columns": 96}, "whole chunks of dq"),
+        (
+            BACKWARD_FLOAT32_SM90_TILES[0],
+            {"num_stages": 1, "num_rooms": 2, "dq_late": True},
+            "late dq no further behind",
+        ),
     ],
 )
 def test_a_row_checks_itself(row, change, rule):
