@@ -239,7 +239,7 @@ class ForwardFloat32Sm90Tile:
             _chunked_bytes(self.block_n, dim),
             _chunked_bytes(self.block_n, dim_v),
         )
-        return PIECES * (q + self.num_stages * (k + v)) + 8 * (2 + 4 * self.num_stages)
+        return PIECES * (q + self.num_stages * (k + v)) + 8 * (2 + 4 * PIECES * self.num_stages)
 
     def defines(self) -> dict[str, int]:
         return _tile_defines(self) | {"CUFLASH_PING_PONG": int(self.ping_pong)}
@@ -515,7 +515,7 @@ FORWARD_SM90_TILES = (
 FORWARD_FLOAT32_SM90_TILES = (
     #                    max_dim m   n   stages turns
     _forward_float32_sm90(64,  192, 64, 3,     False, _ARITHMETIC),
-    _forward_float32_sm90(128, 128, 64, 1,     False, _ARITHMETIC),
+    _forward_float32_sm90(128, 128, 64, 1,     True,  _ARITHMETIC),
 )
 
 # Memory of an H200 brings a multiprocessor 36 bytes in a nanosecond, after a microsecond: 64 KiB and more must be on

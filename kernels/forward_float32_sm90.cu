@@ -13,10 +13,10 @@
 //   barrier      one phase is over when            who waits
 //   q_full       Q has arrived                     consumers, before S
 //   q_empty      every consumer has its last S     producer, before the next Q
-//   k_full[i]    K has arrived in stage i          consumers, before S
-//   k_empty[i]   every consumer has its S          producer, before the next K in stage i
-//   v_full[i]    V has arrived in stage i          consumers, before O
-//   v_empty[i]   every consumer has its O          producer, before the next V in stage i
+//   k_full[i]    a piece of K has arrived          consumers, before its products in S
+//   k_empty[i]   every consumer has these          producer, before the next piece of K there
+//   v_full[i]    a piece of V has arrived          consumers, before its products in O
+//   v_empty[i]   every consumer has these          producer, before the next piece of V there
 //   named: one per consumer for its turn at the tensor cores; one per consumer for itself
 #include "config.cuh"
 #include "mask.cuh"
@@ -41,13 +41,14 @@ static_assert(kBlockM == 64 * kConsumers, "a consumer owns 64 queries");
 constexpr u32 kPieceQ = chunked_bytes(kBlockM, kDim), kBytesQ = kPieces * kPieceQ;
 constexpr u32 kPieceK = chunked_bytes(kBlockN, kDim), kBytesK = kPieces * kPieceK;
 constexpr u32 kPieceV = chunked_bytes(kBlockN, kDimV), kBytesV = kPieces * kPieceV;
-constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages);
+constexpr int kSlots = kPieces * kNumStages;  // of rings of pieces, which come and go one by one
+constexpr u32 kBytesBarriers = 8 * (2 + 4 * kSlots);
 static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) + kBytesBarriers == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
 // Registers of a thread after the producer has given up most of its own: at most what the block started with in all.
-constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
-constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
+constexpr int kProducerRegisters = kConsumers == 3 ? 56 : 40;
+constexpr int kConsumerRegisters = kConsumers == 3 ? 152 : 232;
 
 struct ForwardParams {
   Params common;
@@ -58,7 +59,7 @@ static_assert(sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument dif
 struct Shared {
   u32 q, k, v;
   Barrier q_full, q_empty;
-  Ring<kNumStages> k_ring, v_ring;
+  Ring<kSlots> k_ring, v_ring;
 
   CUFLASH_DEVICE Shared() {
     q = ptx::dynamic_shared();
@@ -68,9 +69,15 @@ struct Shared {
     q_full = {barriers};
     q_empty = {barriers + 8};
     k_ring = {barriers + 16};
-    v_ring = {barriers + 16 + Ring<kNumStages>::kBytes};
+    v_ring = {barriers + 16 + Ring<kSlots>::kBytes};
   }
 };
+
+// The place of the n-th piece of a tile, low ones first, and which piece that is.
+CUFLASH_DEVICE Position<kSlots> place_of(const Position<kNumStages>& tile, int n) {
+  return {tile.stage * kPieces + n, tile.parity};
+}
+CUFLASH_DEVICE constexpr int piece_of(int n) { return kPieces - 1 - n; }
 
 // The producer: one thread that walks over the tiles as the consumers do, as far ahead as the rings allow.
 CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
@@ -89,19 +96,23 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
     };
     if (tile.keys.start == tile.keys.stop) load_q();
     for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
-      const u32 s_k = shared.k + key.stage * kBytesK, s_v = shared.v + key.stage * kBytesV;
-      const Barrier k_full = shared.k_ring.full(key), v_full = shared.v_ring.full(key);
-      shared.k_ring.empty(key).wait(key.parity ^ 1);
-      k_full.arrive_expect(kBytesK);
 #pragma unroll 1
-      for (int i = 0; i < kPieces; ++i)
-        load_chunks<kBlockN, kDim>(s_k + i * kPieceK, params.k, k_full, n_block * kBlockN, head, i * all_batch + batch);
+      for (int n = 0; n < kPieces; ++n) {
+        const Position<kSlots> at = place_of(key, n);
+        shared.k_ring.empty(at).wait(at.parity ^ 1);
+        shared.k_ring.full(at).arrive_expect(kPieceK);
+        load_chunks<kBlockN, kDim>(shared.k + at.stage * kPieceK, params.k, shared.k_ring.full(at), n_block * kBlockN,
+                                   head, piece_of(n) * all_batch + batch);
+      }
       if (n_block == tile.keys.stop - 1) load_q();
-      shared.v_ring.empty(key).wait(key.parity ^ 1);
-      v_full.arrive_expect(kBytesV);
 #pragma unroll 1
-      for (int i = 0; i < kPieces; ++i)
-        load_chunks<kBlockN, kDimV>(s_v + i * kPieceV, params.v, v_full, n_block * kBlockN, head, i * all_batch + batch);
+      for (int n = 0; n < kPieces; ++n) {
+        const Position<kSlots> at = place_of(key, n);
+        shared.v_ring.empty(at).wait(at.parity ^ 1);
+        shared.v_ring.full(at).arrive_expect(kPieceV);
+        load_chunks<kBlockN, kDimV>(shared.v + at.stage * kPieceV, params.v, shared.v_ring.full(at), n_block * kBlockN,
+                                    head, piece_of(n) * all_batch + batch);
+      }
     }
   }
 }
@@ -165,29 +176,50 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     const auto release = [&](const Barrier& empty) {
       if (thread == 0) empty.arrive();
     };
+    // Products with a piece of K (or V) wait for it and are a group of their own, which release_pieces waits for.
     const auto multiply_s = [&](float (&s)[kNTiles][4]) {
-      const u64 a = descriptor_of(s_q), b = descriptor_of(shared.k + key.stage * kBytesK);
+      const u64 a = descriptor_of(s_q);
       ptx::renew_registers(s);
-      ptx::fence_products();
 #pragma unroll
-      for (int i = 0; i < kPieceProducts; ++i)
+      for (int n = 0; n < kPieces; ++n) {
+        const Position<kSlots> at = place_of(key, n);
+        const u64 b = descriptor_of(shared.k + at.stage * kPieceK);
+        shared.k_ring.full(at).wait(at.parity);
+        ptx::fence_products();
 #pragma unroll
-        for (int k = 0; k < kDim / 16; ++k)
-          ptx::multiply_async<false, false>(BFloat16{}, s, along_k<kBlockM>(a + piece_product(i).a * kPieceQ / 16, k),
-                                            along_k<kBlockN>(b + piece_product(i).b * kPieceK / 16, k), i + k > 0);
-      ptx::commit_products();
+        for (int i = 0; i < kPieceProducts; ++i)
+#pragma unroll
+          for (int k = 0; k < kDim / 16; ++k)
+            if (piece_product(i).b == piece_of(n))
+              ptx::multiply_async<false, false>(
+                  BFloat16{}, s, along_k<kBlockM>(a + piece_product(i).a * kPieceQ / 16, k), along_k<kBlockN>(b, k),
+                  i + k > 0);
+        ptx::commit_products();
+      }
     };
     const auto multiply_o = [&](float (&sum)[kColumnTiles][4], const u32 (&p)[kBlockN / 16][kPieces][4]) {
-      const u64 b = descriptor_of_transposed<kBlockN>(shared.v + key.stage * kBytesV);
       ptx::renew_registers(sum);
-      ptx::fence_products();
 #pragma unroll
-      for (int i = 0; i < kPieceProducts; ++i)
+      for (int n = 0; n < kPieces; ++n) {
+        const Position<kSlots> at = place_of(key, n);
+        const u64 b = descriptor_of_transposed<kBlockN>(shared.v + at.stage * kPieceV);
+        shared.v_ring.full(at).wait(at.parity);
+        ptx::fence_products();
 #pragma unroll
-        for (int k = 0; k < kBlockN / 16; ++k)
-          ptx::multiply_async<true>(BFloat16{}, sum, p[k][piece_product(i).a],
-                                    along_k_transposed(b + piece_product(i).b * kPieceV / 16, k), i + k > 0);
-      ptx::commit_products();
+        for (int i = 0; i < kPieceProducts; ++i)
+#pragma unroll
+          for (int k = 0; k < kBlockN / 16; ++k)
+            if (piece_product(i).b == piece_of(n))
+              ptx::multiply_async<true>(BFloat16{}, sum, p[k][piece_product(i).a], along_k_transposed(b, k), i + k > 0);
+        ptx::commit_products();
+      }
+    };
+    const auto release_pieces = [&](const Ring<kSlots>& ring) {
+      repeat<kPieces>([&](auto n) {
+        constexpr int kPiece = decltype(n)::value;
+        ptx::wait_products<kPieces - 1 - kPiece>();
+        release(ring.empty(place_of(key, kPiece)));
+      });
     };
     const auto to_scores = [&](float (&s)[kNTiles][4], int n_block, auto masked) {
       if constexpr (!kScaleInExponent || masked.value) {
@@ -219,24 +251,26 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     // Tiles of keys that others of the block need, and these queries do not.
     const auto skip = [&]() {
       for (int product = 0; product < 2; ++product) take_turn(), give_turn();
-      shared.k_ring.full(key).wait(key.parity);
-      shared.v_ring.full(key).wait(key.parity);
+      for (int n = 0; n < kPieces; ++n) {
+        shared.k_ring.full(place_of(key, n)).wait(key.parity);
+        shared.v_ring.full(place_of(key, n)).wait(key.parity);
+      }
       ptx::sync_named(kConsumer + consumer, 128);  // nobody may be left waiting for a phase that is long over
-      release(shared.k_ring.empty(key));
-      release(shared.v_ring.empty(key));
+      for (int n = 0; n < kPieces; ++n) {
+        release(shared.k_ring.empty(place_of(key, n)));
+        release(shared.v_ring.empty(place_of(key, n)));
+      }
       key.advance();
     };
     const TileRange keys = tile.keys_of(common, consumer);
     const auto step = [&](int n_block) {
       float s[1][kNTiles][4], sum[kColumnTiles][4];
       u32 p[kBlockN / 16][kPieces][4];
-      shared.k_ring.full(key).wait(key.parity);
       take_turn();
       multiply_s(s[0]);
       give_turn();
-      ptx::wait_products<0>();
+      release_pieces(shared.k_ring);
       ptx::renew_registers(s[0]);
-      release(shared.k_ring.empty(key));
       if (n_block == keys.start) release(shared.q_empty);
 
       if (n_block >= keys.full_stop || n_block < keys.full_start)
@@ -248,13 +282,11 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       softmax.exponentiate(s, exponent_scale, softmax.row_sum);
       to_weights(s[0], p);
 
-      shared.v_ring.full(key).wait(key.parity);
       take_turn();
       multiply_o(sum, p);
       give_turn();
-      ptx::wait_products<0>();
+      release_pieces(shared.v_ring);
       ptx::renew_registers(sum);
-      release(shared.v_ring.empty(key));
 #pragma unroll
       for (int n = 0; n < kColumnTiles; ++n)
 #pragma unroll

@@ -7,15 +7,15 @@
 constexpr int kPieces = 3;
 constexpr int kHigh = 0, kMiddle = 1, kLow = 2;
 
-// Which pieces of a and b a product takes, small ones first: sums on the tensor cores are cut off, so they should meet
-// large numbers last.
+// Which pieces of a and b a product takes. Sums on the tensor cores are cut off, so they meet large numbers last. And all
+// products with a piece of b are neighbours, so that it can go as soon as possible.
 struct PieceProduct {
   int a, b;
 };
 constexpr int kPieceProducts = 6;
 CUFLASH_DEVICE constexpr PieceProduct piece_product(int i) {
-  constexpr PieceProduct kOrder[kPieceProducts] = {{kLow, kHigh},    {kHigh, kLow},    {kMiddle, kMiddle},
-                                                   {kMiddle, kHigh}, {kHigh, kMiddle}, {kHigh, kHigh}};
+  constexpr PieceProduct kOrder[kPieceProducts] = {{kHigh, kLow},  {kMiddle, kMiddle}, {kHigh, kMiddle},
+                                                   {kLow, kHigh}, {kMiddle, kHigh},   {kHigh, kHigh}};
   return kOrder[i];
 }
 

@@ -222,19 +222,19 @@ void read_a_registers(const Issued& issued, u32 depth, float* a) {
     }
 }
 
-// sums (+)= a b
+// sums (+)= a b, cut off rather than rounded.
 EMULATOR_HOT void multiply(const float* __restrict a, const float* __restrict b, u32 depth, u32 columns,
                            bool accumulate, float* __restrict sums) {
   for (u32 row = 0; row < kRows; ++row) {
-    float product[kMaxColumns] = {};
+    double product[kMaxColumns] = {};
     for (u32 k = 0; k < depth; ++k)
-      for (u32 column = 0; column < columns; ++column) product[column] += a[row * depth + k] * b[k * columns + column];
+      for (u32 column = 0; column < columns; ++column) product[column] += (double)a[row * depth + k] * b[k * columns + column];
     float* sum = sums + row * columns;
-    for (u32 column = 0; column < columns; ++column) sum[column] = (accumulate ? sum[column] : 0.0f) + product[column];
+    for (u32 column = 0; column < columns; ++column) sum[column] = cut_to_float32((accumulate ? sum[column] : 0.0f) + product[column]);
   }
 }
 
-// The `step`-th product of the group, counted from 1.
+// `step` is the number of products that have landed once this one has.
 void form(Warpgroup& group, const Issued& issued, u32 step) {
   const Product& product = issued.product;
   const u32 depth = kOperandBytes / element_bytes(product.type), columns = 8 * product.pieces;
