@@ -15,6 +15,7 @@ from cuflash.problem import ITEMSIZE, Operand, Problem
 from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 from cuflash.tiles import (
+    BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
     BACKWARD_TILES,
     DECODE_ROWS,
@@ -25,6 +26,7 @@ from cuflash.tiles import (
     FORWARD_TILES,
     PIECES,
     SERVES,
+    BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
     DecodeSm90Tile,
     ForwardFloat32Sm90Tile,
@@ -453,11 +455,17 @@ def _draft_combine(draft: _Draft, tile: DecodeSm90Tile, splits: int) -> None:
 
 def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     problem, device = draft.problem, draft.device
+    why_not_pieces = _why_not_pieces(draft, BACKWARD_FLOAT32_SM90_TILES)
+    if why_not_pieces is None and problem.deterministic:
+        why_not_pieces = "it adds to dq in no fixed order"
     if tiles:
         main, reason = tiles[0], "tiles given by the caller"
+    elif why_not_pieces is None:
+        main, reason = _choose(BACKWARD_FLOAT32_SM90_TILES, problem, device)
     else:
         tables = (BACKWARD_SM90_TILES, BACKWARD_TILES)
         main, reason = _choose_of(tables, draft, ("q", "k", "v", "dout", "dk", "dv"), "backward_sm90")
+        reason += why_not_pieces and f"\nnot backward_float32_sm90: {why_not_pieces}"
     draft.reasons.append(reason)
     dq: Tile | None = None
     in_turn = problem.deterministic and isinstance(main, BackwardSm90Tile)
@@ -481,6 +489,9 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     of_dq = of_keys = main
     if isinstance(main, BackwardSm90Tile):
         of_dq, of_keys = main.helper(4), main.helper(main.block_n // 16)
+    elif isinstance(main, BackwardFloat32Sm90Tile):
+        of_dq = of_keys = main.helper()
+        draft.defines["CUFLASH_PLAIN_FRAGMENTS"] = 1
     # delta runs over tiles of the kernels that read it, one block a tile.
     delta = of_dq if dq is None else replace(of_dq, block_m=max(main.block_m, dq.block_m))
     draft.stats_rows = round_up(problem.seqlen_q, delta.block_m)
@@ -491,6 +502,10 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     if isinstance(main, BackwardSm90Tile):
         source, m, n = "backward_sm90.cu", main.block_m, main.block_n
         draft.map_tensors({"q": m, "k": n, "v": n, "dout": m, "dk": 64, "dv": 64})
+    elif isinstance(main, BackwardFloat32Sm90Tile):
+        source = "backward_float32_sm90.cu"
+        draft.add_pieces(main, ("q", "k", "v", "dout"))
+        draft.map_tensors({f"{name}_pieces": 64 for name in ("q", "k", "v", "dout")})
     draft.add(source, main, n_blocks * draft.group_splits, main.shared_bytes(dim, dim_v))
     if draft.group_splits > 1:
         draft.scratch["dkv_partials"] = n_blocks * draft.group_splits * main.block_n * (dim + dim_v)
@@ -638,6 +653,7 @@ def _common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store
         "CUFLASH_SCALE_IN_EXPONENT": int(not transforms and problem.scale > 0),
         "CUFLASH_PARAMS_BYTES": PARAMS_BYTES,
         "CUFLASH_PAIRS": 0,
+        "CUFLASH_PLAIN_FRAGMENTS": 0,
     }
 
 

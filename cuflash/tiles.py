@@ -351,8 +351,69 @@ class BackwardSm90Tile:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class BackwardFloat32Sm90Tile:
+    """One way to cut the backward pass of float32 for compute capability 9.0. Warpgroups own the same 64 keys."""
+
+    max_dim: int
+    block_m: int = 64
+    block_n: int = 64
+    num_stages: int
+    num_rooms: int  # in which weights and their gradients are handed from warpgroup to warpgroup
+    dq_columns: int  # of dq in one product
+    dq_late: bool  # dq of a tile waits for the first columns of its dk, which the next queries wait for
+    origin: str = field(compare=False)
+
+    element_bytes = 4
+    num_warps = 16  # those of dv, of dk, of dq and of the producers
+    dim_multiple = 64
+    min_blocks = 1
+    fragments_ahead = 0
+
+    def __post_init__(self) -> None:
+        _check_row(self, self.block_m == 64 and self.block_n == 64, "64 keys and 64 queries for one product")
+        _check_row(self, self.dq_columns in (64, 128), "whole chunks of dq")
+        _check_row(self, not self.dq_late or self.num_rooms <= self.num_stages, "late dq no further behind than dk")
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        tile = PIECES * (_chunked_bytes(64, dim) + _chunked_bytes(64, dim_v))
+        rooms = self.num_rooms * PIECES * _chunked_bytes(64, CHUNK)
+        barriers = 8 * (2 + 2 * self.num_stages * (dim + dim_v) // CHUNK + 3 * self.num_rooms)
+        return (self.num_stages + 1) * tile + rooms + self.num_stages * self.block_m * 8 + barriers
+
+    def defines(self) -> dict[str, int]:
+        return _tile_defines(self) | {
+            "CUFLASH_NUM_ROOMS": self.num_rooms,
+            "CUFLASH_DQ_COLUMNS": self.dq_columns,
+            "CUFLASH_DQ_LATE": int(self.dq_late),
+        }
+
+    def helper(self) -> BackwardTile:
+        """How the kernels around it see its accumulators: fragments of the warps of one warpgroup below each other."""
+        return BackwardTile(
+            element_bytes=self.element_bytes,
+            max_dim=self.max_dim,
+            block_m=self.block_m,
+            block_n=self.block_n,
+            num_warps=4,
+            num_stages=1,
+            min_blocks=1,
+            warps_d=1,
+            dq_warps_m=4,
+            fragments_ahead=0,
+            origin=self.origin,
+        )
+
+
 Tile = (
-    ForwardTile | BackwardTile | DqTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | DecodeSm90Tile | BackwardSm90Tile
+    ForwardTile
+    | BackwardTile
+    | DqTile
+    | ForwardSm90Tile
+    | ForwardFloat32Sm90Tile
+    | DecodeSm90Tile
+    | BackwardSm90Tile
+    | BackwardFloat32Sm90Tile
 )
 
 
@@ -414,6 +475,7 @@ _backward_sm90 = _maker(
     "max_dim block_m block_n num_stages first_apart dp_early splits_roles p_stages holds_k holds_v dk_from_shared "
     "ds_stages dq_columns dq_ahead registers origin",
 )
+_backward_float32_sm90 = _maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_rooms dq_columns dq_late origin")
 _dq = _maker(DqTile, "max_dim block_m block_n num_warps min_blocks origin")
 _decode = _maker(DecodeSm90Tile, "max_dim block_n num_stages min_blocks origin")
 
@@ -519,6 +581,13 @@ BACKWARD_SM90_TILES = (
     _backward_sm90(256, 64, 64,  2,     True, False, True,  0, False, False, False, 2, 64, False, (208, 224, 72),
                    "on an H200 351 / 327, 297 / 241 TFLOP/s, cuDNN beside it 399 / 372, 300 / 255 (seqlen 4096 full / "
                    "causal, 1024 full / causal)"),
+)
+
+# Tiles of 64 keys and 64 queries; the six products of pieces count as one.
+BACKWARD_FLOAT32_SM90_TILES = (
+    #                     max_dim stages rooms columns of dq, late
+    _backward_float32_sm90(64,  2, 2, 64, False, _ARITHMETIC),
+    _backward_float32_sm90(128, 1, 1, 64, True,  _ARITHMETIC),
 )
 
 BACKWARD_TILES = (

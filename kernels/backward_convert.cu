@@ -26,8 +26,8 @@ CUFLASH_DEVICE void backward_convert(const Params& params) {
   const u32 s_dq = ptx::dynamic_shared();
   const int warp_m = warp_index() / kDqWarpsD, warp_d = warp_index() % kDqWarpsD;
   const Real scale = scale_of(params);
-  store_fragments<Order::kPairedRowsColumns, kRow, kDqWarpsD>(s_dq, warp_m * 16 * kDqMTiles, warp_d, dq,
-                                                              [&](int, int) { return scale; });
+  constexpr Order kOrder = kPlainFragments ? Order::kPlain : Order::kPairedRowsColumns;
+  store_fragments<kOrder, kRow, kDqWarpsD>(s_dq, warp_m * 16 * kDqMTiles, warp_d, dq, [&](int, int) { return scale; });
   ptx::sync_block();
   store_tile<kBlockM, kHeadDim>(s_dq, (Storage*)head_of(params.dq, batch, head), params.dq.row_stride, m_block * kBlockM,
                                 params.seqlen_q);

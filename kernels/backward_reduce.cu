@@ -40,8 +40,9 @@ CUFLASH_DEVICE void backward_reduce(const Params& params) {
   const int warp_key = warp_index() / kWarpsD * 16 * kKeyTiles, warp_d = warp_index() % kWarpsD;
   const Real scale = scale_of(params);
   const auto one = [](int, int) { return 1.0f; };
-  store_fragments<Order::kPairedColumns, kRow, kWarpsD>(s_dk, warp_key, warp_d, dk, [&](int, int) { return scale; });
-  store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(s_dv, warp_key, warp_d, dv, one);
+  constexpr Order kOrder = kPlainFragments ? Order::kPlain : Order::kPairedColumns;
+  store_fragments<kOrder, kRow, kWarpsD>(s_dk, warp_key, warp_d, dk, [&](int, int) { return scale; });
+  store_fragments<kOrder, kRowV, kWarpsD>(s_dv, warp_key, warp_d, dv, one);
   ptx::sync_block();
   store_tile<kBlockN, kHeadDim>(s_dk, (Storage*)head_of(params.dk, batch, head_kv), params.dk.row_stride, n_block * kBlockN,
                                 params.seqlen_k);

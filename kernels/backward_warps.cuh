@@ -2,6 +2,10 @@
 #pragma once
 #include "backward.cuh"
 
+// Whether the accumulators of the main kernel lie as they are, whatever the element type: products of pieces permute no
+// rows or columns (fragments.cuh).
+constexpr bool kPlainFragments = CUFLASH_PLAIN_FRAGMENTS;
+
 // Warps of the product dq = ds k along its rows; the others share the columns.
 constexpr int kDqWarpsM = CUFLASH_DQ_WARPS_M;
 constexpr int kDqWarpsD = kNumWarps / kDqWarpsM;

@@ -19,14 +19,16 @@ CUFLASH_DEVICE constexpr PieceProduct piece_product(int i) {
   return kOrder[i];
 }
 
-// The pieces of a pair of finite numbers up to the largest of bfloat16, or of NaN.
-CUFLASH_DEVICE void split_small(float x, float y, u32 (&piece)[kPieces]) {
+// The pieces of a pair of finite numbers up to the largest of bfloat16, or of NaN. The result is finite only if they are.
+CUFLASH_DEVICE float split_small(float x, float y, u32 (&piece)[kPieces]) {
 #pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
+  for (int i = 0; i < kLow; ++i) {
     piece[i] = ptx::pack(BFloat16{}, x, y);
     x -= ptx::float_of(piece[i] << 16);
     y -= ptx::float_of(piece[i] & 0xffff0000u);
   }
+  piece[kLow] = ptx::pack(BFloat16{}, x, y);
+  return x * y;
 }
 
 // The pieces of a pair of any numbers. An infinity is in the low piece, which meets the high piece of the other factor

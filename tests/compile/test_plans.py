@@ -15,6 +15,7 @@ from cuflash.compiler import compile_spec, supported_archs
 from cuflash.plan import SHARED_BYTES_RESERVED, DeviceSpec, choose_plan
 from cuflash.problem import make_problem
 from cuflash.tiles import (
+    BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
     BACKWARD_TILES,
     DECODE_SM90_TILES,
@@ -22,6 +23,7 @@ from cuflash.tiles import (
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
     FORWARD_TILES,
+    BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
     DecodeSm90Tile,
     DqTile,
@@ -86,6 +88,7 @@ SPILLS = {
     ("backward_reduce.cu", 2, 256, "64x64", 1): 320,
     ("backward_sm80.cu", 4, 256, "16x16", 1): 16,
     ("forward_sm90.cu", 2, 128, "192x80", 1): 16,
+    ("backward_float32_sm90.cu", 4, 128, "64x64", 1): 8,
 }
 # The same on compute capability 10.0 and later, where the compiler loads fragments of wide elements further ahead.
 SPILLS_OF_LATER_ARCHS = SPILLS | {
@@ -145,7 +148,7 @@ class Target:
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": tile.max_dim}
         case = ct.Case(**sizes, **variant | {"dtype": dtype})
         arrays = case.arrays()
-        is_tf32 = self.variant == "full" and not isinstance(tile, ForwardFloat32Sm90Tile)
+        is_tf32 = self.variant == "full" and not is_of_pieces(tile)
         options = replace(
             case.options,
             deterministic=isinstance(tile, DqTile) or self.variant == "turns",
@@ -189,13 +192,19 @@ VARIANTS = {
 
 def fits(tile, arch):
     """Whether the blocks that the row wants resident have room on a multiprocessor, at its largest head dimensions."""
-    if isinstance(tile, ForwardSm90Tile | ForwardFloat32Sm90Tile | DecodeSm90Tile | BackwardSm90Tile) and arch != "9.0":
+    only_9_0 = ForwardSm90Tile | DecodeSm90Tile | BackwardSm90Tile | ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile
+    if isinstance(tile, only_9_0) and arch != "9.0":
         return False
     device = DeviceSpec.for_arch(arch)
     dim = round_up(tile.max_dim, tile.dim_multiple)
     shared_bytes = tile.shared_bytes(dim, dim)
     resident = tile.min_blocks * (shared_bytes + SHARED_BYTES_RESERVED)
     return shared_bytes <= device.shared_bytes_per_block and resident <= device.shared_bytes_per_sm
+
+
+def is_of_pieces(tile):
+    """Whether float32 is multiplied by its pieces, which is for the highest precision alone."""
+    return isinstance(tile, ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile)
 
 
 def goes_with(main, tile):
@@ -214,7 +223,8 @@ def archs_of(tile):
 
 TABLES = (
     *(FORWARD_TILES, BACKWARD_TILES, DQ_TILES),
-    *(FORWARD_SM90_TILES, FORWARD_FLOAT32_SM90_TILES, DECODE_SM90_TILES, BACKWARD_SM90_TILES),
+    *(FORWARD_SM90_TILES, DECODE_SM90_TILES, BACKWARD_SM90_TILES),
+    *(FORWARD_FLOAT32_SM90_TILES, BACKWARD_FLOAT32_SM90_TILES),
 )
 TARGETS = [
     *(
@@ -249,8 +259,9 @@ TARGETS = [
     ),
     *(
         Target(tile=tile, arch="9.0", variant=variant)
-        for tile in BACKWARD_SM90_TILES
+        for tile in (*BACKWARD_SM90_TILES, *BACKWARD_FLOAT32_SM90_TILES)
         for variant in ("full", "groups", "turns", "options")
+        if variant != "turns" or isinstance(tile, BackwardSm90Tile)
     ),
     *(
         Target(tile=first_that_fits(table, arch, element_bytes), arch=arch)

@@ -21,6 +21,7 @@ from cuflash import reference
 from cuflash.plan import DeviceSpec
 from cuflash.problem import make_problem
 from cuflash.tiles import (
+    BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
     BackwardTile,
     DecodeSm90Tile,
@@ -174,6 +175,14 @@ _SPLIT_ROLES = replace(
     dq_ahead=True,
     registers=(208, 192, 104),
 )
+_BACKWARD_PIECES = (
+    BackwardFloat32Sm90Tile(max_dim=128, num_stages=1, num_rooms=1, dq_columns=64, dq_late=True, origin="of a trial"),
+    None,
+)
+_BACKWARD_PIECES_RING = (
+    BackwardFloat32Sm90Tile(max_dim=64, num_stages=2, num_rooms=2, dq_columns=64, dq_late=False, origin="of a trial"),
+    None,
+)
 _DECODE_TILES = (DecodeSm90Tile(max_dim=128, block_n=32, num_stages=2, min_blocks=1, origin="of a trial"),)
 _DQ = DqTile(max_dim=128, block_m=64, block_n=32, num_warps=4, min_blocks=1, origin="of a trial")
 _GROUPED = ct.Case(
@@ -276,6 +285,19 @@ TRIALS = {
     "backward sm90 in turn window": Trial(
         case=replace(_GROUPED, seqlen_q=300, seqlen_k=400, window=(70, 40)), tiles=(_BACKWARD_SM90, None), in_turn=True
     ),
+    "backward pieces": Trial(case=replace(_PIECES, seqlen_q=200, seqlen_k=100), tiles=_BACKWARD_PIECES, num_sms=1),
+    "backward pieces ring": Trial(
+        case=replace(_PIECES, seqlen_q=300, seqlen_k=100, head_dim=40), tiles=_BACKWARD_PIECES_RING, num_sms=1
+    ),
+    "backward pieces split": Trial(case=replace(_PIECES, seqlen_k=70, head_dim_v=104), tiles=_BACKWARD_PIECES),
+    "backward pieces narrow": Trial(
+        case=replace(_NARROW, dtype="float32", seqlen_k=76, num_heads_kv=2), tiles=_BACKWARD_PIECES_RING
+    ),
+    "backward pieces lengths": Trial(case=replace(_LENGTHS, dtype="float32"), tiles=_BACKWARD_PIECES),
+    "backward pieces window": Trial(
+        case=replace(_WINDOW, dtype="float32", seqlen_k=250), tiles=_BACKWARD_PIECES_RING, num_sms=1
+    ),
+    "backward pieces terms": Trial(case=_FLOAT32, tiles=_BACKWARD_PIECES_RING),
     "forward float32": Trial(case=_FLOAT32, tiles=_forward(block_m=64, element_bytes=4)),
     "forward float64": Trial(case=_FLOAT64, tiles=_forward(block_m=32, warps_d=2, element_bytes=8)),
     "backward float32": Trial(case=_FLOAT32, tiles=_backward(element_bytes=4)),
@@ -343,7 +365,7 @@ _WAIT = "      ptx::copy_async_wait<0>();\n"
 _SYNC = "      ptx::sync_block();\n"
 _COMMIT = "      ptx::copy_async_commit();\n"
 
-F, F90, F32, PIECES, D90, COMBINE, B90, TILES90, B, DQ, DELTA, CONVERT, REDUCE = (
+F, F90, F32, PIECES, D90, COMBINE, B90, B32, WALK, TILES90, B, DQ, DELTA, CONVERT, REDUCE = (
     "forward_sm80.cu",
     "forward_sm90.cu",
     "forward_float32_sm90.cu",
@@ -351,6 +373,8 @@ F, F90, F32, PIECES, D90, COMBINE, B90, TILES90, B, DQ, DELTA, CONVERT, REDUCE =
     "decode_sm90.cu",
     "combine.cu",
     "backward_sm90.cu",
+    "backward_float32_sm90.cu",
+    "backward_walk.cuh",
     "tiles_sm90.cuh",
     "backward_sm80.cu",
     "backward_dq_sm80.cu",
@@ -1041,6 +1065,82 @@ MUTANTS = (
             "", "float32 sm90"),
     _mutant("the column behind an odd number of them is stored", F32, "if (column + 1 < kHeadDimV)",
             "if (column < kHeadDimV)", "float32 sm90 narrow"),
+    # ---- ... the backward pass
+    _mutant("the walk stays with the first head", WALK, "m_block = tiles.start, ++head;", "m_block = tiles.start;",
+            "backward pieces"),
+    _mutant("the walk begins each head at its first query", WALK, "if (++m_block == tiles.stop) m_block = tiles.start,",
+            "if (++m_block == tiles.stop) m_block = 0,", "backward pieces window"),
+    _mutant("parts of a group overlap", WALK, "head_kv * group + group * split / splits;", "head_kv * group;",
+            "backward pieces split"),
+    _mutant("keys of all batch entries", WALK, "key_stop = key_stop_of(params, work.batch);",
+            "key_stop = params.seqlen_k;", "backward pieces lengths"),
+    _mutant("K of the next head of queries", B32, "c, tile.first_key, tile.head_kv);",
+            "c, tile.first_key, tile.first_head);", "backward pieces"),
+    _mutant("one piece of a chunk", B32, "piece * common.batch + batch);", "batch);", "backward pieces"),
+    _mutant("chunks are asked for before they are free", B32, "      ring.empty(at, c).wait(at.parity ^ 1);\n", "",
+            "backward pieces"),
+    _mutant("statistics come unannounced", B32, "kBytesChunk + (stats_too ? kBytesStats : 0)", "kBytesChunk",
+            "backward pieces"),
+    _mutant("statistics of the first stage for all", B32,
+            "load_bulk(shared.stats + at.stage * kBytesStats,", "load_bulk(shared.stats,", "backward pieces ring"),
+    _mutant("P' without a wait for Q", B32,
+            "    for (int c = 0; c < kChunks; ++c) shared.q_ring.full(at, c).wait(at.parity);\n", ";\n",
+            "backward pieces"),
+    _mutant("P' without a wait for K", B32, "if (tile.num_steps > 0) shared.k_full.wait(0);", "",
+            "backward pieces"),
+    _mutant("P' is read in flight", B32, "    ptx::wait_products<0>();\n    ptx::renew_registers(p);\n",
+            "    ptx::renew_registers(p);\n", "backward pieces"),
+    _mutant("pieces meet the same pieces of the other factor", B32,
+            "along_k<kPieces * kRows>(piece_of(rows_b, i.value), k), accumulate);",
+            "along_k<kPieces * kRows>(piece_of(rows_b, j.value), k), accumulate);", "backward pieces"),
+    _mutant("the second chunk behind the first piece", B32, "along_k<kPieces * kRows>(piece_of(rows_a",
+            "along_k<kRows>(piece_of(rows_a", "backward pieces"),
+    _mutant("P' over dS' in use", B32, "    shared.room.ds_empty(room).wait(room.parity ^ 1);\n", "",
+            "backward pieces"),
+    _mutant("P' is read before it is there", B32, "    shared.room.p_full(room).wait(room.parity);\n", "",
+            "backward pieces"),
+    _mutant("dS' over P' that is still read", B32, "    ptx::sync_named(kDkWarpgroup, 128);\n", "", "backward pieces"),
+    _mutant("dS' of pieces is not fenced", B32, "    ptx::fence_async_proxy();\n", "", "backward pieces"),
+    _mutant("dQ of pieces before dS' is there", B32, "    shared.room.ds_full(room).wait(room.parity);\n", "",
+            "backward pieces"),
+    _mutant("a room is given back before dQ is computed", B32,
+            "      ptx::wait_products<0>();\n      ptx::renew_registers(dq);\n"
+            "      if (first == kDim - kDqColumns && thread == 0) shared.room.ds_empty(room).arrive();\n",
+            "      if (first == kDim - kDqColumns && thread == 0) shared.room.ds_empty(room).arrive();\n"
+            "      ptx::wait_products<0>();\n      ptx::renew_registers(dq);\n", "backward pieces"),
+    _mutant("a chunk is given back with the one before it", B32, "ptx::wait_products<chunks - 1 - c>();",
+            "ptx::wait_products<chunks - 1>();", "backward pieces"),
+    _mutant("dO is given back by one of two", B32, "shared.do_ring.barriers.init(2);",
+            "shared.do_ring.barriers.init(1);", "backward pieces"),
+    _mutant("dK takes Q before it is there", B32,
+            "        dk, operand, shared.q_ring.tile(at), [&](int c) { shared.q_ring.full(at, c).wait(at.parity); },\n",
+            "        dk, operand, shared.q_ring.tile(at), [&](int) {},\n", "backward pieces",
+            escapes="P' waited for all of it"),
+    _mutant("the chunks of dP' are not added up", B32, "ds[n][i] += part[c][n][i];",
+            "ds[n][i] += part[0][n][i];", "backward pieces split"),
+    _mutant("halves of a row change places", B32, "[n / 2][n % 2 * 2 + half] = word[piece];",
+            "[n / 2][n % 2 + half * 2] = word[piece];", "backward pieces"),
+    _mutant("delta of the neighbour", B32, "- stats[2 * i + 1]);", "- stats[3 - 2 * i]);", "backward pieces"),
+    _mutant("no derivative of the softcap", B32, "kHasSoftcap ? p[n][i] * derivative : p[n][i];", "p[n][i];",
+            "backward pieces terms"),
+    _mutant("infinities among small numbers", B32, "if (rests - rests != 0.0f) {", "if (false) {", "backward pieces",
+            escapes="no infinity is in it; tests/emulate/test_backward_float32.py has some"),
+    _mutant("slices of dQ at the same place", B32, "accumulator + (first / 8 + n) * 128 * 4",
+            "accumulator + n * 128 * 4", "backward pieces"),
+    _mutant("slices of dQ of the same columns", B32, "keys + first / kChunk * (kBytesChunk / 16);", "keys;",
+            "backward pieces"),
+    _mutant("dK is not scaled", B32, "thread, dk, common.scale);", "thread, dk, 1.0f);", "backward pieces"),
+    _mutant("keys past the last one are stored", B32, "    if (key >= params.seqlen_k) continue;\n", "",
+            "backward pieces"),
+    _mutant("the column behind an odd number of them is stored", B32,
+            "if (column + 1 < head_dim) row", "if (column < head_dim) row", "backward pieces narrow"),
+    _mutant("dV's part over that of dK", B32, "tile.work.block, tile.split, 0) + kRows * kDim;",
+            "tile.work.block, tile.split, 0);", "backward pieces split"),
+    _mutant("rows of pieces' dQ taken for pairs", CONVERT,
+            "kPlainFragments ? Order::kPlain : Order::kPairedRowsColumns", "Order::kPairedRowsColumns",
+            "backward pieces"),
+    _mutant("rows of pieces' dK taken for pairs", REDUCE, "kPlainFragments ? Order::kPlain : Order::kPairedColumns",
+            "Order::kPairedColumns", "backward pieces split"),
     # ---- Wide elements
     _mutant("pairs of A in the order of the manual", "fragments.cuh",
             "word[i][j] = row[k * (kStep / 8) + i][j / 2 + j % 2 * 2];",

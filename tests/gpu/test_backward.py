@@ -68,6 +68,22 @@ def test_long_sequences(cupy, head_dim, dtype, causal, deterministic):
     ct.assert_backward(case, *attn.backward(*arguments))
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"kv_lengths": (200, 700)}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("strides", ["contiguous", "padded"])
+@pytest.mark.parametrize("head_dim", [40, 64, 80, 128])
+def test_both_kernels_of_float32(cupy, head_dim, strides, options):
+    """By pieces of bfloat16 where sequences are long, whatever the strides; not in a fixed order."""
+    sizes = {"seqlen_q": 500, "seqlen_k": 700, "batch": 2, "num_heads": 4, "num_heads_kv": 2}
+    case = ct.Case(**sizes, head_dim=head_dim, dtype="float32", strides=strides, **options)
+    arguments, terms = arguments_of(cupy, case)
+    for deterministic in (False, True):
+        attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
+        sources = [kernel.source for kernel in attn.plan(*arguments[1:4], **terms).backward.kernels]
+        by_pieces = cupy.cuda.Device().compute_capability == "90" and not deterministic
+        assert ("backward_float32_sm90.cu" in sources) == by_pieces
+        ct.assert_backward(case, *attn.backward(*arguments, **terms))
+
+
 def test_deterministic_means_the_same_bits_under_load(cupy):
     """Many blocks add to the same gradients: with deterministic=True, in a fixed order."""
     case = ct.Case(

@@ -24,6 +24,7 @@ from cuflash.plan import (
 from cuflash.problem import Operand, Options, make_problem
 from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 from cuflash.tiles import (
+    BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
     BACKWARD_TILES,
     DQ_TILES,
@@ -31,6 +32,7 @@ from cuflash.tiles import (
     FORWARD_SM90_TILES,
     FORWARD_TILES,
     LONG_SEQLEN,
+    BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
     BackwardTile,
     DqTile,
@@ -91,6 +93,7 @@ TABLES = {
     "forward float32 sm90": FORWARD_FLOAT32_SM90_TILES,
     "backward": BACKWARD_TILES,
     "backward sm90": BACKWARD_SM90_TILES,
+    "backward float32 sm90": BACKWARD_FLOAT32_SM90_TILES,
     "dq": DQ_TILES,
 }
 
@@ -112,6 +115,14 @@ TABLES = {
         (FORWARD_SM90_TILES[0], {"block_n": 272}, "a block_n that one product serves"),
         (FORWARD_FLOAT32_SM90_TILES[0], {"block_m": 256}, "64 queries for each of two or three consumers"),
         (FORWARD_FLOAT32_SM90_TILES[0], {"block_n": 72}, "a block_n that one product serves"),
+        (BACKWARD_FLOAT32_SM90_TILES[0], {"block_m": 128}, "64 keys and 64 queries"),
+        (BACKWARD_FLOAT32_SM90_TILES[0], {"block_n": 128}, "64 keys and 64 queries"),
+        (BACKWARD_FLOAT32_SM90_TILES[0], {"dq_columns": 96}, "whole chunks of dq"),
+        (
+            BACKWARD_FLOAT32_SM90_TILES[0],
+            {"num_stages": 1, "num_rooms": 2, "dq_late": True},
+            "late dq no further behind",
+        ),
     ],
 )
 def test_a_row_checks_itself(row, change, rule):
@@ -124,7 +135,7 @@ def test_a_table_goes_from_small_to_large(table):
     keys = [(tile.element_bytes, tile.max_dim) for tile in table]
     assert keys == sorted(keys)
     only_sm90 = isinstance(table[0], ForwardSm90Tile | BackwardSm90Tile)
-    if not isinstance(table[0], ForwardFloat32Sm90Tile):
+    if not isinstance(table[0], ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile):
         assert {x.element_bytes for x in table if x.max_dim == MAX_HEAD_DIM} == ({2} if only_sm90 else {2, 4, 8})
     for tile in table:
         assert tile.max_dim % tile.dim_multiple == 0
@@ -300,7 +311,9 @@ def test_extra_memory_is_linear(arch, deterministic):
         # Rounded up to tiles: statistics, dq, and dk and dv of every query head, in float32.
         assert extra_bytes(seqlen) <= 2 * 4 * (seqlen + 256) * 4 * (2 + 128 + 128 + 128)
     assert extra_bytes(2**20) <= 2 * 4 * (2**20 + 256) * 4 * (2 + 128)
-    assert extra_bytes(2**20, "float32") <= 2 * 4 * (2**20 + 256) * 4 * (2 + 128)
+    # And the pieces of q, dout, k and v.
+    pieces = 2 * (4 * 2 + 2) * 2**20 * 128 * 6 if arch == "9.0" and not deterministic else 0
+    assert extra_bytes(2**20, "float32") <= 2 * 4 * (2**20 + 256) * 4 * (2 + 128) + pieces
     assert extra_bytes(2**20, "float64") <= 2 * 4 * (2**20 + 256) * 8 * (2 + 128)
 
 
@@ -411,6 +424,38 @@ def test_pieces_lie_below_each_other():
     assert (v.shape, v.strides_bytes, v.rows) == ((40, 500, 2, 6), (80, 500 * 80, 2 * 500 * 80), tile.block_n)
     blocks = 2 * (4 * 5 + 2 * 2 * 8)
     assert [kernel.grid for kernel in plan.kernels] == [blocks, 2 * 4 * -(-300 // tile.block_m)]
+
+
+def test_gradients_of_float32_by_pieces():
+    device = DeviceSpec.for_arch("9.0")
+
+    def plan_of(device=device, dim=128, dim_v=128, seqlen_q=1024, seqlen_k=1024, **options):
+        problem = problem_of(seqlen_q, seqlen_k, dim, dim_v, dtype="float32", **options)
+        return choose_plan(problem, device, "backward")
+
+    around = ["backward_delta.cu", "pieces.cu", "backward_float32_sm90.cu", "backward_convert.cu"]
+    for options in ({}, {"causal": True}, {"dim": 61, "dim_v": 7}, {"dim": 64, "dim_v": 65}, {"softcap": 3.0}):
+        plan = plan_of(**options)
+        assert [kernel.source for kernel in plan.kernels if kernel.source != "backward_reduce.cu"] == around
+        assert {spec.name for spec in plan.tensor_maps} == {f"{name}_pieces" for name in ("q", "k", "v", "dout")}
+        assert {(spec.rows, spec.dtype) for spec in plan.tensor_maps} == {(64, "bfloat16")}
+        assert {dict(kernel.defines)["CUFLASH_PLAIN_FRAGMENTS"] for kernel in plan.kernels} == {1}
+        assert {kernel.target for kernel in plan.kernels} == {"sm_90", "sm_90a"}
+        largest = max(plan.problem.head_dim, plan.problem.head_dim_v)
+        assert plan.tiles[0] == next(tile for tile in BACKWARD_FLOAT32_SM90_TILES if tile.max_dim >= largest)
+    for options, why in (
+        ({"dim_v": 129}, "not backward_float32_sm90: it serves head dimensions up to 128"),
+        ({"seqlen_q": 100, "seqlen_k": 100}, "not backward_float32_sm90: for fewer than"),
+        ({"seqlen_k": 0}, "not backward_float32_sm90: for fewer than"),
+        ({"deterministic": True}, ""),
+        ({"precision": "tf32"}, ""),
+        ({"device": DeviceSpec.for_arch("10.0")}, ""),
+    ):
+        plan = plan_of(**options)
+        assert "backward_sm80.cu" in [kernel.source for kernel in plan.kernels]
+        assert {dict(kernel.defines)["CUFLASH_PLAIN_FRAGMENTS"] for kernel in plan.kernels} == {0}
+        assert why in plan.reason
+        assert why or "float32_sm90" not in plan.reason
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -616,7 +661,8 @@ def test_kernels_are_told_all_that_they_ask_for():
     pasted = {name for name in re.findall(r"\b(CUFLASH_[A-Z0-9_]+)##", everything)}  # the front half of a macro's name
     read = set(re.findall(r"\bCUFLASH_[A-Z0-9_]+\b", everything)) - own - pasted
     given = set()
-    for problem in (problem_of(), problem_of(deterministic=True), problem_of(seqlen_q=1)):
+    float32 = problem_of(1024, 1024, dtype="float32")
+    for problem in (problem_of(), problem_of(deterministic=True), problem_of(seqlen_q=1), float32):
         for pass_ in PASSES:
             for arch in ("8.0", "9.0"):
                 for kernel in choose_plan(problem, DeviceSpec.for_arch(arch), pass_).kernels:
@@ -668,6 +714,7 @@ def test_rows_are_of_their_types():
         "forward float32 sm90": ForwardFloat32Sm90Tile,
         "backward": BackwardTile,
         "backward sm90": BackwardSm90Tile,
+        "backward float32 sm90": BackwardFloat32Sm90Tile,
         "dq": DqTile,
     }
     for name, tiles in TABLES.items():
