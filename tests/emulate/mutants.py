@@ -137,6 +137,7 @@ _BACKWARD_SM90 = BackwardSm90Tile(
     num_stages=2,
     first_apart=True,
     dp_early=True,
+    keep_before=False,
     splits_roles=False,
     p_stages=0,
     holds_k=False,
