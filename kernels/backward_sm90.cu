@@ -487,22 +487,26 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
         arrive_as_warp(shared.p_ring.empty(p_at));
         p_at.advance();
       }
+      // dS' to shared memory, rows of keys.
+      const auto store_ds = [&]() {
+        to_operands(ds, ds_operand);
+        shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
+        const u32 line = shared.ds + ds_at.stage * kBytesDs + (first + warp_key + lane % 16) * kLineBytes;
+#pragma unroll
+        for (int k = 0; k < kBlockM / 16; ++k)
+          ptx::store_matrix_x4(line + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)), ds_operand[k].word);
+        ptx::fence_async_proxy();
+        arrive_as_warp(shared.ds_ring.full(ds_at));
+        ds_before = shared.ds + ds_at.stage * kBytesDs + first * kLineBytes;
+        ds_at.advance();
+      };
+      // As operands in registers, P' and dS' would overwrite those of the products of the step before.
+      if constexpr (kDkFromShared) store_ds();
       if constexpr (dp_early) {
         finish_step_before(ds);
         if constexpr (makes_dv) to_operands(p, p_operand);
       }
-      to_operands(ds, ds_operand);
-
-      // dS' to shared memory, rows of keys.
-      shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
-      const u32 line = shared.ds + ds_at.stage * kBytesDs + (first + warp_key + lane % 16) * kLineBytes;
-#pragma unroll
-      for (int k = 0; k < kBlockM / 16; ++k)
-        ptx::store_matrix_x4(line + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)), ds_operand[k].word);
-      ptx::fence_async_proxy();
-      arrive_as_warp(shared.ds_ring.full(ds_at));
-      ds_before = shared.ds + ds_at.stage * kBytesDs + first * kLineBytes;
-      ds_at.advance();
+      if constexpr (!kDkFromShared) store_ds();
     }
     stage_before = at.stage;
     at.advance();
