@@ -795,8 +795,9 @@ MUTANTS = (
     _mutant("the second columns of the output from other rows", TILES90,
             "map, tile + c * rows * kLineBytes, c * kChunk",
             "map, tile + c * 64 * kLineBytes, c * kChunk", "sm90 wide lengths"),
-    _mutant("the second columns of the output to other rows", TILES90, "line + k / 4 * rows * kLineBytes +",
-            "line + k / 4 * 64 * kLineBytes +", "sm90 wide lengths"),
+    _mutant("the second columns of the output to other rows", TILES90,
+            "store_matrix_x4(line + k / 4 * rows * kLineBytes +", "store_matrix_x4(line + k / 4 * 64 * kLineBytes +",
+            "sm90 wide lengths"),
     _mutant("one factor for both halves of a fragment", TILES90, "i / 2 ? lower : upper;", "upper;", "sm90"),
     # ---- ... the walk over tiles of queries
     _mutant("the last pair of an even number has one tile", "schedule.cuh", "2 * from_start + 1 < num_m_blocks",
