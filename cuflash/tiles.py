@@ -284,6 +284,7 @@ class BackwardSm90Tile:
     num_stages: int
     first_apart: bool  # the first step has code of its own, without the products of nothing
     dp_early: bool  # dP is issued together with P
+    keep_before: bool  # the weights are kept in front of the wait for the products before them
     splits_roles: bool  # one warpgroup makes dv and another dk, of the same keys
     p_stages: int  # tiles of P that the one hands to the other; with 0, both make it
     holds_k: bool  # consumers keep K in registers
@@ -322,6 +323,7 @@ class BackwardSm90Tile:
         return _tile_defines(self) | {
             "CUFLASH_FIRST_APART": int(self.first_apart),
             "CUFLASH_DP_EARLY": int(self.dp_early),
+            "CUFLASH_KEEP_BEFORE": int(self.keep_before),
             "CUFLASH_SPLITS_ROLES": int(self.splits_roles),
             "CUFLASH_P_STAGES": self.p_stages,
             "CUFLASH_HOLDS_K": int(self.holds_k),
@@ -472,8 +474,8 @@ _backward = _maker(
 )
 _backward_sm90 = _maker(
     BackwardSm90Tile,
-    "max_dim block_m block_n num_stages first_apart dp_early splits_roles p_stages holds_k holds_v dk_from_shared "
-    "ds_stages dq_columns dq_ahead registers origin",
+    "max_dim block_m block_n num_stages first_apart dp_early keep_before splits_roles p_stages holds_k holds_v "
+    "dk_from_shared ds_stages dq_columns dq_ahead registers origin",
 )
 _backward_float32_sm90 = _maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_rooms dq_columns dq_late origin")
 _dq = _maker(DqTile, "max_dim block_m block_n num_warps min_blocks origin")
@@ -573,12 +575,12 @@ DECODE_SM90_TILES = (
 )
 
 BACKWARD_SM90_TILES = (
-    #             max_dim m   n   stages apart early  split  p  hold K hold V shared ds dq  ahead  registers
-    _backward_sm90(64,  64, 128, 3,     True, True,  False, 0, False, False, False, 2, 32, False, (224, 224, 56),
+    #             max_dim m   n   stages apart early  keep   split  p  hold K hold V shared ds dq  ahead  registers
+    _backward_sm90(64,  64, 128, 3,     True, True,  False, False, 0, False, False, False, 2, 32, False, (224, 224, 56),
                    _h200("489 / 461, 407 / 305", "269 / 245, 243 / 184")),
-    _backward_sm90(128, 64, 128, 3,     True, False, False, 0, False, False, False, 2, 32, False, (224, 224, 56),
+    _backward_sm90(128, 64, 128, 3,     True, False, False, False, 0, False, False, False, 2, 32, False, (224, 224, 56),
                    _h200("526 / 504, 443 / 338", "277 / 263, 253 / 206")),
-    _backward_sm90(256, 64, 64,  2,     True, False, True,  0, False, False, False, 2, 64, False, (208, 224, 72),
+    _backward_sm90(256, 64, 64,  2,     True, False, False, True,  0, False, False, False, 2, 64, False, (208, 224, 72),
                    "on an H200 351 / 327, 297 / 241 TFLOP/s, cuDNN beside it 399 / 372, 300 / 255 (seqlen 4096 full / "
                    "causal, 1024 full / causal)"),
 )

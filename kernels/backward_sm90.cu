@@ -46,6 +46,8 @@ constexpr bool kDkFromShared = CUFLASH_DK_FROM_SHARED;
 // Whether the first step, which has no products of a step before it, is a piece of code of its own. Else it makes products
 // of nothing, and those of the next step do not add to them: half the instructions, and fewer registers.
 constexpr bool kFirstApart = CUFLASH_FIRST_APART;
+// Whether what can be calculated under the products of the step before is kept in front of the wait for them.
+constexpr bool kKeepBefore = CUFLASH_KEEP_BEFORE;
 constexpr int kConsumers = 2;
 constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
 constexpr int kQueryTiles = kBlockM / 8;
@@ -225,6 +227,17 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
   if constexpr (kDqInTurn) turns.end();
 }
 
+// A number that depends on all of these, and is not negative.
+template <int pieces>
+CUFLASH_DEVICE float trace_of(const float (&value)[pieces][4]) {
+  u32 bits = 0;
+#pragma unroll
+  for (const auto& piece : value)
+#pragma unroll
+    for (float x : piece) bits |= ptx::bits_of(x);
+  return ptx::float_of(bits & 0x7fffffffu);
+}
+
 // A consumer: the warpgroup of 64 keys, `consumer` of kConsumers, and what it makes.
 template <bool makes_dv, bool makes_dk>
 CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, u32 consumer) {
@@ -351,8 +364,10 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     if constexpr (dp_early) multiply_dp();
     constexpr int kBehind = is_apart ? 0 : makes_dv + makes_dk;
     if constexpr (!is_apart) multiply_operands(stage_before, ds_before, kFirstApart || index > 1);
-    const auto finish_step_before = [&]() {
-      if constexpr (!is_apart) finish_products(stage_before, kFirstApart || index > 0);
+    const auto finish_step_before = [&](const auto& calculated) {
+      if constexpr (is_apart) return;
+      if constexpr (kKeepBefore) ptx::keep_before(trace_of(calculated), shared.kv_full.address + 8);
+      finish_products(stage_before, kFirstApart || index > 0);
     };
 
     [[maybe_unused]] float derivative[kScaleInExponent ? 1 : kQueryTiles][4];
@@ -404,13 +419,13 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
         arrive_as_warp(shared.p_ring.full(p_at));
         p_at.advance();
       }
-      finish_step_before();
+      finish_step_before(p);
       to_operands(p, p_operand);
     } else {
       if constexpr (dp_early) {
         ptx::wait_products<kBehind>();
       } else {
-        finish_step_before();
+        finish_step_before(p);
         multiply_dp();
         if constexpr (makes_dv) to_operands(p, p_operand);
         ptx::wait_products<0>();
@@ -432,22 +447,26 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
         arrive_as_warp(shared.p_ring.empty(p_at));
         p_at.advance();
       }
+      // dS' to shared memory, rows of keys.
+      const auto store_ds = [&]() {
+        to_operands(ds, ds_operand);
+        shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
+        const u32 line = shared.ds + ds_at.stage * kBytesDs + (first + warp_key + lane % 16) * kLineBytes;
+#pragma unroll
+        for (int k = 0; k < kBlockM / 16; ++k)
+          ptx::store_matrix_x4(line + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)), ds_operand[k].word);
+        ptx::fence_async_proxy();
+        arrive_as_warp(shared.ds_ring.full(ds_at));
+        ds_before = shared.ds + ds_at.stage * kBytesDs + first * kLineBytes;
+        ds_at.advance();
+      };
+      // As operands in registers, P' and dS' would overwrite those of the products of the step before.
+      if constexpr (kDkFromShared) store_ds();
       if constexpr (dp_early) {
-        finish_step_before();
+        finish_step_before(ds);
         if constexpr (makes_dv) to_operands(p, p_operand);
       }
-      to_operands(ds, ds_operand);
-
-      // dS' to shared memory, rows of keys.
-      shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
-      const u32 line = shared.ds + ds_at.stage * kBytesDs + (first + warp_key + lane % 16) * kLineBytes;
-#pragma unroll
-      for (int k = 0; k < kBlockM / 16; ++k)
-        ptx::store_matrix_x4(line + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)), ds_operand[k].word);
-      ptx::fence_async_proxy();
-      arrive_as_warp(shared.ds_ring.full(ds_at));
-      ds_before = shared.ds + ds_at.stage * kBytesDs + first * kLineBytes;
-      ds_at.advance();
+      if constexpr (!kDkFromShared) store_ds();
     }
     stage_before = at.stage;
     at.advance();

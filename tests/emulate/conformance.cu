@@ -48,11 +48,10 @@ CUFLASH_DEFINE_KERNEL(shared_b32_b128, Params, kBlock, 1, exchange_through_share
 
 CUFLASH_DEVICE void exchange_f32(const Params& params) {
   const u32 thread = ptx::thread_index(), shared = ptx::dynamic_shared();
-  ptx::copy_async<16, 0>(shared + 16 * thread, source_of<float>(params) + 4 * thread, 16);
-  ptx::copy_async_commit();
-  ptx::copy_async_wait<0>();
-  ptx::sync_block();
   float values[4];
+  for (u32 i = 0; i < 4; ++i) values[i] = source_of<float>(params)[4 * thread + i];
+  ptx::store_shared_f32x4(shared + 16 * thread, values);
+  ptx::sync_block();
   ptx::load_shared_f32x4(shared + 16 * (thread ^ 37u), values);
   for (u32 i = 0; i < 4; ++i) destination_of<float>(params)[4 * thread + i] = values[i];
 }

@@ -221,6 +221,28 @@ CUFLASH_DEVICE void reduce_misaligned(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(reduction_misaligned, Params, kWarp, 1, reduce_misaligned)
 
+// A turn that only a block can end which starts later.
+CUFLASH_DEVICE void wait_for_later_block(const Params& params) {
+  ptx::wait_for_turn((const u32*)params.source, 1);  // caught: turn_of_later_block
+}
+CUFLASH_DEFINE_KERNEL(turn_of_later_block, Params, kWarp, 1, wait_for_later_block)
+
+// The first thread to come here waits for the turn, the others do not wait for that thread.
+CUFLASH_DEVICE void add_before_turn(const Params& params) {
+  u32* turns = (u32*)params.source;
+  if (turns[1]++ == 0) ptx::wait_for_turn(turns, 0);
+  ptx::reduce_add(destination_of(params) + ptx::thread_index(), 1.0f);  // caught: addition_before_turn
+}
+CUFLASH_DEFINE_KERNEL(addition_before_turn, Params, kWarp, 1, add_before_turn)
+
+// The last thread to come here ends the turn, without having met the others.
+CUFLASH_DEVICE void end_turn_early(const Params& params) {
+  u32* turns = (u32*)params.source;
+  ptx::reduce_add(destination_of(params) + ptx::thread_index(), 1.0f);
+  if (++turns[1] == kWarp) ptx::end_turn(turns);  // caught: turn_ended_early
+}
+CUFLASH_DEFINE_KERNEL(turn_ended_early, Params, kWarp, 1, end_turn_early)
+
 CUFLASH_DEVICE void divide_by_zero(const Params& params) {
   ((int*)params.destination)[0] = 7 / (int)(params.count - params.padding);  // caught: integer_division
 }
