@@ -146,6 +146,16 @@ SUITES = {
     ),
     "targets": Suite(kind="gpu", cases=FA2 + GROUPED, peers=("cudnn", "fa2"), about="fa2 and grouped in one run"),
     "odd": Suite(kind="gpu", cases=ODD, peers=("cudnn", "fa2", "efficient", "math"), about="small and odd shapes"),
+    "dims": Suite(
+        kind="gpu",
+        cases=tuple(
+            Case(head_dim=d, head_dim_v=d_v, seqlen_q=4096, batch=4, num_heads=2048 // d, causal=causal)
+            for d, d_v in ((40, 40), (80, 80), (96, 96), (192, 128))
+            for causal in (False, True)
+        ),
+        peers=("cudnn", "fa2"),
+        about="head dimensions between the usual ones",
+    ),
     "flex": Suite(
         kind="gpu",
         cases=tuple(_row(d, 4096, causal) for d in (64, 128) for causal in (False, True)),
