@@ -903,6 +903,10 @@ def run_sanitized(sanitizer):
         case = replace(SANITIZED, dtype=dtype)
         arch = "8.0" if deterministic else "9.0"
         assert_results(case, all_results(case, arch=arch, deterministic=deterministic, sanitizer=sanitizer))
+    case = replace(SANITIZED, dtype="float32")
+    arrays, tiles = case.arrays(), FORWARD_FLOAT32_SM90_TILES[:1]
+    results = attention.forward(problem_of(case, arrays), arrays, tiles=tiles, sanitizer=sanitizer)
+    ct.assert_forward(case, *results)
 
 
 def test_no_undefined_behaviour():
