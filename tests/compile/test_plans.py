@@ -110,6 +110,7 @@ SPILLS_OF_OPTIONS = SPILLS | {
     ("backward_sm90.cu", 2, 256, "64x64", 1): 576,
     ("forward_sm80.cu", 4, 64, "64x64", 1): 16,
     ("forward_float32_sm90.cu", 4, 64, "192x64", 1): 80,
+    ("backward_float32_sm90.cu", 4, 128, "64x64", 1): 16,
 }
 
 
