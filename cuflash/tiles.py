@@ -540,8 +540,8 @@ BACKWARD_SM90_TILES = (
 # Tiles of 64 keys and 64 queries; the six products of pieces count as one.
 BACKWARD_FLOAT32_SM90_TILES = (
     #                     max_dim stages rooms columns of dq, late
-    _backward_float32_sm90(64,  2, 2, 64, False, _ARITHMETIC),
-    _backward_float32_sm90(128, 1, 1, 64, True,  _ARITHMETIC),
+    _backward_float32_sm90(64,  2, 2, 64,  False, _ARITHMETIC),
+    _backward_float32_sm90(128, 1, 1, 128, True,  _ARITHMETIC),
 )
 
 BACKWARD_TILES = (
