@@ -5,7 +5,7 @@
 //
 // Factors come as three pieces of bfloat16 each (pieces.cuh), and each product is a sum of six. What the tensor cores add
 // up they cut off: so a chunk of 64 columns, or of the 64 rows of a tile, is summed there, and chunks and tiles are added
-// with rounding.
+// with rounding. Scores alone are one sum, that of the forward pass.
 //
 // A block owns 64 keys of one key/value head and walks over the tiles of 64 queries, and over the query heads that share
 // its keys. Nothing is computed twice: one warpgroup makes P' and dV, and hands P' to the next one, which makes dS' and
@@ -152,10 +152,11 @@ struct Operand {
   u32 word[kPieces][kSteps][4];
 };
 
-// total += a b, b stored by rows; `arrives(c)` waits for chunk c of b, `release(c)` is told that it is not needed any more.
-template <int chunks, class Arrives, class Release>
+// total += a b, b stored by rows; `arrives(c)` waits for chunk c of b, `release(c)` is told that it is not needed any more,
+// `meanwhile` is done while the first products run.
+template <int chunks, class Arrives, class Meanwhile, class Release>
 CUFLASH_DEVICE void add_product(float (&total)[chunks * kTileColumns][4], const Operand& a, u32 b, Arrives arrives,
-                                Release release) {
+                                Meanwhile meanwhile, Release release) {
   float sum[chunks][kTileColumns][4];
   repeat<chunks>([&](auto chunk) __attribute__((always_inline)) {
     constexpr int c = decltype(chunk)::value;
@@ -168,6 +169,7 @@ CUFLASH_DEVICE void add_product(float (&total)[chunks * kTileColumns][4], const 
                                 along_k_transposed(piece_of(columns, j.value), k), accumulate);
     });
     ptx::commit_products();
+    if constexpr (c == 0) meanwhile();
   });
   repeat<chunks>([&](auto chunk) __attribute__((always_inline)) {
     constexpr int c = decltype(chunk)::value;
@@ -336,7 +338,7 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
     Operand operand;
     to_operand(p, operand, split_small);
     add_product<kChunksV>(
-        dv, operand, shared.do_ring.tile(at), [&](int c) { shared.do_ring.full(at, c).wait(at.parity); },
+        dv, operand, shared.do_ring.tile(at), [&](int c) { shared.do_ring.full(at, c).wait(at.parity); }, [] {},
         [&](int c) {
           if (thread == 0) shared.do_ring.empty(at, c).arrive();
         });
@@ -421,11 +423,12 @@ CUFLASH_DEVICE void make_dk(const BackwardParams& params, const Shared& shared, 
       for (int k = 0; k < kSteps; ++k)
         ptx::store_matrix_x4(line + piece * kBytesPiece + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)),
                              operand.word[piece][k]);
-    ptx::fence_async_proxy();
-    shared.room.ds_full(room).arrive();
-
     add_product<kChunks>(
         dk, operand, shared.q_ring.tile(at), [&](int c) { shared.q_ring.full(at, c).wait(at.parity); },
+        [&] {
+          ptx::fence_async_proxy();
+          shared.room.ds_full(room).arrive();
+        },
         [&](int c) {
           if (thread == 0) shared.q_ring.empty(at, c).arrive();
         });

@@ -88,7 +88,7 @@ SPILLS = {
     ("backward_reduce.cu", 2, 256, "64x64", 1): 320,
     ("backward_sm80.cu", 4, 256, "16x16", 1): 16,
     ("forward_sm90.cu", 2, 128, "192x80", 1): 16,
-    ("backward_float32_sm90.cu", 4, 128, "64x64", 1): 8,
+    ("backward_float32_sm90.cu", 4, 128, "64x64", 1): 16,
 }
 # The same on compute capability 10.0 and later, where the compiler loads fragments of wide elements further ahead.
 SPILLS_OF_LATER_ARCHS = SPILLS | {
@@ -118,6 +118,7 @@ SPILLS_OF_OPTIONS = SPILLS | {
     ("backward_sm90.cu", 2, 256, "64x64", 1): 576,
     ("forward_sm80.cu", 4, 64, "64x64", 1): 16,
     ("forward_float32_sm90.cu", 4, 64, "192x64", 1): 80,
+    ("backward_float32_sm90.cu", 4, 128, "64x64", 1): 80,
 }
 
 

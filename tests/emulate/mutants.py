@@ -1102,7 +1102,7 @@ MUTANTS = (
     _mutant("P' is read before it is there", B32, "    shared.room.p_full(room).wait(room.parity);\n", "",
             "backward pieces"),
     _mutant("dS' over P' that is still read", B32, "    ptx::sync_named(kDkWarpgroup, 128);\n", "", "backward pieces"),
-    _mutant("dS' of pieces is not fenced", B32, "    ptx::fence_async_proxy();\n", "", "backward pieces"),
+    _mutant("dS' of pieces is not fenced", B32, "          ptx::fence_async_proxy();\n", "", "backward pieces"),
     _mutant("dQ of pieces before dS' is there", B32, "    shared.room.ds_full(room).wait(room.parity);\n", "",
             "backward pieces"),
     _mutant("a room is given back before dQ is computed", B32,
