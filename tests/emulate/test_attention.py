@@ -305,9 +305,9 @@ FORWARD = tuple(_specialisations((*FORWARD_TILES, *SEVERAL_STAGES)))
 FORWARD_SM90 = tuple(_specialisations(FORWARD_SM90_TILES))
 # What that kernel has and no row may use: turns, two consumers of short rows, one stage and several.
 FLOAT32_SM90_VARIANTS = (
-    replace(FORWARD_FLOAT32_SM90_TILES[0], block_m=128, block_n=128, num_stages=1, ping_pong=True),
-    replace(FORWARD_FLOAT32_SM90_TILES[0], block_m=192, num_stages=2, ping_pong=True),
-    replace(FORWARD_FLOAT32_SM90_TILES[0], block_m=128, block_n=80, num_stages=2, ping_pong=False),
+    replace(FORWARD_FLOAT32_SM90_TILES[0], block_n=64, num_stages=3, ping_pong=True),
+    replace(FORWARD_FLOAT32_SM90_TILES[0], block_m=192, block_n=64, num_stages=2, ping_pong=True),
+    replace(FORWARD_FLOAT32_SM90_TILES[0], block_n=80, num_stages=2, ping_pong=False),
 )
 FORWARD_FLOAT32_SM90 = tuple(_specialisations((*FORWARD_FLOAT32_SM90_TILES, *FLOAT32_SM90_VARIANTS), with_options=5))
 BACKWARD = tuple(_specialisations(BACKWARD_TILES))
