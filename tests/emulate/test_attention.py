@@ -224,7 +224,7 @@ ROWS_SM80 = (
 )
 ROWS_SM90 = (
     *(("contiguous", 0, 0), ("contiguous", -8, -24), ("contiguous", 8, 0), ("contiguous", 0, 8)),
-    *(("contiguous", 40, 64), ("widened", -3, -15), ("transposed", -8, 0), ("spaced", 0, -16), ("spaced", 33, 1)),
+    *(("contiguous", 40, 64), ("widened", -3, -16), ("transposed", -8, 0), ("spaced", 0, -24), ("spaced", 33, 8)),
 )
 
 
