@@ -282,18 +282,9 @@ class BackwardSm90Tile:
     block_m: int
     block_n: int
     num_stages: int
-    first_apart: bool  # the first step has code of its own, without the products of nothing
-    dp_early: bool  # dP is issued together with P
-    keep_before: bool  # the weights are kept in front of the wait for the products before them
-    splits_roles: bool  # one warpgroup makes dv and another dk, of the same keys
-    p_stages: int  # tiles of P that the one hands to the other; with 0, both make it
+    dp_early: bool  # dP is issued at the start of a step, not behind the products of the step before
+    splits_roles: bool  # one warpgroup makes P and dv, another dS and dk, of the same keys
     holds_k: bool  # consumers keep K in registers
-    holds_v: bool  # and V
-    dk_from_shared: bool  # dS is read from shared memory for dk too, not kept in registers
-    ds_stages: int  # tiles of dS between the consumers and dq
-    dq_columns: int  # of dq that are made at a time
-    dq_ahead: bool  # the next of them are made while these are added to memory
-    registers: tuple[int, int, int]  # of a thread of the first consumer, of the second, and of dq
     origin: str = field(compare=False)
 
     element_bytes = 2
@@ -306,35 +297,20 @@ class BackwardSm90Tile:
         keys = 64 if self.splits_roles else 128
         _check_row(self, self.block_n == keys, "64 keys for two consumers, or for each of them")
         _check_row(self, self.block_m == 64, "64 queries for one product")
-        _check_row(self, self.splits_roles or self.p_stages == 0, "P handed over only where roles are split")
-        _check_row(self, self.dq_columns in (32, 64, 128), "dq_columns that divide a chunk, or two chunks")
-        _check_row(self, all(n % 8 == 0 for n in self.registers), "registers that can be dealt")
-        _check_row(self, sum(self.registers) <= 504, "registers that a multiprocessor has for three warpgroups")
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         keys = _chunked_bytes(self.block_n, dim) + _chunked_bytes(self.block_n, dim_v)
         queries = _chunked_bytes(self.block_m, dim) + _chunked_bytes(self.block_m, dim_v) + self.block_m * 8
-        ds = _chunked_bytes(self.block_n, self.block_m)
-        p = self.p_stages * self.block_n * self.block_m * 4
-        barriers = 8 * (2 + 4 * self.num_stages + 2 * self.ds_stages + 2 * self.p_stages)
-        return keys + self.num_stages * queries + self.ds_stages * ds + p + barriers
+        ds = 2 * _chunked_bytes(self.block_n, self.block_m)
+        p = self.block_n * self.block_m * 4 if self.splits_roles else 0
+        barriers = 8 * (2 + 4 * self.num_stages + 4 + 2 * self.splits_roles)
+        return keys + self.num_stages * queries + ds + p + barriers
 
     def defines(self) -> dict[str, int]:
         return _tile_defines(self) | {
-            "CUFLASH_FIRST_APART": int(self.first_apart),
             "CUFLASH_DP_EARLY": int(self.dp_early),
-            "CUFLASH_KEEP_BEFORE": int(self.keep_before),
             "CUFLASH_SPLITS_ROLES": int(self.splits_roles),
-            "CUFLASH_P_STAGES": self.p_stages,
             "CUFLASH_HOLDS_K": int(self.holds_k),
-            "CUFLASH_HOLDS_V": int(self.holds_v),
-            "CUFLASH_DK_FROM_SHARED": int(self.dk_from_shared),
-            "CUFLASH_DS_STAGES": self.ds_stages,
-            "CUFLASH_DQ_COLUMNS": self.dq_columns,
-            "CUFLASH_DQ_AHEAD": int(self.dq_ahead),
-            "CUFLASH_REGISTERS_FIRST": self.registers[0],
-            "CUFLASH_REGISTERS_SECOND": self.registers[1],
-            "CUFLASH_REGISTERS_DQ": self.registers[2],
         }
 
     def helper(self, num_warps: int) -> BackwardTile:
@@ -472,11 +448,7 @@ _backward = _maker(
     BackwardTile,
     "max_dim block_m block_n num_warps num_stages min_blocks warps_d dq_warps_m fragments_ahead origin",
 )
-_backward_sm90 = _maker(
-    BackwardSm90Tile,
-    "max_dim block_m block_n num_stages first_apart dp_early keep_before splits_roles p_stages holds_k holds_v "
-    "dk_from_shared ds_stages dq_columns dq_ahead registers origin",
-)
+_backward_sm90 = _maker(BackwardSm90Tile, "max_dim block_m block_n num_stages dp_early splits_roles holds_k origin")
 _backward_float32_sm90 = _maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_rooms dq_columns dq_late origin")
 _dq = _maker(DqTile, "max_dim block_m block_n num_warps min_blocks origin")
 _decode = _maker(DecodeSm90Tile, "max_dim block_n num_stages min_blocks origin")
@@ -486,6 +458,12 @@ def _h200(here: str, flash_attention_2: str) -> str:
     return (
         f"on an H200 {here} TFLOP/s, FlashAttention-2 beside it {flash_attention_2} (seqlen 4096 full / causal, 1024 "
         "full / causal; bfloat16, batch x seqlen 16384, heads x head_dim 2048)"
+    )
+
+
+def _h200_long(here: str) -> str:
+    return (
+        f"on an H200 {here} TFLOP/s (seqlen 4096 full / causal; bfloat16, batch x seqlen 16384, heads x head_dim 2048)"
     )
 
 
@@ -582,14 +560,10 @@ DECODE_SM90_TILES = (
 )
 
 BACKWARD_SM90_TILES = (
-    #             max_dim m   n   stages apart early  keep   split  p  hold K hold V shared ds dq  ahead  registers
-    _backward_sm90(64,  64, 128, 3,     True, True,  False, False, 0, False, False, False, 2, 32, False, (224, 224, 56),
-                   _h200("489 / 461, 407 / 305", "269 / 245, 243 / 184")),
-    _backward_sm90(128, 64, 128, 3,     True, False, False, False, 0, False, False, False, 2, 32, False, (224, 224, 56),
-                   _h200("526 / 504, 443 / 338", "277 / 263, 253 / 206")),
-    _backward_sm90(256, 64, 64,  2,     True, False, False, True,  0, False, False, False, 2, 64, False, (208, 224, 72),
-                   "on an H200 351 / 327, 297 / 241 TFLOP/s, cuDNN beside it 399 / 372, 300 / 255 (seqlen 4096 full / "
-                   "causal, 1024 full / causal)"),
+    #             max_dim m   n   stages early split  hold K
+    _backward_sm90(64,  64, 128, 3,     True,  False, True,  _h200_long("531 / 477")),
+    _backward_sm90(128, 64, 128, 3,     False, False, False, _h200_long("580 / 523")),
+    _backward_sm90(256, 64, 64,  2,     True,  True,  False, _h200_long("432 / 397")),
 )
 
 # Tiles of 64 keys and 64 queries; the six products of pieces count as one.

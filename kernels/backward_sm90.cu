@@ -4,10 +4,12 @@
 //   dV = P' dO              dK = dS' Q     dQ += dS K                       (X' is X transposed; rows of X' are keys)
 //
 // A block owns kBlockN keys of one key/value head and walks over the tiles of queries, and over the query heads that
-// share its keys. Its warpgroups have roles: the consumers own 64 keys each, with dK and dV in registers, where P' and dS'
-// are operands as they come; dS' also goes to shared memory, from which the last warpgroup makes dQ of the tile and adds
-// it to memory, at its own pace. A thread of it asks the copy engine for tiles. Consumers issue dV and dK of a tile of
-// queries behind P' of the next one, so that they run during its exponentials.
+// share its keys. Its warpgroups have roles. Two are consumers, with dK and dV in registers, where P' and dS' are operands
+// as they come: each makes everything for 64 keys of its own, or, where registers hold one of dV and dK only, both share
+// 64 keys, the first makes P' and dV, the second dS' and dK, and P' is handed over in shared memory. dS' goes there too,
+// and from it the last warpgroup makes dQ of the tile and adds it to memory, at its own pace. A thread of it asks the copy
+// engine for tiles. Consumers issue dV and dK of a tile of queries behind P' of the next one, or dP' where they make no
+// P', so that they run during what follows from it.
 //
 //   barrier       one phase is over when              who waits
 //   kv_full       K and V have arrived                consumers, dQ
@@ -15,10 +17,11 @@
 //   q_empty[i]    every consumer is done with them    who asks for the next
 //   do_full[i], do_empty[i]                           the same for dO
 //   ds_full[i]    who makes dS' has written it to i   dQ
-//   ds_empty[i]   dQ of it is computed                consumers, before they write there again
-//   p_full[i]     who makes P' has left it in i       who makes dS', where roles are split
-//   p_empty[i]    it has been read                    who makes P'
-//   named: one per consumer for itself; one for all consumers; one for consumers and dQ at the end
+//   ds_empty[i]   dQ of it is computed                who makes dS', before writing there again
+//   p_full        P' has been left there              who makes dS', where roles are split
+//   p_empty       it has been read                    who makes P', before leaving the next there
+//   named: one per consumer for itself; one for all consumers; one for consumers and dQ at the end; two for the turns of
+//   dQ, at their start and behind their additions
 #include "backward_walk.cuh"
 #include "config.cuh"
 #include "mask.cuh"
@@ -29,25 +32,15 @@
 #include "score.cuh"
 #include "tiles_sm90.cuh"
 
-// Whether dP' is issued together with P', or only when the products of the step before have freed their registers.
+// Whether dP' is issued at the start of a step, or only when the products of the step before have freed their registers.
 constexpr bool kDpEarly = CUFLASH_DP_EARLY;
-// At large head dimensions a warpgroup's registers hold one of dV and dK only: two consumers then share 64 keys. One makes
-// P' and dV, the other dS and dK; P' is handed over in shared memory, as the threads hold it, or both make it. Else each
-// makes everything for 64 keys of its own.
 constexpr bool kSplitsRoles = CUFLASH_SPLITS_ROLES;
-constexpr int kPStages = CUFLASH_P_STAGES;
-constexpr bool kHandsP = kPStages > 0;
 static_assert(kPairsStats, "a lane reads lse of two queries, and later their delta");
-// Whether consumers keep K, and V, in registers, so that only Q, and dO, are read for P' and dP'.
+// Whether consumers keep K in registers, so that only Q is read for P'.
 constexpr bool kHoldsK = CUFLASH_HOLDS_K;
-constexpr bool kHoldsV = CUFLASH_HOLDS_V;
-// Whether dS' is read from shared memory for dK too, and takes no registers until dK is made.
-constexpr bool kDkFromShared = CUFLASH_DK_FROM_SHARED;
 // Whether the first step, which has no products of a step before it, is a piece of code of its own. Else it makes products
 // of nothing, and those of the next step do not add to them: half the instructions, and fewer registers.
-constexpr bool kFirstApart = CUFLASH_FIRST_APART;
-// Whether what can be calculated under the products of the step before is kept in front of the wait for them.
-constexpr bool kKeepBefore = CUFLASH_KEEP_BEFORE;
+constexpr bool kFirstApart = !kSplitsRoles;
 constexpr int kConsumers = 2;
 constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
 constexpr int kQueryTiles = kBlockM / 8;
@@ -63,7 +56,7 @@ constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesDo = chunked_bytes(kBlockM, kDimV);
 constexpr u32 kBytesDs = chunked_bytes(kBlockN, kBlockM);
 constexpr u32 kBytesStats = kBlockM * 8;
-constexpr int kDsStages = CUFLASH_DS_STAGES;
+constexpr int kDsStages = 2, kPStages = kSplitsRoles;
 constexpr u32 kBytesP = 128 * kQueryTiles * 16;
 constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages + 2 * kDsStages + 2 * kPStages);
 static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesStats) + kDsStages * kBytesDs +
@@ -71,15 +64,11 @@ static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesStats
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
-// Registers of a thread after the roles are dealt: at most what the block started with in all.
-constexpr int kFirstRegisters = CUFLASH_REGISTERS_FIRST;    // of the first consumer
-constexpr int kSecondRegisters = CUFLASH_REGISTERS_SECOND;  // and of the second
-static_assert(kSplitsRoles || kFirstRegisters == kSecondRegisters, "consumers that do the same");
-constexpr int kDqRegisters = CUFLASH_REGISTERS_DQ;
-// Columns of dQ at a time, for which these registers do.
-constexpr int kDqColumns = kDim % CUFLASH_DQ_COLUMNS == 0 ? CUFLASH_DQ_COLUMNS : kChunk;
-constexpr bool kDqAhead = CUFLASH_DQ_AHEAD;  // those of the next columns run while these are added to memory
-static_assert(kChunk % kDqColumns == 0 || kDqColumns % kChunk == 0, "columns of one chunk of K, or of several");
+// Registers of a thread after the roles are dealt: what the block started with in all.
+constexpr int kConsumerRegisters = kSplitsRoles ? 208 : 224;
+constexpr int kDqRegisters = 504 - kConsumers * kConsumerRegisters;
+constexpr int kDqColumns = kSplitsRoles ? 64 : 32;  // of dQ at a time, for which these registers do
+static_assert(kChunk % kDqColumns == 0, "columns of one chunk of K");
 
 // Named barriers: of each consumer, of all of them, of consumers and dQ at the end; of dQ at its turn, and behind it.
 constexpr u32 kConsumer = 1, kAll = kConsumer + kConsumers, kEnd = kAll + 1, kTurn = kEnd + 1, kAdded = kTurn + 1;
@@ -190,36 +179,25 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
     float* accumulator = (float*)common.dq_accumulator + m_tile * (kBlockM * kDim) + thread * 4;
     shared.ds_ring.full(at).wait(at.parity);
     const u64 a = descriptor_of_transposed<kBlockN>(shared.ds + at.stage * kBytesDs);
+    float dq[kDqColumns / 8][4];
     constexpr int slices = kDim / kDqColumns;
-    float dq[kDqAhead ? 2 : 1][kDqColumns / 8][4];
-    const auto multiply = [&](auto slice) {
-      constexpr int first = decltype(slice)::value * kDqColumns;
-      auto& sum = dq[kDqAhead ? decltype(slice)::value % 2 : 0];
+    repeat<slices>([&](auto slice) {
+      constexpr int index = decltype(slice)::value, first = index * kDqColumns;
       const u64 b = descriptor_of_transposed<kBlockN>(shared.k + first / kChunk * kBlockN * kLineBytes) +
                     first % kChunk * 2 / 16;
-      ptx::renew_registers(sum);
+      ptx::renew_registers(dq);
       ptx::fence_products();
 #pragma unroll
       for (int k = 0; k < kBlockN / 16; ++k)
-        ptx::multiply_async<true, true>(Element{}, sum, along_k_transposed(a, k), along_k_transposed(b, k), k > 0);
+        ptx::multiply_async<true, true>(Element{}, dq, along_k_transposed(a, k), along_k_transposed(b, k), k > 0);
       ptx::commit_products();
-    };
-    if constexpr (kDqAhead) multiply(Integer<0>{});
-    repeat<slices>([&](auto slice) {
-      constexpr int index = decltype(slice)::value;
-      constexpr bool is_last = index + 1 == slices;
-      if constexpr (!kDqAhead)
-        multiply(slice);
-      else if constexpr (!is_last)
-        multiply(Integer<index + 1>{});
       if constexpr (kDqInTurn && index == 0) turns.wait(m_tile, walk.m_block);
-      ptx::wait_products<kDqAhead && !is_last>();
-      auto& sum = dq[kDqAhead ? index % 2 : 0];
-      ptx::renew_registers(sum);
-      if (is_last && thread == 0) shared.ds_ring.empty(at).arrive();
+      ptx::wait_products<0>();
+      ptx::renew_registers(dq);
+      if (index + 1 == slices && thread == 0) shared.ds_ring.empty(at).arrive();
 #pragma unroll
       for (int n = 0; n < kDqColumns / 8; ++n)
-        ptx::reduce_add_x4(accumulator + (index * kDqColumns / 8 + n) * 128 * 4, sum[n]);
+        ptx::reduce_add_x4(accumulator + (index * kDqColumns / 8 + n) * 128 * 4, dq[n]);
     });
     if constexpr (kDqInTurn) turns.added();
     if (thread == 0) producer.load_queries();
@@ -227,18 +205,7 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
   if constexpr (kDqInTurn) turns.end();
 }
 
-// A number that depends on all of these, and is not negative.
-template <int pieces>
-CUFLASH_DEVICE float trace_of(const float (&value)[pieces][4]) {
-  u32 bits = 0;
-#pragma unroll
-  for (const auto& piece : value)
-#pragma unroll
-    for (float x : piece) bits |= ptx::bits_of(x);
-  return ptx::float_of(bits & 0x7fffffffu);
-}
-
-// A consumer: the warpgroup of 64 keys, `consumer` of kConsumers, and what it makes.
+// A consumer, number `consumer`, of 64 keys: it makes P' and dV, or dS' and dK, or all of them.
 template <bool makes_dv, bool makes_dk>
 CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, u32 consumer) {
   const Params& common = params.common;
@@ -246,7 +213,6 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
   const int batch = tile.work.batch;
   const u32 thread = ptx::thread_index() % 128, lane = lane_index();
   const bool elected = thread == 0;
-  constexpr bool makes_p = makes_dv || !kHandsP;
   const u32 first = kSplitsRoles ? 0 : consumer * 64;  // of its keys
   const int warp_key = thread / 32 * 16, lane_key = tile.first_key + first + warp_key + fragment_row();
   const u32 rows_k = shared.k + first * kLineBytes, rows_v = shared.v + first * kLineBytes;
@@ -272,20 +238,18 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     }
   }
 
-  // P' or dP': `a` is the rows of K or V of this warpgroup, held in registers or not, `b` a tile of Q or dO.
-  Fragment k_operand[kHoldsK ? kDim / 16 : 1], v_operand[kHoldsV ? kDimV / 16 : 1];
-  if (tile.num_steps > 0) {
-    if constexpr (kHoldsK) load_fragments_chunked<kBlockN>(rows_k, warp_key, k_operand);
-    if constexpr (kHoldsV) load_fragments_chunked<kBlockN>(rows_v, warp_key, v_operand);
-  }
-  const auto multiply_keys = [&](auto& d, auto held, const auto& operand, u32 a, u32 b, auto steps) {
+  // P' or dP': `a` is the rows of K or V of this warpgroup, of which K may be held in registers, `b` a tile of Q or dO.
+  Fragment k_operand[kHoldsK ? kDim / 16 : 1];
+  if constexpr (kHoldsK)
+    if (tile.num_steps > 0) load_fragments_chunked<kBlockN>(rows_k, warp_key, k_operand);
+  const auto multiply_keys = [&](auto& d, auto held, u32 a, u32 b, auto steps) {
     const u64 a_rows = descriptor_of(a), b_rows = descriptor_of(b);
     ptx::renew_registers(d);
     ptx::fence_products();
 #pragma unroll
     for (int k = 0; k < decltype(steps)::value; ++k) {
       if constexpr (decltype(held)::value)
-        ptx::multiply_async<false>(Element{}, d, operand[k].word, along_k<kBlockM>(b_rows, k), k > 0);
+        ptx::multiply_async<false>(Element{}, d, k_operand[k].word, along_k<kBlockM>(b_rows, k), k > 0);
       else
         ptx::multiply_async<false, false>(Element{}, d, along_k<kBlockN>(a_rows, k), along_k<kBlockM>(b_rows, k), k > 0);
     }
@@ -305,12 +269,10 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     for (auto& fragment : operand)
       for (u32& word : fragment.word) word = 0;
   };
-  // dV and dK of the tile of queries in stage `stage`, whose dS' is at `s_ds`; added to the sums, or instead of them.
-  const auto multiply_operands = [&](int stage, [[maybe_unused]] u32 s_ds, bool adds) {
+  // dV and dK of the tile of queries in stage `stage`; added to the sums, or instead of them.
+  const auto multiply_operands = [&](int stage, bool adds) {
     const u64 dout = descriptor_of_transposed<kBlockM>(shared.dout + stage * kBytesDo);
     const u64 q = descriptor_of_transposed<kBlockM>(shared.q + stage * kBytesQ);
-    [[maybe_unused]] const u64 ds_rows = descriptor_of(s_ds);
-    if constexpr (makes_dk && kDkFromShared) ptx::sync_named(kConsumer + consumer, 128);  // all of dS' is written
     ptx::renew_registers(dv);
     ptx::renew_registers(dk);
     ptx::fence_products();
@@ -322,13 +284,8 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     }
     if constexpr (makes_dk) {
 #pragma unroll
-      for (int k = 0; k < kBlockM / 16; ++k) {
-        const u64 b = along_k_transposed(q, k);
-        if constexpr (kDkFromShared)
-          ptx::multiply_async<false, true>(Element{}, dk, along_k<kBlockN>(ds_rows, k), b, adds || k > 0);
-        else
-          ptx::multiply_async<true>(Element{}, dk, ds_operand[k].word, b, adds || k > 0);
-      }
+      for (int k = 0; k < kBlockM / 16; ++k)
+        ptx::multiply_async<true>(Element{}, dk, ds_operand[k].word, along_k_transposed(q, k), adds || k > 0);
       ptx::commit_products();
     }
   };
@@ -346,7 +303,6 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
 
   Walk walk = tile.first();
   int stage_before = 0;
-  u32 ds_before = rows_k;  // products of nothing may be of anything that has arrived
   const auto step = [&](auto apart, int index) {
     constexpr bool is_apart = decltype(apart)::value;
     const u32 s_q = shared.q + at.stage * kBytesQ, s_do = shared.dout + at.stage * kBytesDo;
@@ -355,23 +311,18 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
 
     shared.q_ring.full(at).wait(at.parity);
     shared.do_ring.full(at).wait(at.parity);
-    if constexpr (makes_p) multiply_keys(p, Constant<kHoldsK>{}, k_operand, rows_k, s_q, Integer<kDim / 16>{});
-    const auto multiply_dp = [&]() {
-      multiply_keys(ds, Constant<kHoldsV>{}, v_operand, rows_v, s_do, Integer<kDimV / 16>{});
-    };
-    // A step issues dP' before the products of the step before, or when they have left it their registers.
-    constexpr bool dp_early = makes_dk && (kDpEarly || !makes_p);
+    if constexpr (makes_dv) multiply_keys(p, Constant<kHoldsK>{}, rows_k, s_q, Integer<kDim / 16>{});
+    const auto multiply_dp = [&]() { multiply_keys(ds, Constant<false>{}, rows_v, s_do, Integer<kDimV / 16>{}); };
+    constexpr bool dp_early = makes_dk && kDpEarly;
     if constexpr (dp_early) multiply_dp();
     constexpr int kBehind = is_apart ? 0 : makes_dv + makes_dk;
-    if constexpr (!is_apart) multiply_operands(stage_before, ds_before, kFirstApart || index > 1);
-    const auto finish_step_before = [&](const auto& calculated) {
-      if constexpr (is_apart) return;
-      if constexpr (kKeepBefore) ptx::keep_before(trace_of(calculated), shared.kv_full.address + 8);
-      finish_products(stage_before, kFirstApart || index > 0);
+    if constexpr (!is_apart) multiply_operands(stage_before, kFirstApart || index > 1);
+    const auto finish_step_before = [&]() {
+      if constexpr (!is_apart) finish_products(stage_before, kFirstApart || index > 0);
     };
 
     [[maybe_unused]] float derivative[kScaleInExponent ? 1 : kQueryTiles][4];
-    if constexpr (makes_p) {
+    if constexpr (makes_dv) {
       const int head = walk.head, m_block = walk.m_block, first_row = m_block * kBlockM;
       const Score score(common, batch, head, tile.key_stop);
       const Mask mask(common, batch, head, tile.key_stop);
@@ -407,66 +358,59 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     }
     [[maybe_unused]] const u32 s_p = shared.p + p_at.stage * kBytesP + thread * 16;
     if constexpr (!makes_dk) {
-      if constexpr (kHandsP) {
-        shared.p_ring.empty(p_at).wait(p_at.parity ^ 1);
+      shared.p_ring.empty(p_at).wait(p_at.parity ^ 1);
 #pragma unroll
-        for (int n = 0; n < kQueryTiles; ++n) {
-          float handed[4];
+      for (int n = 0; n < kQueryTiles; ++n) {
+        float handed[4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) handed[i] = kHasSoftcap ? p[n][i] * derivative[n][i] : p[n][i];
-          ptx::store_shared_f32x4(s_p + n * 128 * 16, handed);
-        }
-        arrive_as_warp(shared.p_ring.full(p_at));
-        p_at.advance();
+        for (int i = 0; i < 4; ++i) handed[i] = kHasSoftcap ? p[n][i] * derivative[n][i] : p[n][i];
+        ptx::store_shared_f32x4(s_p + n * 128 * 16, handed);
       }
-      finish_step_before(p);
+      arrive_as_warp(shared.p_ring.full(p_at));
+      p_at.advance();
+      finish_step_before();
       to_operands(p, p_operand);
     } else {
       if constexpr (dp_early) {
         ptx::wait_products<kBehind>();
       } else {
-        finish_step_before(p);
+        finish_step_before();
         multiply_dp();
         if constexpr (makes_dv) to_operands(p, p_operand);
         ptx::wait_products<0>();
       }
       ptx::renew_registers(ds);
-      if constexpr (kHandsP) shared.p_ring.full(p_at).wait(p_at.parity);
+      if constexpr (!makes_dv) shared.p_ring.full(p_at).wait(p_at.parity);
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n) {
         float delta[2];
         ptx::load_shared_x2(s_stats + n * 64 + 8, delta);
-        if constexpr (kHandsP) ptx::load_shared_f32x4(s_p + n * 128 * 16, p[n]);
+        if constexpr (!makes_dv) ptx::load_shared_f32x4(s_p + n * 128 * 16, p[n]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           ds[n][i] = p[n][i] * (ds[n][i] - delta[i % 2]);
-          if constexpr (kHasSoftcap && !kHandsP) ds[n][i] *= derivative[n][i];
+          if constexpr (kHasSoftcap && makes_dv) ds[n][i] *= derivative[n][i];
         }
       }
-      if constexpr (kHandsP) {
+      if constexpr (!makes_dv) {
         arrive_as_warp(shared.p_ring.empty(p_at));
         p_at.advance();
       }
-      // dS' to shared memory, rows of keys.
-      const auto store_ds = [&]() {
-        to_operands(ds, ds_operand);
-        shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
-        const u32 line = shared.ds + ds_at.stage * kBytesDs + (first + warp_key + lane % 16) * kLineBytes;
-#pragma unroll
-        for (int k = 0; k < kBlockM / 16; ++k)
-          ptx::store_matrix_x4(line + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)), ds_operand[k].word);
-        ptx::fence_async_proxy();
-        arrive_as_warp(shared.ds_ring.full(ds_at));
-        ds_before = shared.ds + ds_at.stage * kBytesDs + first * kLineBytes;
-        ds_at.advance();
-      };
-      // As operands in registers, P' and dS' would overwrite those of the products of the step before.
-      if constexpr (kDkFromShared) store_ds();
+      // As operands, P' and dS' overwrite those of the products of the step before.
       if constexpr (dp_early) {
-        finish_step_before(ds);
+        finish_step_before();
         if constexpr (makes_dv) to_operands(p, p_operand);
       }
-      if constexpr (!kDkFromShared) store_ds();
+      to_operands(ds, ds_operand);
+      // dS' to shared memory, rows of keys.
+      shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
+      const u32 line = shared.ds + ds_at.stage * kBytesDs + (first + warp_key + lane % 16) * kLineBytes;
+#pragma unroll
+      for (int k = 0; k < kBlockM / 16; ++k)
+        ptx::store_matrix_x4(line + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)), ds_operand[k].word);
+      ptx::fence_async_proxy();
+      arrive_as_warp(shared.ds_ring.full(ds_at));
+      ds_at.advance();
     }
     stage_before = at.stage;
     at.advance();
@@ -479,7 +423,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
       set_to_zero(p_operand), set_to_zero(ds_operand);
 #pragma unroll 1
     for (int i = kFirstApart; i < tile.num_steps; ++i) step(Constant<false>{}, i);
-    multiply_operands(stage_before, ds_before, kFirstApart || tile.num_steps > 1);
+    multiply_operands(stage_before, kFirstApart || tile.num_steps > 1);
     finish_products(stage_before, true);
   }
 
@@ -539,13 +483,13 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
     accumulate_dq(params, shared, ptx::thread_index() % 128);
     if constexpr (!kSplitsGroup) ptx::arrive_named(kEnd, kConsumerThreads + 128);
   } else if constexpr (!kSplitsRoles) {
-    ptx::increase_registers<kFirstRegisters>();
+    ptx::increase_registers<kConsumerRegisters>();
     consume<true, true>(params, shared, warpgroup);
   } else if (warpgroup == 0) {
-    ptx::increase_registers<kFirstRegisters>();
+    ptx::increase_registers<kConsumerRegisters>();
     consume<true, false>(params, shared, warpgroup);
   } else {
-    ptx::increase_registers<kSecondRegisters>();
+    ptx::increase_registers<kConsumerRegisters>();
     consume<false, true>(params, shared, warpgroup);
   }
 }
