@@ -1,7 +1,7 @@
 // float32 for tensor cores that take bfloat16: every number is the sum of pieces of 8 bits each, rounded to nearest one
-// after the other. Three are all of it: high, middle and low; of the nine products of the pieces of two numbers, the six
-// largest matter, and the others together are below 2^-24 of the product. Two are 16 bits of it, more than TF32 has; then
-// three of the four products matter, and all that is left out is below 2^-14 of the product: of TF32's, 2^-10.
+// after the other. Three are all of it: high, middle and low. Of the nine products of the pieces of two numbers, six
+// matter: the others together are below 2^-24 of the product. Two are 16 bits of it, where TF32 has 11. Then three
+// products of four matter, and all that is left out is below 2^-14 of the product, where TF32 may lose 2^-10.
 #pragma once
 #include "config.cuh"
 
@@ -9,7 +9,7 @@ constexpr int kPieces = CUFLASH_PIECES;
 static_assert(kPieces == 2 || kPieces == 3, "pieces of TF32's precision, or of float32's");
 constexpr int kHigh = 0, kMiddle = 1, kLow = 2, kLast = kPieces - 1;
 
-// Which pieces of a and b a product takes. Sums on the tensor cores are cut off, so they meet large numbers last. And all
+// Which pieces of a and b a product takes. Sums on the tensor cores are cut off, so they meet large numbers last. All
 // products with a piece of b are neighbours, so that it can go as soon as possible.
 struct PieceProduct {
   int a, b;
@@ -22,7 +22,8 @@ CUFLASH_DEVICE constexpr PieceProduct piece_product(int i) {
   return kPieces == 3 ? kOrder[i] : kOrderOfTwo[i];
 }
 
-// The pieces of a pair of finite numbers up to the largest of bfloat16, or of NaN. The result is finite only if they are.
+// The pieces of a pair of finite numbers up to the largest of bfloat16, or of NaN. The result is finite only if these
+// are.
 CUFLASH_DEVICE float split_small(float x, float y, u32 (&piece)[kPieces]) {
 #pragma unroll
   for (int i = 0; i < kLast; ++i) {
@@ -35,8 +36,8 @@ CUFLASH_DEVICE float split_small(float x, float y, u32 (&piece)[kPieces]) {
 }
 
 // The pieces of a pair of any numbers. An infinity is in the last piece, which meets the high piece of the other factor
-// only, below a high piece of one: where it meets a finite number, no product is the difference of two infinities nor that
-// of an infinity and a piece which is zero.
+// only, below a high piece of one: where it meets a finite number, no product is the difference of two infinities nor
+// that of an infinity and a piece which is zero.
 CUFLASH_DEVICE void split(float x, float y, u32 (&piece)[kPieces]) {
   constexpr float kLargest = 3.3895313892515355e38f;  // of bfloat16
   const float pair[2] = {x, y};
@@ -56,6 +57,13 @@ CUFLASH_DEVICE void split(float x, float y, u32 (&piece)[kPieces]) {
     piece[kMiddle] = ptx::pack(BFloat16{}, middle[0], middle[1]);
     for (int i = 0; i < 2; ++i)
       rest[i] -= ptx::float_of(i == 0 ? piece[kMiddle] << 16 : piece[kMiddle] & 0xffff0000u);
+  } else {
+    // Numbers next to the largest of float32 may not be rounded up to the one behind it.
+    constexpr float kLargestRest = kLargest / 256.0f;
+    for (int i = 0; i < 2; ++i) {
+      if (rest[i] > kLargestRest && rest[i] < ptx::infinity()) rest[i] = kLargestRest;
+      if (rest[i] < -kLargestRest && rest[i] > -ptx::infinity()) rest[i] = -kLargestRest;
+    }
   }
   piece[kLast] = ptx::pack(BFloat16{}, rest[0], rest[1]);
 }
