@@ -119,7 +119,7 @@ SPILLS_OF_OPTIONS = SPILLS | {
     ("backward_sm90.cu", 2, 128, "64x128", 1): 320,
     ("backward_sm90.cu", 2, 256, "64x64", 1): 576,
     ("forward_sm80.cu", 4, 64, "64x64", 1): 16,
-    ("forward_float32_sm90.cu", 4, 64, "192x64", 1): 80,
+    ("forward_float32_sm90.cu", 4, 64, "128x128", 1): 32,
 }
 
 

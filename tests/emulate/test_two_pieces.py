@@ -16,10 +16,8 @@ from cuflash.tiles import BACKWARD_TF32_SM90_TILES, FORWARD_TF32_SM90_TILES
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
-# What may be of the error of a formula whose factors are rounded to TF32.
-SHARE = 1 / 8
-# The same of the tolerance for float32: TF32 has 11 bits of its 24.
-LOOSER = 2.0**13 * SHARE
+SHARE = 1 / 8  # of the error of a formula whose factors are rounded to TF32
+judge = attention.assert_two_pieces
 
 NARROW, WIDE = BACKWARD_TF32_SM90_TILES
 # What the kernels have and no row may use.
@@ -56,14 +54,6 @@ BACKWARD = (
 )
 
 
-def judge(problem, arrays, results, looser=LOOSER):
-    yardsticks = ct.yardsticks(problem, arrays)
-    for name, x in results.items():
-        yardstick = replace(yardsticks[name], tolerance=looser * yardsticks[name].tolerance)
-        measurement = ct.measure(name, x, yardstick)
-        assert not measurement.failure, str(measurement)
-
-
 def by_name(names, results):
     return dict(zip(names, results, strict=True))
 
@@ -98,7 +88,7 @@ def test_backward(what, data):
 CASE = ct.Case(seqlen_q=150, seqlen_k=210, head_dim=64, num_heads=2, num_heads_kv=1, dtype="float32", causal=True)
 
 
-@pytest.mark.parametrize("tiles", zip(FORWARD_ROWS, BACKWARD_ROWS, strict=True), ids=["narrow", "wide", "a", "b"])
+@pytest.mark.parametrize("tiles", [*zip(FORWARD_ROWS, BACKWARD_ROWS, strict=True)], ids=["narrow", "wide", "a", "b"])
 def test_neither_schedule_nor_memory_change_a_bit(tiles):
     """But of dq, which is summed up in no fixed order."""
     arrays = CASE.arrays()
