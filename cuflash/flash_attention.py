@@ -106,11 +106,12 @@ class FlashAttention:
         Gradients are bitwise equal run after run. `forward` always is, and so is the CPU path.
     precision : {"highest", "tf32"}, default "highest"
         Of products of float32 arrays on the GPU; nothing else changes. "highest": results are as close to the exact
-        ones as those of the formula in float32. "tf32": both factors of every product are rounded to TF32's 11 bits, to
-        nearest, and products are summed in float32: about three times as fast where tensor cores are the limit. Each
-        score is then off by up to ``2 ** -10 * abs(scale) * sum(abs(q[i]) * abs(k[j]))``, and each result, beside what
-        that changes, by 2 ** -10 of the sum of the absolute values of its terms. On the CPU "tf32" is computed as
-        "highest" is.
+        ones as those of the formula in float32. "tf32" is faster: products are at least as accurate as those of factors
+        rounded to TF32's 11 bits, to nearest, and are summed in float32. Each score is then off by up to
+        ``2 ** -10 * abs(scale) * sum(abs(q[i]) * abs(k[j]))``, and each result, beside what that changes, by 2 ** -10
+        of the sum of the absolute values of its terms. On compute capability 9.0, where `plan` says that arrays are
+        split into two pieces of bfloat16, which are 16 bits, both bounds are 2 ** -14; elsewhere factors are rounded to
+        TF32. On the CPU "tf32" is computed as "highest" is.
 
     Attributes
     ----------

@@ -17,14 +17,15 @@ from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 from cuflash.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
+    BACKWARD_TF32_SM90_TILES,
     BACKWARD_TILES,
     DECODE_ROWS,
     DECODE_SM90_TILES,
     DQ_TILES,
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
+    FORWARD_TF32_SM90_TILES,
     FORWARD_TILES,
-    PIECES,
     SERVES,
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
@@ -272,7 +273,7 @@ class _Draft:
         )
         self.defines["CUFLASH_ARGUMENT_BYTES"] = MAPS_OFFSET + len(rows) * TENSOR_MAP_BYTES
 
-    def add_pieces(self, tile: Tile, names: tuple[str, ...]) -> None:
+    def add_pieces(self, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile, names: tuple[str, ...]) -> None:
         """The kernel that splits these float32 arrays into scratch arrays of bfloat16, which tensor maps may describe.
 
         The array `name` becomes `name_pieces`, with the pieces of all batch entries along its first axis.
@@ -282,18 +283,23 @@ class _Draft:
             batch, heads, seqlen, columns = self.arrays[name].shape
             width = round_up(columns, 8)
             pieces = Operand(
-                shape=(PIECES * batch, heads, seqlen, columns),
+                shape=(tile.pieces * batch, heads, seqlen, columns),
                 strides=(heads * seqlen * width, seqlen * width, width, 1),
                 dtype="bfloat16",
             )
             self.arrays[f"{name}_pieces"] = pieces
-            self.scratch[f"{name}_pieces"] = PIECES * batch * heads * seqlen * width // 2
+            self.scratch[f"{name}_pieces"] = tile.pieces * batch * heads * seqlen * width // 2
             blocks += batch * heads * -(-seqlen // PIECES_ROWS)
         rows = {"CUFLASH_BLOCK_M": PIECES_ROWS, "CUFLASH_NUM_WARPS": PIECES_WARPS}
         self.add("pieces.cu", tile, blocks, 0, **rows)
         listed = ", ".join(names[:-1]) + " and " + names[-1]
         self.reasons.append(
-            f"{listed} are split into {PIECES} pieces of bfloat16: the six largest products of pieces count"
+            f"{listed} are split into {tile.pieces} pieces of bfloat16: "
+            + (
+                "the six largest products of pieces count"
+                if tile.pieces == 3
+                else "the three largest products of pieces count, which are more accurate than one of TF32"
+            )
         )
 
     def add(self, source: str, tile: Tile, blocks: int, shared_bytes: int, **defines: int) -> None:
@@ -316,17 +322,21 @@ class _Draft:
 
 
 _WRITTEN = ("out", "dk", "dv")  # results that kernels of compute capability 9.0 leave to the copy engine
+# Rows for float32 in pieces, by precision.
+_FORWARD_OF_PIECES = {"highest": FORWARD_FLOAT32_SM90_TILES, "tf32": FORWARD_TF32_SM90_TILES}
+_BACKWARD_OF_PIECES = {"highest": BACKWARD_FLOAT32_SM90_TILES, "tf32": BACKWARD_TF32_SM90_TILES}
 _FORWARD_MAPPED = ("q", "k", "v", "out")  # arrays that forward_sm90 and decode_sm90 leave to the copy engine
 
 
 def _draft_forward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     problem = draft.problem
+    of_pieces = _FORWARD_OF_PIECES[problem.precision]
     if tiles:
         tile, reason = tiles[0], "tile given by the caller"
     elif (why_not_decode := _why_not_decode(draft)) is None:
         tile, reason = _choose(DECODE_SM90_TILES, problem, draft.device)
-    elif (why_not_pieces := _why_not_pieces(draft, FORWARD_FLOAT32_SM90_TILES)) is None:
-        tile, reason = _choose(FORWARD_FLOAT32_SM90_TILES, problem, draft.device)
+    elif (why_not_pieces := _why_not_pieces(draft, of_pieces)) is None:
+        tile, reason = _choose(of_pieces, problem, draft.device)
     else:
         tables = (FORWARD_SM90_TILES, FORWARD_TILES)
         tile, reason = _choose_of(tables, draft, _FORWARD_MAPPED, "forward_sm90")
@@ -376,7 +386,7 @@ def _why_not_decode(draft: _Draft) -> str | None:
 def _why_not_pieces(draft: _Draft, table: tuple) -> str | None:
     """Why not to split float32 into pieces: None if that is the way to go, "" where nobody would expect it."""
     problem = draft.problem
-    if draft.device.arch != 90 or problem.dtype != "float32" or problem.precision != "highest":
+    if draft.device.arch != 90 or problem.dtype != "float32":
         return ""
     largest = max(row.max_dim for row in table)
     if max(problem.head_dim, problem.head_dim_v) > largest:
@@ -455,13 +465,14 @@ def _draft_combine(draft: _Draft, tile: DecodeSm90Tile, splits: int) -> None:
 
 def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     problem, device = draft.problem, draft.device
-    why_not_pieces = _why_not_pieces(draft, BACKWARD_FLOAT32_SM90_TILES)
+    of_pieces = _BACKWARD_OF_PIECES[problem.precision]
+    why_not_pieces = _why_not_pieces(draft, of_pieces)
     if why_not_pieces is None and problem.deterministic:
         why_not_pieces = "it adds to dq in no fixed order"
     if tiles:
         main, reason = tiles[0], "tiles given by the caller"
     elif why_not_pieces is None:
-        main, reason = _choose(BACKWARD_FLOAT32_SM90_TILES, problem, device)
+        main, reason = _choose(of_pieces, problem, device)
     else:
         tables = (BACKWARD_SM90_TILES, BACKWARD_TILES)
         main, reason = _choose_of(tables, draft, ("q", "k", "v", "dout", "dk", "dv"), "backward_sm90")

@@ -13,7 +13,6 @@ from cuflash.problem import Problem
 from cuflash.tensor_map import CHUNK
 
 LONG_SEQLEN = 2048  # from which on larger tiles of keys, or of queries, pay
-PIECES = 3  # of bfloat16 in a float32
 DECODE_ROWS = 64  # of one product, which hold the few queries of all heads that share keys
 
 
@@ -207,7 +206,7 @@ class ForwardSm90Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardFloat32Sm90Tile:
-    """One way to cut the forward pass of float32 for compute capability 9.0, of operands in three pieces of bfloat16.
+    """One way to cut the forward pass of float32 for compute capability 9.0, of operands in pieces of bfloat16.
 
     A warpgroup owns 64 of the block_m queries.
     """
@@ -217,6 +216,7 @@ class ForwardFloat32Sm90Tile:
     block_n: int
     num_stages: int
     ping_pong: bool  # consumers take turns at issuing products
+    pieces: int = 3  # of a float32; two are for TF32's precision
     origin: str = field(compare=False)
 
     element_bytes = 4
@@ -226,6 +226,7 @@ class ForwardFloat32Sm90Tile:
 
     def __post_init__(self) -> None:
         _check_row(self, self.block_m in (128, 192), "64 queries for each of two or three consumers")
+        _check_row(self, self.pieces in (2, 3), "two or three pieces")
         _check_row(self, self.block_n % 16 == 0 and self.block_n <= 256, "a block_n that one product serves")
 
     @property
@@ -239,10 +240,10 @@ class ForwardFloat32Sm90Tile:
             _chunked_bytes(self.block_n, dim),
             _chunked_bytes(self.block_n, dim_v),
         )
-        return PIECES * (q + self.num_stages * (k + v)) + 8 * (2 + 4 * PIECES * self.num_stages)
+        return self.pieces * (q + self.num_stages * (k + v)) + 8 * (2 + 4 * self.pieces * self.num_stages)
 
     def defines(self) -> dict[str, int]:
-        return _tile_defines(self) | {"CUFLASH_PING_PONG": int(self.ping_pong)}
+        return _tile_defines(self) | {"CUFLASH_PING_PONG": int(self.ping_pong), "CUFLASH_PIECES": self.pieces}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,6 +341,7 @@ class BackwardFloat32Sm90Tile:
     num_rooms: int  # in which weights and their gradients are handed from warpgroup to warpgroup
     dq_columns: int  # of dq in one product
     dq_late: bool  # dq of a tile waits for the first columns of its dk, which the next queries wait for
+    pieces: int = 3  # of a float32; two are for TF32's precision
     origin: str = field(compare=False)
 
     element_bytes = 4
@@ -351,11 +353,12 @@ class BackwardFloat32Sm90Tile:
     def __post_init__(self) -> None:
         _check_row(self, self.block_m == 64 and self.block_n == 64, "64 keys and 64 queries for one product")
         _check_row(self, self.dq_columns in (64, 128), "whole chunks of dq")
+        _check_row(self, self.pieces in (2, 3), "two or three pieces")
         _check_row(self, not self.dq_late or self.num_rooms <= self.num_stages, "late dq no further behind than dk")
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
-        tile = PIECES * (_chunked_bytes(64, dim) + _chunked_bytes(64, dim_v))
-        rooms = self.num_rooms * PIECES * _chunked_bytes(64, CHUNK)
+        tile = self.pieces * (_chunked_bytes(64, dim) + _chunked_bytes(64, dim_v))
+        rooms = self.num_rooms * self.pieces * _chunked_bytes(64, CHUNK)
         barriers = 8 * (2 + 2 * self.num_stages * (dim + dim_v) // CHUNK + 3 * self.num_rooms)
         return (self.num_stages + 1) * tile + rooms + self.num_stages * self.block_m * 8 + barriers
 
@@ -364,6 +367,7 @@ class BackwardFloat32Sm90Tile:
             "CUFLASH_NUM_ROOMS": self.num_rooms,
             "CUFLASH_DQ_COLUMNS": self.dq_columns,
             "CUFLASH_DQ_LATE": int(self.dq_late),
+            "CUFLASH_PIECES": self.pieces,
         }
 
     def helper(self) -> BackwardTile:
@@ -549,6 +553,12 @@ FORWARD_FLOAT32_SM90_TILES = (
     _forward_float32_sm90(128, 128, 64, 1,     True,  _float32("126 / 111", "45.0 / 42.6")),
 )
 
+# The same for precision="tf32".
+FORWARD_TF32_SM90_TILES = (
+    _forward_float32_sm90(64,  128, 128, 1,    False, _ARITHMETIC, pieces=2),
+    _forward_float32_sm90(128, 128, 64, 1,     True,  _ARITHMETIC, pieces=2),
+)
+
 # Memory of an H200 brings a multiprocessor 36 bytes in a nanosecond, after a microsecond: 64 KiB and more must be on
 # their way, beside the tiles in use.
 DECODE_SM90_TILES = (
@@ -566,11 +576,16 @@ BACKWARD_SM90_TILES = (
     _backward_sm90(256, 64, 64,  2,     True,  True,  False, _h200_long("432 / 397")),
 )
 
-# Tiles of 64 keys and 64 queries; the six products of pieces count as one.
+# Tiles of 64 keys and 64 queries; the products of pieces count as one.
 BACKWARD_FLOAT32_SM90_TILES = (
     #                     max_dim stages rooms columns of dq, late
     _backward_float32_sm90(64,  2, 2, 64, False, _float32("111 / 105", "35.0 / 31.4")),
     _backward_float32_sm90(128, 1, 1, 64, True,  _float32("122 / 113", "36.5 / 34.8")),
+)
+
+BACKWARD_TF32_SM90_TILES = (
+    _backward_float32_sm90(64,  2, 2, 64, False, _ARITHMETIC, pieces=2),
+    _backward_float32_sm90(128, 1, 1, 64, True,  _ARITHMETIC, pieces=2),
 )
 
 BACKWARD_TILES = (

@@ -1,10 +1,11 @@
-// Forward pass of float32 on the tensor cores and the copy engine of compute capability 9.0, to its full precision.
+// Forward pass of float32 on the tensor cores and the copy engine of compute capability 9.0.
 //
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
 //
-// The tensor cores multiply bfloat16. So Q, K and V come as three pieces each (pieces.cu made them), P is split in
-// registers, and every product is the sum of six (pieces.cuh). Tensor cores cut sums off: the P V of a tile of keys is
-// summed by itself there, small products first, and added to O with rounding.
+// The tensor cores multiply bfloat16. So Q, K and V come as pieces (pieces.cu made them), three each, or two where the
+// precision of TF32 is wanted; P is split in registers, and every product is the sum of six, or three (pieces.cuh).
+// Tensor cores cut sums off: the P V of a tile of keys is summed by itself there, small products first, and added to O
+// with rounding.
 //
 // One block stays on each multiprocessor and takes one tile of queries after another. Its last warpgroup, the producer,
 // asks the copy engine for tiles; each of the others, the consumers, owns 64 queries of the tile. While one consumer has

@@ -17,11 +17,13 @@ from cuflash.problem import make_problem
 from cuflash.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
+    BACKWARD_TF32_SM90_TILES,
     BACKWARD_TILES,
     DECODE_SM90_TILES,
     DQ_TILES,
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
+    FORWARD_TF32_SM90_TILES,
     FORWARD_TILES,
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
@@ -116,7 +118,7 @@ SPILLS_OF_OPTIONS = SPILLS | {
     ("backward_sm90.cu", 2, 128, "64x128", 1): 312,
     ("backward_sm90.cu", 2, 256, "64x64", 1): 96,
     ("forward_sm80.cu", 4, 64, "64x64", 1): 16,
-    ("forward_float32_sm90.cu", 4, 64, "192x64", 1): 80,
+    ("forward_float32_sm90.cu", 4, 64, "128x128", 1): 32,
     ("backward_float32_sm90.cu", 4, 128, "64x64", 1): 80,
 }
 
@@ -133,6 +135,8 @@ class Target:
         tile = self.tile
         sizes = f"{tile.max_dim}-{tile.block_m}x{tile.block_n}-w{tile.num_warps}b{tile.min_blocks}"
         name = f"{type(tile).__name__}-{tile.element_bytes}B-{sizes}"
+        if is_of_pieces(tile):
+            name += f"-{tile.pieces}pieces"
         return f"{self.arch}-{name}-{self.variant}"
 
     @property
@@ -148,7 +152,7 @@ class Target:
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": tile.max_dim}
         case = ct.Case(**sizes, **variant | {"dtype": dtype})
         arrays = case.arrays()
-        is_tf32 = self.variant == "full" and not is_of_pieces(tile)
+        is_tf32 = tile.pieces == 2 if is_of_pieces(tile) else self.variant == "full"
         options = replace(
             case.options,
             deterministic=isinstance(tile, DqTile) or self.variant == "turns",
@@ -203,7 +207,7 @@ def fits(tile, arch):
 
 
 def is_of_pieces(tile):
-    """Whether float32 is multiplied by its pieces, which is for the highest precision alone."""
+    """Whether float32 is multiplied by its pieces: three for the highest precision, two for TF32's."""
     return isinstance(tile, ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile)
 
 
@@ -225,6 +229,7 @@ TABLES = (
     *(FORWARD_TILES, BACKWARD_TILES, DQ_TILES),
     *(FORWARD_SM90_TILES, DECODE_SM90_TILES, BACKWARD_SM90_TILES),
     *(FORWARD_FLOAT32_SM90_TILES, BACKWARD_FLOAT32_SM90_TILES),
+    *(FORWARD_TF32_SM90_TILES, BACKWARD_TF32_SM90_TILES),
 )
 TARGETS = [
     *(
@@ -249,7 +254,7 @@ TARGETS = [
     ),
     *(
         Target(tile=tile, arch="9.0", variant=variant)
-        for tile in FORWARD_FLOAT32_SM90_TILES
+        for tile in (*FORWARD_FLOAT32_SM90_TILES, *FORWARD_TF32_SM90_TILES)
         for variant in ("full", "narrow", "bounds", "options")
     ),
     *(
@@ -259,7 +264,7 @@ TARGETS = [
     ),
     *(
         Target(tile=tile, arch="9.0", variant=variant)
-        for tile in (*BACKWARD_SM90_TILES, *BACKWARD_FLOAT32_SM90_TILES)
+        for tile in (*BACKWARD_SM90_TILES, *BACKWARD_FLOAT32_SM90_TILES, *BACKWARD_TF32_SM90_TILES)
         for variant in ("full", "groups", "turns", "options")
         if variant != "turns" or isinstance(tile, BackwardSm90Tile)
     ),

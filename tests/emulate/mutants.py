@@ -52,7 +52,9 @@ class Trial:
     def run(self, kernels: Path = emulator.KERNELS) -> None:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
         case, arrays = self.case, self.case.arrays()
-        options = replace(case.options, deterministic=self.in_turn or isinstance(self.tiles[-1], DqTile))
+        deterministic = self.in_turn or isinstance(self.tiles[-1], DqTile)
+        two_pieces = getattr(self.tiles[0], "pieces", 3) == 2
+        options = replace(case.options, deterministic=deterministic, precision="tf32" if two_pieces else "highest")
         problem = make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
         out, lse = reference.forward(problem, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
         if self.kv_lengths:
@@ -66,10 +68,16 @@ class Trial:
             "statistics": launches,
         }
         if isinstance(self.tiles[0], ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | DecodeSm90Tile):
-            ct.assert_forward(case, *attention.forward(problem, arrays, **how))
+            names, results = ("out", "lse"), attention.forward(problem, arrays, **how)
+            assert_results = ct.assert_forward
         else:
             out, lse = out.astype(arrays["q"].dtype), lse.astype(problem.softmax_dtype)
-            ct.assert_backward(case, *attention.backward(problem, arrays, out, lse, **how))
+            names, results = ("dq", "dk", "dv"), attention.backward(problem, arrays, out, lse, **how)
+            assert_results = ct.assert_backward
+        if two_pieces:
+            attention.assert_two_pieces(problem, arrays, dict(zip(names, results, strict=True)))
+        else:
+            assert_results(case, *results)
         conflicts = sum(launch.matrix_load_conflicts for launch in launches)
         if conflicts:
             raise AssertionError(f"{conflicts} bank conflicts")
@@ -235,6 +243,7 @@ TRIALS = {
     ),
     "sm90 even pairs": Trial(case=replace(_SMALL, seqlen_q=400, causal="top_left"), tiles=_sm90(), num_sms=3),
     "float32 sm90": Trial(case=_PIECES, tiles=_float32_sm90(), num_sms=1),
+    "float32 sm90 two pieces": Trial(case=_PIECES, tiles=(replace(_float32_sm90()[0], pieces=2),), num_sms=1),
     "float32 sm90 spread": Trial(case=replace(_PIECES, score_spread=30.0), tiles=_float32_sm90(), num_sms=1),
     "float32 sm90 window": Trial(case=replace(_WINDOW, dtype="float32"), tiles=_float32_sm90(), num_sms=1),
     "float32 sm90 wide window": Trial(case=replace(_WINDOW, dtype="float32"), tiles=_float32_sm90(block_m=192)),
@@ -269,6 +278,11 @@ TRIALS = {
         case=replace(_GROUPED, seqlen_q=300, seqlen_k=400, window=(70, 40)), tiles=(_BACKWARD_SM90, None), in_turn=True
     ),
     "backward pieces": Trial(case=replace(_PIECES, seqlen_q=200, seqlen_k=100), tiles=_BACKWARD_PIECES, num_sms=1),
+    "backward two pieces": Trial(
+        case=replace(_PIECES, seqlen_q=200, seqlen_k=100),
+        tiles=(replace(_BACKWARD_PIECES[0], pieces=2), None),
+        num_sms=1,
+    ),
     "backward pieces ring": Trial(
         case=replace(_PIECES, seqlen_q=300, seqlen_k=100, head_dim=40), tiles=_BACKWARD_PIECES_RING, num_sms=1
     ),
@@ -979,6 +993,12 @@ MUTANTS = (
     # ---- float32 by pieces of bfloat16
     _mutant("a middle piece is forgotten", "pieces.cuh", "{kMiddle, kMiddle}, ", "{kLow, kMiddle}, ", "float32 sm90"),
     _mutant("a low piece is forgotten", "pieces.cuh", "{kLow, kHigh}, ", "{kLow, kLow}, ", "float32 sm90"),
+    _mutant("a middle piece of two is forgotten", "pieces.cuh", "{{kHigh, kMiddle}, {kMiddle, kHigh}, ",
+            "{{kHigh, kMiddle}, {kMiddle, kMiddle}, ", "float32 sm90 two pieces", "backward two pieces"),
+    _mutant("the largest product of two pieces is forgotten", "pieces.cuh", "kPieces * (kPieces + 1) / 2;",
+            "kPieces == 2 ? 2 : 6;", "float32 sm90 two pieces", "backward two pieces"),
+    _mutant("the last of two pieces is split like the first of three", "pieces.cuh", "if constexpr (kPieces == 3) {",
+            "if constexpr (true) {", "float32 sm90 two pieces", "backward two pieces"),
     _mutant("the second of a pair keeps bits of the first", "pieces.cuh", "y -= ptx::float_of(piece[i] & 0xffff0000u);",
             "y -= ptx::float_of(piece[i] << 16);", "float32 sm90"),
     _mutant("the pair of pieces is swapped", "pieces.cuh",

@@ -9,7 +9,7 @@ from emulator import SCHEDULES, find_compiler
 
 import cuflash.testing as ct
 from cuflash.params import POINTER_WORD, parameters
-from cuflash.plan import PIECES, PIECES_ROWS, PIECES_WARPS
+from cuflash.plan import PIECES_ROWS, PIECES_WARPS
 from cuflash.problem import layout_of, make_problem, view_4d
 from cuflash.tiles import round_up
 
@@ -18,13 +18,13 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler
 NAMES = ("q", "k", "v", "dout")
 
 
-def split(case, arrays, schedule=SCHEDULES[0]):
+def split(case, arrays, count=3, schedule=SCHEDULES[0]):
     """The pieces of each array, as float64 and without the columns that round them up, and the width of their loads."""
     arrays = {name: attention.guarded(array) for name, array in arrays.items()}
     problem = make_problem(case.options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
     plan = attention.plan_for(problem, "forward", arrays | {"out": arrays["dout"]}, "8.0", None)
     rows = {"CUFLASH_BLOCK_M": PIECES_ROWS, "CUFLASH_NUM_WARPS": PIECES_WARPS, "CUFLASH_SHARED_BYTES": 0}
-    defines = dict(plan.kernels[0].defines) | rows
+    defines = dict(plan.kernels[0].defines) | rows | {"CUFLASH_PIECES": count}
     params = parameters(plan, {"dout": layout_of(arrays["dout"], problem.layout)})
     words = params.view(np.uint64)
     for name, array in arrays.items():
@@ -32,7 +32,7 @@ def split(case, arrays, schedule=SCHEDULES[0]):
     pieces, blocks = {}, 0
     for name in NAMES:
         batch, heads, seqlen, columns = layout_of(arrays[name], problem.layout).shape
-        pieces[name] = emulator.guarded_array((PIECES, batch, heads, seqlen, round_up(columns, 8)), ml_dtypes.bfloat16)
+        pieces[name] = emulator.guarded_array((count, batch, heads, seqlen, round_up(columns, 8)), ml_dtypes.bfloat16)
         words[POINTER_WORD[f"{name}_pieces"]] = pieces[name].ctypes.data
         blocks += batch * heads * -(-seqlen // PIECES_ROWS)
     module = emulator.build("pieces.cu", defines)
@@ -59,7 +59,8 @@ def test_pieces_sum_to_the_numbers(options, load_bytes, schedule):
     sizes = {"seqlen_q": 70, "seqlen_k": 150, "batch": 2, "num_heads": 4, "num_heads_kv": 2, "dtype": "float32"}
     case = ct.Case(**sizes | options)
     arrays = case.arrays()
-    pieces, width = split(case, arrays, schedule)
+    pieces, width = split(case, arrays, schedule=schedule)
+    two, _ = split(case, arrays, 2, schedule)
     assert width == load_bytes
     for name in NAMES:
         x = np.nan_to_num(view_4d(arrays[name], case.layout).astype(np.float64))  # NaN is what kv_lengths hides
@@ -67,6 +68,7 @@ def test_pieces_sum_to_the_numbers(options, load_bytes, schedule):
         high, middle, low = np.abs(pieces[name])
         assert (middle <= 2**-8 * high).all()
         assert (low <= 2**-8 * middle).all()
+        assert (two[name] == pieces[name][:2]).all()
 
 
 def test_pieces_at_the_end_of_the_range():
@@ -77,9 +79,13 @@ def test_pieces_at_the_end_of_the_range():
     arrays = case.arrays()
     arrays["q"][...] = special
     with np.errstate(invalid="ignore"):
-        high, middle, low = split(case, arrays)[0]["q"].reshape(PIECES, -1)
+        high, middle, low = split(case, arrays)[0]["q"].reshape(3, -1)
         np.testing.assert_array_equal(low[3:] + middle[3:] + high[3:], special[3:].astype(np.float64))
         np.testing.assert_array_equal(low[:3], special[:3])
         assert (np.sign(high[:2]) == [1, -1]).all()
         assert (np.abs(high[:2]) == 1).all()
         assert not middle[:2].any()
+        high, low = split(case, arrays, 2)[0]["q"].reshape(2, -1)
+        np.testing.assert_allclose(low[3:] + high[3:], special[3:].astype(np.float64), rtol=2.0**-16)
+        np.testing.assert_array_equal(low[:3], special[:3])
+        np.testing.assert_array_equal(high[:2], [1, -1])

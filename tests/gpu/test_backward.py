@@ -1,5 +1,7 @@
 """Gradients on the device against the oracle, and what must hold whatever the numbers are."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -82,6 +84,29 @@ def test_both_kernels_of_float32(cupy, head_dim, strides, options):
         by_pieces = cupy.cuda.Device().compute_capability == "90" and not deterministic
         assert ("backward_float32_sm90.cu" in sources) == by_pieces
         ct.assert_backward(case, *attn.backward(*arguments, **terms))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"strides": "padded"}, {"head_dim_v": 40}], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 160])
+def test_tf32(cupy, head_dim, deterministic, options):
+    """11 bits of the 24 that the tolerance is for, or the 16 of two pieces; both passes."""
+    sizes = {"seqlen_q": 500, "seqlen_k": 700, "batch": 2, "num_heads": 4, "num_heads_kv": 2}
+    case = ct.Case(**sizes, head_dim=head_dim, dtype="float32", **options)
+    (dout, q, k, v, *_), terms = arguments_of(cupy, case)
+    attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic, precision="tf32")
+    out, lse = attn.forward(q, k, v, **terms)
+    results = {"out": out, "lse": lse}
+    results |= zip(("dq", "dk", "dv"), attn.backward(dout, q, k, v, out, lse, **terms), strict=True)
+    yardsticks = ct.yardsticks(case.problem, case.arrays())
+    for plan, names in zip(attn.plan(q, k, v, **terms), (("out", "lse"), ("dq", "dk", "dv")), strict=True):
+        bits = 16 if "2 pieces" in plan.reason else 11
+        by_pieces = cupy.cuda.Device().compute_capability == "90" and head_dim <= 128
+        assert bits == (16 if by_pieces and not (deterministic and plan.pass_ == "backward") else 11)
+        for name in names:
+            yardstick = replace(yardsticks[name], tolerance=2.0 ** (24 - bits) * yardsticks[name].tolerance)
+            measurement = ct.measure(name, results[name], yardstick)
+            assert not measurement.failure, str(measurement)
 
 
 def test_deterministic_means_the_same_bits_under_load(cupy):

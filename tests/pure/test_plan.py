@@ -26,10 +26,12 @@ from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 from cuflash.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
+    BACKWARD_TF32_SM90_TILES,
     BACKWARD_TILES,
     DQ_TILES,
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
+    FORWARD_TF32_SM90_TILES,
     FORWARD_TILES,
     LONG_SEQLEN,
     BackwardFloat32Sm90Tile,
@@ -91,9 +93,11 @@ TABLES = {
     "forward": FORWARD_TILES,
     "forward sm90": FORWARD_SM90_TILES,
     "forward float32 sm90": FORWARD_FLOAT32_SM90_TILES,
+    "forward tf32 sm90": FORWARD_TF32_SM90_TILES,
     "backward": BACKWARD_TILES,
     "backward sm90": BACKWARD_SM90_TILES,
     "backward float32 sm90": BACKWARD_FLOAT32_SM90_TILES,
+    "backward tf32 sm90": BACKWARD_TF32_SM90_TILES,
     "dq": DQ_TILES,
 }
 
@@ -115,6 +119,8 @@ TABLES = {
         (FORWARD_SM90_TILES[0], {"block_n": 272}, "a block_n that one product serves"),
         (FORWARD_FLOAT32_SM90_TILES[0], {"block_m": 256}, "64 queries for each of two or three consumers"),
         (FORWARD_FLOAT32_SM90_TILES[0], {"block_n": 72}, "a block_n that one product serves"),
+        (FORWARD_FLOAT32_SM90_TILES[0], {"pieces": 1}, "two or three pieces"),
+        (BACKWARD_TF32_SM90_TILES[0], {"pieces": 4}, "two or three pieces"),
         (BACKWARD_FLOAT32_SM90_TILES[0], {"block_m": 128}, "64 keys and 64 queries"),
         (BACKWARD_FLOAT32_SM90_TILES[0], {"block_n": 128}, "64 keys and 64 queries"),
         (BACKWARD_FLOAT32_SM90_TILES[0], {"dq_columns": 96}, "whole chunks of dq"),
@@ -149,6 +155,8 @@ def test_every_row_is_chosen_somewhere(table):
         for causal, seqlen, softcap in ((False, 4096, None), (True, 4096, None), (False, 512, None), (True, 4096, 5.0)):
             deterministic = table is DQ_TILES
             base = problem_of(seqlen, seqlen, dtype=dtype, causal=causal, softcap=softcap, deterministic=deterministic)
+            if table in (FORWARD_TF32_SM90_TILES, BACKWARD_TF32_SM90_TILES):
+                base = replace(base, precision="tf32")
             for dim in range(16, MAX_HEAD_DIM + 1, 16):
                 for dim_v in {dim, 16, 64, 128, 192, 256}:
                     problem = replace(base, head_dim=dim, head_dim_v=dim_v)
@@ -399,8 +407,9 @@ def test_float32_is_split_into_pieces_where_that_pays():
         ({"seqlen_q": 100, "seqlen_k": 100}, "splitting these takes too long"),
         ({"window": (10, 10)}, "splitting these takes too long"),
         ({"seqlen_k": 0}, "splitting these takes too long"),
-        ({"precision": "tf32"}, ""),
+        ({"precision": "tf32", "dim": 129}, "not forward_float32_sm90: it serves head dimensions up to 128"),
         ({"device": DeviceSpec.for_arch("10.0")}, ""),
+        ({"device": DeviceSpec.for_arch("10.0"), "precision": "tf32"}, ""),
     ):
         found, plan = sources(**options)
         assert found == ["forward_sm80.cu"]
@@ -426,6 +435,30 @@ def test_pieces_lie_below_each_other():
     assert [kernel.grid for kernel in plan.kernels] == [blocks, 2 * 4 * -(-300 // tile.block_m)]
 
 
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("dim", [40, 64, 128])
+def test_tf32_is_two_pieces(dim, pass_):
+    """The kernels of three pieces, with two thirds of their memory."""
+    device = DeviceSpec.for_arch("9.0")
+    highest, tf32 = (
+        choose_plan(problem_of(1024, 1024, dim, dim, dtype="float32", precision=precision), device, pass_)
+        for precision in ("highest", "tf32")
+    )
+    assert [kernel.source for kernel in tf32.kernels] == [kernel.source for kernel in highest.kernels]
+    assert f"{pass_}_float32_sm90.cu" in [kernel.source for kernel in tf32.kernels]
+    assert "split into 2 pieces" in tf32.reason
+    assert "more accurate than one of TF32" in tf32.reason
+    assert "TF32" not in highest.reason
+    for plan, count in ((highest, 3), (tf32, 2)):
+        assert plan.tiles[0].pieces == count
+        counts = [dict(kernel.defines).get("CUFLASH_PIECES") for kernel in plan.kernels if "_sm90" in kernel.source]
+        assert counts == [count]
+        assert {spec.shape[3] for spec in plan.tensor_maps} == {count * plan.problem.batch}
+    thirds = {name: size * 2 for name, size in highest.scratch if name.endswith("_pieces")}
+    assert {name: size * 3 for name, size in tf32.scratch if name.endswith("_pieces")} == thirds
+    assert max(kernel.shared_bytes for kernel in tf32.kernels) < max(kernel.shared_bytes for kernel in highest.kernels)
+
+
 def test_gradients_of_float32_by_pieces():
     device = DeviceSpec.for_arch("9.0")
 
@@ -448,8 +481,10 @@ def test_gradients_of_float32_by_pieces():
         ({"seqlen_q": 100, "seqlen_k": 100}, "not backward_float32_sm90: for fewer than"),
         ({"seqlen_k": 0}, "not backward_float32_sm90: for fewer than"),
         ({"deterministic": True}, "not backward_float32_sm90: it adds to dq in no fixed order"),
-        ({"precision": "tf32"}, ""),
+        ({"deterministic": True, "precision": "tf32"}, "not backward_float32_sm90: it adds to dq in no fixed order"),
+        ({"precision": "tf32", "dim": 129}, "not backward_float32_sm90: it serves head dimensions up to 128"),
         ({"device": DeviceSpec.for_arch("10.0")}, ""),
+        ({"device": DeviceSpec.for_arch("10.0"), "precision": "tf32"}, ""),
     ):
         plan = plan_of(**options)
         assert "backward_sm80.cu" in [kernel.source for kernel in plan.kernels]
@@ -712,9 +747,11 @@ def test_rows_are_of_their_types():
         "forward": ForwardTile,
         "forward sm90": ForwardSm90Tile,
         "forward float32 sm90": ForwardFloat32Sm90Tile,
+        "forward tf32 sm90": ForwardFloat32Sm90Tile,
         "backward": BackwardTile,
         "backward sm90": BackwardSm90Tile,
         "backward float32 sm90": BackwardFloat32Sm90Tile,
+        "backward tf32 sm90": BackwardFloat32Sm90Tile,
         "dq": DqTile,
     }
     for name, tiles in TABLES.items():
