@@ -465,12 +465,6 @@ def _h200(here: str, flash_attention_2: str) -> str:
     )
 
 
-def _h200_long(here: str) -> str:
-    return (
-        f"on an H200 {here} TFLOP/s (seqlen 4096 full / causal; bfloat16, batch x seqlen 16384, heads x head_dim 2048)"
-    )
-
-
 def _reads(one_query: float, heads: str, many: float, heads_of_many: str) -> str:
     return (
         f"on an H200 {one_query} TB/s (batch x heads {heads}, 8192 keys, one query) and {many} ({heads_of_many}, "
@@ -518,9 +512,9 @@ FORWARD_TILES = (
     _forward(192, 64,  32,  4, 1, 1, 1, _ARITHMETIC, element_bytes=4),
     _forward(256, 64,  16,  4, 1, 1, 1, _ARITHMETIC, element_bytes=4),
 
-    _forward(64,  128, 64,  8, 1, 1, 0, _float64(36.7, 12.3), element_bytes=8),
+    _forward(64,  128, 64,  8, 1, 1, 0, _float64(36.6, 12.3), element_bytes=8),
     _forward(64,  64,  32,  4, 1, 1, 0, _SMALL, element_bytes=8),
-    _forward(128, 128, 32,  8, 1, 1, 0, _float64(41.3, 20.5), element_bytes=8),
+    _forward(128, 128, 32,  8, 1, 1, 0, _float64(41.3, 20.4), element_bytes=8),
     _forward(128, 64,  16,  4, 1, 1, 0, _SMALL, element_bytes=8),
     _forward(192, 64,  16,  8, 1, 1, 0, _ARITHMETIC, element_bytes=8, warps_d=2),
     _forward(192, 32,  16,  4, 1, 1, 0, _SMALL, element_bytes=8, warps_d=2),
@@ -549,14 +543,14 @@ FORWARD_SM90_TILES = (
 
 FORWARD_FLOAT32_SM90_TILES = (
     #                    max_dim m   n   stages turns
-    _forward_float32_sm90(64,  128, 128, 1,    False, _float32("124 / 110", "34.5 / 30.2")),
-    _forward_float32_sm90(128, 128, 64, 1,     True,  _float32("126 / 111", "45.0 / 42.6")),
+    _forward_float32_sm90(64,  128, 128, 1,    False, _float32("119 / 107", "33.2 / 30.0")),
+    _forward_float32_sm90(128, 128, 64, 1,     True,  _float32("121 / 110", "45.1 / 42.3")),
 )
 
 # The same for precision="tf32".
 FORWARD_TF32_SM90_TILES = (
-    _forward_float32_sm90(64,  128, 128, 1,    False, _ARITHMETIC, pieces=2),
-    _forward_float32_sm90(128, 128, 64, 1,     True,  _ARITHMETIC, pieces=2),
+    _forward_float32_sm90(64,  128, 128, 1,    False, _float32("201 / 176", "33.2 / 30.0"), pieces=2),
+    _forward_float32_sm90(128, 128, 64, 1,     True,  _float32("213 / 189", "45.1 / 42.3"), pieces=2),
 )
 
 # Memory of an H200 brings a multiprocessor 36 bytes in a nanosecond, after a microsecond: 64 KiB and more must be on
@@ -564,28 +558,28 @@ FORWARD_TF32_SM90_TILES = (
 DECODE_SM90_TILES = (
     #       max_dim n   stages blocks
     _decode(64,  128, 2, 2, _reads(3.95, "32 x 32/8", 3.75, "2 x 32/8")),
-    _decode(128, 128, 2, 1, _reads(3.97, "16 x 32/8", 3.76, "1 x 32/8")),
+    _decode(128, 128, 2, 1, _reads(3.96, "16 x 32/8", 3.77, "1 x 32/8")),
     _decode(192, 64,  4, 1, _ARITHMETIC),
     _decode(256, 64,  2, 1, _reads(3.87, "8 x 32/8", 3.75, "1 x 16/4")),
 )
 
 BACKWARD_SM90_TILES = (
     #             max_dim m   n   stages early split  hold K
-    _backward_sm90(64,  64, 128, 3,     True,  False, True,  _h200_long("531 / 477")),
-    _backward_sm90(128, 64, 128, 3,     False, False, False, _h200_long("580 / 523")),
-    _backward_sm90(256, 64, 64,  2,     True,  True,  False, _h200_long("432 / 397")),
+    _backward_sm90(64,  64, 128, 3,     True,  False, True,  _h200("502 / 465, 417 / 307", "264 / 240, 241 / 184")),
+    _backward_sm90(128, 64, 128, 3,     False, False, False, _h200("545 / 509, 453 / 337", "283 / 261, 257 / 206")),
+    _backward_sm90(256, 64, 64,  2,     True,  True,  False, _h200("418 / 388, 357 / 280", "243 / 220, 225 / 179")),
 )
 
 # Tiles of 64 keys and 64 queries; the products of pieces count as one.
 BACKWARD_FLOAT32_SM90_TILES = (
     #                     max_dim stages rooms columns of dq, late
-    _backward_float32_sm90(64,  2, 2, 64, False, _float32("111 / 105", "35.0 / 31.4")),
-    _backward_float32_sm90(128, 1, 1, 64, True,  _float32("122 / 113", "36.5 / 34.8")),
+    _backward_float32_sm90(64,  2, 2, 64, False, _float32("112 / 109", "34.1 / 31.1")),
+    _backward_float32_sm90(128, 1, 1, 64, True,  _float32("118 / 112", "36.4 / 34.0")),
 )
 
 BACKWARD_TF32_SM90_TILES = (
-    _backward_float32_sm90(64,  2, 2, 64, False, _ARITHMETIC, pieces=2),
-    _backward_float32_sm90(128, 1, 1, 64, True,  _ARITHMETIC, pieces=2),
+    _backward_float32_sm90(64,  2, 2, 64, False, _float32("172 / 159", "34.1 / 31.1"), pieces=2),
+    _backward_float32_sm90(128, 1, 1, 64, True,  _float32("196 / 177", "36.4 / 34.0"), pieces=2),
 )
 
 BACKWARD_TILES = (
@@ -613,9 +607,9 @@ BACKWARD_TILES = (
     _backward(256, 32, 32,  4, 1, 1, 2, 2, 1, _MEDIUM, element_bytes=4),
     _backward(256, 16, 16,  2, 1, 1, 2, 1, 1, _SMALL, element_bytes=4),
 
-    _backward(64,  16, 64,  4, 2, 1, 1, 1, 0, _float64(41.8, 28.5), element_bytes=8),
+    _backward(64,  16, 64,  4, 2, 1, 1, 1, 0, _float64(41.4, 28.0), element_bytes=8),
     _backward(64,  32, 32,  4, 1, 1, 2, 2, 0, _SMALL, element_bytes=8),
-    _backward(128, 32, 64,  8, 1, 1, 2, 2, 0, _float64(41.1, 41.4), element_bytes=8),
+    _backward(128, 32, 64,  8, 1, 1, 2, 2, 0, _float64(39.1, 40.6), element_bytes=8),
     _backward(128, 32, 32,  4, 1, 1, 2, 2, 0, _MEDIUM, element_bytes=8),
     _backward(192, 16, 16,  4, 1, 1, 4, 1, 0, _ARITHMETIC, element_bytes=8),
     _backward(192, 16, 16,  2, 1, 1, 2, 1, 0, _SMALL + ", up to head_dim 160", element_bytes=8),
