@@ -85,7 +85,7 @@ SPILLS = {
     ("backward_sm80.cu", 8, 256, "16x16", 1): 112,
     ("backward_dq_sm80.cu", 8, 128, "64x16", 1): 48,
     ("forward_sm90.cu", 2, 64, "256x64", 1): 64,
-    ("backward_sm90.cu", 2, 128, "64x128", 1): 48,
+    ("backward_sm90.cu", 2, 128, "64x128", 1): 56,
     ("backward_reduce.cu", 2, 256, "64x64", 1): 320,
     ("backward_sm80.cu", 4, 256, "16x16", 1): 16,
     ("forward_sm90.cu", 2, 128, "192x80", 1): 16,
@@ -107,6 +107,7 @@ SPILLS_OF_LATER_ARCHS = SPILLS | {
 }
 # With every option on, with bounds, or with narrow loads.
 SPILLS_OF_OPTIONS = SPILLS | {
+    ("forward_float32_sm90.cu", 4, 128, "128x64", 1): 32,
     ("forward_sm80.cu", 2, 64, "128x64", 3): 768,
     ("backward_dq_sm80.cu", 2, 64, "128x64", 2): 112,
     ("forward_sm80.cu", 4, 64, "128x32", 2): 96,
