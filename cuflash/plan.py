@@ -1,6 +1,6 @@
 """Which kernels run for a problem, with which tiles, on which device: pure data and pure functions.
 
-The first row of a table in tiles.py that serves the head dimensions, and whose shared memory fits the device, is taken.
+The first row of a table in tables.py that serves the head dimensions, and whose shared memory fits the device, is taken.
 `LaunchPlan.reason` says which row was taken and why the ones before it were not.
 """
 
@@ -12,20 +12,22 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cuflash.problem import ITEMSIZE, Operand, Problem
-from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
-from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
-from cuflash.tiles import (
+from cuflash.tables import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
     BACKWARD_TF32_SM90_TILES,
     BACKWARD_TILES,
-    DECODE_ROWS,
     DECODE_SM90_TILES,
     DQ_TILES,
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
     FORWARD_TF32_SM90_TILES,
     FORWARD_TILES,
+)
+from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
+from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
+from cuflash.tiles import (
+    DECODE_ROWS,
     SERVES,
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,

@@ -14,7 +14,7 @@ import cuflash.testing as ct
 from cuflash.compiler import compile_spec, supported_archs
 from cuflash.plan import SHARED_BYTES_RESERVED, DeviceSpec, choose_plan
 from cuflash.problem import make_problem
-from cuflash.tiles import (
+from cuflash.tables import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
     BACKWARD_TF32_SM90_TILES,
@@ -25,6 +25,8 @@ from cuflash.tiles import (
     FORWARD_SM90_TILES,
     FORWARD_TF32_SM90_TILES,
     FORWARD_TILES,
+)
+from cuflash.tiles import (
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
     DecodeSm90Tile,

@@ -17,7 +17,7 @@ import cuflash.testing as ct
 from cuflash.compiler import compile_spec, supported_archs
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.problem import make_problem
-from cuflash.tiles import FORWARD_SM90_TILES
+from cuflash.tables import FORWARD_SM90_TILES
 
 
 def find_nvdisasm():

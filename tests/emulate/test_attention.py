@@ -23,21 +23,15 @@ import cuflash.testing as ct
 from cuflash import reference
 from cuflash.plan import DeviceSpec
 from cuflash.problem import make_problem
-from cuflash.tiles import (
+from cuflash.tables import (
     BACKWARD_SM90_TILES,
     BACKWARD_TILES,
     DQ_TILES,
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
     FORWARD_TILES,
-    BackwardTile,
-    DqTile,
-    ForwardFloat32Sm90Tile,
-    ForwardSm90Tile,
-    ForwardTile,
-    Tile,
-    round_up,
 )
+from cuflash.tiles import BackwardTile, DqTile, ForwardFloat32Sm90Tile, ForwardSm90Tile, ForwardTile, Tile, round_up
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 

@@ -14,7 +14,7 @@ from test_attention import EDGES, FEW, Specialisation, forward_by_oracle, proble
 
 import cuflash.testing as ct
 from cuflash.plan import DeviceSpec
-from cuflash.tiles import BACKWARD_FLOAT32_SM90_TILES, FORWARD_FLOAT32_SM90_TILES
+from cuflash.tables import BACKWARD_FLOAT32_SM90_TILES, FORWARD_FLOAT32_SM90_TILES
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 

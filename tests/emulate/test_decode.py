@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 import cuflash.testing as ct
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.problem import make_problem
-from cuflash.tiles import DECODE_ROWS, DECODE_SM90_TILES
+from cuflash.tables import DECODE_SM90_TILES
+from cuflash.tiles import DECODE_ROWS
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 

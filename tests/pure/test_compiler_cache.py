@@ -349,7 +349,7 @@ def test_kernel_directory(tmp_path, place, is_found):
     """A stranger's package named kernels beside an installed cuflash is not taken for ours."""
     package = tmp_path / "site" / "cuflash"
     sources = Path(compiler.__file__).parent
-    modules = ("compiler.py", "plan.py", "problem.py", "tensor_map.py", "tiles.py")
+    modules = ("compiler.py", "plan.py", "problem.py", "tables.py", "tensor_map.py", "tiles.py")
     write_files(package, {name: (sources / name).read_bytes() for name in modules})
     write_files(package, {"__init__.py": b""})
     write_files(tmp_path / "site" / "kernels", {"__init__.py": b""})

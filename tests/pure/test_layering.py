@@ -13,7 +13,7 @@ KERNELS = {path.name: path for path in (ROOT / "kernels").iterdir() if path.suff
 
 # A module imports only modules to the left of it.
 ORDER = [
-    "problem", "reference", "cpu", "interop", "tensor_map", "tiles", "plan", "params", "compiler", "launch",
+    "problem", "reference", "cpu", "interop", "tensor_map", "tiles", "tables", "plan", "params", "compiler", "launch",
     "flash_attention", "__init__", "testing", "__main__",
 ]  # fmt: skip
 
@@ -22,6 +22,7 @@ ALWAYS = {
     "problem": set(),
     "tensor_map": set(),
     "tiles": set(),
+    "tables": set(),
     "plan": set(),
     "params": {"numpy"},
     "compiler": set(),

@@ -22,8 +22,7 @@ from cuflash.plan import (
     choose_plan,
 )
 from cuflash.problem import Operand, Options, make_problem
-from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
-from cuflash.tiles import (
+from cuflash.tables import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
     BACKWARD_TF32_SM90_TILES,
@@ -33,6 +32,9 @@ from cuflash.tiles import (
     FORWARD_SM90_TILES,
     FORWARD_TF32_SM90_TILES,
     FORWARD_TILES,
+)
+from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
+from cuflash.tiles import (
     LONG_SEQLEN,
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,

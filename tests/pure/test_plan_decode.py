@@ -16,8 +16,9 @@ from cuflash.plan import (
     DeviceSpec,
     choose_plan,
 )
+from cuflash.tables import DECODE_SM90_TILES
 from cuflash.tensor_map import tensor_map_spec
-from cuflash.tiles import DECODE_ROWS, DECODE_SM90_TILES, DecodeSm90Tile
+from cuflash.tiles import DECODE_ROWS, DecodeSm90Tile
 
 H200 = DeviceSpec.for_arch("9.0")
 

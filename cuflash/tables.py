@@ -1,0 +1,235 @@
+"""The tables of tiles, each row with the measurement behind it. The first row that serves a problem is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from cuflash.tiles import (
+    BackwardFloat32Sm90Tile,
+    BackwardSm90Tile,
+    BackwardTile,
+    DecodeSm90Tile,
+    DqTile,
+    ForwardFloat32Sm90Tile,
+    ForwardSm90Tile,
+    ForwardTile,
+)
+
+Row = TypeVar("Row")
+
+
+def _maker(kind: type[Row], fields: str) -> Callable[..., Row]:
+    """Makes rows of which these fields are given by position, so that a table of them can be read."""
+
+    def make(*values: Any, **others: Any) -> Row:
+        return kind(**dict(zip(fields.split(), values, strict=True)), **others)
+
+    return make
+
+
+_forward = _maker(ForwardTile, "max_dim block_m block_n num_warps num_stages min_blocks fragments_ahead origin")
+_forward_sm90 = _maker(
+    ForwardSm90Tile,
+    "max_dim block_m block_n num_stages ping_pong keep_before lazy_maximum out_takes_q serves origin",
+)
+_forward_float32_sm90 = _maker(ForwardFloat32Sm90Tile, "max_dim block_m block_n num_stages ping_pong origin")
+_backward = _maker(
+    BackwardTile,
+    "max_dim block_m block_n num_warps num_stages min_blocks warps_d dq_warps_m fragments_ahead origin",
+)
+_backward_sm90 = _maker(BackwardSm90Tile, "max_dim block_m block_n num_stages dp_early splits_roles holds_k origin")
+_backward_float32_sm90 = _maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_rooms dq_columns dq_late origin")
+_dq = _maker(DqTile, "max_dim block_m block_n num_warps min_blocks origin")
+_decode = _maker(DecodeSm90Tile, "max_dim block_n num_stages min_blocks origin")
+
+
+def _h200(here: str, flash_attention_2: str) -> str:
+    return (
+        f"on an H200 {here} TFLOP/s, FlashAttention-2 beside it {flash_attention_2} (seqlen 4096 full / causal, 1024 "
+        "full / causal; bfloat16, batch x seqlen 16384, heads x head_dim 2048)"
+    )
+
+
+def _reads(one_query: float, heads: str, many: float, heads_of_many: str) -> str:
+    return (
+        f"on an H200 {one_query} TB/s (batch x heads {heads}, 8192 keys, one query) and {many} ({heads_of_many}, "
+        "131072 keys, 16 queries), a copy beside it 4.22"
+    )
+
+
+def _float32(here: str, torch: str) -> str:
+    return (
+        f"on an H200 {here} TFLOP/s, PyTorch's efficient attention {torch} (batch 2, heads 16, seqlen 4096, full / "
+        "causal)"
+    )
+
+
+def _float64(here: float, torch: float) -> str:
+    return (
+        f"on an H200 {here} TFLOP/s, PyTorch's N x N formula {torch} (batch 2, heads 16, seqlen 2048, head_dim max_dim)"
+    )
+
+
+_SMALL = "for 100 KiB of shared memory; by arithmetic, not measured"
+_MEDIUM = "for 164 KiB of shared memory; by arithmetic, not measured"
+_MEDIUM_OR_SMALL = "for 164 or 100 KiB of shared memory; by arithmetic, not measured"
+_ARITHMETIC = "by arithmetic, not measured"
+
+# Rows serve elements of `element_bytes`: 2 unless they say otherwise. Registers hold half or a quarter as many wide
+# elements, so these get smaller tiles, and at large head dimensions several warps to a row.
+# fmt: off
+FORWARD_TILES = (
+    #        max_dim  m    n  warps stages blocks ahead
+    _forward(64,  128, 64,  4, 1, 3, 2, _h200("331 / 314, 320 / 253", "296 / 278, 287 / 215")),
+    _forward(96,  128, 64,  4, 1, 2, 2, _h200("379 / 342, 340 / 263", "344 / 310, 317 / 248")),
+    _forward(128, 128, 64,  4, 1, 2, 2, _h200("384 / 376, 372 / 291", "334 / 295, 328 / 249")),
+    _forward(128, 128, 32,  4, 1, 2, 2, _SMALL),
+    _forward(192, 128, 128, 8, 1, 1, 0, _h200("348 / 307, 317 / 245", "321 / 276, 293 / 227")),
+    _forward(192, 64,  64,  4, 1, 1, 2, _SMALL),
+    _forward(256, 128, 128, 8, 1, 1, 0, _h200("342 / 329, 318 / 258", "317 / 281, 307 / 249")),
+    _forward(256, 128, 64,  8, 1, 1, 0, _h200("323 / 279, 300 / 229", "326 / 284, 306 / 246")),
+    _forward(256, 64,  32,  4, 1, 1, 2, _SMALL),
+
+    _forward(64,  128, 32,  4, 2, 2, 1, _ARITHMETIC, element_bytes=4),
+    _forward(64,  64,  64,  4, 1, 1, 1, _SMALL, element_bytes=4),
+    _forward(128, 128, 32,  4, 1, 2, 1, _ARITHMETIC, element_bytes=4),
+    _forward(128, 64,  32,  4, 1, 1, 1, _MEDIUM_OR_SMALL, element_bytes=4),
+    _forward(192, 64,  32,  4, 1, 1, 1, _ARITHMETIC, element_bytes=4),
+    _forward(256, 64,  16,  4, 1, 1, 1, _ARITHMETIC, element_bytes=4),
+
+    _forward(64,  128, 64,  8, 1, 1, 0, _float64(36.6, 12.3), element_bytes=8),
+    _forward(64,  64,  32,  4, 1, 1, 0, _SMALL, element_bytes=8),
+    _forward(128, 128, 32,  8, 1, 1, 0, _float64(41.3, 20.4), element_bytes=8),
+    _forward(128, 64,  16,  4, 1, 1, 0, _SMALL, element_bytes=8),
+    _forward(192, 64,  16,  8, 1, 1, 0, _ARITHMETIC, element_bytes=8, warps_d=2),
+    _forward(192, 32,  16,  4, 1, 1, 0, _SMALL, element_bytes=8, warps_d=2),
+    _forward(256, 64,  16,  8, 1, 1, 0, _ARITHMETIC, element_bytes=8, warps_d=2),
+    _forward(256, 32,  16,  4, 1, 1, 0, _MEDIUM, element_bytes=8, warps_d=2),
+    _forward(256, 16,  16,  2, 1, 1, 0, _SMALL, element_bytes=8, warps_d=2),
+)
+
+FORWARD_SM90_TILES = (
+    #            max_dim  m    n   stages turns  keep   lazy   out in Q serves
+    _forward_sm90(64,     256, 64,  3,    False, False, True,  False, "no terms",
+                  _h200("578 / 543, 519 / 398", "291 / 274, 287 / 214")),
+    _forward_sm90(64,     192, 64,  3,    False, False, True,  False, "any", _ARITHMETIC),
+    _forward_sm90(128,    192, 80,  2,    True,  True,  True,  False, "long full",
+                  "on an H200 751 and 779 TFLOP/s (seqlen 4096 and 16384), 128 x 128 in another run 774 and 741"),
+    _forward_sm90(128,    128, 128, 2,    True,  True,  True,  False, "no terms",
+                  "on an H200 677 TFLOP/s causal at seqlen 4096, 619 / 464 full / causal at 1024, FlashAttention-2 "
+                  "beside it 291, 313 / 248"),
+    _forward_sm90(128,    128, 64,  3,    True,  True,  True,  False, "any", _ARITHMETIC),
+    _forward_sm90(192,    128, 112, 2,    True,  True,  False, True,  "any", _ARITHMETIC),
+    _forward_sm90(256,    128, 64,  2,    True,  True,  False, True,  "short",
+                  "on an H200 671 / 510 TFLOP/s, FlashAttention-2 beside it 299 / 251 (seqlen 1024 full / causal)"),
+    _forward_sm90(256,    128, 80,  2,    True,  True,  False, True,  "any",
+                  "on an H200 766 / 724 TFLOP/s, FlashAttention-2 beside it 290 / 277 (seqlen 4096 full / causal)"),
+)
+
+FORWARD_FLOAT32_SM90_TILES = (
+    #                    max_dim m   n   stages turns
+    _forward_float32_sm90(64,  128, 128, 1,    False, _float32("119 / 107", "33.2 / 30.0")),
+    _forward_float32_sm90(128, 128, 64, 1,     True,  _float32("121 / 110", "45.1 / 42.3")),
+)
+
+# The same for precision="tf32".
+FORWARD_TF32_SM90_TILES = (
+    _forward_float32_sm90(64,  128, 128, 1,    False, _float32("201 / 176", "33.2 / 30.0"), pieces=2),
+    _forward_float32_sm90(128, 128, 64, 1,     True,  _float32("213 / 189", "45.1 / 42.3"), pieces=2),
+)
+
+# Memory of an H200 brings a multiprocessor 36 bytes in a nanosecond, after a microsecond: 64 KiB and more must be on
+# their way, beside the tiles in use.
+DECODE_SM90_TILES = (
+    #       max_dim n   stages blocks
+    _decode(64,  128, 2, 2, _reads(3.95, "32 x 32/8", 3.75, "2 x 32/8")),
+    _decode(128, 128, 2, 1, _reads(3.96, "16 x 32/8", 3.77, "1 x 32/8")),
+    _decode(192, 64,  4, 1, _ARITHMETIC),
+    _decode(256, 64,  2, 1, _reads(3.87, "8 x 32/8", 3.75, "1 x 16/4")),
+)
+
+BACKWARD_SM90_TILES = (
+    #             max_dim m   n   stages early split  hold K
+    _backward_sm90(64,  64, 128, 3,     True,  False, True,  _h200("502 / 465, 417 / 307", "264 / 240, 241 / 184")),
+    _backward_sm90(128, 64, 128, 3,     False, False, False, _h200("545 / 509, 453 / 337", "283 / 261, 257 / 206")),
+    _backward_sm90(256, 64, 64,  2,     True,  True,  False, _h200("418 / 388, 357 / 280", "243 / 220, 225 / 179")),
+)
+
+# Tiles of 64 keys and 64 queries; the products of pieces count as one.
+BACKWARD_FLOAT32_SM90_TILES = (
+    #                     max_dim stages rooms columns of dq, late
+    _backward_float32_sm90(64,  2, 2, 64, False, _float32("112 / 109", "34.1 / 31.1")),
+    _backward_float32_sm90(128, 1, 1, 64, True,  _float32("118 / 112", "36.4 / 34.0")),
+)
+
+BACKWARD_TF32_SM90_TILES = (
+    _backward_float32_sm90(64,  2, 2, 64, False, _float32("172 / 159", "34.1 / 31.1"), pieces=2),
+    _backward_float32_sm90(128, 1, 1, 64, True,  _float32("196 / 177", "36.4 / 34.0"), pieces=2),
+)
+
+BACKWARD_TILES = (
+    #         max_dim m   n  warps stages blocks warps_d dq_warps_m ahead
+    _backward(64,  32, 128, 4, 2, 2, 1, 1, 2, _h200("329 / 313, 300 / 232", "271 / 243, 243 / 184")),
+    _backward(64,  32, 128, 4, 2, 1, 1, 1, 2, _SMALL),
+    _backward(96,  64, 128, 8, 2, 1, 2, 4, 0, _h200("285 / 261, 255 / 198", "291 / 241, 255 / 180")),
+    _backward(96,  32, 64,  4, 2, 1, 1, 2, 0, _SMALL),
+    _backward(128, 64, 128, 8, 2, 1, 2, 2, 0, _h200("323 / 301, 289 / 224", "297 / 271, 261 / 205")),
+    _backward(128, 32, 64,  4, 2, 1, 1, 1, 0, _SMALL),
+    _backward(192, 64, 64,  8, 2, 1, 4, 2, 0, _h200("246 / 231, 223 / 185", "254 / 245, 224 / 190")),
+    _backward(192, 32, 64,  8, 2, 1, 2, 2, 0, _MEDIUM),
+    _backward(192, 32, 32,  4, 2, 1, 2, 2, 0, _SMALL),
+    _backward(256, 64, 64,  8, 2, 1, 4, 4, 0, _h200("255 / 250, 231 / 201", "253 / 228, 225 / 180")),
+    _backward(256, 32, 64,  8, 2, 1, 2, 1, 0, _MEDIUM),
+    _backward(256, 32, 32,  4, 1, 1, 2, 2, 0, _SMALL),
+
+    _backward(64,  32, 64,  4, 2, 2, 1, 2, 1, _ARITHMETIC, element_bytes=4),
+    _backward(64,  32, 64,  4, 2, 1, 1, 2, 1, _SMALL, element_bytes=4),
+    _backward(128, 32, 64,  8, 2, 1, 2, 2, 1, _ARITHMETIC, element_bytes=4),
+    _backward(128, 32, 32,  4, 1, 1, 2, 2, 1, _SMALL, element_bytes=4),
+    _backward(192, 32, 64,  8, 1, 1, 2, 2, 1, _ARITHMETIC, element_bytes=4),
+    _backward(192, 32, 16,  2, 1, 1, 2, 2, 1, _SMALL, element_bytes=4),
+    _backward(256, 32, 64,  8, 1, 1, 2, 2, 1, _ARITHMETIC, element_bytes=4),
+    _backward(256, 32, 32,  4, 1, 1, 2, 2, 1, _MEDIUM, element_bytes=4),
+    _backward(256, 16, 16,  2, 1, 1, 2, 1, 1, _SMALL, element_bytes=4),
+
+    _backward(64,  16, 64,  4, 2, 1, 1, 1, 0, _float64(41.4, 28.0), element_bytes=8),
+    _backward(64,  32, 32,  4, 1, 1, 2, 2, 0, _SMALL, element_bytes=8),
+    _backward(128, 32, 64,  8, 1, 1, 2, 2, 0, _float64(39.1, 40.6), element_bytes=8),
+    _backward(128, 32, 32,  4, 1, 1, 2, 2, 0, _MEDIUM, element_bytes=8),
+    _backward(192, 16, 16,  4, 1, 1, 4, 1, 0, _ARITHMETIC, element_bytes=8),
+    _backward(192, 16, 16,  2, 1, 1, 2, 1, 0, _SMALL + ", up to head_dim 160", element_bytes=8),
+    _backward(256, 16, 32,  8, 1, 1, 4, 1, 0, _ARITHMETIC, element_bytes=8),
+    _backward(256, 16, 16,  4, 1, 1, 4, 1, 0, _MEDIUM, element_bytes=8),
+)
+
+# The numbers are those of the whole deterministic backward pass.
+DQ_TILES = (
+    #   max_dim m    n  warps blocks
+    _dq(64,  128, 64, 4, 2, _h200("272 / 261, 259 / 204", "271 / 243, 243 / 184")),
+    _dq(64,  64,  64, 4, 2, _SMALL),
+    _dq(128, 128, 32, 4, 1, _h200("260 / 251, 246 / 197", "297 / 271, 261 / 205")),
+    _dq(192, 64,  32, 4, 2, "two blocks of 96 KiB; by arithmetic, not measured"),
+    _dq(192, 64,  32, 4, 1, _SMALL),
+    _dq(256, 128, 32, 8, 1, _h200("213 / 208, 198 / 173", "253 / 228, 225 / 180")),
+    _dq(256, 64,  32, 4, 1, _MEDIUM),
+    _dq(256, 32,  16, 2, 1, _SMALL),
+
+    _dq(64,  64,  32, 4, 1, _ARITHMETIC, element_bytes=4, fragments_ahead=1),
+    _dq(128, 64,  16, 4, 1, _ARITHMETIC, element_bytes=4, fragments_ahead=1),
+    _dq(192, 64,  16, 4, 1, _ARITHMETIC, element_bytes=4, fragments_ahead=1),
+    _dq(192, 32,  16, 2, 1, _SMALL, element_bytes=4, fragments_ahead=1),
+    _dq(256, 64,  16, 4, 1, _ARITHMETIC, element_bytes=4, fragments_ahead=1),
+    _dq(256, 32,  16, 2, 1, _MEDIUM, element_bytes=4, fragments_ahead=1),
+    _dq(256, 32,  16, 2, 1, _SMALL, element_bytes=4, fragments_ahead=1, num_stages=1),
+
+    _dq(64,  64,  16, 4, 1, _ARITHMETIC, element_bytes=8),
+    _dq(128, 64,  16, 4, 1, _ARITHMETIC, element_bytes=8),
+    _dq(128, 32,  16, 4, 1, _MEDIUM, element_bytes=8, warps_d=2),
+    _dq(128, 16,  16, 2, 1, _SMALL, element_bytes=8, warps_d=2),
+    _dq(192, 32,  16, 4, 1, _ARITHMETIC, element_bytes=8, warps_d=2),
+    _dq(192, 16,  16, 2, 1, _SMALL, element_bytes=8, warps_d=2, num_stages=1),
+    _dq(256, 16,  16, 4, 1, _ARITHMETIC, element_bytes=8, warps_d=4),
+    _dq(256, 16,  16, 4, 1, _MEDIUM, element_bytes=8, warps_d=4, num_stages=1),
+)
+# fmt: on
