@@ -1,6 +1,6 @@
 """Which kernels run for a problem, with which tiles, on which device: pure data and pure functions.
 
-The first row of a table in tables.py that serves the head dimensions, and whose shared memory fits the device, is taken.
+The first row of a table in tables.py that serves the head dimensions, and whose shared memory fits, is taken.
 `LaunchPlan.reason` says which row was taken and why the ones before it were not.
 """
 
