@@ -54,7 +54,7 @@ def _h200(here: str, flash_attention_2: str) -> str:
 def _reads(one_query: float, heads: str, many: float, heads_of_many: str) -> str:
     return (
         f"on an H200 {one_query} TB/s (batch x heads {heads}, 8192 keys, one query) and {many} ({heads_of_many}, "
-        "131072 keys, 16 queries), a copy beside it 4.22"
+        "131072 keys, 16 queries)"
     )
 
 

