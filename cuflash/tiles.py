@@ -285,10 +285,11 @@ class BackwardSm90Tile:
     dp_early: bool  # dP is issued at the start of a step, not behind the products of the step before
     splits_roles: bool  # one warpgroup makes P and dv, another dS and dk, of the same keys
     holds_k: bool  # consumers keep K in registers
+    dk_from_shared: bool  # dK reads dS from shared memory, not from registers
+    takes_turns: bool = False  # blocks add to dq one after another, in a fixed order
     origin: str = field(compare=False)
 
     element_bytes = 2
-    num_warps = 12  # those of two consumers and of dq
     dim_multiple = 64
     min_blocks = 1
     fragments_ahead = 0
@@ -298,12 +299,17 @@ class BackwardSm90Tile:
         _check_row(self, self.block_n == keys, "64 keys for two consumers, or for each of them")
         _check_row(self, self.block_m == 64, "64 queries for one product")
 
+    @property
+    def num_warps(self) -> int:
+        """Those of two consumers, of dq, and of who serves turns."""
+        return 16 if self.takes_turns else 12
+
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         keys = _chunked_bytes(self.block_n, dim) + _chunked_bytes(self.block_n, dim_v)
         queries = _chunked_bytes(self.block_m, dim) + _chunked_bytes(self.block_m, dim_v) + self.block_m * 8
         ds = 2 * _chunked_bytes(self.block_n, self.block_m)
         p = self.block_n * self.block_m * 4 if self.splits_roles else 0
-        barriers = 8 * (2 + 4 * self.num_stages + 4 + 2 * self.splits_roles)
+        barriers = 8 * (2 + 4 * self.num_stages + 4 + 2 * self.splits_roles + 6 * self.takes_turns)
         return keys + self.num_stages * queries + ds + p + barriers
 
     def defines(self) -> dict[str, int]:
@@ -311,6 +317,7 @@ class BackwardSm90Tile:
             "CUFLASH_DP_EARLY": int(self.dp_early),
             "CUFLASH_SPLITS_ROLES": int(self.splits_roles),
             "CUFLASH_HOLDS_K": int(self.holds_k),
+            "CUFLASH_DK_FROM_SHARED": int(self.dk_from_shared),
         }
 
     def helper(self, num_warps: int) -> BackwardTile:

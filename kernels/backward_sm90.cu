@@ -7,9 +7,10 @@
 // share its keys. Its warpgroups have roles. Two are consumers, with dK and dV in registers, where P' and dS' are operands
 // as they come: each makes everything for 64 keys of its own, or, where registers hold one of dV and dK only, both share
 // 64 keys, the first makes P' and dV, the second dS' and dK, and P' is handed over in shared memory. dS' goes there too,
-// and from it the last warpgroup makes dQ of the tile and adds it to memory, at its own pace. A thread of it asks the copy
-// engine for tiles. Consumers issue dV and dK of a tile of queries behind P' of the next one, or dP' where they make no
-// P', so that they run during what follows from it.
+// and from it the next warpgroup makes dQ of the tile and adds it to memory, at its own pace. Consumers issue dV and dK of
+// a tile of queries behind P' of the next one, or dP' where they make no P', so that they run during what follows from it.
+// A thread of the warpgroup of dQ asks the copy engine for tiles. Where blocks take turns at dQ, three threads of a last
+// warpgroup ask for tiles, wait for the turns, and end them: each of the three takes as long as a memory access.
 //
 //   barrier       one phase is over when              who waits
 //   kv_full       K and V have arrived                consumers, dQ
@@ -17,11 +18,13 @@
 //   q_empty[i]    every consumer is done with them    who asks for the next
 //   do_full[i], do_empty[i]                           the same for dO
 //   ds_full[i]    who makes dS' has written it to i   dQ
-//   ds_empty[i]   dQ of it is computed                who makes dS', before writing there again
+//   ds_empty[i]   dQ, and dK if it does, has read it  who makes dS', before writing there again
 //   p_full        P' has been left there              who makes dS', where roles are split
 //   p_empty       it has been read                    who makes P', before leaving the next there
-//   named: one per consumer for itself; one for all consumers; one for consumers and dQ at the end; two for the turns of
-//   dQ, at their start and behind their additions
+//   turn[i]       it is this block's turn at a tile   dQ, before adding to it
+//   added[i]      dQ of the tile is added             who ends the turn
+//   ended[i]      the turn has been ended             who waits for turns, before the next but one
+//   named: one per consumer for itself; one for all consumers; one for consumers and dQ at the end
 #include "backward_walk.cuh"
 #include "config.cuh"
 #include "mask.cuh"
@@ -38,14 +41,14 @@ constexpr bool kSplitsRoles = CUFLASH_SPLITS_ROLES;
 static_assert(kPairsStats, "a lane reads lse of two queries, and later their delta");
 // Whether consumers keep K in registers, so that only Q is read for P'.
 constexpr bool kHoldsK = CUFLASH_HOLDS_K;
-// Whether the first step, which has no products of a step before it, is a piece of code of its own. Else it makes products
-// of nothing, and those of the next step do not add to them: half the instructions, and fewer registers.
-constexpr bool kFirstApart = !kSplitsRoles;
+// Whether dK reads dS' from shared memory, where registers hold no more operands.
+constexpr bool kDkFromShared = CUFLASH_DK_FROM_SHARED;
 constexpr int kConsumers = 2;
+static_assert(!kDkFromShared || !kSplitsRoles, "every consumer frees dS'");
 constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
 constexpr int kQueryTiles = kBlockM / 8;
 constexpr int kConsumerThreads = 128 * kConsumers;
-static_assert(kNumWarps == 4 * (kConsumers + 1), "the consumers and dQ");
+static_assert(kNumWarps == 4 * (kConsumers + 1 + kDqInTurn), "the consumers, dQ, and who serves turns");
 static_assert(kBlockN == 64 * kDsWriters, "a consumer, or both, own 64 keys");
 static_assert(kBlockM == 64, "dQ is one product of 64 rows");
 
@@ -56,22 +59,26 @@ constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesDo = chunked_bytes(kBlockM, kDimV);
 constexpr u32 kBytesDs = chunked_bytes(kBlockN, kBlockM);
 constexpr u32 kBytesStats = kBlockM * 8;
-constexpr int kDsStages = 2, kPStages = kSplitsRoles;
+constexpr int kDsStages = 2, kPStages = kSplitsRoles, kTurnStages = kDqInTurn ? 2 : 0;
 constexpr u32 kBytesP = 128 * kQueryTiles * 16;
-constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages + 2 * kDsStages + 2 * kPStages);
+constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages + 2 * kDsStages + 2 * kPStages + 3 * kTurnStages);
 static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesStats) + kDsStages * kBytesDs +
                       kPStages * kBytesP + kBytesBarriers ==
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
-// Registers of a thread after the roles are dealt: what the block started with in all.
-constexpr int kConsumerRegisters = kSplitsRoles ? 208 : 224;
-constexpr int kDqRegisters = 504 - kConsumers * kConsumerRegisters;
-constexpr int kDqColumns = kSplitsRoles ? 64 : 32;  // of dQ at a time, for which these registers do
+// Registers of a thread after the roles are dealt: what the block started with in all. Products that are in flight want
+// 32 more than their accumulators and operands take, or the compiler makes one wait for the other.
+constexpr int kServerRegisters = kDqInTurn ? 24 : 0;
+constexpr int kConsumerRegisters = kDqInTurn && kDkFromShared ? 216 : 208;
+constexpr int kDqRegisters = (kDqInTurn ? 512 : 504) - kServerRegisters - kConsumers * kConsumerRegisters;
+constexpr int kDqColumns = 32;  // of dQ at a time
+// Whether dQ reads dS' once for all columns.
+constexpr bool kDqHoldsDs = kBlockN / 4 + kDqColumns / 2 + 32 <= kDqRegisters;
 static_assert(kChunk % kDqColumns == 0, "columns of one chunk of K");
 
-// Named barriers: of each consumer, of all of them, of consumers and dQ at the end; of dQ at its turn, and behind it.
-constexpr u32 kConsumer = 1, kAll = kConsumer + kConsumers, kEnd = kAll + 1, kTurn = kEnd + 1, kAdded = kTurn + 1;
+// Named barriers: of each consumer, of all of them, of consumers and dQ at the end.
+constexpr u32 kConsumer = 1, kAll = kConsumer + kConsumers, kEnd = kAll + 1;
 
 struct BackwardParams {
   Params common;
@@ -85,6 +92,7 @@ struct Shared {
   Ring<kNumStages> q_ring, do_ring;
   Ring<kDsStages> ds_ring;
   Ring<kPStages> p_ring;
+  u32 turn, added, ended;  // barriers, one behind the other
 
   CUFLASH_DEVICE Shared() {
     k = ptx::dynamic_shared();
@@ -99,6 +107,9 @@ struct Shared {
     do_ring = {q_ring.address + Ring<kNumStages>::kBytes};
     ds_ring = {do_ring.address + Ring<kNumStages>::kBytes};
     p_ring = {ds_ring.address + Ring<kDsStages>::kBytes};
+    turn = p_ring.address + Ring<kPStages>::kBytes;
+    added = turn + 8 * kTurnStages;
+    ended = added + 8 * kTurnStages;
   }
 };
 
@@ -136,49 +147,62 @@ struct Producer {
   }
 };
 
-// The turns of a block at the tiles of dQ. Its last warp ends one, while the others compute what is added in the next.
-struct Turns {
-  const Params& params;
-  const KeyTile& tile;
-  u32 thread;
-  u32* now = nullptr;
+// The last warpgroup where blocks take turns, a thread of each of three warps.
+CUFLASH_DEVICE void serve(const BackwardParams& params, const Shared& shared, u32 thread) {
+  const Params& common = params.common;
+  const KeyTile tile(common);
+  if (thread % 32 != 0 || tile.num_steps == 0) return;
+  if (thread == 0) {
+    Producer producer(params, shared, tile);
+    producer.load_keys();
+#pragma unroll 1
+    while (producer.steps_left > 0) producer.load_queries();
+    return;
+  }
+  Position<kTurnStages> at;
+  Walk walk = tile.first();
+#pragma unroll 1
+  for (int step = 0; step < tile.num_steps; ++step, walk.advance(tile.queries), at.advance()) {
+    u32* turns = turns_of(common, tile.num_m_blocks, tile.index_of(common, walk));
+    const Barrier turn{shared.turn + 8 * at.stage}, added{shared.added + 8 * at.stage}, ended{shared.ended + 8 * at.stage};
+    if (thread == 32) {
+      ended.wait(at.parity ^ 1);
+      ptx::wait_for_turn(turns, tile.turn(common, walk.m_block));
+      turn.arrive();
+    } else if (thread == 64) {
+      added.wait(at.parity);
+      ptx::end_turn(turns);
+      ended.arrive();
+    }
+  }
+}
 
-  CUFLASH_DEVICE void wait(i64 m_tile, int m_block) {
-    end();
-    now = turns_of(params, tile.num_m_blocks, m_tile);
-    if (thread == 0) ptx::wait_for_turn(now, tile.turn(params, m_block));
-    ptx::sync_named(kTurn, 128);
-  }
-  CUFLASH_DEVICE void added() const {
-    if (thread < 96) ptx::arrive_named(kAdded, 128);
-  }
-  CUFLASH_DEVICE void end() const {
-    if (now == nullptr || thread < 96) return;
-    ptx::sync_named(kAdded, 128);
-    if (thread == 96) ptx::end_turn(now);
-  }
-};
-
-// The last warpgroup: dQ of each tile of queries and these keys, added to the sum in memory; and the producer.
+// The warpgroup of dQ: of each tile of queries and these keys, added to the sum in memory.
 CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& shared, u32 thread) {
   const Params& common = params.common;
   const KeyTile tile(common);
   if (tile.num_steps == 0) return;
+  const bool produces = !kDqInTurn && thread == 0;
   Producer producer(params, shared, tile);
-  if (thread == 0) {
+  if (produces) {
     producer.load_keys();
     for (int i = 0; i < kNumStages; ++i) producer.load_queries();
   }
   shared.kv_full.wait(0);
   Position<kDsStages> at;
+  Position<kTurnStages> turn_at;
   Walk walk = tile.first();
-  Turns turns{common, tile, thread};
 #pragma unroll 1
   for (int step = 0; step < tile.num_steps; ++step, walk.advance(tile.queries), at.advance()) {
-    const i64 m_tile = ((i64)tile.work.batch * common.num_heads + walk.head) * tile.num_m_blocks + walk.m_block;
-    float* accumulator = (float*)common.dq_accumulator + m_tile * (kBlockM * kDim) + thread * 4;
+    float* accumulator = (float*)common.dq_accumulator + tile.index_of(common, walk) * (kBlockM * kDim) + thread * 4;
     shared.ds_ring.full(at).wait(at.parity);
-    const u64 a = descriptor_of_transposed<kBlockN>(shared.ds + at.stage * kBytesDs);
+    const u32 s_ds = shared.ds + at.stage * kBytesDs;
+    const u64 a = descriptor_of_transposed<kBlockN>(s_ds);
+    Fragment ds[kDqHoldsDs ? kBlockN / 16 : 1];
+    if constexpr (kDqHoldsDs) {
+      load_fragments_chunked_transposed(s_ds, thread / 32 * 16, ds);
+      arrive_as_warp(shared.ds_ring.empty(at));
+    }
     float dq[kDqColumns / 8][4];
     constexpr int slices = kDim / kDqColumns;
     repeat<slices>([&](auto slice) {
@@ -188,21 +212,37 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
       ptx::renew_registers(dq);
       ptx::fence_products();
 #pragma unroll
-      for (int k = 0; k < kBlockN / 16; ++k)
-        ptx::multiply_async<true, true>(Element{}, dq, along_k_transposed(a, k), along_k_transposed(b, k), k > 0);
+      for (int k = 0; k < kBlockN / 16; ++k) {
+        if constexpr (kDqHoldsDs)
+          ptx::multiply_async<true>(Element{}, dq, ds[k].word, along_k_transposed(b, k), k > 0);
+        else
+          ptx::multiply_async<true, true>(Element{}, dq, along_k_transposed(a, k), along_k_transposed(b, k), k > 0);
+      }
       ptx::commit_products();
-      if constexpr (kDqInTurn && index == 0) turns.wait(m_tile, walk.m_block);
+      if constexpr (kDqInTurn && index == 0) Barrier{shared.turn + 8 * turn_at.stage}.wait(turn_at.parity);
       ptx::wait_products<0>();
       ptx::renew_registers(dq);
-      if (index + 1 == slices && thread == 0) shared.ds_ring.empty(at).arrive();
+      if constexpr (!kDqHoldsDs && index + 1 == slices) arrive_as_warp(shared.ds_ring.empty(at));
 #pragma unroll
       for (int n = 0; n < kDqColumns / 8; ++n)
         ptx::reduce_add_x4(accumulator + (index * kDqColumns / 8 + n) * 128 * 4, dq[n]);
     });
-    if constexpr (kDqInTurn) turns.added();
-    if (thread == 0) producer.load_queries();
+    if constexpr (kDqInTurn) {
+      arrive_as_warp({shared.added + 8 * turn_at.stage});
+      turn_at.advance();
+    }
+    if (produces) producer.load_queries();
   }
-  if constexpr (kDqInTurn) turns.end();
+}
+
+// `a` in registers, or in shared memory with k along its lines.
+template <int pieces>
+CUFLASH_DEVICE void multiply_any(float (&d)[pieces][4], const Fragment& a, u64 b, bool adds) {
+  ptx::multiply_async<true>(Element{}, d, a.word, b, adds);
+}
+template <int pieces>
+CUFLASH_DEVICE void multiply_any(float (&d)[pieces][4], u64 a, u64 b, bool adds) {
+  ptx::multiply_async<false, true>(Element{}, d, a, b, adds);
 }
 
 // A consumer, number `consumer`, of 64 keys: it makes P' and dV, or dS' and dK, or all of them.
@@ -259,7 +299,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
   Position<kNumStages> at;
   Position<kDsStages> ds_at;
   Position<kPStages> p_at;
-  Fragment p_operand[kBlockM / 16], ds_operand[kBlockM / 16];
+  Fragment p_operand[kBlockM / 16], ds_operand[kBlockM / 16];  // of the step before
   const auto to_operands = [](const auto& value, auto& operand) {
 #pragma unroll
     for (int k = 0; k < kBlockM / 16; ++k) to_operand(value, k, operand[k]);
@@ -269,25 +309,36 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     for (auto& fragment : operand)
       for (u32& word : fragment.word) word = 0;
   };
-  // dV and dK of the tile of queries in stage `stage`; added to the sums, or instead of them.
-  const auto multiply_operands = [&](int stage, bool adds) {
+  // `d` += a b, where `a(k)` is 16 columns in registers or a descriptor. By 128 columns at a time: a product of more wants
+  // more registers than a thread of a large block starts with.
+  const auto multiply_queries = [&](auto& d, const auto& a, u64 b, bool adds) {
+    constexpr int kPieces = sizeof(d) / sizeof(d[0]);
+    repeat<(kPieces + 15) / 16>([&](auto part) {
+      constexpr int first = 16 * decltype(part)::value, count = kPieces - first < 16 ? kPieces - first : 16;
+      auto& columns = (float(&)[count][4])d[first];
+      const u64 b_columns = b + first * 8 / kChunk * (kBlockM * kLineBytes / 16);
+#pragma unroll
+      for (int k = 0; k < kBlockM / 16; ++k)
+        multiply_any(columns, a(k), along_k_transposed(b_columns, k), adds || k > 0);
+    });
+    ptx::commit_products();
+  };
+  // dV and dK of the tile of queries in stage `stage`; added to the sums, or instead of them. With `nothing` before it,
+  // any operands do.
+  const auto multiply_operands = [&](int stage, bool adds, bool nothing) {
     const u64 dout = descriptor_of_transposed<kBlockM>(shared.dout + stage * kBytesDo);
     const u64 q = descriptor_of_transposed<kBlockM>(shared.q + stage * kBytesQ);
+    // Of the keys of this consumer; what it wrote last is in the other stage.
+    const u64 ds = descriptor_of(nothing ? shared.q : shared.ds + (ds_at.stage ^ 1) * kBytesDs + first * kLineBytes);
+    if constexpr (kDkFromShared) ptx::sync_named(kConsumer + consumer, 128);
     ptx::renew_registers(dv);
     ptx::renew_registers(dk);
     ptx::fence_products();
-    if constexpr (makes_dv) {
-#pragma unroll
-      for (int k = 0; k < kBlockM / 16; ++k)
-        ptx::multiply_async<true>(Element{}, dv, p_operand[k].word, along_k_transposed(dout, k), adds || k > 0);
-      ptx::commit_products();
-    }
-    if constexpr (makes_dk) {
-#pragma unroll
-      for (int k = 0; k < kBlockM / 16; ++k)
-        ptx::multiply_async<true>(Element{}, dk, ds_operand[k].word, along_k_transposed(q, k), adds || k > 0);
-      ptx::commit_products();
-    }
+    if constexpr (makes_dv) multiply_queries(dv, [&](int k) -> auto& { return p_operand[k]; }, dout, adds);
+    if constexpr (makes_dk && kDkFromShared)
+      multiply_queries(dk, [&](int k) { return along_k<kBlockN>(ds, k); }, q, adds);
+    else if constexpr (makes_dk)
+      multiply_queries(dk, [&](int k) -> auto& { return ds_operand[k]; }, q, adds);
   };
   const auto finish_products = [&](int stage, bool frees) {
     ptx::wait_products<0>();
@@ -296,6 +347,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     // Who makes dS has told of every read of the statistics by then.
     if constexpr (!makes_dk) ptx::sync_named(kConsumer + consumer, 128);
     if (elected && frees) {
+      if constexpr (kDkFromShared) shared.ds_ring.empty({ds_at.stage ^ 1}).arrive();
       shared.do_ring.empty({stage}).arrive();
       shared.q_ring.empty({stage}).arrive();
     }
@@ -303,8 +355,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
 
   Walk walk = tile.first();
   int stage_before = 0;
-  const auto step = [&](auto apart, int index) {
-    constexpr bool is_apart = decltype(apart)::value;
+  const auto step = [&](int index) {
     const u32 s_q = shared.q + at.stage * kBytesQ, s_do = shared.dout + at.stage * kBytesDo;
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
     float p[kQueryTiles][4], ds[kQueryTiles][4];
@@ -315,11 +366,11 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     const auto multiply_dp = [&]() { multiply_keys(ds, Constant<false>{}, rows_v, s_do, Integer<kDimV / 16>{}); };
     constexpr bool dp_early = makes_dk && kDpEarly;
     if constexpr (dp_early) multiply_dp();
-    constexpr int kBehind = is_apart ? 0 : makes_dv + makes_dk;
-    if constexpr (!is_apart) multiply_operands(stage_before, kFirstApart || index > 1);
-    const auto finish_step_before = [&]() {
-      if constexpr (!is_apart) finish_products(stage_before, kFirstApart || index > 0);
-    };
+    // The first step has nothing before it and makes products of it all the same, to which those of the second do not
+    // add: a first step apart from the loop takes twice the instructions, and more registers.
+    constexpr int kBehind = makes_dv + makes_dk;
+    multiply_operands(stage_before, index > 1, index == 0);
+    const auto finish_step_before = [&]() { finish_products(stage_before, index > 0); };
 
     [[maybe_unused]] float derivative[kScaleInExponent ? 1 : kQueryTiles][4];
     if constexpr (makes_dv) {
@@ -417,13 +468,11 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     walk.advance(tile.queries);
   };
   if (tile.num_steps > 0) {
-    if constexpr (kFirstApart)
-      step(Constant<true>{}, 0);
-    else
-      set_to_zero(p_operand), set_to_zero(ds_operand);
+    set_to_zero(p_operand);
+    set_to_zero(ds_operand);
 #pragma unroll 1
-    for (int i = kFirstApart; i < tile.num_steps; ++i) step(Constant<false>{}, i);
-    multiply_operands(stage_before, kFirstApart || tile.num_steps > 1);
+    for (int i = 0; i < tile.num_steps; ++i) step(i);
+    multiply_operands(stage_before, tile.num_steps > 1, false);
     finish_products(stage_before, true);
   }
 
@@ -468,17 +517,25 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
     shared.do_ring.init(kConsumers);
     for (int i = 0; i < kDsStages; ++i) {
       shared.ds_ring.full({i}).init(4 * kDsWriters);
-      shared.ds_ring.empty({i}).init(1);
+      shared.ds_ring.empty({i}).init(4 + (kDkFromShared ? kConsumers : 0));
     }
     for (int i = 0; i < kPStages; ++i) {
       shared.p_ring.full({i}).init(4);
       shared.p_ring.empty({i}).init(4);
     }
+    for (u32 i = 0; i < kTurnStages; ++i) {
+      Barrier{shared.turn + 8 * i}.init(1);
+      Barrier{shared.added + 8 * i}.init(4);
+      Barrier{shared.ended + 8 * i}.init(1);
+    }
     ptx::fence_barrier_init();
   }
   ptx::sync_block();
   const u32 warpgroup = ptx::uniform(ptx::thread_index() / 128);
-  if (warpgroup == kConsumers) {
+  if (kDqInTurn && warpgroup == kConsumers + 1) {
+    ptx::decrease_registers<kServerRegisters>();
+    serve(params, shared, ptx::thread_index() % 128);
+  } else if (warpgroup == kConsumers) {
     ptx::decrease_registers<kDqRegisters>();
     accumulate_dq(params, shared, ptx::thread_index() % 128);
     if constexpr (!kSplitsGroup) ptx::arrive_named(kEnd, kConsumerThreads + 128);

@@ -52,6 +52,15 @@ CUFLASH_DEVICE void load_fragments_chunked(u32 tile, int r, Fragment (&operand)[
     ptx::load_matrix_x4(operand[k].word, line + k / 4 * rows * kLineBytes + ((k % 4 * 32 + lane / 16 * 16) ^ swizzle));
 }
 
+// The same of the transposed chunk: from column `c` on, 16 columns by all rows.
+template <int count>
+CUFLASH_DEVICE void load_fragments_chunked_transposed(u32 chunk, int c, Fragment (&operand)[count]) {
+  const u32 lane = lane_index();
+  const u32 line = chunk + (lane / 16 * 8 + lane % 8) * kLineBytes + ((c * 2 + lane / 8 % 2 * 16) ^ (lane % 8 * 16));
+#pragma unroll
+  for (int k = 0; k < count; ++k) ptx::load_matrix_x4_transposed(operand[k].word, line + k * 16 * kLineBytes);
+}
+
 // Writes zeros to the rows from `first` on; by the 128 threads of a warpgroup.
 template <int rows, int columns>
 CUFLASH_DEVICE void zero_rows(u32 tile, int first, u32 thread) {
