@@ -344,8 +344,9 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     ptx::wait_products<0>();
     ptx::renew_registers(dv);
     ptx::renew_registers(dk);
-    // Who makes dS has told of every read of the statistics by then.
-    if constexpr (!makes_dk) ptx::sync_named(kConsumer + consumer, 128);
+    // All have read the statistics, of which no product tells. Who makes dS has told dQ by then, which asks for tiles unless
+    // turns are served.
+    if constexpr (!makes_dk || (kDqInTurn && !kDkFromShared)) ptx::sync_named(kConsumer + consumer, 128);
     if (elected && frees) {
       if constexpr (kDkFromShared) shared.ds_ring.empty({ds_at.stage ^ 1}).arrive();
       shared.do_ring.empty({stage}).arrive();
@@ -459,7 +460,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
 #pragma unroll
       for (int k = 0; k < kBlockM / 16; ++k)
         ptx::store_matrix_x4(line + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)), ds_operand[k].word);
-      ptx::fence_async_proxy();
+      if constexpr (kDkFromShared || !kDqHoldsDs) ptx::fence_async_proxy();
       arrive_as_warp(shared.ds_ring.full(ds_at));
       ds_at.advance();
     }
