@@ -48,7 +48,7 @@ MAX_HEAD_DIM = 256
 # at head_dim 128 and seqlen 4096, 4 % in the backward pass; without a mask, one head at a time serves L2 better.
 CAUSAL_HEAD_SECTION = 16
 # Where blocks take turns, each starts a step behind the one before it. Those of several heads do so side by side: on an
-# H200 one head at a time is 10 % slower, 2 to 16 are alike (head_dim 128, seqlen 4096).
+# H200 one head at a time is 10 % slower (head_dim 128, seqlen 4096).
 TURNS_HEAD_SECTION = 4
 FAST_FLOAT64 = (80, 90, 100)  # compute capabilities whose FP64 units are as many as half of the others
 WAVES = 4  # of resident blocks that a grid should have, where more blocks cost extra work
@@ -506,6 +506,8 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     # How the kernels around the main one see the fragments in memory: of dq, and of dk and dv.
     of_dq = of_keys = main
     if isinstance(main, BackwardSm90Tile):
+        sections = (draft.head_section, main.head_section, TURNS_HEAD_SECTION if in_turn else 1)
+        draft.head_section = max(sections)
         of_dq, of_keys = main.helper(4), main.helper(main.block_n // 16)
     elif isinstance(main, BackwardFloat32Sm90Tile):
         of_dq = of_keys = main.helper()
@@ -542,7 +544,6 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
         m_blocks = draft.heads * (draft.stats_rows // main.block_m)
         draft.scratch["dq_accumulator"] = draft.heads * draft.stats_rows * dim + (m_blocks if in_turn else 0)
         if in_turn:
-            draft.head_section = max(draft.head_section, TURNS_HEAD_SECTION)
             draft.reasons.append("deterministic: tiles of keys take turns at adding to a tile of dq")
         shared_bytes = tile_bytes(main.block_m, dim, main.element_bytes)
         draft.add("backward_convert.cu", of_dq, m_blocks, shared_bytes, **dims)

@@ -39,7 +39,8 @@ _backward = _maker(
     "max_dim block_m block_n num_warps num_stages min_blocks warps_d dq_warps_m fragments_ahead origin",
 )
 _backward_sm90 = _maker(
-    BackwardSm90Tile, "max_dim block_m block_n num_stages dp_early splits_roles holds_k dk_from_shared origin"
+    BackwardSm90Tile,
+    "max_dim block_m block_n num_stages dp_early splits_roles holds_k dk_from_shared head_section origin",
 )
 _backward_float32_sm90 = _maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_rooms dq_columns dq_late origin")
 _dq = _maker(DqTile, "max_dim block_m block_n num_warps min_blocks origin")
@@ -152,10 +153,10 @@ DECODE_SM90_TILES = (
 )
 
 BACKWARD_SM90_TILES = (
-    #             max_dim m   n  stages early split hold K dk from shared
-    _backward_sm90(64,  64, 128, 3, True,  False, True,  False, _h200("502 / 465, 417 / 307", "264 / 240, 241 / 184")),
-    _backward_sm90(128, 64, 128, 3, False, False, False, True,  _h200("545 / 509, 453 / 337", "283 / 261, 257 / 206")),
-    _backward_sm90(256, 64, 64,  2, True,  True,  False, False, _h200("418 / 388, 357 / 280", "243 / 220, 225 / 179")),
+    #             max_dim m   n  stages early split hold K dk from shared, section
+    _backward_sm90(64,  64, 128, 3, True,  False, True,  False, 8, _h200("502 / 465, 417 / 307", "264 / 240, 241 / 184")),
+    _backward_sm90(128, 64, 128, 3, False, False, False, True,  8, _h200("545 / 509, 453 / 337", "283 / 261, 257 / 206")),
+    _backward_sm90(256, 64, 64,  2, True,  True,  False, False, 1, _h200("418 / 388, 357 / 280", "243 / 220, 225 / 179")),
 )
 
 # Tiles of 64 keys and 64 queries; the products of pieces count as one.

@@ -164,6 +164,7 @@ _BACKWARD_SM90 = BackwardSm90Tile(
     splits_roles=False,
     holds_k=True,
     dk_from_shared=False,
+    head_section=1,
     origin="of a trial",
 )
 _DK_FROM_SHARED = replace(_BACKWARD_SM90, holds_k=False, dk_from_shared=True)
