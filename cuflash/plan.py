@@ -485,8 +485,8 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     draft.reasons.append(reason)
     dq: Tile | None = None
     in_turn = problem.deterministic and isinstance(main, BackwardSm90Tile)
-    if in_turn:
-        main = replace(main, takes_turns=True)
+    if isinstance(main, BackwardSm90Tile):
+        main = replace(main, takes_turns=in_turn)
     if problem.deterministic and not in_turn:
         dq, reason = (tiles[1], "") if tiles else _choose(DQ_TILES, problem, device)
         draft.reasons += filter(None, [reason])
