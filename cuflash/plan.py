@@ -60,6 +60,7 @@ COMBINE_TILES = 2  # of keys: what a block of many takes longer where several sh
 # microsecond at most; by arithmetic, not measured.
 COMBINE_BYTES = 64 * 1024
 COMBINE_WARPS = 8
+MAX_SHARE_STEPS = 2**31 - 1  # by which blocks count the keys of all heads: as many for each head as there are blocks
 PIECES_ROWS = 64  # that a block splits
 PIECES_WARPS = 8
 # Of queries and keys, for each row that is split. On an H200 pieces are faster from seqlen 128 on at head_dim 128 and
@@ -425,9 +426,10 @@ def _blocks_of_decode(problem: Problem, device: DeviceSpec, tile: DecodeSm90Tile
     may leave every head whole, or shared by as few blocks as the others.
     """
     heads = problem.batch * problem.num_heads_kv
+    _check_blocks(heads)
     tiles_of_head = -(-_visible_keys(problem) // tile.block_n)
     num_tiles = heads * tiles_of_head
-    most = max(1, min(device.num_sms * tile.min_blocks, num_tiles // MIN_TILES_OF_BLOCK))
+    most = max(1, min(device.num_sms * tile.min_blocks, num_tiles // MIN_TILES_OF_BLOCK, MAX_SHARE_STEPS // heads))
     even = {most}
     if heads <= most:
         even.add(most // heads * heads)

@@ -28,7 +28,7 @@ CUFLASH_DEVICE void combine(const Params& params) {
   const int head = index / params.seqlen_q % params.num_heads;
   const int batch = index / params.seqlen_q / params.num_heads;
   const int row = head % group * params.seqlen_q + query;
-  const Partials partials(params, Shares(params), (i64)batch * params.num_heads_kv + head / group);
+  const Partials partials(params, Shares(params), batch * params.num_heads_kv + head / group);
   // A block that has a head to itself has stored its results.
   const bool owns_row = row_of_block < kRows && batch < params.batch && partials.count > 1;
   const bool finishes = owns_row && first_part == 0;
@@ -39,7 +39,12 @@ CUFLASH_DEVICE void combine(const Params& params) {
     if (thread == 0) *lse_of(params, batch, head, query) = lse;
     if (lse != -ptx::infinity() && first_part < kAtOnce) {
 #pragma unroll 8
-      for (int i = first_part; i < partials.count; i += kAtOnce) partials.add(i, row, column, lse, sum);
+      for (int i = first_part; i < partials.count; i += kAtOnce) {
+        const Float4 part = *(const Float4*)(partials.out(i, row) + column);
+        const float weight = partials.weight(i, row, lse);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum.value[j] += weight * part.value[j];
+      }
     }
   }
 

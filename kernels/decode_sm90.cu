@@ -76,13 +76,13 @@ struct Shared {
 // The heads that a block has keys of, one after another.
 struct HeadWalk {
   Shares shares;
-  i64 at, stop;  // places among all keys
-  i64 head;      // of the batch
+  u32 at, stop;  // places among all keys
+  u32 head;      // of the batch
 
   CUFLASH_DEVICE explicit HeadWalk(const Params& params) : shares(params) {
     at = shares.start_of_block(ptx::block_index());
     stop = at + shares.heads;
-    head = at / shares.blocks;
+    head = shares.head_at(at);
   }
 
   CUFLASH_DEVICE bool more() const { return at < stop; }
@@ -104,11 +104,15 @@ struct HeadWork {
     rows = group * params.seqlen_q;
     key_stop = key_stop_of(params, batch);
     keys = key_tiles(params, 0, params.seqlen_q - 1, key_stop);
-    const i64 blocks = walk.shares.blocks, num_tiles = keys.stop - keys.start;
-    const i64 from = walk.at - walk.shares.start_of_head(walk.head), to = from + (walk.stop - walk.at);
+    const u32 blocks = walk.shares.blocks, num_tiles = keys.stop - keys.start;
+    const u32 from = walk.at - walk.shares.start_of_head(walk.head), to = from + (walk.stop - walk.at);
+    // num_tiles * steps / blocks, where the product may be too large.
+    const auto tiles_in = [&](u32 steps) {
+      return (int)(num_tiles / blocks * steps + num_tiles % blocks * steps / blocks);
+    };
     const int first = keys.start;
-    keys.start = first + (int)(num_tiles * from / blocks);
-    if (to < blocks) keys.stop = first + (int)(num_tiles * to / blocks);
+    keys.start = first + tiles_in(from);
+    if (to < blocks) keys.stop = first + tiles_in(to);
   }
 
   CUFLASH_DEVICE bool has_keys() const { return keys.start < keys.stop; }
@@ -140,22 +144,38 @@ CUFLASH_DEVICE void produce(const DecodeParams& params, Shared& shared) {
   }
 }
 
-// Combines the results of all blocks that share a head, by the consumer: a warp takes every fourth row.
+// Combines the results of all blocks that share a head, by the consumer. A warp takes four columns a lane of one row after
+// another; it asks for many results at once, as they come from far, and adds them in their order.
 CUFLASH_DEVICE void combine(const Params& params, const Partials& partials, const HeadWork& work) {
-  for (int row = warp_index(); row < work.rows; row += kConsumerWarps) {
+  constexpr int kAtOnce = kMinBlocks == 1 ? 16 : 8;  // registers that are there anyway
+  constexpr int kColumns = 4 * 32, kUnits = (kDimV + kColumns - 1) / kColumns;  // units of a row
+  for (int unit = warp_index(); unit < work.rows * kUnits; unit += kConsumerWarps) {
+    const int row = unit / kUnits, column = unit % kUnits * kColumns + 4 * lane_index();
     const int head = work.first_head() + row / params.seqlen_q, query = row % params.seqlen_q;
+    const int count = column < kDimV ? partials.count : 0;
+    Float4 part[kAtOnce], sum = {};
+    const auto load = [&](int first) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (first + i < count) part[i] = *(const Float4*)(partials.out(first + i, row) + column);
+    };
+    load(0);
     const float lse = partials.combined_lse(row);
     if (lane_index() == 0) *lse_of(params, work.batch, head, query) = lse;
-    for (int column = 4 * lane_index(); column < kDimV; column += 4 * 32) {
-      Float4 sum = {};
-      if (lse != -ptx::infinity()) {
-#pragma unroll 16
-        for (int i = 0; i < partials.count; ++i) partials.add(i, row, column, lse, sum);
+#pragma unroll 1
+    for (int first = 0; first < count && lse != -ptx::infinity(); first += kAtOnce) {
+      if (first > 0) load(first);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i >= count) continue;
+        const float weight = partials.weight(first + i, row, lse);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum.value[j] += weight * part[i].value[j];
       }
-      Storage* g_out = out_of(params, work.batch, head, query);
-      store_pair(g_out, column, sum.value[0], sum.value[1]);
-      store_pair(g_out, column + 2, sum.value[2], sum.value[3]);
     }
+    Storage* g_out = out_of(params, work.batch, head, query);
+    store_pair(g_out, column, sum.value[0], sum.value[1]);
+    store_pair(g_out, column + 2, sum.value[2], sum.value[3]);
   }
 }
 
@@ -182,6 +202,7 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
     const Score score(common, work.batch, work.first_head(), work.key_stop);
     const Mask mask(common, work.batch, work.first_head(), work.key_stop);
     const float scale_log2 = score.exponent_scale();
+    const Partials partials(common, walk.shares, walk.head);
     const int query[2] = {lane_row[0] % common.seqlen_q, lane_row[1] % common.seqlen_q};  // that they stand for
 
     OnlineSoftmax<1> softmax;
@@ -256,25 +277,28 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
     }
     softmax.finish();
 
-    const Partials partials(common, walk.shares, walk.head);
     const bool is_alone = !kSplitsKeys || partials.count == 1;
-    const int part = (int)(ptx::block_index() - walk.shares.first_block(walk.head));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = lane_row[half];
       if (row >= work.rows) continue;
       const float lse = softmax.log_sum_exp(0, half), factor = softmax.inverse_sum(0, half);
-      const int head = work.first_head() + row / common.seqlen_q;
-      if (fragment_column() == 0)
-        *(is_alone ? lse_of(common, work.batch, head, query[half]) : partials.lse(part, row)) = lse;
+      const auto store = [&](float* g_lse, auto store_columns) {
+        if (fragment_column() == 0) *g_lse = lse;
 #pragma unroll
-      for (int n = 0; n < kDimV / 8; ++n) {
-        const float left = o[0][n][2 * half] * factor, right = o[0][n][2 * half + 1] * factor;
-        const int column = 8 * n + fragment_column();
-        if (is_alone)
-          store_pair(out_of(common, work.batch, head, query[half]), column, left, right);
-        else
-          *(Float2*)(partials.out(part, row) + column) = {left, right};
+        for (int n = 0; n < kDimV / 8; ++n)
+          store_columns(8 * n + fragment_column(), o[0][n][2 * half] * factor, o[0][n][2 * half + 1] * factor);
+      };
+      if (is_alone) {
+        const int head = work.first_head() + row / common.seqlen_q;
+        Storage* g_out = out_of(common, work.batch, head, query[half]);
+        store(lse_of(common, work.batch, head, query[half]),
+              [&](int column, float left, float right) { store_pair(g_out, column, left, right); });
+      } else {
+        const int i = ptx::block_index() - partials.first_block;
+        float* g_out = partials.out(i, row);
+        store(partials.lse(i, row),
+              [&](int column, float left, float right) { *(Float2*)(g_out + column) = {left, right}; });
       }
     }
     if constexpr (kCombines) {

@@ -12,45 +12,45 @@ struct alignas(16) Float4 {
 };
 
 // The keys of all key/value heads of the batch, those of one head behind those of the other, are cut into as many equal
-// parts as there are blocks. So a block has keys of one head or of neighbouring ones, and a head belongs to one block or
+// shares as there are blocks. So a block has keys of one head or of neighbouring ones, and a head belongs to one block or
 // to neighbouring ones. A place among these keys is a number of steps; a head is as many of them long as there are blocks.
 struct Shares {
-  i64 blocks, heads;
+  u32 blocks, heads;  // whose product is less than 2^31
 
   CUFLASH_DEVICE explicit Shares(const Params& params)
-      : blocks(params.resident_blocks), heads((i64)params.batch * params.num_heads_kv) {}
+      : blocks(params.resident_blocks), heads(params.batch * params.num_heads_kv) {}
 
-  CUFLASH_DEVICE i64 start_of_head(i64 head) const { return head * blocks; }
-  CUFLASH_DEVICE i64 start_of_block(i64 block) const { return block * heads; }
-  CUFLASH_DEVICE i64 first_block(i64 head) const { return start_of_head(head) / heads; }
-  CUFLASH_DEVICE int blocks_of(i64 head) const {
-    return (int)((start_of_head(head + 1) - 1) / heads - first_block(head)) + 1;
-  }
+  CUFLASH_DEVICE u32 start_of_head(u32 head) const { return head * blocks; }
+  CUFLASH_DEVICE u32 start_of_block(u32 block) const { return block * heads; }
+  CUFLASH_DEVICE u32 head_at(u32 place) const { return place / blocks; }
+  CUFLASH_DEVICE u32 block_at(u32 place) const { return place / heads; }
 };
 
-// Results of one head of one batch entry from the keys of each block alone. A row stands for a query of one of the query
-// heads that share the key/value head: row head_in_group * seqlen_q + query.
+// Results of one head from the keys of each of its blocks alone. A row stands for a query of one of the query heads that
+// share the key/value head: row head_in_group * seqlen_q + query.
 struct Partials {
-  i64 first;  // row of the first block
-  int rows;   // of one block
+  u32 first_block;
   int count;  // of blocks
+  int rows;   // of one block
   float* g_out;
   float* g_lse;
 
-  CUFLASH_DEVICE Partials(const Params& params, const Shares& shares, i64 head)
-      : rows(params.num_heads / params.num_heads_kv * params.seqlen_q),
-        count(shares.blocks_of(head)),
-        g_out((float*)params.partial_out),
-        g_lse((float*)params.partial_lse) {
-    first = place(shares.first_block(head), head) * rows;
+  CUFLASH_DEVICE Partials(const Params& params, const Shares& shares, u32 head)
+      : first_block(shares.block_at(shares.start_of_head(head))),
+        count(shares.block_at(shares.start_of_head(head + 1) - 1) - first_block + 1),
+        rows(params.num_heads / params.num_heads_kv * params.seqlen_q) {
+    const i64 first_row = (i64)room(first_block, head) * rows;
+    g_out = (float*)params.partial_out + first_row * kDimV;
+    g_lse = (float*)params.partial_lse + first_row;
   }
 
-  // Places of a block's heads and of a head's blocks are neighbours: from one to the next, one of the two grows, or both.
-  CUFLASH_DEVICE static i64 place(i64 block, i64 head) { return block + head; }
+  // The rooms of a block's heads and of a head's blocks are neighbours: from one to the next, one of the two grows, or
+  // both.
+  CUFLASH_DEVICE static u32 room(u32 block, u32 head) { return block + head; }
 
   // Row `row` of O, of kDimV columns, and its lse, by the head's `i`-th block.
-  CUFLASH_DEVICE float* out(int i, int row) const { return g_out + (first + (i64)i * rows + row) * kDimV; }
-  CUFLASH_DEVICE float* lse(int i, int row) const { return g_lse + first + (i64)i * rows + row; }
+  CUFLASH_DEVICE float* out(int i, int row) const { return g_out + ((i64)i * rows + row) * kDimV; }
+  CUFLASH_DEVICE float* lse(int i, int row) const { return g_lse + (i64)i * rows + row; }
 
   // log sum exp over the blocks; -inf where none saw a key. By a warp: every lane gets the same.
   CUFLASH_DEVICE float combined_lse(int row) const {
@@ -65,12 +65,9 @@ struct Partials {
     return sum == 0.0f ? -ptx::infinity() : max + ptx::log2_approx(sum) * kLn2;
   }
 
-  // Adds four columns of a row by the `i`-th block to their sum, by its share of the exponentials.
-  CUFLASH_DEVICE void add(int i, int row, int column, float combined_lse, Float4& sum) const {
-    const Float4 part = *(const Float4*)(out(i, row) + column);
-    const float weight = exponential((*lse(i, row) - combined_lse) * kLog2e);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) sum.value[j] += weight * part.value[j];
+  // What the `i`-th block's O counts for.
+  CUFLASH_DEVICE float weight(int i, int row, float combined_lse) const {
+    return exponential((*lse(i, row) - combined_lse) * kLog2e);
   }
 };
 
