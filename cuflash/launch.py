@@ -60,7 +60,7 @@ class _Launch:
     params: bytes  # the kernels' argument, pointers and tensor maps to be filled in
     dtype: np.dtype[Any]  # of the argument, as bytes
     maps: tuple[tuple[Callable[[int], bytes], int], ...]  # from an address to its map, and which of the pointers it is
-    offsets: tuple[int, ...]  # where they go: of the arrays of the call, of the results it allocates, of scratch, the number
+    offsets: tuple[int, ...]  # where they go: arrays of the call, results it allocates, scratch arrays, number
     results: tuple[tuple[int, tuple[int, ...], Any], ...]  # index, shape and dtype of results that the call allocates
     scratch: tuple[int, ...]  # first byte of each scratch array in one allocation
     numbered: bool  # kernels tell their launch from others by a number, which follows the scratch arrays
@@ -86,8 +86,8 @@ class _CopyFirst:
 
 _POINTER = struct.Struct("=Q")
 _launches: dict[tuple, _Launch | _CopyFirst] = {}
-# Of launches, in the bits above the lowest 12 of 64. They start somewhere, so that no other process had the same: memory
-# that one of them left is not taken for this one's.
+# Of launches, in the bits above the lowest 12 of 64. They start anywhere, so that nothing which another process left in
+# memory is taken for this one's.
 _launch_numbers = itertools.count(secrets.randbits(51) << 12, 1 << 12)
 
 

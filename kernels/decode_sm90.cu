@@ -202,7 +202,6 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
     const Score score(common, work.batch, work.first_head(), work.key_stop);
     const Mask mask(common, work.batch, work.first_head(), work.key_stop);
     const float scale_log2 = score.exponent_scale();
-    const Partials partials(common, walk.shares, walk.head);
     const int query[2] = {lane_row[0] % common.seqlen_q, lane_row[1] % common.seqlen_q};  // that they stand for
 
     OnlineSoftmax<1> softmax;
@@ -277,6 +276,7 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
     }
     softmax.finish();
 
+    const Partials partials(common, walk.shares, walk.head);
     const bool is_alone = !kSplitsKeys || partials.count == 1;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -115,7 +115,9 @@ def test_who_combines_makes_no_difference_in_lse(change, device):
     assert bits(results[1:]) == bits(run(case, device=device)[1:])
 
 
-@pytest.mark.parametrize(("name", "blocks", "of_a_head"), [("shared", 20, 5), ("uneven", 7, 3), ("few", 3, 2), ("whole", 1, 1)])
+@pytest.mark.parametrize(
+    ("name", "blocks", "of_a_head"), [("shared", 20, 5), ("uneven", 7, 3), ("few", 3, 2), ("whole", 1, 1)]
+)
 def test_how_the_cases_share_keys(name, blocks, of_a_head):
     device = DEVICES[name]
     plan = plan_of(CASE, device=device)

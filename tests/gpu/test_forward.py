@@ -328,7 +328,7 @@ def test_decoding_of_batches_that_fill_the_device(cupy, seqlen_q, batch):
 
 @pytest.mark.parametrize("seqlen_q", [1, 16])
 def test_decoding_again_and_again(cupy, seqlen_q):
-    """Blocks end in another order each time; the last of them finds what the others left, and nothing of a call before."""
+    """Blocks end in another order each time; the last of them finds what the others left."""
     case = ct.Case(seqlen_q=seqlen_q, seqlen_k=20000, num_heads=16, num_heads_kv=4, head_dim=128, dtype="bfloat16")
     qkv, _ = arrays_of(cupy, case)
     attn = cuflash.FlashAttention()
@@ -386,7 +386,9 @@ def test_decoding_in_a_captured_graph(cupy):
 def test_decoding_takes_its_own_kernel(cupy):
     """Where there is one: elsewhere the tests above are about the kernel for all."""
     for seqlen_q, kernels in ((1, ["decode_sm90.cu"]), (16, ["decode_sm90.cu", "combine.cu"])):
-        case = ct.Case(seqlen_q=seqlen_q, seqlen_k=MANY_KEYS, num_heads=32, num_heads_kv=8, head_dim=128, dtype="float16")
+        case = ct.Case(
+            seqlen_q=seqlen_q, seqlen_k=MANY_KEYS, num_heads=32, num_heads_kv=8, head_dim=128, dtype="float16"
+        )
         (q, k, v), _ = arrays_of(cupy, case)
         plan = cuflash.FlashAttention().plan(q, k, v).forward
         takes_it = [kernel.source for kernel in plan.kernels] == kernels

@@ -97,7 +97,7 @@ def test_strides_come_in_the_order_of_the_axes():
 def test_words_of_pointers():
     pointers = {name.removesuffix(".data"): offset for kind, name, offset in PLACES if kind.endswith("*")}
     assert {name: 8 * word for name, word in POINTER_WORD.items()} == pointers
-    assert 8 * LAUNCH_WORD == next(offset for _, name, offset in PLACES if name == "launch")
+    assert next(offset for _, name, offset in PLACES if name == "launch") == 8 * LAUNCH_WORD
 
 
 # ---- What is filled in -----------------------------------------------------------------------------------------------
