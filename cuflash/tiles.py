@@ -254,6 +254,7 @@ class DecodeSm90Tile:
     block_n: int
     num_stages: int
     min_blocks: int
+    reads_once: bool = True  # keys make way for whatever else is in the L2 cache
     origin: str = field(compare=False)
 
     element_bytes = 2
@@ -271,7 +272,7 @@ class DecodeSm90Tile:
         return _chunked_bytes(self.block_m, dim) + self.num_stages * (k + v) + barriers
 
     def defines(self) -> dict[str, int]:
-        return _tile_defines(self)
+        return _tile_defines(self) | {"CUFLASH_READS_ONCE": int(self.reads_once)}
 
 
 @dataclass(frozen=True, kw_only=True)

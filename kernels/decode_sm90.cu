@@ -34,6 +34,7 @@
 
 constexpr bool kSplitsKeys = CUFLASH_SPLITS_KEYS;  // blocks share the keys of a head
 constexpr bool kCombines = CUFLASH_COMBINES;       // the last of them combines their results
+constexpr bool kReadsOnce = CUFLASH_READS_ONCE;    // keys and values make way for whatever else is in the L2 cache
 constexpr int kConsumerWarps = 4;
 constexpr int kConsumerThreads = 32 * kConsumerWarps;
 constexpr int kNTiles = kBlockN / 8;
@@ -128,7 +129,7 @@ CUFLASH_DEVICE void produce(const DecodeParams& params, Shared& shared) {
       const Barrier k_full = shared.k_ring.full(at), v_full = shared.v_ring.full(at);
       shared.k_ring.empty(at).wait(at.parity ^ 1);
       k_full.arrive_expect(kBytesK);
-      load_chunks<kBlockN, kDim>(shared.k + at.stage * kBytesK, params.k, k_full, n_block * kBlockN, work.head_kv,
+      load_chunks<kBlockN, kDim, kReadsOnce>(shared.k + at.stage * kBytesK, params.k, k_full, n_block * kBlockN, work.head_kv,
                                  work.batch);
       if (n_block == work.keys.stop - 1) {
         shared.q_empty.wait(q_parity ^ 1);
@@ -138,7 +139,7 @@ CUFLASH_DEVICE void produce(const DecodeParams& params, Shared& shared) {
       }
       shared.v_ring.empty(at).wait(at.parity ^ 1);
       v_full.arrive_expect(kBytesV);
-      load_chunks<kBlockN, kDimV>(shared.v + at.stage * kBytesV, params.v, v_full, n_block * kBlockN, work.head_kv,
+      load_chunks<kBlockN, kDimV, kReadsOnce>(shared.v + at.stage * kBytesV, params.v, v_full, n_block * kBlockN, work.head_kv,
                                   work.batch);
     }
   }
