@@ -148,7 +148,7 @@ CUFLASH_DEVICE void produce(const DecodeParams& params, Shared& shared) {
 // Combines the results of all blocks that share a head, by the consumer. A warp takes four columns a lane of one row after
 // another; it asks for many results at once, as they come from far, and adds them in their order.
 CUFLASH_DEVICE void combine(const Params& params, const Partials& partials, const HeadWork& work) {
-  constexpr int kAtOnce = kMinBlocks == 1 ? 16 : 8;  // registers that are there anyway
+  constexpr int kAtOnce = kMinBlocks > 1 ? 8 : kDimV > 192 ? 16 : 20;  // as registers allow
   constexpr int kColumns = 4 * 32, kUnits = (kDimV + kColumns - 1) / kColumns;  // units of a row
   for (int unit = warp_index(); unit < work.rows * kUnits; unit += kConsumerWarps) {
     const int row = unit / kUnits, column = unit % kUnits * kColumns + 4 * lane_index();

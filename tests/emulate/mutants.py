@@ -269,7 +269,7 @@ TRIALS = {
         schedule=emulator.Schedule("random", seed=1),
     ),
     "decode many": Trial(
-        case=replace(_DECODE, num_heads_kv=1, batch=1, seqlen_k=1200), tiles=_DECODE_TILES, combine_bytes=2**20
+        case=replace(_DECODE, num_heads_kv=1, batch=1, seqlen_k=1500), tiles=_DECODE_TILES, combine_bytes=2**20
     ),
     "decode wide": Trial(case=replace(_DECODE, head_dim_v=200), tiles=_DECODE_TILES, combine_bytes=2**20),
     "decode by kernel": Trial(case=replace(_DECODE, causal=True), tiles=_DECODE_TILES, num_sms=7, combine_bytes=0),

@@ -174,6 +174,19 @@ def test_any_case(case, schedule, num_sms, by_kernel):
     ct.assert_forward(case, *run(case, schedule=schedule, device=replace(H200, num_sms=num_sms), by_kernel=by_kernel))
 
 
+@pytest.mark.parametrize("min_blocks", [1, 2])
+@pytest.mark.parametrize("head_dim_v", [40, 256])
+def test_more_blocks_share_a_head_than_are_combined_at_once(head_dim_v, min_blocks):
+    case = replace(CASE, num_heads_kv=1, batch=1, seqlen_q=2, seqlen_k=1500, head_dim_v=head_dim_v, kv_lengths=(1400,))
+    tile = replace(SHORT_TILES, max_dim=256, min_blocks=min_blocks)
+    with mock.patch("cuflash.plan.COMBINE_BYTES", 2**20):
+        assert plan_of(case, tile).key_splits == 23
+        first = run(case, tile)
+        ct.assert_forward(case, *first)
+        for schedule in SCHEDULES[1:]:
+            assert bits(run(case, tile, schedule=schedule)) == bits(first)
+
+
 def test_the_plan_takes_the_kernels_by_itself():
     case = replace(CASE, seqlen_k=600, kv_lengths=(600, 599))
     arrays, launches = case.arrays(), []
