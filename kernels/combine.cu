@@ -3,8 +3,8 @@
 //
 //   lse = log sum_i exp(lse_i)        O = sum_i exp(lse_i - lse) O_i
 //
-// A block owns kRows rows. The threads of a row stand side by side along the columns, four to each, and beneath each other
-// for results that are summed at once; so the order of the additions is fixed. A warp belongs to one row.
+// A block owns kRows rows. The threads of a row stand side by side along the columns, four to each, and beneath each
+// other for results that are summed at once; so the order of the additions is fixed. A warp belongs to one row.
 #include "config.cuh"
 #include "fragments.cuh"
 #include "params.cuh"

@@ -3,9 +3,9 @@
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
 //
 // All queries of the query heads that share a key/value head fit into the 64 rows of one product: row
-// head_in_group * seqlen_q + query. As many blocks as the device holds stay and take equal shares of all keys (splits.cuh).
-// A block that has a head to itself stores the results; others leave O and lse of their keys in scratch memory, where
-// the last of them to be done finds what the others left (kCombines), or else combine.cu.
+// head_in_group * seqlen_q + query. As many blocks as the device holds stay and take equal shares of all keys
+// (splits.cuh). A block that has a head to itself stores the results; others leave O and lse of their keys in scratch
+// memory, where the last of them to be done finds what the others left (kCombines), or else combine.cu.
 //
 // One thread, the producer, asks the copy engine for tiles as far ahead as the rings allow: so many bytes have to be on
 // their way to keep memory busy. The other warps are the consumer, a warpgroup that takes one tile after another. The
@@ -129,8 +129,8 @@ CUFLASH_DEVICE void produce(const DecodeParams& params, Shared& shared) {
       const Barrier k_full = shared.k_ring.full(at), v_full = shared.v_ring.full(at);
       shared.k_ring.empty(at).wait(at.parity ^ 1);
       k_full.arrive_expect(kBytesK);
-      load_chunks<kBlockN, kDim, kReadsOnce>(shared.k + at.stage * kBytesK, params.k, k_full, n_block * kBlockN, work.head_kv,
-                                 work.batch);
+      load_chunks<kBlockN, kDim, kReadsOnce>(shared.k + at.stage * kBytesK, params.k, k_full, n_block * kBlockN,
+                                             work.head_kv, work.batch);
       if (n_block == work.keys.stop - 1) {
         shared.q_empty.wait(q_parity ^ 1);
         shared.q_full.arrive_expect(chunked_bytes(work.rows, kDim));
@@ -139,14 +139,14 @@ CUFLASH_DEVICE void produce(const DecodeParams& params, Shared& shared) {
       }
       shared.v_ring.empty(at).wait(at.parity ^ 1);
       v_full.arrive_expect(kBytesV);
-      load_chunks<kBlockN, kDimV, kReadsOnce>(shared.v + at.stage * kBytesV, params.v, v_full, n_block * kBlockN, work.head_kv,
-                                  work.batch);
+      load_chunks<kBlockN, kDimV, kReadsOnce>(shared.v + at.stage * kBytesV, params.v, v_full, n_block * kBlockN,
+                                              work.head_kv, work.batch);
     }
   }
 }
 
-// Combines the results of all blocks that share a head, by the consumer. A warp takes four columns a lane of one row after
-// another; it asks for many results at once, as they come from far, and adds them in their order.
+// Combines the results of all blocks that share a head, by the consumer. A warp takes four columns a lane of one row
+// after another; it asks for many results at once, as they come from far, and adds them in their order.
 CUFLASH_DEVICE void combine(const Params& params, const Partials& partials, const HeadWork& work) {
   constexpr int kAtOnce = kMinBlocks > 1 ? 8 : kDimV > 192 ? 16 : 20;  // as registers allow
   constexpr int kColumns = 4 * 32, kUnits = (kDimV + kColumns - 1) / kColumns;  // units of a row
@@ -184,7 +184,8 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
   const Params& common = params.common;
   const u32 thread = ptx::thread_index();
   const int warp_row = warp_index() * 16;
-  const int lane_row[2] = {warp_row + fragment_row(), warp_row + fragment_row() + 8};  // those that this lane has a part of
+  // The two rows of the product that this lane has a part of.
+  const int lane_row[2] = {warp_row + fragment_row(), warp_row + fragment_row() + 8};
   const auto sync_consumer = [&]() { ptx::sync_named(1, kConsumerThreads); };
   const auto release_by_warp = [&](const Barrier& empty) {
     if (lane_index() == 0) empty.arrive();

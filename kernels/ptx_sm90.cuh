@@ -66,8 +66,8 @@ CUFLASH_DEVICE void load_tensor(u32 destination, const TensorMap& map, u32 barri
       "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
-// Thread. The same of what nobody reads again (createpolicy.fractional.L2::evict_first, 9.7.9.19): it leaves the L2 cache
-// first, in place of what others have there.
+// Thread. The same of what nobody reads again (createpolicy.fractional.L2::evict_first, 9.7.9.19): it leaves the L2
+// cache first, in place of what others have there.
 CUFLASH_DEVICE void load_tensor_once(u32 destination, const TensorMap& map, u32 barrier, i32 column, i32 row, i32 head,
                                      i32 batch) {
   u64 policy;

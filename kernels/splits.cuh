@@ -12,8 +12,9 @@ struct alignas(16) Float4 {
 };
 
 // The keys of all key/value heads of the batch, those of one head behind those of the other, are cut into as many equal
-// shares as there are blocks. So a block has keys of one head or of neighbouring ones, and a head belongs to one block or
-// to neighbouring ones. A place among these keys is a number of steps; a head is as many of them long as there are blocks.
+// shares as there are blocks. So a block has keys of one head or of neighbouring ones, and a head belongs to one block
+// or to neighbouring ones. A place among these keys is a number of steps; a head is as many of them long as there are
+// blocks.
 struct Shares {
   u32 blocks, heads;  // whose product is less than 2^31
 
@@ -26,8 +27,8 @@ struct Shares {
   CUFLASH_DEVICE u32 block_at(u32 place) const { return place / heads; }
 };
 
-// Results of one head from the keys of each of its blocks alone. A row stands for a query of one of the query heads that
-// share the key/value head: row head_in_group * seqlen_q + query.
+// Results of one head from the keys of each of its blocks alone. A row stands for a query of one of the query heads
+// that share the key/value head: row head_in_group * seqlen_q + query.
 struct Partials {
   u32 first_block;
   int count;  // of blocks

@@ -15,7 +15,8 @@ CUFLASH_DEVICE constexpr u32 chunked_bytes(int rows, int columns) { return chunk
 // Loads rows [first_row, first_row + rows) of a head. Whole chunks arrive; outside of the array they are zeros. What is
 // loaded `once` need not stay in the L2 cache.
 template <int rows, int columns, bool once = false>
-CUFLASH_DEVICE void load_chunks(u32 tile, const TensorMap& map, const Barrier& full, int first_row, int head, int batch) {
+CUFLASH_DEVICE void load_chunks(u32 tile, const TensorMap& map, const Barrier& full, int first_row, int head,
+                                int batch) {
 #pragma unroll
   for (int c = 0; c < chunks_of(columns); ++c) {
     const u32 chunk = tile + c * rows * kLineBytes;

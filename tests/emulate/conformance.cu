@@ -321,8 +321,8 @@ CUFLASH_DEVICE void add_in_turn(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(turns, Params, kBlock, 1, add_in_turn)
 
-// The last block of every `count` adds up what they left in the second source. The word that counts them lies behind its
-// sums; the source has the number of the launch.
+// The last block of every `count` adds up what they left in the second source. The word that counts them lies behind
+// its sums; the source has the number of the launch.
 CUFLASH_DEVICE void add_by_the_last(const Params& params) {
   const u32 thread = ptx::thread_index(), block = ptx::block_index(), team = block / params.count;
   const u32 s_is_last = ptx::dynamic_shared();
