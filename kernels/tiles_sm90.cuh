@@ -20,10 +20,11 @@ CUFLASH_DEVICE void load_chunks(u32 tile, const TensorMap& map, const Barrier& f
 #pragma unroll
   for (int c = 0; c < chunks_of(columns); ++c) {
     const u32 chunk = tile + c * rows * kLineBytes;
+    const int column = c * kChunk;
     if constexpr (once)
-      ptx::load_tensor_once(chunk, map, full.address, c * kChunk, first_row, head, batch);
+      ptx::load_tensor_once(chunk, map, full.address, column, first_row, head, batch);
     else
-      ptx::load_tensor(chunk, map, full.address, c * kChunk, first_row, head, batch);
+      ptx::load_tensor(chunk, map, full.address, column, first_row, head, batch);
   }
 }
 

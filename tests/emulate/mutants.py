@@ -773,8 +773,8 @@ MUTANTS = (
             "return operand + k * 8 * kLineBytes / 16;", "sm90"),
     _mutant("output not swizzled", TILES90, "((k % 4 * 32 + lane / 16 * 16) ^ swizzle), fragment.word);",
             "(k % 4 * 32 + lane / 16 * 16), fragment.word);", "sm90"),
-    _mutant("the same columns of every chunk", TILES90, "map, full.address, c * kChunk, first_row",
-            "map, full.address, 0, first_row",
+    _mutant("the same columns of every chunk", TILES90, "const int column = c * kChunk;",
+            "const int column = 0;",
             "sm90"),
     # ---- ... the producer
     _mutant("queries without keys get no Q", F90, "    if (tile.keys.start == tile.keys.stop) load_q();\n", "",
