@@ -159,7 +159,7 @@ SUITES = {
     "flex": Suite(
         kind="gpu",
         cases=tuple(_row(d, 4096, causal) for d in (64, 128) for causal in (False, True)),
-        peers=("flex", "cudnn", "fa2", "efficient", "math", "naive"),
+        peers=("flex", "cudnn", "fa2", "jax-pallas", "efficient", "math", "naive"),
         about="every peer at four shapes",
     ),
     "float32": Suite(

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("cuflash", "numpy", "ml_dtypes", "cupy-cuda13x", "cupy-cuda12x", "torch", "triton")
+PACKAGES = ("cuflash", "numpy", "ml_dtypes", "cupy-cuda13x", "cupy-cuda12x", "torch", "triton", "jax")
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -9,6 +9,9 @@ dim) memory: they copy other layouts of dout and out first, which would count ag
 from __future__ import annotations
 
 import importlib
+import math
+import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,12 +30,14 @@ class Absent(Exception):
 class Contender:
     """`calls["forward"]` returns (out,), `calls["backward"]` (dq, dk, dv), whole arrays that `to_array` turns into
     NumPy or CuPy ones; `plans` describes what runs, where the library tells; `coarser` is how much larger its unit of
-    rounding is than the dtype's, where it was asked for less accuracy."""
+    rounding is than the dtype's, where it was asked for less accuracy; `wait` returns when a result is there, where the
+    library works on a stream of its own."""
 
     calls: Calls
     to_array: Callable[[Any], Any] = lambda x: x
     plans: Mapping[str, str] = field(default_factory=dict)
     coarser: float = 1.0
+    wait: Callable[[Any], object] | None = None
 
 
 def _poisoned(xp: Any, shape: tuple[int, ...], dtype: str) -> Any:
@@ -277,6 +282,63 @@ def _torch(make_calls: Callable[..., Calls], device: str | None = "cuda") -> Cal
     return lambda case, inputs: _torch_contender(make_calls, case, inputs, device=device)
 
 
+def jax_pallas(case: Case, inputs: Inputs) -> Contender:
+    """The attention of JAX Pallas for compute capability 9.0, forward, with the fastest of its tiles of keys.
+
+    Its layout is (batch, seqlen, heads, dim). It knows no scale: q is scaled before, and rounded once more by that.
+    """
+    xp = inputs.xp
+    if xp.__name__ != "cupy":
+        raise Absent("needs CuPy arrays")
+    if case.dtype not in ("float16", "bfloat16") or case.head_dim % 64 or case.head_dim_v != case.head_dim:
+        raise Absent("needs 16-bit dtypes, and one head dimension that is a multiple of 64")
+    if case.seqlen_q % 128 or case.seqlen_k % 64:
+        raise Absent("needs a multiple of 128 queries and of 64 keys")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else it takes most of the device's memory
+    try:
+        jax = importlib.import_module("jax")
+        pallas = importlib.import_module("jax.experimental.pallas.ops.gpu.attention_mgpu")
+    except ImportError as error:
+        raise Absent(f"jax: {error}") from None
+    if jax.default_backend() != "gpu":
+        raise Absent("this jax has no CUDA device")
+
+    scaled = (widen(inputs.q, "float32") * case.head_dim**-0.5).astype(dtype_of(case.dtype))
+    q, k, v = (
+        jax.dlpack.from_dlpack(xp.ascontiguousarray(x.transpose(0, 2, 1, 3))) for x in (scaled, inputs.k, inputs.v)
+    )
+
+    def with_tile(block_kv: int) -> Callable[[], tuple[Any]]:
+        config = pallas.TuningConfig(block_q=64, block_kv=block_kv, max_concurrent_steps=2, causal=case.causal)
+        return lambda: (pallas.attention(q, k, v, config),)
+
+    def seconds(forward: Callable[[], tuple[Any]]) -> float:
+        jax.block_until_ready(forward())
+        start = time.perf_counter()
+        jax.block_until_ready([forward() for _ in range(5)])
+        return time.perf_counter() - start
+
+    best, fastest, refusal = None, math.inf, ""
+    for block_kv in (64, 128, 256):
+        if case.seqlen_k % block_kv:
+            continue
+        try:
+            taken = seconds(with_tile(block_kv))
+        except (ValueError, NotImplementedError) as error:  # too much shared memory, for one
+            refusal = str(error)
+            continue
+        if taken < fastest:
+            best, fastest = block_kv, taken
+    if best is None:
+        raise Absent(f"none of its tiles runs: {refusal}")
+    return Contender(
+        {"forward": with_tile(best)},
+        to_array=lambda x: xp.from_dlpack(x).transpose(0, 2, 1, 3),
+        plans={"forward": f"block_q 64, block_kv {best}, 2 concurrent steps"},
+        wait=jax.block_until_ready,
+    )
+
+
 ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
     "cuflash": cuflash,
     "cuflash-alloc": lambda case, inputs: cuflash(case, inputs, allocate=True),
@@ -289,6 +351,7 @@ ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
     "math": _torch(math_calls, device=None),
     "flex": _torch(flex_calls),
     "torch-cpu": _torch(torch_cpu_calls, device="cpu"),
+    "jax-pallas": jax_pallas,
     "naive": naive,
     "empty-launch": empty_launch,
 }

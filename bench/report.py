@@ -25,6 +25,7 @@ TITLES = {
     "math": "torch math",
     "flex": "FlexAttention",
     "torch-cpu": "torch CPU",
+    "jax-pallas": "JAX Pallas",
     "naive": "plain formula",
     "empty-launch": "empty launch",
 }

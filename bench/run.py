@@ -16,7 +16,7 @@ from . import ceiling, environment
 from .cases import PASSES, Case, Suite
 from .formula import Errors, Inputs, Reference, make_inputs
 from .peers import ADAPTERS, Absent, Contender
-from .timing import CudaClock, HostClock, Timing, time_host, time_interleaved
+from .timing import CudaClock, HostClock, RowClock, Timing, time_host, time_interleaved
 
 Record = dict[str, Any]
 LIMIT_S = {"cpu": 30.0, "gpu": 3.0}  # for all contenders together, one pass of one case
@@ -54,10 +54,14 @@ class Bench:
             return cls(kind, importlib.import_module("numpy"), seconds, HostClock())
         return cls(kind, importlib.import_module("cupy"), seconds, CudaClock())
 
-    def time(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, Timing]:
+    def time(
+        self, calls: Mapping[str, Callable[[], object]], waits: Mapping[str, Callable[[Any], object]]
+    ) -> dict[str, Timing]:
+        """`waits` has those whose calls events cannot see."""
         if self.kind == "host":
             return time_host(calls, self.xp.cuda.get_current_stream().synchronize)
-        return time_interleaved(calls, self.clock, budget_s=self.seconds, limit_s=LIMIT_S[self.kind])
+        clocks = {name: RowClock(self.clock, wait) for name, wait in waits.items()}
+        return time_interleaved(calls, self.clock, clocks=clocks, budget_s=self.seconds, limit_s=LIMIT_S[self.kind])
 
     def ceiling(self) -> Record:
         if self.kind != "gpu":
@@ -160,7 +164,8 @@ def run_case(case: Case, names: Iterable[str], passes: Iterable[str], bench: Ben
                 found[name] = _failure(error)
             if found[name]["status"] == "ok":
                 calls[name] = contender.calls[pass_]
-        for name, timing in bench.time(calls).items():
+        waits = {name: wait for name, contender in contenders.items() if (wait := contender.wait)}
+        for name, timing in bench.time(calls, waits).items():
             found[name] |= _speed(case, pass_, timing)
         for name in (x for x in names if x in found):
             plan = contenders[name].plans.get(pass_) if name in contenders else None

@@ -23,6 +23,7 @@ _ARRAYS = (
         ("row_stats", 0),
         ("dq_accumulator", 0),
         ("dkv_partials", 0),
+        ("arrivals", 0),
         ("partial_out", 0),
         ("partial_lse", 0),
         ("q_pieces", 0),
@@ -48,7 +49,7 @@ def _fields() -> list[tuple]:
         ("stats_rows", np.int32),
         ("group_splits", np.int32),
         ("resident_blocks", np.int32),
-        ("key_splits", np.int32),
+        ("launch", np.uint64),
         ("scale_float64", np.float64),
         ("softcap_float64", np.float64),
     ]
@@ -58,8 +59,9 @@ PARAMS = np.dtype(_fields(), align=True)  # as C lays structs out
 if PARAMS.itemsize != PARAMS_BYTES:
     raise ValueError(f"PARAMS: got {PARAMS.itemsize} bytes, expected {PARAMS_BYTES}")
 
-# Which 64-bit word of the struct holds the pointer of an array.
+# Which 64-bit word of the struct holds the pointer of an array, and which the number of the launch.
 POINTER_WORD = {name: PARAMS.fields[name][1] // 8 for name, _ in _ARRAYS}  # type: ignore[index]
+LAUNCH_WORD = PARAMS.fields["launch"][1] // 8  # type: ignore[index]
 
 
 def parameters(plan: LaunchPlan, operands: Mapping[str, Operand]) -> np.ndarray:
@@ -89,5 +91,4 @@ def parameters(plan: LaunchPlan, operands: Mapping[str, Operand]) -> np.ndarray:
     params["stats_rows"] = plan.stats_rows
     params["group_splits"] = plan.group_splits
     params["resident_blocks"] = plan.resident_blocks
-    params["key_splits"] = plan.key_splits
     return params

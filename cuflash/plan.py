@@ -41,7 +41,7 @@ from cuflash.tiles import (
 
 Pass = Literal["forward", "backward"]
 
-PARAMS_BYTES = 568  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
+PARAMS_BYTES = 576  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
 MAPS_OFFSET = 576  # where tensor maps follow, aligned to 64 bytes
 MAX_HEAD_DIM = 256
 # Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
@@ -53,10 +53,14 @@ TURNS_HEAD_SECTION = 4
 FAST_FLOAT64 = (80, 90, 100)  # compute capabilities whose FP64 units are as many as half of the others
 WAVES = 4  # of resident blocks that a grid should have, where more blocks cost extra work
 DECODE_MIN_SEQLEN_K = 512  # from which on that pays
-MAX_KEY_SPLITS = 128  # what combine reads for each row
-MIN_TILES_OF_SPLIT = 2  # of keys
-SPLIT_OVERHEAD_TILES = 2  # of keys: what a block takes beside its own, to wait for the first and to store its result
+MIN_TILES_OF_BLOCK = 2  # of keys
+COMBINE_TILES = 2  # of keys: what a block of many takes longer where several share a head
+# Of the results of blocks that share a head: what the last of them combines by itself in less time than it takes to
+# launch a kernel that does it with the whole device. The loads of 32 KiB are all on their way at once, for a
+# microsecond at most; by arithmetic, not measured.
+COMBINE_BYTES = 64 * 1024
 COMBINE_WARPS = 8
+MAX_SHARE_STEPS = 2**31 - 1  # by which blocks count the keys of all heads: as many for each head as there are blocks
 PIECES_ROWS = 64  # that a block splits
 PIECES_WARPS = 8
 # Of queries and keys, for each row that is split. On an H200 pieces are faster from seqlen 128 on at head_dim 128 and
@@ -143,7 +147,7 @@ class LaunchPlan:
     kernels: tuple[KernelSpec, ...]
     stats_rows: int  # rows of row_stats of one head (backward)
     group_splits: int  # blocks that share the query heads of a key/value head (backward)
-    key_splits: int  # blocks that share the keys of a key/value head (forward, few queries)
+    key_splits: int  # the most blocks that share the keys of a key/value head (forward, few queries)
     scratch: tuple[tuple[str, int], ...]  # arrays beside inputs and results, in elements of lse's dtype
     head_section: int  # heads whose tiles are interleaved in the launch order
     resident_blocks: int  # of a kernel whose blocks take one tile after another
@@ -330,7 +334,7 @@ _WRITTEN = ("out", "dk", "dv")  # results that kernels of compute capability 9.0
 # Rows for float32 in pieces, by precision.
 _FORWARD_OF_PIECES = {"highest": FORWARD_FLOAT32_SM90_TILES, "tf32": FORWARD_TF32_SM90_TILES}
 _BACKWARD_OF_PIECES = {"highest": BACKWARD_FLOAT32_SM90_TILES, "tf32": BACKWARD_TF32_SM90_TILES}
-_FORWARD_MAPPED = ("q", "k", "v", "out")  # arrays that forward_sm90 and decode_sm90 leave to the copy engine
+_FORWARD_MAPPED = ("q", "k", "v", "out")  # arrays that forward_sm90 leaves to the copy engine
 
 
 def _draft_forward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
@@ -415,41 +419,55 @@ def _visible_keys(problem: Problem) -> int:
     return max(0, stop - start)
 
 
-def _key_splits(problem: Problem, device: DeviceSpec, tile: DecodeSm90Tile) -> int:
-    """The number of blocks to share the keys of a head, so that the device is done first; of equals, the smallest.
+def _blocks_of_decode(problem: Problem, device: DeviceSpec, tile: DecodeSm90Tile) -> int:
+    """The number of blocks to share all keys evenly, so that the device is done first; of equals, the smallest.
 
-    Blocks of one size run in waves. Many short waves, or one that is full, leave no multiprocessor idle at the end; but
-    each block costs something beside its tiles.
+    As many as are resident leave no multiprocessor idle, but share heads, whose results have to be combined. A few less
+    may leave every head whole, or shared by as few blocks as the others.
     """
     heads = problem.batch * problem.num_heads_kv
-    num_tiles = -(-_visible_keys(problem) // tile.block_n)
+    _check_blocks(heads)
+    tiles_of_head = -(-_visible_keys(problem) // tile.block_n)
+    num_tiles = heads * tiles_of_head
+    most = max(1, min(device.num_sms * tile.min_blocks, num_tiles // MIN_TILES_OF_BLOCK, MAX_SHARE_STEPS // heads))
+    even = {most}
+    if heads <= most:
+        even.add(most // heads * heads)
+    elif heads % -(-heads // most) == 0:
+        even.add(heads // -(-heads // most))
 
-    def duration(splits: int) -> int:
-        waves = -(-heads * splits // (device.num_sms * tile.min_blocks))
-        return waves * (-(-num_tiles // splits) + SPLIT_OVERHEAD_TILES)
+    def duration(blocks: int) -> int:
+        return -(-num_tiles // blocks) + (COMBINE_TILES if heads % blocks else 0)
 
-    most = max(1, min(MAX_KEY_SPLITS, num_tiles // MIN_TILES_OF_SPLIT))
-    return min(range(1, most + 1), key=duration)
+    return min(sorted(even), key=duration)
 
 
 def _draft_decode(draft: _Draft, tile: DecodeSm90Tile) -> None:
     problem = draft.problem
-    rows = problem.group_size * problem.seqlen_q
-    draft.key_splits = splits = _key_splits(problem, draft.device, tile)
-    blocks = problem.batch * problem.num_heads_kv * splits
-    group = {"q": problem.group_size, "out": problem.group_size}
-    boxes = {"q": problem.seqlen_q, "k": tile.block_n, "v": tile.block_n, "out": problem.seqlen_q}
-    draft.map_tensors(boxes, group, read_once=True)
+    heads, rows = problem.batch * problem.num_heads_kv, problem.group_size * problem.seqlen_q
+    draft.resident_blocks = blocks = _blocks_of_decode(problem, draft.device, tile)
+    whole_heads = heads % blocks == 0
+    draft.key_splits = blocks // heads if blocks % heads == 0 else 1 if whole_heads else blocks // heads + 2
+    boxes = {"q": problem.seqlen_q, "k": tile.block_n, "v": tile.block_n}
+    draft.map_tensors(boxes, {"q": problem.group_size}, read_once=True)
     draft.reasons.append(f"{rows} queries of the heads that share keys go through one product: keys are read once")
     dims = draft.padded_dims(tile)
-    draft.add("decode_sm90.cu", tile, blocks, tile.shared_bytes(*dims), CUFLASH_SPLITS_KEYS=int(splits > 1))
-    if splits > 1:
-        draft.scratch["partial_out"] = blocks * rows * dims[1]
-        draft.scratch["partial_lse"] = blocks * rows
-        _draft_combine(draft, tile, splits)
-        draft.reasons.append(
-            f"{splits} blocks share the keys of a head: {blocks} blocks, their results combined by lse"
-        )
+    combines = not whole_heads and draft.key_splits * rows * dims[1] * 4 <= COMBINE_BYTES
+    defines = {"CUFLASH_SPLITS_KEYS": int(not whole_heads), "CUFLASH_COMBINES": int(combines)}
+    draft.add("decode_sm90.cu", tile, blocks, tile.shared_bytes(*dims), **defines)
+    if whole_heads:
+        draft.reasons.append(f"{blocks} blocks take whole heads")
+        return
+    if combines:
+        draft.scratch["arrivals"] = round_up(2 * heads, 4)
+    draft.scratch["partial_out"] = (heads + blocks) * rows * dims[1]
+    draft.scratch["partial_lse"] = (heads + blocks) * rows
+    if not combines:
+        _draft_combine(draft, tile, draft.key_splits)
+    draft.reasons.append(
+        f"{blocks} blocks take equal shares of the keys, up to {draft.key_splits} of them those of one head: results "
+        f"are combined by lse, {'by the last of these blocks' if combines else 'by a kernel of its own'}"
+    )
 
 
 def _draft_combine(draft: _Draft, tile: DecodeSm90Tile, splits: int) -> None:

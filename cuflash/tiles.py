@@ -254,6 +254,7 @@ class DecodeSm90Tile:
     block_n: int
     num_stages: int
     min_blocks: int
+    reads_once: bool = True  # keys make way for whatever else is in the L2 cache
     origin: str = field(compare=False)
 
     element_bytes = 2
@@ -266,12 +267,12 @@ class DecodeSm90Tile:
         _check_row(self, self.block_n % 16 == 0 and self.block_n <= 256, "a block_n that one product serves")
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
-        q_out = _chunked_bytes(self.block_m, max(dim, dim_v))
         k, v = (_chunked_bytes(self.block_n, d) for d in (dim, dim_v))
-        return q_out + self.num_stages * (k + v) + 8 * (1 + 4 * self.num_stages)
+        barriers = 8 * (2 + 4 * self.num_stages) + 16
+        return _chunked_bytes(self.block_m, dim) + self.num_stages * (k + v) + barriers
 
     def defines(self) -> dict[str, int]:
-        return _tile_defines(self)
+        return _tile_defines(self) | {"CUFLASH_READS_ONCE": int(self.reads_once)}
 
 
 @dataclass(frozen=True, kw_only=True)

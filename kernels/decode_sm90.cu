@@ -3,16 +3,18 @@
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
 //
 // All queries of the query heads that share a key/value head fit into the 64 rows of one product: row
-// head_in_group * seqlen_q + query. A block owns one key/value head of one batch entry and one split: an equal share of
-// the tiles of keys that these queries see. It leaves O and lse of its keys in scratch memory, where combine.cu finds
-// them; without kSplitsKeys a block sees all keys, and its O and lse are the results.
+// head_in_group * seqlen_q + query. As many blocks as the device holds stay and take equal shares of all keys
+// (splits.cuh). A block that has a head to itself stores the results; others leave O and lse of their keys in scratch
+// memory, where the last of them to be done finds what the others left (kCombines), or else combine.cu.
 //
 // One thread, the producer, asks the copy engine for tiles as far ahead as the rings allow: so many bytes have to be on
-// their way to keep memory busy. The other warps are the consumer, a warpgroup that takes one tile after another. Where
-// two blocks share a multiprocessor, the products of one run behind the softmax of the other.
+// their way to keep memory busy. The other warps are the consumer, a warpgroup that takes one tile after another. The
+// rings run on from one head to the next. Where two blocks share a multiprocessor, the products of one run behind the
+// softmax of the other.
 //
 //   barrier      one phase is over when           who waits
-//   q_full       Q has arrived                    consumer, before its first S
+//   q_full       Q of a head has arrived          consumer, before its first S
+//   q_empty      every warp has its last S        producer, before Q of the next head
 //   k_full[i]    K has arrived in stage i         consumer, before S
 //   k_empty[i]   every warp has its S             producer, before the next K in stage i
 //   v_full[i]    V has arrived in stage i         consumer, before O
@@ -31,30 +33,33 @@
 #include "tiles_sm90.cuh"
 
 constexpr bool kSplitsKeys = CUFLASH_SPLITS_KEYS;  // blocks share the keys of a head
+constexpr bool kCombines = CUFLASH_COMBINES;       // the last of them combines their results
+constexpr bool kReadsOnce = CUFLASH_READS_ONCE;    // keys and values make way for whatever else is in the L2 cache
 constexpr int kConsumerWarps = 4;
 constexpr int kConsumerThreads = 32 * kConsumerWarps;
 constexpr int kNTiles = kBlockN / 8;
 static_assert(kNumWarps == kConsumerWarps + 1, "the consumer and the producer");
 static_assert(kBlockM == 64, "rows of one product");
 
-// Shared memory: Q, through whose room the output leaves; the rings of K and V; barriers.
-constexpr u32 kBytesQ = chunked_bytes(kBlockM, max_of(kDim, kDimV));
+// Shared memory: Q; the rings of K and V; barriers; whether the block was the last one.
+constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesK = chunked_bytes(kBlockN, kDim);
 constexpr u32 kBytesV = chunked_bytes(kBlockN, kDimV);
-constexpr u32 kBytesBarriers = 8 * (1 + 4 * kNumStages);
-static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) + kBytesBarriers == CUFLASH_SHARED_BYTES,
+constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages);
+static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) + kBytesBarriers + 16 == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
 struct DecodeParams {
   Params common;
-  TensorMap q, k, v, out;  // boxes of q and out hold all rows of a group
+  TensorMap q, k, v;  // a box of q holds all rows of a group
 };
 static_assert(sizeof(DecodeParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
 struct Shared {
   u32 q, k, v;
-  Barrier q_full;
+  Barrier q_full, q_empty;
   Ring<kNumStages> k_ring, v_ring;
+  u32 is_last;
 
   CUFLASH_DEVICE Shared() {
     q = ptx::dynamic_shared();
@@ -62,170 +67,251 @@ struct Shared {
     v = k + kNumStages * kBytesK;
     const u32 barriers = v + kNumStages * kBytesV;
     q_full = {barriers};
-    k_ring = {barriers + 8};
-    v_ring = {barriers + 8 + Ring<kNumStages>::kBytes};
+    q_empty = {barriers + 8};
+    k_ring = {barriers + 16};
+    v_ring = {barriers + 16 + Ring<kNumStages>::kBytes};
+    is_last = barriers + kBytesBarriers;
   }
 };
 
-// What a block owns. Neighbours take neighbouring heads of the same keys: those lie next to each other in memory if any
-// two things do that are read at the same time.
-struct SplitWork {
-  int head_kv, split, batch;
+// The heads that a block has keys of, one after another.
+struct HeadWalk {
+  Shares shares;
+  u32 at, stop;  // places among all keys
+  u32 head;      // of the batch
+
+  CUFLASH_DEVICE explicit HeadWalk(const Params& params) : shares(params) {
+    at = shares.start_of_block(ptx::block_index());
+    stop = at + shares.heads;
+    head = shares.head_at(at);
+  }
+
+  CUFLASH_DEVICE bool more() const { return at < stop; }
+  CUFLASH_DEVICE void advance() { at = shares.start_of_head(++head); }
+};
+
+// What a block has of one head.
+struct HeadWork {
+  int head_kv, batch;
   int group;  // query heads of the key/value head
   int rows;   // of the product that stand for a query
   int key_stop;
-  TileRange keys;  // of this split; `full_start` and `full_stop` are those of all keys
+  TileRange keys;  // of this block; `full_start` and `full_stop` are those of all keys
 
-  CUFLASH_DEVICE explicit SplitWork(const Params& params) {
-    const u32 index = ptx::block_index();
-    head_kv = index % params.num_heads_kv;
-    split = index / params.num_heads_kv % params.key_splits;
-    batch = index / params.num_heads_kv / params.key_splits;
+  CUFLASH_DEVICE HeadWork(const Params& params, const HeadWalk& walk) {
+    head_kv = walk.head % params.num_heads_kv;
+    batch = walk.head / params.num_heads_kv;
     group = params.num_heads / params.num_heads_kv;
     rows = group * params.seqlen_q;
     key_stop = key_stop_of(params, batch);
     keys = key_tiles(params, 0, params.seqlen_q - 1, key_stop);
+    const u32 blocks = walk.shares.blocks, num_tiles = keys.stop - keys.start;
+    const u32 from = walk.at - walk.shares.start_of_head(walk.head), to = from + (walk.stop - walk.at);
+    // num_tiles * steps / blocks, where the product may be too large.
+    const auto tiles_in = [&](u32 steps) {
+      return (int)(num_tiles / blocks * steps + num_tiles % blocks * steps / blocks);
+    };
     const int first = keys.start;
-    const i64 num_tiles = keys.stop - first;
-    keys.start = first + (int)(num_tiles * split / params.key_splits);
-    keys.stop = first + (int)(num_tiles * (split + 1) / params.key_splits);
+    keys.start = first + tiles_in(from);
+    if (to < blocks) keys.stop = first + tiles_in(to);
   }
+
+  CUFLASH_DEVICE bool has_keys() const { return keys.start < keys.stop; }
+  CUFLASH_DEVICE int first_head() const { return head_kv * group; }
 };
 
-CUFLASH_DEVICE void produce(const DecodeParams& params, Shared& shared, const SplitWork& work) {
-  if (work.keys.start == work.keys.stop) return;
-  shared.q_full.arrive_expect(chunked_bytes(work.rows, kDim));
-  load_chunks<kBlockM, kDim>(shared.q, params.q, shared.q_full, 0, work.head_kv * work.group, work.batch);
+CUFLASH_DEVICE void produce(const DecodeParams& params, Shared& shared) {
   Position<kNumStages> at;
-  for (int n_block = work.keys.stop - 1; n_block >= work.keys.start; --n_block, at.advance()) {
-    const Barrier k_full = shared.k_ring.full(at), v_full = shared.v_ring.full(at);
-    shared.k_ring.empty(at).wait(at.parity ^ 1);
-    k_full.arrive_expect(kBytesK);
-    load_chunks<kBlockN, kDim>(shared.k + at.stage * kBytesK, params.k, k_full, n_block * kBlockN, work.head_kv,
-                               work.batch);
-    shared.v_ring.empty(at).wait(at.parity ^ 1);
-    v_full.arrive_expect(kBytesV);
-    load_chunks<kBlockN, kDimV>(shared.v + at.stage * kBytesV, params.v, v_full, n_block * kBlockN, work.head_kv,
-                                work.batch);
+  u32 q_parity = 0;
+  for (HeadWalk walk(params.common); walk.more(); walk.advance()) {
+    const HeadWork work(params.common, walk);
+    for (int n_block = work.keys.stop - 1; n_block >= work.keys.start; --n_block, at.advance()) {
+      const Barrier k_full = shared.k_ring.full(at), v_full = shared.v_ring.full(at);
+      shared.k_ring.empty(at).wait(at.parity ^ 1);
+      k_full.arrive_expect(kBytesK);
+      load_chunks<kBlockN, kDim, kReadsOnce>(shared.k + at.stage * kBytesK, params.k, k_full, n_block * kBlockN,
+                                             work.head_kv, work.batch);
+      if (n_block == work.keys.stop - 1) {
+        shared.q_empty.wait(q_parity ^ 1);
+        shared.q_full.arrive_expect(chunked_bytes(work.rows, kDim));
+        load_chunks<kBlockM, kDim>(shared.q, params.q, shared.q_full, 0, work.first_head(), work.batch);
+        q_parity ^= 1;
+      }
+      shared.v_ring.empty(at).wait(at.parity ^ 1);
+      v_full.arrive_expect(kBytesV);
+      load_chunks<kBlockN, kDimV, kReadsOnce>(shared.v + at.stage * kBytesV, params.v, v_full, n_block * kBlockN,
+                                              work.head_kv, work.batch);
+    }
   }
 }
 
-CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared, const SplitWork& work) {
+// Combines the results of all blocks that share a head, by the consumer. A warp takes four columns a lane of one row
+// after another; it asks for many results at once, as they come from far, and adds them in their order.
+CUFLASH_DEVICE void combine(const Params& params, const Partials& partials, const HeadWork& work) {
+  constexpr int kAtOnce = kMinBlocks > 1 ? 8 : kDimV > 192 ? 16 : 20;  // as registers allow
+  constexpr int kColumns = 4 * 32, kUnits = (kDimV + kColumns - 1) / kColumns;  // units of a row
+  for (int unit = warp_index(); unit < work.rows * kUnits; unit += kConsumerWarps) {
+    const int row = unit / kUnits, column = unit % kUnits * kColumns + 4 * lane_index();
+    const int head = work.first_head() + row / params.seqlen_q, query = row % params.seqlen_q;
+    const int count = column < kDimV ? partials.count : 0;
+    Float4 part[kAtOnce], sum = {};
+    const auto load = [&](int first) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (first + i < count) part[i] = *(const Float4*)(partials.out(first + i, row) + column);
+    };
+    load(0);
+    const float lse = partials.combined_lse(row);
+    if (lane_index() == 0) *lse_of(params, work.batch, head, query) = lse;
+#pragma unroll 1
+    for (int first = 0; first < count && lse != -ptx::infinity(); first += kAtOnce) {
+      if (first > 0) load(first);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i >= count) continue;
+        const float weight = partials.weight(first + i, row, lse);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum.value[j] += weight * part[i].value[j];
+      }
+    }
+    Storage* g_out = out_of(params, work.batch, head, query);
+    store_pair(g_out, column, sum.value[0], sum.value[1]);
+    store_pair(g_out, column + 2, sum.value[2], sum.value[3]);
+  }
+}
+
+CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
   const Params& common = params.common;
   const u32 thread = ptx::thread_index();
   const int warp_row = warp_index() * 16;
+  // The two rows of the product that this lane has a part of.
+  const int lane_row[2] = {warp_row + fragment_row(), warp_row + fragment_row() + 8};
   const auto sync_consumer = [&]() { ptx::sync_named(1, kConsumerThreads); };
   const auto release_by_warp = [&](const Barrier& empty) {
     if (lane_index() == 0) empty.arrive();
   };
 
-  const Score score(common, work.batch, work.head_kv * work.group, work.key_stop);
-  const Mask mask(common, work.batch, work.head_kv * work.group, work.key_stop);
-  const float scale_log2 = score.exponent_scale();
-  // The two rows of the product that this lane has a part of, and the queries that they stand for.
-  const int row[2] = {warp_row + fragment_row(), warp_row + fragment_row() + 8};
-  const int query[2] = {row[0] % common.seqlen_q, row[1] % common.seqlen_q};
-
-  OnlineSoftmax<1> softmax;
-  float s[1][kNTiles][4], o[1][kDimV / 8][4];
-  Fragment p[kBlockN / 16];
-  set_zero(o);
+  // Rows that stand for no query are never loaded, but multiplied like the others.
+  zero_rows<kBlockM, kDim>(shared.q, common.num_heads / common.num_heads_kv * common.seqlen_q, thread);
+  ptx::fence_async_proxy();
+  sync_consumer();
 
   Position<kNumStages> at;
-  const auto multiply_s = [&]() {
-    shared.k_ring.full(at).wait(at.parity);
-    const u64 a = descriptor_of(shared.q), b = descriptor_of(shared.k + at.stage * kBytesK);
-    ptx::renew_registers(s[0]);
-    ptx::fence_products();
-#pragma unroll
-    for (int k = 0; k < kDim / 16; ++k)
-      ptx::multiply_async<false, false>(Element{}, s[0], along_k<kBlockM>(a, k), along_k<kBlockN>(b, k), k > 0);
-    ptx::commit_products();
-    ptx::wait_products<0>();
-    ptx::renew_registers(s[0]);
-    release_by_warp(shared.k_ring.empty(at));
-  };
-  const auto to_scores = [&](int n_block) {
-    const bool masked = n_block < work.keys.full_start || n_block >= work.keys.full_stop;
-    if (kScaleInExponent && !masked) return;
-    const int lane_key = n_block * kBlockN + fragment_column();
-#pragma unroll
-    for (int n = 0; n < kNTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int key = lane_key + 8 * n + i % 2;
-        float derivative;
-        s[0][n][i] = score.of(s[0][n][i], query[i / 2], key, derivative);
-        if (masked && !mask.visible(query[i / 2], key)) s[0][n][i] = -ptx::infinity();
-      }
-  };
-  const auto multiply_o = [&](int n_block) {
-    const u32 v = shared.v + at.stage * kBytesV;
-    shared.v_ring.full(at).wait(at.parity);
-    if constexpr (kKvLengthsBytes != 0) {
-      // Keys past kv_lengths have weight 0, but 0 times what lies there may be NaN.
-      const int valid = work.key_stop - n_block * kBlockN;
-      if (valid < kBlockN) {
-        zero_rows<kBlockN, kDimV>(v, valid, thread);
-        ptx::fence_async_proxy();
-        sync_consumer();
-      }
-    }
-    const u64 b = descriptor_of_transposed<kBlockN>(v);
-    ptx::renew_registers(o[0]);
-    ptx::fence_products();
-#pragma unroll
-    for (int k = 0; k < kBlockN / 16; ++k)
-      ptx::multiply_async<true>(Element{}, o[0], p[k].word, along_k_transposed(b, k), true);
-    ptx::commit_products();
-    ptx::wait_products<0>();
-    ptx::renew_registers(o[0]);
-    release_by_warp(shared.v_ring.empty(at));
-  };
-
-  if (work.keys.start < work.keys.stop) {
-    // Rows that stand for no query are never loaded, but multiplied like the others.
-    zero_rows<kBlockM, kDim>(shared.q, work.rows, thread);
-    ptx::fence_async_proxy();
-    sync_consumer();
-    shared.q_full.wait(0);
-  }
+  u32 q_parity = 0;
 #pragma unroll 1
-  for (int n_block = work.keys.stop - 1; n_block >= work.keys.start; --n_block, at.advance()) {
-    multiply_s();
-    to_scores(n_block);
-    softmax.update(s, o, scale_log2);
-#pragma unroll
-    for (int k = 0; k < kBlockN / 16; ++k) to_operand(s[0], k, p[k]);
-    multiply_o(n_block);
-  }
-  softmax.finish();
+  for (HeadWalk walk(common); walk.more(); walk.advance()) {
+    const HeadWork work(common, walk);
+    const Score score(common, work.batch, work.first_head(), work.key_stop);
+    const Mask mask(common, work.batch, work.first_head(), work.key_stop);
+    const float scale_log2 = score.exponent_scale();
+    const int query[2] = {lane_row[0] % common.seqlen_q, lane_row[1] % common.seqlen_q};  // that they stand for
 
-  const Partials partials(common, work.batch, work.head_kv);
+    OnlineSoftmax<1> softmax;
+    float s[1][kNTiles][4], o[1][kDimV / 8][4];
+    Fragment p[kBlockN / 16];
+    set_zero(o);
+
+    const auto multiply_s = [&]() {
+      shared.k_ring.full(at).wait(at.parity);
+      const u64 a = descriptor_of(shared.q), b = descriptor_of(shared.k + at.stage * kBytesK);
+      ptx::renew_registers(s[0]);
+      ptx::fence_products();
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (row[half] >= work.rows) continue;
-    const float lse = softmax.log_sum_exp(0, half);
-    if constexpr (kSplitsKeys) {
-      const float factor = softmax.inverse_sum(0, half);
-      float* g_out = partials.out(work.split, row[half]) + fragment_column();
+      for (int k = 0; k < kDim / 16; ++k)
+        ptx::multiply_async<false, false>(Element{}, s[0], along_k<kBlockM>(a, k), along_k<kBlockN>(b, k), k > 0);
+      ptx::commit_products();
+      ptx::wait_products<0>();
+      ptx::renew_registers(s[0]);
+      release_by_warp(shared.k_ring.empty(at));
+    };
+    const auto to_scores = [&](int n_block) {
+      const bool masked = n_block < work.keys.full_start || n_block >= work.keys.full_stop;
+      if (kScaleInExponent && !masked) return;
+      const int lane_key = n_block * kBlockN + fragment_column();
 #pragma unroll
-      for (int n = 0; n < kDimV / 8; ++n)
-        *(Float2*)(g_out + 8 * n) = {o[0][n][2 * half] * factor, o[0][n][2 * half + 1] * factor};
-      if (fragment_column() == 0) *partials.lse(work.split, row[half]) = lse;
-    } else if (fragment_column() == 0) {
-      *lse_of(common, work.batch, work.head_kv * work.group + row[half] / common.seqlen_q, query[half]) = lse;
+      for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int key = lane_key + 8 * n + i % 2;
+          float derivative;
+          s[0][n][i] = score.of(s[0][n][i], query[i / 2], key, derivative);
+          if (masked && !mask.visible(query[i / 2], key)) s[0][n][i] = -ptx::infinity();
+        }
+    };
+    const auto multiply_o = [&](int n_block) {
+      const u32 v = shared.v + at.stage * kBytesV;
+      shared.v_ring.full(at).wait(at.parity);
+      if constexpr (kKvLengthsBytes != 0) {
+        // Keys past kv_lengths have weight 0, but 0 times what lies there may be NaN.
+        const int valid = work.key_stop - n_block * kBlockN;
+        if (valid < kBlockN) {
+          zero_rows<kBlockN, kDimV>(v, valid, thread);
+          ptx::fence_async_proxy();
+          sync_consumer();
+        }
+      }
+      const u64 b = descriptor_of_transposed<kBlockN>(v);
+      ptx::renew_registers(o[0]);
+      ptx::fence_products();
+#pragma unroll
+      for (int k = 0; k < kBlockN / 16; ++k)
+        ptx::multiply_async<true>(Element{}, o[0], p[k].word, along_k_transposed(b, k), true);
+      ptx::commit_products();
+      ptx::wait_products<0>();
+      ptx::renew_registers(o[0]);
+      release_by_warp(shared.v_ring.empty(at));
+    };
+
+    if (work.has_keys()) shared.q_full.wait(q_parity);
+#pragma unroll 1
+    for (int n_block = work.keys.stop - 1; n_block >= work.keys.start; --n_block, at.advance()) {
+      multiply_s();
+      to_scores(n_block);
+      softmax.update(s, o, scale_log2);
+#pragma unroll
+      for (int k = 0; k < kBlockN / 16; ++k) to_operand(s[0], k, p[k]);
+      multiply_o(n_block);
     }
-  }
-  if constexpr (!kSplitsKeys) {
-    sync_consumer();  // Q is read no more
-    store_fragments_chunked<kBlockM>(shared.q, warp_row, o[0], softmax.inverse_sum(0, 0), softmax.inverse_sum(0, 1));
-    ptx::fence_async_proxy();
-    sync_consumer();
-    if (thread == 0) {
-      store_chunks<kBlockM, kDimV>(params.out, shared.q, 0, work.head_kv * work.group, work.batch);
-      ptx::bulk_commit();
-      ptx::bulk_wait<0>();
+    if (work.has_keys()) {
+      release_by_warp(shared.q_empty);
+      q_parity ^= 1;
+    }
+    softmax.finish();
+
+    const Partials partials(common, walk.shares, walk.head);
+    const bool is_alone = !kSplitsKeys || partials.count == 1;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane_row[half];
+      if (row >= work.rows) continue;
+      const float lse = softmax.log_sum_exp(0, half), factor = softmax.inverse_sum(0, half);
+      const auto store = [&](float* g_lse, auto store_columns) {
+        if (fragment_column() == 0) *g_lse = lse;
+#pragma unroll
+        for (int n = 0; n < kDimV / 8; ++n)
+          store_columns(8 * n + fragment_column(), o[0][n][2 * half] * factor, o[0][n][2 * half + 1] * factor);
+      };
+      if (is_alone) {
+        const int head = work.first_head() + row / common.seqlen_q;
+        Storage* g_out = out_of(common, work.batch, head, query[half]);
+        store(lse_of(common, work.batch, head, query[half]),
+              [&](int column, float left, float right) { store_pair(g_out, column, left, right); });
+      } else {
+        const int i = ptx::block_index() - partials.first_block;
+        float* g_out = partials.out(i, row);
+        store(partials.lse(i, row),
+              [&](int column, float left, float right) { *(Float2*)(g_out + column) = {left, right}; });
+      }
+    }
+    if constexpr (kCombines) {
+      if (is_alone) continue;
+      sync_consumer();
+      if (thread == 0) {
+        u64* arrivals = (u64*)common.arrivals + walk.head;
+        ptx::store_shared_b16(shared.is_last, ptx::arrives_last(arrivals, common.launch, partials.count));
+      }
+      sync_consumer();
+      if (ptx::load_shared_b16(shared.is_last)) combine(common, partials, work);
     }
   }
 }
@@ -234,16 +320,16 @@ CUFLASH_DEVICE void decode(const DecodeParams& params) {
   Shared shared;
   if (ptx::thread_index() == 0) {
     shared.q_full.init(1);
+    shared.q_empty.init(kConsumerWarps);
     shared.k_ring.init(kConsumerWarps);
     shared.v_ring.init(kConsumerWarps);
     ptx::fence_barrier_init();
   }
   ptx::sync_block();
-  const SplitWork work(params.common);
   if (ptx::uniform(warp_index()) < kConsumerWarps)
-    consume(params, shared, work);
+    consume(params, shared);
   else if (ptx::elect_lane())
-    produce(params, shared, work);
+    produce(params, shared);
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, DecodeParams, kNumThreads, kMinBlocks, decode)

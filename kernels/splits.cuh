@@ -1,6 +1,7 @@
-// What blocks of decode_sm90.cu that share the keys of a head leave for combine.cu.
+// How the blocks of decode_sm90.cu share the keys, and what those that share a head leave for whoever combines it.
 #pragma once
-#include "config.cuh"
+#include "exponential.cuh"
+#include "fragments.cuh"
 #include "params.cuh"
 
 struct alignas(8) Float2 {
@@ -10,27 +11,78 @@ struct alignas(16) Float4 {
   float value[4];
 };
 
-// Results from the keys of one split alone. A row stands for a query of one of the heads that share a key/value head:
-// row head_in_group * seqlen_q + query.
+// The keys of all key/value heads of the batch, those of one head behind those of the other, are cut into as many equal
+// shares as there are blocks. So a block has keys of one head or of neighbouring ones, and a head belongs to one block
+// or to neighbouring ones. A place among these keys is a number of steps; a head is as many of them long as there are
+// blocks.
+struct Shares {
+  u32 blocks, heads;  // whose product is less than 2^31
+
+  CUFLASH_DEVICE explicit Shares(const Params& params)
+      : blocks(params.resident_blocks), heads(params.batch * params.num_heads_kv) {}
+
+  CUFLASH_DEVICE u32 start_of_head(u32 head) const { return head * blocks; }
+  CUFLASH_DEVICE u32 start_of_block(u32 block) const { return block * heads; }
+  CUFLASH_DEVICE u32 head_at(u32 place) const { return place / blocks; }
+  CUFLASH_DEVICE u32 block_at(u32 place) const { return place / heads; }
+};
+
+// Results of one head from the keys of each of its blocks alone. A row stands for a query of one of the query heads
+// that share the key/value head: row head_in_group * seqlen_q + query.
 struct Partials {
-  i64 first;  // of the rows of split 0
-  int rows;   // of one split
+  u32 first_block;
+  int count;  // of blocks
+  int rows;   // of one block
   float* g_out;
   float* g_lse;
 
-  CUFLASH_DEVICE Partials(const Params& params, int batch, int head_kv)
-      : rows(params.num_heads / params.num_heads_kv * params.seqlen_q),
-        g_out((float*)params.partial_out),
-        g_lse((float*)params.partial_lse) {
-    first = ((i64)batch * params.num_heads_kv + head_kv) * params.key_splits * rows;
+  CUFLASH_DEVICE Partials(const Params& params, const Shares& shares, u32 head)
+      : first_block(shares.block_at(shares.start_of_head(head))),
+        count(shares.block_at(shares.start_of_head(head + 1) - 1) - first_block + 1),
+        rows(params.num_heads / params.num_heads_kv * params.seqlen_q) {
+    const i64 first_row = (i64)room(first_block, head) * rows;
+    g_out = (float*)params.partial_out + first_row * kDimV;
+    g_lse = (float*)params.partial_lse + first_row;
   }
 
-  // Row `row` of O, of kDimV columns, and its lse.
-  CUFLASH_DEVICE float* out(int split, int row) const { return g_out + (first + split * rows + row) * kDimV; }
-  CUFLASH_DEVICE float* lse(int split, int row) const { return g_lse + first + split * rows + row; }
+  // The rooms of a block's heads and of a head's blocks are neighbours: from one to the next, one of the two grows, or
+  // both.
+  CUFLASH_DEVICE static u32 room(u32 block, u32 head) { return block + head; }
+
+  // Row `row` of O, of kDimV columns, and its lse, by the head's `i`-th block.
+  CUFLASH_DEVICE float* out(int i, int row) const { return g_out + ((i64)i * rows + row) * kDimV; }
+  CUFLASH_DEVICE float* lse(int i, int row) const { return g_lse + (i64)i * rows + row; }
+
+  // log sum exp over the blocks; -inf where none saw a key. By a warp: every lane gets the same.
+  CUFLASH_DEVICE float combined_lse(int row) const {
+    float max = -ptx::infinity(), sum = 0.0f;
+    for (int i = lane_index(); i < count; i += 32) max = fmaxf(max, *lse(i, row));
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) max = fmaxf(max, ptx::shuffle_xor(max, mask));
+    if (max == -ptx::infinity()) max = 0.0f;
+    for (int i = lane_index(); i < count; i += 32) sum += exponential((*lse(i, row) - max) * kLog2e);
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) sum += ptx::shuffle_xor(sum, mask);
+    return sum == 0.0f ? -ptx::infinity() : max + ptx::log2_approx(sum) * kLn2;
+  }
+
+  // What the `i`-th block's O counts for.
+  CUFLASH_DEVICE float weight(int i, int row, float combined_lse) const {
+    return exponential((*lse(i, row) - combined_lse) * kLog2e);
+  }
 };
 
 CUFLASH_DEVICE float* lse_of(const Params& params, int batch, int head, int query) {
   return (float*)params.lse.data + batch * params.lse.batch_stride + head * params.lse.head_stride +
          query * params.lse.row_stride;
+}
+
+CUFLASH_DEVICE Storage* out_of(const Params& params, int batch, int head, int query) {
+  return (Storage*)params.out.data + batch * params.out.batch_stride + head * params.out.head_stride +
+         query * params.out.row_stride;
+}
+
+// Rounds two neighbouring columns of a row of the output. Rows of whole 16 bytes have both of them, or neither.
+CUFLASH_DEVICE void store_pair(Storage* g_row, int column, float left, float right) {
+  if (column < kHeadDimV) *(u32*)(g_row + column) = ptx::pack(Element{}, left, right);
 }

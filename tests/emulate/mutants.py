@@ -12,13 +12,14 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest import mock
 
 import attention
 import emulator
 
 import cuflash.testing as ct
 from cuflash import reference
-from cuflash.plan import DeviceSpec
+from cuflash.plan import COMBINE_BYTES, DeviceSpec
 from cuflash.problem import make_problem
 from cuflash.tiles import (
     BackwardFloat32Sm90Tile,
@@ -46,8 +47,10 @@ class Trial:
     tiles: tuple[Tile | None, ...]
     place: attention.Place = attention.guarded
     num_sms: int = 132
+    schedule: emulator.Schedule = emulator.SCHEDULES[0]
     in_turn: bool = False  # deterministic, without a kernel of its own for dq
     kv_lengths: tuple[int, ...] | None = None  # instead of those of the case, which they are clamped to
+    combine_bytes: int = COMBINE_BYTES  # that the last block of a head combines
 
     def run(self, kernels: Path = emulator.KERNELS) -> None:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
@@ -65,10 +68,12 @@ class Trial:
             "tiles": self.tiles,
             "place": self.place,
             "kernels": kernels,
+            "schedule": self.schedule,
             "statistics": launches,
         }
         if isinstance(self.tiles[0], ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | DecodeSm90Tile):
-            names, results = ("out", "lse"), attention.forward(problem, arrays, **how)
+            with mock.patch("cuflash.plan.COMBINE_BYTES", self.combine_bytes):
+                names, results = ("out", "lse"), attention.forward(problem, arrays, **how)
             assert_results = ct.assert_forward
         else:
             out, lse = out.astype(arrays["q"].dtype), lse.astype(problem.softmax_dtype)
@@ -260,8 +265,21 @@ TRIALS = {
     # Few queries: the keys of a head shared by blocks, or left to one.
     "decode": Trial(case=replace(_DECODE, causal=True), tiles=_DECODE_TILES),
     "decode whole": Trial(case=replace(_DECODE, causal=True), tiles=_DECODE_TILES, num_sms=1),
+    "decode uneven": Trial(
+        case=replace(_DECODE, causal=True),
+        tiles=_DECODE_TILES,
+        num_sms=7,
+        schedule=emulator.Schedule("random", seed=1),
+    ),
+    "decode many": Trial(
+        case=replace(_DECODE, num_heads_kv=1, batch=1, seqlen_k=1500), tiles=_DECODE_TILES, combine_bytes=2**20
+    ),
+    "decode wide": Trial(case=replace(_DECODE, head_dim_v=200), tiles=_DECODE_TILES, combine_bytes=2**20),
+    "decode by kernel": Trial(case=replace(_DECODE, causal=True), tiles=_DECODE_TILES, num_sms=7, combine_bytes=0),
+    # Blocks that share two of four heads, and have the others whole.
+    "decode few by kernel": Trial(case=replace(_DECODE, causal=True), tiles=_DECODE_TILES, num_sms=3, combine_bytes=0),
     "decode narrow": Trial(case=replace(_DECODE, head_dim_v=24), tiles=_DECODE_TILES),
-    "decode lengths": Trial(case=replace(_DECODE, kv_lengths=(230, 0)), tiles=_DECODE_TILES),
+    "decode lengths": Trial(case=replace(_DECODE, kv_lengths=(0, 230)), tiles=_DECODE_TILES, num_sms=3),
     "backward": Trial(case=replace(_GROUPED, num_heads=2), tiles=_backward()),
     "backward window": Trial(case=_WINDOW, tiles=_backward()),
     "backward shared": Trial(case=_GROUPED, tiles=_backward(num_warps=8, warps_d=2, block_m=64), num_sms=1),
@@ -767,8 +785,8 @@ MUTANTS = (
             "return operand + k * 8 * kLineBytes / 16;", "sm90"),
     _mutant("output not swizzled", TILES90, "((k % 4 * 32 + lane / 16 * 16) ^ swizzle), fragment.word);",
             "(k % 4 * 32 + lane / 16 * 16), fragment.word);", "sm90"),
-    _mutant("the same columns of every chunk", TILES90, "map, full.address, c * kChunk, first_row",
-            "map, full.address, 0, first_row",
+    _mutant("the same columns of every chunk", TILES90, "const int column = c * kChunk;",
+            "const int column = 0;",
             "sm90"),
     # ---- ... the producer
     _mutant("queries without keys get no Q", F90, "    if (tile.keys.start == tile.keys.stop) load_q();\n", "",
@@ -884,70 +902,105 @@ MUTANTS = (
     _mutant("full and empty share a barrier", "pipeline.cuh", "return {address + 8 * (stages + at.stage)};",
             "return {address + 8 * at.stage};", "sm90"),
     # ---- Few queries on compute capability 9.0
-    _mutant("no wait for K", D90, "    shared.k_ring.full(at).wait(at.parity);\n", "", "decode"),
-    _mutant("no wait for V", D90, "    shared.v_ring.full(at).wait(at.parity);\n", "", "decode"),
-    _mutant("no wait for Q", D90, "    shared.q_full.wait(0);\n", "", "decode"),
-    _mutant("the producer does not wait for a free K", D90, "    shared.k_ring.empty(at).wait(at.parity ^ 1);\n", "",
+    _mutant("no wait for K", D90, "      shared.k_ring.full(at).wait(at.parity);\n", "", "decode"),
+    _mutant("no wait for V", D90, "      shared.v_ring.full(at).wait(at.parity);\n", "", "decode"),
+    _mutant("no wait for Q", D90, "    if (work.has_keys()) shared.q_full.wait(q_parity);\n", "", "decode"),
+    _mutant("the producer does not wait for a free K", D90, "      shared.k_ring.empty(at).wait(at.parity ^ 1);\n", "",
             "decode whole"),
-    _mutant("the producer does not wait for a free V", D90, "    shared.v_ring.empty(at).wait(at.parity ^ 1);\n", "",
+    _mutant("the producer does not wait for a free V", D90, "      shared.v_ring.empty(at).wait(at.parity ^ 1);\n", "",
+            "decode whole"),
+    _mutant("Q of the next head comes too early", D90, "        shared.q_empty.wait(q_parity ^ 1);\n", "",
+            "decode whole"),
+    _mutant("Q is given back by too few", D90, "shared.q_empty.init(kConsumerWarps);", "shared.q_empty.init(5);",
+            "decode whole"),
+    _mutant("Q is given back where none came", D90, "    if (work.has_keys()) {\n      release_by_warp",
+            "    if (true) {\n      release_by_warp", "decode lengths"),
+    _mutant("Q of every head in the same phase", D90, "      q_parity ^= 1;\n    }\n    softmax", "    }\n    softmax",
             "decode whole"),
     _mutant("a row of Q too many announced", D90, "arrive_expect(chunked_bytes(work.rows, kDim));",
             "arrive_expect(chunked_bytes(work.rows + 1, kDim));", "decode"),
-    _mutant("queries of the next group", D90, "shared.q_full, 0, work.head_kv * work.group,",
+    _mutant("queries of the next group", D90, "shared.q_full, 0, work.first_head(),",
             "shared.q_full, 0, work.head_kv,", "decode"),
-    _mutant("S is read in flight", D90, "    ptx::wait_products<0>();\n    ptx::renew_registers(s[0]);\n",
-            "    ptx::renew_registers(s[0]);\n", "decode"),
-    _mutant("O is read in flight", D90, "    ptx::wait_products<0>();\n    ptx::renew_registers(o[0]);\n",
-            "    ptx::renew_registers(o[0]);\n", "decode"),
+    _mutant("S is read in flight", D90, "      ptx::wait_products<0>();\n      ptx::renew_registers(s[0]);\n",
+            "      ptx::renew_registers(s[0]);\n", "decode"),
+    _mutant("O is read in flight", D90, "      ptx::wait_products<0>();\n      ptx::renew_registers(o[0]);\n",
+            "      ptx::renew_registers(o[0]);\n", "decode"),
     _mutant("K is given back by too few", D90, "shared.k_ring.init(kConsumerWarps);", "shared.k_ring.init(5);",
             "decode whole"),
-    _mutant("rows of no query are not cleared", D90, "    zero_rows<kBlockM, kDim>(shared.q, work.rows, thread);\n", "",
+    _mutant("rows of no query are not cleared", D90,
+
+                       "  zero_rows<kBlockM, kDim>(shared.q, common.num_heads",
+            "  if (false) zero_rows<kBlockM, kDim>(shared.q, common.num_heads",
             "decode"),
-    _mutant("a query is cleared", D90, "(shared.q, work.rows, thread);", "(shared.q, work.rows - 1, thread);",
+    _mutant("a query is cleared", D90, "common.num_heads_kv * common.seqlen_q, thread);",
+            "common.num_heads_kv * common.seqlen_q - 1, thread);", "decode"),
+    _mutant("zeros of Q unfenced", D90, "  ptx::fence_async_proxy();\n  sync_consumer();\n", "  sync_consumer();\n",
             "decode"),
-    _mutant("zeros of Q unfenced", D90, "    ptx::fence_async_proxy();\n    sync_consumer();\n    shared.q_full",
-            "    sync_consumer();\n    shared.q_full", "decode"),
-    _mutant("zeros of Q seen by some", D90, "    sync_consumer();\n    shared.q_full", "    shared.q_full", "decode"),
-    _mutant("V behind kv_lengths counts", D90, "      if (valid < kBlockN) {", "      if (false) {", "decode lengths"),
-    _mutant("zeros of V unfenced", D90, "        ptx::fence_async_proxy();\n", "", "decode lengths"),
-    _mutant("zeros of V seen by some", D90, "        sync_consumer();\n      }\n", "      }\n", "decode lengths"),
-    _mutant("rows taken for queries", D90, "{row[0] % common.seqlen_q, row[1] % common.seqlen_q}", "{row[0], row[1]}",
-            "decode"),
+    _mutant("zeros of Q seen by some", D90, "  ptx::fence_async_proxy();\n  sync_consumer();\n",
+            "  ptx::fence_async_proxy();\n", "decode"),
+    _mutant("V behind kv_lengths counts", D90, "        if (valid < kBlockN) {", "        if (false) {",
+            "decode lengths"),
+    _mutant("zeros of V unfenced", D90, "          ptx::fence_async_proxy();\n", "", "decode lengths"),
+    _mutant("zeros of V seen by some", D90, "          sync_consumer();\n        }\n", "        }\n", "decode lengths"),
+    _mutant("rows taken for queries", D90, "{lane_row[0] % common.seqlen_q, lane_row[1] % common.seqlen_q}",
+            "{lane_row[0], lane_row[1]}", "decode"),
     _mutant("the mask of all tiles is left out", D90, "n_block >= work.keys.full_stop;",
             "n_block > work.keys.full_stop;", "decode"),
-    _mutant("splits overlap", D90, "(int)(num_tiles * (split + 1) / params.key_splits)",
-            "(int)(num_tiles * (split + 1) / params.key_splits + 1)", "decode"),
-    _mutant("the last tile of a split is left out", D90,
-            "n_block >= work.keys.start; --n_block, at.advance()) {\n    multiply_s",
-            "n_block > work.keys.start; --n_block, at.advance()) {\n    multiply_s", "decode"),
-    _mutant("partial results are not divided by their sum", D90, "const float factor = softmax.inverse_sum(0, half);",
-            "const float factor = 1.0f;", "decode"),
-    _mutant("rows of no query are stored", D90, "    if (row[half] >= work.rows) continue;\n", "", "decode"),
-    _mutant("the output overwrites Q in use", D90, "    sync_consumer();  // Q is read no more\n", "", "decode whole",
-            escapes="the emulator lets a warp's share of a product read only the rows that this warp writes"),
-    _mutant("the output is not fenced", D90,
-            "    ptx::fence_async_proxy();\n    sync_consumer();\n    if (thread",
-            "    sync_consumer();\n    if (thread", "decode whole"),
-    _mutant("the output leaves before all have written it", D90, "    sync_consumer();\n    if (thread",
-            "    if (thread", "decode whole"),
-    _mutant("the block ends before the output has left", D90, "      ptx::bulk_wait<0>();\n", "", "decode whole"),
-    _mutant("splits at the same place", "splits.cuh", "return g_out + (first + split * rows + row) * kDimV;",
-            "return g_out + (first + row) * kDimV;", "decode"),
-    _mutant("two rows share an lse", "splits.cuh", "return g_lse + first + split * rows + row;",
-            "return g_lse + first + split * rows + row / 2;", "decode"),
-    _mutant("heads counted from the first group", COMBINE, "const int row = head % group *", "const int row = head *",
+    _mutant("shares overlap", D90, "keys.stop = first + tiles_in(to);",
+            "keys.stop = first + tiles_in(to) + 1;", "decode"),
+    _mutant("a share ends with its head", D90, "    if (to < blocks) keys.stop =", "    if (false) keys.stop =",
             "decode"),
-    _mutant("splits with one weight", COMBINE, "exponential((*partials.lse(split, row) - lse) * kLog2e);",
-            "1.0f / params.key_splits;", "decode"),
-    _mutant("the maximum of half the splits", COMBINE, "  for (int mask = 16; mask > 0; mask /= 2) max",
-            "  for (int mask = 16; mask > 8; mask /= 2) max", "decode"),
-    _mutant("the sum of half the splits", COMBINE, "  for (int mask = 16; mask > 0; mask /= 2) sum",
-            "  for (int mask = 8; mask > 1; mask /= 2) sum", "decode"),
-    _mutant("nothing minus nothing", COMBINE, "  if (max == -ptx::infinity()) max = 0.0f;\n", "", "decode lengths"),
-    _mutant("sums are read before all are written", COMBINE, "  ptx::sync_block();\n", "", "decode"),
-    _mutant("the first of the splits at once alone", COMBINE, "for (int i = 1; i < kAtOnce; ++i)",
-            "for (int i = 2; i < kAtOnce; ++i)", "decode"),
-    _mutant("columns past the head", COMBINE, "if (column + i < kHeadDimV)", "if (true)", "decode narrow"),
+    _mutant("a block has its first head only", D90, "return at < stop; }",
+            "return at == shares.start_of_block(ptx::block_index()); }",
+            "decode uneven"),
+    _mutant("the last tile of a share is left out", D90,
+            "n_block >= work.keys.start; --n_block, at.advance()) {\n      multiply_s",
+            "n_block > work.keys.start; --n_block, at.advance()) {\n      multiply_s", "decode"),
+    _mutant("partial results are not divided by their sum", D90, "factor = softmax.inverse_sum(0, half);",
+            "factor = 1.0f;", "decode"),
+    _mutant("rows of no query are stored", D90, "      if (row >= work.rows) continue;\n", "", "decode"),
+    _mutant("columns past the head are stored", "splits.cuh", "  if (column < kHeadDimV) ", "  ", "decode narrow"),
+    _mutant("whole heads are left to be combined", D90, "!kSplitsKeys || partials.count == 1;", "!kSplitsKeys;",
+            "decode few by kernel"),
+    _mutant("the block is counted before all have stored", D90,
+            "      if (is_alone) continue;\n      sync_consumer();\n",
+            "      if (is_alone) continue;\n", "decode",
+            escapes="blocks run one after another, and a barrier follows for the threads of the last one"),
+    _mutant("not all know that the block is the last", D90,
+            "      }\n      sync_consumer();\n      if (ptx::load", "      }\n      if (ptx::load", "decode"),
+    _mutant("a block too few is waited for", D90, "common.launch, partials.count));",
+            "common.launch, partials.count - 1));", "decode"),
+    _mutant("blocks of two heads are counted together", D90, "(u64*)common.arrivals + walk.head;",
+            "(u64*)common.arrivals + walk.head / 2;", "decode uneven"),
+    _mutant("the first results alone are combined", D90, "first < count && lse", "first < 1 && lse", "decode many"),
+    _mutant("the first results are added again", D90, "if (first > 0) load(first);", "", "decode many"),
+    _mutant("every fourth row alone is combined", D90, "unit += kConsumerWarps)", "unit += 4 * kConsumerWarps)",
+            "decode"),
+    _mutant("half of the columns are combined", D90, "unit % kUnits * kColumns + 4 * lane_index();",
+            "4 * lane_index();", "decode wide"),
+    _mutant("the first block of a head is the one behind", "splits.cuh",
+            "first_block(shares.block_at(shares.start_of_head(head))),",
+            "first_block(shares.block_at(shares.start_of_head(head) + shares.heads - 1)),", "decode uneven"),
+    _mutant("a head has a block too few", "splits.cuh", "- first_block + 1),", "- first_block),", "decode uneven"),
+    _mutant("blocks in the same room", "splits.cuh", "return g_out + ((i64)i * rows + row) * kDimV;",
+            "return g_out + row * kDimV;", "decode"),
+    _mutant("two heads in the same room", "splits.cuh", "return block + head; }", "return block; }", "decode uneven"),
+    _mutant("two rows share an lse", "splits.cuh", "return g_lse + (i64)i * rows + row;",
+            "return g_lse + (i64)i * rows + row / 2;", "decode"),
+    _mutant("heads counted from the first group", COMBINE, "const int row = head % group *", "const int row = head *",
+            "decode by kernel"),
+    _mutant("blocks with one weight", "splits.cuh", "exponential((*lse(i, row) - combined_lse) * kLog2e);",
+            "1.0f / count;", "decode"),
+    _mutant("the maximum of half the blocks", "splits.cuh", "    for (int mask = 16; mask > 0; mask /= 2) max",
+            "    for (int mask = 16; mask > 8; mask /= 2) max", "decode"),
+    _mutant("the sum of half the blocks", "splits.cuh", "    for (int mask = 16; mask > 0; mask /= 2) sum",
+            "    for (int mask = 8; mask > 1; mask /= 2) sum", "decode"),
+    _mutant("nothing minus nothing", "splits.cuh", "    if (max == -ptx::infinity()) max = 0.0f;\n", "",
+            "decode lengths"),
+    _mutant("sums are read before all are written", COMBINE, "    ptx::sync_block();\n", "", "decode by kernel"),
+    _mutant("the first of the results at once alone", COMBINE, "for (int i = 1; i < kAtOnce; ++i)",
+            "for (int i = 2; i < kAtOnce; ++i)", "decode by kernel"),
+    _mutant("whole heads are combined", COMBINE, " && partials.count > 1;", ";", "decode few by kernel"),
     # ---- The backward pass of compute capability 9.0
     _mutant("no wait for K and V", B90, "    shared.kv_full.wait(0);\n    if constexpr", "    if constexpr",
             "backward sm90"),

@@ -1,6 +1,8 @@
 """The kernels for few queries, decode_sm90.cu and combine.cu, run on the CPU against the oracle."""
 
+import contextlib
 from dataclasses import replace
+from unittest import mock
 
 import attention
 import emulator
@@ -19,7 +21,14 @@ from cuflash.tiles import DECODE_ROWS
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
 H200 = DeviceSpec.for_arch("9.0")
-ONE_SPLIT = replace(H200, num_sms=1)
+# How the 4 heads of CASE, 10 tiles each, fall to blocks.
+DEVICES = {
+    "shared": H200,  # 5 blocks each
+    "uneven": replace(H200, num_sms=7),  # heads of 2 and 3 blocks, which have keys of one or two heads
+    "few": replace(H200, num_sms=3),  # two of the heads are shared by 2 blocks
+    "whole": replace(H200, num_sms=1),
+}
+every_device = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 SHORT_TILES = replace(DECODE_SM90_TILES[1], block_n=32, num_stages=2)
 
 
@@ -27,14 +36,21 @@ def problem_of(case, arrays):
     return make_problem(case.options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
 
 
-def run(case, tile=SHORT_TILES, *, arrays=None, device=H200, **options):
+def combining(by_kernel):
+    """Results of blocks are combined by a kernel of its own, however few they are, or as the plan wants it."""
+    return mock.patch("cuflash.plan.COMBINE_BYTES", 0) if by_kernel else contextlib.nullcontext()
+
+
+def run(case, tile=SHORT_TILES, *, arrays=None, device=H200, by_kernel=False, **options):
     """out and lse of the case, from a plan with the given tile."""
     arrays = arrays or case.arrays()
-    return attention.forward(problem_of(case, arrays), arrays, tiles=(tile,), arch=device, **options)
+    with combining(by_kernel):
+        return attention.forward(problem_of(case, arrays), arrays, tiles=(tile,), arch=device, **options)
 
 
-def splits_of(case, tile=SHORT_TILES, device=H200):
-    return choose_plan(problem_of(case, case.arrays()), device, tiles=(tile,)).key_splits
+def plan_of(case, tile=SHORT_TILES, device=H200, by_kernel=False):
+    with combining(by_kernel):
+        return choose_plan(problem_of(case, case.arrays()), device, tiles=(tile,))
 
 
 def bits(results):
@@ -82,19 +98,36 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("device", [H200, ONE_SPLIT], ids=["splits", "one split"])
+@every_device
 @pytest.mark.parametrize("change", CASES.values(), ids=CASES)
 def test_cases(change, device):
     case = replace(CASE, **change)
     ct.assert_forward(case, *run(case, device=device))
 
 
-def test_the_cases_split_keys():
-    assert splits_of(CASE) == 5
-    assert splits_of(CASE, device=ONE_SPLIT) == 1
+@pytest.mark.parametrize("device", ["shared", "uneven"])
+@pytest.mark.parametrize("change", CASES.values(), ids=CASES)
+def test_who_combines_makes_no_difference_in_lse(change, device):
+    """And in out that of the order in which a few results are added."""
+    case, device = replace(CASE, **change), DEVICES[device]
+    results = run(case, device=device, by_kernel=True)
+    ct.assert_forward(case, *results)
+    assert bits(results[1:]) == bits(run(case, device=device)[1:])
 
 
-@pytest.mark.parametrize("device", [H200, ONE_SPLIT], ids=["splits", "one split"])
+@pytest.mark.parametrize(
+    ("name", "blocks", "of_a_head"), [("shared", 20, 5), ("uneven", 7, 3), ("few", 3, 2), ("whole", 1, 1)]
+)
+def test_how_the_cases_share_keys(name, blocks, of_a_head):
+    device = DEVICES[name]
+    plan = plan_of(CASE, device=device)
+    assert (plan.resident_blocks, plan.key_splits) == (blocks, of_a_head)
+    assert [kernel.source for kernel in plan.kernels] == ["decode_sm90.cu"]
+    sources = [kernel.source for kernel in plan_of(CASE, device=device, by_kernel=True).kernels]
+    assert sources == ["decode_sm90.cu", *(["combine.cu"] if of_a_head > 1 else [])]
+
+
+@every_device
 @pytest.mark.parametrize("tile", DECODE_SM90_TILES, ids=lambda tile: str(tile.max_dim))
 def test_rows_of_the_table(tile, device):
     case = replace(CASE, head_dim=tile.max_dim, head_dim_v=tile.max_dim, seqlen_k=4 * tile.block_n + 3, kv_lengths=None)
@@ -131,23 +164,41 @@ def cases(draw):
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
-@given(case=cases(), schedule=st.sampled_from(SCHEDULES), num_sms=st.sampled_from([1, 3, 132]))
-def test_any_case(case, schedule, num_sms):
-    ct.assert_forward(case, *run(case, schedule=schedule, device=replace(H200, num_sms=num_sms)))
+@given(
+    case=cases(),
+    schedule=st.sampled_from(SCHEDULES),
+    num_sms=st.sampled_from([1, 3, 5, 7, 132]),
+    by_kernel=st.booleans(),
+)
+def test_any_case(case, schedule, num_sms, by_kernel):
+    ct.assert_forward(case, *run(case, schedule=schedule, device=replace(H200, num_sms=num_sms), by_kernel=by_kernel))
+
+
+@pytest.mark.parametrize("min_blocks", [1, 2])
+@pytest.mark.parametrize("head_dim_v", [40, 256])
+def test_more_blocks_share_a_head_than_are_combined_at_once(head_dim_v, min_blocks):
+    case = replace(CASE, num_heads_kv=1, batch=1, seqlen_q=2, seqlen_k=1500, head_dim_v=head_dim_v, kv_lengths=(1400,))
+    tile = replace(SHORT_TILES, max_dim=256, min_blocks=min_blocks)
+    with mock.patch("cuflash.plan.COMBINE_BYTES", 2**20):
+        assert plan_of(case, tile).key_splits == 23
+        first = run(case, tile)
+        ct.assert_forward(case, *first)
+        for schedule in SCHEDULES[1:]:
+            assert bits(run(case, tile, schedule=schedule)) == bits(first)
 
 
 def test_the_plan_takes_the_kernels_by_itself():
     case = replace(CASE, seqlen_k=600, kv_lengths=(600, 599))
     arrays, launches = case.arrays(), []
     ct.assert_forward(case, *attention.forward(problem_of(case, arrays), arrays, statistics=launches))
-    assert splits_of(case, DECODE_SM90_TILES[1]) > 1
-    assert len(launches) == 2
+    assert plan_of(case, DECODE_SM90_TILES[1]).key_splits > 1
+    assert len(launches) == 1
 
 
 # ---- Bit for bit -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", [H200, ONE_SPLIT], ids=["splits", "one split"])
+@every_device
 @pytest.mark.parametrize("change", [{}, {"causal": False, "kv_lengths": None}, {"seqlen_q": 16}], ids=str)
 def test_schedule_and_memory_change_no_bit(change, device):
     case = replace(CASE, **change)
@@ -157,6 +208,22 @@ def test_schedule_and_memory_change_no_bit(change, device):
         assert bits(run(case, device=device, schedule=schedule)) == bits(first)
     for fill in (0x00, 0x3F):
         assert bits(run(case, device=device, fill=fill)) == bits(first)
+
+
+def test_a_launch_with_the_same_number_finds_no_arrivals_of_the_one_before():
+    """A captured graph is replayed with the same parameters, on the scratch memory that it left."""
+    arrays = CASE.arrays()
+    problem = problem_of(CASE, arrays)
+    plan = choose_plan(problem, DEVICES["uneven"], tiles=(SHORT_TILES,))
+    scratch = {name: np.full(elements, np.nan, np.float32) for name, elements in plan.scratch}
+    results = []
+    for _ in range(3):
+        out, lse = np.full(problem.out_shape, np.nan, np.float16), np.full(problem.lse_shape, np.nan, np.float32)
+        inputs = {name: x for name, x in arrays.items() if x is not None and name != "dout"}
+        attention.run(plan, {**inputs, "out": out, "lse": lse}, SCHEDULES[0], scratch=scratch)
+        results.append(bits((out, lse)))
+        ct.assert_forward(CASE, out, lse)
+    assert results[1:] == results[:1] * 2
 
 
 def test_values_that_are_no_numbers():
@@ -169,7 +236,7 @@ def test_values_that_are_no_numbers():
     arrays["v"][0, 1, 70, 6] = np.nan
     problem = problem_of(case, arrays)
     yardsticks = ct.yardsticks(problem, {name: arrays[name] for name in "qkv"})
-    for device in (H200, ONE_SPLIT):
+    for device in DEVICES.values():
         for name, result in zip(("out", "lse"), run(case, arrays=arrays, device=device), strict=True):
             assert ct.measure(name, result, yardsticks[name]).failure is None
 
@@ -177,7 +244,7 @@ def test_values_that_are_no_numbers():
 # ---- Memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", [H200, ONE_SPLIT], ids=["splits", "one split"])
+@every_device
 def test_results_stay_inside_their_arrays(device):
     frames = []
 
@@ -197,7 +264,7 @@ def test_results_stay_inside_their_arrays(device):
         np.testing.assert_array_equal(frame, np.full_like(frame, poison))
 
 
-@pytest.mark.parametrize("device", [H200, ONE_SPLIT], ids=["splits", "one split"])
+@every_device
 def test_offsets_take_64_bits(device):
     case = replace(CASE, head_dim=16, head_dim_v=16, seqlen_k=150, num_heads=4, kv_lengths=(150, 33))
     ct.assert_forward(case, *run(case, place=attention.far_apart, device=device))
@@ -212,11 +279,11 @@ def test_lengths_out_of_range_are_clamped():
 
 
 def test_no_undefined_behaviour():
-    for device in (H200, ONE_SPLIT):
+    for device in DEVICES.values():
         ct.assert_forward(CASE, *run(CASE, device=device, sanitizer="undefined"))
 
 
 def test_matrix_stores_and_loads_have_no_bank_conflicts():
     launches: list[emulator.Statistics] = []
-    run(CASE, statistics=launches, device=ONE_SPLIT)
+    run(CASE, statistics=launches, device=DEVICES["whole"])
     assert [launch.matrix_load_conflicts for launch in launches] == [0]

@@ -2,7 +2,9 @@
 
 import json
 import sys
+import time
 import types
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -11,9 +13,19 @@ import pytest
 from bench import ceiling, peers, report
 from bench.__main__ import main
 from bench.cases import FA2, GROUPED, SUITES, Case, Suite
-from bench.formula import Inputs, Reference, dtype_of, make_inputs, one_group
+from bench.formula import Inputs, Reference, dtype_of, make_inputs, one_group, softmax_rows
 from bench.run import choose_cases, choose_contenders, failures, run_suite
-from bench.timing import HostClock, choose_repeats, schedule, summarize, time_host, time_interleaved
+from bench.timing import (
+    CALLS_IN_A_ROW,
+    CudaClock,
+    HostClock,
+    RowClock,
+    choose_repeats,
+    schedule,
+    summarize,
+    time_host,
+    time_interleaved,
+)
 from cuflash import reference
 from cuflash.problem import Options, make_problem
 
@@ -166,10 +178,87 @@ def test_device_kernels_of_torch_take_these_arguments(make_calls, grouped):
     assert [tuple(x.shape) for x in calls["backward"]()] == [case.q_shape, case.k_shape, case.v_shape]
 
 
-@pytest.mark.parametrize("name", ["cudnn", "fa2", "efficient", "flex", "empty-launch"])
+@pytest.mark.parametrize("name", ["cudnn", "fa2", "efficient", "flex", "empty-launch", "jax-pallas"])
 def test_device_peers_are_absent_on_the_cpu(name):
     with pytest.raises(peers.Absent, match=r"needs|torch"):
         peers.ADAPTERS[name](PLAIN, make_inputs(np, PLAIN))
+
+
+@pytest.fixture
+def fake_jax(monkeypatch, fake_cupy):
+    """As much of JAX as its adapter calls, on NumPy arrays: no tile of 256 keys fits, and one of 64 is slow."""
+    jax, pallas = types.ModuleType("jax"), types.ModuleType("attention_mgpu")
+    jax.default_backend = lambda: "gpu"
+    jax.dlpack = types.SimpleNamespace(from_dlpack=lambda x: x)
+    jax.now = 0
+    jax.block_until_ready = lambda results: results
+    monkeypatch.setattr(peers, "time", types.SimpleNamespace(perf_counter=lambda: jax.now))
+    pallas.TuningConfig = types.SimpleNamespace
+    fake_cupy.from_dlpack = lambda x: x
+
+    def attention(q, k, v, config):
+        if config.block_kv == 256:
+            raise ValueError("exceeds available shared memory")
+        jax.now += 2 if config.block_kv == 64 else 1
+        group = q.shape[2] // k.shape[2]
+        q, k, v = (x.astype("float32").transpose(0, 2, 1, 3) for x in (q, k, v))
+        p = softmax_rows(np, q, k.repeat(group, axis=1), scale=1.0, causal=config.causal)
+        return (p @ v.repeat(group, axis=1)).transpose(0, 2, 1, 3).astype("float16")
+
+    pallas.attention = attention
+    monkeypatch.setitem(sys.modules, "jax", jax)
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.ops.gpu.attention_mgpu", pallas)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    return jax
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_pallas_gets_its_layout_scale_and_tile(fake_jax, fake_cupy, causal):
+    case = Case(head_dim=128, seqlen_q=256, batch=2, num_heads=4, num_heads_kv=2, causal=causal, dtype="float16")
+    inputs = replace(make_inputs(np, case), xp=fake_cupy)
+    contender = peers.ADAPTERS["jax-pallas"](case, inputs)
+    assert set(contender.calls) == {"forward"}
+    assert contender.plans["forward"] == "block_q 64, block_kv 128, 2 concurrent steps"
+    assert contender.wait is fake_jax.block_until_ready
+    results = tuple(contender.to_array(x) for x in contender.calls["forward"]())
+    assert [x.shape for x in results] == [case.out_shape]
+    assert not any(error.wrong for error in Reference(case, inputs).errors("forward", results).values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": "float32"}, "16-bit"),
+        ({"head_dim": 72}, "multiple of 64"),
+        ({"head_dim_v": 128}, "one head dimension"),
+        ({"seqlen_q": 64}, "128 queries"),
+        ({"seqlen_k": 100}, "64 keys"),
+    ],
+    ids=str,
+)
+def test_pallas_says_what_it_does_not_serve(fake_jax, fake_cupy, changes, reason):
+    case = Case(**{"head_dim": 64, "seqlen_q": 128, "batch": 1, "num_heads": 1, "dtype": "float16"} | changes)
+    with pytest.raises(peers.Absent, match=reason):
+        peers.jax_pallas(case, replace(make_inputs(np, case), xp=fake_cupy))
+
+
+def test_pallas_without_a_device_or_a_tile_is_absent(fake_jax, fake_cupy, monkeypatch):
+    case = Case(head_dim=64, seqlen_q=128, batch=1, num_heads=1, dtype="float16")
+    inputs = replace(make_inputs(np, case), xp=fake_cupy)
+    pallas = sys.modules["jax.experimental.pallas.ops.gpu.attention_mgpu"]
+
+    def refuse(*args):
+        raise ValueError("Causal masking not supported")
+
+    monkeypatch.setattr(pallas, "attention", refuse)
+    with pytest.raises(peers.Absent, match="none of its tiles runs: Causal masking not supported"):
+        peers.jax_pallas(case, inputs)
+    fake_jax.default_backend = lambda: "cpu"
+    with pytest.raises(peers.Absent, match="no CUDA device"):
+        peers.jax_pallas(case, inputs)
+    monkeypatch.setitem(sys.modules, "jax", None)
+    with pytest.raises(peers.Absent, match="jax: "):
+        peers.jax_pallas(case, inputs)
 
 
 def test_every_contender_has_a_title_and_suites_name_contenders():
@@ -211,6 +300,28 @@ def test_contenders_take_turns():
     assert all(timing.p10_us <= timing.median_us <= timing.p90_us for timing in times.values())
     turns = order[-30:]
     assert all(sorted(turns[i : i + 3]) == ["a", "b", "c"] for i in range(0, 30, 3))
+
+
+def test_calls_that_events_do_not_see_are_timed_between_waits(fake_cupy):
+    log = []
+
+    def call():
+        log.append("call")
+        return len(log)
+
+    def wait(result):
+        assert result == len(log) == CALLS_IN_A_ROW * (len(waits) + 1)
+        time.sleep(0.01)
+        waits.append(result)
+
+    waits = []
+    clock = CudaClock()
+    times = time_interleaved(
+        {"seen": lambda: None, "unseen": call}, clock, clocks={"unseen": RowClock(clock, wait)}, budget_s=1e-6
+    )
+    assert times["seen"].median_us == pytest.approx(500)
+    assert 10_000 / CALLS_IN_A_ROW <= times["unseen"].median_us < 5 * 10_000 / CALLS_IN_A_ROW
+    assert len(waits) == 3 + times["unseen"].repeats
 
 
 def test_host_time_is_that_of_one_call():

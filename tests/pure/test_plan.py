@@ -699,7 +699,7 @@ def test_kernels_are_told_all_that_they_ask_for():
     read = set(re.findall(r"\bCUFLASH_[A-Z0-9_]+\b", everything)) - own - pasted
     given = set()
     float32 = problem_of(1024, 1024, dtype="float32")
-    for problem in (problem_of(), problem_of(deterministic=True), problem_of(seqlen_q=1), float32):
+    for problem in (problem_of(), problem_of(deterministic=True), problem_of(1, 2**16), problem_of(16, 2**16), float32):
         for pass_ in PASSES:
             for arch in ("8.0", "9.0"):
                 for kernel in choose_plan(problem, DeviceSpec.for_arch(arch), pass_).kernels:

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from test_plan import problem_of
 
 from cuflash.plan import (
+    COMBINE_BYTES,
+    COMBINE_TILES,
     COMBINE_WARPS,
     DECODE_MIN_SEQLEN_K,
     MAX_HEAD_DIM,
-    MAX_KEY_SPLITS,
-    MIN_TILES_OF_SPLIT,
+    MIN_TILES_OF_BLOCK,
     DeviceSpec,
     choose_plan,
 )
@@ -35,7 +36,7 @@ def sources(plan):
 
 
 SPLIT = ["decode_sm90.cu", "combine.cu"]
-WHOLE = ["decode_sm90.cu"]
+ALONE = ["decode_sm90.cu"]  # heads are whole, or the last block combines
 FORWARD = ["forward_sm90.cu"]
 
 
@@ -79,18 +80,19 @@ def test_enough_bytes_are_on_their_way():
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, SPLIT),
+        ({}, ALONE),
+        ({"seqlen_q": 2}, ALONE),
         ({"seqlen_q": 4}, SPLIT),
         ({"seqlen_q": 16}, SPLIT),
         ({"seqlen_q": 17}, FORWARD),  # 68 rows
-        ({"seqlen_k": DECODE_MIN_SEQLEN_K}, SPLIT),
+        ({"seqlen_k": DECODE_MIN_SEQLEN_K}, ALONE),
         ({"seqlen_k": DECODE_MIN_SEQLEN_K - 1}, FORWARD),
         ({"causal": True, "seqlen_q": 4}, SPLIT),
-        ({"window": (DECODE_MIN_SEQLEN_K, 0)}, SPLIT),
+        ({"window": (DECODE_MIN_SEQLEN_K, 0)}, ALONE),
         ({"window": (99, 0)}, FORWARD),  # 100 keys
         ({"window": (None, 99), "causal": "top_left", "seqlen_q": 4}, FORWARD),  # 4 keys
-        ({"batch": 264}, WHOLE),
-        ({"heads_kv": 32}, SPLIT),
+        ({"batch": 264}, ALONE),
+        ({"heads_kv": 32}, ALONE),
         ({"heads_kv": 32, "batch": 8}, FORWARD),
         ({"heads": 4, "heads_kv": 4, "seqlen_q": 64}, SPLIT),
         ({"dtype": "float32"}, ["forward_sm80.cu"]),
@@ -109,10 +111,13 @@ def test_only_its_own_architecture_gets_the_kernel(arch):
 
 
 def test_the_plan_says_why():
-    split = choose_plan(decode_problem(4), H200).describe()
-    assert "16 queries of the heads that share keys go through one product: keys are read once" in split
-    assert "16 blocks share the keys of a head: 128 blocks, their results combined by lse" in split
-    assert "DecodeSm90Tile 64 x 128, 5 warps, 2 stages, 1 resident blocks" in split
+    shared = choose_plan(decode_problem(4), H200).describe()
+    assert "16 queries of the heads that share keys go through one product: keys are read once" in shared
+    assert "128 blocks take equal shares of the keys, up to 16 of them those of one head: " in shared
+    assert "combined by lse, by a kernel of its own\n" in shared + "\n"
+    assert "combined by lse, by the last of these blocks\n" in choose_plan(decode_problem(), H200).describe() + "\n"
+    assert "128 blocks take whole heads\n" in choose_plan(decode_problem(batch=16), H200).describe() + "\n"
+    assert "DecodeSm90Tile 64 x 128, 5 warps, 2 stages, 1 resident blocks" in shared
     assert "not decode_sm90: it knows no softcap\n" in choose_plan(decode_problem(softcap=2.0), H200).reason
     full = choose_plan(decode_problem(heads_kv=32, batch=8), H200).reason
     assert "not decode_sm90: 256 heads fill the device, and no two share keys\n" in full
@@ -120,6 +125,15 @@ def test_the_plan_says_why():
 
 
 # ---- Into how many ---------------------------------------------------------------------------------------------------
+
+
+def shares(heads, blocks):
+    """head -> the blocks that have keys of it, as kernels/splits.cuh counts them."""
+    owners = {head: set() for head in range(heads)}
+    for block in range(blocks):
+        for head in range(block * heads // blocks, -(-(block + 1) * heads // blocks)):
+            owners[head].add(block)
+    return owners
 
 
 @given(
@@ -130,55 +144,70 @@ def test_the_plan_says_why():
     heads_kv=st.sampled_from([1, 2, 8, 32]),
     dim=st.sampled_from([64, 128, 192, 256]),
 )
-def test_splits(num_sms, seqlen_q, seqlen_k, batch, heads_kv, dim):
-    """Blocks fill the device as far as tiles of keys allow, and no wave of blocks is nearly empty."""
+def test_shares(num_sms, seqlen_q, seqlen_k, batch, heads_kv, dim):
+    """Blocks fill the device as far as tiles of keys allow, in one wave, and each has as many tiles as the others."""
     problem = decode_problem(seqlen_q, seqlen_k, batch=batch, heads=4 * heads_kv, heads_kv=heads_kv, dim=dim, dim_v=dim)
     plan = choose_plan(problem, replace(H200, num_sms=num_sms))
-    (tile,), splits = plan.tiles, plan.key_splits
+    (tile,), blocks = plan.tiles, plan.resident_blocks
     assert isinstance(tile, DecodeSm90Tile)
-    num_tiles, heads = -(-seqlen_k // tile.block_n), batch * heads_kv
-    assert 1 <= splits <= max(1, min(MAX_KEY_SPLITS, num_tiles // MIN_TILES_OF_SPLIT))
-    resident = num_sms * tile.min_blocks
-    waves = -(-heads * splits // resident)
-    ideal = heads * num_tiles / resident  # tiles that each resident block takes when none is ever idle
-    if splits < min(MAX_KEY_SPLITS, num_tiles // MIN_TILES_OF_SPLIT):
-        assert waves * -(-num_tiles // splits) <= 2 * ideal + 4
-    assert plan.kernels[0].grid == heads * splits
+    heads = batch * heads_kv
+    num_tiles = heads * -(-seqlen_k // tile.block_n)
+    most = max(1, min(num_sms * tile.min_blocks, num_tiles // MIN_TILES_OF_BLOCK))
+    assert plan.kernels[0].grid == blocks <= most
+    assert -(-num_tiles // blocks) <= -(-num_tiles // most) + COMBINE_TILES
     rows = 4 * seqlen_q
     assert rows <= DECODE_ROWS
-    if splits == 1:
-        assert sources(plan) == WHOLE
+    most_of_head = max(map(len, shares(heads, blocks).values()))
+    assert most_of_head <= plan.key_splits <= most_of_head + 1
+    defines = dict(plan.kernels[0].defines)
+    assert defines["CUFLASH_SPLITS_KEYS"] == int(most_of_head > 1)
+    if most_of_head == 1:
+        assert sources(plan) == ALONE
         assert plan.scratch == ()
+        return
+    places = heads + blocks
+    scratch = {"partial_out": places * rows * dim, "partial_lse": places * rows}
+    if plan.key_splits * rows * dim * 4 <= COMBINE_BYTES:
+        assert sources(plan) == ALONE
+        assert defines["CUFLASH_COMBINES"] == 1
+        arrivals = dict(plan.scratch)["arrivals"]
+        assert arrivals >= 2 * heads
+        assert arrivals % 4 == 0  # what follows is aligned to 16 bytes
+        assert dict(plan.scratch) == {"arrivals": arrivals, **scratch}
     else:
         assert sources(plan) == SPLIT
+        assert defines["CUFLASH_COMBINES"] == 0
         combine = dict(plan.kernels[1].defines)
         block_rows, at_once = int(combine["CUFLASH_BLOCK_ROWS"]), int(combine["CUFLASH_SPLITS_AT_ONCE"])
         assert plan.kernels[1].grid == -(-batch * 4 * heads_kv * seqlen_q // block_rows)
         assert block_rows * at_once * dim // 4 <= 32 * COMBINE_WARPS
         assert block_rows == 1 or at_once * dim // 4 % 32 == 0
         assert plan.kernels[1].threads == 32 * COMBINE_WARPS
-        assert plan.scratch == (("partial_out", heads * splits * rows * dim), ("partial_lse", heads * splits * rows))
+        assert dict(plan.scratch) == scratch
 
 
 @pytest.mark.parametrize(
-    ("changes", "splits"),
+    ("changes", "blocks", "of_a_head"),
     [
-        ({}, 16),  # of 132 resident blocks, 128; 4 tiles each
-        ({"seqlen_k": 131072}, 16),
-        ({"batch": 8}, 2),
-        ({"batch": 64}, 1),
-        ({"heads": 1, "heads_kv": 1}, 32),  # 2 tiles each
+        ({}, 128, 16),  # of 132 resident blocks; 4 tiles each, as it would be with all of them
+        ({"seqlen_k": 131072}, 132, 18),  # 63 tiles each, not 64
+        ({"batch": 16}, 128, 1),
+        ({"batch": 20}, 132, 2),  # 78 tiles each, not 128
+        ({"batch": 64}, 132, 2),
+        ({"batch": 33}, 132, 1),  # two heads each
+        ({"heads": 1, "heads_kv": 1}, 32, 32),  # 2 tiles each
+        ({"heads": 1, "heads_kv": 1, "seqlen_k": 131072}, 132, 132),
     ],
     ids=str,
 )
-def test_splits_of_the_usual(changes, splits):
-    assert choose_plan(decode_problem(**changes), H200).key_splits == splits
+def test_shares_of_the_usual(changes, blocks, of_a_head):
+    plan = choose_plan(decode_problem(**changes), H200)
+    assert (plan.resident_blocks, plan.key_splits) == (blocks, of_a_head)
 
 
 def test_boxes_hold_all_rows_of_a_group():
     problem = decode_problem(4)
     plan = choose_plan(problem, H200)
-    assert [spec.name for spec in plan.tensor_maps] == ["q", "k", "v", "out"]
+    assert [spec.name for spec in plan.tensor_maps] == ["q", "k", "v"]
     assert plan.tensor_maps[0] == tensor_map_spec("q", problem.q, 4, 4, read_once=True)
-    assert (plan.tensor_maps[3].rows, plan.tensor_maps[3].heads) == (4, 4)
     assert plan.tensor_maps[1] == tensor_map_spec("k", problem.k, 128, read_once=True)
