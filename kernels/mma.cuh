@@ -62,6 +62,22 @@ CUFLASH_DEVICE void multiply(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB
   }
 }
 
+// The same for one of many products that are added up: it is summed by itself, 16 columns at a time, and then added. A
+// sum of as many terms as the whole has, one after another, would lose a digit of float64.
+template <int k_steps, int m_tiles, int n_tiles, class LoadA, class LoadB>
+CUFLASH_DEVICE void add_product(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB load_b) {
+  repeat<n_tiles / 2>([&](auto pair) __attribute__((always_inline)) {
+    constexpr int n = decltype(pair)::value;
+    Real sum[m_tiles][2][4];
+    set_zero(sum);
+    multiply<k_steps>(sum, load_a, [&](int, int k, Fragment& b) { load_b(n, k, b); });
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) d[m][2 * n + i / 4][i % 4] += sum[m][i / 4][i % 4];
+  });
+}
+
 // How the rows and columns of an accumulator of wide elements lie, by the operands that it is a product of. (Those of
 // 16-bit elements always lie as they are.)
 enum class Order {
