@@ -45,8 +45,9 @@ def forward(
     q, k, v, bias, mask, kv_lengths, alibi_slopes : numpy.ndarray
         As `cuflash.attention` takes them. Entries of `kv_lengths` outside 0..seqlen_k are clamped.
     dtype : dtype, default float64
-        Precision to compute in. float64 is the oracle. For float16 and bfloat16, products accumulate and the softmax
-        runs in float32, and the weights are rounded to `dtype` before they meet `v`: the plain 16-bit implementation.
+        Precision to compute in. float64 is the oracle, and longdouble that of float64 itself, with 64 bits on x86 but
+        no BLAS. For float16 and bfloat16, products accumulate and the softmax runs in float32, and the weights are
+        rounded to `dtype` before they meet `v`: the plain 16-bit implementation.
 
     Returns
     -------
@@ -190,8 +191,8 @@ def _softmax(S: Array) -> tuple[Array, Array]:
 
 
 def compute_dtype(dtype: DTypeLike) -> np.dtype[Any]:
-    """dtype of sums and softmax: float64 for float64, else float32."""
-    return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
+    """dtype of sums and softmax: float64 for float64, longdouble for itself, else float32."""
+    return np.dtype(dtype if np.dtype(dtype) in (np.float64, np.longdouble) else np.float32)
 
 
 def as_caller(problem: Problem, x: Array) -> Array:

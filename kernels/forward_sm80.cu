@@ -124,12 +124,9 @@ CUFLASH_DEVICE void forward(const Params& params) {
     }
     softmax.update(s, o, exponent_scale);
 
-    const auto operand_p = [&](int m, int k, Fragment& a) { to_operand(s[m], k, a); };
-    const auto operand_of_stage = [&](int n, int k, Fragment& b) { shifted(operand_v, stage * kBytesV)(n, k, b); };
-    if constexpr (kElementBytes == 8)
-      add_product<kBlockN / kStep>(o, operand_p, operand_of_stage);
-    else
-      multiply<kBlockN / kStep>(o, operand_p, operand_of_stage);
+    add_product<kBlockN / kStep>(
+        o, [&](int m, int k, Fragment& a) { to_operand(s[m], k, a); },
+        [&](int n, int k, Fragment& b) { shifted(operand_v, stage * kBytesV)(n, k, b); });
     stage = stage == kNumStages - 1 ? 0 : stage + 1;
   };
 
