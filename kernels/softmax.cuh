@@ -3,9 +3,9 @@
 #include "exponential.cuh"
 #include "mma.cuh"
 
-// How far a row's maximum may exceed the offset of its exponents. Wide elements are followed at once: exponentials of
-// numbers around 0 are the most accurate ones.
-constexpr float kMaxGrowth = kWide ? 0.0f : 8.0f;
+// How far a row's maximum may exceed the offset of its exponents. The exponential of a wide number around 0 is the most
+// accurate one: float32 follows the maximum at once, float64 before the rounding of exponents grows.
+constexpr float kMaxGrowth = kElementBytes == 8 ? 1.0f : kWide ? 0.0f : 8.0f;
 
 // Statistics of the 2 m_tiles rows that a lane holds.
 template <int m_tiles>
