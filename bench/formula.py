@@ -7,12 +7,13 @@ dS = P * (dP - rowsum(P * dP)), dQ = scale dS K, dK = scale dS^T Q.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from cuflash.reference import product
 
 from .cases import Case
 
@@ -60,16 +61,6 @@ def widen(array: Any, dtype: str) -> Any:
     if array.dtype.itemsize == 2 and dtype != "float16":
         array = array.astype("float32")
     return array.astype(dtype, copy=False)
-
-
-def product(a: Any, b: Any) -> Any:
-    """a @ b; of two matrices of long doubles, which no BLAS multiplies, by rows on every core."""
-    if a.dtype != np.longdouble:
-        return a @ b
-    columns = np.asfortranarray(b)
-    with ThreadPoolExecutor() as pool:
-        parts = pool.map(lambda rows: np.ascontiguousarray(rows) @ columns, np.array_split(a, min(len(a), 64)))
-        return np.concatenate(list(parts))
 
 
 def softmax_rows(xp: Any, q: Any, k: Any, *, scale: float, causal: bool, first_row: int = 0) -> Any:

@@ -13,6 +13,7 @@ give "the plain formula in that dtype", whose error is the yardstick for everybo
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ from numpy.typing import DTypeLike, NDArray
 from cuflash.problem import Problem, user_shape, view_4d, view_rows
 
 Array = NDArray[Any]
+
+LONG_PRODUCT = 2**26  # multiplications of long doubles, a quarter of a second of one core
 
 
 def forward(
@@ -61,7 +64,7 @@ def forward(
     lse = np.full(problem.lse_shape, -np.inf, compute)
     for head in each_head(problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, compute):
         with np.errstate(all="ignore"):
-            O = _round(head.P, dtype) @ head.V  # noqa: E741 (the paper's letter)
+            O = product(_round(head.P, dtype), head.V)  # noqa: E741 (the paper's letter)
             out[head.index] = O.astype(dtype)
         view_rows(lse)[head.index] = head.L
     return as_caller(problem, out), lse
@@ -97,13 +100,13 @@ def backward(
         dO = view_4d(dout, problem.layout)[head.index].astype(compute)
         with np.errstate(all="ignore"):
             P = _round(head.P, dtype)
-            O = _round(P @ head.V, dtype)  # noqa: E741 (the paper's letter)
+            O = _round(product(P, head.V), dtype)  # noqa: E741 (the paper's letter)
             D = (dO * O).sum(axis=-1, keepdims=True)
-            dP = dO @ head.V.T
+            dP = product(dO, head.V.T)
             dS = _round(head.P * (dP - D) * head.cap_slope, dtype)
-            dv[head.index_kv] += P.T @ dO
-            dq[head.index] += problem.scale * (dS @ head.K)
-            dk[head.index_kv] += problem.scale * (dS.T @ head.Q)
+            dv[head.index_kv] += product(P.T, dO)
+            dq[head.index] += problem.scale * product(dS, head.K)
+            dk[head.index_kv] += problem.scale * product(dS.T, head.Q)
     with np.errstate(all="ignore"):
         return tuple(as_caller(problem, x.astype(dtype)) for x in (dq, dk, dv))  # type: ignore[return-value]
 
@@ -161,7 +164,7 @@ def _scores(
     problem: Problem, Q: Array, K: Array, *, slope: Array | None, bias: Array | None, mask: Array | None
 ) -> tuple[Array, Array]:
     """S of one head with -inf at hidden keys, and its derivative by scale Q K^T."""
-    S = problem.scale * (Q @ K.T)
+    S = problem.scale * product(Q, K.T)
     cap_slope = np.ones((1, 1), S.dtype)
     if problem.softcap is not None:
         T = np.tanh(S / problem.softcap)
@@ -188,6 +191,18 @@ def _softmax(S: Array) -> tuple[Array, Array]:
     l = P.sum(axis=-1, keepdims=True)  # noqa: E741 (the paper's letter)
     L = m + np.log(l)
     return P / _replace(l, l == 0, 1), L[:, 0]
+
+
+def product(A: Array, B: Array) -> Array:
+    """A B. No BLAS multiplies long doubles: if there are many, rows of A are dealt to the cores."""
+    if A.dtype != np.longdouble:
+        return A @ B
+    columns = np.asfortranarray(B)
+    if A.size * B.shape[1] < LONG_PRODUCT:
+        return A @ columns
+    with ThreadPoolExecutor() as pool:
+        parts = pool.map(lambda rows: np.ascontiguousarray(rows) @ columns, np.array_split(A, min(len(A), 64)))
+        return np.concatenate(list(parts))
 
 
 def compute_dtype(dtype: DTypeLike) -> np.dtype[Any]:
