@@ -278,17 +278,20 @@ def accuracy(rows: Sequence[Record]) -> str:
     latest = {(row["kind"], row["dtype"], row["precision"]): row for row in rows}
     names = list(rows[-1]["results"])
     lines = [
-        "Errors on random problems in units of the strict tolerance (`cuflash.testing`), median / largest. Up to 300 "
-        "queries, 600 keys and head dimension 256, some causal; scores spread over four orders of magnitude.",
+        "Errors on random problems in units of the strict tolerance (`cuflash.testing`), median / largest. Largest ones "
+        "are a matter of luck, for which the rule makes an allowance. Up to 300 queries, 600 keys and head dimension "
+        "256, some causal; scores spread over four orders of magnitude.",
         "",
-        f"| arrays | dtype | problems | {' | '.join(names)} | revision |",
-        "|" + "---|" * (4 + len(names)),
+        f"| arrays | dtype | problems | {' | '.join(names)} | outside the rule | revision |",
+        "|" + "---|" * (5 + len(names)),
     ]
     for (kind, dtype, precision), row in latest.items():
         where = f"CuPy, {row['device']}" if kind == "gpu" else "NumPy"
         shown = dtype if precision == "highest" else f"{dtype}, {precision}"
         cells = [_both((found["median"], found["largest"]), 2) for found in row["results"].values()]
-        lines.append(f"| {where} | {shown} | {row['problems']} | {' | '.join(cells)} | {row['revision']} |")
+        outside = sum(found["outside"] for found in row["results"].values())
+        cells = [where, shown, str(row["problems"]), *cells, str(outside), row["revision"]]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
