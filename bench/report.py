@@ -279,8 +279,8 @@ def accuracy(rows: Sequence[Record]) -> str:
     names = list(rows[-1]["results"])
     lines = [
         "Errors on random problems in units of the strict tolerance (`cuflash.testing`), median / largest. Largest "
-        "ones are a matter of luck, for which the rule makes an allowance. Up to 300 queries, 600 keys and head dimension "
-        "256, some causal; scores spread over four orders of magnitude.",
+        "ones are a matter of luck, for which the rule makes an allowance. Up to 300 queries, 600 keys and head "
+        "dimension 256, some causal; scores spread over four orders of magnitude.",
         "",
         f"| arrays | dtype | problems | {' | '.join(names)} | outside the rule | revision |",
         "|" + "---|" * (5 + len(names)),
