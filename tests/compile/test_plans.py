@@ -92,7 +92,7 @@ SPILLS = {
     ("backward_sm80.cu", 4, 256, "16x16", 1): 16,
     ("forward_sm90.cu", 2, 128, "192x80", 1): 16,
     ("backward_float32_sm90.cu", 4, 128, "64x64", 1): 16,
-    ("forward_sm80.cu", 8, 64, "128x64", 1): 64,
+    ("forward_float32_sm90.cu", 4, 128, "128x112", 1): 16,
     ("forward_sm80.cu", 8, 192, "64x16", 1): 48,
     ("forward_sm80.cu", 8, 192, "32x16", 1): 32,
     ("backward_dq_sm80.cu", 8, 192, "32x16", 1): 32,
@@ -115,6 +115,8 @@ SPILLS_OF_LATER_ARCHS = SPILLS | {
 }
 # With every option on, with bounds, or with narrow loads.
 SPILLS_OF_OPTIONS = SPILLS | {
+    ("forward_float32_sm90.cu", 4, 128, "128x112", 1): 64,
+    ("forward_sm80.cu", 8, 64, "128x48", 1): 64,
     ("forward_float32_sm90.cu", 4, 128, "128x64", 1): 32,
     ("forward_sm80.cu", 2, 64, "128x64", 3): 768,
     ("backward_dq_sm80.cu", 2, 64, "128x64", 2): 112,

@@ -24,12 +24,12 @@ NARROW, WIDE = BACKWARD_TF32_SM90_TILES
 FORWARD_ROWS = (
     *FORWARD_TF32_SM90_TILES,
     replace(FORWARD_TF32_SM90_TILES[0], block_m=192, block_n=64, num_stages=2, ping_pong=True),
-    replace(FORWARD_TF32_SM90_TILES[1], num_stages=2, ping_pong=False),
+    replace(FORWARD_TF32_SM90_TILES[1], block_n=64, num_stages=2, ping_pong=False),
 )
 BACKWARD_ROWS = (
     *BACKWARD_TF32_SM90_TILES,
-    replace(NARROW, num_stages=3, num_rooms=3, dq_late=True),
-    replace(WIDE, num_stages=2, num_rooms=2, dq_columns=128, dq_late=False),
+    replace(NARROW, num_rooms=3, dq_late=True),
+    replace(WIDE, num_stages=1, num_rooms=2, dq_columns=128, dq_late=False),
 )
 
 

@@ -458,7 +458,6 @@ def test_tf32_is_two_pieces(dim, pass_):
         assert {spec.shape[3] for spec in plan.tensor_maps} == {count * plan.problem.batch}
     thirds = {name: size * 2 for name, size in highest.scratch if name.endswith("_pieces")}
     assert {name: size * 3 for name, size in tf32.scratch if name.endswith("_pieces")} == thirds
-    assert max(kernel.shared_bytes for kernel in tf32.kernels) < max(kernel.shared_bytes for kernel in highest.kernels)
 
 
 def test_gradients_of_float32_by_pieces():
