@@ -42,6 +42,8 @@ def parser() -> argparse.ArgumentParser:
     accuracy.add_argument("--precision", choices=("highest", "tf32"), default="highest")
     accuracy.add_argument("--problems", type=int, default=200, metavar="N")
     accuracy.add_argument("--backend", choices=("cpu", "gpu"), default="gpu")
+    accuracy.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="folder of the JSON lines")
+    accuracy.add_argument("--revision", help="what to record as the revision, where there is no git checkout")
     commands.add_parser("list", help="print suites and cases")
     return top
 
@@ -97,15 +99,18 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _accuracy(args: argparse.Namespace) -> int:
-    from .accuracy import histogram, measure, random_cases
+    from .accuracy import append, histogram, measure, random_cases, record
 
+    gpu = args.backend == "gpu"
     try:
-        xp = importlib.import_module("numpy" if args.backend == "cpu" else "cupy")
+        xp = importlib.import_module("cupy" if gpu else "numpy")
     except ImportError as error:
         sys.exit(f"{type(error).__name__}: {error}")
-    measurements = measure(xp, random_cases(args.dtype, args.problems), args.precision)
-    print(histogram(measurements))
-    failed = any(m.failure for found in measurements.values() for m in found)
+    measurements = measure(xp, list(random_cases(args.dtype, args.problems)), args.precision)
+    row = record(measurements, gpu=gpu, dtype=args.dtype, precision=args.precision, revision=args.revision)
+    append(args.out, row)
+    print(histogram(row))
+    failed = any(found["outside"] for found in row["results"].values())
     return 1 if failed and args.precision == "highest" else 0
 
 

@@ -77,14 +77,18 @@ def _cudnn_version() -> str | None:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}" if version else None
 
 
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def describe(*, gpu: bool, revision_given: str | None = None) -> dict[str, Any]:
     """Everything that a later reader needs in order to judge a number."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts: dict[str, Any] = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "revision": revision_given or revision(),
         "cpu": _cpu_name(),
-        "cores": cores,
+        "cores": cores(),
         "versions": _versions(),
     }
     if gpu:

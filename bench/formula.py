@@ -13,6 +13,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from cuflash.reference import product
+
 from .cases import Case
 
 ROWS_AT_ONCE = 2048  # of one head in the check: float64 scores of 16384 keys take 256 MB
@@ -29,10 +31,14 @@ class Inputs:
     v: Any
     dout: Any
 
-    def rounded(self, dtype: str) -> Inputs:
-        """The same inputs in another dtype."""
-        arrays = (x.astype(dtype_of(dtype)) for x in (self.q, self.k, self.v, self.dout))
-        return Inputs(self.xp, *arrays)
+    def on_host(self) -> Inputs:
+        """The same inputs as NumPy arrays."""
+        return Inputs(np, *(on_host(x) for x in (self.q, self.k, self.v, self.dout)))
+
+
+def on_host(array: Any) -> Any:
+    """A NumPy array of a NumPy or CuPy array."""
+    return array.get() if hasattr(array, "get") else np.asarray(array)
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -59,7 +65,7 @@ def widen(array: Any, dtype: str) -> Any:
 
 def softmax_rows(xp: Any, q: Any, k: Any, *, scale: float, causal: bool, first_row: int = 0) -> Any:
     """Rows of P from `first_row` on, for q (..., rows, head_dim), k (..., seqlen_k, head_dim); causal is square."""
-    s = q @ k.swapaxes(-1, -2)
+    s = product(q, k.swapaxes(-1, -2))
     s *= scale
     if causal:
         rows = first_row + xp.arange(q.shape[-2])
@@ -74,12 +80,12 @@ def gradient_rows(
     p: Any, q: Any, k: Any, v: Any, dout: Any, *, scale: float, rounded: Callable[[Any], Any]
 ) -> tuple[Any, Any, Any]:
     """dq of the rows of `p`, and what these rows add to dk and dv."""
-    dp = dout @ v.swapaxes(-1, -2)
+    dp = product(dout, v.swapaxes(-1, -2))
     dp -= (p * dp).sum(axis=-1, keepdims=True)
     dp *= p
     dp *= scale
     ds = rounded(dp)
-    return ds @ k, ds.swapaxes(-1, -2) @ q, rounded(p).swapaxes(-1, -2) @ dout
+    return product(ds, k), product(ds.swapaxes(-1, -2), q), product(rounded(p).swapaxes(-1, -2), dout)
 
 
 def one_group(case: Case, inputs: Inputs, batch: int, head_kv: int, *, compute: str, store: str) -> dict[str, Any]:
@@ -102,7 +108,7 @@ def one_group(case: Case, inputs: Inputs, batch: int, head_kv: int, *, compute: 
             rows = slice(first, first + ROWS_AT_ONCE)
             q_rows, dout_rows = q[g, rows], dout[g, rows]
             p = softmax_rows(xp, q_rows, k, scale=scale, causal=case.causal, first_row=first)
-            out[g, rows] = rounded(p) @ v
+            out[g, rows] = product(rounded(p), v)
             dq[g, rows], dk_part, dv_part = gradient_rows(p, q_rows, k, v, dout_rows, scale=scale, rounded=rounded)
             dk += dk_part
             dv += dv_part
@@ -129,28 +135,30 @@ class Errors:
 
 
 class Reference:
-    """Results of sampled heads, in float64 and by the plain formula in the case's dtype."""
+    """Results of sampled heads, in float64 (float64's own in long double, on the host) and by the plain formula in the
+    case's dtype."""
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
         self.case = case
         self.groups = sorted({(0, 0), (case.batch - 1, case.num_heads_kv - 1)})  # the last has the largest offsets
-        self.exact = [one_group(case, inputs, b, h, compute="float64", store="float64") for b, h in self.groups]
-        exact, compute, store, unit = self.exact, case.softmax_dtype, case.dtype, 1.0
-        if case.dtype == "float64":
-            # In float64 the formula is the reference itself: its error is that of float32, in smaller units.
-            inputs, compute, store, unit = inputs.rounded("float32"), "float32", "float32", 2.0**-29
-            exact = [one_group(case, inputs, b, h, compute="float64", store="float64") for b, h in self.groups]
-        plain = [one_group(case, inputs, b, h, compute=compute, store=store) for b, h in self.groups]
+        inputs, precise = (inputs.on_host(), "longdouble") if case.dtype == "float64" else (inputs, "float64")
+
+        def groups(compute: str, store: str) -> list[dict[str, Any]]:
+            return [one_group(case, inputs, b, h, compute=compute, store=store) for b, h in self.groups]
+
+        self.exact, plain = groups(precise, precise), groups(case.softmax_dtype, case.dtype)
         finfo: Any = ml_dtypes.finfo  # knows bfloat16 and NumPy's own
         epsilon = float(finfo(dtype_of(case.dtype)).eps)
         self.formula_errors, self.ulps = {}, {}
-        for name in exact[0]:
-            distances = (self._distance(g[name], e[name]) for g, e in zip(plain, exact, strict=True))
-            self.formula_errors[name] = unit * max(distances)
+        for name in plain[0]:
+            distances = (self._distance(g[name], e[name]) for g, e in zip(plain, self.exact, strict=True))
+            self.formula_errors[name] = max(distances)
             self.ulps[name] = epsilon * max(float(abs(group[name]).max()) for group in self.exact)
 
     def _distance(self, got: Any, exact: Any) -> float:
         """Largest absolute difference; NaN where `got` has one."""
+        if exact.dtype == np.longdouble:
+            return float(abs(on_host(got) - exact).max())
         return float(abs(widen(got, "float64") - exact).max())
 
     def errors(self, pass_: str, results: tuple[Any, ...], coarser: float = 1.0) -> dict[str, Errors]:

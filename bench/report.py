@@ -12,6 +12,7 @@ from typing import Any
 from .cases import PASSES, SHORT
 
 Record = dict[str, Any]
+ACCURACY = "accuracy.jsonl"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 TITLES = {
     "cuflash": "cuflash",
@@ -273,6 +274,28 @@ def _draw(axis: Any, table: Table, cases: dict[int, str], pass_: str) -> None:
     axis.grid(alpha=0.3)
 
 
+def accuracy(rows: Sequence[Record]) -> str:
+    """The last histograms of each dtype in short, with what they were measured on."""
+    latest = {(row["kind"], row["dtype"], row["precision"]): row for row in rows}
+    names = list(rows[-1]["results"])
+    lines = [
+        "Errors on random problems in units of the strict tolerance (`cuflash.testing`), median / largest. Largest "
+        "ones are a matter of luck, for which the rule makes an allowance. Up to 300 queries, 600 keys and head "
+        "dimension 256, some causal; scores spread over four orders of magnitude.",
+        "",
+        f"| arrays | dtype | problems | {' | '.join(names)} | outside the rule | revision |",
+        "|" + "---|" * (5 + len(names)),
+    ]
+    for (kind, dtype, precision), row in latest.items():
+        where = f"CuPy, {row['device']}" if kind == "gpu" else "NumPy"
+        shown = dtype if precision == "highest" else f"{dtype}, {precision}"
+        cells = [_both((found["median"], found["largest"]), 2) for found in row["results"].values()]
+        outside = sum(found["outside"] for found in row["results"].values())
+        cells = [where, shown, str(row["problems"]), *cells, str(outside), row["revision"]]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def section(results: Path, readme: Path) -> str:
     """The README's section: every suite with a run in `results`, in the order of `SUITES`; draws the plots."""
     from .cases import SUITES
@@ -286,6 +309,9 @@ def section(results: Path, readme: Path) -> str:
         plots = [Path(_relative(p, readme.parent)).as_posix() for p in plot(records, results)]
         images = [f"![{name}, {p.rsplit('_', 1)[1].removesuffix('.svg')}]({p})" for p in plots]
         parts.append("\n\n".join([f"### {name}", heading(records), markdown(records), *images]))
+    path = results / ACCURACY
+    if path.exists():
+        parts.append(f"### accuracy\n\n{accuracy(load(path))}")
     if not parts:
         raise ValueError(f"results: got {results}, expected a folder with the JSON lines of a run")
     return "\n\n".join(parts)

@@ -13,6 +13,7 @@ give "the plain formula in that dtype", whose error is the yardstick for everybo
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ from numpy.typing import DTypeLike, NDArray
 from cuflash.problem import Problem, user_shape, view_4d, view_rows
 
 Array = NDArray[Any]
+
+LONG_PRODUCT = 2**26  # multiplications of long doubles, a quarter of a second of one core
 
 
 def forward(
@@ -45,8 +48,9 @@ def forward(
     q, k, v, bias, mask, kv_lengths, alibi_slopes : numpy.ndarray
         As `cuflash.attention` takes them. Entries of `kv_lengths` outside 0..seqlen_k are clamped.
     dtype : dtype, default float64
-        Precision to compute in. float64 is the oracle. For float16 and bfloat16, products accumulate and the softmax
-        runs in float32, and the weights are rounded to `dtype` before they meet `v`: the plain 16-bit implementation.
+        Precision to compute in. float64 is the oracle, and longdouble that of float64 itself, with 64 bits on x86 but
+        no BLAS. For float16 and bfloat16, products accumulate and the softmax runs in float32, and the weights are
+        rounded to `dtype` before they meet `v`: the plain 16-bit implementation.
 
     Returns
     -------
@@ -60,7 +64,7 @@ def forward(
     lse = np.full(problem.lse_shape, -np.inf, compute)
     for head in each_head(problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, compute):
         with np.errstate(all="ignore"):
-            O = _round(head.P, dtype) @ head.V  # noqa: E741 (the paper's letter)
+            O = product(_round(head.P, dtype), head.V)  # noqa: E741 (the paper's letter)
             out[head.index] = O.astype(dtype)
         view_rows(lse)[head.index] = head.L
     return as_caller(problem, out), lse
@@ -96,13 +100,13 @@ def backward(
         dO = view_4d(dout, problem.layout)[head.index].astype(compute)
         with np.errstate(all="ignore"):
             P = _round(head.P, dtype)
-            O = _round(P @ head.V, dtype)  # noqa: E741 (the paper's letter)
+            O = _round(product(P, head.V), dtype)  # noqa: E741 (the paper's letter)
             D = (dO * O).sum(axis=-1, keepdims=True)
-            dP = dO @ head.V.T
+            dP = product(dO, head.V.T)
             dS = _round(head.P * (dP - D) * head.cap_slope, dtype)
-            dv[head.index_kv] += P.T @ dO
-            dq[head.index] += problem.scale * (dS @ head.K)
-            dk[head.index_kv] += problem.scale * (dS.T @ head.Q)
+            dv[head.index_kv] += product(P.T, dO)
+            dq[head.index] += problem.scale * product(dS, head.K)
+            dk[head.index_kv] += problem.scale * product(dS.T, head.Q)
     with np.errstate(all="ignore"):
         return tuple(as_caller(problem, x.astype(dtype)) for x in (dq, dk, dv))  # type: ignore[return-value]
 
@@ -160,7 +164,7 @@ def _scores(
     problem: Problem, Q: Array, K: Array, *, slope: Array | None, bias: Array | None, mask: Array | None
 ) -> tuple[Array, Array]:
     """S of one head with -inf at hidden keys, and its derivative by scale Q K^T."""
-    S = problem.scale * (Q @ K.T)
+    S = problem.scale * product(Q, K.T)
     cap_slope = np.ones((1, 1), S.dtype)
     if problem.softcap is not None:
         T = np.tanh(S / problem.softcap)
@@ -189,9 +193,21 @@ def _softmax(S: Array) -> tuple[Array, Array]:
     return P / _replace(l, l == 0, 1), L[:, 0]
 
 
+def product(A: Array, B: Array) -> Array:
+    """A B. No BLAS multiplies long doubles: if there are many, rows of A are dealt to the cores."""
+    if A.dtype != np.longdouble:
+        return A @ B
+    columns = np.asfortranarray(B)
+    if A.size * B.shape[1] < LONG_PRODUCT:
+        return A @ columns
+    with ThreadPoolExecutor() as pool:
+        parts = pool.map(lambda rows: np.ascontiguousarray(rows) @ columns, np.array_split(A, min(len(A), 64)))
+        return np.concatenate(list(parts))
+
+
 def compute_dtype(dtype: DTypeLike) -> np.dtype[Any]:
-    """dtype of sums and softmax: float64 for float64, else float32."""
-    return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
+    """dtype of sums and softmax: float64 for float64, longdouble for itself, else float32."""
+    return np.dtype(dtype if np.dtype(dtype) in (np.float64, np.longdouble) else np.float32)
 
 
 def as_caller(problem: Problem, x: Array) -> Array:

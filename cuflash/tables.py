@@ -101,9 +101,9 @@ FORWARD_TILES = (
     _forward(192, 64,  32,  4, 1, 1, 1, _ARITHMETIC, element_bytes=4),
     _forward(256, 64,  16,  4, 1, 1, 1, _ARITHMETIC, element_bytes=4),
 
-    _forward(64,  128, 64,  8, 1, 1, 0, _float64(36.6, 12.3), element_bytes=8),
+    _forward(64,  128, 48,  8, 1, 1, 0, _float64(38.5, 12.3), element_bytes=8),
     _forward(64,  64,  32,  4, 1, 1, 0, _SMALL, element_bytes=8),
-    _forward(128, 128, 32,  8, 1, 1, 0, _float64(41.3, 20.4), element_bytes=8),
+    _forward(128, 128, 32,  8, 1, 1, 0, _float64(42.2, 20.4), element_bytes=8),
     _forward(128, 64,  16,  4, 1, 1, 0, _SMALL, element_bytes=8),
     _forward(192, 64,  16,  8, 1, 1, 0, _ARITHMETIC, element_bytes=8, warps_d=2),
     _forward(192, 32,  16,  4, 1, 1, 0, _SMALL, element_bytes=8, warps_d=2),
@@ -138,8 +138,8 @@ FORWARD_FLOAT32_SM90_TILES = (
 
 # The same for precision="tf32".
 FORWARD_TF32_SM90_TILES = (
-    _forward_float32_sm90(64,  128, 128, 1,    False, _float32("201 / 176", "33.2 / 30.0"), pieces=2),
-    _forward_float32_sm90(128, 128, 64, 1,     True,  _float32("213 / 189", "45.1 / 42.3"), pieces=2),
+    _forward_float32_sm90(64,  128, 192, 1,    False, _float32("201 / 176", "33.2 / 30.0"), pieces=2),
+    _forward_float32_sm90(128, 128, 112, 1,    True,  _float32("213 / 189", "45.1 / 42.3"), pieces=2),
 )
 
 # Memory of an H200 brings a multiprocessor 36 bytes in a nanosecond, after a microsecond: 64 KiB and more must be on
@@ -169,8 +169,8 @@ BACKWARD_FLOAT32_SM90_TILES = (
 )
 
 BACKWARD_TF32_SM90_TILES = (
-    _backward_float32_sm90(64,  2, 2, 64, False, _float32("172 / 159", "34.1 / 31.1"), pieces=2),
-    _backward_float32_sm90(128, 1, 1, 64, True,  _float32("196 / 177", "36.4 / 34.0"), pieces=2),
+    _backward_float32_sm90(64,  3, 2, 64, False, _float32("172 / 159", "34.1 / 31.1"), pieces=2),
+    _backward_float32_sm90(128, 2, 2, 64, True,  _float32("196 / 177", "36.4 / 34.0"), pieces=2),
 )
 
 BACKWARD_TILES = (
@@ -198,9 +198,9 @@ BACKWARD_TILES = (
     _backward(256, 32, 32,  4, 1, 1, 2, 2, 1, _MEDIUM, element_bytes=4),
     _backward(256, 16, 16,  2, 1, 1, 2, 1, 1, _SMALL, element_bytes=4),
 
-    _backward(64,  16, 64,  4, 2, 1, 1, 1, 0, _float64(41.4, 28.0), element_bytes=8),
+    _backward(64,  16, 64,  4, 2, 1, 1, 1, 0, _float64(39.5, 28.0), element_bytes=8),
     _backward(64,  32, 32,  4, 1, 1, 2, 2, 0, _SMALL, element_bytes=8),
-    _backward(128, 32, 64,  8, 1, 1, 2, 2, 0, _float64(39.1, 40.6), element_bytes=8),
+    _backward(128, 32, 64,  8, 1, 1, 2, 2, 0, _float64(37.3, 40.6), element_bytes=8),
     _backward(128, 32, 32,  4, 1, 1, 2, 2, 0, _MEDIUM, element_bytes=8),
     _backward(192, 16, 16,  4, 1, 1, 4, 1, 0, _ARITHMETIC, element_bytes=8),
     _backward(192, 16, 16,  2, 1, 1, 2, 1, 0, _SMALL + ", up to head_dim 160", element_bytes=8),

@@ -10,9 +10,9 @@
 A `Case` is plain frozen data: an attention problem, the optional arrays that come with it, how the arrays lie in memory
 and a seed. It makes the arrays; `assert_forward` and `assert_backward` judge what an implementation made of them.
 
-The oracle rule: on the same inputs, the largest error against the float64 oracle (`cuflash.reference`) is at most twice
-the error of the plain formula computed in the dtype of the inputs (once, for float32), plus one unit in the last place
-of the result's scale. `Yardstick` has the definitions.
+The oracle rule: on the same inputs, the largest error against the oracle (`cuflash.reference` in float64, or in long
+double for float64) is at most twice the error of the plain formula computed in the dtype of the inputs (once, for
+float32), plus one unit in the last place of the result's scale. `Yardstick` has the definitions.
 """
 
 from __future__ import annotations
@@ -365,11 +365,9 @@ class Yardstick:
     ``tolerance = strict_tolerance + softmax_ulp * noise * scale``, where
 
     factor
-        1 for float32, which has no excuse to be worse than the plain formula; 2 for float16 and bfloat16, and for
-        float64, where the error of the oracle counts too.
+        1 for float32, which has no excuse to be worse than the plain formula; 2 for the others.
     plain_error
-        Largest error of the plain formula computed in the dtype of the inputs (`cuflash.reference` in that dtype). For
-        float64, which the oracle itself is computed in, it is that of float32 times the ratio of their rounding units.
+        Largest error of the plain formula computed in the dtype of the inputs (`cuflash.reference` in that dtype).
     ulp * scale
         One unit in the last place of the result's scale. Scale is the largest absolute value of the result, or of the
         root of the sum of squares of the terms that it is a sum of: what cancellation leaves of a gradient is no scale.
@@ -383,7 +381,7 @@ class Yardstick:
     """
 
     name: str
-    expected: Array  # float64
+    expected: Array  # float64, or longdouble for float64
     zero: Array  # where the result is exactly zero: rows that see no key, and keys that no row sees
     plain_error: float
     scale: float
@@ -435,7 +433,7 @@ def measure(name: str, got: Any, yardstick: Yardstick) -> Measurement:
     if values.shape != expected.shape:
         failure = f"got shape {values.shape}, expected {expected.shape}"
     else:
-        values = values.astype(np.float64)
+        values = values.astype(expected.dtype)
         ordinary = np.isfinite(expected)
         same = np.array_equal(values[~ordinary], expected[~ordinary], equal_nan=True)
         differences = np.abs(values[ordinary] - expected[ordinary])
@@ -459,16 +457,10 @@ def measure(name: str, got: Any, yardstick: Yardstick) -> Measurement:
 
 def yardsticks(problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Yardstick]:
     """The yardsticks of out and lse, and of dq, dk and dv if `dout` is among the NumPy `arrays`."""
-    expected = _compute(problem, arrays, np.float64)
-    if problem.dtype == "float64":
-        arrays_in_single = {name: x.astype(np.float32) if x.dtype == np.float64 else x for name, x in arrays.items()}
-        exact, plain = (_compute(problem, arrays_in_single, dtype) for dtype in (np.float64, np.float32))
-        plain_unit = _ulp(np.float64) / _ulp(np.float32)
-    else:
-        exact, plain = expected, _compute(problem, arrays, arrays["q"].dtype)
-        plain_unit = 1.0
+    expected = _compute(problem, arrays, np.longdouble if problem.dtype == "float64" else np.float64)
+    plain = _compute(problem, arrays, arrays["q"].dtype)
     with np.errstate(invalid="ignore"):  # -inf in both
-        plain_errors = {name: plain_unit * _max_finite(plain[name].astype(np.float64) - x) for name, x in exact.items()}
+        plain_errors = {name: _max_finite(plain[name].astype(x.dtype) - x) for name, x in expected.items()}
     scales, zeros, noise = _scales(problem, arrays, expected)
     factor = 1 if problem.dtype == "float32" else 2
     softmax_ulp = _ulp(problem.softmax_dtype)
@@ -507,7 +499,7 @@ def _scales(
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
     bias, mask, kv_lengths, alibi_slopes = (arrays.get(name) for name in OPTIONAL_ARRAYS)
     dout = view_4d(arrays["dout"], problem.layout) if "dout" in arrays else None
-    out = view_4d(expected["out"], problem.layout)
+    out = view_4d(expected["out"].astype(np.float64), problem.layout)
     scales = {name: _max_finite(x) for name, x in expected.items()}
     sees_something = np.zeros(out.shape[:3], bool)
     is_seen = np.zeros(view_4d(k, problem.layout).shape[:3], bool)

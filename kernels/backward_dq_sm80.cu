@@ -103,7 +103,7 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
           s[m][n][i] = p * (dp[m][n][i] - delta[m][i / 2]) * derivative;
         }
 
-    multiply<kBlockN / kStep>(
+    add_product<kBlockN / kStep>(
         dq, [&](int m, int k, Fragment& a) { to_operand(s[m], k, a); }, rows_k);
     if constexpr (kNumStages == 2) {
       stage = 1 - stage;

@@ -181,9 +181,9 @@ CUFLASH_DEVICE void backward(const Params& params) {
     const RowMajorB<kRow, kWarpsD> operand_q(s_q, warp_d);
     const auto one = [](int, int) { return 1.0f; };
     if constexpr (kOwnOperands) {
-      multiply<kBlockM / kStep>(dv, [&](int m, int k, Fragment& a) { to_operand(p[m], k, a); }, operand_do);
+      add_product<kBlockM / kStep>(dv, [&](int m, int k, Fragment& a) { to_operand(p[m], k, a); }, operand_do);
       if constexpr (kDqByReduction) store_fragments<Order::kPlain, kRowS, 1>(s_ds_now, warp_key, 0, ds, one);
-      multiply<kBlockM / kStep>(dk, [&](int m, int k, Fragment& a) { to_operand(ds[m], k, a); }, operand_q);
+      add_product<kBlockM / kStep>(dk, [&](int m, int k, Fragment& a) { to_operand(ds[m], k, a); }, operand_q);
     } else {
       if (has_queries) {
         store_fragments<Order::kPlain, kRowS, kWarpsQ>(s_p, warp_key, warp_d, p, one);
@@ -191,8 +191,8 @@ CUFLASH_DEVICE void backward(const Params& params) {
       }
       ptx::sync_block();
       const RowMajorA<kRowS> a_p(s_p, warp_key), a_ds(s_ds_now, warp_key);
-      multiply<kBlockM / kStep>(dv, a_p, operand_do);
-      multiply<kBlockM / kStep>(dk, a_ds, operand_q);
+      add_product<kBlockM / kStep>(dv, a_p, operand_do);
+      add_product<kBlockM / kStep>(dk, a_ds, operand_q);
     }
 
     // dQ of this tile pair; its dS is complete after the barrier that also ends the use of this stage when

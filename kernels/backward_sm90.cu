@@ -70,7 +70,8 @@ static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesStats
 // Registers of a thread after the roles are dealt: what the block started with in all. Products that are in flight want
 // 32 more than their accumulators and operands take, or the compiler makes one wait for the other.
 constexpr int kServerRegisters = kDqInTurn ? 24 : 0;
-constexpr int kConsumerRegisters = kDqInTurn && kDkFromShared ? 216 : 208;
+constexpr bool kConsumersWantMore = !kScaleInExponent || (kDqInTurn && kDkFromShared);
+constexpr int kConsumerRegisters = !kConsumersWantMore ? 208 : kDqInTurn ? 216 : 224;
 constexpr int kDqRegisters = (kDqInTurn ? 512 : 504) - kServerRegisters - kConsumers * kConsumerRegisters;
 constexpr int kDqColumns = 32;  // of dQ at a time
 // Whether dQ reads dS' once for all columns.
@@ -524,7 +525,7 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
       shared.p_ring.full({i}).init(4);
       shared.p_ring.empty({i}).init(4);
     }
-    for (u32 i = 0; i < kTurnStages; ++i) {
+    for (int i = 0; i < kTurnStages; ++i) {
       Barrier{shared.turn + 8 * i}.init(1);
       Barrier{shared.added + 8 * i}.init(4);
       Barrier{shared.ended + 8 * i}.init(1);

@@ -124,7 +124,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
     }
     softmax.update(s, o, exponent_scale);
 
-    multiply<kBlockN / kStep>(
+    add_product<kBlockN / kStep>(
         o, [&](int m, int k, Fragment& a) { to_operand(s[m], k, a); },
         [&](int n, int k, Fragment& b) { shifted(operand_v, stage * kBytesV)(n, k, b); });
     stage = stage == kNumStages - 1 ? 0 : stage + 1;

@@ -62,6 +62,33 @@ CUFLASH_DEVICE void multiply(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB
   }
 }
 
+// The same for one of many products, of as many tiles. One sum over all of them, term by term, would lose a digit of
+// float64: there each product is summed by itself, 16 columns at a time, and then added.
+template <int k_steps, int m_tiles, int n_tiles, class LoadA, class LoadB>
+CUFLASH_DEVICE void add_product(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB load_b) {
+  if constexpr (kElementBytes < 8) {
+    multiply<k_steps>(d, load_a, load_b);
+  } else {
+    Fragment a[k_steps][m_tiles];
+#pragma unroll
+    for (int k = 0; k < k_steps; ++k)
+#pragma unroll
+      for (int m = 0; m < m_tiles; ++m) load_a(m, k, a[k][m]);
+    repeat<n_tiles / 2>([&](auto pair) __attribute__((always_inline)) {
+      constexpr int n = decltype(pair)::value;
+      Real sum[m_tiles][2][4];
+      set_zero(sum);
+      multiply<k_steps>(
+          sum, [&](int m, int k, Fragment& fragment) { fragment = a[k][m]; },
+          [&](int, int k, Fragment& fragment) { load_b(n, k, fragment); });
+#pragma unroll
+      for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) d[m][2 * n + i / 4][i % 4] += sum[m][i / 4][i % 4];
+    });
+  }
+}
+
 // How the rows and columns of an accumulator of wide elements lie, by the operands that it is a product of. (Those of
 // 16-bit elements always lie as they are.)
 enum class Order {

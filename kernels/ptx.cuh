@@ -112,7 +112,7 @@ CUFLASH_DEVICE double shuffle_xor(double value, u32 lane_mask) {
   return __shfl_xor_sync(0xffffffffu, value, lane_mask);
 }
 
-// Warp. shfl.sync.idx (9.7.9.6): the value of lane `lane`.
+// Warp. shfl.sync.idx (9.7.9.6): the value of lane `lane` modulo 32.
 CUFLASH_DEVICE double shuffle(double value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
 
 // Warp. vote.sync.any (9.7.13.9): whether `predicate` holds in any lane.

@@ -3,9 +3,9 @@
 #include "exponential.cuh"
 #include "mma.cuh"
 
-// How far a row's maximum may exceed the offset of its exponents. Wide elements are followed at once: exponentials of
-// numbers around 0 are the most accurate ones.
-constexpr float kMaxGrowth = kWide ? 0.0f : 8.0f;
+// How far a row's maximum may exceed the offset of its exponents. The exponential of a wide number around 0 is the most
+// accurate one: float32 follows the maximum at once, float64 before the rounding of exponents grows.
+constexpr float kMaxGrowth = kElementBytes == 8 ? 1.0f : kWide ? 0.0f : 8.0f;
 
 // Statistics of the 2 m_tiles rows that a lane holds.
 template <int m_tiles>
@@ -23,7 +23,7 @@ struct OnlineSoftmax {
   // Takes in a tile of scores and leaves the exponential of exponent_scale score - offset in its place.
   //
   // The offset follows the row's maximum only when it falls behind by more than kMaxGrowth in some row of the warp; what
-  // was summed so far is then rescaled. Until then exponentials reach 2^kMaxGrowth instead of 1, which no floating-point
+  // was summed so far is then rescaled. Until then exponentials exceed 1, to 2^kMaxGrowth, which no floating-point
   // format minds, and both sums stay relative to one offset, so the result is exact.
   template <int n_tiles, int out_tiles>
   CUFLASH_DEVICE void update(Real (&score)[m_tiles][n_tiles][4], Real (&out)[m_tiles][out_tiles][4],

@@ -75,23 +75,28 @@ SPILLS = {
     ("backward_dq_sm80.cu", 4, 256, "64x16", 1): 48,
     ("backward_dq_sm80.cu", 4, 256, "32x16", 1): 48,
     ("forward_sm80.cu", 8, 128, "128x32", 1): 128,
-    ("forward_sm80.cu", 8, 128, "64x16", 1): 32,
+    ("forward_sm80.cu", 8, 128, "64x16", 1): 64,
     ("forward_sm80.cu", 8, 256, "64x16", 1): 64,
     ("forward_sm80.cu", 8, 256, "32x16", 1): 64,
-    ("forward_sm80.cu", 8, 256, "16x16", 1): 64,
-    ("backward_sm80.cu", 8, 64, "16x64", 1): 96,
-    ("backward_sm80.cu", 8, 128, "32x64", 1): 128,
-    ("backward_sm80.cu", 8, 128, "32x32", 1): 48,
-    ("backward_sm80.cu", 8, 192, "16x16", 1): 896,
-    ("backward_sm80.cu", 8, 256, "16x32", 1): 64,
-    ("backward_sm80.cu", 8, 256, "16x16", 1): 112,
-    ("backward_dq_sm80.cu", 8, 128, "64x16", 1): 48,
+    ("forward_sm80.cu", 8, 256, "16x16", 1): 224,
+    ("backward_sm80.cu", 8, 64, "16x64", 1): 192,
+    ("backward_sm80.cu", 8, 128, "32x64", 1): 368,
+    ("backward_sm80.cu", 8, 128, "32x32", 1): 384,
+    ("backward_sm80.cu", 8, 192, "16x16", 1): 1152,
+    ("backward_sm80.cu", 8, 256, "16x32", 1): 272,
+    ("backward_sm80.cu", 8, 256, "16x16", 1): 416,
+    ("backward_dq_sm80.cu", 8, 128, "64x16", 1): 80,
     ("forward_sm90.cu", 2, 64, "256x64", 1): 64,
-    ("backward_sm90.cu", 2, 128, "64x128", 1): 56,
+    ("backward_sm90.cu", 2, 128, "64x128", 1): 72,
     ("backward_reduce.cu", 2, 256, "64x64", 1): 320,
     ("backward_sm80.cu", 4, 256, "16x16", 1): 16,
     ("forward_sm90.cu", 2, 128, "192x80", 1): 16,
     ("backward_float32_sm90.cu", 4, 128, "64x64", 1): 16,
+    ("forward_sm80.cu", 8, 64, "128x64", 1): 64,
+    ("forward_sm80.cu", 8, 192, "64x16", 1): 48,
+    ("forward_sm80.cu", 8, 192, "32x16", 1): 32,
+    ("backward_dq_sm80.cu", 8, 192, "32x16", 1): 32,
+    ("backward_dq_sm80.cu", 8, 192, "16x16", 1): 48,
 }
 # The same on compute capability 10.0 and later, where the compiler loads fragments of wide elements further ahead.
 SPILLS_OF_LATER_ARCHS = SPILLS | {
@@ -106,6 +111,7 @@ SPILLS_OF_LATER_ARCHS = SPILLS | {
     ("backward_dq_sm80.cu", 4, 192, "32x16", 1): 32,
     ("backward_dq_sm80.cu", 4, 256, "32x16", 1): 32,
     ("forward_sm80.cu", 4, 64, "128x32", 2): 96,
+    ("backward_sm80.cu", 8, 64, "32x32", 1): 16,
 }
 # With every option on, with bounds, or with narrow loads.
 SPILLS_OF_OPTIONS = SPILLS | {
@@ -117,12 +123,13 @@ SPILLS_OF_OPTIONS = SPILLS | {
     ("forward_sm90.cu", 2, 256, "128x64", 1): 64,
     ("forward_sm90.cu", 2, 256, "128x80", 1): 224,
     ("forward_sm90.cu", 2, 128, "192x80", 1): 16,
-    ("backward_sm90.cu", 2, 64, "64x128", 1): 40,
-    ("backward_sm90.cu", 2, 128, "64x128", 1): 312,
-    ("backward_sm90.cu", 2, 256, "64x64", 1): 96,
+    ("backward_sm90.cu", 2, 64, "64x128", 1): 96,
+    ("backward_sm90.cu", 2, 128, "64x128", 1): 192,
+    ("backward_sm90.cu", 2, 256, "64x64", 1): 32,
     ("forward_sm80.cu", 4, 64, "64x64", 1): 16,
     ("forward_float32_sm90.cu", 4, 64, "128x128", 1): 32,
     ("backward_float32_sm90.cu", 4, 128, "64x64", 1): 80,
+    ("backward_sm80.cu", 8, 64, "16x64", 1): 368,
 }
 
 

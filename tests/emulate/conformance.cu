@@ -193,7 +193,7 @@ CUFLASH_DEFINE_KERNEL(shuffle_xor_double, Params, kBlock, 1, store_shuffled_doub
 // Lane i receives from lane count i.
 CUFLASH_DEVICE void store_received_double(const Params& params) {
   const u32 thread = ptx::thread_index();
-  destination_of<double>(params)[thread] = ptx::shuffle(source_of<double>(params)[thread], thread * params.count % 32);
+  destination_of<double>(params)[thread] = ptx::shuffle(source_of<double>(params)[thread], thread * params.count);
 }
 CUFLASH_DEFINE_KERNEL(shuffle_double, Params, kBlock, 1, store_received_double)
 

@@ -709,6 +709,20 @@ def test_float32_is_no_worse_than_the_plain_formula(options, float32_tiles):
     assert (np.mean(ratios, axis=0) <= 1).all(), np.round(np.mean(ratios, axis=0), 2)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("score_spread", [0.05, 1.0, 10.0])
+@pytest.mark.parametrize("sizes", [(40, 1300, 64), (1300, 40, 64), (30, 900, 128), (900, 30, 128)], ids=str)
+def test_sums_of_float64_are_within_twice_the_plain_formula(sizes, score_spread, deterministic):
+    """Without the allowance for luck, however long: sums run over the tiles of the other sequence."""
+    seqlen_q, seqlen_k, head_dim = sizes
+    lengths = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    case = ct.Case(**lengths, head_dim=head_dim, dtype="float64", score_spread=score_spread)
+    results = all_results(case, deterministic=deterministic)
+    report = (*ct.assert_forward(case, results["out"], results["lse"]),)
+    report += (*ct.assert_backward(case, results["dq"], results["dk"], results["dv"]),)
+    assert all(measurement.error <= measurement.strict_tolerance for measurement in report), report
+
+
 def rounded_to_tf32(x):
     """To nearest, ties away from zero, as the kernels round."""
     return ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)

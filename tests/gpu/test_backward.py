@@ -70,6 +70,20 @@ def test_long_sequences(cupy, head_dim, dtype, causal, deterministic):
     ct.assert_backward(case, *attn.backward(*arguments))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("score_spread", [0.05, 1.0, 10.0])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_sums_of_float64_are_within_twice_the_plain_formula(cupy, head_dim, causal, score_spread, deterministic):
+    """Without the allowance for luck, however long."""
+    sizes = {"seqlen_q": 1100, "seqlen_k": 1300, "head_dim": head_dim, "dtype": "float64"}
+    case = ct.Case(**sizes, causal=causal, score_spread=score_spread)
+    arguments, _ = arguments_of(cupy, case)
+    gradients = cuflash.FlashAttention(causal=causal, deterministic=deterministic).backward(*arguments)
+    report = (*ct.assert_forward(case, *arguments[-2:]), *ct.assert_backward(case, *gradients))
+    assert all(measurement.error <= measurement.strict_tolerance for measurement in report), report
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"kv_lengths": (200, 700)}, {"softcap": 3.0}], ids=str)
 @pytest.mark.parametrize("strides", ["contiguous", "padded"])
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 128])

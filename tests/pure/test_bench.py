@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bench import ceiling, peers, report
+from bench import accuracy, ceiling, peers, report
 from bench.__main__ import main
 from bench.cases import FA2, GROUPED, SUITES, Case, Suite
 from bench.formula import Inputs, Reference, dtype_of, make_inputs, one_group, softmax_rows
@@ -586,6 +586,28 @@ def test_readme_section(tmp_path):
     assert main(arguments) == 0
     assert readme.read_text() == text
     assert [(results / f"fa2_{pass_}.svg").read_bytes() for pass_ in ("forward", "backward")] == pictures
+
+
+def test_errors_of_random_problems_are_recorded_and_reported(tmp_path, capsys):
+    command = ["accuracy", "--backend", "cpu", "--out", str(tmp_path), "--revision", "abc", "--problems", "2"]
+    assert main([*command, "--dtype", "float64"]) == 0
+    printed = capsys.readouterr().out
+    (row,) = report.load(tmp_path / report.ACCURACY)
+    assert (row["dtype"], row["problems"], row["kind"], row["revision"]) == ("float64", 2, "cpu", "abc")
+    assert list(row["results"]) == ["out", "lse", "dq", "dk", "dv"]
+    for name, found in row["results"].items():
+        assert sum(found["counts"]) == 2 and found["outside"] == 0
+        assert 0 < found["median"] <= found["largest"]
+        assert f"{name}: 2 problems, median {found['median']:.2f}" in printed
+    accuracy.append(tmp_path, row | {"revision": "new", "dtype": "float32", "precision": "tf32"})
+    accuracy.append(tmp_path, row | {"revision": "new"})
+    lines = report.accuracy(report.load(tmp_path / report.ACCURACY)).splitlines()
+    assert [line.split(" | ")[1] for line in lines[4:]] == ["float64", "float32, tf32"]
+    assert all(line.endswith("| new |") for line in lines[4:])
+
+
+def test_an_error_that_is_not_a_number_counts_as_the_largest():
+    assert accuracy._counts(np.array([0.0, 0.3, 0.3, 9.0, np.inf, np.nan])) == [1, 0, 2, 0, 0, 0, 0, 0, 3]
 
 
 def test_readme_without_markers_is_left_alone(tmp_path):

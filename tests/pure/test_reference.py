@@ -197,3 +197,12 @@ def test_a_hidden_nan_has_no_weight():
     expected = run(case, mask=arrays["mask"])[0]
     arrays["k"][0, 0, 1] = np.nan
     np.testing.assert_array_equal(run(case, mask=arrays["mask"], k=arrays["k"])[0], expected)
+
+
+@pytest.mark.parametrize("long_product", [0, 2**60])
+def test_products_of_long_doubles_are_exact_to_more_bits(long_product, monkeypatch):
+    monkeypatch.setattr(reference, "LONG_PRODUCT", long_product)
+    a, b = np.random.default_rng(0).integers(-(2**26), 2**26, (2, 70, 70)).astype(np.longdouble)
+    exact = a.astype(np.int64) @ b.T.astype(np.int64)  # below 2^59
+    np.testing.assert_array_equal(reference.product(a, b.T).astype(np.int64), exact)
+    assert np.any((a.astype(np.float64) @ b.T.astype(np.float64)).astype(np.int64) != exact)

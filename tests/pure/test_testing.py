@@ -161,6 +161,18 @@ def test_the_strict_tolerance_has_no_allowance_for_noise():
         assert 0 < measurement.strict_ratio < 1.5  # about what the plain formula should have
 
 
+def test_float64_is_judged_by_long_double():
+    case = dataclasses.replace(BASE, dtype="float64")
+    arrays = case.arrays()
+    plain, _ = reference.forward(case.problem, *(arrays[name] for name in "qkv"))
+    for y in ct.yardsticks(case.problem, arrays).values():
+        assert y.expected.dtype == np.longdouble
+        assert 0 < y.plain_error < 100 * np.finfo(np.float64).eps * y.scale
+        assert y.strict_tolerance == 2 * y.plain_error + np.finfo(np.float64).eps * y.scale < y.tolerance
+    out = ct.yardsticks(case.problem, arrays)["out"]
+    assert out.plain_error == np.abs(plain - out.expected).max()
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_torch_passes_through_dlpack(dtype):
     torch = pytest.importorskip("torch")

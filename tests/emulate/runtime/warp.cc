@@ -263,7 +263,7 @@ void perform_wide_product(Warp& warp) {
 
 float shuffle_xor(float value, u32 lane_mask, Site site) { return exchange(value, lane_mask, site); }
 double shuffle_xor(double value, u32 lane_mask, Site site) { return exchange(value, lane_mask, site); }
-double shuffle(double value, u32 lane, Site site) { return receive("shuffle", value, lane, site); }
+double shuffle(double value, u32 lane, Site site) { return receive("shuffle", value, lane % kWarpLanes, site); }
 
 void sync_warp(Site site) {
   collect("sync_warp", site, nullptr, [](Warp&) {});
