@@ -8,9 +8,7 @@ up, fill in the pointers and launch, on CuPy's current stream of the arrays' dev
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-import secrets
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ import numpy as np
 
 from cuflash.compiler import compile_spec, with_resources
 from cuflash.interop import overlap
-from cuflash.params import LAUNCH_WORD, POINTER_WORD, parameters
+from cuflash.params import POINTER_WORD, parameters
 from cuflash.plan import MAPS_OFFSET, DeviceSpec, KernelSpec, LaunchPlan, Pass, access_bytes, choose_plan
 from cuflash.problem import Options, Problem, check_array, layout_of, make_problem, rows_of, value_error
 from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
@@ -60,10 +58,9 @@ class _Launch:
     params: bytes  # the kernels' argument, pointers and tensor maps to be filled in
     dtype: np.dtype[Any]  # of the argument, as bytes
     maps: tuple[tuple[Callable[[int], bytes], int], ...]  # from an address to its map, and which of the pointers it is
-    offsets: tuple[int, ...]  # where they go: arrays of the call, results it allocates, scratch arrays, number
+    offsets: tuple[int, ...]  # where they go: of the arrays of the call, of the results it allocates, of scratch arrays
     results: tuple[tuple[int, tuple[int, ...], Any], ...]  # index, shape and dtype of results that the call allocates
     scratch: tuple[int, ...]  # first byte of each scratch array in one allocation
-    numbered: bool  # kernels tell their launch from others by a number, which follows the scratch arrays
     extents: tuple[tuple[int, int], ...]  # bytes that each array of the call reaches, relative to its pointer
     given: tuple[int, ...]  # which of these arrays are results
 
@@ -86,9 +83,6 @@ class _CopyFirst:
 
 _POINTER = struct.Struct("=Q")
 _launches: dict[tuple, _Launch | _CopyFirst] = {}
-# Of launches, in the bits above the lowest 12 of 64. They start anywhere, so that nothing which another process left in
-# memory is taken for this one's.
-_launch_numbers = itertools.count(secrets.randbits(51) << 12, 1 << 12)
 
 
 def forward(options: Options, q: Any, k: Any, v: Any, **arrays: Any) -> tuple[Any, Any]:
@@ -172,8 +166,6 @@ def _call(pass_: Pass, options: Options, arrays: dict[str, Any]) -> tuple[Any, .
         scratch = cupy.cuda.alloc(launch.plan.extra_bytes)  # goes back to the pool in stream order
         first = scratch.ptr
         pointers += [first + offset for offset in launch.scratch]
-    if launch.numbered:
-        pointers.append(next(_launch_numbers))
     content = bytearray(launch.params)
     for offset, pointer in zip(launch.offsets, pointers, strict=True):
         _POINTER.pack_into(content, offset, pointer)
@@ -243,8 +235,6 @@ def _prepare(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> _Launc
         operands=operands,
     )
     names = (*given, *(_RESULTS[pass_][index] for index, _, _ in results), *(name for name, _ in plan.scratch))
-    numbered = "arrivals" in names
-    words = [POINTER_WORD[name] for name in names] + [LAUNCH_WORD] * numbered
     sizes = [np.dtype(problem.softmax_dtype).itemsize * elements for _, elements in plan.scratch]
     params = parameters(plan, operands).tobytes()
     if plan.tensor_maps:
@@ -255,10 +245,9 @@ def _prepare(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> _Launc
         params=params,
         dtype=np.dtype((np.void, len(params))),
         maps=tuple((encoder(spec), names.index(spec.name)) for spec in plan.tensor_maps),
-        offsets=tuple(8 * word for word in words),
+        offsets=tuple(8 * POINTER_WORD[name] for name in names),
         results=results,
         scratch=tuple(sum(sizes[:i]) for i in range(len(sizes))),
-        numbered=numbered,
         extents=tuple(_extent(array) for array in given.values()),
         given=tuple(i for i, name in enumerate(given) if name in _RESULTS[pass_]),
     )

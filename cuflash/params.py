@@ -23,7 +23,6 @@ _ARRAYS = (
         ("row_stats", 0),
         ("dq_accumulator", 0),
         ("dkv_partials", 0),
-        ("arrivals", 0),
         ("partial_out", 0),
         ("partial_lse", 0),
         ("q_pieces", 0),
@@ -49,7 +48,6 @@ def _fields() -> list[tuple]:
         ("stats_rows", np.int32),
         ("group_splits", np.int32),
         ("resident_blocks", np.int32),
-        ("launch", np.uint64),
         ("scale_float64", np.float64),
         ("softcap_float64", np.float64),
     ]
@@ -59,9 +57,8 @@ PARAMS = np.dtype(_fields(), align=True)  # as C lays structs out
 if PARAMS.itemsize != PARAMS_BYTES:
     raise ValueError(f"PARAMS: got {PARAMS.itemsize} bytes, expected {PARAMS_BYTES}")
 
-# Which 64-bit word of the struct holds the pointer of an array, and which the number of the launch.
+# Which 64-bit word of the struct holds the pointer of an array.
 POINTER_WORD = {name: PARAMS.fields[name][1] // 8 for name, _ in _ARRAYS}  # type: ignore[index]
-LAUNCH_WORD = PARAMS.fields["launch"][1] // 8  # type: ignore[index]
 
 
 def parameters(plan: LaunchPlan, operands: Mapping[str, Operand]) -> np.ndarray:

@@ -41,7 +41,7 @@ from cuflash.tiles import (
 
 Pass = Literal["forward", "backward"]
 
-PARAMS_BYTES = 576  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
+PARAMS_BYTES = 560  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
 MAPS_OFFSET = 576  # where tensor maps follow, aligned to 64 bytes
 MAX_HEAD_DIM = 256
 # Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
@@ -55,10 +55,6 @@ WAVES = 4  # of resident blocks that a grid should have, where more blocks cost 
 DECODE_MIN_SEQLEN_K = 512  # from which on that pays
 MIN_TILES_OF_BLOCK = 2  # of keys
 COMBINE_TILES = 2  # of keys: what a block of many takes longer where several share a head
-# Of the results of blocks that share a head: what the last of them combines by itself in less time than it takes to
-# launch a kernel that does it with the whole device. The loads of 32 KiB are all on their way at once, for a
-# microsecond at most; by arithmetic, not measured.
-COMBINE_BYTES = 64 * 1024
 COMBINE_WARPS = 8
 MAX_SHARE_STEPS = 2**31 - 1  # by which blocks count the keys of all heads: as many for each head as there are blocks
 PIECES_ROWS = 64  # that a block splits
@@ -452,21 +448,16 @@ def _draft_decode(draft: _Draft, tile: DecodeSm90Tile) -> None:
     draft.map_tensors(boxes, {"q": problem.group_size}, read_once=True)
     draft.reasons.append(f"{rows} queries of the heads that share keys go through one product: keys are read once")
     dims = draft.padded_dims(tile)
-    combines = not whole_heads and draft.key_splits * rows * dims[1] * 4 <= COMBINE_BYTES
-    defines = {"CUFLASH_SPLITS_KEYS": int(not whole_heads), "CUFLASH_COMBINES": int(combines)}
-    draft.add("decode_sm90.cu", tile, blocks, tile.shared_bytes(*dims), **defines)
+    draft.add("decode_sm90.cu", tile, blocks, tile.shared_bytes(*dims), CUFLASH_SPLITS_KEYS=int(not whole_heads))
     if whole_heads:
         draft.reasons.append(f"{blocks} blocks take whole heads")
         return
-    if combines:
-        draft.scratch["arrivals"] = round_up(2 * heads, 4)
     draft.scratch["partial_out"] = (heads + blocks) * rows * dims[1]
     draft.scratch["partial_lse"] = (heads + blocks) * rows
-    if not combines:
-        _draft_combine(draft, tile, draft.key_splits)
+    _draft_combine(draft, tile, draft.key_splits)
     draft.reasons.append(
         f"{blocks} blocks take equal shares of the keys, up to {draft.key_splits} of them those of one head: results "
-        f"are combined by lse, {'by the last of these blocks' if combines else 'by a kernel of its own'}"
+        "are combined by lse"
     )
 
 

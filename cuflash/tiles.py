@@ -254,7 +254,6 @@ class DecodeSm90Tile:
     block_n: int
     num_stages: int
     min_blocks: int
-    reads_once: bool = True  # keys make way for whatever else is in the L2 cache
     origin: str = field(compare=False)
 
     element_bytes = 2
@@ -268,11 +267,11 @@ class DecodeSm90Tile:
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         k, v = (_chunked_bytes(self.block_n, d) for d in (dim, dim_v))
-        barriers = 8 * (2 + 4 * self.num_stages) + 16
+        barriers = 8 * (2 + 4 * self.num_stages)
         return _chunked_bytes(self.block_m, dim) + self.num_stages * (k + v) + barriers
 
     def defines(self) -> dict[str, int]:
-        return _tile_defines(self) | {"CUFLASH_READS_ONCE": int(self.reads_once)}
+        return _tile_defines(self)
 
 
 @dataclass(frozen=True, kw_only=True)

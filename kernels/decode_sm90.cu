@@ -5,7 +5,7 @@
 // All queries of the query heads that share a key/value head fit into the 64 rows of one product: row
 // head_in_group * seqlen_q + query. As many blocks as the device holds stay and take equal shares of all keys
 // (splits.cuh). A block that has a head to itself stores the results; others leave O and lse of their keys in scratch
-// memory, where the last of them to be done finds what the others left (kCombines), or else combine.cu.
+// memory, to combine.cu.
 //
 // One thread, the producer, asks the copy engine for tiles as far ahead as the rings allow: so many bytes have to be on
 // their way to keep memory busy. The other warps are the consumer, a warpgroup that takes one tile after another. The
@@ -33,20 +33,17 @@
 #include "tiles_sm90.cuh"
 
 constexpr bool kSplitsKeys = CUFLASH_SPLITS_KEYS;  // blocks share the keys of a head
-constexpr bool kCombines = CUFLASH_COMBINES;       // the last of them combines their results
-constexpr bool kReadsOnce = CUFLASH_READS_ONCE;    // keys and values make way for whatever else is in the L2 cache
 constexpr int kConsumerWarps = 4;
 constexpr int kConsumerThreads = 32 * kConsumerWarps;
 constexpr int kNTiles = kBlockN / 8;
 static_assert(kNumWarps == kConsumerWarps + 1, "the consumer and the producer");
 static_assert(kBlockM == 64, "rows of one product");
 
-// Shared memory: Q; the rings of K and V; barriers; whether the block was the last one.
+// Shared memory: Q; the rings of K and V; barriers.
 constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesK = chunked_bytes(kBlockN, kDim);
 constexpr u32 kBytesV = chunked_bytes(kBlockN, kDimV);
-constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages);
-static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) + kBytesBarriers + 16 == CUFLASH_SHARED_BYTES,
+static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) + 8 * (2 + 4 * kNumStages) == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
 struct DecodeParams {
@@ -59,7 +56,6 @@ struct Shared {
   u32 q, k, v;
   Barrier q_full, q_empty;
   Ring<kNumStages> k_ring, v_ring;
-  u32 is_last;
 
   CUFLASH_DEVICE Shared() {
     q = ptx::dynamic_shared();
@@ -70,7 +66,6 @@ struct Shared {
     q_empty = {barriers + 8};
     k_ring = {barriers + 16};
     v_ring = {barriers + 16 + Ring<kNumStages>::kBytes};
-    is_last = barriers + kBytesBarriers;
   }
 };
 
@@ -129,8 +124,8 @@ CUFLASH_DEVICE void produce(const DecodeParams& params, Shared& shared) {
       const Barrier k_full = shared.k_ring.full(at), v_full = shared.v_ring.full(at);
       shared.k_ring.empty(at).wait(at.parity ^ 1);
       k_full.arrive_expect(kBytesK);
-      load_chunks<kBlockN, kDim, kReadsOnce>(shared.k + at.stage * kBytesK, params.k, k_full, n_block * kBlockN,
-                                             work.head_kv, work.batch);
+      load_chunks<kBlockN, kDim>(shared.k + at.stage * kBytesK, params.k, k_full, n_block * kBlockN, work.head_kv,
+                                 work.batch);
       if (n_block == work.keys.stop - 1) {
         shared.q_empty.wait(q_parity ^ 1);
         shared.q_full.arrive_expect(chunked_bytes(work.rows, kDim));
@@ -139,44 +134,9 @@ CUFLASH_DEVICE void produce(const DecodeParams& params, Shared& shared) {
       }
       shared.v_ring.empty(at).wait(at.parity ^ 1);
       v_full.arrive_expect(kBytesV);
-      load_chunks<kBlockN, kDimV, kReadsOnce>(shared.v + at.stage * kBytesV, params.v, v_full, n_block * kBlockN,
-                                              work.head_kv, work.batch);
+      load_chunks<kBlockN, kDimV>(shared.v + at.stage * kBytesV, params.v, v_full, n_block * kBlockN, work.head_kv,
+                                  work.batch);
     }
-  }
-}
-
-// Combines the results of all blocks that share a head, by the consumer. A warp takes four columns a lane of one row
-// after another; it asks for many results at once, as they come from far, and adds them in their order.
-CUFLASH_DEVICE void combine(const Params& params, const Partials& partials, const HeadWork& work) {
-  constexpr int kAtOnce = kMinBlocks > 1 ? 8 : kDimV > 192 ? 16 : 20;  // as registers allow
-  constexpr int kColumns = 4 * 32, kUnits = (kDimV + kColumns - 1) / kColumns;  // units of a row
-  for (int unit = warp_index(); unit < work.rows * kUnits; unit += kConsumerWarps) {
-    const int row = unit / kUnits, column = unit % kUnits * kColumns + 4 * lane_index();
-    const int head = work.first_head() + row / params.seqlen_q, query = row % params.seqlen_q;
-    const int count = column < kDimV ? partials.count : 0;
-    Float4 part[kAtOnce], sum = {};
-    const auto load = [&](int first) {
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-        if (first + i < count) part[i] = *(const Float4*)(partials.out(first + i, row) + column);
-    };
-    load(0);
-    const float lse = partials.combined_lse(row);
-    if (lane_index() == 0) *lse_of(params, work.batch, head, query) = lse;
-#pragma unroll 1
-    for (int first = 0; first < count && lse != -ptx::infinity(); first += kAtOnce) {
-      if (first > 0) load(first);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i >= count) continue;
-        const float weight = partials.weight(first + i, row, lse);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) sum.value[j] += weight * part[i].value[j];
-      }
-    }
-    Storage* g_out = out_of(params, work.batch, head, query);
-    store_pair(g_out, column, sum.value[0], sum.value[1]);
-    store_pair(g_out, column + 2, sum.value[2], sum.value[3]);
   }
 }
 
@@ -302,16 +262,6 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
         store(partials.lse(i, row),
               [&](int column, float left, float right) { *(Float2*)(g_out + column) = {left, right}; });
       }
-    }
-    if constexpr (kCombines) {
-      if (is_alone) continue;
-      sync_consumer();
-      if (thread == 0) {
-        u64* arrivals = (u64*)common.arrivals + walk.head;
-        ptx::store_shared_b16(shared.is_last, ptx::arrives_last(arrivals, common.launch, partials.count));
-      }
-      sync_consumer();
-      if (ptx::load_shared_b16(shared.is_last)) combine(common, partials, work);
     }
   }
 }

@@ -31,7 +31,6 @@ struct Params {
   void* row_stats;       // (batch, num_heads, stats_rows, 2): lse as an exponent, and delta
   void* dq_accumulator;  // (batch, num_heads, m blocks, block_m * padded head_dim), in fragment order
   void* dkv_partials;    // (batch, num_heads_kv, n blocks, group_splits, dk and dv of a tile), in fragment order
-  void* arrivals;        // (batch, num_heads_kv) of u64: the blocks of a launch that are done with a head
   void* partial_out;     // (batch * num_heads_kv + resident_blocks, rows of a group, padded head_dim_v)
   void* partial_lse;     // the same without columns
   void* q_pieces;        // of bfloat16: (pieces, batch, heads, seqlen, head dimension rounded up to 8)
@@ -48,7 +47,6 @@ struct Params {
   i32 stats_rows;    // seqlen_q, rounded up to whole tiles
   i32 group_splits;  // blocks that share the query heads of a key/value head
   i32 resident_blocks;  // of a kernel whose blocks take one tile after another
-  u64 launch;        // tells this launch from others, in its high bits; see ptx::arrives_last
   double scale_float64;  // scale and softcap of float64 problems
   double softcap_float64;
 };

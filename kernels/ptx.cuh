@@ -296,28 +296,6 @@ CUFLASH_DEVICE void end_turn(u32* turns) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(turns) : "memory");
 }
 
-// ---- The last of several blocks -----------------------------------------------------------------------------------
-// Which of some blocks is the last to be done is known by counting them in a word of global memory. Nobody has to clear
-// it: it counts for the launch whose number it holds above its lowest 12 bits, and whatever else it holds means that
-// none has arrived. The last one leaves it so, since a launch that is replayed has the same number again.
-
-// Thread. atom.acq_rel.gpu.cas (9.7.13.6) until it holds: counts one of the `total` blocks, below 4096, and says if it
-// was the last. What this thread, and those that it has met at a barrier, wrote comes before; what the others so wrote
-// is then in memory.
-CUFLASH_DEVICE bool arrives_last(u64* arrivals, u64 launch, u32 total) {
-  u64 seen = 0, expected, next;
-  do {
-    expected = seen;
-    const u64 count = (expected ^ launch) < 4096 ? expected - launch + 1 : 1;
-    next = count == total ? ~launch : launch + count;
-    asm volatile("atom.acq_rel.gpu.global.cas.b64 %0, [%1], %2, %3;"
-                 : "=l"(seen)
-                 : "l"(arrivals), "l"(expected), "l"(next)
-                 : "memory");
-  } while (seen != expected);
-  return next == ~launch;
-}
-
 }  // namespace ptx
 
 #endif  // CUFLASH_EMULATION

@@ -66,18 +66,6 @@ CUFLASH_DEVICE void load_tensor(u32 destination, const TensorMap& map, u32 barri
       "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
-// Thread. The same of what nobody reads again (createpolicy.fractional.L2::evict_first, 9.7.9.19): it leaves the L2
-// cache first, in place of what others have there.
-CUFLASH_DEVICE void load_tensor_once(u32 destination, const TensorMap& map, u32 barrier, i32 column, i32 row, i32 head,
-                                     i32 batch) {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
-      "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(destination),
-      "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch), "l"(policy)
-      : "memory");
-}
 // Thread. The way back: no coordinate is negative, and what lies outside of the array is left out. Part of a bulk group.
 CUFLASH_DEVICE void store_tensor(const TensorMap& map, u32 source, i32 column, i32 row, i32 head, i32 batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),

@@ -1,4 +1,4 @@
-// How the blocks of decode_sm90.cu share the keys, and what those that share a head leave for whoever combines it.
+// How the blocks of decode_sm90.cu share the keys, and what those that share a head leave to combine.cu.
 #pragma once
 #include "exponential.cuh"
 #include "fragments.cuh"

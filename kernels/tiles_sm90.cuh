@@ -12,20 +12,13 @@ constexpr int kChunk = 64;  // columns of a line
 CUFLASH_DEVICE constexpr int chunks_of(int columns) { return (columns + kChunk - 1) / kChunk; }
 CUFLASH_DEVICE constexpr u32 chunked_bytes(int rows, int columns) { return chunks_of(columns) * rows * kLineBytes; }
 
-// Loads rows [first_row, first_row + rows) of a head. Whole chunks arrive; outside of the array they are zeros. What is
-// loaded `once` need not stay in the L2 cache.
-template <int rows, int columns, bool once = false>
+// Loads rows [first_row, first_row + rows) of a head. Whole chunks arrive; outside of the array they are zeros.
+template <int rows, int columns>
 CUFLASH_DEVICE void load_chunks(u32 tile, const TensorMap& map, const Barrier& full, int first_row, int head,
                                 int batch) {
 #pragma unroll
-  for (int c = 0; c < chunks_of(columns); ++c) {
-    const u32 chunk = tile + c * rows * kLineBytes;
-    const int column = c * kChunk;
-    if constexpr (once)
-      ptx::load_tensor_once(chunk, map, full.address, column, first_row, head, batch);
-    else
-      ptx::load_tensor(chunk, map, full.address, column, first_row, head, batch);
-  }
+  for (int c = 0; c < chunks_of(columns); ++c)
+    ptx::load_tensor(tile + c * rows * kLineBytes, map, full.address, c * kChunk, first_row, head, batch);
 }
 
 // Stores 64 rows, from the first one of `tile` on, a tile of `rows` rows.

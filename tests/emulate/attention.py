@@ -22,8 +22,6 @@ WRITTEN: dict[Pass, tuple[str, ...]] = {"forward": ("out",), "backward": ("dq", 
 
 Place = Callable[[np.ndarray], np.ndarray]
 
-LAUNCH = 0x123456789ABCD << 12  # the number of the launch; memory full of some byte holds another
-
 
 def plan_for(
     problem: Problem,
@@ -74,12 +72,10 @@ def run(
     fill: int = 0xFF,
     sanitizer: str | None = None,
     kernels: Path = emulator.KERNELS,
-    scratch: Mapping[str, np.ndarray] | None = None,
 ) -> list[emulator.Statistics]:
     """Run the kernels of `plan` on `arrays` by name; results are written in place.
 
-    `fill` is the byte that scratch memory is full of, unless it is given; `kernels` the folder that the sources are
-    taken from.
+    `fill` is the byte that scratch memory is full of, `kernels` the folder that the sources are taken from.
     """
     problem = plan.problem
     operands: dict[str, Operand] = {
@@ -89,13 +85,12 @@ def run(
     }
     params = parameters(plan, operands)
     words = params.view(np.uint64)
-    scratch = scratch or {
+    scratch = {
         name: emulator.guarded_array((elements,), problem.softmax_dtype, fill) for name, elements in plan.scratch
     }
     pointers = {name: array.ctypes.data for name, array in {**arrays, **scratch}.items()}
     for name, pointer in pointers.items():
         words[POINTER_WORD[name]] = pointer
-    params["launch"] = LAUNCH
     argument = params
     if plan.tensor_maps:
         maps = [_tensor_map(spec, pointers[spec.name]) for spec in plan.tensor_maps]

@@ -320,24 +320,3 @@ CUFLASH_DEVICE void add_in_turn(const Params& params) {
   if (thread == 0) ptx::end_turn(turns);
 }
 CUFLASH_DEFINE_KERNEL(turns, Params, kBlock, 1, add_in_turn)
-
-// The last block of every `count` adds up what they left in the second source. The word that counts them lies behind
-// its sums; the source has the number of the launch.
-CUFLASH_DEVICE void add_by_the_last(const Params& params) {
-  const u32 thread = ptx::thread_index(), block = ptx::block_index(), team = block / params.count;
-  const u32 s_is_last = ptx::dynamic_shared();
-  u32* left = (u32*)params.second_source;
-  u32* sums = destination_of<u32>(params) + team * (kBlock + 2);
-  left[block * kBlock + thread] = block * thread;
-  ptx::sync_block();
-  if (thread == 0) {
-    u64* arrivals = (u64*)(sums + kBlock);
-    ptx::store_shared_b16(s_is_last, ptx::arrives_last(arrivals, *source_of<u64>(params), params.count));
-  }
-  ptx::sync_block();
-  if (!ptx::load_shared_b16(s_is_last)) return;
-  u32 sum = 0;
-  for (u32 i = 0; i < params.count; ++i) sum += left[(team * params.count + i) * kBlock + (thread + 1) % kBlock];
-  sums[thread] = sum;
-}
-CUFLASH_DEFINE_KERNEL(last_of_blocks, Params, kBlock, 1, add_by_the_last)

@@ -399,26 +399,4 @@ def check_turns(run):
     assert got[BLOCK:].view(np.uint32) == blocks
 
 
-def check_last_of_blocks(run):
-    teams, launch = 9, np.uint64(0x123456789ABCD << 12)
-    for count in (1, 2, 30):
-        # Whatever the words hold: no arrivals, those of another launch, or what a launch of this number leaves.
-        words = _random_bits(np.uint64, teams)
-        words[:4] = 0, 5, launch + np.uint64(4096 + 1), ~launch
-        destination = np.zeros((teams, BLOCK + 2), np.uint32)
-        destination[:, BLOCK:] = words.view(np.uint32).reshape(teams, 2)
-        got = run(
-            "last_of_blocks",
-            source=np.array([launch]),
-            second_source=_ones(np.uint32, teams * count, BLOCK),
-            destination=destination,
-            count=count,
-            grid=teams * count,
-            shared_bytes=16,
-        )
-        blocks = np.arange(teams * count).reshape(teams, count).sum(axis=1)
-        assert (got[:, :BLOCK] == blocks[:, None] * np.roll(np.arange(BLOCK), -1)).all()
-        assert (np.ascontiguousarray(got[:, BLOCK:]).view(np.uint64) == ~launch).all()
-
-
 CHECKS = tuple(value for name, value in list(globals().items()) if name.startswith("check_"))

@@ -109,7 +109,6 @@ CUFLASH_DEVICE void load_neighbours(const Params& params) {
 CUFLASH_DEFINE_KERNEL(bulk_load, Params, kWarpgroup, 1, load_neighbours)
 
 // The image in shared memory of the box of `count` bytes; the bytes behind it stay all ones.
-template <bool once>
 CUFLASH_DEVICE void load_box(const Params& params) {
   constexpr u32 kBehind = 1024;
   const u32 shared = ptx::dynamic_shared(), words = (params.count + kBehind) / 4, barrier = shared + 4 * words;
@@ -119,16 +118,12 @@ CUFLASH_DEVICE void load_box(const Params& params) {
   ptx::sync_block();
   if (ptx::thread_index() == 0) {
     ptx::barrier_arrive_expect(barrier, params.count);
-    if constexpr (once)
-      ptx::load_tensor_once(shared, params.map, barrier, params.column, params.row, params.head, params.batch);
-    else
-      ptx::load_tensor(shared, params.map, barrier, params.column, params.row, params.head, params.batch);
+    ptx::load_tensor(shared, params.map, barrier, params.column, params.row, params.head, params.batch);
   }
   ptx::barrier_wait(barrier, 0);
   drain_shared(destination_of<u32>(params), shared, words, kWarpgroup);
 }
-CUFLASH_DEFINE_KERNEL(tensor_load, Params, kWarpgroup, 1, load_box<false>)
-CUFLASH_DEFINE_KERNEL(tensor_load_once, Params, kWarpgroup, 1, load_box<true>)
+CUFLASH_DEFINE_KERNEL(tensor_load, Params, kWarpgroup, 1, load_box)
 
 // The way back: `count` bytes of image to the box.
 CUFLASH_DEVICE void store_box(const Params& params) {

@@ -136,7 +136,7 @@ def _sizes(box):
     return -(-extent // 16) * 16 // dtype().itemsize, int(np.prod(sizes)) * dtype().itemsize
 
 
-def _check_tensor_load(run, kernel):
+def check_tensor_load(run):
     behind = 1024
     for name, box in BOXES.items():
         dtype, dims, strides, sizes, coordinates = box
@@ -144,7 +144,7 @@ def _check_tensor_load(run, kernel):
         source = _random_bits(dtype, elements)
         tensor = Tensor("source", dims, strides, sizes)
         got = run(
-            kernel,
+            "tensor_load",
             source=source,
             destination=np.zeros(size + behind, np.uint8),
             tensor=tensor,
@@ -155,14 +155,6 @@ def _check_tensor_load(run, kernel):
         values, _ = _box_of(_view(source, tensor), sizes, coordinates)
         assert (got[:size] == _swizzled(values.view(np.uint8))).all(), name
         assert (got[size:] == 0xFF).all(), name
-
-
-def check_tensor_load(run):
-    _check_tensor_load(run, "tensor_load")
-
-
-def check_tensor_load_once(run):
-    _check_tensor_load(run, "tensor_load_once")
 
 
 def check_tensor_store(run):

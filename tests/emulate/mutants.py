@@ -12,14 +12,13 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from unittest import mock
 
 import attention
 import emulator
 
 import cuflash.testing as ct
 from cuflash import reference
-from cuflash.plan import COMBINE_BYTES, DeviceSpec
+from cuflash.plan import DeviceSpec
 from cuflash.problem import make_problem
 from cuflash.tiles import (
     BackwardFloat32Sm90Tile,
@@ -50,7 +49,6 @@ class Trial:
     schedule: emulator.Schedule = emulator.SCHEDULES[0]
     in_turn: bool = False  # deterministic, without a kernel of its own for dq
     kv_lengths: tuple[int, ...] | None = None  # instead of those of the case, which they are clamped to
-    combine_bytes: int = COMBINE_BYTES  # that the last block of a head combines
 
     def run(self, kernels: Path = emulator.KERNELS) -> None:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
@@ -72,8 +70,7 @@ class Trial:
             "statistics": launches,
         }
         if isinstance(self.tiles[0], ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | DecodeSm90Tile):
-            with mock.patch("cuflash.plan.COMBINE_BYTES", self.combine_bytes):
-                names, results = ("out", "lse"), attention.forward(problem, arrays, **how)
+            names, results = ("out", "lse"), attention.forward(problem, arrays, **how)
             assert_results = ct.assert_forward
         else:
             out, lse = out.astype(arrays["q"].dtype), lse.astype(problem.softmax_dtype)
@@ -271,13 +268,8 @@ TRIALS = {
         num_sms=7,
         schedule=emulator.Schedule("random", seed=1),
     ),
-    "decode many": Trial(
-        case=replace(_DECODE, num_heads_kv=1, batch=1, seqlen_k=1500), tiles=_DECODE_TILES, combine_bytes=2**20
-    ),
-    "decode wide": Trial(case=replace(_DECODE, head_dim_v=200), tiles=_DECODE_TILES, combine_bytes=2**20),
-    "decode by kernel": Trial(case=replace(_DECODE, causal=True), tiles=_DECODE_TILES, num_sms=7, combine_bytes=0),
     # Blocks that share two of four heads, and have the others whole.
-    "decode few by kernel": Trial(case=replace(_DECODE, causal=True), tiles=_DECODE_TILES, num_sms=3, combine_bytes=0),
+    "decode few": Trial(case=replace(_DECODE, causal=True), tiles=_DECODE_TILES, num_sms=3),
     "decode narrow": Trial(case=replace(_DECODE, head_dim_v=24), tiles=_DECODE_TILES),
     "decode lengths": Trial(case=replace(_DECODE, kv_lengths=(0, 230)), tiles=_DECODE_TILES, num_sms=3),
     "backward": Trial(case=replace(_GROUPED, num_heads=2), tiles=_backward()),
@@ -785,8 +777,8 @@ MUTANTS = (
             "return operand + k * 8 * kLineBytes / 16;", "sm90"),
     _mutant("output not swizzled", TILES90, "((k % 4 * 32 + lane / 16 * 16) ^ swizzle), fragment.word);",
             "(k % 4 * 32 + lane / 16 * 16), fragment.word);", "sm90"),
-    _mutant("the same columns of every chunk", TILES90, "const int column = c * kChunk;",
-            "const int column = 0;",
+    _mutant("the same columns of every chunk", TILES90, "map, full.address, c * kChunk, first_row",
+            "map, full.address, 0, first_row",
             "sm90"),
     # ---- ... the producer
     _mutant("queries without keys get no Q", F90, "    if (tile.keys.start == tile.keys.stop) load_q();\n", "",
@@ -961,23 +953,7 @@ MUTANTS = (
     _mutant("rows of no query are stored", D90, "      if (row >= work.rows) continue;\n", "", "decode"),
     _mutant("columns past the head are stored", "splits.cuh", "  if (column < kHeadDimV) ", "  ", "decode narrow"),
     _mutant("whole heads are left to be combined", D90, "!kSplitsKeys || partials.count == 1;", "!kSplitsKeys;",
-            "decode few by kernel"),
-    _mutant("the block is counted before all have stored", D90,
-            "      if (is_alone) continue;\n      sync_consumer();\n",
-            "      if (is_alone) continue;\n", "decode",
-            escapes="blocks run one after another, and a barrier follows for the threads of the last one"),
-    _mutant("not all know that the block is the last", D90,
-            "      }\n      sync_consumer();\n      if (ptx::load", "      }\n      if (ptx::load", "decode"),
-    _mutant("a block too few is waited for", D90, "common.launch, partials.count));",
-            "common.launch, partials.count - 1));", "decode"),
-    _mutant("blocks of two heads are counted together", D90, "(u64*)common.arrivals + walk.head;",
-            "(u64*)common.arrivals + walk.head / 2;", "decode uneven"),
-    _mutant("the first results alone are combined", D90, "first < count && lse", "first < 1 && lse", "decode many"),
-    _mutant("the first results are added again", D90, "if (first > 0) load(first);", "", "decode many"),
-    _mutant("every fourth row alone is combined", D90, "unit += kConsumerWarps)", "unit += 4 * kConsumerWarps)",
-            "decode"),
-    _mutant("half of the columns are combined", D90, "unit % kUnits * kColumns + 4 * lane_index();",
-            "4 * lane_index();", "decode wide"),
+            "decode few"),
     _mutant("the first block of a head is the one behind", "splits.cuh",
             "first_block(shares.block_at(shares.start_of_head(head))),",
             "first_block(shares.block_at(shares.start_of_head(head) + shares.heads - 1)),", "decode uneven"),
@@ -988,7 +964,7 @@ MUTANTS = (
     _mutant("two rows share an lse", "splits.cuh", "return g_lse + (i64)i * rows + row;",
             "return g_lse + (i64)i * rows + row / 2;", "decode"),
     _mutant("heads counted from the first group", COMBINE, "const int row = head % group *", "const int row = head *",
-            "decode by kernel"),
+            "decode uneven"),
     _mutant("blocks with one weight", "splits.cuh", "exponential((*lse(i, row) - combined_lse) * kLog2e);",
             "1.0f / count;", "decode"),
     _mutant("the maximum of half the blocks", "splits.cuh", "    for (int mask = 16; mask > 0; mask /= 2) max",
@@ -997,10 +973,10 @@ MUTANTS = (
             "    for (int mask = 8; mask > 1; mask /= 2) sum", "decode"),
     _mutant("nothing minus nothing", "splits.cuh", "    if (max == -ptx::infinity()) max = 0.0f;\n", "",
             "decode lengths"),
-    _mutant("sums are read before all are written", COMBINE, "    ptx::sync_block();\n", "", "decode by kernel"),
+    _mutant("sums are read before all are written", COMBINE, "    ptx::sync_block();\n", "", "decode uneven"),
     _mutant("the first of the results at once alone", COMBINE, "for (int i = 1; i < kAtOnce; ++i)",
-            "for (int i = 2; i < kAtOnce; ++i)", "decode by kernel"),
-    _mutant("whole heads are combined", COMBINE, " && partials.count > 1;", ";", "decode few by kernel"),
+            "for (int i = 2; i < kAtOnce; ++i)", "decode uneven"),
+    _mutant("whole heads are combined", COMBINE, " && partials.count > 1;", ";", "decode few"),
     # ---- The backward pass of compute capability 9.0
     _mutant("no wait for K and V", B90, "    shared.kv_full.wait(0);\n    if constexpr", "    if constexpr",
             "backward sm90"),

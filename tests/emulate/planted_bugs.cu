@@ -243,20 +243,6 @@ CUFLASH_DEVICE void end_turn_early(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(turn_ended_early, Params, kWarp, 1, end_turn_early)
 
-// Arrivals of one launch, which blocks count in a word of 8 bytes.
-CUFLASH_DEVICE void arrive_at_half_a_word(const Params& params) {
-  ptx::arrives_last((u64*)((u32*)params.source + 1), 4096, 2);  // caught: arrival_misaligned
-}
-CUFLASH_DEFINE_KERNEL(arrival_misaligned, Params, kWarp, 1, arrive_at_half_a_word)
-CUFLASH_DEVICE void arrive_in_odd_launch(const Params& params) {
-  ptx::arrives_last((u64*)params.source, 4097, 2);  // caught: arrival_of_odd_launch
-}
-CUFLASH_DEFINE_KERNEL(arrival_of_odd_launch, Params, kWarp, 1, arrive_in_odd_launch)
-CUFLASH_DEVICE void arrive_in_a_crowd(const Params& params) {
-  ptx::arrives_last((u64*)params.source, 4096, 4096);  // caught: arrival_of_too_many
-}
-CUFLASH_DEFINE_KERNEL(arrival_of_too_many, Params, kWarp, 1, arrive_in_a_crowd)
-
 CUFLASH_DEVICE void divide_by_zero(const Params& params) {
   ((int*)params.destination)[0] = 7 / (int)(params.count - params.padding);  // caught: integer_division
 }

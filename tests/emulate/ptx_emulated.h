@@ -175,11 +175,6 @@ CUFLASH_DEVICE void wait_for_turn(const u32* turns, u32 turn, Site site = Site::
 }
 CUFLASH_DEVICE void end_turn(u32* turns, Site site = Site::here()) { ::emulator::end_turn(turns, site); }
 
-// ---- The last of several blocks -----------------------------------------------------------------------------------
-CUFLASH_DEVICE bool arrives_last(u64* arrivals, u64 launch, u32 total, Site site = Site::here()) {
-  return ::emulator::arrives_last(arrivals, launch, total, site);
-}
-
 }  // namespace ptx
 
 #include "ptx_sm90_emulated.h"

@@ -36,10 +36,6 @@ CUFLASH_DEVICE void load_tensor(u32 destination, const TensorMap& map, u32 barri
                                 i32 batch, Site site = Site::here()) {
   ::emulator::load_tensor(destination, &map, barrier, {column, row, head, batch}, site);
 }
-CUFLASH_DEVICE void load_tensor_once(u32 destination, const TensorMap& map, u32 barrier, i32 column, i32 row, i32 head,
-                                     i32 batch, Site site = Site::here()) {
-  ::emulator::load_tensor(destination, &map, barrier, {column, row, head, batch}, site);
-}
 CUFLASH_DEVICE void store_tensor(const TensorMap& map, u32 source, i32 column, i32 row, i32 head, i32 batch,
                                  Site site = Site::here()) {
   ::emulator::store_tensor(&map, source, {column, row, head, batch}, site);

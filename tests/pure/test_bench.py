@@ -324,6 +324,22 @@ def test_calls_that_events_do_not_see_are_timed_between_waits(fake_cupy):
     assert len(waits) == 3 + times["unseen"].repeats
 
 
+def test_the_cache_is_read_full_before_a_call(fake_cupy):
+    """Of other data than the call's, four times over, before the time starts; nothing of it is written."""
+    clock = CudaClock()
+    assert clock.flush_buffer.nbytes == 4 * 1024
+    clock.flush_buffer[...] = content = np.arange(1024, dtype=np.uint32).reshape(4, 256)
+    started = FakeEvent.now_ms
+    clock.flush()
+    assert clock.flush_result.tolist() == [255, 511, 767, 1023]
+    assert (clock.flush_buffer == content).all()
+    assert FakeEvent.now_ms == started
+    clock.flush_result[...] = 0
+    results_before_the_call = []
+    clock.run(lambda: results_before_the_call.append(clock.flush_result.tolist()))
+    assert results_before_the_call == [[255, 511, 767, 1023]]
+
+
 def test_host_time_is_that_of_one_call():
     counts = {"calls": 0, "waits": 0}
 
@@ -408,14 +424,11 @@ def test_unknown_names_are_refused():
 
 
 class FakeMemory(np.ndarray):
-    """An array that can be filled and copied as CuPy's memory can."""
+    """An array that can be copied as CuPy's memory can."""
 
     @property
     def data(self):
-        def memset_async(value, size):
-            self.view(np.uint8).reshape(-1)[:size] = value
-
-        return types.SimpleNamespace(memset_async=memset_async, copy_from_device_async=lambda source, size: None)
+        return types.SimpleNamespace(copy_from_device_async=lambda source, size: None)
 
 
 def raw_memory(array):
@@ -458,6 +471,7 @@ def fake_cupy(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr("bench.timing.FLUSH_BYTES", 64)
+    monkeypatch.setattr("bench.timing.FLUSH_ROWS", 4)
     monkeypatch.setattr(ceiling, "PRODUCT_SIZE", 8)
     monkeypatch.setattr(ceiling, "COPY_BYTES", 64)
     return fake

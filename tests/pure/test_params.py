@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from cuflash.compiler import kernel_directory
-from cuflash.params import LAUNCH_WORD, PARAMS, POINTER_WORD, parameters
+from cuflash.params import PARAMS, POINTER_WORD, parameters
 from cuflash.plan import CAUSAL_HEAD_SECTION, PARAMS_BYTES, DeviceSpec, choose_plan
 from cuflash.problem import Options, layout_of, make_problem, rows_of
 
-SCALARS = {"i32": np.int32, "i64": np.int64, "u64": np.uint64, "float": np.float32, "double": np.float64}
+SCALARS = {"i32": np.int32, "i64": np.int64, "float": np.float32, "double": np.float64}
 
 
 def structs_of(text):
@@ -97,7 +97,6 @@ def test_strides_come_in_the_order_of_the_axes():
 def test_words_of_pointers():
     pointers = {name.removesuffix(".data"): offset for kind, name, offset in PLACES if kind.endswith("*")}
     assert {name: 8 * word for name, word in POINTER_WORD.items()} == pointers
-    assert next(offset for _, name, offset in PLACES if name == "launch") == 8 * LAUNCH_WORD
 
 
 # ---- What is filled in -----------------------------------------------------------------------------------------------
@@ -149,7 +148,7 @@ def test_strides_are_those_of_the_arrays(layout):
 
 def test_pointers_are_left_open():
     params, _, _ = filled()
-    for name in (*POINTER_WORD, "launch"):
+    for name in POINTER_WORD:
         assert params[name] == 0
     params.view(np.uint64)[POINTER_WORD["mask"]] = 2**40 + 3
     assert params["mask"] == 2**40 + 3

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from test_plan import problem_of
 
 from cuflash.plan import (
-    COMBINE_BYTES,
     COMBINE_TILES,
     COMBINE_WARPS,
     DECODE_MIN_SEQLEN_K,
@@ -36,7 +35,7 @@ def sources(plan):
 
 
 SPLIT = ["decode_sm90.cu", "combine.cu"]
-ALONE = ["decode_sm90.cu"]  # heads are whole, or the last block combines
+WHOLE = ["decode_sm90.cu"]
 FORWARD = ["forward_sm90.cu"]
 
 
@@ -80,19 +79,18 @@ def test_enough_bytes_are_on_their_way():
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, ALONE),
-        ({"seqlen_q": 2}, ALONE),
+        ({}, SPLIT),
         ({"seqlen_q": 4}, SPLIT),
         ({"seqlen_q": 16}, SPLIT),
         ({"seqlen_q": 17}, FORWARD),  # 68 rows
-        ({"seqlen_k": DECODE_MIN_SEQLEN_K}, ALONE),
+        ({"seqlen_k": DECODE_MIN_SEQLEN_K}, SPLIT),
         ({"seqlen_k": DECODE_MIN_SEQLEN_K - 1}, FORWARD),
         ({"causal": True, "seqlen_q": 4}, SPLIT),
-        ({"window": (DECODE_MIN_SEQLEN_K, 0)}, ALONE),
+        ({"window": (DECODE_MIN_SEQLEN_K, 0)}, SPLIT),
         ({"window": (99, 0)}, FORWARD),  # 100 keys
         ({"window": (None, 99), "causal": "top_left", "seqlen_q": 4}, FORWARD),  # 4 keys
-        ({"batch": 264}, ALONE),
-        ({"heads_kv": 32}, ALONE),
+        ({"batch": 264}, WHOLE),
+        ({"heads_kv": 32}, SPLIT),
         ({"heads_kv": 32, "batch": 8}, FORWARD),
         ({"heads": 4, "heads_kv": 4, "seqlen_q": 64}, SPLIT),
         ({"dtype": "float32"}, ["forward_sm80.cu"]),
@@ -113,9 +111,7 @@ def test_only_its_own_architecture_gets_the_kernel(arch):
 def test_the_plan_says_why():
     shared = choose_plan(decode_problem(4), H200).describe()
     assert "16 queries of the heads that share keys go through one product: keys are read once" in shared
-    assert "128 blocks take equal shares of the keys, up to 16 of them those of one head: " in shared
-    assert "combined by lse, by a kernel of its own\n" in shared + "\n"
-    assert "combined by lse, by the last of these blocks\n" in choose_plan(decode_problem(), H200).describe() + "\n"
+    assert "128 blocks take equal shares of the keys, up to 16 of them those of one head: results are comb" in shared
     assert "128 blocks take whole heads\n" in choose_plan(decode_problem(batch=16), H200).describe() + "\n"
     assert "DecodeSm90Tile 64 x 128, 5 warps, 2 stages, 1 resident blocks" in shared
     assert "not decode_sm90: it knows no softcap\n" in choose_plan(decode_problem(softcap=2.0), H200).reason
@@ -162,28 +158,18 @@ def test_shares(num_sms, seqlen_q, seqlen_k, batch, heads_kv, dim):
     defines = dict(plan.kernels[0].defines)
     assert defines["CUFLASH_SPLITS_KEYS"] == int(most_of_head > 1)
     if most_of_head == 1:
-        assert sources(plan) == ALONE
+        assert sources(plan) == WHOLE
         assert plan.scratch == ()
         return
     places = heads + blocks
-    scratch = {"partial_out": places * rows * dim, "partial_lse": places * rows}
-    if plan.key_splits * rows * dim * 4 <= COMBINE_BYTES:
-        assert sources(plan) == ALONE
-        assert defines["CUFLASH_COMBINES"] == 1
-        arrivals = dict(plan.scratch)["arrivals"]
-        assert arrivals >= 2 * heads
-        assert arrivals % 4 == 0  # what follows is aligned to 16 bytes
-        assert dict(plan.scratch) == {"arrivals": arrivals, **scratch}
-    else:
-        assert sources(plan) == SPLIT
-        assert defines["CUFLASH_COMBINES"] == 0
-        combine = dict(plan.kernels[1].defines)
-        block_rows, at_once = int(combine["CUFLASH_BLOCK_ROWS"]), int(combine["CUFLASH_SPLITS_AT_ONCE"])
-        assert plan.kernels[1].grid == -(-batch * 4 * heads_kv * seqlen_q // block_rows)
-        assert block_rows * at_once * dim // 4 <= 32 * COMBINE_WARPS
-        assert block_rows == 1 or at_once * dim // 4 % 32 == 0
-        assert plan.kernels[1].threads == 32 * COMBINE_WARPS
-        assert dict(plan.scratch) == scratch
+    assert sources(plan) == SPLIT
+    combine = dict(plan.kernels[1].defines)
+    block_rows, at_once = int(combine["CUFLASH_BLOCK_ROWS"]), int(combine["CUFLASH_SPLITS_AT_ONCE"])
+    assert plan.kernels[1].grid == -(-batch * 4 * heads_kv * seqlen_q // block_rows)
+    assert block_rows * at_once * dim // 4 <= 32 * COMBINE_WARPS
+    assert block_rows == 1 or at_once * dim // 4 % 32 == 0
+    assert plan.kernels[1].threads == 32 * COMBINE_WARPS
+    assert dict(plan.scratch) == {"partial_out": places * rows * dim, "partial_lse": places * rows}
 
 
 @pytest.mark.parametrize(

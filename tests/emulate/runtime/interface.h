@@ -102,6 +102,4 @@ void reduce_add(double* address, const double* values, u32 count, Site site);
 void wait_for_turn(const u32* turns, u32 turn, Site site);
 void end_turn(u32* turns, Site site);
 
-bool arrives_last(u64* arrivals, u64 launch, u32 total, Site site);
-
 }  // namespace emulator

@@ -52,16 +52,4 @@ void end_turn(u32* turns, Site site) {
   ++*turns;
 }
 
-bool arrives_last(u64* arrivals, u64 launch, u32 total, Site site) {
-  Thread& self = *block.current;
-  self.site = site;
-  if ((unsigned long)arrivals % sizeof(u64))
-    fail(self, site, "misaligned counter of blocks: %p", (const void*)arrivals);
-  if (launch % 4096) fail(self, site, "the number of the launch has some of its lowest 12 bits set: %llx", launch);
-  if (total == 0 || total >= 4096) fail(self, site, "waits for %u blocks, allowed 1 to 4095", total);
-  const u64 count = *arrivals - launch < 4096 ? *arrivals - launch + 1 : 1;
-  *arrivals = count == total ? ~launch : launch + count;
-  return count == total;
-}
-
 }  // namespace emulator
