@@ -123,11 +123,12 @@ def backward(
     mask: Array | None = None,
     kv_lengths: Array | None = None,
     alibi_slopes: Array | None = None,
+    dlse: Array | None = None,
     dq: Array | None = None,
     dk: Array | None = None,
     dv: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of ``sum(dout * out)`` by tiles (FlashAttention-2, algorithm 2); bitwise repeatable.
+    """Gradients of ``sum(dout * out) + sum(dlse * lse)`` by tiles (FlashAttention-2, algorithm 2); bitwise repeatable.
 
     Parameters
     ----------
@@ -135,6 +136,8 @@ def backward(
         As `forward` takes them.
     dout, out, lse : numpy.ndarray
         The gradient with respect to out, and what `forward` returned.
+    dlse : numpy.ndarray, optional
+        The gradient with respect to lse.
     dq, dk, dv : numpy.ndarray, optional
         Written to and returned: shapes and dtypes of q, k and v; any strides.
 
@@ -147,6 +150,7 @@ def backward(
     call = _Call(problem, q, k, v, bias, mask, alibi_slopes)
     dout, out, dq_4d, dk_4d, dv_4d = (view_4d(x, problem.layout) for x in (dout, out, dq, dk, dv))
     lse = view_rows(lse)
+    dlse = None if dlse is None else view_rows(dlse)
     threads = _count_threads(problem.backward_flops)
     groups = _heads_by_length(problem, problem.num_heads_kv, kv_lengths)
     # A job is a range of keys of some heads: all keys, unless that leaves threads idle. Every range makes a dq of its
@@ -162,7 +166,7 @@ def backward(
     for group in groups:
         dk_4d[group.batch, group.head, group.num_keys :] = 0
         dv_4d[group.batch, group.head, group.num_keys :] = 0
-    _run(lambda *job: _backward_job(call, dout, out, lse, dk_4d, dv_4d, *job), jobs, threads, call.dtype)
+    _run(lambda *job: _backward_job(call, dout, out, lse, dlse, dk_4d, dv_4d, *job), jobs, threads, call.dtype)
     if partial_dqs[0] is not dq_4d:
         with np.errstate(all="ignore"):
             for head in np.ndindex(dq_4d.shape[:2]):
@@ -662,6 +666,7 @@ def _backward_job(
     dout: Array,
     out: Array,
     lse: Array,
+    dlse: Array | None,
     dk: Array,
     dv: Array,
     workspace: _Workspace,
@@ -677,7 +682,7 @@ def _backward_job(
         group = _Heads(heads.batch, heads.head * problem.group_size + member, heads.num_keys)
         for i in range(0, problem.seqlen_q, call.query_tile):
             rows = range(i, min(i + call.query_tile, problem.seqlen_q))
-            queries = _BackwardQueries(call, group, rows, dout, out, lse)
+            queries = _BackwardQueries(call, group, rows, dout, out, lse, dlse)
             key_tile = call.tile // (heads.count * queries.padded) // KEY_BLOCK * KEY_BLOCK
             for tile in _key_tiles(span.start, span.stop, _clamp(key_tile, KEY_BLOCK, KEY_TILE)):
                 keys = tile.seen_by(queries)
@@ -698,29 +703,35 @@ class _BackwardQueries(_Queries):
     Attributes
     ----------
     dout : (heads, blocks, queries, head_dim_v)
-        Where scores are small, times exp(-L): weights and their gradients are linear in it, and S is more exact than
-        S - L.
+        Where scores are small, times exp(-L), as dL is: weights and their gradients are linear in these, and S is more
+        exact than S - L.
     dout_t : (heads, blocks, head_dim_v + 1, queries)
-        Transposed; the last row, that meets the column of ones behind V, is ``-D``, D = rowsum(dO o O).
+        Transposed; the last row, that meets the column of ones behind V, is ``dL - D``, D = rowsum(dO o O).
     dq_t : (heads, blocks, head_dim, queries)
         The sum of dS K so far, transposed.
     """
 
-    def __init__(self, call: _Call, heads: _Heads, rows: range, dout: Array, out: Array, lse: Array) -> None:
+    def __init__(
+        self, call: _Call, heads: _Heads, rows: range, dout: Array, out: Array, lse: Array, dlse: Array | None
+    ) -> None:
         super().__init__(call, heads, rows)
         staged_dout = call.stage(dout, heads, rows, padded=self.padded)
-        row_lse = np.zeros((heads.count, self.padded), call.dtype)
+        row_lse, row_dlse = np.zeros((2, heads.count, self.padded), call.dtype)
         row_lse[:, : len(rows)] = lse[heads.batch, heads.head, rows.start : rows.stop]
+        if dlse is not None:
+            row_dlse[:, : len(rows)] = dlse[heads.batch, heads.head, rows.start : rows.stop]
+            row_dlse[row_lse == -np.inf] = 0
         row_lse[row_lse == -np.inf] = np.inf  # a row that sees no key: its weights are exp(-inf)
         if self.small:
             staged_dout *= np.exp(-row_lse)[:, :, None]
+            row_dlse *= np.exp(-row_lse)
         else:
             self.shift = self.blocks(row_lse * -call.unit)
         self.dout = self.blocks(staged_dout)
         self.dout_t = np.empty((*self.dout.shape[:2], self.dout.shape[3] + 1, self.block), call.dtype)
         np.copyto(self.dout_t[:, :, :-1], self.dout.swapaxes(2, 3))
         delta = np.einsum("...d,...d->...", self.dout, self.blocks(call.stage(out, heads, rows, padded=self.padded)))
-        np.negative(delta, out=self.dout_t[:, :, -1])
+        np.subtract(self.blocks(row_dlse), delta, out=self.dout_t[:, :, -1])
         self.dq_t = np.zeros((*self.q_t.shape[:2], call.problem.head_dim, self.block), call.dtype)
 
 

@@ -280,14 +280,15 @@ class FlashAttention:
         mask: Array | None = None,
         kv_lengths: Array | None = None,
         alibi_slopes: Array | None = None,
+        dlse: Array | None = None,
         dq: Array | None = None,
         dk: Array | None = None,
         dv: Array | None = None,
     ) -> Gradients:
-        """Gradients of ``sum(dout * out)`` with respect to q, k and v.
+        """Gradients of ``sum(dout * out) + sum(dlse * lse)`` with respect to q, k and v.
 
         Scores S are computed again from q and k, tile by tile (algorithm 4 of the first paper): ``P = exp(S - lse)``,
-        ``dV = P^T dO``, ``dP = dO V^T``, ``dS = P * (dP - delta)`` with ``delta = rowsum(dO * O)``,
+        ``dV = P^T dO``, ``dP = dO V^T``, ``dS = P * (dP - delta)`` with ``delta = rowsum(dO * O) - dlse``,
         ``dQ = scale dS K``, ``dK = scale dS^T Q``. With grouped heads, dk and dv are sums over the group.
 
         Parameters
@@ -300,6 +301,9 @@ class FlashAttention:
             As `forward` returned them.
         bias, mask, kv_lengths, alibi_slopes : array, optional
             As `forward` took them.
+        dlse : array, optional
+            Gradient with respect to lse, of its shape and dtype, if anything was computed from lse. Rows whose lse is
+            -inf get nothing from it.
         dq, dk, dv : array, optional
             Written to and returned: shapes and dtypes of q, k and v, no memory in common with another argument.
 
@@ -314,12 +318,13 @@ class FlashAttention:
             As `forward` does.
         """
         terms = (bias, mask, kv_lengths, alibi_slopes)
-        if interop.are_cupy((dout, q, k, v, out, lse), (*terms, dq, dk, dv)):
+        results = {"dq": dq, "dk": dk, "dv": dv}
+        if interop.are_cupy((dout, q, k, v, out, lse), (*terms, dlse, dq, dk, dv)):
             return Gradients(
-                *_gpu().backward(self.options, dout, q, k, v, out, lse, **_terms(*terms), dq=dq, dk=dk, dv=dv)
+                *_gpu().backward(self.options, dout, q, k, v, out, lse, **_terms(*terms), dlse=dlse, **results)
             )
         required = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
-        inputs, results = required | _terms(*terms), {"dq": dq, "dk": dk, "dv": dv}
+        inputs = required | _terms(*terms) | {"dlse": dlse}
         borrowed = interop.borrow(inputs | results, required=required, written=results)
         if borrowed.kind == "cupy":
             computed = _gpu().backward(self.options, **borrowed.arrays)
@@ -329,6 +334,8 @@ class FlashAttention:
             check_array("dout", arrays["dout"], problem.out_shape, problem.dtype)
             for name, (shape, dtype) in _out_and_lse(problem).items():
                 check_array(name, arrays[name], shape, dtype)
+            if dlse is not None:
+                check_array("dlse", arrays["dlse"], problem.lse_shape, problem.softmax_dtype)
             _check_results(arrays, inputs, {f"d{x}": (arrays[x].shape, problem.dtype) for x in QKV})
             computed = cpu.backward(problem, **arrays)
         return Gradients(*map(borrowed.give_back, computed, results.values()))

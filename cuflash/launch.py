@@ -28,6 +28,7 @@ from cuflash.tensor_map import encoder
 _OPTIONAL = ("bias", "mask", "kv_lengths", "alibi_slopes")
 # Arrays over head dimensions that a pass reads, and what it returns.
 _READ: dict[Pass, tuple[str, ...]] = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "out", "dout")}
+_OF_ROWS = ("lse", "dlse")  # arrays over rows of queries
 _RESULTS: dict[Pass, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 
 
@@ -94,7 +95,7 @@ def forward(options: Options, q: Any, k: Any, v: Any, **arrays: Any) -> tuple[An
 def backward(
     options: Options, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **arrays: Any
 ) -> tuple[Any, Any, Any]:
-    """(dq, dk, dv) of CuPy arrays. `arrays`: bias, mask, kv_lengths, alibi_slopes, dq, dk, dv, or None for each."""
+    """(dq, dk, dv) of CuPy arrays. `arrays`: those of `forward` but out and lse; dlse, dq, dk, dv, or None."""
     inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     dq, dk, dv = _call("backward", options, {**inputs, **arrays})
     return dq, dk, dv
@@ -198,7 +199,7 @@ def _prepare(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> _Launc
     scattered = tuple(
         name
         for name, array in given.items()
-        if name not in (*_OPTIONAL, "lse")
+        if name not in (*_OPTIONAL, *_OF_ROWS)
         and array.size
         and array.shape[-1] > 1
         and array.strides[-1] != array.itemsize
@@ -212,7 +213,7 @@ def _prepare(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> _Launc
         if name not in given
     )
     operands = {
-        name: rows_of(array) if name == "lse" else layout_of(array, options.layout)
+        name: rows_of(array) if name in _OF_ROWS else layout_of(array, options.layout)
         for name, array in given.items()
         if name not in _OPTIONAL
     }
@@ -270,7 +271,7 @@ def _expected(problem: Problem, arrays: Mapping[str, Any]) -> dict[str, tuple[tu
     """Shape and dtype of every array that follows from the problem."""
     expected = {"out": (problem.out_shape, problem.dtype), "dout": (problem.out_shape, problem.dtype)}
     expected |= {f"d{name}": (tuple(arrays[name].shape), problem.dtype) for name in "qkv"}
-    return expected | {"lse": (problem.lse_shape, problem.softmax_dtype)}
+    return expected | {name: (problem.lse_shape, problem.softmax_dtype) for name in _OF_ROWS}
 
 
 def _call_on_copies(pass_: Pass, options: Options, arrays: dict[str, Any], names: tuple[str, ...]) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from cuflash.problem import Operand
 
 # Arrays in the order of the struct, with the number of strides that follow each pointer.
 _ARRAYS = (
-    *((name, 3) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "lse")),
+    *((name, 3) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "lse", "dlse")),
     *(
         ("bias", 4),
         ("mask", 4),
@@ -65,7 +65,8 @@ POINTER_WORD = {name: PARAMS.fields[name][1] // 8 for name, _ in _ARRAYS}  # typ
 def parameters(plan: LaunchPlan, operands: Mapping[str, Operand]) -> np.ndarray:
     """The argument for the kernels of `plan` as an array of one `PARAMS`, pointers left 0.
 
-    `operands` gives the strides of everything that is not in the problem: out and lse, or out, lse, dout, dq, dk, dv.
+    `operands` gives the strides of everything that is not in the problem: out and lse, and for the backward pass dout,
+    dq, dk, dv, and dlse where there is one.
     """
     problem = plan.problem
     inputs = {name: getattr(problem, name) for name in ("q", "k", "v", "bias", "mask", "alibi_slopes", "kv_lengths")}

@@ -4,10 +4,11 @@ In the letters of Dao et al. (FlashAttention, 2022, section 2 and appendix B), f
 
     S = scale Q K^T ; softcap ; - slope |i + d - j| ; + bias ; hidden keys: -inf
     P = softmax(S),  O = P V,  L = log sum exp S
-    dV = P^T dO,  dP = dO V^T,  D = rowsum(dO o O),  dS = P o (dP - D),  dQ = scale dS K,  dK = scale dS^T Q
+    dV = P^T dO,  dP = dO V^T,  D = rowsum(dO o O),  dS = P o (dP - D + dL),  dQ = scale dS K,  dK = scale dS^T Q
 
-Nothing is tiled and nothing is clever; one head's matrices are held at a time. The same lines run in a lower precision
-give "the plain formula in that dtype", whose error is the yardstick for everybody else's (`cuflash.testing`).
+dL is the gradient with respect to L; the derivative of L by S is P. Nothing is tiled and nothing is clever; one head's
+matrices are held at a time. The same lines run in a lower precision give "the plain formula in that dtype", whose error
+is the yardstick for everybody else's (`cuflash.testing`).
 """
 
 from __future__ import annotations
@@ -77,13 +78,15 @@ def backward(
     mask: Array | None = None,
     kv_lengths: Array | None = None,
     alibi_slopes: Array | None = None,
+    dlse: Array | None = None,
     dtype: DTypeLike = np.float64,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of ``sum(dout * out)`` by the plain formula.
+    """Gradients of ``sum(dout * out) + sum(dlse * lse)`` by the plain formula.
 
-    Parameters are those of `forward`, after `dout` of shape `problem.out_shape`. In a 16-bit `dtype` the output, the
-    weights and the gradient of the scores are rounded to it before each use, and gradients are summed over a group of
-    heads in float32.
+    Parameters are those of `forward`, with `dout` of shape `problem.out_shape`, and `dlse`, if there is one, of shape
+    `problem.lse_shape`; in a row that sees no key it counts for nothing. In a 16-bit `dtype` the output, the weights
+    and the gradient of the scores are rounded to it before each use, and gradients are summed over a group of heads in
+    float32.
 
     Returns
     -------
@@ -91,15 +94,17 @@ def backward(
         Shapes of `q`, `k` and `v`, of `dtype`. Keys that nothing sees, those past `kv_lengths` among them, get zero.
     """
     dtype, compute = np.dtype(dtype), compute_dtype(dtype)
+    dlse = np.zeros(problem.lse_shape) if dlse is None else dlse
     dq, dk, dv = (np.zeros(view_4d(x, problem.layout).shape, compute) for x in (q, k, v))
     for head in each_head(problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, compute):
         dO = view_4d(dout, problem.layout)[head.index].astype(compute)
+        dL = _replace(view_rows(dlse)[head.index].astype(compute), np.isneginf(head.L), 0)[:, None]
         with np.errstate(all="ignore"):
             P = _round(head.P, dtype)
             O = _round(P @ head.V, dtype)  # noqa: E741 (the paper's letter)
             D = (dO * O).sum(axis=-1, keepdims=True)
             dP = dO @ head.V.T
-            dS = _round(head.P * (dP - D) * head.cap_slope, dtype)
+            dS = _round(head.P * (dP - D + dL) * head.cap_slope, dtype)
             dv[head.index_kv] += P.T @ dO
             dq[head.index] += problem.scale * (dS @ head.K)
             dk[head.index_kv] += problem.scale * (dS.T @ head.Q)

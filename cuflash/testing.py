@@ -29,13 +29,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cuflash import interop, reference
-from cuflash.problem import DTYPES, LAYOUTS, Options, Problem, make_problem, user_shape, view_4d
+from cuflash.problem import DTYPES, LAYOUTS, Options, Problem, make_problem, user_shape, view_4d, view_rows
 
 Array = NDArray[Any]
 
 OPTIONAL_ARRAYS = ("bias", "mask", "kv_lengths", "alibi_slopes")
 STRIDES = ("contiguous", "padded", "transposed", "flipped")
+# What `cases` draws unless told otherwise, and what it draws only when told to.
 FEATURES = ("causal", "window", "softcap", "scale", "bias", "mask", "kv_lengths", "alibi_slopes", "gqa", "head_dim_v")
+MORE_FEATURES = ("dlse",)
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -71,6 +73,8 @@ class Case:
     kv_lengths_dtype : {"int32", "int64"}
     alibi_slopes : tuple of int, optional
         Shape of the slopes: (num_heads,) or (batch, num_heads).
+    dlse : bool
+        There is a gradient with respect to lse.
     strides : {"contiguous", "padded", "transposed", "flipped"}
         How every array lies in memory. "padded": every axis is cut out of a longer one, NaN (True in a mask) around it.
         "transposed": the axes are stored in reverse order. "flipped": all strides are negative.
@@ -101,6 +105,7 @@ class Case:
     kv_lengths: tuple[int, ...] | None = None
     kv_lengths_dtype: str = "int32"
     alibi_slopes: tuple[int, ...] | None = None
+    dlse: bool = False
     strides: str = "contiguous"
     score_spread: float = 1.0
     seed: int = 0
@@ -168,7 +173,7 @@ class Case:
         return make_problem(self.options, arrays["q"], arrays["k"], arrays["v"], **optional(arrays))
 
     def arrays(self, convert: Callable[[Array], Any] = np.asarray) -> dict[str, Any]:
-        """Inputs of the case by name: q, k, v, dout and those of bias, mask, kv_lengths, alibi_slopes that it has.
+        """Inputs of the case by name: q, k, v, dout; bias, mask, kv_lengths, alibi_slopes and dlse that it has.
 
         Parameters
         ----------
@@ -217,12 +222,20 @@ class Case:
             values["kv_lengths"] = np.array(self.kv_lengths, self.kv_lengths_dtype)
         if self.alibi_slopes is not None:
             values["alibi_slopes"] = np.abs(normal(*self.alibi_slopes)).astype(softmax_dtype) / 4
+        if self.dlse:
+            rows = normal(self.batch, self.num_heads, self.seqlen_q)
+            values["dlse"] = rows.reshape(rows.shape[4 - self.ndim :]).astype(softmax_dtype)
         return values
 
 
 def optional(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Of the arrays of a case, the ones that are keyword arguments: bias, mask, kv_lengths, alibi_slopes."""
     return {name: arrays[name] for name in OPTIONAL_ARRAYS if name in arrays}
+
+
+def optional_backward(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the arrays of a case, the keyword arguments of the backward pass: those of `optional`, and dlse."""
+    return {name: arrays[name] for name in (*OPTIONAL_ARRAYS, "dlse") if name in arrays}
 
 
 def _spread_lengths(batch: int, seqlen_k: int) -> tuple[int, ...]:
@@ -290,7 +303,7 @@ def cases(
     dtypes, layouts, ndims, strides, score_spreads : sequence
         What to draw from, simplest first.
     features : collection of str
-        Which of `FEATURES` may be present; each is absent about half of the time.
+        Which of `FEATURES` and `MORE_FEATURES` may be present; each is absent about half of the time.
     max_seqlen, max_head_dim : int
         Largest lengths, in elements.
     max_scores : int
@@ -348,6 +361,7 @@ def cases(
         kv_lengths=tuple(draw(st.integers(0, seqlen_k)) for _ in range(batch)) if has("kv_lengths") else None,
         kv_lengths_dtype=pick(["int32", "int64"]),
         alibi_slopes=pick([(num_heads,), (batch, num_heads)]) if has("alibi_slopes") else None,
+        dlse=has("dlse"),
         strides=pick(strides),
         score_spread=pick(score_spreads),
         seed=draw(st.integers(0, 2**16)),
@@ -495,7 +509,7 @@ def _compute(problem: Problem, arrays: Mapping[str, Array], dtype: Any) -> dict[
     out, lse = reference.forward(problem, *inputs, dtype=dtype, **optional(arrays))
     results = {"out": out, "lse": lse}
     if "dout" in arrays:
-        gradients = reference.backward(problem, arrays["dout"], *inputs, dtype=dtype, **optional(arrays))
+        gradients = reference.backward(problem, arrays["dout"], *inputs, dtype=dtype, **optional_backward(arrays))
         results |= zip(("dq", "dk", "dv"), gradients, strict=True)
     return results
 
@@ -507,6 +521,7 @@ def _scales(
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
     bias, mask, kv_lengths, alibi_slopes = (arrays.get(name) for name in OPTIONAL_ARRAYS)
     dout = view_4d(arrays["dout"], problem.layout) if "dout" in arrays else None
+    dlse = view_rows(arrays["dlse"] if "dlse" in arrays else np.zeros(problem.lse_shape))
     out = view_4d(expected["out"], problem.layout)
     scales = {name: _max_finite(x) for name, x in expected.items()}
     sees_something = np.zeros(out.shape[:3], bool)
@@ -527,7 +542,8 @@ def _scales(
             if dout is not None:
                 dO2 = dout[head.index].astype(np.float64) ** 2
                 D2 = (dO2 * out[head.index] ** 2).sum(axis=-1, keepdims=True)
-                dS2 = (problem.scale * head.cap_slope) ** 2 * P2 * (dO2 @ V2.T + D2)
+                dL2 = dlse[head.index].astype(np.float64)[:, None] ** 2
+                dS2 = (problem.scale * head.cap_slope) ** 2 * P2 * (dO2 @ V2.T + D2 + dL2)
                 grow("dq", dS2 @ head.K**2)
                 grow("dk", dS2.T @ head.Q**2)
                 grow("dv", P2.T @ dO2)
@@ -572,7 +588,7 @@ def assert_forward(case: Case, out: Any, lse: Any = None) -> Report:
 
 
 def assert_backward(case: Case, dq: Any, dk: Any, dv: Any) -> Report:
-    """Judge the gradients of ``sum(dout * out)``, as `assert_forward` judges the output."""
+    """Judge the gradients of ``sum(dout * out)``, as `assert_forward` judges the output; dlse counts."""
     return _judge(case, {"dq": dq, "dk": dk, "dv": dv})
 
 
@@ -595,7 +611,8 @@ def check(
     case : Case or Problem
         A problem stands for a case of its sizes and options on random arrays.
     gradients : callable, optional
-        Called as ``gradients(dout, q, k, v, **options)``; returns (dq, dk, dv).
+        Called as ``gradients(dout, q, k, v, **options)``, with dlse among the options if the case has it; returns
+        (dq, dk, dv).
     convert : callable
         Makes the arrays that `attention` takes of NumPy arrays: ``cupy.asarray``, or
         ``through_dlpack(torch.from_dlpack)``.
@@ -626,6 +643,7 @@ def check(
     out, lse = result if isinstance(result, tuple) else (result, None)
     results = {"out": out} if lse is None else {"out": out, "lse": lse}
     if gradients is not None:
+        keywords |= optional_backward(arrays)
         results |= dict(zip(("dq", "dk", "dv"), gradients(arrays["dout"], *inputs, **keywords), strict=True))
     for name, x in results.items():
         dtype = case.problem.softmax_dtype if name == "lse" else case.dtype

@@ -21,14 +21,14 @@ struct ScoreTensor {
 
 struct Params {
   Tensor q, k, v, out, dout, dq, dk, dv;
-  Tensor lse;            // row_stride is the stride between queries
+  Tensor lse, dlse;      // row_stride is the stride between queries; dlse may be absent: null
   ScoreTensor bias;      // added to the score
   ScoreTensor mask;      // bytes: 0 hides the key
   Tensor alibi_slopes;   // (batch, head)
   const void* kv_lengths;
   i64 kv_lengths_stride;
   // Scratch memory, of Real.
-  void* row_stats;       // (batch, num_heads, stats_rows, 2): lse as an exponent, and delta
+  void* row_stats;       // (batch, num_heads, stats_rows, 2): lse as an exponent, and delta - dlse
   void* dq_accumulator;  // (batch, num_heads, m blocks, block_m * padded head_dim), in fragment order
   void* dkv_partials;    // (batch, num_heads_kv, n blocks, group_splits, dk and dv of a tile), in fragment order
   void* partial_out;     // (batch, num_heads_kv, key_splits, rows of a group, padded head_dim_v)

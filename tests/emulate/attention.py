@@ -79,9 +79,9 @@ def run(
     """
     problem = plan.problem
     operands: dict[str, Operand] = {
-        name: rows_of(array) if name == "lse" else layout_of(array, problem.layout)
+        name: rows_of(array) if name in ("lse", "dlse") else layout_of(array, problem.layout)
         for name, array in arrays.items()
-        if name in ("out", "lse", "dout", "dq", "dk", "dv")
+        if name in ("out", "lse", "dout", "dlse", "dq", "dk", "dv")
     }
     params = parameters(plan, operands)
     words = params.view(np.uint64)
@@ -209,7 +209,7 @@ def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tupl
     sanitizer, kernels
         As `run`.
     """
-    inputs = {name: array for name, array in arrays.items() if name not in ("dout", "out", "lse")}
+    inputs = {name: array for name, array in arrays.items() if name not in ("dout", "dlse", "out", "lse")}
     results = {
         "out": (problem.out_shape, numpy_dtype(problem.dtype)),
         "lse": (problem.lse_shape, problem.softmax_dtype),
@@ -219,7 +219,7 @@ def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tupl
 
 
 def backward(problem: Problem, arrays: Mapping[str, Any], out: Any, lse: Any, **options: Any) -> tuple[Any, Any, Any]:
-    """(dq, dk, dv) of the backward kernels; `arrays` holds dout too. Other parameters are those of `forward`."""
+    """(dq, dk, dv) of the backward kernels; `arrays` holds dout too, and maybe dlse. Others are those of `forward`."""
     dtype = numpy_dtype(problem.dtype)
     results = {f"d{name}": (arrays[name].shape, dtype) for name in ("q", "k", "v")}
     dq, dk, dv = _call("backward", problem, {**arrays, "out": out, "lse": lse}, results, **options)

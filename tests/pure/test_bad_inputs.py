@@ -36,7 +36,7 @@ def good_backward_arrays():
     arrays = good_arrays()
     inputs = {name: x for name, x in arrays.items() if name not in ("out", "lse")}
     arrays["out"], arrays["lse"] = cuflash.FlashAttention().forward(**inputs)
-    arrays["dout"] = np.ones_like(arrays["out"])
+    arrays["dout"], arrays["dlse"] = np.ones_like(arrays["out"]), np.ones_like(arrays["lse"])
     for name in "qkv":
         arrays[f"d{name}"] = np.empty_like(arrays[name])
     return arrays
@@ -208,6 +208,9 @@ BAD_BACKWARD = [
     ("lse", lambda x: x.astype(np.float64), TypeError, "dtype float64", "float32"),
     ("lse", lambda x: x[0], ValueError, "shape (4, 5)", "(2, 4, 5)"),
     ("lse", lambda x: x.swapaxes(1, 2), ValueError, "shape (2, 5, 4)", "(2, 4, 5)"),
+    ("dlse", lambda x: x.tolist(), TypeError, "list", ARRAY),
+    ("dlse", lambda x: x.astype(np.float64), TypeError, "dtype float64", "float32"),
+    ("dlse", lambda x: x[..., None], ValueError, "shape (2, 4, 5, 1)", "(2, 4, 5)"),
     ("q", lambda x: x.astype(np.int32), TypeError, "dtype int32", DTYPES),
     ("kv_lengths", np.array([-1, 3]), ValueError, "an entry -1", "0 to seqlen_k = 6"),
     ("dq", lambda x: x[:, :2], ValueError, "shape (2, 2, 5, 8)", "(2, 4, 5, 8)"),
@@ -295,7 +298,7 @@ def test_result_overlaps_an_argument(result, other):
 
 
 @pytest.mark.parametrize("result", ["dq", "dk", "dv"])
-@pytest.mark.parametrize("other", ["q", "k", "v", "dout", "out", "lse"])
+@pytest.mark.parametrize("other", ["q", "k", "v", "dout", "out", "lse", "dlse"])
 def test_gradient_overlaps_an_argument(result, other):
     arrays = good_backward_arrays()
     arrays[result], arrays[other] = overlapping(arrays[result], arrays[other])

@@ -1,0 +1,79 @@
+"""Gradients with respect to lse, in every kernel."""
+
+from dataclasses import replace
+
+import attention
+import numpy as np
+import pytest
+from emulator import SCHEDULES, find_compiler
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import cuflash.testing as ct
+from cuflash import reference
+from cuflash.plan import DeviceSpec
+from cuflash.problem import make_problem
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+
+FEW = settings(max_examples=3, suppress_health_check=[HealthCheck.too_slow])
+schedules = st.sampled_from(SCHEDULES)
+
+# Long enough for the kernel that splits float32, and with rows that see no key.
+SIZES = {"seqlen_q": 150, "seqlen_k": 140, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
+CASE = ct.Case(**SIZES, causal=True, dlse=True)
+BACKWARD = {
+    "backward_sm80": ("8.0", {"dtype": "float16"}, {}),
+    "backward_dq_sm80": ("8.6", {"dtype": "bfloat16", "layout": "bshd"}, {"deterministic": True}),
+    "backward_sm90": ("9.0", {"dtype": "bfloat16"}, {}),
+    "backward_sm90 in turn": ("9.0", {"dtype": "float16", "kv_lengths": (100,)}, {"deterministic": True}),
+    "backward_float32_sm90": ("9.0", {"num_heads_kv": 1}, {}),
+    "backward_sm80 float32": ("8.0", {"strides": "flipped"}, {}),
+    "backward_sm80 float64": ("9.0", {"dtype": "float64", "ndim": 3}, {}),
+}
+
+
+def inputs_of(case, **options):
+    """The problem of a case, and its arrays."""
+    arrays = case.arrays()
+    options = replace(case.options, **options)
+    return make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays)), arrays
+
+
+def forward_by_oracle(problem, arrays):
+    """out and lse as a forward pass without error would round them."""
+    out, lse = reference.forward(problem, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
+    return out.astype(arrays["q"].dtype), lse.astype(problem.softmax_dtype)
+
+
+@pytest.mark.parametrize("kernel", BACKWARD)
+@FEW
+@given(schedule=schedules, spread=st.sampled_from([1.0, 8.0]), seed=st.integers(0, 2**16))
+def test_gradient_of_lse(kernel, schedule, spread, seed):
+    arch, changes, options = BACKWARD[kernel]
+    case = replace(CASE, **changes, score_spread=spread, seed=seed)
+    problem, arrays = inputs_of(case, **options)
+    plan = attention.plan_for(problem, "backward", arrays | {"out": arrays["dout"]} | results_of(arrays), arch, None)
+    assert kernel.split()[0] + ".cu" in {kernel.source for kernel in plan.kernels}
+    out, lse = forward_by_oracle(problem, arrays)
+    arrays["dlse"][np.isneginf(lse)] = np.nan  # of rows that see no key it counts for nothing
+    ct.assert_backward(case, *attention.backward(problem, arrays, out, lse, arch=arch, schedule=schedule))
+
+
+def results_of(arrays):
+    return {f"d{name}": arrays[name] for name in "qkv"}
+
+
+@pytest.mark.parametrize("kernel", BACKWARD)
+def test_lse_alone(kernel):
+    """With dout = 0, dv is 0 and dq, dk are gradients of lse."""
+    arch, changes, options = BACKWARD[kernel]
+    problem, arrays = inputs_of(replace(CASE, **changes), **options)
+    arrays["dout"][...] = 0
+    out, lse = forward_by_oracle(problem, arrays)
+    dq, dk, dv = attention.backward(problem, arrays, out, lse, arch=DeviceSpec.for_arch(arch))
+    for name, x in zip(("dq", "dk", "dv"), (dq, dk, dv), strict=True):
+        measurement = ct.measure(name, x, ct.yardsticks(problem, arrays)[name])
+        assert not measurement.failure, str(measurement)
+    assert not dv.any()
+    assert dq.any()
