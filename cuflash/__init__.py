@@ -7,7 +7,17 @@
 """
 
 from cuflash.flash_attention import FlashAttention, ForwardResult, Gradients, attention
+from cuflash.merging import MergeGradients, MergeResult, merge, merge_backward
 
 __version__ = "0.1.0"
 
-__all__ = ["FlashAttention", "ForwardResult", "Gradients", "attention"]
+__all__ = [
+    "FlashAttention",
+    "ForwardResult",
+    "Gradients",
+    "MergeGradients",
+    "MergeResult",
+    "attention",
+    "merge",
+    "merge_backward",
+]

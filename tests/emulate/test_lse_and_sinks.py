@@ -1,4 +1,4 @@
-"""Gradients with respect to lse, in every kernel."""
+"""Gradients with respect to lse, in every kernel, and parts that are merged by lse."""
 
 from dataclasses import replace
 
@@ -9,6 +9,7 @@ from emulator import SCHEDULES, find_compiler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import cuflash
 import cuflash.testing as ct
 from cuflash import reference
 from cuflash.plan import DeviceSpec
@@ -77,3 +78,22 @@ def test_lse_alone(kernel):
         assert not measurement.failure, str(measurement)
     assert not dv.any()
     assert dq.any()
+
+
+@pytest.mark.parametrize("arch", ["8.0", "9.0"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_parts_merged_are_the_whole(dtype, arch):
+    """Forward, and gradients by the shares of the parts."""
+    case = replace(CASE, dtype=dtype, score_spread=4.0)
+    arrays = case.arrays()
+    inputs = ct.split_keys(case, np.array_split(np.random.default_rng(0).permutation(case.seqlen_k), 3))
+    problems = [make_problem(replace(case.options, causal=False), **x) for x in inputs]
+    parts = [attention.forward(problem, x, arch=arch) for problem, x in zip(problems, inputs, strict=True)]
+    out, lse = cuflash.merge(*zip(*parts, strict=True))
+    ct.assert_forward(case, out, lse)
+    douts, dlses = cuflash.merge_backward(arrays["dout"], *zip(*parts, strict=True), out, lse, dlse=arrays["dlse"])
+    dq = np.zeros(out.shape, lse.dtype)
+    for problem, x, part, dout, dlse in zip(problems, inputs, parts, douts, dlses, strict=True):
+        dq += attention.backward(problem, x | {"dout": dout, "dlse": dlse}, *part, arch=arch)[0]
+    yardstick = ct.yardsticks(case.problem, arrays)["dq"]
+    assert np.abs(dq - yardstick.expected).max() <= 3 * yardstick.tolerance  # the parts are rounded too

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 import cuflash
 import cuflash.testing as ct
-from cuflash import compiler, flash_attention, interop, plan, problem, reference
+from cuflash import compiler, flash_attention, interop, merging, plan, problem, reference
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -399,6 +399,8 @@ METHODS = ("forward", "backward", "plan", "compile")
 CALLABLES = {
     "attention": cuflash.attention,
     "FlashAttention": cuflash.FlashAttention,
+    "merge": cuflash.merge,
+    "merge_backward": cuflash.merge_backward,
     **{f"FlashAttention.{name}": getattr(cuflash.FlashAttention, name) for name in METHODS},
 }
 
@@ -440,12 +442,13 @@ def test_static_options_are_keywords_and_arrays_come_first():
     for function in CALLABLES.values():
         kinds = [p.kind.name for name, p in inspect.signature(function).parameters.items() if name != "self"]
         arrays = kinds.count("POSITIONAL_OR_KEYWORD")
-        assert arrays == {"FlashAttention": 0, "backward": 6}.get(function.__name__, 3)
+        expected = {"FlashAttention": 0, "backward": 6, "merge": 2, "merge_backward": 5}
+        assert arrays == expected.get(function.__name__, 3)
         assert kinds == ["POSITIONAL_OR_KEYWORD"] * arrays + ["KEYWORD_ONLY"] * (len(kinds) - arrays)
 
 
 def test_examples_in_docstrings_run():
-    for module in (cuflash, flash_attention):
+    for module in (cuflash, flash_attention, merging):
         assert doctest.testmod(module).failed == 0
     assert doctest.testmod(flash_attention).attempted >= 5
 
