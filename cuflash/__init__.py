@@ -6,7 +6,7 @@
 (8, 1000, 64)
 """
 
-from cuflash.flash_attention import FlashAttention, ForwardResult, Gradients, attention
+from cuflash.flash_attention import FlashAttention, ForwardResult, Gradients, GradientsWithSinks, attention
 from cuflash.merging import MergeGradients, MergeResult, merge, merge_backward
 
 __version__ = "0.1.0"
@@ -15,6 +15,7 @@ __all__ = [
     "FlashAttention",
     "ForwardResult",
     "Gradients",
+    "GradientsWithSinks",
     "MergeGradients",
     "MergeResult",
     "attention",

@@ -67,6 +67,7 @@ def forward(
     mask: Array | None = None,
     kv_lengths: Array | None = None,
     alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
     out: Array | None = None,
     lse: Array | None = None,
 ) -> tuple[Array, Array]:
@@ -76,7 +77,7 @@ def forward(
     ----------
     problem : Problem
         From `cuflash.problem.make_problem` on the same arrays.
-    q, k, v, bias, mask, kv_lengths, alibi_slopes : numpy.ndarray
+    q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks : numpy.ndarray
         As `cuflash.attention` takes them, validated, of any strides. `kv_lengths` is clamped to 0..seqlen_k.
     out, lse : numpy.ndarray, optional
         Written to and returned: shape `problem.out_shape` and dtype of q, shape `problem.lse_shape` and
@@ -85,11 +86,12 @@ def forward(
     Returns
     -------
     out, lse : numpy.ndarray
-        lse is the natural logarithm of the sum of exponentials; in a row that sees no key, out is 0 and lse -inf.
+        lse is the natural logarithm of the sum of exponentials. In a row that sees no key, out is 0, and lse is -inf or
+        the sink.
     """
     out = np.empty(problem.out_shape, q.dtype) if out is None else out
     lse = np.empty(problem.lse_shape, problem.softmax_dtype) if lse is None else lse
-    call = _Call(problem, q, k, v, bias, mask, alibi_slopes)
+    call = _Call(problem, q, k, v, bias, mask, alibi_slopes, sinks)
     out_4d, lse_3d = view_4d(out, problem.layout), view_rows(lse)
     threads = _count_threads(problem.forward_flops)
     num_tiles = problem.batch * problem.num_heads * _ceil_div(problem.seqlen_q, call.query_tile)
@@ -123,16 +125,18 @@ def backward(
     mask: Array | None = None,
     kv_lengths: Array | None = None,
     alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
     dlse: Array | None = None,
     dq: Array | None = None,
     dk: Array | None = None,
     dv: Array | None = None,
-) -> tuple[Array, Array, Array]:
+    dsinks: Array | None = None,
+) -> tuple[Array, ...]:
     """Gradients of ``sum(dout * out) + sum(dlse * lse)`` by tiles (FlashAttention-2, algorithm 2); bitwise repeatable.
 
     Parameters
     ----------
-    problem, q, k, v, bias, mask, kv_lengths, alibi_slopes :
+    problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks :
         As `forward` takes them.
     dout, out, lse : numpy.ndarray
         The gradient with respect to out, and what `forward` returned.
@@ -140,14 +144,18 @@ def backward(
         The gradient with respect to lse.
     dq, dk, dv : numpy.ndarray, optional
         Written to and returned: shapes and dtypes of q, k and v; any strides.
+    dsinks : numpy.ndarray, optional
+        Likewise, (num_heads,), dtype of lse; goes with sinks.
 
     Returns
     -------
     dq, dk, dv : numpy.ndarray
         Keys that no query sees, those past `kv_lengths` among them, get zero.
+    dsinks : numpy.ndarray
+        With `sinks` only.
     """
     dq, dk, dv = (np.empty(x.shape, x.dtype) if y is None else y for x, y in ((q, dq), (k, dk), (v, dv)))
-    call = _Call(problem, q, k, v, bias, mask, alibi_slopes)
+    call = _Call(problem, q, k, v, bias, mask, alibi_slopes, sinks)
     dout, out, dq_4d, dk_4d, dv_4d = (view_4d(x, problem.layout) for x in (dout, out, dq, dk, dv))
     lse = view_rows(lse)
     dlse = None if dlse is None else view_rows(dlse)
@@ -171,7 +179,11 @@ def backward(
         with np.errstate(all="ignore"):
             for head in np.ndindex(dq_4d.shape[:2]):
                 dq_4d[head] = sum(partial_dq[head] for partial_dq in partial_dqs)
-    return dq, dk, dv
+    if sinks is None:
+        return dq, dk, dv
+    dsinks = np.empty(problem.num_heads, call.dtype) if dsinks is None else dsinks
+    _write_sink_gradients(sinks, dout, out, lse, dlse, dsinks)
+    return dq, dk, dv, dsinks
 
 
 # ---- work and threads ------------------------------------------------------------------------------------------------
@@ -339,6 +351,7 @@ class _Call:
         bias: Array | None,
         mask: Array | None,
         alibi_slopes: Array | None,
+        sinks: Array | None,
     ) -> None:
         self.problem = problem
         self.dtype = np.dtype(problem.softmax_dtype)
@@ -346,6 +359,7 @@ class _Call:
         self.bias, self.mask = (None if x is None else x[(None,) * (4 - x.ndim)] for x in (bias, mask))
         slopes_shape = (problem.batch, problem.num_heads)
         self.slopes = None if alibi_slopes is None else np.broadcast_to(alibi_slopes, slopes_shape)
+        self.sinks = sinks
         dim = max(problem.head_dim, problem.head_dim_v)
         self.query_block = next(n for n in (64, 32, 16) if KEY_BLOCK * n * (dim + 1) <= PRODUCT_LIMIT or n == 16)
         # What options do to q k^T comes before the shift. Added terms may be large and nearly cancel, so that they come
@@ -380,9 +394,11 @@ class _Call:
     def scores_are_small(self, rows: Array, heads: _Heads) -> bool:
         """Whether no score of staged and scaled rows of q can pass SMALL_SCORE, by the Cauchy-Schwarz inequality.
 
-        False if a norm is NaN, and where finding out does not pay.
+        False if a norm is NaN, and where finding out does not pay. Sinks are scores too.
         """
         if self.has_added_terms:
+            return False
+        if self.sinks is not None and not np.all(np.abs(self.sinks) * math.log2(math.e) <= SMALL_SCORE):
             return False
         if self.problem.softcap is not None:
             return self.problem.softcap * math.log2(math.e) <= SMALL_SCORE
@@ -610,6 +626,8 @@ def _forward_job(call: _Call, out: Array, lse: Array, workspace: _Workspace, hea
                 call, queries, keys, keys.blocks(k, tile.start), keys.blocks(v, tile.start), visible, total, workspace
             )
     for queries, total in zip(tiles, sums, strict=True):
+        if call.sinks is not None:
+            _add_sinks(call, call.sinks[heads.head], queries, total)
         l = total[:, :, head_dim_v]  # noqa: E741 (the paper's letter)
         o = total[:, :, :head_dim_v] / np.where(l == 0, 1, l)[:, :, None]
         queries.write(out, o.swapaxes(2, 3))
@@ -656,6 +674,17 @@ def _raise_maximum(call: _Call, queries: _Queries, scores: Array, total: Array) 
     scores -= m[:, None, :, None]
     total *= np.where(unseen, 1, np.exp((-queries.shift - m) / call.unit))[:, :, None]
     queries.shift = -m
+
+
+def _add_sinks(call: _Call, sinks: Array, queries: _Queries, total: Array) -> None:
+    """Add to l the weight of one more score, and nothing to O: m moves up to it first."""
+    sink = sinks.astype(call.dtype)[:, None, None]
+    old = np.where(total[:, :, -1] == 0, -np.inf, -queries.shift / call.unit)
+    m = np.maximum(old, sink)
+    m[m == -np.inf] = 0
+    total *= np.exp(old - m)[:, :, None]
+    total[:, :, -1] += np.exp(sink - m)
+    queries.shift = -m * call.unit
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------
@@ -767,3 +796,14 @@ def _backward_tile(
     dk += np.matmul(ds, queries.rows[:, None], out=parts).sum(axis=2, keepdims=True)
     parts = workspace.take("parts", num_heads, *across, problem.head_dim, queries.block)
     queries.dq_t += np.matmul(k[..., :-1].swapaxes(3, 4), ds, out=parts).sum(axis=1)
+
+
+def _write_sink_gradients(sinks: Array, dout: Array, out: Array, lse: Array, dlse: Array | None, dsinks: Array) -> None:
+    """dsinks, the sum of exp(sink - L) (dL - D) over all rows of a head."""
+    for head in range(len(sinks)):
+        dsinks[head] = 0
+        for batch in range(len(lse)):
+            dO, O, L = (x[batch, head].astype(dsinks.dtype) for x in (dout, out, lse))  # noqa: E741
+            seen = ~np.isneginf(L)
+            dL_minus_D = (0 if dlse is None else dlse[batch, head]) - np.einsum("...d,...d->...", dO, O)
+            dsinks[head] += np.sum(np.exp(sinks[head] - L) * dL_minus_D, where=seen)

@@ -12,7 +12,7 @@ The short story of a call:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -26,6 +26,7 @@ Causal = bool | Literal["top_left"]
 Window = tuple[int | None, int | None]
 
 QKV = ("q", "k", "v")
+ALWAYS = ("dq", "dk", "dv")  # gradients that every backward pass gives
 
 
 class ForwardResult(NamedTuple):
@@ -41,6 +42,15 @@ class Gradients(NamedTuple):
     dq: Array
     dk: Array
     dv: Array
+
+
+class GradientsWithSinks(NamedTuple):
+    """What it returns where dsinks are wanted."""
+
+    dq: Array
+    dk: Array
+    dv: Array
+    dsinks: Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +143,12 @@ class FlashAttention:
         s = s + bias[i, j]
         s = -inf  where causal, window, mask or kv_lengths hide the pair
 
-    A query that sees no key has out = 0, lse = -inf and no part in any gradient. Of any other, NaN and infinities in
-    what it sees reach the output as in the formula.
+    and then the head's sink, if there is one, joins the sum of exponentials::
+
+        lse[i] = log(exp(sink) + sum_j exp(s)),   out[i] = sum_j exp(s - lse[i]) * v[j]
+
+    A query that sees no key has out = 0, lse = -inf (or the sink) and no part in the gradients of q, k and v. Of any
+    other, NaN and infinities in what it sees reach the output as in the formula.
 
     Instances hold no arrays, are cheap to make, and may be shared between threads.
 
@@ -142,6 +156,9 @@ class FlashAttention:
     ----------
     Dao, Fu, Ermon, Rudra, Re: FlashAttention (2022), https://arxiv.org/abs/2205.14135, algorithms 1 and 4.
     Dao: FlashAttention-2 (2023), https://arxiv.org/abs/2307.08691, algorithms 1 and 2.
+    Xiao, Tian, Chen, Han, Lewis: Efficient streaming language models with attention sinks (2023),
+    https://arxiv.org/abs/2309.17453 (its "zero sink" is a sink of 0).
+    OpenAI: gpt-oss-120b & gpt-oss-20b model card (2025), https://arxiv.org/abs/2508.10925 (learnable sinks).
 
     Examples
     --------
@@ -190,6 +207,7 @@ class FlashAttention:
         mask: Array | None = None,
         kv_lengths: Array | None = None,
         alibi_slopes: Array | None = None,
+        sinks: Array | None = None,
         out: Array | None = None,
         lse: Array | None = None,
     ) -> ForwardResult:
@@ -221,6 +239,10 @@ class FlashAttention:
             Within 0..seqlen_k; on the GPU, where looking would be a synchronisation, clamped to it.
         alibi_slopes : array, optional
             (num_heads,) or (batch, num_heads), dtype of lse: ``slope * abs(i + d - j)`` is subtracted from the scores.
+        sinks : array, optional
+            (num_heads,), dtype of lse: for each query head the score of one more key, which every row sees and whose
+            value is zero. It joins the sum of exponentials and nothing else, neither scale nor mask apply to it, and
+            lse includes it. A row that sees no other key has out = 0 and lse = the sink.
         out, lse : array, optional
             Written to and returned, as ``out=`` of NumPy's functions is: shape and dtype of the result, any strides,
             no memory in common with another argument.
@@ -241,22 +263,10 @@ class FlashAttention:
         NotImplementedError
             Something the kernels do not do; the message names the limit and the remedy.
         """
-        if interop.are_cupy((q, k, v), (bias, mask, kv_lengths, alibi_slopes, out, lse)):
-            return ForwardResult(
-                *_gpu().forward(
-                    self.options,
-                    q,
-                    k,
-                    v,
-                    bias=bias,
-                    mask=mask,
-                    kv_lengths=kv_lengths,
-                    alibi_slopes=alibi_slopes,
-                    out=out,
-                    lse=lse,
-                )
-            )
-        inputs = {"q": q, "k": k, "v": v} | _terms(bias, mask, kv_lengths, alibi_slopes)
+        terms = (bias, mask, kv_lengths, alibi_slopes, sinks)
+        if interop.are_cupy((q, k, v), (*terms, out, lse)):
+            return ForwardResult(*_gpu().forward(self.options, q, k, v, **_terms(*terms), out=out, lse=lse))
+        inputs = {"q": q, "k": k, "v": v} | _terms(*terms)
         results = {"out": out, "lse": lse}
         borrowed = interop.borrow(inputs | results, required=QKV, written=results)
         if borrowed.kind == "cupy":
@@ -280,16 +290,20 @@ class FlashAttention:
         mask: Array | None = None,
         kv_lengths: Array | None = None,
         alibi_slopes: Array | None = None,
+        sinks: Array | None = None,
         dlse: Array | None = None,
+        need: Collection[str] = ALWAYS,
         dq: Array | None = None,
         dk: Array | None = None,
         dv: Array | None = None,
-    ) -> Gradients:
+        dsinks: Array | None = None,
+    ) -> Gradients | GradientsWithSinks:
         """Gradients of ``sum(dout * out) + sum(dlse * lse)`` with respect to q, k and v.
 
         Scores S are computed again from q and k, tile by tile (algorithm 4 of the first paper): ``P = exp(S - lse)``,
         ``dV = P^T dO``, ``dP = dO V^T``, ``dS = P * (dP - delta)`` with ``delta = rowsum(dO * O) - dlse``,
-        ``dQ = scale dS K``, ``dK = scale dS^T Q``. With grouped heads, dk and dv are sums over the group.
+        ``dQ = scale dS K``, ``dK = scale dS^T Q``. With grouped heads, dk and dv are sums over the group. The gradient
+        of a sink is the sum of ``-exp(sink - lse) * delta`` over all rows of its head.
 
         Parameters
         ----------
@@ -299,30 +313,35 @@ class FlashAttention:
             As `forward` took them.
         out, lse : array
             As `forward` returned them.
-        bias, mask, kv_lengths, alibi_slopes : array, optional
+        bias, mask, kv_lengths, alibi_slopes, sinks : array, optional
             As `forward` took them.
         dlse : array, optional
             Gradient with respect to lse, of its shape and dtype, if anything was computed from lse. Rows whose lse is
             -inf get nothing from it.
-        dq, dk, dv : array, optional
-            Written to and returned: shapes and dtypes of q, k and v, no memory in common with another argument.
+        need : collection of str, default ("dq", "dk", "dv")
+            Gradients that are wanted. Those three always come; "dsinks" may be added where sinks are given.
+        dq, dk, dv, dsinks : array, optional
+            Written to and returned: shapes and dtypes of q, k, v and sinks, no memory in common with another argument.
+            A dsinks to write to is needed, whatever `need` says.
 
         Returns
         -------
-        Gradients
-            ``dq``, ``dk``, ``dv``: shapes and dtypes of q, k and v. Keys that no query sees get zero.
+        Gradients or GradientsWithSinks
+            ``dq``, ``dk``, ``dv``: shapes and dtypes of q, k and v. Keys that no query sees get zero. ``dsinks``, where
+            it is needed: shape and dtype of sinks, summed in one order always.
 
         Raises
         ------
         TypeError, ValueError, NotImplementedError
             As `forward` does.
         """
-        terms = (bias, mask, kv_lengths, alibi_slopes)
+        terms = (bias, mask, kv_lengths, alibi_slopes, sinks)
+        kind: type[Gradients | GradientsWithSinks] = Gradients
         results = {"dq": dq, "dk": dk, "dv": dv}
-        if interop.are_cupy((dout, q, k, v, out, lse), (*terms, dlse, dq, dk, dv)):
-            return Gradients(
-                *_gpu().backward(self.options, dout, q, k, v, out, lse, **_terms(*terms), dlse=dlse, **results)
-            )
+        if _needs_dsinks(need, sinks, dsinks):
+            results, kind = results | {"dsinks": dsinks}, GradientsWithSinks
+        if interop.are_cupy((dout, q, k, v, out, lse), (*terms, dlse, *results.values())):
+            return kind(*_gpu().backward(self.options, dout, q, k, v, out, lse, **_terms(*terms), dlse=dlse, **results))
         required = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
         inputs = required | _terms(*terms) | {"dlse": dlse}
         borrowed = interop.borrow(inputs | results, required=required, written=results)
@@ -336,9 +355,10 @@ class FlashAttention:
                 check_array(name, arrays[name], shape, dtype)
             if dlse is not None:
                 check_array("dlse", arrays["dlse"], problem.lse_shape, problem.softmax_dtype)
-            _check_results(arrays, inputs, {f"d{x}": (arrays[x].shape, problem.dtype) for x in QKV})
+            shapes = {name: (arrays[name[1:]].shape, arrays[name[1:]].dtype.name) for name in results}
+            _check_results(arrays, inputs, shapes)
             computed = cpu.backward(problem, **arrays)
-        return Gradients(*map(borrowed.give_back, computed, results.values()))
+        return kind(*map(borrowed.give_back, computed, results.values()))
 
     def plan(
         self,
@@ -350,6 +370,7 @@ class FlashAttention:
         mask: Array | None = None,
         kv_lengths: Array | None = None,
         alibi_slopes: Array | None = None,
+        sinks: Array | None = None,
     ) -> Any:
         """What `forward` and `backward` would run on these arrays, and why; nothing is computed.
 
@@ -357,7 +378,7 @@ class FlashAttention:
         ----------
         q, k, v : array
             As `forward` takes them; only shapes, strides and dtypes matter.
-        bias, mask, kv_lengths, alibi_slopes : array, optional
+        bias, mask, kv_lengths, alibi_slopes, sinks : array, optional
             Likewise.
 
         Returns
@@ -370,7 +391,7 @@ class FlashAttention:
         TypeError, ValueError, NotImplementedError
             As `forward` does.
         """
-        inputs = {"q": q, "k": k, "v": v} | _terms(bias, mask, kv_lengths, alibi_slopes)
+        inputs = {"q": q, "k": k, "v": v} | _terms(bias, mask, kv_lengths, alibi_slopes, sinks)
         borrowed = interop.borrow(inputs, required=QKV)
         if borrowed.kind == "cupy":
             return _gpu().plan(self.options, **borrowed.arrays)
@@ -386,6 +407,7 @@ class FlashAttention:
         mask: Array | None = None,
         kv_lengths: Array | None = None,
         alibi_slopes: Array | None = None,
+        sinks: Array | None = None,
     ) -> None:
         """Have everything ready that `forward` and `backward` of such arrays need: later calls compile nothing.
 
@@ -397,7 +419,7 @@ class FlashAttention:
         ----------
         q, k, v : array
             As `forward` takes them; only shapes, strides and dtypes matter.
-        bias, mask, kv_lengths, alibi_slopes : array, optional
+        bias, mask, kv_lengths, alibi_slopes, sinks : array, optional
             Likewise.
 
         Raises
@@ -405,7 +427,7 @@ class FlashAttention:
         TypeError, ValueError, NotImplementedError
             As `forward` does.
         """
-        inputs = {"q": q, "k": k, "v": v} | _terms(bias, mask, kv_lengths, alibi_slopes)
+        inputs = {"q": q, "k": k, "v": v} | _terms(bias, mask, kv_lengths, alibi_slopes, sinks)
         borrowed = interop.borrow(inputs, required=QKV)
         if borrowed.kind == "cupy":
             _gpu().compile(self.options, **borrowed.arrays)
@@ -417,7 +439,7 @@ class FlashAttention:
         for name, x in arrays.items():
             if x is not None and not x.dtype.isnative:
                 raise type_error(name, f"dtype {x.dtype.str}", f"native byte order: {name}.astype({x.dtype.name!r})")
-        inputs = {name: arrays[name] for name in (*QKV, "bias", "mask", "kv_lengths", "alibi_slopes")}
+        inputs = {name: arrays[name] for name in (*QKV, "bias", "mask", "kv_lengths", "alibi_slopes", "sinks")}
         problem = make_problem(self.options, **inputs)
         kv_lengths = arrays["kv_lengths"]
         if kv_lengths is not None:
@@ -441,6 +463,7 @@ def attention(
     mask: ArrayT | None = None,
     kv_lengths: ArrayT | None = None,
     alibi_slopes: ArrayT | None = None,
+    sinks: ArrayT | None = None,
     out: ArrayT | None = None,
 ) -> ArrayT:
     """Exact attention, ``softmax(scale * q @ k.T) @ v`` of every head, in memory linear in the sequence length.
@@ -455,7 +478,7 @@ def attention(
         (..., num_heads_kv, seqlen_k, head_dim_v), dtype of q.
     causal, scale, window, softcap, layout :
         Options, as `FlashAttention` takes them.
-    bias, mask, kv_lengths, alibi_slopes, out : array, optional
+    bias, mask, kv_lengths, alibi_slopes, sinks, out : array, optional
         As `FlashAttention.forward` takes them.
 
     Returns
@@ -479,7 +502,7 @@ def attention(
     True
     """
     attn = FlashAttention(causal=causal, scale=scale, window=window, softcap=softcap, layout=layout)
-    result = attn.forward(q, k, v, bias=bias, mask=mask, kv_lengths=kv_lengths, alibi_slopes=alibi_slopes, out=out)
+    result = attn.forward(q, k, v, **_terms(bias, mask, kv_lengths, alibi_slopes, sinks), out=out)
     return cast(ArrayT, result.out)
 
 
@@ -491,9 +514,29 @@ def _gpu() -> ModuleType:
 
 
 def _terms(
-    bias: Array | None, mask: Array | None, kv_lengths: Array | None, alibi_slopes: Array | None
+    bias: Array | None,
+    mask: Array | None,
+    kv_lengths: Array | None,
+    alibi_slopes: Array | None,
+    sinks: Array | None,
 ) -> dict[str, Array | None]:
-    return {"bias": bias, "mask": mask, "kv_lengths": kv_lengths, "alibi_slopes": alibi_slopes}
+    return {"bias": bias, "mask": mask, "kv_lengths": kv_lengths, "alibi_slopes": alibi_slopes, "sinks": sinks}
+
+
+def _needs_dsinks(need: Collection[str], sinks: Array | None, dsinks: Array | None) -> bool:
+    """Whether the gradient of the sinks is wanted; it is if there is an array for it."""
+    if need is ALWAYS and dsinks is None:
+        return False
+    if isinstance(need, str) or not isinstance(need, Collection):
+        raise type_error("need", f"{type(need).__name__} {need!r}", "a collection of names of gradients")
+    for name in need:
+        if name not in (*ALWAYS, "dsinks"):
+            raise value_error("need", repr(name), "'dq', 'dk', 'dv' or 'dsinks'")
+    if dsinks is None and "dsinks" not in need:
+        return False
+    if sinks is None:
+        raise value_error("need" if dsinks is None else "dsinks", "dsinks without sinks", "sinks as forward took them")
+    return True
 
 
 def _out_and_lse(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -20,6 +20,8 @@ _ARRAYS = (
         ("mask", 4),
         ("alibi_slopes", 3),
         ("kv_lengths", 1),
+        ("sinks", 1),
+        ("dsinks", 1),
         ("row_stats", 0),
         ("dq_accumulator", 0),
         ("dkv_partials", 0),
@@ -31,6 +33,7 @@ _ARRAYS = (
         ("dout_pieces", 0),
     ),
 )
+_TERMS = ("bias", "mask", "alibi_slopes", "kv_lengths", "sinks")
 _INTEGERS = ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k", "diagonal", "right_offset", "left_offset")
 
 
@@ -66,10 +69,10 @@ def parameters(plan: LaunchPlan, operands: Mapping[str, Operand]) -> np.ndarray:
     """The argument for the kernels of `plan` as an array of one `PARAMS`, pointers left 0.
 
     `operands` gives the strides of everything that is not in the problem: out and lse, and for the backward pass dout,
-    dq, dk, dv, and dlse where there is one.
+    dq, dk, dv, and dlse and dsinks where there are any.
     """
     problem = plan.problem
-    inputs = {name: getattr(problem, name) for name in ("q", "k", "v", "bias", "mask", "alibi_slopes", "kv_lengths")}
+    inputs = {name: getattr(problem, name) for name in ("q", "k", "v", *_TERMS)}
     params = np.zeros(1, PARAMS)
     for name, operand in {**inputs, **operands}.items():
         if operand is not None:

@@ -133,6 +133,7 @@ class Problem:
     mask: Operand | None = None
     kv_lengths: Operand | None = None
     alibi_slopes: Operand | None = None
+    sinks: Operand | None = None
 
     @property
     def softmax_dtype(self) -> str:
@@ -186,7 +187,7 @@ class Problem:
     @property
     def forward_bytes(self) -> int:
         """Fewest bytes the forward pass moves through device memory: inputs read once, out and lse written once."""
-        inputs = [self.q, self.k, self.v, self.bias, self.mask, self.kv_lengths, self.alibi_slopes]
+        inputs = [self.q, self.k, self.v, self.bias, self.mask, self.kv_lengths, self.alibi_slopes, self.sinks]
         return sum(x.nbytes for x in inputs if x is not None) + self._out_bytes + self._lse_bytes
 
     @property
@@ -282,6 +283,7 @@ def make_problem(
     mask: Any = None,
     kv_lengths: Any = None,
     alibi_slopes: Any = None,
+    sinks: Any = None,
 ) -> Problem:
     """Validate the inputs of one call against each other.
 
@@ -332,6 +334,10 @@ def make_problem(
         if tuple(alibi_slopes.shape) not in ((num_heads,), (batch, num_heads)):
             expected = f"(num_heads,) = ({num_heads},) or (batch, num_heads) = ({batch}, {num_heads})"
             raise value_error("alibi_slopes", f"shape {tuple(alibi_slopes.shape)}", expected)
+    if sinks is not None:
+        _check_dtype("sinks", sinks, (softmax_dtype,))
+        if tuple(sinks.shape) != (num_heads,):
+            raise value_error("sinks", f"shape {tuple(sinks.shape)}", f"(num_heads,) = ({num_heads},)")
 
     diagonal = 0 if options.causal == "top_left" else seqlen_k - seqlen_q
     left, right = options.window or (None, None)
@@ -364,17 +370,18 @@ def make_problem(
         v=v4,
         bias=None if bias is None else _broadcast_operand("bias", bias, scores_shape),
         mask=None if mask is None else _broadcast_operand("mask", mask, scores_shape),
-        kv_lengths=None if kv_lengths is None else _broadcast_lengths(kv_lengths),
+        kv_lengths=None if kv_lengths is None else vector_of(kv_lengths),
         alibi_slopes=None
         if alibi_slopes is None
         else _broadcast_operand("alibi_slopes", alibi_slopes, scores_shape[:2]),
+        sinks=None if sinks is None else vector_of(sinks),
     )
 
 
-def _broadcast_lengths(kv_lengths: Any) -> Operand:
-    itemsize = kv_lengths.dtype.itemsize
-    strides = tuple(s // itemsize for s in kv_lengths.strides)
-    return Operand(shape=tuple(kv_lengths.shape), strides=strides, dtype=kv_lengths.dtype.name)
+def vector_of(array: Any) -> Operand:
+    """Shape and element stride of a 1-D array."""
+    (stride,) = array.strides
+    return Operand(shape=tuple(array.shape), strides=(stride // array.dtype.itemsize,), dtype=array.dtype.name)
 
 
 def check_array(name: str, array: Any, shape: tuple[int, ...], dtype: str) -> None:

@@ -6,9 +6,10 @@ In the letters of Dao et al. (FlashAttention, 2022, section 2 and appendix B), f
     P = softmax(S),  O = P V,  L = log sum exp S
     dV = P^T dO,  dP = dO V^T,  D = rowsum(dO o O),  dS = P o (dP - D + dL),  dQ = scale dS K,  dK = scale dS^T Q
 
-dL is the gradient with respect to L; the derivative of L by S is P. Nothing is tiled and nothing is clever; one head's
-matrices are held at a time. The same lines run in a lower precision give "the plain formula in that dtype", whose error
-is the yardstick for everybody else's (`cuflash.testing`).
+dL is the gradient with respect to L; the derivative of L by S is P. A sink z is the score of one more key, whose value
+is zero: L = log (exp z + sum exp S), P = exp(S - L), and dz = sum exp(z - L) (dL - D) over the rows of its head.
+Nothing is tiled and nothing is clever; one head's matrices are held at a time. The same lines run in a lower precision
+give "the plain formula in that dtype", whose error is the yardstick for everybody else's (`cuflash.testing`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def forward(
     mask: Array | None = None,
     kv_lengths: Array | None = None,
     alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
     dtype: DTypeLike = np.float64,
 ) -> tuple[Array, Array]:
     """Attention by the plain formula.
@@ -43,7 +45,7 @@ def forward(
     ----------
     problem : Problem
         From `cuflash.problem.make_problem` on the same arrays.
-    q, k, v, bias, mask, kv_lengths, alibi_slopes : numpy.ndarray
+    q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks : numpy.ndarray
         As `cuflash.attention` takes them. Entries of `kv_lengths` outside 0..seqlen_k are clamped.
     dtype : dtype, default float64
         Precision to compute in. float64 is the oracle. For float16 and bfloat16, products accumulate and the softmax
@@ -59,7 +61,7 @@ def forward(
     dtype, compute = np.dtype(dtype), compute_dtype(dtype)
     out = np.zeros((problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v), dtype)
     lse = np.full(problem.lse_shape, -np.inf, compute)
-    for head in each_head(problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, compute):
+    for head in each_head(problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks, compute):
         with np.errstate(all="ignore"):
             O = _round(head.P, dtype) @ head.V  # noqa: E741 (the paper's letter)
             out[head.index] = O.astype(dtype)
@@ -78,9 +80,10 @@ def backward(
     mask: Array | None = None,
     kv_lengths: Array | None = None,
     alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
     dlse: Array | None = None,
     dtype: DTypeLike = np.float64,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, ...]:
     """Gradients of ``sum(dout * out) + sum(dlse * lse)`` by the plain formula.
 
     Parameters are those of `forward`, with `dout` of shape `problem.out_shape`, and `dlse`, if there is one, of shape
@@ -92,11 +95,14 @@ def backward(
     -------
     dq, dk, dv : numpy.ndarray
         Shapes of `q`, `k` and `v`, of `dtype`. Keys that nothing sees, those past `kv_lengths` among them, get zero.
+    dsinks : numpy.ndarray
+        With `sinks` only: shape (num_heads,), dtype of lse.
     """
     dtype, compute = np.dtype(dtype), compute_dtype(dtype)
     dlse = np.zeros(problem.lse_shape) if dlse is None else dlse
     dq, dk, dv = (np.zeros(view_4d(x, problem.layout).shape, compute) for x in (q, k, v))
-    for head in each_head(problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, compute):
+    dsinks = np.zeros(problem.num_heads, compute)
+    for head in each_head(problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks, compute):
         dO = view_4d(dout, problem.layout)[head.index].astype(compute)
         dL = _replace(view_rows(dlse)[head.index].astype(compute), np.isneginf(head.L), 0)[:, None]
         with np.errstate(all="ignore"):
@@ -108,8 +114,10 @@ def backward(
             dv[head.index_kv] += P.T @ dO
             dq[head.index] += problem.scale * (dS @ head.K)
             dk[head.index_kv] += problem.scale * (dS.T @ head.Q)
+            dsinks[head.index[1]] += (head.P_sink * (dL - D)).sum()
     with np.errstate(all="ignore"):
-        return tuple(as_caller(problem, x.astype(dtype)) for x in (dq, dk, dv))  # type: ignore[return-value]
+        gradients = tuple(as_caller(problem, x.astype(dtype)) for x in (dq, dk, dv))
+    return gradients if sinks is None else (*gradients, dsinks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +130,7 @@ class Head:
     K: Array
     V: Array
     P: Array  # weights, (seqlen_q, keys); a row that sees no key is zero
+    P_sink: Array  # weight of the sink, (seqlen_q, 1); zero without one
     L: Array  # log sum exp of the scores, (seqlen_q,); -inf for such a row
     cap_slope: Array  # derivative of the scores by scale Q K^T: other than one through softcap only
 
@@ -135,6 +144,7 @@ def each_head(
     mask: Array | None,
     kv_lengths: Array | None,
     alibi_slopes: Array | None,
+    sinks: Array | None,
     compute: DTypeLike,
 ) -> Iterator[Head]:
     """Softmax weights of every head, with operands converted to the `compute` dtype."""
@@ -143,6 +153,7 @@ def each_head(
     bias = None if bias is None else np.broadcast_to(bias, scores_shape)
     mask = None if mask is None else np.broadcast_to(mask, scores_shape)
     slopes = None if alibi_slopes is None else np.broadcast_to(alibi_slopes, scores_shape[:2])
+    sinks = np.full(problem.num_heads, -np.inf) if sinks is None else sinks
     for index in np.ndindex(scores_shape[:2]):
         b, h = index
         keys = slice(0, problem.seqlen_k if kv_lengths is None else min(max(int(kv_lengths[b]), 0), problem.seqlen_k))
@@ -157,8 +168,8 @@ def each_head(
                 bias=None if bias is None else bias[index][:, keys].astype(compute),
                 mask=None if mask is None else mask[index][:, keys],
             )
-            P, L = _softmax(S)
-        yield Head(index=index, index_kv=index_kv, Q=Q, K=K, V=V, P=P, L=L, cap_slope=cap_slope)
+            P, P_sink, L = _softmax(S, sinks[h].astype(compute))
+        yield Head(index=index, index_kv=index_kv, Q=Q, K=K, V=V, P=P, P_sink=P_sink, L=L, cap_slope=cap_slope)
 
 
 def _scores(
@@ -184,14 +195,15 @@ def _scores(
     return S, cap_slope
 
 
-def _softmax(S: Array) -> tuple[Array, Array]:
-    """P and L of the rows of S; a row of nothing but -inf has P = 0 and L = -inf."""
-    m = S.max(axis=-1, keepdims=True, initial=-np.inf)
+def _softmax(S: Array, sink: Array) -> tuple[Array, Array, Array]:
+    """P, the weight of the sink and L of the rows of S; a row of nothing but -inf has P = 0 and L = -inf."""
+    m = np.maximum(S.max(axis=-1, keepdims=True, initial=-np.inf), sink)
     m = _replace(m, m == -np.inf, 0)
-    P = np.exp(S - m)
-    l = P.sum(axis=-1, keepdims=True)  # noqa: E741 (the paper's letter)
+    P, P_sink = np.exp(S - m), np.exp(sink - m)
+    l = P.sum(axis=-1, keepdims=True) + P_sink  # noqa: E741 (the paper's letter)
     L = m + np.log(l)
-    return P / _replace(l, l == 0, 1), L[:, 0]
+    l = _replace(l, l == 0, 1)  # noqa: E741
+    return P / l, P_sink / l, L[:, 0]
 
 
 def compute_dtype(dtype: DTypeLike) -> np.dtype[Any]:

@@ -33,11 +33,11 @@ from cuflash.problem import DTYPES, LAYOUTS, Options, Problem, make_problem, use
 
 Array = NDArray[Any]
 
-OPTIONAL_ARRAYS = ("bias", "mask", "kv_lengths", "alibi_slopes")
+OPTIONAL_ARRAYS = ("bias", "mask", "kv_lengths", "alibi_slopes", "sinks")
 STRIDES = ("contiguous", "padded", "transposed", "flipped")
 # What `cases` draws unless told otherwise, and what it draws only when told to.
 FEATURES = ("causal", "window", "softcap", "scale", "bias", "mask", "kv_lengths", "alibi_slopes", "gqa", "head_dim_v")
-MORE_FEATURES = ("dlse",)
+MORE_FEATURES = ("sinks", "dlse")
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -73,6 +73,8 @@ class Case:
     kv_lengths_dtype : {"int32", "int64"}
     alibi_slopes : tuple of int, optional
         Shape of the slopes: (num_heads,) or (batch, num_heads).
+    sinks : bool
+        Every head of q has a sink.
     dlse : bool
         There is a gradient with respect to lse.
     strides : {"contiguous", "padded", "transposed", "flipped"}
@@ -105,6 +107,7 @@ class Case:
     kv_lengths: tuple[int, ...] | None = None
     kv_lengths_dtype: str = "int32"
     alibi_slopes: tuple[int, ...] | None = None
+    sinks: bool = False
     dlse: bool = False
     strides: str = "contiguous"
     score_spread: float = 1.0
@@ -149,6 +152,7 @@ class Case:
             kv_lengths=None if problem.kv_lengths is None else _spread_lengths(problem.batch, problem.seqlen_k),
             kv_lengths_dtype="int32" if problem.kv_lengths is None else problem.kv_lengths.dtype,
             alibi_slopes=None if slopes is None else slopes if slopes == scores_shape[:2] else (problem.num_heads,),
+            sinks=problem.sinks is not None,
             seed=seed,
         )
 
@@ -173,7 +177,7 @@ class Case:
         return make_problem(self.options, arrays["q"], arrays["k"], arrays["v"], **optional(arrays))
 
     def arrays(self, convert: Callable[[Array], Any] = np.asarray) -> dict[str, Any]:
-        """Inputs of the case by name: q, k, v, dout; bias, mask, kv_lengths, alibi_slopes and dlse that it has.
+        """Inputs of the case by name: q, k, v, dout, and those of `OPTIONAL_ARRAYS` and dlse that it has.
 
         Parameters
         ----------
@@ -222,6 +226,8 @@ class Case:
             values["kv_lengths"] = np.array(self.kv_lengths, self.kv_lengths_dtype)
         if self.alibi_slopes is not None:
             values["alibi_slopes"] = np.abs(normal(*self.alibi_slopes)).astype(softmax_dtype) / 4
+        if self.sinks:
+            values["sinks"] = (self.score_spread * normal(self.num_heads)).astype(softmax_dtype)
         if self.dlse:
             rows = normal(self.batch, self.num_heads, self.seqlen_q)
             values["dlse"] = rows.reshape(rows.shape[4 - self.ndim :]).astype(softmax_dtype)
@@ -229,7 +235,7 @@ class Case:
 
 
 def optional(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the arrays of a case, the ones that are keyword arguments: bias, mask, kv_lengths, alibi_slopes."""
+    """Of the arrays of a case, the ones that are keyword arguments: those of `OPTIONAL_ARRAYS`."""
     return {name: arrays[name] for name in OPTIONAL_ARRAYS if name in arrays}
 
 
@@ -393,6 +399,7 @@ def cases(
         kv_lengths=tuple(draw(st.integers(0, seqlen_k)) for _ in range(batch)) if has("kv_lengths") else None,
         kv_lengths_dtype=pick(["int32", "int64"]),
         alibi_slopes=pick([(num_heads,), (batch, num_heads)]) if has("alibi_slopes") else None,
+        sinks=has("sinks"),
         dlse=has("dlse"),
         strides=pick(strides),
         score_spread=pick(score_spreads),
@@ -419,7 +426,8 @@ class Yardstick:
     ulp * scale
         One unit in the last place of the result's scale. Scale is the largest absolute value of the result, or of the
         root of the sum of squares of the terms that it is a sum of: what cancellation leaves of a gradient is no scale.
-        For lse it is at least 1.
+        For lse it is at least 1. The unit is that of the dtype of the result; of dsinks, which is made of out as it was
+        rounded, that of the inputs.
     softmax_ulp * noise
         What the order of summation, not quality, decides about a weight ``exp(S - lse)``: one unit in the last place of
         the exponential, one of lse, and one of the terms of the scores, ``scale * abs(q) @ abs(k)`` (in units of a
@@ -504,7 +512,7 @@ def measure(name: str, got: Any, yardstick: Yardstick) -> Measurement:
 
 
 def yardsticks(problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Yardstick]:
-    """The yardsticks of out and lse, and of dq, dk and dv if `dout` is among the NumPy `arrays`."""
+    """The yardsticks of out and lse, and of dq, dk, dv (and dsinks) if `dout` is among the NumPy `arrays`."""
     expected = _compute(problem, arrays, np.float64)
     if problem.dtype == "float64":
         arrays_in_single = {name: x.astype(np.float32) if x.dtype == np.float64 else x for name, x in arrays.items()}
@@ -542,7 +550,7 @@ def _compute(problem: Problem, arrays: Mapping[str, Array], dtype: Any) -> dict[
     results = {"out": out, "lse": lse}
     if "dout" in arrays:
         gradients = reference.backward(problem, arrays["dout"], *inputs, dtype=dtype, **optional_backward(arrays))
-        results |= zip(("dq", "dk", "dv"), gradients, strict=True)
+        results |= zip(_gradients_of(arrays), gradients, strict=True)
     return results
 
 
@@ -551,19 +559,20 @@ def _scales(
 ) -> tuple[dict[str, float], dict[str, Array], float]:
     """Scale of every result, where it is exactly zero, and the noise of the weights in units in the last place."""
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
-    bias, mask, kv_lengths, alibi_slopes = (arrays.get(name) for name in OPTIONAL_ARRAYS)
+    bias, mask, kv_lengths, alibi_slopes, sinks = (arrays.get(name) for name in OPTIONAL_ARRAYS)
     dout = view_4d(arrays["dout"], problem.layout) if "dout" in arrays else None
     dlse = view_rows(arrays["dlse"] if "dlse" in arrays else np.zeros(problem.lse_shape))
     out = view_4d(expected["out"], problem.layout)
     scales = {name: _max_finite(x) for name, x in expected.items()}
     sees_something = np.zeros(out.shape[:3], bool)
     is_seen = np.zeros(view_4d(k, problem.layout).shape[:3], bool)
+    dsinks2 = np.zeros(problem.num_heads)
     scores = 0.0
 
     def grow(name: str, squares: Array) -> None:
         scales[name] = max(scales[name], math.sqrt(_max_finite(squares)))
 
-    for head in reference.each_head(problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, np.float64):
+    for head in reference.each_head(problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks, np.float64):
         scores = max(scores, abs(problem.scale) * _max_finite(np.abs(head.Q) @ np.abs(head.K).T))
         visible = head.P != 0
         sees_something[head.index] = visible.any(axis=1)
@@ -579,9 +588,12 @@ def _scales(
                 grow("dq", dS2 @ head.K**2)
                 grow("dk", dS2.T @ head.Q**2)
                 grow("dv", P2.T @ dO2)
+                dsinks2[head.index[1]] += (head.P_sink**2 * (D2 + dL2)).sum()
+    if "dsinks" in expected:
+        grow("dsinks", dsinks2)
     noise = 1 + scales["lse"] + scores / min(1.0, problem.softcap or 1.0)
     scales["lse"] = max(scales["lse"], 1.0)
-    zeros = {"lse": np.zeros(expected["lse"].shape, bool)}
+    zeros = {name: np.zeros(expected[name].shape, bool) for name in ("lse", "dsinks") if name in expected}
     for name, nonzero in (("out", sees_something), ("dq", sees_something), ("dk", is_seen), ("dv", is_seen)):
         if name in expected:
             shape = (*nonzero.shape, view_4d(expected[name], problem.layout).shape[-1])
@@ -603,6 +615,10 @@ def _yardsticks_of(case: Case) -> dict[str, Yardstick]:
     return yardsticks(case.problem, case.arrays())
 
 
+def _gradients_of(arrays: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("dq", "dk", "dv", "dsinks") if "sinks" in arrays else ("dq", "dk", "dv")
+
+
 def _judge(case: Case, results: Mapping[str, Any]) -> Report:
     judges = _yardsticks_of(case)
     report = Report(measure(name, x, judges[name]) for name, x in results.items())
@@ -619,9 +635,10 @@ def assert_forward(case: Case, out: Any, lse: Any = None) -> Report:
     return _judge(case, {"out": out} if lse is None else {"out": out, "lse": lse})
 
 
-def assert_backward(case: Case, dq: Any, dk: Any, dv: Any) -> Report:
+def assert_backward(case: Case, dq: Any, dk: Any, dv: Any, dsinks: Any = None) -> Report:
     """Judge the gradients of ``sum(dout * out)``, as `assert_forward` judges the output; dlse counts."""
-    return _judge(case, {"dq": dq, "dk": dk, "dv": dv})
+    gradients = {"dq": dq, "dk": dk, "dv": dv} | ({} if dsinks is None else {"dsinks": dsinks})
+    return _judge(case, gradients)
 
 
 def check(
@@ -637,14 +654,14 @@ def check(
     ----------
     attention : callable
         Called as ``attention(q, k, v, **options)``, where options are the keyword arguments of `cuflash.attention` that
-        the case needs, by those names: causal, scale, window, softcap, layout, bias, mask, kv_lengths, alibi_slopes. An
-        implementation without options is checked on cases without `features`. Returns out, or a tuple (out, lse), as
-        arrays of any library that speaks DLPack.
+        the case needs, by those names: causal, scale, window, softcap, layout, and `OPTIONAL_ARRAYS`. An implementation
+        without options is checked on cases without `features`. Returns out, or a tuple (out, lse), as arrays of any
+        library that speaks DLPack.
     case : Case or Problem
         A problem stands for a case of its sizes and options on random arrays.
     gradients : callable, optional
         Called as ``gradients(dout, q, k, v, **options)``, with dlse among the options if the case has it; returns
-        (dq, dk, dv).
+        (dq, dk, dv), and dsinks as a fourth if the case has sinks.
     convert : callable
         Makes the arrays that `attention` takes of NumPy arrays: ``cupy.asarray``, or
         ``through_dlpack(torch.from_dlpack)``.
@@ -676,9 +693,9 @@ def check(
     results = {"out": out} if lse is None else {"out": out, "lse": lse}
     if gradients is not None:
         keywords |= optional_backward(arrays)
-        results |= dict(zip(("dq", "dk", "dv"), gradients(arrays["dout"], *inputs, **keywords), strict=True))
+        results |= zip(_gradients_of(arrays), gradients(arrays["dout"], *inputs, **keywords), strict=True)
     for name, x in results.items():
-        dtype = case.problem.softmax_dtype if name == "lse" else case.dtype
+        dtype = case.problem.softmax_dtype if name in ("lse", "dsinks") else case.dtype
         if to_numpy(x).dtype != numpy_dtype(dtype):
             raise AssertionError(f"{name} has dtype {to_numpy(x).dtype}, expected {dtype}\n{case}")
     for name, before in case.arrays().items():

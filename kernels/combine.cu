@@ -2,6 +2,7 @@
 //
 //   lse = log sum_i exp(lse_i)        O = sum_i exp(lse_i - lse) O_i
 //
+// A sink joins the sum of exponentials here, once, and has no part in O.
 // A block owns kRows rows. The threads of a row stand side by side along the columns, four to each, and beneath each other
 // for splits that are summed at once; so the order of the additions is fixed. A warp belongs to one row.
 #include "config.cuh"
@@ -19,15 +20,16 @@ static_assert(kRows == 1 || kRowThreads % 32 == 0, "whole warps for every row");
 static_assert(kRows * kRowThreads <= kNumThreads, "threads for every row");
 static_assert((kAtOnce > 1) * kRows * kRowThreads * 16 == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
 
-// log sum exp over the splits; -inf where no split saw a key. Every warp computes the same.
-CUFLASH_DEVICE float combined_lse(const Partials& partials, int row, int num_splits) {
-  float max = -ptx::infinity(), sum = 0.0f;
+// log sum exp over the splits and the sink; -inf where no split saw a key. Every warp computes the same.
+CUFLASH_DEVICE float combined_lse(const Partials& partials, int row, int num_splits, float sink) {
+  float max = sink, sum = 0.0f;
   for (int split = lane_index(); split < num_splits; split += 32) max = fmaxf(max, *partials.lse(split, row));
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) max = fmaxf(max, ptx::shuffle_xor(max, mask));
   if (max == -ptx::infinity()) max = 0.0f;
   for (int split = lane_index(); split < num_splits; split += 32)
     sum += exponential((*partials.lse(split, row) - max) * kLog2e);
+  if (kHasSinks && lane_index() == 0) sum += exponential((sink - max) * kLog2e);
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) sum += ptx::shuffle_xor(sum, mask);
   return sum == 0.0f ? -ptx::infinity() : max + ptx::log2_approx(sum) * kLn2;
@@ -48,7 +50,8 @@ CUFLASH_DEVICE void combine(const Params& params) {
 
   Float4 sum = {};
   if (owns_row) {
-    const float lse = combined_lse(partials, row, params.key_splits);
+    const float sink = kHasSinks ? sink_of(params, head) : -ptx::infinity();
+    const float lse = combined_lse(partials, row, params.key_splits, sink);
     if (thread == 0) *lse_of(params, batch, head, query) = lse;
     if (lse != -ptx::infinity() && first_split < kAtOnce) {
 #pragma unroll 8

@@ -200,6 +200,12 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared, const Sp
     multiply_o(n_block);
   }
   softmax.finish();
+  if constexpr (kHasSinks && !kSplitsKeys) {
+    softmax.add_sinks(o, [&](int, int half) {
+      const int head = work.head_kv * work.group + row[half] / common.seqlen_q;
+      return row[half] < work.rows ? sink_of(common, head) * kExponentOfE : 0.0f;
+    });
+  }
 
   const Partials partials(common, work.batch, work.head_kv);
 #pragma unroll

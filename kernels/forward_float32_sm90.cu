@@ -307,6 +307,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     for (; n_block >= tile.keys.start; --n_block) skip();
 
     softmax.finish();
+    if constexpr (kHasSinks) softmax.add_sinks(o, [&](int, int) { return sink_of(common, head) * kExponentOfE; });
     store_rows(common, batch, head, lane_row, o[0], {softmax.inverse_sum(0, 0), softmax.inverse_sum(0, 1)});
     float* g_lse = (float*)common.lse.data + batch * common.lse.batch_stride + head * common.lse.head_stride;
 #pragma unroll

@@ -142,6 +142,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
 
   // O / l, through the room of Q so that the stores to memory are wide.
   softmax.finish();
+  if constexpr (kHasSinks) softmax.add_sinks(o, [&](int, int) { return sink_of(params, head) * kExponentOfE; });
   ptx::copy_async_wait<0>();
   ptx::sync_block();
   store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(

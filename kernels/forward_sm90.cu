@@ -309,6 +309,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
 
     // O / l, rounded, to shared memory and from there by the copy engine, once it has read the output before.
     softmax.finish();
+    if constexpr (kHasSinks) softmax.add_sinks(o, [&](int, int) { return sink_of(common, head) * kExponentOfE; });
     if constexpr (!kOutTakesQ) {
       if (elected) ptx::bulk_wait_read<0>();
       sync_consumer();

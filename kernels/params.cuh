@@ -27,6 +27,10 @@ struct Params {
   Tensor alibi_slopes;   // (batch, head)
   const void* kv_lengths;
   i64 kv_lengths_stride;
+  const void* sinks;     // of Real: one number for each query head
+  i64 sinks_stride;
+  void* dsinks;
+  i64 dsinks_stride;
   // Scratch memory, of Real.
   void* row_stats;       // (batch, num_heads, stats_rows, 2): lse as an exponent, and delta - dlse
   void* dq_accumulator;  // (batch, num_heads, m blocks, block_m * padded head_dim), in fragment order
@@ -59,6 +63,11 @@ CUFLASH_DEVICE Real scale_of(const Params& params) {
 CUFLASH_DEVICE Real softcap_of(const Params& params) {
   if constexpr (kElementBytes == 8) return params.softcap_float64;
   return params.softcap;
+}
+
+// The sink of a query head: the natural logarithm of what joins the sum of exponentials of each of its rows.
+CUFLASH_DEVICE Real sink_of(const Params& params, int head) {
+  return ((const Real*)params.sinks)[head * params.sinks_stride];
 }
 
 static_assert(sizeof(Params) == CUFLASH_PARAMS_BYTES, "Params differs from its description in Python");

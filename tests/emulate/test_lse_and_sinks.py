@@ -1,4 +1,4 @@
-"""Gradients with respect to lse, in every kernel, and parts that are merged by lse."""
+"""Gradients with respect to lse, parts that are merged by lse, and sinks: in every kernel."""
 
 from dataclasses import replace
 
@@ -72,7 +72,7 @@ def test_lse_alone(kernel):
     problem, arrays = inputs_of(replace(CASE, **changes), **options)
     arrays["dout"][...] = 0
     out, lse = forward_by_oracle(problem, arrays)
-    dq, dk, dv = attention.backward(problem, arrays, out, lse, arch=DeviceSpec.for_arch(arch))
+    dq, dk, dv = attention.backward(problem, arrays, out, lse, arch=arch)
     for name, x in zip(("dq", "dk", "dv"), (dq, dk, dv), strict=True):
         measurement = ct.measure(name, x, ct.yardsticks(problem, arrays)[name])
         assert not measurement.failure, str(measurement)
@@ -97,3 +97,61 @@ def test_parts_merged_are_the_whole(dtype, arch):
         dq += attention.backward(problem, x | {"dout": dout, "dlse": dlse}, *part, arch=arch)[0]
     yardstick = ct.yardsticks(case.problem, arrays)["dq"]
     assert np.abs(dq - yardstick.expected).max() <= 3 * yardstick.tolerance  # the parts are rounded too
+
+
+# ---- sinks -----------------------------------------------------------------------------------------------------------
+
+ONE_SPLIT = replace(DeviceSpec.for_arch("9.0"), num_sms=1)
+FORWARD = {
+    "forward_sm80": ("8.0", {"dtype": "float16", "strides": "flipped"}),
+    "forward_sm80 float32": ("8.0", {"head_dim": 40}),
+    "forward_sm80 float64": ("9.0", {"dtype": "float64", "softcap": 5.0}),
+    "forward_sm90": ("9.0", {"dtype": "bfloat16"}),
+    "forward_sm90 scores": ("9.0", {"dtype": "float16", "bias": (150, 140), "layout": "bshd"}),
+    "forward_float32_sm90": ("9.0", {"num_heads_kv": 1}),
+    "decode_sm90": (ONE_SPLIT, {"dtype": "bfloat16", "seqlen_q": 3, "seqlen_k": 600, "batch": 2}),
+    "combine": ("9.0", {"dtype": "float16", "seqlen_q": 3, "seqlen_k": 700, "kv_lengths": (40,)}),
+}
+
+
+@pytest.mark.parametrize("kernel", FORWARD)
+@FEW
+@given(schedule=schedules, spread=st.sampled_from([1.0, 8.0, 30.0]), seed=st.integers(0, 2**16))
+def test_sinks(kernel, schedule, spread, seed):
+    arch, changes = FORWARD[kernel]
+    case = replace(CASE, **changes, sinks=True, score_spread=spread, seed=seed)
+    problem, arrays = inputs_of(case)
+    out = np.empty(problem.out_shape, arrays["q"].dtype)
+    plan = attention.plan_for(problem, "forward", arrays | {"out": out}, arch, None)
+    assert kernel.split()[0] + ".cu" in {kernel.source for kernel in plan.kernels}
+    assert ("decode" not in kernel) or len(plan.kernels) == 1
+    results = attention.forward(problem, arrays, arch=arch, schedule=schedule)
+    ct.assert_forward(case, *results)
+
+
+@pytest.mark.parametrize("kernel", FORWARD)
+def test_sinks_far_above_and_far_below(kernel):
+    """One that outweighs all keys, one that counts for nothing, and none at all."""
+    arch, changes = FORWARD[kernel]
+    case = replace(CASE, **changes, sinks=True)
+    problem, arrays = inputs_of(case)
+    arrays["sinks"][...] = [20.0, -300.0, -np.inf, 0.0]
+    results = attention.forward(problem, arrays, arch=arch)
+    for name, x in zip(("out", "lse"), results, strict=True):
+        measurement = ct.measure(name, x, ct.yardsticks(problem, arrays)[name])
+        assert not measurement.failure, str(measurement)
+
+
+@pytest.mark.parametrize("dlse", [False, True])
+@pytest.mark.parametrize("kernel", BACKWARD)
+@FEW
+@given(schedule=schedules, spread=st.sampled_from([1.0, 8.0]), seed=st.integers(0, 2**16))
+def test_gradients_of_sinks(kernel, dlse, schedule, spread, seed):
+    arch, changes, options = BACKWARD[kernel]
+    case = replace(CASE, **changes, sinks=True, dlse=dlse, batch=1 if changes.get("ndim") else 2)
+    case = replace(case, kv_lengths=case.kv_lengths and (100, 0), score_spread=spread, seed=seed)
+    problem, arrays = inputs_of(case, **options)
+    out, lse = forward_by_oracle(problem, arrays)
+    gradients = attention.backward(problem, arrays, out, lse, arch=arch, schedule=schedule)
+    assert len(gradients) == 4
+    ct.assert_backward(case, *gradients)

@@ -77,8 +77,8 @@ def test_every_field_lies_where_the_kernels_look_for_it():
             assert (base, ours) == (np.uint64, array)
         elif member:
             assert (base, ours) == (np.int64, f"{array}_strides")
-        elif name == "kv_lengths_stride":
-            assert (base, ours) == (np.int64, "kv_lengths_strides")
+        elif name.endswith("_stride"):
+            assert (base, ours) == (np.int64, f"{name}s")
         else:
             assert (base, ours) == (SCALARS[kind], name)
     assert not described
@@ -118,6 +118,7 @@ def filled(pass_="forward", layout="bhsd", **options):
         "mask": np.ones((2, 1, 70, 180), bool)[..., ::2],
         "kv_lengths": np.full(4, 50)[::2],
         "alibi_slopes": np.ones(4, np.float32),
+        "sinks": np.ones(12, np.float32)[::3],
     }
     problem = make_problem(Options(layout=layout, **options), *(arrays[name] for name in "qkv"), **terms)
     plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_)
@@ -139,6 +140,7 @@ def test_strides_are_those_of_the_arrays(layout):
         "mask": [70 * 180, 0, 180, 2],
         "kv_lengths": [2],
         "alibi_slopes": [0, 1, 0],
+        "sinks": [3],
     }
     for name, strides in expected.items():
         assert params[f"{name}_strides"][0].tolist() == strides, name

@@ -77,7 +77,7 @@ def test_gradients_equal_finite_differences(case):
     gradients = run(case)[2:]
     arrays = case.arrays()
     step = 1e-5
-    for name, gradient in zip("qkv", gradients, strict=True):
+    for name, gradient in zip(("q", "k", "v", "sinks"), gradients, strict=False):
         differences = np.zeros_like(gradient)
         for at in np.ndindex(gradient.shape):
             losses = []
