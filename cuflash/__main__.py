@@ -134,7 +134,7 @@ def add_problem_arguments(
     group.add_argument("--layout", choices=LAYOUTS, default="bhsd", help="default: bhsd")
     group.add_argument("--deterministic", action="store_true", help="gradients bitwise equal run after run")
     group.add_argument("--precision", choices=PRECISIONS, default="highest", help="of float32 (default: highest)")
-    for name in ("bias", "mask", "kv-lengths", "alibi-slopes"):
+    for name in ("bias", "mask", "kv-lengths", "alibi-slopes", "sinks"):
         group.add_argument(f"--{name}", action="store_true", help=f"{name.replace('-', '_')} is given")
 
 
@@ -189,6 +189,7 @@ def problems(args: argparse.Namespace) -> Iterator[Problem]:
             "mask": Shape(scores_shape, np.dtype(bool)),
             "kv_lengths": Shape((args.batch,), np.dtype(np.int32)),
             "alibi_slopes": Shape((args.num_heads,), softmax_dtype),
+            "sinks": Shape((args.num_heads,), softmax_dtype),
         }
         yield make_problem(options, q, k, v, **{name: x for name, x in terms.items() if getattr(args, name)})
 
@@ -590,9 +591,9 @@ def check(args: argparse.Namespace) -> int:
             return tuple(attn.forward(q, k, v, **testing.optional(keywords)))
 
         def gradients(dout: Any, q: Any, k: Any, v: Any, attn: FlashAttention = attn, **keywords: Any) -> Any:
-            terms = testing.optional(keywords)
-            out, lse = attn.forward(q, k, v, **terms)
-            return attn.backward(dout, q, k, v, out, lse, **terms)
+            out, lse = attn.forward(q, k, v, **testing.optional(keywords))
+            need = ("dq", "dk", "dv", *(("dsinks",) if "sinks" in keywords else ()))
+            return attn.backward(dout, q, k, v, out, lse, **testing.optional_backward(keywords), need=need)
 
         try:
             report = testing.check(forward, case, gradients=gradients, convert=xp.asarray)
@@ -629,6 +630,8 @@ def self_test_cases(make_case: Callable[..., Any], seed: int) -> Iterator[tuple[
         "bias": {"bias": (1, 6, 113, 203), "bias_holes": True},
         "mask": {"mask": (2, 1, 113, 203)},
         "kv_lengths": {"kv_lengths": (0, 150)},
+        "sinks": {"sinks": True},
+        "dlse": {"dlse": True},
         "head_dim 40, head_dim_v 72": {"head_dim": 40, "head_dim_v": 72},
         "layout bshd": {"layout": "bshd"},
         "strides": {"strides": "transposed"},
@@ -641,6 +644,8 @@ def self_test_cases(make_case: Callable[..., Any], seed: int) -> Iterator[tuple[
             "bias": (203,),
             "mask": (113, 203),
             "kv_lengths": (7, 203),
+            "sinks": True,
+            "dlse": True,
         },
     }
     sizes = {"batch": 2, "num_heads": 6, "num_heads_kv": 2, "seqlen_q": 113, "seqlen_k": 203, "head_dim": 64}

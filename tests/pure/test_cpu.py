@@ -49,6 +49,19 @@ def test_every_option_and_shape(dtype):
     every_case()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("sink", [-np.inf, -200.0, -30.0, 0.0, 30.0, 70.0])
+def test_sinks_of_any_size(sink, dtype):
+    """Beside small scores, in rows that see keys and in rows that see none."""
+    case = ct.Case(num_heads=2, seqlen_q=150, seqlen_k=70, head_dim=8, causal=True, dtype=dtype, sinks=True, dlse=True)
+    sinks = np.array([sink, 0], case.arrays()["sinks"].dtype)
+    results = run(case, sinks=sinks)
+    yardsticks = ct.yardsticks(case.problem, case.arrays() | {"sinks": sinks})
+    for name, x in results.items():
+        measurement = ct.measure(name, x, yardsticks[name])
+        assert not measurement.failure, str(measurement)
+
+
 @settings(max_examples=60)
 @given(ct.cases(dtypes=["float32"], max_seqlen=1200, max_scores=2**19, max_head_dim=8))
 def test_longer_sequences(case):

@@ -127,7 +127,7 @@ def test_every_option_is_in_the_table_and_in_the_interface():
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY
     }
-    assert {row[0] for row in table("option")} == parameters - {"out", "lse", "dq", "dk", "dv"}
+    assert {row[0] for row in table("option")} == parameters - {"out", "lse", "dq", "dk", "dv", "dsinks", "need"}
 
 
 def pictures():
