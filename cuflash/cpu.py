@@ -804,6 +804,6 @@ def _write_sink_gradients(sinks: Array, dout: Array, out: Array, lse: Array, dls
         dsinks[head] = 0
         for batch in range(len(lse)):
             dO, O, L = (x[batch, head].astype(dsinks.dtype) for x in (dout, out, lse))  # noqa: E741
-            seen = ~np.isneginf(L)
-            dL_minus_D = (0 if dlse is None else dlse[batch, head]) - np.einsum("...d,...d->...", dO, O)
-            dsinks[head] += np.sum(np.exp(sinks[head] - L) * dL_minus_D, where=seen)
+            with np.errstate(all="ignore"):
+                dL_minus_D = (0 if dlse is None else dlse[batch, head]) - np.einsum("...d,...d->...", dO, O)
+                dsinks[head] += np.sum(np.exp(sinks[head] - L) * dL_minus_D, where=~np.isneginf(L))
