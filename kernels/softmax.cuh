@@ -92,11 +92,9 @@ struct OnlineSoftmax {
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const Real exponent = sink(m, half), old = offset[m][half];
-        offset[m][half] = max_of(old, exponent);
-        factor[m][half] = old == -ptx::infinity() ? 0 : exponential(old - offset[m][half]);
-        const Real weight = exponent == -ptx::infinity() ? 0 : exponential(exponent - offset[m][half]);
-        row_sum[m][half] = row_sum[m][half] * factor[m][half] + weight;
+        const Real exponent = sink(m, half);
+        factor[m][half] = raise_offset(m, half, exponent);
+        if (exponent != -ptx::infinity()) row_sum[m][half] += exponential(exponent - offset[m][half]);
       }
     rescale(out, factor);
   }
@@ -137,12 +135,18 @@ struct OnlineSoftmax {
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const Real old = offset[m][half];
-        offset[m][half] = max_of(old, tile_max[m][half]);
-        const Real factor = old == -ptx::infinity() ? 0 : exponential(old - offset[m][half]);
-        row_sum[m][half] *= factor;
+        const Real factor = raise_offset(m, half, tile_max[m][half]);
         rescale_row(m, half, factor);
       }
     return true;
+  }
+
+  // Lets the offset of a row follow an exponent. What was summed before takes the factor that it returns.
+  CUFLASH_DEVICE Real raise_offset(int m, int half, Real exponent) {
+    const Real old = offset[m][half];
+    offset[m][half] = max_of(old, exponent);
+    const Real factor = old == -ptx::infinity() ? 0 : exponential(old - offset[m][half]);
+    row_sum[m][half] *= factor;
+    return factor;
   }
 };

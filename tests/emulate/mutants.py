@@ -200,6 +200,7 @@ _TERMS = replace(
 )
 _FAR = replace(_TERMS, seqlen_q=33, seqlen_k=18, batch=2, num_heads_kv=2, bias=(2, 2, 33, 18), mask=(2, 2, 33, 18))
 _FLOAT32 = replace(_TERMS, dtype="float32", softcap=20.0)
+_SINKS = replace(_LENGTHS, kv_lengths=(2, 0, 77), sinks=True, dlse=True, score_spread=4.0)
 _PIECES = replace(_GROUPED, dtype="float32", seqlen_k=300)
 _FLOAT64 = replace(
     _FLOAT32, dtype="float64", head_dim_v=40, num_heads=1, bias=(70, 77), mask=(70, 77), alibi_slopes=(1,)
@@ -259,6 +260,14 @@ TRIALS = {
     "decode whole": Trial(case=replace(_DECODE, causal=True), tiles=_DECODE_TILES, num_sms=1),
     "decode narrow": Trial(case=replace(_DECODE, head_dim_v=24), tiles=_DECODE_TILES),
     "decode lengths": Trial(case=replace(_DECODE, kv_lengths=(230, 0)), tiles=_DECODE_TILES),
+    # Sinks, some of them above the scores of their rows.
+    "forward sinks": Trial(case=_SINKS, tiles=_forward()),
+    "sm90 sinks": Trial(case=_SINKS, tiles=_sm90(), num_sms=1),
+    "float32 sm90 sinks": Trial(case=replace(_SINKS, dtype="float32"), tiles=_float32_sm90(), num_sms=1),
+    "decode sinks": Trial(case=replace(_DECODE, sinks=True), tiles=_DECODE_TILES),
+    "decode whole sinks": Trial(case=replace(_DECODE, sinks=True), tiles=_DECODE_TILES, num_sms=1),
+    "backward sinks": Trial(case=replace(_SINKS, strides="flipped"), tiles=_backward()),
+    "backward sm90 sinks": Trial(case=_SINKS, tiles=(_BACKWARD_SM90, None)),
     "backward": Trial(case=replace(_GROUPED, num_heads=2), tiles=_backward()),
     "backward window": Trial(case=_WINDOW, tiles=_backward()),
     "backward shared": Trial(case=_GROUPED, tiles=_backward(num_warps=8, warps_d=2, block_m=64), num_sms=1),
@@ -362,7 +371,7 @@ _WAIT = "      ptx::copy_async_wait<0>();\n"
 _SYNC = "      ptx::sync_block();\n"
 _COMMIT = "      ptx::copy_async_commit();\n"
 
-F, F90, F32, PIECES, D90, COMBINE, B90, B32, WALK, TILES90, B, DQ, DELTA, CONVERT, REDUCE = (
+F, F90, F32, PIECES, D90, COMBINE, B90, B32, WALK, TILES90, B, DQ, DELTA, SINKS, CONVERT, REDUCE = (
     "forward_sm80.cu",
     "forward_sm90.cu",
     "forward_float32_sm90.cu",
@@ -376,6 +385,7 @@ F, F90, F32, PIECES, D90, COMBINE, B90, B32, WALK, TILES90, B, DQ, DELTA, CONVER
     "backward_sm80.cu",
     "backward_dq_sm80.cu",
     "backward_delta.cu",
+    "backward_sinks.cu",
     "backward_convert.cu",
     "backward_reduce.cu",
 )
@@ -453,7 +463,7 @@ MUTANTS = (
     _mutant("short tiles start first", F, "params.num_heads, kHasRightBound);", "params.num_heads, false);",
             "forward window", escapes="the order of blocks is a matter of speed alone"),
     # ---- Online softmax
-    _mutant("sums are not rescaled", "softmax.cuh", "        row_sum[m][half] *= factor;\n", "", "forward spread"),
+    _mutant("sums are not rescaled", "softmax.cuh", "    row_sum[m][half] *= factor;\n", "", "forward spread"),
     _mutant("half of O is not rescaled", "softmax.cuh", ", out[m][n][2 * half + 1] *= factor;", ";", "forward spread"),
     _mutant("the maximum misses two lanes", "softmax.cuh", "        max = max_of(max, ptx::shuffle_xor(max, 2));\n", "",
             "forward spread"),
@@ -471,7 +481,7 @@ MUTANTS = (
     _mutant("the sum misses two lanes", "softmax.cuh",
             "        row_sum[m][half] += ptx::shuffle_xor(row_sum[m][half], 2);\n", "", "forward"),
     _mutant("weights outgrow float16", "softmax.cuh", "0.0f : 8.0f;", "0.0f : 40.0f;", "forward spread"),
-    _mutant("the offset falls", "softmax.cuh", "offset[m][half] = max_of(old, tile_max[m][half]);",
+    _mutant("the offset falls", "softmax.cuh", "offset[m][half] = max_of(old, exponent);",
             "offset[m][half] = tile_max[m][half];", "forward window spread"),
     _mutant("a row grows for itself alone", "softmax.cuh", "if (!ptx::any_lane(grows))", "if (!grows)",
             "forward spread", escapes="the lanes of a row agree: the vote only keeps the warp together"),
@@ -590,7 +600,7 @@ MUTANTS = (
             "forward"),
     _mutant("warps share columns", "mma.cuh", "16 * (warp + n / 2 * warps)", "16 * (warp + n / 2)", "backward shared"),
     # ---- Statistics of rows
-    _mutant("rows without keys have weights", DELTA, "if (value != -ptx::infinity()) exponent_lse", "exponent_lse",
+    _mutant("rows without keys have weights", DELTA, "if (value != -ptx::infinity()) {", "{",
             "backward terms"),
     _mutant("lse of the backward pass in natural units", DELTA, "exponent_lse = value * kExponentOfE;",
             "exponent_lse = value;",
@@ -1144,6 +1154,42 @@ MUTANTS = (
             "backward pieces"),
     _mutant("rows of pieces' dK taken for pairs", REDUCE, "kPlainFragments ? Order::kPlain : Order::kPairedColumns",
             "Order::kPairedColumns", "backward pieces split"),
+    # ---- Sinks, and the gradient of lse
+    _mutant("the sink is forgotten", F, "if constexpr (kHasSinks) softmax.add_sinks", "if (false) softmax.add_sinks",
+            "forward sinks"),
+    _mutant("the sink in natural units", F, "sink_of(params, head) * kExponentOfE", "sink_of(params, head)",
+            "forward sinks"),
+    _mutant("the sink is forgotten", F90, "if constexpr (kHasSinks) softmax.add_sinks", "if (false) softmax.add_sinks",
+            "sm90 sinks"),
+    _mutant("the sink of the first head", F90, "sink_of(common, head)", "sink_of(common, 0)", "sm90 sinks"),
+    _mutant("the sink of a key/value head", F32, "sink_of(common, head)", "sink_of(common, tile.head_kv)",
+            "float32 sm90 sinks"),
+    _mutant("every split adds the sink", D90, "kHasSinks && !kSplitsKeys", "kHasSinks", "decode sinks"),
+    _mutant("one sink for all heads of a group", D90, "work.group + row[half] / common.seqlen_q;", "work.group;",
+            "decode whole sinks"),
+    _mutant("sinks of rows that stand for no query", D90, "row[half] < work.rows ? sink_of", "true ? sink_of",
+            "decode whole sinks"),
+    _mutant("every lane adds the sink", COMBINE, "if (kHasSinks && lane_index() == 0) sum", "if (kHasSinks) sum",
+            "decode sinks"),
+    _mutant("the sink of a key/value head", COMBINE, "sink_of(params, head)", "sink_of(params, head / group)",
+            "decode sinks"),
+    _mutant("O does not follow the sink", "softmax.cuh", "    rescale(out, factor);\n", "", "forward sinks"),
+    _mutant("the offset does not follow the sink", "softmax.cuh", "raise_offset(m, half, exponent);", "1;",
+            "forward sinks"),
+    _mutant("the sink relative to zero", "softmax.cuh", "exponential(exponent - offset[m][half]);",
+            "exponential(exponent);", "forward sinks"),
+    _mutant("the gradient of lse is forgotten", DELTA, "= delta - row_dlse;", "= delta;", "backward sinks"),
+    _mutant("the gradient of lse without its stride", DELTA, "dlse[row * params.dlse.row_stride]", "dlse[row]",
+            "backward sinks"),
+    _mutant("the gradient of a sink has the other sign", SINKS, "sum -= exponential", "sum += exponential",
+            "backward sinks"),
+    _mutant("rows of the first batch entry alone", SINKS, "(i64)params.batch * params.seqlen_q", "params.seqlen_q",
+            "backward sinks"),
+    _mutant("pairs of statistics taken for single ones", SINKS, "(kPairsStats ? row / 2 * 4 + row % 2 : row * 2)",
+            "row * 2", "backward sm90 sinks"),
+    _mutant("half of the lanes of a warp", SINKS, "int mask = 16;", "int mask = 8;", "backward sinks"),
+    _mutant("the first warp alone", SINKS, "int warp = 1;", "int warp = kNumWarps;", "backward sinks"),
+    _mutant("no barrier before the sums of warps are read", SINKS, "  ptx::sync_block();\n", "", "backward sinks"),
     # ---- Wide elements
     _mutant("pairs of A in the order of the manual", "fragments.cuh",
             "word[i][j] = row[k * (kStep / 8) + i][j / 2 + j % 2 * 2];",
