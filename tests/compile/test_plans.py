@@ -181,8 +181,8 @@ VARIANTS = {
     "groups": {"dtype": "float16", "num_heads": 2, "num_heads_kv": 1, "causal": True},
     "turns": {"dtype": "bfloat16", "causal": True},
     "narrow": {"dtype": "bfloat16", "causal": True, "strides": "padded"},
-    "whole": {"dtype": "bfloat16", "window": (9, 20), "scale": -1.0},
-    "bounds": {"dtype": "float16", "window": (9, None), "kv_lengths": (60,)},
+    "whole": {"dtype": "bfloat16", "window": (9, 20), "scale": -1.0, "sinks": True},
+    "bounds": {"dtype": "float16", "window": (9, None), "kv_lengths": (60,), "sinks": True},
     "options": {
         "dtype": "float16",
         "causal": True,
@@ -193,6 +193,7 @@ VARIANTS = {
         "kv_lengths": (60,),
         "kv_lengths_dtype": "int64",
         "alibi_slopes": (1,),
+        "sinks": True,
     },
 }
 

@@ -482,7 +482,7 @@ MUTANTS = (
             "        row_sum[m][half] += ptx::shuffle_xor(row_sum[m][half], 2);\n", "", "forward"),
     _mutant("weights outgrow float16", "softmax.cuh", "0.0f : 8.0f;", "0.0f : 40.0f;", "forward spread"),
     _mutant("the offset falls", "softmax.cuh", "offset[m][half] = max_of(old, exponent);",
-            "offset[m][half] = tile_max[m][half];", "forward window spread"),
+            "offset[m][half] = exponent;", "forward window spread"),
     _mutant("a row grows for itself alone", "softmax.cuh", "if (!ptx::any_lane(grows))", "if (!grows)",
             "forward spread", escapes="the lanes of a row agree: the vote only keeps the warp together"),
     # ---- Masks
