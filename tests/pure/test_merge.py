@@ -157,6 +157,15 @@ def test_one_part_is_itself():
     np.testing.assert_array_equal(dlse, arrays["dlse"])
 
 
+def test_a_sink_goes_with_one_part():
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 20, 8))
+    sinks, attn = np.array([0.5, -1.0]), cuflash.FlashAttention()
+    whole = attn.forward(q, k, v, sinks=sinks)
+    first, second = attn.forward(q, k[:, :7], v[:, :7], sinks=sinks), attn.forward(q, k[:, 7:], v[:, 7:])
+    for got, expected in zip(cuflash.merge(*zip(first, second, strict=True)), whole, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-14)
+
+
 def test_large_scores_do_not_overflow():
     outs, lses = [np.full((1, 2), x, np.float32) for x in (1, 2)], [np.float32([x]) for x in (1e4, 1e4 + 1)]
     out, lse = cuflash.merge(outs, lses)

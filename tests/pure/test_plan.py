@@ -758,3 +758,28 @@ def test_rows_are_of_their_types():
     }
     for name, tiles in TABLES.items():
         assert all(type(tile) is kinds[name] for tile in tiles)
+
+
+@pytest.mark.parametrize("arch", ["8.0", "9.0"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_sinks(dtype, arch):
+    """Another specialisation of the forward pass; one kernel more in the backward pass, if it is wanted."""
+    device, plain = DeviceSpec.for_arch(arch), problem_of(dtype=dtype)
+    sinks = Operand(shape=(plain.num_heads,), strides=(1,), dtype=plain.softmax_dtype)
+    problem = replace(plain, sinks=sinks)
+    forward, expected = (choose_plan(p, device).kernels for p in (problem, plain))
+    assert [kernel.source for kernel in forward] == [kernel.source for kernel in expected]
+    for kernel, other in zip(forward, expected, strict=True):
+        differing = dict(set(kernel.defines) - set(other.defines))
+        assert differing.pop("CUFLASH_HAS_SINKS") == 1
+        assert differing.pop("CUFLASH_KERNEL_NAME") == kernel.name == f"{other.name}_sinks"
+        assert not differing
+    expected = choose_plan(plain, device, "backward")
+    assert choose_plan(problem, device, "backward", operands={}).kernels == expected.kernels
+    for operands in (None, {"dsinks": sinks}):
+        backward = choose_plan(problem, device, "backward", operands=operands)
+        sinks_kernel = backward.kernels[1]
+        assert (sinks_kernel.source, sinks_kernel.grid) == ("backward_sinks.cu", plain.num_heads)
+        assert (backward.kernels[0], *backward.kernels[2:]) == expected.kernels
+        assert backward.scratch == expected.scratch
+        assert "sinks" in backward.describe()
