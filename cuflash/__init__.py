@@ -6,8 +6,9 @@
 (8, 1000, 64)
 """
 
+from cuflash.dropout import dropout_mask
 from cuflash.flash_attention import FlashAttention, ForwardResult, Gradients, attention
 
 __version__ = "0.1.0"
 
-__all__ = ["FlashAttention", "ForwardResult", "Gradients", "attention"]
+__all__ = ["FlashAttention", "ForwardResult", "Gradients", "attention", "dropout_mask"]

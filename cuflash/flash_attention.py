@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from cuflash import cpu, interop
-from cuflash.problem import Options, Problem, check_array, make_problem, type_error, value_error
+from cuflash.problem import Options, Problem, check_array, check_random, make_problem, type_error, value_error
 
 Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one kind per call
 ArrayT = TypeVar("ArrayT")
@@ -112,6 +112,9 @@ class FlashAttention:
         of the sum of the absolute values of its terms. On compute capability 9.0, where `plan` says that arrays are
         split into two pieces of bfloat16, which are 16 bits, both bounds are 2 ** -14; elsewhere factors are rounded to
         TF32. On the CPU "tf32" is computed as "highest" is.
+    dropout : float, default 0.0
+        Probability that a weight is dropped, from 0 up to, but not, 1; rounded to a multiple of 1 / 65536. `forward` and
+        `backward` then take the `seed` and the `offset` that say which: `cuflash.dropout_mask` has them all.
 
     Attributes
     ----------
@@ -135,6 +138,10 @@ class FlashAttention:
 
     A query that sees no key has out = 0, lse = -inf and no part in any gradient. Of any other, NaN and infinities in
     what it sees reach the output as in the formula.
+
+    With dropout, the weights of `out` are divided by ``1 - dropout`` where they are kept and zero elsewhere; `lse` is that
+    of the weights before. Which ones are kept depends on seed, offset and the place (batch entry, head, i, j) only: it is
+    the same on every device, and on the CPU. The random numbers are those of Philox-4x32-10, with the seed as the key.
 
     Instances hold no arrays, are cheap to make, and may be shared between threads.
 
@@ -166,6 +173,7 @@ class FlashAttention:
         layout: Literal["bhsd", "bshd"] = "bhsd",
         deterministic: bool = False,
         precision: Literal["highest", "tf32"] = "highest",
+        dropout: float = 0.0,
     ) -> None:
         self.options = Options(
             causal=causal,
@@ -175,6 +183,7 @@ class FlashAttention:
             layout=layout,
             deterministic=deterministic,
             precision=precision,
+            dropout=dropout,
         )
 
     def __repr__(self) -> str:
@@ -190,6 +199,8 @@ class FlashAttention:
         mask: Array | None = None,
         kv_lengths: Array | None = None,
         alibi_slopes: Array | None = None,
+        seed: int | None = None,
+        offset: int | None = None,
         out: Array | None = None,
         lse: Array | None = None,
     ) -> ForwardResult:
@@ -221,6 +232,10 @@ class FlashAttention:
             Within 0..seqlen_k; on the GPU, where looking would be a synchronisation, clamped to it.
         alibi_slopes : array, optional
             (num_heads,) or (batch, num_heads), dtype of lse: ``slope * abs(i + d - j)`` is subtracted from the scores.
+        seed, offset : int, optional
+            Which weights dropout drops: needed with it, without effect elsewhere. 0 to ``2 ** 64 - 1`` and
+            ``2 ** 32 - 1``. Calls that differ in either drop others, say with the number of a layer as seed and that of
+            a step as offset. A CUDA graph keeps those that it was captured with.
         out, lse : array, optional
             Written to and returned, as ``out=`` of NumPy's functions is: shape and dtype of the result, any strides,
             no memory in common with another argument.
@@ -241,6 +256,7 @@ class FlashAttention:
         NotImplementedError
             Something the kernels do not do; the message names the limit and the remedy.
         """
+        seed, offset = self._random(seed, offset)
         if interop.are_cupy((q, k, v), (bias, mask, kv_lengths, alibi_slopes, out, lse)):
             return ForwardResult(
                 *_gpu().forward(
@@ -252,6 +268,8 @@ class FlashAttention:
                     mask=mask,
                     kv_lengths=kv_lengths,
                     alibi_slopes=alibi_slopes,
+                    seed=seed,
+                    offset=offset,
                     out=out,
                     lse=lse,
                 )
@@ -260,11 +278,11 @@ class FlashAttention:
         results = {"out": out, "lse": lse}
         borrowed = interop.borrow(inputs | results, required=QKV, written=results)
         if borrowed.kind == "cupy":
-            computed = _gpu().forward(self.options, **borrowed.arrays)
+            computed = _gpu().forward(self.options, **borrowed.arrays, seed=seed, offset=offset)
         else:
             problem = self._checked_problem(borrowed.arrays)
             _check_results(borrowed.arrays, inputs, _out_and_lse(problem))
-            computed = cpu.forward(problem, **borrowed.arrays)
+            computed = cpu.forward(problem, **borrowed.arrays, seed=seed, offset=offset)
         return ForwardResult(*map(borrowed.give_back, computed, results.values()))
 
     def backward(
@@ -280,6 +298,8 @@ class FlashAttention:
         mask: Array | None = None,
         kv_lengths: Array | None = None,
         alibi_slopes: Array | None = None,
+        seed: int | None = None,
+        offset: int | None = None,
         dq: Array | None = None,
         dk: Array | None = None,
         dv: Array | None = None,
@@ -288,7 +308,8 @@ class FlashAttention:
 
         Scores S are computed again from q and k, tile by tile (algorithm 4 of the first paper): ``P = exp(S - lse)``,
         ``dV = P^T dO``, ``dP = dO V^T``, ``dS = P * (dP - delta)`` with ``delta = rowsum(dO * O)``,
-        ``dQ = scale dS K``, ``dK = scale dS^T Q``. With grouped heads, dk and dv are sums over the group.
+        ``dQ = scale dS K``, ``dK = scale dS^T Q``. With grouped heads, dk and dv are sums over the group. Dropout acts on P
+        where it makes dV, and on dP.
 
         Parameters
         ----------
@@ -299,6 +320,8 @@ class FlashAttention:
         out, lse : array
             As `forward` returned them.
         bias, mask, kv_lengths, alibi_slopes : array, optional
+            As `forward` took them.
+        seed, offset : int, optional
             As `forward` took them.
         dq, dk, dv : array, optional
             Written to and returned: shapes and dtypes of q, k and v, no memory in common with another argument.
@@ -313,16 +336,31 @@ class FlashAttention:
         TypeError, ValueError, NotImplementedError
             As `forward` does.
         """
+        seed, offset = self._random(seed, offset)
         terms = (bias, mask, kv_lengths, alibi_slopes)
         if interop.are_cupy((dout, q, k, v, out, lse), (*terms, dq, dk, dv)):
             return Gradients(
-                *_gpu().backward(self.options, dout, q, k, v, out, lse, **_terms(*terms), dq=dq, dk=dk, dv=dv)
+                *_gpu().backward(
+                    self.options,
+                    dout,
+                    q,
+                    k,
+                    v,
+                    out,
+                    lse,
+                    **_terms(*terms),
+                    seed=seed,
+                    offset=offset,
+                    dq=dq,
+                    dk=dk,
+                    dv=dv,
+                )
             )
         required = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
         inputs, results = required | _terms(*terms), {"dq": dq, "dk": dk, "dv": dv}
         borrowed = interop.borrow(inputs | results, required=required, written=results)
         if borrowed.kind == "cupy":
-            computed = _gpu().backward(self.options, **borrowed.arrays)
+            computed = _gpu().backward(self.options, **borrowed.arrays, seed=seed, offset=offset)
         else:
             arrays = borrowed.arrays
             problem = self._checked_problem(arrays)
@@ -330,7 +368,7 @@ class FlashAttention:
             for name, (shape, dtype) in _out_and_lse(problem).items():
                 check_array(name, arrays[name], shape, dtype)
             _check_results(arrays, inputs, {f"d{x}": (arrays[x].shape, problem.dtype) for x in QKV})
-            computed = cpu.backward(problem, **arrays)
+            computed = cpu.backward(problem, **arrays, seed=seed, offset=offset)
         return Gradients(*map(borrowed.give_back, computed, results.values()))
 
     def plan(
@@ -404,6 +442,12 @@ class FlashAttention:
             _gpu().compile(self.options, **borrowed.arrays)
         else:
             self._checked_problem(borrowed.arrays)
+
+    def _random(self, seed: int | None, offset: int | None) -> tuple[int, int]:
+        """Seed and offset of a call, checked; zeros where nothing is random and nobody gave them."""
+        if not self.options.dropout:
+            seed, offset = (0 if x is None else x for x in (seed, offset))
+        return check_random(seed, offset)
 
     def _checked_problem(self, arrays: dict[str, Any]) -> Problem:
         """The problem of a call on NumPy arrays; what only host arrays can get wrong is checked too."""
