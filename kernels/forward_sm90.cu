@@ -21,6 +21,7 @@
 // looking for their maxima first: an offset that has become too small shows in a sum that is too large, and only then the
 // tile is done again, maxima first (kLazyMaximum). Sums relative to one offset are exact, whatever the offset is.
 #include "config.cuh"
+#include "dropout.cuh"
 #include "mask.cuh"
 #include "mma.cuh"
 #include "params.cuh"
@@ -138,6 +139,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     const int head = tile.work.head, batch = tile.work.batch;
     const Score score(common, batch, head, tile.key_stop);
     const Mask mask(common, batch, head, tile.key_stop);
+    const Dropout dropout(common, batch, head);
     const float scale_log2 = score.exponent_scale();
     const int lane_row = tile.first_row + consumer * 64 + warp_row + fragment_row();
 
@@ -226,6 +228,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       release_by_warp(shared.k_ring.empty(key));
       softmax.row_sum[0][0] += sum[0][0];
       softmax.row_sum[0][1] += sum[0][1];
+      if constexpr (kHasDropout) dropout.drop(s[0], lane_row, n_block * kBlockN + fragment_column());
       return grows;
     };
     const auto to_weights = [&]() {
@@ -314,7 +317,9 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       sync_consumer();
       release(shared.q_empty);
     }
-    store_fragments_chunked<kBlockM>(s_out, warp_row, o[0], softmax.inverse_sum(0, 0), softmax.inverse_sum(0, 1));
+    const float kept_scale = kept_scale_of(common);
+    store_fragments_chunked<kBlockM>(s_out, warp_row, o[0], softmax.inverse_sum(0, 0) * kept_scale,
+                                     softmax.inverse_sum(0, 1) * kept_scale);
     ptx::fence_async_proxy();
     sync_consumer();
     if (elected) {

@@ -72,10 +72,13 @@ def run(
     fill: int = 0xFF,
     sanitizer: str | None = None,
     kernels: Path = emulator.KERNELS,
+    seed: int = 0,
+    offset: int = 0,
 ) -> list[emulator.Statistics]:
     """Run the kernels of `plan` on `arrays` by name; results are written in place.
 
-    `fill` is the byte that scratch memory is full of, `kernels` the folder that the sources are taken from.
+    `fill` is the byte that scratch memory is full of, `kernels` the folder that the sources are taken from, `seed` and
+    `offset` say what dropout drops.
     """
     problem = plan.problem
     operands: dict[str, Operand] = {
@@ -83,7 +86,7 @@ def run(
         for name, array in arrays.items()
         if name in ("out", "lse", "dout", "dq", "dk", "dv")
     }
-    params = parameters(plan, operands)
+    params = parameters(plan, operands, seed, offset)
     words = params.view(np.uint64)
     scratch = {
         name: emulator.guarded_array((elements,), problem.softmax_dtype, fill) for name, elements in plan.scratch
@@ -206,7 +209,7 @@ def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tupl
         The byte that results and scratch memory are full of before the launch; 0xFF is NaN.
     statistics : list, optional
         Gets those of each launch.
-    sanitizer, kernels
+    sanitizer, kernels, seed, offset
         As `run`.
     """
     inputs = {name: array for name, array in arrays.items() if name not in ("dout", "out", "lse")}

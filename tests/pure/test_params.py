@@ -10,7 +10,7 @@ from cuflash.params import PARAMS, POINTER_WORD, parameters
 from cuflash.plan import CAUSAL_HEAD_SECTION, PARAMS_BYTES, DeviceSpec, choose_plan
 from cuflash.problem import Options, layout_of, make_problem, rows_of
 
-SCALARS = {"i32": np.int32, "i64": np.int64, "float": np.float32, "double": np.float64}
+SCALARS = {"i32": np.int32, "u32": np.uint32, "i64": np.int64, "float": np.float32, "double": np.float64}
 
 
 def structs_of(text):
