@@ -58,7 +58,7 @@ struct Dropout {
     const KeptWeights<false> made = of(query + odd, key);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const u32 own = made.word[odd ? 2 + i : i], given = made.word[odd ? i : 2 + i];
+      const u32 own = odd ? made.word[2 + i] : made.word[i], given = odd ? made.word[i] : made.word[2 + i];
       const u32 got = ptx::bits_of(ptx::shuffle_xor(ptx::float_of(given), 4));
       kept.word[i] = odd ? got : own;
       kept.word[2 + i] = odd ? own : got;
