@@ -397,8 +397,6 @@ def _why_not_pieces(draft: _Draft, table: tuple) -> str | None:
     largest = max(row.max_dim for row in table)
     if max(problem.head_dim, problem.head_dim_v) > largest:
         return f"it serves head dimensions up to {largest}"
-    if problem.dropout:
-        return "it knows no dropout"
     rows = problem.num_heads * problem.seqlen_q + 2 * problem.num_heads_kv * problem.seqlen_k
     keys = problem.seqlen_k
     if problem.window_left is not None and problem.window_right is not None:

@@ -404,10 +404,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
         if constexpr (!makes_dv) ptx::load_shared_f32x4(s_p + n * 128 * 16, p[n]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if constexpr (kHasDropout)
-            ds[n][i] = fabsf(p[n][i]) * ((is_dropped(p[n][i]) ? 0.0f : ds[n][i] * kept_scale) - delta[i % 2]);
-          else
-            ds[n][i] = p[n][i] * (ds[n][i] - delta[i % 2]);
+          ds[n][i] = gradient_of(p[n][i], ds[n][i], kept_scale, delta[i % 2]);
           if constexpr (kHasSoftcap && makes_dv) ds[n][i] *= derivative[n][i];
         }
       }

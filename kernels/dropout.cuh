@@ -94,3 +94,9 @@ struct Dropout {
 };
 
 CUFLASH_DEVICE bool is_dropped(float marked) { return (i32)ptx::bits_of(marked) < 0; }
+
+// The gradient of a score, from its marked weight.
+CUFLASH_DEVICE float gradient_of(float weight, float dp, float kept_scale, float delta) {
+  if constexpr (!kHasDropout) return weight * (dp - delta);
+  return fabsf(weight) * ((is_dropped(weight) ? 0.0f : dp * kept_scale) - delta);
+}
