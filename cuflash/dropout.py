@@ -1,17 +1,18 @@
 """Which weights dropout drops: random bits that depend on seed, offset and the place of a weight, and on nothing else.
 
-The bits are those of Philox-4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3, 2011). Its
-key is the seed, low word first. A call makes four words, which are 16 bits each for 8 weights of one head: rows i and
-i + 8 of a block of 16 rows, and columns j, j + 1, j + 8 and j + 9, j even, of a block of 16 columns. The words of the
-counter are
+The bits are those of Philox-4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3, 2011).
+Its key is the seed, low word first. A call makes four words, which are 16 bits each for 8 weights of one head: rows i
+and i + 8 of a block of 16 rows, and columns j, j + 1, j + 8 and j + 9, j even, of a block of 16 columns. The words of
+the counter are
 
     columns   4 * (j // 16) + j % 8 // 2
     rows      8 * (i // 16) + i % 8
     head      batch entry * num_heads + head
     offset
 
-The weight of row i and column j has 16 bits of word 2 * (j % 2) + j % 16 // 8: the low ones if i % 16 < 8, else the high
-ones. It is dropped if they are, as a number, less than 65536 * rate, where rate is rounded to a multiple of 1 / 65536.
+The weight of row i and column j has 16 bits of word 2 * (j % 2) + j % 16 // 8: the low ones if i % 16 < 8, else the
+high ones. It is dropped if they are, as a number, less than 65536 * rate, where rate is rounded to a multiple of
+1 / 65536.
 
 Tensor cores deal rows and columns to threads in such a way that a call has what one thread needs, and that one exchange
 between neighbours is enough where rows and columns change places, in the backward pass.

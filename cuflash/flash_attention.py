@@ -113,8 +113,8 @@ class FlashAttention:
         split into two pieces of bfloat16, which are 16 bits, both bounds are 2 ** -14; elsewhere factors are rounded to
         TF32. On the CPU "tf32" is computed as "highest" is.
     dropout : float, default 0.0
-        Probability that a weight is dropped, from 0 up to, but not, 1; rounded to a multiple of 1 / 65536. `forward` and
-        `backward` then take the `seed` and the `offset` that say which: `cuflash.dropout_mask` has them all.
+        Probability that a weight is dropped, from 0 up to, but not, 1; rounded to a multiple of 1 / 65536. `forward`
+        and `backward` then take the `seed` and the `offset` that say which: `cuflash.dropout_mask` has them all.
 
     Attributes
     ----------
@@ -139,9 +139,10 @@ class FlashAttention:
     A query that sees no key has out = 0, lse = -inf and no part in any gradient. Of any other, NaN and infinities in
     what it sees reach the output as in the formula.
 
-    With dropout, the weights of `out` are divided by ``1 - dropout`` where they are kept and zero elsewhere; `lse` is that
-    of the weights before. Which ones are kept depends on seed, offset and the place (batch entry, head, i, j) only: it is
-    the same on every device, and on the CPU. The random numbers are those of Philox-4x32-10, with the seed as the key.
+    With dropout, the weights of `out` are divided by ``1 - dropout`` where they are kept and zero elsewhere; `lse` is
+    that of the weights before. Which ones are kept depends on seed, offset and the place (batch entry, head, i, j)
+    only: it is the same on every device, and on the CPU. The random numbers are those of Philox-4x32-10, with the seed
+    as the key.
 
     Instances hold no arrays, are cheap to make, and may be shared between threads.
 
@@ -308,8 +309,8 @@ class FlashAttention:
 
         Scores S are computed again from q and k, tile by tile (algorithm 4 of the first paper): ``P = exp(S - lse)``,
         ``dV = P^T dO``, ``dP = dO V^T``, ``dS = P * (dP - delta)`` with ``delta = rowsum(dO * O)``,
-        ``dQ = scale dS K``, ``dK = scale dS^T Q``. With grouped heads, dk and dv are sums over the group. Dropout acts on P
-        where it makes dV, and on dP.
+        ``dQ = scale dS K``, ``dK = scale dS^T Q``. With grouped heads, dk and dv are sums over the group. Dropout
+        acts on P where it makes dV, and on dP.
 
         Parameters
         ----------

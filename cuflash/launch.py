@@ -149,9 +149,7 @@ def device_spec(device_id: int) -> DeviceSpec:
     )
 
 
-def _call(
-    pass_: Pass, options: Options, arrays: dict[str, Any], random: tuple[int, int] = (0, 0)
-) -> tuple[Any, ...]:
+def _call(pass_: Pass, options: Options, arrays: dict[str, Any], random: tuple[int, int] = (0, 0)) -> tuple[Any, ...]:
     """Run one pass. `arrays` holds the inputs by name, and results where the caller gives them.
 
     `random` is the seed and the offset of dropout, which are no part of the problem.

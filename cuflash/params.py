@@ -70,7 +70,8 @@ RANDOM = PARAMS.fields["seed_low"][1]  # type: ignore[index]
 def parameters(plan: LaunchPlan, operands: Mapping[str, Operand], seed: int = 0, offset: int = 0) -> np.ndarray:
     """The argument for the kernels of `plan` as an array of one `PARAMS`, pointers left 0.
 
-    `seed` and `offset` are those of dropout. `operands` gives the strides of everything that is not in the problem: out and lse, or out, lse, dout, dq, dk, dv.
+    `operands` gives the strides of everything that is not in the problem: out and lse, or out, lse, dout, dq, dk, dv.
+    `seed` and `offset` are those of dropout.
     """
     problem = plan.problem
     inputs = {name: getattr(problem, name) for name in ("q", "k", "v", "bias", "mask", "alibi_slopes", "kv_lengths")}

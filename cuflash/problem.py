@@ -42,7 +42,7 @@ def check_dropout(rate: object, name: str = "dropout") -> float:
     """A rate of dropout, checked."""
     if isinstance(rate, bool) or not isinstance(rate, numbers.Real):
         raise type_error(name, f"{type(rate).__name__} {rate!r}", "a real number")
-    if not 0 <= rate < 1:
+    if not 0 <= float(rate) < 1:
         raise value_error(name, rate, "a number from 0 up to, but not, 1")
     return float(rate)
 
@@ -54,12 +54,15 @@ def rounded_rate(rate: float) -> float:
 
 def check_random(seed: object, offset: object) -> tuple[int, int]:
     """The key and the offset of random numbers, checked."""
-    for name, value, bits in (("seed", seed, 64), ("offset", offset, 32)):
+
+    def check(name: str, value: object, bits: int) -> int:
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise type_error(name, f"{type(value).__name__} {value!r}", "an integer, with dropout")
-        if not 0 <= value < 2**bits:
+        if not 0 <= int(value) < 2**bits:
             raise value_error(name, value, f"0 to 2**{bits} - 1")
-    return int(seed), int(offset)  # type: ignore[call-overload]
+        return int(value)
+
+    return check("seed", seed, 64), check("offset", offset, 32)
 
 
 def _check_window_side(side: str, value: object) -> int | None:

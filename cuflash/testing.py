@@ -171,7 +171,7 @@ class Case:
         return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(defaults, name)}
 
     @property
-    def random(self) -> dict[str, int]:
+    def random(self) -> dict[str, Any]:
         """With dropout its seed and offset, as keyword arguments of `cuflash.FlashAttention.forward`; else nothing."""
         if not self.dropout:
             return {}
@@ -475,7 +475,7 @@ def measure(name: str, got: Any, yardstick: Yardstick) -> Measurement:
     )
 
 
-def yardsticks(problem: Problem, arrays: Mapping[str, Array], **random: int) -> dict[str, Yardstick]:
+def yardsticks(problem: Problem, arrays: Mapping[str, Array], **random: Any) -> dict[str, Yardstick]:
     """The yardsticks of out and lse, and of dq, dk and dv if `dout` is among the NumPy `arrays`.
 
     With dropout, `random` is the `seed` and the `offset`.
@@ -510,21 +510,20 @@ def yardsticks(problem: Problem, arrays: Mapping[str, Array], **random: int) -> 
     return {name: yardstick(name) for name in expected}
 
 
-def _compute(
-    problem: Problem, arrays: Mapping[str, Array], dtype: Any, random: Mapping[str, int]
-) -> dict[str, Array]:
+def _compute(problem: Problem, arrays: Mapping[str, Array], dtype: Any, random: Mapping[str, Any]) -> dict[str, Array]:
     """Results of the plain formula by name."""
     inputs = (arrays["q"], arrays["k"], arrays["v"])
-    out, lse = reference.forward(problem, *inputs, dtype=dtype, **optional(arrays), **random)
+    keywords = {**optional(arrays), **random}
+    out, lse = reference.forward(problem, *inputs, dtype=dtype, **keywords)
     results = {"out": out, "lse": lse}
     if "dout" in arrays:
-        gradients = reference.backward(problem, arrays["dout"], *inputs, dtype=dtype, **optional(arrays), **random)
+        gradients = reference.backward(problem, arrays["dout"], *inputs, dtype=dtype, **keywords)
         results |= zip(("dq", "dk", "dv"), gradients, strict=True)
     return results
 
 
 def _scales(
-    problem: Problem, arrays: Mapping[str, Array], expected: Mapping[str, Array], random: Mapping[str, int]
+    problem: Problem, arrays: Mapping[str, Array], expected: Mapping[str, Array], random: Mapping[str, Any]
 ) -> tuple[dict[str, float], dict[str, Array], float]:
     """Scale of every result, where it is exactly zero, and the noise of the weights in units in the last place."""
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
@@ -613,10 +612,10 @@ def check(
     ----------
     attention : callable
         Called as ``attention(q, k, v, **options)``, where options are the keyword arguments of `cuflash.attention` that
-        the case needs, by those names: causal, scale, window, softcap, layout, bias, mask, kv_lengths, alibi_slopes; and
-        dropout with seed and offset, whose bits are those of `cuflash.dropout_mask`. An implementation without options
-        is checked on cases without `features`. Returns out, or a tuple (out, lse), as arrays of any library that speaks
-        DLPack.
+        the case needs, by those names: causal, scale, window, softcap, layout, bias, mask, kv_lengths, alibi_slopes.
+        With dropout, also that, seed and offset, which drop what `cuflash.dropout_mask` says. An implementation without
+        options is checked on cases without `features`. Returns out, or a tuple (out, lse), as arrays of any library
+        that speaks DLPack.
     case : Case or Problem
         A problem stands for a case of its sizes and options on random arrays.
     gradients : callable, optional

@@ -79,9 +79,10 @@ def test_parts_are_parts_of_the_whole(data):
 
 
 def test_far_places_need_no_others():
-    part = kept_weights(0.5, 1, 2, 2**31 - 1, range(2**30 - 5, 2**30), range(2**30 - 7, 2**30))
+    place = (range(2**30 - 5, 2**30), range(2**30 - 7, 2**30))
+    part = kept_weights(0.5, 1, 2, 2**31 - 1, *place)
     assert part.shape == (5, 7)
-    assert not np.array_equal(part, kept_weights(0.5, 1, 2, 2**31 - 2, range(2**30 - 5, 2**30), range(2**30 - 7, 2**30)))
+    assert not np.array_equal(part, kept_weights(0.5, 1, 2, 2**31 - 2, *place))
 
 
 # ---- Statistics ------------------------------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ def test_both_passes(case):
 @settings(max_examples=20)
 @given(st.integers(0, 2**64 - 1), WORDS, st.sampled_from([0.1, 0.5, 0.9]))
 def test_the_weights_themselves(seed, offset, rate):
-    """V is the identity, so the output is the weights: those that the mask keeps, divided by what is kept on average."""
+    """V is the identity, so the output is the weights: those that the mask keeps, over the share that is kept."""
     q, k = np.random.default_rng(1).standard_normal((2, 2, 3, 40, 8))
     v = np.broadcast_to(np.eye(40), (2, 3, 40, 40))
     weights, _ = cuflash.FlashAttention().forward(q, k, v)
@@ -258,7 +259,7 @@ def test_bad_random_numbers(random, error, message):
 
 @pytest.mark.parametrize("sizes", [(1.0, 1, 2, 2), (1, 1, -2, 2), (1, True, 2, 2)])
 def test_bad_sizes(sizes):
-    with pytest.raises((TypeError, ValueError), match="^(batch|num_heads|seqlen_q): got "):
+    with pytest.raises((TypeError, ValueError), match=r"^(batch|num_heads|seqlen_q): got "):
         cuflash.dropout_mask(0, 0, *sizes, 0.5)
 
 
