@@ -96,7 +96,7 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
     for (int m = 0; m < kDqMTiles; ++m)
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n) {
-        if (kHasDropout && n % 2 == 0) kept = dropout.of(lane_row + 16 * m, lane_key + 8 * n);
+        if (kHasDropout && n % 2 == 0) kept = dropout.of(lane_row + 16 * m, lane_key, n);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int row = lane_row + 16 * m + i / 2 * 8, key = lane_key + 8 * n + i % 2;
@@ -104,8 +104,8 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
           Real x = score.of(s[m][n][i], row, key, derivative);
           if (masked.value && !mask.visible(row, key)) x = -ptx::infinity();
           const Real p = warp_exponential(x * exponent_scale - exponent_lse[m][i / 2]);
-          const Real kept_dp = !kHasDropout || kept.keeps(n, i) ? dp[m][n][i] * kept_scale : 0;
-          s[m][n][i] = p * (kept_dp - delta[m][i / 2]) * derivative;
+          const Real kept_dp = !kHasDropout || kept.keeps(n, i) ? dp[m][n][i] : 0;
+          s[m][n][i] = p * (kept_dp * kept_scale - delta[m][i / 2]) * derivative;
         }
       }
 

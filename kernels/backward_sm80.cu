@@ -176,8 +176,8 @@ CUFLASH_DEVICE void backward(const Params& params) {
                 if (masked && !mask.visible(row_of(n, i), key_of(m, i))) x = -ptx::infinity();
               }
               p[m][n][i] = warp_exponential(x * exponent_scale - exponent_lse);
-              const Real dp = keeps ? ds[m][n][i] * kept_scale : 0;
-              ds[m][n][i] = p[m][n][i] * (dp - delta) * derivative;
+              const Real dp = keeps ? ds[m][n][i] : 0;
+              ds[m][n][i] = p[m][n][i] * (dp * kept_scale - delta) * derivative;
               p[m][n][i] = keeps ? p[m][n][i] : 0;
             }
           }

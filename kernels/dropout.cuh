@@ -44,18 +44,17 @@ struct Dropout {
         offset(params.offset),
         threshold(params.dropout_threshold << 16) {}
 
-  CUFLASH_DEVICE KeptWeights<false> of(int query, int key) const {
-    KeptWeights<false> kept = {{(u32)(key / 16 * 4 + key % 8 / 2), (u32)(query / 16 * 8 + query % 8), head, offset}, threshold};
-    philox(kept.word, seed_low, seed_high);
-    return kept;
+  // Those of two neighbouring pieces; `later` is how many pieces they come after the place, an even number.
+  CUFLASH_DEVICE KeptWeights<false> of(int query, int key, int later = 0) const {
+    return call(rows_of(query), columns_of(key) + 2 * later);
   }
 
   // Warp. In an accumulator whose rows are keys: two calls serve two lanes with neighbouring keys, a half of each call
   // each of them. So each makes one, and they swap halves.
-  CUFLASH_DEVICE KeptWeights<true> transposed(int query, int key) const {
+  CUFLASH_DEVICE KeptWeights<true> transposed(int query, int key, int later = 0) const {
     const bool odd = key % 2 != 0;
     KeptWeights<true> kept = {{}, threshold};
-    const KeptWeights<false> made = of(query + odd, key);
+    const KeptWeights<false> made = call(rows_of(query) + odd + 4 * later, columns_of(key));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const u32 own = odd ? made.word[2 + i] : made.word[i], given = odd ? made.word[i] : made.word[2 + i];
@@ -71,7 +70,7 @@ struct Dropout {
   CUFLASH_DEVICE void drop(T (&weight)[n_tiles][4], int query, int key) const {
 #pragma unroll
     for (int first = 0; first < n_tiles; first += 2) {
-      const KeptWeights<false> kept = of(query, key + 8 * first);
+      const KeptWeights<false> kept = of(query, key, first);
 #pragma unroll
       for (int n = first; n < first + 2; ++n)
 #pragma unroll
@@ -84,12 +83,21 @@ struct Dropout {
   CUFLASH_DEVICE void mark(float (&weight)[n_tiles][4], int query, int key) const {
 #pragma unroll
     for (int first = 0; first < n_tiles; first += 2) {
-      const KeptWeights<true> kept = transposed(query + 8 * first, key);
+      const KeptWeights<true> kept = transposed(query, key, first);
 #pragma unroll
       for (int n = first; n < first + 2; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) weight[n][i] = kept.keeps(n, i) ? weight[n][i] : -weight[n][i];
     }
+  }
+
+ private:
+  CUFLASH_DEVICE static u32 rows_of(int query) { return (u32)query / 16 * 8 + (u32)query % 8; }
+  CUFLASH_DEVICE static u32 columns_of(int key) { return (u32)key / 16 * 4 + (u32)key % 8 / 2; }
+  CUFLASH_DEVICE KeptWeights<false> call(u32 rows, u32 columns) const {
+    KeptWeights<false> kept = {{columns, rows, head, offset}, threshold};
+    philox(kept.word, seed_low, seed_high);
+    return kept;
   }
 };
 
@@ -98,5 +106,5 @@ CUFLASH_DEVICE bool is_dropped(float marked) { return (i32)ptx::bits_of(marked) 
 // The gradient of a score, from its marked weight.
 CUFLASH_DEVICE float gradient_of(float weight, float dp, float kept_scale, float delta) {
   if constexpr (!kHasDropout) return weight * (dp - delta);
-  return fabsf(weight) * ((is_dropped(weight) ? 0.0f : dp * kept_scale) - delta);
+  return fabsf(weight) * ((is_dropped(weight) ? 0.0f : dp) * kept_scale - delta);
 }

@@ -128,6 +128,7 @@ SPILLS_OF_DROPOUT = SPILLS | {
     ("forward_sm80.cu", 2, 64, "128x64", 3): 160,
     ("forward_sm80.cu", 4, 64, "128x32", 2): 96,
     ("forward_sm80.cu", 8, 64, "128x64", 1): 16,
+    ("backward_dq_sm80.cu", 2, 64, "128x64", 2): 160,
     ("backward_dq_sm80.cu", 4, 64, "64x32", 1): 16,
     ("backward_dq_sm80.cu", 8, 64, "64x16", 1): 16,
     ("forward_sm90.cu", 2, 256, "128x80", 1): 48,

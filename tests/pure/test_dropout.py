@@ -185,6 +185,20 @@ def test_the_oracle_by_hand():
         np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-13)
 
 
+def test_check_hands_over_seed_and_offset():
+    """What other people's implementations are held to."""
+    case = ct.Case(seqlen_q=30, seqlen_k=40, head_dim=8, num_heads=2, dropout=0.5, dtype="float64", seed=1)
+
+    def plain(q, k, v, *, dropout, seed, offset):
+        weights = np.exp(q @ k.swapaxes(2, 3) / math.sqrt(8))
+        kept = cuflash.dropout_mask(seed, offset, 1, 2, 30, 40, dropout)
+        return kept / (1 - dropout) * weights / weights.sum(axis=3, keepdims=True) @ v
+
+    assert ct.check(plain, case).passed
+    with pytest.raises(AssertionError, match="outside the oracle rule"):
+        ct.check(lambda *qkv, offset, **keywords: plain(*qkv, offset=offset + 1, **keywords), case)
+
+
 def test_gradients_by_finite_differences():
     rng = np.random.default_rng(3)
     arrays = dict(zip(("q", "k", "v", "dout"), rng.standard_normal((4, 20, 6)), strict=True))
