@@ -685,7 +685,8 @@ def check_emulated(args: argparse.Namespace) -> int:
         case = testing.Case.from_problem(problem, seed=args.seed)
         arrays = case.arrays()
         given = [arrays[name] for name in ("q", "k", "v")]
-        exact = reference.forward(problem, *given, **testing.optional(arrays), **case.random)
+        terms = {**testing.optional(arrays), **case.random}
+        exact = reference.forward(problem, *given, **terms)
         out, lse = (x.astype(dtype) for x, dtype in zip(exact, (given[0].dtype, problem.softmax_dtype), strict=True))
         for schedule in schedules:
             options = {"arch": device, "schedule": schedule, **case.random}
