@@ -173,5 +173,7 @@ def test_no_undefined_behaviour(tile):
     case = replace(ta.SANITIZED, dtype="float32")
     arrays = case.arrays()
     problem = problem_of(case, arrays)
-    results = backward(problem, arrays, *forward_by_oracle(problem, arrays), tile, sanitizer="undefined")
+    results = backward(
+        problem, arrays, *forward_by_oracle(problem, arrays, **case.random), tile, sanitizer="undefined", **case.random
+    )
     ct.assert_backward(case, *results)
