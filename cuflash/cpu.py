@@ -20,6 +20,8 @@ exp(max(S - m, c)) - exp(c), zero for weights under 2^-100 (0.2 for the passes; 
 
 Base 2. `np.exp2` takes half the time of `np.exp`, where NumPy has it in AVX-512.
 
+Dropout. The random bits of a weight take longer (13) than all the rest.
+
 Hiding by bits. Scores behind a mask are cleared by an integer "and" (0.3 with the conversion of the mask); `np.where`
 takes ten times as long where a mask is random.
 """
@@ -39,6 +41,7 @@ from numpy.lib.introspect import opt_func_info
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from cuflash.dropout import kept_weights
 from cuflash.problem import Problem, view_4d, view_rows
 
 Array = NDArray[Any]
@@ -68,6 +71,8 @@ def forward(
     kv_lengths: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
+    seed: int | None = None,
+    offset: int | None = None,
     out: Array | None = None,
     lse: Array | None = None,
 ) -> tuple[Array, Array]:
@@ -79,6 +84,8 @@ def forward(
         From `cuflash.problem.make_problem` on the same arrays.
     q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks : numpy.ndarray
         As `cuflash.attention` takes them, validated, of any strides. `kv_lengths` is clamped to 0..seqlen_k.
+    seed, offset : int, optional
+        With dropout: which weights are dropped, as `cuflash.dropout_mask` says.
     out, lse : numpy.ndarray, optional
         Written to and returned: shape `problem.out_shape` and dtype of q, shape `problem.lse_shape` and
         `problem.softmax_dtype`; any strides.
@@ -91,7 +98,7 @@ def forward(
     """
     out = np.empty(problem.out_shape, q.dtype) if out is None else out
     lse = np.empty(problem.lse_shape, problem.softmax_dtype) if lse is None else lse
-    call = _Call(problem, q, k, v, bias, mask, alibi_slopes, sinks)
+    call = _Call(problem, q, k, v, bias, mask, alibi_slopes, sinks, seed, offset)
     out_4d, lse_3d = view_4d(out, problem.layout), view_rows(lse)
     threads = _count_threads(problem.forward_flops)
     num_tiles = problem.batch * problem.num_heads * _ceil_div(problem.seqlen_q, call.query_tile)
@@ -127,6 +134,8 @@ def backward(
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
     dlse: Array | None = None,
+    seed: int | None = None,
+    offset: int | None = None,
     dq: Array | None = None,
     dk: Array | None = None,
     dv: Array | None = None,
@@ -136,7 +145,7 @@ def backward(
 
     Parameters
     ----------
-    problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks :
+    problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks, seed, offset :
         As `forward` takes them.
     dout, out, lse : numpy.ndarray
         The gradient with respect to out, and what `forward` returned.
@@ -155,7 +164,7 @@ def backward(
         With `sinks` only.
     """
     dq, dk, dv = (np.empty(x.shape, x.dtype) if y is None else y for x, y in ((q, dq), (k, dk), (v, dv)))
-    call = _Call(problem, q, k, v, bias, mask, alibi_slopes, sinks)
+    call = _Call(problem, q, k, v, bias, mask, alibi_slopes, sinks, seed, offset)
     dout, out, dq_4d, dk_4d, dv_4d = (view_4d(x, problem.layout) for x in (dout, out, dq, dk, dv))
     lse = view_rows(lse)
     dlse = None if dlse is None else view_rows(dlse)
@@ -352,8 +361,11 @@ class _Call:
         mask: Array | None,
         alibi_slopes: Array | None,
         sinks: Array | None,
+        seed: int | None,
+        offset: int | None,
     ) -> None:
         self.problem = problem
+        self.seed, self.offset = seed, offset
         self.dtype = np.dtype(problem.softmax_dtype)
         self.q, self.k, self.v = (view_4d(x, problem.layout) for x in (q, k, v))
         self.bias, self.mask = (None if x is None else x[(None,) * (4 - x.ndim)] for x in (bias, mask))
@@ -560,6 +572,18 @@ def _hide(scores: Array, visible: Array | bool, value: float) -> None:
         bits |= ~visible & np.array(value, scores.dtype).view(visible.dtype)
 
 
+def _kept(call: _Call, queries: _Queries, keys: _Keys, workspace: _Workspace, shape: tuple[int, ...]) -> Array:
+    """What dropout multiplies the weights of a tile by."""
+    problem = call.problem
+    factor = workspace.take("kept", *shape)
+    rows, columns = range(queries.start, queries.start + queries.num_rows), range(keys.start, keys.stop)
+    for x, (b, h) in zip(factor, queries.heads, strict=True):
+        head = b * problem.num_heads + h
+        kept = kept_weights(problem.dropout, call.seed, call.offset, head, rows, columns)
+        np.multiply(_as_scores(kept, queries, keys, False), call.dtype.type(problem.kept_scale), out=x)
+    return factor
+
+
 def _scores(
     call: _Call,
     queries: _Queries,
@@ -657,8 +681,14 @@ def _forward_tile(
             _raise_maximum(call, queries, scores, total)
         _exponential(scores, call.unit, small=queries.small)
         _hide(scores, visible, 0)
+        sums = None
+        if call.problem.dropout:
+            sums = scores.sum(axis=(1, 3))
+            scores *= _kept(call, queries, keys, workspace, scores.shape)
         np.matmul(v.swapaxes(3, 4), scores, out=parts)
         added = parts[:, 0] if keys.num_blocks == 1 else np.add.reduce(parts, axis=1)
+        if sums is not None:
+            added[:, :, -1] = sums
         if careful or queries.small or not (added[:, :, -1] > SUM_LIMIT * (keys.stop - keys.start)).any():
             break
         careful = queries.restless = True
@@ -735,7 +765,10 @@ class _BackwardQueries(_Queries):
         Where scores are small, times exp(-L), as dL is: weights and their gradients are linear in these, and S is more
         exact than S - L.
     dout_t : (heads, blocks, head_dim_v + 1, queries)
-        Transposed; the last row, that meets the column of ones behind V, is ``dL - D``, D = rowsum(dO o O).
+        Transposed; the last row, that meets the column of ones behind V, is ``dL - D``, D = rowsum(dO o O), or 0 with
+        dropout, that comes between.
+    minus_delta : (heads, blocks, queries)
+        ``dL - D``.
     dq_t : (heads, blocks, head_dim, queries)
         The sum of dS K so far, transposed.
     """
@@ -760,7 +793,8 @@ class _BackwardQueries(_Queries):
         self.dout_t = np.empty((*self.dout.shape[:2], self.dout.shape[3] + 1, self.block), call.dtype)
         np.copyto(self.dout_t[:, :, :-1], self.dout.swapaxes(2, 3))
         delta = np.einsum("...d,...d->...", self.dout, self.blocks(call.stage(out, heads, rows, padded=self.padded)))
-        np.subtract(self.blocks(row_dlse), delta, out=self.dout_t[:, :, -1])
+        self.minus_delta = np.subtract(self.blocks(row_dlse), delta)
+        self.dout_t[:, :, -1] = 0 if call.problem.dropout else self.minus_delta
         self.dq_t = np.zeros((*self.q_t.shape[:2], call.problem.head_dim, self.block), call.dtype)
 
 
@@ -784,9 +818,14 @@ def _backward_tile(
     _scores(call, queries, keys, k, workspace, out=p, tanh=tanh)
     _exponential(p, call.unit, small=queries.small)
     _hide(p, visible, 0)
+    kept = _kept(call, queries, keys, workspace, tile_shape) if problem.dropout else None
+    weights = p if kept is None else np.multiply(p, kept, out=ds)
     parts = workspace.take("parts", num_heads, *across, keys.block, problem.head_dim_v)
-    dv += np.matmul(p, queries.dout[:, None], out=parts).sum(axis=2, keepdims=True)
+    dv += np.matmul(weights, queries.dout[:, None], out=parts).sum(axis=2, keepdims=True)
     np.matmul(v, queries.dout_t[:, None], out=ds)
+    if kept is not None:
+        ds *= kept
+        ds += queries.minus_delta[:, None, :, None]
     ds *= p
     if tanh is not None:
         tanh *= tanh

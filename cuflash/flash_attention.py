@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from cuflash import cpu, interop
-from cuflash.problem import Options, Problem, check_array, make_problem, type_error, value_error
+from cuflash.problem import Options, Problem, check_array, check_random, make_problem, type_error, value_error
 
 Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one kind per call
 ArrayT = TypeVar("ArrayT")
@@ -122,6 +122,9 @@ class FlashAttention:
         of the sum of the absolute values of its terms. On compute capability 9.0, where `plan` says that arrays are
         split into two pieces of bfloat16, which are 16 bits, both bounds are 2 ** -14; elsewhere factors are rounded to
         TF32. On the CPU "tf32" is computed as "highest" is.
+    dropout : float, default 0.0
+        Probability that a weight is dropped, from 0 up to, but not, 1; rounded to a multiple of 1 / 65536. `forward`
+        and `backward` then take the `seed` and the `offset` that say which: `cuflash.dropout_mask` has them all.
 
     Attributes
     ----------
@@ -149,6 +152,11 @@ class FlashAttention:
 
     A query that sees no key has out = 0, lse = -inf (or the sink) and no part in the gradients of q, k and v. Of any
     other, NaN and infinities in what it sees reach the output as in the formula.
+
+    With dropout, the weights of `out` are divided by ``1 - dropout`` where they are kept and zero elsewhere; `lse` is
+    that of the weights before. Which ones are kept depends on seed, offset and the place (batch entry, head, i, j)
+    only: it is the same on every device, and on the CPU. The random numbers are those of Philox-4x32-10, with the seed
+    as the key.
 
     Instances hold no arrays, are cheap to make, and may be shared between threads.
 
@@ -183,6 +191,7 @@ class FlashAttention:
         layout: Literal["bhsd", "bshd"] = "bhsd",
         deterministic: bool = False,
         precision: Literal["highest", "tf32"] = "highest",
+        dropout: float = 0.0,
     ) -> None:
         self.options = Options(
             causal=causal,
@@ -192,6 +201,7 @@ class FlashAttention:
             layout=layout,
             deterministic=deterministic,
             precision=precision,
+            dropout=dropout,
         )
 
     def __repr__(self) -> str:
@@ -208,6 +218,8 @@ class FlashAttention:
         kv_lengths: Array | None = None,
         alibi_slopes: Array | None = None,
         sinks: Array | None = None,
+        seed: int | None = None,
+        offset: int | None = None,
         out: Array | None = None,
         lse: Array | None = None,
     ) -> ForwardResult:
@@ -243,6 +255,10 @@ class FlashAttention:
             (num_heads,), dtype of lse: for each query head the score of one more key, which every row sees and whose
             value is zero. It joins the sum of exponentials and nothing else, neither scale nor mask apply to it, and
             lse includes it. A row that sees no other key has out = 0 and lse = the sink.
+        seed, offset : int, optional
+            Which weights dropout drops: needed with it, without effect elsewhere. 0 to ``2 ** 64 - 1`` and
+            ``2 ** 32 - 1``. Calls that differ in either drop others, say with the number of a layer as seed and that of
+            a step as offset. A CUDA graph keeps those that it was captured with.
         out, lse : array, optional
             Written to and returned, as ``out=`` of NumPy's functions is: shape and dtype of the result, any strides,
             no memory in common with another argument.
@@ -263,18 +279,18 @@ class FlashAttention:
         NotImplementedError
             Something the kernels do not do; the message names the limit and the remedy.
         """
-        terms = (bias, mask, kv_lengths, alibi_slopes, sinks)
-        if interop.are_cupy((q, k, v), (*terms, out, lse)):
-            return ForwardResult(*_gpu().forward(self.options, q, k, v, **_terms(*terms), out=out, lse=lse))
-        inputs = {"q": q, "k": k, "v": v} | _terms(*terms)
-        results = {"out": out, "lse": lse}
+        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks)
+        inputs, results = {"q": q, "k": k, "v": v} | terms, {"out": out, "lse": lse}
+        random = self._random(seed, offset)
+        if interop.are_cupy((q, k, v), (*terms.values(), out, lse)):
+            return ForwardResult(*_gpu().forward(self.options, **inputs, **results, **random))
         borrowed = interop.borrow(inputs | results, required=QKV, written=results)
         if borrowed.kind == "cupy":
-            computed = _gpu().forward(self.options, **borrowed.arrays)
+            computed = _gpu().forward(self.options, **borrowed.arrays, **random)
         else:
             problem = self._checked_problem(borrowed.arrays)
             _check_results(borrowed.arrays, inputs, _out_and_lse(problem))
-            computed = cpu.forward(problem, **borrowed.arrays)
+            computed = cpu.forward(problem, **borrowed.arrays, **random)
         return ForwardResult(*map(borrowed.give_back, computed, results.values()))
 
     def backward(
@@ -293,6 +309,8 @@ class FlashAttention:
         sinks: Array | None = None,
         dlse: Array | None = None,
         need: Collection[str] = ALWAYS,
+        seed: int | None = None,
+        offset: int | None = None,
         dq: Array | None = None,
         dk: Array | None = None,
         dv: Array | None = None,
@@ -303,7 +321,8 @@ class FlashAttention:
         Scores S are computed again from q and k, tile by tile (algorithm 4 of the first paper): ``P = exp(S - lse)``,
         ``dV = P^T dO``, ``dP = dO V^T``, ``dS = P * (dP - delta)`` with ``delta = rowsum(dO * O) - dlse``,
         ``dQ = scale dS K``, ``dK = scale dS^T Q``. With grouped heads, dk and dv are sums over the group. The gradient
-        of a sink is the sum of ``-exp(sink - lse) * delta`` over all rows of its head.
+        of a sink is the sum of ``-exp(sink - lse) * delta`` over all rows of its head. Dropout acts on P where it makes
+        dV, and on dP.
 
         Parameters
         ----------
@@ -320,6 +339,8 @@ class FlashAttention:
             -inf get nothing from it.
         need : collection of str, default ("dq", "dk", "dv")
             Gradients that are wanted. Those three always come; "dsinks" may be added where sinks are given.
+        seed, offset : int, optional
+            As `forward` took them.
         dq, dk, dv, dsinks : array, optional
             Written to and returned: shapes and dtypes of q, k, v and sinks, no memory in common with another argument.
             A dsinks to write to is needed, whatever `need` says.
@@ -335,18 +356,18 @@ class FlashAttention:
         TypeError, ValueError, NotImplementedError
             As `forward` does.
         """
-        terms = (bias, mask, kv_lengths, alibi_slopes, sinks)
+        required = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
+        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks) | {"dlse": dlse}
+        inputs, results = required | terms, {"dq": dq, "dk": dk, "dv": dv}
         kind: type[Gradients | GradientsWithSinks] = Gradients
-        results = {"dq": dq, "dk": dk, "dv": dv}
         if _needs_dsinks(need, sinks, dsinks):
             results, kind = results | {"dsinks": dsinks}, GradientsWithSinks
-        if interop.are_cupy((dout, q, k, v, out, lse), (*terms, dlse, *results.values())):
-            return kind(*_gpu().backward(self.options, dout, q, k, v, out, lse, **_terms(*terms), dlse=dlse, **results))
-        required = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
-        inputs = required | _terms(*terms) | {"dlse": dlse}
+        random = self._random(seed, offset)
+        if interop.are_cupy(tuple(required.values()), (*terms.values(), *results.values())):
+            return kind(*_gpu().backward(self.options, **inputs, **results, **random))
         borrowed = interop.borrow(inputs | results, required=required, written=results)
         if borrowed.kind == "cupy":
-            computed = _gpu().backward(self.options, **borrowed.arrays)
+            computed = _gpu().backward(self.options, **borrowed.arrays, **random)
         else:
             arrays = borrowed.arrays
             problem = self._checked_problem(arrays)
@@ -357,7 +378,7 @@ class FlashAttention:
                 check_array("dlse", arrays["dlse"], problem.lse_shape, problem.softmax_dtype)
             shapes = {name: (arrays[name[1:]].shape, arrays[name[1:]].dtype.name) for name in results}
             _check_results(arrays, inputs, shapes)
-            computed = cpu.backward(problem, **arrays)
+            computed = cpu.backward(problem, **arrays, **random)
         return kind(*map(borrowed.give_back, computed, results.values()))
 
     def plan(
@@ -433,6 +454,13 @@ class FlashAttention:
             _gpu().compile(self.options, **borrowed.arrays)
         else:
             self._checked_problem(borrowed.arrays)
+
+    def _random(self, seed: int | None, offset: int | None) -> dict[str, Any]:
+        """Seed and offset of a call by name, checked; zeros where nothing is random and nobody gave them."""
+        if not self.options.dropout:
+            seed, offset = (0 if x is None else x for x in (seed, offset))
+        seed, offset = check_random(seed, offset)
+        return {"seed": seed, "offset": offset}
 
     def _checked_problem(self, arrays: dict[str, Any]) -> Problem:
         """The problem of a call on NumPy arrays; what only host arrays can get wrong is checked too."""

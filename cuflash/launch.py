@@ -19,7 +19,7 @@ import numpy as np
 
 from cuflash.compiler import compile_spec, with_resources
 from cuflash.interop import overlap
-from cuflash.params import POINTER_WORD, parameters
+from cuflash.params import POINTER_WORD, RANDOM, parameters
 from cuflash.plan import MAPS_OFFSET, DeviceSpec, KernelSpec, LaunchPlan, Pass, access_bytes, choose_plan
 from cuflash.problem import (
     Operand,
@@ -93,21 +93,24 @@ class _CopyFirst:
 
 
 _POINTER = struct.Struct("=Q")
+_RANDOM_NUMBERS = struct.Struct("=QI")
 _launches: dict[tuple, _Launch | _CopyFirst] = {}
 
 
-def forward(options: Options, q: Any, k: Any, v: Any, **arrays: Any) -> tuple[Any, Any]:
+def forward(
+    options: Options, q: Any, k: Any, v: Any, *, seed: int = 0, offset: int = 0, **arrays: Any
+) -> tuple[Any, Any]:
     """(out, lse) of CuPy arrays. `arrays`: bias, mask, kv_lengths, alibi_slopes, sinks, out, lse, or None for each."""
-    out, lse = _call("forward", options, {"q": q, "k": k, "v": v, **arrays})
+    out, lse = _call("forward", options, {"q": q, "k": k, "v": v, **arrays}, (seed, offset))
     return out, lse
 
 
-def backward(options: Options, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **arrays: Any) -> tuple[Any, ...]:
+def backward(options: Options, *, seed: int = 0, offset: int = 0, **arrays: Any) -> tuple[Any, ...]:
     """(dq, dk, dv) of CuPy arrays, and dsinks if `arrays` has it, be it None.
 
-    `arrays`: those of `forward` but out and lse; dlse, dq, dk, dv, or None for each.
+    `arrays`: dout, out, lse and those that `forward` reads; dlse, dq, dk, dv, or None for each.
     """
-    return _call("backward", options, {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, **arrays})
+    return _call("backward", options, arrays, (seed, offset))
 
 
 def plan(options: Options, q: Any, k: Any, v: Any, **arrays: Any) -> Plans:
@@ -147,8 +150,11 @@ def device_spec(device_id: int) -> DeviceSpec:
     )
 
 
-def _call(pass_: Pass, options: Options, arrays: dict[str, Any]) -> tuple[Any, ...]:
-    """Run one pass. `arrays` holds the inputs by name, and results where the caller gives them."""
+def _call(pass_: Pass, options: Options, arrays: dict[str, Any], random: tuple[int, int] = (0, 0)) -> tuple[Any, ...]:
+    """Run one pass. `arrays` holds the inputs by name, and results where the caller gives them.
+
+    `random` is the seed and the offset of dropout, which are no part of the problem.
+    """
     device_id = arrays["q"].data.device_id
     names = _results(pass_, arrays)
     key: list[Any] = [names, options]
@@ -162,11 +168,11 @@ def _call(pass_: Pass, options: Options, arrays: dict[str, Any]) -> tuple[Any, .
     launch = _launches.get(tuple(key))
     if device_id != cupy.cuda.runtime.getDevice():
         with cupy.cuda.Device(device_id):
-            return _call(pass_, options, arrays)
+            return _call(pass_, options, arrays, random)
     if launch is None:
         launch = _launches[tuple(key)] = _prepare(pass_, options, arrays)
     if isinstance(launch, _CopyFirst):
-        return _call_on_copies(pass_, options, arrays, launch.names)
+        return _call_on_copies(pass_, options, arrays, random, launch.names)
     for index in launch.given:
         _check_overlap(index, launch.extents, pointers, arrays)
 
@@ -181,6 +187,8 @@ def _call(pass_: Pass, options: Options, arrays: dict[str, Any]) -> tuple[Any, .
     content = bytearray(launch.params)
     for offset, pointer in zip(launch.offsets, pointers, strict=True):
         _POINTER.pack_into(content, offset, pointer)
+    if options.dropout:
+        _RANDOM_NUMBERS.pack_into(content, RANDOM, *random)
     first = MAPS_OFFSET
     for map_of, pointer_index in launch.maps:
         content[first : first + TENSOR_MAP_BYTES] = map_of(pointers[pointer_index])
@@ -293,11 +301,13 @@ def _operand(name: str, array: Any, options: Options) -> Operand:
     return rows_of(array) if name in _NOT_OF_HEADS else layout_of(array, options.layout)
 
 
-def _call_on_copies(pass_: Pass, options: Options, arrays: dict[str, Any], names: tuple[str, ...]) -> tuple[Any, ...]:
+def _call_on_copies(
+    pass_: Pass, options: Options, arrays: dict[str, Any], random: tuple[int, int], names: tuple[str, ...]
+) -> tuple[Any, ...]:
     """Run on contiguous copies of the arrays `names`; copy results among them back."""
     results = _results(pass_, arrays)
     copies = {name: None if name in results else cupy.ascontiguousarray(arrays[name]) for name in names}
-    computed = _call(pass_, options, {**arrays, **copies})
+    computed = _call(pass_, options, {**arrays, **copies}, random)
     for name, value in zip(results, computed, strict=True):
         if name in names:
             arrays[name][...] = value

@@ -52,8 +52,11 @@ def _fields() -> list[tuple]:
         ("group_splits", np.int32),
         ("resident_blocks", np.int32),
         ("key_splits", np.int32),
+        *((name, np.uint32) for name in ("seed_low", "seed_high", "offset", "dropout_threshold")),
+        ("kept_scale", np.float32),
         ("scale_float64", np.float64),
         ("softcap_float64", np.float64),
+        ("kept_scale_float64", np.float64),
     ]
 
 
@@ -63,13 +66,15 @@ if PARAMS.itemsize != PARAMS_BYTES:
 
 # Which 64-bit word of the struct holds the pointer of an array.
 POINTER_WORD = {name: PARAMS.fields[name][1] // 8 for name, _ in _ARRAYS}  # type: ignore[index]
+# Where the seed lies, two 32-bit words that are one of 64, and the offset behind it.
+RANDOM = PARAMS.fields["seed_low"][1]  # type: ignore[index]
 
 
-def parameters(plan: LaunchPlan, operands: Mapping[str, Operand]) -> np.ndarray:
+def parameters(plan: LaunchPlan, operands: Mapping[str, Operand], seed: int = 0, offset: int = 0) -> np.ndarray:
     """The argument for the kernels of `plan` as an array of one `PARAMS`, pointers left 0.
 
     `operands` gives the strides of everything that is not in the problem: out and lse, and for the backward pass dout,
-    dq, dk, dv, and dlse and dsinks where there are any.
+    dq, dk, dv, and dlse and dsinks where there are any. `seed` and `offset` are those of dropout.
     """
     problem = plan.problem
     inputs = {name: getattr(problem, name) for name in ("q", "k", "v", *_TERMS)}
@@ -89,6 +94,9 @@ def parameters(plan: LaunchPlan, operands: Mapping[str, Operand]) -> np.ndarray:
         params["left_offset"] = problem.diagonal - problem.window_left
     if problem.softcap is not None:
         params["softcap"] = params["softcap_float64"] = problem.softcap
+    params["seed_low"], params["seed_high"], params["offset"] = seed & 0xFFFFFFFF, seed >> 32, offset
+    params["dropout_threshold"] = round(65536 * problem.dropout)
+    params["kept_scale"] = params["kept_scale_float64"] = problem.kept_scale
     params["head_section"] = plan.head_section
     params["stats_rows"] = plan.stats_rows
     params["group_splits"] = plan.group_splits

@@ -41,8 +41,8 @@ from cuflash.tiles import (
 
 Pass = Literal["forward", "backward"]
 
-PARAMS_BYTES = 632  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
-MAPS_OFFSET = 640  # where tensor maps follow, aligned to 64 bytes
+PARAMS_BYTES = 656  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
+MAPS_OFFSET = 704  # where tensor maps follow, aligned to 64 bytes
 MAX_HEAD_DIM = 256
 # Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
 # at head_dim 128 and seqlen 4096, 4 % in the backward pass; without a mask, one head at a time serves L2 better.
@@ -387,6 +387,7 @@ def _why_not_decode(draft: _Draft) -> str | None:
     if _visible_keys(problem) < DECODE_MIN_SEQLEN_K or _why_not_mapped(draft, _FORWARD_MAPPED):
         return ""
     terms = [name for name in ("softcap", "alibi_slopes", "bias", "mask") if getattr(problem, name) is not None]
+    terms += ["dropout"] if problem.dropout else []
     if terms:
         return f"it knows no {' and no '.join(terms)}"
     if problem.group_size == 1 and 2 * draft.heads >= device.num_sms:
@@ -675,6 +676,7 @@ def _common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store
         "CUFLASH_HAS_ALIBI": int(problem.alibi_slopes is not None),
         "CUFLASH_HAS_MASK": int(problem.mask is not None),
         "CUFLASH_HAS_SINKS": int(problem.sinks is not None),
+        "CUFLASH_HAS_DROPOUT": int(problem.dropout > 0),
         "CUFLASH_BIAS_BYTES": ITEMSIZE[problem.bias.dtype] if problem.bias is not None else 0,
         "CUFLASH_KV_LENGTHS_BYTES": ITEMSIZE[problem.kv_lengths.dtype] if problem.kv_lengths is not None else 0,
         "CUFLASH_SCALE_IN_EXPONENT": int(not transforms and problem.scale > 0),
@@ -697,6 +699,7 @@ def _options(problem: Problem) -> list[str]:
             ("mask", problem.mask is not None),
             ("kv_lengths", problem.kv_lengths is not None),
             ("sinks", problem.sinks is not None),
+            ("dropout", problem.dropout > 0),
             ("tf32", problem.dtype == "float32" and problem.precision == "tf32"),
         )
         if on

@@ -38,6 +38,33 @@ def _check_real(name: str, value: object) -> float:
     return float(value)
 
 
+def check_dropout(rate: object, name: str = "dropout") -> float:
+    """A rate of dropout, checked."""
+    if isinstance(rate, bool) or not isinstance(rate, numbers.Real):
+        raise type_error(name, f"{type(rate).__name__} {rate!r}", "a real number")
+    if not 0 <= float(rate) < 1:
+        raise value_error(name, rate, "a number from 0 up to, but not, 1")
+    return float(rate)
+
+
+def rounded_rate(rate: float) -> float:
+    """The multiple of 1 / 65536 nearest to a rate of dropout, but less than 1: 16 random bits decide about a weight."""
+    return min(round(rate * 65536), 65535) / 65536
+
+
+def check_random(seed: object, offset: object) -> tuple[int, int]:
+    """The key and the offset of random numbers, checked."""
+
+    def check(name: str, value: object, bits: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise type_error(name, f"{type(value).__name__} {value!r}", "an integer, with dropout")
+        if not 0 <= int(value) < 2**bits:
+            raise value_error(name, value, f"0 to 2**{bits} - 1")
+        return int(value)
+
+    return check("seed", seed, 64), check("offset", offset, 32)
+
+
 def _check_window_side(side: str, value: object) -> int | None:
     if value is None:
         return None
@@ -59,6 +86,7 @@ class Options:
     layout: str = "bhsd"
     deterministic: bool = False
     precision: str = "highest"
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.causal, bool) and self.causal != "top_left":
@@ -88,6 +116,7 @@ class Options:
             raise type_error("precision", f"{type(self.precision).__name__} {self.precision!r}", "'highest' or 'tf32'")
         if self.precision not in PRECISIONS:
             raise value_error("precision", repr(self.precision), "'highest' or 'tf32'")
+        object.__setattr__(self, "dropout", check_dropout(self.dropout))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +155,7 @@ class Problem:
     window_right: int | None
     deterministic: bool
     precision: str
+    dropout: float  # a multiple of 1 / 65536
     q: Operand
     k: Operand
     v: Operand
@@ -144,6 +174,11 @@ class Problem:
     def group_size(self) -> int:
         """Query heads that share one key/value head."""
         return self.num_heads // self.num_heads_kv if self.num_heads_kv else 1
+
+    @property
+    def kept_scale(self) -> float:
+        """What a weight that dropout keeps is multiplied by."""
+        return 1 / (1 - self.dropout)
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -365,6 +400,7 @@ def make_problem(
         window_right=right,
         deterministic=options.deterministic,
         precision=options.precision,
+        dropout=rounded_rate(options.dropout),
         q=q4,
         k=k4,
         v=v4,

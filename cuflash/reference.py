@@ -3,8 +3,11 @@
 In the letters of Dao et al. (FlashAttention, 2022, section 2 and appendix B), for one head, options in between:
 
     S = scale Q K^T ; softcap ; - slope |i + d - j| ; + bias ; hidden keys: -inf
-    P = softmax(S),  O = P V,  L = log sum exp S
-    dV = P^T dO,  dP = dO V^T,  D = rowsum(dO o O),  dS = P o (dP - D + dL),  dQ = scale dS K,  dK = scale dS^T Q
+    P = softmax(S),  O = (P o Z) V,  L = log sum exp S
+    dV = (P o Z)^T dO,  dP = (dO V^T) o Z,  D = rowsum(dO o O),  dS = P o (dP - D + dL)
+    dQ = scale dS K,  dK = scale dS^T Q
+
+Z is 1 without dropout; with it 0 where a weight is dropped and 1 / (1 - dropout) elsewhere.
 
 dL is the gradient with respect to L; the derivative of L by S is P. A sink z is the score of one more key, whose value
 is zero: L = log (exp z + sum exp S), P = exp(S - L), and dz = sum exp(z - L) (dL - D) over the rows of its head.
@@ -21,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from cuflash.dropout import kept_weights
 from cuflash.problem import Problem, user_shape, view_4d, view_rows
 
 Array = NDArray[Any]
@@ -37,6 +41,8 @@ def forward(
     kv_lengths: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
+    seed: int | None = None,
+    offset: int | None = None,
     dtype: DTypeLike = np.float64,
 ) -> tuple[Array, Array]:
     """Attention by the plain formula.
@@ -47,6 +53,8 @@ def forward(
         From `cuflash.problem.make_problem` on the same arrays.
     q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks : numpy.ndarray
         As `cuflash.attention` takes them. Entries of `kv_lengths` outside 0..seqlen_k are clamped.
+    seed, offset : int, optional
+        With dropout: which weights are dropped, as `cuflash.dropout_mask` says.
     dtype : dtype, default float64
         Precision to compute in. float64 is the oracle. For float16 and bfloat16, products accumulate and the softmax
         runs in float32, and the weights are rounded to `dtype` before they meet `v`: the plain 16-bit implementation.
@@ -61,9 +69,9 @@ def forward(
     dtype, compute = np.dtype(dtype), compute_dtype(dtype)
     out = np.zeros((problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v), dtype)
     lse = np.full(problem.lse_shape, -np.inf, compute)
-    for head in each_head(problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks, compute):
+    for head in each_head(problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks, compute, seed, offset):
         with np.errstate(all="ignore"):
-            O = _round(head.P, dtype) @ head.V  # noqa: E741 (the paper's letter)
+            O = _round(head.P * head.Z, dtype) @ head.V  # noqa: E741 (the paper's letter)
             out[head.index] = O.astype(dtype)
         view_rows(lse)[head.index] = head.L
     return as_caller(problem, out), lse
@@ -82,6 +90,8 @@ def backward(
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
     dlse: Array | None = None,
+    seed: int | None = None,
+    offset: int | None = None,
     dtype: DTypeLike = np.float64,
 ) -> tuple[Array, ...]:
     """Gradients of ``sum(dout * out) + sum(dlse * lse)`` by the plain formula.
@@ -102,14 +112,14 @@ def backward(
     dlse = np.zeros(problem.lse_shape) if dlse is None else dlse
     dq, dk, dv = (np.zeros(view_4d(x, problem.layout).shape, compute) for x in (q, k, v))
     dsinks = np.zeros(problem.num_heads, compute)
-    for head in each_head(problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks, compute):
+    for head in each_head(problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks, compute, seed, offset):
         dO = view_4d(dout, problem.layout)[head.index].astype(compute)
         dL = _replace(view_rows(dlse)[head.index].astype(compute), np.isneginf(head.L), 0)[:, None]
         with np.errstate(all="ignore"):
-            P = _round(head.P, dtype)
+            P = _round(head.P * head.Z, dtype)
             O = _round(P @ head.V, dtype)  # noqa: E741 (the paper's letter)
             D = (dO * O).sum(axis=-1, keepdims=True)
-            dP = dO @ head.V.T
+            dP = (dO @ head.V.T) * head.Z
             dS = _round(head.P * (dP - D + dL) * head.cap_slope, dtype)
             dv[head.index_kv] += P.T @ dO
             dq[head.index] += problem.scale * (dS @ head.K)
@@ -132,6 +142,7 @@ class Head:
     P: Array  # weights, (seqlen_q, keys); a row that sees no key is zero
     P_sink: Array  # weight of the sink, (seqlen_q, 1); zero without one
     L: Array  # log sum exp of the scores, (seqlen_q,); -inf for such a row
+    Z: Array  # what dropout multiplies the weights by
     cap_slope: Array  # derivative of the scores by scale Q K^T: other than one through softcap only
 
 
@@ -146,6 +157,8 @@ def each_head(
     alibi_slopes: Array | None,
     sinks: Array | None,
     compute: DTypeLike,
+    seed: int | None = None,
+    offset: int | None = None,
 ) -> Iterator[Head]:
     """Softmax weights of every head, with operands converted to the `compute` dtype."""
     q, k, v = (view_4d(x, problem.layout) for x in (q, k, v))
@@ -169,7 +182,12 @@ def each_head(
                 mask=None if mask is None else mask[index][:, keys],
             )
             P, P_sink, L = _softmax(S, sinks[h].astype(compute))
-        yield Head(index=index, index_kv=index_kv, Q=Q, K=K, V=V, P=P, P_sink=P_sink, L=L, cap_slope=cap_slope)
+        Z = np.ones((1, 1), P.dtype)
+        if problem.dropout:
+            rows = range(problem.seqlen_q)
+            kept = kept_weights(problem.dropout, seed, offset, b * problem.num_heads + h, rows, range(S.shape[1]))
+            Z = kept.astype(P.dtype) * P.dtype.type(problem.kept_scale)
+        yield Head(index=index, index_kv=index_kv, Q=Q, K=K, V=V, P=P, P_sink=P_sink, L=L, Z=Z, cap_slope=cap_slope)
 
 
 def _scores(

@@ -77,6 +77,8 @@ class Case:
         Every head of q has a sink.
     dlse : bool
         There is a gradient with respect to lse.
+    dropout : float
+        Probability that a weight is dropped. `random` has the seed and the offset of what is dropped.
     strides : {"contiguous", "padded", "transposed", "flipped"}
         How every array lies in memory. "padded": every axis is cut out of a longer one, NaN (True in a mask) around it.
         "transposed": the axes are stored in reverse order. "flipped": all strides are negative.
@@ -109,6 +111,7 @@ class Case:
     alibi_slopes: tuple[int, ...] | None = None
     sinks: bool = False
     dlse: bool = False
+    dropout: float = 0.0
     strides: str = "contiguous"
     score_spread: float = 1.0
     seed: int = 0
@@ -153,6 +156,7 @@ class Case:
             kv_lengths_dtype="int32" if problem.kv_lengths is None else problem.kv_lengths.dtype,
             alibi_slopes=None if slopes is None else slopes if slopes == scores_shape[:2] else (problem.num_heads,),
             sinks=problem.sinks is not None,
+            dropout=problem.dropout,
             seed=seed,
         )
 
@@ -160,15 +164,27 @@ class Case:
     def options(self) -> Options:
         """The static options, as `make_problem` takes them."""
         return Options(
-            causal=self.causal, scale=self.scale, window=self.window, softcap=self.softcap, layout=self.layout
+            causal=self.causal,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            layout=self.layout,
+            dropout=self.dropout,
         )
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The static options that differ from their defaults, as keyword arguments of `cuflash.attention`."""
+        """The static options that differ from their defaults, as keyword arguments of `cuflash.FlashAttention`."""
         defaults = Options()
-        names = ("causal", "scale", "window", "softcap", "layout")
+        names = ("causal", "scale", "window", "softcap", "layout", "dropout")
         return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(defaults, name)}
+
+    @property
+    def random(self) -> dict[str, Any]:
+        """With dropout its seed and offset, as keyword arguments of `cuflash.FlashAttention.forward`; else nothing."""
+        if not self.dropout:
+            return {}
+        return {"seed": (self.seed + 1) * 0x9E3779B97F4A7C15 % 2**64, "offset": self.seed * 0x9E3779B9 % 2**32}
 
     @property
     def problem(self) -> Problem:
@@ -341,7 +357,8 @@ def cases(
     dtypes, layouts, ndims, strides, score_spreads : sequence
         What to draw from, simplest first.
     features : collection of str
-        Which of `FEATURES` and `MORE_FEATURES` may be present; each is absent about half of the time.
+        Which of `FEATURES` and `MORE_FEATURES` may be present; each is absent about half of the time. And "dropout",
+        for implementations that drop what `cuflash.dropout_mask` says.
     max_seqlen, max_head_dim : int
         Largest lengths, in elements.
     max_scores : int
@@ -401,6 +418,7 @@ def cases(
         alibi_slopes=pick([(num_heads,), (batch, num_heads)]) if has("alibi_slopes") else None,
         sinks=has("sinks"),
         dlse=has("dlse"),
+        dropout=pick([0.1, 0.5, 0.9]) if has("dropout") else 0.0,
         strides=pick(strides),
         score_spread=pick(score_spreads),
         seed=draw(st.integers(0, 2**16)),
@@ -511,19 +529,22 @@ def measure(name: str, got: Any, yardstick: Yardstick) -> Measurement:
     )
 
 
-def yardsticks(problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Yardstick]:
-    """The yardsticks of out and lse, and of dq, dk, dv (and dsinks) if `dout` is among the NumPy `arrays`."""
-    expected = _compute(problem, arrays, np.float64)
+def yardsticks(problem: Problem, arrays: Mapping[str, Array], **random: Any) -> dict[str, Yardstick]:
+    """The yardsticks of out and lse, and of dq, dk, dv (and dsinks) if `dout` is among the NumPy `arrays`.
+
+    With dropout, `random` is the `seed` and the `offset`.
+    """
+    expected = _compute(problem, arrays, np.float64, random)
     if problem.dtype == "float64":
         arrays_in_single = {name: x.astype(np.float32) if x.dtype == np.float64 else x for name, x in arrays.items()}
-        exact, plain = (_compute(problem, arrays_in_single, dtype) for dtype in (np.float64, np.float32))
+        exact, plain = (_compute(problem, arrays_in_single, dtype, random) for dtype in (np.float64, np.float32))
         plain_unit = _ulp(np.float64) / _ulp(np.float32)
     else:
-        exact, plain = expected, _compute(problem, arrays, arrays["q"].dtype)
+        exact, plain = expected, _compute(problem, arrays, arrays["q"].dtype, random)
         plain_unit = 1.0
     with np.errstate(invalid="ignore"):  # -inf in both
         plain_errors = {name: plain_unit * _max_finite(plain[name].astype(np.float64) - x) for name, x in exact.items()}
-    scales, zeros, noise = _scales(problem, arrays, expected)
+    scales, zeros, noise = _scales(problem, arrays, expected, random)
     factor = 1 if problem.dtype == "float32" else 2
     softmax_ulp = _ulp(problem.softmax_dtype)
 
@@ -543,19 +564,21 @@ def yardsticks(problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Yards
     return {name: yardstick(name) for name in expected}
 
 
-def _compute(problem: Problem, arrays: Mapping[str, Array], dtype: Any) -> dict[str, Array]:
+def _compute(problem: Problem, arrays: Mapping[str, Array], dtype: Any, random: Mapping[str, Any]) -> dict[str, Array]:
     """Results of the plain formula by name."""
     inputs = (arrays["q"], arrays["k"], arrays["v"])
-    out, lse = reference.forward(problem, *inputs, dtype=dtype, **optional(arrays))
+    keywords = {**optional(arrays), **random}
+    out, lse = reference.forward(problem, *inputs, dtype=dtype, **keywords)
     results = {"out": out, "lse": lse}
     if "dout" in arrays:
-        gradients = reference.backward(problem, arrays["dout"], *inputs, dtype=dtype, **optional_backward(arrays))
+        keywords |= optional_backward(arrays)
+        gradients = reference.backward(problem, arrays["dout"], *inputs, dtype=dtype, **keywords)
         results |= zip(_gradients_of(arrays), gradients, strict=True)
     return results
 
 
 def _scales(
-    problem: Problem, arrays: Mapping[str, Array], expected: Mapping[str, Array]
+    problem: Problem, arrays: Mapping[str, Array], expected: Mapping[str, Array], random: Mapping[str, Any]
 ) -> tuple[dict[str, float], dict[str, Array], float]:
     """Scale of every result, where it is exactly zero, and the noise of the weights in units in the last place."""
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
@@ -572,22 +595,23 @@ def _scales(
     def grow(name: str, squares: Array) -> None:
         scales[name] = max(scales[name], math.sqrt(_max_finite(squares)))
 
-    for head in reference.each_head(problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks, np.float64):
+    terms = (bias, mask, kv_lengths, alibi_slopes, sinks)
+    for head in reference.each_head(problem, q, k, v, *terms, np.float64, **random):
         scores = max(scores, abs(problem.scale) * _max_finite(np.abs(head.Q) @ np.abs(head.K).T))
         visible = head.P != 0
         sees_something[head.index] = visible.any(axis=1)
         is_seen[head.index_kv] |= visible.any(axis=0)
         with np.errstate(all="ignore"):
-            P2, V2 = head.P**2, head.V**2
-            grow("out", P2 @ V2)
+            P2, V2, Z2 = head.P**2, head.V**2, head.Z**2
+            grow("out", (P2 * Z2) @ V2)
             if dout is not None:
                 dO2 = dout[head.index].astype(np.float64) ** 2
                 D2 = (dO2 * out[head.index] ** 2).sum(axis=-1, keepdims=True)
                 dL2 = dlse[head.index].astype(np.float64)[:, None] ** 2
-                dS2 = (problem.scale * head.cap_slope) ** 2 * P2 * (dO2 @ V2.T + D2 + dL2)
+                dS2 = (problem.scale * head.cap_slope) ** 2 * P2 * ((dO2 @ V2.T) * Z2 + D2 + dL2)
                 grow("dq", dS2 @ head.K**2)
                 grow("dk", dS2.T @ head.Q**2)
-                grow("dv", P2.T @ dO2)
+                grow("dv", (P2 * Z2).T @ dO2)
                 dsinks2[head.index[1]] += (head.P_sink**2 * (D2 + dL2)).sum()
     if "dsinks" in expected:
         grow("dsinks", dsinks2)
@@ -612,7 +636,7 @@ def _max_finite(x: Array) -> float:
 
 @lru_cache(maxsize=8)
 def _yardsticks_of(case: Case) -> dict[str, Yardstick]:
-    return yardsticks(case.problem, case.arrays())
+    return yardsticks(case.problem, case.arrays(), **case.random)
 
 
 def _gradients_of(arrays: Mapping[str, Any]) -> tuple[str, ...]:
@@ -654,9 +678,10 @@ def check(
     ----------
     attention : callable
         Called as ``attention(q, k, v, **options)``, where options are the keyword arguments of `cuflash.attention` that
-        the case needs, by those names: causal, scale, window, softcap, layout, and `OPTIONAL_ARRAYS`. An implementation
-        without options is checked on cases without `features`. Returns out, or a tuple (out, lse), as arrays of any
-        library that speaks DLPack.
+        the case needs, by those names: causal, scale, window, softcap, layout, and `OPTIONAL_ARRAYS`. With dropout,
+        also that, seed and offset, which drop what `cuflash.dropout_mask` says. An implementation without options is
+        checked on cases without `features`. Returns out, or a tuple (out, lse), as arrays of any library that speaks
+        DLPack.
     case : Case or Problem
         A problem stands for a case of its sizes and options on random arrays.
     gradients : callable, optional
@@ -687,7 +712,7 @@ def check(
     case = Case.from_problem(case) if isinstance(case, Problem) else case
     arrays = case.arrays(convert)
     inputs = [arrays[name] for name in ("q", "k", "v")]
-    keywords = case.keywords | optional(arrays)
+    keywords = case.keywords | optional(arrays) | case.random
     result = attention(*inputs, **keywords)
     out, lse = result if isinstance(result, tuple) else (result, None)
     results = {"out": out} if lse is None else {"out": out, "lse": lse}

@@ -52,8 +52,14 @@ struct Params {
   i32 group_splits;  // blocks that share the query heads of a key/value head
   i32 resident_blocks;  // of a kernel whose blocks take one tile after another
   i32 key_splits;    // blocks that share the keys of a key/value head
-  double scale_float64;  // scale and softcap of float64 problems
+  u32 seed_low;      // of dropout: the key of its random numbers
+  u32 seed_high;
+  u32 offset;
+  u32 dropout_threshold;  // weights whose 16 bits are less are dropped
+  float kept_scale;  // what others are multiplied by
+  double scale_float64;  // those of float64 problems
   double softcap_float64;
+  double kept_scale_float64;
 };
 
 CUFLASH_DEVICE Real scale_of(const Params& params) {
@@ -63,6 +69,11 @@ CUFLASH_DEVICE Real scale_of(const Params& params) {
 CUFLASH_DEVICE Real softcap_of(const Params& params) {
   if constexpr (kElementBytes == 8) return params.softcap_float64;
   return params.softcap;
+}
+CUFLASH_DEVICE Real kept_scale_of(const Params& params) {
+  if constexpr (!kHasDropout) return 1;
+  if constexpr (kElementBytes == 8) return params.kept_scale_float64;
+  return params.kept_scale;
 }
 
 // The sink of a query head: the natural logarithm of what joins the sum of exponentials of each of its rows.

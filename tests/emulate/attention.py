@@ -74,16 +74,19 @@ def run(
     fill: int = 0xFF,
     sanitizer: str | None = None,
     kernels: Path = emulator.KERNELS,
+    seed: int = 0,
+    offset: int = 0,
 ) -> list[emulator.Statistics]:
     """Run the kernels of `plan` on `arrays` by name; results are written in place.
 
-    `fill` is the byte that scratch memory is full of, `kernels` the folder that the sources are taken from.
+    `fill` is the byte that scratch memory is full of, `kernels` the folder that the sources are taken from, `seed` and
+    `offset` say what dropout drops.
     """
     problem = plan.problem
     operands = {n: layout_of(x, problem.layout) for n, x in arrays.items() if n in ("out", "dout", "dq", "dk", "dv")}
     operands |= {n: rows_of(x) for n, x in arrays.items() if n in ("lse", "dlse")}
     operands |= {n: vector_of(x) for n, x in arrays.items() if n == "dsinks"}
-    params = parameters(plan, operands)
+    params = parameters(plan, operands, seed, offset)
     words = params.view(np.uint64)
     scratch = {
         name: emulator.guarded_array((elements,), problem.softmax_dtype, fill) for name, elements in plan.scratch
@@ -206,7 +209,7 @@ def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tupl
         The byte that results and scratch memory are full of before the launch; 0xFF is NaN.
     statistics : list, optional
         Gets those of each launch.
-    sanitizer, kernels
+    sanitizer, kernels, seed, offset
         As `run`.
     """
     inputs = {name: array for name, array in arrays.items() if name not in ("dout", "dlse", "out", "lse")}

@@ -56,7 +56,7 @@ class Trial:
         two_pieces = getattr(self.tiles[0], "pieces", 3) == 2
         options = replace(case.options, deterministic=deterministic, precision="tf32" if two_pieces else "highest")
         problem = make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
-        out, lse = reference.forward(problem, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
+        out, lse = reference.forward(problem, *(arrays[name] for name in "qkv"), **ct.optional(arrays), **case.random)
         if self.kv_lengths:
             arrays["kv_lengths"][...] = self.kv_lengths
         launches: list[emulator.Statistics] = []
@@ -66,6 +66,7 @@ class Trial:
             "place": self.place,
             "kernels": kernels,
             "statistics": launches,
+            **case.random,
         }
         if isinstance(self.tiles[0], ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | DecodeSm90Tile):
             names, results = ("out", "lse"), attention.forward(problem, arrays, **how)
@@ -202,6 +203,8 @@ _FAR = replace(_TERMS, seqlen_q=33, seqlen_k=18, batch=2, num_heads_kv=2, bias=(
 _FLOAT32 = replace(_TERMS, dtype="float32", softcap=20.0)
 _SINKS = replace(_LENGTHS, kv_lengths=(2, 0, 77), sinks=True, dlse=True, score_spread=4.0)
 _PIECES = replace(_GROUPED, dtype="float32", seqlen_k=300)
+_DROPOUT = replace(_GROUPED, dropout=0.3, seed=1)
+_DROPOUT_FLOAT32 = replace(_DROPOUT, dtype="float32")
 _FLOAT64 = replace(
     _FLOAT32, dtype="float64", head_dim_v=40, num_heads=1, bias=(70, 77), mask=(70, 77), alibi_slopes=(1,)
 )
@@ -313,6 +316,16 @@ TRIALS = {
     ),
     "deterministic": Trial(case=_SMALL, tiles=(_backward()[0], _DQ)),
     "deterministic window": Trial(case=_WINDOW, tiles=(_backward()[0], _DQ)),
+    "dropout": Trial(case=_DROPOUT, tiles=_forward(block_m=64)),
+    "dropout many rows": Trial(case=_DROPOUT, tiles=_forward()),
+    "dropout sm90": Trial(case=_DROPOUT, tiles=_sm90(), num_sms=1),
+    "dropout float32 sm90": Trial(case=_DROPOUT_FLOAT32, tiles=_float32_sm90(), num_sms=1),
+    "dropout backward": Trial(case=_DROPOUT, tiles=_backward(), num_sms=1),
+    "dropout backward split": Trial(case=_DROPOUT, tiles=_backward()),
+    "dropout deterministic": Trial(case=_DROPOUT, tiles=(_backward()[0], _DQ)),
+    "dropout backward sm90": Trial(case=_DROPOUT, tiles=(_BACKWARD_SM90, None), num_sms=1),
+    "dropout backward sm90 roles": Trial(case=_DROPOUT, tiles=(_SPLIT_ROLES, None), num_sms=1),
+    "dropout backward pieces": Trial(case=_DROPOUT_FLOAT32, tiles=_BACKWARD_PIECES, num_sms=1),
 }
 
 
@@ -389,6 +402,7 @@ F, F90, F32, PIECES, D90, COMBINE, B90, B32, WALK, TILES90, B, DQ, DELTA, SINKS,
     "backward_convert.cu",
     "backward_reduce.cu",
 )
+DROPOUT = "dropout.cuh"
 
 # fmt: off
 MUTANTS = (
@@ -443,10 +457,11 @@ MUTANTS = (
     _mutant("O takes the room of Q before all have read it", F,
             "  ptx::copy_async_wait<0>();\n  ptx::sync_block();\n  store_fragments",
             "  ptx::copy_async_wait<0>();\n  store_fragments", "forward ring"),
-    _mutant("O is stored before all have written it", F, "softmax.inverse_sum(m, half); });\n  ptx::sync_block();\n",
-            "softmax.inverse_sum(m, half); });\n", "forward"),
+    _mutant("O is stored before all have written it", F, "(m, half) * kept_scale; });\n  ptx::sync_block();\n",
+            "(m, half) * kept_scale; });\n", "forward"),
     _mutant("lanes do not add their sums", F, "  softmax.finish();\n", "", "forward"),
-    _mutant("O is not divided by the sum", F, "return softmax.inverse_sum(m, half);", "return 1.0f;", "forward"),
+    _mutant("O is not divided by the sum", F, "return softmax.inverse_sum(m, half) * kept_scale;", "return 1.0f;",
+            "forward"),
     _mutant("lse of rows that do not exist", F, "fragment_column() == 0 && row < params.seqlen_q",
             "fragment_column() == 0", "forward"),
     _mutant("lse without its stride", F, "g_lse[row * params.lse.row_stride]", "g_lse[row]", "forward far"),
@@ -639,7 +654,8 @@ MUTANTS = (
             "stats_of(params, batch, head_kv) + first_row", "backward shared"),
     _mutant("half of the statistics", B, "if (thread < (int)kBytesStats / 16)",
             "if (thread < (int)kBytesStats / 32)", "backward"),
-    _mutant("the gradient ignores softcap", B, "(ds[m][n][i] - delta) * derivative;", "(ds[m][n][i] - delta);",
+    _mutant("the gradient ignores softcap", B, "(dp * kept_scale - delta) * derivative;",
+            "(dp * kept_scale - delta);",
             "backward terms"),
     _mutant("statistics of the other query", B, "exponent_lse = stats[i % 2 * 2],", "exponent_lse = stats[i / 2 * 2],",
             "backward"),
@@ -801,7 +817,7 @@ MUTANTS = (
             "ptx::arrive_named(kTurn + consumer, 256);", "sm90"),
     _mutant("O of the tile of S", F90, "multiply_o(before);", "multiply_o(key);", "sm90"),
     _mutant("O is not rescaled", F90, "        if (grows) softmax.rescale(o, factor);\n", "", "sm90 spread"),
-    _mutant("the first weights for ever", F90, "softmax.rescale(o, factor);\n        to_weights();\n",
+    _mutant("the first weights for ever", F90, "softmax.rescale(o, factor);\n        to_weights(n_block);\n",
             "softmax.rescale(o, factor);\n", "sm90"),
     _mutant("sums of a tile are left out", F90, "      softmax.row_sum[0][1] += sum[0][1];\n", "", "sm90"),
     _mutant("the last V is not given back", F90,
@@ -1133,7 +1149,8 @@ MUTANTS = (
             "ds[n][i] += part[0][n][i];", "backward pieces split"),
     _mutant("halves of a row change places", B32, "[n / 2][n % 2 * 2 + half] = word[piece];",
             "[n / 2][n % 2 + half * 2] = word[piece];", "backward pieces"),
-    _mutant("delta of the neighbour", B32, "- stats[2 * i + 1]);", "- stats[3 - 2 * i]);", "backward pieces"),
+    _mutant("delta of the neighbour", B32, "kept_scale, stats[2 * i + 1]);", "kept_scale, stats[3 - 2 * i]);",
+            "backward pieces"),
     _mutant("no derivative of the softcap", B32, "kHasSoftcap ? p[n][i] * derivative : p[n][i];", "p[n][i];",
             "backward pieces terms"),
     _mutant("infinities among small numbers", B32, "if (rests - rests != 0.0f) {", "if (false) {", "backward pieces",
@@ -1221,6 +1238,59 @@ MUTANTS = (
     _mutant("tanh near 0 by a difference from 1", "exponential.cuh", "const bool near = magnitude < (T)0.5;",
             "const bool near = false;", "forward float64",
             escapes="softcap times an error of 2^-53 is within the rule"),
+    # ---- Dropout
+    _mutant("nine rounds", DROPOUT, "round < 10;", "round < 9;", "dropout"),
+    _mutant("half of the key stays", DROPOUT, "    key_high += 0xbb67ae85u;\n", "", "dropout"),
+    _mutant("the words of the seed change places", DROPOUT, "philox(kept.word, seed_low, seed_high);",
+            "philox(kept.word, seed_high, seed_low);", "dropout"),
+    _mutant("all batch entries drop alike", DROPOUT, "head(batch * params.num_heads + head_),", "head(head_),",
+            "dropout"),
+    _mutant("the offset is forgotten", DROPOUT, "offset(params.offset),", "offset(0),", "dropout"),
+    _mutant("the rate is halved", DROPOUT, "threshold(params.dropout_threshold << 16)",
+            "threshold(params.dropout_threshold << 15)", "dropout"),
+    _mutant("all pieces of columns drop alike", DROPOUT, "= of(query, key, first);", "= of(query, key);",
+            "dropout"),
+    _mutant("transposed weights by the halves of others", DROPOUT, "(transposed ? next_piece : down) == 0 ?",
+            "down == 0 ?", "dropout backward"),
+    _mutant("transposed weights by the words of others", DROPOUT, "(transposed ? down : next_piece)];",
+            "next_piece];", "dropout backward"),
+    _mutant("neighbours make the same call", DROPOUT, "rows_of(query) + odd + 4", "rows_of(query) + 4",
+            "dropout backward"),
+    _mutant("they swap with others", DROPOUT, "ptx::float_of(given), 4)", "ptx::float_of(given), 8)",
+            "dropout backward"),
+    _mutant("they keep what they have got", DROPOUT, "kept.word[2 + i] = odd ? own : got;", "kept.word[2 + i] = got;",
+            "dropout backward"),
+    _mutant("weights are not marked", DROPOUT, "kept.keeps(n, i) ? weight[n][i] : -weight[n][i];", "weight[n][i];",
+            "dropout backward sm90"),
+    _mutant("marked weights are negative", DROPOUT, "return fabsf(weight) *", "return weight *",
+            "dropout backward sm90 roles"),
+    _mutant("dP is not dropped", DROPOUT, "(is_dropped(weight) ? 0.0f : dp)", "dp",
+            "dropout backward pieces"),
+    _mutant("sums are of what is kept", F, "    softmax.update(s, o, exponent_scale);\n",
+            "    softmax.update(s, o, exponent_scale);\n    softmax.row_sum[0][0] *= 0.7f;\n", "dropout"),
+    _mutant("rows of 16 drop alike", F, "dropout.drop(s[m], lane_row + 16 * m,", "dropout.drop(s[m], lane_row,",
+            "dropout many rows"),
+    _mutant("what is kept is not scaled", F90, "softmax.inverse_sum(0, 0) * kept_scale", "softmax.inverse_sum(0, 0)",
+            "dropout sm90"),
+    _mutant("nothing is dropped", F90, "      if constexpr (!kDropsLate) drop(n_block);\n", "", "dropout sm90"),
+    _mutant("the weights of the next tile are dropped", F32, "dropout.drop(s[0], lane_row, n_block * kBlockN",
+            "dropout.drop(s[0], lane_row, (n_block + 1) * kBlockN", "dropout float32 sm90"),
+    _mutant("dropped weights count in dV", B, "              p[m][n][i] = keeps ? p[m][n][i] : 0;\n", "",
+            "dropout backward"),
+    _mutant("dropped weights have a gradient", B, "dp = keeps ? ds[m][n][i] : 0;",
+            "dp = ds[m][n][i];", "dropout backward"),
+    _mutant("dV is not scaled", B, "dv, [&](int, int) { return kept_scale; });", "dv, [](int, int) { return 1.0f; });",
+            "dropout backward"),
+    _mutant("the sum of parts of dV is not scaled", REDUCE, "dv, [&](int, int) { return kept_scale; });",
+            "dv, [](int, int) { return 1.0f; });", "dropout backward split"),
+    _mutant("dq has weights of its own", DQ, "if (kHasDropout && n % 2 == 0) kept", "if (kHasDropout && n == 0) kept",
+            "dropout deterministic"),
+    _mutant("dropped weights are negative in dV", B90, "is_dropped(p[n][i]) ? 0.0f : p[n][i];", "p[n][i];",
+            "dropout backward sm90"),
+    _mutant("dV of two roles is not scaled", B90, "dv, kept_scale, kept_scale);", "dv, 1.0f, 1.0f);",
+            "dropout backward sm90 roles"),
+    _mutant("P' is handed over without marks", B32, "factor[i] = -factor[i], p[n][i] = 0.0f;", "p[n][i] = 0.0f;",
+            "dropout backward pieces"),
 )
 # fmt: on
 

@@ -382,7 +382,7 @@ def test_sequence_beyond_32_bit_positions():
         lambda attn, q: cuflash.attention(q, q, q, True),
         lambda attn, q: cuflash.attention(q, q, q, attn_mask=q),
         lambda attn, q: cuflash.FlashAttention(True),
-        lambda attn, q: cuflash.FlashAttention(dropout=0.1),
+        lambda attn, q: cuflash.FlashAttention(drop=0.1),
     ],
 )
 def test_unknown_and_misplaced_arguments(call):

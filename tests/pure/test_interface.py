@@ -287,7 +287,7 @@ def test_same_bits_every_time():
 def test_an_object_prints_and_pickles():
     attn = cuflash.FlashAttention(causal="top_left", window=(3, None))
     options = "causal='top_left', scale=None, window=(3, None), softcap=None, layout='bhsd', deterministic=False"
-    options += ", precision='highest'"
+    options += ", precision='highest', dropout=0.0"
     text = f"FlashAttention({options})"
     assert repr(attn) == text
     assert repr(pickle.loads(pickle.dumps(attn))) == text
@@ -353,15 +353,24 @@ def test_cupy_arrays_go_to_the_launcher_untouched(gpu):
     assert attn.forward(q, k, v, bias=bias, lse=lse) == cuflash.ForwardResult("out", lse)
     assert cuflash.attention(q, k, v, mask=mask, out=out) is out
     assert attn.backward(dout, q, k, v, out, lse, mask=mask, dk=dk) == cuflash.Gradients("dq", "dk", "dv")
+    dropping = cuflash.FlashAttention(dropout=0.5)
+    dropping.forward(q, k, v, seed=2**40, offset=3)
+    dropping.backward(dout, q, k, v, out, lse, seed=4, offset=5)
     assert attn.plan(q, k, v, bias=bias) == "plans"
     assert attn.compile(q, k, v, mask=mask) is None
-    assert [name for name, _, _ in gpu.calls] == ["forward", "forward", "backward", "plan", "compile"]
+    passes = ["forward", "forward", "backward", "forward", "backward"]
+    assert [name for name, _, _ in gpu.calls] == [*passes, "plan", "compile"]
     assert "dsinks" not in gpu.calls[2][2]
     qkv = {"options": attn.options, "q": q, "k": k, "v": v}
-    assert named(gpu.calls[0], "forward") == qkv | {"bias": bias, "lse": lse}
-    assert named(gpu.calls[2], "backward") == qkv | {"dout": dout, "out": out, "lse": lse, "mask": mask, "dk": dk}
-    assert named(gpu.calls[3], "plan") == qkv | {"bias": bias}
-    assert named(gpu.calls[4], "compile") == qkv | {"mask": mask}
+    no_dropout = {"seed": 0, "offset": 0}
+    results = {"dout": dout, "out": out, "lse": lse}
+    assert named(gpu.calls[0], "forward") == qkv | {"bias": bias, "lse": lse} | no_dropout
+    assert named(gpu.calls[2], "backward") == qkv | results | {"mask": mask, "dk": dk} | no_dropout
+    with_dropout = qkv | {"options": dropping.options}
+    assert named(gpu.calls[3], "forward") == with_dropout | {"seed": 2**40, "offset": 3}
+    assert named(gpu.calls[4], "backward") == with_dropout | results | {"seed": 4, "offset": 5}
+    assert named(gpu.calls[5], "plan") == qkv | {"bias": bias}
+    assert named(gpu.calls[6], "compile") == qkv | {"mask": mask}
 
 
 def test_the_launcher_learns_that_gradients_of_sinks_are_needed(gpu):

@@ -495,6 +495,29 @@ def test_gradients_of_float32_by_pieces():
         assert why or "float32_sm90" not in plan.reason
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("arch", ["8.0", "9.0"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_dropout_is_an_option_of_the_same_kernels(deterministic, arch, pass_, dtype):
+    device = DeviceSpec.for_arch(arch)
+    plain, dropping = (
+        choose_plan(problem_of(dtype=dtype, deterministic=deterministic, dropout=rate), device, pass_)
+        for rate in (0.0, 0.1)
+    )
+    assert dropping.tiles == plain.tiles
+    assert dropping.scratch == plain.scratch
+    for with_it, without in zip(dropping.kernels, plain.kernels, strict=True):
+        assert with_it.source == without.source
+        assert (dict(with_it.defines)["CUFLASH_HAS_DROPOUT"], dict(without.defines)["CUFLASH_HAS_DROPOUT"]) == (1, 0)
+        assert "_dropout" in with_it.name
+        assert "_dropout" not in without.name
+    assert "; dropout\n" in dropping.describe()
+    # The rate is a parameter of the kernels, and no part of what is compiled.
+    other = choose_plan(problem_of(dtype=dtype, deterministic=deterministic, dropout=0.7), device, pass_)
+    assert other.kernels == dropping.kernels
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_plan_says_where_float64_is_slow(arch):
     for dtype in ("float32", "float64"):
