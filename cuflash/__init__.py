@@ -6,8 +6,21 @@
 (8, 1000, 64)
 """
 
-from cuflash.flash_attention import FlashAttention, ForwardResult, Gradients, attention
+from cuflash.dropout import dropout_mask
+from cuflash.flash_attention import FlashAttention, ForwardResult, Gradients, GradientsWithSinks, attention
+from cuflash.merging import MergeGradients, MergeResult, merge, merge_backward
 
 __version__ = "0.1.0"
 
-__all__ = ["FlashAttention", "ForwardResult", "Gradients", "attention"]
+__all__ = [
+    "FlashAttention",
+    "ForwardResult",
+    "Gradients",
+    "GradientsWithSinks",
+    "MergeGradients",
+    "MergeResult",
+    "attention",
+    "dropout_mask",
+    "merge",
+    "merge_backward",
+]

@@ -132,9 +132,10 @@ def add_problem_arguments(
     group.add_argument("--window", type=window, metavar="LEFT,RIGHT", help="e.g. 1023,0; no bound is none: 1023,none")
     group.add_argument("--softcap", type=float)
     group.add_argument("--layout", choices=LAYOUTS, default="bhsd", help="default: bhsd")
+    group.add_argument("--dropout", type=float, default=0.0, metavar="RATE", help="default: 0")
     group.add_argument("--deterministic", action="store_true", help="gradients bitwise equal run after run")
     group.add_argument("--precision", choices=PRECISIONS, default="highest", help="of float32 (default: highest)")
-    for name in ("bias", "mask", "kv-lengths", "alibi-slopes"):
+    for name in ("bias", "mask", "kv-lengths", "alibi-slopes", "sinks"):
         group.add_argument(f"--{name}", action="store_true", help=f"{name.replace('-', '_')} is given")
 
 
@@ -173,6 +174,7 @@ def problems(args: argparse.Namespace) -> Iterator[Problem]:
             layout=args.layout,
             deterministic=args.deterministic,
             precision=args.precision,
+            dropout=args.dropout,
         )
         dtype, softmax_dtype = numpy_dtype(dtype_name), np.dtype("f8" if dtype_name == "float64" else "f4")
         q, k, v = (
@@ -189,6 +191,7 @@ def problems(args: argparse.Namespace) -> Iterator[Problem]:
             "mask": Shape(scores_shape, np.dtype(bool)),
             "kv_lengths": Shape((args.batch,), np.dtype(np.int32)),
             "alibi_slopes": Shape((args.num_heads,), softmax_dtype),
+            "sinks": Shape((args.num_heads,), softmax_dtype),
         }
         yield make_problem(options, q, k, v, **{name: x for name, x in terms.items() if getattr(args, name)})
 
@@ -586,13 +589,18 @@ def check(args: argparse.Namespace) -> int:
     for name, case in self_test_cases(testing.Case, args.seed):
         attn = FlashAttention(**case.keywords)
 
-        def forward(q: Any, k: Any, v: Any, attn: FlashAttention = attn, **keywords: Any) -> Any:
-            return tuple(attn.forward(q, k, v, **testing.optional(keywords)))
+        random = case.random
 
-        def gradients(dout: Any, q: Any, k: Any, v: Any, attn: FlashAttention = attn, **keywords: Any) -> Any:
-            terms = testing.optional(keywords)
-            out, lse = attn.forward(q, k, v, **terms)
-            return attn.backward(dout, q, k, v, out, lse, **terms)
+        def forward(q: Any, k: Any, v: Any, attn: Any = attn, random: Any = random, **keywords: Any) -> Any:
+            return tuple(attn.forward(q, k, v, **testing.optional(keywords), **random))
+
+        def gradients(
+            dout: Any, q: Any, k: Any, v: Any, attn: Any = attn, random: Any = random, **keywords: Any
+        ) -> Any:
+            out, lse = attn.forward(q, k, v, **testing.optional(keywords), **random)
+            terms = testing.optional_backward(keywords) | random
+            need = ("dq", "dk", "dv", *(("dsinks",) if "sinks" in keywords else ()))
+            return attn.backward(dout, q, k, v, out, lse, **terms, need=need)
 
         try:
             report = testing.check(forward, case, gradients=gradients, convert=xp.asarray)
@@ -629,8 +637,11 @@ def self_test_cases(make_case: Callable[..., Any], seed: int) -> Iterator[tuple[
         "bias": {"bias": (1, 6, 113, 203), "bias_holes": True},
         "mask": {"mask": (2, 1, 113, 203)},
         "kv_lengths": {"kv_lengths": (0, 150)},
+        "sinks": {"sinks": True},
+        "dlse": {"dlse": True},
         "head_dim 40, head_dim_v 72": {"head_dim": 40, "head_dim_v": 72},
         "layout bshd": {"layout": "bshd"},
+        "dropout": {"dropout": 0.1, "causal": True},
         "strides": {"strides": "transposed"},
         "large scores": {"score_spread": 30.0},
         "everything": {
@@ -641,6 +652,8 @@ def self_test_cases(make_case: Callable[..., Any], seed: int) -> Iterator[tuple[
             "bias": (203,),
             "mask": (113, 203),
             "kv_lengths": (7, 203),
+            "sinks": True,
+            "dlse": True,
         },
     }
     sizes = {"batch": 2, "num_heads": 6, "num_heads_kv": 2, "seqlen_q": 113, "seqlen_k": 203, "head_dim": 64}
@@ -678,16 +691,18 @@ def check_emulated(args: argparse.Namespace) -> int:
         case = testing.Case.from_problem(problem, seed=args.seed)
         arrays = case.arrays()
         given = [arrays[name] for name in ("q", "k", "v")]
-        exact = reference.forward(problem, *given, **testing.optional(arrays))
+        terms = {**testing.optional(arrays), **case.random}
+        exact = reference.forward(problem, *given, **terms)
         out, lse = (x.astype(dtype) for x, dtype in zip(exact, (given[0].dtype, problem.softmax_dtype), strict=True))
         for schedule in schedules:
+            options = {"arch": device, "schedule": schedule, **case.random}
             start = time.perf_counter()
             try:
                 if pass_ == "forward":
-                    results = attention.forward(problem, arrays, arch=device, schedule=schedule)
+                    results = attention.forward(problem, arrays, **options)
                     testing.assert_forward(case, *results)
                 else:
-                    results = attention.backward(problem, arrays, out, lse, arch=device, schedule=schedule)
+                    results = attention.backward(problem, arrays, out, lse, **options)
                     testing.assert_backward(case, *results)
             except (AssertionError, emulator.EmulationError) as error:
                 verdict, detail = "FAILED", str(error)

@@ -20,6 +20,8 @@ exp(max(S - m, c)) - exp(c), zero for weights under 2^-100 (0.2 for the passes; 
 
 Base 2. `np.exp2` takes half the time of `np.exp`, where NumPy has it in AVX-512.
 
+Dropout. The random bits of a weight take longer (13) than all the rest.
+
 Hiding by bits. Scores behind a mask are cleared by an integer "and" (0.3 with the conversion of the mask); `np.where`
 takes ten times as long where a mask is random.
 """
@@ -39,6 +41,7 @@ from numpy.lib.introspect import opt_func_info
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from cuflash.dropout import kept_weights
 from cuflash.problem import Problem, view_4d, view_rows
 
 Array = NDArray[Any]
@@ -67,6 +70,9 @@ def forward(
     mask: Array | None = None,
     kv_lengths: Array | None = None,
     alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    seed: int | None = None,
+    offset: int | None = None,
     out: Array | None = None,
     lse: Array | None = None,
 ) -> tuple[Array, Array]:
@@ -76,8 +82,10 @@ def forward(
     ----------
     problem : Problem
         From `cuflash.problem.make_problem` on the same arrays.
-    q, k, v, bias, mask, kv_lengths, alibi_slopes : numpy.ndarray
+    q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks : numpy.ndarray
         As `cuflash.attention` takes them, validated, of any strides. `kv_lengths` is clamped to 0..seqlen_k.
+    seed, offset : int, optional
+        With dropout: which weights are dropped, as `cuflash.dropout_mask` says.
     out, lse : numpy.ndarray, optional
         Written to and returned: shape `problem.out_shape` and dtype of q, shape `problem.lse_shape` and
         `problem.softmax_dtype`; any strides.
@@ -85,11 +93,12 @@ def forward(
     Returns
     -------
     out, lse : numpy.ndarray
-        lse is the natural logarithm of the sum of exponentials; in a row that sees no key, out is 0 and lse -inf.
+        lse is the natural logarithm of the sum of exponentials. In a row that sees no key, out is 0, and lse is -inf or
+        the sink.
     """
     out = np.empty(problem.out_shape, q.dtype) if out is None else out
     lse = np.empty(problem.lse_shape, problem.softmax_dtype) if lse is None else lse
-    call = _Call(problem, q, k, v, bias, mask, alibi_slopes)
+    call = _Call(problem, q, k, v, bias, mask, alibi_slopes, sinks, seed, offset)
     out_4d, lse_3d = view_4d(out, problem.layout), view_rows(lse)
     threads = _count_threads(problem.forward_flops)
     num_tiles = problem.batch * problem.num_heads * _ceil_div(problem.seqlen_q, call.query_tile)
@@ -123,30 +132,42 @@ def backward(
     mask: Array | None = None,
     kv_lengths: Array | None = None,
     alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    dlse: Array | None = None,
+    seed: int | None = None,
+    offset: int | None = None,
     dq: Array | None = None,
     dk: Array | None = None,
     dv: Array | None = None,
-) -> tuple[Array, Array, Array]:
-    """Gradients of ``sum(dout * out)`` by tiles (FlashAttention-2, algorithm 2); bitwise repeatable.
+    dsinks: Array | None = None,
+) -> tuple[Array, ...]:
+    """Gradients of ``sum(dout * out) + sum(dlse * lse)`` by tiles (FlashAttention-2, algorithm 2); bitwise repeatable.
 
     Parameters
     ----------
-    problem, q, k, v, bias, mask, kv_lengths, alibi_slopes :
+    problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks, seed, offset :
         As `forward` takes them.
     dout, out, lse : numpy.ndarray
         The gradient with respect to out, and what `forward` returned.
+    dlse : numpy.ndarray, optional
+        The gradient with respect to lse.
     dq, dk, dv : numpy.ndarray, optional
         Written to and returned: shapes and dtypes of q, k and v; any strides.
+    dsinks : numpy.ndarray, optional
+        Likewise, (num_heads,), dtype of lse; goes with sinks.
 
     Returns
     -------
     dq, dk, dv : numpy.ndarray
         Keys that no query sees, those past `kv_lengths` among them, get zero.
+    dsinks : numpy.ndarray
+        With `sinks` only.
     """
     dq, dk, dv = (np.empty(x.shape, x.dtype) if y is None else y for x, y in ((q, dq), (k, dk), (v, dv)))
-    call = _Call(problem, q, k, v, bias, mask, alibi_slopes)
+    call = _Call(problem, q, k, v, bias, mask, alibi_slopes, sinks, seed, offset)
     dout, out, dq_4d, dk_4d, dv_4d = (view_4d(x, problem.layout) for x in (dout, out, dq, dk, dv))
     lse = view_rows(lse)
+    dlse = None if dlse is None else view_rows(dlse)
     threads = _count_threads(problem.backward_flops)
     groups = _heads_by_length(problem, problem.num_heads_kv, kv_lengths)
     # A job is a range of keys of some heads: all keys, unless that leaves threads idle. Every range makes a dq of its
@@ -162,12 +183,16 @@ def backward(
     for group in groups:
         dk_4d[group.batch, group.head, group.num_keys :] = 0
         dv_4d[group.batch, group.head, group.num_keys :] = 0
-    _run(lambda *job: _backward_job(call, dout, out, lse, dk_4d, dv_4d, *job), jobs, threads, call.dtype)
+    _run(lambda *job: _backward_job(call, dout, out, lse, dlse, dk_4d, dv_4d, *job), jobs, threads, call.dtype)
     if partial_dqs[0] is not dq_4d:
         with np.errstate(all="ignore"):
             for head in np.ndindex(dq_4d.shape[:2]):
                 dq_4d[head] = sum(partial_dq[head] for partial_dq in partial_dqs)
-    return dq, dk, dv
+    if sinks is None:
+        return dq, dk, dv
+    dsinks = np.empty(problem.num_heads, call.dtype) if dsinks is None else dsinks
+    _write_sink_gradients(sinks, dout, out, lse, dlse, dsinks)
+    return dq, dk, dv, dsinks
 
 
 # ---- work and threads ------------------------------------------------------------------------------------------------
@@ -335,13 +360,18 @@ class _Call:
         bias: Array | None,
         mask: Array | None,
         alibi_slopes: Array | None,
+        sinks: Array | None,
+        seed: int | None,
+        offset: int | None,
     ) -> None:
         self.problem = problem
+        self.seed, self.offset = seed, offset
         self.dtype = np.dtype(problem.softmax_dtype)
         self.q, self.k, self.v = (view_4d(x, problem.layout) for x in (q, k, v))
         self.bias, self.mask = (None if x is None else x[(None,) * (4 - x.ndim)] for x in (bias, mask))
         slopes_shape = (problem.batch, problem.num_heads)
         self.slopes = None if alibi_slopes is None else np.broadcast_to(alibi_slopes, slopes_shape)
+        self.sinks = sinks
         dim = max(problem.head_dim, problem.head_dim_v)
         self.query_block = next(n for n in (64, 32, 16) if KEY_BLOCK * n * (dim + 1) <= PRODUCT_LIMIT or n == 16)
         # What options do to q k^T comes before the shift. Added terms may be large and nearly cancel, so that they come
@@ -376,9 +406,11 @@ class _Call:
     def scores_are_small(self, rows: Array, heads: _Heads) -> bool:
         """Whether no score of staged and scaled rows of q can pass SMALL_SCORE, by the Cauchy-Schwarz inequality.
 
-        False if a norm is NaN, and where finding out does not pay.
+        False if a norm is NaN, and where finding out does not pay. Sinks are scores too.
         """
         if self.has_added_terms:
+            return False
+        if self.sinks is not None and not np.all(np.abs(self.sinks) * math.log2(math.e) <= SMALL_SCORE):
             return False
         if self.problem.softcap is not None:
             return self.problem.softcap * math.log2(math.e) <= SMALL_SCORE
@@ -540,6 +572,18 @@ def _hide(scores: Array, visible: Array | bool, value: float) -> None:
         bits |= ~visible & np.array(value, scores.dtype).view(visible.dtype)
 
 
+def _kept(call: _Call, queries: _Queries, keys: _Keys, workspace: _Workspace, shape: tuple[int, ...]) -> Array:
+    """What dropout multiplies the weights of a tile by."""
+    problem = call.problem
+    factor = workspace.take("kept", *shape)
+    rows, columns = range(queries.start, queries.start + queries.num_rows), range(keys.start, keys.stop)
+    for x, (b, h) in zip(factor, queries.heads, strict=True):
+        head = b * problem.num_heads + h
+        kept = kept_weights(problem.dropout, call.seed, call.offset, head, rows, columns)
+        np.multiply(_as_scores(kept, queries, keys, False), call.dtype.type(problem.kept_scale), out=x)
+    return factor
+
+
 def _scores(
     call: _Call,
     queries: _Queries,
@@ -606,6 +650,8 @@ def _forward_job(call: _Call, out: Array, lse: Array, workspace: _Workspace, hea
                 call, queries, keys, keys.blocks(k, tile.start), keys.blocks(v, tile.start), visible, total, workspace
             )
     for queries, total in zip(tiles, sums, strict=True):
+        if call.sinks is not None:
+            _add_sinks(call, call.sinks[heads.head], queries, total)
         l = total[:, :, head_dim_v]  # noqa: E741 (the paper's letter)
         o = total[:, :, :head_dim_v] / np.where(l == 0, 1, l)[:, :, None]
         queries.write(out, o.swapaxes(2, 3))
@@ -635,8 +681,14 @@ def _forward_tile(
             _raise_maximum(call, queries, scores, total)
         _exponential(scores, call.unit, small=queries.small)
         _hide(scores, visible, 0)
+        sums = None
+        if call.problem.dropout:
+            sums = scores.sum(axis=(1, 3))
+            scores *= _kept(call, queries, keys, workspace, scores.shape)
         np.matmul(v.swapaxes(3, 4), scores, out=parts)
         added = parts[:, 0] if keys.num_blocks == 1 else np.add.reduce(parts, axis=1)
+        if sums is not None:
+            added[:, :, -1] = sums
         if careful or queries.small or not (added[:, :, -1] > SUM_LIMIT * (keys.stop - keys.start)).any():
             break
         careful = queries.restless = True
@@ -654,6 +706,17 @@ def _raise_maximum(call: _Call, queries: _Queries, scores: Array, total: Array) 
     queries.shift = -m
 
 
+def _add_sinks(call: _Call, sinks: Array, queries: _Queries, total: Array) -> None:
+    """Add to l the weight of one more score, and nothing to O: m moves up to it first."""
+    sink = sinks.astype(call.dtype)[:, None, None]
+    old = np.where(total[:, :, -1] == 0, -np.inf, -queries.shift / call.unit)
+    m = np.maximum(old, sink)
+    m[m == -np.inf] = 0
+    total *= np.exp(old - m)[:, :, None]
+    total[:, :, -1] += np.exp(sink - m)
+    queries.shift = -m * call.unit
+
+
 # ---- backward --------------------------------------------------------------------------------------------------------
 
 
@@ -662,6 +725,7 @@ def _backward_job(
     dout: Array,
     out: Array,
     lse: Array,
+    dlse: Array | None,
     dk: Array,
     dv: Array,
     workspace: _Workspace,
@@ -677,7 +741,7 @@ def _backward_job(
         group = _Heads(heads.batch, heads.head * problem.group_size + member, heads.num_keys)
         for i in range(0, problem.seqlen_q, call.query_tile):
             rows = range(i, min(i + call.query_tile, problem.seqlen_q))
-            queries = _BackwardQueries(call, group, rows, dout, out, lse)
+            queries = _BackwardQueries(call, group, rows, dout, out, lse, dlse)
             key_tile = call.tile // (heads.count * queries.padded) // KEY_BLOCK * KEY_BLOCK
             for tile in _key_tiles(span.start, span.stop, _clamp(key_tile, KEY_BLOCK, KEY_TILE)):
                 keys = tile.seen_by(queries)
@@ -698,29 +762,39 @@ class _BackwardQueries(_Queries):
     Attributes
     ----------
     dout : (heads, blocks, queries, head_dim_v)
-        Where scores are small, times exp(-L): weights and their gradients are linear in it, and S is more exact than
-        S - L.
+        Where scores are small, times exp(-L), as dL is: weights and their gradients are linear in these, and S is more
+        exact than S - L.
     dout_t : (heads, blocks, head_dim_v + 1, queries)
-        Transposed; the last row, that meets the column of ones behind V, is ``-D``, D = rowsum(dO o O).
+        Transposed; the last row, that meets the column of ones behind V, is ``dL - D``, D = rowsum(dO o O), or 0 with
+        dropout, that comes between.
+    minus_delta : (heads, blocks, queries)
+        ``dL - D``.
     dq_t : (heads, blocks, head_dim, queries)
         The sum of dS K so far, transposed.
     """
 
-    def __init__(self, call: _Call, heads: _Heads, rows: range, dout: Array, out: Array, lse: Array) -> None:
+    def __init__(
+        self, call: _Call, heads: _Heads, rows: range, dout: Array, out: Array, lse: Array, dlse: Array | None
+    ) -> None:
         super().__init__(call, heads, rows)
         staged_dout = call.stage(dout, heads, rows, padded=self.padded)
-        row_lse = np.zeros((heads.count, self.padded), call.dtype)
+        row_lse, row_dlse = np.zeros((2, heads.count, self.padded), call.dtype)
         row_lse[:, : len(rows)] = lse[heads.batch, heads.head, rows.start : rows.stop]
+        if dlse is not None:
+            row_dlse[:, : len(rows)] = dlse[heads.batch, heads.head, rows.start : rows.stop]
+            row_dlse[row_lse == -np.inf] = 0
         row_lse[row_lse == -np.inf] = np.inf  # a row that sees no key: its weights are exp(-inf)
         if self.small:
             staged_dout *= np.exp(-row_lse)[:, :, None]
+            row_dlse *= np.exp(-row_lse)
         else:
             self.shift = self.blocks(row_lse * -call.unit)
         self.dout = self.blocks(staged_dout)
         self.dout_t = np.empty((*self.dout.shape[:2], self.dout.shape[3] + 1, self.block), call.dtype)
         np.copyto(self.dout_t[:, :, :-1], self.dout.swapaxes(2, 3))
         delta = np.einsum("...d,...d->...", self.dout, self.blocks(call.stage(out, heads, rows, padded=self.padded)))
-        np.negative(delta, out=self.dout_t[:, :, -1])
+        self.minus_delta = np.subtract(self.blocks(row_dlse), delta)
+        self.dout_t[:, :, -1] = 0 if call.problem.dropout else self.minus_delta
         self.dq_t = np.zeros((*self.q_t.shape[:2], call.problem.head_dim, self.block), call.dtype)
 
 
@@ -744,9 +818,14 @@ def _backward_tile(
     _scores(call, queries, keys, k, workspace, out=p, tanh=tanh)
     _exponential(p, call.unit, small=queries.small)
     _hide(p, visible, 0)
+    kept = _kept(call, queries, keys, workspace, tile_shape) if problem.dropout else None
+    weights = p if kept is None else np.multiply(p, kept, out=ds)
     parts = workspace.take("parts", num_heads, *across, keys.block, problem.head_dim_v)
-    dv += np.matmul(p, queries.dout[:, None], out=parts).sum(axis=2, keepdims=True)
+    dv += np.matmul(weights, queries.dout[:, None], out=parts).sum(axis=2, keepdims=True)
     np.matmul(v, queries.dout_t[:, None], out=ds)
+    if kept is not None:
+        ds *= kept
+        ds += queries.minus_delta[:, None, :, None]
     ds *= p
     if tanh is not None:
         tanh *= tanh
@@ -756,3 +835,14 @@ def _backward_tile(
     dk += np.matmul(ds, queries.rows[:, None], out=parts).sum(axis=2, keepdims=True)
     parts = workspace.take("parts", num_heads, *across, problem.head_dim, queries.block)
     queries.dq_t += np.matmul(k[..., :-1].swapaxes(3, 4), ds, out=parts).sum(axis=1)
+
+
+def _write_sink_gradients(sinks: Array, dout: Array, out: Array, lse: Array, dlse: Array | None, dsinks: Array) -> None:
+    """dsinks, the sum of exp(sink - L) (dL - D) over all rows of a head."""
+    for head in range(len(sinks)):
+        dsinks[head] = 0
+        for batch in range(len(lse)):
+            dO, O, L = (x[batch, head].astype(dsinks.dtype) for x in (dout, out, lse))  # noqa: E741
+            with np.errstate(all="ignore"):
+                dL_minus_D = (0 if dlse is None else dlse[batch, head]) - np.einsum("...d,...d->...", dO, O)
+                dsinks[head] += np.sum(np.exp(sinks[head] - L) * dL_minus_D, where=~np.isneginf(L))

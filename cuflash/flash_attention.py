@@ -12,13 +12,13 @@ The short story of a call:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from cuflash import cpu, interop
-from cuflash.problem import Options, Problem, check_array, make_problem, type_error, value_error
+from cuflash.problem import Options, Problem, check_array, check_random, make_problem, type_error, value_error
 
 Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one kind per call
 ArrayT = TypeVar("ArrayT")
@@ -26,6 +26,7 @@ Causal = bool | Literal["top_left"]
 Window = tuple[int | None, int | None]
 
 QKV = ("q", "k", "v")
+ALWAYS = ("dq", "dk", "dv")  # gradients that every backward pass gives
 
 
 class ForwardResult(NamedTuple):
@@ -41,6 +42,15 @@ class Gradients(NamedTuple):
     dq: Array
     dk: Array
     dv: Array
+
+
+class GradientsWithSinks(NamedTuple):
+    """What it returns where dsinks are wanted."""
+
+    dq: Array
+    dk: Array
+    dv: Array
+    dsinks: Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +122,9 @@ class FlashAttention:
         of the sum of the absolute values of its terms. On compute capability 9.0, where `plan` says that arrays are
         split into two pieces of bfloat16, which are 16 bits, both bounds are 2 ** -14; elsewhere factors are rounded to
         TF32. On the CPU "tf32" is computed as "highest" is.
+    dropout : float, default 0.0
+        Probability that a weight is dropped, from 0 up to, but not, 1; rounded to a multiple of 1 / 65536. `forward`
+        and `backward` then take the `seed` and the `offset` that say which: `cuflash.dropout_mask` has them all.
 
     Attributes
     ----------
@@ -133,8 +146,17 @@ class FlashAttention:
         s = s + bias[i, j]
         s = -inf  where causal, window, mask or kv_lengths hide the pair
 
-    A query that sees no key has out = 0, lse = -inf and no part in any gradient. Of any other, NaN and infinities in
-    what it sees reach the output as in the formula.
+    and then the head's sink, if there is one, joins the sum of exponentials::
+
+        lse[i] = log(exp(sink) + sum_j exp(s)),   out[i] = sum_j exp(s - lse[i]) * v[j]
+
+    A query that sees no key has out = 0, lse = -inf (or the sink) and no part in the gradients of q, k and v. Of any
+    other, NaN and infinities in what it sees reach the output as in the formula.
+
+    With dropout, the weights of `out` are divided by ``1 - dropout`` where they are kept and zero elsewhere; `lse` is
+    that of the weights before. Which ones are kept depends on seed, offset and the place (batch entry, head, i, j)
+    only: it is the same on every device, and on the CPU. The random numbers are those of Philox-4x32-10, with the seed
+    as the key.
 
     Instances hold no arrays, are cheap to make, and may be shared between threads.
 
@@ -142,6 +164,9 @@ class FlashAttention:
     ----------
     Dao, Fu, Ermon, Rudra, Re: FlashAttention (2022), https://arxiv.org/abs/2205.14135, algorithms 1 and 4.
     Dao: FlashAttention-2 (2023), https://arxiv.org/abs/2307.08691, algorithms 1 and 2.
+    Xiao, Tian, Chen, Han, Lewis: Efficient streaming language models with attention sinks (2023),
+    https://arxiv.org/abs/2309.17453 (its "zero sink" is a sink of 0).
+    OpenAI: gpt-oss-120b & gpt-oss-20b model card (2025), https://arxiv.org/abs/2508.10925 (learnable sinks).
 
     Examples
     --------
@@ -166,6 +191,7 @@ class FlashAttention:
         layout: Literal["bhsd", "bshd"] = "bhsd",
         deterministic: bool = False,
         precision: Literal["highest", "tf32"] = "highest",
+        dropout: float = 0.0,
     ) -> None:
         self.options = Options(
             causal=causal,
@@ -175,6 +201,7 @@ class FlashAttention:
             layout=layout,
             deterministic=deterministic,
             precision=precision,
+            dropout=dropout,
         )
 
     def __repr__(self) -> str:
@@ -190,6 +217,9 @@ class FlashAttention:
         mask: Array | None = None,
         kv_lengths: Array | None = None,
         alibi_slopes: Array | None = None,
+        sinks: Array | None = None,
+        seed: int | None = None,
+        offset: int | None = None,
         out: Array | None = None,
         lse: Array | None = None,
     ) -> ForwardResult:
@@ -221,6 +251,14 @@ class FlashAttention:
             Within 0..seqlen_k; on the GPU, where looking would be a synchronisation, clamped to it.
         alibi_slopes : array, optional
             (num_heads,) or (batch, num_heads), dtype of lse: ``slope * abs(i + d - j)`` is subtracted from the scores.
+        sinks : array, optional
+            (num_heads,), dtype of lse: for each query head the score of one more key, which every row sees and whose
+            value is zero. It joins the sum of exponentials and nothing else, neither scale nor mask apply to it, and
+            lse includes it. A row that sees no other key has out = 0 and lse = the sink.
+        seed, offset : int, optional
+            Which weights dropout drops: needed with it, without effect elsewhere. 0 to ``2 ** 64 - 1`` and
+            ``2 ** 32 - 1``. Calls that differ in either drop others, say with the number of a layer as seed and that of
+            a step as offset. A CUDA graph keeps those that it was captured with.
         out, lse : array, optional
             Written to and returned, as ``out=`` of NumPy's functions is: shape and dtype of the result, any strides,
             no memory in common with another argument.
@@ -241,30 +279,18 @@ class FlashAttention:
         NotImplementedError
             Something the kernels do not do; the message names the limit and the remedy.
         """
-        if interop.are_cupy((q, k, v), (bias, mask, kv_lengths, alibi_slopes, out, lse)):
-            return ForwardResult(
-                *_gpu().forward(
-                    self.options,
-                    q,
-                    k,
-                    v,
-                    bias=bias,
-                    mask=mask,
-                    kv_lengths=kv_lengths,
-                    alibi_slopes=alibi_slopes,
-                    out=out,
-                    lse=lse,
-                )
-            )
-        inputs = {"q": q, "k": k, "v": v} | _terms(bias, mask, kv_lengths, alibi_slopes)
-        results = {"out": out, "lse": lse}
+        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks)
+        inputs, results = {"q": q, "k": k, "v": v} | terms, {"out": out, "lse": lse}
+        random = self._random(seed, offset)
+        if interop.are_cupy((q, k, v), (*terms.values(), out, lse)):
+            return ForwardResult(*_gpu().forward(self.options, **inputs, **results, **random))
         borrowed = interop.borrow(inputs | results, required=QKV, written=results)
         if borrowed.kind == "cupy":
-            computed = _gpu().forward(self.options, **borrowed.arrays)
+            computed = _gpu().forward(self.options, **borrowed.arrays, **random)
         else:
             problem = self._checked_problem(borrowed.arrays)
             _check_results(borrowed.arrays, inputs, _out_and_lse(problem))
-            computed = cpu.forward(problem, **borrowed.arrays)
+            computed = cpu.forward(problem, **borrowed.arrays, **random)
         return ForwardResult(*map(borrowed.give_back, computed, results.values()))
 
     def backward(
@@ -280,15 +306,23 @@ class FlashAttention:
         mask: Array | None = None,
         kv_lengths: Array | None = None,
         alibi_slopes: Array | None = None,
+        sinks: Array | None = None,
+        dlse: Array | None = None,
+        need: Collection[str] = ALWAYS,
+        seed: int | None = None,
+        offset: int | None = None,
         dq: Array | None = None,
         dk: Array | None = None,
         dv: Array | None = None,
-    ) -> Gradients:
-        """Gradients of ``sum(dout * out)`` with respect to q, k and v.
+        dsinks: Array | None = None,
+    ) -> Gradients | GradientsWithSinks:
+        """Gradients of ``sum(dout * out) + sum(dlse * lse)`` with respect to q, k and v.
 
         Scores S are computed again from q and k, tile by tile (algorithm 4 of the first paper): ``P = exp(S - lse)``,
-        ``dV = P^T dO``, ``dP = dO V^T``, ``dS = P * (dP - delta)`` with ``delta = rowsum(dO * O)``,
-        ``dQ = scale dS K``, ``dK = scale dS^T Q``. With grouped heads, dk and dv are sums over the group.
+        ``dV = P^T dO``, ``dP = dO V^T``, ``dS = P * (dP - delta)`` with ``delta = rowsum(dO * O) - dlse``,
+        ``dQ = scale dS K``, ``dK = scale dS^T Q``. With grouped heads, dk and dv are sums over the group. The gradient
+        of a sink is the sum of ``-exp(sink - lse) * delta`` over all rows of its head. Dropout acts on P where it makes
+        dV, and on dP.
 
         Parameters
         ----------
@@ -298,40 +332,54 @@ class FlashAttention:
             As `forward` took them.
         out, lse : array
             As `forward` returned them.
-        bias, mask, kv_lengths, alibi_slopes : array, optional
+        bias, mask, kv_lengths, alibi_slopes, sinks : array, optional
             As `forward` took them.
-        dq, dk, dv : array, optional
-            Written to and returned: shapes and dtypes of q, k and v, no memory in common with another argument.
+        dlse : array, optional
+            Gradient with respect to lse, of its shape and dtype, if anything was computed from lse. Rows whose lse is
+            -inf get nothing from it.
+        need : collection of str, default ("dq", "dk", "dv")
+            Gradients that are wanted. Those three always come; "dsinks" may be added where sinks are given.
+        seed, offset : int, optional
+            As `forward` took them.
+        dq, dk, dv, dsinks : array, optional
+            Written to and returned: shapes and dtypes of q, k, v and sinks, no memory in common with another argument.
+            A dsinks to write to is needed, whatever `need` says.
 
         Returns
         -------
-        Gradients
-            ``dq``, ``dk``, ``dv``: shapes and dtypes of q, k and v. Keys that no query sees get zero.
+        Gradients or GradientsWithSinks
+            ``dq``, ``dk``, ``dv``: shapes and dtypes of q, k and v. Keys that no query sees get zero. ``dsinks``, where
+            it is needed: shape and dtype of sinks, summed in one order always.
 
         Raises
         ------
         TypeError, ValueError, NotImplementedError
             As `forward` does.
         """
-        terms = (bias, mask, kv_lengths, alibi_slopes)
-        if interop.are_cupy((dout, q, k, v, out, lse), (*terms, dq, dk, dv)):
-            return Gradients(
-                *_gpu().backward(self.options, dout, q, k, v, out, lse, **_terms(*terms), dq=dq, dk=dk, dv=dv)
-            )
         required = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
-        inputs, results = required | _terms(*terms), {"dq": dq, "dk": dk, "dv": dv}
+        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks) | {"dlse": dlse}
+        inputs, results = required | terms, {"dq": dq, "dk": dk, "dv": dv}
+        kind: type[Gradients | GradientsWithSinks] = Gradients
+        if _needs_dsinks(need, sinks, dsinks):
+            results, kind = results | {"dsinks": dsinks}, GradientsWithSinks
+        random = self._random(seed, offset)
+        if interop.are_cupy(tuple(required.values()), (*terms.values(), *results.values())):
+            return kind(*_gpu().backward(self.options, **inputs, **results, **random))
         borrowed = interop.borrow(inputs | results, required=required, written=results)
         if borrowed.kind == "cupy":
-            computed = _gpu().backward(self.options, **borrowed.arrays)
+            computed = _gpu().backward(self.options, **borrowed.arrays, **random)
         else:
             arrays = borrowed.arrays
             problem = self._checked_problem(arrays)
             check_array("dout", arrays["dout"], problem.out_shape, problem.dtype)
             for name, (shape, dtype) in _out_and_lse(problem).items():
                 check_array(name, arrays[name], shape, dtype)
-            _check_results(arrays, inputs, {f"d{x}": (arrays[x].shape, problem.dtype) for x in QKV})
-            computed = cpu.backward(problem, **arrays)
-        return Gradients(*map(borrowed.give_back, computed, results.values()))
+            if dlse is not None:
+                check_array("dlse", arrays["dlse"], problem.lse_shape, problem.softmax_dtype)
+            shapes = {name: (arrays[name[1:]].shape, arrays[name[1:]].dtype.name) for name in results}
+            _check_results(arrays, inputs, shapes)
+            computed = cpu.backward(problem, **arrays, **random)
+        return kind(*map(borrowed.give_back, computed, results.values()))
 
     def plan(
         self,
@@ -343,6 +391,7 @@ class FlashAttention:
         mask: Array | None = None,
         kv_lengths: Array | None = None,
         alibi_slopes: Array | None = None,
+        sinks: Array | None = None,
     ) -> Any:
         """What `forward` and `backward` would run on these arrays, and why; nothing is computed.
 
@@ -350,7 +399,7 @@ class FlashAttention:
         ----------
         q, k, v : array
             As `forward` takes them; only shapes, strides and dtypes matter.
-        bias, mask, kv_lengths, alibi_slopes : array, optional
+        bias, mask, kv_lengths, alibi_slopes, sinks : array, optional
             Likewise.
 
         Returns
@@ -363,7 +412,7 @@ class FlashAttention:
         TypeError, ValueError, NotImplementedError
             As `forward` does.
         """
-        inputs = {"q": q, "k": k, "v": v} | _terms(bias, mask, kv_lengths, alibi_slopes)
+        inputs = {"q": q, "k": k, "v": v} | _terms(bias, mask, kv_lengths, alibi_slopes, sinks)
         borrowed = interop.borrow(inputs, required=QKV)
         if borrowed.kind == "cupy":
             return _gpu().plan(self.options, **borrowed.arrays)
@@ -379,6 +428,7 @@ class FlashAttention:
         mask: Array | None = None,
         kv_lengths: Array | None = None,
         alibi_slopes: Array | None = None,
+        sinks: Array | None = None,
     ) -> None:
         """Have everything ready that `forward` and `backward` of such arrays need: later calls compile nothing.
 
@@ -390,7 +440,7 @@ class FlashAttention:
         ----------
         q, k, v : array
             As `forward` takes them; only shapes, strides and dtypes matter.
-        bias, mask, kv_lengths, alibi_slopes : array, optional
+        bias, mask, kv_lengths, alibi_slopes, sinks : array, optional
             Likewise.
 
         Raises
@@ -398,19 +448,26 @@ class FlashAttention:
         TypeError, ValueError, NotImplementedError
             As `forward` does.
         """
-        inputs = {"q": q, "k": k, "v": v} | _terms(bias, mask, kv_lengths, alibi_slopes)
+        inputs = {"q": q, "k": k, "v": v} | _terms(bias, mask, kv_lengths, alibi_slopes, sinks)
         borrowed = interop.borrow(inputs, required=QKV)
         if borrowed.kind == "cupy":
             _gpu().compile(self.options, **borrowed.arrays)
         else:
             self._checked_problem(borrowed.arrays)
 
+    def _random(self, seed: int | None, offset: int | None) -> dict[str, Any]:
+        """Seed and offset of a call by name, checked; zeros where nothing is random and nobody gave them."""
+        if not self.options.dropout:
+            seed, offset = (0 if x is None else x for x in (seed, offset))
+        seed, offset = check_random(seed, offset)
+        return {"seed": seed, "offset": offset}
+
     def _checked_problem(self, arrays: dict[str, Any]) -> Problem:
         """The problem of a call on NumPy arrays; what only host arrays can get wrong is checked too."""
         for name, x in arrays.items():
             if x is not None and not x.dtype.isnative:
                 raise type_error(name, f"dtype {x.dtype.str}", f"native byte order: {name}.astype({x.dtype.name!r})")
-        inputs = {name: arrays[name] for name in (*QKV, "bias", "mask", "kv_lengths", "alibi_slopes")}
+        inputs = {name: arrays[name] for name in (*QKV, "bias", "mask", "kv_lengths", "alibi_slopes", "sinks")}
         problem = make_problem(self.options, **inputs)
         kv_lengths = arrays["kv_lengths"]
         if kv_lengths is not None:
@@ -434,6 +491,7 @@ def attention(
     mask: ArrayT | None = None,
     kv_lengths: ArrayT | None = None,
     alibi_slopes: ArrayT | None = None,
+    sinks: ArrayT | None = None,
     out: ArrayT | None = None,
 ) -> ArrayT:
     """Exact attention, ``softmax(scale * q @ k.T) @ v`` of every head, in memory linear in the sequence length.
@@ -448,7 +506,7 @@ def attention(
         (..., num_heads_kv, seqlen_k, head_dim_v), dtype of q.
     causal, scale, window, softcap, layout :
         Options, as `FlashAttention` takes them.
-    bias, mask, kv_lengths, alibi_slopes, out : array, optional
+    bias, mask, kv_lengths, alibi_slopes, sinks, out : array, optional
         As `FlashAttention.forward` takes them.
 
     Returns
@@ -472,7 +530,7 @@ def attention(
     True
     """
     attn = FlashAttention(causal=causal, scale=scale, window=window, softcap=softcap, layout=layout)
-    result = attn.forward(q, k, v, bias=bias, mask=mask, kv_lengths=kv_lengths, alibi_slopes=alibi_slopes, out=out)
+    result = attn.forward(q, k, v, **_terms(bias, mask, kv_lengths, alibi_slopes, sinks), out=out)
     return cast(ArrayT, result.out)
 
 
@@ -484,9 +542,29 @@ def _gpu() -> ModuleType:
 
 
 def _terms(
-    bias: Array | None, mask: Array | None, kv_lengths: Array | None, alibi_slopes: Array | None
+    bias: Array | None,
+    mask: Array | None,
+    kv_lengths: Array | None,
+    alibi_slopes: Array | None,
+    sinks: Array | None,
 ) -> dict[str, Array | None]:
-    return {"bias": bias, "mask": mask, "kv_lengths": kv_lengths, "alibi_slopes": alibi_slopes}
+    return {"bias": bias, "mask": mask, "kv_lengths": kv_lengths, "alibi_slopes": alibi_slopes, "sinks": sinks}
+
+
+def _needs_dsinks(need: Collection[str], sinks: Array | None, dsinks: Array | None) -> bool:
+    """Whether the gradient of the sinks is wanted; it is if there is an array for it."""
+    if need is ALWAYS and dsinks is None:
+        return False
+    if isinstance(need, str) or not isinstance(need, Collection):
+        raise type_error("need", f"{type(need).__name__} {need!r}", "a collection of names of gradients")
+    for name in need:
+        if name not in (*ALWAYS, "dsinks"):
+            raise value_error("need", repr(name), "'dq', 'dk', 'dv' or 'dsinks'")
+    if dsinks is None and "dsinks" not in need:
+        return False
+    if sinks is None:
+        raise value_error("need" if dsinks is None else "dsinks", "dsinks without sinks", "sinks as forward took them")
+    return True
 
 
 def _out_and_lse(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:

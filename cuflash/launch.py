@@ -19,16 +19,27 @@ import numpy as np
 
 from cuflash.compiler import compile_spec, with_resources
 from cuflash.interop import overlap
-from cuflash.params import POINTER_WORD, parameters
+from cuflash.params import POINTER_WORD, RANDOM, parameters
 from cuflash.plan import MAPS_OFFSET, DeviceSpec, KernelSpec, LaunchPlan, Pass, access_bytes, choose_plan
-from cuflash.problem import Options, Problem, check_array, layout_of, make_problem, rows_of, value_error
+from cuflash.problem import (
+    Operand,
+    Options,
+    Problem,
+    check_array,
+    layout_of,
+    make_problem,
+    rows_of,
+    value_error,
+    vector_of,
+)
 from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.tensor_map import encoder
 
-_OPTIONAL = ("bias", "mask", "kv_lengths", "alibi_slopes")
+_OPTIONAL = ("bias", "mask", "kv_lengths", "alibi_slopes", "sinks")
 # Arrays over head dimensions that a pass reads, and what it returns.
 _READ: dict[Pass, tuple[str, ...]] = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "out", "dout")}
 _RESULTS: dict[Pass, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
+_NOT_OF_HEADS = ("lse", "dlse", "dsinks")  # results and gradients without an axis of head dimensions, in dtype of lse
 
 
 class Plans(NamedTuple):
@@ -82,22 +93,24 @@ class _CopyFirst:
 
 
 _POINTER = struct.Struct("=Q")
+_RANDOM_NUMBERS = struct.Struct("=QI")
 _launches: dict[tuple, _Launch | _CopyFirst] = {}
 
 
-def forward(options: Options, q: Any, k: Any, v: Any, **arrays: Any) -> tuple[Any, Any]:
-    """(out, lse) of CuPy arrays. `arrays`: bias, mask, kv_lengths, alibi_slopes, out, lse, or None for each."""
-    out, lse = _call("forward", options, {"q": q, "k": k, "v": v, **arrays})
+def forward(
+    options: Options, q: Any, k: Any, v: Any, *, seed: int = 0, offset: int = 0, **arrays: Any
+) -> tuple[Any, Any]:
+    """(out, lse) of CuPy arrays. `arrays`: bias, mask, kv_lengths, alibi_slopes, sinks, out, lse, or None for each."""
+    out, lse = _call("forward", options, {"q": q, "k": k, "v": v, **arrays}, (seed, offset))
     return out, lse
 
 
-def backward(
-    options: Options, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **arrays: Any
-) -> tuple[Any, Any, Any]:
-    """(dq, dk, dv) of CuPy arrays. `arrays`: bias, mask, kv_lengths, alibi_slopes, dq, dk, dv, or None for each."""
-    inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    dq, dk, dv = _call("backward", options, {**inputs, **arrays})
-    return dq, dk, dv
+def backward(options: Options, *, seed: int = 0, offset: int = 0, **arrays: Any) -> tuple[Any, ...]:
+    """(dq, dk, dv) of CuPy arrays, and dsinks if `arrays` has it, be it None.
+
+    `arrays`: dout, out, lse and those that `forward` reads; dlse, dq, dk, dv, or None for each.
+    """
+    return _call("backward", options, arrays, (seed, offset))
 
 
 def plan(options: Options, q: Any, k: Any, v: Any, **arrays: Any) -> Plans:
@@ -120,7 +133,8 @@ def compile(options: Options, q: Any, k: Any, v: Any, **arrays: Any) -> None:
     with cupy.cuda.Device(q.data.device_id):
         out, lse = _call("forward", options, given)
         dout = cupy.zeros_like(out)
-        _call("backward", options, {"dout": dout, "out": out, "lse": lse, **given})
+        wanted = {} if given.get("sinks") is None else {"dsinks": None}
+        _call("backward", options, {"dout": dout, "out": out, "lse": lse, **given, **wanted})
 
 
 @functools.cache
@@ -136,10 +150,14 @@ def device_spec(device_id: int) -> DeviceSpec:
     )
 
 
-def _call(pass_: Pass, options: Options, arrays: dict[str, Any]) -> tuple[Any, ...]:
-    """Run one pass. `arrays` holds the inputs by name, and results where the caller gives them."""
+def _call(pass_: Pass, options: Options, arrays: dict[str, Any], random: tuple[int, int] = (0, 0)) -> tuple[Any, ...]:
+    """Run one pass. `arrays` holds the inputs by name, and results where the caller gives them.
+
+    `random` is the seed and the offset of dropout, which are no part of the problem.
+    """
     device_id = arrays["q"].data.device_id
-    key: list[Any] = [pass_, options]
+    names = _results(pass_, arrays)
+    key: list[Any] = [names, options]
     pointers: list[int] = []
     for name, array in arrays.items():
         if array is not None:
@@ -150,15 +168,15 @@ def _call(pass_: Pass, options: Options, arrays: dict[str, Any]) -> tuple[Any, .
     launch = _launches.get(tuple(key))
     if device_id != cupy.cuda.runtime.getDevice():
         with cupy.cuda.Device(device_id):
-            return _call(pass_, options, arrays)
+            return _call(pass_, options, arrays, random)
     if launch is None:
         launch = _launches[tuple(key)] = _prepare(pass_, options, arrays)
     if isinstance(launch, _CopyFirst):
-        return _call_on_copies(pass_, options, arrays, launch.names)
+        return _call_on_copies(pass_, options, arrays, random, launch.names)
     for index in launch.given:
         _check_overlap(index, launch.extents, pointers, arrays)
 
-    results = [arrays.get(name) for name in _RESULTS[pass_]]
+    results = [arrays.get(name) for name in names]
     for index, shape, dtype in launch.results:
         results[index] = array = cupy.empty(shape, dtype)
         pointers.append(array.data.ptr)
@@ -169,6 +187,8 @@ def _call(pass_: Pass, options: Options, arrays: dict[str, Any]) -> tuple[Any, .
     content = bytearray(launch.params)
     for offset, pointer in zip(launch.offsets, pointers, strict=True):
         _POINTER.pack_into(content, offset, pointer)
+    if options.dropout:
+        _RANDOM_NUMBERS.pack_into(content, RANDOM, *random)
     first = MAPS_OFFSET
     for map_of, pointer_index in launch.maps:
         content[first : first + TENSOR_MAP_BYTES] = map_of(pointers[pointer_index])
@@ -180,9 +200,15 @@ def _call(pass_: Pass, options: Options, arrays: dict[str, Any]) -> tuple[Any, .
     return tuple(results)
 
 
+def _results(pass_: Pass, arrays: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of what a call returns."""
+    return (*_RESULTS[pass_], "dsinks") if "dsinks" in arrays else _RESULTS[pass_]
+
+
 def _prepare(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> _Launch | _CopyFirst:
     """Validate, plan, compile and load: once for each problem."""
     given = {name: array for name, array in arrays.items() if array is not None}
+    names = _results(pass_, arrays)
     problem = make_problem(options, *(arrays[name] for name in "qkv"), **{name: arrays.get(name) for name in _OPTIONAL})
     device_id = arrays["q"].data.device_id
     for name, array in given.items():
@@ -191,14 +217,14 @@ def _prepare(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> _Launc
     expected = _expected(problem, arrays)
     for name in given.keys() & expected.keys():
         check_array(name, arrays[name], *expected[name])
-    for name in given.keys() & set(_RESULTS[pass_]):
+    for name in given.keys() & set(names):
         if any(n > 1 and stride == 0 for n, stride in zip(given[name].shape, given[name].strides, strict=True)):
             raise value_error(name, f"strides {given[name].strides}", "elements that do not share memory")
 
     scattered = tuple(
         name
         for name, array in given.items()
-        if name not in (*_OPTIONAL, "lse")
+        if name not in (*_OPTIONAL, *_NOT_OF_HEADS)
         and array.size
         and array.shape[-1] > 1
         and array.strides[-1] != array.itemsize
@@ -207,25 +233,19 @@ def _prepare(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> _Launc
         return _CopyFirst(scattered)
 
     results = tuple(
-        (index, expected[name][0], np.dtype(problem.softmax_dtype) if name == "lse" else arrays["q"].dtype)
-        for index, name in enumerate(_RESULTS[pass_])
+        (index, expected[name][0], np.dtype(problem.softmax_dtype) if name in _NOT_OF_HEADS else arrays["q"].dtype)
+        for index, name in enumerate(names)
         if name not in given
     )
-    operands = {
-        name: rows_of(array) if name == "lse" else layout_of(array, options.layout)
-        for name, array in given.items()
-        if name not in _OPTIONAL
-    }
+    operands = {name: _operand(name, x, options) for name, x in given.items() if name not in _OPTIONAL}
     for index, shape, dtype in results:
-        name = _RESULTS[pass_][index]
-        array = _Contiguous(shape, dtype)
-        operands[name] = rows_of(array) if name == "lse" else layout_of(array, options.layout)
+        operands[names[index]] = _operand(names[index], _Contiguous(shape, dtype), options)
 
     def aligned_bytes(names: tuple[str, ...]) -> int:
         pointers = [given[name].data.ptr for name in names if name in given]
         return access_bytes(tuple(operands[name] for name in names), functools.reduce(int.__or__, pointers, 16))
 
-    written = tuple(name for name in _RESULTS[pass_] if name != "lse")
+    written = tuple(name for name in names if name not in _NOT_OF_HEADS)
     plan = choose_plan(
         problem,
         device_spec(device_id),
@@ -234,7 +254,7 @@ def _prepare(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> _Launc
         store_bytes=aligned_bytes(written),
         operands=operands,
     )
-    names = (*given, *(_RESULTS[pass_][index] for index, _, _ in results), *(name for name, _ in plan.scratch))
+    pointers = (*given, *(names[index] for index, _, _ in results), *(name for name, _ in plan.scratch))
     sizes = [np.dtype(problem.softmax_dtype).itemsize * elements for _, elements in plan.scratch]
     params = parameters(plan, operands).tobytes()
     if plan.tensor_maps:
@@ -244,12 +264,12 @@ def _prepare(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> _Launc
         kernels=tuple(_load(kernel, device_id) for kernel in plan.kernels if kernel.grid),
         params=params,
         dtype=np.dtype((np.void, len(params))),
-        maps=tuple((encoder(spec), names.index(spec.name)) for spec in plan.tensor_maps),
-        offsets=tuple(8 * POINTER_WORD[name] for name in names),
+        maps=tuple((encoder(spec), pointers.index(spec.name)) for spec in plan.tensor_maps),
+        offsets=tuple(8 * POINTER_WORD[name] for name in pointers),
         results=results,
         scratch=tuple(sum(sizes[:i]) for i in range(len(sizes))),
         extents=tuple(_extent(array) for array in given.values()),
-        given=tuple(i for i, name in enumerate(given) if name in _RESULTS[pass_]),
+        given=tuple(i for i, name in enumerate(given) if name in names),
     )
 
 
@@ -270,14 +290,24 @@ def _expected(problem: Problem, arrays: Mapping[str, Any]) -> dict[str, tuple[tu
     """Shape and dtype of every array that follows from the problem."""
     expected = {"out": (problem.out_shape, problem.dtype), "dout": (problem.out_shape, problem.dtype)}
     expected |= {f"d{name}": (tuple(arrays[name].shape), problem.dtype) for name in "qkv"}
-    return expected | {"lse": (problem.lse_shape, problem.softmax_dtype)}
+    expected |= {name: (problem.lse_shape, problem.softmax_dtype) for name in ("lse", "dlse")}
+    return expected | {"dsinks": ((problem.num_heads,), problem.softmax_dtype)}
 
 
-def _call_on_copies(pass_: Pass, options: Options, arrays: dict[str, Any], names: tuple[str, ...]) -> tuple[Any, ...]:
+def _operand(name: str, array: Any, options: Options) -> Operand:
+    """An array of the call that is not in the problem, as kernels see it."""
+    if name == "dsinks":
+        return vector_of(array)
+    return rows_of(array) if name in _NOT_OF_HEADS else layout_of(array, options.layout)
+
+
+def _call_on_copies(
+    pass_: Pass, options: Options, arrays: dict[str, Any], random: tuple[int, int], names: tuple[str, ...]
+) -> tuple[Any, ...]:
     """Run on contiguous copies of the arrays `names`; copy results among them back."""
-    results = _RESULTS[pass_]
+    results = _results(pass_, arrays)
     copies = {name: None if name in results else cupy.ascontiguousarray(arrays[name]) for name in names}
-    computed = _call(pass_, options, {**arrays, **copies})
+    computed = _call(pass_, options, {**arrays, **copies}, random)
     for name, value in zip(results, computed, strict=True):
         if name in names:
             arrays[name][...] = value

@@ -14,12 +14,14 @@ from cuflash.problem import Operand
 
 # Arrays in the order of the struct, with the number of strides that follow each pointer.
 _ARRAYS = (
-    *((name, 3) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "lse")),
+    *((name, 3) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "lse", "dlse")),
     *(
         ("bias", 4),
         ("mask", 4),
         ("alibi_slopes", 3),
         ("kv_lengths", 1),
+        ("sinks", 1),
+        ("dsinks", 1),
         ("row_stats", 0),
         ("dq_accumulator", 0),
         ("dkv_partials", 0),
@@ -31,6 +33,7 @@ _ARRAYS = (
         ("dout_pieces", 0),
     ),
 )
+_TERMS = ("bias", "mask", "alibi_slopes", "kv_lengths", "sinks")
 _INTEGERS = ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k", "diagonal", "right_offset", "left_offset")
 
 
@@ -48,8 +51,11 @@ def _fields() -> list[tuple]:
         ("stats_rows", np.int32),
         ("group_splits", np.int32),
         ("resident_blocks", np.int32),
+        *((name, np.uint32) for name in ("seed_low", "seed_high", "offset", "dropout_threshold")),
+        ("kept_scale", np.float32),
         ("scale_float64", np.float64),
         ("softcap_float64", np.float64),
+        ("kept_scale_float64", np.float64),
     ]
 
 
@@ -59,15 +65,18 @@ if PARAMS.itemsize != PARAMS_BYTES:
 
 # Which 64-bit word of the struct holds the pointer of an array.
 POINTER_WORD = {name: PARAMS.fields[name][1] // 8 for name, _ in _ARRAYS}  # type: ignore[index]
+# Where the seed lies, two 32-bit words that are one of 64, and the offset behind it.
+RANDOM = PARAMS.fields["seed_low"][1]  # type: ignore[index]
 
 
-def parameters(plan: LaunchPlan, operands: Mapping[str, Operand]) -> np.ndarray:
+def parameters(plan: LaunchPlan, operands: Mapping[str, Operand], seed: int = 0, offset: int = 0) -> np.ndarray:
     """The argument for the kernels of `plan` as an array of one `PARAMS`, pointers left 0.
 
-    `operands` gives the strides of everything that is not in the problem: out and lse, or out, lse, dout, dq, dk, dv.
+    `operands` gives the strides of everything that is not in the problem: out and lse, and for the backward pass dout,
+    dq, dk, dv, and dlse and dsinks where there are any. `seed` and `offset` are those of dropout.
     """
     problem = plan.problem
-    inputs = {name: getattr(problem, name) for name in ("q", "k", "v", "bias", "mask", "alibi_slopes", "kv_lengths")}
+    inputs = {name: getattr(problem, name) for name in ("q", "k", "v", *_TERMS)}
     params = np.zeros(1, PARAMS)
     for name, operand in {**inputs, **operands}.items():
         if operand is not None:
@@ -84,6 +93,9 @@ def parameters(plan: LaunchPlan, operands: Mapping[str, Operand]) -> np.ndarray:
         params["left_offset"] = problem.diagonal - problem.window_left
     if problem.softcap is not None:
         params["softcap"] = params["softcap_float64"] = problem.softcap
+    params["seed_low"], params["seed_high"], params["offset"] = seed & 0xFFFFFFFF, seed >> 32, offset
+    params["dropout_threshold"] = round(65536 * problem.dropout)
+    params["kept_scale"] = params["kept_scale_float64"] = problem.kept_scale
     params["head_section"] = plan.head_section
     params["stats_rows"] = plan.stats_rows
     params["group_splits"] = plan.group_splits

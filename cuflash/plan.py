@@ -41,8 +41,8 @@ from cuflash.tiles import (
 
 Pass = Literal["forward", "backward"]
 
-PARAMS_BYTES = 560  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
-MAPS_OFFSET = 576  # where tensor maps follow, aligned to 64 bytes
+PARAMS_BYTES = 656  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
+MAPS_OFFSET = 704  # where tensor maps follow, aligned to 64 bytes
 MAX_HEAD_DIM = 256
 # Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
 # at head_dim 128 and seqlen 4096, 4 % in the backward pass; without a mask, one head at a time serves L2 better.
@@ -57,6 +57,7 @@ MIN_TILES_OF_BLOCK = 2  # of keys
 COMBINE_TILES = 2  # of keys: what a block of many takes longer where several share a head
 COMBINE_WARPS = 8
 MAX_SHARE_STEPS = 2**31 - 1  # by which blocks count the keys of all heads: as many for each head as there are blocks
+SINKS_WARPS = 16
 PIECES_ROWS = 64  # that a block splits
 PIECES_WARPS = 8
 # Of queries and keys, for each row that is split. On an H200 pieces are faster from seqlen 128 on at head_dim 128 and
@@ -188,7 +189,8 @@ def choose_plan(
     """The plan for one pass. Pure: the same arguments give the same plan.
 
     `load_bytes` and `store_bytes` are the widest aligned accesses that serve all operands; without them they follow
-    from the strides, pointers taken as 16-byte aligned. Results and dout that are not in `operands` are contiguous.
+    from the strides, pointers taken as 16-byte aligned. Results and dout that are not in `operands` are contiguous;
+    dsinks are wanted if they are in it, or without it.
     `tiles` overrides the tables: a row of the forward pass, or one of the backward pass (and a DqTile: deterministic).
 
     Raises NotImplementedError for what no kernel serves, ValueError for arrays that are not aligned to their elements.
@@ -205,13 +207,16 @@ def choose_plan(
         )
     arrays = {name: _contiguous(problem, name) for name in ("out", "dout", "dk", "dv")} | dict(operands or {})
     arrays |= {name: getattr(problem, name) for name in "qkv"}
+    # The backward pass has in lse what sinks did: but for their gradients its kernels are those of a problem without.
+    seen = replace(problem, sinks=None) if pass_ == "backward" else problem
     draft = _Draft(
-        problem=problem,
+        problem=seen,
         device=device,
         pass_=pass_,
         arrays=arrays,
         access_bytes=min(load_bytes, store_bytes),
-        defines=_common_defines(problem, device, load_bytes, store_bytes),
+        defines=_common_defines(seen, device, load_bytes, store_bytes),
+        needs_dsinks=problem.sinks is not None and (operands is None or "dsinks" in operands),
         head_section=1 if problem.window_right is None else CAUSAL_HEAD_SECTION,
     )
     if pass_ == "forward":
@@ -248,6 +253,7 @@ class _Draft:
     access_bytes: int  # widest aligned access that serves all arrays
     defines: dict[str, str | int]
     head_section: int
+    needs_dsinks: bool
     tiles: tuple[Tile, ...] = ()
     kernels: list[KernelSpec] = field(default_factory=list)
     scratch: dict[str, int] = field(default_factory=dict)
@@ -381,6 +387,7 @@ def _why_not_decode(draft: _Draft) -> str | None:
     if _visible_keys(problem) < DECODE_MIN_SEQLEN_K or _why_not_mapped(draft, _FORWARD_MAPPED):
         return ""
     terms = [name for name in ("softcap", "alibi_slopes", "bias", "mask") if getattr(problem, name) is not None]
+    terms += ["dropout"] if problem.dropout else []
     if terms:
         return f"it knows no {' and no '.join(terms)}"
     if problem.group_size == 1 and 2 * draft.heads >= device.num_sms:
@@ -526,6 +533,10 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     draft.stats_rows = round_up(problem.seqlen_q, delta.block_m)
     draft.scratch["row_stats"] = draft.heads * draft.stats_rows * 2
     draft.add("backward_delta.cu", delta, draft.heads * (draft.stats_rows // delta.block_m), 0, **dims)
+
+    if draft.needs_dsinks:
+        warps = {"CUFLASH_NUM_WARPS": SINKS_WARPS, "CUFLASH_MIN_BLOCKS": 1}
+        draft.add("backward_sinks.cu", delta, problem.num_heads, 16 * SINKS_WARPS, **dims, **warps)
 
     source = "backward_sm80.cu"
     if isinstance(main, BackwardSm90Tile):
@@ -676,6 +687,8 @@ def _common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store
         "CUFLASH_HAS_SOFTCAP": int(problem.softcap is not None),
         "CUFLASH_HAS_ALIBI": int(problem.alibi_slopes is not None),
         "CUFLASH_HAS_MASK": int(problem.mask is not None),
+        "CUFLASH_HAS_SINKS": int(problem.sinks is not None),
+        "CUFLASH_HAS_DROPOUT": int(problem.dropout > 0),
         "CUFLASH_BIAS_BYTES": ITEMSIZE[problem.bias.dtype] if problem.bias is not None else 0,
         "CUFLASH_KV_LENGTHS_BYTES": ITEMSIZE[problem.kv_lengths.dtype] if problem.kv_lengths is not None else 0,
         "CUFLASH_SCALE_IN_EXPONENT": int(not transforms and problem.scale > 0),
@@ -697,6 +710,8 @@ def _options(problem: Problem) -> list[str]:
             ("bias", problem.bias is not None),
             ("mask", problem.mask is not None),
             ("kv_lengths", problem.kv_lengths is not None),
+            ("sinks", problem.sinks is not None),
+            ("dropout", problem.dropout > 0),
             ("tf32", problem.dtype == "float32" and problem.precision == "tf32"),
         )
         if on

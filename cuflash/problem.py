@@ -38,6 +38,33 @@ def _check_real(name: str, value: object) -> float:
     return float(value)
 
 
+def check_dropout(rate: object, name: str = "dropout") -> float:
+    """A rate of dropout, checked."""
+    if isinstance(rate, bool) or not isinstance(rate, numbers.Real):
+        raise type_error(name, f"{type(rate).__name__} {rate!r}", "a real number")
+    if not 0 <= float(rate) < 1:
+        raise value_error(name, rate, "a number from 0 up to, but not, 1")
+    return float(rate)
+
+
+def rounded_rate(rate: float) -> float:
+    """The multiple of 1 / 65536 nearest to a rate of dropout, but less than 1: 16 random bits decide about a weight."""
+    return min(round(rate * 65536), 65535) / 65536
+
+
+def check_random(seed: object, offset: object) -> tuple[int, int]:
+    """The key and the offset of random numbers, checked."""
+
+    def check(name: str, value: object, bits: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise type_error(name, f"{type(value).__name__} {value!r}", "an integer, with dropout")
+        if not 0 <= int(value) < 2**bits:
+            raise value_error(name, value, f"0 to 2**{bits} - 1")
+        return int(value)
+
+    return check("seed", seed, 64), check("offset", offset, 32)
+
+
 def _check_window_side(side: str, value: object) -> int | None:
     if value is None:
         return None
@@ -59,6 +86,7 @@ class Options:
     layout: str = "bhsd"
     deterministic: bool = False
     precision: str = "highest"
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.causal, bool) and self.causal != "top_left":
@@ -88,6 +116,7 @@ class Options:
             raise type_error("precision", f"{type(self.precision).__name__} {self.precision!r}", "'highest' or 'tf32'")
         if self.precision not in PRECISIONS:
             raise value_error("precision", repr(self.precision), "'highest' or 'tf32'")
+        object.__setattr__(self, "dropout", check_dropout(self.dropout))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +155,7 @@ class Problem:
     window_right: int | None
     deterministic: bool
     precision: str
+    dropout: float  # a multiple of 1 / 65536
     q: Operand
     k: Operand
     v: Operand
@@ -133,6 +163,7 @@ class Problem:
     mask: Operand | None = None
     kv_lengths: Operand | None = None
     alibi_slopes: Operand | None = None
+    sinks: Operand | None = None
 
     @property
     def softmax_dtype(self) -> str:
@@ -143,6 +174,11 @@ class Problem:
     def group_size(self) -> int:
         """Query heads that share one key/value head."""
         return self.num_heads // self.num_heads_kv if self.num_heads_kv else 1
+
+    @property
+    def kept_scale(self) -> float:
+        """What a weight that dropout keeps is multiplied by."""
+        return 1 / (1 - self.dropout)
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -186,7 +222,7 @@ class Problem:
     @property
     def forward_bytes(self) -> int:
         """Fewest bytes the forward pass moves through device memory: inputs read once, out and lse written once."""
-        inputs = [self.q, self.k, self.v, self.bias, self.mask, self.kv_lengths, self.alibi_slopes]
+        inputs = [self.q, self.k, self.v, self.bias, self.mask, self.kv_lengths, self.alibi_slopes, self.sinks]
         return sum(x.nbytes for x in inputs if x is not None) + self._out_bytes + self._lse_bytes
 
     @property
@@ -282,6 +318,7 @@ def make_problem(
     mask: Any = None,
     kv_lengths: Any = None,
     alibi_slopes: Any = None,
+    sinks: Any = None,
 ) -> Problem:
     """Validate the inputs of one call against each other.
 
@@ -332,6 +369,10 @@ def make_problem(
         if tuple(alibi_slopes.shape) not in ((num_heads,), (batch, num_heads)):
             expected = f"(num_heads,) = ({num_heads},) or (batch, num_heads) = ({batch}, {num_heads})"
             raise value_error("alibi_slopes", f"shape {tuple(alibi_slopes.shape)}", expected)
+    if sinks is not None:
+        _check_dtype("sinks", sinks, (softmax_dtype,))
+        if tuple(sinks.shape) != (num_heads,):
+            raise value_error("sinks", f"shape {tuple(sinks.shape)}", f"(num_heads,) = ({num_heads},)")
 
     diagonal = 0 if options.causal == "top_left" else seqlen_k - seqlen_q
     left, right = options.window or (None, None)
@@ -359,22 +400,24 @@ def make_problem(
         window_right=right,
         deterministic=options.deterministic,
         precision=options.precision,
+        dropout=rounded_rate(options.dropout),
         q=q4,
         k=k4,
         v=v4,
         bias=None if bias is None else _broadcast_operand("bias", bias, scores_shape),
         mask=None if mask is None else _broadcast_operand("mask", mask, scores_shape),
-        kv_lengths=None if kv_lengths is None else _broadcast_lengths(kv_lengths),
+        kv_lengths=None if kv_lengths is None else vector_of(kv_lengths),
         alibi_slopes=None
         if alibi_slopes is None
         else _broadcast_operand("alibi_slopes", alibi_slopes, scores_shape[:2]),
+        sinks=None if sinks is None else vector_of(sinks),
     )
 
 
-def _broadcast_lengths(kv_lengths: Any) -> Operand:
-    itemsize = kv_lengths.dtype.itemsize
-    strides = tuple(s // itemsize for s in kv_lengths.strides)
-    return Operand(shape=tuple(kv_lengths.shape), strides=strides, dtype=kv_lengths.dtype.name)
+def vector_of(array: Any) -> Operand:
+    """Shape and element stride of a 1-D array."""
+    (stride,) = array.strides
+    return Operand(shape=tuple(array.shape), strides=(stride // array.dtype.itemsize,), dtype=array.dtype.name)
 
 
 def check_array(name: str, array: Any, shape: tuple[int, ...], dtype: str) -> None:

@@ -3,9 +3,14 @@
 In the letters of Dao et al. (FlashAttention, 2022, section 2 and appendix B), for one head, options in between:
 
     S = scale Q K^T ; softcap ; - slope |i + d - j| ; + bias ; hidden keys: -inf
-    P = softmax(S),  O = P V,  L = log sum exp S
-    dV = P^T dO,  dP = dO V^T,  D = rowsum(dO o O),  dS = P o (dP - D),  dQ = scale dS K,  dK = scale dS^T Q
+    P = softmax(S),  O = (P o Z) V,  L = log sum exp S
+    dV = (P o Z)^T dO,  dP = (dO V^T) o Z,  D = rowsum(dO o O),  dS = P o (dP - D + dL)
+    dQ = scale dS K,  dK = scale dS^T Q
 
+Z is 1 without dropout; with it 0 where a weight is dropped and 1 / (1 - dropout) elsewhere.
+
+dL is the gradient with respect to L; the derivative of L by S is P. A sink z is the score of one more key, whose value
+is zero: L = log (exp z + sum exp S), P = exp(S - L), and dz = sum exp(z - L) (dL - D) over the rows of its head.
 Nothing is tiled and nothing is clever; one head's matrices are held at a time. The same lines run in a lower precision
 give "the plain formula in that dtype", whose error is the yardstick for everybody else's (`cuflash.testing`).
 """
@@ -20,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from cuflash.dropout import kept_weights
 from cuflash.problem import Problem, user_shape, view_4d, view_rows
 
 Array = NDArray[Any]
@@ -37,6 +43,9 @@ def forward(
     mask: Array | None = None,
     kv_lengths: Array | None = None,
     alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    seed: int | None = None,
+    offset: int | None = None,
     dtype: DTypeLike = np.float64,
 ) -> tuple[Array, Array]:
     """Attention by the plain formula.
@@ -45,8 +54,10 @@ def forward(
     ----------
     problem : Problem
         From `cuflash.problem.make_problem` on the same arrays.
-    q, k, v, bias, mask, kv_lengths, alibi_slopes : numpy.ndarray
+    q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks : numpy.ndarray
         As `cuflash.attention` takes them. Entries of `kv_lengths` outside 0..seqlen_k are clamped.
+    seed, offset : int, optional
+        With dropout: which weights are dropped, as `cuflash.dropout_mask` says.
     dtype : dtype, default float64
         Precision to compute in. float64 is the oracle, and longdouble that of float64 itself, with 64 bits on x86 but
         no BLAS. For float16 and bfloat16, products accumulate and the softmax runs in float32, and the weights are
@@ -62,9 +73,9 @@ def forward(
     dtype, compute = np.dtype(dtype), compute_dtype(dtype)
     out = np.zeros((problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v), dtype)
     lse = np.full(problem.lse_shape, -np.inf, compute)
-    for head in each_head(problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, compute):
+    for head in each_head(problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks, compute, seed, offset):
         with np.errstate(all="ignore"):
-            O = product(_round(head.P, dtype), head.V)  # noqa: E741 (the paper's letter)
+            O = product(_round(head.P * head.Z, dtype), head.V)  # noqa: E741 (the paper's letter)
             out[head.index] = O.astype(dtype)
         view_rows(lse)[head.index] = head.L
     return as_caller(problem, out), lse
@@ -81,34 +92,46 @@ def backward(
     mask: Array | None = None,
     kv_lengths: Array | None = None,
     alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    dlse: Array | None = None,
+    seed: int | None = None,
+    offset: int | None = None,
     dtype: DTypeLike = np.float64,
-) -> tuple[Array, Array, Array]:
-    """Gradients of ``sum(dout * out)`` by the plain formula.
+) -> tuple[Array, ...]:
+    """Gradients of ``sum(dout * out) + sum(dlse * lse)`` by the plain formula.
 
-    Parameters are those of `forward`, after `dout` of shape `problem.out_shape`. In a 16-bit `dtype` the output, the
-    weights and the gradient of the scores are rounded to it before each use, and gradients are summed over a group of
-    heads in float32.
+    Parameters are those of `forward`, with `dout` of shape `problem.out_shape`, and `dlse`, if there is one, of shape
+    `problem.lse_shape`; in a row that sees no key it counts for nothing. In a 16-bit `dtype` the output, the weights
+    and the gradient of the scores are rounded to it before each use, and gradients are summed over a group of heads in
+    float32.
 
     Returns
     -------
     dq, dk, dv : numpy.ndarray
         Shapes of `q`, `k` and `v`, of `dtype`. Keys that nothing sees, those past `kv_lengths` among them, get zero.
+    dsinks : numpy.ndarray
+        With `sinks` only: shape (num_heads,), dtype of lse.
     """
     dtype, compute = np.dtype(dtype), compute_dtype(dtype)
+    dlse = np.zeros(problem.lse_shape) if dlse is None else dlse
     dq, dk, dv = (np.zeros(view_4d(x, problem.layout).shape, compute) for x in (q, k, v))
-    for head in each_head(problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, compute):
+    dsinks = np.zeros(problem.num_heads, compute)
+    for head in each_head(problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks, compute, seed, offset):
         dO = view_4d(dout, problem.layout)[head.index].astype(compute)
+        dL = _replace(view_rows(dlse)[head.index].astype(compute), np.isneginf(head.L), 0)[:, None]
         with np.errstate(all="ignore"):
-            P = _round(head.P, dtype)
+            P = _round(head.P * head.Z, dtype)
             O = _round(product(P, head.V), dtype)  # noqa: E741 (the paper's letter)
             D = (dO * O).sum(axis=-1, keepdims=True)
-            dP = product(dO, head.V.T)
-            dS = _round(head.P * (dP - D) * head.cap_slope, dtype)
+            dP = product(dO, head.V.T) * head.Z
+            dS = _round(head.P * (dP - D + dL) * head.cap_slope, dtype)
             dv[head.index_kv] += product(P.T, dO)
             dq[head.index] += problem.scale * product(dS, head.K)
             dk[head.index_kv] += problem.scale * product(dS.T, head.Q)
+            dsinks[head.index[1]] += (head.P_sink * (dL - D)).sum()
     with np.errstate(all="ignore"):
-        return tuple(as_caller(problem, x.astype(dtype)) for x in (dq, dk, dv))  # type: ignore[return-value]
+        gradients = tuple(as_caller(problem, x.astype(dtype)) for x in (dq, dk, dv))
+    return gradients if sinks is None else (*gradients, dsinks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +144,9 @@ class Head:
     K: Array
     V: Array
     P: Array  # weights, (seqlen_q, keys); a row that sees no key is zero
+    P_sink: Array  # weight of the sink, (seqlen_q, 1); zero without one
     L: Array  # log sum exp of the scores, (seqlen_q,); -inf for such a row
+    Z: Array  # what dropout multiplies the weights by
     cap_slope: Array  # derivative of the scores by scale Q K^T: other than one through softcap only
 
 
@@ -134,7 +159,10 @@ def each_head(
     mask: Array | None,
     kv_lengths: Array | None,
     alibi_slopes: Array | None,
+    sinks: Array | None,
     compute: DTypeLike,
+    seed: int | None = None,
+    offset: int | None = None,
 ) -> Iterator[Head]:
     """Softmax weights of every head, with operands converted to the `compute` dtype."""
     q, k, v = (view_4d(x, problem.layout) for x in (q, k, v))
@@ -142,6 +170,7 @@ def each_head(
     bias = None if bias is None else np.broadcast_to(bias, scores_shape)
     mask = None if mask is None else np.broadcast_to(mask, scores_shape)
     slopes = None if alibi_slopes is None else np.broadcast_to(alibi_slopes, scores_shape[:2])
+    sinks = np.full(problem.num_heads, -np.inf) if sinks is None else sinks
     for index in np.ndindex(scores_shape[:2]):
         b, h = index
         keys = slice(0, problem.seqlen_k if kv_lengths is None else min(max(int(kv_lengths[b]), 0), problem.seqlen_k))
@@ -156,8 +185,13 @@ def each_head(
                 bias=None if bias is None else bias[index][:, keys].astype(compute),
                 mask=None if mask is None else mask[index][:, keys],
             )
-            P, L = _softmax(S)
-        yield Head(index=index, index_kv=index_kv, Q=Q, K=K, V=V, P=P, L=L, cap_slope=cap_slope)
+            P, P_sink, L = _softmax(S, sinks[h].astype(compute))
+        Z = np.ones((1, 1), P.dtype)
+        if problem.dropout:
+            rows = range(problem.seqlen_q)
+            kept = kept_weights(problem.dropout, seed, offset, b * problem.num_heads + h, rows, range(S.shape[1]))
+            Z = kept.astype(P.dtype) * P.dtype.type(problem.kept_scale)
+        yield Head(index=index, index_kv=index_kv, Q=Q, K=K, V=V, P=P, P_sink=P_sink, L=L, Z=Z, cap_slope=cap_slope)
 
 
 def _scores(
@@ -183,14 +217,15 @@ def _scores(
     return S, cap_slope
 
 
-def _softmax(S: Array) -> tuple[Array, Array]:
-    """P and L of the rows of S; a row of nothing but -inf has P = 0 and L = -inf."""
-    m = S.max(axis=-1, keepdims=True, initial=-np.inf)
+def _softmax(S: Array, sink: Array) -> tuple[Array, Array, Array]:
+    """P, the weight of the sink and L of the rows of S; a row of nothing but -inf has P = 0 and L = -inf."""
+    m = np.maximum(S.max(axis=-1, keepdims=True, initial=-np.inf), sink)
     m = _replace(m, m == -np.inf, 0)
-    P = np.exp(S - m)
-    l = P.sum(axis=-1, keepdims=True)  # noqa: E741 (the paper's letter)
+    P, P_sink = np.exp(S - m), np.exp(sink - m)
+    l = P.sum(axis=-1, keepdims=True) + P_sink  # noqa: E741 (the paper's letter)
     L = m + np.log(l)
-    return P / _replace(l, l == 0, 1), L[:, 0]
+    l = _replace(l, l == 0, 1)  # noqa: E741
+    return P / l, P_sink / l, L[:, 0]
 
 
 def product(A: Array, B: Array) -> Array:

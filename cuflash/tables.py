@@ -156,9 +156,9 @@ DECODE_SM90_TILES = (
 
 BACKWARD_SM90_TILES = (
     #             max_dim m   n stages early split hold K dk from shared, section
-    _backward_sm90(64,  64, 128, 3, True, False, True, False, 8,  _h200("502 / 465, 417 / 307", "264 / 240, 241 / 184")),
+    _backward_sm90(64, 64, 128, 3, True, False, True, False, 8, _h200("502 / 465, 417 / 307", "264 / 240, 241 / 184")),
     _backward_sm90(128, 64, 128, 3, False, False, False, True, 8, _h200("545 / 509, 453 / 337", "283 / 261, 257 / 206")),
-    _backward_sm90(256, 64, 64, 2, True, True, False, False, 1,  _h200("418 / 388, 357 / 280", "243 / 220, 225 / 179")),
+    _backward_sm90(256, 64, 64, 2, True, True, False, False, 1, _h200("418 / 388, 357 / 280", "243 / 220, 225 / 179")),
 )
 
 # Tiles of 64 keys and 64 queries; the products of pieces count as one.

@@ -29,13 +29,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cuflash import interop, reference
-from cuflash.problem import DTYPES, LAYOUTS, Options, Problem, make_problem, user_shape, view_4d
+from cuflash.problem import DTYPES, LAYOUTS, Options, Problem, make_problem, user_shape, view_4d, view_rows
 
 Array = NDArray[Any]
 
-OPTIONAL_ARRAYS = ("bias", "mask", "kv_lengths", "alibi_slopes")
+OPTIONAL_ARRAYS = ("bias", "mask", "kv_lengths", "alibi_slopes", "sinks")
 STRIDES = ("contiguous", "padded", "transposed", "flipped")
+# What `cases` draws unless told otherwise, and what it draws only when told to.
 FEATURES = ("causal", "window", "softcap", "scale", "bias", "mask", "kv_lengths", "alibi_slopes", "gqa", "head_dim_v")
+MORE_FEATURES = ("sinks", "dlse")
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -71,6 +73,12 @@ class Case:
     kv_lengths_dtype : {"int32", "int64"}
     alibi_slopes : tuple of int, optional
         Shape of the slopes: (num_heads,) or (batch, num_heads).
+    sinks : bool
+        Every head of q has a sink.
+    dlse : bool
+        There is a gradient with respect to lse.
+    dropout : float
+        Probability that a weight is dropped. `random` has the seed and the offset of what is dropped.
     strides : {"contiguous", "padded", "transposed", "flipped"}
         How every array lies in memory. "padded": every axis is cut out of a longer one, NaN (True in a mask) around it.
         "transposed": the axes are stored in reverse order. "flipped": all strides are negative.
@@ -101,6 +109,9 @@ class Case:
     kv_lengths: tuple[int, ...] | None = None
     kv_lengths_dtype: str = "int32"
     alibi_slopes: tuple[int, ...] | None = None
+    sinks: bool = False
+    dlse: bool = False
+    dropout: float = 0.0
     strides: str = "contiguous"
     score_spread: float = 1.0
     seed: int = 0
@@ -144,6 +155,8 @@ class Case:
             kv_lengths=None if problem.kv_lengths is None else _spread_lengths(problem.batch, problem.seqlen_k),
             kv_lengths_dtype="int32" if problem.kv_lengths is None else problem.kv_lengths.dtype,
             alibi_slopes=None if slopes is None else slopes if slopes == scores_shape[:2] else (problem.num_heads,),
+            sinks=problem.sinks is not None,
+            dropout=problem.dropout,
             seed=seed,
         )
 
@@ -151,15 +164,27 @@ class Case:
     def options(self) -> Options:
         """The static options, as `make_problem` takes them."""
         return Options(
-            causal=self.causal, scale=self.scale, window=self.window, softcap=self.softcap, layout=self.layout
+            causal=self.causal,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            layout=self.layout,
+            dropout=self.dropout,
         )
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The static options that differ from their defaults, as keyword arguments of `cuflash.attention`."""
+        """The static options that differ from their defaults, as keyword arguments of `cuflash.FlashAttention`."""
         defaults = Options()
-        names = ("causal", "scale", "window", "softcap", "layout")
+        names = ("causal", "scale", "window", "softcap", "layout", "dropout")
         return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(defaults, name)}
+
+    @property
+    def random(self) -> dict[str, Any]:
+        """With dropout its seed and offset, as keyword arguments of `cuflash.FlashAttention.forward`; else nothing."""
+        if not self.dropout:
+            return {}
+        return {"seed": (self.seed + 1) * 0x9E3779B97F4A7C15 % 2**64, "offset": self.seed * 0x9E3779B9 % 2**32}
 
     @property
     def problem(self) -> Problem:
@@ -168,7 +193,7 @@ class Case:
         return make_problem(self.options, arrays["q"], arrays["k"], arrays["v"], **optional(arrays))
 
     def arrays(self, convert: Callable[[Array], Any] = np.asarray) -> dict[str, Any]:
-        """Inputs of the case by name: q, k, v, dout and those of bias, mask, kv_lengths, alibi_slopes that it has.
+        """Inputs of the case by name: q, k, v, dout, and those of `OPTIONAL_ARRAYS` and dlse that it has.
 
         Parameters
         ----------
@@ -217,12 +242,54 @@ class Case:
             values["kv_lengths"] = np.array(self.kv_lengths, self.kv_lengths_dtype)
         if self.alibi_slopes is not None:
             values["alibi_slopes"] = np.abs(normal(*self.alibi_slopes)).astype(softmax_dtype) / 4
+        if self.sinks:
+            values["sinks"] = (self.score_spread * normal(self.num_heads)).astype(softmax_dtype)
+        if self.dlse:
+            rows = normal(self.batch, self.num_heads, self.seqlen_q)
+            values["dlse"] = rows.reshape(rows.shape[4 - self.ndim :]).astype(softmax_dtype)
         return values
 
 
 def optional(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the arrays of a case, the ones that are keyword arguments: bias, mask, kv_lengths, alibi_slopes."""
+    """Of the arrays of a case, the ones that are keyword arguments: those of `OPTIONAL_ARRAYS`."""
     return {name: arrays[name] for name in OPTIONAL_ARRAYS if name in arrays}
+
+
+def optional_backward(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the arrays of a case, the keyword arguments of the backward pass: those of `optional`, and dlse."""
+    return {name: arrays[name] for name in (*OPTIONAL_ARRAYS, "dlse") if name in arrays}
+
+
+def split_keys(
+    case: Case, parts: Sequence[Array], convert: Callable[[Array], Any] = np.asarray
+) -> list[dict[str, Any]]:
+    """The inputs of attention over parts of the keys, which `cuflash.merge` puts together to the attention of a case.
+
+    Parameters
+    ----------
+    case : Case
+        4-D, of layout "bhsd", without kv_lengths and alibi_slopes.
+    parts : sequence of numpy.ndarray
+        The keys of each part, in any order; each key is in one of them.
+    convert : callable
+        Makes another library's array of a NumPy array.
+
+    Returns
+    -------
+    list of dict
+        q, k, v, mask and bias of each part by name. What `causal` and `window` hide, the masks do.
+    """
+    arrays, keys = case.arrays(), np.arange(case.seqlen_k)
+    ranges = np.array([case.problem.key_range(i) for i in range(case.seqlen_q)]).reshape(-1, 2, 1)
+    visible = (keys >= ranges[:, 0]) & (keys < ranges[:, 1]) & arrays.get("mask", True)
+
+    def part_of(part: Array) -> dict[str, Any]:
+        split = {"k": arrays["k"][:, :, part], "v": arrays["v"][:, :, part], "mask": visible[..., part]}
+        if "bias" in arrays:
+            split["bias"] = arrays["bias"] if arrays["bias"].shape[-1] == 1 else arrays["bias"][..., part]
+        return {name: convert(np.ascontiguousarray(x)) for name, x in {"q": arrays["q"], **split}.items()}
+
+    return [part_of(part) for part in parts]
 
 
 def _spread_lengths(batch: int, seqlen_k: int) -> tuple[int, ...]:
@@ -290,7 +357,8 @@ def cases(
     dtypes, layouts, ndims, strides, score_spreads : sequence
         What to draw from, simplest first.
     features : collection of str
-        Which of `FEATURES` may be present; each is absent about half of the time.
+        Which of `FEATURES` and `MORE_FEATURES` may be present; each is absent about half of the time. And "dropout",
+        for implementations that drop what `cuflash.dropout_mask` says.
     max_seqlen, max_head_dim : int
         Largest lengths, in elements.
     max_scores : int
@@ -348,6 +416,9 @@ def cases(
         kv_lengths=tuple(draw(st.integers(0, seqlen_k)) for _ in range(batch)) if has("kv_lengths") else None,
         kv_lengths_dtype=pick(["int32", "int64"]),
         alibi_slopes=pick([(num_heads,), (batch, num_heads)]) if has("alibi_slopes") else None,
+        sinks=has("sinks"),
+        dlse=has("dlse"),
+        dropout=pick([0.1, 0.5, 0.9]) if has("dropout") else 0.0,
         strides=pick(strides),
         score_spread=pick(score_spreads),
         seed=draw(st.integers(0, 2**16)),
@@ -371,7 +442,8 @@ class Yardstick:
     ulp * scale
         One unit in the last place of the result's scale. Scale is the largest absolute value of the result, or of the
         root of the sum of squares of the terms that it is a sum of: what cancellation leaves of a gradient is no scale.
-        For lse it is at least 1.
+        For lse it is at least 1. The unit is that of the dtype of the result; of dsinks, which is made of out as it was
+        rounded, that of the inputs.
     softmax_ulp * noise
         What the order of summation, not quality, decides about a weight ``exp(S - lse)``: one unit in the last place of
         the exponential, one of lse, and one of the terms of the scores, ``scale * abs(q) @ abs(k)`` (in units of a
@@ -455,13 +527,16 @@ def measure(name: str, got: Any, yardstick: Yardstick) -> Measurement:
     )
 
 
-def yardsticks(problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Yardstick]:
-    """The yardsticks of out and lse, and of dq, dk and dv if `dout` is among the NumPy `arrays`."""
-    expected = _compute(problem, arrays, np.longdouble if problem.dtype == "float64" else np.float64)
-    plain = _compute(problem, arrays, arrays["q"].dtype)
+def yardsticks(problem: Problem, arrays: Mapping[str, Array], **random: Any) -> dict[str, Yardstick]:
+    """The yardsticks of out and lse, and of dq, dk, dv (and dsinks) if `dout` is among the NumPy `arrays`.
+
+    With dropout, `random` is the `seed` and the `offset`.
+    """
+    expected = _compute(problem, arrays, np.longdouble if problem.dtype == "float64" else np.float64, random)
+    plain = _compute(problem, arrays, arrays["q"].dtype, random)
     with np.errstate(invalid="ignore"):  # -inf in both
         plain_errors = {name: _max_finite(plain[name].astype(x.dtype) - x) for name, x in expected.items()}
-    scales, zeros, noise = _scales(problem, arrays, expected)
+    scales, zeros, noise = _scales(problem, arrays, expected, random)
     factor = 1 if problem.dtype == "float32" else 2
     softmax_ulp = _ulp(problem.softmax_dtype)
 
@@ -481,51 +556,60 @@ def yardsticks(problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Yards
     return {name: yardstick(name) for name in expected}
 
 
-def _compute(problem: Problem, arrays: Mapping[str, Array], dtype: Any) -> dict[str, Array]:
+def _compute(problem: Problem, arrays: Mapping[str, Array], dtype: Any, random: Mapping[str, Any]) -> dict[str, Array]:
     """Results of the plain formula by name."""
     inputs = (arrays["q"], arrays["k"], arrays["v"])
-    out, lse = reference.forward(problem, *inputs, dtype=dtype, **optional(arrays))
+    keywords = {**optional(arrays), **random}
+    out, lse = reference.forward(problem, *inputs, dtype=dtype, **keywords)
     results = {"out": out, "lse": lse}
     if "dout" in arrays:
-        gradients = reference.backward(problem, arrays["dout"], *inputs, dtype=dtype, **optional(arrays))
-        results |= zip(("dq", "dk", "dv"), gradients, strict=True)
+        keywords |= optional_backward(arrays)
+        gradients = reference.backward(problem, arrays["dout"], *inputs, dtype=dtype, **keywords)
+        results |= zip(_gradients_of(arrays), gradients, strict=True)
     return results
 
 
 def _scales(
-    problem: Problem, arrays: Mapping[str, Array], expected: Mapping[str, Array]
+    problem: Problem, arrays: Mapping[str, Array], expected: Mapping[str, Array], random: Mapping[str, Any]
 ) -> tuple[dict[str, float], dict[str, Array], float]:
     """Scale of every result, where it is exactly zero, and the noise of the weights in units in the last place."""
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
-    bias, mask, kv_lengths, alibi_slopes = (arrays.get(name) for name in OPTIONAL_ARRAYS)
+    bias, mask, kv_lengths, alibi_slopes, sinks = (arrays.get(name) for name in OPTIONAL_ARRAYS)
     dout = view_4d(arrays["dout"], problem.layout) if "dout" in arrays else None
+    dlse = view_rows(arrays["dlse"] if "dlse" in arrays else np.zeros(problem.lse_shape))
     out = view_4d(expected["out"].astype(np.float64), problem.layout)
     scales = {name: _max_finite(x) for name, x in expected.items()}
     sees_something = np.zeros(out.shape[:3], bool)
     is_seen = np.zeros(view_4d(k, problem.layout).shape[:3], bool)
+    dsinks2 = np.zeros(problem.num_heads)
     scores = 0.0
 
     def grow(name: str, squares: Array) -> None:
         scales[name] = max(scales[name], math.sqrt(_max_finite(squares)))
 
-    for head in reference.each_head(problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, np.float64):
+    terms = (bias, mask, kv_lengths, alibi_slopes, sinks)
+    for head in reference.each_head(problem, q, k, v, *terms, np.float64, **random):
         scores = max(scores, abs(problem.scale) * _max_finite(np.abs(head.Q) @ np.abs(head.K).T))
         visible = head.P != 0
         sees_something[head.index] = visible.any(axis=1)
         is_seen[head.index_kv] |= visible.any(axis=0)
         with np.errstate(all="ignore"):
-            P2, V2 = head.P**2, head.V**2
-            grow("out", P2 @ V2)
+            P2, V2, Z2 = head.P**2, head.V**2, head.Z**2
+            grow("out", (P2 * Z2) @ V2)
             if dout is not None:
                 dO2 = dout[head.index].astype(np.float64) ** 2
                 D2 = (dO2 * out[head.index] ** 2).sum(axis=-1, keepdims=True)
-                dS2 = (problem.scale * head.cap_slope) ** 2 * P2 * (dO2 @ V2.T + D2)
+                dL2 = dlse[head.index].astype(np.float64)[:, None] ** 2
+                dS2 = (problem.scale * head.cap_slope) ** 2 * P2 * ((dO2 @ V2.T) * Z2 + D2 + dL2)
                 grow("dq", dS2 @ head.K**2)
                 grow("dk", dS2.T @ head.Q**2)
-                grow("dv", P2.T @ dO2)
+                grow("dv", (P2 * Z2).T @ dO2)
+                dsinks2[head.index[1]] += (head.P_sink**2 * (D2 + dL2)).sum()
+    if "dsinks" in expected:
+        grow("dsinks", dsinks2)
     noise = 1 + scales["lse"] + scores / min(1.0, problem.softcap or 1.0)
     scales["lse"] = max(scales["lse"], 1.0)
-    zeros = {"lse": np.zeros(expected["lse"].shape, bool)}
+    zeros = {name: np.zeros(expected[name].shape, bool) for name in ("lse", "dsinks") if name in expected}
     for name, nonzero in (("out", sees_something), ("dq", sees_something), ("dk", is_seen), ("dv", is_seen)):
         if name in expected:
             shape = (*nonzero.shape, view_4d(expected[name], problem.layout).shape[-1])
@@ -544,7 +628,11 @@ def _max_finite(x: Array) -> float:
 
 @lru_cache(maxsize=8)
 def _yardsticks_of(case: Case) -> dict[str, Yardstick]:
-    return yardsticks(case.problem, case.arrays())
+    return yardsticks(case.problem, case.arrays(), **case.random)
+
+
+def _gradients_of(arrays: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("dq", "dk", "dv", "dsinks") if "sinks" in arrays else ("dq", "dk", "dv")
 
 
 def _judge(case: Case, results: Mapping[str, Any]) -> Report:
@@ -563,9 +651,10 @@ def assert_forward(case: Case, out: Any, lse: Any = None) -> Report:
     return _judge(case, {"out": out} if lse is None else {"out": out, "lse": lse})
 
 
-def assert_backward(case: Case, dq: Any, dk: Any, dv: Any) -> Report:
-    """Judge the gradients of ``sum(dout * out)``, as `assert_forward` judges the output."""
-    return _judge(case, {"dq": dq, "dk": dk, "dv": dv})
+def assert_backward(case: Case, dq: Any, dk: Any, dv: Any, dsinks: Any = None) -> Report:
+    """Judge the gradients of ``sum(dout * out)``, as `assert_forward` judges the output; dlse counts."""
+    gradients = {"dq": dq, "dk": dk, "dv": dv} | ({} if dsinks is None else {"dsinks": dsinks})
+    return _judge(case, gradients)
 
 
 def check(
@@ -581,13 +670,15 @@ def check(
     ----------
     attention : callable
         Called as ``attention(q, k, v, **options)``, where options are the keyword arguments of `cuflash.attention` that
-        the case needs, by those names: causal, scale, window, softcap, layout, bias, mask, kv_lengths, alibi_slopes. An
-        implementation without options is checked on cases without `features`. Returns out, or a tuple (out, lse), as
-        arrays of any library that speaks DLPack.
+        the case needs, by those names: causal, scale, window, softcap, layout, and `OPTIONAL_ARRAYS`. With dropout,
+        also that, seed and offset, which drop what `cuflash.dropout_mask` says. An implementation without options is
+        checked on cases without `features`. Returns out, or a tuple (out, lse), as arrays of any library that speaks
+        DLPack.
     case : Case or Problem
         A problem stands for a case of its sizes and options on random arrays.
     gradients : callable, optional
-        Called as ``gradients(dout, q, k, v, **options)``; returns (dq, dk, dv).
+        Called as ``gradients(dout, q, k, v, **options)``, with dlse among the options if the case has it; returns
+        (dq, dk, dv), and dsinks as a fourth if the case has sinks.
     convert : callable
         Makes the arrays that `attention` takes of NumPy arrays: ``cupy.asarray``, or
         ``through_dlpack(torch.from_dlpack)``.
@@ -613,14 +704,15 @@ def check(
     case = Case.from_problem(case) if isinstance(case, Problem) else case
     arrays = case.arrays(convert)
     inputs = [arrays[name] for name in ("q", "k", "v")]
-    keywords = case.keywords | optional(arrays)
+    keywords = case.keywords | optional(arrays) | case.random
     result = attention(*inputs, **keywords)
     out, lse = result if isinstance(result, tuple) else (result, None)
     results = {"out": out} if lse is None else {"out": out, "lse": lse}
     if gradients is not None:
-        results |= dict(zip(("dq", "dk", "dv"), gradients(arrays["dout"], *inputs, **keywords), strict=True))
+        keywords |= optional_backward(arrays)
+        results |= zip(_gradients_of(arrays), gradients(arrays["dout"], *inputs, **keywords), strict=True)
     for name, x in results.items():
-        dtype = case.problem.softmax_dtype if name == "lse" else case.dtype
+        dtype = case.problem.softmax_dtype if name in ("lse", "dsinks") else case.dtype
         if to_numpy(x).dtype != numpy_dtype(dtype):
             raise AssertionError(f"{name} has dtype {to_numpy(x).dtype}, expected {dtype}\n{case}")
     for name, before in case.arrays().items():

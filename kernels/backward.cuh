@@ -32,7 +32,7 @@ CUFLASH_DEVICE u32* turns_of(const Params& params, int num_m_blocks, i64 m_tile)
   return (u32*)((Real*)params.dq_accumulator + num_tiles * (kBlockM * kDim)) + m_tile;
 }
 
-// Pairs (lse as an exponent, delta) of the rows of a head; rows past seqlen_q, up to a whole tile, have no weights. Or, of
+// Pairs (lse as an exponent, delta - dlse) of the rows of a head; rows past seqlen_q, up to a whole tile, have no weights. Or, of
 // every two rows, both lse before both delta: who needs only one of them reads two at once.
 constexpr bool kPairsStats = CUFLASH_PAIRS_STATS;
 

@@ -1,5 +1,6 @@
 // What the backward pass needs of every query row: delta = rowsum(dout * out) (FlashAttention-2, Algorithm 2, line 4) and
-// lse as an exponent. Also clears the accumulator of dq. A block serves the kBlockM rows of one tile of queries.
+// lse as an exponent. The gradient with respect to lse is subtracted from delta: the derivative of lse by the scores is P,
+// so dS = P (dP - delta + dlse). Also clears the accumulator of dq. A block serves the kBlockM rows of one tile of queries.
 #include "backward.cuh"
 #include "copy.cuh"
 #include "exponential.cuh"
@@ -41,6 +42,11 @@ CUFLASH_DEVICE Real dot(const Real* a, const Real* b) {
   return sum;
 }
 
+// One number a row, of the rows of a head.
+CUFLASH_DEVICE const Real* rows_of(const Tensor& tensor, int batch, int head) {
+  return (const Real*)tensor.data + batch * tensor.batch_stride + head * tensor.head_stride;
+}
+
 CUFLASH_DEVICE void backward_delta(const Params& params) {
   const int num_m_blocks = ceil_div(params.seqlen_q, kBlockM);
   const Work work = schedule(params, ptx::block_index(), num_m_blocks, params.num_heads, false);
@@ -48,12 +54,13 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
   const int thread = ptx::thread_index(), lane = thread % kLanes;
   const Storage* out = head_of(params.out, batch, head);
   const Storage* dout = head_of(params.dout, batch, head);
-  const Real* lse = (const Real*)params.lse.data + batch * params.lse.batch_stride + head * params.lse.head_stride;
+  const Real* lse = rows_of(params.lse, batch, head);
+  const Real* dlse = params.dlse.data == nullptr ? nullptr : rows_of(params.dlse, batch, head);
 
 #pragma unroll 2
   for (int i = thread / kLanes; i < kBlockM; i += kRowsAtOnce) {
     const int row = m_block * kBlockM + i;
-    Real delta = 0;
+    Real delta = 0, row_dlse = 0;
     // A row that saw no key, or that does not exist, has no weights: 2^(score - inf) = 0.
     Real exponent_lse = ptx::infinity();
     if (row < params.seqlen_q) {
@@ -61,14 +68,17 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
       for (int c = lane * kVector; c < kHeadDimV; c += kLanes * kVector)
         delta += dot<Element>(out + row * params.out.row_stride + c, dout + row * params.dout.row_stride + c);
       const Real value = lse[row * params.lse.row_stride];
-      if (value != -ptx::infinity()) exponent_lse = value * kExponentOfE;
+      if (value != -ptx::infinity()) {
+        exponent_lse = value * kExponentOfE;
+        if (dlse != nullptr) row_dlse = dlse[row * params.dlse.row_stride];
+      }
     }
 #pragma unroll
     for (int mask = kLanes / 2; mask > 0; mask /= 2) delta += ptx::shuffle_xor(delta, mask);
     if (lane == 0) {
       Real* stats = stats_of(params, batch, head) + (kPairsStats ? row / 2 * 4 + row % 2 : row * 2);
       stats[0] = exponent_lse;
-      stats[kPairsStats ? 2 : 1] = delta;
+      stats[kPairsStats ? 2 : 1] = delta - row_dlse;
     }
   }
 

@@ -6,6 +6,7 @@
 #include "backward_warps.cuh"
 #include "config.cuh"
 #include "copy.cuh"
+#include "dropout.cuh"
 #include "mask.cuh"
 #include "mma.cuh"
 #include "params.cuh"
@@ -52,7 +53,8 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
 
   const Score score(params, batch, head, key_stop);
   const Mask mask(params, batch, head, key_stop);
-  const Real exponent_scale = score.exponent_scale();
+  const Dropout dropout(params, batch, head);
+  const Real exponent_scale = score.exponent_scale(), kept_scale = kept_scale_of(params);
   const int lane_row = first_row + warp_row + fragment_row();
 
   Real exponent_lse[kDqMTiles][2], delta[kDqMTiles][2];
@@ -89,10 +91,12 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
     multiply<kDimV / kStep>(dp, operand_do, columns_v);
 
     const int lane_key = n_block * kBlockN + fragment_column();
+    [[maybe_unused]] KeptWeights<false> kept;
 #pragma unroll
     for (int m = 0; m < kDqMTiles; ++m)
 #pragma unroll
-      for (int n = 0; n < kNTiles; ++n)
+      for (int n = 0; n < kNTiles; ++n) {
+        if (kHasDropout && n % 2 == 0) kept = dropout.of(lane_row + 16 * m, lane_key, n);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int row = lane_row + 16 * m + i / 2 * 8, key = lane_key + 8 * n + i % 2;
@@ -100,8 +104,10 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
           Real x = score.of(s[m][n][i], row, key, derivative);
           if (masked.value && !mask.visible(row, key)) x = -ptx::infinity();
           const Real p = warp_exponential(x * exponent_scale - exponent_lse[m][i / 2]);
-          s[m][n][i] = p * (dp[m][n][i] - delta[m][i / 2]) * derivative;
+          const Real kept_dp = !kHasDropout || kept.keeps(n, i) ? dp[m][n][i] : 0;
+          s[m][n][i] = p * (kept_dp * kept_scale - delta[m][i / 2]) * derivative;
         }
+      }
 
     add_product<kBlockN / kStep>(
         dq, [&](int m, int k, Fragment& a) { to_operand(s[m], k, a); }, rows_k);

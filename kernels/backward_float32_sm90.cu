@@ -27,6 +27,7 @@
 #include "backward_walk.cuh"
 #include "config.cuh"
 #include "copy.cuh"
+#include "dropout.cuh"
 #include "mask.cuh"
 #include "params.cuh"
 #include "pieces.cuh"
@@ -313,12 +314,16 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
         for (int i = 0; i < 4; ++i)
           if (!mask.visible(row_of(n, i), key_of(i))) p[n][i] = -ptx::infinity();
     }
-    // What the next warpgroup multiplies dP' - delta by: P', times the derivative of the capped score.
+    // What the next warpgroup multiplies dP' - delta by: P', times the derivative of the capped score; the sign says what
+    // dropout drops.
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
     const u32 s_p = shared.room_of(room) + thread * 8;
     shared.room.ds_empty(room).wait(room.parity ^ 1);
+    const Dropout dropout(common, batch, head);
+    [[maybe_unused]] KeptWeights<true> kept;
 #pragma unroll
     for (int n = 0; n < kTileColumns; ++n) {
+      if (kHasDropout && n % 2 == 0) kept = dropout.transposed(row_of(n, 0), lane_key);
       float stats[4], factor[4];  // lse and delta of this lane's two queries
       ptx::load_shared_f32x4(s_stats + n * 64, stats);
 #pragma unroll
@@ -330,6 +335,7 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
         }
         p[n][i] = exponential(x * exponent_scale - stats[i % 2 * 2]);
         factor[i] = kHasSoftcap ? p[n][i] * derivative : p[n][i];
+        if (kHasDropout && !kept.keeps(n, i)) factor[i] = -factor[i], p[n][i] = 0.0f;
       }
       ptx::store_shared_x2(s_p + n * 2048, {factor[0], factor[1]});
       ptx::store_shared_x2(s_p + n * 2048 + 1024, {factor[2], factor[3]});
@@ -351,7 +357,7 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
   Real* partials = nullptr;
   if constexpr (kSplitsGroup)
     partials = partials_of(common, tile.num_n_blocks, batch, tile.head_kv, tile.work.block, tile.split, 0) + kRows * kDim;
-  store_rows<kHeadDimV>(common, common.dv, tile, partials, thread, dv, 1.0f);
+  store_rows<kHeadDimV>(common, common.dv, tile, partials, thread, dv, kept_scale_of(common));
 }
 
 // The second warpgroup: dP', dS', for the third one, and dK.
@@ -359,6 +365,7 @@ CUFLASH_DEVICE void make_dk(const BackwardParams& params, const Shared& shared, 
   const Params& common = params.common;
   const KeyTile tile(common);
   const u32 lane = lane_index(), warp_key = thread / 32 * 16;
+  const float kept_scale = kept_scale_of(common);
   float dk[kDim / 8][4];
 #pragma unroll
   for (auto& piece : dk) piece[0] = piece[1] = piece[2] = piece[3] = 0.0f;
@@ -403,7 +410,8 @@ CUFLASH_DEVICE void make_dk(const BackwardParams& params, const Shared& shared, 
         float p[2];
         ptx::load_shared_x2(s_room + thread * 8 + n * 2048 + half * 1024, p);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) ds[n][2 * half + i] = p[i] * (ds[n][2 * half + i] - stats[2 * i + 1]);
+        for (int i = 0; i < 2; ++i)
+          ds[n][2 * half + i] = gradient_of(p[i], ds[n][2 * half + i], kept_scale, stats[2 * i + 1]);
       }
     }
     Operand operand;

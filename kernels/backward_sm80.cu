@@ -11,6 +11,7 @@
 #include "backward_warps.cuh"
 #include "config.cuh"
 #include "copy.cuh"
+#include "dropout.cuh"
 #include "mask.cuh"
 #include "mma.cuh"
 #include "params.cuh"
@@ -139,7 +140,8 @@ CUFLASH_DEVICE void backward(const Params& params) {
       {
         const Score score(params, batch, current.head, key_stop);
         const Mask mask(params, batch, current.head, key_stop);
-        const Real exponent_scale = score.exponent_scale();
+        const Dropout dropout(params, batch, current.head);
+        const Real exponent_scale = score.exponent_scale(), kept_scale = kept_scale_of(params);
         const bool masked = current.m_block < tiles.full_start || current.m_block >= tiles.full_stop;
         const int lane_key = first_key + warp_key + fragment_row();
         const int lane_query = first_row + fragment_column();
@@ -155,15 +157,18 @@ CUFLASH_DEVICE void backward(const Params& params) {
               for (int i = 0; i < 4; ++i)
                 if (!mask.visible(row_of(n, i), key_of(m, i))) p[m][n][i] = -ptx::infinity();
         }
+        [[maybe_unused]] KeptWeights<true> kept[kKeyTiles];
 #pragma unroll
         for (int n = 0; n < kQueryTiles; ++n) {
           Real stats[4];  // lse and delta of this lane's two queries
           load_stats(s_stats + (column_of<kWarpsQ>(warp_d, n) + fragment_column()) * 2 * sizeof(Real), stats);
 #pragma unroll
-          for (int m = 0; m < kKeyTiles; ++m)
+          for (int m = 0; m < kKeyTiles; ++m) {
+            if (kHasDropout && n % 2 == 0) kept[m] = dropout.transposed(row_of(n, 0), key_of(m, 0));
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               const Real exponent_lse = stats[i % 2 * 2], delta = stats[i % 2 * 2 + 1];
+              const bool keeps = !kHasDropout || kept[m].keeps(n, i);
               Real derivative = 1;
               Real x = p[m][n][i];
               if constexpr (!kScaleInExponent) {
@@ -171,8 +176,11 @@ CUFLASH_DEVICE void backward(const Params& params) {
                 if (masked && !mask.visible(row_of(n, i), key_of(m, i))) x = -ptx::infinity();
               }
               p[m][n][i] = warp_exponential(x * exponent_scale - exponent_lse);
-              ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - delta) * derivative;
+              const Real dp = keeps ? ds[m][n][i] : 0;
+              ds[m][n][i] = p[m][n][i] * (dp * kept_scale - delta) * derivative;
+              p[m][n][i] = keeps ? p[m][n][i] : 0;
             }
+          }
         }
       }
     }
@@ -245,10 +253,9 @@ CUFLASH_DEVICE void backward(const Params& params) {
 
   // dK and dV leave through the room of K and V, which nobody reads any more after the barrier.
   ptx::sync_block();
-  const Real scale = scale_of(params);
-  const auto one = [](int, int) { return 1.0f; };
+  const Real scale = scale_of(params), kept_scale = kept_scale_of(params);
   store_fragments<Order::kPairedColumns, kRow, kWarpsD>(s_k, warp_key, warp_d, dk, [&](int, int) { return scale; });
-  store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(s_v, warp_key, warp_d, dv, one);
+  store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(s_v, warp_key, warp_d, dv, [&](int, int) { return kept_scale; });
   ptx::sync_block();
   store_tile<kBlockN, kHeadDim>(s_k, (Storage*)head_of(params.dk, batch, head_kv), params.dk.row_stride, first_key,
                                 params.seqlen_k);

@@ -27,6 +27,7 @@
 //   named: one per consumer for itself; one for all consumers; one for consumers and dQ at the end
 #include "backward_walk.cuh"
 #include "config.cuh"
+#include "dropout.cuh"
 #include "mask.cuh"
 #include "mma.cuh"
 #include "params.cuh"
@@ -305,6 +306,20 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
 #pragma unroll
     for (int k = 0; k < kBlockM / 16; ++k) to_operand(value, k, operand[k]);
   };
+  // The weights that dV is made of: none that dropout has marked.
+  const auto to_weights = [&](const auto& p, auto& operand) {
+    if constexpr (kHasDropout) {
+      float kept[kQueryTiles][4];
+#pragma unroll
+      for (int n = 0; n < kQueryTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) kept[n][i] = is_dropped(p[n][i]) ? 0.0f : p[n][i];
+      to_operands(kept, operand);
+    } else {
+      to_operands(p, operand);
+    }
+  };
+  const float kept_scale = kept_scale_of(common);
   const auto set_to_zero = [](auto& operand) {
 #pragma unroll
     for (auto& fragment : operand)
@@ -408,6 +423,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
           p[n][i] = ptx::exp2_approx(x * scale_log2 - lse[i % 2]);
         }
       }
+      if constexpr (kHasDropout) Dropout(common, batch, head).mark(p, row_of(0, 0), lane_key);
     }
     [[maybe_unused]] const u32 s_p = shared.p + p_at.stage * kBytesP + thread * 16;
     if constexpr (!makes_dk) {
@@ -422,14 +438,14 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
       arrive_as_warp(shared.p_ring.full(p_at));
       p_at.advance();
       finish_step_before();
-      to_operands(p, p_operand);
+      to_weights(p, p_operand);
     } else {
       if constexpr (dp_early) {
         ptx::wait_products<kBehind>();
       } else {
         finish_step_before();
         multiply_dp();
-        if constexpr (makes_dv) to_operands(p, p_operand);
+        if constexpr (makes_dv) to_weights(p, p_operand);
         ptx::wait_products<0>();
       }
       ptx::renew_registers(ds);
@@ -441,7 +457,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
         if constexpr (!makes_dv) ptx::load_shared_f32x4(s_p + n * 128 * 16, p[n]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          ds[n][i] = p[n][i] * (ds[n][i] - delta[i % 2]);
+          ds[n][i] = gradient_of(p[n][i], ds[n][i], kept_scale, delta[i % 2]);
           if constexpr (kHasSoftcap && makes_dv) ds[n][i] *= derivative[n][i];
         }
       }
@@ -452,7 +468,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
       // As operands, P' and dS' overwrite those of the products of the step before.
       if constexpr (dp_early) {
         finish_step_before();
-        if constexpr (makes_dv) to_operands(p, p_operand);
+        if constexpr (makes_dv) to_weights(p, p_operand);
       }
       to_operands(ds, ds_operand);
       // dS' to shared memory, rows of keys.
@@ -498,7 +514,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
 
   // dK and dV leave through the room of these rows of K and V, once nobody needs them any more.
   ptx::sync_named(kEnd, kConsumerThreads + 128);
-  if constexpr (makes_dv) store_fragments_chunked<kBlockN>(rows_v, warp_key, dv, 1.0f, 1.0f);
+  if constexpr (makes_dv) store_fragments_chunked<kBlockN>(rows_v, warp_key, dv, kept_scale, kept_scale);
   if constexpr (makes_dk) store_fragments_chunked<kBlockN>(rows_k, warp_key, dk, common.scale, common.scale);
   ptx::fence_async_proxy();
   ptx::sync_named(kConsumer + consumer, 128);

@@ -3,8 +3,9 @@
 //
 //   lse = log sum_i exp(lse_i)        O = sum_i exp(lse_i - lse) O_i
 //
-// A block owns kRows rows. The threads of a row stand side by side along the columns, four to each, and beneath each
-// other for results that are summed at once; so the order of the additions is fixed. A warp belongs to one row.
+// A sink joins the sum of exponentials here, once, and has no part in O. A block owns kRows rows. The threads of a row
+// stand side by side along the columns, four to each, and beneath each other for results that are summed at once; so the
+// order of the additions is fixed. A warp belongs to one row.
 #include "config.cuh"
 #include "fragments.cuh"
 #include "params.cuh"
@@ -35,7 +36,7 @@ CUFLASH_DEVICE void combine(const Params& params) {
 
   Float4 sum = {};
   if (owns_row) {
-    const float lse = partials.combined_lse(row);
+    const float lse = partials.combined_lse(row, kHasSinks ? sink_of(params, head) : -ptx::infinity());
     if (thread == 0) *lse_of(params, batch, head, query) = lse;
     if (lse != -ptx::infinity() && first_part < kAtOnce) {
 #pragma unroll 8

@@ -45,6 +45,8 @@ constexpr bool kHasLeftBound = CUFLASH_HAS_LEFT_BOUND;
 constexpr bool kHasSoftcap = CUFLASH_HAS_SOFTCAP;
 constexpr bool kHasAlibi = CUFLASH_HAS_ALIBI;
 constexpr bool kHasMask = CUFLASH_HAS_MASK;
+constexpr bool kHasSinks = CUFLASH_HAS_SINKS;  // of the forward pass; the backward pass has in lse what they did
+constexpr bool kHasDropout = CUFLASH_HAS_DROPOUT;
 constexpr int kBiasBytes = CUFLASH_BIAS_BYTES;              // size of a bias element: 0 (no bias), 2 (Element) or of Real
 constexpr int kKvLengthsBytes = CUFLASH_KV_LENGTHS_BYTES;   // 0 (none), 4 (i32) or 8 (i64)
 // The scale can be folded into the exponent only when nothing stands between it and the softmax and it is positive.

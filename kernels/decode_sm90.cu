@@ -240,6 +240,12 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
 
     const Partials partials(common, walk.shares, walk.head);
     const bool is_alone = !kSplitsKeys || partials.count == 1;
+    if (kHasSinks && is_alone) {
+      softmax.add_sinks(o, [&](int, int half) {
+        const int head = work.first_head() + lane_row[half] / common.seqlen_q;
+        return lane_row[half] < work.rows ? sink_of(common, head) * kExponentOfE : 0.0f;
+      });
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = lane_row[half];

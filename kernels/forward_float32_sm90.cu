@@ -20,6 +20,7 @@
 //   v_empty[i]   every consumer has these          producer, before the next piece of V there
 //   named: one per consumer for its turn at the tensor cores; one per consumer for itself
 #include "config.cuh"
+#include "dropout.cuh"
 #include "mask.cuh"
 #include "mma.cuh"
 #include "params.cuh"
@@ -167,6 +168,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     const int head = tile.work.head, batch = tile.work.batch;
     const Score score(common, batch, head, tile.key_stop);
     const Mask mask(common, batch, head, tile.key_stop);
+    const Dropout dropout(common, batch, head);
     const float exponent_scale = score.exponent_scale();
     const int lane_row = tile.first_row + consumer * 64 + thread / 32 * 16 + fragment_row();
 
@@ -281,6 +283,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       float factor[1][2] = {{1.0f, 1.0f}};
       softmax.update(s, factor, exponent_scale);
       softmax.exponentiate(s, exponent_scale, softmax.row_sum);
+      if constexpr (kHasDropout) dropout.drop(s[0], lane_row, n_block * kBlockN + fragment_column());
       to_weights(s[0], p);
 
       take_turn();
@@ -307,7 +310,10 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     for (; n_block >= tile.keys.start; --n_block) skip();
 
     softmax.finish();
-    store_rows(common, batch, head, lane_row, o[0], {softmax.inverse_sum(0, 0), softmax.inverse_sum(0, 1)});
+    if constexpr (kHasSinks) softmax.add_sinks(o, [&](int, int) { return sink_of(common, head) * kExponentOfE; });
+    const float kept_scale = kept_scale_of(common);
+    store_rows(common, batch, head, lane_row, o[0],
+               {softmax.inverse_sum(0, 0) * kept_scale, softmax.inverse_sum(0, 1) * kept_scale});
     float* g_lse = (float*)common.lse.data + batch * common.lse.batch_stride + head * common.lse.head_stride;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

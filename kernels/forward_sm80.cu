@@ -8,6 +8,7 @@
 // columns of O; every one of them computes S.
 #include "config.cuh"
 #include "copy.cuh"
+#include "dropout.cuh"
 #include "mask.cuh"
 #include "mma.cuh"
 #include "params.cuh"
@@ -72,7 +73,8 @@ CUFLASH_DEVICE void forward(const Params& params) {
 
   const Score score(params, batch, head, key_stop);
   const Mask mask(params, batch, head, key_stop);
-  const Real exponent_scale = score.exponent_scale();
+  const Dropout dropout(params, batch, head);
+  const Real exponent_scale = score.exponent_scale(), kept_scale = kept_scale_of(params);
   const int lane_row = first_row + warp_row + fragment_row();
 
   OnlineSoftmax<kMTiles> softmax;
@@ -123,6 +125,10 @@ CUFLASH_DEVICE void forward(const Params& params) {
           }
     }
     softmax.update(s, o, exponent_scale);
+    if constexpr (kHasDropout) {
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m) dropout.drop(s[m], lane_row + 16 * m, n_block * kBlockN + fragment_column());
+    }
 
     add_product<kBlockN / kStep>(
         o, [&](int m, int k, Fragment& a) { to_operand(s[m], k, a); },
@@ -142,10 +148,11 @@ CUFLASH_DEVICE void forward(const Params& params) {
 
   // O / l, through the room of Q so that the stores to memory are wide.
   softmax.finish();
+  if constexpr (kHasSinks) softmax.add_sinks(o, [&](int, int) { return sink_of(params, head) * kExponentOfE; });
   ptx::copy_async_wait<0>();
   ptx::sync_block();
   store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(
-      s_q, warp_row, warp_d, o, [&](int m, int half) { return softmax.inverse_sum(m, half); });
+      s_q, warp_row, warp_d, o, [&](int m, int half) { return softmax.inverse_sum(m, half) * kept_scale; });
   ptx::sync_block();
   store_tile<kBlockM, kHeadDimV>(s_q, (Storage*)head_of(params.out, batch, head), params.out.row_stride, first_row,
                                  params.seqlen_q);

@@ -21,6 +21,7 @@
 // looking for their maxima first: an offset that has become too small shows in a sum that is too large, and only then the
 // tile is done again, maxima first (kLazyMaximum). Sums relative to one offset are exact, whatever the offset is.
 #include "config.cuh"
+#include "dropout.cuh"
 #include "mask.cuh"
 #include "mma.cuh"
 #include "params.cuh"
@@ -35,6 +36,8 @@ constexpr bool kPingPong = CUFLASH_PING_PONG;
 constexpr bool kKeepBefore = CUFLASH_KEEP_BEFORE;      // softmax kept in front of the wait for O
 constexpr bool kOutTakesQ = CUFLASH_OUT_TAKES_Q;       // the output leaves through the room of Q
 constexpr bool kLazyMaximum = CUFLASH_LAZY_MAXIMUM;    // maxima only where a sum of exponentials became too large
+// Whether dropout waits for the product O of the tile before, so that it has the registers of that product's weights.
+constexpr bool kDropsLate = kDimV > 192;
 constexpr int kConsumers = kBlockM / 64;
 constexpr int kNTiles = kBlockN / 8;
 static_assert(kNumWarps == 4 * (kConsumers + 1), "the consumers and a producer");
@@ -138,6 +141,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     const int head = tile.work.head, batch = tile.work.batch;
     const Score score(common, batch, head, tile.key_stop);
     const Mask mask(common, batch, head, tile.key_stop);
+    const Dropout dropout(common, batch, head);
     const float scale_log2 = score.exponent_scale();
     const int lane_row = tile.first_row + consumer * 64 + warp_row + fragment_row();
 
@@ -203,6 +207,9 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
           }
       }
     };
+    const auto drop = [&](int n_block) {
+      if constexpr (kHasDropout) dropout.drop(s[0], lane_row, n_block * kBlockN + fragment_column());
+    };
     // From the product in `s` to exponentials there, sums of rows and weights; true when O must be rescaled by `factor`.
     bool all_started = false;  // every row of the warp has seen a key
     const auto weigh = [&](int n_block, auto masked) {
@@ -226,9 +233,11 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       release_by_warp(shared.k_ring.empty(key));
       softmax.row_sum[0][0] += sum[0][0];
       softmax.row_sum[0][1] += sum[0][1];
+      if constexpr (!kDropsLate) drop(n_block);
       return grows;
     };
-    const auto to_weights = [&]() {
+    const auto to_weights = [&](int n_block) {
+      if constexpr (kDropsLate) drop(n_block);
 #pragma unroll
       for (int k = 0; k < kBlockN / 16; ++k) to_operand(s[0], k, p[k]);
     };
@@ -271,7 +280,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
         weigh(n_block, Constant<true>{});
       else
         weigh(n_block, Constant<false>{});
-      to_weights();
+      to_weights(n_block);
 
       const auto step = [&](auto masked) {
         const Position<kNumStages> before = key;
@@ -288,7 +297,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
         ptx::renew_registers(o[0]);
         release(shared.v_ring.empty(before));
         if (grows) softmax.rescale(o, factor);
-        to_weights();
+        to_weights(n_block);
       };
       --n_block;
 #pragma unroll 1
@@ -309,12 +318,15 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
 
     // O / l, rounded, to shared memory and from there by the copy engine, once it has read the output before.
     softmax.finish();
+    if constexpr (kHasSinks) softmax.add_sinks(o, [&](int, int) { return sink_of(common, head) * kExponentOfE; });
     if constexpr (!kOutTakesQ) {
       if (elected) ptx::bulk_wait_read<0>();
       sync_consumer();
       release(shared.q_empty);
     }
-    store_fragments_chunked<kBlockM>(s_out, warp_row, o[0], softmax.inverse_sum(0, 0), softmax.inverse_sum(0, 1));
+    const float kept_scale = kept_scale_of(common);
+    store_fragments_chunked<kBlockM>(s_out, warp_row, o[0], softmax.inverse_sum(0, 0) * kept_scale,
+                                     softmax.inverse_sum(0, 1) * kept_scale);
     ptx::fence_async_proxy();
     sync_consumer();
     if (elected) {

@@ -21,14 +21,18 @@ struct ScoreTensor {
 
 struct Params {
   Tensor q, k, v, out, dout, dq, dk, dv;
-  Tensor lse;            // row_stride is the stride between queries
+  Tensor lse, dlse;      // row_stride is the stride between queries; dlse may be absent: null
   ScoreTensor bias;      // added to the score
   ScoreTensor mask;      // bytes: 0 hides the key
   Tensor alibi_slopes;   // (batch, head)
   const void* kv_lengths;
   i64 kv_lengths_stride;
+  const void* sinks;     // of Real: one number for each query head
+  i64 sinks_stride;
+  void* dsinks;
+  i64 dsinks_stride;
   // Scratch memory, of Real.
-  void* row_stats;       // (batch, num_heads, stats_rows, 2): lse as an exponent, and delta
+  void* row_stats;       // (batch, num_heads, stats_rows, 2): lse as an exponent, and delta - dlse
   void* dq_accumulator;  // (batch, num_heads, m blocks, block_m * padded head_dim), in fragment order
   void* dkv_partials;    // (batch, num_heads_kv, n blocks, group_splits, dk and dv of a tile), in fragment order
   void* partial_out;     // (batch * num_heads_kv + resident_blocks, rows of a group, padded head_dim_v)
@@ -47,8 +51,14 @@ struct Params {
   i32 stats_rows;    // seqlen_q, rounded up to whole tiles
   i32 group_splits;  // blocks that share the query heads of a key/value head
   i32 resident_blocks;  // of a kernel whose blocks take one tile after another
-  double scale_float64;  // scale and softcap of float64 problems
+  u32 seed_low;      // of dropout: the key of its random numbers
+  u32 seed_high;
+  u32 offset;
+  u32 dropout_threshold;  // weights whose 16 bits are less are dropped
+  float kept_scale;  // what others are multiplied by
+  double scale_float64;  // those of float64 problems
   double softcap_float64;
+  double kept_scale_float64;
 };
 
 CUFLASH_DEVICE Real scale_of(const Params& params) {
@@ -58,6 +68,16 @@ CUFLASH_DEVICE Real scale_of(const Params& params) {
 CUFLASH_DEVICE Real softcap_of(const Params& params) {
   if constexpr (kElementBytes == 8) return params.softcap_float64;
   return params.softcap;
+}
+CUFLASH_DEVICE Real kept_scale_of(const Params& params) {
+  if constexpr (!kHasDropout) return 1;
+  if constexpr (kElementBytes == 8) return params.kept_scale_float64;
+  return params.kept_scale;
+}
+
+// The sink of a query head: the natural logarithm of what joins the sum of exponentials of each of its rows.
+CUFLASH_DEVICE Real sink_of(const Params& params, int head) {
+  return ((const Real*)params.sinks)[head * params.sinks_stride];
 }
 
 static_assert(sizeof(Params) == CUFLASH_PARAMS_BYTES, "Params differs from its description in Python");

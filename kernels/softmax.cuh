@@ -84,6 +84,21 @@ struct OnlineSoftmax {
       }
   }
 
+  // Adds to each row, after `finish`, one more key whose value is zero, and whose score is the exponent sink(m, half).
+  template <int out_tiles, typename Sink>
+  CUFLASH_DEVICE void add_sinks(Real (&out)[m_tiles][out_tiles][4], Sink sink) {
+    Real factor[m_tiles][2];
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const Real exponent = sink(m, half);
+        factor[m][half] = raise_offset(m, half, exponent);
+        if (exponent != -ptx::infinity()) row_sum[m][half] += exponential(exponent - offset[m][half]);
+      }
+    rescale(out, factor);
+  }
+
   // Factor of the output row: 1 / sum; 0 for a row that saw no key.
   CUFLASH_DEVICE Real inverse_sum(int m, int half) const {
     return row_sum[m][half] == 0 ? 0 : 1 / row_sum[m][half];
@@ -120,12 +135,18 @@ struct OnlineSoftmax {
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const Real old = offset[m][half];
-        offset[m][half] = max_of(old, tile_max[m][half]);
-        const Real factor = old == -ptx::infinity() ? 0 : exponential(old - offset[m][half]);
-        row_sum[m][half] *= factor;
+        const Real factor = raise_offset(m, half, tile_max[m][half]);
         rescale_row(m, half, factor);
       }
     return true;
+  }
+
+  // Lets the offset of a row follow an exponent. What was summed before takes the factor that it returns.
+  CUFLASH_DEVICE Real raise_offset(int m, int half, Real exponent) {
+    const Real old = offset[m][half];
+    offset[m][half] = max_of(old, exponent);
+    const Real factor = old == -ptx::infinity() ? 0 : exponential(old - offset[m][half]);
+    row_sum[m][half] *= factor;
+    return factor;
   }
 };

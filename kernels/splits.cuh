@@ -53,14 +53,15 @@ struct Partials {
   CUFLASH_DEVICE float* out(int i, int row) const { return g_out + ((i64)i * rows + row) * kDimV; }
   CUFLASH_DEVICE float* lse(int i, int row) const { return g_lse + (i64)i * rows + row; }
 
-  // log sum exp over the blocks; -inf where none saw a key. By a warp: every lane gets the same.
-  CUFLASH_DEVICE float combined_lse(int row) const {
-    float max = -ptx::infinity(), sum = 0.0f;
+  // log sum exp over the blocks and the sink; -inf where none saw a key. By a warp: every lane gets the same.
+  CUFLASH_DEVICE float combined_lse(int row, float sink) const {
+    float max = sink, sum = 0.0f;
     for (int i = lane_index(); i < count; i += 32) max = fmaxf(max, *lse(i, row));
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) max = fmaxf(max, ptx::shuffle_xor(max, mask));
     if (max == -ptx::infinity()) max = 0.0f;
     for (int i = lane_index(); i < count; i += 32) sum += exponential((*lse(i, row) - max) * kLog2e);
+    if (kHasSinks && lane_index() == 0) sum += exponential((sink - max) * kLog2e);
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) sum += ptx::shuffle_xor(sum, mask);
     return sum == 0.0f ? -ptx::infinity() : max + ptx::log2_approx(sum) * kLn2;

@@ -133,6 +133,18 @@ SPILLS_OF_OPTIONS = SPILLS | {
     ("backward_float32_sm90.cu", 4, 128, "64x64", 1): 80,
     ("backward_sm80.cu", 8, 64, "16x64", 1): 368,
 }
+SPILLS_OF_DROPOUT = SPILLS | {
+    ("forward_sm80.cu", 2, 64, "128x64", 3): 160,
+    ("forward_sm80.cu", 4, 64, "128x32", 2): 96,
+    ("forward_sm80.cu", 8, 64, "128x64", 1): 16,
+    ("backward_dq_sm80.cu", 2, 64, "128x64", 2): 160,
+    ("backward_dq_sm80.cu", 4, 64, "64x32", 1): 16,
+    ("backward_dq_sm80.cu", 8, 64, "64x16", 1): 16,
+    ("forward_sm90.cu", 2, 256, "128x80", 1): 48,
+    ("backward_sm90.cu", 2, 128, "64x128", 1): 104,
+    ("forward_float32_sm90.cu", 4, 64, "128x128", 1): 16,
+    ("forward_float32_sm90.cu", 4, 128, "128x64", 1): 16,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,8 +202,10 @@ VARIANTS = {
     "groups": {"dtype": "float16", "num_heads": 2, "num_heads_kv": 1, "causal": True},
     "turns": {"dtype": "bfloat16", "causal": True},
     "narrow": {"dtype": "bfloat16", "causal": True, "strides": "padded"},
-    "whole": {"dtype": "bfloat16", "window": (9, 20), "scale": -1.0},
-    "bounds": {"dtype": "float16", "window": (9, None), "kv_lengths": (60,)},
+    "whole": {"dtype": "bfloat16", "window": (9, 20), "scale": -1.0, "sinks": True},
+    "bounds": {"dtype": "float16", "window": (9, None), "kv_lengths": (60,), "sinks": True},
+    "dropout": {"dtype": "bfloat16", "causal": True, "dropout": 0.1},
+    "dropout of all": {"dtype": "float16", "dropout": 0.1},
     "options": {
         "dtype": "float16",
         "causal": True,
@@ -202,6 +216,7 @@ VARIANTS = {
         "kv_lengths": (60,),
         "kv_lengths_dtype": "int64",
         "alibi_slopes": (1,),
+        "sinks": True,
     },
 }
 
@@ -281,6 +296,19 @@ TARGETS = [
         if variant != "turns" or isinstance(tile, BackwardSm90Tile)
     ),
     *(
+        Target(tile=first_that_fits(table, arch, element_bytes), arch=arch, variant="dropout")
+        for table in TABLES[:3]
+        for element_bytes in (2, 4, 8)
+        for arch in ("8.0", "9.0")
+    ),
+    *(
+        Target(tile=tile, arch="9.0", variant=variant)
+        for table in TABLES[3:]
+        for tile in table
+        for variant in ("dropout", "dropout of all")
+        if not isinstance(tile, DecodeSm90Tile) and (variant == "dropout" or tile.element_bytes == 2)
+    ),
+    *(
         Target(tile=first_that_fits(table, arch, element_bytes), arch=arch)
         for table in TABLES[:3]
         for element_bytes, archs in ((2, OTHER_ARCHS), (4, ("10.0", "12.1")), (8, ("10.0", "12.1")))
@@ -320,6 +348,8 @@ def test_row(target):
         ceilings = SPILLS_OF_LATER_ARCHS if device.arch >= 100 else SPILLS
         if target.variant in ("options", "bounds", "narrow", "turns"):
             ceilings = SPILLS_OF_OPTIONS
+        if target.variant.startswith("dropout"):
+            ceilings = SPILLS_OF_DROPOUT
         row = (kernel.source, tile.element_bytes, tile.max_dim, f"{tile.block_m}x{tile.block_n}", tile.min_blocks)
         assert resources.spill_stores_bytes <= ceilings.get(row, 0), row
         # What lies in local memory is spilled: no array is, as it would be if a loop over registers were not unrolled.
@@ -337,4 +367,4 @@ def test_rows_that_may_spill_exist():
         for table in TABLES
         for tile in table
     }
-    assert {row[1:] for row in SPILLS_OF_LATER_ARCHS | SPILLS_OF_OPTIONS} <= rows
+    assert {row[1:] for row in SPILLS_OF_LATER_ARCHS | SPILLS_OF_OPTIONS | SPILLS_OF_DROPOUT} <= rows

@@ -11,7 +11,7 @@ import numpy as np
 
 from cuflash.params import POINTER_WORD, parameters
 from cuflash.plan import MAPS_OFFSET, DeviceSpec, LaunchPlan, Pass, access_bytes, choose_plan
-from cuflash.problem import ITEMSIZE, Operand, Problem, layout_of, rows_of
+from cuflash.problem import ITEMSIZE, Operand, Problem, layout_of, rows_of, vector_of
 from cuflash.tensor_map import CHUNK, TensorMapSpec
 from cuflash.testing import measure, numpy_dtype, yardsticks
 from cuflash.tiles import Tile
@@ -37,7 +37,8 @@ def plan_for(
         pass_,
         load_bytes=_access_bytes(problem, [arrays[name] for name in READ[pass_]]),
         store_bytes=_access_bytes(problem, [arrays[name] for name in WRITTEN[pass_]]),
-        operands={n: layout_of(arrays[n], problem.layout) for n in ("out", "dout", "dk", "dv") if n in arrays},
+        operands={n: layout_of(arrays[n], problem.layout) for n in ("out", "dout", "dk", "dv") if n in arrays}
+        | {n: vector_of(arrays[n]) for n in ("dsinks",) if n in arrays},
         tiles=None if tiles is None else tuple(tiles),
     )
 
@@ -55,6 +56,7 @@ def _as_placed(problem: Problem, arrays: Mapping[str, np.ndarray]) -> Problem:
         "mask": scores_shape,
         "alibi_slopes": scores_shape[:2],
         "kv_lengths": scores_shape[:1],
+        "sinks": scores_shape[1:2],
     }
     operands: dict[str, Any] = {name: layout_of(arrays[name], problem.layout) for name in ("q", "k", "v")}
     for name in shapes.keys() & arrays.keys():
@@ -72,18 +74,19 @@ def run(
     fill: int = 0xFF,
     sanitizer: str | None = None,
     kernels: Path = emulator.KERNELS,
+    seed: int = 0,
+    offset: int = 0,
 ) -> list[emulator.Statistics]:
     """Run the kernels of `plan` on `arrays` by name; results are written in place.
 
-    `fill` is the byte that scratch memory is full of, `kernels` the folder that the sources are taken from.
+    `fill` is the byte that scratch memory is full of, `kernels` the folder that the sources are taken from, `seed` and
+    `offset` say what dropout drops.
     """
     problem = plan.problem
-    operands: dict[str, Operand] = {
-        name: rows_of(array) if name == "lse" else layout_of(array, problem.layout)
-        for name, array in arrays.items()
-        if name in ("out", "lse", "dout", "dq", "dk", "dv")
-    }
-    params = parameters(plan, operands)
+    operands = {n: layout_of(x, problem.layout) for n, x in arrays.items() if n in ("out", "dout", "dq", "dk", "dv")}
+    operands |= {n: rows_of(x) for n, x in arrays.items() if n in ("lse", "dlse")}
+    operands |= {n: vector_of(x) for n, x in arrays.items() if n == "dsinks"}
+    params = parameters(plan, operands, seed, offset)
     words = params.view(np.uint64)
     scratch = {
         name: emulator.guarded_array((elements,), problem.softmax_dtype, fill) for name, elements in plan.scratch
@@ -194,7 +197,7 @@ def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tupl
     Parameters
     ----------
     arrays : Mapping
-        q, k, v, and bias, mask, kv_lengths, alibi_slopes or None; others are ignored.
+        q, k, v, and bias, mask, kv_lengths, alibi_slopes, sinks or None; others are ignored.
     arch : str or DeviceSpec
         What is planned for; default "9.0".
     tiles : sequence of Tile, optional
@@ -206,10 +209,10 @@ def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tupl
         The byte that results and scratch memory are full of before the launch; 0xFF is NaN.
     statistics : list, optional
         Gets those of each launch.
-    sanitizer, kernels
+    sanitizer, kernels, seed, offset
         As `run`.
     """
-    inputs = {name: array for name, array in arrays.items() if name not in ("dout", "out", "lse")}
+    inputs = {name: array for name, array in arrays.items() if name not in ("dout", "dlse", "out", "lse")}
     results = {
         "out": (problem.out_shape, numpy_dtype(problem.dtype)),
         "lse": (problem.lse_shape, problem.softmax_dtype),
@@ -218,12 +221,16 @@ def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tupl
     return out, lse
 
 
-def backward(problem: Problem, arrays: Mapping[str, Any], out: Any, lse: Any, **options: Any) -> tuple[Any, Any, Any]:
-    """(dq, dk, dv) of the backward kernels; `arrays` holds dout too. Other parameters are those of `forward`."""
+def backward(problem: Problem, arrays: Mapping[str, Any], out: Any, lse: Any, **options: Any) -> tuple[Any, ...]:
+    """(dq, dk, dv) of the backward kernels, and dsinks if there are sinks.
+
+    `arrays` holds dout too, and maybe dlse. Other parameters are those of `forward`.
+    """
     dtype = numpy_dtype(problem.dtype)
-    results = {f"d{name}": (arrays[name].shape, dtype) for name in ("q", "k", "v")}
-    dq, dk, dv = _call("backward", problem, {**arrays, "out": out, "lse": lse}, results, **options)
-    return dq, dk, dv
+    results: dict[str, Any] = {f"d{name}": (arrays[name].shape, dtype) for name in ("q", "k", "v")}
+    if problem.sinks is not None:
+        results["dsinks"] = ((problem.num_heads,), problem.softmax_dtype)
+    return _call("backward", problem, {**arrays, "out": out, "lse": lse}, results, **options)
 
 
 def assert_two_pieces(problem: Problem, arrays: Mapping[str, Any], results: Mapping[str, Any]) -> None:

@@ -57,7 +57,7 @@ class Trial:
         two_pieces = getattr(self.tiles[0], "pieces", 3) == 2
         options = replace(case.options, deterministic=deterministic, precision="tf32" if two_pieces else "highest")
         problem = make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
-        out, lse = reference.forward(problem, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
+        out, lse = reference.forward(problem, *(arrays[name] for name in "qkv"), **ct.optional(arrays), **case.random)
         if self.kv_lengths:
             arrays["kv_lengths"][...] = self.kv_lengths
         launches: list[emulator.Statistics] = []
@@ -68,6 +68,7 @@ class Trial:
             "kernels": kernels,
             "schedule": self.schedule,
             "statistics": launches,
+            **case.random,
         }
         if isinstance(self.tiles[0], ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | DecodeSm90Tile):
             names, results = ("out", "lse"), attention.forward(problem, arrays, **how)
@@ -205,7 +206,10 @@ _TERMS = replace(
 )
 _FAR = replace(_TERMS, seqlen_q=33, seqlen_k=18, batch=2, num_heads_kv=2, bias=(2, 2, 33, 18), mask=(2, 2, 33, 18))
 _FLOAT32 = replace(_TERMS, dtype="float32", softcap=20.0)
+_SINKS = replace(_LENGTHS, kv_lengths=(2, 0, 77), sinks=True, dlse=True, score_spread=4.0)
 _PIECES = replace(_GROUPED, dtype="float32", seqlen_k=300)
+_DROPOUT = replace(_GROUPED, dropout=0.3, seed=1)
+_DROPOUT_FLOAT32 = replace(_DROPOUT, dtype="float32")
 _FLOAT64 = replace(
     _FLOAT32, dtype="float64", head_dim_v=40, num_heads=1, bias=(70, 77), mask=(70, 77), alibi_slopes=(1,)
 )
@@ -272,6 +276,14 @@ TRIALS = {
     "decode few": Trial(case=replace(_DECODE, causal=True), tiles=_DECODE_TILES, num_sms=3),
     "decode narrow": Trial(case=replace(_DECODE, head_dim_v=24), tiles=_DECODE_TILES),
     "decode lengths": Trial(case=replace(_DECODE, kv_lengths=(0, 230)), tiles=_DECODE_TILES, num_sms=3),
+    # Sinks, some of them above the scores of their rows.
+    "forward sinks": Trial(case=_SINKS, tiles=_forward()),
+    "sm90 sinks": Trial(case=_SINKS, tiles=_sm90(), num_sms=1),
+    "float32 sm90 sinks": Trial(case=replace(_SINKS, dtype="float32"), tiles=_float32_sm90(), num_sms=1),
+    "decode sinks": Trial(case=replace(_DECODE, sinks=True), tiles=_DECODE_TILES),
+    "decode whole sinks": Trial(case=replace(_DECODE, sinks=True), tiles=_DECODE_TILES, num_sms=1),
+    "backward sinks": Trial(case=replace(_SINKS, strides="flipped"), tiles=_backward()),
+    "backward sm90 sinks": Trial(case=_SINKS, tiles=(_BACKWARD_SM90, None)),
     "backward": Trial(case=replace(_GROUPED, num_heads=2), tiles=_backward()),
     "backward window": Trial(case=_WINDOW, tiles=_backward()),
     "backward shared": Trial(case=_GROUPED, tiles=_backward(num_warps=8, warps_d=2, block_m=64), num_sms=1),
@@ -326,6 +338,16 @@ TRIALS = {
     ),
     "deterministic": Trial(case=_SMALL, tiles=(_backward()[0], _DQ)),
     "deterministic window": Trial(case=_WINDOW, tiles=(_backward()[0], _DQ)),
+    "dropout": Trial(case=_DROPOUT, tiles=_forward(block_m=64)),
+    "dropout many rows": Trial(case=_DROPOUT, tiles=_forward()),
+    "dropout sm90": Trial(case=_DROPOUT, tiles=_sm90(), num_sms=1),
+    "dropout float32 sm90": Trial(case=_DROPOUT_FLOAT32, tiles=_float32_sm90(), num_sms=1),
+    "dropout backward": Trial(case=_DROPOUT, tiles=_backward(), num_sms=1),
+    "dropout backward split": Trial(case=_DROPOUT, tiles=_backward()),
+    "dropout deterministic": Trial(case=_DROPOUT, tiles=(_backward()[0], _DQ)),
+    "dropout backward sm90": Trial(case=_DROPOUT, tiles=(_BACKWARD_SM90, None), num_sms=1),
+    "dropout backward sm90 roles": Trial(case=_DROPOUT, tiles=(_SPLIT_ROLES, None), num_sms=1),
+    "dropout backward pieces": Trial(case=_DROPOUT_FLOAT32, tiles=_BACKWARD_PIECES, num_sms=1),
 }
 
 
@@ -384,7 +406,7 @@ _WAIT = "      ptx::copy_async_wait<0>();\n"
 _SYNC = "      ptx::sync_block();\n"
 _COMMIT = "      ptx::copy_async_commit();\n"
 
-F, F90, F32, PIECES, D90, COMBINE, B90, B32, WALK, TILES90, B, DQ, DELTA, CONVERT, REDUCE = (
+F, F90, F32, PIECES, D90, COMBINE, B90, B32, WALK, TILES90, B, DQ, DELTA, SINKS, CONVERT, REDUCE = (
     "forward_sm80.cu",
     "forward_sm90.cu",
     "forward_float32_sm90.cu",
@@ -398,9 +420,11 @@ F, F90, F32, PIECES, D90, COMBINE, B90, B32, WALK, TILES90, B, DQ, DELTA, CONVER
     "backward_sm80.cu",
     "backward_dq_sm80.cu",
     "backward_delta.cu",
+    "backward_sinks.cu",
     "backward_convert.cu",
     "backward_reduce.cu",
 )
+DROPOUT = "dropout.cuh"
 
 # fmt: off
 MUTANTS = (
@@ -455,10 +479,11 @@ MUTANTS = (
     _mutant("O takes the room of Q before all have read it", F,
             "  ptx::copy_async_wait<0>();\n  ptx::sync_block();\n  store_fragments",
             "  ptx::copy_async_wait<0>();\n  store_fragments", "forward ring"),
-    _mutant("O is stored before all have written it", F, "softmax.inverse_sum(m, half); });\n  ptx::sync_block();\n",
-            "softmax.inverse_sum(m, half); });\n", "forward"),
+    _mutant("O is stored before all have written it", F, "(m, half) * kept_scale; });\n  ptx::sync_block();\n",
+            "(m, half) * kept_scale; });\n", "forward"),
     _mutant("lanes do not add their sums", F, "  softmax.finish();\n", "", "forward"),
-    _mutant("O is not divided by the sum", F, "return softmax.inverse_sum(m, half);", "return 1.0f;", "forward"),
+    _mutant("O is not divided by the sum", F, "return softmax.inverse_sum(m, half) * kept_scale;", "return 1.0f;",
+            "forward"),
     _mutant("lse of rows that do not exist", F, "fragment_column() == 0 && row < params.seqlen_q",
             "fragment_column() == 0", "forward"),
     _mutant("lse without its stride", F, "g_lse[row * params.lse.row_stride]", "g_lse[row]", "forward far"),
@@ -475,7 +500,7 @@ MUTANTS = (
     _mutant("short tiles start first", F, "params.num_heads, kHasRightBound);", "params.num_heads, false);",
             "forward window", escapes="the order of blocks is a matter of speed alone"),
     # ---- Online softmax
-    _mutant("sums are not rescaled", "softmax.cuh", "        row_sum[m][half] *= factor;\n", "", "forward spread"),
+    _mutant("sums are not rescaled", "softmax.cuh", "    row_sum[m][half] *= factor;\n", "", "forward spread"),
     _mutant("half of O is not rescaled", "softmax.cuh", ", out[m][n][2 * half + 1] *= factor;", ";", "forward spread"),
     _mutant("the maximum misses two lanes", "softmax.cuh", "        max = max_of(max, ptx::shuffle_xor(max, 2));\n", "",
             "forward spread"),
@@ -493,8 +518,8 @@ MUTANTS = (
     _mutant("the sum misses two lanes", "softmax.cuh",
             "        row_sum[m][half] += ptx::shuffle_xor(row_sum[m][half], 2);\n", "", "forward"),
     _mutant("weights outgrow float16", "softmax.cuh", "0.0f : 8.0f;", "0.0f : 40.0f;", "forward spread"),
-    _mutant("the offset falls", "softmax.cuh", "offset[m][half] = max_of(old, tile_max[m][half]);",
-            "offset[m][half] = tile_max[m][half];", "forward window spread"),
+    _mutant("the offset falls", "softmax.cuh", "offset[m][half] = max_of(old, exponent);",
+            "offset[m][half] = exponent;", "forward window spread"),
     _mutant("a row grows for itself alone", "softmax.cuh", "if (!ptx::any_lane(grows))", "if (!grows)",
             "forward spread", escapes="the lanes of a row agree: the vote only keeps the warp together"),
     # ---- Masks
@@ -612,7 +637,7 @@ MUTANTS = (
             "forward"),
     _mutant("warps share columns", "mma.cuh", "16 * (warp + n / 2 * warps)", "16 * (warp + n / 2)", "backward shared"),
     # ---- Statistics of rows
-    _mutant("rows without keys have weights", DELTA, "if (value != -ptx::infinity()) exponent_lse", "exponent_lse",
+    _mutant("rows without keys have weights", DELTA, "if (value != -ptx::infinity()) {", "{",
             "backward terms"),
     _mutant("lse of the backward pass in natural units", DELTA, "exponent_lse = value * kExponentOfE;",
             "exponent_lse = value;",
@@ -651,7 +676,8 @@ MUTANTS = (
             "stats_of(params, batch, head_kv) + first_row", "backward shared"),
     _mutant("half of the statistics", B, "if (thread < (int)kBytesStats / 16)",
             "if (thread < (int)kBytesStats / 32)", "backward"),
-    _mutant("the gradient ignores softcap", B, "(ds[m][n][i] - delta) * derivative;", "(ds[m][n][i] - delta);",
+    _mutant("the gradient ignores softcap", B, "(dp * kept_scale - delta) * derivative;",
+            "(dp * kept_scale - delta);",
             "backward terms"),
     _mutant("statistics of the other query", B, "exponent_lse = stats[i % 2 * 2],", "exponent_lse = stats[i / 2 * 2],",
             "backward"),
@@ -813,7 +839,7 @@ MUTANTS = (
             "ptx::arrive_named(kTurn + consumer, 256);", "sm90"),
     _mutant("O of the tile of S", F90, "multiply_o(before);", "multiply_o(key);", "sm90"),
     _mutant("O is not rescaled", F90, "        if (grows) softmax.rescale(o, factor);\n", "", "sm90 spread"),
-    _mutant("the first weights for ever", F90, "softmax.rescale(o, factor);\n        to_weights();\n",
+    _mutant("the first weights for ever", F90, "softmax.rescale(o, factor);\n        to_weights(n_block);\n",
             "softmax.rescale(o, factor);\n", "sm90"),
     _mutant("sums of a tile are left out", F90, "      softmax.row_sum[0][1] += sum[0][1];\n", "", "sm90"),
     _mutant("the last V is not given back", F90,
@@ -1184,7 +1210,8 @@ MUTANTS = (
             "ds[n][i] += part[0][n][i];", "backward pieces split"),
     _mutant("halves of a row change places", B32, "[n / 2][n % 2 * 2 + half] = word[piece];",
             "[n / 2][n % 2 + half * 2] = word[piece];", "backward pieces"),
-    _mutant("delta of the neighbour", B32, "- stats[2 * i + 1]);", "- stats[3 - 2 * i]);", "backward pieces"),
+    _mutant("delta of the neighbour", B32, "kept_scale, stats[2 * i + 1]);", "kept_scale, stats[3 - 2 * i]);",
+            "backward pieces"),
     _mutant("no derivative of the softcap", B32, "kHasSoftcap ? p[n][i] * derivative : p[n][i];", "p[n][i];",
             "backward pieces terms"),
     _mutant("infinities among small numbers", B32, "if (rests - rests != 0.0f) {", "if (false) {", "backward pieces",
@@ -1205,6 +1232,43 @@ MUTANTS = (
             "backward pieces"),
     _mutant("rows of pieces' dK taken for pairs", REDUCE, "kPlainFragments ? Order::kPlain : Order::kPairedColumns",
             "Order::kPairedColumns", "backward pieces split"),
+    # ---- Sinks, and the gradient of lse
+    _mutant("the sink is forgotten", F, "if constexpr (kHasSinks) softmax.add_sinks", "if (false) softmax.add_sinks",
+            "forward sinks"),
+    _mutant("the sink in natural units", F, "sink_of(params, head) * kExponentOfE", "sink_of(params, head)",
+            "forward sinks"),
+    _mutant("the sink is forgotten", F90, "if constexpr (kHasSinks) softmax.add_sinks", "if (false) softmax.add_sinks",
+            "sm90 sinks"),
+    _mutant("the sink of the first head", F90, "sink_of(common, head)", "sink_of(common, 0)", "sm90 sinks"),
+    _mutant("the sink of a key/value head", F32, "sink_of(common, head)", "sink_of(common, tile.head_kv)",
+            "float32 sm90 sinks"),
+    _mutant("every split adds the sink", D90, "if (kHasSinks && is_alone)", "if (kHasSinks)", "decode sinks"),
+    _mutant("one sink for all heads of a group", D90, "work.first_head() + lane_row[half] / common.seqlen_q;",
+            "work.first_head();",
+            "decode whole sinks"),
+    _mutant("sinks of rows that stand for no query", D90, "lane_row[half] < work.rows ? sink_of", "true ? sink_of",
+            "decode whole sinks"),
+    _mutant("every lane adds the sink", "splits.cuh", "if (kHasSinks && lane_index() == 0) sum", "if (kHasSinks) sum",
+            "decode sinks"),
+    _mutant("the sink of a key/value head", COMBINE, "sink_of(params, head)", "sink_of(params, head / group)",
+            "decode sinks"),
+    _mutant("O does not follow the sink", "softmax.cuh", "    rescale(out, factor);\n", "", "forward sinks"),
+    _mutant("the offset does not follow the sink", "softmax.cuh", "raise_offset(m, half, exponent);", "1;",
+            "forward sinks"),
+    _mutant("the sink relative to zero", "softmax.cuh", "exponential(exponent - offset[m][half]);",
+            "exponential(exponent);", "forward sinks"),
+    _mutant("the gradient of lse is forgotten", DELTA, "= delta - row_dlse;", "= delta;", "backward sinks"),
+    _mutant("the gradient of lse without its stride", DELTA, "dlse[row * params.dlse.row_stride]", "dlse[row]",
+            "backward sinks"),
+    _mutant("the gradient of a sink has the other sign", SINKS, "sum -= exponential", "sum += exponential",
+            "backward sinks"),
+    _mutant("rows of the first batch entry alone", SINKS, "(i64)params.batch * params.seqlen_q", "params.seqlen_q",
+            "backward sinks"),
+    _mutant("pairs of statistics taken for single ones", SINKS, "(kPairsStats ? row / 2 * 4 + row % 2 : row * 2)",
+            "row * 2", "backward sm90 sinks"),
+    _mutant("half of the lanes of a warp", SINKS, "int mask = 16;", "int mask = 8;", "backward sinks"),
+    _mutant("the first warp alone", SINKS, "int warp = 1;", "int warp = kNumWarps;", "backward sinks"),
+    _mutant("no barrier before the sums of warps are read", SINKS, "  ptx::sync_block();\n", "", "backward sinks"),
     # ---- Wide elements
     _mutant("pairs of A in the order of the manual", "fragments.cuh",
             "word[i][j] = row[k * (kStep / 8) + i][j / 2 + j % 2 * 2];",
@@ -1242,6 +1306,59 @@ MUTANTS = (
     _mutant("tanh near 0 by a difference from 1", "exponential.cuh", "const bool near = magnitude < (T)0.5;",
             "const bool near = false;", "forward float64",
             escapes="softcap times an error of 2^-53 is within the rule"),
+    # ---- Dropout
+    _mutant("nine rounds", DROPOUT, "round < 10;", "round < 9;", "dropout"),
+    _mutant("half of the key stays", DROPOUT, "    key_high += 0xbb67ae85u;\n", "", "dropout"),
+    _mutant("the words of the seed change places", DROPOUT, "philox(kept.word, seed_low, seed_high);",
+            "philox(kept.word, seed_high, seed_low);", "dropout"),
+    _mutant("all batch entries drop alike", DROPOUT, "head(batch * params.num_heads + head_),", "head(head_),",
+            "dropout"),
+    _mutant("the offset is forgotten", DROPOUT, "offset(params.offset),", "offset(0),", "dropout"),
+    _mutant("the rate is halved", DROPOUT, "threshold(params.dropout_threshold << 16)",
+            "threshold(params.dropout_threshold << 15)", "dropout"),
+    _mutant("all pieces of columns drop alike", DROPOUT, "= of(query, key, first);", "= of(query, key);",
+            "dropout"),
+    _mutant("transposed weights by the halves of others", DROPOUT, "(transposed ? next_piece : down) == 0 ?",
+            "down == 0 ?", "dropout backward"),
+    _mutant("transposed weights by the words of others", DROPOUT, "(transposed ? down : next_piece)];",
+            "next_piece];", "dropout backward"),
+    _mutant("neighbours make the same call", DROPOUT, "rows_of(query) + odd + 4", "rows_of(query) + 4",
+            "dropout backward"),
+    _mutant("they swap with others", DROPOUT, "ptx::float_of(given), 4)", "ptx::float_of(given), 8)",
+            "dropout backward"),
+    _mutant("they keep what they have got", DROPOUT, "kept.word[2 + i] = odd ? own : got;", "kept.word[2 + i] = got;",
+            "dropout backward"),
+    _mutant("weights are not marked", DROPOUT, "kept.keeps(n, i) ? weight[n][i] : -weight[n][i];", "weight[n][i];",
+            "dropout backward sm90"),
+    _mutant("marked weights are negative", DROPOUT, "return fabsf(weight) *", "return weight *",
+            "dropout backward sm90 roles"),
+    _mutant("dP is not dropped", DROPOUT, "(is_dropped(weight) ? 0.0f : dp)", "dp",
+            "dropout backward pieces"),
+    _mutant("sums are of what is kept", F, "    softmax.update(s, o, exponent_scale);\n",
+            "    softmax.update(s, o, exponent_scale);\n    softmax.row_sum[0][0] *= 0.7f;\n", "dropout"),
+    _mutant("rows of 16 drop alike", F, "dropout.drop(s[m], lane_row + 16 * m,", "dropout.drop(s[m], lane_row,",
+            "dropout many rows"),
+    _mutant("what is kept is not scaled", F90, "softmax.inverse_sum(0, 0) * kept_scale", "softmax.inverse_sum(0, 0)",
+            "dropout sm90"),
+    _mutant("nothing is dropped", F90, "      if constexpr (!kDropsLate) drop(n_block);\n", "", "dropout sm90"),
+    _mutant("the weights of the next tile are dropped", F32, "dropout.drop(s[0], lane_row, n_block * kBlockN",
+            "dropout.drop(s[0], lane_row, (n_block + 1) * kBlockN", "dropout float32 sm90"),
+    _mutant("dropped weights count in dV", B, "              p[m][n][i] = keeps ? p[m][n][i] : 0;\n", "",
+            "dropout backward"),
+    _mutant("dropped weights have a gradient", B, "dp = keeps ? ds[m][n][i] : 0;",
+            "dp = ds[m][n][i];", "dropout backward"),
+    _mutant("dV is not scaled", B, "dv, [&](int, int) { return kept_scale; });", "dv, [](int, int) { return 1.0f; });",
+            "dropout backward"),
+    _mutant("the sum of parts of dV is not scaled", REDUCE, "dv, [&](int, int) { return kept_scale; });",
+            "dv, [](int, int) { return 1.0f; });", "dropout backward split"),
+    _mutant("dq has weights of its own", DQ, "if (kHasDropout && n % 2 == 0) kept", "if (kHasDropout && n == 0) kept",
+            "dropout deterministic"),
+    _mutant("dropped weights are negative in dV", B90, "is_dropped(p[n][i]) ? 0.0f : p[n][i];", "p[n][i];",
+            "dropout backward sm90"),
+    _mutant("dV of two roles is not scaled", B90, "dv, kept_scale, kept_scale);", "dv, 1.0f, 1.0f);",
+            "dropout backward sm90 roles"),
+    _mutant("P' is handed over without marks", B32, "factor[i] = -factor[i], p[n][i] = 0.0f;", "p[n][i] = 0.0f;",
+            "dropout backward pieces"),
 )
 # fmt: on
 

@@ -15,6 +15,7 @@
 
 // Functions that NVRTC knows without a header.
 extern "C" float fmaxf(float, float) noexcept;
+extern "C" float fabsf(float) noexcept;
 extern "C" float fminf(float, float) noexcept;
 
 namespace ptx {

@@ -111,6 +111,7 @@ class Specialisation:
     mask: bool = False
     kv_lengths: str | None = None  # their dtype
     alibi_slopes: bool = False
+    dropout: float = 0.0
 
     def __str__(self):
         tiles = "+".join(name_of(tile) for tile in self.tiles)
@@ -196,6 +197,7 @@ def _cases(draw, what):
         kv_lengths=tuple(pick(key_counts) for _ in range(batch)) if what.kv_lengths else None,
         kv_lengths_dtype=what.kv_lengths or "int32",
         alibi_slopes=pick([(num_heads,), (batch, num_heads)]) if what.alibi_slopes else None,
+        dropout=what.dropout,
         strides="contiguous" if what.strides in CONVERSIONS else what.strides,
         score_spread=pick((1.0, 1.0, 8.0, 30.0)),
         seed=draw(st.integers(0, 2**16)),
@@ -252,6 +254,7 @@ def _specialisation(deal, tiles, *, plain):
             "mask": deal("mask", False, True, False),
             "kv_lengths": deal("kv_lengths", None, "int32", None, "int64"),
             "alibi_slopes": deal("alibi_slopes", False, True, False),
+            "dropout": deal("dropout", 0.0, 0.1, 0.0, 0.5, 0.0, 0.9),
         }
     is_sm90 = isinstance(tiles[0], ForwardSm90Tile | ForwardFloat32Sm90Tile)
     arch = "9.0" if is_sm90 else deal("arch", *ARCHS)
@@ -337,6 +340,7 @@ def test_the_list_is_complete(specialisations, table):
     assert {what.num_sms for what in specialisations} == {1, 132}
     assert {what.strides for what in specialisations} == set(STRIDES)
     assert any(what.softcap for what in specialisations)
+    assert {what.dropout for what in specialisations} == {0.0, 0.1, 0.5, 0.9}
     assert {np.sign(what.scale) for what in specialisations if what.scale is not None} == {-1, 0, 1}
     assert {np.sign(what.head_dim_v - what.head_dim) for what in specialisations} == {-1, 0, 1}
     assert _access_widths(specialisations) == {2, 4, 8, 16}
@@ -352,6 +356,7 @@ def test_the_list_of_compute_capability_9_is_complete():
     assert {what.num_sms for what in FORWARD_SM90} == {1, 2, 132}
     assert {what.strides for what in FORWARD_SM90} == set(STRIDES_SM90)
     assert any(what.softcap for what in FORWARD_SM90)
+    assert {what.dropout for what in FORWARD_SM90} == {0.0, 0.1, 0.5, 0.9}
     assert {np.sign(what.scale) for what in FORWARD_SM90 if what.scale is not None} == {-1, 0, 1}
     assert {np.sign(what.head_dim_v - what.head_dim) for what in FORWARD_SM90} == {-1, 0, 1}
     assert any(what.right and not what.left and what.num_sms == 1 for what in FORWARD_SM90)  # pairs of tiles
@@ -366,6 +371,7 @@ def test_the_list_of_float32_on_compute_capability_9_is_complete():
     assert {what.num_sms for what in FORWARD_FLOAT32_SM90} == {1, 2, 132}
     assert {what.strides for what in FORWARD_FLOAT32_SM90} == set(STRIDES)
     assert any(what.softcap for what in FORWARD_FLOAT32_SM90)
+    assert {what.dropout for what in FORWARD_FLOAT32_SM90} == {0.0, 0.1, 0.5, 0.9}
     assert {np.sign(what.scale) for what in FORWARD_FLOAT32_SM90 if what.scale is not None} == {-1, 0, 1}
     assert {np.sign(what.head_dim_v - what.head_dim) for what in FORWARD_FLOAT32_SM90} == {-1, 0, 1}
     assert _access_widths(FORWARD_FLOAT32_SM90) == {4, 8, 16}
@@ -377,9 +383,9 @@ def test_the_list_of_float32_on_compute_capability_9_is_complete():
 FEW = settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow])
 
 
-def forward_by_oracle(problem, arrays):
+def forward_by_oracle(problem, arrays, **random):
     """out and lse as a forward pass without error would round them."""
-    out, lse = reference.forward(problem, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
+    out, lse = reference.forward(problem, *(arrays[name] for name in "qkv"), **ct.optional(arrays), **random)
     with np.errstate(over="ignore"):
         return out.astype(arrays["q"].dtype), lse.astype(problem.softmax_dtype)
 
@@ -389,7 +395,7 @@ def forward_by_oracle(problem, arrays):
 @given(data=st.data())
 def test_forward(what, data):
     case, schedule = data.draw(what.cases()), data.draw(schedules)
-    options = {}
+    options = {**case.random}
     if isinstance(what.tiles[0], ForwardSm90Tile):  # the copy engine writes rows that start at multiples of 16 bytes
         options["place"] = lambda array: attention.guarded(CONVERSIONS.get(what.strides, np.asarray)(array))
     results = attention.forward(*what.arguments(case), arch=what.device, tiles=what.tiles, schedule=schedule, **options)
@@ -403,10 +409,9 @@ def test_backward(what, data):
     case, schedule = data.draw(what.cases()), data.draw(schedules)
     problem, arrays = what.arguments(case)
     tiles = what.tiles if what.deterministic else (*what.tiles, None)
-    results = attention.backward(
-        problem, arrays, *forward_by_oracle(problem, arrays), arch=what.device, tiles=tiles, schedule=schedule
-    )
-    ct.assert_backward(case, *results)
+    forward = forward_by_oracle(problem, arrays, **case.random)
+    options = {"arch": what.device, "tiles": tiles, "schedule": schedule}
+    ct.assert_backward(case, *attention.backward(problem, arrays, *forward, **options, **case.random))
 
 
 # ---- One plan against another ----------------------------------------------------------------------------------------
@@ -428,17 +433,19 @@ CASE = ct.Case(
 
 
 def all_results(case, *, deterministic=False, precision="highest", forward_tiles=None, backward_tiles=None, **options):
-    """out, lse, dq, dk, dv by name: the backward pass works on what the forward pass made."""
+    """out, lse, dq, dk, dv, maybe dsinks, by name: the backward pass works on what the forward pass made."""
     arrays = case.arrays()
     problem = problem_of(case, arrays, deterministic=deterministic, precision=precision)
+    options |= case.random
     out, lse = attention.forward(problem, arrays, tiles=forward_tiles, **options)
     gradients = attention.backward(problem, arrays, out, lse, tiles=backward_tiles, **options)
-    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
+    names = ("out", "lse", "dq", "dk", "dv", *(("dsinks",) if case.sinks else ()))
+    return dict(zip(names, (out, lse, *gradients), strict=True))
 
 
 def assert_results(case, results):
     ct.assert_forward(case, results["out"], results["lse"])
-    ct.assert_backward(case, results["dq"], results["dk"], results["dv"])
+    ct.assert_backward(case, **{name: x for name, x in results.items() if name[0] == "d"})
 
 
 def bits(results):
@@ -483,6 +490,20 @@ def test_any_plan_equals_any_other(tiles):
         with np.errstate(invalid="ignore"):
             difference = np.nan_to_num(result.astype(np.float64) - expected[name].astype(np.float64))
         assert np.abs(difference).max() <= 2 * yardsticks[name].tolerance
+
+
+# ---- What acts on the sums of rows, together -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["8.0", "9.0"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_sinks_gradients_of_lse_and_dropout(dtype, arch):
+    """A sink is never dropped, and what dropout does to dP is done before delta and dlse join it."""
+    sizes = {"seqlen_q": 150, "seqlen_k": 140, "batch": 2, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
+    options = {"causal": True, "kv_lengths": (100, 0), "sinks": True, "dlse": True, "dropout": 0.3}
+    case = ct.Case(**sizes, **options, dtype=dtype, score_spread=4.0)
+    for deterministic in (False, True):
+        assert_results(case, all_results(case, arch=arch, deterministic=deterministic))
 
 
 # ---- Bit for bit -----------------------------------------------------------------------------------------------------
@@ -905,7 +926,7 @@ def test_offsets_take_64_bits(options, deterministic, arch):
 # ---- Undefined behaviour ---------------------------------------------------------------------------------------------
 
 # Every option and every kernel.
-SANITIZED = replace(CASE, bias=(150,), mask=(70, 150), softcap=5.0, alibi_slopes=(2,), bias_dtype="input")
+SANITIZED = replace(CASE, bias=(150,), mask=(70, 150), softcap=5.0, alibi_slopes=(2,), bias_dtype="input", dropout=0.2)
 
 
 def run_sanitized(sanitizer):
@@ -915,7 +936,7 @@ def run_sanitized(sanitizer):
         assert_results(case, all_results(case, arch=arch, deterministic=deterministic, sanitizer=sanitizer))
     case = replace(SANITIZED, dtype="float32")
     arrays, tiles = case.arrays(), FORWARD_FLOAT32_SM90_TILES[:1]
-    results = attention.forward(problem_of(case, arrays), arrays, tiles=tiles, sanitizer=sanitizer)
+    results = attention.forward(problem_of(case, arrays), arrays, tiles=tiles, sanitizer=sanitizer, **case.random)
     ct.assert_forward(case, *results)
 
 

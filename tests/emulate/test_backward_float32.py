@@ -55,6 +55,9 @@ SPECIALISATIONS = (
     what(NARROW, 33, 63, softcap=0.5, bias="input", mask=True, kv_lengths="int64", alibi_slopes=True, left=True),
     what(WIDE, 113, 64, softcap=50.0, bias="softmax", mask=True, right=True, left=True, scale=1.0, num_sms=1),
     what(NARROW, 16, 8, scale=0.0, kv_lengths="int32", right=True),
+    what(WIDE, 128, dropout=0.1),
+    what(NARROW, 64, dropout=0.5, right=True, num_sms=1),
+    what(WIDE, 72, 40, dropout=0.9, softcap=5.0, mask=True, kv_lengths="int64"),
 )
 
 
@@ -64,10 +67,9 @@ SPECIALISATIONS = (
 def test_backward(what, data):
     case, schedule = data.draw(what.cases()), data.draw(st.sampled_from(SCHEDULES))
     problem, arrays = what.arguments(case)
-    results = backward(
-        problem, arrays, *forward_by_oracle(problem, arrays), what.tiles[0], arch=what.device, schedule=schedule
-    )
-    ct.assert_backward(case, *results)
+    forward = forward_by_oracle(problem, arrays, **case.random)
+    options = {"arch": what.device, "schedule": schedule, **case.random}
+    ct.assert_backward(case, *backward(problem, arrays, *forward, what.tiles[0], **options))
 
 
 # An empty array has no tensor map: then another kernel runs.
@@ -171,5 +173,7 @@ def test_no_undefined_behaviour(tile):
     case = replace(ta.SANITIZED, dtype="float32")
     arrays = case.arrays()
     problem = problem_of(case, arrays)
-    results = backward(problem, arrays, *forward_by_oracle(problem, arrays), tile, sanitizer="undefined")
+    results = backward(
+        problem, arrays, *forward_by_oracle(problem, arrays, **case.random), tile, sanitizer="undefined", **case.random
+    )
     ct.assert_backward(case, *results)

@@ -176,7 +176,7 @@ def test_results_stay_inside_their_arrays(head_dim):
 
 
 def test_no_undefined_behaviour():
-    case = replace(ta.SANITIZED, dtype="float32")
+    case = replace(ta.SANITIZED, dtype="float32", dropout=0.0)
     arrays = case.arrays()
     problem = problem_of(case, arrays, precision="tf32")
     out, lse = forward_by_oracle(problem, arrays)

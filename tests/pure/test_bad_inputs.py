@@ -27,6 +27,7 @@ def good_arrays():
         "mask": np.ones((SEQLEN_Q, SEQLEN_K), bool),
         "kv_lengths": np.array([6, 2]),
         "alibi_slopes": normal(HEADS),
+        "sinks": normal(HEADS),
         "out": np.empty((BATCH, HEADS, SEQLEN_Q, DIM_V), np.float32),
         "lse": np.empty((BATCH, HEADS, SEQLEN_Q), np.float32),
     }
@@ -36,8 +37,8 @@ def good_backward_arrays():
     arrays = good_arrays()
     inputs = {name: x for name, x in arrays.items() if name not in ("out", "lse")}
     arrays["out"], arrays["lse"] = cuflash.FlashAttention().forward(**inputs)
-    arrays["dout"] = np.ones_like(arrays["out"])
-    for name in "qkv":
+    arrays["dout"], arrays["dlse"] = np.ones_like(arrays["out"]), np.ones_like(arrays["lse"])
+    for name in ("q", "k", "v", "sinks"):
         arrays[f"d{name}"] = np.empty_like(arrays[name])
     return arrays
 
@@ -181,6 +182,11 @@ BAD_INPUTS = [
     ("alibi_slopes", lambda x: x.astype(np.float64), TypeError, "dtype float64", "float32"),
     ("alibi_slopes", lambda x: x[:2], ValueError, "shape (2,)", "(num_heads,) = (4,) or (batch, num_heads) = (2, 4)"),
     ("alibi_slopes", lambda x: x[:, None], ValueError, "shape (4, 1)", "(num_heads,) = (4,) or"),
+    # sinks
+    ("sinks", lambda x: x.tolist(), TypeError, "list", ARRAY),
+    ("sinks", lambda x: x.astype(np.float16), TypeError, "dtype float16", "float32"),
+    ("sinks", lambda x: x[:2], ValueError, "shape (2,)", "(num_heads,) = (4,)"),
+    ("sinks", lambda x: np.stack([x, x]), ValueError, "shape (2, 4)", "(num_heads,) = (4,)"),
 ]
 
 BAD_RESULTS = [
@@ -208,6 +214,9 @@ BAD_BACKWARD = [
     ("lse", lambda x: x.astype(np.float64), TypeError, "dtype float64", "float32"),
     ("lse", lambda x: x[0], ValueError, "shape (4, 5)", "(2, 4, 5)"),
     ("lse", lambda x: x.swapaxes(1, 2), ValueError, "shape (2, 5, 4)", "(2, 4, 5)"),
+    ("dlse", lambda x: x.tolist(), TypeError, "list", ARRAY),
+    ("dlse", lambda x: x.astype(np.float64), TypeError, "dtype float64", "float32"),
+    ("dlse", lambda x: x[..., None], ValueError, "shape (2, 4, 5, 1)", "(2, 4, 5)"),
     ("q", lambda x: x.astype(np.int32), TypeError, "dtype int32", DTYPES),
     ("kv_lengths", np.array([-1, 3]), ValueError, "an entry -1", "0 to seqlen_k = 6"),
     ("dq", lambda x: x[:, :2], ValueError, "shape (2, 2, 5, 8)", "(2, 4, 5, 8)"),
@@ -216,6 +225,12 @@ BAD_BACKWARD = [
     ("dk", lambda x: np.repeat(x, 2, 1), ValueError, "shape (2, 4, 6, 8)", "(2, 2, 6, 8)"),
     ("dv", "dv", TypeError, "str 'dv'", ARRAY),
     ("dv", repeated, ValueError, "strides (0, 72, 12, 4)", "an array whose elements are all distinct in memory"),
+    ("dsinks", lambda x: x[:2], ValueError, "shape (2,)", "(4,)"),
+    ("dsinks", lambda x: x.astype(np.float64), TypeError, "dtype float64", "float32"),
+    ("dsinks", read_only, ValueError, "a read-only array", "a writable one"),
+    ("need", "dsinks", TypeError, "str 'dsinks'", "a collection of names of gradients"),
+    ("need", 3, TypeError, "int 3", "a collection of names of gradients"),
+    ("need", ("dq", "dbias"), ValueError, "'dbias'", "'dq', 'dk', 'dv' or 'dsinks'"),
 ]
 
 
@@ -281,12 +296,20 @@ def test_result(name, value, error, got, expected):
 @pytest.mark.parametrize(("name", "value", "error", "got", "expected"), numbered(BAD_BACKWARD))
 def test_backward(name, value, error, got, expected):
     arrays = good_backward_arrays()
-    arrays[name] = made(value, arrays[name])
+    arrays[name] = made(value, arrays.get(name))
     assert_complains(lambda: cuflash.FlashAttention().backward(**arrays), error, name, got, expected)
 
 
+@pytest.mark.parametrize("name", ["need", "dsinks"])
+def test_gradients_of_sinks_without_sinks(name):
+    arrays = good_backward_arrays() | {"sinks": None}
+    arrays |= {"dsinks": None, "need": ("dsinks",)} if name == "need" else {}
+    complaint = (ValueError, name, "dsinks without sinks", "sinks as forward took them")
+    assert_complains(lambda: cuflash.FlashAttention().backward(**arrays), *complaint)
+
+
 @pytest.mark.parametrize("result", ["out", "lse"])
-@pytest.mark.parametrize("other", ["q", "k", "v", "bias", "mask", "kv_lengths", "alibi_slopes"])
+@pytest.mark.parametrize("other", ["q", "k", "v", "bias", "mask", "kv_lengths", "alibi_slopes", "sinks"])
 def test_result_overlaps_an_argument(result, other):
     arrays = good_arrays()
     arrays[result], arrays[other] = overlapping(arrays[result], arrays[other])
@@ -294,8 +317,8 @@ def test_result_overlaps_an_argument(result, other):
     assert_complains(lambda: cuflash.FlashAttention().forward(**arrays), *complaint)
 
 
-@pytest.mark.parametrize("result", ["dq", "dk", "dv"])
-@pytest.mark.parametrize("other", ["q", "k", "v", "dout", "out", "lse"])
+@pytest.mark.parametrize("result", ["dq", "dk", "dv", "dsinks"])
+@pytest.mark.parametrize("other", ["q", "k", "v", "dout", "out", "lse", "dlse", "sinks"])
 def test_gradient_overlaps_an_argument(result, other):
     arrays = good_backward_arrays()
     arrays[result], arrays[other] = overlapping(arrays[result], arrays[other])
@@ -359,7 +382,7 @@ def test_sequence_beyond_32_bit_positions():
         lambda attn, q: cuflash.attention(q, q, q, True),
         lambda attn, q: cuflash.attention(q, q, q, attn_mask=q),
         lambda attn, q: cuflash.FlashAttention(True),
-        lambda attn, q: cuflash.FlashAttention(dropout=0.1),
+        lambda attn, q: cuflash.FlashAttention(drop=0.1),
     ],
 )
 def test_unknown_and_misplaced_arguments(call):

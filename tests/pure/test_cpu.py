@@ -23,13 +23,13 @@ def run(case, **replaced):
     inputs = [arrays[name] for name in ("q", "k", "v")]
     terms = ct.optional(arrays)
     out, lse = cpu.forward(case.problem, *inputs, **terms)
-    gradients = cpu.backward(case.problem, arrays["dout"], *inputs, out, lse, **terms)
-    return dict(zip(NAMES, (out, lse, *gradients), strict=True))
+    gradients = cpu.backward(case.problem, arrays["dout"], *inputs, out, lse, **ct.optional_backward(arrays))
+    return dict(zip((*NAMES, "dsinks"), (out, lse, *gradients), strict=False))
 
 
 def judge(case, results):
     forward = ct.assert_forward(case, results["out"], results["lse"])
-    return forward + ct.assert_backward(case, results["dq"], results["dk"], results["dv"])
+    return forward + ct.assert_backward(case, *(results[name] for name in results if name[0] == "d"))
 
 
 def assert_same_bits(results, expected):
@@ -42,11 +42,24 @@ def assert_same_bits(results, expected):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_every_option_and_shape(dtype):
-    @given(ct.cases(dtypes=[dtype], min_seqlen=0))
+    @given(ct.cases(dtypes=[dtype], min_seqlen=0, features=(*ct.FEATURES, *ct.MORE_FEATURES)))
     def every_case(case):
         judge(case, run(case))
 
     every_case()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("sink", [-np.inf, -200.0, -30.0, 0.0, 30.0, 70.0])
+def test_sinks_of_any_size(sink, dtype):
+    """Beside small scores, in rows that see keys and in rows that see none."""
+    case = ct.Case(num_heads=2, seqlen_q=150, seqlen_k=70, head_dim=8, causal=True, dtype=dtype, sinks=True, dlse=True)
+    sinks = np.array([sink, 0], case.arrays()["sinks"].dtype)
+    results = run(case, sinks=sinks)
+    yardsticks = ct.yardsticks(case.problem, case.arrays() | {"sinks": sinks})
+    for name, x in results.items():
+        measurement = ct.measure(name, x, yardsticks[name])
+        assert not measurement.failure, str(measurement)
 
 
 @settings(max_examples=60)

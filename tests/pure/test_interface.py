@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 import cuflash
 import cuflash.testing as ct
-from cuflash import compiler, flash_attention, interop, plan, problem, reference
+from cuflash import compiler, flash_attention, interop, merging, plan, problem, reference
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -38,14 +38,15 @@ def test_plain_matrices_are_the_formula():
 
 
 @settings(max_examples=150)
-@given(ct.cases(max_seqlen=65, max_head_dim=40, max_scores=2**13))
+@given(ct.cases(max_seqlen=65, max_head_dim=40, max_scores=2**13, features=(*ct.FEATURES, *ct.MORE_FEATURES)))
 def test_forward_and_backward_obey_the_oracle(case):
     attn = cuflash.FlashAttention(**case.keywords)
     arrays = case.arrays()
     q, k, v, dout, terms = arrays["q"], arrays["k"], arrays["v"], arrays["dout"], ct.optional(arrays)
     out, lse = attn.forward(q, k, v, **terms)
     ct.assert_forward(case, out, lse)
-    ct.assert_backward(case, *attn.backward(dout, q, k, v, out, lse, **terms))
+    need = ("dq", "dk", "dv", *(("dsinks",) if case.sinks else ()))
+    ct.assert_backward(case, *attn.backward(dout, q, k, v, out, lse, **ct.optional_backward(arrays), need=need))
     np.testing.assert_array_equal(cuflash.attention(q, k, v, **case.keywords, **terms), out)
 
 
@@ -97,6 +98,42 @@ def test_axes_of_length_zero(shape, keys, causal):
     if seqlen_q == 0:
         assert not gradients.dk.any()
         assert not gradients.dv.any()
+
+
+def test_sinks_are_one_more_key_without_a_value():
+    q, k, v, dout, sinks = normal(2, 5, 4), normal(2, 7, 4), normal(2, 7, 3), normal(2, 5, 3), np.array([0.7, -1.1])
+    attn, mask = cuflash.FlashAttention(scale=1), normal(5, 7) > 0
+    mask[3] = False
+    out, lse = attn.forward(q, k, v, mask=mask, sinks=sinks)
+    # The same by a key that only the bias gives a score.
+    k8, v8 = (np.concatenate([x, np.zeros_like(x[:, :1])], axis=1) for x in (k, v))
+    bias = np.zeros((2, 5, 8))
+    bias[:, :, 7] = sinks[:, None]
+    mask8 = np.concatenate([mask, np.ones((5, 1), bool)], axis=1)
+    expected = attn.forward(q, k8, v8, mask=mask8, bias=bias)
+    np.testing.assert_allclose(out, expected.out, rtol=1e-12)
+    np.testing.assert_allclose(lse, expected.lse, rtol=1e-12)
+    np.testing.assert_array_equal(out[:, 3], 0)
+    np.testing.assert_allclose(lse[:, 3], sinks)
+    gradients = attn.backward(dout, q, k, v, out, lse, mask=mask, sinks=sinks)
+    others = attn.backward(dout, q, k8, v8, *expected, mask=mask8, bias=bias)
+    np.testing.assert_allclose(gradients.dq, others.dq, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(gradients.dk, others.dk[:, :7], rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(gradients.dv, others.dv[:, :7], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("need", [("dsinks",), {"dk", "dsinks"}, ["dq", "dk", "dv", "dsinks"]])
+def test_gradients_that_are_needed(need):
+    q, sinks = normal(2, 5, 4), normal(2)
+    attn = cuflash.FlashAttention()
+    out, lse = attn.forward(q, q, q, sinks=sinks)
+    assert type(attn.backward(out, q, q, q, out, lse, sinks=sinks, need=("dq",))) is cuflash.Gradients
+    gradients = attn.backward(out, q, q, q, out, lse, sinks=sinks, need=need)
+    assert type(gradients) is cuflash.GradientsWithSinks
+    dsinks = np.full(4, np.nan)[::2]
+    given_too = attn.backward(out, q, q, q, out, lse, sinks=sinks, dsinks=dsinks)
+    assert given_too.dsinks is dsinks
+    np.testing.assert_array_equal(dsinks, gradients.dsinks)
 
 
 def test_rows_that_see_nothing():
@@ -250,7 +287,7 @@ def test_same_bits_every_time():
 def test_an_object_prints_and_pickles():
     attn = cuflash.FlashAttention(causal="top_left", window=(3, None))
     options = "causal='top_left', scale=None, window=(3, None), softcap=None, layout='bhsd', deterministic=False"
-    options += ", precision='highest'"
+    options += ", precision='highest', dropout=0.0"
     text = f"FlashAttention({options})"
     assert repr(attn) == text
     assert repr(pickle.loads(pickle.dumps(attn))) == text
@@ -316,19 +353,44 @@ def test_cupy_arrays_go_to_the_launcher_untouched(gpu):
     assert attn.forward(q, k, v, bias=bias, lse=lse) == cuflash.ForwardResult("out", lse)
     assert cuflash.attention(q, k, v, mask=mask, out=out) is out
     assert attn.backward(dout, q, k, v, out, lse, mask=mask, dk=dk) == cuflash.Gradients("dq", "dk", "dv")
+    dropping = cuflash.FlashAttention(dropout=0.5)
+    dropping.forward(q, k, v, seed=2**40, offset=3)
+    dropping.backward(dout, q, k, v, out, lse, seed=4, offset=5)
     assert attn.plan(q, k, v, bias=bias) == "plans"
     assert attn.compile(q, k, v, mask=mask) is None
-    assert [name for name, _, _ in gpu.calls] == ["forward", "forward", "backward", "plan", "compile"]
+    passes = ["forward", "forward", "backward", "forward", "backward"]
+    assert [name for name, _, _ in gpu.calls] == [*passes, "plan", "compile"]
+    assert "dsinks" not in gpu.calls[2][2]
     qkv = {"options": attn.options, "q": q, "k": k, "v": v}
-    assert named(gpu.calls[0], "forward") == qkv | {"bias": bias, "lse": lse}
-    assert named(gpu.calls[2], "backward") == qkv | {"dout": dout, "out": out, "lse": lse, "mask": mask, "dk": dk}
-    assert named(gpu.calls[3], "plan") == qkv | {"bias": bias}
-    assert named(gpu.calls[4], "compile") == qkv | {"mask": mask}
+    no_dropout = {"seed": 0, "offset": 0}
+    results = {"dout": dout, "out": out, "lse": lse}
+    assert named(gpu.calls[0], "forward") == qkv | {"bias": bias, "lse": lse} | no_dropout
+    assert named(gpu.calls[2], "backward") == qkv | results | {"mask": mask, "dk": dk} | no_dropout
+    with_dropout = qkv | {"options": dropping.options}
+    assert named(gpu.calls[3], "forward") == with_dropout | {"seed": 2**40, "offset": 3}
+    assert named(gpu.calls[4], "backward") == with_dropout | results | {"seed": 4, "offset": 5}
+    assert named(gpu.calls[5], "plan") == qkv | {"bias": bias}
+    assert named(gpu.calls[6], "compile") == qkv | {"mask": mask}
 
 
-@pytest.mark.parametrize("wrong", ["q", "k", "v", "bias", "mask", "kv_lengths", "alibi_slopes", "out", "lse"])
+def test_the_launcher_learns_that_gradients_of_sinks_are_needed(gpu):
+    gpu.launch.backward = lambda *args, **keywords: gpu.calls.append(keywords) or ("dq", "dk", "dv", "dsinks")
+    q, sinks, dlse, dsinks = (gpu.Array() for _ in range(4))
+    attn = cuflash.FlashAttention()
+    right = cuflash.GradientsWithSinks("dq", "dk", "dv", "dsinks")
+    assert attn.backward(q, q, q, q, q, q, sinks=sinks, dlse=dlse, need=["dsinks"]) == right
+    assert attn.backward(q, q, q, q, q, q, sinks=sinks, dsinks=dsinks) == right
+    assert [call["sinks"] for call in gpu.calls] == [sinks, sinks]
+    assert [call["dlse"] for call in gpu.calls] == [dlse, None]
+    assert [call["dsinks"] for call in gpu.calls] == [None, dsinks]
+
+
+FORWARD_ARRAYS = ("q", "k", "v", "bias", "mask", "kv_lengths", "alibi_slopes", "sinks", "out", "lse")
+
+
+@pytest.mark.parametrize("wrong", FORWARD_ARRAYS)
 def test_host_and_device_arrays_do_not_mix(gpu, wrong):
-    arrays = {name: gpu.Array() for name in ("q", "k", "v", "bias", "mask", "kv_lengths", "alibi_slopes", "out", "lse")}
+    arrays = {name: gpu.Array() for name in FORWARD_ARRAYS}
     arrays[wrong] = normal(3, 4)
     message = f"{wrong}: got numpy.ndarray, expected an array of cupy as q is"
     if wrong == "q":
@@ -399,6 +461,8 @@ METHODS = ("forward", "backward", "plan", "compile")
 CALLABLES = {
     "attention": cuflash.attention,
     "FlashAttention": cuflash.FlashAttention,
+    "merge": cuflash.merge,
+    "merge_backward": cuflash.merge_backward,
     **{f"FlashAttention.{name}": getattr(cuflash.FlashAttention, name) for name in METHODS},
 }
 
@@ -440,12 +504,13 @@ def test_static_options_are_keywords_and_arrays_come_first():
     for function in CALLABLES.values():
         kinds = [p.kind.name for name, p in inspect.signature(function).parameters.items() if name != "self"]
         arrays = kinds.count("POSITIONAL_OR_KEYWORD")
-        assert arrays == {"FlashAttention": 0, "backward": 6}.get(function.__name__, 3)
+        expected = {"FlashAttention": 0, "backward": 6, "merge": 2, "merge_backward": 5}
+        assert arrays == expected.get(function.__name__, 3)
         assert kinds == ["POSITIONAL_OR_KEYWORD"] * arrays + ["KEYWORD_ONLY"] * (len(kinds) - arrays)
 
 
 def test_examples_in_docstrings_run():
-    for module in (cuflash, flash_attention):
+    for module in (cuflash, flash_attention, merging):
         assert doctest.testmod(module).failed == 0
     assert doctest.testmod(flash_attention).attempted >= 5
 

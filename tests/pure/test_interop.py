@@ -149,6 +149,20 @@ def test_torch_terms(torch):
     np.testing.assert_array_equal(out.numpy(), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torch_sinks_and_gradients_of_lse(torch, dtype):
+    q, dout = tensors(torch, dtype, (2, 4, 5, 8), (2, 4, 5, 8))
+    sinks, dlse = tensors(torch, "float64" if dtype == "float64" else "float32", (4,), (2, 4, 5))
+    attn = cuflash.FlashAttention()
+    out, lse = attn.forward(q, q, q, sinks=sinks)
+    gradients = attn.backward(dout, q, q, q, out, lse, sinks=sinks, dlse=dlse, need=("dsinks",))
+    assert {type(x) for x in gradients} == {torch.Tensor}
+    assert (gradients.dsinks.shape, gradients.dsinks.dtype) == (sinks.shape, sinks.dtype)
+    dsinks = torch.full_like(sinks, torch.nan)
+    assert attn.backward(dout, q, q, q, out, lse, sinks=sinks, dlse=dlse, dsinks=dsinks).dsinks is dsinks
+    assert torch.equal(dsinks, gradients.dsinks)
+
+
 def test_torch_parameters_and_other_subclasses(torch):
     (q,) = tensors(torch, "float32", (5, 4))
     parameter = torch.nn.Parameter(q, requires_grad=False)

@@ -1,16 +1,17 @@
 """The kernels' argument: the description in Python against the text of kernels/params.cuh, and what is filled in."""
 
 import re
+import struct
 
 import numpy as np
 import pytest
 
 from cuflash.compiler import kernel_directory
-from cuflash.params import PARAMS, POINTER_WORD, parameters
+from cuflash.params import PARAMS, POINTER_WORD, RANDOM, parameters
 from cuflash.plan import CAUSAL_HEAD_SECTION, PARAMS_BYTES, DeviceSpec, choose_plan
 from cuflash.problem import Options, layout_of, make_problem, rows_of
 
-SCALARS = {"i32": np.int32, "i64": np.int64, "float": np.float32, "double": np.float64}
+SCALARS = {"i32": np.int32, "u32": np.uint32, "i64": np.int64, "float": np.float32, "double": np.float64}
 
 
 def structs_of(text):
@@ -77,8 +78,8 @@ def test_every_field_lies_where_the_kernels_look_for_it():
             assert (base, ours) == (np.uint64, array)
         elif member:
             assert (base, ours) == (np.int64, f"{array}_strides")
-        elif name == "kv_lengths_stride":
-            assert (base, ours) == (np.int64, "kv_lengths_strides")
+        elif name.endswith("_stride"):
+            assert (base, ours) == (np.int64, f"{name}s")
         else:
             assert (base, ours) == (SCALARS[kind], name)
     assert not described
@@ -118,6 +119,7 @@ def filled(pass_="forward", layout="bhsd", **options):
         "mask": np.ones((2, 1, 70, 180), bool)[..., ::2],
         "kv_lengths": np.full(4, 50)[::2],
         "alibi_slopes": np.ones(4, np.float32),
+        "sinks": np.ones(12, np.float32)[::3],
     }
     problem = make_problem(Options(layout=layout, **options), *(arrays[name] for name in "qkv"), **terms)
     plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_)
@@ -139,6 +141,7 @@ def test_strides_are_those_of_the_arrays(layout):
         "mask": [70 * 180, 0, 180, 2],
         "kv_lengths": [2],
         "alibi_slopes": [0, 1, 0],
+        "sinks": [3],
     }
     for name, strides in expected.items():
         assert params[f"{name}_strides"][0].tolist() == strides, name
@@ -167,6 +170,22 @@ def test_numbers_are_those_of_the_problem():
     assert params["stats_rows"] == plan.stats_rows >= 70
     assert params["group_splits"] == plan.group_splits == 2
     assert params["head_section"] == plan.head_section == CAUSAL_HEAD_SECTION
+
+
+def test_dropout():
+    q = np.zeros((5, 16), np.float16)
+    plan = choose_plan(make_problem(Options(dropout=0.1), q, q, q), DeviceSpec.for_arch("8.0"))
+    operands = {"out": layout_of(q, "bhsd"), "lse": rows_of(np.zeros(5, np.float32))}
+    seed, offset = 0x123456789ABCDEF0, 0xFEDCBA98
+    params = parameters(plan, operands, seed, offset)
+    assert (params["seed_low"], params["seed_high"], params["offset"]) == (0x9ABCDEF0, 0x12345678, offset)
+    assert params["dropout_threshold"] == 6554
+    assert params["kept_scale"] == np.float32(65536 / 58982)
+    assert params["kept_scale_float64"] == 65536 / 58982
+    # As `cuflash.launch` fills them in.
+    content = bytearray(parameters(plan, operands).tobytes())
+    struct.pack_into("=QI", content, RANDOM, seed, offset)
+    assert content == params.tobytes()
 
 
 def test_bounds_that_do_not_exist_are_zero():

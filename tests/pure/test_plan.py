@@ -494,6 +494,29 @@ def test_gradients_of_float32_by_pieces():
         assert why or "float32_sm90" not in plan.reason
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("arch", ["8.0", "9.0"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_dropout_is_an_option_of_the_same_kernels(deterministic, arch, pass_, dtype):
+    device = DeviceSpec.for_arch(arch)
+    plain, dropping = (
+        choose_plan(problem_of(dtype=dtype, deterministic=deterministic, dropout=rate), device, pass_)
+        for rate in (0.0, 0.1)
+    )
+    assert dropping.tiles == plain.tiles
+    assert dropping.scratch == plain.scratch
+    for with_it, without in zip(dropping.kernels, plain.kernels, strict=True):
+        assert with_it.source == without.source
+        assert (dict(with_it.defines)["CUFLASH_HAS_DROPOUT"], dict(without.defines)["CUFLASH_HAS_DROPOUT"]) == (1, 0)
+        assert "_dropout" in with_it.name
+        assert "_dropout" not in without.name
+    assert "; dropout\n" in dropping.describe()
+    # The rate is a parameter of the kernels, and no part of what is compiled.
+    other = choose_plan(problem_of(dtype=dtype, deterministic=deterministic, dropout=0.7), device, pass_)
+    assert other.kernels == dropping.kernels
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_plan_says_where_float64_is_slow(arch):
     for dtype in ("float32", "float64"):
@@ -757,3 +780,28 @@ def test_rows_are_of_their_types():
     }
     for name, tiles in TABLES.items():
         assert all(type(tile) is kinds[name] for tile in tiles)
+
+
+@pytest.mark.parametrize("arch", ["8.0", "9.0"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_sinks(dtype, arch):
+    """Another specialisation of the forward pass; one kernel more in the backward pass, if it is wanted."""
+    device, plain = DeviceSpec.for_arch(arch), problem_of(dtype=dtype)
+    sinks = Operand(shape=(plain.num_heads,), strides=(1,), dtype=plain.softmax_dtype)
+    problem = replace(plain, sinks=sinks)
+    forward, expected = (choose_plan(p, device).kernels for p in (problem, plain))
+    assert [kernel.source for kernel in forward] == [kernel.source for kernel in expected]
+    for kernel, other in zip(forward, expected, strict=True):
+        differing = dict(set(kernel.defines) - set(other.defines))
+        assert differing.pop("CUFLASH_HAS_SINKS") == 1
+        assert differing.pop("CUFLASH_KERNEL_NAME") == kernel.name == f"{other.name}_sinks"
+        assert not differing
+    expected = choose_plan(plain, device, "backward")
+    assert choose_plan(problem, device, "backward", operands={}).kernels == expected.kernels
+    for operands in (None, {"dsinks": sinks}):
+        backward = choose_plan(problem, device, "backward", operands=operands)
+        sinks_kernel = backward.kernels[1]
+        assert (sinks_kernel.source, sinks_kernel.grid) == ("backward_sinks.cu", plain.num_heads)
+        assert (backward.kernels[0], *backward.kernels[2:]) == expected.kernels
+        assert backward.scratch == expected.scratch
+        assert "sinks" in backward.describe()

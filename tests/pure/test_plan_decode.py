@@ -96,6 +96,7 @@ def test_enough_bytes_are_on_their_way():
         ({"dtype": "float32"}, ["forward_sm80.cu"]),
         ({"dim": 60, "dim_v": 60}, ["forward_sm80.cu"]),
         ({"softcap": 3.0}, FORWARD),
+        ({"dropout": 0.1}, FORWARD),
     ],
     ids=str,
 )
@@ -115,6 +116,7 @@ def test_the_plan_says_why():
     assert "128 blocks take whole heads\n" in choose_plan(decode_problem(batch=16), H200).describe() + "\n"
     assert "DecodeSm90Tile 64 x 128, 5 warps, 2 stages, 1 resident blocks" in shared
     assert "not decode_sm90: it knows no softcap\n" in choose_plan(decode_problem(softcap=2.0), H200).reason
+    assert "not decode_sm90: it knows no dropout\n" in choose_plan(decode_problem(dropout=0.5), H200).reason
     full = choose_plan(decode_problem(heads_kv=32, batch=8), H200).reason
     assert "not decode_sm90: 256 heads fill the device, and no two share keys\n" in full
     assert "decode_sm90" not in choose_plan(problem_of(), H200).reason

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash.problem import ITEMSIZE, Options, check_array, make_problem, user_shape, view_4d, view_rows
+from cuflash.problem import ITEMSIZE, Operand, Options, check_array, make_problem, user_shape, view_4d, view_rows
 
 
 def problem_of(seqlen_q, seqlen_k, head_dim=4, head_dim_v=4, batch=1, heads=1, heads_kv=1, dtype=np.float32, **options):
@@ -117,6 +117,14 @@ def test_slopes_broadcast_over_the_batch(shape, strides):
     problem = make_problem(Options(), q, q, q, alibi_slopes=np.empty(shape, np.float32))
     assert problem.alibi_slopes.shape == (2, 3)
     assert problem.alibi_slopes.strides == strides
+
+
+def test_sinks_are_a_number_for_each_head():
+    q = np.empty((2, 3, 5, 4), np.float16)
+    sinks = np.empty(7, np.float32)[5::-2]
+    problem = make_problem(Options(), q, q, q, sinks=sinks)
+    assert problem.sinks == Operand(shape=(3,), strides=(-2,), dtype="float32")
+    assert problem.forward_bytes == make_problem(Options(), q, q, q).forward_bytes + 12
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])

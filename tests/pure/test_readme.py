@@ -123,11 +123,11 @@ def test_the_dtypes_on_devices(row):
 def test_every_option_is_in_the_table_and_in_the_interface():
     parameters = {
         name
-        for function in (cuflash.FlashAttention, cuflash.FlashAttention.forward)
+        for function in (cuflash.FlashAttention, cuflash.FlashAttention.forward, cuflash.FlashAttention.backward)
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY
     }
-    assert {row[0] for row in table("option")} == parameters - {"out", "lse"}
+    assert {row[0] for row in table("option")} == parameters - {"out", "lse", "dq", "dk", "dv", "dsinks", "need"}
 
 
 def pictures():
@@ -156,8 +156,9 @@ def test_merging_by_lse_as_described():
     lse = np.logaddexp(lse_a, lse_b)
     out = np.exp(lse_a - lse)[..., None] * out_a + np.exp(lse_b - lse)[..., None] * out_b
     whole = attn.forward(q, k, v)
-    np.testing.assert_allclose(lse, whole.lse, rtol=1e-12)
-    np.testing.assert_allclose(out, whole.out, rtol=1e-12, atol=1e-13)
+    for merged in ((out, lse), cuflash.merge([out_a, out_b], [lse_a, lse_b])):
+        np.testing.assert_allclose(merged[1], whole.lse, rtol=1e-12)
+        np.testing.assert_allclose(merged[0], whole.out, rtol=1e-12, atol=1e-13)
 
 
 def test_every_room_is_described():

@@ -20,7 +20,11 @@ def run(case, dtype=np.float64, **replaced):
     inputs = [arrays[name] for name in ("q", "k", "v")]
     terms = ct.optional(arrays)
     out, lse = reference.forward(case.problem, *inputs, dtype=dtype, **terms)
-    return out, lse, *reference.backward(case.problem, arrays["dout"], *inputs, dtype=dtype, **terms)
+    return (
+        out,
+        lse,
+        *reference.backward(case.problem, arrays["dout"], *inputs, dtype=dtype, **ct.optional_backward(arrays)),
+    )
 
 
 def by_loops(case):
@@ -68,19 +72,21 @@ def test_equals_loops_over_scalars(case):
 
 
 @settings(max_examples=40)
-@given(ct.cases(dtypes=["float64"], score_spreads=[1.0, 3.0], **SMALL))
+@given(ct.cases(dtypes=["float64"], score_spreads=[1.0, 3.0], features=(*ct.FEATURES, *ct.MORE_FEATURES), **SMALL))
 def test_gradients_equal_finite_differences(case):
     gradients = run(case)[2:]
     arrays = case.arrays()
     step = 1e-5
-    for name, gradient in zip("qkv", gradients, strict=True):
+    for name, gradient in zip(("q", "k", "v", "sinks"), gradients, strict=False):
         differences = np.zeros_like(gradient)
         for at in np.ndindex(gradient.shape):
             losses = []
             for sign in (1, -1):
                 moved = arrays[name].copy()
                 moved[at] += sign * step
-                losses.append((run(case, **{name: moved})[0] * arrays["dout"]).sum())
+                out, lse = run(case, **{name: moved})[:2]
+                dlse = np.where(np.isneginf(lse), 0, arrays.get("dlse", 0))
+                losses.append((out * arrays["dout"]).sum() + (np.where(np.isneginf(lse), 0, lse) * dlse).sum())
             differences[at] = (losses[0] - losses[1]) / (2 * step)
         largest = np.abs(gradient).max(initial=1)
         np.testing.assert_allclose(gradient, differences, rtol=1e-7, atol=1e-7 * largest)

@@ -27,8 +27,9 @@ def attend(q, k, v, **keywords):
 
 
 def differentiate(dout, q, k, v, **keywords):
-    options = options_of(keywords)
-    return reference.backward(make_problem(options, q, k, v, **keywords), dout, q, k, v, **keywords, dtype=q.dtype)
+    options, dlse = options_of(keywords), keywords.pop("dlse", None)
+    problem = make_problem(options, q, k, v, **keywords)
+    return reference.backward(problem, dout, q, k, v, **keywords, dlse=dlse, dtype=q.dtype)
 
 
 def same(x, y):
@@ -298,6 +299,9 @@ WRONG = {
         with_scores(lambda kw: kw | {"alibi_slopes": kw["alibi_slopes"][0]}),
         {"alibi_slopes": (2, 4)},
     ),
+    "sinks ignored": (with_scores(without("sinks")), {"sinks": True}),
+    "sinks of the other sign": (with_scores(lambda kw: kw | {"sinks": -kw["sinks"]}), {"sinks": True}),
+    "sinks of the wrong head": (with_scores(lambda kw: kw | {"sinks": np.roll(kw["sinks"], 1)}), {"sinks": True}),
     "length one short": (with_scores(lambda kw: kw | {"kv_lengths": kw["kv_lengths"] - 1}), {"kv_lengths": (37, 20)}),
     "reads past lengths": (reads_past_lengths, {"kv_lengths": (37, 20)}),
     "finite sentinel": (finite_sentinel, MASKED),
@@ -380,3 +384,40 @@ def test_the_strategy_alone_finds_it(name):
 
 def test_the_public_attention_passes():
     assert ct.check(cuflash.attention, dataclasses.replace(BASE, causal=True)).passed
+
+
+WRONG_GRADIENTS_OF_SINKS = {
+    "the other sign": lambda dq, dk, dv, dsinks: (dq, dk, dv, -dsinks),
+    "of the first batch entry": lambda dq, dk, dv, dsinks: (dq, dk, dv, dsinks / 2),
+    "of the wrong head": lambda dq, dk, dv, dsinks: (dq, dk, dv, np.roll(dsinks, 1)),
+    "slightly off": lambda dq, dk, dv, dsinks: (dq, dk, dv, dsinks * np.float32(1 + 1e-4)),
+    "of another dtype": lambda dq, dk, dv, dsinks: (dq, dk, dv, dsinks.astype(np.float64)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_GRADIENTS_OF_SINKS)
+def test_a_planted_error_in_gradients_of_sinks_is_found(name):
+    case = dataclasses.replace(BASE, sinks=True, causal=True)
+    ct.check(attend, case, gradients=differentiate)
+    with pytest.raises(AssertionError, match="dsinks"):
+        ct.check(
+            attend, case, gradients=lambda *args, **kw: WRONG_GRADIENTS_OF_SINKS[name](*differentiate(*args, **kw))
+        )
+
+
+@pytest.mark.parametrize("factor", [0, -1])
+def test_a_gradient_of_lse_that_is_ignored_or_subtracted_is_found(factor):
+    case = dataclasses.replace(BASE, sinks=True, dlse=True)
+    ct.check(attend, case, gradients=differentiate)
+    with pytest.raises(AssertionError, match=r"dq .*FAILED"):
+        ct.check(attend, case, gradients=lambda *args, dlse, **kw: differentiate(*args, dlse=factor * dlse, **kw))
+
+
+@settings(max_examples=100)
+@given(ct.cases(features=ct.MORE_FEATURES, max_seqlen=33, strides=["contiguous"]))
+def test_what_is_drawn_only_when_asked_for(case):
+    arrays = case.arrays()
+    assert set(ct.optional_backward(arrays)) == {name for name in ct.MORE_FEATURES if getattr(case, name)}
+    assert set(ct.optional(arrays)) == {name for name in ("sinks",) if getattr(case, name)}
+    again = ct.Case.from_problem(case.problem)
+    assert again.sinks == case.sinks

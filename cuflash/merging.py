@@ -1,0 +1,250 @@
+"""Attention over keys that were split anywhere, from results of the parts, weighted by what `lse` says of each.
+
+A part i of the keys has out_i and lse_i; its share of the sum of all exponentials is ``exp(lse_i - lse)``. So
+
+    lse = log sum_i exp(lse_i),    out = sum_i exp(lse_i - lse) out_i
+
+which is the step of online softmax (Milakov and Gimelshein 2018) for any number of parts, in any order. It is done by
+plain operations on NumPy or CuPy arrays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from cuflash import interop
+from cuflash.problem import DTYPES, LAYOUTS, check_array, type_error, value_error
+
+Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one kind per call
+
+
+class MergeResult(NamedTuple):
+    """What `merge` returns."""
+
+    out: Array
+    lse: Array
+
+
+class MergeGradients(NamedTuple):
+    """What `merge_backward` returns: a gradient for every part."""
+
+    douts: tuple[Array, ...]
+    dlses: tuple[Array, ...]
+
+
+def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: Literal["bhsd", "bshd"] = "bhsd") -> MergeResult:
+    """Attention over all keys, from that over parts of them: ``out = sum_i exp(lse_i - lse) * out_i``.
+
+    Exact, however the keys were split, and however long the parts are: over devices, calls, pages, or into keys that
+    many queries share and keys that they do not.
+
+    Parameters
+    ----------
+    outs : sequence of array
+        What `FlashAttention.forward` returned for each part: of one shape and dtype, and of one library.
+    lses : sequence of array
+        As many, (..., num_heads, seqlen_q), float32 (float64 for float64). Where one is -inf, in rows that see no key
+        of that part, the part counts for nothing, whatever its out is.
+    layout : {"bhsd", "bshd"}, default "bhsd"
+        That of the outs.
+
+    Returns
+    -------
+    MergeResult
+        ``out`` and ``lse``, arrays of the same shapes, dtypes and library. A row that sees no key of any part has
+        out = 0 and lse = -inf. Sums run in the dtype of lse, over the parts in order: bitwise repeatable.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `FlashAttention.forward` does; ``outs[1]`` is the name of the second one.
+
+    Notes
+    -----
+    A learnable sink (`sinks` of `FlashAttention.forward`) belongs to one of the parts, and to no other.
+
+    References
+    ----------
+    Milakov, Gimelshein: Online normalizer calculation for softmax (2018), https://arxiv.org/abs/1805.02867, section 3.
+    Dao, Haziza, Massa, Sizov: Flash-Decoding for long-context inference (2023),
+    https://pytorch.org/blog/flash-decoding/.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 8, 100, 64))
+    >>> attn = cuflash.FlashAttention()
+    >>> parts = [attn.forward(q, k[:, keys], v[:, keys]) for keys in (slice(0, 30), slice(30, 100))]
+    >>> out, lse = cuflash.merge(*zip(*parts))
+    >>> np.allclose(out, cuflash.attention(q, k, v))
+    True
+    """
+    names = _names_of_parts(outs, lses)
+    given = dict(zip(names, (*outs, *lses), strict=True))
+    borrowed = interop.borrow(given, required=names)
+    arrays = borrowed.arrays
+    parts, part_lses = ([arrays[name] for name in names[i : i + len(outs)]] for i in (0, len(outs)))
+    rows = _check_parts(arrays, names[0], layout)
+    with _device_of(arrays) as xp, np.errstate(all="ignore"):
+        largest = part_lses[0]
+        for part_lse in part_lses[1:]:
+            largest = xp.maximum(largest, part_lse)
+        largest = xp.where(largest == -np.inf, xp.zeros_like(largest), largest)
+        weights = [xp.exp(part_lse - largest) for part_lse in part_lses]
+        total = sum(weights)
+        lse = largest + xp.log(total)
+        total = xp.where(total == 0, 1, total)
+        out = sum(
+            xp.where(rows.across(weight == 0), 0, rows.across(weight / total) * x.astype(lse.dtype))
+            for x, weight in zip(parts, weights, strict=True)
+        )
+        out = out.astype(parts[0].dtype)
+    return MergeResult(*(borrowed.give_back(x, None) for x in (out, lse)))
+
+
+def merge_backward(
+    dout: Array,
+    outs: Sequence[Array],
+    lses: Sequence[Array],
+    out: Array,
+    lse: Array,
+    *,
+    dlse: Array | None = None,
+    layout: Literal["bhsd", "bshd"] = "bhsd",
+) -> MergeGradients:
+    """Gradients of ``sum(dout * out) + sum(dlse * lse)`` with respect to what `merge` was given.
+
+    They are what `FlashAttention.backward` of each part takes as dout and dlse::
+
+        douts[i] = w[i] * dout
+        dlses[i] = w[i] * (rowsum(dout * (outs[i] - out)) + dlse)       with w[i] = exp(lses[i] - lse)
+
+    Parameters
+    ----------
+    dout : array
+        Gradient with respect to out, of its shape and dtype.
+    outs, lses : sequence of array
+        As `merge` took them.
+    out, lse : array
+        As `merge` returned them.
+    dlse : array, optional
+        Gradient with respect to lse, of its shape and dtype, if anything was computed from lse.
+    layout : {"bhsd", "bshd"}, default "bhsd"
+        That of dout, the outs and out.
+
+    Returns
+    -------
+    MergeGradients
+        ``douts`` and ``dlses``, tuples of arrays like outs and lses. Where the lse of a part is -inf they are 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `merge` does.
+
+    Notes
+    -----
+    Where the parts are nothing but keys of one problem, there is a shorter way: `FlashAttention.backward` of each part
+    with the merged out and lse, and dout as it is, gives dk and dv of that part, and its share in dq.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 8, 100, 64))
+    >>> attn = cuflash.FlashAttention()
+    >>> halves = [(k[:, :30], v[:, :30]), (k[:, 30:], v[:, 30:])]
+    >>> outs, lses = zip(*(attn.forward(q, *half) for half in halves))
+    >>> out, lse = cuflash.merge(outs, lses)
+    >>> gradients = cuflash.merge_backward(dout, outs, lses, out, lse)
+    >>> dqs = [
+    ...     attn.backward(dout, q, *half, out, lse, dlse=dlse).dq
+    ...     for half, out, lse, dout, dlse in zip(halves, outs, lses, *gradients)
+    ... ]
+    >>> np.allclose(sum(dqs), attn.backward(dout, q, k, v, *attn.forward(q, k, v)).dq)
+    True
+    """
+    names = _names_of_parts(outs, lses)
+    given = {"dout": dout, **dict(zip(names, (*outs, *lses), strict=True)), "out": out, "lse": lse, "dlse": dlse}
+    borrowed = interop.borrow(given, required=[name for name in given if name != "dlse"])
+    arrays = {name: x for name, x in borrowed.arrays.items() if x is not None}
+    rows = _check_parts(arrays, "out", layout)
+    parts, part_lses = ([arrays[name] for name in names[i : i + len(outs)]] for i in (0, len(outs)))
+    douts, dlses = [], []
+    with _device_of(arrays) as xp, np.errstate(all="ignore"):
+        dout, out, lse = arrays["dout"], arrays["out"], arrays["lse"]
+        delta = rows.sum(dout.astype(lse.dtype) * out.astype(lse.dtype))
+        for x, part_lse in zip(parts, part_lses, strict=True):
+            weight = xp.exp(part_lse - lse)
+            weight = xp.where(part_lse == -np.inf, 0, weight)
+            part_dout = xp.where(rows.across(weight == 0), 0, rows.across(weight) * dout.astype(lse.dtype))
+            part_dout = part_dout.astype(dout.dtype)
+            # Of the gradient as it is rounded, so that delta of the part cancels against the same number.
+            part_dlse = rows.sum(part_dout.astype(lse.dtype) * x.astype(lse.dtype)) - weight * delta
+            part_dlse = xp.where(weight == 0, 0, part_dlse + weight * arrays.get("dlse", 0))
+            douts.append(part_dout)
+            dlses.append(part_dlse.astype(lse.dtype))
+    return MergeGradients(*(tuple(borrowed.give_back(x, None) for x in of_parts) for of_parts in (douts, dlses)))
+
+
+class _Rows(NamedTuple):
+    """How arrays over rows, as lse is, and arrays over rows and columns, as out is, go together."""
+
+    swapped: bool  # out is (..., seqlen, heads, dim), lse (..., heads, seqlen)
+
+    def across(self, rows: Any) -> Any:
+        """Numbers of rows in the shape of out, the same for all columns."""
+        return (rows.swapaxes(-1, -2) if self.swapped else rows)[..., None]
+
+    def sum(self, x: Any) -> Any:
+        """The sum of the columns of each row, in the shape of lse."""
+        return x.sum(axis=-1).swapaxes(-1, -2) if self.swapped else x.sum(axis=-1)
+
+
+def _names_of_parts(outs: Sequence[Array], lses: Sequence[Array]) -> list[str]:
+    """What error messages call the arrays of the parts: ``outs[0]``, ..., ``lses[0]``, ..."""
+    for name, arrays in (("outs", outs), ("lses", lses)):
+        if not isinstance(arrays, (list, tuple)):
+            raise type_error(name, type(arrays).__name__, "a list or tuple of arrays")
+    if not outs:
+        raise value_error("outs", "no part", "at least one")
+    if len(lses) != len(outs):
+        raise value_error("lses", f"{len(lses)} arrays", f"{len(outs)}, one for each of outs")
+    return [f"{name}[{i}]" for name in ("outs", "lses") for i in range(len(outs))]
+
+
+def _check_parts(arrays: dict[str, Any], like: str, layout: str) -> _Rows:
+    """Check arrays by name against the one named `like`, an out, which the shapes of all follow from."""
+    if not isinstance(layout, str):
+        raise type_error("layout", f"{type(layout).__name__} {layout!r}", "'bhsd' or 'bshd'")
+    if layout not in LAYOUTS:
+        raise value_error("layout", repr(layout), "'bhsd' or 'bshd'")
+    dtype, shape = arrays[like].dtype.name, tuple(arrays[like].shape)
+    if dtype not in DTYPES:
+        raise type_error(like, f"dtype {dtype}", "float16, bfloat16, float32 or float64")
+    if not 2 <= len(shape) <= 4:
+        raise value_error(like, f"{len(shape)}-D shape {shape}", "a 2-D, 3-D or 4-D array")
+    rows = _Rows(swapped=layout == "bshd" and len(shape) >= 3)
+    lse_shape = (*shape[:-3], shape[-2], shape[-3]) if rows.swapped else shape[:-1]
+    lse_dtype = "float64" if dtype == "float64" else "float32"
+    for name, x in arrays.items():
+        check_array(name, x, *((lse_shape, lse_dtype) if "lse" in name else (shape, dtype)))
+    return rows
+
+
+@contextlib.contextmanager
+def _device_of(arrays: dict[str, Any]) -> Any:
+    """The module that computes on these arrays, NumPy or CuPy, on their device."""
+    first = next(iter(arrays.values()))
+    if isinstance(first, np.ndarray):
+        yield np
+        return
+    for name, x in arrays.items():
+        if x.device != first.device:
+            raise value_error(name, f"an array on device {x.device.id}", f"device {first.device.id}")
+    with first.device:
+        yield importlib.import_module("cupy")

@@ -1,0 +1,157 @@
+"""Gradients with respect to lse, parts that are merged by lse, and sinks: in every kernel."""
+
+from dataclasses import replace
+
+import attention
+import numpy as np
+import pytest
+from emulator import SCHEDULES, find_compiler
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import cuflash
+import cuflash.testing as ct
+from cuflash import reference
+from cuflash.plan import DeviceSpec
+from cuflash.problem import make_problem
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+
+FEW = settings(max_examples=3, suppress_health_check=[HealthCheck.too_slow])
+schedules = st.sampled_from(SCHEDULES)
+
+# Long enough for the kernel that splits float32, and with rows that see no key.
+SIZES = {"seqlen_q": 150, "seqlen_k": 140, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
+CASE = ct.Case(**SIZES, causal=True, dlse=True)
+BACKWARD = {
+    "backward_sm80": ("8.0", {"dtype": "float16"}, {}),
+    "backward_dq_sm80": ("8.6", {"dtype": "bfloat16", "layout": "bshd"}, {"deterministic": True}),
+    "backward_sm90": ("9.0", {"dtype": "bfloat16"}, {}),
+    "backward_sm90 in turn": ("9.0", {"dtype": "float16", "kv_lengths": (100,)}, {"deterministic": True}),
+    "backward_float32_sm90": ("9.0", {"num_heads_kv": 1}, {}),
+    "backward_sm80 float32": ("8.0", {"strides": "flipped"}, {}),
+    "backward_sm80 float64": ("9.0", {"dtype": "float64", "ndim": 3}, {}),
+}
+
+
+def inputs_of(case, **options):
+    """The problem of a case, and its arrays."""
+    arrays = case.arrays()
+    options = replace(case.options, **options)
+    return make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays)), arrays
+
+
+def forward_by_oracle(problem, arrays):
+    """out and lse as a forward pass without error would round them."""
+    out, lse = reference.forward(problem, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
+    return out.astype(arrays["q"].dtype), lse.astype(problem.softmax_dtype)
+
+
+@pytest.mark.parametrize("kernel", BACKWARD)
+@FEW
+@given(schedule=schedules, spread=st.sampled_from([1.0, 8.0]), seed=st.integers(0, 2**16))
+def test_gradient_of_lse(kernel, schedule, spread, seed):
+    arch, changes, options = BACKWARD[kernel]
+    case = replace(CASE, **changes, score_spread=spread, seed=seed)
+    problem, arrays = inputs_of(case, **options)
+    plan = attention.plan_for(problem, "backward", arrays | {"out": arrays["dout"]} | results_of(arrays), arch, None)
+    assert kernel.split()[0] + ".cu" in {kernel.source for kernel in plan.kernels}
+    out, lse = forward_by_oracle(problem, arrays)
+    arrays["dlse"][np.isneginf(lse)] = np.nan  # of rows that see no key it counts for nothing
+    ct.assert_backward(case, *attention.backward(problem, arrays, out, lse, arch=arch, schedule=schedule))
+
+
+def results_of(arrays):
+    return {f"d{name}": arrays[name] for name in "qkv"}
+
+
+@pytest.mark.parametrize("kernel", BACKWARD)
+def test_lse_alone(kernel):
+    """With dout = 0, dv is 0 and dq, dk are gradients of lse."""
+    arch, changes, options = BACKWARD[kernel]
+    problem, arrays = inputs_of(replace(CASE, **changes), **options)
+    arrays["dout"][...] = 0
+    out, lse = forward_by_oracle(problem, arrays)
+    dq, dk, dv = attention.backward(problem, arrays, out, lse, arch=arch)
+    for name, x in zip(("dq", "dk", "dv"), (dq, dk, dv), strict=True):
+        measurement = ct.measure(name, x, ct.yardsticks(problem, arrays)[name])
+        assert not measurement.failure, str(measurement)
+    assert not dv.any()
+    assert dq.any()
+
+
+@pytest.mark.parametrize("arch", ["8.0", "9.0"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_parts_merged_are_the_whole(dtype, arch):
+    """Forward, and gradients by the shares of the parts."""
+    case = replace(CASE, dtype=dtype, score_spread=4.0)
+    arrays = case.arrays()
+    inputs = ct.split_keys(case, np.array_split(np.random.default_rng(0).permutation(case.seqlen_k), 3))
+    problems = [make_problem(replace(case.options, causal=False), **x) for x in inputs]
+    parts = [attention.forward(problem, x, arch=arch) for problem, x in zip(problems, inputs, strict=True)]
+    out, lse = cuflash.merge(*zip(*parts, strict=True))
+    ct.assert_forward(case, out, lse)
+    douts, dlses = cuflash.merge_backward(arrays["dout"], *zip(*parts, strict=True), out, lse, dlse=arrays["dlse"])
+    dq = np.zeros(out.shape, lse.dtype)
+    for problem, x, part, dout, dlse in zip(problems, inputs, parts, douts, dlses, strict=True):
+        dq += attention.backward(problem, x | {"dout": dout, "dlse": dlse}, *part, arch=arch)[0]
+    yardstick = ct.yardsticks(case.problem, arrays)["dq"]
+    assert np.abs(dq - yardstick.expected).max() <= 3 * yardstick.tolerance  # the parts are rounded too
+
+
+# ---- sinks -----------------------------------------------------------------------------------------------------------
+
+ONE_SPLIT = replace(DeviceSpec.for_arch("9.0"), num_sms=1)
+FORWARD = {
+    "forward_sm80": ("8.0", {"dtype": "float16", "strides": "flipped"}),
+    "forward_sm80 float32": ("8.0", {"head_dim": 40}),
+    "forward_sm80 float64": ("9.0", {"dtype": "float64", "softcap": 5.0}),
+    "forward_sm90": ("9.0", {"dtype": "bfloat16"}),
+    "forward_sm90 scores": ("9.0", {"dtype": "float16", "bias": (150, 140), "layout": "bshd"}),
+    "forward_float32_sm90": ("9.0", {"num_heads_kv": 1}),
+    "decode_sm90": (ONE_SPLIT, {"dtype": "bfloat16", "seqlen_q": 3, "seqlen_k": 600, "batch": 2}),
+    "combine": ("9.0", {"dtype": "float16", "seqlen_q": 3, "seqlen_k": 700, "kv_lengths": (40,)}),
+}
+
+
+@pytest.mark.parametrize("kernel", FORWARD)
+@FEW
+@given(schedule=schedules, spread=st.sampled_from([1.0, 8.0, 30.0]), seed=st.integers(0, 2**16))
+def test_sinks(kernel, schedule, spread, seed):
+    arch, changes = FORWARD[kernel]
+    case = replace(CASE, **changes, sinks=True, score_spread=spread, seed=seed)
+    problem, arrays = inputs_of(case)
+    out = np.empty(problem.out_shape, arrays["q"].dtype)
+    plan = attention.plan_for(problem, "forward", arrays | {"out": out}, arch, None)
+    assert kernel.split()[0] + ".cu" in {kernel.source for kernel in plan.kernels}
+    assert ("decode" not in kernel) or len(plan.kernels) == 1
+    results = attention.forward(problem, arrays, arch=arch, schedule=schedule)
+    ct.assert_forward(case, *results)
+
+
+@pytest.mark.parametrize("kernel", FORWARD)
+def test_sinks_far_above_and_far_below(kernel):
+    """One that outweighs all keys, one that counts for nothing, and none at all."""
+    arch, changes = FORWARD[kernel]
+    case = replace(CASE, **changes, sinks=True)
+    problem, arrays = inputs_of(case)
+    arrays["sinks"][...] = [20.0, -300.0, -np.inf, 0.0]
+    results = attention.forward(problem, arrays, arch=arch)
+    for name, x in zip(("out", "lse"), results, strict=True):
+        measurement = ct.measure(name, x, ct.yardsticks(problem, arrays)[name])
+        assert not measurement.failure, str(measurement)
+
+
+@pytest.mark.parametrize("dlse", [False, True])
+@pytest.mark.parametrize("kernel", BACKWARD)
+@FEW
+@given(schedule=schedules, spread=st.sampled_from([1.0, 8.0]), seed=st.integers(0, 2**16))
+def test_gradients_of_sinks(kernel, dlse, schedule, spread, seed):
+    arch, changes, options = BACKWARD[kernel]
+    case = replace(CASE, **changes, sinks=True, dlse=dlse, batch=1 if changes.get("ndim") else 2)
+    case = replace(case, kv_lengths=case.kv_lengths and (100, 0), score_spread=spread, seed=seed)
+    problem, arrays = inputs_of(case, **options)
+    out, lse = forward_by_oracle(problem, arrays)
+    gradients = attention.backward(problem, arrays, out, lse, arch=arch, schedule=schedule)
+    assert len(gradients) == 4
+    ct.assert_backward(case, *gradients)

@@ -1,0 +1,159 @@
+"""Dropout on the device: the weights that `cuflash.dropout_mask` names, and both passes against the oracle."""
+
+import numpy as np
+import pytest
+
+import cuflash
+import cuflash.testing as ct
+
+pytestmark = pytest.mark.gpu
+
+RATE = 0.3
+RANDOM = {"seed": 2**40 + 17, "offset": 2**31 + 5}
+SIZES = {"batch": 2, "num_heads": 4, "num_heads_kv": 2}
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+# Aligned arrays, which kernels of compute capability 9.0 take, and others.
+either_kernel = pytest.mark.parametrize("strides", ["contiguous", "padded"])
+
+
+@pytest.fixture(scope="module")
+def cupy():
+    return pytest.importorskip("cupy")
+
+
+def both_passes(cupy, case, **options):
+    arrays = case.arrays(cupy.asarray)
+    qkv, terms = [arrays[name] for name in "qkv"], ct.optional(arrays) | case.random
+    attn = cuflash.FlashAttention(**case.keywords, **options)
+    out, lse = attn.forward(*qkv, **terms)
+    return out, lse, *attn.backward(arrays["dout"], *qkv, out, lse, **terms)
+
+
+def assert_oracle(case, out, lse, *gradients):
+    ct.assert_forward(case, out, lse)
+    ct.assert_backward(case, *gradients)
+
+
+@either_kernel
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_weights_that_are_dropped(cupy, dtype, head_dim, strides):
+    """All weights are alike. V and then dO are the identity, so that out and dV are the weights."""
+    if dtype == "float64" and head_dim > 128:
+        pytest.skip("the backward pass of float64 needs much shared memory there")
+    attn = cuflash.FlashAttention(scale=0.0, dropout=RATE)
+    n, seqlen = head_dim, 333
+
+    def made(length, rows=None):
+        rows = np.ones((3, 2, length, n)) if rows is None else np.broadcast_to(rows, (3, 2, n, n))
+        wide = np.zeros((*rows.shape[:-1], n + (1 if strides == "padded" else 0)), ct.numpy_dtype(dtype))
+        wide[..., :n] = rows
+        return cupy.asarray(wide)[..., :n]
+
+    q, k, v = made(seqlen), made(n), made(n, np.eye(n))
+    out, _ = attn.forward(q, k, v, **RANDOM)
+    mask = cuflash.dropout_mask(**RANDOM, batch=3, num_heads=2, seqlen_q=seqlen, seqlen_k=n, rate=RATE)
+    np.testing.assert_array_equal(ct.to_numpy(out) != 0, mask)
+
+    q, k, v, dout = made(n), made(seqlen), made(seqlen), made(n, np.eye(n))
+    gradients = attn.backward(dout, q, k, v, *attn.forward(q, k, v, **RANDOM), **RANDOM)
+    mask = cuflash.dropout_mask(**RANDOM, batch=3, num_heads=2, seqlen_q=n, seqlen_k=seqlen, rate=RATE)
+    np.testing.assert_array_equal(ct.to_numpy(gradients.dv) != 0, mask.swapaxes(2, 3))
+
+
+@either_kernel
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_oracle(cupy, dtype, head_dim, options, deterministic, strides):
+    if dtype == "float64" and head_dim > 128:
+        pytest.skip("the backward pass of float64 needs much shared memory there")
+    sizes = {**SIZES, "seqlen_q": 300, "seqlen_k": 421, "head_dim": head_dim, "strides": strides}
+    for rate in (0.1, 0.9):
+        case = ct.Case(**sizes, **options, dtype=dtype, dropout=rate, seed=head_dim)
+        assert_oracle(case, *both_passes(cupy, case, deterministic=deterministic))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (70, 9)},
+        {"softcap": 3.0, "alibi_slopes": (4,)},
+        {"bias": (300, 421), "mask": (4, 300, 421)},
+        {"kv_lengths": (7, 400), "layout": "bshd"},
+        {"head_dim_v": 40},
+    ],
+    ids=str,
+)
+def test_with_other_options(cupy, options, dtype):
+    case = ct.Case(**SIZES, seqlen_q=300, seqlen_k=421, head_dim=64, dtype=dtype, dropout=0.2, seed=1, **options)
+    assert_oracle(case, *both_passes(cupy, case))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_long_sequences(cupy, head_dim, dtype):
+    case = ct.Case(
+        seqlen_q=1500, seqlen_k=2049, num_heads=2, head_dim=head_dim, dtype=dtype, causal=True, dropout=0.1, seed=2
+    )
+    assert_oracle(case, *both_passes(cupy, case))
+
+
+def test_few_queries(cupy):
+    """Where a kernel knows no dropout, another one runs, and the plan says so."""
+    case = ct.Case(seqlen_q=3, seqlen_k=3000, num_heads=8, num_heads_kv=2, head_dim=128, dtype="bfloat16", dropout=0.1)
+    assert_oracle(case, *both_passes(cupy, case))
+    if cupy.cuda.Device().compute_capability == "90":
+        arrays = case.arrays(cupy.asarray)
+        plan = cuflash.FlashAttention(dropout=0.1).plan(*(arrays[name] for name in "qkv"))
+        assert "not decode_sm90: it knows no dropout" in plan.forward.reason
+
+
+def test_as_on_the_host(cupy):
+    """The same weights are dropped on both."""
+    case = ct.Case(**SIZES, seqlen_q=200, seqlen_k=300, head_dim=64, dtype="float32", dropout=0.5, seed=3)
+    results, on_host = both_passes(cupy, case), both_passes(np, case)
+    for x, y in zip(results, on_host, strict=True):
+        np.testing.assert_allclose(ct.to_numpy(x), y, rtol=0, atol=2e-5 * np.abs(y).max())
+
+
+def test_seeds_and_offsets_are_no_part_of_the_problem(cupy):
+    """Other numbers drop other weights, and are not compiled or planned for again."""
+    from cuflash import launch
+
+    q, k, v = cupy.asarray(np.random.default_rng(0).standard_normal((3, 2, 200, 64)).astype(np.float16))
+    attn = cuflash.FlashAttention(dropout=0.5)
+    first = attn.forward(q, k, v, seed=1, offset=2)
+    known = len(launch._launches)
+    others = [attn.forward(q, k, v, seed=seed, offset=offset) for seed, offset in ((1, 2), (2, 2), (1, 3), (2**63, 2))]
+    assert len(launch._launches) == known
+    same = [bool((other.out == first.out).all()) for other in others]
+    assert same == [True, False, False, False]
+    for other in others:
+        assert (other.lse == first.lse).all()
+    with pytest.raises(TypeError, match="seed: got NoneType None"):
+        attn.forward(q, k, v)
+
+
+def test_arrays_that_are_copied_first(cupy):
+    case = ct.Case(**SIZES, seqlen_q=100, seqlen_k=90, head_dim=40, dtype="float16", dropout=0.4, strides="transposed")
+    assert_oracle(case, *both_passes(cupy, case))
+
+
+def test_a_captured_graph_keeps_its_numbers(cupy):
+    q, k, v = cupy.asarray(np.random.default_rng(0).standard_normal((3, 2, 200, 64)).astype(np.float16))
+    attn = cuflash.FlashAttention(dropout=0.5)
+    expected = attn.forward(q, k, v, seed=5, offset=6)
+    out, lse = cupy.empty_like(q), cupy.empty(q.shape[:2], np.float32)
+    stream, pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.using_allocator(pool.malloc), stream:
+        attn.compile(q, k, v)
+        stream.begin_capture()
+        attn.forward(q, k, v, seed=5, offset=6, out=out, lse=lse)
+        graph = stream.end_capture()
+        graph.launch()
+        stream.synchronize()
+    assert (out == expected.out).all()

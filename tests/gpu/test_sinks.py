@@ -1,0 +1,123 @@
+"""Sinks on the device against the oracle, in every kernel of the forward pass, and their gradients."""
+
+import numpy as np
+import pytest
+
+import cuflash
+import cuflash.testing as ct
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+NEED = ("dq", "dk", "dv", "dsinks")
+OPTIONS = [
+    {},
+    {"causal": True},
+    {"causal": True, "score_spread": 30.0},
+    {"kv_lengths": (0, 7), "layout": "bshd"},
+    {"mask": (2, 4, 1, 1), "bias": (4, 1, 1), "softcap": 5.0},
+    {"strides": "padded", "window": (40, 3)},
+]
+
+
+@pytest.fixture(scope="module")
+def cupy():
+    return pytest.importorskip("cupy")
+
+
+def case_of(seqlen_q, seqlen_k, **options):
+    sizes = {"batch": 2, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
+    return ct.Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, sinks=True, **sizes | options)
+
+
+def run(cupy, case, *, deterministic=False, **results):
+    """out, lse and the gradients of a case."""
+    arrays = case.arrays(cupy.asarray)
+    attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
+    inputs = [arrays[name] for name in "qkv"]
+    out, lse = attn.forward(*inputs, **ct.optional(arrays))
+    gradients = attn.backward(arrays["dout"], *inputs, out, lse, **ct.optional_backward(arrays), need=NEED, **results)
+    return out, lse, gradients
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("sizes", [(5, 9), (113, 203), (300, 1000)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_oracle(cupy, dtype, sizes, options, deterministic):
+    case = case_of(*sizes, dtype=dtype, dlse=sizes[0] == 113, **options)
+    out, lse, gradients = run(cupy, case, deterministic=deterministic)
+    ct.assert_forward(case, out, lse)
+    assert type(gradients) is cuflash.GradientsWithSinks
+    assert {type(x) for x in gradients} == {cupy.ndarray}
+    ct.assert_backward(case, *gradients)
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_head_dims(cupy, dtype, head_dim):
+    case = case_of(200, 333, dtype=dtype, head_dim=head_dim, causal=True)
+    out, lse, gradients = run(cupy, case)
+    ct.assert_forward(case, out, lse)
+    ct.assert_backward(case, *gradients)
+
+
+@pytest.mark.parametrize("sinks", [None, (20.0, -300.0, -np.inf, 0.0)])
+@pytest.mark.parametrize("batch", [1, 200])
+@pytest.mark.parametrize("seqlen_q", [1, 3])
+def test_few_queries(cupy, seqlen_q, batch, sinks):
+    """Keys shared by blocks, whose results are combined, or left to one block."""
+    case = case_of(seqlen_q, 1500, batch=batch, dtype="bfloat16", causal=True)
+    arrays = case.arrays()
+    if sinks is not None:
+        arrays["sinks"][...] = sinks
+    on_device = {name: cupy.asarray(x) for name, x in arrays.items()}
+    inputs, sinks = [on_device[name] for name in "qkv"], on_device["sinks"]
+    results = cuflash.FlashAttention(causal=True).forward(*inputs, sinks=sinks)
+    yardsticks = ct.yardsticks(case.problem, arrays)
+    for name, x in results._asdict().items():
+        measurement = ct.measure(name, x, yardsticks[name])
+        assert not measurement.failure, str(measurement)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_many_rows_are_repeatable(cupy, dtype):
+    case = case_of(1000, 70, batch=7, dtype=dtype)
+    _, _, first = run(cupy, case)
+    ct.assert_backward(case, *first)
+    softmax_dtype = np.float64 if dtype == "float64" else np.float32
+    for _ in range(3):
+        frame = cupy.asarray(np.full(9, np.nan, softmax_dtype))
+        _, _, again = run(cupy, case, dsinks=frame[1:8:2])
+        assert again.dsinks.data.ptr == frame[1:].data.ptr
+        np.testing.assert_array_equal(ct.to_numpy(frame[1:8:2]), ct.to_numpy(first.dsinks))
+        assert cupy.isnan(frame[::2]).all()
+
+
+def test_a_sink_of_minus_infinity_is_none(cupy):
+    case = case_of(113, 203, dtype="float16", causal=True)
+    arrays = case.arrays(cupy.asarray)
+    inputs, attn = [arrays[name] for name in "qkv"], cuflash.FlashAttention(causal=True)
+    with_sinks = attn.forward(*inputs, sinks=cupy.full_like(arrays["sinks"], -np.inf))
+    for x, y in zip(with_sinks, attn.forward(*inputs), strict=True):
+        np.testing.assert_array_equal(ct.to_numpy(x), ct.to_numpy(y))
+
+
+def test_a_captured_graph(cupy):
+    case = case_of(113, 203, dtype="bfloat16")
+    arrays = case.arrays(cupy.asarray)
+    inputs, sinks = [arrays[name] for name in "qkv"], arrays["sinks"]
+    attn = cuflash.FlashAttention()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    pool = cupy.cuda.MemoryPool()
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.using_allocator(pool.malloc), stream:
+        attn.compile(*inputs, sinks=sinks)
+        stream.begin_capture()
+        out, lse = attn.forward(*inputs, sinks=sinks)
+        gradients = attn.backward(arrays["dout"], *inputs, out, lse, sinks=sinks, need=NEED)
+        graph = stream.end_capture()
+        graph.launch(stream)
+        stream.synchronize()
+        ct.assert_forward(case, out, lse)
+        ct.assert_backward(case, *gradients)

@@ -1,0 +1,227 @@
+"""Attention over keys that were split anywhere and merged is that over all of them, and so are its gradients."""
+
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+import cuflash.testing as ct
+
+FEATURES = ("causal", "window", "softcap", "scale", "bias", "mask", "gqa", "head_dim_v", "dlse")
+PLAIN = {"ndims": [4], "layouts": ["bhsd"], "features": FEATURES, "max_seqlen": 70, "max_head_dim": 40}
+
+
+@st.composite
+def splits(draw, **keywords):
+    """A case, and parts of its keys, some of which may be empty."""
+    case = draw(ct.cases(**keywords))
+    count = draw(st.integers(1, 4))
+    owner = np.random.default_rng(draw(st.integers(0, 2**16))).integers(0, count, case.seqlen_k)
+    return case, [np.flatnonzero(owner == part) for part in range(count)]
+
+
+def run(case, parts):
+    """(out, lse), and the inputs and results of the parts."""
+    attn = cuflash.FlashAttention(scale=case.problem.scale, softcap=case.softcap)
+    inputs = ct.split_keys(case, parts)
+    results = [attn.forward(**x) for x in inputs]
+    return cuflash.merge(*zip(*results, strict=True)), inputs, results
+
+
+def gradients(case, parts, *, through_parts):
+    """dq, dk, dv of the whole: by the results of each part, or by the merged ones."""
+    attn = cuflash.FlashAttention(scale=case.problem.scale, softcap=case.softcap)
+    (out, lse), inputs, results = run(case, parts)
+    arrays = case.arrays()
+    dout, dlse = arrays["dout"], arrays.get("dlse")
+    dq, dk, dv = (np.zeros(arrays[name].shape, lse.dtype) for name in "qkv")
+    douts, dlses = cuflash.merge_backward(dout, *zip(*results, strict=True), out, lse, dlse=dlse)
+    for i, (part, x) in enumerate(zip(parts, inputs, strict=True)):
+        q, k, v = (x.pop(name) for name in "qkv")
+        if through_parts:
+            of_part = attn.backward(douts[i], q, k, v, *results[i], dlse=dlses[i], **x)
+        else:
+            of_part = attn.backward(dout, q, k, v, out, lse, dlse=dlse, **x)
+        dq += of_part.dq
+        dk[:, :, part], dv[:, :, part] = of_part.dk, of_part.dv
+    return dq, dk, dv
+
+
+@settings(max_examples=80)
+@given(splits(**PLAIN))
+def test_parts_are_the_whole(case_and_parts):
+    case, parts = case_and_parts
+    (out, lse), _, _ = run(case, parts)
+    ct.assert_forward(case, out, lse)
+
+
+@pytest.mark.parametrize("through_parts", [True, False])
+@settings(max_examples=60)
+@given(case_and_parts=splits(dtypes=["float64"], **PLAIN))
+def test_gradients_of_parts_are_those_of_the_whole(through_parts, case_and_parts):
+    case, parts = case_and_parts
+    expected = ct.yardsticks(case.problem, case.arrays())
+    got = gradients(case, parts, through_parts=through_parts)
+    for name, x in zip(("dq", "dk", "dv"), got, strict=True):
+        tolerance = 1e-13 * max(1, case.score_spread) * max(1, expected[name].scale)
+        np.testing.assert_allclose(x, expected[name].expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("through_parts", [True, False])
+def test_gradients_in_lower_precision(dtype, through_parts):
+    """Each part rounds its output and its gradients: a few such errors more than the whole has."""
+    case = ct.Case(seqlen_q=60, seqlen_k=90, num_heads=4, num_heads_kv=2, head_dim=32, dtype=dtype, dlse=True)
+    expected = ct.yardsticks(case.problem, case.arrays())
+    parts = np.array_split(np.random.default_rng(0).permutation(case.seqlen_k), 3)
+    got = gradients(case, parts, through_parts=through_parts)
+    for name, x in zip(("dq", "dk", "dv"), got, strict=True):
+        error = np.abs(x - expected[name].expected).max()
+        assert error <= 3 * expected[name].tolerance
+
+
+def example(layout="bhsd", ndim=4, dtype="float64"):
+    """dout and dlse, and outs and lses of three parts."""
+    case = ct.Case(
+        seqlen_q=6, seqlen_k=9, batch=2 if ndim == 4 else 1, num_heads=3 if ndim > 2 else 1, head_dim=4, head_dim_v=5,
+        dtype=dtype, layout=layout, ndim=ndim, dlse=True,
+    )  # fmt: skip
+    arrays = case.arrays()
+    axis = {"bhsd": -2, "bshd": -3}[layout] if ndim > 2 else -2
+    attn = cuflash.FlashAttention(layout=layout)
+    keys = [np.split(arrays[name], [2, 5], axis=axis) for name in "kv"]
+    outs, lses = zip(*(attn.forward(arrays["q"], k, v) for k, v in zip(*keys, strict=True)), strict=True)
+    return case, arrays, list(outs), list(lses)
+
+
+@pytest.mark.parametrize("ndim", [2, 3, 4])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_layouts(layout, ndim):
+    case, arrays, outs, lses = example(layout, ndim)
+    result = cuflash.merge(outs, lses, layout=layout)
+    assert isinstance(result, cuflash.MergeResult)
+    ct.assert_forward(case, *result)
+    douts, dlses = cuflash.merge_backward(arrays["dout"], outs, lses, *result, dlse=arrays["dlse"], layout=layout)
+    assert {x.shape for x in douts} == {outs[0].shape}
+    assert {x.shape for x in dlses} == {lses[0].shape}
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_gradients_equal_finite_differences(layout):
+    _, arrays, outs, lses = example(layout)
+    dout, dlse = arrays["dout"], arrays["dlse"]
+    lses[1][0, 1, 2] = lses[2][0, 1, 2] = -np.inf
+    outs[1][(0, 1, 2) if layout == "bhsd" else (0, 2, 1)] = np.nan
+    result = cuflash.merge(outs, lses, layout=layout)
+    douts, dlses = cuflash.merge_backward(dout, outs, lses, *result, dlse=dlse, layout=layout)
+
+    def loss():
+        out, lse = cuflash.merge(outs, lses, layout=layout)
+        return (dout * out).sum() + (dlse * lse).sum()
+
+    for values, differentials in ((outs, douts), (lses, dlses)):
+        for x, dx in zip(values, differentials, strict=True):
+            for at in np.ndindex(x.shape):
+                if not np.isfinite(x[at]):
+                    assert dx[at] == 0
+                    continue
+                losses, before = [], x[at]
+                for step in (1e-5, -1e-5):
+                    x[at] = before + step
+                    losses.append(loss())
+                x[at] = before
+                np.testing.assert_allclose(dx[at], (losses[0] - losses[1]) / 2e-5, rtol=1e-6, atol=1e-8)
+
+
+def test_rows_that_no_part_sees():
+    outs, lses = [np.full((3, 4), np.nan, np.float32)] * 2, [np.full(3, -np.inf, np.float32)] * 2
+    out, lse = cuflash.merge(outs, lses)
+    assert not out.any()
+    assert (lse == -np.inf).all()
+    douts, dlses = cuflash.merge_backward(np.ones_like(out), outs, lses, out, lse, dlse=np.ones_like(lse))
+    assert not any(x.any() for x in (*douts, *dlses))
+
+
+def test_one_part_is_itself():
+    _, arrays, outs, lses = example(dtype="bfloat16")
+    out, lse = cuflash.merge(outs[:1], lses[:1])
+    assert out.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(out, outs[0])
+    np.testing.assert_array_equal(lse, lses[0])
+    (dout,), (dlse,) = cuflash.merge_backward(arrays["dout"], outs[:1], lses[:1], out, lse, dlse=arrays["dlse"])
+    np.testing.assert_array_equal(dout, arrays["dout"])
+    np.testing.assert_array_equal(dlse, arrays["dlse"])
+
+
+def test_a_sink_goes_with_one_part():
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 20, 8))
+    sinks, attn = np.array([0.5, -1.0]), cuflash.FlashAttention()
+    whole = attn.forward(q, k, v, sinks=sinks)
+    first, second = attn.forward(q, k[:, :7], v[:, :7], sinks=sinks), attn.forward(q, k[:, 7:], v[:, 7:])
+    for got, expected in zip(cuflash.merge(*zip(first, second, strict=True)), whole, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_large_scores_do_not_overflow():
+    outs, lses = [np.full((1, 2), x, np.float32) for x in (1, 2)], [np.float32([x]) for x in (1e4, 1e4 + 1)]
+    out, lse = cuflash.merge(outs, lses)
+    np.testing.assert_allclose(out, 1 + 1 / (1 + np.exp(-1)), rtol=1e-6)
+    np.testing.assert_allclose(lse, 1e4 + np.log1p(np.e), rtol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_tensors_of_another_library(dtype):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    _, arrays, outs, lses = example(dtype=dtype)
+    convert = ct.through_dlpack(torch.from_dlpack)
+    outs, lses, dout = [convert(x) for x in outs], [convert(x) for x in lses], convert(arrays["dout"])
+    out, lse = cuflash.merge(outs, lses)
+    douts, dlses = cuflash.merge_backward(dout, outs, lses, out, lse)
+    assert {type(x) for x in (out, lse, *douts, *dlses)} == {torch.Tensor}
+    assert {x.dtype for x in (out, *douts)} == {outs[0].dtype}
+
+
+DTYPES = "float16, bfloat16, float32 or float64"
+BAD = [
+    ("outs", lambda x: x[0], TypeError, "ndarray", "a list or tuple of arrays"),
+    ("outs", lambda x: [], ValueError, "no part", "at least one"),
+    ("lses", lambda x: x[:2], ValueError, "2 arrays", "3, one for each of outs"),
+    ("outs[1]", lambda x: [x[0], x[1].tolist(), x[2]], TypeError, "list", "a NumPy or CuPy array"),
+    ("outs[1]", lambda x: [x[0], x[1][:1], x[2]], ValueError, "shape (1, 3, 6, 5)", "(2, 3, 6, 5)"),
+    ("outs[2]", lambda x: [*x[:2], x[2].astype(np.float32)], TypeError, "dtype float32", "float64"),
+    ("outs[0]", lambda x: [y.astype(np.int32) for y in x], TypeError, "dtype int32", DTYPES),
+    ("outs[0]", lambda x: [y[None] for y in x], ValueError, "5-D shape (1, 2, 3, 6, 5)", "a 2-D, 3-D or 4-D array"),
+    ("lses[0]", lambda x: [x[0].swapaxes(1, 2), *x[1:]], ValueError, "shape (2, 6, 3)", "(2, 3, 6)"),
+    ("lses[1]", lambda x: [x[0], x[1].astype(np.float32), x[2]], TypeError, "dtype float32", "float64"),
+    ("lses[1]", lambda x: [x[0], None, x[2]], TypeError, "None", "an array"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "error", "got", "expected"), BAD)
+def test_wrong_parts(name, change, error, got, expected):
+    _, arrays, outs, lses = example()
+    out, lse = cuflash.merge(outs, lses)
+    parts = {"outs": outs, "lses": lses}
+    parts[name[:4]] = change(parts[name[:4]])
+    message = f"^{re.escape(f'{name}: got {got}, expected {expected}')}"
+    with pytest.raises(error, match=message):
+        cuflash.merge(**parts)
+    if "dtype int32" not in got and "5-D" not in got:
+        with pytest.raises(error, match=message):
+            cuflash.merge_backward(arrays["dout"], out=out, lse=lse, **parts)
+
+
+def test_wrong_layout_and_gradients():
+    _, arrays, outs, lses = example()
+    out, lse = cuflash.merge(outs, lses)
+    for layout, error in (("sbhd", ValueError), (None, TypeError)):
+        with pytest.raises(error, match=r"^layout: got .*bhsd"):
+            cuflash.merge(outs, lses, layout=layout)
+    with pytest.raises(ValueError, match=r"^dout: got shape \(2, 3, 6, 4\), expected \(2, 3, 6, 5\)"):
+        cuflash.merge_backward(arrays["dout"][..., :4], outs, lses, out, lse)
+    with pytest.raises(TypeError, match=r"^dlse: got dtype float32, expected float64$"):
+        cuflash.merge_backward(arrays["dout"], outs, lses, out, lse, dlse=lse.astype(np.float32))
