@@ -100,9 +100,10 @@ class Suite:
     about: str
 
 
-def _row(head_dim: int, seqlen: int, causal: bool) -> Case:
+def _row(head_dim: int, seqlen: int, causal: bool, dtype: str = "bfloat16") -> Case:
     """One row of the usual table: 16384 tokens in all and a model width of 2048."""
-    return Case(head_dim=head_dim, seqlen_q=seqlen, batch=16384 // seqlen, num_heads=2048 // head_dim, causal=causal)
+    batch, num_heads = 16384 // seqlen, 2048 // head_dim
+    return Case(head_dim=head_dim, seqlen_q=seqlen, batch=batch, num_heads=num_heads, causal=causal, dtype=dtype)
 
 
 def _fp(dtype: str, head_dim: int, seqlen: int, causal: bool = False) -> Case:
@@ -144,7 +145,9 @@ SUITES = {
     "grouped": Suite(
         kind="gpu", cases=GROUPED, peers=("cudnn", "fa2"), about="several query heads to one key/value head"
     ),
-    "targets": Suite(kind="gpu", cases=FA2 + GROUPED, peers=("cudnn", "fa2"), about="fa2 and grouped in one run"),
+    "targets": Suite(
+        kind="gpu", cases=FA2 + GROUPED, peers=("cudnn", "fa2"), about="the usual rows, and grouped heads"
+    ),
     "odd": Suite(kind="gpu", cases=ODD, peers=("cudnn", "fa2", "efficient", "math"), about="small and odd shapes"),
     "dims": Suite(
         kind="gpu",
@@ -158,9 +161,14 @@ SUITES = {
     ),
     "flex": Suite(
         kind="gpu",
-        cases=tuple(_row(d, 4096, causal) for d in (64, 128) for causal in (False, True)),
+        cases=tuple(
+            _row(d, 4096, causal, dtype)
+            for dtype in ("bfloat16", "float16")
+            for d in (64, 128)
+            for causal in (False, True)
+        ),
         peers=("flex", "cudnn", "fa2", "jax-pallas", "efficient", "math", "naive"),
-        about="every peer at four shapes",
+        about="every peer at four shapes, JAX Pallas in float16 only",
     ),
     "float32": Suite(
         kind="gpu",

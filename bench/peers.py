@@ -290,8 +290,8 @@ def jax_pallas(case: Case, inputs: Inputs) -> Contender:
     xp = inputs.xp
     if xp.__name__ != "cupy":
         raise Absent("needs CuPy arrays")
-    if case.dtype not in ("float16", "bfloat16") or case.head_dim % 64 or case.head_dim_v != case.head_dim:
-        raise Absent("needs 16-bit dtypes, and one head dimension that is a multiple of 64")
+    if case.dtype != "float16" or case.head_dim % 64 or case.head_dim_v != case.head_dim:
+        raise Absent("needs float16, and one head dimension that is a multiple of 64")
     if case.seqlen_q % 128 or case.seqlen_k % 64:
         raise Absent("needs a multiple of 128 queries and of 64 keys")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else it takes most of the device's memory

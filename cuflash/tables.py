@@ -103,7 +103,7 @@ FORWARD_TILES = (
 
     _forward(64,  128, 48,  8, 1, 1, 0, _float64(38.5, 12.3), element_bytes=8),
     _forward(64,  64,  32,  4, 1, 1, 0, _SMALL, element_bytes=8),
-    _forward(128, 128, 32,  8, 1, 1, 0, _float64(42.2, 20.4), element_bytes=8),
+    _forward(128, 128, 32,  8, 1, 1, 0, _float64(42.2, 20.6), element_bytes=8),
     _forward(128, 64,  16,  4, 1, 1, 0, _SMALL, element_bytes=8),
     _forward(192, 64,  16,  8, 1, 1, 0, _ARITHMETIC, element_bytes=8, warps_d=2),
     _forward(192, 32,  16,  4, 1, 1, 0, _SMALL, element_bytes=8, warps_d=2),
@@ -132,14 +132,14 @@ FORWARD_SM90_TILES = (
 
 FORWARD_FLOAT32_SM90_TILES = (
     #                    max_dim m   n   stages turns
-    _forward_float32_sm90(64,  128, 128, 1,    False, _float32("119 / 107", "33.2 / 30.0")),
-    _forward_float32_sm90(128, 128, 64, 1,     True,  _float32("121 / 110", "45.1 / 42.3")),
+    _forward_float32_sm90(64,  128, 128, 1,    False, _float32("121 / 110", "33.2 / 30.2")),
+    _forward_float32_sm90(128, 128, 64, 1,     True,  _float32("123 / 112", "44.0 / 42.1")),
 )
 
 # The same for precision="tf32".
 FORWARD_TF32_SM90_TILES = (
-    _forward_float32_sm90(64,  128, 192, 1,    False, _float32("201 / 176", "33.2 / 30.0"), pieces=2),
-    _forward_float32_sm90(128, 128, 112, 1,    True,  _float32("213 / 189", "45.1 / 42.3"), pieces=2),
+    _forward_float32_sm90(64,  128, 192, 1,    False, _float32("209 / 183", "33.2 / 30.2"), pieces=2),
+    _forward_float32_sm90(128, 128, 112, 1,    True,  _float32("221 / 193", "44.0 / 42.1"), pieces=2),
 )
 
 # Memory of an H200 brings a multiprocessor 36 bytes in a nanosecond, after a microsecond: 64 KiB and more must be on
@@ -155,22 +155,25 @@ DECODE_SM90_TILES = (
 )
 
 BACKWARD_SM90_TILES = (
-    #             max_dim m   n stages early split hold K dk from shared, section
-    _backward_sm90(64, 64, 128, 3, True, False, True, False, 8, _h200("502 / 465, 417 / 307", "264 / 240, 241 / 184")),
-    _backward_sm90(128, 64, 128, 3, False, False, False, True, 8, _h200("545 / 509, 453 / 337", "283 / 261, 257 / 206")),
-    _backward_sm90(256, 64, 64, 2, True, True, False, False, 1, _h200("418 / 388, 357 / 280", "243 / 220, 225 / 179")),
+    #             max_dim m   n   stages early  split  hold K dk from shared, section
+    _backward_sm90(64,  64, 128, 3,     True,  False, True,  False, 8,
+                   _h200("521 / 488, 431 / 314", "260 / 241, 243 / 186")),
+    _backward_sm90(128, 64, 128, 3,     False, False, False, True,  8,
+                   _h200("549 / 522, 470 / 347", "275 / 259, 258 / 208")),
+    _backward_sm90(256, 64, 64,  2,     True,  True,  False, False, 1,
+                   _h200("432 / 393, 361 / 283", "243 / 226, 227 / 181")),
 )
 
 # Tiles of 64 keys and 64 queries; the products of pieces count as one.
 BACKWARD_FLOAT32_SM90_TILES = (
     #                     max_dim stages rooms columns of dq, late
-    _backward_float32_sm90(64,  2, 2, 64, False, _float32("112 / 109", "34.1 / 31.1")),
-    _backward_float32_sm90(128, 1, 1, 64, True,  _float32("118 / 112", "36.4 / 34.0")),
+    _backward_float32_sm90(64,  2, 2, 64, False, _float32("114 / 111", "34.1 / 31.1")),
+    _backward_float32_sm90(128, 1, 1, 64, True,  _float32("121 / 114", "35.7 / 34.2")),
 )
 
 BACKWARD_TF32_SM90_TILES = (
-    _backward_float32_sm90(64,  3, 2, 64, False, _float32("172 / 159", "34.1 / 31.1"), pieces=2),
-    _backward_float32_sm90(128, 2, 2, 64, True,  _float32("196 / 177", "36.4 / 34.0"), pieces=2),
+    _backward_float32_sm90(64,  3, 2, 64, False, _float32("175 / 162", "34.1 / 31.1"), pieces=2),
+    _backward_float32_sm90(128, 2, 2, 64, True,  _float32("199 / 184", "35.7 / 34.2"), pieces=2),
 )
 
 BACKWARD_TILES = (
@@ -198,9 +201,9 @@ BACKWARD_TILES = (
     _backward(256, 32, 32,  4, 1, 1, 2, 2, 1, _MEDIUM, element_bytes=4),
     _backward(256, 16, 16,  2, 1, 1, 2, 1, 1, _SMALL, element_bytes=4),
 
-    _backward(64,  16, 64,  4, 2, 1, 1, 1, 0, _float64(39.5, 28.0), element_bytes=8),
+    _backward(64,  16, 64,  4, 2, 1, 1, 1, 0, _float64(39.4, 28.5), element_bytes=8),
     _backward(64,  32, 32,  4, 1, 1, 2, 2, 0, _SMALL, element_bytes=8),
-    _backward(128, 32, 64,  8, 1, 1, 2, 2, 0, _float64(37.3, 40.6), element_bytes=8),
+    _backward(128, 32, 64,  8, 1, 1, 2, 2, 0, _float64(36.5, 41.4), element_bytes=8),
     _backward(128, 32, 32,  4, 1, 1, 2, 2, 0, _MEDIUM, element_bytes=8),
     _backward(192, 16, 16,  4, 1, 1, 4, 1, 0, _ARITHMETIC, element_bytes=8),
     _backward(192, 16, 16,  2, 1, 1, 2, 1, 0, _SMALL + ", up to head_dim 160", element_bytes=8),

@@ -228,7 +228,7 @@ def test_pallas_gets_its_layout_scale_and_tile(fake_jax, fake_cupy, causal):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"dtype": "float32"}, "16-bit"),
+        ({"dtype": "bfloat16"}, "float16"),
         ({"head_dim": 72}, "multiple of 64"),
         ({"head_dim_v": 128}, "one head dimension"),
         ({"seqlen_q": 64}, "128 queries"),
