@@ -5,8 +5,7 @@
 //
 // Factors come as pieces of bfloat16, three each or two (pieces.cuh), and each product is a sum of six, or three. What
 // the tensor cores add up they cut off: so a chunk of 64 columns, or of the 64 rows of a tile, is summed there, and
-// chunks and tiles are added with rounding. Scores alone are one sum,
-// that of the forward pass.
+// chunks and tiles are added with rounding. Scores alone are one sum, that of the forward pass.
 //
 // A block owns 64 keys of one key/value head and walks over the tiles of 64 queries, and over the query heads that share
 // its keys. Nothing is computed twice: one warpgroup makes P' and dV, and hands P' to the next one, which makes dS' and
@@ -464,8 +463,7 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
   Position<kRooms> room;
 #pragma unroll 1
   for (int step = 0; step < tile.num_steps; ++step, walk.advance(tile.queries), at.advance(), room.advance()) {
-    const i64 m_tile = ((i64)tile.work.batch * common.num_heads + walk.head) * tile.num_m_blocks + walk.m_block;
-    float* accumulator = (float*)common.dq_accumulator + m_tile * (kRows * kDim) + thread * 4;
+    float* accumulator = (float*)common.dq_accumulator + tile.index_of(common, walk) * (kRows * kDim) + thread * 4;
     const u64 ds = descriptor_of_transposed<kRows>(shared.room_of(room));
     shared.room.ds_full(room).wait(room.parity);
     if constexpr (kDqLate) shared.q_ring.empty(at, 0).wait(at.parity);

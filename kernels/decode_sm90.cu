@@ -43,7 +43,7 @@ static_assert(kBlockM == 64, "rows of one product");
 constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesK = chunked_bytes(kBlockN, kDim);
 constexpr u32 kBytesV = chunked_bytes(kBlockN, kDimV);
-static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) + 8 * (2 + 4 * kNumStages) == CUFLASH_SHARED_BYTES,
+static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) + QkvBarriers<kNumStages>::kBytes == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
 struct DecodeParams {
@@ -52,20 +52,14 @@ struct DecodeParams {
 };
 static_assert(sizeof(DecodeParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
-struct Shared {
+struct Shared : QkvBarriers<kNumStages> {
   u32 q, k, v;
-  Barrier q_full, q_empty;
-  Ring<kNumStages> k_ring, v_ring;
 
   CUFLASH_DEVICE Shared() {
     q = ptx::dynamic_shared();
     k = q + kBytesQ;
     v = k + kNumStages * kBytesK;
-    const u32 barriers = v + kNumStages * kBytesV;
-    q_full = {barriers};
-    q_empty = {barriers + 8};
-    k_ring = {barriers + 16};
-    v_ring = {barriers + 16 + Ring<kNumStages>::kBytes};
+    place_barriers(v + kNumStages * kBytesV);
   }
 };
 
@@ -274,14 +268,7 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
 
 CUFLASH_DEVICE void decode(const DecodeParams& params) {
   Shared shared;
-  if (ptx::thread_index() == 0) {
-    shared.q_full.init(1);
-    shared.q_empty.init(kConsumerWarps);
-    shared.k_ring.init(kConsumerWarps);
-    shared.v_ring.init(kConsumerWarps);
-    ptx::fence_barrier_init();
-  }
-  ptx::sync_block();
+  shared.make_barriers(kConsumerWarps, kConsumerWarps, kConsumerWarps);
   if (ptx::uniform(warp_index()) < kConsumerWarps)
     consume(params, shared);
   else if (ptx::elect_lane())

@@ -21,6 +21,7 @@
 //   named: one per consumer for its turn at the tensor cores; one per consumer for itself
 #include "config.cuh"
 #include "dropout.cuh"
+#include "forward_roles.cuh"
 #include "mask.cuh"
 #include "mma.cuh"
 #include "params.cuh"
@@ -32,19 +33,15 @@
 #include "softmax.cuh"
 #include "tiles_sm90.cuh"
 
-constexpr bool kPingPong = CUFLASH_PING_PONG;
-constexpr int kConsumers = kBlockM / 64;
 constexpr int kNTiles = kBlockN / 8;
 constexpr int kColumnTiles = kDimV / 8;
-static_assert(kNumWarps == 4 * (kConsumers + 1), "the consumers and a producer");
-static_assert(kBlockM == 64 * kConsumers, "a consumer owns 64 queries");
 
 // Shared memory: the pieces of Q, the rings of those of K and V, barriers.
 constexpr u32 kPieceQ = chunked_bytes(kBlockM, kDim), kBytesQ = kPieces * kPieceQ;
 constexpr u32 kPieceK = chunked_bytes(kBlockN, kDim), kBytesK = kPieces * kPieceK;
 constexpr u32 kPieceV = chunked_bytes(kBlockN, kDimV), kBytesV = kPieces * kPieceV;
 constexpr int kSlots = kPieces * kNumStages;  // of rings of pieces, which come and go one by one
-constexpr u32 kBytesBarriers = 8 * (2 + 4 * kSlots);
+constexpr u32 kBytesBarriers = QkvBarriers<kSlots>::kBytes;
 static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) + kBytesBarriers == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
@@ -58,20 +55,14 @@ struct ForwardParams {
 };
 static_assert(sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
-struct Shared {
+struct Shared : QkvBarriers<kSlots> {
   u32 q, k, v;
-  Barrier q_full, q_empty;
-  Ring<kSlots> k_ring, v_ring;
 
   CUFLASH_DEVICE Shared() {
     q = ptx::dynamic_shared();
     k = q + kBytesQ;
     v = k + kNumStages * kBytesK;
-    const u32 barriers = v + kNumStages * kBytesV;
-    q_full = {barriers};
-    q_empty = {barriers + 8};
-    k_ring = {barriers + 16};
-    v_ring = {barriers + 16 + Ring<kSlots>::kBytes};
+    place_barriers(v + kNumStages * kBytesV);
   }
 };
 
@@ -151,15 +142,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
   const u32 thread = ptx::thread_index() % 128;
   const u32 s_q = shared.q + consumer * 64 * kLineBytes;
 
-  // Consumers issue products in turn; the first one to go is let in by the last.
-  constexpr u32 kTurn = 1, kConsumer = kTurn + kConsumers;
-  const auto take_turn = [&]() {
-    if constexpr (kPingPong) ptx::sync_named(kTurn + consumer, 256);
-  };
-  const auto give_turn = [&]() {
-    if constexpr (kPingPong) ptx::arrive_named(kTurn + (consumer + 1) % kConsumers, 256);
-  };
-  if (kPingPong && consumer == kConsumers - 1) give_turn();
+  const Turns turns(consumer);
 
   Position<kNumStages> key;
   u32 parity_q = 0;
@@ -253,12 +236,12 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
 
     // Tiles of keys that others of the block need, and these queries do not.
     const auto skip = [&]() {
-      for (int product = 0; product < 2; ++product) take_turn(), give_turn();
+      for (int product = 0; product < 2; ++product) turns.take(), turns.give();
       for (int n = 0; n < kPieces; ++n) {
         shared.k_ring.full(place_of(key, n)).wait(key.parity);
         shared.v_ring.full(place_of(key, n)).wait(key.parity);
       }
-      ptx::sync_named(kConsumer + consumer, 128);  // nobody may be left waiting for a phase that is long over
+      sync_consumer(consumer);  // nobody may be left waiting for a phase that is long over
       for (int n = 0; n < kPieces; ++n) {
         release(shared.k_ring.empty(place_of(key, n)));
         release(shared.v_ring.empty(place_of(key, n)));
@@ -269,9 +252,9 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     const auto step = [&](int n_block) {
       float s[1][kNTiles][4], sum[kColumnTiles][4];
       u32 p[kBlockN / 16][kPieces][4];
-      take_turn();
+      turns.take();
       multiply_s(s[0]);
-      give_turn();
+      turns.give();
       release_pieces(shared.k_ring);
       ptx::renew_registers(s[0]);
       if (n_block == keys.start) release(shared.q_empty);
@@ -286,9 +269,9 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       if constexpr (kHasDropout) dropout.drop(s[0], lane_row, n_block * kBlockN + fragment_column());
       to_weights(s[0], p);
 
-      take_turn();
+      turns.take();
       multiply_o(sum, p);
-      give_turn();
+      turns.give();
       release_pieces(shared.v_ring);
       ptx::renew_registers(sum);
 #pragma unroll
@@ -302,7 +285,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     int n_block = tile.keys.stop - 1;
     for (; n_block >= keys.stop; --n_block) skip();
     if (keys.start == keys.stop) {
-      ptx::sync_named(kConsumer + consumer, 128);
+      sync_consumer(consumer);
       release(shared.q_empty);
     }
 #pragma unroll 1
@@ -314,27 +297,14 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     const float kept_scale = kept_scale_of(common);
     store_rows(common, batch, head, lane_row, o[0],
                {softmax.inverse_sum(0, 0) * kept_scale, softmax.inverse_sum(0, 1) * kept_scale});
-    float* g_lse = (float*)common.lse.data + batch * common.lse.batch_stride + head * common.lse.head_stride;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = lane_row + 8 * half;
-      if (fragment_column() == 0 && row < common.seqlen_q)
-        g_lse[row * common.lse.row_stride] = softmax.log_sum_exp(0, half);
-    }
+    store_lse(common, batch, head, lane_row, softmax);
   }
-  if (kPingPong && consumer == 0) take_turn();
+  turns.finish();
 }
 
 CUFLASH_DEVICE void forward(const ForwardParams& params) {
   Shared shared;
-  if (ptx::thread_index() == 0) {
-    shared.q_full.init(1);
-    shared.q_empty.init(kConsumers);
-    shared.k_ring.init(kConsumers);
-    shared.v_ring.init(kConsumers);
-    ptx::fence_barrier_init();
-  }
-  ptx::sync_block();
+  shared.make_barriers(kConsumers, kConsumers, kConsumers);
   const u32 warp = ptx::uniform(ptx::thread_index() / 32);
   if (warp >= 4 * kConsumers) {
     ptx::decrease_registers<kProducerRegisters>();

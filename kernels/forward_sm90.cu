@@ -22,6 +22,7 @@
 // tile is done again, maxima first (kLazyMaximum). Sums relative to one offset are exact, whatever the offset is.
 #include "config.cuh"
 #include "dropout.cuh"
+#include "forward_roles.cuh"
 #include "mask.cuh"
 #include "mma.cuh"
 #include "params.cuh"
@@ -32,16 +33,12 @@
 #include "softmax.cuh"
 #include "tiles_sm90.cuh"
 
-constexpr bool kPingPong = CUFLASH_PING_PONG;
 constexpr bool kKeepBefore = CUFLASH_KEEP_BEFORE;      // softmax kept in front of the wait for O
 constexpr bool kOutTakesQ = CUFLASH_OUT_TAKES_Q;       // the output leaves through the room of Q
 constexpr bool kLazyMaximum = CUFLASH_LAZY_MAXIMUM;    // maxima only where a sum of exponentials became too large
 // Whether dropout waits for the product O of the tile before, so that it has the registers of that product's weights.
 constexpr bool kDropsLate = kDimV > 192;
-constexpr int kConsumers = kBlockM / 64;
 constexpr int kNTiles = kBlockN / 8;
-static_assert(kNumWarps == 4 * (kConsumers + 1), "the consumers and a producer");
-static_assert(kBlockM == 64 * kConsumers, "a consumer owns 64 queries");
 
 // Shared memory: Q, the output unless it takes Q's room, the rings of K and V, barriers.
 constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
@@ -49,7 +46,7 @@ constexpr u32 kBytesOut = chunked_bytes(kBlockM, kDimV);
 constexpr u32 kBytesK = chunked_bytes(kBlockN, kDim);
 constexpr u32 kBytesV = chunked_bytes(kBlockN, kDimV);
 constexpr u32 kBytesQOut = kOutTakesQ ? chunked_bytes(kBlockM, max_of(kDim, kDimV)) : kBytesQ + kBytesOut;
-constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages) + 16;
+constexpr u32 kBytesBarriers = QkvBarriers<kNumStages>::kBytes + 16;
 static_assert(kBytesQOut + kNumStages * (kBytesK + kBytesV) + kBytesBarriers == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
@@ -69,10 +66,8 @@ struct ForwardParams {
 };
 static_assert(sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
-struct Shared {
+struct Shared : QkvBarriers<kNumStages> {
   u32 q, out, k, v;
-  Barrier q_full, q_empty;
-  Ring<kNumStages> k_ring, v_ring;
   u32 scratch;
 
   CUFLASH_DEVICE Shared() {
@@ -80,12 +75,8 @@ struct Shared {
     out = kOutTakesQ ? q : q + kBytesQ;
     k = q + kBytesQOut;
     v = k + kNumStages * kBytesK;
-    const u32 barriers = v + kNumStages * kBytesV;
-    q_full = {barriers};
-    q_empty = {barriers + 8};
-    k_ring = {barriers + 16};
-    v_ring = {barriers + 16 + Ring<kNumStages>::kBytes};
-    scratch = barriers + 16 + 2 * Ring<kNumStages>::kBytes;
+    place_barriers(v + kNumStages * kBytesV);
+    scratch = v + kNumStages * kBytesV + QkvBarriers::kBytes;
   }
 };
 
@@ -123,16 +114,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
   const u32 s_q = shared.q + consumer * 64 * kLineBytes, s_out = shared.out + consumer * 64 * kLineBytes;
   const int warp_row = thread / 32 * 16;
 
-  // Consumers issue products in turn; the first one to go is let in by the last.
-  constexpr u32 kTurn = 1, kConsumer = kTurn + kConsumers, kAll = kConsumer + kConsumers;
-  const auto sync_consumer = [&]() { ptx::sync_named(kConsumer + consumer, 128); };
-  const auto take_turn = [&]() {
-    if constexpr (kPingPong) ptx::sync_named(kTurn + consumer, 256);
-  };
-  const auto give_turn = [&]() {
-    if constexpr (kPingPong) ptx::arrive_named(kTurn + (consumer + 1) % kConsumers, 256);
-  };
-  if (kPingPong && consumer == kConsumers - 1) give_turn();
+  const Turns turns(consumer);
 
   Position<kNumStages> key;
   u32 parity_q = 0;
@@ -244,11 +226,11 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
 
     // Tiles of keys that others of the block need, and these queries do not.
     const auto skip = [&]() {
-      take_turn();
-      give_turn();
+      turns.take();
+      turns.give();
       shared.k_ring.full(key).wait(key.parity);
       shared.v_ring.full(key).wait(key.parity);
-      sync_consumer();  // nobody may be left waiting for a phase that is long over
+      sync_consumer(consumer);  // nobody may be left waiting for a phase that is long over
       release_by_warp(shared.k_ring.empty(key));
       release(shared.v_ring.empty(key));
       key.advance();
@@ -271,9 +253,9 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     for (int n_block = tile.keys.stop - 1; n_block >= keys.stop; --n_block) skip();
     if (keys.start < keys.stop) {
       int n_block = keys.stop - 1;
-      take_turn();
+      turns.take();
       multiply_s();
-      give_turn();
+      turns.give();
       ptx::wait_products<0>();
       ptx::renew_registers(s[0]);
       if (n_block >= keys.full_stop || n_block < keys.full_start)
@@ -285,10 +267,10 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       const auto step = [&](auto masked) {
         const Position<kNumStages> before = key;
         key.advance();
-        take_turn();
+        turns.take();
         multiply_s();
         multiply_o(before);
-        give_turn();
+        turns.give();
         ptx::wait_products<1>();
         ptx::renew_registers(s[0]);
         const bool grows = weigh(n_block, masked);
@@ -321,14 +303,14 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     if constexpr (kHasSinks) softmax.add_sinks(o, [&](int, int) { return sink_of(common, head) * kExponentOfE; });
     if constexpr (!kOutTakesQ) {
       if (elected) ptx::bulk_wait_read<0>();
-      sync_consumer();
+      sync_consumer(consumer);
       release(shared.q_empty);
     }
     const float kept_scale = kept_scale_of(common);
     store_fragments_chunked<kBlockM>(s_out, warp_row, o[0], softmax.inverse_sum(0, 0) * kept_scale,
                                      softmax.inverse_sum(0, 1) * kept_scale);
     ptx::fence_async_proxy();
-    sync_consumer();
+    sync_consumer(consumer);
     if (elected) {
       store_chunks<kBlockM, kDimV>(params.out, s_out, tile.first_row + consumer * 64, head, batch);
       ptx::bulk_commit();
@@ -337,28 +319,15 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
         shared.q_empty.arrive();
       }
     }
-    float* g_lse = (float*)common.lse.data + batch * common.lse.batch_stride + head * common.lse.head_stride;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = lane_row + 8 * half;
-      if (fragment_column() == 0 && row < common.seqlen_q)
-        g_lse[row * common.lse.row_stride] = softmax.log_sum_exp(0, half);
-    }
+    store_lse(common, batch, head, lane_row, softmax);
   }
-  if (kPingPong && consumer == 0) take_turn();
+  turns.finish();
   if (elected) ptx::bulk_wait<0>();
 }
 
 CUFLASH_DEVICE void forward(const ForwardParams& params) {
   Shared shared;
-  if (ptx::thread_index() == 0) {
-    shared.q_full.init(1);
-    shared.q_empty.init(kConsumers);
-    shared.k_ring.init(4 * kConsumers);
-    shared.v_ring.init(kConsumers);
-    ptx::fence_barrier_init();
-  }
-  ptx::sync_block();
+  shared.make_barriers(kConsumers, 4 * kConsumers, kConsumers);
   const u32 warp = ptx::uniform(ptx::thread_index() / 32);
   if (warp >= 4 * kConsumers) {
     ptx::decrease_registers<kProducerRegisters>();

@@ -1,0 +1,47 @@
+// The roles of the forward kernels of compute capability 9.0 whose blocks stay: consumers, warpgroups that own 64
+// queries of a tile each, and a producer, in the last warpgroup.
+#pragma once
+#include "config.cuh"
+#include "fragments.cuh"
+#include "params.cuh"
+#include "ptx_sm90.cuh"
+#include "softmax.cuh"
+
+constexpr bool kPingPong = CUFLASH_PING_PONG;
+constexpr int kConsumers = kBlockM / 64;
+static_assert(kNumWarps == 4 * (kConsumers + 1), "the consumers and a producer");
+static_assert(kBlockM == 64 * kConsumers, "a consumer owns 64 queries");
+
+// Named barriers: of each consumer for its turn, of each for itself, of all of them.
+constexpr u32 kTurn = 1, kConsumer = kTurn + kConsumers, kAll = kConsumer + kConsumers;
+
+CUFLASH_DEVICE void sync_consumer(u32 consumer) { ptx::sync_named(kConsumer + consumer, 128); }
+
+// With kPingPong consumers issue products in turn; the first one to go is let in by the last.
+struct Turns {
+  u32 consumer;
+
+  CUFLASH_DEVICE explicit Turns(u32 consumer_) : consumer(consumer_) {
+    if (kPingPong && consumer == kConsumers - 1) give();
+  }
+  CUFLASH_DEVICE void take() const {
+    if constexpr (kPingPong) ptx::sync_named(kTurn + consumer, 256);
+  }
+  CUFLASH_DEVICE void give() const {
+    if constexpr (kPingPong) ptx::arrive_named(kTurn + (consumer + 1) % kConsumers, 256);
+  }
+  CUFLASH_DEVICE void finish() const {
+    if (kPingPong && consumer == 0) take();
+  }
+};
+
+// lse of rows `row` and `row` + 8, those of a lane.
+CUFLASH_DEVICE void store_lse(const Params& params, int batch, int head, int row, const OnlineSoftmax<1>& softmax) {
+  float* g_lse = (float*)params.lse.data + batch * params.lse.batch_stride + head * params.lse.head_stride;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int half_row = row + 8 * half;
+    if (fragment_column() == 0 && half_row < params.seqlen_q)
+      g_lse[half_row * params.lse.row_stride] = softmax.log_sum_exp(0, half);
+  }
+}
