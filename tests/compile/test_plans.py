@@ -80,11 +80,11 @@ SPILLS = {
     ("forward_sm80.cu", 8, 256, "32x16", 1): 64,
     ("forward_sm80.cu", 8, 256, "16x16", 1): 224,
     ("backward_sm80.cu", 8, 64, "16x64", 1): 192,
-    ("backward_sm80.cu", 8, 128, "32x64", 1): 368,
-    ("backward_sm80.cu", 8, 128, "32x32", 1): 384,
+    ("backward_sm80.cu", 8, 128, "32x64", 1): 544,
+    ("backward_sm80.cu", 8, 128, "32x32", 1): 432,
     ("backward_sm80.cu", 8, 192, "16x16", 1): 1152,
-    ("backward_sm80.cu", 8, 256, "16x32", 1): 272,
-    ("backward_sm80.cu", 8, 256, "16x16", 1): 416,
+    ("backward_sm80.cu", 8, 256, "16x32", 1): 368,
+    ("backward_sm80.cu", 8, 256, "16x16", 1): 480,
     ("backward_dq_sm80.cu", 8, 128, "64x16", 1): 80,
     ("forward_sm90.cu", 2, 64, "256x64", 1): 64,
     ("backward_sm90.cu", 2, 128, "64x128", 1): 72,
@@ -111,7 +111,7 @@ SPILLS_OF_LATER_ARCHS = SPILLS | {
     ("backward_dq_sm80.cu", 4, 192, "32x16", 1): 32,
     ("backward_dq_sm80.cu", 4, 256, "32x16", 1): 32,
     ("forward_sm80.cu", 4, 64, "128x32", 2): 96,
-    ("backward_sm80.cu", 8, 64, "32x32", 1): 16,
+    ("backward_sm80.cu", 8, 64, "32x32", 1): 64,
 }
 # With every option on, with bounds, or with narrow loads.
 SPILLS_OF_OPTIONS = SPILLS | {
@@ -131,15 +131,16 @@ SPILLS_OF_OPTIONS = SPILLS | {
     ("forward_sm80.cu", 4, 64, "64x64", 1): 16,
     ("forward_float32_sm90.cu", 4, 64, "128x128", 1): 32,
     ("backward_float32_sm90.cu", 4, 128, "64x64", 1): 80,
-    ("backward_sm80.cu", 8, 64, "16x64", 1): 368,
+    ("backward_sm80.cu", 8, 64, "16x64", 1): 416,
 }
 SPILLS_OF_DROPOUT = SPILLS | {
     ("forward_sm80.cu", 2, 64, "128x64", 3): 160,
     ("forward_sm80.cu", 4, 64, "128x32", 2): 96,
-    ("forward_sm80.cu", 8, 64, "128x64", 1): 16,
+    ("forward_sm80.cu", 8, 64, "128x48", 1): 64,
     ("backward_dq_sm80.cu", 2, 64, "128x64", 2): 160,
     ("backward_dq_sm80.cu", 4, 64, "64x32", 1): 16,
     ("backward_dq_sm80.cu", 8, 64, "64x16", 1): 16,
+    ("forward_sm90.cu", 2, 192, "128x112", 1): 96,
     ("forward_sm90.cu", 2, 256, "128x80", 1): 48,
     ("backward_sm90.cu", 2, 128, "64x128", 1): 104,
     ("forward_float32_sm90.cu", 4, 64, "128x128", 1): 16,
