@@ -31,7 +31,7 @@ def _maker(kind: type[Row], fields: str) -> Callable[..., Row]:
 _forward = _maker(ForwardTile, "max_dim block_m block_n num_warps num_stages min_blocks fragments_ahead origin")
 _forward_sm90 = _maker(
     ForwardSm90Tile,
-    "max_dim block_m block_n num_stages ping_pong keep_before lazy_maximum out_takes_q serves origin",
+    "max_dim block_m block_n num_stages ping_pong keep_before q_stages serves origin",
 )
 _forward_float32_sm90 = _maker(ForwardFloat32Sm90Tile, "max_dim block_m block_n num_stages ping_pong origin")
 _backward = _maker(
@@ -113,21 +113,19 @@ FORWARD_TILES = (
 )
 
 FORWARD_SM90_TILES = (
-    #            max_dim  m    n   stages turns  keep   lazy   out in Q serves
-    _forward_sm90(64,     256, 64,  3,    False, False, True,  False, "no terms",
+    #            max_dim  m    n   stages turns  keep  Q  serves
+    _forward_sm90(64,     256, 64,  3,    False, False, 2, "no terms",
                   _h200("578 / 543, 519 / 398", "291 / 274, 287 / 214")),
-    _forward_sm90(64,     192, 64,  3,    False, False, True,  False, "any", _ARITHMETIC),
-    _forward_sm90(128,    192, 80,  2,    True,  True,  True,  False, "long full",
+    _forward_sm90(64,     192, 64,  3,    False, False, 2, "any", _ARITHMETIC),
+    _forward_sm90(128,    192, 80,  2,    True,  True,  2, "long full",
                   "on an H200 751 and 779 TFLOP/s (seqlen 4096 and 16384), 128 x 128 in another run 774 and 741"),
-    _forward_sm90(128,    128, 128, 2,    True,  True,  True,  False, "no terms",
+    _forward_sm90(128,    128, 128, 2,    True,  True,  2, "no terms",
                   "on an H200 677 TFLOP/s causal at seqlen 4096, 619 / 464 full / causal at 1024, FlashAttention-2 "
                   "beside it 291, 313 / 248"),
-    _forward_sm90(128,    128, 64,  3,    True,  True,  True,  False, "any", _ARITHMETIC),
-    _forward_sm90(192,    128, 112, 2,    True,  True,  False, True,  "any", _ARITHMETIC),
-    _forward_sm90(256,    128, 64,  2,    True,  True,  False, True,  "short",
+    _forward_sm90(128,    128, 64,  3,    True,  True,  2, "any", _ARITHMETIC),
+    _forward_sm90(192,    128, 96,  2,    True,  True,  1, "any", _ARITHMETIC),
+    _forward_sm90(256,    128, 64,  2,    True,  True,  1, "any",
                   "on an H200 671 / 510 TFLOP/s, FlashAttention-2 beside it 299 / 251 (seqlen 1024 full / causal)"),
-    _forward_sm90(256,    128, 80,  2,    True,  True,  False, True,  "any",
-                  "on an H200 766 / 724 TFLOP/s, FlashAttention-2 beside it 290 / 277 (seqlen 4096 full / causal)"),
 )
 
 FORWARD_FLOAT32_SM90_TILES = (

@@ -157,9 +157,8 @@ class ForwardSm90Tile:
     num_stages: int
     ping_pong: bool  # consumers take turns at issuing products
     keep_before: bool  # the softmax is kept in front of the wait for the product before it
-    lazy_maximum: bool  # the maximum of a row is looked for only where a sum became too large
-    out_takes_q: bool  # the output leaves through the shared memory of Q
-    serves: Literal["any", "no terms", "long full", "short"] = "any"
+    q_stages: int  # tiles of queries in shared memory
+    serves: Literal["any", "no terms", "long full"] = "any"
     origin: str = field(compare=False)
 
     element_bytes = 2
@@ -177,17 +176,16 @@ class ForwardSm90Tile:
         return self.block_m // 16 + 4
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
-        q, out = (_chunked_bytes(self.block_m, d) for d in (dim, dim_v))
+        q, out = (_chunked_bytes(self.block_m, d) for d in (dim, min(dim_v, 128)))
         k, v = (_chunked_bytes(self.block_n, d) for d in (dim, dim_v))
-        barriers = 8 * (2 + 4 * self.num_stages) + 16
-        return (max(q, out) if self.out_takes_q else q + out) + self.num_stages * (k + v) + barriers
+        barriers = 8 * (2 * self.q_stages + 4 * self.num_stages) + 16
+        return self.q_stages * q + out + self.num_stages * (k + v) + barriers
 
     def defines(self) -> dict[str, int]:
         return _tile_defines(self) | {
             "CUFLASH_PING_PONG": int(self.ping_pong),
             "CUFLASH_KEEP_BEFORE": int(self.keep_before),
-            "CUFLASH_LAZY_MAXIMUM": int(self.lazy_maximum),
-            "CUFLASH_OUT_TAKES_Q": int(self.out_takes_q),
+            "CUFLASH_Q_STAGES": self.q_stages,
         }
 
     def suits(self, problem: Problem) -> bool:
@@ -199,7 +197,6 @@ class ForwardSm90Tile:
             "any": True,
             "no terms": no_terms,
             "long full": no_terms and is_long and problem.window_right is None,
-            "short": not is_long,
         }[self.serves]
 
 
@@ -416,7 +413,6 @@ SERVES = {
     "any": "any problem",
     "no terms": "problems without softcap, slopes, bias and mask",
     "long full": f"{LONG_SEQLEN} keys or more, without a right bound, softcap, slopes, bias and mask",
-    "short": f"fewer than {LONG_SEQLEN} keys",
 }
 
 

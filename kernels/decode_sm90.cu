@@ -111,7 +111,7 @@ struct HeadWork {
 
 CUFLASH_DEVICE void produce(const DecodeParams& params, Shared& shared) {
   Position<kNumStages> at;
-  u32 q_parity = 0;
+  Position<1> q_at;
   for (HeadWalk walk(params.common); walk.more(); walk.advance()) {
     const HeadWork work(params.common, walk);
     for (int n_block = work.keys.stop - 1; n_block >= work.keys.start; --n_block, at.advance()) {
@@ -121,10 +121,11 @@ CUFLASH_DEVICE void produce(const DecodeParams& params, Shared& shared) {
       load_chunks<kBlockN, kDim>(shared.k + at.stage * kBytesK, params.k, k_full, n_block * kBlockN, work.head_kv,
                                  work.batch);
       if (n_block == work.keys.stop - 1) {
-        shared.q_empty.wait(q_parity ^ 1);
-        shared.q_full.arrive_expect(chunked_bytes(work.rows, kDim));
-        load_chunks<kBlockM, kDim>(shared.q, params.q, shared.q_full, 0, work.first_head(), work.batch);
-        q_parity ^= 1;
+        const Barrier q_full = shared.q_ring.full(q_at);
+        shared.q_ring.empty(q_at).wait(q_at.parity ^ 1);
+        q_full.arrive_expect(chunked_bytes(work.rows, kDim));
+        load_chunks<kBlockM, kDim>(shared.q, params.q, q_full, 0, work.first_head(), work.batch);
+        q_at.advance();
       }
       shared.v_ring.empty(at).wait(at.parity ^ 1);
       v_full.arrive_expect(kBytesV);
@@ -151,7 +152,7 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
   sync_consumer();
 
   Position<kNumStages> at;
-  u32 q_parity = 0;
+  Position<1> q_at;
 #pragma unroll 1
   for (HeadWalk walk(common); walk.more(); walk.advance()) {
     const HeadWork work(common, walk);
@@ -216,7 +217,7 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
       release_by_warp(shared.v_ring.empty(at));
     };
 
-    if (work.has_keys()) shared.q_full.wait(q_parity);
+    if (work.has_keys()) shared.q_ring.full(q_at).wait(q_at.parity);
 #pragma unroll 1
     for (int n_block = work.keys.stop - 1; n_block >= work.keys.start; --n_block, at.advance()) {
       multiply_s();
@@ -227,8 +228,8 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
       multiply_o(n_block);
     }
     if (work.has_keys()) {
-      release_by_warp(shared.q_empty);
-      q_parity ^= 1;
+      release_by_warp(shared.q_ring.empty(q_at));
+      q_at.advance();
     }
     softmax.finish();
 

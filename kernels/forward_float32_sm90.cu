@@ -75,16 +75,17 @@ CUFLASH_DEVICE constexpr int piece_of(int n) { return kPieces - 1 - n; }
 // The producer: one thread that walks over the tiles as the consumers do, as far ahead as the rings allow.
 CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
   Position<kNumStages> key;
-  u32 parity_q = 0;
-  for (TileWalk walk(params.common); walk.more(); walk.advance(), parity_q ^= 1) {
+  Position<1> query;
+  for (TileWalk walk(params.common); walk.more(); walk.advance(), query.advance()) {
     const QueryTile tile(params.common, walk.work(params.common));
     const int head = tile.head_kv, batch = tile.work.batch, all_batch = params.common.batch;
     const auto load_q = [&]() {
-      shared.q_empty.wait(parity_q ^ 1);
-      shared.q_full.arrive_expect(kBytesQ);
+      const Barrier q_full = shared.q_ring.full(query);
+      shared.q_ring.empty(query).wait(query.parity ^ 1);
+      q_full.arrive_expect(kBytesQ);
 #pragma unroll 1
       for (int i = 0; i < kPieces; ++i)
-        load_chunks<kBlockM, kDim>(shared.q + i * kPieceQ, params.q, shared.q_full, tile.first_row, tile.work.head,
+        load_chunks<kBlockM, kDim>(shared.q + i * kPieceQ, params.q, q_full, tile.first_row, tile.work.head,
                                    i * all_batch + batch);
     };
     if (tile.keys.start == tile.keys.stop) load_q();
@@ -145,8 +146,8 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
   const Turns turns(consumer);
 
   Position<kNumStages> key;
-  u32 parity_q = 0;
-  for (TileWalk walk(common); walk.more(); walk.advance(), parity_q ^= 1) {
+  Position<1> query;
+  for (TileWalk walk(common); walk.more(); walk.advance(), query.advance()) {
     const QueryTile tile(common, walk.work(common));
     const int head = tile.work.head, batch = tile.work.batch;
     const Score score(common, batch, head, tile.key_stop);
@@ -257,7 +258,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       turns.give();
       release_pieces(shared.k_ring);
       ptx::renew_registers(s[0]);
-      if (n_block == keys.start) release(shared.q_empty);
+      if (n_block == keys.start) release(shared.q_ring.empty(query));
 
       if (n_block >= keys.full_stop || n_block < keys.full_start)
         to_scores(s[0], n_block, Constant<true>{});
@@ -281,12 +282,12 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       key.advance();
     };
 
-    shared.q_full.wait(parity_q);
+    shared.q_ring.full(query).wait(query.parity);
     int n_block = tile.keys.stop - 1;
     for (; n_block >= keys.stop; --n_block) skip();
     if (keys.start == keys.stop) {
       sync_consumer(consumer);
-      release(shared.q_empty);
+      release(shared.q_ring.empty(query));
     }
 #pragma unroll 1
     for (; n_block >= keys.start; --n_block) step(n_block);

@@ -9,8 +9,8 @@
 // run, for which they may take turns at issuing (kPingPong).
 //
 //   barrier      one phase is over when            who waits
-//   q_full       Q has arrived                     consumers, before S
-//   q_empty      every consumer is done with Q     producer, before the next Q
+//   q_full[i]    Q has arrived in stage i          consumers, before S
+//   q_empty[i]   every warp has its last S         producer, before the next Q in stage i
 //   k_full[i]    K has arrived in stage i          consumers, before S
 //   k_empty[i]   every warp has its exponentials   producer, before the next K in stage i
 //   v_full[i]    V has arrived in stage i          consumers, before O
@@ -19,7 +19,7 @@
 //
 // A step takes the exponentials of a tile relative to the offset that its rows have had since their first tile, without
 // looking for their maxima first: an offset that has become too small shows in a sum that is too large, and only then the
-// tile is done again, maxima first (kLazyMaximum). Sums relative to one offset are exact, whatever the offset is.
+// tile is done again, maxima first. Sums relative to one offset are exact, whatever the offset is.
 #include "config.cuh"
 #include "dropout.cuh"
 #include "forward_roles.cuh"
@@ -34,20 +34,19 @@
 #include "tiles_sm90.cuh"
 
 constexpr bool kKeepBefore = CUFLASH_KEEP_BEFORE;      // softmax kept in front of the wait for O
-constexpr bool kOutTakesQ = CUFLASH_OUT_TAKES_Q;       // the output leaves through the room of Q
-constexpr bool kLazyMaximum = CUFLASH_LAZY_MAXIMUM;    // maxima only where a sum of exponentials became too large
+constexpr int kQStages = CUFLASH_Q_STAGES;             // tiles of queries
+constexpr int kOutColumns = min_of(kDimV, 128);        // of the output that leave at a time
 // Whether dropout waits for the product O of the tile before, so that it has the registers of that product's weights.
 constexpr bool kDropsLate = kDimV > 192;
 constexpr int kNTiles = kBlockN / 8;
 
-// Shared memory: Q, the output unless it takes Q's room, the rings of K and V, barriers.
+// Shared memory: the ring of Q, a part of the output, the rings of K and V, barriers.
 constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
-constexpr u32 kBytesOut = chunked_bytes(kBlockM, kDimV);
+constexpr u32 kBytesOut = chunked_bytes(kBlockM, kOutColumns);
 constexpr u32 kBytesK = chunked_bytes(kBlockN, kDim);
 constexpr u32 kBytesV = chunked_bytes(kBlockN, kDimV);
-constexpr u32 kBytesQOut = kOutTakesQ ? chunked_bytes(kBlockM, max_of(kDim, kDimV)) : kBytesQ + kBytesOut;
-constexpr u32 kBytesBarriers = QkvBarriers<kNumStages>::kBytes + 16;
-static_assert(kBytesQOut + kNumStages * (kBytesK + kBytesV) + kBytesBarriers == CUFLASH_SHARED_BYTES,
+constexpr u32 kBytesBarriers = QkvBarriers<kNumStages, kQStages>::kBytes + 16;
+static_assert(kQStages * kBytesQ + kBytesOut + kNumStages * (kBytesK + kBytesV) + kBytesBarriers == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
 // Registers of a thread after the producer has given up most of its own: at most what the block started with in all.
@@ -66,14 +65,14 @@ struct ForwardParams {
 };
 static_assert(sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
-struct Shared : QkvBarriers<kNumStages> {
+struct Shared : QkvBarriers<kNumStages, kQStages> {
   u32 q, out, k, v;
   u32 scratch;
 
   CUFLASH_DEVICE Shared() {
     q = ptx::dynamic_shared();
-    out = kOutTakesQ ? q : q + kBytesQ;
-    k = q + kBytesQOut;
+    out = q + kQStages * kBytesQ;
+    k = out + kBytesOut;
     v = k + kNumStages * kBytesK;
     place_barriers(v + kNumStages * kBytesV);
     scratch = v + kNumStages * kBytesV + QkvBarriers::kBytes;
@@ -82,15 +81,17 @@ struct Shared : QkvBarriers<kNumStages> {
 
 // The producer: one thread that walks over the tiles as the consumers do, as far ahead as the rings allow.
 CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
+  Position<kQStages> query;
   Position<kNumStages> key;
-  u32 parity_q = 0;
-  for (TileWalk walk(params.common); walk.more(); walk.advance(), parity_q ^= 1) {
+  for (TileWalk walk(params.common); walk.more(); walk.advance(), query.advance()) {
     const QueryTile tile(params.common, walk.work(params.common));
     const int head = tile.head_kv, batch = tile.work.batch;
     const auto load_q = [&]() {
-      shared.q_empty.wait(parity_q ^ 1);
-      shared.q_full.arrive_expect(kBytesQ);
-      load_chunks<kBlockM, kDim>(shared.q, params.q, shared.q_full, tile.first_row, tile.work.head, batch);
+      const Barrier q_full = shared.q_ring.full(query);
+      shared.q_ring.empty(query).wait(query.parity ^ 1);
+      q_full.arrive_expect(kBytesQ);
+      load_chunks<kBlockM, kDim>(shared.q + query.stage * kBytesQ, params.q, q_full, tile.first_row, tile.work.head,
+                                 batch);
     };
     if (tile.keys.start == tile.keys.stop) load_q();
     for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
@@ -111,15 +112,16 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
   const Params& common = params.common;
   const u32 thread = ptx::thread_index() % 128;
   const bool elected = thread == 0;
-  const u32 s_q = shared.q + consumer * 64 * kLineBytes, s_out = shared.out + consumer * 64 * kLineBytes;
+  const u32 s_out = shared.out + consumer * 64 * kLineBytes;
   const int warp_row = thread / 32 * 16;
 
   const Turns turns(consumer);
 
+  Position<kQStages> query;
   Position<kNumStages> key;
-  u32 parity_q = 0;
-  for (TileWalk walk(common); walk.more(); walk.advance(), parity_q ^= 1) {
+  for (TileWalk walk(common); walk.more(); walk.advance(), query.advance()) {
     const QueryTile tile(common, walk.work(common));
+    const u32 s_q = shared.q + query.stage * kBytesQ + consumer * 64 * kLineBytes;
     const int head = tile.work.head, batch = tile.work.batch;
     const Score score(common, batch, head, tile.key_stop);
     const Mask mask(common, batch, head, tile.key_stop);
@@ -143,21 +145,24 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
         ptx::multiply_async<false, false>(Element{}, s[0], along_k<kBlockM>(a, k), along_k<kBlockN>(b, k), k > 0);
       ptx::commit_products();
     };
-    // The same by mma.sync, for one warp alone.
+    // The same by mma.sync, for one warp alone; not unrolled, since it is rare and needs registers.
     const auto multiply_s_again = [&]() {
       const u32 lane = lane_index(), swizzle = lane % 8 * 16;
       const u32 line_q = s_q + (warp_row + lane % 16) * kLineBytes;
       const u32 line_k = shared.k + key.stage * kBytesK + (lane % 8 + lane / 16 * 8) * kLineBytes;
       set_zero(s);
-      multiply<kDim / 16>(
-          s,
-          [&](int, int k, Fragment& a) {
-            ptx::load_matrix_x4(a.word, line_q + k / 4 * kBlockM * kLineBytes + ((k % 4 * 32 + lane / 16 * 16) ^ swizzle));
-          },
-          [&](int n, int k, Fragment& b) {
-            ptx::load_matrix_x4(b.word, line_k + n * 16 * kLineBytes + k / 4 * kBlockN * kLineBytes +
-                                       ((k % 4 * 32 + lane / 8 % 2 * 16) ^ swizzle));
-          });
+#pragma unroll 1
+      for (int k = 0; k < kDim / 16; ++k)
+        multiply<1>(
+            s,
+            [&](int, int, Fragment& a) {
+              ptx::load_matrix_x4(a.word,
+                                  line_q + k / 4 * kBlockM * kLineBytes + ((k % 4 * 32 + lane / 16 * 16) ^ swizzle));
+            },
+            [&](int n, int, Fragment& b) {
+              ptx::load_matrix_x4(b.word, line_k + n * 16 * kLineBytes + k / 4 * kBlockN * kLineBytes +
+                                         ((k % 4 * 32 + lane / 8 % 2 * 16) ^ swizzle));
+            });
     };
     const auto multiply_o = [&](const Position<kNumStages>& at) {
       shared.v_ring.full(at).wait(at.parity);
@@ -196,7 +201,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     bool all_started = false;  // every row of the warp has seen a key
     const auto weigh = [&](int n_block, auto masked) {
       float sum[1][2] = {{0.0f, 0.0f}};
-      bool grows = false, maximum_first = masked.value || !kLazyMaximum || !all_started;
+      bool grows = false, maximum_first = masked.value || !all_started;
       to_scores(n_block, masked);
       if (!maximum_first) {
         softmax.exponentiate(s, scale_log2, sum);
@@ -236,7 +241,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       key.advance();
     };
 
-    shared.q_full.wait(parity_q);
+    shared.q_ring.full(query).wait(query.parity);
     if constexpr (kKvLengthsBytes != 0) {
       // Keys past kv_lengths have weight 0, but 0 times what lies there may be NaN.
       const int valid = tile.key_stop - (tile.keys.stop - 1) * kBlockN;
@@ -290,35 +295,35 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
 #pragma unroll 1
         for (; n_block >= keys.start; --n_block) step(Constant<true>{});
       }
+      release_by_warp(shared.q_ring.empty(query));
       multiply_o(key);
       ptx::wait_products<0>();
       ptx::renew_registers(o[0]);
       release(shared.v_ring.empty(key));
       key.advance();
+    } else {
+      release_by_warp(shared.q_ring.empty(query));
     }
     for (int n_block = keys.start - 1; n_block >= tile.keys.start; --n_block) skip();
 
-    // O / l, rounded, to shared memory and from there by the copy engine, once it has read the output before.
+    // O / l, rounded, to shared memory and from there by the copy engine, once it has read what was there before.
     softmax.finish();
     if constexpr (kHasSinks) softmax.add_sinks(o, [&](int, int) { return sink_of(common, head) * kExponentOfE; });
-    if constexpr (!kOutTakesQ) {
+    const float kept_scale = kept_scale_of(common);
+    const float upper = softmax.inverse_sum(0, 0) * kept_scale, lower = softmax.inverse_sum(0, 1) * kept_scale;
+    repeat<ceil_div(kDimV, kOutColumns)>([&](auto part) {
+      constexpr int kFirst = decltype(part)::value * kOutColumns;
+      constexpr int kColumns = min_of(kOutColumns, kDimV - kFirst);
       if (elected) ptx::bulk_wait_read<0>();
       sync_consumer(consumer);
-      release(shared.q_empty);
-    }
-    const float kept_scale = kept_scale_of(common);
-    store_fragments_chunked<kBlockM>(s_out, warp_row, o[0], softmax.inverse_sum(0, 0) * kept_scale,
-                                     softmax.inverse_sum(0, 1) * kept_scale);
-    ptx::fence_async_proxy();
-    sync_consumer(consumer);
-    if (elected) {
-      store_chunks<kBlockM, kDimV>(params.out, s_out, tile.first_row + consumer * 64, head, batch);
-      ptx::bulk_commit();
-      if constexpr (kOutTakesQ) {
-        ptx::bulk_wait_read<0>();
-        shared.q_empty.arrive();
+      store_fragments_chunked<kBlockM>(s_out, warp_row, (float(&)[kColumns / 8][4])o[0][kFirst / 8], upper, lower);
+      ptx::fence_async_proxy();
+      sync_consumer(consumer);
+      if (elected) {
+        store_chunks<kBlockM, kColumns>(params.out, s_out, tile.first_row + consumer * 64, head, batch, kFirst);
+        ptx::bulk_commit();
       }
-    }
+    });
     store_lse(common, batch, head, lane_row, softmax);
   }
   turns.finish();
@@ -327,7 +332,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
 
 CUFLASH_DEVICE void forward(const ForwardParams& params) {
   Shared shared;
-  shared.make_barriers(kConsumers, 4 * kConsumers, kConsumers);
+  shared.make_barriers(4 * kConsumers, 4 * kConsumers, kConsumers);
   const u32 warp = ptx::uniform(ptx::thread_index() / 32);
   if (warp >= 4 * kConsumers) {
     ptx::decrease_registers<kProducerRegisters>();

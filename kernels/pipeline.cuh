@@ -44,24 +44,22 @@ struct Ring {
   }
 };
 
-// The barriers of a tile of queries, and the rings of those of keys and values.
-template <int stages>
+// The rings of tiles of queries, and of those of keys and values.
+template <int stages, int q_stages = 1>
 struct QkvBarriers {
-  static constexpr u32 kBytes = 16 + 2 * Ring<stages>::kBytes;
-  Barrier q_full, q_empty;
+  static constexpr u32 kBytes = Ring<q_stages>::kBytes + 2 * Ring<stages>::kBytes;
+  Ring<q_stages> q_ring;
   Ring<stages> k_ring, v_ring;
 
   CUFLASH_DEVICE void place_barriers(u32 address) {
-    q_full = {address};
-    q_empty = {address + 8};
-    k_ring = {address + 16};
-    v_ring = {address + 16 + Ring<stages>::kBytes};
+    q_ring = {address};
+    k_ring = {address + Ring<q_stages>::kBytes};
+    v_ring = {address + Ring<q_stages>::kBytes + Ring<stages>::kBytes};
   }
   // By all threads of the block; so many arrivals give back a tile of each.
   CUFLASH_DEVICE void make_barriers(u32 q_consumers, u32 k_consumers, u32 v_consumers) const {
     if (ptx::thread_index() == 0) {
-      q_full.init(1);
-      q_empty.init(q_consumers);
+      q_ring.init(q_consumers);
       k_ring.init(k_consumers);
       v_ring.init(v_consumers);
       ptx::fence_barrier_init();

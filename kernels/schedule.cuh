@@ -23,9 +23,9 @@ CUFLASH_DEVICE Work schedule(const Params& params, u32 index, int num_blocks, in
   return {last_first ? num_blocks - 1 - block : block, (int)(head % num_heads), (int)(head / num_heads)};
 }
 
-CUFLASH_DEVICE int min_of(int a, int b) { return a < b ? a : b; }
+CUFLASH_DEVICE constexpr int min_of(int a, int b) { return a < b ? a : b; }
 CUFLASH_DEVICE int at_least_zero(int a) { return a > 0 ? a : 0; }
-CUFLASH_DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
+CUFLASH_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Keys [0, key_stop) of a batch exist: seqlen_k, or less where kv_lengths says so.
 CUFLASH_DEVICE int key_stop_of(const Params& params, int batch) {

@@ -21,12 +21,13 @@ CUFLASH_DEVICE void load_chunks(u32 tile, const TensorMap& map, const Barrier& f
     ptx::load_tensor(tile + c * rows * kLineBytes, map, full.address, c * kChunk, first_row, head, batch);
 }
 
-// Stores 64 rows, from the first one of `tile` on, a tile of `rows` rows.
+// Stores 64 rows, from the first one of `tile` on, a tile of `rows` rows, as columns `first_column` and following.
 template <int rows, int columns>
-CUFLASH_DEVICE void store_chunks(const TensorMap& map, u32 tile, int first_row, int head, int batch) {
+CUFLASH_DEVICE void store_chunks(const TensorMap& map, u32 tile, int first_row, int head, int batch,
+                                 int first_column = 0) {
 #pragma unroll
   for (int c = 0; c < chunks_of(columns); ++c)
-    ptx::store_tensor(map, tile + c * rows * kLineBytes, c * kChunk, first_row, head, batch);
+    ptx::store_tensor(map, tile + c * rows * kLineBytes, first_column + c * kChunk, first_row, head, batch);
 }
 
 // An operand whose k runs along the lines, and the same one 16 `k` elements further, in a tile of `rows` rows.

@@ -278,7 +278,7 @@ TARGETS = [
     *(
         Target(tile=tile, arch="9.0", variant=variant)
         for tile in FORWARD_SM90_TILES
-        for variant in ("full", "bounds", *(("options",) if tile.serves in ("any", "short") else ()))
+        for variant in ("full", "bounds", *(("options",) if tile.serves == "any" else ()))
     ),
     *(
         Target(tile=tile, arch="9.0", variant=variant)

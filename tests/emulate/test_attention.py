@@ -823,12 +823,9 @@ def rising(tile, dtype, **options):
     return case, problem_of(case, arrays), arrays
 
 
-LAZY = tuple(tile for tile in FORWARD_SM90_TILES if tile.lazy_maximum)
-
-
 @pytest.mark.parametrize("options", [{}, {"alibi_slopes": (1,)}, {"causal": True}], ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("tile", LAZY, ids=name_of)
+@pytest.mark.parametrize("tile", FORWARD_SM90_TILES, ids=name_of)
 def test_maxima_that_are_found_late(tile, dtype, options):
     _, problem, arrays = rising(tile, dtype, **options)
     first = None
@@ -841,7 +838,7 @@ def test_maxima_that_are_found_late(tile, dtype, options):
         assert bits((out, lse)) == first
 
 
-@pytest.mark.parametrize("tile", LAZY, ids=name_of)
+@pytest.mark.parametrize("tile", FORWARD_SM90_TILES, ids=name_of)
 def test_maxima_are_not_looked_for_in_vain(tile):
     """Scores of common spreads need no second product."""
     case = ct.Case(seqlen_q=67, seqlen_k=4 * tile.block_n, head_dim=16, dtype="float16", score_spread=1.0)
@@ -960,8 +957,11 @@ def test_no_address_errors():
 # ---- Shared memory ---------------------------------------------------------------------------------------------------
 
 
-LAZY_ROWS = (tile for tile in FORWARD_SM90_TILES if tile.lazy_maximum)
-ROWS_WITH_MATRIX_LOADS = (*SEVERAL_STAGES, *(tile for table in ROWS_OF_2_BYTES for _, tile in table), *LAZY_ROWS)
+ROWS_WITH_MATRIX_LOADS = (
+    *SEVERAL_STAGES,
+    *(tile for table in ROWS_OF_2_BYTES for _, tile in table),
+    *FORWARD_SM90_TILES,
+)
 
 
 @pytest.mark.parametrize("tile", ROWS_WITH_MATRIX_LOADS, ids=name_of)

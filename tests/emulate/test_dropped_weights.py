@@ -35,9 +35,7 @@ def one_of_each_kind(tiles):
     """Rows whose warps, or warpgroups, hold the weights in different ways."""
 
     def kind(tile):
-        own = [
-            getattr(tile, name, 0) for name in ("warps_d", "pieces", "splits_roles", "dk_from_shared", "lazy_maximum")
-        ]
+        own = [getattr(tile, name, 0) for name in ("warps_d", "pieces", "splits_roles", "dk_from_shared", "q_stages")]
         return type(tile), tile.element_bytes, *own
 
     return tuple({kind(tile): tile for tile in tiles}.values())
