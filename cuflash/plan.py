@@ -51,7 +51,11 @@ CAUSAL_HEAD_SECTION = 16
 # H200 one head at a time is 10 % slower (head_dim 128, seqlen 4096).
 TURNS_HEAD_SECTION = 4
 FAST_FLOAT64 = (80, 90, 100)  # compute capabilities whose FP64 units are as many as half of the others
-WAVES = 4  # of resident blocks that a grid should have, where more blocks cost extra work
+# Of resident blocks that a grid should have where more blocks cost extra work: of equal ones, and under a causal mask.
+# On an H200, one key/value head for 16 query heads, seqlen 4096, in TFLOP/s by blocks that share it: head_dim 64 full 2
+# blocks 549, 4 542, 8 532, 3 516, 5 488; head_dim 128 causal 2 blocks 416, 4 468, 8 475, 16 451, 5 391. Eight of these
+# heads have two waves of tiles: causal at head_dim 128 1 block 522, 2 492, 4 473.
+WAVES, CAUSAL_WAVES = 1.9, 4.0
 DECODE_MIN_SEQLEN_K = 512  # from which on that pays
 MIN_TILES_OF_BLOCK = 2  # of keys
 COMBINE_TILES = 2  # of keys: what a block of many takes longer where several share a head
@@ -60,9 +64,9 @@ MAX_SHARE_STEPS = 2**31 - 1  # by which blocks count the keys of all heads: as m
 SINKS_WARPS = 16
 PIECES_ROWS = 64  # that a block splits
 PIECES_WARPS = 8
-# Of queries and keys, for each row that is split. On an H200 pieces are faster from seqlen 128 on at head_dim 128 and
-# in the backward pass, in the forward pass at head_dim 64 from somewhere between 256 and 512 on.
-PIECES_MIN_PAIRS = 64
+# Of queries and keys, for each row that is split. On an H200 pieces catch up with the sm80 kernel at seqlen 192 in the
+# forward pass (head_dim 64; sooner at 128), and are ahead of it from 128 on in the backward pass.
+PIECES_MIN_PAIRS: dict[Pass, int] = {"forward": 64, "backward": 42}
 SHARED_BYTES_RESERVED = 1024  # that a resident block takes of a multiprocessor's shared memory beside its own
 
 
@@ -407,9 +411,17 @@ def _why_not_pieces(draft: _Draft, table: tuple) -> str | None:
     keys = problem.seqlen_k
     if problem.window_left is not None and problem.window_right is not None:
         keys = min(keys, max(0, problem.window_left + problem.window_right + 1))
-    if problem.num_heads * problem.seqlen_q * keys < PIECES_MIN_PAIRS * max(rows, 1):
-        return f"for fewer than {PIECES_MIN_PAIRS} scores to each row of q, k and v, splitting these takes too long"
+    fewest = PIECES_MIN_PAIRS[draft.pass_]
+    if problem.num_heads * problem.seqlen_q * keys < fewest * max(rows, 1):
+        return f"for fewer than {fewest} scores to each row of q, k and v, splitting these takes too long"
     return None
+
+
+def _group_splits(problem: Problem, n_blocks: int, resident: int) -> int:
+    """Blocks that share the query heads of a key/value head, each as many, where tiles of keys are few."""
+    waves = WAVES if n_blocks >= WAVES * resident or problem.window_right is None else CAUSAL_WAVES
+    shares = (n for n in range(1, problem.group_size + 1) if problem.group_size % n == 0)
+    return next((n for n in shares if n * n_blocks >= waves * resident), problem.group_size)
 
 
 def _visible_keys(problem: Problem) -> int:
@@ -512,8 +524,7 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     dims = {"CUFLASH_DIM_MULTIPLE": main.dim_multiple}
     n_blocks = problem.batch * problem.num_heads_kv * -(-problem.seqlen_k // main.block_n)
     if n_blocks:
-        wanted = WAVES * device.num_sms * main.min_blocks
-        draft.group_splits = min(problem.group_size, -(-wanted // n_blocks))
+        draft.group_splits = _group_splits(problem, n_blocks, device.num_sms * main.min_blocks)
     draft.defines["CUFLASH_DQ_BY_REDUCTION"] = int(dq is None)
     draft.defines["CUFLASH_DQ_IN_TURN"] = int(in_turn)
     draft.defines["CUFLASH_SPLITS_GROUP"] = int(draft.group_splits > 1)
