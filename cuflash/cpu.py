@@ -22,6 +22,9 @@ Base 2. `np.exp2` takes half the time of `np.exp`, where NumPy has it in AVX-512
 
 Dropout. The random bits of a weight take longer (13) than all the rest.
 
+Runs of blocks. With a block mask, a tile of rows is a row of blocks, or a part or a few of one, and of a tile of keys the
+blocks that some of its rows see are computed, a run of neighbours at a time.
+
 Hiding by bits. Scores behind a mask are cleared by an integer "and" (0.3 with the conversion of the mask); `np.where`
 takes ten times as long where a mask is random.
 """
@@ -50,6 +53,7 @@ KEY_BLOCK = 64
 PRODUCT_LIMIT = 400_000  # multiplications in one product of blocks: OpenBLAS takes a second thread from 2**19 on
 TILE = 2**18  # scores in a tile: one MiB in float32, to stay in the L2 cache or near it
 QUERY_TILE = 512  # rows
+QUERY_BLOCK = 64  # rows of a tile at least, where blocks of a block mask are smaller
 KEY_TILE = 4096  # keys, where rows are few
 OUT_OF_TILE = 2**14  # more than rows and keys of a tile together
 TILES_PER_JOB = 4  # query tiles that share the conversion of a key tile
@@ -71,6 +75,7 @@ def forward(
     kv_lengths: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
+    block_mask: Array | None = None,
     seed: int | None = None,
     offset: int | None = None,
     out: Array | None = None,
@@ -82,7 +87,7 @@ def forward(
     ----------
     problem : Problem
         From `cuflash.problem.make_problem` on the same arrays.
-    q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks : numpy.ndarray
+    q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks, block_mask : numpy.ndarray
         As `cuflash.attention` takes them, validated, of any strides. `kv_lengths` is clamped to 0..seqlen_k.
     seed, offset : int, optional
         With dropout: which weights are dropped, as `cuflash.dropout_mask` says.
@@ -98,7 +103,7 @@ def forward(
     """
     out = np.empty(problem.out_shape, q.dtype) if out is None else out
     lse = np.empty(problem.lse_shape, problem.softmax_dtype) if lse is None else lse
-    call = _Call(problem, q, k, v, bias, mask, alibi_slopes, sinks, seed, offset)
+    call = _Call(problem, q, k, v, bias, mask, alibi_slopes, sinks, block_mask, seed, offset)
     out_4d, lse_3d = view_4d(out, problem.layout), view_rows(lse)
     threads = _count_threads(problem.forward_flops)
     num_tiles = problem.batch * problem.num_heads * _ceil_div(problem.seqlen_q, call.query_tile)
@@ -133,6 +138,7 @@ def backward(
     kv_lengths: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
+    block_mask: Array | None = None,
     dlse: Array | None = None,
     seed: int | None = None,
     offset: int | None = None,
@@ -145,7 +151,7 @@ def backward(
 
     Parameters
     ----------
-    problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks, seed, offset :
+    problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, seed, offset :
         As `forward` takes them.
     dout, out, lse : numpy.ndarray
         The gradient with respect to out, and what `forward` returned.
@@ -164,7 +170,7 @@ def backward(
         With `sinks` only.
     """
     dq, dk, dv = (np.empty(x.shape, x.dtype) if y is None else y for x, y in ((q, dq), (k, dk), (v, dv)))
-    call = _Call(problem, q, k, v, bias, mask, alibi_slopes, sinks, seed, offset)
+    call = _Call(problem, q, k, v, bias, mask, alibi_slopes, sinks, block_mask, seed, offset)
     dout, out, dq_4d, dk_4d, dv_4d = (view_4d(x, problem.layout) for x in (dout, out, dq, dk, dv))
     lse = view_rows(lse)
     dlse = None if dlse is None else view_rows(dlse)
@@ -361,6 +367,7 @@ class _Call:
         mask: Array | None,
         alibi_slopes: Array | None,
         sinks: Array | None,
+        block_mask: Array | None,
         seed: int | None,
         offset: int | None,
     ) -> None:
@@ -384,6 +391,12 @@ class _Call:
         if problem.window_left is not None and problem.window_right is not None:
             window = problem.window_left + problem.window_right + 1
             self.query_tile = _clamp(_ceil_div(window, 2 * KEY_BLOCK) * KEY_BLOCK, KEY_BLOCK, QUERY_TILE)
+        self.block_mask: Array | None = None
+        if block_mask is not None:
+            self.block_mask = np.broadcast_to(block_mask, (*slopes_shape, *block_mask.shape[-2:]))
+            block_rows = problem.block_size[0]
+            whole = block_rows * _ceil_div(QUERY_BLOCK, block_rows)  # rows of blocks
+            self.query_tile = _ceil_div(whole, _ceil_div(whole, QUERY_TILE))
         self._largest_keys: dict[tuple[int, int, int], float] = {}
 
     def sharing(self, heads: _Heads) -> _Heads:
@@ -492,6 +505,20 @@ class _Keys:
         stop = _ceil_div(_clamp(queries.stop_key - self.start, 0, self.stop - self.start), self.block)
         return _Keys(self.start + first * self.block, self.start + max(first, stop) * self.block, self.block)
 
+    def runs(self, call: _Call, queries: _Queries) -> Iterator[_Keys]:
+        """The parts of them, neighbours together, in which a block mask leaves something to any of the queries."""
+        if call.block_mask is None or self.num_blocks == 0:
+            if self.num_blocks:
+                yield self
+            return
+        heads, (rows, keys) = queries.heads, call.problem.block_size
+        first, last = queries.start // rows, (queries.start + queries.num_rows - 1) // rows
+        kept = call.block_mask[heads.batch, heads.head, first : last + 1].any(axis=(0, 1))
+        kept = kept[np.arange(self.start, self.stop) // keys].reshape(-1, self.block).any(axis=1)
+        edges = np.flatnonzero(np.diff(kept, prepend=False, append=False)) * self.block + self.start
+        for start, stop in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+            yield _Keys(start, stop, self.block)
+
     def blocks(self, staged: Array, start: int) -> Array:
         """These keys of an array (heads, keys, dim) that begins with key `start`, as (heads, blocks, 1, keys, dim)."""
         heads, _, dim = staged.shape
@@ -556,6 +583,15 @@ def _visible(call: _Call, queries: _Queries, keys: _Keys) -> Array | bool:
         if not all(part.all() for part in parts):
             masks = np.array([_as_scores(part, queries, keys, True) for part in parts])
             visible = masks if visible is None else np.logical_and(visible, masks, out=masks)
+    if call.block_mask is not None:
+        rows, columns = call.problem.block_size
+        i = (queries.start + np.arange(queries.num_rows)) // rows
+        j = np.arange(keys.start, keys.stop) // columns
+        parts = [call.block_mask[head][i[0] : i[-1] + 1, j[0] : j[-1] + 1] for head in queries.heads]
+        if not all(part.all() for part in parts):
+            pairs = [part[(i - i[0])[:, None], j - j[0]] for part in parts]
+            blocks = np.array([_as_scores(x, queries, keys, True) for x in pairs])
+            visible = blocks if visible is None else np.logical_and(visible, blocks, out=blocks)
     if visible is None:
         return True
     integer = np.int32 if call.dtype.itemsize == 4 else np.int64
@@ -639,16 +675,15 @@ def _forward_job(call: _Call, out: Array, lse: Array, workspace: _Workspace, hea
     for tile in _key_tiles(start, max(start, stop), _clamp(key_tile, KEY_BLOCK, KEY_TILE)):
         k = v = None
         for queries, total in zip(tiles, sums, strict=True):
-            keys = tile.seen_by(queries)
-            visible = keys.num_blocks > 0 and _visible(call, queries, keys)
-            if visible is False:
-                continue
-            if k is None or v is None:
-                of_keys = call.sharing(heads)
-                k, v = (call.stage(x, of_keys, range(tile.start, tile.stop), ones=1) for x in (call.k, call.v))
-            _forward_tile(
-                call, queries, keys, keys.blocks(k, tile.start), keys.blocks(v, tile.start), visible, total, workspace
-            )
+            for keys in tile.seen_by(queries).runs(call, queries):
+                visible = _visible(call, queries, keys)
+                if visible is False:
+                    continue
+                if k is None or v is None:
+                    of_keys = call.sharing(heads)
+                    k, v = (call.stage(x, of_keys, range(tile.start, tile.stop), ones=1) for x in (call.k, call.v))
+                k_blocks, v_blocks = (keys.blocks(x, tile.start) for x in (k, v))
+                _forward_tile(call, queries, keys, k_blocks, v_blocks, visible, total, workspace)
     for queries, total in zip(tiles, sums, strict=True):
         if call.sinks is not None:
             _add_sinks(call, call.sinks[heads.head], queries, total)
@@ -744,9 +779,10 @@ def _backward_job(
             queries = _BackwardQueries(call, group, rows, dout, out, lse, dlse)
             key_tile = call.tile // (heads.count * queries.padded) // KEY_BLOCK * KEY_BLOCK
             for tile in _key_tiles(span.start, span.stop, _clamp(key_tile, KEY_BLOCK, KEY_TILE)):
-                keys = tile.seen_by(queries)
-                visible = keys.num_blocks > 0 and _visible(call, queries, keys)
-                if visible is not False:
+                for keys in tile.seen_by(queries).runs(call, queries):
+                    visible = _visible(call, queries, keys)
+                    if visible is False:
+                        continue
                     k_blocks, v_blocks, dk_blocks, dv_blocks = (
                         keys.blocks(x, span.start) for x in (k, v, dk_sum, dv_sum)
                     )

@@ -125,6 +125,17 @@ class FlashAttention:
     dropout : float, default 0.0
         Probability that a weight is dropped, from 0 up to, but not, 1; rounded to a multiple of 1 / 65536. `forward`
         and `backward` then take the `seed` and the `offset` that say which: `cuflash.dropout_mask` has them all.
+    block_size : int or (int, int), default (128, 128)
+        Rows and keys of the blocks of a `block_mask`, without effect where none is given: multiples of 16 from 16 to
+        1024, one number for both. Tiles of 128 rows and 128 keys are the fastest: where they cut blocks, pairs are
+        looked up one by one. Entry [i, j] is the block that begins at query ``128 * i`` and key ``128 * j``::
+
+            seqlen_q = seqlen_k = 400     400 queries by 400 keys, x visible
+
+              1 0 0 0                       x128 .    .    .
+              1 1 0 0                       x128 x128 .    .
+              0 1 1 0                       .    x128 x128 .
+              1 0 0 1                       x128 .    .    x16     (rows 384 to 399)
 
     Attributes
     ----------
@@ -144,7 +155,7 @@ class FlashAttention:
         s = softcap * tanh(s / softcap)
         s = s - alibi_slopes[head] * abs(i + d - j)
         s = s + bias[i, j]
-        s = -inf  where causal, window, mask or kv_lengths hide the pair
+        s = -inf  where causal, window, mask, block_mask or kv_lengths hide the pair
 
     and then the head's sink, if there is one, joins the sum of exponentials::
 
@@ -166,6 +177,8 @@ class FlashAttention:
     Dao: FlashAttention-2 (2023), https://arxiv.org/abs/2307.08691, algorithms 1 and 2.
     Xiao, Tian, Chen, Han, Lewis: Efficient streaming language models with attention sinks (2023),
     https://arxiv.org/abs/2309.17453 (its "zero sink" is a sink of 0).
+    Child, Gray, Radford, Sutskever: Generating long sequences with sparse transformers (2019),
+    https://arxiv.org/abs/1904.10509 (block masks).
     OpenAI: gpt-oss-120b & gpt-oss-20b model card (2025), https://arxiv.org/abs/2508.10925 (learnable sinks).
 
     Examples
@@ -192,6 +205,7 @@ class FlashAttention:
         deterministic: bool = False,
         precision: Literal["highest", "tf32"] = "highest",
         dropout: float = 0.0,
+        block_size: int | tuple[int, int] = (128, 128),
     ) -> None:
         self.options = Options(
             causal=causal,
@@ -202,6 +216,7 @@ class FlashAttention:
             deterministic=deterministic,
             precision=precision,
             dropout=dropout,
+            block_size=block_size,
         )
 
     def __repr__(self) -> str:
@@ -218,6 +233,7 @@ class FlashAttention:
         kv_lengths: Array | None = None,
         alibi_slopes: Array | None = None,
         sinks: Array | None = None,
+        block_mask: Array | None = None,
         seed: int | None = None,
         offset: int | None = None,
         out: Array | None = None,
@@ -255,6 +271,11 @@ class FlashAttention:
             (num_heads,), dtype of lse: for each query head the score of one more key, which every row sees and whose
             value is zero. It joins the sum of exponentials and nothing else, neither scale nor mask apply to it, and
             lse includes it. A row that sees no other key has out = 0 and lse = the sink.
+        block_mask : array, optional
+            bool, (..., ceil(seqlen_q / rows), ceil(seqlen_k / keys)) for ``block_size=(rows, keys)``; the axes before
+            these broadcast to (batch, num_heads), without a copy. False hides all pairs of a block, whatever else says,
+            which are then neither loaded nor computed: time is that of the blocks that are left.
+            `cuflash.block_masks` makes them.
         seed, offset : int, optional
             Which weights dropout drops: needed with it, without effect elsewhere. 0 to ``2 ** 64 - 1`` and
             ``2 ** 32 - 1``. Calls that differ in either drop others, say with the number of a layer as seed and that of
@@ -279,7 +300,7 @@ class FlashAttention:
         NotImplementedError
             Something the kernels do not do; the message names the limit and the remedy.
         """
-        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks)
+        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask)
         inputs, results = {"q": q, "k": k, "v": v} | terms, {"out": out, "lse": lse}
         random = self._random(seed, offset)
         if interop.are_cupy((q, k, v), (*terms.values(), out, lse)):
@@ -307,6 +328,7 @@ class FlashAttention:
         kv_lengths: Array | None = None,
         alibi_slopes: Array | None = None,
         sinks: Array | None = None,
+        block_mask: Array | None = None,
         dlse: Array | None = None,
         need: Collection[str] = ALWAYS,
         seed: int | None = None,
@@ -332,7 +354,7 @@ class FlashAttention:
             As `forward` took them.
         out, lse : array
             As `forward` returned them.
-        bias, mask, kv_lengths, alibi_slopes, sinks : array, optional
+        bias, mask, kv_lengths, alibi_slopes, sinks, block_mask : array, optional
             As `forward` took them.
         dlse : array, optional
             Gradient with respect to lse, of its shape and dtype, if anything was computed from lse. Rows whose lse is
@@ -357,7 +379,7 @@ class FlashAttention:
             As `forward` does.
         """
         required = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
-        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks) | {"dlse": dlse}
+        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask) | {"dlse": dlse}
         inputs, results = required | terms, {"dq": dq, "dk": dk, "dv": dv}
         kind: type[Gradients | GradientsWithSinks] = Gradients
         if _needs_dsinks(need, sinks, dsinks):
@@ -392,6 +414,7 @@ class FlashAttention:
         kv_lengths: Array | None = None,
         alibi_slopes: Array | None = None,
         sinks: Array | None = None,
+        block_mask: Array | None = None,
     ) -> Any:
         """What `forward` and `backward` would run on these arrays, and why; nothing is computed.
 
@@ -399,7 +422,7 @@ class FlashAttention:
         ----------
         q, k, v : array
             As `forward` takes them; only shapes, strides and dtypes matter.
-        bias, mask, kv_lengths, alibi_slopes, sinks : array, optional
+        bias, mask, kv_lengths, alibi_slopes, sinks, block_mask : array, optional
             Likewise.
 
         Returns
@@ -412,7 +435,7 @@ class FlashAttention:
         TypeError, ValueError, NotImplementedError
             As `forward` does.
         """
-        inputs = {"q": q, "k": k, "v": v} | _terms(bias, mask, kv_lengths, alibi_slopes, sinks)
+        inputs = {"q": q, "k": k, "v": v} | _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask)
         borrowed = interop.borrow(inputs, required=QKV)
         if borrowed.kind == "cupy":
             return _gpu().plan(self.options, **borrowed.arrays)
@@ -429,6 +452,7 @@ class FlashAttention:
         kv_lengths: Array | None = None,
         alibi_slopes: Array | None = None,
         sinks: Array | None = None,
+        block_mask: Array | None = None,
     ) -> None:
         """Have everything ready that `forward` and `backward` of such arrays need: later calls compile nothing.
 
@@ -440,7 +464,7 @@ class FlashAttention:
         ----------
         q, k, v : array
             As `forward` takes them; only shapes, strides and dtypes matter.
-        bias, mask, kv_lengths, alibi_slopes, sinks : array, optional
+        bias, mask, kv_lengths, alibi_slopes, sinks, block_mask : array, optional
             Likewise.
 
         Raises
@@ -448,7 +472,7 @@ class FlashAttention:
         TypeError, ValueError, NotImplementedError
             As `forward` does.
         """
-        inputs = {"q": q, "k": k, "v": v} | _terms(bias, mask, kv_lengths, alibi_slopes, sinks)
+        inputs = {"q": q, "k": k, "v": v} | _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask)
         borrowed = interop.borrow(inputs, required=QKV)
         if borrowed.kind == "cupy":
             _gpu().compile(self.options, **borrowed.arrays)
@@ -467,7 +491,7 @@ class FlashAttention:
         for name, x in arrays.items():
             if x is not None and not x.dtype.isnative:
                 raise type_error(name, f"dtype {x.dtype.str}", f"native byte order: {name}.astype({x.dtype.name!r})")
-        inputs = {name: arrays[name] for name in (*QKV, "bias", "mask", "kv_lengths", "alibi_slopes", "sinks")}
+        inputs = {name: arrays[name] for name in (*QKV, "bias", "mask", "kv_lengths", "alibi_slopes", "sinks", "block_mask")}
         problem = make_problem(self.options, **inputs)
         kv_lengths = arrays["kv_lengths"]
         if kv_lengths is not None:
@@ -487,11 +511,13 @@ def attention(
     window: Window | None = None,
     softcap: float | None = None,
     layout: Literal["bhsd", "bshd"] = "bhsd",
+    block_size: int | tuple[int, int] = (128, 128),
     bias: ArrayT | None = None,
     mask: ArrayT | None = None,
     kv_lengths: ArrayT | None = None,
     alibi_slopes: ArrayT | None = None,
     sinks: ArrayT | None = None,
+    block_mask: ArrayT | None = None,
     out: ArrayT | None = None,
 ) -> ArrayT:
     """Exact attention, ``softmax(scale * q @ k.T) @ v`` of every head, in memory linear in the sequence length.
@@ -504,9 +530,9 @@ def attention(
         (..., num_heads_kv, seqlen_k, head_dim), dtype of q; num_heads_kv divides num_heads.
     v : array
         (..., num_heads_kv, seqlen_k, head_dim_v), dtype of q.
-    causal, scale, window, softcap, layout :
+    causal, scale, window, softcap, layout, block_size :
         Options, as `FlashAttention` takes them.
-    bias, mask, kv_lengths, alibi_slopes, sinks, out : array, optional
+    bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, out : array, optional
         As `FlashAttention.forward` takes them.
 
     Returns
@@ -529,8 +555,10 @@ def attention(
     >>> np.allclose(cuflash.attention(q, k, v), weights / weights.sum(axis=1, keepdims=True) @ v)
     True
     """
-    attn = FlashAttention(causal=causal, scale=scale, window=window, softcap=softcap, layout=layout)
-    result = attn.forward(q, k, v, **_terms(bias, mask, kv_lengths, alibi_slopes, sinks), out=out)
+    attn = FlashAttention(
+        causal=causal, scale=scale, window=window, softcap=softcap, layout=layout, block_size=block_size
+    )
+    result = attn.forward(q, k, v, **_terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask), out=out)
     return cast(ArrayT, result.out)
 
 
@@ -547,8 +575,16 @@ def _terms(
     kv_lengths: Array | None,
     alibi_slopes: Array | None,
     sinks: Array | None,
+    block_mask: Array | None,
 ) -> dict[str, Array | None]:
-    return {"bias": bias, "mask": mask, "kv_lengths": kv_lengths, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    return {
+        "bias": bias,
+        "mask": mask,
+        "kv_lengths": kv_lengths,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "block_mask": block_mask,
+    }
 
 
 def _needs_dsinks(need: Collection[str], sinks: Array | None, dsinks: Array | None) -> bool:

@@ -35,7 +35,7 @@ from cuflash.problem import (
 from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.tensor_map import encoder
 
-_OPTIONAL = ("bias", "mask", "kv_lengths", "alibi_slopes", "sinks")
+_OPTIONAL = ("bias", "mask", "kv_lengths", "alibi_slopes", "sinks", "block_mask")
 # Arrays over head dimensions that a pass reads, and what it returns.
 _READ: dict[Pass, tuple[str, ...]] = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "out", "dout")}
 _RESULTS: dict[Pass, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
@@ -100,7 +100,7 @@ _launches: dict[tuple, _Launch | _CopyFirst] = {}
 def forward(
     options: Options, q: Any, k: Any, v: Any, *, seed: int = 0, offset: int = 0, **arrays: Any
 ) -> tuple[Any, Any]:
-    """(out, lse) of CuPy arrays. `arrays`: bias, mask, kv_lengths, alibi_slopes, sinks, out, lse, or None for each."""
+    """(out, lse) of CuPy arrays. `arrays`: those of `_OPTIONAL`, out, lse, or None for each."""
     out, lse = _call("forward", options, {"q": q, "k": k, "v": v, **arrays}, (seed, offset))
     return out, lse
 

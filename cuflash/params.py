@@ -18,6 +18,7 @@ _ARRAYS = (
     *(
         ("bias", 4),
         ("mask", 4),
+        ("block_mask", 4),
         ("alibi_slopes", 3),
         ("kv_lengths", 1),
         ("sinks", 1),
@@ -31,9 +32,11 @@ _ARRAYS = (
         ("k_pieces", 0),
         ("v_pieces", 0),
         ("dout_pieces", 0),
+        ("key_lists", 0),
+        ("query_lists", 0),
     ),
 )
-_TERMS = ("bias", "mask", "alibi_slopes", "kv_lengths", "sinks")
+_TERMS = ("bias", "mask", "block_mask", "alibi_slopes", "kv_lengths", "sinks")
 _INTEGERS = ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k", "diagonal", "right_offset", "left_offset")
 
 
@@ -51,6 +54,8 @@ def _fields() -> list[tuple]:
         ("stats_rows", np.int32),
         ("group_splits", np.int32),
         ("resident_blocks", np.int32),
+        ("list_batches", np.int32),
+        ("list_heads", np.int32),
         *((name, np.uint32) for name in ("seed_low", "seed_high", "offset", "dropout_threshold")),
         ("kept_scale", np.float32),
         ("scale_float64", np.float64),
@@ -100,4 +105,5 @@ def parameters(plan: LaunchPlan, operands: Mapping[str, Operand], seed: int = 0,
     params["stats_rows"] = plan.stats_rows
     params["group_splits"] = plan.group_splits
     params["resident_blocks"] = plan.resident_blocks
+    params["list_batches"], params["list_heads"] = plan.lists
     return params

@@ -41,8 +41,8 @@ from cuflash.tiles import (
 
 Pass = Literal["forward", "backward"]
 
-PARAMS_BYTES = 656  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
-MAPS_OFFSET = 704  # where tensor maps follow, aligned to 64 bytes
+PARAMS_BYTES = 720  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
+MAPS_OFFSET = 768  # where tensor maps follow, aligned to 64 bytes
 MAX_HEAD_DIM = 256
 # Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
 # at head_dim 128 and seqlen 4096, 4 % in the backward pass; without a mask, one head at a time serves L2 better.

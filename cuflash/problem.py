@@ -5,7 +5,8 @@ and CuPy arrays alike). Everything downstream (the oracle, the CPU path, plans, 
 form: row i sees key j where
 
     i + diagonal - window_left <= j <= i + diagonal + window_right        (a bound that is None does not exist)
-    and j < kv_lengths[batch] and mask[batch, head, i, j].
+    and j < kv_lengths[batch] and mask[batch, head, i, j]
+    and block_mask[batch, head, i // block_size[0], j // block_size[1]].
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 LAYOUTS = ("bhsd", "bshd")
 PRECISIONS = ("highest", "tf32")
+MAX_BLOCK = 1024  # rows, or keys, of a block of a block mask
 MAX_SEQLEN = 2**30  # positions and their sums are 32-bit in the kernels
 
 
@@ -75,6 +77,19 @@ def _check_window_side(side: str, value: object) -> int | None:
     return int(value)
 
 
+def check_block_size(value: object) -> tuple[int, int]:
+    """Rows and keys of the blocks of a block mask, checked; one number stands for both."""
+    sides = value if isinstance(value, (tuple, list)) else (value, value)
+    if len(sides) != 2:
+        raise value_error("block_size", value, "an integer or two of them, (rows, keys)")
+    for what, side in zip(("rows", "keys"), sides, strict=True):
+        if isinstance(side, bool) or not isinstance(side, numbers.Integral):
+            raise type_error(f"block_size {what}", f"{type(side).__name__} {side!r}", "an integer")
+        if side % 16 or not 16 <= side <= MAX_BLOCK:
+            raise value_error(f"block_size {what}", side, f"a multiple of 16 from 16 to {MAX_BLOCK}")
+    return int(sides[0]), int(sides[1])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The static options of `cuflash.FlashAttention`, checked; see there for their meaning."""
@@ -87,6 +102,7 @@ class Options:
     deterministic: bool = False
     precision: str = "highest"
     dropout: float = 0.0
+    block_size: int | tuple[int, int] = (128, 128)
 
     def __post_init__(self) -> None:
         if not isinstance(self.causal, bool) and self.causal != "top_left":
@@ -117,6 +133,7 @@ class Options:
         if self.precision not in PRECISIONS:
             raise value_error("precision", repr(self.precision), "'highest' or 'tf32'")
         object.__setattr__(self, "dropout", check_dropout(self.dropout))
+        object.__setattr__(self, "block_size", check_block_size(self.block_size))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +181,8 @@ class Problem:
     kv_lengths: Operand | None = None
     alibi_slopes: Operand | None = None
     sinks: Operand | None = None
+    block_mask: Operand | None = None
+    block_size: tuple[int, int] = (0, 0)  # (rows, keys) of the blocks of the block mask; zeros without one
 
     @property
     def softmax_dtype(self) -> str:
@@ -199,7 +218,7 @@ class Problem:
 
     @property
     def visible_pairs(self) -> int:
-        """Query-key pairs inside the window, over all heads; `mask` and `kv_lengths` are not looked into."""
+        """Query-key pairs inside the window, over all heads; masks and `kv_lengths` are not looked into."""
         import numpy as np
 
         rows = np.arange(self.seqlen_q, dtype=np.int64) + self.diagonal
@@ -222,7 +241,8 @@ class Problem:
     @property
     def forward_bytes(self) -> int:
         """Fewest bytes the forward pass moves through device memory: inputs read once, out and lse written once."""
-        inputs = [self.q, self.k, self.v, self.bias, self.mask, self.kv_lengths, self.alibi_slopes, self.sinks]
+        terms = (self.bias, self.mask, self.block_mask, self.kv_lengths, self.alibi_slopes, self.sinks)
+        inputs = [self.q, self.k, self.v, *terms]
         return sum(x.nbytes for x in inputs if x is not None) + self._out_bytes + self._lse_bytes
 
     @property
@@ -289,12 +309,14 @@ def rows_of(array: Any) -> Operand:
     return Operand(shape=(1,) * missing + tuple(array.shape), strides=(0,) * missing + strides, dtype=array.dtype.name)
 
 
-def _broadcast_operand(name: str, array: Any, target: tuple[int, ...]) -> Operand:
-    """Shape and element strides of `array` broadcast to `target`, as NumPy broadcasts."""
+def _broadcast_operand(
+    name: str, array: Any, target: tuple[int, ...], axes: str = "(batch, num_heads, seqlen_q, seqlen_k)"
+) -> Operand:
+    """Shape and element strides of `array` broadcast to `target`, as NumPy broadcasts. `axes` are those of `target`."""
     if len(array.shape) > len(target) or any(
         n not in (1, m) for n, m in zip(reversed(array.shape), reversed(target), strict=False)
     ):
-        expected = f"a shape that broadcasts to (batch, num_heads, seqlen_q, seqlen_k) = {target}"
+        expected = f"a shape that broadcasts to {axes} = {target}"
         raise value_error(name, f"shape {tuple(array.shape)}", expected)
     missing = len(target) - len(array.shape)
     strides = [0] * missing + [
@@ -319,6 +341,7 @@ def make_problem(
     kv_lengths: Any = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
+    block_mask: Any = None,
 ) -> Problem:
     """Validate the inputs of one call against each other.
 
@@ -373,6 +396,16 @@ def make_problem(
         _check_dtype("sinks", sinks, (softmax_dtype,))
         if tuple(sinks.shape) != (num_heads,):
             raise value_error("sinks", f"shape {tuple(sinks.shape)}", f"(num_heads,) = ({num_heads},)")
+    block_size = num_blocks = (0, 0)
+    if block_mask is not None:
+        _check_dtype("block_mask", block_mask, ("bool",), " (True takes part)")
+        block_size = check_block_size(options.block_size)
+        num_blocks = (-(-seqlen_q // block_size[0]), -(-seqlen_k // block_size[1]))
+        # The last two axes are blocks: broadcast, they would be a mask of other blocks.
+        if tuple(block_mask.shape[-2:]) != num_blocks:
+            expected = f"(..., ceil(seqlen_q / {block_size[0]}), ceil(seqlen_k / {block_size[1]})) = (..., "
+            expected += f"{num_blocks[0]}, {num_blocks[1]}), for block_size={block_size}"
+            raise value_error("block_mask", f"shape {tuple(block_mask.shape)}", expected)
 
     diagonal = 0 if options.causal == "top_left" else seqlen_k - seqlen_q
     left, right = options.window or (None, None)
@@ -411,6 +444,12 @@ def make_problem(
         if alibi_slopes is None
         else _broadcast_operand("alibi_slopes", alibi_slopes, scores_shape[:2]),
         sinks=None if sinks is None else vector_of(sinks),
+        block_mask=None
+        if block_mask is None
+        else _broadcast_operand(
+            "block_mask", block_mask, (batch, num_heads, *num_blocks), "(batch, num_heads, blocks of q, blocks of k)"
+        ),
+        block_size=block_size,
     )
 
 

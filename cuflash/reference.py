@@ -2,7 +2,7 @@
 
 In the letters of Dao et al. (FlashAttention, 2022, section 2 and appendix B), for one head, options in between:
 
-    S = scale Q K^T ; softcap ; - slope |i + d - j| ; + bias ; hidden keys: -inf
+    S = scale Q K^T ; softcap ; - slope |i + d - j| ; + bias ; hidden keys, hidden blocks of them: -inf
     P = softmax(S),  O = (P o Z) V,  L = log sum exp S
     dV = (P o Z)^T dO,  dP = (dO V^T) o Z,  D = rowsum(dO o O),  dS = P o (dP - D + dL)
     dQ = scale dS K,  dK = scale dS^T Q
@@ -44,6 +44,7 @@ def forward(
     kv_lengths: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
+    block_mask: Array | None = None,
     seed: int | None = None,
     offset: int | None = None,
     dtype: DTypeLike = np.float64,
@@ -54,7 +55,7 @@ def forward(
     ----------
     problem : Problem
         From `cuflash.problem.make_problem` on the same arrays.
-    q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks : numpy.ndarray
+    q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks, block_mask : numpy.ndarray
         As `cuflash.attention` takes them. Entries of `kv_lengths` outside 0..seqlen_k are clamped.
     seed, offset : int, optional
         With dropout: which weights are dropped, as `cuflash.dropout_mask` says.
@@ -73,7 +74,8 @@ def forward(
     dtype, compute = np.dtype(dtype), compute_dtype(dtype)
     out = np.zeros((problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v), dtype)
     lse = np.full(problem.lse_shape, -np.inf, compute)
-    for head in each_head(problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks, compute, seed, offset):
+    terms = (bias, mask, kv_lengths, alibi_slopes, sinks, block_mask)
+    for head in each_head(problem, q, k, v, *terms, compute, seed, offset):
         with np.errstate(all="ignore"):
             O = product(_round(head.P * head.Z, dtype), head.V)  # noqa: E741 (the paper's letter)
             out[head.index] = O.astype(dtype)
@@ -93,6 +95,7 @@ def backward(
     kv_lengths: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
+    block_mask: Array | None = None,
     dlse: Array | None = None,
     seed: int | None = None,
     offset: int | None = None,
@@ -116,7 +119,8 @@ def backward(
     dlse = np.zeros(problem.lse_shape) if dlse is None else dlse
     dq, dk, dv = (np.zeros(view_4d(x, problem.layout).shape, compute) for x in (q, k, v))
     dsinks = np.zeros(problem.num_heads, compute)
-    for head in each_head(problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks, compute, seed, offset):
+    terms = (bias, mask, kv_lengths, alibi_slopes, sinks, block_mask)
+    for head in each_head(problem, q, k, v, *terms, compute, seed, offset):
         dO = view_4d(dout, problem.layout)[head.index].astype(compute)
         dL = _replace(view_rows(dlse)[head.index].astype(compute), np.isneginf(head.L), 0)[:, None]
         with np.errstate(all="ignore"):
@@ -160,6 +164,7 @@ def each_head(
     kv_lengths: Array | None,
     alibi_slopes: Array | None,
     sinks: Array | None,
+    block_mask: Array | None,
     compute: DTypeLike,
     seed: int | None = None,
     offset: int | None = None,
@@ -169,6 +174,9 @@ def each_head(
     scores_shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
     bias = None if bias is None else np.broadcast_to(bias, scores_shape)
     mask = None if mask is None else np.broadcast_to(mask, scores_shape)
+    if block_mask is not None:
+        in_blocks = np.broadcast_to(pairs_of_blocks(problem, block_mask), scores_shape)
+        mask = in_blocks if mask is None else mask & in_blocks
     slopes = None if alibi_slopes is None else np.broadcast_to(alibi_slopes, scores_shape[:2])
     sinks = np.full(problem.num_heads, -np.inf) if sinks is None else sinks
     for index in np.ndindex(scores_shape[:2]):
@@ -192,6 +200,13 @@ def each_head(
             kept = kept_weights(problem.dropout, seed, offset, b * problem.num_heads + h, rows, range(S.shape[1]))
             Z = kept.astype(P.dtype) * P.dtype.type(problem.kept_scale)
         yield Head(index=index, index_kv=index_kv, Q=Q, K=K, V=V, P=P, P_sink=P_sink, L=L, Z=Z, cap_slope=cap_slope)
+
+
+def pairs_of_blocks(problem: Problem, block_mask: Array) -> Array:
+    """A block mask as a mask of pairs (query, key): entry [i, j] is block_mask[i // block rows, j // block keys]."""
+    rows, keys = problem.block_size
+    i, j = np.arange(problem.seqlen_q), np.arange(problem.seqlen_k)
+    return block_mask[..., (i // rows)[:, None], j // keys]
 
 
 def _scores(

@@ -33,11 +33,11 @@ from cuflash.problem import DTYPES, LAYOUTS, Options, Problem, make_problem, use
 
 Array = NDArray[Any]
 
-OPTIONAL_ARRAYS = ("bias", "mask", "kv_lengths", "alibi_slopes", "sinks")
+OPTIONAL_ARRAYS = ("bias", "mask", "kv_lengths", "alibi_slopes", "sinks", "block_mask")
 STRIDES = ("contiguous", "padded", "transposed", "flipped")
 # What `cases` draws unless told otherwise, and what it draws only when told to.
 FEATURES = ("causal", "window", "softcap", "scale", "bias", "mask", "kv_lengths", "alibi_slopes", "gqa", "head_dim_v")
-MORE_FEATURES = ("sinks", "dlse")
+MORE_FEATURES = ("sinks", "dlse", "block_mask")
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -79,6 +79,12 @@ class Case:
         There is a gradient with respect to lse.
     dropout : float
         Probability that a weight is dropped. `random` has the seed and the offset of what is dropped.
+    block_mask : tuple of int, optional
+        Shape of the block mask without its last two axes, which are blocks: () to (batch, num_heads), broadcast.
+    block_size : (int, int)
+        Rows and keys of these blocks.
+    blocks_kept : float
+        The fraction of the blocks that is on.
     strides : {"contiguous", "padded", "transposed", "flipped"}
         How every array lies in memory. "padded": every axis is cut out of a longer one, NaN (True in a mask) around it.
         "transposed": the axes are stored in reverse order. "flipped": all strides are negative.
@@ -112,6 +118,9 @@ class Case:
     sinks: bool = False
     dlse: bool = False
     dropout: float = 0.0
+    block_mask: tuple[int, ...] | None = None
+    block_size: tuple[int, int] = (128, 128)
+    blocks_kept: float = 0.5
     strides: str = "contiguous"
     score_spread: float = 1.0
     seed: int = 0
@@ -134,6 +143,7 @@ class Case:
             return tuple(n if stride else 1 for n, stride in zip(target, operand.strides, strict=True))
 
         slopes = distinct("alibi_slopes", scores_shape[:2])
+        blocks = problem.block_mask and distinct("block_mask", problem.block_mask.shape)
         return cls(
             seqlen_q=problem.seqlen_q,
             seqlen_k=problem.seqlen_k,
@@ -157,6 +167,8 @@ class Case:
             alibi_slopes=None if slopes is None else slopes if slopes == scores_shape[:2] else (problem.num_heads,),
             sinks=problem.sinks is not None,
             dropout=problem.dropout,
+            block_mask=blocks and blocks[:2],
+            block_size=problem.block_size if blocks else (128, 128),
             seed=seed,
         )
 
@@ -170,13 +182,14 @@ class Case:
             softcap=self.softcap,
             layout=self.layout,
             dropout=self.dropout,
+            block_size=self.block_size,
         )
 
     @property
     def keywords(self) -> dict[str, Any]:
         """The static options that differ from their defaults, as keyword arguments of `cuflash.FlashAttention`."""
         defaults = Options()
-        names = ("causal", "scale", "window", "softcap", "layout", "dropout")
+        names = ("causal", "scale", "window", "softcap", "layout", "dropout", "block_size")
         return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(defaults, name)}
 
     @property
@@ -244,6 +257,10 @@ class Case:
             values["alibi_slopes"] = np.abs(normal(*self.alibi_slopes)).astype(softmax_dtype) / 4
         if self.sinks:
             values["sinks"] = (self.score_spread * normal(self.num_heads)).astype(softmax_dtype)
+        if self.block_mask is not None:
+            rows, keys = self.block_size
+            num_blocks = (-(-self.seqlen_q // rows), -(-self.seqlen_k // keys))
+            values["block_mask"] = rng.random((*self.block_mask, *num_blocks)) < self.blocks_kept
         if self.dlse:
             rows = normal(self.batch, self.num_heads, self.seqlen_q)
             values["dlse"] = rows.reshape(rows.shape[4 - self.ndim :]).astype(softmax_dtype)
@@ -393,6 +410,13 @@ def cases(
             del shape[0]
         return tuple(shape)
 
+    def block_masks() -> dict[str, Any]:
+        return {
+            "block_mask": pick([(), (num_heads,), (1, num_heads), (batch, 1), (batch, num_heads)]),
+            "block_size": (pick([16, 48, 64, 128, 256]), pick([16, 32, 64, 80, 128])),
+            "blocks_kept": pick([0.5, 0.2, 0.8, 1.0, 0.0]),
+        }
+
     side = st.none() | st.integers(0, max(seqlen_k, 1)) | st.integers(0, 3)
     return Case(
         batch=batch,
@@ -419,6 +443,7 @@ def cases(
         sinks=has("sinks"),
         dlse=has("dlse"),
         dropout=pick([0.1, 0.5, 0.9]) if has("dropout") else 0.0,
+        **(block_masks() if has("block_mask") else {}),
         strides=pick(strides),
         score_spread=pick(score_spreads),
         seed=draw(st.integers(0, 2**16)),
@@ -574,7 +599,7 @@ def _scales(
 ) -> tuple[dict[str, float], dict[str, Array], float]:
     """Scale of every result, where it is exactly zero, and the noise of the weights in units in the last place."""
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
-    bias, mask, kv_lengths, alibi_slopes, sinks = (arrays.get(name) for name in OPTIONAL_ARRAYS)
+    terms = [arrays.get(name) for name in OPTIONAL_ARRAYS]
     dout = view_4d(arrays["dout"], problem.layout) if "dout" in arrays else None
     dlse = view_rows(arrays["dlse"] if "dlse" in arrays else np.zeros(problem.lse_shape))
     out = view_4d(expected["out"].astype(np.float64), problem.layout)
@@ -587,7 +612,6 @@ def _scales(
     def grow(name: str, squares: Array) -> None:
         scales[name] = max(scales[name], math.sqrt(_max_finite(squares)))
 
-    terms = (bias, mask, kv_lengths, alibi_slopes, sinks)
     for head in reference.each_head(problem, q, k, v, *terms, np.float64, **random):
         scores = max(scores, abs(problem.scale) * _max_finite(np.abs(head.Q) @ np.abs(head.K).T))
         visible = head.P != 0
@@ -670,7 +694,7 @@ def check(
     ----------
     attention : callable
         Called as ``attention(q, k, v, **options)``, where options are the keyword arguments of `cuflash.attention` that
-        the case needs, by those names: causal, scale, window, softcap, layout, and `OPTIONAL_ARRAYS`. With dropout,
+        the case needs, by those names: causal, scale, window, softcap, layout, block_size, and `OPTIONAL_ARRAYS`. With dropout,
         also that, seed and offset, which drop what `cuflash.dropout_mask` says. An implementation without options is
         checked on cases without `features`. Returns out, or a tuple (out, lse), as arrays of any library that speaks
         DLPack.
