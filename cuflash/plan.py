@@ -62,6 +62,8 @@ COMBINE_TILES = 2  # of keys: what a block of many takes longer where several sh
 COMBINE_WARPS = 8
 MAX_SHARE_STEPS = 2**31 - 1  # by which blocks count the keys of all heads: as many for each head as there are blocks
 SINKS_WARPS = 16
+LIST_WARPS = 4  # of a block that lists tiles, a list for each
+LIST_HEADER = 2  # numbers in front of a list
 PIECES_ROWS = 64  # that a block splits
 PIECES_WARPS = 8
 # Of queries and keys, for each row that is split. On an H200 pieces catch up with the sm80 kernel at seqlen 192 in the
@@ -152,6 +154,7 @@ class LaunchPlan:
     scratch: tuple[tuple[str, int], ...]  # arrays beside inputs and results, in elements of lse's dtype
     head_section: int  # heads whose tiles are interleaved in the launch order
     resident_blocks: int  # of a kernel whose blocks take one tile after another
+    lists: tuple[int, int]  # batch entries and heads that have lists of tiles of their own, with a block mask
     tensor_maps: tuple[TensorMapSpec, ...]  # that follow the parameters
     reason: str
     resources: tuple[str, ...] = ()  # registers and spills of each kernel, once compiled
@@ -241,6 +244,7 @@ def choose_plan(
         scratch=tuple(draft.scratch.items()),
         head_section=draft.head_section,
         resident_blocks=draft.resident_blocks,
+        lists=draft.lists,
         tensor_maps=draft.tensor_maps,
         reason="\n".join(draft.reasons),
     )
@@ -317,6 +321,33 @@ class _Draft:
             )
         )
 
+    @property
+    def lists(self) -> tuple[int, int]:
+        """How many batch entries, and heads, have lists of tiles of their own."""
+        problem = self.problem
+        if problem.block_mask is None:
+            return 1, 1
+        of_batch, of_head, _, _ = problem.block_mask.strides
+        return problem.batch if of_batch or problem.kv_lengths else 1, problem.num_heads if of_head else 1
+
+    def add_lists(self, tile: Tile, name: Literal["key_lists", "query_lists"]) -> None:
+        """With a block mask, the kernel that lists the tiles of keys of each tile of queries, or the other way round."""
+        problem = self.problem
+        if problem.block_mask is None:
+            return
+        m_blocks, n_blocks = -(-problem.seqlen_q // tile.block_m), -(-problem.seqlen_k // tile.block_n)
+        lists, length = (m_blocks, n_blocks) if name == "key_lists" else (n_blocks, m_blocks)
+        lists *= math.prod(self.lists) if self.heads else 0
+        elements = -(-lists * (LIST_HEADER + length) * ITEMSIZE["int32"] // ITEMSIZE[problem.softmax_dtype])
+        self.scratch[name] = round_up(elements, 4)
+        rows = {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_LISTS_KEYS": int(name == "key_lists")}
+        self.add("block_lists.cu", tile, -(-lists // LIST_WARPS), 0, **rows)
+        walked = "tiles of keys" if name == "key_lists" else "tiles of queries"
+        self.reasons.append(
+            f"block_mask: {walked} are listed beforehand, {tile.block_m} queries x {tile.block_n} keys each; hidden ones "
+            "are neither loaded nor computed"
+        )
+
     def add(self, source: str, tile: Tile, blocks: int, shared_bytes: int, **defines: int) -> None:
         """One more kernel: those of compute capability 9.0 need what only its own instruction set has."""
         _check_blocks(blocks)
@@ -364,6 +395,7 @@ def _draft_forward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
         return
     m_blocks = draft.heads * -(-problem.seqlen_q // tile.block_m)
     shared_bytes = tile.shared_bytes(*draft.padded_dims(tile))
+    draft.add_lists(tile, "key_lists")
     source = "forward_sm90.cu"
     if isinstance(tile, ForwardSm90Tile):
         draft.map_tensors({"q": tile.block_m, "k": tile.block_n, "v": tile.block_n, "out": 64})
@@ -390,7 +422,7 @@ def _why_not_decode(draft: _Draft) -> str | None:
         return ""
     if _visible_keys(problem) < DECODE_MIN_SEQLEN_K or _why_not_mapped(draft, _FORWARD_MAPPED):
         return ""
-    terms = [name for name in ("softcap", "alibi_slopes", "bias", "mask") if getattr(problem, name) is not None]
+    terms = [name for name in ("softcap", "alibi_slopes", "bias", "mask", "block_mask") if getattr(problem, name) is not None]
     terms += ["dropout"] if problem.dropout else []
     if terms:
         return f"it knows no {' and no '.join(terms)}"
@@ -506,6 +538,11 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
         main, reason = tiles[0], "tiles given by the caller"
     elif why_not_pieces is None:
         main, reason = _choose(of_pieces, problem, device)
+    elif problem.deterministic and problem.block_mask is not None:
+        main, reason = _choose(BACKWARD_TILES, problem, device)
+        if device.arch == 90 and ITEMSIZE[problem.dtype] == 2:
+            reason += "\nnot backward_sm90: its blocks take turns at dq, which count tiles that block_mask hides"
+        reason += why_not_pieces and f"\nnot backward_float32_sm90: {why_not_pieces}"
     else:
         tables = (BACKWARD_SM90_TILES, BACKWARD_TILES)
         main, reason = _choose_of(tables, draft, ("q", "k", "v", "dout", "dk", "dv"), "backward_sm90")
@@ -557,6 +594,7 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
         source = "backward_float32_sm90.cu"
         draft.add_pieces(main, ("q", "k", "v", "dout"))
         draft.map_tensors({f"{name}_pieces": 64 for name in ("q", "k", "v", "dout")})
+    draft.add_lists(main, "query_lists")
     draft.add(source, main, n_blocks * draft.group_splits, main.shared_bytes(dim, dim_v))
     if draft.group_splits > 1:
         draft.scratch["dkv_partials"] = n_blocks * draft.group_splits * main.block_n * (dim + dim_v)
@@ -567,6 +605,7 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
         )
     if dq is not None:
         m_blocks = draft.heads * -(-problem.seqlen_q // dq.block_m)
+        draft.add_lists(dq, "key_lists")
         draft.add("backward_dq_sm80.cu", dq, m_blocks, dq.shared_bytes(*draft.padded_dims(dq)))
         draft.reasons.append(
             "deterministic: dq has a kernel of its own that adds in a fixed order and recomputes the weights"
@@ -698,6 +737,8 @@ def _common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store
         "CUFLASH_HAS_SOFTCAP": int(problem.softcap is not None),
         "CUFLASH_HAS_ALIBI": int(problem.alibi_slopes is not None),
         "CUFLASH_HAS_MASK": int(problem.mask is not None),
+        "CUFLASH_MASK_BLOCK_M": problem.block_size[0],
+        "CUFLASH_MASK_BLOCK_N": problem.block_size[1],
         "CUFLASH_HAS_SINKS": int(problem.sinks is not None),
         "CUFLASH_HAS_DROPOUT": int(problem.dropout > 0),
         "CUFLASH_BIAS_BYTES": ITEMSIZE[problem.bias.dtype] if problem.bias is not None else 0,
@@ -720,6 +761,7 @@ def _options(problem: Problem) -> list[str]:
             ("alibi_slopes", problem.alibi_slopes is not None),
             ("bias", problem.bias is not None),
             ("mask", problem.mask is not None),
+            ("block_mask", problem.block_mask is not None),
             ("kv_lengths", problem.kv_lengths is not None),
             ("sinks", problem.sinks is not None),
             ("dropout", problem.dropout > 0),

@@ -114,6 +114,7 @@ FORWARD_TILES = (
 
 FORWARD_SM90_TILES = (
     #            max_dim  m    n   stages turns  keep  Q  serves
+    _forward_sm90(64,     128, 128, 2,    True,  True,  2, "whole blocks", _ARITHMETIC),
     _forward_sm90(64,     256, 64,  3,    False, False, 2, "no terms",
                   _h200("578 / 543, 519 / 398", "291 / 274, 287 / 214")),
     _forward_sm90(64,     192, 64,  3,    False, False, 2, "any", _ARITHMETIC),

@@ -158,7 +158,7 @@ class ForwardSm90Tile:
     ping_pong: bool  # consumers take turns at issuing products
     keep_before: bool  # the softmax is kept in front of the wait for the product before it
     q_stages: int  # tiles of queries in shared memory
-    serves: Literal["any", "no terms", "long full"] = "any"
+    serves: Literal["any", "no terms", "long full", "whole blocks"] = "any"
     origin: str = field(compare=False)
 
     element_bytes = 2
@@ -191,12 +191,15 @@ class ForwardSm90Tile:
     def suits(self, problem: Problem) -> bool:
         """Whether the row is meant for a problem of this length and mask."""
         terms = (problem.softcap, problem.alibi_slopes, problem.bias, problem.mask)
-        no_terms = all(term is None for term in terms)
+        rows, keys = problem.block_size
+        cuts_blocks = rows % self.block_m != 0 or keys % self.block_n != 0  # pairs of a tile are then looked up
+        no_terms = all(term is None for term in terms) and not cuts_blocks
         is_long = problem.seqlen_k >= LONG_SEQLEN
         return {
             "any": True,
             "no terms": no_terms,
             "long full": no_terms and is_long and problem.window_right is None,
+            "whole blocks": no_terms and problem.block_mask is not None,
         }[self.serves]
 
 
@@ -411,8 +414,9 @@ def _chunked_bytes(rows: int, columns: int) -> int:
 # What `ForwardSm90Tile.serves` means, in words.
 SERVES = {
     "any": "any problem",
-    "no terms": "problems without softcap, slopes, bias and mask",
-    "long full": f"{LONG_SEQLEN} keys or more, without a right bound, softcap, slopes, bias and mask",
+    "no terms": "problems without softcap, slopes, bias, mask and cut blocks",
+    "long full": f"{LONG_SEQLEN} keys or more, without a right bound, softcap, slopes, bias, mask and cut blocks",
+    "whole blocks": "block masks of whole tiles, without softcap, slopes, bias and mask",
 }
 
 

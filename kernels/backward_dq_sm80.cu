@@ -31,10 +31,9 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
   const Work work = schedule(params, ptx::block_index(), num_m_blocks, params.num_heads, kHasRightBound);
   const int m_block = work.block, head = work.head, batch = work.batch;
   const int first_row = m_block * kBlockM;
-  const int last_row = min_of(first_row + kBlockM, params.seqlen_q) - 1;
   const int head_kv = head / (params.num_heads / params.num_heads_kv);
   const int key_stop = key_stop_of(params, batch);
-  const TileRange tiles = key_tiles(params, first_row, last_row, key_stop);
+  const KeyTiles tiles(params, work, key_stop);
 
   const Storage* g_k = head_of(params.k, batch, head_kv);
   const Storage* g_v = head_of(params.v, batch, head_kv);
@@ -42,8 +41,8 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
   const int warp_row = warp_index() / kDqWarpsD * 16 * kDqMTiles, warp_d = warp_index() % kDqWarpsD;
 
   const auto load_keys = [&](int n_block, int stage) {
-    load_tile<kBlockN, kHeadDim>(s_k + stage * kBytesK, g_k, params.k.row_stride, n_block * kBlockN, key_stop);
-    load_tile<kBlockN, kHeadDimV>(s_v + stage * kBytesV, g_v, params.v.row_stride, n_block * kBlockN, key_stop);
+    load_tile<kBlockN, kHeadDim>(s_k + stage * kBytesK, g_k, params.k.row_stride, tiles.at(n_block) * kBlockN, key_stop);
+    load_tile<kBlockN, kHeadDimV>(s_v + stage * kBytesV, g_v, params.v.row_stride, tiles.at(n_block) * kBlockN, key_stop);
   };
   load_tile<kBlockM, kHeadDim>(s_q, head_of(params.q, batch, head), params.q.row_stride, first_row, params.seqlen_q);
   load_tile<kBlockM, kHeadDimV>(s_do, head_of(params.dout, batch, head), params.dout.row_stride, first_row,
@@ -90,7 +89,7 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
     set_zero(dp);
     multiply<kDimV / kStep>(dp, operand_do, columns_v);
 
-    const int lane_key = n_block * kBlockN + fragment_column();
+    const int lane_key = tiles.at(n_block) * kBlockN + fragment_column();
     [[maybe_unused]] KeptWeights<false> kept;
 #pragma unroll
     for (int m = 0; m < kDqMTiles; ++m)

@@ -302,7 +302,7 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
     const Score score(common, batch, head, tile.key_stop);
     const Mask mask(common, batch, head, tile.key_stop);
     const float exponent_scale = score.exponent_scale();
-    const bool masked = m_block < tile.queries.full_start || m_block >= tile.queries.full_stop;
+    const bool masked = walk.needs_mask(tile.queries);
     const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
     const auto key_of = [&](int i) { return lane_key + i / 2 * 8; };
     // A product can be masked at once, in a branch of its own, only where it is the score but for a positive factor.

@@ -12,6 +12,7 @@
 #include "config.cuh"
 #include "copy.cuh"
 #include "dropout.cuh"
+#include "list_walk.cuh"
 #include "mask.cuh"
 #include "mma.cuh"
 #include "params.cuh"
@@ -56,12 +57,17 @@ CUFLASH_DEVICE void add_to_accumulator(T* accumulator, int piece, const T (&valu
 }
 
 // The walk over (query head of the group, tile of queries), heads outermost.
-struct Walk {
+struct RangeWalk {
   int head, m_block;
+  CUFLASH_DEVICE static RangeWalk first(const TileRange& tiles, int head) { return {head, tiles.start}; }
+  CUFLASH_DEVICE bool needs_mask(const TileRange& tiles) const {
+    return m_block < tiles.full_start || m_block >= tiles.full_stop;
+  }
   CUFLASH_DEVICE void advance(const TileRange& tiles) {
     if (++m_block == tiles.stop) m_block = tiles.start, ++head;
   }
 };
+using Walk = Either<kHasBlockMask, ListWalk, RangeWalk>::Type;
 
 CUFLASH_DEVICE void backward(const Params& params) {
   const int num_n_blocks = ceil_div(params.seqlen_k, kBlockN), num_m_blocks = ceil_div(params.seqlen_q, kBlockM);
@@ -70,11 +76,11 @@ CUFLASH_DEVICE void backward(const Params& params) {
   const int n_block = work.block, head_kv = work.head / splits, split = work.head % splits, batch = work.batch;
   const int first_key = n_block * kBlockN;
   const int key_stop = key_stop_of(params, batch);
-  const TileRange tiles = query_tiles(params, first_key, first_key + kBlockN - 1, key_stop);
   const int group = params.num_heads / params.num_heads_kv;
   const int first_head = head_kv * group + group * split / splits;
-  const int num_heads = head_kv * group + group * (split + 1) / splits - first_head;
-  const int num_steps = (tiles.stop - tiles.start) * num_heads;
+  const int stop_head = head_kv * group + group * (split + 1) / splits;
+  Either<kHasBlockMask, QueryLists, TileRange>::Type tiles;
+  const int num_steps = find_queries(params, work, first_head, stop_head, key_stop, tiles);
 
   const u32 s_k = ptx::dynamic_shared(), s_v = s_k + kBytesK, s_ring = s_v + kBytesV;
   const u32 s_ds = s_ring + kNumStages * kBytesStage;  // buffer 1 holds P' unless kOwnOperands
@@ -95,7 +101,7 @@ CUFLASH_DEVICE void backward(const Params& params) {
   };
 
   // K and V arrive with the first tile of queries.
-  Walk current = {first_head, tiles.start};
+  Walk current = Walk::first(tiles, first_head);
   Walk next = current;
   load_tile<kBlockN, kHeadDim>(s_k, head_of(params.k, batch, head_kv), params.k.row_stride, first_key, key_stop);
   load_tile<kBlockN, kHeadDimV>(s_v, head_of(params.v, batch, head_kv), params.v.row_stride, first_key, key_stop);
@@ -142,7 +148,7 @@ CUFLASH_DEVICE void backward(const Params& params) {
         const Mask mask(params, batch, current.head, key_stop);
         const Dropout dropout(params, batch, current.head);
         const Real exponent_scale = score.exponent_scale(), kept_scale = kept_scale_of(params);
-        const bool masked = current.m_block < tiles.full_start || current.m_block >= tiles.full_stop;
+        const bool masked = current.needs_mask(tiles);
         const int lane_key = first_key + warp_key + fragment_row();
         const int lane_query = first_row + fragment_column();
         const auto row_of = [&](int n, int i) { return lane_query + column_of<kWarpsQ>(warp_d, n) + i % 2; };

@@ -395,7 +395,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
       const Score score(common, batch, head, tile.key_stop);
       const Mask mask(common, batch, head, tile.key_stop);
       const float scale_log2 = score.exponent_scale();
-      const bool masked = m_block < tile.queries.full_start || m_block >= tile.queries.full_stop;
+      const bool masked = walk.needs_mask(tile.queries);
       const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
       const auto key_of = [&](int i) { return lane_key + i / 2 * 8; };
 

@@ -2,6 +2,7 @@
 #pragma once
 #include "backward.cuh"
 #include "config.cuh"
+#include "list_walk.cuh"
 #include "params.cuh"
 #include "schedule.cuh"
 
@@ -12,20 +13,27 @@ constexpr bool kLastFirst = kDqInTurn && kHasLeftBound;
 constexpr bool kFromLastQuery = kDqInTurn && kHasRightBound && !kHasLeftBound;
 
 // The walk over (query head of the group, tile of queries), heads outermost.
-struct Walk {
+struct RangeWalk {
   int head, m_block;
+  CUFLASH_DEVICE bool needs_mask(const TileRange& tiles) const {
+    return m_block < tiles.full_start || m_block >= tiles.full_stop;
+  }
   CUFLASH_DEVICE void advance(const TileRange& tiles) {
     m_block += kFromLastQuery ? -1 : 1;
     if (m_block == (kFromLastQuery ? tiles.start - 1 : tiles.stop)) m_block = first_of(tiles), ++head;
   }
+  CUFLASH_DEVICE static RangeWalk first(const TileRange& tiles, int head) { return {head, first_of(tiles)}; }
   CUFLASH_DEVICE static int first_of(const TileRange& tiles) { return kFromLastQuery ? tiles.stop - 1 : tiles.start; }
 };
+
+using Walk = Either<kHasBlockMask, ListWalk, RangeWalk>::Type;
+using QueryTiles = Either<kHasBlockMask, QueryLists, TileRange>::Type;
 
 // The keys of a block, and what every role walks over.
 struct KeyTile {
   Work work;
   int num_n_blocks, num_m_blocks, split, head_kv, first_key, key_stop, first_head, num_steps;
-  TileRange queries;
+  QueryTiles queries;
 
   CUFLASH_DEVICE explicit KeyTile(const Params& params) {
     const int splits = kSplitsGroup ? params.group_splits : 1, group = params.num_heads / params.num_heads_kv;
@@ -36,11 +44,11 @@ struct KeyTile {
     split = work.head % splits;
     first_key = work.block * kBlockN;
     key_stop = key_stop_of(params, work.batch);
-    queries = query_tiles(params, first_key, first_key + kBlockN - 1, key_stop);
     first_head = head_kv * group + group * split / splits;
-    num_steps = (queries.stop - queries.start) * (head_kv * group + group * (split + 1) / splits - first_head);
+    const int stop_head = head_kv * group + group * (split + 1) / splits;
+    num_steps = find_queries(params, work, first_head, stop_head, key_stop, queries);
   }
-  CUFLASH_DEVICE Walk first() const { return {first_head, Walk::first_of(queries)}; }
+  CUFLASH_DEVICE Walk first() const { return Walk::first(queries, first_head); }
   // Of a tile of queries among those of all heads and batches.
   CUFLASH_DEVICE i64 index_of(const Params& params, const Walk& walk) const {
     return ((i64)work.batch * params.num_heads + walk.head) * num_m_blocks + walk.m_block;

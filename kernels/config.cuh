@@ -45,6 +45,10 @@ constexpr bool kHasLeftBound = CUFLASH_HAS_LEFT_BOUND;
 constexpr bool kHasSoftcap = CUFLASH_HAS_SOFTCAP;
 constexpr bool kHasAlibi = CUFLASH_HAS_ALIBI;
 constexpr bool kHasMask = CUFLASH_HAS_MASK;
+// Queries and keys of a block of a block mask; zeros without one.
+constexpr int kMaskBlockM = CUFLASH_MASK_BLOCK_M;
+constexpr int kMaskBlockN = CUFLASH_MASK_BLOCK_N;
+constexpr bool kHasBlockMask = kMaskBlockM > 0;
 constexpr bool kHasSinks = CUFLASH_HAS_SINKS;  // of the forward pass; the backward pass has in lse what they did
 constexpr bool kHasDropout = CUFLASH_HAS_DROPOUT;
 constexpr int kBiasBytes = CUFLASH_BIAS_BYTES;              // size of a bias element: 0 (no bias), 2 (Element) or of Real
@@ -106,6 +110,15 @@ static_assert(kHeadDim <= 256 && kHeadDimV <= 256, "one row of fragments holds a
 template <bool b>
 struct Constant {
   static constexpr bool value = b;
+};
+// A if b, else B.
+template <bool b, class A, class B>
+struct Either {
+  using Type = A;
+};
+template <class A, class B>
+struct Either<false, A, B> {
+  using Type = B;
 };
 template <int n>
 struct Integer {

@@ -90,12 +90,13 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
     };
     if (tile.keys.start == tile.keys.stop) load_q();
     for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
+      const int first_key = tile.keys.at(n_block) * kBlockN;
 #pragma unroll 1
       for (int n = 0; n < kPieces; ++n) {
         const Position<kSlots> at = place_of(key, n);
         shared.k_ring.empty(at).wait(at.parity ^ 1);
         shared.k_ring.full(at).arrive_expect(kPieceK);
-        load_chunks<kBlockN, kDim>(shared.k + at.stage * kPieceK, params.k, shared.k_ring.full(at), n_block * kBlockN,
+        load_chunks<kBlockN, kDim>(shared.k + at.stage * kPieceK, params.k, shared.k_ring.full(at), first_key,
                                    head, piece_of(n) * all_batch + batch);
       }
       if (n_block == tile.keys.stop - 1) load_q();
@@ -104,7 +105,7 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
         const Position<kSlots> at = place_of(key, n);
         shared.v_ring.empty(at).wait(at.parity ^ 1);
         shared.v_ring.full(at).arrive_expect(kPieceV);
-        load_chunks<kBlockN, kDimV>(shared.v + at.stage * kPieceV, params.v, shared.v_ring.full(at), n_block * kBlockN,
+        load_chunks<kBlockN, kDimV>(shared.v + at.stage * kPieceV, params.v, shared.v_ring.full(at), first_key,
                                     head, piece_of(n) * all_batch + batch);
       }
     }
@@ -210,7 +211,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     };
     const auto to_scores = [&](float (&s)[kNTiles][4], int n_block, auto masked) {
       if constexpr (!kScaleInExponent || masked.value) {
-        const int lane_key = n_block * kBlockN + fragment_column();
+        const int lane_key = tile.keys.at(n_block) * kBlockN + fragment_column();
 #pragma unroll
         for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
@@ -267,7 +268,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       float factor[1][2] = {{1.0f, 1.0f}};
       softmax.update(s, factor, exponent_scale);
       softmax.exponentiate(s, exponent_scale, softmax.row_sum);
-      if constexpr (kHasDropout) dropout.drop(s[0], lane_row, n_block * kBlockN + fragment_column());
+      if constexpr (kHasDropout) dropout.drop(s[0], lane_row, tile.keys.at(n_block) * kBlockN + fragment_column());
       to_weights(s[0], p);
 
       turns.take();

@@ -36,10 +36,9 @@ CUFLASH_DEVICE void forward(const Params& params) {
   const Work work = schedule(params, ptx::block_index(), num_m_blocks, params.num_heads, kHasRightBound);
   const int m_block = work.block, head = work.head, batch = work.batch;
   const int first_row = m_block * kBlockM;
-  const int last_row = min_of(first_row + kBlockM, params.seqlen_q) - 1;
   const int head_kv = head / (params.num_heads / params.num_heads_kv);
   const int key_stop = key_stop_of(params, batch);
-  const TileRange tiles = key_tiles(params, first_row, last_row, key_stop);
+  const KeyTiles tiles(params, work, key_stop);
 
   const Storage* g_k = head_of(params.k, batch, head_kv);
   const Storage* g_v = head_of(params.v, batch, head_kv);
@@ -47,10 +46,10 @@ CUFLASH_DEVICE void forward(const Params& params) {
   const int warp_row = warp_index() / kWarpsD * 16 * kMTiles, warp_d = warp_index() % kWarpsD;
 
   const auto load_k = [&](int n_block, int stage) {
-    load_tile<kBlockN, kHeadDim>(s_k + stage * kBytesK, g_k, params.k.row_stride, n_block * kBlockN, key_stop);
+    load_tile<kBlockN, kHeadDim>(s_k + stage * kBytesK, g_k, params.k.row_stride, tiles.at(n_block) * kBlockN, key_stop);
   };
   const auto load_v = [&](int n_block, int stage) {
-    load_tile<kBlockN, kHeadDimV>(s_v + stage * kBytesV, g_v, params.v.row_stride, n_block * kBlockN, key_stop);
+    load_tile<kBlockN, kHeadDimV>(s_v + stage * kBytesV, g_v, params.v.row_stride, tiles.at(n_block) * kBlockN, key_stop);
   };
 
   // Fill the ring: tile i of the walk goes to stage i % kNumStages. Group i holds tile i (with Q in the first).
@@ -111,7 +110,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
     }
 
     if constexpr (!kScaleInExponent || masked.value) {
-      const int lane_key = n_block * kBlockN + fragment_column();
+      const int lane_key = tiles.at(n_block) * kBlockN + fragment_column();
 #pragma unroll
       for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
@@ -127,7 +126,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
     softmax.update(s, o, exponent_scale);
     if constexpr (kHasDropout) {
 #pragma unroll
-      for (int m = 0; m < kMTiles; ++m) dropout.drop(s[m], lane_row + 16 * m, n_block * kBlockN + fragment_column());
+      for (int m = 0; m < kMTiles; ++m) dropout.drop(s[m], lane_row + 16 * m, tiles.at(n_block) * kBlockN + fragment_column());
     }
 
     add_product<kBlockN / kStep>(

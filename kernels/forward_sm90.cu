@@ -95,14 +95,15 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
     };
     if (tile.keys.start == tile.keys.stop) load_q();
     for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
+      const int first_key = tile.keys.at(n_block) * kBlockN;
       shared.k_ring.empty(key).wait(key.parity ^ 1);
       const Barrier k_full = shared.k_ring.full(key), v_full = shared.v_ring.full(key);
       k_full.arrive_expect(kBytesK);
-      load_chunks<kBlockN, kDim>(shared.k + key.stage * kBytesK, params.k, k_full, n_block * kBlockN, head, batch);
+      load_chunks<kBlockN, kDim>(shared.k + key.stage * kBytesK, params.k, k_full, first_key, head, batch);
       if (n_block == tile.keys.stop - 1) load_q();
       shared.v_ring.empty(key).wait(key.parity ^ 1);
       v_full.arrive_expect(kBytesV);
-      load_chunks<kBlockN, kDimV>(shared.v + key.stage * kBytesV, params.v, v_full, n_block * kBlockN, head, batch);
+      load_chunks<kBlockN, kDimV>(shared.v + key.stage * kBytesV, params.v, v_full, first_key, head, batch);
     }
   }
 }
@@ -182,7 +183,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     };
     const auto to_scores = [&](int n_block, auto masked) {
       if constexpr (!kScaleInExponent || masked.value) {
-        const int lane_key = n_block * kBlockN + fragment_column();
+        const int lane_key = tile.keys.at(n_block) * kBlockN + fragment_column();
 #pragma unroll
         for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
@@ -195,7 +196,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       }
     };
     const auto drop = [&](int n_block) {
-      if constexpr (kHasDropout) dropout.drop(s[0], lane_row, n_block * kBlockN + fragment_column());
+      if constexpr (kHasDropout) dropout.drop(s[0], lane_row, tile.keys.at(n_block) * kBlockN + fragment_column());
     };
     // From the product in `s` to exponentials there, sums of rows and weights; true when O must be rescaled by `factor`.
     bool all_started = false;  // every row of the warp has seen a key
@@ -244,7 +245,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     shared.q_ring.full(query).wait(query.parity);
     if constexpr (kKvLengthsBytes != 0) {
       // Keys past kv_lengths have weight 0, but 0 times what lies there may be NaN.
-      const int valid = tile.key_stop - (tile.keys.stop - 1) * kBlockN;
+      const int valid = tile.key_stop - tile.keys.at(tile.keys.stop - 1) * kBlockN;
       if (tile.keys.start < tile.keys.stop && valid < kBlockN) {
         if (consumer == 0) {
           shared.v_ring.full(key).wait(key.parity);

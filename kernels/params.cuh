@@ -24,6 +24,7 @@ struct Params {
   Tensor lse, dlse;      // row_stride is the stride between queries; dlse may be absent: null
   ScoreTensor bias;      // added to the score
   ScoreTensor mask;      // bytes: 0 hides the key
+  ScoreTensor block_mask;  // bytes, over (batch, head, block of queries, block of keys): 0 hides the block
   Tensor alibi_slopes;   // (batch, head)
   const void* kv_lengths;
   i64 kv_lengths_stride;
@@ -41,6 +42,8 @@ struct Params {
   void* k_pieces;
   void* v_pieces;
   void* dout_pieces;
+  void* key_lists;       // of i32: (list_batches, list_heads, m blocks, a list of tiles of keys)
+  void* query_lists;     // of i32: (list_batches, list_heads, n blocks, a list of tiles of queries)
   i32 batch, num_heads, num_heads_kv, seqlen_q, seqlen_k;
   i32 diagonal;      // query i stands at key position i + diagonal
   i32 right_offset;  // query i sees keys up to i + right_offset
@@ -51,6 +54,8 @@ struct Params {
   i32 stats_rows;    // seqlen_q, rounded up to whole tiles
   i32 group_splits;  // blocks that share the query heads of a key/value head
   i32 resident_blocks;  // of a kernel whose blocks take one tile after another
+  i32 list_batches;  // batch entries that have lists of their own: all or 1
+  i32 list_heads;    // query heads that have
   u32 seed_low;      // of dropout: the key of its random numbers
   u32 seed_high;
   u32 offset;

@@ -80,6 +80,37 @@ CUFLASH_DEVICE TileRange query_tiles(const Params& params, int first_key, int la
   return {start, full_start, full_stop, stop};
 }
 
+// With a block mask, block_lists.cu lists beforehand for each tile of one axis those of the other axis that it meets: their
+// number, the number of those that have every pair visible, and their indices, of these first, each in rising order. What
+// walks over tiles without a block mask then walks over places in the list.
+constexpr int kListHeader = 2;
+
+// The list of tile `block` of `num_blocks` with room for `length` others.
+CUFLASH_DEVICE i32* list_of(const Params& params, void* lists, int batch, int head, int block, int num_blocks, int length) {
+  const i64 matrix = (params.list_batches == 1 ? 0 : (i64)batch * params.list_heads) + (params.list_heads == 1 ? 0 : head);
+  return (i32*)lists + (matrix * num_blocks + block) * (kListHeader + length);
+}
+
+// The tiles of keys that a tile of queries sees: a range of places, and the tile at each.
+struct KeyTiles : TileRange {
+  const i32* list;
+
+  CUFLASH_DEVICE KeyTiles(const Params& params, const Work& work, int key_stop) : list(nullptr) {
+    const int first_row = work.block * kBlockM;
+    if constexpr (kHasBlockMask) {
+      list = list_of(params, params.key_lists, work.batch, work.head, work.block, ceil_div(params.seqlen_q, kBlockM),
+                     ceil_div(params.seqlen_k, kBlockN));
+      start = full_start = 0, full_stop = list[1], stop = list[0];
+    } else {
+      (TileRange&)*this = key_tiles(params, first_row, min_of(first_row + kBlockM, params.seqlen_q) - 1, key_stop);
+    }
+  }
+  CUFLASH_DEVICE int at(int place) const {
+    if constexpr (kHasBlockMask) return list[kListHeader + place];
+    return place;
+  }
+};
+
 // The work of blocks that stay: each takes one unit of every `resident_blocks`. A unit is a tile of queries; with kPairs,
 // where tiles see the more keys the later they come, it is the n-th tile of a head from the end and the n-th from the
 // start, which together see as many keys as any other two.
@@ -115,19 +146,20 @@ struct TileWalk {
 struct QueryTile {
   Work work;
   int first_row, head_kv, key_stop;
-  TileRange keys;
+  KeyTiles keys;
 
-  CUFLASH_DEVICE QueryTile(const Params& params, const Work& work_) : work(work_) {
-    first_row = work.block * kBlockM;
-    head_kv = work.head / (params.num_heads / params.num_heads_kv);
-    key_stop = key_stop_of(params, work.batch);
-    keys = key_tiles(params, first_row, min_of(first_row + kBlockM, params.seqlen_q) - 1, key_stop);
-  }
+  CUFLASH_DEVICE QueryTile(const Params& params, const Work& work_)
+      : work(work_),
+        first_row(work.block * kBlockM),
+        head_kv(work.head / (params.num_heads / params.num_heads_kv)),
+        key_stop(key_stop_of(params, work.batch)),
+        keys(params, work, key_stop) {}
 
   // Those that the 64 queries of a warpgroup, the `consumer`-th, see, within `keys`.
   CUFLASH_DEVICE TileRange keys_of(const Params& params, int consumer) const {
     const int first = first_row + 64 * consumer;
     if (first >= params.seqlen_q) return {keys.start, keys.start, keys.start, keys.start};
+    if constexpr (kHasBlockMask) return keys;
     return key_tiles(params, first, min_of(first + 64, params.seqlen_q) - 1, key_stop);
   }
 };

@@ -58,6 +58,8 @@ def _as_placed(problem: Problem, arrays: Mapping[str, np.ndarray]) -> Problem:
         "kv_lengths": scores_shape[:1],
         "sinks": scores_shape[1:2],
     }
+    if problem.block_mask is not None:
+        shapes["block_mask"] = problem.block_mask.shape
     operands: dict[str, Any] = {name: layout_of(arrays[name], problem.layout) for name in ("q", "k", "v")}
     for name in shapes.keys() & arrays.keys():
         array = np.broadcast_to(arrays[name], shapes[name])
