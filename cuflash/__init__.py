@@ -6,6 +6,7 @@
 (8, 1000, 64)
 """
 
+from cuflash import block_masks
 from cuflash.dropout import dropout_mask
 from cuflash.flash_attention import FlashAttention, ForwardResult, Gradients, GradientsWithSinks, attention
 from cuflash.merging import MergeGradients, MergeResult, merge, merge_backward
@@ -20,6 +21,7 @@ __all__ = [
     "MergeGradients",
     "MergeResult",
     "attention",
+    "block_masks",
     "dropout_mask",
     "merge",
     "merge_backward",

@@ -133,9 +133,10 @@ def add_problem_arguments(
     group.add_argument("--softcap", type=float)
     group.add_argument("--layout", choices=LAYOUTS, default="bhsd", help="default: bhsd")
     group.add_argument("--dropout", type=float, default=0.0, metavar="RATE", help="default: 0")
+    group.add_argument("--block-size", type=positive, default=128, help="of a block mask (default: 128)")
     group.add_argument("--deterministic", action="store_true", help="gradients bitwise equal run after run")
     group.add_argument("--precision", choices=PRECISIONS, default="highest", help="of float32 (default: highest)")
-    for name in ("bias", "mask", "kv-lengths", "alibi-slopes", "sinks"):
+    for name in ("bias", "mask", "kv-lengths", "alibi-slopes", "sinks", "block-mask"):
         group.add_argument(f"--{name}", action="store_true", help=f"{name.replace('-', '_')} is given")
 
 
@@ -175,6 +176,7 @@ def problems(args: argparse.Namespace) -> Iterator[Problem]:
             deterministic=args.deterministic,
             precision=args.precision,
             dropout=args.dropout,
+            block_size=args.block_size,
         )
         dtype, softmax_dtype = numpy_dtype(dtype_name), np.dtype("f8" if dtype_name == "float64" else "f4")
         q, k, v = (
@@ -192,6 +194,7 @@ def problems(args: argparse.Namespace) -> Iterator[Problem]:
             "kv_lengths": Shape((args.batch,), np.dtype(np.int32)),
             "alibi_slopes": Shape((args.num_heads,), softmax_dtype),
             "sinks": Shape((args.num_heads,), softmax_dtype),
+            "block_mask": Shape((-(-args.seqlen // args.block_size), -(-seqlen_k // args.block_size)), np.dtype(bool)),
         }
         yield make_problem(options, q, k, v, **{name: x for name, x in terms.items() if getattr(args, name)})
 
@@ -639,6 +642,7 @@ def self_test_cases(make_case: Callable[..., Any], seed: int) -> Iterator[tuple[
         "kv_lengths": {"kv_lengths": (0, 150)},
         "sinks": {"sinks": True},
         "dlse": {"dlse": True},
+        "block_mask": {"block_mask": (2, 6), "block_size": (32, 64)},
         "head_dim 40, head_dim_v 72": {"head_dim": 40, "head_dim_v": 72},
         "layout bshd": {"layout": "bshd"},
         "dropout": {"dropout": 0.1, "causal": True},

@@ -22,8 +22,8 @@ Base 2. `np.exp2` takes half the time of `np.exp`, where NumPy has it in AVX-512
 
 Dropout. The random bits of a weight take longer (13) than all the rest.
 
-Runs of blocks. With a block mask, a tile of rows is a row of blocks, or a part or a few of one, and of a tile of keys the
-blocks that some of its rows see are computed, a run of neighbours at a time.
+Runs of blocks. With a block mask, a tile of rows is a row of blocks, or a part or a few of one, and of a tile of keys
+the blocks that some of its rows see are computed, a run of neighbours at a time.
 
 Hiding by bits. Scores behind a mask are cleared by an integer "and" (0.3 with the conversion of the mask); `np.where`
 takes ten times as long where a mask is random.
@@ -507,13 +507,14 @@ class _Keys:
 
     def runs(self, call: _Call, queries: _Queries) -> Iterator[_Keys]:
         """The parts of them, neighbours together, in which a block mask leaves something to any of the queries."""
-        if call.block_mask is None or self.num_blocks == 0:
-            if self.num_blocks:
-                yield self
+        if self.num_blocks == 0:
+            return
+        if call.block_mask is None:
+            yield self
             return
         heads, (rows, keys) = queries.heads, call.problem.block_size
         first, last = queries.start // rows, (queries.start + queries.num_rows - 1) // rows
-        kept = call.block_mask[heads.batch, heads.head, first : last + 1].any(axis=(0, 1))
+        kept = np.any(call.block_mask[heads.batch, heads.head, first : last + 1], axis=(0, 1))
         kept = kept[np.arange(self.start, self.stop) // keys].reshape(-1, self.block).any(axis=1)
         edges = np.flatnonzero(np.diff(kept, prepend=False, append=False)) * self.block + self.start
         for start, stop in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
@@ -585,11 +586,12 @@ def _visible(call: _Call, queries: _Queries, keys: _Keys) -> Array | bool:
             visible = masks if visible is None else np.logical_and(visible, masks, out=masks)
     if call.block_mask is not None:
         rows, columns = call.problem.block_size
-        i = (queries.start + np.arange(queries.num_rows)) // rows
-        j = np.arange(keys.start, keys.stop) // columns
-        parts = [call.block_mask[head][i[0] : i[-1] + 1, j[0] : j[-1] + 1] for head in queries.heads]
+        at_rows = (queries.start + np.arange(queries.num_rows)) // rows
+        at_keys = np.arange(keys.start, keys.stop) // columns
+        here = (slice(at_rows[0], at_rows[-1] + 1), slice(at_keys[0], at_keys[-1] + 1))
+        parts = [call.block_mask[head][here] for head in queries.heads]
         if not all(part.all() for part in parts):
-            pairs = [part[(i - i[0])[:, None], j - j[0]] for part in parts]
+            pairs = [part[(at_rows - at_rows[0])[:, None], at_keys - at_keys[0]] for part in parts]
             blocks = np.array([_as_scores(x, queries, keys, True) for x in pairs])
             visible = blocks if visible is None else np.logical_and(visible, blocks, out=blocks)
     if visible is None:

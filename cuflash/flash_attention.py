@@ -491,7 +491,8 @@ class FlashAttention:
         for name, x in arrays.items():
             if x is not None and not x.dtype.isnative:
                 raise type_error(name, f"dtype {x.dtype.str}", f"native byte order: {name}.astype({x.dtype.name!r})")
-        inputs = {name: arrays[name] for name in (*QKV, "bias", "mask", "kv_lengths", "alibi_slopes", "sinks", "block_mask")}
+        terms = ("bias", "mask", "kv_lengths", "alibi_slopes", "sinks", "block_mask")
+        inputs = {name: arrays[name] for name in (*QKV, *terms)}
         problem = make_problem(self.options, **inputs)
         kv_lengths = arrays["kv_lengths"]
         if kv_lengths is not None:

@@ -331,7 +331,7 @@ class _Draft:
         return problem.batch if of_batch or problem.kv_lengths else 1, problem.num_heads if of_head else 1
 
     def add_lists(self, tile: Tile, name: Literal["key_lists", "query_lists"]) -> None:
-        """With a block mask, the kernel that lists the tiles of keys of each tile of queries, or the other way round."""
+        """With a block mask, the kernel that lists the tiles of keys of each tile of queries, or vice versa."""
         problem = self.problem
         if problem.block_mask is None:
             return
@@ -340,12 +340,12 @@ class _Draft:
         lists *= math.prod(self.lists) if self.heads else 0
         elements = -(-lists * (LIST_HEADER + length) * ITEMSIZE["int32"] // ITEMSIZE[problem.softmax_dtype])
         self.scratch[name] = round_up(elements, 4)
-        rows = {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_LISTS_KEYS": int(name == "key_lists")}
-        self.add("block_lists.cu", tile, -(-lists // LIST_WARPS), 0, **rows)
-        walked = "tiles of keys" if name == "key_lists" else "tiles of queries"
+        of_keys = name == "key_lists"
+        warps = {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1}
+        self.add("block_lists.cu", tile, -(-lists // LIST_WARPS), 0, **warps, CUFLASH_LISTS_KEYS=int(of_keys))
         self.reasons.append(
-            f"block_mask: {walked} are listed beforehand, {tile.block_m} queries x {tile.block_n} keys each; hidden ones "
-            "are neither loaded nor computed"
+            f"block_mask: tiles of {'keys' if of_keys else 'queries'} are listed beforehand, {tile.block_m} queries x "
+            f"{tile.block_n} keys each; hidden ones are neither loaded nor computed"
         )
 
     def add(self, source: str, tile: Tile, blocks: int, shared_bytes: int, **defines: int) -> None:
@@ -422,7 +422,8 @@ def _why_not_decode(draft: _Draft) -> str | None:
         return ""
     if _visible_keys(problem) < DECODE_MIN_SEQLEN_K or _why_not_mapped(draft, _FORWARD_MAPPED):
         return ""
-    terms = [name for name in ("softcap", "alibi_slopes", "bias", "mask", "block_mask") if getattr(problem, name) is not None]
+    options = ("softcap", "alibi_slopes", "bias", "mask", "block_mask")
+    terms = [name for name in options if getattr(problem, name) is not None]
     terms += ["dropout"] if problem.dropout else []
     if terms:
         return f"it knows no {' and no '.join(terms)}"

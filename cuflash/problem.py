@@ -85,7 +85,7 @@ def check_block_size(value: object) -> tuple[int, int]:
     for what, side in zip(("rows", "keys"), sides, strict=True):
         if isinstance(side, bool) or not isinstance(side, numbers.Integral):
             raise type_error(f"block_size {what}", f"{type(side).__name__} {side!r}", "an integer")
-        if side % 16 or not 16 <= side <= MAX_BLOCK:
+        if int(side) % 16 or not 16 <= int(side) <= MAX_BLOCK:
             raise value_error(f"block_size {what}", side, f"a multiple of 16 from 16 to {MAX_BLOCK}")
     return int(sides[0]), int(sides[1])
 

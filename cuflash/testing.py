@@ -143,7 +143,7 @@ class Case:
             return tuple(n if stride else 1 for n, stride in zip(target, operand.strides, strict=True))
 
         slopes = distinct("alibi_slopes", scores_shape[:2])
-        blocks = problem.block_mask and distinct("block_mask", problem.block_mask.shape)
+        blocks = None if problem.block_mask is None else distinct("block_mask", problem.block_mask.shape)
         return cls(
             seqlen_q=problem.seqlen_q,
             seqlen_k=problem.seqlen_k,
@@ -167,8 +167,8 @@ class Case:
             alibi_slopes=None if slopes is None else slopes if slopes == scores_shape[:2] else (problem.num_heads,),
             sinks=problem.sinks is not None,
             dropout=problem.dropout,
-            block_mask=blocks and blocks[:2],
-            block_size=problem.block_size if blocks else (128, 128),
+            block_mask=None if blocks is None else blocks[:2],
+            block_size=(128, 128) if blocks is None else problem.block_size,
             seed=seed,
         )
 
@@ -258,8 +258,7 @@ class Case:
         if self.sinks:
             values["sinks"] = (self.score_spread * normal(self.num_heads)).astype(softmax_dtype)
         if self.block_mask is not None:
-            rows, keys = self.block_size
-            num_blocks = (-(-self.seqlen_q // rows), -(-self.seqlen_k // keys))
+            num_blocks = [-(-n // size) for n, size in zip(scores_shape[2:], self.block_size, strict=True)]
             values["block_mask"] = rng.random((*self.block_mask, *num_blocks)) < self.blocks_kept
         if self.dlse:
             rows = normal(self.batch, self.num_heads, self.seqlen_q)
@@ -599,7 +598,7 @@ def _scales(
 ) -> tuple[dict[str, float], dict[str, Array], float]:
     """Scale of every result, where it is exactly zero, and the noise of the weights in units in the last place."""
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
-    terms = [arrays.get(name) for name in OPTIONAL_ARRAYS]
+    bias, mask, kv_lengths, alibi_slopes, sinks, block_mask = (arrays.get(name) for name in OPTIONAL_ARRAYS)
     dout = view_4d(arrays["dout"], problem.layout) if "dout" in arrays else None
     dlse = view_rows(arrays["dlse"] if "dlse" in arrays else np.zeros(problem.lse_shape))
     out = view_4d(expected["out"].astype(np.float64), problem.layout)
@@ -612,6 +611,7 @@ def _scales(
     def grow(name: str, squares: Array) -> None:
         scales[name] = max(scales[name], math.sqrt(_max_finite(squares)))
 
+    terms = (bias, mask, kv_lengths, alibi_slopes, sinks, block_mask)
     for head in reference.each_head(problem, q, k, v, *terms, np.float64, **random):
         scores = max(scores, abs(problem.scale) * _max_finite(np.abs(head.Q) @ np.abs(head.K).T))
         visible = head.P != 0
@@ -694,9 +694,9 @@ def check(
     ----------
     attention : callable
         Called as ``attention(q, k, v, **options)``, where options are the keyword arguments of `cuflash.attention` that
-        the case needs, by those names: causal, scale, window, softcap, layout, block_size, and `OPTIONAL_ARRAYS`. With dropout,
-        also that, seed and offset, which drop what `cuflash.dropout_mask` says. An implementation without options is
-        checked on cases without `features`. Returns out, or a tuple (out, lse), as arrays of any library that speaks
+        the case needs, by those names: causal, scale, window, softcap, layout, block_size, and `OPTIONAL_ARRAYS`. With
+        dropout, also that, seed and offset, which drop what `cuflash.dropout_mask` says. An implementation without
+        options is checked on cases without `features`. Returns out, or a tuple (out, lse), as arrays of any library that speaks
         DLPack.
     case : Case or Problem
         A problem stands for a case of its sizes and options on random arrays.

@@ -28,6 +28,7 @@ def good_arrays():
         "kv_lengths": np.array([6, 2]),
         "alibi_slopes": normal(HEADS),
         "sinks": normal(HEADS),
+        "block_mask": np.ones((BATCH, HEADS, 1, 1), bool),
         "out": np.empty((BATCH, HEADS, SEQLEN_Q, DIM_V), np.float32),
         "lse": np.empty((BATCH, HEADS, SEQLEN_Q), np.float32),
     }
@@ -111,6 +112,13 @@ BAD_OPTIONS = [
     ("deterministic", None, TypeError, "NoneType None", "a bool"),
     ("precision", "high", ValueError, "'high'", "'highest' or 'tf32'"),
     ("precision", None, TypeError, "NoneType None", "'highest' or 'tf32'"),
+    ("block_size rows", "128", TypeError, "str '128'", "an integer"),
+    ("block_size rows", 64.0, TypeError, "float 64.0", "an integer"),
+    ("block_size keys", (64, True), TypeError, "bool True", "an integer"),
+    ("block_size", (64,), ValueError, "(64,)", "an integer or two of them, (rows, keys)"),
+    ("block_size rows", 0, ValueError, "0", "a multiple of 16 from 16 to 1024"),
+    ("block_size keys", (64, 72), ValueError, "72", "a multiple of 16 from 16 to 1024"),
+    ("block_size keys", (64, 1040), ValueError, "1040", "a multiple of 16 from 16 to 1024"),
 ]
 
 # The value is made from the good one, `x`, where it is a function.
@@ -187,6 +195,13 @@ BAD_INPUTS = [
     ("sinks", lambda x: x.astype(np.float16), TypeError, "dtype float16", "float32"),
     ("sinks", lambda x: x[:2], ValueError, "shape (2,)", "(num_heads,) = (4,)"),
     ("sinks", lambda x: np.stack([x, x]), ValueError, "shape (2, 4)", "(num_heads,) = (4,)"),
+    # block_mask
+    ("block_mask", lambda x: x.tolist(), TypeError, "list", ARRAY),
+    ("block_mask", lambda x: x.astype(np.uint8), TypeError, "dtype uint8", "bool"),
+    ("block_mask", lambda x: x[0, 0, 0], ValueError, "shape (1,)", "(..., ceil(seqlen_q / 128), ceil("),
+    ("block_mask", lambda x: np.ones((5, 6), bool), ValueError, "shape (5, 6)", "(..., ceil(seqlen_q / 128),"),
+    ("block_mask", lambda x: x[:, :3], ValueError, "shape (2, 3, 1, 1)", "a shape that broadcasts to (batch,"),
+    ("block_mask", lambda x: x[None], ValueError, "shape (1, 2, 4, 1, 1)", "a shape that broadcasts to (batch,"),
 ]
 
 BAD_RESULTS = [
@@ -309,7 +324,7 @@ def test_gradients_of_sinks_without_sinks(name):
 
 
 @pytest.mark.parametrize("result", ["out", "lse"])
-@pytest.mark.parametrize("other", ["q", "k", "v", "bias", "mask", "kv_lengths", "alibi_slopes", "sinks"])
+@pytest.mark.parametrize("other", ["q", "k", "v", "bias", "mask", "kv_lengths", "alibi_slopes", "sinks", "block_mask"])
 def test_result_overlaps_an_argument(result, other):
     arrays = good_arrays()
     arrays[result], arrays[other] = overlapping(arrays[result], arrays[other])

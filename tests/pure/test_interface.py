@@ -287,7 +287,7 @@ def test_same_bits_every_time():
 def test_an_object_prints_and_pickles():
     attn = cuflash.FlashAttention(causal="top_left", window=(3, None))
     options = "causal='top_left', scale=None, window=(3, None), softcap=None, layout='bhsd', deterministic=False"
-    options += ", precision='highest', dropout=0.0"
+    options += ", precision='highest', dropout=0.0, block_size=(128, 128)"
     text = f"FlashAttention({options})"
     assert repr(attn) == text
     assert repr(pickle.loads(pickle.dumps(attn))) == text
@@ -385,7 +385,7 @@ def test_the_launcher_learns_that_gradients_of_sinks_are_needed(gpu):
     assert [call["dsinks"] for call in gpu.calls] == [None, dsinks]
 
 
-FORWARD_ARRAYS = ("q", "k", "v", "bias", "mask", "kv_lengths", "alibi_slopes", "sinks", "out", "lse")
+FORWARD_ARRAYS = ("q", "k", "v", "bias", "mask", "kv_lengths", "alibi_slopes", "sinks", "block_mask", "out", "lse")
 
 
 @pytest.mark.parametrize("wrong", FORWARD_ARRAYS)

@@ -13,13 +13,14 @@ KERNELS = {path.name: path for path in (ROOT / "kernels").iterdir() if path.suff
 
 # A module imports only modules to the left of it.
 ORDER = [
-    "problem", "dropout", "reference", "cpu", "interop", "merging", "tensor_map", "tiles", "tables", "plan", "params",
-    "compiler", "launch", "flash_attention", "__init__", "testing", "__main__",
+    "problem", "block_masks", "dropout", "reference", "cpu", "interop", "merging", "tensor_map", "tiles", "tables",
+    "plan", "params", "compiler", "launch", "flash_attention", "__init__", "testing", "__main__",
 ]  # fmt: skip
 
 # What each module may import at import time besides the standard library, and what only when it is needed.
 ALWAYS = {
     "problem": set(),
+    "block_masks": {"numpy"},
     "dropout": {"numpy"},
     "tensor_map": set(),
     "tiles": set(),

@@ -120,6 +120,7 @@ def filled(pass_="forward", layout="bhsd", **options):
         "kv_lengths": np.full(4, 50)[::2],
         "alibi_slopes": np.ones(4, np.float32),
         "sinks": np.ones(12, np.float32)[::3],
+        "block_mask": np.ones((4, 1, 2), bool)[..., ::2][..., [0]],
     }
     problem = make_problem(Options(layout=layout, **options), *(arrays[name] for name in "qkv"), **terms)
     plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_)
@@ -142,6 +143,7 @@ def test_strides_are_those_of_the_arrays(layout):
         "kv_lengths": [2],
         "alibi_slopes": [0, 1, 0],
         "sinks": [3],
+        "block_mask": [0, 1, 0, 0],
     }
     for name, strides in expected.items():
         assert params[f"{name}_strides"][0].tolist() == strides, name

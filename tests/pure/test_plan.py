@@ -62,6 +62,13 @@ def problem_of(
     return make_problem(Options(**options), q, k, v)
 
 
+def blocks_of(seqlen):
+    """Such a problem with a block mask."""
+    problem = problem_of(seqlen, seqlen)
+    blocks = Operand(shape=(2, 4, seqlen // 128, seqlen // 128), strides=(0, 0, seqlen // 128, 1), dtype="bool")
+    return replace(problem, block_mask=blocks, block_size=(128, 128))
+
+
 def contiguous(shape, dtype):
     """Looks like a contiguous array."""
     strides = [dtype.itemsize] * len(shape)
@@ -166,6 +173,7 @@ def test_every_row_is_chosen_somewhere(table):
                         for pass_ in PASSES:
                             if is_served(problem, arch, pass_):
                                 chosen |= set(choose_plan(problem, DeviceSpec.for_arch(arch), pass_).tiles)
+    chosen |= set(choose_plan(blocks_of(1024), DeviceSpec.for_arch("9.0")).tiles)
     assert not [tile for tile in table if tile not in chosen]
 
 
@@ -738,7 +746,8 @@ def test_kernels_are_told_all_that_they_ask_for():
     read = set(re.findall(r"\bCUFLASH_[A-Z0-9_]+\b", everything)) - own - pasted
     given = set()
     float32 = problem_of(1024, 1024, dtype="float32")
-    for problem in (problem_of(), problem_of(deterministic=True), problem_of(1, 2**16), problem_of(16, 2**16), float32):
+    plain = (problem_of(), problem_of(deterministic=True), problem_of(1, 2**16), problem_of(16, 2**16))
+    for problem in (*plain, float32, blocks_of(1024)):
         for pass_ in PASSES:
             for arch in ("8.0", "9.0"):
                 for kernel in choose_plan(problem, DeviceSpec.for_arch(arch), pass_).kernels:

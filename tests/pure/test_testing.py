@@ -274,6 +274,7 @@ def writes_to_an_input(q, k, v, **keywords):
 
 
 MASKED = {"mask": (2, 1, 23, 37)}
+BLOCKS = {"block_mask": (4,), "block_size": (16, 16)}
 
 WRONG = {
     "no scale": (with_scores(lambda kw: kw | {"scale": 1.0}), {}),
@@ -302,6 +303,16 @@ WRONG = {
     "sinks ignored": (with_scores(without("sinks")), {"sinks": True}),
     "sinks of the other sign": (with_scores(lambda kw: kw | {"sinks": -kw["sinks"]}), {"sinks": True}),
     "sinks of the wrong head": (with_scores(lambda kw: kw | {"sinks": np.roll(kw["sinks"], 1)}), {"sinks": True}),
+    "block mask ignored": (with_scores(without("block_mask")), BLOCKS),
+    "block mask transposed": (
+        with_scores(lambda kw: kw | {"block_mask": kw["block_mask"].swapaxes(-1, -2)}),
+        BLOCKS | {"seqlen_q": 37, "seqlen_k": 37},
+    ),
+    "block mask of the first head": (with_scores(lambda kw: kw | {"block_mask": kw["block_mask"][:1]}), BLOCKS),
+    "blocks of the other size": (
+        with_scores(lambda kw: kw | {"block_size": (16, 32), "block_mask": kw["block_mask"][..., :2]}),
+        BLOCKS,
+    ),
     "length one short": (with_scores(lambda kw: kw | {"kv_lengths": kw["kv_lengths"] - 1}), {"kv_lengths": (37, 20)}),
     "reads past lengths": (reads_past_lengths, {"kv_lengths": (37, 20)}),
     "finite sentinel": (finite_sentinel, MASKED),
@@ -417,7 +428,10 @@ def test_a_gradient_of_lse_that_is_ignored_or_subtracted_is_found(factor):
 @given(ct.cases(features=ct.MORE_FEATURES, max_seqlen=33, strides=["contiguous"]))
 def test_what_is_drawn_only_when_asked_for(case):
     arrays = case.arrays()
-    assert set(ct.optional_backward(arrays)) == {name for name in ct.MORE_FEATURES if getattr(case, name)}
-    assert set(ct.optional(arrays)) == {name for name in ("sinks",) if getattr(case, name)}
+    present = {name for name in ct.MORE_FEATURES if getattr(case, name) not in (False, None)}
+    assert set(ct.optional_backward(arrays)) == present
+    assert set(ct.optional(arrays)) == present - {"dlse"}
     again = ct.Case.from_problem(case.problem)
     assert again.sinks == case.sinks
+    assert (again.block_mask is None) == (case.block_mask is None)
+    assert again.block_size == (case.block_size if case.block_mask is not None else (128, 128))

@@ -1,0 +1,103 @@
+"""Block masks in every kernel: the lists of tiles, the walks over them, and pairs that are looked up one by one."""
+
+from dataclasses import replace
+
+import attention
+import numpy as np
+import pytest
+from emulator import SCHEDULES, find_compiler
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import cuflash.testing as ct
+from cuflash import reference
+from cuflash.plan import DeviceSpec
+from cuflash.problem import make_problem
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+
+FEW = settings(max_examples=2, suppress_health_check=[HealthCheck.too_slow])
+schedules = st.sampled_from(SCHEDULES)
+
+# More tiles than the lanes of a warp that lists them are there in none of these: `test_long_lists` has them.
+CASE = ct.Case(seqlen_q=200, seqlen_k=300, batch=2, num_heads=2, num_heads_kv=1, head_dim=24, block_mask=())
+FEW_SMS = {arch: replace(DeviceSpec.for_arch(arch), num_sms=1) for arch in ("8.0", "9.0")}
+WHOLE, SMALL = {"block_size": (128, 128)}, {"block_size": (16, 48)}
+KERNELS = {
+    "sm80": (FEW_SMS["8.0"], {"dtype": "float16", "kv_lengths": (300, 150), **WHOLE}, {}),
+    "sm80 causal": (FEW_SMS["8.0"], {"dtype": "bfloat16", "causal": True, **SMALL}, {}),
+    "dq_sm80": ("8.6", {"dtype": "float16", "layout": "bshd", **SMALL}, {"deterministic": True}),
+    "sm80 float64": ("9.0", {"dtype": "float64", "window": (70, 40), "block_size": (64, 64)}, {}),
+    "sm90": (FEW_SMS["9.0"], {"dtype": "bfloat16", "kv_lengths": (150, 300), "head_dim": 64, **WHOLE}, {}),
+    "sm90 causal": ("9.0", {"dtype": "float16", "causal": True, "window": (90, None), **WHOLE}, {}),
+    "sm90 terms": (FEW_SMS["9.0"], {"dtype": "float16", "softcap": 5.0, "mask": (200, 300), **SMALL}, {}),
+    "float32_sm90": (FEW_SMS["9.0"], {"causal": True, "block_size": (128, 64)}, {}),
+}
+
+
+def inputs_of(case, **options):
+    """The problem of a case, and its arrays."""
+    arrays = case.arrays()
+    options = replace(case.options, **options)
+    return make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays)), arrays
+
+
+def check(case, kernel, arch, options, schedule, arrays=None):
+    """Both passes against the oracle, on `arrays` in place of those of the case."""
+    problem, own = inputs_of(case, **options)
+    arrays = own if arrays is None else arrays
+    results = {"out": own["dout"], **{f"d{name}": own[name] for name in "qkv"}}
+    for pass_ in ("forward", "backward"):
+        plan = attention.plan_for(problem, pass_, own | results, arch, None)
+        sources = {kernel.source for kernel in plan.kernels}
+        name = f"{pass_}_{kernel.split()[0]}.cu".replace("forward_dq", "forward")
+        assert {"block_lists.cu", name} <= sources
+    out, lse = attention.forward(problem, arrays, arch=arch, schedule=schedule)
+    ct.assert_forward(case, out, lse)
+    out, lse = reference.forward(problem, *(own[name] for name in "qkv"), **ct.optional(own))
+    out, lse = out.astype(own["q"].dtype), lse.astype(problem.softmax_dtype)
+    ct.assert_backward(case, *attention.backward(problem, arrays, out, lse, arch=arch, schedule=schedule))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@FEW
+@given(
+    schedule=schedules,
+    shape=st.sampled_from([(2, 2), (2,), (2, 1), ()]),
+    kept=st.sampled_from([0.3, 0.7, 0.1, 1.0, 0.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_oracle(kernel, schedule, shape, kept, seed):
+    arch, changes, options = KERNELS[kernel]
+    case = replace(CASE, **changes, block_mask=shape, blocks_kept=kept, seed=seed)
+    check(case, kernel, arch, options, schedule)
+
+
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+def test_hidden_tiles_are_neither_loaded_nor_computed(kernel, monkeypatch):
+    """What lies in rows and keys that no block shows is NaN, and reaches nothing that a row sees."""
+    arch, changes, options = KERNELS[kernel]
+    case = replace(CASE, **changes | {"kv_lengths": None, "seqlen_q": 300}, blocks_kept=1.0)
+    values = ct.Case._values
+
+    def without_the_second(self):
+        arrays = values(self)
+        arrays["block_mask"][1], arrays["block_mask"][:, 1] = False, False
+        return arrays
+
+    monkeypatch.setattr(ct.Case, "_values", without_the_second)
+    ct._yardsticks_of.cache_clear()
+    arrays = case.arrays()
+    for name in ("q", "k", "v", "dout"):
+        arrays[name][:, :, 128:256] = np.nan
+    check(case, kernel, arch, options, SCHEDULES[0], arrays)
+    ct._yardsticks_of.cache_clear()
+
+
+@pytest.mark.parametrize("kept", [0.5, 0.02])
+def test_long_lists(kept):
+    """More tiles than lanes: 63 of queries, 32 and a part of one of keys."""
+    case = ct.Case(
+        seqlen_q=1000, seqlen_k=2060, head_dim=16, dtype="float16", block_mask=(), block_size=(16, 64), blocks_kept=kept
+    )
+    check(case, "sm80", "8.0", {}, SCHEDULES[0])

@@ -1,0 +1,290 @@
+"""Block masks: what the builders make, what attention makes of them, what is not computed, and what the plan says."""
+
+import re
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cuflash
+import cuflash.testing as ct
+from cuflash import block_masks, reference
+from cuflash.block_masks import from_mask, global_blocks, local, random, strided
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.problem import make_problem
+
+counts = st.integers(0, 9)
+
+
+# ---- builders --------------------------------------------------------------------------------------------------------
+
+
+def pictures():
+    """(call, rows of 0 and 1) of every picture in the docstrings of builders that is headed by a call."""
+    for function in (local, strided, global_blocks, random):
+        for call, rows in re.findall(rf"({function.__name__}\([^)]*\))\n\n((?: +(?:[01] ?)+\n)+)", function.__doc__):
+            yield call, np.array([row.split() for row in rows.splitlines()], int)
+
+
+@pytest.mark.parametrize(("call", "picture"), list(pictures()))
+def test_pictures(call, picture):
+    np.testing.assert_array_equal(eval(call), picture)
+
+
+def test_every_builder_has_a_picture():
+    assert len(list(pictures())) == 4
+
+
+@given(m=counts, n=counts, width=counts)
+def test_local(m, n, width):
+    expected = [[abs(i + n - m - j) <= width for j in range(n)] for i in range(m)]
+    np.testing.assert_array_equal(local(m, n, width), np.array(expected, bool).reshape(m, n))
+
+
+@given(m=counts, n=counts, stride=st.integers(1, 9))
+def test_strided(m, n, stride):
+    expected = [[(i + n - m - j) % stride == 0 for j in range(n)] for i in range(m)]
+    np.testing.assert_array_equal(strided(m, n, stride), np.array(expected, bool).reshape(m, n))
+
+
+@given(m=counts, n=counts, count=counts)
+def test_global_blocks(m, n, count):
+    expected = [[i < count or j < count for j in range(n)] for i in range(m)]
+    np.testing.assert_array_equal(global_blocks(m, n, count), np.array(expected, bool).reshape(m, n))
+
+
+@given(m=counts, n=st.integers(1, 9), seed=st.integers(0, 2**16), data=st.data())
+def test_random(m, n, seed, data):
+    count = data.draw(st.integers(0, n))
+    mask = random(m, n, count, seed)
+    assert mask.dtype == bool and mask.shape == (m, n)
+    assert (mask.sum(axis=1) == count).all()
+    np.testing.assert_array_equal(mask, random(m, n, count, seed))
+
+
+def test_random_blocks_are_as_likely_as_others():
+    frequency = random(4000, 10, 3, 0).mean(axis=0)
+    assert np.abs(frequency - 0.3).max() < 0.04  # five standard deviations
+    assert (random(50, 50, 5, 0) != random(50, 50, 5, 1)).any()
+
+
+@given(shape=st.tuples(st.integers(0, 100), st.integers(0, 100)), seed=st.integers(0, 2**16))
+def test_from_mask(shape, seed):
+    pairs = np.random.default_rng(seed).random((2, *shape)) < 0.002
+    blocks = from_mask(pairs, (16, 48))
+    assert blocks.shape == (2, -(-shape[0] // 16), -(-shape[1] // 48))
+    for h, i, j in np.ndindex(blocks.shape):
+        assert blocks[h, i, j] == pairs[h, 16 * i : 16 * i + 16, 48 * j : 48 * j + 48].any()
+
+
+def test_named_patterns_are_a_line():
+    lines = re.findall(r"^    \w+ = (.+)$", block_masks.__doc__, re.MULTILINE)
+    assert len(lines) == 2
+    for line in lines:
+        mask = eval(line, vars(block_masks) | {"m": 12, "n": 12})
+        assert mask[0].all() and mask[:, 0].all() and mask.diagonal().all()
+        assert 0 < mask.mean() < 1
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: local(3, 3, -1), ValueError, "width: got -1, expected 0 or more"),
+        (lambda: local(3.0, 3, 1), TypeError, "m: got float 3.0, expected an integer"),
+        (lambda: local(3, -3, 1), ValueError, "n: got -3, expected 0 or more"),
+        (lambda: strided(3, 3, 0), ValueError, "stride: got 0, expected 1 or more"),
+        (lambda: global_blocks(3, 3, True), TypeError, "count: got bool True, expected an integer"),
+        (lambda: random(3, 3, 4, 0), ValueError, "count: got 4, expected at most n = 3"),
+        (lambda: random(3, 3, 2, -1), ValueError, "seed: got -1, expected 0 or more"),
+        (lambda: from_mask(np.ones((4, 4))), TypeError, "mask: got dtype float64, expected bool"),
+        (lambda: from_mask(np.ones(4, bool)), ValueError, r"mask: got shape (4,), expected (..., seqlen_q, seqlen_k)"),
+        (
+            lambda: from_mask(np.ones((4, 4), bool), 24),
+            ValueError,
+            "block_size rows: got 24, expected a multiple of 16",
+        ),
+    ],
+)
+def test_wrong_arguments(call, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        call()
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def run(case, **changes):
+    """out, lse and gradients of the CPU path."""
+    arrays, attn = case.arrays() | changes, cuflash.FlashAttention(**case.keywords)
+    inputs = [arrays[name] for name in "qkv"]
+    out, lse = attn.forward(*inputs, **ct.optional(arrays))
+    return out, lse, *attn.backward(arrays["dout"], *inputs, out, lse, **ct.optional_backward(arrays))
+
+
+@given(
+    ct.cases(
+        dtypes=["float32", "bfloat16", "float64"], features=(*ct.FEATURES, "block_mask"), min_seqlen=0, max_head_dim=32
+    )
+)
+def test_oracle(case):
+    case = replace(case, block_mask=case.block_mask or ())
+    out, lse, *gradients = run(case)
+    ct.assert_forward(case, out, lse)
+    ct.assert_backward(case, *gradients)
+
+
+BLOCKS = ct.Case(
+    seqlen_q=300,
+    seqlen_k=410,
+    batch=2,
+    num_heads=4,
+    num_heads_kv=2,
+    head_dim=16,
+    dtype="float64",
+    block_mask=(2, 4),
+    block_size=(48, 80),
+)
+
+
+def pairs_of(case):
+    block_mask, (rows, keys) = case.arrays()["block_mask"], case.block_size
+    pairs = np.repeat(np.repeat(block_mask, rows, axis=-2), keys, axis=-1)
+    return pairs[..., : case.seqlen_q, : case.seqlen_k]
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (60, 3)}, {"kv_lengths": (410, 97)}], ids=str)
+def test_it_is_a_mask_of_pairs(options):
+    case = replace(BLOCKS, **options)
+    arrays, attn = case.arrays(), cuflash.FlashAttention(**{"causal": case.causal, "window": case.window})
+    inputs = [arrays[name] for name in "qkv"]
+    terms = {name: x for name, x in ct.optional(arrays).items() if name != "block_mask"} | {"mask": pairs_of(case)}
+    out, lse = attn.forward(*inputs, **terms)
+    expected = (out, lse, *attn.backward(arrays["dout"], *inputs, out, lse, **terms))
+    for x, y in zip(run(case), expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-13)
+
+
+def test_the_oracle_looks_blocks_up():
+    case = replace(BLOCKS, batch=1, num_heads=1, num_heads_kv=1, block_mask=())
+    pairs = reference.pairs_of_blocks(case.problem, case.arrays()["block_mask"])
+    np.testing.assert_array_equal(pairs, pairs_of(case))
+    assert 0.2 < pairs.mean() < 0.8
+
+
+def test_all_blocks_are_all_pairs_and_no_block_is_none():
+    case = replace(BLOCKS, block_mask=())
+    blocks = case.arrays()["block_mask"]
+    plain = run(replace(case, block_mask=None))
+    for x, y in zip(run(case, block_mask=np.ones_like(blocks)), plain, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-13)
+    out, lse, *gradients = run(case, block_mask=np.zeros_like(blocks))
+    assert not out.any() and np.isneginf(lse).all() and not any(x.any() for x in gradients)
+
+
+def test_hidden_blocks_take_no_part():
+    """Keys that no block shows may be anything: no product is made of them, whose terms would be NaN."""
+    case = replace(BLOCKS, block_mask=(), dtype="float32")
+    arrays = case.arrays()
+    blocks = arrays["block_mask"].copy()
+    blocks[:, 1:4] = False  # keys 80 to 319, which whole tiles of 64 keys are part of
+    expected = run(case, block_mask=blocks)
+    k, v = (arrays[name].copy() for name in "kv")
+    k[:, :, 128:256], v[:, :, 128:256] = np.nan, np.nan
+    for x, y in zip(run(case, block_mask=blocks, k=k, v=v), expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_time_is_that_of_the_blocks_that_are_left():
+    q = np.random.default_rng(0).standard_normal((2, 4096, 64)).astype(np.float32)
+    n = 4096 // 128
+
+    def seconds(block_mask):
+        attn, times = cuflash.FlashAttention(), []
+        for _ in range(3):
+            start = time.process_time()
+            out, lse = attn.forward(q, q, q, block_mask=block_mask)
+            attn.backward(out, q, q, q, out, lse, block_mask=block_mask)
+            times.append(time.process_time() - start)
+        return min(times)
+
+    # An eighth of the blocks is left; half of the time leaves room for what does not depend on them.
+    assert seconds(random(n, n, n // 8, 0)) < seconds(np.ones((n, n), bool)) / 2
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+def plan_of(pass_="forward", arch="9.0", deterministic=False, **options):
+    case = ct.Case(
+        **{"seqlen_q": 1000, "seqlen_k": 1500, "num_heads": 4, "head_dim": 64, "dtype": "bfloat16", "block_mask": (4,)}
+        | options
+    )
+    arrays = case.arrays()
+    problem = make_problem(
+        replace(case.options, deterministic=deterministic), *(arrays[name] for name in "qkv"), **ct.optional(arrays)
+    )
+    return choose_plan(problem, DeviceSpec.for_arch(arch), pass_)
+
+
+def sources(plan):
+    return [kernel.source for kernel in plan.kernels]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("arch", ["8.0", "8.6", "9.0", "12.0"])
+def test_lists_come_before_the_kernels_that_walk_over_them(arch, dtype):
+    for pass_ in ("forward", "backward"):
+        with_blocks, plain = (sources(plan_of(pass_, arch, dtype=dtype, block_mask=x)) for x in ((4,), None))
+        assert with_blocks.count("block_lists.cu") == 1 and "block_lists.cu" not in plain
+        assert [x for x in with_blocks if x != "block_lists.cu"] == plain
+        main = next(i for i, x in enumerate(with_blocks) if re.match(rf"{pass_}(_float32)?_sm", x))
+        assert with_blocks.index("block_lists.cu") < main
+
+
+def test_scratch_memory_of_lists_is_stated():
+    tile = plan_of().tiles[0]
+    m_blocks, n_blocks = -(-1000 // tile.block_m), -(-1500 // tile.block_n)
+    for batches, options in ((1, {}), (3, {"kv_lengths": (5, 6, 7)}), (3, {"block_mask": (3, 1)})):
+        heads = 1 if "block_mask" in options else 4
+        plan = plan_of(batch=3, **options)
+        (lists,) = (size for name, size in plan.scratch if name == "key_lists")
+        needed = batches * heads * m_blocks * (2 + n_blocks)
+        assert plan.lists == (batches, heads)
+        assert needed <= lists < needed + 4
+        assert plan.extra_bytes == 4 * lists
+        assert "block_mask: tiles of keys are listed beforehand" in plan.describe()
+
+
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, (128, 128)), (128, (128, 128)), (64, (256, 1024))])
+def test_tiles_do_not_cut_blocks_where_they_need_not(head_dim, block_size):
+    tile = plan_of(head_dim=head_dim, block_size=block_size, seqlen_k=5000).tiles[0]
+    assert block_size[0] % tile.block_m == 0 and block_size[1] % tile.block_n == 0
+    assert plan_of(head_dim=head_dim, block_mask=None).tiles[0].serves != "whole blocks"
+
+
+def test_small_blocks_have_the_tiles_of_masks_of_pairs():
+    plan = plan_of(block_size=(16, 16))
+    assert plan.tiles == plan_of(block_mask=None, mask=(1000, 1500)).tiles
+    assert "cut blocks" in plan.describe()
+
+
+def test_what_other_kernels_serve_is_said():
+    deterministic = plan_of("backward", deterministic=True)
+    assert sources(deterministic).count("block_lists.cu") == 2
+    assert {"backward_sm80.cu", "backward_dq_sm80.cu"} <= set(sources(deterministic))
+    assert "not backward_sm90: its blocks take turns at dq, which count tiles that block_mask hides" in (
+        deterministic.describe()
+    )
+    few_queries = plan_of(seqlen_q=1)
+    assert "decode_sm90.cu" not in sources(few_queries)
+    assert "not decode_sm90: it knows no block_mask" in few_queries.describe()
+
+
+def test_no_list_for_nothing():
+    assert all(kernel.grid == 0 for kernel in plan_of(seqlen_q=0).kernels)
+    assert [kernel.grid for kernel in plan_of("backward", seqlen_k=0).kernels if kernel.source == "block_lists.cu"] == [
+        0
+    ]
