@@ -16,7 +16,7 @@ struct BlockMask {
               head * params.block_mask.head_stride;
   }
 
-  CUFLASH_DEVICE bool has(int row, int key) const { return bytes[row * row_stride + key * key_stride] != 0; }
+  CUFLASH_DEVICE bool has(int m_block, int n_block) const { return bytes[m_block * row_stride + n_block * key_stride] != 0; }
 };
 
 // The mask of one head, asked pair by pair.

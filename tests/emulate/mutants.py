@@ -209,6 +209,9 @@ _SINKS = replace(_LENGTHS, kv_lengths=(2, 0, 77), sinks=True, dlse=True, score_s
 _PIECES = replace(_GROUPED, dtype="float32", seqlen_k=300)
 _DROPOUT = replace(_GROUPED, dropout=0.3, seed=1)
 _DROPOUT_FLOAT32 = replace(_DROPOUT, dtype="float32")
+_BLOCKS = replace(
+    _GROUPED, seqlen_k=300, head_dim=16, block_mask=(2, 4), block_size=(32, 48), kv_lengths=(300, 70), blocks_kept=0.25
+)
 _FLOAT64 = replace(
     _FLOAT32, dtype="float64", head_dim_v=40, num_heads=1, bias=(70, 77), mask=(70, 77), alibi_slopes=(1,)
 )
@@ -347,6 +350,13 @@ TRIALS = {
     "dropout backward sm90": Trial(case=_DROPOUT, tiles=(_BACKWARD_SM90, None), num_sms=1),
     "dropout backward sm90 roles": Trial(case=_DROPOUT, tiles=(_SPLIT_ROLES, None), num_sms=1),
     "dropout backward pieces": Trial(case=_DROPOUT_FLOAT32, tiles=_BACKWARD_PIECES, num_sms=1),
+    "forward blocks": Trial(case=_BLOCKS, tiles=_forward(block_m=64)),
+    "forward many blocks": Trial(
+        case=replace(_SMALL, block_mask=(), seqlen_k=1100, blocks_kept=0.9), tiles=_forward(block_m=64)
+    ),
+    "sm90 blocks": Trial(case=_BLOCKS, tiles=_sm90(), num_sms=1),
+    "backward blocks": Trial(case=_BLOCKS, tiles=_backward(), num_sms=1),
+    "backward sm90 blocks": Trial(case=_BLOCKS, tiles=(_BACKWARD_SM90, None), num_sms=1),
 }
 
 
@@ -424,7 +434,7 @@ F, F90, F32, ROLES, PIECES, D90, COMBINE, B90, B32, WALK, TILES90, B, DQ, DELTA,
     "backward_convert.cu",
     "backward_reduce.cu",
 )
-DROPOUT = "dropout.cuh"
+DROPOUT, LISTS, LIST_WALK = "dropout.cuh", "block_lists.cu", "list_walk.cuh"
 
 # fmt: off
 MUTANTS = (
@@ -827,7 +837,7 @@ MUTANTS = (
             "shared.v + key.stage * kBytesK, params.v",
             "sm90"),
     _mutant("groups of heads in turns", "schedule.cuh",
-            "head_kv = work.head / (params.num_heads / params.num_heads_kv);",
+            "head_kv(work.head / (params.num_heads / params.num_heads_kv)),",
             "head_kv = work.head % params.num_heads_kv;", "sm90"),
     # ---- ... consumers
     _mutant("a consumer's phase of Q never changes", F90,
@@ -1371,6 +1381,37 @@ MUTANTS = (
             "dropout backward sm90 roles"),
     _mutant("P' is handed over without marks", B32, "factor[i] = -factor[i], p[n][i] = 0.0f;", "p[n][i] = 0.0f;",
             "dropout backward pieces"),
+    # ---- Block masks
+    _mutant("a tile with some pairs has all", LISTS, "return all ? Pairs::kAll : any ? Pairs::kSome : Pairs::kNone;",
+            "return any ? Pairs::kAll : Pairs::kNone;", "forward blocks"),
+    _mutant("lists of 32 tiles at most", LISTS, "+ (int)lane_index(); other += 32)",
+            "+ (int)lane_index(); other += 320)", "forward many blocks"),
+    _mutant("the last keys are visible wherever blocks are", LISTS,
+            "left == Pairs::kAll && !full ? Pairs::kSome : left", "left", "forward many blocks"),
+    _mutant("lanes are counted by their numbers", LISTS, "if (lane_index() & bit)", "if (lane_index() >= bit)",
+            "forward blocks", "forward many blocks"),
+    _mutant("blocks of the first head", LISTS, "const BlockMask blocks(params, batch, head);",
+            "const BlockMask blocks(params, batch, 0);", "backward blocks"),
+    _mutant("tiles past the range are listed", LISTS, "if (other >= range.stop) return Pairs::kNone;\n", "", "forward blocks"),
+    _mutant("lists of the first head", "schedule.cuh", "(params.list_heads == 1 ? 0 : head);", "0;", "forward blocks"),
+    _mutant("lists of the first batch entry", "schedule.cuh", "(params.list_batches == 1 ? 0 : (i64)batch",
+            "(params.list_batches == 1 ? 0 : (i64)0", "sm90 blocks"),
+    _mutant("a place is taken for a tile", "schedule.cuh",
+            "    if constexpr (kHasBlockMask) return list[kListHeader + place];\n", "", "sm90 blocks"),
+    _mutant("blocks of keys by rows", "mask.cuh", "blocks.has(row / kMaskBlockM, key / kMaskBlockN)",
+            "blocks.has(row / kMaskBlockN, key / kMaskBlockM)", "forward blocks"),
+    _mutant("empty lists are walked", LIST_WALK, "    while (head < stop_head && of(head)[0] == 0) ++head;\n", "",
+            "backward sm90 blocks"),
+    _mutant("every head has the steps of the first", LIST_WALK, "steps += queries.of(head)[0];",
+            "steps += queries.of(first_head)[0];",
+            "backward blocks"),
+    _mutant("the first tile with hidden pairs is taken for full", LIST_WALK, "place >= queries.of(head)[1];",
+            "place > queries.of(head)[1];", "backward sm90 blocks"),
+    _mutant("the walk goes on where the list before ended", LIST_WALK, "place = 0, head = queries",
+            "head = queries", "backward blocks"),
+    _mutant("heads have the lists of the first", LIST_WALK, "lists + head * head_stride;", "lists;", "backward blocks"),
+    _mutant("the last tile is looked for by its place", F90, "tile.keys.at(tile.keys.stop - 1) * kBlockN",
+            "(tile.keys.stop - 1) * kBlockN", "sm90 blocks"),
 )
 # fmt: on
 
