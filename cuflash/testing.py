@@ -696,8 +696,8 @@ def check(
         Called as ``attention(q, k, v, **options)``, where options are the keyword arguments of `cuflash.attention` that
         the case needs, by those names: causal, scale, window, softcap, layout, block_size, and `OPTIONAL_ARRAYS`. With
         dropout, also that, seed and offset, which drop what `cuflash.dropout_mask` says. An implementation without
-        options is checked on cases without `features`. Returns out, or a tuple (out, lse), as arrays of any library that speaks
-        DLPack.
+        options is checked on cases without `features`. Returns out, or a tuple (out, lse), as arrays of any library
+        that speaks DLPack.
     case : Case or Problem
         A problem stands for a case of its sizes and options on random arrays.
     gradients : callable, optional

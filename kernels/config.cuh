@@ -45,10 +45,9 @@ constexpr bool kHasLeftBound = CUFLASH_HAS_LEFT_BOUND;
 constexpr bool kHasSoftcap = CUFLASH_HAS_SOFTCAP;
 constexpr bool kHasAlibi = CUFLASH_HAS_ALIBI;
 constexpr bool kHasMask = CUFLASH_HAS_MASK;
-// Queries and keys of a block of a block mask; zeros without one.
-constexpr int kMaskBlockM = CUFLASH_MASK_BLOCK_M;
-constexpr int kMaskBlockN = CUFLASH_MASK_BLOCK_N;
-constexpr bool kHasBlockMask = kMaskBlockM > 0;
+constexpr bool kHasBlockMask = CUFLASH_MASK_BLOCK_M > 0;
+constexpr int kMaskBlockM = kHasBlockMask ? CUFLASH_MASK_BLOCK_M : 1;  // queries of a block of the block mask
+constexpr int kMaskBlockN = kHasBlockMask ? CUFLASH_MASK_BLOCK_N : 1;  // and keys
 constexpr bool kHasSinks = CUFLASH_HAS_SINKS;  // of the forward pass; the backward pass has in lse what they did
 constexpr bool kHasDropout = CUFLASH_HAS_DROPOUT;
 constexpr int kBiasBytes = CUFLASH_BIAS_BYTES;              // size of a bias element: 0 (no bias), 2 (Element) or of Real

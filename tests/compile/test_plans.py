@@ -133,6 +133,9 @@ SPILLS_OF_OPTIONS = SPILLS | {
     ("backward_float32_sm90.cu", 4, 128, "64x64", 1): 80,
     ("backward_sm80.cu", 8, 64, "16x64", 1): 416,
 }
+SPILLS_OF_BLOCKS = SPILLS_OF_OPTIONS | {
+    ("backward_sm80.cu", 2, 64, "32x128", 2): 16,
+}
 SPILLS_OF_DROPOUT = SPILLS | {
     ("forward_sm80.cu", 2, 64, "128x64", 3): 160,
     ("forward_sm80.cu", 4, 64, "128x32", 2): 96,
@@ -206,6 +209,7 @@ VARIANTS = {
     "whole": {"dtype": "bfloat16", "window": (9, 20), "scale": -1.0, "sinks": True},
     "bounds": {"dtype": "float16", "window": (9, None), "kv_lengths": (60,), "sinks": True},
     "dropout": {"dtype": "bfloat16", "causal": True, "dropout": 0.1},
+    "blocks": {"dtype": "bfloat16", "block_mask": (), "causal": True},
     "dropout of all": {"dtype": "float16", "dropout": 0.1},
     "options": {
         "dtype": "float16",
@@ -297,6 +301,15 @@ TARGETS = [
         if variant != "turns" or isinstance(tile, BackwardSm90Tile)
     ),
     *(
+        Target(tile=tile, arch="9.0", variant="blocks")
+        for tile in (
+            *(first_that_fits(table, "9.0", 2) for table in TABLES[:3]),
+            *(tile for tile in FORWARD_SM90_TILES if tile.max_dim <= 128 and tile.block_n == 128),
+            *BACKWARD_SM90_TILES,
+            *(FORWARD_FLOAT32_SM90_TILES[0], BACKWARD_FLOAT32_SM90_TILES[0]),
+        )
+    ),
+    *(
         Target(tile=first_that_fits(table, arch, element_bytes), arch=arch, variant="dropout")
         for table in TABLES[:3]
         for element_bytes in (2, 4, 8)
@@ -349,6 +362,8 @@ def test_row(target):
         ceilings = SPILLS_OF_LATER_ARCHS if device.arch >= 100 else SPILLS
         if target.variant in ("options", "bounds", "narrow", "turns"):
             ceilings = SPILLS_OF_OPTIONS
+        if target.variant == "blocks":
+            ceilings = SPILLS_OF_BLOCKS
         if target.variant.startswith("dropout"):
             ceilings = SPILLS_OF_DROPOUT
         row = (kernel.source, tile.element_bytes, tile.max_dim, f"{tile.block_m}x{tile.block_n}", tile.min_blocks)
@@ -368,4 +383,4 @@ def test_rows_that_may_spill_exist():
         for table in TABLES
         for tile in table
     }
-    assert {row[1:] for row in SPILLS_OF_LATER_ARCHS | SPILLS_OF_OPTIONS | SPILLS_OF_DROPOUT} <= rows
+    assert {row[1:] for row in SPILLS_OF_LATER_ARCHS | SPILLS_OF_BLOCKS | SPILLS_OF_DROPOUT} <= rows

@@ -1,7 +1,6 @@
 """Block masks: what the builders make, what attention makes of them, what is not computed, and what the plan says."""
 
 import re
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from cuflash import block_masks, reference
+from cuflash import block_masks, cpu, reference
 from cuflash.block_masks import from_mask, global_blocks, local, random, strided
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.problem import make_problem
@@ -197,21 +196,23 @@ def test_hidden_blocks_take_no_part():
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
-def test_time_is_that_of_the_blocks_that_are_left():
-    q = np.random.default_rng(0).standard_normal((2, 4096, 64)).astype(np.float32)
-    n = 4096 // 128
+def test_only_blocks_that_are_left_are_computed(monkeypatch):
+    """Scores of tiles, counted: those of blocks that are on, and no others."""
+    computed = []
+    scores = cpu._scores
 
-    def seconds(block_mask):
-        attn, times = cuflash.FlashAttention(), []
-        for _ in range(3):
-            start = time.process_time()
-            out, lse = attn.forward(q, q, q, block_mask=block_mask)
-            attn.backward(out, q, q, q, out, lse, block_mask=block_mask)
-            times.append(time.process_time() - start)
-        return min(times)
+    def counted(call, queries, keys, *args, **keywords):
+        computed.append(queries.heads.count * queries.num_rows * (keys.stop - keys.start))
+        scores(call, queries, keys, *args, **keywords)
 
-    # An eighth of the blocks is left; half of the time leaves room for what does not depend on them.
-    assert seconds(random(n, n, n // 8, 0)) < seconds(np.ones((n, n), bool)) / 2
+    monkeypatch.setattr(cpu, "_scores", counted)
+    q = np.random.default_rng(0).standard_normal((1, 2048, 16)).astype(np.float32)
+    block_mask, attn = random(16, 16, 2, 0), cuflash.FlashAttention()
+    out, lse = attn.forward(q, q, q, block_mask=block_mask)
+    assert sum(computed) == block_mask.sum() * 128 * 128
+    computed.clear()
+    attn.backward(out, q, q, q, out, lse, block_mask=block_mask)
+    assert sum(computed) == block_mask.sum() * 128 * 128
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
