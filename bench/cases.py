@@ -5,9 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
+from cuflash.block_masks import random
+
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 PASSES = ("forward", "backward")
+BLOCK = 128  # rows, and keys, of a block of a block mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +28,15 @@ class Case:
     num_heads_kv: int = 0  # 0: as num_heads
     seqlen_k: int = 0  # 0: as seqlen_q
     head_dim_v: int = 0  # 0: as head_dim
+    blocks_kept: float = 0.0  # the fraction of the blocks of a random block mask that is on; 0: no block mask
 
     def __post_init__(self) -> None:
         for name, default in (("num_heads_kv", "num_heads"), ("seqlen_k", "seqlen_q"), ("head_dim_v", "head_dim")):
             object.__setattr__(self, name, getattr(self, name) or getattr(self, default))
         if self.causal and self.seqlen_q != self.seqlen_k:
             raise ValueError("causal: got seqlen_q != seqlen_k, expected a square problem (alignments differ)")
+        if self.blocks_kept and self.causal:
+            raise ValueError("blocks_kept: got causal as well, expected one of them (rows might see nothing)")
         if self.num_heads % self.num_heads_kv:
             raise ValueError(f"num_heads_kv: got {self.num_heads_kv}, expected a divisor of {self.num_heads}")
 
@@ -38,8 +46,19 @@ class Case:
         dim = f"d{self.head_dim}" + (f"x{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         heads = f"h{self.num_heads}" + (f"kv{self.num_heads_kv}" if self.num_heads_kv != self.num_heads else "")
         seqlen = f"s{self.seqlen_q}" + (f"k{self.seqlen_k}" if self.seqlen_k != self.seqlen_q else "")
-        mask = "causal" if self.causal else "full"
+        mask = "causal" if self.causal else f"blocks{100 * self.blocks_kept:g}" if self.blocks_kept else "full"
         return "-".join((SHORT[self.dtype], dim, f"b{self.batch}", heads, seqlen, mask))
+
+    def block_mask(self) -> np.ndarray:
+        """Of every block of rows the same number of blocks of keys."""
+        kept, n = self._blocks_of_a_row
+        return random(-(-self.seqlen_q // BLOCK), n, kept, seed=0)
+
+    @property
+    def _blocks_of_a_row(self) -> tuple[int, int]:
+        """Those that are on, and all."""
+        n = -(-self.seqlen_k // BLOCK)
+        return max(1, round(self.blocks_kept * n)), n
 
     @property
     def group_size(self) -> int:
@@ -73,11 +92,15 @@ class Case:
         return self.batch * self.num_heads * self.seqlen_q * self.seqlen_k * ITEMSIZE[self.softmax_dtype]
 
     def flops(self, pass_: str) -> int:
-        """Floating-point operations of the matrix products; a causal problem counts half, as the literature does."""
+        """Floating-point operations of the matrix products; a causal problem counts half, as the literature does, and
+        one with a block mask the fraction that it keeps."""
         dims = self.head_dim + self.head_dim_v
         if pass_ == "backward":
             dims = 3 * self.head_dim + 2 * self.head_dim_v
         full = 2 * self.batch * self.num_heads * self.seqlen_q * self.seqlen_k * dims
+        if self.blocks_kept:
+            kept, n = self._blocks_of_a_row
+            return full * kept // n
         return full // 2 if self.causal else full
 
     def ideal_bytes(self, pass_: str) -> int:
@@ -169,6 +192,16 @@ SUITES = {
         ),
         peers=("flex", "cudnn", "fa2", "jax-pallas", "efficient", "math", "naive"),
         about="every peer at four shapes, JAX Pallas in float16 only",
+    ),
+    "sparse": Suite(
+        kind="gpu",
+        cases=tuple(
+            Case(head_dim=d, seqlen_q=16384, batch=1, num_heads=2048 // d, blocks_kept=kept)
+            for d in (64, 128)
+            for kept in (0.05, 0.125, 0.25, 0.5, 1.0)
+        ),
+        peers=("cuflash-dense", "flex"),
+        about="time with a fraction of all blocks of 128 x 128, at random, and without a mask",
     ),
     "float32": Suite(
         kind="gpu",

@@ -15,7 +15,7 @@ import numpy as np
 
 from cuflash.reference import product
 
-from .cases import Case
+from .cases import BLOCK, Case
 
 ROWS_AT_ONCE = 2048  # of one head in the check: float64 scores of 16384 keys take 256 MB
 RESULTS = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
@@ -63,13 +63,18 @@ def widen(array: Any, dtype: str) -> Any:
     return array.astype(dtype, copy=False)
 
 
-def softmax_rows(xp: Any, q: Any, k: Any, *, scale: float, causal: bool, first_row: int = 0) -> Any:
+def softmax_rows(
+    xp: Any, q: Any, k: Any, *, scale: float, causal: bool, first_row: int = 0, block_mask: Any = None
+) -> Any:
     """Rows of P from `first_row` on, for q (..., rows, head_dim), k (..., seqlen_k, head_dim); causal is square."""
     s = product(q, k.swapaxes(-1, -2))
     s *= scale
     if causal:
         rows = first_row + xp.arange(q.shape[-2])
         s = xp.where(xp.arange(k.shape[-2]) <= rows[:, None], s, s.dtype.type(-np.inf))
+    if block_mask is not None:
+        rows, keys = (first_row + xp.arange(q.shape[-2])) // BLOCK, xp.arange(k.shape[-2]) // BLOCK
+        s = xp.where(block_mask[rows[:, None], keys], s, s.dtype.type(-np.inf))
     s -= s.max(axis=-1, keepdims=True)
     xp.exp(s, out=s)
     s /= s.sum(axis=-1, keepdims=True)
@@ -102,12 +107,13 @@ def one_group(case: Case, inputs: Inputs, batch: int, head_kv: int, *, compute: 
     heads = slice(head_kv * case.group_size, (head_kv + 1) * case.group_size)
     q, dout = (widen(x[batch, heads], compute) for x in (inputs.q, inputs.dout))
     k, v = (widen(x[batch, head_kv], compute) for x in (inputs.k, inputs.v))
+    block_mask = xp.asarray(case.block_mask()) if case.blocks_kept else None
     out, dq, dk, dv = xp.empty_like(dout), xp.empty_like(q), xp.zeros_like(k), xp.zeros_like(v)
     for g in range(case.group_size):
         for first in range(0, case.seqlen_q, ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)
             q_rows, dout_rows = q[g, rows], dout[g, rows]
-            p = softmax_rows(xp, q_rows, k, scale=scale, causal=case.causal, first_row=first)
+            p = softmax_rows(xp, q_rows, k, scale=scale, causal=case.causal, first_row=first, block_mask=block_mask)
             out[g, rows] = product(rounded(p), v)
             dq[g, rows], dk_part, dv_part = gradient_rows(p, q_rows, k, v, dout_rows, scale=scale, rounded=rounded)
             dk += dk_part

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .cases import Case
+from .cases import BLOCK, Case
 from .formula import Inputs, dtype_of, gradient_rows, softmax_rows, widen
 
 Calls = dict[str, Callable[[], tuple[Any, ...]]]
@@ -48,36 +48,62 @@ def _poisoned(xp: Any, shape: tuple[int, ...], dtype: str) -> Any:
 
 
 def cuflash(
-    case: Case, inputs: Inputs, *, deterministic: bool = False, allocate: bool = False, precision: Any = "highest"
+    case: Case,
+    inputs: Inputs,
+    *,
+    deterministic: bool = False,
+    allocate: bool = False,
+    precision: Any = "highest",
+    dense: bool = False,
 ) -> Contender:
-    """cuflash's public interface, into arrays made once (as a training loop would), or allocating its results."""
+    """cuflash's public interface, into arrays made once (as a training loop would), or allocating its results.
+
+    With `dense` the block mask is left out: what takes time is another problem, whose results are not checked.
+    """
     from cuflash import FlashAttention
 
     xp, q, k, v, dout = inputs.xp, inputs.q, inputs.k, inputs.v, inputs.dout
-    attn = FlashAttention(causal=case.causal, deterministic=deterministic, precision=precision)
+    attn = FlashAttention(causal=case.causal, deterministic=deterministic, precision=precision, block_size=BLOCK)
+    terms = {"block_mask": xp.asarray(case.block_mask())} if case.blocks_kept and not dense else {}
     out = _poisoned(xp, case.out_shape, case.dtype)
     lse = _poisoned(xp, case.out_shape[:3], case.softmax_dtype)
     shapes = {"dq": case.q_shape, "dk": case.k_shape, "dv": case.v_shape}
     gradients = {name: _poisoned(xp, shape, case.dtype) for name, shape in shapes.items()}
-    attn.forward(q, k, v, out=out, lse=lse)  # backward may be timed without forward
+    attn.forward(q, k, v, out=out, lse=lse, **terms)  # backward may be timed without forward
     into = {"out": out, "lse": lse}
     if allocate:
         into = gradients = {}
     calls: Calls = {
-        "forward": lambda: (attn.forward(q, k, v, **into).out,),
-        "backward": lambda: tuple(attn.backward(dout, q, k, v, out, lse, **gradients)),
+        "forward": lambda: (attn.forward(q, k, v, **into, **terms).out,),
+        "backward": lambda: tuple(attn.backward(dout, q, k, v, out, lse, **gradients, **terms)),
     }
+    if dense:
+        calls = {name: _without_results(call) for name, call in calls.items()}
     coarser = 2.0**13 if precision == "tf32" else 1.0  # 11 bits instead of 24
-    return Contender(calls, plans=_describe(attn, q, k, v), coarser=coarser)
+    return Contender(calls, plans=_describe(attn, q, k, v, **terms), coarser=coarser)
 
 
-def _describe(attn: Any, q: Any, k: Any, v: Any) -> dict[str, str]:
-    plans = attn.plan(q, k, v)
+def _without_results(call: Callable[[], object]) -> Callable[[], tuple[Any, ...]]:
+    def run() -> tuple[Any, ...]:
+        call()
+        return ()
+
+    return run
+
+
+def _describe(attn: Any, q: Any, k: Any, v: Any, **terms: Any) -> dict[str, str]:
+    plans = attn.plan(q, k, v, **terms)
     return {name: getattr(plans, name, plans).describe() for name in ("forward", "backward")}
+
+
+def _refuse_block_masks(case: Case) -> None:
+    if case.blocks_kept:
+        raise Absent("has no block masks")
 
 
 def naive(case: Case, inputs: Inputs) -> Contender:
     """The plain formula on whole arrays, 16-bit operands in float32; P is kept for the backward pass."""
+    _refuse_block_masks(case)
     xp, group = inputs.xp, case.group_size
     needed = 6 * case.scores_bytes
     if xp.__name__ == "cupy" and needed > xp.cuda.runtime.memGetInfo()[0]:
@@ -237,6 +263,14 @@ def flex_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any) -> Cal
         block_mask = flex.create_block_mask(
             lambda b, h, i, j: i >= j, None, None, case.seqlen_q, case.seqlen_k, device=q.device.type
         )
+    if case.blocks_kept:
+        blocks = torch.from_numpy(case.block_mask()).to(q.device)
+        block_mask = flex.create_block_mask(
+            lambda b, h, i, j: blocks[i // BLOCK, j // BLOCK],
+            *(None, None, case.seqlen_q, case.seqlen_k),
+            device=q.device.type,
+            BLOCK_SIZE=BLOCK,
+        )
 
     def run(q: Any, k: Any, v: Any) -> Any:
         return compiled(q, k, v, block_mask=block_mask, enable_gqa=case.group_size > 1)
@@ -273,6 +307,8 @@ def _torch_contender(make_calls: Callable[..., Calls], case: Case, inputs: Input
             raise Absent("this torch has no CUDA device")
         if torch.cuda.current_stream().cuda_stream != inputs.xp.cuda.get_current_stream().ptr:
             raise Absent("torch and CuPy are on different streams")
+    if make_calls is not flex_calls:
+        _refuse_block_masks(case)
     tensors = [torch.from_dlpack(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
     calls = make_calls(torch, case, *tensors)
     return Contender(calls, to_array=lambda x: inputs.xp.from_dlpack(x.detach()))
@@ -287,6 +323,7 @@ def jax_pallas(case: Case, inputs: Inputs) -> Contender:
 
     Its layout is (batch, seqlen, heads, dim). It knows no scale: q is scaled before, and rounded once more by that.
     """
+    _refuse_block_masks(case)
     xp = inputs.xp
     if xp.__name__ != "cupy":
         raise Absent("needs CuPy arrays")
@@ -343,6 +380,7 @@ ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
     "cuflash": cuflash,
     "cuflash-alloc": lambda case, inputs: cuflash(case, inputs, allocate=True),
     "cuflash-deterministic": lambda case, inputs: cuflash(case, inputs, deterministic=True),
+    "cuflash-dense": lambda case, inputs: cuflash(case, inputs, dense=True),
     "cuflash-tf32": lambda case, inputs: cuflash(case, inputs, precision="tf32"),
     "cudnn": _torch(cudnn_calls),
     "fa2": _torch(fa2_calls),

@@ -18,6 +18,7 @@ TITLES = {
     "cuflash": "cuflash",
     "cuflash-alloc": "cuflash, allocating",
     "cuflash-deterministic": "cuflash, deterministic",
+    "cuflash-dense": "cuflash, no mask",
     "cuflash-tf32": "cuflash, TF32",
     "cudnn": "cuDNN",
     "fa2": "FlashAttention-2",
@@ -83,10 +84,11 @@ class Table:
         self.peers = [x for x in self.contenders if not x.startswith("cuflash") and x != "empty-launch"]
         self.passes = [x for x in PASSES if any(r["pass"] == x for r in results)]
         self.in_bytes = all(8 * p["seqlen_q"] <= p["seqlen_k"] for p in self.problems.values())  # decoding
+        self.in_time = self.kind == "host" or any(p.get("blocks_kept") for p in self.problems.values())
 
     @property
     def unit(self) -> str:
-        if self.kind == "host":
+        if self.in_time:
             return "microseconds"
         if self.kind == "cpu":
             return "GFLOP/s"
@@ -97,7 +99,7 @@ class Table:
         cell = self.cells.get((case, contender, pass_))
         if cell is None or "median_us" not in cell:
             return None
-        if self.kind == "host":
+        if self.in_time:
             return float(cell["median_us"])
         if self.in_bytes:
             return float(cell["gbytes_per_s"]) / 1e3
@@ -109,7 +111,7 @@ class Table:
         theirs = [x for x in (self.value(case, peer, pass_) for peer in peers) if x is not None]
         if mine is None or not theirs:
             return None
-        return min(theirs) / mine if self.kind == "host" else mine / max(theirs)
+        return min(theirs) / mine if self.in_time else mine / max(theirs)
 
     def mean_ratio(self, pass_: str, peers: Iterable[str]) -> float | None:
         """Geometric mean of `ratio` over the cases that have one."""
@@ -130,7 +132,7 @@ def label(problem: Record) -> list[str]:
     dim = f"{p['head_dim']}" + (f"/{p['head_dim_v']}" if p["head_dim_v"] != p["head_dim"] else "")
     seqlen = f"{p['seqlen_q']}" + (f"/{p['seqlen_k']}" if p["seqlen_k"] != p["seqlen_q"] else "")
     heads = f"{p['num_heads']}" + (f"/{p['num_heads_kv']}" if p["num_heads_kv"] != p["num_heads"] else "")
-    mask = "causal" if p["causal"] else "full"
+    mask = "causal" if p["causal"] else f"{100 * p['blocks_kept']:g} % of blocks" if p.get("blocks_kept") else "full"
     return [dim, seqlen, f"{p['batch']} x {heads}", mask, SHORT[p["dtype"]]]
 
 

@@ -72,6 +72,8 @@ def test_work_agrees_with_the_problem(case):
     for pass_, exact in (("forward", problem.forward_flops), ("backward", problem.backward_flops)):
         if case.causal:  # half of the square leaves out half of the diagonal
             assert case.flops(pass_) == pytest.approx(exact, rel=1.01 / case.seqlen_q)
+        elif case.blocks_kept:
+            assert case.flops(pass_) == exact * case.block_mask().mean()
         else:
             assert case.flops(pass_) == exact
 
@@ -259,6 +261,24 @@ def test_pallas_without_a_device_or_a_tile_is_absent(fake_jax, fake_cupy, monkey
     monkeypatch.setitem(sys.modules, "jax", None)
     with pytest.raises(peers.Absent, match="jax: "):
         peers.jax_pallas(case, inputs)
+
+
+def test_block_masks(tmp_path):
+    case = Case(dtype="float32", head_dim=8, seqlen_q=300, batch=1, num_heads=2, blocks_kept=0.5)
+    suite = Suite(kind="cpu", cases=(case,), peers=("cuflash-dense", "naive"), about="blocks")
+    records = run_suite("tiny", suite, out=tmp_path, seconds=1e-4, revision="abc")
+    results = [r for r in records if r["record"] == "result"]
+    status = {(r["contender"], r["pass"]): r["status"] for r in results}
+    for pass_ in ("forward", "backward"):
+        assert status["cuflash", pass_] == status["cuflash-dense", pass_] == "ok"
+        assert status["naive", pass_] == "absent"
+    assert all(r["within_rule"] for r in results if r["contender"] == "cuflash")
+    text = report.markdown(records)
+    assert "| 50 % of blocks |" in text and "cuflash, no mask" in text
+    assert report.Table(records).unit == "microseconds"
+    inputs = make_inputs(np, case)
+    unmasked = peers.cuflash(replace(case, blocks_kept=0.0), inputs)
+    assert Reference(case, inputs).errors("forward", unmasked.calls["forward"]())["out"].wrong
 
 
 def test_every_contender_has_a_title_and_suites_name_contenders():
