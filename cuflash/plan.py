@@ -551,6 +551,10 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     draft.reasons.append(reason)
     dq: Tile | None = None
     in_turn = problem.deterministic and isinstance(main, BackwardSm90Tile)
+    if in_turn and problem.block_mask is not None:
+        raise NotImplementedError(
+            "tiles: got a BackwardSm90Tile with deterministic=True and block_mask, expected a BackwardTile and a DqTile"
+        )
     if isinstance(main, BackwardSm90Tile):
         main = replace(main, takes_turns=in_turn)
     if problem.deterministic and not in_turn:

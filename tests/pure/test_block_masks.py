@@ -284,6 +284,15 @@ def test_what_other_kernels_serve_is_said():
     assert "not decode_sm90: it knows no block_mask" in few_queries.describe()
 
 
+def test_turns_are_refused():
+    tiles = plan_of("backward").tiles
+    problem = plan_of("backward", deterministic=True).problem
+    with pytest.raises(
+        NotImplementedError, match="^tiles: got a BackwardSm90Tile with deterministic=True and block_mask"
+    ):
+        choose_plan(problem, DeviceSpec.for_arch("9.0"), "backward", tiles=tiles)
+
+
 def test_no_list_for_nothing():
     assert all(kernel.grid == 0 for kernel in plan_of(seqlen_q=0).kernels)
     assert [kernel.grid for kernel in plan_of("backward", seqlen_k=0).kernels if kernel.source == "block_lists.cu"] == [
