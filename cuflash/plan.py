@@ -328,7 +328,8 @@ class _Draft:
         if problem.block_mask is None:
             return 1, 1
         of_batch, of_head, _, _ = problem.block_mask.strides
-        return problem.batch if of_batch or problem.kv_lengths else 1, problem.num_heads if of_head else 1
+        own = of_batch or problem.kv_lengths is not None
+        return problem.batch if own else 1, problem.num_heads if of_head else 1
 
     def add_lists(self, tile: Tile, name: Literal["key_lists", "query_lists"]) -> None:
         """With a block mask, the kernel that lists the tiles of keys of each tile of queries, or vice versa."""

@@ -288,7 +288,7 @@ def test_turns_are_refused():
     tiles = plan_of("backward").tiles
     problem = plan_of("backward", deterministic=True).problem
     with pytest.raises(
-        NotImplementedError, match="^tiles: got a BackwardSm90Tile with deterministic=True and block_mask"
+        NotImplementedError, match=r"^tiles: got a BackwardSm90Tile with deterministic=True and block_mask"
     ):
         choose_plan(problem, DeviceSpec.for_arch("9.0"), "backward", tiles=tiles)
 
