@@ -19,7 +19,7 @@
 //
 // A step takes the exponentials of a tile relative to the offset that its rows have had since their first tile, without
 // looking for their maxima first: an offset that has become too small shows in a sum that is too large, and only then the
-// tile is done again, maxima first. Sums relative to one offset are exact, whatever the offset is.
+// tile is done again, maxima first (kLazyMaximum). Sums relative to one offset are exact, whatever the offset is.
 #include "config.cuh"
 #include "dropout.cuh"
 #include "forward_roles.cuh"
@@ -38,6 +38,8 @@ constexpr int kQStages = CUFLASH_Q_STAGES;             // tiles of queries
 constexpr int kOutColumns = min_of(kDimV, 128);        // of the output that leave at a time
 // Whether dropout waits for the product O of the tile before, so that it has the registers of that product's weights.
 constexpr bool kDropsLate = kDimV > 192;
+// Whether maxima are only looked for where a sum became too large: not where the registers for a second look are missing.
+constexpr bool kLazyMaximum = kDimV <= 128 || (kScaleInExponent && !kHasDropout);
 constexpr int kNTiles = kBlockN / 8;
 
 // Shared memory: the ring of Q, a part of the output, the rings of K and V, barriers.
@@ -202,7 +204,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     bool all_started = false;  // every row of the warp has seen a key
     const auto weigh = [&](int n_block, auto masked) {
       float sum[1][2] = {{0.0f, 0.0f}};
-      bool grows = false, maximum_first = masked.value || !all_started;
+      bool grows = false, maximum_first = masked.value || !kLazyMaximum || !all_started;
       to_scores(n_block, masked);
       if (!maximum_first) {
         softmax.exponentiate(s, scale_log2, sum);
