@@ -13,7 +13,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from importlib import metadata
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -22,10 +22,12 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash import FlashAttention, compiler, reference
+from cuflash import FlashAttention, compiler, reference, tuning
 from cuflash.flash_attention import Causal, CpuPlan
 from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan, choose_plan
 from cuflash.problem import DTYPES, LAYOUTS, PRECISIONS, Options, Problem, make_problem, user_shape
+from cuflash.progress import Bar
+from cuflash.tuning import tuned_plan
 
 Array = NDArray[Any]
 
@@ -166,6 +168,12 @@ class Shape(NamedTuple):
 
 def problems(args: argparse.Namespace) -> Iterator[Problem]:
     """The problems that the arguments of `add_problem_arguments` name."""
+    for options, shapes in calls(args):
+        yield make_problem(options, **shapes)
+
+
+def calls(args: argparse.Namespace) -> Iterator[tuple[Options, dict[str, Any]]]:
+    """The options of these problems, and the shapes of the arrays by name."""
     seqlen_k, num_heads_kv = args.seqlen_k or args.seqlen, args.num_heads_kv or args.num_heads
     for dtype_name, head_dim, causal in itertools.product(args.dtype, args.head_dim, args.causal or ["yes"]):
         options = Options(
@@ -196,7 +204,7 @@ def problems(args: argparse.Namespace) -> Iterator[Problem]:
             "sinks": Shape((args.num_heads,), softmax_dtype),
             "block_mask": Shape((-(-args.seqlen // args.block_size), -(-seqlen_k // args.block_size)), np.dtype(bool)),
         }
-        yield make_problem(options, q, k, v, **{name: x for name, x in terms.items() if getattr(args, name)})
+        yield options, {"q": q, "k": k, "v": v} | {name: x for name, x in terms.items() if getattr(args, name)}
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -308,7 +316,7 @@ def plan(args: argparse.Namespace) -> int:
             print(CpuPlan(problem=problem).describe(), end="\n\n")
         for device in chosen:
             for pass_ in passes(args):
-                print(compiled(choose_plan(problem, device, pass_)).describe(), end="\n\n")
+                print(compiled(tuned_plan(problem, device, pass_)).describe(), end="\n\n")
     if not chosen:
         print(f"{NO_GPU}: {find_gpu()[1]}; --arch names a GPU that is not here")
     return 0
@@ -328,7 +336,7 @@ def fill_cache(args: argparse.Namespace) -> int:
         raise Failure(f"{NO_GPU}: {find_gpu()[1]}; name the architectures to compile for, such as --arch 8.0 9.0")
     specs: dict[KernelSpec, None] = {}  # a set in order
     for problem, device, pass_ in itertools.product(problems(args), chosen, passes(args)):
-        specs |= dict.fromkeys(choose_plan(problem, device, pass_).kernels)
+        specs |= dict.fromkeys(tuned_plan(problem, device, pass_).kernels)
     print(f"{'arch':<8}{'seconds':>8}{'registers':>11}{'spilled':>9}{'stack':>7}{'shared':>8}  kernel")
     for spec in specs:
         kernel = compiler.compile_kernel(spec.source, spec.name, dict(spec.defines), spec.target)
@@ -345,6 +353,57 @@ def fill_cache(args: argparse.Namespace) -> int:
 
 def passes(args: argparse.Namespace) -> tuple[Any, ...]:
     return (args.passes,) if args.passes else ("forward", "backward")
+
+
+# ---- tune -----------------------------------------------------------------------------------------------------------
+
+
+def add_tune_arguments(command: argparse.ArgumentParser) -> None:
+    add_problem_arguments(command)
+    command.add_argument("--forget", action="store_true", help="forget what was found, instead of tuning")
+    command.add_argument("--dry-run", action="store_true", help="only list the candidates; --arch may name a GPU")
+
+
+def tune(args: argparse.Namespace) -> int:
+    if args.dry_run:
+        return list_candidates(args)
+    if args.arch:
+        raise Failure("--arch goes with --dry-run: tuning is of the GPU that is here")
+    cupy, reason = find_gpu()
+    if cupy is None:
+        raise Failure(f"{NO_GPU}: {reason}; the CPU path has nothing to tune")
+    for options, shapes in calls(args):
+        arrays = {name: filled(cupy, name, shape, args) for name, shape in shapes.items()}
+        attn = FlashAttention(**{field.name: getattr(options, field.name) for field in fields(options)})
+        problem = make_problem(options, **shapes)
+        sizes = f"batch {problem.batch}, {problem.num_heads} heads, seqlen {problem.seqlen_q} x {problem.seqlen_k}"
+        print(f"{problem.dtype}, {sizes}, head_dim {problem.head_dim}, {attn}", flush=True)
+        found = attn.tune(**arrays, passes=passes(args), forget=args.forget)
+        print("forgotten" if found is None else found.describe(), end="\n\n", flush=True)
+    return 0
+
+
+def list_candidates(args: argparse.Namespace) -> int:
+    chosen = devices(args)
+    if not chosen:
+        raise Failure(f"{NO_GPU}: {find_gpu()[1]}; --arch names a GPU that is not here")
+    for problem, device, pass_ in itertools.product(problems(args), chosen, passes(args)):
+        plans = tuning.candidates(problem, device, pass_)
+        print(f"{pass_} pass on {device.name}, {len(plans)} candidates, the table's row first:")
+        print("\n".join(f"  {tuning.Trial(plan=plan).label}" for plan in plans), end="\n\n")
+    return 0
+
+
+def filled(xp: ModuleType, name: str, shape: Shape, args: argparse.Namespace) -> Any:
+    """An array of this name and shape: random numbers, whole lengths, slopes of the usual size."""
+    rng = xp.random.default_rng(0)
+    if name == "mask":
+        return rng.random(shape.shape, xp.float32) < 0.7
+    if name == "kv_lengths":
+        return xp.full(shape.shape, args.seqlen_k or args.seqlen, shape.dtype)
+    if name == "alibi_slopes":
+        return xp.linspace(0.004, 0.5, *shape.shape).astype(shape.dtype)
+    return rng.standard_normal(shape.shape, xp.float32).astype(shape.dtype)
 
 
 # ---- demo -----------------------------------------------------------------------------------------------------------
@@ -391,25 +450,6 @@ def largest(x: Array) -> float:
     """Largest absolute value; infinite where there is a NaN, so that no comparison overlooks it."""
     value = float(np.abs(x.astype(np.float64)).max(initial=0))
     return math.inf if math.isnan(value) else value
-
-
-@dataclass
-class Bar:
-    """A progress bar on standard error: only on a terminal, and only for what takes longer than a second."""
-
-    total: int
-    done: int = 0
-    start: float = field(default_factory=time.perf_counter)
-
-    def advance(self) -> None:
-        self.done += 1
-        if sys.stderr.isatty() and time.perf_counter() - self.start > 1:
-            filled = 40 * self.done // self.total
-            print(f"\r[{'#' * filled}{'.' * (40 - filled)}]", end="", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        if sys.stderr.isatty():
-            print(f"\r{' ' * 42}\r", end="", file=sys.stderr, flush=True)
 
 
 def demo(args: argparse.Namespace) -> int:
@@ -757,6 +797,11 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
     "info": (info, lambda command: None, "devices and their limits, versions, the compiler and its cache"),
     "plan": (plan, add_problem_arguments, "what would run for a problem and why, also on a GPU that is not here"),
     "compile": (fill_cache, add_problem_arguments, "compile kernels into the cache, for GPUs that need not be here"),
+    "tune": (
+        tune,
+        add_tune_arguments,
+        "find the fastest tiles for a problem on the GPU that is here, and remember them",
+    ),
     "check": (check, add_check_arguments, "a self-test: many kinds of problem on this device, against the oracle"),
 }
 

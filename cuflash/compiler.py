@@ -232,6 +232,11 @@ def compile_spec(kernel: KernelSpec) -> CompiledKernel:
     return compile_kernel(kernel.source, kernel.name, dict(kernel.defines), kernel.target)
 
 
+def kernels_fingerprint() -> str:
+    """Hash of every byte of the kernels directory."""
+    return _shared_compiler(kernel_directory(), cache_directory()).files_hash
+
+
 def with_resources(plan: LaunchPlan) -> LaunchPlan:
     """The plan with the registers and spills of each of its kernels, compiled for this. Needs no device."""
     reports = []
@@ -273,7 +278,8 @@ class Compiler:
         return {path.relative_to(self._kernel_dir).as_posix(): path.read_bytes() for path in paths}
 
     @functools.cached_property
-    def _files_hash(self) -> str:
+    def files_hash(self) -> str:
+        """Hash of all of them."""
         digest = hashlib.sha256()
         for name, content in self._files.items():
             digest.update(b"%d %d " % (len(os.fsencode(name)), len(content)) + os.fsencode(name) + content)
@@ -289,7 +295,7 @@ class Compiler:
         if not re.fullmatch(r"sm_[1-9]\d+[af]?", arch, re.ASCII):
             raise value_error("arch", repr(arch), "an architecture such as 'sm_80' or 'sm_90a'")
         options = (*OPTIONS, f"--gpu-architecture={arch}", *_define_options(defines))
-        request = {"source": source, "name": name, "arch": arch, "options": options, "kernels": self._files_hash}
+        request = {"source": source, "name": name, "arch": arch, "options": options, "kernels": self.files_hash}
         with self._locks.setdefault(_key(request), threading.Lock()):  # one of several threads compiles, others wait
             expected = self._toolchain.expected_version()
             found = None if expected is None else self._find(request | {"nvrtc": expected})
@@ -355,8 +361,8 @@ class Compiler:
         entry = {"request": request, "cubin": path.name, "cubin_sha256": checksum, "resources": asdict(resources)}
         body = json.dumps(entry, indent=1).encode()
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_atomically(path, cubin)
-        _write_atomically(path.with_name(f"{_key(request)}.entry"), _sha256(body).encode() + b"\n" + body)
+        write_atomically(path, cubin)
+        write_atomically(path.with_name(f"{_key(request)}.entry"), _sha256(body).encode() + b"\n" + body)
         return CompiledKernel(name=request["name"], arch=request["arch"], path=path, resources=resources)
 
     def _store_privately(
@@ -518,7 +524,8 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that any other process reads all of it or none."""
     temporary = path.with_name(f".{os.urandom(8).hex()}.tmp")
     try:
         temporary.write_bytes(content)

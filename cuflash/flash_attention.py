@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
-from cuflash import cpu, interop
+from cuflash import cpu, interop, progress
 from cuflash.problem import Options, Problem, check_array, check_random, make_problem, type_error, value_error
 
 Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one kind per call
@@ -26,6 +26,7 @@ Causal = bool | Literal["top_left"]
 Window = tuple[int | None, int | None]
 
 QKV = ("q", "k", "v")
+PASSES = ("forward", "backward")
 ALWAYS = ("dq", "dk", "dv")  # gradients that every backward pass gives
 
 
@@ -479,6 +480,84 @@ class FlashAttention:
         else:
             self._checked_problem(borrowed.arrays)
 
+    def tune(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        dout: Array | None = None,
+        bias: Array | None = None,
+        mask: Array | None = None,
+        kv_lengths: Array | None = None,
+        alibi_slopes: Array | None = None,
+        sinks: Array | None = None,
+        seed: int | None = None,
+        offset: int | None = None,
+        passes: Collection[str] = PASSES,
+        remember: bool = True,
+        forget: bool = False,
+    ) -> Any:
+        """Time tiles that might be faster for these arrays than those of the tables, and remember the fastest.
+
+        Takes seconds to minutes, most of them for compiling some tens of kernels, and memory for two sets of results;
+        shows a bar where standard error is a terminal. The results of each candidate are held against those of the
+        table's row before it is timed: the median of several runs, the L2 cache filled with other data before each.
+
+        What was found is remembered in a file beside the compiled kernels (``python -m cuflash info`` says where), for
+        this device, these sources, and problems of the same dtype, head dimensions, options, mask, alignment and size,
+        up to the next power of two. From then on `forward`, `backward` and `compile` use it, in this process and in
+        those that start later, and `plan` says so. Tiles of another size add up the same products in another order: the
+        bits of the results may differ from those before, errors stay within the same bounds.
+
+        Parameters
+        ----------
+        q, k, v : array
+            As `forward` takes them, on a GPU.
+        dout : array, optional
+            As `backward` takes it; out by default.
+        bias, mask, kv_lengths, alibi_slopes, sinks : array, optional
+            As `forward` takes them.
+        seed, offset : int, optional
+            Of dropout; 0 by default.
+        passes : collection of str, default ("forward", "backward")
+            Which to tune.
+        remember : bool, default True
+            Whether to write the file. Without it nothing changes.
+        forget : bool, default False
+            Instead of tuning, remove what is remembered for such arrays.
+
+        Returns
+        -------
+        cuflash.tuning.Tuning or None
+            ``forward`` and ``backward`` have the candidates, the winner and its gain, and ``describe()`` says it in
+            words. None with `forget`.
+
+        Raises
+        ------
+        NotImplementedError
+            Arrays in host memory: the CPU path has nothing to tune. And as `forward` does.
+        TypeError, ValueError
+            As `forward` does.
+        """
+        wanted = _checked_passes(passes)
+        given = {"q": q, "k": k, "v": v} | _terms(bias, mask, kv_lengths, alibi_slopes, sinks) | {"dout": dout}
+        random = self._random(*((0 if x is None else x) for x in (seed, offset)))
+        borrowed = interop.borrow(given, required=QKV)
+        if borrowed.kind != "cupy":
+            self._checked_problem(borrowed.arrays)
+            raise NotImplementedError(
+                "q: got an array in host memory, expected one on a GPU: the CPU path has no tiles to tune"
+            )
+        from cuflash import stopwatch
+
+        if forget:
+            return stopwatch.forget(self.options, borrowed.arrays, wanted)
+        numbers = (random["seed"], random["offset"])
+        return stopwatch.tune(
+            self.options, borrowed.arrays, random=numbers, passes=wanted, remember=remember, bar=progress.bar
+        )
+
     def _random(self, seed: int | None, offset: int | None) -> dict[str, Any]:
         """Seed and offset of a call by name, checked; zeros where nothing is random and nobody gave them."""
         if not self.options.dropout:
@@ -586,6 +665,18 @@ def _terms(
         "sinks": sinks,
         "block_mask": block_mask,
     }
+
+
+def _checked_passes(passes: Collection[str]) -> Any:
+    """The passes that are wanted, in order."""
+    if isinstance(passes, str) or not isinstance(passes, Collection):
+        raise type_error("passes", f"{type(passes).__name__} {passes!r}", "a collection of 'forward' and 'backward'")
+    for name in passes:
+        if name not in PASSES:
+            raise value_error("passes", repr(name), "'forward' or 'backward'")
+    if not passes:
+        raise value_error("passes", repr(passes), "'forward', 'backward' or both")
+    return tuple(name for name in PASSES if name in passes)
 
 
 def _needs_dsinks(need: Collection[str], sinks: Array | None, dsinks: Array | None) -> bool:

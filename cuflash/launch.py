@@ -12,7 +12,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import cupy
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from cuflash.compiler import compile_spec, with_resources
 from cuflash.interop import overlap
 from cuflash.params import POINTER_WORD, RANDOM, parameters
-from cuflash.plan import MAPS_OFFSET, DeviceSpec, KernelSpec, LaunchPlan, Pass, access_bytes, choose_plan
+from cuflash.plan import MAPS_OFFSET, DeviceSpec, KernelSpec, LaunchPlan, Pass, access_bytes
 from cuflash.problem import (
     Operand,
     Options,
@@ -34,6 +34,7 @@ from cuflash.problem import (
 )
 from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.tensor_map import encoder
+from cuflash.tuning import candidates, tuned_plan
 
 _OPTIONAL = ("bias", "mask", "kv_lengths", "alibi_slopes", "sinks", "block_mask")
 # Arrays over head dimensions that a pass reads, and what it returns.
@@ -120,7 +121,7 @@ def plan(options: Options, q: Any, k: Any, v: Any, **arrays: Any) -> Plans:
     pointers = q.data.ptr | k.data.ptr | v.data.ptr
     load_bytes = access_bytes((problem.q, problem.k, problem.v), pointers)
     passes: tuple[Pass, Pass] = ("forward", "backward")
-    return Plans(*(with_resources(choose_plan(problem, device, pass_, load_bytes=load_bytes)) for pass_ in passes))
+    return Plans(*(with_resources(tuned_plan(problem, device, pass_, load_bytes=load_bytes)) for pass_ in passes))
 
 
 def compile(options: Options, q: Any, k: Any, v: Any, **arrays: Any) -> None:
@@ -135,6 +136,39 @@ def compile(options: Options, q: Any, k: Any, v: Any, **arrays: Any) -> None:
         dout = cupy.zeros_like(out)
         wanted = {} if given.get("sinks") is None else {"dsinks": None}
         _call("backward", options, {"dout": dout, "out": out, "lse": lse, **given, **wanted})
+
+
+def trials(
+    pass_: Pass, options: Options, arrays: dict[str, Any], random: tuple[int, int]
+) -> tuple[tuple[LaunchPlan, ...], Callable[[LaunchPlan], Callable[[], tuple[Any, ...]]]]:
+    """The plans that tuning tries for a call, and what makes of one of them the call that runs it.
+
+    `arrays` are those of `forward` or `backward`, without results; CuPy's current device is that of the arrays.
+    """
+    found: tuple[LaunchPlan, ...] = ()
+
+    def all_of(problem: Problem, device: DeviceSpec, pass_: Pass, **layout: Any) -> LaunchPlan:
+        nonlocal found
+        found = candidates(problem, device, pass_, **layout)
+        return found[0]
+
+    first = _prepare(pass_, options, arrays, all_of)
+    if isinstance(first, _CopyFirst):
+        arrays = arrays | {name: cupy.ascontiguousarray(arrays[name]) for name in first.names}
+        _prepare(pass_, options, arrays, all_of)
+    pointers = [array.data.ptr for array in arrays.values() if array is not None]
+
+    def call_by(plan: LaunchPlan) -> Callable[[], tuple[Any, ...]]:
+        launch = cast(_Launch, _prepare(pass_, options, arrays, lambda *args, **layout: plan))
+        names = _results(pass_, arrays)
+        return lambda: _start(launch, names, options, arrays, list(pointers), random)
+
+    return found, call_by
+
+
+def forget_launches() -> None:
+    """Later calls are planned again."""
+    _launches.clear()
 
 
 @functools.cache
@@ -173,6 +207,18 @@ def _call(pass_: Pass, options: Options, arrays: dict[str, Any], random: tuple[i
         launch = _launches[tuple(key)] = _prepare(pass_, options, arrays)
     if isinstance(launch, _CopyFirst):
         return _call_on_copies(pass_, options, arrays, random, launch.names)
+    return _start(launch, names, options, arrays, pointers, random)
+
+
+def _start(
+    launch: _Launch,
+    names: tuple[str, ...],
+    options: Options,
+    arrays: Mapping[str, Any],
+    pointers: list[int],
+    random: tuple[int, int],
+) -> tuple[Any, ...]:
+    """Launch on the current device. `pointers` are those of the arrays that are given, `names` those of the results."""
     for index in launch.given:
         _check_overlap(index, launch.extents, pointers, arrays)
 
@@ -205,8 +251,10 @@ def _results(pass_: Pass, arrays: Mapping[str, Any]) -> tuple[str, ...]:
     return (*_RESULTS[pass_], "dsinks") if "dsinks" in arrays else _RESULTS[pass_]
 
 
-def _prepare(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> _Launch | _CopyFirst:
-    """Validate, plan, compile and load: once for each problem."""
+def _prepare(
+    pass_: Pass, options: Options, arrays: Mapping[str, Any], choose: Callable[..., LaunchPlan] = tuned_plan
+) -> _Launch | _CopyFirst:
+    """Validate, plan, compile and load: once for each problem. `choose` has the parameters of `choose_plan`."""
     given = {name: array for name, array in arrays.items() if array is not None}
     names = _results(pass_, arrays)
     problem = make_problem(options, *(arrays[name] for name in "qkv"), **{name: arrays.get(name) for name in _OPTIONAL})
@@ -246,7 +294,7 @@ def _prepare(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> _Launc
         return access_bytes(tuple(operands[name] for name in names), functools.reduce(int.__or__, pointers, 16))
 
     written = tuple(name for name in names if name not in _NOT_OF_HEADS)
-    plan = choose_plan(
+    plan = choose(
         problem,
         device_spec(device_id),
         pass_,

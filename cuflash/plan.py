@@ -192,6 +192,7 @@ def choose_plan(
     store_bytes: int | None = None,
     operands: Mapping[str, Operand] | None = None,
     tiles: tuple[Tile, ...] | None = None,
+    origin: str = "tiles given by the caller",
 ) -> LaunchPlan:
     """The plan for one pass. Pure: the same arguments give the same plan.
 
@@ -199,6 +200,7 @@ def choose_plan(
     from the strides, pointers taken as 16-byte aligned. Results and dout that are not in `operands` are contiguous;
     dsinks are wanted if they are in it, or without it.
     `tiles` overrides the tables: a row of the forward pass, or one of the backward pass (and a DqTile: deterministic).
+    `origin` says where they come from.
 
     Raises NotImplementedError for what no kernel serves, ValueError for arrays that are not aligned to their elements.
     """
@@ -225,6 +227,7 @@ def choose_plan(
         defines=_common_defines(seen, device, load_bytes, store_bytes),
         needs_dsinks=problem.sinks is not None and (operands is None or "dsinks" in operands),
         head_section=1 if problem.window_right is None else CAUSAL_HEAD_SECTION,
+        origin=origin,
     )
     if pass_ == "forward":
         _draft_forward(draft, tiles)
@@ -262,6 +265,7 @@ class _Draft:
     defines: dict[str, str | int]
     head_section: int
     needs_dsinks: bool
+    origin: str  # of tiles that no table was asked for
     tiles: tuple[Tile, ...] = ()
     kernels: list[KernelSpec] = field(default_factory=list)
     scratch: dict[str, int] = field(default_factory=dict)
@@ -379,7 +383,7 @@ def _draft_forward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     problem = draft.problem
     of_pieces = _FORWARD_OF_PIECES[problem.precision]
     if tiles:
-        tile, reason = tiles[0], "tile given by the caller"
+        tile, reason = tiles[0], draft.origin
     elif (why_not_decode := _why_not_decode(draft)) is None:
         tile, reason = _choose(DECODE_SM90_TILES, problem, draft.device)
     elif (why_not_pieces := _why_not_pieces(draft, of_pieces)) is None:
@@ -537,7 +541,7 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     if why_not_pieces is None and problem.deterministic:
         why_not_pieces = "it adds to dq in no fixed order"
     if tiles:
-        main, reason = tiles[0], "tiles given by the caller"
+        main, reason = tiles[0], draft.origin
     elif why_not_pieces is None:
         main, reason = _choose(of_pieces, problem, device)
     elif problem.deterministic and problem.block_mask is not None:
@@ -699,30 +703,44 @@ def _choose(table: tuple, problem: Problem, device: DeviceSpec) -> tuple[Tile, s
     """The first row that serves the head dimensions and fits the device, and the story of the choice."""
     rejected = []
     for tile in table:
-        dim, dim_v = round_up(problem.head_dim, tile.dim_multiple), round_up(problem.head_dim_v, tile.dim_multiple)
-        if tile.element_bytes != ITEMSIZE[problem.dtype] or max(dim, dim_v) > tile.max_dim:
+        if not serves_dims(tile, problem):
             continue
-        shared = tile.shared_bytes(dim, dim_v)
-        needed = tile.min_blocks * (shared + SHARED_BYTES_RESERVED)
-        label = (
-            f"{type(tile).__name__} {tile.block_m} x {tile.block_n}, {tile.num_warps} warps, "
-            f"{tile.num_stages} stages, {tile.min_blocks} resident blocks"
-        )
         if isinstance(tile, ForwardSm90Tile) and not tile.suits(problem):
-            rejected.append(f"not {label}: for {SERVES[tile.serves]}")
+            rejected.append(f"not {label_of(tile)}: for {SERVES[tile.serves]}")
             continue
-        if shared > device.shared_bytes_per_block or needed > device.shared_bytes_per_sm:
-            rejected.append(
-                f"not {label}: {shared} bytes for each exceed the {device.shared_bytes_per_sm} bytes of shared memory "
-                "of a multiprocessor"
-            )
+        excess = why_too_large(tile, problem, device)
+        if excess:
+            rejected.append(f"not {label_of(tile)}: {excess}")
             continue
-        return tile, "\n".join([f"{label}: {tile.origin}", *rejected])
+        return tile, "\n".join([f"{label_of(tile)}: {tile.origin}", *rejected])
     raise NotImplementedError(
         f"device: no tile of {problem.dtype} at head dimensions {problem.head_dim} and {problem.head_dim_v} fits "
         f"{device.name}, got {device.shared_bytes_per_block} bytes of shared memory a block, expected more; NumPy "
         "arrays are served on the CPU"
     )
+
+
+def label_of(tile: Tile) -> str:
+    """The tile in words."""
+    return (
+        f"{type(tile).__name__} {tile.block_m} x {tile.block_n}, {tile.num_warps} warps, "
+        f"{tile.num_stages} stages, {tile.min_blocks} resident blocks"
+    )
+
+
+def serves_dims(tile: Tile, problem: Problem) -> bool:
+    """Whether the tile is of elements of this size and large enough for the head dimensions."""
+    dims = (round_up(dim, tile.dim_multiple) for dim in (problem.head_dim, problem.head_dim_v))
+    return tile.element_bytes == ITEMSIZE[problem.dtype] and max(dims) <= tile.max_dim
+
+
+def why_too_large(tile: Tile, problem: Problem, device: DeviceSpec) -> str:
+    """Why as many blocks as the tile promises do not fit on a multiprocessor; "" where they do."""
+    shared = tile.shared_bytes(*(round_up(dim, tile.dim_multiple) for dim in (problem.head_dim, problem.head_dim_v)))
+    needed = tile.min_blocks * (shared + SHARED_BYTES_RESERVED)
+    if shared <= device.shared_bytes_per_block and needed <= device.shared_bytes_per_sm:
+        return ""
+    return f"{shared} bytes for each exceed the {device.shared_bytes_per_sm} bytes of shared memory of a multiprocessor"
 
 
 _DTYPE_TAGS = {"float16": "Float16", "bfloat16": "BFloat16", "float32": "Float32", "float64": "Float64"}

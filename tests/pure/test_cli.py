@@ -10,6 +10,7 @@ import pytest
 
 from cuflash import FlashAttention, __main__, compiler
 from cuflash.__main__ import main
+from cuflash.progress import Bar
 
 NO_GPU = __main__.find_gpu()[0] is None
 
@@ -80,7 +81,7 @@ def test_demo_notices_wrong_results(capsys, monkeypatch, name):
 
 def test_demo_measures_the_extra_memory():
     arrays = []
-    bar = __main__.Bar(total=2)
+    bar = Bar(total=2)
     cost = __main__.measure_on_cpu(lambda part: arrays.append(np.empty(10**6)), [slice(0, 1), slice(1, 2)], bar)
     assert cost.extra_bytes == pytest.approx(16e6, rel=0.01)
     assert bar.done == 2

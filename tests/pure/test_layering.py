@@ -14,7 +14,8 @@ KERNELS = {path.name: path for path in (ROOT / "kernels").iterdir() if path.suff
 # A module imports only modules to the left of it.
 ORDER = [
     "problem", "block_masks", "dropout", "reference", "cpu", "interop", "merging", "tensor_map", "tiles", "tables",
-    "plan", "params", "compiler", "launch", "flash_attention", "__init__", "testing", "__main__",
+    "plan", "params", "compiler", "tuning", "launch", "stopwatch", "progress", "flash_attention", "__init__", "testing",
+    "__main__",
 ]  # fmt: skip
 
 # What each module may import at import time besides the standard library, and what only when it is needed.
@@ -28,7 +29,10 @@ ALWAYS = {
     "plan": set(),
     "params": {"numpy"},
     "compiler": set(),
+    "tuning": set(),
     "launch": {"numpy", "cupy"},
+    "stopwatch": {"numpy", "cupy"},
+    "progress": set(),
     "reference": {"numpy", "ml_dtypes"},
     "cpu": {"numpy", "ml_dtypes"},
     "interop": {"numpy", "ml_dtypes"},
@@ -42,6 +46,7 @@ WHEN_NEEDED = {
     "problem": {"numpy"},
     "tensor_map": {"cuda"},
     "compiler": {"cuda", "cupy", "cupy_backends"},
+    "stopwatch": {"ml_dtypes"},
     "__main__": {"cupy", "cuda", "hypothesis"},
 }
 

@@ -1,0 +1,43 @@
+"""A progress bar of one line on standard error: only on a terminal, and only for what takes longer than a second."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+WIDTH = 40
+
+
+@dataclass
+class Bar:
+    """How much of what is to be done is done."""
+
+    total: int
+    done: int = 0
+    start: float = field(default_factory=time.perf_counter)
+
+    def advance(self) -> None:
+        """One more is done."""
+        self.done += 1
+        if sys.stderr.isatty() and time.perf_counter() - self.start > 1:
+            filled = WIDTH * self.done // self.total
+            print(f"\r[{'#' * filled}{'.' * (WIDTH - filled)}]", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Remove the line."""
+        if sys.stderr.isatty():
+            print(f"\r{' ' * (WIDTH + 2)}\r", end="", file=sys.stderr, flush=True)
+
+
+def bar(total: int) -> Callable[[], None]:
+    """A function to be called once for each of `total` things, which shows a bar until the last of them is done."""
+    shown = Bar(total)
+
+    def advance() -> None:
+        shown.advance()
+        if shown.done == total:
+            shown.clear()
+
+    return advance

@@ -1,0 +1,416 @@
+"""Which tiles are fastest for a problem on this device: what is tried, how it is judged, and what is remembered of it.
+
+The rows of the tables were measured on few devices and problems. `candidates` has the plans that might be faster for a
+problem: the rows beside the one that the table gives, and rows that differ from it in one number. `tune` throws out
+those that do not compile or spill, holds the results of each other one against those of the table's row, and times it.
+The fastest is remembered in a file of its own beside the compiled kernels, and `tuned_plan` finds it there.
+
+Every candidate computes the same sums of the same products, in tiles of other sizes and so in another order: results
+differ by rounding from those of the table's row, no more than these do from the exact ones.
+
+How a plan is run and timed is given by the caller, so that nothing here needs a device.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from cuflash import tables
+from cuflash.compiler import CompileError, cache_directory, compile_spec, kernels_fingerprint, write_atomically
+from cuflash.plan import DeviceSpec, LaunchPlan, Pass, choose_plan, label_of, serves_dims, why_too_large
+from cuflash.problem import Problem
+from cuflash.tiles import (
+    BackwardFloat32Sm90Tile,
+    BackwardSm90Tile,
+    BackwardTile,
+    DecodeSm90Tile,
+    DqTile,
+    ForwardFloat32Sm90Tile,
+    ForwardSm90Tile,
+    ForwardTile,
+    Tile,
+)
+
+MARGIN = 0.01  # by which a candidate has to be faster than the table's row: less is noise
+
+# ---- What is tried ---------------------------------------------------------------------------------------------------
+
+# Rows that compute a problem as a row of this kind does: from the same products, in the same precision.
+_ROWS: dict[type, tuple[Tile, ...]] = {
+    ForwardTile: tables.FORWARD_TILES,
+    ForwardSm90Tile: (*tables.FORWARD_SM90_TILES, *tables.FORWARD_TILES),
+    DecodeSm90Tile: (*tables.DECODE_SM90_TILES, *tables.FORWARD_SM90_TILES),
+    ForwardFloat32Sm90Tile: (*tables.FORWARD_FLOAT32_SM90_TILES, *tables.FORWARD_TF32_SM90_TILES),
+    BackwardTile: tables.BACKWARD_TILES,
+    BackwardSm90Tile: (*tables.BACKWARD_SM90_TILES, *tables.BACKWARD_TILES),
+    BackwardFloat32Sm90Tile: (*tables.BACKWARD_FLOAT32_SM90_TILES, *tables.BACKWARD_TF32_SM90_TILES),
+    DqTile: tables.DQ_TILES,
+}
+# Values that the numbers of a row may be changed to, one at a time. Of block_n only those near the row's are tried.
+_WGMMA_COLUMNS = tuple(range(32, 257, 16))
+_VARIATIONS: dict[type, dict[str, tuple]] = {
+    ForwardTile: {"block_n": (16, 32, 64, 128), "num_stages": (1, 2), "min_blocks": (1, 2, 3)},
+    ForwardSm90Tile: {
+        "block_m": (128, 192),
+        "block_n": _WGMMA_COLUMNS,
+        "num_stages": (2, 3),
+        "ping_pong": (False, True),
+    },
+    DecodeSm90Tile: {"block_n": (32, 64, 128), "num_stages": (2, 3, 4), "min_blocks": (1, 2)},
+    ForwardFloat32Sm90Tile: {
+        "block_m": (128, 192),
+        "block_n": _WGMMA_COLUMNS,
+        "num_stages": (1, 2),
+        "ping_pong": (False, True),
+    },
+    BackwardTile: {"block_m": (16, 32, 64), "block_n": (16, 32, 64, 128), "num_stages": (1, 2)},
+    BackwardSm90Tile: {"num_stages": (2, 3), "head_section": (1, 4, 8)},
+    BackwardFloat32Sm90Tile: {"num_stages": (1, 2, 3), "num_rooms": (1, 2)},
+    DqTile: {"block_n": (16, 32, 64), "num_stages": (1, 2)},
+}
+_NEAR = 32  # keys, or a factor of two
+
+
+def candidates(problem: Problem, device: DeviceSpec, pass_: Pass = "forward", **arrays: Any) -> tuple[LaunchPlan, ...]:
+    """Plans to try for one pass, that of the tables first; `arrays` are the keyword arguments of `choose_plan`.
+
+    Those that do not fit into shared memory are not among them.
+    """
+    plan = choose_plan(problem, device, pass_, **arrays)
+    found = {_identity(plan): plan}
+    for tiles in _alternatives(plan):
+        if _why_not(tiles, plan):
+            continue
+        try:
+            other = choose_plan(problem, device, pass_, tiles=tiles, origin="a candidate", **arrays)
+        except NotImplementedError:
+            continue
+        found.setdefault(_identity(other), other)
+    return tuple(found.values())
+
+
+def _alternatives(plan: LaunchPlan) -> Iterator[tuple[Tile, ...]]:
+    """Rows beside those of the plan, and variations of these; what a plan with two rows changes is one of them."""
+    # In a deterministic backward pass other kernels have a row for dq too.
+    any_kind = plan.pass_ == "forward" or not plan.problem.deterministic
+    for place, tile in enumerate(plan.tiles):
+        for other in (*_ROWS[type(tile)], *_variations(tile)):
+            if any_kind or type(other) is type(tile):
+                yield (*plan.tiles[:place], other, *plan.tiles[place + 1 :])
+
+
+def _variations(tile: Tile) -> Iterator[Tile]:
+    for name, values in _VARIATIONS[type(tile)].items():
+        here = getattr(tile, name)
+        for value in values:
+            near = value in (here // 2, 2 * here) or abs(value - here) <= _NEAR
+            if value == here or (name == "block_n" and not near):
+                continue
+            try:
+                yield replace(tile, **{name: value}, origin=f"{name} {here} changed to {value}")
+            except ValueError:  # the row says that it cannot be
+                continue
+
+
+def _why_not(tiles: Sequence[Tile], plan: LaunchPlan) -> str:
+    """Why these tiles cannot stand for those of a plan of the tables; "" where they can."""
+    if len(tiles) != len(plan.tiles):
+        return f"{len(tiles)} tiles for a plan of {len(plan.tiles)}"
+    for tile, of_table in zip(tiles, plan.tiles, strict=True):
+        kinds = {type(row) for row in _ROWS[type(of_table)]}
+        if type(tile) not in kinds or getattr(tile, "pieces", None) != getattr(of_table, "pieces", None):
+            return f"{label_of(tile)} computes other products than {label_of(of_table)}"
+        if not serves_dims(tile, plan.problem):
+            return f"{label_of(tile)} is not for these head dimensions"
+        excess = why_too_large(tile, plan.problem, plan.device)
+        if excess:
+            return excess
+    return ""
+
+
+def _identity(plan: LaunchPlan) -> tuple:
+    return plan.kernels, plan.head_section
+
+
+# ---- How it is judged ------------------------------------------------------------------------------------------------
+
+
+class Runner(Protocol):
+    """What runs plans: a device, or whatever stands for one in a test."""
+
+    def why_wrong(self, plan: LaunchPlan) -> str:
+        """Run the plan; how its results differ from those of the first plan that was run, "" where they agree."""
+
+    def seconds(self, plan: LaunchPlan) -> float:
+        """How long it takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One candidate, and what became of it."""
+
+    plan: LaunchPlan
+    seconds: float = math.inf
+    why_not: str = ""  # it was not timed
+
+    @property
+    def tflops(self) -> float:
+        """Of the products over visible pairs, in 1e12 floating-point operations a second."""
+        problem = self.plan.problem
+        flops = problem.forward_flops if self.plan.pass_ == "forward" else problem.backward_flops
+        return flops / self.seconds / 1e12
+
+    @property
+    def label(self) -> str:
+        """Its tiles in words."""
+        return "; ".join(_spelled(tile) for tile in self.plan.tiles)
+
+
+# Fields that every label has, and those that do not matter to a kernel.
+_IN_LABEL = ("block_m", "block_n", "num_warps", "num_stages", "min_blocks")
+_UNSAID = ("element_bytes", "max_dim", "serves", "origin")
+
+
+def _spelled(tile: Tile) -> str:
+    """The tile in words, with what its kind alone has."""
+    others = {name: x for name, x in _values(tile).items() if name not in _IN_LABEL + _UNSAID}
+    return ", ".join([label_of(tile), *(f"{name} {x}" for name, x in others.items())])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassTuning:
+    """What tuning of one pass found: the table's row first among `trials`."""
+
+    trials: tuple[Trial, ...]
+    winner: Trial
+    remembered: str  # the file, or why there is none
+
+    @property
+    def gain(self) -> float:
+        """By how much of its time the winner is faster than the table's row: 0.1 is 10 %."""
+        return self.trials[0].seconds / self.winner.seconds - 1
+
+    def describe(self) -> str:
+        """A table of the candidates, the fastest first, the winner and the gain."""
+        plan = self.trials[0].plan
+        lines = [f"{plan.pass_} pass on {plan.device.name}: {len(self.trials)} candidates"]
+        for trial in sorted(self.trials, key=lambda trial: trial.seconds):
+            mark = "*" if trial is self.winner else " "
+            told = f"{trial.tflops:8.1f} TFLOP/s {1e3 * trial.seconds:10.4f} ms"
+            row = " (the table's row)" if trial is self.trials[0] else ""
+            lines.append(f"{mark} {trial.why_not or told}  {trial.label}{row}")
+        if self.winner is self.trials[0]:
+            lines.append(f"the table's row stays: nothing is more than {MARGIN:.0%} faster")
+        else:
+            lines.append(f"winner: {self.winner.label}, {self.gain:.1%} faster than the table's row")
+        return "\n".join([*lines, self.remembered])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What `FlashAttention.tune` found, by pass; None for a pass that was not asked for."""
+
+    forward: PassTuning | None
+    backward: PassTuning | None
+
+    def describe(self) -> str:
+        """Both passes in words."""
+        return "\n\n".join(tuned.describe() for tuned in (self.forward, self.backward) if tuned is not None)
+
+
+def tune(
+    plans: Sequence[LaunchPlan],
+    runner: Runner,
+    *,
+    spills: Callable[[LaunchPlan], int] | None = None,
+    advance: Callable[[], None] = lambda: None,
+    remember: bool = True,
+) -> PassTuning:
+    """Compile, check and time the plans of `candidates`, and remember the fastest.
+
+    Parameters
+    ----------
+    plans : sequence of LaunchPlan
+        That of the tables first: it is not thrown out for its spills, and others have to be as it is.
+    runner : Runner
+    spills : callable, optional
+        Bytes that the kernels of a plan spill; raises CompileError. By default the compiler's report.
+    advance : callable
+        Called once for every plan.
+    remember : bool
+        Store what was found, for `tuned_plan`.
+
+    Raises
+    ------
+    CompileError, RuntimeError
+        The table's row does not compile, or its results are not what they were the first time.
+    """
+    spills = spills or _spills_of
+    report = functools.partial(_reported, spills)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        reports = list(pool.map(report, plans))
+    if isinstance(reports[0], CompileError):
+        raise reports[0]
+    trials = []
+    for plan, spilled in zip(plans, reports, strict=True):
+        trials.append(_try(plan, spilled, reports[0], runner))
+        advance()
+    if trials[0].why_not:
+        raise RuntimeError(f"the plan of the tables cannot be tuned: {trials[0].why_not}")
+    fastest = min(trials, key=lambda trial: trial.seconds)
+    winner = fastest if fastest.seconds * (1 + MARGIN) < trials[0].seconds else trials[0]
+    told = _remember(trials[0], winner) if remember else "not remembered"
+    return PassTuning(trials=tuple(trials), winner=winner, remembered=told)
+
+
+def _spills_of(plan: LaunchPlan) -> int:
+    resources = [compile_spec(kernel).resources for kernel in plan.kernels]
+    return sum(r.spill_stores_bytes + r.spill_loads_bytes for r in resources)
+
+
+def _reported(spills: Callable[[LaunchPlan], int], plan: LaunchPlan) -> int | CompileError:
+    try:
+        return spills(plan)
+    except CompileError as error:
+        return error
+
+
+def _try(plan: LaunchPlan, spilled: int | CompileError, allowed: int | CompileError, runner: Runner) -> Trial:
+    if isinstance(spilled, CompileError) or isinstance(allowed, CompileError):
+        return Trial(plan=plan, why_not="does not compile")
+    if spilled > allowed:
+        return Trial(plan=plan, why_not=f"spills {spilled} bytes")
+    wrong = runner.why_wrong(plan)
+    if wrong:
+        return Trial(plan=plan, why_not=wrong)
+    return Trial(plan=plan, seconds=runner.seconds(plan))
+
+
+# ---- What is remembered ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Winner:
+    """What a file says."""
+
+    tiles: tuple[Tile, ...]
+    tflops: float
+    table_tflops: float
+
+
+_KINDS = {kind.__name__: kind for kind in _ROWS}
+_recalled: dict[Path, Winner | str | None] = {}  # of this process: what it has read of a file, or why it could not
+
+
+def tuned_plan(problem: Problem, device: DeviceSpec, pass_: Pass = "forward", **arrays: Any) -> LaunchPlan:
+    """The plan of the tiles that tuning found fastest, or that of the tables; parameters as those of `choose_plan`.
+
+    What other processes find out about a problem is not looked at again once a plan for it was made here.
+    """
+    plan = choose_plan(problem, device, pass_, **arrays)
+    path = _file_of(plan)
+    if path not in _recalled:
+        _recalled[path] = _read(path)
+    winner = _recalled[path]
+    if winner is None:
+        return plan
+    if isinstance(winner, str):
+        return replace(plan, reason=f"{plan.reason}\nnot tuned: {winner}")
+    labels = ["; ".join(map(label_of, tiles)) for tiles in (winner.tiles, plan.tiles)]
+    if winner.tiles == plan.tiles:
+        told = f"tuned: {winner.tflops:.1f} TFLOP/s on {device.name}, the table's row is the fastest"
+        return replace(plan, reason=f"{plan.reason}\n{told}")
+    obstacle = _why_not(winner.tiles, plan)
+    if obstacle:
+        return replace(plan, reason=f"{plan.reason}\nnot the tuned {labels[0]}: {obstacle}")
+    told = (
+        f"{labels[0]}: tuned: {winner.tflops:.1f} TFLOP/s on {device.name}, the table's row {winner.table_tflops:.1f} "
+        f"({labels[1]})"
+    )
+    return choose_plan(problem, device, pass_, tiles=winner.tiles, origin=told, **arrays)
+
+
+def forget(plan: LaunchPlan) -> bool:
+    """Remove what is remembered for the problem of a plan of the tables; whether there was something."""
+    path = _file_of(plan)
+    _recalled.pop(path, None)
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def size_class(size: int) -> int:
+    """The power of two that is not smaller; 0 for 0."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def _key(plan: LaunchPlan) -> dict[str, Any]:
+    """What a measurement is good for: this device, these kernels, and problems of about this size.
+
+    The kernels of the table's row say all else: dtype, head dimensions, options, alignment, and the row itself.
+    """
+    p = plan.problem
+    window = [None if side is None else size_class(abs(side)) for side in (p.window_left, p.window_right)]
+    kernels = [[kernel.source, kernel.defines] for kernel in plan.kernels if kernel.source != "backward_sinks.cu"]
+    return {
+        "device": asdict(plan.device),
+        "pass": plan.pass_,
+        "seqlen": [size_class(p.seqlen_q), size_class(p.seqlen_k)],
+        "heads": [size_class(p.batch * p.num_heads), p.group_size],
+        "window": window,
+        "deterministic": p.deterministic,
+        "sources": kernels_fingerprint(),
+        "kernels": kernels,
+    }
+
+
+def _file_of(plan: LaunchPlan) -> Path:
+    digest = hashlib.sha256(json.dumps(_key(plan), sort_keys=True).encode()).hexdigest()
+    return cache_directory() / "tuned" / f"{digest[:32]}.json"
+
+
+def _remember(of_table: Trial, winner: Trial) -> str:
+    """Store the winner; what there is to say about it."""
+    path = _file_of(of_table.plan)
+    found = Winner(tiles=winner.plan.tiles, tflops=winner.tflops, table_tflops=of_table.tflops)
+    content = {
+        "key": _key(of_table.plan),
+        "problem": of_table.plan.describe().splitlines()[1].strip(),
+        "tflops": found.tflops,
+        "table_tflops": found.table_tflops,
+        "tiles": [{"kind": type(tile).__name__, **_values(tile)} for tile in found.tiles],
+    }
+    _recalled[path] = found
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(content, indent=1).encode())
+    except OSError as error:
+        return f"remembered by this process alone: {error}"
+    return f"remembered in {path}"
+
+
+def _values(tile: Tile) -> dict[str, Any]:
+    return {field.name: getattr(tile, field.name) for field in fields(tile)}
+
+
+def _read(path: Path) -> Winner | str | None:
+    """What a file says, or why it says nothing; None where there is no file."""
+    try:
+        content = json.loads(path.read_bytes())
+        tiles = tuple(_KINDS[tile.pop("kind")](**tile) for tile in content["tiles"])
+        return Winner(tiles=tiles, tflops=float(content["tflops"]), table_tflops=float(content["table_tflops"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+        return f"{path} cannot be read ({type(error).__name__}: {error})"
