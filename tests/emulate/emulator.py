@@ -41,9 +41,9 @@ _RUNTIME_FLAGS = ("-O3",)
 # The trap becomes a signal, and the signal an EmulationError. "address" works only in a process that was started with
 # the environment of sanitizer_environment().
 _SANITIZER_FLAGS = {
-    None: ("-O2",),
-    "undefined": ("-O1", "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"),
-    "address": ("-O1", "-fsanitize=address", "-fno-omit-frame-pointer"),
+    None: ("-Og",),  # most kernels run for less time than they take to compile
+    "undefined": ("-Og", "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"),
+    "address": ("-Og", "-fsanitize=address", "-fno-omit-frame-pointer"),
 }
 
 
@@ -328,11 +328,15 @@ def _included_files(sources: Sequence[Path], folders: Sequence[Path]) -> list[Pa
 
 
 def _compile(name: str, flags: Sequence[str], files: Sequence[Path], arguments: Sequence[str], cache: Path) -> Path:
-    """The shared library made of `files`; its file name is the hash of all that went into it."""
+    """The shared library made of `files`; its file name is the hash of all that went into it, wherever that lay.
+
+    `arguments` say where: they name files and folders. So kernels that a change does not touch are found again in a
+    copy of the folder.
+    """
     compiler = find_compiler()
     if compiler is None:
         raise EmulationError(name, "no C++ compiler: g++ is not on the path")
-    key = hashlib.sha256("\0".join([_compiler_version(compiler), *flags, *arguments]).encode())
+    key = hashlib.sha256("\0".join([_compiler_version(compiler), *flags]).encode())
     for path in files:
         key.update(path.name.encode() + path.read_bytes())
     library = cache / f"{name}-{key.hexdigest()[:24]}.so"

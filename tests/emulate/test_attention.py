@@ -307,7 +307,7 @@ FLOAT32_SM90_VARIANTS = (
     replace(FORWARD_FLOAT32_SM90_TILES[0], block_n=80, num_stages=2, ping_pong=False),
 )
 FORWARD_FLOAT32_SM90 = tuple(_specialisations((*FORWARD_FLOAT32_SM90_TILES, *FLOAT32_SM90_VARIANTS), with_options=5))
-BACKWARD = tuple(_specialisations(BACKWARD_TILES))
+BACKWARD = tuple(_specialisations(BACKWARD_TILES, with_options=2))
 DETERMINISTIC = tuple(_specialisations(DQ_TILES, with_options=2))
 
 

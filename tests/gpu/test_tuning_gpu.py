@@ -1,0 +1,128 @@
+"""Tuning on the device: small problems, whose winner is found again and computes what the oracle says."""
+
+from dataclasses import replace
+
+import pytest
+
+import cuflash
+import cuflash.testing as ct
+from cuflash import launch, tuning
+
+pytestmark = pytest.mark.gpu
+
+CASE = ct.Case(seqlen_q=300, seqlen_k=310, batch=2, num_heads=4, num_heads_kv=2, head_dim=64, dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def cupy():
+    return pytest.importorskip("cupy")
+
+
+@pytest.fixture(autouse=True)
+def store(monkeypatch, tmp_path):
+    """A store of this test alone; and compiled kernels, which the next test compiles again."""
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tuning, "_recalled", {})
+    launch.forget_launches()
+    yield tmp_path / "tuned"
+    launch.forget_launches()
+
+
+def new_process():
+    """What this one remembers is gone, what is on disk stays."""
+    tuning._recalled.clear()
+    launch.forget_launches()
+
+
+def results(attn, case, arrays):
+    inputs = [arrays[name] for name in "qkv"]
+    out, lse = attn.forward(*inputs, **ct.optional(arrays), **case.random)
+    gradients = attn.backward(arrays["dout"], *inputs, out, lse, **ct.optional_backward(arrays), **case.random)
+    return out, lse, *gradients
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_winner_is_found_again_and_right(cupy, store, dtype, deterministic):
+    case = replace(CASE, dtype=dtype)
+    arrays = case.arrays(cupy.asarray)
+    attn = cuflash.FlashAttention(deterministic=deterministic)
+    found = attn.tune(*(arrays[name] for name in "qkv"))
+    assert len(list(store.iterdir())) == 2
+    for tuned in (found.forward, found.backward):
+        timed = [trial for trial in tuned.trials if not trial.why_not]
+        assert tuned.trials[0] in timed
+        # Candidates fail by not compiling or spilling alone, never by other results.
+        reasons = {trial.why_not.split(" ")[0] for trial in tuned.trials}
+        assert reasons <= {"", "spills", "does"}, tuned.describe()
+        assert "winner" in tuned.describe() or "stays" in tuned.describe()
+    new_process()
+    plans = attn.plan(*(arrays[name] for name in "qkv"))
+    for plan, tuned in zip(plans, (found.forward, found.backward), strict=True):
+        assert plan.tiles == tuned.winner.plan.tiles
+        assert "tuned: " in plan.reason
+    out, lse, *gradients = results(attn, case, arrays)
+    ct.assert_forward(case, out, lse)
+    ct.assert_backward(case, *gradients)
+
+
+def test_every_candidate_is_as_right_as_the_first(cupy):
+    """Each is remembered in its turn, and held against the oracle with every option."""
+    terms = {"softcap": 5.0, "alibi_slopes": (4,), "mask": (300, 310), "kv_lengths": (7, 310)}
+    case = replace(CASE, causal=True, dropout=0.2, **terms)
+    arrays = case.arrays(cupy.asarray)
+    attn = cuflash.FlashAttention(**case.keywords)
+    terms = {**ct.optional(arrays), **case.random}
+    found = attn.tune(*(arrays[name] for name in "qkv"), **terms, remember=False)
+    for tuned in (found.forward, found.backward):
+        for trial in tuned.trials:
+            if not trial.why_not:
+                winner = tuning.Winner(tiles=trial.plan.tiles, tflops=1.0, table_tflops=1.0)
+                tuning._recalled[tuning._file_of(tuned.trials[0].plan)] = winner
+                launch.forget_launches()
+                out, lse, *gradients = results(attn, case, arrays)
+                ct.assert_forward(case, out, lse)
+                ct.assert_backward(case, *gradients)
+
+
+def test_other_strides_and_dout(cupy):
+    case = replace(CASE, strides="transposed", layout="bshd", sinks=True)
+    arrays = case.arrays(cupy.asarray)
+    attn = cuflash.FlashAttention(layout="bshd")
+    found = attn.tune(*(arrays[name] for name in "qkv"), dout=arrays["dout"], sinks=arrays["sinks"])
+    assert found.backward.trials[0].why_not == ""
+
+
+def test_one_pass_and_forgetting(cupy, store):
+    arrays = CASE.arrays(cupy.asarray)
+    inputs = [arrays[name] for name in "qkv"]
+    attn = cuflash.FlashAttention()
+    found = attn.tune(*inputs, passes=["forward"])
+    assert found.backward is None
+    assert "tuned: " in attn.plan(*inputs).forward.reason
+    assert attn.tune(*inputs, forget=True) is None
+    assert not list(store.iterdir())
+    assert "tuned: " not in attn.plan(*inputs).forward.reason
+
+
+def test_a_plan_with_other_results_is_not_timed(cupy):
+    from cuflash import stopwatch
+
+    arrays = CASE.arrays(cupy.asarray)
+    options = cuflash.FlashAttention().options
+    plans, call_by = launch.trials("forward", options, {name: arrays[name] for name in "qkv"}, (0, 0))
+    calls = [0]
+
+    def spoiled(plan):
+        calls[0] += 1
+        call, number = call_by(plan), calls[0]
+
+        def run():
+            out, lse = call()
+            return (out, lse) if number == 1 else (2 * out, lse)
+
+        return run
+
+    watch = stopwatch.Stopwatch(spoiled)
+    assert watch.why_wrong(plans[0]) == ""
+    assert "out differs by" in watch.why_wrong(plans[0])

@@ -1,0 +1,420 @@
+"""Tuning without a device: what is tried, how it is judged by a runner that is none, what is remembered and found."""
+
+import functools
+import io
+import json
+import os
+import sys
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash import progress, tuning
+from cuflash.__main__ import main
+from cuflash.compiler import CompileError
+from cuflash.plan import SHARED_BYTES_RESERVED, DeviceSpec, choose_plan, label_of
+from cuflash.tiles import ForwardSm90Tile, round_up
+from cuflash.tuning import MARGIN, candidates, size_class, tune, tuned_plan
+from tests.pure.test_plan import problem_of
+
+H200 = DeviceSpec.for_arch("9.0")
+PASSES = ("forward", "backward")
+
+
+@pytest.fixture(autouse=True)
+def store(monkeypatch, tmp_path):
+    """An empty store of this test alone, of which nothing has been read."""
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tuning, "_recalled", {})
+    return tmp_path / "tuned"
+
+
+class FakeDevice:
+    """Takes `times` in order, then ever longer; `wrong` are the numbers of the plans whose results differ."""
+
+    def __init__(self, times=(), wrong=()):
+        self.times = list(times)
+        self.wrong = wrong
+        self.seen = []
+
+    def why_wrong(self, plan):
+        self.seen.append(plan)
+        return "out differs" if len(self.seen) - 1 in self.wrong else ""
+
+    def seconds(self, plan):
+        return self.times.pop(0) if self.times else 100.0 + len(self.seen)
+
+
+tune_quietly = functools.partial(tune, spills=lambda plan: 0)
+
+
+def forgotten_here():
+    """As a process that starts now: nothing read yet."""
+    tuning._recalled.clear()
+
+
+# ---- What is tried ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("arch", ["8.0", "8.6", "9.0", "12.0"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_candidates_begin_with_the_table_and_fit(pass_, arch, dtype, deterministic):
+    device = DeviceSpec.for_arch(arch)
+    for dim in (64, 128, 160):
+        problem = problem_of(1024, 1024, dim, dim, dtype=dtype, deterministic=deterministic)
+        plans = candidates(problem, device, pass_)
+        assert plans[0] == choose_plan(problem, device, pass_)
+        assert len({(plan.kernels, plan.head_section) for plan in plans}) == len(plans)
+        for plan in plans:
+            for tile in plan.tiles:
+                shared = tile.shared_bytes(*(round_up(dim, tile.dim_multiple),) * 2)
+                assert shared <= device.shared_bytes_per_block
+                assert tile.min_blocks * (shared + SHARED_BYTES_RESERVED) <= device.shared_bytes_per_sm
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"causal": True}], ids=str)
+@pytest.mark.parametrize(("dtype", "dim"), [("bfloat16", 128), ("float32", 64)])
+def test_there_is_something_to_try(pass_, options, dtype, dim):
+    plans = candidates(problem_of(4096, 4096, dim, dim, dtype=dtype, **options), H200, pass_)
+    assert len(plans) >= 2, [plan.tiles for plan in plans]
+
+
+def test_rows_of_other_kernels_are_tried():
+    kinds = {type(plan.tiles[0]).__name__ for plan in candidates(problem_of(dim=128, dim_v=128), H200)}
+    assert kinds == {"ForwardSm90Tile", "ForwardTile"}
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+def test_the_precision_of_products_stays(pass_):
+    """Pieces of float32 are as many as the table's row has, and no other kernel takes its place."""
+    for precision in ("highest", "tf32"):
+        problem = problem_of(2048, 2048, 64, 64, dtype="float32", precision=precision)
+        plans = candidates(problem, H200, pass_)
+        assert {(type(plan.tiles[0]), plan.tiles[0].pieces) for plan in plans} == {
+            (type(plans[0].tiles[0]), 3 if precision == "highest" else 2)
+        }
+
+
+def test_what_no_kernel_serves_is_not_tuned():
+    with pytest.raises(NotImplementedError, match="257"):
+        candidates(problem_of(dim=257), H200)
+
+
+# ---- How it is judged ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+def test_the_fastest_wins_and_is_found_again(pass_, store):
+    problem = problem_of()
+    plans = candidates(problem, H200, pass_)
+    found = tune_quietly(plans, FakeDevice([3e-3, 2e-3, 1e-3]))
+    assert found.winner.plan == plans[2]
+    assert found.gain == pytest.approx(2)
+    flops = problem.forward_flops if pass_ == "forward" else problem.backward_flops
+    assert found.winner.tflops == pytest.approx(flops / 1e-3 / 1e12)
+    (file,) = store.iterdir()
+    assert str(file) in found.describe()
+    forgotten_here()
+    plan = tuned_plan(problem, H200, pass_)
+    assert plan.tiles == plans[2].tiles
+    assert plan.kernels == plans[2].kernels
+    expected = (f"tuned: {found.winner.tflops:.1f} TFLOP/s on H200", f"the table's row {found.trials[0].tflops:.1f}")
+    assert all(words in plan.reason for words in (*expected, label_of(plans[0].tiles[0])))
+    assert plan.reason in "\n".join(line.strip() for line in plan.describe().splitlines())
+
+
+def test_the_first_stays_unless_something_is_faster_by_more_than_noise():
+    plans = candidates(problem_of(), H200)
+    found = tune_quietly(plans, FakeDevice([1.0, 1 / (1 + MARGIN / 2)]))
+    assert found.winner is found.trials[0]
+    assert "the table's row stays" in found.describe()
+    forgotten_here()
+    plan = tuned_plan(problem_of(), H200)
+    assert plan.tiles == plans[0].tiles
+    assert plan.reason.startswith(plans[0].reason)
+    assert "the table's row is the fastest" in plan.reason
+
+
+def test_what_is_wrong_or_spills_or_does_not_compile_is_not_timed():
+    plans = candidates(problem_of(dim=128, dim_v=128), H200)[:4]
+
+    def spills(plan):
+        if plan == plans[3]:
+            raise CompileError("static assertion", "log", ())
+        return {plans[0]: 8, plans[1]: 8, plans[2]: 9}[plan]
+
+    device = FakeDevice([5.0, 1.0], wrong=[1])
+    found = tune(plans, device, spills=spills)
+    assert device.seen == [plans[0], plans[1]]
+    assert [trial.why_not for trial in found.trials] == ["", "out differs", "spills 9 bytes", "does not compile"]
+    assert found.winner is found.trials[0]
+    text = found.describe()
+    assert all(words in text for words in ("out differs", "spills 9 bytes", "does not compile", "4 candidates"))
+
+
+def test_a_table_whose_row_does_not_compile_is_an_error():
+    def spills(plan):
+        raise CompileError("static assertion", "log", ())
+
+    with pytest.raises(CompileError):
+        tune(candidates(problem_of(), H200)[:2], FakeDevice(), spills=spills)
+
+
+def test_a_device_that_does_not_agree_with_itself_is_an_error(store):
+    with pytest.raises(RuntimeError, match="out differs"):
+        tune_quietly(candidates(problem_of(), H200)[:2], FakeDevice(wrong=[0]))
+    assert not store.exists()
+
+
+def test_progress_counts_every_candidate():
+    plans, advanced = candidates(problem_of(), H200), []
+    tune_quietly(plans, FakeDevice(), advance=lambda: advanced.append(1))
+    assert len(advanced) == len(plans)
+
+
+def test_the_report_lists_the_fastest_first():
+    plans = candidates(problem_of(), H200)[:3]
+    text = tune_quietly(plans, FakeDevice([3.0, 1.0, 2.0])).describe()
+    rates = [float(line.split()[line.split().index("TFLOP/s") + 1]) for line in text.splitlines() if "TFLOP/s" in line]
+    assert rates == [1000.0, 2000.0, 3000.0]
+    assert text.splitlines()[1].startswith("*")
+    assert "200.0% faster" in text
+
+
+# ---- What is remembered ----------------------------------------------------------------------------------------------
+
+
+def remember_the_last(problem, pass_="forward", device=H200):
+    plans = candidates(problem, device, pass_)
+    tune_quietly(plans, FakeDevice([float(len(plans) - n) for n in range(len(plans))]))
+    forgotten_here()
+    return plans[-1].tiles
+
+
+def is_tuned(problem, pass_="forward", device=H200):
+    return "tuned: " in tuned_plan(problem, device, pass_).reason
+
+
+def test_it_is_good_for_problems_of_about_this_size_alone():
+    remember_the_last(problem_of(1000, 1000, batch=3))
+    assert is_tuned(problem_of(1000, 1000, batch=3))
+    assert is_tuned(problem_of(1024, 513, batch=4))
+    assert is_tuned(problem_of(1024, 513, batch=4, deterministic=False))
+    for other in (
+        problem_of(1025, 1000, batch=3),
+        problem_of(512, 1000, batch=3),
+        problem_of(1000, 1000, batch=5),
+        problem_of(1000, 1000, 72, batch=3),
+        problem_of(1000, 1000, batch=3, dtype="float16"),
+        problem_of(1000, 1000, batch=3, causal=True),
+        problem_of(1000, 1000, batch=3, softcap=5.0),
+        problem_of(1000, 1000, batch=3, heads_kv=4),
+    ):
+        assert not is_tuned(other), other
+    assert not is_tuned(problem_of(1000, 1000, batch=3), "backward")
+    assert not is_tuned(problem_of(1000, 1000, batch=3), device=replace(H200, num_sms=131))
+
+
+def test_windows_of_other_sizes_are_others():
+    remember_the_last(problem_of(window=(100, 0)))
+    assert is_tuned(problem_of(window=(127, 0)))
+    assert not is_tuned(problem_of(window=(130, 0)))
+    assert not is_tuned(problem_of(window=(100, 5)))
+
+
+def test_the_size_class():
+    assert [size_class(n) for n in (0, 1, 2, 3, 4, 5, 1024, 1025)] == [0, 1, 2, 4, 4, 8, 1024, 2048]
+
+
+def test_other_kernels_forget(monkeypatch):
+    remember_the_last(problem_of())
+    assert is_tuned(problem_of())
+    monkeypatch.setattr(tuning, "kernels_fingerprint", lambda: "another")
+    assert not is_tuned(problem_of())
+
+
+def test_sinks_that_have_a_gradient_or_not_are_one_problem(store):
+    sinks = np.zeros(4, np.float32)
+    q = np.zeros((1, 4, 64, 64), np.float16)
+    problem = cuflash.problem.make_problem(cuflash.problem.Options(), q, q, q, sinks=sinks)
+    plans = candidates(problem, H200, "backward", operands={})
+    tune_quietly(plans, FakeDevice([2.0, 1.0]))
+    assert tuned_plan(problem, H200, "backward").tiles == plans[1].tiles
+
+
+def test_it_can_be_forgotten(store):
+    plan = choose_plan(problem_of(), H200)
+    assert not tuning.forget(plan)
+    remember_the_last(problem_of())
+    assert is_tuned(problem_of())
+    assert tuning.forget(plan)
+    assert not is_tuned(problem_of())
+    assert not list(store.iterdir())
+
+
+def test_without_remembering_nothing_changes(store):
+    tune_quietly(candidates(problem_of(), H200), FakeDevice([2.0, 1.0]), remember=False)
+    assert not store.exists()
+    assert not is_tuned(problem_of())
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"{}", b'{"tiles": [{"kind": "NoTile"}]}', b'{"tiles": [1]}', b"\xff"]
+)
+def test_a_damaged_file_is_said_and_not_used(store, content):
+    remember_the_last(problem_of())
+    (file,) = store.iterdir()
+    file.write_bytes(content)
+    plan = tuned_plan(problem_of(), H200)
+    assert plan.tiles == choose_plan(problem_of(), H200).tiles
+    assert f"not tuned: {file} cannot be read" in plan.reason
+
+
+def test_a_row_that_breaks_its_own_rules_is_not_used(store):
+    remember_the_last(problem_of())
+    (file,) = store.iterdir()
+    content = json.loads(file.read_text())
+    content["tiles"][0]["block_n"] = 7
+    file.write_text(json.dumps(content))
+    assert "cannot be read" in tuned_plan(problem_of(), H200).reason
+
+
+@pytest.mark.parametrize(
+    ("tile", "words"),
+    [
+        (ForwardSm90Tile, "exceed the 233472 bytes"),
+        (None, "computes other products"),
+    ],
+)
+def test_a_tile_that_cannot_stand_for_the_row_is_not_used(store, tile, words):
+    dtype = "bfloat16" if tile else "float32"
+    problem = problem_of(1024, 1024, 64, 64, dtype=dtype)
+    remember_the_last(problem)
+    (file,) = store.iterdir()
+    content = json.loads(file.read_text())
+    if tile:
+        (row,) = choose_plan(problem, H200).tiles
+        content["tiles"] = [{"kind": "ForwardSm90Tile", **tuning._values(replace(row, num_stages=40))}]
+    else:
+        content["tiles"][0]["pieces"] = 2
+    file.write_text(json.dumps(content))
+    plan = tuned_plan(problem, H200)
+    assert words in plan.reason and "not the tuned" in plan.reason
+    assert plan.tiles == choose_plan(problem, H200).tiles
+
+
+def test_a_store_that_cannot_be_written_is_said(store):
+    store.parent.mkdir(exist_ok=True)
+    store.write_text("a file where the folder should be")
+    found = tune_quietly(candidates(problem_of(), H200), FakeDevice([2.0, 1.0]))
+    assert "remembered by this process alone" in found.describe()
+    assert is_tuned(problem_of())
+
+
+def test_what_others_find_later_does_not_change_a_plan_of_this_process(store):
+    assert not is_tuned(problem_of())
+    plans = candidates(problem_of(), H200)
+    recalled = dict(tuning._recalled)
+    tune_quietly(plans, FakeDevice([2.0, 1.0]))
+    tuning._recalled.clear()
+    tuning._recalled.update(recalled)
+    assert not is_tuned(problem_of())
+    forgotten_here()
+    assert is_tuned(problem_of())
+
+
+def test_many_writers_leave_a_whole_file(store):
+    plans = candidates(problem_of(), H200)[:2]
+    writers = [
+        threading.Thread(target=lambda: tune_quietly(plans, FakeDevice([2.0, 1.0]))) for _ in range(2 * os.cpu_count())
+    ]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert [file.suffix for file in store.iterdir()] == [".json"]
+    forgotten_here()
+    assert is_tuned(problem_of())
+
+
+# ---- The interface ---------------------------------------------------------------------------------------------------
+
+
+def test_the_cpu_path_has_nothing_to_tune():
+    q = np.zeros((2, 5, 8), np.float32)
+    with pytest.raises(NotImplementedError, match=r"q: got an array in host memory.*no tiles to tune"):
+        cuflash.FlashAttention().tune(q, q, q)
+    with pytest.raises(ValueError, match="k: got head_dim 4"):
+        cuflash.FlashAttention().tune(q, q[..., :4], q)
+
+
+@pytest.mark.parametrize(
+    ("passes", "error"), [("forward", TypeError), (3, TypeError), (["sideways"], ValueError), ((), ValueError)]
+)
+def test_passes_are_checked(passes, error):
+    q = np.zeros((2, 5, 8), np.float32)
+    with pytest.raises(error, match=r"^passes: got"):
+        cuflash.FlashAttention().tune(q, q, q, passes=passes)
+
+
+def test_candidates_on_the_command_line(capsys):
+    assert main(["tune", "--dry-run", "--arch", "9.0", "8.0", "--head-dim", "64", "--pass", "forward"]) == 0
+    output = capsys.readouterr().out
+    assert output.count("the table's row first") == 2
+    assert "lazy_maximum True" in output
+
+
+def test_the_plan_of_the_command_line_is_the_tuned_one(capsys):
+    main(["plan", "--arch", "9.0", "--pass", "forward"])
+    problem = problem_of(4096, 4096, 128, 128, batch=1, heads=16, heads_kv=16)
+    assert "tuned" not in capsys.readouterr().out
+    forgotten_here()
+    remember_the_last(problem)
+    main(["plan", "--arch", "9.0", "--pass", "forward"])
+    assert "tuned: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("tune", "the CPU path has nothing to tune"),
+        ("tune --arch 9.0", "--arch goes with --dry-run"),
+        ("tune --dry-run", "--arch names a GPU"),
+    ],
+)
+def test_errors_of_the_command_line(capsys, monkeypatch, command, words):
+    monkeypatch.setattr("cuflash.__main__.find_gpu", lambda: (None, "none in this test"))
+    assert main(command.split()) == 1
+    assert words in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_the_bar_is_shown_on_a_terminal_and_goes_away(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    advance = progress.bar(4)
+    later = progress.time.perf_counter() + 5
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: later)
+    for _ in range(4):
+        advance()
+    shown = terminal.getvalue()
+    assert f"\r[{'#' * 20}{'.' * 20}]" in shown
+    assert shown.endswith(f"\r{' ' * 42}\r")
+
+
+def test_no_bar_in_a_file(monkeypatch):
+    file = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", file)
+    advance = progress.bar(2)
+    advance(), advance()
+    assert file.getvalue() == ""
