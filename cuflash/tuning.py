@@ -63,6 +63,7 @@ _VARIATIONS: dict[type, dict[str, tuple]] = {
         "block_m": (128, 192),
         "block_n": _WGMMA_COLUMNS,
         "num_stages": (2, 3),
+        "q_stages": (1, 2),
         "ping_pong": (False, True),
     },
     DecodeSm90Tile: {"block_n": (32, 64, 128), "num_stages": (2, 3, 4), "min_blocks": (1, 2)},
