@@ -1,0 +1,15 @@
+"""Every pair of options by the real kernels: those for all devices, and those of compute capability 9.0."""
+
+import pytest
+from emulator import find_compiler
+
+from tests import pairs
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+
+
+@pytest.mark.parametrize("arch", ["8.0", "9.0"])
+@pytest.mark.parametrize("setting", pairs.settings(), ids=str)
+def test_agrees_with_the_oracle_or_is_refused(setting, arch):
+    for pass_ in pairs.PASSES:
+        pairs.assert_as_recorded(arch, setting, pass_, pairs.by_emulator(arch))

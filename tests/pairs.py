@@ -1,0 +1,304 @@
+"""Every pair of options, on every backend: in few cases, each of which has many options at once.
+
+    python -m tests.pairs
+
+runs them on the CPU path and on the emulated kernels, and writes which pairs are served to tests/support.json and the
+table made of it to the README. The tests of each tier run the same cases, and hold what happens against that file.
+
+A new option is one more entry of `OPTIONS`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import cuflash
+import cuflash.testing as ct
+
+ROOT = Path(__file__).resolve().parents[1]
+SUPPORT = ROOT / "tests" / "support.json"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
+PASSES = ("forward", "backward")
+BACKENDS = {"cpu": "NumPy arrays", "8.0": "CuPy arrays, 8.0", "9.0": "CuPy arrays, 9.0"}
+
+# Long enough for every kernel of 9.0 but that of few queries, and no multiple of a tile.
+SIZES = {"seqlen_q": 195, "seqlen_k": 205, "batch": 2, "num_heads": 2, "head_dim": 32}
+SEQLEN_Q, SEQLEN_K = SIZES["seqlen_q"], SIZES["seqlen_k"]
+
+
+@dataclass(frozen=True, eq=False)
+class Option:
+    """An option of the interface, by the name that messages give it, and values to try: fields of `Setting`, or of its
+    `Case`. Not to have it at all is tried too, unless it is one that every call has.
+    """
+
+    name: str
+    values: tuple[dict[str, Any], ...]
+    passes: tuple[str, ...] = PASSES
+    always: bool = False
+
+
+OPTIONS = (
+    Option("dtype", tuple({"dtype": x} for x in ("bfloat16", "float16", "float32", "float64")), always=True),
+    Option("causal", ({"causal": True}, {"causal": "top_left"})),
+    Option("scale", ({"scale": -0.2},)),
+    Option("window", ({"window": (40, 9)}, {"window": (70, None)})),
+    Option("softcap", ({"softcap": 5.0},)),
+    Option("layout", ({"layout": "bshd"},)),
+    Option("deterministic", ({"deterministic": True},), ("backward",)),
+    Option("precision", ({"precision": "tf32"},)),
+    Option("dropout", ({"dropout": 0.2},)),
+    Option("bias", ({"bias": (SEQLEN_Q, SEQLEN_K)}, {"bias": (2, 1, SEQLEN_K), "bias_dtype": "input"})),
+    Option("mask", ({"mask": (SEQLEN_Q, SEQLEN_K)},)),
+    Option("kv_lengths", ({"kv_lengths": (SEQLEN_K, 70)}, {"kv_lengths": (0, 100), "kv_lengths_dtype": "int64"})),
+    Option("alibi_slopes", ({"alibi_slopes": (2,)},)),
+    Option("sinks", ({"sinks": True},)),
+    Option("dlse", ({"dlse": True},), ("backward",)),
+    Option("num_heads_kv", ({"num_heads_kv": 1},)),
+    Option("head_dim_v", ({"head_dim_v": 48},)),
+    Option("strides", ({"strides": "padded"}, {"strides": "transposed"})),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A problem with several options, and what a `Case` does not know of."""
+
+    case: ct.Case
+    deterministic: bool = False
+    precision: str = "highest"
+    names: tuple[str, ...]  # of its options
+
+    @classmethod
+    def of(cls, chosen: dict[Option, dict[str, Any]]) -> Setting:
+        """The setting of these values."""
+        fields = {name: x for value in chosen.values() for name, x in value.items()}
+        own = {name: fields.pop(name) for name in ("deterministic", "precision") if name in fields}
+        return cls(case=ct.Case(**SIZES | fields), names=tuple(option.name for option in chosen), **own)
+
+    def __str__(self) -> str:
+        return "-".join((self.case.dtype, *self.names[1:]))
+
+
+# ---- Which cases -----------------------------------------------------------------------------------------------------
+
+
+def covering_array(levels: Sequence[int], *, seed: int = 0, attempts: int = 30) -> list[tuple[int, ...]]:
+    """Rows of numbers below `levels`, few of them, in which every two columns have every pair of numbers.
+
+    Greedy, as in Cohen, Dalal, Fredman, Patton: The AETG system (1997): each row is the best of several, which begin
+    with a pair that no row has yet and take for one column after another the number that makes the most new pairs.
+    """
+    rng = random.Random(seed)
+    columns = range(len(levels))
+    missing = {
+        frozenset({(i, a), (j, b)})
+        for i, j in itertools.combinations(columns, 2)
+        for a, b in itertools.product(range(levels[i]), range(levels[j]))
+    }
+    rows = []
+    while missing:
+        tried = []
+        pairs = sorted(missing, key=sorted)
+        for _ in range(attempts):
+            row = dict(rng.choice(pairs))
+            for i in rng.sample(columns, len(levels)):
+                if i not in row:
+                    new = [
+                        sum(frozenset({(i, a), place}) in missing for place in row.items()) for a in range(levels[i])
+                    ]
+                    row[i] = rng.choice([a for a, count in enumerate(new) if count == max(new)])
+            tried.append(tuple(row[i] for i in columns))
+        best = max(tried, key=lambda row: len(missing & _pairs(row)))
+        missing -= _pairs(best)
+        rows.append(best)
+    return rows
+
+
+def _pairs(row: Sequence[int]) -> set[frozenset[tuple[int, int]]]:
+    return {frozenset(pair) for pair in itertools.combinations(enumerate(row), 2)}
+
+
+def settings(options: Sequence[Option] = OPTIONS) -> list[Setting]:
+    """Cases in which every two values of two options come together, and each also without the other."""
+    choices = [(*(() if option.always else (None,)), *option.values) for option in options]
+    rows = covering_array([len(values) for values in choices])
+    return [_setting(options, [values[a] for values, a in zip(choices, row, strict=True)]) for row in rows]
+
+
+def _setting(options: Sequence[Option], values: Sequence[dict[str, Any] | None]) -> Setting:
+    return Setting.of({option: x for option, x in zip(options, values, strict=True) if x is not None})
+
+
+# ---- What happens ----------------------------------------------------------------------------------------------------
+
+Run = Callable[[Setting, str], dict[str, Any]]  # results of a pass by name
+
+
+def unserved_pair(setting: Setting, pass_: str, run: Run) -> tuple[str, str] | None:
+    """The two options of the setting that the backend refuses together, which its message names first; None if its
+    results are right.
+
+    AssertionError if they are wrong, or if the refusal does not name two options.
+    """
+    try:
+        results = run(setting, pass_)
+    except NotImplementedError as error:
+        places = {match.start(): name for name in setting.names if (match := re.search(rf"\b{name}\b", str(error)))}
+        assert len(places) >= 2, f"{setting}: two of {setting.names} should be named in: {error}"
+        first, second, *_ = (places[at] for at in sorted(places))
+        return first, second
+    judge(setting, results)
+    return None
+
+
+def judge(setting: Setting, results: dict[str, Any]) -> None:
+    """Hold results against the oracle: where precision is TF32's, in units of a number of 11 bits, not 24."""
+    expected = _yardsticks(setting.case)
+    bits = 24 - 11 if setting.precision == "tf32" and setting.case.dtype == "float32" else 0
+    for name, x in results.items():
+        allowed = replace(expected[name], tolerance=2.0**bits * expected[name].tolerance)
+        measurement = ct.measure(name, x, allowed)
+        assert not measurement.failure, f"{setting}: {measurement}"
+
+
+@functools.lru_cache(maxsize=2)
+def _yardsticks(case: ct.Case) -> dict[str, ct.Yardstick]:
+    return ct.yardsticks(case.problem, case.arrays(), **case.random)
+
+
+def without(setting: Setting, name: str) -> Setting:
+    """The setting without one of its options, which is not one that every call has."""
+    (option,) = (option for option in OPTIONS if option.name == name)
+    defaults = ct.Case(**SIZES)
+    fields = {field for value in option.values for field in value}
+    own = {x: getattr(Setting, x) for x in ("deterministic", "precision") if x in fields}
+    case = replace(setting.case, **{x: getattr(defaults, x) for x in fields - own.keys()})
+    return replace(setting, case=case, names=tuple(x for x in setting.names if x != name), **own)
+
+
+def unserved_pairs(setting: Setting, pass_: str, run: Run) -> Iterator[tuple[str, str]]:
+    """All refusals that a setting meets: behind one, the setting goes on without either of the two."""
+    pair = unserved_pair(setting, pass_, run)
+    if pair is not None:
+        yield pair
+        always = {option.name for option in OPTIONS if option.always}
+        for name in set(pair) - always:
+            yield from unserved_pairs(without(setting, name), pass_, run)
+
+
+def by_interface(convert: Callable[[Any], Any]) -> Run:
+    """Runs settings by the public interface, on arrays that `convert` makes of NumPy's."""
+
+    def run(setting: Setting, pass_: str) -> dict[str, Any]:
+        case = setting.case
+        arrays = case.arrays(convert)
+        attn = cuflash.FlashAttention(**case.keywords, deterministic=setting.deterministic, precision=setting.precision)
+        inputs = [arrays[name] for name in "qkv"]
+        out, lse = attn.forward(*inputs, **ct.optional(arrays), **case.random)
+        if pass_ == "forward":
+            return {"out": out, "lse": lse}
+        need = ("dq", "dk", "dv", *(("dsinks",) if case.sinks else ()))
+        terms = {**ct.optional_backward(arrays), **case.random, "need": need}
+        return dict(zip(need, attn.backward(arrays["dout"], *inputs, out, lse, **terms), strict=True))
+
+    return run
+
+
+def by_emulator(arch: str) -> Run:
+    """Runs settings by the real kernels for a compute capability, in the emulator."""
+    sys.path.insert(0, str(ROOT / "tests" / "emulate"))
+    import attention
+
+    from cuflash import reference
+    from cuflash.problem import make_problem
+
+    def run(setting: Setting, pass_: str) -> dict[str, Any]:
+        case = setting.case
+        arrays = case.arrays()
+        options = replace(case.options, deterministic=setting.deterministic, precision=setting.precision)
+        inputs = [arrays[name] for name in "qkv"]
+        problem = make_problem(options, *inputs, **ct.optional(arrays))
+        if pass_ == "forward":
+            return dict(zip(("out", "lse"), attention.forward(problem, arrays, arch=arch, **case.random), strict=True))
+        out, lse = reference.forward(problem, *inputs, **ct.optional(arrays), **case.random)
+        out, lse = out.astype(arrays["q"].dtype), lse.astype(problem.softmax_dtype)
+        gradients = attention.backward(problem, arrays, out, lse, arch=arch, **case.random)
+        return dict(zip(("dq", "dk", "dv", "dsinks"), gradients, strict=False))
+
+    return run
+
+
+# ---- The table -------------------------------------------------------------------------------------------------------
+
+
+def recorded() -> dict[str, Any]:
+    """What the last run of the command found: options, and by backend and pass the pairs that are refused."""
+    return json.loads(SUPPORT.read_text())
+
+
+def assert_as_recorded(backend: str, setting: Setting, pass_: str, run: Run) -> None:
+    """What a setting meets is right, or a refusal that the file has; and it has no other of these options."""
+    found = {tuple(sorted(pair)) for pair in unserved_pairs(setting, pass_, run)}
+    said = {tuple(pair) for pair in recorded()["unserved"][backend][pass_] if set(pair) <= set(setting.names)}
+    assert found == said, f"{setting}: not as recorded, refused {found}, recorded {said}: run python -m tests.pairs"
+
+
+def table(found: dict[str, Any]) -> str:
+    """The README's table: options by backends, forward / backward."""
+
+    def cell(option: str, passes: Sequence[str], backend: str, pass_: str) -> str:
+        if pass_ not in passes:
+            return "-"
+        others = {other for pair in found["unserved"][backend][pass_] if option in pair for other in pair} - {option}
+        return f"not with {', '.join(f'`{other}`' for other in sorted(others))}" if others else "yes"
+
+    lines = [
+        f"| with each other option, forward / backward | {' | '.join(BACKENDS.values())} |",
+        f"| --- |{' --- |' * len(BACKENDS)}",
+    ]
+    for option, passes in found["options"].items():
+        cells = (" / ".join(cell(option, passes, backend, pass_) for pass_ in PASSES) for backend in BACKENDS)
+        lines.append(f"| `{option}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def in_readme(text: str, found: dict[str, Any]) -> str:
+    """The README with the table as it should be."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table(found)}\n{END}{after}"
+
+
+def main() -> int:
+    """Run every case on the backends of this machine, and write down what is refused."""
+    runs = {name: by_interface(lambda x: x) if name == "cpu" else by_emulator(name) for name in BACKENDS}
+    unserved: dict[str, dict[str, list]] = {name: {} for name in runs}
+    every = settings()
+    for (backend, run), pass_ in itertools.product(runs.items(), PASSES):
+        found = set()
+        for number, setting in enumerate(every, 1):
+            found |= {tuple(sorted(pair)) for pair in unserved_pairs(setting, pass_, run)}
+            print(
+                f"\r{BACKENDS[backend]}, {pass_}: {number} of {len(every)} cases", end="", file=sys.stderr, flush=True
+            )
+        print(file=sys.stderr)
+        unserved[backend][pass_] = [list(pair) for pair in sorted(found)]
+    options = {option.name: list(option.passes) for option in OPTIONS}
+    SUPPORT.write_text(json.dumps({"options": options, "unserved": unserved}, indent=1) + "\n")
+    README.write_text(in_readme(README.read_text(), recorded()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

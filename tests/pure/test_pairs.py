@@ -1,0 +1,156 @@
+"""Pairs of options: what the cases cover, that all of them are right on the CPU, and that the README has the table."""
+
+import itertools
+import re
+from inspect import signature
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cuflash
+from tests import pairs
+from tests.pairs import OPTIONS, PASSES, Option, Setting, covering_array, settings
+
+SETTINGS = settings()
+
+
+# ---- Which cases -----------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=8), st.integers(0, 99))
+def test_every_two_columns_have_every_pair(levels, seed):
+    rows = covering_array(levels, seed=seed, attempts=3)
+    assert all(0 <= a < n for row in rows for a, n in zip(row, levels, strict=True))
+    for i, j in itertools.combinations(range(len(levels)), 2):
+        assert {(row[i], row[j]) for row in rows} == set(itertools.product(range(levels[i]), range(levels[j])))
+
+
+def test_they_are_few():
+    at_least = max(len(a.values) * len(b.values) for a, b in itertools.combinations(OPTIONS, 2))
+    assert at_least <= len(SETTINGS) <= 30
+
+
+def test_every_pair_of_options_comes_together_and_apart():
+    names = [option.name for option in OPTIONS]
+    assert len(set(names)) == len(names)
+    always = {option.name for option in OPTIONS if option.always}
+    for one, other in itertools.permutations(names, 2):
+        assert any({one, other} <= set(setting.names) for setting in SETTINGS)
+        if other not in always:
+            assert any(one in setting.names and other not in setting.names for setting in SETTINGS)
+
+
+def test_every_argument_of_the_interface_is_among_them():
+    """Beside results, the arrays that every call has, and what belongs to one of the options."""
+    attention = cuflash.FlashAttention
+    parameters = {x for f in (attention, attention.forward, attention.backward) for x in signature(f).parameters}
+    others = {"self", "q", "k", "v", "dout", "out", "lse", "dq", "dk", "dv", "dsinks", "need", "seed", "offset"}
+    assert parameters - others <= {option.name for option in OPTIONS}
+
+
+def test_a_setting_loses_an_option():
+    for setting in SETTINGS:
+        for name in set(setting.names) - {"dtype"}:
+            less = pairs.without(setting, name)
+            assert set(less.names) == set(setting.names) - {name}
+            assert less != setting
+    assert pairs.without(Setting.of({OPTIONS[0]: {"dtype": "float32"}, OPTIONS[1]: {"causal": True}}), "causal") == (
+        Setting.of({OPTIONS[0]: {"dtype": "float32"}})
+    )
+
+
+# ---- What happens ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_on_the_cpu(setting):
+    for pass_ in PASSES:
+        pairs.assert_as_recorded("cpu", setting, pass_, pairs.by_interface(lambda x: x))
+
+
+MANY = max(SETTINGS, key=lambda setting: len(setting.names))
+
+
+def refusing(*names):
+    """A backend that is right, but for settings that have these options."""
+    run = pairs.by_interface(lambda x: x)
+
+    def refuse(setting, pass_):
+        if set(names) <= set(setting.names):
+            raise NotImplementedError(f"{names[0]}: not with {names[-1]}; leave it out")
+        return run(setting, pass_)
+
+    return refuse
+
+
+def test_a_refusal_is_found_and_everything_else_is_still_tried():
+    one, other = MANY.names[1], MANY.names[3]
+    tried = []
+    run = refusing(one, other)
+
+    def counting(setting, pass_):
+        tried.append(setting.names)
+        return run(setting, pass_)
+
+    assert list(pairs.unserved_pairs(MANY, "forward", counting)) == [(one, other)]
+    assert set(tried) == {MANY.names, *(tuple(x for x in MANY.names if x != name) for name in (one, other))}
+    with pytest.raises(AssertionError, match="not as recorded"):
+        pairs.assert_as_recorded("cpu", MANY, "forward", run)
+
+
+def test_a_refusal_that_names_one_option_is_a_failure():
+    with pytest.raises(AssertionError, match="should be named in"):
+        list(pairs.unserved_pairs(MANY, "forward", refusing(MANY.names[2])))
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+def test_a_wrong_result_is_a_failure(pass_):
+    run = pairs.by_interface(lambda x: x)
+
+    def wrong(setting, pass_):
+        return {name: x + np.asarray(0.5, x.dtype) for name, x in run(setting, pass_).items()}
+
+    with pytest.raises(AssertionError, match=r"(out|dq)"):
+        list(pairs.unserved_pairs(MANY, pass_, wrong))
+
+
+# ---- The table -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_recorded_is_of_these_options():
+    found = pairs.recorded()
+    assert found["options"] == {option.name: list(option.passes) for option in OPTIONS}
+    assert {backend: set(by_pass) for backend, by_pass in found["unserved"].items()} == {
+        backend: set(PASSES) for backend in pairs.BACKENDS
+    }
+    names = found["options"].keys()
+    assert all(
+        set(pair) <= names and pair == sorted(pair)
+        for by_pass in found["unserved"].values()
+        for every in by_pass.values()
+        for pair in every
+    )
+
+
+def test_the_readme_has_the_table():
+    text = pairs.README.read_text()
+    assert pairs.in_readme(text, pairs.recorded()) == text, "python -m tests.pairs writes it"
+
+
+def test_the_table_says_what_is_refused():
+    found = {
+        "options": {"causal": ["forward", "backward"], "dlse": ["backward"], "mask": ["forward", "backward"]},
+        "unserved": {name: {"forward": [], "backward": []} for name in pairs.BACKENDS},
+    }
+    found["unserved"]["9.0"]["backward"] = [["causal", "dlse"]]
+    rows = {row.split("|")[1].strip(): row for row in pairs.table(found).splitlines()}
+    assert re.fullmatch(r"\| `causal` (\| yes / yes ){2}\| yes / not with `dlse` \|", rows["`causal`"])
+    assert re.fullmatch(r"\| `dlse` (\| - / yes ){2}\| - / not with `causal` \|", rows["`dlse`"])
+    assert re.fullmatch(r"\| `mask` (\| yes / yes ){3}\|", rows["`mask`"])
+
+
+def test_an_option_that_is_added_is_covered_at_little_cost():
+    more = settings((*OPTIONS, Option("another", ({"seed": 3},)), Option("one more", ({"score_spread": 4.0},))))
+    assert len(more) <= len(SETTINGS) + 4
