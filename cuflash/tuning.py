@@ -246,7 +246,7 @@ def tune(
     spills : callable, optional
         Bytes that the kernels of a plan spill; raises CompileError. By default the compiler's report.
     advance : callable
-        Called once for every plan.
+        Called twice for every plan: when it is compiled, and when it is timed.
     remember : bool
         Store what was found, for `tuned_plan`.
 
@@ -258,7 +258,10 @@ def tune(
     spills = spills or _spills_of
     report = functools.partial(_reported, spills)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        reports = list(pool.map(report, plans))
+        reports = []
+        for spilled in pool.map(report, plans):
+            reports.append(spilled)
+            advance()
     if isinstance(reports[0], CompileError):
         raise reports[0]
     trials = []

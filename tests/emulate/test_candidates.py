@@ -1,0 +1,42 @@
+"""What tuning tries beside the rows of the tables is as right as these: some candidates of each kernel."""
+
+import random
+from dataclasses import replace
+
+import attention
+import pytest
+from emulator import find_compiler
+from test_attention import forward_by_oracle, problem_of
+
+import cuflash.testing as ct
+from cuflash.plan import DeviceSpec
+from cuflash.tables import BACKWARD_TILES, DQ_TILES, FORWARD_SM90_TILES, FORWARD_TILES
+from cuflash.tuning import candidates
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+
+CASE = ct.Case(seqlen_q=150, seqlen_k=170, num_heads=2, num_heads_kv=1, head_dim=64, dtype="bfloat16", causal=True)
+# Cases, and how many of their candidates that are no rows of a table.
+TRIED = {
+    "forward": (CASE, "forward", "8.0", 1),
+    "forward sm90": (replace(CASE, head_dim=128), "forward", "9.0", 3),
+    "decode": (replace(CASE, seqlen_q=4, seqlen_k=700), "forward", "9.0", 2),
+    "float32 sm90": (replace(CASE, dtype="float32", seqlen_q=300), "forward", "9.0", 2),
+    "backward": (CASE, "backward", "8.0", 1),
+    "backward sm90": (CASE, "backward", "9.0", 1),
+    "float32 backward sm90": (replace(CASE, dtype="float32", seqlen_q=300), "backward", "9.0", 1),
+}
+ROWS = {*FORWARD_TILES, *FORWARD_SM90_TILES, *BACKWARD_TILES, *DQ_TILES}
+
+
+@pytest.mark.parametrize(("case", "pass_", "arch", "count"), TRIED.values(), ids=TRIED)
+def test_candidates_are_right(case, pass_, arch, count):
+    arrays = case.arrays()
+    problem = problem_of(case, arrays)
+    others = [plan for plan in candidates(problem, DeviceSpec.for_arch(arch), pass_)[1:] if not {*plan.tiles} & ROWS]
+    for plan in random.Random(0).sample(others, count):
+        if pass_ == "forward":
+            ct.assert_forward(case, *attention.forward(problem, arrays, arch=arch, tiles=plan.tiles))
+        else:
+            forward = forward_by_oracle(problem, arrays)
+            ct.assert_backward(case, *attention.backward(problem, arrays, *forward, arch=arch, tiles=plan.tiles))
