@@ -74,11 +74,9 @@ def _difference(got: Any, right: Any) -> str:
         return ""
     scale = float(cupy.abs(cupy.where(finite, right, 0)).max())
     error = float(cupy.abs(cupy.where(finite, got - right, 0)).max())
-    return (
-        ""
-        if error <= ulps * scale
-        else f"differs by {error:.3g} from that of the table's row, which is up to {scale:.3g}"
-    )
+    if error <= ulps * scale:
+        return ""
+    return f"differs by {error:.3g} from that of the table's row, which is up to {scale:.3g}"
 
 
 def tune(
