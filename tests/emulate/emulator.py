@@ -337,7 +337,7 @@ def _compile(name: str, flags: Sequence[str], files: Sequence[Path], arguments: 
     if compiler is None:
         raise EmulationError(name, "no C++ compiler: g++ is not on the path")
     key = hashlib.sha256("\0".join([_compiler_version(compiler), *flags]).encode())
-    for path in files:
+    for path in sorted(files, key=lambda path: path.name):
         key.update(path.name.encode() + path.read_bytes())
     library = cache / f"{name}-{key.hexdigest()[:24]}.so"
     if library.exists():
