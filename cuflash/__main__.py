@@ -397,7 +397,7 @@ def list_candidates(args: argparse.Namespace) -> int:
 def filled(xp: ModuleType, name: str, shape: Shape, args: argparse.Namespace) -> Any:
     """An array of this name and shape: random numbers, whole lengths, slopes of the usual size."""
     rng = xp.random.default_rng(0)
-    if name == "mask":
+    if name in ("mask", "block_mask"):
         return rng.random(shape.shape, xp.float32) < 0.7
     if name == "kv_lengths":
         return xp.full(shape.shape, args.seqlen_k or args.seqlen, shape.dtype)

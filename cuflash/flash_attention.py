@@ -492,6 +492,7 @@ class FlashAttention:
         kv_lengths: Array | None = None,
         alibi_slopes: Array | None = None,
         sinks: Array | None = None,
+        block_mask: Array | None = None,
         seed: int | None = None,
         offset: int | None = None,
         passes: Collection[str] = PASSES,
@@ -516,7 +517,7 @@ class FlashAttention:
             As `forward` takes them, on a GPU.
         dout : array, optional
             As `backward` takes it; out by default.
-        bias, mask, kv_lengths, alibi_slopes, sinks : array, optional
+        bias, mask, kv_lengths, alibi_slopes, sinks, block_mask : array, optional
             As `forward` takes them.
         seed, offset : int, optional
             Of dropout; 0 by default.
@@ -541,7 +542,8 @@ class FlashAttention:
             As `forward` does.
         """
         wanted = _checked_passes(passes)
-        given = {"q": q, "k": k, "v": v} | _terms(bias, mask, kv_lengths, alibi_slopes, sinks) | {"dout": dout}
+        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask)
+        given = {"q": q, "k": k, "v": v} | terms | {"dout": dout}
         random = self._random(*((0 if x is None else x) for x in (seed, offset)))
         borrowed = interop.borrow(given, required=QKV)
         if borrowed.kind != "cupy":

@@ -60,6 +60,7 @@ OPTIONS = (
     Option("dropout", ({"dropout": 0.2},)),
     Option("bias", ({"bias": (SEQLEN_Q, SEQLEN_K)}, {"bias": (2, 1, SEQLEN_K), "bias_dtype": "input"})),
     Option("mask", ({"mask": (SEQLEN_Q, SEQLEN_K)},)),
+    Option("block_mask", ({"block_mask": (2,), "block_size": (64, 64)}, {"block_mask": (), "block_size": (128, 32)})),
     Option("kv_lengths", ({"kv_lengths": (SEQLEN_K, 70)}, {"kv_lengths": (0, 100), "kv_lengths_dtype": "int64"})),
     Option("alibi_slopes", ({"alibi_slopes": (2,)},)),
     Option("sinks", ({"sinks": True},)),

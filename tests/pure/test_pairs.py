@@ -46,7 +46,23 @@ def test_every_argument_of_the_interface_is_among_them():
     """Beside results, the arrays that every call has, and what belongs to one of the options."""
     attention = cuflash.FlashAttention
     parameters = {x for f in (attention, attention.forward, attention.backward) for x in signature(f).parameters}
-    others = {"self", "q", "k", "v", "dout", "out", "lse", "dq", "dk", "dv", "dsinks", "need", "seed", "offset"}
+    others = {
+        "self",
+        "q",
+        "k",
+        "v",
+        "dout",
+        "out",
+        "lse",
+        "dq",
+        "dk",
+        "dv",
+        "dsinks",
+        "need",
+        "seed",
+        "offset",
+        "block_size",
+    }
     assert parameters - others <= {option.name for option in OPTIONS}
 
 
