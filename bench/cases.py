@@ -222,6 +222,13 @@ SUITES = {
         passes=("forward",),
         about="few queries against a long cache; read the bytes per second",
     ),
+    "paged": Suite(
+        kind="gpu",
+        cases=(_decode(16, 8192, 1), _decode(16, 8192, 4), _decode(2, 8192, 512)),
+        peers=("cuflash-pages16", "cuflash-pages64", "cuflash-pages256"),
+        passes=("forward",),
+        about="keys in pages of 16, 64 and 256 beside keys in one piece; few queries, and many",
+    ),
     "host": Suite(
         kind="host",
         cases=(

@@ -101,6 +101,44 @@ def _refuse_block_masks(case: Case) -> None:
         raise Absent("has no block masks")
 
 
+def _paged(page_size: int) -> Callable[[Case, Inputs], Contender]:
+    """cuflash on keys and values in pages of a pool, in no order."""
+
+    def contender(case: Case, inputs: Inputs) -> Contender:
+        from cuflash import FlashAttention
+
+        xp = inputs.xp
+        if case.seqlen_k % page_size:
+            raise Absent(f"{case.seqlen_k} keys are no whole pages of {page_size}")
+        max_pages = case.seqlen_k // page_size
+        order = xp.random.permutation(case.batch * max_pages).astype(xp.int32)
+        table = order.reshape(case.batch, max_pages)
+        lengths = xp.full(case.batch, case.seqlen_k, xp.int32)
+
+        def pool(x: Any) -> Any:
+            _, heads, _, dim = x.shape
+            bits = x.view(f"u{x.dtype.itemsize}")  # which every library can scatter
+            pages = bits.reshape(case.batch, heads, max_pages, page_size, dim).swapaxes(1, 2)
+            made = xp.empty((len(order), heads, page_size, dim), bits.dtype)
+            made[order] = pages.reshape(made.shape)
+            return made.view(x.dtype)
+
+        k, v = pool(inputs.k), pool(inputs.v)
+        attn = FlashAttention(causal=case.causal)
+        into = {
+            "out": _poisoned(xp, case.out_shape, case.dtype),
+            "lse": _poisoned(xp, case.out_shape[:3], case.softmax_dtype),
+        }
+        terms = {"block_table": table, "kv_lengths": lengths}
+        plan = attn.plan(inputs.q, k, v, **terms)
+        return Contender(
+            {"forward": lambda: (attn.forward(inputs.q, k, v, **terms, **into).out,)},
+            plans={"forward": getattr(plan, "forward", plan).describe()},
+        )
+
+    return contender
+
+
 def naive(case: Case, inputs: Inputs) -> Contender:
     """The plain formula on whole arrays, 16-bit operands in float32; P is kept for the backward pass."""
     _refuse_block_masks(case)
@@ -382,6 +420,7 @@ ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
     "cuflash-deterministic": lambda case, inputs: cuflash(case, inputs, deterministic=True),
     "cuflash-dense": lambda case, inputs: cuflash(case, inputs, dense=True),
     "cuflash-tf32": lambda case, inputs: cuflash(case, inputs, precision="tf32"),
+    **{f"cuflash-pages{size}": _paged(size) for size in (16, 64, 256)},
     "cudnn": _torch(cudnn_calls),
     "fa2": _torch(fa2_calls),
     "fa4": _torch(fa4_calls),

@@ -680,6 +680,7 @@ def self_test_cases(make_case: Callable[..., Any], seed: int) -> Iterator[tuple[
         "bias": {"bias": (1, 6, 113, 203), "bias_holes": True},
         "mask": {"mask": (2, 1, 113, 203)},
         "kv_lengths": {"kv_lengths": (0, 150)},
+        "pages": {"kv_lengths": (40, 203), "page_size": 16, "seqlen_k": 208, "causal": True},
         "sinks": {"sinks": True},
         "dlse": {"dlse": True},
         "block_mask": {"block_mask": (2, 6), "block_size": (32, 64)},

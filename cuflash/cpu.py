@@ -36,6 +36,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,7 @@ def forward(
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
     block_mask: Array | None = None,
+    block_table: Array | None = None,
     seed: int | None = None,
     offset: int | None = None,
     out: Array | None = None,
@@ -87,7 +89,7 @@ def forward(
     ----------
     problem : Problem
         From `cuflash.problem.make_problem` on the same arrays.
-    q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks, block_mask : numpy.ndarray
+    q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table : numpy.ndarray
         As `cuflash.attention` takes them, validated, of any strides. `kv_lengths` is clamped to 0..seqlen_k.
     seed, offset : int, optional
         With dropout: which weights are dropped, as `cuflash.dropout_mask` says.
@@ -103,7 +105,7 @@ def forward(
     """
     out = np.empty(problem.out_shape, q.dtype) if out is None else out
     lse = np.empty(problem.lse_shape, problem.softmax_dtype) if lse is None else lse
-    call = _Call(problem, q, k, v, bias, mask, alibi_slopes, sinks, block_mask, seed, offset)
+    call = _Call(problem, q, k, v, bias, mask, alibi_slopes, sinks, block_mask, block_table, seed, offset)
     out_4d, lse_3d = view_4d(out, problem.layout), view_rows(lse)
     threads = _count_threads(problem.forward_flops)
     num_tiles = problem.batch * problem.num_heads * _ceil_div(problem.seqlen_q, call.query_tile)
@@ -117,7 +119,8 @@ def forward(
 
     def seen(job: tuple[_Heads, range]) -> int:
         heads, rows = job
-        return heads.count * (min(heads.num_keys, problem.key_range(rows[-1])[1]) - problem.key_range(rows[0])[0])
+        aligned = problem.aligned_to(heads.num_keys)
+        return heads.count * (min(heads.num_keys, aligned.key_range(rows[-1])[1]) - aligned.key_range(rows[0])[0])
 
     jobs.sort(key=seen, reverse=True)  # no long job starts last
     _run(lambda *job: _forward_job(call, out_4d, lse_3d, *job), jobs, threads, call.dtype)
@@ -170,7 +173,7 @@ def backward(
         With `sinks` only.
     """
     dq, dk, dv = (np.empty(x.shape, x.dtype) if y is None else y for x, y in ((q, dq), (k, dk), (v, dv)))
-    call = _Call(problem, q, k, v, bias, mask, alibi_slopes, sinks, block_mask, seed, offset)
+    call = _Call(problem, q, k, v, bias, mask, alibi_slopes, sinks, block_mask, None, seed, offset)
     dout, out, dq_4d, dk_4d, dv_4d = (view_4d(x, problem.layout) for x in (dout, out, dq, dk, dv))
     lse = view_rows(lse)
     dlse = None if dlse is None else view_rows(dlse)
@@ -368,10 +371,12 @@ class _Call:
         alibi_slopes: Array | None,
         sinks: Array | None,
         block_mask: Array | None,
+        block_table: Array | None,
         seed: int | None,
         offset: int | None,
     ) -> None:
         self.problem = problem
+        self.block_table = block_table
         self.seed, self.offset = seed, offset
         self.dtype = np.dtype(problem.softmax_dtype)
         self.q, self.k, self.v = (view_4d(x, problem.layout) for x in (q, k, v))
@@ -403,6 +408,25 @@ class _Call:
         """The heads of k and v that some heads of q share."""
         return _Heads(heads.batch, heads.head // self.problem.group_size, heads.num_keys)
 
+    def aligned_to(self, length: int) -> _Call:
+        """The call with the diagonal of heads that have so many keys."""
+        if not self.problem.follows_lengths:
+            return self
+        aligned = copy(self)
+        aligned.problem = self.problem.aligned_to(length)
+        return aligned
+
+    def rows_of(self, operand: Array, batch: Any, head: Any, rows: range) -> Array:
+        """Rows of an operand, of one head or of index arrays of heads: ([heads,] rows, dim)."""
+        if self.block_table is None or operand is self.q:
+            return operand[batch, head, rows.start : rows.stop]
+        size = self.problem.page_size
+        first = rows.start // size
+        pages = self.block_table[batch, first : _ceil_div(rows.stop, size)]
+        gathered = operand[pages, np.expand_dims(head, -1)]
+        gathered = gathered.reshape(*pages.shape[:-1], pages.shape[-1] * size, operand.shape[3])
+        return gathered[..., rows.start - first * size : rows.stop - first * size, :]
+
     def stage(self, operand: Array, heads: _Heads, rows: range, *, padded: int = 0, ones: int = 0) -> Array:
         """Rows of some heads in the dtype of the computation: a new array (heads, rows, dim).
 
@@ -410,7 +434,7 @@ class _Call:
         """
         dim = operand.shape[3]
         staged = np.empty((heads.count, max(padded, len(rows)), dim + ones), self.dtype)
-        part = operand[heads.batch, heads.head, rows.start : rows.stop]
+        part = self.rows_of(operand, heads.batch, heads.head, rows)
         np.copyto(staged[:, : len(rows), :dim], part, casting="unsafe")
         staged[:, len(rows) :, :dim] = 0
         staged[:, :, dim:] = 1
@@ -434,7 +458,8 @@ class _Call:
 
     def _largest_key(self, b: int, h: int, n: int) -> float:
         if (b, h, n) not in self._largest_keys:
-            chunks = (self.k[b, h, j : min(j + KEY_TILE, n)].astype(self.dtype) for j in range(0, n, KEY_TILE))
+            ranges = (range(j, min(j + KEY_TILE, n)) for j in range(0, n, KEY_TILE))
+            chunks = (self.rows_of(self.k, b, h, keys).astype(self.dtype) for keys in ranges)
             self._largest_keys[b, h, n] = float(np.max([_largest_norm(x) for x in chunks], initial=0))
         return self._largest_keys[b, h, n]
 
@@ -666,6 +691,7 @@ def _scores(
 
 def _forward_job(call: _Call, out: Array, lse: Array, workspace: _Workspace, heads: _Heads, rows: range) -> None:
     """out and lse of some rows of some heads."""
+    call = call.aligned_to(heads.num_keys)
     head_dim_v = call.problem.head_dim_v
     starts = rows[:: call.query_tile]
     tiles = [_Queries(call, heads, range(i, min(i + call.query_tile, rows.stop))) for i in starts]

@@ -18,7 +18,16 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from cuflash import cpu, interop, progress
-from cuflash.problem import Options, Problem, check_array, check_random, make_problem, type_error, value_error
+from cuflash.problem import (
+    Options,
+    Problem,
+    check_array,
+    check_pages,
+    check_random,
+    make_problem,
+    type_error,
+    value_error,
+)
 
 Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one kind per call
 ArrayT = TypeVar("ArrayT")
@@ -65,12 +74,15 @@ class CpuPlan:
         p = self.problem
         heads = f"{p.num_heads} heads" + (f" over {p.num_heads_kv} key/value heads" if p.group_size > 1 else "")
         sizes = f"seqlen {p.seqlen_q} x {p.seqlen_k}, head_dim {p.head_dim}, head_dim_v {p.head_dim_v}"
+        backward = "no backward pass with a block_table"
+        if p.block_table is None:
+            backward = f"{p.backward_flops / 1e9:.3g} GFLOP backward"
         return "\n".join(
             (
                 "CPU path: tiled online softmax on NumPy arrays, because the arguments are in host memory",
                 f"  problem   batch {p.batch}, {heads}, {sizes}, layout {p.layout}",
                 f"  precision {p.dtype} in and out, {p.softmax_dtype} inside",
-                f"  work      {p.forward_flops / 1e9:.3g} GFLOP forward, {p.backward_flops / 1e9:.3g} GFLOP backward",
+                f"  work      {p.forward_flops / 1e9:.3g} GFLOP forward, {backward}",
                 f"  memory    linear in seqlen; the plain formula's scores would take {p.naive_bytes / 2**20:.4g} MiB",
             )
         )
@@ -84,7 +96,8 @@ class FlashAttention:
     causal : bool or "top_left", default False
         Query i sees key j only if ``j <= i + d``. ``True`` aligns the diagonal to the bottom right, the last query with
         the last key: ``d = seqlen_k - seqlen_q``. ``"top_left"`` aligns the first query with the first key: ``d = 0``.
-        The two agree for square problems; `kv_lengths` moves neither. Visible pairs are 1::
+        The two agree for square problems; `kv_lengths` moves neither, but with a `block_table` the first is ``d =
+        kv_lengths[b] - seqlen_q`` in batch entry b. Visible pairs are 1::
 
             seqlen_q = 2, seqlen_k = 5                      seqlen_q = 5, seqlen_k = 2
 
@@ -235,6 +248,7 @@ class FlashAttention:
         alibi_slopes: Array | None = None,
         sinks: Array | None = None,
         block_mask: Array | None = None,
+        block_table: Array | None = None,
         seed: int | None = None,
         offset: int | None = None,
         out: Array | None = None,
@@ -276,7 +290,16 @@ class FlashAttention:
             bool, (..., ceil(seqlen_q / rows), ceil(seqlen_k / keys)) for ``block_size=(rows, keys)``; the axes before
             these broadcast to (batch, num_heads), without a copy. False hides all pairs of a block, whatever else says,
             which are then neither loaded nor computed: time is that of the blocks that are left.
-            `cuflash.block_masks` makes them.
+            `cuflash.block_masks` makes them. Not with a `block_table`.
+        block_table : array, optional
+            (batch, max_pages), int32: k and v are pools of pages that are shared by all batch entries, and key j of
+            entry b is row ``j % page_size`` of page ``block_table[b, j // page_size]``. All arrays of heads are then
+            4-D, and k has shape (num_pages, num_heads_kv, page_size, head_dim), or for layout "bshd" (num_pages,
+            page_size, num_heads_kv, head_dim); v likewise. page_size is 16, 32, 64, 128 or 256, and seqlen_k is
+            ``max_pages * page_size``. `kv_lengths` are needed too, and the diagonal of entry b follows them: ``d =
+            kv_lengths[b] - seqlen_q`` (0 with "top_left"). A page may belong to several entries. Of the table only the
+            pages of keys that exist are looked up; they are in 0..num_pages - 1, which is checked on the CPU; on the
+            GPU others are clamped.
         seed, offset : int, optional
             Which weights dropout drops: needed with it, without effect elsewhere. 0 to ``2 ** 64 - 1`` and
             ``2 ** 32 - 1``. Calls that differ in either drop others, say with the number of a layer as seed and that of
@@ -301,7 +324,7 @@ class FlashAttention:
         NotImplementedError
             Something the kernels do not do; the message names the limit and the remedy.
         """
-        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask)
+        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table)
         inputs, results = {"q": q, "k": k, "v": v} | terms, {"out": out, "lse": lse}
         random = self._random(seed, offset)
         if interop.are_cupy((q, k, v), (*terms.values(), out, lse)):
@@ -330,6 +353,7 @@ class FlashAttention:
         alibi_slopes: Array | None = None,
         sinks: Array | None = None,
         block_mask: Array | None = None,
+        block_table: Array | None = None,
         dlse: Array | None = None,
         need: Collection[str] = ALWAYS,
         seed: int | None = None,
@@ -357,6 +381,8 @@ class FlashAttention:
             As `forward` returned them.
         bias, mask, kv_lengths, alibi_slopes, sinks, block_mask : array, optional
             As `forward` took them.
+        block_table : array, optional
+            Not served: gradients are those of contiguous keys and values.
         dlse : array, optional
             Gradient with respect to lse, of its shape and dtype, if anything was computed from lse. Rows whose lse is
             -inf get nothing from it.
@@ -376,9 +402,16 @@ class FlashAttention:
 
         Raises
         ------
-        TypeError, ValueError, NotImplementedError
+        TypeError, ValueError
             As `forward` does.
+        NotImplementedError
+            Likewise, and with a `block_table`.
         """
+        if block_table is not None:
+            raise NotImplementedError(
+                f"block_table: got {type(block_table).__name__}, expected None: gradients are not given in pages; "
+                "gather the pages of each batch entry into contiguous k and v and call forward and backward with these"
+            )
         required = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
         terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask) | {"dlse": dlse}
         inputs, results = required | terms, {"dq": dq, "dk": dk, "dv": dv}
@@ -416,6 +449,7 @@ class FlashAttention:
         alibi_slopes: Array | None = None,
         sinks: Array | None = None,
         block_mask: Array | None = None,
+        block_table: Array | None = None,
     ) -> Any:
         """What `forward` and `backward` would run on these arrays, and why; nothing is computed.
 
@@ -423,8 +457,8 @@ class FlashAttention:
         ----------
         q, k, v : array
             As `forward` takes them; only shapes, strides and dtypes matter.
-        bias, mask, kv_lengths, alibi_slopes, sinks, block_mask : array, optional
-            Likewise.
+        bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table : array, optional
+            Likewise. With a block_table there is no backward pass.
 
         Returns
         -------
@@ -436,7 +470,7 @@ class FlashAttention:
         TypeError, ValueError, NotImplementedError
             As `forward` does.
         """
-        inputs = {"q": q, "k": k, "v": v} | _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask)
+        inputs = {"q": q, "k": k, "v": v} | _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table)
         borrowed = interop.borrow(inputs, required=QKV)
         if borrowed.kind == "cupy":
             return _gpu().plan(self.options, **borrowed.arrays)
@@ -454,6 +488,7 @@ class FlashAttention:
         alibi_slopes: Array | None = None,
         sinks: Array | None = None,
         block_mask: Array | None = None,
+        block_table: Array | None = None,
     ) -> None:
         """Have everything ready that `forward` and `backward` of such arrays need: later calls compile nothing.
 
@@ -465,15 +500,15 @@ class FlashAttention:
         ----------
         q, k, v : array
             As `forward` takes them; only shapes, strides and dtypes matter.
-        bias, mask, kv_lengths, alibi_slopes, sinks, block_mask : array, optional
-            Likewise.
+        bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table : array, optional
+            Likewise. With a block_table there is no backward pass.
 
         Raises
         ------
         TypeError, ValueError, NotImplementedError
             As `forward` does.
         """
-        inputs = {"q": q, "k": k, "v": v} | _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask)
+        inputs = {"q": q, "k": k, "v": v} | _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table)
         borrowed = interop.borrow(inputs, required=QKV)
         if borrowed.kind == "cupy":
             _gpu().compile(self.options, **borrowed.arrays)
@@ -493,6 +528,7 @@ class FlashAttention:
         alibi_slopes: Array | None = None,
         sinks: Array | None = None,
         block_mask: Array | None = None,
+        block_table: Array | None = None,
         seed: int | None = None,
         offset: int | None = None,
         passes: Collection[str] = PASSES,
@@ -517,8 +553,8 @@ class FlashAttention:
             As `forward` takes them, on a GPU.
         dout : array, optional
             As `backward` takes it; out by default.
-        bias, mask, kv_lengths, alibi_slopes, sinks, block_mask : array, optional
-            As `forward` takes them.
+        bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table : array, optional
+            As `forward` takes them. With a block_table there is no backward pass.
         seed, offset : int, optional
             Of dropout; 0 by default.
         passes : collection of str, default ("forward", "backward")
@@ -542,7 +578,9 @@ class FlashAttention:
             As `forward` does.
         """
         wanted = _checked_passes(passes)
-        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask)
+        if block_table is not None and "forward" in wanted:
+            wanted = ("forward",)
+        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table)
         given = {"q": q, "k": k, "v": v} | terms | {"dout": dout}
         random = self._random(*((0 if x is None else x) for x in (seed, offset)))
         borrowed = interop.borrow(given, required=QKV)
@@ -572,14 +610,16 @@ class FlashAttention:
         for name, x in arrays.items():
             if x is not None and not x.dtype.isnative:
                 raise type_error(name, f"dtype {x.dtype.str}", f"native byte order: {name}.astype({x.dtype.name!r})")
-        terms = ("bias", "mask", "kv_lengths", "alibi_slopes", "sinks", "block_mask")
-        inputs = {name: arrays[name] for name in (*QKV, *terms)}
+        names = (*QKV, "bias", "mask", "kv_lengths", "alibi_slopes", "sinks", "block_mask", "block_table")
+        inputs = {name: arrays.get(name) for name in names}
         problem = make_problem(self.options, **inputs)
         kv_lengths = arrays["kv_lengths"]
         if kv_lengths is not None:
             outside = kv_lengths[(kv_lengths < 0) | (kv_lengths > problem.seqlen_k)]
             if outside.size:
                 raise value_error("kv_lengths", f"an entry {outside[0]}", f"0 to seqlen_k = {problem.seqlen_k}")
+        if problem.block_table is not None:
+            check_pages(problem, arrays["block_table"], kv_lengths)
         return problem
 
 
@@ -600,6 +640,7 @@ def attention(
     alibi_slopes: ArrayT | None = None,
     sinks: ArrayT | None = None,
     block_mask: ArrayT | None = None,
+    block_table: ArrayT | None = None,
     out: ArrayT | None = None,
 ) -> ArrayT:
     """Exact attention, ``softmax(scale * q @ k.T) @ v`` of every head, in memory linear in the sequence length.
@@ -614,7 +655,7 @@ def attention(
         (..., num_heads_kv, seqlen_k, head_dim_v), dtype of q.
     causal, scale, window, softcap, layout, block_size :
         Options, as `FlashAttention` takes them.
-    bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, out : array, optional
+    bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, out : array, optional
         As `FlashAttention.forward` takes them.
 
     Returns
@@ -640,7 +681,9 @@ def attention(
     attn = FlashAttention(
         causal=causal, scale=scale, window=window, softcap=softcap, layout=layout, block_size=block_size
     )
-    result = attn.forward(q, k, v, **_terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask), out=out)
+    result = attn.forward(
+        q, k, v, **_terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table), out=out
+    )
     return cast(ArrayT, result.out)
 
 
@@ -658,8 +701,10 @@ def _terms(
     alibi_slopes: Array | None,
     sinks: Array | None,
     block_mask: Array | None,
+    block_table: Array | None = None,
 ) -> dict[str, Array | None]:
-    return {
+    """Optional arrays by name; the backward pass has no block table."""
+    terms = {
         "bias": bias,
         "mask": mask,
         "kv_lengths": kv_lengths,
@@ -667,6 +712,7 @@ def _terms(
         "sinks": sinks,
         "block_mask": block_mask,
     }
+    return terms if block_table is None else terms | {"block_table": block_table}
 
 
 def _checked_passes(passes: Collection[str]) -> Any:

@@ -36,7 +36,7 @@ from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.tensor_map import encoder
 from cuflash.tuning import candidates, tuned_plan
 
-_OPTIONAL = ("bias", "mask", "kv_lengths", "alibi_slopes", "sinks", "block_mask")
+_OPTIONAL = ("bias", "mask", "kv_lengths", "alibi_slopes", "sinks", "block_mask", "block_table")
 # Arrays over head dimensions that a pass reads, and what it returns.
 _READ: dict[Pass, tuple[str, ...]] = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "out", "dout")}
 _RESULTS: dict[Pass, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
@@ -47,10 +47,12 @@ class Plans(NamedTuple):
     """The plans of both passes of one problem."""
 
     forward: LaunchPlan
-    backward: LaunchPlan
+    backward: LaunchPlan | None  # None with a block table, which it does not serve
 
     def describe(self) -> str:
         """Both plans in words."""
+        if self.backward is None:
+            return self.forward.describe() + "\nno backward pass with a block_table"
         return self.forward.describe() + "\n" + self.backward.describe()
 
 
@@ -120,19 +122,24 @@ def plan(options: Options, q: Any, k: Any, v: Any, **arrays: Any) -> Plans:
     device = device_spec(q.data.device_id)
     pointers = q.data.ptr | k.data.ptr | v.data.ptr
     load_bytes = access_bytes((problem.q, problem.k, problem.v), pointers)
-    passes: tuple[Pass, Pass] = ("forward", "backward")
-    return Plans(*(with_resources(tuned_plan(problem, device, pass_, load_bytes=load_bytes)) for pass_ in passes))
+
+    def planned(pass_: Pass) -> LaunchPlan:
+        return with_resources(tuned_plan(problem, device, pass_, load_bytes=load_bytes))
+
+    return Plans(planned("forward"), planned("backward") if problem.block_table is None else None)
 
 
 def compile(options: Options, q: Any, k: Any, v: Any, **arrays: Any) -> None:
     """Compile and load the kernels of both passes, and let CuPy's pool of the current stream grow to what they take.
 
     A later call on arrays of these shapes and strides compiles nothing and takes no new memory from the device. Runs
-    both passes once on the given arrays.
+    both passes once on the given arrays, or, with a block table, the only one that there is.
     """
     given = {"q": q, "k": k, "v": v, **arrays}
     with cupy.cuda.Device(q.data.device_id):
         out, lse = _call("forward", options, given)
+        if given.get("block_table") is not None:
+            return
         dout = cupy.zeros_like(out)
         wanted = {} if given.get("sinks") is None else {"dsinks": None}
         _call("backward", options, {"dout": dout, "out": out, "lse": lse, **given, **wanted})

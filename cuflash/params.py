@@ -23,6 +23,7 @@ _ARRAYS = (
         ("kv_lengths", 1),
         ("sinks", 1),
         ("dsinks", 1),
+        ("block_table", 2),
         ("row_stats", 0),
         ("dq_accumulator", 0),
         ("dkv_partials", 0),
@@ -36,7 +37,7 @@ _ARRAYS = (
         ("query_lists", 0),
     ),
 )
-_TERMS = ("bias", "mask", "block_mask", "alibi_slopes", "kv_lengths", "sinks")
+_TERMS = ("bias", "mask", "block_mask", "alibi_slopes", "kv_lengths", "sinks", "block_table")
 _INTEGERS = ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k", "diagonal", "right_offset", "left_offset")
 
 
@@ -56,6 +57,7 @@ def _fields() -> list[tuple]:
         ("resident_blocks", np.int32),
         ("list_batches", np.int32),
         ("list_heads", np.int32),
+        ("num_pages", np.int32),
         *((name, np.uint32) for name in ("seed_low", "seed_high", "offset", "dropout_threshold")),
         ("kept_scale", np.float32),
         ("scale_float64", np.float64),
@@ -106,4 +108,5 @@ def parameters(plan: LaunchPlan, operands: Mapping[str, Operand], seed: int = 0,
     params["group_splits"] = plan.group_splits
     params["resident_blocks"] = plan.resident_blocks
     params["list_batches"], params["list_heads"] = plan.lists
+    params["num_pages"] = problem.k.shape[0] if problem.block_table is not None else 0
     return params

@@ -41,8 +41,8 @@ from cuflash.tiles import (
 
 Pass = Literal["forward", "backward"]
 
-PARAMS_BYTES = 720  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
-MAPS_OFFSET = 768  # where tensor maps follow, aligned to 64 bytes
+PARAMS_BYTES = 744  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
+MAPS_OFFSET = round_up(PARAMS_BYTES, 64)  # where tensor maps follow
 MAX_HEAD_DIM = 256
 # Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
 # at head_dim 128 and seqlen 4096, 4 % in the backward pass; without a mask, one head at a time serves L2 better.
@@ -205,6 +205,11 @@ def choose_plan(
     Raises NotImplementedError for what no kernel serves, ValueError for arrays that are not aligned to their elements.
     """
     check_served(problem, device)
+    if pass_ == "backward" and problem.block_table is not None:
+        raise NotImplementedError(
+            "block_table: got one for the backward pass, expected None: gradients are not given in pages; gather "
+            "the pages of each batch entry into contiguous k and v"
+        )
     if load_bytes is None:
         load_bytes = access_bytes((problem.q, problem.k, problem.v))
     if store_bytes is None:
@@ -403,7 +408,8 @@ def _draft_forward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     draft.add_lists(tile, "key_lists")
     source = "forward_sm90.cu"
     if isinstance(tile, ForwardSm90Tile):
-        draft.map_tensors({"q": tile.block_m, "k": tile.block_n, "v": tile.block_n, "out": 64})
+        box = _box_rows(problem, tile.block_n)
+        draft.map_tensors({"q": tile.block_m, "k": box, "v": box, "out": 64})
     elif isinstance(tile, ForwardFloat32Sm90Tile):
         source = "forward_float32_sm90.cu"
         draft.add_pieces(tile, ("q", "k", "v"))
@@ -437,11 +443,18 @@ def _why_not_decode(draft: _Draft) -> str | None:
     return None
 
 
+def _box_rows(problem: Problem, block_n: int) -> int:
+    """Keys that the copy engine brings at once: a tile, or with pages as many as make whole pages and whole tiles."""
+    return math.gcd(problem.page_size, block_n)
+
+
 def _why_not_pieces(draft: _Draft, table: tuple) -> str | None:
     """Why not to split float32 into pieces: None if that is the way to go, "" where nobody would expect it."""
     problem = draft.problem
     if draft.device.arch != 90 or problem.dtype != "float32":
         return ""
+    if problem.block_table is not None:
+        return "it would split all pages of the pool, whoever they belong to"
     largest = max(row.max_dim for row in table)
     if max(problem.head_dim, problem.head_dim_v) > largest:
         return f"it serves head dimensions up to {largest}"
@@ -501,7 +514,8 @@ def _draft_decode(draft: _Draft, tile: DecodeSm90Tile) -> None:
     draft.resident_blocks = blocks = _blocks_of_decode(problem, draft.device, tile)
     whole_heads = heads % blocks == 0
     draft.key_splits = blocks // heads if blocks % heads == 0 else 1 if whole_heads else blocks // heads + 2
-    boxes = {"q": problem.seqlen_q, "k": tile.block_n, "v": tile.block_n}
+    box = _box_rows(problem, tile.block_n)
+    boxes = {"q": problem.seqlen_q, "k": box, "v": box}
     draft.map_tensors(boxes, {"q": problem.group_size}, read_once=True)
     draft.reasons.append(f"{rows} queries of the heads that share keys go through one product: keys are read once")
     dims = draft.padded_dims(tile)
@@ -768,6 +782,8 @@ def _common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store
         "CUFLASH_BIAS_BYTES": ITEMSIZE[problem.bias.dtype] if problem.bias is not None else 0,
         "CUFLASH_KV_LENGTHS_BYTES": ITEMSIZE[problem.kv_lengths.dtype] if problem.kv_lengths is not None else 0,
         "CUFLASH_SCALE_IN_EXPONENT": int(not transforms and problem.scale > 0),
+        "CUFLASH_PAGE_SIZE": problem.page_size,
+        "CUFLASH_FOLLOWS_LENGTHS": int(problem.follows_lengths),
         "CUFLASH_PARAMS_BYTES": PARAMS_BYTES,
         "CUFLASH_PAIRS": 0,
         "CUFLASH_PLAIN_FRAGMENTS": 0,
@@ -788,6 +804,7 @@ def _options(problem: Problem) -> list[str]:
             ("block_mask", problem.block_mask is not None),
             ("kv_lengths", problem.kv_lengths is not None),
             ("sinks", problem.sinks is not None),
+            (f"pages{problem.page_size}", problem.page_size > 0),
             ("dropout", problem.dropout > 0),
             ("tf32", problem.dtype == "float32" and problem.precision == "tf32"),
         )

@@ -7,13 +7,15 @@ form: row i sees key j where
     i + diagonal - window_left <= j <= i + diagonal + window_right        (a bound that is None does not exist)
     and j < kv_lengths[batch] and mask[batch, head, i, j]
     and block_mask[batch, head, i // block_size[0], j // block_size[1]].
+
+With a paged cache, `diagonal` is that of an entry with all seqlen_k keys; others have their own (`aligned_to`).
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -22,6 +24,7 @@ LAYOUTS = ("bhsd", "bshd")
 PRECISIONS = ("highest", "tf32")
 MAX_BLOCK = 1024  # rows, or keys, of a block of a block mask
 MAX_SEQLEN = 2**30  # positions and their sums are 32-bit in the kernels
+PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
 def type_error(name: str, got: object, expected: str) -> TypeError:
@@ -183,6 +186,17 @@ class Problem:
     sinks: Operand | None = None
     block_mask: Operand | None = None
     block_size: tuple[int, int] = (0, 0)  # (rows, keys) of the blocks of the block mask; zeros without one
+    block_table: Operand | None = None  # k and v are then pools of pages: (num_pages, num_heads_kv, page_size, dim)
+    follows_lengths: bool = False  # the diagonal of entry b is kv_lengths[b] - seqlen_q
+
+    @property
+    def page_size(self) -> int:
+        """Keys of a page; 0 where the keys of an entry lie in one piece."""
+        return self.k.shape[2] if self.block_table is not None else 0
+
+    def aligned_to(self, length: int) -> Problem:
+        """The problem with the diagonal of an entry that has so many keys."""
+        return replace(self, diagonal=length - self.seqlen_q) if self.follows_lengths else self
 
     @property
     def softmax_dtype(self) -> str:
@@ -242,8 +256,12 @@ class Problem:
     def forward_bytes(self) -> int:
         """Fewest bytes the forward pass moves through device memory: inputs read once, out and lse written once."""
         terms = (self.bias, self.mask, self.block_mask, self.kv_lengths, self.alibi_slopes, self.sinks)
-        inputs = [self.q, self.k, self.v, *terms]
-        return sum(x.nbytes for x in inputs if x is not None) + self._out_bytes + self._lse_bytes
+        inputs = [self.q, *terms, self.block_table]
+        keys_bytes = self.k.nbytes + self.v.nbytes
+        if self.block_table is not None:  # pages of others are not read
+            rows = self.batch * self.num_heads_kv * self.seqlen_k
+            keys_bytes = rows * (self.head_dim + self.head_dim_v) * ITEMSIZE[self.dtype]
+        return sum(x.nbytes for x in inputs if x is not None) + keys_bytes + self._out_bytes + self._lse_bytes
 
     @property
     def backward_bytes(self) -> int:
@@ -342,11 +360,12 @@ def make_problem(
     alibi_slopes: Any = None,
     sinks: Any = None,
     block_mask: Any = None,
+    block_table: Any = None,
 ) -> Problem:
     """Validate the inputs of one call against each other.
 
-    Raises TypeError (a dtype) or ValueError (a shape, a size), naming the argument, what was got and what is expected.
-    Values are not looked at.
+    Raises TypeError (a dtype), ValueError (a shape, a size) or NotImplementedError (a combination), naming the
+    argument, what was got and what is expected. Values are not looked at.
     """
     for name, array in (("q", q), ("k", k), ("v", v)):
         if array.dtype.name not in DTYPES:
@@ -362,18 +381,22 @@ def make_problem(
     q4, k4, v4 = layout_of(q, layout), layout_of(k, layout), layout_of(v, layout)
     batch, num_heads, seqlen_q, head_dim = q4.shape
     _, num_heads_kv, seqlen_k, _ = k4.shape
-    for name, operand, axis, what in (("k", k4, 0, "batch"), ("v", v4, 0, "batch"), ("k", k4, 3, "head_dim")):
+    as_q, as_k = [("k", k4, 0, "batch"), ("v", v4, 0, "batch")], [(1, "heads"), (2, "seqlen")]
+    if block_table is not None:
+        seqlen_k = _check_pool(block_table, kv_lengths, q, k, k4, batch)
+        as_q, as_k = [], [(0, "pages"), (1, "heads"), (2, "keys a page")]
+    for name, operand, axis, what in (*as_q, ("k", k4, 3, "head_dim")):
         if operand.shape[axis] != q4.shape[axis]:
             raise value_error(name, f"{what} {operand.shape[axis]}", f"{what} {q4.shape[axis]} as q has")
-    for axis, what in ((1, "heads"), (2, "seqlen")):
+    for axis, what in as_k:
         if v4.shape[axis] != k4.shape[axis]:
             raise value_error("v", f"{what} {v4.shape[axis]}", f"{what} {k4.shape[axis]} as k has")
     for name, operand in (("q", q4), ("v", v4)):
         if operand.shape[3] < 1:
             raise value_error(name, f"last axis of length {operand.shape[3]}", "a head dimension of at least 1")
-    for name, operand in (("q", q4), ("k", k4)):
-        if operand.shape[2] > MAX_SEQLEN:
-            raise value_error(name, f"seqlen {operand.shape[2]}", f"at most {MAX_SEQLEN}")
+    for name, seqlen in (("q", seqlen_q), ("k" if block_table is None else "block_table", seqlen_k)):
+        if seqlen > MAX_SEQLEN:
+            raise value_error(name, f"seqlen {seqlen}", f"at most {MAX_SEQLEN}")
     if num_heads % num_heads_kv if num_heads_kv else num_heads:
         raise value_error("k", f"{num_heads_kv} heads", f"a divisor of the {num_heads} heads of q")
 
@@ -398,6 +421,11 @@ def make_problem(
             raise value_error("sinks", f"shape {tuple(sinks.shape)}", f"(num_heads,) = ({num_heads},)")
     block_size = num_blocks = (0, 0)
     if block_mask is not None:
+        if block_table is not None:
+            raise NotImplementedError(
+                "block_mask: got it together with block_table, expected one of them; give the pairs of its blocks as a "
+                "boolean mask"
+            )
         _check_dtype("block_mask", block_mask, ("bool",), " (True takes part)")
         block_size = check_block_size(options.block_size)
         num_blocks = (-(-seqlen_q // block_size[0]), -(-seqlen_k // block_size[1]))
@@ -450,7 +478,42 @@ def make_problem(
             "block_mask", block_mask, (batch, num_heads, *num_blocks), "(batch, num_heads, blocks of q, blocks of k)"
         ),
         block_size=block_size,
+        block_table=None
+        if block_table is None
+        else _broadcast_operand("block_table", block_table, tuple(block_table.shape)),
+        follows_lengths=block_table is not None and options.causal != "top_left",
     )
+
+
+def _check_pool(block_table: Any, kv_lengths: Any, q: Any, k: Any, pool: Operand, batch: int) -> int:
+    """Check a block table and the shape of the pool that it leads into; the number of keys that it has room for."""
+    _check_dtype("block_table", block_table, ("int32",))
+    if len(block_table.shape) != 2 or block_table.shape[0] != batch:
+        expected = f"(batch, max_pages), with batch = {batch}"
+        raise value_error("block_table", f"shape {tuple(block_table.shape)}", expected)
+    if kv_lengths is None:
+        raise value_error("kv_lengths", "None", f"with block_table, lengths of shape (batch,) = ({batch},)")
+    if len(q.shape) != 4:
+        raise value_error("q", f"{len(q.shape)}-D shape {tuple(q.shape)}", "with block_table, a 4-D array")
+    num_pages, _, page_size, _ = pool.shape
+    if num_pages < 1:
+        raise value_error("k", f"shape {tuple(k.shape)}", "with block_table, a pool of at least one page")
+    if page_size not in PAGE_SIZES:
+        expected = f"with block_table, {', '.join(map(str, PAGE_SIZES))}"
+        raise value_error("k", f"{page_size} keys a page in shape {tuple(k.shape)}", expected)
+    return int(block_table.shape[1]) * page_size
+
+
+def check_pages(problem: Problem, block_table: Any, kv_lengths: Any) -> None:
+    """Check the entries of a block table in host memory, those of keys that exist."""
+    import numpy as np
+
+    num_pages, first_keys = problem.k.shape[0], np.arange(0, problem.seqlen_k, problem.page_size)
+    pages = block_table[first_keys < kv_lengths[:, None]]
+    outside = pages[(pages < 0) | (pages >= num_pages)]
+    if outside.size:
+        expected = f"0 to num_pages - 1 = {num_pages - 1}, where kv_lengths say that there are keys"
+        raise value_error("block_table", f"an entry {outside[0]}", expected)
 
 
 def vector_of(array: Any) -> Operand:

@@ -45,6 +45,7 @@ def forward(
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
     block_mask: Array | None = None,
+    block_table: Array | None = None,
     seed: int | None = None,
     offset: int | None = None,
     dtype: DTypeLike = np.float64,
@@ -55,7 +56,7 @@ def forward(
     ----------
     problem : Problem
         From `cuflash.problem.make_problem` on the same arrays.
-    q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks, block_mask : numpy.ndarray
+    q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table : numpy.ndarray
         As `cuflash.attention` takes them. Entries of `kv_lengths` outside 0..seqlen_k are clamped.
     seed, offset : int, optional
         With dropout: which weights are dropped, as `cuflash.dropout_mask` says.
@@ -74,7 +75,7 @@ def forward(
     dtype, compute = np.dtype(dtype), compute_dtype(dtype)
     out = np.zeros((problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v), dtype)
     lse = np.full(problem.lse_shape, -np.inf, compute)
-    terms = (bias, mask, kv_lengths, alibi_slopes, sinks, block_mask)
+    terms = (bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table)
     for head in each_head(problem, q, k, v, *terms, compute, seed, offset):
         with np.errstate(all="ignore"):
             O = product(_round(head.P * head.Z, dtype), head.V)  # noqa: E741 (the paper's letter)
@@ -120,7 +121,7 @@ def backward(
     dq, dk, dv = (np.zeros(view_4d(x, problem.layout).shape, compute) for x in (q, k, v))
     dsinks = np.zeros(problem.num_heads, compute)
     terms = (bias, mask, kv_lengths, alibi_slopes, sinks, block_mask)
-    for head in each_head(problem, q, k, v, *terms, compute, seed, offset):
+    for head in each_head(problem, q, k, v, *terms, None, compute, seed, offset):
         dO = view_4d(dout, problem.layout)[head.index].astype(compute)
         dL = _replace(view_rows(dlse)[head.index].astype(compute), np.isneginf(head.L), 0)[:, None]
         with np.errstate(all="ignore"):
@@ -165,6 +166,7 @@ def each_head(
     alibi_slopes: Array | None,
     sinks: Array | None,
     block_mask: Array | None,
+    block_table: Array | None,
     compute: DTypeLike,
     seed: int | None = None,
     offset: int | None = None,
@@ -183,10 +185,14 @@ def each_head(
         b, h = index
         keys = slice(0, problem.seqlen_k if kv_lengths is None else min(max(int(kv_lengths[b]), 0), problem.seqlen_k))
         index_kv = (b, h // problem.group_size, keys)
-        Q, K, V = (x.astype(compute) for x in (q[index], k[index_kv], v[index_kv]))
+        if block_table is None:
+            K, V = k[index_kv], v[index_kv]
+        else:
+            K, V = (_gather(x[:, index_kv[1]], block_table[b], keys.stop) for x in (k, v))
+        Q, K, V = (x.astype(compute) for x in (q[index], K, V))
         with np.errstate(all="ignore"):
             S, cap_slope = _scores(
-                problem,
+                problem.aligned_to(keys.stop),
                 Q,
                 K,
                 slope=None if slopes is None else slopes[index].astype(compute),
@@ -207,6 +213,13 @@ def pairs_of_blocks(problem: Problem, block_mask: Array) -> Array:
     rows, keys = problem.block_size
     i, j = np.arange(problem.seqlen_q), np.arange(problem.seqlen_k)
     return block_mask[..., (i // rows)[:, None], j // keys]
+
+
+def _gather(pool: Array, table: Array, length: int) -> Array:
+    """The first `length` rows of what the pages of a table make: of pages (num_pages, page_size, dim) of one head."""
+    page_size, dim = pool.shape[1:]
+    num_pages = -(-length // page_size)
+    return pool[table[:num_pages]].reshape(num_pages * page_size, dim)[:length]
 
 
 def _scores(

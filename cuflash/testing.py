@@ -33,7 +33,7 @@ from cuflash.problem import DTYPES, LAYOUTS, Options, Problem, make_problem, use
 
 Array = NDArray[Any]
 
-OPTIONAL_ARRAYS = ("bias", "mask", "kv_lengths", "alibi_slopes", "sinks", "block_mask")
+OPTIONAL_ARRAYS = ("bias", "mask", "kv_lengths", "alibi_slopes", "sinks", "block_mask", "block_table")
 STRIDES = ("contiguous", "padded", "transposed", "flipped")
 # What `cases` draws unless told otherwise, and what it draws only when told to.
 FEATURES = ("causal", "window", "softcap", "scale", "bias", "mask", "kv_lengths", "alibi_slopes", "gqa", "head_dim_v")
@@ -71,6 +71,11 @@ class Case:
     kv_lengths : tuple of int, optional
         Number of keys of each batch entry. What lies behind them is NaN.
     kv_lengths_dtype : {"int32", "int64"}
+    page_size : int
+        k and v are pools of pages of so many keys, 4-D, and there is a block table. `seqlen_k` is a multiple of it;
+        `kv_lengths` are those of all keys unless given. Pages are shuffled; some are nobody's, and full of NaN; the
+        table has -1 behind the lengths. All batch entries have one page in common where it is whole in each: that of
+        their first keys. Such a case has no gradients. 0 (default): no pages.
     alibi_slopes : tuple of int, optional
         Shape of the slopes: (num_heads,) or (batch, num_heads).
     sinks : bool
@@ -114,6 +119,7 @@ class Case:
     mask: tuple[int, ...] | None = None
     kv_lengths: tuple[int, ...] | None = None
     kv_lengths_dtype: str = "int32"
+    page_size: int = 0
     alibi_slopes: tuple[int, ...] | None = None
     sinks: bool = False
     dlse: bool = False
@@ -128,6 +134,10 @@ class Case:
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_heads_kv", self.num_heads_kv or self.num_heads)
         object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
+        if self.page_size and self.seqlen_k % self.page_size:
+            raise ValueError(f"page_size: got {self.page_size}, expected a divisor of seqlen_k = {self.seqlen_k}")
+        if self.page_size and self.kv_lengths is None:
+            object.__setattr__(self, "kv_lengths", (self.seqlen_k,) * self.batch)
 
     @classmethod
     def from_problem(cls, problem: Problem, *, seed: int = 0) -> Case:
@@ -164,6 +174,7 @@ class Case:
             mask=distinct("mask", scores_shape),
             kv_lengths=None if problem.kv_lengths is None else _spread_lengths(problem.batch, problem.seqlen_k),
             kv_lengths_dtype="int32" if problem.kv_lengths is None else problem.kv_lengths.dtype,
+            page_size=problem.page_size,
             alibi_slopes=None if slopes is None else slopes if slopes == scores_shape[:2] else (problem.num_heads,),
             sinks=problem.sinks is not None,
             dropout=problem.dropout,
@@ -206,7 +217,7 @@ class Case:
         return make_problem(self.options, arrays["q"], arrays["k"], arrays["v"], **optional(arrays))
 
     def arrays(self, convert: Callable[[Array], Any] = np.asarray) -> dict[str, Any]:
-        """Inputs of the case by name: q, k, v, dout, and those of `OPTIONAL_ARRAYS` and dlse that it has.
+        """Inputs of the case by name: q, k, v, dout (without pages), and those of `OPTIONAL_ARRAYS` and dlse it has.
 
         Parameters
         ----------
@@ -236,7 +247,11 @@ class Case:
             for b, length in enumerate(self.kv_lengths):
                 values["k"][b, :, length:] = np.nan
                 values["v"][b, :, length:] = np.nan
-        for name, x in values.items():
+        if self.page_size:
+            values |= self._pages(values["k"], values["v"])
+            del values["dout"]
+        for name in values.keys() & {"q", "k", "v", "dout"}:
+            x = values[name]
             batch, heads, seqlen, dim = x.shape
             x = x.swapaxes(1, 2) if self.layout == "bshd" else x
             values[name] = x.reshape(user_shape(batch, heads, seqlen, dim, self.ndim, self.layout)).astype(dtype)
@@ -264,6 +279,38 @@ class Case:
             rows = normal(self.batch, self.num_heads, self.seqlen_q)
             values["dlse"] = rows.reshape(rows.shape[4 - self.ndim :]).astype(softmax_dtype)
         return values
+
+    def _pages(self, k: Array, v: Array) -> dict[str, Array]:
+        """Pools of pages with the keys and values, and the table that leads there."""
+        lengths, size = np.asarray(self.kv_lengths, np.int64).reshape(-1), self.page_size
+        rng = np.random.default_rng(self.seed + 1)
+        used = np.arange(self.seqlen_k // size) < -(-lengths // size)[:, None]
+        table = np.full(used.shape, -1, np.int32)
+        shares = self.batch > 1 and lengths.min() >= size
+        if shares:
+            used[1:, 0] = False
+        pages = rng.permutation(np.count_nonzero(used) + 3)  # the last three are nobody's
+        table[used] = pages[:-3]
+        if shares:
+            table[1:, 0] = table[0, 0]
+        pools = {"block_table": table}
+        for name, x in (("k", k), ("v", v)):
+            pools[name] = np.full((len(pages), self.num_heads_kv, size, x.shape[3]), np.nan, x.dtype)
+            for b, page in np.argwhere(used):
+                pools[name][table[b, page]] = x[b, :, page * size : (page + 1) * size]
+        return pools
+
+
+def gather_pages(arrays: Mapping[str, Any], layout: str = "bhsd") -> dict[str, Any]:
+    """The NumPy arrays of a case with pages, k and v as contiguous arrays; NaN where the table has no page."""
+    table, gathered = arrays["block_table"], {name: x for name, x in arrays.items() if name != "block_table"}
+    for name in ("k", "v"):
+        pages = view_4d(arrays[name], layout)[table]  # batch, page, heads, keys, dim
+        pages[table < 0] = np.nan
+        batch, _, heads, _, dim = pages.shape
+        rows = pages.swapaxes(1, 2).reshape(batch, heads, -1, dim)
+        gathered[name] = np.ascontiguousarray(rows.swapaxes(1, 2) if layout == "bshd" else rows)
+    return gathered
 
 
 def optional(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -374,7 +421,7 @@ def cases(
         What to draw from, simplest first.
     features : collection of str
         Which of `FEATURES` and `MORE_FEATURES` may be present; each is absent about half of the time. And "dropout",
-        for implementations that drop what `cuflash.dropout_mask` says.
+        for implementations that drop what `cuflash.dropout_mask` says, and "pages" for those that take a block table.
     max_seqlen, max_head_dim : int
         Largest lengths, in elements.
     max_scores : int
@@ -400,6 +447,9 @@ def cases(
     else:
         seqlen_q = pick([n for n in lengths if n <= longest])
         seqlen_k = pick([n for n in lengths if n * max(seqlen_q, 1) <= longest])
+    page_size = pick([16, 32, 64]) if ndim == 4 and has("pages") else 0
+    if page_size:
+        seqlen_k = -(-seqlen_k // page_size) * page_size
     head_dims = [n for n in HEAD_DIMS if n <= max_head_dim]
     scores_shape = (batch, num_heads, seqlen_q, seqlen_k)
 
@@ -436,8 +486,11 @@ def cases(
         bias_dtype=pick(["softmax", "input"]),
         bias_holes=draw(st.booleans()),
         mask=broadcast_shape() if has("mask") else None,
-        kv_lengths=tuple(draw(st.integers(0, seqlen_k)) for _ in range(batch)) if has("kv_lengths") else None,
+        kv_lengths=tuple(draw(st.integers(0, seqlen_k)) for _ in range(batch))
+        if page_size or has("kv_lengths")
+        else None,
         kv_lengths_dtype=pick(["int32", "int64"]),
+        page_size=page_size,
         alibi_slopes=pick([(num_heads,), (batch, num_heads)]) if has("alibi_slopes") else None,
         sinks=has("sinks"),
         dlse=has("dlse"),
@@ -598,20 +651,22 @@ def _scales(
 ) -> tuple[dict[str, float], dict[str, Array], float]:
     """Scale of every result, where it is exactly zero, and the noise of the weights in units in the last place."""
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
-    bias, mask, kv_lengths, alibi_slopes, sinks, block_mask = (arrays.get(name) for name in OPTIONAL_ARRAYS)
+    bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table = (
+        arrays.get(name) for name in OPTIONAL_ARRAYS
+    )
     dout = view_4d(arrays["dout"], problem.layout) if "dout" in arrays else None
     dlse = view_rows(arrays["dlse"] if "dlse" in arrays else np.zeros(problem.lse_shape))
     out = view_4d(expected["out"].astype(np.float64), problem.layout)
     scales = {name: _max_finite(x) for name, x in expected.items()}
     sees_something = np.zeros(out.shape[:3], bool)
-    is_seen = np.zeros(view_4d(k, problem.layout).shape[:3], bool)
+    is_seen = np.zeros((problem.batch, problem.num_heads_kv, problem.seqlen_k), bool)
     dsinks2 = np.zeros(problem.num_heads)
     scores = 0.0
 
     def grow(name: str, squares: Array) -> None:
         scales[name] = max(scales[name], math.sqrt(_max_finite(squares)))
 
-    terms = (bias, mask, kv_lengths, alibi_slopes, sinks, block_mask)
+    terms = (bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table)
     for head in reference.each_head(problem, q, k, v, *terms, np.float64, **random):
         scores = max(scores, abs(problem.scale) * _max_finite(np.abs(head.Q) @ np.abs(head.K).T))
         visible = head.P != 0
@@ -701,8 +756,8 @@ def check(
     case : Case or Problem
         A problem stands for a case of its sizes and options on random arrays.
     gradients : callable, optional
-        Called as ``gradients(dout, q, k, v, **options)``, with dlse among the options if the case has it; returns
-        (dq, dk, dv), and dsinks as a fourth if the case has sinks.
+        Called as ``gradients(dout, q, k, v, **options)``, with dlse among the options if the case has it, unless it
+        has pages; returns (dq, dk, dv), and dsinks as a fourth if the case has sinks.
     convert : callable
         Makes the arrays that `attention` takes of NumPy arrays: ``cupy.asarray``, or
         ``through_dlpack(torch.from_dlpack)``.
@@ -732,7 +787,7 @@ def check(
     result = attention(*inputs, **keywords)
     out, lse = result if isinstance(result, tuple) else (result, None)
     results = {"out": out} if lse is None else {"out": out, "lse": lse}
-    if gradients is not None:
+    if gradients is not None and "dout" in arrays:
         keywords |= optional_backward(arrays)
         results |= zip(_gradients_of(arrays), gradients(arrays["dout"], *inputs, **keywords), strict=True)
     for name, x in results.items():

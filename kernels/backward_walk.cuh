@@ -55,7 +55,8 @@ struct KeyTile {
   }
   // How many of the tiles of keys that a tile of queries sees come before this one.
   CUFLASH_DEVICE u32 turn(const Params& params, int m_block) const {
-    const TileRange keys = key_tiles(params, m_block * kBlockM, m_block * kBlockM + kBlockM - 1, key_stop);
+    const int first_row = m_block * kBlockM;
+    const TileRange keys = key_tiles(params, work.batch, first_row, first_row + kBlockM - 1, key_stop);
     return kLastFirst ? keys.stop - 1 - work.block : work.block - keys.start;
   }
 };

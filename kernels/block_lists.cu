@@ -49,7 +49,8 @@ CUFLASH_DEVICE void block_lists(const Params& params) {
   const int key_stop = key_stop_of(params, batch);
   const BlockMask blocks(params, batch, head);
   const int first = block * (kListsKeys ? kBlockM : kBlockN);
-  const TileRange range = kListsKeys ? key_tiles(params, first, min_of(first + kBlockM, params.seqlen_q) - 1, key_stop)
+  const int last_row = min_of(first + kBlockM, params.seqlen_q) - 1;
+  const TileRange range = kListsKeys ? key_tiles(params, batch, first, last_row, key_stop)
                                      : query_tiles(params, first, first + kBlockN - 1, key_stop);
   const auto pairs_with = [&](int other) {
     if (other >= range.stop) return Pairs::kNone;

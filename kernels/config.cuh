@@ -52,6 +52,8 @@ constexpr bool kHasSinks = CUFLASH_HAS_SINKS;  // of the forward pass; the backw
 constexpr bool kHasDropout = CUFLASH_HAS_DROPOUT;
 constexpr int kBiasBytes = CUFLASH_BIAS_BYTES;              // size of a bias element: 0 (no bias), 2 (Element) or of Real
 constexpr int kKvLengthsBytes = CUFLASH_KV_LENGTHS_BYTES;   // 0 (none), 4 (i32) or 8 (i64)
+constexpr int kPageSize = CUFLASH_PAGE_SIZE;                // keys of a page: 0 where they lie in one piece
+constexpr bool kFollowsLengths = CUFLASH_FOLLOWS_LENGTHS;   // the diagonal of a batch entry depends on its length
 // The scale can be folded into the exponent only when nothing stands between it and the softmax and it is positive.
 constexpr bool kScaleInExponent = CUFLASH_SCALE_IN_EXPONENT;
 

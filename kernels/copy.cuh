@@ -1,6 +1,7 @@
 // Tiles between global and shared memory, by all threads of a block.
 #pragma once
 #include "config.cuh"
+#include "pages.cuh"
 #include "params.cuh"
 
 // First element of head (batch, head) of an operand.
@@ -8,14 +9,28 @@ CUFLASH_DEVICE const Storage* head_of(const Tensor& tensor, int batch, int head)
   return (const Storage*)tensor.data + batch * tensor.batch_stride + head * tensor.head_stride;
 }
 
+// The same of k or v, which may lie in pages.
+CUFLASH_DEVICE auto head_of_keys(const Params& params, const Tensor& tensor, int batch, int head) {
+  if constexpr (kPageSize == 0)
+    return head_of(tensor, batch, head);
+  else
+    return PagedHead(params, tensor, batch, head);
+}
+
+// Whether the address of a row follows from that of another; if not, each row has to be looked up.
+template <class Head>
+constexpr bool kIsStrided = true;
+template <>
+constexpr bool kIsStrided<PagedHead> = false;
+
 // Loads rows [first_row, first_row + rows) of a head into shared rows of row_bytes(padded columns), without waiting.
 // Rows at and past `row_stop` are never read and become zeros, as do the columns past the head dimension.
 //
 // Up to 8 neighbouring threads share a row and walk along it by constant steps, so that a thread needs one address for
 // each of its rows, not for each copy: a copy holds on to its address register until it is under way, and would stall
 // whoever writes the next address into it.
-template <int rows, int columns>
-CUFLASH_DEVICE void load_tile(u32 tile, const Storage* head, i64 row_stride, int first_row, int row_stop) {
+template <int rows, int columns, class Head>
+CUFLASH_DEVICE void load_tile(u32 tile, const Head& head, i64 row_stride, int first_row, int row_stop) {
   constexpr int kPadded = round_up(columns, CUFLASH_DIM_MULTIPLE);
   constexpr int kVector = kLoadBytes / kElementBytes;
   constexpr int kVectors = kPadded / kVector;  // of a row
@@ -25,7 +40,11 @@ CUFLASH_DEVICE void load_tile(u32 tile, const Storage* head, i64 row_stride, int
   static_assert(kVectors % kThreadsOfRow == 0, "threads of a row get the same number of vectors");
   const int thread = ptx::thread_index();
   const int row = thread / kThreadsOfRow, column = thread % kThreadsOfRow * kVector;
-  const Storage* source = head + (first_row + row) * row_stride + column;
+  const Storage* source;
+  if constexpr (kIsStrided<Head>)
+    source = head + (first_row + row) * row_stride + column;
+  else
+    source = head.pool;  // of rows that do not exist, which nothing is read from
   const u32 destination = tile + row * kRow + ((column * kElementBytes) ^ row_swizzle<kRow>(row));
   static_assert(kRowsAtOnce % 8 == 0, "all rows of a thread have one swizzle");
 
@@ -33,6 +52,9 @@ CUFLASH_DEVICE void load_tile(u32 tile, const Storage* head, i64 row_stride, int
   for (int i = 0; i < rows; i += kRowsAtOnce) {
     if (rows % kRowsAtOnce != 0 && row + i >= rows) break;
     const bool exists = row + i < row_stop - first_row;
+    if constexpr (!kIsStrided<Head>) {
+      if (exists) source = head.row(first_row + row + i) + column;
+    }
     const auto load = [&](auto step) {
       constexpr int c = decltype(step)::value * kThreadsOfRow * kVector;
       int elements = exists ? kVector : 0;
@@ -45,7 +67,7 @@ CUFLASH_DEVICE void load_tile(u32 tile, const Storage* head, i64 row_stride, int
         ptx::store_shared_b16(target, elements ? source[c] : (u16)0);
     };
     repeat<kVectors / kThreadsOfRow>(load);
-    source += kRowsAtOnce * row_stride;
+    if constexpr (kIsStrided<Head>) source += kRowsAtOnce * row_stride;
   }
 }
 

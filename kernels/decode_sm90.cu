@@ -21,6 +21,7 @@
 //   v_empty[i]   every warp has its O             producer, before the next V in stage i
 //   named: one for the consumer
 #include "config.cuh"
+#include "key_tile_sm90.cuh"
 #include "mask.cuh"
 #include "mma.cuh"
 #include "params.cuh"
@@ -93,7 +94,7 @@ struct HeadWork {
     group = params.num_heads / params.num_heads_kv;
     rows = group * params.seqlen_q;
     key_stop = key_stop_of(params, batch);
-    keys = key_tiles(params, 0, params.seqlen_q - 1, key_stop);
+    keys = key_tiles(params, batch, 0, params.seqlen_q - 1, key_stop);
     const u32 blocks = walk.shares.blocks, num_tiles = keys.stop - keys.start;
     const u32 from = walk.at - walk.shares.start_of_head(walk.head), to = from + (walk.stop - walk.at);
     // num_tiles * steps / blocks, where the product may be too large.
@@ -116,10 +117,9 @@ CUFLASH_DEVICE void produce(const DecodeParams& params, Shared& shared) {
     const HeadWork work(params.common, walk);
     for (int n_block = work.keys.stop - 1; n_block >= work.keys.start; --n_block, at.advance()) {
       const Barrier k_full = shared.k_ring.full(at), v_full = shared.v_ring.full(at);
+      const KeyTile tile(params.common, work.batch, work.head_kv, n_block, work.key_stop);
       shared.k_ring.empty(at).wait(at.parity ^ 1);
-      k_full.arrive_expect(kBytesK);
-      load_chunks<kBlockN, kDim>(shared.k + at.stage * kBytesK, params.k, k_full, n_block * kBlockN, work.head_kv,
-                                 work.batch);
+      tile.load<kDim>(shared.k + at.stage * kBytesK, params.k, k_full);
       if (n_block == work.keys.stop - 1) {
         const Barrier q_full = shared.q_ring.full(q_at);
         shared.q_ring.empty(q_at).wait(q_at.parity ^ 1);
@@ -128,9 +128,7 @@ CUFLASH_DEVICE void produce(const DecodeParams& params, Shared& shared) {
         q_at.advance();
       }
       shared.v_ring.empty(at).wait(at.parity ^ 1);
-      v_full.arrive_expect(kBytesV);
-      load_chunks<kBlockN, kDimV>(shared.v + at.stage * kBytesV, params.v, v_full, n_block * kBlockN, work.head_kv,
-                                  work.batch);
+      tile.load<kDimV>(shared.v + at.stage * kBytesV, params.v, v_full);
     }
   }
 }

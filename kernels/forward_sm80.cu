@@ -40,8 +40,8 @@ CUFLASH_DEVICE void forward(const Params& params) {
   const int key_stop = key_stop_of(params, batch);
   const KeyTiles tiles(params, work, key_stop);
 
-  const Storage* g_k = head_of(params.k, batch, head_kv);
-  const Storage* g_v = head_of(params.v, batch, head_kv);
+  const auto g_k = head_of_keys(params, params.k, batch, head_kv);
+  const auto g_v = head_of_keys(params, params.v, batch, head_kv);
   const u32 s_q = ptx::dynamic_shared(), s_k = s_q + kBytesQ, s_v = s_k + kNumStages * kBytesK;
   const int warp_row = warp_index() / kWarpsD * 16 * kMTiles, warp_d = warp_index() % kWarpsD;
 

@@ -23,6 +23,7 @@
 #include "config.cuh"
 #include "dropout.cuh"
 #include "forward_roles.cuh"
+#include "key_tile_sm90.cuh"
 #include "mask.cuh"
 #include "mma.cuh"
 #include "params.cuh"
@@ -97,15 +98,13 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
     };
     if (tile.keys.start == tile.keys.stop) load_q();
     for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
-      const int first_key = tile.keys.at(n_block) * kBlockN;
+      const KeyTile keys(params.common, batch, head, tile.keys.at(n_block), tile.key_stop);
       shared.k_ring.empty(key).wait(key.parity ^ 1);
       const Barrier k_full = shared.k_ring.full(key), v_full = shared.v_ring.full(key);
-      k_full.arrive_expect(kBytesK);
-      load_chunks<kBlockN, kDim>(shared.k + key.stage * kBytesK, params.k, k_full, first_key, head, batch);
+      keys.load<kDim>(shared.k + key.stage * kBytesK, params.k, k_full);
       if (n_block == tile.keys.stop - 1) load_q();
       shared.v_ring.empty(key).wait(key.parity ^ 1);
-      v_full.arrive_expect(kBytesV);
-      load_chunks<kBlockN, kDimV>(shared.v + key.stage * kBytesV, params.v, v_full, first_key, head, batch);
+      keys.load<kDimV>(shared.v + key.stage * kBytesV, params.v, v_full);
     }
   }
 }
@@ -305,7 +304,8 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       release(shared.v_ring.empty(key));
       key.advance();
     } else {
-      release_by_warp(shared.q_ring.empty(query));
+      // Nobody may be left waiting for a Q that others gave back.
+      arrive_as_warp(shared.q_ring.empty(query));
     }
     for (int n_block = keys.start - 1; n_block >= tile.keys.start; --n_block) skip();
 

@@ -2,6 +2,7 @@
 #pragma once
 #include "config.cuh"
 #include "params.cuh"
+#include "schedule.cuh"
 
 // The block mask of one head.
 struct BlockMask {
@@ -33,8 +34,8 @@ struct Mask {
   CUFLASH_DEVICE Mask(const Params& params, int batch, int head, int key_stop_)
       : key_stop(key_stop_),
         seqlen_q(params.seqlen_q),
-        right_offset(params.right_offset),
-        left_offset(params.left_offset),
+        right_offset(right_offset_of(params, batch)),
+        left_offset(left_offset_of(params, batch)),
         bytes(nullptr),
         row_stride(params.mask.row_stride),
         key_stride(params.mask.key_stride),

@@ -19,6 +19,13 @@ struct ScoreTensor {
   i64 key_stride;
 };
 
+// Pages of the pools that k and v are, by batch entry and place in it; strides in elements.
+struct BlockTable {
+  const i32* data;
+  i64 batch_stride;
+  i64 page_stride;
+};
+
 struct Params {
   Tensor q, k, v, out, dout, dq, dk, dv;
   Tensor lse, dlse;      // row_stride is the stride between queries; dlse may be absent: null
@@ -32,6 +39,7 @@ struct Params {
   i64 sinks_stride;
   void* dsinks;
   i64 dsinks_stride;
+  BlockTable block_table;
   // Scratch memory, of Real.
   void* row_stats;       // (batch, num_heads, stats_rows, 2): lse as an exponent, and delta - dlse
   void* dq_accumulator;  // (batch, num_heads, m blocks, block_m * padded head_dim), in fragment order
@@ -45,7 +53,7 @@ struct Params {
   void* key_lists;       // of i32: (list_batches, list_heads, m blocks, a list of tiles of keys)
   void* query_lists;     // of i32: (list_batches, list_heads, n blocks, a list of tiles of queries)
   i32 batch, num_heads, num_heads_kv, seqlen_q, seqlen_k;
-  i32 diagonal;      // query i stands at key position i + diagonal
+  i32 diagonal;      // query i stands at key position i + diagonal; with kFollowsLengths, see schedule.cuh
   i32 right_offset;  // query i sees keys up to i + right_offset
   i32 left_offset;   // query i sees keys from i + left_offset on
   i32 head_section;  // heads whose blocks are interleaved in the launch order
@@ -56,6 +64,7 @@ struct Params {
   i32 resident_blocks;  // of a kernel whose blocks take one tile after another
   i32 list_batches;  // batch entries that have lists of their own: all or 1
   i32 list_heads;    // query heads that have
+  i32 num_pages;     // of the pools
   u32 seed_low;      // of dropout: the key of its random numbers
   u32 seed_high;
   u32 offset;

@@ -38,21 +38,39 @@ CUFLASH_DEVICE int key_stop_of(const Params& params, int batch) {
   return length < 0 ? 0 : length < params.seqlen_k ? (int)length : params.seqlen_k;
 }
 
+// What the diagonal of a batch entry adds to params.diagonal, right_offset and left_offset, which are of seqlen_k keys.
+CUFLASH_DEVICE int own_diagonal_of(const Params& params, int batch) {
+  if constexpr (!kFollowsLengths) return 0;
+  return key_stop_of(params, batch) - params.seqlen_k;
+}
+// Query i stands at key position i + diagonal, sees keys up to i + right_offset, and from i + left_offset on.
+CUFLASH_DEVICE int diagonal_of(const Params& params, int batch) {
+  return params.diagonal + own_diagonal_of(params, batch);
+}
+CUFLASH_DEVICE int right_offset_of(const Params& params, int batch) {
+  return params.right_offset + own_diagonal_of(params, batch);
+}
+CUFLASH_DEVICE int left_offset_of(const Params& params, int batch) {
+  return params.left_offset + own_diagonal_of(params, batch);
+}
+
 // A range of tiles [start, stop). Those in [full_start, full_stop) have every pair visible; the others need the mask.
 struct TileRange {
   int start, full_start, full_stop, stop;
 };
 
-// Tiles of keys that queries [first_row, last_row] see.
-CUFLASH_DEVICE TileRange key_tiles(const Params& params, int first_row, int last_row, int key_stop) {
+// Tiles of keys that queries [first_row, last_row] of a batch entry see.
+CUFLASH_DEVICE TileRange key_tiles(const Params& params, int batch, int first_row, int last_row, int key_stop) {
   int start = 0, full_start = 0, full_stop = key_stop / kBlockN, stop = ceil_div(key_stop, kBlockN);
   if constexpr (kHasRightBound) {
-    stop = min_of(stop, ceil_div(at_least_zero(last_row + params.right_offset + 1), kBlockN));
-    full_stop = min_of(full_stop, at_least_zero(first_row + params.right_offset + 1) / kBlockN);
+    const int right_offset = right_offset_of(params, batch);
+    stop = min_of(stop, ceil_div(at_least_zero(last_row + right_offset + 1), kBlockN));
+    full_stop = min_of(full_stop, at_least_zero(first_row + right_offset + 1) / kBlockN);
   }
   if constexpr (kHasLeftBound) {
-    start = at_least_zero(first_row + params.left_offset) / kBlockN;
-    full_start = ceil_div(at_least_zero(last_row + params.left_offset), kBlockN);
+    const int left_offset = left_offset_of(params, batch);
+    start = at_least_zero(first_row + left_offset) / kBlockN;
+    full_start = ceil_div(at_least_zero(last_row + left_offset), kBlockN);
   }
   if constexpr (kHasMask) full_stop = full_start;
   start = min_of(start, stop);
@@ -102,7 +120,8 @@ struct KeyTiles : TileRange {
                      ceil_div(params.seqlen_k, kBlockN));
       start = full_start = 0, full_stop = list[1], stop = list[0];
     } else {
-      (TileRange&)*this = key_tiles(params, first_row, min_of(first_row + kBlockM, params.seqlen_q) - 1, key_stop);
+      const int last_row = min_of(first_row + kBlockM, params.seqlen_q) - 1;
+      (TileRange&)*this = key_tiles(params, work.batch, first_row, last_row, key_stop);
     }
   }
   CUFLASH_DEVICE int at(int place) const {
@@ -160,6 +179,6 @@ struct QueryTile {
     const int first = first_row + 64 * consumer;
     if (first >= params.seqlen_q) return {keys.start, keys.start, keys.start, keys.start};
     if constexpr (kHasBlockMask) return keys;
-    return key_tiles(params, first, min_of(first + 64, params.seqlen_q) - 1, key_stop);
+    return key_tiles(params, work.batch, first, min_of(first + 64, params.seqlen_q) - 1, key_stop);
   }
 };

@@ -3,6 +3,7 @@
 #include "config.cuh"
 #include "exponential.cuh"
 #include "params.cuh"
+#include "schedule.cuh"
 
 // The score of one head. When the scale can be folded into the exponent (kScaleInExponent), `of` leaves the product as
 // it is and `exponent_scale` does the work; otherwise `of` does it all and exponent_scale is 1.
@@ -21,7 +22,7 @@ struct Score {
       : scale(scale_of(params)),
         softcap(softcap_of(params)),
         exponent_slope(0),
-        diagonal(params.diagonal),
+        diagonal(diagonal_of(params, batch)),
         seqlen_q(params.seqlen_q),
         key_stop(key_stop_),
         bias(nullptr),

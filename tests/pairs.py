@@ -31,8 +31,8 @@ BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
 PASSES = ("forward", "backward")
 BACKENDS = {"cpu": "NumPy arrays", "8.0": "CuPy arrays, 8.0", "9.0": "CuPy arrays, 9.0"}
 
-# Long enough for every kernel of 9.0 but that of few queries, and no multiple of a tile.
-SIZES = {"seqlen_q": 195, "seqlen_k": 205, "batch": 2, "num_heads": 2, "head_dim": 32}
+# Long enough for every kernel of 9.0 but that of few queries, and no multiple of a tile; the keys are whole pages.
+SIZES = {"seqlen_q": 195, "seqlen_k": 208, "batch": 2, "num_heads": 2, "head_dim": 32}
 SEQLEN_Q, SEQLEN_K = SIZES["seqlen_q"], SIZES["seqlen_k"]
 
 
@@ -62,6 +62,7 @@ OPTIONS = (
     Option("mask", ({"mask": (SEQLEN_Q, SEQLEN_K)},)),
     Option("block_mask", ({"block_mask": (2,), "block_size": (64, 64)}, {"block_mask": (), "block_size": (128, 32)})),
     Option("kv_lengths", ({"kv_lengths": (SEQLEN_K, 70)}, {"kv_lengths": (0, 100), "kv_lengths_dtype": "int64"})),
+    Option("block_table", ({"page_size": 16},), ("forward",)),
     Option("alibi_slopes", ({"alibi_slopes": (2,)},)),
     Option("sinks", ({"sinks": True},)),
     Option("dlse", ({"dlse": True},), ("backward",)),
@@ -189,7 +190,14 @@ def without(setting: Setting, name: str) -> Setting:
 
 
 def unserved_pairs(setting: Setting, pass_: str, run: Run) -> Iterator[tuple[str, str]]:
-    """All refusals that a setting meets: behind one, the setting goes on without either of the two."""
+    """All refusals that a setting meets: behind one, the setting goes on without either of the two.
+
+    The backward pass goes without what it has not; the forward pass takes what is of the backward pass alone.
+    """
+    if pass_ == "backward":
+        for option in OPTIONS:
+            if option.name in setting.names and pass_ not in option.passes:
+                setting = without(setting, option.name)
     pair = unserved_pair(setting, pass_, run)
     if pair is not None:
         yield pair

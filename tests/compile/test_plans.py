@@ -136,6 +136,11 @@ SPILLS_OF_OPTIONS = SPILLS | {
 SPILLS_OF_BLOCKS = SPILLS_OF_OPTIONS | {
     ("backward_sm80.cu", 2, 64, "32x128", 2): 16,
 }
+# With pages, whose rows are looked up one by one.
+SPILLS_OF_PAGES = SPILLS_OF_OPTIONS | {
+    ("forward_sm80.cu", 4, 64, "128x32", 2): 176,
+    ("forward_sm90.cu", 2, 192, "128x96", 1): 32,
+}
 SPILLS_OF_DROPOUT = SPILLS | {
     ("forward_sm80.cu", 2, 64, "128x64", 3): 160,
     ("forward_sm80.cu", 4, 64, "128x32", 2): 96,
@@ -174,7 +179,7 @@ class Target:
         tile = self.tile
         variant = VARIANTS[self.variant]
         dtype = {2: variant["dtype"], 4: "float32", 8: "float64"}[tile.element_bytes]
-        seqlen_q, seqlen_k = (9, 2000) if isinstance(tile, DecodeSm90Tile) else (64, 64)
+        seqlen_q, seqlen_k = (9, 2048) if isinstance(tile, DecodeSm90Tile) else (64, 64)
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": tile.max_dim}
         case = ct.Case(**sizes, **variant | {"dtype": dtype})
         arrays = case.arrays()
@@ -209,6 +214,8 @@ VARIANTS = {
     "dropout": {"dtype": "bfloat16", "causal": True, "dropout": 0.1},
     "blocks": {"dtype": "bfloat16", "block_mask": (), "causal": True},
     "dropout of all": {"dtype": "float16", "dropout": 0.1},
+    "pages of 16": {"dtype": "bfloat16", "causal": True, "kv_lengths": (60,), "page_size": 16},
+    "pages": {"dtype": "float16", "window": (9, None), "kv_lengths": (60,), "page_size": 64, "sinks": True},
     "options": {
         "dtype": "float16",
         "causal": True,
@@ -332,6 +339,16 @@ TARGETS = [
         if not isinstance(tile, DecodeSm90Tile) and (variant == "dropout" or tile.element_bytes == 2)
     ),
     *(
+        Target(tile=tile, arch="9.0", variant=variant)
+        for tile in (*DECODE_SM90_TILES, *(tile for tile in FORWARD_SM90_TILES if tile.serves == "any"))
+        for variant in ("pages of 16", "pages")
+        if variant == "pages" or tile.max_dim in (64, 128)
+    ),
+    *(
+        Target(tile=first_that_fits(FORWARD_TILES, arch, element_bytes), arch=arch, variant=variant)
+        for arch, element_bytes, variant in (("8.0", 2, "pages"), ("12.0", 2, "pages of 16"), ("9.0", 4, "pages"))
+    ),
+    *(
         Target(tile=first_that_fits(table, arch, element_bytes), arch=arch)
         for table in TABLES[:3]
         for element_bytes, archs in ((2, OTHER_ARCHS), (4, ("10.0", "12.1")), (8, ("10.0", "12.1")))
@@ -375,6 +392,8 @@ def test_row(target):
             ceilings = SPILLS_OF_BLOCKS
         if target.variant.startswith("dropout"):
             ceilings = SPILLS_OF_DROPOUT
+        if target.variant.startswith("pages"):
+            ceilings = SPILLS_OF_PAGES
         row = (kernel.source, tile.element_bytes, tile.max_dim, f"{tile.block_m}x{tile.block_n}", tile.min_blocks)
         assert resources.spill_stores_bytes <= ceilings.get(row, 0), row
         # What lies in local memory is spilled: no array is, as it would be if a loop over registers were not unrolled.
@@ -392,4 +411,4 @@ def test_rows_that_may_spill_exist():
         for table in TABLES
         for tile in table
     }
-    assert {row[1:] for row in SPILLS_OF_LATER_ARCHS | SPILLS_OF_BLOCKS | SPILLS_OF_DROPOUT} <= rows
+    assert {row[1:] for row in SPILLS_OF_LATER_ARCHS | SPILLS_OF_BLOCKS | SPILLS_OF_PAGES | SPILLS_OF_DROPOUT} <= rows

@@ -57,6 +57,7 @@ def _as_placed(problem: Problem, arrays: Mapping[str, np.ndarray]) -> Problem:
         "alibi_slopes": scores_shape[:2],
         "kv_lengths": scores_shape[:1],
         "sinks": scores_shape[1:2],
+        "block_table": arrays["block_table"].shape if "block_table" in arrays else (),
     }
     if problem.block_mask is not None:
         shapes["block_mask"] = problem.block_mask.shape

@@ -12,9 +12,11 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import attention
 import emulator
+import numpy as np
 
 import cuflash.testing as ct
 from cuflash import reference
@@ -49,6 +51,7 @@ class Trial:
     schedule: emulator.Schedule = emulator.SCHEDULES[0]
     in_turn: bool = False  # deterministic, without a kernel of its own for dq
     kv_lengths: tuple[int, ...] | None = None  # instead of those of the case, which they are clamped to
+    wild_pages: bool = False  # the first entries of the table are outside of the pool; where they lead is what counts
 
     def run(self, kernels: Path = emulator.KERNELS) -> None:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
@@ -60,6 +63,8 @@ class Trial:
         out, lse = reference.forward(problem, *(arrays[name] for name in "qkv"), **ct.optional(arrays), **case.random)
         if self.kv_lengths:
             arrays["kv_lengths"][...] = self.kv_lengths
+        if self.wild_pages:
+            _make_wild(arrays)
         launches: list[emulator.Statistics] = []
         how = {
             "arch": replace(DeviceSpec.for_arch("9.0"), num_sms=self.num_sms),
@@ -84,6 +89,17 @@ class Trial:
         conflicts = sum(launch.matrix_load_conflicts for launch in launches)
         if conflicts:
             raise AssertionError(f"{conflicts} bank conflicts")
+
+
+def _make_wild(arrays: dict[str, Any]) -> None:
+    """Make the first two pages of the table the first and the last one of the pool, and name them by other numbers."""
+    table, last = arrays["block_table"], len(arrays["k"]) - 1
+    for place, page, name in ((0, 0, -7), (1, last, last + 1)):
+        old = table[0, place]
+        for pool in (arrays["k"], arrays["v"]):
+            pool[[old, page]] = pool[[page, old]]
+        table[...] = np.where(table == old, page, np.where(table == page, old, table))
+        table[0, place] = name
 
 
 def _forward(
@@ -180,6 +196,7 @@ _BACKWARD_PIECES_RING = (
     None,
 )
 _DECODE_TILES = (DecodeSm90Tile(max_dim=128, block_n=32, num_stages=2, min_blocks=1, origin="of a trial"),)
+_LONG_DECODE_TILES = (replace(_DECODE_TILES[0], block_n=64),)
 _DQ = DqTile(max_dim=128, block_m=64, block_n=32, num_warps=4, min_blocks=1, origin="of a trial")
 _GROUPED = ct.Case(
     seqlen_q=150, seqlen_k=77, batch=2, num_heads=4, num_heads_kv=2, head_dim=72, head_dim_v=24, dtype="float16"
@@ -208,6 +225,7 @@ _FLOAT32 = replace(_TERMS, dtype="float32", softcap=20.0)
 _SINKS = replace(_LENGTHS, kv_lengths=(2, 0, 77), sinks=True, dlse=True, score_spread=4.0)
 _PIECES = replace(_GROUPED, dtype="float32", seqlen_k=300)
 _DROPOUT = replace(_GROUPED, dropout=0.3, seed=1)
+_PAGES = replace(_SMALL, seqlen_k=128, batch=2, num_heads_kv=2, causal=True, kv_lengths=(101, 40), page_size=16)
 _DROPOUT_FLOAT32 = replace(_DROPOUT, dtype="float32")
 _BLOCKS = replace(
     _GROUPED, seqlen_k=300, head_dim=16, block_mask=(2, 4), block_size=(32, 48), kv_lengths=(300, 70), blocks_kept=0.25
@@ -246,6 +264,12 @@ TRIALS = {
     ),
     # Rows whose first key is the last of a tile: in the tile behind it, half of the rows of some lanes saw nothing.
     "sm90 diagonal": Trial(case=replace(_SMALL, seqlen_q=150, seqlen_k=213, causal=True), tiles=_sm90(), num_sms=1),
+    "sm90 no keys": Trial(
+        case=replace(_SMALL, seqlen_q=150, seqlen_k=48, batch=3, num_heads=4, causal=True, kv_lengths=(48, 0, 48)),
+        tiles=_sm90(),
+        num_sms=3,
+        schedule=emulator.Schedule("random", seed=1),
+    ),
     # Three tiles of queries in pairs, and blocks with different numbers of them.
     "sm90 pairs": Trial(
         case=replace(_GROUPED, seqlen_q=300, seqlen_k=100, num_heads=2, num_heads_kv=1, causal="top_left"),
@@ -284,6 +308,25 @@ TRIALS = {
     "float32 sm90 sinks": Trial(case=replace(_SINKS, dtype="float32"), tiles=_float32_sm90(), num_sms=1),
     "decode sinks": Trial(case=replace(_DECODE, sinks=True), tiles=_DECODE_TILES),
     "decode whole sinks": Trial(case=replace(_DECODE, sinks=True), tiles=_DECODE_TILES, num_sms=1),
+    # Keys in pages: smaller and larger than tiles, a table in a frame, and entries that are no pages.
+    "forward pages": Trial(case=_PAGES, tiles=_forward(block_m=64)),
+    "forward top left pages": Trial(case=replace(_PAGES, causal="top_left"), tiles=_forward(block_m=64)),
+    "forward strided pages": Trial(
+        case=replace(_PAGES, strides="transposed", alibi_slopes=(2,), kv_lengths=(100, 50)), tiles=_forward(block_m=64)
+    ),
+    "forward far pages": Trial(
+        case=replace(_PAGES, head_dim=16, head_dim_v=16, seqlen_q=5), tiles=_forward(), place=attention.far_apart
+    ),
+    "forward wild pages": Trial(case=_PAGES, tiles=_forward(block_m=64), wild_pages=True),
+    "forward short table": Trial(
+        case=replace(_PAGES, batch=1, seqlen_k=64, kv_lengths=(60,)), tiles=_forward(block_m=64, block_n=48)
+    ),
+    "decode pages": Trial(case=replace(_PAGES, seqlen_q=5, page_size=32), tiles=_LONG_DECODE_TILES),
+    "decode large pages": Trial(case=replace(_PAGES, seqlen_q=5, page_size=64), tiles=_DECODE_TILES),
+    "decode short table": Trial(
+        case=replace(_PAGES, seqlen_q=5, batch=1, seqlen_k=64, kv_lengths=(60,)),
+        tiles=(replace(_DECODE_TILES[0], block_n=48),),
+    ),
     "backward sinks": Trial(case=replace(_SINKS, strides="flipped"), tiles=_backward()),
     "backward sm90 sinks": Trial(case=_SINKS, tiles=(_BACKWARD_SM90, None)),
     "backward": Trial(case=replace(_GROUPED, num_heads=2), tiles=_backward()),
@@ -435,6 +478,7 @@ F, F90, F32, ROLES, PIECES, D90, COMBINE, B90, B32, WALK, TILES90, B, DQ, DELTA,
     "backward_reduce.cu",
 )
 DROPOUT, LISTS, LIST_WALK = "dropout.cuh", "block_lists.cu", "list_walk.cuh"
+PAGES, KEYS = "pages.cuh", "key_tile_sm90.cuh"
 
 # fmt: off
 MUTANTS = (
@@ -548,17 +592,17 @@ MUTANTS = (
             "forward far"),
     # ---- Ranges of tiles
     _mutant("the last tile of the diagonal is left out", "schedule.cuh",
-            "last_row + params.right_offset + 1), kBlockN)", "last_row + params.right_offset), kBlockN)",
+            "last_row + right_offset + 1), kBlockN)", "last_row + right_offset), kBlockN)",
             "forward window", "deterministic window"),
     _mutant("tiles on the diagonal are taken for full", "schedule.cuh",
-            "at_least_zero(first_row + params.right_offset + 1) / kBlockN",
-            "at_least_zero(last_row + params.right_offset + 1) / kBlockN", "forward window"),
+            "at_least_zero(first_row + right_offset + 1) / kBlockN",
+            "at_least_zero(last_row + right_offset + 1) / kBlockN", "forward window"),
     _mutant("the first tile of the window is left out", "schedule.cuh",
-            "start = at_least_zero(first_row + params.left_offset) / kBlockN;",
-            "start = ceil_div(at_least_zero(first_row + params.left_offset), kBlockN);", "forward window"),
+            "start = at_least_zero(first_row + left_offset) / kBlockN;",
+            "start = ceil_div(at_least_zero(first_row + left_offset), kBlockN);", "forward window"),
     _mutant("tiles at the window's edge are taken for full", "schedule.cuh",
-            "full_start = ceil_div(at_least_zero(last_row + params.left_offset), kBlockN);",
-            "full_start = ceil_div(at_least_zero(first_row + params.left_offset), kBlockN);", "forward window"),
+            "full_start = ceil_div(at_least_zero(last_row + left_offset), kBlockN);",
+            "full_start = ceil_div(at_least_zero(first_row + left_offset), kBlockN);", "forward window"),
     _mutant("the last tile of keys is taken for full", "schedule.cuh", "full_stop = key_stop / kBlockN,",
             "full_stop = ceil_div(key_stop, kBlockN),", "forward"),
     _mutant("the mask is not looked at in full tiles", "schedule.cuh",
@@ -619,8 +663,8 @@ MUTANTS = (
             "forward"),
     _mutant("32-bit offsets of heads", "copy.cuh", "head * tensor.head_stride;", "(int)(head * tensor.head_stride);",
             "forward far"),
-    _mutant("32-bit offsets of rows", "copy.cuh", "(first_row + row) * row_stride + column;\n  const u32 destination",
-            "(first_row + row) * (int)row_stride + column;\n  const u32 destination", "forward far"),
+    _mutant("32-bit offsets of rows", "copy.cuh", "(first_row + row) * row_stride + column;\n  else",
+            "(first_row + row) * (int)row_stride + column;\n  else", "forward far"),
     _mutant("32-bit offsets of stored rows", "copy.cuh",
             "Storage* destination = head + (first_row + row) * row_stride + column;",
             "Storage* destination = head + (first_row + row) * (int)row_stride + column;", "forward far"),
@@ -745,10 +789,10 @@ MUTANTS = (
             "      shared.q_ring.empty(query).wait(query.parity ^ 1);\n", "", "sm90 parts"),
     _mutant("the producer waits for the other phase", F90, "shared.k_ring.empty(key).wait(key.parity ^ 1);",
             "shared.k_ring.empty(key).wait(key.parity);", "sm90"),
-    _mutant("bytes of a row too few announced", F90, "v_full.arrive_expect(kBytesV);",
-            "v_full.arrive_expect(kBytesV - kLineBytes);", "sm90"),
-    _mutant("bytes of a row too many announced", F90, "k_full.arrive_expect(kBytesK);",
-            "k_full.arrive_expect(kBytesK + kLineBytes);", "sm90"),
+    _mutant("bytes of a row too few announced", KEYS, "arrive_expect(chunked_bytes(kBlockN, columns));",
+            "arrive_expect(chunked_bytes(kBlockN - 1, columns));", "sm90"),
+    _mutant("bytes of a row too many announced", KEYS, "arrive_expect(chunked_bytes(kBlockN, columns));",
+            "arrive_expect(chunked_bytes(kBlockN + 1, columns));", "sm90"),
     _mutant("K is free before it was read again", F90, "maximum_first = ptx::any_lane(sum",
             "release_by_warp(shared.k_ring.empty(key));\n        maximum_first = ptx::any_lane(sum",
             "sm90 spread"),
@@ -831,8 +875,8 @@ MUTANTS = (
             "sm90"),
     _mutant("bytes of the output announced for Q", F90, "q_full.arrive_expect(kBytesQ);",
             "q_full.arrive_expect(kBytesOut);", "sm90"),
-    _mutant("K of the query's head", F90, "params.k, k_full, first_key, head, batch);",
-            "params.k, k_full, first_key, tile.work.head, batch);", "sm90"),
+    _mutant("K of the query's head", F90, "keys(params.common, batch, head, tile.keys",
+            "keys(params.common, batch, tile.work.head, tile.keys", "sm90"),
     _mutant("V by the size of K", F90, "shared.v + key.stage * kBytesV, params.v",
             "shared.v + key.stage * kBytesK, params.v",
             "sm90"),
@@ -863,7 +907,9 @@ MUTANTS = (
             "      release(shared.v_ring.empty(key));\n      key.advance();\n    } else {\n",
             "      key.advance();\n    } else {\n", "sm90"),
     _mutant("queries without keys do not give Q back", F90,
-            " else {\n      release_by_warp(shared.q_ring.empty(query));\n    }\n", "\n", "sm90 lengths"),
+            "      arrive_as_warp(shared.q_ring.empty(query));\n", "", "sm90 lengths"),
+    _mutant("Q is given back while lanes of the warp wait for it", F90, "arrive_as_warp(shared.q_ring.empty(query));",
+            "release_by_warp(shared.q_ring.empty(query));", "sm90 no keys"),
     _mutant("K that is skipped is not given back", F90,
             "      release_by_warp(shared.k_ring.empty(key));\n      release(shared.v_ring.empty(key));\n",
             "      release(shared.v_ring.empty(key));\n", "sm90 causal"),
@@ -1413,6 +1459,53 @@ MUTANTS = (
     _mutant("heads have the lists of the first", LIST_WALK, "lists + head * head_stride;", "lists;", "backward blocks"),
     _mutant("the last tile is looked for by its place", F90, "tile.keys.at(tile.keys.stop - 1) * kBlockN",
             "(tile.keys.stop - 1) * kBlockN", "sm90 blocks"),
+    # ---- Pages
+    _mutant("all entries have the first table", PAGES, " + batch * params.block_table.batch_stride),", "),",
+            "forward pages"),
+    _mutant("pages are looked up side by side", PAGES, "kKeysOfPage * stride];", "kKeysOfPage];",
+            "forward strided pages"),
+    _mutant("entries that are no page are followed", PAGES,
+            "return page < 0 ? 0 : page < num_pages ? page : num_pages - 1;", "return page;", "forward wild pages"),
+    _mutant("negative entries are followed", PAGES, "return page < 0 ? 0 : page < num_pages", "return page < num_pages",
+            "forward wild pages"),
+    _mutant("the page behind the last is taken for one", PAGES, "page < num_pages ? page : num_pages - 1;",
+            "page <= num_pages ? page : num_pages - 1;", "forward wild pages"),
+    _mutant("every row of a page is its first", PAGES, "Pages::row_in_page(key) * row_stride;", "0 * row_stride;",
+            "forward pages"),
+    _mutant("pages of the first head", PAGES, "+ head * tensor.head_stride),\n        page_stride",
+            "),\n        page_stride", "forward pages"),
+    _mutant("32-bit offsets of pages", PAGES, "pages.page_of(key) * page_stride",
+            "pages.page_of(key) * (int)page_stride", "forward far pages"),
+    _mutant("rows behind the last key are looked up", "copy.cuh", "if (exists) source = head.row",
+            "source = head.row", "forward short table"),
+    _mutant("columns of a looked up row from the first on", "copy.cuh", "first_row + row + i) + column;",
+            "first_row + row + i);", "forward pages"),
+    _mutant("the diagonal does not follow lengths", "schedule.cuh",
+            "return key_stop_of(params, batch) - params.seqlen_k;", "return 0;", "forward pages"),
+    _mutant("the diagonal follows lengths that are aligned to the top left", "schedule.cuh",
+            "if constexpr (!kFollowsLengths) return 0;", "if constexpr (kPageSize == 0) return 0;",
+            "forward top left pages"),
+    _mutant("tiles of the diagonal of all keys", "schedule.cuh",
+            "const int right_offset = right_offset_of(params, batch);",
+            "const int right_offset = params.right_offset;", "forward pages"),
+    _mutant("the mask of the diagonal of all keys", "mask.cuh", "right_offset_of(params, batch)",
+            "params.right_offset", "forward pages"),
+    _mutant("slopes from the diagonal of all keys", "score.cuh", "diagonal_of(params, batch)", "params.diagonal",
+            "forward top left pages", "forward strided pages"),
+    _mutant("the page of the first box for all", KEYS, "key < key_stop ? pages.page_of(key)",
+            "key < key_stop ? pages.page_of(n_block * kBlockN)", "decode pages"),
+    _mutant("boxes without keys are looked up", KEYS,
+            "page[i] = key < key_stop ? pages.page_of(key) : params.num_pages;",
+            "page[i] = pages.page_of(key);", "decode short table"),
+    _mutant("the last page where there are no keys", KEYS, ": params.num_pages;", ": params.num_pages - 1;",
+            "decode pages", escapes="keys that do not exist are hidden whatever arrives"),
+    _mutant("boxes in one place", KEYS, "(c * kBlockN + i * kBoxRows) * kLineBytes", "c * kBlockN * kLineBytes",
+            "decode pages"),
+    _mutant("every box from the start of its page", KEYS,
+            "const int row = Pages::row_in_page(n_block * kBlockN + i * kBoxRows);",
+            "const int row = 0;", "decode large pages"),
+    _mutant("boxes of a page behind each other", KEYS, "(c * kBlockN + i * kBoxRows)", "(c * kBlockN + i * 16)",
+            "decode pages"),
 )
 # fmt: on
 

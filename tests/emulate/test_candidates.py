@@ -20,6 +20,7 @@ CASE = ct.Case(seqlen_q=150, seqlen_k=170, num_heads=2, num_heads_kv=1, head_dim
 TRIED = {
     "forward": (CASE, "forward", "8.0", 1),
     "forward sm90": (replace(CASE, head_dim=128), "forward", "9.0", 3),
+    "forward sm90 pages": (replace(CASE, seqlen_k=192, kv_lengths=(170,), page_size=64), "forward", "9.0", 2),
     "decode": (replace(CASE, seqlen_q=4, seqlen_k=700), "forward", "9.0", 2),
     "float32 sm90": (replace(CASE, dtype="float32", seqlen_q=300), "forward", "9.0", 2),
     "backward": (CASE, "backward", "8.0", 1),

@@ -163,6 +163,18 @@ def test_contenders_on_the_cpu_are_right(name, case):
 SHAPES = {"forward": ("out",), "backward": ("q", "k", "v")}
 
 
+def test_keys_in_pages_are_those_of_the_case():
+    case = Case(head_dim=16, seqlen_q=3, seqlen_k=512, batch=2, num_heads=4, num_heads_kv=2, dtype="float32")
+    inputs = make_inputs(np, case)
+    expected = peers.cuflash(case, inputs).calls["forward"]()[0].copy()
+    for size in (16, 64, 256):
+        contender = peers.ADAPTERS[f"cuflash-pages{size}"](case, inputs)
+        np.testing.assert_allclose(contender.calls["forward"]()[0], expected, rtol=1e-5, atol=1e-6)
+        assert list(contender.plans) == ["forward"]
+    with pytest.raises(peers.Absent, match="500 keys are no whole pages of 64"):
+        peers.ADAPTERS["cuflash-pages64"](replace(case, seqlen_k=500), inputs)
+
+
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("make_calls", [peers.fa2_calls, peers.cudnn_calls, peers.efficient_calls])
 def test_device_kernels_of_torch_take_these_arguments(make_calls, grouped):

@@ -86,7 +86,8 @@ def test_on_the_cpu(setting):
         pairs.assert_as_recorded("cpu", setting, pass_, pairs.by_interface(lambda x: x))
 
 
-MANY = max(SETTINGS, key=lambda setting: len(setting.names))
+# One that is served, and so has no pages.
+MANY = max((x for x in SETTINGS if "block_table" not in x.names), key=lambda setting: len(setting.names))
 
 
 def refusing(*names):
