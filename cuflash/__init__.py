@@ -8,7 +8,7 @@
 
 from cuflash import block_masks
 from cuflash.dropout import dropout_mask
-from cuflash.flash_attention import FlashAttention, ForwardResult, Gradients, GradientsWithSinks, attention
+from cuflash.flash_attention import FlashAttention, ForwardResult, Gradients, attention
 from cuflash.merging import MergeGradients, MergeResult, merge, merge_backward
 
 __version__ = "0.1.0"
@@ -17,7 +17,6 @@ __all__ = [
     "FlashAttention",
     "ForwardResult",
     "Gradients",
-    "GradientsWithSinks",
     "MergeGradients",
     "MergeResult",
     "attention",

@@ -34,11 +34,11 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.lib.introspect import opt_func_info
@@ -46,7 +46,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from cuflash.dropout import kept_weights
-from cuflash.problem import Problem, view_4d, view_rows
+from cuflash.problem import DEFAULT_NEED, GRADIENTS, Problem, view_4d, view_rows
 
 Array = NDArray[Any]
 
@@ -143,12 +143,10 @@ def backward(
     sinks: Array | None = None,
     block_mask: Array | None = None,
     dlse: Array | None = None,
+    need: Collection[str] | None = None,
     seed: int | None = None,
     offset: int | None = None,
-    dq: Array | None = None,
-    dk: Array | None = None,
-    dv: Array | None = None,
-    dsinks: Array | None = None,
+    **results: Array | None,
 ) -> tuple[Array, ...]:
     """Gradients of ``sum(dout * out) + sum(dlse * lse)`` by tiles (FlashAttention-2, algorithm 2); bitwise repeatable.
 
@@ -160,29 +158,60 @@ def backward(
         The gradient with respect to out, and what `forward` returned.
     dlse : numpy.ndarray, optional
         The gradient with respect to lse.
-    dq, dk, dv : numpy.ndarray, optional
-        Written to and returned: shapes and dtypes of q, k and v; any strides.
-    dsinks : numpy.ndarray, optional
-        Likewise, (num_heads,), dtype of lse; goes with sinks.
+    need : collection of str, optional
+        The gradients that are wanted, names of `problem.GRADIENTS`; without it dq, dk, dv, and dsinks with `sinks`.
+    dq, dk, dv, dbias, dalibi_slopes, dscale, dsoftcap, dsinks : numpy.ndarray, optional
+        Written to and returned if wanted: shapes and dtypes of q, k, v, bias and so on, shape () and dtype of lse of
+        dscale and dsoftcap; any strides.
 
     Returns
     -------
-    dq, dk, dv : numpy.ndarray
-        Keys that no query sees, those past `kv_lengths` among them, get zero.
-    dsinks : numpy.ndarray
-        With `sinks` only.
+    tuple of numpy.ndarray
+        The gradients that are wanted, in the order of `problem.GRADIENTS`. In dk and dv, keys that no query sees, those
+        past `kv_lengths` among them, get zero.
     """
-    dq, dk, dv = (np.empty(x.shape, x.dtype) if y is None else y for x, y in ((q, dq), (k, dk), (v, dv)))
+    if need is None:
+        need = DEFAULT_NEED if sinks is None else (*DEFAULT_NEED, "dsinks")
+    number = np.empty((), problem.softmax_dtype)
+    like: dict[str, Any] = {"dq": q, "dk": k, "dv": v, "dbias": bias, "dalibi_slopes": alibi_slopes, "dsinks": sinks}
+    wanted: dict[str, Array] = {}
+    for name in GRADIENTS:
+        if name in need:
+            given, model = results.get(name), like.get(name, number)
+            wanted[name] = np.empty(model.shape, model.dtype) if given is None else given
     call = _Call(problem, q, k, v, bias, mask, alibi_slopes, sinks, block_mask, None, seed, offset)
-    dout, out, dq_4d, dk_4d, dv_4d = (view_4d(x, problem.layout) for x in (dout, out, dq, dk, dv))
-    lse = view_rows(lse)
+    dout, out, lse = view_4d(dout, problem.layout), view_4d(out, problem.layout), view_rows(lse)
     dlse = None if dlse is None else view_rows(dlse)
+    rows = (dout, out, lse, dlse)
     threads = _count_threads(problem.backward_flops)
+    if wanted.keys() & set(DEFAULT_NEED):
+        of_operands = {name: view_4d(wanted[name], problem.layout) for name in DEFAULT_NEED if name in wanted}
+        _write_operand_gradients(call, kv_lengths, threads, rows, **of_operands)
+    if wanted.keys() & {"dbias", "dalibi_slopes", "dscale", "dsoftcap"}:
+        _write_score_gradients(call, kv_lengths, threads, rows, wanted)
+    if "dsinks" in wanted:
+        _write_sink_gradients(cast(Array, sinks), *rows, wanted["dsinks"])
+    return tuple(wanted.values())
+
+
+def _write_operand_gradients(
+    call: _Call,
+    kv_lengths: Array | None,
+    threads: int,
+    rows: _Rows,
+    dq: Array | None = None,
+    dk: Array | None = None,
+    dv: Array | None = None,
+) -> None:
+    """dq, dk and dv, those that there are arrays for."""
+    problem = call.problem
     groups = _heads_by_length(problem, problem.num_heads_kv, kv_lengths)
     # A job is a range of keys of some heads: all keys, unless that leaves threads idle. Every range makes a dq of its
     # own, and these are added in order: repeatable, and linear in memory.
     bounds = _equal_key_ranges(problem, _count_ranges(threads, problem.batch * problem.num_heads_kv))
-    partial_dqs = [dq_4d] if len(bounds) == 2 else list(np.zeros((len(bounds) - 1, *dq_4d.shape), call.dtype))
+    partial_dqs: list[Array | None] = [dq] * (len(bounds) - 1)
+    if dq is not None and len(bounds) > 2:
+        partial_dqs = list(np.zeros((len(bounds) - 1, *dq.shape), call.dtype))
     jobs = [
         (heads, range(min(j0, group.num_keys), min(j1, group.num_keys)), partial_dq)
         for group in groups
@@ -190,18 +219,14 @@ def backward(
         for j0, j1, partial_dq in zip(bounds[:-1], bounds[1:], partial_dqs, strict=True)
     ]
     for group in groups:
-        dk_4d[group.batch, group.head, group.num_keys :] = 0
-        dv_4d[group.batch, group.head, group.num_keys :] = 0
-    _run(lambda *job: _backward_job(call, dout, out, lse, dlse, dk_4d, dv_4d, *job), jobs, threads, call.dtype)
-    if partial_dqs[0] is not dq_4d:
+        for of_keys in (dk, dv):
+            if of_keys is not None:
+                of_keys[group.batch, group.head, group.num_keys :] = 0
+    _run(lambda *job: _backward_job(call, rows, dk, dv, *job), jobs, threads, call.dtype)
+    if dq is not None and len(bounds) > 2:
         with np.errstate(all="ignore"):
-            for head in np.ndindex(dq_4d.shape[:2]):
-                dq_4d[head] = sum(partial_dq[head] for partial_dq in partial_dqs)
-    if sinks is None:
-        return dq, dk, dv
-    dsinks = np.empty(problem.num_heads, call.dtype) if dsinks is None else dsinks
-    _write_sink_gradients(sinks, dout, out, lse, dlse, dsinks)
-    return dq, dk, dv, dsinks
+            for head in np.ndindex(dq.shape[:2]):
+                dq[head] = sum(partial_dq[head] for partial_dq in partial_dqs if partial_dq is not None)
 
 
 # ---- work and threads ------------------------------------------------------------------------------------------------
@@ -783,41 +808,54 @@ def _add_sinks(call: _Call, sinks: Array, queries: _Queries, total: Array) -> No
 # ---- backward --------------------------------------------------------------------------------------------------------
 
 
+_Rows = tuple[Array, Array, Array, Array | None]  # dout and out as (batch, heads, seqlen_q, dim), lse, dlse
+
+
 def _backward_job(
     call: _Call,
-    dout: Array,
-    out: Array,
-    lse: Array,
-    dlse: Array | None,
-    dk: Array,
-    dv: Array,
+    of_rows: _Rows,
+    dk: Array | None,
+    dv: Array | None,
     workspace: _Workspace,
     heads: _Heads,
     span: range,
-    dq: Array,
+    dq: Array | None,
 ) -> None:
     """dk and dv of a span of the keys of some heads of k and v, and what that span contributes to dq."""
     problem = call.problem
     k, v = (call.stage(x, heads, span, ones=1) for x in (call.k, call.v))
-    dk_sum, dv_sum = np.zeros_like(k[:, :, :-1]), np.zeros_like(v[:, :, :-1])
+    dk_sum = None if dk is None else np.zeros_like(k[:, :, :-1])
+    dv_sum = None if dv is None else np.zeros_like(v[:, :, :-1])
     for member in range(problem.group_size):
         group = _Heads(heads.batch, heads.head * problem.group_size + member, heads.num_keys)
         for i in range(0, problem.seqlen_q, call.query_tile):
             rows = range(i, min(i + call.query_tile, problem.seqlen_q))
-            queries = _BackwardQueries(call, group, rows, dout, out, lse, dlse)
+            queries = _BackwardQueries(call, group, rows, *of_rows)
             key_tile = call.tile // (heads.count * queries.padded) // KEY_BLOCK * KEY_BLOCK
             for tile in _key_tiles(span.start, span.stop, _clamp(key_tile, KEY_BLOCK, KEY_TILE)):
                 for keys in tile.seen_by(queries).runs(call, queries):
                     visible = _visible(call, queries, keys)
                     if visible is False:
                         continue
-                    k_blocks, v_blocks, dk_blocks, dv_blocks = (
-                        keys.blocks(x, span.start) for x in (k, v, dk_sum, dv_sum)
+                    k_blocks, v_blocks = (keys.blocks(x, span.start) for x in (k, v))
+                    dk_blocks, dv_blocks = (None if x is None else keys.blocks(x, span.start) for x in (dk_sum, dv_sum))
+                    _backward_tile(
+                        call,
+                        queries,
+                        keys,
+                        k_blocks,
+                        v_blocks,
+                        visible,
+                        workspace,
+                        dq is not None,
+                        dk_blocks,
+                        dv_blocks,
                     )
-                    _backward_tile(call, queries, keys, k_blocks, v_blocks, dk_blocks, dv_blocks, visible, workspace)
-            queries.write(dq, problem.scale * queries.dq_t.swapaxes(2, 3))
-    dk[heads.batch, heads.head, span.start : span.stop] = dk_sum
-    dv[heads.batch, heads.head, span.start : span.stop] = dv_sum
+            if dq is not None:
+                queries.write(dq, problem.scale * queries.dq_t.swapaxes(2, 3))
+    for result, total in ((dk, dk_sum), (dv, dv_sum)):
+        if result is not None:
+            result[heads.batch, heads.head, span.start : span.stop] = total
 
 
 class _BackwardQueries(_Queries):
@@ -868,12 +906,17 @@ def _backward_tile(
     keys: _Keys,
     k: Array,
     v: Array,
-    dk: Array,
-    dv: Array,
     visible: Array | bool,
     workspace: _Workspace,
+    needs_dq: bool,
+    dk: Array | None = None,
+    dv: Array | None = None,
+    take_scores: Callable[[Array, Array | None], None] | None = None,
 ) -> None:
-    """Add what a tile contributes to dk, dv and `queries.dq_t`."""
+    """Add what a tile contributes to dk and dv, where these are wanted, and to `queries.dq_t`.
+
+    `take_scores` gets the gradient of the scores as (heads, key blocks, query blocks, keys, queries), and their tanh.
+    """
     problem = call.problem
     num_heads, across = queries.heads.count, (keys.num_blocks, queries.num_blocks)
     tile_shape = (num_heads, *across, keys.block, queries.block)
@@ -883,22 +926,131 @@ def _backward_tile(
     _exponential(p, call.unit, small=queries.small)
     _hide(p, visible, 0)
     kept = _kept(call, queries, keys, workspace, tile_shape) if problem.dropout else None
-    weights = p if kept is None else np.multiply(p, kept, out=ds)
-    parts = workspace.take("parts", num_heads, *across, keys.block, problem.head_dim_v)
-    dv += np.matmul(weights, queries.dout[:, None], out=parts).sum(axis=2, keepdims=True)
+    if dv is not None:
+        weights = p if kept is None else np.multiply(p, kept, out=ds)
+        parts = workspace.take("parts", num_heads, *across, keys.block, problem.head_dim_v)
+        dv += np.matmul(weights, queries.dout[:, None], out=parts).sum(axis=2, keepdims=True)
+    if dk is None and not needs_dq and take_scores is None:
+        return
     np.matmul(v, queries.dout_t[:, None], out=ds)
     if kept is not None:
         ds *= kept
         ds += queries.minus_delta[:, None, :, None]
     ds *= p
+    if take_scores is not None:
+        take_scores(ds, tanh)
     if tanh is not None:
         tanh *= tanh
         np.subtract(1, tanh, out=tanh)
         ds *= tanh
-    parts = workspace.take("parts", num_heads, *across, keys.block, problem.head_dim)
-    dk += np.matmul(ds, queries.rows[:, None], out=parts).sum(axis=2, keepdims=True)
-    parts = workspace.take("parts", num_heads, *across, problem.head_dim, queries.block)
-    queries.dq_t += np.matmul(k[..., :-1].swapaxes(3, 4), ds, out=parts).sum(axis=1)
+    if dk is not None:
+        parts = workspace.take("parts", num_heads, *across, keys.block, problem.head_dim)
+        dk += np.matmul(ds, queries.rows[:, None], out=parts).sum(axis=2, keepdims=True)
+    if needs_dq:
+        parts = workspace.take("parts", num_heads, *across, problem.head_dim, queries.block)
+        queries.dq_t += np.matmul(k[..., :-1].swapaxes(3, 4), ds, out=parts).sum(axis=1)
+
+
+# ---- gradients of what scores are made of ----------------------------------------------------------------------------
+
+
+def _write_score_gradients(
+    call: _Call, kv_lengths: Array | None, threads: int, of_rows: _Rows, wanted: Mapping[str, Array]
+) -> None:
+    """dbias, dalibi_slopes, dscale and dsoftcap, those that are wanted.
+
+    A job is a tile of rows of one head. What it has for things that other jobs share is added in the order of the jobs,
+    by this thread, while few are under way.
+    """
+    problem = call.problem
+    sums = {name: np.zeros(x.shape, call.dtype) for name, x in wanted.items()}
+    dbias = sums["dbias"][(None,) * (4 - sums["dbias"].ndim)] if "dbias" in sums else None
+    jobs = [
+        (heads, range(i, min(i + call.query_tile, problem.seqlen_q)))
+        for group in _heads_by_length(problem, problem.num_heads, kv_lengths)
+        for heads in group.split(1, group.count)
+        for i in range(0, problem.seqlen_q, call.query_tile)
+    ]
+    for first in range(0, len(jobs), threads):
+        parts: list[dict[str, Array]] = [{} for _ in jobs[first : first + threads]]
+        work = [(*job, part) for job, part in zip(jobs[first : first + threads], parts, strict=True)]
+        _run(lambda *job: _score_gradients_job(call, of_rows, wanted, *job), work, threads, call.dtype)
+        for (heads, rows), part in zip(jobs[first : first + threads], parts, strict=True):
+            ((b, h),) = heads
+            with np.errstate(all="ignore"):
+                if dbias is not None:
+                    its_rows = slice(rows.start, rows.stop) if dbias.shape[2] > 1 else slice(None)
+                    columns = slice(heads.num_keys) if dbias.shape[3] > 1 else slice(None)
+                    dbias[b % dbias.shape[0], h % dbias.shape[1], its_rows, columns] += part["dbias"]
+                if "dalibi_slopes" in sums:
+                    sums["dalibi_slopes"][(b, h)[-sums["dalibi_slopes"].ndim :]] += part["dalibi_slopes"]
+                for name in ("dscale", "dsoftcap"):
+                    if name in sums:
+                        sums[name] += part[name]
+    with np.errstate(all="ignore"):
+        for name in ("dbias", "dalibi_slopes", "dscale", "dsoftcap"):
+            if name in sums:
+                wanted[name][...] = sums[name]
+
+
+def _score_gradients_job(
+    call: _Call,
+    of_rows: _Rows,
+    wanted: Collection[str],
+    workspace: _Workspace,
+    heads: _Heads,
+    rows: range,
+    part: dict[str, Array],
+) -> None:
+    """What some rows of one head have for these gradients, summed over the axes that the bias has not."""
+    problem = call.problem
+    queries = _BackwardQueries(call, heads, rows, *of_rows)
+    shape = (len(rows), heads.num_keys)
+    bias_shape = call.bias.shape[2:] if call.bias is not None and "dbias" in wanted else (1, 1)
+    part["dbias"] = dbias = np.zeros(
+        tuple(n if m > 1 else 1 for n, m in zip(shape, bias_shape, strict=True)), call.dtype
+    )
+    part |= {name: np.zeros((), call.dtype) for name in ("dalibi_slopes", "dscale", "dsoftcap")}
+    key_tile = _clamp(call.tile // queries.padded // KEY_BLOCK * KEY_BLOCK, KEY_BLOCK, KEY_TILE)
+    for tile in _key_tiles(0, heads.num_keys, key_tile):
+        for keys in tile.seen_by(queries).runs(call, queries):
+            visible = _visible(call, queries, keys)
+            if visible is False:
+                continue
+            of_keys, span = call.sharing(heads), range(keys.start, keys.stop)
+            k, v = (keys.blocks(call.stage(x, of_keys, span, ones=1), keys.start) for x in (call.k, call.v))
+
+            def take_scores(ds: Array, tanh: Array | None, keys: _Keys = keys, k: Array = k) -> None:
+                pairs = ds[0].transpose(1, 3, 0, 2).reshape(queries.padded, keys.stop - keys.start)[: len(rows)]
+                if "dbias" in wanted:
+                    summed = tuple(axis for axis, n in enumerate(bias_shape) if n == 1)
+                    columns = slice(keys.start, keys.stop) if bias_shape[1] > 1 else slice(None)
+                    dbias[:, columns] += pairs.sum(axis=summed, keepdims=True) if summed else pairs
+                if "dalibi_slopes" in wanted:
+                    i = np.arange(rows.start, rows.stop)[:, None] + problem.diagonal
+                    distance = np.abs(i - np.arange(keys.start, keys.stop)).astype(call.dtype)
+                    part["dalibi_slopes"] -= (pairs * distance).sum()
+                if "dsoftcap" in wanted and tanh is not None:
+                    x = np.matmul(k, queries.q_t[:, None])
+                    part["dsoftcap"] += (ds * _derivative_by_softcap(x, tanh)).sum()
+
+            _backward_tile(call, queries, keys, k, v, visible, workspace, "dscale" in wanted, take_scores=take_scores)
+    if "dscale" in wanted:
+        q = queries.blocks(call.stage(call.q, heads, rows, padded=queries.padded))
+        part["dscale"] += (queries.dq_t.swapaxes(2, 3) * q).sum()
+
+
+def _derivative_by_softcap(x: Array, tanh: Array) -> Array:
+    """That of ``softcap * tanh(x)``, x = score / softcap: ``tanh(x) - x * (1 - tanh(x) ** 2)``.
+
+    Near 0, where the terms cancel, ``(sinh(2 x) - 2 x) / 2 * (1 - tanh(x) ** 2)`` by the series of the first factor.
+    """
+    slope, near = 1 - tanh * tanh, np.abs(x) < 0.5
+    x2 = np.where(near, x * x, 0)
+    series = np.ones_like(x)
+    for n in range(18, 3, -2):
+        series = 1 + 4 / (n * (n + 1)) * x2 * series
+    return np.where(near, 2 / 3 * x * x2 * series * slope, tanh - x * slope)
 
 
 def _write_sink_gradients(sinks: Array, dout: Array, out: Array, lse: Array, dlse: Array | None, dsinks: Array) -> None:

@@ -12,13 +12,17 @@ The short story of a call:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import functools
+from collections import namedtuple
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from cuflash import cpu, interop, progress
 from cuflash.problem import (
+    DEFAULT_NEED,
+    GRADIENTS,
     Options,
     Problem,
     check_array,
@@ -36,7 +40,6 @@ Window = tuple[int | None, int | None]
 
 QKV = ("q", "k", "v")
 PASSES = ("forward", "backward")
-ALWAYS = ("dq", "dk", "dv")  # gradients that every backward pass gives
 
 
 class ForwardResult(NamedTuple):
@@ -47,20 +50,17 @@ class ForwardResult(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What `FlashAttention.backward` returns."""
+    """What `FlashAttention.backward` returns, unless it is asked for other gradients: then a tuple with their names."""
 
     dq: Array
     dk: Array
     dv: Array
 
 
-class GradientsWithSinks(NamedTuple):
-    """What it returns where dsinks are wanted."""
-
-    dq: Array
-    dk: Array
-    dv: Array
-    dsinks: Array
+@functools.cache
+def _gradients_named(names: tuple[str, ...]) -> Callable[..., Any]:
+    """The named tuple of some gradients."""
+    return Gradients if names == Gradients._fields else namedtuple("Gradients", names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,21 +355,28 @@ class FlashAttention:
         block_mask: Array | None = None,
         block_table: Array | None = None,
         dlse: Array | None = None,
-        need: Collection[str] = ALWAYS,
+        need: Collection[str] = DEFAULT_NEED,
         seed: int | None = None,
         offset: int | None = None,
         dq: Array | None = None,
         dk: Array | None = None,
         dv: Array | None = None,
+        dbias: Array | None = None,
+        dalibi_slopes: Array | None = None,
+        dscale: Array | None = None,
+        dsoftcap: Array | None = None,
         dsinks: Array | None = None,
-    ) -> Gradients | GradientsWithSinks:
-        """Gradients of ``sum(dout * out) + sum(dlse * lse)`` with respect to q, k and v.
+    ) -> Any:
+        """Gradients of ``sum(dout * out) + sum(dlse * lse)`` with respect to q, k, v, and what else is asked for.
 
         Scores S are computed again from q and k, tile by tile (algorithm 4 of the first paper): ``P = exp(S - lse)``,
         ``dV = P^T dO``, ``dP = dO V^T``, ``dS = P * (dP - delta)`` with ``delta = rowsum(dO * O) - dlse``,
         ``dQ = scale dS K``, ``dK = scale dS^T Q``. With grouped heads, dk and dv are sums over the group. The gradient
         of a sink is the sum of ``-exp(sink - lse) * delta`` over all rows of its head. Dropout acts on P where it makes
-        dV, and on dP.
+        dV, and on dP. The gradient of the bias is dS, summed over the axes along which the bias broadcasts; that of a
+        slope is ``-sum(dS * abs(i + d - j))``. With x = ``scale * dot(q[i], k[j])``, t = ``tanh(x / softcap)`` and
+        ``1 - t ** 2`` a factor of dS on its way to dQ, dK and here (1 without softcap), those of scale and softcap are
+        ``sum(dS * (1 - t ** 2) * dot(q[i], k[j]))`` and ``sum(dS * (t - x / softcap * (1 - t ** 2)))``.
 
         Parameters
         ----------
@@ -387,18 +394,22 @@ class FlashAttention:
             Gradient with respect to lse, of its shape and dtype, if anything was computed from lse. Rows whose lse is
             -inf get nothing from it.
         need : collection of str, default ("dq", "dk", "dv")
-            Gradients that are wanted. Those three always come; "dsinks" may be added where sinks are given.
+            Gradients that are wanted, in any order; only these are computed. Beside those three, "dscale" always may be
+            among them, and "dbias", "dalibi_slopes", "dsoftcap" and "dsinks" where there is a bias, and so on.
         seed, offset : int, optional
             As `forward` took them.
-        dq, dk, dv, dsinks : array, optional
-            Written to and returned: shapes and dtypes of q, k, v and sinks, no memory in common with another argument.
-            A dsinks to write to is needed, whatever `need` says.
+        dq, dk, dv, dbias, dalibi_slopes, dscale, dsoftcap, dsinks : array, optional
+            Written to and returned: shapes and dtypes as below, no memory in common with another argument. A gradient
+            with an array to write to is wanted, whatever `need` says.
 
         Returns
         -------
-        Gradients or GradientsWithSinks
-            ``dq``, ``dk``, ``dv``: shapes and dtypes of q, k and v. Keys that no query sees get zero. ``dsinks``, where
-            it is needed: shape and dtype of sinks, summed in one order always.
+        Gradients
+            A named tuple of the gradients that are wanted, in this order. ``dq``, ``dk``, ``dv``: shapes and dtypes of
+            q, k and v; keys that no query sees get zero. ``dbias``, ``dalibi_slopes``: shapes and dtypes of bias and
+            alibi_slopes, as they were given; pairs that are hidden, be it by a bias of -inf, count for nothing.
+            ``dscale``, ``dsoftcap``: shape (), dtype of lse. ``dsinks``: shape and dtype of sinks. All but the first
+            three are summed in one order always.
 
         Raises
         ------
@@ -414,10 +425,12 @@ class FlashAttention:
             )
         required = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
         terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask) | {"dlse": dlse}
-        inputs, results = required | terms, {"dq": dq, "dk": dk, "dv": dv}
-        kind: type[Gradients | GradientsWithSinks] = Gradients
-        if _needs_dsinks(need, sinks, dsinks):
-            results, kind = results | {"dsinks": dsinks}, GradientsWithSinks
+        inputs = required | terms
+        every = (dq, dk, dv, dbias, dalibi_slopes, dscale, dsoftcap, dsinks)
+        results = dict(zip(GRADIENTS, every, strict=True))
+        names = _needed(need, terms | {"softcap": self.options.softcap}, results)
+        results = {name: results[name] for name in names}
+        kind = _gradients_named(names)
         random = self._random(seed, offset)
         if interop.are_cupy(tuple(required.values()), (*terms.values(), *results.values())):
             return kind(*_gpu().backward(self.options, **inputs, **results, **random))
@@ -432,9 +445,15 @@ class FlashAttention:
                 check_array(name, arrays[name], shape, dtype)
             if dlse is not None:
                 check_array("dlse", arrays["dlse"], problem.lse_shape, problem.softmax_dtype)
-            shapes = {name: (arrays[name[1:]].shape, arrays[name[1:]].dtype.name) for name in results}
+            of_softmax = ((), problem.softmax_dtype)
+            shapes = {
+                name: of_softmax
+                if name in ("dscale", "dsoftcap")
+                else (arrays[name[1:]].shape, arrays[name[1:]].dtype.name)
+                for name in names
+            }
             _check_results(arrays, inputs, shapes)
-            computed = cpu.backward(problem, **arrays, **random)
+            computed = cpu.backward(problem, need=names, **arrays, **random)
         return kind(*map(borrowed.give_back, computed, results.values()))
 
     def plan(
@@ -450,6 +469,7 @@ class FlashAttention:
         sinks: Array | None = None,
         block_mask: Array | None = None,
         block_table: Array | None = None,
+        need: Collection[str] | None = None,
     ) -> Any:
         """What `forward` and `backward` would run on these arrays, and why; nothing is computed.
 
@@ -459,6 +479,8 @@ class FlashAttention:
             As `forward` takes them; only shapes, strides and dtypes matter.
         bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table : array, optional
             Likewise. With a block_table there is no backward pass.
+        need : collection of str, optional
+            Gradients that `backward` is to give: without it dq, dk, dv, and dsinks where there are sinks.
 
         Returns
         -------
@@ -470,10 +492,12 @@ class FlashAttention:
         TypeError, ValueError, NotImplementedError
             As `forward` does.
         """
-        inputs = {"q": q, "k": k, "v": v} | _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table)
+        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table)
+        need = self._planned(need, terms)
+        inputs = {"q": q, "k": k, "v": v} | terms
         borrowed = interop.borrow(inputs, required=QKV)
         if borrowed.kind == "cupy":
-            return _gpu().plan(self.options, **borrowed.arrays)
+            return _gpu().plan(self.options, need=need, **borrowed.arrays)
         return CpuPlan(problem=self._checked_problem(borrowed.arrays))
 
     def compile(
@@ -489,6 +513,7 @@ class FlashAttention:
         sinks: Array | None = None,
         block_mask: Array | None = None,
         block_table: Array | None = None,
+        need: Collection[str] | None = None,
     ) -> None:
         """Have everything ready that `forward` and `backward` of such arrays need: later calls compile nothing.
 
@@ -502,16 +527,20 @@ class FlashAttention:
             As `forward` takes them; only shapes, strides and dtypes matter.
         bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table : array, optional
             Likewise. With a block_table there is no backward pass.
+        need : collection of str, optional
+            Gradients that `backward` is to give: without it dq, dk, dv, and dsinks where there are sinks.
 
         Raises
         ------
         TypeError, ValueError, NotImplementedError
             As `forward` does.
         """
-        inputs = {"q": q, "k": k, "v": v} | _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table)
+        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table)
+        need = self._planned(need, terms)
+        inputs = {"q": q, "k": k, "v": v} | terms
         borrowed = interop.borrow(inputs, required=QKV)
         if borrowed.kind == "cupy":
-            _gpu().compile(self.options, **borrowed.arrays)
+            _gpu().compile(self.options, need=need, **borrowed.arrays)
         else:
             self._checked_problem(borrowed.arrays)
 
@@ -597,6 +626,12 @@ class FlashAttention:
         return stopwatch.tune(
             self.options, borrowed.arrays, random=numbers, passes=wanted, remember=remember, bar=progress.bar
         )
+
+    def _planned(self, need: Collection[str] | None, terms: dict[str, Array | None]) -> tuple[str, ...]:
+        """The gradients that a plan is for."""
+        if need is None:
+            need = DEFAULT_NEED if terms["sinks"] is None else (*DEFAULT_NEED, "dsinks")
+        return _needed(need, terms | {"softcap": self.options.softcap}, dict.fromkeys(GRADIENTS))
 
     def _random(self, seed: int | None, offset: int | None) -> dict[str, Any]:
         """Seed and offset of a call by name, checked; zeros where nothing is random and nobody gave them."""
@@ -727,20 +762,23 @@ def _checked_passes(passes: Collection[str]) -> Any:
     return tuple(name for name in PASSES if name in passes)
 
 
-def _needs_dsinks(need: Collection[str], sinks: Array | None, dsinks: Array | None) -> bool:
-    """Whether the gradient of the sinks is wanted; it is if there is an array for it."""
-    if need is ALWAYS and dsinks is None:
-        return False
+def _needed(need: Collection[str], given: dict[str, Any], results: dict[str, Array | None]) -> tuple[str, ...]:
+    """The gradients that are wanted, in their order: those that are needed, or have an array to be written to."""
+    if need is DEFAULT_NEED and all(results[name] is None for name in GRADIENTS[len(DEFAULT_NEED) :]):
+        return DEFAULT_NEED
     if isinstance(need, str) or not isinstance(need, Collection):
         raise type_error("need", f"{type(need).__name__} {need!r}", "a collection of names of gradients")
     for name in need:
-        if name not in (*ALWAYS, "dsinks"):
-            raise value_error("need", repr(name), "'dq', 'dk', 'dv' or 'dsinks'")
-    if dsinks is None and "dsinks" not in need:
-        return False
-    if sinks is None:
-        raise value_error("need" if dsinks is None else "dsinks", "dsinks without sinks", "sinks as forward took them")
-    return True
+        if name not in GRADIENTS:
+            listed = ", ".join(map(repr, GRADIENTS[:-1])) + f" or {GRADIENTS[-1]!r}"
+            raise value_error("need", repr(name), listed)
+    wanted = tuple(name for name in GRADIENTS if name in need or results[name] is not None)
+    for name in ("bias", "alibi_slopes", "softcap", "sinks"):
+        if f"d{name}" in wanted and given[name] is None:
+            argument = "need" if results[f"d{name}"] is None else f"d{name}"
+            expected = "FlashAttention(softcap=...)" if name == "softcap" else f"{name} as forward took them"
+            raise value_error(argument, f"d{name} without {name}", expected)
+    return wanted
 
 
 def _out_and_lse(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:

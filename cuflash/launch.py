@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -22,10 +22,13 @@ from cuflash.interop import overlap
 from cuflash.params import POINTER_WORD, RANDOM, parameters
 from cuflash.plan import MAPS_OFFSET, DeviceSpec, KernelSpec, LaunchPlan, Pass, access_bytes
 from cuflash.problem import (
+    DEFAULT_NEED,
+    GRADIENTS,
     Operand,
     Options,
     Problem,
     check_array,
+    gradient_operand,
     layout_of,
     make_problem,
     rows_of,
@@ -39,8 +42,9 @@ from cuflash.tuning import candidates, tuned_plan
 _OPTIONAL = ("bias", "mask", "kv_lengths", "alibi_slopes", "sinks", "block_mask", "block_table")
 # Arrays over head dimensions that a pass reads, and what it returns.
 _READ: dict[Pass, tuple[str, ...]] = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "out", "dout")}
-_RESULTS: dict[Pass, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
-_NOT_OF_HEADS = ("lse", "dlse", "dsinks")  # results and gradients without an axis of head dimensions, in dtype of lse
+_RESULTS: dict[Pass, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": GRADIENTS}
+# Results and gradients without an axis of head dimensions.
+_NOT_OF_HEADS = ("lse", "dlse", "dbias", "dalibi_slopes", "dscale", "dsoftcap", "dsinks")
 
 
 class Plans(NamedTuple):
@@ -109,27 +113,32 @@ def forward(
 
 
 def backward(options: Options, *, seed: int = 0, offset: int = 0, **arrays: Any) -> tuple[Any, ...]:
-    """(dq, dk, dv) of CuPy arrays, and dsinks if `arrays` has it, be it None.
+    """The gradients, of CuPy arrays, that `arrays` has, be it None, in the order of `GRADIENTS`.
 
-    `arrays`: dout, out, lse and those that `forward` reads; dlse, dq, dk, dv, or None for each.
+    `arrays`: dout, out, lse, those that `forward` reads, and dlse, or None for it; gradients that are wanted.
     """
     return _call("backward", options, arrays, (seed, offset))
 
 
-def plan(options: Options, q: Any, k: Any, v: Any, **arrays: Any) -> Plans:
+def plan(options: Options, q: Any, k: Any, v: Any, *, need: Collection[str] = DEFAULT_NEED, **arrays: Any) -> Plans:
     """What `forward` and `backward` would run, compiled, with the registers that the kernels take."""
     problem = make_problem(options, q, k, v, **arrays)
     device = device_spec(q.data.device_id)
     pointers = q.data.ptr | k.data.ptr | v.data.ptr
     load_bytes = access_bytes((problem.q, problem.k, problem.v), pointers)
+    operands = {
+        name: gradient_operand(name, problem, _Contiguous(arrays[name[1:]].shape, arrays[name[1:]].dtype))
+        for name in ("dbias", "dalibi_slopes")
+        if arrays.get(name[1:]) is not None
+    }
+    forward = with_resources(tuned_plan(problem, device, "forward", load_bytes=load_bytes))
+    if problem.block_table is not None:
+        return Plans(forward, None)
+    backward = tuned_plan(problem, device, "backward", load_bytes=load_bytes, operands=operands, need=need)
+    return Plans(forward, with_resources(backward))
 
-    def planned(pass_: Pass) -> LaunchPlan:
-        return with_resources(tuned_plan(problem, device, pass_, load_bytes=load_bytes))
 
-    return Plans(planned("forward"), planned("backward") if problem.block_table is None else None)
-
-
-def compile(options: Options, q: Any, k: Any, v: Any, **arrays: Any) -> None:
+def compile(options: Options, q: Any, k: Any, v: Any, *, need: Collection[str] = DEFAULT_NEED, **arrays: Any) -> None:
     """Compile and load the kernels of both passes, and let CuPy's pool of the current stream grow to what they take.
 
     A later call on arrays of these shapes and strides compiles nothing and takes no new memory from the device. Runs
@@ -141,7 +150,7 @@ def compile(options: Options, q: Any, k: Any, v: Any, **arrays: Any) -> None:
         if given.get("block_table") is not None:
             return
         dout = cupy.zeros_like(out)
-        wanted = {} if given.get("sinks") is None else {"dsinks": None}
+        wanted = dict.fromkeys(need)
         _call("backward", options, {"dout": dout, "out": out, "lse": lse, **given, **wanted})
 
 
@@ -153,6 +162,8 @@ def trials(
     `arrays` are those of `forward` or `backward`, without results; CuPy's current device is that of the arrays.
     """
     found: tuple[LaunchPlan, ...] = ()
+    if pass_ == "backward":
+        arrays = arrays | dict.fromkeys(DEFAULT_NEED)
 
     def all_of(problem: Problem, device: DeviceSpec, pass_: Pass, **layout: Any) -> LaunchPlan:
         nonlocal found
@@ -255,7 +266,7 @@ def _start(
 
 def _results(pass_: Pass, arrays: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of what a call returns."""
-    return (*_RESULTS[pass_], "dsinks") if "dsinks" in arrays else _RESULTS[pass_]
+    return tuple(name for name in GRADIENTS if name in arrays) if pass_ == "backward" else _RESULTS[pass_]
 
 
 def _prepare(
@@ -288,13 +299,13 @@ def _prepare(
         return _CopyFirst(scattered)
 
     results = tuple(
-        (index, expected[name][0], np.dtype(problem.softmax_dtype) if name in _NOT_OF_HEADS else arrays["q"].dtype)
+        (index, expected[name][0], _dtype(expected[name][1], arrays["q"].dtype))
         for index, name in enumerate(names)
         if name not in given
     )
-    operands = {name: _operand(name, x, options) for name, x in given.items() if name not in _OPTIONAL}
-    for index, shape, dtype in results:
-        operands[names[index]] = _operand(names[index], _Contiguous(shape, dtype), options)
+    arrays_of = {name: x for name, x in given.items() if name not in _OPTIONAL}
+    arrays_of |= {names[index]: _Contiguous(shape, dtype) for index, shape, dtype in results}
+    operands = {name: _operand(name, x, problem) for name, x in arrays_of.items() if name not in ("dscale", "dsoftcap")}
 
     def aligned_bytes(names: tuple[str, ...]) -> int:
         pointers = [given[name].data.ptr for name in names if name in given]
@@ -308,6 +319,7 @@ def _prepare(
         load_bytes=aligned_bytes(_READ[pass_]),
         store_bytes=aligned_bytes(written),
         operands=operands,
+        need=names,
     )
     pointers = (*given, *(names[index] for index, _, _ in results), *(name for name, _ in plan.scratch))
     sizes = [np.dtype(problem.softmax_dtype).itemsize * elements for _, elements in plan.scratch]
@@ -346,14 +358,25 @@ def _expected(problem: Problem, arrays: Mapping[str, Any]) -> dict[str, tuple[tu
     expected = {"out": (problem.out_shape, problem.dtype), "dout": (problem.out_shape, problem.dtype)}
     expected |= {f"d{name}": (tuple(arrays[name].shape), problem.dtype) for name in "qkv"}
     expected |= {name: (problem.lse_shape, problem.softmax_dtype) for name in ("lse", "dlse")}
-    return expected | {"dsinks": ((problem.num_heads,), problem.softmax_dtype)}
+    expected |= {name: ((), problem.softmax_dtype) for name in ("dscale", "dsoftcap")}
+    for name in ("bias", "alibi_slopes", "sinks"):
+        if arrays.get(name) is not None:
+            expected[f"d{name}"] = (tuple(arrays[name].shape), arrays[name].dtype.name)
+    return expected
 
 
-def _operand(name: str, array: Any, options: Options) -> Operand:
+def _dtype(name: str, of_inputs: np.dtype[Any]) -> np.dtype[Any]:
+    """NumPy's dtype by its name, which for bfloat16 only an array of it has."""
+    return of_inputs if name == of_inputs.name else np.dtype(name)
+
+
+def _operand(name: str, array: Any, problem: Problem) -> Operand:
     """An array of the call that is not in the problem, as kernels see it."""
+    if name in ("dbias", "dalibi_slopes"):
+        return gradient_operand(name, problem, array)
     if name == "dsinks":
         return vector_of(array)
-    return rows_of(array) if name in _NOT_OF_HEADS else layout_of(array, options.layout)
+    return rows_of(array) if name in _NOT_OF_HEADS else layout_of(array, problem.layout)
 
 
 def _call_on_copies(

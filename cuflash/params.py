@@ -24,6 +24,10 @@ _ARRAYS = (
         ("sinks", 1),
         ("dsinks", 1),
         ("block_table", 2),
+        ("dbias", 4),
+        ("dalibi_slopes", 3),
+        ("dscale", 0),
+        ("dsoftcap", 0),
         ("row_stats", 0),
         ("dq_accumulator", 0),
         ("dkv_partials", 0),
@@ -35,6 +39,8 @@ _ARRAYS = (
         ("dout_pieces", 0),
         ("key_lists", 0),
         ("query_lists", 0),
+        ("score_partials", 0),
+        ("sums_partials", 0),
     ),
 )
 _TERMS = ("bias", "mask", "block_mask", "alibi_slopes", "kv_lengths", "sinks", "block_table")
@@ -58,6 +64,8 @@ def _fields() -> list[tuple]:
         ("list_batches", np.int32),
         ("list_heads", np.int32),
         ("num_pages", np.int32),
+        ("score_splits", np.int32),
+        ("sums_splits", np.int32),
         *((name, np.uint32) for name in ("seed_low", "seed_high", "offset", "dropout_threshold")),
         ("kept_scale", np.float32),
         ("scale_float64", np.float64),
@@ -80,7 +88,7 @@ def parameters(plan: LaunchPlan, operands: Mapping[str, Operand], seed: int = 0,
     """The argument for the kernels of `plan` as an array of one `PARAMS`, pointers left 0.
 
     `operands` gives the strides of everything that is not in the problem: out and lse, and for the backward pass dout,
-    dq, dk, dv, and dlse and dsinks where there are any. `seed` and `offset` are those of dropout.
+    its results but dscale and dsoftcap, and dlse where there is one. `seed` and `offset` are those of dropout.
     """
     problem = plan.problem
     inputs = {name: getattr(problem, name) for name in ("q", "k", "v", *_TERMS)}
@@ -109,4 +117,6 @@ def parameters(plan: LaunchPlan, operands: Mapping[str, Operand], seed: int = 0,
     params["resident_blocks"] = plan.resident_blocks
     params["list_batches"], params["list_heads"] = plan.lists
     params["num_pages"] = problem.k.shape[0] if problem.block_table is not None else 0
+    params["score_splits"] = plan.score_splits
+    params["sums_splits"] = plan.sums_splits
     return params

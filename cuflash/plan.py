@@ -7,11 +7,11 @@ The first row of a table in tables.py that serves the head dimensions, and whose
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
-from cuflash.problem import ITEMSIZE, Operand, Problem
+from cuflash.problem import DEFAULT_NEED, GRADIENTS, ITEMSIZE, Operand, Problem
 from cuflash.tables import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
@@ -23,6 +23,7 @@ from cuflash.tables import (
     FORWARD_SM90_TILES,
     FORWARD_TF32_SM90_TILES,
     FORWARD_TILES,
+    SCORES_TILES,
 )
 from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
@@ -31,9 +32,12 @@ from cuflash.tiles import (
     SERVES,
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
+    BackwardTile,
     DecodeSm90Tile,
+    DqTile,
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
+    ScoresTile,
     Tile,
     round_up,
     tile_bytes,
@@ -41,7 +45,7 @@ from cuflash.tiles import (
 
 Pass = Literal["forward", "backward"]
 
-PARAMS_BYTES = 744  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
+PARAMS_BYTES = 856  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
 MAPS_OFFSET = round_up(PARAMS_BYTES, 64)  # where tensor maps follow
 MAX_HEAD_DIM = 256
 # Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
@@ -64,6 +68,7 @@ MAX_SHARE_STEPS = 2**31 - 1  # by which blocks count the keys of all heads: as m
 SINKS_WARPS = 16
 LIST_WARPS = 4  # of a block that lists tiles, a list for each
 LIST_HEADER = 2  # numbers in front of a list
+SCORES_REDUCE_WARPS = 8
 PIECES_ROWS = 64  # that a block splits
 PIECES_WARPS = 8
 # Of queries and keys, for each row that is split. On an H200 pieces catch up with the sm80 kernel at seqlen 192 in the
@@ -157,6 +162,9 @@ class LaunchPlan:
     lists: tuple[int, int]  # batch entries and heads that have lists of tiles of their own, with a block mask
     tensor_maps: tuple[TensorMapSpec, ...]  # that follow the parameters
     reason: str
+    need: tuple[str, ...] = ()  # gradients that are computed (backward)
+    score_splits: int = 1  # blocks that share what is summed to a tile of dbias
+    sums_splits: int = 1  # blocks that share the keys of a tile of queries, for sums of gradients of scores
     resources: tuple[str, ...] = ()  # registers and spills of each kernel, once compiled
 
     @property
@@ -167,8 +175,9 @@ class LaunchPlan:
     def describe(self) -> str:
         """The plan in words, a line a fact."""
         p = self.problem
+        wanted = "" if self.need in ((), DEFAULT_NEED) else f" for {', '.join(self.need)}"
         lines = [
-            f"{self.pass_} pass on {self.device.name} (compute capability {self.device.arch / 10:.1f})",
+            f"{self.pass_} pass{wanted} on {self.device.name} (compute capability {self.device.arch / 10:.1f})",
             f"  problem: {p.dtype}, batch {p.batch}, heads {p.num_heads}/{p.num_heads_kv}, seqlen {p.seqlen_q} x "
             f"{p.seqlen_k}, head_dim {p.head_dim}/{p.head_dim_v}; {', '.join(_options(p)) or 'no options'}",
         ]
@@ -193,13 +202,17 @@ def choose_plan(
     operands: Mapping[str, Operand] | None = None,
     tiles: tuple[Tile, ...] | None = None,
     origin: str = "tiles given by the caller",
+    need: Collection[str] | None = None,
 ) -> LaunchPlan:
     """The plan for one pass. Pure: the same arguments give the same plan.
 
     `load_bytes` and `store_bytes` are the widest aligned accesses that serve all operands; without them they follow
     from the strides, pointers taken as 16-byte aligned. Results and dout that are not in `operands` are contiguous;
-    dsinks are wanted if they are in it, or without it.
-    `tiles` overrides the tables: a row of the forward pass, or one of the backward pass (and a DqTile: deterministic).
+    dbias then has the axes along which the bias has distinct elements.
+    `need` has the gradients that the backward pass is for, names of `problem.GRADIENTS`; without it dq, dk, dv, and
+    dsinks where there are sinks.
+    `tiles` overrides the tables: a row of the forward pass, or one of the backward pass (and a DqTile: deterministic; a
+    ScoresTile: gradients of bias, slopes, scale, softcap).
     `origin` says where they come from.
 
     Raises NotImplementedError for what no kernel serves, ValueError for arrays that are not aligned to their elements.
@@ -210,6 +223,8 @@ def choose_plan(
             "block_table: got one for the backward pass, expected None: gradients are not given in pages; gather "
             "the pages of each batch entry into contiguous k and v"
         )
+    if need is None:
+        need = DEFAULT_NEED if problem.sinks is None else (*DEFAULT_NEED, "dsinks")
     if load_bytes is None:
         load_bytes = access_bytes((problem.q, problem.k, problem.v))
     if store_bytes is None:
@@ -221,6 +236,9 @@ def choose_plan(
         )
     arrays = {name: _contiguous(problem, name) for name in ("out", "dout", "dk", "dv")} | dict(operands or {})
     arrays |= {name: getattr(problem, name) for name in "qkv"}
+    for name, of in (("dbias", problem.bias), ("dalibi_slopes", problem.alibi_slopes)):
+        if of is not None:
+            arrays.setdefault(name, of)
     # The backward pass has in lse what sinks did: but for their gradients its kernels are those of a problem without.
     seen = replace(problem, sinks=None) if pass_ == "backward" else problem
     draft = _Draft(
@@ -230,7 +248,7 @@ def choose_plan(
         arrays=arrays,
         access_bytes=min(load_bytes, store_bytes),
         defines=_common_defines(seen, device, load_bytes, store_bytes),
-        needs_dsinks=problem.sinks is not None and (operands is None or "dsinks" in operands),
+        need=tuple(name for name in GRADIENTS if name in need) if pass_ == "backward" else (),
         head_section=1 if problem.window_right is None else CAUSAL_HEAD_SECTION,
         origin=origin,
     )
@@ -255,6 +273,9 @@ def choose_plan(
         lists=draft.lists,
         tensor_maps=draft.tensor_maps,
         reason="\n".join(draft.reasons),
+        need=draft.need,
+        score_splits=draft.score_splits,
+        sums_splits=draft.sums_splits,
     )
 
 
@@ -269,7 +290,7 @@ class _Draft:
     access_bytes: int  # widest aligned access that serves all arrays
     defines: dict[str, str | int]
     head_section: int
-    needs_dsinks: bool
+    need: tuple[str, ...]
     origin: str  # of tiles that no table was asked for
     tiles: tuple[Tile, ...] = ()
     kernels: list[KernelSpec] = field(default_factory=list)
@@ -280,6 +301,8 @@ class _Draft:
     group_splits: int = 1
     key_splits: int = 1
     resident_blocks: int = 0
+    score_splits: int = 1
+    sums_splits: int = 1
 
     @property
     def heads(self) -> int:
@@ -358,10 +381,15 @@ class _Draft:
             f"{tile.block_n} keys each; hidden ones are neither loaded nor computed"
         )
 
-    def add(self, source: str, tile: Tile, blocks: int, shared_bytes: int, **defines: int) -> None:
-        """One more kernel: those of compute capability 9.0 need what only its own instruction set has."""
+    def add(
+        self, source: str, tile: Tile, blocks: int, shared_bytes: int, makes: Collection[str] = (), /, **defines: int
+    ) -> None:
+        """One more kernel: those of compute capability 9.0 need what only its own instruction set has.
+
+        `makes` are results, for the name of one of several kernels of a source.
+        """
         _check_blocks(blocks)
-        name = _symbol(source, self.problem, tile)
+        name = "_".join((_symbol(source, self.problem, tile), *makes))
         every = self.defines | tile.defines() | defines
         every |= {"CUFLASH_SHARED_BYTES": shared_bytes, "CUFLASH_KERNEL_NAME": name}
         self.kernels.append(
@@ -377,6 +405,9 @@ class _Draft:
         )
 
 
+_SCORE_GRADIENTS = ("dbias", "dalibi_slopes", "dscale", "dsoftcap")  # that kernels of their own make
+_AXES = ("BATCH", "HEADS", "QUERIES", "KEYS")
+_AXES_WORDS = ("batch entries", "heads", "tiles of queries", "tiles of keys")
 _WRITTEN = ("out", "dk", "dv")  # results that kernels of compute capability 9.0 leave to the copy engine
 # Rows for float32 in pieces, by precision.
 _FORWARD_OF_PIECES = {"highest": FORWARD_FLOAT32_SM90_TILES, "tf32": FORWARD_TF32_SM90_TILES}
@@ -550,49 +581,26 @@ def _draft_combine(draft: _Draft, tile: DecodeSm90Tile, splits: int) -> None:
 
 def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     problem, device = draft.problem, draft.device
-    of_pieces = _BACKWARD_OF_PIECES[problem.precision]
-    why_not_pieces = _why_not_pieces(draft, of_pieces)
-    if why_not_pieces is None and problem.deterministic:
-        why_not_pieces = "it adds to dq in no fixed order"
-    if tiles:
-        main, reason = tiles[0], draft.origin
-    elif why_not_pieces is None:
-        main, reason = _choose(of_pieces, problem, device)
-    elif problem.deterministic and problem.block_mask is not None:
-        main, reason = _choose(BACKWARD_TILES, problem, device)
-        if device.arch == 90 and ITEMSIZE[problem.dtype] == 2:
-            reason += "\nnot backward_sm90: its blocks take turns at dq, which count tiles that block_mask hides"
-        reason += why_not_pieces and f"\nnot backward_float32_sm90: {why_not_pieces}"
-    else:
-        tables = (BACKWARD_SM90_TILES, BACKWARD_TILES)
-        main, reason = _choose_of(tables, draft, ("q", "k", "v", "dout", "dk", "dv"), "backward_sm90")
-        reason += why_not_pieces and f"\nnot backward_float32_sm90: {why_not_pieces}"
-    draft.reasons.append(reason)
-    dq: Tile | None = None
-    in_turn = problem.deterministic and isinstance(main, BackwardSm90Tile)
-    if in_turn and problem.block_mask is not None:
-        raise NotImplementedError(
-            "tiles: got a BackwardSm90Tile with deterministic=True and block_mask, expected a BackwardTile and a DqTile"
-        )
-    if isinstance(main, BackwardSm90Tile):
-        main = replace(main, takes_turns=in_turn)
-    if problem.deterministic and not in_turn:
-        dq, reason = (tiles[1], "") if tiles else _choose(DQ_TILES, problem, device)
-        draft.reasons += filter(None, [reason])
-    draft.tiles = (main,) if dq is None else (main, dq)
-
-    dim, dim_v = draft.padded_dims(main)
-    dims = {"CUFLASH_DIM_MULTIPLE": main.dim_multiple}
-    n_blocks = problem.batch * problem.num_heads_kv * -(-problem.seqlen_k // main.block_n)
-    if n_blocks:
+    main, dq, scores = _backward_rows(draft, tiles)
+    draft.tiles = tuple(tile for tile in (main, dq, scores) if tile is not None)
+    reduces_dq = "dq" in draft.need and dq is None
+    in_turn = isinstance(main, BackwardSm90Tile) and main.takes_turns
+    n_blocks = 0
+    if main is not None:
+        n_blocks = problem.batch * problem.num_heads_kv * -(-problem.seqlen_k // main.block_n)
+    if main is not None and n_blocks:
         draft.group_splits = _group_splits(problem, n_blocks, device.num_sms * main.min_blocks)
-    draft.defines["CUFLASH_DQ_BY_REDUCTION"] = int(dq is None)
+    draft.defines["CUFLASH_DQ_BY_REDUCTION"] = int(reduces_dq)
     draft.defines["CUFLASH_DQ_IN_TURN"] = int(in_turn)
+    draft.defines["CUFLASH_NEEDS_DK"] = int("dk" in draft.need or main is None)
+    draft.defines["CUFLASH_NEEDS_DV"] = int("dv" in draft.need or main is None)
     draft.defines["CUFLASH_SPLITS_GROUP"] = int(draft.group_splits > 1)
     draft.defines["CUFLASH_PAIRS_STATS"] = int(isinstance(main, BackwardSm90Tile))
+    if not draft.tiles and "dsinks" not in draft.need:
+        return
 
     # How the kernels around the main one see the fragments in memory: of dq, and of dk and dv.
-    of_dq = of_keys = main
+    of_dq = of_keys = draft.tiles[0] if draft.tiles else _choose(SCORES_TILES, problem, device)[0]
     if isinstance(main, BackwardSm90Tile):
         sections = (draft.head_section, main.head_section, TURNS_HEAD_SECTION if in_turn else 1)
         draft.head_section = max(sections)
@@ -600,27 +608,22 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     elif isinstance(main, BackwardFloat32Sm90Tile):
         of_dq = of_keys = main.helper()
         draft.defines["CUFLASH_PLAIN_FRAGMENTS"] = 1
+    dims = {"CUFLASH_DIM_MULTIPLE": (draft.tiles[0] if draft.tiles else of_dq).dim_multiple}
     # delta runs over tiles of the kernels that read it, one block a tile.
-    delta = of_dq if dq is None else replace(of_dq, block_m=max(main.block_m, dq.block_m))
+    delta = of_dq if dq is None else replace(of_dq, block_m=max(of_dq.block_m, dq.block_m))
     draft.stats_rows = round_up(problem.seqlen_q, delta.block_m)
     draft.scratch["row_stats"] = draft.heads * draft.stats_rows * 2
     draft.add("backward_delta.cu", delta, draft.heads * (draft.stats_rows // delta.block_m), 0, **dims)
 
-    if draft.needs_dsinks:
+    if "dsinks" in draft.need:
         warps = {"CUFLASH_NUM_WARPS": SINKS_WARPS, "CUFLASH_MIN_BLOCKS": 1}
         draft.add("backward_sinks.cu", delta, problem.num_heads, 16 * SINKS_WARPS, **dims, **warps)
-
-    source = "backward_sm80.cu"
-    if isinstance(main, BackwardSm90Tile):
-        source, m, n = "backward_sm90.cu", main.block_m, main.block_n
-        draft.map_tensors({"q": m, "k": n, "v": n, "dout": m, "dk": 64, "dv": 64})
-    elif isinstance(main, BackwardFloat32Sm90Tile):
-        source = "backward_float32_sm90.cu"
-        draft.add_pieces(main, ("q", "k", "v", "dout"))
-        draft.map_tensors({f"{name}_pieces": 64 for name in ("q", "k", "v", "dout")})
-    draft.add_lists(main, "query_lists")
-    draft.add(source, main, n_blocks * draft.group_splits, main.shared_bytes(dim, dim_v))
-    if draft.group_splits > 1:
+    if scores is not None:
+        _draft_scores(draft, scores)
+    if main is not None:
+        _draft_main(draft, main, n_blocks)
+    if main is not None and draft.group_splits > 1 and set(draft.need) & {"dk", "dv"}:
+        dim, dim_v = draft.padded_dims(main)
         draft.scratch["dkv_partials"] = n_blocks * draft.group_splits * main.block_n * (dim + dim_v)
         shared_bytes = sum(tile_bytes(main.block_n, d, main.element_bytes) for d in (dim, dim_v))
         draft.add("backward_reduce.cu", of_keys, n_blocks, shared_bytes, **dims)
@@ -631,16 +634,150 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
         m_blocks = draft.heads * -(-problem.seqlen_q // dq.block_m)
         draft.add_lists(dq, "key_lists")
         draft.add("backward_dq_sm80.cu", dq, m_blocks, dq.shared_bytes(*draft.padded_dims(dq)))
-        draft.reasons.append(
-            "deterministic: dq has a kernel of its own that adds in a fixed order and recomputes the weights"
-        )
-    else:
+        if main is not None:
+            draft.reasons.append(
+                "deterministic: dq has a kernel of its own that adds in a fixed order and recomputes the weights"
+            )
+    elif reduces_dq and main is not None:
+        dim, _ = draft.padded_dims(main)
         m_blocks = draft.heads * (draft.stats_rows // main.block_m)
         draft.scratch["dq_accumulator"] = draft.heads * draft.stats_rows * dim + (m_blocks if in_turn else 0)
         if in_turn:
             draft.reasons.append("deterministic: tiles of keys take turns at adding to a tile of dq")
         shared_bytes = tile_bytes(main.block_m, dim, main.element_bytes)
         draft.add("backward_convert.cu", of_dq, m_blocks, shared_bytes, **dims)
+
+
+MainTile = BackwardTile | BackwardSm90Tile | BackwardFloat32Sm90Tile
+
+
+def _backward_rows(
+    draft: _Draft, tiles: tuple[Tile, ...] | None
+) -> tuple[MainTile | None, DqTile | None, ScoresTile | None]:
+    """Rows for the kernels of dk and dv (and mostly dq), of dq alone, and of the gradients of terms of scores."""
+    problem, device, need = draft.problem, draft.device, draft.need
+    given = tiles or ()
+    main: MainTile | None = next((tile for tile in given if isinstance(tile, MainTile)), None)
+    dq: DqTile | None = next((tile for tile in given if isinstance(tile, DqTile)), None)
+    scores: ScoresTile | None = next((tile for tile in given if isinstance(tile, ScoresTile)), None)
+    why_not_pieces: str | None = "tiles are given"
+    of_pieces = _BACKWARD_OF_PIECES[problem.precision]
+    if tiles:
+        draft.reasons.append(draft.origin)
+    else:
+        why_not_pieces = _why_not_pieces(draft, of_pieces)
+        if why_not_pieces is None and problem.deterministic and "dq" in need:
+            why_not_pieces = "it adds to dq in no fixed order"
+
+    if not set(need) & {"dk", "dv"} and not ("dq" in need and (why_not_pieces is None or main)):
+        main = None
+    elif not tiles:
+        if why_not_pieces is None:
+            main, reason = _choose(of_pieces, problem, device)
+        elif problem.deterministic and "dq" in need and problem.block_mask is not None:
+            main, reason = _choose(BACKWARD_TILES, problem, device)
+            if device.arch == 90 and ITEMSIZE[problem.dtype] == 2:
+                reason += "\nnot backward_sm90: its blocks take turns at dq, which count tiles that block_mask hides"
+            reason += why_not_pieces and f"\nnot backward_float32_sm90: {why_not_pieces}"
+        else:
+            tables = (BACKWARD_SM90_TILES, BACKWARD_TILES)
+            mapped = ("q", "k", "v", "dout", *(name for name in ("dk", "dv") if name in need))
+            main, reason = _choose_of(tables, draft, mapped, "backward_sm90")
+            reason += why_not_pieces and f"\nnot backward_float32_sm90: {why_not_pieces}"
+        draft.reasons.append(reason)
+    missing = " and ".join(name for name in ("dk", "dv") if name not in need)
+    if missing and isinstance(main, BackwardSm90Tile | BackwardFloat32Sm90Tile):
+        draft.reasons.append(f"{missing}: not stored, but computed; that kernel makes the products of both")
+
+    in_turn = isinstance(main, BackwardSm90Tile) and problem.deterministic and "dq" in need
+    if in_turn and problem.block_mask is not None:
+        raise NotImplementedError(
+            "tiles: got a BackwardSm90Tile with deterministic=True and block_mask, expected a BackwardTile and a DqTile"
+        )
+    if isinstance(main, BackwardSm90Tile):
+        main = replace(main, takes_turns=in_turn)
+    if "dq" not in need or (main is not None and (in_turn or not problem.deterministic)):
+        dq = None
+    elif dq is None:
+        dq, reason = _choose(DQ_TILES, problem, device)
+        draft.reasons.append(reason)
+    if dq is not None and main is None:
+        draft.reasons.append("dq alone has a kernel of its own, which makes three products and not five")
+    if not _score_gradients(draft):
+        scores = None
+    elif scores is None:
+        scores, reason = _choose(SCORES_TILES, problem, device)
+        draft.reasons.append(reason)
+    return main, dq, scores
+
+
+def _score_gradients(draft: _Draft) -> tuple[str, ...]:
+    """Those that kernels of their own make, which compute the gradients of the scores again."""
+    return tuple(name for name in draft.need if name in _SCORE_GRADIENTS)
+
+
+def _draft_main(draft: _Draft, main: MainTile, n_blocks: int) -> None:
+    """The kernel whose blocks own keys."""
+    source = "backward_sm80.cu"
+    if isinstance(main, BackwardSm90Tile):
+        source, m, n = "backward_sm90.cu", main.block_m, main.block_n
+        results: dict[str, int] = {name: 64 for name in ("dk", "dv") if name in draft.need}
+        draft.map_tensors({"q": m, "k": n, "v": n, "dout": m, **results})
+    elif isinstance(main, BackwardFloat32Sm90Tile):
+        source = "backward_float32_sm90.cu"
+        draft.add_pieces(main, ("q", "k", "v", "dout"))
+        draft.map_tensors({f"{name}_pieces": 64 for name in ("q", "k", "v", "dout")})
+    draft.add_lists(main, "query_lists")
+    draft.add(source, main, n_blocks * draft.group_splits, main.shared_bytes(*draft.padded_dims(main)))
+
+
+def _draft_scores(draft: _Draft, tile: ScoresTile) -> None:
+    """The kernels of gradients of terms of scores: one for dbias, and one for all that are sums."""
+    problem, device = draft.problem, draft.device
+    shared_bytes = tile.shared_bytes(*draft.padded_dims(tile))
+    tiles_of = (-(-problem.seqlen_q // tile.block_m), -(-problem.seqlen_k // tile.block_n))
+    sizes = (problem.batch, problem.num_heads, *tiles_of)
+    at_once = device.num_sms * tile.min_blocks
+    reduce = {"CUFLASH_NUM_WARPS": SCORES_REDUCE_WARPS, "CUFLASH_MIN_BLOCKS": 1}
+    reduce_bytes = 16 * SCORES_REDUCE_WARPS
+
+    def defines(sums: tuple[bool, ...], need: Collection[str]) -> dict[str, int]:
+        axes = {f"CUFLASH_SUMS_{x}": int(on) for x, on in zip(_AXES, sums, strict=True)}
+        return axes | {f"CUFLASH_NEEDS_{name.upper()}": int(name in need) for name in _SCORE_GRADIENTS}
+
+    def shares(owned: int, summed: int) -> int:
+        return max(1, min(summed, at_once // max(owned, 1)))
+
+    wanted = _score_gradients(draft)
+    if "dbias" in wanted:
+        operand = draft.arrays["dbias"]
+        sums = tuple(stride == 0 for stride in operand.strides)
+        owned = math.prod(n for n, summed in zip(sizes, sums, strict=True) if not summed)
+        draft.score_splits = shares(owned, math.prod(sizes) // max(owned, 1))
+        options = defines(sums, ("dbias",))
+        draft.add("backward_scores_sm80.cu", tile, owned * draft.score_splits, shared_bytes, ("dbias",), **options)
+        axes = ", ".join(f"{n} {x}" for x, n, summed in zip(_AXES_WORDS, sizes, sums, strict=True) if summed and n > 1)
+        draft.reasons.append(f"dbias: {owned} tiles of pairs" + (f", each a sum over {axes}" if axes else ""))
+        if draft.score_splits > 1:
+            rows, columns = (1 if sums[2] else tile.block_m), (1 if sums[3] else tile.block_n)
+            draft.scratch["score_partials"] = owned * draft.score_splits * rows * columns
+            draft.add("backward_scores_reduce.cu", tile, owned, reduce_bytes, ("dbias",), **options, **reduce)
+            draft.reasons[-1] += f" that {draft.score_splits} blocks share: tiles are few"
+    sums_wanted = [name for name in wanted if name != "dbias"]
+    if sums_wanted:
+        m_blocks = math.prod(sizes[:3])
+        draft.sums_splits = shares(m_blocks, sizes[3])
+        options = defines((False, False, False, True), sums_wanted)
+        draft.add("backward_scores_sm80.cu", tile, m_blocks * draft.sums_splits, shared_bytes, sums_wanted, **options)
+        draft.scratch["sums_partials"] = 3 * m_blocks * draft.sums_splits
+        sums_batch = problem.alibi_slopes is not None and draft.arrays["dalibi_slopes"].strides[0] == 0
+        slopes = problem.num_heads * (1 if sums_batch else problem.batch) if "dalibi_slopes" in wanted else 0
+        options["CUFLASH_SUMS_BATCH"] = int(sums_batch)
+        blocks = slopes + len(set(sums_wanted) - {"dalibi_slopes"})
+        draft.add("backward_scores_reduce.cu", tile, blocks, reduce_bytes, sums_wanted, **options, **reduce)
+        draft.reasons.append(
+            f"{', '.join(sums_wanted)}: sums by {m_blocks * draft.sums_splits} blocks, added in a fixed order"
+        )
 
 
 def check_served(problem: Problem, device: DeviceSpec) -> None:
@@ -687,7 +824,7 @@ def _contiguous(problem: Problem, name: str) -> Operand:
     return Operand(shape=(batch, heads, seqlen, dim), strides=strides, dtype=problem.dtype)
 
 
-def _choose_of(tables: tuple[tuple, tuple], draft: _Draft, mapped: tuple[str, ...], kernel: str) -> tuple[Tile, str]:
+def _choose_of(tables: tuple[tuple, tuple], draft: _Draft, mapped: tuple[str, ...], kernel: str) -> tuple[Any, str]:
     """A row for the kernel of compute capability 9.0 where it serves the problem, else one for the kernel for all."""
     sm90, every = tables
     problem, device = draft.problem, draft.device
@@ -713,7 +850,7 @@ def _why_not_mapped(draft: _Draft, names: tuple[str, ...]) -> str | None:
     return obstacle
 
 
-def _choose(table: tuple, problem: Problem, device: DeviceSpec) -> tuple[Tile, str]:
+def _choose(table: tuple, problem: Problem, device: DeviceSpec) -> tuple[Any, str]:
     """The first row that serves the head dimensions and fits the device, and the story of the choice."""
     rejected = []
     for tile in table:

@@ -23,6 +23,9 @@ ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, 
 LAYOUTS = ("bhsd", "bshd")
 PRECISIONS = ("highest", "tf32")
 MAX_BLOCK = 1024  # rows, or keys, of a block of a block mask
+# What `backward` can give, in the order in which it does; and what it gives unless told otherwise.
+GRADIENTS = ("dq", "dk", "dv", "dbias", "dalibi_slopes", "dscale", "dsoftcap", "dsinks")
+DEFAULT_NEED = ("dq", "dk", "dv")
 MAX_SEQLEN = 2**30  # positions and their sums are 32-bit in the kernels
 PAGE_SIZES = (16, 32, 64, 128, 256)
 
@@ -327,7 +330,7 @@ def rows_of(array: Any) -> Operand:
     return Operand(shape=(1,) * missing + tuple(array.shape), strides=(0,) * missing + strides, dtype=array.dtype.name)
 
 
-def _broadcast_operand(
+def broadcast_operand(
     name: str, array: Any, target: tuple[int, ...], axes: str = "(batch, num_heads, seqlen_q, seqlen_k)"
 ) -> Operand:
     """Shape and element strides of `array` broadcast to `target`, as NumPy broadcasts. `axes` are those of `target`."""
@@ -465,22 +468,22 @@ def make_problem(
         q=q4,
         k=k4,
         v=v4,
-        bias=None if bias is None else _broadcast_operand("bias", bias, scores_shape),
-        mask=None if mask is None else _broadcast_operand("mask", mask, scores_shape),
+        bias=None if bias is None else broadcast_operand("bias", bias, scores_shape),
+        mask=None if mask is None else broadcast_operand("mask", mask, scores_shape),
         kv_lengths=None if kv_lengths is None else vector_of(kv_lengths),
         alibi_slopes=None
         if alibi_slopes is None
-        else _broadcast_operand("alibi_slopes", alibi_slopes, scores_shape[:2]),
+        else broadcast_operand("alibi_slopes", alibi_slopes, scores_shape[:2]),
         sinks=None if sinks is None else vector_of(sinks),
         block_mask=None
         if block_mask is None
-        else _broadcast_operand(
+        else broadcast_operand(
             "block_mask", block_mask, (batch, num_heads, *num_blocks), "(batch, num_heads, blocks of q, blocks of k)"
         ),
         block_size=block_size,
         block_table=None
         if block_table is None
-        else _broadcast_operand("block_table", block_table, tuple(block_table.shape)),
+        else broadcast_operand("block_table", block_table, tuple(block_table.shape)),
         follows_lengths=block_table is not None and options.causal != "top_left",
     )
 
@@ -520,6 +523,12 @@ def vector_of(array: Any) -> Operand:
     """Shape and element stride of a 1-D array."""
     (stride,) = array.strides
     return Operand(shape=tuple(array.shape), strides=(stride // array.dtype.itemsize,), dtype=array.dtype.name)
+
+
+def gradient_operand(name: str, problem: Problem, array: Any) -> Operand:
+    """dbias or dalibi_slopes as kernels see it: stride 0 on the axes that it is summed over."""
+    shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+    return broadcast_operand(name, array, shape if name == "dbias" else shape[:2])
 
 
 def check_array(name: str, array: Any, shape: tuple[int, ...], dtype: str) -> None:

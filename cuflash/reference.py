@@ -7,6 +7,12 @@ In the letters of Dao et al. (FlashAttention, 2022, section 2 and appendix B), f
     dV = (P o Z)^T dO,  dP = (dO V^T) o Z,  D = rowsum(dO o O),  dS = P o (dP - D + dL)
     dQ = scale dS K,  dK = scale dS^T Q
 
+Between scale Q K^T and S stands the softcap c: with X = scale Q K^T / c and T = tanh X, dS is multiplied by 1 - T^2 on
+its way to dQ and dK. What S is made of beside Q and K has gradients too, sums over what it is broadcast to:
+
+    dbias = dS,  dslope = -sum dS o |i + d - j|,
+    dscale = sum dS o (1 - T^2) o Q K^T,  dc = sum dS o (T - X o (1 - T^2))
+
 Z is 1 without dropout; with it 0 where a weight is dropped and 1 / (1 - dropout) elsewhere.
 
 dL is the gradient with respect to L; the derivative of L by S is P. A sink z is the score of one more key, whose value
@@ -17,7 +23,7 @@ give "the plain formula in that dtype", whose error is the yardstick for everybo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +32,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cuflash.dropout import kept_weights
-from cuflash.problem import Problem, user_shape, view_4d, view_rows
+from cuflash.problem import DEFAULT_NEED, GRADIENTS, Problem, user_shape, view_4d, view_rows
 
 Array = NDArray[Any]
 
@@ -98,6 +104,7 @@ def backward(
     sinks: Array | None = None,
     block_mask: Array | None = None,
     dlse: Array | None = None,
+    need: Collection[str] | None = None,
     seed: int | None = None,
     offset: int | None = None,
     dtype: DTypeLike = np.float64,
@@ -107,19 +114,31 @@ def backward(
     Parameters are those of `forward`, with `dout` of shape `problem.out_shape`, and `dlse`, if there is one, of shape
     `problem.lse_shape`; in a row that sees no key it counts for nothing. In a 16-bit `dtype` the output, the weights
     and the gradient of the scores are rounded to it before each use, and gradients are summed over a group of heads in
-    float32.
+    float32. `need` names the gradients that are wanted; without it dq, dk, dv, and dsinks where there are sinks.
 
     Returns
     -------
-    dq, dk, dv : numpy.ndarray
-        Shapes of `q`, `k` and `v`, of `dtype`. Keys that nothing sees, those past `kv_lengths` among them, get zero.
-    dsinks : numpy.ndarray
-        With `sinks` only: shape (num_heads,), dtype of lse.
+    tuple of numpy.ndarray
+        In the order of `problem.GRADIENTS`, those of
+
+        dq, dk, dv
+            Shapes of `q`, `k` and `v`, of `dtype`. Keys that nothing sees, past `kv_lengths` for one, get zero.
+        dbias
+            Shape of `bias`, of `dtype` or, where `bias` has it, of that of lse.
+        dalibi_slopes, dsinks
+            Shapes of `alibi_slopes` and `sinks`, dtype of lse.
+        dscale, dsoftcap
+            Shape (), dtype of lse.
     """
+    if need is None:
+        need = DEFAULT_NEED if sinks is None else (*DEFAULT_NEED, "dsinks")
     dtype, compute = np.dtype(dtype), compute_dtype(dtype)
     dlse = np.zeros(problem.lse_shape) if dlse is None else dlse
     dq, dk, dv = (np.zeros(view_4d(x, problem.layout).shape, compute) for x in (q, k, v))
     dsinks = np.zeros(problem.num_heads, compute)
+    scores_shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+    dbias, dslopes = BroadcastSum(bias, scores_shape, compute), BroadcastSum(alibi_slopes, scores_shape[:2], compute)
+    dscale, dsoftcap = np.zeros((), compute), np.zeros((), compute)
     terms = (bias, mask, kv_lengths, alibi_slopes, sinks, block_mask)
     for head in each_head(problem, q, k, v, *terms, None, compute, seed, offset):
         dO = view_4d(dout, problem.layout)[head.index].astype(compute)
@@ -129,14 +148,44 @@ def backward(
             O = _round(product(P, head.V), dtype)  # noqa: E741 (the paper's letter)
             D = (dO * O).sum(axis=-1, keepdims=True)
             dP = product(dO, head.V.T) * head.Z
-            dS = _round(head.P * (dP - D + dL) * head.cap_slope, dtype)
+            dS_bias = head.P * (dP - D + dL)
+            dS = _round(dS_bias * head.cap_slope, dtype)
             dv[head.index_kv] += product(P.T, dO)
             dq[head.index] += problem.scale * product(dS, head.K)
             dk[head.index_kv] += problem.scale * product(dS.T, head.Q)
             dsinks[head.index[1]] += (head.P_sink * (dL - D)).sum()
+            dbias.add(head.index, _round(dS_bias, dtype))
+            dslopes.add(head.index, -(_round(dS_bias, dtype) * head.distance).sum())
+            dscale += (dS * head.QK).sum()
+            dsoftcap += (_round(dS_bias, dtype) * head.softcap_slope).sum()
     with np.errstate(all="ignore"):
-        gradients = tuple(as_caller(problem, x.astype(dtype)) for x in (dq, dk, dv))
-    return gradients if sinks is None else (*gradients, dsinks)
+        gradients = {
+            name: as_caller(problem, x.astype(dtype)) for name, x in zip(DEFAULT_NEED, (dq, dk, dv), strict=True)
+        }
+        if bias is not None:
+            gradients["dbias"] = dbias.value.astype(dtype if bias.dtype.itemsize == dtype.itemsize else compute)
+    gradients |= {"dalibi_slopes": dslopes.value, "dscale": dscale, "dsoftcap": dsoftcap, "dsinks": dsinks}
+    return tuple(gradients[name] for name in GRADIENTS if name in need)
+
+
+class BroadcastSum:
+    """The gradient of something that is broadcast to `shape`: zeros of its shape, that sums over the other axes."""
+
+    def __init__(self, of: Array | None, shape: tuple[int, ...], compute: np.dtype[Any]) -> None:
+        self.value = np.zeros(() if of is None else of.shape, compute)
+        self.view = self.value[(None,) * (len(shape) - self.value.ndim)]
+        self.shape = shape
+
+    def add(self, index: tuple[int, ...], part: Array) -> None:
+        """Add what belongs to `index`, the first axes, and to all of the others."""
+        here = self.view[
+            tuple(slice(i, i + 1) if n > 1 else slice(None) for i, n in zip(index, self.view.shape, strict=False))
+        ]
+        # Keys past kv_lengths have no part; they come last.
+        whole = np.zeros(self.shape[len(index) :], part.dtype)
+        whole[tuple(slice(n) for n in part.shape)] = part
+        summed = tuple(axis for axis, n in enumerate(here.shape[len(index) :]) if n == 1)
+        here += whole.sum(axis=summed, keepdims=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +202,9 @@ class Head:
     L: Array  # log sum exp of the scores, (seqlen_q,); -inf for such a row
     Z: Array  # what dropout multiplies the weights by
     cap_slope: Array  # derivative of the scores by scale Q K^T: other than one through softcap only
+    softcap_slope: Array  # and by softcap: zero without
+    QK: Array  # Q K^T
+    distance: Array  # |i + d - j|
 
 
 def each_head(
@@ -191,7 +243,7 @@ def each_head(
             K, V = (_gather(x[:, index_kv[1]], block_table[b], keys.stop) for x in (k, v))
         Q, K, V = (x.astype(compute) for x in (q[index], K, V))
         with np.errstate(all="ignore"):
-            S, cap_slope = _scores(
+            S, scores = _scores(
                 problem.aligned_to(keys.stop),
                 Q,
                 K,
@@ -205,7 +257,7 @@ def each_head(
             rows = range(problem.seqlen_q)
             kept = kept_weights(problem.dropout, seed, offset, b * problem.num_heads + h, rows, range(S.shape[1]))
             Z = kept.astype(P.dtype) * P.dtype.type(problem.kept_scale)
-        yield Head(index=index, index_kv=index_kv, Q=Q, K=K, V=V, P=P, P_sink=P_sink, L=L, Z=Z, cap_slope=cap_slope)
+        yield Head(index=index, index_kv=index_kv, Q=Q, K=K, V=V, P=P, P_sink=P_sink, L=L, Z=Z, **scores)
 
 
 def pairs_of_blocks(problem: Problem, block_mask: Array) -> Array:
@@ -224,16 +276,20 @@ def _gather(pool: Array, table: Array, length: int) -> Array:
 
 def _scores(
     problem: Problem, Q: Array, K: Array, *, slope: Array | None, bias: Array | None, mask: Array | None
-) -> tuple[Array, Array]:
-    """S of one head with -inf at hidden keys, and its derivative by scale Q K^T."""
-    S = problem.scale * product(Q, K.T)
-    cap_slope = np.ones((1, 1), S.dtype)
+) -> tuple[Array, dict[str, Array]]:
+    """S of one head with -inf at hidden keys, and what its derivatives are made of: fields of `Head`."""
+    QK = product(Q, K.T)
+    S = problem.scale * QK
+    cap_slope, softcap_slope = np.ones((1, 1), S.dtype), np.zeros((1, 1), S.dtype)
     if problem.softcap is not None:
-        T = np.tanh(S / problem.softcap)
+        X = S / problem.softcap
+        T = np.tanh(X)
         S, cap_slope = problem.softcap * T, 1 - T * T
+        softcap_slope = T - X * cap_slope
     j_minus_i = np.arange(S.shape[1]) - np.arange(S.shape[0])[:, None] - problem.diagonal
+    distance = np.abs(j_minus_i).astype(S.dtype)
     if slope is not None:
-        S = S - slope * np.abs(j_minus_i).astype(S.dtype)
+        S = S - slope * distance
     if bias is not None:
         S = S + bias
     if problem.window_left is not None:
@@ -242,7 +298,7 @@ def _scores(
         S = _replace(S, j_minus_i > problem.window_right, -np.inf)
     if mask is not None:
         S = _replace(S, ~mask, -np.inf)
-    return S, cap_slope
+    return S, {"cap_slope": cap_slope, "softcap_slope": softcap_slope, "QK": QK, "distance": distance}
 
 
 def _softmax(S: Array, sink: Array) -> tuple[Array, Array, Array]:

@@ -14,6 +14,7 @@ from cuflash.tiles import (
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
     ForwardTile,
+    ScoresTile,
 )
 
 Row = TypeVar("Row")
@@ -44,6 +45,7 @@ _backward_sm90 = _maker(
 )
 _backward_float32_sm90 = _maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_rooms dq_columns dq_late origin")
 _dq = _maker(DqTile, "max_dim block_m block_n num_warps min_blocks origin")
+_scores = _maker(ScoresTile, "max_dim block_m block_n num_warps num_stages min_blocks origin")
 _decode = _maker(DecodeSm90Tile, "max_dim block_n num_stages min_blocks origin")
 
 
@@ -238,5 +240,27 @@ DQ_TILES = (
     _dq(192, 16,  16, 2, 1, _SMALL, element_bytes=8, warps_d=2, num_stages=1),
     _dq(256, 16,  16, 4, 1, _ARITHMETIC, element_bytes=8, warps_d=4),
     _dq(256, 16,  16, 4, 1, _MEDIUM, element_bytes=8, warps_d=4, num_stages=1),
+)
+
+SCORES_TILES = (
+    #       max_dim m    n  warps stages blocks
+    _scores(64,  128, 64, 8, 2, 1, _ARITHMETIC),
+    _scores(128, 128, 64, 8, 2, 1, _ARITHMETIC),
+    _scores(128, 64,  32, 4, 2, 1, _SMALL),
+    _scores(256, 64,  32, 4, 2, 1, _ARITHMETIC),
+    _scores(256, 64,  32, 4, 1, 1, _SMALL),
+
+    _scores(64,  64,  32, 4, 2, 1, _ARITHMETIC, element_bytes=4, fragments_ahead=1),
+    _scores(128, 64,  32, 4, 2, 1, _ARITHMETIC, element_bytes=4, fragments_ahead=1),
+    _scores(128, 64,  32, 4, 1, 1, _SMALL, element_bytes=4, fragments_ahead=1),
+    _scores(256, 64,  32, 4, 1, 1, _ARITHMETIC, element_bytes=4, fragments_ahead=1),
+    _scores(256, 32,  16, 2, 1, 1, _SMALL, element_bytes=4, fragments_ahead=1),
+
+    _scores(64,  64,  16, 4, 2, 1, _ARITHMETIC, element_bytes=8),
+    _scores(64,  64,  16, 4, 1, 1, _SMALL, element_bytes=8),
+    _scores(128, 64,  16, 4, 1, 1, _ARITHMETIC, element_bytes=8),
+    _scores(128, 32,  16, 2, 1, 1, _SMALL, element_bytes=8),
+    _scores(256, 32,  16, 2, 1, 1, _ARITHMETIC, element_bytes=8),
+    _scores(256, 16,  16, 1, 1, 1, _MEDIUM, element_bytes=8),
 )
 # fmt: on

@@ -29,7 +29,18 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cuflash import interop, reference
-from cuflash.problem import DTYPES, LAYOUTS, Options, Problem, make_problem, user_shape, view_4d, view_rows
+from cuflash.problem import (
+    DEFAULT_NEED,
+    DTYPES,
+    GRADIENTS,
+    LAYOUTS,
+    Options,
+    Problem,
+    make_problem,
+    user_shape,
+    view_4d,
+    view_rows,
+)
 
 Array = NDArray[Any]
 
@@ -519,8 +530,8 @@ class Yardstick:
     ulp * scale
         One unit in the last place of the result's scale. Scale is the largest absolute value of the result, or of the
         root of the sum of squares of the terms that it is a sum of: what cancellation leaves of a gradient is no scale.
-        For lse it is at least 1. The unit is that of the dtype of the result; of dsinks, which is made of out as it was
-        rounded, that of the inputs.
+        For lse it is at least 1. The unit is that of the dtype of the result; of gradients, which are made of out as it
+        was rounded, that of the inputs.
     softmax_ulp * noise
         What the order of summation, not quality, decides about a weight ``exp(S - lse)``: one unit in the last place of
         the exponential, one of lse, and one of the terms of the scores, ``scale * abs(q) @ abs(k)`` (in units of a
@@ -605,7 +616,7 @@ def measure(name: str, got: Any, yardstick: Yardstick) -> Measurement:
 
 
 def yardsticks(problem: Problem, arrays: Mapping[str, Array], **random: Any) -> dict[str, Yardstick]:
-    """The yardsticks of out and lse, and of dq, dk, dv (and dsinks) if `dout` is among the NumPy `arrays`.
+    """The yardsticks of out and lse, and of all gradients if `dout` is among the NumPy `arrays`.
 
     With dropout, `random` is the `seed` and the `offset`.
     """
@@ -641,9 +652,16 @@ def _compute(problem: Problem, arrays: Mapping[str, Array], dtype: Any, random: 
     results = {"out": out, "lse": lse}
     if "dout" in arrays:
         keywords |= optional_backward(arrays)
-        gradients = reference.backward(problem, arrays["dout"], *inputs, dtype=dtype, **keywords)
-        results |= zip(_gradients_of(arrays), gradients, strict=True)
+        need = gradients_of(problem)
+        gradients = reference.backward(problem, arrays["dout"], *inputs, need=need, dtype=dtype, **keywords)
+        results |= zip(need, gradients, strict=True)
     return results
+
+
+def gradients_of(problem: Problem) -> tuple[str, ...]:
+    """All gradients that a problem has, names of `problem.GRADIENTS`."""
+    missing = {f"d{name}" for name in ("bias", "alibi_slopes", "softcap", "sinks") if getattr(problem, name) is None}
+    return tuple(name for name in GRADIENTS if name not in missing)
 
 
 def _scales(
@@ -660,7 +678,11 @@ def _scales(
     scales = {name: _max_finite(x) for name, x in expected.items()}
     sees_something = np.zeros(out.shape[:3], bool)
     is_seen = np.zeros((problem.batch, problem.num_heads_kv, problem.seqlen_k), bool)
-    dsinks2 = np.zeros(problem.num_heads)
+    dsinks2, dscale2, dsoftcap2 = np.zeros(problem.num_heads), 0.0, 0.0
+    scores_shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+    dbias2 = reference.BroadcastSum(bias, scores_shape, np.dtype(np.float64))
+    dslopes2 = reference.BroadcastSum(alibi_slopes, scores_shape[:2], np.dtype(np.float64))
+    has_part = reference.BroadcastSum(bias, scores_shape, np.dtype(np.float64))
     scores = 0.0
 
     def grow(name: str, squares: Array) -> None:
@@ -679,16 +701,26 @@ def _scales(
                 dO2 = dout[head.index].astype(np.float64) ** 2
                 D2 = (dO2 * out[head.index] ** 2).sum(axis=-1, keepdims=True)
                 dL2 = dlse[head.index].astype(np.float64)[:, None] ** 2
-                dS2 = (problem.scale * head.cap_slope) ** 2 * P2 * ((dO2 @ V2.T) * Z2 + D2 + dL2)
+                dS_bias2 = P2 * ((dO2 @ V2.T) * Z2 + D2 + dL2)
+                dS2 = (problem.scale * head.cap_slope) ** 2 * dS_bias2
                 grow("dq", dS2 @ head.K**2)
                 grow("dk", dS2.T @ head.Q**2)
                 grow("dv", (P2 * Z2).T @ dO2)
                 dsinks2[head.index[1]] += (head.P_sink**2 * (D2 + dL2)).sum()
-    if "dsinks" in expected:
-        grow("dsinks", dsinks2)
+                dbias2.add(head.index, dS_bias2)
+                has_part.add(head.index, visible.astype(np.float64))
+                dslopes2.add(head.index, (dS_bias2 * head.distance**2).sum())
+                dscale2 += (dS_bias2 * (head.cap_slope * head.QK) ** 2).sum()
+                dsoftcap2 += (dS_bias2 * head.softcap_slope**2).sum()
+    sums = {"dbias": dbias2.value, "dalibi_slopes": dslopes2.value, "dscale": dscale2, "dsoftcap": dsoftcap2}
+    for name, squares in {**sums, "dsinks": dsinks2}.items():
+        if name in expected:
+            grow(name, np.asarray(squares))
     noise = 1 + scales["lse"] + scores / min(1.0, problem.softcap or 1.0)
     scales["lse"] = max(scales["lse"], 1.0)
-    zeros = {name: np.zeros(expected[name].shape, bool) for name in ("lse", "dsinks") if name in expected}
+    zeros = {name: np.zeros(x.shape, bool) for name, x in expected.items()}
+    if "dbias" in expected:
+        zeros["dbias"] = has_part.value == 0
     for name, nonzero in (("out", sees_something), ("dq", sees_something), ("dk", is_seen), ("dv", is_seen)):
         if name in expected:
             shape = (*nonzero.shape, view_4d(expected[name], problem.layout).shape[-1])
@@ -710,8 +742,8 @@ def _yardsticks_of(case: Case) -> dict[str, Yardstick]:
     return yardsticks(case.problem, case.arrays(), **case.random)
 
 
-def _gradients_of(arrays: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("dq", "dk", "dv", "dsinks") if "sinks" in arrays else ("dq", "dk", "dv")
+def _always_given(arrays: Mapping[str, Any]) -> tuple[str, ...]:
+    return (*DEFAULT_NEED, "dsinks") if "sinks" in arrays else DEFAULT_NEED
 
 
 def _judge(case: Case, results: Mapping[str, Any]) -> Report:
@@ -730,10 +762,22 @@ def assert_forward(case: Case, out: Any, lse: Any = None) -> Report:
     return _judge(case, {"out": out} if lse is None else {"out": out, "lse": lse})
 
 
-def assert_backward(case: Case, dq: Any, dk: Any, dv: Any, dsinks: Any = None) -> Report:
-    """Judge the gradients of ``sum(dout * out)``, as `assert_forward` judges the output; dlse counts."""
-    gradients = {"dq": dq, "dk": dk, "dv": dv} | ({} if dsinks is None else {"dsinks": dsinks})
-    return _judge(case, gradients)
+def assert_backward(
+    case: Case,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    dsinks: Any = None,
+    *,
+    dbias: Any = None,
+    dalibi_slopes: Any = None,
+    dscale: Any = None,
+    dsoftcap: Any = None,
+) -> Report:
+    """Judge gradients of ``sum(dout * out)``, those given, as `assert_forward` judges the output; dlse counts."""
+    gradients = {"dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "dalibi_slopes": dalibi_slopes, "dscale": dscale}
+    gradients |= {"dsoftcap": dsoftcap, "dsinks": dsinks}
+    return _judge(case, {name: x for name, x in gradients.items() if x is not None})
 
 
 def check(
@@ -789,7 +833,7 @@ def check(
     results = {"out": out} if lse is None else {"out": out, "lse": lse}
     if gradients is not None and "dout" in arrays:
         keywords |= optional_backward(arrays)
-        results |= zip(_gradients_of(arrays), gradients(arrays["dout"], *inputs, **keywords), strict=True)
+        results |= zip(_always_given(arrays), gradients(arrays["dout"], *inputs, **keywords), strict=True)
     for name, x in results.items():
         dtype = case.problem.softmax_dtype if name in ("lse", "dsinks") else case.dtype
         if to_numpy(x).dtype != numpy_dtype(dtype):

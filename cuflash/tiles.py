@@ -148,6 +148,35 @@ class DqTile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScoresTile:
+    """One way to cut the gradients of bias, slopes, scale and softcap. Blocks take tiles of block_m x block_n pairs."""
+
+    element_bytes: int = 2
+    max_dim: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int  # tiles of queries and of keys
+    min_blocks: int
+    fragments_ahead: int = 0
+    origin: str = field(compare=False)
+
+    dim_multiple = 16
+
+    def __post_init__(self) -> None:
+        _check_row(self, self.block_m % (16 * self.num_warps) == 0, "whole fragments for every warp")
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        size, rows = self.element_bytes, (self.block_m, self.block_n)
+        stage = sum(tile_bytes(n, d, size) for n in rows for d in (dim, dim_v))
+        result = self.block_m * (self.block_n + 8) * max(size, 4)
+        return max(self.num_stages * stage, result)
+
+    def defines(self) -> dict[str, int]:
+        return _tile_defines(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ForwardSm90Tile:
     """One way to cut the forward pass for compute capability 9.0. A warpgroup owns 64 of the block_m queries."""
 
@@ -398,6 +427,7 @@ Tile = (
     ForwardTile
     | BackwardTile
     | DqTile
+    | ScoresTile
     | ForwardSm90Tile
     | ForwardFloat32Sm90Tile
     | DecodeSm90Tile

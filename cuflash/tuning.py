@@ -37,6 +37,7 @@ from cuflash.tiles import (
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
     ForwardTile,
+    ScoresTile,
     Tile,
 )
 
@@ -54,6 +55,7 @@ _ROWS: dict[type, tuple[Tile, ...]] = {
     BackwardSm90Tile: (*tables.BACKWARD_SM90_TILES, *tables.BACKWARD_TILES),
     BackwardFloat32Sm90Tile: (*tables.BACKWARD_FLOAT32_SM90_TILES, *tables.BACKWARD_TF32_SM90_TILES),
     DqTile: tables.DQ_TILES,
+    ScoresTile: tables.SCORES_TILES,
 }
 # Values that the numbers of a row may be changed to, one at a time. Of block_n only those near the row's are tried.
 _WGMMA_COLUMNS = tuple(range(32, 257, 16))
@@ -77,6 +79,7 @@ _VARIATIONS: dict[type, dict[str, tuple]] = {
     BackwardSm90Tile: {"num_stages": (2, 3), "head_section": (1, 4, 8)},
     BackwardFloat32Sm90Tile: {"num_stages": (1, 2, 3), "num_rooms": (1, 2)},
     DqTile: {"block_n": (16, 32, 64), "num_stages": (1, 2)},
+    ScoresTile: {"block_n": (16, 32, 64), "num_stages": (1, 2)},
 }
 _NEAR = 32  # keys, or a factor of two
 

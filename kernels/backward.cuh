@@ -14,6 +14,10 @@ constexpr bool kDqInTurn = CUFLASH_DQ_IN_TURN;
 // fill the device, params.group_splits blocks share the heads and leave partial sums to a kernel that adds them.
 constexpr bool kSplitsGroup = CUFLASH_SPLITS_GROUP;
 
+// Which of the two are wanted; what was left out of a kernel's sums is zero in its registers and goes nowhere.
+constexpr bool kNeedsDk = CUFLASH_NEEDS_DK;
+constexpr bool kNeedsDv = CUFLASH_NEEDS_DV;
+
 constexpr int kPartialElements = kBlockN * (kDim + kDimV);
 
 struct alignas(16) Real4 {

@@ -353,6 +353,7 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
     walk.advance(tile.queries);
   }
 
+  if constexpr (!kNeedsDv) return;
   Real* partials = nullptr;
   if constexpr (kSplitsGroup)
     partials = partials_of(common, tile.num_n_blocks, batch, tile.head_kv, tile.work.block, tile.split, 0) + kRows * kDim;
@@ -444,6 +445,7 @@ CUFLASH_DEVICE void make_dk(const BackwardParams& params, const Shared& shared, 
     room.advance();
   }
 
+  if constexpr (!kNeedsDk) return;
   Real* partials = nullptr;
   if constexpr (kSplitsGroup)
     partials =
@@ -466,6 +468,10 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
     float* accumulator = (float*)common.dq_accumulator + tile.index_of(common, walk) * (kRows * kDim) + thread * 4;
     const u64 ds = descriptor_of_transposed<kRows>(shared.room_of(room));
     shared.room.ds_full(room).wait(room.parity);
+    if constexpr (!kDqByReduction) {  // not wanted
+      if (thread == 0) shared.room.ds_empty(room).arrive();
+      continue;
+    }
     if constexpr (kDqLate) shared.q_ring.empty(at, 0).wait(at.parity);
     repeat<kDim / kDqColumns>([&](auto slice) __attribute__((always_inline)) {
       constexpr int first = decltype(slice)::value * kDqColumns;

@@ -32,21 +32,29 @@ CUFLASH_DEVICE void backward_reduce(const Params& params) {
           partials += kNumThreads * 4;
         }
     };
-    add(dk);
-    add(dv);
+    // Parts that are not wanted were not left.
+    if constexpr (kNeedsDk)
+      add(dk);
+    else
+      partials += kBlockN * kDim;
+    if constexpr (kNeedsDv) add(dv);
   }
 
   const u32 s_dk = ptx::dynamic_shared(), s_dv = s_dk + kBytesDk;
   const int warp_key = warp_index() / kWarpsD * 16 * kKeyTiles, warp_d = warp_index() % kWarpsD;
   const Real scale = scale_of(params), kept_scale = kept_scale_of(params);
   constexpr Order kOrder = kPlainFragments ? Order::kPlain : Order::kPairedColumns;
-  store_fragments<kOrder, kRow, kWarpsD>(s_dk, warp_key, warp_d, dk, [&](int, int) { return scale; });
-  store_fragments<kOrder, kRowV, kWarpsD>(s_dv, warp_key, warp_d, dv, [&](int, int) { return kept_scale; });
+  if constexpr (kNeedsDk)
+    store_fragments<kOrder, kRow, kWarpsD>(s_dk, warp_key, warp_d, dk, [&](int, int) { return scale; });
+  if constexpr (kNeedsDv)
+    store_fragments<kOrder, kRowV, kWarpsD>(s_dv, warp_key, warp_d, dv, [&](int, int) { return kept_scale; });
   ptx::sync_block();
-  store_tile<kBlockN, kHeadDim>(s_dk, (Storage*)head_of(params.dk, batch, head_kv), params.dk.row_stride, n_block * kBlockN,
-                                params.seqlen_k);
-  store_tile<kBlockN, kHeadDimV>(s_dv, (Storage*)head_of(params.dv, batch, head_kv), params.dv.row_stride, n_block * kBlockN,
-                                 params.seqlen_k);
+  if constexpr (kNeedsDk)
+    store_tile<kBlockN, kHeadDim>(s_dk, (Storage*)head_of(params.dk, batch, head_kv), params.dk.row_stride, n_block * kBlockN,
+                                  params.seqlen_k);
+  if constexpr (kNeedsDv)
+    store_tile<kBlockN, kHeadDimV>(s_dv, (Storage*)head_of(params.dv, batch, head_kv), params.dv.row_stride, n_block * kBlockN,
+                                   params.seqlen_k);
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, backward_reduce)

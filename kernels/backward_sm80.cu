@@ -20,6 +20,7 @@
 #include "score.cuh"
 
 constexpr bool kOwnOperands = kWarpsD == 1;           // P' and dS' reach dV and dK in registers
+constexpr bool kNeedsDs = kNeedsDk || kDqByReduction;     // dV alone is made of P'
 constexpr int kQueryTiles = kBlockM / (8 * kWarpsQ);      // pieces of 8 queries of P' and dS' of a warp
 constexpr int kRow = row_bytes(kDim);
 constexpr int kRowV = row_bytes(kDimV);
@@ -136,7 +137,7 @@ CUFLASH_DEVICE void backward(const Params& params) {
         multiply<kDim / kStep>(p, a, b);
       }
       set_zero(ds);
-      {
+      if constexpr (kNeedsDs) {
         const RowMajorA<kRowV> a(s_v, warp_key);
         const ColumnMajorB<kRowV, kWarpsQ> b(s_do, warp_d);
         multiply<kDimV / kStep>(ds, a, b);
@@ -195,18 +196,20 @@ CUFLASH_DEVICE void backward(const Params& params) {
     const RowMajorB<kRow, kWarpsD> operand_q(s_q, warp_d);
     const auto one = [](int, int) { return 1.0f; };
     if constexpr (kOwnOperands) {
-      add_product<kBlockM / kStep>(dv, [&](int m, int k, Fragment& a) { to_operand(p[m], k, a); }, operand_do);
+      if constexpr (kNeedsDv)
+        add_product<kBlockM / kStep>(dv, [&](int m, int k, Fragment& a) { to_operand(p[m], k, a); }, operand_do);
       if constexpr (kDqByReduction) store_fragments<Order::kPlain, kRowS, 1>(s_ds_now, warp_key, 0, ds, one);
-      add_product<kBlockM / kStep>(dk, [&](int m, int k, Fragment& a) { to_operand(ds[m], k, a); }, operand_q);
+      if constexpr (kNeedsDk)
+        add_product<kBlockM / kStep>(dk, [&](int m, int k, Fragment& a) { to_operand(ds[m], k, a); }, operand_q);
     } else {
       if (has_queries) {
-        store_fragments<Order::kPlain, kRowS, kWarpsQ>(s_p, warp_key, warp_d, p, one);
-        store_fragments<Order::kPlain, kRowS, kWarpsQ>(s_ds_now, warp_key, warp_d, ds, one);
+        if constexpr (kNeedsDv) store_fragments<Order::kPlain, kRowS, kWarpsQ>(s_p, warp_key, warp_d, p, one);
+        if constexpr (kNeedsDs) store_fragments<Order::kPlain, kRowS, kWarpsQ>(s_ds_now, warp_key, warp_d, ds, one);
       }
       ptx::sync_block();
       const RowMajorA<kRowS> a_p(s_p, warp_key), a_ds(s_ds_now, warp_key);
-      add_product<kBlockM / kStep>(dv, a_p, operand_do);
-      add_product<kBlockM / kStep>(dk, a_ds, operand_q);
+      if constexpr (kNeedsDv) add_product<kBlockM / kStep>(dv, a_p, operand_do);
+      if constexpr (kNeedsDk) add_product<kBlockM / kStep>(dk, a_ds, operand_q);
     }
 
     // dQ of this tile pair; its dS is complete after the barrier that also ends the use of this stage when
@@ -252,21 +255,28 @@ CUFLASH_DEVICE void backward(const Params& params) {
           partials += kNumThreads * 4;
         }
     };
-    leave(dk);
-    leave(dv);
+    if constexpr (kNeedsDk)
+      leave(dk);
+    else
+      partials += kBlockN * kDim;
+    if constexpr (kNeedsDv) leave(dv);
     return;
   }
 
   // dK and dV leave through the room of K and V, which nobody reads any more after the barrier.
   ptx::sync_block();
   const Real scale = scale_of(params), kept_scale = kept_scale_of(params);
-  store_fragments<Order::kPairedColumns, kRow, kWarpsD>(s_k, warp_key, warp_d, dk, [&](int, int) { return scale; });
-  store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(s_v, warp_key, warp_d, dv, [&](int, int) { return kept_scale; });
+  if constexpr (kNeedsDk)
+    store_fragments<Order::kPairedColumns, kRow, kWarpsD>(s_k, warp_key, warp_d, dk, [&](int, int) { return scale; });
+  if constexpr (kNeedsDv)
+    store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(s_v, warp_key, warp_d, dv, [&](int, int) { return kept_scale; });
   ptx::sync_block();
-  store_tile<kBlockN, kHeadDim>(s_k, (Storage*)head_of(params.dk, batch, head_kv), params.dk.row_stride, first_key,
-                                params.seqlen_k);
-  store_tile<kBlockN, kHeadDimV>(s_v, (Storage*)head_of(params.dv, batch, head_kv), params.dv.row_stride, first_key,
-                                 params.seqlen_k);
+  if constexpr (kNeedsDk)
+    store_tile<kBlockN, kHeadDim>(s_k, (Storage*)head_of(params.dk, batch, head_kv), params.dk.row_stride, first_key,
+                                  params.seqlen_k);
+  if constexpr (kNeedsDv)
+    store_tile<kBlockN, kHeadDimV>(s_v, (Storage*)head_of(params.dv, batch, head_kv), params.dv.row_stride, first_key,
+                                   params.seqlen_k);
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, backward)

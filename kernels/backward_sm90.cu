@@ -84,7 +84,7 @@ constexpr u32 kConsumer = 1, kAll = kConsumer + kConsumers, kEnd = kAll + 1;
 
 struct BackwardParams {
   Params common;
-  TensorMap q, k, v, dout, dk, dv;
+  TensorMap q, k, v, dout, dkv[kNeedsDk + kNeedsDv];  // dk, dv: those that are wanted
 };
 static_assert(sizeof(BackwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
@@ -198,6 +198,11 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
   for (int step = 0; step < tile.num_steps; ++step, walk.advance(tile.queries), at.advance()) {
     float* accumulator = (float*)common.dq_accumulator + tile.index_of(common, walk) * (kBlockM * kDim) + thread * 4;
     shared.ds_ring.full(at).wait(at.parity);
+    if constexpr (!kDqByReduction) {  // not wanted
+      arrive_as_warp(shared.ds_ring.empty(at));
+      if (produces) producer.load_queries();
+      continue;
+    }
     const u32 s_ds = shared.ds + at.stage * kBytesDs;
     const u64 a = descriptor_of_transposed<kBlockN>(s_ds);
     Fragment ds[kDqHoldsDs ? kBlockN / 16 : 1];
@@ -504,11 +509,11 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
         partials += kDsWriters * 128 * 4;
       }
     };
-    if constexpr (makes_dk)
+    if constexpr (makes_dk && kNeedsDk)
       leave(dk);
     else
       partials += kBlockN * kDim;
-    if constexpr (makes_dv) leave(dv);
+    if constexpr (makes_dv && kNeedsDv) leave(dv);
     return;
   }
 
@@ -520,8 +525,10 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
   ptx::sync_named(kConsumer + consumer, 128);
   const int first_key = tile.first_key + first;
   if (elected && first_key < common.seqlen_k) {
-    if constexpr (makes_dv) store_chunks<kBlockN, kDimV>(params.dv, rows_v, first_key, tile.head_kv, batch);
-    if constexpr (makes_dk) store_chunks<kBlockN, kDim>(params.dk, rows_k, first_key, tile.head_kv, batch);
+    if constexpr (makes_dv && kNeedsDv)
+      store_chunks<kBlockN, kDimV>(params.dkv[kNeedsDk], rows_v, first_key, tile.head_kv, batch);
+    if constexpr (makes_dk && kNeedsDk)
+      store_chunks<kBlockN, kDim>(params.dkv[0], rows_k, first_key, tile.head_kv, batch);
     ptx::bulk_commit();
     ptx::bulk_wait<0>();
   }

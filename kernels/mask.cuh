@@ -20,6 +20,22 @@ struct BlockMask {
   CUFLASH_DEVICE bool has(int m_block, int n_block) const { return bytes[m_block * row_stride + n_block * key_stride] != 0; }
 };
 
+// What the block mask leaves of a tile.
+enum class Pairs { kNone, kSome, kAll };
+
+CUFLASH_DEVICE Pairs pairs_of(const Params& params, const BlockMask& blocks, int m_block, int n_block) {
+  const int first_row = m_block * kBlockM, last_row = min_of(first_row + kBlockM, params.seqlen_q) - 1;
+  const int first_key = n_block * kBlockN, last_key = min_of(first_key + kBlockN, params.seqlen_k) - 1;
+  bool any = false, all = true;
+  for (int i = first_row / kMaskBlockM; i <= last_row / kMaskBlockM; ++i)
+    for (int j = first_key / kMaskBlockN; j <= last_key / kMaskBlockN; ++j) {
+      const bool on = blocks.has(i, j);
+      any = any || on;
+      all = all && on;
+    }
+  return all ? Pairs::kAll : any ? Pairs::kSome : Pairs::kNone;
+}
+
 // The mask of one head, asked pair by pair.
 struct Mask {
   int key_stop;

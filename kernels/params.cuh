@@ -40,6 +40,10 @@ struct Params {
   void* dsinks;
   i64 dsinks_stride;
   BlockTable block_table;
+  ScoreTensor dbias;     // written: stride 0 on axes that it is summed over
+  Tensor dalibi_slopes;  // (batch, head)
+  void* dscale;          // one number of Real each
+  void* dsoftcap;
   // Scratch memory, of Real.
   void* row_stats;       // (batch, num_heads, stats_rows, 2): lse as an exponent, and delta - dlse
   void* dq_accumulator;  // (batch, num_heads, m blocks, block_m * padded head_dim), in fragment order
@@ -52,6 +56,8 @@ struct Params {
   void* dout_pieces;
   void* key_lists;       // of i32: (list_batches, list_heads, m blocks, a list of tiles of keys)
   void* query_lists;     // of i32: (list_batches, list_heads, n blocks, a list of tiles of queries)
+  void* score_partials;  // (tiles of dbias, score_splits, elements of a tile)
+  void* sums_partials;   // (3, num_heads, batch, m blocks, sums_splits): of dalibi_slopes, dscale, dsoftcap
   i32 batch, num_heads, num_heads_kv, seqlen_q, seqlen_k;
   i32 diagonal;      // query i stands at key position i + diagonal; with kFollowsLengths, see schedule.cuh
   i32 right_offset;  // query i sees keys up to i + right_offset
@@ -65,6 +71,8 @@ struct Params {
   i32 list_batches;  // batch entries that have lists of their own: all or 1
   i32 list_heads;    // query heads that have
   i32 num_pages;     // of the pools
+  i32 score_splits;  // blocks that share what is summed to a tile of dbias
+  i32 sums_splits;   // blocks that share the keys of a tile of queries, where scores are summed
   u32 seed_low;      // of dropout: the key of its random numbers
   u32 seed_high;
   u32 offset;

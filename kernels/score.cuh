@@ -53,13 +53,30 @@ struct Score {
     }
     score *= kExponentOfE;
     if constexpr (kHasAlibi) {
-      const int distance = row + diagonal - key;
-      score -= exponent_slope * (Real)(distance < 0 ? -distance : distance);
+      score -= exponent_slope * distance(row, key);
     }
     if constexpr (kBiasBytes != 0) {
       if (row < seqlen_q && key < key_stop) score += bias_at(row, key) * kExponentOfE;
     }
     return score;
+  }
+
+  // What a slope is multiplied by.
+  CUFLASH_DEVICE Real distance(int row, int key) const {
+    const int distance = row + diagonal - key;
+    return (Real)(distance < 0 ? -distance : distance);
+  }
+
+  // The derivative of softcap tanh(x), x = scale product / softcap, by softcap: tanh(x) - x (1 - tanh(x)^2). Near 0, where
+  // the two terms cancel, (sinh(2x) - 2x) / 2 (1 - tanh(x)^2), by the series of the first factor.
+  CUFLASH_DEVICE Real derivative_by_softcap(Real product) const {
+    const Real x = product * scale / softcap, x2 = x * x;
+    const Real t = tanh(x), slope = 1 - t * t;
+    if (x2 >= (Real)0.25) return t - x * slope;
+    Real series = 1;
+#pragma unroll
+    for (int n = 18; n >= 4; n -= 2) series = 1 + 4 * x2 / (n * (n + 1)) * series;
+    return x * x2 * (2 / (Real)3) * series * slope;
   }
 
  private:
