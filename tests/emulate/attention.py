@@ -11,7 +11,17 @@ import numpy as np
 
 from cuflash.params import POINTER_WORD, parameters
 from cuflash.plan import MAPS_OFFSET, DeviceSpec, LaunchPlan, Pass, access_bytes, choose_plan
-from cuflash.problem import ITEMSIZE, Operand, Problem, layout_of, rows_of, vector_of
+from cuflash.problem import (
+    DEFAULT_NEED,
+    GRADIENTS,
+    ITEMSIZE,
+    Operand,
+    Problem,
+    gradient_operand,
+    layout_of,
+    rows_of,
+    vector_of,
+)
 from cuflash.tensor_map import CHUNK, TensorMapSpec
 from cuflash.testing import measure, numpy_dtype, yardsticks
 from cuflash.tiles import Tile
@@ -29,6 +39,7 @@ def plan_for(
     arrays: Mapping[str, np.ndarray],
     arch: str | DeviceSpec,
     tiles: Sequence[Tile] | None,
+    need: Sequence[str] = DEFAULT_NEED,
 ) -> LaunchPlan:
     """The plan for arrays as they lie: the same steps as `cuflash.launch` takes for CuPy arrays."""
     return choose_plan(
@@ -36,15 +47,16 @@ def plan_for(
         DeviceSpec.for_arch(arch) if isinstance(arch, str) else arch,
         pass_,
         load_bytes=_access_bytes(problem, [arrays[name] for name in READ[pass_]]),
-        store_bytes=_access_bytes(problem, [arrays[name] for name in WRITTEN[pass_]]),
+        store_bytes=_access_bytes(problem, [arrays[name] for name in WRITTEN[pass_] if name in arrays]),
         operands={n: layout_of(arrays[n], problem.layout) for n in ("out", "dout", "dk", "dv") if n in arrays}
-        | {n: vector_of(arrays[n]) for n in ("dsinks",) if n in arrays},
+        | {n: gradient_operand(n, problem, arrays[n]) for n in ("dbias", "dalibi_slopes") if n in arrays},
         tiles=None if tiles is None else tuple(tiles),
+        need=need,
     )
 
 
 def _access_bytes(problem: Problem, arrays: Sequence[np.ndarray]) -> int:
-    pointers = np.bitwise_or.reduce([array.ctypes.data for array in arrays])
+    pointers = np.bitwise_or.reduce([16, *(array.ctypes.data for array in arrays)])
     return access_bytes(tuple(layout_of(array, problem.layout) for array in arrays), int(pointers))
 
 
@@ -89,6 +101,7 @@ def run(
     operands = {n: layout_of(x, problem.layout) for n, x in arrays.items() if n in ("out", "dout", "dq", "dk", "dv")}
     operands |= {n: rows_of(x) for n, x in arrays.items() if n in ("lse", "dlse")}
     operands |= {n: vector_of(x) for n, x in arrays.items() if n == "dsinks"}
+    operands |= {n: gradient_operand(n, problem, x) for n, x in arrays.items() if n in ("dbias", "dalibi_slopes")}
     params = parameters(plan, operands, seed, offset)
     words = params.view(np.uint64)
     scratch = {
@@ -187,7 +200,8 @@ def _call(
         dtype = np.dtype(dtype)
         size = int(np.prod(shape)) * dtype.itemsize
         every[name] = place(np.full(size, fill, np.uint8).view(dtype).reshape(shape))
-    plan = plan_for(_as_placed(problem, every), pass_, every, arch, tiles)
+    need = tuple(results) if pass_ == "backward" else ()
+    plan = plan_for(_as_placed(problem, every), pass_, every, arch, tiles, need)
     launches = run(plan, every, schedule, fill=fill, **options)
     if statistics is not None:
         statistics += launches
@@ -224,15 +238,26 @@ def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tupl
     return out, lse
 
 
-def backward(problem: Problem, arrays: Mapping[str, Any], out: Any, lse: Any, **options: Any) -> tuple[Any, ...]:
-    """(dq, dk, dv) of the backward kernels, and dsinks if there are sinks.
+def backward(
+    problem: Problem,
+    arrays: Mapping[str, Any],
+    out: Any,
+    lse: Any,
+    *,
+    need: Sequence[str] | None = None,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """The gradients `need` by the backward kernels: (dq, dk, dv) without it, and dsinks if there are sinks.
 
     `arrays` holds dout too, and maybe dlse. Other parameters are those of `forward`.
     """
-    dtype = numpy_dtype(problem.dtype)
-    results: dict[str, Any] = {f"d{name}": (arrays[name].shape, dtype) for name in ("q", "k", "v")}
-    if problem.sinks is not None:
-        results["dsinks"] = ((problem.num_heads,), problem.softmax_dtype)
+    if need is None:
+        need = DEFAULT_NEED if problem.sinks is None else (*DEFAULT_NEED, "dsinks")
+    every: dict[str, Any] = {
+        name: (arrays[name[1:]].shape, arrays[name[1:]].dtype) for name in need if name[1:] in arrays
+    }
+    every |= {name: ((), problem.softmax_dtype) for name in ("dscale", "dsoftcap")}
+    results = {name: every[name] for name in GRADIENTS if name in need}
     return _call("backward", problem, {**arrays, "out": out, "lse": lse}, results, **options)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import cuflash.testing as ct
 from cuflash import reference
 from cuflash.plan import DeviceSpec
-from cuflash.problem import make_problem
+from cuflash.problem import DEFAULT_NEED, make_problem
 from cuflash.tiles import (
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
@@ -31,6 +31,7 @@ from cuflash.tiles import (
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
     ForwardTile,
+    ScoresTile,
     Tile,
 )
 
@@ -52,6 +53,7 @@ class Trial:
     in_turn: bool = False  # deterministic, without a kernel of its own for dq
     kv_lengths: tuple[int, ...] | None = None  # instead of those of the case, which they are clamped to
     wild_pages: bool = False  # the first entries of the table are outside of the pool; where they lead is what counts
+    need: tuple[str, ...] | None = None  # gradients; by default dq, dk, dv, and dsinks where there are sinks
 
     def run(self, kernels: Path = emulator.KERNELS) -> None:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
@@ -77,15 +79,17 @@ class Trial:
         }
         if isinstance(self.tiles[0], ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | DecodeSm90Tile):
             names, results = ("out", "lse"), attention.forward(problem, arrays, **how)
-            assert_results = ct.assert_forward
         else:
             out, lse = out.astype(arrays["q"].dtype), lse.astype(problem.softmax_dtype)
-            names, results = ("dq", "dk", "dv"), attention.backward(problem, arrays, out, lse, **how)
-            assert_results = ct.assert_backward
+            names = self.need or (*DEFAULT_NEED, *(("dsinks",) if case.sinks else ()))
+            results = attention.backward(problem, arrays, out, lse, need=names, **how)
+        found = dict(zip(names, results, strict=True))
         if two_pieces:
-            attention.assert_two_pieces(problem, arrays, dict(zip(names, results, strict=True)))
+            attention.assert_two_pieces(problem, arrays, found)
+        elif "out" in found:
+            ct.assert_forward(case, **found)
         else:
-            assert_results(case, *results)
+            ct.assert_backward(case, **found)
         conflicts = sum(launch.matrix_load_conflicts for launch in launches)
         if conflicts:
             raise AssertionError(f"{conflicts} bank conflicts")
@@ -198,6 +202,10 @@ _BACKWARD_PIECES_RING = (
 _DECODE_TILES = (DecodeSm90Tile(max_dim=128, block_n=32, num_stages=2, min_blocks=1, origin="of a trial"),)
 _LONG_DECODE_TILES = (replace(_DECODE_TILES[0], block_n=64),)
 _DQ = DqTile(max_dim=128, block_m=64, block_n=32, num_warps=4, min_blocks=1, origin="of a trial")
+_SCORES = (
+    ScoresTile(max_dim=128, block_m=64, block_n=32, num_warps=4, num_stages=2, min_blocks=1, origin="of a trial"),
+)
+_SUMS = ("dalibi_slopes", "dscale", "dsoftcap")
 _GROUPED = ct.Case(
     seqlen_q=150, seqlen_k=77, batch=2, num_heads=4, num_heads_kv=2, head_dim=72, head_dim_v=24, dtype="float16"
 )
@@ -219,6 +227,9 @@ _TERMS = replace(
     bias=(2, 70, 77),
     mask=(2, 70, 77),
     alibi_slopes=(2,),
+)
+_TERMS_OF_SCORES = replace(
+    _GROUPED, seqlen_q=70, head_dim=16, head_dim_v=16, softcap=2.0, score_spread=3.0, alibi_slopes=(4,)
 )
 _FAR = replace(_TERMS, seqlen_q=33, seqlen_k=18, batch=2, num_heads_kv=2, bias=(2, 2, 33, 18), mask=(2, 2, 33, 18))
 _FLOAT32 = replace(_TERMS, dtype="float32", softcap=20.0)
@@ -329,6 +340,37 @@ TRIALS = {
     ),
     "backward sinks": Trial(case=replace(_SINKS, strides="flipped"), tiles=_backward()),
     "backward sm90 sinks": Trial(case=_SINKS, tiles=(_BACKWARD_SM90, None)),
+    # Two stages and one; sums over every axis; blocks that share a sum, and tiles that nobody sees.
+    "dbias": Trial(case=replace(_TERMS_OF_SCORES, bias=(4, 70, 77)), tiles=_SCORES, need=("dbias",), num_sms=1),
+    "dbias shared": Trial(
+        case=replace(_TERMS_OF_SCORES, bias=(2, 1, 1, 77), bias_dtype="input", kv_lengths=(77, 20), causal=True),
+        tiles=_SCORES,
+        need=("dbias",),
+        num_sms=17,
+    ),
+    "dbias of queries": Trial(
+        case=replace(_TERMS_OF_SCORES, bias=(2, 4, 70, 1), dropout=0.3, window=(20, 5)),
+        tiles=(replace(_SCORES[0], num_stages=1),),
+        need=("dbias",),
+        num_sms=1,
+    ),
+    "dbias blocks": Trial(
+        case=replace(_TERMS_OF_SCORES, bias=(4, 70, 1), block_mask=(2, 4), block_size=(16, 32), blocks_kept=0.6),
+        tiles=_SCORES,
+        need=("dbias",),
+        num_sms=1,
+    ),
+    "dbias in pairs of rows": Trial(
+        case=replace(_TERMS_OF_SCORES, bias=(70, 77)), tiles=(_BACKWARD_SM90, *_SCORES), need=("dk", "dbias"), num_sms=1
+    ),
+    "sums": Trial(case=replace(_TERMS_OF_SCORES, alibi_slopes=(2, 4)), tiles=_SCORES, need=_SUMS),
+    "sums of heads": Trial(
+        case=replace(_TERMS_OF_SCORES, softcap=20.0, causal=True), tiles=_SCORES, need=_SUMS, num_sms=1
+    ),
+    "only dk": Trial(case=_SMALL, tiles=_backward(), need=("dk",)),
+    "only dv": Trial(case=_SMALL, tiles=_backward(), need=("dv",)),
+    "sm90 only dv": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_BACKWARD_SM90, None), num_sms=1, need=("dv",)),
+    "pieces only dk": Trial(case=replace(_PIECES, seqlen_k=70), tiles=_BACKWARD_PIECES, need=("dk",)),
     "backward": Trial(case=replace(_GROUPED, num_heads=2), tiles=_backward()),
     "backward window": Trial(case=_WINDOW, tiles=_backward()),
     "backward shared": Trial(case=_GROUPED, tiles=_backward(num_warps=8, warps_d=2, block_m=64), num_sms=1),
@@ -479,6 +521,7 @@ F, F90, F32, ROLES, PIECES, D90, COMBINE, B90, B32, WALK, TILES90, B, DQ, DELTA,
 )
 DROPOUT, LISTS, LIST_WALK = "dropout.cuh", "block_lists.cu", "list_walk.cuh"
 PAGES, KEYS = "pages.cuh", "key_tile_sm90.cuh"
+SCORES, SCORES_TILES, SCORES_REDUCE = "backward_scores_sm80.cu", "backward_scores.cuh", "backward_scores_reduce.cu"
 
 # fmt: off
 MUTANTS = (
@@ -1337,6 +1380,77 @@ MUTANTS = (
     _mutant("half of the lanes of a warp", SINKS, "int mask = 16;", "int mask = 8;", "backward sinks"),
     _mutant("the first warp alone", SINKS, "int warp = 1;", "int warp = kNumWarps;", "backward sinks"),
     _mutant("no barrier before the sums of warps are read", SINKS, "  ptx::sync_block();\n", "", "backward sinks"),
+    # ---- Gradients of what makes scores, and only those that are asked for
+    _mutant("no wait for tiles of pairs", SCORES, "    ptx::copy_async_wait<kNumStages - 1>();\n", "", "dbias shared"),
+    _mutant("no barrier before tiles of pairs are read", SCORES,
+            "    ptx::copy_async_wait<kNumStages - 1>();\n    ptx::sync_block();\n",
+            "    ptx::copy_async_wait<kNumStages - 1>();\n", "dbias shared"),
+    _mutant("no barrier before a stage of pairs is used again", SCORES,
+            "    ptx::sync_block();\n    if (next.left > 0) load(stage);\n", "    if (next.left > 0) load(stage);\n",
+            "dbias shared"),
+    _mutant("dbias has the softcap's derivative", SCORES, "sums.dbias[m][n][i] += ds;",
+            "sums.dbias[m][n][i] += ds * derivative;", "dbias"),
+    _mutant("dbias of the last batch entry", SCORES, "sums.dbias[m][n][i] += ds;", "sums.dbias[m][n][i] = ds;",
+            "dbias"),
+    _mutant("a share goes to the place of the first", SCORES, "score_partials_of(params, index, split)[i]",
+            "score_partials_of(params, index, 0)[i]", "dbias shared"),
+    _mutant("rows are not summed", SCORES, "int row = 1; row < kBlockM;", "int row = kBlockM; row < kBlockM;",
+            "dbias shared"),
+    _mutant("columns of two lanes are not summed", SCORES, "        sum += ptx::shuffle_xor(sum, 2);\n", "",
+            "dbias of queries"),
+    _mutant("no barrier before a tile of dbias is read", SCORES,
+            "  ptx::sync_block();\n#pragma unroll 1\n  for (int i =",
+            "#pragma unroll 1\n  for (int i =", "dbias"),
+    _mutant("dbias overwrites tiles that others read", SCORES,
+            "  ptx::copy_async_wait<0>();\n  ptx::sync_block();\n  if constexpr (kNeedsDbias)",
+            "  ptx::copy_async_wait<0>();\n  if constexpr (kNeedsDbias)", "dbias of queries",
+            escapes="a barrier behind the products, in the loop, is the last that matters; this one is for copies"),
+    _mutant("pairs of statistics taken for single ones", SCORES, "(kPairsStats ? row / 2 * 4 + row % 2 : row * 2)",
+            "row * 2", "dbias in pairs of rows"),
+    _mutant("statistics of rows that do not exist", SCORES, "exists ? stats[0] : ptx::infinity()", "stats[0]",
+            "dbias in pairs of rows", escapes="with these tiles the row statistics reach as far"),
+    _mutant("a slope pulls the other way", SCORES, "slope -= ds", "slope += ds", "sums"),
+    _mutant("dscale without the softcap's derivative", SCORES, "ds * derivative * product", "ds * product", "sums"),
+    _mutant("dsoftcap of the product", SCORES, "score.derivative_by_softcap(product)",
+            "score.derivative_by_softcap(product * score.scale)", "sums"),
+    _mutant("the series of dsoftcap is half of itself", "score.cuh", "(2 / (Real)3)", "(1 / (Real)3)", "sums of heads"),
+    _mutant("sums of the first warp alone", SCORES, "for (int i = 0; i < kNumWarps; ++i)",
+            "for (int i = 0; i < 1; ++i)", "sums"),
+    _mutant("hidden tiles are not skipped", SCORES_TILES, "tiles.start <= n_block && n_block < tiles.stop", "true",
+            "dbias shared", escapes="the mask makes zeros of them"),
+    _mutant("tiles that a block mask leaves whole need no other mask", SCORES,
+            "masked = now.n_block < tiles.full_start || now.n_block >= tiles.full_stop ||", "masked =", "dbias blocks"),
+    _mutant("pairs of tiles that a block mask cuts all count", SCORES, "now.pairs_left(params) != Pairs::kAll",
+            "now.pairs_left(params) == Pairs::kNone", "dbias blocks"),
+    _mutant("tiles that a block mask cuts are skipped", SCORES_TILES, "pairs_left(params) != Pairs::kNone",
+            "pairs_left(params) == Pairs::kAll", "dbias blocks"),
+    _mutant("tiles of dbias have the blocks of the first head", SCORES_TILES, "BlockMask(params, batch, head)",
+            "BlockMask(params, batch, 0)", "dbias blocks"),
+    _mutant("a share starts at the first head", SCORES_TILES, "start(kSumsHeads, head, params.num_heads);", "",
+            "dbias shared"),
+    _mutant("every walk over heads starts a batch entry", SCORES_TILES,
+            "if (!next(kSumsHeads, head, params.num_heads)) next", "next(kSumsHeads, head, params.num_heads); next",
+            "dbias in pairs of rows"),
+    _mutant("rows past the last are stored", SCORES_TILES, "(!kSumsQueries && row >= params.seqlen_q) || ", "",
+            "dbias"),
+    _mutant("dbias without the stride of heads", SCORES_TILES, "tile.head * dbias.head_stride + ", "", "dbias"),
+    _mutant("parts of one batch entry after the other", SCORES_TILES,
+            "((i64)quantity * params.num_heads + head) * params.batch + batch;",
+            "((i64)quantity * params.batch + batch) * params.num_heads + head;", "sums of heads"),
+    _mutant("the first share alone", SCORES_REDUCE, "split < params.score_splits", "split < 1", "dbias shared"),
+    _mutant("slopes of the first batch entry", SCORES_REDUCE, "kSumsBatch ? of_head : of_entry", "of_entry",
+            "sums of heads"),
+    _mutant("dscale and dsoftcap change places", SCORES_REDUCE, "of_scale ? 1 : 2", "of_scale ? 2 : 1", "sums"),
+    _mutant("dK is stored unasked", REDUCE, "  if constexpr (kNeedsDk)\n    store_tile", "  store_tile", "only dv"),
+    _mutant("dP is left out with dV", B, "kNeedsDs = kNeedsDk || kDqByReduction;", "kNeedsDs = kDqByReduction;",
+            "only dk"),
+    _mutant("dK in the map of dV", B90, "params.dkv[kNeedsDk]", "params.dkv[kNeedsDk - 1]", "backward sm90"),
+    _mutant("stages of dS are not given back", B90,
+            "      arrive_as_warp(shared.ds_ring.empty(at));\n      if (produces)", "      if (produces)",
+            "sm90 only dv"),
+    _mutant("rooms of dS are not given back", B32,
+            "      if (thread == 0) shared.room.ds_empty(room).arrive();\n      continue;", "      continue;",
+            "pieces only dk"),
     # ---- Wide elements
     _mutant("pairs of A in the order of the manual", "fragments.cuh",
             "word[i][j] = row[k * (kStep / 8) + i][j / 2 + j % 2 * 2];",
@@ -1355,7 +1469,7 @@ MUTANTS = (
             "lane_row + 8 * half : lane_row + 8 * half;", "backward float32"),
     _mutant("every warp takes the first columns of O", F, "operand_v(s_v, warp_d);", "operand_v(s_v);",
             "forward float64"),
-    _mutant("warps without queries store some", B, "if (has_queries) {\n        store", "if (true) {\n        store",
+    _mutant("warps without queries store some", B, "if (has_queries) {\n        if", "if (true) {\n        if",
             "backward float64"),
     _mutant("the exponential to nine terms", "exponential.cuh", "double series = 2.5100424157005067e-08;",
             "double series = 0;", "forward float64"),
@@ -1428,7 +1542,7 @@ MUTANTS = (
     _mutant("P' is handed over without marks", B32, "factor[i] = -factor[i], p[n][i] = 0.0f;", "p[n][i] = 0.0f;",
             "dropout backward pieces"),
     # ---- Block masks
-    _mutant("a tile with some pairs has all", LISTS, "return all ? Pairs::kAll : any ? Pairs::kSome : Pairs::kNone;",
+    _mutant("a tile with some pairs has all", "mask.cuh", "return all ? Pairs::kAll : any ? Pairs::kSome : Pairs::kNone;",
             "return any ? Pairs::kAll : Pairs::kNone;", "forward blocks"),
     _mutant("lists of 32 tiles at most", LISTS, "+ (int)lane_index(); other += 32)",
             "+ (int)lane_index(); other += 320)", "forward many blocks"),

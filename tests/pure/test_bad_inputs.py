@@ -37,10 +37,11 @@ def good_arrays():
 def good_backward_arrays():
     arrays = good_arrays()
     inputs = {name: x for name, x in arrays.items() if name not in ("out", "lse")}
-    arrays["out"], arrays["lse"] = cuflash.FlashAttention().forward(**inputs)
+    arrays["out"], arrays["lse"] = cuflash.FlashAttention(softcap=5.0).forward(**inputs)
     arrays["dout"], arrays["dlse"] = np.ones_like(arrays["out"]), np.ones_like(arrays["lse"])
-    for name in ("q", "k", "v", "sinks"):
+    for name in ("q", "k", "v", "bias", "alibi_slopes", "sinks"):
         arrays[f"d{name}"] = np.empty_like(arrays[name])
+    arrays["dscale"], arrays["dsoftcap"] = np.empty((), np.float32), np.empty((), np.float32)
     return arrays
 
 
@@ -245,7 +246,13 @@ BAD_BACKWARD = [
     ("dsinks", read_only, ValueError, "a read-only array", "a writable one"),
     ("need", "dsinks", TypeError, "str 'dsinks'", "a collection of names of gradients"),
     ("need", 3, TypeError, "int 3", "a collection of names of gradients"),
-    ("need", ("dq", "dbias"), ValueError, "'dbias'", "'dq', 'dk', 'dv' or 'dsinks'"),
+    ("need", ("dq", "dmask"), ValueError, "'dmask'", "'dq', 'dk', 'dv', 'dbias', 'dalibi_slopes', 'dscale', 'dsoft"),
+    ("dbias", lambda x: x[0], ValueError, "shape (1, 6)", "(4, 1, 6)"),
+    ("dbias", lambda x: x.astype(np.float16), TypeError, "dtype float16", "float32"),
+    ("dalibi_slopes", lambda x: np.stack([x, x]), ValueError, "shape (2, 4)", "(4,)"),
+    ("dscale", lambda x: x[None], ValueError, "shape (1,)", "()"),
+    ("dsoftcap", lambda x: x.astype(np.float64), TypeError, "dtype float64", "float32"),
+    ("dsoftcap", read_only, ValueError, "a read-only array", "a writable one"),
 ]
 
 
@@ -276,7 +283,7 @@ def assert_complains(call, error, name, got, expected):
 
 def test_the_good_arrays_are_good():
     cuflash.FlashAttention().forward(**good_arrays())
-    cuflash.FlashAttention().backward(**good_backward_arrays())
+    cuflash.FlashAttention(softcap=5.0).backward(**good_backward_arrays())
 
 
 @pytest.mark.parametrize(("name", "value", "error", "got", "expected"), numbered(BAD_OPTIONS))
@@ -312,15 +319,19 @@ def test_result(name, value, error, got, expected):
 def test_backward(name, value, error, got, expected):
     arrays = good_backward_arrays()
     arrays[name] = made(value, arrays.get(name))
-    assert_complains(lambda: cuflash.FlashAttention().backward(**arrays), error, name, got, expected)
+    assert_complains(lambda: cuflash.FlashAttention(softcap=5.0).backward(**arrays), error, name, got, expected)
 
 
-@pytest.mark.parametrize("name", ["need", "dsinks"])
-def test_gradients_of_sinks_without_sinks(name):
-    arrays = good_backward_arrays() | {"sinks": None}
-    arrays |= {"dsinks": None, "need": ("dsinks",)} if name == "need" else {}
-    complaint = (ValueError, name, "dsinks without sinks", "sinks as forward took them")
-    assert_complains(lambda: cuflash.FlashAttention().backward(**arrays), *complaint)
+@pytest.mark.parametrize("given", ["need", "result"])
+@pytest.mark.parametrize("of", ["bias", "alibi_slopes", "softcap", "sinks"])
+def test_gradients_of_what_is_not_there(of, given):
+    arrays = good_backward_arrays()
+    arrays |= {} if of == "softcap" else {of: None}
+    arrays |= {f"d{of}": None, "need": ("dq", f"d{of}")} if given == "need" else {}
+    attn = cuflash.FlashAttention(softcap=None if of == "softcap" else 5.0)
+    expected = "FlashAttention(softcap=...)" if of == "softcap" else f"{of} as forward took them"
+    complaint = (ValueError, "need" if given == "need" else f"d{of}", f"d{of} without {of}", expected)
+    assert_complains(lambda: attn.backward(**arrays), *complaint)
 
 
 @pytest.mark.parametrize("result", ["out", "lse"])
@@ -332,13 +343,13 @@ def test_result_overlaps_an_argument(result, other):
     assert_complains(lambda: cuflash.FlashAttention().forward(**arrays), *complaint)
 
 
-@pytest.mark.parametrize("result", ["dq", "dk", "dv", "dsinks"])
-@pytest.mark.parametrize("other", ["q", "k", "v", "dout", "out", "lse", "dlse", "sinks"])
+@pytest.mark.parametrize("result", ["dq", "dk", "dv", "dbias", "dalibi_slopes", "dsinks"])
+@pytest.mark.parametrize("other", ["q", "k", "v", "bias", "dout", "out", "lse", "dlse", "sinks"])
 def test_gradient_overlaps_an_argument(result, other):
     arrays = good_backward_arrays()
     arrays[result], arrays[other] = overlapping(arrays[result], arrays[other])
     complaint = (ValueError, result, f"memory shared with {other}", "memory of its own")
-    assert_complains(lambda: cuflash.FlashAttention().backward(**arrays), *complaint)
+    assert_complains(lambda: cuflash.FlashAttention(softcap=5.0).backward(**arrays), *complaint)
 
 
 @pytest.mark.parametrize(
@@ -354,7 +365,7 @@ def test_results_overlap_each_other(method, arrays, first, second):
     arrays = arrays()
     arrays[first], arrays[second] = overlapping(arrays[first], arrays[second])
     complaint = (ValueError, second, f"memory shared with {first}", "memory of its own")
-    assert_complains(lambda: getattr(cuflash.FlashAttention(), method)(**arrays), *complaint)
+    assert_complains(lambda: getattr(cuflash.FlashAttention(softcap=5.0), method)(**arrays), *complaint)
 
 
 def overlapping(*arrays):

@@ -31,6 +31,7 @@ from cuflash.problem import Options, make_problem
 
 SMALL = Case(head_dim=8, head_dim_v=12, seqlen_q=24, batch=2, num_heads=4, num_heads_kv=2, causal=True, dtype="float32")
 PLAIN = Case(head_dim=8, seqlen_q=24, batch=2, num_heads=2, dtype="float32")
+BIASED = [replace(PLAIN, bias="hqk"), replace(PLAIN, bias="bq"), replace(PLAIN, bias="k")]
 ALL_CASES = sorted({case for suite in SUITES.values() for case in suite.cases}, key=lambda case: case.name)
 
 
@@ -64,7 +65,8 @@ def test_names_are_unique():
 @pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.name)
 def test_work_agrees_with_the_problem(case):
     q, k, v = (abstract(shape, case.dtype) for shape in (case.q_shape, case.k_shape, case.v_shape))
-    problem = make_problem(Options(causal=case.causal), q, k, v)
+    bias = abstract(case.bias_shape, case.dtype) if case.bias else None
+    problem = make_problem(Options(causal=case.causal), q, k, v, bias=bias)
     assert case.ideal_bytes("forward") == problem.forward_bytes
     assert case.ideal_bytes("backward") == problem.backward_bytes
     assert case.scores_bytes == problem.naive_bytes
@@ -94,13 +96,13 @@ def test_cases_that_peers_disagree_on_are_refused():
 # The check
 
 
-@pytest.mark.parametrize("case", [SMALL, PLAIN], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [SMALL, PLAIN, *BIASED], ids=lambda case: case.name)
 def test_the_formula_is_the_oracle(case, monkeypatch):
     monkeypatch.setattr("bench.formula.ROWS_AT_ONCE", 7)
     inputs = make_inputs(np, case)
-    problem = make_problem(Options(causal=case.causal), inputs.q, inputs.k, inputs.v)
-    out, _ = reference.forward(problem, inputs.q, inputs.k, inputs.v)
-    dq, dk, dv = reference.backward(problem, inputs.dout, inputs.q, inputs.k, inputs.v)
+    problem = make_problem(Options(causal=case.causal), inputs.q, inputs.k, inputs.v, bias=inputs.bias)
+    out, _ = reference.forward(problem, inputs.q, inputs.k, inputs.v, bias=inputs.bias)
+    dq, dk, dv = reference.backward(problem, inputs.dout, inputs.q, inputs.k, inputs.v, bias=inputs.bias)
     for b, h in ((0, 0), (1, 1)):
         heads = slice(h * case.group_size, (h + 1) * case.group_size)
         group = one_group(case, inputs, b, h, compute="float64", store="float64")
@@ -158,6 +160,46 @@ def test_contenders_on_the_cpu_are_right(name, case):
             results = tuple(contender.to_array(x) for x in contender.calls[pass_]())
             assert [x.shape for x in results] == [getattr(case, f"{s}_shape") for s in SHAPES[pass_]]
             assert not any(error.wrong for error in check.errors(pass_, results).values())
+
+
+@pytest.mark.parametrize("case", BIASED, ids=lambda case: case.name)
+@pytest.mark.parametrize("name", ["cuflash", "cuflash-dbias", "math-dbias"])
+def test_contenders_with_a_bias_are_right(name, case):
+    if name.startswith("math"):
+        pytest.importorskip("torch", reason="a torch peer")
+    inputs = make_inputs(np, case)
+    contender = peers.ADAPTERS[name](case, inputs)
+    for pass_ in ("backward", "forward"):
+        results = tuple(contender.to_array(x) for x in contender.calls[pass_]())
+        errors = Reference(case, inputs).errors(pass_, results)
+        assert not any(error.wrong for error in errors.values())
+    for other, reason in (("naive", "without a bias"), ("fa2", "without a bias")):
+        with pytest.raises(peers.Absent, match=reason):
+            peers.ADAPTERS[other](case, inputs)
+
+
+@pytest.mark.parametrize("name", ["cuflash-dbias", "efficient-dbias", "math-dbias"])
+def test_contenders_of_a_bias_need_one(name):
+    with pytest.raises(peers.Absent, match="needs a bias"):
+        peers.ADAPTERS[name](PLAIN, make_inputs(np, PLAIN))
+
+
+def test_unfused_attention_of_torch_has_no_bias_under_a_causal_mask():
+    pytest.importorskip("torch", reason="a torch peer")
+    case = replace(PLAIN, causal=True, bias="k")
+    with pytest.raises(peers.Absent, match="not both"):
+        peers.ADAPTERS["math-dbias"](case, make_inputs(np, case))
+
+
+@pytest.mark.parametrize("dbias", [False, True])
+@pytest.mark.parametrize("axes", ["hqk", "bhqk", "k"])
+def test_the_efficient_kernel_takes_a_bias(axes, dbias):
+    torch = pytest.importorskip("torch", reason="a torch peer")
+    case = Case(head_dim=64, seqlen_q=128, batch=2, num_heads=4, bias=axes)
+    shapes = (case.q_shape, case.k_shape, case.v_shape, case.out_shape, case.bias_shape)
+    operands = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
+    calls = peers.efficient_calls(torch, case, *operands, dbias=dbias)
+    assert [tuple(x.shape) for x in calls["backward"]()] == [case.q_shape, case.k_shape, case.v_shape]
 
 
 SHAPES = {"forward": ("out",), "backward": ("q", "k", "v")}

@@ -116,11 +116,12 @@ def test_wrong_arguments(call, error, message):
 
 
 def run(case, **changes):
-    """out, lse and gradients of the CPU path."""
+    """out, lse and all gradients of the CPU path."""
     arrays, attn = case.arrays() | changes, cuflash.FlashAttention(**case.keywords)
     inputs = [arrays[name] for name in "qkv"]
     out, lse = attn.forward(*inputs, **ct.optional(arrays))
-    return out, lse, *attn.backward(arrays["dout"], *inputs, out, lse, **ct.optional_backward(arrays))
+    need = ct.gradients_of(case.problem)
+    return out, lse, *attn.backward(arrays["dout"], *inputs, out, lse, **ct.optional_backward(arrays), need=need)
 
 
 @given(
@@ -132,7 +133,7 @@ def test_oracle(case):
     case = replace(case, block_mask=case.block_mask or ())
     out, lse, *gradients = run(case)
     ct.assert_forward(case, out, lse)
-    ct.assert_backward(case, *gradients)
+    ct.assert_backward(case, **dict(zip(ct.gradients_of(case.problem), gradients, strict=True)))
 
 
 BLOCKS = ct.Case(
@@ -147,6 +148,8 @@ BLOCKS = ct.Case(
     block_size=(48, 80),
 )
 
+TERMS = {"softcap": 5.0, "bias": (4, 1, 410), "alibi_slopes": (4,), "causal": True}
+
 
 def pairs_of(case):
     block_mask, (rows, keys) = case.arrays()["block_mask"], case.block_size
@@ -154,14 +157,16 @@ def pairs_of(case):
     return pairs[..., : case.seqlen_q, : case.seqlen_k]
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (60, 3)}, {"kv_lengths": (410, 97)}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (60, 3)}, {"kv_lengths": (410, 97)}, TERMS], ids=str)
 def test_it_is_a_mask_of_pairs(options):
     case = replace(BLOCKS, **options)
-    arrays, attn = case.arrays(), cuflash.FlashAttention(**{"causal": case.causal, "window": case.window})
+    keywords = {name: x for name, x in case.keywords.items() if name != "block_size"}
+    arrays, attn = case.arrays(), cuflash.FlashAttention(**keywords)
     inputs = [arrays[name] for name in "qkv"]
     terms = {name: x for name, x in ct.optional(arrays).items() if name != "block_mask"} | {"mask": pairs_of(case)}
     out, lse = attn.forward(*inputs, **terms)
-    expected = (out, lse, *attn.backward(arrays["dout"], *inputs, out, lse, **terms))
+    need = ct.gradients_of(case.problem)
+    expected = (out, lse, *attn.backward(arrays["dout"], *inputs, out, lse, **terms, need=need))
     for x, y in zip(run(case), expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-13)
 
@@ -210,9 +215,10 @@ def test_only_blocks_that_are_left_are_computed(monkeypatch):
     block_mask, attn = random(16, 16, 2, 0), cuflash.FlashAttention()
     out, lse = attn.forward(q, q, q, block_mask=block_mask)
     assert sum(computed) == block_mask.sum() * 128 * 128
-    computed.clear()
-    attn.backward(out, q, q, q, out, lse, block_mask=block_mask)
-    assert sum(computed) == block_mask.sum() * 128 * 128
+    for need in (("dq", "dk", "dv"), ("dscale",)):
+        computed.clear()
+        attn.backward(out, q, q, q, out, lse, block_mask=block_mask, need=need)
+        assert sum(computed) == block_mask.sum() * 128 * 128
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Attention as arithmetic: two uses of float64 and float32 that have nothing to do with language models."""
+"""Attention as arithmetic: uses that have nothing to do with language models, and biases that are learnt."""
 
 import numpy as np
 import pytest
@@ -104,3 +104,67 @@ def test_kernel_regression_in_float32(library):
     assert error < 1e-4  # scores of hundreds, off by their last bits: 2^-24 * 400, times what a score changes
     rms = np.sqrt(np.mean((exact - np.sin(3 * points[:, 0]) * np.cos(2 * points[:, 1])) ** 2))
     assert error < rms / 100  # next to nothing beside what the regression itself is off by
+
+
+# ---- Biases that are learnt ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_pair_bias_of_a_structure_model(library):
+    """Rows of an alignment attend within themselves; all share a bias made of pairs of residues, a projection of z.
+
+    q, k and v are (rows, heads, residues, dim), pairs (residues, residues, channels), and the bias that is made of them
+    has an axis of size 1 for the rows.
+    """
+    rng, xp = np.random.default_rng(0), on(library)
+    rows, heads, residues, dim, channels = 6, 4, 37, 8, 5
+    q, k, v, dout = rng.standard_normal((4, rows, heads, residues, dim))
+    pairs, weight = rng.standard_normal((residues, residues, channels)), rng.standard_normal((channels, heads))
+    attn = cuflash.FlashAttention()
+
+    def bias_of(weight):
+        return np.ascontiguousarray((pairs @ weight).transpose(2, 0, 1))[None]
+
+    def loss(weight):
+        return float((attn.forward(q, k, v, bias=bias_of(weight)).out * dout).sum())
+
+    inputs, bias = [xp.asarray(x) for x in (q, k, v)], xp.asarray(bias_of(weight))
+    out, lse = attn.forward(*inputs, bias=bias)
+    (dbias,) = attn.backward(xp.asarray(dout), *inputs, out, lse, bias=bias, need=("dbias",))
+    assert dbias.shape == (1, heads, residues, residues)
+    dweight = np.einsum("ijc,hij->ch", pairs, ct.to_numpy(dbias)[0])
+    direction, h = rng.standard_normal(weight.shape), 1e-5
+    slope = (loss(weight + h * direction) - loss(weight - h * direction)) / (2 * h)
+    np.testing.assert_allclose((dweight * direction).sum(), slope, rtol=1e-7)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_table_of_relative_positions(library):
+    """Each head has a number for each distance, up to the largest that it tells apart; dbias is gathered back to it.
+
+    Beside it the temperature of the softmax is learnt, and the soft cap of the scores.
+    """
+    rng, xp = np.random.default_rng(1), on(library)
+    heads, seqlen, dim, largest = 3, 50, 16, 8
+    q, k, v, dout = rng.standard_normal((4, 2, heads, seqlen, dim))
+    table = rng.standard_normal((heads, 2 * largest + 1))
+    index = np.clip(np.arange(seqlen) - np.arange(seqlen)[:, None], -largest, largest) + largest
+
+    def loss(table, scale, softcap):
+        attn = cuflash.FlashAttention(causal=True, scale=scale, softcap=softcap)
+        return float((attn.forward(q, k, v, bias=table[:, index]).out * dout).sum())
+
+    attn = cuflash.FlashAttention(causal=True, scale=0.3, softcap=2.0)
+    inputs, bias = [xp.asarray(x) for x in (q, k, v)], xp.asarray(table[:, index])
+    out, lse = attn.forward(*inputs, bias=bias)
+    need = ("dbias", "dscale", "dsoftcap")
+    dbias, dscale, dsoftcap = attn.backward(xp.asarray(dout), *inputs, out, lse, bias=bias, need=need)
+    dtable = np.zeros_like(table)
+    np.add.at(dtable, (slice(None), index), ct.to_numpy(dbias))
+    assert not dtable[:, largest + 1 :].any()  # of keys that come later, which no query sees
+    direction, h = rng.standard_normal(table.shape), 1e-5
+    by_table = loss(table + h * direction, 0.3, 2.0) - loss(table - h * direction, 0.3, 2.0)
+    by_scale, by_softcap = loss(table, 0.3 + h, 2.0) - loss(table, 0.3 - h, 2.0), loss(table, 0.3, 2 + h)
+    by_softcap -= loss(table, 0.3, 2 - h)
+    found = [(dtable * direction).sum(), float(dscale), float(dsoftcap)]
+    np.testing.assert_allclose(found, np.array([by_table, by_scale, by_softcap]) / (2 * h), rtol=1e-6)

@@ -12,10 +12,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
 from cuflash import compiler, flash_attention, interop, merging, plan, problem, reference
+from cuflash.problem import GRADIENTS
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -45,8 +47,9 @@ def test_forward_and_backward_obey_the_oracle(case):
     q, k, v, dout, terms = arrays["q"], arrays["k"], arrays["v"], arrays["dout"], ct.optional(arrays)
     out, lse = attn.forward(q, k, v, **terms)
     ct.assert_forward(case, out, lse)
-    need = ("dq", "dk", "dv", *(("dsinks",) if case.sinks else ()))
-    ct.assert_backward(case, *attn.backward(dout, q, k, v, out, lse, **ct.optional_backward(arrays), need=need))
+    need = ct.gradients_of(case.problem)
+    gradients = attn.backward(dout, q, k, v, out, lse, **ct.optional_backward(arrays), need=need)
+    ct.assert_backward(case, **gradients._asdict())
     np.testing.assert_array_equal(cuflash.attention(q, k, v, **case.keywords, **terms), out)
 
 
@@ -122,18 +125,35 @@ def test_sinks_are_one_more_key_without_a_value():
     np.testing.assert_allclose(gradients.dv, others.dv[:, :7], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("need", [("dsinks",), {"dk", "dsinks"}, ["dq", "dk", "dv", "dsinks"]])
-def test_gradients_that_are_needed(need):
-    q, sinks = normal(2, 5, 4), normal(2)
+@given(st.sets(st.sampled_from(GRADIENTS)), st.permutations(GRADIENTS), st.sets(st.sampled_from(GRADIENTS)))
+def test_exactly_the_gradients_that_are_needed(need, order, given_too):
+    rng = np.random.default_rng(0)
+    q, terms = rng.standard_normal((2, 5, 4)), {"bias": rng.standard_normal((5, 1)), "sinks": np.zeros(2)}
+    terms["alibi_slopes"] = np.ones(2)
+    attn = cuflash.FlashAttention(softcap=2.0)
+    out, lse = attn.forward(q, q, q, **terms)
+    every = attn.backward(out, q, q, q, out, lse, **terms, need=GRADIENTS)
+    assert every._fields == GRADIENTS
+    assert [x.shape for x in every[3:]] == [(5, 1), (2,), (), (), (2,)]
+    results = {name: np.full_like(getattr(every, name), np.nan) for name in given_too}
+    need_in_order = [name for name in order if name in need]
+    gradients = attn.backward(out, q, q, q, out, lse, **terms, need=need_in_order, **results)
+    assert gradients._fields == tuple(name for name in GRADIENTS if name in need | given_too)
+    for name, x in gradients._asdict().items():
+        np.testing.assert_array_equal(x, getattr(every, name))
+        assert name not in results or x is results[name]
+
+
+def test_gradients_without_need_are_three():
+    q, dbias, bias = normal(2, 5, 4), np.full((10, 5), np.nan)[::2], normal(5, 5)
     attn = cuflash.FlashAttention()
-    out, lse = attn.forward(q, q, q, sinks=sinks)
-    assert type(attn.backward(out, q, q, q, out, lse, sinks=sinks, need=("dq",))) is cuflash.Gradients
-    gradients = attn.backward(out, q, q, q, out, lse, sinks=sinks, need=need)
-    assert type(gradients) is cuflash.GradientsWithSinks
-    dsinks = np.full(4, np.nan)[::2]
-    given_too = attn.backward(out, q, q, q, out, lse, sinks=sinks, dsinks=dsinks)
-    assert given_too.dsinks is dsinks
-    np.testing.assert_array_equal(dsinks, gradients.dsinks)
+    out, lse = attn.forward(q, q, q, bias=bias)
+    dq, dk, dv = gradients = attn.backward(out, q, q, q, out, lse, bias=bias)
+    assert type(gradients) is cuflash.Gradients
+    assert gradients == (dq, dk, dv)
+    assert attn.backward(out, q, q, q, out, lse, bias=bias, dbias=dbias).dbias is dbias
+    # Weights sum to one whatever the bias of their row is.
+    np.testing.assert_allclose(dbias.sum(axis=1), 0, atol=1e-14)
 
 
 def test_rows_that_see_nothing():
@@ -369,16 +389,16 @@ def test_cupy_arrays_go_to_the_launcher_untouched(gpu):
     with_dropout = qkv | {"options": dropping.options}
     assert named(gpu.calls[3], "forward") == with_dropout | {"seed": 2**40, "offset": 3}
     assert named(gpu.calls[4], "backward") == with_dropout | results | {"seed": 4, "offset": 5}
-    assert named(gpu.calls[5], "plan") == qkv | {"bias": bias}
-    assert named(gpu.calls[6], "compile") == qkv | {"mask": mask}
+    assert named(gpu.calls[5], "plan") == qkv | {"bias": bias, "need": ("dq", "dk", "dv")}
+    assert named(gpu.calls[6], "compile") == qkv | {"mask": mask, "need": ("dq", "dk", "dv")}
 
 
 def test_the_launcher_learns_that_gradients_of_sinks_are_needed(gpu):
     gpu.launch.backward = lambda *args, **keywords: gpu.calls.append(keywords) or ("dq", "dk", "dv", "dsinks")
     q, sinks, dlse, dsinks = (gpu.Array() for _ in range(4))
     attn = cuflash.FlashAttention()
-    right = cuflash.GradientsWithSinks("dq", "dk", "dv", "dsinks")
-    assert attn.backward(q, q, q, q, q, q, sinks=sinks, dlse=dlse, need=["dsinks"]) == right
+    right = ("dq", "dk", "dv", "dsinks")
+    assert attn.backward(q, q, q, q, q, q, sinks=sinks, dlse=dlse, need=["dsinks", "dv", "dq", "dk"]) == right
     assert attn.backward(q, q, q, q, q, q, sinks=sinks, dsinks=dsinks) == right
     assert [call["sinks"] for call in gpu.calls] == [sinks, sinks]
     assert [call["dlse"] for call in gpu.calls] == [dlse, None]

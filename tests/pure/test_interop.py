@@ -155,8 +155,9 @@ def test_torch_sinks_and_gradients_of_lse(torch, dtype):
     sinks, dlse = tensors(torch, "float64" if dtype == "float64" else "float32", (4,), (2, 4, 5))
     attn = cuflash.FlashAttention()
     out, lse = attn.forward(q, q, q, sinks=sinks)
-    gradients = attn.backward(dout, q, q, q, out, lse, sinks=sinks, dlse=dlse, need=("dsinks",))
+    gradients = attn.backward(dout, q, q, q, out, lse, sinks=sinks, dlse=dlse, need=("dk", "dscale", "dsinks"))
     assert {type(x) for x in gradients} == {torch.Tensor}
+    assert (gradients.dk.shape, gradients.dscale.shape, gradients.dscale.dtype) == (q.shape, (), sinks.dtype)
     assert (gradients.dsinks.shape, gradients.dsinks.dtype) == (sinks.shape, sinks.dtype)
     dsinks = torch.full_like(sinks, torch.nan)
     assert attn.backward(dout, q, q, q, out, lse, sinks=sinks, dlse=dlse, dsinks=dsinks).dsinks is dsinks

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 from dataclasses import replace
 
@@ -21,7 +22,7 @@ from cuflash.plan import (
     access_bytes,
     choose_plan,
 )
-from cuflash.problem import Operand, Options, make_problem
+from cuflash.problem import DEFAULT_NEED, Operand, Options, make_problem
 from cuflash.tables import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
@@ -32,6 +33,7 @@ from cuflash.tables import (
     FORWARD_SM90_TILES,
     FORWARD_TF32_SM90_TILES,
     FORWARD_TILES,
+    SCORES_TILES,
 )
 from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 from cuflash.tiles import (
@@ -43,6 +45,7 @@ from cuflash.tiles import (
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
     ForwardTile,
+    ScoresTile,
     round_up,
     tile_bytes,
 )
@@ -108,6 +111,7 @@ TABLES = {
     "backward float32 sm90": BACKWARD_FLOAT32_SM90_TILES,
     "backward tf32 sm90": BACKWARD_TF32_SM90_TILES,
     "dq": DQ_TILES,
+    "scores": SCORES_TILES,
 }
 
 
@@ -122,6 +126,7 @@ TABLES = {
         (BACKWARD_TILES[0], {"num_warps": 4, "dq_warps_m": 3, "block_m": 96}, "dq_warps_m divides num_warps"),
         (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 1, "dq_warps_m": 4, "block_m": 32}, "whole fragments of dq"),
         (DQ_TILES[0], {"block_m": 72}, "whole fragments for every warp"),
+        (SCORES_TILES[0], {"num_warps": 3}, "whole fragments for every warp"),
         (FORWARD_SM90_TILES[0], {"block_m": 64}, "64 queries for each of two to four consumers"),
         (FORWARD_SM90_TILES[0], {"block_m": 320}, "64 queries for each of two to four consumers"),
         (FORWARD_SM90_TILES[0], {"block_n": 72}, "a block_n that one product serves"),
@@ -162,7 +167,7 @@ def test_every_row_is_chosen_somewhere(table):
     chosen = set()
     for dtype in ("bfloat16", "float32", "float64"):
         for causal, seqlen, softcap in ((False, 4096, None), (True, 4096, None), (False, 512, None), (True, 4096, 5.0)):
-            deterministic = table is DQ_TILES
+            deterministic, need = table is DQ_TILES, ("dscale",) if table is SCORES_TILES else DEFAULT_NEED
             base = problem_of(seqlen, seqlen, dtype=dtype, causal=causal, softcap=softcap, deterministic=deterministic)
             if table in (FORWARD_TF32_SM90_TILES, BACKWARD_TF32_SM90_TILES):
                 base = replace(base, precision="tf32")
@@ -172,7 +177,8 @@ def test_every_row_is_chosen_somewhere(table):
                     for arch in ARCHS:
                         for pass_ in PASSES:
                             if is_served(problem, arch, pass_):
-                                chosen |= set(choose_plan(problem, DeviceSpec.for_arch(arch), pass_).tiles)
+                                device = DeviceSpec.for_arch(arch)
+                                chosen |= set(choose_plan(problem, device, pass_, need=need).tiles)
     chosen |= set(choose_plan(blocks_of(1024), DeviceSpec.for_arch("9.0")).tiles)
     assert not [tile for tile in table if tile not in chosen]
 
@@ -750,10 +756,79 @@ def test_kernels_are_told_all_that_they_ask_for():
     for problem in (*plain, float32, blocks_of(1024)):
         for pass_ in PASSES:
             for arch in ("8.0", "9.0"):
-                for kernel in choose_plan(problem, DeviceSpec.for_arch(arch), pass_).kernels:
+                need = ("dk", "dscale") if pass_ == "backward" and problem.dtype == "float32" else DEFAULT_NEED
+                for kernel in choose_plan(problem, DeviceSpec.for_arch(arch), pass_, need=need).kernels:
                     given |= {name for name, _ in kernel.defines}
                     assert kernel.source in text
     assert given == read
+
+
+# ---- Some of the gradients -------------------------------------------------------------------------------------------
+
+
+def sources_of(plan):
+    return [kernel.source.removesuffix(".cu") for kernel in plan.kernels]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("arch", ["8.0", "9.0"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_only_the_kernels_and_the_memory_of_what_is_needed(dtype, arch, deterministic):
+    device, problem = DeviceSpec.for_arch(arch), problem_of(1024, 1024, dtype=dtype, deterministic=deterministic)
+    every = choose_plan(problem, device, "backward")
+    assert choose_plan(problem, device, "backward", need=["dv", "dq", "dk"]) == every
+    for need in (("dk", "dv"), ("dk",), ("dv",)):
+        plan = choose_plan(problem, device, "backward", need=need)
+        assert set(sources_of(plan)) <= set(sources_of(every)) | {"pieces", "backward_float32_sm90"}
+        assert not {"backward_convert", "backward_dq_sm80"} & set(sources_of(plan))
+        assert "dq_accumulator" not in dict(plan.scratch)
+        (main,) = [kernel for kernel in plan.kernels if kernel.source.startswith(("backward_sm", "backward_float32"))]
+        assert {"CUFLASH_NEEDS_DK": int("dk" in need), "CUFLASH_NEEDS_DV": int("dv" in need)}.items() <= dict(
+            main.defines
+        ).items()
+        only_one = len(need) == 1 and main.source.endswith("_sm90.cu")
+        assert ("not stored, but computed" in plan.reason) == only_one
+    plan = choose_plan(problem, device, "backward", need=("dq",))
+    if dtype != "float32" or arch == "8.0" or deterministic:
+        assert sources_of(plan) == ["backward_delta", "backward_dq_sm80"]
+        assert [name for name, _ in plan.scratch] == ["row_stats"]
+    assert "backward_reduce" not in sources_of(plan)
+    assert choose_plan(problem, device, "backward", need=()).kernels == ()
+
+
+@pytest.mark.parametrize(
+    ("axes", "tiles", "summed"),
+    [
+        ((1, 1, 1, 1), 2 * 4 * 8 * 16, ""),
+        ((0, 1, 1, 1), 4 * 8 * 16, "2 batch entries"),
+        ((0, 0, 1, 1), 8 * 16, "2 batch entries, 4 heads"),
+        ((0, 0, 0, 1), 16, "2 batch entries, 4 heads, 8 tiles of queries"),
+        ((1, 1, 1, 0), 2 * 4 * 8, "16 tiles of keys"),
+        ((0, 0, 0, 0), 1, "2 batch entries, 4 heads, 8 tiles of queries, 16 tiles of keys"),
+    ],
+)
+def test_memory_of_dbias_is_that_of_the_bias_and_of_the_device(axes, tiles, summed):
+    device, plain = DeviceSpec.for_arch("9.0"), problem_of(1024, 1024, causal=True)
+    shape = (plain.batch, plain.num_heads, 1024, 1024)
+    assert shape[:2] == (2, 4)
+    strides = tuple(stride * on for stride, on in zip((4 << 20, 1 << 20, 1024, 1), axes, strict=True))
+    bias = Operand(shape=shape, strides=strides, dtype="float32")
+    problem = replace(plain, bias=bias)
+    plan = choose_plan(problem, device, "backward", need=("dbias",))
+    kernel = plan.kernels[1]
+    assert (kernel.source, kernel.grid) == ("backward_scores_sm80.cu", tiles * plan.score_splits)
+    assert f"dbias: {tiles} tiles of pairs" + (f", each a sum over {summed}" if summed else "") in plan.reason
+    resident = device.num_sms * plan.tiles[0].min_blocks
+    assert plan.score_splits == 1 or resident / 2 < kernel.grid <= resident
+    assert sources_of(plan)[2:] == (["backward_scores_reduce"] if plan.score_splits > 1 else [])
+    tile = math.prod(n if on else 1 for n, on in zip((128, 64), axes[2:], strict=True))
+    assert dict(plan.scratch).get("score_partials", 0) == (plan.score_splits > 1) * kernel.grid * tile
+    sums = choose_plan(replace(problem, softcap=5.0), device, "backward", need=("dscale", "dsoftcap", "dbias", "dv"))
+    assert sums.kernels[1].grid == kernel.grid
+    assert sources_of(sums).count("backward_scores_sm80") == 2
+    assert dict(sums.scratch)["sums_partials"] == 3 * 2 * 4 * 8 * sums.sums_splits
+    assert len({kernel.name for kernel in sums.kernels}) == len(sums.kernels)
+    assert "for dv, dbias, dscale, dsoftcap on" in sums.describe()
 
 
 # ---- Widths of accesses ----------------------------------------------------------------------------------------------
@@ -803,6 +878,7 @@ def test_rows_are_of_their_types():
         "backward float32 sm90": BackwardFloat32Sm90Tile,
         "backward tf32 sm90": BackwardFloat32Sm90Tile,
         "dq": DqTile,
+        "scores": ScoresTile,
     }
     for name, tiles in TABLES.items():
         assert all(type(tile) is kinds[name] for tile in tiles)
@@ -823,11 +899,10 @@ def test_sinks(dtype, arch):
         assert differing.pop("CUFLASH_KERNEL_NAME") == kernel.name == f"{other.name}_sinks"
         assert not differing
     expected = choose_plan(plain, device, "backward")
-    assert choose_plan(problem, device, "backward", operands={}).kernels == expected.kernels
-    for operands in (None, {"dsinks": sinks}):
-        backward = choose_plan(problem, device, "backward", operands=operands)
-        sinks_kernel = backward.kernels[1]
-        assert (sinks_kernel.source, sinks_kernel.grid) == ("backward_sinks.cu", plain.num_heads)
-        assert (backward.kernels[0], *backward.kernels[2:]) == expected.kernels
-        assert backward.scratch == expected.scratch
-        assert "sinks" in backward.describe()
+    assert choose_plan(problem, device, "backward", need=DEFAULT_NEED).kernels == expected.kernels
+    backward = choose_plan(problem, device, "backward", need=("dsinks", "dq", "dk", "dv"))
+    sinks_kernel = backward.kernels[1]
+    assert (sinks_kernel.source, sinks_kernel.grid) == ("backward_sinks.cu", plain.num_heads)
+    assert (backward.kernels[0], *backward.kernels[2:]) == expected.kernels
+    assert backward.scratch == expected.scratch
+    assert "for dq, dk, dv, dsinks" in backward.describe()

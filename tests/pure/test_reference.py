@@ -1,6 +1,7 @@
 """The oracle against loops over scalars, against finite differences, and against what the semantics say of edges."""
 
 import math
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -90,6 +91,39 @@ def test_gradients_equal_finite_differences(case):
             differences[at] = (losses[0] - losses[1]) / (2 * step)
         largest = np.abs(gradient).max(initial=1)
         np.testing.assert_allclose(gradient, differences, rtol=1e-7, atol=1e-7 * largest)
+
+
+@pytest.mark.parametrize("bias", [(2, 4, 3, 5), (4, 1, 5), (2, 1, 3, 1), (1, 1, 1, 1)])
+def test_gradients_of_what_makes_scores_equal_finite_differences(bias):
+    """Of arrays, and of options that are numbers; the window hides pairs of every row."""
+    options = {"scale": 0.7, "softcap": 1.3, "window": (1, 1), "sinks": True, "dlse": True, "dropout": 0.3}
+    options |= {"alibi_slopes": (2, 4) if len(bias) == 4 else (4,), "kv_lengths": (5, 3)}
+    sizes = {"batch": 2, "num_heads": 4, "num_heads_kv": 2, "seqlen_q": 3, "seqlen_k": 5, "head_dim": 4}
+    case = ct.Case(**sizes, dtype="float64", bias=bias, **options)
+    arrays, dlse = case.arrays(), case.arrays()["dlse"]
+    arrays["bias"][np.isnan(arrays["bias"])] = 0  # of keys that do not exist
+
+    def loss(changed=case, **moved):
+        inputs = arrays | moved
+        problem = changed.problem
+        out, lse = reference.forward(problem, *(inputs[name] for name in "qkv"), **ct.optional(inputs), **case.random)
+        return (out * arrays["dout"]).sum() + (lse * dlse).sum()
+
+    need = ("dbias", "dalibi_slopes", "dscale", "dsoftcap")
+    inputs = [arrays[name] for name in ("dout", "q", "k", "v")]
+    found = reference.backward(case.problem, *inputs, need=need, **ct.optional_backward(arrays), **case.random)
+    gradients, step = dict(zip(need, found, strict=True)), 1e-5
+    for name in ("bias", "alibi_slopes"):
+        differences = np.zeros_like(arrays[name])
+        for at in np.ndindex(differences.shape):
+            move = np.zeros_like(differences)
+            move[at] = step
+            differences[at] = (loss(**{name: arrays[name] + move}) - loss(**{name: arrays[name] - move})) / (2 * step)
+        assert gradients[f"d{name}"].shape == differences.shape
+        np.testing.assert_allclose(gradients[f"d{name}"], differences, rtol=1e-7, atol=1e-7)
+    for name in ("scale", "softcap"):
+        losses = [loss(replace(case, **{name: options[name] + sign * step})) for sign in (1, -1)]
+        np.testing.assert_allclose(gradients[f"d{name}"], (losses[0] - losses[1]) / (2 * step), rtol=1e-7)
 
 
 @given(ct.cases(features=["causal", "bias", "gqa", "alibi_slopes"], ndims=[3, 4], **SMALL))

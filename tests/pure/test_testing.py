@@ -155,7 +155,7 @@ def test_judges_of_results_already_computed():
 
 def test_the_strict_tolerance_has_no_allowance_for_noise():
     yardsticks = ct.yardsticks(BASE.problem, BASE.arrays())
-    assert yardsticks.keys() == {"out", "lse", "dq", "dk", "dv"}
+    assert yardsticks.keys() == {"out", "lse", "dq", "dk", "dv", "dscale"}
     for y in yardsticks.values():
         assert y.strict_tolerance == y.plain_error + np.finfo(np.float32).eps * y.scale < y.tolerance
     for measurement in ct.check(attend, BASE, gradients=differentiate):

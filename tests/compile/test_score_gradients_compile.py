@@ -1,0 +1,95 @@
+"""The rows of gradients of bias, slopes, scale and softcap, and kernels that are asked for some gradients only."""
+
+from dataclasses import replace
+
+import pytest
+from test_plans import REGISTERS_OF_SM, fits
+
+import cuflash.testing as ct
+from cuflash.compiler import compile_spec, supported_archs
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.problem import make_problem
+from cuflash.tables import BACKWARD_FLOAT32_SM90_TILES, BACKWARD_SM90_TILES, BACKWARD_TILES, SCORES_TILES
+from cuflash.tiles import round_up
+
+DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
+SUMS = ("dalibi_slopes", "dscale", "dsoftcap")
+# Bytes that a thread spills at most, by bytes of an element, max_dim and tile: loads of the bias that run ahead. All
+# others spill nothing.
+SPILLS = {
+    (2, 64, "128x64"): 48,
+    (2, 128, "128x64"): 32,
+    (2, 128, "64x32"): 32,
+    (2, 256, "64x32"): 64,
+    (4, 64, "64x32"): 16,
+    (4, 128, "64x32"): 64,
+    (4, 256, "64x32"): 16,
+    (4, 256, "32x16"): 16,
+    (8, 64, "64x16"): 16,
+    (8, 256, "32x16"): 144,
+}
+
+
+def arch_of(tile):
+    """The first device with room for the row: of 100, 164 and 228 KiB of shared memory."""
+    return next(arch for arch in ("8.6", "8.0", "9.0") if fits(tile, arch))
+
+
+def first_of(element_bytes):
+    return next(tile for tile in SCORES_TILES if tile.element_bytes == element_bytes)
+
+
+def resources_of(tile, arch, need, **options):
+    """Each kernel of the gradients of scores with its resources."""
+    dim = tile.max_dim
+    case = ct.Case(seqlen_q=64, seqlen_k=64, head_dim=dim, **{"dtype": DTYPES[tile.element_bytes]} | options)
+    plan = choose_plan(case.problem, DeviceSpec.for_arch(arch), "backward", tiles=(tile,), need=need)
+    assert tile in plan.tiles
+    kernels = [kernel for kernel in plan.kernels if kernel.source.startswith("backward_scores")]
+    return [(kernel, compile_spec(kernel).resources) for kernel in kernels]
+
+
+TARGETS = [
+    *((tile, arch_of(tile), ("dbias",), {"bias": (64, 64)}) for tile in SCORES_TILES),
+    *((first_of(size), "9.0", SUMS, {"alibi_slopes": (1,), "softcap": 5.0, "causal": True}) for size in DTYPES),
+    (first_of(2), "9.0", ("dbias",), {"bias": (1, 64), "softcap": 5.0, "dropout": 0.1, "mask": (64, 64)}),
+    (first_of(2), "9.0", ("dbias",), {"bias": (64, 64), "block_mask": (), "block_size": (16, 48)}),
+    (first_of(2), "12.0", ("dbias",), {"bias": (64, 1), "bias_dtype": "input", "window": (9, None)}),
+]
+
+
+@pytest.mark.parametrize(
+    ("tile", "arch", "need", "options"), TARGETS, ids=lambda x: f"{x.max_dim}" if hasattr(x, "max_dim") else str(x)
+)
+def test_row(tile, arch, need, options):
+    if DeviceSpec.for_arch(arch).target not in supported_archs():
+        pytest.skip(f"this NVRTC does not know {arch}")
+    for kernel, resources in resources_of(tile, arch, need, **options):
+        assert resources.registers <= 255
+        assert round_up(resources.registers, 8) * kernel.threads * tile.min_blocks <= REGISTERS_OF_SM
+        assert resources.warnings == ()
+        row = (tile.element_bytes, tile.max_dim, f"{tile.block_m}x{tile.block_n}")
+        assert resources.spill_stores_bytes <= SPILLS.get(row, 0), (kernel.source, row)
+        assert resources.stack_bytes <= resources.spill_stores_bytes + 16, (kernel.source, row)
+
+
+def compiled(tile, need, arch="9.0"):
+    """The kernel that owns keys, for some of the gradients."""
+    dtype = "float32" if tile in BACKWARD_FLOAT32_SM90_TILES else "bfloat16"
+    case = ct.Case(seqlen_q=64, seqlen_k=64, head_dim=64, dtype=dtype, causal=True)
+    problem = make_problem(case.options, *(case.arrays()[name] for name in "qkv"))
+    plan = choose_plan(problem, DeviceSpec.for_arch(arch), "backward", tiles=(replace(tile),), need=need)
+    sources = ("backward_sm80.cu", "backward_sm90.cu", "backward_float32_sm90.cu")
+    (kernel,) = [kernel for kernel in plan.kernels if kernel.source in sources]
+    return compile_spec(kernel)
+
+
+@pytest.mark.parametrize("tile", [BACKWARD_TILES[0], BACKWARD_SM90_TILES[0], BACKWARD_FLOAT32_SM90_TILES[0]], ids=str)
+def test_what_is_not_needed_leaves_no_instructions(tile):
+    every, without_dq, dv = (compiled(tile, need) for need in (("dq", "dk", "dv"), ("dk", "dv"), ("dv",)))
+    sizes = [kernel.path.stat().st_size for kernel in (every, without_dq, dv)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == 3
+    for kernel in (without_dq, dv):
+        assert kernel.resources.spill_stores_bytes <= 8
+        assert kernel.resources.warnings == ()

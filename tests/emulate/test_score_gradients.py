@@ -1,0 +1,142 @@
+"""Gradients of bias, slopes, scale and softcap, and kernels that are asked for some of the gradients only."""
+
+from dataclasses import replace
+
+import attention
+import numpy as np
+import pytest
+from emulator import SCHEDULES, find_compiler
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_lse_and_sinks import forward_by_oracle, inputs_of
+
+import cuflash.testing as ct
+from cuflash import reference
+from cuflash.plan import DeviceSpec
+from cuflash.problem import GRADIENTS
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+
+FEW = settings(max_examples=2, suppress_health_check=[HealthCheck.too_slow])
+schedules = st.sampled_from(SCHEDULES)
+
+SIZES = {"batch": 2, "num_heads": 4, "num_heads_kv": 2, "seqlen_q": 150, "seqlen_k": 140, "head_dim": 40}
+CASE = ct.Case(**SIZES, dtype="bfloat16", softcap=5.0, alibi_slopes=(4,), dlse=True)
+ONE_SM = replace(DeviceSpec.for_arch("9.0"), num_sms=1)
+# Rows of the table, devices that share what is summed or do not, and every axis that a bias may be without.
+SCORES = {
+    "a bias of each head": ("9.0", {"bias": (4, 150, 140), "causal": True, "sinks": True}),
+    "of each batch entry": (ONE_SM, {"bias": (2, 1, 150, 140), "window": (30, 10), "strides": "flipped"}),
+    "of all": ("8.6", {"bias": (2, 4, 150, 140), "dtype": "float16", "bias_dtype": "input", "strides": "transposed"}),
+    "of keys": ("9.0", {"bias": (140,), "kv_lengths": (100, 0), "bias_holes": True, "dropout": 0.3}),
+    "of queries": (ONE_SM, {"bias": (1, 4, 150, 1), "alibi_slopes": (2, 4), "causal": "top_left", "head_dim_v": 72}),
+    "of nothing": ("9.0", {"bias": (1, 1, 1, 1), "mask": (2, 1, 150, 140), "layout": "bshd"}),
+    "float32": ("9.0", {"bias": (4, 70, 140), "dtype": "float32", "seqlen_q": 70, "scale": -0.25}),
+    "of blocks": ("9.0", {"bias": (2, 1, 150, 140), "block_mask": (4,), "block_size": (64, 80), "window": (90, None)}),
+    "of whole blocks": (ONE_SM, {"bias": (1, 1, 150, 1), "block_mask": (2, 1), "kv_lengths": (140, 70)}),
+    "float64": ("8.0", {"bias": (2, 1, 1, 140), "dtype": "float64"}),
+}
+NEED = ("dbias", "dalibi_slopes", "dscale", "dsoftcap")
+
+
+@pytest.mark.parametrize("kind", SCORES)
+@FEW
+@given(schedule=schedules, spread=st.sampled_from([1.0, 8.0]), seed=st.integers(0, 2**16))
+def test_gradients_of_what_makes_scores(kind, schedule, spread, seed):
+    arch, changes = SCORES[kind]
+    case = replace(CASE, **changes, score_spread=spread, seed=seed)
+    problem, arrays = inputs_of(case)
+    out, lse = by_oracle(case, problem, arrays)
+    found = attention.backward(problem, arrays, out, lse, need=NEED, arch=arch, schedule=schedule, **case.random)
+    ct.assert_backward(case, **dict(zip(NEED, found, strict=True)))
+
+
+def by_oracle(case, problem, arrays):
+    if not case.dropout:
+        return forward_by_oracle(problem, arrays)
+    inputs = [arrays[name] for name in "qkv"]
+    out, lse = reference.forward(problem, *inputs, **ct.optional(arrays), **case.random)
+    return out.astype(arrays["q"].dtype), lse.astype(problem.softmax_dtype)
+
+
+def test_scale_in_the_exponent():
+    """The score is the product, and only the exponent is scaled: dscale of a problem without terms."""
+    case = ct.Case(**SIZES, dtype="float16", causal=True)
+    problem, arrays = inputs_of(case)
+    (dscale,) = attention.backward(problem, arrays, *forward_by_oracle(problem, arrays), need=("dscale",))
+    assert dscale.shape == ()
+    ct.assert_backward(case, dscale=dscale)
+
+
+@pytest.mark.parametrize("bias", [(1, 1, 1, 1), (2, 4, 150, 140)])
+def test_one_visible_pair(bias):
+    """Tiles that nothing sees are written all the same."""
+    case = replace(CASE, bias=bias, window=(0, 0), kv_lengths=(0, 1))
+    problem, arrays = inputs_of(case)
+    out, lse = forward_by_oracle(problem, arrays)
+    found = attention.backward(problem, arrays, out, lse, need=NEED)
+    ct.assert_backward(case, **dict(zip(NEED, found, strict=True)))
+
+
+@pytest.mark.parametrize("num_sms", [1, 132])
+def test_blocks_that_share_a_sum_change_no_more_than_its_rounding(num_sms):
+    case = replace(CASE, bias=(1, 1, 1, 1))
+    problem, arrays = inputs_of(case)
+    out, lse = forward_by_oracle(problem, arrays)
+    device = replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms)
+    plan = attention.plan_for(problem, "backward", arrays | {"out": out}, device, None, NEED)
+    assert (plan.score_splits > 1, plan.sums_splits > 1) == (num_sms > 1, num_sms > 1)
+    found = attention.backward(problem, arrays, out, lse, need=NEED, arch=device)
+    ct.assert_backward(case, **dict(zip(NEED, found, strict=True)))
+
+
+# ---- Some of the gradients -------------------------------------------------------------------------------------------
+
+PLAIN = ct.Case(**SIZES | {"batch": 1, "head_dim": 64}, causal=True)
+SUBSETS = [
+    ("backward_sm80", "8.0", {"dtype": "float16"}, False, ("dk",)),
+    ("backward_sm80", "8.0", {"dtype": "float16", "softcap": 5.0}, False, ("dv",)),
+    ("backward_sm80", "8.0", {"dtype": "float16"}, True, ("dk", "dv")),
+    ("backward_sm80", "8.0", {"dtype": "float16"}, False, ("dq", "dv")),
+    ("backward_sm80", "8.0", {"dtype": "bfloat16", "head_dim": 128}, False, ("dv",)),
+    ("backward_dq_sm80", "9.0", {"dtype": "bfloat16"}, False, ("dq",)),
+    ("backward_sm90", "9.0", {"dtype": "bfloat16"}, True, ("dk", "dv")),
+    ("backward_sm90", "9.0", {"dtype": "bfloat16", "num_heads_kv": 4}, False, ("dv",)),
+    ("backward_sm90", "9.0", {"dtype": "float16"}, True, ("dq", "dk")),
+    ("backward_sm90", "9.0", {"dtype": "float16", "head_dim": 160, "num_heads_kv": 4}, False, ("dk",)),
+    ("backward_float32_sm90", "9.0", {"num_heads_kv": 1}, False, ("dq",)),
+    ("backward_float32_sm90", "9.0", {}, False, ("dk",)),
+    ("backward_float32_sm90", "9.0", {"num_heads_kv": 1}, True, ("dv",)),
+    ("backward_dq_sm80", "9.0", {"dtype": "bfloat16", "block_mask": (4,), "block_size": (32, 48)}, False, ("dq",)),
+    ("backward_sm90", "9.0", {"dtype": "bfloat16", "block_mask": (4,), "block_size": (32, 48)}, True, ("dk", "dv")),
+    ("backward_sinks", "9.0", {"sinks": True, "dtype": "bfloat16"}, False, ("dsinks",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "arch", "changes", "deterministic", "need"), SUBSETS, ids=lambda x: str(x).replace(" ", "")
+)
+def test_only_what_is_needed(kernel, arch, changes, deterministic, need):
+    case = replace(PLAIN, **changes)
+    problem, arrays = inputs_of(case, deterministic=deterministic)
+    out, lse = forward_by_oracle(problem, arrays)
+    plan = attention.plan_for(problem, "backward", arrays | {"out": out}, arch, None, need)
+    sources = {spec.source for spec in plan.kernels}
+    assert f"{kernel}.cu" in sources
+    assert plan.need == need
+    assert ("dq_accumulator" in dict(plan.scratch)) == ("backward_convert.cu" in sources)
+    assert "dq" in need or not sources & {"backward_convert.cu", "backward_dq_sm80.cu"}
+    assert set(need) & {"dk", "dv"} or "backward_reduce.cu" not in sources
+    found = attention.backward(problem, arrays, out, lse, need=need, arch=arch)
+    ct.assert_backward(case, **dict(zip(need, found, strict=True)))
+
+
+def test_gradients_do_not_depend_on_what_else_is_needed():
+    case = replace(CASE, bias=(4, 1, 140), causal=True, sinks=True, dtype="float16")
+    problem, arrays = inputs_of(case, deterministic=True)
+    out, lse = forward_by_oracle(problem, arrays)
+    every = dict(zip(GRADIENTS, attention.backward(problem, arrays, out, lse, need=GRADIENTS), strict=True))
+    ct.assert_backward(case, **every)
+    for need in (("dbias",), ("dscale", "dsinks"), ("dalibi_slopes", "dsoftcap")):
+        for name, x in zip(need, attention.backward(problem, arrays, out, lse, need=need), strict=True):
+            np.testing.assert_array_equal(x, every[name], err_msg=name)
