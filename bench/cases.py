@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,6 +29,7 @@ class Case:
     seqlen_k: int = 0  # 0: as seqlen_q
     head_dim_v: int = 0  # 0: as head_dim
     blocks_kept: float = 0.0  # the fraction of the blocks of a random block mask that is on; 0: no block mask
+    bias: str = ""  # axes of a bias of the dtype of q, of "bhqk"; the others broadcast
 
     def __post_init__(self) -> None:
         for name, default in (("num_heads_kv", "num_heads"), ("seqlen_k", "seqlen_q"), ("head_dim_v", "head_dim")):
@@ -47,6 +48,7 @@ class Case:
         heads = f"h{self.num_heads}" + (f"kv{self.num_heads_kv}" if self.num_heads_kv != self.num_heads else "")
         seqlen = f"s{self.seqlen_q}" + (f"k{self.seqlen_k}" if self.seqlen_k != self.seqlen_q else "")
         mask = "causal" if self.causal else f"blocks{100 * self.blocks_kept:g}" if self.blocks_kept else "full"
+        mask += f"-bias_{self.bias}" if self.bias else ""
         return "-".join((SHORT[self.dtype], dim, f"b{self.batch}", heads, seqlen, mask))
 
     def block_mask(self) -> np.ndarray:
@@ -82,6 +84,12 @@ class Case:
         return (self.batch, self.num_heads, self.seqlen_q, self.head_dim_v)
 
     @property
+    def bias_shape(self) -> tuple[int, ...]:
+        """Of the bias, if there is one."""
+        sizes = (self.batch, self.num_heads, self.seqlen_q, self.seqlen_k)
+        return tuple(n if axis in self.bias else 1 for axis, n in zip("bhqk", sizes, strict=True))
+
+    @property
     def softmax_dtype(self) -> str:
         """dtype of lse."""
         return "float64" if self.dtype == "float64" else "float32"
@@ -109,6 +117,7 @@ class Case:
         out = math.prod(self.out_shape)
         lse_bytes = math.prod(self.out_shape[:3]) * ITEMSIZE[self.softmax_dtype]
         elements = inputs + out if pass_ == "forward" else 2 * (inputs + out)
+        elements += math.prod(self.bias_shape) if self.bias else 0
         return elements * ITEMSIZE[self.dtype] + lse_bytes
 
 
@@ -202,6 +211,12 @@ SUITES = {
         ),
         peers=("cuflash-dense", "flex"),
         about="time with a fraction of all blocks of 128 x 128, at random, and without a mask",
+    ),
+    "bias": Suite(
+        kind="gpu",
+        cases=tuple(replace(_row(d, 4096, False), bias=axes) for d in (64, 128) for axes in ("hqk", "bhqk", "k")),
+        peers=("cuflash-dbias", "efficient", "efficient-dbias", "math-dbias"),
+        about="a bias of some axes, without and with its gradient",
     ),
     "float32": Suite(
         kind="gpu",

@@ -30,10 +30,13 @@ class Inputs:
     k: Any
     v: Any
     dout: Any
+    bias: Any = None
 
     def on_host(self) -> Inputs:
         """The same inputs as NumPy arrays."""
-        return Inputs(np, *(on_host(x) for x in (self.q, self.k, self.v, self.dout)))
+        bias = None if self.bias is None else on_host(self.bias)
+        q, k, v, dout = (on_host(x) for x in (self.q, self.k, self.v, self.dout))
+        return Inputs(np, q, k, v, dout, bias)
 
 
 def on_host(array: Any) -> Any:
@@ -51,7 +54,13 @@ def make_inputs(xp: Any, case: Case, seed: int = 0) -> Inputs:
     random = xp.random.default_rng(seed)
     arrays = [
         random.standard_normal(shape, dtype=case.softmax_dtype).astype(dtype_of(case.dtype))
-        for shape in (case.q_shape, case.k_shape, case.v_shape, case.out_shape)
+        for shape in (
+            case.q_shape,
+            case.k_shape,
+            case.v_shape,
+            case.out_shape,
+            *((case.bias_shape,) if case.bias else ()),
+        )
     ]
     return Inputs(xp, *arrays)
 
@@ -64,11 +73,21 @@ def widen(array: Any, dtype: str) -> Any:
 
 
 def softmax_rows(
-    xp: Any, q: Any, k: Any, *, scale: float, causal: bool, first_row: int = 0, block_mask: Any = None
+    xp: Any,
+    q: Any,
+    k: Any,
+    *,
+    scale: float,
+    causal: bool,
+    first_row: int = 0,
+    bias: Any = None,
+    block_mask: Any = None,
 ) -> Any:
     """Rows of P from `first_row` on, for q (..., rows, head_dim), k (..., seqlen_k, head_dim); causal is square."""
     s = product(q, k.swapaxes(-1, -2))
     s *= scale
+    if bias is not None:
+        s += widen(bias, s.dtype.name)
     if causal:
         rows = first_row + xp.arange(q.shape[-2])
         s = xp.where(xp.arange(k.shape[-2]) <= rows[:, None], s, s.dtype.type(-np.inf))
@@ -113,7 +132,13 @@ def one_group(case: Case, inputs: Inputs, batch: int, head_kv: int, *, compute: 
         for first in range(0, case.seqlen_q, ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)
             q_rows, dout_rows = q[g, rows], dout[g, rows]
-            p = softmax_rows(xp, q_rows, k, scale=scale, causal=case.causal, first_row=first, block_mask=block_mask)
+            bias = None
+            if inputs.bias is not None:
+                head = head_kv * case.group_size + g
+                bias = inputs.bias[batch % inputs.bias.shape[0], head % inputs.bias.shape[1]]
+                bias = bias[rows] if bias.shape[0] > 1 else bias
+            terms = {"bias": bias, "block_mask": block_mask}
+            p = softmax_rows(xp, q_rows, k, scale=scale, causal=case.causal, first_row=first, **terms)
             out[g, rows] = product(rounded(p), v)
             dq[g, rows], dk_part, dv_part = gradient_rows(p, q_rows, k, v, dout_rows, scale=scale, rounded=rounded)
             dk += dk_part

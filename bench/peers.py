@@ -8,6 +8,7 @@ dim) memory: they copy other layouts of dout and out first, which would count ag
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import os
@@ -55,6 +56,7 @@ def cuflash(
     allocate: bool = False,
     precision: Any = "highest",
     dense: bool = False,
+    dbias: bool = False,
 ) -> Contender:
     """cuflash's public interface, into arrays made once (as a training loop would), or allocating its results.
 
@@ -62,25 +64,32 @@ def cuflash(
     """
     from cuflash import FlashAttention
 
+    if dbias and not case.bias:
+        raise Absent("needs a bias")
     xp, q, k, v, dout = inputs.xp, inputs.q, inputs.k, inputs.v, inputs.dout
+    terms: dict[str, Any] = {"bias": inputs.bias} if case.bias else {}
+    if case.blocks_kept and not dense:
+        terms["block_mask"] = xp.asarray(case.block_mask())
     attn = FlashAttention(causal=case.causal, deterministic=deterministic, precision=precision, block_size=BLOCK)
-    terms = {"block_mask": xp.asarray(case.block_mask())} if case.blocks_kept and not dense else {}
     out = _poisoned(xp, case.out_shape, case.dtype)
     lse = _poisoned(xp, case.out_shape[:3], case.softmax_dtype)
     shapes = {"dq": case.q_shape, "dk": case.k_shape, "dv": case.v_shape}
     gradients = {name: _poisoned(xp, shape, case.dtype) for name, shape in shapes.items()}
-    attn.forward(q, k, v, out=out, lse=lse, **terms)  # backward may be timed without forward
+    if dbias:
+        gradients["dbias"] = _poisoned(xp, case.bias_shape, case.dtype)
+    attn.forward(q, k, v, **terms, out=out, lse=lse)  # backward may be timed without forward
     into = {"out": out, "lse": lse}
     if allocate:
         into = gradients = {}
     calls: Calls = {
-        "forward": lambda: (attn.forward(q, k, v, **into, **terms).out,),
-        "backward": lambda: tuple(attn.backward(dout, q, k, v, out, lse, **gradients, **terms)),
+        "forward": lambda: (attn.forward(q, k, v, **terms, **into).out,),
+        "backward": lambda: tuple(attn.backward(dout, q, k, v, out, lse, **terms, **gradients))[:3],
     }
     if dense:
         calls = {name: _without_results(call) for name, call in calls.items()}
     coarser = 2.0**13 if precision == "tf32" else 1.0  # 11 bits instead of 24
-    return Contender(calls, plans=_describe(attn, q, k, v, **terms), coarser=coarser)
+    need = ("dq", "dk", "dv", *(("dbias",) if dbias else ()))
+    return Contender(calls, plans=_describe(attn, q, k, v, **terms, need=need), coarser=coarser)
 
 
 def _without_results(call: Callable[[], object]) -> Callable[[], tuple[Any, ...]]:
@@ -91,8 +100,8 @@ def _without_results(call: Callable[[], object]) -> Callable[[], tuple[Any, ...]
     return run
 
 
-def _describe(attn: Any, q: Any, k: Any, v: Any, **terms: Any) -> dict[str, str]:
-    plans = attn.plan(q, k, v, **terms)
+def _describe(attn: Any, q: Any, k: Any, v: Any, **keywords: Any) -> dict[str, str]:
+    plans = attn.plan(q, k, v, **keywords)
     return {name: getattr(plans, name, plans).describe() for name in ("forward", "backward")}
 
 
@@ -110,6 +119,8 @@ def _paged(page_size: int) -> Callable[[Case, Inputs], Contender]:
         xp = inputs.xp
         if case.seqlen_k % page_size:
             raise Absent(f"{case.seqlen_k} keys are no whole pages of {page_size}")
+        if case.bias:
+            raise Absent("is run without a bias")
         max_pages = case.seqlen_k // page_size
         order = xp.random.permutation(case.batch * max_pages).astype(xp.int32)
         table = order.reshape(case.batch, max_pages)
@@ -142,6 +153,8 @@ def _paged(page_size: int) -> Callable[[Case, Inputs], Contender]:
 def naive(case: Case, inputs: Inputs) -> Contender:
     """The plain formula on whole arrays, 16-bit operands in float32; P is kept for the backward pass."""
     _refuse_block_masks(case)
+    if case.bias:
+        raise Absent("is run without a bias")
     xp, group = inputs.xp, case.group_size
     needed = 6 * case.scores_bytes
     if xp.__name__ == "cupy" and needed > xp.cuda.runtime.memGetInfo()[0]:
@@ -222,23 +235,31 @@ def cudnn_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any) -> Ca
     return {"forward": lambda: forward()[:1], "backward": backward}
 
 
-def efficient_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any) -> Calls:
-    """PyTorch's memory-efficient attention."""
+def efficient_calls(
+    torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, bias: Any = None, *, dbias: bool = False
+) -> Calls:
+    """PyTorch's memory-efficient attention; its dbias is that of a whole bias, and summed behind it."""
     if case.group_size > 1:
         raise Absent("has no grouped heads")
     aten = torch.ops.aten
     q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
 
+    whole = None if bias is None else bias.expand(case.batch, case.num_heads, case.seqlen_q, case.seqlen_k)
+    summed = [axis for axis, name in enumerate("bhqk") if name not in case.bias]
+
     def forward() -> Any:
-        return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, case.causal)
+        return aten._scaled_dot_product_efficient_attention(q, k, v, whole, True, 0.0, case.causal)
 
     out, lse, seed, offset = forward()
 
     def backward() -> Any:
-        wanted = [True, True, True, False]
-        return aten._scaled_dot_product_efficient_attention_backward(
-            dout, q, k, v, None, out, lse, seed, offset, 0.0, wanted, case.causal
-        )[:3]
+        wanted = [True, True, True, dbias]
+        gradients = aten._scaled_dot_product_efficient_attention_backward(
+            dout, q, k, v, whole, out, lse, seed, offset, 0.0, wanted, case.causal
+        )
+        if dbias and summed:
+            gradients[3].sum(summed)
+        return gradients[:3]
 
     return {"forward": lambda: forward()[:1], "backward": backward}
 
@@ -260,33 +281,38 @@ def torch_cpu_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any) -
     return {"forward": lambda: forward()[:1], "backward": backward}
 
 
-def _autograd_calls(torch: Any, run: Callable[..., Any], q: Any, k: Any, v: Any, dout: Any) -> Calls:
-    """For libraries whose gradient kernels only autograd can reach: the graph is built once and kept."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+def _autograd_calls(torch: Any, run: Callable[..., Any], q: Any, k: Any, v: Any, dout: Any, *more: Any) -> Calls:
+    """For libraries whose gradient kernels only autograd can reach: the graph is built once and kept.
+
+    `more` are inputs whose gradients are computed, and not returned.
+    """
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, *more)]
     saved: list[Any] = []  # made by the first backward call: the graph of the math kernel is large
 
     def backward() -> Any:
         if not saved:
             saved.append(run(*leaves))
-        return torch.autograd.grad(saved[0], leaves, dout, retain_graph=True)
+        return torch.autograd.grad(saved[0], leaves, dout, retain_graph=True)[:3]
 
     return {"forward": lambda: (run(*leaves),), "backward": backward}
 
 
-def math_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any) -> Calls:
-    """PyTorch's unfused attention."""
+def math_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, bias: Any = None) -> Calls:
+    """PyTorch's unfused attention; with a bias, its gradient too."""
+    if case.causal and case.bias:
+        raise Absent("takes a causal mask or a bias, not both")
     attention = importlib.import_module("torch.nn.attention")
     needed = 6 * case.scores_bytes
     if q.device.type == "cuda" and needed > torch.cuda.mem_get_info()[0]:
         raise Absent(f"would need about {needed / 1e9:.0f} GB")
 
-    def run(q: Any, k: Any, v: Any) -> Any:
+    def run(q: Any, k: Any, v: Any, bias: Any = None) -> Any:
         with attention.sdpa_kernel(attention.SDPBackend.MATH):
             return torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=case.causal, enable_gqa=case.group_size > 1
+                q, k, v, attn_mask=bias, is_causal=case.causal, enable_gqa=case.group_size > 1
             )
 
-    return _autograd_calls(torch, run, q, k, v, dout)
+    return _autograd_calls(torch, run, q, k, v, dout, *(() if bias is None else (bias,)))
 
 
 def flex_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any) -> Calls:
@@ -331,8 +357,17 @@ def fa4_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any) -> Call
     return _autograd_calls(torch, run, q, k, v, dout)
 
 
-def _torch_contender(make_calls: Callable[..., Calls], case: Case, inputs: Inputs, *, device: str | None) -> Contender:
-    """Torch tensors over the same memory as `inputs`, on CuPy's stream; `device` is the one that the kernel needs."""
+def _torch_contender(
+    make_calls: Callable[..., Calls], case: Case, inputs: Inputs, *, device: str | None, bias: str
+) -> Contender:
+    """Torch tensors over the same memory as `inputs`, on CuPy's stream; `device` is the one that the kernel needs.
+
+    `bias` says whether its calls take cases with one: "no", "yes", or "only" those.
+    """
+    if case.bias and bias == "no":
+        raise Absent("is run without a bias")
+    if bias == "only" and not case.bias:
+        raise Absent("needs a bias")
     try:
         torch = importlib.import_module("torch")
     except ImportError as error:
@@ -347,13 +382,16 @@ def _torch_contender(make_calls: Callable[..., Calls], case: Case, inputs: Input
             raise Absent("torch and CuPy are on different streams")
     if make_calls is not flex_calls:
         _refuse_block_masks(case)
-    tensors = [torch.from_dlpack(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
+    arrays = (inputs.q, inputs.k, inputs.v, inputs.dout, *((inputs.bias,) if case.bias else ()))
+    tensors = [torch.from_dlpack(x) for x in arrays]
     calls = make_calls(torch, case, *tensors)
     return Contender(calls, to_array=lambda x: inputs.xp.from_dlpack(x.detach()))
 
 
-def _torch(make_calls: Callable[..., Calls], device: str | None = "cuda") -> Callable[[Case, Inputs], Contender]:
-    return lambda case, inputs: _torch_contender(make_calls, case, inputs, device=device)
+def _torch(
+    make_calls: Callable[..., Calls], device: str | None = "cuda", *, bias: str = "no"
+) -> Callable[[Case, Inputs], Contender]:
+    return lambda case, inputs: _torch_contender(make_calls, case, inputs, device=device, bias=bias)
 
 
 def jax_pallas(case: Case, inputs: Inputs) -> Contender:
@@ -365,6 +403,8 @@ def jax_pallas(case: Case, inputs: Inputs) -> Contender:
     xp = inputs.xp
     if xp.__name__ != "cupy":
         raise Absent("needs CuPy arrays")
+    if case.bias:
+        raise Absent("is run without a bias")
     if case.dtype != "float16" or case.head_dim % 64 or case.head_dim_v != case.head_dim:
         raise Absent("needs float16, and one head dimension that is a multiple of 64")
     if case.seqlen_q % 128 or case.seqlen_k % 64:
@@ -419,13 +459,16 @@ ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
     "cuflash-alloc": lambda case, inputs: cuflash(case, inputs, allocate=True),
     "cuflash-deterministic": lambda case, inputs: cuflash(case, inputs, deterministic=True),
     "cuflash-dense": lambda case, inputs: cuflash(case, inputs, dense=True),
+    "cuflash-dbias": lambda case, inputs: cuflash(case, inputs, dbias=True),
     "cuflash-tf32": lambda case, inputs: cuflash(case, inputs, precision="tf32"),
     **{f"cuflash-pages{size}": _paged(size) for size in (16, 64, 256)},
     "cudnn": _torch(cudnn_calls),
     "fa2": _torch(fa2_calls),
     "fa4": _torch(fa4_calls),
-    "efficient": _torch(efficient_calls),
+    "efficient": _torch(efficient_calls, bias="yes"),
+    "efficient-dbias": _torch(functools.partial(efficient_calls, dbias=True), bias="only"),
     "math": _torch(math_calls, device=None),
+    "math-dbias": _torch(math_calls, device=None, bias="only"),
     "flex": _torch(flex_calls),
     "torch-cpu": _torch(torch_cpu_calls, device="cpu"),
     "jax-pallas": jax_pallas,

@@ -23,10 +23,13 @@ TITLES = {
     "cuflash-pages16": "cuflash, pages of 16",
     "cuflash-pages64": "cuflash, pages of 64",
     "cuflash-pages256": "cuflash, pages of 256",
+    "cuflash-dbias": "cuflash, with dbias",
     "cudnn": "cuDNN",
     "fa2": "FlashAttention-2",
     "fa4": "FlashAttention-4",
     "efficient": "torch efficient",
+    "efficient-dbias": "torch efficient, with dbias",
+    "math-dbias": "torch math, with dbias",
     "math": "torch math",
     "flex": "FlexAttention",
     "torch-cpu": "torch CPU",
@@ -38,10 +41,13 @@ COLOURS = {
     "cuflash": "#d1495b",
     "cuflash-deterministic": "#edae49",
     "cuflash-tf32": "#edae49",
+    "cuflash-dbias": "#edae49",
     "cudnn": "#2e7d32",
     "fa2": "#30638e",
     "fa4": "#6a994e",
     "efficient": "#8d6a9f",
+    "efficient-dbias": "#6a994e",
+    "math-dbias": "#999999",
     "math": "#777777",
     "flex": "#00798c",
     "torch-cpu": "#30638e",
@@ -136,6 +142,7 @@ def label(problem: Record) -> list[str]:
     seqlen = f"{p['seqlen_q']}" + (f"/{p['seqlen_k']}" if p["seqlen_k"] != p["seqlen_q"] else "")
     heads = f"{p['num_heads']}" + (f"/{p['num_heads_kv']}" if p["num_heads_kv"] != p["num_heads"] else "")
     mask = "causal" if p["causal"] else f"{100 * p['blocks_kept']:g} % of blocks" if p.get("blocks_kept") else "full"
+    mask += f", bias {p['bias']}" if p.get("bias") else ""
     return [dim, seqlen, f"{p['batch']} x {heads}", mask, SHORT[p["dtype"]]]
 
 

@@ -1542,8 +1542,9 @@ MUTANTS = (
     _mutant("P' is handed over without marks", B32, "factor[i] = -factor[i], p[n][i] = 0.0f;", "p[n][i] = 0.0f;",
             "dropout backward pieces"),
     # ---- Block masks
-    _mutant("a tile with some pairs has all", "mask.cuh", "return all ? Pairs::kAll : any ? Pairs::kSome : Pairs::kNone;",
-            "return any ? Pairs::kAll : Pairs::kNone;", "forward blocks"),
+    _mutant("a tile with some pairs has all", "mask.cuh",
+            "return all ? Pairs::kAll : any ? Pairs::kSome : Pairs::kNone;", "return any ? Pairs::kAll : Pairs::kNone;",
+            "forward blocks"),
     _mutant("lists of 32 tiles at most", LISTS, "+ (int)lane_index(); other += 32)",
             "+ (int)lane_index(); other += 320)", "forward many blocks"),
     _mutant("the last keys are visible wherever blocks are", LISTS,

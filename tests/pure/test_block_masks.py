@@ -157,7 +157,9 @@ def pairs_of(case):
     return pairs[..., : case.seqlen_q, : case.seqlen_k]
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (60, 3)}, {"kv_lengths": (410, 97)}, TERMS], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window": (60, 3)}, {"kv_lengths": (410, 97)}, TERMS], ids=str
+)
 def test_it_is_a_mask_of_pairs(options):
     case = replace(BLOCKS, **options)
     keywords = {name: x for name, x in case.keywords.items() if name != "block_size"}
