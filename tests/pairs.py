@@ -217,7 +217,7 @@ def by_interface(convert: Callable[[Any], Any]) -> Run:
         out, lse = attn.forward(*inputs, **ct.optional(arrays), **case.random)
         if pass_ == "forward":
             return {"out": out, "lse": lse}
-        need = ("dq", "dk", "dv", *(("dsinks",) if case.sinks else ()))
+        need = ct.gradients_of(case.problem)
         terms = {**ct.optional_backward(arrays), **case.random, "need": need}
         return dict(zip(need, attn.backward(arrays["dout"], *inputs, out, lse, **terms), strict=True))
 

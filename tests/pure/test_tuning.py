@@ -129,6 +129,18 @@ def test_the_fastest_wins_and_is_found_again(pass_, store):
     assert plan.reason in "\n".join(line.strip() for line in plan.describe().splitlines())
 
 
+@pytest.mark.parametrize("need", [("dq",), ("dscale",), ("dk", "dscale")])
+def test_some_gradients_have_winners_of_their_own(need):
+    plans = candidates(problem_of(), H200, "backward", need=need)
+    changed = next(plan for plan in plans if plan.tiles[-1] != plans[0].tiles[-1])
+    tune_quietly(plans, FakeDevice([1.0 + (plan is not changed) for plan in plans]))
+    forgotten_here()
+    plan = tuned_plan(problem_of(), H200, "backward", need=need)
+    assert (plan.tiles, plan.kernels, plan.need) == (changed.tiles, changed.kernels, need)
+    assert plan.reason.count("tuned: ") == 1
+    assert "tuned: " not in tuned_plan(problem_of(), H200, "backward").reason
+
+
 def test_the_first_stays_unless_something_is_faster_by_more_than_noise():
     plans = candidates(problem_of(), H200)
     found = tune_quietly(plans, FakeDevice([1.0, 1 / (1 + MARGIN / 2)]))
