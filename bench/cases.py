@@ -30,6 +30,7 @@ class Case:
     head_dim_v: int = 0  # 0: as head_dim
     blocks_kept: float = 0.0  # the fraction of the blocks of a random block mask that is on; 0: no block mask
     bias: str = ""  # axes of a bias of the dtype of q, of "bhqk"; the others broadcast
+    lengths: tuple[int, ...] = ()  # of the batch entries, where they differ: arrays are padded to the longest
 
     def __post_init__(self) -> None:
         for name, default in (("num_heads_kv", "num_heads"), ("seqlen_k", "seqlen_q"), ("head_dim_v", "head_dim")):
@@ -38,6 +39,11 @@ class Case:
             raise ValueError("causal: got seqlen_q != seqlen_k, expected a square problem (alignments differ)")
         if self.blocks_kept and self.causal:
             raise ValueError("blocks_kept: got causal as well, expected one of them (rows might see nothing)")
+        longest = max(self.lengths, default=0)
+        if self.lengths and (len(self.lengths), longest, longest) != (self.batch, self.seqlen_q, self.seqlen_k):
+            raise ValueError(
+                f"lengths: got {self.lengths}, expected {self.batch}, of which {self.seqlen_q} the longest"
+            )
         if self.num_heads % self.num_heads_kv:
             raise ValueError(f"num_heads_kv: got {self.num_heads_kv}, expected a divisor of {self.num_heads}")
 
@@ -47,6 +53,7 @@ class Case:
         dim = f"d{self.head_dim}" + (f"x{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         heads = f"h{self.num_heads}" + (f"kv{self.num_heads_kv}" if self.num_heads_kv != self.num_heads else "")
         seqlen = f"s{self.seqlen_q}" + (f"k{self.seqlen_k}" if self.seqlen_k != self.seqlen_q else "")
+        seqlen += "mixed" if self.lengths else ""
         mask = "causal" if self.causal else f"blocks{100 * self.blocks_kept:g}" if self.blocks_kept else "full"
         mask += f"-bias_{self.bias}" if self.bias else ""
         return "-".join((SHORT[self.dtype], dim, f"b{self.batch}", heads, seqlen, mask))
@@ -105,7 +112,8 @@ class Case:
         dims = self.head_dim + self.head_dim_v
         if pass_ == "backward":
             dims = 3 * self.head_dim + 2 * self.head_dim_v
-        full = 2 * self.batch * self.num_heads * self.seqlen_q * self.seqlen_k * dims
+        scores = sum(n * n for n in self.lengths) or self.batch * self.seqlen_q * self.seqlen_k
+        full = 2 * self.num_heads * scores * dims
         if self.blocks_kept:
             kept, n = self._blocks_of_a_row
             return full * kept // n
@@ -118,7 +126,8 @@ class Case:
         lse_bytes = math.prod(self.out_shape[:3]) * ITEMSIZE[self.softmax_dtype]
         elements = inputs + out if pass_ == "forward" else 2 * (inputs + out)
         elements += math.prod(self.bias_shape) if self.bias else 0
-        return elements * ITEMSIZE[self.dtype] + lse_bytes
+        padded_bytes = elements * ITEMSIZE[self.dtype] + lse_bytes
+        return padded_bytes * sum(self.lengths) // (self.batch * self.seqlen_q) if self.lengths else padded_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +153,18 @@ def _fp(dtype: str, head_dim: int, seqlen: int, causal: bool = False) -> Case:
 
 def _decode(batch: int, seqlen_k: int, seqlen_q: int) -> Case:
     return Case(head_dim=128, seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=batch, num_heads=32, num_heads_kv=8)
+
+
+# Sixteen lengths between 57 and 6400, 16 x 2048 in all.
+MIXED = (57, 6400, 731, 2048, 1290, 3605, 402, 2960, 1777, 119, 4410, 863, 2511, 3333, 1500, 762)
+
+
+def _packed(head_dim: int, causal: bool, lengths: tuple[int, ...] = ()) -> Case:
+    """16 sequences of 2048 rows, or of such lengths."""
+    seqlen = max(lengths, default=2048)
+    return Case(
+        head_dim=head_dim, seqlen_q=seqlen, batch=16, num_heads=2048 // head_dim, causal=causal, lengths=lengths
+    )
 
 
 FA2 = tuple(_row(d, n, causal) for d in (64, 128, 256) for causal in (False, True) for n in (1024, 4096, 16384))
@@ -243,6 +264,14 @@ SUITES = {
         peers=("cuflash-pages16", "cuflash-pages64", "cuflash-pages256"),
         passes=("forward",),
         about="keys in pages of 16, 64 and 256 beside keys in one piece; few queries, and many",
+    ),
+    "packed": Suite(
+        kind="gpu",
+        cases=tuple(
+            _packed(d, causal, lengths) for lengths in ((), MIXED) for d in (64, 128) for causal in (False, True)
+        ),
+        peers=("cuflash-packed",),
+        about="16 sequences of 2048 rows as a batch and packed, and as many rows in sequences of mixed lengths",
     ),
     "host": Suite(
         kind="host",

@@ -124,12 +124,13 @@ def one_group(case: Case, inputs: Inputs, batch: int, head_kv: int, *, compute: 
         return x if store == compute else widen(x.astype(dtype_of(store)), compute)
 
     heads = slice(head_kv * case.group_size, (head_kv + 1) * case.group_size)
-    q, dout = (widen(x[batch, heads], compute) for x in (inputs.q, inputs.dout))
-    k, v = (widen(x[batch, head_kv], compute) for x in (inputs.k, inputs.v))
+    seqlen = case.lengths[batch] if case.lengths else None
+    q, dout = (widen(x[batch, heads, :seqlen], compute) for x in (inputs.q, inputs.dout))
+    k, v = (widen(x[batch, head_kv, :seqlen], compute) for x in (inputs.k, inputs.v))
     block_mask = xp.asarray(case.block_mask()) if case.blocks_kept else None
     out, dq, dk, dv = xp.empty_like(dout), xp.empty_like(q), xp.zeros_like(k), xp.zeros_like(v)
     for g in range(case.group_size):
-        for first in range(0, case.seqlen_q, ROWS_AT_ONCE):
+        for first in range(0, seqlen or case.seqlen_q, ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)
             q_rows, dout_rows = q[g, rows], dout[g, rows]
             bias = None
@@ -203,7 +204,8 @@ class Reference:
             for (b, h), group in zip(self.groups, self.exact, strict=True):
                 per_query_head = name in ("out", "dq")
                 heads = slice(h * self.case.group_size, (h + 1) * self.case.group_size) if per_query_head else h
-                distances.append(self._distance(result[b, heads], group[name]))
+                seqlen = self.case.lengths[b] if self.case.lengths else None
+                distances.append(self._distance(result[b, heads][..., :seqlen, :], group[name]))
             worst = float(np.max(distances))  # unlike max(), keeps a NaN
             errors[name] = Errors(worst, coarser * self.formula_errors[name], coarser * self.ulps[name])
         return errors

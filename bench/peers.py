@@ -66,6 +66,8 @@ def cuflash(
 
     if dbias and not case.bias:
         raise Absent("needs a bias")
+    if case.lengths:
+        raise Absent("a batch of sequences of different lengths: cuflash-packed has them")
     xp, q, k, v, dout = inputs.xp, inputs.q, inputs.k, inputs.v, inputs.dout
     terms: dict[str, Any] = {"bias": inputs.bias} if case.bias else {}
     if case.blocks_kept and not dense:
@@ -90,6 +92,41 @@ def cuflash(
     coarser = 2.0**13 if precision == "tf32" else 1.0  # 11 bits instead of 24
     need = ("dq", "dk", "dv", *(("dbias",) if dbias else ()))
     return Contender(calls, plans=_describe(attn, q, k, v, **terms, need=need), coarser=coarser)
+
+
+def cuflash_packed(case: Case, inputs: Inputs) -> Contender:
+    """The batch entries of a case one behind the other, into arrays made once."""
+    from cuflash import FlashAttention
+
+    xp, lengths = inputs.xp, case.lengths or (case.seqlen_q,) * case.batch
+    if case.seqlen_q != case.seqlen_k:
+        raise Absent("queries and keys of different lengths")
+    if case.blocks_kept or case.bias:
+        raise Absent("block masks and biases: packed sequences take none")
+    attn = FlashAttention(causal=case.causal)
+    bounds = [sum(lengths[:b]) for b in range(case.batch + 1)]
+    starts = xp.asarray(bounds, dtype="int32")
+    terms = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+
+    def packed(array: Any) -> Any:
+        return xp.concatenate([array[b, :, :n] for b, n in enumerate(lengths)], axis=1)
+
+    def unpacked(array: Any) -> Any:
+        padded = xp.zeros((case.batch, array.shape[0], case.seqlen_q, array.shape[2]), array.dtype)
+        for b, n in enumerate(lengths):
+            padded[b, :, :n] = array[:, bounds[b] : bounds[b] + n]
+        return padded
+
+    q, k, v, dout = (packed(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    out = _poisoned(xp, dout.shape, case.dtype)
+    lse = _poisoned(xp, dout.shape[:2], case.softmax_dtype)
+    gradients = {name: _poisoned(xp, x.shape, case.dtype) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+    attn.forward(q, k, v, **terms, out=out, lse=lse)
+    calls: Calls = {
+        "forward": lambda: (attn.forward(q, k, v, **terms, out=out, lse=lse).out,),
+        "backward": lambda: tuple(attn.backward(dout, q, k, v, out, lse, **terms, **gradients)),
+    }
+    return Contender(calls, to_array=unpacked, plans=_describe(attn, q, k, v, **terms))
 
 
 def _without_results(call: Callable[[], object]) -> Callable[[], tuple[Any, ...]]:
@@ -462,6 +499,7 @@ ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
     "cuflash-dbias": lambda case, inputs: cuflash(case, inputs, dbias=True),
     "cuflash-tf32": lambda case, inputs: cuflash(case, inputs, precision="tf32"),
     **{f"cuflash-pages{size}": _paged(size) for size in (16, 64, 256)},
+    "cuflash-packed": cuflash_packed,
     "cudnn": _torch(cudnn_calls),
     "fa2": _torch(fa2_calls),
     "fa4": _torch(fa4_calls),

@@ -24,6 +24,7 @@ TITLES = {
     "cuflash-pages64": "cuflash, pages of 64",
     "cuflash-pages256": "cuflash, pages of 256",
     "cuflash-dbias": "cuflash, with dbias",
+    "cuflash-packed": "cuflash, packed",
     "cudnn": "cuDNN",
     "fa2": "FlashAttention-2",
     "fa4": "FlashAttention-4",
@@ -42,6 +43,7 @@ COLOURS = {
     "cuflash-deterministic": "#edae49",
     "cuflash-tf32": "#edae49",
     "cuflash-dbias": "#edae49",
+    "cuflash-packed": "#edae49",
     "cudnn": "#2e7d32",
     "fa2": "#30638e",
     "fa4": "#6a994e",
@@ -140,6 +142,7 @@ def label(problem: Record) -> list[str]:
     p = problem
     dim = f"{p['head_dim']}" + (f"/{p['head_dim_v']}" if p["head_dim_v"] != p["head_dim"] else "")
     seqlen = f"{p['seqlen_q']}" + (f"/{p['seqlen_k']}" if p["seqlen_k"] != p["seqlen_q"] else "")
+    seqlen += " (mixed)" if p.get("lengths") else ""
     heads = f"{p['num_heads']}" + (f"/{p['num_heads_kv']}" if p["num_heads_kv"] != p["num_heads"] else "")
     mask = "causal" if p["causal"] else f"{100 * p['blocks_kept']:g} % of blocks" if p.get("blocks_kept") else "full"
     mask += f", bias {p['bias']}" if p.get("bias") else ""

@@ -150,6 +150,7 @@ def _set_up(names: Iterable[str], case: Case, inputs: Inputs) -> tuple[dict[str,
 def run_case(case: Case, names: Iterable[str], passes: Iterable[str], bench: Bench, journal: Journal) -> None:
     """Check and time one case; writes a record for each pass and contender."""
     inputs = make_inputs(bench.xp, case)
+    problem = {**asdict(case), "lengths": list(case.lengths)}
     reference = Reference(case, inputs)
     contenders, refusals = _set_up(names, case, inputs)
     for pass_ in passes:
@@ -170,7 +171,7 @@ def run_case(case: Case, names: Iterable[str], passes: Iterable[str], bench: Ben
         for name in (x for x in names if x in found):
             plan = contenders[name].plans.get(pass_) if name in contenders else None
             extra = {"plan": plan} if plan else {}
-            fields = {"case": case.name, "pass": pass_, "contender": name, "problem": asdict(case)}
+            fields = {"case": case.name, "pass": pass_, "contender": name, "problem": problem}
             journal.write("result", **fields, **found[name], **extra)
 
 

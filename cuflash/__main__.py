@@ -684,6 +684,7 @@ def self_test_cases(make_case: Callable[..., Any], seed: int) -> Iterator[tuple[
         "sinks": {"sinks": True},
         "dlse": {"dlse": True},
         "block_mask": {"block_mask": (2, 6), "block_size": (32, 64)},
+        "cu_seqlens": {"cu_seqlens_q": (0, 30, 113), "cu_seqlens_k": (0, 120, 190), "causal": True},
         "head_dim 40, head_dim_v 72": {"head_dim": 40, "head_dim_v": 72},
         "layout bshd": {"layout": "bshd"},
         "dropout": {"dropout": 0.1, "causal": True},

@@ -34,7 +34,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
@@ -46,6 +46,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from cuflash.dropout import kept_weights
+from cuflash.packed import Sequence, for_each, sequences
 from cuflash.problem import DEFAULT_NEED, GRADIENTS, Problem, view_4d, view_rows
 
 Array = NDArray[Any]
@@ -78,8 +79,11 @@ def forward(
     sinks: Array | None = None,
     block_mask: Array | None = None,
     block_table: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
     seed: int | None = None,
     offset: int | None = None,
+    sequence: int = 0,
     out: Array | None = None,
     lse: Array | None = None,
 ) -> tuple[Array, Array]:
@@ -91,8 +95,12 @@ def forward(
         From `cuflash.problem.make_problem` on the same arrays.
     q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table : numpy.ndarray
         As `cuflash.attention` takes them, validated, of any strides. `kv_lengths` is clamped to 0..seqlen_k.
+    cu_seqlens_q, cu_seqlens_k : numpy.ndarray
+        Likewise.
     seed, offset : int, optional
         With dropout: which weights are dropped, as `cuflash.dropout_mask` says.
+    sequence : int
+        The number of the first batch entry, for dropout.
     out, lse : numpy.ndarray, optional
         Written to and returned: shape `problem.out_shape` and dtype of q, shape `problem.lse_shape` and
         `problem.softmax_dtype`; any strides.
@@ -105,7 +113,19 @@ def forward(
     """
     out = np.empty(problem.out_shape, q.dtype) if out is None else out
     lse = np.empty(problem.lse_shape, problem.softmax_dtype) if lse is None else lse
-    call = _Call(problem, q, k, v, bias, mask, alibi_slopes, sinks, block_mask, block_table, seed, offset)
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        arrays = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+
+        def forward_of(one: Sequence) -> None:
+            own = {name: one.of_rows(x, name) for name, x in arrays.items()}
+            slopes = one.slopes(alibi_slopes)
+            forward(one.problem, **own, alibi_slopes=slopes, sinks=sinks, seed=seed, offset=offset, sequence=one.index)
+
+        lse[:, int(cu_seqlens_q[-1]) :] = -np.inf
+        view_4d(out, problem.layout)[:, :, int(cu_seqlens_q[-1]) :] = 0
+        _for_each_sequence(problem, cu_seqlens_q, cu_seqlens_k, forward_of, lambda p: p.forward_flops)
+        return out, lse
+    call = _Call(problem, q, k, v, bias, mask, alibi_slopes, sinks, block_mask, block_table, seed, offset, sequence)
     out_4d, lse_3d = view_4d(out, problem.layout), view_rows(lse)
     threads = _count_threads(problem.forward_flops)
     num_tiles = problem.batch * problem.num_heads * _ceil_div(problem.seqlen_q, call.query_tile)
@@ -142,10 +162,13 @@ def backward(
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
     block_mask: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
     dlse: Array | None = None,
     need: Collection[str] | None = None,
     seed: int | None = None,
     offset: int | None = None,
+    sequence: int = 0,
     **results: Array | None,
 ) -> tuple[Array, ...]:
     """Gradients of ``sum(dout * out) + sum(dlse * lse)`` by tiles (FlashAttention-2, algorithm 2); bitwise repeatable.
@@ -153,6 +176,8 @@ def backward(
     Parameters
     ----------
     problem, q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, seed, offset :
+        As `forward` takes them.
+    cu_seqlens_q, cu_seqlens_k, sequence :
         As `forward` takes them.
     dout, out, lse : numpy.ndarray
         The gradient with respect to out, and what `forward` returned.
@@ -168,7 +193,7 @@ def backward(
     -------
     tuple of numpy.ndarray
         The gradients that are wanted, in the order of `problem.GRADIENTS`. In dk and dv, keys that no query sees, those
-        past `kv_lengths` among them, get zero.
+        past `kv_lengths` and those of no sequence among them, get zero.
     """
     if need is None:
         need = DEFAULT_NEED if sinks is None else (*DEFAULT_NEED, "dsinks")
@@ -179,7 +204,33 @@ def backward(
         if name in need:
             given, model = results.get(name), like.get(name, number)
             wanted[name] = np.empty(model.shape, model.dtype) if given is None else given
-    call = _Call(problem, q, k, v, bias, mask, alibi_slopes, sinks, block_mask, None, seed, offset)
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+        arrays |= {} if dlse is None else {"dlse": dlse}
+        arrays |= {name: wanted[name] for name in DEFAULT_NEED if name in wanted}
+        heads = (problem.batch, problem.num_heads)
+        parts = {
+            name: np.zeros(heads[: 1 if name in ("dscale", "dsoftcap") else 2], problem.softmax_dtype)
+            for name in wanted.keys() - set(DEFAULT_NEED)
+        }
+
+        def backward_of(one: Sequence) -> None:
+            own: dict[str, Any] = {name: one.of_rows(x, name) for name, x in arrays.items()}
+            own |= {"alibi_slopes": one.slopes(alibi_slopes), "sinks": sinks, "sequence": one.index}
+            gradients = backward(one.problem, **own, need=tuple(wanted), seed=seed, offset=offset)
+            for name, gradient in zip(wanted, gradients, strict=True):
+                if name in parts:
+                    parts[name][one.index] = gradient
+
+        ends = {"dq": cu_seqlens_q[-1], "dk": cu_seqlens_k[-1], "dv": cu_seqlens_k[-1]}
+        for name in ends.keys() & wanted.keys():
+            view_4d(wanted[name], problem.layout)[:, :, int(ends[name]) :] = 0
+        _for_each_sequence(problem, cu_seqlens_q, cu_seqlens_k, backward_of, lambda p: p.backward_flops)
+        with np.errstate(all="ignore"):
+            for name, part in parts.items():
+                wanted[name][...] = part if wanted[name].shape == part.shape == heads else part.sum(axis=0)
+        return tuple(wanted.values())
+    call = _Call(problem, q, k, v, bias, mask, alibi_slopes, sinks, block_mask, None, seed, offset, sequence)
     dout, out, lse = view_4d(dout, problem.layout), view_4d(out, problem.layout), view_rows(lse)
     dlse = None if dlse is None else view_rows(dlse)
     rows = (dout, out, lse, dlse)
@@ -240,7 +291,19 @@ def _count_threads(flops: int) -> int:
     return os.cpu_count() or 1
 
 
-def _run(work: Callable[..., None], jobs: Sequence[tuple[Any, ...]], threads: int, dtype: np.dtype[Any]) -> None:
+def _for_each_sequence(
+    problem: Problem,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    work: Callable[[Sequence], None],
+    flops: Callable[[Problem], int],
+) -> None:
+    every = list(sequences(problem, cu_seqlens_q, cu_seqlens_k))
+    threads = _count_threads(sum(flops(one.problem) for one in every))
+    for_each(every, work, flops, threads, SERIAL_FLOPS)
+
+
+def _run(work: Callable[..., None], jobs: list[tuple[Any, ...]], threads: int, dtype: np.dtype[Any]) -> None:
     """Call ``work(workspace, *job)`` for the jobs in order, on this thread and on others."""
     remaining = deque(jobs)
 
@@ -399,10 +462,12 @@ class _Call:
         block_table: Array | None,
         seed: int | None,
         offset: int | None,
+        sequence: int,
     ) -> None:
         self.problem = problem
         self.block_table = block_table
         self.seed, self.offset = seed, offset
+        self.first_head = sequence * problem.num_heads  # for dropout
         self.dtype = np.dtype(problem.softmax_dtype)
         self.q, self.k, self.v = (view_4d(x, problem.layout) for x in (q, k, v))
         self.bias, self.mask = (None if x is None else x[(None,) * (4 - x.ndim)] for x in (bias, mask))
@@ -666,7 +731,7 @@ def _kept(call: _Call, queries: _Queries, keys: _Keys, workspace: _Workspace, sh
     factor = workspace.take("kept", *shape)
     rows, columns = range(queries.start, queries.start + queries.num_rows), range(keys.start, keys.stop)
     for x, (b, h) in zip(factor, queries.heads, strict=True):
-        head = b * problem.num_heads + h
+        head = call.first_head + b * problem.num_heads + h
         kept = kept_weights(problem.dropout, call.seed, call.offset, head, rows, columns)
         np.multiply(_as_scores(kept, queries, keys, False), call.dtype.type(problem.kept_scale), out=x)
     return factor

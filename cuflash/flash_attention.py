@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from cuflash import cpu, interop, progress
+from cuflash.packed import check_starts
 from cuflash.problem import (
     DEFAULT_NEED,
     GRADIENTS,
@@ -40,6 +41,17 @@ Window = tuple[int | None, int | None]
 
 QKV = ("q", "k", "v")
 PASSES = ("forward", "backward")
+TERMS = (
+    "bias",
+    "mask",
+    "kv_lengths",
+    "alibi_slopes",
+    "sinks",
+    "block_mask",
+    "block_table",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+)
 
 
 class ForwardResult(NamedTuple):
@@ -74,6 +86,7 @@ class CpuPlan:
         p = self.problem
         heads = f"{p.num_heads} heads" + (f" over {p.num_heads_kv} key/value heads" if p.group_size > 1 else "")
         sizes = f"seqlen {p.seqlen_q} x {p.seqlen_k}, head_dim {p.head_dim}, head_dim_v {p.head_dim_v}"
+        sizes += " (packed: seqlen of all, work as of equal lengths)" if p.is_packed else ""
         backward = "no backward pass with a block_table"
         if p.block_table is None:
             backward = f"{p.backward_flops / 1e9:.3g} GFLOP backward"
@@ -249,6 +262,8 @@ class FlashAttention:
         sinks: Array | None = None,
         block_mask: Array | None = None,
         block_table: Array | None = None,
+        cu_seqlens_q: Array | None = None,
+        cu_seqlens_k: Array | None = None,
         seed: int | None = None,
         offset: int | None = None,
         out: Array | None = None,
@@ -300,6 +315,15 @@ class FlashAttention:
             kv_lengths[b] - seqlen_q`` (0 with "top_left"). A page may belong to several entries. Of the table only the
             pages of keys that exist are looked up; they are in 0..num_pages - 1, which is checked on the CPU; on the
             GPU others are clamped.
+        cu_seqlens_q, cu_seqlens_k : array, optional
+            (sequences + 1,), int32: q, k and v are 3-D and hold packed sequences, one behind the other along the axis
+            of seqlen. Rows ``cu_seqlens_q[b]`` up to, but not, ``cu_seqlens_q[b + 1]`` of q see the keys from
+            ``cu_seqlens_k[b]`` up to, but not, ``cu_seqlens_k[b + 1]``, as a problem of their own: d is that of the
+            sequence, of which any may be empty, and (batch, ...) stands for (sequences, ...). They start with 0, do not
+            decrease, and end within the axis; on the GPU, where looking would be a synchronisation, nothing outside of
+            the arrays is touched whatever they are, and values that break the rule give undefined results. Rows behind
+            the last sequence belong to none: out = 0, lse = -inf. Not together with bias, mask, block_mask,
+            kv_lengths and block_table.
         seed, offset : int, optional
             Which weights dropout drops: needed with it, without effect elsewhere. 0 to ``2 ** 64 - 1`` and
             ``2 ** 32 - 1``. Calls that differ in either drop others, say with the number of a layer as seed and that of
@@ -324,7 +348,7 @@ class FlashAttention:
         NotImplementedError
             Something the kernels do not do; the message names the limit and the remedy.
         """
-        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table)
+        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k)
         inputs, results = {"q": q, "k": k, "v": v} | terms, {"out": out, "lse": lse}
         random = self._random(seed, offset)
         if interop.are_cupy((q, k, v), (*terms.values(), out, lse)):
@@ -354,6 +378,8 @@ class FlashAttention:
         sinks: Array | None = None,
         block_mask: Array | None = None,
         block_table: Array | None = None,
+        cu_seqlens_q: Array | None = None,
+        cu_seqlens_k: Array | None = None,
         dlse: Array | None = None,
         need: Collection[str] = DEFAULT_NEED,
         seed: int | None = None,
@@ -386,7 +412,7 @@ class FlashAttention:
             As `forward` took them.
         out, lse : array
             As `forward` returned them.
-        bias, mask, kv_lengths, alibi_slopes, sinks, block_mask : array, optional
+        bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, cu_seqlens_q, cu_seqlens_k : array, optional
             As `forward` took them.
         block_table : array, optional
             Not served: gradients are those of contiguous keys and values.
@@ -424,7 +450,8 @@ class FlashAttention:
                 "gather the pages of each batch entry into contiguous k and v and call forward and backward with these"
             )
         required = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
-        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask) | {"dlse": dlse}
+        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, None, cu_seqlens_q, cu_seqlens_k)
+        terms |= {"dlse": dlse}
         inputs = required | terms
         every = (dq, dk, dv, dbias, dalibi_slopes, dscale, dsoftcap, dsinks)
         results = dict(zip(GRADIENTS, every, strict=True))
@@ -469,6 +496,8 @@ class FlashAttention:
         sinks: Array | None = None,
         block_mask: Array | None = None,
         block_table: Array | None = None,
+        cu_seqlens_q: Array | None = None,
+        cu_seqlens_k: Array | None = None,
         need: Collection[str] | None = None,
     ) -> Any:
         """What `forward` and `backward` would run on these arrays, and why; nothing is computed.
@@ -479,6 +508,8 @@ class FlashAttention:
             As `forward` takes them; only shapes, strides and dtypes matter.
         bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table : array, optional
             Likewise. With a block_table there is no backward pass.
+        cu_seqlens_q, cu_seqlens_k : array, optional
+            Likewise.
         need : collection of str, optional
             Gradients that `backward` is to give: without it dq, dk, dv, and dsinks where there are sinks.
 
@@ -492,7 +523,7 @@ class FlashAttention:
         TypeError, ValueError, NotImplementedError
             As `forward` does.
         """
-        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table)
+        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k)
         need = self._planned(need, terms)
         inputs = {"q": q, "k": k, "v": v} | terms
         borrowed = interop.borrow(inputs, required=QKV)
@@ -513,6 +544,8 @@ class FlashAttention:
         sinks: Array | None = None,
         block_mask: Array | None = None,
         block_table: Array | None = None,
+        cu_seqlens_q: Array | None = None,
+        cu_seqlens_k: Array | None = None,
         need: Collection[str] | None = None,
     ) -> None:
         """Have everything ready that `forward` and `backward` of such arrays need: later calls compile nothing.
@@ -527,6 +560,8 @@ class FlashAttention:
             As `forward` takes them; only shapes, strides and dtypes matter.
         bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table : array, optional
             Likewise. With a block_table there is no backward pass.
+        cu_seqlens_q, cu_seqlens_k : array, optional
+            Likewise.
         need : collection of str, optional
             Gradients that `backward` is to give: without it dq, dk, dv, and dsinks where there are sinks.
 
@@ -535,7 +570,7 @@ class FlashAttention:
         TypeError, ValueError, NotImplementedError
             As `forward` does.
         """
-        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table)
+        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k)
         need = self._planned(need, terms)
         inputs = {"q": q, "k": k, "v": v} | terms
         borrowed = interop.borrow(inputs, required=QKV)
@@ -558,6 +593,8 @@ class FlashAttention:
         sinks: Array | None = None,
         block_mask: Array | None = None,
         block_table: Array | None = None,
+        cu_seqlens_q: Array | None = None,
+        cu_seqlens_k: Array | None = None,
         seed: int | None = None,
         offset: int | None = None,
         passes: Collection[str] = PASSES,
@@ -584,6 +621,8 @@ class FlashAttention:
             As `backward` takes it; out by default.
         bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table : array, optional
             As `forward` takes them. With a block_table there is no backward pass.
+        cu_seqlens_q, cu_seqlens_k : array, optional
+            Likewise.
         seed, offset : int, optional
             Of dropout; 0 by default.
         passes : collection of str, default ("forward", "backward")
@@ -609,7 +648,7 @@ class FlashAttention:
         wanted = _checked_passes(passes)
         if block_table is not None and "forward" in wanted:
             wanted = ("forward",)
-        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table)
+        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k)
         given = {"q": q, "k": k, "v": v} | terms | {"dout": dout}
         random = self._random(*((0 if x is None else x) for x in (seed, offset)))
         borrowed = interop.borrow(given, required=QKV)
@@ -645,9 +684,9 @@ class FlashAttention:
         for name, x in arrays.items():
             if x is not None and not x.dtype.isnative:
                 raise type_error(name, f"dtype {x.dtype.str}", f"native byte order: {name}.astype({x.dtype.name!r})")
-        names = (*QKV, "bias", "mask", "kv_lengths", "alibi_slopes", "sinks", "block_mask", "block_table")
-        inputs = {name: arrays.get(name) for name in names}
-        problem = make_problem(self.options, **inputs)
+        problem = make_problem(self.options, **{name: arrays.get(name) for name in (*QKV, *TERMS)})
+        if problem.is_packed:
+            check_starts(problem, arrays["cu_seqlens_q"], arrays["cu_seqlens_k"])
         kv_lengths = arrays["kv_lengths"]
         if kv_lengths is not None:
             outside = kv_lengths[(kv_lengths < 0) | (kv_lengths > problem.seqlen_k)]
@@ -676,6 +715,8 @@ def attention(
     sinks: ArrayT | None = None,
     block_mask: ArrayT | None = None,
     block_table: ArrayT | None = None,
+    cu_seqlens_q: ArrayT | None = None,
+    cu_seqlens_k: ArrayT | None = None,
     out: ArrayT | None = None,
 ) -> ArrayT:
     """Exact attention, ``softmax(scale * q @ k.T) @ v`` of every head, in memory linear in the sequence length.
@@ -690,8 +731,8 @@ def attention(
         (..., num_heads_kv, seqlen_k, head_dim_v), dtype of q.
     causal, scale, window, softcap, layout, block_size :
         Options, as `FlashAttention` takes them.
-    bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, out : array, optional
-        As `FlashAttention.forward` takes them.
+    bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k, out :
+        Arrays, optional, as `FlashAttention.forward` takes them.
 
     Returns
     -------
@@ -716,9 +757,8 @@ def attention(
     attn = FlashAttention(
         causal=causal, scale=scale, window=window, softcap=softcap, layout=layout, block_size=block_size
     )
-    result = attn.forward(
-        q, k, v, **_terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table), out=out
-    )
+    terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k)
+    result = attn.forward(q, k, v, **terms, out=out)
     return cast(ArrayT, result.out)
 
 
@@ -736,7 +776,9 @@ def _terms(
     alibi_slopes: Array | None,
     sinks: Array | None,
     block_mask: Array | None,
-    block_table: Array | None = None,
+    block_table: Array | None,
+    cu_seqlens_q: Array | None,
+    cu_seqlens_k: Array | None,
 ) -> dict[str, Array | None]:
     """Optional arrays by name; the backward pass has no block table."""
     terms = {
@@ -746,6 +788,8 @@ def _terms(
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
         "block_mask": block_mask,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
     }
     return terms if block_table is None else terms | {"block_table": block_table}
 

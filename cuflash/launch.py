@@ -39,7 +39,17 @@ from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.tensor_map import encoder
 from cuflash.tuning import candidates, tuned_plan
 
-_OPTIONAL = ("bias", "mask", "kv_lengths", "alibi_slopes", "sinks", "block_mask", "block_table")
+_OPTIONAL = (
+    "bias",
+    "mask",
+    "kv_lengths",
+    "alibi_slopes",
+    "sinks",
+    "block_mask",
+    "block_table",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+)
 # Arrays over head dimensions that a pass reads, and what it returns.
 _READ: dict[Pass, tuple[str, ...]] = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "out", "dout")}
 _RESULTS: dict[Pass, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": GRADIENTS}

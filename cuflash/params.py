@@ -28,6 +28,8 @@ _ARRAYS = (
         ("dalibi_slopes", 3),
         ("dscale", 0),
         ("dsoftcap", 0),
+        ("cu_seqlens_q", 1),
+        ("cu_seqlens_k", 1),
         ("row_stats", 0),
         ("dq_accumulator", 0),
         ("dkv_partials", 0),
@@ -43,7 +45,17 @@ _ARRAYS = (
         ("sums_partials", 0),
     ),
 )
-_TERMS = ("bias", "mask", "block_mask", "alibi_slopes", "kv_lengths", "sinks", "block_table")
+_TERMS = (
+    "bias",
+    "mask",
+    "kv_lengths",
+    "alibi_slopes",
+    "sinks",
+    "block_mask",
+    "block_table",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+)
 _INTEGERS = ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k", "diagonal", "right_offset", "left_offset")
 
 

@@ -45,7 +45,7 @@ from cuflash.tiles import (
 
 Pass = Literal["forward", "backward"]
 
-PARAMS_BYTES = 856  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
+PARAMS_BYTES = 888  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
 MAPS_OFFSET = round_up(PARAMS_BYTES, 64)  # where tensor maps follow
 MAX_HEAD_DIM = 256
 # Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
@@ -153,7 +153,7 @@ class LaunchPlan:
     device: DeviceSpec
     tiles: tuple[Tile, ...]
     kernels: tuple[KernelSpec, ...]
-    stats_rows: int  # rows of row_stats of one head (backward)
+    stats_rows: int  # rows of row_stats of one head, of all sequences where they are packed (backward)
     group_splits: int  # blocks that share the query heads of a key/value head (backward)
     key_splits: int  # the most blocks that share the keys of a key/value head (forward, few queries)
     scratch: tuple[tuple[str, int], ...]  # arrays beside inputs and results, in elements of lse's dtype
@@ -306,7 +306,18 @@ class _Draft:
 
     @property
     def heads(self) -> int:
-        return self.problem.batch * self.problem.num_heads
+        """Query heads of all entries of the arrays' batch axis."""
+        return self.problem.array_batch * self.problem.num_heads
+
+    def tiles_of(self, seqlen: int, rows: int) -> int:
+        """Tiles of so many rows of the queries, or keys, of a head.
+
+        Of packed sequences, places for them: those of sequence b are numbered from start[b] // rows + b on. That is one
+        more than there are tiles at most for each sequence, and for the rows behind the last one.
+        """
+        if self.problem.is_packed:
+            return seqlen // rows + self.problem.batch + 1
+        return -(-seqlen // rows)
 
     def padded_dims(self, tile: Tile) -> tuple[int, int]:
         """Head dimensions as a kernel of this row sees them."""
@@ -434,7 +445,7 @@ def _draft_forward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     if isinstance(tile, DecodeSm90Tile):
         _draft_decode(draft, tile)
         return
-    m_blocks = draft.heads * -(-problem.seqlen_q // tile.block_m)
+    m_blocks = draft.heads * draft.tiles_of(problem.seqlen_q, tile.block_m)
     shared_bytes = tile.shared_bytes(*draft.padded_dims(tile))
     draft.add_lists(tile, "key_lists")
     source = "forward_sm90.cu"
@@ -450,23 +461,29 @@ def _draft_forward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
         return
     _check_blocks(m_blocks)
     pairs = problem.window_right is not None and problem.window_left is None
-    units = draft.heads * -(-problem.seqlen_q // (2 * tile.block_m)) if pairs else m_blocks
+    units = draft.heads * draft.tiles_of(problem.seqlen_q, 2 * tile.block_m) if pairs else m_blocks
     draft.resident_blocks = min(units, draft.device.num_sms * tile.min_blocks)
-    draft.reasons.append(f"{draft.resident_blocks} blocks stay and take {m_blocks} tiles of queries one after another")
+    what = f"{m_blocks} tiles of queries"
+    if problem.is_packed:
+        # Places without a tile, and sequences of different lengths, are then spread evenly over the blocks.
+        draft.head_section = CAUSAL_HEAD_SECTION
+        what = f"the tiles of queries of {problem.batch} packed sequences, at most {m_blocks},"
+    draft.reasons.append(f"{draft.resident_blocks} blocks stay and take {what} one after another")
     draft.add(source, tile, draft.resident_blocks, shared_bytes, CUFLASH_PAIRS=int(pairs))
 
 
 def _why_not_decode(draft: _Draft) -> str | None:
     """Why not to stream the keys past few queries: None if that is the way to go, "" where nobody would expect it."""
     problem, device = draft.problem, draft.device
-    rows = problem.group_size * problem.seqlen_q
+    rows = problem.group_size * problem.mean_sequence.seqlen_q
     if device.arch != 90 or ITEMSIZE[problem.dtype] != 2 or not 0 < rows <= DECODE_ROWS:
         return ""
-    if _visible_keys(problem) < DECODE_MIN_SEQLEN_K or _why_not_mapped(draft, _FORWARD_MAPPED):
+    if _visible_keys(problem.mean_sequence) < DECODE_MIN_SEQLEN_K or _why_not_mapped(draft, _FORWARD_MAPPED):
         return ""
     options = ("softcap", "alibi_slopes", "bias", "mask", "block_mask")
     terms = [name for name in options if getattr(problem, name) is not None]
     terms += ["dropout"] if problem.dropout else []
+    terms += ["packed sequences"] if problem.is_packed else []
     if terms:
         return f"it knows no {' and no '.join(terms)}"
     if problem.group_size == 1 and 2 * draft.heads >= device.num_sms:
@@ -486,6 +503,8 @@ def _why_not_pieces(draft: _Draft, table: tuple) -> str | None:
         return ""
     if problem.block_table is not None:
         return "it would split all pages of the pool, whoever they belong to"
+    if problem.is_packed:
+        return "it knows no packed sequences"
     largest = max(row.max_dim for row in table)
     if max(problem.head_dim, problem.head_dim_v) > largest:
         return f"it serves head dimensions up to {largest}"
@@ -587,7 +606,7 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     in_turn = isinstance(main, BackwardSm90Tile) and main.takes_turns
     n_blocks = 0
     if main is not None:
-        n_blocks = problem.batch * problem.num_heads_kv * -(-problem.seqlen_k // main.block_n)
+        n_blocks = problem.array_batch * problem.num_heads_kv * draft.tiles_of(problem.seqlen_k, main.block_n)
     if main is not None and n_blocks:
         draft.group_splits = _group_splits(problem, n_blocks, device.num_sms * main.min_blocks)
     draft.defines["CUFLASH_DQ_BY_REDUCTION"] = int(reduces_dq)
@@ -611,7 +630,8 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     dims = {"CUFLASH_DIM_MULTIPLE": (draft.tiles[0] if draft.tiles else of_dq).dim_multiple}
     # delta runs over tiles of the kernels that read it, one block a tile.
     delta = of_dq if dq is None else replace(of_dq, block_m=max(of_dq.block_m, dq.block_m))
-    draft.stats_rows = round_up(problem.seqlen_q, delta.block_m)
+    draft.stats_rows = draft.tiles_of(problem.seqlen_q, delta.block_m) * delta.block_m
+    draft.defines["CUFLASH_STATS_BLOCK"] = delta.block_m
     draft.scratch["row_stats"] = draft.heads * draft.stats_rows * 2
     draft.add("backward_delta.cu", delta, draft.heads * (draft.stats_rows // delta.block_m), 0, **dims)
 
@@ -631,7 +651,7 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
             f"{draft.group_splits} blocks share the query heads of a key/value head: {n_blocks} tiles of keys are few"
         )
     if dq is not None:
-        m_blocks = draft.heads * -(-problem.seqlen_q // dq.block_m)
+        m_blocks = draft.heads * draft.tiles_of(problem.seqlen_q, dq.block_m)
         draft.add_lists(dq, "key_lists")
         draft.add("backward_dq_sm80.cu", dq, m_blocks, dq.shared_bytes(*draft.padded_dims(dq)))
         if main is not None:
@@ -642,6 +662,8 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
         dim, _ = draft.padded_dims(main)
         m_blocks = draft.heads * (draft.stats_rows // main.block_m)
         draft.scratch["dq_accumulator"] = draft.heads * draft.stats_rows * dim + (m_blocks if in_turn else 0)
+        if in_turn and problem.is_packed:
+            draft.scratch["dq_accumulator"] += 1  # whether sequences overlap
         if in_turn:
             draft.reasons.append("deterministic: tiles of keys take turns at adding to a tile of dq")
         shared_bytes = tile_bytes(main.block_m, dim, main.element_bytes)
@@ -735,8 +757,8 @@ def _draft_scores(draft: _Draft, tile: ScoresTile) -> None:
     """The kernels of gradients of terms of scores: one for dbias, and one for all that are sums."""
     problem, device = draft.problem, draft.device
     shared_bytes = tile.shared_bytes(*draft.padded_dims(tile))
-    tiles_of = (-(-problem.seqlen_q // tile.block_m), -(-problem.seqlen_k // tile.block_n))
-    sizes = (problem.batch, problem.num_heads, *tiles_of)
+    tiles_of = (draft.tiles_of(problem.seqlen_q, tile.block_m), -(-problem.mean_sequence.seqlen_k // tile.block_n))
+    sizes = (problem.array_batch, problem.num_heads, *tiles_of)
     at_once = device.num_sms * tile.min_blocks
     reduce = {"CUFLASH_NUM_WARPS": SCORES_REDUCE_WARPS, "CUFLASH_MIN_BLOCKS": 1}
     reduce_bytes = 16 * SCORES_REDUCE_WARPS
@@ -812,11 +834,12 @@ def access_bytes(operands: tuple[Operand, ...], pointer_alignment: int = 16) -> 
 
 def _contiguous(problem: Problem, name: str) -> Operand:
     """A result, or dout, in the layout of the problem."""
-    batch, heads, seqlen, dim = {
-        "out": (problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v),
-        "dout": (problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v),
-        "dk": (problem.batch, problem.num_heads_kv, problem.seqlen_k, problem.head_dim),
-        "dv": (problem.batch, problem.num_heads_kv, problem.seqlen_k, problem.head_dim_v),
+    batch = problem.array_batch
+    heads, seqlen, dim = {
+        "out": (problem.num_heads, problem.seqlen_q, problem.head_dim_v),
+        "dout": (problem.num_heads, problem.seqlen_q, problem.head_dim_v),
+        "dk": (problem.num_heads_kv, problem.seqlen_k, problem.head_dim),
+        "dv": (problem.num_heads_kv, problem.seqlen_k, problem.head_dim_v),
     }[name]
     strides = (heads * seqlen * dim, seqlen * dim, dim, 1)
     if problem.layout == "bshd":
@@ -918,6 +941,7 @@ def _common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store
         "CUFLASH_HAS_DROPOUT": int(problem.dropout > 0),
         "CUFLASH_BIAS_BYTES": ITEMSIZE[problem.bias.dtype] if problem.bias is not None else 0,
         "CUFLASH_KV_LENGTHS_BYTES": ITEMSIZE[problem.kv_lengths.dtype] if problem.kv_lengths is not None else 0,
+        "CUFLASH_PACKED": {None: 0, "top_left": 1, "bottom_right": 2}[problem.packed_diagonal],
         "CUFLASH_SCALE_IN_EXPONENT": int(not transforms and problem.scale > 0),
         "CUFLASH_PAGE_SIZE": problem.page_size,
         "CUFLASH_FOLLOWS_LENGTHS": int(problem.follows_lengths),
@@ -942,6 +966,8 @@ def _options(problem: Problem) -> list[str]:
             ("kv_lengths", problem.kv_lengths is not None),
             ("sinks", problem.sinks is not None),
             (f"pages{problem.page_size}", problem.page_size > 0),
+            ("packed", problem.packed_diagonal == "bottom_right"),
+            ("packed_top_left", problem.packed_diagonal == "top_left"),
             ("dropout", problem.dropout > 0),
             ("tf32", problem.dtype == "float32" and problem.precision == "tf32"),
         )

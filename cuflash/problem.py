@@ -9,6 +9,9 @@ form: row i sees key j where
     and block_mask[batch, head, i // block_size[0], j // block_size[1]].
 
 With a paged cache, `diagonal` is that of an entry with all seqlen_k keys; others have their own (`aligned_to`).
+
+Of packed sequences, `batch` is their number, and `seqlen_q` and `seqlen_k` are the rows of all of them. Each is a
+problem of its own, with its own diagonal.
 """
 
 from __future__ import annotations
@@ -36,6 +39,13 @@ def type_error(name: str, got: object, expected: str) -> TypeError:
 
 def value_error(name: str, got: object, expected: str) -> ValueError:
     return ValueError(f"{name}: got {got}, expected {expected}")
+
+
+def not_packed_error(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{name}: got it together with cu_seqlens_q, expected one of them; pad the sequences to one length, as entries "
+        f"of a batch, for {name}"
+    )
 
 
 def _check_real(name: str, value: object) -> float:
@@ -191,6 +201,9 @@ class Problem:
     block_size: tuple[int, int] = (0, 0)  # (rows, keys) of the blocks of the block mask; zeros without one
     block_table: Operand | None = None  # k and v are then pools of pages: (num_pages, num_heads_kv, page_size, dim)
     follows_lengths: bool = False  # the diagonal of entry b is kv_lengths[b] - seqlen_q
+    cu_seqlens_q: Operand | None = None
+    cu_seqlens_k: Operand | None = None
+    packed_diagonal: Literal["top_left", "bottom_right"] | None = None  # of each packed sequence; `diagonal` is 0
 
     @property
     def page_size(self) -> int:
@@ -200,6 +213,36 @@ class Problem:
     def aligned_to(self, length: int) -> Problem:
         """The problem with the diagonal of an entry that has so many keys."""
         return replace(self, diagonal=length - self.seqlen_q) if self.follows_lengths else self
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the arrays hold sequences one behind the other."""
+        return self.cu_seqlens_q is not None
+
+    @property
+    def array_batch(self) -> int:
+        """Length of the batch axis of the arrays."""
+        return 1 if self.is_packed else self.batch
+
+    def of_sequence(self, seqlen_q: int, seqlen_k: int) -> Problem:
+        """The problem of one packed sequence of these lengths, with the strides of all of them."""
+        return replace(
+            self,
+            batch=1,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            diagonal=seqlen_k - seqlen_q if self.packed_diagonal == "bottom_right" else 0,
+            cu_seqlens_q=None,
+            cu_seqlens_k=None,
+            packed_diagonal=None,
+        )
+
+    @property
+    def mean_sequence(self) -> Problem:
+        """The problem itself; of packed sequences one of them, of mean length, rounded up: plans are made for that."""
+        if not self.is_packed:
+            return self
+        return self.of_sequence(*(-(-n // max(self.batch, 1)) for n in (self.seqlen_q, self.seqlen_k)))
 
     @property
     def softmax_dtype(self) -> str:
@@ -235,9 +278,14 @@ class Problem:
 
     @property
     def visible_pairs(self) -> int:
-        """Query-key pairs inside the window, over all heads; masks and `kv_lengths` are not looked into."""
+        """Query-key pairs inside the window, over all heads; masks and `kv_lengths` are not looked into.
+
+        Packed sequences are taken as equally long.
+        """
         import numpy as np
 
+        if self.is_packed:
+            return self.batch * self.mean_sequence.visible_pairs
         rows = np.arange(self.seqlen_q, dtype=np.int64) + self.diagonal
         first = np.zeros_like(rows) if self.window_left is None else np.clip(rows - self.window_left, 0, self.seqlen_k)
         stop = np.full_like(rows, self.seqlen_k)
@@ -259,7 +307,7 @@ class Problem:
     def forward_bytes(self) -> int:
         """Fewest bytes the forward pass moves through device memory: inputs read once, out and lse written once."""
         terms = (self.bias, self.mask, self.block_mask, self.kv_lengths, self.alibi_slopes, self.sinks)
-        inputs = [self.q, *terms, self.block_table]
+        inputs = [self.q, *terms, self.block_table, self.cu_seqlens_q, self.cu_seqlens_k]
         keys_bytes = self.k.nbytes + self.v.nbytes
         if self.block_table is not None:  # pages of others are not read
             rows = self.batch * self.num_heads_kv * self.seqlen_k
@@ -274,7 +322,12 @@ class Problem:
 
     @property
     def naive_bytes(self) -> int:
-        """Bytes of one seqlen_q x seqlen_k matrix of scores over all heads, which the plain formula stores."""
+        """Bytes of one seqlen_q x seqlen_k matrix of scores over all heads, which the plain formula stores.
+
+        Packed sequences are taken as equally long.
+        """
+        if self.is_packed:
+            return self.batch * self.mean_sequence.naive_bytes
         return self.batch * self.num_heads * self.seqlen_q * self.seqlen_k * ITEMSIZE[self.softmax_dtype]
 
     @property
@@ -364,12 +417,16 @@ def make_problem(
     sinks: Any = None,
     block_mask: Any = None,
     block_table: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
 ) -> Problem:
     """Validate the inputs of one call against each other.
 
     Raises TypeError (a dtype), ValueError (a shape, a size) or NotImplementedError (a combination), naming the
     argument, what was got and what is expected. Values are not looked at.
     """
+    if block_table is not None and (cu_seqlens_q is not None or cu_seqlens_k is not None):
+        raise not_packed_error("block_table")
     for name, array in (("q", q), ("k", k), ("v", v)):
         if array.dtype.name not in DTYPES:
             raise type_error(name, f"dtype {array.dtype}", "float16, bfloat16, float32 or float64")
@@ -403,6 +460,12 @@ def make_problem(
     if num_heads % num_heads_kv if num_heads_kv else num_heads:
         raise value_error("k", f"{num_heads_kv} heads", f"a divisor of the {num_heads} heads of q")
 
+    is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    if is_packed:
+        batch = _number_of_sequences(len(q.shape), cu_seqlens_q, cu_seqlens_k)
+        for name, term in (("bias", bias), ("mask", mask), ("block_mask", block_mask), ("kv_lengths", kv_lengths)):
+            if term is not None:
+                raise not_packed_error(name)
     scores_shape = (batch, num_heads, seqlen_q, seqlen_k)
     softmax_dtype = "float64" if q4.dtype == "float64" else "float32"
     if bias is not None:
@@ -438,13 +501,17 @@ def make_problem(
             expected += f"{num_blocks[0]}, {num_blocks[1]}), for block_size={block_size}"
             raise value_error("block_mask", f"shape {tuple(block_mask.shape)}", expected)
 
-    diagonal = 0 if options.causal == "top_left" else seqlen_k - seqlen_q
+    is_top_left = options.causal == "top_left"
+    diagonal = 0 if is_top_left or is_packed else seqlen_k - seqlen_q
     left, right = options.window or (None, None)
     if options.causal:
         right = 0 if right is None else min(right, 0)
-    if left is not None and seqlen_q - 1 + diagonal - left <= 0:
+    last_row, first_row = seqlen_q - 1 + diagonal, diagonal  # as key positions
+    if is_packed and not is_top_left:
+        last_row, first_row = seqlen_k - 1, seqlen_k - seqlen_q  # of the longest sequences that there may be
+    if left is not None and last_row - left <= 0:
         left = None  # even the last row sees the first key
-    if right is not None and diagonal + right >= seqlen_k - 1:
+    if right is not None and first_row + right >= seqlen_k - 1:
         right = None  # even the first row sees the last key
     return Problem(
         dtype=q4.dtype,
@@ -485,6 +552,9 @@ def make_problem(
         if block_table is None
         else broadcast_operand("block_table", block_table, tuple(block_table.shape)),
         follows_lengths=block_table is not None and options.causal != "top_left",
+        cu_seqlens_q=vector_of(cu_seqlens_q) if is_packed else None,
+        cu_seqlens_k=vector_of(cu_seqlens_k) if is_packed else None,
+        packed_diagonal=("top_left" if is_top_left else "bottom_right") if is_packed else None,
     )
 
 
@@ -517,6 +587,24 @@ def check_pages(problem: Problem, block_table: Any, kv_lengths: Any) -> None:
     if outside.size:
         expected = f"0 to num_pages - 1 = {num_pages - 1}, where kv_lengths say that there are keys"
         raise value_error("block_table", f"an entry {outside[0]}", expected)
+
+
+def _number_of_sequences(ndim: int, cu_seqlens_q: Any, cu_seqlens_k: Any) -> int:
+    """Of packed arrays, from where their sequences start."""
+    both = (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
+    for name, starts in both:
+        if starts is None:
+            raise value_error(name, "None", "it together with the other of cu_seqlens_q and cu_seqlens_k")
+    if ndim != 3:
+        raise value_error("q", f"a {ndim}-D array", "3-D q, k and v with cu_seqlens_q: sequences one behind the other")
+    for name, starts in both:
+        _check_dtype(name, starts, ("int32",))
+        if len(starts.shape) != 1 or starts.shape[0] < 1:
+            raise value_error(name, f"shape {tuple(starts.shape)}", "(sequences + 1,)")
+    (count_q,), (count_k,) = cu_seqlens_q.shape, cu_seqlens_k.shape
+    if count_q != count_k:
+        raise value_error("cu_seqlens_k", f"shape ({count_k},)", f"({count_q},) as cu_seqlens_q has")
+    return int(count_q) - 1
 
 
 def vector_of(array: Any) -> Operand:

@@ -52,6 +52,8 @@ def forward(
     sinks: Array | None = None,
     block_mask: Array | None = None,
     block_table: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
     seed: int | None = None,
     offset: int | None = None,
     dtype: DTypeLike = np.float64,
@@ -64,6 +66,8 @@ def forward(
         From `cuflash.problem.make_problem` on the same arrays.
     q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table : numpy.ndarray
         As `cuflash.attention` takes them. Entries of `kv_lengths` outside 0..seqlen_k are clamped.
+    cu_seqlens_q, cu_seqlens_k : numpy.ndarray
+        Likewise.
     seed, offset : int, optional
         With dropout: which weights are dropped, as `cuflash.dropout_mask` says.
     dtype : dtype, default float64
@@ -79,9 +83,9 @@ def forward(
         Natural logarithm of the sum of exponentials, shape `problem.lse_shape`, float64 or float32 with `dtype`.
     """
     dtype, compute = np.dtype(dtype), compute_dtype(dtype)
-    out = np.zeros((problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v), dtype)
+    out = np.zeros((problem.array_batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v), dtype)
     lse = np.full(problem.lse_shape, -np.inf, compute)
-    terms = (bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table)
+    terms = (bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k)
     for head in each_head(problem, q, k, v, *terms, compute, seed, offset):
         with np.errstate(all="ignore"):
             O = product(_round(head.P * head.Z, dtype), head.V)  # noqa: E741 (the paper's letter)
@@ -103,6 +107,8 @@ def backward(
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
     block_mask: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
     dlse: Array | None = None,
     need: Collection[str] | None = None,
     seed: int | None = None,
@@ -122,7 +128,8 @@ def backward(
         In the order of `problem.GRADIENTS`, those of
 
         dq, dk, dv
-            Shapes of `q`, `k` and `v`, of `dtype`. Keys that nothing sees, past `kv_lengths` for one, get zero.
+            Shapes of `q`, `k` and `v`, of `dtype`. Keys that nothing sees, past `kv_lengths` or of no
+            sequence for one, get zero.
         dbias
             Shape of `bias`, of `dtype` or, where `bias` has it, of that of lse.
         dalibi_slopes, dsinks
@@ -139,8 +146,8 @@ def backward(
     scores_shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
     dbias, dslopes = BroadcastSum(bias, scores_shape, compute), BroadcastSum(alibi_slopes, scores_shape[:2], compute)
     dscale, dsoftcap = np.zeros((), compute), np.zeros((), compute)
-    terms = (bias, mask, kv_lengths, alibi_slopes, sinks, block_mask)
-    for head in each_head(problem, q, k, v, *terms, None, compute, seed, offset):
+    terms = (bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, None, cu_seqlens_q, cu_seqlens_k)
+    for head in each_head(problem, q, k, v, *terms, compute, seed, offset):
         dO = view_4d(dout, problem.layout)[head.index].astype(compute)
         dL = _replace(view_rows(dlse)[head.index].astype(compute), np.isneginf(head.L), 0)[:, None]
         with np.errstate(all="ignore"):
@@ -154,8 +161,8 @@ def backward(
             dq[head.index] += problem.scale * product(dS, head.K)
             dk[head.index_kv] += problem.scale * product(dS.T, head.Q)
             dsinks[head.index[1]] += (head.P_sink * (dL - D)).sum()
-            dbias.add(head.index, _round(dS_bias, dtype))
-            dslopes.add(head.index, -(_round(dS_bias, dtype) * head.distance).sum())
+            dbias.add(head.index_scores, _round(dS_bias, dtype))
+            dslopes.add(head.index_scores, -(_round(dS_bias, dtype) * head.distance).sum())
             dscale += (dS * head.QK).sum()
             dsoftcap += (_round(dS_bias, dtype) * head.softcap_slope).sum()
     with np.errstate(all="ignore"):
@@ -190,10 +197,14 @@ class BroadcastSum:
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """The matrices of one head, keys past `kv_lengths` cut off, in the precision of the computation."""
+    """The matrices of one head, of a batch entry or a packed sequence, in the precision of the computation.
 
-    index: tuple[int, int]  # of q, out, lse and their gradients: [batch, head]
+    Keys past `kv_lengths` are cut off.
+    """
+
+    index: tuple[int, int, slice]  # of q, out, lse and their gradients: [batch, head, queries]
     index_kv: tuple[int, int, slice]  # of k, v and their gradients: [batch, head of k and v, keys]
+    index_scores: tuple[int, int]  # of bias, slopes and their gradients: [batch entry or sequence, head]
     Q: Array
     K: Array
     V: Array
@@ -219,6 +230,8 @@ def each_head(
     sinks: Array | None,
     block_mask: Array | None,
     block_table: Array | None,
+    cu_seqlens_q: Array | None,
+    cu_seqlens_k: Array | None,
     compute: DTypeLike,
     seed: int | None = None,
     offset: int | None = None,
@@ -233,10 +246,15 @@ def each_head(
         mask = in_blocks if mask is None else mask & in_blocks
     slopes = None if alibi_slopes is None else np.broadcast_to(alibi_slopes, scores_shape[:2])
     sinks = np.full(problem.num_heads, -np.inf) if sinks is None else sinks
-    for index in np.ndindex(scores_shape[:2]):
-        b, h = index
-        keys = slice(0, problem.seqlen_k if kv_lengths is None else min(max(int(kv_lengths[b]), 0), problem.seqlen_k))
-        index_kv = (b, h // problem.group_size, keys)
+    for b, h in np.ndindex(scores_shape[:2]):
+        rows, keys, entry, own = slice(0, problem.seqlen_q), slice(0, problem.seqlen_k), b, problem
+        if kv_lengths is not None:
+            keys = slice(0, min(max(int(kv_lengths[b]), 0), problem.seqlen_k))
+            own = problem.aligned_to(keys.stop)
+        if cu_seqlens_q is not None and cu_seqlens_k is not None:
+            rows, keys = (slice(int(cu[b]), int(cu[b + 1])) for cu in (cu_seqlens_q, cu_seqlens_k))
+            entry, own = 0, problem.of_sequence(rows.stop - rows.start, keys.stop - keys.start)
+        index, index_kv = (entry, h, rows), (entry, h // problem.group_size, keys)
         if block_table is None:
             K, V = k[index_kv], v[index_kv]
         else:
@@ -244,20 +262,20 @@ def each_head(
         Q, K, V = (x.astype(compute) for x in (q[index], K, V))
         with np.errstate(all="ignore"):
             S, scores = _scores(
-                problem.aligned_to(keys.stop),
+                own,
                 Q,
                 K,
-                slope=None if slopes is None else slopes[index].astype(compute),
-                bias=None if bias is None else bias[index][:, keys].astype(compute),
-                mask=None if mask is None else mask[index][:, keys],
+                slope=None if slopes is None else slopes[b, h].astype(compute),
+                bias=None if bias is None else bias[b, h][:, keys].astype(compute),
+                mask=None if mask is None else mask[b, h][:, keys],
             )
             P, P_sink, L = _softmax(S, sinks[h].astype(compute))
         Z = np.ones((1, 1), P.dtype)
         if problem.dropout:
-            rows = range(problem.seqlen_q)
-            kept = kept_weights(problem.dropout, seed, offset, b * problem.num_heads + h, rows, range(S.shape[1]))
+            kept = kept_weights(problem.dropout, seed, offset, b * problem.num_heads + h, *map(range, S.shape))
             Z = kept.astype(P.dtype) * P.dtype.type(problem.kept_scale)
-        yield Head(index=index, index_kv=index_kv, Q=Q, K=K, V=V, P=P, P_sink=P_sink, L=L, Z=Z, **scores)
+        operands = {"Q": Q, "K": K, "V": V, "P": P, "P_sink": P_sink, "L": L, "Z": Z}
+        yield Head(index=index, index_kv=index_kv, index_scores=(b, h), **operands, **scores)
 
 
 def pairs_of_blocks(problem: Problem, block_mask: Array) -> Array:

@@ -44,7 +44,17 @@ from cuflash.problem import (
 
 Array = NDArray[Any]
 
-OPTIONAL_ARRAYS = ("bias", "mask", "kv_lengths", "alibi_slopes", "sinks", "block_mask", "block_table")
+OPTIONAL_ARRAYS = (
+    "bias",
+    "mask",
+    "kv_lengths",
+    "alibi_slopes",
+    "sinks",
+    "block_mask",
+    "block_table",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+)
 STRIDES = ("contiguous", "padded", "transposed", "flipped")
 # What `cases` draws unless told otherwise, and what it draws only when told to.
 FEATURES = ("causal", "window", "softcap", "scale", "bias", "mask", "kv_lengths", "alibi_slopes", "gqa", "head_dim_v")
@@ -91,6 +101,9 @@ class Case:
         Shape of the slopes: (num_heads,) or (batch, num_heads).
     sinks : bool
         Every head of q has a sink.
+    cu_seqlens_q, cu_seqlens_k : tuple of int, optional
+        Where packed sequences start, and where the last one ends: `batch` is set to their number, `ndim` to 3, and
+        seqlen_q and seqlen_k are those of all sequences. What is of none of them in q, k, v and dout is NaN.
     dlse : bool
         There is a gradient with respect to lse.
     dropout : float
@@ -133,6 +146,8 @@ class Case:
     page_size: int = 0
     alibi_slopes: tuple[int, ...] | None = None
     sinks: bool = False
+    cu_seqlens_q: tuple[int, ...] | None = None
+    cu_seqlens_k: tuple[int, ...] | None = None
     dlse: bool = False
     dropout: float = 0.0
     block_mask: tuple[int, ...] | None = None
@@ -149,11 +164,16 @@ class Case:
             raise ValueError(f"page_size: got {self.page_size}, expected a divisor of seqlen_k = {self.seqlen_k}")
         if self.page_size and self.kv_lengths is None:
             object.__setattr__(self, "kv_lengths", (self.seqlen_k,) * self.batch)
+        if self.cu_seqlens_q is not None:
+            object.__setattr__(self, "batch", len(self.cu_seqlens_q) - 1)
+            object.__setattr__(self, "ndim", 3)
 
     @classmethod
     def from_problem(cls, problem: Problem, *, seed: int = 0) -> Case:
         """A case of the same sizes, dtype and options; arrays are contiguous and random."""
         top_left = problem.diagonal == 0 != problem.seqlen_k - problem.seqlen_q
+        if problem.is_packed:
+            top_left = problem.packed_diagonal == "top_left"
         window = (problem.window_left, problem.window_right)
         scores_shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
 
@@ -188,6 +208,8 @@ class Case:
             page_size=problem.page_size,
             alibi_slopes=None if slopes is None else slopes if slopes == scores_shape[:2] else (problem.num_heads,),
             sinks=problem.sinks is not None,
+            cu_seqlens_q=(0, *_spread_lengths(problem.batch, problem.seqlen_q)) if problem.is_packed else None,
+            cu_seqlens_k=(0, *_spread_lengths(problem.batch, problem.seqlen_k)) if problem.is_packed else None,
             dropout=problem.dropout,
             block_mask=None if blocks is None else blocks[:2],
             block_size=(128, 128) if blocks is None else problem.block_size,
@@ -246,26 +268,32 @@ class Case:
         def normal(*shape: int) -> Array:
             return rng.standard_normal(shape, np.float64 if self.dtype == "float64" else np.float32)
 
+        batch = self.batch if self.cu_seqlens_q is None else 1  # of the arrays
         scale = self.head_dim**-0.5 if self.scale is None else abs(self.scale)
         spread = self.score_spread / (scale * math.sqrt(self.head_dim)) if scale else 1.0
         values = {
-            "q": normal(self.batch, self.num_heads, self.seqlen_q, self.head_dim) * spread**0.5,
-            "k": normal(self.batch, self.num_heads_kv, self.seqlen_k, self.head_dim) * spread**0.5,
-            "v": normal(self.batch, self.num_heads_kv, self.seqlen_k, self.head_dim_v),
-            "dout": normal(self.batch, self.num_heads, self.seqlen_q, self.head_dim_v),
+            "q": normal(batch, self.num_heads, self.seqlen_q, self.head_dim) * spread**0.5,
+            "k": normal(batch, self.num_heads_kv, self.seqlen_k, self.head_dim) * spread**0.5,
+            "v": normal(batch, self.num_heads_kv, self.seqlen_k, self.head_dim_v),
+            "dout": normal(batch, self.num_heads, self.seqlen_q, self.head_dim_v),
         }
-        if self.kv_lengths is not None:
+        if self.cu_seqlens_q is not None and self.cu_seqlens_k is not None:
+            for name, x in values.items():
+                x[:, :, (self.cu_seqlens_k if name in "kv" else self.cu_seqlens_q)[-1] :] = np.nan
+        if self.kv_lengths is not None and self.cu_seqlens_q is None:
             for b, length in enumerate(self.kv_lengths):
                 values["k"][b, :, length:] = np.nan
                 values["v"][b, :, length:] = np.nan
-        if self.page_size:
+        if self.page_size and self.cu_seqlens_q is not None:
+            values["block_table"] = np.zeros((self.batch, 1), np.int32)  # nothing takes both
+        elif self.page_size:
             values |= self._pages(values["k"], values["v"])
             del values["dout"]
         for name in values.keys() & {"q", "k", "v", "dout"}:
             x = values[name]
-            batch, heads, seqlen, dim = x.shape
+            entries, heads, seqlen, dim = x.shape
             x = x.swapaxes(1, 2) if self.layout == "bshd" else x
-            values[name] = x.reshape(user_shape(batch, heads, seqlen, dim, self.ndim, self.layout)).astype(dtype)
+            values[name] = x.reshape(user_shape(entries, heads, seqlen, dim, self.ndim, self.layout)).astype(dtype)
         if self.bias is not None:
             bias = normal(*self.bias)
             if self.bias_holes:
@@ -287,8 +315,11 @@ class Case:
             num_blocks = [-(-n // size) for n, size in zip(scores_shape[2:], self.block_size, strict=True)]
             values["block_mask"] = rng.random((*self.block_mask, *num_blocks)) < self.blocks_kept
         if self.dlse:
-            rows = normal(self.batch, self.num_heads, self.seqlen_q)
+            rows = normal(batch, self.num_heads, self.seqlen_q)
             values["dlse"] = rows.reshape(rows.shape[4 - self.ndim :]).astype(softmax_dtype)
+        for name, starts in (("cu_seqlens_q", self.cu_seqlens_q), ("cu_seqlens_k", self.cu_seqlens_k)):
+            if starts is not None:
+                values[name] = np.array(starts, np.int32)
         return values
 
     def _pages(self, k: Array, v: Array) -> dict[str, Array]:
@@ -432,7 +463,8 @@ def cases(
         What to draw from, simplest first.
     features : collection of str
         Which of `FEATURES` and `MORE_FEATURES` may be present; each is absent about half of the time. And "dropout",
-        for implementations that drop what `cuflash.dropout_mask` says, and "pages" for those that take a block table.
+        for implementations that drop what `cuflash.dropout_mask` says, "pages" for those that take a block table, and
+        "packed" for those of packed sequences.
     max_seqlen, max_head_dim : int
         Largest lengths, in elements.
     max_scores : int
@@ -447,12 +479,13 @@ def cases(
     def pick(values: Collection[Any]) -> Any:
         return draw(st.sampled_from(list(values)))
 
-    ndim = pick(ndims)
+    is_packed = "packed" in features and 3 in ndims and draw(st.booleans())
+    ndim = 3 if is_packed else pick(ndims)
     num_heads_kv = pick([1, 2, 3]) if ndim > 2 else 1
     num_heads = num_heads_kv * (pick([2, 3, 4]) if ndim > 2 and has("gqa") else 1)
-    batch = pick([1, 2, 3]) if ndim == 4 else 1
+    batch = pick([1, 2, 3]) if ndim == 4 else pick([1, 2, 3, 5, 0]) if is_packed else 1
     lengths = [n for n in ((0,) if min_seqlen == 0 else ()) + SEQLENS if min_seqlen <= n <= max_seqlen]
-    longest = max_scores // (batch * num_heads)
+    longest = max_scores // (num_heads * (batch if ndim == 4 else 1))
     if longest >= 113 * 203 and max_seqlen >= 203 and draw(st.booleans()):
         seqlen_q, seqlen_k = pick([(113, 203), (203, 113)])
     else:
@@ -477,6 +510,10 @@ def cases(
             "blocks_kept": pick([0.5, 0.2, 0.8, 1.0, 0.0]),
         }
 
+    def starts(seqlen: int) -> tuple[int, ...] | None:
+        cuts = sorted(draw(st.lists(st.integers(0, seqlen), min_size=batch, max_size=batch)))
+        return (0, *cuts[:-1], draw(st.sampled_from((seqlen, cuts[-1])))) if batch else (0,)
+
     side = st.none() | st.integers(0, max(seqlen_k, 1)) | st.integers(0, 3)
     return Case(
         batch=batch,
@@ -493,20 +530,22 @@ def cases(
         scale=pick([0.0, -0.25, 0.125, 1.0]) if has("scale") else None,
         window=draw(st.tuples(side, side)) if has("window") else None,
         softcap=pick([0.5, 5.0, 50.0]) if has("softcap") else None,
-        bias=broadcast_shape() if has("bias") else None,
+        bias=broadcast_shape() if not is_packed and has("bias") else None,
         bias_dtype=pick(["softmax", "input"]),
         bias_holes=draw(st.booleans()),
-        mask=broadcast_shape() if has("mask") else None,
+        mask=broadcast_shape() if not is_packed and has("mask") else None,
         kv_lengths=tuple(draw(st.integers(0, seqlen_k)) for _ in range(batch))
-        if page_size or has("kv_lengths")
+        if page_size or (not is_packed and has("kv_lengths"))
         else None,
         kv_lengths_dtype=pick(["int32", "int64"]),
         page_size=page_size,
         alibi_slopes=pick([(num_heads,), (batch, num_heads)]) if has("alibi_slopes") else None,
         sinks=has("sinks"),
+        cu_seqlens_q=starts(seqlen_q) if is_packed else None,
+        cu_seqlens_k=starts(seqlen_k) if is_packed else None,
         dlse=has("dlse"),
         dropout=pick([0.1, 0.5, 0.9]) if has("dropout") else 0.0,
-        **(block_masks() if has("block_mask") else {}),
+        **(block_masks() if not is_packed and has("block_mask") else {}),
         strides=pick(strides),
         score_spread=pick(score_spreads),
         seed=draw(st.integers(0, 2**16)),
@@ -669,15 +708,14 @@ def _scales(
 ) -> tuple[dict[str, float], dict[str, Array], float]:
     """Scale of every result, where it is exactly zero, and the noise of the weights in units in the last place."""
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
-    bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table = (
-        arrays.get(name) for name in OPTIONAL_ARRAYS
-    )
+    optional = map(arrays.get, OPTIONAL_ARRAYS)
+    bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k = optional
     dout = view_4d(arrays["dout"], problem.layout) if "dout" in arrays else None
     dlse = view_rows(arrays["dlse"] if "dlse" in arrays else np.zeros(problem.lse_shape))
     out = view_4d(expected["out"].astype(np.float64), problem.layout)
     scales = {name: _max_finite(x) for name, x in expected.items()}
     sees_something = np.zeros(out.shape[:3], bool)
-    is_seen = np.zeros((problem.batch, problem.num_heads_kv, problem.seqlen_k), bool)
+    is_seen = np.zeros((problem.array_batch, problem.num_heads_kv, problem.seqlen_k), bool)
     dsinks2, dscale2, dsoftcap2 = np.zeros(problem.num_heads), 0.0, 0.0
     scores_shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
     dbias2 = reference.BroadcastSum(bias, scores_shape, np.dtype(np.float64))
@@ -688,7 +726,7 @@ def _scales(
     def grow(name: str, squares: Array) -> None:
         scales[name] = max(scales[name], math.sqrt(_max_finite(squares)))
 
-    terms = (bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table)
+    terms = (bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k)
     for head in reference.each_head(problem, q, k, v, *terms, np.float64, **random):
         scores = max(scores, abs(problem.scale) * _max_finite(np.abs(head.Q) @ np.abs(head.K).T))
         visible = head.P != 0
@@ -707,9 +745,9 @@ def _scales(
                 grow("dk", dS2.T @ head.Q**2)
                 grow("dv", (P2 * Z2).T @ dO2)
                 dsinks2[head.index[1]] += (head.P_sink**2 * (D2 + dL2)).sum()
-                dbias2.add(head.index, dS_bias2)
-                has_part.add(head.index, visible.astype(np.float64))
-                dslopes2.add(head.index, (dS_bias2 * head.distance**2).sum())
+                dbias2.add(head.index_scores, dS_bias2)
+                has_part.add(head.index_scores, visible.astype(np.float64))
+                dslopes2.add(head.index_scores, (dS_bias2 * head.distance**2).sum())
                 dscale2 += (dS_bias2 * (head.cap_slope * head.QK) ** 2).sum()
                 dsoftcap2 += (dS_bias2 * head.softcap_slope**2).sum()
     sums = {"dbias": dbias2.value, "dalibi_slopes": dslopes2.value, "dscale": dscale2, "dsoftcap": dsoftcap2}

@@ -223,7 +223,7 @@ class ForwardSm90Tile:
         rows, keys = problem.block_size
         cuts_blocks = rows % self.block_m != 0 or keys % self.block_n != 0  # pairs of a tile are then looked up
         no_terms = all(term is None for term in terms) and not cuts_blocks
-        is_long = problem.seqlen_k >= LONG_SEQLEN
+        is_long = problem.mean_sequence.seqlen_k >= LONG_SEQLEN
         return {
             "any": True,
             "no terms": no_terms,

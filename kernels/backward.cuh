@@ -2,6 +2,7 @@
 #pragma once
 #include "config.cuh"
 #include "params.cuh"
+#include "schedule.cuh"
 
 // dq gathers contributions of every tile of keys: by reductions into an accumulator, in any order (fast), or in
 // a kernel of its own that recomputes them, in a fixed order (deterministic).
@@ -27,19 +28,49 @@ struct alignas(16) Real4 {
 // The part of `split` in the sums of a tile of keys: dk, then dv, four elements of a thread next to each other.
 CUFLASH_DEVICE Real* partials_of(const Params& params, int num_n_blocks, int batch, int head_kv, int n_block, int split,
                                  u32 thread) {
-  const i64 tile = ((i64)batch * params.num_heads_kv + head_kv) * num_n_blocks + n_block;
+  i64 tile = ((i64)batch * params.num_heads_kv + head_kv) * num_n_blocks + n_block;
+  if constexpr (kIsPacked) tile = (i64)head_kv * num_n_blocks + first_place_of_keys(params, batch, kBlockN) + n_block;
   return (Real*)params.dkv_partials + (tile * params.group_splits + split) * kPartialElements + thread * 4;
 }
 
+// The index of a tile of queries among those of all heads and batch entries.
+CUFLASH_DEVICE i64 m_tile_of(const Params& params, int num_m_blocks, int batch, int head, int m_block) {
+  if constexpr (kIsPacked)
+    return (i64)head * num_m_blocks + first_place_of_queries(params, batch, kBlockM) + m_block;
+  return ((i64)batch * params.num_heads + head) * num_m_blocks + m_block;
+}
+
 CUFLASH_DEVICE u32* turns_of(const Params& params, int num_m_blocks, i64 m_tile) {
-  const i64 num_tiles = (i64)params.batch * params.num_heads * num_m_blocks;
+  const i64 num_tiles = (i64)(kIsPacked ? 1 : params.batch) * params.num_heads * num_m_blocks;
   return (u32*)((Real*)params.dq_accumulator + num_tiles * (kBlockM * kDim)) + m_tile;
+}
+
+// Behind the counters, of packed sequences: whether some overlap, because their starts decrease. Then a turn might never
+// come, and nobody must wait for it.
+CUFLASH_DEVICE u32* overlap_of(const Params& params, int num_m_blocks) {
+  return turns_of(params, num_m_blocks, (i64)params.num_heads * num_m_blocks);
+}
+// Warp.
+CUFLASH_DEVICE bool sequences_overlap(const Params& params) {
+  bool decrease = false;
+  for (int batch = ptx::thread_index() % 32; batch <= params.batch; batch += 32) {
+    decrease = decrease || query_start_of(params, batch + 1) < query_start_of(params, batch);
+    decrease = decrease || key_start_of(params, batch + 1) < key_start_of(params, batch);
+  }
+  return ptx::any_lane(decrease);
 }
 
 // Pairs (lse as an exponent, delta - dlse) of the rows of a head; rows past seqlen_q, up to a whole tile, have no weights. Or, of
 // every two rows, both lse before both delta: who needs only one of them reads two at once.
 constexpr bool kPairsStats = CUFLASH_PAIRS_STATS;
 
+// They are written, and have their places, by tiles of so many rows.
+constexpr int kStatsBlock = CUFLASH_STATS_BLOCK;
+
 CUFLASH_DEVICE Real* stats_of(const Params& params, int batch, int head) {
+  if constexpr (kIsPacked) {
+    const i64 first_row = (i64)first_place_of_queries(params, batch, kStatsBlock) * kStatsBlock;
+    return (Real*)params.row_stats + ((i64)head * params.stats_rows + first_row) * 2;
+  }
   return (Real*)params.row_stats + ((i64)batch * params.num_heads + head) * params.stats_rows * 2;
 }

@@ -9,10 +9,10 @@ constexpr int kRow = row_bytes(kDim);
 static_assert(tile_bytes(kBlockM, kDim) == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
 
 CUFLASH_DEVICE void backward_convert(const Params& params) {
-  const int num_m_blocks = ceil_div(params.seqlen_q, kBlockM);
-  const Work work = schedule(params, ptx::block_index(), num_m_blocks, params.num_heads, false);
+  const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, false);
+  if (!has_queries(params, work)) return;
   const int m_block = work.block, head = work.head, batch = work.batch;
-  const i64 tile = ((i64)batch * params.num_heads + head) * num_m_blocks + m_block;
+  const i64 tile = m_tile_of(params, num_tiles_of(params, params.seqlen_q, kBlockM), batch, head, m_block);
   const Real* accumulator = (const Real*)params.dq_accumulator + tile * (kBlockM * kDim);
 
   Real dq[kDqMTiles][kDqNTiles][4];
@@ -29,8 +29,8 @@ CUFLASH_DEVICE void backward_convert(const Params& params) {
   constexpr Order kOrder = kPlainFragments ? Order::kPlain : Order::kPairedRowsColumns;
   store_fragments<kOrder, kRow, kDqWarpsD>(s_dq, warp_m * 16 * kDqMTiles, warp_d, dq, [&](int, int) { return scale; });
   ptx::sync_block();
-  store_tile<kBlockM, kHeadDim>(s_dq, (Storage*)head_of(params.dq, batch, head), params.dq.row_stride, m_block * kBlockM,
-                                params.seqlen_q);
+  store_tile<kBlockM, kHeadDim>(s_dq, (Storage*)queries_of(params, params.dq, batch, head), params.dq.row_stride,
+                                m_block * kBlockM, seqlen_q_of(params, batch));
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, backward_convert)

@@ -42,20 +42,16 @@ CUFLASH_DEVICE Real dot(const Real* a, const Real* b) {
   return sum;
 }
 
-// One number a row, of the rows of a head.
-CUFLASH_DEVICE const Real* rows_of(const Tensor& tensor, int batch, int head) {
-  return (const Real*)tensor.data + batch * tensor.batch_stride + head * tensor.head_stride;
-}
-
 CUFLASH_DEVICE void backward_delta(const Params& params) {
-  const int num_m_blocks = ceil_div(params.seqlen_q, kBlockM);
-  const Work work = schedule(params, ptx::block_index(), num_m_blocks, params.num_heads, false);
+  const int num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
+  const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, false);
   const int m_block = work.block, head = work.head, batch = work.batch;
   const int thread = ptx::thread_index(), lane = thread % kLanes;
-  const Storage* out = head_of(params.out, batch, head);
-  const Storage* dout = head_of(params.dout, batch, head);
-  const Real* lse = rows_of(params.lse, batch, head);
-  const Real* dlse = params.dlse.data == nullptr ? nullptr : rows_of(params.dlse, batch, head);
+  const int row_stop = is_left_over(params, batch) ? 0 : seqlen_q_of(params, batch);
+  const Storage* out = queries_of(params, params.out, batch, head);
+  const Storage* dout = queries_of(params, params.dout, batch, head);
+  const Real* lse = row_numbers_of(params, params.lse, batch, head);
+  const Real* dlse = params.dlse.data == nullptr ? nullptr : row_numbers_of(params, params.dlse, batch, head);
 
 #pragma unroll 2
   for (int i = thread / kLanes; i < kBlockM; i += kRowsAtOnce) {
@@ -63,7 +59,7 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
     Real delta = 0, row_dlse = 0;
     // A row that saw no key, or that does not exist, has no weights: 2^(score - inf) = 0.
     Real exponent_lse = ptx::infinity();
-    if (row < params.seqlen_q) {
+    if (row < row_stop) {
 #pragma unroll
       for (int c = lane * kVector; c < kHeadDimV; c += kLanes * kVector)
         delta += dot<Element>(out + row * params.out.row_stride + c, dout + row * params.dout.row_stride + c);
@@ -83,11 +79,17 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
   }
 
   if constexpr (kDqByReduction) {
-    const i64 tile = ((i64)batch * params.num_heads + head) * num_m_blocks + m_block;
+    const i64 tile = m_tile_of(params, num_m_blocks, batch, head, m_block);
     Bytes16* accumulator = (Bytes16*)((Real*)params.dq_accumulator + tile * (kBlockM * kDim));
 #pragma unroll 4
     for (int i = thread; i < kBlockM * kDim * (int)sizeof(Real) / 16; i += kNumThreads) accumulator[i] = {0, 0, 0, 0};
     if (kDqInTurn && thread == 0) *turns_of(params, num_m_blocks, tile) = 0;
+    if constexpr (kDqInTurn && kIsPacked) {
+      if (ptx::block_index() == 0 && thread < 32) {
+        const bool overlap = sequences_overlap(params);
+        if (thread == 0) *overlap_of(params, num_m_blocks) = overlap;
+      }
+    }
   }
 }
 

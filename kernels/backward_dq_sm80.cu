@@ -27,16 +27,17 @@ static_assert(kBytesQ + kBytesDo + kNumStages * (kBytesK + kBytesV) == CUFLASH_S
               "shared memory differs from the plan");
 
 CUFLASH_DEVICE void backward_dq(const Params& params) {
-  const int num_m_blocks = ceil_div(params.seqlen_q, kBlockM);
-  const Work work = schedule(params, ptx::block_index(), num_m_blocks, params.num_heads, kHasRightBound);
+  const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, kHasRightBound);
+  if (!has_queries(params, work)) return;
   const int m_block = work.block, head = work.head, batch = work.batch;
   const int first_row = m_block * kBlockM;
+  const int seqlen_q = seqlen_q_of(params, batch);
   const int head_kv = head / (params.num_heads / params.num_heads_kv);
   const int key_stop = key_stop_of(params, batch);
   const KeyTiles tiles(params, work, key_stop);
 
-  const Storage* g_k = head_of(params.k, batch, head_kv);
-  const Storage* g_v = head_of(params.v, batch, head_kv);
+  const Storage* g_k = keys_of(params, params.k, batch, head_kv);
+  const Storage* g_v = keys_of(params, params.v, batch, head_kv);
   const u32 s_q = ptx::dynamic_shared(), s_do = s_q + kBytesQ, s_k = s_do + kBytesDo, s_v = s_k + kNumStages * kBytesK;
   const int warp_row = warp_index() / kDqWarpsD * 16 * kDqMTiles, warp_d = warp_index() % kDqWarpsD;
 
@@ -44,9 +45,9 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
     load_tile<kBlockN, kHeadDim>(s_k + stage * kBytesK, g_k, params.k.row_stride, tiles.at(n_block) * kBlockN, key_stop);
     load_tile<kBlockN, kHeadDimV>(s_v + stage * kBytesV, g_v, params.v.row_stride, tiles.at(n_block) * kBlockN, key_stop);
   };
-  load_tile<kBlockM, kHeadDim>(s_q, head_of(params.q, batch, head), params.q.row_stride, first_row, params.seqlen_q);
-  load_tile<kBlockM, kHeadDimV>(s_do, head_of(params.dout, batch, head), params.dout.row_stride, first_row,
-                                params.seqlen_q);
+  load_tile<kBlockM, kHeadDim>(s_q, queries_of(params, params.q, batch, head), params.q.row_stride, first_row, seqlen_q);
+  load_tile<kBlockM, kHeadDimV>(s_do, queries_of(params, params.dout, batch, head), params.dout.row_stride, first_row,
+                                seqlen_q);
   if (tiles.start < tiles.stop) load_keys(tiles.stop - 1, 0);
   ptx::copy_async_commit();
 
@@ -134,8 +135,8 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
   const Real scale = scale_of(params);
   store_fragments<Order::kPairedColumns, kRow, kDqWarpsD>(s_q, warp_row, warp_d, dq, [&](int, int) { return scale; });
   ptx::sync_block();
-  store_tile<kBlockM, kHeadDim>(s_q, (Storage*)head_of(params.dq, batch, head), params.dq.row_stride, first_row,
-                                params.seqlen_q);
+  store_tile<kBlockM, kHeadDim>(s_q, (Storage*)queries_of(params, params.dq, batch, head), params.dq.row_stride, first_row,
+                                seqlen_q);
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, backward_dq)

@@ -11,8 +11,9 @@ constexpr u32 kBytesDk = tile_bytes(kBlockN, kDim);
 static_assert(kBytesDk + tile_bytes(kBlockN, kDimV) == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
 
 CUFLASH_DEVICE void backward_reduce(const Params& params) {
-  const int num_n_blocks = ceil_div(params.seqlen_k, kBlockN);
-  const Work work = schedule(params, ptx::block_index(), num_n_blocks, params.num_heads_kv, false);
+  const int num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN);
+  const Work work = schedule_keys(params, ptx::block_index(), params.num_heads_kv, false);
+  if (!has_keys(params, work)) return;
   const int n_block = work.block, head_kv = work.head, batch = work.batch;
 
   Real dk[kKeyTiles][kColumnTiles][4], dv[kKeyTiles][kColumnTilesV][4];
@@ -49,12 +50,13 @@ CUFLASH_DEVICE void backward_reduce(const Params& params) {
   if constexpr (kNeedsDv)
     store_fragments<kOrder, kRowV, kWarpsD>(s_dv, warp_key, warp_d, dv, [&](int, int) { return kept_scale; });
   ptx::sync_block();
+  const int first_key = n_block * kBlockN, seqlen_k = seqlen_k_of(params, batch);
   if constexpr (kNeedsDk)
-    store_tile<kBlockN, kHeadDim>(s_dk, (Storage*)head_of(params.dk, batch, head_kv), params.dk.row_stride, n_block * kBlockN,
-                                  params.seqlen_k);
+    store_tile<kBlockN, kHeadDim>(s_dk, (Storage*)keys_of(params, params.dk, batch, head_kv), params.dk.row_stride,
+                                  first_key, seqlen_k);
   if constexpr (kNeedsDv)
-    store_tile<kBlockN, kHeadDimV>(s_dv, (Storage*)head_of(params.dv, batch, head_kv), params.dv.row_stride, n_block * kBlockN,
-                                   params.seqlen_k);
+    store_tile<kBlockN, kHeadDimV>(s_dv, (Storage*)keys_of(params, params.dv, batch, head_kv), params.dv.row_stride,
+                                   first_key, seqlen_k);
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, backward_reduce)

@@ -21,6 +21,7 @@ constexpr bool kSumsKeys = CUFLASH_SUMS_KEYS;
 constexpr int kResultRows = kSumsQueries ? 1 : kBlockM;
 constexpr int kResultColumns = kSumsKeys ? 1 : kBlockN;
 constexpr int kResultElements = kResultRows * kResultColumns;
+static_assert(!kIsPacked || !kNeedsDbias, "packed sequences have no bias");
 
 CUFLASH_DEVICE int splits_of(const Params& params) { return kNeedsDbias ? params.score_splits : params.sums_splits; }
 
@@ -32,7 +33,7 @@ struct ScoreTiles {
 
   // All that belong to tile `result` of the result; the first one has zeros for what is summed over.
   CUFLASH_DEVICE ScoreTiles(const Params& params, u32 result)
-      : num_m_blocks(ceil_div(params.seqlen_q, kBlockM)), num_n_blocks(ceil_div(params.seqlen_k, kBlockN)) {
+      : num_m_blocks(num_tiles_of(params, params.seqlen_q, kBlockM)), num_n_blocks(ceil_div(params.seqlen_k, kBlockN)) {
     const auto owned = [&](bool sums, int count) {
       if (sums) return 0;
       const int index = result % count;
@@ -42,6 +43,15 @@ struct ScoreTiles {
     n_block = owned(kSumsKeys, num_n_blocks);
     m_block = owned(kSumsQueries, num_m_blocks);
     head = owned(kSumsHeads, params.num_heads);
+    if constexpr (kIsPacked) {
+      // The place that was found, and the keys of its sequence: none, where it has no tile.
+      const Work work = at_place_of_queries(params, {m_block, head, 0}, kBlockM);
+      m_block = work.block;
+      batch = work.batch;
+      num_n_blocks = has_queries(params, work) ? ceil_div(key_stop_of(params, batch), kBlockN) : 0;
+      left = num_n_blocks;
+      return;
+    }
     batch = owned(kSumsBatch, params.batch);
     left = (i64)(kSumsBatch ? params.batch : 1) * (kSumsHeads ? params.num_heads : 1) * (kSumsQueries ? num_m_blocks : 1) *
            (kSumsKeys ? num_n_blocks : 1);
@@ -76,7 +86,7 @@ struct ScoreTiles {
 
   CUFLASH_DEVICE TileRange visible_keys(const Params& params, int key_stop) const {
     const int first_row = m_block * kBlockM;
-    return key_tiles(params, batch, first_row, min_of(first_row + kBlockM, params.seqlen_q) - 1, key_stop);
+    return key_tiles(params, batch, first_row, min_of(first_row + kBlockM, seqlen_q_of(params, batch)) - 1, key_stop);
   }
 
  private:
@@ -108,8 +118,11 @@ CUFLASH_DEVICE Real* score_partials_of(const Params& params, u32 result, int spl
 // Parts of a sum over a head of quantity 0 (slopes), 1 (scale) or 2 (softcap); those of the batch entries of a query head,
 // of their tiles of queries, and of the blocks that share these, are neighbours.
 CUFLASH_DEVICE Real* sums_partials_of(const Params& params, int quantity, int head, int batch, int m_block) {
-  const i64 of_head = ((i64)quantity * params.num_heads + head) * params.batch + batch;
-  return (Real*)params.sums_partials + (of_head * ceil_div(params.seqlen_q, kBlockM) + m_block) * params.sums_splits;
+  const int num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
+  const i64 of_head = (i64)quantity * params.num_heads + head;
+  i64 tile = (of_head * params.batch + batch) * num_m_blocks + m_block;
+  if constexpr (kIsPacked) tile = of_head * num_m_blocks + first_place_of_queries(params, batch, kBlockM) + m_block;
+  return (Real*)params.sums_partials + tile * params.sums_splits;
 }
 
 // Element `index` of a tile of dbias, at the place of its first pair, where the array has it.

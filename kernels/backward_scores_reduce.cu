@@ -19,7 +19,8 @@ CUFLASH_DEVICE void add_dbias(const Params& params) {
 
 // Block 0 makes dscale, then one makes dsoftcap, if they are wanted; those behind them make a slope each.
 CUFLASH_DEVICE void add_sums(const Params& params) {
-  const i64 of_entry = (i64)ceil_div(params.seqlen_q, kBlockM) * params.sums_splits, of_head = of_entry * params.batch;
+  const i64 num_parts = (i64)num_tiles_of(params, params.seqlen_q, kBlockM) * params.sums_splits;
+  const i64 of_head = kIsPacked ? num_parts : num_parts * params.batch;
   const int index = ptx::block_index(), thread = ptx::thread_index();
   const int slope = index - kNeedsDscale - kNeedsDsoftcap;
   const Real* parts;
@@ -28,6 +29,7 @@ CUFLASH_DEVICE void add_sums(const Params& params) {
   if (slope >= 0) {
     const int head = slope % params.num_heads, batch = slope / params.num_heads;
     parts = sums_partials_of(params, 0, head, batch, 0);
+    const i64 of_entry = kIsPacked ? sums_partials_of(params, 0, head, batch + 1, 0) - parts : num_parts;
     count = kSumsBatch ? of_head : of_entry;
     result = (Real*)params.dalibi_slopes.data + batch * params.dalibi_slopes.batch_stride +
              head * params.dalibi_slopes.head_stride;

@@ -132,11 +132,12 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
     const int batch = next.batch, head = next.head, head_kv = head / (params.num_heads / params.num_heads_kv);
     const int first_row = next.m_block * kBlockM, first_key = next.n_block * kBlockN;
     const int key_stop = key_stop_of(params, batch);
-    load_tile<kBlockM, kHeadDim>(s_q, head_of(params.q, batch, head), params.q.row_stride, first_row, params.seqlen_q);
-    load_tile<kBlockM, kHeadDimV>(s_do, head_of(params.dout, batch, head), params.dout.row_stride, first_row,
-                                  params.seqlen_q);
-    load_tile<kBlockN, kHeadDim>(s_k, head_of(params.k, batch, head_kv), params.k.row_stride, first_key, key_stop);
-    load_tile<kBlockN, kHeadDimV>(s_v, head_of(params.v, batch, head_kv), params.v.row_stride, first_key, key_stop);
+    const int seqlen_q = seqlen_q_of(params, batch);
+    load_tile<kBlockM, kHeadDim>(s_q, queries_of(params, params.q, batch, head), params.q.row_stride, first_row, seqlen_q);
+    load_tile<kBlockM, kHeadDimV>(s_do, queries_of(params, params.dout, batch, head), params.dout.row_stride, first_row,
+                                  seqlen_q);
+    load_tile<kBlockN, kHeadDim>(s_k, keys_of(params, params.k, batch, head_kv), params.k.row_stride, first_key, key_stop);
+    load_tile<kBlockN, kHeadDimV>(s_v, keys_of(params, params.v, batch, head_kv), params.v.row_stride, first_key, key_stop);
     next.advance(params);
   };
 #pragma unroll
@@ -164,7 +165,7 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
       for (int half = 0; half < 2; ++half) {
         const int row = lane_row + 16 * m + 8 * half;
         const Real* stats = stats_of(params, batch, head) + (kPairsStats ? row / 2 * 4 + row % 2 : row * 2);
-        const bool exists = row < params.seqlen_q;  // rows of the last tile need not have statistics
+        const bool exists = row < seqlen_q_of(params, batch);  // rows of the last tile need not have statistics
         exponent_lse[m][half] = exists ? stats[0] : ptx::infinity();
         delta[m][half] = exists ? stats[kPairsStats ? 2 : 1] : 0;
       }

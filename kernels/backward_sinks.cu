@@ -13,11 +13,13 @@ static_assert(kNumWarps * 16 == CUFLASH_SHARED_BYTES, "shared memory differs fro
 CUFLASH_DEVICE void backward_sinks(const Params& params) {
   const int head = ptx::block_index(), thread = ptx::thread_index();
   const Real exponent = sink_of(params, head) * kExponentOfE;
-  const i64 num_rows = (i64)params.batch * params.seqlen_q;
+  // Packed: all places, also those without a row.
+  const int rows = kIsPacked ? params.stats_rows : params.seqlen_q;
+  const i64 num_rows = (i64)(kIsPacked ? 1 : params.batch) * rows;
   double sum = 0;
 #pragma unroll 4
   for (i64 i = thread; i < num_rows; i += kNumThreads) {
-    const int batch = i / params.seqlen_q, row = i % params.seqlen_q;
+    const int batch = i / rows, row = i % rows;
     const Real* stats = stats_of(params, batch, head) + (kPairsStats ? row / 2 * 4 + row % 2 : row * 2);
     const Real exponent_lse = stats[0], delta = stats[kPairsStats ? 2 : 1];
     if (exponent_lse != ptx::infinity()) sum -= exponential(exponent - exponent_lse) * delta;

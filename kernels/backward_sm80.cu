@@ -71,11 +71,13 @@ struct RangeWalk {
 using Walk = Either<kHasBlockMask, ListWalk, RangeWalk>::Type;
 
 CUFLASH_DEVICE void backward(const Params& params) {
-  const int num_n_blocks = ceil_div(params.seqlen_k, kBlockN), num_m_blocks = ceil_div(params.seqlen_q, kBlockM);
+  const int num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN);
+  const int num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
   const int splits = kSplitsGroup ? params.group_splits : 1;
-  const Work work = schedule(params, ptx::block_index(), num_n_blocks, params.num_heads_kv * splits, false);
+  const Work work = schedule_keys(params, ptx::block_index(), params.num_heads_kv * splits, false);
+  if (!has_keys(params, work)) return;
   const int n_block = work.block, head_kv = work.head / splits, split = work.head % splits, batch = work.batch;
-  const int first_key = n_block * kBlockN;
+  const int first_key = n_block * kBlockN, seqlen_q = seqlen_q_of(params, batch);
   const int key_stop = key_stop_of(params, batch);
   const int group = params.num_heads / params.num_heads_kv;
   const int first_head = head_kv * group + group * split / splits;
@@ -88,13 +90,14 @@ CUFLASH_DEVICE void backward(const Params& params) {
   const int warp_n = warp_index() / kWarpsD, warp_d = warp_index() % kWarpsD;
   const int warp_key = warp_n * 16 * kKeyTiles;
 
-  const auto row_tile = [&](const Walk& at) { return ((i64)batch * params.num_heads + at.head) * num_m_blocks + at.m_block; };
+  const auto row_tile = [&](const Walk& at) { return m_tile_of(params, num_m_blocks, batch, at.head, at.m_block); };
   const auto load_queries = [&](const Walk& at, int stage) {
     const u32 s_q = s_ring + stage * kBytesStage, s_do = s_q + kBytesQ, s_stats = s_do + kBytesDo;
     const int first_row = at.m_block * kBlockM;
-    load_tile<kBlockM, kHeadDim>(s_q, head_of(params.q, batch, at.head), params.q.row_stride, first_row, params.seqlen_q);
-    load_tile<kBlockM, kHeadDimV>(s_do, head_of(params.dout, batch, at.head), params.dout.row_stride, first_row,
-                                  params.seqlen_q);
+    load_tile<kBlockM, kHeadDim>(s_q, queries_of(params, params.q, batch, at.head), params.q.row_stride, first_row,
+                                 seqlen_q);
+    load_tile<kBlockM, kHeadDimV>(s_do, queries_of(params, params.dout, batch, at.head), params.dout.row_stride,
+                                  first_row, seqlen_q);
     const int thread = ptx::thread_index();
     if (thread < (int)kBytesStats / 16)
       ptx::copy_async<16, 0>(s_stats + thread * 16,
@@ -104,8 +107,8 @@ CUFLASH_DEVICE void backward(const Params& params) {
   // K and V arrive with the first tile of queries.
   Walk current = Walk::first(tiles, first_head);
   Walk next = current;
-  load_tile<kBlockN, kHeadDim>(s_k, head_of(params.k, batch, head_kv), params.k.row_stride, first_key, key_stop);
-  load_tile<kBlockN, kHeadDimV>(s_v, head_of(params.v, batch, head_kv), params.v.row_stride, first_key, key_stop);
+  load_tile<kBlockN, kHeadDim>(s_k, keys_of(params, params.k, batch, head_kv), params.k.row_stride, first_key, key_stop);
+  load_tile<kBlockN, kHeadDimV>(s_v, keys_of(params, params.v, batch, head_kv), params.v.row_stride, first_key, key_stop);
 #pragma unroll
   for (int i = 0; i < kNumStages; ++i) {
     if (i < num_steps) load_queries(next, i), next.advance(tiles);
@@ -271,12 +274,13 @@ CUFLASH_DEVICE void backward(const Params& params) {
   if constexpr (kNeedsDv)
     store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(s_v, warp_key, warp_d, dv, [&](int, int) { return kept_scale; });
   ptx::sync_block();
+  const int seqlen_k = seqlen_k_of(params, batch);
   if constexpr (kNeedsDk)
-    store_tile<kBlockN, kHeadDim>(s_k, (Storage*)head_of(params.dk, batch, head_kv), params.dk.row_stride, first_key,
-                                  params.seqlen_k);
+    store_tile<kBlockN, kHeadDim>(s_k, (Storage*)keys_of(params, params.dk, batch, head_kv), params.dk.row_stride,
+                                  first_key, seqlen_k);
   if constexpr (kNeedsDv)
-    store_tile<kBlockN, kHeadDimV>(s_v, (Storage*)head_of(params.dv, batch, head_kv), params.dv.row_stride, first_key,
-                                   params.seqlen_k);
+    store_tile<kBlockN, kHeadDimV>(s_v, (Storage*)keys_of(params, params.dv, batch, head_kv), params.dv.row_stride,
+                                   first_key, seqlen_k);
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, backward)

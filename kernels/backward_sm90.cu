@@ -27,6 +27,7 @@
 //   named: one per consumer for itself; one for all consumers; one for consumers and dQ at the end
 #include "backward_walk.cuh"
 #include "config.cuh"
+#include "copy.cuh"
 #include "dropout.cuh"
 #include "mask.cuh"
 #include "mma.cuh"
@@ -129,21 +130,23 @@ struct Producer {
 
   CUFLASH_DEVICE void load_keys() const {
     shared.kv_full.arrive_expect(kBytesK + kBytesV);
-    load_chunks<kBlockN, kDim>(shared.k, params.k, shared.kv_full, tile.first_key, tile.head_kv, tile.work.batch);
-    load_chunks<kBlockN, kDimV>(shared.v, params.v, shared.kv_full, tile.first_key, tile.head_kv, tile.work.batch);
+    const int first_key = tile.key_start + tile.first_key, batch = entry_of(tile.work.batch);
+    load_chunks<kBlockN, kDim>(shared.k, params.k, shared.kv_full, first_key, tile.head_kv, batch);
+    load_chunks<kBlockN, kDimV>(shared.v, params.v, shared.kv_full, first_key, tile.head_kv, batch);
   }
   CUFLASH_DEVICE void load_queries() {
     if (steps_left-- <= 0) return;
-    const int batch = tile.work.batch, first_row = next.m_block * kBlockM;
+    const int batch = tile.work.batch, row = next.m_block * kBlockM, first_row = tile.query_start + row;
     const Barrier q_full = shared.q_ring.full(at), do_full = shared.do_ring.full(at);
     shared.do_ring.empty(at).wait(at.parity ^ 1);
     shared.q_ring.empty(at).wait(at.parity ^ 1);
     q_full.arrive_expect(kBytesQ + kBytesStats);
-    load_chunks<kBlockM, kDim>(shared.q + at.stage * kBytesQ, params.q, q_full, first_row, next.head, batch);
-    ptx::load_bulk(shared.stats + at.stage * kBytesStats, stats_of(params.common, batch, next.head) + first_row * 2,
+    load_chunks<kBlockM, kDim>(shared.q + at.stage * kBytesQ, params.q, q_full, first_row, next.head, entry_of(batch));
+    ptx::load_bulk(shared.stats + at.stage * kBytesStats, stats_of(params.common, batch, next.head) + row * 2,
                    kBytesStats, q_full.address);
     do_full.arrive_expect(kBytesDo);
-    load_chunks<kBlockM, kDimV>(shared.dout + at.stage * kBytesDo, params.dout, do_full, first_row, next.head, batch);
+    load_chunks<kBlockM, kDimV>(shared.dout + at.stage * kBytesDo, params.dout, do_full, first_row, next.head,
+                                entry_of(batch));
     next.advance(tile.queries);
     at.advance();
   }
@@ -271,8 +274,8 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
 
   if (tile.num_steps > 0) {
     shared.kv_full.wait(0);
-    if constexpr (kKvLengthsBytes != 0) {
-      // Keys past kv_lengths have weight 0, but 0 times what lies there may be NaN.
+    if constexpr (kHidesLastKeys) {
+      // Keys past the last one have weight 0, but 0 times what lies there may be NaN.
       const int valid = tile.key_stop - tile.first_key;
       if (valid < kBlockN) {
         if (consumer == 0) {
@@ -384,6 +387,18 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
 
     shared.q_ring.full(at).wait(at.parity);
     shared.do_ring.full(at).wait(at.parity);
+    if constexpr (kIsPacked) {
+      // Likewise queries past the last one.
+      const int valid = tile.seqlen_q - walk.m_block * kBlockM;
+      if (valid < kBlockM) {
+        if (consumer == 0) {
+          zero_last_of_64<kBlockM, kDim>(s_q, valid, thread);
+          zero_last_of_64<kBlockM, kDimV>(s_do, valid, thread);
+          ptx::fence_async_proxy();
+        }
+        ptx::sync_named(kAll, kConsumerThreads);
+      }
+    }
     if constexpr (makes_dv) multiply_keys(p, Constant<kHoldsK>{}, rows_k, s_q, Integer<kDim / 16>{});
     const auto multiply_dp = [&]() { multiply_keys(ds, Constant<false>{}, rows_v, s_do, Integer<kDimV / 16>{}); };
     constexpr bool dp_early = makes_dk && kDpEarly;
@@ -397,8 +412,8 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     [[maybe_unused]] float derivative[kScaleInExponent ? 1 : kQueryTiles][4];
     if constexpr (makes_dv) {
       const int head = walk.head, m_block = walk.m_block, first_row = m_block * kBlockM;
-      const Score score(common, batch, head, tile.key_stop);
-      const Mask mask(common, batch, head, tile.key_stop);
+      const Score score(common, batch, head, tile.key_stop, tile.own_diagonal);
+      const Mask mask(common, batch, head, tile.key_stop, tile.own_diagonal);
       const float scale_log2 = score.exponent_scale();
       const bool masked = walk.needs_mask(tile.queries);
       const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
@@ -524,11 +539,23 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
   ptx::fence_async_proxy();
   ptx::sync_named(kConsumer + consumer, 128);
   const int first_key = tile.first_key + first;
+  const int rows = kIsPacked ? seqlen_k_of(common, batch) - first_key : 64;
+  if (rows < 64) {
+    const auto store = [&](const Tensor& result, auto columns, u32 tile_rows) {
+      Storage* first_row = (Storage*)keys_of(common, result, batch, tile.head_kv) + first_key * result.row_stride;
+      store_first_rows<kBlockN, decltype(columns)::value>(first_row, result.row_stride, tile_rows, at_least_zero(rows),
+                                                          thread);
+    };
+    if constexpr (makes_dv && kNeedsDv) store(common.dv, Integer<kHeadDimV>{}, rows_v);
+    if constexpr (makes_dk && kNeedsDk) store(common.dk, Integer<kHeadDim>{}, rows_k);
+    return;
+  }
   if (elected && first_key < common.seqlen_k) {
+    const int row = tile.key_start + first_key, entry = entry_of(batch);
     if constexpr (makes_dv && kNeedsDv)
-      store_chunks<kBlockN, kDimV>(params.dkv[kNeedsDk], rows_v, first_key, tile.head_kv, batch);
+      store_chunks<kBlockN, kDimV>(params.dkv[kNeedsDk], rows_v, row, tile.head_kv, entry);
     if constexpr (makes_dk && kNeedsDk)
-      store_chunks<kBlockN, kDim>(params.dkv[0], rows_k, first_key, tile.head_kv, batch);
+      store_chunks<kBlockN, kDim>(params.dkv[0], rows_k, row, tile.head_kv, entry);
     ptx::bulk_commit();
     ptx::bulk_wait<0>();
   }
@@ -536,6 +563,9 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
 
 CUFLASH_DEVICE void backward(const BackwardParams& params) {
   const Shared shared;
+  if constexpr (kIsPacked) {
+    if (!has_keys(params.common, KeyTile(params.common).work)) return;
+  }
   if (ptx::thread_index() == 0) {
     shared.kv_full.init(1);
     shared.q_ring.init(kConsumers);

@@ -33,25 +33,33 @@ using QueryTiles = Either<kHasBlockMask, QueryLists, TileRange>::Type;
 struct KeyTile {
   Work work;
   int num_n_blocks, num_m_blocks, split, head_kv, first_key, key_stop, first_head, num_steps;
+  int seqlen_q, query_start, key_start, own_diagonal;  // of the batch entry
   QueryTiles queries;
 
   CUFLASH_DEVICE explicit KeyTile(const Params& params) {
     const int splits = kSplitsGroup ? params.group_splits : 1, group = params.num_heads / params.num_heads_kv;
-    num_n_blocks = ceil_div(params.seqlen_k, kBlockN);
-    num_m_blocks = ceil_div(params.seqlen_q, kBlockM);
-    work = schedule(params, ptx::block_index(), num_n_blocks, params.num_heads_kv * splits, kLastFirst);
+    num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN);
+    num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
+    work = schedule_keys(params, ptx::block_index(), params.num_heads_kv * splits, kLastFirst);
     head_kv = work.head / splits;
     split = work.head % splits;
     first_key = work.block * kBlockN;
     key_stop = key_stop_of(params, work.batch);
+    seqlen_q = seqlen_q_of(params, work.batch);
+    query_start = query_start_of(params, work.batch);
+    key_start = key_start_of(params, work.batch);
+    own_diagonal = own_diagonal_of(params, work.batch);
     first_head = head_kv * group + group * split / splits;
     const int stop_head = head_kv * group + group * (split + 1) / splits;
     num_steps = find_queries(params, work, first_head, stop_head, key_stop, queries);
+    if constexpr (kDqInTurn && kIsPacked) {
+      if (*overlap_of(params, num_m_blocks)) num_steps = 0;
+    }
   }
   CUFLASH_DEVICE Walk first() const { return Walk::first(queries, first_head); }
   // Of a tile of queries among those of all heads and batches.
   CUFLASH_DEVICE i64 index_of(const Params& params, const Walk& walk) const {
-    return ((i64)work.batch * params.num_heads + walk.head) * num_m_blocks + walk.m_block;
+    return m_tile_of(params, num_m_blocks, work.batch, walk.head, walk.m_block);
   }
   // How many of the tiles of keys that a tile of queries sees come before this one.
   CUFLASH_DEVICE u32 turn(const Params& params, int m_block) const {

@@ -35,7 +35,7 @@ CUFLASH_DEVICE void block_lists(const Params& params) {
   const int first = block * (kListsKeys ? kBlockM : kBlockN);
   const int last_row = min_of(first + kBlockM, params.seqlen_q) - 1;
   const TileRange range = kListsKeys ? key_tiles(params, batch, first, last_row, key_stop)
-                                     : query_tiles(params, first, first + kBlockN - 1, key_stop);
+                                     : query_tiles(params, batch, first, first + kBlockN - 1, key_stop);
   const auto pairs_with = [&](int other) {
     if (other >= range.stop) return Pairs::kNone;
     const Pairs left = kListsKeys ? pairs_of(params, blocks, block, other) : pairs_of(params, blocks, other, block);

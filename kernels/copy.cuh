@@ -3,18 +3,28 @@
 #include "config.cuh"
 #include "pages.cuh"
 #include "params.cuh"
+#include "sequences.cuh"
 
 // First element of head (batch, head) of an operand.
 CUFLASH_DEVICE const Storage* head_of(const Tensor& tensor, int batch, int head) {
   return (const Storage*)tensor.data + batch * tensor.batch_stride + head * tensor.head_stride;
 }
 
-// The same of k or v, which may lie in pages.
-CUFLASH_DEVICE auto head_of_keys(const Params& params, const Tensor& tensor, int batch, int head) {
+// The first of the queries, or of the keys, of batch entry `batch` in an operand that has a row for each of them. k and v
+// may lie in pages.
+CUFLASH_DEVICE const Storage* queries_of(const Params& params, const Tensor& tensor, int batch, int head) {
+  return head_of(tensor, batch, head) + query_start_of(params, batch) * tensor.row_stride;
+}
+CUFLASH_DEVICE auto keys_of(const Params& params, const Tensor& tensor, int batch, int head) {
   if constexpr (kPageSize == 0)
-    return head_of(tensor, batch, head);
+    return head_of(tensor, batch, head) + key_start_of(params, batch) * tensor.row_stride;
   else
     return PagedHead(params, tensor, batch, head);
+}
+// Likewise of lse, its gradient, and what else has one number for each query.
+CUFLASH_DEVICE Real* row_numbers_of(const Params& params, const Tensor& tensor, int batch, int head) {
+  const i64 offset = query_start_of(params, batch) * tensor.row_stride;
+  return (Real*)tensor.data + batch * tensor.batch_stride + head * tensor.head_stride + offset;
 }
 
 // Whether the address of a row follows from that of another; if not, each row has to be looked up.

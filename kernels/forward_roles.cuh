@@ -2,6 +2,7 @@
 // queries of a tile each, and a producer, in the last warpgroup.
 #pragma once
 #include "config.cuh"
+#include "copy.cuh"
 #include "fragments.cuh"
 #include "params.cuh"
 #include "ptx_sm90.cuh"
@@ -37,11 +38,12 @@ struct Turns {
 
 // lse of rows `row` and `row` + 8, those of a lane.
 CUFLASH_DEVICE void store_lse(const Params& params, int batch, int head, int row, const OnlineSoftmax<1>& softmax) {
-  float* g_lse = (float*)params.lse.data + batch * params.lse.batch_stride + head * params.lse.head_stride;
+  float* g_lse = row_numbers_of(params, params.lse, batch, head);
+  const int seqlen_q = seqlen_q_of(params, batch);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int half_row = row + 8 * half;
-    if (fragment_column() == 0 && half_row < params.seqlen_q)
+    if (fragment_column() == 0 && half_row < seqlen_q)
       g_lse[half_row * params.lse.row_stride] = softmax.log_sum_exp(0, half);
   }
 }

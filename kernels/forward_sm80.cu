@@ -32,16 +32,17 @@ constexpr u32 kBytesV = tile_bytes(kBlockN, kDimV);
 static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
 
 CUFLASH_DEVICE void forward(const Params& params) {
-  const int num_m_blocks = ceil_div(params.seqlen_q, kBlockM);
-  const Work work = schedule(params, ptx::block_index(), num_m_blocks, params.num_heads, kHasRightBound);
+  const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, kHasRightBound);
+  if (!has_queries(params, work)) return;
   const int m_block = work.block, head = work.head, batch = work.batch;
   const int first_row = m_block * kBlockM;
+  const int seqlen_q = seqlen_q_of(params, batch);
   const int head_kv = head / (params.num_heads / params.num_heads_kv);
   const int key_stop = key_stop_of(params, batch);
   const KeyTiles tiles(params, work, key_stop);
 
-  const auto g_k = head_of_keys(params, params.k, batch, head_kv);
-  const auto g_v = head_of_keys(params, params.v, batch, head_kv);
+  const auto g_k = keys_of(params, params.k, batch, head_kv);
+  const auto g_v = keys_of(params, params.v, batch, head_kv);
   const u32 s_q = ptx::dynamic_shared(), s_k = s_q + kBytesQ, s_v = s_k + kNumStages * kBytesK;
   const int warp_row = warp_index() / kWarpsD * 16 * kMTiles, warp_d = warp_index() % kWarpsD;
 
@@ -54,7 +55,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
 
   // Fill the ring: tile i of the walk goes to stage i % kNumStages. Group i holds tile i (with Q in the first).
   const int num_tiles = tiles.stop - tiles.start;
-  load_tile<kBlockM, kHeadDim>(s_q, head_of(params.q, batch, head), params.q.row_stride, first_row, params.seqlen_q);
+  load_tile<kBlockM, kHeadDim>(s_q, queries_of(params, params.q, batch, head), params.q.row_stride, first_row, seqlen_q);
   if constexpr (kNumStages == 1) {
     if (num_tiles > 0) load_k(tiles.stop - 1, 0);
     ptx::copy_async_commit();
@@ -147,22 +148,23 @@ CUFLASH_DEVICE void forward(const Params& params) {
 
   // O / l, through the room of Q so that the stores to memory are wide.
   softmax.finish();
-  if constexpr (kHasSinks) softmax.add_sinks(o, [&](int, int) { return sink_of(params, head) * kExponentOfE; });
+  if (kHasSinks && !is_left_over(params, batch))
+    softmax.add_sinks(o, [&](int, int) { return sink_of(params, head) * kExponentOfE; });
   ptx::copy_async_wait<0>();
   ptx::sync_block();
   store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(
       s_q, warp_row, warp_d, o, [&](int m, int half) { return softmax.inverse_sum(m, half) * kept_scale; });
   ptx::sync_block();
-  store_tile<kBlockM, kHeadDimV>(s_q, (Storage*)head_of(params.out, batch, head), params.out.row_stride, first_row,
-                                 params.seqlen_q);
+  store_tile<kBlockM, kHeadDimV>(s_q, (Storage*)queries_of(params, params.out, batch, head), params.out.row_stride,
+                                 first_row, seqlen_q);
 
-  Real* g_lse = (Real*)params.lse.data + batch * params.lse.batch_stride + head * params.lse.head_stride;
+  Real* g_lse = row_numbers_of(params, params.lse, batch, head);
 #pragma unroll
   for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = lane_row + 16 * m + 8 * half;
-      if (warp_d == 0 && fragment_column() == 0 && row < params.seqlen_q)
+      if (warp_d == 0 && fragment_column() == 0 && row < seqlen_q)
         g_lse[row * params.lse.row_stride] = softmax.log_sum_exp(m, half);
     }
 }

@@ -88,17 +88,17 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
   Position<kNumStages> key;
   for (TileWalk walk(params.common); walk.more(); walk.advance(), query.advance()) {
     const QueryTile tile(params.common, walk.work(params.common));
-    const int head = tile.head_kv, batch = tile.work.batch;
+    const int head = tile.head_kv, batch = entry_of(tile.work.batch);
     const auto load_q = [&]() {
       const Barrier q_full = shared.q_ring.full(query);
       shared.q_ring.empty(query).wait(query.parity ^ 1);
       q_full.arrive_expect(kBytesQ);
-      load_chunks<kBlockM, kDim>(shared.q + query.stage * kBytesQ, params.q, q_full, tile.first_row, tile.work.head,
-                                 batch);
+      load_chunks<kBlockM, kDim>(shared.q + query.stage * kBytesQ, params.q, q_full, tile.query_start + tile.first_row,
+                                 tile.work.head, batch);
     };
     if (tile.keys.start == tile.keys.stop) load_q();
     for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
-      const KeyTile keys(params.common, batch, head, tile.keys.at(n_block), tile.key_stop);
+      const KeyTile keys(params.common, batch, head, tile.keys.at(n_block), tile.key_stop, tile.key_start);
       shared.k_ring.empty(key).wait(key.parity ^ 1);
       const Barrier k_full = shared.k_ring.full(key), v_full = shared.v_ring.full(key);
       keys.load<kDim>(shared.k + key.stage * kBytesK, params.k, k_full);
@@ -244,8 +244,17 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     };
 
     shared.q_ring.full(query).wait(query.parity);
-    if constexpr (kKvLengthsBytes != 0) {
-      // Keys past kv_lengths have weight 0, but 0 times what lies there may be NaN.
+    const int row_stop = seqlen_q_of(common, batch) - tile.first_row - consumer * 64;  // of these 64 queries
+    if constexpr (kIsPacked) {
+      // The rows of other sequences must not decide when sums are rescaled.
+      if (row_stop > 0 && row_stop < 64) {
+        zero_last_of_64<kBlockM, kDim>(s_q, row_stop, thread);
+        ptx::fence_async_proxy();
+        sync_consumer(consumer);
+      }
+    }
+    if constexpr (kHidesLastKeys) {
+      // Keys past the last one have weight 0, but 0 times what lies there may be NaN.
       const int valid = tile.key_stop - tile.keys.at(tile.keys.stop - 1) * kBlockN;
       if (tile.keys.start < tile.keys.stop && valid < kBlockN) {
         if (consumer == 0) {
@@ -311,7 +320,8 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
 
     // O / l, rounded, to shared memory and from there by the copy engine, once it has read what was there before.
     softmax.finish();
-    if constexpr (kHasSinks) softmax.add_sinks(o, [&](int, int) { return sink_of(common, head) * kExponentOfE; });
+    if (kHasSinks && !is_left_over(common, batch))
+      softmax.add_sinks(o, [&](int, int) { return sink_of(common, head) * kExponentOfE; });
     const float kept_scale = kept_scale_of(common);
     const float upper = softmax.inverse_sum(0, 0) * kept_scale, lower = softmax.inverse_sum(0, 1) * kept_scale;
     repeat<ceil_div(kDimV, kOutColumns)>([&](auto part) {
@@ -322,8 +332,13 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       store_fragments_chunked<kBlockM>(s_out, warp_row, (float(&)[kColumns / 8][4])o[0][kFirst / 8], upper, lower);
       ptx::fence_async_proxy();
       sync_consumer(consumer);
-      if (elected) {
-        store_chunks<kBlockM, kColumns>(params.out, s_out, tile.first_row + consumer * 64, head, batch, kFirst);
+      const int first_row = tile.first_row + consumer * 64;
+      if (kIsPacked && row_stop < 64) {
+        Storage* g_out = (Storage*)queries_of(common, common.out, batch, head) + first_row * common.out.row_stride;
+        store_first_rows<kBlockM, min_of(kColumns, kHeadDimV - kFirst)>(g_out + kFirst, common.out.row_stride, s_out,
+                                                                        at_least_zero(row_stop), thread);
+      } else if (elected) {
+        store_chunks<kBlockM, kColumns>(params.out, s_out, tile.query_start + first_row, head, entry_of(batch), kFirst);
         ptx::bulk_commit();
       }
     });

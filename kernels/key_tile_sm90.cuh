@@ -9,17 +9,18 @@ constexpr int kBoxRows = kPageSize != 0 && kPageSize < (kBlockN & -kBlockN) ? kP
 constexpr int kBoxes = kPageSize == 0 ? 1 : kBlockN / kBoxRows;
 
 struct KeyTile {
-  int n_block, head, batch;
+  int first_key, head, batch;  // in the arrays
   int page[kBoxes];  // of each box
 
-  CUFLASH_DEVICE KeyTile(const Params& params, int batch_, int head_, int n_block_, int key_stop)
-      : n_block(n_block_), head(head_), batch(batch_) {
+  // `key_start` is that of a packed sequence.
+  CUFLASH_DEVICE KeyTile(const Params& params, int batch_, int head_, int n_block, int key_stop, int key_start = 0)
+      : first_key(key_start + n_block * kBlockN), head(head_), batch(batch_) {
     if constexpr (kPageSize != 0) {
       const Pages pages(params, batch);
       // A box without keys lies outside of the pool: it is not looked up, and zeros arrive.
 #pragma unroll
       for (int i = 0; i < kBoxes; ++i) {
-        const int key = n_block * kBlockN + i * kBoxRows;
+        const int key = first_key + i * kBoxRows;
         page[i] = key < key_stop ? pages.page_of(key) : params.num_pages;
       }
     }
@@ -30,11 +31,11 @@ struct KeyTile {
   CUFLASH_DEVICE void load(u32 tile, const TensorMap& map, const Barrier& full) const {
     full.arrive_expect(chunked_bytes(kBlockN, columns));
     if constexpr (kPageSize == 0) {
-      load_chunks<kBlockN, columns>(tile, map, full, n_block * kBlockN, head, batch);
+      load_chunks<kBlockN, columns>(tile, map, full, first_key, head, batch);
     } else {
 #pragma unroll
       for (int i = 0; i < kBoxes; ++i) {
-        const int row = Pages::row_in_page(n_block * kBlockN + i * kBoxRows);
+        const int row = Pages::row_in_page(first_key + i * kBoxRows);
 #pragma unroll
         for (int c = 0; c < chunks_of(columns); ++c)
           ptx::load_tensor(tile + (c * kBlockN + i * kBoxRows) * kLineBytes, map, full.address, c * kChunk, row, head,

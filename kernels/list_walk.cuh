@@ -25,7 +25,7 @@ struct QueryLists {
 CUFLASH_DEVICE int find_queries(const Params& params, const Work& work, int first_head, int stop_head, int key_stop,
                                 TileRange& tiles) {
   const int first_key = work.block * kBlockN;
-  tiles = query_tiles(params, first_key, first_key + kBlockN - 1, key_stop);
+  tiles = query_tiles(params, work.batch, first_key, first_key + kBlockN - 1, key_stop);
   return (tiles.stop - tiles.start) * (stop_head - first_head);
 }
 CUFLASH_DEVICE int find_queries(const Params& params, const Work& work, int first_head, int stop_head, int,

@@ -2,7 +2,7 @@
 #pragma once
 #include "config.cuh"
 #include "params.cuh"
-#include "schedule.cuh"
+#include "sequences.cuh"
 
 // The block mask of one head.
 struct BlockMask {
@@ -48,10 +48,13 @@ struct Mask {
   BlockMask blocks;
 
   CUFLASH_DEVICE Mask(const Params& params, int batch, int head, int key_stop_)
+      : Mask(params, batch, head, key_stop_, own_diagonal_of(params, batch)) {}
+
+  CUFLASH_DEVICE Mask(const Params& params, int batch, int head, int key_stop_, int own_diagonal)
       : key_stop(key_stop_),
         seqlen_q(params.seqlen_q),
-        right_offset(right_offset_of(params, batch)),
-        left_offset(left_offset_of(params, batch)),
+        right_offset(params.right_offset + own_diagonal),
+        left_offset(params.left_offset + own_diagonal),
         bytes(nullptr),
         row_stride(params.mask.row_stride),
         key_stride(params.mask.key_stride),

@@ -44,7 +44,12 @@ struct Params {
   Tensor dalibi_slopes;  // (batch, head)
   void* dscale;          // one number of Real each
   void* dsoftcap;
+  const void* cu_seqlens_q;  // i32: where packed sequences start, and where the last one ends
+  i64 cu_seqlens_q_stride;
+  const void* cu_seqlens_k;
+  i64 cu_seqlens_k_stride;
   // Scratch memory, of Real.
+  // With packed sequences, places of tiles (schedule.cuh) stand for the tiles of a batch entry.
   void* row_stats;       // (batch, num_heads, stats_rows, 2): lse as an exponent, and delta - dlse
   void* dq_accumulator;  // (batch, num_heads, m blocks, block_m * padded head_dim), in fragment order
   void* dkv_partials;    // (batch, num_heads_kv, n blocks, group_splits, dk and dv of a tile), in fragment order
@@ -58,14 +63,14 @@ struct Params {
   void* query_lists;     // of i32: (list_batches, list_heads, n blocks, a list of tiles of queries)
   void* score_partials;  // (tiles of dbias, score_splits, elements of a tile)
   void* sums_partials;   // (3, num_heads, batch, m blocks, sums_splits): of dalibi_slopes, dscale, dsoftcap
-  i32 batch, num_heads, num_heads_kv, seqlen_q, seqlen_k;
-  i32 diagonal;      // query i stands at key position i + diagonal; with kFollowsLengths, see schedule.cuh
+  i32 batch, num_heads, num_heads_kv, seqlen_q, seqlen_k;  // packed: the number of sequences, and the rows of all
+  i32 diagonal;      // query i stands at key position i + diagonal; entries may add their own, see sequences.cuh
   i32 right_offset;  // query i sees keys up to i + right_offset
   i32 left_offset;   // query i sees keys from i + left_offset on
   i32 head_section;  // heads whose blocks are interleaved in the launch order
   float scale;
   float softcap;
-  i32 stats_rows;    // seqlen_q, rounded up to whole tiles
+  i32 stats_rows;    // seqlen_q, rounded up to whole tiles; packed: those of all places of tiles
   i32 group_splits;  // blocks that share the query heads of a key/value head
   i32 resident_blocks;  // of a kernel whose blocks take one tile after another
   i32 list_batches;  // batch entries that have lists of their own: all or 1

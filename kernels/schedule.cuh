@@ -2,6 +2,7 @@
 #pragma once
 #include "config.cuh"
 #include "params.cuh"
+#include "sequences.cuh"
 
 struct Work {
   int block;  // index of the tile of queries (or of keys)
@@ -14,7 +15,7 @@ struct Work {
 // those are the longest, and short ones fill the gaps at the end.
 CUFLASH_DEVICE Work schedule(const Params& params, u32 index, int num_blocks, int num_heads, bool last_first) {
   const u32 section = params.head_section;
-  const u32 heads = num_heads * params.batch;
+  const u32 heads = kIsPacked ? num_heads : num_heads * params.batch;
   const u32 first = index / (num_blocks * section) * section;
   const u32 within = index - first * num_blocks;
   const u32 width = heads - first < section ? heads - first : section;
@@ -24,34 +25,55 @@ CUFLASH_DEVICE Work schedule(const Params& params, u32 index, int num_blocks, in
 }
 
 CUFLASH_DEVICE constexpr int min_of(int a, int b) { return a < b ? a : b; }
-CUFLASH_DEVICE int at_least_zero(int a) { return a > 0 ? a : 0; }
 CUFLASH_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Keys [0, key_stop) of a batch exist: seqlen_k, or less where kv_lengths says so.
-CUFLASH_DEVICE int key_stop_of(const Params& params, int batch) {
-  if constexpr (kKvLengthsBytes == 0) return params.seqlen_k;
-  i64 length;
-  if constexpr (kKvLengthsBytes == 8)
-    length = ((const i64*)params.kv_lengths)[batch * params.kv_lengths_stride];
-  else
-    length = ((const i32*)params.kv_lengths)[batch * params.kv_lengths_stride];
-  return length < 0 ? 0 : length < params.seqlen_k ? (int)length : params.seqlen_k;
+// Tiles of `rows` rows of the `seqlen` rows of a head.
+//
+// Of packed sequences, places for them: the tiles of sequence b have the places from start_of(b) / rows + b on. No two
+// tiles meet, since a sequence has at most one tile more than it moves the start of the next one by; there is at most one
+// place a sequence without a tile, and to find the tile of a place takes no more than the starts.
+CUFLASH_DEVICE int num_tiles_of(const Params& params, int seqlen, int rows) {
+  return kIsPacked ? seqlen / rows + params.batch + 1 : ceil_div(seqlen, rows);
+}
+CUFLASH_DEVICE int first_place_of_queries(const Params& params, int batch, int rows) {
+  return query_start_of(params, batch) / rows + batch;
+}
+CUFLASH_DEVICE int first_place_of_keys(const Params& params, int batch, int rows) {
+  return key_start_of(params, batch) / rows + batch;
+}
+// The sequence, and which of its tiles, that has the place `block` of some work. It may be one that there is not.
+template <class FirstPlace>
+CUFLASH_DEVICE Work at_place(const Params& params, const Work& work, FirstPlace first_place) {
+  int low = 0, high = params.batch + 1;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (first_place(middle) <= work.block ? low : high) = middle;
+  }
+  return {work.block - first_place(low), work.head, low};
+}
+CUFLASH_DEVICE Work at_place_of_queries(const Params& params, const Work& work, int rows) {
+  return at_place(params, work, [&](int batch) { return first_place_of_queries(params, batch, rows); });
 }
 
-// What the diagonal of a batch entry adds to params.diagonal, right_offset and left_offset, which are of seqlen_k keys.
-CUFLASH_DEVICE int own_diagonal_of(const Params& params, int batch) {
-  if constexpr (!kFollowsLengths) return 0;
-  return key_stop_of(params, batch) - params.seqlen_k;
+// Work on tiles of queries, or of keys.
+CUFLASH_DEVICE Work schedule_queries(const Params& params, u32 index, int num_heads, bool last_first) {
+  const int num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
+  const Work work = schedule(params, index, num_m_blocks, num_heads, last_first);
+  if constexpr (!kIsPacked) return work;
+  return at_place_of_queries(params, work, kBlockM);
 }
-// Query i stands at key position i + diagonal, sees keys up to i + right_offset, and from i + left_offset on.
-CUFLASH_DEVICE int diagonal_of(const Params& params, int batch) {
-  return params.diagonal + own_diagonal_of(params, batch);
+CUFLASH_DEVICE Work schedule_keys(const Params& params, u32 index, int num_heads, bool last_first) {
+  const int num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN);
+  const Work work = schedule(params, index, num_n_blocks, num_heads, last_first);
+  if constexpr (!kIsPacked) return work;
+  return at_place(params, work, [&](int batch) { return first_place_of_keys(params, batch, kBlockN); });
 }
-CUFLASH_DEVICE int right_offset_of(const Params& params, int batch) {
-  return params.right_offset + own_diagonal_of(params, batch);
+// Whether there is such a tile.
+CUFLASH_DEVICE bool has_queries(const Params& params, const Work& work) {
+  return !kIsPacked || work.block * kBlockM < seqlen_q_of(params, work.batch);
 }
-CUFLASH_DEVICE int left_offset_of(const Params& params, int batch) {
-  return params.left_offset + own_diagonal_of(params, batch);
+CUFLASH_DEVICE bool has_keys(const Params& params, const Work& work) {
+  return !kIsPacked || work.block * kBlockN < seqlen_k_of(params, work.batch);
 }
 
 // A range of tiles [start, stop). Those in [full_start, full_stop) have every pair visible; the others need the mask.
@@ -79,16 +101,18 @@ CUFLASH_DEVICE TileRange key_tiles(const Params& params, int batch, int first_ro
   return {start, full_start, full_stop, stop};
 }
 
-// Tiles of queries that see keys [first_key, last_key].
-CUFLASH_DEVICE TileRange query_tiles(const Params& params, int first_key, int last_key, int key_stop) {
-  int start = 0, full_start = 0, stop = ceil_div(params.seqlen_q, kBlockM), full_stop = stop;
+// Tiles of queries that see keys [first_key, last_key] of a batch entry.
+CUFLASH_DEVICE TileRange query_tiles(const Params& params, int batch, int first_key, int last_key, int key_stop) {
+  int start = 0, full_start = 0, stop = ceil_div(seqlen_q_of(params, batch), kBlockM), full_stop = stop;
   if constexpr (kHasRightBound) {
-    start = at_least_zero(first_key - params.right_offset) / kBlockM;
-    full_start = ceil_div(at_least_zero(last_key - params.right_offset), kBlockM);
+    const int right_offset = right_offset_of(params, batch);
+    start = at_least_zero(first_key - right_offset) / kBlockM;
+    full_start = ceil_div(at_least_zero(last_key - right_offset), kBlockM);
   }
   if constexpr (kHasLeftBound) {
-    stop = min_of(stop, ceil_div(at_least_zero(last_key - params.left_offset + 1), kBlockM));
-    full_stop = min_of(full_stop, at_least_zero(first_key - params.left_offset + 1) / kBlockM);
+    const int left_offset = left_offset_of(params, batch);
+    stop = min_of(stop, ceil_div(at_least_zero(last_key - left_offset + 1), kBlockM));
+    full_stop = min_of(full_stop, at_least_zero(first_key - left_offset + 1) / kBlockM);
   }
   if (kHasMask || last_key >= key_stop) full_stop = full_start;
   if (first_key >= key_stop) stop = 0;
@@ -120,7 +144,7 @@ struct KeyTiles : TileRange {
                      ceil_div(params.seqlen_k, kBlockN));
       start = full_start = 0, full_stop = list[1], stop = list[0];
     } else {
-      const int last_row = min_of(first_row + kBlockM, params.seqlen_q) - 1;
+      const int last_row = min_of(first_row + kBlockM, seqlen_q_of(params, work.batch)) - 1;
       (TileRange&)*this = key_tiles(params, work.batch, first_row, last_row, key_stop);
     }
   }
@@ -133,12 +157,12 @@ struct KeyTiles : TileRange {
 // The work of blocks that stay: each takes one unit of every `resident_blocks`. A unit is a tile of queries; with kPairs,
 // where tiles see the more keys the later they come, it is the n-th tile of a head from the end and the n-th from the
 // start, which together see as many keys as any other two.
-struct TileWalk {
+struct EntryWalk {
   int num_m_blocks, units_of_head;
   u32 unit, num_units, step;
   bool second;
 
-  CUFLASH_DEVICE explicit TileWalk(const Params& params)
+  CUFLASH_DEVICE explicit EntryWalk(const Params& params)
       : num_m_blocks(ceil_div(params.seqlen_q, kBlockM)),
         units_of_head(kPairs ? (num_m_blocks + 1) / 2 : num_m_blocks),
         unit(ptx::block_index()),
@@ -161,10 +185,57 @@ struct TileWalk {
   }
 };
 
+// The same over packed sequences: a unit has a place among those of a tile, or of two tiles; places without one are left
+// out.
+struct SequenceWalk {
+  static constexpr int kUnitRows = kPairs ? 2 * kBlockM : kBlockM;
+  const Params& params;
+  int units_of_head;
+  u32 unit, num_units;
+  int from_start, num_m_blocks;  // of the unit in its sequence; of that sequence
+  Work current;
+
+  CUFLASH_DEVICE explicit SequenceWalk(const Params& params_)
+      : params(params_),
+        units_of_head(num_tiles_of(params, params.seqlen_q, kUnitRows)),
+        unit(ptx::block_index()),
+        num_units(units_of_head * params.num_heads) {
+    settle();
+  }
+
+  CUFLASH_DEVICE bool more() const { return unit < num_units; }
+  CUFLASH_DEVICE Work work(const Params&) const { return current; }
+  CUFLASH_DEVICE void advance() {
+    if (kPairs && current.block != from_start) {
+      current.block = from_start;
+      return;
+    }
+    unit += params.resident_blocks;
+    settle();
+  }
+
+ private:
+  // Goes on to a unit that there is.
+  CUFLASH_DEVICE void settle() {
+    for (; unit < num_units; unit += params.resident_blocks) {
+      const Work place = schedule(params, unit, units_of_head, params.num_heads, !kPairs && kHasRightBound);
+      current = at_place_of_queries(params, place, kUnitRows);
+      num_m_blocks = ceil_div(seqlen_q_of(params, current.batch), kBlockM);
+      from_start = current.block;
+      if (from_start * kUnitRows >= seqlen_q_of(params, current.batch)) continue;
+      if constexpr (kPairs) current.block = num_m_blocks - 1 - from_start;
+      return;
+    }
+  }
+};
+
+using TileWalk = Either<kIsPacked, SequenceWalk, EntryWalk>::Type;
+
 // A tile of queries: where it stands, and the tiles of keys that it sees.
 struct QueryTile {
   Work work;
   int first_row, head_kv, key_stop;
+  int query_start, key_start;  // of the batch entry
   KeyTiles keys;
 
   CUFLASH_DEVICE QueryTile(const Params& params, const Work& work_)
@@ -172,13 +243,16 @@ struct QueryTile {
         first_row(work.block * kBlockM),
         head_kv(work.head / (params.num_heads / params.num_heads_kv)),
         key_stop(key_stop_of(params, work.batch)),
+        query_start(query_start_of(params, work.batch)),
+        key_start(key_start_of(params, work.batch)),
         keys(params, work, key_stop) {}
 
   // Those that the 64 queries of a warpgroup, the `consumer`-th, see, within `keys`.
   CUFLASH_DEVICE TileRange keys_of(const Params& params, int consumer) const {
     const int first = first_row + 64 * consumer;
-    if (first >= params.seqlen_q) return {keys.start, keys.start, keys.start, keys.start};
+    const int seqlen_q = seqlen_q_of(params, work.batch);
+    if (first >= seqlen_q) return {keys.start, keys.start, keys.start, keys.start};
     if constexpr (kHasBlockMask) return keys;
-    return key_tiles(params, work.batch, first, min_of(first + 64, params.seqlen_q) - 1, key_stop);
+    return key_tiles(params, work.batch, first, min_of(first + 64, seqlen_q) - 1, key_stop);
   }
 };

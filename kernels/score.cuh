@@ -3,7 +3,7 @@
 #include "config.cuh"
 #include "exponential.cuh"
 #include "params.cuh"
-#include "schedule.cuh"
+#include "sequences.cuh"
 
 // The score of one head. When the scale can be folded into the exponent (kScaleInExponent), `of` leaves the product as
 // it is and `exponent_scale` does the work; otherwise `of` does it all and exponent_scale is 1.
@@ -19,16 +19,19 @@ struct Score {
   i64 bias_key_stride;
 
   CUFLASH_DEVICE Score(const Params& params, int batch, int head, int key_stop_)
+      : Score(params, batch, head, key_stop_, own_diagonal_of(params, batch)) {}
+
+  CUFLASH_DEVICE Score(const Params& params, int batch, int head, int key_stop_, int own_diagonal)
       : scale(scale_of(params)),
         softcap(softcap_of(params)),
         exponent_slope(0),
-        diagonal(diagonal_of(params, batch)),
+        diagonal(params.diagonal + own_diagonal),
         seqlen_q(params.seqlen_q),
         key_stop(key_stop_),
         bias(nullptr),
         bias_row_stride(params.bias.row_stride),
         bias_key_stride(params.bias.key_stride) {
-    if constexpr (kHasAlibi) {
+    if (kHasAlibi && !is_left_over(params, batch)) {
       const Tensor& slopes = params.alibi_slopes;
       const Real* slope = (const Real*)slopes.data + batch * slopes.batch_stride + head * slopes.head_stride;
       exponent_slope = *slope * kExponentOfE;

@@ -30,6 +30,19 @@ CUFLASH_DEVICE void store_chunks(const TensorMap& map, u32 tile, int first_row, 
     ptx::store_tensor(map, tile + c * rows * kLineBytes, first_column + c * kChunk, first_row, head, batch);
 }
 
+// The same of the first `count` of 64 rows, by the 128 threads of a warpgroup: those behind them, which the copy engine
+// would write too, are another sequence's. Rows in memory are multiples of 16 bytes.
+template <int rows, int columns>
+CUFLASH_DEVICE void store_first_rows(Storage* first, i64 row_stride, u32 tile, int count, u32 thread) {
+  constexpr u32 kPieces = columns / 8;
+#pragma unroll 1
+  for (u32 i = thread; i < count * kPieces; i += 128) {
+    const u32 row = i / kPieces, piece = i % kPieces;
+    const u32 line = tile + (piece / 8 * rows + row) * kLineBytes;
+    *(Bytes16*)(first + row * row_stride + piece * 8) = ptx::load_shared_b128(line + (piece % 8 * 16 ^ row % 8 * 16));
+  }
+}
+
 // An operand whose k runs along the lines, and the same one 16 `k` elements further, in a tile of `rows` rows.
 CUFLASH_DEVICE u64 descriptor_of(u32 tile) { return ptx::descriptor(tile, 0, 8 * kLineBytes); }
 template <int rows>
@@ -69,6 +82,17 @@ CUFLASH_DEVICE void zero_rows(u32 tile, int first, u32 thread) {
   for (int c = 0; c < chunks_of(columns); ++c)
     for (u32 word = first * kLineBytes / 4 + thread; word < rows * kLineBytes / 4; word += 128)
       ptx::store_shared_b32(tile + c * rows * kLineBytes + word * 4, 0);
+}
+
+// The same of 64 rows of a tile of `rows`, in a loop that takes few registers.
+template <int rows, int columns>
+CUFLASH_DEVICE void zero_last_of_64(u32 tile, int first, u32 thread) {
+  const float zeros[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 1
+  for (int c = 0; c < chunks_of(columns); ++c, tile += rows * kLineBytes)
+#pragma unroll 1
+    for (u32 piece = first * kLineBytes / 16 + thread; piece < 64 * kLineBytes / 16; piece += 128)
+      ptx::store_shared_f32x4(tile + piece * 16, zeros);
 }
 
 // Rounds the 16 rows of a warp, from row `r` of a tile of `rows` rows on, each half of them times its factor.

@@ -16,8 +16,9 @@ import json
 import random
 import re
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ OPTIONS = (
     Option("block_mask", ({"block_mask": (2,), "block_size": (64, 64)}, {"block_mask": (), "block_size": (128, 32)})),
     Option("kv_lengths", ({"kv_lengths": (SEQLEN_K, 70)}, {"kv_lengths": (0, 100), "kv_lengths_dtype": "int64"})),
     Option("block_table", ({"page_size": 16},), ("forward",)),
+    Option("cu_seqlens_q", ({"cu_seqlens_q": (0, 70, SEQLEN_Q), "cu_seqlens_k": (0, 60, SEQLEN_K)},)),
     Option("alibi_slopes", ({"alibi_slopes": (2,)},)),
     Option("sinks", ({"sinks": True},)),
     Option("dlse", ({"dlse": True},), ("backward",)),
@@ -79,14 +81,19 @@ class Setting:
     case: ct.Case
     deterministic: bool = False
     precision: str = "highest"
-    names: tuple[str, ...]  # of its options
+    chosen: dict[Option, dict[str, Any]] = field(repr=False)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its options."""
+        return tuple(option.name for option in self.chosen)
 
     @classmethod
     def of(cls, chosen: dict[Option, dict[str, Any]]) -> Setting:
         """The setting of these values."""
         fields = {name: x for value in chosen.values() for name, x in value.items()}
         own = {name: fields.pop(name) for name in ("deterministic", "precision") if name in fields}
-        return cls(case=ct.Case(**SIZES | fields), names=tuple(option.name for option in chosen), **own)
+        return cls(case=ct.Case(**SIZES | fields), chosen=chosen, **own)
 
     def __str__(self) -> str:
         return "-".join((self.case.dtype, *self.names[1:]))
@@ -181,29 +188,31 @@ def _yardsticks(case: ct.Case) -> dict[str, ct.Yardstick]:
 
 def without(setting: Setting, name: str) -> Setting:
     """The setting without one of its options, which is not one that every call has."""
-    (option,) = (option for option in OPTIONS if option.name == name)
-    defaults = ct.Case(**SIZES)
-    fields = {field for value in option.values for field in value}
-    own = {x: getattr(Setting, x) for x in ("deterministic", "precision") if x in fields}
-    case = replace(setting.case, **{x: getattr(defaults, x) for x in fields - own.keys()})
-    return replace(setting, case=case, names=tuple(x for x in setting.names if x != name), **own)
+    return Setting.of({option: value for option, value in setting.chosen.items() if option.name != name})
 
 
 def unserved_pairs(setting: Setting, pass_: str, run: Run) -> Iterator[tuple[str, str]]:
     """All refusals that a setting meets: behind one, the setting goes on without either of the two.
 
-    The backward pass goes without what it has not; the forward pass takes what is of the backward pass alone.
+    With no options but some of those that were served together it would meet none: that is left out. The backward pass
+    goes without what it has not; the forward pass takes what is of the backward pass alone.
     """
     if pass_ == "backward":
         for option in OPTIONS:
             if option.name in setting.names and pass_ not in option.passes:
                 setting = without(setting, option.name)
-    pair = unserved_pair(setting, pass_, run)
-    if pair is not None:
-        yield pair
-        always = {option.name for option in OPTIONS if option.always}
-        for name in set(pair) - always:
-            yield from unserved_pairs(without(setting, name), pass_, run)
+    always = {option.name for option in OPTIONS if option.always}
+    waiting, served = deque([setting]), []
+    while waiting:
+        setting = waiting.popleft()
+        if any(names.issuperset(setting.names) for names in served):
+            continue
+        pair = unserved_pair(setting, pass_, run)
+        if pair is None:
+            served.append(set(setting.names))
+        else:
+            yield pair
+            waiting += (without(setting, name) for name in pair if name not in always)
 
 
 def by_interface(convert: Callable[[Any], Any]) -> Run:

@@ -115,6 +115,8 @@ SPILLS_OF_LATER_ARCHS = SPILLS | {
     ("forward_sm80.cu", 4, 64, "128x32", 2): 96,
     ("backward_sm80.cu", 8, 64, "32x32", 1): 64,
 }
+# Of packed sequences, whose ends take registers too.
+SPILLS_OF_PACKED = SPILLS | {("backward_sm80.cu", 2, 64, "32x128", 2): 48}
 # With every option on, with bounds, or with narrow loads.
 SPILLS_OF_OPTIONS = SPILLS | {
     ("forward_float32_sm90.cu", 4, 128, "128x112", 1): 64,
@@ -211,6 +213,7 @@ VARIANTS = {
     "narrow": {"dtype": "bfloat16", "causal": True, "strides": "padded"},
     "whole": {"dtype": "bfloat16", "window": (9, 20), "scale": -1.0, "sinks": True},
     "bounds": {"dtype": "float16", "window": (9, None), "kv_lengths": (60,), "sinks": True},
+    "packed": {"dtype": "bfloat16", "causal": True, "cu_seqlens_q": (0, 30, 64), "cu_seqlens_k": (0, 30, 64)},
     "dropout": {"dtype": "bfloat16", "causal": True, "dropout": 0.1},
     "blocks": {"dtype": "bfloat16", "block_mask": (), "causal": True},
     "dropout of all": {"dtype": "float16", "dropout": 0.1},
@@ -349,6 +352,14 @@ TARGETS = [
         for arch, element_bytes, variant in (("8.0", 2, "pages"), ("12.0", 2, "pages of 16"), ("9.0", 4, "pages"))
     ),
     *(
+        Target(tile=tile, arch="9.0", variant="packed")
+        for tile in (
+            *(first_that_fits(table, "9.0", 2) for table in TABLES[:3]),
+            *FORWARD_SM90_TILES,
+            *BACKWARD_SM90_TILES,
+        )
+    ),
+    *(
         Target(tile=first_that_fits(table, arch, element_bytes), arch=arch)
         for table in TABLES[:3]
         for element_bytes, archs in ((2, OTHER_ARCHS), (4, ("10.0", "12.1")), (8, ("10.0", "12.1")))
@@ -390,6 +401,8 @@ def test_row(target):
             ceilings = SPILLS_OF_OPTIONS
         if target.variant == "blocks":
             ceilings = SPILLS_OF_BLOCKS
+        if target.variant == "packed":
+            ceilings = SPILLS_OF_PACKED
         if target.variant.startswith("dropout"):
             ceilings = SPILLS_OF_DROPOUT
         if target.variant.startswith("pages"):
@@ -411,4 +424,5 @@ def test_rows_that_may_spill_exist():
         for table in TABLES
         for tile in table
     }
-    assert {row[1:] for row in SPILLS_OF_LATER_ARCHS | SPILLS_OF_BLOCKS | SPILLS_OF_PAGES | SPILLS_OF_DROPOUT} <= rows
+    later = SPILLS_OF_LATER_ARCHS | SPILLS_OF_BLOCKS | SPILLS_OF_PAGES | SPILLS_OF_PACKED | SPILLS_OF_DROPOUT
+    assert {row[1:] for row in later} <= rows

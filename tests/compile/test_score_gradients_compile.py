@@ -49,11 +49,13 @@ def resources_of(tile, arch, need, **options):
     return [(kernel, compile_spec(kernel).resources) for kernel in kernels]
 
 
+PACKED = {"cu_seqlens_q": (0, 30, 64), "cu_seqlens_k": (0, 30, 64)}
 TARGETS = [
     *((tile, arch_of(tile), ("dbias",), {"bias": (64, 64)}) for tile in SCORES_TILES),
     *((first_of(size), "9.0", SUMS, {"alibi_slopes": (1,), "softcap": 5.0, "causal": True}) for size in DTYPES),
     (first_of(2), "9.0", ("dbias",), {"bias": (1, 64), "softcap": 5.0, "dropout": 0.1, "mask": (64, 64)}),
     (first_of(2), "9.0", ("dbias",), {"bias": (64, 64), "block_mask": (), "block_size": (16, 48)}),
+    (first_of(2), "9.0", SUMS, {"alibi_slopes": (1,), "softcap": 5.0, "causal": True} | PACKED),
     (first_of(2), "12.0", ("dbias",), {"bias": (64, 1), "bias_dtype": "input", "window": (9, None)}),
 ]
 

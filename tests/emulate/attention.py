@@ -70,6 +70,8 @@ def _as_placed(problem: Problem, arrays: Mapping[str, np.ndarray]) -> Problem:
         "kv_lengths": scores_shape[:1],
         "sinks": scores_shape[1:2],
         "block_table": arrays["block_table"].shape if "block_table" in arrays else (),
+        "cu_seqlens_q": (problem.batch + 1,),
+        "cu_seqlens_k": (problem.batch + 1,),
     }
     if problem.block_mask is not None:
         shapes["block_mask"] = problem.block_mask.shape
@@ -214,7 +216,7 @@ def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tupl
     Parameters
     ----------
     arrays : Mapping
-        q, k, v, and bias, mask, kv_lengths, alibi_slopes, sinks or None; others are ignored.
+        q, k, v, and bias, mask, kv_lengths, alibi_slopes, sinks, cu_seqlens_q and _k or None; others are ignored.
     arch : str or DeviceSpec
         What is planned for; default "9.0".
     tiles : sequence of Tile, optional

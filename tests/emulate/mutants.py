@@ -54,6 +54,7 @@ class Trial:
     kv_lengths: tuple[int, ...] | None = None  # instead of those of the case, which they are clamped to
     wild_pages: bool = False  # the first entries of the table are outside of the pool; where they lead is what counts
     need: tuple[str, ...] | None = None  # gradients; by default dq, dk, dv, and dsinks where there are sinks
+    cu_seqlens: tuple[int, ...] | None = None  # of queries and keys: nothing is expected of results
 
     def run(self, kernels: Path = emulator.KERNELS) -> None:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
@@ -67,6 +68,8 @@ class Trial:
             arrays["kv_lengths"][...] = self.kv_lengths
         if self.wild_pages:
             _make_wild(arrays)
+        if self.cu_seqlens:
+            arrays["cu_seqlens_q"][...] = arrays["cu_seqlens_k"][...] = self.cu_seqlens
         launches: list[emulator.Statistics] = []
         how = {
             "arch": replace(DeviceSpec.for_arch("9.0"), num_sms=self.num_sms),
@@ -83,6 +86,8 @@ class Trial:
             out, lse = out.astype(arrays["q"].dtype), lse.astype(problem.softmax_dtype)
             names = self.need or (*DEFAULT_NEED, *(("dsinks",) if case.sinks else ()))
             results = attention.backward(problem, arrays, out, lse, need=names, **how)
+        if self.cu_seqlens:
+            return
         found = dict(zip(names, results, strict=True))
         if two_pieces:
             attention.assert_two_pieces(problem, arrays, found)
@@ -215,6 +220,11 @@ _DECODE = ct.Case(
 )
 # Bounds that cross one corner of a tile: the ends of the ranges of tiles matter.
 _WINDOW = replace(_SMALL, seqlen_q=150, seqlen_k=183, causal=True, window=(34, None), head_dim=16, head_dim_v=16)
+# The second sequence is empty on one side, the first and the last end within tiles, and rows are left.
+_PACKED = ct.Case(
+    seqlen_q=320, seqlen_k=340, num_heads=4, num_heads_kv=2, head_dim=72, head_dim_v=24, dtype="float16", causal=True,
+    alibi_slopes=(4, 4), sinks=True, dlse=True, cu_seqlens_q=(0, 75, 75, 205, 300), cu_seqlens_k=(0, 90, 100, 250, 330),
+)  # fmt: skip
 _NARROW = replace(_SMALL, seqlen_q=40, head_dim=13, head_dim_v=11, strides="padded")
 _LENGTHS = replace(_SMALL, batch=3, kv_lengths=(33, 0, 77), kv_lengths_dtype="int64")
 _FLIPPED = replace(_SMALL, batch=2, head_dim=16, kv_lengths=(77, 30), strides="flipped")
@@ -367,6 +377,7 @@ TRIALS = {
     "sums of heads": Trial(
         case=replace(_TERMS_OF_SCORES, softcap=20.0, causal=True), tiles=_SCORES, need=_SUMS, num_sms=1
     ),
+    "packed sums": Trial(case=replace(_PACKED, softcap=5.0), tiles=_SCORES, need=_SUMS),
     "only dk": Trial(case=_SMALL, tiles=_backward(), need=("dk",)),
     "only dv": Trial(case=_SMALL, tiles=_backward(), need=("dv",)),
     "sm90 only dv": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_BACKWARD_SM90, None), num_sms=1, need=("dv",)),
@@ -397,6 +408,26 @@ TRIALS = {
     ),
     "backward sm90 in turn window": Trial(
         case=replace(_GROUPED, seqlen_q=300, seqlen_k=400, window=(70, 40)), tiles=(_BACKWARD_SM90, None), in_turn=True
+    ),
+    "packed": Trial(case=_PACKED, tiles=_forward(block_m=64)),
+    "packed top left": Trial(case=replace(_PACKED, causal="top_left"), tiles=_forward(block_m=64)),
+    "packed sm90": Trial(case=_PACKED, tiles=_sm90(), num_sms=1),
+    "packed sm90 full": Trial(case=replace(_PACKED, causal=False), tiles=_sm90(), num_sms=3),
+    "packed backward": Trial(case=_PACKED, tiles=_backward(), num_sms=1),
+    "packed backward split": Trial(case=_PACKED, tiles=_backward()),
+    "packed deterministic": Trial(case=_PACKED, tiles=(*_backward()[:1], _DQ)),
+    "packed backward sm90": Trial(case=_PACKED, tiles=(_BACKWARD_SM90, None), num_sms=1),
+    "packed backward sm90 roles": Trial(case=_PACKED, tiles=(_SPLIT_ROLES, None), num_sms=1),
+    "packed backward sm90 in turn": Trial(case=_PACKED, tiles=(_BACKWARD_SM90, None), in_turn=True),
+    "packed backward sm90 in turn window": Trial(
+        case=replace(_PACKED, causal=False, window=(40, 10)), tiles=(_BACKWARD_SM90, None), in_turn=True, num_sms=1
+    ),
+    "packed negative": Trial(case=_PACKED, tiles=_forward(block_m=64), cu_seqlens=(0, -(2**30), 100, -(2**29), 200)),
+    "packed wild": Trial(
+        case=replace(_PACKED, causal=False),
+        tiles=(_BACKWARD_SM90, None),
+        in_turn=True,
+        cu_seqlens=(0, 300, 0, 10, 2**30),
     ),
     "backward pieces": Trial(case=replace(_PIECES, seqlen_q=200, seqlen_k=100), tiles=_BACKWARD_PIECES, num_sms=1),
     "backward two pieces": Trial(
@@ -500,7 +531,7 @@ _WAIT = "      ptx::copy_async_wait<0>();\n"
 _SYNC = "      ptx::sync_block();\n"
 _COMMIT = "      ptx::copy_async_commit();\n"
 
-F, F90, F32, ROLES, PIECES, D90, COMBINE, B90, B32, WALK, TILES90, B, DQ, DELTA, SINKS, CONVERT, REDUCE = (
+F, F90, F32, ROLES, PIECES, D90, COMBINE, B90, B32, WALK, TILES90, B, DQ, DELTA, SINKS, CONVERT, REDUCE, SEQUENCES = (
     "forward_sm80.cu",
     "forward_sm90.cu",
     "forward_float32_sm90.cu",
@@ -518,6 +549,7 @@ F, F90, F32, ROLES, PIECES, D90, COMBINE, B90, B32, WALK, TILES90, B, DQ, DELTA,
     "backward_sinks.cu",
     "backward_convert.cu",
     "backward_reduce.cu",
+    "sequences.cuh",
 )
 DROPOUT, LISTS, LIST_WALK = "dropout.cuh", "block_lists.cu", "list_walk.cuh"
 PAGES, KEYS = "pages.cuh", "key_tile_sm90.cuh"
@@ -581,12 +613,12 @@ MUTANTS = (
     _mutant("lanes do not add their sums", F, "  softmax.finish();\n", "", "forward"),
     _mutant("O is not divided by the sum", F, "return softmax.inverse_sum(m, half) * kept_scale;", "return 1.0f;",
             "forward"),
-    _mutant("lse of rows that do not exist", F, "fragment_column() == 0 && row < params.seqlen_q",
+    _mutant("lse of rows that do not exist", F, "fragment_column() == 0 && row < seqlen_q",
             "fragment_column() == 0", "forward"),
     _mutant("lse without its stride", F, "g_lse[row * params.lse.row_stride]", "g_lse[row]", "forward far"),
     _mutant("rows of out up to seqlen_k", F,
-            "params.out.row_stride, first_row,\n                                 params.seqlen_q);",
-            "params.out.row_stride, first_row,\n                                 params.seqlen_k);", "forward"),
+            "                                 first_row, seqlen_q);",
+            "                                 first_row, params.seqlen_k);", "forward"),
     _mutant("V is read past kv_lengths", F, "params.v.row_stride, tiles.at(n_block) * kBlockN, key_stop);",
             "params.v.row_stride, tiles.at(n_block) * kBlockN, params.seqlen_k);", "forward lengths"),
     _mutant("V by the stride of K", F, "g_v, params.v.row_stride", "g_v, params.k.row_stride", "forward"),
@@ -651,30 +683,30 @@ MUTANTS = (
     _mutant("the mask is not looked at in full tiles", "schedule.cuh",
             "  if constexpr (kHasMask) full_stop = full_start;\n", "", "forward terms"),
     _mutant("the first queries that see a key are left out", "schedule.cuh",
-            "start = at_least_zero(first_key - params.right_offset) / kBlockM;",
-            "start = ceil_div(at_least_zero(first_key - params.right_offset), kBlockM);", "backward window"),
+            "start = at_least_zero(first_key - right_offset) / kBlockM;",
+            "start = ceil_div(at_least_zero(first_key - right_offset), kBlockM);", "backward window"),
     _mutant("queries on the diagonal are taken for full", "schedule.cuh",
-            "full_start = ceil_div(at_least_zero(last_key - params.right_offset), kBlockM);",
-            "full_start = ceil_div(at_least_zero(first_key - params.right_offset), kBlockM);", "backward window"),
+            "full_start = ceil_div(at_least_zero(last_key - right_offset), kBlockM);",
+            "full_start = ceil_div(at_least_zero(first_key - right_offset), kBlockM);", "backward window"),
     _mutant("the last queries of the window are left out", "schedule.cuh",
-            "at_least_zero(last_key - params.left_offset + 1), kBlockM)",
-            "at_least_zero(last_key - params.left_offset + 1) - 1, kBlockM)", "backward window"),
+            "at_least_zero(last_key - left_offset + 1), kBlockM)",
+            "at_least_zero(last_key - left_offset + 1) - 1, kBlockM)", "backward window"),
     _mutant("queries at the window's edge are taken for full", "schedule.cuh",
-            "at_least_zero(first_key - params.left_offset + 1) / kBlockM",
-            "at_least_zero(last_key - params.left_offset + 1) / kBlockM", "backward window"),
+            "at_least_zero(first_key - left_offset + 1) / kBlockM",
+            "at_least_zero(last_key - left_offset + 1) / kBlockM", "backward window"),
     _mutant("keys past kv_lengths get gradients", "schedule.cuh", "if (kHasMask || last_key >= key_stop)",
             "if (kHasMask)", "backward lengths"),
     _mutant("tiles of hidden keys are computed", "schedule.cuh", "  if (first_key >= key_stop) stop = 0;\n", "",
             "backward lengths", escapes="every weight in them is zero: time lost, nothing else"),
     _mutant("tiles in reverse start one too late", "schedule.cuh", "last_first ? num_blocks - 1 - block",
             "last_first ? num_blocks - block", "forward window"),
-    _mutant("only the first batch entry has blocks", "schedule.cuh", "const u32 heads = num_heads * params.batch;",
-            "const u32 heads = num_heads;", "forward"),
-    _mutant("kv_lengths are not clamped", "schedule.cuh", "length < params.seqlen_k ? (int)length : params.seqlen_k;",
+    _mutant("only the first batch entry has blocks", "schedule.cuh", "? num_heads : num_heads * params.batch;",
+            "? num_heads : num_heads;", "forward"),
+    _mutant("kv_lengths are not clamped", "sequences.cuh", "length < params.seqlen_k ? (int)length : params.seqlen_k;",
             "(int)length;", "forward wild lengths"),
-    _mutant("64-bit lengths are read as 32-bit ones", "schedule.cuh", "((const i64*)params.kv_lengths)",
+    _mutant("64-bit lengths are read as 32-bit ones", "sequences.cuh", "((const i64*)params.kv_lengths)",
             "((const i32*)params.kv_lengths)", "forward lengths"),
-    _mutant("kv_lengths without their stride", "schedule.cuh",
+    _mutant("kv_lengths without their stride", "sequences.cuh",
             "((const i32*)params.kv_lengths)[batch * params.kv_lengths_stride];",
             "((const i32*)params.kv_lengths)[batch];", "forward flipped"),
     # ---- Scores
@@ -881,8 +913,8 @@ MUTANTS = (
     _mutant("the output before is overwritten", F90,
             "      if (elected) ptx::bulk_wait_read<0>();\n      sync_consumer(consumer);",
             "      sync_consumer(consumer);", "sm90", "sm90 parts"),
-    _mutant("the second part of the output in place of the first", F90, "consumer * 64, head, batch, kFirst);",
-            "consumer * 64, head, batch);",
+    _mutant("the second part of the output in place of the first", F90, "entry_of(batch), kFirst);",
+            "entry_of(batch));",
             "sm90 parts"),
     _mutant("the block ends before the output has left", F90, "  if (elected) ptx::bulk_wait<0>();\n", "", "sm90"),
     _mutant("barriers unknown to the copy engine", "pipeline.cuh", "      ptx::fence_barrier_init();\n", "", "sm90"),
@@ -935,10 +967,10 @@ MUTANTS = (
             "s_q = shared.q + query.stage * kBytesQ +", "s_q = shared.q +", "sm90"),
     _mutant("consumers share the room of the output", F90, "s_out = shared.out + consumer * 64 * kLineBytes;",
             "s_out = shared.out;", "sm90"),
-    _mutant("consumers store to the same rows", F90, "s_out, tile.first_row + consumer * 64, head, batch, kFirst);",
-            "s_out, tile.first_row, head, batch, kFirst);", "sm90"),
-    _mutant("half of a consumer's queries decide", "schedule.cuh", "min_of(first + 64, params.seqlen_q) - 1",
-            "min_of(first + 32, params.seqlen_q) - 1", "sm90 causal", "sm90 window"),
+    _mutant("consumers store to the same rows", F90, "s_out, tile.query_start + first_row, head,",
+            "s_out, tile.query_start + tile.first_row, head,", "sm90"),
+    _mutant("half of a consumer's queries decide", "schedule.cuh", "min_of(first + 64, seqlen_q) - 1",
+            "min_of(first + 32, seqlen_q) - 1", "sm90 causal", "sm90 window"),
     _mutant("a turn is given to itself", ROLES, "ptx::arrive_named(kTurn + (consumer + 1) % kConsumers, 256);",
             "ptx::arrive_named(kTurn + consumer, 256);", "sm90"),
     _mutant("O of the tile of S", F90, "multiply_o(before);", "multiply_o(key);", "sm90"),
@@ -965,7 +997,7 @@ MUTANTS = (
     _mutant("the left edge of the window is not masked", F90,
             "n_block >= keys.start; --n_block) step(Constant<true>{});",
             "n_block >= keys.start; --n_block) step(Constant<false>{});", "sm90 window"),
-    _mutant("lse of rows that are not there", ROLES, "fragment_column() == 0 && half_row < params.seqlen_q",
+    _mutant("lse of rows that are not there", ROLES, "fragment_column() == 0 && half_row < seqlen_q",
             "fragment_column() == 0", "sm90"),
     # ---- ... maxima that are found late
     _mutant("the product is done again on the first stage", F90,
@@ -1134,7 +1166,8 @@ MUTANTS = (
     _mutant("gradients are not fenced", B90,
             "  ptx::fence_async_proxy();\n  ptx::sync_named(kConsumer + consumer, 128);",
             "  ptx::sync_named(kConsumer + consumer, 128);", "backward sm90"),
-    _mutant("zeros of K and V unfenced", B90, "          ptx::fence_async_proxy();\n        }\n", "        }\n",
+    _mutant("zeros of K and V unfenced", B90,
+            "(shared.v, valid, thread);\n          ptx::fence_async_proxy();\n", "(shared.v, valid, thread);\n",
             "backward sm90 lengths"),
     _mutant("P is read before it is there", B90,
             "      if constexpr (!makes_dv) shared.p_ring.full(p_at).wait(p_at.parity);\n", "", "backward sm90 roles"),
@@ -1344,11 +1377,11 @@ MUTANTS = (
     _mutant("rows of pieces' dK taken for pairs", REDUCE, "kPlainFragments ? Order::kPlain : Order::kPairedColumns",
             "Order::kPairedColumns", "backward pieces split"),
     # ---- Sinks, and the gradient of lse
-    _mutant("the sink is forgotten", F, "if constexpr (kHasSinks) softmax.add_sinks", "if (false) softmax.add_sinks",
+    _mutant("the sink is forgotten", F, "if (kHasSinks && !is_left_over(params, batch))", "if (false)",
             "forward sinks"),
     _mutant("the sink in natural units", F, "sink_of(params, head) * kExponentOfE", "sink_of(params, head)",
             "forward sinks"),
-    _mutant("the sink is forgotten", F90, "if constexpr (kHasSinks) softmax.add_sinks", "if (false) softmax.add_sinks",
+    _mutant("the sink is forgotten", F90, "if (kHasSinks && !is_left_over(common, batch))", "if (false)",
             "sm90 sinks"),
     _mutant("the sink of the first head", F90, "sink_of(common, head)", "sink_of(common, 0)", "sm90 sinks"),
     _mutant("the sink of a key/value head", F32, "sink_of(common, head)", "sink_of(common, tile.head_kv)",
@@ -1373,7 +1406,7 @@ MUTANTS = (
             "backward sinks"),
     _mutant("the gradient of a sink has the other sign", SINKS, "sum -= exponential", "sum += exponential",
             "backward sinks"),
-    _mutant("rows of the first batch entry alone", SINKS, "(i64)params.batch * params.seqlen_q", "params.seqlen_q",
+    _mutant("rows of the first batch entry alone", SINKS, "(i64)(kIsPacked ? 1 : params.batch) * rows", "rows",
             "backward sinks"),
     _mutant("pairs of statistics taken for single ones", SINKS, "(kPairsStats ? row / 2 * 4 + row % 2 : row * 2)",
             "row * 2", "backward sm90 sinks"),
@@ -1435,8 +1468,17 @@ MUTANTS = (
             "dbias"),
     _mutant("dbias without the stride of heads", SCORES_TILES, "tile.head * dbias.head_stride + ", "", "dbias"),
     _mutant("parts of one batch entry after the other", SCORES_TILES,
-            "((i64)quantity * params.num_heads + head) * params.batch + batch;",
-            "((i64)quantity * params.batch + batch) * params.num_heads + head;", "sums of heads"),
+            "i64 tile = (of_head * params.batch + batch) * num_m_blocks + m_block;",
+            "i64 tile = ((i64)(quantity * params.batch + batch) * params.num_heads + head) * num_m_blocks + m_block;",
+            "sums of heads"),
+    _mutant("sums of one sequence over those of another", SCORES_TILES,
+            "first_place_of_queries(params, batch, kBlockM) + m_block;", "m_block;", "packed sums"),
+    _mutant("sums at places without a tile", SCORES_TILES, "num_n_blocks = has_queries(params, work) ? ",
+            "num_n_blocks = true ? ", "packed sums", escapes="rows that do not exist have no weights"),
+    _mutant("every sequence has the longest range of keys", SCORES_TILES, "left = num_n_blocks;\n      return;",
+            "left = ceil_div(params.seqlen_k, kBlockN);\n      return;", "packed sums"),
+    _mutant("slopes of the next sequence too", SCORES_REDUCE, "sums_partials_of(params, 0, head, batch + 1, 0) - parts",
+            "sums_partials_of(params, 0, head, batch + 2, 0) - parts", "packed sums"),
     _mutant("the first share alone", SCORES_REDUCE, "split < params.score_splits", "split < 1", "dbias shared"),
     _mutant("slopes of the first batch entry", SCORES_REDUCE, "kSumsBatch ? of_head : of_entry", "of_entry",
             "sums of heads"),
@@ -1510,6 +1552,71 @@ MUTANTS = (
             "dropout backward"),
     _mutant("they keep what they have got", DROPOUT, "kept.word[2 + i] = odd ? own : got;", "kept.word[2 + i] = got;",
             "dropout backward"),
+    # ---- Packed sequences
+    _mutant("starts are not clamped", SEQUENCES, "return start < total ? start : total;", "return start;",
+            "packed wild"),
+    _mutant("negative starts are not clamped", SEQUENCES, "at_least_zero(((const i32*)cu_seqlens)[sequence * stride])",
+            "((const i32*)cu_seqlens)[sequence * stride]", "packed negative"),
+    _mutant("no rows are left", SEQUENCES, "if (sequence > params.batch) return total;", "", "packed"),
+    _mutant("the rows that are left see keys", SEQUENCES,
+            "is_left_over(params, batch) ? 0 : seqlen_k_of(params, batch);", "seqlen_k_of(params, batch);",
+            "packed", "packed sm90"),
+    _mutant("sequences have the diagonal of the last rows", SEQUENCES,
+            "return seqlen_k_of(params, batch) - seqlen_q_of(params, batch);",
+            "return params.seqlen_k - params.seqlen_q;", "packed"),
+    _mutant("top left aligns the ends", SEQUENCES, "if constexpr (kAlignsEnds) return",
+            "if constexpr (kIsPacked) return", "packed top left"),
+    _mutant("all sequences have the first keys", SEQUENCES, "params.cu_seqlens_k_stride, params.seqlen_k, batch);",
+            "params.cu_seqlens_q_stride, params.seqlen_k, 0);", "packed"),
+    _mutant("places for tiles meet", "schedule.cuh", "return query_start_of(params, batch) / rows + batch;",
+            "return query_start_of(params, batch) / rows;", "packed", "packed backward"),
+    _mutant("one place too few", "schedule.cuh", "seqlen / rows + params.batch + 1", "seqlen / rows + params.batch",
+            "packed", "packed backward"),
+    _mutant("the search ends a sequence too early", "schedule.cuh", "high = params.batch + 1;", "high = params.batch;",
+            "packed"),
+    _mutant("tiles that there are not", "schedule.cuh",
+            "if (from_start * kUnitRows >= seqlen_q_of(params, current.batch)) continue;", "", "packed sm90"),
+    _mutant("the second tile of a pair is left out", "schedule.cuh",
+            "      current.block = from_start;\n      return;\n", "", "packed sm90"),
+    _mutant("pairs of the tiles of all sequences", "schedule.cuh",
+            "num_m_blocks = ceil_div(seqlen_q_of(params, current.batch), kBlockM);",
+            "num_m_blocks = ceil_div(params.seqlen_q, kBlockM);", "packed sm90"),
+    _mutant("turns of the wrong tile", "backward.cuh", "first_place_of_queries(params, batch, kBlockM) + m_block;",
+            "query_start_of(params, batch) / kBlockM + m_block;", "packed backward", "packed backward sm90 in turn"),
+    _mutant("statistics of the first sequence", "backward.cuh",
+            "(i64)first_place_of_queries(params, batch, kStatsBlock) * kStatsBlock;", "0;", "packed deterministic"),
+    _mutant("parts of the first sequence", "backward.cuh", "first_place_of_keys(params, batch, kBlockN) + n_block;",
+            "n_block;", "packed backward split"),
+    _mutant("overlap is not noticed", "backward.cuh", "return ptx::any_lane(decrease);", "return false;",
+            "packed wild"),
+    _mutant("overlap waits all the same", WALK, "if (*overlap_of(params, num_m_blocks)) num_steps = 0;", "",
+            "packed wild"),
+    _mutant("rows that are left have weights", DELTA, "is_left_over(params, batch) ? 0 : seqlen_q_of(params, batch);",
+            "seqlen_q_of(params, batch);", "packed backward", escapes="they see no keys, and their lse is -inf"),
+    _mutant("queries of the next sequence", F90, "zero_last_of_64<kBlockM, kDim>(s_q, row_stop, thread);", "",
+            "packed sm90 full", escapes="only when sums are rescaled; test_neighbours_change_nothing has that"),
+    _mutant("zeros of Q unfenced", F90, "(s_q, row_stop, thread);\n        ptx::fence_async_proxy();\n",
+            "(s_q, row_stop, thread);\n", "packed sm90 full"),
+    _mutant("Q from the start of the array", F90, "params.q, q_full, tile.query_start + tile.first_row,",
+            "params.q, q_full, tile.first_row,", "packed sm90"),
+    _mutant("the next sequence's rows are written", F90, "if (kIsPacked && row_stop < 64) {", "if (false) {",
+            "packed sm90 full"),
+    _mutant("one row too few is stored", TILES90, "i < count * kPieces; i += 128",
+            "i + kPieces < count * kPieces; i += 128", "packed sm90 full"),
+    _mutant("rows are stored without their swizzle", TILES90, "(piece % 8 * 16 ^ row % 8 * 16)", "piece % 8 * 16",
+            "packed sm90 full"),
+    _mutant("dO of the next sequence", B90, "          zero_last_of_64<kBlockM, kDimV>(s_do, valid, thread);\n", "",
+            "packed backward sm90"),
+    _mutant("Q of the next sequence", B90, "          zero_last_of_64<kBlockM, kDim>(s_q, valid, thread);\n", "",
+            "packed backward sm90 roles"),
+    _mutant("zeros of Q and dO unfenced", B90, "(s_do, valid, thread);\n          ptx::fence_async_proxy();\n",
+            "(s_do, valid, thread);\n", "packed backward sm90"),
+    _mutant("the other consumer does not wait for zeros", B90,
+            "        ptx::sync_named(kAll, kConsumerThreads);\n      }\n    }\n    if constexpr (makes_dv)",
+            "      }\n    }\n    if constexpr (makes_dv)", "packed backward sm90"),
+    _mutant("dk over the next sequence", B90,
+            "const int rows = kIsPacked ? seqlen_k_of(common, batch) - first_key : 64;", "const int rows = 64;",
+            "packed backward sm90 in turn window"),
     _mutant("weights are not marked", DROPOUT, "kept.keeps(n, i) ? weight[n][i] : -weight[n][i];", "weight[n][i];",
             "dropout backward sm90"),
     _mutant("marked weights are negative", DROPOUT, "return fabsf(weight) *", "return weight *",
@@ -1595,18 +1702,17 @@ MUTANTS = (
             "source = head.row", "forward short table"),
     _mutant("columns of a looked up row from the first on", "copy.cuh", "first_row + row + i) + column;",
             "first_row + row + i);", "forward pages"),
-    _mutant("the diagonal does not follow lengths", "schedule.cuh",
+    _mutant("the diagonal does not follow lengths", SEQUENCES,
             "return key_stop_of(params, batch) - params.seqlen_k;", "return 0;", "forward pages"),
-    _mutant("the diagonal follows lengths that are aligned to the top left", "schedule.cuh",
-            "if constexpr (!kFollowsLengths) return 0;", "if constexpr (kPageSize == 0) return 0;",
-            "forward top left pages"),
+    _mutant("the diagonal follows lengths that are aligned to the top left", SEQUENCES,
+            "if constexpr (kFollowsLengths) return", "if constexpr (kPageSize != 0) return", "forward top left pages"),
     _mutant("tiles of the diagonal of all keys", "schedule.cuh",
             "const int right_offset = right_offset_of(params, batch);",
             "const int right_offset = params.right_offset;", "forward pages"),
-    _mutant("the mask of the diagonal of all keys", "mask.cuh", "right_offset_of(params, batch)",
-            "params.right_offset", "forward pages"),
-    _mutant("slopes from the diagonal of all keys", "score.cuh", "diagonal_of(params, batch)", "params.diagonal",
-            "forward top left pages", "forward strided pages"),
+    _mutant("the mask of the diagonal of all keys", "mask.cuh",
+            "params.right_offset + own_diagonal", "params.right_offset", "forward pages"),
+    _mutant("slopes from the diagonal of all keys", "score.cuh", "params.diagonal + own_diagonal",
+            "params.diagonal", "forward top left pages", "forward strided pages"),
     _mutant("the page of the first box for all", KEYS, "key < key_stop ? pages.page_of(key)",
             "key < key_stop ? pages.page_of(n_block * kBlockN)", "decode pages"),
     _mutant("boxes without keys are looked up", KEYS,
@@ -1617,7 +1723,7 @@ MUTANTS = (
     _mutant("boxes in one place", KEYS, "(c * kBlockN + i * kBoxRows) * kLineBytes", "c * kBlockN * kLineBytes",
             "decode pages"),
     _mutant("every box from the start of its page", KEYS,
-            "const int row = Pages::row_in_page(n_block * kBlockN + i * kBoxRows);",
+            "const int row = Pages::row_in_page(first_key + i * kBoxRows);",
             "const int row = 0;", "decode large pages"),
     _mutant("boxes of a page behind each other", KEYS, "(c * kBlockN + i * kBoxRows)", "(c * kBlockN + i * 16)",
             "decode pages"),

@@ -66,6 +66,7 @@ def test_every_argument_of_the_interface_is_among_them():
         "seed",
         "offset",
         "block_size",
+        "cu_seqlens_k",
     }
     assert parameters - others <= {option.name for option in OPTIONS}
 
@@ -90,8 +91,10 @@ def test_on_the_cpu(setting):
         pairs.assert_as_recorded("cpu", setting, pass_, pairs.by_interface(lambda x: x))
 
 
-# One that is served, and so has no pages.
-MANY = max((x for x in SETTINGS if "block_table" not in x.names), key=lambda setting: len(setting.names))
+# One that is served, and so has neither pages nor packed sequences.
+MANY = max(
+    (x for x in SETTINGS if not {"block_table", "cu_seqlens_q"} & {*x.names}), key=lambda setting: len(setting.names)
+)
 
 
 def refusing(*names):

@@ -1,0 +1,82 @@
+"""Packed sequences on NumPy arrays: each is a problem of its own, on views of the rows that are its own.
+
+The CPU path computes one sequence on all cores where it is long enough for that, and short ones side by side.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuflash.problem import Problem, value_error
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One of the packed sequences."""
+
+    index: int
+    problem: Problem
+    rows: slice
+    keys: slice
+
+    def of_rows(self, array: Array, name: str) -> Array:
+        """The part of the 3-D array `name`, or of the 2-D array lse or dlse, that is this sequence's."""
+        part = self.keys if name.removeprefix("d") in ("k", "v") else self.rows
+        return array[part] if array.ndim == 3 and self.problem.layout == "bshd" else array[:, part]
+
+    def slopes(self, alibi_slopes: Array | None) -> Array | None:
+        """Slopes of the heads of this sequence."""
+        return alibi_slopes if alibi_slopes is None or alibi_slopes.ndim == 1 else alibi_slopes[self.index]
+
+
+def sequences(problem: Problem, cu_seqlens_q: Array, cu_seqlens_k: Array) -> Iterator[Sequence]:
+    """The packed sequences of a problem, in order."""
+    rows, keys = (itertools.pairwise(cu.tolist()) for cu in (cu_seqlens_q, cu_seqlens_k))
+    for index, ((q0, q1), (k0, k1)) in enumerate(zip(rows, keys, strict=True)):
+        yield Sequence(index, problem.of_sequence(q1 - q0, k1 - k0), slice(q0, q1), slice(k0, k1))
+
+
+def check_starts(problem: Problem, cu_seqlens_q: Array, cu_seqlens_k: Array) -> None:
+    """Raise ValueError unless both begin with 0, never decrease, and stay within the rows that there are."""
+    for name, cu, total in (
+        ("cu_seqlens_q", cu_seqlens_q, problem.seqlen_q),
+        ("cu_seqlens_k", cu_seqlens_k, problem.seqlen_k),
+    ):
+        if cu[0] != 0:
+            raise value_error(name, f"a first entry {cu[0]}", "0")
+        falls = np.flatnonzero(cu[1:] < cu[:-1])
+        if falls.size:
+            at = int(falls[0])
+            raise value_error(name, f"an entry {cu[at + 1]} behind {cu[at]}", "entries that do not decrease")
+        if cu[-1] > total:
+            raise value_error(name, f"a last entry {cu[-1]}", f"at most {total}, the length of the axis of sequences")
+
+
+def for_each(
+    every: list[Sequence],
+    work: Callable[[Sequence], None],
+    flops: Callable[[Problem], int],
+    threads: int,
+    serial: float,
+) -> None:
+    """Call `work` for every sequence; for those of fewer than `serial` operations on as many threads."""
+    short = [sequence for sequence in every if flops(sequence.problem) < serial]
+    for sequence in every:
+        if flops(sequence.problem) >= serial:
+            work(sequence)
+    if threads == 1 or len(short) < 2:
+        for sequence in short:
+            work(sequence)
+        return
+    with ThreadPoolExecutor(min(threads, len(short))) as pool:
+        for _ in pool.map(work, short):
+            pass

@@ -1,0 +1,73 @@
+// What a batch entry is made of: its queries and keys, and how they line up.
+//
+// Packed sequences lie one behind the other in the one entry of the arrays. cu_seqlens_q and cu_seqlens_k have the row
+// that each starts with, and the row behind the last one. Here one more comes behind those, number params.batch, of the
+// rows that are left: they see no keys, and no query sees them. Starts are clamped to the rows that there are, so that
+// whatever they are nothing else is touched.
+#pragma once
+#include "config.cuh"
+#include "params.cuh"
+
+CUFLASH_DEVICE int at_least_zero(int a) { return a > 0 ? a : 0; }
+
+// The first row of a packed sequence, among `total`; that of the one behind params.batch is `total`.
+CUFLASH_DEVICE int start_of(const Params& params, const void* cu_seqlens, i64 stride, int total, int sequence) {
+  if (sequence == 0) return 0;
+  if (sequence > params.batch) return total;
+  const int start = at_least_zero(((const i32*)cu_seqlens)[sequence * stride]);
+  return start < total ? start : total;
+}
+
+// Where the rows of a batch entry start along the axis of rows, and how many they are.
+CUFLASH_DEVICE int query_start_of(const Params& params, int batch) {
+  if constexpr (!kIsPacked) return 0;
+  return start_of(params, params.cu_seqlens_q, params.cu_seqlens_q_stride, params.seqlen_q, batch);
+}
+CUFLASH_DEVICE int key_start_of(const Params& params, int batch) {
+  if constexpr (!kIsPacked) return 0;
+  return start_of(params, params.cu_seqlens_k, params.cu_seqlens_k_stride, params.seqlen_k, batch);
+}
+CUFLASH_DEVICE int seqlen_q_of(const Params& params, int batch) {
+  if constexpr (!kIsPacked) return params.seqlen_q;
+  return at_least_zero(query_start_of(params, batch + 1) - query_start_of(params, batch));
+}
+CUFLASH_DEVICE int seqlen_k_of(const Params& params, int batch) {
+  if constexpr (!kIsPacked) return params.seqlen_k;
+  return at_least_zero(key_start_of(params, batch + 1) - key_start_of(params, batch));
+}
+// Which entry of the arrays it is in.
+CUFLASH_DEVICE int entry_of(int batch) { return kIsPacked ? 0 : batch; }
+// Whether it is the rows that belong to no sequence.
+CUFLASH_DEVICE bool is_left_over(const Params& params, int batch) { return kIsPacked && batch == params.batch; }
+
+// Keys [0, key_stop) exist: all, or less where kv_lengths says so.
+CUFLASH_DEVICE int key_stop_of(const Params& params, int batch) {
+  if constexpr (kIsPacked) return is_left_over(params, batch) ? 0 : seqlen_k_of(params, batch);
+  if constexpr (kKvLengthsBytes == 0) return params.seqlen_k;
+  i64 length;
+  if constexpr (kKvLengthsBytes == 8)
+    length = ((const i64*)params.kv_lengths)[batch * params.kv_lengths_stride];
+  else
+    length = ((const i32*)params.kv_lengths)[batch * params.kv_lengths_stride];
+  return length < 0 ? 0 : length < params.seqlen_k ? (int)length : params.seqlen_k;
+}
+// Whether tiles of keys may hold other rows behind key_stop, which hidden weights of 0 must not meet: there may be NaN.
+constexpr bool kHidesLastKeys = kKvLengthsBytes != 0 || kIsPacked;
+
+// What the diagonal of a batch entry adds to params.diagonal, right_offset and left_offset, which are of seqlen_k keys, or
+// of no sequence in particular.
+CUFLASH_DEVICE int own_diagonal_of(const Params& params, int batch) {
+  if constexpr (kAlignsEnds) return seqlen_k_of(params, batch) - seqlen_q_of(params, batch);
+  if constexpr (kFollowsLengths) return key_stop_of(params, batch) - params.seqlen_k;
+  return 0;
+}
+// Query i stands at key position i + diagonal, sees keys up to i + right_offset, and from i + left_offset on.
+CUFLASH_DEVICE int diagonal_of(const Params& params, int batch) {
+  return params.diagonal + own_diagonal_of(params, batch);
+}
+CUFLASH_DEVICE int right_offset_of(const Params& params, int batch) {
+  return params.right_offset + own_diagonal_of(params, batch);
+}
+CUFLASH_DEVICE int left_offset_of(const Params& params, int batch) {
+  return params.left_offset + own_diagonal_of(params, batch);
+}

@@ -1,0 +1,173 @@
+"""Packed sequences of different lengths: each is what it would be alone, in the oracle and on the CPU."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import cuflash
+import cuflash.testing as ct
+from cuflash import cpu, reference
+from cuflash.packed import sequences
+from cuflash.problem import make_problem
+
+FEATURES = ("causal", "window", "softcap", "scale", "alibi_slopes", "gqa", "head_dim_v", "sinks", "dlse", "packed")
+packed = ct.cases(features=FEATURES, ndims=(3,), max_scores=2**14, min_seqlen=0).filter(lambda c: c.cu_seqlens_q)
+SMALL = ct.Case(
+    seqlen_q=9, seqlen_k=11, head_dim=4, num_heads=2, cu_seqlens_q=(0, 3, 3, 8), cu_seqlens_k=(0, 4, 6, 10), causal=True
+)
+
+
+def alone(problem, arrays, one):
+    """The problem and the arrays of one sequence by itself."""
+    own = {name: one.of_rows(arrays[name], name) for name in ("q", "k", "v", "dout", "dlse") if name in arrays}
+    own |= {"sinks": arrays["sinks"]} if "sinks" in arrays else {}
+    own |= {"alibi_slopes": one.slopes(arrays["alibi_slopes"])} if "alibi_slopes" in arrays else {}
+    return own
+
+
+@given(packed)
+def test_the_oracle_is_that_of_each_sequence(case):
+    """Against the oracle of plain problems, with the options that the caller gave."""
+    arrays = case.arrays()
+    keywords = ct.optional(arrays)
+    out, lse = reference.forward(case.problem, *(arrays[name] for name in "qkv"), **keywords)
+    need = ct.gradients_of(case.problem)
+    operands = [arrays[name] for name in ("dout", "q", "k", "v")]
+    gradients = reference.backward(case.problem, *operands, **ct.optional_backward(arrays), need=need)
+    sums = dict(zip(need, gradients, strict=True))
+    results = {name: sums.pop(name) for name in ("dq", "dk", "dv")} | {"out": out, "lse": lse}
+    by_sequence = {name: [np.zeros(x.shape[-1:])] for name, x in sums.items()}
+    rows, keys = np.ones(case.seqlen_q, bool), np.ones(case.seqlen_k, bool)
+    for one in sequences(case.problem, arrays["cu_seqlens_q"], arrays["cu_seqlens_k"]):
+        own = alone(case.problem, arrays, one)
+        problem = make_problem(case.options, *(own[name] for name in "qkv"), **ct.optional(own))
+        expected = dict(zip(("out", "lse"), reference.forward(problem, **_without(own, "dout", "dlse")), strict=True))
+        expected |= zip(need, reference.backward(problem, **own, need=need), strict=True)
+        for name in sums:
+            by_sequence[name].append(expected.pop(name))
+        for name, x in expected.items():
+            np.testing.assert_array_equal(one.of_rows(results[name], name), x)
+        rows[one.rows] = keys[one.keys] = False
+    for name, x in sums.items():
+        total = by_sequence[name][1:] if x.ndim == 2 else np.sum(by_sequence[name], axis=0)
+        np.testing.assert_allclose(x, np.reshape(total, x.shape), rtol=1e-11, atol=1e-11)
+    left = {name: keys if name in ("dk", "dv") else rows for name in results}
+    for name, x in results.items():
+        axis = 0 if x.ndim == 3 and case.layout == "bshd" else 1
+        assert np.all(np.compress(left[name], x, axis=axis) == (-np.inf if name == "lse" else 0))
+
+
+def _without(arrays, *names):
+    return {name: x for name, x in arrays.items() if name not in names}
+
+
+@given(packed)
+def test_the_cpu_path(case):
+    def attention(q, k, v, **keywords):
+        options, arrays = _split(keywords)
+        return cuflash.FlashAttention(**options).forward(q, k, v, **arrays)
+
+    def gradients(dout, q, k, v, dlse=None, **keywords):
+        options, arrays = _split(keywords)
+        attn = cuflash.FlashAttention(**options)
+        need = ("dq", "dk", "dv", "dsinks") if case.sinks else ("dq", "dk", "dv")
+        return attn.backward(dout, q, k, v, *attn.forward(q, k, v, **arrays), **arrays, dlse=dlse, need=need)
+
+    ct.check(attention, case, gradients=gradients)
+
+
+@given(packed)
+def test_every_gradient_on_the_cpu(case):
+    arrays, need = case.arrays(), ct.gradients_of(case.problem)
+    inputs, keywords = [arrays[name] for name in "qkv"], ct.optional(arrays)
+    out, lse = cpu.forward(case.problem, *inputs, **keywords)
+    keywords = ct.optional_backward(arrays) | {"need": need}
+    gradients = cpu.backward(case.problem, arrays["dout"], *inputs, out, lse, **keywords)
+    ct.assert_backward(case, **dict(zip(need, gradients, strict=True)))
+
+
+def _split(keywords):
+    arrays = {name: x for name, x in keywords.items() if name in (*ct.OPTIONAL_ARRAYS, "seed", "offset")}
+    return _without(keywords, *arrays), arrays
+
+
+@settings(max_examples=20)
+@given(ct.cases(features=(*FEATURES, "dropout"), ndims=(3,), max_scores=2**12).filter(lambda c: c.cu_seqlens_q))
+def test_dropout_counts_sequences_as_batch_entries(case):
+    case = dataclasses.replace(case, dropout=0.5, num_heads_kv=case.num_heads)
+    arrays = case.arrays()
+    out, lse = cpu.forward(case.problem, *(arrays[x] for x in "qkv"), **ct.optional(arrays), **case.random)
+    ct.assert_forward(case, out, lse)
+
+
+def test_neighbours_change_nothing():
+    arrays = SMALL.arrays()
+    attn = cuflash.FlashAttention(causal=True)
+    starts = {name: arrays[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    qkv = [arrays[name] for name in "qkv"]
+    out, lse = attn.forward(*qkv, **starts)
+    before = (out, lse, *attn.backward(arrays["dout"], *qkv, out, lse, **starts))
+    for name in ("q", "k", "v", "dout"):
+        own = slice(3, 8) if name in ("q", "dout") else slice(6, 10)
+        kept = arrays[name][:, own].copy()
+        arrays[name][...] = np.nan
+        arrays[name][:, own] = kept
+    out, lse = attn.forward(*qkv, **starts)
+    after = (out, lse, *attn.backward(arrays["dout"], *qkv, out, lse, **starts))
+    for x, y, own in zip(before, after, [slice(3, 8)] * 3 + [slice(6, 10)] * 2, strict=True):
+        np.testing.assert_array_equal(x[:, own], y[:, own])
+
+
+def test_long_and_short_sequences_at_once():
+    """Long ones are shared by all threads, short ones computed side by side."""
+    case = ct.Case(
+        seqlen_q=1300, seqlen_k=1300, head_dim=32, num_heads=2, sinks=True, dlse=True,
+        cu_seqlens_q=(0, 1000, *range(1010, 1300, 10), 1300), cu_seqlens_k=(0, 1000, *range(1010, 1300, 10), 1300),
+    )  # fmt: skip
+    arrays = case.arrays()
+    qkv, keywords = [arrays[name] for name in "qkv"], ct.optional(arrays)
+    out, lse = cpu.forward(case.problem, *qkv, **keywords)
+    ct.assert_forward(case, out, lse)
+    ct.assert_backward(
+        case, *cpu.backward(case.problem, arrays["dout"], *qkv, out, lse, **ct.optional_backward(arrays))
+    )
+
+
+STARTS = np.array([0, 3, 8], np.int32)
+BAD = [
+    ({"cu_seqlens_k": None}, ValueError, "cu_seqlens_k: got None"),
+    ({"cu_seqlens_q": None}, ValueError, "cu_seqlens_q: got None"),
+    ({"cu_seqlens_q": STARTS.astype(np.int64)}, TypeError, "cu_seqlens_q: got dtype int64, expected int32"),
+    ({"cu_seqlens_k": STARTS[:0]}, ValueError, "cu_seqlens_k: got shape (0,)"),
+    ({"cu_seqlens_k": STARTS[None]}, ValueError, "cu_seqlens_k: got shape (1, 3)"),
+    ({"cu_seqlens_k": STARTS[:2]}, ValueError, "cu_seqlens_k: got shape (2,), expected (3,)"),
+    ({"cu_seqlens_q": STARTS + 1}, ValueError, "cu_seqlens_q: got a first entry 1, expected 0"),
+    ({"cu_seqlens_q": np.array([0, 4, 2], np.int32)}, ValueError, "cu_seqlens_q: got an entry 2 behind 4"),
+    ({"cu_seqlens_k": np.array([0, 4, 9], np.int32)}, ValueError, "cu_seqlens_k: got a last entry 9, expected at most"),
+    ({"cu_seqlens_q": [0, 3, 8]}, TypeError, "cu_seqlens_q: got list"),
+    ({"alibi_slopes": np.ones((3, 2), np.float32)}, ValueError, "(batch, num_heads) = (2, 2)"),
+    ({"bias": np.zeros((8, 8), np.float32)}, NotImplementedError, "bias: got it together with cu_seqlens_q"),
+    ({"mask": np.zeros((8, 8), bool)}, NotImplementedError, "mask: got it together with cu_seqlens_q"),
+    ({"block_mask": np.ones((1, 1), bool)}, NotImplementedError, "block_mask: got it together with cu_seqlens_q"),
+    ({"block_table": np.zeros((2, 1))}, NotImplementedError, "block_table: got it together with cu_seqlens_q"),
+    ({"kv_lengths": STARTS[1:]}, NotImplementedError, "kv_lengths: got it together with cu_seqlens_q"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changed", "kind", "words"), BAD, ids=[next(iter(b[0])) + str(i) for i, b in enumerate(BAD)])
+@pytest.mark.parametrize("method", ["forward", "plan", "compile"])
+def test_bad_inputs(changed, kind, words, method):
+    q = np.ones((2, 8, 4), np.float32)
+    keywords = {"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS} | changed
+    with pytest.raises(kind) as raised:
+        getattr(cuflash.FlashAttention(), method)(q, q, q, **keywords)
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (1, 2, 8, 4)])
+def test_packed_arrays_have_three_axes(shape):
+    q = np.ones(shape, np.float32)
+    with pytest.raises(ValueError, match=r"q: got a .-D array, expected 3-D"):
+        cuflash.attention(q, q, q, cu_seqlens_q=STARTS, cu_seqlens_k=STARTS)
