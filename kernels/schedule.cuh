@@ -24,8 +24,6 @@ CUFLASH_DEVICE Work schedule(const Params& params, u32 index, int num_blocks, in
   return {last_first ? num_blocks - 1 - block : block, (int)(head % num_heads), (int)(head / num_heads)};
 }
 
-CUFLASH_DEVICE constexpr int min_of(int a, int b) { return a < b ? a : b; }
-CUFLASH_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Tiles of `rows` rows of the `seqlen` rows of a head.
 //

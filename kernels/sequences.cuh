@@ -8,8 +8,6 @@
 #include "config.cuh"
 #include "params.cuh"
 
-CUFLASH_DEVICE int at_least_zero(int a) { return a > 0 ? a : 0; }
-
 // The first row of a packed sequence, among `total`; that of the one behind params.batch is `total`.
 CUFLASH_DEVICE int start_of(const Params& params, const void* cu_seqlens, i64 stride, int total, int sequence) {
   if (sequence == 0) return 0;
