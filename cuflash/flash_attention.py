@@ -412,10 +412,12 @@ class FlashAttention:
             As `forward` took them.
         out, lse : array
             As `forward` returned them.
-        bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, cu_seqlens_q, cu_seqlens_k : array, optional
+        bias, mask, kv_lengths, alibi_slopes, sinks, block_mask : array, optional
             As `forward` took them.
         block_table : array, optional
             Not served: gradients are those of contiguous keys and values.
+        cu_seqlens_q, cu_seqlens_k : array, optional
+            As `forward` took them.
         dlse : array, optional
             Gradient with respect to lse, of its shape and dtype, if anything was computed from lse. Rows whose lse is
             -inf get nothing from it.
@@ -449,18 +451,19 @@ class FlashAttention:
                 f"block_table: got {type(block_table).__name__}, expected None: gradients are not given in pages; "
                 "gather the pages of each batch entry into contiguous k and v and call forward and backward with these"
             )
-        required = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
         terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, None, cu_seqlens_q, cu_seqlens_k)
-        terms |= {"dlse": dlse}
-        inputs = required | terms
-        every = (dq, dk, dv, dbias, dalibi_slopes, dscale, dsoftcap, dsinks)
-        results = dict(zip(GRADIENTS, every, strict=True))
-        names = _needed(need, terms | {"softcap": self.options.softcap}, results)
-        results = {name: results[name] for name in names}
-        kind = _gradients_named(names)
+        inputs = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, **terms, "dlse": dlse}
+        results: dict[str, Array | None] = {"dq": dq, "dk": dk, "dv": dv}
+        kind: Callable[..., Any] = Gradients
+        if need is not DEFAULT_NEED or not (dbias is dalibi_slopes is dscale is dsoftcap is dsinks is None):
+            results |= {"dbias": dbias, "dalibi_slopes": dalibi_slopes, "dscale": dscale}
+            results |= {"dsoftcap": dsoftcap, "dsinks": dsinks}
+            names = _needed(need, terms | {"softcap": self.options.softcap}, results)
+            results, kind = {name: results[name] for name in names}, _gradients_named(names)
         random = self._random(seed, offset)
-        if interop.are_cupy(tuple(required.values()), (*terms.values(), *results.values())):
+        if interop.are_cupy((q, k, v, dout, out, lse), (*inputs.values(), *results.values())):
             return kind(*_gpu().backward(self.options, **inputs, **results, **random))
+        required = (*QKV, "dout", "out", "lse")
         borrowed = interop.borrow(inputs | results, required=required, written=results)
         if borrowed.kind == "cupy":
             computed = _gpu().backward(self.options, **borrowed.arrays, **random)
@@ -477,10 +480,10 @@ class FlashAttention:
                 name: of_softmax
                 if name in ("dscale", "dsoftcap")
                 else (arrays[name[1:]].shape, arrays[name[1:]].dtype.name)
-                for name in names
+                for name in results
             }
             _check_results(arrays, inputs, shapes)
-            computed = cpu.backward(problem, need=names, **arrays, **random)
+            computed = cpu.backward(problem, need=tuple(results), **arrays, **random)
         return kind(*map(borrowed.give_back, computed, results.values()))
 
     def plan(
@@ -675,6 +678,8 @@ class FlashAttention:
     def _random(self, seed: int | None, offset: int | None) -> dict[str, Any]:
         """Seed and offset of a call by name, checked; zeros where nothing is random and nobody gave them."""
         if not self.options.dropout:
+            if seed is None and offset is None:
+                return {"seed": 0, "offset": 0}
             seed, offset = (0 if x is None else x for x in (seed, offset))
         seed, offset = check_random(seed, offset)
         return {"seed": seed, "offset": offset}
@@ -808,8 +813,6 @@ def _checked_passes(passes: Collection[str]) -> Any:
 
 def _needed(need: Collection[str], given: dict[str, Any], results: dict[str, Array | None]) -> tuple[str, ...]:
     """The gradients that are wanted, in their order: those that are needed, or have an array to be written to."""
-    if need is DEFAULT_NEED and all(results[name] is None for name in GRADIENTS[len(DEFAULT_NEED) :]):
-        return DEFAULT_NEED
     if isinstance(need, str) or not isinstance(need, Collection):
         raise type_error("need", f"{type(need).__name__} {need!r}", "a collection of names of gradients")
     for name in need:
