@@ -116,19 +116,22 @@ FORWARD_TILES = (
 
 FORWARD_SM90_TILES = (
     #            max_dim  m    n   stages turns  keep  Q  serves
-    _forward_sm90(64,     128, 128, 2,    True,  True,  2, "whole blocks", _ARITHMETIC),
+    _forward_sm90(64,     128, 128, 2,    True,  True,  2, "whole blocks",
+                  "on an H200 497 TFLOP/s with all blocks of 128 x 128 kept, FlexAttention 270 (seqlen 16384)"),
     _forward_sm90(64,     256, 64,  3,    False, False, 2, "no terms",
-                  _h200("578 / 543, 519 / 398", "291 / 274, 287 / 214")),
+                  _h200("584 / 563, 541 / 412", "289 / 280, 287 / 216")),
     _forward_sm90(64,     192, 64,  3,    False, False, 2, "any", _ARITHMETIC),
     _forward_sm90(128,    192, 80,  2,    True,  True,  2, "long full",
-                  "on an H200 751 and 779 TFLOP/s (seqlen 4096 and 16384), 128 x 128 in another run 774 and 741"),
+                  "on an H200 788 and 753 TFLOP/s, 128 x 128 beside it 778 and 724 (seqlen 4096 and 16384 full)"),
     _forward_sm90(128,    128, 128, 2,    True,  True,  2, "no terms",
-                  "on an H200 677 TFLOP/s causal at seqlen 4096, 619 / 464 full / causal at 1024, FlashAttention-2 "
-                  "beside it 291, 313 / 248"),
+                  "on an H200 694 TFLOP/s causal at seqlen 4096, 674 / 495 full / causal at 1024, FlashAttention-2 "
+                  "beside it 297, 332 / 247"),
     _forward_sm90(128,    128, 64,  3,    True,  True,  2, "any", _ARITHMETIC),
-    _forward_sm90(192,    128, 96,  2,    True,  True,  1, "any", _ARITHMETIC),
+    _forward_sm90(192,    128, 96,  2,    True,  True,  1, "any",
+                  "on an H200 817 / 728, 689 / 502 TFLOP/s, 128 x 112 with the output in the room of Q beside it "
+                  "786 / 703, 620 / 461 (seqlen 4096 full / causal, 1024 full / causal; 10 heads)"),
     _forward_sm90(256,    128, 64,  2,    True,  True,  1, "any",
-                  "on an H200 671 / 510 TFLOP/s, FlashAttention-2 beside it 299 / 251 (seqlen 1024 full / causal)"),
+                  _h200("798 / 745, 718 / 544", "296 / 271, 307 / 249")),
 )
 
 FORWARD_FLOAT32_SM90_TILES = (
