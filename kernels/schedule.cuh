@@ -24,7 +24,6 @@ CUFLASH_DEVICE Work schedule(const Params& params, u32 index, int num_blocks, in
   return {last_first ? num_blocks - 1 - block : block, (int)(head % num_heads), (int)(head / num_heads)};
 }
 
-
 // Tiles of `rows` rows of the `seqlen` rows of a head.
 //
 // Of packed sequences, places for them: the tiles of sequence b have the places from start_of(b) / rows + b on. No two

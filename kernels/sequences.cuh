@@ -59,10 +59,7 @@ CUFLASH_DEVICE int own_diagonal_of(const Params& params, int batch) {
   if constexpr (kFollowsLengths) return key_stop_of(params, batch) - params.seqlen_k;
   return 0;
 }
-// Query i stands at key position i + diagonal, sees keys up to i + right_offset, and from i + left_offset on.
-CUFLASH_DEVICE int diagonal_of(const Params& params, int batch) {
-  return params.diagonal + own_diagonal_of(params, batch);
-}
+// Query i sees keys up to i + right_offset, and from i + left_offset on.
 CUFLASH_DEVICE int right_offset_of(const Params& params, int batch) {
   return params.right_offset + own_diagonal_of(params, batch);
 }
