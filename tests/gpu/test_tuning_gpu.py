@@ -6,7 +6,10 @@ import pytest
 
 import cuflash
 import cuflash.testing as ct
-from cuflash import launch, tuning
+
+pytest.importorskip("cupy")
+
+from cuflash import launch, tuning  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
