@@ -9,7 +9,7 @@ import cuflash.testing as ct
 
 pytest.importorskip("cupy")
 
-from cuflash import launch, tuning  # noqa: E402
+from cuflash import launch, tuning
 
 pytestmark = pytest.mark.gpu
 
