@@ -9,6 +9,7 @@
 // 64 keys, the first makes P' and dV, the second dS' and dK, and P' is handed over in shared memory. dS' goes there too,
 // and from it the next warpgroup makes dQ of the tile and adds it to memory, at its own pace. Consumers issue dV and dK of
 // a tile of queries behind P' of the next one, or dP' where they make no P', so that they run during what follows from it.
+// Where each has keys of its own, they take turns at P' to dS' (kAlternates).
 // A thread of the warpgroup of dQ asks the copy engine for tiles. Where blocks take turns at dQ, three threads of a last
 // warpgroup ask for tiles, wait for the turns, and end them: each of the three takes as long as a memory access.
 //
@@ -24,7 +25,7 @@
 //   turn[i]       it is this block's turn at a tile   dQ, before adding to it
 //   added[i]      dQ of the tile is added             who ends the turn
 //   ended[i]      the turn has been ended             who waits for turns, before the next but one
-//   named: one per consumer for itself; one for all consumers; one for consumers and dQ at the end
+//   named: one per consumer for itself, and for its turn; one for all consumers; one for consumers and dQ at the end
 #include "backward_walk.cuh"
 #include "config.cuh"
 #include "copy.cuh"
@@ -36,6 +37,7 @@
 #include "ptx_wgmma.cuh"
 #include "score.cuh"
 #include "tiles_sm90.cuh"
+#include "turns.cuh"
 
 // Whether dP' is issued at the start of a step, or only when the products of the step before have freed their registers.
 constexpr bool kDpEarly = CUFLASH_DP_EARLY;
@@ -48,6 +50,10 @@ constexpr bool kDkFromShared = CUFLASH_DK_FROM_SHARED;
 constexpr int kConsumers = 2;
 static_assert(!kDkFromShared || !kSplitsRoles, "every consumer frees dS'");
 constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
+// Whether one consumer goes through a step from P' to dS' while the other waits, or does what is left of its own: side by
+// side, each product takes twice as long, and both have nothing but exponentials to do at the same time. Where scores take
+// more than that, both do it at once.
+constexpr bool kAlternates = !kSplitsRoles && kScaleInExponent && !kHasDropout;
 constexpr int kQueryTiles = kBlockM / 8;
 constexpr int kConsumerThreads = 128 * kConsumers;
 static_assert(kNumWarps == 4 * (kConsumers + 1 + kDqInTurn), "the consumers, dQ, and who serves turns");
@@ -80,8 +86,8 @@ constexpr int kDqColumns = 32;  // of dQ at a time
 constexpr bool kDqHoldsDs = kBlockN / 4 + kDqColumns / 2 + 32 <= kDqRegisters;
 static_assert(kChunk % kDqColumns == 0, "columns of one chunk of K");
 
-// Named barriers: of each consumer, of all of them, of consumers and dQ at the end.
-constexpr u32 kConsumer = 1, kAll = kConsumer + kConsumers, kEnd = kAll + 1;
+// Named barriers: of each consumer, of all of them, of consumers and dQ at the end, of each consumer for its turn.
+constexpr u32 kConsumer = 1, kAll = kConsumer + kConsumers, kEnd = kAll + 1, kTurn = kEnd + 1;
 
 struct BackwardParams {
   Params common;
@@ -378,6 +384,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     }
   };
 
+  const Turns<kAlternates, kConsumers, kTurn> turns(consumer);
   Walk walk = tile.first();
   int stage_before = 0;
   const auto step = [&](int index) {
@@ -385,8 +392,9 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
     float p[kQueryTiles][4], ds[kQueryTiles][4];
 
+    constexpr bool dp_early = makes_dk && kDpEarly;
     shared.q_ring.full(at).wait(at.parity);
-    shared.do_ring.full(at).wait(at.parity);
+    if constexpr (!dp_early || kIsPacked) shared.do_ring.full(at).wait(at.parity);
     if constexpr (kIsPacked) {
       // Likewise queries past the last one.
       const int valid = tile.seqlen_q - walk.m_block * kBlockM;
@@ -399,10 +407,13 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
         ptx::sync_named(kAll, kConsumerThreads);
       }
     }
+    turns.take();
     if constexpr (makes_dv) multiply_keys(p, Constant<kHoldsK>{}, rows_k, s_q, Integer<kDim / 16>{});
     const auto multiply_dp = [&]() { multiply_keys(ds, Constant<false>{}, rows_v, s_do, Integer<kDimV / 16>{}); };
-    constexpr bool dp_early = makes_dk && kDpEarly;
-    if constexpr (dp_early) multiply_dp();
+    if constexpr (dp_early) {
+      shared.do_ring.full(at).wait(at.parity);
+      multiply_dp();
+    }
     // The first step has nothing before it and makes products of it all the same, to which those of the second do not
     // add: a first step apart from the loop takes twice the instructions, and more registers.
     constexpr int kBehind = makes_dv + makes_dk;
@@ -491,6 +502,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
         if constexpr (makes_dv) to_weights(p, p_operand);
       }
       to_operands(ds, ds_operand);
+      turns.give();
       // dS' to shared memory, rows of keys.
       shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
       const u32 line = shared.ds + ds_at.stage * kBytesDs + (first + warp_key + lane % 16) * kLineBytes;
@@ -513,6 +525,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     multiply_operands(stage_before, tile.num_steps > 1, false);
     finish_products(stage_before, true);
   }
+  turns.finish();
 
   if constexpr (kSplitsGroup) {
     Real* partials = partials_of(common, tile.num_n_blocks, batch, tile.head_kv, tile.work.block, tile.split,

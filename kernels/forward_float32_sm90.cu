@@ -144,7 +144,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
   const u32 thread = ptx::thread_index() % 128;
   const u32 s_q = shared.q + consumer * 64 * kLineBytes;
 
-  const Turns turns(consumer);
+  const ConsumerTurns turns(consumer);
 
   Position<kNumStages> key;
   Position<1> query;

@@ -7,6 +7,7 @@
 #include "params.cuh"
 #include "ptx_sm90.cuh"
 #include "softmax.cuh"
+#include "turns.cuh"
 
 constexpr bool kPingPong = CUFLASH_PING_PONG;
 constexpr int kConsumers = kBlockM / 64;
@@ -18,23 +19,8 @@ constexpr u32 kTurn = 1, kConsumer = kTurn + kConsumers, kAll = kConsumer + kCon
 
 CUFLASH_DEVICE void sync_consumer(u32 consumer) { ptx::sync_named(kConsumer + consumer, 128); }
 
-// With kPingPong consumers issue products in turn; the first one to go is let in by the last.
-struct Turns {
-  u32 consumer;
-
-  CUFLASH_DEVICE explicit Turns(u32 consumer_) : consumer(consumer_) {
-    if (kPingPong && consumer == kConsumers - 1) give();
-  }
-  CUFLASH_DEVICE void take() const {
-    if constexpr (kPingPong) ptx::sync_named(kTurn + consumer, 256);
-  }
-  CUFLASH_DEVICE void give() const {
-    if constexpr (kPingPong) ptx::arrive_named(kTurn + (consumer + 1) % kConsumers, 256);
-  }
-  CUFLASH_DEVICE void finish() const {
-    if (kPingPong && consumer == 0) take();
-  }
-};
+// With kPingPong consumers issue products in turn.
+using ConsumerTurns = Turns<kPingPong, kConsumers, kTurn>;
 
 // lse of rows `row` and `row` + 8, those of a lane.
 CUFLASH_DEVICE void store_lse(const Params& params, int batch, int head, int row, const OnlineSoftmax<1>& softmax) {

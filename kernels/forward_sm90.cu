@@ -117,7 +117,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
   const u32 s_out = shared.out + consumer * 64 * kLineBytes;
   const int warp_row = thread / 32 * 16;
 
-  const Turns turns(consumer);
+  const ConsumerTurns turns(consumer);
 
   Position<kQStages> query;
   Position<kNumStages> key;
