@@ -7,7 +7,9 @@ up, fill in the pointers and launch, on CuPy's current stream of the arrays' dev
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import importlib
 import math
 import struct
 from collections.abc import Callable, Collection, Mapping
@@ -71,9 +73,10 @@ class Plans(NamedTuple):
 
 
 class _Kernel(NamedTuple):
-    function: Any  # cupy.cuda.Function
-    grid: tuple[int]
-    block: tuple[int]
+    function: Any  # cupy.cuda.Function, which keeps the module loaded
+    handle: int  # of the same
+    grid: int
+    threads: int
     shared_bytes: int
 
 
@@ -84,7 +87,8 @@ class _Launch:
     plan: LaunchPlan
     kernels: tuple[_Kernel, ...]
     params: bytes  # the kernels' argument, pointers and tensor maps to be filled in
-    dtype: np.dtype[Any]  # of the argument, as bytes
+    argument: Any  # the type of a buffer of as many bytes
+    run: Callable[..., tuple[Any]]  # cuLaunchKernel
     maps: tuple[tuple[Callable[[int], bytes], int], ...]  # from an address to its map, and which of the pointers it is
     offsets: tuple[int, ...]  # where they go: of the arrays of the call, of the results it allocates, of scratch arrays
     results: tuple[tuple[int, tuple[int, ...], Any], ...]  # index, shape and dtype of results that the call allocates
@@ -258,7 +262,7 @@ def _start(
         scratch = cupy.cuda.alloc(launch.plan.extra_bytes)  # goes back to the pool in stream order
         first = scratch.ptr
         pointers += [first + offset for offset in launch.scratch]
-    content = bytearray(launch.params)
+    content = launch.argument.from_buffer_copy(launch.params)
     for offset, pointer in zip(launch.offsets, pointers, strict=True):
         _POINTER.pack_into(content, offset, pointer)
     if options.dropout:
@@ -267,10 +271,13 @@ def _start(
     for map_of, pointer_index in launch.maps:
         content[first : first + TENSOR_MAP_BYTES] = map_of(pointers[pointer_index])
         first += TENSOR_MAP_BYTES
-    # A scalar: CuPy asks an array for a description of its fields, at five times the cost of a launch.
-    params = (np.frombuffer(content, launch.dtype)[0],)
-    for function, grid, block, shared_bytes in launch.kernels:
-        function(grid, block, params, shared_bytes)
+    # Not by CuPy's own launch, which makes a new description of the argument for each kernel.
+    argument = ctypes.c_void_p(ctypes.addressof(content))
+    kernel_params, stream = ctypes.addressof(argument), cupy.cuda.get_current_stream().ptr
+    for _, handle, grid, threads, shared_bytes in launch.kernels:
+        (error,) = launch.run(handle, grid, 1, 1, threads, 1, 1, shared_bytes, stream, kernel_params, 0)
+        if error.value:
+            raise RuntimeError(f"cuLaunchKernel returned {error.name}")
     return tuple(results)
 
 
@@ -340,7 +347,8 @@ def _prepare(
         plan=plan,
         kernels=tuple(_load(kernel, device_id) for kernel in plan.kernels if kernel.grid),
         params=params,
-        dtype=np.dtype((np.void, len(params))),
+        argument=ctypes.c_char * len(params),
+        run=importlib.import_module("cuda.bindings.driver").cuLaunchKernel,
         maps=tuple((encoder(spec), pointers.index(spec.name)) for spec in plan.tensor_maps),
         offsets=tuple(8 * POINTER_WORD[name] for name in pointers),
         results=results,
@@ -352,7 +360,7 @@ def _prepare(
 
 def _load(kernel: KernelSpec, device_id: int) -> _Kernel:
     function = _function(str(compile_spec(kernel).path), kernel.name, kernel.shared_bytes, device_id)
-    return _Kernel(function, (kernel.grid,), (kernel.threads,), kernel.shared_bytes)
+    return _Kernel(function, function.ptr, kernel.grid, kernel.threads, kernel.shared_bytes)
 
 
 @functools.cache
