@@ -130,13 +130,14 @@ struct Producer {
 
   CUFLASH_DEVICE void load_keys() const {
     shared.kv_full.arrive_expect(kBytesK + kBytesV);
-    const int first_key = tile.key_start + tile.first_key, batch = entry_of(tile.work.batch);
+    const int first_key = key_start_of(tile.work.batch) + tile.first_key, batch = entry_of(tile.work.batch);
     load_chunks<kBlockN, kDim>(shared.k, params.k, shared.kv_full, first_key, tile.head_kv, batch);
     load_chunks<kBlockN, kDimV>(shared.v, params.v, shared.kv_full, first_key, tile.head_kv, batch);
   }
   CUFLASH_DEVICE void load_queries() {
     if (steps_left-- <= 0) return;
-    const int batch = tile.work.batch, row = next.m_block * kBlockM, first_row = tile.query_start + row;
+    const Entry batch = tile.work.batch;
+    const int row = next.m_block * kBlockM, first_row = query_start_of(batch) + row;
     const Barrier q_full = shared.q_ring.full(at), do_full = shared.do_ring.full(at);
     shared.do_ring.empty(at).wait(at.parity ^ 1);
     shared.q_ring.empty(at).wait(at.parity ^ 1);
@@ -260,7 +261,7 @@ template <bool makes_dv, bool makes_dk>
 CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, u32 consumer) {
   const Params& common = params.common;
   const KeyTile tile(common);
-  const int batch = tile.work.batch;
+  const Entry batch = tile.work.batch;
   const u32 thread = ptx::thread_index() % 128, lane = lane_index();
   const bool elected = thread == 0;
   const u32 first = kSplitsRoles ? 0 : consumer * 64;  // of its keys
@@ -389,7 +390,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     shared.do_ring.full(at).wait(at.parity);
     if constexpr (kIsPacked) {
       // Likewise queries past the last one.
-      const int valid = tile.seqlen_q - walk.m_block * kBlockM;
+      const int valid = seqlen_q_of(common, batch) - walk.m_block * kBlockM;
       if (valid < kBlockM) {
         if (consumer == 0) {
           zero_last_of_64<kBlockM, kDim>(s_q, valid, thread);
@@ -551,7 +552,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     return;
   }
   if (elected && first_key < common.seqlen_k) {
-    const int row = tile.key_start + first_key, entry = entry_of(batch);
+    const int row = key_start_of(batch) + first_key, entry = entry_of(batch);
     if constexpr (makes_dv && kNeedsDv)
       store_chunks<kBlockN, kDimV>(params.dkv[kNeedsDk], rows_v, row, tile.head_kv, entry);
     if constexpr (makes_dk && kNeedsDk)

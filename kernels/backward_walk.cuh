@@ -33,7 +33,7 @@ using QueryTiles = Either<kHasBlockMask, QueryLists, TileRange>::Type;
 struct KeyTile {
   Work work;
   int num_n_blocks, num_m_blocks, split, head_kv, first_key, key_stop, first_head, num_steps;
-  int seqlen_q, query_start, key_start, own_diagonal;  // of the batch entry
+  int own_diagonal;  // of the batch entry
   QueryTiles queries;
 
   CUFLASH_DEVICE explicit KeyTile(const Params& params) {
@@ -45,9 +45,6 @@ struct KeyTile {
     split = work.head % splits;
     first_key = work.block * kBlockN;
     key_stop = key_stop_of(params, work.batch);
-    seqlen_q = seqlen_q_of(params, work.batch);
-    query_start = query_start_of(params, work.batch);
-    key_start = key_start_of(params, work.batch);
     own_diagonal = own_diagonal_of(params, work.batch);
     first_head = head_kv * group + group * split / splits;
     const int stop_head = head_kv * group + group * (split + 1) / splits;
