@@ -154,9 +154,9 @@ struct Producer {
 };
 
 // The last warpgroup where blocks take turns, a thread of each of three warps.
-CUFLASH_DEVICE void serve(const BackwardParams& params, const Shared& shared, u32 thread) {
+CUFLASH_DEVICE void serve(const BackwardParams& params, const Shared& shared, const Work& found, u32 thread) {
   const Params& common = params.common;
-  const KeyTile tile(common);
+  const KeyTile tile(common, found);
   if (thread % 32 != 0 || tile.num_steps == 0) return;
   if (thread == 0) {
     Producer producer(params, shared, tile);
@@ -184,9 +184,9 @@ CUFLASH_DEVICE void serve(const BackwardParams& params, const Shared& shared, u3
 }
 
 // The warpgroup of dQ: of each tile of queries and these keys, added to the sum in memory.
-CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& shared, u32 thread) {
+CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& shared, const Work& found, u32 thread) {
   const Params& common = params.common;
-  const KeyTile tile(common);
+  const KeyTile tile(common, found);
   if (tile.num_steps == 0) return;
   const bool produces = !kDqInTurn && thread == 0;
   Producer producer(params, shared, tile);
@@ -258,9 +258,9 @@ CUFLASH_DEVICE void multiply_any(float (&d)[pieces][4], u64 a, u64 b, bool adds)
 
 // A consumer, number `consumer`, of 64 keys: it makes P' and dV, or dS' and dK, or all of them.
 template <bool makes_dv, bool makes_dk>
-CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, u32 consumer) {
+CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, const Work& found, u32 consumer) {
   const Params& common = params.common;
-  const KeyTile tile(common);
+  const KeyTile tile(common, found);
   const Entry batch = tile.work.batch;
   const u32 thread = ptx::thread_index() % 128, lane = lane_index();
   const bool elected = thread == 0;
@@ -564,8 +564,10 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
 
 CUFLASH_DEVICE void backward(const BackwardParams& params) {
   const Shared shared;
+  Work found = {};
   if constexpr (kIsPacked) {
-    if (!has_keys(params.common, KeyTile(params.common).work)) return;
+    found = KeyTile::find(params.common);
+    if (!has_keys(params.common, found)) return;
   }
   if (ptx::thread_index() == 0) {
     shared.kv_full.init(1);
@@ -590,20 +592,20 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
   const u32 warpgroup = ptx::uniform(ptx::thread_index() / 128);
   if (kDqInTurn && warpgroup == kConsumers + 1) {
     ptx::decrease_registers<kServerRegisters>();
-    serve(params, shared, ptx::thread_index() % 128);
+    serve(params, shared, found, ptx::thread_index() % 128);
   } else if (warpgroup == kConsumers) {
     ptx::decrease_registers<kDqRegisters>();
-    accumulate_dq(params, shared, ptx::thread_index() % 128);
+    accumulate_dq(params, shared, found, ptx::thread_index() % 128);
     if constexpr (!kSplitsGroup) ptx::arrive_named(kEnd, kConsumerThreads + 128);
   } else if constexpr (!kSplitsRoles) {
     ptx::increase_registers<kConsumerRegisters>();
-    consume<true, true>(params, shared, warpgroup);
+    consume<true, true>(params, shared, found, warpgroup);
   } else if (warpgroup == 0) {
     ptx::increase_registers<kConsumerRegisters>();
-    consume<true, false>(params, shared, warpgroup);
+    consume<true, false>(params, shared, found, warpgroup);
   } else {
     ptx::increase_registers<kConsumerRegisters>();
-    consume<false, true>(params, shared, warpgroup);
+    consume<false, true>(params, shared, found, warpgroup);
   }
 }
 

@@ -36,11 +36,17 @@ struct KeyTile {
   int own_diagonal;  // of the batch entry
   QueryTiles queries;
 
-  CUFLASH_DEVICE explicit KeyTile(const Params& params) {
+  // Warp. The work of packed sequences is found beforehand, once for all roles.
+  CUFLASH_DEVICE static Work find(const Params& params) {
+    const int splits = kSplitsGroup ? params.group_splits : 1;
+    return schedule_keys(params, ptx::block_index(), params.num_heads_kv * splits, kLastFirst);
+  }
+
+  CUFLASH_DEVICE explicit KeyTile(const Params& params, const Work& found = {}) {
     const int splits = kSplitsGroup ? params.group_splits : 1, group = params.num_heads / params.num_heads_kv;
     num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN);
     num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
-    work = schedule_keys(params, ptx::block_index(), params.num_heads_kv * splits, kLastFirst);
+    work = kIsPacked ? found : schedule_keys(params, ptx::block_index(), params.num_heads_kv * splits, kLastFirst);
     head_kv = work.head / splits;
     split = work.head % splits;
     first_key = work.block * kBlockN;

@@ -1616,6 +1616,8 @@ MUTANTS = (
     _mutant("nobody waits for the producer", F90, "shared.tiles.init(4 * kConsumers + 1);",
             "shared.tiles.init(4 * kConsumers);", "packed sm90"),
     _mutant("there is no end", UNITS, "  put({0, -1, {}});\n", "", "packed sm90"),
+    _mutant("all blocks have the first keys", B90, "    found = KeyTile::find(params.common);\n", "",
+            "packed backward sm90"),
     _mutant("turns of the wrong tile", "backward.cuh", "first_place_of_queries(batch, kBlockM) + m_block;",
             "query_start_of(batch) / kBlockM + m_block;", "packed backward", "packed backward sm90 in turn"),
     _mutant("statistics of the first sequence", "backward.cuh",
