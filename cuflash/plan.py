@@ -465,7 +465,7 @@ def _draft_forward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     draft.resident_blocks = min(units, draft.device.num_sms * tile.min_blocks)
     what = f"{m_blocks} tiles of queries"
     if problem.is_packed:
-        # Places without a tile, and sequences of different lengths, are then spread evenly over the blocks.
+        # Sequences of different lengths are then spread evenly over the blocks.
         draft.head_section = CAUSAL_HEAD_SECTION
         what = f"the tiles of queries of {problem.batch} packed sequences, at most {m_blocks},"
     draft.reasons.append(f"{draft.resident_blocks} blocks stay and take {what} one after another")

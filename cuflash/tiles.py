@@ -208,7 +208,8 @@ class ForwardSm90Tile:
         q, out = (_chunked_bytes(self.block_m, d) for d in (dim, min(dim_v, 128)))
         k, v = (_chunked_bytes(self.block_n, d) for d in (dim, dim_v))
         barriers = 8 * (2 * self.q_stages + 4 * self.num_stages) + 16
-        return self.q_stages * q + out + self.num_stages * (k + v) + barriers
+        next_tiles = 2 * (16 + 32)  # of packed sequences
+        return self.q_stages * q + out + self.num_stages * (k + v) + barriers + next_tiles
 
     def defines(self) -> dict[str, int]:
         return _tile_defines(self) | {

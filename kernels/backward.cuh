@@ -26,17 +26,16 @@ struct alignas(16) Real4 {
 };
 
 // The part of `split` in the sums of a tile of keys: dk, then dv, four elements of a thread next to each other.
-CUFLASH_DEVICE Real* partials_of(const Params& params, int num_n_blocks, int batch, int head_kv, int n_block, int split,
-                                 u32 thread) {
+CUFLASH_DEVICE Real* partials_of(const Params& params, int num_n_blocks, Entry batch, int head_kv, int n_block,
+                                 int split, u32 thread) {
   i64 tile = ((i64)batch * params.num_heads_kv + head_kv) * num_n_blocks + n_block;
-  if constexpr (kIsPacked) tile = (i64)head_kv * num_n_blocks + first_place_of_keys(params, batch, kBlockN) + n_block;
+  if constexpr (kIsPacked) tile = (i64)head_kv * num_n_blocks + first_place_of_keys(batch, kBlockN) + n_block;
   return (Real*)params.dkv_partials + (tile * params.group_splits + split) * kPartialElements + thread * 4;
 }
 
 // The index of a tile of queries among those of all heads and batch entries.
-CUFLASH_DEVICE i64 m_tile_of(const Params& params, int num_m_blocks, int batch, int head, int m_block) {
-  if constexpr (kIsPacked)
-    return (i64)head * num_m_blocks + first_place_of_queries(params, batch, kBlockM) + m_block;
+CUFLASH_DEVICE i64 m_tile_of(const Params& params, int num_m_blocks, Entry batch, int head, int m_block) {
+  if constexpr (kIsPacked) return (i64)head * num_m_blocks + first_place_of_queries(batch, kBlockM) + m_block;
   return ((i64)batch * params.num_heads + head) * num_m_blocks + m_block;
 }
 
@@ -54,8 +53,8 @@ CUFLASH_DEVICE u32* overlap_of(const Params& params, int num_m_blocks) {
 CUFLASH_DEVICE bool sequences_overlap(const Params& params) {
   bool decrease = false;
   for (int batch = ptx::thread_index() % 32; batch <= params.batch; batch += 32) {
-    decrease = decrease || query_start_of(params, batch + 1) < query_start_of(params, batch);
-    decrease = decrease || key_start_of(params, batch + 1) < key_start_of(params, batch);
+    decrease = decrease || query_start_at(params, batch + 1) < query_start_at(params, batch);
+    decrease = decrease || key_start_at(params, batch + 1) < key_start_at(params, batch);
   }
   return ptx::any_lane(decrease);
 }
@@ -67,9 +66,9 @@ constexpr bool kPairsStats = CUFLASH_PAIRS_STATS;
 // They are written, and have their places, by tiles of so many rows.
 constexpr int kStatsBlock = CUFLASH_STATS_BLOCK;
 
-CUFLASH_DEVICE Real* stats_of(const Params& params, int batch, int head) {
+CUFLASH_DEVICE Real* stats_of(const Params& params, Entry batch, int head) {
   if constexpr (kIsPacked) {
-    const i64 first_row = (i64)first_place_of_queries(params, batch, kStatsBlock) * kStatsBlock;
+    const i64 first_row = (i64)first_place_of_queries(batch, kStatsBlock) * kStatsBlock;
     return (Real*)params.row_stats + ((i64)head * params.stats_rows + first_row) * 2;
   }
   return (Real*)params.row_stats + ((i64)batch * params.num_heads + head) * params.stats_rows * 2;

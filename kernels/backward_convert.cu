@@ -11,7 +11,8 @@ static_assert(tile_bytes(kBlockM, kDim) == CUFLASH_SHARED_BYTES, "shared memory 
 CUFLASH_DEVICE void backward_convert(const Params& params) {
   const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, false);
   if (!has_queries(params, work)) return;
-  const int m_block = work.block, head = work.head, batch = work.batch;
+  const int m_block = work.block, head = work.head;
+  const Entry batch = work.batch;
   const i64 tile = m_tile_of(params, num_tiles_of(params, params.seqlen_q, kBlockM), batch, head, m_block);
   const Real* accumulator = (const Real*)params.dq_accumulator + tile * (kBlockM * kDim);
 
@@ -29,7 +30,7 @@ CUFLASH_DEVICE void backward_convert(const Params& params) {
   constexpr Order kOrder = kPlainFragments ? Order::kPlain : Order::kPairedRowsColumns;
   store_fragments<kOrder, kRow, kDqWarpsD>(s_dq, warp_m * 16 * kDqMTiles, warp_d, dq, [&](int, int) { return scale; });
   ptx::sync_block();
-  store_tile<kBlockM, kHeadDim>(s_dq, (Storage*)queries_of(params, params.dq, batch, head), params.dq.row_stride,
+  store_tile<kBlockM, kHeadDim>(s_dq, (Storage*)queries_of(params.dq, batch, head), params.dq.row_stride,
                                 m_block * kBlockM, seqlen_q_of(params, batch));
 }
 

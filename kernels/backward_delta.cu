@@ -45,13 +45,14 @@ CUFLASH_DEVICE Real dot(const Real* a, const Real* b) {
 CUFLASH_DEVICE void backward_delta(const Params& params) {
   const int num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
   const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, false);
-  const int m_block = work.block, head = work.head, batch = work.batch;
+  const int m_block = work.block, head = work.head;
+  const Entry batch = work.batch;
   const int thread = ptx::thread_index(), lane = thread % kLanes;
   const int row_stop = is_left_over(params, batch) ? 0 : seqlen_q_of(params, batch);
-  const Storage* out = queries_of(params, params.out, batch, head);
-  const Storage* dout = queries_of(params, params.dout, batch, head);
-  const Real* lse = row_numbers_of(params, params.lse, batch, head);
-  const Real* dlse = params.dlse.data == nullptr ? nullptr : row_numbers_of(params, params.dlse, batch, head);
+  const Storage* out = queries_of(params.out, batch, head);
+  const Storage* dout = queries_of(params.dout, batch, head);
+  const Real* lse = row_numbers_of(params.lse, batch, head);
+  const Real* dlse = params.dlse.data == nullptr ? nullptr : row_numbers_of(params.dlse, batch, head);
 
 #pragma unroll 2
   for (int i = thread / kLanes; i < kBlockM; i += kRowsAtOnce) {

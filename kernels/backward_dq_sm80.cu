@@ -29,7 +29,8 @@ static_assert(kBytesQ + kBytesDo + kNumStages * (kBytesK + kBytesV) == CUFLASH_S
 CUFLASH_DEVICE void backward_dq(const Params& params) {
   const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, kHasRightBound);
   if (!has_queries(params, work)) return;
-  const int m_block = work.block, head = work.head, batch = work.batch;
+  const int m_block = work.block, head = work.head;
+  const Entry batch = work.batch;
   const int first_row = m_block * kBlockM;
   const int seqlen_q = seqlen_q_of(params, batch);
   const int head_kv = head / (params.num_heads / params.num_heads_kv);
@@ -45,8 +46,8 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
     load_tile<kBlockN, kHeadDim>(s_k + stage * kBytesK, g_k, params.k.row_stride, tiles.at(n_block) * kBlockN, key_stop);
     load_tile<kBlockN, kHeadDimV>(s_v + stage * kBytesV, g_v, params.v.row_stride, tiles.at(n_block) * kBlockN, key_stop);
   };
-  load_tile<kBlockM, kHeadDim>(s_q, queries_of(params, params.q, batch, head), params.q.row_stride, first_row, seqlen_q);
-  load_tile<kBlockM, kHeadDimV>(s_do, queries_of(params, params.dout, batch, head), params.dout.row_stride, first_row,
+  load_tile<kBlockM, kHeadDim>(s_q, queries_of(params.q, batch, head), params.q.row_stride, first_row, seqlen_q);
+  load_tile<kBlockM, kHeadDimV>(s_do, queries_of(params.dout, batch, head), params.dout.row_stride, first_row,
                                 seqlen_q);
   if (tiles.start < tiles.stop) load_keys(tiles.stop - 1, 0);
   ptx::copy_async_commit();
@@ -135,7 +136,7 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
   const Real scale = scale_of(params);
   store_fragments<Order::kPairedColumns, kRow, kDqWarpsD>(s_q, warp_row, warp_d, dq, [&](int, int) { return scale; });
   ptx::sync_block();
-  store_tile<kBlockM, kHeadDim>(s_q, (Storage*)queries_of(params, params.dq, batch, head), params.dq.row_stride, first_row,
+  store_tile<kBlockM, kHeadDim>(s_q, (Storage*)queries_of(params.dq, batch, head), params.dq.row_stride, first_row,
                                 seqlen_q);
 }
 

@@ -14,7 +14,8 @@ CUFLASH_DEVICE void backward_reduce(const Params& params) {
   const int num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN);
   const Work work = schedule_keys(params, ptx::block_index(), params.num_heads_kv, false);
   if (!has_keys(params, work)) return;
-  const int n_block = work.block, head_kv = work.head, batch = work.batch;
+  const int n_block = work.block, head_kv = work.head;
+  const Entry batch = work.batch;
 
   Real dk[kKeyTiles][kColumnTiles][4], dv[kKeyTiles][kColumnTilesV][4];
   set_zero(dk);

@@ -28,7 +28,8 @@ CUFLASH_DEVICE int splits_of(const Params& params) { return kNeedsDbias ? params
 // A tile of pairs of one head, and the walk over those that are summed: keys innermost.
 struct ScoreTiles {
   int num_m_blocks, num_n_blocks;
-  int batch, head, m_block, n_block;
+  Entry batch;
+  int head, m_block, n_block;
   i64 left;  // tiles to come, this one included
 
   // All that belong to tile `result` of the result; the first one has zeros for what is summed over.
@@ -45,14 +46,14 @@ struct ScoreTiles {
     head = owned(kSumsHeads, params.num_heads);
     if constexpr (kIsPacked) {
       // The place that was found, and the keys of its sequence: none, where it has no tile.
-      const Work work = at_place_of_queries(params, {m_block, head, 0}, kBlockM);
+      const Work work = at_place_of_queries(params, {m_block, head, 0});
       m_block = work.block;
       batch = work.batch;
       num_n_blocks = has_queries(params, work) ? ceil_div(key_stop_of(params, batch), kBlockN) : 0;
       left = num_n_blocks;
       return;
     }
-    batch = owned(kSumsBatch, params.batch);
+    batch = {owned(kSumsBatch, params.batch)};
     left = (i64)(kSumsBatch ? params.batch : 1) * (kSumsHeads ? params.num_heads : 1) * (kSumsQueries ? num_m_blocks : 1) *
            (kSumsKeys ? num_n_blocks : 1);
   }
@@ -70,7 +71,7 @@ struct ScoreTiles {
     start(kSumsKeys, n_block, num_n_blocks);
     start(kSumsQueries, m_block, num_m_blocks);
     start(kSumsHeads, head, params.num_heads);
-    start(kSumsBatch, batch, params.batch);
+    start(kSumsBatch, index_in(batch), params.batch);
     skip_hidden(params);
   }
 
@@ -90,6 +91,8 @@ struct ScoreTiles {
   }
 
  private:
+  CUFLASH_DEVICE static int& index_in(int& batch) { return batch; }
+  CUFLASH_DEVICE static int& index_in(Sequence& batch) { return batch.index; }
   CUFLASH_DEVICE void step(const Params& params) {
     --left;
     const auto next = [](bool sums, int& index, int count) {
@@ -97,7 +100,7 @@ struct ScoreTiles {
       return sums && index != 0;
     };
     if (next(kSumsKeys, n_block, num_n_blocks) || next(kSumsQueries, m_block, num_m_blocks)) return;
-    if (!next(kSumsHeads, head, params.num_heads)) next(kSumsBatch, batch, params.batch);
+    if (!next(kSumsHeads, head, params.num_heads)) next(kSumsBatch, index_in(batch), params.batch);
   }
   CUFLASH_DEVICE void skip_hidden(const Params& params) {
     if constexpr (kHasRightBound || kHasLeftBound || kKvLengthsBytes != 0 || kHasBlockMask) {
@@ -117,11 +120,11 @@ CUFLASH_DEVICE Real* score_partials_of(const Params& params, u32 result, int spl
 
 // Parts of a sum over a head of quantity 0 (slopes), 1 (scale) or 2 (softcap); those of the batch entries of a query head,
 // of their tiles of queries, and of the blocks that share these, are neighbours.
-CUFLASH_DEVICE Real* sums_partials_of(const Params& params, int quantity, int head, int batch, int m_block) {
+CUFLASH_DEVICE Real* sums_partials_of(const Params& params, int quantity, int head, Entry batch, int m_block) {
   const int num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
   const i64 of_head = (i64)quantity * params.num_heads + head;
   i64 tile = (of_head * params.batch + batch) * num_m_blocks + m_block;
-  if constexpr (kIsPacked) tile = of_head * num_m_blocks + first_place_of_queries(params, batch, kBlockM) + m_block;
+  if constexpr (kIsPacked) tile = of_head * num_m_blocks + first_place_of_queries(batch, kBlockM) + m_block;
   return (Real*)params.sums_partials + tile * params.sums_splits;
 }
 

@@ -28,14 +28,15 @@ CUFLASH_DEVICE void add_sums(const Params& params) {
   void* result;
   if (slope >= 0) {
     const int head = slope % params.num_heads, batch = slope / params.num_heads;
-    parts = sums_partials_of(params, 0, head, batch, 0);
-    const i64 of_entry = kIsPacked ? sums_partials_of(params, 0, head, batch + 1, 0) - parts : num_parts;
+    parts = sums_partials_of(params, 0, head, entry_at(params, batch), 0);
+    i64 of_entry = num_parts;
+    if constexpr (kIsPacked) of_entry = sums_partials_of(params, 0, head, entry_at(params, batch + 1), 0) - parts;
     count = kSumsBatch ? of_head : of_entry;
     result = (Real*)params.dalibi_slopes.data + batch * params.dalibi_slopes.batch_stride +
              head * params.dalibi_slopes.head_stride;
   } else {
     const bool of_scale = kNeedsDscale && index == 0;
-    parts = sums_partials_of(params, of_scale ? 1 : 2, 0, 0, 0);
+    parts = sums_partials_of(params, of_scale ? 1 : 2, 0, {0}, 0);
     count = of_head * params.num_heads;
     result = of_scale ? params.dscale : params.dsoftcap;
   }

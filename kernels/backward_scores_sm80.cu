@@ -129,12 +129,13 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
   const int warp_row = warp_index() * 16 * kMTiles;
   const auto load = [&](int stage) {
     const u32 s_q = s_ring + stage * kBytesStage, s_do = s_q + kBytesQ, s_k = s_do + kBytesDo, s_v = s_k + kBytesK;
-    const int batch = next.batch, head = next.head, head_kv = head / (params.num_heads / params.num_heads_kv);
+    const Entry batch = next.batch;
+    const int head = next.head, head_kv = head / (params.num_heads / params.num_heads_kv);
     const int first_row = next.m_block * kBlockM, first_key = next.n_block * kBlockN;
     const int key_stop = key_stop_of(params, batch);
     const int seqlen_q = seqlen_q_of(params, batch);
-    load_tile<kBlockM, kHeadDim>(s_q, queries_of(params, params.q, batch, head), params.q.row_stride, first_row, seqlen_q);
-    load_tile<kBlockM, kHeadDimV>(s_do, queries_of(params, params.dout, batch, head), params.dout.row_stride, first_row,
+    load_tile<kBlockM, kHeadDim>(s_q, queries_of(params.q, batch, head), params.q.row_stride, first_row, seqlen_q);
+    load_tile<kBlockM, kHeadDimV>(s_do, queries_of(params.dout, batch, head), params.dout.row_stride, first_row,
                                   seqlen_q);
     load_tile<kBlockN, kHeadDim>(s_k, keys_of(params, params.k, batch, head_kv), params.k.row_stride, first_key, key_stop);
     load_tile<kBlockN, kHeadDimV>(s_v, keys_of(params, params.v, batch, head_kv), params.v.row_stride, first_key, key_stop);
@@ -154,7 +155,8 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
 #pragma unroll 1
   for (; now.left > 0; now.advance(params)) {
     const u32 s_q = s_ring + stage * kBytesStage, s_do = s_q + kBytesQ, s_k = s_do + kBytesDo, s_v = s_k + kBytesK;
-    const int batch = now.batch, head = now.head, key_stop = key_stop_of(params, batch);
+    const Entry batch = now.batch;
+    const int head = now.head, key_stop = key_stop_of(params, batch);
     const int lane_row = now.m_block * kBlockM + warp_row + fragment_row();
     const int lane_key = now.n_block * kBlockN + fragment_column();
 

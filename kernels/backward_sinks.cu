@@ -19,7 +19,8 @@ CUFLASH_DEVICE void backward_sinks(const Params& params) {
   double sum = 0;
 #pragma unroll 4
   for (i64 i = thread; i < num_rows; i += kNumThreads) {
-    const int batch = i / rows, row = i % rows;
+    const Entry batch = {(int)(i / rows)};
+    const int row = i % rows;
     const Real* stats = stats_of(params, batch, head) + (kPairsStats ? row / 2 * 4 + row % 2 : row * 2);
     const Real exponent_lse = stats[0], delta = stats[kPairsStats ? 2 : 1];
     if (exponent_lse != ptx::infinity()) sum -= exponential(exponent - exponent_lse) * delta;

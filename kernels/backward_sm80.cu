@@ -76,7 +76,8 @@ CUFLASH_DEVICE void backward(const Params& params) {
   const int splits = kSplitsGroup ? params.group_splits : 1;
   const Work work = schedule_keys(params, ptx::block_index(), params.num_heads_kv * splits, false);
   if (!has_keys(params, work)) return;
-  const int n_block = work.block, head_kv = work.head / splits, split = work.head % splits, batch = work.batch;
+  const int n_block = work.block, head_kv = work.head / splits, split = work.head % splits;
+  const Entry batch = work.batch;
   const int first_key = n_block * kBlockN, seqlen_q = seqlen_q_of(params, batch);
   const int key_stop = key_stop_of(params, batch);
   const int group = params.num_heads / params.num_heads_kv;
@@ -94,9 +95,9 @@ CUFLASH_DEVICE void backward(const Params& params) {
   const auto load_queries = [&](const Walk& at, int stage) {
     const u32 s_q = s_ring + stage * kBytesStage, s_do = s_q + kBytesQ, s_stats = s_do + kBytesDo;
     const int first_row = at.m_block * kBlockM;
-    load_tile<kBlockM, kHeadDim>(s_q, queries_of(params, params.q, batch, at.head), params.q.row_stride, first_row,
+    load_tile<kBlockM, kHeadDim>(s_q, queries_of(params.q, batch, at.head), params.q.row_stride, first_row,
                                  seqlen_q);
-    load_tile<kBlockM, kHeadDimV>(s_do, queries_of(params, params.dout, batch, at.head), params.dout.row_stride,
+    load_tile<kBlockM, kHeadDimV>(s_do, queries_of(params.dout, batch, at.head), params.dout.row_stride,
                                   first_row, seqlen_q);
     const int thread = ptx::thread_index();
     if (thread < (int)kBytesStats / 16)

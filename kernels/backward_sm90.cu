@@ -136,13 +136,14 @@ struct Producer {
 
   CUFLASH_DEVICE void load_keys() const {
     shared.kv_full.arrive_expect(kBytesK + kBytesV);
-    const int first_key = tile.key_start + tile.first_key, batch = entry_of(tile.work.batch);
+    const int first_key = key_start_of(tile.work.batch) + tile.first_key, batch = entry_of(tile.work.batch);
     load_chunks<kBlockN, kDim>(shared.k, params.k, shared.kv_full, first_key, tile.head_kv, batch);
     load_chunks<kBlockN, kDimV>(shared.v, params.v, shared.kv_full, first_key, tile.head_kv, batch);
   }
   CUFLASH_DEVICE void load_queries() {
     if (steps_left-- <= 0) return;
-    const int batch = tile.work.batch, row = next.m_block * kBlockM, first_row = tile.query_start + row;
+    const Entry batch = tile.work.batch;
+    const int row = next.m_block * kBlockM, first_row = query_start_of(batch) + row;
     const Barrier q_full = shared.q_ring.full(at), do_full = shared.do_ring.full(at);
     shared.do_ring.empty(at).wait(at.parity ^ 1);
     shared.q_ring.empty(at).wait(at.parity ^ 1);
@@ -159,9 +160,9 @@ struct Producer {
 };
 
 // The last warpgroup where blocks take turns, a thread of each of three warps.
-CUFLASH_DEVICE void serve(const BackwardParams& params, const Shared& shared, u32 thread) {
+CUFLASH_DEVICE void serve(const BackwardParams& params, const Shared& shared, const Work& found, u32 thread) {
   const Params& common = params.common;
-  const KeyTile tile(common);
+  const KeyTile tile(common, found);
   if (thread % 32 != 0 || tile.num_steps == 0) return;
   if (thread == 0) {
     Producer producer(params, shared, tile);
@@ -189,9 +190,9 @@ CUFLASH_DEVICE void serve(const BackwardParams& params, const Shared& shared, u3
 }
 
 // The warpgroup of dQ: of each tile of queries and these keys, added to the sum in memory.
-CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& shared, u32 thread) {
+CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& shared, const Work& found, u32 thread) {
   const Params& common = params.common;
-  const KeyTile tile(common);
+  const KeyTile tile(common, found);
   if (tile.num_steps == 0) return;
   const bool produces = !kDqInTurn && thread == 0;
   Producer producer(params, shared, tile);
@@ -263,10 +264,10 @@ CUFLASH_DEVICE void multiply_any(float (&d)[pieces][4], u64 a, u64 b, bool adds)
 
 // A consumer, number `consumer`, of 64 keys: it makes P' and dV, or dS' and dK, or all of them.
 template <bool makes_dv, bool makes_dk>
-CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, u32 consumer) {
+CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, const Work& found, u32 consumer) {
   const Params& common = params.common;
-  const KeyTile tile(common);
-  const int batch = tile.work.batch;
+  const KeyTile tile(common, found);
+  const Entry batch = tile.work.batch;
   const u32 thread = ptx::thread_index() % 128, lane = lane_index();
   const bool elected = thread == 0;
   const u32 first = kSplitsRoles ? 0 : consumer * 64;  // of its keys
@@ -397,7 +398,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     if constexpr (!dp_early || kIsPacked) shared.do_ring.full(at).wait(at.parity);
     if constexpr (kIsPacked) {
       // Likewise queries past the last one.
-      const int valid = tile.seqlen_q - walk.m_block * kBlockM;
+      const int valid = seqlen_q_of(common, batch) - walk.m_block * kBlockM;
       if (valid < kBlockM) {
         if (consumer == 0) {
           zero_last_of_64<kBlockM, kDim>(s_q, valid, thread);
@@ -564,7 +565,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     return;
   }
   if (elected && first_key < common.seqlen_k) {
-    const int row = tile.key_start + first_key, entry = entry_of(batch);
+    const int row = key_start_of(batch) + first_key, entry = entry_of(batch);
     if constexpr (makes_dv && kNeedsDv)
       store_chunks<kBlockN, kDimV>(params.dkv[kNeedsDk], rows_v, row, tile.head_kv, entry);
     if constexpr (makes_dk && kNeedsDk)
@@ -576,8 +577,10 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
 
 CUFLASH_DEVICE void backward(const BackwardParams& params) {
   const Shared shared;
+  Work found = {};
   if constexpr (kIsPacked) {
-    if (!has_keys(params.common, KeyTile(params.common).work)) return;
+    found = KeyTile::find(params.common);
+    if (!has_keys(params.common, found)) return;
   }
   if (ptx::thread_index() == 0) {
     shared.kv_full.init(1);
@@ -602,20 +605,20 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
   const u32 warpgroup = ptx::uniform(ptx::thread_index() / 128);
   if (kDqInTurn && warpgroup == kConsumers + 1) {
     ptx::decrease_registers<kServerRegisters>();
-    serve(params, shared, ptx::thread_index() % 128);
+    serve(params, shared, found, ptx::thread_index() % 128);
   } else if (warpgroup == kConsumers) {
     ptx::decrease_registers<kDqRegisters>();
-    accumulate_dq(params, shared, ptx::thread_index() % 128);
+    accumulate_dq(params, shared, found, ptx::thread_index() % 128);
     if constexpr (!kSplitsGroup) ptx::arrive_named(kEnd, kConsumerThreads + 128);
   } else if constexpr (!kSplitsRoles) {
     ptx::increase_registers<kConsumerRegisters>();
-    consume<true, true>(params, shared, warpgroup);
+    consume<true, true>(params, shared, found, warpgroup);
   } else if (warpgroup == 0) {
     ptx::increase_registers<kConsumerRegisters>();
-    consume<true, false>(params, shared, warpgroup);
+    consume<true, false>(params, shared, found, warpgroup);
   } else {
     ptx::increase_registers<kConsumerRegisters>();
-    consume<false, true>(params, shared, warpgroup);
+    consume<false, true>(params, shared, found, warpgroup);
   }
 }
 

@@ -33,21 +33,24 @@ using QueryTiles = Either<kHasBlockMask, QueryLists, TileRange>::Type;
 struct KeyTile {
   Work work;
   int num_n_blocks, num_m_blocks, split, head_kv, first_key, key_stop, first_head, num_steps;
-  int seqlen_q, query_start, key_start, own_diagonal;  // of the batch entry
+  int own_diagonal;  // of the batch entry
   QueryTiles queries;
 
-  CUFLASH_DEVICE explicit KeyTile(const Params& params) {
+  // Warp. The work of packed sequences is found beforehand, once for all roles.
+  CUFLASH_DEVICE static Work find(const Params& params) {
+    const int splits = kSplitsGroup ? params.group_splits : 1;
+    return schedule_keys(params, ptx::block_index(), params.num_heads_kv * splits, kLastFirst);
+  }
+
+  CUFLASH_DEVICE explicit KeyTile(const Params& params, const Work& found = {}) {
     const int splits = kSplitsGroup ? params.group_splits : 1, group = params.num_heads / params.num_heads_kv;
     num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN);
     num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
-    work = schedule_keys(params, ptx::block_index(), params.num_heads_kv * splits, kLastFirst);
+    work = kIsPacked ? found : schedule_keys(params, ptx::block_index(), params.num_heads_kv * splits, kLastFirst);
     head_kv = work.head / splits;
     split = work.head % splits;
     first_key = work.block * kBlockN;
     key_stop = key_stop_of(params, work.batch);
-    seqlen_q = seqlen_q_of(params, work.batch);
-    query_start = query_start_of(params, work.batch);
-    key_start = key_start_of(params, work.batch);
     own_diagonal = own_diagonal_of(params, work.batch);
     first_head = head_kv * group + group * split / splits;
     const int stop_head = head_kv * group + group * (split + 1) / splits;

@@ -76,7 +76,7 @@ CUFLASH_DEVICE constexpr int piece_of(int n) { return kPieces - 1 - n; }
 CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
   Position<kNumStages> key;
   Position<1> query;
-  for (TileWalk walk(params.common); walk.more(); walk.advance(), query.advance()) {
+  for (EntryWalk walk(params.common); walk.more(); walk.advance(), query.advance()) {
     const QueryTile tile(params.common, walk.work(params.common));
     const int head = tile.head_kv, batch = tile.work.batch, all_batch = params.common.batch;
     const auto load_q = [&]() {
@@ -148,7 +148,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
 
   Position<kNumStages> key;
   Position<1> query;
-  for (TileWalk walk(common); walk.more(); walk.advance(), query.advance()) {
+  for (EntryWalk walk(common); walk.more(); walk.advance(), query.advance()) {
     const QueryTile tile(common, walk.work(common));
     const int head = tile.work.head, batch = tile.work.batch;
     const Score score(common, batch, head, tile.key_stop);

@@ -23,8 +23,8 @@ CUFLASH_DEVICE void sync_consumer(u32 consumer) { ptx::sync_named(kConsumer + co
 using ConsumerTurns = Turns<kPingPong, kConsumers, kTurn>;
 
 // lse of rows `row` and `row` + 8, those of a lane.
-CUFLASH_DEVICE void store_lse(const Params& params, int batch, int head, int row, const OnlineSoftmax<1>& softmax) {
-  float* g_lse = row_numbers_of(params, params.lse, batch, head);
+CUFLASH_DEVICE void store_lse(const Params& params, Entry batch, int head, int row, const OnlineSoftmax<1>& softmax) {
+  float* g_lse = row_numbers_of(params.lse, batch, head);
   const int seqlen_q = seqlen_q_of(params, batch);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

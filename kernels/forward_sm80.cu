@@ -34,7 +34,8 @@ static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) == CUFLASH_SHARED_BYTES
 CUFLASH_DEVICE void forward(const Params& params) {
   const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, kHasRightBound);
   if (!has_queries(params, work)) return;
-  const int m_block = work.block, head = work.head, batch = work.batch;
+  const int m_block = work.block, head = work.head;
+  const Entry batch = work.batch;
   const int first_row = m_block * kBlockM;
   const int seqlen_q = seqlen_q_of(params, batch);
   const int head_kv = head / (params.num_heads / params.num_heads_kv);
@@ -55,7 +56,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
 
   // Fill the ring: tile i of the walk goes to stage i % kNumStages. Group i holds tile i (with Q in the first).
   const int num_tiles = tiles.stop - tiles.start;
-  load_tile<kBlockM, kHeadDim>(s_q, queries_of(params, params.q, batch, head), params.q.row_stride, first_row, seqlen_q);
+  load_tile<kBlockM, kHeadDim>(s_q, queries_of(params.q, batch, head), params.q.row_stride, first_row, seqlen_q);
   if constexpr (kNumStages == 1) {
     if (num_tiles > 0) load_k(tiles.stop - 1, 0);
     ptx::copy_async_commit();
@@ -155,10 +156,10 @@ CUFLASH_DEVICE void forward(const Params& params) {
   store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(
       s_q, warp_row, warp_d, o, [&](int m, int half) { return softmax.inverse_sum(m, half) * kept_scale; });
   ptx::sync_block();
-  store_tile<kBlockM, kHeadDimV>(s_q, (Storage*)queries_of(params, params.out, batch, head), params.out.row_stride,
+  store_tile<kBlockM, kHeadDimV>(s_q, (Storage*)queries_of(params.out, batch, head), params.out.row_stride,
                                  first_row, seqlen_q);
 
-  Real* g_lse = row_numbers_of(params, params.lse, batch, head);
+  Real* g_lse = row_numbers_of(params.lse, batch, head);
 #pragma unroll
   for (int m = 0; m < kMTiles; ++m)
 #pragma unroll

@@ -15,6 +15,9 @@
 //   k_empty[i]   every warp has its exponentials   producer, before the next K in stage i
 //   v_full[i]    V has arrived in stage i          consumers, before O
 //   v_empty[i]   every consumer has its O          producer, before the next V in stage i
+//   of packed sequences, whose tiles a scheduler finds (sequence_walk.cuh):
+//   full[i]      a tile of queries is in stage i   consumers and producer, before it
+//   empty[i]     all of them have read it          scheduler, before the next in stage i
 //   named: one per consumer for its turn at the tensor cores; one per consumer for itself; one for all consumers
 //
 // A step takes the exponentials of a tile relative to the offset that its rows have had since their first tile, without
@@ -31,6 +34,7 @@
 #include "ptx_wgmma.cuh"
 #include "schedule.cuh"
 #include "score.cuh"
+#include "sequence_walk.cuh"
 #include "softmax.cuh"
 #include "tiles_sm90.cuh"
 
@@ -48,13 +52,15 @@ constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesOut = chunked_bytes(kBlockM, kOutColumns);
 constexpr u32 kBytesK = chunked_bytes(kBlockN, kDim);
 constexpr u32 kBytesV = chunked_bytes(kBlockN, kDimV);
-constexpr u32 kBytesBarriers = QkvBarriers<kNumStages, kQStages>::kBytes + 16;
+constexpr u32 kBytesBarriers = QkvBarriers<kNumStages, kQStages>::kBytes + 16 + TileRing::kBytes;
 static_assert(kQStages * kBytesQ + kBytesOut + kNumStages * (kBytesK + kBytesV) + kBytesBarriers == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
 // Registers of a thread after the producer has given up most of its own: at most what the block started with in all.
-constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
-constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : 240;
+// The walk over packed sequences wants more of them, where consumers can spare some.
+constexpr bool kWalkWantsMore = kIsPacked && (kConsumers == 4 || kDimV <= 192);
+constexpr int kProducerRegisters = kConsumers == 3 ? 32 : !kWalkWantsMore ? 24 : kConsumers == 4 ? 32 : 40;
+constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : kWalkWantsMore ? 232 : 240;
 
 // The largest sum of exponentials in a tile that needs no second look: weights fit the element type, sums and products
 // float32.
@@ -71,6 +77,7 @@ static_assert(sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument dif
 struct Shared : QkvBarriers<kNumStages, kQStages> {
   u32 q, out, k, v;
   u32 scratch;
+  TileRing tiles;
 
   CUFLASH_DEVICE Shared() {
     q = ptx::dynamic_shared();
@@ -79,26 +86,37 @@ struct Shared : QkvBarriers<kNumStages, kQStages> {
     v = k + kNumStages * kBytesK;
     place_barriers(v + kNumStages * kBytesV);
     scratch = v + kNumStages * kBytesV + QkvBarriers::kBytes;
+    tiles = {{scratch + 16}};
   }
 };
+
+// The walk over tiles of a thread, or of a warp.
+template <bool is_warp>
+CUFLASH_DEVICE auto walk_of(const Params& params, const Shared& shared) {
+  if constexpr (kIsPacked)
+    return SequenceWalk<is_warp>(shared.tiles);
+  else
+    return EntryWalk(params);
+}
 
 // The producer: one thread that walks over the tiles as the consumers do, as far ahead as the rings allow.
 CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
   Position<kQStages> query;
   Position<kNumStages> key;
-  for (TileWalk walk(params.common); walk.more(); walk.advance(), query.advance()) {
+  for (auto walk = walk_of<false>(params.common, shared); walk.more(); walk.advance(), query.advance()) {
     const QueryTile tile(params.common, walk.work(params.common));
     const int head = tile.head_kv, batch = entry_of(tile.work.batch);
     const auto load_q = [&]() {
       const Barrier q_full = shared.q_ring.full(query);
       shared.q_ring.empty(query).wait(query.parity ^ 1);
       q_full.arrive_expect(kBytesQ);
-      load_chunks<kBlockM, kDim>(shared.q + query.stage * kBytesQ, params.q, q_full, tile.query_start + tile.first_row,
-                                 tile.work.head, batch);
+      load_chunks<kBlockM, kDim>(shared.q + query.stage * kBytesQ, params.q, q_full,
+                                 query_start_of(tile.work.batch) + tile.first_row, tile.work.head, batch);
     };
     if (tile.keys.start == tile.keys.stop) load_q();
     for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
-      const KeyTile keys(params.common, batch, head, tile.keys.at(n_block), tile.key_stop, tile.key_start);
+      const KeyTile keys(params.common, batch, head, tile.keys.at(n_block), tile.key_stop,
+                         key_start_of(tile.work.batch));
       shared.k_ring.empty(key).wait(key.parity ^ 1);
       const Barrier k_full = shared.k_ring.full(key), v_full = shared.v_ring.full(key);
       keys.load<kDim>(shared.k + key.stage * kBytesK, params.k, k_full);
@@ -121,10 +139,11 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
 
   Position<kQStages> query;
   Position<kNumStages> key;
-  for (TileWalk walk(common); walk.more(); walk.advance(), query.advance()) {
+  for (auto walk = walk_of<true>(common, shared); walk.more(); walk.advance(), query.advance()) {
     const QueryTile tile(common, walk.work(common));
     const u32 s_q = shared.q + query.stage * kBytesQ + consumer * 64 * kLineBytes;
-    const int head = tile.work.head, batch = tile.work.batch;
+    const int head = tile.work.head;
+    const Entry batch = tile.work.batch;
     const Score score(common, batch, head, tile.key_stop);
     const Mask mask(common, batch, head, tile.key_stop);
     const Dropout dropout(common, batch, head);
@@ -334,11 +353,12 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       sync_consumer(consumer);
       const int first_row = tile.first_row + consumer * 64;
       if (kIsPacked && row_stop < 64) {
-        Storage* g_out = (Storage*)queries_of(common, common.out, batch, head) + first_row * common.out.row_stride;
+        Storage* g_out = (Storage*)queries_of(common.out, batch, head) + first_row * common.out.row_stride;
         store_first_rows<kBlockM, min_of(kColumns, kHeadDimV - kFirst)>(g_out + kFirst, common.out.row_stride, s_out,
                                                                         at_least_zero(row_stop), thread);
       } else if (elected) {
-        store_chunks<kBlockM, kColumns>(params.out, s_out, tile.query_start + first_row, head, entry_of(batch), kFirst);
+        const int array_row = query_start_of(batch) + first_row;
+        store_chunks<kBlockM, kColumns>(params.out, s_out, array_row, head, entry_of(batch), kFirst);
         ptx::bulk_commit();
       }
     });
@@ -350,11 +370,17 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
 
 CUFLASH_DEVICE void forward(const ForwardParams& params) {
   Shared shared;
+  if constexpr (kIsPacked) {
+    if (ptx::thread_index() == 0) shared.tiles.init(4 * kConsumers + 1);
+  }
   shared.make_barriers(4 * kConsumers, 4 * kConsumers, kConsumers);
   const u32 warp = ptx::uniform(ptx::thread_index() / 32);
   if (warp >= 4 * kConsumers) {
     ptx::decrease_registers<kProducerRegisters>();
     if (warp == 4 * kConsumers && ptx::elect_lane()) produce(params, shared);
+    if constexpr (kIsPacked) {
+      if (warp == 4 * kConsumers + 1) schedule_tiles(params.common, shared.tiles);
+    }
   } else {
     ptx::increase_registers<kConsumerRegisters>();
     consume(params, shared, warp / 4);

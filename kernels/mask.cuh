@@ -47,10 +47,10 @@ struct Mask {
   i64 key_stride;
   BlockMask blocks;
 
-  CUFLASH_DEVICE Mask(const Params& params, int batch, int head, int key_stop_)
+  CUFLASH_DEVICE Mask(const Params& params, Entry batch, int head, int key_stop_)
       : Mask(params, batch, head, key_stop_, own_diagonal_of(params, batch)) {}
 
-  CUFLASH_DEVICE Mask(const Params& params, int batch, int head, int key_stop_, int own_diagonal)
+  CUFLASH_DEVICE Mask(const Params& params, Entry batch, int head, int key_stop_, int own_diagonal)
       : key_stop(key_stop_),
         seqlen_q(params.seqlen_q),
         right_offset(params.right_offset + own_diagonal),

@@ -79,6 +79,11 @@ CUFLASH_DEVICE Bytes16 load_shared_b128(u32 address) {
                : "memory");
   return value;
 }
+CUFLASH_DEVICE void store_shared_b128(u32 address, const Bytes16& value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.word[0]), "r"(value.word[1]),
+               "r"(value.word[2]), "r"(value.word[3])
+               : "memory");
+}
 // Neighbours, aligned to their common size.
 CUFLASH_DEVICE void load_shared_x2(u32 address, float (&value)[2]) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value[0]), "=f"(value[1]) : "r"(address) : "memory");
@@ -114,9 +119,12 @@ CUFLASH_DEVICE double shuffle_xor(double value, u32 lane_mask) {
 
 // Warp. shfl.sync.idx (9.7.9.6): the value of lane `lane` modulo 32.
 CUFLASH_DEVICE double shuffle(double value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
+CUFLASH_DEVICE u32 shuffle(u32 value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
 
 // Warp. vote.sync.any (9.7.13.9): whether `predicate` holds in any lane.
 CUFLASH_DEVICE bool any_lane(bool predicate) { return __any_sync(0xffffffffu, predicate); }
+// Warp. vote.sync.ballot (9.7.13.9): bit i says whether `predicate` holds in lane i.
+CUFLASH_DEVICE u32 ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 
 // ---- Asynchronous copies ------------------------------------------------------------------------------------------
 // Thread. cp.async (9.7.9.25.3.1): `bytes` (4, 8 or 16) to shared memory, the first `source_bytes` of them read from
@@ -254,6 +262,8 @@ CUFLASH_DEVICE float round_to_tf32(float x) {
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
   return __uint_as_float(bits);
 }
+// Thread. clz (9.7.1.19): how many bits are 0 above the highest one that is 1; 32 of 0.
+CUFLASH_DEVICE u32 leading_zeros(u32 bits) { return __clz(bits); }
 // Thread. mov.b32 and mov.b64 (9.7.9.2): bits as they are.
 CUFLASH_DEVICE u32 bits_of(float x) { return __float_as_uint(x); }
 CUFLASH_DEVICE u64 bits_of(double x) { return (u64)__double_as_longlong(x); }

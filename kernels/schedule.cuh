@@ -7,13 +7,19 @@
 struct Work {
   int block;  // index of the tile of queries (or of keys)
   int head;   // query head (or key/value head)
+  Entry batch;
+};
+// The same before a packed sequence is found: `block` is then a place among those of all sequences.
+struct Place {
+  int block;
+  int head;
   int batch;
 };
 
 // Work starts in the order of its index. Tiles of one head are neighbours, so that they share its operands in L2;
 // `head_section` heads are interleaved. With `last_first` the tiles run from the last to the first: under a causal mask
 // those are the longest, and short ones fill the gaps at the end.
-CUFLASH_DEVICE Work schedule(const Params& params, u32 index, int num_blocks, int num_heads, bool last_first) {
+CUFLASH_DEVICE Place schedule(const Params& params, u32 index, int num_blocks, int num_heads, bool last_first) {
   const u32 section = params.head_section;
   const u32 heads = kIsPacked ? num_heads : num_heads * params.batch;
   const u32 first = index / (num_blocks * section) * section;
@@ -32,38 +38,45 @@ CUFLASH_DEVICE Work schedule(const Params& params, u32 index, int num_blocks, in
 CUFLASH_DEVICE int num_tiles_of(const Params& params, int seqlen, int rows) {
   return kIsPacked ? seqlen / rows + params.batch + 1 : ceil_div(seqlen, rows);
 }
-CUFLASH_DEVICE int first_place_of_queries(const Params& params, int batch, int rows) {
-  return query_start_of(params, batch) / rows + batch;
-}
-CUFLASH_DEVICE int first_place_of_keys(const Params& params, int batch, int rows) {
-  return key_start_of(params, batch) / rows + batch;
-}
-// The sequence, and which of its tiles, that has the place `block` of some work. It may be one that there is not.
+CUFLASH_DEVICE int first_place_of_queries(Entry batch, int rows) { return query_start_of(batch) / rows + batch; }
+CUFLASH_DEVICE int first_place_of_keys(Entry batch, int rows) { return key_start_of(batch) / rows + batch; }
+
+// Warp. The last lane for which `holds`, which it does for the first one.
+CUFLASH_DEVICE u32 last_lane(bool holds) { return 31 - ptx::leading_zeros(ptx::ballot(holds)); }
+
+// Warp. The sequence, and which of its tiles, that has a place. It may be one that there is not. The lanes look at 32
+// entries at once: at every 32nd, or 1024th, first, where there are more.
 template <class FirstPlace>
-CUFLASH_DEVICE Work at_place(const Params& params, const Work& work, FirstPlace first_place) {
-  int low = 0, high = params.batch + 1;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (first_place(middle) <= work.block ? low : high) = middle;
+CUFLASH_DEVICE Work at_place(const Params& params, const Place& place, FirstPlace first_place) {
+  const int lane = ptx::thread_index() % 32;
+  int shift = 0, first = 0;
+  while (params.batch >> shift >= 32) shift += 5;
+#pragma unroll 1
+  for (;; shift -= 5) {
+    const int last = (params.batch - first) >> shift;
+    const Sequence own = sequence_at(params, first + (min_of(lane, last) << shift));
+    const Sequence found = sequence_of_lane(own, last_lane(first_place(own) <= place.block));
+    if (shift == 0) return {place.block - first_place(found), place.head, found};
+    first = found.index;
   }
-  return {work.block - first_place(low), work.head, low};
 }
-CUFLASH_DEVICE Work at_place_of_queries(const Params& params, const Work& work, int rows) {
-  return at_place(params, work, [&](int batch) { return first_place_of_queries(params, batch, rows); });
+CUFLASH_DEVICE Work at_place_of_queries(const Params& params, const Place& place) {
+  return at_place(params, place, [](const Sequence& batch) { return first_place_of_queries(batch, kBlockM); });
+}
+CUFLASH_DEVICE Work at_place_of_keys(const Params& params, const Place& place) {
+  return at_place(params, place, [](const Sequence& batch) { return first_place_of_keys(batch, kBlockN); });
 }
 
-// Work on tiles of queries, or of keys.
+// Warp. Work on tiles of queries, or of keys.
 CUFLASH_DEVICE Work schedule_queries(const Params& params, u32 index, int num_heads, bool last_first) {
-  const int num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
-  const Work work = schedule(params, index, num_m_blocks, num_heads, last_first);
-  if constexpr (!kIsPacked) return work;
-  return at_place_of_queries(params, work, kBlockM);
+  const Place place = schedule(params, index, num_tiles_of(params, params.seqlen_q, kBlockM), num_heads, last_first);
+  if constexpr (kIsPacked) return at_place_of_queries(params, place);
+  return {place.block, place.head, place.batch};
 }
 CUFLASH_DEVICE Work schedule_keys(const Params& params, u32 index, int num_heads, bool last_first) {
-  const int num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN);
-  const Work work = schedule(params, index, num_n_blocks, num_heads, last_first);
-  if constexpr (!kIsPacked) return work;
-  return at_place(params, work, [&](int batch) { return first_place_of_keys(params, batch, kBlockN); });
+  const Place place = schedule(params, index, num_tiles_of(params, params.seqlen_k, kBlockN), num_heads, last_first);
+  if constexpr (kIsPacked) return at_place_of_keys(params, place);
+  return {place.block, place.head, place.batch};
 }
 // Whether there is such a tile.
 CUFLASH_DEVICE bool has_queries(const Params& params, const Work& work) {
@@ -79,7 +92,7 @@ struct TileRange {
 };
 
 // Tiles of keys that queries [first_row, last_row] of a batch entry see.
-CUFLASH_DEVICE TileRange key_tiles(const Params& params, int batch, int first_row, int last_row, int key_stop) {
+CUFLASH_DEVICE TileRange key_tiles(const Params& params, Entry batch, int first_row, int last_row, int key_stop) {
   int start = 0, full_start = 0, full_stop = key_stop / kBlockN, stop = ceil_div(key_stop, kBlockN);
   if constexpr (kHasRightBound) {
     const int right_offset = right_offset_of(params, batch);
@@ -99,7 +112,7 @@ CUFLASH_DEVICE TileRange key_tiles(const Params& params, int batch, int first_ro
 }
 
 // Tiles of queries that see keys [first_key, last_key] of a batch entry.
-CUFLASH_DEVICE TileRange query_tiles(const Params& params, int batch, int first_key, int last_key, int key_stop) {
+CUFLASH_DEVICE TileRange query_tiles(const Params& params, Entry batch, int first_key, int last_key, int key_stop) {
   int start = 0, full_start = 0, stop = ceil_div(seqlen_q_of(params, batch), kBlockM), full_stop = stop;
   if constexpr (kHasRightBound) {
     const int right_offset = right_offset_of(params, batch);
@@ -169,7 +182,10 @@ struct EntryWalk {
 
   CUFLASH_DEVICE bool more() const { return unit < num_units; }
   CUFLASH_DEVICE Work work(const Params& params) const {
-    if constexpr (!kPairs) return schedule(params, unit, num_m_blocks, params.num_heads, kHasRightBound);
+    if constexpr (!kPairs) {
+      const Place place = schedule(params, unit, num_m_blocks, params.num_heads, kHasRightBound);
+      return {place.block, place.head, place.batch};
+    }
     const u32 head = unit / units_of_head;
     const int from_start = unit % units_of_head;
     return {second ? from_start : num_m_blocks - 1 - from_start, (int)(head % params.num_heads),
@@ -182,57 +198,10 @@ struct EntryWalk {
   }
 };
 
-// The same over packed sequences: a unit has a place among those of a tile, or of two tiles; places without one are left
-// out.
-struct SequenceWalk {
-  static constexpr int kUnitRows = kPairs ? 2 * kBlockM : kBlockM;
-  const Params& params;
-  int units_of_head;
-  u32 unit, num_units;
-  int from_start, num_m_blocks;  // of the unit in its sequence; of that sequence
-  Work current;
-
-  CUFLASH_DEVICE explicit SequenceWalk(const Params& params_)
-      : params(params_),
-        units_of_head(num_tiles_of(params, params.seqlen_q, kUnitRows)),
-        unit(ptx::block_index()),
-        num_units(units_of_head * params.num_heads) {
-    settle();
-  }
-
-  CUFLASH_DEVICE bool more() const { return unit < num_units; }
-  CUFLASH_DEVICE Work work(const Params&) const { return current; }
-  CUFLASH_DEVICE void advance() {
-    if (kPairs && current.block != from_start) {
-      current.block = from_start;
-      return;
-    }
-    unit += params.resident_blocks;
-    settle();
-  }
-
- private:
-  // Goes on to a unit that there is.
-  CUFLASH_DEVICE void settle() {
-    for (; unit < num_units; unit += params.resident_blocks) {
-      const Work place = schedule(params, unit, units_of_head, params.num_heads, !kPairs && kHasRightBound);
-      current = at_place_of_queries(params, place, kUnitRows);
-      num_m_blocks = ceil_div(seqlen_q_of(params, current.batch), kBlockM);
-      from_start = current.block;
-      if (from_start * kUnitRows >= seqlen_q_of(params, current.batch)) continue;
-      if constexpr (kPairs) current.block = num_m_blocks - 1 - from_start;
-      return;
-    }
-  }
-};
-
-using TileWalk = Either<kIsPacked, SequenceWalk, EntryWalk>::Type;
-
 // A tile of queries: where it stands, and the tiles of keys that it sees.
 struct QueryTile {
   Work work;
   int first_row, head_kv, key_stop;
-  int query_start, key_start;  // of the batch entry
   KeyTiles keys;
 
   CUFLASH_DEVICE QueryTile(const Params& params, const Work& work_)
@@ -240,8 +209,6 @@ struct QueryTile {
         first_row(work.block * kBlockM),
         head_kv(work.head / (params.num_heads / params.num_heads_kv)),
         key_stop(key_stop_of(params, work.batch)),
-        query_start(query_start_of(params, work.batch)),
-        key_start(key_start_of(params, work.batch)),
         keys(params, work, key_stop) {}
 
   // Those that the 64 queries of a warpgroup, the `consumer`-th, see, within `keys`.

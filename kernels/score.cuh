@@ -18,10 +18,10 @@ struct Score {
   i64 bias_row_stride;
   i64 bias_key_stride;
 
-  CUFLASH_DEVICE Score(const Params& params, int batch, int head, int key_stop_)
+  CUFLASH_DEVICE Score(const Params& params, Entry batch, int head, int key_stop_)
       : Score(params, batch, head, key_stop_, own_diagonal_of(params, batch)) {}
 
-  CUFLASH_DEVICE Score(const Params& params, int batch, int head, int key_stop_, int own_diagonal)
+  CUFLASH_DEVICE Score(const Params& params, Entry batch, int head, int key_stop_, int own_diagonal)
       : scale(scale_of(params)),
         softcap(softcap_of(params)),
         exponent_slope(0),

@@ -46,6 +46,16 @@ CUFLASH_DEVICE void exchange_through_shared(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(shared_b32_b128, Params, kBlock, 1, exchange_through_shared)
 
+// The same the other way round: 16 bytes at once, read one by one.
+CUFLASH_DEVICE void exchange_pieces(const Params& params) {
+  const u32 thread = ptx::thread_index(), other = thread ^ 37u, shared = ptx::dynamic_shared();
+  ptx::store_shared_b128(shared + 16 * thread, source_of<Bytes16>(params)[thread]);
+  ptx::sync_block();
+  for (u32 i = 0; i < 8; ++i)
+    destination_of<u16>(params)[8 * thread + i] = ptx::load_shared_b16(shared + 16 * other + 2 * i);
+}
+CUFLASH_DEFINE_KERNEL(shared_b128_b16, Params, kBlock, 1, exchange_pieces)
+
 CUFLASH_DEVICE void exchange_f32(const Params& params) {
   const u32 thread = ptx::thread_index(), shared = ptx::dynamic_shared();
   float values[4];
@@ -110,6 +120,14 @@ CUFLASH_DEVICE void store_votes(const Params& params) {
   destination_of<u32>(params)[thread] = ptx::any_lane(thread == params.count);
 }
 CUFLASH_DEFINE_KERNEL(any_lane, Params, kBlock, 1, store_votes)
+
+// Of the values that are odd: which lanes have one, and how many lanes come behind the last that does.
+CUFLASH_DEVICE void store_ballots(const Params& params) {
+  const u32 thread = ptx::thread_index(), bits = ptx::ballot(source_of<u32>(params)[thread] % 2 != 0);
+  destination_of<u32>(params)[2 * thread] = bits;
+  destination_of<u32>(params)[2 * thread + 1] = ptx::leading_zeros(bits);
+}
+CUFLASH_DEFINE_KERNEL(ballot, Params, kBlock, 1, store_ballots)
 
 // Thread i copies `count` of `bytes` bytes, in two groups, into shared memory of all ones.
 template <int bytes>
@@ -191,11 +209,13 @@ CUFLASH_DEVICE void store_shuffled_double(const Params& params) {
 CUFLASH_DEFINE_KERNEL(shuffle_xor_double, Params, kBlock, 1, store_shuffled_double)
 
 // Lane i receives from lane count i.
-CUFLASH_DEVICE void store_received_double(const Params& params) {
+template <class T>
+CUFLASH_DEVICE void store_received(const Params& params) {
   const u32 thread = ptx::thread_index();
-  destination_of<double>(params)[thread] = ptx::shuffle(source_of<double>(params)[thread], thread * params.count);
+  destination_of<T>(params)[thread] = ptx::shuffle(source_of<T>(params)[thread], thread * params.count);
 }
-CUFLASH_DEFINE_KERNEL(shuffle_double, Params, kBlock, 1, store_received_double)
+CUFLASH_DEFINE_KERNEL(shuffle_double, Params, kBlock, 1, store_received<double>)
+CUFLASH_DEFINE_KERNEL(shuffle_u32, Params, kBlock, 1, store_received<u32>)
 
 // A is 16 x 8 `steps` by rows, B 8 `steps` x 8 by columns, D 16 x 8 by rows; `add` adds their product to what lies in D.
 template <class T, int steps, class Add>

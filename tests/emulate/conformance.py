@@ -61,6 +61,12 @@ def check_shared_b32_b128(run):
     assert (got == source[np.arange(BLOCK) ^ 37]).all()
 
 
+def check_shared_b128_b16(run):
+    source = _random_bits(np.uint16, BLOCK, 8)
+    got = run("shared_b128_b16", source=source, destination=_ones(np.uint16, BLOCK, 8), shared_bytes=16 * BLOCK)
+    assert (got == source[np.arange(BLOCK) ^ 37]).all()
+
+
 def check_shared_f32x4(run):
     source = np.arange(4 * BLOCK, dtype=np.float32).reshape(BLOCK, 4) / 7
     got = run("shared_f32x4", source=source, destination=_ones(np.float32, BLOCK, 4), shared_bytes=16 * BLOCK)
@@ -98,6 +104,16 @@ def check_any_lane(run):
     for thread in (0, 31, 45, BLOCK):
         got = run("any_lane", destination=_ones(np.uint32, BLOCK), count=thread)
         assert (got == (np.arange(BLOCK) // WARP == thread // WARP)).all()
+
+
+def check_ballot(run):
+    source = _random_bits(np.uint32, BLOCK)
+    source[:WARP], source[WARP : 2 * WARP] = 0, np.arange(WARP) == 5
+    bits = (source.reshape(-1, 1, WARP) % 2 << np.arange(WARP)).sum(-1, dtype=np.uint32)
+    zeros = [WARP - int(x).bit_length() for x in bits.ravel()]
+    got = run("ballot", source=source, destination=_ones(np.uint32, BLOCK, 2)).reshape(-1, WARP, 2)
+    assert (got[..., 0] == bits).all()
+    assert (got[..., 1] == np.array(zeros)[:, None]).all()
 
 
 # ---- Asynchronous copies ---------------------------------------------------------------------------------------------
@@ -211,12 +227,19 @@ def check_shuffle_xor_double(run):
         assert (got == source[np.arange(BLOCK) ^ lane_mask]).all()
 
 
-def check_shuffle_double(run):
-    source = np.arange(BLOCK) / 7
+def _check_shuffle(run, kernel, source):
     lanes = np.arange(WARP)
     for factor in (0, 1, 2, 5, 31):
-        got = run("shuffle_double", source=source, destination=_ones(np.float64, BLOCK), count=factor)
+        got = run(kernel, source=source, destination=_ones(source.dtype, BLOCK), count=factor)
         assert (got.reshape(-1, WARP) == source.reshape(-1, WARP)[:, lanes * factor % WARP]).all()
+
+
+def check_shuffle_double(run):
+    _check_shuffle(run, "shuffle_double", np.arange(BLOCK) / 7)
+
+
+def check_shuffle_u32(run):
+    _check_shuffle(run, "shuffle_u32", _random_bits(np.uint32, BLOCK))
 
 
 def _multiply_wide(run, kernel, a, b, c):

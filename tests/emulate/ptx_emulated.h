@@ -74,6 +74,9 @@ CUFLASH_DEVICE u16 load_shared_b16(u32 address, Site site = Site::here()) { retu
 CUFLASH_DEVICE Bytes16 load_shared_b128(u32 address, Site site = Site::here()) {
   return read_shared_as<Bytes16>(address, site);
 }
+CUFLASH_DEVICE void store_shared_b128(u32 address, const Bytes16& value, Site site = Site::here()) {
+  write_shared_as(address, value, site);
+}
 CUFLASH_DEVICE void store_shared_b16(u32 address, u16 value, Site site = Site::here()) {
   write_shared_as(address, value, site);
 }
@@ -93,9 +96,13 @@ CUFLASH_DEVICE double shuffle_xor(double value, u32 lane_mask, Site site = Site:
 CUFLASH_DEVICE double shuffle(double value, u32 lane, Site site = Site::here()) {
   return ::emulator::shuffle(value, lane, site);
 }
+CUFLASH_DEVICE u32 shuffle(u32 value, u32 lane, Site site = Site::here()) {
+  return ::emulator::shuffle(value, lane, site);
+}
 CUFLASH_DEVICE bool any_lane(bool predicate, Site site = Site::here()) {
   return ::emulator::any_lane(predicate, site);
 }
+CUFLASH_DEVICE u32 ballot(bool predicate, Site site = Site::here()) { return ::emulator::ballot(predicate, site); }
 
 // ---- Asynchronous copies ------------------------------------------------------------------------------------------
 template <int bytes, int offset>
@@ -146,6 +153,7 @@ CUFLASH_DEVICE float to_float32(T type, u16 bits) {
   return ::emulator::to_float32(element_of(type), bits);
 }
 CUFLASH_DEVICE float round_to_tf32(float x) { return ::emulator::round_to_tf32(x); }
+CUFLASH_DEVICE u32 leading_zeros(u32 bits) { return bits == 0 ? 32 : __builtin_clz(bits); }
 template <class To, class From>
 static inline To same_bits(From from) {
   static_assert(sizeof(To) == sizeof(From));

@@ -137,9 +137,64 @@ def test_neighbours_change_nothing(what, data):
         assert np.isfinite(after["dq"][tuple(part)].astype(np.float32)).all()
 
 
+# Lengths of sequences, and the rows behind the last one. Lanes of a warp look at 32 entries at once, these rows too.
+SHORT = tuple(i * 5 % 9 for i in range(70))  # 0, 5, 1, 6, ...
+MANY = {
+    "none": ((), 70),
+    "all empty": ((0,) * 33, 0),
+    "all empty but rows behind": ((0,) * 32, 9),
+    "31": (SHORT[:31], 5),
+    "32": (SHORT[:32], 0),
+    "33": (SHORT[:33], 5),
+    "70": (SHORT, 40),
+    "one long": ((*SHORT[:40], 400, *SHORT[40:], 0, 0), 5),
+}
+FOR_MANY = [
+    Kernels("float32", "8.0", causal=True),
+    Kernels("bfloat16", "9.0", 64, causal=True),
+    Kernels("bfloat16", "9.0", 64, options=(("window", (40, 10)),), deterministic=True),
+]
+
+
+def case_of(what, lengths, rest, num_heads=2):
+    starts = tuple(np.cumsum([0, *lengths]).tolist())
+    return ct.Case(
+        seqlen_q=starts[-1] + rest, seqlen_k=starts[-1] + rest, num_heads=num_heads,
+        num_heads_kv=num_heads // what.group, head_dim=what.head_dim, dtype=what.dtype, causal=what.causal,
+        cu_seqlens_q=starts, cu_seqlens_k=starts, **dict(what.options),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize("what", FOR_MANY, ids=str)
+def test_many_sequences(what, name):
+    case = case_of(what, *MANY[name])
+    results = both_passes(what, case, SCHEDULES[-1])
+    ct.assert_forward(case, results.pop("out"), results.pop("lse"))
+    ct.assert_backward(case, **results)
+
+
+@pytest.mark.parametrize("arch", ["8.0", "9.0"])
+def test_more_than_32_times_32_sequences(arch):
+    what = Kernels("float16", arch, 64)
+    case = case_of(what, (*(0,) * 500, 70, *(0,) * 539, 3, 2, *(0,) * 40, 1), 4, num_heads=1)
+    results = both_passes(what, case, SCHEDULES[0])
+    ct.assert_forward(case, results.pop("out"), results.pop("lse"))
+    ct.assert_backward(case, **results)
+
+
+def test_sections_of_heads():
+    """More heads than are interleaved: the walk over sequences starts over."""
+    what = Kernels("float16", "9.0", 64, group=9, num_sms=5, backward=False)
+    case = case_of(what, SHORT[:40], 5, num_heads=18)
+    results = both_passes(what, case, SCHEDULES[0])
+    ct.assert_forward(case, results.pop("out"), results.pop("lse"))
+
+
 WILD = [
     ((-5, 10**6, 3, 80), (0, 2**31 - 1, -(2**31), 7)),
     ((0, 300, 0, 10, 300), (0, 300, 0, 10, 300)),  # places of tiles meet: nobody may wait for a turn that never comes
+    ((0, *(300, 0) * 40), (0, *(300, 0) * 40)),  # more rows than there are, behind the first 32 sequences too
 ]
 
 

@@ -75,6 +75,26 @@ def test_head_dims(cupy, dtype, head_dim, causal):
         judge(case, run(cupy, case, deterministic=deterministic))
 
 
+# Warps look at 32 sequences at once, the rows behind the last one among them.
+MANY = {
+    "31": tuple(i * 37 % 90 for i in range(31)),
+    "32": tuple(i * 37 % 90 for i in range(32)),
+    "100 with a long one": (*(i % 40 for i in range(60)), 1500, *(i * 53 % 130 for i in range(39))),
+    "1100": (*(i % 3 for i in range(1000)), 300, *(0,) * 99),
+    "empty": (0,) * 70,
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 30), "num_heads": 20}], ids=str)
+@pytest.mark.parametrize("name", MANY)
+def test_many_sequences(cupy, name, options, deterministic):
+    starts = starts_of(MANY[name])
+    rows = {"seqlen_q": starts[-1] + 30, "seqlen_k": starts[-1] + 30, "cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    case = replace(case_of(**options), batch=len(MANY[name]), **rows)
+    judge(case, run(cupy, case, deterministic=deterministic))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_equal_lengths_are_a_batch(cupy, head_dim, causal):

@@ -78,7 +78,9 @@ void sync_warp(Site site);
 float shuffle_xor(float value, u32 lane_mask, Site site);
 double shuffle_xor(double value, u32 lane_mask, Site site);
 double shuffle(double value, u32 lane, Site site);
+u32 shuffle(u32 value, u32 lane, Site site);
 bool any_lane(bool predicate, Site site);
+u32 ballot(bool predicate, Site site);
 
 void copy_async(u32 destination, const void* source, u32 bytes, u32 source_bytes, Site site);
 void copy_async_commit(Site site);

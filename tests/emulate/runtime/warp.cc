@@ -1,6 +1,7 @@
 // Collectives of a warp: the lanes wait for each other, and the last to arrive does the work of all.
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "hot.h"
 #include "interface_sm90.h"
@@ -66,7 +67,7 @@ void perform_shuffle(Warp& warp) {
 template <class T>
 T receive(const char* name, T value, u32 from, Site site) {
   block.current->site = site;
-  if constexpr (sizeof(T) == sizeof(float)) check_landed(value);
+  if constexpr (std::is_same_v<T, float>) check_landed(value);
   if (from >= kWarpLanes) fail(*block.current, site, "%s: from lane %u", name, from);
   Shuffle<T> shuffle = {value, 0, from};
   collect(name, site, &shuffle, perform_shuffle<T>);
@@ -81,6 +82,17 @@ void perform_vote(Warp& warp) {
   bool any = false;
   for (u32 lane = 0; lane < kWarpLanes; ++lane) any = any || argument_of<bool>(warp, lane);
   for (u32 lane = 0; lane < kWarpLanes; ++lane) argument_of<bool>(warp, lane) = any;
+}
+
+struct Ballot {
+  bool predicate;
+  u32 bits;
+};
+
+void perform_ballot(Warp& warp) {
+  u32 bits = 0;
+  for (u32 lane = 0; lane < kWarpLanes; ++lane) bits |= (u32)argument_of<Ballot>(warp, lane).predicate << lane;
+  for (u32 lane = 0; lane < kWarpLanes; ++lane) argument_of<Ballot>(warp, lane).bits = bits;
 }
 
 struct MatrixLoad {
@@ -264,6 +276,7 @@ void perform_wide_product(Warp& warp) {
 float shuffle_xor(float value, u32 lane_mask, Site site) { return exchange(value, lane_mask, site); }
 double shuffle_xor(double value, u32 lane_mask, Site site) { return exchange(value, lane_mask, site); }
 double shuffle(double value, u32 lane, Site site) { return receive("shuffle", value, lane % kWarpLanes, site); }
+u32 shuffle(u32 value, u32 lane, Site site) { return receive("shuffle", value, lane % kWarpLanes, site); }
 
 void sync_warp(Site site) {
   collect("sync_warp", site, nullptr, [](Warp&) {});
@@ -272,6 +285,12 @@ void sync_warp(Site site) {
 bool any_lane(bool predicate, Site site) {
   collect("any_lane", site, &predicate, perform_vote);
   return predicate;
+}
+
+u32 ballot(bool predicate, Site site) {
+  Ballot ballot = {predicate, 0};
+  collect("ballot", site, &ballot, perform_ballot);
+  return ballot.bits;
 }
 
 void load_matrix(u32* fragment, u32 address, Site site) {
