@@ -9,7 +9,7 @@
 // 64 keys, the first makes P' and dV, the second dS' and dK, and P' is handed over in shared memory. dS' goes there too,
 // and from it the next warpgroup makes dQ of the tile and adds it to memory, at its own pace. Consumers issue dV and dK of
 // a tile of queries behind P' of the next one, or dP' where they make no P', so that they run during what follows from it.
-// Where each has keys of its own, they take turns at P' to dS' (kAlternates).
+// They take turns at what the other would slow down (kAlternates).
 // A thread of the warpgroup of dQ asks the copy engine for tiles. Where blocks take turns at dQ, three threads of a last
 // warpgroup ask for tiles, wait for the turns, and end them: each of the three takes as long as a memory access.
 //
@@ -52,9 +52,12 @@ static_assert(!kDkFromShared || !kSplitsRoles, "every consumer frees dS'");
 constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
 // Whether one consumer goes through a step from P' to dS' while the other waits, or does what is left of its own: side by
 // side, each product takes twice as long, and both have nothing but exponentials to do at the same time. Where scores take
-// more than that, both do it at once.
-constexpr bool kAlternates = !kSplitsRoles && kScaleInExponent && !kHasDropout;
+// more than that, both do it at once. With split roles the first lets the second in once its products are issued.
+constexpr bool kAlternates = kScaleInExponent && !kHasDropout;
 constexpr int kQueryTiles = kBlockM / 8;
+// The tile of dS' before which the turn ends; behind the last the assembler moves it ahead of most exponentials, but with
+// packed sequences it does not, and then the other consumer is let in too late.
+constexpr int kTurnEnds = kIsPacked ? kQueryTiles - 1 : kQueryTiles;
 constexpr int kConsumerThreads = 128 * kConsumers;
 static_assert(kNumWarps == 4 * (kConsumers + 1 + kDqInTurn), "the consumers, dQ, and who serves turns");
 static_assert(kBlockN == 64 * kDsWriters, "a consumer, or both, own 64 keys");
@@ -395,12 +398,13 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
 
     constexpr bool dp_early = makes_dk && kDpEarly;
     shared.q_ring.full(at).wait(at.parity);
-    if constexpr (!dp_early || kIsPacked) shared.do_ring.full(at).wait(at.parity);
+    if constexpr (!dp_early) shared.do_ring.full(at).wait(at.parity);
     if constexpr (kIsPacked) {
       // Likewise queries past the last one.
       const int valid = seqlen_q_of(common, batch) - walk.m_block * kBlockM;
       if (valid < kBlockM) {
         if (consumer == 0) {
+          shared.do_ring.full(at).wait(at.parity);
           zero_last_of_64<kBlockM, kDim>(s_q, valid, thread);
           zero_last_of_64<kBlockM, kDimV>(s_do, valid, thread);
           ptx::fence_async_proxy();
@@ -419,6 +423,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     // add: a first step apart from the loop takes twice the instructions, and more registers.
     constexpr int kBehind = makes_dv + makes_dk;
     multiply_operands(stage_before, index > 1, index == 0);
+    if constexpr (!makes_dk) turns.give();
     const auto finish_step_before = [&]() { finish_products(stage_before, index > 0); };
 
     [[maybe_unused]] float derivative[kScaleInExponent ? 1 : kQueryTiles][4];
@@ -484,6 +489,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
       if constexpr (!makes_dv) shared.p_ring.full(p_at).wait(p_at.parity);
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n) {
+        if (n == kTurnEnds) turns.give();
         float delta[2];
         ptx::load_shared_x2(s_stats + n * 64 + 8, delta);
         if constexpr (!makes_dv) ptx::load_shared_f32x4(s_p + n * 128 * 16, p[n]);
@@ -503,7 +509,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
         if constexpr (makes_dv) to_weights(p, p_operand);
       }
       to_operands(ds, ds_operand);
-      turns.give();
+      if constexpr (kTurnEnds == kQueryTiles) turns.give();
       // dS' to shared memory, rows of keys.
       shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
       const u32 line = shared.ds + ds_at.stage * kBytesDs + (first + warp_key + lane % 16) * kLineBytes;
