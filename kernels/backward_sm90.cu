@@ -51,12 +51,13 @@ constexpr int kConsumers = 2;
 static_assert(!kDkFromShared || !kSplitsRoles, "every consumer frees dS'");
 constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
 // Whether one consumer goes through a step from P' to dS' while the other waits, or does what is left of its own: side by
-// side, each product takes twice as long, and both have nothing but exponentials to do at the same time. Where scores take
-// more than that, both do it at once. With split roles the first lets the second in once its products are issued.
+// side, each product takes twice as long, and both have nothing but exponentials to do at the same time. With split roles
+// the first lets the second in once its products are issued. On an H200 this kernel alone is 10 to 12 % faster so at
+// head_dim 128, 4 % at 64, 2 % at 256; but where scores take more than an exponential, slower by up to 40 %.
 constexpr bool kAlternates = kScaleInExponent && !kHasDropout;
 constexpr int kQueryTiles = kBlockM / 8;
-// The tile of dS' before which the turn ends; behind the last the assembler moves it ahead of most exponentials, but with
-// packed sequences it does not, and then the other consumer is let in too late.
+// The tile of dS' before which the turn ends. Behind the last, the assembler moves the end ahead of most exponentials; but
+// with packed sequences it does not, and a turn that ends behind them costs more than turns are worth.
 constexpr int kTurnEnds = kIsPacked ? kQueryTiles - 1 : kQueryTiles;
 constexpr int kConsumerThreads = 128 * kConsumers;
 static_assert(kNumWarps == 4 * (kConsumers + 1 + kDqInTurn), "the consumers, dQ, and who serves turns");
