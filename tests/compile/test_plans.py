@@ -119,6 +119,7 @@ SPILLS_OF_LATER_ARCHS = SPILLS | {
 SPILLS_OF_PACKED = SPILLS | {
     ("backward_sm80.cu", 2, 64, "32x128", 2): 48,
     ("forward_sm90.cu", 2, 256, "128x64", 1): 176,
+    ("forward_sm90.cu", 2, 128, "192x80", 1): 48,
 }
 # With every option on, with bounds, or with narrow loads.
 SPILLS_OF_OPTIONS = SPILLS | {
@@ -285,10 +286,12 @@ def rows_taken(table, arch):
 def archs_of(tile, table):
     """The devices that the row is compiled for: those where the planner takes it and it fits at its largest.
 
-    Wide elements take long to compile: one device with little shared memory, and one with much.
+    One for each size of shared memory. Wide elements take long to compile: the device with the most.
     """
-    archs = [arch for arch in (ARCHS if tile.element_bytes == 2 else ("8.6", "9.0")) if fits(tile, arch)]
-    return [arch for arch in archs if tile in rows_taken(table, arch)] or archs[:1]
+    known = ("8.6", "8.0", "9.0") if tile.element_bytes == 2 else ("8.6", "9.0")
+    archs = [arch for arch in known if fits(tile, arch)]
+    taken = [arch for arch in archs if tile in rows_taken(table, arch)] or archs[:1]
+    return taken if tile.element_bytes == 2 else taken[-1:]
 
 
 TARGETS = [
@@ -310,6 +313,7 @@ TARGETS = [
         Target(tile=tile, arch="9.0", variant=variant)
         for tile in (*FORWARD_FLOAT32_SM90_TILES, *FORWARD_TF32_SM90_TILES)
         for variant in ("full", "narrow", "bounds", "options")
+        if tile.pieces == 3 or variant == "bounds"
     ),
     *(
         Target(tile=tile, arch="9.0", variant=variant)
@@ -321,6 +325,7 @@ TARGETS = [
         for tile in (*BACKWARD_SM90_TILES, *BACKWARD_FLOAT32_SM90_TILES, *BACKWARD_TF32_SM90_TILES)
         for variant in ("full", "groups", "turns", "options")
         if variant != "turns" or isinstance(tile, BackwardSm90Tile)
+        if not is_of_pieces(tile) or tile.pieces == 3 or variant == "groups"
     ),
     *(
         Target(tile=tile, arch="9.0", variant="blocks")
