@@ -41,9 +41,9 @@ from cuflash.tiles import (
 )
 
 REGISTERS_OF_SM = 65536
-# Shared memory of 164, 100, 228 and again 100 KiB, and four generations of instructions.
-ARCHS = ("8.0", "8.6", "9.0", "12.0")
-OTHER_ARCHS = ("8.7", "8.9", "10.0", "10.3", "11.0", "12.1")
+# Shared memory of 100, 164 and 228 KiB, for which rows are made.
+ARCHS = ("8.6", "8.0", "9.0")
+OTHER_ARCHS = ("8.7", "8.9", "10.0", "10.3", "11.0", "12.0", "12.1")
 
 # Bytes that a thread spills at most, by source, bytes of an element, max_dim, tile and resident blocks, in rows that
 # are faster that way than with fewer blocks, or that fit no other way; all others spill nothing. What NVRTC 13.0 and
@@ -288,7 +288,7 @@ def archs_of(tile, table):
 
     One for each size of shared memory. Wide elements take long to compile: the device with the most.
     """
-    known = ("8.6", "8.0", "9.0") if tile.element_bytes == 2 else ("8.6", "9.0")
+    known = ARCHS if tile.element_bytes == 2 else ("8.6", "9.0")
     archs = [arch for arch in known if fits(tile, arch)]
     taken = [arch for arch in archs if tile in rows_taken(table, arch)] or archs[:1]
     return taken if tile.element_bytes == 2 else taken[-1:]
@@ -300,7 +300,7 @@ TARGETS = [
     *(
         Target(tile=first_that_fits(table, arch, element_bytes), arch=arch, variant=variant)
         for table in TABLES[:3]
-        for element_bytes, archs in ((2, ARCHS), (4, ("9.0",)), (8, ("9.0",)))
+        for element_bytes, archs in ((2, ("8.0", "12.0")), (4, ("9.0",)), (8, ("9.0",)))
         for arch in archs
         for variant in ("full", "groups", "narrow", "options")
     ),
