@@ -77,6 +77,9 @@ PIECES_MIN_PAIRS: dict[Pass, int] = {"forward": 64, "backward": 42}
 SHARED_BYTES_RESERVED = 1024  # that a resident block takes of a multiprocessor's shared memory beside its own
 
 
+# ---- devices ---------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpec:
     """What a plan needs to know of a device. Sizes in bytes."""
@@ -129,6 +132,9 @@ _DEVICES = {
         _device("DGX Spark", 121, 48, 100),
     )
 }
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,6 +285,9 @@ def choose_plan(
     )
 
 
+# ---- a plan in the making --------------------------------------------------------------------------------------------
+
+
 @dataclass(kw_only=True)
 class _Draft:
     """A plan in the making."""
@@ -414,6 +423,9 @@ class _Draft:
                 shared_bytes=shared_bytes,
             )
         )
+
+
+# ---- forward ---------------------------------------------------------------------------------------------------------
 
 
 _SCORE_GRADIENTS = ("dbias", "dalibi_slopes", "dscale", "dsoftcap")  # that kernels of their own make
@@ -596,6 +608,9 @@ def _draft_combine(draft: _Draft, tile: DecodeSm90Tile, splits: int) -> None:
     shared_bytes = rows * at_once * lanes * 16 if at_once > 1 else 0
     defines = {"CUFLASH_BLOCK_ROWS": rows, "CUFLASH_SPLITS_AT_ONCE": at_once, "CUFLASH_NUM_WARPS": COMBINE_WARPS}
     draft.add("combine.cu", tile, blocks, shared_bytes, **defines)
+
+
+# ---- backward --------------------------------------------------------------------------------------------------------
 
 
 def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
@@ -800,6 +815,9 @@ def _draft_scores(draft: _Draft, tile: ScoresTile) -> None:
         draft.reasons.append(
             f"{', '.join(sums_wanted)}: sums by {m_blocks * draft.sums_splits} blocks, added in a fixed order"
         )
+
+
+# ---- what is served, and by which row --------------------------------------------------------------------------------
 
 
 def check_served(problem: Problem, device: DeviceSpec) -> None:

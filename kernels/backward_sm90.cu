@@ -52,8 +52,9 @@ static_assert(!kDkFromShared || !kSplitsRoles, "every consumer frees dS'");
 constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
 // Whether one consumer goes through a step from P' to dS' while the other waits, or does what is left of its own: side by
 // side, each product takes twice as long, and both have nothing but exponentials to do at the same time. With split roles
-// the first lets the second in once its products are issued. On an H200 this kernel alone is 10 to 12 % faster so at
-// head_dim 128, 4 % at 64, 2 % at 256; but where scores take more than an exponential, slower by up to 40 %.
+// the first lets the second in once its products are issued. On an H200 this kernel alone is 9 to 12 % faster so at
+// head_dim 128 from seqlen 4096 on, 4 % at 64, 2 to 3 % at 256; but with softcap, where scores take more than an
+// exponential, 40 % slower.
 constexpr bool kAlternates = kScaleInExponent && !kHasDropout;
 constexpr int kQueryTiles = kBlockM / 8;
 // The tile of dS' before which the turn ends. Behind the last, the assembler moves the end ahead of most exponentials; but
