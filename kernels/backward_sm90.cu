@@ -10,7 +10,7 @@
 // and from it the next warpgroup makes dQ of the tile and adds it to memory, at its own pace. Consumers issue dV and dK of
 // a tile of queries behind P' of the next one, or dP' where they make no P', so that they run during what follows from it.
 // They take turns at what the other would slow down (kAlternates).
-// A thread of the warpgroup of dQ asks the copy engine for tiles. Where blocks take turns at dQ, three threads of a last
+// A warp of the warpgroup of dQ asks the copy engine for tiles. Where blocks take turns at dQ, three warps of a last
 // warpgroup ask for tiles, wait for the turns, and end them: each of the three takes as long as a memory access.
 //
 //   barrier       one phase is over when              who waits
@@ -86,7 +86,8 @@ constexpr int kServerRegisters = kDqInTurn ? 24 : 0;
 constexpr bool kConsumersWantMore = !kScaleInExponent || (kDqInTurn && kDkFromShared);
 constexpr int kConsumerRegisters = !kConsumersWantMore ? 208 : kDqInTurn ? 216 : 224;
 constexpr int kDqRegisters = (kDqInTurn ? 512 : 504) - kServerRegisters - kConsumers * kConsumerRegisters;
-constexpr int kDqColumns = 32;  // of dQ at a time
+// Of dQ at a time: more, where there is less dS' to hold beside them.
+constexpr int kDqColumns = kSplitsRoles ? 64 : 32;
 // Whether dQ reads dS' once for all columns.
 constexpr bool kDqHoldsDs = kBlockN / 4 + kDqColumns / 2 + 32 <= kDqRegisters;
 static_assert(kChunk % kDqColumns == 0, "columns of one chunk of K");
@@ -127,7 +128,8 @@ struct Shared {
   }
 };
 
-// Asks for the tiles of a block: K and V at once, those of queries as their stages get free.
+// Warp. Asks for the tiles of a block: K and V at once, those of queries as their stages get free. All lanes know where it
+// is, and one of them asks: so the compiler knows coordinates to be the same in all, as the copy engine wants them.
 struct Producer {
   const BackwardParams& params;
   const Shared& shared;
@@ -140,6 +142,7 @@ struct Producer {
       : params(params_), shared(shared_), tile(tile_), next(tile_.first()), steps_left(tile_.num_steps) {}
 
   CUFLASH_DEVICE void load_keys() const {
+    if (!ptx::elect_lane()) return;
     shared.kv_full.arrive_expect(kBytesK + kBytesV);
     const int first_key = key_start_of(tile.work.batch) + tile.first_key, batch = entry_of(tile.work.batch);
     load_chunks<kBlockN, kDim>(shared.k, params.k, shared.kv_full, first_key, tile.head_kv, batch);
@@ -147,6 +150,13 @@ struct Producer {
   }
   CUFLASH_DEVICE void load_queries() {
     if (steps_left-- <= 0) return;
+    if (ptx::elect_lane()) load_next();
+    next.advance(tile.queries);
+    at.advance();
+  }
+
+ private:
+  CUFLASH_DEVICE void load_next() const {
     const Entry batch = tile.work.batch;
     const int row = next.m_block * kBlockM, first_row = query_start_of(batch) + row;
     const Barrier q_full = shared.q_ring.full(at), do_full = shared.do_ring.full(at);
@@ -159,23 +169,22 @@ struct Producer {
     do_full.arrive_expect(kBytesDo);
     load_chunks<kBlockM, kDimV>(shared.dout + at.stage * kBytesDo, params.dout, do_full, first_row, next.head,
                                 entry_of(batch));
-    next.advance(tile.queries);
-    at.advance();
   }
 };
 
-// The last warpgroup where blocks take turns, a thread of each of three warps.
+// The last warpgroup where blocks take turns: a warp, and a thread of each of two others.
 CUFLASH_DEVICE void serve(const BackwardParams& params, const Shared& shared, const Work& found, u32 thread) {
   const Params& common = params.common;
   const KeyTile tile(common, found);
-  if (thread % 32 != 0 || tile.num_steps == 0) return;
-  if (thread == 0) {
+  if (tile.num_steps == 0) return;
+  if (ptx::uniform(thread / 32) == 0) {
     Producer producer(params, shared, tile);
     producer.load_keys();
 #pragma unroll 1
     while (producer.steps_left > 0) producer.load_queries();
     return;
   }
+  if (thread != 32 && thread != 64) return;
   Position<kTurnStages> at;
   Walk walk = tile.first();
 #pragma unroll 1
@@ -186,7 +195,7 @@ CUFLASH_DEVICE void serve(const BackwardParams& params, const Shared& shared, co
       ended.wait(at.parity ^ 1);
       ptx::wait_for_turn(turns, tile.turn(common, walk.m_block));
       turn.arrive();
-    } else if (thread == 64) {
+    } else {
       added.wait(at.parity);
       ptx::end_turn(turns);
       ended.arrive();
@@ -199,7 +208,7 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
   const Params& common = params.common;
   const KeyTile tile(common, found);
   if (tile.num_steps == 0) return;
-  const bool produces = !kDqInTurn && thread == 0;
+  const bool produces = !kDqInTurn && ptx::uniform(thread / 32) == 0;
   Producer producer(params, shared, tile);
   if (produces) {
     producer.load_keys();
@@ -579,7 +588,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     if constexpr (makes_dk && kNeedsDk)
       store_chunks<kBlockN, kDim>(params.dkv[0], rows_k, row, tile.head_kv, entry);
     ptx::bulk_commit();
-    ptx::bulk_wait<0>();
+    ptx::bulk_wait_read<0>();
   }
 }
 
