@@ -86,8 +86,8 @@ constexpr int kServerRegisters = kDqInTurn ? 24 : 0;
 constexpr bool kConsumersWantMore = !kScaleInExponent || (kDqInTurn && kDkFromShared);
 constexpr int kConsumerRegisters = !kConsumersWantMore ? 208 : kDqInTurn ? 216 : 224;
 constexpr int kDqRegisters = (kDqInTurn ? 512 : 504) - kServerRegisters - kConsumers * kConsumerRegisters;
-// Of dQ at a time: more, where there is less dS' to hold beside them.
-constexpr int kDqColumns = kSplitsRoles ? 64 : 32;
+// Of dQ at a time: more where there is room, less dS' to hold beside them as well.
+constexpr int kDqColumns = kSplitsRoles && 64 / 2 + 32 <= kDqRegisters ? 64 : 32;
 // Whether dQ reads dS' once for all columns.
 constexpr bool kDqHoldsDs = kBlockN / 4 + kDqColumns / 2 + 32 <= kDqRegisters;
 static_assert(kChunk % kDqColumns == 0, "columns of one chunk of K");
