@@ -87,7 +87,7 @@ class _Launch:
     plan: LaunchPlan
     kernels: tuple[_Kernel, ...]
     params: bytes  # the kernels' argument, pointers and tensor maps to be filled in
-    argument: Any  # the type of a buffer of as many bytes
+    argument: Any  # the type of a view of as many bytes
     run: Callable[..., tuple[Any]]  # cuLaunchKernel
     maps: tuple[tuple[Callable[[int], bytes], int], ...]  # from an address to its map, and which of the pointers it is
     offsets: tuple[int, ...]  # where they go: of the arrays of the call, of the results it allocates, of scratch arrays
@@ -262,7 +262,7 @@ def _start(
         scratch = cupy.cuda.alloc(launch.plan.extra_bytes)  # goes back to the pool in stream order
         first = scratch.ptr
         pointers += [first + offset for offset in launch.scratch]
-    content = launch.argument.from_buffer_copy(launch.params)
+    content = bytearray(launch.params)
     for offset, pointer in zip(launch.offsets, pointers, strict=True):
         _POINTER.pack_into(content, offset, pointer)
     if options.dropout:
@@ -272,8 +272,9 @@ def _start(
         content[first : first + TENSOR_MAP_BYTES] = map_of(pointers[pointer_index])
         first += TENSOR_MAP_BYTES
     # Not by CuPy's own launch: beside an H200 that took 5.3 us, this one 3.9.
-    argument = ctypes.c_void_p(ctypes.addressof(content))
-    kernel_params, stream = ctypes.addressof(argument), cupy.cuda.get_current_stream().ptr
+    argument = launch.argument.from_buffer(content)
+    address = ctypes.c_void_p(ctypes.addressof(argument))
+    kernel_params, stream = ctypes.addressof(address), cupy.cuda.get_current_stream().ptr
     for _, handle, grid, threads, shared_bytes in launch.kernels:
         (error,) = launch.run(handle, grid, 1, 1, threads, 1, 1, shared_bytes, stream, kernel_params, 0)
         if error.value:
