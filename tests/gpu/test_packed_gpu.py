@@ -165,15 +165,16 @@ def test_graph(cupy):
     attn = cuflash.FlashAttention(causal=True)
     inputs, starts = [arrays[name] for name in "qkv"], ct.optional(arrays)
     pool, stream = cupy.cuda.MemoryPool(), cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
     with cupy.cuda.using_allocator(pool.malloc), stream:
         attn.compile(*inputs, **starts)
         stream.begin_capture()
         out, lse = attn.forward(*inputs, **starts)
         graph = stream.end_capture()
-    starts["cu_seqlens_q"][...] = starts["cu_seqlens_k"][...] = cupy.asarray([0, 100, 200, 300, 400, 500, 600])
-    with stream:
+        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+            starts[name][...] = cupy.asarray([0, 100, 200, 300, 400, 500, 600])
         graph.launch()
-    stream.synchronize()
+        stream.synchronize()
     expected, expected_lse = attn.forward(*inputs, **starts)
     assert cupy.array_equal(out, expected)
     assert cupy.array_equal(lse, expected_lse)
