@@ -161,11 +161,11 @@ DECODE_SM90_TILES = (
 BACKWARD_SM90_TILES = (
     #             max_dim m   n   stages early  split  hold K dk from shared, section
     _backward_sm90(64,  64, 128, 3,     True,  False, True,  False, 8,
-                   _h200("521 / 488, 431 / 314", "260 / 241, 243 / 186")),
+                   _h200("554 / 515, 451 / 323", "263 / 240, 244 / 186")),
     _backward_sm90(128, 64, 128, 3,     False, False, False, True,  8,
-                   _h200("549 / 522, 470 / 347", "275 / 259, 258 / 208")),
+                   _h200("604 / 567, 491 / 358", "274 / 257, 256 / 207")),
     _backward_sm90(256, 64, 64,  2,     True,  True,  False, False, 1,
-                   _h200("432 / 393, 361 / 283", "243 / 226, 227 / 181")),
+                   _h200("452 / 407, 373 / 289", "248 / 228, 226 / 181")),
 )
 
 # Tiles of 64 keys and 64 queries; the products of pieces count as one.

@@ -90,6 +90,8 @@ MANY = {
 @pytest.mark.parametrize("name", MANY)
 def test_many_sequences(cupy, name, options, deterministic):
     starts = starts_of(MANY[name])
+    if name == "1100":  # the oracle goes over heads and sequences one by one
+        options = options | {"num_heads": 2, "num_heads_kv": 1}
     rows = {"seqlen_q": starts[-1] + 30, "seqlen_k": starts[-1] + 30, "cu_seqlens_q": starts, "cu_seqlens_k": starts}
     case = replace(case_of(**options), batch=len(MANY[name]), **rows)
     judge(case, run(cupy, case, deterministic=deterministic))
