@@ -290,7 +290,8 @@ def build(
     source = KERNELS / source
     definitions = [f"-D{name}={_as_text(value)}" for name, value in (defines or {}).items()]
     runtime = _build_runtime(sanitizer, cache)
-    flags = [*_COMMON_FLAGS, *_SANITIZER_FLAGS[sanitizer], *definitions]
+    # The runtime's name stands for what it is made of: a module stays linked to the one that it was built for.
+    flags = [*_COMMON_FLAGS, *_SANITIZER_FLAGS[sanitizer], *definitions, f"-DCUFLASH_RUNTIME={runtime.stem}"]
     header = HERE / "ptx_emulated.h"
     files = _included_files([source, header], [*include, HERE])
     arguments = [
