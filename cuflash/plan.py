@@ -49,11 +49,16 @@ PARAMS_BYTES = 888  # of the kernels' only argument; cuflash/params.py lays it o
 MAPS_OFFSET = round_up(PARAMS_BYTES, 64)  # where tensor maps follow
 MAX_HEAD_DIM = 256
 # Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
-# at head_dim 128 and seqlen 4096, 4 % in the backward pass; without a mask, one head at a time serves L2 better.
+# at head_dim 128 and seqlen 4096; without a mask, one head at a time serves L2 better.
 CAUSAL_HEAD_SECTION = 16
-# Where blocks take turns, each starts a step behind the one before it. Those of several heads do so side by side: on an
-# H200 one head at a time is 10 % slower (head_dim 128, seqlen 4096).
-TURNS_HEAD_SECTION = 4
+# Heads whose blocks of the backward pass are side by side on compute capability 9.0. Where blocks take turns, each is a
+# step behind the one before it: on an H200 two heads are 5 % slower than four there, and eight 1 % slower where blocks
+# take no turns (head_dim 128, seqlen 4096).
+BACKWARD_HEAD_SECTION = 4
+# Under a causal mask blocks of a head are at different queries, and Q, dO and dQ of the heads under way should stay in
+# L2. On an H200 with turns at seqlen 16384, 128 MiB of them in place of 16 cost 21 % (head_dim 128), or in place of 32
+# 44 % (head_dim 256).
+BACKWARD_L2_BYTES = 1 << 24
 FAST_FLOAT64 = (80, 90, 100)  # compute capabilities whose FP64 units are as many as half of the others
 # Of resident blocks that a grid should have where more blocks cost extra work: of equal ones, and under a causal mask.
 # On an H200, one key/value head for 16 query heads, seqlen 4096, in TFLOP/s by blocks that share it: head_dim 64 full 2
@@ -613,6 +618,20 @@ def _draft_combine(draft: _Draft, tile: DecodeSm90Tile, splits: int) -> None:
 # ---- backward --------------------------------------------------------------------------------------------------------
 
 
+def _backward_head_section(draft: _Draft, main: BackwardSm90Tile) -> int:
+    problem = draft.problem
+    if problem.window_right is None:
+        return BACKWARD_HEAD_SECTION
+    dim, dim_v = draft.padded_dims(main)
+    head_bytes = problem.mean_sequence.seqlen_q * (2 * (dim + dim_v) + 4 * dim)
+    section = min(BACKWARD_L2_BYTES // max(head_bytes, 1), CAUSAL_HEAD_SECTION)
+    if not main.takes_turns:
+        return max(section, 2)
+    # The last section starts with its longest tiles, the others with their shortest.
+    heads = problem.array_batch * problem.num_heads_kv * draft.group_splits
+    return max(min(section, heads // 2), 1)
+
+
 def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     problem, device = draft.problem, draft.device
     main, dq, scores = _backward_rows(draft, tiles)
@@ -636,8 +655,7 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     # How the kernels around the main one see the fragments in memory: of dq, and of dk and dv.
     of_dq = of_keys = draft.tiles[0] if draft.tiles else _choose(SCORES_TILES, problem, device)[0]
     if isinstance(main, BackwardSm90Tile):
-        sections = (draft.head_section, main.head_section, TURNS_HEAD_SECTION if in_turn else 1)
-        draft.head_section = max(sections)
+        draft.head_section = _backward_head_section(draft, main)
         of_dq, of_keys = main.helper(4), main.helper(main.block_n // 16)
     elif isinstance(main, BackwardFloat32Sm90Tile):
         of_dq = of_keys = main.helper()

@@ -41,7 +41,7 @@ _backward = _maker(
 )
 _backward_sm90 = _maker(
     BackwardSm90Tile,
-    "max_dim block_m block_n num_stages dp_early splits_roles holds_k dk_from_shared head_section origin",
+    "max_dim block_m block_n num_stages dp_early splits_roles holds_k dk_from_shared origin",
 )
 _backward_float32_sm90 = _maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_rooms dq_columns dq_late origin")
 _dq = _maker(DqTile, "max_dim block_m block_n num_warps min_blocks origin")
@@ -159,12 +159,12 @@ DECODE_SM90_TILES = (
 )
 
 BACKWARD_SM90_TILES = (
-    #             max_dim m   n   stages early  split  hold K dk from shared, section
-    _backward_sm90(64,  64, 128, 3,     True,  False, True,  False, 8,
+    #             max_dim m   n   stages early  split  hold K dk from shared
+    _backward_sm90(64,  64, 128, 3,     True,  False, True,  False,
                    _h200("554 / 515, 451 / 323", "263 / 240, 244 / 186")),
-    _backward_sm90(128, 64, 128, 3,     False, False, False, True,  8,
+    _backward_sm90(128, 64, 128, 3,     False, False, False, True,
                    _h200("604 / 567, 491 / 358", "274 / 257, 256 / 207")),
-    _backward_sm90(256, 64, 64,  2,     True,  True,  False, False, 1,
+    _backward_sm90(256, 64, 64,  2,     True,  True,  False, False,
                    _h200("452 / 407, 373 / 289", "248 / 228, 226 / 181")),
 )
 

@@ -316,7 +316,6 @@ class BackwardSm90Tile:
     splits_roles: bool  # one warpgroup makes P and dv, another dS and dk, of the same keys
     holds_k: bool  # consumers keep K in registers
     dk_from_shared: bool  # dK reads dS from shared memory, not from registers
-    head_section: int  # heads whose blocks are interleaved, at least
     takes_turns: bool = False  # blocks add to dq one after another, in a fixed order
     origin: str = field(compare=False)
 

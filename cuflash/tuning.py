@@ -76,7 +76,7 @@ _VARIATIONS: dict[type, dict[str, tuple]] = {
         "ping_pong": (False, True),
     },
     BackwardTile: {"block_m": (16, 32, 64), "block_n": (16, 32, 64, 128), "num_stages": (1, 2)},
-    BackwardSm90Tile: {"num_stages": (2, 3), "head_section": (1, 4, 8)},
+    BackwardSm90Tile: {"num_stages": (2, 3)},
     BackwardFloat32Sm90Tile: {"num_stages": (1, 2, 3), "num_rooms": (1, 2)},
     DqTile: {"block_n": (16, 32, 64), "num_stages": (1, 2)},
     ScoresTile: {"block_n": (16, 32, 64), "num_stages": (1, 2)},

@@ -11,13 +11,14 @@
 // a tile of queries behind P' of the next one, or dP' where they make no P', so that they run during what follows from it.
 // They take turns at what the other would slow down (kAlternates).
 // A warp of the warpgroup of dQ asks the copy engine for tiles. Where blocks take turns at dQ, three warps of a last
-// warpgroup ask for tiles, wait for the turns, and end them: each of the three takes as long as a memory access.
+// warpgroup ask for tiles, wait for the turns, and end them: each of the three takes as long as a memory access. They ask
+// for tiles no sooner than dQ would, when it is through with a step: sooner, they are in its way.
 //
 //   barrier       one phase is over when              who waits
 //   kv_full       K and V have arrived                consumers, dQ
 //   q_full[i]     Q and statistics are in stage i     consumers, before P'
 //   q_empty[i]    every consumer is done with them    who asks for the next
-//   do_full[i], do_empty[i]                           the same for dO
+//   do_full[i], do_empty[i]                           the same for dO; with turns dQ is done with its step, too
 //   ds_full[i]    who makes dS' has written it to i   dQ
 //   ds_empty[i]   dQ, and dK if it does, has read it  who makes dS', before writing there again
 //   p_full        P' has been left there              who makes dS', where roles are split
@@ -57,9 +58,6 @@ constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
 // exponential, 40 % slower.
 constexpr bool kAlternates = kScaleInExponent && !kHasDropout;
 constexpr int kQueryTiles = kBlockM / 8;
-// The tile of dS' before which the turn ends. Behind the last, the assembler moves the end ahead of most exponentials; but
-// with packed sequences it does not, and a turn that ends behind them costs more than turns are worth.
-constexpr int kTurnEnds = kIsPacked ? kQueryTiles - 1 : kQueryTiles;
 constexpr int kConsumerThreads = 128 * kConsumers;
 static_assert(kNumWarps == 4 * (kConsumers + 1 + kDqInTurn), "the consumers, dQ, and who serves turns");
 static_assert(kBlockN == 64 * kDsWriters, "a consumer, or both, own 64 keys");
@@ -83,13 +81,15 @@ static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesStats
 // Registers of a thread after the roles are dealt: what the block started with in all. Products that are in flight want
 // 32 more than their accumulators and operands take, or the compiler makes one wait for the other.
 constexpr int kServerRegisters = kDqInTurn ? 24 : 0;
-constexpr bool kConsumersWantMore = !kScaleInExponent || (kDqInTurn && kDkFromShared);
-constexpr int kConsumerRegisters = !kConsumersWantMore ? 208 : kDqInTurn ? 216 : 224;
+constexpr int kConsumerRegisters = kScaleInExponent ? 208 : kDqInTurn ? 216 : 224;
 constexpr int kDqRegisters = (kDqInTurn ? 512 : 504) - kServerRegisters - kConsumers * kConsumerRegisters;
-// Of dQ at a time: more where there is room, less dS' to hold beside them as well.
-constexpr int kDqColumns = kSplitsRoles && 64 / 2 + 32 <= kDqRegisters ? 64 : 32;
-// Whether dQ reads dS' once for all columns.
-constexpr bool kDqHoldsDs = kBlockN / 4 + kDqColumns / 2 + 32 <= kDqRegisters;
+// Of dQ at a time.
+constexpr int kDqColumns = kSplitsRoles && 64 / 2 + 28 <= kDqRegisters ? 64 : 32;
+// Of dS', fragments of 16 keys that dQ holds for all columns, beside the columns and 28 other registers. The rest of them
+// products read from shared memory, once for each slice of columns.
+constexpr int kDsFragments = kBlockN / 16, kDqRoom = (kDqRegisters - 28 - kDqColumns / 2) / 4;
+constexpr int kDqHeld = kDqRoom < kDsFragments ? kDqRoom : kDsFragments;
+constexpr bool kDqHoldsDs = kDqHeld == kDsFragments;
 static_assert(kChunk % kDqColumns == 0, "columns of one chunk of K");
 
 // Named barriers: of each consumer, of all of them, of consumers and dQ at the end, of each consumer for its turn.
@@ -217,6 +217,7 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
   shared.kv_full.wait(0);
   Position<kDsStages> at;
   Position<kTurnStages> turn_at;
+  Position<kNumStages> q_at;
   Walk walk = tile.first();
 #pragma unroll 1
   for (int step = 0; step < tile.num_steps; ++step, walk.advance(tile.queries), at.advance()) {
@@ -229,11 +230,9 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
     }
     const u32 s_ds = shared.ds + at.stage * kBytesDs;
     const u64 a = descriptor_of_transposed<kBlockN>(s_ds);
-    Fragment ds[kDqHoldsDs ? kBlockN / 16 : 1];
-    if constexpr (kDqHoldsDs) {
-      load_fragments_chunked_transposed(s_ds, thread / 32 * 16, ds);
-      arrive_as_warp(shared.ds_ring.empty(at));
-    }
+    Fragment ds[kDqHeld];
+    load_fragments_chunked_transposed(s_ds, thread / 32 * 16, ds);
+    if constexpr (kDqHoldsDs) arrive_as_warp(shared.ds_ring.empty(at));
     float dq[kDqColumns / 8][4];
     constexpr int slices = kDim / kDqColumns;
     repeat<slices>([&](auto slice) {
@@ -243,12 +242,11 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
       ptx::renew_registers(dq);
       ptx::fence_products();
 #pragma unroll
-      for (int k = 0; k < kBlockN / 16; ++k) {
-        if constexpr (kDqHoldsDs)
-          ptx::multiply_async<true>(Element{}, dq, ds[k].word, along_k_transposed(b, k), k > 0);
-        else
-          ptx::multiply_async<true, true>(Element{}, dq, along_k_transposed(a, k), along_k_transposed(b, k), k > 0);
-      }
+      for (int k = 0; k < kDqHeld; ++k)
+        ptx::multiply_async<true>(Element{}, dq, ds[k].word, along_k_transposed(b, k), k > 0);
+#pragma unroll
+      for (int k = kDqHeld; k < kDsFragments; ++k)
+        ptx::multiply_async<true, true>(Element{}, dq, along_k_transposed(a, k), along_k_transposed(b, k), true);
       ptx::commit_products();
       if constexpr (kDqInTurn && index == 0) Barrier{shared.turn + 8 * turn_at.stage}.wait(turn_at.parity);
       ptx::wait_products<0>();
@@ -261,6 +259,8 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
     if constexpr (kDqInTurn) {
       arrive_as_warp({shared.added + 8 * turn_at.stage});
       turn_at.advance();
+      arrive_as_warp(shared.do_ring.empty(q_at));
+      q_at.advance();
     }
     if (produces) producer.load_queries();
   }
@@ -389,9 +389,9 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     ptx::wait_products<0>();
     ptx::renew_registers(dv);
     ptx::renew_registers(dk);
-    // All have read the statistics, of which no product tells. Who makes dS has told dQ by then, which asks for tiles unless
-    // turns are served.
-    if constexpr (!makes_dk || (kDqInTurn && !kDkFromShared)) ptx::sync_named(kConsumer + consumer, 128);
+    // All have read the statistics, of which no product tells. Who makes dS has told dQ by then, without which nobody asks
+    // for tiles.
+    if constexpr (!makes_dk) ptx::sync_named(kConsumer + consumer, 128);
     if (elected && frees) {
       if constexpr (kDkFromShared) shared.ds_ring.empty({ds_at.stage ^ 1}).arrive();
       shared.do_ring.empty({stage}).arrive();
@@ -500,7 +500,9 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
       if constexpr (!makes_dv) shared.p_ring.full(p_at).wait(p_at.parity);
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n) {
-        if (n == kTurnEnds) turns.give();
+        // Before the last one, so that the assembler moves most exponentials behind it: a turn that ends behind them costs
+        // more than turns are worth.
+        if (n == kQueryTiles - 1) turns.give();
         float delta[2];
         ptx::load_shared_x2(s_stats + n * 64 + 8, delta);
         if constexpr (!makes_dv) ptx::load_shared_f32x4(s_p + n * 128 * 16, p[n]);
@@ -520,7 +522,6 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
         if constexpr (makes_dv) to_weights(p, p_operand);
       }
       to_operands(ds, ds_operand);
-      if constexpr (kTurnEnds == kQueryTiles) turns.give();
       // dS' to shared memory, rows of keys.
       shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
       const u32 line = shared.ds + ds_at.stage * kBytesDs + (first + warp_key + lane % 16) * kLineBytes;
@@ -602,7 +603,7 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
   if (ptx::thread_index() == 0) {
     shared.kv_full.init(1);
     shared.q_ring.init(kConsumers);
-    shared.do_ring.init(kConsumers);
+    shared.do_ring.init(kConsumers + (kDqInTurn ? 4 : 0));
     for (int i = 0; i < kDsStages; ++i) {
       shared.ds_ring.full({i}).init(4 * kDsWriters);
       shared.ds_ring.empty({i}).init(4 + (kDkFromShared ? kConsumers : 0));

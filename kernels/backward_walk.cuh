@@ -7,46 +7,57 @@
 #include "schedule.cuh"
 
 // Tiles of keys start, and where they take turns add, from the first to the last: the longest first under a causal mask.
-// With a left bound from the last to the first, so that they meet no tile of queries before those that add to it first.
-constexpr bool kLastFirst = kDqInTurn && kHasLeftBound;
-// Under a causal mask those that take turns meet the tiles of queries from the last to the first: all see the last.
-constexpr bool kFromLastQuery = kDqInTurn && kHasRightBound && !kHasLeftBound;
+// Where they take turns and see no queries before a diagonal, or none after one, they start from the last to the first.
+// Under a causal mask each so meets first a tile of queries that those before it do not see, and is a step behind them at
+// every other one: nobody waits. Only the last heads start with the longest, which would run alone at the end. They walk
+// from the last query, which all see, back to the diagonal.
+constexpr bool kLastFirst = kDqInTurn && (kHasRightBound || kHasLeftBound);
+constexpr bool kLastHeadsBack = kDqInTurn && kHasRightBound && !kHasLeftBound;
+
+struct QueryRange : TileRange {
+  bool backwards = false;  // from the last tile to the first
+
+  CUFLASH_DEVICE int first() const { return backwards ? stop - 1 : start; }
+  CUFLASH_DEVICE int end() const { return backwards ? start - 1 : stop; }
+};
+
+CUFLASH_DEVICE void set_direction(QueryRange& tiles, bool backwards) { tiles.backwards = backwards; }
+CUFLASH_DEVICE void set_direction(QueryLists&, bool) {}
 
 // The walk over (query head of the group, tile of queries), heads outermost.
 struct RangeWalk {
   int head, m_block;
-  CUFLASH_DEVICE bool needs_mask(const TileRange& tiles) const {
+  CUFLASH_DEVICE bool needs_mask(const QueryRange& tiles) const {
     return m_block < tiles.full_start || m_block >= tiles.full_stop;
   }
-  CUFLASH_DEVICE void advance(const TileRange& tiles) {
-    m_block += kFromLastQuery ? -1 : 1;
-    if (m_block == (kFromLastQuery ? tiles.start - 1 : tiles.stop)) m_block = first_of(tiles), ++head;
+  CUFLASH_DEVICE void advance(const QueryRange& tiles) {
+    m_block += tiles.backwards ? -1 : 1;
+    if (m_block == tiles.end()) m_block = tiles.first(), ++head;
   }
-  CUFLASH_DEVICE static RangeWalk first(const TileRange& tiles, int head) { return {head, first_of(tiles)}; }
-  CUFLASH_DEVICE static int first_of(const TileRange& tiles) { return kFromLastQuery ? tiles.stop - 1 : tiles.start; }
+  CUFLASH_DEVICE static RangeWalk first(const QueryRange& tiles, int head) { return {head, tiles.first()}; }
 };
 
 using Walk = Either<kHasBlockMask, ListWalk, RangeWalk>::Type;
-using QueryTiles = Either<kHasBlockMask, QueryLists, TileRange>::Type;
+using QueryTiles = Either<kHasBlockMask, QueryLists, QueryRange>::Type;
 
 // The keys of a block, and what every role walks over.
 struct KeyTile {
   Work work;
   int num_n_blocks, num_m_blocks, split, head_kv, first_key, key_stop, first_head, num_steps;
   int own_diagonal;  // of the batch entry
+  bool last_first;  // whether the tiles of these heads start from the last to the first
   QueryTiles queries;
 
   // Warp. The work of packed sequences is found beforehand, once for all roles.
   CUFLASH_DEVICE static Work find(const Params& params) {
-    const int splits = kSplitsGroup ? params.group_splits : 1;
-    return schedule_keys(params, ptx::block_index(), params.num_heads_kv * splits, kLastFirst);
+    return schedule_keys(params, ptx::block_index(), num_parts_of(params), starts_last_first(params));
   }
 
   CUFLASH_DEVICE explicit KeyTile(const Params& params, const Work& found = {}) {
-    const int splits = kSplitsGroup ? params.group_splits : 1, group = params.num_heads / params.num_heads_kv;
+    const int splits = splits_of(params), group = params.num_heads / params.num_heads_kv;
     num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN);
     num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
-    work = kIsPacked ? found : schedule_keys(params, ptx::block_index(), params.num_heads_kv * splits, kLastFirst);
+    work = kIsPacked ? found : find(params);
     head_kv = work.head / splits;
     split = work.head % splits;
     first_key = work.block * kBlockN;
@@ -55,6 +66,8 @@ struct KeyTile {
     first_head = head_kv * group + group * split / splits;
     const int stop_head = head_kv * group + group * (split + 1) / splits;
     num_steps = find_queries(params, work, first_head, stop_head, key_stop, queries);
+    last_first = starts_last_first(params);
+    set_direction(queries, kLastHeadsBack && !last_first);
     if constexpr (kDqInTurn && kIsPacked) {
       if (*overlap_of(params, num_m_blocks)) num_steps = 0;
     }
@@ -68,6 +81,16 @@ struct KeyTile {
   CUFLASH_DEVICE u32 turn(const Params& params, int m_block) const {
     const int first_row = m_block * kBlockM;
     const TileRange keys = key_tiles(params, work.batch, first_row, first_row + kBlockM - 1, key_stop);
-    return kLastFirst ? keys.stop - 1 - work.block : work.block - keys.start;
+    return last_first ? keys.stop - 1 - work.block : work.block - keys.start;
+  }
+
+ private:
+  // Blocks that share a key/value head, and all of a batch entry.
+  CUFLASH_DEVICE static int splits_of(const Params& params) { return kSplitsGroup ? params.group_splits : 1; }
+  CUFLASH_DEVICE static int num_parts_of(const Params& params) { return params.num_heads_kv * splits_of(params); }
+  CUFLASH_DEVICE static bool starts_last_first(const Params& params) {
+    if constexpr (!kLastHeadsBack) return kLastFirst;
+    const int num_blocks = num_tiles_of(params, params.seqlen_k, kBlockN);
+    return !is_in_last_section(params, ptx::block_index(), num_blocks, num_parts_of(params));
   }
 };

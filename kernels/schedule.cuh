@@ -16,13 +16,26 @@ struct Place {
   int batch;
 };
 
+// The heads of a launch, of all batch entries, start in sections of `head_section`: their number, and the first one of a
+// section.
+CUFLASH_DEVICE u32 heads_to_schedule(const Params& params, int num_heads) {
+  return kIsPacked ? num_heads : num_heads * params.batch;
+}
+CUFLASH_DEVICE u32 first_of_section(const Params& params, u32 index, int num_blocks) {
+  return index / (num_blocks * params.head_section) * params.head_section;
+}
+// Whether the heads of such work are the last ones to start.
+CUFLASH_DEVICE bool is_in_last_section(const Params& params, u32 index, int num_blocks, int num_heads) {
+  return first_of_section(params, index, num_blocks) + params.head_section >= heads_to_schedule(params, num_heads);
+}
+
 // Work starts in the order of its index. Tiles of one head are neighbours, so that they share its operands in L2;
 // `head_section` heads are interleaved. With `last_first` the tiles run from the last to the first: under a causal mask
 // those are the longest, and short ones fill the gaps at the end.
 CUFLASH_DEVICE Place schedule(const Params& params, u32 index, int num_blocks, int num_heads, bool last_first) {
   const u32 section = params.head_section;
-  const u32 heads = kIsPacked ? num_heads : num_heads * params.batch;
-  const u32 first = index / (num_blocks * section) * section;
+  const u32 heads = heads_to_schedule(params, num_heads);
+  const u32 first = first_of_section(params, index, num_blocks);
   const u32 within = index - first * num_blocks;
   const u32 width = heads - first < section ? heads - first : section;
   const u32 head = first + within % width;

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from cuflash import compiler
 from cuflash.plan import (
+    BACKWARD_HEAD_SECTION,
     MAPS_OFFSET,
     MAX_HEAD_DIM,
     SHARED_BYTES_RESERVED,
-    TURNS_HEAD_SECTION,
     DeviceSpec,
     access_bytes,
     choose_plan,
@@ -287,7 +287,18 @@ def test_blocks_take_turns_where_sums_must_not_depend_on_luck():
                 assert [kernel.source for kernel in plan.kernels] == [kernel.source for kernel in fast.kernels]
                 turns = plan.extra_bytes - fast.extra_bytes
                 assert turns == 4 * 3 * 6 * -(-1000 // plan.tiles[0].block_m)
-                assert plan.head_section >= TURNS_HEAD_SECTION
+
+
+def test_heads_side_by_side_fit_in_l2_under_a_causal_mask():
+    device = DeviceSpec.for_arch("9.0")
+    for deterministic in (False, True):
+        problem = problem_of(4096, 4096, 128, 128, heads=64, heads_kv=64, batch=1, deterministic=deterministic)
+        assert choose_plan(problem, device, "backward").head_section == BACKWARD_HEAD_SECTION
+        for seqlen, heads, section in ((512, 64, 16), (4096, 64, 4), (4096, 3, 1), (16384, 64, 1), (16384, 1, 1)):
+            causal = replace(problem, seqlen_q=seqlen, num_heads=heads, num_heads_kv=heads, window_right=0)
+            plan = choose_plan(causal, device, "backward")
+            # Where blocks take turns, the last heads are a section of their own.
+            assert plan.head_section == (section if deterministic else max(min(16, (1 << 14) // seqlen), 2))
 
 
 def test_empty_problems_have_plans():
