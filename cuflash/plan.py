@@ -625,11 +625,7 @@ def _backward_head_section(draft: _Draft, main: BackwardSm90Tile) -> int:
     dim, dim_v = draft.padded_dims(main)
     head_bytes = problem.mean_sequence.seqlen_q * (2 * (dim + dim_v) + 4 * dim)
     section = min(BACKWARD_L2_BYTES // max(head_bytes, 1), CAUSAL_HEAD_SECTION)
-    if not main.takes_turns:
-        return max(section, 2)
-    # The last section starts with its longest tiles, the others with their shortest.
-    heads = problem.array_batch * problem.num_heads_kv * draft.group_splits
-    return max(min(section, heads // 2), 1)
+    return max(section, 1 if main.takes_turns else 2)
 
 
 def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:

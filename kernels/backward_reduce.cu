@@ -12,7 +12,7 @@ static_assert(kBytesDk + tile_bytes(kBlockN, kDimV) == CUFLASH_SHARED_BYTES, "sh
 
 CUFLASH_DEVICE void backward_reduce(const Params& params) {
   const int num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN);
-  const Work work = schedule_keys(params, ptx::block_index(), params.num_heads_kv, false);
+  const Work work = schedule_keys(params, ptx::block_index(), params.num_heads_kv, params.head_section, false);
   if (!has_keys(params, work)) return;
   const int n_block = work.block, head_kv = work.head;
   const Entry batch = work.batch;

@@ -74,7 +74,7 @@ CUFLASH_DEVICE void backward(const Params& params) {
   const int num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN);
   const int num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
   const int splits = kSplitsGroup ? params.group_splits : 1;
-  const Work work = schedule_keys(params, ptx::block_index(), params.num_heads_kv * splits, false);
+  const Work work = schedule_keys(params, ptx::block_index(), params.num_heads_kv * splits, params.head_section, false);
   if (!has_keys(params, work)) return;
   const int n_block = work.block, head_kv = work.head / splits, split = work.head % splits;
   const Entry batch = work.batch;

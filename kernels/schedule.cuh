@@ -16,26 +16,18 @@ struct Place {
   int batch;
 };
 
-// The heads of a launch, of all batch entries, start in sections of `head_section`: their number, and the first one of a
-// section.
-CUFLASH_DEVICE u32 heads_to_schedule(const Params& params, int num_heads) {
+// Heads of all batch entries; packed sequences are one.
+CUFLASH_DEVICE u32 heads_in_all(const Params& params, int num_heads) {
   return kIsPacked ? num_heads : num_heads * params.batch;
 }
-CUFLASH_DEVICE u32 first_of_section(const Params& params, u32 index, int num_blocks) {
-  return index / (num_blocks * params.head_section) * params.head_section;
-}
-// Whether the heads of such work are the last ones to start.
-CUFLASH_DEVICE bool is_in_last_section(const Params& params, u32 index, int num_blocks, int num_heads) {
-  return first_of_section(params, index, num_blocks) + params.head_section >= heads_to_schedule(params, num_heads);
-}
 
-// Work starts in the order of its index. Tiles of one head are neighbours, so that they share its operands in L2;
-// `head_section` heads are interleaved. With `last_first` the tiles run from the last to the first: under a causal mask
-// those are the longest, and short ones fill the gaps at the end.
-CUFLASH_DEVICE Place schedule(const Params& params, u32 index, int num_blocks, int num_heads, bool last_first) {
-  const u32 section = params.head_section;
-  const u32 heads = heads_to_schedule(params, num_heads);
-  const u32 first = first_of_section(params, index, num_blocks);
+// Work starts in the order of its index. Tiles of one head are neighbours, so that they share its operands in L2; `section`
+// heads are interleaved. With `last_first` the tiles run from the last to the first: under a causal mask those of queries
+// are the longest, and short ones fill the gaps at the end.
+CUFLASH_DEVICE Place schedule(const Params& params, u32 index, int num_blocks, int num_heads, u32 section,
+                              bool last_first) {
+  const u32 heads = heads_in_all(params, num_heads);
+  const u32 first = index / (num_blocks * section) * section;
   const u32 within = index - first * num_blocks;
   const u32 width = heads - first < section ? heads - first : section;
   const u32 head = first + within % width;
@@ -82,12 +74,14 @@ CUFLASH_DEVICE Work at_place_of_keys(const Params& params, const Place& place) {
 
 // Warp. Work on tiles of queries, or of keys.
 CUFLASH_DEVICE Work schedule_queries(const Params& params, u32 index, int num_heads, bool last_first) {
-  const Place place = schedule(params, index, num_tiles_of(params, params.seqlen_q, kBlockM), num_heads, last_first);
+  const int num_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
+  const Place place = schedule(params, index, num_blocks, num_heads, params.head_section, last_first);
   if constexpr (kIsPacked) return at_place_of_queries(params, place);
   return {place.block, place.head, place.batch};
 }
-CUFLASH_DEVICE Work schedule_keys(const Params& params, u32 index, int num_heads, bool last_first) {
-  const Place place = schedule(params, index, num_tiles_of(params, params.seqlen_k, kBlockN), num_heads, last_first);
+CUFLASH_DEVICE Work schedule_keys(const Params& params, u32 index, int num_heads, u32 section, bool last_first) {
+  const int num_blocks = num_tiles_of(params, params.seqlen_k, kBlockN);
+  const Place place = schedule(params, index, num_blocks, num_heads, section, last_first);
   if constexpr (kIsPacked) return at_place_of_keys(params, place);
   return {place.block, place.head, place.batch};
 }
@@ -196,7 +190,8 @@ struct EntryWalk {
   CUFLASH_DEVICE bool more() const { return unit < num_units; }
   CUFLASH_DEVICE Work work(const Params& params) const {
     if constexpr (!kPairs) {
-      const Place place = schedule(params, unit, num_m_blocks, params.num_heads, kHasRightBound);
+      const Place place =
+          schedule(params, unit, num_m_blocks, params.num_heads, params.head_section, kHasRightBound);
       return {place.block, place.head, place.batch};
     }
     const u32 head = unit / units_of_head;

@@ -93,7 +93,7 @@ CUFLASH_DEVICE void schedule_tiles(const Params& params, const TileRing& ring) {
   SequenceUnits units(params);
 #pragma unroll 1
   for (u32 unit = ptx::block_index(); unit < units.count * params.num_heads; unit += params.resident_blocks) {
-    Work work = units.find(schedule(params, unit, units.count, params.num_heads, false));
+    Work work = units.find(schedule(params, unit, units.count, params.num_heads, params.head_section, false));
     if constexpr (kPairs) {
       const int from_start = work.block, from_end = ceil_div(seqlen_q_of(params, work.batch), kBlockM) - 1 - from_start;
       work.block = from_end;

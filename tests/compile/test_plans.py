@@ -132,7 +132,7 @@ SPILLS_OF_OPTIONS = SPILLS | {
     ("forward_sm90.cu", 2, 256, "128x64", 1): 64,
     ("forward_sm90.cu", 2, 128, "192x80", 1): 16,
     ("backward_sm90.cu", 2, 64, "64x128", 1): 96,
-    ("backward_sm90.cu", 2, 128, "64x128", 1): 192,
+    ("backward_sm90.cu", 2, 128, "64x128", 1): 196,
     ("backward_sm90.cu", 2, 256, "64x64", 1): 32,
     ("forward_sm80.cu", 4, 64, "64x64", 1): 16,
     ("forward_float32_sm90.cu", 4, 64, "128x128", 1): 32,

@@ -409,6 +409,11 @@ TRIALS = {
     "backward sm90 in turn shared": Trial(
         case=replace(_GROUPED, seqlen_q=300, seqlen_k=290), tiles=(_DK_FROM_SHARED, None), in_turn=True
     ),
+    "backward sm90 in turn back": Trial(
+        case=replace(_GROUPED, seqlen_k=140, causal=True, num_heads=8, num_heads_kv=8),
+        tiles=(_SPLIT_ROLES, None),
+        in_turn=True,
+    ),
     "backward sm90 in turn window": Trial(
         case=replace(_GROUPED, seqlen_q=300, seqlen_k=400, window=(70, 40)), tiles=(_BACKWARD_SM90, None), in_turn=True
     ),
@@ -1218,7 +1223,7 @@ MUTANTS = (
             "      ptx::wait_products<0>();\n      ptx::renew_registers(dq);\n", "      ptx::renew_registers(dq);\n",
             "backward sm90"),
     _mutant("the turn of the one before", WALK, "work.block - keys.start;", "work.block - keys.start - 1;",
-            "backward sm90 in turn"),
+            "backward sm90 in turn back"),
     _mutant("turns from the last tile of all", WALK, "keys.stop - 1 - work.block", "num_n_blocks - 1 - work.block",
             "backward sm90 in turn window"),
     _mutant("no turn ends", B90, "      ptx::end_turn(turns);\n", "", "backward sm90 in turn"),
@@ -1229,9 +1234,13 @@ MUTANTS = (
             "backward sm90 in turn"),
     _mutant("turns run ahead of their ends", B90, "      ended.wait(at.parity ^ 1);\n", "", "backward sm90 in turn"),
     _mutant("the walk back starts late", WALK, "backwards ? stop - 1", "backwards ? stop - 2",
-            "backward sm90 in turn"),
-    _mutant("turns from the first tile where the last is first", WALK, "last_first ? keys.stop", "false ? keys.stop",
-            "backward sm90 in turn"),
+            "backward sm90 in turn back"),
+    _mutant("turns from the first tile where the last is first", WALK, "kLastFirst && !walks_back ? keys.stop",
+            "false ? keys.stop", "backward sm90 in turn"),
+    _mutant("turns from the last tile of heads that walk back", WALK, "kLastFirst && !walks_back ? keys.stop",
+            "kLastFirst ? keys.stop", "backward sm90 in turn back"),
+    _mutant("heads that walk back are counted from the first", WALK, "    if (back) work.head += num_ahead;\n", "",
+            "backward sm90 in turn back"),
     _mutant("dQ does not let tiles be asked for", B90, "      arrive_as_warp(shared.do_ring.empty(q_at));\n", "",
             "backward sm90 in turn"),
     _mutant("dQ leaves out keys that it does not hold", B90, "int k = kDqHeld;", "int k = kDqHeld + 1;",

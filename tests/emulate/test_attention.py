@@ -541,6 +541,24 @@ def test_the_schedule_changes_no_bit(tiles):
         assert bits(all_results(CASE, deterministic=True, schedule=schedule, **tiles)) == bits(first)
 
 
+@pytest.mark.parametrize("tile", BACKWARD_SM90_TILES, ids=name_of)
+def test_the_batch_changes_no_bit_of_gradients_in_turn(tile):
+    """Of eight heads, one walks back over the queries with some tiles, after those of all batch entries."""
+    case = ct.Case(seqlen_q=200, seqlen_k=200, batch=2, num_heads=8, head_dim=24, dtype="float16", causal=True)
+    arrays = case.arrays()
+
+    def gradients(batch):
+        given = {name: x if x is None else x[batch] for name, x in arrays.items()}
+        problem = problem_of(replace(case, batch=len(given["q"])), given, deterministic=True)
+        out, lse = attention.forward(problem, given)
+        return attention.backward(problem, given, out, lse, tiles=(tile,))
+
+    together = gradients(slice(None))
+    ct.assert_backward(case, *together)
+    for batch in (slice(0, 1), slice(1, 2)):
+        assert bits(gradients(batch)) == bits(x[batch] for x in together)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("tiles", REPEATED.values(), ids=REPEATED)
 def test_what_lies_in_memory_changes_no_bit(tiles, deterministic):

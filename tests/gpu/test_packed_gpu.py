@@ -100,8 +100,8 @@ def test_many_sequences(cupy, name, options, deterministic):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_equal_lengths_are_a_batch(cupy, head_dim, causal):
-    """Bit for bit, where dq is summed in a fixed order."""
-    batch, heads, seqlen = 5, 4, 1000
+    """Bit for bit, where dq is summed in a fixed order; and so is a batch of one."""
+    batch, heads, seqlen = 5, 8, 1000
     shape = (batch, seqlen, heads, head_dim)
     q, k, v, dout = (cupy.random.standard_normal((4, *shape)) / 2).astype(np.float16)
     attn = cuflash.FlashAttention(causal=causal, layout="bshd", deterministic=True)
@@ -115,6 +115,9 @@ def test_equal_lengths_are_a_batch(cupy, head_dim, causal):
     for x, y in zip((out, *gradients), (packed_out, *packed_gradients), strict=True):
         assert cupy.array_equal(x.reshape(y.shape), y)
     assert cupy.array_equal(lse.swapaxes(0, 1).reshape(packed_lse.shape), packed_lse)
+    alone = attn.backward(*(x[2:3] for x in (dout, q, k, v, out, lse)))
+    for x, y in zip(gradients, alone, strict=True):
+        assert cupy.array_equal(x[2:3], y)
 
 
 @pytest.mark.parametrize("causal", [False, True])
