@@ -13,7 +13,7 @@
 // heads come behind those of all batch entries, and start with the longest; they walk from the last query, which all see,
 // back to the diagonal. Which ones is a matter of the head alone: its sums are the same in any batch.
 constexpr bool kLastFirst = kDqInTurn && (kHasRightBound || kHasLeftBound);
-// On an H200 4 to 6 % faster so with tiles of 64 keys (head_dim 256), 1 to 4 % slower with 128.
+// On an H200 2 to 6 % faster so with tiles of 64 keys (head_dim 256), 1 to 5 % slower with 128.
 constexpr bool kLastHeadsBack = kDqInTurn && kHasRightBound && !kHasLeftBound && kBlockN == 64;
 constexpr u32 kBackSection = 16;  // of these heads, which are at the same queries, are interleaved
 
