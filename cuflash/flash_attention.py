@@ -54,6 +54,9 @@ TERMS = (
 )
 
 
+# ---- What is returned ------------------------------------------------------------------------------------------------
+
+
 class ForwardResult(NamedTuple):
     """What `FlashAttention.forward` returns."""
 
@@ -99,6 +102,9 @@ class CpuPlan:
                 f"  memory    linear in seqlen; the plain formula's scores would take {p.naive_bytes / 2**20:.4g} MiB",
             )
         )
+
+
+# ---- The interface ---------------------------------------------------------------------------------------------------
 
 
 class FlashAttention:
@@ -765,6 +771,9 @@ def attention(
     terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k)
     result = attn.forward(q, k, v, **terms, out=out)
     return cast(ArrayT, result.out)
+
+
+# ---- What its methods share ------------------------------------------------------------------------------------------
 
 
 def _gpu() -> ModuleType:

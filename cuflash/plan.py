@@ -619,6 +619,7 @@ def _draft_combine(draft: _Draft, tile: DecodeSm90Tile, splits: int) -> None:
 
 
 def _backward_head_section(draft: _Draft, main: BackwardSm90Tile) -> int:
+    """Heads side by side; of packed sequences by their mean length, which is what blocks under way reach over."""
     problem = draft.problem
     if problem.window_right is None:
         return BACKWARD_HEAD_SECTION

@@ -90,7 +90,7 @@ def candidates(problem: Problem, device: DeviceSpec, pass_: Pass = "forward", **
     Those that do not fit into shared memory are not among them.
     """
     plan = choose_plan(problem, device, pass_, **arrays)
-    found = {_identity(plan): plan}
+    found = {plan.kernels: plan}
     for tiles in _alternatives(plan):
         if _why_not(tiles, plan):
             continue
@@ -98,7 +98,7 @@ def candidates(problem: Problem, device: DeviceSpec, pass_: Pass = "forward", **
             other = choose_plan(problem, device, pass_, tiles=tiles, origin="a candidate", **arrays)
         except NotImplementedError:
             continue
-        found.setdefault(_identity(other), other)
+        found.setdefault(other.kernels, other)
     return tuple(found.values())
 
 
@@ -139,10 +139,6 @@ def _why_not(tiles: Sequence[Tile], plan: LaunchPlan) -> str:
         if excess:
             return excess
     return ""
-
-
-def _identity(plan: LaunchPlan) -> tuple:
-    return plan.kernels, plan.head_section
 
 
 # ---- How it is judged ------------------------------------------------------------------------------------------------
