@@ -59,6 +59,10 @@ BACKWARD_HEAD_SECTION = 4
 # L2. On an H200 with turns at seqlen 16384, 128 MiB of them in place of 16 cost 21 % (head_dim 128), or in place of 32
 # 44 % (head_dim 256).
 BACKWARD_L2_BYTES = 1 << 24
+# Where blocks take turns under a causal mask, the longest run alone at the end unless one of so many heads starts with
+# them. On an H200 one of 8 is 2 to 6 % faster than none at head_dim 256, and 1 to 5 % slower below. But groups of query
+# heads make blocks longer: by arithmetic 20 % of the device waits for the last ones of 4 waves, 13 % of 8.
+SPLIT_ROLES_BACK_SHARE, GROUPED_BACK_SHARE = 8, 4
 FAST_FLOAT64 = (80, 90, 100)  # compute capabilities whose FP64 units are as many as half of the others
 # Of resident blocks that a grid should have where more blocks cost extra work: of equal ones, and under a causal mask.
 # On an H200, one key/value head for 16 query heads, seqlen 4096, in TFLOP/s by blocks that share it: head_dim 64 full 2
@@ -629,6 +633,17 @@ def _backward_head_section(draft: _Draft, main: BackwardSm90Tile) -> int:
     return max(section, 1 if main.takes_turns else 2)
 
 
+def _back_share(problem: Problem, main: MainTile | None) -> int:
+    """Of how many heads one walks back from the last query, or 0; kernels/backward_walk.cuh says what for."""
+    if not isinstance(main, BackwardSm90Tile) or not main.takes_turns:
+        return 0
+    if problem.window_right is None or problem.window_left is not None:
+        return 0
+    if problem.group_size > 1:
+        return GROUPED_BACK_SHARE
+    return SPLIT_ROLES_BACK_SHARE if main.splits_roles else 0
+
+
 def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     problem, device = draft.problem, draft.device
     main, dq, scores = _backward_rows(draft, tiles)
@@ -642,6 +657,7 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
         draft.group_splits = _group_splits(problem, n_blocks, device.num_sms * main.min_blocks)
     draft.defines["CUFLASH_DQ_BY_REDUCTION"] = int(reduces_dq)
     draft.defines["CUFLASH_DQ_IN_TURN"] = int(in_turn)
+    draft.defines["CUFLASH_BACK_SHARE"] = _back_share(problem, main)
     draft.defines["CUFLASH_NEEDS_DK"] = int("dk" in draft.need or main is None)
     draft.defines["CUFLASH_NEEDS_DV"] = int("dv" in draft.need or main is None)
     draft.defines["CUFLASH_SPLITS_GROUP"] = int(draft.group_splits > 1)

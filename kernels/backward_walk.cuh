@@ -9,16 +9,13 @@
 // Tiles of keys start, and where they take turns add, from the first to the last: the longest first under a causal mask.
 // Where they take turns and see no queries before a diagonal, or none after one, they start from the last to the first.
 // Under a causal mask each so meets first a tile of queries that those before it do not see, and is a step behind them at
-// every other one: nobody waits. But the longest run alone at the end. So, where that costs more than waiting does, some
-// heads come behind those of all batch entries, and start with the longest; they walk from the last query, which all see,
-// back to the diagonal. Which ones is a matter of the head alone: its sums are the same in any batch.
+// every other one: nobody waits. But the longest run alone at the end. So, where that costs more than waiting does, one of
+// kBackShare heads of each batch entry come behind all others, and start with the longest; they walk from the last query,
+// which all see, back to the diagonal. Which ones is a matter of the head alone: its sums are the same in any batch.
 constexpr bool kLastFirst = kDqInTurn && (kHasRightBound || kHasLeftBound);
-// On an H200 2 to 6 % faster so with tiles of 64 keys (head_dim 256), 1 to 5 % slower with 128.
-constexpr bool kLastHeadsBack = kDqInTurn && kHasRightBound && !kHasLeftBound && kBlockN == 64;
+constexpr int kBackShare = CUFLASH_BACK_SHARE;  // or 0: none
 constexpr u32 kBackSection = 16;  // of these heads, which are at the same queries, are interleaved
-
-// How many heads walk back.
-CUFLASH_DEVICE int heads_back(const Params& params) { return kLastHeadsBack ? params.num_heads_kv / 8 : 0; }
+static_assert(kBackShare == 0 || (kDqInTurn && kHasRightBound && !kHasLeftBound), "all heads start at the diagonal");
 
 struct QueryRange : TileRange {
   bool backwards = false;  // from the last tile to the first
@@ -56,10 +53,9 @@ struct KeyTile {
 
   // Warp. The work of packed sequences is found beforehand, once for all roles.
   CUFLASH_DEVICE static Work find(const Params& params) {
-    const int splits = splits_of(params), num_back = heads_back(params) * splits;
-    const int num_ahead = params.num_heads_kv * splits - num_back;
+    const int num_back = num_parts_back(params), num_ahead = num_parts_of(params) - num_back;
     const u32 num_before = heads_in_all(params, num_ahead) * num_tiles_of(params, params.seqlen_k, kBlockN);
-    const bool back = kLastHeadsBack && ptx::block_index() >= num_before;
+    const bool back = kBackShare != 0 && ptx::block_index() >= num_before;
     Work work = schedule_keys(params, ptx::block_index() - (back ? num_before : 0), back ? num_back : num_ahead,
                               back ? kBackSection : params.head_section, kLastFirst && !back);
     if (back) work.head += num_ahead;
@@ -79,7 +75,7 @@ struct KeyTile {
     first_head = head_kv * group + group * split / splits;
     const int stop_head = head_kv * group + group * (split + 1) / splits;
     num_steps = find_queries(params, work, first_head, stop_head, key_stop, queries);
-    walks_back = kLastHeadsBack && head_kv >= params.num_heads_kv - heads_back(params);
+    walks_back = kBackShare != 0 && work.head >= num_parts_of(params) - num_parts_back(params);
     set_direction(queries, walks_back);
     if constexpr (kDqInTurn && kIsPacked) {
       if (*overlap_of(params, num_m_blocks)) num_steps = 0;
@@ -98,6 +94,10 @@ struct KeyTile {
   }
 
  private:
-  // Blocks that share a key/value head.
+  // Blocks that share a tile of keys, each with a part of its query heads; such parts of all heads.
   CUFLASH_DEVICE static int splits_of(const Params& params) { return kSplitsGroup ? params.group_splits : 1; }
+  CUFLASH_DEVICE static int num_parts_of(const Params& params) { return params.num_heads_kv * splits_of(params); }
+  CUFLASH_DEVICE static int num_parts_back(const Params& params) {
+    return kBackShare == 0 ? 0 : num_parts_of(params) / kBackShare;
+  }
 };

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from cuflash import compiler
 from cuflash.plan import (
     BACKWARD_HEAD_SECTION,
+    GROUPED_BACK_SHARE,
     MAPS_OFFSET,
     MAX_HEAD_DIM,
     SHARED_BYTES_RESERVED,
@@ -283,6 +284,8 @@ def test_blocks_take_turns_where_sums_must_not_depend_on_luck():
             assert ("take turns" in plan.reason) == in_turn
             assert all(dict(kernel.defines)["CUFLASH_DQ_IN_TURN"] == in_turn for kernel in plan.kernels)
             assert "take turns" not in fast.reason
+            shares = {dict(kernel.defines)["CUFLASH_BACK_SHARE"] for kernel in plan.kernels}
+            assert shares == {GROUPED_BACK_SHARE if in_turn and causal else 0}
             if in_turn:
                 assert [kernel.source for kernel in plan.kernels] == [kernel.source for kernel in fast.kernels]
                 turns = plan.extra_bytes - fast.extra_bytes
