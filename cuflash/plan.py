@@ -45,20 +45,25 @@ from cuflash.tiles import (
 
 Pass = Literal["forward", "backward"]
 
-PARAMS_BYTES = 888  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
+PARAMS_BYTES = 896  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
 MAPS_OFFSET = round_up(PARAMS_BYTES, 64)  # where tensor maps follow
 MAX_HEAD_DIM = 256
 # Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
 # at head_dim 128 and seqlen 4096; without a mask, one head at a time serves L2 better.
 CAUSAL_HEAD_SECTION = 16
-# Heads whose blocks of the backward pass are side by side on compute capability 9.0. Where blocks take turns, each is a
-# step behind the one before it: on an H200 two heads are 5 % slower than four there, and eight 1 % slower where blocks
-# take no turns (head_dim 128, seqlen 4096).
+# Heads whose blocks of the backward pass are side by side on compute capability 9.0; on an H200 eight are 1 % slower
+# (head_dim 128, seqlen 4096). Where blocks take turns, each is a step behind the one before it of its head: so many
+# heads are then side by side that, as blocks end, those of a head start two steps apart. In us by heads, head_dim 128,
+# seqlen 1024: 4 779, 8 738, 16 723, 32 739; as a multiple of the fast mode, seqlen 4096: 2 1.11, 4 1.04, 8 1.05.
 BACKWARD_HEAD_SECTION = 4
+TURNS_APART = 2
 # Under a causal mask blocks of a head are at different queries, and Q, dO and dQ of the heads under way should stay in
 # L2. On an H200 with turns at seqlen 16384, 128 MiB of them in place of 16 cost 21 % (head_dim 128), or in place of 32
-# 44 % (head_dim 256).
+# 44 % (head_dim 256). With turns, blocks are the further apart the more heads of a group they have gone through: then
+# all heads of a group count, and beyond two of them that fit blocks share a group, which is 5 to 7 % faster (4 heads of
+# head_dim 128, seqlen 8192, or 256, 4096).
 BACKWARD_L2_BYTES = 1 << 24
+MIN_HEADS_IN_TURN = 2
 # Where blocks take turns under a causal mask, the longest run alone at the end unless one of so many heads starts with
 # them. On an H200 one of 8 is 2 to 6 % faster than none at head_dim 256, and 1 to 5 % slower below. But groups of query
 # heads make blocks longer: by arithmetic 20 % of the device waits for the last ones of 4 waves, 13 % of 8.
@@ -69,6 +74,12 @@ FAST_FLOAT64 = (80, 90, 100)  # compute capabilities whose FP64 units are as man
 # blocks 549, 4 542, 8 532, 3 516, 5 488; head_dim 128 causal 2 blocks 416, 4 468, 8 475, 16 451, 5 391. Eight of these
 # heads have two waves of tiles: causal at head_dim 128 1 block 522, 2 492, 4 473.
 WAVES, CAUSAL_WAVES = 1.9, 4.0
+# What it costs to share a tile of keys, in steps from one tile of queries to the next: each block to begin and end, and
+# the kernel that adds what they leave, in all and for each of them; and where the tiles are those behind whole waves,
+# whose blocks do not end at once, twice as much. On an H200 what follows is within 1 % of the best of 2 to 16 blocks.
+# With 4 of 4096 tiles shared (head_dim 64, seqlen 16384) the pass is 2.9 % faster than with none, with 68 of 2048 (128)
+# 2.2 % and at seqlen 4096 0.8 %, with all of 64 (causal, seqlen 4096) 43 % at head_dim 64, 46 % at 128.
+SHARE_STEPS, SUM_STEPS, SUM_STEPS_OF_PART = 3, 6, 1
 DECODE_MIN_SEQLEN_K = 512  # from which on that pays
 MIN_TILES_OF_BLOCK = 2  # of keys
 COMBINE_TILES = 2  # of keys: what a block of many takes longer where several share a head
@@ -170,6 +181,8 @@ class LaunchPlan:
     kernels: tuple[KernelSpec, ...]
     stats_rows: int  # rows of row_stats of one head, of all sequences where they are packed (backward)
     group_splits: int  # blocks that share the query heads of a key/value head (backward)
+    whole_tiles: int  # of keys, before those whose queries blocks share (backward)
+    tail_splits: int  # blocks that share the queries of each of these (backward)
     key_splits: int  # the most blocks that share the keys of a key/value head (forward, few queries)
     scratch: tuple[tuple[str, int], ...]  # arrays beside inputs and results, in elements of lse's dtype
     head_section: int  # heads whose tiles are interleaved in the launch order
@@ -281,6 +294,8 @@ def choose_plan(
         kernels=tuple(draft.kernels),
         stats_rows=draft.stats_rows,
         group_splits=draft.group_splits,
+        whole_tiles=draft.whole_tiles,
+        tail_splits=draft.tail_splits,
         key_splits=draft.key_splits,
         scratch=tuple(draft.scratch.items()),
         head_section=draft.head_section,
@@ -317,6 +332,8 @@ class _Draft:
     reasons: list[str] = field(default_factory=list)
     stats_rows: int = 0
     group_splits: int = 1
+    whole_tiles: int = 0
+    tail_splits: int = 1
     key_splits: int = 1
     resident_blocks: int = 0
     score_splits: int = 1
@@ -539,11 +556,16 @@ def _why_not_pieces(draft: _Draft, table: tuple) -> str | None:
     return None
 
 
-def _group_splits(problem: Problem, n_blocks: int, resident: int) -> int:
+def _group_splits(draft: _Draft, main: MainTile, n_blocks: int) -> int:
     """Blocks that share the query heads of a key/value head, each as many, where tiles of keys are few."""
+    problem, resident = draft.problem, draft.device.num_sms * main.min_blocks
     waves = WAVES if n_blocks >= WAVES * resident or problem.window_right is None else CAUSAL_WAVES
+    most = problem.group_size
+    if _takes_turns(main) and problem.window_right is not None:
+        most = max(BACKWARD_L2_BYTES // max(_head_bytes(draft, main), 1), MIN_HEADS_IN_TURN)
     shares = (n for n in range(1, problem.group_size + 1) if problem.group_size % n == 0)
-    return next((n for n in shares if n * n_blocks >= waves * resident), problem.group_size)
+    enough = (n for n in shares if n * n_blocks >= waves * resident and n * most >= problem.group_size)
+    return next(enough, problem.group_size)
 
 
 def _visible_keys(problem: Problem) -> int:
@@ -622,19 +644,63 @@ def _draft_combine(draft: _Draft, tile: DecodeSm90Tile, splits: int) -> None:
 # ---- backward --------------------------------------------------------------------------------------------------------
 
 
+def _steps_of_tile(draft: _Draft, main: MainTile) -> int:
+    """The most tiles of queries, of all heads of a group, that a tile of keys meets; of packed sequences their mean."""
+    problem = draft.problem.mean_sequence
+    queries = problem.seqlen_q
+    if problem.window_left is not None and problem.window_right is not None:
+        queries = min(queries, problem.window_left + problem.window_right + main.block_n)
+    return -(-queries // main.block_m) * problem.group_size
+
+
+def _share_tail(draft: _Draft, main: MainTile, n_blocks: int) -> None:
+    """Tiles of keys that the device is not full of, all or those of the last wave, are shared where that is faster."""
+    problem, resident = draft.problem, draft.device.num_sms * main.min_blocks
+    steps = _steps_of_tile(draft, main)
+    tiles = problem.array_batch * problem.num_heads_kv * -(-problem.seqlen_k // main.block_n)
+    if problem.is_packed:
+        tiles = problem.batch * problem.num_heads_kv * -(-problem.mean_sequence.seqlen_k // main.block_n)
+    # Under a causal mask the longest start first, and what is left at the end is short.
+    even = (problem.window_left is None) == (problem.window_right is None) and problem.block_mask is None
+    rest = tiles % resident if even else tiles
+    if rest == 0 or steps == 0:
+        return
+
+    def duration(splits: int) -> float:
+        waves = -(-rest * splits // resident)
+        longest = steps / splits
+        sums = (SUM_STEPS if rest == tiles else 2 * SUM_STEPS) + SUM_STEPS_OF_PART * splits if splits > 1 else 0
+        return waves * SHARE_STEPS + (waves * longest if even else max(longest, rest * steps / 2 / resident)) + sums
+
+    splits = min(range(1, steps + 1), key=duration)
+    if splits > 1:
+        # Of packed sequences, as large a part of their places.
+        draft.whole_tiles, draft.tail_splits = n_blocks - n_blocks * rest // tiles, splits
+
+
+def _takes_turns(main: MainTile | None) -> bool:
+    return isinstance(main, BackwardSm90Tile) and main.takes_turns
+
+
+def _head_bytes(draft: _Draft, main: MainTile) -> int:
+    """Of Q, dO and dQ of a head; of packed sequences for their mean length: blocks under way reach over that."""
+    dim, dim_v = draft.padded_dims(main)
+    return draft.problem.mean_sequence.seqlen_q * (main.element_bytes * (dim + dim_v) + 4 * dim)
+
+
 def _backward_head_section(draft: _Draft, main: BackwardSm90Tile) -> int:
-    """Heads side by side; of packed sequences by their mean length, which is what blocks under way reach over."""
+    """Key/value heads side by side; or parts of them, where blocks share the heads of a group."""
     problem = draft.problem
     if problem.window_right is None:
-        return BACKWARD_HEAD_SECTION
-    dim, dim_v = draft.padded_dims(main)
-    head_bytes = problem.mean_sequence.seqlen_q * (2 * (dim + dim_v) + 4 * dim)
-    section = min(BACKWARD_L2_BYTES // max(head_bytes, 1), CAUSAL_HEAD_SECTION)
+        resident, steps = draft.device.num_sms * main.min_blocks, _steps_of_tile(draft, main) // draft.group_splits
+        return max(BACKWARD_HEAD_SECTION, TURNS_APART * resident // max(steps, 1) if main.takes_turns else 0)
+    heads = problem.group_size // draft.group_splits if main.takes_turns else 1
+    section = min(BACKWARD_L2_BYTES // max(heads * _head_bytes(draft, main), 1), CAUSAL_HEAD_SECTION)
     return max(section, 1 if main.takes_turns else 2)
 
 
 def _back_share(problem: Problem, main: MainTile | None) -> int:
-    """Of how many heads one walks back from the last query, or 0; kernels/backward_walk.cuh says what for."""
+    """Of how many heads one walks back from the last query, or 0; kernels/backward.cuh says what for."""
     if not isinstance(main, BackwardSm90Tile) or not main.takes_turns:
         return 0
     if problem.window_right is None or problem.window_left is not None:
@@ -649,18 +715,21 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     main, dq, scores = _backward_rows(draft, tiles)
     draft.tiles = tuple(tile for tile in (main, dq, scores) if tile is not None)
     reduces_dq = "dq" in draft.need and dq is None
-    in_turn = isinstance(main, BackwardSm90Tile) and main.takes_turns
+    in_turn = _takes_turns(main)
     n_blocks = 0
     if main is not None:
         n_blocks = problem.array_batch * problem.num_heads_kv * draft.tiles_of(problem.seqlen_k, main.block_n)
     if main is not None and n_blocks:
-        draft.group_splits = _group_splits(problem, n_blocks, device.num_sms * main.min_blocks)
+        draft.group_splits = _group_splits(draft, main, n_blocks)
+        if draft.group_splits == 1 and not isinstance(main, BackwardTile):
+            _share_tail(draft, main, n_blocks)
     draft.defines["CUFLASH_DQ_BY_REDUCTION"] = int(reduces_dq)
     draft.defines["CUFLASH_DQ_IN_TURN"] = int(in_turn)
     draft.defines["CUFLASH_BACK_SHARE"] = _back_share(problem, main)
     draft.defines["CUFLASH_NEEDS_DK"] = int("dk" in draft.need or main is None)
     draft.defines["CUFLASH_NEEDS_DV"] = int("dv" in draft.need or main is None)
     draft.defines["CUFLASH_SPLITS_GROUP"] = int(draft.group_splits > 1)
+    draft.defines["CUFLASH_SPLITS_TAIL"] = int(draft.tail_splits > 1)
     draft.defines["CUFLASH_PAIRS_STATS"] = int(isinstance(main, BackwardSm90Tile))
     if not draft.tiles and "dsinks" not in draft.need:
         return
@@ -688,14 +757,16 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
         _draft_scores(draft, scores)
     if main is not None:
         _draft_main(draft, main, n_blocks)
-    if main is not None and draft.group_splits > 1 and set(draft.need) & {"dk", "dv"}:
+    parts = max(draft.group_splits, draft.tail_splits)
+    if main is not None and parts > 1 and set(draft.need) & {"dk", "dv"}:
         dim, dim_v = draft.padded_dims(main)
-        draft.scratch["dkv_partials"] = n_blocks * draft.group_splits * main.block_n * (dim + dim_v)
+        shared = n_blocks - draft.whole_tiles
+        draft.scratch["dkv_partials"] = shared * parts * main.block_n * (dim + dim_v)
         shared_bytes = sum(tile_bytes(main.block_n, d, main.element_bytes) for d in (dim, dim_v))
-        draft.add("backward_reduce.cu", of_keys, n_blocks, shared_bytes, **dims)
-        draft.reasons.append(
-            f"{draft.group_splits} blocks share the query heads of a key/value head: {n_blocks} tiles of keys are few"
-        )
+        draft.add("backward_reduce.cu", of_keys, shared, shared_bytes, **dims)
+        what = "query heads of a key/value head" if draft.group_splits > 1 else "queries of a tile of keys"
+        last = "the last " if draft.whole_tiles else ""
+        draft.reasons.append(f"{parts} blocks share the {what}: {last}{shared} tiles of keys are few")
     if dq is not None:
         m_blocks = draft.heads * draft.tiles_of(problem.seqlen_q, dq.block_m)
         draft.add_lists(dq, "key_lists")
@@ -796,7 +867,8 @@ def _draft_main(draft: _Draft, main: MainTile, n_blocks: int) -> None:
         draft.add_pieces(main, ("q", "k", "v", "dout"))
         draft.map_tensors({f"{name}_pieces": 64 for name in ("q", "k", "v", "dout")})
     draft.add_lists(main, "query_lists")
-    draft.add(source, main, n_blocks * draft.group_splits, main.shared_bytes(*draft.padded_dims(main)))
+    blocks = (n_blocks - draft.whole_tiles) * draft.group_splits * draft.tail_splits + draft.whole_tiles
+    draft.add(source, main, blocks, main.shared_bytes(*draft.padded_dims(main)))
 
 
 def _draft_scores(draft: _Draft, tile: ScoresTile) -> None:

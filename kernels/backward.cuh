@@ -11,9 +11,13 @@ constexpr bool kDqByReduction = CUFLASH_DQ_BY_REDUCTION;
 // Then the order is fixed as well (deterministic).
 constexpr bool kDqInTurn = CUFLASH_DQ_IN_TURN;
 
-// dk and dv of one key/value head are sums over the query heads of its group. Where tiles of keys alone are too few to
-// fill the device, params.group_splits blocks share the heads and leave partial sums to a kernel that adds them.
+// dk and dv of one key/value head are sums over the queries of all heads of its group. Where tiles of keys alone are too
+// few to fill the device, params.group_splits blocks share the heads. Or params.tail_splits blocks share the queries of
+// each tile that comes, in launch order, behind the first params.whole_tiles: those that are too few at the end. Blocks
+// that share leave partial sums to a kernel that adds them.
 constexpr bool kSplitsGroup = CUFLASH_SPLITS_GROUP;
+constexpr bool kSplitsTail = CUFLASH_SPLITS_TAIL;
+static_assert(!kSplitsGroup || !kSplitsTail, "tiles are shared in one way");
 
 // Which of the two are wanted; what was left out of a kernel's sums is zero in its registers and goes nowhere.
 constexpr bool kNeedsDk = CUFLASH_NEEDS_DK;
@@ -25,12 +29,39 @@ struct alignas(16) Real4 {
   Real value[4];
 };
 
-// The part of `split` in the sums of a tile of keys: dk, then dv, four elements of a thread next to each other.
-CUFLASH_DEVICE Real* partials_of(const Params& params, int num_n_blocks, Entry batch, int head_kv, int n_block,
-                                 int split, u32 thread) {
+// A part of the sums of a tile of keys: dk, then dv, four elements of a thread next to each other.
+CUFLASH_DEVICE Real* partials_at(const Params& params, i64 index, u32 thread) {
+  return (Real*)params.dkv_partials + index * kPartialElements + thread * 4;
+}
+// The first part, of those who share the heads of a group.
+CUFLASH_DEVICE i64 first_part_of(const Params& params, int num_n_blocks, Entry batch, int head_kv, int n_block) {
   i64 tile = ((i64)batch * params.num_heads_kv + head_kv) * num_n_blocks + n_block;
   if constexpr (kIsPacked) tile = (i64)head_kv * num_n_blocks + first_place_of_keys(batch, kBlockN) + n_block;
-  return (Real*)params.dkv_partials + (tile * params.group_splits + split) * kPartialElements + thread * 4;
+  return tile * params.group_splits;
+}
+
+// Tiles of keys start, and where they take turns add, from the first to the last: the longest first under a causal mask.
+// Where they take turns and see no queries before a diagonal, or none after one, they start from the last to the first.
+// Under a causal mask each so meets first a tile of queries that those before it do not see, and is a step behind them at
+// every other one: nobody waits. But the longest run alone at the end. So, where that costs more than waiting does, one of
+// kBackShare heads of each batch entry come behind all others, and start with the longest; they walk from the last query,
+// which all see, back to the diagonal. Which ones is a matter of the head alone: its sums are the same in any batch.
+constexpr bool kLastFirst = kDqInTurn && (kHasRightBound || kHasLeftBound);
+constexpr int kBackShare = CUFLASH_BACK_SHARE;  // or 0: none
+constexpr u32 kBackSection = 16;  // of these heads, which are at the same queries, are interleaved
+static_assert(kBackShare == 0 || (kDqInTurn && kHasRightBound && !kHasLeftBound), "all heads start at the diagonal");
+
+CUFLASH_DEVICE int num_heads_back(int num_heads) { return kBackShare == 0 ? 0 : num_heads / kBackShare; }
+
+// Warp. The tile of keys that is at `index` in launch order.
+CUFLASH_DEVICE Work find_keys(const Params& params, u32 index, int num_heads) {
+  const int num_back = num_heads_back(num_heads), num_ahead = num_heads - num_back;
+  const u32 num_before = heads_in_all(params, num_ahead) * num_tiles_of(params, params.seqlen_k, kBlockN);
+  const bool back = kBackShare != 0 && index >= num_before;
+  Work work = schedule_keys(params, index - (back ? num_before : 0), back ? num_back : num_ahead,
+                            back ? kBackSection : params.head_section, kLastFirst && !back);
+  if (back) work.head += num_ahead;
+  return work;
 }
 
 // The index of a tile of queries among those of all heads and batch entries.

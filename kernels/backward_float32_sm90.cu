@@ -239,12 +239,11 @@ CUFLASH_DEVICE void produce(const BackwardParams& params, const Shared& shared, 
   }
 }
 
-// What dK and dV leave in memory: rows of this block, or its part of the sums of a group.
+// What dK and dV leave in memory: rows of this block, or its part of the sums of several.
 template <int head_dim, int pieces>
 CUFLASH_DEVICE void store_rows(const Params& params, const Tensor& result, const KeyTile& tile, Real* partials, u32 thread,
                                const float (&value)[pieces][4], float factor) {
-  if constexpr (kSplitsGroup) {
-    partials += thread * 4;
+  if ((kSplitsGroup || kSplitsTail) && tile.is_shared) {
 #pragma unroll
     for (int n = 0; n < pieces; ++n)
       *(Real4*)(partials + n * 128 * 4) = {value[n][0], value[n][1], value[n][2], value[n][3]};
@@ -354,9 +353,7 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
   }
 
   if constexpr (!kNeedsDv) return;
-  Real* partials = nullptr;
-  if constexpr (kSplitsGroup)
-    partials = partials_of(common, tile.num_n_blocks, batch, tile.head_kv, tile.work.block, tile.split, 0) + kRows * kDim;
+  Real* partials = tile.partials(common, thread) + kRows * kDim;
   store_rows<kHeadDimV>(common, common.dv, tile, partials, thread, dv, kept_scale_of(common));
 }
 
@@ -446,11 +443,7 @@ CUFLASH_DEVICE void make_dk(const BackwardParams& params, const Shared& shared, 
   }
 
   if constexpr (!kNeedsDk) return;
-  Real* partials = nullptr;
-  if constexpr (kSplitsGroup)
-    partials =
-        partials_of(common, tile.num_n_blocks, tile.work.batch, tile.head_kv, tile.work.block, tile.split, 0);
-  store_rows<kHeadDim>(common, common.dk, tile, partials, thread, dk, common.scale);
+  store_rows<kHeadDim>(common, common.dk, tile, tile.partials(common, thread), thread, dk, common.scale);
 }
 
 // The third warpgroup: dQ of each tile of queries and these keys, added to the sum in memory.

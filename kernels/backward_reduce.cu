@@ -1,4 +1,4 @@
-// dk and dv = sums of the parts that blocks of backward_sm80.cu left, in the order of the parts.
+// dk and dv = sums of the parts that blocks left who share a tile of keys, in the order of the parts.
 #include "backward_warps.cuh"
 #include "copy.cuh"
 #include "mma.cuh"
@@ -12,17 +12,21 @@ static_assert(kBytesDk + tile_bytes(kBlockN, kDimV) == CUFLASH_SHARED_BYTES, "sh
 
 CUFLASH_DEVICE void backward_reduce(const Params& params) {
   const int num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN);
-  const Work work = schedule_keys(params, ptx::block_index(), params.num_heads_kv, params.head_section, false);
+  const Work work = find_keys(params, ptx::block_index() + (kSplitsTail ? params.whole_tiles : 0), params.num_heads_kv);
   if (!has_keys(params, work)) return;
   const int n_block = work.block, head_kv = work.head;
   const Entry batch = work.batch;
+
+  const int parts = kSplitsTail ? params.tail_splits : params.group_splits;
+  const i64 first_part = kSplitsTail ? (i64)ptx::block_index() * parts
+                                     : first_part_of(params, num_n_blocks, batch, head_kv, n_block);
 
   Real dk[kKeyTiles][kColumnTiles][4], dv[kKeyTiles][kColumnTilesV][4];
   set_zero(dk);
   set_zero(dv);
 #pragma unroll 1
-  for (int split = 0; split < params.group_splits; ++split) {
-    const Real* partials = partials_of(params, num_n_blocks, batch, head_kv, n_block, split, ptx::thread_index());
+  for (int part = 0; part < parts; ++part) {
+    const Real* partials = partials_at(params, first_part + part, ptx::thread_index());
     const auto add = [&](auto& d) {
 #pragma unroll
       for (auto& row : d)

@@ -547,9 +547,9 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
   }
   turns.finish();
 
-  if constexpr (kSplitsGroup) {
-    Real* partials = partials_of(common, tile.num_n_blocks, batch, tile.head_kv, tile.work.block, tile.split,
-                                 kSplitsRoles ? thread : ptx::thread_index());
+  if constexpr (!kSplitsGroup) ptx::sync_named(kEnd, kConsumerThreads + 128);
+  if ((kSplitsGroup || kSplitsTail) && tile.is_shared) {
+    Real* partials = tile.partials(common, kSplitsRoles ? thread : ptx::thread_index());
     const auto leave = [&](const auto& d) {
 #pragma unroll
       for (const auto& piece : d) {
@@ -565,8 +565,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     return;
   }
 
-  // dK and dV leave through the room of these rows of K and V, once nobody needs them any more.
-  ptx::sync_named(kEnd, kConsumerThreads + 128);
+  // dK and dV leave through the room of these rows of K and V, which nobody needs any more.
   if constexpr (makes_dv) store_fragments_chunked<kBlockN>(rows_v, warp_key, dv, kept_scale, kept_scale);
   if constexpr (makes_dk) store_fragments_chunked<kBlockN>(rows_k, warp_key, dk, common.scale, common.scale);
   ptx::fence_async_proxy();

@@ -6,17 +6,6 @@
 #include "params.cuh"
 #include "schedule.cuh"
 
-// Tiles of keys start, and where they take turns add, from the first to the last: the longest first under a causal mask.
-// Where they take turns and see no queries before a diagonal, or none after one, they start from the last to the first.
-// Under a causal mask each so meets first a tile of queries that those before it do not see, and is a step behind them at
-// every other one: nobody waits. But the longest run alone at the end. So, where that costs more than waiting does, one of
-// kBackShare heads of each batch entry come behind all others, and start with the longest; they walk from the last query,
-// which all see, back to the diagonal. Which ones is a matter of the head alone: its sums are the same in any batch.
-constexpr bool kLastFirst = kDqInTurn && (kHasRightBound || kHasLeftBound);
-constexpr int kBackShare = CUFLASH_BACK_SHARE;  // or 0: none
-constexpr u32 kBackSection = 16;  // of these heads, which are at the same queries, are interleaved
-static_assert(kBackShare == 0 || (kDqInTurn && kHasRightBound && !kHasLeftBound), "all heads start at the diagonal");
-
 struct QueryRange : TileRange {
   bool backwards = false;  // from the last tile to the first
 
@@ -37,29 +26,43 @@ struct RangeWalk {
     m_block += tiles.backwards ? -1 : 1;
     if (m_block == tiles.end()) m_block = tiles.first(), ++head;
   }
+  CUFLASH_DEVICE void skip(const QueryRange& tiles, int steps) {
+    const int length = tiles.stop - tiles.start;
+    head += steps / length;
+    m_block += tiles.backwards ? -(steps % length) : steps % length;
+  }
   CUFLASH_DEVICE static RangeWalk first(const QueryRange& tiles, int head) { return {head, tiles.first()}; }
 };
 
 using Walk = Either<kHasBlockMask, ListWalk, RangeWalk>::Type;
 using QueryTiles = Either<kHasBlockMask, QueryLists, QueryRange>::Type;
 
+// A block's share of a tile of keys, which is at `tile` in launch order.
+struct Share {
+  u32 tile;
+  int part, parts;
+
+  CUFLASH_DEVICE explicit Share(const Params& params) : tile(ptx::block_index()), part(0), parts(1) {
+    if (!kSplitsTail || tile < (u32)params.whole_tiles) return;
+    const u32 index = tile - params.whole_tiles;
+    parts = params.tail_splits;
+    part = index % parts;
+    tile = params.whole_tiles + index / parts;
+  }
+};
+
 // The keys of a block, and what every role walks over.
 struct KeyTile {
   Work work;
-  int num_n_blocks, num_m_blocks, split, head_kv, first_key, key_stop, first_head, num_steps;
+  int num_n_blocks, num_m_blocks, split, head_kv, first_key, key_stop, first_head, first_step, num_steps;
   int own_diagonal;  // of the batch entry
   bool walks_back;  // over the queries
+  bool is_shared;  // with other blocks
   QueryTiles queries;
 
   // Warp. The work of packed sequences is found beforehand, once for all roles.
   CUFLASH_DEVICE static Work find(const Params& params) {
-    const int num_back = num_parts_back(params), num_ahead = num_parts_of(params) - num_back;
-    const u32 num_before = heads_in_all(params, num_ahead) * num_tiles_of(params, params.seqlen_k, kBlockN);
-    const bool back = kBackShare != 0 && ptx::block_index() >= num_before;
-    Work work = schedule_keys(params, ptx::block_index() - (back ? num_before : 0), back ? num_back : num_ahead,
-                              back ? kBackSection : params.head_section, kLastFirst && !back);
-    if (back) work.head += num_ahead;
-    return work;
+    return find_keys(params, Share(params).tile, num_parts_of(params));
   }
 
   CUFLASH_DEVICE explicit KeyTile(const Params& params, const Work& found = {}) {
@@ -75,13 +78,26 @@ struct KeyTile {
     first_head = head_kv * group + group * split / splits;
     const int stop_head = head_kv * group + group * (split + 1) / splits;
     num_steps = find_queries(params, work, first_head, stop_head, key_stop, queries);
-    walks_back = kBackShare != 0 && work.head >= num_parts_of(params) - num_parts_back(params);
+    walks_back = kBackShare != 0 && work.head >= num_parts_of(params) - num_heads_back(num_parts_of(params));
     set_direction(queries, walks_back);
+    first_step = 0;
+    is_shared = kSplitsGroup;
+    if constexpr (kSplitsTail) {
+      const Share share(params);
+      const auto step_of = [&](int part) { return (int)((i64)num_steps * part / share.parts); };
+      is_shared = share.parts > 1;
+      first_step = step_of(share.part);
+      num_steps = step_of(share.part + 1) - first_step;
+    }
     if constexpr (kDqInTurn && kIsPacked) {
       if (*overlap_of(params, num_m_blocks)) num_steps = 0;
     }
   }
-  CUFLASH_DEVICE Walk first() const { return Walk::first(queries, first_head); }
+  CUFLASH_DEVICE Walk first() const {
+    Walk walk = Walk::first(queries, first_head);
+    if (kSplitsTail && first_step > 0) walk.skip(queries, first_step);
+    return walk;
+  }
   // Of a tile of queries among those of all heads and batches.
   CUFLASH_DEVICE i64 index_of(const Params& params, const Walk& walk) const {
     return m_tile_of(params, num_m_blocks, work.batch, walk.head, walk.m_block);
@@ -92,12 +108,14 @@ struct KeyTile {
     const TileRange keys = key_tiles(params, work.batch, first_row, first_row + kBlockM - 1, key_stop);
     return kLastFirst && !walks_back ? keys.stop - 1 - work.block : work.block - keys.start;
   }
+  // Where a block that shares the tile leaves its part.
+  CUFLASH_DEVICE Real* partials(const Params& params, u32 thread) const {
+    if constexpr (kSplitsTail) return partials_at(params, ptx::block_index() - params.whole_tiles, thread);
+    return partials_at(params, first_part_of(params, num_n_blocks, work.batch, head_kv, work.block) + split, thread);
+  }
 
  private:
-  // Blocks that share a tile of keys, each with a part of its query heads; such parts of all heads.
+  // Blocks that share the heads of a group; such parts of all groups.
   CUFLASH_DEVICE static int splits_of(const Params& params) { return kSplitsGroup ? params.group_splits : 1; }
   CUFLASH_DEVICE static int num_parts_of(const Params& params) { return params.num_heads_kv * splits_of(params); }
-  CUFLASH_DEVICE static int num_parts_back(const Params& params) {
-    return kBackShare == 0 ? 0 : num_parts_of(params) / kBackShare;
-  }
 };

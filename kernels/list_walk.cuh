@@ -51,6 +51,12 @@ struct ListWalk {
     if (++place == queries.of(head)[0]) place = 0, head = queries.next_head(head + 1);
     look_up(queries);
   }
+  // From the first step on, fewer than there are.
+  CUFLASH_DEVICE void skip(const QueryLists& queries, int steps) {
+    for (int length; steps >= (length = queries.of(head)[0]); head = queries.next_head(head + 1)) steps -= length;
+    place = steps;
+    look_up(queries);
+  }
   CUFLASH_DEVICE bool needs_mask(const QueryLists& queries) const { return place >= queries.of(head)[1]; }
 
  private:

@@ -13,6 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import attention
 import emulator
@@ -55,9 +56,18 @@ class Trial:
     wild_pages: bool = False  # the first entries of the table are outside of the pool; where they lead is what counts
     need: tuple[str, ...] | None = None  # gradients; by default dq, dk, dv, and dsinks where there are sinks
     cu_seqlens: tuple[int, ...] | None = None  # of queries and keys: nothing is expected of results
+    shares: bool = False  # queries of tiles, however few, and not heads of a group
 
     def run(self, kernels: Path = emulator.KERNELS) -> None:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
+        if self.shares:
+            names = ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_OF_PART", "WAVES", "CAUSAL_WAVES")
+            with mock.patch.multiple("cuflash.plan", **dict.fromkeys(names, 0)):
+                self._run(kernels)
+        else:
+            self._run(kernels)
+
+    def _run(self, kernels: Path) -> None:
         case, arrays = self.case, self.case.arrays()
         deterministic = self.in_turn or isinstance(self.tiles[-1], DqTile)
         two_pieces = getattr(self.tiles[0], "pieces", 3) == 2
@@ -416,6 +426,20 @@ TRIALS = {
     ),
     "backward sm90 in turn window": Trial(
         case=replace(_GROUPED, seqlen_q=300, seqlen_k=400, window=(70, 40)), tiles=(_BACKWARD_SM90, None), in_turn=True
+    ),
+    "backward sm90 tail": Trial(
+        case=replace(_GROUPED, seqlen_q=300, seqlen_k=257), tiles=(_BACKWARD_SM90, None), num_sms=5, shares=True
+    ),
+    "backward sm90 tail back": Trial(
+        case=replace(_GROUPED, seqlen_q=140, seqlen_k=140, causal=True, num_heads=8, num_heads_kv=8),
+        tiles=(_SPLIT_ROLES, None),
+        in_turn=True,
+        shares=True,
+    ),
+    "backward sm90 tail blocks": Trial(
+        case=replace(_GROUPED, seqlen_q=300, seqlen_k=257, block_mask=(4,), block_size=(64, 128)),
+        tiles=(_BACKWARD_SM90, None),
+        shares=True,
     ),
     "packed": Trial(case=_PACKED, tiles=_forward(block_m=64)),
     "packed top left": Trial(case=replace(_PACKED, causal="top_left"), tiles=_forward(block_m=64)),
@@ -837,10 +861,9 @@ MUTANTS = (
             "backward"),
     _mutant("a part takes the heads of the next", B, "first_head = head_kv * group + group * split / splits;",
             "first_head = head_kv * group + group * (split + 1) / splits;", "backward split"),
-    _mutant("parts overwrite each other", "backward.cuh", "(tile * params.group_splits + split)",
-            "(tile * params.group_splits)", "backward split"),
-    _mutant("the last part is not added", REDUCE, "split < params.group_splits;", "split < params.group_splits - 1;",
+    _mutant("parts overwrite each other", "backward.cuh", "return tile * params.group_splits;", "return tile;",
             "backward split"),
+    _mutant("the last part is not added", REDUCE, "part < parts;", "part < parts - 1;", "backward split"),
     _mutant("dq without the scale", CONVERT, "return scale;", "return 1.0f;", "backward"),
     _mutant("dq is stored before all have written it", CONVERT, "  ptx::sync_block();\n", "", "backward"),
     _mutant("elements of dq in reverse", CONVERT, "accumulator_offset(m * kDqNTiles + n, i)",
@@ -1186,7 +1209,8 @@ MUTANTS = (
     _mutant("every lane asks for tiles", B90, "    if (ptx::elect_lane()) load_next();\n", "    load_next();\n",
             "backward sm90"),
     _mutant("the block ends before dk and dv have left", B90, "    ptx::bulk_wait_read<0>();\n", "", "backward sm90"),
-    _mutant("dk leaves over K in use", B90, "  ptx::sync_named(kEnd, kConsumerThreads + 128);\n", "", "backward sm90"),
+    _mutant("dk leaves over K in use", B90,
+            "  if constexpr (!kSplitsGroup) ptx::sync_named(kEnd, kConsumerThreads + 128);\n", "", "backward sm90"),
     _mutant("gradients are not fenced", B90,
             "  ptx::fence_async_proxy();\n  ptx::sync_named(kConsumer + consumer, 128);",
             "  ptx::sync_named(kConsumer + consumer, 128);", "backward sm90"),
@@ -1239,8 +1263,8 @@ MUTANTS = (
             "false ? keys.stop", "backward sm90 in turn"),
     _mutant("turns from the last tile of heads that walk back", WALK, "kLastFirst && !walks_back ? keys.stop",
             "kLastFirst ? keys.stop", "backward sm90 in turn back"),
-    _mutant("heads that walk back are counted from the first", WALK, "    if (back) work.head += num_ahead;\n", "",
-            "backward sm90 in turn back"),
+    _mutant("heads that walk back are counted from the first", "backward.cuh", "  if (back) work.head += num_ahead;\n",
+            "", "backward sm90 in turn back"),
     _mutant("dQ does not let tiles be asked for", B90, "      arrive_as_warp(shared.do_ring.empty(q_at));\n", "",
             "backward sm90 in turn"),
     _mutant("dQ leaves out keys that it does not hold", B90, "int k = kDqHeld;", "int k = kDqHeld + 1;",
@@ -1337,6 +1361,23 @@ MUTANTS = (
             "backward pieces"),
     _mutant("the walk begins each head at its first query", WALK, "m_block = tiles.first(), ++head;",
             "m_block = 0, ++head;", "backward pieces window"),
+    _mutant("blocks behind whole tiles take one each", WALK, "params.whole_tiles + index / parts;",
+            "params.whole_tiles + index;", "backward sm90 tail"),
+    _mutant("every part of a tile begins with its first step", WALK, "first_step = step_of(share.part);",
+            "first_step = 0;", "backward sm90 tail"),
+    _mutant("the walk of a part begins with the first step", WALK,
+            "    if (kSplitsTail && first_step > 0) walk.skip(queries, first_step);\n", "", "backward sm90 tail"),
+    _mutant("the walk of a part begins with the first head", WALK, "    head += steps / length;\n", "",
+            "backward sm90 tail"),
+    _mutant("the walk of a part goes ahead before it goes back", WALK, "tiles.backwards ? -(steps % length) :", "",
+            "backward sm90 tail back"),
+    _mutant("whole tiles leave parts", WALK, "is_shared = share.parts > 1;", "is_shared = true;", "backward sm90 tail"),
+    _mutant("parts of whole tiles are added", REDUCE, "(kSplitsTail ? params.whole_tiles : 0)", "0",
+            "backward sm90 tail"),
+    _mutant("parts of the last tiles have the room of whole ones", WALK,
+            "ptx::block_index() - params.whole_tiles, thread", "ptx::block_index(), thread", "backward sm90 tail"),
+    _mutant("a part begins behind the end of a list", LIST_WALK, "steps >= (length", "steps > (length",
+            "backward sm90 tail blocks"),
     _mutant("parts of a group overlap", WALK, "head_kv * group + group * split / splits;", "head_kv * group;",
             "backward pieces split"),
     _mutant("keys of all batch entries", WALK, "key_stop = key_stop_of(params, work.batch);",
@@ -1402,8 +1443,8 @@ MUTANTS = (
             "backward pieces"),
     _mutant("the column behind an odd number of them is stored", B32,
             "if (column + 1 < head_dim) row", "if (column < head_dim) row", "backward pieces narrow"),
-    _mutant("dV's part over that of dK", B32, "tile.work.block, tile.split, 0) + kRows * kDim;",
-            "tile.work.block, tile.split, 0);", "backward pieces split"),
+    _mutant("dV's part over that of dK", B32, "tile.partials(common, thread) + kRows * kDim;",
+            "tile.partials(common, thread);", "backward pieces split"),
     _mutant("rows of pieces' dQ taken for pairs", CONVERT,
             "kPlainFragments ? Order::kPlain : Order::kPairedRowsColumns", "Order::kPairedRowsColumns",
             "backward pieces"),

@@ -71,6 +71,33 @@ def test_long_sequences(cupy, head_dim, dtype, causal, deterministic):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("num_heads", "head_dim", "dtype", "causal"),
+    [
+        (2, 64, "float16", False),
+        (2, 128, "bfloat16", True),
+        (2, 256, "float16", True),
+        (9, 64, "bfloat16", False),  # the last wave
+        (9, 128, "float16", False),
+        (2, 64, "float32", True),
+    ],
+)
+def test_tiles_whose_queries_blocks_share(cupy, num_heads, head_dim, dtype, causal, deterministic):
+    case = ct.Case(seqlen_q=2100, seqlen_k=2049, num_heads=num_heads, head_dim=head_dim, dtype=dtype, causal=causal)
+    arguments, _ = arguments_of(cupy, case)
+    attn = cuflash.FlashAttention(causal=causal, deterministic=deterministic)
+    plan = attn.plan(*arguments[1:4]).backward
+    if plan.device.arch == 90 and not (deterministic and dtype == "float32"):
+        assert plan.tail_splits > 1
+        assert (plan.whole_tiles > 0) == (num_heads > 2)
+    gradients = attn.backward(*arguments)
+    ct.assert_backward(case, *gradients)
+    if deterministic:
+        for _ in range(20):
+            assert same_bits(gradients, attn.backward(*arguments))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("score_spread", [0.05, 1.0, 10.0])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -296,10 +296,23 @@ def test_heads_side_by_side_fit_in_l2_under_a_causal_mask():
     device = DeviceSpec.for_arch("9.0")
     for deterministic in (False, True):
         problem = problem_of(4096, 4096, 128, 128, heads=64, heads_kv=64, batch=1, deterministic=deterministic)
-        assert choose_plan(problem, device, "backward").head_section == BACKWARD_HEAD_SECTION
         for seqlen, section in ((512, 16), (2048, 8), (4096, 4), (16384, 1)):
             plan = choose_plan(replace(problem, seqlen_q=seqlen, window_right=0), device, "backward")
             assert plan.head_section == (section if deterministic else max(section, 2))
+            plan = choose_plan(replace(problem, seqlen_q=seqlen), device, "backward")
+            assert plan.head_section == max(33 * 512 // seqlen if deterministic else 0, BACKWARD_HEAD_SECTION)
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "dim", "heads", "splits", "section"),
+    [(4096, 64, 32, 1, 2), (4096, 128, 32, 1, 1), (8192, 128, 32, 2, 1), (4096, 256, 16, 2, 1), (16384, 128, 32, 2, 1)],
+)
+def test_heads_of_a_group_that_are_under_way_fit_in_l2_in_turn(seqlen, dim, heads, splits, section):
+    device = DeviceSpec.for_arch("9.0")
+    problem = problem_of(seqlen, seqlen, dim, dim, heads=heads, heads_kv=heads // 4, batch=4, window=(None, 0))
+    assert choose_plan(problem, device, "backward").group_splits == 1
+    plan = choose_plan(replace(problem, deterministic=True), device, "backward")
+    assert (plan.group_splits, plan.head_section) == (splits, section)
 
 
 def test_empty_problems_have_plans():
@@ -318,8 +331,10 @@ def test_blocks_share_a_group_only_where_tiles_are_few(heads_kv):
         problem = problem_of(seqlen, seqlen, batch=1, heads=8, heads_kv=heads_kv)
         plan = choose_plan(problem, device, "backward")
         assert 1 <= plan.group_splits <= problem.group_size
-        assert ("dkv_partials" in dict(plan.scratch)) == (plan.group_splits > 1)
-        assert ("blocks share" in plan.reason) == (plan.group_splits > 1)
+        assert ("share the query heads" in plan.reason) == (plan.group_splits > 1)
+        assert ("share the queries" in plan.reason) == (plan.tail_splits > 1)
+        if plan.group_splits > 1:
+            assert (plan.whole_tiles, plan.tail_splits) == (0, 1)
         if seqlen == 64:
             assert plan.group_splits == problem.group_size
         if seqlen == 2**18:
@@ -344,6 +359,37 @@ def test_blocks_share_a_group_evenly(sizes, causal, blocks):
     assert problem.group_size % plan.group_splits == 0
 
 
+@pytest.mark.parametrize(
+    ("sizes", "causal", "tail"),
+    [
+        ({"seqlen": 4096, "batch": 4, "heads": 16}, False, (1980, 3)),
+        ({"seqlen": 4096, "batch": 4, "heads": 16}, True, (0, 1)),
+        ({"seqlen": 1024, "batch": 16, "heads": 16}, False, (0, 1)),
+        ({"seqlen": 4096, "batch": 1, "heads": 33}, False, (0, 1)),  # eight waves
+        ({"seqlen": 4096, "batch": 1, "heads": 2}, False, (0, 2)),
+        ({"seqlen": 4096, "batch": 1, "heads": 2}, True, (0, 4)),
+        ({"seqlen": 64, "batch": 1, "heads": 1}, False, (0, 1)),
+    ],
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_blocks_share_the_queries_of_the_last_tiles(sizes, causal, tail, deterministic):
+    seqlen = sizes["seqlen"]
+    sizes = {name: n for name, n in sizes.items() if name != "seqlen"} | {"heads_kv": sizes["heads"]}
+    problem = problem_of(seqlen, seqlen, **sizes, dim=128, dim_v=128, window=(None, 0) if causal else None)
+    problem = replace(problem, deterministic=deterministic)
+    assert choose_plan(problem, DeviceSpec.for_arch("8.0"), "backward").tail_splits == 1
+    for need in (("dq", "dk", "dv"), ("dq", "dv")):
+        plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), "backward", need=need)
+        assert (plan.whole_tiles, plan.tail_splits) == tail
+        grids = {kernel.source: kernel.grid for kernel in plan.kernels}
+        n_blocks = sizes["batch"] * sizes["heads"] * -(-seqlen // plan.tiles[0].block_n)
+        shared = n_blocks - plan.whole_tiles if plan.tail_splits > 1 else 0
+        assert grids["backward_sm90.cu"] == n_blocks + shared * (plan.tail_splits - 1)
+        assert grids.get("backward_reduce.cu", 0) == shared
+        elements = shared * plan.tail_splits * plan.tiles[0].block_n * 256
+        assert dict(plan.scratch).get("dkv_partials", 0) == elements
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_extra_memory_is_linear(arch, deterministic):
@@ -364,10 +410,12 @@ def test_extra_memory_is_linear(arch, deterministic):
     for seqlen in (2**8, 2**11 + 77, 2**14, 2**17, 2**20):
         # Rounded up to tiles: statistics, dq, and dk and dv of every query head, in float32.
         assert extra_bytes(seqlen) <= 2 * 4 * (seqlen + 256) * 4 * (2 + 128 + 128 + 128)
-    assert extra_bytes(2**20) <= 2 * 4 * (2**20 + 256) * 4 * (2 + 128)
+    # And the parts of the last tiles.
+    parts = 2**27
+    assert extra_bytes(2**20) <= 2 * 4 * (2**20 + 256) * 4 * (2 + 128) + parts
     # And the pieces of q, dout, k and v.
     pieces = 2 * (4 * 2 + 2) * 2**20 * 128 * 6 if arch == "9.0" and not deterministic else 0
-    assert extra_bytes(2**20, "float32") <= 2 * 4 * (2**20 + 256) * 4 * (2 + 128) + pieces
+    assert extra_bytes(2**20, "float32") <= 2 * 4 * (2**20 + 256) * 4 * (2 + 128) + pieces + parts
     assert extra_bytes(2**20, "float64") <= 2 * 4 * (2**20 + 256) * 8 * (2 + 128)
 
 
