@@ -4,12 +4,13 @@
 //   dV = P' dO              dK = dS' Q     dQ += dS K                       (X' is X transposed; rows of X' are keys)
 //
 // A block owns kBlockN keys of one key/value head and walks over the tiles of queries, and over the query heads that
-// share its keys; or over its share of them, where tiles of keys do not fill the device. Its warpgroups have roles. Two are consumers, with dK and dV in registers, where P' and dS' are operands
-// as they come: each makes everything for 64 keys of its own, or, where registers hold one of dV and dK only, both share
-// 64 keys, the first makes P' and dV, the second dS' and dK, and P' is handed over in shared memory. dS' goes there too,
-// and from it the next warpgroup makes dQ of the tile and adds it to memory, at its own pace. Consumers issue dV and dK of
-// a tile of queries behind P' of the next one, or dP' where they make no P', so that they run during what follows from it.
-// They take turns at what the other would slow down (kAlternates).
+// share its keys; or over its share of them, where tiles of keys do not fill the device. Its warpgroups have roles. Two
+// are consumers, with dK and dV in registers, where P' and dS' are operands as they come: each makes everything for 64
+// keys of its own, or, where registers hold one of dV and dK only, both share 64 keys, the first makes P' and dV, the
+// second dS' and dK, and P' is handed over in shared memory. dS' goes there too, and from it the next warpgroup makes dQ
+// of the tile and adds it to memory, at its own pace. Consumers issue dV and dK of a tile of queries behind P' of the
+// next one, or dP' where they make no P', so that they run during what follows from it. They take turns at what the other
+// would slow down (kAlternates).
 // A warp of the warpgroup of dQ asks the copy engine for tiles. Where blocks take turns at dQ, three warps of a last
 // warpgroup ask for tiles, wait for the turns, and end them: each of the three takes as long as a memory access. They ask
 // for tiles no sooner than dQ would, when it is through with a step: sooner, they are in its way.
