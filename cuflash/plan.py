@@ -672,7 +672,7 @@ def _share_tail(draft: _Draft, main: MainTile, n_blocks: int) -> None:
         sums = (SUM_STEPS if rest == tiles else 2 * SUM_STEPS) + SUM_STEPS_OF_PART * splits if splits > 1 else 0
         return waves * SHARE_STEPS + (waves * longest if even else max(longest, rest * steps / 2 / resident)) + sums
 
-    splits = min(range(1, steps + 1), key=duration)
+    splits = min(range(1, min(steps, resident) + 1), key=duration)
     if splits > 1:
         # Of packed sequences, as large a part of their places.
         draft.whole_tiles, draft.tail_splits = n_blocks - n_blocks * rest // tiles, splits
