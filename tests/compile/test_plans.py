@@ -90,7 +90,7 @@ SPILLS = {
     ("backward_dq_sm80.cu", 8, 128, "64x16", 1): 80,
     ("forward_sm90.cu", 2, 64, "256x64", 1): 64,
     ("backward_sm90.cu", 2, 128, "64x128", 1): 72,
-    ("backward_reduce.cu", 2, 256, "64x64", 1): 320,
+    ("backward_reduce.cu", 2, 256, "64x64", 1): 336,
     ("backward_sm80.cu", 4, 256, "16x16", 1): 16,
     ("forward_sm90.cu", 2, 128, "192x80", 1): 16,
     ("backward_float32_sm90.cu", 4, 128, "64x64", 1): 16,
@@ -187,7 +187,7 @@ class Target:
         dtype = {2: variant["dtype"], 4: "float32", 8: "float64"}[tile.element_bytes]
         seqlen_q, seqlen_k = (9, 2048) if isinstance(tile, DecodeSm90Tile) else (64, 64)
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": tile.max_dim}
-        case = ct.Case(**sizes, **variant | {"dtype": dtype})
+        case = ct.Case(**sizes | variant | {"dtype": dtype})
         arrays = case.arrays()
         is_tf32 = tile.pieces == 2 if is_of_pieces(tile) else self.variant == "full"
         options = replace(
@@ -214,6 +214,7 @@ VARIANTS = {
     "full": {"dtype": "float16"},
     "groups": {"dtype": "float16", "num_heads": 2, "num_heads_kv": 1, "causal": True},
     "turns": {"dtype": "bfloat16", "causal": True},
+    "shares": {"dtype": "bfloat16", "seqlen_q": 2048, "seqlen_k": 2048},  # blocks share the queries of tiles of keys
     "narrow": {"dtype": "bfloat16", "causal": True, "strides": "padded"},
     "whole": {"dtype": "bfloat16", "window": (9, 20), "scale": -1.0, "sinks": True},
     "bounds": {"dtype": "float16", "window": (9, None), "kv_lengths": (60,), "sinks": True},
@@ -323,7 +324,7 @@ TARGETS = [
     *(
         Target(tile=tile, arch="9.0", variant=variant)
         for tile in (*BACKWARD_SM90_TILES, *BACKWARD_FLOAT32_SM90_TILES, *BACKWARD_TF32_SM90_TILES)
-        for variant in ("full", "groups", "turns", "options")
+        for variant in ("full", "groups", "turns", "shares", "options")
         if variant != "turns" or isinstance(tile, BackwardSm90Tile)
         if not is_of_pieces(tile) or tile.pieces == 3 or variant == "groups"
     ),
@@ -397,7 +398,9 @@ def test_row(target):
     if target.device.target not in supported_archs():
         pytest.skip(f"this NVRTC does not know {target.device.target}")
     tile, device = target.tile, target.device
-    for kernel in target.kernels():
+    kernels = target.kernels()
+    assert any(dict(kernel.defines).get("CUFLASH_SPLITS_TAIL") for kernel in kernels) == (target.variant == "shares")
+    for kernel in kernels:
         resources = compile_spec(kernel).resources
         assert resources.registers <= 255
         assert round_up(resources.registers, 8) * kernel.threads * tile.min_blocks <= REGISTERS_OF_SM
