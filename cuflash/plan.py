@@ -77,9 +77,9 @@ WAVES, CAUSAL_WAVES = 1.9, 4.0
 # What it costs to share a tile of keys, in steps from one tile of queries to the next: each block to begin and end, and
 # the kernel that adds what they leave, in all and for each of them; and where the tiles are those behind whole waves,
 # whose blocks do not end at once, twice as much. On an H200 what follows is within 1 % of the best of 2 to 16 blocks (2
-# heads of head_dim 256, seqlen 1024: 6 %).
-# With 4 of 4096 tiles shared (head_dim 64, seqlen 16384) the pass is 2.9 % faster than with none, with 68 of 2048 (128)
-# 2.2 % and at seqlen 4096 0.8 %, with all of 64 (causal, seqlen 4096) 43 % at head_dim 64, 46 % at 128.
+# heads of head_dim 256, seqlen 1024: 6 %). With 4 of 4096 tiles shared (head_dim 64, seqlen 16384) the pass is 2.9 %
+# faster than with none, with 68 of 2048 (128) 2.2 % and at seqlen 4096 0.8 %, with all of 64 (causal, seqlen 4096) 43 %
+# at head_dim 64, 46 % at 128.
 SHARE_STEPS, SUM_STEPS, SUM_STEPS_OF_PART = 3, 6, 1
 DECODE_MIN_SEQLEN_K = 512  # from which on that pays
 MIN_TILES_OF_BLOCK = 2  # of keys
@@ -557,18 +557,6 @@ def _why_not_pieces(draft: _Draft, table: tuple) -> str | None:
     return None
 
 
-def _group_splits(draft: _Draft, main: MainTile, n_blocks: int) -> int:
-    """Blocks that share the query heads of a key/value head, each as many, where tiles of keys are few."""
-    problem, resident = draft.problem, draft.device.num_sms * main.min_blocks
-    waves = WAVES if n_blocks >= WAVES * resident or problem.window_right is None else CAUSAL_WAVES
-    most = problem.group_size
-    if _takes_turns(main) and problem.window_right is not None:
-        most = max(BACKWARD_L2_BYTES // max(_head_bytes(draft, main), 1), MIN_HEADS_IN_TURN)
-    shares = (n for n in range(1, problem.group_size + 1) if problem.group_size % n == 0)
-    enough = (n for n in shares if n * n_blocks >= waves * resident and n * most >= problem.group_size)
-    return next(enough, problem.group_size)
-
-
 def _visible_keys(problem: Problem) -> int:
     """The most keys that all queries of a head see together."""
     start, stop = 0, problem.seqlen_k
@@ -645,6 +633,18 @@ def _draft_combine(draft: _Draft, tile: DecodeSm90Tile, splits: int) -> None:
 # ---- backward --------------------------------------------------------------------------------------------------------
 
 
+def _group_splits(draft: _Draft, main: MainTile, n_blocks: int) -> int:
+    """Blocks that share the query heads of a key/value head, each as many, where tiles of keys are few."""
+    problem, resident = draft.problem, draft.device.num_sms * main.min_blocks
+    waves = WAVES if n_blocks >= WAVES * resident or problem.window_right is None else CAUSAL_WAVES
+    most = problem.group_size
+    if _takes_turns(main) and problem.window_right is not None:
+        most = max(BACKWARD_L2_BYTES // max(_head_bytes(draft, main), 1), MIN_HEADS_IN_TURN)
+    shares = (n for n in range(1, problem.group_size + 1) if problem.group_size % n == 0)
+    enough = (n for n in shares if n * n_blocks >= waves * resident and n * most >= problem.group_size)
+    return next(enough, problem.group_size)
+
+
 def _steps_of_tile(draft: _Draft, main: MainTile) -> int:
     """The most tiles of queries, of all heads of a group, that a tile of keys meets; of packed sequences their mean."""
     problem = draft.problem.mean_sequence
@@ -658,9 +658,7 @@ def _share_tail(draft: _Draft, main: MainTile, n_blocks: int) -> None:
     """Tiles of keys that the device is not full of, all or those of the last wave, are shared where that is faster."""
     problem, resident = draft.problem, draft.device.num_sms * main.min_blocks
     steps = _steps_of_tile(draft, main)
-    tiles = problem.array_batch * problem.num_heads_kv * -(-problem.seqlen_k // main.block_n)
-    if problem.is_packed:
-        tiles = problem.batch * problem.num_heads_kv * -(-problem.mean_sequence.seqlen_k // main.block_n)
+    tiles = problem.batch * problem.num_heads_kv * -(-problem.mean_sequence.seqlen_k // main.block_n)
     # Under a causal mask the longest start first, and what is left at the end is short.
     even = (problem.window_left is None) == (problem.window_right is None) and problem.block_mask is None
     rest = tiles % resident if even else tiles
@@ -668,10 +666,12 @@ def _share_tail(draft: _Draft, main: MainTile, n_blocks: int) -> None:
         return
 
     def duration(splits: int) -> float:
-        waves = -(-rest * splits // resident)
-        longest = steps / splits
-        sums = (SUM_STEPS if rest == tiles else 2 * SUM_STEPS) + SUM_STEPS_OF_PART * splits if splits > 1 else 0
-        return waves * SHARE_STEPS + (waves * longest if even else max(longest, rest * steps / 2 / resident)) + sums
+        waves, longest = -(-rest * splits // resident), steps / splits
+        walks = waves * longest if even else max(longest, rest * steps / 2 / resident)
+        if splits == 1:
+            return waves * SHARE_STEPS + walks
+        sums = SUM_STEPS * (1 if rest == tiles else 2) + SUM_STEPS_OF_PART * splits
+        return waves * SHARE_STEPS + walks + sums
 
     splits = min(range(1, min(steps, resident) + 1), key=duration)
     if splits > 1:
