@@ -72,6 +72,7 @@ def _fields() -> list[tuple]:
         ("softcap", np.float32),
         ("stats_rows", np.int32),
         ("group_splits", np.int32),
+        ("clear_ahead", np.int32),
         ("whole_tiles", np.int32),
         ("tail_splits", np.int32),
         ("resident_blocks", np.int32),
@@ -128,6 +129,7 @@ def parameters(plan: LaunchPlan, operands: Mapping[str, Operand], seed: int = 0,
     params["head_section"] = plan.head_section
     params["stats_rows"] = plan.stats_rows
     params["group_splits"] = plan.group_splits
+    params["clear_ahead"] = plan.clear_ahead
     params["whole_tiles"] = plan.whole_tiles
     params["tail_splits"] = plan.tail_splits
     params["resident_blocks"] = plan.resident_blocks

@@ -19,6 +19,10 @@ constexpr bool kSplitsGroup = CUFLASH_SPLITS_GROUP;
 constexpr bool kSplitsTail = CUFLASH_SPLITS_TAIL;
 static_assert(!kSplitsGroup || !kSplitsTail, "tiles are shared in one way");
 
+CUFLASH_DEVICE int parts_of_group(const Params& params) { return kSplitsGroup ? params.group_splits : 1; }
+// Of all groups of a batch entry.
+CUFLASH_DEVICE int num_parts_of(const Params& params) { return params.num_heads_kv * parts_of_group(params); }
+
 // Which of the two are wanted; what was left out of a kernel's sums is zero in its registers and goes nowhere.
 constexpr bool kNeedsDk = CUFLASH_NEEDS_DK;
 constexpr bool kNeedsDv = CUFLASH_NEEDS_DV;

@@ -1,7 +1,8 @@
 // What the backward pass needs of every query row: delta = rowsum(dout * out) (FlashAttention-2, Algorithm 2, line 4) and
 // lse as an exponent. The gradient with respect to lse is subtracted from delta: the derivative of lse by the scores is P,
-// so dS = P (dP - delta + dlse). Also clears the accumulator of dq. A block serves the kBlockM rows of one tile of queries.
+// so dS = P (dP - delta + dlse). Also clears accumulators of dq. A block serves the kBlockM rows of one tile of queries.
 #include "backward.cuh"
+#include "backward_clears.cuh"
 #include "copy.cuh"
 #include "exponential.cuh"
 #include "params.cuh"
@@ -81,9 +82,7 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
 
   if constexpr (kDqByReduction) {
     const i64 tile = m_tile_of(params, num_m_blocks, batch, head, m_block);
-    Bytes16* accumulator = (Bytes16*)((Real*)params.dq_accumulator + tile * (kBlockM * kDim));
-#pragma unroll 4
-    for (int i = thread; i < kBlockM * kDim * (int)sizeof(Real) / 16; i += kNumThreads) accumulator[i] = {0, 0, 0, 0};
+    clear_before(params, num_m_blocks, tile, thread);
     if (kDqInTurn && thread == 0) *turns_of(params, num_m_blocks, tile) = 0;
     if constexpr (kDqInTurn && kIsPacked) {
       if (ptx::block_index() == 0 && thread < 32) {

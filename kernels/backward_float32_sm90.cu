@@ -243,7 +243,7 @@ CUFLASH_DEVICE void produce(const BackwardParams& params, const Shared& shared, 
 template <int head_dim, int pieces>
 CUFLASH_DEVICE void store_rows(const Params& params, const Tensor& result, const KeyTile& tile, Real* partials, u32 thread,
                                const float (&value)[pieces][4], float factor) {
-  if ((kSplitsGroup || kSplitsTail) && tile.is_shared) {
+  if (tile.is_shared) {
 #pragma unroll
     for (int n = 0; n < pieces; ++n)
       *(Real4*)(partials + n * 128 * 4) = {value[n][0], value[n][1], value[n][2], value[n][3]};

@@ -11,9 +11,10 @@
 // of the tile and adds it to memory, at its own pace. Consumers issue dV and dK of a tile of queries behind P' of the
 // next one, or dP' where they make no P', so that they run during what follows from it. They take turns at what the other
 // would slow down (kAlternates).
-// A warp of the warpgroup of dQ asks the copy engine for tiles. Where blocks take turns at dQ, three warps of a last
-// warpgroup ask for tiles, wait for the turns, and end them: each of the three takes as long as a memory access. They ask
-// for tiles no sooner than dQ would, when it is through with a step: sooner, they are in its way.
+// The warpgroup of dQ first clears what later blocks add to (backward_clears.cuh). A warp of it asks the copy engine for
+// tiles. Where blocks take turns at dQ, three warps of a last warpgroup ask for tiles, wait for the turns, and end them:
+// each of the three takes as long as a memory access. They ask for tiles no sooner than dQ is through with a step: sooner,
+// they are in its way.
 //
 //   barrier       one phase is over when              who waits
 //   kv_full       K and V have arrived                consumers, dQ
@@ -28,6 +29,7 @@
 //   added[i]      dQ of the tile is added             who ends the turn
 //   ended[i]      the turn has been ended             who waits for turns, before the next but one
 //   named: one per consumer for itself, and for its turn; one for all consumers; one for consumers and dQ at the end
+#include "backward_clears.cuh"
 #include "backward_walk.cuh"
 #include "config.cuh"
 #include "copy.cuh"
@@ -93,7 +95,6 @@ constexpr int kDsFragments = kBlockN / 16, kDqRoom = (kDqRegisters - 28 - kDqCol
 constexpr int kDqHeld = kDqRoom < kDsFragments ? kDqRoom : kDsFragments;
 constexpr bool kDqHoldsDs = kDqHeld == kDsFragments;
 static_assert(kChunk % kDqColumns == 0, "columns of one chunk of K");
-
 // Named barriers: of each consumer, of all of them, of consumers and dQ at the end, of each consumer for its turn.
 constexpr u32 kConsumer = 1, kAll = kConsumer + kConsumers, kEnd = kAll + 1, kTurn = kEnd + 1;
 
@@ -209,13 +210,15 @@ CUFLASH_DEVICE void serve(const BackwardParams& params, const Shared& shared, co
 CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& shared, const Work& found, u32 thread) {
   const Params& common = params.common;
   const KeyTile tile(common, found);
-  if (tile.num_steps == 0) return;
   const bool produces = !kDqInTurn && ptx::uniform(thread / 32) == 0;
   Producer producer(params, shared, tile);
-  if (produces) {
+  if (produces && tile.num_steps > 0) {
     producer.load_keys();
     for (int i = 0; i < kNumStages; ++i) producer.load_queries();
   }
+  if (kClearsAhead && tile.is_first) clear_ahead(common, tile.num_m_blocks, tile.work, thread);
+  if (tile.num_steps == 0) return;
+  if constexpr (kClearsAhead) wait_for_clears(common, tile.num_m_blocks, tile.work);
   shared.kv_full.wait(0);
   Position<kDsStages> at;
   Position<kTurnStages> turn_at;
@@ -549,7 +552,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
   turns.finish();
 
   if constexpr (!kSplitsGroup) ptx::sync_named(kEnd, kConsumerThreads + 128);
-  if ((kSplitsGroup || kSplitsTail) && tile.is_shared) {
+  if (tile.is_shared) {
     Real* partials = tile.partials(common, kSplitsRoles ? thread : ptx::thread_index());
     const auto leave = [&](const auto& d) {
 #pragma unroll

@@ -58,6 +58,7 @@ struct KeyTile {
   int own_diagonal;  // of the batch entry
   bool walks_back;  // over the queries
   bool is_shared;  // with other blocks
+  bool is_first;  // of these
   QueryTiles queries;
 
   // Warp. The work of packed sequences is found beforehand, once for all roles.
@@ -66,7 +67,7 @@ struct KeyTile {
   }
 
   CUFLASH_DEVICE explicit KeyTile(const Params& params, const Work& found = {}) {
-    const int splits = splits_of(params), group = params.num_heads / params.num_heads_kv;
+    const int splits = parts_of_group(params), group = params.num_heads / params.num_heads_kv;
     num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN);
     num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
     work = kIsPacked ? found : find(params);
@@ -82,10 +83,12 @@ struct KeyTile {
     set_direction(queries, walks_back);
     first_step = 0;
     is_shared = kSplitsGroup;
+    is_first = true;
     if constexpr (kSplitsTail) {
       const Share share(params);
       const auto step_of = [&](int part) { return (int)((i64)num_steps * part / share.parts); };
       is_shared = share.parts > 1;
+      is_first = share.part == 0;
       first_step = step_of(share.part);
       num_steps = step_of(share.part + 1) - first_step;
     }
@@ -113,9 +116,4 @@ struct KeyTile {
     if constexpr (kSplitsTail) return partials_at(params, ptx::block_index() - params.whole_tiles, thread);
     return partials_at(params, first_part_of(params, num_n_blocks, work.batch, head_kv, work.block) + split, thread);
   }
-
- private:
-  // Blocks that share the heads of a group; such parts of all groups.
-  CUFLASH_DEVICE static int splits_of(const Params& params) { return kSplitsGroup ? params.group_splits : 1; }
-  CUFLASH_DEVICE static int num_parts_of(const Params& params) { return params.num_heads_kv * splits_of(params); }
 };

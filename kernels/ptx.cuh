@@ -290,21 +290,25 @@ CUFLASH_DEVICE void reduce_add_x4(float* address, const float (&value)[4]) {
 #endif
 }
 
-// ---- Turns of blocks ----------------------------------------------------------------------------------------------
-// What several blocks add to the same floating-point sums depends on who is first. Where it must not, they take turns:
-// a counter tells how many have had theirs. A block may wait only for blocks with a lower index. Devices start blocks in
-// the order of their index, so these run or are done; the first of them waits for nobody, and so all come to their end.
+// ---- Counts and turns of blocks -----------------------------------------------------------------------------------
+// A block may wait only for blocks with a lower index. Devices start blocks in the order of their index, so these run or
+// are done; the first of them waits for nobody, and so all come to their end.
 
-// Thread. ld.acquire.gpu (9.7.9.8) until `turn` blocks have ended theirs: what they added is in memory.
-CUFLASH_DEVICE void wait_for_turn(const u32* turns, u32 turn) {
-  u32 ended;
-  do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(ended) : "l"(turns) : "memory");
-  while (ended != turn);
+// Thread. ld.acquire.gpu (9.7.9.8) until so many threads have counted: what they stored before is in memory.
+CUFLASH_DEVICE void wait_for_count(const u32* counter, u32 count) {
+  u32 counted;
+  do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(counted) : "l"(counter) : "memory");
+  while (counted != count);
 }
-// Thread. red.release.gpu.add (9.7.13.7): what this thread, and those it has met at a barrier, added so far comes before.
-CUFLASH_DEVICE void end_turn(u32* turns) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(turns) : "memory");
+// Thread. red.release.gpu.add (9.7.13.7): what this thread, and those it has met at a barrier, stored so far comes before.
+CUFLASH_DEVICE void add_to_count(u32* counter) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
+
+// What several blocks add to the same floating-point sums depends on who is first. Where it must not, they take turns: a
+// counter tells how many have had theirs, one thread of each.
+CUFLASH_DEVICE void wait_for_turn(const u32* turns, u32 turn) { wait_for_count(turns, turn); }
+CUFLASH_DEVICE void end_turn(u32* turns) { add_to_count(turns); }
 
 }  // namespace ptx
 

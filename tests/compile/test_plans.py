@@ -213,8 +213,9 @@ VARIANTS = {
     "causal": {"dtype": "bfloat16", "causal": True},
     "full": {"dtype": "float16"},
     "groups": {"dtype": "float16", "num_heads": 2, "num_heads_kv": 1, "causal": True},
-    "turns": {"dtype": "bfloat16", "causal": True},
-    "shares": {"dtype": "bfloat16", "seqlen_q": 2048, "seqlen_k": 2048},  # blocks share the queries of tiles of keys
+    # Tiles enough for blocks to clear accumulators of dq; then also some whose queries blocks share.
+    "turns": {"dtype": "bfloat16", "causal": True, "batch": 33, "num_heads": 8},
+    "shares": {"dtype": "bfloat16", "seqlen_q": 2048, "seqlen_k": 2048, "num_heads": 17},
     "narrow": {"dtype": "bfloat16", "causal": True, "strides": "padded"},
     "whole": {"dtype": "bfloat16", "window": (9, 20), "scale": -1.0, "sinks": True},
     "bounds": {"dtype": "float16", "window": (9, None), "kv_lengths": (60,), "sinks": True},
@@ -399,7 +400,10 @@ def test_row(target):
         pytest.skip(f"this NVRTC does not know {target.device.target}")
     tile, device = target.tile, target.device
     kernels = target.kernels()
-    assert any(dict(kernel.defines).get("CUFLASH_SPLITS_TAIL") for kernel in kernels) == (target.variant == "shares")
+    defines = [dict(kernel.defines) for kernel in kernels]
+    assert any(of.get("CUFLASH_SPLITS_TAIL") for of in defines) == (target.variant == "shares")
+    clears = isinstance(tile, BackwardSm90Tile) and target.variant in ("turns", "shares")
+    assert any(of.get("CUFLASH_CLEARS_AHEAD") for of in defines) == clears
     for kernel in kernels:
         resources = compile_spec(kernel).resources
         assert resources.registers <= 255

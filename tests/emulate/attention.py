@@ -131,6 +131,7 @@ def run(
                 schedule=schedule,
                 trap_unwritten=True,
                 in_turn=bool(dict(kernel.defines).get("CUFLASH_DQ_IN_TURN")),
+                counted=bool(dict(kernel.defines).get("CUFLASH_CLEARS_AHEAD")),
             )
         )
     return statistics

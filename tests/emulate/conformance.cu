@@ -340,3 +340,15 @@ CUFLASH_DEVICE void add_in_turn(const Params& params) {
   if (thread == 0) ptx::end_turn(turns);
 }
 CUFLASH_DEFINE_KERNEL(turns, Params, kBlock, 1, add_in_turn)
+
+// Every block reads what the threads of the one before it have stored, in reverse; the counter of those lies behind it all.
+CUFLASH_DEVICE void store_behind_counts(const Params& params) {
+  const u32 thread = ptx::thread_index(), block = ptx::block_index();
+  float* sums = destination_of<float>(params) + block * kBlock;
+  u32* counter = (u32*)(destination_of<float>(params) + (params.count + 1) * kBlock);
+  ptx::wait_for_count(counter, block * kBlock);
+  ptx::sync_block();
+  sums[kBlock + thread] = sums[kBlock - 1 - thread] + source_of<float>(params)[global_thread_index(kBlock)];
+  ptx::add_to_count(counter);
+}
+CUFLASH_DEFINE_KERNEL(counts, Params, kBlock, 1, store_behind_counts)

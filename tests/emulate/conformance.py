@@ -422,4 +422,16 @@ def check_turns(run):
     assert got[BLOCK:].view(np.uint32) == blocks
 
 
+def check_counts(run):
+    blocks = 100
+    values = np.random.default_rng(8).integers(-8, 9, (blocks, BLOCK)).astype(np.float32)
+    expected = np.zeros((blocks + 1, BLOCK), np.float32)
+    for block, value in enumerate(values):
+        expected[block + 1] = expected[block, ::-1] + value
+    room = np.zeros((blocks + 1) * BLOCK + 1, np.float32)
+    got = run("counts", source=values, destination=room, grid=blocks, count=blocks, in_turn=True)
+    assert (got[:-1].reshape(-1, BLOCK) == expected).all()
+    assert got[-1:].view(np.uint32) == blocks * BLOCK
+
+
 CHECKS = tuple(value for name, value in list(globals().items()) if name.startswith("check_"))

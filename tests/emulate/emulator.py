@@ -127,6 +127,7 @@ class _LaunchOptions(ctypes.Structure):
         ("eager_copies", ctypes.c_uint32),
         ("trap_unwritten", ctypes.c_uint32),
         ("in_turn", ctypes.c_uint32),
+        ("counted", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
         ("watchdog_seconds", ctypes.c_double),
     ]
@@ -168,6 +169,7 @@ class Module:
         schedule: Schedule = SCHEDULES[0],
         trap_unwritten: bool = False,
         in_turn: bool = False,
+        counted: bool = False,
         watchdog_seconds: float = 30.0,
     ) -> Statistics:
         """Run kernel `name` to its end.
@@ -186,7 +188,10 @@ class Module:
             reach its results; they are NaN.
         in_turn : bool
             Run the blocks in the order of their index whatever the schedule says, as a kernel needs whose blocks wait
-            for others. To wait for a block that has not run yet is an error then.
+            for others. To wait for a block that has not run yet is an error then, and to add to global memory without
+            having waited for the turn.
+        counted : bool
+            The same of threads that have not waited for a count.
         watchdog_seconds : float
             CPU time that one block may take.
 
@@ -208,6 +213,7 @@ class Module:
             eager_copies=schedule.asynchrony == "eager",
             trap_unwritten=trap_unwritten,
             in_turn=in_turn,
+            counted=counted,
             seed=schedule.seed,
             watchdog_seconds=watchdog_seconds,
         )

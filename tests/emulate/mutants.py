@@ -427,6 +427,21 @@ TRIALS = {
     "backward sm90 in turn window": Trial(
         case=replace(_GROUPED, seqlen_q=300, seqlen_k=400, window=(70, 40)), tiles=(_BACKWARD_SM90, None), in_turn=True
     ),
+    "backward sm90 clears": Trial(
+        case=replace(_GROUPED, seqlen_k=200, num_heads=16, num_heads_kv=8), tiles=(_BACKWARD_SM90, None), num_sms=1
+    ),
+    "backward sm90 clears back": Trial(
+        case=replace(_GROUPED, seqlen_q=70, seqlen_k=140, batch=3, causal=True, num_heads=8, num_heads_kv=8),
+        tiles=(_SPLIT_ROLES, None),
+        in_turn=True,
+        num_sms=1,
+    ),
+    "backward sm90 clears shared": Trial(
+        case=replace(_GROUPED, batch=1, num_heads=40, num_heads_kv=40),
+        tiles=(_BACKWARD_SM90, None),
+        num_sms=16,
+        shares=True,
+    ),
     "backward sm90 tail": Trial(
         case=replace(_GROUPED, seqlen_q=300, seqlen_k=257), tiles=(_BACKWARD_SM90, None), num_sms=5, shares=True
     ),
@@ -585,7 +600,7 @@ F, F90, F32, ROLES, PIECES, D90, COMBINE, B90, B32, WALK, TILES90, B, DQ, DELTA,
     "backward_reduce.cu",
     "sequences.cuh",
 )
-DROPOUT, LISTS, LIST_WALK = "dropout.cuh", "block_lists.cu", "list_walk.cuh"
+DROPOUT, LISTS, LIST_WALK, CLEARS = "dropout.cuh", "block_lists.cu", "list_walk.cuh", "backward_clears.cuh"
 TURNS = "turns.cuh"
 SCHEDULE, UNITS = "schedule.cuh", "sequence_walk.cuh"
 PAGES, KEYS = "pages.cuh", "key_tile_sm90.cuh"
@@ -807,7 +822,35 @@ MUTANTS = (
     _mutant("lse of the backward pass in natural units", DELTA, "exponent_lse = value * kExponentOfE;",
             "exponent_lse = value;",
             "backward"),
-    _mutant("dq starts from what was there", DELTA, "accumulator[i] = {0, 0, 0, 0};", ";", "backward"),
+    _mutant("dq starts from what was there", CLEARS, "accumulator[i] = {0, 0, 0, 0};", ";", "backward"),
+    _mutant("accumulators beforehand are not cleared", CLEARS,
+            "    clear_accumulator(params, first + index % tiles_of_part, thread, kNumThreads);\n", ";\n",
+            "backward sm90 clears"),
+    _mutant("blocks clear no accumulators", CLEARS,
+            "    clear_accumulator(params, first + i, thread, kClearThreads);\n", "    ;\n", "backward sm90 clears"),
+    _mutant("nobody waits for accumulators to be cleared", B90,
+            "  if constexpr (kClearsAhead) wait_for_clears(common, tile.num_m_blocks, tile.work);\n", "",
+            "backward sm90 clears"),
+    _mutant("clears are not counted", CLEARS, "  ptx::add_to_count(clears_of(params, num_m_blocks, place));\n", "",
+            "backward sm90 clears"),
+    _mutant("clears are not counted from zero", CLEARS, "clears_of_place(params) : 0;", "clears_of_place(params) : 1;",
+            "backward sm90 clears"),
+    _mutant("counts of clears in place of those of turns", CLEARS,
+            "kDqInTurn ? (i64)params.batch * params.num_heads * num_m_blocks : 0;", "0;", "backward sm90 clears back"),
+    _mutant("blocks clear what is not behind them", CLEARS, ")}) + params.clear_ahead;", ")}) + 1;",
+            "backward sm90 clears"),
+    _mutant("a block clears one tile of queries", CLEARS, "(i64)count * n_block / num_n_blocks", "n_block",
+            "backward sm90 clears"),
+    _mutant("one head of a group is cleared", CLEARS,
+            "  return params.num_heads / num_parts_of(params) * num_m_blocks;", "  return num_m_blocks;",
+            "backward sm90 clears"),
+    _mutant("heads that walk back are those that do not", CLEARS, "{num_ahead + (int)(place % num_back),",
+            "{(int)(place % num_back),", "backward sm90 clears back"),
+    _mutant("heads that walk back are in their batch entry", CLEARS,
+            "  return num_ahead * params.batch + part.batch * num_back + part.index - num_ahead;",
+            "  return part.batch * num_parts + part.index;", "backward sm90 clears back"),
+    _mutant("every block that shares a tile clears for it", WALK, "is_first = share.part == 0;", "is_first = true;",
+            "backward sm90 clears shared"),
     _mutant("half of dq starts from what was there", DELTA, "i < kBlockM * kDim * (int)sizeof(Real) / 16;",
             "i < kBlockM * kDim * (int)sizeof(Real) / 32;",
             "backward"),

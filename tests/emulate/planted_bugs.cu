@@ -235,6 +235,19 @@ CUFLASH_DEVICE void add_before_turn(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(addition_before_turn, Params, kWarp, 1, add_before_turn)
 
+CUFLASH_DEVICE void wait_for_later_count(const Params& params) {
+  ptx::wait_for_count((const u32*)params.source, 1);  // caught: count_of_later_block
+}
+CUFLASH_DEFINE_KERNEL(count_of_later_block, Params, kWarp, 1, wait_for_later_count)
+
+// One thread waits for the count, and all of them add.
+CUFLASH_DEVICE void add_before_count(const Params& params) {
+  if (ptx::thread_index() == 0) ptx::wait_for_count((const u32*)params.source, 0);
+  ptx::sync_warp();
+  ptx::reduce_add(destination_of(params) + ptx::thread_index(), 1.0f);  // caught: addition_before_count
+}
+CUFLASH_DEFINE_KERNEL(addition_before_count, Params, kWarp, 1, add_before_count)
+
 // The last thread to come here ends the turn, without having met the others.
 CUFLASH_DEVICE void end_turn_early(const Params& params) {
   u32* turns = (u32*)params.source;

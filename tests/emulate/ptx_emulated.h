@@ -178,7 +178,11 @@ CUFLASH_DEVICE void reduce_add_x4(float* address, const float (&value)[4], Site 
   ::emulator::reduce_add(address, value, 4, site);
 }
 
-// ---- Turns of blocks ----------------------------------------------------------------------------------------------
+// ---- Counts and turns of blocks -----------------------------------------------------------------------------------
+CUFLASH_DEVICE void wait_for_count(const u32* counter, u32 count, Site site = Site::here()) {
+  ::emulator::wait_for_count(counter, count, site);
+}
+CUFLASH_DEVICE void add_to_count(u32* counter, Site site = Site::here()) { ::emulator::add_to_count(counter, site); }
 CUFLASH_DEVICE void wait_for_turn(const u32* turns, u32 turn, Site site = Site::here()) {
   ::emulator::wait_for_turn(turns, turn, site);
 }

@@ -75,6 +75,8 @@ PLANTED = [
     ("copy_too_long", {}, "cp.async of 4 bytes reads 8"),
     ("turn_of_later_block", {"in_turn": True}, "waits until 1 blocks have had their turn, .* and 0 had one"),
     ("addition_before_turn", {"in_turn": True}, "adds before its turn: .* the wait at planted_bugs.cu:"),
+    ("count_of_later_block", {"counted": True}, "waits for a count of 1, .* and it is 0"),
+    ("addition_before_count", {"counted": True}, "adds without having waited for a count"),
     ("turn_ended_early", {}, "ends the turn too early: nothing orders .* adds at planted_bugs.cu:"),
     ("source_changed", {}, "source of a cp.async changed"),
     ("global_read_overrun", {"count": ARRAY_LENGTH - WARP + 1}, "invalid memory access"),

@@ -98,6 +98,27 @@ def test_tiles_whose_queries_blocks_share(cupy, num_heads, head_dim, dtype, caus
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("num_heads_kv", "head_dim", "dtype"),
+    [(24, 64, "float16"), (24, 128, "bfloat16"), (24, 256, "float16"), (8, 64, "bfloat16")],
+)
+def test_accumulators_that_blocks_clear(cupy, num_heads_kv, head_dim, dtype, causal, deterministic):
+    sizes = {"seqlen_q": 230, "seqlen_k": 300, "batch": 12, "num_heads": 24, "num_heads_kv": num_heads_kv}
+    case = ct.Case(**sizes, head_dim=head_dim, dtype=dtype, causal=causal)
+    arguments, _ = arguments_of(cupy, case)
+    attn = cuflash.FlashAttention(causal=causal, deterministic=deterministic)
+    plan = attn.plan(*arguments[1:4]).backward
+    assert (plan.clear_ahead > 0) == (plan.device.arch == 90)
+    cupy.full(plan.extra_bytes // 4, cupy.nan, "float32")  # and so scratch memory holds NaN
+    gradients = attn.backward(*arguments)
+    ct.assert_backward(case, *gradients)
+    if deterministic:
+        for _ in range(20):
+            assert same_bits(gradients, attn.backward(*arguments))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("score_spread", [0.05, 1.0, 10.0])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

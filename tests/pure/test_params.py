@@ -171,6 +171,7 @@ def test_numbers_are_those_of_the_problem():
     assert params["scale_float64"] == -0.5
     assert params["stats_rows"] == plan.stats_rows >= 70
     assert params["group_splits"] == plan.group_splits == 2
+    assert params["clear_ahead"] == plan.clear_ahead == 0
     assert params["whole_tiles"] == plan.whole_tiles == 0
     assert params["tail_splits"] == plan.tail_splits == 1
     assert params["head_section"] == plan.head_section == CAUSAL_HEAD_SECTION

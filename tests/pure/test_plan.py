@@ -315,6 +315,28 @@ def test_heads_of_a_group_that_are_under_way_fit_in_l2_in_turn(seqlen, dim, head
     assert (plan.group_splits, plan.head_section) == (splits, section)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_blocks_clear_accumulators_from_two_waves_on(deterministic):
+    device = replace(DeviceSpec.for_arch("9.0"), num_sms=17)
+    problem = problem_of(500, 500, 64, 64, heads=8, heads_kv=8, deterministic=deterministic)
+    clears = {}
+    for batch in (1, 2):
+        plan = choose_plan(replace(problem, batch=batch), device, "backward")
+        clears[batch] = plan.clear_ahead
+        assert all(dict(kernel.defines)["CUFLASH_CLEARS_AHEAD"] == (batch > 1) for kernel in plan.kernels)
+        assert ("clear accumulators" in plan.reason) == (batch > 1)
+        heads, counters = batch * 8, 8 * deterministic + (batch > 1)
+        assert dict(plan.scratch)["dq_accumulator"] == heads * (512 * 64 + counters)
+    assert clears == {1: 0, 2: BACKWARD_HEAD_SECTION}
+    many = replace(problem, batch=2)
+    assert choose_plan(many, device, "backward", need=("dk",)).clear_ahead == 0
+    assert choose_plan(many, replace(device, arch=80), "backward").clear_ahead == 0
+    # Heads that walk back are 16 side by side.
+    for batch, ahead in ((2, 0), (3, 16)):
+        causal = problem_of(500, 500, 256, 256, heads=8, heads_kv=8, batch=batch, deterministic=True, window=(None, 0))
+        assert choose_plan(causal, device, "backward").clear_ahead == ahead
+
+
 def test_empty_problems_have_plans():
     device = DeviceSpec.for_arch("9.0")
     for sizes in ({"seqlen_q": 0}, {"seqlen_k": 0}, {"batch": 0}, {"heads": 0, "heads_kv": 0}):

@@ -36,7 +36,8 @@ struct LaunchOptions {
   u32 order;  // the enum Order of scheduler.h
   u32 eager_copies;
   u32 trap_unwritten;
-  u32 in_turn;  // blocks run in the order of their index, whatever the order of threads
+  u32 in_turn;  // blocks run in the order of their index, whatever the order of threads; they add in turn
+  u32 counted;  // the same; threads that add have waited for a count
   u64 seed;
   double watchdog_seconds;
 };
@@ -101,6 +102,8 @@ float round_to_tf32(float x);
 void reduce_add(float* address, const float* values, u32 count, Site site);
 void reduce_add(double* address, const double* values, u32 count, Site site);
 
+void wait_for_count(const u32* counter, u32 count, Site site);
+void add_to_count(u32* counter, Site site);
 void wait_for_turn(const u32* turns, u32 turn, Site site);
 void end_turn(u32* turns, Site site);
 

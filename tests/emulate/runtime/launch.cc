@@ -110,7 +110,7 @@ class SignalGuard {
 std::vector<u32> block_order(const LaunchOptions& options) {
   std::vector<u32> order(options.grid);
   std::iota(order.begin(), order.end(), 0u);
-  if (options.in_turn) return order;
+  if (options.in_turn || options.counted) return order;
   if ((Order)options.order == Order::kReversed) std::vector<u32>(order.rbegin(), order.rend()).swap(order);
   if ((Order)options.order == Order::kRandom)
     for (u32 i = options.grid; i > 1; --i) std::swap(order[i - 1], order[next_random() % i]);

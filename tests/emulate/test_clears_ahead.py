@@ -1,0 +1,91 @@
+"""Accumulators of dq that blocks of other heads clear, against the oracle."""
+
+from dataclasses import dataclass, replace
+
+import attention
+import pytest
+from emulator import SCHEDULES, find_compiler
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+import cuflash.plan
+import cuflash.testing as ct
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.problem import make_problem
+from cuflash.tables import BACKWARD_SM90_TILES
+from cuflash.tiles import Tile
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_heads_side_by_side():
+    """So that most problems have heads behind them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuflash.plan, "BACKWARD_HEAD_SECTION", 1)
+        patch.setattr(cuflash.plan, "CAUSAL_HEAD_SECTION", 3)
+        for name in ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_OF_PART"):
+            patch.setattr(cuflash.plan, name, 0)
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """Which kernels run, and what they are compiled for."""
+
+    tile: Tile
+    causal: bool = False
+    window: tuple[int, int] | None = None
+    deterministic: bool = False
+    num_heads_kv: tuple[int, ...] = (1, 2, 3)
+    num_sms: tuple[int, ...] = (1, 3, 5)
+    need: tuple[str, ...] = ("dq", "dk", "dv")
+
+    def __str__(self):
+        on = [x for x in ("causal", "window", "deterministic") if getattr(self, x)]
+        return "-".join((f"d{self.tile.max_dim}", *on, *(self.need if len(self.need) < 3 else ())))
+
+
+SMALL, *_, LARGE = BACKWARD_SM90_TILES
+CONFIGURATIONS = [
+    Kernels(tile=SMALL),
+    Kernels(tile=SMALL, deterministic=True, num_sms=(1, 2)),
+    Kernels(tile=SMALL, causal=True, deterministic=True),
+    Kernels(tile=SMALL, window=(30, 20), deterministic=True),
+    Kernels(tile=SMALL, causal=True, need=("dq",)),
+    Kernels(tile=LARGE, causal=True),
+    # One of eight heads walks back, and sixteen of these are side by side.
+    Kernels(tile=LARGE, causal=True, deterministic=True, num_heads_kv=(8, 9)),
+]
+
+
+@settings(max_examples=5)
+@pytest.mark.parametrize("what", CONFIGURATIONS, ids=str)
+@given(data=st.data())
+def test_against_the_oracle(what, data):
+    lengths = st.sampled_from((1, 64, 65, 130, 200))
+    num_heads_kv = data.draw(st.sampled_from(what.num_heads_kv))
+    case = ct.Case(
+        seqlen_q=data.draw(lengths),
+        seqlen_k=data.draw(lengths),
+        batch=data.draw(st.integers(2, 4)),
+        num_heads=num_heads_kv * data.draw(st.sampled_from((1, 2) if num_heads_kv < 8 else (1,))),
+        num_heads_kv=num_heads_kv,
+        head_dim=24,
+        dtype="bfloat16",
+        causal=what.causal,
+        window=what.window,
+        seed=data.draw(st.integers(0, 2**16)),
+    )
+    arrays = case.arrays()
+    options = replace(case.options, deterministic=what.deterministic)
+    problem = make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
+    device = replace(DeviceSpec.for_arch("9.0"), num_sms=data.draw(st.sampled_from(what.num_sms)))
+    out, lse = attention.forward(problem, arrays, arch=device)
+    common = {"tiles": (what.tile,), "need": what.need}
+    schedule = data.draw(st.sampled_from(SCHEDULES))
+    gradients = attention.backward(problem, arrays, out, lse, arch=device, schedule=schedule, **common)
+    found = dict(zip(what.need, gradients, strict=True))
+    ct.assert_backward(case, *(found.get(name) for name in ("dq", "dk", "dv")))
+    plan = choose_plan(problem, device, "backward", **common)
+    event(f"ahead {plan.clear_ahead > 0}, group shared {plan.group_splits > 1}, tiles shared {plan.tail_splits > 1}")
