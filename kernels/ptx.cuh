@@ -290,6 +290,17 @@ CUFLASH_DEVICE void reduce_add_x4(float* address, const float (&value)[4]) {
 #endif
 }
 
+// Thread. At least so many cycles of its multiprocessor's clock (10, %clock).
+template <u32 cycles>
+CUFLASH_DEVICE void pause() {
+  if constexpr (cycles > 0) {
+    u32 start, now;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(start)::"memory");
+    do asm volatile("mov.u32 %0, %%clock;" : "=r"(now)::"memory");
+    while (now - start < cycles);
+  }
+}
+
 // ---- Counts and turns of blocks -----------------------------------------------------------------------------------
 // A block may wait only for blocks with a lower index. Devices start blocks in the order of their index, so these run or
 // are done; the first of them waits for nobody, and so all come to their end.

@@ -328,6 +328,13 @@ CUFLASH_DEVICE void add_to_four_sums(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(reduce_add_x4, Params, kBlock, 1, add_to_four_sums)
 
+CUFLASH_DEVICE void copy_behind_pause(const Params& params) {
+  const float value = source_of<float>(params)[global_thread_index(kBlock)];
+  ptx::pause<1000>();
+  destination_of<float>(params)[global_thread_index(kBlock)] = value;
+}
+CUFLASH_DEFINE_KERNEL(pause, Params, kBlock, 1, copy_behind_pause)
+
 // Blocks add to the same sums one after another; the counter of their turns lies behind the sums.
 CUFLASH_DEVICE void add_in_turn(const Params& params) {
   const u32 thread = ptx::thread_index();

@@ -410,6 +410,11 @@ def check_reduce_add_double(run):
     _check_reduction(run, "reduce_add_double", np.float64)
 
 
+def check_pause(run):
+    values = np.random.default_rng(6).standard_normal(BLOCK).astype(np.float32)
+    assert (run("pause", source=values, destination=np.zeros(BLOCK, np.float32)) == values).all()
+
+
 def check_turns(run):
     # Sums of such numbers are rounded at every addition, and differ with its place.
     blocks = 100

@@ -178,6 +178,9 @@ CUFLASH_DEVICE void reduce_add_x4(float* address, const float (&value)[4], Site 
   ::emulator::reduce_add(address, value, 4, site);
 }
 
+template <u32 cycles>
+CUFLASH_DEVICE void pause() {}
+
 // ---- Counts and turns of blocks -----------------------------------------------------------------------------------
 CUFLASH_DEVICE void wait_for_count(const u32* counter, u32 count, Site site = Site::here()) {
   ::emulator::wait_for_count(counter, count, site);
