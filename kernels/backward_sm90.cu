@@ -170,15 +170,19 @@ struct Producer {
     const Entry batch = tile.work.batch;
     const int row = next.m_block * kBlockM, first_row = query_start_of(batch) + row;
     const Barrier q_full = shared.q_ring.full(at), do_full = shared.do_ring.full(at);
+    const auto load_dout = [&]() {
+      do_full.arrive_expect(kBytesDo);
+      load_chunks<kBlockM, kDimV>(shared.dout + at.stage * kBytesDo, params.dout, do_full, first_row, next.head,
+                                  entry_of(batch));
+    };
     shared.do_ring.empty(at).wait(at.parity ^ 1);
+    if constexpr (kSplitsRoles) load_dout();  // who makes dV is done before who makes dK
     shared.q_ring.empty(at).wait(at.parity ^ 1);
     q_full.arrive_expect(kBytesQ + kBytesStats);
     load_chunks<kBlockM, kDim>(shared.q + at.stage * kBytesQ, params.q, q_full, first_row, next.head, entry_of(batch));
     ptx::load_bulk(shared.stats + at.stage * kBytesStats, stats_of(params.common, batch, next.head) + row * 2,
                    kBytesStats, q_full.address);
-    do_full.arrive_expect(kBytesDo);
-    load_chunks<kBlockM, kDimV>(shared.dout + at.stage * kBytesDo, params.dout, do_full, first_row, next.head,
-                                entry_of(batch));
+    if constexpr (!kSplitsRoles) load_dout();
   }
 };
 
@@ -489,6 +493,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     }
     [[maybe_unused]] const u32 s_p = shared.p + p_at.stage * kBytesP + thread * 16;
     if constexpr (!makes_dk) {
+      finish_step_before();
       shared.p_ring.empty(p_at).wait(p_at.parity ^ 1);
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n) {
@@ -499,7 +504,6 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
       }
       arrive_as_warp(shared.p_ring.full(p_at));
       p_at.advance();
-      finish_step_before();
       to_weights(p, p_operand);
     } else {
       if constexpr (dp_early) {
