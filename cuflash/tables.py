@@ -161,11 +161,11 @@ DECODE_SM90_TILES = (
 BACKWARD_SM90_TILES = (
     #             max_dim m   n   stages early  split  hold K dk from shared
     _backward_sm90(64,  64, 128, 3,     True,  False, True,  False,
-                   _h200("576 / 518, 454 / 326", "261 / 239, 243 / 185")),
+                   _h200("562 / 514, 466 / 344", "251 / 228, 238 / 184")),
     _backward_sm90(128, 64, 128, 3,     False, False, False, True,
-                   _h200("607 / 562, 494 / 359", "271 / 255, 258 / 208")),
+                   _h200("604 / 556, 491 / 365", "266 / 248, 246 / 206")),
     _backward_sm90(256, 64, 64,  2,     True,  True,  False, False,
-                   _h200("444 / 425, 376 / 290", "244 / 223, 227 / 181")),
+                   _h200("456 / 442, 390 / 298", "233 / 219, 224 / 180")),
 )
 
 # Tiles of 64 keys and 64 queries; the products of pieces count as one.
