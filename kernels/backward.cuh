@@ -49,7 +49,8 @@ CUFLASH_DEVICE i64 first_part_of(const Params& params, int num_n_blocks, Entry b
 // Under a causal mask each so meets first a tile of queries that those before it do not see, and is a step behind them at
 // every other one: nobody waits. But the longest run alone at the end. So, where that costs more than waiting does, one of
 // kBackShare heads of each batch entry come behind all others, and start with the longest; they walk from the last query,
-// which all see, back to the diagonal. Which ones is a matter of the head alone: its sums are the same in any batch.
+// which all see, back to the diagonal. Which ones is a matter of the head alone: the sums of its dq are the same in any
+// batch, and so are those of dk and dv but of tiles that blocks share.
 constexpr bool kLastFirst = kDqInTurn && (kHasRightBound || kHasLeftBound);
 constexpr int kBackShare = CUFLASH_BACK_SHARE;  // or 0: none
 constexpr u32 kBackSection = 16;  // of these heads, which are at the same queries, are interleaved

@@ -5,9 +5,10 @@
 #include "params.cuh"
 #include "schedule.cuh"
 
-// A kernel before that of keys would wait for memory meanwhile, where stores take nothing from products. So the blocks of a
-// head, or part of a group, clear the accumulators of another as they start: params.clear_ahead places behind it in launch
-// order. They count themselves, and blocks wait for the count before they add. The first places are cleared beforehand.
+// A kernel that clears them takes as long as memory does, while stores take next to nothing from the products of another.
+// So blocks of the kernel of keys do it as they start: those of a head, or part of a group, share the accumulators of the
+// one that is params.clear_ahead places behind it in launch order. Their threads count, and blocks wait for the count before
+// they add. What the first places add to is cleared beforehand.
 constexpr bool kClearsAhead = CUFLASH_CLEARS_AHEAD;
 static_assert(!kClearsAhead || (kDqByReduction && !kIsPacked), "heads of batch entries, and sums of dq");
 

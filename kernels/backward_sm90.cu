@@ -95,11 +95,13 @@ constexpr int kDsFragments = kBlockN / 16, kDqRoom = (kDqRegisters - 28 - kDqCol
 constexpr int kDqHeld = kDqRoom < kDsFragments ? kDqRoom : kDsFragments;
 constexpr bool kDqHoldsDs = kDqHeld == kDsFragments;
 static_assert(kChunk % kDqColumns == 0, "columns of one chunk of K");
+
 // Whether dQ asks for a tile while its last columns are made, and not behind them. On an H200 2 to 7 % faster at head_dim
 // 256, up to 1 % at 64; at 128, where products read the most from shared memory, up to 1 % slower.
 constexpr bool kAsksEarly = !kDkFromShared;
-// Cycles by which dQ lets pass with turns what consumers issue behind dS'. On an H200 60 at head_dim 64 are 1 to 4 % faster
-// than none, 100 at 256 1 to 8 %; at 128 it makes no difference. Without turns all others are slower, by 2 to 5 % at 64.
+// With turns: cycles that dQ waits once dS' is there, so that what consumers issue next goes first. On an H200 60 are 1 to
+// 4 % faster than none at head_dim 64, 100 are 1 to 8 % faster at 256, and at 128 it makes no difference. Without turns
+// any delay costs: at head_dim 64 as little as 20 cycles 2 to 5 %.
 constexpr u32 kDqDelay = !kDqInTurn || kDkFromShared ? 0 : kSplitsRoles ? 100 : 60;
 
 // Named barriers: of each consumer, of all of them, of consumers and dQ at the end, of each consumer for its turn.
