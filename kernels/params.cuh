@@ -73,7 +73,6 @@ struct Params {
   float softcap;
   i32 stats_rows;    // seqlen_q, rounded up to whole tiles; packed: those of all places of tiles
   i32 group_splits;  // blocks that share the query heads of a key/value head
-  i32 clear_ahead;   // heads in launch order from one to that whose accumulators of dq its blocks clear
   i32 whole_tiles;   // of keys, before those that blocks share
   i32 tail_splits;   // blocks that share the queries of each of these
   i32 resident_blocks;  // of a kernel whose blocks take one tile after another
@@ -87,6 +86,7 @@ struct Params {
   u32 offset;
   u32 dropout_threshold;  // weights whose 16 bits are less are dropped
   float kept_scale;  // what others are multiplied by
+  i32 clear_ahead;   // heads in launch order from one to that whose accumulators of dq its blocks clear
   double scale_float64;  // those of float64 problems
   double softcap_float64;
   double kept_scale_float64;
