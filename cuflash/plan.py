@@ -68,7 +68,7 @@ MIN_HEADS_IN_TURN = 2
 # them. On an H200 one of 8 is 2 to 6 % faster than none at head_dim 256, and 1 to 5 % slower below. But groups of query
 # heads make blocks longer: by arithmetic 20 % of the device waits for the last ones of 4 waves, 13 % of 8.
 SPLIT_ROLES_BACK_SHARE, GROUPED_BACK_SHARE = 8, 4
-BACK_SECTION = 16  # of these heads, which kernels/backward.cuh has side by side
+BACK_SECTION = 16  # of these heads, which are side by side
 # Waves of blocks from which on these clear accumulators of dq. On an H200 the pass takes 2 to 5 % less so at seqlen
 # 1024, and up to 1 % at 4096 (batch x heads x seqlen x head_dim of 2**25); 1 % more of it for heads two sections ahead;
 # and 3 % more than without in a single wave.
@@ -727,7 +727,7 @@ def _clear_ahead(draft: _Draft, main: MainTile | None) -> int:
     problem = draft.problem
     if not isinstance(main, BackwardSm90Tile) or problem.is_packed:
         return 0
-    ahead = max(draft.head_section, BACK_SECTION if draft.defines["CUFLASH_BACK_SHARE"] else 0)
+    ahead = max(draft.head_section, BACK_SECTION if _back_share(problem, main) else 0)
     places = problem.batch * problem.num_heads_kv * draft.group_splits
     blocks = places * draft.tiles_of(problem.seqlen_k, main.block_n)
     is_large = blocks >= CLEAR_WAVES * draft.device.num_sms * main.min_blocks
@@ -750,6 +750,7 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     draft.defines["CUFLASH_DQ_BY_REDUCTION"] = int(reduces_dq)
     draft.defines["CUFLASH_DQ_IN_TURN"] = int(in_turn)
     draft.defines["CUFLASH_BACK_SHARE"] = _back_share(problem, main)
+    draft.defines["CUFLASH_BACK_SECTION"] = BACK_SECTION
     draft.defines["CUFLASH_NEEDS_DK"] = int("dk" in draft.need or main is None)
     draft.defines["CUFLASH_NEEDS_DV"] = int("dv" in draft.need or main is None)
     draft.defines["CUFLASH_SPLITS_GROUP"] = int(draft.group_splits > 1)

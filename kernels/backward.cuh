@@ -53,7 +53,7 @@ CUFLASH_DEVICE i64 first_part_of(const Params& params, int num_n_blocks, Entry b
 // batch, and so are those of dk and dv but of tiles that blocks share.
 constexpr bool kLastFirst = kDqInTurn && (kHasRightBound || kHasLeftBound);
 constexpr int kBackShare = CUFLASH_BACK_SHARE;  // or 0: none
-constexpr u32 kBackSection = 16;  // of these heads, which are at the same queries, are interleaved
+constexpr u32 kBackSection = CUFLASH_BACK_SECTION;  // of these heads, which are at the same queries, are interleaved
 static_assert(kBackShare == 0 || (kDqInTurn && kHasRightBound && !kHasLeftBound), "all heads start at the diagonal");
 
 CUFLASH_DEVICE int num_heads_back(int num_heads) { return kBackShare == 0 ? 0 : num_heads / kBackShare; }

@@ -19,11 +19,12 @@ from cuflash.problem import (
     Problem,
     gradient_operand,
     layout_of,
+    make_problem,
     rows_of,
     vector_of,
 )
 from cuflash.tensor_map import CHUNK, TensorMapSpec
-from cuflash.testing import measure, numpy_dtype, yardsticks
+from cuflash.testing import Case, measure, numpy_dtype, optional, yardsticks
 from cuflash.tiles import Tile
 
 # Arrays over head dimensions that a pass reads, and those that it writes.
@@ -262,6 +263,25 @@ def backward(
     every |= {name: ((), problem.softmax_dtype) for name in ("dscale", "dsoftcap")}
     results = {name: every[name] for name in GRADIENTS if name in need}
     return _call("backward", problem, {**arrays, "out": out, "lse": lse}, results, **options)
+
+
+def gradients_of(
+    case: Case,
+    tile: Tile,
+    num_sms: int,
+    schedule: emulator.Schedule,
+    deterministic: bool = False,
+    need: Sequence[str] = DEFAULT_NEED,
+) -> tuple[LaunchPlan, dict[str, Any]]:
+    """Both passes of a case on compute capability 9.0: the plan of the backward pass, and its results by name."""
+    arrays = case.arrays()
+    options = replace(case.options, deterministic=deterministic)
+    problem = make_problem(options, *(arrays[name] for name in "qkv"), **optional(arrays))
+    device = replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms)
+    out, lse = forward(problem, arrays, arch=device)
+    gradients = backward(problem, arrays, out, lse, arch=device, schedule=schedule, tiles=(tile,), need=need)
+    plan = choose_plan(problem, device, "backward", tiles=(tile,), need=need)
+    return plan, dict(zip(need, gradients, strict=True))
 
 
 def assert_two_pieces(problem: Problem, arrays: Mapping[str, Any], results: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Accumulators of dq that blocks of other heads clear, against the oracle."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import attention
 import pytest
@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 import cuflash.plan
 import cuflash.testing as ct
-from cuflash.plan import DeviceSpec, choose_plan
-from cuflash.problem import make_problem
 from cuflash.tables import BACKWARD_SM90_TILES
 from cuflash.tiles import Tile
 
@@ -77,15 +75,16 @@ def test_against_the_oracle(what, data):
         window=what.window,
         seed=data.draw(st.integers(0, 2**16)),
     )
-    arrays = case.arrays()
-    options = replace(case.options, deterministic=what.deterministic)
-    problem = make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
-    device = replace(DeviceSpec.for_arch("9.0"), num_sms=data.draw(st.sampled_from(what.num_sms)))
-    out, lse = attention.forward(problem, arrays, arch=device)
-    common = {"tiles": (what.tile,), "need": what.need}
-    schedule = data.draw(st.sampled_from(SCHEDULES))
-    gradients = attention.backward(problem, arrays, out, lse, arch=device, schedule=schedule, **common)
-    found = dict(zip(what.need, gradients, strict=True))
-    ct.assert_backward(case, *(found.get(name) for name in ("dq", "dk", "dv")))
-    plan = choose_plan(problem, device, "backward", **common)
+    num_sms, schedule = data.draw(st.sampled_from(what.num_sms)), data.draw(st.sampled_from(SCHEDULES))
+    plan, gradients = attention.gradients_of(case, what.tile, num_sms, schedule, what.deterministic, what.need)
+    ct.assert_backward(case, *(gradients.get(name) for name in ("dq", "dk", "dv")))
     event(f"ahead {plan.clear_ahead > 0}, group shared {plan.group_splits > 1}, tiles shared {plan.tail_splits > 1}")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_every_block_clears(deterministic, schedule):
+    case = ct.Case(seqlen_q=130, seqlen_k=200, batch=2, num_heads=6, num_heads_kv=3, head_dim=24, dtype="bfloat16")
+    plan, gradients = attention.gradients_of(case, SMALL, 1, schedule, deterministic)
+    assert plan.clear_ahead == 1
+    ct.assert_backward(case, **gradients)

@@ -1,6 +1,6 @@
 """Tiles of keys whose queries several blocks share, all of them or those of the last wave, against the oracle."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import attention
 import numpy as np
@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 import cuflash.plan
 import cuflash.testing as ct
-from cuflash.plan import DeviceSpec, choose_plan
-from cuflash.problem import make_problem
 from cuflash.tables import BACKWARD_FLOAT32_SM90_TILES, BACKWARD_SM90_TILES
 from cuflash.tiles import Tile
 
@@ -59,18 +57,6 @@ CONFIGURATIONS = [
 ]
 
 
-def run(what, case, num_sms, schedule):
-    """The plan, and results by name."""
-    arrays = case.arrays()
-    options = replace(case.options, deterministic=what.deterministic)
-    problem = make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
-    device = replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms)
-    out, lse = attention.forward(problem, arrays, arch=device)
-    common = {"tiles": (what.tile,), "need": what.need}
-    gradients = attention.backward(problem, arrays, out, lse, arch=device, schedule=schedule, **common)
-    return choose_plan(problem, device, "backward", **common), dict(zip(what.need, gradients, strict=True))
-
-
 @settings(max_examples=5)
 @pytest.mark.parametrize("what", CONFIGURATIONS, ids=str)
 @given(data=st.data())
@@ -94,7 +80,8 @@ def test_against_the_oracle(what, data):
         seed=data.draw(st.integers(0, 2**16)),
     )
     num_sms = data.draw(st.sampled_from((3, 5, 7, 132)))
-    plan, gradients = run(what, case, num_sms, data.draw(st.sampled_from(SCHEDULES)))
+    schedule = data.draw(st.sampled_from(SCHEDULES))
+    plan, gradients = attention.gradients_of(case, what.tile, num_sms, schedule, what.deterministic, what.need)
     ct.assert_backward(case, *(gradients.get(name) for name in ("dq", "dk", "dv")))
     event(f"{plan.tail_splits} blocks share, whole tiles: {plan.whole_tiles > 0}")
 
@@ -102,14 +89,13 @@ def test_against_the_oracle(what, data):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("num_sms", "whole", "splits"), [(5, 5, 5), (4, 4, 2), (24, 0, 4)])
 def test_the_schedule_changes_no_bit(num_sms, whole, splits, causal):
-    what = Kernels(tile=SMALL, causal=causal, deterministic=True)
-    case = ct.Case(seqlen_q=300, seqlen_k=257, batch=2, head_dim=24, dtype=what.dtype, causal=causal)
-    plan, first = run(what, case, num_sms, SCHEDULES[0])
+    case = ct.Case(seqlen_q=300, seqlen_k=257, batch=2, head_dim=24, dtype="bfloat16", causal=causal)
+    plan, first = attention.gradients_of(case, SMALL, num_sms, SCHEDULES[0], deterministic=True)
     assert plan.tail_splits > 1
     if not causal:
         assert (plan.whole_tiles, plan.tail_splits) == (whole, splits)
     ct.assert_backward(case, **first)
     for schedule in SCHEDULES[1:]:
-        _, again = run(what, case, num_sms, schedule)
+        _, again = attention.gradients_of(case, SMALL, num_sms, schedule, deterministic=True)
         for name, gradient in first.items():
             np.testing.assert_array_equal(again[name], gradient)

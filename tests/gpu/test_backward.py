@@ -33,6 +33,15 @@ def same_bits(xs, ys):
     return all(x == y for x, y in pairs)
 
 
+def check_gradients(case, attn, arguments):
+    """Against the oracle, and where they are deterministic for the same bits every time."""
+    gradients = attn.backward(*arguments)
+    ct.assert_backward(case, *gradients)
+    if attn.options.deterministic:
+        for _ in range(20):
+            assert same_bits(gradients, attn.backward(*arguments))
+
+
 @settings(max_examples=8)
 @given(data=st.data())
 def test_oracle(cupy, specialisation, data):
@@ -90,11 +99,7 @@ def test_tiles_whose_queries_blocks_share(cupy, num_heads, head_dim, dtype, caus
     if plan.device.arch == 90 and not (deterministic and dtype == "float32"):
         assert plan.tail_splits > 1
         assert (plan.whole_tiles > 0) == (num_heads > 2)
-    gradients = attn.backward(*arguments)
-    ct.assert_backward(case, *gradients)
-    if deterministic:
-        for _ in range(20):
-            assert same_bits(gradients, attn.backward(*arguments))
+    check_gradients(case, attn, arguments)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -111,11 +116,7 @@ def test_accumulators_that_blocks_clear(cupy, num_heads_kv, head_dim, dtype, cau
     plan = attn.plan(*arguments[1:4]).backward
     assert (plan.clear_ahead > 0) == (plan.device.arch == 90)
     cupy.full(plan.extra_bytes // 4, cupy.nan, "float32")  # and so scratch memory holds NaN
-    gradients = attn.backward(*arguments)
-    ct.assert_backward(case, *gradients)
-    if deterministic:
-        for _ in range(20):
-            assert same_bits(gradients, attn.backward(*arguments))
+    check_gradients(case, attn, arguments)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
