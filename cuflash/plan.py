@@ -759,19 +759,19 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     if not draft.tiles and "dsinks" not in draft.need:
         return
 
-    # How the kernels around the main one see the fragments in memory: of dq, and of dk and dv.
-    of_dq = of_keys = draft.tiles[0] if draft.tiles else _choose(SCORES_TILES, problem, device)[0]
+    # How the kernels around the main one see the fragments in memory.
+    around = draft.tiles[0] if draft.tiles else _choose(SCORES_TILES, problem, device)[0]
     if isinstance(main, BackwardSm90Tile):
         draft.head_section = _backward_head_section(draft, main)
-        of_dq, of_keys = main.helper(4), main.helper(main.block_n // 16)
+        around = main.helper()
     elif isinstance(main, BackwardFloat32Sm90Tile):
-        of_dq = of_keys = main.helper()
+        around = main.helper()
         draft.defines["CUFLASH_PLAIN_FRAGMENTS"] = 1
     draft.clear_ahead = _clear_ahead(draft, main) if reduces_dq else 0
     draft.defines["CUFLASH_CLEARS_AHEAD"] = int(draft.clear_ahead > 0)
-    dims = {"CUFLASH_DIM_MULTIPLE": (draft.tiles[0] if draft.tiles else of_dq).dim_multiple}
+    dims = {"CUFLASH_DIM_MULTIPLE": (draft.tiles[0] if draft.tiles else around).dim_multiple}
     # delta runs over tiles of the kernels that read it, one block a tile.
-    delta = of_dq if dq is None else replace(of_dq, block_m=max(of_dq.block_m, dq.block_m))
+    delta = around if dq is None else replace(around, block_m=max(around.block_m, dq.block_m))
     draft.stats_rows = draft.tiles_of(problem.seqlen_q, delta.block_m) * delta.block_m
     draft.defines["CUFLASH_STATS_BLOCK"] = delta.block_m
     draft.scratch["row_stats"] = draft.heads * draft.stats_rows * 2
@@ -784,16 +784,6 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
         _draft_scores(draft, scores)
     if main is not None:
         _draft_main(draft, main, n_blocks)
-    parts = max(draft.group_splits, draft.tail_splits)
-    if main is not None and parts > 1 and set(draft.need) & {"dk", "dv"}:
-        dim, dim_v = draft.padded_dims(main)
-        shared = n_blocks - draft.whole_tiles
-        draft.scratch["dkv_partials"] = shared * parts * main.block_n * (dim + dim_v)
-        shared_bytes = sum(tile_bytes(main.block_n, d, main.element_bytes) for d in (dim, dim_v))
-        draft.add("backward_reduce.cu", of_keys, shared, shared_bytes, **dims)
-        what = "query heads of a key/value head" if draft.group_splits > 1 else "queries of a tile of keys"
-        last = "the last " if draft.whole_tiles else ""
-        draft.reasons.append(f"{parts} blocks share the {what}: {last}{shared} tiles of keys are few")
     if dq is not None:
         m_blocks = draft.heads * draft.tiles_of(problem.seqlen_q, dq.block_m)
         draft.add_lists(dq, "key_lists")
@@ -802,9 +792,31 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
             draft.reasons.append(
                 "deterministic: dq has a kernel of its own that adds in a fixed order and recomputes the weights"
             )
-    elif reduces_dq and main is not None:
-        dim, _ = draft.padded_dims(main)
+    if main is not None:
+        _draft_convert(draft, main, around, n_blocks, reduces_dq)
+
+
+def _draft_convert(draft: _Draft, main: MainTile, around: Tile, n_blocks: int, reduces_dq: bool) -> None:
+    """The kernel that makes results of what blocks of `main` added up, or left in parts."""
+    problem = draft.problem
+    dim, dim_v = draft.padded_dims(main)
+    blocks, shared_bytes = 0, 0
+    parts = max(draft.group_splits, draft.tail_splits)
+    results = len(set(draft.need) & {"dk", "dv"})
+    if parts > 1 and results:
+        shared = n_blocks - draft.whole_tiles
+        shares = main.part_warps // around.num_warps
+        blocks += shared * shares * results
+        shared_bytes = tile_bytes(main.block_n // shares, max(dim, dim_v), main.element_bytes)
+        draft.scratch["dkv_partials"] = shared * parts * main.block_n * (dim + dim_v)
+        what = "query heads of a key/value head" if draft.group_splits > 1 else "queries of a tile of keys"
+        last = "the last " if draft.whole_tiles else ""
+        draft.reasons.append(f"{parts} blocks share the {what}: {last}{shared} tiles of keys are few")
+    if reduces_dq:
         m_blocks = draft.heads * (draft.stats_rows // main.block_m)
+        blocks += m_blocks
+        shared_bytes = max(shared_bytes, tile_bytes(main.block_m, dim, main.element_bytes))
+        in_turn = _takes_turns(main)
         draft.scratch["dq_accumulator"] = draft.heads * draft.stats_rows * dim + (m_blocks if in_turn else 0)
         if draft.clear_ahead:
             draft.scratch["dq_accumulator"] += problem.batch * problem.num_heads_kv * draft.group_splits
@@ -813,8 +825,9 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
             draft.scratch["dq_accumulator"] += 1  # whether sequences overlap
         if in_turn:
             draft.reasons.append("deterministic: tiles of keys take turns at adding to a tile of dq")
-        shared_bytes = tile_bytes(main.block_m, dim, main.element_bytes)
-        draft.add("backward_convert.cu", of_dq, m_blocks, shared_bytes, **dims)
+    if shared_bytes:
+        defines = {"CUFLASH_DIM_MULTIPLE": main.dim_multiple, "CUFLASH_PART_WARPS": main.part_warps}
+        draft.add("backward_convert.cu", around, blocks, shared_bytes, **defines)
 
 
 MainTile = BackwardTile | BackwardSm90Tile | BackwardFloat32Sm90Tile

@@ -136,9 +136,10 @@ def test_only_what_is_needed(kernel, arch, changes, deterministic, need):
     sources = {spec.source for spec in plan.kernels}
     assert f"{kernel}.cu" in sources
     assert plan.need == need
-    assert ("dq_accumulator" in dict(plan.scratch)) == ("backward_convert.cu" in sources)
-    assert "dq" in need or not sources & {"backward_convert.cu", "backward_dq_sm80.cu"}
-    assert set(need) & {"dk", "dv"} or "backward_reduce.cu" not in sources
+    scratch = dict(plan.scratch)
+    assert bool({"dq_accumulator", "dkv_partials"} & scratch.keys()) == ("backward_convert.cu" in sources)
+    assert "dq" in need or ("dq_accumulator" not in scratch and "backward_dq_sm80.cu" not in sources)
+    assert set(need) & {"dk", "dv"} or "dkv_partials" not in scratch
     found = attention.backward(problem, arrays, out, lse, need=need, arch=arch)
     ct.assert_backward(case, **dict(zip(need, found, strict=True)))
 

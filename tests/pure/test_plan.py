@@ -407,7 +407,8 @@ def test_blocks_share_the_queries_of_the_last_tiles(sizes, causal, tail, determi
         n_blocks = sizes["batch"] * sizes["heads"] * -(-seqlen // plan.tiles[0].block_n)
         shared = n_blocks - plan.whole_tiles if plan.tail_splits > 1 else 0
         assert grids["backward_sm90.cu"] == n_blocks + shared * (plan.tail_splits - 1)
-        assert grids.get("backward_reduce.cu", 0) == shared
+        m_blocks = plan.stats_rows // plan.tiles[0].block_m
+        assert grids["backward_convert.cu"] == sizes["batch"] * sizes["heads"] * m_blocks + 2 * (len(need) - 1) * shared
         elements = shared * plan.tail_splits * plan.tiles[0].block_n * 256
         assert dict(plan.scratch).get("dkv_partials", 0) == elements
 
@@ -584,7 +585,7 @@ def test_gradients_of_float32_by_pieces():
     around = ["backward_delta.cu", "pieces.cu", "backward_float32_sm90.cu", "backward_convert.cu"]
     for options in ({}, {"causal": True}, {"dim": 61, "dim_v": 7}, {"dim": 64, "dim_v": 65}, {"softcap": 3.0}):
         plan = plan_of(**options)
-        assert [kernel.source for kernel in plan.kernels if kernel.source != "backward_reduce.cu"] == around
+        assert [kernel.source for kernel in plan.kernels] == around
         assert {spec.name for spec in plan.tensor_maps} == {f"{name}_pieces" for name in ("q", "k", "v", "dout")}
         assert {(spec.rows, spec.dtype) for spec in plan.tensor_maps} == {(64, "bfloat16")}
         assert {dict(kernel.defines)["CUFLASH_PLAIN_FRAGMENTS"] for kernel in plan.kernels} == {1}
@@ -862,7 +863,8 @@ def test_only_the_kernels_and_the_memory_of_what_is_needed(dtype, arch, determin
     for need in (("dk", "dv"), ("dk",), ("dv",)):
         plan = choose_plan(problem, device, "backward", need=need)
         assert set(sources_of(plan)) <= set(sources_of(every)) | {"pieces", "backward_float32_sm90"}
-        assert not {"backward_convert", "backward_dq_sm80"} & set(sources_of(plan))
+        assert ("backward_convert" in sources_of(plan)) == (max(plan.group_splits, plan.tail_splits) > 1)
+        assert "backward_dq_sm80" not in sources_of(plan)
         assert "dq_accumulator" not in dict(plan.scratch)
         (main,) = [kernel for kernel in plan.kernels if kernel.source.startswith(("backward_sm", "backward_float32"))]
         assert {"CUFLASH_NEEDS_DK": int("dk" in need), "CUFLASH_NEEDS_DV": int("dv" in need)}.items() <= dict(
@@ -874,7 +876,7 @@ def test_only_the_kernels_and_the_memory_of_what_is_needed(dtype, arch, determin
     if dtype != "float32" or arch == "8.0" or deterministic:
         assert sources_of(plan) == ["backward_delta", "backward_dq_sm80"]
         assert [name for name, _ in plan.scratch] == ["row_stats"]
-    assert "backward_reduce" not in sources_of(plan)
+    assert "dkv_partials" not in dict(plan.scratch)
     assert choose_plan(problem, device, "backward", need=()).kernels == ()
 
 
