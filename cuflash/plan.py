@@ -725,10 +725,10 @@ def _clear_ahead(draft: _Draft, main: MainTile | None) -> int:
     Those side by side, or parts of groups: the blocks of a head have then all started before those of the other.
     """
     problem = draft.problem
-    if not isinstance(main, BackwardSm90Tile) or problem.is_packed:
+    if not isinstance(main, BackwardSm90Tile):
         return 0
     ahead = max(draft.head_section, BACK_SECTION if _back_share(problem, main) else 0)
-    places = problem.batch * problem.num_heads_kv * draft.group_splits
+    places = problem.array_batch * problem.num_heads_kv * draft.group_splits
     blocks = places * draft.tiles_of(problem.seqlen_k, main.block_n)
     is_large = blocks >= CLEAR_WAVES * draft.device.num_sms * main.min_blocks
     return ahead if ahead < places and is_large else 0
@@ -819,7 +819,7 @@ def _draft_convert(draft: _Draft, main: MainTile, around: Tile, n_blocks: int, r
         in_turn = _takes_turns(main)
         draft.scratch["dq_accumulator"] = draft.heads * draft.stats_rows * dim + (m_blocks if in_turn else 0)
         if draft.clear_ahead:
-            draft.scratch["dq_accumulator"] += problem.batch * problem.num_heads_kv * draft.group_splits
+            draft.scratch["dq_accumulator"] += problem.array_batch * problem.num_heads_kv * draft.group_splits
             draft.reasons.append(f"blocks clear accumulators of dq, {draft.clear_ahead} heads in launch order ahead")
         if in_turn and problem.is_packed:
             draft.scratch["dq_accumulator"] += 1  # whether sequences overlap

@@ -229,7 +229,7 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
     producer.load_keys();
     for (int i = 0; i < kNumStages; ++i) producer.load_queries();
   }
-  if (kClearsAhead && tile.is_first) clear_ahead(common, tile.num_m_blocks, tile.work, thread);
+  if (kClearsAhead && Share(common).part == 0) clear_ahead(common, tile.num_m_blocks, tile.work, thread);
   if (tile.num_steps == 0) return;
   if constexpr (kClearsAhead) wait_for_clears(common, tile.num_m_blocks, tile.work);
   shared.kv_full.wait(0);
@@ -617,7 +617,12 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
   Work found = {};
   if constexpr (kIsPacked) {
     found = KeyTile::find(params.common);
-    if (!has_keys(params.common, found)) return;
+    if (!has_keys(params.common, found)) {
+      if (kClearsAhead && ptx::thread_index() < kClearThreads && Share(params.common).part == 0)
+        clear_ahead(params.common, num_tiles_of(params.common, params.common.seqlen_q, kBlockM), found,
+                    ptx::thread_index());
+      return;
+    }
   }
   if (ptx::thread_index() == 0) {
     shared.kv_full.init(1);

@@ -58,7 +58,6 @@ struct KeyTile {
   int own_diagonal;  // of the batch entry
   bool walks_back;  // over the queries
   bool is_shared;  // with other blocks
-  bool is_first;  // of these
   QueryTiles queries;
 
   // Warp. The work of packed sequences is found beforehand, once for all roles.
@@ -83,12 +82,10 @@ struct KeyTile {
     set_direction(queries, walks_back);
     first_step = 0;
     is_shared = kSplitsGroup;
-    is_first = true;
     if constexpr (kSplitsTail) {
       const Share share(params);
       const auto step_of = [&](int part) { return (int)((i64)num_steps * part / share.parts); };
       is_shared = share.parts > 1;
-      is_first = share.part == 0;
       first_step = step_of(share.part);
       num_steps = step_of(share.part + 1) - first_step;
     }

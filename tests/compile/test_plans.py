@@ -210,13 +210,20 @@ VARIANTS = {
     "causal": {"dtype": "bfloat16", "causal": True},
     "full": {"dtype": "float16"},
     "groups": {"dtype": "float16", "num_heads": 2, "num_heads_kv": 1, "causal": True},
-    # Tiles enough for blocks to clear accumulators of dq; then also some whose queries blocks share.
+    # Tiles enough for blocks to clear accumulators of dq, as those of packed sequences below; then also some whose queries
+    # blocks share.
     "turns": {"dtype": "bfloat16", "causal": True, "batch": 33, "num_heads": 8},
     "shares": {"dtype": "bfloat16", "seqlen_q": 2048, "seqlen_k": 2048, "num_heads": 17},
     "narrow": {"dtype": "bfloat16", "causal": True, "strides": "padded"},
     "whole": {"dtype": "bfloat16", "window": (9, 20), "scale": -1.0, "sinks": True},
     "bounds": {"dtype": "float16", "window": (9, None), "kv_lengths": (60,), "sinks": True},
-    "packed": {"dtype": "bfloat16", "causal": True, "cu_seqlens_q": (0, 30, 64), "cu_seqlens_k": (0, 30, 64)},
+    "packed": {
+        "dtype": "bfloat16",
+        "causal": True,
+        "num_heads": 100,
+        "cu_seqlens_q": (0, 30, 64),
+        "cu_seqlens_k": (0, 30, 64),
+    },
     "dropout": {"dtype": "bfloat16", "causal": True, "dropout": 0.1},
     "blocks": {"dtype": "bfloat16", "block_mask": (), "causal": True},
     "dropout of all": {"dtype": "float16", "dropout": 0.1},
@@ -399,7 +406,7 @@ def test_row(target):
     kernels = target.kernels()
     defines = [dict(kernel.defines) for kernel in kernels]
     assert any(of.get("CUFLASH_SPLITS_TAIL") for of in defines) == (target.variant == "shares")
-    clears = isinstance(tile, BackwardSm90Tile) and target.variant in ("turns", "shares")
+    clears = isinstance(tile, BackwardSm90Tile) and target.variant in ("turns", "shares", "packed")
     assert any(of.get("CUFLASH_CLEARS_AHEAD") for of in defines) == clears
     for kernel in kernels:
         resources = compile_spec(kernel).resources

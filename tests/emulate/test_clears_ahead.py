@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import attention
+import numpy as np
 import pytest
 from emulator import SCHEDULES, find_compiler
 from hypothesis import event, given, settings
@@ -35,12 +36,13 @@ class Kernels:
     causal: bool = False
     window: tuple[int, int] | None = None
     deterministic: bool = False
+    packed: bool = False
     num_heads_kv: tuple[int, ...] = (1, 2, 3)
     num_sms: tuple[int, ...] = (1, 3, 5)
     need: tuple[str, ...] = ("dq", "dk", "dv")
 
     def __str__(self):
-        on = [x for x in ("causal", "window", "deterministic") if getattr(self, x)]
+        on = [x for x in ("causal", "window", "deterministic", "packed") if getattr(self, x)]
         return "-".join((f"d{self.tile.max_dim}", *on, *(self.need if len(self.need) < 3 else ())))
 
 
@@ -51,6 +53,8 @@ CONFIGURATIONS = [
     Kernels(tile=SMALL, causal=True, deterministic=True),
     Kernels(tile=SMALL, window=(30, 20), deterministic=True),
     Kernels(tile=SMALL, causal=True, need=("dq",)),
+    Kernels(tile=SMALL, packed=True, num_heads_kv=(2, 3, 5)),
+    Kernels(tile=SMALL, causal=True, deterministic=True, packed=True, num_heads_kv=(2, 3, 5)),
     Kernels(tile=LARGE, causal=True),
     # One of eight heads walks back, and sixteen of these are side by side.
     Kernels(tile=LARGE, causal=True, deterministic=True, num_heads_kv=(8, 9)),
@@ -63,10 +67,14 @@ CONFIGURATIONS = [
 def test_against_the_oracle(what, data):
     lengths = st.sampled_from((1, 64, 65, 130, 200))
     num_heads_kv = data.draw(st.sampled_from(what.num_heads_kv))
+    if what.packed:
+        of_queries, of_keys = (data.draw(st.lists(lengths, min_size=3, max_size=3)) for _ in range(2))
+        starts = {f"cu_seqlens_{x}": (0, *np.cumsum(n).tolist()) for x, n in (("q", of_queries), ("k", of_keys))}
+        sizes = {"seqlen_q": sum(of_queries), "seqlen_k": sum(of_keys), **starts}
+    else:
+        sizes = {"seqlen_q": data.draw(lengths), "seqlen_k": data.draw(lengths), "batch": data.draw(st.integers(2, 4))}
     case = ct.Case(
-        seqlen_q=data.draw(lengths),
-        seqlen_k=data.draw(lengths),
-        batch=data.draw(st.integers(2, 4)),
+        **sizes,
         num_heads=num_heads_kv * data.draw(st.sampled_from((1, 2) if num_heads_kv < 8 else (1,))),
         num_heads_kv=num_heads_kv,
         head_dim=24,

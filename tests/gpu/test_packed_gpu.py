@@ -97,6 +97,19 @@ def test_many_sequences(cupy, name, options, deterministic):
     judge(case, run(cupy, case, deterministic=deterministic))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_accumulators_that_blocks_clear(cupy, head_dim, causal, deterministic):
+    case = case_of(num_heads=24, num_heads_kv=24, head_dim=head_dim, causal=causal)
+    arrays = case.arrays(cupy.asarray)
+    attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
+    plan = attn.plan(*(arrays[name] for name in "qkv"), **ct.optional(arrays)).backward
+    assert (plan.clear_ahead > 0) == (plan.device.arch == 90)
+    cupy.full(plan.extra_bytes // 4, cupy.nan, "float32")  # and so scratch memory holds NaN
+    judge(case, run(cupy, case, deterministic=deterministic, arrays=arrays))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_equal_lengths_are_a_batch(cupy, head_dim, causal):
