@@ -5,12 +5,17 @@ Needs NumPy only, so that it can be filled for any backend that runs the kernels
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ctypes
+import operator
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from cuflash.plan import PARAMS_BYTES, LaunchPlan
+from cuflash.plan import MAPS_OFFSET, PARAMS_BYTES, LaunchPlan
 from cuflash.problem import Operand
+from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 
 # Arrays in the order of the struct, with the number of strides that follow each pointer.
 _ARRAYS = (
@@ -96,7 +101,7 @@ if PARAMS.itemsize != PARAMS_BYTES:
 # Which 64-bit word of the struct holds the pointer of an array.
 POINTER_WORD = {name: PARAMS.fields[name][1] // 8 for name, _ in _ARRAYS}  # type: ignore[index]
 # Where the seed lies, two 32-bit words that are one of 64, and the offset behind it.
-RANDOM = PARAMS.fields["seed_low"][1]  # type: ignore[index]
+_RANDOM = PARAMS.fields["seed_low"][1]  # type: ignore[index]
 
 
 def parameters(plan: LaunchPlan, operands: Mapping[str, Operand], seed: int = 0, offset: int = 0) -> np.ndarray:
@@ -138,3 +143,46 @@ def parameters(plan: LaunchPlan, operands: Mapping[str, Operand], seed: int = 0,
     params["score_splits"] = plan.score_splits
     params["sums_splits"] = plan.sums_splits
     return params
+
+
+class Argument:
+    """What the calls of one problem have in common of the argument, and what makes of it that of a call.
+
+    `names` are the arrays of a call, scratch arrays among them. A launch wants the address of a word that holds the
+    address of the argument: here the word before it. All is written at once; word by word it would take as long as a
+    launch.
+    """
+
+    def __init__(self, plan: LaunchPlan, operands: Mapping[str, Operand], names: Sequence[str]) -> None:
+        params = parameters(plan, operands).tobytes()
+        if plan.tensor_maps:
+            params = params.ljust(MAPS_OFFSET, b"\0")
+        offsets = [8 * POINTER_WORD[name] for name in names]
+        order = sorted(range(len(names)), key=offsets.__getitem__)
+        self._in_order = operator.itemgetter(*order)
+        layout, stop = "=Q", 0
+        self._values: list[Any] = [0]
+        for start in (*(offsets[i] for i in order), _RANDOM):
+            layout += f"{start - stop}sQ"
+            self._values += (params[stop:start], 0)
+            stop = start + 8
+        layout += f"I{len(params) - stop - 4}s" + f"{TENSOR_MAP_BYTES}s" * len(plan.tensor_maps)
+        self._values += (0, params[stop + 4 :], *(b"" for _ in plan.tensor_maps))
+        self._layout = struct.Struct(layout)
+        self._pointers = slice(2, 2 + 2 * len(names), 2)
+        self._random = slice(self._pointers.stop, self._pointers.stop + 2)
+        self._maps = slice(len(self._values) - len(plan.tensor_maps), None)
+        self._array = ctypes.c_char * self._layout.size
+
+    def of(
+        self, pointers: Sequence[int], maps: Sequence[bytes], random: tuple[int, int]
+    ) -> ctypes.Array[ctypes.c_char]:
+        """The argument behind its address: with pointers in the order of `names`, tensor maps, seed and offset."""
+        argument = self._array()
+        values = self._values.copy()
+        values[0] = ctypes.addressof(argument) + 8
+        values[self._pointers] = self._in_order(pointers)
+        values[self._random] = random
+        values[self._maps] = maps
+        self._layout.pack_into(argument, 0, *values)
+        return argument

@@ -210,7 +210,7 @@ VARIANTS = {
     "causal": {"dtype": "bfloat16", "causal": True},
     "full": {"dtype": "float16"},
     "groups": {"dtype": "float16", "num_heads": 2, "num_heads_kv": 1, "causal": True},
-    # Tiles enough for blocks to clear accumulators of dq, as those of packed sequences below; then also some whose queries
+    # Tiles enough for blocks to clear accumulators of dq, as packed sequences have below; then also some whose queries
     # blocks share.
     "turns": {"dtype": "bfloat16", "causal": True, "batch": 33, "num_heads": 8},
     "shares": {"dtype": "bfloat16", "seqlen_q": 2048, "seqlen_k": 2048, "num_heads": 17},

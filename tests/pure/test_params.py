@@ -1,14 +1,16 @@
 """The kernels' argument: the description in Python against the text of kernels/params.cuh, and what is filled in."""
 
+import ctypes
 import re
-import struct
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cuflash.compiler import kernel_directory
-from cuflash.params import PARAMS, POINTER_WORD, RANDOM, parameters
-from cuflash.plan import CAUSAL_HEAD_SECTION, PARAMS_BYTES, DeviceSpec, choose_plan
+from cuflash.params import PARAMS, POINTER_WORD, Argument, parameters
+from cuflash.plan import CAUSAL_HEAD_SECTION, MAPS_OFFSET, PARAMS_BYTES, DeviceSpec, choose_plan
 from cuflash.problem import Options, layout_of, make_problem, rows_of
 
 SCALARS = {"i32": np.int32, "u32": np.uint32, "i64": np.int64, "float": np.float32, "double": np.float64}
@@ -187,10 +189,33 @@ def test_dropout():
     assert params["dropout_threshold"] == 6554
     assert params["kept_scale"] == np.float32(65536 / 58982)
     assert params["kept_scale_float64"] == 65536 / 58982
-    # As `cuflash.launch` fills them in.
-    content = bytearray(parameters(plan, operands).tobytes())
-    struct.pack_into("=QI", content, RANDOM, seed, offset)
-    assert content == params.tobytes()
+
+
+@given(data=st.data())
+def test_argument_of_a_call(data):
+    """Word by word, and what a launch is given."""
+    q = np.zeros((2, 130, data.draw(st.sampled_from((64, 17)))), np.float16)
+    options = Options(causal=data.draw(st.booleans()), dropout=data.draw(st.sampled_from((0.0, 0.3))))
+    pass_ = data.draw(st.sampled_from(("forward", "backward")))
+    plan = choose_plan(make_problem(options, q, q, q), DeviceSpec.for_arch("9.0"), pass_)
+    names = ["q", "k", "v", "out", "lse", *(("dout", "dq", "dk", "dv") if pass_ == "backward" else ())]
+    operands = {name: layout_of(q, "bhsd") for name in names if name != "lse"} | {"lse": rows_of(q[..., 0])}
+    names = data.draw(st.permutations(names + [name for name, _ in plan.scratch]))
+    argument = Argument(plan, operands, names)
+    for _ in range(2):
+        words = st.integers(0, 2**64 - 1)
+        pointers = data.draw(st.lists(words, min_size=len(names), max_size=len(names)))
+        maps = [data.draw(st.binary(min_size=128, max_size=128)) for _ in plan.tensor_maps]
+        seed, offset = data.draw(words), data.draw(st.integers(0, 2**32 - 1))
+        expected = parameters(plan, operands, seed, offset)
+        for name, pointer in zip(names, pointers, strict=True):
+            expected.view(np.uint64)[POINTER_WORD[name]] = pointer
+        content = expected.tobytes()
+        if maps:
+            content = content.ljust(MAPS_OFFSET, b"\0") + b"".join(maps)
+        start = ctypes.addressof(in_memory := argument.of(pointers, maps, (seed, offset)))
+        assert ctypes.c_uint64.from_address(start).value == start + 8
+        assert bytes(in_memory)[8:] == content
 
 
 def test_bounds_that_do_not_exist_are_zero():
