@@ -57,6 +57,10 @@ CAUSAL_HEAD_SECTION = 16
 # seqlen 1024: 4 779, 8 738, 16 723, 32 739; as a multiple of the fast mode, seqlen 4096: 2 1.11, 4 1.04, 8 1.05.
 BACKWARD_HEAD_SECTION = 4
 TURNS_APART = 2
+# Heads of packed sequences are few and long, and nobody but a kernel before clears the accumulators of dq of those that
+# start side by side. On an H200 two in place of 4 to 16 are 1 to 4 % faster at head_dim 256 and up to 1 % at 64; with
+# turns under a causal mask four in place of 16 up to 1 %, and two 2 to 3 % slower than four at 256.
+PACKED_HEAD_SECTION, PACKED_TURNS_SECTION = 2, 4
 # Under a causal mask blocks of a head are at different queries, and Q, dO and dQ of the heads under way should stay in
 # L2. On an H200 with turns at seqlen 16384, 128 MiB of them in place of 16 cost 21 % (head_dim 128), or in place of 32
 # 44 % (head_dim 256). With turns, blocks are the further apart the more heads of a group they have gone through: then
@@ -700,11 +704,16 @@ def _head_bytes(draft: _Draft, main: MainTile) -> int:
 def _backward_head_section(draft: _Draft, main: BackwardSm90Tile) -> int:
     """Key/value heads side by side; or parts of them, where blocks share the heads of a group."""
     problem = draft.problem
-    if problem.window_right is None:
+    if main.takes_turns and problem.window_right is None:
         resident, steps = draft.device.num_sms * main.min_blocks, _steps_of_tile(draft, main) // draft.group_splits
-        return max(BACKWARD_HEAD_SECTION, TURNS_APART * resident // max(steps, 1) if main.takes_turns else 0)
+        return max(BACKWARD_HEAD_SECTION, TURNS_APART * resident // max(steps, 1))
+    most = BACKWARD_HEAD_SECTION if problem.window_right is None else CAUSAL_HEAD_SECTION
+    if problem.is_packed:
+        most = PACKED_TURNS_SECTION if main.takes_turns else PACKED_HEAD_SECTION
+    if problem.window_right is None:
+        return most
     heads = problem.group_size // draft.group_splits if main.takes_turns else 1
-    section = min(BACKWARD_L2_BYTES // max(heads * _head_bytes(draft, main), 1), CAUSAL_HEAD_SECTION)
+    section = min(BACKWARD_L2_BYTES // max(heads * _head_bytes(draft, main), 1), most)
     return max(section, 1 if main.takes_turns else 2)
 
 

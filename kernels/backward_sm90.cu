@@ -99,10 +99,11 @@ static_assert(kChunk % kDqColumns == 0, "columns of one chunk of K");
 // Whether dQ asks for a tile while its last columns are made, and not behind them. On an H200 2 to 7 % faster at head_dim
 // 256, up to 1 % at 64; at 128, where products read the most from shared memory, up to 1 % slower.
 constexpr bool kAsksEarly = !kDkFromShared;
-// With turns: cycles that dQ waits once dS' is there, so that what consumers issue next goes first. On an H200 60 are 1 to
+// Cycles that dQ waits once dS' is there, so that what consumers issue next goes first. On an H200, with turns 60 are 1 to
 // 4 % faster than none at head_dim 64, 100 are 1 to 8 % faster at 256, and at 128 it makes no difference. Without turns
-// any delay costs: at head_dim 64 as little as 20 cycles 2 to 5 %.
-constexpr u32 kDqDelay = !kDqInTurn || kDkFromShared ? 0 : kSplitsRoles ? 100 : 60;
+// any delay costs, at head_dim 64 as little as 20 cycles 2 to 5 %; but of packed sequences, which are at it later anyway,
+// 20 to 40 are 1 to 3 % faster there.
+constexpr u32 kDqDelay = kDkFromShared ? 0 : kDqInTurn ? (kSplitsRoles ? 100 : 60) : kIsPacked && !kSplitsRoles ? 30 : 0;
 
 // Named barriers: of each consumer, of all of them, of consumers and dQ at the end, of each consumer for its turn.
 constexpr u32 kConsumer = 1, kAll = kConsumer + kConsumers, kEnd = kAll + 1, kTurn = kEnd + 1;
