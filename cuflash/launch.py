@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ class _Kernel(NamedTuple):
     grid: int
     threads: int
     shared_bytes: int
+    config_of: Callable[[int], Any] | None  # that of a launch on a stream, where it follows; None: it does not
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class _Launch:
 
     plan: LaunchPlan
     kernels: tuple[_Kernel, ...]
+    run_behind: Callable[..., tuple[Any]]  # cuLaunchKernelEx
     argument: Argument  # with pointers of the arrays of the call, of the results it allocates, of scratch arrays
     maps: tuple[tuple[Callable[[int], bytes], int], ...]  # from an address to its map, and which of the pointers it is
     names: tuple[str, ...]  # of what it returns
@@ -109,6 +112,7 @@ class _CopyFirst:
     names: tuple[str, ...]
 
 
+GRAPHS_OF_FOLLOWERS = 12030  # the CUDA version of drivers from which on graphs hold launches that overlap
 _launches: dict[tuple, _Launch | _CopyFirst] = {}
 
 
@@ -256,8 +260,13 @@ def _start(
     # Beside an H200 a launch took 3.0 us so, 3.6 us by cuda.bindings, and 5.3 us by CuPy's kernel object.
     run, kernel_params = cupy.cuda.driver.launchKernel, ctypes.addressof(argument)
     stream = cupy.cuda.get_current_stream().ptr
-    for _, handle, grid, threads, shared_bytes in launch.kernels:
-        run(handle, grid, 1, 1, threads, 1, 1, shared_bytes, stream, kernel_params, 0)
+    for _, handle, grid, threads, shared_bytes, config_of in launch.kernels:
+        if config_of is None:
+            run(handle, grid, 1, 1, threads, 1, 1, shared_bytes, stream, kernel_params, 0)
+        else:
+            (error,) = launch.run_behind(config_of(stream), handle, kernel_params, 0)
+            if error.value:
+                raise RuntimeError(f"cuLaunchKernelEx returned {error.name}")
     return tuple(results)
 
 
@@ -323,6 +332,7 @@ def _prepare(
     return _Launch(
         plan=plan,
         kernels=tuple(_load(kernel, device_id) for kernel in plan.kernels if kernel.grid),
+        run_behind=_driver().cuLaunchKernelEx,
         argument=Argument(plan, operands, pointers),
         maps=tuple((encoder(spec), pointers.index(spec.name)) for spec in plan.tensor_maps),
         names=names,
@@ -336,7 +346,28 @@ def _prepare(
 
 def _load(kernel: KernelSpec, device_id: int) -> _Kernel:
     function = _function(str(compile_spec(kernel).path), kernel.name, kernel.shared_bytes, device_id)
-    return _Kernel(function, function.ptr, kernel.grid, kernel.threads, kernel.shared_bytes)
+    config_of = None
+    if kernel.follows and cupy.cuda.runtime.driverGetVersion() >= GRAPHS_OF_FOLLOWERS:
+        sizes = kernel.grid, kernel.threads, kernel.shared_bytes
+        config_of = functools.lru_cache(maxsize=64)(functools.partial(_config_of_follower, *sizes))
+    return _Kernel(function, function.ptr, kernel.grid, kernel.threads, kernel.shared_bytes, config_of)
+
+
+def _config_of_follower(grid: int, threads: int, shared_bytes: int, stream: int) -> Any:
+    """That of a kernel whose blocks may start before the kernel in front of it has ended: it waits for that itself."""
+    driver = _driver()
+    attribute, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.hStream = shared_bytes, stream
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
+
+
+def _driver() -> Any:
+    return importlib.import_module("cuda.bindings.driver")
 
 
 @functools.cache

@@ -178,6 +178,7 @@ class KernelSpec:
     grid: int
     threads: int
     shared_bytes: int
+    follows: bool  # it may start while the kernel before it runs, and waits for its end by itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -449,7 +450,9 @@ class _Draft:
         """
         _check_blocks(blocks)
         name = "_".join((_symbol(source, self.problem, tile), *makes))
-        every = self.defines | tile.defines() | defines
+        # Launches overlap from compute capability 9.0 on; kernels without blocks are not launched.
+        follows = self.device.arch >= 90 and any(kernel.grid for kernel in self.kernels)
+        every = self.defines | tile.defines() | defines | {"CUFLASH_FOLLOWS": int(follows)}
         every |= {"CUFLASH_SHARED_BYTES": shared_bytes, "CUFLASH_KERNEL_NAME": name}
         self.kernels.append(
             KernelSpec(
@@ -460,6 +463,7 @@ class _Draft:
                 grid=blocks,
                 threads=32 * int(every["CUFLASH_NUM_WARPS"]),
                 shared_bytes=shared_bytes,
+                follows=follows,
             )
         )
 

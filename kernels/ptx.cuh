@@ -32,6 +32,7 @@ struct alignas(16) Bytes16 {
 // Defines the kernel `name`: `body(params)`, `threads` threads a block, at least `min_blocks` blocks a multiprocessor.
 #define CUFLASH_DEFINE_KERNEL(name, Params, threads, min_blocks, body)                                       \
   extern "C" __global__ void __launch_bounds__(threads, min_blocks) name(const __grid_constant__ Params params) { \
+    ptx::wait_for_kernel_before();                                                                           \
     body(params);                                                                                            \
   }
 
@@ -40,6 +41,15 @@ namespace ptx {
 // ---- Indices ------------------------------------------------------------------------------------------------------
 CUFLASH_DEVICE u32 thread_index() { return threadIdx.x; }
 CUFLASH_DEVICE u32 block_index() { return blockIdx.x; }
+
+// ---- Kernels ------------------------------------------------------------------------------------------------------
+// Thread. With CUFLASH_FOLLOWS blocks may start before the kernel in front of theirs has ended: until it has, and all that
+// it wrote can be seen (griddepcontrol.wait).
+CUFLASH_DEVICE void wait_for_kernel_before() {
+#if CUFLASH_FOLLOWS
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 // ---- Shared memory ------------------------------------------------------------------------------------------------
 // Address of the block's dynamic shared memory, aligned to 1024 bytes.

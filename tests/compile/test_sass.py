@@ -1,4 +1,4 @@
-"""What the assembler made of the forward kernel of compute capability 9.0: whether its softmax overlaps the products.
+"""What the assembler made of kernels: whether the softmax of compute capability 9.0 overlaps the products, and more.
 
 The rows of the table are measured with the exponentials of a step between its two waits: behind the one for S, in front
 of the one for O. The assembler may sink them behind the second, where nothing runs at their side any more; results stay
@@ -38,12 +38,16 @@ pytestmark = [
 KEEPING = tuple(tile for tile in FORWARD_SM90_TILES if tile.keep_before)
 
 
-def instructions(tile, **options):
-    """Those of the row's kernel at its largest head dimensions, in the order of their addresses."""
-    case = ct.Case(seqlen_q=64, seqlen_k=64, head_dim=tile.max_dim, dtype="bfloat16", **options)
+def kernels_of(head_dim, tiles=None, pass_="forward", **options):
+    """Those of a small problem."""
+    case = ct.Case(seqlen_q=64, seqlen_k=64, head_dim=head_dim, dtype="bfloat16", **options)
     arrays = case.arrays()
     problem = make_problem(case.options, *(arrays[name] for name in "qkv"))
-    (kernel,) = choose_plan(problem, DeviceSpec.for_arch("9.0"), tiles=(tile,)).kernels
+    return choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_, tiles=tiles).kernels
+
+
+def instructions(kernel):
+    """Those of a kernel in the order of their addresses."""
     command = [find_nvdisasm(), "--print-code", str(compile_spec(kernel).path)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", text, re.MULTILINE)
@@ -62,7 +66,8 @@ def exponentials(code):
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["full", "causal"])
 @pytest.mark.parametrize("tile", KEEPING, ids=lambda tile: f"{tile.max_dim}-{tile.block_m}x{tile.block_n}")
 def test_exponentials_stay_beside_the_product(tile, options):
-    steps = list(exponentials(instructions(tile, **options)))
+    (kernel,) = kernels_of(tile.max_dim, (tile,), **options)
+    steps = list(exponentials(instructions(kernel)))
     assert len(steps) == 2  # with the mask and without
     for before, after in steps:
         assert before >= tile.block_n // 2  # of the two rows of a lane, a quarter of the columns
@@ -72,5 +77,16 @@ def test_exponentials_stay_beside_the_product(tile, options):
 def test_left_to_itself_the_assembler_moves_them():
     """Else the rows need not ask, and the test above proves nothing."""
     for tile in KEEPING:
-        steps = list(exponentials(instructions(replace(tile, keep_before=False))))
+        (kernel,) = kernels_of(tile.max_dim, (replace(tile, keep_before=False),))
+        steps = list(exponentials(instructions(kernel)))
         assert any(after > 0 for _, after in steps), tile
+
+
+def test_kernels_that_follow_wait_before_they_load():
+    first, *others = kernels_of(64, pass_="backward", num_heads=4, num_heads_kv=1)
+    assert len(others) == 2
+    assert not any("ACQBULK" in text for text in instructions(first))
+    for kernel in others:
+        code = instructions(kernel)
+        (wait,) = (i for i, text in enumerate(code) if "ACQBULK" in text)
+        assert not any(re.search(r"\b(LDG?|STG?|UBLKCP|UTMALDG|RED|ATOMG?)\b", text) for text in code[:wait])

@@ -759,6 +759,20 @@ def test_blocks_that_stay(seqlen_q, num_sms, causal):
     assert f"{kernel.grid} blocks stay and take {m_blocks} tiles of queries one after another" in plan.reason
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("arch", ["8.0", "9.0", "10.0"])
+@pytest.mark.parametrize("sizes", [{}, {"seqlen_k": 0}, {"seqlen_q": 0}], ids=str)
+def test_kernels_start_behind_those_that_are_launched(sizes, arch, dtype):
+    """While these run, where the device can; the first waits for whatever there was before the call."""
+    problem = problem_of(**{"seqlen_q": 300, "seqlen_k": 500, "heads": 4, "heads_kv": 2, "dtype": dtype} | sizes)
+    for pass_ in ("forward", "backward"):
+        kernels = choose_plan(problem, DeviceSpec.for_arch(arch), pass_).kernels
+        launched = [kernel.grid > 0 for kernel in kernels]
+        expected = [arch != "8.0" and any(launched[:i]) for i in range(len(kernels))]
+        assert [kernel.follows for kernel in kernels] == expected
+        assert [dict(kernel.defines)["CUFLASH_FOLLOWS"] for kernel in kernels] == list(map(int, expected))
+
+
 def test_a_window_with_a_left_side_has_no_pairs():
     for window, pairs in (((None, 0), 1), ((5, 0), 0), ((5, None), 0), (None, 0)):
         (kernel,) = choose_plan(problem_of(window=window), H200).kernels
