@@ -161,11 +161,11 @@ DECODE_SM90_TILES = (
 BACKWARD_SM90_TILES = (
     #             max_dim m   n   stages early  split  hold K dk from shared
     _backward_sm90(64,  64, 128, 3,     True,  False, True,  False,
-                   _h200("562 / 514, 466 / 344", "251 / 228, 238 / 184")),
+                   _h200("579 / 526, 478 / 348", "258 / 235, 243 / 186")),
     _backward_sm90(128, 64, 128, 3,     False, False, False, True,
-                   _h200("604 / 556, 491 / 365", "266 / 248, 246 / 206")),
+                   _h200("608 / 579, 512 / 371", "266 / 259, 255 / 208")),
     _backward_sm90(256, 64, 64,  2,     True,  True,  False, False,
-                   _h200("456 / 442, 390 / 298", "233 / 219, 224 / 180")),
+                   _h200("466 / 450, 394 / 301", "239 / 224, 227 / 181")),
 )
 
 # Tiles of 64 keys and 64 queries; the products of pieces count as one.
