@@ -29,10 +29,18 @@ struct alignas(16) Bytes16 {
 
 #define CUFLASH_DEVICE __device__ __forceinline__
 
+// Blocks of a kernel that follows may start before the one in front of it has ended: until it has, and all that it wrote can
+// be seen. Every thread does so first, hence also those before that one have ended.
+#if CUFLASH_FOLLOWS
+#define CUFLASH_WAIT_FOR_KERNEL_BEFORE asm volatile("griddepcontrol.wait;" ::: "memory");
+#else
+#define CUFLASH_WAIT_FOR_KERNEL_BEFORE
+#endif
+
 // Defines the kernel `name`: `body(params)`, `threads` threads a block, at least `min_blocks` blocks a multiprocessor.
 #define CUFLASH_DEFINE_KERNEL(name, Params, threads, min_blocks, body)                                       \
   extern "C" __global__ void __launch_bounds__(threads, min_blocks) name(const __grid_constant__ Params params) { \
-    ptx::wait_for_kernel_before();                                                                           \
+    CUFLASH_WAIT_FOR_KERNEL_BEFORE                                                                           \
     body(params);                                                                                            \
   }
 
@@ -41,15 +49,6 @@ namespace ptx {
 // ---- Indices ------------------------------------------------------------------------------------------------------
 CUFLASH_DEVICE u32 thread_index() { return threadIdx.x; }
 CUFLASH_DEVICE u32 block_index() { return blockIdx.x; }
-
-// ---- Kernels ------------------------------------------------------------------------------------------------------
-// Thread. With CUFLASH_FOLLOWS blocks may start before the kernel in front of theirs has ended: until it has, and all that
-// it wrote can be seen (griddepcontrol.wait).
-CUFLASH_DEVICE void wait_for_kernel_before() {
-#if CUFLASH_FOLLOWS
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 // ---- Shared memory ------------------------------------------------------------------------------------------------
 // Address of the block's dynamic shared memory, aligned to 1024 bytes.

@@ -449,7 +449,7 @@ TRIALS = {
         num_sms=1,
     ),
     "backward sm90 tail": Trial(
-        case=replace(_GROUPED, seqlen_q=300, seqlen_k=257), tiles=(_BACKWARD_SM90, None), num_sms=5, shares=True
+        case=replace(_GROUPED, seqlen_q=300, seqlen_k=380), tiles=(_BACKWARD_SM90, None), num_sms=5, shares=True
     ),
     "backward sm90 tail back": Trial(
         case=replace(_GROUPED, seqlen_q=140, seqlen_k=140, causal=True, num_heads=8, num_heads_kv=8),
