@@ -39,6 +39,7 @@ from cuflash.tiles import (
     ForwardSm90Tile,
     ScoresTile,
     Tile,
+    helper_of,
     round_up,
     tile_bytes,
 )
@@ -58,8 +59,8 @@ CAUSAL_HEAD_SECTION = 16
 BACKWARD_HEAD_SECTION = 4
 TURNS_APART = 2
 # Heads of packed sequences are few and long, and nobody but a kernel before clears the accumulators of dq of those that
-# start side by side. On an H200 two in place of 4 to 16 are 1 to 4 % faster at head_dim 256 and up to 1 % at 64; with
-# turns under a causal mask four in place of 16 up to 1 %, and two 2 to 3 % slower than four at 256.
+# start side by side. On an H200 two in place of 4 to 16 are up to 4 % faster at head_dim 256 and up to 2 % at 64; with
+# turns under a causal mask four in place of 16 up to 1 %, and two 1 to 3 % slower than four at 256.
 PACKED_HEAD_SECTION, PACKED_TURNS_SECTION = 2, 4
 # Under a causal mask blocks of a head are at different queries, and Q, dO and dQ of the heads under way should stay in
 # L2. On an H200 with turns at seqlen 16384, 128 MiB of them in place of 16 cost 21 % (head_dim 128), or in place of 32
@@ -774,11 +775,11 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
 
     # How the kernels around the main one see the fragments in memory.
     around = draft.tiles[0] if draft.tiles else _choose(SCORES_TILES, problem, device)[0]
+    if isinstance(main, BackwardSm90Tile | BackwardFloat32Sm90Tile):
+        around = helper_of(main)
     if isinstance(main, BackwardSm90Tile):
         draft.head_section = _backward_head_section(draft, main)
-        around = main.helper()
     elif isinstance(main, BackwardFloat32Sm90Tile):
-        around = main.helper()
         draft.defines["CUFLASH_PLAIN_FRAGMENTS"] = 1
     draft.clear_ahead = _clear_ahead(draft, main) if reduces_dq else 0
     draft.defines["CUFLASH_CLEARS_AHEAD"] = int(draft.clear_ahead > 0)
@@ -816,9 +817,11 @@ def _draft_convert(draft: _Draft, main: MainTile, around: Tile, n_blocks: int, r
     blocks, shared_bytes = 0, 0
     parts = max(draft.group_splits, draft.tail_splits)
     results = len(set(draft.need) & {"dk", "dv"})
+    # Warps that leave a part of dk, or of dv: those of 16 keys each, or all that divide both among them.
+    part_warps = around.num_warps if around is main else main.block_n // 16
     if parts > 1 and results:
         shared = n_blocks - draft.whole_tiles
-        shares = main.part_warps // around.num_warps
+        shares = part_warps // around.num_warps
         blocks += shared * shares * results
         shared_bytes = tile_bytes(main.block_n // shares, max(dim, dim_v), main.element_bytes)
         draft.scratch["dkv_partials"] = shared * parts * main.block_n * (dim + dim_v)
@@ -839,7 +842,7 @@ def _draft_convert(draft: _Draft, main: MainTile, around: Tile, n_blocks: int, r
         if in_turn:
             draft.reasons.append("deterministic: tiles of keys take turns at adding to a tile of dq")
     if shared_bytes:
-        defines = {"CUFLASH_DIM_MULTIPLE": main.dim_multiple, "CUFLASH_PART_WARPS": main.part_warps}
+        defines = {"CUFLASH_DIM_MULTIPLE": main.dim_multiple, "CUFLASH_PART_WARPS": part_warps}
         draft.add("backward_convert.cu", around, blocks, shared_bytes, **defines)
 
 

@@ -90,11 +90,6 @@ class BackwardTile:
         return min(self.warps_d, self.block_m // 16)
 
     @property
-    def part_warps(self) -> int:
-        """Warps that leave a part of dk and dv, where blocks share the heads of a group."""
-        return self.num_warps
-
-    @property
     def dim_multiple(self) -> int:
         """Head dimensions are padded so that every warp gets the same number of 16-wide pieces of their columns."""
         return 16 * max(self.warps_d, self.num_warps // self.dq_warps_m)
@@ -355,26 +350,6 @@ class BackwardSm90Tile:
             "CUFLASH_DK_FROM_SHARED": int(self.dk_from_shared),
         }
 
-    @property
-    def part_warps(self) -> int:
-        """Warps that leave a part of dk, or of dv, where blocks share a tile of keys."""
-        return self.block_n // 16
-
-    def helper(self) -> BackwardTile:
-        """How the kernels around it see its accumulators: fragments of the warps of one warpgroup below each other."""
-        return BackwardTile(
-            max_dim=self.max_dim,
-            block_m=self.block_m,
-            block_n=self.block_n,
-            num_warps=4,
-            num_stages=1,
-            min_blocks=1,
-            warps_d=1,
-            dq_warps_m=4,
-            fragments_ahead=0,
-            origin=self.origin,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardFloat32Sm90Tile:
@@ -416,26 +391,22 @@ class BackwardFloat32Sm90Tile:
             "CUFLASH_PIECES": self.pieces,
         }
 
-    @property
-    def part_warps(self) -> int:
-        """Warps that leave a part of dk, or of dv, where blocks share a tile of keys."""
-        return self.block_n // 16
 
-    def helper(self) -> BackwardTile:
-        """How the kernels around it see its accumulators: fragments of the warps of one warpgroup below each other."""
-        return BackwardTile(
-            element_bytes=self.element_bytes,
-            max_dim=self.max_dim,
-            block_m=self.block_m,
-            block_n=self.block_n,
-            num_warps=4,
-            num_stages=1,
-            min_blocks=1,
-            warps_d=1,
-            dq_warps_m=4,
-            fragments_ahead=0,
-            origin=self.origin,
-        )
+def helper_of(main: BackwardSm90Tile | BackwardFloat32Sm90Tile) -> BackwardTile:
+    """How the kernels around it see its accumulators: fragments of the warps of one warpgroup below each other."""
+    return BackwardTile(
+        element_bytes=main.element_bytes,
+        max_dim=main.max_dim,
+        block_m=main.block_m,
+        block_n=main.block_n,
+        num_warps=4,
+        num_stages=1,
+        min_blocks=1,
+        warps_d=1,
+        dq_warps_m=4,
+        fragments_ahead=0,
+        origin=main.origin,
+    )
 
 
 Tile = (

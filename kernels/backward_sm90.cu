@@ -101,8 +101,8 @@ static_assert(kChunk % kDqColumns == 0, "columns of one chunk of K");
 constexpr bool kAsksEarly = !kDkFromShared;
 // Cycles that dQ waits once dS' is there, so that what consumers issue next goes first. On an H200, with turns 60 are 1 to
 // 4 % faster than none at head_dim 64, 100 are 1 to 8 % faster at 256, and at 128 it makes no difference. Without turns
-// any delay costs, at head_dim 64 as little as 20 cycles 2 to 5 %; but of packed sequences, which are at it later anyway,
-// 20 to 40 are 1 to 3 % faster there.
+// any delay costs, at head_dim 64 as little as 20 cycles 2 to 5 %; but of packed sequences 20 to 40 are
+// 1 to 3 % faster there.
 constexpr u32 kDqDelay = kDkFromShared ? 0 : kDqInTurn ? (kSplitsRoles ? 100 : 60) : kIsPacked && !kSplitsRoles ? 30 : 0;
 
 // Named barriers: of each consumer, of all of them, of consumers and dQ at the end, of each consumer for its turn.

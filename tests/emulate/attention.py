@@ -265,6 +265,15 @@ def backward(
     return _call("backward", problem, {**arrays, "out": out, "lse": lse}, results, **options)
 
 
+def packed_sizes(of_queries: Sequence[int], of_keys: Sequence[int], rest: int = 0) -> dict[str, Any]:
+    """Of a case: packed sequences of such lengths, and so many rows behind the last one."""
+    return {
+        f"{name}_{x}": value
+        for x, lengths in (("q", of_queries), ("k", of_keys))
+        for name, value in (("seqlen", sum(lengths) + rest), ("cu_seqlens", tuple(np.cumsum([0, *lengths]).tolist())))
+    }
+
+
 def gradients_of(
     case: Case,
     tile: Tile,

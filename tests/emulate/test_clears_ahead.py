@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import attention
-import numpy as np
 import pytest
 from emulator import SCHEDULES, find_compiler
 from hypothesis import event, given, settings
@@ -69,8 +68,7 @@ def test_against_the_oracle(what, data):
     num_heads_kv = data.draw(st.sampled_from(what.num_heads_kv))
     if what.packed:
         of_queries, of_keys = (data.draw(st.lists(lengths, min_size=3, max_size=3)) for _ in range(2))
-        starts = {f"cu_seqlens_{x}": (0, *np.cumsum(n).tolist()) for x, n in (("q", of_queries), ("k", of_keys))}
-        sizes = {"seqlen_q": sum(of_queries), "seqlen_k": sum(of_keys), **starts}
+        sizes = attention.packed_sizes(of_queries, of_keys)
     else:
         sizes = {"seqlen_q": data.draw(lengths), "seqlen_k": data.draw(lengths), "batch": data.draw(st.integers(2, 4))}
     case = ct.Case(

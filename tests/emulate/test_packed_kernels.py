@@ -63,16 +63,13 @@ def cases_of(draw, what):
     if options.pop("alibi_slopes", False):
         options["alibi_slopes"] = draw(st.sampled_from([(2,), (len(of_queries), 2)]))
     return ct.Case(
-        seqlen_q=sum(of_queries) + rest,
-        seqlen_k=sum(of_keys) + rest,
+        **attention.packed_sizes(of_queries, of_keys, rest),
         num_heads=2,
         num_heads_kv=2 // what.group,
         head_dim=what.head_dim,
         dtype=what.dtype,
         layout=draw(st.sampled_from(("bhsd", "bshd"))),
         causal=what.causal,
-        cu_seqlens_q=tuple(np.cumsum([0, *of_queries]).tolist()),
-        cu_seqlens_k=tuple(np.cumsum([0, *of_keys]).tolist()),
         dlse=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
         **options,
@@ -157,11 +154,10 @@ FOR_MANY = [
 
 
 def case_of(what, lengths, rest, num_heads=2):
-    starts = tuple(np.cumsum([0, *lengths]).tolist())
     return ct.Case(
-        seqlen_q=starts[-1] + rest, seqlen_k=starts[-1] + rest, num_heads=num_heads,
+        **attention.packed_sizes(lengths, lengths, rest), num_heads=num_heads,
         num_heads_kv=num_heads // what.group, head_dim=what.head_dim, dtype=what.dtype, causal=what.causal,
-        cu_seqlens_q=starts, cu_seqlens_k=starts, **dict(what.options),
+        **dict(what.options),
     )  # fmt: skip
 
 

@@ -64,8 +64,7 @@ def test_against_the_oracle(what, data):
     lengths = st.sampled_from((1, 64, 65, 130, 200, 257))
     if what.packed:
         of_queries, of_keys = (data.draw(st.lists(lengths, min_size=2, max_size=2)) for _ in range(2))
-        starts = {f"cu_seqlens_{x}": (0, *np.cumsum(n).tolist()) for x, n in (("q", of_queries), ("k", of_keys))}
-        sizes = {"seqlen_q": sum(of_queries), "seqlen_k": sum(of_keys), **starts}
+        sizes = attention.packed_sizes(of_queries, of_keys)
     else:
         sizes = {"seqlen_q": data.draw(lengths), "seqlen_k": data.draw(lengths), "batch": 2}
     num_heads_kv = data.draw(st.sampled_from((2, 4)))
