@@ -32,27 +32,26 @@ takes ten times as long where a mask is random.
 from __future__ import annotations
 
 import math
-import os
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-from numpy.lib.introspect import opt_func_info
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from cuflash import exponentials, stacks
 from cuflash.dropout import kept_weights
+from cuflash.exponentials import exponential
+from cuflash.jobs import PRODUCT_LIMIT, Workspace, count_cores, run
 from cuflash.packed import Sequence, for_each, sequences
 from cuflash.problem import DEFAULT_NEED, GRADIENTS, Problem, view_4d, view_rows
+from cuflash.stacks import derivative_by_softcap
 
 Array = NDArray[Any]
 
 KEY_BLOCK = 64
-PRODUCT_LIMIT = 400_000  # multiplications in one product of blocks: OpenBLAS takes a second thread from 2**19 on
 TILE = 2**18  # scores in a tile: one MiB in float32, to stay in the L2 cache or near it
 QUERY_TILE = 512  # rows
 QUERY_BLOCK = 64  # rows of a tile at least, where blocks of a block mask are smaller
@@ -62,7 +61,6 @@ TILES_PER_JOB = 4  # query tiles that share the conversion of a key tile
 SERIAL_FLOPS = 1e8  # work too small to be worth a thread
 MAX_RANGES = 16  # of keys of a head, for as many threads; each takes the memory of a dq
 SUM_LIMIT = 2.0  # mean weight of the keys of a tile: more says that the maximum has risen
-LOWEST_WEIGHT = {np.dtype(np.float32): 2.0**-100, np.dtype(np.float64): 2.0**-960}  # products with V are normal too
 SMALL_SCORE = 48.0  # in base 2: weights between 2**-48 and 2**48, and their quotients, are normal numbers
 
 
@@ -83,7 +81,7 @@ def forward(
     cu_seqlens_k: Array | None = None,
     seed: int | None = None,
     offset: int | None = None,
-    sequence: int = 0,
+    sequence: int | None = None,
     out: Array | None = None,
     lse: Array | None = None,
 ) -> tuple[Array, Array]:
@@ -99,8 +97,8 @@ def forward(
         Likewise.
     seed, offset : int, optional
         With dropout: which weights are dropped, as `cuflash.dropout_mask` says.
-    sequence : int
-        The number of the first batch entry, for dropout.
+    sequence : int, optional
+        Which of packed sequences this is: it is computed beside others, and dropout counts them.
     out, lse : numpy.ndarray, optional
         Written to and returned: shape `problem.out_shape` and dtype of q, shape `problem.lse_shape` and
         `problem.softmax_dtype`; any strides.
@@ -123,7 +121,11 @@ def forward(
 
         lse[:, int(cu_seqlens_q[-1]) :] = -np.inf
         view_4d(out, problem.layout)[:, :, int(cu_seqlens_q[-1]) :] = 0
-        _for_each_sequence(problem, cu_seqlens_q, cu_seqlens_k, forward_of, lambda p: p.forward_flops)
+        _for_each_sequence(problem, cu_seqlens_q, cu_seqlens_k, forward_of, 2, lambda p: p.forward_flops)
+        return out, lse
+    if stacks.serves(problem):
+        options = (bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, seed, offset, sequence)
+        stacks.forward(stacks.Call(problem, q, k, v, *options), out, lse)
         return out, lse
     call = _Call(problem, q, k, v, bias, mask, alibi_slopes, sinks, block_mask, block_table, seed, offset, sequence)
     out_4d, lse_3d = view_4d(out, problem.layout), view_rows(lse)
@@ -143,7 +145,7 @@ def forward(
         return heads.count * (min(heads.num_keys, aligned.key_range(rows[-1])[1]) - aligned.key_range(rows[0])[0])
 
     jobs.sort(key=seen, reverse=True)  # no long job starts last
-    _run(lambda *job: _forward_job(call, out_4d, lse_3d, *job), jobs, threads, call.dtype)
+    run(lambda *job: _forward_job(call, out_4d, lse_3d, *job), jobs, threads, call.dtype)
     return out, lse
 
 
@@ -168,7 +170,7 @@ def backward(
     need: Collection[str] | None = None,
     seed: int | None = None,
     offset: int | None = None,
-    sequence: int = 0,
+    sequence: int | None = None,
     **results: Array | None,
 ) -> tuple[Array, ...]:
     """Gradients of ``sum(dout * out) + sum(dlse * lse)`` by tiles (FlashAttention-2, algorithm 2); bitwise repeatable.
@@ -197,13 +199,14 @@ def backward(
     """
     if need is None:
         need = DEFAULT_NEED if sinks is None else (*DEFAULT_NEED, "dsinks")
-    number = np.empty((), problem.softmax_dtype)
-    like: dict[str, Any] = {"dq": q, "dk": k, "dv": v, "dbias": bias, "dalibi_slopes": alibi_slopes, "dsinks": sinks}
+    like = {"dq": q, "dk": k, "dv": v, "dbias": bias, "dalibi_slopes": alibi_slopes, "dsinks": sinks}
     wanted: dict[str, Array] = {}
     for name in GRADIENTS:
         if name in need:
-            given, model = results.get(name), like.get(name, number)
-            wanted[name] = np.empty(model.shape, model.dtype) if given is None else given
+            given, model = results.get(name), like.get(name)
+            if given is None:
+                given = np.empty((), problem.softmax_dtype) if model is None else np.empty(model.shape, model.dtype)
+            wanted[name] = given
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
         arrays |= {} if dlse is None else {"dlse": dlse}
@@ -225,10 +228,14 @@ def backward(
         ends = {"dq": cu_seqlens_q[-1], "dk": cu_seqlens_k[-1], "dv": cu_seqlens_k[-1]}
         for name in ends.keys() & wanted.keys():
             view_4d(wanted[name], problem.layout)[:, :, int(ends[name]) :] = 0
-        _for_each_sequence(problem, cu_seqlens_q, cu_seqlens_k, backward_of, lambda p: p.backward_flops)
+        _for_each_sequence(problem, cu_seqlens_q, cu_seqlens_k, backward_of, 5, lambda p: p.backward_flops)
         with np.errstate(all="ignore"):
             for name, part in parts.items():
                 wanted[name][...] = part if wanted[name].shape == part.shape == heads else part.sum(axis=0)
+        return tuple(wanted.values())
+    if stacks.serves(problem):
+        options = (bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, seed, offset, sequence)
+        stacks.backward(stacks.Call(problem, q, k, v, *options), dout, out, lse, dlse, wanted)
         return tuple(wanted.values())
     call = _Call(problem, q, k, v, bias, mask, alibi_slopes, sinks, block_mask, None, seed, offset, sequence)
     dout, out, lse = view_4d(dout, problem.layout), view_4d(out, problem.layout), view_rows(lse)
@@ -273,7 +280,7 @@ def _write_operand_gradients(
         for of_keys in (dk, dv):
             if of_keys is not None:
                 of_keys[group.batch, group.head, group.num_keys :] = 0
-    _run(lambda *job: _backward_job(call, rows, dk, dv, *job), jobs, threads, call.dtype)
+    run(lambda *job: _backward_job(call, rows, dk, dv, *job), jobs, threads, call.dtype)
     if dq is not None and len(bounds) > 2:
         with np.errstate(all="ignore"):
             for head in np.ndindex(dq.shape[:2]):
@@ -284,11 +291,7 @@ def _write_operand_gradients(
 
 
 def _count_threads(flops: int) -> int:
-    if flops < SERIAL_FLOPS:
-        return 1
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return 1 if flops < SERIAL_FLOPS else count_cores()
 
 
 def _for_each_sequence(
@@ -296,54 +299,13 @@ def _for_each_sequence(
     cu_seqlens_q: Array,
     cu_seqlens_k: Array,
     work: Callable[[Sequence], None],
+    num_products: int,
     flops: Callable[[Problem], int],
 ) -> None:
-    every = list(sequences(problem, cu_seqlens_q, cu_seqlens_k))
-    threads = _count_threads(sum(flops(one.problem) for one in every))
-    for_each(every, work, flops, threads, SERIAL_FLOPS)
+    def is_short(own: Problem) -> bool:
+        return stacks.is_short(own, num_products) if stacks.serves(own) else flops(own) < SERIAL_FLOPS
 
-
-def _run(work: Callable[..., None], jobs: list[tuple[Any, ...]], threads: int, dtype: np.dtype[Any]) -> None:
-    """Call ``work(workspace, *job)`` for the jobs in order, on this thread and on others."""
-    remaining = deque(jobs)
-
-    def work_off() -> None:
-        workspace = _Workspace(dtype)
-        with np.errstate(all="ignore"):  # belongs to a thread; infinities and NaN are results like others here
-            while remaining:
-                try:
-                    job = remaining.popleft()
-                except IndexError:  # another thread was faster
-                    return
-                try:
-                    work(workspace, *job)
-                except BaseException:
-                    remaining.clear()
-                    raise
-
-    others = min(threads, len(jobs)) - 1
-    if others < 1:
-        work_off()
-        return
-    with ThreadPoolExecutor(others) as pool:
-        futures = [pool.submit(work_off) for _ in range(others)]
-        work_off()
-    for future in futures:
-        future.result()
-
-
-class _Workspace:
-    """Memory for the arrays of a tile, kept from tile to tile by one thread."""
-
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self._dtype = dtype
-        self._memory: dict[str, Array] = {}
-
-    def take(self, name: str, *shape: int) -> Array:
-        size = math.prod(shape)
-        if name not in self._memory or self._memory[name].size < size:
-            self._memory[name] = np.empty(size, self._dtype)
-        return self._memory[name][:size].reshape(shape)
+    for_each(list(sequences(problem, cu_seqlens_q, cu_seqlens_k)), work, is_short, _count_threads(flops(problem)))
 
 
 def _count_ranges(threads: int, num_heads: int) -> int:
@@ -411,37 +373,6 @@ def _clamp(x: int, low: int, high: int) -> int:
     return max(low, min(x, high))
 
 
-# ---- exponentials ----------------------------------------------------------------------------------------------------
-
-
-def _exp2_is_fast() -> bool:
-    """Whether NumPy computes exp2 of float32 by vector instructions here, and not one by one."""
-    loops = opt_func_info(func_name="^exp2$").get("exp2", {})
-    return any(not loop["current"].startswith("baseline") for types, loop in loops.items() if types.startswith("f"))
-
-
-# exp(x) is EXPONENTIAL(UNIT * x)
-EXPONENTIAL: np.ufunc = np.exp2 if _exp2_is_fast() else np.exp
-UNIT = math.log2(math.e) if EXPONENTIAL is np.exp2 else 1.0
-
-
-def _exponential(scores: Array, unit: float, *, small: bool) -> None:
-    """Exponentials of scores that have been multiplied by `unit`, in place.
-
-    They are zero where they would be less than LOWEST_WEIGHT; with `small`, none is.
-    """
-    if unit != UNIT:
-        scores *= UNIT / unit
-    if small:
-        EXPONENTIAL(scores, out=scores)
-        return
-    lowest = math.log(LOWEST_WEIGHT[scores.dtype]) * UNIT
-    np.maximum(scores, lowest, out=scores)
-    EXPONENTIAL(scores, out=scores)
-    # Of more than one, since a single number may go another way and be rounded otherwise.
-    scores -= EXPONENTIAL(np.full(64, lowest, scores.dtype))[0]
-
-
 # ---- tiles -----------------------------------------------------------------------------------------------------------
 
 
@@ -462,12 +393,12 @@ class _Call:
         block_table: Array | None,
         seed: int | None,
         offset: int | None,
-        sequence: int,
+        sequence: int | None,
     ) -> None:
         self.problem = problem
         self.block_table = block_table
         self.seed, self.offset = seed, offset
-        self.first_head = sequence * problem.num_heads  # for dropout
+        self.first_head = 0 if sequence is None else sequence * problem.num_heads  # for dropout
         self.dtype = np.dtype(problem.softmax_dtype)
         self.q, self.k, self.v = (view_4d(x, problem.layout) for x in (q, k, v))
         self.bias, self.mask = (None if x is None else x[(None,) * (4 - x.ndim)] for x in (bias, mask))
@@ -480,7 +411,7 @@ class _Call:
         # before a multiplication by UNIT too.
         self.has_added_terms = bias is not None or alibi_slopes is not None
         self.has_terms = self.has_added_terms or problem.softcap is not None
-        self.unit = 1.0 if self.has_added_terms else UNIT
+        self.unit = 1.0 if self.has_added_terms else exponentials.UNIT
         self.tile = TILE * KEY_BLOCK // max(KEY_BLOCK, dim)
         self.query_tile = QUERY_TILE
         if problem.window_left is not None and problem.window_right is not None:
@@ -725,7 +656,7 @@ def _hide(scores: Array, visible: Array | bool, value: float) -> None:
         bits |= ~visible & np.array(value, scores.dtype).view(visible.dtype)
 
 
-def _kept(call: _Call, queries: _Queries, keys: _Keys, workspace: _Workspace, shape: tuple[int, ...]) -> Array:
+def _kept(call: _Call, queries: _Queries, keys: _Keys, workspace: Workspace, shape: tuple[int, ...]) -> Array:
     """What dropout multiplies the weights of a tile by."""
     problem = call.problem
     factor = workspace.take("kept", *shape)
@@ -742,7 +673,7 @@ def _scores(
     queries: _Queries,
     keys: _Keys,
     k: Array,
-    workspace: _Workspace,
+    workspace: Workspace,
     *,
     out: Array,
     tanh: Array | None = None,
@@ -779,7 +710,7 @@ def _scores(
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
 
-def _forward_job(call: _Call, out: Array, lse: Array, workspace: _Workspace, heads: _Heads, rows: range) -> None:
+def _forward_job(call: _Call, out: Array, lse: Array, workspace: Workspace, heads: _Heads, rows: range) -> None:
     """out and lse of some rows of some heads."""
     call = call.aligned_to(heads.num_keys)
     head_dim_v = call.problem.head_dim_v
@@ -819,7 +750,7 @@ def _forward_tile(
     v: Array,
     visible: Array | bool,
     total: Array,
-    workspace: _Workspace,
+    workspace: Workspace,
 ) -> None:
     """Add O and l of a tile to `total`."""
     num_heads = queries.heads.count
@@ -832,7 +763,7 @@ def _forward_tile(
         if careful:
             _hide(scores, visible, -np.inf)
             _raise_maximum(call, queries, scores, total)
-        _exponential(scores, call.unit, small=queries.small)
+        exponential(scores, call.unit, small=queries.small)
         _hide(scores, visible, 0)
         sums = None
         if call.problem.dropout:
@@ -881,7 +812,7 @@ def _backward_job(
     of_rows: _Rows,
     dk: Array | None,
     dv: Array | None,
-    workspace: _Workspace,
+    workspace: Workspace,
     heads: _Heads,
     span: range,
     dq: Array | None,
@@ -972,7 +903,7 @@ def _backward_tile(
     k: Array,
     v: Array,
     visible: Array | bool,
-    workspace: _Workspace,
+    workspace: Workspace,
     needs_dq: bool,
     dk: Array | None = None,
     dv: Array | None = None,
@@ -988,7 +919,7 @@ def _backward_tile(
     p, ds = (workspace.take(name, *tile_shape) for name in ("p", "ds"))
     tanh = None if problem.softcap is None else workspace.take("tanh", *tile_shape)
     _scores(call, queries, keys, k, workspace, out=p, tanh=tanh)
-    _exponential(p, call.unit, small=queries.small)
+    exponential(p, call.unit, small=queries.small)
     _hide(p, visible, 0)
     kept = _kept(call, queries, keys, workspace, tile_shape) if problem.dropout else None
     if dv is not None:
@@ -1039,7 +970,7 @@ def _write_score_gradients(
     for first in range(0, len(jobs), threads):
         parts: list[dict[str, Array]] = [{} for _ in jobs[first : first + threads]]
         work = [(*job, part) for job, part in zip(jobs[first : first + threads], parts, strict=True)]
-        _run(lambda *job: _score_gradients_job(call, of_rows, wanted, *job), work, threads, call.dtype)
+        run(lambda *job: _score_gradients_job(call, of_rows, wanted, *job), work, threads, call.dtype)
         for (heads, rows), part in zip(jobs[first : first + threads], parts, strict=True):
             ((b, h),) = heads
             with np.errstate(all="ignore"):
@@ -1062,7 +993,7 @@ def _score_gradients_job(
     call: _Call,
     of_rows: _Rows,
     wanted: Collection[str],
-    workspace: _Workspace,
+    workspace: Workspace,
     heads: _Heads,
     rows: range,
     part: dict[str, Array],
@@ -1097,25 +1028,12 @@ def _score_gradients_job(
                     part["dalibi_slopes"] -= (pairs * distance).sum()
                 if "dsoftcap" in wanted and tanh is not None:
                     x = np.matmul(k, queries.q_t[:, None])
-                    part["dsoftcap"] += (ds * _derivative_by_softcap(x, tanh)).sum()
+                    part["dsoftcap"] += (ds * derivative_by_softcap(x, tanh)).sum()
 
             _backward_tile(call, queries, keys, k, v, visible, workspace, "dscale" in wanted, take_scores=take_scores)
     if "dscale" in wanted:
         q = queries.blocks(call.stage(call.q, heads, rows, padded=queries.padded))
         part["dscale"] += (queries.dq_t.swapaxes(2, 3) * q).sum()
-
-
-def _derivative_by_softcap(x: Array, tanh: Array) -> Array:
-    """That of ``softcap * tanh(x)``, x = score / softcap: ``tanh(x) - x * (1 - tanh(x) ** 2)``.
-
-    Near 0, where the terms cancel, ``(sinh(2 x) - 2 x) / 2 * (1 - tanh(x) ** 2)`` by the series of the first factor.
-    """
-    slope, near = 1 - tanh * tanh, np.abs(x) < 0.5
-    x2 = np.where(near, x * x, 0)
-    series = np.ones_like(x)
-    for n in range(18, 3, -2):
-        series = 1 + 4 / (n * (n + 1)) * x2 * series
-    return np.where(near, 2 / 3 * x * x2 * series * slope, tanh - x * slope)
 
 
 def _write_sink_gradients(sinks: Array, dout: Array, out: Array, lse: Array, dlse: Array | None, dsinks: Array) -> None:

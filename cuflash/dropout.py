@@ -84,9 +84,9 @@ def dropout_mask(
 
 
 def kept_weights(
-    rate: float, seed: int | None, offset: int | None, head: int, rows: range, columns: range
+    rate: float, seed: int | None, offset: int | None, head: int | Array, rows: range, columns: range
 ) -> NDArray[np.bool_]:
-    """Whether weights of some neighbouring rows and columns are kept, (rows, columns).
+    """Whether weights of some neighbouring rows and columns are kept, (rows, columns) behind the axes of `head`.
 
     `head` counts the heads of all batch entries; `rate` is a multiple of 1 / 65536.
     """
@@ -96,18 +96,19 @@ def kept_weights(
     counter = (
         np.arange(4 * first_column, 4 * (first_column + num_columns), dtype=np.uint64),
         np.arange(8 * first_row, 8 * (first_row + num_rows), dtype=np.uint64)[:, None],
-        np.array(head, np.uint64),
+        np.asarray(head, np.uint64)[..., None, None],
         np.array(offset, np.uint64),
     )
     words = philox(counter, (seed & 0xFFFFFFFF, seed >> 32))
     threshold = round(65536 * rate)
-    kept = np.empty((num_rows, 2, 8, num_columns, 2, 4, 2), np.bool_)
+    heads = np.shape(head)
+    kept = np.empty((*heads, num_rows, 2, 8, num_columns, 2, 4, 2), np.bool_)
     for i, word in enumerate(words):
-        word = word.reshape(num_rows, 8, num_columns, 4)
-        kept[:, 0, :, :, i % 2, :, i // 2] = word & np.uint32(0xFFFF) >= threshold
-        kept[:, 1, :, :, i % 2, :, i // 2] = word >> np.uint32(16) >= threshold
+        word = word.reshape(*heads, num_rows, 8, num_columns, 4)
+        kept[..., 0, :, :, i % 2, :, i // 2] = word & np.uint32(0xFFFF) >= threshold
+        kept[..., 1, :, :, i % 2, :, i // 2] = word >> np.uint32(16) >= threshold
     i, j = rows.start - 16 * first_row, columns.start - 16 * first_column
-    return kept.reshape(16 * num_rows, 16 * num_columns)[i : i + len(rows), j : j + len(columns)]
+    return kept.reshape(*heads, 16 * num_rows, 16 * num_columns)[..., i : i + len(rows), j : j + len(columns)]
 
 
 def philox(counter: tuple[Array, Array, Array, Array], key: tuple[int, int]) -> tuple[Array, Array, Array, Array]:

@@ -41,8 +41,12 @@ class Sequence:
 def sequences(problem: Problem, cu_seqlens_q: Array, cu_seqlens_k: Array) -> Iterator[Sequence]:
     """The packed sequences of a problem, in order."""
     rows, keys = (itertools.pairwise(cu.tolist()) for cu in (cu_seqlens_q, cu_seqlens_k))
+    of_lengths: dict[tuple[int, int], Problem] = {}
     for index, ((q0, q1), (k0, k1)) in enumerate(zip(rows, keys, strict=True)):
-        yield Sequence(index, problem.of_sequence(q1 - q0, k1 - k0), slice(q0, q1), slice(k0, k1))
+        lengths = (q1 - q0, k1 - k0)
+        if lengths not in of_lengths:
+            of_lengths[lengths] = problem.of_sequence(*lengths)
+        yield Sequence(index, of_lengths[lengths], slice(q0, q1), slice(k0, k1))
 
 
 def check_starts(problem: Problem, cu_seqlens_q: Array, cu_seqlens_k: Array) -> None:
@@ -62,16 +66,14 @@ def check_starts(problem: Problem, cu_seqlens_q: Array, cu_seqlens_k: Array) -> 
 
 
 def for_each(
-    every: list[Sequence],
-    work: Callable[[Sequence], None],
-    flops: Callable[[Problem], int],
-    threads: int,
-    serial: float,
+    every: list[Sequence], work: Callable[[Sequence], None], is_short: Callable[[Problem], bool], threads: int
 ) -> None:
-    """Call `work` for every sequence; for those of fewer than `serial` operations on as many threads."""
-    short = [sequence for sequence in every if flops(sequence.problem) < serial]
+    """Call `work` for every sequence; for short ones on as many threads."""
+    short = []
     for sequence in every:
-        if flops(sequence.problem) >= serial:
+        if is_short(sequence.problem):
+            short.append(sequence)
+        else:
             work(sequence)
     if threads == 1 or len(short) < 2:
         for sequence in short:

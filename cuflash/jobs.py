@@ -1,0 +1,72 @@
+"""Jobs on NumPy arrays, dealt to threads: how many threads there are, and what each of them keeps."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+PRODUCT_LIMIT = 400_000  # multiplications in one product of a job: OpenBLAS takes a second thread from 2**19 on
+
+
+def count_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class Workspace:
+    """Memory for the arrays of a job, kept from job to job by one thread."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self._dtype = dtype
+        self._memory: dict[str, Array] = {}
+
+    def take(self, name: str, *shape: int) -> Array:
+        memory = self._memory.get(name)
+        if memory is None:
+            memory = self._memory[name] = np.empty(shape, self._dtype)
+        if memory.shape == shape:
+            return memory
+        size = math.prod(shape)
+        if memory.size < size:
+            memory = self._memory[name] = np.empty(size, self._dtype)
+        return memory.reshape(-1)[:size].reshape(shape)
+
+
+def run(work: Callable[..., None], jobs: list[tuple[Any, ...]], threads: int, dtype: np.dtype[Any]) -> None:
+    """Call ``work(workspace, *job)`` for the jobs in order, on this thread and on others."""
+    remaining = deque(jobs)
+
+    def work_off() -> None:
+        workspace = Workspace(dtype)
+        with np.errstate(all="ignore"):  # belongs to a thread; infinities and NaN are results like others here
+            while remaining:
+                try:
+                    job = remaining.popleft()
+                except IndexError:  # another thread was faster
+                    return
+                try:
+                    work(workspace, *job)
+                except BaseException:
+                    remaining.clear()
+                    raise
+
+    others = min(threads, len(jobs)) - 1
+    if others < 1:
+        work_off()
+        return
+    with ThreadPoolExecutor(others) as pool:
+        futures = [pool.submit(work_off) for _ in range(others)]
+        work_off()
+    for future in futures:
+        future.result()
