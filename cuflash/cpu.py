@@ -124,7 +124,7 @@ def forward(
         _for_each_sequence(problem, cu_seqlens_q, cu_seqlens_k, forward_of, 2, lambda p: p.forward_flops)
         return out, lse
     if stacks.serves(problem):
-        options = (bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, seed, offset, sequence)
+        options = (bias, mask, kv_lengths, alibi_slopes, sinks, seed, offset, sequence)
         stacks.forward(stacks.Call(problem, q, k, v, *options), out, lse)
         return out, lse
     call = _Call(problem, q, k, v, bias, mask, alibi_slopes, sinks, block_mask, block_table, seed, offset, sequence)
@@ -234,7 +234,7 @@ def backward(
                 wanted[name][...] = part if wanted[name].shape == part.shape == heads else part.sum(axis=0)
         return tuple(wanted.values())
     if stacks.serves(problem):
-        options = (bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, seed, offset, sequence)
+        options = (bias, mask, kv_lengths, alibi_slopes, sinks, seed, offset, sequence)
         stacks.backward(stacks.Call(problem, q, k, v, *options), dout, out, lse, dlse, wanted)
         return tuple(wanted.values())
     call = _Call(problem, q, k, v, bias, mask, alibi_slopes, sinks, block_mask, None, seed, offset, sequence)

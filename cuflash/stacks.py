@@ -17,7 +17,7 @@ as it does for one of rows with columns, and the copy has columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from threading import Lock
 from typing import Any
@@ -36,15 +36,16 @@ Array = NDArray[Any]
 STACK = 2**18  # scores in a stack: one MiB in float32, as in a tile of `cuflash.cpu`
 STACK_ROWS = 2**21  # numbers in the rows of its operands
 HEAD_PRODUCT = 2**21  # multiplications in a product of a head: tiles are faster beyond
+TINY = 2**16  # scores and such numbers: surely too little work for threads
 STACK_NS = 1_000_000  # the work of a stack, where there are threads to share stacks
 # Work too small to be worth a second thread, and what it takes to start one, to wait for it and for the interpreter's
 # lock: where operations are short, and where products are large enough for BLAS to share them among its own threads.
 SERIAL_NS = (8_000_000, 2_000_000)
 THREAD_NS = (250_000, 100_000)
+MANY = 2**12  # numbers of rows that are worth looking at copying them
 COLUMNS = 40  # rows of a head that are worth a copy as columns; less if they are shorter
 SMALL_PRODUCT = 10**6  # multiplications: larger products are fast without that
 EINSUM_ROWS = 128  # of a stack, that are worth the longer call of np.einsum
-OF_OPERANDS = frozenset(DEFAULT_NEED)
 FLOAT32 = np.dtype(np.float32)
 LOWEST = {dtype: float(np.finfo(dtype).min) for dtype in LOWEST_WEIGHT}  # a number, unlike -inf
 # Exponentials of scores above this have the same bits with `small` and without.
@@ -52,9 +53,10 @@ LEAST = {dtype: math.log(weight) / 2 for dtype, weight in LOWEST_WEIGHT.items()}
 
 
 def serves(problem: Problem) -> bool:
-    """Whether stacks are for this problem: heads small enough, keys in one piece, and something to compute.
+    """Whether stacks are for this problem: small heads, all of their keys in one piece, and something to compute.
 
-    Products of a head have at most HEAD_PRODUCT multiplications, and heads that share keys fit into a stack.
+    Small are heads whose products have at most HEAD_PRODUCT multiplications, and where those that share keys fit into a
+    stack. Tiles leave out what a block mask hides, and follow a block table.
     """
     scores, num_rows = problem.seqlen_q * problem.seqlen_k, problem.group_size * problem.seqlen_q
     dims = (problem.head_dim, problem.head_dim_v)
@@ -63,6 +65,7 @@ def serves(problem: Problem) -> bool:
         and num_rows * problem.seqlen_k <= STACK
         and (num_rows + problem.seqlen_k) * sum(dims) <= STACK_ROWS
         and problem.batch * problem.num_heads > 0
+        and problem.block_mask is None
         and problem.block_table is None
     )
 
@@ -100,7 +103,6 @@ class Call:
         kv_lengths: Array | None,
         alibi_slopes: Array | None,
         sinks: Array | None,
-        block_mask: Array | None,
         seed: int | None,
         offset: int | None,
         sequence: int | None,
@@ -110,12 +112,12 @@ class Call:
         self.q, self.k, self.v = view_4d(q, layout), view_4d(k, layout), view_4d(v, layout)
         self.dtype = q.dtype if q.dtype.itemsize > 2 else FLOAT32
         self.group_size = problem.group_size
-        self.bias, self.mask, self.block_mask = bias, mask, block_mask
-        self.kv_lengths, self.slopes, self.sinks = kv_lengths, alibi_slopes, sinks
+        self.bias, self.mask, self.kv_lengths = bias, mask, kv_lengths
+        self.slopes, self.sinks = alibi_slopes, sinks
         self.seed, self.offset = seed, offset
         self.first_head = 0 if sequence is None else sequence * problem.num_heads  # for dropout
         self.has_window = problem.window_left is not None or problem.window_right is not None
-        self.hides = self.has_window or not (mask is kv_lengths is block_mask is None)
+        self.hides = self.has_window or mask is not None or kv_lengths is not None
         # Added terms may be large and nearly cancel: they come before a multiplication by UNIT, as in `cuflash.cpu`.
         self.unit = exponentials.UNIT if bias is None and alibi_slopes is None else 1.0
         # Multiplications in one product, where others are computed at the same time: too few for BLAS to start threads.
@@ -131,15 +133,10 @@ def forward(call: Call, out: Array, lse: Array) -> None:
 def backward(call: Call, dout: Array, out: Array, lse: Array, dlse: Array | None, wanted: Mapping[str, Array]) -> None:
     """Write the gradients that are wanted, as `cuflash.cpu.backward` does."""
     layout = call.problem.layout
-    dout, out, lse = view_4d(dout, layout), view_4d(out, layout), view_rows(lse)
-    dlse = None if dlse is None else view_rows(dlse)
-    dq, dk, dv = [view_4d(wanted[name], layout) if name in wanted else None for name in DEFAULT_NEED]
-    sums = None if wanted.keys() <= OF_OPERANDS else _Sums(call, wanted)
-
-    def work(*part: Any) -> None:
-        _backward_stack(_Stack(call, *part), dout, out, lse, dlse, dq, dk, dv, sums)
-
-    _run(call, 5, work)
+    rows = (view_4d(dout, layout), view_4d(out, layout), view_rows(lse), None if dlse is None else view_rows(dlse))
+    operands = {name: view_4d(wanted[name], layout) for name in DEFAULT_NEED if name in wanted}
+    sums = None if len(operands) == len(wanted) else _Sums(call, wanted)
+    _run(call, 5, lambda *part: _backward_stack(_Stack(call, *part), *rows, sums, **operands))
     if sums is not None:
         sums.write()
 
@@ -156,13 +153,15 @@ def _run(call: Call, num_products: int, work: Callable[..., None]) -> None:
     """
     problem = call.problem
     batch, num_heads, num_rows = problem.batch, problem.num_heads_kv, call.group_size * problem.seqlen_q
+    scores = num_rows * problem.seqlen_k
     numbers = (num_rows + problem.seqlen_k) * (problem.head_dim + problem.head_dim_v)
-    at_most, threads = min(STACK // (num_rows * problem.seqlen_k), STACK_ROWS // numbers), 1
-    nanoseconds, are_large = _nanoseconds(problem, num_products), _has_large_products(problem)
-    if nanoseconds > SERIAL_NS[are_large]:
-        call.product_limit = PRODUCT_LIMIT
-        at_most = min(at_most, int(batch * num_heads * STACK_NS / nanoseconds))
-        threads = _count_threads(nanoseconds / THREAD_NS[are_large])
+    at_most, threads = min(STACK // scores, STACK_ROWS // numbers), 1
+    if batch * num_heads * (scores + numbers) > TINY:
+        nanoseconds, are_large = _nanoseconds(problem, num_products), _has_large_products(problem)
+        if nanoseconds > SERIAL_NS[are_large]:
+            call.product_limit = PRODUCT_LIMIT
+            at_most = min(at_most, int(batch * num_heads * STACK_NS / nanoseconds))
+            threads = _count_threads(nanoseconds / THREAD_NS[are_large])
     if batch * num_heads <= at_most:
         work(Workspace(call.dtype), 0, slice(0, batch), slice(0, num_heads))
         return
@@ -220,19 +219,17 @@ class _Stack:
 
     def keys(self, name: str, operand: Array) -> Array:
         """The part of k or v, zero where `kv_lengths` say that there are no keys."""
-        part = operand[self.of_keys]
-        exist = self.existing_keys()
-        if exist is None:
+        part, lengths = operand[self.of_keys], self.call.kv_lengths
+        if lengths is None:
             return part if self._suits_blas(part) else self._staged(name, part)
         staged = self.take(name, *part.shape)
         staged[...] = 0
-        np.copyto(staged, part, where=exist[:, None, :, None], casting="unsafe")
+        np.copyto(staged, part, where=self.existing_keys(lengths)[:, None, :, None], casting="unsafe")
         return staged
 
-    def existing_keys(self) -> Array | None:
-        """Whether keys are within `kv_lengths`, if there are lengths: (batch entries, keys)."""
-        lengths = self.call.kv_lengths
-        return None if lengths is None else np.arange(self.call.problem.seqlen_k) < lengths[self.of_keys[0], None]
+    def existing_keys(self, lengths: Array) -> Array:
+        """Whether keys are within `kv_lengths`: (batch entries, keys)."""
+        return np.arange(self.call.problem.seqlen_k) < lengths[self.of_keys[0], None]
 
     def queries(self, name: str, operand: Array) -> Array:
         """The part of q, out or dout as (batch entries, heads of k and v, rows, dim)."""
@@ -261,10 +258,16 @@ class _Stack:
 
     def multiply_rows(self, a: Array, b: Array, out: Array) -> None:
         """The product of rows with rows: of k with q, or of v with dout."""
-        columns, num_rows, dim = b.swapaxes(2, 3), b.shape[2], b.shape[3]
-        if num_rows >= min(dim, COLUMNS) and (self.call.product_limit or a.shape[2] * num_rows * dim < SMALL_PRODUCT):
+        columns = b.swapaxes(2, 3)
+        if b.size >= MANY and self._copies_columns(a, b):
             columns = self._staged("columns", columns)
         self.multiply(a, columns, out)
+
+    def _copies_columns(self, a: Array, b: Array) -> bool:
+        """Whether a copy of the rows of `b` as columns pays."""
+        num_rows, dim = b.shape[2:]
+        is_small = self.call.product_limit is not None or a.shape[2] * num_rows * dim < SMALL_PRODUCT
+        return num_rows >= min(dim, COLUMNS) and is_small
 
     def write_product(self, result: Array, a: Array, b: Array) -> None:
         """Put the product of stacks in its place in a result."""
@@ -337,7 +340,12 @@ def _hide(stack: _Stack, scores: Array, value: float) -> None:
         first = 0 if right is None else max(here - right, 0)
         stop = problem.seqlen_k + problem.seqlen_q if left is None else max(here + left + 1, 0)
         np.fmin(terms, _window(problem.seqlen_k, problem.seqlen_q, first, stop, value, call.dtype), out=terms)
-    for visible in _masks(stack):
+    masks = []
+    if call.kv_lengths is not None:
+        masks.append(stack.existing_keys(call.kv_lengths).T[:, :, None, None])
+    if call.mask is not None:
+        masks.append(_part(call.mask, stack).transpose(3, 0, 1, 2))
+    for visible in masks:
         np.fmin(terms, np.where(visible, call.dtype.type(math.nan), call.dtype.type(value)), out=terms)
 
 
@@ -351,19 +359,6 @@ def _window(num_keys: int, num_queries: int, first: int, stop: int, value: float
     values[first:stop] = math.nan
     values.flags.writeable = False
     return _by_diagonal(values, num_keys, num_queries)
-
-
-def _masks(stack: _Stack) -> Iterator[Array]:
-    """What is visible beside the window, as booleans that broadcast to (keys, batch entries, heads, queries)."""
-    call, problem = stack.call, stack.call.problem
-    if (exist := stack.existing_keys()) is not None:
-        yield exist.T[:, :, None, None]
-    if call.mask is not None:
-        yield _part(call.mask, stack).transpose(3, 0, 1, 2)
-    if call.block_mask is not None:
-        rows, keys = problem.block_size
-        blocks = _part(call.block_mask, stack).transpose(3, 0, 1, 2)
-        yield blocks[np.arange(problem.seqlen_k) // keys][..., np.arange(problem.seqlen_q) // rows]
 
 
 def _kept(stack: _Stack) -> Array:
@@ -388,7 +383,6 @@ def _weights(stack: _Stack, scores: Array, shift: Array, hidden: bool) -> bool:
     small = not hidden and np.minimum.reduce(scores, None) >= LEAST[scores.dtype] * unit
     if not (small or hidden):
         empty = shift == -math.inf  # all scores of such a row are: it sees no key
-        np.copyto(scores, -math.inf, where=empty)
         np.copyto(shift, 0, where=empty)
     exponential(scores, unit, small=small)
     return small
@@ -443,7 +437,7 @@ class _Sums:
     """
 
     def __init__(self, call: Call, wanted: Mapping[str, Array]) -> None:
-        self._wanted = {name: x for name, x in wanted.items() if name not in OF_OPERANDS}
+        self._wanted = {name: x for name, x in wanted.items() if name not in DEFAULT_NEED}
         heads = (call.problem.batch, call.problem.num_heads)
         self.of_heads = {name: np.zeros(heads, call.dtype) for name in self._wanted if name != "dbias"}
         dbias = self._wanted.get("dbias")
@@ -478,10 +472,10 @@ def _backward_stack(
     out: Array,
     lse: Array,
     dlse: Array | None,
-    dq: Array | None,
-    dk: Array | None,
-    dv: Array | None,
     sums: _Sums | None,
+    dq: Array | None = None,
+    dk: Array | None = None,
+    dv: Array | None = None,
 ) -> None:
     """Put dq, dk and dv of a stack in their places, and add what it has to the sums."""
     call, problem = stack.call, stack.call.problem
@@ -516,10 +510,11 @@ def _backward_stack(
             stack.write_product(dq[stack.of_queries], ds_product.swapaxes(2, 3), k)
         if dk is not None:
             stack.write_product(dk[stack.of_keys], ds_product, q)
-    if (exist := stack.existing_keys()) is not None:
+    if call.kv_lengths is not None:
+        gone = ~stack.existing_keys(call.kv_lengths)[:, None, :, None]
         for of_keys in (dk, dv):
             if of_keys is not None:
-                np.copyto(of_keys[stack.of_keys], 0, where=~exist[:, None, :, None])
+                np.copyto(of_keys[stack.of_keys], 0, where=gone)
 
 
 def _slope(tanh: Array) -> Array:

@@ -1,4 +1,7 @@
-"""The CPU path against the oracle, and what is particular to it: tiles, threads, exponentials, memory."""
+"""The CPU path against the oracle, and what is particular to its tiles: threads, exponentials, memory.
+
+Small problems go by tiles here too, unless a test asks for both ways. `test_stacks.py` has more on the other one.
+"""
 
 import dataclasses
 import math
@@ -11,25 +14,36 @@ import pytest
 from hypothesis import given, settings
 
 import cuflash.testing as ct
-from cuflash import cpu
+from cuflash import cpu, exponentials, jobs, stacks
 from cuflash.problem import user_shape
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
-def run(case, **replaced):
-    """Results of the CPU path by name."""
-    arrays = case.arrays() | replaced
+@pytest.fixture(autouse=True)
+def way(request, monkeypatch):
+    """By tiles, or, of the heads that are small enough for that, by stacks."""
+    if getattr(request, "param", "tiles") == "tiles":
+        monkeypatch.setattr(stacks, "serves", lambda problem: False)
+
+
+both_ways = pytest.mark.parametrize("way", ["tiles", "stacks"], indirect=True)
+
+
+def run(case, every=False, **replaced):
+    """Results of the CPU path by name; with `every`, of all gradients that there are."""
+    arrays, problem = case.arrays() | replaced, case.problem
     inputs = [arrays[name] for name in ("q", "k", "v")]
-    terms = ct.optional(arrays)
-    out, lse = cpu.forward(case.problem, *inputs, **terms)
-    gradients = cpu.backward(case.problem, arrays["dout"], *inputs, out, lse, **ct.optional_backward(arrays))
-    return dict(zip((*NAMES, "dsinks"), (out, lse, *gradients), strict=False))
+    need = ct.gradients_of(problem) if every else ("dq", "dk", "dv", *(("dsinks",) if case.sinks else ()))
+    out, lse = cpu.forward(problem, *inputs, **ct.optional(arrays), **case.random)
+    terms = {**ct.optional_backward(arrays), **case.random, "need": need}
+    gradients = cpu.backward(problem, arrays["dout"], *inputs, out, lse, **terms)
+    return dict(zip(("out", "lse", *need), (out, lse, *gradients), strict=True))
 
 
 def judge(case, results):
     forward = ct.assert_forward(case, results["out"], results["lse"])
-    return forward + ct.assert_backward(case, *(results[name] for name in results if name[0] == "d"))
+    return forward + ct.assert_backward(case, **{name: x for name, x in results.items() if name[0] == "d"})
 
 
 def assert_same_bits(results, expected):
@@ -40,15 +54,17 @@ def assert_same_bits(results, expected):
 # ---- against the oracle ----------------------------------------------------------------------------------------------
 
 
+@both_ways
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_every_option_and_shape(dtype):
-    @given(ct.cases(dtypes=[dtype], min_seqlen=0, features=(*ct.FEATURES, *ct.MORE_FEATURES)))
+    @given(ct.cases(dtypes=[dtype], min_seqlen=0, features=(*ct.FEATURES, *ct.MORE_FEATURES, "dropout")))
     def every_case(case):
-        judge(case, run(case))
+        judge(case, run(case, every=True))
 
     every_case()
 
 
+@both_ways
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("sink", [-np.inf, -200.0, -30.0, 0.0, 30.0, 70.0])
 def test_sinks_of_any_size(sink, dtype):
@@ -68,6 +84,7 @@ def test_longer_sequences(case):
     judge(case, run(case))
 
 
+@both_ways
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 20.0}, {"bias": (1, 257)}])
 def test_no_worse_than_the_plain_formula(options):
     ratios = []
@@ -77,12 +94,14 @@ def test_no_worse_than_the_plain_formula(options):
     assert np.all(np.mean(ratios, axis=0) <= 1)
 
 
+@both_ways
 @pytest.mark.parametrize("head_dim", [1, 40, 64, 96, 97, 128, 200, 256])
 def test_head_dims_around_the_blocks_of_a_product(head_dim):
     case = ct.Case(seqlen_q=200, seqlen_k=150, head_dim=head_dim, head_dim_v=257 - head_dim, causal=True)
     judge(case, run(case))
 
 
+@both_ways
 @pytest.mark.parametrize("head", [(8, 1), (6, 2), (4, 4)])
 def test_grouped_heads_in_many_batches(head):
     case = ct.Case(batch=5, num_heads=head[0], num_heads_kv=head[1], seqlen_q=20, seqlen_k=30, head_dim=8, seed=1)
@@ -94,6 +113,7 @@ def test_grouped_heads_in_many_batches(head):
 # ---- results given, inputs kept --------------------------------------------------------------------------------------
 
 
+@both_ways
 @settings(max_examples=50)
 @given(ct.cases(dtypes=["float32", "bfloat16"]))
 def test_results_are_written_where_they_are_asked_for(case):
@@ -115,6 +135,7 @@ def test_results_are_written_where_they_are_asked_for(case):
         assert np.array_equal(arrays[name].astype("f8"), x.astype("f8"), equal_nan=True)
 
 
+@both_ways
 @pytest.mark.parametrize("ndim, layout", [(2, "bhsd"), (3, "bhsd"), (3, "bshd"), (4, "bshd")])
 def test_results_have_the_layout_of_the_caller(ndim, layout):
     heads = 1 if ndim == 2 else 3
@@ -159,6 +180,7 @@ CASES_OF_SEVERAL_JOBS = [
 ]
 
 
+@both_ways
 @pytest.mark.parametrize("case", CASES_OF_SEVERAL_JOBS)
 def test_results_are_bitwise_the_same_run_after_run(case, monkeypatch):
     monkeypatch.setattr(cpu, "_count_threads", lambda flops: 4)
@@ -172,7 +194,7 @@ def test_large_problems_use_every_core_and_small_ones_none(monkeypatch):
     assert cpu._count_threads(10**6) == 1
     assert cpu._count_threads(10**12) >= 1
     started = []
-    monkeypatch.setattr(cpu, "ThreadPoolExecutor", lambda n: started.append(n) or pytest.fail("a thread for nothing"))
+    monkeypatch.setattr(jobs, "ThreadPoolExecutor", lambda n: started.append(n) or pytest.fail("a thread for nothing"))
     run(ct.Case(seqlen_q=64, seqlen_k=64, head_dim=8))
     assert not started
 
@@ -222,6 +244,7 @@ def test_tiles_that_nobody_sees_are_skipped(monkeypatch):
     assert share(mask=np.zeros((1, 1), bool)) == 0
 
 
+@both_ways
 def test_more_than_65535_heads():
     case = ct.Case(batch=2, num_heads=35_000, seqlen_q=2, seqlen_k=3, head_dim=1)
     results = run(case)
@@ -252,10 +275,11 @@ def test_memory_is_linear_in_the_sequence_length():
 # ---- exponentials ----------------------------------------------------------------------------------------------------
 
 
+@both_ways
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_without_a_fast_exp2(dtype, monkeypatch):
-    monkeypatch.setattr(cpu, "EXPONENTIAL", np.exp)
-    monkeypatch.setattr(cpu, "UNIT", 1.0)
+    monkeypatch.setattr(exponentials, "EXPONENTIAL", np.exp)
+    monkeypatch.setattr(exponentials, "UNIT", 1.0)
 
     @settings(max_examples=40)
     @given(ct.cases(dtypes=[dtype]))
@@ -268,13 +292,13 @@ def test_without_a_fast_exp2(dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("function, unit", [(np.exp2, math.log2(math.e)), (np.exp, 1.0)])
 def test_exponentials_are_exact_or_zero(dtype, function, unit, monkeypatch):
-    monkeypatch.setattr(cpu, "EXPONENTIAL", function)
-    monkeypatch.setattr(cpu, "UNIT", unit)
+    monkeypatch.setattr(exponentials, "EXPONENTIAL", function)
+    monkeypatch.setattr(exponentials, "UNIT", unit)
     x = np.concatenate([-np.geomspace(1e-3, 1e4, 5000), [0, -np.inf, np.nan, 5.0]]).astype(dtype)
     got = x * dtype(unit)
-    cpu._exponential(got, unit, small=False)
+    exponentials.exponential(got, unit, small=False)
     expected = np.exp(x)
-    lowest = cpu.LOWEST_WEIGHT[np.dtype(dtype)]
+    lowest = exponentials.LOWEST_WEIGHT[np.dtype(dtype)]
     ordinary = expected > lowest * 2**60
     np.testing.assert_allclose(got[ordinary], expected[ordinary], rtol=2000 * np.finfo(dtype).eps)
     tiny = expected < lowest * (1 - 1e-4)
@@ -282,6 +306,7 @@ def test_exponentials_are_exact_or_zero(dtype, function, unit, monkeypatch):
     assert np.isnan(got[-2]) and got[-3] == 0
 
 
+@both_ways
 @pytest.mark.parametrize("order", ["rising", "falling", "one at the end", "one at the start"])
 @pytest.mark.parametrize("size", [3.0, 30.0, 3000.0])
 def test_a_maximum_that_moves(order, size, monkeypatch):
@@ -318,6 +343,7 @@ def test_rows_that_see_their_first_key_late(level, monkeypatch):
     assert ct.measure("lse", lse, judges["lse"]).failure is None
 
 
+@both_ways
 def test_scores_far_from_zero_keep_their_precision():
     case = ct.Case(seqlen_q=300, seqlen_k=700, head_dim=16, seed=2)
     arrays = case.arrays()
@@ -344,6 +370,7 @@ def test_values_that_overflow_only_in_the_weights_do_not():
 # ---- edges -----------------------------------------------------------------------------------------------------------
 
 
+@both_ways
 def test_no_warnings_and_no_change_of_settings():
     case = ct.Case(seqlen_q=40, seqlen_k=70, head_dim=4, mask=(40, 70), dtype="float16", score_spread=30.0)
     arrays = case.arrays()
@@ -356,6 +383,7 @@ def test_no_warnings_and_no_change_of_settings():
     assert np.geterr() == settings_before
 
 
+@both_ways
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias"])
 def test_what_is_not_finite_reaches_the_output_as_in_the_formula(name, value):
@@ -371,6 +399,7 @@ def test_what_is_not_finite_reaches_the_output_as_in_the_formula(name, value):
     np.testing.assert_array_equal(np.isnan(lse), np.isnan(judges["lse"].expected))
 
 
+@both_ways
 def test_nan_in_one_row_leaves_the_others_alone():
     case = ct.Case(seqlen_q=200, seqlen_k=3000, head_dim=4, score_spread=30.0)
     arrays = case.arrays()
@@ -382,6 +411,7 @@ def test_nan_in_one_row_leaves_the_others_alone():
     np.testing.assert_allclose(out[0, 0, others], expected[0, 0, others], rtol=1e-4, atol=1e-5)
 
 
+@both_ways
 @pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0), (0, 0, 0, 0)])
 def test_empty_axes(shape):
     batch, heads, seqlen_q, seqlen_k = shape
@@ -393,12 +423,14 @@ def test_empty_axes(shape):
         assert results["d" + name].shape == case.arrays()[name].shape and not results["d" + name].any()
 
 
+@both_ways
 def test_no_query_heads_for_some_key_heads():
     case = ct.Case(num_heads=0, num_heads_kv=2, seqlen_q=3, seqlen_k=4, head_dim=5)
     results = run(case)
     assert results["dk"].shape == (1, 2, 4, 5) and not results["dk"].any()
 
 
+@both_ways
 def test_lengths_out_of_range_are_clamped():
     case = ct.Case(batch=2, seqlen_q=3, seqlen_k=5, head_dim=2, kv_lengths=(5, 0))
     assert_same_bits(run(case, kv_lengths=np.array([99, -7])), run(case))
