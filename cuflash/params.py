@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.plan import MAPS_OFFSET, PARAMS_BYTES, LaunchPlan
-from cuflash.problem import Operand
+from cuflash.problem import Operand, Problem
 from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 
 # Arrays in the order of the struct, with the number of strides that follow each pointer.
@@ -61,7 +61,8 @@ _TERMS = (
     "cu_seqlens_q",
     "cu_seqlens_k",
 )
-_INTEGERS = ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k", "diagonal", "right_offset", "left_offset")
+_OF_LENGTH = ("seqlen_k", "diagonal", "right_offset", "left_offset")
+_INTEGERS = ("batch", "num_heads", "num_heads_kv", "seqlen_q", *_OF_LENGTH)
 
 
 def _fields() -> list[tuple]:
@@ -100,6 +101,8 @@ if PARAMS.itemsize != PARAMS_BYTES:
 
 # Which 64-bit word of the struct holds the pointer of an array.
 POINTER_WORD = {name: PARAMS.fields[name][1] // 8 for name, _ in _ARRAYS}  # type: ignore[index]
+# Where the numbers lie that follow the number of keys, four 32-bit words behind each other: `length_numbers`.
+_LENGTH = PARAMS.fields["seqlen_k"][1]  # type: ignore[index]
 # Where the seed lies, two 32-bit words that are one of 64, and the offset behind it.
 _RANDOM = PARAMS.fields["seed_low"][1]  # type: ignore[index]
 
@@ -119,13 +122,11 @@ def parameters(plan: LaunchPlan, operands: Mapping[str, Operand], seed: int = 0,
             strides[:] = (operand.strides + (0,) * len(strides))[
                 : len(strides)
             ]  # the last axis of q, k, … is contiguous
-    for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k", "diagonal", "scale"):
+    for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q", "scale"):
         params[name] = getattr(problem, name)
+    for name, number in zip(_OF_LENGTH, length_numbers(problem), strict=True):
+        params[name] = number
     params["scale_float64"] = problem.scale
-    if problem.window_right is not None:
-        params["right_offset"] = problem.diagonal + problem.window_right
-    if problem.window_left is not None:
-        params["left_offset"] = problem.diagonal - problem.window_left
     if problem.softcap is not None:
         params["softcap"] = params["softcap_float64"] = problem.softcap
     params["seed_low"], params["seed_high"], params["offset"] = seed & 0xFFFFFFFF, seed >> 32, offset
@@ -145,6 +146,17 @@ def parameters(plan: LaunchPlan, operands: Mapping[str, Operand], seed: int = 0,
     return params
 
 
+def length_numbers(problem: Problem) -> tuple[int, int, int, int]:
+    """The parameters `_OF_LENGTH` of a problem; bounds that do not exist are 0."""
+    diagonal, left, right = problem.diagonal, problem.window_left, problem.window_right
+    return (
+        problem.seqlen_k,
+        diagonal,
+        0 if right is None else diagonal + right,
+        0 if left is None else diagonal - left,
+    )
+
+
 class Argument:
     """What the calls of one problem have in common of the argument, and what makes of it that of a call.
 
@@ -162,26 +174,41 @@ class Argument:
         self._in_order = operator.itemgetter(*order)
         layout, stop = "=Q", 0
         self._values: list[Any] = [0]
-        for start in (*(offsets[i] for i in order), _RANDOM):
+        for start in (offsets[i] for i in order):
             layout += f"{start - stop}sQ"
             self._values += (params[stop:start], 0)
             stop = start + 8
-        layout += f"I{len(params) - stop - 4}s" + f"{TENSOR_MAP_BYTES}s" * len(plan.tensor_maps)
-        self._values += (0, params[stop + 4 :], *(b"" for _ in plan.tensor_maps))
+        layout += f"{_LENGTH - stop}s4i{_RANDOM - _LENGTH - 16}sQI{len(params) - _RANDOM - 12}s"
+        layout += f"{TENSOR_MAP_BYTES}s" * len(plan.tensor_maps)
+        self._values += (params[stop:_LENGTH], 0, 0, 0, 0, params[_LENGTH + 16 : _RANDOM], 0, 0, params[_RANDOM + 12 :])
+        self._seqlen_k, self._numbers = plan.problem.seqlen_k, length_numbers(plan.problem)
+        longer = length_numbers(plan.problem.of_length(self._seqlen_k + 1))
+        self._step = tuple(b - a for a, b in zip(self._numbers, longer, strict=True))
+        self._values += [b""] * len(plan.tensor_maps)
         self._layout = struct.Struct(layout)
         self._pointers = slice(2, 2 + 2 * len(names), 2)
-        self._random = slice(self._pointers.stop, self._pointers.stop + 2)
+        self._length = slice(self._pointers.stop, self._pointers.stop + 4)
+        self._random = slice(self._length.stop + 1, self._length.stop + 3)
         self._maps = slice(len(self._values) - len(plan.tensor_maps), None)
         self._array = ctypes.c_char * self._layout.size
 
     def of(
-        self, pointers: Sequence[int], maps: Sequence[bytes], random: tuple[int, int]
+        self, pointers: Sequence[int], maps: Sequence[bytes], random: tuple[int, int], seqlen_k: int
     ) -> ctypes.Array[ctypes.c_char]:
-        """The argument behind its address: with pointers in the order of `names`, tensor maps, seed and offset."""
+        """The argument behind its address.
+
+        `pointers` are in the order of `names`, `random` are the seed and the offset of dropout. `seqlen_k` may be
+        another than that of the plan's problem, where the plan serves it.
+        """
+        numbers, more = self._numbers, seqlen_k - self._seqlen_k
+        if more:
+            (_, diagonal, right, left), (_, of_diagonal, of_right, of_left) = numbers, self._step
+            numbers = (seqlen_k, diagonal + more * of_diagonal, right + more * of_right, left + more * of_left)
         argument = self._array()
         values = self._values.copy()
         values[0] = ctypes.addressof(argument) + 8
         values[self._pointers] = self._in_order(pointers)
+        values[self._length] = numbers
         values[self._random] = random
         values[self._maps] = maps
         self._layout.pack_into(argument, 0, *values)

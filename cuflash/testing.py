@@ -171,10 +171,7 @@ class Case:
     @classmethod
     def from_problem(cls, problem: Problem, *, seed: int = 0) -> Case:
         """A case of the same sizes, dtype and options; arrays are contiguous and random."""
-        top_left = problem.diagonal == 0 != problem.seqlen_k - problem.seqlen_q
-        if problem.is_packed:
-            top_left = problem.packed_diagonal == "top_left"
-        window = (problem.window_left, problem.window_right)
+        options = problem.options
         scores_shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
 
         def distinct(name: str, target: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -195,11 +192,11 @@ class Case:
             head_dim_v=problem.head_dim_v,
             dtype=problem.dtype,
             ndim=problem.ndim,
-            layout=problem.layout,
-            causal="top_left" if top_left else False,
-            scale=problem.scale,
-            window=None if window == (None, None) else window,
-            softcap=problem.softcap,
+            layout=options.layout,
+            causal=options.causal,
+            scale=options.scale,
+            window=options.window,
+            softcap=options.softcap,
             bias=distinct("bias", scores_shape),
             bias_dtype="softmax" if problem.bias and problem.bias.dtype == problem.softmax_dtype else "input",
             mask=distinct("mask", scores_shape),
@@ -210,9 +207,9 @@ class Case:
             sinks=problem.sinks is not None,
             cu_seqlens_q=(0, *_spread_lengths(problem.batch, problem.seqlen_q)) if problem.is_packed else None,
             cu_seqlens_k=(0, *_spread_lengths(problem.batch, problem.seqlen_k)) if problem.is_packed else None,
-            dropout=problem.dropout,
+            dropout=options.dropout,
             block_mask=None if blocks is None else blocks[:2],
-            block_size=(128, 128) if blocks is None else problem.block_size,
+            block_size=options.block_size,  # type: ignore[arg-type]
             seed=seed,
         )
 

@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cuflash import tables
+from cuflash.binding import Pass
 from cuflash.compiler import CompileError, cache_directory, compile_spec, kernels_fingerprint, write_atomically
-from cuflash.plan import DeviceSpec, LaunchPlan, Pass, choose_plan, label_of, serves_dims, why_too_large
+from cuflash.plan import DeviceSpec, LaunchPlan, choose_plan, label_of, serves_dims, why_too_large
 from cuflash.problem import Problem
 from cuflash.tiles import (
     BackwardFloat32Sm90Tile,
