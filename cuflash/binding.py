@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -51,9 +51,6 @@ _WRITTEN: dict[Pass, tuple[str, ...]] = {"forward": ("out",), "backward": DEFAUL
 _OVER_HEAD_DIMENSIONS = (*INPUTS, "out", "dout", *DEFAULT_NEED)
 _OVER_ROWS = ("lse", "dlse")
 _NUMBERS = ("dscale", "dsoftcap")
-# Forward passes whose numbers of keys round up to the same multiple are planned alike, so that a cache that grows by a
-# key a call is planned anew once in so many calls.
-KEYS_PLANNED_ALIKE = 128
 
 
 class Contiguous:
@@ -119,17 +116,16 @@ def bind(
     results: tuple[str, ...] = ("out", "lse")
     if pass_ == "backward":
         results = tuple(name for name in GRADIENTS if name in need or name in given)
-    expected = _expected(problem, given)
     for name, array in given.items():
-        if name in expected:
-            check_array(name, array, *expected[name])
+        if name not in (*INPUTS, *TERMS):
+            check_array(name, array, *_expected(name, problem, given))
         if name in results and 0 in _steps(array):
             got = f"strides {tuple(array.strides)}"
             raise value_error(name, got, "an array whose elements are all distinct in memory")
 
-    contiguous = {name: Contiguous(shape, _dtype(dtype, given["q"])) for name, (shape, dtype) in expected.items()}
-    allocated = {name: contiguous[name] for name in results if name not in given}
-    lying = {name: contiguous[name] for name in (*_READ[pass_], "lse") if name not in given} | allocated | given
+    allocated = {name: _contiguous(name, problem, given) for name in results if name not in given}
+    read = {name: _contiguous(name, problem, given) for name in (*_READ[pass_], "lse") if name not in given | allocated}
+    lying = read | allocated | given
     addresses = {name: 0 for name in lying}
     if address_of is not None:
         addresses |= {name: address_of(array) for name, array in given.items()}
@@ -157,20 +153,24 @@ def bind(
     )
 
 
-class Growing(NamedTuple):
-    """The arrays of a forward pass whose axis of keys may be longer in the next call."""
+def planned_length(seqlen_k: int) -> int:
+    """The number of keys that a forward pass of so many is planned for: as many, or up to an eighth (or 127) more.
 
-    names: tuple[str, ...]
-    axis: int  # of keys, or of pages
-    seqlen_k: int  # 0 without such arrays
-    alike: Any  # all that a plan depends on of the number of keys
+    So a cache that grows by a key a call is planned anew once in 128 calls, or in more where it is long.
+    """
+    step = max(128, 1 << max(seqlen_k.bit_length() - 4, 0))
+    return -(-seqlen_k // step) * step
 
 
-FIXED = Growing((), 0, 0, None)
+# The arrays of a forward pass whose axis of keys may be longer in the next call, that axis, the number of keys, and all
+# that a plan depends on of it.
+Growing = tuple[tuple[str, ...], int, int, tuple[Any, ...]]
+FIXED: Growing = ((), 0, 0, ())
+_K_AND_V, _TABLE = ("k", "v"), ("block_table",)
 
 
 def growing_keys(options: Options, arrays: Mapping[str, Any]) -> Growing:
-    """What may grow in a forward pass, written for speed: nothing is checked that `bind` checks.
+    """What may grow in a forward pass. Nothing is checked that `bind` checks: it takes a tenth of a call as it is.
 
     `FIXED` where another array than k, v and the block table has an axis of keys, or where shapes do not fit. And where
     the axis has length 1: its stride then says nothing of longer ones.
@@ -178,23 +178,22 @@ def growing_keys(options: Options, arrays: Mapping[str, Any]) -> Growing:
     if not (arrays["bias"] is arrays["mask"] is arrays["block_mask"] is None):
         return FIXED
     q, k, v, table = arrays["q"].shape, arrays["k"].shape, arrays["v"].shape, arrays["block_table"]
-    axis = len(k) - (3 if options.layout == "bshd" and len(k) > 2 else 2)
+    axis = len(k) - (3 if len(k) > 2 and options.layout == "bshd" else 2)
     if not 2 <= len(q) == len(k) == len(v) or k[axis] != v[axis]:
         return FIXED
-    names: tuple[str, ...] = ("k", "v")
+    names: tuple[str, ...] = _K_AND_V
     seqlen_q, seqlen_k = q[axis], k[axis]
-    length = seqlen_k
     if table is not None:
-        if len(table.shape) != 2:
+        table = table.shape
+        if len(table) != 2 or table[1] < 2:
             return FIXED
-        names, axis, length = ("block_table",), 1, table.shape[1]
-        seqlen_k *= length
-    if length < 2:
+        names, axis, seqlen_k = _TABLE, 1, table[1] * seqlen_k
+    elif seqlen_k < 2:
         return FIXED
-    alike: Any = -(-seqlen_k // KEYS_PLANNED_ALIKE)
-    if options.causal or options.window is not None:
-        alike = (alike, window_of(options, seqlen_q, seqlen_k))
-    return Growing(names, axis, seqlen_k, alike)
+    if options.window is None and options.causal != "top_left":
+        return names, axis, seqlen_k, (planned_length(seqlen_k),)
+    # Whether a bound hides anything may depend on the number of keys.
+    return names, axis, seqlen_k, (planned_length(seqlen_k), *window_of(options, seqlen_q, seqlen_k))
 
 
 def access_bytes(operands: tuple[Operand, ...], *addresses: int) -> int:
@@ -207,20 +206,23 @@ def access_bytes(operands: tuple[Operand, ...], *addresses: int) -> int:
     return alignment
 
 
-def _expected(problem: Problem, given: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of every array that follows from the problem."""
-    expected = {name: (problem.out_shape, problem.dtype) for name in ("out", "dout")}
-    expected |= {name: (problem.lse_shape, problem.softmax_dtype) for name in _OVER_ROWS}
-    expected |= {name: ((), problem.softmax_dtype) for name in _NUMBERS}
-    for name in (*INPUTS, "bias", "alibi_slopes", "sinks"):
-        if name in given:
-            expected[f"d{name}"] = (tuple(given[name].shape), given[name].dtype.name)
-    return expected
+def _expected(name: str, problem: Problem, given: Mapping[str, Any]) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype of an array that follow from the problem."""
+    if name in ("out", "dout"):
+        return problem.out_shape, problem.dtype
+    if name in _OVER_ROWS:
+        return problem.lse_shape, problem.softmax_dtype
+    if name in _NUMBERS:
+        return (), problem.softmax_dtype
+    like = given[name.removeprefix("d")]
+    return tuple(like.shape), like.dtype.name
 
 
-def _dtype(name: str, q: Any) -> np.dtype[Any]:
-    """NumPy's dtype by its name, which for bfloat16 only an array of it has."""
-    return q.dtype if name == q.dtype.name else np.dtype(name)
+def _contiguous(name: str, problem: Problem, given: Mapping[str, Any]) -> Contiguous:
+    """An array that is not given. NumPy knows bfloat16 by an array of it, not by its name."""
+    shape, dtype = _expected(name, problem, given)
+    q = given["q"]
+    return Contiguous(shape, q.dtype if dtype == q.dtype.name else np.dtype(dtype))
 
 
 def _steps(array: Any) -> list[int]:

@@ -39,6 +39,7 @@ Causal = bool | Literal["top_left"]
 Window = tuple[int | None, int | None]
 
 PASSES = ("forward", "backward")
+_BACKWARD_INPUTS = (*INPUTS, "dout", "out", "lse")
 
 
 # ---- What is returned ------------------------------------------------------------------------------------------------
@@ -344,7 +345,7 @@ class FlashAttention:
         terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, cu_seqlens_q, cu_seqlens_k)
         arrays = {"q": q, "k": k, "v": v, **terms, "block_table": block_table, "out": out, "lse": lse}
         random = self._random(seed, offset)
-        if interop.are_cupy((q, k, v), arrays.values()):
+        if interop.are_cupy(arrays, INPUTS):
             return ForwardResult(*_gpu().forward(self.options, arrays, random))
         borrowed = interop.borrow(arrays, required=INPUTS, written=("out", "lse"))
         if borrowed.kind == "cupy":
@@ -455,9 +456,9 @@ class FlashAttention:
         arrays |= results
         need = tuple(results)
         random = self._random(seed, offset)
-        if interop.are_cupy((q, k, v, dout, out, lse), arrays.values()):
+        if interop.are_cupy(arrays, _BACKWARD_INPUTS):
             return kind(*_gpu().backward(self.options, arrays, need, random))
-        borrowed = interop.borrow(arrays, required=(*INPUTS, "dout", "out", "lse"), written=results)
+        borrowed = interop.borrow(arrays, required=_BACKWARD_INPUTS, written=results)
         if borrowed.kind == "cupy":
             computed = _gpu().backward(self.options, borrowed.arrays, need, random)
         else:
@@ -756,11 +757,12 @@ def attention(
 # ---- What its methods share ------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def _gpu() -> ModuleType:
     """The module that launches kernels; importing it imports CuPy."""
-    import cuflash.launch  # "from cuflash" would take a microsecond more, every time
+    from cuflash import launch
 
-    return cuflash.launch
+    return launch
 
 
 def _terms(

@@ -10,7 +10,6 @@ launch of the call before: the key has only what a plan depends on of that numbe
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib
 import itertools
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 
 import cupy
 
-from cuflash.binding import FIXED, KEYS_PLANNED_ALIKE, Binding, Growing, Pass, bind, growing_keys
+from cuflash.binding import FIXED, Binding, Growing, Pass, bind, growing_keys, planned_length
 from cuflash.compiler import compile_kernel, with_resources
 from cuflash.interop import overlap
 from cuflash.params import Argument
@@ -170,24 +169,26 @@ def _call(
     if device_id != cupy.cuda.runtime.getDevice():
         with cupy.cuda.Device(device_id):
             return _call(pass_, options, arrays, results, random)
-    growing = growing_keys(options, arrays) if pass_ == "forward" else FIXED
-    key: list[Any] = [pass_, options, results, growing.alike]
+    names, axis, seqlen_k, alike = growing = growing_keys(options, arrays) if pass_ == "forward" else FIXED
+    key: list[Any] = [pass_, options, results, alike]
     pointers: list[int] = []
     for name, array in arrays.items():
         if array is not None:
             memory, shape = array.data, array.shape
             pointer = memory.ptr
             pointers.append(pointer)
-            if name in growing.names:
-                shape = shape[: growing.axis] + shape[growing.axis + 1 :]
-            key += (name, shape, array.strides, array.dtype, pointer & 15, memory.device_id)
-    of_any, seqlen_k = tuple(key), growing.seqlen_k
+            if name in names:
+                key += (shape[:axis], shape[axis + 1 :])
+            else:
+                key.append(shape)
+            key += (name, array.strides, array.dtype, pointer & 15, memory.device_id)
+    of_any = tuple(key)
     launch = _launches.get(of_any) or _launches.get((of_any, seqlen_k))
     if launch is None:
         binding = _bind(pass_, options, arrays, results)
         plan = tuned_plan(binding.problem, device_spec(device_id), pass_, **binding.layout)
         launch = _launch_of(binding, plan, arrays, growing)
-        _keep(of_any if launch.any_length or not growing.names else (of_any, seqlen_k), launch)
+        _keep(of_any if launch.any_length or not names else (of_any, seqlen_k), launch)
     launch.last_call = next(_calls)
     return _start(launch, arrays, pointers, random, seqlen_k or launch.seqlen_k)
 
@@ -223,12 +224,13 @@ def _start(
     if launch.scratch:
         scratch = cupy.cuda.alloc(launch.scratch_bytes)  # goes back to the pool in stream order
         first = scratch.ptr
-        pointers += [first + offset for offset in launch.scratch]
+        for offset in launch.scratch:
+            pointers.append(first + offset)
     maps = [map_of(pointers[index], rows or seqlen_k) for map_of, index, rows in launch.maps]
-    argument = launch.argument.of(pointers, maps, random, seqlen_k)
+    frame = launch.argument.frame(pointers, maps, random, seqlen_k)
     # Beside an H200 a launch took 3.0 us so and 3.6 us by cuda.bindings; in another run 3.9 by that and 5.3 by CuPy's
     # kernel object.
-    run, kernel_params = cupy.cuda.driver.launchKernel, ctypes.addressof(argument)
+    run, kernel_params = cupy.cuda.driver.launchKernel, frame.address
     stream = cupy.cuda.get_current_stream().ptr
     for _, handle, grid, threads, shared_bytes, config_of in launch.kernels:
         if config_of is None:
@@ -237,6 +239,7 @@ def _start(
             (error,) = launch.run_behind(config_of(stream), handle, kernel_params, 0)
             if error.value:
                 raise RuntimeError(f"cuLaunchKernelEx returned {error.name}")
+    launch.argument.give_back(frame)
     for name, copy in copies.items():
         if name in launch.results:
             arrays[name][...] = copy
@@ -261,11 +264,13 @@ def _launch_of(binding: Binding, plan: LaunchPlan, arrays: Mapping[str, Any], gr
     layout = plan.scratch_layout
     pointers = (*given, *(name for name, _, _ in binding.allocated), *layout.names)
     any_length = plan.any_length and not binding.copied
+    names, axis, seqlen_k, _ = growing
 
     def extent(name: str) -> tuple[int, int]:
         shape = list(given[name].shape)
-        if any_length and name in growing.names:
-            shape[growing.axis] += KEYS_PLANNED_ALIKE  # at least as long as any that finds this launch
+        if any_length and name in names:
+            # As long as the longest that finds this launch.
+            shape[axis] = -(-planned_length(seqlen_k) * shape[axis] // seqlen_k)
         return _extent(shape, given[name])
 
     return _Launch(
@@ -276,7 +281,7 @@ def _launch_of(binding: Binding, plan: LaunchPlan, arrays: Mapping[str, Any], gr
         run_behind=_driver().cuLaunchKernelEx,
         argument=Argument(plan, binding.operands, pointers),
         maps=tuple(
-            (encoder(spec), pointers.index(spec.name), 0 if spec.name in growing.names else spec.shape[1])
+            (encoder(spec.of_any_rows), pointers.index(spec.name), 0 if spec.name in names else spec.shape[1])
             for spec in plan.tensor_maps
         ),
         results=binding.results,

@@ -6,10 +6,8 @@ Needs NumPy only, so that it can be filled for any backend that runs the kernels
 from __future__ import annotations
 
 import ctypes
-import operator
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -157,59 +155,67 @@ def length_numbers(problem: Problem) -> tuple[int, int, int, int]:
     )
 
 
-class Argument:
-    """What the calls of one problem have in common of the argument, and what makes of it that of a call.
+class Frame:
+    """The argument of one call in memory, behind a word with its address: a launch wants the address of that word."""
 
-    `names` are the arrays of a call, scratch arrays among them. A launch wants the address of a word that holds the
-    address of the argument: here the word before it. All is written at once; word by word it would take as long as a
-    launch.
+    __slots__ = ("address", "bytes", "maps", "random", "seqlen_k", "words")
+
+    def __init__(self, content: bytes, seqlen_k: int) -> None:
+        memory = ctypes.create_string_buffer(bytes(8) + content, 8 + len(content))
+        self.address = ctypes.addressof(memory)
+        self.bytes = memoryview(memory).cast("B")
+        self.words = self.bytes.cast("Q")
+        self.words[0] = self.address + 8
+        self.maps: list[bytes] = []
+        self.random = (0, 0)
+        self.seqlen_k = seqlen_k
+
+
+class Argument:
+    """What the calls of one problem have in common of the argument, and frames that hold that of a call.
+
+    `names` are the arrays of a call, scratch arrays among them. A call takes a frame, or makes one where others are in
+    use, and gives it back once its kernels are launched: only what changes from call to call is written then, mostly
+    the addresses of arrays.
     """
 
     def __init__(self, plan: LaunchPlan, operands: Mapping[str, Operand], names: Sequence[str]) -> None:
-        params = parameters(plan, operands).tobytes()
+        self._content = parameters(plan, operands).tobytes()
         if plan.tensor_maps:
-            params = params.ljust(MAPS_OFFSET, b"\0")
-        offsets = [8 * POINTER_WORD[name] for name in names]
-        order = sorted(range(len(names)), key=offsets.__getitem__)
-        self._in_order = operator.itemgetter(*order)
-        layout, stop = "=Q", 0
-        self._values: list[Any] = [0]
-        for start in (offsets[i] for i in order):
-            layout += f"{start - stop}sQ"
-            self._values += (params[stop:start], 0)
-            stop = start + 8
-        layout += f"{_LENGTH - stop}s4i{_RANDOM - _LENGTH - 16}sQI{len(params) - _RANDOM - 12}s"
-        layout += f"{TENSOR_MAP_BYTES}s" * len(plan.tensor_maps)
-        self._values += (params[stop:_LENGTH], 0, 0, 0, 0, params[_LENGTH + 16 : _RANDOM], 0, 0, params[_RANDOM + 12 :])
+            self._content = self._content.ljust(MAPS_OFFSET + TENSOR_MAP_BYTES * len(plan.tensor_maps), b"\0")
+        self._words = tuple(1 + POINTER_WORD[name] for name in names)
         self._seqlen_k, self._numbers = plan.problem.seqlen_k, length_numbers(plan.problem)
         longer = length_numbers(plan.problem.of_length(self._seqlen_k + 1))
         self._step = tuple(b - a for a, b in zip(self._numbers, longer, strict=True))
-        self._values += [b""] * len(plan.tensor_maps)
-        self._layout = struct.Struct(layout)
-        self._pointers = slice(2, 2 + 2 * len(names), 2)
-        self._length = slice(self._pointers.stop, self._pointers.stop + 4)
-        self._random = slice(self._length.stop + 1, self._length.stop + 3)
-        self._maps = slice(len(self._values) - len(plan.tensor_maps), None)
-        self._array = ctypes.c_char * self._layout.size
+        self._free: list[Frame] = []
 
-    def of(
-        self, pointers: Sequence[int], maps: Sequence[bytes], random: tuple[int, int], seqlen_k: int
-    ) -> ctypes.Array[ctypes.c_char]:
-        """The argument behind its address.
+    def frame(self, pointers: Sequence[int], maps: list[bytes], random: tuple[int, int], seqlen_k: int) -> Frame:
+        """The argument of a call.
 
         `pointers` are in the order of `names`, `random` are the seed and the offset of dropout. `seqlen_k` may be
         another than that of the plan's problem, where the plan serves it.
         """
-        numbers, more = self._numbers, seqlen_k - self._seqlen_k
-        if more:
-            (_, diagonal, right, left), (_, of_diagonal, of_right, of_left) = numbers, self._step
-            numbers = (seqlen_k, diagonal + more * of_diagonal, right + more * of_right, left + more * of_left)
-        argument = self._array()
-        values = self._values.copy()
-        values[0] = ctypes.addressof(argument) + 8
-        values[self._pointers] = self._in_order(pointers)
-        values[self._length] = numbers
-        values[self._random] = random
-        values[self._maps] = maps
-        self._layout.pack_into(argument, 0, *values)
-        return argument
+        try:
+            frame = self._free.pop()
+        except IndexError:
+            frame = Frame(self._content, self._seqlen_k)
+        words = frame.words
+        for word, pointer in zip(self._words, pointers):  # noqa: B905 (a tenth of this function)
+            words[word] = pointer
+        if frame.seqlen_k != seqlen_k:
+            more = seqlen_k - self._seqlen_k
+            numbers = [number + more * step for number, step in zip(self._numbers, self._step, strict=True)]
+            struct.pack_into("4i", frame.bytes, 8 + _LENGTH, *numbers)
+            frame.seqlen_k = seqlen_k
+        if frame.random != random:
+            struct.pack_into("=QI", frame.bytes, 8 + _RANDOM, *random)
+            frame.random = random
+        if frame.maps != maps:
+            start = 8 + MAPS_OFFSET
+            frame.bytes[start : start + TENSOR_MAP_BYTES * len(maps)] = b"".join(maps)
+            frame.maps = maps
+        return frame
+
+    def give_back(self, frame: Frame) -> None:
+        """The kernels are launched: others may write to the frame."""
+        self._free.append(frame)

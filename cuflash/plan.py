@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from cuflash.binding import KEYS_PLANNED_ALIKE, Pass, access_bytes
+from cuflash.binding import Pass, access_bytes, planned_length
 from cuflash.problem import DEFAULT_NEED, GRADIENTS, ITEMSIZE, Operand, Problem
 from cuflash.tables import (
     BACKWARD_FLOAT32_SM90_TILES,
@@ -227,7 +227,7 @@ class LaunchPlan:
     tensor_maps: tuple[TensorMapSpec, ...]  # that follow the parameters
     reason: str
     need: tuple[str, ...] = ()  # gradients that are computed (backward)
-    any_length: bool = False  # it serves all numbers of keys that round up to the same multiple of KEYS_PLANNED_ALIKE
+    any_length: bool = False  # it serves all numbers of keys that have the same `planned_length`
     score_splits: int = 1  # blocks that share what is summed to a tile of dbias
     sums_splits: int = 1  # blocks that share the keys of a tile of queries, for sums of gradients of scores
     resources: tuple[str, ...] = ()  # registers and spills of each kernel, once compiled
@@ -365,7 +365,7 @@ def _of_planned_length(problem: Problem) -> Problem:
     """The problem with as many keys as its forward pass is planned for: a few more than there are."""
     if _has_keys_elsewhere(problem):
         return problem
-    return problem.of_length(round_up(problem.seqlen_k, KEYS_PLANNED_ALIKE))
+    return problem.of_length(planned_length(problem.seqlen_k))
 
 
 # ---- a plan in the making --------------------------------------------------------------------------------------------

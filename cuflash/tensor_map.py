@@ -6,7 +6,7 @@ import ctypes
 import functools
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cuflash.problem import ITEMSIZE, Operand
@@ -27,6 +27,12 @@ class TensorMapSpec:
     rows: int
     heads: int = 1
     read_once: bool = False  # each element by one block: the cache need not fetch more than is asked for
+
+    @property
+    def of_any_rows(self) -> TensorMapSpec:
+        """The spec but for the number of rows, which is 0."""
+        columns, _, heads, batch = self.shape
+        return replace(self, shape=(columns, 0, heads, batch))
 
 
 def tensor_map_spec(
@@ -58,8 +64,9 @@ def why_not(name: str, operand: Operand, *, written: bool = False) -> str | None
     return None
 
 
+@functools.lru_cache(maxsize=512)
 def encoder(spec: TensorMapSpec) -> Callable[[int, int], bytes]:
-    """What makes the map of the array at an address, with so many rows: those of the spec, or fewer or more.
+    """What makes the map of the array at an address, with so many rows, whatever the spec has.
 
     It remembers the latest maps. Numbers that do not change are converted once, which would take longer than the rest.
     """

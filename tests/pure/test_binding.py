@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.binding import FIXED, KEYS_PLANNED_ALIKE, Contiguous, bind, growing_keys
+from cuflash.binding import FIXED, Contiguous, bind, growing_keys, planned_length
 from cuflash.plan import SCRATCH_ALIGNMENT, DeviceSpec, ScratchLayout, choose_plan
 from cuflash.problem import DEFAULT_NEED, ITEMSIZE, Options
 
@@ -179,12 +179,12 @@ def test_arrays_that_do_not_exist_yet_are_contiguous():
 # ---- caches that grow ------------------------------------------------------------------------------------------------
 
 
-def grown(arrays, growing, length):
+def grown(arrays, names, axis, length):
     """The arrays with axes of another length, as a slice of a longer cache has it: strides stay."""
     changed = dict(arrays)
-    for name in growing.names:
+    for name in names:
         shape = list(arrays[name].shape)
-        shape[growing.axis] = length
+        shape[axis] = length
         changed[name] = np.lib.stride_tricks.as_strided(arrays[name], shape, arrays[name].strides)
     return changed
 
@@ -197,19 +197,21 @@ def test_lengths_that_are_alike_have_one_plan(call, arch, more):
     growing = growing_keys(options, every)
     if growing == FIXED:
         return
+    names, axis, seqlen_k, _ = growing
     device = DeviceSpec.for_arch(arch)
-    axis_length = arrays[growing.names[0]].shape[growing.axis]
-    of_one = growing.seqlen_k // axis_length  # keys of a page, or one
+    axis_length = arrays[names[0]].shape[axis]
+    of_one = seqlen_k // axis_length  # keys of a page, or one
 
     def planned(length):
-        arrays_now = grown(every, growing, length)
+        arrays_now = grown(every, names, axis, length)
         binding = bind("forward", options, arrays_now)
         plan = choose_plan(binding.problem, device, **binding.layout)
-        return growing_keys(options, arrays_now).alike, plan, binding
+        *_, alike = growing_keys(options, arrays_now)
+        return alike, plan, binding
 
     alike, plan, binding = planned(axis_length + more)
-    last = -(-(axis_length + more) * of_one // KEYS_PLANNED_ALIKE) * KEYS_PLANNED_ALIKE // of_one
-    for length in {max(2, last - KEYS_PLANNED_ALIKE // of_one + 1), max(2, last - 1), last}:
+    last = planned_length((axis_length + more) * of_one) // of_one
+    for length in {max(2, last - 128 // of_one + 1), max(2, last - 1), last}:
         other_alike, other, other_binding = planned(length)
         if other_alike != alike or not plan.any_length or binding.copied:
             continue
@@ -220,25 +222,34 @@ def test_lengths_that_are_alike_have_one_plan(call, arch, more):
                 assert getattr(other, field.name) == getattr(plan, field.name), field.name
         rows = other.problem.seqlen_k
         for ours, theirs in itertools.zip_longest(plan.tensor_maps, other.tensor_maps):
-            if ours.name in growing.names:
+            if ours.name in names:
                 ours = replace(ours, shape=(ours.shape[0], rows, *ours.shape[2:]))
             assert ours == theirs
         assert plan.problem.of_length(rows) == replace(other.problem, k=plan.problem.k, v=plan.problem.v) or (
-            growing.names == ("block_table",)
+            names == ("block_table",)
         )
+
+
+@given(st.integers(0, 2**30))
+def test_planned_lengths_are_a_little_longer(seqlen_k):
+    planned = planned_length(seqlen_k)
+    assert seqlen_k <= planned <= max(seqlen_k + 127, seqlen_k * 9 / 8)
+    assert planned_length(planned) == planned and planned % 128 == 0
+    assert planned <= 2**30
 
 
 def test_what_grows():
     q, k = np.zeros((2, 4, 1, 16), np.float16), np.zeros((2, 4, 300, 16), np.float16)
     arrays = {"q": q, "k": k, "v": k, "bias": None, "mask": None, "block_mask": None, "block_table": None}
-    assert growing_keys(Options(), arrays) == (("k", "v"), 2, 300, 3)
-    assert growing_keys(Options(causal=True), arrays) == (("k", "v"), 2, 300, (3, (None, None)))
-    assert growing_keys(Options(window=(200, 5)), arrays) == (("k", "v"), 2, 300, (3, (200, None)))
-    assert growing_keys(Options(window=(299, 5)), arrays) == (("k", "v"), 2, 300, (3, (None, None)))
+    assert growing_keys(Options(), arrays) == (("k", "v"), 2, 300, (384,))
+    assert growing_keys(Options(causal=True), arrays) == (("k", "v"), 2, 300, (384,))
+    assert growing_keys(Options(window=(200, 5)), arrays) == (("k", "v"), 2, 300, (384, 200, None))
+    assert growing_keys(Options(window=(299, 5)), arrays) == (("k", "v"), 2, 300, (384, None, None))
+    assert growing_keys(Options(causal="top_left"), arrays) == (("k", "v"), 2, 300, (384, None, 0))
     swapped = {name: x if x is None else x.swapaxes(1, 2) for name, x in arrays.items()}
-    assert growing_keys(Options(layout="bshd"), swapped) == (("k", "v"), 1, 300, 3)
+    assert growing_keys(Options(layout="bshd"), swapped) == (("k", "v"), 1, 300, (384,))
     pages = arrays | {"block_table": np.zeros((2, 7), np.int32), "k": k[:, :, :32], "v": k[:, :, :32]}
-    assert growing_keys(Options(), pages) == (("block_table",), 1, 7 * 32, 2)
+    assert growing_keys(Options(), pages) == (("block_table",), 1, 7 * 32, (256,))
     for name in ("bias", "mask", "block_mask"):
         assert growing_keys(Options(), arrays | {name: np.zeros(1)}) == FIXED
     for changed in ({"k": k[:, :, :1], "v": k[:, :, :1]}, {"v": k[:, :, :299]}, {"k": k[0], "v": k[0]}):

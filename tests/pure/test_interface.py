@@ -357,6 +357,7 @@ def gpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cuflash.launch", launch)
     monkeypatch.setattr(cuflash, "launch", launch, raising=False)
+    monkeypatch.setattr(flash_attention, "_gpu", lambda: launch)
     return SimpleNamespace(calls=calls, Array=DeviceArray, launch=launch)
 
 

@@ -205,7 +205,8 @@ def test_argument_of_a_call(data):
     operands = {name: layout_of(q, "bhsd") for name in names if name != "lse"} | {"lse": rows_of(q[..., 0])}
     names = data.draw(st.permutations(names + [name for name, _ in plan.scratch]))
     argument = Argument(plan, operands, names)
-    for _ in range(2):
+    in_use = []
+    for _ in range(4):
         words = st.integers(0, 2**64 - 1)
         pointers = data.draw(st.lists(words, min_size=len(names), max_size=len(names)))
         maps = [data.draw(st.binary(min_size=128, max_size=128)) for _ in plan.tensor_maps]
@@ -218,9 +219,14 @@ def test_argument_of_a_call(data):
         content = expected.tobytes()
         if maps:
             content = content.ljust(MAPS_OFFSET, b"\0") + b"".join(maps)
-        start = ctypes.addressof(in_memory := argument.of(pointers, maps, (seed, offset), seqlen_k))
-        assert ctypes.c_uint64.from_address(start).value == start + 8
-        assert bytes(in_memory)[8:] == content
+        frame = argument.frame(pointers, maps, (seed, offset), seqlen_k)
+        assert ctypes.c_uint64.from_address(frame.address).value == frame.address + 8
+        assert ctypes.string_at(frame.address + 8, len(content)) == content == frame.bytes[8:]
+        assert all(frame is not other for other in in_use), "a frame belongs to one call"
+        if data.draw(st.booleans()):
+            argument.give_back(frame)
+        else:
+            in_use.append(frame)
 
 
 def test_bounds_that_do_not_exist_are_zero():

@@ -3,7 +3,7 @@
 import ctypes
 import sys
 import types
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
@@ -47,9 +47,11 @@ class _Names:
 def driver(monkeypatch):
     fake = FakeDriver()
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", fake)
-    tensor_map._driver.cache_clear()
+    for cached in (tensor_map._driver, encoder):
+        cached.cache_clear()
     yield fake
-    tensor_map._driver.cache_clear()
+    for cached in (tensor_map._driver, encoder):
+        cached.cache_clear()
 
 
 def test_what_the_driver_is_asked(driver):
@@ -84,6 +86,12 @@ def test_a_map_is_made_once_for_an_address_and_rows(driver):
     for rows in (301, 301, 299, 300):
         map_of(32, rows)
     assert [call[3] for call in driver.calls] == [[72, rows, 3, 2] for rows in (300, 300, 301, 299)]
+
+
+def test_specs_of_any_rows_share_an_encoder(driver):
+    long, short = (tensor_map_spec("k", replace(OPERAND, shape=(2, 3, n, 72)), 64) for n in (300, 200))
+    assert long != short
+    assert encoder(long.of_any_rows) is encoder(short.of_any_rows)
 
 
 def test_encoders_do_not_share_maps(driver):
