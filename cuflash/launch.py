@@ -5,7 +5,9 @@ kept under everything that it depends on: options, shapes, strides, dtypes, poin
 it up, fill in the pointers and launch, on CuPy's current stream of the arrays' device, without a synchronisation.
 
 The number of keys is an exception. A forward pass whose k and v grow by a row a call, as they do in decoding, finds the
-launch of the call before: the key has only what a plan depends on of that number, and the call fills in the rest.
+launch of the call before: the key has only what a plan depends on of that number, and the call fills in the rest. To
+make tensor maps takes longest of that. Where k and v are slices of a longer cache, whose memory goes on after them, and
+the kernel hides what lies past the last key, maps reach over as many keys as the launch serves, and stay the same.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple
 
 import cupy
 
-from cuflash.binding import FIXED, Binding, Growing, Pass, bind, growing_keys, planned_length
+from cuflash.binding import FIXED, INPUTS, Binding, Growing, Pass, bind, growing_keys, planned_length
 from cuflash.compiler import compile_kernel, with_resources
 from cuflash.interop import overlap
 from cuflash.params import Argument
@@ -71,6 +73,8 @@ class _Launch:
     copied: tuple[tuple[str, int], ...]  # arrays that kernels get copies of, and which of the pointers they are
     scratch: tuple[int, ...]  # first byte of each scratch array in one allocation
     scratch_bytes: int  # of all of it
+    longest: int  # the most keys that it serves, where maps of k and v may be of these; else 0
+    of_longest: tuple[tuple[str, int], ...]  # k and v, and how many bytes behind their pointer so many keys end
     extents: tuple[tuple[int, int], ...]  # bytes that each array of the call reaches, relative to its pointer
     given: tuple[tuple[str, int, int], ...]  # results that the call is given: which of these arrays, and which result
     last_call: int = 0  # the number of the last call among all
@@ -226,7 +230,12 @@ def _start(
         first = scratch.ptr
         for offset in launch.scratch:
             pointers.append(first + offset)
-    maps = [map_of(pointers[index], rows or seqlen_k) for map_of, index, rows in launch.maps]
+    mapped = launch.longest or seqlen_k
+    for name, end in launch.of_longest:
+        memory = arrays[name].data
+        if memory.ptr + end > memory.mem.ptr + memory.mem.size:
+            mapped = seqlen_k
+    maps = [map_of(pointers[index], rows or mapped) for map_of, index, rows in launch.maps]
     frame = launch.argument.frame(pointers, maps, random, seqlen_k)
     # Beside an H200 a launch took 3.0 us so and 3.6 us by cuda.bindings; in another run 3.9 by that and 5.3 by CuPy's
     # kernel object.
@@ -265,6 +274,7 @@ def _launch_of(binding: Binding, plan: LaunchPlan, arrays: Mapping[str, Any], gr
     pointers = (*given, *(name for name, _, _ in binding.allocated), *layout.names)
     any_length = plan.any_length and not binding.copied
     names, axis, seqlen_k, _ = growing
+    keeps_maps = any_length and plan.hides_last_keys and names == INPUTS[1:]
 
     def extent(name: str) -> tuple[int, int]:
         shape = list(given[name].shape)
@@ -287,6 +297,8 @@ def _launch_of(binding: Binding, plan: LaunchPlan, arrays: Mapping[str, Any], gr
         results=binding.results,
         allocated=tuple((binding.results.index(name), shape, dtype) for name, shape, dtype in binding.allocated),
         copied=tuple((name, pointers.index(name)) for name in binding.copied),
+        longest=planned_length(seqlen_k) if keeps_maps else 0,
+        of_longest=tuple((name, extent(name)[1]) for name in names) if keeps_maps else (),
         scratch=layout.offsets,
         scratch_bytes=layout.nbytes,
         extents=tuple(map(extent, given)),

