@@ -353,6 +353,8 @@ class FlashAttention:
             Shapes that do not fit, a value out of range, a result that is read-only or overlaps another argument.
         NotImplementedError
             Something the kernels do not do; the message names the limit and the remedy.
+        ImportError
+            Arrays of another library in CUDA memory, without CuPy; or a kernel to compile, without NVRTC.
         """
         terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k)
         inputs, results = {"q": q, "k": k, "v": v} | terms, {"out": out, "lse": lse}
@@ -447,7 +449,7 @@ class FlashAttention:
 
         Raises
         ------
-        TypeError, ValueError
+        TypeError, ValueError, ImportError
             As `forward` does.
         NotImplementedError
             Likewise, and with a `block_table`.
@@ -529,7 +531,7 @@ class FlashAttention:
 
         Raises
         ------
-        TypeError, ValueError, NotImplementedError
+        TypeError, ValueError, NotImplementedError, ImportError
             As `forward` does.
         """
         terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k)
@@ -576,7 +578,7 @@ class FlashAttention:
 
         Raises
         ------
-        TypeError, ValueError, NotImplementedError
+        TypeError, ValueError, NotImplementedError, ImportError
             As `forward` does.
         """
         terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k)
@@ -651,7 +653,7 @@ class FlashAttention:
         ------
         NotImplementedError
             Arrays in host memory: the CPU path has nothing to tune. And as `forward` does.
-        TypeError, ValueError
+        TypeError, ValueError, ImportError
             As `forward` does.
         """
         wanted = _checked_passes(passes)
@@ -752,7 +754,7 @@ def attention(
 
     Raises
     ------
-    TypeError, ValueError, NotImplementedError
+    TypeError, ValueError, NotImplementedError, ImportError
         As `FlashAttention` and `FlashAttention.forward` do.
 
     Examples

@@ -61,7 +61,7 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: Literal["bhsd
 
     Raises
     ------
-    TypeError, ValueError
+    TypeError, ValueError, ImportError
         As `FlashAttention.forward` does; ``outs[1]`` is the name of the second one.
 
     Notes
@@ -144,7 +144,7 @@ def merge_backward(
 
     Raises
     ------
-    TypeError, ValueError
+    TypeError, ValueError, ImportError
         As `merge` does.
 
     Notes
