@@ -521,7 +521,7 @@ def make_problem(
         if seqlen > MAX_SEQLEN:
             raise value_error(name, f"seqlen {seqlen}", f"at most {MAX_SEQLEN}")
     if num_heads % num_heads_kv if num_heads_kv else num_heads:
-        raise value_error("k", _counted(num_heads_kv, "head"), f"a divisor of the {_counted(num_heads, 'head')} of q")
+        raise value_error("k", counted(num_heads_kv, "head"), f"a divisor of the {counted(num_heads, 'head')} of q")
 
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     if is_packed:
@@ -634,7 +634,7 @@ def _numbers_in(softmax_dtype: str, options: Options, q: Operand) -> tuple[float
     return 0.0 if softmax_dtype == "float32" and abs(scale) < SMALLEST_SCALE else scale, softcap
 
 
-def _counted(count: int, noun: str) -> str:
+def counted(count: int, noun: str) -> str:
     """The number and the noun: 1 head, 2 heads."""
     return f"{count} {noun}" + ("" if count == 1 else "s")
 
@@ -654,7 +654,7 @@ def _check_pool(block_table: Any, kv_lengths: Any, q: Any, k: Any, pool: Operand
         raise value_error("k", f"shape {tuple(k.shape)}", "a pool of at least one page, which a block_table needs")
     if page_size not in PAGE_SIZES:
         expected = f"{', '.join(map(str, PAGE_SIZES[:-1]))} or {PAGE_SIZES[-1]} keys a page"
-        raise value_error("k", f"{_counted(page_size, 'key')} a page in shape {tuple(k.shape)}", expected)
+        raise value_error("k", f"{counted(page_size, 'key')} a page in shape {tuple(k.shape)}", expected)
     return int(block_table.shape[1]) * page_size
 
 

@@ -353,6 +353,20 @@ def forget(plan: LaunchPlan) -> bool:
     return True
 
 
+def remembered() -> list[Path]:
+    """The files of all problems for which something is remembered."""
+    return sorted(_directory().glob("*.json"))
+
+
+def forget_all() -> int:
+    """Remove what is remembered for all problems; of how many there was something."""
+    files = remembered()
+    _recalled.clear()
+    for path in files:
+        path.unlink(missing_ok=True)
+    return len(files)
+
+
 def size_class(size: int) -> int:
     """The power of two that is not smaller; 0 for 0."""
     return 1 << (size - 1).bit_length() if size else 0
@@ -380,7 +394,11 @@ def _key(plan: LaunchPlan) -> dict[str, Any]:
 
 def _file_of(plan: LaunchPlan) -> Path:
     digest = hashlib.sha256(json.dumps(_key(plan), sort_keys=True).encode()).hexdigest()
-    return cache_directory() / "tuned" / f"{digest[:32]}.json"
+    return _directory() / f"{digest[:32]}.json"
+
+
+def _directory() -> Path:
+    return cache_directory() / "tuned"
 
 
 def _remember(of_table: Trial, winner: Trial) -> str:

@@ -397,7 +397,7 @@ def test_the_plan_of_the_command_line_is_the_tuned_one(capsys):
     [
         ("tune", "the CPU path has nothing to tune"),
         ("tune --arch 9.0", "--arch goes with --dry-run"),
-        ("tune --dry-run", "--arch names a GPU"),
+        ("tune --dry-run", "give its compute capability, such as --arch 9.0"),
     ],
 )
 def test_errors_of_the_command_line(capsys, monkeypatch, command, words):
