@@ -143,8 +143,9 @@ class FlashAttention:
               0 0 1 1
 
     softcap : float, optional
-        Positive c: scaled scores s become ``c * tanh(s / c)``. From ``2 ** -48`` to ``2 ** 48``, with float64 arrays
-        from ``2 ** -384`` to ``2 ** 384``.
+        Positive c: scaled scores s become ``c * tanh(s / c)``. With float16 and bfloat16 arrays from ``2 ** -48`` to
+        ``2 ** 16``, on the GPU to ``1e-7 * c``; with float32 from ``2 ** -48`` to ``2 ** 48``, and with float64 from
+        ``2 ** -384`` to ``2 ** 384``.
     layout : {"bhsd", "bshd"}, default "bhsd"
         Order of the axes of q, k, v and out: (batch, heads, seqlen, head_dim) or (batch, seqlen, heads, head_dim).
         Leading axes may be missing: a 3-D array is one batch entry, a 2-D array (seqlen, head_dim) one head.

@@ -35,6 +35,9 @@ DEFAULT_NEED = ("dq", "dk", "dv")
 # ordinary product overflows on the way, scale, softcap and 1 / softcap are at most 2 to this power. Two of them take
 # three quarters of the exponents of the dtype, and leave room for products up to 2**31 in float32.
 OPTION_EXPONENT = {"float32": 48, "float64": 384}
+# The kernels of these dtypes compute the tanh to 1e-7, which softcap multiplies. Up to 2 to this power, the error hides
+# behind the rounding of the weights.
+SOFTCAP_EXPONENT = {"float16": 16, "bfloat16": 16}
 SMALLEST_SCALE = 2.0**-149  # in float32: what is closer to 0 rounds to it
 MAX_SEQLEN = 2**30  # positions and their sums are 32-bit in the kernels
 PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -53,8 +56,8 @@ def value_error(name: str, got: object, expected: str) -> ValueError:
 
 def not_packed_error(name: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{name}: got it together with cu_seqlens_q, expected one of them; pad the sequences to one length, as entries "
-        f"of a batch, for {name}"
+        f"{name}: got it together with cu_seqlens_q, expected one of them; for {name}, pad the sequences to one length "
+        "and make them the entries of a batch"
     )
 
 
@@ -628,8 +631,9 @@ def _numbers_in(softmax_dtype: str, options: Options, q: Operand) -> tuple[float
     scale, softcap = q.shape[3] ** -0.5 if options.scale is None else options.scale, options.softcap
     if abs(scale) > 2.0**exponent:
         raise value_error("scale", scale, f"-2**{exponent} to 2**{exponent} for {q.dtype} arrays")
-    if softcap is not None and not 2.0**-exponent <= softcap <= 2.0**exponent:
-        raise value_error("softcap", softcap, f"2**-{exponent} to 2**{exponent} for {q.dtype} arrays")
+    highest = SOFTCAP_EXPONENT.get(q.dtype, exponent)
+    if softcap is not None and not 2.0**-exponent <= softcap <= 2.0**highest:
+        raise value_error("softcap", softcap, f"2**-{exponent} to 2**{highest} for {q.dtype} arrays")
     # Kernels treat a scale of 0 in their own way, and what they get is rounded to float32.
     return 0.0 if softmax_dtype == "float32" and abs(scale) < SMALLEST_SCALE else scale, softcap
 

@@ -262,12 +262,14 @@ def test_check(capsys, monkeypatch):
 def test_columns_of_check_do_not_run_together(capsys, monkeypatch):
     long_name, cases = "a name that is longer than any other one is now", __main__.self_test_cases
 
-    def renamed(*args):
-        return [(name if n else long_name, case) for n, (name, case) in enumerate(list(cases(*args))[:3])]
+    def renamed(make_case, seed, names):
+        return [
+            (name if n else long_name, case) for n, (name, case) in enumerate(cases(make_case, seed, ["one query"]))
+        ]
 
     monkeypatch.setattr(__main__, "self_test_cases", renamed)
     _, output, _ = run(capsys, "check --backend cpu")
-    details = [re.search(r"\w+ closest to its bound", line).start() for line in output.splitlines()[1:4]]
+    details = [re.search(r"\w+ closest to its bound", line).start() for line in output.splitlines()[1:5]]
     assert len(set(details)) == 1
     assert f"{long_name}  " in output
 

@@ -235,18 +235,19 @@ def test_bools_of_any_type(kind):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_scale_and_softcap_are_in_the_range_of_the_dtype(dtype):
     exponent = 384 if dtype == "float64" else 48
-    largest, array = 2.0**exponent, getattr(ml_dtypes, dtype, dtype)
-    beyond = math.nextafter(largest, math.inf)
+    highest = {"float32": 48, "float64": 384}.get(dtype, 16)  # of softcap
+    largest, largest_softcap, array = 2.0**exponent, 2.0**highest, getattr(ml_dtypes, dtype, dtype)
+    beyond, beyond_softcap = math.nextafter(largest, math.inf), math.nextafter(largest_softcap, math.inf)
     for scale in (largest, -largest, 0.0, 5e-324):
         assert problem_of(3, 5, dtype=array, scale=scale).scale in (scale, 0.0)
-    for softcap in (largest, 1 / largest):
+    for softcap in (largest_softcap, 1 / largest):
         assert problem_of(3, 5, dtype=array, softcap=softcap).softcap == softcap
     for scale in (beyond, -beyond, 1.7e308):
         with pytest.raises(
             ValueError, match=rf"^scale: got -?\d.*, expected -2\*\*{exponent} to .* for {dtype} arrays$"
         ):
             problem_of(3, 5, dtype=array, scale=scale)
-    for softcap in (beyond, 1.7e308, math.nextafter(1 / largest, 0), 5e-324):
+    for softcap in (beyond_softcap, 1.7e308, math.nextafter(1 / largest, 0), 5e-324):
         with pytest.raises(
             ValueError, match=rf"^softcap: got \d.*, expected 2\*\*-{exponent} to .* for {dtype} arrays$"
         ):
