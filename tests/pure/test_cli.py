@@ -9,10 +9,12 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+import cuflash
 from cuflash import FlashAttention, __main__, __version__, compiler, tuning
 from cuflash.__main__ import main
 from cuflash.plan import DeviceSpec
@@ -153,6 +155,34 @@ def test_info(capsys):
 def test_kernels_that_serve_a_device(arch, text):
     device = DeviceSpec.for_arch("8.6" if arch == "7.5" else arch)
     assert __main__.served(replace(device, arch=int(arch.replace(".", "")))).startswith(text)
+
+
+def test_info_of_a_device(capsys, monkeypatch):
+    """With a stand-in for CuPy that has one device."""
+    properties = {
+        "name": b"H200",
+        "major": 9,
+        "minor": 0,
+        "totalGlobalMem": 150e9,
+        "multiProcessorCount": 132,
+        "sharedMemPerBlockOptin": 232448,
+        "sharedMemPerMultiprocessor": 233472,
+        "l2CacheSize": 60e6,
+    }
+    runtime = SimpleNamespace(
+        getDeviceCount=lambda: 1,
+        driverGetVersion=lambda: 13000,
+        runtimeGetVersion=lambda: 13000,
+        getDeviceProperties=lambda index: properties,
+    )
+    launch = SimpleNamespace(device_spec=lambda index: DeviceSpec.for_arch("9.0"))
+    monkeypatch.setattr(__main__, "find_gpu", lambda: (SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)), ""))
+    monkeypatch.setattr(cuflash, "launch", launch, raising=False)
+    code, output, _ = run(capsys, "info")
+    assert code == 0
+    assert re.search(
+        r"^GPU 0 +H200, compute capability 9.0 \(float16, bfloat16, float32 by sm90 kernels; ", output, re.M
+    )
 
 
 # ---- cache -----------------------------------------------------------------------------------------------------------
