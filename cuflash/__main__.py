@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return run_command(make_parser().parse_args(argv))
         finally:
-            sys.stdout.flush()  # here and not at the end of Python, which would complain of a closed pipe
+            sys.stdout.flush()  # a closed pipe shows here, and not when Python ends, which would complain of it
     except BrokenPipeError:
         # What is still to be written goes nowhere. (An output that is no file, as in tests, needs nothing.)
         with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
@@ -362,7 +362,7 @@ def served(device: DeviceSpec) -> str:
         q = Shape((1, 16, 4096, 128), numpy_dtype(dtype))
         problem = make_problem(Options(), q, q, q)
         try:
-            plans = [choose_plan(problem, device, pass_) for pass_ in ("forward", "backward")]  # type: ignore[arg-type]
+            plans = (choose_plan(problem, device, "forward"), choose_plan(problem, device, "backward"))
         except NotImplementedError as error:
             dtypes.setdefault(f"not served: {error}", []).append(dtype)
             continue
@@ -407,7 +407,7 @@ def fill_cache(args: argparse.Namespace) -> int:
     chosen = devices(args)
     if not chosen:
         raise Failure(f"{NO_GPU}: {find_gpu()[1]}; {NAME_ONE}")
-    compiler.nvrtc_version()  # it is missing, or else there is a table to print
+    compiler.nvrtc_version()  # where NVRTC is missing, that is said before the head of the table is printed
     specs: dict[KernelSpec, None] = {}  # a set in order
     for problem, device, pass_ in itertools.product(problems(args), chosen, passes(args)):
         specs |= dict.fromkeys(tuned_plan(problem, device, pass_).kernels)
