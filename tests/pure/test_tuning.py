@@ -424,6 +424,16 @@ def test_the_bar_is_shown_on_a_terminal_and_goes_away(monkeypatch):
     assert shown.endswith(f"\r{' ' * 42}\r")
 
 
+def test_an_interrupted_bar_goes_away(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with pytest.raises(KeyboardInterrupt), progress.Bar(total=4, start=progress.time.perf_counter() - 5) as bar:
+        bar.advance()
+        raise KeyboardInterrupt
+    assert "\r[####" in terminal.getvalue()
+    assert terminal.getvalue().endswith(f"\r{' ' * 42}\r")
+
+
 def test_no_bar_in_a_file(monkeypatch):
     file = io.StringIO()
     monkeypatch.setattr(sys, "stderr", file)
