@@ -39,17 +39,17 @@ OVERLAP_WORK = 100_000  # candidate solutions tried before two interleaved array
 Kind = Literal["numpy", "cupy"]
 
 
-def are_cupy(required: Iterable[object], optional: Iterable[object]) -> bool:
+def are_cupy(arrays: Mapping[str, object], required: Iterable[str]) -> bool:
     """Whether all arguments are CuPy arrays (or absent, where they may be): the common case, decided first and fast."""
     cupy = sys.modules.get("cupy")
     if cupy is None:
         return False
     array = cupy.ndarray
-    for x in required:
-        if type(x) is not array:
-            return False
-    for x in optional:  # noqa: SIM110 (any() of a generator doubles the time, and this runs before every launch)
+    for x in arrays.values():
         if x is not None and type(x) is not array:
+            return False
+    for name in required:  # noqa: SIM110 (any() of a generator doubles the time, and this runs before every launch)
+        if arrays[name] is None:
             return False
     return True
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from decimal import Decimal
 from typing import Any, Literal
 
@@ -216,6 +216,11 @@ class Options:
         checked["dropout"] = check_dropout(self.dropout)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "_hash", hash(tuple(getattr(self, field.name) for field in fields(self))))
+
+    def __hash__(self) -> int:
+        """Made once: every call looks its launch up by it."""
+        return self._hash  # type: ignore[attr-defined, no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +254,8 @@ class Problem:
     head_dim_v: int
     scale: float
     softcap: float | None
-    diagonal: int
+    alignment: Literal["bottom_right", "top_left"]  # of the diagonal
+    diagonal: int  # 0 for packed sequences, each of which has its own
     window_left: int | None
     window_right: int | None
     deterministic: bool
@@ -266,10 +272,29 @@ class Problem:
     block_mask: Operand | None = None
     block_size: tuple[int, int] = (0, 0)  # (rows, keys) of the blocks of the block mask; zeros without one
     block_table: Operand | None = None  # k and v are then pools of pages: (num_pages, num_heads_kv, page_size, dim)
-    follows_lengths: bool = False  # the diagonal of entry b is kv_lengths[b] - seqlen_q
     cu_seqlens_q: Operand | None = None
     cu_seqlens_k: Operand | None = None
-    packed_diagonal: Literal["top_left", "bottom_right"] | None = None  # of each packed sequence; `diagonal` is 0
+
+    @property
+    def options(self) -> Options:
+        """Options with which the same arrays make this problem again."""
+        window = (self.window_left, self.window_right)
+        return Options(
+            causal="top_left" if self.alignment == "top_left" else False,
+            scale=self.scale,
+            window=None if window == (None, None) else window,
+            softcap=self.softcap,
+            layout=self.layout,  # type: ignore[arg-type]
+            deterministic=self.deterministic,
+            precision=self.precision,
+            dropout=self.dropout,
+            block_size=self.block_size if self.block_mask is not None else Options.block_size,
+        )
+
+    @property
+    def follows_lengths(self) -> bool:
+        """Whether the diagonal of entry b is kv_lengths[b] - seqlen_q."""
+        return self.block_table is not None and self.alignment == "bottom_right"
 
     @property
     def page_size(self) -> int:
@@ -279,6 +304,14 @@ class Problem:
     def aligned_to(self, length: int) -> Problem:
         """The problem with the diagonal of an entry that has so many keys."""
         return replace(self, diagonal=length - self.seqlen_q) if self.follows_lengths else self
+
+    def of_length(self, seqlen_k: int) -> Problem:
+        """The problem with so many keys, and the same bounds of the window."""
+        if seqlen_k == self.seqlen_k:
+            return self
+        keeps_diagonal = self.is_packed or self.alignment == "top_left"
+        diagonal = self.diagonal if keeps_diagonal else self.diagonal + seqlen_k - self.seqlen_k
+        return replace(self, seqlen_k=seqlen_k, diagonal=diagonal)
 
     @property
     def is_packed(self) -> bool:
@@ -297,10 +330,9 @@ class Problem:
             batch=1,
             seqlen_q=seqlen_q,
             seqlen_k=seqlen_k,
-            diagonal=seqlen_k - seqlen_q if self.packed_diagonal == "bottom_right" else 0,
+            diagonal=seqlen_k - seqlen_q if self.alignment == "bottom_right" else 0,
             cu_seqlens_q=None,
             cu_seqlens_k=None,
-            packed_diagonal=None,
         )
 
     @property
@@ -569,17 +601,7 @@ def make_problem(
             raise value_error("block_mask", f"shape {tuple(block_mask.shape)}", expected)
 
     is_top_left = options.causal == "top_left"
-    diagonal = 0 if is_top_left or is_packed else seqlen_k - seqlen_q
-    left, right = options.window or (None, None)
-    if options.causal:
-        right = 0 if right is None else min(right, 0)
-    last_row, first_row = seqlen_q - 1 + diagonal, diagonal  # as key positions
-    if is_packed and not is_top_left:
-        last_row, first_row = seqlen_k - 1, seqlen_k - seqlen_q  # of the longest sequences that there may be
-    if left is not None and last_row - left <= 0:
-        left = None  # even the last row sees the first key
-    if right is not None and first_row + right >= seqlen_k - 1:
-        right = None  # even the first row sees the last key
+    left, right = window_of(options, seqlen_q, seqlen_k)
     return Problem(
         dtype=q4.dtype,
         layout=layout,
@@ -593,7 +615,8 @@ def make_problem(
         head_dim_v=v4.shape[3],
         scale=scale,
         softcap=softcap,
-        diagonal=diagonal,
+        alignment="top_left" if is_top_left else "bottom_right",
+        diagonal=0 if is_top_left or is_packed else seqlen_k - seqlen_q,
         window_left=left,
         window_right=right,
         deterministic=options.deterministic,
@@ -618,11 +641,25 @@ def make_problem(
         block_table=None
         if block_table is None
         else broadcast_operand("block_table", block_table, tuple(block_table.shape)),
-        follows_lengths=block_table is not None and options.causal != "top_left",
         cu_seqlens_q=vector_of(cu_seqlens_q) if is_packed else None,
         cu_seqlens_k=vector_of(cu_seqlens_k) if is_packed else None,
-        packed_diagonal=("top_left" if is_top_left else "bottom_right") if is_packed else None,
     )
+
+
+def window_of(options: Options, seqlen_q: int, seqlen_k: int) -> tuple[int | None, int | None]:
+    """The bounds (left, right) of the window that `causal` and `window` make; None for one that hides nothing.
+
+    Of packed sequences, the longest that there may be are as long as all of them.
+    """
+    left, right = options.window or (None, None)
+    if options.causal:
+        right = 0 if right is None else min(right, 0)
+    first_row = 0 if options.causal == "top_left" else seqlen_k - seqlen_q  # as a key position
+    if left is not None and first_row + seqlen_q - 1 - left <= 0:
+        left = None  # even the last row sees the first key
+    if right is not None and first_row + right >= seqlen_k - 1:
+        right = None  # even the first row sees the last key
+    return left, right
 
 
 def _numbers_in(softmax_dtype: str, options: Options, q: Operand) -> tuple[float, float | None]:

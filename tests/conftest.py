@@ -38,7 +38,7 @@ def why_no_device():
 
 
 def pytest_collection_modifyitems(items):
-    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    gpu_items = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("fuzz")]
     reason = why_no_device() if gpu_items else None
     if reason is not None:
         for item in gpu_items:

@@ -278,7 +278,7 @@ def test_scratch_memory_of_lists_is_stated():
         needed = batches * heads * m_blocks * (2 + n_blocks)
         assert plan.lists == (batches, heads)
         assert needed <= lists < needed + 4
-        assert plan.extra_bytes == 4 * lists
+        assert plan.scratch_layout.sizes == (4 * lists,)
         assert "block_mask: tiles of keys are listed beforehand" in plan.describe()
 
 

@@ -248,7 +248,9 @@ def test_other_kernels_forget(monkeypatch):
     remember_the_last(problem_of())
     assert is_tuned(problem_of())
     monkeypatch.setattr(tuning, "kernels_fingerprint", lambda: "another")
+    tuning._file_name.cache_clear()  # as in a process that starts now
     assert not is_tuned(problem_of())
+    tuning._file_name.cache_clear()
 
 
 def test_sinks_that_have_a_gradient_or_not_are_one_problem(store):
