@@ -30,6 +30,7 @@ from cuflash.problem import (
     check_pages,
     check_random,
     type_error,
+    typed,
     value_error,
 )
 
@@ -116,10 +117,11 @@ class FlashAttention:
                                                               1 1         1 1
 
     scale : float, optional
-        Factor of ``q @ k.T``, ``head_dim ** -0.5`` by default. May be zero or negative.
+        Factor of ``q @ k.T``, ``head_dim ** -0.5`` by default. May be zero or negative. Its absolute value is at most
+        ``2 ** 48``, with float64 arrays ``2 ** 384``, so that scores do not overflow.
     window : (int or None, int or None), optional
         (left, right): query i sees key j only if ``i + d - left <= j <= i + d + right``, d as above (that of ``True``
-        without `causal`). None on a side is no bound there. With `causal`, right is at most 0::
+        without `causal`). None on a side is no bound there. With `causal`, a right above 0 counts as 0::
 
             window=(1, 0), seqlen_q = seqlen_k = 4          window=(None, 1), seqlen_q = 3, seqlen_k = 4
 
@@ -129,7 +131,9 @@ class FlashAttention:
               0 0 1 1
 
     softcap : float, optional
-        Positive c: scaled scores s become ``c * tanh(s / c)``.
+        Positive c: scaled scores s become ``c * tanh(s / c)``. With float16 and bfloat16 arrays from ``2 ** -48`` to
+        ``2 ** 16``, on the GPU to ``1e-7 * c``; with float32 from ``2 ** -48`` to ``2 ** 48``, and with float64 from
+        ``2 ** -384`` to ``2 ** 384``.
     layout : {"bhsd", "bshd"}, default "bhsd"
         Order of the axes of q, k, v and out: (batch, heads, seqlen, head_dim) or (batch, seqlen, heads, head_dim).
         Leading axes may be missing: a 3-D array is one batch entry, a 2-D array (seqlen, head_dim) one head.
@@ -144,8 +148,9 @@ class FlashAttention:
         split into two pieces of bfloat16, which are 16 bits, both bounds are 2 ** -14; elsewhere factors are rounded to
         TF32. On the CPU "tf32" is computed as "highest" is.
     dropout : float, default 0.0
-        Probability that a weight is dropped, from 0 up to, but not, 1; rounded to a multiple of 1 / 65536. `forward`
-        and `backward` then take the `seed` and the `offset` that say which: `cuflash.dropout_mask` has them all.
+        Probability that a weight is dropped, from 0 up to, but not, 1; rounded to a multiple of 1 / 65536, and refused
+        where that is 1. `forward` and `backward` then take the `seed` and the `offset` that say which:
+        `cuflash.dropout_mask` has them all.
     block_size : int or (int, int), default (128, 128)
         Rows and keys of the blocks of a `block_mask`, without effect where none is given: multiples of 16 from 16 to
         1024, one number for both. Tiles of 128 rows and 128 keys are the fastest: where they cut blocks, pairs are
@@ -166,7 +171,9 @@ class FlashAttention:
     Raises
     ------
     TypeError, ValueError
-        An option of the wrong type or out of range; the message names it, what was got and what is expected.
+        An option of the wrong type or out of range; the message names it, what was got and what is expected. Numbers
+        may be NumPy's, `decimal.Decimal` or `fractions.Fraction`, but nothing is rounded to an integer, and a bool is
+        no number. Ranges that depend on the dtype of the arrays are checked by each call.
 
     Notes
     -----
@@ -190,7 +197,7 @@ class FlashAttention:
     only: it is the same on every device, and on the CPU. The random numbers are those of Philox-4x32-10, with the seed
     as the key.
 
-    Instances hold no arrays, are cheap to make, and may be shared between threads.
+    Instances hold no arrays, are cheap to make, and may be shared between threads. Those with equal options are equal.
 
     References
     ----------
@@ -242,6 +249,12 @@ class FlashAttention:
 
     def __repr__(self) -> str:
         return f"FlashAttention{repr(self.options).removeprefix('Options')}"
+
+    def __eq__(self, other: object) -> bool:
+        return self.options == other.options if isinstance(other, FlashAttention) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.options)
 
     def forward(
         self,
@@ -341,6 +354,8 @@ class FlashAttention:
             Shapes that do not fit, a value out of range, a result that is read-only or overlaps another argument.
         NotImplementedError
             Something the kernels do not do; the message names the limit and the remedy.
+        ImportError
+            Arrays of another library in CUDA memory, without CuPy; or a kernel to compile, without NVRTC.
         """
         terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, cu_seqlens_q, cu_seqlens_k)
         arrays = {"q": q, "k": k, "v": v, **terms, "block_table": block_table, "out": out, "lse": lse}
@@ -434,7 +449,7 @@ class FlashAttention:
 
         Raises
         ------
-        TypeError, ValueError
+        TypeError, ValueError, ImportError
             As `forward` does.
         NotImplementedError
             Likewise, and with a `block_table`.
@@ -503,7 +518,7 @@ class FlashAttention:
 
         Raises
         ------
-        TypeError, ValueError, NotImplementedError
+        TypeError, ValueError, NotImplementedError, ImportError
             As `forward` does.
         """
         terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, cu_seqlens_q, cu_seqlens_k)
@@ -550,7 +565,7 @@ class FlashAttention:
 
         Raises
         ------
-        TypeError, ValueError, NotImplementedError
+        TypeError, ValueError, NotImplementedError, ImportError
             As `forward` does.
         """
         terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, cu_seqlens_q, cu_seqlens_k)
@@ -625,7 +640,7 @@ class FlashAttention:
         ------
         NotImplementedError
             Arrays in host memory: the CPU path has nothing to tune. And as `forward` does.
-        TypeError, ValueError
+        TypeError, ValueError, ImportError
             As `forward` does.
         """
         wanted = _checked_passes(passes)
@@ -733,7 +748,7 @@ def attention(
 
     Raises
     ------
-    TypeError, ValueError, NotImplementedError
+    TypeError, ValueError, NotImplementedError, ImportError
         As `FlashAttention` and `FlashAttention.forward` do.
 
     Examples
@@ -791,7 +806,7 @@ def _terms(
 def _checked_passes(passes: Collection[str]) -> Any:
     """The passes that are wanted, in order."""
     if isinstance(passes, str) or not isinstance(passes, Collection):
-        raise type_error("passes", f"{type(passes).__name__} {passes!r}", "a collection of 'forward' and 'backward'")
+        raise type_error("passes", typed(passes), "a collection of 'forward' and 'backward'")
     for name in passes:
         if name not in PASSES:
             raise value_error("passes", repr(name), "'forward' or 'backward'")
@@ -803,7 +818,7 @@ def _checked_passes(passes: Collection[str]) -> Any:
 def _needed(need: Collection[str], given: dict[str, Any], results: dict[str, Array | None]) -> tuple[str, ...]:
     """The gradients that are wanted, in their order: those that are needed, or have an array to be written to."""
     if isinstance(need, str) or not isinstance(need, Collection):
-        raise type_error("need", f"{type(need).__name__} {need!r}", "a collection of names of gradients")
+        raise type_error("need", typed(need), "a collection of names of gradients")
     for name in need:
         if name not in GRADIENTS:
             listed = ", ".join(map(repr, GRADIENTS[:-1])) + f" or {GRADIENTS[-1]!r}"
@@ -812,7 +827,7 @@ def _needed(need: Collection[str], given: dict[str, Any], results: dict[str, Arr
     for name in ("bias", "alibi_slopes", "softcap", "sinks"):
         if f"d{name}" in wanted and given[name] is None:
             argument = "need" if results[f"d{name}"] is None else f"d{name}"
-            expected = "FlashAttention(softcap=...)" if name == "softcap" else f"{name} as forward took them"
+            expected = "FlashAttention(softcap=...)" if name == "softcap" else f"the {name} that forward took"
             raise value_error(argument, f"d{name} without {name}", expected)
     return wanted
 

@@ -354,6 +354,20 @@ def forget(plan: LaunchPlan) -> bool:
     return True
 
 
+def remembered() -> list[Path]:
+    """The files of all problems for which something is remembered."""
+    return sorted(_directory().glob("*.json"))
+
+
+def forget_all() -> int:
+    """Remove what is remembered for all problems; of how many there was something."""
+    files = remembered()
+    _recalled.clear()
+    for path in files:
+        path.unlink(missing_ok=True)
+    return len(files)
+
+
 def size_class(size: int) -> int:
     """The power of two that is not smaller; 0 for 0."""
     return 1 << (size - 1).bit_length() if size else 0
@@ -401,7 +415,11 @@ def _file_name(key: _Key) -> str:
 
 
 def _file_of(plan: LaunchPlan) -> Path:
-    return cache_directory() / "tuned" / _file_name(_Key.of(plan))
+    return _directory() / _file_name(_Key.of(plan))
+
+
+def _directory() -> Path:
+    return cache_directory() / "tuned"
 
 
 def _remember(of_table: Trial, winner: Trial) -> str:
