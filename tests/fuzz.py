@@ -201,7 +201,7 @@ def sample(of: int) -> list[Trial]:
 
 
 def failure_of(trial: Trial, convert: Callable[[Any], Any]) -> str | None:
-    """What is wrong with the results of a problem by the public interface, on arrays that `convert` makes of NumPy's."""
+    """What is wrong with the results of a problem by the public interface, on arrays that `convert` makes."""
     case = trial.case
     arrays = case.arrays(convert)
     attn = cuflash.FlashAttention(**case.keywords, deterministic=trial.deterministic, precision=trial.precision)
