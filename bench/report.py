@@ -25,6 +25,8 @@ TITLES = {
     "cuflash-pages256": "cuflash, pages of 256",
     "cuflash-dbias": "cuflash, with dbias",
     "cuflash-packed": "cuflash, packed",
+    "cuflash-steps": "cuflash, a key more each time",
+    "cuflash-kv-lengths": "cuflash, kv_lengths",
     "cudnn": "cuDNN",
     "fa2": "FlashAttention-2",
     "fa4": "FlashAttention-4",
