@@ -282,6 +282,14 @@ SUITES = {
         peers=("cuflash-alloc", "empty-launch", "cudnn", "fa2"),
         about="host time of one repeated call, in microseconds",
     ),
+    "steps": Suite(
+        kind="host",
+        cases=tuple(_decode(batch, 2048, 1) for batch in (1, 16)),
+        peers=("cuflash-alloc", "cuflash-steps", "cuflash-kv-lengths", "cuflash-pages16", "empty-launch"),
+        passes=("forward",),
+        about="host time of a step of decoding, in microseconds: the same keys again, into given arrays or new ones; a "
+        "key more each time; lengths in an array; pages",
+    ),
     "cpu": Suite(
         kind="cpu",
         cases=tuple(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import math
 import os
 import time
@@ -21,6 +22,7 @@ from .cases import BLOCK, Case
 from .formula import Inputs, dtype_of, gradient_rows, softmax_rows, widen
 
 Calls = dict[str, Callable[[], tuple[Any, ...]]]
+STEPS = 2000  # of decoding, before the cache is as short again as at the start
 
 
 class Absent(Exception):
@@ -127,6 +129,40 @@ def cuflash_packed(case: Case, inputs: Inputs) -> Contender:
         "backward": lambda: tuple(attn.backward(dout, q, k, v, out, lse, **terms, **gradients)),
     }
     return Contender(calls, to_array=unpacked, plans=_describe(attn, q, k, v, **terms))
+
+
+def cuflash_steps(case: Case, inputs: Inputs) -> Contender:
+    """Decoding: keys and values are slices of a cache, one row longer in each call; results are allocated."""
+    from cuflash import FlashAttention
+
+    xp = inputs.xp
+    if case.bias or case.blocks_kept or case.lengths:
+        raise Absent("is run without bias, block mask and lengths")
+
+    def cache(x: Any) -> Any:
+        rows = xp.zeros((*x.shape[:2], STEPS, x.shape[3]), x.dtype)
+        return xp.concatenate([x, rows], axis=2)
+
+    k, v = cache(inputs.k), cache(inputs.v)
+    steps = [(k[:, :, :n], v[:, :, :n]) for n in range(case.seqlen_k, case.seqlen_k + STEPS)]
+    following = itertools.cycle(steps)
+    attn = FlashAttention(causal=case.causal)
+    return Contender(
+        {"forward": lambda: (attn.forward(inputs.q, *next(following)).out,)},
+        plans={"forward": _describe(attn, inputs.q, *steps[0])["forward"]},
+    )
+
+
+def cuflash_kv_lengths(case: Case, inputs: Inputs) -> Contender:
+    """Decoding: keys and values are the whole cache, and an array says how many there are; results are allocated."""
+    from cuflash import FlashAttention
+
+    lengths = inputs.xp.full(case.batch, case.seqlen_k, "int32")
+    attn = FlashAttention(causal=case.causal)
+    return Contender(
+        {"forward": lambda: (attn.forward(inputs.q, inputs.k, inputs.v, kv_lengths=lengths).out,)},
+        plans={"forward": _describe(attn, inputs.q, inputs.k, inputs.v, kv_lengths=lengths)["forward"]},
+    )
 
 
 def _without_results(call: Callable[[], object]) -> Callable[[], tuple[Any, ...]]:
@@ -500,6 +536,8 @@ ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
     "cuflash-tf32": lambda case, inputs: cuflash(case, inputs, precision="tf32"),
     **{f"cuflash-pages{size}": _paged(size) for size in (16, 64, 256)},
     "cuflash-packed": cuflash_packed,
+    "cuflash-steps": cuflash_steps,
+    "cuflash-kv-lengths": cuflash_kv_lengths,
     "cudnn": _torch(cudnn_calls),
     "fa2": _torch(fa2_calls),
     "fa4": _torch(fa4_calls),

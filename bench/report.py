@@ -25,6 +25,8 @@ TITLES = {
     "cuflash-pages256": "cuflash, pages of 256",
     "cuflash-dbias": "cuflash, with dbias",
     "cuflash-packed": "cuflash, packed",
+    "cuflash-steps": "cuflash, a key more each time",
+    "cuflash-kv-lengths": "cuflash, kv_lengths",
     "cudnn": "cuDNN",
     "fa2": "FlashAttention-2",
     "fa4": "FlashAttention-4",
@@ -322,8 +324,9 @@ def section(results: Path, readme: Path) -> str:
         if not any(r["record"] == "result" for r in records):
             continue
         plots = [Path(_relative(p, readme.parent)).as_posix() for p in plot(records, results)]
-        images = [f"![{name}, {p.rsplit('_', 1)[1].removesuffix('.svg')}]({p})" for p in plots]
-        parts.append("\n\n".join([f"### {name}", heading(records), markdown(records), *images]))
+        # No pictures: a package index shows the README without the files beside it.
+        named = [f"Plots, in a checkout: {', '.join(f'`{path}`' for path in plots)}."] if plots else []
+        parts.append("\n\n".join([f"### {name}", heading(records), markdown(records), *named]))
     path = results / ACCURACY
     if path.exists():
         parts.append(f"### accuracy\n\n{accuracy(load(path))}")

@@ -25,3 +25,8 @@ __all__ = [
     "merge",
     "merge_backward",
 ]
+
+
+def __dir__() -> list[str]:
+    """What is public, for tab completion; modules that happen to be imported are not."""
+    return sorted(name for name in globals() if name in (*__all__, "testing") or name.startswith("__"))

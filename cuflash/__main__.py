@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import itertools
 import math
 import os
 import platform
+import re
 import statistics
 import sys
 import time
@@ -16,16 +18,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import metadata
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash import FlashAttention, compiler, reference, tuning
+from cuflash import FlashAttention, __version__, compiler, reference, tuning
 from cuflash.flash_attention import Causal, CpuPlan
 from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan, choose_plan
-from cuflash.problem import DTYPES, LAYOUTS, PRECISIONS, Options, Problem, make_problem, user_shape
+from cuflash.problem import DTYPES, LAYOUTS, PRECISIONS, Options, Problem, counted, make_problem, user_shape
 from cuflash.progress import Bar
 from cuflash.tuning import tuned_plan
 
@@ -36,6 +38,9 @@ CAUSAL: dict[str, Causal] = {"no": False, "yes": True, "top_left": "top_left"}
 ORDERS = ("fifo", "lifo", "reversed", "random")  # of the threads that can run, in the emulator
 NUM_SAMPLES = 6  # rows, and keys, whose results the demo checks
 NO_GPU = "there is no GPU here"
+NAME_ONE = "for one that is elsewhere give its compute capability, such as --arch 9.0"
+QUICK = ("plain", "one query", "pages", "cu_seqlens")  # cases of `check --quick`
+INTERRUPTED, PIPE_CLOSED = 128 + 2, 128 + 13  # exit codes, as shells give them to what these signals end
 
 
 class Failure(Exception):
@@ -43,28 +48,56 @@ class Failure(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 success, 1 failure (an argument that cannot be parsed exits with 2)."""
-    args = make_parser().parse_args(argv)
+    """Run one command; returns the exit code.
+
+    0 is success, 1 failure, 130 an interruption, 141 a reader of the output that has gone. Arguments that cannot be
+    parsed exit with 2.
+    """
+    try:
+        try:
+            return run_command(make_parser().parse_args(argv))
+        finally:
+            sys.stdout.flush()  # a closed pipe shows here, and not when Python ends, which would complain of it
+    except BrokenPipeError:
+        # What is still to be written goes nowhere. (An output that is no file, as in tests, needs nothing.)
+        with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Run it; what is known to go wrong is said in one line."""
     try:
         run: Callable[[argparse.Namespace], int] = args.run
         return run(args)
+    except BrokenPipeError:
+        raise
     except (Failure, NotImplementedError, ImportError, MemoryError, OSError, ValueError) as error:
         print(f"python -m cuflash {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
     except compiler.CompileError as error:
         print(error, file=sys.stderr)
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
     return 1
 
 
 # ---- Arguments ------------------------------------------------------------------------------------------------------
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in the last line, and in place of all arguments how they are shown."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog} --help shows all arguments\n{self.prog}: {message}\n")
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of ``python -m cuflash``; ``args.run`` is the command."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m cuflash", description="Exact attention and its gradients for CuPy and NumPy arrays."
     )
+    parser.add_argument("--version", action="version", version=f"cuflash {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (run, add_arguments, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
@@ -84,6 +117,7 @@ def add_demo_arguments(command: argparse.ArgumentParser) -> None:
 def add_check_arguments(command: argparse.ArgumentParser) -> None:
     add_backend_argument(command)
     command.add_argument("--seed", type=int, default=0, help="of the random inputs (default: 0)")
+    command.add_argument("--quick", action="store_true", help="a few kinds of problem only: seconds, not minutes")
     command.add_argument(
         "--emulate",
         action="store_true",
@@ -108,7 +142,11 @@ def add_problem_arguments(
     command: argparse.ArgumentParser, head_dim: int = 128, seqlen: int = 4096, num_heads: int = 16
 ) -> None:
     command.add_argument(
-        "--arch", nargs="+", metavar="X.Y", help="compute capabilities, e.g. 8.0 8.6 9.0 12.0 (default: what is here)"
+        "--arch",
+        nargs="+",
+        type=capability,
+        metavar="X.Y",
+        help="compute capabilities, e.g. 8.0 8.6 9.0 12.0 (default: what is here); 9 is 9.0",
     )
     command.add_argument("--pass", dest="passes", choices=("forward", "backward"), help="default: both passes")
     group = command.add_argument_group(
@@ -132,9 +170,9 @@ def add_problem_arguments(
     group.add_argument("--num-heads-kv", type=positive, help="heads of k and v, if they are fewer")
     group.add_argument("--head-dim-v", type=positive, help="head dimension of v, if it differs")
     group.add_argument("--window", type=window, metavar="LEFT,RIGHT", help="e.g. 1023,0; no bound is none: 1023,none")
-    group.add_argument("--softcap", type=float)
+    group.add_argument("--softcap", type=number, metavar="C", help="scores are capped at C (default: they are not)")
     group.add_argument("--layout", choices=LAYOUTS, default="bhsd", help="default: bhsd")
-    group.add_argument("--dropout", type=float, default=0.0, metavar="RATE", help="default: 0")
+    group.add_argument("--dropout", type=number, default=0.0, metavar="RATE", help="default: 0")
     group.add_argument("--block-size", type=positive, default=128, help="of a block mask (default: 128)")
     group.add_argument("--deterministic", action="store_true", help="gradients bitwise equal run after run")
     group.add_argument("--precision", choices=PRECISIONS, default="highest", help="of float32 (default: highest)")
@@ -143,14 +181,29 @@ def add_problem_arguments(
 
 
 def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
-    return value
+    return int(text)
+
+
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not a number") from None
+
+
+def capability(text: str) -> str:
+    """A compute capability; a major version alone is that with the minor version 0."""
+    return f"{text}.0" if text.isdecimal() and int(text) < 80 else text
 
 
 def window(text: str) -> tuple[int | None, int | None]:
-    left, right = (None if side.strip() == "none" else int(side) for side in text.split(","))
+    try:
+        left, right = (None if side.strip() == "none" else int(side) for side in text.split(","))
+    except ValueError:
+        form = "LEFT,RIGHT with an integer or none on each side, such as 1023,0 or 1023,none"
+        raise argparse.ArgumentTypeError(f"{text} is not of the form {form}") from None
     return left, right
 
 
@@ -264,10 +317,7 @@ def info(args: argparse.Namespace) -> int:
     except compiler.NvrtcNotFoundError as error:
         nvrtc = f"none: {' '.join(str(error).split())}"
     rows.append(("NVRTC", nvrtc))
-    cache = compiler.cache_directory()
-    files = [path for path in cache.glob("*") if path.is_file()]
-    kernels = sum(path.suffix == ".cubin" for path in files)
-    rows.append(("cache", f"{cache}, {kernels} kernels, {in_bytes(sum(path.stat().st_size for path in files))}"))
+    rows.append(("cache", f"{compiler.cache_directory()}, {cached_kernels()}"))
     cupy, reason = find_gpu()
     if cupy is None:
         rows.append(("GPU", f"none: {reason}"))
@@ -275,9 +325,15 @@ def info(args: argparse.Namespace) -> int:
         runtime = cupy.cuda.runtime
         rows.append(("CUDA", f"driver {runtime.driverGetVersion()}, runtime {runtime.runtimeGetVersion()}"))
         rows.extend((f"GPU {i}", describe_device(cupy, i)) for i in range(runtime.getDeviceCount()))
-    for name, text in rows:
-        print(f"{name:<14}{text}")
+    print_rows(rows)
     return 0
+
+
+def print_rows(rows: list[tuple[str, str]]) -> None:
+    """Names and what there is to say about them, in two columns."""
+    width = max(len(name) for name, _ in rows) + 2
+    for name, text in rows:
+        print(f"{name:<{width}}{text}")
 
 
 def version_of(package: str) -> str | None:
@@ -288,14 +344,31 @@ def version_of(package: str) -> str | None:
 
 
 def describe_device(cupy: ModuleType, index: int) -> str:
+    from cuflash import launch
+
     p = cupy.cuda.runtime.getDeviceProperties(index)
-    served = "float16 and bfloat16 by the sm80 kernels" if p["major"] >= 8 else "not served: 8.0 or later is needed"
     return (
-        f"{p['name'].decode()}, compute capability {p['major']}.{p['minor']} ({served}), "
+        f"{p['name'].decode()}, compute capability {p['major']}.{p['minor']} ({served(launch.device_spec(index))}), "
         f"{in_bytes(p['totalGlobalMem'])}, {p['multiProcessorCount']} multiprocessors, "
         f"{p['sharedMemPerBlockOptin']} bytes of shared memory a block and {p['sharedMemPerMultiprocessor']} a "
         f"multiprocessor, L2 {in_bytes(p['l2CacheSize'])}"
     )
+
+
+def served(device: DeviceSpec) -> str:
+    """Which kernels serve a plain problem of each dtype on a device."""
+    dtypes: dict[str, list[str]] = {}
+    for dtype in DTYPES:
+        q = Shape((1, 16, 4096, 128), numpy_dtype(dtype))
+        problem = make_problem(Options(), q, q, q)
+        try:
+            plans = (choose_plan(problem, device, "forward"), choose_plan(problem, device, "backward"))
+        except NotImplementedError as error:
+            dtypes.setdefault(f"not served: {error}", []).append(dtype)
+            continue
+        families = {name for plan in plans for x in plan.kernels for name in re.findall(r"_(sm\d+)\.cu$", x.source)}
+        dtypes.setdefault(f"by {' and '.join(sorted(families))} kernels", []).append(dtype)
+    return "; ".join(f"{', '.join(names)} {kernels}" for kernels, names in dtypes.items())
 
 
 # ---- plan, compile --------------------------------------------------------------------------------------------------
@@ -318,7 +391,7 @@ def plan(args: argparse.Namespace) -> int:
             for pass_ in passes(args):
                 print(compiled(tuned_plan(problem, device, pass_)).describe(), end="\n\n")
     if not chosen:
-        print(f"{NO_GPU}: {find_gpu()[1]}; --arch names a GPU that is not here")
+        print(f"{NO_GPU}: {find_gpu()[1]}; {NAME_ONE}")
     return 0
 
 
@@ -333,7 +406,8 @@ def compiled(plan: LaunchPlan) -> LaunchPlan:
 def fill_cache(args: argparse.Namespace) -> int:
     chosen = devices(args)
     if not chosen:
-        raise Failure(f"{NO_GPU}: {find_gpu()[1]}; name the architectures to compile for, such as --arch 8.0 9.0")
+        raise Failure(f"{NO_GPU}: {find_gpu()[1]}; {NAME_ONE}")
+    compiler.nvrtc_version()  # where NVRTC is missing, that is said before the head of the table is printed
     specs: dict[KernelSpec, None] = {}  # a set in order
     for problem, device, pass_ in itertools.product(problems(args), chosen, passes(args)):
         specs |= dict.fromkeys(tuned_plan(problem, device, pass_).kernels)
@@ -353,6 +427,38 @@ def fill_cache(args: argparse.Namespace) -> int:
 
 def passes(args: argparse.Namespace) -> tuple[Any, ...]:
     return (args.passes,) if args.passes else ("forward", "backward")
+
+
+# ---- cache ----------------------------------------------------------------------------------------------------------
+
+
+def add_cache_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--clear", action="store_true", help="remove the compiled kernels")
+    command.add_argument("--tuned", action="store_true", help="with --clear: also what tuning remembers")
+
+
+def cache(args: argparse.Namespace) -> int:
+    if args.tuned and not args.clear:
+        raise Failure("--tuned goes with --clear")
+    if args.clear:
+        removed = compiler.clear_cache(compiler.cache_directory())
+        forgotten = f", and {counted(tuning.forget_all(), 'tuned problem')}" if args.tuned else ""
+        print(f"removed {kernels_among(removed)}{forgotten}")
+        return 0
+    rows = [("directory", str(compiler.cache_directory())), ("kernels", cached_kernels())]
+    print_rows([*rows, ("tuning", f"{counted(len(tuning.remembered()), 'tuned problem')}, not counted above")])
+    return 0
+
+
+def cached_kernels() -> str:
+    """How many there are, what they take, and what they may take."""
+    files = compiler.cached_files(compiler.cache_directory())
+    return f"{kernels_among(files)} of at most {in_bytes(compiler.cache_limit())}"
+
+
+def kernels_among(files: list[compiler.CachedFile]) -> str:
+    kernels = sum(file.path.suffix == ".cubin" for file in files)
+    return f"{counted(kernels, 'kernel')}, {in_bytes(sum(file.size_bytes for file in files))}"
 
 
 # ---- tune -----------------------------------------------------------------------------------------------------------
@@ -386,7 +492,7 @@ def tune(args: argparse.Namespace) -> int:
 def list_candidates(args: argparse.Namespace) -> int:
     chosen = devices(args)
     if not chosen:
-        raise Failure(f"{NO_GPU}: {find_gpu()[1]}; --arch names a GPU that is not here")
+        raise Failure(f"{NO_GPU}: {find_gpu()[1]}; {NAME_ONE}")
     for problem, device, pass_ in itertools.product(problems(args), chosen, passes(args)):
         plans = tuning.candidates(problem, device, pass_)
         print(f"{pass_} pass on {device.name}, {len(plans)} candidates, the table's row first:")
@@ -468,10 +574,7 @@ def demo(args: argparse.Namespace) -> int:
     lse = xp.empty(problem.lse_shape, problem.softmax_dtype)
     # On the CPU one head at a time, which takes as long as all at once and lets the bar move.
     parts = [slice(None)] if on_gpu else [slice(head, head + 1) for head in range(num_heads)]
-    bar = Bar(total=1 + 2 * len(parts) + 2 * NUM_SAMPLES)
     attn = FlashAttention(causal=True)
-    attn.compile(q, k, v)
-    bar.advance()
 
     def forward(h: slice) -> None:
         attn.forward(q[h], k[h], v[h], out=out[h], lse=lse[h])
@@ -480,10 +583,12 @@ def demo(args: argparse.Namespace) -> int:
         attn.backward(dout[h], q[h], k[h], v[h], out[h], lse[h], dq=dq[h], dk=dk[h], dv=dv[h])
 
     measure = measure_on_gpu if on_gpu else measure_on_cpu
-    costs = {run.__name__: measure(run, parts, bar) for run in (forward, backward)}
     arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
-    sampled = sample_errors(options, arrays, bar)
-    bar.clear()
+    with Bar(total=1 + 2 * len(parts) + 2 * NUM_SAMPLES) as bar:
+        attn.compile(q, k, v)
+        bar.advance()
+        costs = {run.__name__: measure(run, parts, bar) for run in (forward, backward)}
+        sampled = sample_errors(options, arrays, bar)
     print_costs(problem, costs)
     print_errors(dtype.name, sampled)
     if any(s.error > s.allowed for s in sampled.values()):
@@ -629,7 +734,9 @@ def check(args: argparse.Namespace) -> int:
     testing = import_testing()
     print(f"on {describe_here(xp)}", flush=True)
     counts = {"passed": 0, "FAILED": 0, "not served": 0}
-    for name, case in self_test_cases(testing.Case, args.seed):
+    cases = list(self_test_cases(testing.Case, args.seed, QUICK if args.quick else None))
+    width = max(len(name) for name, _ in cases) + 2
+    for name, case in cases:
         attn = FlashAttention(**case.keywords)
 
         random = case.random
@@ -655,13 +762,18 @@ def check(args: argparse.Namespace) -> int:
             worst = max(report, key=lambda m: m.error / m.tolerance if m.tolerance else 0)
             verdict, detail = "passed", f"{worst.name} closest to its bound: {worst.error:.1e} of {worst.tolerance:.1e}"
         counts[verdict] += 1
-        print(f"{verdict:<12}{case.dtype:<10}{name:<28}{detail}", flush=True)
+        print(f"{verdict:<12}{case.dtype:<10}{name:<{width}}{detail}", flush=True)
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count))
     return 1 if counts["FAILED"] or not counts["passed"] else 0
 
 
-def self_test_cases(make_case: Callable[..., Any], seed: int) -> Iterator[tuple[str, Any]]:
-    """(name, `cuflash.testing.Case`): plain problems in every dtype, every option in a 16-bit type and in float32."""
+def self_test_cases(
+    make_case: Callable[..., Any], seed: int, names: Sequence[str] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """(name, `cuflash.testing.Case`): plain problems in every dtype, every option in a 16-bit type and in float32.
+
+    Those of some names only, if any are given.
+    """
     plain: dict[str, dict[str, Any]] = {
         "plain": {},
         "one query": {"seqlen_q": 1},
@@ -704,14 +816,15 @@ def self_test_cases(make_case: Callable[..., Any], seed: int) -> Iterator[tuple[
     }
     sizes = {"batch": 2, "num_heads": 6, "num_heads_kv": 2, "seqlen_q": 113, "seqlen_k": 203, "head_dim": 64}
     for group, dtypes in ((plain, DTYPES), (options, ("bfloat16", "float32"))):
-        for (name, changes), dtype in itertools.product(group.items(), dtypes):
+        chosen = [(name, changes) for name, changes in group.items() if names is None or name in names]
+        for (name, changes), dtype in itertools.product(chosen, dtypes):
             yield name, make_case(**(sizes | changes | {"dtype": dtype, "seed": seed}))
 
 
 def refuse_stray_arguments(args: argparse.Namespace) -> None:
     """Arguments that the kind of check does not look at are mistakes."""
     defaults = vars(make_parser().parse_args(["check"]))
-    stray = {"backend"} if args.emulate else defaults.keys() - {"backend", "seed", "emulate"}
+    stray = {"backend", "quick"} if args.emulate else defaults.keys() - {"backend", "quick", "seed", "emulate"}
     for name in sorted(name for name in stray if getattr(args, name) != defaults[name]):
         option = "--" + {"passes": "pass"}.get(name, name.replace("_", "-"))
         raise Failure(f"{option} goes {'without' if args.emulate else 'with'} --emulate")
@@ -721,7 +834,9 @@ def import_testing() -> ModuleType:
     try:
         from cuflash import testing
     except ImportError as error:
-        raise Failure(f"the self-test draws its cases with hypothesis: pip install hypothesis ({error})") from error
+        raise Failure(
+            f'the self-test needs what the tests need, which is missing here ({error}): pip install "cuflash[test]"'
+        ) from error
     return testing
 
 
@@ -804,6 +919,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
         add_tune_arguments,
         "find the fastest tiles for a problem on the GPU that is here, and remember them",
     ),
+    "cache": (cache, add_cache_arguments, "where compiled kernels are kept, how many, how large; and to clear it"),
     "check": (check, add_check_arguments, "a self-test: many kinds of problem on this device, against the oracle"),
 }
 

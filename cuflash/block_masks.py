@@ -18,13 +18,12 @@ last block of queries lines up with the last block of keys, as with ``causal=Tru
 
 from __future__ import annotations
 
-import numbers
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.problem import check_block_size, type_error, value_error
+from cuflash.problem import as_integer, check_block_size, type_error, value_error
 
 BlockMask = NDArray[np.bool_]
 
@@ -155,7 +154,7 @@ def random(m: int, n: int, count: int, seed: int) -> BlockMask:
         A number that is no integer, or is out of range.
     """
     shape = (_count("m", m), _count("n", n))
-    if _count("count", count) > n:
+    if (count := _count("count", count)) > shape[1]:
         raise value_error("count", count, f"at most n = {n}")
     permutations = np.random.default_rng(_count("seed", seed)).random(shape).argsort(axis=1, kind="stable")
     return permutations < count
@@ -205,12 +204,11 @@ def from_mask(mask: Any, block_size: int | tuple[int, int] = (128, 128)) -> Bloc
 def _distances(m: int, n: int) -> NDArray[np.int64]:
     """How far the block in row i and column j lies left of the diagonal, in blocks."""
     rows, columns = np.arange(_count("m", m)), np.arange(_count("n", n))
-    return rows[:, None] + (n - m) - columns
+    return rows[:, None] + (len(columns) - len(rows)) - columns
 
 
 def _count(name: str, value: object, *, least: int = 0) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise type_error(name, f"{type(value).__name__} {value!r}", "an integer")
-    if value < least:
+    number = as_integer(name, value)
+    if number < least:
         raise value_error(name, value, f"{least} or more")
-    return int(value)
+    return number

@@ -7,10 +7,16 @@ so a cubin always belongs to the sources that its key was made from, even while 
 In the cache `<key>.entry` holds the report and names the cubin, and the cubin's name holds the hash of its bytes. Both
 are written to a temporary file and renamed, and both are checked when read, so that no other process, no kill and no
 damaged disk ever brings a wrong or partial kernel to a device: what fails a check is compiled again.
+
+After a kernel is stored, those that were not used for the longest time are removed where all of them together take
+more than `cache_limit`. A lookup marks the files that it finds as used before it reads them, and nothing that was used
+within the last hour is removed: so a file does not vanish between its lookup and the moment at which a device loads it,
+which follows at once. What a lookup does not find any more is compiled again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -41,6 +47,11 @@ OPTIONS = (
     "--ptxas-options=-v",
     "--no-cache",
 )
+# What compiling takes, with or without a device; the extra `compile` is these two.
+BINDINGS, NVRTC = "cuda-bindings", "nvidia-cuda-nvrtc"
+CACHE_BYTES = 1 << 30  # that the cache may take unless CUFLASH_CACHE_BYTES says otherwise
+KEPT_SECONDS = 3600  # for which a file that was used is kept whatever the limit is
+MARKED_SECONDS = 600  # for which a file counts as just used, so that most lookups write nothing
 
 
 class CompileError(RuntimeError):
@@ -160,6 +171,76 @@ def cache_directory() -> Path:
         return Path.home() / ".cache" / "cuflash"
     except RuntimeError:
         return _private_directory()
+
+
+def cache_limit() -> int:
+    """Bytes that compiled kernels may take on disk: `CUFLASH_CACHE_BYTES` where that is set, else 1 GiB.
+
+    Where that is not a whole number, there is a RuntimeWarning, and it counts as not set.
+    """
+    chosen = os.environ.get("CUFLASH_CACHE_BYTES", "").strip()
+    if re.fullmatch(r"\d{1,30}", chosen, re.ASCII):
+        return int(chosen)
+    if chosen:
+        warnings.warn(
+            f"CUFLASH_CACHE_BYTES: got {chosen!r}, expected a number of bytes; {CACHE_BYTES} is taken instead",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return CACHE_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedFile:
+    """A file of the cache: where it is, its size, and when it was used the last time, in seconds of its file system."""
+
+    path: Path
+    size_bytes: int
+    used: float
+
+
+def cached_files(directory: Path) -> list[CachedFile]:
+    """What compiled kernels a cache directory holds: two files each, and what killed processes left of others."""
+    found = []
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name.endswith((".cubin", ".entry", ".tmp")):
+                with contextlib.suppress(OSError):  # another process may just have removed it
+                    status = entry.stat()
+                    found.append(CachedFile(path=Path(entry.path), size_bytes=status.st_size, used=status.st_mtime))
+    return found
+
+
+def trim_cache(directory: Path, limit: int, now: float) -> None:
+    """Remove the files that were not used for the longest time until the others take at most `limit` bytes.
+
+    What was used within an hour before `now` is kept. That is the time of a file that was just stored: the clock of the
+    file system may differ from that of this machine.
+    """
+    files = sorted(cached_files(directory), key=lambda file: file.used)
+    total = sum(file.size_bytes for file in files)
+    for file in files:
+        if total <= limit or file.used > now - KEPT_SECONDS:
+            break
+        with contextlib.suppress(OSError):
+            if file.path.stat().st_mtime == file.used:  # no lookup has found it meanwhile
+                file.path.unlink()
+                total -= file.size_bytes
+
+
+def clear_cache(directory: Path) -> list[CachedFile]:
+    """Remove all compiled kernels, those that were just used too; returns the files that were removed.
+
+    Processes that run keep the kernels that they have loaded.
+    """
+    removed = []
+    for file in cached_files(directory):
+        if file.path.suffix == ".tmp" and file.used > time.time() - KEPT_SECONDS:
+            continue  # another process is writing it
+        with contextlib.suppress(OSError):
+            file.path.unlink()
+            removed.append(file)
+    return removed
 
 
 def nvrtc_version() -> str:
@@ -310,11 +391,11 @@ class Compiler:
         """The kernel from the cache; None where it is missing or fails a check."""
         for place in self._places:
             try:
-                checksum, _, body = (place / f"{_key(request)}.entry").read_bytes().partition(b"\n")
+                checksum, _, body = _used(place / f"{_key(request)}.entry").read_bytes().partition(b"\n")
                 if checksum != _sha256(body).encode():
                     continue
                 entry = json.loads(body)
-                path = place / entry["cubin"]
+                path = _used(place / entry["cubin"])
                 if _sha256(path.read_bytes()) != entry["cubin_sha256"]:
                     continue
             except OSError:
@@ -363,6 +444,7 @@ class Compiler:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, cubin)
         write_atomically(path.with_name(f"{_key(request)}.entry"), _sha256(body).encode() + b"\n" + body)
+        trim_cache(path.parent, cache_limit(), path.stat().st_mtime)
         return CompiledKernel(name=request["name"], arch=request["arch"], path=path, resources=resources)
 
     def _store_privately(
@@ -387,11 +469,18 @@ class Nvrtc:
     def _api(self) -> Any:
         try:
             api = importlib.import_module("cuda.bindings.nvrtc")
-            api.nvrtcVersion()  # the bindings look for the library at the first call, and raise RuntimeError
-        except (ImportError, RuntimeError) as error:
+        except ImportError as error:
             raise NvrtcNotFoundError(
-                f"compiling a CUDA kernel needs cuda-bindings and NVRTC, which are missing here ({error}). "
-                'Install them: pip install "cuflash[cuda13]"   (for a driver of CUDA 12: "cuflash[cuda12]")'
+                f"compiling a CUDA kernel needs cuda-bindings, which is missing here ({error}). Install it and NVRTC: "
+                f'pip install {BINDINGS} {NVRTC}   (the extra "cuflash[compile]"; to run kernels "cuflash[cuda13]", '
+                'or for a driver of CUDA 12 "cuflash[cuda12]")'
+            ) from error
+        try:
+            api.nvrtcVersion()  # the bindings look for the library at the first call, and raise RuntimeError
+        except RuntimeError as error:
+            raise NvrtcNotFoundError(
+                f"compiling a CUDA kernel needs the library NVRTC, which cuda-bindings does not find here ({error}). "
+                f'Install it: pip install {NVRTC}   (the extra "cuflash[compile]"; for CUDA 12 {NVRTC}-cu12)'
             ) from error
         return api
 
@@ -441,7 +530,9 @@ class Nvrtc:
         known = self.arch_numbers()
         number = int(re.sub(r"\D", "", arch))
         if number not in known:
-            remedy = "an older NVRTC may" if number < known[0] else 'a newer one may: pip install -U "cuflash[cuda13]"'
+            remedy = (
+                "an older NVRTC may" if number < known[0] else f"a newer one may: pip install -U {BINDINGS} {NVRTC}"
+            )
             raise NotImplementedError(
                 f"arch: NVRTC {self.version()} does not compile for {arch}, only for "
                 f"{', '.join(f'sm_{number}' for number in known)}; {remedy}"
@@ -522,6 +613,14 @@ def _key(request: Mapping[str, Any]) -> str:
 
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+def _used(path: Path) -> Path:
+    """The path of a file, marked as used now unless it was a few minutes ago."""
+    with contextlib.suppress(OSError):  # it is missing, which reading it will show, or others own it
+        if time.time() - path.stat().st_mtime > MARKED_SECONDS:
+            os.utime(path)
+    return path
 
 
 def write_atomically(path: Path, content: bytes) -> None:

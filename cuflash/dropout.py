@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.problem import check_dropout, check_random, rounded_rate, type_error, value_error
+from cuflash.problem import as_integer, check_dropout, check_random, rounded_rate, value_error
 
 Array = NDArray[Any]
 
@@ -48,7 +48,7 @@ def dropout_mask(
         Sizes of the problem. Larger ones begin with the mask of smaller ones, but for num_heads of several batch
         entries.
     rate : float
-        Probability that a weight is dropped, from 0 up to, but not, 1; rounded to a multiple of 1 / 65536.
+        Probability that a weight is dropped, as `FlashAttention` takes it: rounded to a multiple of 1 / 65536.
 
     Returns
     -------
@@ -69,13 +69,13 @@ def dropout_mask(
     """
     seed, offset = check_random(seed, offset)
     rate = rounded_rate(check_dropout(rate, "rate"))
-    shape = {"batch": batch, "num_heads": num_heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    for name, n in shape.items():
-        if isinstance(n, bool) or not isinstance(n, (int, np.integer)):
-            raise type_error(name, f"{type(n).__name__} {n!r}", "an integer")
+    sizes = {"batch": batch, "num_heads": num_heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    shape = tuple(as_integer(name, n) for name, n in sizes.items())
+    for name, n in zip(sizes, shape, strict=True):
         if n < 0:
             raise value_error(name, n, "an integer >= 0")
-    mask = np.empty(tuple(shape.values()), np.bool_)
+    batch, num_heads, seqlen_q, seqlen_k = shape
+    mask = np.empty(shape, np.bool_)
     for b, h in np.ndindex(batch, num_heads):
         for i in range(0, seqlen_q, ROWS_AT_ONCE):
             rows = range(i, min(i + ROWS_AT_ONCE, seqlen_q))

@@ -14,23 +14,23 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from cuflash import cpu, interop, progress
+from cuflash.binding import INPUTS, Binding, Pass, bind
 from cuflash.packed import check_starts
 from cuflash.problem import (
     DEFAULT_NEED,
     GRADIENTS,
     Options,
     Problem,
-    check_array,
     check_pages,
     check_random,
-    make_problem,
     type_error,
+    typed,
     value_error,
 )
 
@@ -39,19 +39,8 @@ ArrayT = TypeVar("ArrayT")
 Causal = bool | Literal["top_left"]
 Window = tuple[int | None, int | None]
 
-QKV = ("q", "k", "v")
 PASSES = ("forward", "backward")
-TERMS = (
-    "bias",
-    "mask",
-    "kv_lengths",
-    "alibi_slopes",
-    "sinks",
-    "block_mask",
-    "block_table",
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-)
+_BACKWARD_INPUTS = (*INPUTS, "dout", "out", "lse")
 
 
 # ---- What is returned ------------------------------------------------------------------------------------------------
@@ -128,10 +117,11 @@ class FlashAttention:
                                                               1 1         1 1
 
     scale : float, optional
-        Factor of ``q @ k.T``, ``head_dim ** -0.5`` by default. May be zero or negative.
+        Factor of ``q @ k.T``, ``head_dim ** -0.5`` by default. May be zero or negative. Its absolute value is at most
+        ``2 ** 48``, with float64 arrays ``2 ** 384``, so that scores do not overflow.
     window : (int or None, int or None), optional
         (left, right): query i sees key j only if ``i + d - left <= j <= i + d + right``, d as above (that of ``True``
-        without `causal`). None on a side is no bound there. With `causal`, right is at most 0::
+        without `causal`). None on a side is no bound there. With `causal`, a right above 0 counts as 0::
 
             window=(1, 0), seqlen_q = seqlen_k = 4          window=(None, 1), seqlen_q = 3, seqlen_k = 4
 
@@ -141,7 +131,9 @@ class FlashAttention:
               0 0 1 1
 
     softcap : float, optional
-        Positive c: scaled scores s become ``c * tanh(s / c)``.
+        Positive c: scaled scores s become ``c * tanh(s / c)``. With float16 and bfloat16 arrays from ``2 ** -48`` to
+        ``2 ** 16``, on the GPU to ``1e-7 * c``; with float32 from ``2 ** -48`` to ``2 ** 48``, and with float64 from
+        ``2 ** -384`` to ``2 ** 384``.
     layout : {"bhsd", "bshd"}, default "bhsd"
         Order of the axes of q, k, v and out: (batch, heads, seqlen, head_dim) or (batch, seqlen, heads, head_dim).
         Leading axes may be missing: a 3-D array is one batch entry, a 2-D array (seqlen, head_dim) one head.
@@ -156,8 +148,9 @@ class FlashAttention:
         split into two pieces of bfloat16, which are 16 bits, both bounds are 2 ** -14; elsewhere factors are rounded to
         TF32. On the CPU "tf32" is computed as "highest" is.
     dropout : float, default 0.0
-        Probability that a weight is dropped, from 0 up to, but not, 1; rounded to a multiple of 1 / 65536. `forward`
-        and `backward` then take the `seed` and the `offset` that say which: `cuflash.dropout_mask` has them all.
+        Probability that a weight is dropped, from 0 up to, but not, 1; rounded to a multiple of 1 / 65536, and refused
+        where that is 1. `forward` and `backward` then take the `seed` and the `offset` that say which:
+        `cuflash.dropout_mask` has them all.
     block_size : int or (int, int), default (128, 128)
         Rows and keys of the blocks of a `block_mask`, without effect where none is given: multiples of 16 from 16 to
         1024, one number for both. Tiles of 128 rows and 128 keys are the fastest: where they cut blocks, pairs are
@@ -178,7 +171,9 @@ class FlashAttention:
     Raises
     ------
     TypeError, ValueError
-        An option of the wrong type or out of range; the message names it, what was got and what is expected.
+        An option of the wrong type or out of range; the message names it, what was got and what is expected. Numbers
+        may be NumPy's, `decimal.Decimal` or `fractions.Fraction`, but nothing is rounded to an integer, and a bool is
+        no number. Ranges that depend on the dtype of the arrays are checked by each call.
 
     Notes
     -----
@@ -202,7 +197,7 @@ class FlashAttention:
     only: it is the same on every device, and on the CPU. The random numbers are those of Philox-4x32-10, with the seed
     as the key.
 
-    Instances hold no arrays, are cheap to make, and may be shared between threads.
+    Instances hold no arrays, are cheap to make, and may be shared between threads. Those with equal options are equal.
 
     References
     ----------
@@ -254,6 +249,12 @@ class FlashAttention:
 
     def __repr__(self) -> str:
         return f"FlashAttention{repr(self.options).removeprefix('Options')}"
+
+    def __eq__(self, other: object) -> bool:
+        return self.options == other.options if isinstance(other, FlashAttention) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.options)
 
     def forward(
         self,
@@ -353,20 +354,21 @@ class FlashAttention:
             Shapes that do not fit, a value out of range, a result that is read-only or overlaps another argument.
         NotImplementedError
             Something the kernels do not do; the message names the limit and the remedy.
+        ImportError
+            Arrays of another library in CUDA memory, without CuPy; or a kernel to compile, without NVRTC.
         """
-        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k)
-        inputs, results = {"q": q, "k": k, "v": v} | terms, {"out": out, "lse": lse}
+        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, cu_seqlens_q, cu_seqlens_k)
+        arrays = {"q": q, "k": k, "v": v, **terms, "block_table": block_table, "out": out, "lse": lse}
         random = self._random(seed, offset)
-        if interop.are_cupy((q, k, v), (*terms.values(), out, lse)):
-            return ForwardResult(*_gpu().forward(self.options, **inputs, **results, **random))
-        borrowed = interop.borrow(inputs | results, required=QKV, written=results)
+        if interop.are_cupy(arrays, INPUTS):
+            return ForwardResult(*_gpu().forward(self.options, arrays, random))
+        borrowed = interop.borrow(arrays, required=INPUTS, written=("out", "lse"))
         if borrowed.kind == "cupy":
-            computed = _gpu().forward(self.options, **borrowed.arrays, **random)
+            computed = _gpu().forward(self.options, borrowed.arrays, random)
         else:
-            problem = self._checked_problem(borrowed.arrays)
-            _check_results(borrowed.arrays, inputs, _out_and_lse(problem))
-            computed = cpu.forward(problem, **borrowed.arrays, **random)
-        return ForwardResult(*map(borrowed.give_back, computed, results.values()))
+            problem = self._bound("forward", borrowed.arrays).problem
+            computed = cpu.forward(problem, **borrowed.arrays, seed=random[0], offset=random[1])
+        return ForwardResult(*map(borrowed.give_back, computed, (out, lse)))
 
     def backward(
         self,
@@ -447,7 +449,7 @@ class FlashAttention:
 
         Raises
         ------
-        TypeError, ValueError
+        TypeError, ValueError, ImportError
             As `forward` does.
         NotImplementedError
             Likewise, and with a `block_table`.
@@ -457,8 +459,8 @@ class FlashAttention:
                 f"block_table: got {type(block_table).__name__}, expected None: gradients are not given in pages; "
                 "gather the pages of each batch entry into contiguous k and v and call forward and backward with these"
             )
-        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, None, cu_seqlens_q, cu_seqlens_k)
-        inputs = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, **terms, "dlse": dlse}
+        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, cu_seqlens_q, cu_seqlens_k)
+        arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, **terms, "dlse": dlse}
         results: dict[str, Array | None] = {"dq": dq, "dk": dk, "dv": dv}
         kind: Callable[..., Any] = Gradients
         if need is not DEFAULT_NEED or not (dbias is dalibi_slopes is dscale is dsoftcap is dsinks is None):
@@ -466,30 +468,17 @@ class FlashAttention:
             results |= {"dsoftcap": dsoftcap, "dsinks": dsinks}
             names = _needed(need, terms | {"softcap": self.options.softcap}, results)
             results, kind = {name: results[name] for name in names}, _gradients_named(names)
+        arrays |= results
+        need = tuple(results)
         random = self._random(seed, offset)
-        if interop.are_cupy((q, k, v, dout, out, lse), (*inputs.values(), *results.values())):
-            return kind(*_gpu().backward(self.options, **inputs, **results, **random))
-        required = (*QKV, "dout", "out", "lse")
-        borrowed = interop.borrow(inputs | results, required=required, written=results)
+        if interop.are_cupy(arrays, _BACKWARD_INPUTS):
+            return kind(*_gpu().backward(self.options, arrays, need, random))
+        borrowed = interop.borrow(arrays, required=_BACKWARD_INPUTS, written=results)
         if borrowed.kind == "cupy":
-            computed = _gpu().backward(self.options, **borrowed.arrays, **random)
+            computed = _gpu().backward(self.options, borrowed.arrays, need, random)
         else:
-            arrays = borrowed.arrays
-            problem = self._checked_problem(arrays)
-            check_array("dout", arrays["dout"], problem.out_shape, problem.dtype)
-            for name, (shape, dtype) in _out_and_lse(problem).items():
-                check_array(name, arrays[name], shape, dtype)
-            if dlse is not None:
-                check_array("dlse", arrays["dlse"], problem.lse_shape, problem.softmax_dtype)
-            of_softmax = ((), problem.softmax_dtype)
-            shapes = {
-                name: of_softmax
-                if name in ("dscale", "dsoftcap")
-                else (arrays[name[1:]].shape, arrays[name[1:]].dtype.name)
-                for name in results
-            }
-            _check_results(arrays, inputs, shapes)
-            computed = cpu.backward(problem, need=tuple(results), **arrays, **random)
+            problem = self._bound("backward", borrowed.arrays, need).problem
+            computed = cpu.backward(problem, need=need, **borrowed.arrays, seed=random[0], offset=random[1])
         return kind(*map(borrowed.give_back, computed, results.values()))
 
     def plan(
@@ -529,16 +518,16 @@ class FlashAttention:
 
         Raises
         ------
-        TypeError, ValueError, NotImplementedError
+        TypeError, ValueError, NotImplementedError, ImportError
             As `forward` does.
         """
-        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k)
+        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, cu_seqlens_q, cu_seqlens_k)
         need = self._planned(need, terms)
-        inputs = {"q": q, "k": k, "v": v} | terms
-        borrowed = interop.borrow(inputs, required=QKV)
+        arrays = {"q": q, "k": k, "v": v, **terms, "block_table": block_table}
+        borrowed = interop.borrow(arrays, required=INPUTS)
         if borrowed.kind == "cupy":
-            return _gpu().plan(self.options, need=need, **borrowed.arrays)
-        return CpuPlan(problem=self._checked_problem(borrowed.arrays))
+            return _gpu().plan(self.options, borrowed.arrays, need)
+        return CpuPlan(problem=self._bound("forward", borrowed.arrays).problem)
 
     def compile(
         self,
@@ -576,17 +565,17 @@ class FlashAttention:
 
         Raises
         ------
-        TypeError, ValueError, NotImplementedError
+        TypeError, ValueError, NotImplementedError, ImportError
             As `forward` does.
         """
-        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k)
+        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, cu_seqlens_q, cu_seqlens_k)
         need = self._planned(need, terms)
-        inputs = {"q": q, "k": k, "v": v} | terms
-        borrowed = interop.borrow(inputs, required=QKV)
+        arrays = {"q": q, "k": k, "v": v, **terms, "block_table": block_table}
+        borrowed = interop.borrow(arrays, required=INPUTS)
         if borrowed.kind == "cupy":
-            _gpu().compile(self.options, need=need, **borrowed.arrays)
+            _gpu().compile(self.options, borrowed.arrays, need)
         else:
-            self._checked_problem(borrowed.arrays)
+            self._bound("forward", borrowed.arrays)
 
     def tune(
         self,
@@ -651,18 +640,18 @@ class FlashAttention:
         ------
         NotImplementedError
             Arrays in host memory: the CPU path has nothing to tune. And as `forward` does.
-        TypeError, ValueError
+        TypeError, ValueError, ImportError
             As `forward` does.
         """
         wanted = _checked_passes(passes)
         if block_table is not None and "forward" in wanted:
             wanted = ("forward",)
-        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k)
-        given = {"q": q, "k": k, "v": v} | terms | {"dout": dout}
+        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, cu_seqlens_q, cu_seqlens_k)
         random = self._random(*((0 if x is None else x) for x in (seed, offset)))
-        borrowed = interop.borrow(given, required=QKV)
+        arrays = {"q": q, "k": k, "v": v, **terms, "block_table": block_table, "dout": dout}
+        borrowed = interop.borrow(arrays, required=INPUTS)
         if borrowed.kind != "cupy":
-            self._checked_problem(borrowed.arrays)
+            self._bound("forward", {name: x for name, x in borrowed.arrays.items() if name != "dout"})
             raise NotImplementedError(
                 "q: got an array in host memory, expected one on a GPU: the CPU path has no tiles to tune"
             )
@@ -670,9 +659,8 @@ class FlashAttention:
 
         if forget:
             return stopwatch.forget(self.options, borrowed.arrays, wanted)
-        numbers = (random["seed"], random["offset"])
         return stopwatch.tune(
-            self.options, borrowed.arrays, random=numbers, passes=wanted, remember=remember, bar=progress.bar
+            self.options, borrowed.arrays, random=random, passes=wanted, remember=remember, bar=progress.bar
         )
 
     def _planned(self, need: Collection[str] | None, terms: dict[str, Array | None]) -> tuple[str, ...]:
@@ -681,31 +669,39 @@ class FlashAttention:
             need = DEFAULT_NEED if terms["sinks"] is None else (*DEFAULT_NEED, "dsinks")
         return _needed(need, terms | {"softcap": self.options.softcap}, dict.fromkeys(GRADIENTS))
 
-    def _random(self, seed: int | None, offset: int | None) -> dict[str, Any]:
-        """Seed and offset of a call by name, checked; zeros where nothing is random and nobody gave them."""
+    def _random(self, seed: int | None, offset: int | None) -> tuple[int, int]:
+        """Seed and offset of a call, checked; zeros where nothing is random and the caller gives none."""
         if not self.options.dropout:
             if seed is None and offset is None:
-                return {"seed": 0, "offset": 0}
+                return 0, 0
             seed, offset = (0 if x is None else x for x in (seed, offset))
-        seed, offset = check_random(seed, offset)
-        return {"seed": seed, "offset": offset}
+        return check_random(seed, offset)
 
-    def _checked_problem(self, arrays: dict[str, Any]) -> Problem:
-        """The problem of a call on NumPy arrays; what only host arrays can get wrong is checked too."""
-        for name, x in arrays.items():
-            if x is not None and not x.dtype.isnative:
+    def _bound(self, pass_: Pass, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> Binding:
+        """The binding of a call on NumPy arrays; what only arrays in host memory can tell is checked too."""
+        given = {name: x for name, x in arrays.items() if x is not None}
+        for name, x in given.items():
+            if not x.dtype.isnative:
                 raise type_error(name, f"dtype {x.dtype.str}", f"native byte order: {name}.astype({x.dtype.name!r})")
-        problem = make_problem(self.options, **{name: arrays.get(name) for name in (*QKV, *TERMS)})
+        shapes = tuple((name, x.shape, x.strides, x.dtype) for name, x in given.items())
+        binding = _bind_arrays_like(pass_, self.options, shapes, need)
+        problem = binding.problem
         if problem.is_packed:
-            check_starts(problem, arrays["cu_seqlens_q"], arrays["cu_seqlens_k"])
-        kv_lengths = arrays["kv_lengths"]
-        if kv_lengths is not None:
-            outside = kv_lengths[(kv_lengths < 0) | (kv_lengths > problem.seqlen_k)]
+            check_starts(problem, given["cu_seqlens_q"], given["cu_seqlens_k"])
+        if problem.kv_lengths is not None:
+            lengths = given["kv_lengths"]
+            outside = lengths[(lengths < 0) | (lengths > problem.seqlen_k)]
             if outside.size:
                 raise value_error("kv_lengths", f"an entry {outside[0]}", f"0 to seqlen_k = {problem.seqlen_k}")
         if problem.block_table is not None:
-            check_pages(problem, arrays["block_table"], kv_lengths)
-        return problem
+            check_pages(problem, given["block_table"], given["kv_lengths"])
+        others = {name: x for name, x in given.items() if name not in binding.results}
+        for result in (name for name in binding.results if name in given):
+            for name, x in others.items():
+                if interop.overlap(given[result], x):
+                    raise value_error(result, f"memory shared with {name}", "memory of its own")
+            others[result] = given[result]
+        return binding
 
 
 def attention(
@@ -752,7 +748,7 @@ def attention(
 
     Raises
     ------
-    TypeError, ValueError, NotImplementedError
+    TypeError, ValueError, NotImplementedError, ImportError
         As `FlashAttention` and `FlashAttention.forward` do.
 
     Examples
@@ -768,19 +764,20 @@ def attention(
     attn = FlashAttention(
         causal=causal, scale=scale, window=window, softcap=softcap, layout=layout, block_size=block_size
     )
-    terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k)
-    result = attn.forward(q, k, v, **terms, out=out)
+    terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, cu_seqlens_q, cu_seqlens_k)
+    result = attn.forward(q, k, v, **terms, block_table=block_table, out=out)
     return cast(ArrayT, result.out)
 
 
 # ---- What its methods share ------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def _gpu() -> ModuleType:
     """The module that launches kernels; importing it imports CuPy."""
-    import cuflash.launch  # "from cuflash" would take a microsecond more, every time
+    from cuflash import launch
 
-    return cuflash.launch
+    return launch
 
 
 def _terms(
@@ -790,12 +787,11 @@ def _terms(
     alibi_slopes: Array | None,
     sinks: Array | None,
     block_mask: Array | None,
-    block_table: Array | None,
     cu_seqlens_q: Array | None,
     cu_seqlens_k: Array | None,
 ) -> dict[str, Array | None]:
-    """Optional arrays by name; the backward pass has no block table."""
-    terms = {
+    """Optional arrays of both passes by name."""
+    return {
         "bias": bias,
         "mask": mask,
         "kv_lengths": kv_lengths,
@@ -805,13 +801,12 @@ def _terms(
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
     }
-    return terms if block_table is None else terms | {"block_table": block_table}
 
 
 def _checked_passes(passes: Collection[str]) -> Any:
     """The passes that are wanted, in order."""
     if isinstance(passes, str) or not isinstance(passes, Collection):
-        raise type_error("passes", f"{type(passes).__name__} {passes!r}", "a collection of 'forward' and 'backward'")
+        raise type_error("passes", typed(passes), "a collection of 'forward' and 'backward'")
     for name in passes:
         if name not in PASSES:
             raise value_error("passes", repr(name), "'forward' or 'backward'")
@@ -823,7 +818,7 @@ def _checked_passes(passes: Collection[str]) -> Any:
 def _needed(need: Collection[str], given: dict[str, Any], results: dict[str, Array | None]) -> tuple[str, ...]:
     """The gradients that are wanted, in their order: those that are needed, or have an array to be written to."""
     if isinstance(need, str) or not isinstance(need, Collection):
-        raise type_error("need", f"{type(need).__name__} {need!r}", "a collection of names of gradients")
+        raise type_error("need", typed(need), "a collection of names of gradients")
     for name in need:
         if name not in GRADIENTS:
             listed = ", ".join(map(repr, GRADIENTS[:-1])) + f" or {GRADIENTS[-1]!r}"
@@ -832,28 +827,20 @@ def _needed(need: Collection[str], given: dict[str, Any], results: dict[str, Arr
     for name in ("bias", "alibi_slopes", "softcap", "sinks"):
         if f"d{name}" in wanted and given[name] is None:
             argument = "need" if results[f"d{name}"] is None else f"d{name}"
-            expected = "FlashAttention(softcap=...)" if name == "softcap" else f"{name} as forward took them"
+            expected = "FlashAttention(softcap=...)" if name == "softcap" else f"the {name} that forward took"
             raise value_error(argument, f"d{name} without {name}", expected)
     return wanted
 
 
-def _out_and_lse(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
-    return {"out": (problem.out_shape, problem.dtype), "lse": (problem.lse_shape, problem.softmax_dtype)}
+class _Like(NamedTuple):
+    """As much of a NumPy array as a binding is made of."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: Any
 
 
-def _check_results(
-    arrays: dict[str, Any], inputs: Iterable[str], results: dict[str, tuple[tuple[int, ...], str]]
-) -> None:
-    """Check the NumPy arrays that the caller gave to be written to; each shares memory with no other argument."""
-    others = [name for name in inputs if arrays[name] is not None]
-    for name, (shape, dtype) in results.items():
-        array = arrays[name]
-        if array is None:
-            continue
-        check_array(name, array, shape, dtype)
-        if any(stride == 0 and n > 1 for n, stride in zip(array.shape, array.strides, strict=True)):
-            raise value_error(name, f"strides {array.strides}", "an array whose elements are all distinct in memory")
-        for other in others:
-            if interop.overlap(array, arrays[other]):
-                raise value_error(name, f"memory shared with {other}", "memory of its own")
-        others.append(name)
+@functools.lru_cache(maxsize=256)
+def _bind_arrays_like(pass_: Pass, options: Options, arrays: tuple[Any, ...], need: tuple[str, ...]) -> Binding:
+    """The binding of NumPy arrays by (name, shape, strides, dtype): to find it takes a tenth of making it."""
+    return bind(pass_, options, {name: _Like(*like) for name, *like in arrays}, need=need)

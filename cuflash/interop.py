@@ -8,6 +8,9 @@ its module along.
 Streams. `cupy.from_dlpack` makes CuPy's current stream wait for the producer's, and the library's own `from_dlpack`
 makes its stream wait for CuPy's; so a result given as `out=` crosses back too, though nobody looks at the new array.
 
+Lazy bits. A PyTorch tensor may have other numbers than its memory holds: those of the other sign, for example. DLPack
+has no word for that and PyTorch's exporter does not look, so such tensors are refused.
+
 bfloat16 on the host. NumPy neither exports nor imports it. Its bits cross as uint16, and the type code in the capsule,
 which belongs to the consumer alone, is rewritten on the way: a passage without a copy, in both directions.
 """
@@ -29,22 +32,24 @@ from cuflash.problem import type_error, value_error
 HOST_DEVICES = (1, 3)  # kDLCPU, kDLCUDAHost (pinned)
 CUDA_DEVICES = (2, 13)  # kDLCUDA, kDLCUDAManaged
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+# Methods by which a PyTorch tensor says that its memory holds other numbers than it has, and what makes a plain one.
+LAZY_BITS = {"is_neg": "resolve_neg", "is_conj": "resolve_conj", "_is_zerotensor": "clone"}
 OVERLAP_WORK = 100_000  # candidate solutions tried before two interleaved arrays count as overlapping
 
 Kind = Literal["numpy", "cupy"]
 
 
-def are_cupy(required: Iterable[object], optional: Iterable[object]) -> bool:
+def are_cupy(arrays: Mapping[str, object], required: Iterable[str]) -> bool:
     """Whether all arguments are CuPy arrays (or absent, where they may be): the common case, decided first and fast."""
     cupy = sys.modules.get("cupy")
     if cupy is None:
         return False
     array = cupy.ndarray
-    for x in required:
-        if type(x) is not array:
-            return False
-    for x in optional:  # noqa: SIM110 (any() of a generator doubles the time, and this runs before every launch)
+    for x in arrays.values():
         if x is not None and type(x) is not array:
+            return False
+    for name in required:  # noqa: SIM110 (any() of a generator doubles the time, and this runs before every launch)
+        if arrays[name] is None:
             return False
     return True
 
@@ -70,8 +75,8 @@ def borrow(arrays: Mapping[str, Any], *, required: Iterable[str], written: Itera
     """View every argument of a call as a NumPy array, or every one as a CuPy array; None stays None.
 
     Raises, naming the argument, TypeError for anything that is no array, for arguments of more than one library or on
-    both sides of the bus, and for an array that its library does not lend; ValueError for a read-only one among the
-    `written`.
+    both sides of the bus, for an array that its library does not lend, and for one whose memory holds other numbers;
+    ValueError for a read-only one among the `written`; ImportError for CUDA memory where CuPy is missing.
     """
     for name in required:
         if arrays[name] is None:
@@ -97,6 +102,7 @@ def borrow(arrays: Mapping[str, Any], *, required: Iterable[str], written: Itera
             sides = ("CUDA", "host") if kind == "numpy" else ("host", "CUDA")
             raise type_error(name, f"an array in {sides[0]} memory", f"one in {sides[1]} memory as {first_name} is")
     for name, x in present.items():
+        _check_lazy_bits(name, x, name in written)
         views[name], read_only = _take(name, x, kind)
         if name in written and read_only:
             raise value_error(name, f"a {library} array lent read-only", "a writable one")
@@ -144,6 +150,10 @@ def _library_of(name: str, array: object) -> str:
         if type(array) is not cupy.ndarray:
             raise type_error(name, _spell(array), "a plain cupy.ndarray")
         return "cupy"
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(array, jax.core.Tracer):
+        remedy = "an array with values: within jax.jit, jax.vmap and the like call cuflash through jax.pure_callback"
+        raise type_error(name, f"{_spell(array)}, which JAX traces and which has no values yet", remedy)
     if isinstance(array, type) or not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
         value = f" {array!r}" if isinstance(array, (bool, int, float, complex, str)) else ""
         raise type_error(name, f"{_spell(array)}{value}", "a NumPy or CuPy array, or one with __dlpack__")
@@ -167,6 +177,15 @@ def _device_kind(name: str, array: Any) -> Kind:
         return "cupy"
     expected = f"host memory {HOST_DEVICES} or CUDA memory {CUDA_DEVICES}"
     raise type_error(name, f"DLPack device type {int(device_type)} (number {device_id})", expected)
+
+
+def _check_lazy_bits(name: str, array: Any, is_written: bool) -> None:
+    """Refuse an array that has other numbers than its memory holds."""
+    for is_set, remedy in LAZY_BITS.items():
+        method = getattr(array, is_set, None)
+        if callable(method) and method():
+            expected = "one whose memory holds its values" + ("" if is_written else f": {name}.{remedy}()")
+            raise type_error(name, f"{_spell(array)} with {is_set}() True, which DLPack does not pass on", expected)
 
 
 def _importer_of(array: Any) -> Callable[[Any], Any] | None:

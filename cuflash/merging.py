@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from cuflash import interop
-from cuflash.problem import DTYPES, LAYOUTS, check_array, type_error, value_error
+from cuflash.problem import DTYPES, LAYOUTS, check_array, check_choice, type_error, value_error
 
 Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one kind per call
 
@@ -61,7 +61,7 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: Literal["bhsd
 
     Raises
     ------
-    TypeError, ValueError
+    TypeError, ValueError, ImportError
         As `FlashAttention.forward` does; ``outs[1]`` is the name of the second one.
 
     Notes
@@ -144,7 +144,7 @@ def merge_backward(
 
     Raises
     ------
-    TypeError, ValueError
+    TypeError, ValueError, ImportError
         As `merge` does.
 
     Notes
@@ -219,10 +219,7 @@ def _names_of_parts(outs: Sequence[Array], lses: Sequence[Array]) -> list[str]:
 
 def _check_parts(arrays: dict[str, Any], like: str, layout: str) -> _Rows:
     """Check arrays by name against the one named `like`, an out, which the shapes of all follow from."""
-    if not isinstance(layout, str):
-        raise type_error("layout", f"{type(layout).__name__} {layout!r}", "'bhsd' or 'bshd'")
-    if layout not in LAYOUTS:
-        raise value_error("layout", repr(layout), "'bhsd' or 'bshd'")
+    check_choice("layout", layout, LAYOUTS)
     dtype, shape = arrays[like].dtype.name, tuple(arrays[like].shape)
     if dtype not in DTYPES:
         raise type_error(like, f"dtype {dtype}", "float16, bfloat16, float32 or float64")

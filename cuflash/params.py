@@ -6,15 +6,13 @@ Needs NumPy only, so that it can be filled for any backend that runs the kernels
 from __future__ import annotations
 
 import ctypes
-import operator
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from cuflash.plan import MAPS_OFFSET, PARAMS_BYTES, LaunchPlan
-from cuflash.problem import Operand
+from cuflash.problem import Operand, Problem
 from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 
 # Arrays in the order of the struct, with the number of strides that follow each pointer.
@@ -61,7 +59,8 @@ _TERMS = (
     "cu_seqlens_q",
     "cu_seqlens_k",
 )
-_INTEGERS = ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k", "diagonal", "right_offset", "left_offset")
+_OF_LENGTH = ("seqlen_k", "diagonal", "right_offset", "left_offset")
+_INTEGERS = ("batch", "num_heads", "num_heads_kv", "seqlen_q", *_OF_LENGTH)
 
 
 def _fields() -> list[tuple]:
@@ -100,6 +99,8 @@ if PARAMS.itemsize != PARAMS_BYTES:
 
 # Which 64-bit word of the struct holds the pointer of an array.
 POINTER_WORD = {name: PARAMS.fields[name][1] // 8 for name, _ in _ARRAYS}  # type: ignore[index]
+# Where the numbers lie that follow the number of keys, four 32-bit words behind each other: `length_numbers`.
+_LENGTH = PARAMS.fields["seqlen_k"][1]  # type: ignore[index]
 # Where the seed lies, two 32-bit words that are one of 64, and the offset behind it.
 _RANDOM = PARAMS.fields["seed_low"][1]  # type: ignore[index]
 
@@ -119,13 +120,11 @@ def parameters(plan: LaunchPlan, operands: Mapping[str, Operand], seed: int = 0,
             strides[:] = (operand.strides + (0,) * len(strides))[
                 : len(strides)
             ]  # the last axis of q, k, … is contiguous
-    for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k", "diagonal", "scale"):
+    for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q", "scale"):
         params[name] = getattr(problem, name)
+    for name, number in zip(_OF_LENGTH, length_numbers(problem), strict=True):
+        params[name] = number
     params["scale_float64"] = problem.scale
-    if problem.window_right is not None:
-        params["right_offset"] = problem.diagonal + problem.window_right
-    if problem.window_left is not None:
-        params["left_offset"] = problem.diagonal - problem.window_left
     if problem.softcap is not None:
         params["softcap"] = params["softcap_float64"] = problem.softcap
     params["seed_low"], params["seed_high"], params["offset"] = seed & 0xFFFFFFFF, seed >> 32, offset
@@ -145,44 +144,78 @@ def parameters(plan: LaunchPlan, operands: Mapping[str, Operand], seed: int = 0,
     return params
 
 
-class Argument:
-    """What the calls of one problem have in common of the argument, and what makes of it that of a call.
+def length_numbers(problem: Problem) -> tuple[int, int, int, int]:
+    """The parameters `_OF_LENGTH` of a problem; bounds that do not exist are 0."""
+    diagonal, left, right = problem.diagonal, problem.window_left, problem.window_right
+    return (
+        problem.seqlen_k,
+        diagonal,
+        0 if right is None else diagonal + right,
+        0 if left is None else diagonal - left,
+    )
 
-    `names` are the arrays of a call, scratch arrays among them. A launch wants the address of a word that holds the
-    address of the argument: here the word before it. All is written at once; word by word it would take as long as a
-    launch.
+
+class Frame:
+    """The argument of one call in memory, behind a word with its address: a launch wants the address of that word."""
+
+    __slots__ = ("address", "bytes", "maps", "random", "seqlen_k", "words")
+
+    def __init__(self, content: bytes, seqlen_k: int) -> None:
+        memory = ctypes.create_string_buffer(bytes(8) + content, 8 + len(content))
+        self.address = ctypes.addressof(memory)
+        self.bytes = memoryview(memory).cast("B")
+        self.words = self.bytes.cast("Q")
+        self.words[0] = self.address + 8
+        self.maps: list[bytes] = []
+        self.random = (0, 0)
+        self.seqlen_k = seqlen_k
+
+
+class Argument:
+    """What the calls of one problem have in common of the argument, and frames that hold that of a call.
+
+    `names` are the arrays of a call, scratch arrays among them. A call takes a frame, or makes one where others are in
+    use, and gives it back once its kernels are launched: only what changes from call to call is written then, mostly
+    the addresses of arrays.
     """
 
     def __init__(self, plan: LaunchPlan, operands: Mapping[str, Operand], names: Sequence[str]) -> None:
-        params = parameters(plan, operands).tobytes()
+        self._content = parameters(plan, operands).tobytes()
         if plan.tensor_maps:
-            params = params.ljust(MAPS_OFFSET, b"\0")
-        offsets = [8 * POINTER_WORD[name] for name in names]
-        order = sorted(range(len(names)), key=offsets.__getitem__)
-        self._in_order = operator.itemgetter(*order)
-        layout, stop = "=Q", 0
-        self._values: list[Any] = [0]
-        for start in (*(offsets[i] for i in order), _RANDOM):
-            layout += f"{start - stop}sQ"
-            self._values += (params[stop:start], 0)
-            stop = start + 8
-        layout += f"I{len(params) - stop - 4}s" + f"{TENSOR_MAP_BYTES}s" * len(plan.tensor_maps)
-        self._values += (0, params[stop + 4 :], *(b"" for _ in plan.tensor_maps))
-        self._layout = struct.Struct(layout)
-        self._pointers = slice(2, 2 + 2 * len(names), 2)
-        self._random = slice(self._pointers.stop, self._pointers.stop + 2)
-        self._maps = slice(len(self._values) - len(plan.tensor_maps), None)
-        self._array = ctypes.c_char * self._layout.size
+            self._content = self._content.ljust(MAPS_OFFSET + TENSOR_MAP_BYTES * len(plan.tensor_maps), b"\0")
+        self._words = tuple(1 + POINTER_WORD[name] for name in names)
+        self._seqlen_k, self._numbers = plan.problem.seqlen_k, length_numbers(plan.problem)
+        longer = length_numbers(plan.problem.of_length(self._seqlen_k + 1))
+        self._step = tuple(b - a for a, b in zip(self._numbers, longer, strict=True))
+        self._free: list[Frame] = []
 
-    def of(
-        self, pointers: Sequence[int], maps: Sequence[bytes], random: tuple[int, int]
-    ) -> ctypes.Array[ctypes.c_char]:
-        """The argument behind its address: with pointers in the order of `names`, tensor maps, seed and offset."""
-        argument = self._array()
-        values = self._values.copy()
-        values[0] = ctypes.addressof(argument) + 8
-        values[self._pointers] = self._in_order(pointers)
-        values[self._random] = random
-        values[self._maps] = maps
-        self._layout.pack_into(argument, 0, *values)
-        return argument
+    def frame(self, pointers: Sequence[int], maps: list[bytes], random: tuple[int, int], seqlen_k: int) -> Frame:
+        """The argument of a call.
+
+        `pointers` are in the order of `names`, `random` are the seed and the offset of dropout. `seqlen_k` may be
+        another than that of the plan's problem, where the plan serves it.
+        """
+        try:
+            frame = self._free.pop()
+        except IndexError:
+            frame = Frame(self._content, self._seqlen_k)
+        words = frame.words
+        for word, pointer in zip(self._words, pointers):  # noqa: B905 (a tenth of this function)
+            words[word] = pointer
+        if frame.seqlen_k != seqlen_k:
+            more = seqlen_k - self._seqlen_k
+            numbers = [number + more * step for number, step in zip(self._numbers, self._step, strict=True)]
+            struct.pack_into("4i", frame.bytes, 8 + _LENGTH, *numbers)
+            frame.seqlen_k = seqlen_k
+        if frame.random != random:
+            struct.pack_into("=QI", frame.bytes, 8 + _RANDOM, *random)
+            frame.random = random
+        if frame.maps != maps:
+            start = 8 + MAPS_OFFSET
+            frame.bytes[start : start + TENSOR_MAP_BYTES * len(maps)] = b"".join(maps)
+            frame.maps = maps
+        return frame
+
+    def give_back(self, frame: Frame) -> None:
+        """The kernels are launched: others may write to the frame."""
+        self._free.append(frame)

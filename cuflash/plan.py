@@ -6,11 +6,13 @@ The first row of a table in tables.py that serves the head dimensions, and whose
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from cuflash.binding import Pass, access_bytes, planned_length
 from cuflash.problem import DEFAULT_NEED, GRADIENTS, ITEMSIZE, Operand, Problem
 from cuflash.tables import (
     BACKWARD_FLOAT32_SM90_TILES,
@@ -43,8 +45,6 @@ from cuflash.tiles import (
     round_up,
     tile_bytes,
 )
-
-Pass = Literal["forward", "backward"]
 
 PARAMS_BYTES = 904  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
 MAPS_OFFSET = round_up(PARAMS_BYTES, 64)  # where tensor maps follow
@@ -105,6 +105,7 @@ PIECES_WARPS = 8
 # Of queries and keys, for each row that is split. On an H200 pieces catch up with the sm80 kernel at seqlen 192 in the
 # forward pass (head_dim 64; sooner at 128), and are ahead of it from 128 on in the backward pass.
 PIECES_MIN_PAIRS: dict[Pass, int] = {"forward": 64, "backward": 42}
+SCRATCH_ALIGNMENT = 256  # bytes, of each scratch array: what an allocation of its own would have
 SHARED_BYTES_RESERVED = 1024  # that a resident block takes of a multiprocessor's shared memory beside its own
 
 
@@ -182,6 +183,28 @@ class KernelSpec:
     follows: bool  # it may start while the kernel before it runs, and waits for its end by itself
 
 
+@dataclass(frozen=True)
+class ScratchLayout:
+    """Where the scratch arrays of a call lie in one allocation, in bytes."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """One array behind the other, each aligned."""
+        return tuple(itertools.accumulate(self._rounded[:-1], initial=0)) if self.sizes else ()
+
+    @property
+    def nbytes(self) -> int:
+        """Of the allocation."""
+        return sum(self._rounded)
+
+    @property
+    def _rounded(self) -> list[int]:
+        return [round_up(size, SCRATCH_ALIGNMENT) for size in self.sizes]
+
+
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
     """What runs for one pass of one problem: kernels in order, scratch memory, and why."""
@@ -204,14 +227,24 @@ class LaunchPlan:
     tensor_maps: tuple[TensorMapSpec, ...]  # that follow the parameters
     reason: str
     need: tuple[str, ...] = ()  # gradients that are computed (backward)
+    any_length: bool = False  # it serves all numbers of keys that have the same `planned_length`
+    hides_last_keys: bool = False  # whatever lies behind the last key: tensor maps of k and v may reach over it
     score_splits: int = 1  # blocks that share what is summed to a tile of dbias
     sums_splits: int = 1  # blocks that share the keys of a tile of queries, for sums of gradients of scores
     resources: tuple[str, ...] = ()  # registers and spills of each kernel, once compiled
 
     @property
+    def scratch_layout(self) -> ScratchLayout:
+        """Where the scratch arrays lie."""
+        size = ITEMSIZE[self.problem.softmax_dtype]
+        return ScratchLayout(
+            tuple(name for name, _ in self.scratch), tuple(size * elements for _, elements in self.scratch)
+        )
+
+    @property
     def extra_bytes(self) -> int:
         """Device memory taken for the duration of a call beside inputs and results."""
-        return ITEMSIZE[self.problem.softmax_dtype] * sum(elements for _, elements in self.scratch)
+        return self.scratch_layout.nbytes
 
     def describe(self) -> str:
         """The plan in words, a line a fact."""
@@ -281,7 +314,7 @@ def choose_plan(
         if of is not None:
             arrays.setdefault(name, of)
     # The backward pass has in lse what sinks did: but for their gradients its kernels are those of a problem without.
-    seen = replace(problem, sinks=None) if pass_ == "backward" else problem
+    seen = replace(problem, sinks=None) if pass_ == "backward" else _of_planned_length(problem)
     draft = _Draft(
         problem=seen,
         device=device,
@@ -318,9 +351,23 @@ def choose_plan(
         tensor_maps=draft.tensor_maps,
         reason="\n".join(draft.reasons),
         need=draft.need,
+        any_length=pass_ == "forward" and not _has_keys_elsewhere(problem) and "k_pieces" not in draft.scratch,
+        hides_last_keys=any(isinstance(tile, DecodeSm90Tile) for tile in draft.tiles),
         score_splits=draft.score_splits,
         sums_splits=draft.sums_splits,
     )
+
+
+def _has_keys_elsewhere(problem: Problem) -> bool:
+    """Whether another array than k, v and a block table has an axis of keys."""
+    return any(term is not None for term in (problem.bias, problem.mask, problem.block_mask))
+
+
+def _of_planned_length(problem: Problem) -> Problem:
+    """The problem with as many keys as its forward pass is planned for: a few more than there are."""
+    if _has_keys_elsewhere(problem):
+        return problem
+    return problem.of_length(planned_length(problem.seqlen_k))
 
 
 # ---- a plan in the making --------------------------------------------------------------------------------------------
@@ -1002,16 +1049,6 @@ def _check_blocks(blocks: int) -> None:
         raise NotImplementedError(f"q: got {blocks} tiles, expected at most 2**31 - 1 in one launch; split the batch")
 
 
-def access_bytes(operands: tuple[Operand, ...], pointer_alignment: int = 16) -> int:
-    """Widest access of 16, 8, 4 or 2 bytes that is aligned at every row of every operand."""
-    alignment = math.gcd(pointer_alignment, 16)
-    for operand in operands:
-        for size, stride in zip(operand.shape[:3], operand.strides[:3], strict=True):
-            if size > 1:
-                alignment = math.gcd(alignment, abs(stride) * ITEMSIZE[operand.dtype])
-    return alignment
-
-
 def _contiguous(problem: Problem, name: str) -> Operand:
     """A result, or dout, in the layout of the problem."""
     batch = problem.array_batch
@@ -1121,7 +1158,7 @@ def _common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store
         "CUFLASH_HAS_DROPOUT": int(problem.dropout > 0),
         "CUFLASH_BIAS_BYTES": ITEMSIZE[problem.bias.dtype] if problem.bias is not None else 0,
         "CUFLASH_KV_LENGTHS_BYTES": ITEMSIZE[problem.kv_lengths.dtype] if problem.kv_lengths is not None else 0,
-        "CUFLASH_PACKED": {None: 0, "top_left": 1, "bottom_right": 2}[problem.packed_diagonal],
+        "CUFLASH_PACKED": {"top_left": 1, "bottom_right": 2}[problem.alignment] if problem.is_packed else 0,
         "CUFLASH_SCALE_IN_EXPONENT": int(not transforms and problem.scale > 0),
         "CUFLASH_PAGE_SIZE": problem.page_size,
         "CUFLASH_FOLLOWS_LENGTHS": int(problem.follows_lengths),
@@ -1146,8 +1183,8 @@ def _options(problem: Problem) -> list[str]:
             ("kv_lengths", problem.kv_lengths is not None),
             ("sinks", problem.sinks is not None),
             (f"pages{problem.page_size}", problem.page_size > 0),
-            ("packed", problem.packed_diagonal == "bottom_right"),
-            ("packed_top_left", problem.packed_diagonal == "top_left"),
+            ("packed", problem.is_packed and problem.alignment == "bottom_right"),
+            ("packed_top_left", problem.is_packed and problem.alignment == "top_left"),
             ("dropout", problem.dropout > 0),
             ("tf32", problem.dtype == "float32" and problem.precision == "tf32"),
         )

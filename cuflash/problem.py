@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from decimal import Decimal
 from typing import Any, Literal
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -29,56 +31,118 @@ MAX_BLOCK = 1024  # rows, or keys, of a block of a block mask
 # What `backward` can give, in the order in which it does; and what it gives unless told otherwise.
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dalibi_slopes", "dscale", "dsoftcap", "dsinks")
 DEFAULT_NEED = ("dq", "dk", "dv")
+# The passes multiply products of q and k by scale, 1 / softcap and log2(e), in the dtype of the softmax. So that no
+# ordinary product overflows on the way, scale, softcap and 1 / softcap are at most 2 to this power. Two of them take
+# three quarters of the exponents of the dtype, and leave room for products up to 2**31 in float32.
+OPTION_EXPONENT = {"float32": 48, "float64": 384}
+# The kernels of these dtypes compute the tanh to 1e-7, which softcap multiplies. Up to 2 to this power, the error hides
+# behind the rounding of the weights.
+SOFTCAP_EXPONENT = {"float16": 16, "bfloat16": 16}
+SMALLEST_SCALE = 2.0**-149  # in float32: what is closer to 0 rounds to it
 MAX_SEQLEN = 2**30  # positions and their sums are 32-bit in the kernels
 PAGE_SIZES = (16, 32, 64, 128, 256)
+CAUSAL = "False, True (bottom-right aligned) or 'top_left'"
+FINITE = "a finite number that float64 holds"
+LONGEST_VALUE = 200  # characters of a value in a message
 
 
 def type_error(name: str, got: object, expected: str) -> TypeError:
-    return TypeError(f"{name}: got {got}, expected {expected}")
+    return TypeError(f"{name}: got {_shown(got)}, expected {expected}")
 
 
 def value_error(name: str, got: object, expected: str) -> ValueError:
-    return ValueError(f"{name}: got {got}, expected {expected}")
+    return ValueError(f"{name}: got {_shown(got)}, expected {expected}")
 
 
 def not_packed_error(name: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{name}: got it together with cu_seqlens_q, expected one of them; pad the sequences to one length, as entries "
-        f"of a batch, for {name}"
+        f"{name}: got it together with cu_seqlens_q, expected one of them; for {name}, pad the sequences to one length "
+        "and make them the entries of a batch"
     )
 
 
-def _check_real(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise type_error(name, f"{type(value).__name__} {value!r}", "None or a real number")
-    if not math.isfinite(value):
-        raise value_error(name, value, "a finite number")
-    return float(value)
+def typed(value: object) -> str:
+    """A value with its type, as messages say it: ``float 1.5``, but ``None`` and ``Decimal('1.5')``."""
+    name, text = type(value).__name__, _shown(value, repr)
+    return text if value is None or f"{name}(" in text else f"{name} {text}"
 
 
-def check_dropout(rate: object, name: str = "dropout") -> float:
+def _shown(value: object, spell: Callable[[object], str] = str) -> str:
+    """A value in one line that is not too long for a message."""
+    try:
+        text = " ".join(spell(value).split())
+    except ValueError:  # Python prints no integers of more than 4300 digits
+        return "of thousands of digits"
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
+
+
+def _unwrapped(value: object) -> object:
+    """What a NumPy scalar, or an array without axes, holds; any other value as it is."""
+    import numpy as np
+
+    return value.item() if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0 else value
+
+
+def as_bool(name: str, value: object, expected: str = "a bool") -> bool:
+    """A bool, of Python or NumPy, checked."""
+    unwrapped = value if type(value) is bool else _unwrapped(value)
+    if not isinstance(unwrapped, bool):
+        raise type_error(name, typed(value), expected)
+    return unwrapped
+
+
+def as_integer(name: str, value: object, expected: str = "an integer") -> int:
+    """An integer of any type that can hold one, checked: nothing is rounded, and a bool or a float is none."""
+    return _converted(int, (numbers.Rational, Decimal), name, value, expected)
+
+
+def as_real(name: str, value: object, expected: str = "a real number") -> float:
+    """A finite real number of any type, checked and rounded to float64."""
+    number = _converted(float, (numbers.Real, Decimal), name, value, expected)
+    if not math.isfinite(number):
+        raise value_error(name, value, FINITE)
+    return number
+
+
+def _converted(kind: Callable[[Any], Any], types: tuple[type, ...], name: str, value: object, expected: str) -> Any:
+    if type(value) is kind:
+        return value
+    unwrapped = _unwrapped(value)
+    if isinstance(unwrapped, bool) or not isinstance(unwrapped, types):
+        raise type_error(name, typed(value), expected)
+    try:
+        converted = kind(unwrapped)
+    except (OverflowError, ValueError):  # too large for float64; or a Decimal that is no number, or infinite
+        raise value_error(name, typed(value), FINITE if kind is float else expected) from None
+    if kind is int and converted != unwrapped:
+        raise value_error(name, typed(value), expected)
+    return converted
+
+
+def check_dropout(value: object, name: str = "dropout") -> float:
     """A rate of dropout, checked."""
-    if isinstance(rate, bool) or not isinstance(rate, numbers.Real):
-        raise type_error(name, f"{type(rate).__name__} {rate!r}", "a real number")
-    if not 0 <= float(rate) < 1:
-        raise value_error(name, rate, "a number from 0 up to, but not, 1")
-    return float(rate)
+    expected = "a number from 0 up to, but not, 1"
+    rate = as_real(name, value)
+    if not 0 <= rate < 1:
+        raise value_error(name, value, expected)
+    if round(rate * 65536) == 65536:
+        raise value_error(name, value, f"{expected}, in steps of 1 / 65536: the step nearest to it is 1")
+    return rate
 
 
 def rounded_rate(rate: float) -> float:
-    """The multiple of 1 / 65536 nearest to a rate of dropout, but less than 1: 16 random bits decide about a weight."""
-    return min(round(rate * 65536), 65535) / 65536
+    """The multiple of 1 / 65536 nearest to a rate of dropout: 16 random bits decide about a weight."""
+    return round(rate * 65536) / 65536
 
 
 def check_random(seed: object, offset: object) -> tuple[int, int]:
     """The key and the offset of random numbers, checked."""
 
     def check(name: str, value: object, bits: int) -> int:
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise type_error(name, f"{type(value).__name__} {value!r}", "an integer, with dropout")
-        if not 0 <= int(value) < 2**bits:
+        number = as_integer(name, value, "an integer, which dropout needs")
+        if not 0 <= number < 2**bits:
             raise value_error(name, value, f"0 to 2**{bits} - 1")
-        return int(value)
+        return number
 
     return check("seed", seed, 64), check("offset", offset, 32)
 
@@ -86,11 +150,10 @@ def check_random(seed: object, offset: object) -> tuple[int, int]:
 def _check_window_side(side: str, value: object) -> int | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise type_error(f"window {side}", f"{type(value).__name__} {value!r}", "None or an integer")
-    if value < 0:
+    number = as_integer(f"window {side}", value, "None or an integer")
+    if number < 0:
         raise value_error(f"window {side}", value, "None (no bound) or an integer >= 0")
-    return int(value)
+    return number
 
 
 def check_block_size(value: object) -> tuple[int, int]:
@@ -98,12 +161,20 @@ def check_block_size(value: object) -> tuple[int, int]:
     sides = value if isinstance(value, (tuple, list)) else (value, value)
     if len(sides) != 2:
         raise value_error("block_size", value, "an integer or two of them, (rows, keys)")
-    for what, side in zip(("rows", "keys"), sides, strict=True):
-        if isinstance(side, bool) or not isinstance(side, numbers.Integral):
-            raise type_error(f"block_size {what}", f"{type(side).__name__} {side!r}", "an integer")
-        if int(side) % 16 or not 16 <= int(side) <= MAX_BLOCK:
+    rows, keys = (as_integer(f"block_size {what}", side) for what, side in zip(("rows", "keys"), sides, strict=True))
+    for what, side in (("rows", rows), ("keys", keys)):
+        if side % 16 or not 16 <= side <= MAX_BLOCK:
             raise value_error(f"block_size {what}", side, f"a multiple of 16 from 16 to {MAX_BLOCK}")
-    return int(sides[0]), int(sides[1])
+    return rows, keys
+
+
+def check_choice(name: str, value: object, choices: tuple[str, str]) -> None:
+    """Check one of two words."""
+    expected = f"{choices[0]!r} or {choices[1]!r}"
+    if not isinstance(value, str):
+        raise type_error(name, typed(value), expected)
+    if value not in choices:
+        raise value_error(name, repr(value), expected)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,35 +192,35 @@ class Options:
     block_size: int | tuple[int, int] = (128, 128)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.causal, bool) and self.causal != "top_left":
-            kind = value_error if isinstance(self.causal, str) else type_error
-            raise kind("causal", repr(self.causal), "False, True (bottom-right aligned) or 'top_left'")
+        checked: dict[str, Any] = {"block_size": check_block_size(self.block_size)}
+        if not isinstance(self.causal, str):
+            checked["causal"] = as_bool("causal", self.causal, CAUSAL)
+        elif self.causal != "top_left":
+            raise value_error("causal", repr(self.causal), CAUSAL)
         if self.scale is not None:
-            object.__setattr__(self, "scale", _check_real("scale", self.scale))
+            checked["scale"] = as_real("scale", self.scale, "None or a real number")
         if self.window is not None:
             if not isinstance(self.window, (tuple, list)):
-                raise type_error("window", f"{type(self.window).__name__} {self.window!r}", "None or (left, right)")
+                raise type_error("window", typed(self.window), "None or (left, right)")
             if len(self.window) != 2:
                 raise value_error("window", self.window, "two entries (left, right)")
             left, right = self.window
-            sides = (_check_window_side("left", left), _check_window_side("right", right))
-            object.__setattr__(self, "window", sides)
+            checked["window"] = (_check_window_side("left", left), _check_window_side("right", right))
         if self.softcap is not None:
-            object.__setattr__(self, "softcap", _check_real("softcap", self.softcap))
-            if self.softcap <= 0:
-                raise value_error("softcap", self.softcap, "None or a number > 0")
-        if not isinstance(self.layout, str):
-            raise type_error("layout", f"{type(self.layout).__name__} {self.layout!r}", "'bhsd' or 'bshd'")
-        if self.layout not in LAYOUTS:
-            raise value_error("layout", repr(self.layout), "'bhsd' or 'bshd'")
-        if not isinstance(self.deterministic, bool):
-            raise type_error("deterministic", f"{type(self.deterministic).__name__} {self.deterministic!r}", "a bool")
-        if not isinstance(self.precision, str):
-            raise type_error("precision", f"{type(self.precision).__name__} {self.precision!r}", "'highest' or 'tf32'")
-        if self.precision not in PRECISIONS:
-            raise value_error("precision", repr(self.precision), "'highest' or 'tf32'")
-        object.__setattr__(self, "dropout", check_dropout(self.dropout))
-        object.__setattr__(self, "block_size", check_block_size(self.block_size))
+            checked["softcap"] = as_real("softcap", self.softcap, "None or a real number")
+            if checked["softcap"] <= 0:
+                raise value_error("softcap", checked["softcap"], "None or a number > 0")
+        check_choice("layout", self.layout, LAYOUTS)
+        checked["deterministic"] = as_bool("deterministic", self.deterministic)
+        check_choice("precision", self.precision, PRECISIONS)
+        checked["dropout"] = check_dropout(self.dropout)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "_hash", hash(tuple(getattr(self, field.name) for field in fields(self))))
+
+    def __hash__(self) -> int:
+        """Made once: every call looks its launch up by it."""
+        return self._hash  # type: ignore[attr-defined, no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +254,8 @@ class Problem:
     head_dim_v: int
     scale: float
     softcap: float | None
-    diagonal: int
+    alignment: Literal["bottom_right", "top_left"]  # of the diagonal
+    diagonal: int  # 0 for packed sequences, each of which has its own
     window_left: int | None
     window_right: int | None
     deterministic: bool
@@ -200,10 +272,29 @@ class Problem:
     block_mask: Operand | None = None
     block_size: tuple[int, int] = (0, 0)  # (rows, keys) of the blocks of the block mask; zeros without one
     block_table: Operand | None = None  # k and v are then pools of pages: (num_pages, num_heads_kv, page_size, dim)
-    follows_lengths: bool = False  # the diagonal of entry b is kv_lengths[b] - seqlen_q
     cu_seqlens_q: Operand | None = None
     cu_seqlens_k: Operand | None = None
-    packed_diagonal: Literal["top_left", "bottom_right"] | None = None  # of each packed sequence; `diagonal` is 0
+
+    @property
+    def options(self) -> Options:
+        """Options with which the same arrays make this problem again."""
+        window = (self.window_left, self.window_right)
+        return Options(
+            causal="top_left" if self.alignment == "top_left" else False,
+            scale=self.scale,
+            window=None if window == (None, None) else window,
+            softcap=self.softcap,
+            layout=self.layout,  # type: ignore[arg-type]
+            deterministic=self.deterministic,
+            precision=self.precision,
+            dropout=self.dropout,
+            block_size=self.block_size if self.block_mask is not None else Options.block_size,
+        )
+
+    @property
+    def follows_lengths(self) -> bool:
+        """Whether the diagonal of entry b is kv_lengths[b] - seqlen_q."""
+        return self.block_table is not None and self.alignment == "bottom_right"
 
     @property
     def page_size(self) -> int:
@@ -213,6 +304,14 @@ class Problem:
     def aligned_to(self, length: int) -> Problem:
         """The problem with the diagonal of an entry that has so many keys."""
         return replace(self, diagonal=length - self.seqlen_q) if self.follows_lengths else self
+
+    def of_length(self, seqlen_k: int) -> Problem:
+        """The problem with so many keys, and the same bounds of the window."""
+        if seqlen_k == self.seqlen_k:
+            return self
+        keeps_diagonal = self.is_packed or self.alignment == "top_left"
+        diagonal = self.diagonal if keeps_diagonal else self.diagonal + seqlen_k - self.seqlen_k
+        return replace(self, seqlen_k=seqlen_k, diagonal=diagonal)
 
     @property
     def is_packed(self) -> bool:
@@ -231,10 +330,9 @@ class Problem:
             batch=1,
             seqlen_q=seqlen_q,
             seqlen_k=seqlen_k,
-            diagonal=seqlen_k - seqlen_q if self.packed_diagonal == "bottom_right" else 0,
+            diagonal=seqlen_k - seqlen_q if self.alignment == "bottom_right" else 0,
             cu_seqlens_q=None,
             cu_seqlens_k=None,
-            packed_diagonal=None,
         )
 
     @property
@@ -441,10 +539,10 @@ def make_problem(
     q4, k4, v4 = layout_of(q, layout), layout_of(k, layout), layout_of(v, layout)
     batch, num_heads, seqlen_q, head_dim = q4.shape
     _, num_heads_kv, seqlen_k, _ = k4.shape
-    as_q, as_k = [("k", k4, 0, "batch"), ("v", v4, 0, "batch")], [(1, "heads"), (2, "seqlen")]
+    as_q, as_k = [("k", k4, 0, "batch"), ("v", v4, 0, "batch")], [(1, "num_heads_kv"), (2, "seqlen_k")]
     if block_table is not None:
         seqlen_k = _check_pool(block_table, kv_lengths, q, k, k4, batch)
-        as_q, as_k = [], [(0, "pages"), (1, "heads"), (2, "keys a page")]
+        as_q, as_k = [], [(0, "num_pages"), (1, "num_heads_kv"), (2, "page_size")]
     for name, operand, axis, what in (*as_q, ("k", k4, 3, "head_dim")):
         if operand.shape[axis] != q4.shape[axis]:
             raise value_error(name, f"{what} {operand.shape[axis]}", f"{what} {q4.shape[axis]} as q has")
@@ -458,7 +556,7 @@ def make_problem(
         if seqlen > MAX_SEQLEN:
             raise value_error(name, f"seqlen {seqlen}", f"at most {MAX_SEQLEN}")
     if num_heads % num_heads_kv if num_heads_kv else num_heads:
-        raise value_error("k", f"{num_heads_kv} heads", f"a divisor of the {num_heads} heads of q")
+        raise value_error("k", counted(num_heads_kv, "head"), f"a divisor of the {counted(num_heads, 'head')} of q")
 
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     if is_packed:
@@ -468,6 +566,7 @@ def make_problem(
                 raise not_packed_error(name)
     scores_shape = (batch, num_heads, seqlen_q, seqlen_k)
     softmax_dtype = "float64" if q4.dtype == "float64" else "float32"
+    scale, softcap = _numbers_in(softmax_dtype, options, q4)
     if bias is not None:
         _check_dtype("bias", bias, tuple(dict.fromkeys((q4.dtype, softmax_dtype))))
     if mask is not None:
@@ -502,17 +601,7 @@ def make_problem(
             raise value_error("block_mask", f"shape {tuple(block_mask.shape)}", expected)
 
     is_top_left = options.causal == "top_left"
-    diagonal = 0 if is_top_left or is_packed else seqlen_k - seqlen_q
-    left, right = options.window or (None, None)
-    if options.causal:
-        right = 0 if right is None else min(right, 0)
-    last_row, first_row = seqlen_q - 1 + diagonal, diagonal  # as key positions
-    if is_packed and not is_top_left:
-        last_row, first_row = seqlen_k - 1, seqlen_k - seqlen_q  # of the longest sequences that there may be
-    if left is not None and last_row - left <= 0:
-        left = None  # even the last row sees the first key
-    if right is not None and first_row + right >= seqlen_k - 1:
-        right = None  # even the first row sees the last key
+    left, right = window_of(options, seqlen_q, seqlen_k)
     return Problem(
         dtype=q4.dtype,
         layout=layout,
@@ -524,9 +613,10 @@ def make_problem(
         seqlen_k=seqlen_k,
         head_dim=head_dim,
         head_dim_v=v4.shape[3],
-        scale=head_dim**-0.5 if options.scale is None else options.scale,
-        softcap=options.softcap,
-        diagonal=diagonal,
+        scale=scale,
+        softcap=softcap,
+        alignment="top_left" if is_top_left else "bottom_right",
+        diagonal=0 if is_top_left or is_packed else seqlen_k - seqlen_q,
         window_left=left,
         window_right=right,
         deterministic=options.deterministic,
@@ -551,11 +641,43 @@ def make_problem(
         block_table=None
         if block_table is None
         else broadcast_operand("block_table", block_table, tuple(block_table.shape)),
-        follows_lengths=block_table is not None and options.causal != "top_left",
         cu_seqlens_q=vector_of(cu_seqlens_q) if is_packed else None,
         cu_seqlens_k=vector_of(cu_seqlens_k) if is_packed else None,
-        packed_diagonal=("top_left" if is_top_left else "bottom_right") if is_packed else None,
     )
+
+
+def window_of(options: Options, seqlen_q: int, seqlen_k: int) -> tuple[int | None, int | None]:
+    """The bounds (left, right) of the window that `causal` and `window` make; None for one that hides nothing.
+
+    Of packed sequences, the longest that there may be are as long as all of them.
+    """
+    left, right = options.window or (None, None)
+    if options.causal:
+        right = 0 if right is None else min(right, 0)
+    first_row = 0 if options.causal == "top_left" else seqlen_k - seqlen_q  # as a key position
+    if left is not None and first_row + seqlen_q - 1 - left <= 0:
+        left = None  # even the last row sees the first key
+    if right is not None and first_row + right >= seqlen_k - 1:
+        right = None  # even the first row sees the last key
+    return left, right
+
+
+def _numbers_in(softmax_dtype: str, options: Options, q: Operand) -> tuple[float, float | None]:
+    """scale and softcap of a problem, checked to be in the range of its dtype."""
+    exponent = OPTION_EXPONENT[softmax_dtype]
+    scale, softcap = q.shape[3] ** -0.5 if options.scale is None else options.scale, options.softcap
+    if abs(scale) > 2.0**exponent:
+        raise value_error("scale", scale, f"-2**{exponent} to 2**{exponent} for {q.dtype} arrays")
+    highest = SOFTCAP_EXPONENT.get(q.dtype, exponent)
+    if softcap is not None and not 2.0**-exponent <= softcap <= 2.0**highest:
+        raise value_error("softcap", softcap, f"2**-{exponent} to 2**{highest} for {q.dtype} arrays")
+    # Kernels treat a scale of 0 in their own way, and what they get is rounded to float32.
+    return 0.0 if softmax_dtype == "float32" and abs(scale) < SMALLEST_SCALE else scale, softcap
+
+
+def counted(count: int, noun: str) -> str:
+    """The number and the noun: 1 head, 2 heads."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def _check_pool(block_table: Any, kv_lengths: Any, q: Any, k: Any, pool: Operand, batch: int) -> int:
@@ -565,15 +687,15 @@ def _check_pool(block_table: Any, kv_lengths: Any, q: Any, k: Any, pool: Operand
         expected = f"(batch, max_pages), with batch = {batch}"
         raise value_error("block_table", f"shape {tuple(block_table.shape)}", expected)
     if kv_lengths is None:
-        raise value_error("kv_lengths", "None", f"with block_table, lengths of shape (batch,) = ({batch},)")
+        raise value_error("kv_lengths", "None", f"lengths of shape (batch,) = ({batch},), which a block_table needs")
     if len(q.shape) != 4:
-        raise value_error("q", f"{len(q.shape)}-D shape {tuple(q.shape)}", "with block_table, a 4-D array")
+        raise value_error("q", f"{len(q.shape)}-D shape {tuple(q.shape)}", "a 4-D array, which a block_table needs")
     num_pages, _, page_size, _ = pool.shape
     if num_pages < 1:
-        raise value_error("k", f"shape {tuple(k.shape)}", "with block_table, a pool of at least one page")
+        raise value_error("k", f"shape {tuple(k.shape)}", "a pool of at least one page, which a block_table needs")
     if page_size not in PAGE_SIZES:
-        expected = f"with block_table, {', '.join(map(str, PAGE_SIZES))}"
-        raise value_error("k", f"{page_size} keys a page in shape {tuple(k.shape)}", expected)
+        expected = f"{', '.join(map(str, PAGE_SIZES[:-1]))} or {PAGE_SIZES[-1]} keys a page"
+        raise value_error("k", f"{counted(page_size, 'key')} a page in shape {tuple(k.shape)}", expected)
     return int(block_table.shape[1]) * page_size
 
 
@@ -592,11 +714,11 @@ def check_pages(problem: Problem, block_table: Any, kv_lengths: Any) -> None:
 def _number_of_sequences(ndim: int, cu_seqlens_q: Any, cu_seqlens_k: Any) -> int:
     """Of packed arrays, from where their sequences start."""
     both = (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
-    for name, starts in both:
+    for (name, starts), (other, _) in zip(both, reversed(both), strict=True):
         if starts is None:
-            raise value_error(name, "None", "it together with the other of cu_seqlens_q and cu_seqlens_k")
+            raise value_error(name, "None", f"an array, which {other} needs beside it")
     if ndim != 3:
-        raise value_error("q", f"a {ndim}-D array", "3-D q, k and v with cu_seqlens_q: sequences one behind the other")
+        raise value_error("q", f"a {ndim}-D array", "a 3-D one, of packed sequences, since there is a cu_seqlens_q")
     for name, starts in both:
         _check_dtype(name, starts, ("int32",))
         if len(starts.shape) != 1 or starts.shape[0] < 1:

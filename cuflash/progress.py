@@ -18,6 +18,12 @@ class Bar:
     done: int = 0
     start: float = field(default_factory=time.perf_counter)
 
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.clear()
+
     def advance(self) -> None:
         """One more is done."""
         self.done += 1

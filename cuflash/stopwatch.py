@@ -10,7 +10,8 @@ import cupy
 import numpy as np
 
 from cuflash import launch, tuning
-from cuflash.plan import LaunchPlan, Pass
+from cuflash.binding import Pass
+from cuflash.plan import LaunchPlan
 from cuflash.problem import Options
 
 REPEATS = 11  # of which the median counts
@@ -97,7 +98,7 @@ def tune(
     with cupy.cuda.Device(arrays["q"].data.device_id):
         for pass_ in passes:
             if pass_ == "backward":
-                out, lse = launch.forward(options, **inputs, seed=random[0], offset=random[1])
+                out, lse = launch.forward(options, inputs, random)
                 dout = out if arrays["dout"] is None else arrays["dout"]
                 inputs = {"dout": dout, "out": out, "lse": lse, **inputs}
             plans, call_by = launch.trials(pass_, options, inputs, random)
@@ -112,7 +113,7 @@ def forget(options: Options, arrays: dict[str, Any], passes: tuple[Pass, ...]) -
     with cupy.cuda.Device(arrays["q"].data.device_id):
         for pass_ in passes:
             if pass_ == "backward":
-                out, lse = launch.forward(options, **inputs)
+                out, lse = launch.forward(options, inputs)
                 inputs = {"dout": out, "out": out, "lse": lse, **inputs}
             plans, _ = launch.trials(pass_, options, inputs, (0, 0))
             tuning.forget(plans[0])

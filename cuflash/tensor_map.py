@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cuflash.problem import ITEMSIZE, Operand
@@ -26,6 +27,12 @@ class TensorMapSpec:
     rows: int
     heads: int = 1
     read_once: bool = False  # each element by one block: the cache need not fetch more than is asked for
+
+    @property
+    def of_any_rows(self) -> TensorMapSpec:
+        """The spec but for the number of rows, which is 0."""
+        columns, _, heads, batch = self.shape
+        return replace(self, shape=(columns, 0, heads, batch))
 
 
 def tensor_map_spec(
@@ -57,29 +64,29 @@ def why_not(name: str, operand: Operand, *, written: bool = False) -> str | None
     return None
 
 
-def encoder(spec: TensorMapSpec) -> Callable[[int], bytes]:
-    """`encode` for one spec and any address. It remembers the latest maps: an address is a cheap key, a spec is not."""
-    return functools.lru_cache(maxsize=256)(functools.partial(encode, spec))
+@functools.lru_cache(maxsize=512)
+def encoder(spec: TensorMapSpec) -> Callable[[int, int], bytes]:
+    """What makes the map of the array at an address, with so many rows, whatever the spec has.
 
-
-def encode(spec: TensorMapSpec, pointer: int) -> bytes:
-    """The map of the array at `pointer`, for the copy engine."""
+    It remembers the latest maps. Numbers that do not change are converted once, which would take longer than the rest.
+    """
     driver, types, promotions, common = _driver()
-    result, tensor_map = driver.cuTensorMapEncodeTiled(
-        types[spec.dtype],
-        4,
-        pointer,
-        [driver.cuuint64_t(n) for n in spec.shape],
-        [driver.cuuint64_t(n) for n in spec.strides_bytes],
-        [driver.cuuint32_t(n) for n in (CHUNK, spec.rows, spec.heads, 1)],
-        [driver.cuuint32_t(1)] * 4,
-        *common,
-        promotions[spec.read_once],
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    if result.value:
-        raise RuntimeError(f"cuTensorMapEncodeTiled returned {result.name} for {spec}")
-    return b"".join(int(word).to_bytes(8, "little") for word in tensor_map.opaque)
+    columns, _, *others = (driver.cuuint64_t(n) for n in spec.shape)
+    strides = [driver.cuuint64_t(n) for n in spec.strides_bytes]
+    box = [driver.cuuint32_t(n) for n in (CHUNK, spec.rows, spec.heads, 1)]
+    steps = [driver.cuuint32_t(1)] * 4
+    fill = driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+    encode, row_count, dtype = driver.cuTensorMapEncodeTiled, driver.cuuint64_t, types[spec.dtype]
+    behind = (strides, box, steps, *common, promotions[spec.read_once], fill)
+
+    @functools.lru_cache(maxsize=64)
+    def map_of(pointer: int, rows: int) -> bytes:
+        error, tensor_map = encode(dtype, 4, pointer, [columns, row_count(rows), *others], *behind)
+        if error.value:
+            raise RuntimeError(f"cuTensorMapEncodeTiled returned {error.name} for {spec} with {rows} rows")
+        return ctypes.string_at(tensor_map.getPtr(), BYTES)
+
+    return map_of
 
 
 @functools.cache

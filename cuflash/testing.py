@@ -171,10 +171,7 @@ class Case:
     @classmethod
     def from_problem(cls, problem: Problem, *, seed: int = 0) -> Case:
         """A case of the same sizes, dtype and options; arrays are contiguous and random."""
-        top_left = problem.diagonal == 0 != problem.seqlen_k - problem.seqlen_q
-        if problem.is_packed:
-            top_left = problem.packed_diagonal == "top_left"
-        window = (problem.window_left, problem.window_right)
+        options = problem.options
         scores_shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
 
         def distinct(name: str, target: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -195,11 +192,11 @@ class Case:
             head_dim_v=problem.head_dim_v,
             dtype=problem.dtype,
             ndim=problem.ndim,
-            layout=problem.layout,
-            causal="top_left" if top_left else False,
-            scale=problem.scale,
-            window=None if window == (None, None) else window,
-            softcap=problem.softcap,
+            layout=options.layout,
+            causal=options.causal,
+            scale=options.scale,
+            window=options.window,
+            softcap=options.softcap,
             bias=distinct("bias", scores_shape),
             bias_dtype="softmax" if problem.bias and problem.bias.dtype == problem.softmax_dtype else "input",
             mask=distinct("mask", scores_shape),
@@ -210,9 +207,9 @@ class Case:
             sinks=problem.sinks is not None,
             cu_seqlens_q=(0, *_spread_lengths(problem.batch, problem.seqlen_q)) if problem.is_packed else None,
             cu_seqlens_k=(0, *_spread_lengths(problem.batch, problem.seqlen_k)) if problem.is_packed else None,
-            dropout=problem.dropout,
+            dropout=options.dropout,
             block_mask=None if blocks is None else blocks[:2],
-            block_size=(128, 128) if blocks is None else problem.block_size,
+            block_size=options.block_size,  # type: ignore[arg-type]
             seed=seed,
         )
 
@@ -258,7 +255,7 @@ class Case:
             Makes another library's array of a C-contiguous NumPy array: ``cupy.asarray``, `through_dlpack`. It is given
             whole buffers; the views that `strides` asks for are made of its results, by indexing and transposing.
         """
-        return {name: _lay_out(x, self.strides, convert) for name, x in self._values().items()}
+        return {name: lay_out(x, self.strides, convert) for name, x in self._values().items()}
 
     def _values(self) -> dict[str, Array]:
         rng = np.random.default_rng(self.seed)
@@ -401,10 +398,10 @@ def _spread_lengths(batch: int, seqlen_k: int) -> tuple[int, ...]:
     return tuple(seqlen_k * (b + 1) // batch for b in range(batch))
 
 
-def _lay_out(values: Array, strides: str, convert: Callable[[Array], Any]) -> Any:
+def lay_out(values: Array, strides: str, convert: Callable[[Array], Any]) -> Any:
     """The values as a view with the strides asked for, made of a contiguous buffer."""
     if strides == "contiguous" or values.ndim == 0:
-        return convert(np.ascontiguousarray(values))
+        return convert(values.copy())
     if strides == "padded":
         filler = True if values.dtype == bool else 0 if values.dtype.kind == "i" else np.nan
         buffer = np.full([n + 3 if n > 1 else n for n in values.shape], filler, values.dtype)
@@ -555,6 +552,9 @@ def cases(
 # ---- the oracle rule -------------------------------------------------------------------------------------------------
 
 
+SMALLEST_WEIGHT = {"float32": 2.0**-100, "float64": 2.0**-960}  # by the dtype of the softmax
+
+
 @dataclass(frozen=True, kw_only=True)
 class Yardstick:
     """What one result should be, and how far from it an implementation may be.
@@ -570,7 +570,9 @@ class Yardstick:
         One unit in the last place of the result's scale. Scale is the largest absolute value of the result, or of the
         root of the sum of squares of the terms that it is a sum of: what cancellation leaves of a gradient is no scale.
         For lse it is at least 1. The unit is that of the dtype of the result; of gradients, which are made of out as it
-        was rounded, that of the inputs.
+        was rounded, that of the inputs; what is subnormal there counts as the smallest normal number, since its unit is
+        that of this number. A weight counts as at least ``SMALLEST_WEIGHT`` over a unit in the last place:
+        implementations may take smaller weights for zero, to stay clear of subnormal numbers.
     softmax_ulp * noise
         What the order of summation, not quality, decides about a weight ``exp(S - lse)``: one unit in the last place of
         the exponential, one of lse, and one of the terms of the scores, ``scale * abs(q) @ abs(k)`` (in units of a
@@ -713,6 +715,7 @@ def _scales(
     dout = view_4d(arrays["dout"], problem.layout) if "dout" in arrays else None
     dlse = view_rows(arrays["dlse"] if "dlse" in arrays else np.zeros(problem.lse_shape))
     out = view_4d(expected["out"].astype(np.float64), problem.layout)
+    O2 = np.where(out != 0, np.maximum(np.abs(out), float(ml_dtypes.finfo(q.dtype).smallest_normal)), 0) ** 2
     scales = {name: _max_finite(x) for name, x in expected.items()}
     sees_something = np.zeros(out.shape[:3], bool)
     is_seen = np.zeros((problem.array_batch, problem.num_heads_kv, problem.seqlen_k), bool)
@@ -722,6 +725,7 @@ def _scales(
     dslopes2 = reference.BroadcastSum(alibi_slopes, scores_shape[:2], np.dtype(np.float64))
     has_part = reference.BroadcastSum(bias, scores_shape, np.dtype(np.float64))
     scores = 0.0
+    smallest = SMALLEST_WEIGHT[problem.softmax_dtype] / _ulp(problem.softmax_dtype)
 
     def grow(name: str, squares: Array) -> None:
         scales[name] = max(scales[name], math.sqrt(_max_finite(squares)))
@@ -730,21 +734,23 @@ def _scales(
     for head in reference.each_head(problem, q, k, v, *terms, np.float64, **random):
         scores = max(scores, abs(problem.scale) * _max_finite(np.abs(head.Q) @ np.abs(head.K).T))
         visible = head.P != 0
+        P2 = np.where(visible, np.maximum(head.P, smallest), 0) ** 2
+        P_sink2 = np.where(head.P_sink != 0, np.maximum(head.P_sink, smallest), 0) ** 2
         sees_something[head.index] = visible.any(axis=1)
         is_seen[head.index_kv] |= visible.any(axis=0)
         with np.errstate(all="ignore"):
-            P2, V2, Z2 = head.P**2, head.V**2, head.Z**2
+            V2, Z2 = head.V**2, head.Z**2
             grow("out", (P2 * Z2) @ V2)
             if dout is not None:
                 dO2 = dout[head.index].astype(np.float64) ** 2
-                D2 = (dO2 * out[head.index] ** 2).sum(axis=-1, keepdims=True)
+                D2 = (dO2 * O2[head.index]).sum(axis=-1, keepdims=True)
                 dL2 = dlse[head.index].astype(np.float64)[:, None] ** 2
                 dS_bias2 = P2 * ((dO2 @ V2.T) * Z2 + D2 + dL2)
                 dS2 = (problem.scale * head.cap_slope) ** 2 * dS_bias2
                 grow("dq", dS2 @ head.K**2)
                 grow("dk", dS2.T @ head.Q**2)
                 grow("dv", (P2 * Z2).T @ dO2)
-                dsinks2[head.index[1]] += (head.P_sink**2 * (D2 + dL2)).sum()
+                dsinks2[head.index[1]] += (P_sink2 * (D2 + dL2)).sum()
                 dbias2.add(head.index_scores, dS_bias2)
                 has_part.add(head.index_scores, visible.astype(np.float64))
                 dslopes2.add(head.index_scores, (dS_bias2 * head.distance**2).sum())

@@ -22,11 +22,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from cuflash import tables
+from cuflash.binding import Pass
 from cuflash.compiler import CompileError, cache_directory, compile_spec, kernels_fingerprint, write_atomically
-from cuflash.plan import DeviceSpec, LaunchPlan, Pass, choose_plan, label_of, serves_dims, why_too_large
+from cuflash.plan import DeviceSpec, LaunchPlan, choose_plan, label_of, serves_dims, why_too_large
 from cuflash.problem import Problem
 from cuflash.tiles import (
     BackwardFloat32Sm90Tile,
@@ -353,34 +354,72 @@ def forget(plan: LaunchPlan) -> bool:
     return True
 
 
+def remembered() -> list[Path]:
+    """The files of all problems for which something is remembered."""
+    return sorted(_directory().glob("*.json"))
+
+
+def forget_all() -> int:
+    """Remove what is remembered for all problems; of how many there was something."""
+    files = remembered()
+    _recalled.clear()
+    for path in files:
+        path.unlink(missing_ok=True)
+    return len(files)
+
+
 def size_class(size: int) -> int:
     """The power of two that is not smaller; 0 for 0."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
-def _key(plan: LaunchPlan) -> dict[str, Any]:
+class _Key(NamedTuple):
     """What a measurement is good for: this device, these kernels, and problems of about this size.
 
     The kernels of the table's row say all else: dtype, head dimensions, options, alignment, and the row itself.
     """
-    p = plan.problem
-    window = [None if side is None else size_class(abs(side)) for side in (p.window_left, p.window_right)]
-    kernels = [[kernel.source, kernel.defines] for kernel in plan.kernels if kernel.source != "backward_sinks.cu"]
-    return {
-        "device": asdict(plan.device),
-        "pass": plan.pass_,
-        "seqlen": [size_class(p.seqlen_q), size_class(p.seqlen_k)],
-        "heads": [size_class(p.batch * p.num_heads), p.group_size],
-        "window": window,
-        "deterministic": p.deterministic,
-        "sources": kernels_fingerprint(),
-        "kernels": kernels,
-    }
+
+    device: DeviceSpec
+    pass_: Pass
+    seqlen: tuple[int, int]
+    heads: tuple[int, int]
+    window: tuple[int | None, ...]
+    deterministic: bool
+    kernels: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, plan: LaunchPlan) -> _Key:
+        p = plan.problem
+        return cls(
+            device=plan.device,
+            pass_=plan.pass_,
+            seqlen=(size_class(p.seqlen_q), size_class(p.seqlen_k)),
+            heads=(size_class(p.batch * p.num_heads), p.group_size),
+            window=tuple(None if side is None else size_class(abs(side)) for side in (p.window_left, p.window_right)),
+            deterministic=p.deterministic,
+            kernels=tuple((kernel.source, kernel.defines) for kernel in plan.kernels if kernel.source not in _UNTIMED),
+        )
+
+    def described(self) -> dict[str, Any]:
+        """The key as a file has it."""
+        return self._asdict() | {"device": asdict(self.device), "sources": kernels_fingerprint()}
+
+
+_UNTIMED = ("backward_sinks.cu",)  # whatever the tiles are, they take the same time
+
+
+@functools.lru_cache(maxsize=1024)
+def _file_name(key: _Key) -> str:
+    digest = hashlib.sha256(json.dumps(key.described(), sort_keys=True).encode()).hexdigest()
+    return f"{digest[:32]}.json"
 
 
 def _file_of(plan: LaunchPlan) -> Path:
-    digest = hashlib.sha256(json.dumps(_key(plan), sort_keys=True).encode()).hexdigest()
-    return cache_directory() / "tuned" / f"{digest[:32]}.json"
+    return _directory() / _file_name(_Key.of(plan))
+
+
+def _directory() -> Path:
+    return cache_directory() / "tuned"
 
 
 def _remember(of_table: Trial, winner: Trial) -> str:
@@ -388,7 +427,7 @@ def _remember(of_table: Trial, winner: Trial) -> str:
     path = _file_of(of_table.plan)
     found = Winner(tiles=winner.plan.tiles, tflops=winner.tflops, table_tflops=of_table.tflops)
     content = {
-        "key": _key(of_table.plan),
+        "key": _Key.of(of_table.plan).described(),
         "problem": of_table.plan.describe().splitlines()[1].strip(),
         "tflops": found.tflops,
         "table_tflops": found.table_tflops,

@@ -194,14 +194,13 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
     const auto multiply_o = [&](int n_block) {
       const u32 v = shared.v + at.stage * kBytesV;
       shared.v_ring.full(at).wait(at.parity);
-      if constexpr (kKvLengthsBytes != 0) {
-        // Keys past kv_lengths have weight 0, but 0 times what lies there may be NaN.
-        const int valid = work.key_stop - n_block * kBlockN;
-        if (valid < kBlockN) {
-          zero_rows<kBlockN, kDimV>(v, valid, thread);
-          ptx::fence_async_proxy();
-          sync_consumer();
-        }
+      // Keys behind the last one have weight 0, but 0 times what lies there may be NaN: tensor maps may reach over more
+      // keys than there are (cuflash/launch.py says why).
+      const int valid = work.key_stop - n_block * kBlockN;
+      if (valid < kBlockN) {
+        zero_rows<kBlockN, kDimV>(v, valid, thread);
+        ptx::fence_async_proxy();
+        sync_consumer();
       }
       const u64 b = descriptor_of_transposed<kBlockN>(v);
       ptx::renew_registers(o[0]);

@@ -1,7 +1,13 @@
-"""Profiles of hypothesis, and the reason for which tests that need a device are skipped."""
+"""Profiles of hypothesis, a cache of the tests' own, and the reason for which tests that need a device are skipped."""
+
+import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# Of kernels that tests compile, from one run to the next. Processes that tests start find it by the environment.
+CACHE = Path(__file__).parent / ".cache"
 
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("random", derandomize=False, deadline=None, print_blob=True)
@@ -13,6 +19,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    os.environ.setdefault("CUFLASH_CACHE_DIR", str(CACHE))
     if config.getoption("--random"):
         settings.load_profile("random")
 
@@ -31,7 +38,7 @@ def why_no_device():
 
 
 def pytest_collection_modifyitems(items):
-    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    gpu_items = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("fuzz")]
     reason = why_no_device() if gpu_items else None
     if reason is not None:
         for item in gpu_items:

@@ -9,27 +9,13 @@ from typing import Any
 import emulator
 import numpy as np
 
+from cuflash.binding import Binding, Pass, bind
 from cuflash.params import POINTER_WORD, parameters
-from cuflash.plan import MAPS_OFFSET, DeviceSpec, LaunchPlan, Pass, access_bytes, choose_plan
-from cuflash.problem import (
-    DEFAULT_NEED,
-    GRADIENTS,
-    ITEMSIZE,
-    Operand,
-    Problem,
-    gradient_operand,
-    layout_of,
-    make_problem,
-    rows_of,
-    vector_of,
-)
+from cuflash.plan import MAPS_OFFSET, DeviceSpec, LaunchPlan, choose_plan
+from cuflash.problem import DEFAULT_NEED, GRADIENTS, ITEMSIZE, Problem, make_problem
 from cuflash.tensor_map import CHUNK, TensorMapSpec
 from cuflash.testing import Case, measure, numpy_dtype, optional, yardsticks
 from cuflash.tiles import Tile
-
-# Arrays over head dimensions that a pass reads, and those that it writes.
-READ: dict[Pass, tuple[str, ...]] = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "out", "dout")}
-WRITTEN: dict[Pass, tuple[str, ...]] = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
 
 Place = Callable[[np.ndarray], np.ndarray]
 
@@ -39,53 +25,26 @@ def plan_for(
     pass_: Pass,
     arrays: Mapping[str, np.ndarray],
     arch: str | DeviceSpec,
-    tiles: Sequence[Tile] | None,
+    tiles: Sequence[Tile] | None = None,
     need: Sequence[str] = DEFAULT_NEED,
 ) -> LaunchPlan:
-    """The plan for arrays as they lie: the same steps as `cuflash.launch` takes for CuPy arrays."""
-    return choose_plan(
-        problem,
-        DeviceSpec.for_arch(arch) if isinstance(arch, str) else arch,
-        pass_,
-        load_bytes=_access_bytes(problem, [arrays[name] for name in READ[pass_]]),
-        store_bytes=_access_bytes(problem, [arrays[name] for name in WRITTEN[pass_] if name in arrays]),
-        operands={n: layout_of(arrays[n], problem.layout) for n in ("out", "dout", "dk", "dv") if n in arrays}
-        | {n: gradient_operand(n, problem, arrays[n]) for n in ("dbias", "dalibi_slopes") if n in arrays},
-        tiles=None if tiles is None else tuple(tiles),
-        need=need,
-    )
+    """The plan for arrays as they lie."""
+    return _plan_of(_bind(pass_, problem, arrays, need), arch, tiles)
 
 
-def _access_bytes(problem: Problem, arrays: Sequence[np.ndarray]) -> int:
-    pointers = np.bitwise_or.reduce([16, *(array.ctypes.data for array in arrays)])
-    return access_bytes(tuple(layout_of(array, problem.layout) for array in arrays), int(pointers))
+def _bind(pass_: Pass, problem: Problem, arrays: Mapping[str, Any], need: Sequence[str]) -> Binding:
+    return bind(pass_, problem.options, arrays, need=need, address_of=lambda array: array.ctypes.data)
 
 
-def _as_placed(problem: Problem, arrays: Mapping[str, np.ndarray]) -> Problem:
-    """The problem with the strides that its arrays have now."""
-    scores_shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
-    shapes: dict[str, tuple[int, ...]] = {
-        "bias": scores_shape,
-        "mask": scores_shape,
-        "alibi_slopes": scores_shape[:2],
-        "kv_lengths": scores_shape[:1],
-        "sinks": scores_shape[1:2],
-        "block_table": arrays["block_table"].shape if "block_table" in arrays else (),
-        "cu_seqlens_q": (problem.batch + 1,),
-        "cu_seqlens_k": (problem.batch + 1,),
-    }
-    if problem.block_mask is not None:
-        shapes["block_mask"] = problem.block_mask.shape
-    operands: dict[str, Any] = {name: layout_of(arrays[name], problem.layout) for name in ("q", "k", "v")}
-    for name in shapes.keys() & arrays.keys():
-        array = np.broadcast_to(arrays[name], shapes[name])
-        strides = tuple(stride // array.itemsize for stride in array.strides)
-        operands[name] = Operand(shape=array.shape, strides=strides, dtype=array.dtype.name)
-    return replace(problem, **operands)
+def _plan_of(binding: Binding, arch: str | DeviceSpec, tiles: Sequence[Tile] | None) -> LaunchPlan:
+    device = DeviceSpec.for_arch(arch) if isinstance(arch, str) else arch
+    given = None if tiles is None else tuple(tiles)
+    return choose_plan(binding.problem, device, binding.pass_, **binding.layout, tiles=given)
 
 
 def run(
     plan: LaunchPlan,
+    binding: Binding,
     arrays: Mapping[str, np.ndarray],
     schedule: emulator.Schedule,
     *,
@@ -94,28 +53,28 @@ def run(
     kernels: Path = emulator.KERNELS,
     seed: int = 0,
     offset: int = 0,
+    mapped_keys: int = 0,
 ) -> list[emulator.Statistics]:
     """Run the kernels of `plan` on `arrays` by name; results are written in place.
 
+    Scratch arrays are as aligned as they are in their one allocation on a device, with guards between them.
+
     `fill` is the byte that scratch memory is full of, `kernels` the folder that the sources are taken from, `seed` and
-    `offset` say what dropout drops.
+    `offset` say what dropout drops. Tensor maps of k and v are of `mapped_keys` rows, or of those that there are.
     """
-    problem = plan.problem
-    operands = {n: layout_of(x, problem.layout) for n, x in arrays.items() if n in ("out", "dout", "dq", "dk", "dv")}
-    operands |= {n: rows_of(x) for n, x in arrays.items() if n in ("lse", "dlse")}
-    operands |= {n: vector_of(x) for n, x in arrays.items() if n == "dsinks"}
-    operands |= {n: gradient_operand(n, problem, x) for n, x in arrays.items() if n in ("dbias", "dalibi_slopes")}
-    params = parameters(plan, operands, seed, offset)
+    params = parameters(plan, binding.operands, seed, offset)
     words = params.view(np.uint64)
-    scratch = {
-        name: emulator.guarded_array((elements,), problem.softmax_dtype, fill) for name, elements in plan.scratch
-    }
-    pointers = {name: array.ctypes.data for name, array in {**arrays, **scratch}.items()}
+    scratch = emulator.Scratch(plan.scratch_layout, fill)
+    pointers = {name: array.ctypes.data for name, array in arrays.items()}
+    pointers |= zip(scratch.layout.names, scratch.addresses, strict=True)
     for name, pointer in pointers.items():
         words[POINTER_WORD[name]] = pointer
     argument = params
     if plan.tensor_maps:
-        maps = [_tensor_map(spec, pointers[spec.name]) for spec in plan.tensor_maps]
+        maps = [
+            _tensor_map(spec, pointers[spec.name], mapped_keys if spec.name in ("k", "v") else 0)
+            for spec in plan.tensor_maps
+        ]
         argument = np.frombuffer(params.tobytes().ljust(MAPS_OFFSET, b"\0") + b"".join(maps), np.uint8)
     statistics = []
     for kernel in plan.kernels:
@@ -135,13 +94,15 @@ def run(
                 counted=bool(dict(kernel.defines).get("CUFLASH_CLEARS_AHEAD")),
             )
         )
+        scratch.check(kernel.name)
     return statistics
 
 
-def _tensor_map(spec: TensorMapSpec, pointer: int) -> bytes:
-    """What `cuflash.tensor_map.encode` makes for a device."""
-    box = (CHUNK, spec.rows, spec.heads, 1)
-    return emulator.tensor_map(pointer, ITEMSIZE[spec.dtype], spec.shape, spec.strides_bytes, box).tobytes()
+def _tensor_map(spec: TensorMapSpec, pointer: int, rows: int) -> bytes:
+    """What `cuflash.tensor_map.encoder` makes for a device; 0 rows are those of the spec."""
+    columns, of_spec, heads, batch = spec.shape
+    shape, box = (columns, rows or of_spec, heads, batch), (CHUNK, spec.rows, spec.heads, 1)
+    return emulator.tensor_map(pointer, ITEMSIZE[spec.dtype], shape, spec.strides_bytes, box).tobytes()
 
 
 def guarded(array: np.ndarray) -> np.ndarray:
@@ -193,20 +154,17 @@ def _call(
     statistics: list[emulator.Statistics] | None = None,
     **options: Any,
 ) -> tuple[np.ndarray, ...]:
-    """Results of one pass, by shape and dtype. Rows whose elements are no neighbours are copied, as `launch` does."""
-    every = {}
-    for name, array in inputs.items():
-        if array is None:
-            continue
-        scattered = name in READ[pass_] and array.size and array.shape[-1] > 1 and array.strides[-1] != array.itemsize
-        every[name] = place(np.ascontiguousarray(array) if scattered else array)
+    """Results of one pass, by shape and dtype. What a call copies first is copied here, too."""
+    need = tuple(results) if pass_ == "backward" else ()
+    given = {name: array for name, array in inputs.items() if array is not None}
+    copied = _bind(pass_, problem, given, need).copied
+    every = {name: place(np.ascontiguousarray(x) if name in copied else x) for name, x in given.items()}
     for name, (shape, dtype) in results.items():
         dtype = np.dtype(dtype)
         size = int(np.prod(shape)) * dtype.itemsize
         every[name] = place(np.full(size, fill, np.uint8).view(dtype).reshape(shape))
-    need = tuple(results) if pass_ == "backward" else ()
-    plan = plan_for(_as_placed(problem, every), pass_, every, arch, tiles, need)
-    launches = run(plan, every, schedule, fill=fill, **options)
+    binding = _bind(pass_, problem, every, need)
+    launches = run(_plan_of(binding, arch, tiles), binding, every, schedule, fill=fill, **options)
     if statistics is not None:
         statistics += launches
     return tuple(every[name] for name in results)
@@ -230,7 +188,7 @@ def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tupl
         The byte that results and scratch memory are full of before the launch; 0xFF is NaN.
     statistics : list, optional
         Gets those of each launch.
-    sanitizer, kernels, seed, offset
+    sanitizer, kernels, seed, offset, mapped_keys
         As `run`.
     """
     inputs = {name: array for name, array in arrays.items() if name not in ("dout", "dlse", "out", "lse")}

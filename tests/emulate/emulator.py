@@ -408,6 +408,54 @@ def _make_inaccessible(address: int, size: int) -> None:
         raise OSError(ctypes.get_errno(), "mprotect")
 
 
+class Scratch:
+    """Scratch arrays at the addresses that they have in one allocation, but for multiples of 256 bytes.
+
+    By these multiples each is moved to the end of pages of its own, between two that are inaccessible.
+
+    Parameters
+    ----------
+    layout : cuflash.plan.ScratchLayout
+    fill : int
+        The byte that all of them are full of.
+
+    Attributes
+    ----------
+    layout : cuflash.plan.ScratchLayout
+    addresses : list of int
+    """
+
+    MODULUS = 256  # an allocation on a device starts at a multiple of this
+
+    def __init__(self, layout, fill: int):
+        page = mmap.PAGESIZE
+        rooms = [-(-(size + self.MODULUS) // page) * page for size in layout.sizes]
+        memory = np.frombuffer(mmap.mmap(-1, page + sum(room + page for room in rooms)), np.uint8)
+        start = memory.ctypes.data
+        self.layout, self.addresses = layout, []
+        self._fill = fill
+        self._gaps = []  # bytes between each array and the inaccessible pages around it
+        _make_inaccessible(start, page)
+        first = page
+        for offset, size, room in zip(layout.offsets, layout.sizes, rooms, strict=True):
+            stop = first + room
+            at = stop - size - (stop - size - offset) % self.MODULUS
+            memory[first:stop] = fill
+            self.addresses.append(start + at)
+            self._gaps.append((memory[first:at], memory[at + size : stop]))
+            _make_inaccessible(start + stop, page)
+            first = stop + page
+
+    def check(self, kernel: str) -> None:
+        """Raise EmulationError if the kernel that ran last wrote before or behind one of the arrays."""
+        for name, (before, behind) in zip(self.layout.names, self._gaps, strict=True):
+            if np.any(before != self._fill):
+                raise EmulationError(kernel, f"wrote before the start of scratch array {name}")
+            if np.any(behind != self._fill):
+                first = int(np.flatnonzero(behind != self._fill)[0])
+                raise EmulationError(kernel, f"wrote {first} bytes behind the end of scratch array {name}")
+
+
 # ---- Tensor maps -----------------------------------------------------------------------------------------------------
 
 _TENSOR_MAP = np.dtype(

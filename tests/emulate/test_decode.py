@@ -19,9 +19,9 @@ from cuflash.tiles import DECODE_ROWS
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
 H200 = DeviceSpec.for_arch("9.0")
-# How the 4 heads of CASE, 10 tiles each, fall to blocks.
+# How the 4 heads of CASE, planned as 12 tiles each, fall to blocks.
 DEVICES = {
-    "shared": H200,  # 5 blocks each
+    "shared": H200,  # 6 blocks each
     "uneven": replace(H200, num_sms=7),  # heads of 2 and 3 blocks, which have keys of one or two heads
     "few": replace(H200, num_sms=3),  # two of the heads are shared by 2 blocks
     "whole": replace(H200, num_sms=1),
@@ -97,7 +97,7 @@ def test_cases(change, device):
 
 
 @pytest.mark.parametrize(
-    ("name", "blocks", "of_a_head"), [("shared", 20, 5), ("uneven", 7, 3), ("few", 3, 2), ("whole", 1, 1)]
+    ("name", "blocks", "of_a_head"), [("shared", 24, 6), ("uneven", 7, 3), ("few", 3, 2), ("whole", 1, 1)]
 )
 def test_how_the_cases_share_keys(name, blocks, of_a_head):
     device = DEVICES[name]
@@ -153,7 +153,7 @@ def test_any_case(case, schedule, num_sms):
 def test_many_blocks_share_a_head(head_dim_v):
     case = replace(CASE, num_heads_kv=1, batch=1, seqlen_q=2, seqlen_k=1500, head_dim_v=head_dim_v, kv_lengths=(1400,))
     tile = replace(SHORT_TILES, max_dim=256)
-    assert plan_of(case, tile).key_splits == 23
+    assert plan_of(case, tile).key_splits == 24
     first = run(case, tile)
     ct.assert_forward(case, *first)
     for schedule in SCHEDULES[1:]:
@@ -244,3 +244,21 @@ def test_matrix_stores_and_loads_have_no_bank_conflicts():
     launches: list[emulator.Statistics] = []
     run(CASE, statistics=launches, device=DEVICES["whole"])
     assert [launch.matrix_load_conflicts for launch in launches] == [0]
+
+
+@every_device
+@pytest.mark.parametrize("length", [290, 300, 320, 383])
+def test_maps_that_reach_over_more_keys_than_there_are(length, device):
+    """k and v are slices of a longer cache; what lies past them, NaN, is loaded and hidden."""
+    case = replace(CASE, seqlen_k=384, kv_lengths=None, causal=False)
+    cache = case.arrays()
+    arrays = cache | {name: cache[name][:, :, :length] for name in "kv"}
+    for name in "kv":
+        cache[name][:, :, length:] = np.nan
+    options = {"device": device, "place": lambda array: array, "mapped_keys": 384}
+    out, lse = run(case, arrays=arrays, **options)
+    yardsticks = ct.yardsticks(problem_of(case, arrays), {n: x for n, x in arrays.items() if n != "dout"})
+    for name, x in (("out", out), ("lse", lse)):
+        measurement = ct.measure(name, x, yardsticks[name])
+        assert not measurement.failure, str(measurement)
+    assert plan_of(case, device=device).hides_last_keys

@@ -1,5 +1,6 @@
 """The emulator reports the mistakes that are planted in ``planted_bugs.cu``, in the right place, and no others."""
 
+import ctypes
 import functools
 import re
 import subprocess
@@ -10,9 +11,11 @@ import emulator
 import ml_dtypes
 import numpy as np
 import pytest
-from emulator import HERE, SCHEDULES, EmulationError, Schedule, build, find_compiler, guarded_array
+from emulator import HERE, SCHEDULES, EmulationError, Schedule, Scratch, build, find_compiler, guarded_array
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from cuflash.plan import ScratchLayout
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -106,6 +109,25 @@ def test_planted_bug_is_reported(kernel, arguments, words, schedule):
 def test_report_names_block_and_thread():
     with pytest.raises(EmulationError, match=r"planted_bugs.cu:\d+: kernel global_write_overrun, block 0, thread 31: "):
         launch("global_write_overrun", count=ARRAY_LENGTH - WARP + 1)
+
+
+def test_scratch_arrays_are_as_aligned_as_on_a_device():
+    layout = ScratchLayout(("a", "b", "c"), (20, 0, 5000))
+    scratch = Scratch(layout, 0xFF)
+    for address, offset in zip(scratch.addresses, layout.offsets, strict=True):
+        assert (address - offset) % Scratch.MODULUS == 0
+    scratch.check("kernel")
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "message"), [("b", -1, "before the start"), ("a", 20, "0 bytes behind the end")]
+)
+def test_writes_around_scratch_arrays_are_reported(name, at, message):
+    layout = ScratchLayout(("a", "b"), (20, 300))
+    scratch = Scratch(layout, 0xFF)
+    ctypes.c_uint8.from_address(scratch.addresses["ab".index(name)] + at).value = 1
+    with pytest.raises(EmulationError, match=rf"kernel k: wrote {message} of scratch array {name}"):
+        scratch.check("k")
 
 
 def test_launch_after_a_failure_is_clean():

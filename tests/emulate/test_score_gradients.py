@@ -5,7 +5,7 @@ from dataclasses import replace
 import attention
 import numpy as np
 import pytest
-from emulator import SCHEDULES, find_compiler
+from emulator import SCHEDULES, EmulationError, find_compiler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_lse_and_sinks import forward_by_oracle, inputs_of
@@ -153,3 +153,17 @@ def test_gradients_do_not_depend_on_what_else_is_needed():
     for need in (("dbias",), ("dscale", "dsinks"), ("dalibi_slopes", "dsoftcap")):
         for name, x in zip(need, attention.backward(problem, arrays, out, lse, need=need), strict=True):
             np.testing.assert_array_equal(x, every[name], err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_scratch_arrays_are_aligned_for_those_that_follow_an_odd_one(dtype, monkeypatch):
+    """Sums of gradients of scores are odd in number; without alignment the emulator says what a device would."""
+    case = ct.Case(seqlen_q=70, seqlen_k=90, head_dim=64, num_heads=3, dtype=dtype, softcap=3.0)
+    arrays = case.arrays()
+    out, lse = attention.forward(case.problem, arrays)
+    need = ("dq", "dk", "dv", "dscale")
+    gradients = attention.backward(case.problem, arrays, out, lse, need=need)
+    ct.assert_backward(case, **dict(zip(need, gradients, strict=True)))
+    monkeypatch.setattr("cuflash.plan.SCRATCH_ALIGNMENT", 4)
+    with pytest.raises(EmulationError, match="misaligned reduction"):
+        attention.backward(case.problem, arrays, out, lse, need=need)

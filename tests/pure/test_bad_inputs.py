@@ -1,6 +1,8 @@
 """Every wrong input raises the right error, and the message names the argument, what was got and what is expected."""
 
 import re
+from decimal import Decimal
+from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
@@ -86,12 +88,20 @@ IS_BOOL = "bool (True takes part; additive terms go into bias)"
 # Argument, a bad value of it, the error, what was got, what is expected.
 BAD_OPTIONS = [
     ("causal", "bottom_right", ValueError, "'bottom_right'", CAUSAL),
-    ("causal", 1, TypeError, "1", CAUSAL),
+    ("causal", 1, TypeError, "int 1", CAUSAL),
+    ("causal", np.ones(2, bool), TypeError, "ndarray array([ True, True])", CAUSAL),
     ("causal", None, TypeError, "None", CAUSAL),
     ("scale", "0.1", TypeError, "str '0.1'", "None or a real number"),
     ("scale", True, TypeError, "bool True", "None or a real number"),
     ("scale", 1j, TypeError, "complex 1j", "None or a real number"),
     ("scale", np.ones(2), TypeError, "ndarray array([1., 1.])", "None or a real number"),
+    ("scale", np.array(True), TypeError, "ndarray array(True)", "None or a real number"),
+    ("scale", np.False_, TypeError, "bool np.False_", "None or a real number"),
+    ("scale", 10**400, ValueError, "int 1" + 195 * "0" + "...", "a finite number that float64 holds"),
+    ("scale", 10**5000, ValueError, "int of thousands of digits", "a finite number that float64 holds"),
+    ("scale", Decimal("1e400"), ValueError, "1E+400", "a finite number that float64 holds"),
+    ("scale", Decimal("sNaN"), ValueError, "Decimal('sNaN')", "a finite number that float64 holds"),
+    ("scale", Fraction(10**400, 3), ValueError, "Fraction(1" + 190 * "0" + "...", "a finite number that float64 holds"),
     ("scale", float("nan"), ValueError, "nan", "a finite number"),
     ("scale", float("-inf"), ValueError, "-inf", "a finite number"),
     ("window", 3, TypeError, "int 3", "None or (left, right)"),
@@ -102,19 +112,25 @@ BAD_OPTIONS = [
     ("window right", (0, -1), ValueError, "-1", "None (no bound) or an integer >= 0"),
     ("window left", (1.0, None), TypeError, "float 1.0", "None or an integer"),
     ("window right", (None, True), TypeError, "bool True", "None or an integer"),
+    ("window left", (np.True_, None), TypeError, "bool np.True_", "None or an integer"),
+    ("window left", (np.float64(1), None), TypeError, "np.float64(1.0)", "None or an integer"),
+    ("window left", (Decimal("1.5"), None), ValueError, "Decimal('1.5')", "None or an integer"),
+    ("window right", (0, Fraction(7, 2)), ValueError, "Fraction(7, 2)", "None or an integer"),
+    ("window right", (0, Decimal("Infinity")), ValueError, "Decimal('Infinity')", "None or an integer"),
     ("softcap", 0, ValueError, "0.0", "None or a number > 0"),
     ("softcap", -30.0, ValueError, "-30.0", "None or a number > 0"),
     ("softcap", float("inf"), ValueError, "inf", "a finite number"),
     ("softcap", "30", TypeError, "str '30'", "None or a real number"),
     ("layout", "sbhd", ValueError, "'sbhd'", "'bhsd' or 'bshd'"),
     ("layout", "BHSD", ValueError, "'BHSD'", "'bhsd' or 'bshd'"),
-    ("layout", None, TypeError, "NoneType None", "'bhsd' or 'bshd'"),
+    ("layout", None, TypeError, "None", "'bhsd' or 'bshd'"),
     ("deterministic", 1, TypeError, "int 1", "a bool"),
-    ("deterministic", None, TypeError, "NoneType None", "a bool"),
+    ("deterministic", None, TypeError, "None", "a bool"),
     ("precision", "high", ValueError, "'high'", "'highest' or 'tf32'"),
-    ("precision", None, TypeError, "NoneType None", "'highest' or 'tf32'"),
+    ("precision", None, TypeError, "None", "'highest' or 'tf32'"),
     ("block_size rows", "128", TypeError, "str '128'", "an integer"),
     ("block_size rows", 64.0, TypeError, "float 64.0", "an integer"),
+    ("block_size rows", Decimal("64.5"), ValueError, "Decimal('64.5')", "an integer"),
     ("block_size keys", (64, True), TypeError, "bool True", "an integer"),
     ("block_size", (64,), ValueError, "(64,)", "an integer or two of them, (rows, keys)"),
     ("block_size rows", 0, ValueError, "0", "a multiple of 16 from 16 to 1024"),
@@ -157,8 +173,8 @@ BAD_INPUTS = [
     ("k", lambda x: x[:1], ValueError, "batch 1", "batch 2 as q has"),
     ("v", lambda x: np.repeat(x, 2, 0), ValueError, "batch 4", "batch 2 as q has"),
     ("k", lambda x: x[..., :7], ValueError, "head_dim 7", "head_dim 8 as q has"),
-    ("v", lambda x: x[:, :1], ValueError, "heads 1", "heads 2 as k has"),
-    ("v", lambda x: x[:, :, :5], ValueError, "seqlen 5", "seqlen 6 as k has"),
+    ("v", lambda x: x[:, :1], ValueError, "num_heads_kv 1", "num_heads_kv 2 as k has"),
+    ("v", lambda x: x[:, :, :5], ValueError, "seqlen_k 5", "seqlen_k 6 as k has"),
     ("v", lambda x: x[..., :0], ValueError, "last axis of length 0", "a head dimension of at least 1"),
     # bias
     ("bias", lambda x: x.tolist(), TypeError, "list", ARRAY),
@@ -329,7 +345,7 @@ def test_gradients_of_what_is_not_there(of, given):
     arrays |= {} if of == "softcap" else {of: None}
     arrays |= {f"d{of}": None, "need": ("dq", f"d{of}")} if given == "need" else {}
     attn = cuflash.FlashAttention(softcap=None if of == "softcap" else 5.0)
-    expected = "FlashAttention(softcap=...)" if of == "softcap" else f"{of} as forward took them"
+    expected = "FlashAttention(softcap=...)" if of == "softcap" else f"the {of} that forward took"
     complaint = (ValueError, "need" if given == "need" else f"d{of}", f"d{of} without {of}", expected)
     assert_complains(lambda: attn.backward(**arrays), *complaint)
 
@@ -387,7 +403,8 @@ def test_no_device_that_cuflash_knows():
 @pytest.mark.parametrize(("heads", "heads_kv"), [(3, 2), (1, 2), (2, 4), (2, 0)])
 def test_heads_that_do_not_divide(heads, heads_kv):
     q, k = np.ones((heads, 3, 4)), np.ones((heads_kv, 3, 4))
-    complaint = (ValueError, "k", f"{heads_kv} heads", f"a divisor of the {heads} heads of q")
+    of_q = "1 head" if heads == 1 else f"{heads} heads"
+    complaint = (ValueError, "k", f"{heads_kv} heads", f"a divisor of the {of_q} of q")
     assert_complains(lambda: cuflash.attention(q, k, k), *complaint)
 
 

@@ -673,7 +673,7 @@ def test_readme_section(tmp_path):
     assert text.startswith("# Title\n\n" + report.BEGIN) and text.endswith(report.END + "\n\ntail\n")
     assert "old" not in text and "### fa2" in text and "geometric mean" in text
     for pass_ in ("forward", "backward"):
-        assert f"](results/fa2_{pass_}.svg)" in text
+        assert f"`results/fa2_{pass_}.svg`" in text
         picture = results / f"fa2_{pass_}.svg"
         assert "head_dim 128, causal" in picture.read_text()
         assert picture.stat().st_size < 100_000

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -86,6 +87,20 @@ def test_named_patterns_are_a_line():
         mask = eval(line, vars(block_masks) | {"m": 12, "n": 12})
         assert mask[0].all() and mask[:, 0].all() and mask.diagonal().all()
         assert 0 < mask.mean() < 1
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.array, Decimal])
+def test_integers_of_any_type(kind):
+    """Unsigned ones, whose differences would wrap around, too."""
+    for build, numbers in (
+        (local, (7, 5, 1)),
+        (strided, (7, 5, 2)),
+        (global_blocks, (7, 5, 1)),
+        (random, (7, 5, 3, 1)),
+    ):
+        mask = build(*map(kind, numbers))
+        assert mask.dtype == bool
+        np.testing.assert_array_equal(mask, build(*numbers))
 
 
 @pytest.mark.parametrize(
@@ -263,7 +278,7 @@ def test_scratch_memory_of_lists_is_stated():
         needed = batches * heads * m_blocks * (2 + n_blocks)
         assert plan.lists == (batches, heads)
         assert needed <= lists < needed + 4
-        assert plan.extra_bytes == 4 * lists
+        assert plan.scratch_layout.sizes == (4 * lists,)
         assert "block_mask: tiles of keys are listed beforehand" in plan.describe()
 
 

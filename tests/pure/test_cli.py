@@ -1,18 +1,27 @@
 """The command line: every command does its work, and says in one line what it cannot do."""
 
+import functools
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from cuflash import FlashAttention, __main__, compiler
+import cuflash
+from cuflash import FlashAttention, __main__, __version__, compiler, tuning
 from cuflash.__main__ import main
+from cuflash.plan import DeviceSpec
 from cuflash.progress import Bar
 
 NO_GPU = __main__.find_gpu()[0] is None
+ROOT = Path(__main__.__file__).parents[1]
 
 
 @pytest.fixture
@@ -41,6 +50,43 @@ def test_help_of_every_command(capsys, name):
     code, output, _ = run(capsys, f"{name} --help")
     assert code == 0
     assert __main__.COMMANDS[name][2][1:] in " ".join(output.split())
+
+
+def test_version(capsys):
+    assert run(capsys, "--version") == (0, f"cuflash {__version__}\n", "")
+
+
+def start(arguments, **how):
+    """A command in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "cuflash", *arguments.split()],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **how,
+    )
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes of POSIX")
+@pytest.mark.parametrize(("command", "code"), [("plan --arch 8.0", 141), ("info", 141), ("--help", 0)])
+def test_a_reader_that_goes_is_no_failure(command, code):
+    with start(command) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == code
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_an_interruption_is_one_word():
+    """As from a terminal, by a signal to a process that is at work; a shell may have told this one to ignore it."""
+    listens = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with start("demo --backend cpu --seqlen 65536 --num-heads 8", preexec_fn=listens) as process:
+        process.stdout.readline()
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == "interrupted\n"
+    assert process.returncode == 130
 
 
 def test_demo(capsys):
@@ -94,6 +140,106 @@ def test_info(capsys):
     assert rows["numpy"] == np.__version__
     assert str(compiler.kernel_directory()) in rows["cuflash"]
     assert str(compiler.cache_directory()) in rows["cache"]
+    assert rows["cache"].endswith(f" of at most {__main__.in_bytes(compiler.cache_limit())}")
+
+
+@pytest.mark.parametrize(
+    ("arch", "text"),
+    [
+        ("8.0", "float16, bfloat16, float32, float64 by sm80 kernels"),
+        ("9.0", "float16, bfloat16, float32 by sm90 kernels; float64 by sm80 kernels"),
+        ("12.0", "float16, bfloat16, float32, float64 by sm80 kernels"),
+        ("7.5", "float16, bfloat16, float32, float64 not served: device: got compute capability 7.5, expected 8.0 or"),
+    ],
+)
+def test_kernels_that_serve_a_device(arch, text):
+    device = DeviceSpec.for_arch("8.6" if arch == "7.5" else arch)
+    assert __main__.served(replace(device, arch=int(arch.replace(".", "")))).startswith(text)
+
+
+def test_info_of_a_device(capsys, monkeypatch):
+    """With a stand-in for CuPy that has one device."""
+    properties = {
+        "name": b"H200",
+        "major": 9,
+        "minor": 0,
+        "totalGlobalMem": 150e9,
+        "multiProcessorCount": 132,
+        "sharedMemPerBlockOptin": 232448,
+        "sharedMemPerMultiprocessor": 233472,
+        "l2CacheSize": 60e6,
+    }
+    runtime = SimpleNamespace(
+        getDeviceCount=lambda: 1,
+        driverGetVersion=lambda: 13000,
+        runtimeGetVersion=lambda: 13000,
+        getDeviceProperties=lambda index: properties,
+    )
+    launch = SimpleNamespace(device_spec=lambda index: DeviceSpec.for_arch("9.0"))
+    monkeypatch.setattr(__main__, "find_gpu", lambda: (SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)), ""))
+    monkeypatch.setattr(cuflash, "launch", launch, raising=False)
+    code, output, _ = run(capsys, "info")
+    assert code == 0
+    assert re.search(
+        r"^GPU 0 +H200, compute capability 9.0 \(float16, bfloat16, float32 by sm90 kernels; ", output, re.M
+    )
+
+
+# ---- cache -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(monkeypatch, tmp_path):
+    """A cache of two kernels, of 3 kB, and of one tuned problem."""
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CUFLASH_CACHE_BYTES", "5000000")
+    monkeypatch.setattr(tuning, "_recalled", {})
+    for name, size in (("a.cubin", 1000), ("b.cubin", 1500), ("a.entry", 250), ("b.entry", 250)):
+        (tmp_path / name).write_bytes(bytes(size))
+    (tmp_path / "tuned").mkdir()
+    (tmp_path / "tuned" / "c.json").write_bytes(bytes(10))
+    return tmp_path
+
+
+def names_in(directory):
+    return sorted(path.name for path in directory.rglob("*") if path.is_file())
+
+
+def test_cache(capsys, store):
+    code, output, error = run(capsys, "cache")
+    assert (code, error) == (0, "")
+    assert dict(line.split(maxsplit=1) for line in output.splitlines()) == {
+        "directory": str(store),
+        "kernels": "2 kernels, 3 kB of at most 5 MB",
+        "tuning": "1 tuned problem, not counted above",
+    }
+    assert len(names_in(store)) == 5
+    assert "2 kernels, 3 kB of at most 5 MB" in run(capsys, "info")[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "output", "left"),
+    [
+        ("", "removed 2 kernels, 3 kB\n", ["c.json"]),
+        ("--tuned", "removed 2 kernels, 3 kB, and 1 tuned problem\n", []),
+    ],
+)
+def test_the_cache_is_cleared(capsys, store, options, output, left):
+    assert run(capsys, f"cache --clear {options}") == (0, output, "")
+    assert names_in(store) == left
+    assert run(capsys, "cache --clear") == (0, "removed 0 kernels, 0 B\n", "")
+
+
+def test_a_cache_that_is_not_there(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "absent"))
+    code, output, error = run(capsys, "cache")
+    assert (code, error) == (0, "")
+    assert "0 kernels, 0 B of at most" in output and "0 tuned problems" in output
+    assert run(capsys, "cache --clear --tuned") == (0, "removed 0 kernels, 0 B, and 0 tuned problems\n", "")
+    assert not (tmp_path / "absent").exists()
+
+
+# ---- plan, compile, check --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arch", ["8.0", "8.6", "9.0", "12.0", "sm_89"])
@@ -106,6 +252,11 @@ def test_plan_for_a_device_that_is_not_here(capsys, arch, options):
     assert "forward pass" in output and "backward pass" in output
 
 
+@pytest.mark.parametrize(("short", "arch"), [("8", "8.0"), ("9", "9.0"), ("12", "12.0")])
+def test_a_major_version_is_a_compute_capability(capsys, short, arch):
+    assert run(capsys, f"plan --arch {short}") == run(capsys, f"plan --arch {arch}")
+
+
 def test_plan_of_one_pass(capsys):
     _, output, _ = run(capsys, "plan --arch 9.0 --pass backward --deterministic --window 100,none")
     assert "backward pass" in output and "forward pass" not in output
@@ -114,7 +265,9 @@ def test_plan_of_one_pass(capsys):
 def test_plan_without_a_gpu_is_that_of_the_cpu(capsys, without_gpu):
     code, output, _ = run(capsys, "plan --dtype float64 --seqlen 100 --seqlen-k 300 --num-heads 6 --num-heads-kv 2")
     assert code == 0
-    assert "CPU" in output and "100 x 300" in output and "none in this test" in output
+    assert "CPU" in output and "100 x 300" in output
+    last = f"there is no GPU here: none in this test; {__main__.NAME_ONE}"
+    assert output.splitlines()[-1] == last
 
 
 def test_compile_fills_the_cache_and_reports(capsys, monkeypatch, tmp_path):
@@ -134,6 +287,42 @@ def test_check(capsys, monkeypatch):
     code, output, error = run(capsys, "check --backend cpu")
     assert (code, error) == (0, "")
     assert output.endswith("\n9 passed\n")
+
+
+def test_columns_of_check_do_not_run_together(capsys, monkeypatch):
+    long_name, cases = "a name that is longer than any other one is now", __main__.self_test_cases
+
+    def renamed(make_case, seed, names):
+        return [
+            (name if n else long_name, case) for n, (name, case) in enumerate(cases(make_case, seed, ["one query"]))
+        ]
+
+    monkeypatch.setattr(__main__, "self_test_cases", renamed)
+    _, output, _ = run(capsys, "check --backend cpu")
+    details = [re.search(r"\w+ closest to its bound", line).start() for line in output.splitlines()[1:5]]
+    assert len(set(details)) == 1
+    assert f"{long_name}  " in output
+
+
+def test_a_quick_check_has_a_few_cases_in_every_dtype(capsys):
+    code, output, _ = run(capsys, "check --backend cpu --quick")
+    assert code == 0
+    rows = [line.split() for line in output.splitlines() if line.startswith("passed")]
+    assert output.endswith(f"\n{len(rows)} passed\n")
+    assert {row[1] for row in rows} == {"float16", "bfloat16", "float32", "float64"}
+    every = list(__main__.self_test_cases(dict, 0))
+    assert set(__main__.QUICK) <= {name for name, _ in every}
+    assert len(rows) <= len(every) / 4
+
+
+def test_check_without_hypothesis_names_the_extra(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    monkeypatch.delitem(sys.modules, "cuflash.testing", raising=False)
+    monkeypatch.delattr("cuflash.testing", raising=False)
+    code, output, error = run(capsys, "check --backend cpu")
+    assert (code, output) == (1, "")
+    assert 'pip install "cuflash[test]"' in error
+    assert len(error.splitlines()) == 1
 
 
 def test_check_notices_wrong_results(capsys, monkeypatch):
@@ -162,13 +351,19 @@ def test_the_self_test_has_every_option_and_dtype():
         ("dance", 2, "dance"),
         ("plan --dtype float8", 2, "float8"),
         ("plan --head-dim 0", 2, "0 is not a positive integer"),
-        ("plan --window 3", 2, "3"),
+        ("plan --head-dim x", 2, "x is not a positive integer"),
+        ("plan --softcap x", 2, "x is not a number"),
+        ("plan --window 3", 2, "3 is not of the form LEFT,RIGHT with an integer or none on each side, such as 1023,0"),
+        ("plan --window 1,2,3", 2, "1,2,3 is not of the form LEFT,RIGHT"),
+        ("plan --arch 7", 1, "7.0"),
         ("plan --arch 7.5", 1, "7.5"),
         ("plan --arch 9.0 --head-dim 257", 1, "257"),
         ("plan --arch 8.6 --dtype float64 --head-dim 200 --pass backward", 1, "float64"),
         ("plan --softcap -1", 1, "softcap"),
         ("plan --num-heads 6 --num-heads-kv 4", 1, "4 heads"),
-        ("compile", 1, "--arch"),
+        ("compile", 1, "give its compute capability, such as --arch 9.0"),
+        ("tune --dry-run", 1, "give its compute capability, such as --arch 9.0"),
+        ("cache --tuned", 1, "--tuned goes with --clear"),
         ("demo --backend gpu", 1, "none in this test"),
         ("check --backend gpu", 1, "none in this test"),
     ],
@@ -178,7 +373,10 @@ def test_errors(capsys, without_gpu, command, code, words):
     assert got == code
     assert output == ""
     assert words in error.splitlines()[-1]
-    assert code == 2 or len(error.splitlines()) == 1
+    usage = [f"{' '.join(['python -m cuflash', *command.split()[:1]])} --help shows all arguments"] if code == 2 else []
+    if command in ("", "dance"):
+        usage = ["python -m cuflash --help shows all arguments"]
+    assert error.splitlines()[:-1] == usage
 
 
 @pytest.mark.parametrize(
@@ -280,6 +478,7 @@ def test_check_emulated_without_a_compiler(capsys, monkeypatch):
         ("check --pass forward", "--pass goes with --emulate"),
         ("check --seqlen 7 --backend cpu", "--seqlen goes with --emulate"),
         ("check --emulate --backend cpu", "--backend goes without --emulate"),
+        ("check --emulate --quick", "--quick goes without --emulate"),
     ],
 )
 def test_arguments_of_the_other_kind_of_check_are_refused(capsys, command, words):

@@ -3,7 +3,10 @@
 import hashlib
 import itertools
 import multiprocessing
+import os
 import pickle
+import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -288,6 +291,171 @@ def test_threads_that_ask_for_one_kernel_compile_it_once(kernel_dir, tmp_path):
     assert len(set(results)) == 2
 
 
+# ---- The limit ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def filled(kernel_dir, tmp_path):
+    """A cache of four kernels, used 9, 7, 5 and 3 hours ago, by their numbers; and the bytes of one of them."""
+    cache = tmp_path / "cache"
+    kernels = {hours: store(kernel_dir, cache, hours) for hours in (9, 7, 5, 3)}
+    for hours, kernel in kernels.items():
+        age(kernel, hours)
+    return types.SimpleNamespace(cache=cache, kernels=kernels, kernel_bytes=size_of(cache) // 4)
+
+
+def store(kernel_dir, cache, number, toolchain=None):
+    toolchain = toolchain or CountingToolchain(cubin_bytes=32_000)
+    return compile_once(kernel_dir, cache, toolchain, defines={"NUMBER": number})
+
+
+def files_of(kernel):
+    """The two files of a kernel."""
+    return [kernel.path, *(path for path in kernel.path.parent.glob("*.entry") if kernel.path.name in path.read_text())]
+
+
+def age(kernel, hours):
+    then = time.time() - 3600 * hours
+    for path in files_of(kernel):
+        os.utime(path, (then, then))
+
+
+def size_of(cache):
+    return sum(path.stat().st_size for path in cache.iterdir())
+
+
+def left(filled):
+    return [hours for hours, kernel in filled.kernels.items() if kernel.path.exists()]
+
+
+@pytest.mark.parametrize("room", [5, 4, 3, 2, 1, 0])
+def test_what_was_not_used_for_the_longest_time_goes_first(monkeypatch, kernel_dir, filled, room):
+    limit = room * filled.kernel_bytes + 2_000  # lengths of reports vary a little
+    monkeypatch.setenv("CUFLASH_CACHE_BYTES", str(limit))
+    stored = store(kernel_dir, filled.cache, 0)
+    assert stored.path.exists()
+    assert left(filled) == [9, 7, 5, 3][5 - max(room, 1) :]
+    assert size_of(filled.cache) <= max(limit, filled.kernel_bytes + 2_000)
+    for hours in filled.kernels:
+        assert store(kernel_dir, filled.cache, hours).path.exists(), "half of a kernel is no kernel"
+
+
+def test_a_lookup_marks_what_it_finds(monkeypatch, kernel_dir, filled):
+    toolchain = CountingToolchain(cubin_bytes=32_000)
+    assert store(kernel_dir, filled.cache, 9, toolchain) == filled.kernels[9]
+    assert toolchain.calls == 0
+    monkeypatch.setenv("CUFLASH_CACHE_BYTES", "0")
+    store(kernel_dir, filled.cache, 0)
+    assert left(filled) == [9]
+    assert store(kernel_dir, filled.cache, 7, toolchain).path.exists(), "what is gone is compiled again"
+    assert toolchain.calls == 1
+
+
+def test_what_was_used_within_the_hour_stays(monkeypatch, kernel_dir, filled):
+    monkeypatch.setenv("CUFLASH_CACHE_BYTES", "0")
+    age(filled.kernels[7], 0.9)
+    age(filled.kernels[5], 1.1)
+    store(kernel_dir, filled.cache, 0)
+    assert left(filled) == [7]
+
+
+def test_what_a_lookup_found_while_files_were_listed_stays(monkeypatch, filled):
+    """Between the listing and the removal of a file a process may choose it."""
+    listed = compiler.cached_files(filled.cache)
+    age(filled.kernels[7], 0)
+    monkeypatch.setattr(compiler, "cached_files", lambda directory: listed)
+    compiler.trim_cache(filled.cache, 0, time.time())
+    assert left(filled) == [7]
+
+
+def test_temporary_files_of_killed_processes_go_and_other_files_stay(monkeypatch, kernel_dir, filled):
+    (filled.cache / "tuned").mkdir()
+    kept = [filled.cache / name for name in ("notes.txt", "tuned/best.json")]
+    temporary, fresh = filled.cache / ".0123.tmp", filled.cache / ".4567.tmp"
+    for path in (*kept, temporary, fresh):
+        path.write_bytes(bytes(1000))
+    for path in (*kept, temporary):
+        os.utime(path, (0, 0))
+    monkeypatch.setenv("CUFLASH_CACHE_BYTES", "0")
+    store(kernel_dir, filled.cache, 0)
+    assert not temporary.exists()
+    assert fresh.exists(), "another process is writing it"
+    compiler.clear_cache(filled.cache)
+    assert fresh.exists()
+    assert all(path.exists() for path in kept)
+
+
+def test_only_storing_looks_at_the_whole_cache(monkeypatch, kernel_dir, filled):
+    looks = []
+    monkeypatch.setattr(compiler, "trim_cache", lambda *arguments: looks.append(arguments))
+    for hours in (9, 9, 7):
+        store(kernel_dir, filled.cache, hours)
+    assert looks == []
+    store(kernel_dir, filled.cache, 0)
+    assert len(looks) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
+def test_a_cache_of_others_is_read(kernel_dir, filled):
+    filled.cache.chmod(0o555)
+    try:
+        assert store(kernel_dir, filled.cache, 9) == filled.kernels[9]
+    finally:
+        filled.cache.chmod(0o755)
+
+
+def test_trimming_is_never_an_error(monkeypatch, tmp_path, filled):
+    """Not where the directory is gone, nor where files are not to be removed, nor where they are gone already."""
+    compiler.trim_cache(tmp_path / "absent", 0, time.time())
+    listed = compiler.cached_files(filled.cache)
+    assert compiler.clear_cache(filled.cache) == listed
+    monkeypatch.setattr(compiler, "cached_files", lambda directory: listed)
+    compiler.trim_cache(filled.cache, 0, time.time())
+    assert compiler.clear_cache(filled.cache) == []
+
+
+@pytest.mark.parametrize(("text", "limit"), [("", 2**30), (" 1000 ", 1000), ("0", 0), (str(2**70), 2**70)])
+def test_the_limit_is_that_of_the_environment(monkeypatch, text, limit):
+    monkeypatch.setenv("CUFLASH_CACHE_BYTES", text)
+    assert compiler.cache_limit() == limit
+    monkeypatch.delenv("CUFLASH_CACHE_BYTES")
+    assert compiler.cache_limit() == 2**30
+
+
+@pytest.mark.parametrize("text", ["1 GiB", "-1", "1e9", "٣"])
+def test_a_limit_that_is_none_is_a_warning(monkeypatch, kernel_dir, tmp_path, text):
+    monkeypatch.setenv("CUFLASH_CACHE_BYTES", text)
+    with pytest.warns(RuntimeWarning, match=f"^CUFLASH_CACHE_BYTES: got {text!r}, expected a number of bytes"):
+        assert store(kernel_dir, tmp_path / "cache", 0).path.exists()
+
+
+def fetch_and_load_forever(kernel_dir, cache_dir, stop_after_s, calls):
+    """A process that chooses one kernel after the other from a cache that has room for few, and loads each."""
+    os.environ["CUFLASH_CACHE_BYTES"] = "50000"
+    compiler.KEPT_SECONDS, compiler.MARKED_SECONDS = 0.7, 0.1
+    stop = time.monotonic() + stop_after_s
+    toolchain, rng = CountingToolchain(cubin_bytes=3_200), random.Random(os.getpid())
+    while time.monotonic() < stop:
+        kernel = store(kernel_dir, cache_dir, rng.randrange(300), toolchain)
+        time.sleep(0.004)  # others store, and remove, meanwhile
+        assert len(kernel.path.read_bytes()) == 3_200
+    with calls.get_lock():
+        calls.value += toolchain.calls
+
+
+def test_no_process_loses_what_it_just_chose(kernel_dir, tmp_path):
+    context, cache = multiprocessing.get_context("spawn"), tmp_path / "cache"
+    calls = context.Value("i", 0)
+    arguments = (kernel_dir, cache, 5, calls)
+    processes = [context.Process(target=fetch_and_load_forever, args=arguments) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert calls.value > 400, "nothing was removed"
+
+
 # ---- Where things are -----------------------------------------------------------------------------------------------
 
 
@@ -327,6 +495,26 @@ def test_cache_directory(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUFLASH_CACHE_DIR", "here")
     assert compiler.cache_directory() == tmp_path / "here"
+
+
+def test_tests_leave_the_cache_of_the_user_alone(tmp_path):
+    """A run of a test that compiles kernels, by somebody who has said nothing about where."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is needed to compile")
+    spoken = ("CUFLASH_CACHE_DIR", "XDG_CACHE_HOME", "LOCALAPPDATA", "PYTEST_XDIST_WORKER")
+    environment = {name: value for name, value in os.environ.items() if name not in spoken} | {"HOME": str(tmp_path)}
+    program = (
+        "import sys, pytest\n"
+        "code = pytest.main(['-q', '-p', 'no:cacheprovider', 'tests/pure/test_cli.py::test_plan_of_one_pass'])\n"
+        "from cuflash import compiler\n"
+        "print(compiler.cache_directory(), len(compiler.cached_files(compiler.cache_directory())))\n"
+        "sys.exit(code)"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    directory, files = done.stdout.splitlines()[-1].split()
+    assert Path(directory) == ROOT / "tests" / ".cache" and int(files) > 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_cache_directory_without_a_home(monkeypatch):
@@ -465,17 +653,34 @@ def result(value=0):
     return types.SimpleNamespace(value=value, name=f"NVRTC_{value}")
 
 
-@pytest.mark.parametrize("is_library", [False, True], ids=["no bindings", "no library"])
-def test_missing_nvrtc_names_the_extra(monkeypatch, kernel_dir, tmp_path, is_library):
+@pytest.mark.parametrize(
+    ("has_bindings", "missing", "command"),
+    [
+        (False, "needs cuda-bindings, which is missing here", "pip install cuda-bindings nvidia-cuda-nvrtc "),
+        (True, "needs the library NVRTC, which cuda-bindings does not find here", "pip install nvidia-cuda-nvrtc "),
+    ],
+    ids=["no bindings", "no library"],
+)
+def test_what_is_missing_to_compile_is_named(monkeypatch, kernel_dir, tmp_path, has_bindings, missing, command):
     def not_found():
         raise RuntimeError("Failure finding libnvrtc.so.13")
 
-    module = stand_in(nvrtcVersion=not_found) if is_library else None
+    module = stand_in(nvrtcVersion=not_found) if has_bindings else None
     monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", module)
-    with pytest.raises(NvrtcNotFoundError, match=r'pip install "cuflash\[cuda13\]"') as caught:
+    with pytest.raises(NvrtcNotFoundError) as caught:
         compile_once(kernel_dir, tmp_path / "cache", Nvrtc())
     assert isinstance(caught.value, ImportError)
-    assert not is_library or "libnvrtc.so.13" in str(caught.value)
+    for words in (missing, command, '"cuflash[compile]"', *(("libnvrtc.so.13",) if has_bindings else ())):
+        assert words in str(caught.value)
+
+
+def test_the_extra_of_the_message_is_what_the_message_installs():
+    metadata = (ROOT / "pyproject.toml").read_text()
+    (extra,) = re.findall(r"^compile = \[(.*)\]$", metadata, re.MULTILINE)
+    assert [re.match(r'"([\w-]+)', package).group(1) for package in extra.split(", ")] == [
+        compiler.BINDINGS,
+        compiler.NVRTC,
+    ]
 
 
 @pytest.mark.parametrize(("arch", "remedy"), [("sm_120", "pip install -U"), ("sm_35", "an older NVRTC")])

@@ -126,7 +126,7 @@ def test_rates_are_rounded():
     assert rounded_rate(0.0) == 0
     assert rounded_rate(0.1) == 6554 / 65536
     assert rounded_rate(0.5) == 0.5
-    assert rounded_rate(1 - 1e-9) == 65535 / 65536
+    assert rounded_rate(65535.49 / 65536) == 65535 / 65536
     assert cuflash.dropout_mask(0, 0, 1, 1, 50, 50, 1e-9).all()
     q = np.ones((8, 4))
     assert make_problem(Options(dropout=0.1), q, q, q).kept_scale == 65536 / (65536 - 6554)
@@ -247,7 +247,13 @@ def test_other_layouts_and_groups_drop_the_same_weights():
         (math.inf, ValueError, "dropout: got inf"),
         (True, TypeError, "dropout: got bool True, expected a real number"),
         ("0.1", TypeError, "dropout: got str '0.1'"),
-        (None, TypeError, "dropout: got NoneType None"),
+        (None, TypeError, "dropout: got None"),
+        (
+            0.9999999,
+            ValueError,
+            r"dropout: got 0.9999999, expected .* in steps of 1 / 65536: the step nearest to it is 1$",
+        ),
+        (65535.5 / 65536, ValueError, "dropout: got 0.99999237.*: the step nearest to it is 1$"),
     ],
 )
 def test_bad_rates(rate, error, message):
@@ -260,9 +266,9 @@ def test_bad_rates(rate, error, message):
 @pytest.mark.parametrize(
     ("random", "error", "message"),
     [
-        ({}, TypeError, "seed: got NoneType None, expected an integer, with dropout"),
-        ({"seed": 1}, TypeError, "offset: got NoneType None, expected an integer, with dropout"),
-        ({"offset": 1}, TypeError, "seed: got NoneType None"),
+        ({}, TypeError, "seed: got None, expected an integer, which dropout needs"),
+        ({"seed": 1}, TypeError, "offset: got None, expected an integer, which dropout needs"),
+        ({"offset": 1}, TypeError, "seed: got None"),
         ({"seed": 1.0, "offset": 0}, TypeError, "seed: got float 1.0"),
         ({"seed": True, "offset": 0}, TypeError, "seed: got bool True"),
         ({"seed": -1, "offset": 0}, ValueError, r"seed: got -1, expected 0 to 2\*\*64 - 1"),

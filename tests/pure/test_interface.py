@@ -341,30 +341,28 @@ def gpu(monkeypatch):
     calls = []
 
     def record(name, result):
-        def call(*args, **keywords):
-            calls.append((name, args, keywords))
-            return result(keywords) if callable(result) else result
+        def call(options, arrays, *others):
+            calls.append((name, options, arrays, *others))
+            return result(arrays) if callable(result) else result
 
         return call
 
     cupy, launch = ModuleType("cupy"), ModuleType("cuflash.launch")
     cupy.ndarray = DeviceArray
     cupy.from_dlpack = lambda x: (x.__dlpack__(stream=7), DeviceArray())[1]
-    launch.forward = record("forward", lambda keywords: (keywords["out"] or "out", keywords["lse"] or "lse"))
+    launch.forward = record("forward", lambda arrays: (arrays["out"] or "out", arrays["lse"] or "lse"))
     launch.backward = record("backward", ("dq", "dk", "dv"))
     launch.plan = record("plan", "plans")
     launch.compile = record("compile", "nothing")
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cuflash.launch", launch)
     monkeypatch.setattr(cuflash, "launch", launch, raising=False)
+    monkeypatch.setattr(flash_attention, "_gpu", lambda: launch)
     return SimpleNamespace(calls=calls, Array=DeviceArray, launch=launch)
 
 
-def named(call, method):
-    """Arguments of a recorded call by name, whether they were given by position or by name."""
-    order = {"backward": ("options", "dout", "q", "k", "v", "out", "lse")}.get(method, ("options", "q", "k", "v"))
-    _, args, keywords = call
-    return dict(zip(order, args, strict=False)) | {name: x for name, x in keywords.items() if x is not None}
+def without_none(arrays):
+    return {name: x for name, x in arrays.items() if x is not None}
 
 
 def test_cupy_arrays_go_to_the_launcher_untouched(gpu):
@@ -379,30 +377,38 @@ def test_cupy_arrays_go_to_the_launcher_untouched(gpu):
     assert attn.plan(q, k, v, bias=bias) == "plans"
     assert attn.compile(q, k, v, mask=mask) is None
     passes = ["forward", "forward", "backward", "forward", "backward"]
-    assert [name for name, _, _ in gpu.calls] == [*passes, "plan", "compile"]
-    assert "dsinks" not in gpu.calls[2][2]
-    qkv = {"options": attn.options, "q": q, "k": k, "v": v}
-    no_dropout = {"seed": 0, "offset": 0}
+    assert [name for name, *_ in gpu.calls] == [*passes, "plan", "compile"]
+    plain = cuflash.FlashAttention().options
+    expected = [attn.options, plain, attn.options, dropping.options, dropping.options, attn.options, attn.options]
+    assert [options for _, options, *_ in gpu.calls] == expected
+    given = [without_none(arrays) for _, _, arrays, *_ in gpu.calls]
+    qkv = {"q": q, "k": k, "v": v}
     results = {"dout": dout, "out": out, "lse": lse}
-    assert named(gpu.calls[0], "forward") == qkv | {"bias": bias, "lse": lse} | no_dropout
-    assert named(gpu.calls[2], "backward") == qkv | results | {"mask": mask, "dk": dk} | no_dropout
-    with_dropout = qkv | {"options": dropping.options}
-    assert named(gpu.calls[3], "forward") == with_dropout | {"seed": 2**40, "offset": 3}
-    assert named(gpu.calls[4], "backward") == with_dropout | results | {"seed": 4, "offset": 5}
-    assert named(gpu.calls[5], "plan") == qkv | {"bias": bias, "need": ("dq", "dk", "dv")}
-    assert named(gpu.calls[6], "compile") == qkv | {"mask": mask, "need": ("dq", "dk", "dv")}
+    assert given == [
+        qkv | {"bias": bias, "lse": lse},
+        qkv | {"mask": mask, "out": out},
+        qkv | results | {"mask": mask, "dk": dk},
+        qkv,
+        qkv | results,
+        qkv | {"bias": bias},
+        qkv | {"mask": mask},
+    ]
+    need = ("dq", "dk", "dv")
+    others = [others for _, _, _, *others in gpu.calls]
+    assert others == [[(0, 0)], [(0, 0)], [need, (0, 0)], [(2**40, 3)], [need, (4, 5)], [need], [need]]
 
 
 def test_the_launcher_learns_that_gradients_of_sinks_are_needed(gpu):
-    gpu.launch.backward = lambda *args, **keywords: gpu.calls.append(keywords) or ("dq", "dk", "dv", "dsinks")
+    gpu.launch.backward = lambda options, arrays, need, random: gpu.calls.append((arrays, need)) or need
     q, sinks, dlse, dsinks = (gpu.Array() for _ in range(4))
     attn = cuflash.FlashAttention()
     right = ("dq", "dk", "dv", "dsinks")
     assert attn.backward(q, q, q, q, q, q, sinks=sinks, dlse=dlse, need=["dsinks", "dv", "dq", "dk"]) == right
     assert attn.backward(q, q, q, q, q, q, sinks=sinks, dsinks=dsinks) == right
-    assert [call["sinks"] for call in gpu.calls] == [sinks, sinks]
-    assert [call["dlse"] for call in gpu.calls] == [dlse, None]
-    assert [call["dsinks"] for call in gpu.calls] == [None, dsinks]
+    assert [arrays["sinks"] for arrays, _ in gpu.calls] == [sinks, sinks]
+    assert [arrays["dlse"] for arrays, _ in gpu.calls] == [dlse, None]
+    assert [arrays["dsinks"] for arrays, _ in gpu.calls] == [None, dsinks]
+    assert [need for _, need in gpu.calls] == [right, right]
 
 
 FORWARD_ARRAYS = ("q", "k", "v", "bias", "mask", "kv_lengths", "alibi_slopes", "sinks", "block_mask", "out", "lse")

@@ -1,6 +1,8 @@
 """Other libraries' arrays in host memory: lent through DLPack in and out, without a copy, as their own type."""
 
 import gc
+import importlib.util
+import re
 import sys
 import weakref
 from types import ModuleType
@@ -177,7 +179,10 @@ def test_torch_parameters_and_other_subclasses(torch):
         (lambda t, x: x.to(t.float8_e4m3fn), r"torch\.Tensor of dtype torch\.float8_e4m3fn", "an array that can be"),
         (lambda t, x: x.to_sparse(), r"torch\.Tensor .*layout", "an array that can be lent"),
         (lambda t, x: x.to("meta"), r"torch\.Tensor .*meta", "an array that can be lent"),
-        (lambda t, x: t.complex(x, x).conj(), r"torch\.Tensor .*conj", "an array that can be lent"),
+        (lambda t, x: t._neg_view(x), r"torch\.Tensor with is_neg\(\) True", r"one whose .*: k\.resolve_neg\(\)"),
+        (lambda t, x: t.complex(x, x).conj().imag, r"torch\.Tensor with is_neg\(\) True", r".*: k\.resolve_neg\(\)"),
+        (lambda t, x: t.complex(x, x).conj(), r"torch\.Tensor with is_conj\(\) True", r".*: k\.resolve_conj\(\)"),
+        (lambda t, x: t._efficientzerotensor((3, 4)), r"torch\.Tensor with _is_zerotensor\(\) True", r".*k\.clone\(\)"),
         (lambda t, x: x.int(), "dtype int32", "float16, bfloat16, float32 or float64"),
         (lambda t, x: x.double(), "dtype float64", "float32 as q has"),
         (lambda t, x: x.numpy(), r"numpy\.ndarray", "an array of torch as q is"),
@@ -188,6 +193,18 @@ def test_torch_tensors_that_cannot_be_lent(torch, change, got, expected):
     q, k, v = tensors(torch, "float32", *[(3, 4)] * 3)
     with pytest.raises(TypeError, match=f"^k: got {got}.*, expected {expected}"):
         cuflash.attention(q, change(torch, k), v)
+
+
+@pytest.mark.parametrize("lazy", [lambda t, x: t._neg_view(x), lambda t, x: t.complex(x, x).conj().imag])
+def test_torch_tensors_are_as_right_as_they_look(torch, lazy):
+    """What the messages ask for works; and nothing is written through a bit that the memory knows nothing of."""
+    q, k, v = tensors(torch, "float32", *[(3, 4)] * 3)
+    expected = cuflash.attention(q, -k, v)
+    assert torch.equal(cuflash.attention(q, lazy(torch, k).resolve_neg(), v), expected)
+    out = lazy(torch, torch.full((3, 4), 7.0))
+    with pytest.raises(TypeError, match=r"^out: got torch\.Tensor with is_neg\(\) True.* memory holds its values$"):
+        cuflash.attention(q, k, v, out=out)
+    assert (out == -7).all()
 
 
 def test_a_torch_mask_for_numpy_arrays_is_refused(torch):
@@ -214,6 +231,22 @@ def test_jax_arrays_give_jax_arrays(dtype):
     assert out.dtype == q.dtype
     with pytest.raises(ValueError, match=r"^out: got a jaxlib array lent read-only, expected a writable one"):
         cuflash.attention(q, q, q, out=out)
+
+
+def test_jax_tracers_are_sent_to_a_callback():
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    q = jax.numpy.asarray(normal(2, 5, 4))
+
+    def attend(x):
+        return cuflash.attention(x, x, x)
+
+    for transformed in (jax.jit(attend), jax.vmap(attend), jax.grad(lambda x: attend(x).sum())):
+        with pytest.raises(TypeError, match=r"^q: got jax\.\w*Tracer, which JAX traces.* through jax\.pure_callback"):
+            transformed(q)
+    with pytest.raises(TypeError, match=r"^mask: got jax\.\w*Tracer.* through jax\.pure_callback"):
+        jax.jit(lambda x: cuflash.attention(q, q, q, mask=x))(q[0] > 0)
+    called_back = jax.jit(lambda x: jax.pure_callback(attend, jax.ShapeDtypeStruct(x.shape, x.dtype), x))
+    np.testing.assert_array_equal(called_back(q), attend(q))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -255,6 +288,22 @@ class LentBfloat16(Lent):
         return interop._Bfloat16Export(self.array).__dlpack__(**how)
 
 
+class LentNegative(LentVersioned):
+    """Memory of the other sign, as behind the negative bit of a PyTorch tensor."""
+
+    def is_conj(self):
+        return False
+
+    def is_neg(self):
+        return True
+
+
+class LentByAProperty(LentVersioned):
+    """Another library's word of the same name."""
+
+    is_neg = True
+
+
 @pytest.mark.parametrize("kind", [Lent, LentVersioned, LentPinned])
 def test_a_class_with_nothing_but_dlpack_gets_numpy_arrays(kind):
     q, k, v = normal(5, 4), normal(6, 4), normal(6, 3)
@@ -271,6 +320,20 @@ def test_bfloat16_of_a_class_with_nothing_but_dlpack():
     out = cuflash.attention(LentBfloat16(q), LentBfloat16(q), LentBfloat16(q))
     assert out.dtype == BFLOAT16
     np.testing.assert_array_equal(out, cuflash.attention(q, q, q))
+
+
+@pytest.mark.parametrize("name", ["q", "bias", "out"])
+def test_memory_that_holds_other_numbers_is_refused(name):
+    arrays = {x: LentVersioned(normal(5, 4)) for x in ("q", "k", "v", "out")} | {"bias": LentVersioned(normal(5, 5))}
+    arrays[name] = LentNegative(arrays[name].array)
+    before = arrays["out"].array.copy()
+    remedy = "" if name == "out" else rf": {name}\.resolve_neg\(\)"
+    got, expected = r"test_interop\.LentNegative with is_neg\(\) True", rf"one whose memory holds its values{remedy}"
+    with pytest.raises(TypeError, match=rf"^{name}: got {got}.*, expected {expected}$"):
+        cuflash.attention(**arrays)
+    np.testing.assert_array_equal(arrays["out"].array, before)
+    plain = LentByAProperty(normal(5, 4))
+    assert cuflash.attention(plain, plain, plain).shape == (5, 4)
 
 
 def test_results_written_to_what_was_lent():
@@ -310,6 +373,29 @@ def test_host_and_device_memory_of_one_library_do_not_mix():
         cuflash.attention(Lent(q), Lent(q), OnDevice(q))
     with pytest.raises(TypeError, match=r"^k: got an array in host memory, expected one in CUDA memory as q is"):
         cuflash.attention(OnDevice(q), Lent(q), Lent(q))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")
+def test_cuda_memory_without_cupy():
+    class OnDevice(Lent):
+        def __dlpack_device__(self):
+            return (2, 0)
+
+    q = OnDevice(normal(5, 4))
+    attn = cuflash.FlashAttention()
+    message = r"^q: got test_interop\.OnDevice in CUDA memory, expected CuPy to be importable: install cuflash\["
+    for call in (cuflash.attention, attn.forward, attn.plan, attn.compile):
+        with pytest.raises(ImportError, match=message):
+            call(q, q, q)
+    with pytest.raises(ImportError, match=message):
+        attn.backward(q, q, q, q, q, q)
+
+
+@pytest.mark.parametrize("name", ["attention", "forward", "backward", "plan", "compile", "tune"])
+def test_every_exception_of_a_call_is_documented(name):
+    function = cuflash.attention if name == "attention" else getattr(cuflash.FlashAttention, name)
+    raises = re.search(r"Raises\n +------\n(.*?)(?=\n\n|\Z)", function.__doc__, re.DOTALL).group(1)
+    assert {"TypeError", "ValueError", "NotImplementedError", "ImportError"} <= set(re.findall(r"\w+Error", raises))
 
 
 def test_a_refused_call_frees_its_loans():

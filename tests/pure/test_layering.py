@@ -14,8 +14,8 @@ KERNELS = {path.name: path for path in (ROOT / "kernels").iterdir() if path.suff
 # A module imports only modules to the left of it.
 ORDER = [
     "problem", "block_masks", "dropout", "reference", "exponentials", "jobs", "stacks", "packed", "cpu", "interop",
-    "merging", "tensor_map", "tiles", "tables", "plan", "params", "compiler", "tuning", "launch", "stopwatch",
-    "progress", "flash_attention", "__init__", "testing", "__main__",
+    "merging", "tensor_map", "tiles", "tables", "binding", "plan", "params", "compiler", "tuning", "launch",
+    "stopwatch", "progress", "flash_attention", "__init__", "testing", "__main__",
 ]  # fmt: skip
 
 # What each module may import at import time besides the standard library, and what only when it is needed.
@@ -26,11 +26,12 @@ ALWAYS = {
     "tensor_map": set(),
     "tiles": set(),
     "tables": set(),
+    "binding": {"numpy"},
     "plan": set(),
     "params": {"numpy"},
     "compiler": set(),
     "tuning": set(),
-    "launch": {"numpy", "cupy"},
+    "launch": {"cupy"},
     "stopwatch": {"numpy", "cupy"},
     "progress": set(),
     "reference": {"numpy", "ml_dtypes"},

@@ -87,6 +87,17 @@ def test_import_brings_neither_a_framework_nor_a_test_library():
     assert not {"cupy", "cuda", "torch", "jax", "hypothesis", "matplotlib", "scipy"} & set(modules)
 
 
+def test_tab_completion_has_what_is_public():
+    code = "import cuflash; print(*(name for name in dir(cuflash) if not name.startswith('_')))"
+    names = run_python(code, CHECKOUT, str(CHECKOUT)).split()
+    assert names == run_python("import cuflash; print(*cuflash.__all__)", CHECKOUT, str(CHECKOUT)).split()
+    assert "block_masks" in names
+    import cuflash.testing
+
+    assert "testing" in dir(cuflash) and "__version__" in dir(cuflash)
+    assert all(hasattr(cuflash, name) for name in dir(cuflash))
+
+
 def test_import_is_quick():
     code = "import numpy, time; start = time.perf_counter(); import cuflash; print(time.perf_counter() - start)"
     seconds = min(float(run_python(code, CHECKOUT, str(CHECKOUT))) for _ in range(3))

@@ -169,5 +169,5 @@ def test_bad_inputs(changed, kind, words, method):
 @pytest.mark.parametrize("shape", [(8, 4), (1, 2, 8, 4)])
 def test_packed_arrays_have_three_axes(shape):
     q = np.ones(shape, np.float32)
-    with pytest.raises(ValueError, match=r"q: got a .-D array, expected 3-D"):
+    with pytest.raises(ValueError, match=r"q: got a .-D array, expected a 3-D one"):
         cuflash.attention(q, q, q, cu_seqlens_q=STARTS, cu_seqlens_k=STARTS)

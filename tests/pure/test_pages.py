@@ -246,16 +246,16 @@ POOLS = {size: np.zeros((4, 2, size, 8), np.float32) for size in (0, 8, 17, 512)
             NotImplementedError,
             "block_mask: got it together with block_table, expected one of them; give the pairs of its blocks as a",
         ),
-        ({"kv_lengths": None}, ValueError, "kv_lengths: got None, expected with block_table"),
+        ({"kv_lengths": None}, ValueError, "kv_lengths: got None, expected lengths of shape (batch,) = (2,), which"),
         ({"kv_lengths": np.array([3, 49])}, ValueError, "kv_lengths: got an entry 49, expected 0 to seqlen_k = 48"),
         *(
             ({"k": pool, "v": pool}, ValueError, f"k: got {size} keys a page in shape (4, 2, {size}, 8), expected")
             for size, pool in POOLS.items()
         ),
-        ({"k": np.zeros((0, 2, 16, 8), np.float32)}, ValueError, "k: got shape (0, 2, 16, 8), expected with block"),
-        ({"v": np.zeros((1, 2, 16, 8), np.float32)}, ValueError, "v: got pages 1, expected pages 7 as k has"),
-        ({"v": np.zeros((7, 2, 32, 8), np.float32)}, ValueError, "v: got keys a page 32, expected keys a page 16"),
-        ({"k": np.zeros((7, 3, 16, 8), np.float32)}, ValueError, "v: got heads 2, expected heads 3 as k has"),
+        ({"k": np.zeros((0, 2, 16, 8), np.float32)}, ValueError, "k: got shape (0, 2, 16, 8), expected a pool of"),
+        ({"v": np.zeros((1, 2, 16, 8), np.float32)}, ValueError, "v: got num_pages 1, expected num_pages 7 as k has"),
+        ({"v": np.zeros((7, 2, 32, 8), np.float32)}, ValueError, "v: got page_size 32, expected page_size 16 as k"),
+        ({"k": np.zeros((7, 3, 16, 8), np.float32)}, ValueError, "v: got num_heads_kv 2, expected num_heads_kv 3"),
         ({"k": np.zeros((7, 2, 16, 9), np.float32)}, ValueError, "k: got head_dim 9, expected head_dim 8 as q has"),
     ],
 )
@@ -268,7 +268,7 @@ def test_arrays_have_four_axes():
     for name in "qkv":
         arrays[name] = arrays[name][0]
     arrays |= {"kv_lengths": np.array([3]), "block_table": np.zeros((1, 2), np.int32)}
-    refused(arrays, ValueError, "q: got 3-D shape (2, 3, 8), expected with block_table, a 4-D array")
+    refused(arrays, ValueError, "q: got 3-D shape (2, 3, 8), expected a 4-D array, which a block_table needs")
 
 
 def test_too_many_keys():

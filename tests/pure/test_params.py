@@ -2,6 +2,7 @@
 
 import ctypes
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -195,27 +196,37 @@ def test_dropout():
 def test_argument_of_a_call(data):
     """Word by word, and what a launch is given."""
     q = np.zeros((2, 130, data.draw(st.sampled_from((64, 17)))), np.float16)
-    options = Options(causal=data.draw(st.booleans()), dropout=data.draw(st.sampled_from((0.0, 0.3))))
+    causal = data.draw(st.sampled_from((False, True, "top_left")))
+    window = data.draw(st.sampled_from((None, (5, None), (None, 7), (40, 3))))
+    options = Options(causal=causal, window=window, dropout=data.draw(st.sampled_from((0.0, 0.3))))
     pass_ = data.draw(st.sampled_from(("forward", "backward")))
     plan = choose_plan(make_problem(options, q, q, q), DeviceSpec.for_arch("9.0"), pass_)
     names = ["q", "k", "v", "out", "lse", *(("dout", "dq", "dk", "dv") if pass_ == "backward" else ())]
     operands = {name: layout_of(q, "bhsd") for name in names if name != "lse"} | {"lse": rows_of(q[..., 0])}
     names = data.draw(st.permutations(names + [name for name, _ in plan.scratch]))
     argument = Argument(plan, operands, names)
-    for _ in range(2):
+    in_use = []
+    for _ in range(4):
         words = st.integers(0, 2**64 - 1)
         pointers = data.draw(st.lists(words, min_size=len(names), max_size=len(names)))
         maps = [data.draw(st.binary(min_size=128, max_size=128)) for _ in plan.tensor_maps]
         seed, offset = data.draw(words), data.draw(st.integers(0, 2**32 - 1))
-        expected = parameters(plan, operands, seed, offset)
+        seqlen_k = data.draw(st.sampled_from((130, 131, 200)) if plan.any_length else st.just(130))
+        of_length = replace(plan, problem=plan.problem.of_length(seqlen_k))
+        expected = parameters(of_length, operands, seed, offset)
         for name, pointer in zip(names, pointers, strict=True):
             expected.view(np.uint64)[POINTER_WORD[name]] = pointer
         content = expected.tobytes()
         if maps:
             content = content.ljust(MAPS_OFFSET, b"\0") + b"".join(maps)
-        start = ctypes.addressof(in_memory := argument.of(pointers, maps, (seed, offset)))
-        assert ctypes.c_uint64.from_address(start).value == start + 8
-        assert bytes(in_memory)[8:] == content
+        frame = argument.frame(pointers, maps, (seed, offset), seqlen_k)
+        assert ctypes.c_uint64.from_address(frame.address).value == frame.address + 8
+        assert ctypes.string_at(frame.address + 8, len(content)) == content == frame.bytes[8:]
+        assert all(frame is not other for other in in_use), "a frame belongs to one call"
+        if data.draw(st.booleans()):
+            argument.give_back(frame)
+        else:
+            in_use.append(frame)
 
 
 def test_bounds_that_do_not_exist_are_zero():

@@ -13,14 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuflash import compiler
+from cuflash.binding import access_bytes
 from cuflash.plan import (
     BACKWARD_HEAD_SECTION,
     GROUPED_BACK_SHARE,
     MAPS_OFFSET,
     MAX_HEAD_DIM,
+    SCRATCH_ALIGNMENT,
     SHARED_BYTES_RESERVED,
     DeviceSpec,
-    access_bytes,
     choose_plan,
 )
 from cuflash.problem import DEFAULT_NEED, Operand, Options, make_problem
@@ -288,7 +289,7 @@ def test_blocks_take_turns_where_sums_must_not_depend_on_luck():
             assert shares == {GROUPED_BACK_SHARE if in_turn and causal else 0}
             if in_turn:
                 assert [kernel.source for kernel in plan.kernels] == [kernel.source for kernel in fast.kernels]
-                turns = plan.extra_bytes - fast.extra_bytes
+                turns = sum(plan.scratch_layout.sizes) - sum(fast.scratch_layout.sizes)
                 assert turns == 4 * 3 * 6 * -(-1000 // plan.tiles[0].block_m)
 
 
@@ -426,7 +427,8 @@ def test_extra_memory_is_linear(arch, deterministic):
         assert forward.extra_bytes == (pieces if (arch, dtype) == ("9.0", "float32") else 0)
         plan = choose_plan(problem, device, "backward")
         size = np.dtype(problem.softmax_dtype).itemsize
-        assert plan.extra_bytes == size * sum(elements for _, elements in plan.scratch)
+        assert plan.scratch_layout.sizes == tuple(size * elements for _, elements in plan.scratch)
+        assert 0 <= plan.extra_bytes - sum(plan.scratch_layout.sizes) < SCRATCH_ALIGNMENT * len(plan.scratch)
         assert plan.extra_bytes >= problem.batch * problem.num_heads * seqlen * 2 * size
         return plan.extra_bytes
 

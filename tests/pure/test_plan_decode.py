@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_plan import problem_of
 
+from cuflash.binding import planned_length
 from cuflash.plan import (
     COMBINE_TILES,
     COMBINE_WARPS,
@@ -84,7 +85,7 @@ def test_enough_bytes_are_on_their_way():
         ({"seqlen_q": 16}, SPLIT),
         ({"seqlen_q": 17}, FORWARD),  # 68 rows
         ({"seqlen_k": DECODE_MIN_SEQLEN_K}, SPLIT),
-        ({"seqlen_k": DECODE_MIN_SEQLEN_K - 1}, FORWARD),
+        ({"seqlen_k": DECODE_MIN_SEQLEN_K - 128}, FORWARD),
         ({"causal": True, "seqlen_q": 4}, SPLIT),
         ({"window": (DECODE_MIN_SEQLEN_K, 0)}, SPLIT),
         ({"window": (99, 0)}, FORWARD),  # 100 keys
@@ -149,7 +150,7 @@ def test_shares(num_sms, seqlen_q, seqlen_k, batch, heads_kv, dim):
     (tile,), blocks = plan.tiles, plan.resident_blocks
     assert isinstance(tile, DecodeSm90Tile)
     heads = batch * heads_kv
-    num_tiles = heads * -(-seqlen_k // tile.block_n)
+    num_tiles = heads * (planned_length(seqlen_k) // tile.block_n)
     most = max(1, min(num_sms * tile.min_blocks, num_tiles // MIN_TILES_OF_BLOCK))
     assert plan.kernels[0].grid == blocks <= most
     assert -(-num_tiles // blocks) <= -(-num_tiles // most) + COMBINE_TILES

@@ -2,6 +2,10 @@
 
 import dataclasses
 import inspect
+import math
+from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
@@ -10,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cuflash
+from cuflash.params import parameters
+from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.problem import ITEMSIZE, Operand, Options, check_array, make_problem, user_shape, view_4d, view_rows
 
 
@@ -58,7 +64,8 @@ def test_every_description_of_the_window_agrees(seqlen_q, seqlen_k, causal, wind
 
 @pytest.mark.parametrize("causal", [True, "top_left"])
 def test_square_problems_do_not_know_the_alignment(causal):
-    assert problem_of(7, 7, causal=causal) == problem_of(7, 7, window=(None, 0))
+    problem = problem_of(7, 7, causal=causal)
+    assert replace(problem, alignment="bottom_right") == problem_of(7, 7, window=(None, 0))
 
 
 @pytest.mark.parametrize("window", [(9, 9), (None, 9), (6, 6), (None, None)])
@@ -179,6 +186,85 @@ def test_problems_and_options_are_keys():
     for frozen in (first, Options()):
         with pytest.raises(dataclasses.FrozenInstanceError):
             frozen.layout = "bshd"
+
+
+def test_instances_with_equal_options_are_equal():
+    first, second = cuflash.FlashAttention(causal=True, scale=1), cuflash.FlashAttention(causal=np.True_, scale=1.0)
+    assert first == second and hash(first) == hash(second)
+    assert len({first, second, cuflash.FlashAttention(), cuflash.FlashAttention(scale=1)}) == 3
+    assert first != first.options and cuflash.FlashAttention() != None  # noqa: E711 (what is tested)
+
+
+# ---- numbers and bools of other types --------------------------------------------------------------------------------
+
+FLOATS = (float, np.float64, np.longdouble, np.array, Decimal, Fraction, lambda x: np.array(x, object))
+INTEGERS = (int, np.int64, np.uint16, np.array, Decimal, Fraction)
+
+
+@given(st.floats(2.0**-48, 2.0**48), st.sampled_from(FLOATS))
+def test_numbers_of_any_type(value, kind):
+    """Everything that goes on from there has Python's own numbers."""
+    options = Options(scale=kind(-value), softcap=kind(value), dropout=kind(min(value, 0.9)))
+    assert options == Options(scale=-value, softcap=value, dropout=min(value, 0.9))
+    assert {type(x) for x in (options.scale, options.softcap, options.dropout)} == {float}
+
+
+@given(st.sampled_from([np.float16, np.float32, ml_dtypes.bfloat16, np.int8, lambda x: Fraction(int(x), 3)]))
+def test_numbers_are_rounded_to_float64_at_most(kind):
+    assert Options(scale=kind(3)).scale == float(kind(3))
+
+
+@given(st.integers(0, 2**16 - 1), st.integers(1, 64), st.sampled_from(INTEGERS))
+def test_integers_of_any_type(value, blocks, kind):
+    options = Options(window=(kind(value), None), block_size=(kind(16 * blocks), kind(128)))
+    assert options == Options(window=(value, None), block_size=(16 * blocks, 128))
+    assert {type(x) for x in (options.window[0], *options.block_size)} == {int}
+    mask = cuflash.dropout_mask(kind(value), kind(1), kind(1), 1, 2, 3, 0.5)
+    np.testing.assert_array_equal(mask, cuflash.dropout_mask(value, 1, 1, 1, 2, 3, 0.5))
+
+
+@pytest.mark.parametrize("kind", [bool, np.bool_, np.array])
+def test_bools_of_any_type(kind):
+    for value in (False, True):
+        options = Options(causal=kind(value), deterministic=kind(value))
+        assert options == Options(causal=value, deterministic=value)
+        assert type(options.causal) is type(options.deterministic) is bool
+
+
+# ---- ranges ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_scale_and_softcap_are_in_the_range_of_the_dtype(dtype):
+    exponent = 384 if dtype == "float64" else 48
+    highest = {"float32": 48, "float64": 384}.get(dtype, 16)  # of softcap
+    largest, largest_softcap, array = 2.0**exponent, 2.0**highest, getattr(ml_dtypes, dtype, dtype)
+    beyond, beyond_softcap = math.nextafter(largest, math.inf), math.nextafter(largest_softcap, math.inf)
+    for scale in (largest, -largest, 0.0, 5e-324):
+        assert problem_of(3, 5, dtype=array, scale=scale).scale in (scale, 0.0)
+    for softcap in (largest_softcap, 1 / largest):
+        assert problem_of(3, 5, dtype=array, softcap=softcap).softcap == softcap
+    for scale in (beyond, -beyond, 1.7e308):
+        with pytest.raises(
+            ValueError, match=rf"^scale: got -?\d.*, expected -2\*\*{exponent} to .* for {dtype} arrays$"
+        ):
+            problem_of(3, 5, dtype=array, scale=scale)
+    for softcap in (beyond_softcap, 1.7e308, math.nextafter(1 / largest, 0), 5e-324):
+        with pytest.raises(
+            ValueError, match=rf"^softcap: got \d.*, expected 2\*\*-{exponent} to .* for {dtype} arrays$"
+        ):
+            problem_of(3, 5, dtype=array, softcap=softcap)
+
+
+@given(st.floats(-(2.0**48), 2.0**48), st.none() | st.floats(2.0**-48, 2.0**48), st.sampled_from(["f4", "f8"]))
+def test_kernels_get_finite_numbers(scale, softcap, dtype):
+    plan = choose_plan(problem_of(64, 64, dtype=dtype, scale=scale, softcap=softcap), DeviceSpec.for_arch("8.0"))
+    params = parameters(plan, {})
+    for name in ("scale", "softcap", "scale_float64", "softcap_float64"):
+        assert np.isfinite(params[name]).all()
+    # -inf, the score of a pair that is hidden, times 0 is NaN.
+    if dict(plan.kernels[0].defines)["CUFLASH_SCALE_IN_EXPONENT"]:
+        assert params["scale" if dtype == "f4" else "scale_float64"] > 0
 
 
 def test_options_are_the_keywords_of_flash_attention():

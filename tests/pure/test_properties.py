@@ -1,6 +1,7 @@
 """What attention must do whatever the numbers are, stated without an oracle, on the public interface."""
 
 import dataclasses
+import math
 
 import numpy as np
 from hypothesis import given, settings
@@ -201,6 +202,53 @@ def test_a_scale_of_zero_is_the_mean_of_what_is_visible(case):
     np.testing.assert_allclose(np.exp(view_rows(lse)), counts, rtol=1e-5)
     assert counts.max(initial=0) <= case.seqlen_k
     assert not np.any(view_4d(out, case.layout), where=np.broadcast_to(sees_nothing, view_4d(out, case.layout).shape))
+
+
+def powers_of_2(lowest, highest):
+    """Numbers of all sizes, the largest among them."""
+    return (st.just(highest) | st.floats(lowest, highest)).map(lambda x: 2.0**x)
+
+
+@PROPERTIES
+@given(st.data(), st.sampled_from(["float16", "bfloat16", "float32", "float64"]))
+def test_any_scale_and_softcap_that_are_taken_give_finite_results(data, dtype):
+    """Of ordinary inputs; gradients where the scores, and so the errors of their rounding, are ordinary too."""
+    exponent = 384 if dtype == "float64" else 48
+    highest = exponent if dtype in ("float32", "float64") else 16
+    sign = data.draw(st.sampled_from([1, -1, 0]))
+    scale = sign * data.draw(powers_of_2(-exponent, exponent) | st.floats(0, 2.0**exponent))
+    softcap = data.draw(st.none() | powers_of_2(-exponent, highest))
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 80, 16)).astype(ct.numpy_dtype(dtype))
+    attn = cuflash.FlashAttention(scale=scale, softcap=softcap, causal=data.draw(st.booleans()))
+    out, lse = attn.forward(q, k, v)
+    assert np.isfinite(out.astype(np.float64)).all()
+    assert np.isfinite(lse).all()
+    if min(abs(scale), softcap or math.inf) < 100:
+        need = ("dq", "dk", "dv", "dscale", *(() if softcap is None else ("dsoftcap",)))
+        gradients = attn.backward(v, q, k, v, out, lse, need=need)
+        assert all(np.isfinite(x.astype(np.float64)).all() for x in gradients)
+
+
+@PROPERTIES
+@given(st.data(), st.sampled_from(["float32", "float64"]))
+def test_options_of_any_size_obey_the_oracle_where_scores_are_ordinary(data, dtype):
+    exponent = 384 if dtype == "float64" else 48
+    scale = data.draw(st.sampled_from([1, -1])) * data.draw(powers_of_2(-20, exponent))
+    softcap = data.draw(st.none() | powers_of_2(-1, exponent))
+    case = ct.Case(
+        seqlen_q=40,
+        seqlen_k=70,
+        head_dim=16,
+        dtype=dtype,
+        scale=scale,
+        softcap=softcap,
+        seed=data.draw(st.integers(0, 9)),
+    )
+    attn, arrays = cuflash.FlashAttention(**case.keywords), case.arrays()
+    q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
+    out, lse = attn.forward(q, k, v)
+    ct.assert_forward(case, out, lse)
+    ct.assert_backward(case, *attn.backward(dout, q, k, v, out, lse))
 
 
 @PROPERTIES

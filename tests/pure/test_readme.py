@@ -11,6 +11,7 @@ import pytest
 import cuflash
 from bench.__main__ import parser as bench_parser
 from cuflash.__main__ import COMMANDS, make_parser
+from cuflash.compiler import CACHE_BYTES
 from cuflash.problem import GRADIENTS
 from cuflash.testing import numpy_dtype
 
@@ -61,6 +62,19 @@ def test_the_commands_exist(command):
 def test_every_command_is_described():
     described = [row[0].removeprefix("python -m cuflash ") for row in table("command")]
     assert described == list(COMMANDS)
+
+
+def test_every_variable_of_the_environment_is_described():
+    code = "".join(path.read_text() for path in (CHECKOUT / "cuflash").glob("*.py"))
+    read = {name for line in re.findall(r"os\.environ.*", code) for name in re.findall(r'"([A-Z_]+)"', line)}
+    assert read >= {"CUFLASH_CACHE_DIR", "CUFLASH_CACHE_BYTES"}
+    assert {row[0] for row in table("variable of the environment")} == read
+    assert f"{CACHE_BYTES} (1 GiB)" in README
+
+
+def test_links_work_wherever_the_readme_is_shown():
+    """A package index shows it without the checkout around it."""
+    assert [link for link in re.findall(r"\]\(([^)]*)\)", README) if not link.startswith(("https://", "#"))] == []
 
 
 def test_the_test_command_is_what_ci_runs():

@@ -1,14 +1,15 @@
 """Tensor maps: what is asked of the driver, and how often."""
 
+import ctypes
 import sys
 import types
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
 from cuflash import tensor_map
 from cuflash.problem import Operand
-from cuflash.tensor_map import encode, encoder, tensor_map_spec
+from cuflash.tensor_map import encoder, tensor_map_spec
 
 OPERAND = Operand(shape=(2, 3, 300, 72), strides=(65_000, 21_600, 80, 1), dtype="bfloat16")
 
@@ -31,7 +32,8 @@ class FakeDriver(types.ModuleType):
     def cuTensorMapEncodeTiled(self, *arguments):
         self.calls.append(arguments)
         result = types.SimpleNamespace(value=self.error, name="CUDA_ERROR_INVALID_VALUE")
-        return result, types.SimpleNamespace(opaque=[arguments[2], *range(15)])
+        content = ctypes.create_string_buffer(arguments[2].to_bytes(128, "little"), 128)
+        return result, types.SimpleNamespace(getPtr=lambda: ctypes.addressof(content), content=content)
 
 
 class _Names:
@@ -45,13 +47,15 @@ class _Names:
 def driver(monkeypatch):
     fake = FakeDriver()
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", fake)
-    tensor_map._driver.cache_clear()
+    for cached in (tensor_map._driver, encoder):
+        cached.cache_clear()
     yield fake
-    tensor_map._driver.cache_clear()
+    for cached in (tensor_map._driver, encoder):
+        cached.cache_clear()
 
 
 def test_what_the_driver_is_asked(driver):
-    content = encode(tensor_map_spec("q", OPERAND, 192), 2**33 + 16)
+    content = encoder(tensor_map_spec("q", OPERAND, 192))(2**33 + 16, 300)
     assert len(content) == tensor_map.BYTES
     assert int.from_bytes(content[:8], "little") == 2**33 + 16
     ((dtype, rank, address, shape, strides, box, steps, interleave, swizzle, _, fill),) = driver.calls
@@ -64,26 +68,35 @@ def test_what_the_driver_is_asked(driver):
 
 
 def test_a_box_of_several_heads(driver):
-    encode(tensor_map_spec("q", OPERAND, 4, heads=3), 32)
+    encoder(tensor_map_spec("q", OPERAND, 4, heads=3))(32, 300)
     assert driver.calls[0][5] == [64, 4, 3, 1]
 
 
 def test_errors_of_the_driver_name_the_array(driver):
     driver.error = 1
     with pytest.raises(RuntimeError, match=r"CUDA_ERROR_INVALID_VALUE for TensorMapSpec\(name='k'"):
-        encode(tensor_map_spec("k", OPERAND, 64), 32)
+        encoder(tensor_map_spec("k", OPERAND, 64))(32, 300)
 
 
-def test_a_map_is_made_once_for_an_address(driver):
-    map_of = encoder(tensor_map_spec("q", OPERAND, 64))
-    maps = [map_of(address) for address in (32, 48, 32, 48, 32)]
+def test_a_map_is_made_once_for_an_address_and_rows(driver):
+    map_of = encoder(tensor_map_spec("k", OPERAND, 64))
+    maps = [map_of(address, 300) for address in (32, 48, 32, 48, 32)]
     assert len(driver.calls) == 2
     assert maps[0] == maps[2] == maps[4] != maps[1]
+    for rows in (301, 301, 299, 300):
+        map_of(32, rows)
+    assert [call[3] for call in driver.calls] == [[72, rows, 3, 2] for rows in (300, 300, 301, 299)]
+
+
+def test_specs_of_any_rows_share_an_encoder(driver):
+    long, short = (tensor_map_spec("k", replace(OPERAND, shape=(2, 3, n, 72)), 64) for n in (300, 200))
+    assert long != short
+    assert encoder(long.of_any_rows) is encoder(short.of_any_rows)
 
 
 def test_encoders_do_not_share_maps(driver):
     for rows in (64, 128):
-        encoder(tensor_map_spec("q", OPERAND, rows))(32)
+        encoder(tensor_map_spec("q", OPERAND, rows))(32, 300)
     assert [call[5][1] for call in driver.calls] == [64, 128]
 
 

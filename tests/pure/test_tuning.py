@@ -248,7 +248,9 @@ def test_other_kernels_forget(monkeypatch):
     remember_the_last(problem_of())
     assert is_tuned(problem_of())
     monkeypatch.setattr(tuning, "kernels_fingerprint", lambda: "another")
+    tuning._file_name.cache_clear()  # as in a process that starts now
     assert not is_tuned(problem_of())
+    tuning._file_name.cache_clear()
 
 
 def test_sinks_that_have_a_gradient_or_not_are_one_problem(store):
@@ -397,7 +399,7 @@ def test_the_plan_of_the_command_line_is_the_tuned_one(capsys):
     [
         ("tune", "the CPU path has nothing to tune"),
         ("tune --arch 9.0", "--arch goes with --dry-run"),
-        ("tune --dry-run", "--arch names a GPU"),
+        ("tune --dry-run", "give its compute capability, such as --arch 9.0"),
     ],
 )
 def test_errors_of_the_command_line(capsys, monkeypatch, command, words):
@@ -422,6 +424,16 @@ def test_the_bar_is_shown_on_a_terminal_and_goes_away(monkeypatch):
     shown = terminal.getvalue()
     assert f"\r[{'#' * 20}{'.' * 20}]" in shown
     assert shown.endswith(f"\r{' ' * 42}\r")
+
+
+def test_an_interrupted_bar_goes_away(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with pytest.raises(KeyboardInterrupt), progress.Bar(total=4, start=progress.time.perf_counter() - 5) as bar:
+        bar.advance()
+        raise KeyboardInterrupt
+    assert "\r[####" in terminal.getvalue()
+    assert terminal.getvalue().endswith(f"\r{' ' * 42}\r")
 
 
 def test_no_bar_in_a_file(monkeypatch):

@@ -1,0 +1,252 @@
+"""What a call binds: from its arrays to the problem, the operands as kernels see them, the results, and the copies.
+
+Of an array only shape, strides, dtype and address count, so NumPy arrays, CuPy arrays and arrays that do not exist yet
+(`Contiguous`) bind alike. Calls, plans, tuning, the command line and the emulator all start from `bind`: so what is
+planned for some arrays is what runs on them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from cuflash.problem import (
+    DEFAULT_NEED,
+    GRADIENTS,
+    ITEMSIZE,
+    Operand,
+    Options,
+    Problem,
+    check_array,
+    gradient_operand,
+    layout_of,
+    make_problem,
+    rows_of,
+    value_error,
+    vector_of,
+    window_of,
+)
+
+Pass = Literal["forward", "backward"]
+
+INPUTS = ("q", "k", "v")
+TERMS = (
+    "bias",
+    "mask",
+    "kv_lengths",
+    "alibi_slopes",
+    "sinks",
+    "block_mask",
+    "block_table",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+)
+# Arrays over head dimensions that a pass reads, and that it writes.
+_READ: dict[Pass, tuple[str, ...]] = {"forward": INPUTS, "backward": (*INPUTS, "out", "dout")}
+_WRITTEN: dict[Pass, tuple[str, ...]] = {"forward": ("out",), "backward": DEFAULT_NEED}
+_OVER_HEAD_DIMENSIONS = (*INPUTS, "out", "dout", *DEFAULT_NEED)
+_OVER_ROWS = ("lse", "dlse")
+_NUMBERS = ("dscale", "dsoftcap")
+
+
+class Contiguous:
+    """Shape, strides and dtype of a C-contiguous array that does not exist yet."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.strides = tuple(math.prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding:
+    """One pass of one problem, and how its arrays lie in memory."""
+
+    pass_: Pass
+    problem: Problem
+    operands: Mapping[str, Operand]  # arrays of the pass that are not in the problem
+    results: tuple[str, ...]  # what the pass returns
+    allocated: tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...]  # results that the caller gives no array for
+    copied: tuple[str, ...]  # arrays over head dimensions whose rows are not contiguous: kernels get contiguous copies
+    load_bytes: int  # widest access that is aligned at every row of every array that is read
+    store_bytes: int  # the same of arrays that are written
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """Keyword arguments of `cuflash.plan.choose_plan`."""
+        layout = {"load_bytes": self.load_bytes, "store_bytes": self.store_bytes, "operands": self.operands}
+        return layout if self.pass_ == "forward" else layout | {"need": self.results}
+
+
+def bind(
+    pass_: Pass,
+    options: Options,
+    arrays: Mapping[str, Any],
+    *,
+    need: Collection[str] = DEFAULT_NEED,
+    address_of: Callable[[Any], int] | None = None,
+) -> Binding:
+    """Validate the arrays of one pass against each other, and find how they lie in memory.
+
+    Parameters
+    ----------
+    pass_ : {"forward", "backward"}
+    options : Options
+    arrays : Mapping
+        By name: q, k, v and those of `TERMS`, out and lse, and for the backward pass dout, dlse and the gradients. None
+        stands for an absent one. Absent results, and dout, out and lse of a backward pass that is only planned, are
+        taken as C-contiguous and aligned.
+    need : collection of str
+        Gradients that the backward pass returns; those with an array are returned too.
+    address_of : callable, optional
+        The address of the first element of an array; without it, all are taken as aligned to 16 bytes.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As `make_problem` does; and for an array whose shape or dtype does not follow from the problem, a result whose
+        elements share memory, and an array whose elements are not aligned to their size.
+    """
+    given = {name: array for name, array in arrays.items() if array is not None}
+    problem = make_problem(options, *(arrays[name] for name in INPUTS), **{name: given.get(name) for name in TERMS})
+    results: tuple[str, ...] = ("out", "lse")
+    if pass_ == "backward":
+        results = tuple(name for name in GRADIENTS if name in need or name in given)
+    for name, array in given.items():
+        if name not in (*INPUTS, *TERMS):
+            check_array(name, array, *_expected(name, problem, given))
+        if name in results and 0 in _steps(array):
+            got = f"strides {tuple(array.strides)}"
+            raise value_error(name, got, "an array whose elements are all distinct in memory")
+
+    allocated = {name: _contiguous(name, problem, given) for name in results if name not in given}
+    read = {name: _contiguous(name, problem, given) for name in (*_READ[pass_], "lse") if name not in given | allocated}
+    lying = read | allocated | given
+    addresses = {name: 0 for name in lying}
+    if address_of is not None:
+        addresses |= {name: address_of(array) for name, array in given.items()}
+        for name in given:
+            _check_aligned(name, given[name], addresses[name])
+    copied = tuple(name for name in _OVER_HEAD_DIMENSIONS if name in given and _is_scattered(given[name]))
+    for name in copied:
+        lying[name], addresses[name] = Contiguous(tuple(given[name].shape), given[name].dtype), 0
+    operands = {name: _operand(name, x, problem) for name, x in lying.items() if name not in (*TERMS, *_NUMBERS)}
+    problem = replace(problem, q=operands.pop("q"), k=operands.pop("k"), v=operands.pop("v"))
+
+    def aligned_bytes(names: Collection[str]) -> int:
+        found = tuple(operands.get(name) or getattr(problem, name) for name in names)
+        return access_bytes(found, *(addresses[name] for name in names))
+
+    return Binding(
+        pass_=pass_,
+        problem=problem,
+        operands=operands,
+        results=results,
+        allocated=tuple((name, array.shape, array.dtype) for name, array in allocated.items()),
+        copied=copied,
+        load_bytes=aligned_bytes(_READ[pass_]),
+        store_bytes=aligned_bytes([name for name in _WRITTEN[pass_] if name in results]),
+    )
+
+
+def planned_length(seqlen_k: int) -> int:
+    """The number of keys that a forward pass of so many is planned for: as many, or up to an eighth (or 127) more.
+
+    So a cache that grows by a key a call is planned anew once in 128 calls, or in more where it is long.
+    """
+    step = max(128, 1 << max(seqlen_k.bit_length() - 4, 0))
+    return -(-seqlen_k // step) * step
+
+
+# The arrays of a forward pass whose axis of keys may be longer in the next call, that axis, the number of keys, and all
+# that a plan depends on of it.
+Growing = tuple[tuple[str, ...], int, int, tuple[Any, ...]]
+FIXED: Growing = ((), 0, 0, ())
+_K_AND_V, _TABLE = ("k", "v"), ("block_table",)
+
+
+def growing_keys(options: Options, arrays: Mapping[str, Any]) -> Growing:
+    """What may grow in a forward pass. Nothing is checked that `bind` checks: it takes a tenth of a call as it is.
+
+    `FIXED` where another array than k, v and the block table has an axis of keys, or where shapes do not fit. And where
+    the axis has length 1: its stride then says nothing of longer ones.
+    """
+    if not (arrays["bias"] is arrays["mask"] is arrays["block_mask"] is None):
+        return FIXED
+    q, k, v, table = arrays["q"].shape, arrays["k"].shape, arrays["v"].shape, arrays["block_table"]
+    axis = len(k) - (3 if len(k) > 2 and options.layout == "bshd" else 2)
+    if not 2 <= len(q) == len(k) == len(v) or k[axis] != v[axis]:
+        return FIXED
+    names: tuple[str, ...] = _K_AND_V
+    seqlen_q, seqlen_k = q[axis], k[axis]
+    if table is not None:
+        table = table.shape
+        if len(table) != 2 or table[1] < 2:
+            return FIXED
+        names, axis, seqlen_k = _TABLE, 1, table[1] * seqlen_k
+    elif seqlen_k < 2:
+        return FIXED
+    if options.window is None and options.causal != "top_left":
+        return names, axis, seqlen_k, (planned_length(seqlen_k),)
+    # Whether a bound hides anything may depend on the number of keys.
+    return names, axis, seqlen_k, (planned_length(seqlen_k), *window_of(options, seqlen_q, seqlen_k))
+
+
+def access_bytes(operands: tuple[Operand, ...], *addresses: int) -> int:
+    """Widest access of 16, 8, 4 or 2 bytes that is aligned at every row of every operand, at these addresses."""
+    alignment = math.gcd(16, *addresses)
+    for operand in operands:
+        for size, stride in zip(operand.shape[:3], operand.strides[:3], strict=True):
+            if size > 1:
+                alignment = math.gcd(alignment, abs(stride) * ITEMSIZE[operand.dtype])
+    return alignment
+
+
+def _expected(name: str, problem: Problem, given: Mapping[str, Any]) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype of an array that follow from the problem."""
+    if name in ("out", "dout"):
+        return problem.out_shape, problem.dtype
+    if name in _OVER_ROWS:
+        return problem.lse_shape, problem.softmax_dtype
+    if name in _NUMBERS:
+        return (), problem.softmax_dtype
+    like = given[name.removeprefix("d")]
+    return tuple(like.shape), like.dtype.name
+
+
+def _contiguous(name: str, problem: Problem, given: Mapping[str, Any]) -> Contiguous:
+    """An array that is not given. NumPy knows bfloat16 by an array of it, not by its name."""
+    shape, dtype = _expected(name, problem, given)
+    q = given["q"]
+    return Contiguous(shape, q.dtype if dtype == q.dtype.name else np.dtype(dtype))
+
+
+def _steps(array: Any) -> list[int]:
+    """Bytes between neighbours along each axis that has some."""
+    return [abs(stride) for n, stride in zip(array.shape, array.strides, strict=True) if n > 1]
+
+
+def _is_scattered(array: Any) -> bool:
+    """Whether neighbours along the last axis are not neighbours in memory."""
+    return math.prod(array.shape) > 0 and array.shape[-1] > 1 and array.strides[-1] != array.dtype.itemsize
+
+
+def _check_aligned(name: str, array: Any, address: int) -> None:
+    """Refuse an array whose elements do not lie at multiples of their size: no GPU reads such."""
+    size = array.dtype.itemsize
+    if math.prod(array.shape) and math.gcd(address, *_steps(array)) % size:
+        got = f"address {address:#x} and strides {tuple(array.strides)} in bytes"
+        raise value_error(name, got, f"multiples of the {size} bytes of a {array.dtype.name}")
+
+
+def _operand(name: str, array: Any, problem: Problem) -> Operand:
+    """An array of the pass as kernels see it."""
+    if name in ("dbias", "dalibi_slopes"):
+        return gradient_operand(name, problem, array)
+    if name == "dsinks":
+        return vector_of(array)
+    return rows_of(array) if name in _OVER_ROWS else layout_of(array, problem.layout)

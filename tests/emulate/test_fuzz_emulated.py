@@ -1,0 +1,28 @@
+"""One in a hundred of the problems of `pytest -m fuzz`, by the real kernels in the emulator."""
+
+from dataclasses import replace
+
+import attention
+import pytest
+from emulator import find_compiler
+
+import cuflash.testing as ct
+from cuflash.problem import make_problem
+from tests import fuzz
+from tests.pairs import judge
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+
+
+@pytest.mark.parametrize("trial", fuzz.sample(of=100), ids=lambda trial: trial.name)
+def test_drawn_problems_agree_with_the_oracle(trial):
+    case, arrays = trial.case, trial.case.arrays()
+    options = replace(case.options, deterministic=trial.deterministic, precision=trial.precision)
+    problem = make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
+    for arch in ("9.0", "8.0"):
+        out, lse = attention.forward(problem, arrays, arch=arch, **case.random)
+        results = {"out": out, "lse": lse}
+        if trial.need:
+            gradients = attention.backward(problem, arrays, out, lse, need=trial.need, arch=arch, **case.random)
+            results |= zip(trial.need, gradients, strict=True)
+        judge(trial, results)

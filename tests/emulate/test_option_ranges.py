@@ -1,0 +1,51 @@
+"""Options at the ends of their ranges: kernels give finite results of ordinary inputs, in float32 too."""
+
+from dataclasses import replace
+
+import attention
+import numpy as np
+import pytest
+from emulator import SCHEDULES, find_compiler
+
+import cuflash.testing as ct
+from cuflash.problem import Options, make_problem
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+
+ARRAYS = {"8.0": ct.Case(seqlen_q=70, seqlen_k=70, head_dim=16), "9.0": ct.Case(seqlen_q=70, seqlen_k=70, head_dim=64)}
+LARGEST = 2.0**48
+LARGEST_SOFTCAP = {"float32": LARGEST, "float16": 2.0**16, "bfloat16": 2.0**16}
+
+
+def run(arch, dtype, **options):
+    """The problem, and (out, lse) of standard normal inputs under a causal mask."""
+    arrays = {name: x.astype(ct.numpy_dtype(dtype)) for name, x in ARRAYS[arch].arrays().items()}
+    problem = make_problem(Options(causal=True, **options), arrays["q"], arrays["k"], arrays["v"])
+    out, lse = attention.forward(problem, arrays, arch=arch, schedule=SCHEDULES[0])
+    return out.astype(np.float64), lse
+
+
+@pytest.mark.parametrize(("arch", "dtype"), [("8.0", "float32"), ("9.0", "bfloat16")])
+@pytest.mark.parametrize("scale", [1e-46, -1e-46, 5e-324, 1e-44])
+def test_a_scale_that_float32_hardly_holds_is_like_0(arch, dtype, scale):
+    """Hidden pairs stay hidden: -inf times a scale that was rounded to 0 would be NaN."""
+    for got, expected in zip(run(arch, dtype, scale=scale), run(arch, dtype, scale=0.0), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("arch", "dtype"), [("8.0", "float32"), ("9.0", "bfloat16")])
+@pytest.mark.parametrize("scale", [LARGEST, -LARGEST, None])
+@pytest.mark.parametrize("softcap", ["largest", "smallest", None])
+def test_the_largest_and_the_smallest_options_give_finite_results(arch, dtype, scale, softcap):
+    number = {"largest": LARGEST_SOFTCAP[dtype], "smallest": 1 / LARGEST, None: None}[softcap]
+    out, lse = run(arch, dtype, scale=scale, softcap=number)
+    assert np.isfinite(out).all()
+    assert np.isfinite(lse).all()
+
+
+@pytest.mark.parametrize(("arch", "dtype"), [("8.0", "float16"), ("9.0", "bfloat16"), ("8.0", "float32")])
+def test_a_softcap_far_above_the_scores_changes_nothing_that_weights_show(arch, dtype):
+    case = replace(ARRAYS[arch], dtype=dtype, softcap=LARGEST_SOFTCAP[dtype])
+    arrays = case.arrays()
+    out, _ = attention.forward(case.problem, arrays, arch=arch, schedule=SCHEDULES[0])
+    assert ct.measure("out", out, ct.yardsticks(case.problem, arrays)["out"]).failure is None

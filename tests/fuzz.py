@@ -1,0 +1,279 @@
+"""Problems drawn over the whole space of options, run by the public interface on a device and held against the oracle.
+
+    python -m tests.fuzz GROUP [FIRST]
+
+runs the problems of one group, from the FIRST on, and prints a line of JSON before and after each. A group is what the
+same kernels serve, or nearly so: dtype, head dimensions, options, strides, and which gradients are wanted. There is one
+for every set of gradients, and some with pages, which have none. In a group sizes, values, broadcast axes and the
+results that the caller gives arrays for differ from problem to problem.
+
+A mistake in a kernel may leave the CUDA context of its process unusable. So `failures_of_group` runs a group in a
+process of its own, and where that ends too early, names the problem and goes on with the next one in another process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import cuflash
+import cuflash.testing as ct
+from cuflash.problem import GRADIENTS
+from tests.pairs import judge
+
+ROOT = Path(__file__).resolve().parents[1]
+NEEDS = tuple(itertools.chain(*(itertools.combinations(GRADIENTS, n) for n in range(1, len(GRADIENTS) + 1))))
+GROUPS_WITH_PAGES = 25
+GROUPS = len(NEEDS) + GROUPS_WITH_PAGES
+PROBLEMS = 12  # of a group
+LONGEST, LONGEST_OF_ALL = 400, 3000  # queries, or keys: of most problems, and of one in ten
+MAX_SCORES = {"float16": 2**18, "bfloat16": 2**18, "float32": 2**18, "float64": 2**16}
+HEAD_DIMS = (64, 64, 64, 128, 128, 128, 1, 3, 8, 16, 17, 24, 32, 40, 48, 72, 80, 96, 113, 160, 192, 255, 256)
+PAGE_SIZES = (16, 32, 64, 128)
+SECONDS = 300  # that a group may take
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One drawn problem, and what a `Case` does not know of."""
+
+    name: str
+    case: ct.Case
+    deterministic: bool
+    precision: str
+    need: tuple[str, ...]
+    given: tuple[str, ...]  # results that the caller has arrays for
+
+    def __str__(self) -> str:
+        default = ct.Case(seqlen_q=1, seqlen_k=1, head_dim=1)
+        values = {field.name: getattr(self.case, field.name) for field in fields(self.case)}
+        told = [f"{name}={x!r}" for name, x in values.items() if x != getattr(default, name)]
+        told += [f"deterministic={self.deterministic}", f"precision={self.precision!r}", f"need={self.need}"]
+        return f"{self.name}: {', '.join(told)}, given={self.given}"
+
+
+# ---- What is drawn ---------------------------------------------------------------------------------------------------
+
+
+def trials_of_group(number: int) -> list[Trial]:
+    """The problems of a group: always the same."""
+    rng = random.Random(number)
+    need = NEEDS[number] if number < len(NEEDS) else ()
+    fixed = _fixed(rng, need, has_pages=not need)
+    deterministic, precision = rng.random() < 0.4, rng.choice(("highest", "highest", "tf32"))
+    names = ("out", "lse", *need)
+    return [
+        Trial(
+            name=f"{number}-{index}",
+            case=_case(rng, fixed),
+            deterministic=deterministic,
+            precision=precision,
+            need=need,
+            given=tuple(name for name in names if rng.random() < 0.3),
+        )
+        for index in range(PROBLEMS)
+    ]
+
+
+def _fixed(rng: random.Random, need: tuple[str, ...], *, has_pages: bool) -> dict[str, Any]:
+    """What the problems of a group have in common: fields of `Case`, and a kind or True where values differ."""
+
+    def maybe(value: Any, otherwise: Any = None, *, wanted_by: str = "", chance: float = 0.3) -> Any:
+        return value if wanted_by in need or rng.random() < chance else otherwise
+
+    dtype = rng.choice(("bfloat16",) * 4 + ("float16",) * 4 + ("float32",) * 2 + ("float64",))
+    dims = [n for n in HEAD_DIMS if dtype in ("bfloat16", "float16") or n <= 128 or rng.random() < 0.2]
+    is_packed = not has_pages and "dbias" not in need and rng.random() < 0.15
+    fixed = {
+        "dtype": dtype,
+        "head_dim": rng.choice(dims),
+        "head_dim_v": maybe(rng.choice(dims), 0, chance=0.15),
+        "right": maybe(True, False, chance=0.5),
+        "left": maybe(True, False),
+        "softcap": maybe(True, False, wanted_by="dsoftcap"),
+        "scale": maybe(True, False),
+        "dropout": maybe(rng.choice((0.1, 0.5, 0.9)), 0.0, chance=0.2),
+        "alibi_slopes": maybe(True, False, wanted_by="dalibi_slopes"),
+        "sinks": maybe(True, False, wanted_by="dsinks"),
+        "strides": rng.choice((*ct.STRIDES, "contiguous", "contiguous")),
+        "score_spread": rng.choice((1.0, 1.0, 8.0, 30.0)),
+        "is_packed": is_packed,
+        "page_size": rng.choice(PAGE_SIZES) if has_pages else 0,
+        "dlse": maybe(True, False),
+    }
+    others = {
+        "bias": maybe(rng.choice(("softmax", "input")), wanted_by="dbias"),
+        "bias_axes": tuple(rng.random() < 0.6 for _ in range(4)),  # that it has; kernels of dbias are made for them
+        "mask": maybe(True, False),
+        "kv_lengths": "int32" if has_pages else maybe(rng.choice(("int32", "int64"))),
+        "block_size": maybe((rng.choice((16, 48, 64, 128, 256)), rng.choice((16, 32, 64, 128)))),
+    }
+    if is_packed:  # goes with none of these
+        others = dict.fromkeys(others)
+    if has_pages:
+        others["block_size"] = None
+    return fixed | others
+
+
+def _case(rng: random.Random, fixed: dict[str, Any]) -> ct.Case:
+    """A problem of a group."""
+    is_packed, page_size = fixed["is_packed"], fixed["page_size"]
+    ndim = 3 if is_packed else 4 if page_size else rng.choice((4, 4, 4, 3, 2))
+    num_heads_kv = rng.choice((1, 2, 3)) if ndim > 2 else 1
+    num_heads = num_heads_kv * (rng.choice((1, 1, 2, 4)) if ndim > 2 else 1)
+    batch = rng.choice((1, 2, 3)) if ndim == 4 or is_packed else 1
+    most = MAX_SCORES[fixed["dtype"]] // (num_heads * (batch if ndim == 4 else 1))
+    lengths = [rng.randint(1, LONGEST), rng.randint(1, LONGEST)]
+    if rng.random() < 0.1:
+        lengths[rng.randrange(2)] = rng.randint(LONGEST, LONGEST_OF_ALL)
+    while lengths[0] * lengths[1] > most:
+        lengths[lengths.index(min(lengths))] = max(1, min(lengths) * 2 // 3)
+    seqlen_q, seqlen_k = lengths
+    if page_size:
+        seqlen_k = -(-seqlen_k // page_size) * page_size
+    scores_shape = (batch, num_heads, seqlen_q, seqlen_k)
+
+    def broadcast(axes: Sequence[bool]) -> tuple[int, ...]:
+        return tuple(n if axis else 1 for n, axis in zip(scores_shape, axes, strict=True))
+
+    def starts(seqlen: int) -> tuple[int, ...]:
+        cuts = sorted(rng.randint(0, seqlen) for _ in range(batch - 1))
+        return (0, *cuts, rng.choice((seqlen, rng.randint(cuts[-1] if cuts else 0, seqlen))))
+
+    causal: Any = False
+    left = rng.randint(0, max(0, min(lengths) - 2)) if fixed["left"] else None
+    right = None
+    if fixed["right"]:
+        causal = rng.choice((True, True, "top_left", False))
+        right = None if causal else rng.randint(0, max(0, min(lengths) - 2))
+    return ct.Case(
+        **{name: fixed[name] for name in ("dtype", "head_dim", "head_dim_v", "strides", "score_spread", "dropout")},
+        sinks=fixed["sinks"],
+        dlse=fixed["dlse"],
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        batch=batch,
+        num_heads=num_heads,
+        num_heads_kv=num_heads_kv,
+        ndim=ndim,
+        layout=rng.choice(ct.LAYOUTS),
+        causal=causal,
+        window=(left, right) if (left, right) != (None, None) else None,
+        softcap=rng.choice((0.5, 5.0, 50.0)) if fixed["softcap"] else None,
+        scale=rng.choice((0.0, -0.25, -1.0)) if fixed["scale"] else None,
+        bias=broadcast(fixed["bias_axes"]) if fixed["bias"] else None,
+        bias_dtype=fixed["bias"] or "softmax",
+        bias_holes=rng.random() < 0.5,
+        mask=broadcast([rng.random() < 0.6 for _ in range(4)]) if fixed["mask"] else None,
+        kv_lengths=tuple(rng.randint(0, seqlen_k) for _ in range(batch)) if fixed["kv_lengths"] else None,
+        kv_lengths_dtype=fixed["kv_lengths"] or "int32",
+        page_size=page_size,
+        alibi_slopes=rng.choice(((num_heads,), (batch, num_heads))) if fixed["alibi_slopes"] else None,
+        block_mask=rng.choice(((), (num_heads,), (batch, 1), (batch, num_heads))) if fixed["block_size"] else None,
+        block_size=fixed["block_size"] or (128, 128),
+        blocks_kept=rng.choice((0.2, 0.5, 0.9, 1.0)),
+        cu_seqlens_q=starts(seqlen_q) if is_packed else None,
+        cu_seqlens_k=starts(seqlen_k) if is_packed else None,
+        seed=rng.randrange(2**16),
+    )
+
+
+def sample(of: int) -> list[Trial]:
+    """Of every `of` problems the one with the fewest scores."""
+    every = [trial for number in range(GROUPS) for trial in trials_of_group(number)]
+
+    def scores(trial: Trial) -> int:
+        return trial.case.batch * trial.case.num_heads * trial.case.seqlen_q * trial.case.seqlen_k
+
+    return [min(every[first : first + of], key=scores) for first in range(0, len(every), of)]
+
+
+# ---- What happens ----------------------------------------------------------------------------------------------------
+
+
+def failure_of(trial: Trial, convert: Callable[[Any], Any]) -> str | None:
+    """What is wrong with the results of a problem by the public interface, on arrays that `convert` makes."""
+    case = trial.case
+    arrays = case.arrays(convert)
+    attn = cuflash.FlashAttention(**case.keywords, deterministic=trial.deterministic, precision=trial.precision)
+    inputs = [arrays[name] for name in "qkv"]
+    given = {name: ct.lay_out(x, case.strides, convert) for name, x in _poisoned(trial).items()}
+    of_forward = {name: x for name, x in given.items() if name in ("out", "lse")}
+    results = attn.forward(*inputs, **ct.optional(arrays), **case.random, **of_forward)._asdict()
+    if trial.need:
+        of_backward = {name: x for name, x in given.items() if name in trial.need}
+        terms = {**ct.optional_backward(arrays), **case.random, **of_backward}
+        out, lse = results["out"], results["lse"]
+        results |= attn.backward(arrays["dout"], *inputs, out, lse, **terms, need=trial.need)._asdict()
+    for name, x in given.items():
+        if results[name] is not x:
+            return f"{name}: another array than the given one came back"
+    for name, before in case.arrays().items():
+        if ct.to_numpy(arrays[name]).tobytes() != before.tobytes():
+            return f"{name} was written to"
+    try:
+        judge(trial, results)
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
+def _poisoned(trial: Trial) -> dict[str, np.ndarray]:
+    """Arrays full of NaN for the results that the caller gives."""
+    case, problem = trial.case, trial.case.problem
+    arrays = case.arrays()
+    shapes = {"out": (problem.out_shape, arrays["q"].dtype), "lse": (problem.lse_shape, problem.softmax_dtype)}
+    shapes |= {name: ((), problem.softmax_dtype) for name in ("dscale", "dsoftcap")}
+    shapes |= {f"d{name}": (x.shape, x.dtype) for name, x in arrays.items()}
+    return {name: np.full(shapes[name][0], np.nan, shapes[name][1]) for name in trial.given}
+
+
+def failures_of_group(number: int) -> list[str]:
+    """What failed in a group, run in a process of its own, or in more where one ends too early."""
+    names = [trial.name for trial in trials_of_group(number)]
+    failures, first = [], 0
+    while first < len(names):
+        command = [sys.executable, "-m", "tests.fuzz", str(number), str(first)]
+        try:
+            ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
+            output, status = ended.stdout, f"the process ended with status {ended.returncode}: {ended.stderr[-2000:]}"
+        except subprocess.TimeoutExpired as expired:
+            output, status = (expired.stdout or b"").decode(), f"no end after {SECONDS} s"
+        done = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+        failures += [f"{line['trial']}: {line['failure']}" for line in done if line["failure"]]
+        first += len(done)
+        if first < len(names) and not (done and done[-1]["is_fatal"]):
+            failures.append(f"{names[first]}: {status}")
+            first += 1
+    return failures
+
+
+def main(number: int, first: int) -> None:
+    """Run the problems of a group on the current device, from the `first` on, until CUDA is no longer usable."""
+    import cupy
+
+    for trial in trials_of_group(number)[first:]:
+        failure, is_fatal = None, False
+        try:
+            failure = failure_of(trial, cupy.asarray)
+            cupy.cuda.Device().synchronize()
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+            is_fatal = type(error).__module__.startswith(("cupy", "cuda"))
+        told = failure and f"{failure}\n{trial}"
+        print(json.dumps({"trial": trial.name, "failure": told, "is_fatal": is_fatal}), flush=True)
+        if is_fatal:
+            return
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int((*sys.argv[2:], "0")[0]))

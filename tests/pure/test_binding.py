@@ -1,0 +1,256 @@
+"""What calls bind: how arrays lie in memory, what is copied first, where scratch lies, which lengths are alike."""
+
+import itertools
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cuflash.testing as ct
+from cuflash.binding import FIXED, Contiguous, bind, growing_keys, planned_length
+from cuflash.plan import SCRATCH_ALIGNMENT, DeviceSpec, ScratchLayout, choose_plan
+from cuflash.problem import DEFAULT_NEED, ITEMSIZE, Options
+
+WIDEST = 16  # bytes that a kernel reads or writes at once, in scratch memory and in arrays of a tensor map
+FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "pages", "packed")
+ARCHS = ("8.0", "8.6", "9.0", "12.0")
+
+
+def address(array):
+    return array.ctypes.data
+
+
+def results_of(case, arrays, pass_, need):
+    """Arrays for the results of a pass, by name."""
+    problem = case.problem
+    shapes = {"out": (problem.out_shape, case.dtype), "lse": (problem.lse_shape, problem.softmax_dtype)}
+    if pass_ == "backward":
+        shapes = {name: (arrays[name[1:]].shape, arrays[name[1:]].dtype) for name in need if name[1:] in arrays}
+        shapes |= {name: ((), problem.softmax_dtype) for name in ("dscale", "dsoftcap") if name in need}
+    return {name: np.empty(shape, ct.numpy_dtype(str(dtype))) for name, (shape, dtype) in shapes.items()}
+
+
+def shifted(array, by):
+    """A copy whose first element lies `by` elements behind a multiple of 64 bytes, strides kept."""
+    reaches = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
+    low, high = sum(r for r in reaches if r < 0), sum(r for r in reaches if r > 0)
+    storage = np.zeros(high - low + array.itemsize + 64, np.uint8)
+    offset = -low + (by * array.itemsize - storage.ctypes.data + low) % 64
+    copy = np.ndarray(array.shape, array.dtype, storage, offset, array.strides)
+    copy[...] = array
+    return copy
+
+
+@st.composite
+def calls(draw, pass_):
+    """Arrays of a call, as it may be given them, and which gradients it wants."""
+    case = draw(ct.cases(features=FEATURES, max_scores=2**10, max_seqlen=65))
+    if case.page_size and pass_ == "backward":
+        case = replace(case, page_size=0)
+    if case.page_size:
+        case = replace(case, block_mask=None)
+    arrays = case.arrays()
+    need = tuple(draw(st.lists(st.sampled_from(ct.gradients_of(case.problem)), min_size=1, unique=True)))
+    given_arrays = {name: x for name, x in arrays.items() if pass_ == "backward" or name not in ("dout", "dlse")}
+    if pass_ == "backward":
+        given_arrays |= results_of(case, arrays, "forward", ())
+    results = results_of(case, arrays, pass_, need)
+    given_arrays |= {name: x for name, x in results.items() if draw(st.booleans())}
+    for name, array in given_arrays.items():
+        by = draw(st.sampled_from((0, 0, 0, 1, 2, 4, 8)))
+        if by and array.size:
+            given_arrays[name] = shifted(array, by)
+    options = replace(
+        case.options,
+        deterministic=draw(st.booleans()),
+        precision=draw(st.sampled_from(("highest", "tf32"))),
+    )
+    return case, options, given_arrays, need
+
+
+# ---- alignment -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_every_array_is_as_aligned_as_kernels_want(pass_):
+    @given(calls(pass_), st.sampled_from(ARCHS), st.integers(0, 3))
+    def every_call(call, arch, first):
+        _, options, arrays, need = call
+        binding = bind(pass_, options, arrays, need=need, address_of=address)
+        plan = choose_plan(binding.problem, DeviceSpec.for_arch(arch), pass_, **binding.layout)
+        # A new allocation lies at some multiple of what an allocation is aligned to.
+        allocated = [name for name, _, _ in binding.allocated]
+        addresses = {name: (first + n) * SCRATCH_ALIGNMENT for n, name in enumerate((*allocated, *binding.copied))}
+        layout = plan.scratch_layout
+        addresses |= {
+            name: first * SCRATCH_ALIGNMENT + offset for name, offset in zip(layout.names, layout.offsets, strict=True)
+        }
+        addresses = {name: address(array) for name, array in arrays.items()} | addresses
+        operands = dict(binding.operands) | {name: getattr(binding.problem, name) for name in "qkv"}
+        read = ("q", "k", "v", *(("out", "dout") if pass_ == "backward" else ()))
+        written = [name for name in ("out", "dq", "dk", "dv") if name in binding.results]
+        for names, width in ((read, binding.load_bytes), (written, binding.store_bytes)):
+            for name in names:
+                operand = operands[name]
+                steps = [s for n, s in zip(operand.shape[:3], operand.strides[:3], strict=True) if n > 1]
+                assert all(step * ITEMSIZE[operand.dtype] % width == 0 for step in steps), name
+                assert name not in addresses or addresses[name] % width == 0, name
+        for kernel in plan.kernels:
+            defines = dict(kernel.defines)
+            assert (defines["CUFLASH_LOAD_BYTES"], defines["CUFLASH_STORE_BYTES"]) == (
+                binding.load_bytes,
+                binding.store_bytes,
+            )
+        for name in layout.names:
+            assert addresses[name] % WIDEST == 0, name
+        for spec in plan.tensor_maps:
+            assert spec.name not in addresses or addresses[spec.name] % WIDEST == 0, spec.name
+            assert all(stride % WIDEST == 0 for stride in spec.strides_bytes), spec.name
+
+    every_call()
+
+
+@given(st.lists(st.integers(0, 5000), max_size=6))
+def test_scratch_arrays_do_not_meet(sizes):
+    layout = ScratchLayout(tuple("abcdef"[: len(sizes)]), tuple(sizes))
+    assert len(layout.offsets) == len(sizes)
+    stops = [start + size for start, size in zip(layout.offsets, sizes, strict=True)]
+    assert all(stop <= start for stop, start in zip(stops, layout.offsets[1:], strict=False))
+    assert all(start % SCRATCH_ALIGNMENT == 0 for start in layout.offsets)
+    assert max(stops, default=0) <= layout.nbytes < sum(sizes) + SCRATCH_ALIGNMENT * len(sizes) + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("k", lambda x: np.frombuffer(b"\0" + bytes(x.nbytes), x.dtype, offset=1, count=x.size).reshape(x.shape)),
+        ("lse", lambda x: np.zeros(x.shape, [("a", "i1"), ("x", x.dtype)])["x"]),
+        ("bias", lambda x: np.zeros(x.shape, [("a", "i1"), ("x", x.dtype)])["x"]),
+    ],
+)
+def test_elements_that_are_not_aligned_are_refused(name, make):
+    """Such arrays are rare, and a kernel that met one would destroy the CUDA context."""
+    q = np.zeros((2, 10, 16), np.float32)
+    arrays = {"q": q, "k": q, "v": q, "bias": np.zeros((10, 10), np.float32), "lse": np.zeros((2, 10), np.float32)}
+    arrays[name] = make(arrays[name])
+    bind("forward", Options(), arrays)
+    with pytest.raises(ValueError, match=rf"^{name}: got address .* expected multiples of the 4 bytes of a float32"):
+        bind("forward", Options(), arrays, address_of=address)
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_a_call_is_planned_as_one_on_its_copies(pass_):
+    @given(calls(pass_), st.sampled_from(ARCHS))
+    def every_call(call, arch):
+        _, options, arrays, need = call
+        binding = bind(pass_, options, arrays, need=need, address_of=address)
+        copies = {name: np.ascontiguousarray(arrays[name]) for name in binding.copied}
+
+        def address_on_device(array):  # where allocations are aligned better than NumPy's
+            return 0 if any(array is copy for copy in copies.values()) else address(array)
+
+        of_copies = bind(pass_, options, arrays | copies, need=need, address_of=address_on_device)
+        device = DeviceSpec.for_arch(arch)
+        plans = [choose_plan(x.problem, device, pass_, **x.layout) for x in (binding, of_copies)]
+        assert plans[0] == plans[1]
+        assert not of_copies.copied
+        rows = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+        for name in binding.copied:
+            assert name in rows and arrays[name].strides[-1] != arrays[name].itemsize
+
+    every_call()
+
+
+def test_arrays_that_do_not_exist_yet_are_contiguous():
+    array = np.zeros((2, 3, 5), np.float64)
+    assert Contiguous(array.shape, array.dtype).strides == array.strides
+    q = np.zeros((1, 2, 10, 16), np.float16)
+    planned = bind("backward", Options(), {"q": q, "k": q, "v": q})
+    given_all = {"q": q, "k": q, "v": q, "out": q, "dout": q, "lse": np.zeros(q.shape[:3], np.float32)}
+    assert planned == bind("backward", Options(), given_all)
+    assert planned.results == DEFAULT_NEED
+
+
+# ---- caches that grow ------------------------------------------------------------------------------------------------
+
+
+def grown(arrays, names, axis, length):
+    """The arrays with axes of another length, as a slice of a longer cache has it: strides stay."""
+    changed = dict(arrays)
+    for name in names:
+        shape = list(arrays[name].shape)
+        shape[axis] = length
+        changed[name] = np.lib.stride_tricks.as_strided(arrays[name], shape, arrays[name].strides)
+    return changed
+
+
+@given(calls("forward"), st.sampled_from(ARCHS), st.integers(0, 3000))
+def test_lengths_that_are_alike_have_one_plan(call, arch, more):
+    """All of a plan but the problem's numbers, and the rows of the maps of k and v, which calls fill in."""
+    _, options, arrays, _ = call
+    every = dict.fromkeys(("bias", "mask", "block_mask", "block_table"), None) | arrays
+    growing = growing_keys(options, every)
+    if growing == FIXED:
+        return
+    names, axis, seqlen_k, _ = growing
+    device = DeviceSpec.for_arch(arch)
+    axis_length = arrays[names[0]].shape[axis]
+    of_one = seqlen_k // axis_length  # keys of a page, or one
+
+    def planned(length):
+        arrays_now = grown(every, names, axis, length)
+        binding = bind("forward", options, arrays_now)
+        plan = choose_plan(binding.problem, device, **binding.layout)
+        *_, alike = growing_keys(options, arrays_now)
+        return alike, plan, binding
+
+    alike, plan, binding = planned(axis_length + more)
+    last = planned_length((axis_length + more) * of_one) // of_one
+    for length in {max(2, last - 128 // of_one + 1), max(2, last - 1), last}:
+        other_alike, other, other_binding = planned(length)
+        if other_alike != alike or not plan.any_length or binding.copied:
+            continue
+        assert other.any_length
+        assert other_binding.operands == binding.operands
+        for field in fields(plan):
+            if field.name not in ("problem", "tensor_maps"):
+                assert getattr(other, field.name) == getattr(plan, field.name), field.name
+        rows = other.problem.seqlen_k
+        for ours, theirs in itertools.zip_longest(plan.tensor_maps, other.tensor_maps):
+            if ours.name in names:
+                ours = replace(ours, shape=(ours.shape[0], rows, *ours.shape[2:]))
+            assert ours == theirs
+        assert plan.problem.of_length(rows) == replace(other.problem, k=plan.problem.k, v=plan.problem.v) or (
+            names == ("block_table",)
+        )
+
+
+@given(st.integers(0, 2**30))
+def test_planned_lengths_are_a_little_longer(seqlen_k):
+    planned = planned_length(seqlen_k)
+    assert seqlen_k <= planned <= max(seqlen_k + 127, seqlen_k * 9 / 8)
+    assert planned_length(planned) == planned and planned % 128 == 0
+    assert planned <= 2**30
+
+
+def test_what_grows():
+    q, k = np.zeros((2, 4, 1, 16), np.float16), np.zeros((2, 4, 300, 16), np.float16)
+    arrays = {"q": q, "k": k, "v": k, "bias": None, "mask": None, "block_mask": None, "block_table": None}
+    assert growing_keys(Options(), arrays) == (("k", "v"), 2, 300, (384,))
+    assert growing_keys(Options(causal=True), arrays) == (("k", "v"), 2, 300, (384,))
+    assert growing_keys(Options(window=(200, 5)), arrays) == (("k", "v"), 2, 300, (384, 200, None))
+    assert growing_keys(Options(window=(299, 5)), arrays) == (("k", "v"), 2, 300, (384, None, None))
+    assert growing_keys(Options(causal="top_left"), arrays) == (("k", "v"), 2, 300, (384, None, 0))
+    swapped = {name: x if x is None else x.swapaxes(1, 2) for name, x in arrays.items()}
+    assert growing_keys(Options(layout="bshd"), swapped) == (("k", "v"), 1, 300, (384,))
+    pages = arrays | {"block_table": np.zeros((2, 7), np.int32), "k": k[:, :, :32], "v": k[:, :, :32]}
+    assert growing_keys(Options(), pages) == (("block_table",), 1, 7 * 32, (256,))
+    for name in ("bias", "mask", "block_mask"):
+        assert growing_keys(Options(), arrays | {name: np.zeros(1)}) == FIXED
+    for changed in ({"k": k[:, :, :1], "v": k[:, :, :1]}, {"v": k[:, :, :299]}, {"k": k[0], "v": k[0]}):
+        assert growing_keys(Options(), arrays | changed) == FIXED

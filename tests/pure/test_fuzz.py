@@ -1,0 +1,128 @@
+"""The problems that `pytest -m fuzz` draws, on the CPU path, and what it does when a process ends too early."""
+
+import itertools
+import json
+import subprocess
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests import fuzz, pairs
+
+EVERY = [trial for number in range(fuzz.GROUPS) for trial in fuzz.trials_of_group(number)]
+
+
+def test_there_are_thousands_and_always_the_same():
+    assert len(EVERY) >= 3000
+    assert len({trial.name for trial in EVERY}) == len(EVERY)
+    assert fuzz.trials_of_group(17) == fuzz.trials_of_group(17)
+
+
+def test_every_set_of_gradients_is_wanted():
+    assert {trial.need for trial in EVERY} == {*fuzz.NEEDS, ()}
+    assert len(fuzz.NEEDS) == 255
+
+
+def test_lengths_are_odd_ones_and_some_are_long():
+    lengths = [n for trial in EVERY for n in (trial.case.seqlen_q, trial.case.seqlen_k)]
+    assert set(range(1, 257)) <= set(lengths)
+    longest = [max(trial.case.seqlen_q, trial.case.seqlen_k) for trial in EVERY]
+    assert 0.05 < np.mean([n > fuzz.LONGEST for n in longest]) < 0.15
+    assert 2500 < max(longest) <= fuzz.LONGEST_OF_ALL + max(fuzz.PAGE_SIZES)
+
+
+def options_of(trial):
+    """Names of the options of a problem, as `tests.pairs` has them."""
+    case = trial.case
+    present = {
+        "dtype": True,
+        "causal": case.causal,
+        "scale": case.scale is not None,
+        "window": case.window,
+        "softcap": case.softcap,
+        "layout": case.layout == "bshd",
+        "deterministic": trial.deterministic,
+        "precision": trial.precision == "tf32",
+        "dropout": case.dropout,
+        "bias": case.bias is not None,
+        "mask": case.mask is not None,
+        "block_mask": case.block_mask is not None,
+        "kv_lengths": case.kv_lengths is not None,
+        "block_table": case.page_size,
+        "cu_seqlens_q": case.cu_seqlens_q,
+        "alibi_slopes": case.alibi_slopes is not None,
+        "sinks": case.sinks,
+        "dlse": case.dlse and trial.need,
+        "num_heads_kv": case.num_heads_kv != case.num_heads,
+        "head_dim_v": case.head_dim_v != case.head_dim,
+        "strides": case.strides != "contiguous",
+    }
+    assert present.keys() == {option.name for option in pairs.OPTIONS}
+    return {name for name, on in present.items() if on}
+
+
+def test_every_pair_that_is_served_is_drawn():
+    drawn = {pair for trial in EVERY for pair in itertools.combinations(sorted(options_of(trial)), 2)}
+    recorded = pairs.recorded()
+    unserved = {tuple(pair) for of_pass in recorded["unserved"]["9.0"].values() for pair in of_pass}
+    passes = recorded["options"]
+    for pair in itertools.combinations(sorted(passes), 2):
+        in_one_pass = set(passes[pair[0]]) & set(passes[pair[1]])
+        assert not in_one_pass or pair in drawn or pair in unserved, pair
+
+
+@pytest.mark.parametrize("trial", fuzz.sample(of=100), ids=lambda trial: trial.name)
+def test_the_cpu_path_agrees_with_the_oracle(trial):
+    assert fuzz.failure_of(trial, np.asarray) is None
+
+
+def test_a_mistake_is_found(monkeypatch):
+    trial = next(trial for trial in fuzz.sample(of=100) if "dbias" in trial.need and trial.case.bias_holes)
+    from cuflash import cpu
+
+    forward = cpu.forward
+    monkeypatch.setattr(cpu, "forward", lambda *args, **keywords: tuple(2 * x for x in forward(*args, **keywords)))
+    assert "got" in fuzz.failure_of(trial, np.asarray)
+
+
+# ---- Processes that end too early ------------------------------------------------------------------------------------
+
+
+def ended_after(count, *, fatal=None, failure=None):
+    """What a process prints that ends after so many problems: `fatal` is the place of one that CUDA did not survive."""
+
+    def run(command, **keywords):
+        number, first = int(command[-2]), int(command[-1])
+        names = [trial.name for trial in fuzz.trials_of_group(number)][first:]
+        lines = []
+        for n, name in enumerate(names[:count], first):
+            lines.append({"trial": name, "failure": failure if n == fatal else None, "is_fatal": n == fatal})
+            if n == fatal:
+                break
+        return SimpleNamespace(stdout="\n".join(map(json.dumps, lines)), stderr="Segmentation fault", returncode=-11)
+
+    return run
+
+
+def test_a_process_that_dies_names_the_problem_and_others_follow(monkeypatch):
+    monkeypatch.setattr(subprocess, "run", ended_after(5))
+    assert fuzz.failures_of_group(3) == [
+        "3-5: the process ended with status -11: Segmentation fault",
+        "3-11: the process ended with status -11: Segmentation fault",
+    ]
+
+
+def test_a_context_that_is_lost_names_the_problem_and_others_follow(monkeypatch):
+    monkeypatch.setattr(subprocess, "run", ended_after(fuzz.PROBLEMS, fatal=4, failure="cudaErrorMisalignedAddress"))
+    assert fuzz.failures_of_group(3) == ["3-4: cudaErrorMisalignedAddress"]
+
+
+def test_a_process_that_hangs_is_named(monkeypatch):
+    monkeypatch.setattr(fuzz, "PROBLEMS", 1)
+
+    def run(command, **keywords):
+        raise subprocess.TimeoutExpired(command, fuzz.SECONDS)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert fuzz.failures_of_group(3) == [f"3-0: no end after {fuzz.SECONDS} s"]
