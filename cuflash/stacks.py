@@ -383,6 +383,7 @@ def _weights(stack: _Stack, scores: Array, shift: Array, hidden: bool) -> bool:
     small = not hidden and np.minimum.reduce(scores, None) >= LEAST[scores.dtype] * unit
     if not (small or hidden):
         empty = shift == -math.inf  # all scores of such a row are: it sees no key
+        np.copyto(scores, -math.inf, where=empty)
         np.copyto(shift, 0, where=empty)
     exponential(scores, unit, small=small)
     return small
