@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
+KEPT_BYTES = 2**22  # of a workspace between calls, in each thread
 PRODUCT_LIMIT = 400_000  # multiplications in one product of a job: OpenBLAS takes a second thread from 2**19 on
 
 
@@ -31,6 +34,10 @@ class Workspace:
         self._dtype = dtype
         self._memory: dict[str, Array] = {}
 
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self._memory.values())
+
     def take(self, name: str, *shape: int) -> Array:
         memory = self._memory.get(name)
         if memory is None:
@@ -41,6 +48,22 @@ class Workspace:
         if memory.size < size:
             memory = self._memory[name] = np.empty(size, self._dtype)
         return memory.reshape(-1)[:size].reshape(shape)
+
+
+_kept = threading.local()
+
+
+@contextmanager
+def kept_workspace(dtype: np.dtype[Any]) -> Iterator[Workspace]:
+    """A workspace that this thread keeps for its next call, if it is small.
+
+    Fresh memory has to be mapped page by page, which takes as long as a small call. A call within the call, as from a
+    signal handler, finds no workspace kept and makes its own.
+    """
+    workspace = vars(_kept).pop(dtype.char, None) or Workspace(dtype)
+    yield workspace
+    if workspace.nbytes <= KEPT_BYTES:
+        vars(_kept)[dtype.char] = workspace
 
 
 def run(work: Callable[..., None], jobs: list[tuple[Any, ...]], threads: int, dtype: np.dtype[Any]) -> None:

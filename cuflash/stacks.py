@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from cuflash import exponentials
 from cuflash.dropout import kept_weights
 from cuflash.exponentials import LOWEST_WEIGHT, exponential
-from cuflash.jobs import PRODUCT_LIMIT, Workspace, count_cores, run
+from cuflash.jobs import PRODUCT_LIMIT, Workspace, count_cores, kept_workspace, run
 from cuflash.problem import DEFAULT_NEED, Problem, view_4d, view_rows
 
 Array = NDArray[Any]
@@ -40,7 +40,7 @@ TINY = 2**16  # scores and such numbers: surely too little work for threads
 STACK_NS = 1_000_000  # the work of a stack, where there are threads to share stacks
 # Work too small to be worth a second thread, and what it takes to start one, to wait for it and for the interpreter's
 # lock: where operations are short, and where products are large enough for BLAS to share them among its own threads.
-SERIAL_NS = (8_000_000, 2_000_000)
+SERIAL_NS = (8_000_000, 5_000_000)
 THREAD_NS = (250_000, 100_000)
 MANY = 2**12  # numbers of rows that are worth looking at copying them
 COLUMNS = 40  # rows of a head that are worth a copy as columns; less if they are shorter
@@ -163,7 +163,8 @@ def _run(call: Call, num_products: int, work: Callable[..., None]) -> None:
             at_most = min(at_most, int(batch * num_heads * STACK_NS / nanoseconds))
             threads = _count_threads(nanoseconds / THREAD_NS[are_large])
     if batch * num_heads <= at_most:
-        work(Workspace(call.dtype), 0, slice(0, batch), slice(0, num_heads))
+        with kept_workspace(call.dtype) as workspace:
+            work(workspace, 0, slice(0, batch), slice(0, num_heads))
         return
     parts = [(b, h) for b in _slices(batch, at_most // num_heads) for h in _slices(num_heads, at_most)]
     run(work, [(number, *part) for number, part in enumerate(parts)], threads, call.dtype)

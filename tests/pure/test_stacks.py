@@ -317,3 +317,19 @@ def test_products_of_threads_are_small(monkeypatch):
     sizes.clear()
     run(dataclasses.replace(case, batch=1, num_heads=1, num_heads_kv=1))
     assert max(sizes) == 128**3
+
+
+def test_a_thread_keeps_a_little_memory_between_calls(monkeypatch):
+    """What one call used serves the next; more than KEPT_BYTES is given back; a call within a call has its own."""
+    monkeypatch.setattr(jobs, "_kept", threading.local())
+    with jobs.kept_workspace(np.dtype("f4")) as first:
+        with jobs.kept_workspace(np.dtype("f4")) as within:
+            assert within is not first
+        first.take("a", 10)
+    with jobs.kept_workspace(np.dtype("f8")) as other:
+        assert other is not first and other.take("a", 10).dtype == np.float64
+    with jobs.kept_workspace(np.dtype("f4")) as again:
+        assert again is first
+        again.take("b", jobs.KEPT_BYTES // 4)
+    with jobs.kept_workspace(np.dtype("f4")) as last:
+        assert last is not first
