@@ -300,4 +300,26 @@ SUITES = {
         peers=("naive", "torch-cpu"),
         about="NumPy arrays, float32, batch 1, 8 heads, head_dim 64",
     ),
+    "small": Suite(
+        kind="cpu",
+        cases=tuple(
+            Case(dtype="float32", head_dim=d, seqlen_q=n, batch=batch, num_heads=heads)
+            for d, n, batch, heads in (
+                (16, 1, 1, 1),
+                (16, 16, 1, 4),
+                (16, 16, 64, 16),
+                (64, 2, 128, 128),
+                (64, 64, 1, 1),
+                (64, 64, 1, 8),
+                (64, 64, 32, 12),
+                (64, 128, 1, 32),
+                (64, 128, 8, 8),
+                (128, 128, 1, 1),
+                (128, 128, 4, 16),
+            )
+        ),
+        peers=("naive", "torch-cpu"),
+        about="NumPy arrays, many small problems in one call, or a single one; the formula keeps P for its backward "
+        "pass, cuflash does not",
+    ),
 }
