@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from cuflash import FlashAttention, __version__, compiler, reference, tuning
 from cuflash.flash_attention import Causal, CpuPlan
-from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan, choose_plan
+from cuflash.planning import DeviceSpec, KernelSpec, LaunchPlan, choose_plan
 from cuflash.problem import DTYPES, LAYOUTS, PRECISIONS, Options, Problem, counted, make_problem, user_shape
 from cuflash.progress import Bar
 from cuflash.tuning import tuned_plan

@@ -77,7 +77,7 @@ class Binding:
 
     @property
     def layout(self) -> dict[str, Any]:
-        """Keyword arguments of `cuflash.plan.choose_plan`."""
+        """Keyword arguments of `cuflash.planning.choose_plan`."""
         layout = {"load_bytes": self.load_bytes, "store_bytes": self.store_bytes, "operands": self.operands}
         return layout if self.pass_ == "forward" else layout | {"need": self.results}
 

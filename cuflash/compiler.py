@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from cuflash.plan import KernelSpec, LaunchPlan
+from cuflash.planning import KernelSpec, LaunchPlan
 from cuflash.problem import type_error, value_error
 
 # -v makes ptxas report registers and spills. Line info lets profilers and sanitizers name source lines and leaves the

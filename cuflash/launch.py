@@ -25,7 +25,7 @@ from cuflash.binding import FIXED, INPUTS, Binding, Growing, Pass, bind, growing
 from cuflash.compiler import compile_kernel, with_resources
 from cuflash.interop import overlap
 from cuflash.params import Argument
-from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan
+from cuflash.planning import DeviceSpec, KernelSpec, LaunchPlan
 from cuflash.problem import DEFAULT_NEED, Options, value_error
 from cuflash.tensor_map import encoder
 from cuflash.tuning import candidates, tuned_plan

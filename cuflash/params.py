@@ -8,10 +8,12 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 
 import numpy as np
 
-from cuflash.plan import MAPS_OFFSET, PARAMS_BYTES, LaunchPlan
+from cuflash.planning import LaunchPlan, RunTime
+from cuflash.planning.draft import MAPS_OFFSET, PARAMS_BYTES
 from cuflash.problem import Operand, Problem
 from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 
@@ -60,40 +62,30 @@ _TERMS = (
     "cu_seqlens_k",
 )
 _OF_LENGTH = ("seqlen_k", "diagonal", "right_offset", "left_offset")
+_RUN_TIME = tuple(field.name for field in fields(RunTime))
 _INTEGERS = ("batch", "num_heads", "num_heads_kv", "seqlen_q", *_OF_LENGTH)
 
 
-def _fields() -> list[tuple]:
-    fields: list[tuple] = []
+def _layout() -> list[tuple]:
+    layout: list[tuple] = []
     for name, num_strides in _ARRAYS:
-        fields.append((name, np.uint64))
+        layout.append((name, np.uint64))
         if num_strides:
-            fields.append((f"{name}_strides", np.int64, (num_strides,)))
-    fields += [(name, np.int32) for name in (*_INTEGERS, "head_section")]
+            layout.append((f"{name}_strides", np.int64, (num_strides,)))
+    layout += [(name, np.int32) for name in (*_INTEGERS, *_RUN_TIME, "num_pages")]
     return [
-        *fields,
+        *layout,
         ("scale", np.float32),
         ("softcap", np.float32),
-        ("stats_rows", np.int32),
-        ("group_splits", np.int32),
-        ("whole_tiles", np.int32),
-        ("tail_splits", np.int32),
-        ("resident_blocks", np.int32),
-        ("list_batches", np.int32),
-        ("list_heads", np.int32),
-        ("num_pages", np.int32),
-        ("score_splits", np.int32),
-        ("sums_splits", np.int32),
         *((name, np.uint32) for name in ("seed_low", "seed_high", "offset", "dropout_threshold")),
         ("kept_scale", np.float32),
-        ("clear_ahead", np.int32),
         ("scale_float64", np.float64),
         ("softcap_float64", np.float64),
         ("kept_scale_float64", np.float64),
     ]
 
 
-PARAMS = np.dtype(_fields(), align=True)  # as C lays structs out
+PARAMS = np.dtype(_layout(), align=True)  # as C lays structs out
 if PARAMS.itemsize != PARAMS_BYTES:
     raise ValueError(f"PARAMS: got {PARAMS.itemsize} bytes, expected {PARAMS_BYTES}")
 
@@ -130,17 +122,9 @@ def parameters(plan: LaunchPlan, operands: Mapping[str, Operand], seed: int = 0,
     params["seed_low"], params["seed_high"], params["offset"] = seed & 0xFFFFFFFF, seed >> 32, offset
     params["dropout_threshold"] = round(65536 * problem.dropout)
     params["kept_scale"] = params["kept_scale_float64"] = problem.kept_scale
-    params["head_section"] = plan.head_section
-    params["stats_rows"] = plan.stats_rows
-    params["group_splits"] = plan.group_splits
-    params["clear_ahead"] = plan.clear_ahead
-    params["whole_tiles"] = plan.whole_tiles
-    params["tail_splits"] = plan.tail_splits
-    params["resident_blocks"] = plan.resident_blocks
-    params["list_batches"], params["list_heads"] = plan.lists
+    for name in _RUN_TIME:
+        params[name] = getattr(plan.run_time, name)
     params["num_pages"] = problem.k.shape[0] if problem.block_table is not None else 0
-    params["score_splits"] = plan.score_splits
-    params["sums_splits"] = plan.sums_splits
     return params
 
 

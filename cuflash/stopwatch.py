@@ -11,7 +11,7 @@ import numpy as np
 
 from cuflash import launch, tuning
 from cuflash.binding import Pass
-from cuflash.plan import LaunchPlan
+from cuflash.planning import LaunchPlan
 from cuflash.problem import Options
 
 REPEATS = 11  # of which the median counts

@@ -24,23 +24,35 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from cuflash import tables
 from cuflash.binding import Pass
 from cuflash.compiler import CompileError, cache_directory, compile_spec, kernels_fingerprint, write_atomically
-from cuflash.plan import DeviceSpec, LaunchPlan, choose_plan, label_of, serves_dims, why_too_large
-from cuflash.problem import Problem
-from cuflash.tiles import (
-    BackwardFloat32Sm90Tile,
-    BackwardSm90Tile,
+from cuflash.planning import DeviceSpec, LaunchPlan, choose_plan
+from cuflash.planning.sm80 import (
+    BACKWARD_TILES,
+    DQ_TILES,
+    FORWARD_TILES,
+    SCORES_TILES,
     BackwardTile,
-    DecodeSm90Tile,
     DqTile,
-    ForwardFloat32Sm90Tile,
-    ForwardSm90Tile,
     ForwardTile,
     ScoresTile,
-    Tile,
 )
+from cuflash.planning.sm90.tiles import (
+    BACKWARD_FLOAT32_SM90_TILES,
+    BACKWARD_SM90_TILES,
+    BACKWARD_TF32_SM90_TILES,
+    DECODE_SM90_TILES,
+    FORWARD_FLOAT32_SM90_TILES,
+    FORWARD_SM90_TILES,
+    FORWARD_TF32_SM90_TILES,
+    BackwardFloat32Sm90Tile,
+    BackwardSm90Tile,
+    DecodeSm90Tile,
+    ForwardFloat32Sm90Tile,
+    ForwardSm90Tile,
+)
+from cuflash.planning.tiles import Tile, serves_dims, why_too_large
+from cuflash.problem import Problem
 
 MARGIN = 0.01  # by which a candidate has to be faster than the table's row: less is noise
 
@@ -48,41 +60,17 @@ MARGIN = 0.01  # by which a candidate has to be faster than the table's row: les
 
 # Rows that compute a problem as a row of this kind does: from the same products, in the same precision.
 _ROWS: dict[type, tuple[Tile, ...]] = {
-    ForwardTile: tables.FORWARD_TILES,
-    ForwardSm90Tile: (*tables.FORWARD_SM90_TILES, *tables.FORWARD_TILES),
-    DecodeSm90Tile: (*tables.DECODE_SM90_TILES, *tables.FORWARD_SM90_TILES),
-    ForwardFloat32Sm90Tile: (*tables.FORWARD_FLOAT32_SM90_TILES, *tables.FORWARD_TF32_SM90_TILES),
-    BackwardTile: tables.BACKWARD_TILES,
-    BackwardSm90Tile: (*tables.BACKWARD_SM90_TILES, *tables.BACKWARD_TILES),
-    BackwardFloat32Sm90Tile: (*tables.BACKWARD_FLOAT32_SM90_TILES, *tables.BACKWARD_TF32_SM90_TILES),
-    DqTile: tables.DQ_TILES,
-    ScoresTile: tables.SCORES_TILES,
+    ForwardTile: FORWARD_TILES,
+    ForwardSm90Tile: (*FORWARD_SM90_TILES, *FORWARD_TILES),
+    DecodeSm90Tile: (*DECODE_SM90_TILES, *FORWARD_SM90_TILES),
+    ForwardFloat32Sm90Tile: (*FORWARD_FLOAT32_SM90_TILES, *FORWARD_TF32_SM90_TILES),
+    BackwardTile: BACKWARD_TILES,
+    BackwardSm90Tile: (*BACKWARD_SM90_TILES, *BACKWARD_TILES),
+    BackwardFloat32Sm90Tile: (*BACKWARD_FLOAT32_SM90_TILES, *BACKWARD_TF32_SM90_TILES),
+    DqTile: DQ_TILES,
+    ScoresTile: SCORES_TILES,
 }
-# Values that the numbers of a row may be changed to, one at a time. Of block_n only those near the row's are tried.
-_WGMMA_COLUMNS = tuple(range(32, 257, 16))
-_VARIATIONS: dict[type, dict[str, tuple]] = {
-    ForwardTile: {"block_n": (16, 32, 64, 128), "num_stages": (1, 2), "min_blocks": (1, 2, 3)},
-    ForwardSm90Tile: {
-        "block_m": (128, 192),
-        "block_n": _WGMMA_COLUMNS,
-        "num_stages": (2, 3),
-        "q_stages": (1, 2),
-        "ping_pong": (False, True),
-    },
-    DecodeSm90Tile: {"block_n": (32, 64, 128), "num_stages": (2, 3, 4), "min_blocks": (1, 2)},
-    ForwardFloat32Sm90Tile: {
-        "block_m": (128, 192),
-        "block_n": _WGMMA_COLUMNS,
-        "num_stages": (1, 2),
-        "ping_pong": (False, True),
-    },
-    BackwardTile: {"block_m": (16, 32, 64), "block_n": (16, 32, 64, 128), "num_stages": (1, 2)},
-    BackwardSm90Tile: {"num_stages": (2, 3)},
-    BackwardFloat32Sm90Tile: {"num_stages": (1, 2, 3), "num_rooms": (1, 2)},
-    DqTile: {"block_n": (16, 32, 64), "num_stages": (1, 2)},
-    ScoresTile: {"block_n": (16, 32, 64), "num_stages": (1, 2)},
-}
-_NEAR = 32  # keys, or a factor of two
+_NEAR = 32  # keys, or a factor of two: of block_n only values near the row's are tried
 
 
 def candidates(problem: Problem, device: DeviceSpec, pass_: Pass = "forward", **arrays: Any) -> tuple[LaunchPlan, ...]:
@@ -114,14 +102,14 @@ def _alternatives(plan: LaunchPlan) -> Iterator[tuple[Tile, ...]]:
 
 
 def _variations(tile: Tile) -> Iterator[Tile]:
-    for name, values in _VARIATIONS[type(tile)].items():
+    for name, values in tile.variations.items():
         here = getattr(tile, name)
         for value in values:
             near = value in (here // 2, 2 * here) or abs(value - here) <= _NEAR
             if value == here or (name == "block_n" and not near):
                 continue
             try:
-                yield replace(tile, **{name: value}, origin=f"{name} {here} changed to {value}")
+                yield tile.changed(**{name: value}, origin=f"{name} {here} changed to {value}")
             except ValueError:  # the row says that it cannot be
                 continue
 
@@ -133,9 +121,9 @@ def _why_not(tiles: Sequence[Tile], plan: LaunchPlan) -> str:
     for tile, of_table in zip(tiles, plan.tiles, strict=True):
         kinds = {type(row) for row in _ROWS[type(of_table)]}
         if type(tile) not in kinds or getattr(tile, "pieces", None) != getattr(of_table, "pieces", None):
-            return f"{label_of(tile)} computes other products than {label_of(of_table)}"
+            return f"{tile.label} computes other products than {of_table.label}"
         if not serves_dims(tile, plan.problem):
-            return f"{label_of(tile)} is not for these head dimensions"
+            return f"{tile.label} is not for these head dimensions"
         excess = why_too_large(tile, plan.problem, plan.device)
         if excess:
             return excess
@@ -184,7 +172,7 @@ _UNSAID = ("element_bytes", "max_dim", "serves", "origin")
 def _spelled(tile: Tile) -> str:
     """The tile in words, with what its kind alone has."""
     others = {name: x for name, x in _values(tile).items() if name not in _IN_LABEL + _UNSAID}
-    return ", ".join([label_of(tile), *(f"{name} {x}" for name, x in others.items())])
+    return ", ".join([tile.label, *(f"{name} {x}" for name, x in others.items())])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,7 +317,7 @@ def tuned_plan(problem: Problem, device: DeviceSpec, pass_: Pass = "forward", **
         return plan
     if isinstance(winner, str):
         return replace(plan, reason=f"{plan.reason}\nnot tuned: {winner}")
-    labels = ["; ".join(map(label_of, tiles)) for tiles in (winner.tiles, plan.tiles)]
+    labels = ["; ".join(tile.label for tile in tiles) for tiles in (winner.tiles, plan.tiles)]
     if winner.tiles == plan.tiles:
         told = f"tuned: {winner.tflops:.1f} TFLOP/s on {device.name}, the table's row is the fastest"
         return replace(plan, reason=f"{plan.reason}\n{told}")

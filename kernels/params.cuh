@@ -68,9 +68,8 @@ struct Params {
   i32 diagonal;      // query i stands at key position i + diagonal; entries may add their own, see sequences.cuh
   i32 right_offset;  // query i sees keys up to i + right_offset
   i32 left_offset;   // query i sees keys from i + left_offset on
+  // Those of RunTime (cuflash/planning/launch_plan.py).
   i32 head_section;  // heads whose blocks are interleaved in the launch order
-  float scale;
-  float softcap;
   i32 stats_rows;    // seqlen_q, rounded up to whole tiles; packed: those of all places of tiles
   i32 group_splits;  // blocks that share the query heads of a key/value head
   i32 whole_tiles;   // of keys, before those that blocks share
@@ -78,15 +77,17 @@ struct Params {
   i32 resident_blocks;  // of a kernel whose blocks take one tile after another
   i32 list_batches;  // batch entries that have lists of their own: all or 1
   i32 list_heads;    // query heads that have
-  i32 num_pages;     // of the pools
   i32 score_splits;  // blocks that share what is summed to a tile of dbias
   i32 sums_splits;   // blocks that share the keys of a tile of queries, where scores are summed
+  i32 clear_ahead;   // heads in launch order from one to that whose accumulators of dq its blocks clear
+  i32 num_pages;     // of the pools
+  float scale;
+  float softcap;
   u32 seed_low;      // of dropout: the key of its random numbers
   u32 seed_high;
   u32 offset;
   u32 dropout_threshold;  // weights whose 16 bits are less are dropped
   float kept_scale;  // what others are multiplied by
-  i32 clear_ahead;   // heads in launch order from one to that whose accumulators of dq its blocks clear
   double scale_float64;  // those of float64 problems
   double softcap_float64;
   double kept_scale_float64;

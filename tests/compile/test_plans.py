@@ -14,31 +14,25 @@ import pytest
 
 import cuflash.testing as ct
 from cuflash.compiler import compile_spec, supported_archs
-from cuflash.plan import SHARED_BYTES_RESERVED, DeviceSpec, choose_plan, serves_dims, why_too_large
-from cuflash.problem import make_problem
-from cuflash.tables import (
+from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.planning.device import SHARED_BYTES_RESERVED
+from cuflash.planning.sm80 import BACKWARD_TILES, DQ_TILES, FORWARD_TILES, DqTile, ForwardTile
+from cuflash.planning.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
     BACKWARD_TF32_SM90_TILES,
-    BACKWARD_TILES,
     DECODE_SM90_TILES,
-    DQ_TILES,
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
     FORWARD_TF32_SM90_TILES,
-    FORWARD_TILES,
-)
-from cuflash.tiles import (
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
     DecodeSm90Tile,
-    DqTile,
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
-    ForwardTile,
-    Tile,
-    round_up,
 )
+from cuflash.planning.tiles import Tile, round_up, serves_dims, why_too_large
+from cuflash.problem import make_problem
 
 REGISTERS_OF_SM = 65536
 # Shared memory of 100, 164 and 228 KiB, for which rows are made.

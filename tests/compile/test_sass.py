@@ -15,9 +15,9 @@ import pytest
 
 import cuflash.testing as ct
 from cuflash.compiler import compile_spec, supported_archs
-from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.planning.sm90.tiles import FORWARD_SM90_TILES
 from cuflash.problem import make_problem
-from cuflash.tables import FORWARD_SM90_TILES
 
 
 def find_nvdisasm():

@@ -7,10 +7,11 @@ from test_plans import REGISTERS_OF_SM, fits
 
 import cuflash.testing as ct
 from cuflash.compiler import compile_spec, supported_archs
-from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.planning.sm80 import BACKWARD_TILES, SCORES_TILES
+from cuflash.planning.sm90.tiles import BACKWARD_FLOAT32_SM90_TILES, BACKWARD_SM90_TILES
+from cuflash.planning.tiles import round_up
 from cuflash.problem import make_problem
-from cuflash.tables import BACKWARD_FLOAT32_SM90_TILES, BACKWARD_SM90_TILES, BACKWARD_TILES, SCORES_TILES
-from cuflash.tiles import round_up
 
 DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
 SUMS = ("dalibi_slopes", "dscale", "dsoftcap")

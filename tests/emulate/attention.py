@@ -11,11 +11,12 @@ import numpy as np
 
 from cuflash.binding import Binding, Pass, bind
 from cuflash.params import POINTER_WORD, parameters
-from cuflash.plan import MAPS_OFFSET, DeviceSpec, LaunchPlan, choose_plan
+from cuflash.planning import DeviceSpec, LaunchPlan, choose_plan
+from cuflash.planning.draft import MAPS_OFFSET
+from cuflash.planning.tiles import Tile
 from cuflash.problem import DEFAULT_NEED, GRADIENTS, ITEMSIZE, Problem, make_problem
 from cuflash.tensor_map import CHUNK, TensorMapSpec
 from cuflash.testing import Case, measure, numpy_dtype, optional, yardsticks
-from cuflash.tiles import Tile
 
 Place = Callable[[np.ndarray], np.ndarray]
 

@@ -415,13 +415,13 @@ class Scratch:
 
     Parameters
     ----------
-    layout : cuflash.plan.ScratchLayout
+    layout : cuflash.planning.ScratchLayout
     fill : int
         The byte that all of them are full of.
 
     Attributes
     ----------
-    layout : cuflash.plan.ScratchLayout
+    layout : cuflash.planning.ScratchLayout
     addresses : list of int
     """
 

@@ -21,20 +21,17 @@ import numpy as np
 
 import cuflash.testing as ct
 from cuflash import reference
-from cuflash.plan import DeviceSpec
-from cuflash.problem import DEFAULT_NEED, make_problem
-from cuflash.tiles import (
+from cuflash.planning import DeviceSpec
+from cuflash.planning.sm80 import BackwardTile, DqTile, ForwardTile, ScoresTile
+from cuflash.planning.sm90.tiles import (
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
-    BackwardTile,
     DecodeSm90Tile,
-    DqTile,
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
-    ForwardTile,
-    ScoresTile,
-    Tile,
 )
+from cuflash.planning.tiles import Tile
+from cuflash.problem import DEFAULT_NEED, make_problem
 
 COPIES = emulator.CACHE / "mutants"
 
@@ -62,7 +59,7 @@ class Trial:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
         if self.shares:
             names = ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_OF_PART", "WAVES", "CAUSAL_WAVES")
-            with mock.patch.multiple("cuflash.plan", **dict.fromkeys(names, 0)):
+            with mock.patch.multiple("cuflash.planning.backward", **dict.fromkeys(names, 0)):
                 self._run(kernels)
         else:
             self._run(kernels)

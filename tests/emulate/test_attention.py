@@ -21,17 +21,17 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash import reference
-from cuflash.plan import DeviceSpec
-from cuflash.problem import make_problem
-from cuflash.tables import (
+from cuflash.planning import DeviceSpec
+from cuflash.planning.sm80 import BACKWARD_TILES, DQ_TILES, FORWARD_TILES, BackwardTile, DqTile, ForwardTile
+from cuflash.planning.sm90.tiles import (
     BACKWARD_SM90_TILES,
-    BACKWARD_TILES,
-    DQ_TILES,
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
-    FORWARD_TILES,
+    ForwardFloat32Sm90Tile,
+    ForwardSm90Tile,
 )
-from cuflash.tiles import BackwardTile, DqTile, ForwardFloat32Sm90Tile, ForwardSm90Tile, ForwardTile, Tile, round_up
+from cuflash.planning.tiles import Tile, round_up
+from cuflash.problem import make_problem
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from test_attention import EDGES, FEW, Specialisation, forward_by_oracle, problem_of
 
 import cuflash.testing as ct
-from cuflash.plan import DeviceSpec
-from cuflash.tables import BACKWARD_FLOAT32_SM90_TILES, FORWARD_FLOAT32_SM90_TILES
+from cuflash.planning import DeviceSpec
+from cuflash.planning.sm90.tiles import BACKWARD_FLOAT32_SM90_TILES, FORWARD_FLOAT32_SM90_TILES
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 

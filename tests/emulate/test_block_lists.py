@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash import reference
-from cuflash.plan import DeviceSpec
+from cuflash.planning import DeviceSpec
 from cuflash.problem import make_problem
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")

@@ -9,8 +9,9 @@ from emulator import find_compiler
 from test_attention import forward_by_oracle, problem_of
 
 import cuflash.testing as ct
-from cuflash.plan import DeviceSpec
-from cuflash.tables import BACKWARD_TILES, DQ_TILES, FORWARD_SM90_TILES, FORWARD_TILES
+from cuflash.planning import DeviceSpec
+from cuflash.planning.sm80 import BACKWARD_TILES, DQ_TILES, FORWARD_TILES
+from cuflash.planning.sm90.tiles import FORWARD_SM90_TILES
 from cuflash.tuning import candidates
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")

@@ -8,10 +8,10 @@ from emulator import SCHEDULES, find_compiler
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-import cuflash.plan
 import cuflash.testing as ct
-from cuflash.tables import BACKWARD_SM90_TILES
-from cuflash.tiles import Tile
+from cuflash.planning import backward, choose, sm90
+from cuflash.planning.sm90.tiles import BACKWARD_SM90_TILES
+from cuflash.planning.tiles import Tile
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -20,10 +20,11 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler
 def _few_heads_side_by_side():
     """So that most problems have heads behind them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuflash.plan, "BACKWARD_HEAD_SECTION", 1)
-        patch.setattr(cuflash.plan, "CAUSAL_HEAD_SECTION", 3)
+        patch.setattr(sm90.backward, "BACKWARD_HEAD_SECTION", 1)
+        for module in (choose, sm90.backward):
+            patch.setattr(module, "CAUSAL_HEAD_SECTION", 3)
         for name in ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_OF_PART"):
-            patch.setattr(cuflash.plan, name, 0)
+            patch.setattr(backward, name, 0)
         yield
 
 
@@ -84,7 +85,9 @@ def test_against_the_oracle(what, data):
     num_sms, schedule = data.draw(st.sampled_from(what.num_sms)), data.draw(st.sampled_from(SCHEDULES))
     plan, gradients = attention.gradients_of(case, what.tile, num_sms, schedule, what.deterministic, what.need)
     ct.assert_backward(case, *(gradients.get(name) for name in ("dq", "dk", "dv")))
-    event(f"ahead {plan.clear_ahead > 0}, group shared {plan.group_splits > 1}, tiles shared {plan.tail_splits > 1}")
+    run_time = plan.run_time
+    event(f"ahead {run_time.clear_ahead > 0}")
+    event(f"group shared {run_time.group_splits > 1}, tiles shared {run_time.tail_splits > 1}")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
@@ -92,5 +95,5 @@ def test_against_the_oracle(what, data):
 def test_every_block_clears(deterministic, schedule):
     case = ct.Case(seqlen_q=130, seqlen_k=200, batch=2, num_heads=6, num_heads_kv=3, head_dim=24, dtype="bfloat16")
     plan, gradients = attention.gradients_of(case, SMALL, 1, schedule, deterministic)
-    assert plan.clear_ahead == 1
+    assert plan.run_time.clear_ahead == 1
     ct.assert_backward(case, **gradients)

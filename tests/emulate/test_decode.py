@@ -11,10 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.planning.sm90.tiles import DECODE_ROWS, DECODE_SM90_TILES
 from cuflash.problem import make_problem
-from cuflash.tables import DECODE_SM90_TILES
-from cuflash.tiles import DECODE_ROWS
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -102,7 +101,7 @@ def test_cases(change, device):
 def test_how_the_cases_share_keys(name, blocks, of_a_head):
     device = DEVICES[name]
     plan = plan_of(CASE, device=device)
-    assert (plan.resident_blocks, plan.key_splits) == (blocks, of_a_head)
+    assert (plan.run_time.resident_blocks, plan.key_splits) == (blocks, of_a_head)
     sources = [kernel.source for kernel in plan.kernels]
     assert sources == ["decode_sm90.cu", *(["combine.cu"] if of_a_head > 1 else [])]
 

@@ -13,17 +13,15 @@ from test_attention import CASE, all_results, assert_results, bits, forward_by_o
 
 import cuflash
 import cuflash.testing as ct
-from cuflash.plan import DeviceSpec
-from cuflash.tables import (
+from cuflash.planning import DeviceSpec
+from cuflash.planning.sm80 import BACKWARD_TILES, DQ_TILES, FORWARD_TILES
+from cuflash.planning.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
     BACKWARD_TF32_SM90_TILES,
-    BACKWARD_TILES,
-    DQ_TILES,
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
     FORWARD_TF32_SM90_TILES,
-    FORWARD_TILES,
 )
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")

@@ -15,7 +15,7 @@ from emulator import HERE, SCHEDULES, EmulationError, Schedule, Scratch, build, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuflash.plan import ScratchLayout
+from cuflash.planning import ScratchLayout
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 

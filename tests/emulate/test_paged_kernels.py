@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.plan import DeviceSpec
+from cuflash.planning import DeviceSpec
+from cuflash.planning.sm80 import FORWARD_TILES
+from cuflash.planning.sm90.tiles import DECODE_SM90_TILES, FORWARD_SM90_TILES
 from cuflash.problem import make_problem
-from cuflash.tables import DECODE_SM90_TILES, FORWARD_SM90_TILES, FORWARD_TILES
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 

@@ -9,9 +9,9 @@ from emulator import SCHEDULES, find_compiler
 
 import cuflash.testing as ct
 from cuflash.params import POINTER_WORD, parameters
-from cuflash.plan import PIECES_ROWS, PIECES_WARPS
+from cuflash.planning.sm90.pieces import PIECES_ROWS, PIECES_WARPS
+from cuflash.planning.tiles import round_up
 from cuflash.problem import layout_of, make_problem, view_4d
-from cuflash.tiles import round_up
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 

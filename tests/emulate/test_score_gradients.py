@@ -12,7 +12,7 @@ from test_lse_and_sinks import forward_by_oracle, inputs_of
 
 import cuflash.testing as ct
 from cuflash import reference
-from cuflash.plan import DeviceSpec
+from cuflash.planning import DeviceSpec
 from cuflash.problem import GRADIENTS
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
@@ -97,7 +97,7 @@ def test_blocks_that_share_a_sum_change_no_more_than_its_rounding(num_sms):
     out, lse = forward_by_oracle(problem, arrays)
     device = replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms)
     plan = attention.plan_for(problem, "backward", arrays | {"out": out}, device, None, NEED)
-    assert (plan.score_splits > 1, plan.sums_splits > 1) == (num_sms > 1, num_sms > 1)
+    assert (plan.run_time.score_splits > 1, plan.run_time.sums_splits > 1) == (num_sms > 1, num_sms > 1)
     found = attention.backward(problem, arrays, out, lse, need=NEED, arch=device)
     ct.assert_backward(case, **dict(zip(NEED, found, strict=True)))
 
@@ -164,6 +164,6 @@ def test_scratch_arrays_are_aligned_for_those_that_follow_an_odd_one(dtype, monk
     need = ("dq", "dk", "dv", "dscale")
     gradients = attention.backward(case.problem, arrays, out, lse, need=need)
     ct.assert_backward(case, **dict(zip(need, gradients, strict=True)))
-    monkeypatch.setattr("cuflash.plan.SCRATCH_ALIGNMENT", 4)
+    monkeypatch.setattr("cuflash.planning.launch_plan.SCRATCH_ALIGNMENT", 4)
     with pytest.raises(EmulationError, match="misaligned reduction"):
         attention.backward(case.problem, arrays, out, lse, need=need)

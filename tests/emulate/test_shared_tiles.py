@@ -9,10 +9,10 @@ from emulator import SCHEDULES, find_compiler
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-import cuflash.plan
 import cuflash.testing as ct
-from cuflash.tables import BACKWARD_FLOAT32_SM90_TILES, BACKWARD_SM90_TILES
-from cuflash.tiles import Tile
+from cuflash.planning import backward
+from cuflash.planning.sm90.tiles import BACKWARD_FLOAT32_SM90_TILES, BACKWARD_SM90_TILES
+from cuflash.planning.tiles import Tile
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -22,7 +22,7 @@ def _sharing_is_free():
     """So that queries of tiles are shared, however few, and not heads of a group."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_OF_PART", "WAVES", "CAUSAL_WAVES"):
-            patch.setattr(cuflash.plan, name, 0)
+            patch.setattr(backward, name, 0)
         yield
 
 
@@ -82,7 +82,7 @@ def test_against_the_oracle(what, data):
     schedule = data.draw(st.sampled_from(SCHEDULES))
     plan, gradients = attention.gradients_of(case, what.tile, num_sms, schedule, what.deterministic, what.need)
     ct.assert_backward(case, *(gradients.get(name) for name in ("dq", "dk", "dv")))
-    event(f"{plan.tail_splits} blocks share, whole tiles: {plan.whole_tiles > 0}")
+    event(f"{plan.run_time.tail_splits} blocks share, whole tiles: {plan.run_time.whole_tiles > 0}")
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -90,9 +90,9 @@ def test_against_the_oracle(what, data):
 def test_the_schedule_changes_no_bit(num_sms, whole, splits, causal):
     case = ct.Case(seqlen_q=300, seqlen_k=257, batch=2, head_dim=24, dtype="bfloat16", causal=causal)
     plan, first = attention.gradients_of(case, SMALL, num_sms, SCHEDULES[0], deterministic=True)
-    assert plan.tail_splits > 1
+    assert plan.run_time.tail_splits > 1
     if not causal:
-        assert (plan.whole_tiles, plan.tail_splits) == (whole, splits)
+        assert (plan.run_time.whole_tiles, plan.run_time.tail_splits) == (whole, splits)
     ct.assert_backward(case, **first)
     for schedule in SCHEDULES[1:]:
         _, again = attention.gradients_of(case, SMALL, num_sms, schedule, deterministic=True)

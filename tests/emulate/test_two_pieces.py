@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_attention import FEW, Specialisation, forward_by_oracle, problem_of
 
 import cuflash.testing as ct
-from cuflash.tables import BACKWARD_TF32_SM90_TILES, FORWARD_TF32_SM90_TILES
+from cuflash.planning.sm90.tiles import BACKWARD_TF32_SM90_TILES, FORWARD_TF32_SM90_TILES
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 

@@ -97,8 +97,8 @@ def test_tiles_whose_queries_blocks_share(cupy, num_heads, head_dim, dtype, caus
     attn = cuflash.FlashAttention(causal=causal, deterministic=deterministic)
     plan = attn.plan(*arguments[1:4]).backward
     if plan.device.arch == 90 and not (deterministic and dtype == "float32"):
-        assert plan.tail_splits > 1
-        assert (plan.whole_tiles > 0) == (num_heads > 2)
+        assert plan.run_time.tail_splits > 1
+        assert (plan.run_time.whole_tiles > 0) == (num_heads > 2)
     check_gradients(case, attn, arguments)
 
 
@@ -114,7 +114,7 @@ def test_accumulators_that_blocks_clear(cupy, num_heads_kv, head_dim, dtype, cau
     arguments, _ = arguments_of(cupy, case)
     attn = cuflash.FlashAttention(causal=causal, deterministic=deterministic)
     plan = attn.plan(*arguments[1:4]).backward
-    assert (plan.clear_ahead > 0) == (plan.device.arch == 90)
+    assert (plan.run_time.clear_ahead > 0) == (plan.device.arch == 90)
     cupy.full(plan.extra_bytes // 4, cupy.nan, "float32")  # and so scratch memory holds NaN
     check_gradients(case, attn, arguments)
 

@@ -105,7 +105,7 @@ def test_accumulators_that_blocks_clear(cupy, head_dim, causal, deterministic):
     arrays = case.arrays(cupy.asarray)
     attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
     plan = attn.plan(*(arrays[name] for name in "qkv"), **ct.optional(arrays)).backward
-    assert (plan.clear_ahead > 0) == (plan.device.arch == 90)
+    assert (plan.run_time.clear_ahead > 0) == (plan.device.arch == 90)
     cupy.full(plan.extra_bytes // 4, cupy.nan, "float32")  # and so scratch memory holds NaN
     judge(case, run(cupy, case, deterministic=deterministic, arrays=arrays))
 

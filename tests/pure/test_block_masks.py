@@ -13,7 +13,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash import block_masks, cpu, reference
 from cuflash.block_masks import from_mask, global_blocks, local, random, strided
-from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.problem import make_problem
 
 counts = st.integers(0, 9)
@@ -276,7 +276,7 @@ def test_scratch_memory_of_lists_is_stated():
         plan = plan_of(batch=3, **options)
         (lists,) = (size for name, size in plan.scratch if name == "key_lists")
         needed = batches * heads * m_blocks * (2 + n_blocks)
-        assert plan.lists == (batches, heads)
+        assert (plan.run_time.list_batches, plan.run_time.list_heads) == (batches, heads)
         assert needed <= lists < needed + 4
         assert plan.scratch_layout.sizes == (4 * lists,)
         assert "block_mask: tiles of keys are listed beforehand" in plan.describe()

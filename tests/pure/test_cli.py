@@ -17,7 +17,7 @@ import pytest
 import cuflash
 from cuflash import FlashAttention, __main__, __version__, compiler, tuning
 from cuflash.__main__ import main
-from cuflash.plan import DeviceSpec
+from cuflash.planning import DeviceSpec
 from cuflash.progress import Bar
 
 NO_GPU = __main__.find_gpu()[0] is None

@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -537,8 +538,9 @@ def test_kernel_directory(tmp_path, place, is_found):
     """A stranger's package named kernels beside an installed cuflash is not taken for ours."""
     package = tmp_path / "site" / "cuflash"
     sources = Path(compiler.__file__).parent
-    modules = ("compiler.py", "plan.py", "problem.py", "tables.py", "tensor_map.py", "tiles.py")
+    modules = ("binding.py", "compiler.py", "problem.py", "tensor_map.py")
     write_files(package, {name: (sources / name).read_bytes() for name in modules})
+    shutil.copytree(sources / "planning", package / "planning")
     write_files(package, {"__init__.py": b""})
     write_files(tmp_path / "site" / "kernels", {"__init__.py": b""})
     write_files(tmp_path / place, {"ptx.cuh": b""})

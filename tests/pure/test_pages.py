@@ -14,7 +14,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash import reference
 from cuflash.params import parameters
-from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.problem import PAGE_SIZES, Options, make_problem
 from cuflash.testing import Case
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from cuflash.compiler import kernel_directory
 from cuflash.params import PARAMS, POINTER_WORD, Argument, parameters
-from cuflash.plan import CAUSAL_HEAD_SECTION, MAPS_OFFSET, PARAMS_BYTES, DeviceSpec, choose_plan
+from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.planning.draft import CAUSAL_HEAD_SECTION, MAPS_OFFSET, PARAMS_BYTES
 from cuflash.problem import Options, layout_of, make_problem, rows_of
 
 SCALARS = {"i32": np.int32, "u32": np.uint32, "i64": np.int64, "float": np.float32, "double": np.float64}
@@ -172,12 +173,12 @@ def test_numbers_are_those_of_the_problem():
     assert params["scale"] == -0.5
     assert params["softcap"] == params["softcap_float64"] == 3.0
     assert params["scale_float64"] == -0.5
-    assert params["stats_rows"] == plan.stats_rows >= 70
-    assert params["group_splits"] == plan.group_splits == 2
-    assert params["clear_ahead"] == plan.clear_ahead == 0
-    assert params["whole_tiles"] == plan.whole_tiles == 0
-    assert params["tail_splits"] == plan.tail_splits == 1
-    assert params["head_section"] == plan.head_section == CAUSAL_HEAD_SECTION
+    assert params["stats_rows"] == plan.run_time.stats_rows >= 70
+    assert params["group_splits"] == plan.run_time.group_splits == 2
+    assert params["clear_ahead"] == plan.run_time.clear_ahead == 0
+    assert params["whole_tiles"] == plan.run_time.whole_tiles == 0
+    assert params["tail_splits"] == plan.run_time.tail_splits == 1
+    assert params["head_section"] == plan.run_time.head_section == CAUSAL_HEAD_SECTION
 
 
 def test_dropout():

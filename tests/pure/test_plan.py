@@ -14,43 +14,38 @@ from hypothesis import strategies as st
 
 from cuflash import compiler
 from cuflash.binding import access_bytes
-from cuflash.plan import (
-    BACKWARD_HEAD_SECTION,
-    GROUPED_BACK_SHARE,
-    MAPS_OFFSET,
-    MAX_HEAD_DIM,
-    SCRATCH_ALIGNMENT,
-    SHARED_BYTES_RESERVED,
-    DeviceSpec,
-    choose_plan,
+from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.planning.choose import MAX_HEAD_DIM
+from cuflash.planning.device import SHARED_BYTES_RESERVED
+from cuflash.planning.draft import MAPS_OFFSET
+from cuflash.planning.launch_plan import SCRATCH_ALIGNMENT
+from cuflash.planning.sm80 import (
+    BACKWARD_TILES,
+    DQ_TILES,
+    FORWARD_TILES,
+    SCORES_TILES,
+    BackwardTile,
+    DqTile,
+    ForwardTile,
+    ScoresTile,
 )
-from cuflash.problem import DEFAULT_NEED, Operand, Options, make_problem
-from cuflash.tables import (
+from cuflash.planning.sm90.backward import BACKWARD_HEAD_SECTION, GROUPED_BACK_SHARE
+from cuflash.planning.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
     BACKWARD_TF32_SM90_TILES,
-    BACKWARD_TILES,
-    DQ_TILES,
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
     FORWARD_TF32_SM90_TILES,
-    FORWARD_TILES,
-    SCORES_TILES,
-)
-from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
-from cuflash.tiles import (
     LONG_SEQLEN,
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
-    BackwardTile,
-    DqTile,
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
-    ForwardTile,
-    ScoresTile,
-    round_up,
-    tile_bytes,
 )
+from cuflash.planning.tiles import round_up, tile_bytes
+from cuflash.problem import DEFAULT_NEED, Operand, Options, make_problem
+from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 
 ARCHS = ("8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")
 PASSES = ("forward", "backward")
@@ -235,7 +230,7 @@ def test_a_plan_is_the_first_row_that_fits():
         (tile,) = plan.tiles
         for earlier in fitting[: fitting.index(tile)]:
             resident = earlier.min_blocks * (earlier.shared_bytes(128, 128) + SHARED_BYTES_RESERVED)
-            unsuited = isinstance(earlier, ForwardSm90Tile) and not earlier.suits(problem)
+            unsuited = bool(earlier.why_not(problem))
             assert resident > device.shared_bytes_per_sm or unsuited
             assert f"not {type(earlier).__name__} {earlier.block_m} x {earlier.block_n}" in plan.reason
 
@@ -265,12 +260,12 @@ def test_grids_cover_the_problem():
         plan = choose_plan(replace(problem, deterministic=deterministic), device, "backward")
         grids = {kernel.source: kernel.grid for kernel in plan.kernels}
         tile = plan.tiles[0]
-        assert plan.group_splits == 1
-        assert plan.stats_rows >= 1000
+        assert plan.run_time.group_splits == 1
+        assert plan.run_time.stats_rows >= 1000
         assert grids["backward_sm80.cu"] == 3 * 2 * -(-333 // tile.block_n)
         if deterministic:
             assert grids["backward_dq_sm80.cu"] == 3 * 6 * -(-1000 // plan.tiles[1].block_m)
-            assert plan.stats_rows % tile.block_m == plan.stats_rows % plan.tiles[1].block_m == 0
+            assert plan.run_time.stats_rows % tile.block_m == plan.run_time.stats_rows % plan.tiles[1].block_m == 0
         else:
             assert grids["backward_convert.cu"] == grids["backward_delta.cu"] == 3 * 6 * -(-1000 // tile.block_m)
 
@@ -299,9 +294,9 @@ def test_heads_side_by_side_fit_in_l2_under_a_causal_mask():
         problem = problem_of(4096, 4096, 128, 128, heads=64, heads_kv=64, batch=1, deterministic=deterministic)
         for seqlen, section in ((512, 16), (2048, 8), (4096, 4), (16384, 1)):
             plan = choose_plan(replace(problem, seqlen_q=seqlen, window_right=0), device, "backward")
-            assert plan.head_section == (section if deterministic else max(section, 2))
+            assert plan.run_time.head_section == (section if deterministic else max(section, 2))
             plan = choose_plan(replace(problem, seqlen_q=seqlen), device, "backward")
-            assert plan.head_section == max(33 * 512 // seqlen if deterministic else 0, BACKWARD_HEAD_SECTION)
+            assert plan.run_time.head_section == max(33 * 512 // seqlen if deterministic else 0, BACKWARD_HEAD_SECTION)
 
 
 @pytest.mark.parametrize(
@@ -311,9 +306,9 @@ def test_heads_side_by_side_fit_in_l2_under_a_causal_mask():
 def test_heads_of_a_group_that_are_under_way_fit_in_l2_in_turn(seqlen, dim, heads, splits, section):
     device = DeviceSpec.for_arch("9.0")
     problem = problem_of(seqlen, seqlen, dim, dim, heads=heads, heads_kv=heads // 4, batch=4, window=(None, 0))
-    assert choose_plan(problem, device, "backward").group_splits == 1
+    assert choose_plan(problem, device, "backward").run_time.group_splits == 1
     plan = choose_plan(replace(problem, deterministic=True), device, "backward")
-    assert (plan.group_splits, plan.head_section) == (splits, section)
+    assert (plan.run_time.group_splits, plan.run_time.head_section) == (splits, section)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -323,19 +318,19 @@ def test_blocks_clear_accumulators_from_two_waves_on(deterministic):
     clears = {}
     for batch in (1, 2):
         plan = choose_plan(replace(problem, batch=batch), device, "backward")
-        clears[batch] = plan.clear_ahead
+        clears[batch] = plan.run_time.clear_ahead
         assert all(dict(kernel.defines)["CUFLASH_CLEARS_AHEAD"] == (batch > 1) for kernel in plan.kernels)
         assert ("clear accumulators" in plan.reason) == (batch > 1)
         heads, counters = batch * 8, 8 * deterministic + (batch > 1)
         assert dict(plan.scratch)["dq_accumulator"] == heads * (512 * 64 + counters)
     assert clears == {1: 0, 2: BACKWARD_HEAD_SECTION}
     many = replace(problem, batch=2)
-    assert choose_plan(many, device, "backward", need=("dk",)).clear_ahead == 0
-    assert choose_plan(many, replace(device, arch=80), "backward").clear_ahead == 0
+    assert choose_plan(many, device, "backward", need=("dk",)).run_time.clear_ahead == 0
+    assert choose_plan(many, replace(device, arch=80), "backward").run_time.clear_ahead == 0
     # Heads that walk back are 16 side by side.
     for batch, ahead in ((2, 0), (3, 16)):
         causal = problem_of(500, 500, 256, 256, heads=8, heads_kv=8, batch=batch, deterministic=True, window=(None, 0))
-        assert choose_plan(causal, device, "backward").clear_ahead == ahead
+        assert choose_plan(causal, device, "backward").run_time.clear_ahead == ahead
 
 
 def test_empty_problems_have_plans():
@@ -353,15 +348,15 @@ def test_blocks_share_a_group_only_where_tiles_are_few(heads_kv):
     for seqlen in (64, 1024, 2**18):
         problem = problem_of(seqlen, seqlen, batch=1, heads=8, heads_kv=heads_kv)
         plan = choose_plan(problem, device, "backward")
-        assert 1 <= plan.group_splits <= problem.group_size
-        assert ("share the query heads" in plan.reason) == (plan.group_splits > 1)
-        assert ("share the queries" in plan.reason) == (plan.tail_splits > 1)
-        if plan.group_splits > 1:
-            assert (plan.whole_tiles, plan.tail_splits) == (0, 1)
+        assert 1 <= plan.run_time.group_splits <= problem.group_size
+        assert ("share the query heads" in plan.reason) == (plan.run_time.group_splits > 1)
+        assert ("share the queries" in plan.reason) == (plan.run_time.tail_splits > 1)
+        if plan.run_time.group_splits > 1:
+            assert (plan.run_time.whole_tiles, plan.run_time.tail_splits) == (0, 1)
         if seqlen == 64:
-            assert plan.group_splits == problem.group_size
+            assert plan.run_time.group_splits == problem.group_size
         if seqlen == 2**18:
-            assert plan.group_splits == 1
+            assert plan.run_time.group_splits == 1
 
 
 @pytest.mark.parametrize(
@@ -378,8 +373,8 @@ def test_blocks_share_a_group_evenly(sizes, causal, blocks):
     seqlen = sizes.pop("seqlen")
     problem = problem_of(seqlen, seqlen, **sizes, dim=128, dim_v=128, window=(None, 0) if causal else None)
     plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), "backward")
-    assert plan.group_splits == blocks
-    assert problem.group_size % plan.group_splits == 0
+    assert plan.run_time.group_splits == blocks
+    assert problem.group_size % plan.run_time.group_splits == 0
 
 
 @pytest.mark.parametrize(
@@ -400,17 +395,17 @@ def test_blocks_share_the_queries_of_the_last_tiles(sizes, causal, tail, determi
     sizes = {name: n for name, n in sizes.items() if name != "seqlen"} | {"heads_kv": sizes["heads"]}
     problem = problem_of(seqlen, seqlen, **sizes, dim=128, dim_v=128, window=(None, 0) if causal else None)
     problem = replace(problem, deterministic=deterministic)
-    assert choose_plan(problem, DeviceSpec.for_arch("8.0"), "backward").tail_splits == 1
+    assert choose_plan(problem, DeviceSpec.for_arch("8.0"), "backward").run_time.tail_splits == 1
     for need in (("dq", "dk", "dv"), ("dq", "dv")):
         plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), "backward", need=need)
-        assert (plan.whole_tiles, plan.tail_splits) == tail
+        assert (plan.run_time.whole_tiles, plan.run_time.tail_splits) == tail
         grids = {kernel.source: kernel.grid for kernel in plan.kernels}
         n_blocks = sizes["batch"] * sizes["heads"] * -(-seqlen // plan.tiles[0].block_n)
-        shared = n_blocks - plan.whole_tiles if plan.tail_splits > 1 else 0
-        assert grids["backward_sm90.cu"] == n_blocks + shared * (plan.tail_splits - 1)
-        m_blocks = plan.stats_rows // plan.tiles[0].block_m
+        shared = n_blocks - plan.run_time.whole_tiles if plan.run_time.tail_splits > 1 else 0
+        assert grids["backward_sm90.cu"] == n_blocks + shared * (plan.run_time.tail_splits - 1)
+        m_blocks = plan.run_time.stats_rows // plan.tiles[0].block_m
         assert grids["backward_convert.cu"] == sizes["batch"] * sizes["heads"] * m_blocks + 2 * (len(need) - 1) * shared
-        elements = shared * plan.tail_splits * plan.tiles[0].block_n * 256
+        elements = shared * plan.run_time.tail_splits * plan.tiles[0].block_n * 256
         assert dict(plan.scratch).get("dkv_partials", 0) == elements
 
 
@@ -697,12 +692,12 @@ def test_only_its_own_architecture_gets_the_kernel():
         ({"batch": 0}, "q is empty"),
     ],
 )
-def test_what_the_copy_engine_cannot_read(change, words):
+def test_what_tma_cannot_read(change, words):
     plan = choose_plan(problem_of(**change), H200)
     assert [kernel.source for kernel in plan.kernels] == ["forward_sm80.cu"]
     assert plan.tensor_maps == ()
-    assert plan.resident_blocks == 0
-    assert f"\nnot forward_sm90: {words}, which the copy engine cannot serve" in plan.describe().replace("  ", "")
+    assert plan.run_time.resident_blocks == 0
+    assert f"\nnot forward_sm90: {words}, which TMA cannot serve" in plan.describe().replace("  ", "")
     assert sources(problem_of()) == ["forward_sm90.cu"]
 
 
@@ -755,7 +750,7 @@ def test_blocks_that_stay(seqlen_q, num_sms, causal):
     plan = choose_plan(problem, replace(H200, num_sms=num_sms))
     (tile,), (kernel,) = plan.tiles, plan.kernels
     units = 2 * 3 * -(-seqlen_q // (tile.block_m * (2 if causal else 1)))
-    assert kernel.grid == plan.resident_blocks == min(num_sms, units)
+    assert kernel.grid == plan.run_time.resident_blocks == min(num_sms, units)
     assert dict(kernel.defines)["CUFLASH_PAIRS"] == int(causal)
     m_blocks = 2 * 3 * -(-seqlen_q // tile.block_m)
     assert f"{kernel.grid} blocks stay and take {m_blocks} tiles of queries one after another" in plan.reason
@@ -879,7 +874,8 @@ def test_only_the_kernels_and_the_memory_of_what_is_needed(dtype, arch, determin
     for need in (("dk", "dv"), ("dk",), ("dv",)):
         plan = choose_plan(problem, device, "backward", need=need)
         assert set(sources_of(plan)) <= set(sources_of(every)) | {"pieces", "backward_float32_sm90"}
-        assert ("backward_convert" in sources_of(plan)) == (max(plan.group_splits, plan.tail_splits) > 1)
+        parts = max(plan.run_time.group_splits, plan.run_time.tail_splits)
+        assert ("backward_convert" in sources_of(plan)) == (parts > 1)
         assert "backward_dq_sm80" not in sources_of(plan)
         assert "dq_accumulator" not in dict(plan.scratch)
         (main,) = [kernel for kernel in plan.kernels if kernel.source.startswith(("backward_sm", "backward_float32"))]
@@ -916,17 +912,17 @@ def test_memory_of_dbias_is_that_of_the_bias_and_of_the_device(axes, tiles, summ
     problem = replace(plain, bias=bias)
     plan = choose_plan(problem, device, "backward", need=("dbias",))
     kernel = plan.kernels[1]
-    assert (kernel.source, kernel.grid) == ("backward_scores_sm80.cu", tiles * plan.score_splits)
+    assert (kernel.source, kernel.grid) == ("backward_scores_sm80.cu", tiles * plan.run_time.score_splits)
     assert f"dbias: {tiles} tiles of pairs" + (f", each a sum over {summed}" if summed else "") in plan.reason
     resident = device.num_sms * plan.tiles[0].min_blocks
-    assert plan.score_splits == 1 or resident / 2 < kernel.grid <= resident
-    assert sources_of(plan)[2:] == (["backward_scores_reduce"] if plan.score_splits > 1 else [])
+    assert plan.run_time.score_splits == 1 or resident / 2 < kernel.grid <= resident
+    assert sources_of(plan)[2:] == (["backward_scores_reduce"] if plan.run_time.score_splits > 1 else [])
     tile = math.prod(n if on else 1 for n, on in zip((128, 64), axes[2:], strict=True))
-    assert dict(plan.scratch).get("score_partials", 0) == (plan.score_splits > 1) * kernel.grid * tile
+    assert dict(plan.scratch).get("score_partials", 0) == (plan.run_time.score_splits > 1) * kernel.grid * tile
     sums = choose_plan(replace(problem, softcap=5.0), device, "backward", need=("dscale", "dsoftcap", "dbias", "dv"))
     assert sums.kernels[1].grid == kernel.grid
     assert sources_of(sums).count("backward_scores_sm80") == 2
-    assert dict(sums.scratch)["sums_partials"] == 3 * 2 * 4 * 8 * sums.sums_splits
+    assert dict(sums.scratch)["sums_partials"] == 3 * 2 * 4 * 8 * sums.run_time.sums_splits
     assert len({kernel.name for kernel in sums.kernels}) == len(sums.kernels)
     assert "for dv, dbias, dscale, dsoftcap on" in sums.describe()
 

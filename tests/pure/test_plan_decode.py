@@ -8,18 +8,11 @@ from hypothesis import strategies as st
 from test_plan import problem_of
 
 from cuflash.binding import planned_length
-from cuflash.plan import (
-    COMBINE_TILES,
-    COMBINE_WARPS,
-    DECODE_MIN_SEQLEN_K,
-    MAX_HEAD_DIM,
-    MIN_TILES_OF_BLOCK,
-    DeviceSpec,
-    choose_plan,
-)
-from cuflash.tables import DECODE_SM90_TILES
+from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.planning.choose import MAX_HEAD_DIM
+from cuflash.planning.sm90.decode import COMBINE_TILES, COMBINE_WARPS, DECODE_MIN_SEQLEN_K, MIN_TILES_OF_BLOCK
+from cuflash.planning.sm90.tiles import DECODE_ROWS, DECODE_SM90_TILES, DecodeSm90Tile
 from cuflash.tensor_map import tensor_map_spec
-from cuflash.tiles import DECODE_ROWS, DecodeSm90Tile
 
 H200 = DeviceSpec.for_arch("9.0")
 
@@ -147,7 +140,7 @@ def test_shares(num_sms, seqlen_q, seqlen_k, batch, heads_kv, dim):
     """Blocks fill the device as far as tiles of keys allow, in one wave, and each has as many tiles as the others."""
     problem = decode_problem(seqlen_q, seqlen_k, batch=batch, heads=4 * heads_kv, heads_kv=heads_kv, dim=dim, dim_v=dim)
     plan = choose_plan(problem, replace(H200, num_sms=num_sms))
-    (tile,), blocks = plan.tiles, plan.resident_blocks
+    (tile,), blocks = plan.tiles, plan.run_time.resident_blocks
     assert isinstance(tile, DecodeSm90Tile)
     heads = batch * heads_kv
     num_tiles = heads * (planned_length(seqlen_k) // tile.block_n)
@@ -191,7 +184,7 @@ def test_shares(num_sms, seqlen_q, seqlen_k, batch, heads_kv, dim):
 )
 def test_shares_of_the_usual(changes, blocks, of_a_head):
     plan = choose_plan(decode_problem(**changes), H200)
-    assert (plan.resident_blocks, plan.key_splits) == (blocks, of_a_head)
+    assert (plan.run_time.resident_blocks, plan.key_splits) == (blocks, of_a_head)
 
 
 def test_boxes_hold_all_rows_of_a_group():

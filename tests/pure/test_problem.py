@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash.params import parameters
-from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.problem import ITEMSIZE, Operand, Options, check_array, make_problem, user_shape, view_4d, view_rows
 
 

@@ -113,7 +113,7 @@ def test_the_dtypes_on_numpy_arrays(row):
 @pytest.mark.parametrize("row", table("dtype"), ids=lambda row: row[0])
 def test_the_dtypes_on_devices(row):
     """The plans of every compute capability that the README names agree with its table."""
-    from cuflash.plan import DeviceSpec, choose_plan
+    from cuflash.planning import DeviceSpec, choose_plan
     from cuflash.problem import Options, make_problem
 
     name, _, on_cupy, _ = row
@@ -177,9 +177,11 @@ def test_merging_by_lse_as_described():
 
 
 def test_every_room_is_described():
-    described = {row[0] for row in table("room")}
-    modules = {f"cuflash/{path.name}" for path in (CHECKOUT / "cuflash").glob("[!_]*.py")}
-    assert {name for name in described if name.endswith(".py")} == modules
+    described = {name.strip("` ") for row in table("room") for name in row[0].split(",")}
+    package = CHECKOUT / "cuflash"
+    folders = {f"cuflash/{path.parent.relative_to(package)}/" for path in package.glob("*/__init__.py")}
+    modules = {f"cuflash/{path.name}" for path in package.glob("[!_]*.py")}
+    assert {name for name in described if re.fullmatch(r"cuflash/\w+(\.py|/)", name)} == modules | folders
 
 
 def test_the_unrelated_library_is_mentioned_once():

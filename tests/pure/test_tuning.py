@@ -15,8 +15,10 @@ import cuflash
 from cuflash import progress, tuning
 from cuflash.__main__ import main
 from cuflash.compiler import CompileError
-from cuflash.plan import SHARED_BYTES_RESERVED, DeviceSpec, choose_plan, label_of
-from cuflash.tiles import ForwardSm90Tile, round_up
+from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.planning.device import SHARED_BYTES_RESERVED
+from cuflash.planning.sm90.tiles import ForwardSm90Tile
+from cuflash.planning.tiles import round_up
 from cuflash.tuning import MARGIN, candidates, size_class, tune, tuned_plan
 from tests.pure.test_plan import problem_of
 
@@ -125,7 +127,7 @@ def test_the_fastest_wins_and_is_found_again(pass_, store):
     assert plan.tiles == plans[2].tiles
     assert plan.kernels == plans[2].kernels
     expected = (f"tuned: {found.winner.tflops:.1f} TFLOP/s on H200", f"the table's row {found.trials[0].tflops:.1f}")
-    assert all(words in plan.reason for words in (*expected, label_of(plans[0].tiles[0])))
+    assert all(words in plan.reason for words in (*expected, plans[0].tiles[0].label))
     assert plan.reason in "\n".join(line.strip() for line in plan.describe().splitlines())
 
 

@@ -1,0 +1,12 @@
+"""Which kernels run for a problem, with which tiles, on which device: pure data and pure functions.
+
+`choose_plan` asks families of kernels (`families`), the one to prefer first, why they do not serve the problem. The
+first that does takes a row of its table of tiles, and adds its kernels to the plan. `LaunchPlan.reason` says which row
+was taken, and why the ones before it were not. What is particular to an architecture is in `sm80` and `sm90`.
+"""
+
+from cuflash.planning.choose import check_served, choose_plan
+from cuflash.planning.device import DeviceSpec
+from cuflash.planning.launch_plan import KernelSpec, LaunchPlan, RunTime, ScratchLayout
+
+__all__ = ["DeviceSpec", "KernelSpec", "LaunchPlan", "RunTime", "ScratchLayout", "check_served", "choose_plan"]

@@ -1,0 +1,234 @@
+"""The backward pass: which kernels compute which gradients, in which order, and how their blocks share the work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuflash.planning import sm80
+from cuflash.planning.draft import Draft
+from cuflash.planning.families import BackwardFamily, choose_family, family_of
+from cuflash.planning.scores import add_score_gradients, score_gradients
+from cuflash.planning.sm80 import DQ_TILES, SCORES_TILES, DqTile, ScoresTile
+from cuflash.planning.sm90.backward import BACK_SECTION, Backward, BackwardFloat32, steps_of_tile
+from cuflash.planning.tiles import Tile, choose_row, tile_bytes
+
+FAMILIES: tuple[BackwardFamily[Any], ...] = (BackwardFloat32(), Backward(), sm80.Backward())
+
+# Of resident blocks that a grid should have where more blocks cost extra work: of equal ones, and under a causal mask.
+# On an H200, one key/value head for 16 query heads, seqlen 4096, in TFLOP/s by blocks that share it: head_dim 64 full 2
+# blocks 549, 4 542, 8 532, 3 516, 5 488; head_dim 128 causal 2 blocks 416, 4 468, 8 475, 16 451, 5 391. Eight of these
+# heads have two waves of tiles: causal at head_dim 128 1 block 522, 2 492, 4 473.
+WAVES, CAUSAL_WAVES = 1.9, 4.0
+# What it costs to share a tile of keys, in steps from one tile of queries to the next: each block to begin and end, and
+# the kernel that adds what they leave, in all and for each of them; and where the tiles are those behind whole waves,
+# whose blocks do not end at once, twice as much. On an H200 what follows is within 1 % of the best of 2 to 16 blocks (2
+# heads of head_dim 256, seqlen 1024: 6 %). With 4 of 4096 tiles shared (head_dim 64, seqlen 16384) the pass is 2.9 %
+# faster than with none, with 68 of 2048 (128) 2.2 % and at seqlen 4096 0.8 %, with all of 64 (causal, seqlen 4096) 43 %
+# at head_dim 64, 46 % at 128.
+SHARE_STEPS, SUM_STEPS, SUM_STEPS_OF_PART = 3, 6, 1
+SINKS_WARPS = 16
+
+
+def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
+    """Add the kernels of the backward pass, with the tiles that are given, or those of the tables."""
+    problem = draft.problem
+    family, main, dq, scores = _rows(draft, tiles)
+    draft.tiles = tuple(tile for tile in (main, dq, scores) if tile is not None)
+    reduces_dq = "dq" in draft.need and dq is None
+    n_blocks = 0
+    if family is not None and main is not None:
+        n_blocks = problem.array_batch * problem.num_heads_kv * draft.tiles_of(problem.seqlen_k, main.block_n)
+        if n_blocks:
+            _share_work(draft, family, main, n_blocks)
+    run_time = draft.run_time
+    draft.defines |= {
+        "CUFLASH_PAIRS_STATS": 0,
+        "CUFLASH_DQ_BY_REDUCTION": int(reduces_dq),
+        "CUFLASH_DQ_IN_TURN": int(family is not None and family.takes_turns(main)),
+        "CUFLASH_BACK_SHARE": 0 if family is None else family.back_share(problem, main),
+        "CUFLASH_BACK_SECTION": BACK_SECTION,
+        "CUFLASH_NEEDS_DK": int("dk" in draft.need or main is None),
+        "CUFLASH_NEEDS_DV": int("dv" in draft.need or main is None),
+        "CUFLASH_SPLITS_GROUP": int(run_time.group_splits > 1),
+        "CUFLASH_SPLITS_TAIL": int(run_time.tail_splits > 1),
+        **({} if family is None else family.defines),
+    }
+    if not draft.tiles and "dsinks" not in draft.need:
+        return
+
+    if family is not None:
+        draft.set(head_section=family.head_section(draft, main))
+        draft.set(clear_ahead=family.clear_ahead(draft, main) if reduces_dq else 0)
+    draft.defines["CUFLASH_CLEARS_AHEAD"] = int(draft.run_time.clear_ahead > 0)
+    around = _add_delta(draft, family, dq)
+    if scores is not None:
+        add_score_gradients(draft, scores)
+    if family is not None and main is not None:
+        _add_main(draft, family, main, n_blocks)
+    if dq is not None:
+        m_blocks = draft.heads * draft.tiles_of(problem.seqlen_q, dq.block_m)
+        draft.add_lists(dq, "key_lists")
+        draft.add("backward_dq_sm80.cu", dq, m_blocks, dq.shared_bytes(*draft.padded_dims(dq)))
+        if main is not None:
+            draft.reasons.append(
+                "deterministic: dq has a kernel of its own that adds in a fixed order and recomputes the weights"
+            )
+    if family is not None and main is not None:
+        _add_convert(draft, family, main, around, n_blocks, reduces_dq)
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def _rows(
+    draft: Draft, tiles: tuple[Tile, ...] | None
+) -> tuple[BackwardFamily[Any] | None, Any, DqTile | None, ScoresTile | None]:
+    """The family of dk and dv (and mostly dq) and its row, and rows for dq alone and for the gradients of terms."""
+    problem, device, need = draft.problem, draft.device, draft.need
+    given = tiles or ()
+    dq = next((tile for tile in given if isinstance(tile, DqTile)), None)
+    scores = next((tile for tile in given if isinstance(tile, ScoresTile)), None)
+    family, main = None, next((tile for tile in given if not isinstance(tile, DqTile | ScoresTile)), None)
+    if tiles:
+        draft.reasons.append(draft.origin)
+        family = None if main is None else family_of(FAMILIES, main)
+    elif set(need) & {"dk", "dv"} or ("dq" in need and FAMILIES[0].why_not(draft) is None):
+        family, main, reason = choose_family(FAMILIES, draft)
+        draft.reasons.append(reason)
+    if not set(need) & {"dq", "dk", "dv"}:
+        family = main = None
+    if family is not None:
+        main = family.configured(main, draft)
+        missing = " and ".join(name for name in ("dk", "dv") if name not in need)
+        if missing and family.makes_both:
+            draft.reasons.append(f"{missing}: not stored, but computed; that kernel makes the products of both")
+
+    in_turn = family is not None and family.takes_turns(main)
+    if "dq" not in need or (family is not None and (in_turn or not problem.deterministic)):
+        dq = None
+    elif dq is None:
+        dq, reason = choose_row(DQ_TILES, problem, device)
+        draft.reasons.append(reason)
+    if dq is not None and main is None:
+        draft.reasons.append("dq alone has a kernel of its own, which makes three products and not five")
+    if not score_gradients(draft):
+        scores = None
+    elif scores is None:
+        scores, reason = choose_row(SCORES_TILES, problem, device)
+        draft.reasons.append(reason)
+    return family, main, dq, scores
+
+
+# ---- how blocks share the work ---------------------------------------------------------------------------------------
+
+
+def _share_work(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int) -> None:
+    """Blocks share the query heads of a key/value head, or the queries of a tile of keys, where tiles are few."""
+    draft.set(group_splits=_group_splits(draft, family, main, n_blocks))
+    if draft.run_time.group_splits == 1 and family.shares_tail:
+        _share_tail(draft, main, n_blocks)
+
+
+def _group_splits(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int) -> int:
+    """Blocks that share the query heads of a key/value head, each as many, where tiles of keys are few."""
+    problem, resident = draft.problem, draft.device.num_sms * main.min_blocks
+    waves = WAVES if n_blocks >= WAVES * resident or problem.window_right is None else CAUSAL_WAVES
+    most = family.heads_of_block(draft, main)
+    shares = (n for n in range(1, problem.group_size + 1) if problem.group_size % n == 0)
+    enough = (n for n in shares if n * n_blocks >= waves * resident and n * most >= problem.group_size)
+    return next(enough, problem.group_size)
+
+
+def _share_tail(draft: Draft, main: Tile, n_blocks: int) -> None:
+    """Tiles of keys that the device is not full of, all or those of the last wave, are shared where that is faster."""
+    problem, resident = draft.problem, draft.device.num_sms * main.min_blocks
+    steps = steps_of_tile(draft, main)
+    tiles = problem.batch * problem.num_heads_kv * -(-problem.mean_sequence.seqlen_k // main.block_n)
+    # Under a causal mask the longest start first, and what is left at the end is short.
+    even = (problem.window_left is None) == (problem.window_right is None) and problem.block_mask is None
+    rest = tiles % resident if even else tiles
+    if rest == 0 or steps == 0:
+        return
+
+    def duration(splits: int) -> float:
+        waves, longest = -(-rest * splits // resident), steps / splits
+        walks = waves * longest if even else max(longest, rest * steps / 2 / resident)
+        if splits == 1:
+            return waves * SHARE_STEPS + walks
+        sums = SUM_STEPS * (1 if rest == tiles else 2) + SUM_STEPS_OF_PART * splits
+        return waves * SHARE_STEPS + walks + sums
+
+    splits = min(range(1, min(steps, resident) + 1), key=duration)
+    if splits > 1:
+        # Of packed sequences, as large a part of their places.
+        draft.set(whole_tiles=n_blocks - n_blocks * rest // tiles, tail_splits=splits)
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: DqTile | None) -> Tile:
+    """The kernel that all others read from, and that of dsinks; the tile by whose fragments kernels see memory."""
+    problem = draft.problem
+    first = draft.tiles[0] if draft.tiles else choose_row(SCORES_TILES, problem, draft.device)[0]
+    around = first if family is None else family.accumulator_layout(draft.tiles[0])
+    dims = {"CUFLASH_DIM_MULTIPLE": first.dim_multiple}
+    # delta runs over tiles of the kernels that read it, one block a tile.
+    delta = around if dq is None else around.changed(block_m=max(around.block_m, dq.block_m))
+    rows = draft.tiles_of(problem.seqlen_q, delta.block_m) * delta.block_m
+    draft.set(stats_rows=rows)
+    draft.defines["CUFLASH_STATS_BLOCK"] = delta.block_m
+    draft.scratch["row_stats"] = draft.heads * rows * 2
+    draft.add("backward_delta.cu", delta, draft.heads * (rows // delta.block_m), 0, **dims)
+    if "dsinks" in draft.need:
+        warps = {"CUFLASH_NUM_WARPS": SINKS_WARPS, "CUFLASH_MIN_BLOCKS": 1}
+        draft.add("backward_sinks.cu", delta, problem.num_heads, 16 * SINKS_WARPS, **dims, **warps)
+    return around
+
+
+def _add_main(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int) -> None:
+    """The kernel whose blocks own keys."""
+    family.prepare(draft, main)
+    draft.add_lists(main, "query_lists")
+    run_time = draft.run_time
+    shared = (n_blocks - run_time.whole_tiles) * run_time.group_splits * run_time.tail_splits
+    blocks = shared + run_time.whole_tiles
+    draft.add(family.source, main, blocks, main.shared_bytes(*draft.padded_dims(main)))
+
+
+def _add_convert(
+    draft: Draft, family: BackwardFamily[Any], main: Tile, around: Tile, n_blocks: int, reduces_dq: bool
+) -> None:
+    """The kernel that makes results of what blocks of `main` added up, or left in parts."""
+    problem, run_time = draft.problem, draft.run_time
+    dim, dim_v = draft.padded_dims(main)
+    blocks, shared_bytes = 0, 0
+    parts = max(run_time.group_splits, run_time.tail_splits)
+    results = len(set(draft.need) & {"dk", "dv"})
+    # Warps that leave a part of dk, or of dv: those of 16 keys each, or all that divide both among them.
+    part_warps = around.num_warps if around is main else main.block_n // 16
+    if parts > 1 and results:
+        shared = n_blocks - run_time.whole_tiles
+        shares = part_warps // around.num_warps
+        blocks += shared * shares * results
+        shared_bytes = tile_bytes(main.block_n // shares, max(dim, dim_v), main.element_bytes)
+        draft.scratch["dkv_partials"] = shared * parts * main.block_n * (dim + dim_v)
+        what = "query heads of a key/value head" if run_time.group_splits > 1 else "queries of a tile of keys"
+        last = "the last " if run_time.whole_tiles else ""
+        draft.reasons.append(f"{parts} blocks share the {what}: {last}{shared} tiles of keys are few")
+    if reduces_dq:
+        m_blocks = draft.heads * (run_time.stats_rows // main.block_m)
+        blocks += m_blocks
+        shared_bytes = max(shared_bytes, tile_bytes(main.block_m, dim, main.element_bytes))
+        in_turn = family.takes_turns(main)
+        draft.scratch["dq_accumulator"] = draft.heads * run_time.stats_rows * dim + (m_blocks if in_turn else 0)
+        if run_time.clear_ahead:
+            draft.scratch["dq_accumulator"] += problem.array_batch * problem.num_heads_kv * run_time.group_splits
+            draft.reasons.append(f"blocks clear accumulators of dq, {run_time.clear_ahead} heads in launch order ahead")
+        if in_turn and problem.is_packed:
+            draft.scratch["dq_accumulator"] += 1  # whether sequences overlap
+        if in_turn:
+            draft.reasons.append("deterministic: tiles of keys take turns at adding to a tile of dq")
+    if shared_bytes:
+        defines = {"CUFLASH_DIM_MULTIPLE": main.dim_multiple, "CUFLASH_PART_WARPS": part_warps}
+        draft.add("backward_convert.cu", around, blocks, shared_bytes, **defines)

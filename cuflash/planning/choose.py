@@ -1,0 +1,143 @@
+"""The plan for a pass of a problem on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from cuflash.binding import Pass, access_bytes, planned_length
+from cuflash.planning.backward import draft_backward
+from cuflash.planning.device import DeviceSpec
+from cuflash.planning.draft import CAUSAL_HEAD_SECTION, Draft, common_defines
+from cuflash.planning.forward import draft_forward
+from cuflash.planning.launch_plan import LaunchPlan, RunTime
+from cuflash.planning.tiles import Tile
+from cuflash.problem import DEFAULT_NEED, GRADIENTS, ITEMSIZE, Operand, Problem
+
+MAX_HEAD_DIM = 256
+FAST_FLOAT64 = (80, 90, 100)  # compute capabilities whose FP64 units are as many as half of the others
+
+
+def choose_plan(
+    problem: Problem,
+    device: DeviceSpec,
+    pass_: Pass = "forward",
+    *,
+    load_bytes: int | None = None,
+    store_bytes: int | None = None,
+    operands: Mapping[str, Operand] | None = None,
+    tiles: tuple[Tile, ...] | None = None,
+    origin: str = "tiles given by the caller",
+    need: Collection[str] | None = None,
+) -> LaunchPlan:
+    """The plan for one pass. Pure: the same arguments give the same plan.
+
+    `load_bytes` and `store_bytes` are the widest aligned accesses that serve all operands; without them they follow
+    from the strides, pointers taken as 16-byte aligned. Results and dout that are not in `operands` are contiguous;
+    dbias then has the axes along which the bias has distinct elements.
+    `need` has the gradients that the backward pass is for, names of `problem.GRADIENTS`; without it dq, dk, dv, and
+    dsinks where there are sinks.
+    `tiles` overrides the tables: a row of the forward pass, or one of the backward pass (and a DqTile: deterministic; a
+    ScoresTile: gradients of bias, slopes, scale, softcap).
+    `origin` says where they come from.
+
+    Raises NotImplementedError for what no kernel serves, ValueError for arrays that are not aligned to their elements.
+    """
+    check_served(problem, device)
+    if pass_ == "backward" and problem.block_table is not None:
+        raise NotImplementedError(
+            "block_table: got one for the backward pass, expected None: gradients are not given in pages; gather "
+            "the pages of each batch entry into contiguous k and v"
+        )
+    if need is None:
+        need = DEFAULT_NEED if problem.sinks is None else (*DEFAULT_NEED, "dsinks")
+    if load_bytes is None:
+        load_bytes = access_bytes((problem.q, problem.k, problem.v))
+    if store_bytes is None:
+        store_bytes = access_bytes((problem.q, problem.v))
+    if min(load_bytes, store_bytes) < ITEMSIZE[problem.dtype]:
+        raise ValueError(
+            f"q: got arrays at multiples of {min(load_bytes, store_bytes)} bytes, expected all of them at multiples of "
+            f"the {ITEMSIZE[problem.dtype]} bytes of a {problem.dtype}"
+        )
+    arrays = {name: _contiguous(problem, name) for name in ("out", "dout", "dk", "dv")} | dict(operands or {})
+    arrays |= {name: getattr(problem, name) for name in "qkv"}
+    for name, of in (("dbias", problem.bias), ("dalibi_slopes", problem.alibi_slopes)):
+        if of is not None:
+            arrays.setdefault(name, of)
+    # The backward pass has in lse what sinks did: but for their gradients its kernels are those of a problem without.
+    seen = replace(problem, sinks=None) if pass_ == "backward" else _of_planned_length(problem)
+    draft = Draft(
+        problem=seen,
+        device=device,
+        pass_=pass_,
+        arrays=arrays,
+        access_bytes=min(load_bytes, store_bytes),
+        defines=common_defines(seen, device, load_bytes, store_bytes),
+        need=tuple(name for name in GRADIENTS if name in need) if pass_ == "backward" else (),
+        run_time=RunTime(head_section=1 if problem.window_right is None else CAUSAL_HEAD_SECTION),
+        origin=origin,
+    )
+    if pass_ == "forward":
+        draft_forward(draft, tiles)
+    else:
+        draft_backward(draft, tiles)
+    if problem.dtype == "float64" and device.arch not in FAST_FLOAT64:
+        draft.reasons.append(f"float64 is slow here: compute capability {device.arch / 10:.1f} has few FP64 units")
+    return LaunchPlan(
+        pass_=pass_,
+        problem=problem,
+        device=device,
+        tiles=draft.tiles,
+        kernels=tuple(draft.kernels),
+        run_time=draft.run_time,
+        key_splits=draft.key_splits,
+        scratch=tuple(draft.scratch.items()),
+        tensor_maps=draft.tensor_maps,
+        reason="\n".join(draft.reasons),
+        need=draft.need,
+        any_length=pass_ == "forward" and not _has_keys_elsewhere(problem) and "k_pieces" not in draft.scratch,
+        hides_last_keys=draft.hides_last_keys,
+    )
+
+
+def _has_keys_elsewhere(problem: Problem) -> bool:
+    """Whether another array than k, v and a block table has an axis of keys."""
+    return any(term is not None for term in (problem.bias, problem.mask, problem.block_mask))
+
+
+def _of_planned_length(problem: Problem) -> Problem:
+    """The problem with as many keys as its forward pass is planned for: a few more than there are."""
+    if _has_keys_elsewhere(problem):
+        return problem
+    return problem.of_length(planned_length(problem.seqlen_k))
+
+
+def check_served(problem: Problem, device: DeviceSpec) -> None:
+    """Raise NotImplementedError, with the limit and the remedy, for a problem that no kernel serves on `device`."""
+    if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+        name, got = ("q", problem.head_dim) if problem.head_dim > MAX_HEAD_DIM else ("v", problem.head_dim_v)
+        raise NotImplementedError(
+            f"{name}: got head dimension {got}, expected at most {MAX_HEAD_DIM} on the GPU; NumPy arrays of any head "
+            "dimension are served on the CPU"
+        )
+    if device.arch < 80:
+        raise NotImplementedError(
+            f"device: got compute capability {device.arch / 10:.1f}, expected 8.0 or later (mma.sync on bfloat16, "
+            "TF32 and float64, cp.async); NumPy arrays are served on the CPU"
+        )
+
+
+def _contiguous(problem: Problem, name: str) -> Operand:
+    """A result, or dout, in the layout of the problem."""
+    batch = problem.array_batch
+    heads, seqlen, dim = {
+        "out": (problem.num_heads, problem.seqlen_q, problem.head_dim_v),
+        "dout": (problem.num_heads, problem.seqlen_q, problem.head_dim_v),
+        "dk": (problem.num_heads_kv, problem.seqlen_k, problem.head_dim),
+        "dv": (problem.num_heads_kv, problem.seqlen_k, problem.head_dim_v),
+    }[name]
+    strides = (heads * seqlen * dim, seqlen * dim, dim, 1)
+    if problem.layout == "bshd":
+        strides = (heads * seqlen * dim, dim, heads * dim, 1)
+    return Operand(shape=(batch, heads, seqlen, dim), strides=strides, dtype=problem.dtype)

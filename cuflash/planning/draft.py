@@ -1,0 +1,190 @@
+"""A plan in the making, to which families of kernels add theirs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from cuflash.binding import Pass
+from cuflash.planning.device import DeviceSpec
+from cuflash.planning.launch_plan import KernelSpec, RunTime, option_names
+from cuflash.planning.tiles import Tile, round_up
+from cuflash.problem import ITEMSIZE, Operand, Problem
+from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
+from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
+
+PARAMS_BYTES = 904  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
+MAPS_OFFSET = round_up(PARAMS_BYTES, 64)  # where tensor maps follow
+LIST_WARPS = 4  # of a block that lists tiles, a list for each
+LIST_HEADER = 2  # numbers in front of a list
+# Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
+# at head_dim 128 and seqlen 4096; without a mask, one head at a time serves L2 better.
+CAUSAL_HEAD_SECTION = 16
+WRITTEN = ("out", "dk", "dv")  # results that kernels of compute capability 9.0 leave to TMA
+
+
+@dataclass(kw_only=True)
+class Draft:
+    """A plan in the making."""
+
+    problem: Problem
+    device: DeviceSpec
+    pass_: Pass
+    arrays: dict[str, Operand]
+    access_bytes: int  # widest aligned access that serves all arrays
+    defines: dict[str, str | int]
+    need: tuple[str, ...]
+    origin: str  # of tiles that no table was asked for
+    tiles: tuple[Tile, ...] = ()
+    kernels: list[KernelSpec] = field(default_factory=list)
+    scratch: dict[str, int] = field(default_factory=dict)
+    tensor_maps: tuple[TensorMapSpec, ...] = ()
+    reasons: list[str] = field(default_factory=list)
+    key_splits: int = 1
+    hides_last_keys: bool = False
+    run_time: RunTime = field(default_factory=RunTime)
+
+    @property
+    def heads(self) -> int:
+        """Query heads of all entries of the arrays' batch axis."""
+        return self.problem.array_batch * self.problem.num_heads
+
+    def tiles_of(self, seqlen: int, rows: int) -> int:
+        """Tiles of so many rows of the queries, or keys, of a head.
+
+        Of packed sequences, places for them: those of sequence b are numbered from start[b] // rows + b on. That is one
+        more than there are tiles at most for each sequence, and for the rows behind the last one.
+        """
+        if self.problem.is_packed:
+            return seqlen // rows + self.problem.batch + 1
+        return -(-seqlen // rows)
+
+    def padded_dims(self, tile: Tile) -> tuple[int, int]:
+        """Head dimensions as a kernel of this row sees them."""
+        return tile.padded_dims(self.problem)
+
+    def why_not_mapped(self, names: Iterable[str]) -> str | None:
+        """Why TMA cannot read these arrays, or write those that are results; None if it can."""
+        obstacles = (why_not(name, self.arrays[name], written=name in WRITTEN) for name in names)
+        obstacle = next(filter(None, obstacles), None)
+        if obstacle is None and self.access_bytes < 16:
+            return f"an array is aligned to {self.access_bytes} bytes only, not 16"
+        return obstacle
+
+    def map_tensors(
+        self, rows: Mapping[str, int], heads: Mapping[str, int] | None = None, *, read_once: bool = False
+    ) -> None:
+        """Tensor maps of these arrays, in boxes of so many rows, and of one head or so many."""
+        heads = heads or {}
+        self.tensor_maps = tuple(
+            tensor_map_spec(name, self.arrays[name], n, heads.get(name, 1), read_once=read_once)
+            for name, n in rows.items()
+        )
+        self.defines["CUFLASH_ARGUMENT_BYTES"] = MAPS_OFFSET + len(rows) * TENSOR_MAP_BYTES
+
+    def own_lists(self) -> tuple[int, int]:
+        """How many batch entries, and heads, have lists of tiles of their own."""
+        problem = self.problem
+        if problem.block_mask is None:
+            return 1, 1
+        of_batch, of_head, _, _ = problem.block_mask.strides
+        own = of_batch or problem.kv_lengths is not None
+        return problem.batch if own else 1, problem.num_heads if of_head else 1
+
+    def set(self, **integers: int) -> None:
+        """Fields of `run_time`."""
+        self.run_time = replace(self.run_time, **integers)
+
+    def add_lists(self, tile: Tile, name: Literal["key_lists", "query_lists"]) -> None:
+        """With a block mask, the kernel that lists the tiles of keys of each tile of queries, or vice versa."""
+        problem = self.problem
+        if problem.block_mask is None:
+            return
+        m_blocks, n_blocks = -(-problem.seqlen_q // tile.block_m), -(-problem.seqlen_k // tile.block_n)
+        lists, length = (m_blocks, n_blocks) if name == "key_lists" else (n_blocks, m_blocks)
+        own = self.own_lists()
+        self.set(list_batches=own[0], list_heads=own[1])
+        lists *= math.prod(own) if self.heads else 0
+        elements = -(-lists * (LIST_HEADER + length) * ITEMSIZE["int32"] // ITEMSIZE[problem.softmax_dtype])
+        self.scratch[name] = round_up(elements, 4)
+        of_keys = name == "key_lists"
+        warps = {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1}
+        self.add("block_lists.cu", tile, -(-lists // LIST_WARPS), 0, **warps, CUFLASH_LISTS_KEYS=int(of_keys))
+        self.reasons.append(
+            f"block_mask: tiles of {'keys' if of_keys else 'queries'} are listed beforehand, {tile.block_m} queries x "
+            f"{tile.block_n} keys each; hidden ones are neither loaded nor computed"
+        )
+
+    def add(
+        self, source: str, tile: Tile, blocks: int, shared_bytes: int, makes: Collection[str] = (), /, **defines: int
+    ) -> None:
+        """One more kernel: those of compute capability 9.0 need what only its own instruction set has.
+
+        `makes` are results, for the name of one of several kernels of a source.
+        """
+        check_blocks(blocks)
+        name = "_".join((_symbol(source, self.problem, tile), *makes))
+        # Launches overlap from compute capability 9.0 on; kernels without blocks are not launched.
+        follows = self.device.arch >= 90 and any(kernel.grid for kernel in self.kernels)
+        every = self.defines | tile.defines() | defines | {"CUFLASH_FOLLOWS": int(follows)}
+        every |= {"CUFLASH_SHARED_BYTES": shared_bytes, "CUFLASH_KERNEL_NAME": name}
+        self.kernels.append(
+            KernelSpec(
+                source=source,
+                name=name,
+                target=self.device.target + ("a" if source.endswith("_sm90.cu") else ""),
+                defines=tuple(sorted(every.items())),
+                grid=blocks,
+                threads=32 * int(every["CUFLASH_NUM_WARPS"]),
+                shared_bytes=shared_bytes,
+                follows=follows,
+            )
+        )
+
+
+def check_blocks(blocks: int) -> None:
+    if blocks > 2**31 - 1:
+        raise NotImplementedError(f"q: got {blocks} tiles, expected at most 2**31 - 1 in one launch; split the batch")
+
+
+_DTYPE_TAGS = {"float16": "Float16", "bfloat16": "BFloat16", "float32": "Float32", "float64": "Float64"}
+
+
+def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_bytes: int) -> dict[str, str | int]:
+    transforms = problem.softcap is not None or problem.alibi_slopes is not None or problem.bias is not None
+    return {
+        "CUFLASH_ARCH": device.arch,
+        "CUFLASH_DTYPE": _DTYPE_TAGS[problem.dtype],
+        "CUFLASH_ROUNDS_TO_TF32": int("tf32" in option_names(problem)),
+        "CUFLASH_HEAD_DIM": problem.head_dim,
+        "CUFLASH_HEAD_DIM_V": problem.head_dim_v,
+        "CUFLASH_LOAD_BYTES": load_bytes,
+        "CUFLASH_STORE_BYTES": store_bytes,
+        "CUFLASH_HAS_RIGHT_BOUND": int(problem.window_right is not None),
+        "CUFLASH_HAS_LEFT_BOUND": int(problem.window_left is not None),
+        "CUFLASH_HAS_SOFTCAP": int(problem.softcap is not None),
+        "CUFLASH_HAS_ALIBI": int(problem.alibi_slopes is not None),
+        "CUFLASH_HAS_MASK": int(problem.mask is not None),
+        "CUFLASH_MASK_BLOCK_M": problem.block_size[0],
+        "CUFLASH_MASK_BLOCK_N": problem.block_size[1],
+        "CUFLASH_HAS_SINKS": int(problem.sinks is not None),
+        "CUFLASH_HAS_DROPOUT": int(problem.dropout > 0),
+        "CUFLASH_BIAS_BYTES": ITEMSIZE[problem.bias.dtype] if problem.bias is not None else 0,
+        "CUFLASH_KV_LENGTHS_BYTES": ITEMSIZE[problem.kv_lengths.dtype] if problem.kv_lengths is not None else 0,
+        "CUFLASH_PACKED": {"top_left": 1, "bottom_right": 2}[problem.alignment] if problem.is_packed else 0,
+        "CUFLASH_SCALE_IN_EXPONENT": int(not transforms and problem.scale > 0),
+        "CUFLASH_PAGE_SIZE": problem.page_size,
+        "CUFLASH_FOLLOWS_LENGTHS": int(problem.follows_lengths),
+        "CUFLASH_PARAMS_BYTES": PARAMS_BYTES,
+        "CUFLASH_PAIRS": 0,
+        "CUFLASH_PLAIN_FRAGMENTS": 0,
+    }
+
+
+def _symbol(source: str, problem: Problem, tile: Tile) -> str:
+    """The kernel's symbol spells its configuration, for profilers."""
+    dims = f"d{problem.head_dim}" + (f"x{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
+    parts = [source.removesuffix(".cu"), problem.dtype, dims, f"{tile.block_m}x{tile.block_n}", *option_names(problem)]
+    return "_".join(parts)

@@ -1,0 +1,103 @@
+"""Families of kernels: each serves some problems on some devices, says why not others, and adds its kernels to a plan.
+
+`cuflash.planning.forward` and `cuflash.planning.backward` list the families, the one to prefer first.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Generic, TypeVar
+
+from cuflash.planning.draft import Draft
+from cuflash.planning.tiles import Row, Tile, choose_row
+from cuflash.problem import Problem
+
+
+class Family(ABC, Generic[Row]):
+    """A way to compute a pass, by kernels around a main one: its name is `kernel`, and its tiles are of type `tile`."""
+
+    kernel: ClassVar[str]
+    tile: ClassVar[type[Tile]]
+
+    @property
+    def source(self) -> str:
+        """The file of the main kernel."""
+        return f"{self.kernel}.cu"
+
+    @abstractmethod
+    def table(self, problem: Problem) -> tuple[Row, ...]:
+        """The rows to choose from."""
+
+    def why_not(self, draft: Draft) -> str | None:
+        """Why it does not serve a problem: None if it does, "" where nobody would expect it."""
+        return None
+
+
+class ForwardFamily(Family[Row]):
+    @abstractmethod
+    def draft(self, draft: Draft, tile: Row) -> None:
+        """Add the kernels of the pass."""
+
+
+class BackwardFamily(Family[Row]):
+    """Its main kernel makes dk and dv, whose keys a block owns, and adds to dq, unless that has a kernel of its own."""
+
+    makes_both: ClassVar[bool] = False  # dk and dv, whichever is wanted
+    shares_tail: ClassVar[bool] = False  # blocks may share the queries of the last tiles of keys
+    defines: ClassVar[dict[str, int]] = {}  # of all kernels of the pass, for how the main one sees memory
+
+    def configured(self, main: Row, draft: Draft) -> Row:
+        """The row as this problem needs it."""
+        return main
+
+    def takes_turns(self, main: Row) -> bool:
+        """Whether blocks add to dq in a fixed order."""
+        return False
+
+    def accumulator_layout(self, main: Row) -> Tile:
+        """The tile by whose fragments the kernels around the main one see what it leaves in memory."""
+        return main
+
+    def heads_of_block(self, draft: Draft, main: Row) -> int:
+        """The most query heads of a group that a block should go through."""
+        return draft.problem.group_size
+
+    def head_section(self, draft: Draft, main: Row) -> int:
+        """Heads whose blocks are side by side in the launch order."""
+        return draft.run_time.head_section
+
+    def back_share(self, problem: Problem, main: Row) -> int:
+        """Of how many heads one walks back from the last query, or 0; kernels/backward.cuh says what for."""
+        return 0
+
+    def clear_ahead(self, draft: Draft, main: Row) -> int:
+        """Heads in launch order from one to that whose accumulators of dq its blocks clear, or 0: a kernel clears all.
+
+        Those side by side, or parts of groups: the blocks of a head have then all started before those of the other.
+        """
+        return 0
+
+    def prepare(self, draft: Draft, main: Row) -> None:
+        """What comes before the main kernel: tensor maps, and kernels that make its operands."""
+
+
+F = TypeVar("F", bound=Family[Any])
+
+
+def family_of(families: Sequence[F], tile: Tile) -> F:
+    """The family whose row this is."""
+    return next(family for family in families if isinstance(tile, family.tile))
+
+
+def choose_family(families: Sequence[F], draft: Draft) -> tuple[F, Any, str]:
+    """The first family that serves the problem, the row of its table, and the story of the choice."""
+    obstacles: list[str] = []
+    for family in families:
+        obstacle = family.why_not(draft)
+        if obstacle is None:
+            tile, reason = choose_row(family.table(draft.problem), draft.problem, draft.device)
+            return family, tile, "\n".join([reason, *obstacles])
+        if obstacle:
+            obstacles.append(f"not {family.kernel}: {obstacle}")
+    raise AssertionError("the last family serves every problem")

@@ -1,0 +1,26 @@
+"""The forward pass: which family of kernels computes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuflash.planning import sm80
+from cuflash.planning.draft import Draft
+from cuflash.planning.families import ForwardFamily, choose_family, family_of
+from cuflash.planning.sm90.decode import Decode
+from cuflash.planning.sm90.forward import Forward, ForwardFloat32
+from cuflash.planning.tiles import Tile
+
+FAMILIES: tuple[ForwardFamily[Any], ...] = (Decode(), ForwardFloat32(), Forward(), sm80.Forward())
+
+
+def draft_forward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
+    """Add the kernels of the forward pass, with the tile that is given, or one of the tables."""
+    if tiles:
+        tile, reason = tiles[0], draft.origin
+        family = family_of(FAMILIES, tile)
+    else:
+        family, tile, reason = choose_family(FAMILIES, draft)
+    draft.tiles = (tile,)
+    draft.reasons.append(reason)
+    family.draft(draft, tile)

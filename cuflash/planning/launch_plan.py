@@ -1,0 +1,146 @@
+"""What runs for a pass: kernels, what they are launched with, and scratch memory. Plain data."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from cuflash.binding import Pass
+from cuflash.planning.device import DeviceSpec
+from cuflash.planning.tiles import Tile, round_up
+from cuflash.problem import DEFAULT_NEED, ITEMSIZE, Problem
+from cuflash.tensor_map import TensorMapSpec
+
+SCRATCH_ALIGNMENT = 256  # bytes, of each scratch array: what an allocation of its own would have
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSpec:
+    """One compilation of one kernel source, and how to launch it. Hashable."""
+
+    source: str
+    name: str
+    target: str
+    defines: tuple[tuple[str, str | int], ...]
+    grid: int
+    threads: int
+    shared_bytes: int
+    follows: bool  # it may start while the kernel before it runs, and waits for its end by itself
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTime:
+    """Integers that kernels of one compilation get at run time.
+
+    Declared here once: `cuflash.params` puts these fields, in this order, into the kernels' argument.
+    """
+
+    head_section: int = 1  # heads whose tiles are interleaved in the launch order
+    stats_rows: int = 0  # rows of row_stats of one head, of all sequences where they are packed (backward)
+    group_splits: int = 1  # blocks that share the query heads of a key/value head (backward)
+    whole_tiles: int = 0  # of keys, before those whose queries blocks share (backward)
+    tail_splits: int = 1  # blocks that share the queries of each of these (backward)
+    resident_blocks: int = 0  # of a kernel whose blocks take one tile after another
+    list_batches: int = 1  # batch entries that have lists of tiles of their own, with a block mask
+    list_heads: int = 1  # query heads that have
+    score_splits: int = 1  # blocks that share what is summed to a tile of dbias
+    sums_splits: int = 1  # blocks that share the keys of a tile of queries, for sums of gradients of scores
+    clear_ahead: int = 0  # heads in launch order from one to that whose accumulators of dq its blocks clear
+
+
+@dataclass(frozen=True)
+class ScratchLayout:
+    """Where the scratch arrays of a call lie in one allocation, in bytes."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """One array after the other, each aligned."""
+        return tuple(itertools.accumulate(self._rounded[:-1], initial=0)) if self.sizes else ()
+
+    @property
+    def nbytes(self) -> int:
+        """Of the allocation."""
+        return sum(self._rounded)
+
+    @property
+    def _rounded(self) -> list[int]:
+        return [round_up(size, SCRATCH_ALIGNMENT) for size in self.sizes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """What runs for one pass of one problem: kernels in order, scratch memory, and why."""
+
+    pass_: Pass
+    problem: Problem
+    device: DeviceSpec
+    tiles: tuple[Tile, ...]
+    kernels: tuple[KernelSpec, ...]
+    key_splits: int  # the most blocks that share the keys of a key/value head (forward, few queries)
+    run_time: RunTime
+    scratch: tuple[tuple[str, int], ...]  # arrays beside inputs and results, in elements of lse's dtype
+    tensor_maps: tuple[TensorMapSpec, ...]  # that follow the parameters
+    reason: str
+    need: tuple[str, ...] = ()  # gradients that are computed (backward)
+    any_length: bool = False  # it serves all numbers of keys that have the same `planned_length`
+    hides_last_keys: bool = False  # whatever lies behind the last key: tensor maps of k and v may reach over it
+    resources: tuple[str, ...] = ()  # registers and spills of each kernel, once compiled
+
+    @property
+    def scratch_layout(self) -> ScratchLayout:
+        """Where the scratch arrays lie."""
+        size = ITEMSIZE[self.problem.softmax_dtype]
+        return ScratchLayout(
+            tuple(name for name, _ in self.scratch), tuple(size * elements for _, elements in self.scratch)
+        )
+
+    @property
+    def extra_bytes(self) -> int:
+        """Device memory taken for the duration of a call beside inputs and results."""
+        return self.scratch_layout.nbytes
+
+    def describe(self) -> str:
+        """The plan in words, a line a fact."""
+        p = self.problem
+        wanted = "" if self.need in ((), DEFAULT_NEED) else f" for {', '.join(self.need)}"
+        lines = [
+            f"{self.pass_} pass{wanted} on {self.device.name} (compute capability {self.device.arch / 10:.1f})",
+            f"  problem: {p.dtype}, batch {p.batch}, heads {p.num_heads}/{p.num_heads_kv}, seqlen {p.seqlen_q} x "
+            f"{p.seqlen_k}, head_dim {p.head_dim}/{p.head_dim_v}; {', '.join(option_names(p)) or 'no options'}",
+        ]
+        for i, kernel in enumerate(self.kernels):
+            resources = f", {self.resources[i]}" if self.resources else ""
+            lines.append(
+                f"  kernel {kernel.name}: grid {kernel.grid}, {kernel.threads} threads, "
+                f"{kernel.shared_bytes} bytes of shared memory{resources}"
+            )
+        lines.append(f"  extra memory: {self.extra_bytes} bytes")
+        lines.extend(f"  {line}" for line in self.reason.splitlines())
+        return "\n".join(lines)
+
+
+def option_names(problem: Problem) -> list[str]:
+    """Names of what makes the kernels of this problem differ from plain attention."""
+    return [
+        name
+        for name, on in (
+            ("right_bound", problem.window_right is not None),
+            ("left_bound", problem.window_left is not None),
+            ("softcap", problem.softcap is not None),
+            ("alibi_slopes", problem.alibi_slopes is not None),
+            ("bias", problem.bias is not None),
+            ("mask", problem.mask is not None),
+            ("block_mask", problem.block_mask is not None),
+            ("kv_lengths", problem.kv_lengths is not None),
+            ("sinks", problem.sinks is not None),
+            (f"pages{problem.page_size}", problem.page_size > 0),
+            ("packed", problem.is_packed and problem.alignment == "bottom_right"),
+            ("packed_top_left", problem.is_packed and problem.alignment == "top_left"),
+            ("dropout", problem.dropout > 0),
+            ("tf32", problem.dtype == "float32" and problem.precision == "tf32"),
+        )
+        if on
+    ]

@@ -1,0 +1,179 @@
+"""The backward pass on compute capability 9.0: 16-bit operands as they are, float32 in pieces of bfloat16."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from cuflash.planning.draft import CAUSAL_HEAD_SECTION, Draft
+from cuflash.planning.families import BackwardFamily
+from cuflash.planning.sm80 import BackwardTile
+from cuflash.planning.sm90.forward import why_not_16_bit
+from cuflash.planning.sm90.pieces import add_pieces, why_not_pieces
+from cuflash.planning.sm90.tiles import (
+    BACKWARD_FLOAT32_SM90_TILES,
+    BACKWARD_SM90_TILES,
+    BACKWARD_TF32_SM90_TILES,
+    BackwardFloat32Sm90Tile,
+    BackwardSm90Tile,
+)
+from cuflash.planning.tiles import Tile
+from cuflash.problem import ITEMSIZE, Problem
+
+# Heads whose blocks of the backward pass are side by side on compute capability 9.0; on an H200 eight are 1 % slower
+# (head_dim 128, seqlen 4096). Where blocks take turns, each is a step behind the one before it of its head: so many
+# heads are then side by side that, as blocks end, those of a head start two steps apart. In us by heads, head_dim 128,
+# seqlen 1024: 4 779, 8 738, 16 723, 32 739; as a multiple of the fast mode, seqlen 4096: 2 1.11, 4 1.04, 8 1.05.
+BACKWARD_HEAD_SECTION = 4
+TURNS_APART = 2
+# Heads of packed sequences are few and long, and nobody but a kernel before clears the accumulators of dq of those that
+# start side by side. On an H200 two in place of 4 to 16 are up to 4 % faster at head_dim 256 and up to 2 % at 64; with
+# turns under a causal mask four in place of 16 up to 1 %, and two 1 to 3 % slower than four at 256.
+PACKED_HEAD_SECTION, PACKED_TURNS_SECTION = 2, 4
+# Under a causal mask blocks of a head are at different queries, and Q, dO and dQ of the heads under way should stay in
+# L2. On an H200 with turns at seqlen 16384, 128 MiB of them in place of 16 cost 21 % (head_dim 128), or in place of 32
+# 44 % (head_dim 256). With turns, blocks are the further apart the more heads of a group they have gone through: then
+# all heads of a group count, and beyond two of them that fit blocks share a group, which is 5 to 7 % faster (4 heads of
+# head_dim 128, seqlen 8192, or 256, 4096).
+BACKWARD_L2_BYTES = 1 << 24
+MIN_HEADS_IN_TURN = 2
+# Where blocks take turns under a causal mask, the longest run alone at the end unless one of so many heads starts with
+# them. On an H200 one of 8 is 2 to 6 % faster than none at head_dim 256, and 1 to 5 % slower below. But groups of query
+# heads make blocks longer: by arithmetic 20 % of the device waits for the last ones of 4 waves, 13 % of 8.
+SPLIT_ROLES_BACK_SHARE, GROUPED_BACK_SHARE = 8, 4
+BACK_SECTION = 16  # of these heads, which are side by side
+# Waves of blocks from which on these clear accumulators of dq. On an H200 the pass takes 2 to 5 % less so at seqlen
+# 1024, and up to 1 % at 4096 (batch x heads x seqlen x head_dim of 2**25); 1 % more of it for heads two sections ahead;
+# and 3 % more than without in a single wave.
+CLEAR_WAVES = 2
+
+
+class Backward(BackwardFamily[BackwardSm90Tile]):
+    kernel = "backward_sm90"
+    tile = BackwardSm90Tile
+    makes_both = shares_tail = True
+    defines: ClassVar = {"CUFLASH_PAIRS_STATS": 1}
+
+    def table(self, problem: Problem) -> tuple[BackwardSm90Tile, ...]:
+        return BACKWARD_SM90_TILES
+
+    def why_not(self, draft: Draft) -> str | None:
+        problem = draft.problem
+        if draft.device.arch != 90 or ITEMSIZE[problem.dtype] != 2:
+            return ""
+        if problem.deterministic and "dq" in draft.need and problem.block_mask is not None:
+            return "its blocks take turns at dq, which count tiles that block_mask hides"
+        mapped = ("q", "k", "v", "dout", *(name for name in ("dk", "dv") if name in draft.need))
+        return why_not_16_bit(draft, mapped, BACKWARD_SM90_TILES)
+
+    def configured(self, main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
+        in_turn = draft.problem.deterministic and "dq" in draft.need
+        if in_turn and draft.problem.block_mask is not None:
+            raise NotImplementedError(
+                "tiles: got a BackwardSm90Tile with deterministic=True and block_mask, expected a BackwardTile and a "
+                "DqTile"
+            )
+        return replace(main, takes_turns=in_turn)
+
+    def takes_turns(self, main: BackwardSm90Tile) -> bool:
+        return main.takes_turns
+
+    def accumulator_layout(self, main: BackwardSm90Tile) -> BackwardTile:
+        return _fragments_of_a_warpgroup(main)
+
+    def heads_of_block(self, draft: Draft, main: BackwardSm90Tile) -> int:
+        if not main.takes_turns or draft.problem.window_right is None:
+            return draft.problem.group_size
+        return max(BACKWARD_L2_BYTES // max(_head_bytes(draft, main), 1), MIN_HEADS_IN_TURN)
+
+    def head_section(self, draft: Draft, main: BackwardSm90Tile) -> int:
+        problem = draft.problem
+        if main.takes_turns and problem.window_right is None:
+            resident, steps = (
+                draft.device.num_sms * main.min_blocks,
+                steps_of_tile(draft, main) // draft.run_time.group_splits,
+            )
+            return max(BACKWARD_HEAD_SECTION, TURNS_APART * resident // max(steps, 1))
+        most = BACKWARD_HEAD_SECTION if problem.window_right is None else CAUSAL_HEAD_SECTION
+        if problem.is_packed:
+            most = PACKED_TURNS_SECTION if main.takes_turns else PACKED_HEAD_SECTION
+        if problem.window_right is None:
+            return most
+        heads = problem.group_size // draft.run_time.group_splits if main.takes_turns else 1
+        section = min(BACKWARD_L2_BYTES // max(heads * _head_bytes(draft, main), 1), most)
+        return max(section, 1 if main.takes_turns else 2)
+
+    def back_share(self, problem: Problem, main: BackwardSm90Tile) -> int:
+        if not main.takes_turns or problem.window_right is None or problem.window_left is not None:
+            return 0
+        if problem.group_size > 1:
+            return GROUPED_BACK_SHARE
+        return SPLIT_ROLES_BACK_SHARE if main.splits_roles else 0
+
+    def clear_ahead(self, draft: Draft, main: BackwardSm90Tile) -> int:
+        problem, run_time = draft.problem, draft.run_time
+        ahead = max(run_time.head_section, BACK_SECTION if self.back_share(problem, main) else 0)
+        places = problem.array_batch * problem.num_heads_kv * run_time.group_splits
+        blocks = places * draft.tiles_of(problem.seqlen_k, main.block_n)
+        is_large = blocks >= CLEAR_WAVES * draft.device.num_sms * main.min_blocks
+        return ahead if ahead < places and is_large else 0
+
+    def prepare(self, draft: Draft, main: BackwardSm90Tile) -> None:
+        m, n = main.block_m, main.block_n
+        results: dict[str, int] = {name: 64 for name in ("dk", "dv") if name in draft.need}
+        draft.map_tensors({"q": m, "k": n, "v": n, "dout": m, **results})
+
+
+class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
+    kernel = "backward_float32_sm90"
+    tile = BackwardFloat32Sm90Tile
+    makes_both = shares_tail = True
+    defines: ClassVar = {"CUFLASH_PLAIN_FRAGMENTS": 1}
+
+    def table(self, problem: Problem) -> tuple[BackwardFloat32Sm90Tile, ...]:
+        return {"highest": BACKWARD_FLOAT32_SM90_TILES, "tf32": BACKWARD_TF32_SM90_TILES}[problem.precision]
+
+    def why_not(self, draft: Draft) -> str | None:
+        obstacle = why_not_pieces(draft, self.table(draft.problem))
+        if obstacle is None and draft.problem.deterministic and "dq" in draft.need:
+            return "it adds to dq in no fixed order"
+        return obstacle
+
+    def accumulator_layout(self, main: BackwardFloat32Sm90Tile) -> BackwardTile:
+        return _fragments_of_a_warpgroup(main)
+
+    def prepare(self, draft: Draft, main: BackwardFloat32Sm90Tile) -> None:
+        add_pieces(draft, main, ("q", "k", "v", "dout"))
+        draft.map_tensors({f"{name}_pieces": 64 for name in ("q", "k", "v", "dout")})
+
+
+def _fragments_of_a_warpgroup(main: BackwardSm90Tile | BackwardFloat32Sm90Tile) -> BackwardTile:
+    """A tile whose fragments are those of the warps of one warpgroup, one below the other."""
+    return BackwardTile(
+        element_bytes=main.element_bytes,
+        max_dim=main.max_dim,
+        block_m=main.block_m,
+        block_n=main.block_n,
+        num_warps=4,
+        num_stages=1,
+        min_blocks=1,
+        warps_d=1,
+        dq_warps_m=4,
+        fragments_ahead=0,
+        origin=main.origin,
+    )
+
+
+def steps_of_tile(draft: Draft, main: Tile) -> int:
+    """The most tiles of queries, of all heads of a group, that a tile of keys meets; of packed sequences their mean."""
+    problem = draft.problem.mean_sequence
+    queries = problem.seqlen_q
+    if problem.window_left is not None and problem.window_right is not None:
+        queries = min(queries, problem.window_left + problem.window_right + main.block_n)
+    return -(-queries // main.block_m) * problem.group_size
+
+
+def _head_bytes(draft: Draft, main: BackwardSm90Tile) -> int:
+    """Of Q, dO and dQ of a head; of packed sequences for their mean length: blocks under way reach over that."""
+    dim, dim_v = draft.padded_dims(main)
+    return draft.problem.mean_sequence.seqlen_q * (main.element_bytes * (dim + dim_v) + 4 * dim)

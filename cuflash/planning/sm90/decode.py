@@ -1,0 +1,118 @@
+"""Few queries against many keys, on compute capability 9.0: the keys are streamed past all queries that share them."""
+
+from __future__ import annotations
+
+import math
+
+from cuflash.planning.device import DeviceSpec
+from cuflash.planning.draft import Draft, check_blocks
+from cuflash.planning.families import ForwardFamily
+from cuflash.planning.sm90.forward import MAPPED, box_rows
+from cuflash.planning.sm90.tiles import DECODE_ROWS, DECODE_SM90_TILES, DecodeSm90Tile
+from cuflash.planning.tiles import round_up
+from cuflash.problem import ITEMSIZE, Problem
+
+DECODE_MIN_SEQLEN_K = 512  # from which on that pays
+MIN_TILES_OF_BLOCK = 2  # of keys
+COMBINE_TILES = 2  # of keys: what a block of many takes longer where several share a head
+COMBINE_WARPS = 8
+MAX_SHARE_STEPS = 2**31 - 1  # by which blocks count the keys of all heads: as many for each head as there are blocks
+
+
+class Decode(ForwardFamily[DecodeSm90Tile]):
+    kernel = "decode_sm90"
+    tile = DecodeSm90Tile
+
+    def table(self, problem: Problem) -> tuple[DecodeSm90Tile, ...]:
+        return DECODE_SM90_TILES
+
+    def why_not(self, draft: Draft) -> str | None:
+        problem, device = draft.problem, draft.device
+        rows = problem.group_size * problem.mean_sequence.seqlen_q
+        if device.arch != 90 or ITEMSIZE[problem.dtype] != 2 or not 0 < rows <= DECODE_ROWS:
+            return ""
+        if _visible_keys(problem.mean_sequence) < DECODE_MIN_SEQLEN_K or draft.why_not_mapped(MAPPED):
+            return ""
+        options = ("softcap", "alibi_slopes", "bias", "mask", "block_mask")
+        terms = [name for name in options if getattr(problem, name) is not None]
+        terms += ["dropout"] if problem.dropout else []
+        terms += ["packed sequences"] if problem.is_packed else []
+        if terms:
+            return f"it knows no {' and no '.join(terms)}"
+        if problem.group_size == 1 and 2 * draft.heads >= device.num_sms:
+            return f"{draft.heads} heads fill the device, and no two share keys"
+        return None
+
+    def draft(self, draft: Draft, tile: DecodeSm90Tile) -> None:
+        problem = draft.problem
+        heads, rows = problem.batch * problem.num_heads_kv, problem.group_size * problem.seqlen_q
+        blocks = _blocks_of_decode(problem, draft.device, tile)
+        draft.set(resident_blocks=blocks)
+        whole_heads = heads % blocks == 0
+        draft.key_splits = blocks // heads if blocks % heads == 0 else 1 if whole_heads else blocks // heads + 2
+        box = box_rows(problem, tile.block_n)
+        draft.hides_last_keys = True
+        boxes = {"q": problem.seqlen_q, "k": box, "v": box}
+        draft.map_tensors(boxes, {"q": problem.group_size}, read_once=True)
+        draft.reasons.append(f"{rows} queries of the heads that share keys go through one product: keys are read once")
+        dims = draft.padded_dims(tile)
+        draft.add(self.source, tile, blocks, tile.shared_bytes(*dims), CUFLASH_SPLITS_KEYS=int(not whole_heads))
+        if whole_heads:
+            draft.reasons.append(f"{blocks} blocks take whole heads")
+            return
+        draft.scratch["partial_out"] = (heads + blocks) * rows * dims[1]
+        draft.scratch["partial_lse"] = (heads + blocks) * rows
+        _add_combine(draft, tile, draft.key_splits)
+        draft.reasons.append(
+            f"{blocks} blocks take equal shares of the keys, up to {draft.key_splits} of them those of one head: "
+            "results are combined by lse"
+        )
+
+
+def _visible_keys(problem: Problem) -> int:
+    """The most keys that all queries of a head see together."""
+    start, stop = 0, problem.seqlen_k
+    if problem.window_left is not None:
+        start = max(start, problem.diagonal - problem.window_left)
+    if problem.window_right is not None:
+        stop = min(stop, problem.seqlen_q + problem.diagonal + problem.window_right)
+    return max(0, stop - start)
+
+
+def _blocks_of_decode(problem: Problem, device: DeviceSpec, tile: DecodeSm90Tile) -> int:
+    """The number of blocks to share all keys evenly, so that the device is done first; of equals, the smallest.
+
+    As many as are resident leave no multiprocessor idle, but share heads, whose results have to be combined. A few less
+    may leave every head whole, or shared by as few blocks as the others.
+    """
+    heads = problem.batch * problem.num_heads_kv
+    check_blocks(heads)
+    tiles_of_head = -(-_visible_keys(problem) // tile.block_n)
+    num_tiles = heads * tiles_of_head
+    most = max(1, min(device.num_sms * tile.min_blocks, num_tiles // MIN_TILES_OF_BLOCK, MAX_SHARE_STEPS // heads))
+    even = {most}
+    if heads <= most:
+        even.add(most // heads * heads)
+    elif heads % -(-heads // most) == 0:
+        even.add(heads // -(-heads // most))
+
+    def duration(blocks: int) -> int:
+        return -(-num_tiles // blocks) + (COMBINE_TILES if heads % blocks else 0)
+
+    return min(sorted(even), key=duration)
+
+
+def _add_combine(draft: Draft, tile: DecodeSm90Tile, splits: int) -> None:
+    """The kernel that sums the results of splits: a block owns many rows where splits are few."""
+    threads, (_, dim_v) = 32 * COMBINE_WARPS, draft.padded_dims(tile)
+    lanes = dim_v // 4
+    at_once = most = threads // lanes
+    while at_once > 1 and at_once >= splits:  # a thread sums two of them at least
+        at_once //= 2
+    if most // at_once > 1:  # rows are made of whole warps
+        at_once = min(most, round_up(at_once, 32 // math.gcd(32, lanes)))
+    rows = most // at_once
+    blocks = -(-draft.heads * draft.problem.seqlen_q // rows)
+    shared_bytes = rows * at_once * lanes * 16 if at_once > 1 else 0
+    defines = {"CUFLASH_BLOCK_ROWS": rows, "CUFLASH_SPLITS_AT_ONCE": at_once, "CUFLASH_NUM_WARPS": COMBINE_WARPS}
+    draft.add("combine.cu", tile, blocks, shared_bytes, **defines)

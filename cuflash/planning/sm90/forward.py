@@ -1,0 +1,91 @@
+"""The forward pass on compute capability 9.0: 16-bit operands as they are, float32 in pieces of bfloat16."""
+
+from __future__ import annotations
+
+import math
+
+from cuflash.planning.draft import CAUSAL_HEAD_SECTION, Draft, check_blocks
+from cuflash.planning.families import ForwardFamily
+from cuflash.planning.sm90.pieces import add_pieces, why_not_pieces
+from cuflash.planning.sm90.tiles import (
+    FORWARD_FLOAT32_SM90_TILES,
+    FORWARD_SM90_TILES,
+    FORWARD_TF32_SM90_TILES,
+    ForwardFloat32Sm90Tile,
+    ForwardSm90Tile,
+)
+from cuflash.planning.tiles import Tile
+from cuflash.problem import ITEMSIZE, Problem
+
+MAPPED = ("q", "k", "v", "out")  # arrays that are left to TMA
+
+
+class Forward(ForwardFamily[ForwardSm90Tile]):
+    kernel = "forward_sm90"
+    tile = ForwardSm90Tile
+
+    def table(self, problem: Problem) -> tuple[ForwardSm90Tile, ...]:
+        return FORWARD_SM90_TILES
+
+    def why_not(self, draft: Draft) -> str | None:
+        return why_not_16_bit(draft, MAPPED, FORWARD_SM90_TILES)
+
+    def draft(self, draft: Draft, tile: ForwardSm90Tile) -> None:
+        draft.add_lists(tile, "key_lists")
+        box = box_rows(draft.problem, tile.block_n)
+        draft.map_tensors({"q": tile.block_m, "k": box, "v": box, "out": 64})
+        _add_persistent(draft, tile, self.source)
+
+
+class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
+    kernel = "forward_float32_sm90"
+    tile = ForwardFloat32Sm90Tile
+
+    def table(self, problem: Problem) -> tuple[ForwardFloat32Sm90Tile, ...]:
+        return {"highest": FORWARD_FLOAT32_SM90_TILES, "tf32": FORWARD_TF32_SM90_TILES}[problem.precision]
+
+    def why_not(self, draft: Draft) -> str | None:
+        return why_not_pieces(draft, self.table(draft.problem))
+
+    def draft(self, draft: Draft, tile: ForwardFloat32Sm90Tile) -> None:
+        draft.add_lists(tile, "key_lists")
+        add_pieces(draft, tile, ("q", "k", "v"))
+        draft.map_tensors({"q_pieces": tile.block_m, "k_pieces": tile.block_n, "v_pieces": tile.block_n})
+        _add_persistent(draft, tile, self.source)
+
+
+def why_not_16_bit(draft: Draft, mapped: tuple[str, ...], table: tuple[Tile, ...]) -> str | None:
+    """Why kernels of 16-bit operands, which read and write these arrays by TMA, do not serve a problem."""
+    problem = draft.problem
+    if draft.device.arch != 90 or ITEMSIZE[problem.dtype] != 2:
+        return ""
+    obstacle = draft.why_not_mapped(mapped)
+    if obstacle is not None:
+        return f"{obstacle}, which TMA cannot serve"
+    largest = max(row.max_dim for row in table)
+    if max(problem.head_dim, problem.head_dim_v) > largest:
+        return f"it serves head dimensions up to {largest}"
+    return None
+
+
+def box_rows(problem: Problem, block_n: int) -> int:
+    """Keys that TMA brings at once: a tile, or with pages as many as make whole pages and whole tiles."""
+    return math.gcd(problem.page_size, block_n)
+
+
+def _add_persistent(draft: Draft, tile: ForwardSm90Tile | ForwardFloat32Sm90Tile, source: str) -> None:
+    """A persistent kernel: as many blocks as are resident, each of which takes one tile of queries after another."""
+    problem = draft.problem
+    m_blocks = draft.heads * draft.tiles_of(problem.seqlen_q, tile.block_m)
+    check_blocks(m_blocks)
+    pairs = problem.window_right is not None and problem.window_left is None
+    units = draft.heads * draft.tiles_of(problem.seqlen_q, 2 * tile.block_m) if pairs else m_blocks
+    blocks = min(units, draft.device.num_sms * tile.min_blocks)
+    draft.set(resident_blocks=blocks)
+    what = f"{m_blocks} tiles of queries"
+    if problem.is_packed:
+        # Sequences of different lengths are then spread evenly over the blocks.
+        draft.set(head_section=CAUSAL_HEAD_SECTION)
+        what = f"the tiles of queries of {problem.batch} packed sequences, at most {m_blocks},"
+    draft.reasons.append(f"{blocks} blocks stay and take {what} one after another")
+    draft.add(source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), CUFLASH_PAIRS=int(pairs))

@@ -1,0 +1,361 @@
+"""Tiles of the kernels for compute capability 9.0, and their tables.
+
+The first row of a table that serves the problem, and whose shared memory fits, is taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from cuflash.planning.tiles import ARITHMETIC, Tile, chunked_bytes, float32, h200, maker, reads
+from cuflash.problem import Problem
+from cuflash.tensor_map import CHUNK
+
+LONG_SEQLEN = 2048  # from which on larger tiles of keys, or of queries, pay
+WGMMA_COLUMNS = tuple(range(32, 257, 16))  # of a product, that pay
+DECODE_ROWS = 64  # of one product, which hold the few queries of all heads that share keys
+# What `ForwardSm90Tile.serves` means, in words.
+SERVES = {
+    "any": "any problem",
+    "no terms": "problems without softcap, slopes, bias, mask and cut blocks",
+    "long full": f"{LONG_SEQLEN} keys or more, without a right bound, softcap, slopes, bias, mask and cut blocks",
+    "whole blocks": "block masks of whole tiles, without softcap, slopes, bias and mask",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardSm90Tile(Tile):
+    """One way to cut the forward pass for compute capability 9.0. A warpgroup owns 64 of the block_m queries."""
+
+    max_dim: int
+    block_m: int
+    block_n: int
+    num_stages: int
+    ping_pong: bool  # consumers take turns at issuing products
+    keep_before: bool  # the softmax is kept in front of the wait for the product before it
+    q_stages: int  # tiles of queries in shared memory
+    serves: Literal["any", "no terms", "long full", "whole blocks"] = "any"
+    origin: str = field(compare=False)
+
+    defined = ("ping_pong", "keep_before", "q_stages")
+    variations: ClassVar = {
+        "block_m": (128, 192),
+        "block_n": WGMMA_COLUMNS,
+        "num_stages": (2, 3),
+        "q_stages": (1, 2),
+        "ping_pong": (False, True),
+    }
+
+    element_bytes = 2
+    dim_multiple = 16
+    min_blocks = 1
+    fragments_ahead = 0
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (self.block_m in (128, 192, 256), "64 queries for each of two to four consumers"),
+            (self.block_n % 16 == 0 and self.block_n <= 256, "a block_n that one product serves"),
+        )
+
+    @property
+    def num_warps(self) -> int:
+        """Those of the consumers and of the producer."""
+        return self.block_m // 16 + 4
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        q, out = (chunked_bytes(self.block_m, d) for d in (dim, min(dim_v, 128)))
+        k, v = (chunked_bytes(self.block_n, d) for d in (dim, dim_v))
+        barriers = 8 * (2 * self.q_stages + 4 * self.num_stages) + 16
+        next_tiles = 2 * (16 + 32)  # of packed sequences
+        return self.q_stages * q + out + self.num_stages * (k + v) + barriers + next_tiles
+
+    def why_not(self, problem: Problem) -> str:
+        terms = (problem.softcap, problem.alibi_slopes, problem.bias, problem.mask)
+        rows, keys = problem.block_size
+        cuts_blocks = rows % self.block_m != 0 or keys % self.block_n != 0  # pairs of a tile are then looked up
+        no_terms = all(term is None for term in terms) and not cuts_blocks
+        is_long = problem.mean_sequence.seqlen_k >= LONG_SEQLEN
+        suits = {
+            "any": True,
+            "no terms": no_terms,
+            "long full": no_terms and is_long and problem.window_right is None,
+            "whole blocks": no_terms and problem.block_mask is not None,
+        }[self.serves]
+        return "" if suits else f"for {SERVES[self.serves]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardFloat32Sm90Tile(Tile):
+    """One way to cut the forward pass of float32 for compute capability 9.0, of operands in pieces of bfloat16.
+
+    A warpgroup owns 64 of the block_m queries.
+    """
+
+    max_dim: int
+    block_m: int
+    block_n: int
+    num_stages: int
+    ping_pong: bool  # consumers take turns at issuing products
+    pieces: int = 3  # of a float32; two are for TF32's precision
+    origin: str = field(compare=False)
+
+    defined = ("ping_pong", "pieces")
+    variations: ClassVar = {
+        "block_m": (128, 192),
+        "block_n": WGMMA_COLUMNS,
+        "num_stages": (1, 2),
+        "ping_pong": (False, True),
+    }
+
+    element_bytes = 4
+    dim_multiple = 16
+    min_blocks = 1
+    fragments_ahead = 0
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (self.block_m in (128, 192), "64 queries for each of two or three consumers"),
+            (self.pieces in (2, 3), "two or three pieces"),
+            (self.block_n % 16 == 0 and self.block_n <= 256, "a block_n that one product serves"),
+        )
+
+    @property
+    def num_warps(self) -> int:
+        """Those of the consumers and of the producer."""
+        return self.block_m // 16 + 4
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        q, k, v = (
+            chunked_bytes(self.block_m, dim),
+            chunked_bytes(self.block_n, dim),
+            chunked_bytes(self.block_n, dim_v),
+        )
+        return self.pieces * (q + self.num_stages * (k + v)) + 8 * (2 + 4 * self.pieces * self.num_stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeSm90Tile(Tile):
+    """One way to stream the keys past few queries, for compute capability 9.0. One warpgroup owns all rows."""
+
+    max_dim: int
+    block_m: int = DECODE_ROWS
+    block_n: int
+    num_stages: int
+    min_blocks: int
+    origin: str = field(compare=False)
+
+    variations: ClassVar = {"block_n": (32, 64, 128), "num_stages": (2, 3, 4), "min_blocks": (1, 2)}
+
+    element_bytes = 2
+    dim_multiple = 16
+    num_warps = 5  # those of the consumer, and the producer
+    fragments_ahead = 0
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (self.block_m == DECODE_ROWS, "the rows of one product"),
+            (self.block_n % 16 == 0 and self.block_n <= 256, "a block_n that one product serves"),
+        )
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        k, v = (chunked_bytes(self.block_n, d) for d in (dim, dim_v))
+        barriers = 8 * (2 + 4 * self.num_stages)
+        return chunked_bytes(self.block_m, dim) + self.num_stages * (k + v) + barriers
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardSm90Tile(Tile):
+    """One way to cut the backward pass for compute capability 9.0. A warpgroup, or two, own 64 of the block_n keys."""
+
+    max_dim: int
+    block_m: int
+    block_n: int
+    num_stages: int
+    dp_early: bool  # dP is issued at the start of a step, not behind the products of the step before
+    splits_roles: bool  # one warpgroup makes P and dv, another dS and dk, of the same keys
+    holds_k: bool  # consumers keep K in registers
+    dk_from_shared: bool  # dK reads dS from shared memory, not from registers
+    takes_turns: bool = False  # blocks add to dq one after another, in a fixed order
+    origin: str = field(compare=False)
+
+    defined = ("dp_early", "splits_roles", "holds_k", "dk_from_shared")
+    variations: ClassVar = {"num_stages": (2, 3)}
+
+    element_bytes = 2
+    dim_multiple = 64
+    min_blocks = 1
+    fragments_ahead = 0
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        keys = 64 if self.splits_roles else 128
+        return (
+            (self.block_n == keys, "64 keys for two consumers, or for each of them"),
+            (self.block_m == 64, "64 queries for one product"),
+        )
+
+    @property
+    def num_warps(self) -> int:
+        """Those of two consumers, of dq, and of who serves turns."""
+        return 16 if self.takes_turns else 12
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        keys = chunked_bytes(self.block_n, dim) + chunked_bytes(self.block_n, dim_v)
+        queries = chunked_bytes(self.block_m, dim) + chunked_bytes(self.block_m, dim_v) + self.block_m * 8
+        ds = 2 * chunked_bytes(self.block_n, self.block_m)
+        p = self.block_n * self.block_m * 4 if self.splits_roles else 0
+        barriers = 8 * (2 + 4 * self.num_stages + 4 + 2 * self.splits_roles + 6 * self.takes_turns)
+        return keys + self.num_stages * queries + ds + p + barriers
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardFloat32Sm90Tile(Tile):
+    """One way to cut the backward pass of float32 for compute capability 9.0. Warpgroups own the same 64 keys."""
+
+    max_dim: int
+    block_m: int = 64
+    block_n: int = 64
+    num_stages: int
+    num_rooms: int  # in which weights and their gradients are handed from warpgroup to warpgroup
+    dq_columns: int  # of dq in one product
+    dq_late: bool  # dq of a tile waits for the first columns of its dk, which the next queries wait for
+    pieces: int = 3  # of a float32; two are for TF32's precision
+    origin: str = field(compare=False)
+
+    defined = ("num_rooms", "dq_columns", "dq_late", "pieces")
+    variations: ClassVar = {"num_stages": (1, 2, 3), "num_rooms": (1, 2)}
+
+    element_bytes = 4
+    num_warps = 16  # those of dv, of dk, of dq and of the producers
+    dim_multiple = 64
+    min_blocks = 1
+    fragments_ahead = 0
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (self.block_m == 64 and self.block_n == 64, "64 keys and 64 queries for one product"),
+            (self.dq_columns in (64, 128), "whole chunks of dq"),
+            (self.pieces in (2, 3), "two or three pieces"),
+            (not self.dq_late or self.num_rooms <= self.num_stages, "late dq no further behind than dk"),
+        )
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        tile = self.pieces * (chunked_bytes(64, dim) + chunked_bytes(64, dim_v))
+        rooms = self.num_rooms * self.pieces * chunked_bytes(64, CHUNK)
+        barriers = 8 * (2 + 2 * self.num_stages * (dim + dim_v) // CHUNK + 3 * self.num_rooms)
+        return (self.num_stages + 1) * tile + rooms + self.num_stages * self.block_m * 8 + barriers
+
+
+_forward_sm90 = maker(
+    ForwardSm90Tile,
+    "max_dim block_m block_n num_stages ping_pong keep_before q_stages serves origin",
+)
+_forward_float32_sm90 = maker(ForwardFloat32Sm90Tile, "max_dim block_m block_n num_stages ping_pong origin")
+_decode = maker(DecodeSm90Tile, "max_dim block_n num_stages min_blocks origin")
+_backward_sm90 = maker(
+    BackwardSm90Tile,
+    "max_dim block_m block_n num_stages dp_early splits_roles holds_k dk_from_shared origin",
+)
+_backward_float32_sm90 = maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_rooms dq_columns dq_late origin")
+
+FORWARD_SM90_TILES = (
+    #            max_dim  m    n   stages turns  keep  Q  serves
+    _forward_sm90(
+        64,
+        128,
+        128,
+        2,
+        True,
+        True,
+        2,
+        "whole blocks",
+        "on an H200 497 TFLOP/s with all blocks of 128 x 128 kept, FlexAttention 270 (seqlen 16384)",
+    ),
+    _forward_sm90(64, 256, 64, 3, False, False, 2, "no terms", h200("584 / 563, 541 / 412", "289 / 280, 287 / 216")),
+    _forward_sm90(64, 192, 64, 3, False, False, 2, "any", ARITHMETIC),
+    _forward_sm90(
+        128,
+        192,
+        80,
+        2,
+        True,
+        True,
+        2,
+        "long full",
+        "on an H200 788 and 753 TFLOP/s, 128 x 128 beside it 778 and 724 (seqlen 4096 and 16384 full)",
+    ),
+    _forward_sm90(
+        128,
+        128,
+        128,
+        2,
+        True,
+        True,
+        2,
+        "no terms",
+        "on an H200 694 TFLOP/s causal at seqlen 4096, 674 / 495 full / causal at 1024, FlashAttention-2 "
+        "beside it 297, 332 / 247",
+    ),
+    _forward_sm90(128, 128, 64, 3, True, True, 2, "any", ARITHMETIC),
+    _forward_sm90(
+        192,
+        128,
+        96,
+        2,
+        True,
+        True,
+        1,
+        "any",
+        "on an H200 817 / 728, 689 / 502 TFLOP/s, 128 x 112 with the output in the room of Q beside it "
+        "786 / 703, 620 / 461 (seqlen 4096 full / causal, 1024 full / causal; 10 heads)",
+    ),
+    _forward_sm90(256, 128, 64, 2, True, True, 1, "any", h200("798 / 745, 718 / 544", "296 / 271, 307 / 249")),
+)
+
+FORWARD_FLOAT32_SM90_TILES = (
+    #                    max_dim m   n   stages turns
+    _forward_float32_sm90(64, 128, 128, 1, False, float32("121 / 110", "33.2 / 30.2")),
+    _forward_float32_sm90(128, 128, 64, 1, True, float32("123 / 112", "44.0 / 42.1")),
+)
+
+# The same for precision="tf32".
+FORWARD_TF32_SM90_TILES = (
+    _forward_float32_sm90(64, 128, 192, 1, False, float32("209 / 183", "33.2 / 30.2"), pieces=2),
+    _forward_float32_sm90(128, 128, 112, 1, True, float32("221 / 193", "44.0 / 42.1"), pieces=2),
+)
+
+# Memory of an H200 brings a multiprocessor 36 bytes in a nanosecond, after a microsecond: 64 KiB and more must be on
+# their way, beside the tiles in use.
+DECODE_SM90_TILES = (
+    #       max_dim n   stages blocks
+    _decode(64, 128, 2, 2, reads(3.95, "32 x 32/8", 3.75, "2 x 32/8")),
+    _decode(
+        128,
+        128,
+        2,
+        1,
+        "on an H200 4.33 TB/s (batch x heads 16 x 32/8, 8192 keys, one query), 4.05, 4.11 and 4.03 (1 x 32/8, "
+        "131072 keys, 1, 4 and 16 queries); a copy 4.24",
+    ),
+    _decode(192, 64, 4, 1, ARITHMETIC),
+    _decode(256, 64, 2, 1, reads(3.87, "8 x 32/8", 3.75, "1 x 16/4")),
+)
+
+BACKWARD_SM90_TILES = (
+    #             max_dim m   n   stages early  split  hold K dk from shared
+    _backward_sm90(64, 64, 128, 3, True, False, True, False, h200("579 / 526, 478 / 348", "258 / 235, 243 / 186")),
+    _backward_sm90(128, 64, 128, 3, False, False, False, True, h200("608 / 579, 512 / 371", "266 / 259, 255 / 208")),
+    _backward_sm90(256, 64, 64, 2, True, True, False, False, h200("466 / 450, 394 / 301", "239 / 224, 227 / 181")),
+)
+
+# Tiles of 64 keys and 64 queries; the products of pieces count as one.
+BACKWARD_FLOAT32_SM90_TILES = (
+    #                     max_dim stages rooms columns of dq, late
+    _backward_float32_sm90(64, 2, 2, 64, False, float32("114 / 111", "34.1 / 31.1")),
+    _backward_float32_sm90(128, 1, 1, 64, True, float32("121 / 114", "35.7 / 34.2")),
+)
+
+BACKWARD_TF32_SM90_TILES = (
+    _backward_float32_sm90(64, 3, 2, 64, False, float32("175 / 162", "34.1 / 31.1"), pieces=2),
+    _backward_float32_sm90(128, 2, 2, 64, True, float32("199 / 184", "35.7 / 34.2"), pieces=2),
+)
