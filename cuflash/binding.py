@@ -30,21 +30,11 @@ from cuflash.problem import (
     vector_of,
     window_of,
 )
+from cuflash.terms import NAMES
 
 Pass = Literal["forward", "backward"]
 
 INPUTS = ("q", "k", "v")
-TERMS = (
-    "bias",
-    "mask",
-    "kv_lengths",
-    "alibi_slopes",
-    "sinks",
-    "block_mask",
-    "block_table",
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-)
 # Arrays over head dimensions that a pass reads, and that it writes.
 _READ: dict[Pass, tuple[str, ...]] = {"forward": INPUTS, "backward": (*INPUTS, "out", "dout")}
 _WRITTEN: dict[Pass, tuple[str, ...]] = {"forward": ("out",), "backward": DEFAULT_NEED}
@@ -97,9 +87,9 @@ def bind(
     pass_ : {"forward", "backward"}
     options : Options
     arrays : Mapping
-        By name: q, k, v and those of `TERMS`, out and lse, and for the backward pass dout, dlse and the gradients. None
-        stands for an absent one. Absent results, and dout, out and lse of a backward pass that is only planned, are
-        taken as C-contiguous and aligned.
+        By name: q, k, v and those of `cuflash.terms`, out and lse, and for the backward pass dout, dlse and the
+        gradients. None stands for an absent one. Absent results, and dout, out and lse of a backward pass that is only
+        planned, are taken as C-contiguous and aligned.
     need : collection of str
         Gradients that the backward pass returns; those with an array are returned too.
     address_of : callable, optional
@@ -112,12 +102,12 @@ def bind(
         elements share memory, and an array whose elements are not aligned to their size.
     """
     given = {name: array for name, array in arrays.items() if array is not None}
-    problem = make_problem(options, *(arrays[name] for name in INPUTS), **{name: given.get(name) for name in TERMS})
+    problem = make_problem(options, *(arrays[name] for name in INPUTS), **{name: given.get(name) for name in NAMES})
     results: tuple[str, ...] = ("out", "lse")
     if pass_ == "backward":
         results = tuple(name for name in GRADIENTS if name in need or name in given)
     for name, array in given.items():
-        if name not in (*INPUTS, *TERMS):
+        if name not in (*INPUTS, *NAMES):
             check_array(name, array, *_expected(name, problem, given))
         if name in results and 0 in _steps(array):
             got = f"strides {tuple(array.strides)}"
@@ -134,7 +124,7 @@ def bind(
     copied = tuple(name for name in _OVER_HEAD_DIMENSIONS if name in given and _is_scattered(given[name]))
     for name in copied:
         lying[name], addresses[name] = Contiguous(tuple(given[name].shape), given[name].dtype), 0
-    operands = {name: _operand(name, x, problem) for name, x in lying.items() if name not in (*TERMS, *_NUMBERS)}
+    operands = {name: _operand(name, x, problem) for name, x in lying.items() if name not in (*NAMES, *_NUMBERS)}
     problem = replace(problem, q=operands.pop("q"), k=operands.pop("k"), v=operands.pop("v"))
 
     def aligned_bytes(names: Collection[str]) -> int:
@@ -151,6 +141,12 @@ def bind(
         load_bytes=aligned_bytes(_READ[pass_]),
         store_bytes=aligned_bytes([name for name in _WRITTEN[pass_] if name in results]),
     )
+
+
+def of_pass(pass_: Pass, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the arrays of both passes that are arguments of one."""
+    own = ("out", "lse") if pass_ == "forward" else ("dout", "out", "lse", "dlse", *GRADIENTS)
+    return {name: array for name, array in arrays.items() if name in (*INPUTS, *NAMES, *own)}
 
 
 def planned_length(seqlen_k: int) -> int:

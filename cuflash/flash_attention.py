@@ -5,7 +5,7 @@ The short story of a call:
 1. Whose arrays are these? (`interop`) NumPy and CuPy arrays are taken as they are, others are viewed through DLPack.
 2. What is to be computed? (`problem`) Shapes, dtypes and options are checked against each other, once.
 3. Computation follows the data. NumPy arrays: the tiled algorithm on the CPU (`cpu`). CuPy arrays: a plan is chosen
-   (`plan`), its kernel compiled or found in the cache (`compiler`) and started on CuPy's current stream (`launch`),
+   (`planning`), its kernel compiled or found in the cache (`compiler`) and started on CuPy's current stream (`launch`),
    without a synchronisation. All that is remembered per problem, so a repeated call costs little more than a launch.
 4. The results are arrays of the library that the arguments came from.
 """
@@ -17,14 +17,15 @@ from collections import namedtuple
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 from cuflash import cpu, interop, progress
-from cuflash.binding import INPUTS, Binding, Pass, bind
+from cuflash.binding import INPUTS, Binding, Pass, bind, of_pass
 from cuflash.packed import check_starts
 from cuflash.problem import (
     DEFAULT_NEED,
     GRADIENTS,
+    OF_OPTIONS,
     Options,
     Problem,
     check_pages,
@@ -33,6 +34,13 @@ from cuflash.problem import (
     typed,
     value_error,
 )
+from cuflash.terms import PassArrays, Terms, checked
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cuflash.launch import Plans
+    from cuflash.tuning import Tuning
 
 Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one kind per call
 ArrayT = TypeVar("ArrayT")
@@ -357,8 +365,9 @@ class FlashAttention:
         ImportError
             Arrays of another library in CUDA memory, without CuPy; or a kernel to compile, without NVRTC.
         """
-        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, cu_seqlens_q, cu_seqlens_k)
-        arrays = {"q": q, "k": k, "v": v, **terms, "block_table": block_table, "out": out, "lse": lse}
+        arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "kv_lengths": kv_lengths}
+        arrays |= {"alibi_slopes": alibi_slopes, "sinks": sinks, "block_mask": block_mask, "block_table": block_table}
+        arrays |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "out": out, "lse": lse}
         random = self._random(seed, offset)
         if interop.are_cupy(arrays, INPUTS):
             return ForwardResult(*_gpu().forward(self.options, arrays, random))
@@ -459,14 +468,15 @@ class FlashAttention:
                 f"block_table: got {type(block_table).__name__}, expected None: gradients are not given in pages; "
                 "gather the pages of each batch entry into contiguous k and v and call forward and backward with these"
             )
-        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, cu_seqlens_q, cu_seqlens_k)
-        arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, **terms, "dlse": dlse}
+        arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "bias": bias, "mask": mask}
+        arrays |= {"kv_lengths": kv_lengths, "alibi_slopes": alibi_slopes, "sinks": sinks, "block_mask": block_mask}
+        arrays |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "dlse": dlse}
         results: dict[str, Array | None] = {"dq": dq, "dk": dk, "dv": dv}
         kind: Callable[..., Any] = Gradients
         if need is not DEFAULT_NEED or not (dbias is dalibi_slopes is dscale is dsoftcap is dsinks is None):
             results |= {"dbias": dbias, "dalibi_slopes": dalibi_slopes, "dscale": dscale}
             results |= {"dsoftcap": dsoftcap, "dsinks": dsinks}
-            names = _needed(need, terms | {"softcap": self.options.softcap}, results)
+            names = _needed(need, arrays | {"softcap": self.options.softcap}, results)
             results, kind = {name: results[name] for name in names}, _gradients_named(names)
         arrays |= results
         need = tuple(results)
@@ -487,29 +497,20 @@ class FlashAttention:
         k: Array,
         v: Array,
         *,
-        bias: Array | None = None,
-        mask: Array | None = None,
-        kv_lengths: Array | None = None,
-        alibi_slopes: Array | None = None,
-        sinks: Array | None = None,
-        block_mask: Array | None = None,
-        block_table: Array | None = None,
-        cu_seqlens_q: Array | None = None,
-        cu_seqlens_k: Array | None = None,
-        need: Collection[str] | None = None,
-    ) -> Any:
+        need: Collection[str] = DEFAULT_NEED,
+        **arrays: Unpack[PassArrays],
+    ) -> CpuPlan | Plans:
         """What `forward` and `backward` would run on these arrays, and why; nothing is computed.
 
         Parameters
         ----------
         q, k, v : array
             As `forward` takes them; only shapes, strides and dtypes matter.
-        bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table : array, optional
-            Likewise. With a block_table there is no backward pass.
-        cu_seqlens_q, cu_seqlens_k : array, optional
-            Likewise.
-        need : collection of str, optional
-            Gradients that `backward` is to give: without it dq, dk, dv, and dsinks where there are sinks.
+        need : collection of str, default ("dq", "dk", "dv")
+            Gradients that `backward` is to give.
+        **arrays : array, optional
+            The other arrays of `forward` and of `backward`, by the names of their arguments: bias, mask and so on, and
+            dout, out, dq and so on, which count as contiguous without it. With a block_table there is no backward pass.
 
         Returns
         -------
@@ -521,13 +522,12 @@ class FlashAttention:
         TypeError, ValueError, NotImplementedError, ImportError
             As `forward` does.
         """
-        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, cu_seqlens_q, cu_seqlens_k)
-        need = self._planned(need, terms)
-        arrays = {"q": q, "k": k, "v": v, **terms, "block_table": block_table}
-        borrowed = interop.borrow(arrays, required=INPUTS)
+        given = {"q": q, "k": k, "v": v} | checked("plan", PassArrays, arrays)
+        need = _needed(need, given | {"softcap": self.options.softcap}, {name: given.get(name) for name in GRADIENTS})
+        borrowed = interop.borrow(given, required=INPUTS)
         if borrowed.kind == "cupy":
-            return _gpu().plan(self.options, borrowed.arrays, need)
-        return CpuPlan(problem=self._bound("forward", borrowed.arrays).problem)
+            return cast("Plans", _gpu().plan(self.options, borrowed.arrays, need))
+        return CpuPlan(problem=self._bound("forward", of_pass("forward", borrowed.arrays)).problem)
 
     def compile(
         self,
@@ -535,16 +535,8 @@ class FlashAttention:
         k: Array,
         v: Array,
         *,
-        bias: Array | None = None,
-        mask: Array | None = None,
-        kv_lengths: Array | None = None,
-        alibi_slopes: Array | None = None,
-        sinks: Array | None = None,
-        block_mask: Array | None = None,
-        block_table: Array | None = None,
-        cu_seqlens_q: Array | None = None,
-        cu_seqlens_k: Array | None = None,
-        need: Collection[str] | None = None,
+        need: Collection[str] = DEFAULT_NEED,
+        **terms: Unpack[Terms],
     ) -> None:
         """Have everything ready that `forward` and `backward` of such arrays need: later calls compile nothing.
 
@@ -556,21 +548,18 @@ class FlashAttention:
         ----------
         q, k, v : array
             As `forward` takes them; only shapes, strides and dtypes matter.
-        bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table : array, optional
-            Likewise. With a block_table there is no backward pass.
-        cu_seqlens_q, cu_seqlens_k : array, optional
-            Likewise.
-        need : collection of str, optional
-            Gradients that `backward` is to give: without it dq, dk, dv, and dsinks where there are sinks.
+        need : collection of str, default ("dq", "dk", "dv")
+            Gradients that `backward` is to give.
+        **terms : array, optional
+            bias, mask and so on, as `forward` takes them. With a block_table there is no backward pass.
 
         Raises
         ------
         TypeError, ValueError, NotImplementedError, ImportError
             As `forward` does.
         """
-        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, cu_seqlens_q, cu_seqlens_k)
-        need = self._planned(need, terms)
-        arrays = {"q": q, "k": k, "v": v, **terms, "block_table": block_table}
+        arrays = {"q": q, "k": k, "v": v} | checked("compile", Terms, terms)
+        need = _needed(need, arrays | {"softcap": self.options.softcap}, dict.fromkeys(GRADIENTS))
         borrowed = interop.borrow(arrays, required=INPUTS)
         if borrowed.kind == "cupy":
             _gpu().compile(self.options, borrowed.arrays, need)
@@ -584,21 +573,13 @@ class FlashAttention:
         v: Array,
         *,
         dout: Array | None = None,
-        bias: Array | None = None,
-        mask: Array | None = None,
-        kv_lengths: Array | None = None,
-        alibi_slopes: Array | None = None,
-        sinks: Array | None = None,
-        block_mask: Array | None = None,
-        block_table: Array | None = None,
-        cu_seqlens_q: Array | None = None,
-        cu_seqlens_k: Array | None = None,
         seed: int | None = None,
         offset: int | None = None,
         passes: Collection[str] = PASSES,
         remember: bool = True,
         forget: bool = False,
-    ) -> Any:
+        **terms: Unpack[Terms],
+    ) -> Tuning | None:
         """Time tiles that might be faster for these arrays than those of the tables, and remember the fastest.
 
         Takes seconds to minutes, most of them for compiling some tens of kernels, and memory for two sets of results;
@@ -617,10 +598,6 @@ class FlashAttention:
             As `forward` takes them, on a GPU.
         dout : array, optional
             As `backward` takes it; out by default.
-        bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table : array, optional
-            As `forward` takes them. With a block_table there is no backward pass.
-        cu_seqlens_q, cu_seqlens_k : array, optional
-            Likewise.
         seed, offset : int, optional
             Of dropout; 0 by default.
         passes : collection of str, default ("forward", "backward")
@@ -629,6 +606,8 @@ class FlashAttention:
             Whether to write the file. Without it nothing changes.
         forget : bool, default False
             Instead of tuning, remove what is remembered for such arrays.
+        **terms : array, optional
+            bias, mask and so on, as `forward` takes them. With a block_table there is no backward pass.
 
         Returns
         -------
@@ -644,11 +623,10 @@ class FlashAttention:
             As `forward` does.
         """
         wanted = _checked_passes(passes)
-        if block_table is not None and "forward" in wanted:
+        arrays = {"q": q, "k": k, "v": v} | checked("tune", Terms, terms) | {"dout": dout}
+        if arrays.get("block_table") is not None and "forward" in wanted:
             wanted = ("forward",)
-        terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, cu_seqlens_q, cu_seqlens_k)
         random = self._random(*((0 if x is None else x) for x in (seed, offset)))
-        arrays = {"q": q, "k": k, "v": v, **terms, "block_table": block_table, "dout": dout}
         borrowed = interop.borrow(arrays, required=INPUTS)
         if borrowed.kind != "cupy":
             self._bound("forward", {name: x for name, x in borrowed.arrays.items() if name != "dout"})
@@ -658,16 +636,11 @@ class FlashAttention:
         from cuflash import stopwatch
 
         if forget:
-            return stopwatch.forget(self.options, borrowed.arrays, wanted)
+            stopwatch.forget(self.options, borrowed.arrays, wanted)
+            return None
         return stopwatch.tune(
             self.options, borrowed.arrays, random=random, passes=wanted, remember=remember, bar=progress.bar
         )
-
-    def _planned(self, need: Collection[str] | None, terms: dict[str, Array | None]) -> tuple[str, ...]:
-        """The gradients that a plan is for."""
-        if need is None:
-            need = DEFAULT_NEED if terms["sinks"] is None else (*DEFAULT_NEED, "dsinks")
-        return _needed(need, terms | {"softcap": self.options.softcap}, dict.fromkeys(GRADIENTS))
 
     def _random(self, seed: int | None, offset: int | None) -> tuple[int, int]:
         """Seed and offset of a call, checked; zeros where nothing is random and the caller gives none."""
@@ -714,6 +687,7 @@ def attention(
     window: Window | None = None,
     softcap: float | None = None,
     layout: Literal["bhsd", "bshd"] = "bhsd",
+    precision: Literal["highest", "tf32"] = "highest",
     block_size: int | tuple[int, int] = (128, 128),
     bias: ArrayT | None = None,
     mask: ArrayT | None = None,
@@ -736,7 +710,7 @@ def attention(
         (..., num_heads_kv, seqlen_k, head_dim), dtype of q; num_heads_kv divides num_heads.
     v : array
         (..., num_heads_kv, seqlen_k, head_dim_v), dtype of q.
-    causal, scale, window, softcap, layout, block_size :
+    causal, scale, window, softcap, layout, precision, block_size :
         Options, as `FlashAttention` takes them.
     bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k, out :
         Arrays, optional, as `FlashAttention.forward` takes them.
@@ -762,10 +736,29 @@ def attention(
     True
     """
     attn = FlashAttention(
-        causal=causal, scale=scale, window=window, softcap=softcap, layout=layout, block_size=block_size
+        causal=causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        layout=layout,
+        precision=precision,
+        block_size=block_size,
     )
-    terms = _terms(bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, cu_seqlens_q, cu_seqlens_k)
-    result = attn.forward(q, k, v, **terms, block_table=block_table, out=out)
+    result = attn.forward(
+        q,
+        k,
+        v,
+        bias=bias,
+        mask=mask,
+        kv_lengths=kv_lengths,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        block_mask=block_mask,
+        block_table=block_table,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        out=out,
+    )
     return cast(ArrayT, result.out)
 
 
@@ -778,29 +771,6 @@ def _gpu() -> ModuleType:
     from cuflash import launch
 
     return launch
-
-
-def _terms(
-    bias: Array | None,
-    mask: Array | None,
-    kv_lengths: Array | None,
-    alibi_slopes: Array | None,
-    sinks: Array | None,
-    block_mask: Array | None,
-    cu_seqlens_q: Array | None,
-    cu_seqlens_k: Array | None,
-) -> dict[str, Array | None]:
-    """Optional arrays of both passes by name."""
-    return {
-        "bias": bias,
-        "mask": mask,
-        "kv_lengths": kv_lengths,
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-        "block_mask": block_mask,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-    }
 
 
 def _checked_passes(passes: Collection[str]) -> Any:
@@ -823,12 +793,12 @@ def _needed(need: Collection[str], given: dict[str, Any], results: dict[str, Arr
         if name not in GRADIENTS:
             listed = ", ".join(map(repr, GRADIENTS[:-1])) + f" or {GRADIENTS[-1]!r}"
             raise value_error("need", repr(name), listed)
-    wanted = tuple(name for name in GRADIENTS if name in need or results[name] is not None)
-    for name in ("bias", "alibi_slopes", "softcap", "sinks"):
-        if f"d{name}" in wanted and given[name] is None:
-            argument = "need" if results[f"d{name}"] is None else f"d{name}"
+    wanted = tuple(name for name in GRADIENTS if name in need or results.get(name) is not None)
+    for gradient, name in OF_OPTIONS.items():
+        if gradient in wanted and given.get(name) is None:
+            argument = "need" if results[gradient] is None else gradient
             expected = "FlashAttention(softcap=...)" if name == "softcap" else f"the {name} that forward took"
-            raise value_error(argument, f"d{name} without {name}", expected)
+            raise value_error(argument, f"{gradient} without {name}", expected)
     return wanted
 
 

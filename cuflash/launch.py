@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import cupy
 
-from cuflash.binding import FIXED, INPUTS, Binding, Growing, Pass, bind, growing_keys, planned_length
+from cuflash.binding import FIXED, INPUTS, Binding, Growing, Pass, bind, growing_keys, of_pass, planned_length
 from cuflash.compiler import compile_kernel, with_resources
 from cuflash.interop import overlap
 from cuflash.params import Argument
@@ -108,7 +108,7 @@ def plan(options: Options, arrays: dict[str, Any], need: Collection[str] = DEFAU
     device = device_spec(arrays["q"].data.device_id)
 
     def plan_of(pass_: Pass) -> LaunchPlan:
-        binding = _bind(pass_, options, arrays, need)
+        binding = _bind(pass_, options, of_pass(pass_, arrays), need)
         return with_resources(tuned_plan(binding.problem, device, pass_, **binding.layout))
 
     return Plans(plan_of("forward"), None if arrays.get("block_table") is not None else plan_of("backward"))

@@ -16,25 +16,16 @@ from cuflash.planning import LaunchPlan, RunTime
 from cuflash.planning.draft import MAPS_OFFSET, PARAMS_BYTES
 from cuflash.problem import Operand, Problem
 from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
+from cuflash.terms import NAMES, TERMS
 
 # Arrays in the order of the struct, with the number of strides that follow each pointer.
 _ARRAYS = (
     *((name, 3) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "lse", "dlse")),
+    *((term.name, term.strides) for term in TERMS),
+    *((f"d{term.name}", term.strides) for term in TERMS if term.has_gradient),
+    ("dscale", 0),
+    ("dsoftcap", 0),
     *(
-        ("bias", 4),
-        ("mask", 4),
-        ("block_mask", 4),
-        ("alibi_slopes", 3),
-        ("kv_lengths", 1),
-        ("sinks", 1),
-        ("dsinks", 1),
-        ("block_table", 2),
-        ("dbias", 4),
-        ("dalibi_slopes", 3),
-        ("dscale", 0),
-        ("dsoftcap", 0),
-        ("cu_seqlens_q", 1),
-        ("cu_seqlens_k", 1),
         ("row_stats", 0),
         ("dq_accumulator", 0),
         ("dkv_partials", 0),
@@ -49,17 +40,6 @@ _ARRAYS = (
         ("score_partials", 0),
         ("sums_partials", 0),
     ),
-)
-_TERMS = (
-    "bias",
-    "mask",
-    "kv_lengths",
-    "alibi_slopes",
-    "sinks",
-    "block_mask",
-    "block_table",
-    "cu_seqlens_q",
-    "cu_seqlens_k",
 )
 _OF_LENGTH = ("seqlen_k", "diagonal", "right_offset", "left_offset")
 _RUN_TIME = tuple(field.name for field in fields(RunTime))
@@ -104,7 +84,7 @@ def parameters(plan: LaunchPlan, operands: Mapping[str, Operand], seed: int = 0,
     its results but dscale and dsoftcap, and dlse where there is one. `seed` and `offset` are those of dropout.
     """
     problem = plan.problem
-    inputs = {name: getattr(problem, name) for name in ("q", "k", "v", *_TERMS)}
+    inputs = {name: getattr(problem, name) for name in ("q", "k", "v", *NAMES)}
     params = np.zeros(1, PARAMS)
     for name, operand in {**inputs, **operands}.items():
         if operand is not None:

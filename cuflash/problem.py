@@ -18,10 +18,15 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from decimal import Decimal
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from cuflash.terms import BY_NAME, NAMES, TERMS, Term, Terms
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
@@ -31,6 +36,8 @@ MAX_BLOCK = 1024  # rows, or keys, of a block of a block mask
 # What `backward` can give, in the order in which it does; and what it gives unless told otherwise.
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dalibi_slopes", "dscale", "dsoftcap", "dsinks")
 DEFAULT_NEED = ("dq", "dk", "dv")
+# Those that only a problem with such an option has.
+OF_OPTIONS = {"dsoftcap": "softcap"} | {f"d{term.name}": term.name for term in TERMS if term.has_gradient}
 # The passes multiply products of q and k by scale, 1 / softcap and log2(e), in the dtype of the softmax. So that no
 # ordinary product overflows on the way, scale, softcap and 1 / softcap are at most 2 to this power. Two of them take
 # three quarters of the exponents of the dtype, and leave room for products up to 2**31 in float32.
@@ -502,28 +509,16 @@ def _check_dtype(name: str, array: Any, expected: tuple[str, ...], why: str = ""
         raise type_error(name, f"dtype {array.dtype}", " or ".join(expected) + why)
 
 
-def make_problem(
-    options: Options,
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    bias: Any = None,
-    mask: Any = None,
-    kv_lengths: Any = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    block_mask: Any = None,
-    block_table: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-) -> Problem:
+def make_problem(options: Options, q: Any, k: Any, v: Any, **terms: Unpack[Terms]) -> Problem:
     """Validate the inputs of one call against each other.
 
     Raises TypeError (a dtype), ValueError (a shape, a size) or NotImplementedError (a combination), naming the
     argument, what was got and what is expected. Values are not looked at.
     """
-    if block_table is not None and (cu_seqlens_q is not None or cu_seqlens_k is not None):
+    given = {name: array for name in NAMES if (array := terms.get(name)) is not None}
+    block_table, block_mask = given.get("block_table"), given.get("block_mask")
+    is_packed = "cu_seqlens_q" in given or "cu_seqlens_k" in given
+    if block_table is not None and is_packed:
         raise not_packed_error("block_table")
     for name, array in (("q", q), ("k", k), ("v", v)):
         if array.dtype.name not in DTYPES:
@@ -541,7 +536,7 @@ def make_problem(
     _, num_heads_kv, seqlen_k, _ = k4.shape
     as_q, as_k = [("k", k4, 0, "batch"), ("v", v4, 0, "batch")], [(1, "num_heads_kv"), (2, "seqlen_k")]
     if block_table is not None:
-        seqlen_k = _check_pool(block_table, kv_lengths, q, k, k4, batch)
+        seqlen_k = _check_pool(block_table, given.get("kv_lengths"), q, k, k4, batch)
         as_q, as_k = [], [(0, "num_pages"), (1, "num_heads_kv"), (2, "page_size")]
     for name, operand, axis, what in (*as_q, ("k", k4, 3, "head_dim")):
         if operand.shape[axis] != q4.shape[axis]:
@@ -558,47 +553,26 @@ def make_problem(
     if num_heads % num_heads_kv if num_heads_kv else num_heads:
         raise value_error("k", counted(num_heads_kv, "head"), f"a divisor of the {counted(num_heads, 'head')} of q")
 
-    is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     if is_packed:
-        batch = _number_of_sequences(len(q.shape), cu_seqlens_q, cu_seqlens_k)
-        for name, term in (("bias", bias), ("mask", mask), ("block_mask", block_mask), ("kv_lengths", kv_lengths)):
-            if term is not None:
+        batch = _number_of_sequences(len(q.shape), given.get("cu_seqlens_q"), given.get("cu_seqlens_k"))
+        for name in given:
+            if not BY_NAME[name].goes_packed:
                 raise not_packed_error(name)
-    scores_shape = (batch, num_heads, seqlen_q, seqlen_k)
     softmax_dtype = "float64" if q4.dtype == "float64" else "float32"
     scale, softcap = _numbers_in(softmax_dtype, options, q4)
-    if bias is not None:
-        _check_dtype("bias", bias, tuple(dict.fromkeys((q4.dtype, softmax_dtype))))
-    if mask is not None:
-        _check_dtype("mask", mask, ("bool",), " (True takes part; additive terms go into bias)")
-    if kv_lengths is not None:
-        _check_dtype("kv_lengths", kv_lengths, ("int32", "int64"))
-        if tuple(kv_lengths.shape) != (batch,):
-            raise value_error("kv_lengths", f"shape {tuple(kv_lengths.shape)}", f"(batch,) = ({batch},)")
-    if alibi_slopes is not None:
-        _check_dtype("alibi_slopes", alibi_slopes, (softmax_dtype,))
-        if tuple(alibi_slopes.shape) not in ((num_heads,), (batch, num_heads)):
-            expected = f"(num_heads,) = ({num_heads},) or (batch, num_heads) = ({batch}, {num_heads})"
-            raise value_error("alibi_slopes", f"shape {tuple(alibi_slopes.shape)}", expected)
-    if sinks is not None:
-        _check_dtype("sinks", sinks, (softmax_dtype,))
-        if tuple(sinks.shape) != (num_heads,):
-            raise value_error("sinks", f"shape {tuple(sinks.shape)}", f"(num_heads,) = ({num_heads},)")
-    block_size = num_blocks = (0, 0)
+    sizes = {"batch": batch, "num_heads": num_heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    operands = {
+        name: _term_operand(BY_NAME[name], array, q4.dtype, softmax_dtype, sizes) for name, array in given.items()
+    }
+    block_size = (0, 0)
     if block_mask is not None:
         if block_table is not None:
             raise NotImplementedError(
                 "block_mask: got it together with block_table, expected one of them; give the pairs of its blocks as a "
                 "boolean mask"
             )
-        _check_dtype("block_mask", block_mask, ("bool",), " (True takes part)")
         block_size = check_block_size(options.block_size)
-        num_blocks = (-(-seqlen_q // block_size[0]), -(-seqlen_k // block_size[1]))
-        # The last two axes are blocks: broadcast, they would be a mask of other blocks.
-        if tuple(block_mask.shape[-2:]) != num_blocks:
-            expected = f"(..., ceil(seqlen_q / {block_size[0]}), ceil(seqlen_k / {block_size[1]})) = (..., "
-            expected += f"{num_blocks[0]}, {num_blocks[1]}), for block_size={block_size}"
-            raise value_error("block_mask", f"shape {tuple(block_mask.shape)}", expected)
+        operands["block_mask"] = _block_mask_operand(block_mask, block_size, sizes)
 
     is_top_left = options.causal == "top_left"
     left, right = window_of(options, seqlen_q, seqlen_k)
@@ -625,25 +599,33 @@ def make_problem(
         q=q4,
         k=k4,
         v=v4,
-        bias=None if bias is None else broadcast_operand("bias", bias, scores_shape),
-        mask=None if mask is None else broadcast_operand("mask", mask, scores_shape),
-        kv_lengths=None if kv_lengths is None else vector_of(kv_lengths),
-        alibi_slopes=None
-        if alibi_slopes is None
-        else broadcast_operand("alibi_slopes", alibi_slopes, scores_shape[:2]),
-        sinks=None if sinks is None else vector_of(sinks),
-        block_mask=None
-        if block_mask is None
-        else broadcast_operand(
-            "block_mask", block_mask, (batch, num_heads, *num_blocks), "(batch, num_heads, blocks of q, blocks of k)"
-        ),
         block_size=block_size,
-        block_table=None
-        if block_table is None
-        else broadcast_operand("block_table", block_table, tuple(block_table.shape)),
-        cu_seqlens_q=vector_of(cu_seqlens_q) if is_packed else None,
-        cu_seqlens_k=vector_of(cu_seqlens_k) if is_packed else None,
+        **operands,
     )
+
+
+def _term_operand(term: Term, array: Any, dtype: str, softmax_dtype: str, sizes: Mapping[str, int]) -> Operand:
+    """A term as kernels see it, checked against its row."""
+    spelled = {"input": dtype, "softmax": softmax_dtype}
+    _check_dtype(term.name, array, tuple(dict.fromkeys(spelled.get(x, x) for x in term.dtypes)), term.hint)
+    targets = [tuple(sizes[axis] for axis in shape) for shape in term.shapes]
+    if term.shapes and not term.broadcasts and tuple(array.shape) not in targets:
+        named = (f"({', '.join(shape)}{',' * (len(shape) == 1)})" for shape in term.shapes)
+        expected = " or ".join(f"{axes} = {target}" for axes, target in zip(named, targets, strict=True))
+        raise value_error(term.name, f"shape {tuple(array.shape)}", expected)
+    return broadcast_operand(term.name, array, targets[-1] if targets else tuple(array.shape))
+
+
+def _block_mask_operand(array: Any, block_size: tuple[int, int], sizes: Mapping[str, int]) -> Operand:
+    """A block mask over (batch, heads, blocks of q, blocks of k)."""
+    num_blocks = (-(-sizes["seqlen_q"] // block_size[0]), -(-sizes["seqlen_k"] // block_size[1]))
+    # The last two axes are blocks: broadcast, they would be a mask of other blocks.
+    if tuple(array.shape[-2:]) != num_blocks:
+        expected = f"(..., ceil(seqlen_q / {block_size[0]}), ceil(seqlen_k / {block_size[1]})) = (..., "
+        expected += f"{num_blocks[0]}, {num_blocks[1]}), for block_size={block_size}"
+        raise value_error("block_mask", f"shape {tuple(array.shape)}", expected)
+    target = (sizes["batch"], sizes["num_heads"], *num_blocks)
+    return broadcast_operand("block_mask", array, target, "(batch, num_heads, blocks of q, blocks of k)")
 
 
 def window_of(options: Options, seqlen_q: int, seqlen_k: int) -> tuple[int | None, int | None]:

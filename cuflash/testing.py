@@ -34,6 +34,7 @@ from cuflash.problem import (
     DTYPES,
     GRADIENTS,
     LAYOUTS,
+    OF_OPTIONS,
     Options,
     Problem,
     make_problem,
@@ -41,20 +42,10 @@ from cuflash.problem import (
     view_4d,
     view_rows,
 )
+from cuflash.terms import NAMES
 
 Array = NDArray[Any]
 
-OPTIONAL_ARRAYS = (
-    "bias",
-    "mask",
-    "kv_lengths",
-    "alibi_slopes",
-    "sinks",
-    "block_mask",
-    "block_table",
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-)
 STRIDES = ("contiguous", "padded", "transposed", "flipped")
 # What `cases` draws unless told otherwise, and what it draws only when told to.
 FEATURES = ("causal", "window", "softcap", "scale", "bias", "mask", "kv_lengths", "alibi_slopes", "gqa", "head_dim_v")
@@ -247,7 +238,7 @@ class Case:
         return make_problem(self.options, arrays["q"], arrays["k"], arrays["v"], **optional(arrays))
 
     def arrays(self, convert: Callable[[Array], Any] = np.asarray) -> dict[str, Any]:
-        """Inputs of the case by name: q, k, v, dout (without pages), and those of `OPTIONAL_ARRAYS` and dlse it has.
+        """Inputs of the case by name: q, k, v, dout (without pages), and those of `NAMES` and dlse it has.
 
         Parameters
         ----------
@@ -353,13 +344,13 @@ def gather_pages(arrays: Mapping[str, Any], layout: str = "bhsd") -> dict[str, A
 
 
 def optional(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the arrays of a case, the ones that are keyword arguments: those of `OPTIONAL_ARRAYS`."""
-    return {name: arrays[name] for name in OPTIONAL_ARRAYS if name in arrays}
+    """Of the arrays of a case, the ones that are keyword arguments: those of `NAMES`."""
+    return {name: arrays[name] for name in NAMES if name in arrays}
 
 
 def optional_backward(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Of the arrays of a case, the keyword arguments of the backward pass: those of `optional`, and dlse."""
-    return {name: arrays[name] for name in (*OPTIONAL_ARRAYS, "dlse") if name in arrays}
+    return {name: arrays[name] for name in (*NAMES, "dlse") if name in arrays}
 
 
 def split_keys(
@@ -701,8 +692,7 @@ def _compute(problem: Problem, arrays: Mapping[str, Array], dtype: Any, random: 
 
 def gradients_of(problem: Problem) -> tuple[str, ...]:
     """All gradients that a problem has, names of `problem.GRADIENTS`."""
-    missing = {f"d{name}" for name in ("bias", "alibi_slopes", "softcap", "sinks") if getattr(problem, name) is None}
-    return tuple(name for name in GRADIENTS if name not in missing)
+    return tuple(name for name in GRADIENTS if name not in OF_OPTIONS or getattr(problem, OF_OPTIONS[name]) is not None)
 
 
 def _scales(
@@ -710,7 +700,7 @@ def _scales(
 ) -> tuple[dict[str, float], dict[str, Array], float]:
     """Scale of every result, where it is exactly zero, and the noise of the weights in units in the last place."""
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
-    optional = map(arrays.get, OPTIONAL_ARRAYS)
+    optional = map(arrays.get, NAMES)
     bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k = optional
     dout = view_4d(arrays["dout"], problem.layout) if "dout" in arrays else None
     dlse = view_rows(arrays["dlse"] if "dlse" in arrays else np.zeros(problem.lse_shape))
@@ -837,7 +827,7 @@ def check(
     ----------
     attention : callable
         Called as ``attention(q, k, v, **options)``, where options are the keyword arguments of `cuflash.attention` that
-        the case needs, by those names: causal, scale, window, softcap, layout, block_size, and `OPTIONAL_ARRAYS`. With
+        the case needs, by those names: causal, scale, window, softcap, layout, block_size, and those of the terms. With
         dropout, also that, seed and offset, which drop what `cuflash.dropout_mask` says. An implementation without
         options is checked on cases without `features`. Returns out, or a tuple (out, lse), as arrays of any library
         that speaks DLPack.

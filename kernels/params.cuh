@@ -29,25 +29,26 @@ struct BlockTable {
 struct Params {
   Tensor q, k, v, out, dout, dq, dk, dv;
   Tensor lse, dlse;      // row_stride is the stride between queries; dlse may be absent: null
+  // The terms of cuflash/terms.py, in its order.
   ScoreTensor bias;      // added to the score
   ScoreTensor mask;      // bytes: 0 hides the key
-  ScoreTensor block_mask;  // bytes, over (batch, head, block of queries, block of keys): 0 hides the block
-  Tensor alibi_slopes;   // (batch, head)
   const void* kv_lengths;
   i64 kv_lengths_stride;
+  Tensor alibi_slopes;   // (batch, head)
   const void* sinks;     // of Real: one number for each query head
   i64 sinks_stride;
-  void* dsinks;
-  i64 dsinks_stride;
+  ScoreTensor block_mask;  // bytes, over (batch, head, block of queries, block of keys): 0 hides the block
   BlockTable block_table;
-  ScoreTensor dbias;     // written: stride 0 on axes that it is summed over
-  Tensor dalibi_slopes;  // (batch, head)
-  void* dscale;          // one number of Real each
-  void* dsoftcap;
   const void* cu_seqlens_q;  // i32: where packed sequences start, and where the last one ends
   i64 cu_seqlens_q_stride;
   const void* cu_seqlens_k;
   i64 cu_seqlens_k_stride;
+  ScoreTensor dbias;     // written: stride 0 on axes that it is summed over
+  Tensor dalibi_slopes;  // (batch, head)
+  void* dsinks;
+  i64 dsinks_stride;
+  void* dscale;          // one number of Real each
+  void* dsoftcap;
   // Scratch memory, of Real.
   // With packed sequences, places of tiles (schedule.cuh) stand for the tiles of a batch entry.
   void* row_stats;       // (batch, num_heads, stats_rows, 2): lse as an exponent, and delta - dlse

@@ -28,15 +28,14 @@ def choose_plan(
     operands: Mapping[str, Operand] | None = None,
     tiles: tuple[Tile, ...] | None = None,
     origin: str = "tiles given by the caller",
-    need: Collection[str] | None = None,
+    need: Collection[str] = DEFAULT_NEED,
 ) -> LaunchPlan:
     """The plan for one pass. Pure: the same arguments give the same plan.
 
     `load_bytes` and `store_bytes` are the widest aligned accesses that serve all operands; without them they follow
     from the strides, pointers taken as 16-byte aligned. Results and dout that are not in `operands` are contiguous;
     dbias then has the axes along which the bias has distinct elements.
-    `need` has the gradients that the backward pass is for, names of `problem.GRADIENTS`; without it dq, dk, dv, and
-    dsinks where there are sinks.
+    `need` has the gradients that the backward pass is for, names of `problem.GRADIENTS`.
     `tiles` overrides the tables: a row of the forward pass, or one of the backward pass (and a DqTile: deterministic; a
     ScoresTile: gradients of bias, slopes, scale, softcap).
     `origin` says where they come from.
@@ -49,8 +48,6 @@ def choose_plan(
             "block_table: got one for the backward pass, expected None: gradients are not given in pages; gather "
             "the pages of each batch entry into contiguous k and v"
         )
-    if need is None:
-        need = DEFAULT_NEED if problem.sinks is None else (*DEFAULT_NEED, "dsinks")
     if load_bytes is None:
         load_bytes = access_bytes((problem.q, problem.k, problem.v))
     if store_bytes is None:

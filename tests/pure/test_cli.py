@@ -336,12 +336,13 @@ def test_check_notices_wrong_results(capsys, monkeypatch):
 
 
 def test_the_self_test_has_every_option_and_dtype():
-    from cuflash.testing import OPTIONAL_ARRAYS, Case
+    from cuflash.terms import NAMES
+    from cuflash.testing import Case
 
     cases = [case for _, case in __main__.self_test_cases(Case, 0)]
     assert {case.dtype for case in cases} == {"float16", "bfloat16", "float32", "float64"}
     used = {name for case in cases for name in case.keywords} | {name for case in cases for name in case.arrays()}
-    assert used >= {"causal", "scale", "window", "softcap", "layout", "dropout", "dlse", *OPTIONAL_ARRAYS}
+    assert used >= {"causal", "scale", "window", "softcap", "layout", "dropout", "dlse", *NAMES}
 
 
 @pytest.mark.parametrize(

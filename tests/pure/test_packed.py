@@ -11,6 +11,7 @@ import cuflash.testing as ct
 from cuflash import cpu, reference
 from cuflash.packed import sequences
 from cuflash.problem import make_problem
+from cuflash.terms import NAMES
 
 FEATURES = ("causal", "window", "softcap", "scale", "alibi_slopes", "gqa", "head_dim_v", "sinks", "dlse", "packed")
 packed = ct.cases(features=FEATURES, ndims=(3,), max_scores=2**14, min_seqlen=0).filter(lambda c: c.cu_seqlens_q)
@@ -89,7 +90,7 @@ def test_every_gradient_on_the_cpu(case):
 
 
 def _split(keywords):
-    arrays = {name: x for name, x in keywords.items() if name in (*ct.OPTIONAL_ARRAYS, "seed", "offset")}
+    arrays = {name: x for name, x in keywords.items() if name in (*NAMES, "seed", "offset")}
     return _without(keywords, *arrays), arrays
 
 

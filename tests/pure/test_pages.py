@@ -289,6 +289,11 @@ def test_the_plan_of_the_cpu_says_so():
 
 
 def test_every_method_takes_a_block_table():
-    methods = (cuflash.FlashAttention.forward, cuflash.FlashAttention.plan, cuflash.FlashAttention.compile)
-    for function in (*methods, cuflash.attention):
+    for function in (cuflash.FlashAttention.forward, cuflash.attention):
         assert "block_table" in inspect.signature(function).parameters
+    case = ct.Case(batch=2, seqlen_q=3, seqlen_k=64, head_dim=8, page_size=16, kv_lengths=(50, 7))
+    arrays, attn = case.arrays(), cuflash.FlashAttention()
+    for method in (attn.plan, attn.compile):
+        method(arrays["q"], arrays["k"], arrays["v"], **ct.optional(arrays))
+        with pytest.raises(ValueError, match="kv_lengths"):
+            method(arrays["q"], arrays["k"], arrays["v"], block_table=arrays["block_table"])

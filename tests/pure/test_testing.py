@@ -11,6 +11,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash import reference
 from cuflash.problem import Options, Problem, make_problem
+from cuflash.terms import NAMES
 
 BASE = ct.Case(batch=2, num_heads=4, num_heads_kv=2, seqlen_q=23, seqlen_k=37, head_dim=24, head_dim_v=16)
 
@@ -44,7 +45,7 @@ def test_cases_make_valid_problems_and_the_same_arrays_again(case):
     problem, arrays = case.problem, case.arrays()
     assert (problem.seqlen_q, problem.seqlen_k, problem.dtype) == (case.seqlen_q, case.seqlen_k, case.dtype)
     assert hash(case) == hash(dataclasses.replace(case))
-    assert {"q", "k", "v", "dout"} <= arrays.keys() <= {"q", "k", "v", "dout", *ct.OPTIONAL_ARRAYS}
+    assert {"q", "k", "v", "dout"} <= arrays.keys() <= {"q", "k", "v", "dout", *NAMES}
     assert all(same(arrays[name], again) for name, again in case.arrays().items())
     assert arrays["dout"].shape == problem.out_shape
 

@@ -1,0 +1,71 @@
+"""What `plan` says is what runs: the kernels, to the last define, whatever the arrays look like."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+import cuflash.testing as ct
+
+pytestmark = pytest.mark.gpu
+
+FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "pages", "packed", "dropout")
+
+
+@pytest.fixture(scope="module")
+def cupy():
+    return pytest.importorskip("cupy")
+
+
+def moved(cupy, array, steps):
+    """A copy whose first element lies so many elements behind an address of an allocation, with strides of its own."""
+    storage = cupy.zeros(array.size * 2 + steps, array.dtype)
+    if steps % 2:  # neighbours along the last axis are apart
+        return cupy.ndarray(
+            array.shape,
+            array.dtype,
+            storage.data + steps * array.dtype.itemsize,
+            strides=tuple(2 * s for s in cupy.empty(array.shape, array.dtype).strides),
+        )
+    return storage[steps : steps + array.size].reshape(array.shape)
+
+
+def kernels_of_calls():
+    """Those of the launches that were made since they were forgotten last."""
+    from cuflash import launch
+
+    return [made.plan.kernels for made in launch._launches.values()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=ct.cases(features=FEATURES, max_scores=2**12, max_seqlen=130), data=st.data())
+def test_the_kernels_of_a_plan_are_those_that_run(case, data, cupy):
+    from cuflash import launch
+
+    case = replace(case, block_mask=None) if case.page_size else case
+    options = {"deterministic": data.draw(st.booleans()), "precision": data.draw(st.sampled_from(("highest", "tf32")))}
+    attn = cuflash.FlashAttention(**case.keywords, **options)
+    arrays, problem = case.arrays(cupy.asarray), case.problem
+    for name in ("q", "k", "v", "dout"):
+        steps = data.draw(st.sampled_from((0, 0, 1, 2, 4)))
+        if steps and arrays[name].size:
+            copy = moved(cupy, arrays[name], steps)
+            copy[...] = arrays[name]
+            arrays[name] = copy
+    inputs, terms = [arrays[name] for name in "qkv"], ct.optional(arrays)
+    given_results = {}
+    if data.draw(st.booleans()):
+        given_results["out"] = cupy.zeros(problem.out_shape, arrays["q"].dtype)
+    need = tuple(data.draw(st.lists(st.sampled_from(ct.gradients_of(problem)), min_size=1, unique=True)))
+    launch.forget_launches()
+    out, lse = attn.forward(*inputs, **terms, **given_results, **case.random)
+    assert kernels_of_calls() == [attn.plan(*inputs, **terms, **given_results).forward.kernels]
+    if case.page_size:
+        return
+    launch.forget_launches()
+    rest = ct.optional_backward(arrays)
+    attn.backward(arrays["dout"], *inputs, out, lse, **rest, need=need, **case.random)
+    planned = attn.plan(*inputs, **rest, dout=arrays["dout"], out=out, lse=lse, need=need)
+    assert kernels_of_calls() == [planned.backward.kernels]
