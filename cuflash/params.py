@@ -1,4 +1,4 @@
-"""The kernels' only argument, laid out as `Params` in kernels/params.cuh.
+"""The kernels' only argument, laid out as `Params` in kernels/common/params.cuh.
 
 Needs NumPy only, so that it can be filled for any backend that runs the kernels.
 """

@@ -46,7 +46,7 @@ from cuflash.tiles import (
     tile_bytes,
 )
 
-PARAMS_BYTES = 904  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
+PARAMS_BYTES = 904  # of the kernels' only argument; cuflash/params.py lays it out, kernels/common/params.cuh checks it
 MAPS_OFFSET = round_up(PARAMS_BYTES, 64)  # where tensor maps follow
 MAX_HEAD_DIM = 256
 # Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
@@ -450,7 +450,7 @@ class _Draft:
             self.scratch[f"{name}_pieces"] = tile.pieces * batch * heads * seqlen * width // 2
             blocks += batch * heads * -(-seqlen // PIECES_ROWS)
         rows = {"CUFLASH_BLOCK_M": PIECES_ROWS, "CUFLASH_NUM_WARPS": PIECES_WARPS}
-        self.add("pieces.cu", tile, blocks, 0, **rows)
+        self.add("around/split_fp32.cu", tile, blocks, 0, **rows)
         listed = ", ".join(names[:-1]) + " and " + names[-1]
         self.reasons.append(
             f"{listed} are split into {tile.pieces} pieces of bfloat16: "
@@ -483,7 +483,7 @@ class _Draft:
         self.scratch[name] = round_up(elements, 4)
         of_keys = name == "key_lists"
         warps = {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1}
-        self.add("block_lists.cu", tile, -(-lists // LIST_WARPS), 0, **warps, CUFLASH_LISTS_KEYS=int(of_keys))
+        self.add("around/lists.cu", tile, -(-lists // LIST_WARPS), 0, **warps, CUFLASH_LISTS_KEYS=int(of_keys))
         self.reasons.append(
             f"block_mask: tiles of {'keys' if of_keys else 'queries'} are listed beforehand, {tile.block_m} queries x "
             f"{tile.block_n} keys each; hidden ones are neither loaded nor computed"
@@ -506,7 +506,7 @@ class _Draft:
             KernelSpec(
                 source=source,
                 name=name,
-                target=self.device.target + ("a" if source.endswith("_sm90.cu") else ""),
+                target=self.device.target + ("a" if source.startswith("sm90/") else ""),
                 defines=tuple(sorted(every.items())),
                 grid=blocks,
                 threads=32 * int(every["CUFLASH_NUM_WARPS"]),
@@ -526,7 +526,7 @@ _WRITTEN = ("out", "dk", "dv")  # results that kernels of compute capability 9.0
 # Rows for float32 in pieces, by precision.
 _FORWARD_OF_PIECES = {"highest": FORWARD_FLOAT32_SM90_TILES, "tf32": FORWARD_TF32_SM90_TILES}
 _BACKWARD_OF_PIECES = {"highest": BACKWARD_FLOAT32_SM90_TILES, "tf32": BACKWARD_TF32_SM90_TILES}
-_FORWARD_MAPPED = ("q", "k", "v", "out")  # arrays that forward_sm90 leaves to the copy engine
+_FORWARD_MAPPED = ("q", "k", "v", "out")  # arrays that sm90/forward leaves to the copy engine
 
 
 def _draft_forward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
@@ -540,9 +540,9 @@ def _draft_forward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
         tile, reason = _choose(of_pieces, problem, draft.device)
     else:
         tables = (FORWARD_SM90_TILES, FORWARD_TILES)
-        tile, reason = _choose_of(tables, draft, _FORWARD_MAPPED, "forward_sm90")
-        reason += why_not_decode and f"\nnot decode_sm90: {why_not_decode}"
-        reason += why_not_pieces and f"\nnot forward_float32_sm90: {why_not_pieces}"
+        tile, reason = _choose_of(tables, draft, _FORWARD_MAPPED, "sm90/forward")
+        reason += why_not_decode and f"\nnot sm90/decode: {why_not_decode}"
+        reason += why_not_pieces and f"\nnot sm90/forward_fp32: {why_not_pieces}"
     draft.tiles = (tile,)
     draft.reasons.append(reason)
     if isinstance(tile, DecodeSm90Tile):
@@ -551,16 +551,16 @@ def _draft_forward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     m_blocks = draft.heads * draft.tiles_of(problem.seqlen_q, tile.block_m)
     shared_bytes = tile.shared_bytes(*draft.padded_dims(tile))
     draft.add_lists(tile, "key_lists")
-    source = "forward_sm90.cu"
+    source = "sm90/forward.cu"
     if isinstance(tile, ForwardSm90Tile):
         box = _box_rows(problem, tile.block_n)
         draft.map_tensors({"q": tile.block_m, "k": box, "v": box, "out": 64})
     elif isinstance(tile, ForwardFloat32Sm90Tile):
-        source = "forward_float32_sm90.cu"
+        source = "sm90/forward_fp32.cu"
         draft.add_pieces(tile, ("q", "k", "v"))
         draft.map_tensors({"q_pieces": tile.block_m, "k_pieces": tile.block_n, "v_pieces": tile.block_n})
     else:
-        draft.add("forward_sm80.cu", tile, m_blocks, shared_bytes)
+        draft.add("sm80/forward.cu", tile, m_blocks, shared_bytes)
         return
     _check_blocks(m_blocks)
     pairs = problem.window_right is not None and problem.window_left is None
@@ -665,7 +665,7 @@ def _draft_decode(draft: _Draft, tile: DecodeSm90Tile) -> None:
     draft.map_tensors(boxes, {"q": problem.group_size}, read_once=True)
     draft.reasons.append(f"{rows} queries of the heads that share keys go through one product: keys are read once")
     dims = draft.padded_dims(tile)
-    draft.add("decode_sm90.cu", tile, blocks, tile.shared_bytes(*dims), CUFLASH_SPLITS_KEYS=int(not whole_heads))
+    draft.add("sm90/decode.cu", tile, blocks, tile.shared_bytes(*dims), CUFLASH_SPLITS_KEYS=int(not whole_heads))
     if whole_heads:
         draft.reasons.append(f"{blocks} blocks take whole heads")
         return
@@ -691,7 +691,7 @@ def _draft_combine(draft: _Draft, tile: DecodeSm90Tile, splits: int) -> None:
     blocks = -(-draft.heads * draft.problem.seqlen_q // rows)
     shared_bytes = rows * at_once * lanes * 16 if at_once > 1 else 0
     defines = {"CUFLASH_BLOCK_ROWS": rows, "CUFLASH_SPLITS_AT_ONCE": at_once, "CUFLASH_NUM_WARPS": COMBINE_WARPS}
-    draft.add("combine.cu", tile, blocks, shared_bytes, **defines)
+    draft.add("around/combine.cu", tile, blocks, shared_bytes, **defines)
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------
@@ -770,7 +770,7 @@ def _backward_head_section(draft: _Draft, main: BackwardSm90Tile) -> int:
 
 
 def _back_share(problem: Problem, main: MainTile | None) -> int:
-    """Of how many heads one walks back from the last query, or 0; kernels/backward.cuh says what for."""
+    """Of how many heads one walks back from the last query, or 0; kernels/common/backward.cuh says what for."""
     if not isinstance(main, BackwardSm90Tile) or not main.takes_turns:
         return 0
     if problem.window_right is None or problem.window_left is not None:
@@ -836,11 +836,11 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     draft.stats_rows = draft.tiles_of(problem.seqlen_q, delta.block_m) * delta.block_m
     draft.defines["CUFLASH_STATS_BLOCK"] = delta.block_m
     draft.scratch["row_stats"] = draft.heads * draft.stats_rows * 2
-    draft.add("backward_delta.cu", delta, draft.heads * (draft.stats_rows // delta.block_m), 0, **dims)
+    draft.add("around/delta.cu", delta, draft.heads * (draft.stats_rows // delta.block_m), 0, **dims)
 
     if "dsinks" in draft.need:
         warps = {"CUFLASH_NUM_WARPS": SINKS_WARPS, "CUFLASH_MIN_BLOCKS": 1}
-        draft.add("backward_sinks.cu", delta, problem.num_heads, 16 * SINKS_WARPS, **dims, **warps)
+        draft.add("around/sinks.cu", delta, problem.num_heads, 16 * SINKS_WARPS, **dims, **warps)
     if scores is not None:
         _draft_scores(draft, scores)
     if main is not None:
@@ -848,7 +848,7 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     if dq is not None:
         m_blocks = draft.heads * draft.tiles_of(problem.seqlen_q, dq.block_m)
         draft.add_lists(dq, "key_lists")
-        draft.add("backward_dq_sm80.cu", dq, m_blocks, dq.shared_bytes(*draft.padded_dims(dq)))
+        draft.add("sm80/backward_dq.cu", dq, m_blocks, dq.shared_bytes(*draft.padded_dims(dq)))
         if main is not None:
             draft.reasons.append(
                 "deterministic: dq has a kernel of its own that adds in a fixed order and recomputes the weights"
@@ -890,7 +890,7 @@ def _draft_convert(draft: _Draft, main: MainTile, around: Tile, n_blocks: int, r
             draft.reasons.append("deterministic: tiles of keys take turns at adding to a tile of dq")
     if shared_bytes:
         defines = {"CUFLASH_DIM_MULTIPLE": main.dim_multiple, "CUFLASH_PART_WARPS": part_warps}
-        draft.add("backward_convert.cu", around, blocks, shared_bytes, **defines)
+        draft.add("around/convert.cu", around, blocks, shared_bytes, **defines)
 
 
 MainTile = BackwardTile | BackwardSm90Tile | BackwardFloat32Sm90Tile
@@ -922,13 +922,13 @@ def _backward_rows(
         elif problem.deterministic and "dq" in need and problem.block_mask is not None:
             main, reason = _choose(BACKWARD_TILES, problem, device)
             if device.arch == 90 and ITEMSIZE[problem.dtype] == 2:
-                reason += "\nnot backward_sm90: its blocks take turns at dq, which count tiles that block_mask hides"
-            reason += why_not_pieces and f"\nnot backward_float32_sm90: {why_not_pieces}"
+                reason += "\nnot sm90/backward: its blocks take turns at dq, which count tiles that block_mask hides"
+            reason += why_not_pieces and f"\nnot sm90/backward_fp32: {why_not_pieces}"
         else:
             tables = (BACKWARD_SM90_TILES, BACKWARD_TILES)
             mapped = ("q", "k", "v", "dout", *(name for name in ("dk", "dv") if name in need))
-            main, reason = _choose_of(tables, draft, mapped, "backward_sm90")
-            reason += why_not_pieces and f"\nnot backward_float32_sm90: {why_not_pieces}"
+            main, reason = _choose_of(tables, draft, mapped, "sm90/backward")
+            reason += why_not_pieces and f"\nnot sm90/backward_fp32: {why_not_pieces}"
         draft.reasons.append(reason)
     missing = " and ".join(name for name in ("dk", "dv") if name not in need)
     if missing and isinstance(main, BackwardSm90Tile | BackwardFloat32Sm90Tile):
@@ -963,13 +963,13 @@ def _score_gradients(draft: _Draft) -> tuple[str, ...]:
 
 def _draft_main(draft: _Draft, main: MainTile, n_blocks: int) -> None:
     """The kernel whose blocks own keys."""
-    source = "backward_sm80.cu"
+    source = "sm80/backward.cu"
     if isinstance(main, BackwardSm90Tile):
-        source, m, n = "backward_sm90.cu", main.block_m, main.block_n
+        source, m, n = "sm90/backward.cu", main.block_m, main.block_n
         results: dict[str, int] = {name: 64 for name in ("dk", "dv") if name in draft.need}
         draft.map_tensors({"q": m, "k": n, "v": n, "dout": m, **results})
     elif isinstance(main, BackwardFloat32Sm90Tile):
-        source = "backward_float32_sm90.cu"
+        source = "sm90/backward_fp32.cu"
         draft.add_pieces(main, ("q", "k", "v", "dout"))
         draft.map_tensors({f"{name}_pieces": 64 for name in ("q", "k", "v", "dout")})
     draft.add_lists(main, "query_lists")
@@ -1001,26 +1001,26 @@ def _draft_scores(draft: _Draft, tile: ScoresTile) -> None:
         owned = math.prod(n for n, summed in zip(sizes, sums, strict=True) if not summed)
         draft.score_splits = shares(owned, math.prod(sizes) // max(owned, 1))
         options = defines(sums, ("dbias",))
-        draft.add("backward_scores_sm80.cu", tile, owned * draft.score_splits, shared_bytes, ("dbias",), **options)
+        draft.add("sm80/backward_scores.cu", tile, owned * draft.score_splits, shared_bytes, ("dbias",), **options)
         axes = ", ".join(f"{n} {x}" for x, n, summed in zip(_AXES_WORDS, sizes, sums, strict=True) if summed and n > 1)
         draft.reasons.append(f"dbias: {owned} tiles of pairs" + (f", each a sum over {axes}" if axes else ""))
         if draft.score_splits > 1:
             rows, columns = (1 if sums[2] else tile.block_m), (1 if sums[3] else tile.block_n)
             draft.scratch["score_partials"] = owned * draft.score_splits * rows * columns
-            draft.add("backward_scores_reduce.cu", tile, owned, reduce_bytes, ("dbias",), **options, **reduce)
+            draft.add("around/scores_reduce.cu", tile, owned, reduce_bytes, ("dbias",), **options, **reduce)
             draft.reasons[-1] += f" that {draft.score_splits} blocks share: tiles are few"
     sums_wanted = [name for name in wanted if name != "dbias"]
     if sums_wanted:
         m_blocks = math.prod(sizes[:3])
         draft.sums_splits = shares(m_blocks, sizes[3])
         options = defines((False, False, False, True), sums_wanted)
-        draft.add("backward_scores_sm80.cu", tile, m_blocks * draft.sums_splits, shared_bytes, sums_wanted, **options)
+        draft.add("sm80/backward_scores.cu", tile, m_blocks * draft.sums_splits, shared_bytes, sums_wanted, **options)
         draft.scratch["sums_partials"] = 3 * m_blocks * draft.sums_splits
         sums_batch = problem.alibi_slopes is not None and draft.arrays["dalibi_slopes"].strides[0] == 0
         slopes = problem.num_heads * (1 if sums_batch else problem.batch) if "dalibi_slopes" in wanted else 0
         options["CUFLASH_SUMS_BATCH"] = int(sums_batch)
         blocks = slopes + len(set(sums_wanted) - {"dalibi_slopes"})
-        draft.add("backward_scores_reduce.cu", tile, blocks, reduce_bytes, sums_wanted, **options, **reduce)
+        draft.add("around/scores_reduce.cu", tile, blocks, reduce_bytes, sums_wanted, **options, **reduce)
         draft.reasons.append(
             f"{', '.join(sums_wanted)}: sums by {m_blocks * draft.sums_splits} blocks, added in a fixed order"
         )
@@ -1193,7 +1193,8 @@ def _options(problem: Problem) -> list[str]:
 
 
 def _symbol(source: str, problem: Problem, tile: Tile) -> str:
-    """The kernel's symbol spells its configuration, for profilers."""
+    """The kernel's symbol spells its source and its configuration, for profilers."""
     dims = f"d{problem.head_dim}" + (f"x{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
-    parts = [source.removesuffix(".cu"), problem.dtype, dims, f"{tile.block_m}x{tile.block_n}", *_options(problem)]
+    file = source.removesuffix(".cu").replace("/", "_")
+    parts = [file, problem.dtype, dims, f"{tile.block_m}x{tile.block_n}", *_options(problem)]
     return "_".join(parts)

@@ -20,7 +20,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def tile_bytes(rows: int, columns: int, element_bytes: int) -> int:
-    """Shared memory of a tile, in lines of 128 bytes or parts of one; kernels/config.cuh has the same."""
+    """Shared memory of a tile, in lines of 128 bytes or parts of one; kernels/common/config.cuh has the same."""
     row = columns * element_bytes
     if element_bytes > 2 or row > 64:
         return rows * round_up(row, 128)
@@ -423,7 +423,7 @@ Tile = (
 
 
 def _chunked_bytes(rows: int, columns: int) -> int:
-    """Shared memory of a tile in chunks of `CHUNK` columns; kernels/tiles_sm90.cuh has the same."""
+    """Shared memory of a tile in chunks of `CHUNK` columns; kernels/sm90/tiles.cuh has the same."""
     return -(-columns // CHUNK) * rows * CHUNK * 2
 
 

@@ -1,5 +1,5 @@
-// One kernel for each function of ptx_sm90.cuh and ptx_wgmma.cuh, as conformance.cu has for those of ptx.cuh.
-#include "ptx_wgmma.cuh"
+// One kernel for each function of ptx/tma.cuh and ptx/wgmma.cuh, as conformance.cu has for those of ptx/base.cuh.
+#include "ptx/wgmma.cuh"
 
 #ifndef ELEMENT
 #define ELEMENT Float16

@@ -1,4 +1,4 @@
-"""What every function of ``ptx_sm90.cuh`` and ``ptx_wgmma.cuh`` computes, in NumPy: for ``conformance_sm90.cu``.
+"""What every function of ``ptx/tma.cuh`` and ``ptx/wgmma.cuh`` computes, in NumPy: for ``conformance_sm90.cu``.
 
 As in ``conformance.py`` a check is called with `run`, which runs one kernel somewhere and returns what it wrote::
 

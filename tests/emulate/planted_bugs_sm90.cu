@@ -1,5 +1,5 @@
-// Kernels with one mistake each in the use of ptx_sm90.cuh or ptx_wgmma.cuh, as in planted_bugs.cu (test_emulator_sm90.py).
-#include "ptx_wgmma.cuh"
+// Kernels with one mistake each in the use of ptx/tma.cuh or ptx/wgmma.cuh, as in planted_bugs.cu (test_emulator_sm90.py).
+#include "ptx/wgmma.cuh"
 
 struct Params {
   TensorMap map;  // of `destination`: rows of 64 16-bit elements, boxes of 8 rows

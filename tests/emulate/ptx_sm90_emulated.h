@@ -1,4 +1,4 @@
-// The functions of kernels/ptx_sm90.cuh and kernels/ptx_wgmma.cuh on the CPU: see ptx_emulated.h, which includes this.
+// The functions of kernels/ptx/tma.cuh and kernels/ptx/wgmma.cuh on the CPU: see ptx_emulated.h, which includes this.
 #pragma once
 #include "runtime/interface_sm90.h"
 

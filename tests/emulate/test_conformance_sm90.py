@@ -1,4 +1,4 @@
-"""The emulated functions of ``ptx_sm90.cuh`` and ``ptx_wgmma.cuh`` compute what the checks say, in every schedule."""
+"""The emulated functions of ``ptx/tma.cuh`` and ``ptx/wgmma.cuh`` compute what the checks say, in every schedule."""
 
 import contextlib
 

@@ -296,7 +296,7 @@ def functions_of(*paths):
 
 
 def test_every_function_is_emulated_and_checked():
-    functions = functions_of(*(emulator.KERNELS / f"ptx_{part}.cuh" for part in ("sm90", "wgmma")))
+    functions = functions_of(*(emulator.KERNELS / "ptx" / f"{part}.cuh" for part in ("tma", "wgmma")))
     assert functions - {"descriptor"} == functions_of(HERE / "ptx_sm90_emulated.h")
     used = set(re.findall(r"ptx::(\w+)", (HERE / "conformance_sm90.cu").read_text()))
     assert functions <= used

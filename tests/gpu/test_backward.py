@@ -145,7 +145,7 @@ def test_both_kernels_of_float32(cupy, head_dim, strides, options):
         attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
         sources = [kernel.source for kernel in attn.plan(*arguments[1:4], **terms).backward.kernels]
         by_pieces = cupy.cuda.Device().compute_capability == "90" and not deterministic
-        assert ("backward_float32_sm90.cu" in sources) == by_pieces
+        assert ("sm90/backward_fp32.cu" in sources) == by_pieces
         ct.assert_backward(case, *attn.backward(*arguments, **terms))
 
 

@@ -17,8 +17,7 @@ pytestmark = pytest.mark.gpu
 def directory(tmp_path_factory):
     """The conformance kernels beside the headers that they include."""
     directory = tmp_path_factory.mktemp("kernels")
-    for header in kernel_directory().glob("*.cuh"):
-        shutil.copy(header, directory)
+    shutil.copytree(kernel_directory() / "ptx", directory / "ptx")
     for module in (conformance, conformance_sm90):
         shutil.copy(Path(module.__file__).with_suffix(".cu"), directory)
     return directory

@@ -267,12 +267,12 @@ def test_grids_cover_the_problem():
         tile = plan.tiles[0]
         assert plan.group_splits == 1
         assert plan.stats_rows >= 1000
-        assert grids["backward_sm80.cu"] == 3 * 2 * -(-333 // tile.block_n)
+        assert grids["sm80/backward.cu"] == 3 * 2 * -(-333 // tile.block_n)
         if deterministic:
-            assert grids["backward_dq_sm80.cu"] == 3 * 6 * -(-1000 // plan.tiles[1].block_m)
+            assert grids["sm80/backward_dq.cu"] == 3 * 6 * -(-1000 // plan.tiles[1].block_m)
             assert plan.stats_rows % tile.block_m == plan.stats_rows % plan.tiles[1].block_m == 0
         else:
-            assert grids["backward_convert.cu"] == grids["backward_delta.cu"] == 3 * 6 * -(-1000 // tile.block_m)
+            assert grids["around/convert.cu"] == grids["around/delta.cu"] == 3 * 6 * -(-1000 // tile.block_m)
 
 
 def test_blocks_take_turns_where_sums_must_not_depend_on_luck():
@@ -407,9 +407,9 @@ def test_blocks_share_the_queries_of_the_last_tiles(sizes, causal, tail, determi
         grids = {kernel.source: kernel.grid for kernel in plan.kernels}
         n_blocks = sizes["batch"] * sizes["heads"] * -(-seqlen // plan.tiles[0].block_n)
         shared = n_blocks - plan.whole_tiles if plan.tail_splits > 1 else 0
-        assert grids["backward_sm90.cu"] == n_blocks + shared * (plan.tail_splits - 1)
+        assert grids["sm90/backward.cu"] == n_blocks + shared * (plan.tail_splits - 1)
         m_blocks = plan.stats_rows // plan.tiles[0].block_m
-        assert grids["backward_convert.cu"] == sizes["batch"] * sizes["heads"] * m_blocks + 2 * (len(need) - 1) * shared
+        assert grids["around/convert.cu"] == sizes["batch"] * sizes["heads"] * m_blocks + 2 * (len(need) - 1) * shared
         elements = shared * plan.tail_splits * plan.tiles[0].block_n * 256
         assert dict(plan.scratch).get("dkv_partials", 0) == elements
 
@@ -512,7 +512,7 @@ def test_float32_is_split_into_pieces_where_that_pays():
         plan = choose_plan(problem, device)
         return [kernel.source for kernel in plan.kernels], plan
 
-    both = ["pieces.cu", "forward_float32_sm90.cu"]
+    both = ["around/split_fp32.cu", "sm90/forward_fp32.cu"]
     for options in ({}, {"causal": True}, {"dim": 61, "dim_v": 7}, {"dim_v": 64}, {"softcap": 3.0}):
         found, plan = sources(**options)
         assert found == both
@@ -521,17 +521,17 @@ def test_float32_is_split_into_pieces_where_that_pays():
         assert {spec.dtype for spec in plan.tensor_maps} == {"bfloat16"}
         assert not {kernel.target for kernel in plan.kernels} - {"sm_90", "sm_90a"}
     for options, why in (
-        ({"dim_v": 129}, "not forward_float32_sm90: it serves head dimensions up to 128"),
+        ({"dim_v": 129}, "not sm90/forward_fp32: it serves head dimensions up to 128"),
         ({"seqlen_q": 1}, "splitting these takes too long"),
         ({"seqlen_q": 100, "seqlen_k": 100}, "splitting these takes too long"),
         ({"window": (10, 10)}, "splitting these takes too long"),
         ({"seqlen_k": 0}, "splitting these takes too long"),
-        ({"precision": "tf32", "dim": 129}, "not forward_float32_sm90: it serves head dimensions up to 128"),
+        ({"precision": "tf32", "dim": 129}, "not sm90/forward_fp32: it serves head dimensions up to 128"),
         ({"device": DeviceSpec.for_arch("10.0")}, ""),
         ({"device": DeviceSpec.for_arch("10.0"), "precision": "tf32"}, ""),
     ):
         found, plan = sources(**options)
-        assert found == ["forward_sm80.cu"]
+        assert found == ["sm80/forward.cu"]
         assert why in plan.reason
         assert why or "pieces" not in plan.reason
 
@@ -564,13 +564,13 @@ def test_tf32_is_two_pieces(dim, pass_):
         for precision in ("highest", "tf32")
     )
     assert [kernel.source for kernel in tf32.kernels] == [kernel.source for kernel in highest.kernels]
-    assert f"{pass_}_float32_sm90.cu" in [kernel.source for kernel in tf32.kernels]
+    assert f"sm90/{pass_}_fp32.cu" in [kernel.source for kernel in tf32.kernels]
     assert "split into 2 pieces" in tf32.reason
     assert "more accurate than one of TF32" in tf32.reason
     assert "TF32" not in highest.reason
     for plan, count in ((highest, 3), (tf32, 2)):
         assert plan.tiles[0].pieces == count
-        counts = [dict(kernel.defines).get("CUFLASH_PIECES") for kernel in plan.kernels if "_sm90" in kernel.source]
+        counts = [dict(kernel.defines).get("CUFLASH_PIECES") for kernel in plan.kernels if "sm90/" in kernel.source]
         assert counts == [count]
         assert {spec.shape[3] for spec in plan.tensor_maps} == {count * plan.problem.batch}
     thirds = {name: size * 2 for name, size in highest.scratch if name.endswith("_pieces")}
@@ -584,7 +584,7 @@ def test_gradients_of_float32_by_pieces():
         problem = problem_of(seqlen_q, seqlen_k, dim, dim_v, dtype="float32", **options)
         return choose_plan(problem, device, "backward")
 
-    around = ["backward_delta.cu", "pieces.cu", "backward_float32_sm90.cu", "backward_convert.cu"]
+    around = ["around/delta.cu", "around/split_fp32.cu", "sm90/backward_fp32.cu", "around/convert.cu"]
     for options in ({}, {"causal": True}, {"dim": 61, "dim_v": 7}, {"dim": 64, "dim_v": 65}, {"softcap": 3.0}):
         plan = plan_of(**options)
         assert [kernel.source for kernel in plan.kernels] == around
@@ -595,20 +595,20 @@ def test_gradients_of_float32_by_pieces():
         largest = max(plan.problem.head_dim, plan.problem.head_dim_v)
         assert plan.tiles[0] == next(tile for tile in BACKWARD_FLOAT32_SM90_TILES if tile.max_dim >= largest)
     for options, why in (
-        ({"dim_v": 129}, "not backward_float32_sm90: it serves head dimensions up to 128"),
-        ({"seqlen_q": 60, "seqlen_k": 60}, "not backward_float32_sm90: for fewer than"),
-        ({"seqlen_k": 0}, "not backward_float32_sm90: for fewer than"),
-        ({"deterministic": True}, "not backward_float32_sm90: it adds to dq in no fixed order"),
-        ({"deterministic": True, "precision": "tf32"}, "not backward_float32_sm90: it adds to dq in no fixed order"),
-        ({"precision": "tf32", "dim": 129}, "not backward_float32_sm90: it serves head dimensions up to 128"),
+        ({"dim_v": 129}, "not sm90/backward_fp32: it serves head dimensions up to 128"),
+        ({"seqlen_q": 60, "seqlen_k": 60}, "not sm90/backward_fp32: for fewer than"),
+        ({"seqlen_k": 0}, "not sm90/backward_fp32: for fewer than"),
+        ({"deterministic": True}, "not sm90/backward_fp32: it adds to dq in no fixed order"),
+        ({"deterministic": True, "precision": "tf32"}, "not sm90/backward_fp32: it adds to dq in no fixed order"),
+        ({"precision": "tf32", "dim": 129}, "not sm90/backward_fp32: it serves head dimensions up to 128"),
         ({"device": DeviceSpec.for_arch("10.0")}, ""),
         ({"device": DeviceSpec.for_arch("10.0"), "precision": "tf32"}, ""),
     ):
         plan = plan_of(**options)
-        assert "backward_sm80.cu" in [kernel.source for kernel in plan.kernels]
+        assert "sm80/backward.cu" in [kernel.source for kernel in plan.kernels]
         assert {dict(kernel.defines)["CUFLASH_PLAIN_FRAGMENTS"] for kernel in plan.kernels} == {0}
         assert why in plan.reason
-        assert why or "float32_sm90" not in plan.reason
+        assert why or "_fp32" not in plan.reason
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
@@ -683,7 +683,7 @@ def test_only_its_own_architecture_gets_the_kernel():
     for arch in ARCHS:
         (kernel,) = choose_plan(problem_of(), DeviceSpec.for_arch(arch)).kernels
         digits = arch.replace(".", "")
-        expected = ("forward_sm90.cu", "sm_90a") if arch == "9.0" else ("forward_sm80.cu", f"sm_{digits}")
+        expected = ("sm90/forward.cu", "sm_90a") if arch == "9.0" else ("sm80/forward.cu", f"sm_{digits}")
         assert (kernel.source, kernel.target) == expected
 
 
@@ -699,11 +699,11 @@ def test_only_its_own_architecture_gets_the_kernel():
 )
 def test_what_the_copy_engine_cannot_read(change, words):
     plan = choose_plan(problem_of(**change), H200)
-    assert [kernel.source for kernel in plan.kernels] == ["forward_sm80.cu"]
+    assert [kernel.source for kernel in plan.kernels] == ["sm80/forward.cu"]
     assert plan.tensor_maps == ()
     assert plan.resident_blocks == 0
-    assert f"\nnot forward_sm90: {words}, which the copy engine cannot serve" in plan.describe().replace("  ", "")
-    assert sources(problem_of()) == ["forward_sm90.cu"]
+    assert f"\nnot sm90/forward: {words}, which the copy engine cannot serve" in plan.describe().replace("  ", "")
+    assert sources(problem_of()) == ["sm90/forward.cu"]
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
@@ -720,7 +720,7 @@ def test_strides_that_the_copy_engine_cannot_take(name):
                 operands = {"out": operand} if name == "out" else None
                 plan = choose_plan(changed, H200, load_bytes=16, store_bytes=16, operands=operands)
                 served = shape[axis] == 1
-                assert plan.kernels[0].source == ("forward_sm90.cu" if served else "forward_sm80.cu")
+                assert plan.kernels[0].source == ("sm90/forward.cu" if served else "sm80/forward.cu")
                 if not served:
                     assert f"a stride of {name} is {2 * stride} bytes" in plan.reason
 
@@ -733,7 +733,7 @@ def test_rows_of_results_that_the_copy_engine_cannot_write(columns):
     out = replace(problem.q, shape=(*problem.q.shape[:3], columns))
     changed = replace(problem, v=v, head_dim_v=columns)
     plan = choose_plan(changed, H200, load_bytes=16, store_bytes=16, operands={"out": out})
-    assert plan.kernels[0].source == ("forward_sm80.cu" if columns == 61 else "forward_sm90.cu")
+    assert plan.kernels[0].source == ("sm80/forward.cu" if columns == 61 else "sm90/forward.cu")
     assert ("a row of out is 122 bytes, not a multiple of the 16 that are written at once" in plan.reason) == (
         columns == 61
     )
@@ -742,7 +742,7 @@ def test_rows_of_results_that_the_copy_engine_cannot_write(columns):
 @pytest.mark.parametrize("widths", [{"load_bytes": 8}, {"store_bytes": 2}, {"load_bytes": 4, "store_bytes": 16}])
 def test_pointers_that_are_not_aligned(widths):
     plan = choose_plan(problem_of(), H200, **widths)
-    assert plan.kernels[0].source == "forward_sm80.cu"
+    assert plan.kernels[0].source == "sm80/forward.cu"
     assert f"an array is aligned to {min(widths.values())} bytes only, not 16" in plan.reason
 
 
@@ -823,7 +823,7 @@ def test_description(pass_):
         assert (
             f"kernel {kernel.name}: grid {kernel.grid}, {kernel.threads} threads, {kernel.shared_bytes} bytes" in text
         )
-        assert kernel.name.startswith(kernel.source.removesuffix(".cu"))
+        assert kernel.name.startswith(kernel.source.removesuffix(".cu").replace("/", "_"))
     assert f"extra memory: {plan.extra_bytes} bytes" in text
     for tile in plan.tiles:
         assert f"{type(tile).__name__} {tile.block_m} x {tile.block_n}" in plan.reason
@@ -836,15 +836,16 @@ def test_description(pass_):
 
 
 def test_a_symbol_spells_its_configuration():
-    for arch, source in (("8.0", "forward_sm80"), ("9.0", "forward_sm90")):
+    for arch, source in (("8.0", "sm80"), ("9.0", "sm90")):
         kernel = choose_plan(problem_of(dim=40, dim_v=72, causal=True), DeviceSpec.for_arch(arch)).kernels[0]
-        assert re.fullmatch(rf"{source}_bfloat16_d40x72_\d+x\d+_right_bound", kernel.name)
+        assert re.fullmatch(rf"{source}_forward_bfloat16_d40x72_\d+x\d+_right_bound", kernel.name)
         assert dict(kernel.defines)["CUFLASH_KERNEL_NAME"] == kernel.name
 
 
 def test_kernels_are_told_all_that_they_ask_for():
     """Every define that the sources read is given, and none that nobody reads."""
-    text = {path.name: path.read_text() for path in compiler.kernel_directory().iterdir() if path.suffix[:3] == ".cu"}
+    folder = compiler.kernel_directory()
+    text = {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.cu*")}
     everything = "".join(text.values())
     own = set(re.findall(r"#define (CUFLASH_[A-Z0-9_]+)", everything)) | {"CUFLASH_EMULATION"}
     pasted = {name for name in re.findall(r"\b(CUFLASH_[A-Z0-9_]+)##", everything)}  # the front half of a macro's name
@@ -878,19 +879,19 @@ def test_only_the_kernels_and_the_memory_of_what_is_needed(dtype, arch, determin
     assert choose_plan(problem, device, "backward", need=["dv", "dq", "dk"]) == every
     for need in (("dk", "dv"), ("dk",), ("dv",)):
         plan = choose_plan(problem, device, "backward", need=need)
-        assert set(sources_of(plan)) <= set(sources_of(every)) | {"pieces", "backward_float32_sm90"}
-        assert ("backward_convert" in sources_of(plan)) == (max(plan.group_splits, plan.tail_splits) > 1)
-        assert "backward_dq_sm80" not in sources_of(plan)
+        assert set(sources_of(plan)) <= set(sources_of(every)) | {"around/split_fp32", "sm90/backward_fp32"}
+        assert ("around/convert" in sources_of(plan)) == (max(plan.group_splits, plan.tail_splits) > 1)
+        assert "sm80/backward_dq" not in sources_of(plan)
         assert "dq_accumulator" not in dict(plan.scratch)
-        (main,) = [kernel for kernel in plan.kernels if kernel.source.startswith(("backward_sm", "backward_float32"))]
+        (main,) = [kernel for kernel in plan.kernels if kernel.source.endswith(("/backward.cu", "/backward_fp32.cu"))]
         assert {"CUFLASH_NEEDS_DK": int("dk" in need), "CUFLASH_NEEDS_DV": int("dv" in need)}.items() <= dict(
             main.defines
         ).items()
-        only_one = len(need) == 1 and main.source.endswith("_sm90.cu")
+        only_one = len(need) == 1 and main.source.startswith("sm90/")
         assert ("not stored, but computed" in plan.reason) == only_one
     plan = choose_plan(problem, device, "backward", need=("dq",))
     if dtype != "float32" or arch == "8.0" or deterministic:
-        assert sources_of(plan) == ["backward_delta", "backward_dq_sm80"]
+        assert sources_of(plan) == ["around/delta", "sm80/backward_dq"]
         assert [name for name, _ in plan.scratch] == ["row_stats"]
     assert "dkv_partials" not in dict(plan.scratch)
     assert choose_plan(problem, device, "backward", need=()).kernels == ()
@@ -916,16 +917,16 @@ def test_memory_of_dbias_is_that_of_the_bias_and_of_the_device(axes, tiles, summ
     problem = replace(plain, bias=bias)
     plan = choose_plan(problem, device, "backward", need=("dbias",))
     kernel = plan.kernels[1]
-    assert (kernel.source, kernel.grid) == ("backward_scores_sm80.cu", tiles * plan.score_splits)
+    assert (kernel.source, kernel.grid) == ("sm80/backward_scores.cu", tiles * plan.score_splits)
     assert f"dbias: {tiles} tiles of pairs" + (f", each a sum over {summed}" if summed else "") in plan.reason
     resident = device.num_sms * plan.tiles[0].min_blocks
     assert plan.score_splits == 1 or resident / 2 < kernel.grid <= resident
-    assert sources_of(plan)[2:] == (["backward_scores_reduce"] if plan.score_splits > 1 else [])
+    assert sources_of(plan)[2:] == (["around/scores_reduce"] if plan.score_splits > 1 else [])
     tile = math.prod(n if on else 1 for n, on in zip((128, 64), axes[2:], strict=True))
     assert dict(plan.scratch).get("score_partials", 0) == (plan.score_splits > 1) * kernel.grid * tile
     sums = choose_plan(replace(problem, softcap=5.0), device, "backward", need=("dscale", "dsoftcap", "dbias", "dv"))
     assert sums.kernels[1].grid == kernel.grid
-    assert sources_of(sums).count("backward_scores_sm80") == 2
+    assert sources_of(sums).count("sm80/backward_scores") == 2
     assert dict(sums.scratch)["sums_partials"] == 3 * 2 * 4 * 8 * sums.sums_splits
     assert len({kernel.name for kernel in sums.kernels}) == len(sums.kernels)
     assert "for dv, dbias, dscale, dsoftcap on" in sums.describe()
@@ -1002,7 +1003,7 @@ def test_sinks(dtype, arch):
     assert choose_plan(problem, device, "backward", need=DEFAULT_NEED).kernels == expected.kernels
     backward = choose_plan(problem, device, "backward", need=("dsinks", "dq", "dk", "dv"))
     sinks_kernel = backward.kernels[1]
-    assert (sinks_kernel.source, sinks_kernel.grid) == ("backward_sinks.cu", plain.num_heads)
+    assert (sinks_kernel.source, sinks_kernel.grid) == ("around/sinks.cu", plain.num_heads)
     assert (backward.kernels[0], *backward.kernels[2:]) == expected.kernels
     assert backward.scratch == expected.scratch
     assert "for dq, dk, dv, dsinks" in backward.describe()

@@ -1,4 +1,4 @@
-// What a kernel compiled for the CPU sees of the emulator, for the functions of ptx_sm90.cuh and ptx_wgmma.cuh.
+// What a kernel compiled for the CPU sees of the emulator, for the functions of ptx/tma.cuh and ptx/wgmma.cuh.
 #pragma once
 #include "interface.h"
 

@@ -1,0 +1,111 @@
+// What the kernels of the backward pass agree on.
+#pragma once
+#include "common/config.cuh"
+#include "common/params.cuh"
+#include "common/schedule.cuh"
+
+// dq gathers contributions of every tile of keys: by reductions into an accumulator, in any order (fast), or in
+// a kernel of its own that recomputes them, in a fixed order (deterministic).
+constexpr bool kDqByReduction = CUFLASH_DQ_BY_REDUCTION;
+// Or blocks take turns at the accumulator: for each tile of queries, behind the accumulator, a counter of those who had it.
+// Then the order is fixed as well (deterministic).
+constexpr bool kDqInTurn = CUFLASH_DQ_IN_TURN;
+
+// dk and dv of one key/value head are sums over the queries of all heads of its group. Where tiles of keys alone are too
+// few to fill the device, params.group_splits blocks share the heads. Or params.tail_splits blocks share the queries of
+// each tile that comes, in launch order, behind the first params.whole_tiles: those that are too few at the end. Blocks
+// that share leave partial sums to a kernel that adds them.
+constexpr bool kSplitsGroup = CUFLASH_SPLITS_GROUP;
+constexpr bool kSplitsTail = CUFLASH_SPLITS_TAIL;
+static_assert(!kSplitsGroup || !kSplitsTail, "tiles are shared in one way");
+
+CUFLASH_DEVICE int parts_of_group(const Params& params) { return kSplitsGroup ? params.group_splits : 1; }
+// Of all groups of a batch entry.
+CUFLASH_DEVICE int num_parts_of(const Params& params) { return params.num_heads_kv * parts_of_group(params); }
+
+// Which of the two are wanted; what was left out of a kernel's sums is zero in its registers and goes nowhere.
+constexpr bool kNeedsDk = CUFLASH_NEEDS_DK;
+constexpr bool kNeedsDv = CUFLASH_NEEDS_DV;
+
+constexpr int kPartialElements = kBlockN * (kDim + kDimV);
+
+struct alignas(16) Real4 {
+  Real value[4];
+};
+
+// A part of the sums of a tile of keys: dk, then dv, four elements of a thread next to each other.
+CUFLASH_DEVICE Real* partials_at(const Params& params, i64 index, u32 thread) {
+  return (Real*)params.dkv_partials + index * kPartialElements + thread * 4;
+}
+// The first part, of those who share the heads of a group.
+CUFLASH_DEVICE i64 first_part_of(const Params& params, int num_n_blocks, Entry batch, int head_kv, int n_block) {
+  i64 tile = ((i64)batch * params.num_heads_kv + head_kv) * num_n_blocks + n_block;
+  if constexpr (kIsPacked) tile = (i64)head_kv * num_n_blocks + first_place_of_keys(batch, kBlockN) + n_block;
+  return tile * params.group_splits;
+}
+
+// Tiles of keys start, and where they take turns add, from the first to the last: the longest first under a causal mask.
+// Where they take turns and see no queries before a diagonal, or none after one, they start from the last to the first.
+// Under a causal mask each so meets first a tile of queries that those before it do not see, and is a step behind them at
+// every other one: nobody waits. But the longest run alone at the end. So, where that costs more than waiting does, one of
+// kBackShare heads of each batch entry come behind all others, and start with the longest; they walk from the last query,
+// which all see, back to the diagonal. Which ones is a matter of the head alone: the sums of its dq are the same in any
+// batch, and so are those of dk and dv but of tiles that blocks share.
+constexpr bool kLastFirst = kDqInTurn && (kHasRightBound || kHasLeftBound);
+constexpr int kBackShare = CUFLASH_BACK_SHARE;  // or 0: none
+constexpr u32 kBackSection = CUFLASH_BACK_SECTION;  // of these heads, which are at the same queries, are interleaved
+static_assert(kBackShare == 0 || (kDqInTurn && kHasRightBound && !kHasLeftBound), "all heads start at the diagonal");
+
+CUFLASH_DEVICE int num_heads_back(int num_heads) { return kBackShare == 0 ? 0 : num_heads / kBackShare; }
+
+// Warp. The tile of keys that is at `index` in launch order.
+CUFLASH_DEVICE Work find_keys(const Params& params, u32 index, int num_heads) {
+  const int num_back = num_heads_back(num_heads), num_ahead = num_heads - num_back;
+  const u32 num_before = heads_in_all(params, num_ahead) * num_tiles_of(params, params.seqlen_k, kBlockN);
+  const bool back = kBackShare != 0 && index >= num_before;
+  Work work = schedule_keys(params, index - (back ? num_before : 0), back ? num_back : num_ahead,
+                            back ? kBackSection : params.head_section, kLastFirst && !back);
+  if (back) work.head += num_ahead;
+  return work;
+}
+
+// The index of a tile of queries among those of all heads and batch entries.
+CUFLASH_DEVICE i64 m_tile_of(const Params& params, int num_m_blocks, Entry batch, int head, int m_block) {
+  if constexpr (kIsPacked) return (i64)head * num_m_blocks + first_place_of_queries(batch, kBlockM) + m_block;
+  return ((i64)batch * params.num_heads + head) * num_m_blocks + m_block;
+}
+
+CUFLASH_DEVICE u32* turns_of(const Params& params, int num_m_blocks, i64 m_tile) {
+  const i64 num_tiles = (i64)(kIsPacked ? 1 : params.batch) * params.num_heads * num_m_blocks;
+  return (u32*)((Real*)params.dq_accumulator + num_tiles * (kBlockM * kDim)) + m_tile;
+}
+
+// Behind the counters, of packed sequences: whether some overlap, because their starts decrease. Then a turn might never
+// come, and nobody must wait for it.
+CUFLASH_DEVICE u32* overlap_of(const Params& params, int num_m_blocks) {
+  return turns_of(params, num_m_blocks, (i64)params.num_heads * num_m_blocks);
+}
+// Warp.
+CUFLASH_DEVICE bool sequences_overlap(const Params& params) {
+  bool decrease = false;
+  for (int batch = ptx::thread_index() % 32; batch <= params.batch; batch += 32) {
+    decrease = decrease || query_start_at(params, batch + 1) < query_start_at(params, batch);
+    decrease = decrease || key_start_at(params, batch + 1) < key_start_at(params, batch);
+  }
+  return ptx::any_lane(decrease);
+}
+
+// Pairs (lse as an exponent, delta - dlse) of the rows of a head; rows past seqlen_q, up to a whole tile, have no weights. Or, of
+// every two rows, both lse before both delta: who needs only one of them reads two at once.
+constexpr bool kPairsStats = CUFLASH_PAIRS_STATS;
+
+// They are written, and have their places, by tiles of so many rows.
+constexpr int kStatsBlock = CUFLASH_STATS_BLOCK;
+
+CUFLASH_DEVICE Real* stats_of(const Params& params, Entry batch, int head) {
+  if constexpr (kIsPacked) {
+    const i64 first_row = (i64)first_place_of_queries(batch, kStatsBlock) * kStatsBlock;
+    return (Real*)params.row_stats + ((i64)head * params.stats_rows + first_row) * 2;
+  }
+  return (Real*)params.row_stats + ((i64)batch * params.num_heads + head) * params.stats_rows * 2;
+}

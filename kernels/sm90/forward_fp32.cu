@@ -1,0 +1,320 @@
+// Forward pass of float32 on the tensor cores and the copy engine of compute capability 9.0.
+//
+//   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
+//
+// The tensor cores multiply bfloat16. So Q, K and V come as pieces (around/split_fp32.cu made them), three each, or two where the
+// precision of TF32 is wanted; P is split in registers, and every product is the sum of six, or three (common/bf16_split.cuh).
+// Tensor cores cut sums off: the P V of a tile of keys is summed by itself there, small products first, and added to O
+// with rounding.
+//
+// One block stays on each multiprocessor and takes one tile of queries after another. Its last warpgroup, the producer,
+// asks the copy engine for tiles; each of the others, the consumers, owns 64 queries of the tile. While one consumer has
+// its softmax, the products of another run; they may take turns at issuing them (kPingPong).
+//
+//   barrier      one phase is over when            who waits
+//   q_full       Q has arrived                     consumers, before S
+//   q_empty      every consumer has its last S     producer, before the next Q
+//   k_full[i]    a piece of K has arrived          consumers, before its products in S
+//   k_empty[i]   every consumer has these          producer, before the next piece of K there
+//   v_full[i]    a piece of V has arrived          consumers, before its products in O
+//   v_empty[i]   every consumer has these          producer, before the next piece of V there
+//   named: one per consumer for its turn at the tensor cores; one per consumer for itself
+#include "common/bf16_split.cuh"
+#include "common/config.cuh"
+#include "common/dropout.cuh"
+#include "common/fragments.cuh"
+#include "common/mask.cuh"
+#include "common/params.cuh"
+#include "common/schedule.cuh"
+#include "common/score.cuh"
+#include "common/softmax.cuh"
+#include "ptx/wgmma.cuh"
+#include "sm90/forward_roles.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/tiles.cuh"
+
+constexpr int kNTiles = kBlockN / 8;
+constexpr int kColumnTiles = kDimV / 8;
+
+// Shared memory: the pieces of Q, the rings of those of K and V, barriers.
+constexpr u32 kPieceQ = chunked_bytes(kBlockM, kDim), kBytesQ = kPieces * kPieceQ;
+constexpr u32 kPieceK = chunked_bytes(kBlockN, kDim), kBytesK = kPieces * kPieceK;
+constexpr u32 kPieceV = chunked_bytes(kBlockN, kDimV), kBytesV = kPieces * kPieceV;
+constexpr int kSlots = kPieces * kNumStages;  // of rings of pieces, which come and go one by one
+constexpr u32 kBytesBarriers = QkvBarriers<kSlots>::kBytes;
+static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) + kBytesBarriers == CUFLASH_SHARED_BYTES,
+              "shared memory differs from the plan");
+
+// Registers of a thread after the producer has given up most of its own: at most what the block started with in all.
+constexpr int kProducerRegisters = kConsumers == 3 ? 56 : 40;
+constexpr int kConsumerRegisters = kConsumers == 3 ? 152 : 232;
+
+struct ForwardParams {
+  Params common;
+  TensorMap q, k, v;  // of the pieces, those of all batch entries below each other
+};
+static_assert(sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
+
+struct Shared : QkvBarriers<kSlots> {
+  u32 q, k, v;
+
+  CUFLASH_DEVICE Shared() {
+    q = ptx::dynamic_shared();
+    k = q + kBytesQ;
+    v = k + kNumStages * kBytesK;
+    place_barriers(v + kNumStages * kBytesV);
+  }
+};
+
+// The place of the n-th piece of a tile, low ones first, and which piece that is.
+CUFLASH_DEVICE Position<kSlots> place_of(const Position<kNumStages>& tile, int n) {
+  return {tile.stage * kPieces + n, tile.parity};
+}
+CUFLASH_DEVICE constexpr int piece_of(int n) { return kPieces - 1 - n; }
+
+// The producer: one thread that walks over the tiles as the consumers do, as far ahead as the rings allow.
+CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
+  Position<kNumStages> key;
+  Position<1> query;
+  for (EntryWalk walk(params.common); walk.more(); walk.advance(), query.advance()) {
+    const QueryTile tile(params.common, walk.work(params.common));
+    const int head = tile.head_kv, batch = tile.work.batch, all_batch = params.common.batch;
+    const auto load_q = [&]() {
+      const Barrier q_full = shared.q_ring.full(query);
+      shared.q_ring.empty(query).wait(query.parity ^ 1);
+      q_full.arrive_expect(kBytesQ);
+#pragma unroll 1
+      for (int i = 0; i < kPieces; ++i)
+        load_chunks<kBlockM, kDim>(shared.q + i * kPieceQ, params.q, q_full, tile.first_row, tile.work.head,
+                                   i * all_batch + batch);
+    };
+    if (tile.keys.start == tile.keys.stop) load_q();
+    for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
+      const int first_key = tile.keys.at(n_block) * kBlockN;
+#pragma unroll 1
+      for (int n = 0; n < kPieces; ++n) {
+        const Position<kSlots> at = place_of(key, n);
+        shared.k_ring.empty(at).wait(at.parity ^ 1);
+        shared.k_ring.full(at).arrive_expect(kPieceK);
+        load_chunks<kBlockN, kDim>(shared.k + at.stage * kPieceK, params.k, shared.k_ring.full(at), first_key,
+                                   head, piece_of(n) * all_batch + batch);
+      }
+      if (n_block == tile.keys.stop - 1) load_q();
+#pragma unroll 1
+      for (int n = 0; n < kPieces; ++n) {
+        const Position<kSlots> at = place_of(key, n);
+        shared.v_ring.empty(at).wait(at.parity ^ 1);
+        shared.v_ring.full(at).arrive_expect(kPieceV);
+        load_chunks<kBlockN, kDimV>(shared.v + at.stage * kPieceV, params.v, shared.v_ring.full(at), first_key,
+                                    head, piece_of(n) * all_batch + batch);
+      }
+    }
+  }
+}
+
+// Rows `row` and `row` + 8 of the output from the fragments of a lane, each times its factor.
+CUFLASH_DEVICE void store_rows(const Params& params, int batch, int head, int row, const float (&o)[kColumnTiles][4],
+                               const float (&factor)[2]) {
+  constexpr bool kByPairs = kStoreBytes >= 8 && kHeadDimV % 2 == 0;
+  struct alignas(8) Pair {
+    float value[2];
+  };
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (row + 8 * half >= params.seqlen_q) break;
+    float* g_row = (float*)params.out.data + batch * params.out.batch_stride + head * params.out.head_stride +
+                   (row + 8 * half) * params.out.row_stride;
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; ++n) {
+      const int column = 8 * n + fragment_column();
+      const Pair pair = {o[n][2 * half] * factor[half], o[n][2 * half + 1] * factor[half]};
+      if constexpr (kByPairs) {
+        if (column < kHeadDimV) *(Pair*)(g_row + column) = pair;
+      } else {
+        if (column < kHeadDimV) g_row[column] = pair.value[0];
+        if (column + 1 < kHeadDimV) g_row[column + 1] = pair.value[1];
+      }
+    }
+  }
+}
+
+// A consumer: the warpgroup of 64 queries, `consumer` of kConsumers.
+CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 consumer) {
+  const Params& common = params.common;
+  const u32 thread = ptx::thread_index() % 128;
+  const u32 s_q = shared.q + consumer * 64 * kLineBytes;
+
+  const ConsumerTurns turns(consumer);
+
+  Position<kNumStages> key;
+  Position<1> query;
+  for (EntryWalk walk(common); walk.more(); walk.advance(), query.advance()) {
+    const QueryTile tile(common, walk.work(common));
+    const int head = tile.work.head, batch = tile.work.batch;
+    const Score score(common, batch, head, tile.key_stop);
+    const Mask mask(common, batch, head, tile.key_stop);
+    const Dropout dropout(common, batch, head);
+    const float exponent_scale = score.exponent_scale();
+    const int lane_row = tile.first_row + consumer * 64 + thread / 32 * 16 + fragment_row();
+
+    OnlineSoftmax<1> softmax;
+    float o[1][kColumnTiles][4];
+    set_zero(o);
+
+    const auto release = [&](const Barrier& empty) {
+      if (thread == 0) empty.arrive();
+    };
+    // Products with a piece of K (or V) wait for it and are a group of their own, which release_pieces waits for.
+    const auto multiply_s = [&](float (&s)[kNTiles][4]) {
+      const u64 a = descriptor_of(s_q);
+      ptx::renew_registers(s);
+#pragma unroll
+      for (int n = 0; n < kPieces; ++n) {
+        const Position<kSlots> at = place_of(key, n);
+        const u64 b = descriptor_of(shared.k + at.stage * kPieceK);
+        shared.k_ring.full(at).wait(at.parity);
+        ptx::fence_products();
+#pragma unroll
+        for (int i = 0; i < kPieceProducts; ++i)
+#pragma unroll
+          for (int k = 0; k < kDim / 16; ++k)
+            if (piece_product(i).b == piece_of(n))
+              ptx::multiply_async<false, false>(
+                  BFloat16{}, s, along_k<kBlockM>(a + piece_product(i).a * kPieceQ / 16, k), along_k<kBlockN>(b, k),
+                  i + k > 0);
+        ptx::commit_products();
+      }
+    };
+    const auto multiply_o = [&](float (&sum)[kColumnTiles][4], const u32 (&p)[kBlockN / 16][kPieces][4]) {
+      ptx::renew_registers(sum);
+#pragma unroll
+      for (int n = 0; n < kPieces; ++n) {
+        const Position<kSlots> at = place_of(key, n);
+        const u64 b = descriptor_of_transposed<kBlockN>(shared.v + at.stage * kPieceV);
+        shared.v_ring.full(at).wait(at.parity);
+        ptx::fence_products();
+#pragma unroll
+        for (int i = 0; i < kPieceProducts; ++i)
+#pragma unroll
+          for (int k = 0; k < kBlockN / 16; ++k)
+            if (piece_product(i).b == piece_of(n))
+              ptx::multiply_async<true>(BFloat16{}, sum, p[k][piece_product(i).a], along_k_transposed(b, k), i + k > 0);
+        ptx::commit_products();
+      }
+    };
+    const auto release_pieces = [&](const Ring<kSlots>& ring) {
+      repeat<kPieces>([&](auto n) {
+        constexpr int kPiece = decltype(n)::value;
+        ptx::wait_products<kPieces - 1 - kPiece>();
+        release(ring.empty(place_of(key, kPiece)));
+      });
+    };
+    const auto to_scores = [&](float (&s)[kNTiles][4], int n_block, auto masked) {
+      if constexpr (!kScaleInExponent || masked.value) {
+        const int lane_key = tile.keys.at(n_block) * kBlockN + fragment_column();
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int row = lane_row + i / 2 * 8, column = lane_key + 8 * n + i % 2;
+            float derivative;
+            s[n][i] = score.of(s[n][i], row, column, derivative);
+            if (masked.value && !mask.visible(row, column)) s[n][i] = -ptx::infinity();
+          }
+      }
+    };
+    const auto to_weights = [&](const float (&s)[kNTiles][4], u32 (&p)[kBlockN / 16][kPieces][4]) {
+#pragma unroll
+      for (int k = 0; k < kBlockN / 16; ++k)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float(&pair)[4] = s[2 * k + i / 2];
+          u32 word[kPieces];
+          split_small(pair[i % 2 * 2], pair[i % 2 * 2 + 1], word);
+#pragma unroll
+          for (int piece = 0; piece < kPieces; ++piece) p[k][piece][i] = word[piece];
+        }
+    };
+
+    // Tiles of keys that others of the block need, and these queries do not.
+    const auto skip = [&]() {
+      for (int product = 0; product < 2; ++product) turns.take(), turns.give();
+      for (int n = 0; n < kPieces; ++n) {
+        shared.k_ring.full(place_of(key, n)).wait(key.parity);
+        shared.v_ring.full(place_of(key, n)).wait(key.parity);
+      }
+      sync_consumer(consumer);  // nobody may be left waiting for a phase that is long over
+      for (int n = 0; n < kPieces; ++n) {
+        release(shared.k_ring.empty(place_of(key, n)));
+        release(shared.v_ring.empty(place_of(key, n)));
+      }
+      key.advance();
+    };
+    const TileRange keys = tile.keys_of(common, consumer);
+    const auto step = [&](int n_block) {
+      float s[1][kNTiles][4], sum[kColumnTiles][4];
+      u32 p[kBlockN / 16][kPieces][4];
+      turns.take();
+      multiply_s(s[0]);
+      turns.give();
+      release_pieces(shared.k_ring);
+      ptx::renew_registers(s[0]);
+      if (n_block == keys.start) release(shared.q_ring.empty(query));
+
+      if (n_block >= keys.full_stop || n_block < keys.full_start)
+        to_scores(s[0], n_block, Constant<true>{});
+      else
+        to_scores(s[0], n_block, Constant<false>{});
+      float factor[1][2] = {{1.0f, 1.0f}};
+      softmax.update(s, factor, exponent_scale);
+      softmax.exponentiate(s, exponent_scale, softmax.row_sum);
+      if constexpr (kHasDropout) dropout.drop(s[0], lane_row, tile.keys.at(n_block) * kBlockN + fragment_column());
+      to_weights(s[0], p);
+
+      turns.take();
+      multiply_o(sum, p);
+      turns.give();
+      release_pieces(shared.v_ring);
+      ptx::renew_registers(sum);
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[0][n][i] = o[0][n][i] * factor[0][i / 2] + sum[n][i];
+      key.advance();
+    };
+
+    shared.q_ring.full(query).wait(query.parity);
+    int n_block = tile.keys.stop - 1;
+    for (; n_block >= keys.stop; --n_block) skip();
+    if (keys.start == keys.stop) {
+      sync_consumer(consumer);
+      release(shared.q_ring.empty(query));
+    }
+#pragma unroll 1
+    for (; n_block >= keys.start; --n_block) step(n_block);
+    for (; n_block >= tile.keys.start; --n_block) skip();
+
+    softmax.finish();
+    if constexpr (kHasSinks) softmax.add_sinks(o, [&](int, int) { return sink_of(common, head) * kExponentOfE; });
+    const float kept_scale = kept_scale_of(common);
+    store_rows(common, batch, head, lane_row, o[0],
+               {softmax.inverse_sum(0, 0) * kept_scale, softmax.inverse_sum(0, 1) * kept_scale});
+    store_lse(common, batch, head, lane_row, softmax);
+  }
+  turns.finish();
+}
+
+CUFLASH_DEVICE void forward(const ForwardParams& params) {
+  Shared shared;
+  shared.make_barriers(kConsumers, kConsumers, kConsumers);
+  const u32 warp = ptx::uniform(ptx::thread_index() / 32);
+  if (warp >= 4 * kConsumers) {
+    ptx::decrease_registers<kProducerRegisters>();
+    if (warp == 4 * kConsumers && ptx::elect_lane()) produce(params, shared);
+  } else {
+    ptx::increase_registers<kConsumerRegisters>();
+    consume(params, shared, warp / 4);
+  }
+}
+
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, ForwardParams, kNumThreads, 1, forward)

@@ -1,0 +1,35 @@
+// The roles of the forward kernels of compute capability 9.0 whose blocks stay: consumers, warpgroups that own 64
+// queries of a tile each, and a producer, in the last warpgroup.
+#pragma once
+#include "common/config.cuh"
+#include "common/fragments.cuh"
+#include "common/operands.cuh"
+#include "common/params.cuh"
+#include "common/softmax.cuh"
+#include "ptx/tma.cuh"
+#include "sm90/ping_pong.cuh"
+
+constexpr bool kPingPong = CUFLASH_PING_PONG;
+constexpr int kConsumers = kBlockM / 64;
+static_assert(kNumWarps == 4 * (kConsumers + 1), "the consumers and a producer");
+static_assert(kBlockM == 64 * kConsumers, "a consumer owns 64 queries");
+
+// Named barriers: of each consumer for its turn, of each for itself, of all of them.
+constexpr u32 kTurn = 1, kConsumer = kTurn + kConsumers, kAll = kConsumer + kConsumers;
+
+CUFLASH_DEVICE void sync_consumer(u32 consumer) { ptx::sync_named(kConsumer + consumer, 128); }
+
+// With kPingPong consumers issue products in turn.
+using ConsumerTurns = Turns<kPingPong, kConsumers, kTurn>;
+
+// lse of rows `row` and `row` + 8, those of a lane.
+CUFLASH_DEVICE void store_lse(const Params& params, Entry batch, int head, int row, const OnlineSoftmax<1>& softmax) {
+  float* g_lse = row_numbers_of(params.lse, batch, head);
+  const int seqlen_q = seqlen_q_of(params, batch);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int half_row = row + 8 * half;
+    if (fragment_column() == 0 && half_row < seqlen_q)
+      g_lse[half_row * params.lse.row_stride] = softmax.log_sum_exp(0, half);
+  }
+}
