@@ -61,14 +61,14 @@ TURNS_APART = 2
 # Heads of packed sequences are few and long, and nobody but a kernel before clears the accumulators of dq of those that
 # start side by side. On an H200 two in place of 4 to 16 are up to 4 % faster at head_dim 256 and up to 2 % at 64; with
 # turns under a causal mask four in place of 16 up to 1 %, and two 1 to 3 % slower than four at 256.
-PACKED_HEAD_SECTION, PACKED_TURNS_SECTION = 2, 4
+PACKED_HEAD_SECTION, PACKED_IN_ORDER_SECTION = 2, 4
 # Under a causal mask blocks of a head are at different queries, and Q, dO and dQ of the heads under way should stay in
 # L2. On an H200 with turns at seqlen 16384, 128 MiB of them in place of 16 cost 21 % (head_dim 128), or in place of 32
 # 44 % (head_dim 256). With turns, blocks are the further apart the more heads of a group they have gone through: then
 # all heads of a group count, and beyond two of them that fit blocks share a group, which is 5 to 7 % faster (4 heads of
 # head_dim 128, seqlen 8192, or 256, 4096).
 BACKWARD_L2_BYTES = 1 << 24
-MIN_HEADS_IN_TURN = 2
+MIN_HEADS_IN_ORDER = 2
 # Where blocks take turns under a causal mask, the longest run alone at the end unless one of so many heads starts with
 # them. On an H200 one of 8 is 2 to 6 % faster than none at head_dim 256, and 1 to 5 % slower below. But groups of query
 # heads make blocks longer: by arithmetic 20 % of the device waits for the last ones of 4 waves, 13 % of 8.
@@ -100,9 +100,9 @@ SINKS_WARPS = 16
 LIST_WARPS = 4  # of a block that lists tiles, a list for each
 LIST_HEADER = 2  # numbers in front of a list
 SCORES_REDUCE_WARPS = 8
-PIECES_ROWS = 64  # that a block splits
-PIECES_WARPS = 8
-# Of queries and keys, for each row that is split. On an H200 pieces catch up with the sm80 kernel at seqlen 192 in the
+SPLIT_ROWS = 64  # that a block splits
+SPLIT_WARPS = 8
+# Of queries and keys, for each row that is split. On an H200 it catches up with the sm80 kernel at seqlen 192 in the
 # forward pass (head_dim 64; sooner at 128), and are ahead of it from 128 on in the backward pass.
 PIECES_MIN_PAIRS: dict[Pass, int] = {"forward": 64, "backward": 42}
 SCRATCH_ALIGNMENT = 256  # bytes, of each scratch array: what an allocation of its own would have
@@ -180,7 +180,7 @@ class KernelSpec:
     grid: int
     threads: int
     shared_bytes: int
-    follows: bool  # it may start while the kernel before it runs, and waits for its end by itself
+    overlaps_previous: bool  # programmatic dependent launch: it may start early, and waits by itself
 
 
 @dataclass(frozen=True)
@@ -351,7 +351,7 @@ def choose_plan(
         tensor_maps=draft.tensor_maps,
         reason="\n".join(draft.reasons),
         need=draft.need,
-        any_length=pass_ == "forward" and not _has_keys_elsewhere(problem) and "k_pieces" not in draft.scratch,
+        any_length=pass_ == "forward" and not _has_keys_elsewhere(problem) and "k_split" not in draft.scratch,
         hides_last_keys=any(isinstance(tile, DecodeSm90Tile) for tile in draft.tiles),
         score_splits=draft.score_splits,
         sums_splits=draft.sums_splits,
@@ -432,32 +432,32 @@ class _Draft:
         )
         self.defines["CUFLASH_ARGUMENT_BYTES"] = MAPS_OFFSET + len(rows) * TENSOR_MAP_BYTES
 
-    def add_pieces(self, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile, names: tuple[str, ...]) -> None:
+    def add_bf16_split(self, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile, names: tuple[str, ...]) -> None:
         """The kernel that splits these float32 arrays into scratch arrays of bfloat16, which tensor maps may describe.
 
-        The array `name` becomes `name_pieces`, with the pieces of all batch entries along its first axis.
+        The array `name` becomes `name_split`, with the parts of all batch entries along its first axis.
         """
         blocks = 0
         for name in names:
             batch, heads, seqlen, columns = self.arrays[name].shape
             width = round_up(columns, 8)
-            pieces = Operand(
-                shape=(tile.pieces * batch, heads, seqlen, columns),
+            split = Operand(
+                shape=(tile.bf16_parts * batch, heads, seqlen, columns),
                 strides=(heads * seqlen * width, seqlen * width, width, 1),
                 dtype="bfloat16",
             )
-            self.arrays[f"{name}_pieces"] = pieces
-            self.scratch[f"{name}_pieces"] = tile.pieces * batch * heads * seqlen * width // 2
-            blocks += batch * heads * -(-seqlen // PIECES_ROWS)
-        rows = {"CUFLASH_BLOCK_M": PIECES_ROWS, "CUFLASH_NUM_WARPS": PIECES_WARPS}
+            self.arrays[f"{name}_split"] = split
+            self.scratch[f"{name}_split"] = tile.bf16_parts * batch * heads * seqlen * width // 2
+            blocks += batch * heads * -(-seqlen // SPLIT_ROWS)
+        rows = {"CUFLASH_BLOCK_M": SPLIT_ROWS, "CUFLASH_NUM_WARPS": SPLIT_WARPS}
         self.add("around/split_fp32.cu", tile, blocks, 0, **rows)
         listed = ", ".join(names[:-1]) + " and " + names[-1]
         self.reasons.append(
-            f"{listed} are split into {tile.pieces} pieces of bfloat16: "
+            f"{listed} are split into {tile.bf16_parts} parts of bfloat16: "
             + (
-                "the six largest products of pieces count"
-                if tile.pieces == 3
-                else "the three largest products of pieces count, which are more accurate than one of TF32"
+                "the six largest products of parts count"
+                if tile.bf16_parts == 3
+                else "the three largest products of parts count, which are more accurate than one of TF32"
             )
         )
 
@@ -499,8 +499,8 @@ class _Draft:
         _check_blocks(blocks)
         name = "_".join((_symbol(source, self.problem, tile), *makes))
         # Launches overlap from compute capability 9.0 on; kernels without blocks are not launched.
-        follows = self.device.arch >= 90 and any(kernel.grid for kernel in self.kernels)
-        every = self.defines | tile.defines() | defines | {"CUFLASH_FOLLOWS": int(follows)}
+        overlaps = self.device.arch >= 90 and any(kernel.grid for kernel in self.kernels)
+        every = self.defines | tile.defines() | defines | {"CUFLASH_OVERLAPS_PREVIOUS": int(overlaps)}
         every |= {"CUFLASH_SHARED_BYTES": shared_bytes, "CUFLASH_KERNEL_NAME": name}
         self.kernels.append(
             KernelSpec(
@@ -511,7 +511,7 @@ class _Draft:
                 grid=blocks,
                 threads=32 * int(every["CUFLASH_NUM_WARPS"]),
                 shared_bytes=shared_bytes,
-                follows=follows,
+                overlaps_previous=overlaps,
             )
         )
 
@@ -522,27 +522,27 @@ class _Draft:
 _SCORE_GRADIENTS = ("dbias", "dalibi_slopes", "dscale", "dsoftcap")  # that kernels of their own make
 _AXES = ("BATCH", "HEADS", "QUERIES", "KEYS")
 _AXES_WORDS = ("batch entries", "heads", "tiles of queries", "tiles of keys")
-_WRITTEN = ("out", "dk", "dv")  # results that kernels of compute capability 9.0 leave to the copy engine
-# Rows for float32 in pieces, by precision.
-_FORWARD_OF_PIECES = {"highest": FORWARD_FLOAT32_SM90_TILES, "tf32": FORWARD_TF32_SM90_TILES}
-_BACKWARD_OF_PIECES = {"highest": BACKWARD_FLOAT32_SM90_TILES, "tf32": BACKWARD_TF32_SM90_TILES}
-_FORWARD_MAPPED = ("q", "k", "v", "out")  # arrays that sm90/forward leaves to the copy engine
+_WRITTEN = ("out", "dk", "dv")  # results that kernels of compute capability 9.0 leave to TMA
+# Rows for float32 in bfloat16 parts, by precision.
+_FORWARD_SPLIT = {"highest": FORWARD_FLOAT32_SM90_TILES, "tf32": FORWARD_TF32_SM90_TILES}
+_BACKWARD_SPLIT = {"highest": BACKWARD_FLOAT32_SM90_TILES, "tf32": BACKWARD_TF32_SM90_TILES}
+_FORWARD_MAPPED = ("q", "k", "v", "out")  # arrays that sm90/forward leaves to TMA
 
 
 def _draft_forward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     problem = draft.problem
-    of_pieces = _FORWARD_OF_PIECES[problem.precision]
+    split_rows = _FORWARD_SPLIT[problem.precision]
     if tiles:
         tile, reason = tiles[0], draft.origin
     elif (why_not_decode := _why_not_decode(draft)) is None:
         tile, reason = _choose(DECODE_SM90_TILES, problem, draft.device)
-    elif (why_not_pieces := _why_not_pieces(draft, of_pieces)) is None:
-        tile, reason = _choose(of_pieces, problem, draft.device)
+    elif (why_not_split := _why_not_split(draft, split_rows)) is None:
+        tile, reason = _choose(split_rows, problem, draft.device)
     else:
         tables = (FORWARD_SM90_TILES, FORWARD_TILES)
         tile, reason = _choose_of(tables, draft, _FORWARD_MAPPED, "sm90/forward")
         reason += why_not_decode and f"\nnot sm90/decode: {why_not_decode}"
-        reason += why_not_pieces and f"\nnot sm90/forward_fp32: {why_not_pieces}"
+        reason += why_not_split and f"\nnot sm90/forward_fp32: {why_not_split}"
     draft.tiles = (tile,)
     draft.reasons.append(reason)
     if isinstance(tile, DecodeSm90Tile):
@@ -557,8 +557,8 @@ def _draft_forward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
         draft.map_tensors({"q": tile.block_m, "k": box, "v": box, "out": 64})
     elif isinstance(tile, ForwardFloat32Sm90Tile):
         source = "sm90/forward_fp32.cu"
-        draft.add_pieces(tile, ("q", "k", "v"))
-        draft.map_tensors({"q_pieces": tile.block_m, "k_pieces": tile.block_n, "v_pieces": tile.block_n})
+        draft.add_bf16_split(tile, ("q", "k", "v"))
+        draft.map_tensors({"q_split": tile.block_m, "k_split": tile.block_n, "v_split": tile.block_n})
     else:
         draft.add("sm80/forward.cu", tile, m_blocks, shared_bytes)
         return
@@ -595,12 +595,12 @@ def _why_not_decode(draft: _Draft) -> str | None:
 
 
 def _box_rows(problem: Problem, block_n: int) -> int:
-    """Keys that the copy engine brings at once: a tile, or with pages as many as make whole pages and whole tiles."""
+    """Keys that TMA brings at once: a tile, or with pages as many as make whole pages and whole tiles."""
     return math.gcd(problem.page_size, block_n)
 
 
-def _why_not_pieces(draft: _Draft, table: tuple) -> str | None:
-    """Why not to split float32 into pieces: None if that is the way to go, "" where nobody would expect it."""
+def _why_not_split(draft: _Draft, table: tuple) -> str | None:
+    """Why not to split float32 into parts: None if that is the way to go, "" where nobody would expect it."""
     problem = draft.problem
     if draft.device.arch != 90 or problem.dtype != "float32":
         return ""
@@ -702,8 +702,8 @@ def _group_splits(draft: _Draft, main: MainTile, n_blocks: int) -> int:
     problem, resident = draft.problem, draft.device.num_sms * main.min_blocks
     waves = WAVES if n_blocks >= WAVES * resident or problem.window_right is None else CAUSAL_WAVES
     most = problem.group_size
-    if _takes_turns(main) and problem.window_right is not None:
-        most = max(BACKWARD_L2_BYTES // max(_head_bytes(draft, main), 1), MIN_HEADS_IN_TURN)
+    if _dq_in_order(main) and problem.window_right is not None:
+        most = max(BACKWARD_L2_BYTES // max(_head_bytes(draft, main), 1), MIN_HEADS_IN_ORDER)
     shares = (n for n in range(1, problem.group_size + 1) if problem.group_size % n == 0)
     enough = (n for n in shares if n * n_blocks >= waves * resident and n * most >= problem.group_size)
     return next(enough, problem.group_size)
@@ -743,8 +743,8 @@ def _share_tail(draft: _Draft, main: MainTile, n_blocks: int) -> None:
         draft.whole_tiles, draft.tail_splits = n_blocks - n_blocks * rest // tiles, splits
 
 
-def _takes_turns(main: MainTile | None) -> bool:
-    return isinstance(main, BackwardSm90Tile) and main.takes_turns
+def _dq_in_order(main: MainTile | None) -> bool:
+    return isinstance(main, BackwardSm90Tile) and main.dq_in_order
 
 
 def _head_bytes(draft: _Draft, main: MainTile) -> int:
@@ -756,22 +756,22 @@ def _head_bytes(draft: _Draft, main: MainTile) -> int:
 def _backward_head_section(draft: _Draft, main: BackwardSm90Tile) -> int:
     """Key/value heads side by side; or parts of them, where blocks share the heads of a group."""
     problem = draft.problem
-    if main.takes_turns and problem.window_right is None:
+    if main.dq_in_order and problem.window_right is None:
         resident, steps = draft.device.num_sms * main.min_blocks, _steps_of_tile(draft, main) // draft.group_splits
         return max(BACKWARD_HEAD_SECTION, TURNS_APART * resident // max(steps, 1))
     most = BACKWARD_HEAD_SECTION if problem.window_right is None else CAUSAL_HEAD_SECTION
     if problem.is_packed:
-        most = PACKED_TURNS_SECTION if main.takes_turns else PACKED_HEAD_SECTION
+        most = PACKED_IN_ORDER_SECTION if main.dq_in_order else PACKED_HEAD_SECTION
     if problem.window_right is None:
         return most
-    heads = problem.group_size // draft.group_splits if main.takes_turns else 1
+    heads = problem.group_size // draft.group_splits if main.dq_in_order else 1
     section = min(BACKWARD_L2_BYTES // max(heads * _head_bytes(draft, main), 1), most)
-    return max(section, 1 if main.takes_turns else 2)
+    return max(section, 1 if main.dq_in_order else 2)
 
 
 def _back_share(problem: Problem, main: MainTile | None) -> int:
     """Of how many heads one walks back from the last query, or 0; kernels/common/backward.cuh says what for."""
-    if not isinstance(main, BackwardSm90Tile) or not main.takes_turns:
+    if not isinstance(main, BackwardSm90Tile) or not main.dq_in_order:
         return 0
     if problem.window_right is None or problem.window_left is not None:
         return 0
@@ -800,7 +800,7 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
     main, dq, scores = _backward_rows(draft, tiles)
     draft.tiles = tuple(tile for tile in (main, dq, scores) if tile is not None)
     reduces_dq = "dq" in draft.need and dq is None
-    in_turn = _takes_turns(main)
+    in_order = _dq_in_order(main)
     n_blocks = 0
     if main is not None:
         n_blocks = problem.array_batch * problem.num_heads_kv * draft.tiles_of(problem.seqlen_k, main.block_n)
@@ -809,7 +809,7 @@ def _draft_backward(draft: _Draft, tiles: tuple[Tile, ...] | None) -> None:
         if draft.group_splits == 1 and not isinstance(main, BackwardTile):
             _share_tail(draft, main, n_blocks)
     draft.defines["CUFLASH_DQ_BY_REDUCTION"] = int(reduces_dq)
-    draft.defines["CUFLASH_DQ_IN_TURN"] = int(in_turn)
+    draft.defines["CUFLASH_DQ_IN_ORDER"] = int(in_order)
     draft.defines["CUFLASH_BACK_SHARE"] = _back_share(problem, main)
     draft.defines["CUFLASH_BACK_SECTION"] = BACK_SECTION
     draft.defines["CUFLASH_NEEDS_DK"] = int("dk" in draft.need or main is None)
@@ -879,14 +879,14 @@ def _draft_convert(draft: _Draft, main: MainTile, around: Tile, n_blocks: int, r
         m_blocks = draft.heads * (draft.stats_rows // main.block_m)
         blocks += m_blocks
         shared_bytes = max(shared_bytes, tile_bytes(main.block_m, dim, main.element_bytes))
-        in_turn = _takes_turns(main)
-        draft.scratch["dq_accumulator"] = draft.heads * draft.stats_rows * dim + (m_blocks if in_turn else 0)
+        in_order = _dq_in_order(main)
+        draft.scratch["dq_accumulator"] = draft.heads * draft.stats_rows * dim + (m_blocks if in_order else 0)
         if draft.clear_ahead:
             draft.scratch["dq_accumulator"] += problem.array_batch * problem.num_heads_kv * draft.group_splits
             draft.reasons.append(f"blocks clear accumulators of dq, {draft.clear_ahead} heads in launch order ahead")
-        if in_turn and problem.is_packed:
+        if in_order and problem.is_packed:
             draft.scratch["dq_accumulator"] += 1  # whether sequences overlap
-        if in_turn:
+        if in_order:
             draft.reasons.append("deterministic: tiles of keys take turns at adding to a tile of dq")
     if shared_bytes:
         defines = {"CUFLASH_DIM_MULTIPLE": main.dim_multiple, "CUFLASH_PART_WARPS": part_warps}
@@ -905,43 +905,43 @@ def _backward_rows(
     main: MainTile | None = next((tile for tile in given if isinstance(tile, MainTile)), None)
     dq: DqTile | None = next((tile for tile in given if isinstance(tile, DqTile)), None)
     scores: ScoresTile | None = next((tile for tile in given if isinstance(tile, ScoresTile)), None)
-    why_not_pieces: str | None = "tiles are given"
-    of_pieces = _BACKWARD_OF_PIECES[problem.precision]
+    why_not_split: str | None = "tiles are given"
+    split_rows = _BACKWARD_SPLIT[problem.precision]
     if tiles:
         draft.reasons.append(draft.origin)
     else:
-        why_not_pieces = _why_not_pieces(draft, of_pieces)
-        if why_not_pieces is None and problem.deterministic and "dq" in need:
-            why_not_pieces = "it adds to dq in no fixed order"
+        why_not_split = _why_not_split(draft, split_rows)
+        if why_not_split is None and problem.deterministic and "dq" in need:
+            why_not_split = "it adds to dq in no fixed order"
 
-    if not set(need) & {"dk", "dv"} and not ("dq" in need and (why_not_pieces is None or main)):
+    if not set(need) & {"dk", "dv"} and not ("dq" in need and (why_not_split is None or main)):
         main = None
     elif not tiles:
-        if why_not_pieces is None:
-            main, reason = _choose(of_pieces, problem, device)
+        if why_not_split is None:
+            main, reason = _choose(split_rows, problem, device)
         elif problem.deterministic and "dq" in need and problem.block_mask is not None:
             main, reason = _choose(BACKWARD_TILES, problem, device)
             if device.arch == 90 and ITEMSIZE[problem.dtype] == 2:
                 reason += "\nnot sm90/backward: its blocks take turns at dq, which count tiles that block_mask hides"
-            reason += why_not_pieces and f"\nnot sm90/backward_fp32: {why_not_pieces}"
+            reason += why_not_split and f"\nnot sm90/backward_fp32: {why_not_split}"
         else:
             tables = (BACKWARD_SM90_TILES, BACKWARD_TILES)
             mapped = ("q", "k", "v", "dout", *(name for name in ("dk", "dv") if name in need))
             main, reason = _choose_of(tables, draft, mapped, "sm90/backward")
-            reason += why_not_pieces and f"\nnot sm90/backward_fp32: {why_not_pieces}"
+            reason += why_not_split and f"\nnot sm90/backward_fp32: {why_not_split}"
         draft.reasons.append(reason)
     missing = " and ".join(name for name in ("dk", "dv") if name not in need)
     if missing and isinstance(main, BackwardSm90Tile | BackwardFloat32Sm90Tile):
         draft.reasons.append(f"{missing}: not stored, but computed; that kernel makes the products of both")
 
-    in_turn = isinstance(main, BackwardSm90Tile) and problem.deterministic and "dq" in need
-    if in_turn and problem.block_mask is not None:
+    in_order = isinstance(main, BackwardSm90Tile) and problem.deterministic and "dq" in need
+    if in_order and problem.block_mask is not None:
         raise NotImplementedError(
             "tiles: got a BackwardSm90Tile with deterministic=True and block_mask, expected a BackwardTile and a DqTile"
         )
     if isinstance(main, BackwardSm90Tile):
-        main = replace(main, takes_turns=in_turn)
-    if "dq" not in need or (main is not None and (in_turn or not problem.deterministic)):
+        main = replace(main, dq_in_order=in_order)
+    if "dq" not in need or (main is not None and (in_order or not problem.deterministic)):
         dq = None
     elif dq is None:
         dq, reason = _choose(DQ_TILES, problem, device)
@@ -970,8 +970,8 @@ def _draft_main(draft: _Draft, main: MainTile, n_blocks: int) -> None:
         draft.map_tensors({"q": m, "k": n, "v": n, "dout": m, **results})
     elif isinstance(main, BackwardFloat32Sm90Tile):
         source = "sm90/backward_fp32.cu"
-        draft.add_pieces(main, ("q", "k", "v", "dout"))
-        draft.map_tensors({f"{name}_pieces": 64 for name in ("q", "k", "v", "dout")})
+        draft.add_bf16_split(main, ("q", "k", "v", "dout"))
+        draft.map_tensors({f"{name}_split": 64 for name in ("q", "k", "v", "dout")})
     draft.add_lists(main, "query_lists")
     blocks = (n_blocks - draft.whole_tiles) * draft.group_splits * draft.tail_splits + draft.whole_tiles
     draft.add(source, main, blocks, main.shared_bytes(*draft.padded_dims(main)))
@@ -1073,7 +1073,7 @@ def _choose_of(tables: tuple[tuple, tuple], draft: _Draft, mapped: tuple[str, ..
     obstacle = _why_not_mapped(draft, mapped)
     if obstacle is not None:
         tile, reason = _choose(every, problem, device)
-        return tile, f"{reason}\nnot {kernel}: {obstacle}, which the copy engine cannot serve"
+        return tile, f"{reason}\nnot {kernel}: {obstacle}, which TMA cannot serve"
     largest = max(row.max_dim for row in sm90)
     if max(problem.head_dim, problem.head_dim_v) > largest:
         tile, reason = _choose(every, problem, device)
@@ -1082,7 +1082,7 @@ def _choose_of(tables: tuple[tuple, tuple], draft: _Draft, mapped: tuple[str, ..
 
 
 def _why_not_mapped(draft: _Draft, names: tuple[str, ...]) -> str | None:
-    """Why the copy engine cannot read these arrays, or write those that are results; None if it can."""
+    """Why TMA cannot read these arrays, or write those that are results; None if it can."""
     obstacles = (why_not(name, draft.arrays[name], written=name in _WRITTEN) for name in names)
     obstacle = next(filter(None, obstacles), None)
     if obstacle is None and draft.access_bytes < 16:

@@ -43,7 +43,7 @@ _backward_sm90 = _maker(
     BackwardSm90Tile,
     "max_dim block_m block_n num_stages dp_early splits_roles holds_k dk_from_shared origin",
 )
-_backward_float32_sm90 = _maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_rooms dq_columns dq_late origin")
+_backward_float32_sm90 = _maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_buffers dq_columns dq_late origin")
 _dq = _maker(DqTile, "max_dim block_m block_n num_warps min_blocks origin")
 _scores = _maker(ScoresTile, "max_dim block_m block_n num_warps num_stages min_blocks origin")
 _decode = _maker(DecodeSm90Tile, "max_dim block_n num_stages min_blocks origin")
@@ -115,7 +115,7 @@ FORWARD_TILES = (
 )
 
 FORWARD_SM90_TILES = (
-    #            max_dim  m    n   stages turns  keep  Q  serves
+    #            max_dim  m    n   stages pingp  keep  Q  serves
     _forward_sm90(64,     128, 128, 2,    True,  True,  2, "whole blocks",
                   "on an H200 497 TFLOP/s with all blocks of 128 x 128 kept, FlexAttention 270 (seqlen 16384)"),
     _forward_sm90(64,     256, 64,  3,    False, False, 2, "no terms",
@@ -128,22 +128,22 @@ FORWARD_SM90_TILES = (
                   "beside it 297, 332 / 247"),
     _forward_sm90(128,    128, 64,  3,    True,  True,  2, "any", _ARITHMETIC),
     _forward_sm90(192,    128, 96,  2,    True,  True,  1, "any",
-                  "on an H200 817 / 728, 689 / 502 TFLOP/s, 128 x 112 with the output in the room of Q beside it "
+                  "on an H200 817 / 728, 689 / 502 TFLOP/s, 128 x 112 with the output in the buffer of Q beside it "
                   "786 / 703, 620 / 461 (seqlen 4096 full / causal, 1024 full / causal; 10 heads)"),
     _forward_sm90(256,    128, 64,  2,    True,  True,  1, "any",
                   _h200("798 / 745, 718 / 544", "296 / 271, 307 / 249")),
 )
 
 FORWARD_FLOAT32_SM90_TILES = (
-    #                    max_dim m   n   stages turns
+    #                    max_dim m   n   stages ping_pong
     _forward_float32_sm90(64,  128, 128, 1,    False, _float32("121 / 110", "33.2 / 30.2")),
     _forward_float32_sm90(128, 128, 64, 1,     True,  _float32("123 / 112", "44.0 / 42.1")),
 )
 
 # The same for precision="tf32".
 FORWARD_TF32_SM90_TILES = (
-    _forward_float32_sm90(64,  128, 192, 1,    False, _float32("209 / 183", "33.2 / 30.2"), pieces=2),
-    _forward_float32_sm90(128, 128, 112, 1,    True,  _float32("221 / 193", "44.0 / 42.1"), pieces=2),
+    _forward_float32_sm90(64,  128, 192, 1,    False, _float32("209 / 183", "33.2 / 30.2"), bf16_parts=2),
+    _forward_float32_sm90(128, 128, 112, 1,    True,  _float32("221 / 193", "44.0 / 42.1"), bf16_parts=2),
 )
 
 # Memory of an H200 brings a multiprocessor 36 bytes in a nanosecond, after a microsecond: 64 KiB and more must be on
@@ -168,16 +168,16 @@ BACKWARD_SM90_TILES = (
                    _h200("466 / 450, 394 / 301", "239 / 224, 227 / 181")),
 )
 
-# Tiles of 64 keys and 64 queries; the products of pieces count as one.
+# Tiles of 64 keys and 64 queries; the products of parts count as one.
 BACKWARD_FLOAT32_SM90_TILES = (
-    #                     max_dim stages rooms columns of dq, late
+    #                     max_dim stages buffers columns of dq, late
     _backward_float32_sm90(64,  2, 2, 64, False, _float32("114 / 111", "34.1 / 31.1")),
     _backward_float32_sm90(128, 1, 1, 64, True,  _float32("121 / 114", "35.7 / 34.2")),
 )
 
 BACKWARD_TF32_SM90_TILES = (
-    _backward_float32_sm90(64,  3, 2, 64, False, _float32("175 / 162", "34.1 / 31.1"), pieces=2),
-    _backward_float32_sm90(128, 2, 2, 64, True,  _float32("199 / 184", "35.7 / 34.2"), pieces=2),
+    _backward_float32_sm90(64,  3, 2, 64, False, _float32("175 / 162", "34.1 / 31.1"), bf16_parts=2),
+    _backward_float32_sm90(128, 2, 2, 64, True,  _float32("199 / 184", "35.7 / 34.2"), bf16_parts=2),
 )
 
 BACKWARD_TILES = (

@@ -1,4 +1,4 @@
-"""Tensor maps: what the copy engine of compute capability 9.0 needs to know of an array (CUDA driver API, 6.29)."""
+"""Tensor maps: what the TMA unit of compute capability 9.0 needs to know of an array (CUDA driver API, 6.29)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def tensor_map_spec(
 
 
 def why_not(name: str, operand: Operand, *, written: bool = False) -> str | None:
-    """Why the copy engine cannot read the operand, or write it, its address taken as aligned; None if it can."""
+    """Why TMA cannot read the operand, or write it, its address taken as aligned; None if it can."""
     itemsize = ITEMSIZE[operand.dtype]
     if 0 in operand.shape:
         return f"{name} is empty"

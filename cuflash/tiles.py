@@ -29,7 +29,7 @@ def tile_bytes(rows: int, columns: int, element_bytes: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardTile:
-    """One way to cut the forward pass. A block owns block_m queries; warps_d warps share a piece of them."""
+    """One way to cut the forward pass. A block owns block_m queries; warps_d warps share 16-row fragments of them."""
 
     element_bytes: int = 2
     max_dim: int
@@ -48,7 +48,7 @@ class ForwardTile:
 
     @property
     def dim_multiple(self) -> int:
-        """Head dimensions are padded so that every warp gets the same number of 16-wide pieces of their columns."""
+        """Head dimensions are padded so that every warp gets the same number of 16-wide fragments of their columns."""
         return 16 * self.warps_d
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
@@ -62,7 +62,7 @@ class ForwardTile:
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardTile:
-    """One way to cut the backward pass. A block owns block_n keys; warps_d warps share the rows of a piece of them."""
+    """One way to cut the backward pass. A block owns block_n keys; warps_d warps share the rows of 16-row fragments."""
 
     element_bytes: int = 2
     max_dim: int
@@ -80,18 +80,18 @@ class BackwardTile:
         warps_n = self.num_warps // self.warps_d
         _check_row(self, warps_n * self.warps_d == self.num_warps, "warps_d divides num_warps")
         _check_row(self, self.block_n % (16 * warps_n) == 0, "whole fragments of keys for every warp")
-        _check_row(self, self.block_m % (16 * self.warps_q) == 0, "whole pairs of pieces of queries for every warp")
+        _check_row(self, self.block_m % (16 * self.warps_q) == 0, "whole pairs of 8 queries for every warp")
         _check_row(self, self.num_warps % self.dq_warps_m == 0, "dq_warps_m divides num_warps")
         _check_row(self, self.block_m % (16 * self.dq_warps_m) == 0, "whole fragments of dq for every warp")
 
     @property
     def warps_q(self) -> int:
-        """Warps along the queries of a piece of keys: of the warps_d, as many as there are queries for."""
+        """Warps along the queries of a fragment of keys: of the warps_d, as many as there are queries for."""
         return min(self.warps_d, self.block_m // 16)
 
     @property
     def dim_multiple(self) -> int:
-        """Head dimensions are padded so that every warp gets the same number of 16-wide pieces of their columns."""
+        """Head dimensions are padded so that every warp gets the same number of 16-wide fragments of their columns."""
         return 16 * max(self.warps_d, self.num_warps // self.dq_warps_m)
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
@@ -130,7 +130,7 @@ class DqTile:
 
     @property
     def dim_multiple(self) -> int:
-        """Head dimensions are padded so that every warp gets the same number of 16-wide pieces of their columns."""
+        """Head dimensions are padded so that every warp gets the same number of 16-wide fragments of their columns."""
         return 16 * self.warps_d
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
@@ -235,7 +235,7 @@ class ForwardSm90Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardFloat32Sm90Tile:
-    """One way to cut the forward pass of float32 for compute capability 9.0, of operands in pieces of bfloat16.
+    """One way to cut the forward pass of float32 for compute capability 9.0, of operands split into bfloat16 parts.
 
     A warpgroup owns 64 of the block_m queries.
     """
@@ -245,7 +245,7 @@ class ForwardFloat32Sm90Tile:
     block_n: int
     num_stages: int
     ping_pong: bool  # consumers take turns at issuing products
-    pieces: int = 3  # of a float32; two are for TF32's precision
+    bf16_parts: int = 3  # that a float32 is split into; two are for TF32's precision
     origin: str = field(compare=False)
 
     element_bytes = 4
@@ -255,7 +255,7 @@ class ForwardFloat32Sm90Tile:
 
     def __post_init__(self) -> None:
         _check_row(self, self.block_m in (128, 192), "64 queries for each of two or three consumers")
-        _check_row(self, self.pieces in (2, 3), "two or three pieces")
+        _check_row(self, self.bf16_parts in (2, 3), "two or three parts")
         _check_row(self, self.block_n % 16 == 0 and self.block_n <= 256, "a block_n that one product serves")
 
     @property
@@ -269,10 +269,10 @@ class ForwardFloat32Sm90Tile:
             _chunked_bytes(self.block_n, dim),
             _chunked_bytes(self.block_n, dim_v),
         )
-        return self.pieces * (q + self.num_stages * (k + v)) + 8 * (2 + 4 * self.pieces * self.num_stages)
+        return self.bf16_parts * (q + self.num_stages * (k + v)) + 8 * (2 + 4 * self.bf16_parts * self.num_stages)
 
     def defines(self) -> dict[str, int]:
-        return _tile_defines(self) | {"CUFLASH_PING_PONG": int(self.ping_pong), "CUFLASH_PIECES": self.pieces}
+        return _tile_defines(self) | {"CUFLASH_PING_PONG": int(self.ping_pong), "CUFLASH_BF16_PARTS": self.bf16_parts}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,7 +316,7 @@ class BackwardSm90Tile:
     splits_roles: bool  # one warpgroup makes P and dv, another dS and dk, of the same keys
     holds_k: bool  # consumers keep K in registers
     dk_from_shared: bool  # dK reads dS from shared memory, not from registers
-    takes_turns: bool = False  # blocks add to dq one after another, in a fixed order
+    dq_in_order: bool = False  # blocks add to dq one after another, in a fixed order
     origin: str = field(compare=False)
 
     element_bytes = 2
@@ -332,14 +332,14 @@ class BackwardSm90Tile:
     @property
     def num_warps(self) -> int:
         """Those of two consumers, of dq, and of who serves turns."""
-        return 16 if self.takes_turns else 12
+        return 16 if self.dq_in_order else 12
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         keys = _chunked_bytes(self.block_n, dim) + _chunked_bytes(self.block_n, dim_v)
         queries = _chunked_bytes(self.block_m, dim) + _chunked_bytes(self.block_m, dim_v) + self.block_m * 8
         ds = 2 * _chunked_bytes(self.block_n, self.block_m)
         p = self.block_n * self.block_m * 4 if self.splits_roles else 0
-        barriers = 8 * (2 + 4 * self.num_stages + 4 + 2 * self.splits_roles + 6 * self.takes_turns)
+        barriers = 8 * (2 + 4 * self.num_stages + 4 + 2 * self.splits_roles + 6 * self.dq_in_order)
         return keys + self.num_stages * queries + ds + p + barriers
 
     def defines(self) -> dict[str, int]:
@@ -359,10 +359,10 @@ class BackwardFloat32Sm90Tile:
     block_m: int = 64
     block_n: int = 64
     num_stages: int
-    num_rooms: int  # in which weights and their gradients are handed from warpgroup to warpgroup
+    num_buffers: int  # in which weights and their gradients are handed from warpgroup to warpgroup
     dq_columns: int  # of dq in one product
     dq_late: bool  # dq of a tile waits for the first columns of its dk, which the next queries wait for
-    pieces: int = 3  # of a float32; two are for TF32's precision
+    bf16_parts: int = 3  # that a float32 is split into; two are for TF32's precision
     origin: str = field(compare=False)
 
     element_bytes = 4
@@ -374,21 +374,21 @@ class BackwardFloat32Sm90Tile:
     def __post_init__(self) -> None:
         _check_row(self, self.block_m == 64 and self.block_n == 64, "64 keys and 64 queries for one product")
         _check_row(self, self.dq_columns in (64, 128), "whole chunks of dq")
-        _check_row(self, self.pieces in (2, 3), "two or three pieces")
-        _check_row(self, not self.dq_late or self.num_rooms <= self.num_stages, "late dq no further behind than dk")
+        _check_row(self, self.bf16_parts in (2, 3), "two or three parts")
+        _check_row(self, not self.dq_late or self.num_buffers <= self.num_stages, "late dq no further behind than dk")
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
-        tile = self.pieces * (_chunked_bytes(64, dim) + _chunked_bytes(64, dim_v))
-        rooms = self.num_rooms * self.pieces * _chunked_bytes(64, CHUNK)
-        barriers = 8 * (2 + 2 * self.num_stages * (dim + dim_v) // CHUNK + 3 * self.num_rooms)
-        return (self.num_stages + 1) * tile + rooms + self.num_stages * self.block_m * 8 + barriers
+        tile = self.bf16_parts * (_chunked_bytes(64, dim) + _chunked_bytes(64, dim_v))
+        buffers = self.num_buffers * self.bf16_parts * _chunked_bytes(64, CHUNK)
+        barriers = 8 * (2 + 2 * self.num_stages * (dim + dim_v) // CHUNK + 3 * self.num_buffers)
+        return (self.num_stages + 1) * tile + buffers + self.num_stages * self.block_m * 8 + barriers
 
     def defines(self) -> dict[str, int]:
         return _tile_defines(self) | {
-            "CUFLASH_NUM_ROOMS": self.num_rooms,
+            "CUFLASH_NUM_BUFFERS": self.num_buffers,
             "CUFLASH_DQ_COLUMNS": self.dq_columns,
             "CUFLASH_DQ_LATE": int(self.dq_late),
-            "CUFLASH_PIECES": self.pieces,
+            "CUFLASH_BF16_PARTS": self.bf16_parts,
         }
 
 

@@ -78,7 +78,7 @@ _VARIATIONS: dict[type, dict[str, tuple]] = {
     },
     BackwardTile: {"block_m": (16, 32, 64), "block_n": (16, 32, 64, 128), "num_stages": (1, 2)},
     BackwardSm90Tile: {"num_stages": (2, 3)},
-    BackwardFloat32Sm90Tile: {"num_stages": (1, 2, 3), "num_rooms": (1, 2)},
+    BackwardFloat32Sm90Tile: {"num_stages": (1, 2, 3), "num_buffers": (1, 2)},
     DqTile: {"block_n": (16, 32, 64), "num_stages": (1, 2)},
     ScoresTile: {"block_n": (16, 32, 64), "num_stages": (1, 2)},
 }
@@ -132,7 +132,7 @@ def _why_not(tiles: Sequence[Tile], plan: LaunchPlan) -> str:
         return f"{len(tiles)} tiles for a plan of {len(plan.tiles)}"
     for tile, of_table in zip(tiles, plan.tiles, strict=True):
         kinds = {type(row) for row in _ROWS[type(of_table)]}
-        if type(tile) not in kinds or getattr(tile, "pieces", None) != getattr(of_table, "pieces", None):
+        if type(tile) not in kinds or getattr(tile, "bf16_parts", None) != getattr(of_table, "bf16_parts", None):
             return f"{label_of(tile)} computes other products than {label_of(of_table)}"
         if not serves_dims(tile, plan.problem):
             return f"{label_of(tile)} is not for these head dimensions"

@@ -18,9 +18,9 @@ constexpr int kBytesOfQueries = kDqByReduction ? tile_bytes(kBlockM, kDim) : 0;
 static_assert(max_of(kBytesOfKeys, kBytesOfQueries) == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
 
 // Block. `factor` times the sum of `count` parts that are `stride` apart, in their order, to rows [first_row, row_stop) of
-// a head of `result`. `piece_of(part, i)` is the i-th piece that a thread has of a part.
-template <Order order, int rows, int columns, int warps_d, class PieceOf>
-CUFLASH_DEVICE void convert(const Real* part, int count, i64 stride, PieceOf piece_of, Real factor, Storage* result,
+// a head of `result`. `quad_of(part, i)` is the i-th four elements that a thread has of a part.
+template <Order order, int rows, int columns, int warps_d, class QuadOf>
+CUFLASH_DEVICE void convert(const Real* part, int count, i64 stride, QuadOf quad_of, Real factor, Storage* result,
                             i64 row_stride, int first_row, int row_stop) {
   constexpr int kColumns = round_up(columns, CUFLASH_DIM_MULTIPLE);
   constexpr int kMTiles = rows * warps_d / (16 * kNumWarps), kNTiles = kColumns / (8 * warps_d);
@@ -32,9 +32,9 @@ CUFLASH_DEVICE void convert(const Real* part, int count, i64 stride, PieceOf pie
     for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n) {
-        const Real4 piece = piece_of(part, m * kNTiles + n);
+        const Real4 quad = quad_of(part, m * kNTiles + n);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) sum[m][n][j] += piece.value[j];
+        for (int j = 0; j < 4; ++j) sum[m][n][j] += quad.value[j];
       }
   const u32 tile = ptx::dynamic_shared();
   const int warp_row = warp_index() / warps_d * 16 * kMTiles, warp_d = warp_index() % warps_d;
@@ -56,10 +56,10 @@ CUFLASH_DEVICE void convert_keys(const Params& params, u32 index) {
   const i64 first_part = kSplitsTail ? (i64)tile * parts : first_part_of(params, num_n_blocks, batch, head_kv, n_block);
 
   const Real* part = partials_at(params, first_part, share * kNumThreads + ptx::thread_index());
-  const auto piece_of = [](const Real* part, int i) { return *(const Real4*)(part + i * 32 * kPartWarps * 4); };
+  const auto quad_of = [](const Real* part, int i) { return *(const Real4*)(part + i * 32 * kPartWarps * 4); };
   const auto convert_to = [&](const Tensor& result, const Real* part, auto columns, Real factor) {
     convert<Order::kPairedColumns, kKeys, decltype(columns)::value, kWarpsD>(
-        part, parts, kPartialElements, piece_of, factor, (Storage*)keys_of(params, result, batch, head_kv),
+        part, parts, kPartialElements, quad_of, factor, (Storage*)keys_of(params, result, batch, head_kv),
         result.row_stride, n_block * kBlockN + (int)share * kKeys, seqlen_k_of(params, batch));
   };
   if (is_dk)
@@ -74,13 +74,13 @@ CUFLASH_DEVICE void convert_queries(const Params& params, u32 index) {
   const int m_block = work.block, head = work.head;
   const Entry batch = work.batch;
   const i64 tile = m_tile_of(params, num_tiles_of(params, params.seqlen_q, kBlockM), batch, head, m_block);
-  const auto piece_of = [](const Real* sums, int i) -> Real4 {
+  const auto quad_of = [](const Real* sums, int i) -> Real4 {
     const auto at = [&](int element) { return sums + accumulator_offset(i, element); };
     if constexpr (kReducesFour) return *(const Real4*)at(0);
     return {*at(0), *at(1), *at(2), *at(3)};
   };
   convert<Order::kPairedRowsColumns, kBlockM, kHeadDim, kDqWarpsD>(
-      (const Real*)params.dq_accumulator + tile * (kBlockM * kDim), 1, 0, piece_of, scale_of(params),
+      (const Real*)params.dq_accumulator + tile * (kBlockM * kDim), 1, 0, quad_of, scale_of(params),
       (Storage*)queries_of(params.dq, batch, head), params.dq.row_stride, m_block * kBlockM, seqlen_q_of(params, batch));
 }
 

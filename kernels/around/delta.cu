@@ -83,8 +83,8 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
   if constexpr (kDqByReduction) {
     const i64 tile = m_tile_of(params, num_m_blocks, batch, head, m_block);
     clear_before(params, num_m_blocks, tile, thread);
-    if (kDqInTurn && thread == 0) *turns_of(params, num_m_blocks, tile) = 0;
-    if constexpr (kDqInTurn && kIsPacked) {
+    if (kDqInOrder && thread == 0) *dq_order_of(params, num_m_blocks, tile) = 0;
+    if constexpr (kDqInOrder && kIsPacked) {
       if (ptx::block_index() == 0 && thread < 32) {
         const bool overlap = sequences_overlap(params);
         if (thread == 0) *overlap_of(params, num_m_blocks) = overlap;

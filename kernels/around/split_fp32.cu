@@ -1,6 +1,6 @@
-// Splits float32 arrays into their bfloat16 pieces (common/bf16_split.cuh), once for all blocks of the kernels that read them:
+// Splits float32 arrays into their bfloat16 parts (common/bf16_split.cuh), once for all blocks of the kernels that read them:
 //
-//   q, k, v and, in the backward pass, dout  ->  (pieces, batch, heads, seqlen, head dimension rounded up to 8)
+//   q, k, v and, in the backward pass, dout  ->  (parts, batch, heads, seqlen, head dimension rounded up to 8)
 //
 // A block serves kBlockM rows of one head of one array. Rows of k and v that kv_lengths hides are zeros and are not read.
 #include "common/bf16_split.cuh"
@@ -8,7 +8,7 @@
 #include "common/params.cuh"
 #include "common/schedule.cuh"
 
-static_assert(kElementBytes == 4, "pieces are those of float32");
+static_assert(kElementBytes == 4, "parts are those of float32");
 constexpr int kVector = kLoadBytes / kElementBytes;
 struct alignas(kLoadBytes) Vector {
   float value[kVector];
@@ -30,10 +30,10 @@ CUFLASH_DEVICE void load_columns(const float* row, int column, float (&x)[8]) {
   }
 }
 
-// Rows [first_row, first_row + kBlockM) of a head; those from `row_stop` to seqlen are zeros. `g_pieces` is the place of
-// the head's first piece, the others follow at multiples of `piece_stride`.
+// Rows [first_row, first_row + kBlockM) of a head; those from `row_stop` to seqlen are zeros. `g_split` is the place of
+// the head's first part, the others follow at multiples of `part_stride`.
 template <int columns>
-CUFLASH_DEVICE void split_rows(const float* head, i64 row_stride, u16* g_pieces, i64 piece_stride, int first_row,
+CUFLASH_DEVICE void split_rows(const float* head, i64 row_stride, u16* g_split, i64 part_stride, int first_row,
                                int seqlen, int row_stop) {
   constexpr int kWidth = round_up(columns, 8), kVectors = kWidth / 8;
 #pragma unroll 4
@@ -42,49 +42,49 @@ CUFLASH_DEVICE void split_rows(const float* head, i64 row_stride, u16* g_pieces,
     if (row >= seqlen) break;
     float x[8] = {};
     if (row < row_stop) load_columns<columns>(head + row * row_stride, column, x);
-    Bytes16 pieces[kPieces];
+    Bytes16 parts[kBf16Parts];
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
-      u32 word[kPieces];
-      split(x[2 * pair], x[2 * pair + 1], word);
+      u32 word[kBf16Parts];
+      bf16_split(x[2 * pair], x[2 * pair + 1], word);
 #pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) pieces[piece].word[pair] = word[piece];
+      for (int part = 0; part < kBf16Parts; ++part) parts[part].word[pair] = word[part];
     }
 #pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece)
-      *(Bytes16*)(g_pieces + piece * piece_stride + (i64)row * kWidth + column) = pieces[piece];
+    for (int part = 0; part < kBf16Parts; ++part)
+      *(Bytes16*)(g_split + part * part_stride + (i64)row * kWidth + column) = parts[part];
   }
 }
 
 // The `index`-th block of an array.
 template <int columns>
-CUFLASH_DEVICE void split_block(const Params& params, const Tensor& source, void* pieces, int num_heads, int seqlen,
+CUFLASH_DEVICE void split_block(const Params& params, const Tensor& source, void* parts, int num_heads, int seqlen,
                                 bool of_keys, u32 index) {
   constexpr int kWidth = round_up(columns, 8);
   const int blocks_of_head = ceil_div(seqlen, kBlockM);
   const int block = index % blocks_of_head, head = index / blocks_of_head % num_heads;
   const int batch = index / blocks_of_head / num_heads;
   const i64 head_elements = (i64)seqlen * kWidth;
-  u16* g_pieces = (u16*)pieces + ((i64)batch * num_heads + head) * head_elements;
-  split_rows<columns>(head_of(source, batch, head), source.row_stride, g_pieces,
+  u16* g_split = (u16*)parts + ((i64)batch * num_heads + head) * head_elements;
+  split_rows<columns>(head_of(source, batch, head), source.row_stride, g_split,
                       head_elements * num_heads * params.batch, block * kBlockM, seqlen,
                       of_keys ? key_stop_of(params, batch) : seqlen);
 }
 
-CUFLASH_DEVICE void pieces(const Params& params) {
+CUFLASH_DEVICE void split_fp32(const Params& params) {
   const u32 blocks_q = ceil_div(params.seqlen_q, kBlockM) * params.num_heads * params.batch;
   const u32 blocks_k = ceil_div(params.seqlen_k, kBlockM) * params.num_heads_kv * params.batch;
   u32 index = ptx::block_index();
   if (index < blocks_q)
-    return split_block<kHeadDim>(params, params.q, params.q_pieces, params.num_heads, params.seqlen_q, false, index);
+    return split_block<kHeadDim>(params, params.q, params.q_split, params.num_heads, params.seqlen_q, false, index);
   index -= blocks_q;
   if (index < blocks_k)
-    return split_block<kHeadDim>(params, params.k, params.k_pieces, params.num_heads_kv, params.seqlen_k, true, index);
+    return split_block<kHeadDim>(params, params.k, params.k_split, params.num_heads_kv, params.seqlen_k, true, index);
   index -= blocks_k;
   if (index < blocks_k)
-    return split_block<kHeadDimV>(params, params.v, params.v_pieces, params.num_heads_kv, params.seqlen_k, true, index);
+    return split_block<kHeadDimV>(params, params.v, params.v_split, params.num_heads_kv, params.seqlen_k, true, index);
   index -= blocks_k;
-  split_block<kHeadDimV>(params, params.dout, params.dout_pieces, params.num_heads, params.seqlen_q, false, index);
+  split_block<kHeadDimV>(params, params.dout, params.dout_split, params.num_heads, params.seqlen_q, false, index);
 }
 
-CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, pieces)
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, split_fp32)

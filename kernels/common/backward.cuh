@@ -9,7 +9,7 @@
 constexpr bool kDqByReduction = CUFLASH_DQ_BY_REDUCTION;
 // Or blocks take turns at the accumulator: for each tile of queries, behind the accumulator, a counter of those who had it.
 // Then the order is fixed as well (deterministic).
-constexpr bool kDqInTurn = CUFLASH_DQ_IN_TURN;
+constexpr bool kDqInOrder = CUFLASH_DQ_IN_ORDER;
 
 // dk and dv of one key/value head are sums over the queries of all heads of its group. Where tiles of keys alone are too
 // few to fill the device, params.group_splits blocks share the heads. Or params.tail_splits blocks share the queries of
@@ -51,10 +51,10 @@ CUFLASH_DEVICE i64 first_part_of(const Params& params, int num_n_blocks, Entry b
 // kBackShare heads of each batch entry come behind all others, and start with the longest; they walk from the last query,
 // which all see, back to the diagonal. Which ones is a matter of the head alone: the sums of its dq are the same in any
 // batch, and so are those of dk and dv but of tiles that blocks share.
-constexpr bool kLastFirst = kDqInTurn && (kHasRightBound || kHasLeftBound);
+constexpr bool kLastFirst = kDqInOrder && (kHasRightBound || kHasLeftBound);
 constexpr int kBackShare = CUFLASH_BACK_SHARE;  // or 0: none
 constexpr u32 kBackSection = CUFLASH_BACK_SECTION;  // of these heads, which are at the same queries, are interleaved
-static_assert(kBackShare == 0 || (kDqInTurn && kHasRightBound && !kHasLeftBound), "all heads start at the diagonal");
+static_assert(kBackShare == 0 || (kDqInOrder && kHasRightBound && !kHasLeftBound), "all heads start at the diagonal");
 
 CUFLASH_DEVICE int num_heads_back(int num_heads) { return kBackShare == 0 ? 0 : num_heads / kBackShare; }
 
@@ -75,7 +75,7 @@ CUFLASH_DEVICE i64 m_tile_of(const Params& params, int num_m_blocks, Entry batch
   return ((i64)batch * params.num_heads + head) * num_m_blocks + m_block;
 }
 
-CUFLASH_DEVICE u32* turns_of(const Params& params, int num_m_blocks, i64 m_tile) {
+CUFLASH_DEVICE u32* dq_order_of(const Params& params, int num_m_blocks, i64 m_tile) {
   const i64 num_tiles = (i64)(kIsPacked ? 1 : params.batch) * params.num_heads * num_m_blocks;
   return (u32*)((Real*)params.dq_accumulator + num_tiles * (kBlockM * kDim)) + m_tile;
 }
@@ -83,7 +83,7 @@ CUFLASH_DEVICE u32* turns_of(const Params& params, int num_m_blocks, i64 m_tile)
 // Behind the counters, of packed sequences: whether some overlap, because their starts decrease. Then a turn might never
 // come, and nobody must wait for it.
 CUFLASH_DEVICE u32* overlap_of(const Params& params, int num_m_blocks) {
-  return turns_of(params, num_m_blocks, (i64)params.num_heads * num_m_blocks);
+  return dq_order_of(params, num_m_blocks, (i64)params.num_heads * num_m_blocks);
 }
 // Warp.
 CUFLASH_DEVICE bool sequences_overlap(const Params& params) {

@@ -48,8 +48,8 @@ CUFLASH_DEVICE void clear_accumulator(const Params& params, i64 m_tile, u32 thre
 // How many threads have cleared what they clear of the accumulators of a place. The counters are behind those of turns, and
 // behind what tells of overlap.
 CUFLASH_DEVICE u32* clears_of(const Params& params, int num_m_blocks, u32 place) {
-  const i64 num_turns = kDqInTurn ? (i64)heads_in_all(params, params.num_heads) * num_m_blocks + kIsPacked : 0;
-  return turns_of(params, num_m_blocks, num_turns + place);
+  const i64 num_turns = kDqInOrder ? (i64)heads_in_all(params, params.num_heads) * num_m_blocks + kIsPacked : 0;
+  return dq_order_of(params, num_m_blocks, num_turns + place);
 }
 constexpr u32 kClearThreads = 128;  // of a block
 CUFLASH_DEVICE u32 clears_of_place(const Params& params) {

@@ -54,7 +54,7 @@ constexpr bool kIsPacked = CUFLASH_PACKED != 0;    // batch entries are packed s
 constexpr bool kAlignsEnds = CUFLASH_PACKED == 2;  // each with a diagonal of its own, that ends with the last key
 constexpr int kBiasBytes = CUFLASH_BIAS_BYTES;              // size of a bias element: 0 (no bias), 2 (Element) or of Real
 constexpr int kKvLengthsBytes = CUFLASH_KV_LENGTHS_BYTES;   // 0 (none), 4 (i32) or 8 (i64)
-constexpr int kPageSize = CUFLASH_PAGE_SIZE;                // keys of a page: 0 where they lie in one piece
+constexpr int kPageSize = CUFLASH_PAGE_SIZE;                // keys of a page: 0 where they are contiguous
 constexpr bool kFollowsLengths = CUFLASH_FOLLOWS_LENGTHS;   // the diagonal of a batch entry depends on its length
 // The scale can be folded into the exponent only when nothing stands between it and the softmax and it is positive.
 constexpr bool kScaleInExponent = CUFLASH_SCALE_IN_EXPONENT;
@@ -83,7 +83,7 @@ constexpr int kDim = round_up(kHeadDim, CUFLASH_DIM_MULTIPLE);
 constexpr int kDimV = round_up(kHeadDimV, CUFLASH_DIM_MULTIPLE);
 
 // A shared tile stores its rows in whole lines of 128 bytes (or in a half or a quarter of one) and permutes the 16-byte
-// chunks within a line by the row number, so that any 8 neighbouring rows keep a column in 8 different groups of banks.
+// vectors within a line by the row number, so that any 8 neighbouring rows keep a column in 8 different groups of banks.
 // Lines, and not padded rows, because asynchronous copies write aligned sectors of 32 bytes at once: on rows that start
 // in the middle of a sector they reach 5.8 TB/s on an H200, on these 9.5.
 CUFLASH_DEVICE constexpr int row_bytes(int columns) {
@@ -92,10 +92,10 @@ CUFLASH_DEVICE constexpr int row_bytes(int columns) {
 }
 CUFLASH_DEVICE constexpr u32 tile_bytes(int rows, int columns) { return rows * row_bytes(columns); }
 
-// What the byte offset of a chunk within its line is xored with in row `r` of a tile with rows of `row` bytes.
+// What the byte offset of a vector within its line is xored with in row `r` of a tile with rows of `row` bytes.
 //
 // Fragments of wide elements are read as pairs of neighbours (sm80/fragments.cuh), in phases of 128 bytes: 4 consecutive
-// rows, or 4 even or 4 odd ones, with 2 neighbouring chunks of each (float32), or 2 rows with 4 chunks (float64 by rows).
+// rows, or 4 even or 4 odd ones, with 2 neighbouring vectors of each (float32), or 2 rows with 4 vectors (float64 by rows).
 // For them an odd row number also flips the highest bit; then none of these meet in a bank.
 template <int row>
 CUFLASH_DEVICE constexpr u32 row_swizzle(u32 r) {

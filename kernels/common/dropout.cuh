@@ -18,22 +18,22 @@ CUFLASH_DEVICE void philox(u32 (&word)[4], u32 key_low, u32 key_high) {
   }
 }
 
-// The bits of 8 weights: of those that a lane holds in two neighbouring pieces of 8 columns of an accumulator, whose
+// The bits of 8 weights: of those that a lane holds in two neighbouring n-tiles of an accumulator, whose
 // columns are keys, or, transposed, queries.
 template <bool transposed>
 struct KeptWeights {
   u32 word[4];
   u32 threshold;
 
-  // Whether element i of the piece n, counted from an even one, is kept.
+  // Whether element i of n-tile n, counted from an even one, is kept.
   CUFLASH_DEVICE bool keeps(int n, int i) const {
-    const int down = i / 2, next_piece = n % 2;
-    const u32 bits = word[2 * (i % 2) + (transposed ? down : next_piece)];
-    return ((transposed ? next_piece : down) == 0 ? bits << 16 : bits) >= threshold;
+    const int down = i / 2, next_n_tile = n % 2;
+    const u32 bits = word[2 * (i % 2) + (transposed ? down : next_n_tile)];
+    return ((transposed ? next_n_tile : down) == 0 ? bits << 16 : bits) >= threshold;
   }
 };
 
-// The weights of one head. Places are those of a lane's first element of a piece: rows g, columns 2t.
+// The weights of one head. Places are those of a lane's first element of an n-tile: rows g, columns 2t.
 struct Dropout {
   u32 seed_low, seed_high, head, offset, threshold;
 
@@ -44,7 +44,7 @@ struct Dropout {
         offset(params.offset),
         threshold(params.dropout_threshold << 16) {}
 
-  // Those of two neighbouring pieces; `later` is how many pieces they come after the place, an even number.
+  // Those of two neighbouring n-tiles; `later` is how many n-tiles they come after the place, an even number.
   CUFLASH_DEVICE KeptWeights<false> of(int query, int key, int later = 0) const {
     return call(rows_of(query), columns_of(key) + 2 * later);
   }

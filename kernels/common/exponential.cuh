@@ -8,8 +8,7 @@
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-constexpr Real kExponentOfE = kWide ? (Real)1 : (Real)kLog2e;   // natural times this is an exponent,
-constexpr Real kLogOfExponent = kWide ? (Real)1 : (Real)kLn2;   // and the other way round
+constexpr Real kExponentOfE = kWide ? (Real)1 : (Real)kLog2e;  // a natural exponent times this is an exponent
 
 // x = steps log 2 + r, with abs(r) at most log(2) / 2. abs(x) is below 2^10. The polynomials interpolate (e^r - 1 - r) / r^2
 // at Chebyshev points; that leaves 0.02 (float32) and 0.15 (float64) units in the last place of e^r.

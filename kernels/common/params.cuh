@@ -56,10 +56,10 @@ struct Params {
                          // order; or (n blocks behind whole_tiles, tail_splits, the same)
   void* partial_out;     // (batch * num_heads_kv + resident_blocks, rows of a group, padded head_dim_v)
   void* partial_lse;     // the same without columns
-  void* q_pieces;        // of bfloat16: (pieces, batch, heads, seqlen, head dimension rounded up to 8)
-  void* k_pieces;
-  void* v_pieces;
-  void* dout_pieces;
+  void* q_split;        // of bfloat16: (bfloat16 parts, batch, heads, seqlen, head dimension rounded up to 8)
+  void* k_split;
+  void* v_split;
+  void* dout_split;
   void* key_lists;       // of i32: (list_batches, list_heads, m blocks, a list of tiles of keys)
   void* query_lists;     // of i32: (list_batches, list_heads, n blocks, a list of tiles of queries)
   void* score_partials;  // (tiles of dbias, score_splits, elements of a tile)

@@ -5,7 +5,7 @@
 #include "common/params.cuh"
 #include "common/schedule.cuh"
 
-static_assert(!kHasBlockMask || !kDqInTurn, "turns count every tile of keys");
+static_assert(!kHasBlockMask || !kDqInOrder, "turns count every tile of keys");
 
 // The lists of a tile of keys: one for each query head, or one for all.
 struct QueryLists {

@@ -31,16 +31,16 @@ struct alignas(16) Bytes16 {
 
 // Blocks of a kernel that follows may start before the one in front of it has ended: until it has, and all that it wrote can
 // be seen. Every thread does so first, hence also those before that one have ended.
-#if CUFLASH_FOLLOWS
-#define CUFLASH_WAIT_FOR_KERNEL_BEFORE asm volatile("griddepcontrol.wait;" ::: "memory");
+#if CUFLASH_OVERLAPS_PREVIOUS
+#define CUFLASH_WAIT_FOR_PREVIOUS asm volatile("griddepcontrol.wait;" ::: "memory");
 #else
-#define CUFLASH_WAIT_FOR_KERNEL_BEFORE
+#define CUFLASH_WAIT_FOR_PREVIOUS
 #endif
 
 // Defines the kernel `name`: `body(params)`, `threads` threads a block, at least `min_blocks` blocks a multiprocessor.
 #define CUFLASH_DEFINE_KERNEL(name, Params, threads, min_blocks, body)                                       \
   extern "C" __global__ void __launch_bounds__(threads, min_blocks) name(const __grid_constant__ Params params) { \
-    CUFLASH_WAIT_FOR_KERNEL_BEFORE                                                                           \
+    CUFLASH_WAIT_FOR_PREVIOUS                                                                           \
     body(params);                                                                                            \
   }
 

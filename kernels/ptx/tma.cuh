@@ -3,7 +3,7 @@
 #pragma once
 #include "ptx/base.cuh"
 
-// Describes an array in global memory to the copy engine (cuTensorMapEncodeTiled fills it).
+// Describes an array in global memory to TMA (cuTensorMapEncodeTiled fills it).
 struct alignas(64) TensorMap {
   u64 opaque[16];
 };
@@ -20,7 +20,7 @@ namespace ptx {
 CUFLASH_DEVICE void barrier_init(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
-// Thread. fence.mbarrier_init (9.7.13.4): barriers that this thread made are visible to the copy engine.
+// Thread. fence.mbarrier_init (9.7.13.4): barriers that this thread made are visible to TMA.
 CUFLASH_DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 // Thread. mbarrier.arrive (9.7.13.15.13).
 CUFLASH_DEVICE void barrier_arrive(u32 barrier) {
@@ -50,8 +50,8 @@ CUFLASH_DEVICE void arrive_named(u32 identifier, u32 threads) {
   asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(identifier), "r"(threads) : "memory");
 }
 
-// ---- Copies by the copy engine ------------------------------------------------------------------------------------
-// Thread. fence.proxy.async (9.7.13.4): what this thread wrote to shared memory is visible to the copy engine and to
+// ---- Copies by TMA ------------------------------------------------------------------------------------
+// Thread. fence.proxy.async (9.7.13.4): what this thread wrote to shared memory is visible to TMA and to
 // wgmma, once other threads learn of it through a barrier.
 CUFLASH_DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -79,14 +79,7 @@ CUFLASH_DEVICE void load_bulk(u32 destination, const void* source, u32 bytes, u3
                "l"(source), "r"(bytes), "r"(barrier)
                : "memory");
 }
-// Thread. cp.reduce.async.bulk.add.f32 (9.7.9.25.4.2): adds float32 of shared memory to global memory. Part of a bulk
-// group.
-CUFLASH_DEVICE void reduce_add_bulk(float* destination, u32 source, u32 bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination),
-               "r"(source), "r"(bytes)
-               : "memory");
-}
-// Thread. cp.async.bulk.commit_group (9.7.9.25.3.2): closes the group of the stores and reductions since the last one.
+// Thread. cp.async.bulk.commit_group (9.7.9.25.3.2): closes the group of the stores since the last one.
 CUFLASH_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Thread. cp.async.bulk.wait_group (9.7.9.25.3.3): until at most `pending` groups of this thread are unfinished; with
 // `.read`, until they have read shared memory.
@@ -126,15 +119,10 @@ CUFLASH_DEVICE void keep_before(float value, u32 scratch) {
                : "memory");
 }
 
-// Warp. stmatrix (9.7.14.5.16): the reverse of load_matrix_x4, and of load_matrix_x4_transposed.
+// Warp. stmatrix (9.7.14.5.16): the reverse of load_matrix_x4.
 CUFLASH_DEVICE void store_matrix_x4(u32 address, const u32 (&fragment)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(fragment[0]),
                "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
-               : "memory");
-}
-CUFLASH_DEVICE void store_matrix_x4_transposed(u32 address, const u32 (&fragment)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-               "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
                : "memory");
 }
 

@@ -22,7 +22,7 @@
 
 constexpr bool kOwnOperands = kWarpsD == 1;           // P' and dS' reach dV and dK in registers
 constexpr bool kNeedsDs = kNeedsDk || kDqByReduction;     // dV alone is made of P'
-constexpr int kQueryTiles = kBlockM / (8 * kWarpsQ);      // pieces of 8 queries of P' and dS' of a warp
+constexpr int kQueryTiles = kBlockM / (8 * kWarpsQ);      // n-tiles of 8 queries of P' and dS' of a warp
 constexpr int kRow = row_bytes(kDim);
 constexpr int kRowV = row_bytes(kDimV);
 constexpr int kRowS = row_bytes(kBlockM);
@@ -49,12 +49,12 @@ CUFLASH_DEVICE void load_stats(u32 address, double (&stats)[4]) {
 }
 
 template <class T>
-CUFLASH_DEVICE void add_to_accumulator(T* accumulator, int piece, const T (&value)[4]) {
+CUFLASH_DEVICE void add_to_accumulator(T* accumulator, int n_tile, const T (&value)[4]) {
   if constexpr (kReducesFour) {
-    ptx::reduce_add_x4(accumulator + accumulator_offset(piece, 0), value);
+    ptx::reduce_add_x4(accumulator + accumulator_offset(n_tile, 0), value);
   } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) ptx::reduce_add(accumulator + accumulator_offset(piece, i), value[i]);
+    for (int i = 0; i < 4; ++i) ptx::reduce_add(accumulator + accumulator_offset(n_tile, i), value[i]);
   }
 }
 
@@ -256,8 +256,8 @@ CUFLASH_DEVICE void backward(const Params& params) {
 #pragma unroll
       for (const auto& row : d)
 #pragma unroll
-        for (const auto& piece : row) {
-          *(Real4*)partials = {piece[0], piece[1], piece[2], piece[3]};
+        for (const auto& tile : row) {
+          *(Real4*)partials = {tile[0], tile[1], tile[2], tile[3]};
           partials += kNumThreads * 4;
         }
     };

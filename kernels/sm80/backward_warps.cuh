@@ -2,7 +2,7 @@
 #pragma once
 #include "common/backward.cuh"
 
-// Whether the accumulators of the main kernel lie as they are, whatever the element type: products of pieces permute no
+// Whether the accumulators of the main kernel lie as they are, whatever the element type: products of bfloat16 parts permute no
 // rows or columns (sm80/fragments.cuh).
 constexpr bool kPlainFragments = CUFLASH_PLAIN_FRAGMENTS;
 
@@ -18,8 +18,8 @@ static_assert((kDqMTiles & (kDqMTiles - 1)) == 0, "rows of a warp start at a mul
 // The warps of the kernel that owns keys: along keys, and along the columns of dk and dv.
 constexpr int kWarpsD = CUFLASH_WARPS_D;
 constexpr int kWarpsN = kNumWarps / kWarpsD;
-constexpr int kKeyTiles = kBlockN / (16 * kWarpsN);    // pieces of 16 keys of a warp
-constexpr int kColumnTiles = kDim / (8 * kWarpsD);     // pieces of 8 columns of dk of a warp
+constexpr int kKeyTiles = kBlockN / (16 * kWarpsN);    // m-tiles of 16 keys of a warp
+constexpr int kColumnTiles = kDim / (8 * kWarpsD);     // n-tiles of 8 columns of dk of a warp
 constexpr int kColumnTilesV = kDimV / (8 * kWarpsD);   // and of dv
 // Along the queries of P' and dS', which they share through shared memory.
 constexpr int kWarpsQ = CUFLASH_WARPS_Q;
@@ -27,7 +27,7 @@ constexpr int kWarpsQ = CUFLASH_WARPS_Q;
 // The accumulator of a tile keeps the fragments as the threads hold them, neighbours in a warp next to each other: four
 // elements a thread where the device reduces four at once (float32 from sm_90 on), else one.
 constexpr bool kReducesFour = CUFLASH_ARCH >= 90 && kElementBytes < 8;
-CUFLASH_DEVICE int accumulator_offset(int piece, int element) {
+CUFLASH_DEVICE int accumulator_offset(int n_tile, int element) {
   const int thread = ptx::thread_index();
-  return kReducesFour ? (piece * kNumThreads + thread) * 4 + element : (piece * 4 + element) * kNumThreads + thread;
+  return kReducesFour ? (n_tile * kNumThreads + thread) * 4 + element : (n_tile * 4 + element) * kNumThreads + thread;
 }

@@ -21,7 +21,7 @@ constexpr int kWarpsD = CUFLASH_WARPS_D;
 constexpr int kWarpsM = kNumWarps / kWarpsD;
 constexpr int kMTiles = kBlockM / (16 * kWarpsM);
 constexpr int kNTiles = kBlockN / 8;
-constexpr int kColumnTiles = kDimV / (8 * kWarpsD);  // pieces of 8 columns of O of a warp
+constexpr int kColumnTiles = kDimV / (8 * kWarpsD);  // n-tiles of 8 columns of O of a warp
 constexpr int kRowQ = row_bytes(kDim);
 constexpr int kRowV = row_bytes(kDimV);
 static_assert(kMTiles * 16 * kWarpsM == kBlockM, "every warp owns the same number of whole fragments");

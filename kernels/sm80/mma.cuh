@@ -1,17 +1,17 @@
 // Products of tiles: fragments from shared memory or registers, accumulators in registers.
 //
-// An accumulator tile is Real[m_tiles][n_tiles][4]: 16 x 8 pieces, see sm80/fragments.cuh.
+// An accumulator tile is Real[m_tiles][n_tiles][4]: 16 x 8 tiles, see sm80/fragments.cuh.
 #pragma once
 #include "sm80/fragments.cuh"
 
-// Columns of a product are dealt to `warps` warps in turns of 16, so that a warp's n-th piece of 8 columns starts here.
+// Columns of a product are dealt to `warps` warps in turns of 16, so that a warp's n-tile `n` of 8 columns starts here.
 template <int warps>
 CUFLASH_DEVICE constexpr int column_of(int warp, int n) {
   return 16 * (warp + n / 2 * warps) + n % 2 * 8;
 }
 
 // d += a b over `k_steps` steps of kStep. load_a(m, k, fragment) fetches rows 16 m of A; load_b(n, k, fragment) fetches 16
-// columns of B, two n pieces at a time. Fragments of B are fetched kFragmentsAhead products before their use.
+// columns of B, two n-tiles at a time. Fragments of B are fetched kFragmentsAhead products before their use.
 template <int k_steps, int m_tiles, int n_tiles, class LoadA, class LoadB>
 CUFLASH_DEVICE void multiply(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB load_b) {
   static_assert(n_tiles % 2 == 0, "columns come 16 at a time");

@@ -1,4 +1,4 @@
-// Backward pass on the tensor cores and the copy engine of compute capability 9.0, transposed, in 16-bit types.
+// Backward pass on the tensor cores and the TMA unit of compute capability 9.0, transposed, in 16-bit types.
 //
 //   P' = exp(K Q' - lse)    dP' = V dO'    dS' = P' * (dP' - delta)
 //   dV = P' dO              dK = dS' Q     dQ += dS K                       (X' is X transposed; rows of X' are keys)
@@ -10,8 +10,8 @@
 // second dS' and dK, and P' is handed over in shared memory. dS' goes there too, and from it the next warpgroup makes dQ
 // of the tile and adds it to memory, at its own pace. Consumers issue dV and dK of a tile of queries behind P' of the
 // next one, or dP' where they make no P', so that they run during what follows from it. They take turns at what the other
-// would slow down (kAlternates).
-// The warpgroup of dQ first clears what later blocks add to (common/clear_dq.cuh). A warp of it asks the copy engine for
+// would slow down (kPingPong).
+// The warpgroup of dQ first clears what later blocks add to (common/clear_dq.cuh). A warp of it asks TMA for
 // tiles. Where blocks take turns at dQ, three warps of a last warpgroup ask for tiles, wait for the turns, and end them:
 // each of the three takes as long as a memory access. They ask for tiles no sooner than dQ is through with a step: sooner,
 // they are in its way.
@@ -59,10 +59,10 @@ constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
 // the first lets the second in once its products are issued. On an H200 this kernel alone is 9 to 12 % faster so at
 // head_dim 128 from seqlen 4096 on, 4 % at 64, 2 to 3 % at 256; but with softcap, where scores take more than an
 // exponential, 40 % slower.
-constexpr bool kAlternates = kScaleInExponent && !kHasDropout;
+constexpr bool kPingPong = kScaleInExponent && !kHasDropout;
 constexpr int kQueryTiles = kBlockM / 8;
 constexpr int kConsumerThreads = 128 * kConsumers;
-static_assert(kNumWarps == 4 * (kConsumers + 1 + kDqInTurn), "the consumers, dQ, and who serves turns");
+static_assert(kNumWarps == 4 * (kConsumers + 1 + kDqInOrder), "the consumers, dQ, and who serves turns");
 static_assert(kBlockN == 64 * kDsWriters, "a consumer, or both, own 64 keys");
 static_assert(kBlockM == 64, "dQ is one product of 64 rows");
 
@@ -73,7 +73,7 @@ constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesDo = chunked_bytes(kBlockM, kDimV);
 constexpr u32 kBytesDs = chunked_bytes(kBlockN, kBlockM);
 constexpr u32 kBytesStats = kBlockM * 8;
-constexpr int kDsStages = 2, kPStages = kSplitsRoles, kTurnStages = kDqInTurn ? 2 : 0;
+constexpr int kDsStages = 2, kPStages = kSplitsRoles, kTurnStages = kDqInOrder ? 2 : 0;
 constexpr u32 kBytesP = 128 * kQueryTiles * 16;
 constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages + 2 * kDsStages + 2 * kPStages + 3 * kTurnStages);
 static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesStats) + kDsStages * kBytesDs +
@@ -83,9 +83,9 @@ static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesStats
 
 // Registers of a thread after the roles are dealt: what the block started with in all. Products that are in flight want
 // more than their accumulators and operands take, or the compiler makes one wait for the other.
-constexpr int kServerRegisters = kDqInTurn ? 24 : 0;
-constexpr int kConsumerRegisters = kScaleInExponent ? 208 : kDqInTurn ? 216 : 224;
-constexpr int kDqRegisters = (kDqInTurn ? 512 : 504) - kServerRegisters - kConsumers * kConsumerRegisters;
+constexpr int kServerRegisters = kDqInOrder ? 24 : 0;
+constexpr int kConsumerRegisters = kScaleInExponent ? 208 : kDqInOrder ? 216 : 224;
+constexpr int kDqRegisters = (kDqInOrder ? 512 : 504) - kServerRegisters - kConsumers * kConsumerRegisters;
 // Columns of dQ that one product makes.
 constexpr int kDqColumns = kSplitsRoles && 64 / 2 + 28 <= kDqRegisters ? 64 : 32;
 // Fragments of dS', of 16 keys, that dQ holds for all of its columns. The assembler keeps 28 registers for other things,
@@ -103,10 +103,10 @@ constexpr bool kAsksEarly = !kDkFromShared;
 // 4 % faster than none at head_dim 64, 100 are 1 to 8 % faster at 256, and at 128 it makes no difference. Without turns
 // any delay costs, at head_dim 64 as little as 20 cycles 2 to 5 %; but of packed sequences 20 to 40 are
 // 1 to 3 % faster there.
-constexpr u32 kDqDelay = kDkFromShared ? 0 : kDqInTurn ? (kSplitsRoles ? 100 : 60) : kIsPacked && !kSplitsRoles ? 30 : 0;
+constexpr u32 kDqDelay = kDkFromShared ? 0 : kDqInOrder ? (kSplitsRoles ? 100 : 60) : kIsPacked && !kSplitsRoles ? 30 : 0;
 
 // Named barriers: of each consumer, of all of them, of consumers and dQ at the end, of each consumer for its turn.
-constexpr u32 kConsumer = 1, kAll = kConsumer + kConsumers, kEnd = kAll + 1, kTurn = kEnd + 1;
+constexpr u32 kConsumer = 1, kAll = kConsumer + kConsumers, kEnd = kAll + 1, kPingPongBarrier = kEnd + 1;
 
 struct BackwardParams {
   Params common;
@@ -142,7 +142,7 @@ struct Shared {
 };
 
 // Warp. Asks for the tiles of a block: K and V at once, those of queries as their stages get free. All lanes know where it
-// is, and one of them asks: so the compiler knows coordinates to be the same in all, as the copy engine wants them.
+// is, and one of them asks: so the compiler knows coordinates to be the same in all, as TMA wants them.
 struct Producer {
   const BackwardParams& params;
   const Shared& shared;
@@ -206,7 +206,7 @@ CUFLASH_DEVICE void serve(const BackwardParams& params, const Shared& shared, co
   Walk walk = tile.first();
 #pragma unroll 1
   for (int step = 0; step < tile.num_steps; ++step, walk.advance(tile.queries), at.advance()) {
-    u32* turns = turns_of(common, tile.num_m_blocks, tile.index_of(common, walk));
+    u32* turns = dq_order_of(common, tile.num_m_blocks, tile.index_of(common, walk));
     const Barrier turn{shared.turn + 8 * at.stage}, added{shared.added + 8 * at.stage}, ended{shared.ended + 8 * at.stage};
     if (thread == 32) {
       ended.wait(at.parity ^ 1);
@@ -224,7 +224,7 @@ CUFLASH_DEVICE void serve(const BackwardParams& params, const Shared& shared, co
 CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& shared, const Work& found, u32 thread) {
   const Params& common = params.common;
   const KeyTile tile(common, found);
-  const bool produces = !kDqInTurn && ptx::uniform(thread / 32) == 0;
+  const bool produces = !kDqInOrder && ptx::uniform(thread / 32) == 0;
   Producer producer(params, shared, tile);
   if (produces && tile.num_steps > 0) {
     producer.load_keys();
@@ -259,25 +259,25 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
       constexpr int index = decltype(slice)::value, first = index * kDqColumns;
       const u64 b = descriptor_of_transposed<kBlockN>(shared.k + first / kChunk * kBlockN * kLineBytes) +
                     first % kChunk * 2 / 16;
-      ptx::renew_registers(dq);
-      ptx::fence_products();
+      ptx::fence_operand(dq);
+      ptx::wgmma_fence();
 #pragma unroll
       for (int k = 0; k < kDqHeld; ++k)
-        ptx::multiply_async<true>(Element{}, dq, ds[k].word, along_k_transposed(b, k), k > 0);
+        ptx::wgmma<true>(Element{}, dq, ds[k].word, along_k_transposed(b, k), k > 0);
 #pragma unroll
       for (int k = kDqHeld; k < kDsFragments; ++k)
-        ptx::multiply_async<true, true>(Element{}, dq, along_k_transposed(a, k), along_k_transposed(b, k), true);
-      ptx::commit_products();
-      if constexpr (kDqInTurn && index == 0) Barrier{shared.turn + 8 * turn_at.stage}.wait(turn_at.parity);
+        ptx::wgmma<true, true>(Element{}, dq, along_k_transposed(a, k), along_k_transposed(b, k), true);
+      ptx::wgmma_commit();
+      if constexpr (kDqInOrder && index == 0) Barrier{shared.turn + 8 * turn_at.stage}.wait(turn_at.parity);
       if (kAsksEarly && index + 1 == slices && produces) producer.load_queries();
-      ptx::wait_products<0>();
-      ptx::renew_registers(dq);
+      ptx::wgmma_wait<0>();
+      ptx::fence_operand(dq);
       if constexpr (!kDqHoldsDs && index + 1 == slices) arrive_as_warp(shared.ds_ring.empty(at));
 #pragma unroll
       for (int n = 0; n < kDqColumns / 8; ++n)
         ptx::reduce_add_x4(accumulator + (index * kDqColumns / 8 + n) * 128 * 4, dq[n]);
     });
-    if constexpr (kDqInTurn) {
+    if constexpr (kDqInOrder) {
       arrive_as_warp({shared.added + 8 * turn_at.stage});
       turn_at.advance();
       arrive_as_warp(shared.do_ring.empty(q_at));
@@ -288,13 +288,13 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
 }
 
 // `a` in registers, or in shared memory with k along its lines.
-template <int pieces>
-CUFLASH_DEVICE void multiply_any(float (&d)[pieces][4], const Fragment& a, u64 b, bool adds) {
-  ptx::multiply_async<true>(Element{}, d, a.word, b, adds);
+template <int n_tiles>
+CUFLASH_DEVICE void multiply_any(float (&d)[n_tiles][4], const Fragment& a, u64 b, bool adds) {
+  ptx::wgmma<true>(Element{}, d, a.word, b, adds);
 }
-template <int pieces>
-CUFLASH_DEVICE void multiply_any(float (&d)[pieces][4], u64 a, u64 b, bool adds) {
-  ptx::multiply_async<false, true>(Element{}, d, a, b, adds);
+template <int n_tiles>
+CUFLASH_DEVICE void multiply_any(float (&d)[n_tiles][4], u64 a, u64 b, bool adds) {
+  ptx::wgmma<false, true>(Element{}, d, a, b, adds);
 }
 
 // A consumer, number `consumer`, of 64 keys: it makes P' and dV, or dS' and dK, or all of them.
@@ -310,9 +310,9 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
   const u32 rows_k = shared.k + first * kLineBytes, rows_v = shared.v + first * kLineBytes;
   float dk[makes_dk ? kDim / 8 : 1][4], dv[makes_dv ? kDimV / 8 : 1][4];
 #pragma unroll
-  for (auto& piece : dk) piece[0] = piece[1] = piece[2] = piece[3] = 0.0f;
+  for (auto& tile : dk) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
 #pragma unroll
-  for (auto& piece : dv) piece[0] = piece[1] = piece[2] = piece[3] = 0.0f;
+  for (auto& tile : dv) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
 
   if (tile.num_steps > 0) {
     shared.kv_full.wait(0);
@@ -336,16 +336,16 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     if (tile.num_steps > 0) load_fragments_chunked<kBlockN>(rows_k, warp_key, k_operand);
   const auto multiply_keys = [&](auto& d, auto held, u32 a, u32 b, auto steps) {
     const u64 a_rows = descriptor_of(a), b_rows = descriptor_of(b);
-    ptx::renew_registers(d);
-    ptx::fence_products();
+    ptx::fence_operand(d);
+    ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < decltype(steps)::value; ++k) {
       if constexpr (decltype(held)::value)
-        ptx::multiply_async<false>(Element{}, d, k_operand[k].word, along_k<kBlockM>(b_rows, k), k > 0);
+        ptx::wgmma<false>(Element{}, d, k_operand[k].word, along_k<kBlockM>(b_rows, k), k > 0);
       else
-        ptx::multiply_async<false, false>(Element{}, d, along_k<kBlockN>(a_rows, k), along_k<kBlockM>(b_rows, k), k > 0);
+        ptx::wgmma<false, false>(Element{}, d, along_k<kBlockN>(a_rows, k), along_k<kBlockM>(b_rows, k), k > 0);
     }
-    ptx::commit_products();
+    ptx::wgmma_commit();
   };
 
   Position<kNumStages> at;
@@ -387,7 +387,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
       for (int k = 0; k < kBlockM / 16; ++k)
         multiply_any(columns, a(k), along_k_transposed(b_columns, k), adds || k > 0);
     });
-    ptx::commit_products();
+    ptx::wgmma_commit();
   };
   // dV and dK of the tile of queries in stage `stage`; added to the sums, or instead of them. With `nothing` before it,
   // any operands do.
@@ -397,9 +397,9 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     // Of the keys of this consumer; what it wrote last is in the other stage.
     const u64 ds = descriptor_of(nothing ? shared.q : shared.ds + (ds_at.stage ^ 1) * kBytesDs + first * kLineBytes);
     if constexpr (kDkFromShared) ptx::sync_named(kConsumer + consumer, 128);
-    ptx::renew_registers(dv);
-    ptx::renew_registers(dk);
-    ptx::fence_products();
+    ptx::fence_operand(dv);
+    ptx::fence_operand(dk);
+    ptx::wgmma_fence();
     if constexpr (makes_dv) multiply_queries(dv, [&](int k) -> auto& { return p_operand[k]; }, dout, adds);
     if constexpr (makes_dk && kDkFromShared)
       multiply_queries(dk, [&](int k) { return along_k<kBlockN>(ds, k); }, q, adds);
@@ -407,9 +407,9 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
       multiply_queries(dk, [&](int k) -> auto& { return ds_operand[k]; }, q, adds);
   };
   const auto finish_products = [&](int stage, bool frees) {
-    ptx::wait_products<0>();
-    ptx::renew_registers(dv);
-    ptx::renew_registers(dk);
+    ptx::wgmma_wait<0>();
+    ptx::fence_operand(dv);
+    ptx::fence_operand(dk);
     // All have read the statistics, of which no product tells. Who makes dS has told dQ by then, without which nobody asks
     // for tiles.
     if constexpr (!makes_dk) ptx::sync_named(kConsumer + consumer, 128);
@@ -420,7 +420,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     }
   };
 
-  const Turns<kAlternates, kConsumers, kTurn> turns(consumer);
+  const PingPong<kPingPong, kConsumers, kPingPongBarrier> ping_pong(consumer);
   Walk walk = tile.first();
   int stage_before = 0;
   const auto step = [&](int index) {
@@ -444,7 +444,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
         ptx::sync_named(kAll, kConsumerThreads);
       }
     }
-    turns.take();
+    ping_pong.wait();
     if constexpr (makes_dv) multiply_keys(p, Constant<kHoldsK>{}, rows_k, s_q, Integer<kDim / 16>{});
     const auto multiply_dp = [&]() { multiply_keys(ds, Constant<false>{}, rows_v, s_do, Integer<kDimV / 16>{}); };
     if constexpr (dp_early) {
@@ -455,7 +455,7 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     // add: a first step apart from the loop takes twice the instructions, and more registers.
     constexpr int kBehind = makes_dv + makes_dk;
     multiply_operands(stage_before, index > 1, index == 0);
-    if constexpr (!makes_dk) turns.give();
+    if constexpr (!makes_dk) ping_pong.pass();
     const auto finish_step_before = [&]() { finish_products(stage_before, index > 0); };
 
     [[maybe_unused]] float derivative[kScaleInExponent ? 1 : kQueryTiles][4];
@@ -468,8 +468,8 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
       const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
       const auto key_of = [&](int i) { return lane_key + i / 2 * 8; };
 
-      ptx::wait_products<kBehind + dp_early>();
-      ptx::renew_registers(p);
+      ptx::wgmma_wait<kBehind + dp_early>();
+      ptx::fence_operand(p);
       // A product can be masked at once, in a branch of its own, only where it is the score but for a positive factor.
       if (kScaleInExponent && masked) {
 #pragma unroll
@@ -510,20 +510,20 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
       to_weights(p, p_operand);
     } else {
       if constexpr (dp_early) {
-        ptx::wait_products<kBehind>();
+        ptx::wgmma_wait<kBehind>();
       } else {
         finish_step_before();
         multiply_dp();
         if constexpr (makes_dv) to_weights(p, p_operand);
-        ptx::wait_products<0>();
+        ptx::wgmma_wait<0>();
       }
-      ptx::renew_registers(ds);
+      ptx::fence_operand(ds);
       if constexpr (!makes_dv) shared.p_ring.full(p_at).wait(p_at.parity);
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n) {
         // Before the last one, so that the assembler moves most exponentials behind it: a turn that ends behind them costs
         // more than turns are worth.
-        if (n == kQueryTiles - 1) turns.give();
+        if (n == kQueryTiles - 1) ping_pong.pass();
         float delta[2];
         ptx::load_shared_x2(s_stats + n * 64 + 8, delta);
         if constexpr (!makes_dv) ptx::load_shared_f32x4(s_p + n * 128 * 16, p[n]);
@@ -565,15 +565,15 @@ CUFLASH_DEVICE void consume(const BackwardParams& params, const Shared& shared, 
     multiply_operands(stage_before, tile.num_steps > 1, false);
     finish_products(stage_before, true);
   }
-  turns.finish();
+  ping_pong.finish();
 
   if constexpr (!kSplitsGroup) ptx::sync_named(kEnd, kConsumerThreads + 128);
   if (tile.is_shared) {
     Real* partials = tile.partials(common, kSplitsRoles ? thread : ptx::thread_index());
     const auto leave = [&](const auto& d) {
 #pragma unroll
-      for (const auto& piece : d) {
-        *(Real4*)partials = {piece[0], piece[1], piece[2], piece[3]};
+      for (const auto& n_tile : d) {
+        *(Real4*)partials = {n_tile[0], n_tile[1], n_tile[2], n_tile[3]};
         partials += kDsWriters * 128 * 4;
       }
     };
@@ -628,7 +628,7 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
   if (ptx::thread_index() == 0) {
     shared.kv_full.init(1);
     shared.q_ring.init(kConsumers);
-    shared.do_ring.init(kConsumers + (kDqInTurn ? 4 : 0));
+    shared.do_ring.init(kConsumers + (kDqInOrder ? 4 : 0));
     for (int i = 0; i < kDsStages; ++i) {
       shared.ds_ring.full({i}).init(4 * kDsWriters);
       shared.ds_ring.empty({i}).init(4 + (kDkFromShared ? kConsumers : 0));
@@ -646,7 +646,7 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
   }
   ptx::sync_block();
   const u32 warpgroup = ptx::uniform(ptx::thread_index() / 128);
-  if (kDqInTurn && warpgroup == kConsumers + 1) {
+  if (kDqInOrder && warpgroup == kConsumers + 1) {
     ptx::decrease_registers<kServerRegisters>();
     serve(params, shared, found, ptx::thread_index() % 128);
   } else if (warpgroup == kConsumers) {

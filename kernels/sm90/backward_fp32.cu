@@ -1,16 +1,16 @@
-// Backward pass of float32 on the tensor cores and the copy engine of compute capability 9.0, transposed.
+// Backward pass of float32 on the tensor cores and the TMA unit of compute capability 9.0, transposed.
 //
 //   P' = exp(K Q' - lse)    dP' = V dO'    dS' = P' * (dP' - delta)
 //   dV = P' dO              dK = dS' Q     dQ += dS K                       (X' is X transposed; rows of X' are keys)
 //
-// Factors come as pieces of bfloat16, three each or two (common/bf16_split.cuh), and each product is a sum of six, or three. What
+// Factors come as parts of bfloat16, three each or two (common/bf16_split.cuh), and each product is a sum of six, or three. What
 // the tensor cores add up they cut off: so a chunk of 64 columns, or of the 64 rows of a tile, is summed there, and
 // chunks and tiles are added with rounding. Scores alone are one sum, that of the forward pass.
 //
 // A block owns 64 keys of one key/value head and walks over the tiles of 64 queries, and over the query heads that share
 // its keys. Nothing is computed twice: one warpgroup makes P' and dV, and hands P' to the next one, which makes dS' and
 // dK, and hands dS' to the third, which makes dQ of the tile and adds it to memory. Two threads of the last warpgroup ask
-// the copy engine for tiles, chunk by chunk, as soon as a chunk of the tile before is not needed any more.
+// TMA for tiles, chunk by chunk, as soon as a chunk of the tile before is not needed any more.
 //
 //   barrier         one phase is over when                    who waits
 //   k_full, v_full  K, or V, has arrived                      who multiplies with it
@@ -19,8 +19,8 @@
 //   q_empty[i]      dK of it is computed, and so is P'        who asks for the next, late dQ
 //   do_full[i]      a chunk of dO is in i                     dP', dV
 //   do_empty[i]     dP' and dV of it are computed             who asks for the next
-//   p_full[i]       P' is in room i                           dS'
-//   ds_full[i]      dS' has taken the place of P' in room i   dQ
+//   p_full[i]       P' is in buffer i                           dS'
+//   ds_full[i]      dS' has taken the place of P' in buffer i   dQ
 //   ds_empty[i]     dQ of it is computed                      P', before it is written there again
 //   named: one for the warpgroup of dK
 #include "common/bf16_split.cuh"
@@ -39,22 +39,22 @@ constexpr int kRows = 64;  // of every tile
 constexpr int kTileColumns = kRows / 8, kSteps = kRows / 16;
 static_assert(kBlockM == kRows && kBlockN == kRows, "tiles of one product");
 static_assert(kNumWarps == 16, "dV, dK, dQ and the producers");
-constexpr int kRooms = CUFLASH_NUM_ROOMS;  // for P' and dS'
+constexpr int kBuffers = CUFLASH_NUM_BUFFERS;  // for P' and dS'
 // Of dQ at a time: fewer take fewer registers, more read dS' less often.
 constexpr int kDqColumns = CUFLASH_DQ_COLUMNS < kDim ? CUFLASH_DQ_COLUMNS : kDim;
 // Whether dQ of a tile leaves the tensor cores to the first chunk of its dK: the sooner Q is given back, the sooner comes
 // the next one.
 constexpr bool kDqLate = CUFLASH_DQ_LATE;
-static_assert(!kDqLate || kRooms <= kNumStages, "dQ sees every phase of q_empty");
+static_assert(!kDqLate || kBuffers <= kNumStages, "dQ sees every phase of q_empty");
 
-// A tile lies in chunks of 64 columns, a chunk as its pieces one after the other.
+// A tile lies in chunks of 64 columns, a chunk as its parts one after the other.
 constexpr int kChunks = chunks_of(kDim), kChunksV = chunks_of(kDimV);
-constexpr u32 kBytesPiece = chunked_bytes(kRows, kChunk);
-constexpr u32 kBytesChunk = kPieces * kBytesPiece;
+constexpr u32 kBytesPart = chunked_bytes(kRows, kChunk);
+constexpr u32 kBytesChunk = kBf16Parts * kBytesPart;
 constexpr u32 kBytesK = kChunks * kBytesChunk, kBytesV = kChunksV * kBytesChunk;
 constexpr u32 kBytesStats = kRows * 8;
-constexpr u32 kBytesBarriers = 8 * (2 + 2 * kNumStages * (kChunks + kChunksV) + 3 * kRooms);
-static_assert((kNumStages + 1) * (kBytesK + kBytesV) + kRooms * kBytesChunk + kNumStages * kBytesStats + kBytesBarriers ==
+constexpr u32 kBytesBarriers = 8 * (2 + 2 * kNumStages * (kChunks + kChunksV) + 3 * kBuffers);
+static_assert((kNumStages + 1) * (kBytesK + kBytesV) + kBuffers * kBytesChunk + kNumStages * kBytesStats + kBytesBarriers ==
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
@@ -71,13 +71,13 @@ struct BackwardParams {
 };
 static_assert(sizeof(BackwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
-// The rooms in which P' and then dS' are handed on.
-struct Rooms {
+// The buffers in which P' and then dS' are handed on.
+struct BufferBarriers {
   u32 address;
 
-  CUFLASH_DEVICE Barrier p_full(const Position<kRooms>& at) const { return {address + 24 * at.stage}; }
-  CUFLASH_DEVICE Barrier ds_full(const Position<kRooms>& at) const { return {address + 24 * at.stage + 8}; }
-  CUFLASH_DEVICE Barrier ds_empty(const Position<kRooms>& at) const { return {address + 24 * at.stage + 16}; }
+  CUFLASH_DEVICE Barrier p_full(const Position<kBuffers>& at) const { return {address + 24 * at.stage}; }
+  CUFLASH_DEVICE Barrier ds_full(const Position<kBuffers>& at) const { return {address + 24 * at.stage + 8}; }
+  CUFLASH_DEVICE Barrier ds_empty(const Position<kBuffers>& at) const { return {address + 24 * at.stage + 16}; }
 };
 
 // Chunks of tiles of queries on their way through shared memory.
@@ -98,59 +98,59 @@ struct ChunkRing {
 };
 
 struct Shared {
-  u32 k, v, rooms, stats;
+  u32 k, v, buffers, stats;
   Barrier k_full, v_full;
   ChunkRing<kChunks> q_ring;
   ChunkRing<kChunksV> do_ring;
-  Rooms room;
+  BufferBarriers handed;
 
   CUFLASH_DEVICE Shared() {
     k = ptx::dynamic_shared();
     v = k + kBytesK;
     q_ring.tiles = v + kBytesV;
     do_ring.tiles = q_ring.tiles + q_ring.kBytes;
-    rooms = do_ring.tiles + do_ring.kBytes;
-    stats = rooms + kRooms * kBytesChunk;
+    buffers = do_ring.tiles + do_ring.kBytes;
+    stats = buffers + kBuffers * kBytesChunk;
     k_full = {stats + kNumStages * kBytesStats};
     v_full = {k_full.address + 8};
     q_ring.barriers = {v_full.address + 8};
     do_ring.barriers = {q_ring.barriers.address + q_ring.kBarrierBytes};
-    room = {do_ring.barriers.address + do_ring.kBarrierBytes};
+    handed = {do_ring.barriers.address + do_ring.kBarrierBytes};
   }
-  CUFLASH_DEVICE u32 room_of(const Position<kRooms>& at) const { return rooms + at.stage * kBytesChunk; }
+  CUFLASH_DEVICE u32 buffer_of(const Position<kBuffers>& at) const { return buffers + at.stage * kBytesChunk; }
 };
 
-// ---- Products of pieces ---------------------------------------------------------------------------------------------
+// ---- Products of parts ---------------------------------------------------------------------------------------------
 
-// multiply(a, b, k, accumulate) for the pieces a and b of both factors that matter, and each of the steps along k.
+// multiply(a, b, k, accumulate) for the parts a and b of both factors that matter, and each of the steps along k.
 template <int steps, class Multiply>
-CUFLASH_DEVICE void for_pieces(Multiply multiply) {
-  repeat<kPieceProducts>([&](auto i) __attribute__((always_inline)) {
-    constexpr PieceProduct product = piece_product(decltype(i)::value);
+CUFLASH_DEVICE void for_part_products(Multiply multiply) {
+  repeat<kPartProducts>([&](auto i) __attribute__((always_inline)) {
+    constexpr PartProduct product = part_product(decltype(i)::value);
 #pragma unroll
     for (int k = 0; k < steps; ++k)
       multiply(Integer<product.a>{}, Integer<product.b>{}, k, decltype(i)::value > 0 || k > 0);
   });
 }
-CUFLASH_DEVICE u64 piece_of(u64 chunk, int piece) { return chunk + piece * (kBytesPiece / 16); }
+CUFLASH_DEVICE u64 part_of(u64 chunk, int part) { return chunk + part * (kBytesPart / 16); }
 
 // Issues d = a b', of this many chunks of tiles stored by rows.
 template <int chunks>
 CUFLASH_DEVICE void multiply_rows(float (&d)[kTileColumns][4], u32 a, u32 b) {
   const u64 rows_a = descriptor_of(a), rows_b = descriptor_of(b);
-  ptx::renew_registers(d);
-  ptx::fence_products();
-  for_pieces<chunks * kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
-    // The pieces of b come in the order in which the forward pass has those of its first factor.
-    ptx::multiply_async<false, false>(BFloat16{}, d, along_k<kPieces * kRows>(piece_of(rows_a, j.value), k),
-                                      along_k<kPieces * kRows>(piece_of(rows_b, i.value), k), accumulate);
+  ptx::fence_operand(d);
+  ptx::wgmma_fence();
+  for_part_products<chunks * kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
+    // The parts of b come in the order in which the forward pass has those of its first factor.
+    ptx::wgmma<false, false>(BFloat16{}, d, along_k<kBf16Parts * kRows>(part_of(rows_a, j.value), k),
+                                      along_k<kBf16Parts * kRows>(part_of(rows_b, i.value), k), accumulate);
   });
-  ptx::commit_products();
+  ptx::wgmma_commit();
 }
 
-// An accumulator as the pieces of an operand in registers.
+// An accumulator as the parts of an operand in registers.
 struct Operand {
-  u32 word[kPieces][kSteps][4];
+  u32 word[kBf16Parts][kSteps][4];
 };
 
 // total += a b, b stored by rows; `arrives(c)` waits for chunk c of b, `release(c)` is told that it is not needed any more,
@@ -163,19 +163,19 @@ CUFLASH_DEVICE void add_product(float (&total)[chunks * kTileColumns][4], const 
     constexpr int c = decltype(chunk)::value;
     const u64 columns = descriptor_of_transposed<kRows>(b + c * kBytesChunk);
     arrives(c);
-    ptx::renew_registers(sum[c]);
-    ptx::fence_products();
-    for_pieces<kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
-      ptx::multiply_async<true>(BFloat16{}, sum[c], a.word[i.value][k],
-                                along_k_transposed(piece_of(columns, j.value), k), accumulate);
+    ptx::fence_operand(sum[c]);
+    ptx::wgmma_fence();
+    for_part_products<kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
+      ptx::wgmma<true>(BFloat16{}, sum[c], a.word[i.value][k],
+                                along_k_transposed(part_of(columns, j.value), k), accumulate);
     });
-    ptx::commit_products();
+    ptx::wgmma_commit();
     if constexpr (c == 0) meanwhile();
   });
   repeat<chunks>([&](auto chunk) __attribute__((always_inline)) {
     constexpr int c = decltype(chunk)::value;
-    ptx::wait_products<chunks - 1 - c>();
-    ptx::renew_registers(sum[c]);
+    ptx::wgmma_wait<chunks - 1 - c>();
+    ptx::fence_operand(sum[c]);
     release(c);
 #pragma unroll
     for (int n = 0; n < kTileColumns; ++n)
@@ -184,7 +184,7 @@ CUFLASH_DEVICE void add_product(float (&total)[chunks * kTileColumns][4], const 
   });
 }
 
-// The pieces of an accumulator, by `split_pair`; the sum of its results.
+// The parts of an accumulator, by `split_pair`; the sum of its results.
 template <class SplitPair>
 CUFLASH_DEVICE float to_operand(const float (&value)[kTileColumns][4], Operand& operand, SplitPair split_pair) {
   float sum = 0.0f;
@@ -192,10 +192,10 @@ CUFLASH_DEVICE float to_operand(const float (&value)[kTileColumns][4], Operand& 
   for (int n = 0; n < kTileColumns; ++n)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      u32 word[kPieces];
+      u32 word[kBf16Parts];
       sum += split_pair(value[n][2 * half], value[n][2 * half + 1], word);
 #pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) operand.word[piece][n / 2][n % 2 * 2 + half] = word[piece];
+      for (int part = 0; part < kBf16Parts; ++part) operand.word[part][n / 2][n % 2 * 2 + half] = word[part];
     }
   return sum;
 }
@@ -212,9 +212,9 @@ CUFLASH_DEVICE void produce(const BackwardParams& params, const Shared& shared, 
   const int batch = tile.work.batch;
   const auto load = [&](u32 destination, const TensorMap& map, const Barrier& full, int c, int row, int head) {
 #pragma unroll 1
-    for (int piece = 0; piece < kPieces; ++piece)
-      ptx::load_tensor(destination + piece * kBytesPiece, map, full.address, c * kChunk, row, head,
-                       piece * common.batch + batch);
+    for (int part = 0; part < kBf16Parts; ++part)
+      ptx::load_tensor(destination + part * kBytesPart, map, full.address, c * kChunk, row, head,
+                       part * common.batch + batch);
   };
   keys_full.arrive_expect(chunks * kBytesChunk);
 #pragma unroll
@@ -240,12 +240,12 @@ CUFLASH_DEVICE void produce(const BackwardParams& params, const Shared& shared, 
 }
 
 // What dK and dV leave in memory: rows of this block, or its part of the sums of several.
-template <int head_dim, int pieces>
+template <int head_dim, int n_tiles>
 CUFLASH_DEVICE void store_rows(const Params& params, const Tensor& result, const KeyTile& tile, Real* partials, u32 thread,
-                               const float (&value)[pieces][4], float factor) {
+                               const float (&value)[n_tiles][4], float factor) {
   if (tile.is_shared) {
 #pragma unroll
-    for (int n = 0; n < pieces; ++n)
+    for (int n = 0; n < n_tiles; ++n)
       *(Real4*)(partials + n * 128 * 4) = {value[n][0], value[n][1], value[n][2], value[n][3]};
     return;
   }
@@ -260,7 +260,7 @@ CUFLASH_DEVICE void store_rows(const Params& params, const Tensor& result, const
     if (key >= params.seqlen_k) continue;
     Storage* row = head + key * result.row_stride + fragment_column();
 #pragma unroll
-    for (int n = 0; n < pieces; ++n) {
+    for (int n = 0; n < n_tiles; ++n) {
       const int column = 8 * n + fragment_column();
       const Pair pair = {value[n][2 * half] * factor, value[n][2 * half + 1] * factor};
       if constexpr (kByPairs) {
@@ -281,12 +281,12 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
   const int lane_key = tile.first_key + thread / 32 * 16 + fragment_row();
   float dv[kDimV / 8][4];
 #pragma unroll
-  for (auto& piece : dv) piece[0] = piece[1] = piece[2] = piece[3] = 0.0f;
+  for (auto& tile : dv) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
 
   if (tile.num_steps > 0) shared.k_full.wait(0);
   Walk walk = tile.first();
   Position<kNumStages> at;
-  Position<kRooms> room;
+  Position<kBuffers> buffer;
 #pragma unroll 1
   for (int step = 0; step < tile.num_steps; ++step) {
     const int head = walk.head, m_block = walk.m_block, first_row = m_block * kRows;
@@ -295,8 +295,8 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) shared.q_ring.full(at, c).wait(at.parity);
     multiply_rows<kChunks>(p, shared.k, shared.q_ring.tile(at));
-    ptx::wait_products<0>();
-    ptx::renew_registers(p);
+    ptx::wgmma_wait<0>();
+    ptx::fence_operand(p);
 
     const Score score(common, batch, head, tile.key_stop);
     const Mask mask(common, batch, head, tile.key_stop);
@@ -315,8 +315,8 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
     // What the next warpgroup multiplies dP' - delta by: P', times the derivative of the capped score; the sign says what
     // dropout drops.
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
-    const u32 s_p = shared.room_of(room) + thread * 8;
-    shared.room.ds_empty(room).wait(room.parity ^ 1);
+    const u32 s_p = shared.buffer_of(buffer) + thread * 8;
+    shared.handed.ds_empty(buffer).wait(buffer.parity ^ 1);
     const Dropout dropout(common, batch, head);
     [[maybe_unused]] KeptWeights<true> kept;
 #pragma unroll
@@ -338,17 +338,17 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
       ptx::store_shared_x2(s_p + n * 2048, {factor[0], factor[1]});
       ptx::store_shared_x2(s_p + n * 2048 + 1024, {factor[2], factor[3]});
     }
-    shared.room.p_full(room).arrive();
+    shared.handed.p_full(buffer).arrive();
 
     Operand operand;
-    to_operand(p, operand, split_small);
+    to_operand(p, operand, bf16_split_small);
     add_product<kChunksV>(
         dv, operand, shared.do_ring.tile(at), [&](int c) { shared.do_ring.full(at, c).wait(at.parity); }, [] {},
         [&](int c) {
           if (thread == 0) shared.do_ring.empty(at, c).arrive();
         });
     at.advance();
-    room.advance();
+    buffer.advance();
     walk.advance(tile.queries);
   }
 
@@ -365,39 +365,39 @@ CUFLASH_DEVICE void make_dk(const BackwardParams& params, const Shared& shared, 
   const float kept_scale = kept_scale_of(common);
   float dk[kDim / 8][4];
 #pragma unroll
-  for (auto& piece : dk) piece[0] = piece[1] = piece[2] = piece[3] = 0.0f;
+  for (auto& tile : dk) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
 
   if (tile.num_steps > 0) shared.v_full.wait(0);
   Position<kNumStages> at;
-  Position<kRooms> room;
+  Position<kBuffers> buffer;
 #pragma unroll 1
   for (int step = 0; step < tile.num_steps; ++step) {
-    float ds[kTileColumns][4], part[kChunksV][kTileColumns][4];
+    float ds[kTileColumns][4], chunk_sum[kChunksV][kTileColumns][4];
 #pragma unroll
     for (int c = 0; c < kChunksV; ++c) {
       shared.do_ring.full(at, c).wait(at.parity);
-      multiply_rows<1>(part[c], shared.v + c * kBytesChunk, shared.do_ring.tile(at) + c * kBytesChunk);
+      multiply_rows<1>(chunk_sum[c], shared.v + c * kBytesChunk, shared.do_ring.tile(at) + c * kBytesChunk);
     }
-    ptx::wait_products<0>();
+    ptx::wgmma_wait<0>();
 #pragma unroll
-    for (int c = 0; c < kChunksV; ++c) ptx::renew_registers(part[c]);
+    for (int c = 0; c < kChunksV; ++c) ptx::fence_operand(chunk_sum[c]);
 #pragma unroll
     for (int n = 0; n < kTileColumns; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        ds[n][i] = part[0][n][i];
+        ds[n][i] = chunk_sum[0][n][i];
 #pragma unroll
-        for (int c = 1; c < kChunksV; ++c) ds[n][i] += part[c][n][i];
+        for (int c = 1; c < kChunksV; ++c) ds[n][i] += chunk_sum[c][n][i];
       }
     if (thread == 0) {
 #pragma unroll
       for (int c = 0; c < kChunksV; ++c) shared.do_ring.empty(at, c).arrive();
     }
 
-    const u32 s_room = shared.room_of(room);
+    const u32 s_buffer = shared.buffer_of(buffer);
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
     shared.q_ring.full(at, 0).wait(at.parity);
-    shared.room.p_full(room).wait(room.parity);
+    shared.handed.p_full(buffer).wait(buffer.parity);
 #pragma unroll
     for (int n = 0; n < kTileColumns; ++n) {
       float stats[4];
@@ -405,41 +405,41 @@ CUFLASH_DEVICE void make_dk(const BackwardParams& params, const Shared& shared, 
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float p[2];
-        ptx::load_shared_x2(s_room + thread * 8 + n * 2048 + half * 1024, p);
+        ptx::load_shared_x2(s_buffer + thread * 8 + n * 2048 + half * 1024, p);
 #pragma unroll
         for (int i = 0; i < 2; ++i)
           ds[n][2 * half + i] = gradient_of(p[i], ds[n][2 * half + i], kept_scale, stats[2 * i + 1]);
       }
     }
     Operand operand;
-    const float rests = to_operand(ds, operand, split_small);
+    const float rests = to_operand(ds, operand, bf16_split_small);
     if (rests - rests != 0.0f) {  // rare
-      to_operand(ds, operand, [](float x, float y, u32 (&word)[kPieces]) {
-        split(x, y, word);
+      to_operand(ds, operand, [](float x, float y, u32 (&word)[kBf16Parts]) {
+        bf16_split(x, y, word);
         return 0.0f;
       });
     }
 
     // dS' to shared memory, rows of keys, once everybody has read P'.
     ptx::sync_named(kDkWarpgroup, 128);
-    const u32 line = s_room + (warp_key + lane % 16) * kLineBytes;
+    const u32 line = s_buffer + (warp_key + lane % 16) * kLineBytes;
 #pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece)
+    for (int part = 0; part < kBf16Parts; ++part)
 #pragma unroll
       for (int k = 0; k < kSteps; ++k)
-        ptx::store_matrix_x4(line + piece * kBytesPiece + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)),
-                             operand.word[piece][k]);
+        ptx::store_matrix_x4(line + part * kBytesPart + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)),
+                             operand.word[part][k]);
     add_product<kChunks>(
         dk, operand, shared.q_ring.tile(at), [&](int c) { shared.q_ring.full(at, c).wait(at.parity); },
         [&] {
           ptx::fence_async_proxy();
-          shared.room.ds_full(room).arrive();
+          shared.handed.ds_full(buffer).arrive();
         },
         [&](int c) {
           if (thread == 0) shared.q_ring.empty(at, c).arrive();
         });
     at.advance();
-    room.advance();
+    buffer.advance();
   }
 
   if constexpr (!kNeedsDk) return;
@@ -455,14 +455,14 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
   const u64 keys = ptx::descriptor(shared.k, kBytesChunk, 8 * kLineBytes);  // chunks next to each other
   Walk walk = tile.first();
   Position<kNumStages> at;
-  Position<kRooms> room;
+  Position<kBuffers> buffer;
 #pragma unroll 1
-  for (int step = 0; step < tile.num_steps; ++step, walk.advance(tile.queries), at.advance(), room.advance()) {
+  for (int step = 0; step < tile.num_steps; ++step, walk.advance(tile.queries), at.advance(), buffer.advance()) {
     float* accumulator = (float*)common.dq_accumulator + tile.index_of(common, walk) * (kRows * kDim) + thread * 4;
-    const u64 ds = descriptor_of_transposed<kRows>(shared.room_of(room));
-    shared.room.ds_full(room).wait(room.parity);
+    const u64 ds = descriptor_of_transposed<kRows>(shared.buffer_of(buffer));
+    shared.handed.ds_full(buffer).wait(buffer.parity);
     if constexpr (!kDqByReduction) {  // not wanted
-      if (thread == 0) shared.room.ds_empty(room).arrive();
+      if (thread == 0) shared.handed.ds_empty(buffer).arrive();
       continue;
     }
     if constexpr (kDqLate) shared.q_ring.empty(at, 0).wait(at.parity);
@@ -470,16 +470,16 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
       constexpr int first = decltype(slice)::value * kDqColumns;
       const u64 columns = keys + first / kChunk * (kBytesChunk / 16);
       float dq[kDqColumns / 8][4];
-      ptx::renew_registers(dq);
-      ptx::fence_products();
-      for_pieces<kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
-        ptx::multiply_async<true, true>(BFloat16{}, dq, along_k_transposed(piece_of(ds, i.value), k),
-                                        along_k_transposed(piece_of(columns, j.value), k), accumulate);
+      ptx::fence_operand(dq);
+      ptx::wgmma_fence();
+      for_part_products<kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
+        ptx::wgmma<true, true>(BFloat16{}, dq, along_k_transposed(part_of(ds, i.value), k),
+                                        along_k_transposed(part_of(columns, j.value), k), accumulate);
       });
-      ptx::commit_products();
-      ptx::wait_products<0>();
-      ptx::renew_registers(dq);
-      if (first == kDim - kDqColumns && thread == 0) shared.room.ds_empty(room).arrive();
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<0>();
+      ptx::fence_operand(dq);
+      if (first == kDim - kDqColumns && thread == 0) shared.handed.ds_empty(buffer).arrive();
 #pragma unroll
       for (int n = 0; n < kDqColumns / 8; ++n)
         ptx::reduce_add_x4(accumulator + (first / 8 + n) * 128 * 4, dq[n]);
@@ -494,10 +494,10 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
     shared.v_full.init(1);
     shared.q_ring.barriers.init(1);
     shared.do_ring.barriers.init(2);
-    for (int i = 0; i < kRooms; ++i) {
-      shared.room.p_full({i}).init(128);
-      shared.room.ds_full({i}).init(128);
-      shared.room.ds_empty({i}).init(1);
+    for (int i = 0; i < kBuffers; ++i) {
+      shared.handed.p_full({i}).init(128);
+      shared.handed.ds_full({i}).init(128);
+      shared.handed.ds_empty({i}).init(1);
     }
     ptx::fence_barrier_init();
   }

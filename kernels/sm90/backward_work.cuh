@@ -89,7 +89,7 @@ struct KeyTile {
       first_step = step_of(share.part);
       num_steps = step_of(share.part + 1) - first_step;
     }
-    if constexpr (kDqInTurn && kIsPacked) {
+    if constexpr (kDqInOrder && kIsPacked) {
       if (*overlap_of(params, num_m_blocks)) num_steps = 0;
     }
   }

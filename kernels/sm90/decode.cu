@@ -7,7 +7,7 @@
 // (common/key_splits.cuh). A block that has a head to itself stores the results; others leave O and lse of their keys in scratch
 // memory, to around/combine.cu.
 //
-// One thread, the producer, asks the copy engine for tiles as far ahead as the rings allow: so many bytes have to be on
+// One thread, the producer, asks TMA for tiles as far ahead as the rings allow: so many bytes have to be on
 // their way to keep memory busy. The other warps are the consumer, a warpgroup that takes one tile after another. The
 // rings run on from one head to the next. Where two blocks share a multiprocessor, the products of one run behind the
 // softmax of the other.
@@ -167,14 +167,14 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
     const auto multiply_s = [&]() {
       shared.k_ring.full(at).wait(at.parity);
       const u64 a = descriptor_of(shared.q), b = descriptor_of(shared.k + at.stage * kBytesK);
-      ptx::renew_registers(s[0]);
-      ptx::fence_products();
+      ptx::fence_operand(s[0]);
+      ptx::wgmma_fence();
 #pragma unroll
       for (int k = 0; k < kDim / 16; ++k)
-        ptx::multiply_async<false, false>(Element{}, s[0], along_k<kBlockM>(a, k), along_k<kBlockN>(b, k), k > 0);
-      ptx::commit_products();
-      ptx::wait_products<0>();
-      ptx::renew_registers(s[0]);
+        ptx::wgmma<false, false>(Element{}, s[0], along_k<kBlockM>(a, k), along_k<kBlockN>(b, k), k > 0);
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<0>();
+      ptx::fence_operand(s[0]);
       release_by_warp(shared.k_ring.empty(at));
     };
     const auto to_scores = [&](int n_block) {
@@ -203,14 +203,14 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
         sync_consumer();
       }
       const u64 b = descriptor_of_transposed<kBlockN>(v);
-      ptx::renew_registers(o[0]);
-      ptx::fence_products();
+      ptx::fence_operand(o[0]);
+      ptx::wgmma_fence();
 #pragma unroll
       for (int k = 0; k < kBlockN / 16; ++k)
-        ptx::multiply_async<true>(Element{}, o[0], p[k].word, along_k_transposed(b, k), true);
-      ptx::commit_products();
-      ptx::wait_products<0>();
-      ptx::renew_registers(o[0]);
+        ptx::wgmma<true>(Element{}, o[0], p[k].word, along_k_transposed(b, k), true);
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<0>();
+      ptx::fence_operand(o[0]);
       release_by_warp(shared.v_ring.empty(at));
     };
 

@@ -1,9 +1,9 @@
-// Forward pass on the tensor cores and the copy engine of compute capability 9.0: FlashAttention-3, in 16-bit types.
+// Forward pass on the tensor cores and the TMA unit of compute capability 9.0: FlashAttention-3, in 16-bit types.
 //
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
 //
 // One block stays on each multiprocessor and takes one tile of queries after another. Its last warpgroup, the producer,
-// asks the copy engine for tiles; each of the others, the consumers, owns 64 queries of the tile. Three things run at
+// asks TMA for tiles; each of the others, the consumers, owns 64 queries of the tile. Three things run at
 // once: the copies of later tiles, across the end of a tile of queries too; the product S of one tile of keys and the
 // product O of the one before it, behind the softmax in between; and the softmax of one consumer while another's products
 // run, for which they may take turns at issuing (kPingPong).
@@ -135,7 +135,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
   const u32 s_out = shared.out + consumer * 64 * kLineBytes;
   const int warp_row = thread / 32 * 16;
 
-  const ConsumerTurns turns(consumer);
+  const ConsumerPingPong ping_pong(consumer);
 
   Position<kQStages> query;
   Position<kNumStages> key;
@@ -159,12 +159,12 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     const auto multiply_s = [&]() {
       shared.k_ring.full(key).wait(key.parity);
       const u64 a = descriptor_of(s_q), b = descriptor_of(shared.k + key.stage * kBytesK);
-      ptx::renew_registers(s[0]);
-      ptx::fence_products();
+      ptx::fence_operand(s[0]);
+      ptx::wgmma_fence();
 #pragma unroll
       for (int k = 0; k < kDim / 16; ++k)
-        ptx::multiply_async<false, false>(Element{}, s[0], along_k<kBlockM>(a, k), along_k<kBlockN>(b, k), k > 0);
-      ptx::commit_products();
+        ptx::wgmma<false, false>(Element{}, s[0], along_k<kBlockM>(a, k), along_k<kBlockN>(b, k), k > 0);
+      ptx::wgmma_commit();
     };
     // The same by mma.sync, for one warp alone; not unrolled, since it is rare and needs registers.
     const auto multiply_s_again = [&]() {
@@ -188,12 +188,12 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     const auto multiply_o = [&](const Position<kNumStages>& at) {
       shared.v_ring.full(at).wait(at.parity);
       const u64 b = descriptor_of_transposed<kBlockN>(shared.v + at.stage * kBytesV);
-      ptx::renew_registers(o[0]);
-      ptx::fence_products();
+      ptx::fence_operand(o[0]);
+      ptx::wgmma_fence();
 #pragma unroll
       for (int k = 0; k < kBlockN / 16; ++k)
-        ptx::multiply_async<true>(Element{}, o[0], p[k].word, along_k_transposed(b, k), true);
-      ptx::commit_products();
+        ptx::wgmma<true>(Element{}, o[0], p[k].word, along_k_transposed(b, k), true);
+      ptx::wgmma_commit();
     };
     const auto release = [&](const Barrier& empty) {
       if (elected) empty.arrive();
@@ -252,8 +252,8 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
 
     // Tiles of keys that others of the block need, and these queries do not.
     const auto skip = [&]() {
-      turns.take();
-      turns.give();
+      ping_pong.wait();
+      ping_pong.pass();
       shared.k_ring.full(key).wait(key.parity);
       shared.v_ring.full(key).wait(key.parity);
       sync_consumer(consumer);  // nobody may be left waiting for a phase that is long over
@@ -288,11 +288,11 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     for (int n_block = tile.keys.stop - 1; n_block >= keys.stop; --n_block) skip();
     if (keys.start < keys.stop) {
       int n_block = keys.stop - 1;
-      turns.take();
+      ping_pong.wait();
       multiply_s();
-      turns.give();
-      ptx::wait_products<0>();
-      ptx::renew_registers(s[0]);
+      ping_pong.pass();
+      ptx::wgmma_wait<0>();
+      ptx::fence_operand(s[0]);
       if (n_block >= keys.full_stop || n_block < keys.full_start)
         weigh(n_block, Constant<true>{});
       else
@@ -302,16 +302,16 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       const auto step = [&](auto masked) {
         const Position<kNumStages> before = key;
         key.advance();
-        turns.take();
+        ping_pong.wait();
         multiply_s();
         multiply_o(before);
-        turns.give();
-        ptx::wait_products<1>();
-        ptx::renew_registers(s[0]);
+        ping_pong.pass();
+        ptx::wgmma_wait<1>();
+        ptx::fence_operand(s[0]);
         const bool grows = weigh(n_block, masked);
         if constexpr (kKeepBefore) ptx::keep_before(softmax.row_sum[0][0] + softmax.row_sum[0][1], shared.scratch);
-        ptx::wait_products<0>();
-        ptx::renew_registers(o[0]);
+        ptx::wgmma_wait<0>();
+        ptx::fence_operand(o[0]);
         release(shared.v_ring.empty(before));
         if (grows) softmax.rescale(o, factor);
         to_weights(n_block);
@@ -327,8 +327,8 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       }
       release_by_warp(shared.q_ring.empty(query));
       multiply_o(key);
-      ptx::wait_products<0>();
-      ptx::renew_registers(o[0]);
+      ptx::wgmma_wait<0>();
+      ptx::fence_operand(o[0]);
       release(shared.v_ring.empty(key));
       key.advance();
     } else {
@@ -337,7 +337,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     }
     for (int n_block = keys.start - 1; n_block >= tile.keys.start; --n_block) skip();
 
-    // O / l, rounded, to shared memory and from there by the copy engine, once it has read what was there before.
+    // O / l, rounded, to shared memory and from there by TMA, once it has read what was there before.
     softmax.finish();
     if (kHasSinks && !is_left_over(common, batch))
       softmax.add_sinks(o, [&](int, int) { return sink_of(common, head) * kExponentOfE; });
@@ -364,7 +364,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     });
     store_lse(common, batch, head, lane_row, softmax);
   }
-  turns.finish();
+  ping_pong.finish();
   if (elected) ptx::bulk_wait<0>();
 }
 

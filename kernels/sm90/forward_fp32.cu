@@ -1,23 +1,23 @@
-// Forward pass of float32 on the tensor cores and the copy engine of compute capability 9.0.
+// Forward pass of float32 on the tensor cores and the TMA unit of compute capability 9.0.
 //
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
 //
-// The tensor cores multiply bfloat16. So Q, K and V come as pieces (around/split_fp32.cu made them), three each, or two where the
+// The tensor cores multiply bfloat16. So Q, K and V come as parts (around/split_fp32.cu made them), three each, or two where the
 // precision of TF32 is wanted; P is split in registers, and every product is the sum of six, or three (common/bf16_split.cuh).
 // Tensor cores cut sums off: the P V of a tile of keys is summed by itself there, small products first, and added to O
 // with rounding.
 //
 // One block stays on each multiprocessor and takes one tile of queries after another. Its last warpgroup, the producer,
-// asks the copy engine for tiles; each of the others, the consumers, owns 64 queries of the tile. While one consumer has
+// asks TMA for tiles; each of the others, the consumers, owns 64 queries of the tile. While one consumer has
 // its softmax, the products of another run; they may take turns at issuing them (kPingPong).
 //
 //   barrier      one phase is over when            who waits
 //   q_full       Q has arrived                     consumers, before S
 //   q_empty      every consumer has its last S     producer, before the next Q
-//   k_full[i]    a piece of K has arrived          consumers, before its products in S
-//   k_empty[i]   every consumer has these          producer, before the next piece of K there
-//   v_full[i]    a piece of V has arrived          consumers, before its products in O
-//   v_empty[i]   every consumer has these          producer, before the next piece of V there
+//   k_full[i]    a part of K has arrived          consumers, before its products in S
+//   k_empty[i]   every consumer has these          producer, before the next part of K there
+//   v_full[i]    a part of V has arrived          consumers, before its products in O
+//   v_empty[i]   every consumer has these          producer, before the next part of V there
 //   named: one per consumer for its turn at the tensor cores; one per consumer for itself
 #include "common/bf16_split.cuh"
 #include "common/config.cuh"
@@ -36,11 +36,11 @@
 constexpr int kNTiles = kBlockN / 8;
 constexpr int kColumnTiles = kDimV / 8;
 
-// Shared memory: the pieces of Q, the rings of those of K and V, barriers.
-constexpr u32 kPieceQ = chunked_bytes(kBlockM, kDim), kBytesQ = kPieces * kPieceQ;
-constexpr u32 kPieceK = chunked_bytes(kBlockN, kDim), kBytesK = kPieces * kPieceK;
-constexpr u32 kPieceV = chunked_bytes(kBlockN, kDimV), kBytesV = kPieces * kPieceV;
-constexpr int kSlots = kPieces * kNumStages;  // of rings of pieces, which come and go one by one
+// Shared memory: the parts of Q, the rings of those of K and V, barriers.
+constexpr u32 kPartQ = chunked_bytes(kBlockM, kDim), kBytesQ = kBf16Parts * kPartQ;
+constexpr u32 kPartK = chunked_bytes(kBlockN, kDim), kBytesK = kBf16Parts * kPartK;
+constexpr u32 kPartV = chunked_bytes(kBlockN, kDimV), kBytesV = kBf16Parts * kPartV;
+constexpr int kSlots = kBf16Parts * kNumStages;  // of rings of parts, which come and go one by one
 constexpr u32 kBytesBarriers = QkvBarriers<kSlots>::kBytes;
 static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) + kBytesBarriers == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
@@ -51,7 +51,7 @@ constexpr int kConsumerRegisters = kConsumers == 3 ? 152 : 232;
 
 struct ForwardParams {
   Params common;
-  TensorMap q, k, v;  // of the pieces, those of all batch entries below each other
+  TensorMap q, k, v;  // of the parts, those of all batch entries below each other
 };
 static_assert(sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
@@ -66,11 +66,11 @@ struct Shared : QkvBarriers<kSlots> {
   }
 };
 
-// The place of the n-th piece of a tile, low ones first, and which piece that is.
+// The place of the n-th part of a tile, low ones first, and which part that is.
 CUFLASH_DEVICE Position<kSlots> place_of(const Position<kNumStages>& tile, int n) {
-  return {tile.stage * kPieces + n, tile.parity};
+  return {tile.stage * kBf16Parts + n, tile.parity};
 }
-CUFLASH_DEVICE constexpr int piece_of(int n) { return kPieces - 1 - n; }
+CUFLASH_DEVICE constexpr int part_at(int n) { return kBf16Parts - 1 - n; }
 
 // The producer: one thread that walks over the tiles as the consumers do, as far ahead as the rings allow.
 CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
@@ -84,29 +84,29 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
       shared.q_ring.empty(query).wait(query.parity ^ 1);
       q_full.arrive_expect(kBytesQ);
 #pragma unroll 1
-      for (int i = 0; i < kPieces; ++i)
-        load_chunks<kBlockM, kDim>(shared.q + i * kPieceQ, params.q, q_full, tile.first_row, tile.work.head,
+      for (int i = 0; i < kBf16Parts; ++i)
+        load_chunks<kBlockM, kDim>(shared.q + i * kPartQ, params.q, q_full, tile.first_row, tile.work.head,
                                    i * all_batch + batch);
     };
     if (tile.keys.start == tile.keys.stop) load_q();
     for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
       const int first_key = tile.keys.at(n_block) * kBlockN;
 #pragma unroll 1
-      for (int n = 0; n < kPieces; ++n) {
+      for (int n = 0; n < kBf16Parts; ++n) {
         const Position<kSlots> at = place_of(key, n);
         shared.k_ring.empty(at).wait(at.parity ^ 1);
-        shared.k_ring.full(at).arrive_expect(kPieceK);
-        load_chunks<kBlockN, kDim>(shared.k + at.stage * kPieceK, params.k, shared.k_ring.full(at), first_key,
-                                   head, piece_of(n) * all_batch + batch);
+        shared.k_ring.full(at).arrive_expect(kPartK);
+        load_chunks<kBlockN, kDim>(shared.k + at.stage * kPartK, params.k, shared.k_ring.full(at), first_key,
+                                   head, part_at(n) * all_batch + batch);
       }
       if (n_block == tile.keys.stop - 1) load_q();
 #pragma unroll 1
-      for (int n = 0; n < kPieces; ++n) {
+      for (int n = 0; n < kBf16Parts; ++n) {
         const Position<kSlots> at = place_of(key, n);
         shared.v_ring.empty(at).wait(at.parity ^ 1);
-        shared.v_ring.full(at).arrive_expect(kPieceV);
-        load_chunks<kBlockN, kDimV>(shared.v + at.stage * kPieceV, params.v, shared.v_ring.full(at), first_key,
-                                    head, piece_of(n) * all_batch + batch);
+        shared.v_ring.full(at).arrive_expect(kPartV);
+        load_chunks<kBlockN, kDimV>(shared.v + at.stage * kPartV, params.v, shared.v_ring.full(at), first_key,
+                                    head, part_at(n) * all_batch + batch);
       }
     }
   }
@@ -144,7 +144,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
   const u32 thread = ptx::thread_index() % 128;
   const u32 s_q = shared.q + consumer * 64 * kLineBytes;
 
-  const ConsumerTurns turns(consumer);
+  const ConsumerPingPong ping_pong(consumer);
 
   Position<kNumStages> key;
   Position<1> query;
@@ -164,49 +164,49 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     const auto release = [&](const Barrier& empty) {
       if (thread == 0) empty.arrive();
     };
-    // Products with a piece of K (or V) wait for it and are a group of their own, which release_pieces waits for.
+    // Products with a part of K (or V) wait for it and are a group of their own, which release_parts waits for.
     const auto multiply_s = [&](float (&s)[kNTiles][4]) {
       const u64 a = descriptor_of(s_q);
-      ptx::renew_registers(s);
+      ptx::fence_operand(s);
 #pragma unroll
-      for (int n = 0; n < kPieces; ++n) {
+      for (int n = 0; n < kBf16Parts; ++n) {
         const Position<kSlots> at = place_of(key, n);
-        const u64 b = descriptor_of(shared.k + at.stage * kPieceK);
+        const u64 b = descriptor_of(shared.k + at.stage * kPartK);
         shared.k_ring.full(at).wait(at.parity);
-        ptx::fence_products();
+        ptx::wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < kPieceProducts; ++i)
+        for (int i = 0; i < kPartProducts; ++i)
 #pragma unroll
           for (int k = 0; k < kDim / 16; ++k)
-            if (piece_product(i).b == piece_of(n))
-              ptx::multiply_async<false, false>(
-                  BFloat16{}, s, along_k<kBlockM>(a + piece_product(i).a * kPieceQ / 16, k), along_k<kBlockN>(b, k),
+            if (part_product(i).b == part_at(n))
+              ptx::wgmma<false, false>(
+                  BFloat16{}, s, along_k<kBlockM>(a + part_product(i).a * kPartQ / 16, k), along_k<kBlockN>(b, k),
                   i + k > 0);
-        ptx::commit_products();
+        ptx::wgmma_commit();
       }
     };
-    const auto multiply_o = [&](float (&sum)[kColumnTiles][4], const u32 (&p)[kBlockN / 16][kPieces][4]) {
-      ptx::renew_registers(sum);
+    const auto multiply_o = [&](float (&sum)[kColumnTiles][4], const u32 (&p)[kBlockN / 16][kBf16Parts][4]) {
+      ptx::fence_operand(sum);
 #pragma unroll
-      for (int n = 0; n < kPieces; ++n) {
+      for (int n = 0; n < kBf16Parts; ++n) {
         const Position<kSlots> at = place_of(key, n);
-        const u64 b = descriptor_of_transposed<kBlockN>(shared.v + at.stage * kPieceV);
+        const u64 b = descriptor_of_transposed<kBlockN>(shared.v + at.stage * kPartV);
         shared.v_ring.full(at).wait(at.parity);
-        ptx::fence_products();
+        ptx::wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < kPieceProducts; ++i)
+        for (int i = 0; i < kPartProducts; ++i)
 #pragma unroll
           for (int k = 0; k < kBlockN / 16; ++k)
-            if (piece_product(i).b == piece_of(n))
-              ptx::multiply_async<true>(BFloat16{}, sum, p[k][piece_product(i).a], along_k_transposed(b, k), i + k > 0);
-        ptx::commit_products();
+            if (part_product(i).b == part_at(n))
+              ptx::wgmma<true>(BFloat16{}, sum, p[k][part_product(i).a], along_k_transposed(b, k), i + k > 0);
+        ptx::wgmma_commit();
       }
     };
-    const auto release_pieces = [&](const Ring<kSlots>& ring) {
-      repeat<kPieces>([&](auto n) {
-        constexpr int kPiece = decltype(n)::value;
-        ptx::wait_products<kPieces - 1 - kPiece>();
-        release(ring.empty(place_of(key, kPiece)));
+    const auto release_parts = [&](const Ring<kSlots>& ring) {
+      repeat<kBf16Parts>([&](auto n) {
+        constexpr int kPart = decltype(n)::value;
+        ptx::wgmma_wait<kBf16Parts - 1 - kPart>();
+        release(ring.empty(place_of(key, kPart)));
       });
     };
     const auto to_scores = [&](float (&s)[kNTiles][4], int n_block, auto masked) {
@@ -223,28 +223,28 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
           }
       }
     };
-    const auto to_weights = [&](const float (&s)[kNTiles][4], u32 (&p)[kBlockN / 16][kPieces][4]) {
+    const auto to_weights = [&](const float (&s)[kNTiles][4], u32 (&p)[kBlockN / 16][kBf16Parts][4]) {
 #pragma unroll
       for (int k = 0; k < kBlockN / 16; ++k)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float(&pair)[4] = s[2 * k + i / 2];
-          u32 word[kPieces];
-          split_small(pair[i % 2 * 2], pair[i % 2 * 2 + 1], word);
+          u32 word[kBf16Parts];
+          bf16_split_small(pair[i % 2 * 2], pair[i % 2 * 2 + 1], word);
 #pragma unroll
-          for (int piece = 0; piece < kPieces; ++piece) p[k][piece][i] = word[piece];
+          for (int part = 0; part < kBf16Parts; ++part) p[k][part][i] = word[part];
         }
     };
 
     // Tiles of keys that others of the block need, and these queries do not.
     const auto skip = [&]() {
-      for (int product = 0; product < 2; ++product) turns.take(), turns.give();
-      for (int n = 0; n < kPieces; ++n) {
+      for (int product = 0; product < 2; ++product) ping_pong.wait(), ping_pong.pass();
+      for (int n = 0; n < kBf16Parts; ++n) {
         shared.k_ring.full(place_of(key, n)).wait(key.parity);
         shared.v_ring.full(place_of(key, n)).wait(key.parity);
       }
       sync_consumer(consumer);  // nobody may be left waiting for a phase that is long over
-      for (int n = 0; n < kPieces; ++n) {
+      for (int n = 0; n < kBf16Parts; ++n) {
         release(shared.k_ring.empty(place_of(key, n)));
         release(shared.v_ring.empty(place_of(key, n)));
       }
@@ -253,12 +253,12 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     const TileRange keys = tile.keys_of(common, consumer);
     const auto step = [&](int n_block) {
       float s[1][kNTiles][4], sum[kColumnTiles][4];
-      u32 p[kBlockN / 16][kPieces][4];
-      turns.take();
+      u32 p[kBlockN / 16][kBf16Parts][4];
+      ping_pong.wait();
       multiply_s(s[0]);
-      turns.give();
-      release_pieces(shared.k_ring);
-      ptx::renew_registers(s[0]);
+      ping_pong.pass();
+      release_parts(shared.k_ring);
+      ptx::fence_operand(s[0]);
       if (n_block == keys.start) release(shared.q_ring.empty(query));
 
       if (n_block >= keys.full_stop || n_block < keys.full_start)
@@ -271,11 +271,11 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       if constexpr (kHasDropout) dropout.drop(s[0], lane_row, tile.keys.at(n_block) * kBlockN + fragment_column());
       to_weights(s[0], p);
 
-      turns.take();
+      ping_pong.wait();
       multiply_o(sum, p);
-      turns.give();
-      release_pieces(shared.v_ring);
-      ptx::renew_registers(sum);
+      ping_pong.pass();
+      release_parts(shared.v_ring);
+      ptx::fence_operand(sum);
 #pragma unroll
       for (int n = 0; n < kColumnTiles; ++n)
 #pragma unroll
@@ -301,7 +301,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
                {softmax.inverse_sum(0, 0) * kept_scale, softmax.inverse_sum(0, 1) * kept_scale});
     store_lse(common, batch, head, lane_row, softmax);
   }
-  turns.finish();
+  ping_pong.finish();
 }
 
 CUFLASH_DEVICE void forward(const ForwardParams& params) {

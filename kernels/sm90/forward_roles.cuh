@@ -15,12 +15,12 @@ static_assert(kNumWarps == 4 * (kConsumers + 1), "the consumers and a producer")
 static_assert(kBlockM == 64 * kConsumers, "a consumer owns 64 queries");
 
 // Named barriers: of each consumer for its turn, of each for itself, of all of them.
-constexpr u32 kTurn = 1, kConsumer = kTurn + kConsumers, kAll = kConsumer + kConsumers;
+constexpr u32 kPingPongBarrier = 1, kConsumer = kPingPongBarrier + kConsumers, kAll = kConsumer + kConsumers;
 
 CUFLASH_DEVICE void sync_consumer(u32 consumer) { ptx::sync_named(kConsumer + consumer, 128); }
 
 // With kPingPong consumers issue products in turn.
-using ConsumerTurns = Turns<kPingPong, kConsumers, kTurn>;
+using ConsumerPingPong = PingPong<kPingPong, kConsumers, kPingPongBarrier>;
 
 // lse of rows `row` and `row` + 8, those of a lane.
 CUFLASH_DEVICE void store_lse(const Params& params, Entry batch, int head, int row, const OnlineSoftmax<1>& softmax) {

@@ -1,4 +1,4 @@
-// A tile of keys, or of their values, for the copy engine: in one piece, or in boxes that each lie in one page.
+// A tile of keys, or of their values, for TMA: contiguous, or in boxes that each lie in one page.
 #pragma once
 #include "common/pages.cuh"
 #include "sm90/pipeline.cuh"

@@ -5,19 +5,19 @@
 // `count` of them, in the order of their index; the last one lets the first one in. Named barriers from `first_barrier` on,
 // one each.
 template <bool on, u32 count, u32 first_barrier>
-struct Turns {
+struct PingPong {
   u32 index;
 
-  CUFLASH_DEVICE explicit Turns(u32 index_) : index(index_) {
-    if (on && index == count - 1) give();
+  CUFLASH_DEVICE explicit PingPong(u32 index_) : index(index_) {
+    if (on && index == count - 1) pass();
   }
-  CUFLASH_DEVICE void take() const {
+  CUFLASH_DEVICE void wait() const {
     if constexpr (on) ptx::sync_named(first_barrier + index, 256);
   }
-  CUFLASH_DEVICE void give() const {
+  CUFLASH_DEVICE void pass() const {
     if constexpr (on) ptx::arrive_named(first_barrier + (index + 1) % count, 256);
   }
   CUFLASH_DEVICE void finish() const {
-    if (on && index == 0) take();
+    if (on && index == 0) wait();
   }
 };

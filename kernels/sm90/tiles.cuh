@@ -1,5 +1,5 @@
-// Tiles in shared memory as the copy engine writes them and wgmma reads them: cut into chunks of 64 columns, each a
-// block of lines of 128 bytes, one a row, whose 16-byte pieces are permuted by the row number.
+// Tiles in shared memory as TMA writes them and wgmma reads them: cut into chunks of 64 columns, each a
+// block of lines of 128 bytes, one a row, whose 16-byte vectors are permuted by the row number.
 #pragma once
 #include "common/config.cuh"
 #include "common/fragments.cuh"
@@ -30,16 +30,16 @@ CUFLASH_DEVICE void store_chunks(const TensorMap& map, u32 tile, int first_row, 
     ptx::store_tensor(map, tile + c * rows * kLineBytes, first_column + c * kChunk, first_row, head, batch);
 }
 
-// The same of the first `count` of 64 rows, by the 128 threads of a warpgroup: those behind them, which the copy engine
+// The same of the first `count` of 64 rows, by the 128 threads of a warpgroup: those behind them, which TMA
 // would write too, are another sequence's. Rows in memory are multiples of 16 bytes.
 template <int rows, int columns>
 CUFLASH_DEVICE void store_first_rows(Storage* first, i64 row_stride, u32 tile, int count, u32 thread) {
-  constexpr u32 kPieces = columns / 8;
+  constexpr u32 kVectors = columns / 8;
 #pragma unroll 1
-  for (u32 i = thread; i < count * kPieces; i += 128) {
-    const u32 row = i / kPieces, piece = i % kPieces;
-    const u32 line = tile + (piece / 8 * rows + row) * kLineBytes;
-    *(Bytes16*)(first + row * row_stride + piece * 8) = ptx::load_shared_b128(line + (piece % 8 * 16 ^ row % 8 * 16));
+  for (u32 i = thread; i < count * kVectors; i += 128) {
+    const u32 row = i / kVectors, vector = i % kVectors;
+    const u32 line = tile + (vector / 8 * rows + row) * kLineBytes;
+    *(Bytes16*)(first + row * row_stride + vector * 8) = ptx::load_shared_b128(line + (vector % 8 * 16 ^ row % 8 * 16));
   }
 }
 
@@ -91,8 +91,8 @@ CUFLASH_DEVICE void zero_last_of_64(u32 tile, int first, u32 thread) {
 #pragma unroll 1
   for (int c = 0; c < chunks_of(columns); ++c, tile += rows * kLineBytes)
 #pragma unroll 1
-    for (u32 piece = first * kLineBytes / 16 + thread; piece < 64 * kLineBytes / 16; piece += 128)
-      ptx::store_shared_f32x4(tile + piece * 16, zeros);
+    for (u32 vector = first * kLineBytes / 16 + thread; vector < 64 * kLineBytes / 16; vector += 128)
+      ptx::store_shared_f32x4(tile + vector * 16, zeros);
 }
 
 // Rounds the 16 rows of a warp, from row `r` of a tile of `rows` rows on, each half of them times its factor.

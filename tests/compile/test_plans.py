@@ -169,8 +169,8 @@ class Target:
         tile = self.tile
         sizes = f"{tile.max_dim}-{tile.block_m}x{tile.block_n}-w{tile.num_warps}b{tile.min_blocks}"
         name = f"{type(tile).__name__}-{tile.element_bytes}B-{sizes}"
-        if is_of_pieces(tile):
-            name += f"-{tile.pieces}pieces"
+        if is_split(tile):
+            name += f"-{tile.bf16_parts}parts"
         return f"{self.arch}-{name}-{self.variant}"
 
     @property
@@ -186,7 +186,7 @@ class Target:
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": tile.max_dim}
         case = ct.Case(**sizes | variant | {"dtype": dtype})
         arrays = case.arrays()
-        is_tf32 = tile.pieces == 2 if is_of_pieces(tile) else self.variant == "full"
+        is_tf32 = tile.bf16_parts == 2 if is_split(tile) else self.variant == "full"
         options = replace(
             case.options,
             deterministic=isinstance(tile, DqTile) or self.variant == "turns",
@@ -256,8 +256,8 @@ def fits(tile, arch):
     return shared_bytes <= device.shared_bytes_per_block and resident <= device.shared_bytes_per_sm
 
 
-def is_of_pieces(tile):
-    """Whether float32 is multiplied by its pieces: three for the highest precision, two for TF32's."""
+def is_split(tile):
+    """Whether float32 is multiplied by its parts: three for the highest precision, two for TF32's."""
     return isinstance(tile, ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile)
 
 
@@ -319,7 +319,7 @@ TARGETS = [
         Target(tile=tile, arch="9.0", variant=variant)
         for tile in (*FORWARD_FLOAT32_SM90_TILES, *FORWARD_TF32_SM90_TILES)
         for variant in ("full", "narrow", "bounds", "options")
-        if tile.pieces == 3 or variant == "bounds"
+        if tile.bf16_parts == 3 or variant == "bounds"
     ),
     *(
         Target(tile=tile, arch="9.0", variant=variant)
@@ -331,7 +331,7 @@ TARGETS = [
         for tile in (*BACKWARD_SM90_TILES, *BACKWARD_FLOAT32_SM90_TILES, *BACKWARD_TF32_SM90_TILES)
         for variant in ("full", "groups", "turns", "shares", "options")
         if variant != "turns" or isinstance(tile, BackwardSm90Tile)
-        if not is_of_pieces(tile) or tile.pieces == 3 or variant == "groups"
+        if not is_split(tile) or tile.bf16_parts == 3 or variant == "groups"
     ),
     *(
         Target(tile=tile, arch="9.0", variant="blocks")

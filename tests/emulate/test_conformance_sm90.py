@@ -37,7 +37,7 @@ def run(request):
             array = arrays[tensor.array]
             params["map"] = tensor_map(array.ctypes.data, array.itemsize, tensor.dims, tensor.strides, tensor.box)
         params["count"], params["coordinates"] = count, coordinates
-        defines = {"ELEMENT": element} | ({} if element == "TensorFloat32" else {"TRANSPOSED": 1})
+        defines = {"ELEMENT": element}
         build(HERE / "conformance_sm90.cu", defines).launch(
             kernel,
             params,

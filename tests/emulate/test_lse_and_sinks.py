@@ -27,7 +27,7 @@ BACKWARD = {
     "sm80/backward": ("8.0", {"dtype": "float16"}, {}),
     "sm80/backward_dq": ("8.6", {"dtype": "bfloat16", "layout": "bshd"}, {"deterministic": True}),
     "sm90/backward": ("9.0", {"dtype": "bfloat16"}, {}),
-    "sm90/backward in turn": ("9.0", {"dtype": "float16", "kv_lengths": (100,)}, {"deterministic": True}),
+    "sm90/backward in order": ("9.0", {"dtype": "float16", "kv_lengths": (100,)}, {"deterministic": True}),
     "sm90/backward_fp32": ("9.0", {"num_heads_kv": 1}, {}),
     "sm80/backward float32": ("8.0", {"strides": "flipped"}, {}),
     "sm80/backward float64": ("9.0", {"dtype": "float64", "ndim": 3}, {}),

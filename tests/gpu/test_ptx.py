@@ -106,7 +106,7 @@ def run_sm90(directory):
 
     @functools.cache
     def load(element):
-        defines = {"ELEMENT": element} | ({} if element == "TensorFloat32" else {"TRANSPOSED": 1})
+        defines = {"ELEMENT": element}
         compiled = compile_kernel("conformance_sm90.cu", "barrier_ring", defines, "sm_90a", kernel_dir=directory)
         return cupy.RawModule(path=str(compiled.path))
 

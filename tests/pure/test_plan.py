@@ -124,7 +124,7 @@ TABLES = {
         (FORWARD_TILES[0], {"block_m": 64, "num_warps": 8}, "whole fragments for every warp"),
         (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 3}, "warps_d divides num_warps"),
         (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 1, "block_n": 96}, "whole fragments of keys"),
-        (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 2, "block_m": 40}, "whole pairs of pieces of queries"),
+        (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 2, "block_m": 40}, "whole pairs of 8 queries"),
         (BACKWARD_TILES[0], {"num_warps": 4, "dq_warps_m": 3, "block_m": 96}, "dq_warps_m divides num_warps"),
         (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 1, "dq_warps_m": 4, "block_m": 32}, "whole fragments of dq"),
         (DQ_TILES[0], {"block_m": 72}, "whole fragments for every warp"),
@@ -135,14 +135,14 @@ TABLES = {
         (FORWARD_SM90_TILES[0], {"block_n": 272}, "a block_n that one product serves"),
         (FORWARD_FLOAT32_SM90_TILES[0], {"block_m": 256}, "64 queries for each of two or three consumers"),
         (FORWARD_FLOAT32_SM90_TILES[0], {"block_n": 72}, "a block_n that one product serves"),
-        (FORWARD_FLOAT32_SM90_TILES[0], {"pieces": 1}, "two or three pieces"),
-        (BACKWARD_TF32_SM90_TILES[0], {"pieces": 4}, "two or three pieces"),
+        (FORWARD_FLOAT32_SM90_TILES[0], {"bf16_parts": 1}, "two or three parts"),
+        (BACKWARD_TF32_SM90_TILES[0], {"bf16_parts": 4}, "two or three parts"),
         (BACKWARD_FLOAT32_SM90_TILES[0], {"block_m": 128}, "64 keys and 64 queries"),
         (BACKWARD_FLOAT32_SM90_TILES[0], {"block_n": 128}, "64 keys and 64 queries"),
         (BACKWARD_FLOAT32_SM90_TILES[0], {"dq_columns": 96}, "whole chunks of dq"),
         (
             BACKWARD_FLOAT32_SM90_TILES[0],
-            {"num_stages": 1, "num_rooms": 2, "dq_late": True},
+            {"num_stages": 1, "num_buffers": 2, "dq_late": True},
             "late dq no further behind",
         ),
     ],
@@ -283,7 +283,7 @@ def test_blocks_take_turns_where_sums_must_not_depend_on_luck():
             fast = choose_plan(replace(problem, window_right=0 if causal else None), device, "backward")
             plan = choose_plan(replace(fast.problem, deterministic=True), device, "backward")
             assert ("take turns" in plan.reason) == in_turn
-            assert all(dict(kernel.defines)["CUFLASH_DQ_IN_TURN"] == in_turn for kernel in plan.kernels)
+            assert all(dict(kernel.defines)["CUFLASH_DQ_IN_ORDER"] == in_turn for kernel in plan.kernels)
             assert "take turns" not in fast.reason
             shares = {dict(kernel.defines)["CUFLASH_BACK_SHARE"] for kernel in plan.kernels}
             assert shares == {GROUPED_BACK_SHARE if in_turn and causal else 0}
@@ -423,8 +423,8 @@ def test_extra_memory_is_linear(arch, deterministic):
         sizes = {"dim": 128, "dim_v": 128, "heads_kv": 1}
         problem = problem_of(seqlen, seqlen, **sizes, dtype=dtype, deterministic=deterministic)
         forward = choose_plan(problem, device)
-        pieces = 6 * problem.batch * (problem.num_heads + 2) * seqlen * 128  # of q, k and v of float32
-        assert forward.extra_bytes == (pieces if (arch, dtype) == ("9.0", "float32") else 0)
+        split = 6 * problem.batch * (problem.num_heads + 2) * seqlen * 128  # of q, k and v of float32
+        assert forward.extra_bytes == (split if (arch, dtype) == ("9.0", "float32") else 0)
         plan = choose_plan(problem, device, "backward")
         size = np.dtype(problem.softmax_dtype).itemsize
         assert plan.scratch_layout.sizes == tuple(size * elements for _, elements in plan.scratch)
@@ -438,9 +438,9 @@ def test_extra_memory_is_linear(arch, deterministic):
     # And the parts of the last tiles.
     parts = 2**27
     assert extra_bytes(2**20) <= 2 * 4 * (2**20 + 256) * 4 * (2 + 128) + parts
-    # And the pieces of q, dout, k and v.
-    pieces = 2 * (4 * 2 + 2) * 2**20 * 128 * 6 if arch == "9.0" and not deterministic else 0
-    assert extra_bytes(2**20, "float32") <= 2 * 4 * (2**20 + 256) * 4 * (2 + 128) + pieces + parts
+    # And the parts of q, dout, k and v.
+    split = 2 * (4 * 2 + 2) * 2**20 * 128 * 6 if arch == "9.0" and not deterministic else 0
+    assert extra_bytes(2**20, "float32") <= 2 * 4 * (2**20 + 256) * 4 * (2 + 128) + split + parts
     assert extra_bytes(2**20, "float64") <= 2 * 4 * (2**20 + 256) * 8 * (2 + 128)
 
 
@@ -516,8 +516,8 @@ def test_float32_is_split_into_pieces_where_that_pays():
     for options in ({}, {"causal": True}, {"dim": 61, "dim_v": 7}, {"dim_v": 64}, {"softcap": 3.0}):
         found, plan = sources(**options)
         assert found == both
-        assert "split into 3 pieces" in plan.reason
-        assert [spec.name for spec in plan.tensor_maps] == ["q_pieces", "k_pieces", "v_pieces"]
+        assert "split into 3 parts" in plan.reason
+        assert [spec.name for spec in plan.tensor_maps] == ["q_split", "k_split", "v_split"]
         assert {spec.dtype for spec in plan.tensor_maps} == {"bfloat16"}
         assert not {kernel.target for kernel in plan.kernels} - {"sm_90", "sm_90a"}
     for options, why in (
@@ -533,18 +533,18 @@ def test_float32_is_split_into_pieces_where_that_pays():
         found, plan = sources(**options)
         assert found == ["sm80/forward.cu"]
         assert why in plan.reason
-        assert why or "pieces" not in plan.reason
+        assert why or "parts" not in plan.reason
 
 
 def test_pieces_lie_below_each_other():
-    """Boxes of any piece, whatever the strides of the arrays; columns up to the head dimension, rows 16 bytes apart."""
+    """Boxes of any part, whatever the strides of the arrays; columns up to the head dimension, rows 16 bytes apart."""
     problem = problem_of(seqlen_q=300, seqlen_k=500, dim=61, dim_v=40, dtype="float32", batch=2, heads=4, heads_kv=2)
     plan = choose_plan(problem, DeviceSpec.for_arch("9.0"))
     tile = plan.tiles[0]
     assert dict(plan.scratch) == {
-        "q_pieces": 3 * 2 * 4 * 300 * 64 // 2,
-        "k_pieces": 3 * 2 * 2 * 500 * 64 // 2,
-        "v_pieces": 3 * 2 * 2 * 500 * 40 // 2,
+        "q_split": 3 * 2 * 4 * 300 * 64 // 2,
+        "k_split": 3 * 2 * 2 * 500 * 64 // 2,
+        "v_split": 3 * 2 * 2 * 500 * 40 // 2,
     }
     q, k, v = plan.tensor_maps
     assert (q.shape, q.strides_bytes, q.rows) == ((61, 300, 4, 6), (128, 300 * 128, 4 * 300 * 128), tile.block_m)
@@ -556,8 +556,8 @@ def test_pieces_lie_below_each_other():
 
 @pytest.mark.parametrize("pass_", PASSES)
 @pytest.mark.parametrize("dim", [40, 64, 128])
-def test_tf32_is_two_pieces(dim, pass_):
-    """The kernels of three pieces, with two thirds of their memory."""
+def test_tf32_is_two_parts(dim, pass_):
+    """The kernels of three parts, with two thirds of their memory."""
     device = DeviceSpec.for_arch("9.0")
     highest, tf32 = (
         choose_plan(problem_of(1024, 1024, dim, dim, dtype="float32", precision=precision), device, pass_)
@@ -565,19 +565,19 @@ def test_tf32_is_two_pieces(dim, pass_):
     )
     assert [kernel.source for kernel in tf32.kernels] == [kernel.source for kernel in highest.kernels]
     assert f"sm90/{pass_}_fp32.cu" in [kernel.source for kernel in tf32.kernels]
-    assert "split into 2 pieces" in tf32.reason
+    assert "split into 2 parts" in tf32.reason
     assert "more accurate than one of TF32" in tf32.reason
     assert "TF32" not in highest.reason
     for plan, count in ((highest, 3), (tf32, 2)):
-        assert plan.tiles[0].pieces == count
-        counts = [dict(kernel.defines).get("CUFLASH_PIECES") for kernel in plan.kernels if "sm90/" in kernel.source]
+        assert plan.tiles[0].bf16_parts == count
+        counts = [dict(kernel.defines).get("CUFLASH_BF16_PARTS") for kernel in plan.kernels if "sm90/" in kernel.source]
         assert counts == [count]
         assert {spec.shape[3] for spec in plan.tensor_maps} == {count * plan.problem.batch}
-    thirds = {name: size * 2 for name, size in highest.scratch if name.endswith("_pieces")}
-    assert {name: size * 3 for name, size in tf32.scratch if name.endswith("_pieces")} == thirds
+    thirds = {name: size * 2 for name, size in highest.scratch if name.endswith("_split")}
+    assert {name: size * 3 for name, size in tf32.scratch if name.endswith("_split")} == thirds
 
 
-def test_gradients_of_float32_by_pieces():
+def test_gradients_of_float32_by_parts():
     device = DeviceSpec.for_arch("9.0")
 
     def plan_of(device=device, dim=128, dim_v=128, seqlen_q=1024, seqlen_k=1024, **options):
@@ -588,7 +588,7 @@ def test_gradients_of_float32_by_pieces():
     for options in ({}, {"causal": True}, {"dim": 61, "dim_v": 7}, {"dim": 64, "dim_v": 65}, {"softcap": 3.0}):
         plan = plan_of(**options)
         assert [kernel.source for kernel in plan.kernels] == around
-        assert {spec.name for spec in plan.tensor_maps} == {f"{name}_pieces" for name in ("q", "k", "v", "dout")}
+        assert {spec.name for spec in plan.tensor_maps} == {f"{name}_split" for name in ("q", "k", "v", "dout")}
         assert {(spec.rows, spec.dtype) for spec in plan.tensor_maps} == {(64, "bfloat16")}
         assert {dict(kernel.defines)["CUFLASH_PLAIN_FRAGMENTS"] for kernel in plan.kernels} == {1}
         assert {kernel.target for kernel in plan.kernels} == {"sm_90", "sm_90a"}
@@ -697,17 +697,17 @@ def test_only_its_own_architecture_gets_the_kernel():
         ({"batch": 0}, "q is empty"),
     ],
 )
-def test_what_the_copy_engine_cannot_read(change, words):
+def test_what_the_tma_cannot_read(change, words):
     plan = choose_plan(problem_of(**change), H200)
     assert [kernel.source for kernel in plan.kernels] == ["sm80/forward.cu"]
     assert plan.tensor_maps == ()
     assert plan.resident_blocks == 0
-    assert f"\nnot sm90/forward: {words}, which the copy engine cannot serve" in plan.describe().replace("  ", "")
+    assert f"\nnot sm90/forward: {words}, which TMA cannot serve" in plan.describe().replace("  ", "")
     assert sources(problem_of()) == ["sm90/forward.cu"]
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
-def test_strides_that_the_copy_engine_cannot_take(name):
+def test_strides_that_the_tma_cannot_take(name):
     """Negative, zero, too long, of half a vector; along an axis that is not there, any."""
     problem = problem_of(heads_kv=4)
     good = problem.q if name == "out" else getattr(problem, name)
@@ -726,7 +726,7 @@ def test_strides_that_the_copy_engine_cannot_take(name):
 
 
 @pytest.mark.parametrize("columns", [56, 61, 64])
-def test_rows_of_results_that_the_copy_engine_cannot_write(columns):
+def test_rows_of_results_that_the_tma_cannot_write(columns):
     """Rows 128 bytes apart: it would write the 16 bytes in which a row ends, the last of which are not the row's."""
     problem = problem_of(dim_v=64, heads_kv=4)
     v = replace(problem.v, shape=(*problem.v.shape[:3], columns))
@@ -771,8 +771,8 @@ def test_kernels_start_behind_those_that_are_launched(sizes, arch, dtype):
         kernels = choose_plan(problem, DeviceSpec.for_arch(arch), pass_).kernels
         launched = [kernel.grid > 0 for kernel in kernels]
         expected = [arch != "8.0" and any(launched[:i]) for i in range(len(kernels))]
-        assert [kernel.follows for kernel in kernels] == expected
-        assert [dict(kernel.defines)["CUFLASH_FOLLOWS"] for kernel in kernels] == list(map(int, expected))
+        assert [kernel.overlaps_previous for kernel in kernels] == expected
+        assert [dict(kernel.defines)["CUFLASH_OVERLAPS_PREVIOUS"] for kernel in kernels] == list(map(int, expected))
 
 
 def test_a_window_with_a_left_side_has_no_pairs():

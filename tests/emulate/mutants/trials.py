@@ -36,7 +36,7 @@ class Trial:
     place: attention.Place = attention.guarded
     num_sms: int = 132
     schedule: emulator.Schedule = emulator.SCHEDULES[0]
-    in_turn: bool = False  # deterministic, without a kernel of its own for dq
+    dq_in_order: bool = False  # deterministic, without a kernel of its own for dq
     kv_lengths: tuple[int, ...] | None = None  # instead of those of the case, which they are clamped to
     wild_pages: bool = False  # the first entries of the table are outside of the pool; where they lead is what counts
     need: tuple[str, ...] | None = None  # gradients; by default dq, dk, dv, and dsinks where there are sinks
@@ -54,9 +54,9 @@ class Trial:
 
     def _run(self, kernels: Path) -> None:
         case, arrays = self.case, self.case.arrays()
-        deterministic = self.in_turn or isinstance(self.tiles[-1], DqTile)
-        two_pieces = getattr(self.tiles[0], "pieces", 3) == 2
-        options = replace(case.options, deterministic=deterministic, precision="tf32" if two_pieces else "highest")
+        deterministic = self.dq_in_order or isinstance(self.tiles[-1], DqTile)
+        two_parts = getattr(self.tiles[0], "bf16_parts", 3) == 2
+        options = replace(case.options, deterministic=deterministic, precision="tf32" if two_parts else "highest")
         problem = make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
         out, lse = reference.forward(problem, *(arrays[name] for name in "qkv"), **ct.optional(arrays), **case.random)
         if self.kv_lengths:
@@ -84,8 +84,8 @@ class Trial:
         if self.cu_seqlens:
             return
         found = dict(zip(names, results, strict=True))
-        if two_pieces:
-            attention.assert_two_pieces(problem, arrays, found)
+        if two_parts:
+            attention.assert_two_parts(problem, arrays, found)
         elif "out" in found:
             ct.assert_forward(case, **found)
         else:
@@ -190,12 +190,12 @@ _BACKWARD_SM90 = BackwardSm90Tile(
 )
 _DK_FROM_SHARED = replace(_BACKWARD_SM90, holds_k=False, dk_from_shared=True)
 _SPLIT_ROLES = replace(_BACKWARD_SM90, block_n=64, splits_roles=True, holds_k=False)
-_BACKWARD_PIECES = (
-    BackwardFloat32Sm90Tile(max_dim=128, num_stages=1, num_rooms=1, dq_columns=64, dq_late=True, origin="of a trial"),
+_BACKWARD_PARTS = (
+    BackwardFloat32Sm90Tile(max_dim=128, num_stages=1, num_buffers=1, dq_columns=64, dq_late=True, origin="of a trial"),
     None,
 )
-_BACKWARD_PIECES_RING = (
-    BackwardFloat32Sm90Tile(max_dim=64, num_stages=2, num_rooms=2, dq_columns=64, dq_late=False, origin="of a trial"),
+_BACKWARD_PARTS_RING = (
+    BackwardFloat32Sm90Tile(max_dim=64, num_stages=2, num_buffers=2, dq_columns=64, dq_late=False, origin="of a trial"),
     None,
 )
 _DECODE_TILES = (DecodeSm90Tile(max_dim=128, block_n=32, num_stages=2, min_blocks=1, origin="of a trial"),)
@@ -242,7 +242,7 @@ _TERMS_OF_SCORES = replace(
 _FAR = replace(_TERMS, seqlen_q=33, seqlen_k=18, batch=2, num_heads_kv=2, bias=(2, 2, 33, 18), mask=(2, 2, 33, 18))
 _FLOAT32 = replace(_TERMS, dtype="float32", softcap=20.0)
 _SINKS = replace(_LENGTHS, kv_lengths=(2, 0, 77), sinks=True, dlse=True, score_spread=4.0)
-_PIECES = replace(_GROUPED, dtype="float32", seqlen_k=300)
+_PARTS = replace(_GROUPED, dtype="float32", seqlen_k=300)
 _DROPOUT = replace(_GROUPED, dropout=0.3, seed=1)
 _PAGES = replace(_SMALL, seqlen_k=128, batch=2, num_heads_kv=2, causal=True, kv_lengths=(101, 40), page_size=16)
 _DROPOUT_FLOAT32 = replace(_DROPOUT, dtype="float32")
@@ -296,9 +296,9 @@ TRIALS = {
         num_sms=3,
     ),
     "sm90 even pairs": Trial(case=replace(_SMALL, seqlen_q=400, causal="top_left"), tiles=_sm90(), num_sms=3),
-    "float32 sm90": Trial(case=_PIECES, tiles=_float32_sm90(), num_sms=1),
-    "float32 sm90 two pieces": Trial(case=_PIECES, tiles=(replace(_float32_sm90()[0], pieces=2),), num_sms=1),
-    "float32 sm90 spread": Trial(case=replace(_PIECES, score_spread=30.0), tiles=_float32_sm90(), num_sms=1),
+    "float32 sm90": Trial(case=_PARTS, tiles=_float32_sm90(), num_sms=1),
+    "float32 sm90 two parts": Trial(case=_PARTS, tiles=(replace(_float32_sm90()[0], bf16_parts=2),), num_sms=1),
+    "float32 sm90 spread": Trial(case=replace(_PARTS, score_spread=30.0), tiles=_float32_sm90(), num_sms=1),
     "float32 sm90 window": Trial(case=replace(_WINDOW, dtype="float32"), tiles=_float32_sm90(), num_sms=1),
     "float32 sm90 wide window": Trial(case=replace(_WINDOW, dtype="float32"), tiles=_float32_sm90(block_m=192)),
     "float32 sm90 lengths": Trial(
@@ -379,7 +379,7 @@ TRIALS = {
     "only dk": Trial(case=_SMALL, tiles=_backward(), need=("dk",)),
     "only dv": Trial(case=_SMALL, tiles=_backward(), need=("dv",)),
     "sm90 only dv": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_BACKWARD_SM90, None), num_sms=1, need=("dv",)),
-    "pieces only dk": Trial(case=replace(_PIECES, seqlen_k=70), tiles=_BACKWARD_PIECES, need=("dk",)),
+    "parts only dk": Trial(case=replace(_PARTS, seqlen_k=70), tiles=_BACKWARD_PARTS, need=("dk",)),
     "backward": Trial(case=replace(_GROUPED, num_heads=2), tiles=_backward()),
     "backward window": Trial(case=_WINDOW, tiles=_backward()),
     "backward shared": Trial(case=_GROUPED, tiles=_backward(num_warps=8, warps_d=2, block_m=64), num_sms=1),
@@ -398,19 +398,21 @@ TRIALS = {
     "backward sm90 lengths": Trial(case=replace(_LENGTHS, seqlen_q=100), tiles=(_BACKWARD_SM90, None), num_sms=1),
     "backward sm90 roles": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_SPLIT_ROLES, None), num_sms=1),
     "backward sm90 shared": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_DK_FROM_SHARED, None), num_sms=1),
-    "backward sm90 in turn": Trial(
-        case=replace(_GROUPED, seqlen_q=300, seqlen_k=290, causal=True), tiles=(_BACKWARD_SM90, None), in_turn=True
+    "backward sm90 in order": Trial(
+        case=replace(_GROUPED, seqlen_q=300, seqlen_k=290, causal=True), tiles=(_BACKWARD_SM90, None), dq_in_order=True
     ),
-    "backward sm90 in turn shared": Trial(
-        case=replace(_GROUPED, seqlen_q=300, seqlen_k=290), tiles=(_DK_FROM_SHARED, None), in_turn=True
+    "backward sm90 in order shared": Trial(
+        case=replace(_GROUPED, seqlen_q=300, seqlen_k=290), tiles=(_DK_FROM_SHARED, None), dq_in_order=True
     ),
-    "backward sm90 in turn back": Trial(
+    "backward sm90 in order back": Trial(
         case=replace(_GROUPED, seqlen_k=140, causal=True, num_heads=8, num_heads_kv=8),
         tiles=(_SPLIT_ROLES, None),
-        in_turn=True,
+        dq_in_order=True,
     ),
-    "backward sm90 in turn window": Trial(
-        case=replace(_GROUPED, seqlen_q=300, seqlen_k=400, window=(70, 40)), tiles=(_BACKWARD_SM90, None), in_turn=True
+    "backward sm90 in order window": Trial(
+        case=replace(_GROUPED, seqlen_q=300, seqlen_k=400, window=(70, 40)),
+        tiles=(_BACKWARD_SM90, None),
+        dq_in_order=True,
     ),
     "backward sm90 clears": Trial(
         case=replace(_GROUPED, seqlen_k=200, num_heads=16, num_heads_kv=8), tiles=(_BACKWARD_SM90, None), num_sms=1
@@ -418,7 +420,7 @@ TRIALS = {
     "backward sm90 clears back": Trial(
         case=replace(_GROUPED, seqlen_q=70, seqlen_k=140, batch=3, causal=True, num_heads=8, num_heads_kv=8),
         tiles=(_SPLIT_ROLES, None),
-        in_turn=True,
+        dq_in_order=True,
         num_sms=1,
     ),
     "backward sm90 clears shared": Trial(
@@ -430,7 +432,7 @@ TRIALS = {
     "packed backward sm90 clears": Trial(
         case=replace(_PACKED, causal=False, num_heads=10, num_heads_kv=5, alibi_slopes=None),
         tiles=(_BACKWARD_SM90, None),
-        in_turn=True,
+        dq_in_order=True,
         num_sms=1,
     ),
     "backward sm90 tail": Trial(
@@ -439,7 +441,7 @@ TRIALS = {
     "backward sm90 tail back": Trial(
         case=replace(_GROUPED, seqlen_q=140, seqlen_k=140, causal=True, num_heads=8, num_heads_kv=8),
         tiles=(_SPLIT_ROLES, None),
-        in_turn=True,
+        dq_in_order=True,
         shares=True,
     ),
     "backward sm90 tail blocks": Trial(
@@ -456,9 +458,9 @@ TRIALS = {
     "packed deterministic": Trial(case=_PACKED, tiles=(*_backward()[:1], _DQ)),
     "packed backward sm90": Trial(case=_PACKED, tiles=(_BACKWARD_SM90, None), num_sms=1),
     "packed backward sm90 roles": Trial(case=_PACKED, tiles=(_SPLIT_ROLES, None), num_sms=1),
-    "packed backward sm90 in turn": Trial(case=_PACKED, tiles=(_BACKWARD_SM90, None), in_turn=True),
-    "packed backward sm90 in turn window": Trial(
-        case=replace(_PACKED, causal=False, window=(40, 10)), tiles=(_BACKWARD_SM90, None), in_turn=True, num_sms=1
+    "packed backward sm90 in order": Trial(case=_PACKED, tiles=(_BACKWARD_SM90, None), dq_in_order=True),
+    "packed backward sm90 in order window": Trial(
+        case=replace(_PACKED, causal=False, window=(40, 10)), tiles=(_BACKWARD_SM90, None), dq_in_order=True, num_sms=1
     ),
     "packed many": Trial(case=_PACKED_MANY, tiles=_forward(block_m=64)),
     "packed many sm90": Trial(case=replace(_PACKED_MANY, num_heads=18, num_heads_kv=1), tiles=_sm90(), num_sms=5),
@@ -466,27 +468,27 @@ TRIALS = {
     "packed wild": Trial(
         case=replace(_PACKED, causal=False),
         tiles=(_BACKWARD_SM90, None),
-        in_turn=True,
+        dq_in_order=True,
         cu_seqlens=(0, 300, 0, 10, 2**30),
     ),
-    "backward pieces": Trial(case=replace(_PIECES, seqlen_q=200, seqlen_k=100), tiles=_BACKWARD_PIECES, num_sms=1),
-    "backward two pieces": Trial(
-        case=replace(_PIECES, seqlen_q=200, seqlen_k=100),
-        tiles=(replace(_BACKWARD_PIECES[0], pieces=2), None),
+    "backward parts": Trial(case=replace(_PARTS, seqlen_q=200, seqlen_k=100), tiles=_BACKWARD_PARTS, num_sms=1),
+    "backward two parts": Trial(
+        case=replace(_PARTS, seqlen_q=200, seqlen_k=100),
+        tiles=(replace(_BACKWARD_PARTS[0], bf16_parts=2), None),
         num_sms=1,
     ),
-    "backward pieces ring": Trial(
-        case=replace(_PIECES, seqlen_q=300, seqlen_k=100, head_dim=40), tiles=_BACKWARD_PIECES_RING, num_sms=1
+    "backward parts ring": Trial(
+        case=replace(_PARTS, seqlen_q=300, seqlen_k=100, head_dim=40), tiles=_BACKWARD_PARTS_RING, num_sms=1
     ),
-    "backward pieces split": Trial(case=replace(_PIECES, seqlen_k=70, head_dim_v=104), tiles=_BACKWARD_PIECES),
-    "backward pieces narrow": Trial(
-        case=replace(_NARROW, dtype="float32", seqlen_k=76, num_heads_kv=2), tiles=_BACKWARD_PIECES_RING
+    "backward parts split": Trial(case=replace(_PARTS, seqlen_k=70, head_dim_v=104), tiles=_BACKWARD_PARTS),
+    "backward parts narrow": Trial(
+        case=replace(_NARROW, dtype="float32", seqlen_k=76, num_heads_kv=2), tiles=_BACKWARD_PARTS_RING
     ),
-    "backward pieces lengths": Trial(case=replace(_LENGTHS, dtype="float32"), tiles=_BACKWARD_PIECES),
-    "backward pieces window": Trial(
-        case=replace(_WINDOW, dtype="float32", seqlen_k=250), tiles=_BACKWARD_PIECES_RING, num_sms=1
+    "backward parts lengths": Trial(case=replace(_LENGTHS, dtype="float32"), tiles=_BACKWARD_PARTS),
+    "backward parts window": Trial(
+        case=replace(_WINDOW, dtype="float32", seqlen_k=250), tiles=_BACKWARD_PARTS_RING, num_sms=1
     ),
-    "backward pieces terms": Trial(case=_FLOAT32, tiles=_BACKWARD_PIECES_RING),
+    "backward parts terms": Trial(case=_FLOAT32, tiles=_BACKWARD_PARTS_RING),
     "forward float32": Trial(case=_FLOAT32, tiles=_forward(block_m=64, element_bytes=4)),
     "forward float64": Trial(case=_FLOAT64, tiles=_forward(block_m=32, warps_d=2, element_bytes=8)),
     "backward float32": Trial(case=_FLOAT32, tiles=_backward(element_bytes=4)),
@@ -505,7 +507,7 @@ TRIALS = {
     "dropout deterministic": Trial(case=_DROPOUT, tiles=(_backward()[0], _DQ)),
     "dropout backward sm90": Trial(case=_DROPOUT, tiles=(_BACKWARD_SM90, None), num_sms=1),
     "dropout backward sm90 roles": Trial(case=_DROPOUT, tiles=(_SPLIT_ROLES, None), num_sms=1),
-    "dropout backward pieces": Trial(case=_DROPOUT_FLOAT32, tiles=_BACKWARD_PIECES, num_sms=1),
+    "dropout backward parts": Trial(case=_DROPOUT_FLOAT32, tiles=_BACKWARD_PARTS, num_sms=1),
     "forward blocks": Trial(case=_BLOCKS, tiles=_forward(block_m=64)),
     "forward many blocks": Trial(
         case=replace(_SMALL, block_mask=(), seqlen_k=1100, blocks_kept=0.9), tiles=_forward(block_m=64)

@@ -1,4 +1,4 @@
-"""float32 in two pieces of bfloat16, which is what precision="tf32" is on compute capability 9.0, run on the CPU."""
+"""float32 in two parts of bfloat16, which is what precision="tf32" is on compute capability 9.0, run on the CPU."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from cuflash.tables import BACKWARD_TF32_SM90_TILES, FORWARD_TF32_SM90_TILES
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
 SHARE = 1 / 8  # of the error of a formula whose factors are rounded to TF32
-judge = attention.assert_two_pieces
+judge = attention.assert_two_parts
 
 NARROW, WIDE = BACKWARD_TF32_SM90_TILES
 # What the kernels have and no row may use.
@@ -28,8 +28,8 @@ FORWARD_ROWS = (
 )
 BACKWARD_ROWS = (
     *BACKWARD_TF32_SM90_TILES,
-    replace(NARROW, num_rooms=3, dq_late=True),
-    replace(WIDE, num_stages=1, num_rooms=2, dq_columns=128, dq_late=False),
+    replace(NARROW, num_buffers=3, dq_late=True),
+    replace(WIDE, num_stages=1, num_buffers=2, dq_columns=128, dq_late=False),
 )
 
 
@@ -121,7 +121,7 @@ def errors_of_tf32(case, arrays):
 
 @pytest.mark.parametrize("head_dim", [40, 64, 128])
 def test_an_eighth_of_the_error_of_tf32(head_dim):
-    """On the average of several seeds; and not the precision of three pieces."""
+    """On the average of several seeds; and not the precision of three parts."""
     row = int(head_dim > 64)
     ratios = []
     for seed in range(4):
@@ -142,7 +142,7 @@ def test_the_end_of_the_range(value):
     """An infinity and NaN come out where the formula has them, numbers above the largest of bfloat16 as they are."""
     case = ct.Case(seqlen_q=17, seqlen_k=33, head_dim=16, dtype="float32", scale=2.0**-9)
     arrays = case.arrays()
-    arrays["k"][...] = np.sign(arrays["k"])  # whose second piece is zero
+    arrays["k"][...] = np.sign(arrays["k"])  # whose second part is zero
     arrays["v"][0, 0, 5, 2] = value
     arrays["q"][0, 0, 3, 4] = np.copysign(np.inf, value) if np.isinf(value) else 2.0**120
     arrays["q"][0, 0, 4, 4] = np.nan

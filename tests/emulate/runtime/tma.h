@@ -4,7 +4,7 @@
 
 namespace emulator {
 
-void reset_copy_engine();
+void reset_tma();
 
 // Loads arrive when no thread can run, and under a random order at any time.
 void land_loads();

@@ -1,4 +1,4 @@
-#include "copy_engine.h"
+#include "tma.h"
 
 #include <algorithm>
 #include <cstring>
@@ -19,13 +19,11 @@ struct TensorMapContent {
   u32 element_bytes;
 };
 
-// Stores and reductions of one thread, in groups.
+// Stores of one thread, in groups.
 struct BulkStore {
   Site site;
-  bool is_tensor;
   TensorMapContent map;
   int coordinates[4];
-  float* sums;  // of a reduction
   u32 offset;   // in shared memory
   u32 bytes;
   u32 group;
@@ -174,11 +172,9 @@ void issue(BulkStore store) {
   const auto note_read = [&](u32 offset, u32 bytes) {
     if (bytes) note_agent_read(offset, bytes, access_by_agent(bulk.agent, store.group + 1, store.site), self);
   };
-  if (store.is_tensor)  // what lies outside of the array goes nowhere, whatever it is
-    for_each_chunk(store.map, store.coordinates, store.offset,
-                   [&](u32 offset, u8*, u32 valid) { note_read(offset, valid); });
-  else
-    note_read(store.offset, store.bytes);
+  // What lies outside of the array goes nowhere, whatever it is.
+  for_each_chunk(store.map, store.coordinates, store.offset,
+                 [&](u32 offset, u8*, u32 valid) { note_read(offset, valid); });
   bulk.stores.push_back(store);
   ++block.statistics.bulk_copies;
 }
@@ -189,15 +185,6 @@ void read_source(BulkStore& store) {
 }
 
 void write_result(const BulkStore& store) {
-  if (!store.is_tensor) {
-    const u32 count = store.bytes / (u32)sizeof(float);
-    for (u32 i = 0; i < count; ++i) {
-      float value;
-      memcpy(&value, &store.content[i * sizeof value], sizeof value);
-      store.sums[i] += value;
-    }
-    return;
-  }
   for_each_chunk(store.map, store.coordinates, store.offset, [&](u32 offset, u8* destination, u32 valid) {
     memcpy(destination, &store.content[offset - store.offset], valid);
   });
@@ -225,7 +212,7 @@ void finish_writing(Thread& self, u32 groups) {
 
 }  // namespace
 
-void reset_copy_engine() {
+void reset_tma() {
   loads.clear();
   for (auto& thread : block.threads) thread->bulk_stores.reset();
 }
@@ -297,7 +284,6 @@ void store_tensor(const void* map, u32 source, const int (&coordinates)[4], Site
   self.site = site;
   BulkStore store = {};
   store.site = site;
-  store.is_tensor = true;
   store.map = read_tensor_map(map, self, site);
   memcpy(store.coordinates, coordinates, sizeof coordinates);
   check_coordinates(store.map, coordinates, site);
@@ -306,18 +292,6 @@ void store_tensor(const void* map, u32 source, const int (&coordinates)[4], Site
     fail(self, site, "a tensor store to rows of %u bytes: it would write all of their last 16 bytes", row_bytes);
   store.bytes = box_bytes(store.map);
   store.offset = checked_offset(source, store.bytes, kTensorAlignment, self, site);
-  issue(store);
-}
-
-void reduce_add_bulk(float* destination, u32 source, u32 bytes, Site site) {
-  Thread& self = *block.current;
-  self.site = site;
-  check_bulk(destination, bytes, site);
-  BulkStore store = {};
-  store.site = site;
-  store.sums = destination;
-  store.bytes = bytes;
-  store.offset = checked_offset(source, bytes, kChunkBytes, self, site);
   issue(store);
 }
 
