@@ -41,7 +41,7 @@ _backward = _maker(
 )
 _backward_sm90 = _maker(
     BackwardSm90Tile,
-    "max_dim block_m block_n num_stages dp_early splits_roles holds_k dk_from_shared origin",
+    "max_dim block_m block_n num_stages schedule origin",
 )
 _backward_float32_sm90 = _maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_buffers dq_columns dq_late origin")
 _dq = _maker(DqTile, "max_dim block_m block_n num_warps min_blocks origin")
@@ -159,12 +159,12 @@ DECODE_SM90_TILES = (
 )
 
 BACKWARD_SM90_TILES = (
-    #             max_dim m   n   stages early  split  hold K dk from shared
-    _backward_sm90(64,  64, 128, 3,     True,  False, True,  False,
+    #             max_dim m   n   stages schedule
+    _backward_sm90(64,  64, 128, 3,     "kHoldK",
                    _h200("579 / 526, 478 / 348", "258 / 235, 243 / 186")),
-    _backward_sm90(128, 64, 128, 3,     False, False, False, True,
+    _backward_sm90(128, 64, 128, 3,     "kSharedDs",
                    _h200("608 / 579, 512 / 371", "266 / 259, 255 / 208")),
-    _backward_sm90(256, 64, 64,  2,     True,  True,  False, False,
+    _backward_sm90(256, 64, 64,  2,     "kSplitRoles",
                    _h200("466 / 450, 394 / 301", "239 / 224, 227 / 181")),
 )
 

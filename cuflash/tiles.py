@@ -312,10 +312,7 @@ class BackwardSm90Tile:
     block_m: int
     block_n: int
     num_stages: int
-    dp_early: bool  # dP is issued at the start of a step, not behind the products of the step before
-    splits_roles: bool  # one warpgroup makes P and dv, another dS and dk, of the same keys
-    holds_k: bool  # consumers keep K in registers
-    dk_from_shared: bool  # dK reads dS from shared memory, not from registers
+    schedule: Literal["kHoldK", "kSharedDs", "kSplitRoles"]  # Schedule of kernels/sm90/backward_layout.cuh
     dq_in_order: bool = False  # blocks add to dq one after another, in a fixed order
     origin: str = field(compare=False)
 
@@ -330,8 +327,13 @@ class BackwardSm90Tile:
         _check_row(self, self.block_m == 64, "64 queries for one product")
 
     @property
+    def splits_roles(self) -> bool:
+        """Whether one consumer makes P and dv, the other dS and dk, of the same keys."""
+        return self.schedule == "kSplitRoles"
+
+    @property
     def num_warps(self) -> int:
-        """Those of two consumers, of dq, and of who serves turns."""
+        """Those of two consumers, of dq, and of the warpgroup that keeps the order of dq."""
         return 16 if self.dq_in_order else 12
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
@@ -342,13 +344,8 @@ class BackwardSm90Tile:
         barriers = 8 * (2 + 4 * self.num_stages + 4 + 2 * self.splits_roles + 6 * self.dq_in_order)
         return keys + self.num_stages * queries + ds + p + barriers
 
-    def defines(self) -> dict[str, int]:
-        return _tile_defines(self) | {
-            "CUFLASH_DP_EARLY": int(self.dp_early),
-            "CUFLASH_SPLITS_ROLES": int(self.splits_roles),
-            "CUFLASH_HOLDS_K": int(self.holds_k),
-            "CUFLASH_DK_FROM_SHARED": int(self.dk_from_shared),
-        }
+    def defines(self) -> dict[str, str | int]:
+        return {**_tile_defines(self), "CUFLASH_SCHEDULE": self.schedule}
 
 
 @dataclass(frozen=True, kw_only=True)

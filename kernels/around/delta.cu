@@ -74,9 +74,9 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
 #pragma unroll
     for (int mask = kLanes / 2; mask > 0; mask /= 2) delta += ptx::shuffle_xor(delta, mask);
     if (lane == 0) {
-      Real* stats = stats_of(params, batch, head) + (kPairsStats ? row / 2 * 4 + row % 2 : row * 2);
+      Real* stats = row_stats(params, batch, head, row);
       stats[0] = exponent_lse;
-      stats[kPairsStats ? 2 : 1] = delta - row_dlse;
+      stats[kDelta] = delta - row_dlse;
     }
   }
 

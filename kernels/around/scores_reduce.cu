@@ -2,9 +2,10 @@
 // that is fixed. For dbias a block serves one tile; for the others it makes one number. Parts are added in float64,
 // whatever the elements are: there are few of them.
 #include "common/backward.cuh"
+#include "common/reduce.cuh"
 #include "common/score_gradients.cuh"
 
-static_assert(kNumWarps * 16 == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
+static_assert(kBlockSumBytes == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
 
 CUFLASH_DEVICE void add_dbias(const Params& params) {
   const ScoreTiles tile(params, ptx::block_index());
@@ -43,17 +44,8 @@ CUFLASH_DEVICE void add_sums(const Params& params) {
   double sum = 0;
 #pragma unroll 4
   for (i64 i = thread; i < count; i += kNumThreads) sum += parts[i];
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) sum += ptx::shuffle_xor(sum, mask);
-  if (thread % 32 == 0) ptx::store_shared_x2(ptx::dynamic_shared() + thread / 32 * 16, {sum, 0.0});
-  ptx::sync_block();
-  if (thread != 0) return;
-  for (int warp = 1; warp < kNumWarps; ++warp) {
-    double part;
-    ptx::load_shared(ptx::dynamic_shared() + warp * 16, part);
-    sum += part;
-  }
-  *(Real*)result = sum;
+  sum = block_sum(sum);
+  if (thread == 0) *(Real*)result = sum;
 }
 
 CUFLASH_DEVICE void backward_scores_reduce(const Params& params) {

@@ -7,8 +7,9 @@
 #include "common/backward.cuh"
 #include "common/exponential.cuh"
 #include "common/params.cuh"
+#include "common/reduce.cuh"
 
-static_assert(kNumWarps * 16 == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
+static_assert(kBlockSumBytes == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
 
 CUFLASH_DEVICE void backward_sinks(const Params& params) {
   const int head = ptx::block_index(), thread = ptx::thread_index();
@@ -21,21 +22,12 @@ CUFLASH_DEVICE void backward_sinks(const Params& params) {
   for (i64 i = thread; i < num_rows; i += kNumThreads) {
     const Entry batch = {(int)(i / rows)};
     const int row = i % rows;
-    const Real* stats = stats_of(params, batch, head) + (kPairsStats ? row / 2 * 4 + row % 2 : row * 2);
-    const Real exponent_lse = stats[0], delta = stats[kPairsStats ? 2 : 1];
+    const Real* stats = row_stats(params, batch, head, row);
+    const Real exponent_lse = stats[0], delta = stats[kDelta];
     if (exponent_lse != ptx::infinity()) sum -= exponential(exponent - exponent_lse) * delta;
   }
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) sum += ptx::shuffle_xor(sum, mask);
-  if (thread % 32 == 0) ptx::store_shared_x2(ptx::dynamic_shared() + thread / 32 * 16, {sum, 0.0});
-  ptx::sync_block();
-  if (thread != 0) return;
-  for (int warp = 1; warp < kNumWarps; ++warp) {
-    double part;
-    ptx::load_shared(ptx::dynamic_shared() + warp * 16, part);
-    sum += part;
-  }
-  ((Real*)params.dsinks)[head * params.dsinks_stride] = sum;
+  sum = block_sum(sum);
+  if (thread == 0) ((Real*)params.dsinks)[head * params.dsinks_stride] = sum;
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, backward_sinks)

@@ -102,6 +102,7 @@ constexpr bool kPairsStats = CUFLASH_PAIRS_STATS;
 // They are written, and have their places, by tiles of so many rows.
 constexpr int kStatsBlock = CUFLASH_STATS_BLOCK;
 
+// The statistics of all rows of a head.
 CUFLASH_DEVICE Real* stats_of(const Params& params, Entry batch, int head) {
   if constexpr (kIsPacked) {
     const i64 first_row = (i64)first_place_of_queries(batch, kStatsBlock) * kStatsBlock;
@@ -109,3 +110,9 @@ CUFLASH_DEVICE Real* stats_of(const Params& params, Entry batch, int head) {
   }
   return (Real*)params.row_stats + ((i64)batch * params.num_heads + head) * params.stats_rows * 2;
 }
+
+// Those of one row: lse as an exponent is at [0], delta - dlse at [kDelta].
+CUFLASH_DEVICE Real* row_stats(const Params& params, Entry batch, int head, int row) {
+  return stats_of(params, batch, head) + (kPairsStats ? row / 2 * 4 + row % 2 : row * 2);
+}
+constexpr int kDelta = kPairsStats ? 2 : 1;

@@ -116,6 +116,7 @@ static_assert(kHeadDim <= 256 && kHeadDimV <= 256, "one row of fragments holds a
 template <bool b>
 struct Constant {
   static constexpr bool value = b;
+  CUFLASH_DEVICE constexpr operator bool() const { return b; }
 };
 // A if b, else B.
 template <bool b, class A, class B>

@@ -103,7 +103,11 @@ struct Dropout {
 
 CUFLASH_DEVICE bool is_dropped(float marked) { return (i32)ptx::bits_of(marked) < 0; }
 
-// The gradient of a score, from its marked weight.
+// The gradient of a score, dS = P (dP - delta): of a weight that dropout keeps or drops,
+CUFLASH_DEVICE Real gradient_of(Real weight, Real dp, bool keeps, Real kept_scale, Real delta) {
+  return weight * ((keeps ? dp : 0) * kept_scale - delta);
+}
+// and of a marked one.
 CUFLASH_DEVICE float gradient_of(float weight, float dp, float kept_scale, float delta) {
   if constexpr (!kHasDropout) return weight * (dp - delta);
   return fabsf(weight) * ((is_dropped(weight) ? 0.0f : dp) * kept_scale - delta);

@@ -7,6 +7,13 @@
 
 static_assert(!kHasBlockMask || !kDqInOrder, "turns count every tile of keys");
 
+struct QueryRange : TileRange {
+  bool backwards = false;  // from the last tile to the first
+
+  CUFLASH_DEVICE int first() const { return backwards ? stop - 1 : start; }
+  CUFLASH_DEVICE int end() const { return backwards ? start - 1 : stop; }
+};
+
 // The lists of a tile of keys: one for each query head, or one for all.
 struct QueryLists {
   const i32* lists;
@@ -39,6 +46,27 @@ CUFLASH_DEVICE int find_queries(const Params& params, const Work& work, int firs
   return steps;
 }
 
+CUFLASH_DEVICE void set_direction(QueryRange& tiles, bool backwards) { tiles.backwards = backwards; }
+CUFLASH_DEVICE void set_direction(QueryLists&, bool) {}
+
+// The walk over (query head of the group, tile of queries), heads outermost.
+struct RangeWalk {
+  int head, m_block;
+  CUFLASH_DEVICE bool needs_mask(const QueryRange& tiles) const {
+    return m_block < tiles.full_start || m_block >= tiles.full_stop;
+  }
+  CUFLASH_DEVICE void advance(const QueryRange& tiles) {
+    m_block += tiles.backwards ? -1 : 1;
+    if (m_block == tiles.end()) m_block = tiles.first(), ++head;
+  }
+  CUFLASH_DEVICE void skip(const QueryRange& tiles, int steps) {
+    const int length = tiles.stop - tiles.start;
+    head += steps / length;
+    m_block += tiles.backwards ? -(steps % length) : steps % length;
+  }
+  CUFLASH_DEVICE static RangeWalk first(const QueryRange& tiles, int head) { return {head, tiles.first()}; }
+};
+
 struct ListWalk {
   int head, m_block, place;
 
@@ -64,3 +92,6 @@ struct ListWalk {
     if (head < queries.stop_head) m_block = queries.of(head)[kListHeader + place];
   }
 };
+
+using Walk = Either<kHasBlockMask, ListWalk, RangeWalk>::Type;
+using QueryTiles = Either<kHasBlockMask, QueryLists, QueryRange>::Type;

@@ -10,12 +10,11 @@
 // the columns of dK and dV, and both P' and dS' go through shared memory.
 #include "common/config.cuh"
 #include "common/dropout.cuh"
-#include "common/mask.cuh"
 #include "common/operands.cuh"
 #include "common/params.cuh"
 #include "common/query_walk.cuh"
 #include "common/schedule.cuh"
-#include "common/score.cuh"
+#include "common/scores.cuh"
 #include "sm80/backward_warps.cuh"
 #include "sm80/copy.cuh"
 #include "sm80/mma.cuh"
@@ -58,19 +57,6 @@ CUFLASH_DEVICE void add_to_accumulator(T* accumulator, int n_tile, const T (&val
   }
 }
 
-// The walk over (query head of the group, tile of queries), heads outermost.
-struct RangeWalk {
-  int head, m_block;
-  CUFLASH_DEVICE static RangeWalk first(const TileRange& tiles, int head) { return {head, tiles.start}; }
-  CUFLASH_DEVICE bool needs_mask(const TileRange& tiles) const {
-    return m_block < tiles.full_start || m_block >= tiles.full_stop;
-  }
-  CUFLASH_DEVICE void advance(const TileRange& tiles) {
-    if (++m_block == tiles.stop) m_block = tiles.start, ++head;
-  }
-};
-using Walk = Either<kHasBlockMask, ListWalk, RangeWalk>::Type;
-
 CUFLASH_DEVICE void backward(const Params& params) {
   const int num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN);
   const int num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
@@ -84,7 +70,7 @@ CUFLASH_DEVICE void backward(const Params& params) {
   const int group = params.num_heads / params.num_heads_kv;
   const int first_head = head_kv * group + group * split / splits;
   const int stop_head = head_kv * group + group * (split + 1) / splits;
-  Either<kHasBlockMask, QueryLists, TileRange>::Type tiles;
+  QueryTiles tiles;
   const int num_steps = find_queries(params, work, first_head, stop_head, key_stop, tiles);
 
   const u32 s_k = ptx::dynamic_shared(), s_v = s_k + kBytesK, s_ring = s_v + kBytesV;
@@ -150,25 +136,15 @@ CUFLASH_DEVICE void backward(const Params& params) {
 
       // P' = exp(score - lse), dS' = P' (dP' - delta).
       {
-        const Score score(params, batch, current.head, key_stop);
-        const Mask mask(params, batch, current.head, key_stop);
+        const Weights weights(params, batch, current.head, key_stop);
         const Dropout dropout(params, batch, current.head);
-        const Real exponent_scale = score.exponent_scale(), kept_scale = kept_scale_of(params);
+        const Real kept_scale = kept_scale_of(params);
         const bool masked = current.needs_mask(tiles);
         const int lane_key = first_key + warp_key + fragment_row();
         const int lane_query = first_row + fragment_column();
         const auto row_of = [&](int n, int i) { return lane_query + column_of<kWarpsQ>(warp_d, n) + i % 2; };
-        const auto key_of = [&](int m, int i) { return lane_key + 16 * m + i / 2 * 8; };
-        // A product can be masked at once, in a branch of its own, only where it is the score but for a positive factor.
-        if (kScaleInExponent && masked) {
-#pragma unroll
-          for (int m = 0; m < kKeyTiles; ++m)
-#pragma unroll
-            for (int n = 0; n < kQueryTiles; ++n)
-#pragma unroll
-              for (int i = 0; i < 4; ++i)
-                if (!mask.visible(row_of(n, i), key_of(m, i))) p[m][n][i] = -ptx::infinity();
-        }
+        const auto key_of = [&](int m, int i) { return lane_key + 16 * m + row_in_tile(i); };
+        weights.hide(p, masked, row_of, key_of);
         [[maybe_unused]] KeptWeights<true> kept[kKeyTiles];
 #pragma unroll
         for (int n = 0; n < kQueryTiles; ++n) {
@@ -181,15 +157,10 @@ CUFLASH_DEVICE void backward(const Params& params) {
             for (int i = 0; i < 4; ++i) {
               const Real exponent_lse = stats[i % 2 * 2], delta = stats[i % 2 * 2 + 1];
               const bool keeps = !kHasDropout || kept[m].keeps(n, i);
-              Real derivative = 1;
-              Real x = p[m][n][i];
-              if constexpr (!kScaleInExponent) {
-                x = score.of(x, row_of(n, i), key_of(m, i), derivative);
-                if (masked && !mask.visible(row_of(n, i), key_of(m, i))) x = -ptx::infinity();
-              }
-              p[m][n][i] = warp_exponential(x * exponent_scale - exponent_lse);
-              const Real dp = keeps ? ds[m][n][i] : 0;
-              ds[m][n][i] = p[m][n][i] * (dp * kept_scale - delta) * derivative;
+              Real derivative;
+              p[m][n][i] =
+                  weights.of_hidden(p[m][n][i], row_of(n, i), key_of(m, i), masked, exponent_lse, derivative);
+              ds[m][n][i] = gradient_of(p[m][n][i], ds[m][n][i], keeps, kept_scale, delta) * derivative;
               p[m][n][i] = keeps ? p[m][n][i] : 0;
             }
           }

@@ -5,11 +5,10 @@
 //   P = exp(Q K' - lse)    dP = dO V'    dS = P * (dP - delta)    dQ = dS K        (X' is X transposed)
 #include "common/config.cuh"
 #include "common/dropout.cuh"
-#include "common/mask.cuh"
 #include "common/operands.cuh"
 #include "common/params.cuh"
 #include "common/schedule.cuh"
-#include "common/score.cuh"
+#include "common/scores.cuh"
 #include "sm80/backward_warps.cuh"
 #include "sm80/copy.cuh"
 #include "sm80/mma.cuh"
@@ -53,10 +52,9 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
   if (tiles.start < tiles.stop) load_keys(tiles.stop - 1, 0);
   ptx::copy_async_commit();
 
-  const Score score(params, batch, head, key_stop);
-  const Mask mask(params, batch, head, key_stop);
+  const Weights weights(params, batch, head, key_stop);
   const Dropout dropout(params, batch, head);
-  const Real exponent_scale = score.exponent_scale(), kept_scale = kept_scale_of(params);
+  const Real kept_scale = kept_scale_of(params);
   const int lane_row = first_row + warp_row + fragment_row();
 
   Real exponent_lse[kDqMTiles][2], delta[kDqMTiles][2];
@@ -64,9 +62,9 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
   for (int m = 0; m < kDqMTiles; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Real* stats = stats_of(params, batch, head) + (lane_row + 16 * m + 8 * half) * 2;
+      const Real* stats = row_stats(params, batch, head, lane_row + 16 * m + 8 * half);
       exponent_lse[m][half] = stats[0];
-      delta[m][half] = stats[1];
+      delta[m][half] = stats[kDelta];
     }
 
   const RowMajorA<kRow> operand_q(s_q, warp_row);
@@ -101,13 +99,11 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
         if (kHasDropout && n % 2 == 0) kept = dropout.of(lane_row + 16 * m, lane_key, n);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int row = lane_row + 16 * m + i / 2 * 8, key = lane_key + 8 * n + i % 2;
+          const int row = lane_row + 16 * m + row_in_tile(i), key = lane_key + column_in_tile(n, i);
           Real derivative;
-          Real x = score.of(s[m][n][i], row, key, derivative);
-          if (masked.value && !mask.visible(row, key)) x = -ptx::infinity();
-          const Real p = warp_exponential(x * exponent_scale - exponent_lse[m][i / 2]);
-          const Real kept_dp = !kHasDropout || kept.keeps(n, i) ? dp[m][n][i] : 0;
-          s[m][n][i] = p * (kept_dp * kept_scale - delta[m][i / 2]) * derivative;
+          const Real p = weights.of(s[m][n][i], row, key, masked, exponent_lse[m][i / 2], derivative);
+          const bool keeps = !kHasDropout || kept.keeps(n, i);
+          s[m][n][i] = gradient_of(p, dp[m][n][i], keeps, kept_scale, delta[m][i / 2]) * derivative;
         }
       }
 

@@ -11,12 +11,12 @@
 #include "common/backward.cuh"
 #include "common/config.cuh"
 #include "common/dropout.cuh"
-#include "common/mask.cuh"
 #include "common/operands.cuh"
 #include "common/params.cuh"
+#include "common/reduce.cuh"
 #include "common/schedule.cuh"
-#include "common/score.cuh"
 #include "common/score_gradients.cuh"
+#include "common/scores.cuh"
 #include "sm80/copy.cuh"
 #include "sm80/mma.cuh"
 
@@ -42,13 +42,6 @@ struct Sums {
   Real dbias[kMTiles][kNTiles][4];
   double slope, scale, softcap;
 };
-
-// The sum over a warp, in every lane.
-CUFLASH_DEVICE double warp_sum(double value) {
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) value += ptx::shuffle_xor(value, mask);
-  return value;
-}
 
 // Leaves the tile of dbias: in its place, or to the kernel that adds those of several blocks.
 CUFLASH_DEVICE void finish_dbias(const Params& params, const ScoreTiles& result, u32 index, int split, Sums& sums) {
@@ -167,10 +160,10 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = lane_row + 16 * m + 8 * half;
-        const Real* stats = stats_of(params, batch, head) + (kPairsStats ? row / 2 * 4 + row % 2 : row * 2);
+        const Real* stats = row_stats(params, batch, head, row);
         const bool exists = row < seqlen_q_of(params, batch);  // rows of the last tile need not have statistics
         exponent_lse[m][half] = exists ? stats[0] : ptx::infinity();
-        delta[m][half] = exists ? stats[kPairsStats ? 2 : 1] : 0;
+        delta[m][half] = exists ? stats[kDelta] : 0;
       }
 
     ptx::copy_async_wait<kNumStages - 1>();
@@ -200,7 +193,7 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
         if (kHasDropout && n % 2 == 0) kept = dropout.of(lane_row + 16 * m, lane_key, n);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int row = lane_row + 16 * m + i / 2 * 8, key = lane_key + 8 * n + i % 2;
+          const int row = lane_row + 16 * m + row_in_tile(i), key = lane_key + column_in_tile(n, i);
           const Real product = s[m][n][i];
           Real derivative;
           Real x = score.of(product, row, key, derivative);

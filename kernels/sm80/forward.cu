@@ -8,11 +8,10 @@
 // columns of O; every one of them computes S.
 #include "common/config.cuh"
 #include "common/dropout.cuh"
-#include "common/mask.cuh"
 #include "common/operands.cuh"
 #include "common/params.cuh"
 #include "common/schedule.cuh"
-#include "common/score.cuh"
+#include "common/scores.cuh"
 #include "common/softmax.cuh"
 #include "sm80/copy.cuh"
 #include "sm80/mma.cuh"
@@ -112,20 +111,8 @@ CUFLASH_DEVICE void forward(const Params& params) {
       ptx::copy_async_commit();
     }
 
-    if constexpr (!kScaleInExponent || masked.value) {
-      const int lane_key = tiles.at(n_block) * kBlockN + fragment_column();
-#pragma unroll
-      for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-        for (int n = 0; n < kNTiles; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int row = lane_row + 16 * m + i / 2 * 8, key = lane_key + 8 * n + i % 2;
-            Real derivative;
-            s[m][n][i] = score.of(s[m][n][i], row, key, derivative);
-            if (masked.value && !mask.visible(row, key)) s[m][n][i] = -ptx::infinity();
-          }
-    }
+    to_scores(score, mask, s, [&](int m, int i) { return lane_row + 16 * m + row_in_tile(i); },
+              tiles.at(n_block) * kBlockN + fragment_column(), masked);
     softmax.update(s, o, exponent_scale);
     if constexpr (kHasDropout) {
 #pragma unroll

@@ -26,13 +26,12 @@
 #include "common/bf16_split.cuh"
 #include "common/config.cuh"
 #include "common/dropout.cuh"
-#include "common/mask.cuh"
 #include "common/operands.cuh"
 #include "common/params.cuh"
-#include "common/score.cuh"
-#include "ptx/wgmma.cuh"
+#include "common/scores.cuh"
 #include "sm90/backward_work.cuh"
 #include "sm90/pipeline.cuh"
+#include "sm90/products.cuh"
 #include "sm90/tiles.cuh"
 
 constexpr int kRows = 64;  // of every tile
@@ -138,14 +137,13 @@ CUFLASH_DEVICE u64 part_of(u64 chunk, int part) { return chunk + part * (kBytesP
 template <int chunks>
 CUFLASH_DEVICE void multiply_rows(float (&d)[kTileColumns][4], u32 a, u32 b) {
   const u64 rows_a = descriptor_of(a), rows_b = descriptor_of(b);
-  ptx::fence_operand(d);
-  ptx::wgmma_fence();
-  for_part_products<chunks * kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
-    // The parts of b come in the order in which the forward pass has those of its first factor.
-    ptx::wgmma<false, false>(BFloat16{}, d, along_k<kBf16Parts * kRows>(part_of(rows_a, j.value), k),
-                                      along_k<kBf16Parts * kRows>(part_of(rows_b, i.value), k), accumulate);
+  issue(d, [&]() __attribute__((always_inline)) {
+    for_part_products<chunks * kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
+      // The parts of b come in the order in which the forward pass has those of its first factor.
+      ptx::wgmma<false, false>(BFloat16{}, d, along_k<kBf16Parts * kRows>(part_of(rows_a, j.value), k),
+                               along_k<kBf16Parts * kRows>(part_of(rows_b, i.value), k), accumulate);
+    });
   });
-  ptx::wgmma_commit();
 }
 
 // An accumulator as the parts of an operand in registers.
@@ -163,19 +161,17 @@ CUFLASH_DEVICE void add_product(float (&total)[chunks * kTileColumns][4], const 
     constexpr int c = decltype(chunk)::value;
     const u64 columns = descriptor_of_transposed<kRows>(b + c * kBytesChunk);
     arrives(c);
-    ptx::fence_operand(sum[c]);
-    ptx::wgmma_fence();
-    for_part_products<kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
-      ptx::wgmma<true>(BFloat16{}, sum[c], a.word[i.value][k],
-                                along_k_transposed(part_of(columns, j.value), k), accumulate);
+    issue(sum[c], [&]() __attribute__((always_inline)) {
+      for_part_products<kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
+        ptx::wgmma<true>(BFloat16{}, sum[c], a.word[i.value][k], along_k_transposed(part_of(columns, j.value), k),
+                         accumulate);
+      });
     });
-    ptx::wgmma_commit();
     if constexpr (c == 0) meanwhile();
   });
   repeat<chunks>([&](auto chunk) __attribute__((always_inline)) {
     constexpr int c = decltype(chunk)::value;
-    ptx::wgmma_wait<chunks - 1 - c>();
-    ptx::fence_operand(sum[c]);
+    wait_for<chunks - 1 - c>(sum[c]);
     release(c);
 #pragma unroll
     for (int n = 0; n < kTileColumns; ++n)
@@ -207,7 +203,7 @@ template <int chunks, bool with_stats>
 CUFLASH_DEVICE void produce(const BackwardParams& params, const Shared& shared, const TensorMap& keys, u32 s_keys,
                             const Barrier& keys_full, const TensorMap& queries, const ChunkRing<chunks>& ring) {
   const Params& common = params.common;
-  const KeyTile tile(common);
+  const BackwardWork tile(common);
   if (tile.num_steps == 0) return;
   const int batch = tile.work.batch;
   const auto load = [&](u32 destination, const TensorMap& map, const Barrier& full, int c, int row, int head) {
@@ -241,7 +237,7 @@ CUFLASH_DEVICE void produce(const BackwardParams& params, const Shared& shared, 
 
 // What dK and dV leave in memory: rows of this block, or its part of the sums of several.
 template <int head_dim, int n_tiles>
-CUFLASH_DEVICE void store_rows(const Params& params, const Tensor& result, const KeyTile& tile, Real* partials, u32 thread,
+CUFLASH_DEVICE void store_rows(const Params& params, const Tensor& result, const BackwardWork& tile, Real* partials, u32 thread,
                                const float (&value)[n_tiles][4], float factor) {
   if (tile.is_shared) {
 #pragma unroll
@@ -249,34 +245,19 @@ CUFLASH_DEVICE void store_rows(const Params& params, const Tensor& result, const
       *(Real4*)(partials + n * 128 * 4) = {value[n][0], value[n][1], value[n][2], value[n][3]};
     return;
   }
-  constexpr bool kByPairs = kStoreBytes >= 8 && head_dim % 2 == 0;
-  struct alignas(8) Pair {
-    float value[2];
-  };
   Storage* head = (Storage*)head_of(result, tile.work.batch, tile.head_kv);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int key = tile.first_key + thread / 32 * 16 + fragment_row() + half * 8;
     if (key >= params.seqlen_k) continue;
-    Storage* row = head + key * result.row_stride + fragment_column();
-#pragma unroll
-    for (int n = 0; n < n_tiles; ++n) {
-      const int column = 8 * n + fragment_column();
-      const Pair pair = {value[n][2 * half] * factor, value[n][2 * half + 1] * factor};
-      if constexpr (kByPairs) {
-        if (column < head_dim) *(Pair*)(row + 8 * n) = pair;
-      } else {
-        if (column < head_dim) row[8 * n] = pair.value[0];
-        if (column + 1 < head_dim) row[8 * n + 1] = pair.value[1];
-      }
-    }
+    store_row<head_dim>(head + key * result.row_stride, value, half, factor);
   }
 }
 
 // The first warpgroup: P', for the second one, and dV.
 CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, u32 thread) {
   const Params& common = params.common;
-  const KeyTile tile(common);
+  const BackwardWork tile(common);
   const int batch = tile.work.batch;
   const int lane_key = tile.first_key + thread / 32 * 16 + fragment_row();
   float dv[kDimV / 8][4];
@@ -295,23 +276,13 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) shared.q_ring.full(at, c).wait(at.parity);
     multiply_rows<kChunks>(p, shared.k, shared.q_ring.tile(at));
-    ptx::wgmma_wait<0>();
-    ptx::fence_operand(p);
+    wait_for<0>(p);
 
-    const Score score(common, batch, head, tile.key_stop);
-    const Mask mask(common, batch, head, tile.key_stop);
-    const float exponent_scale = score.exponent_scale();
+    const Weights weights(common, batch, head, tile.key_stop);
     const bool masked = walk.needs_mask(tile.queries);
     const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
-    const auto key_of = [&](int i) { return lane_key + i / 2 * 8; };
-    // A product can be masked at once, in a branch of its own, only where it is the score but for a positive factor.
-    if (kScaleInExponent && masked) {
-#pragma unroll
-      for (int n = 0; n < kTileColumns; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (!mask.visible(row_of(n, i), key_of(i))) p[n][i] = -ptx::infinity();
-    }
+    const auto key_of = [&](int, int i) { return lane_key + row_in_tile(i); };
+    weights.hide((float(&)[1][kTileColumns][4])p, masked, row_of, key_of);
     // What the next warpgroup multiplies dP' - delta by: P', times the derivative of the capped score; the sign says what
     // dropout drops.
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
@@ -326,12 +297,8 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
       ptx::load_shared_f32x4(s_stats + n * 64, stats);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float x = p[n][i], derivative = 1.0f;
-        if constexpr (!kScaleInExponent) {
-          x = score.of(x, row_of(n, i), key_of(i), derivative);
-          if (masked && !mask.visible(row_of(n, i), key_of(i))) x = -ptx::infinity();
-        }
-        p[n][i] = exponential(x * exponent_scale - stats[i % 2 * 2]);
+        float derivative;
+        p[n][i] = weights.of_hidden(p[n][i], row_of(n, i), key_of(0, i), masked, stats[i % 2 * 2], derivative);
         factor[i] = kHasSoftcap ? p[n][i] * derivative : p[n][i];
         if (kHasDropout && !kept.keeps(n, i)) factor[i] = -factor[i], p[n][i] = 0.0f;
       }
@@ -360,7 +327,7 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
 // The second warpgroup: dP', dS', for the third one, and dK.
 CUFLASH_DEVICE void make_dk(const BackwardParams& params, const Shared& shared, u32 thread) {
   const Params& common = params.common;
-  const KeyTile tile(common);
+  const BackwardWork tile(common);
   const u32 lane = lane_index(), warp_key = thread / 32 * 16;
   const float kept_scale = kept_scale_of(common);
   float dk[kDim / 8][4];
@@ -449,7 +416,7 @@ CUFLASH_DEVICE void make_dk(const BackwardParams& params, const Shared& shared, 
 // The third warpgroup: dQ of each tile of queries and these keys, added to the sum in memory.
 CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& shared, u32 thread) {
   const Params& common = params.common;
-  const KeyTile tile(common);
+  const BackwardWork tile(common);
   if (tile.num_steps == 0) return;
   shared.k_full.wait(0);
   const u64 keys = ptx::descriptor(shared.k, kBytesChunk, 8 * kLineBytes);  // chunks next to each other
@@ -470,15 +437,13 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
       constexpr int first = decltype(slice)::value * kDqColumns;
       const u64 columns = keys + first / kChunk * (kBytesChunk / 16);
       float dq[kDqColumns / 8][4];
-      ptx::fence_operand(dq);
-      ptx::wgmma_fence();
-      for_part_products<kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
-        ptx::wgmma<true, true>(BFloat16{}, dq, along_k_transposed(part_of(ds, i.value), k),
-                                        along_k_transposed(part_of(columns, j.value), k), accumulate);
+      issue(dq, [&]() __attribute__((always_inline)) {
+        for_part_products<kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
+          ptx::wgmma<true, true>(BFloat16{}, dq, along_k_transposed(part_of(ds, i.value), k),
+                                 along_k_transposed(part_of(columns, j.value), k), accumulate);
+        });
       });
-      ptx::wgmma_commit();
-      ptx::wgmma_wait<0>();
-      ptx::fence_operand(dq);
+      wait_for<0>(dq);
       if (first == kDim - kDqColumns && thread == 0) shared.handed.ds_empty(buffer).arrive();
 #pragma unroll
       for (int n = 0; n < kDqColumns / 8; ++n)

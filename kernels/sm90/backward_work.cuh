@@ -6,37 +6,6 @@
 #include "common/query_walk.cuh"
 #include "common/schedule.cuh"
 
-struct QueryRange : TileRange {
-  bool backwards = false;  // from the last tile to the first
-
-  CUFLASH_DEVICE int first() const { return backwards ? stop - 1 : start; }
-  CUFLASH_DEVICE int end() const { return backwards ? start - 1 : stop; }
-};
-
-CUFLASH_DEVICE void set_direction(QueryRange& tiles, bool backwards) { tiles.backwards = backwards; }
-CUFLASH_DEVICE void set_direction(QueryLists&, bool) {}
-
-// The walk over (query head of the group, tile of queries), heads outermost.
-struct RangeWalk {
-  int head, m_block;
-  CUFLASH_DEVICE bool needs_mask(const QueryRange& tiles) const {
-    return m_block < tiles.full_start || m_block >= tiles.full_stop;
-  }
-  CUFLASH_DEVICE void advance(const QueryRange& tiles) {
-    m_block += tiles.backwards ? -1 : 1;
-    if (m_block == tiles.end()) m_block = tiles.first(), ++head;
-  }
-  CUFLASH_DEVICE void skip(const QueryRange& tiles, int steps) {
-    const int length = tiles.stop - tiles.start;
-    head += steps / length;
-    m_block += tiles.backwards ? -(steps % length) : steps % length;
-  }
-  CUFLASH_DEVICE static RangeWalk first(const QueryRange& tiles, int head) { return {head, tiles.first()}; }
-};
-
-using Walk = Either<kHasBlockMask, ListWalk, RangeWalk>::Type;
-using QueryTiles = Either<kHasBlockMask, QueryLists, QueryRange>::Type;
-
 // A block's share of a tile of keys, which is at `tile` in launch order.
 struct Share {
   u32 tile;
@@ -52,7 +21,7 @@ struct Share {
 };
 
 // The keys of a block, and what every role walks over.
-struct KeyTile {
+struct BackwardWork {
   Work work;
   int num_n_blocks, num_m_blocks, split, head_kv, first_key, key_stop, first_head, first_step, num_steps;
   int own_diagonal;  // of the batch entry
@@ -65,7 +34,7 @@ struct KeyTile {
     return find_keys(params, Share(params).tile, num_parts_of(params));
   }
 
-  CUFLASH_DEVICE explicit KeyTile(const Params& params, const Work& found = {}) {
+  CUFLASH_DEVICE explicit BackwardWork(const Params& params, const Work& found = {}) {
     const int splits = parts_of_group(params), group = params.num_heads / params.num_heads_kv;
     num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN);
     num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);

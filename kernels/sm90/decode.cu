@@ -23,14 +23,13 @@
 #include "common/config.cuh"
 #include "common/fragments.cuh"
 #include "common/key_splits.cuh"
-#include "common/mask.cuh"
 #include "common/params.cuh"
 #include "common/schedule.cuh"
-#include "common/score.cuh"
+#include "common/scores.cuh"
 #include "common/softmax.cuh"
-#include "ptx/wgmma.cuh"
 #include "sm90/key_tile.cuh"
 #include "sm90/pipeline.cuh"
+#include "sm90/products.cuh"
 #include "sm90/tiles.cuh"
 
 constexpr bool kSplitsKeys = CUFLASH_SPLITS_KEYS;  // blocks share the keys of a head
@@ -166,30 +165,9 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
 
     const auto multiply_s = [&]() {
       shared.k_ring.full(at).wait(at.parity);
-      const u64 a = descriptor_of(shared.q), b = descriptor_of(shared.k + at.stage * kBytesK);
-      ptx::fence_operand(s[0]);
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < kDim / 16; ++k)
-        ptx::wgmma<false, false>(Element{}, s[0], along_k<kBlockM>(a, k), along_k<kBlockN>(b, k), k > 0);
-      ptx::wgmma_commit();
-      ptx::wgmma_wait<0>();
-      ptx::fence_operand(s[0]);
+      issue_rows<kDim, kBlockM, kBlockN>(s[0], shared.q, shared.k + at.stage * kBytesK);
+      wait_for<0>(s[0]);
       release_by_warp(shared.k_ring.empty(at));
-    };
-    const auto to_scores = [&](int n_block) {
-      const bool masked = n_block < work.keys.full_start || n_block >= work.keys.full_stop;
-      if (kScaleInExponent && !masked) return;
-      const int lane_key = n_block * kBlockN + fragment_column();
-#pragma unroll
-      for (int n = 0; n < kNTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int key = lane_key + 8 * n + i % 2;
-          float derivative;
-          s[0][n][i] = score.of(s[0][n][i], query[i / 2], key, derivative);
-          if (masked && !mask.visible(query[i / 2], key)) s[0][n][i] = -ptx::infinity();
-        }
     };
     const auto multiply_o = [&](int n_block) {
       const u32 v = shared.v + at.stage * kBytesV;
@@ -202,15 +180,8 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
         ptx::fence_async_proxy();
         sync_consumer();
       }
-      const u64 b = descriptor_of_transposed<kBlockN>(v);
-      ptx::fence_operand(o[0]);
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < kBlockN / 16; ++k)
-        ptx::wgmma<true>(Element{}, o[0], p[k].word, along_k_transposed(b, k), true);
-      ptx::wgmma_commit();
-      ptx::wgmma_wait<0>();
-      ptx::fence_operand(o[0]);
+      issue_weighted<kBlockN>(o[0], p, v);
+      wait_for<0>(o[0]);
       release_by_warp(shared.v_ring.empty(at));
     };
 
@@ -218,7 +189,8 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
 #pragma unroll 1
     for (int n_block = work.keys.stop - 1; n_block >= work.keys.start; --n_block, at.advance()) {
       multiply_s();
-      to_scores(n_block);
+      const bool masked = n_block < work.keys.full_start || n_block >= work.keys.full_stop;
+      to_scores(score, mask, s, [&](int, int i) { return query[i / 2]; }, n_block * kBlockN + fragment_column(), masked);
       softmax.update(s, o, scale_log2);
 #pragma unroll
       for (int k = 0; k < kBlockN / 16; ++k) to_operand(s[0], k, p[k]);

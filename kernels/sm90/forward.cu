@@ -25,16 +25,16 @@
 // tile is done again, maxima first (kLazyMaximum). Sums relative to one offset are exact, whatever the offset is.
 #include "common/config.cuh"
 #include "common/dropout.cuh"
-#include "common/mask.cuh"
+#include "common/operands.cuh"
 #include "common/params.cuh"
 #include "common/schedule.cuh"
-#include "common/score.cuh"
+#include "common/scores.cuh"
 #include "common/softmax.cuh"
-#include "ptx/wgmma.cuh"
 #include "sm80/mma.cuh"
 #include "sm90/forward_roles.cuh"
 #include "sm90/key_tile.cuh"
 #include "sm90/pipeline.cuh"
+#include "sm90/products.cuh"
 #include "sm90/tiles.cuh"
 #include "sm90/varlen_walk.cuh"
 
@@ -127,156 +127,211 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
   }
 }
 
-// A consumer: the warpgroup of 64 queries, `consumer` of kConsumers.
-CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 consumer) {
-  const Params& common = params.common;
-  const u32 thread = ptx::thread_index() % 128;
-  const bool elected = thread == 0;
-  const u32 s_out = shared.out + consumer * 64 * kLineBytes;
-  const int warp_row = thread / 32 * 16;
+// A consumer warpgroup, `index` of kConsumers, at one tile of queries, of which it owns 64. Products are numbered:
+//
+//   [GEMM 1] S = Q K^T        [2] P = exp(S - m), l += rowsum(P)        [GEMM 3] O += P V
+//
+// [GEMM 3] of a tile of keys is issued right after [GEMM 1] of the next one, so that it runs during [2] of that tile.
+struct Consumer {
+  const Params& common;
+  const Shared& shared;
+  const u32 index, thread;
+  const bool elected;
+  const ConsumerPingPong& ping_pong;
+  Position<kNumStages>& key;
+  const QueryTile& tile;
+  const u32 s_q;
+  const int warp_row, lane_row;
+  const Score score;
+  const Mask mask;
+  const Dropout dropout;
+  const float scale_log2;
 
-  const ConsumerPingPong ping_pong(consumer);
+  OnlineSoftmax<1> softmax;
+  float factor[1][2];
+  float s[1][kNTiles][4], o[1][kDimV / 8][4];
+  Fragment p[kBlockN / 16];
+  bool all_started = false;  // every row of the warp has seen a key
 
-  Position<kQStages> query;
-  Position<kNumStages> key;
-  for (auto walk = walk_of<true>(common, shared); walk.more(); walk.advance(), query.advance()) {
-    const QueryTile tile(common, walk.work(common));
-    const u32 s_q = shared.q + query.stage * kBytesQ + consumer * 64 * kLineBytes;
-    const int head = tile.work.head;
-    const Entry batch = tile.work.batch;
-    const Score score(common, batch, head, tile.key_stop);
-    const Mask mask(common, batch, head, tile.key_stop);
-    const Dropout dropout(common, batch, head);
-    const float scale_log2 = score.exponent_scale();
-    const int lane_row = tile.first_row + consumer * 64 + warp_row + fragment_row();
-
-    OnlineSoftmax<1> softmax;
-    float factor[1][2];
-    float s[1][kNTiles][4], o[1][kDimV / 8][4];
-    Fragment p[kBlockN / 16];
+  CUFLASH_DEVICE Consumer(const Params& common_, const Shared& shared_, u32 index_, const ConsumerPingPong& ping_pong_,
+                          const Position<kQStages>& query, Position<kNumStages>& key_, const QueryTile& tile_)
+      : common(common_),
+        shared(shared_),
+        index(index_),
+        thread(ptx::thread_index() % 128),
+        elected(thread == 0),
+        ping_pong(ping_pong_),
+        key(key_),
+        tile(tile_),
+        s_q(shared.q + query.stage * kBytesQ + index * 64 * kLineBytes),
+        warp_row(thread / 32 * 16),
+        lane_row(tile.first_row + index * 64 + warp_row + fragment_row()),
+        score(common, tile.work.batch, tile.work.head, tile.key_stop),
+        mask(common, tile.work.batch, tile.work.head, tile.key_stop),
+        dropout(common, tile.work.batch, tile.work.head),
+        scale_log2(score.exponent_scale()) {
     set_zero(o);
+  }
 
-    const auto multiply_s = [&]() {
-      shared.k_ring.full(key).wait(key.parity);
-      const u64 a = descriptor_of(s_q), b = descriptor_of(shared.k + key.stage * kBytesK);
-      ptx::fence_operand(s[0]);
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < kDim / 16; ++k)
-        ptx::wgmma<false, false>(Element{}, s[0], along_k<kBlockM>(a, k), along_k<kBlockN>(b, k), k > 0);
-      ptx::wgmma_commit();
-    };
-    // The same by mma.sync, for one warp alone; not unrolled, since it is rare and needs registers.
-    const auto multiply_s_again = [&]() {
-      const u32 lane = lane_index(), swizzle = lane % 8 * 16;
-      const u32 line_q = s_q + (warp_row + lane % 16) * kLineBytes;
-      const u32 line_k = shared.k + key.stage * kBytesK + (lane % 8 + lane / 16 * 8) * kLineBytes;
-      set_zero(s);
+  // The key of this lane's first column in a tile of keys.
+  CUFLASH_DEVICE int lane_key(int n_block) const { return tile.keys.at(n_block) * kBlockN + fragment_column(); }
+
+  CUFLASH_DEVICE void release(const Barrier& empty) const {
+    if (elected) empty.arrive();
+  }
+  CUFLASH_DEVICE void release_by_warp(const Barrier& empty) const {
+    if (lane_index() == 0) empty.arrive();
+  }
+
+  // [GEMM 1] S = Q K^T.
+  CUFLASH_DEVICE void issue_s() {
+    shared.k_ring.full(key).wait(key.parity);
+    issue_rows<kDim, kBlockM, kBlockN>(s[0], s_q, shared.k + key.stage * kBytesK);
+  }
+
+  // The same by mma.sync, for one warp alone; not unrolled, since it is rare and needs registers.
+  CUFLASH_DEVICE void multiply_s_again() {
+    const u32 lane = lane_index(), swizzle = lane % 8 * 16;
+    const u32 line_q = s_q + (warp_row + lane % 16) * kLineBytes;
+    const u32 line_k = shared.k + key.stage * kBytesK + (lane % 8 + lane / 16 * 8) * kLineBytes;
+    set_zero(s);
 #pragma unroll 1
-      for (int k = 0; k < kDim / 16; ++k)
-        multiply<1>(
-            s,
-            [&](int, int, Fragment& a) {
-              ptx::load_matrix_x4(a.word,
-                                  line_q + k / 4 * kBlockM * kLineBytes + ((k % 4 * 32 + lane / 16 * 16) ^ swizzle));
-            },
-            [&](int n, int, Fragment& b) {
-              ptx::load_matrix_x4(b.word, line_k + n * 16 * kLineBytes + k / 4 * kBlockN * kLineBytes +
-                                         ((k % 4 * 32 + lane / 8 % 2 * 16) ^ swizzle));
-            });
-    };
-    const auto multiply_o = [&](const Position<kNumStages>& at) {
-      shared.v_ring.full(at).wait(at.parity);
-      const u64 b = descriptor_of_transposed<kBlockN>(shared.v + at.stage * kBytesV);
-      ptx::fence_operand(o[0]);
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < kBlockN / 16; ++k)
-        ptx::wgmma<true>(Element{}, o[0], p[k].word, along_k_transposed(b, k), true);
-      ptx::wgmma_commit();
-    };
-    const auto release = [&](const Barrier& empty) {
-      if (elected) empty.arrive();
-    };
-    const auto release_by_warp = [&](const Barrier& empty) {
-      if (lane_index() == 0) empty.arrive();
-    };
-    const auto to_scores = [&](int n_block, auto masked) {
-      if constexpr (!kScaleInExponent || masked.value) {
-        const int lane_key = tile.keys.at(n_block) * kBlockN + fragment_column();
-#pragma unroll
-        for (int n = 0; n < kNTiles; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int row = lane_row + i / 2 * 8, column = lane_key + 8 * n + i % 2;
-            float derivative;
-            s[0][n][i] = score.of(s[0][n][i], row, column, derivative);
-            if (masked.value && !mask.visible(row, column)) s[0][n][i] = -ptx::infinity();
-          }
-      }
-    };
-    const auto drop = [&](int n_block) {
-      if constexpr (kHasDropout) dropout.drop(s[0], lane_row, tile.keys.at(n_block) * kBlockN + fragment_column());
-    };
-    // From the product in `s` to exponentials there, sums of rows and weights; true when O must be rescaled by `factor`.
-    bool all_started = false;  // every row of the warp has seen a key
-    const auto weigh = [&](int n_block, auto masked) {
-      float sum[1][2] = {{0.0f, 0.0f}};
-      bool grows = false, maximum_first = masked.value || !kLazyMaximum || !all_started;
-      to_scores(n_block, masked);
-      if (!maximum_first) {
-        softmax.exponentiate(s, scale_log2, sum);
-        maximum_first = ptx::any_lane(sum[0][0] > kMaxSum || sum[0][1] > kMaxSum);
-        if (maximum_first) {
-          multiply_s_again();
-          to_scores(n_block, masked);
-          sum[0][0] = sum[0][1] = 0.0f;
-        }
-      }
+    for (int k = 0; k < kDim / 16; ++k)
+      multiply<1>(
+          s,
+          [&](int, int, Fragment& a) {
+            ptx::load_matrix_x4(a.word,
+                                line_q + k / 4 * kBlockM * kLineBytes + ((k % 4 * 32 + lane / 16 * 16) ^ swizzle));
+          },
+          [&](int n, int, Fragment& b) {
+            ptx::load_matrix_x4(b.word, line_k + n * 16 * kLineBytes + k / 4 * kBlockN * kLineBytes +
+                                       ((k % 4 * 32 + lane / 8 % 2 * 16) ^ swizzle));
+          });
+  }
+
+  // [GEMM 3] O += P V, with the values in stage `at`.
+  CUFLASH_DEVICE void issue_o(const Position<kNumStages>& at) {
+    shared.v_ring.full(at).wait(at.parity);
+    issue_weighted<kBlockN>(o[0], p, shared.v + at.stage * kBytesV);
+  }
+
+  template <class Masked>
+  CUFLASH_DEVICE void score_tile(int n_block, Masked masked) {
+    to_scores(score, mask, s, [&](int, int i) { return lane_row + row_in_tile(i); }, lane_key(n_block), masked);
+  }
+  CUFLASH_DEVICE void drop(int n_block) {
+    if constexpr (kHasDropout) dropout.drop(s[0], lane_row, lane_key(n_block));
+  }
+
+  // [2] From the product in `s` to exponentials there, sums of rows and weights; true when O must be rescaled by `factor`.
+  template <class Masked>
+  CUFLASH_DEVICE bool weigh(int n_block, Masked masked) {
+    float sum[1][2] = {{0.0f, 0.0f}};
+    bool grows = false, maximum_first = masked || !kLazyMaximum || !all_started;
+    score_tile(n_block, masked);
+    if (!maximum_first) {
+      softmax.exponentiate(s, scale_log2, sum);
+      maximum_first = ptx::any_lane(sum[0][0] > kMaxSum || sum[0][1] > kMaxSum);
       if (maximum_first) {
-        grows = softmax.update(s, factor, scale_log2);
-        softmax.exponentiate(s, scale_log2, sum);
-        all_started = !ptx::any_lane(fminf(softmax.offset[0][0], softmax.offset[0][1]) == -ptx::infinity());
+        multiply_s_again();
+        score_tile(n_block, masked);
+        sum[0][0] = sum[0][1] = 0.0f;
       }
-      release_by_warp(shared.k_ring.empty(key));
-      softmax.row_sum[0][0] += sum[0][0];
-      softmax.row_sum[0][1] += sum[0][1];
-      if constexpr (!kDropsLate) drop(n_block);
-      return grows;
-    };
-    const auto to_weights = [&](int n_block) {
-      if constexpr (kDropsLate) drop(n_block);
+    }
+    if (maximum_first) {
+      grows = softmax.update(s, factor, scale_log2);
+      softmax.exponentiate(s, scale_log2, sum);
+      all_started = !ptx::any_lane(fminf(softmax.offset[0][0], softmax.offset[0][1]) == -ptx::infinity());
+    }
+    release_by_warp(shared.k_ring.empty(key));
+    softmax.row_sum[0][0] += sum[0][0];
+    softmax.row_sum[0][1] += sum[0][1];
+    if constexpr (!kDropsLate) drop(n_block);
+    return grows;
+  }
+  CUFLASH_DEVICE void to_weights(int n_block) {
+    if constexpr (kDropsLate) drop(n_block);
 #pragma unroll
-      for (int k = 0; k < kBlockN / 16; ++k) to_operand(s[0], k, p[k]);
-    };
+    for (int k = 0; k < kBlockN / 16; ++k) to_operand(s[0], k, p[k]);
+  }
 
-    // Tiles of keys that others of the block need, and these queries do not.
-    const auto skip = [&]() {
-      ping_pong.wait();
-      ping_pong.pass();
-      shared.k_ring.full(key).wait(key.parity);
-      shared.v_ring.full(key).wait(key.parity);
-      sync_consumer(consumer);  // nobody may be left waiting for a phase that is long over
-      release_by_warp(shared.k_ring.empty(key));
-      release(shared.v_ring.empty(key));
-      key.advance();
-    };
+  // A tile of keys that other consumers of the block need, and these queries do not.
+  CUFLASH_DEVICE void skip() {
+    ping_pong.wait();
+    ping_pong.pass();
+    shared.k_ring.full(key).wait(key.parity);
+    shared.v_ring.full(key).wait(key.parity);
+    sync_consumer(index);  // so that no thread still waits for this phase when the next one is over
+    release_by_warp(shared.k_ring.empty(key));
+    release(shared.v_ring.empty(key));
+    key.advance();
+  }
 
-    shared.q_ring.full(query).wait(query.parity);
-    const int row_stop = seqlen_q_of(common, batch) - tile.first_row - consumer * 64;  // of these 64 queries
+  // The first tile of keys has no product O before it.
+  CUFLASH_DEVICE void first_step(int n_block, const TileRange& keys) {
+    ping_pong.wait();
+    issue_s();
+    ping_pong.pass();
+    wait_for<0>(s[0]);
+    if (n_block >= keys.full_stop || n_block < keys.full_start)
+      weigh(n_block, Constant<true>{});
+    else
+      weigh(n_block, Constant<false>{});
+    to_weights(n_block);
+  }
+  template <class Masked>
+  CUFLASH_DEVICE void step(int n_block, Masked masked) {
+    const Position<kNumStages> before = key;
+    key.advance();
+    ping_pong.wait();
+    issue_s();
+    issue_o(before);
+    ping_pong.pass();
+    wait_for<1>(s[0]);
+    const bool grows = weigh(n_block, masked);
+    if constexpr (kKeepBefore) ptx::keep_before(softmax.row_sum[0][0] + softmax.row_sum[0][1], shared.scratch);
+    wait_for<0>(o[0]);
+    release(shared.v_ring.empty(before));
+    if (grows) softmax.rescale(o, factor);
+    to_weights(n_block);
+  }
+
+  // All tiles of keys that these queries see, from the last to the first. `empty` gives Q back.
+  CUFLASH_DEVICE void walk_keys(const TileRange& keys, const Barrier& empty) {
+    int n_block = keys.stop - 1;
+    first_step(n_block, keys);
+    --n_block;
+#pragma unroll 1
+    for (; n_block >= keys.full_stop; --n_block) step(n_block, Constant<true>{});
+#pragma unroll 1
+    for (; n_block >= keys.full_start; --n_block) step(n_block, Constant<false>{});
+    if constexpr (kHasLeftBound) {
+#pragma unroll 1
+      for (; n_block >= keys.start; --n_block) step(n_block, Constant<true>{});
+    }
+    release_by_warp(empty);
+    issue_o(key);
+    wait_for<0>(o[0]);
+    release(shared.v_ring.empty(key));
+    key.advance();
+  }
+
+  // Rows of Q that belong to another sequence must not decide when sums are rescaled. `row_stop` is where this one ends.
+  CUFLASH_DEVICE void clear_queries(int row_stop) const {
     if constexpr (kIsPacked) {
-      // The rows of other sequences must not decide when sums are rescaled.
       if (row_stop > 0 && row_stop < 64) {
         zero_last_of_64<kBlockM, kDim>(s_q, row_stop, thread);
         ptx::fence_async_proxy();
-        sync_consumer(consumer);
+        sync_consumer(index);
       }
     }
+  }
+  // Keys past the last one have weight 0, but 0 times what lies there may be NaN.
+  CUFLASH_DEVICE void clear_values() const {
     if constexpr (kHidesLastKeys) {
-      // Keys past the last one have weight 0, but 0 times what lies there may be NaN.
       const int valid = tile.key_stop - tile.keys.at(tile.keys.stop - 1) * kBlockN;
       if (tile.keys.start < tile.keys.stop && valid < kBlockN) {
-        if (consumer == 0) {
+        if (index == 0) {
           shared.v_ring.full(key).wait(key.parity);
           zero_rows<kBlockN, kDimV>(shared.v + key.stage * kBytesV, valid, thread);
           ptx::fence_async_proxy();
@@ -284,88 +339,68 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
         ptx::sync_named(kAll, 128 * kConsumers);
       }
     }
-    const TileRange keys = tile.keys_of(common, consumer);
-    for (int n_block = tile.keys.stop - 1; n_block >= keys.stop; --n_block) skip();
-    if (keys.start < keys.stop) {
-      int n_block = keys.stop - 1;
-      ping_pong.wait();
-      multiply_s();
-      ping_pong.pass();
-      ptx::wgmma_wait<0>();
-      ptx::fence_operand(s[0]);
-      if (n_block >= keys.full_stop || n_block < keys.full_start)
-        weigh(n_block, Constant<true>{});
-      else
-        weigh(n_block, Constant<false>{});
-      to_weights(n_block);
+  }
 
-      const auto step = [&](auto masked) {
-        const Position<kNumStages> before = key;
-        key.advance();
-        ping_pong.wait();
-        multiply_s();
-        multiply_o(before);
-        ping_pong.pass();
-        ptx::wgmma_wait<1>();
-        ptx::fence_operand(s[0]);
-        const bool grows = weigh(n_block, masked);
-        if constexpr (kKeepBefore) ptx::keep_before(softmax.row_sum[0][0] + softmax.row_sum[0][1], shared.scratch);
-        ptx::wgmma_wait<0>();
-        ptx::fence_operand(o[0]);
-        release(shared.v_ring.empty(before));
-        if (grows) softmax.rescale(o, factor);
-        to_weights(n_block);
-      };
-      --n_block;
-#pragma unroll 1
-      for (; n_block >= keys.full_stop; --n_block) step(Constant<true>{});
-#pragma unroll 1
-      for (; n_block >= keys.full_start; --n_block) step(Constant<false>{});
-      if constexpr (kHasLeftBound) {
-#pragma unroll 1
-        for (; n_block >= keys.start; --n_block) step(Constant<true>{});
-      }
-      release_by_warp(shared.q_ring.empty(query));
-      multiply_o(key);
-      ptx::wgmma_wait<0>();
-      ptx::fence_operand(o[0]);
-      release(shared.v_ring.empty(key));
-      key.advance();
-    } else {
-      // Nobody may be left waiting for a Q that others gave back.
-      arrive_as_warp(shared.q_ring.empty(query));
-    }
-    for (int n_block = keys.start - 1; n_block >= tile.keys.start; --n_block) skip();
-
-    // O / l, rounded, to shared memory and from there by TMA, once it has read what was there before.
-    softmax.finish();
-    if (kHasSinks && !is_left_over(common, batch))
-      softmax.add_sinks(o, [&](int, int) { return sink_of(common, head) * kExponentOfE; });
+  // The epilogue: O / l, rounded, to shared memory and from there by TMA, once it has read what was there before.
+  CUFLASH_DEVICE void store_out(const TensorMap& map, int row_stop) {
+    const int head = tile.work.head, first_row = tile.first_row + index * 64;
+    const Entry batch = tile.work.batch;
+    const u32 s_out = shared.out + index * 64 * kLineBytes;
     const float kept_scale = kept_scale_of(common);
     const float upper = softmax.inverse_sum(0, 0) * kept_scale, lower = softmax.inverse_sum(0, 1) * kept_scale;
     repeat<ceil_div(kDimV, kOutColumns)>([&](auto part) {
       constexpr int kFirst = decltype(part)::value * kOutColumns;
       constexpr int kColumns = min_of(kOutColumns, kDimV - kFirst);
       if (elected) ptx::bulk_wait_read<0>();
-      sync_consumer(consumer);
+      sync_consumer(index);
       store_fragments_chunked<kBlockM>(s_out, warp_row, (float(&)[kColumns / 8][4])o[0][kFirst / 8], upper, lower);
       ptx::fence_async_proxy();
-      sync_consumer(consumer);
-      const int first_row = tile.first_row + consumer * 64;
+      sync_consumer(index);
       if (kIsPacked && row_stop < 64) {
         Storage* g_out = (Storage*)queries_of(common.out, batch, head) + first_row * common.out.row_stride;
         store_first_rows<kBlockM, min_of(kColumns, kHeadDimV - kFirst)>(g_out + kFirst, common.out.row_stride, s_out,
                                                                         at_least_zero(row_stop), thread);
       } else if (elected) {
         const int array_row = query_start_of(batch) + first_row;
-        store_chunks<kBlockM, kColumns>(params.out, s_out, array_row, head, entry_of(batch), kFirst);
+        store_chunks<kBlockM, kColumns>(map, s_out, array_row, head, entry_of(batch), kFirst);
         ptx::bulk_commit();
       }
     });
-    store_lse(common, batch, head, lane_row, softmax);
+  }
+};
+
+// A consumer warpgroup takes one tile of queries after another.
+CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 index) {
+  const Params& common = params.common;
+  const ConsumerPingPong ping_pong(index);
+  Position<kQStages> query;
+  Position<kNumStages> key;
+  for (auto walk = walk_of<true>(common, shared); walk.more(); walk.advance(), query.advance()) {
+    const QueryTile tile(common, walk.work(common));
+    const Entry batch = tile.work.batch;
+    Consumer consumer(common, shared, index, ping_pong, query, key, tile);
+
+    shared.q_ring.full(query).wait(query.parity);
+    const int row_stop = seqlen_q_of(common, batch) - tile.first_row - index * 64;  // of these 64 queries
+    consumer.clear_queries(row_stop);
+    consumer.clear_values();
+    const TileRange keys = tile.keys_of(common, index);
+    for (int n_block = tile.keys.stop - 1; n_block >= keys.stop; --n_block) consumer.skip();
+    if (keys.start < keys.stop)
+      consumer.walk_keys(keys, shared.q_ring.empty(query));
+    else  // as a warp, so that no lane still waits for a Q that the others have given back
+      arrive_as_warp(shared.q_ring.empty(query));
+    for (int n_block = keys.start - 1; n_block >= tile.keys.start; --n_block) consumer.skip();
+
+    OnlineSoftmax<1>& softmax = consumer.softmax;
+    softmax.finish();
+    if (kHasSinks && !is_left_over(common, batch))
+      softmax.add_sinks(consumer.o, [&](int, int) { return sink_of(common, tile.work.head) * kExponentOfE; });
+    consumer.store_out(params.out, row_stop);
+    store_lse(common, batch, tile.work.head, consumer.lane_row, softmax);
   }
   ping_pong.finish();
-  if (elected) ptx::bulk_wait<0>();
+  if (ptx::thread_index() % 128 == 0) ptx::bulk_wait<0>();
 }
 
 CUFLASH_DEVICE void forward(const ForwardParams& params) {

@@ -23,14 +23,14 @@
 #include "common/config.cuh"
 #include "common/dropout.cuh"
 #include "common/fragments.cuh"
-#include "common/mask.cuh"
+#include "common/operands.cuh"
 #include "common/params.cuh"
 #include "common/schedule.cuh"
-#include "common/score.cuh"
+#include "common/scores.cuh"
 #include "common/softmax.cuh"
-#include "ptx/wgmma.cuh"
 #include "sm90/forward_roles.cuh"
 #include "sm90/pipeline.cuh"
+#include "sm90/products.cuh"
 #include "sm90/tiles.cuh"
 
 constexpr int kNTiles = kBlockN / 8;
@@ -112,32 +112,6 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
   }
 }
 
-// Rows `row` and `row` + 8 of the output from the fragments of a lane, each times its factor.
-CUFLASH_DEVICE void store_rows(const Params& params, int batch, int head, int row, const float (&o)[kColumnTiles][4],
-                               const float (&factor)[2]) {
-  constexpr bool kByPairs = kStoreBytes >= 8 && kHeadDimV % 2 == 0;
-  struct alignas(8) Pair {
-    float value[2];
-  };
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (row + 8 * half >= params.seqlen_q) break;
-    float* g_row = (float*)params.out.data + batch * params.out.batch_stride + head * params.out.head_stride +
-                   (row + 8 * half) * params.out.row_stride;
-#pragma unroll
-    for (int n = 0; n < kColumnTiles; ++n) {
-      const int column = 8 * n + fragment_column();
-      const Pair pair = {o[n][2 * half] * factor[half], o[n][2 * half + 1] * factor[half]};
-      if constexpr (kByPairs) {
-        if (column < kHeadDimV) *(Pair*)(g_row + column) = pair;
-      } else {
-        if (column < kHeadDimV) g_row[column] = pair.value[0];
-        if (column + 1 < kHeadDimV) g_row[column + 1] = pair.value[1];
-      }
-    }
-  }
-}
-
 // A consumer: the warpgroup of 64 queries, `consumer` of kConsumers.
 CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 consumer) {
   const Params& common = params.common;
@@ -209,20 +183,8 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
         release(ring.empty(place_of(key, kPart)));
       });
     };
-    const auto to_scores = [&](float (&s)[kNTiles][4], int n_block, auto masked) {
-      if constexpr (!kScaleInExponent || masked.value) {
-        const int lane_key = tile.keys.at(n_block) * kBlockN + fragment_column();
-#pragma unroll
-        for (int n = 0; n < kNTiles; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int row = lane_row + i / 2 * 8, column = lane_key + 8 * n + i % 2;
-            float derivative;
-            s[n][i] = score.of(s[n][i], row, column, derivative);
-            if (masked.value && !mask.visible(row, column)) s[n][i] = -ptx::infinity();
-          }
-      }
-    };
+    const auto row_of = [&](int, int i) { return lane_row + row_in_tile(i); };
+    const auto lane_key_of = [&](int n_block) { return tile.keys.at(n_block) * kBlockN + fragment_column(); };
     const auto to_weights = [&](const float (&s)[kNTiles][4], u32 (&p)[kBlockN / 16][kBf16Parts][4]) {
 #pragma unroll
       for (int k = 0; k < kBlockN / 16; ++k)
@@ -262,13 +224,13 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       if (n_block == keys.start) release(shared.q_ring.empty(query));
 
       if (n_block >= keys.full_stop || n_block < keys.full_start)
-        to_scores(s[0], n_block, Constant<true>{});
+        to_scores(score, mask, s, row_of, lane_key_of(n_block), Constant<true>{});
       else
-        to_scores(s[0], n_block, Constant<false>{});
+        to_scores(score, mask, s, row_of, lane_key_of(n_block), Constant<false>{});
       float factor[1][2] = {{1.0f, 1.0f}};
       softmax.update(s, factor, exponent_scale);
       softmax.exponentiate(s, exponent_scale, softmax.row_sum);
-      if constexpr (kHasDropout) dropout.drop(s[0], lane_row, tile.keys.at(n_block) * kBlockN + fragment_column());
+      if constexpr (kHasDropout) dropout.drop(s[0], lane_row, lane_key_of(n_block));
       to_weights(s[0], p);
 
       ping_pong.wait();
@@ -297,8 +259,13 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     softmax.finish();
     if constexpr (kHasSinks) softmax.add_sinks(o, [&](int, int) { return sink_of(common, head) * kExponentOfE; });
     const float kept_scale = kept_scale_of(common);
-    store_rows(common, batch, head, lane_row, o[0],
-               {softmax.inverse_sum(0, 0) * kept_scale, softmax.inverse_sum(0, 1) * kept_scale});
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane_row + 8 * half;
+      if (row >= common.seqlen_q) break;
+      store_row<kHeadDimV>((Storage*)head_of(common.out, batch, head) + row * common.out.row_stride, o[0], half,
+                           softmax.inverse_sum(0, half) * kept_scale);
+    }
     store_lse(common, batch, head, lane_row, softmax);
   }
   ping_pong.finish();

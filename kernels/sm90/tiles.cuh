@@ -3,7 +3,7 @@
 #pragma once
 #include "common/config.cuh"
 #include "common/fragments.cuh"
-#include "ptx/wgmma.cuh"
+#include "ptx/tma.cuh"
 #include "sm90/pipeline.cuh"
 
 constexpr u32 kLineBytes = 128;
@@ -42,20 +42,6 @@ CUFLASH_DEVICE void store_first_rows(Storage* first, i64 row_stride, u32 tile, i
     *(Bytes16*)(first + row * row_stride + vector * 8) = ptx::load_shared_b128(line + (vector % 8 * 16 ^ row % 8 * 16));
   }
 }
-
-// An operand whose k runs along the lines, and the same one 16 `k` elements further, in a tile of `rows` rows.
-CUFLASH_DEVICE u64 descriptor_of(u32 tile) { return ptx::descriptor(tile, 0, 8 * kLineBytes); }
-template <int rows>
-CUFLASH_DEVICE u64 along_k(u64 operand, int k) {
-  return operand + (k / 4 * rows * kLineBytes + k % 4 * 32) / 16;
-}
-
-// An operand whose k runs down the `rows` rows.
-template <int rows>
-CUFLASH_DEVICE u64 descriptor_of_transposed(u32 tile) {
-  return ptx::descriptor(tile, rows * kLineBytes, 8 * kLineBytes);
-}
-CUFLASH_DEVICE u64 along_k_transposed(u64 operand, int k) { return operand + k * 16 * kLineBytes / 16; }
 
 // The 16 rows of a warp, from row `r` of a tile of `rows` rows on, as operands in registers, 16 columns each.
 template <int rows, int count>

@@ -134,6 +134,7 @@ CUFLASH_DEVICE void store_box(const Params& params) {
   if (ptx::thread_index() == 0) {
     ptx::store_tensor(params.map, shared, params.column, params.row, params.head, params.batch);
     ptx::bulk_commit();
+    ptx::bulk_wait_read<0>();
     ptx::bulk_wait<0>();
   }
 }

@@ -7,9 +7,11 @@ CONVERT = "around/convert.cu"
 DELTA = "around/delta.cu"
 LISTS = "around/lists.cu"
 SCORES_REDUCE = "around/scores_reduce.cu"
+REDUCE = "common/reduce.cuh"
 SINKS = "around/sinks.cu"
 KEY_SPLITS = "common/key_splits.cuh"
 SCORE_GRADIENTS = "common/score_gradients.cuh"
+BACKWARD_COMMON = "common/backward.cuh"
 
 # fmt: off
 MUTANTS = (
@@ -89,11 +91,12 @@ MUTANTS = (
            "backward sinks"),
     mutant("rows of the first batch entry alone", SINKS, "(i64)(kIsPacked ? 1 : params.batch) * rows", "rows",
            "backward sinks"),
-    mutant("pairs of statistics taken for single ones", SINKS, "(kPairsStats ? row / 2 * 4 + row % 2 : row * 2)",
-           "row * 2", "backward sm90 sinks"),
-    mutant("half of the lanes of a warp", SINKS, "int mask = 16;", "int mask = 8;", "backward sinks"),
-    mutant("the first warp alone", SINKS, "int warp = 1;", "int warp = kNumWarps;", "backward sinks"),
-    mutant("no barrier before the sums of warps are read", SINKS, "  ptx::sync_block();\n", "", "backward sinks"),
+    mutant("pairs of statistics taken for single ones", BACKWARD_COMMON,
+           "(kPairsStats ? row / 2 * 4 + row % 2 : row * 2)", "row * 2", "backward sm90 sinks",
+           "dbias in pairs of rows"),
+    mutant("half of the lanes of a warp", REDUCE, "int mask = 16;", "int mask = 8;", "backward sinks"),
+    mutant("the first warp alone", REDUCE, "int warp = 1;", "int warp = kNumWarps;", "backward sinks"),
+    mutant("no barrier before the sums of warps are read", REDUCE, "  ptx::sync_block();\n", "", "backward sinks"),
     # ---- common/key_splits.cuh
     mutant("columns past the head are stored", KEY_SPLITS, "  if (column < kHeadDimV) ", "  ", "decode narrow"),
     mutant("the first block of a head is the one behind", KEY_SPLITS,

@@ -6,6 +6,7 @@ SPLIT_FP32 = "around/split_fp32.cu"
 BF16_SPLIT = "common/bf16_split.cuh"
 BACKWARD_FP32 = "sm90/backward_fp32.cu"
 FORWARD_FP32 = "sm90/forward_fp32.cu"
+OPERANDS = "common/operands.cuh"
 
 # fmt: off
 MUTANTS = (
@@ -48,8 +49,8 @@ MUTANTS = (
            "backward parts"),
     mutant("P' without a wait for K", BACKWARD_FP32, "if (tile.num_steps > 0) shared.k_full.wait(0);", "",
            "backward parts"),
-    mutant("P' is read in flight", BACKWARD_FP32, "    ptx::wgmma_wait<0>();\n    ptx::fence_operand(p);\n",
-           "    ptx::fence_operand(p);\n", "backward parts"),
+    mutant("P' is read in flight", BACKWARD_FP32, "    wait_for<0>(p);\n", "    ptx::fence_operand(p);\n",
+           "backward parts"),
     mutant("parts meet the same parts of the other factor", BACKWARD_FP32,
            "along_k<kBf16Parts * kRows>(part_of(rows_b, i.value), k), accumulate);",
            "along_k<kBf16Parts * kRows>(part_of(rows_b, j.value), k), accumulate);", "backward parts"),
@@ -64,13 +65,12 @@ MUTANTS = (
     mutant("dS' of parts is not fenced", BACKWARD_FP32, "          ptx::fence_async_proxy();\n", "", "backward parts"),
     mutant("dQ of parts before dS' is there", BACKWARD_FP32, "    shared.handed.ds_full(buffer).wait(buffer.parity);\n",
            "", "backward parts"),
-    mutant("a buffer is given back before dQ is computed", BACKWARD_FP32,
-           "      ptx::wgmma_wait<0>();\n      ptx::fence_operand(dq);\n"
+    mutant("a buffer is given back before dQ is computed", BACKWARD_FP32, "      wait_for<0>(dq);\n"
            "      if (first == kDim - kDqColumns && thread == 0) shared.handed.ds_empty(buffer).arrive();\n",
            "      if (first == kDim - kDqColumns && thread == 0) shared.handed.ds_empty(buffer).arrive();\n"
-           "      ptx::wgmma_wait<0>();\n      ptx::fence_operand(dq);\n", "backward parts"),
-    mutant("a chunk is given back with the one before it", BACKWARD_FP32, "ptx::wgmma_wait<chunks - 1 - c>();",
-           "ptx::wgmma_wait<chunks - 1>();", "backward parts"),
+           "      wait_for<0>(dq);\n", "backward parts"),
+    mutant("a chunk is given back with the one before it", BACKWARD_FP32, "wait_for<chunks - 1 - c>(sum[c]);",
+           "wait_for<chunks - 1>(sum[c]);", "backward parts"),
     mutant("dO is given back by one of two", BACKWARD_FP32, "shared.do_ring.barriers.init(2);",
            "shared.do_ring.barriers.init(1);", "backward parts"),
     mutant("dK takes Q before it is there", BACKWARD_FP32,
@@ -94,8 +94,8 @@ MUTANTS = (
     mutant("dK is not scaled", BACKWARD_FP32, "thread, dk, common.scale);", "thread, dk, 1.0f);", "backward parts"),
     mutant("keys past the last one are stored", BACKWARD_FP32, "    if (key >= params.seqlen_k) continue;\n", "",
            "backward parts"),
-    mutant("the column behind an odd number of them is stored", BACKWARD_FP32, "if (column + 1 < head_dim) row",
-           "if (column < head_dim) row", "backward parts narrow"),
+    mutant("the column behind an odd number of them is stored", OPERANDS, "if (column + 1 < head_dim) row",
+           "if (column < head_dim) row", "backward parts narrow", "float32 sm90 narrow"),
     mutant("dV's part over that of dK", BACKWARD_FP32, "tile.partials(common, thread) + kRows * kDim;",
            "tile.partials(common, thread);", "backward parts split"),
     mutant("buffers of dS are not given back", BACKWARD_FP32,
@@ -154,13 +154,11 @@ MUTANTS = (
            "      multiply_s(s[0]);\n", "float32 sm90"),
     mutant("parts of P in the place of others", FORWARD_FP32, "p[k][part][i] = word[part];",
            "p[k][part][i] = word[kBf16Parts - 1 - part];", "float32 sm90"),
-    mutant("rows of float32 past the last one are stored", FORWARD_FP32,
-           "    if (row + 8 * half >= params.seqlen_q) break;\n", "", "float32 sm90"),
-    mutant("the column behind an odd number of them is stored", FORWARD_FP32, "if (column + 1 < kHeadDimV)",
-           "if (column < kHeadDimV)", "float32 sm90 narrow"),
+    mutant("rows of float32 past the last one are stored", FORWARD_FP32, "      if (row >= common.seqlen_q) break;\n",
+           "", "float32 sm90"),
     mutant("the sink of a key/value head", FORWARD_FP32, "sink_of(common, head)", "sink_of(common, tile.head_kv)",
            "float32 sm90 sinks"),
-    mutant("the weights of the next tile are dropped", FORWARD_FP32, "lane_row, tile.keys.at(n_block) * kBlockN",
-           "lane_row, (n_block + 1) * kBlockN", "dropout float32 sm90"),
+    mutant("the weights of the next tile are dropped", FORWARD_FP32, "lane_row, lane_key_of(n_block));",
+           "lane_row, lane_key_of(n_block + 1));", "dropout float32 sm90"),
 )
 # fmt: on

@@ -182,14 +182,11 @@ _BACKWARD_SM90 = BackwardSm90Tile(
     block_m=64,
     block_n=128,
     num_stages=2,
-    dp_early=True,
-    splits_roles=False,
-    holds_k=True,
-    dk_from_shared=False,
+    schedule="kHoldK",
     origin="of a trial",
 )
-_DK_FROM_SHARED = replace(_BACKWARD_SM90, holds_k=False, dk_from_shared=True)
-_SPLIT_ROLES = replace(_BACKWARD_SM90, block_n=64, splits_roles=True, holds_k=False)
+_DK_FROM_SHARED = replace(_BACKWARD_SM90, schedule="kSharedDs")
+_SPLIT_ROLES = replace(_BACKWARD_SM90, block_n=64, schedule="kSplitRoles")
 _BACKWARD_PARTS = (
     BackwardFloat32Sm90Tile(max_dim=128, num_stages=1, num_buffers=1, dq_columns=64, dq_late=True, origin="of a trial"),
     None,
