@@ -4,8 +4,8 @@
 //   lse = log sum_i exp(lse_i)        O = sum_i exp(lse_i - lse) O_i
 //
 // A sink joins the sum of exponentials here, once, and has no part in O. A block owns kRows rows. The threads of a row
-// stand side by side along the columns, four to each, and beneath each other for results that are summed at once; so the
-// order of the additions is fixed. A warp belongs to one row.
+// stand side by side along the columns, four to each, and beneath each other for results that are summed at once; so
+// the order of the additions is fixed. A warp belongs to one row.
 #include "common/config.cuh"
 #include "common/fragments.cuh"
 #include "common/key_splits.cuh"

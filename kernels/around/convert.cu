@@ -1,5 +1,5 @@
-// dq, and dk and dv of tiles of keys that blocks share: what the kernel before added up, or left in parts, in the fragment
-// order of sm80/backward_warps.cuh, to rows of the element type. A block converts one tile of one of them.
+// dq, and dk and dv of tiles of keys that blocks share: what the kernel before added up, or left in parts, in the
+// fragment order of sm80/backward_warps.cuh, to rows of the element type. A block converts one tile of one of them.
 #include "common/operands.cuh"
 #include "common/params.cuh"
 #include "common/schedule.cuh"
@@ -17,8 +17,8 @@ constexpr int kBytesOfKeys = kConvertsKeys ? tile_bytes(kKeys, max_of(kDim, kDim
 constexpr int kBytesOfQueries = kDqByReduction ? tile_bytes(kBlockM, kDim) : 0;
 static_assert(max_of(kBytesOfKeys, kBytesOfQueries) == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
 
-// Block. `factor` times the sum of `count` parts that are `stride` apart, in their order, to rows [first_row, row_stop) of
-// a head of `result`. `quad_of(part, i)` is the i-th four elements that a thread has of a part.
+// Block. `factor` times the sum of `count` parts that are `stride` apart, in their order, to rows [first_row, row_stop)
+// of a head of `result`. `quad_of(part, i)` is the i-th four elements that a thread has of a part.
 template <Order order, int rows, int columns, int warps_d, class QuadOf>
 CUFLASH_DEVICE void convert(const Real* part, int count, i64 stride, QuadOf quad_of, Real factor, Storage* result,
                             i64 row_stride, int first_row, int row_stop) {

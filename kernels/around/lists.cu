@@ -1,5 +1,5 @@
-// Lists, from a block mask and all that else is known of whole tiles, which tiles of keys each tile of queries sees, or the
-// other way round: common/schedule.cuh says how. A warp makes a list.
+// Lists, from a block mask and all that else is known of whole tiles, which tiles of keys each tile of queries sees, or
+// the other way round: common/schedule.cuh says how. A warp makes a list.
 #include "common/config.cuh"
 #include "common/fragments.cuh"
 #include "common/mask.cuh"

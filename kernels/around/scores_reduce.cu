@@ -1,6 +1,6 @@
-// The gradients of bias, slopes, scale and softcap from the parts that blocks of sm80/backward_scores.cu left, in an order
-// that is fixed. For dbias a block serves one tile; for the others it makes one number. Parts are added in float64,
-// whatever the elements are: there are few of them.
+// The gradients of bias, slopes, scale and softcap from the parts that blocks of sm80/backward_scores.cu left, in an
+// order that is fixed. For dbias a block serves one tile; for the others it makes one number. Parts are added in
+// float64, whatever the elements are: there are few of them.
 #include "common/backward.cuh"
 #include "common/reduce.cuh"
 #include "common/score_gradients.cuh"
@@ -18,7 +18,7 @@ CUFLASH_DEVICE void add_dbias(const Params& params) {
   }
 }
 
-// Block 0 makes dscale, then one makes dsoftcap, if they are wanted; those behind them make a slope each.
+// Block 0 makes dscale and the next one dsoftcap, if they are wanted; each of the others makes a slope.
 CUFLASH_DEVICE void add_sums(const Params& params) {
   const i64 num_parts = (i64)num_tiles_of(params, params.seqlen_q, kBlockM) * params.sums_splits;
   const i64 of_head = kIsPacked ? num_parts : num_parts * params.batch;

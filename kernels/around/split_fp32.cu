@@ -1,8 +1,10 @@
-// Splits float32 arrays into their bfloat16 parts (common/bf16_split.cuh), once for all blocks of the kernels that read them:
+// Splits float32 arrays into their bfloat16 parts (common/bf16_split.cuh), once for all blocks of the kernels that read
+// them:
 //
 //   q, k, v and, in the backward pass, dout  ->  (parts, batch, heads, seqlen, head dimension rounded up to 8)
 //
-// A block serves kBlockM rows of one head of one array. Rows of k and v that kv_lengths hides are zeros and are not read.
+// A block serves kBlockM rows of one head of one array. Rows of k and v that kv_lengths hides are zeros and are not
+// read.
 #include "common/bf16_split.cuh"
 #include "common/operands.cuh"
 #include "common/params.cuh"

@@ -4,17 +4,17 @@
 #include "common/params.cuh"
 #include "common/schedule.cuh"
 
-// dq gathers contributions of every tile of keys: by reductions into an accumulator, in any order (fast), or in
-// a kernel of its own that recomputes them, in a fixed order (deterministic).
+// dq is the sum of contributions of all tiles of keys. Either blocks add them to an accumulator by reductions, in any
+// order (fast); or a kernel of its own recomputes them, in a fixed order (deterministic).
 constexpr bool kDqByReduction = CUFLASH_DQ_BY_REDUCTION;
-// Or blocks take turns at the accumulator: for each tile of queries, behind the accumulator, a counter of those who had it.
-// Then the order is fixed as well (deterministic).
+// Or blocks add to the accumulator in order: after the accumulators, each tile of queries has a counter of the blocks
+// that have added, and a block waits for its turn. Then the order is fixed as well (deterministic).
 constexpr bool kDqInOrder = CUFLASH_DQ_IN_ORDER;
 
-// dk and dv of one key/value head are sums over the queries of all heads of its group. Where tiles of keys alone are too
-// few to fill the device, params.group_splits blocks share the heads. Or params.tail_splits blocks share the queries of
-// each tile that comes, in launch order, behind the first params.whole_tiles: those that are too few at the end. Blocks
-// that share leave partial sums to a kernel that adds them.
+// dk and dv of one key/value head are sums over the queries of all heads of its group. Where tiles of keys alone are
+// too few to fill the device, params.group_splits blocks share the heads. Or params.tail_splits blocks share the
+// queries of each tile that comes, in launch order, after the first params.whole_tiles: these last tiles would leave
+// the device half empty. Blocks that share leave partial sums to a kernel that adds them.
 constexpr bool kSplitsGroup = CUFLASH_SPLITS_GROUP;
 constexpr bool kSplitsTail = CUFLASH_SPLITS_TAIL;
 static_assert(!kSplitsGroup || !kSplitsTail, "tiles are shared in one way");
@@ -37,23 +37,24 @@ struct alignas(16) Real4 {
 CUFLASH_DEVICE Real* partials_at(const Params& params, i64 index, u32 thread) {
   return (Real*)params.dkv_partials + index * kPartialElements + thread * 4;
 }
-// The first part, of those who share the heads of a group.
+// The first part of the blocks that share the heads of a group.
 CUFLASH_DEVICE i64 first_part_of(const Params& params, int num_n_blocks, Entry batch, int head_kv, int n_block) {
   i64 tile = ((i64)batch * params.num_heads_kv + head_kv) * num_n_blocks + n_block;
   if constexpr (kIsPacked) tile = (i64)head_kv * num_n_blocks + first_place_of_keys(batch, kBlockN) + n_block;
   return tile * params.group_splits;
 }
 
-// Tiles of keys start, and where they take turns add, from the first to the last: the longest first under a causal mask.
-// Where they take turns and see no queries before a diagonal, or none after one, they start from the last to the first.
-// Under a causal mask each so meets first a tile of queries that those before it do not see, and is a step behind them at
-// every other one: nobody waits. But the longest run alone at the end. So, where that costs more than waiting does, one of
-// kBackShare heads of each batch entry come behind all others, and start with the longest; they walk from the last query,
-// which all see, back to the diagonal. Which ones is a matter of the head alone: the sums of its dq are the same in any
-// batch, and so are those of dk and dv but of tiles that blocks share.
+// Tiles of keys start from the first to the last, and add to dq in that order where there is one: under a causal mask
+// the longest start first. Where dq has an order and tiles see no queries before a diagonal, or none after one, they
+// start from the last to the first. Under a causal mask each then first meets a tile of queries that those before it do
+// not see, and is one step later than they are at every other one: no block waits. But the longest tiles run alone at
+// the end. So, where that costs more than waiting does, one of kBackShare heads of each batch entry comes after all
+// others and starts with its longest tile; its tiles walk from the last query, which all of them see, back to the
+// diagonal. Which heads these are depends on the head alone: the sums of its dq are the same in any batch, and so are
+// those of dk and dv, except of tiles that blocks share.
 constexpr bool kLastFirst = kDqInOrder && (kHasRightBound || kHasLeftBound);
 constexpr int kBackShare = CUFLASH_BACK_SHARE;  // or 0: none
-constexpr u32 kBackSection = CUFLASH_BACK_SECTION;  // of these heads, which are at the same queries, are interleaved
+constexpr u32 kBackSection = CUFLASH_BACK_SECTION;  // so many of these heads, which are at the same queries, interleave
 static_assert(kBackShare == 0 || (kDqInOrder && kHasRightBound && !kHasLeftBound), "all heads start at the diagonal");
 
 CUFLASH_DEVICE int num_heads_back(int num_heads) { return kBackShare == 0 ? 0 : num_heads / kBackShare; }
@@ -80,8 +81,8 @@ CUFLASH_DEVICE u32* dq_order_of(const Params& params, int num_m_blocks, i64 m_ti
   return (u32*)((Real*)params.dq_accumulator + num_tiles * (kBlockM * kDim)) + m_tile;
 }
 
-// Behind the counters, of packed sequences: whether some overlap, because their starts decrease. Then a turn might never
-// come, and nobody must wait for it.
+// After the counters, with packed sequences: whether some overlap, because their starts decrease. Then a turn might
+// never come, and no block may wait for it.
 CUFLASH_DEVICE u32* overlap_of(const Params& params, int num_m_blocks) {
   return dq_order_of(params, num_m_blocks, (i64)params.num_heads * num_m_blocks);
 }
@@ -95,8 +96,9 @@ CUFLASH_DEVICE bool sequences_overlap(const Params& params) {
   return ptx::any_lane(decrease);
 }
 
-// Pairs (lse as an exponent, delta - dlse) of the rows of a head; rows past seqlen_q, up to a whole tile, have no weights. Or, of
-// every two rows, both lse before both delta: who needs only one of them reads two at once.
+// Pairs (lse as an exponent, delta - dlse) of the rows of a head; rows past seqlen_q, up to a whole tile, have no
+// weights. Or, for every two rows, both lse before both delta: a lane that needs only one of the two reads it for two
+// rows at once.
 constexpr bool kPairsStats = CUFLASH_PAIRS_STATS;
 
 // They are written, and have their places, by tiles of so many rows.

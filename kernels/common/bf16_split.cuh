@@ -58,7 +58,7 @@ CUFLASH_DEVICE void bf16_split(float x, float y, u32 (&part)[kBf16Parts]) {
     for (int i = 0; i < 2; ++i)
       rest[i] -= ptx::float_of(i == 0 ? part[kMiddle] << 16 : part[kMiddle] & 0xffff0000u);
   } else {
-    // Numbers next to the largest of float32 may not be rounded up to the one behind it.
+    // Numbers next to the largest of float32 must not be rounded up to infinity.
     constexpr float kLargestRest = kLargest / 256.0f;
     for (int i = 0; i < 2; ++i) {
       if (rest[i] > kLargestRest && rest[i] < ptx::infinity()) rest[i] = kLargestRest;

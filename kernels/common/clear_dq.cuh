@@ -1,14 +1,15 @@
-// Who clears the accumulators of dq, before others add to them.
+// How the accumulators of dq are cleared before blocks add to them.
 #pragma once
 #include "common/backward.cuh"
 #include "common/config.cuh"
 #include "common/params.cuh"
 #include "common/schedule.cuh"
 
-// A kernel that clears them takes as long as memory does, while stores take next to nothing from the products of another.
-// So blocks of the kernel of keys do it as they start: those of a head, or part of a group, share the accumulators of the
-// one that is params.clear_ahead places behind it in launch order. Their threads count, and blocks wait for the count before
-// they add. What the first places add to is cleared beforehand.
+// A kernel that only clears them takes as long as memory does, while stores take next to nothing from the products of
+// another kernel. So the blocks of the kernel that owns keys clear as they start: the blocks of a head, or of a part of
+// a group, share the accumulators of the head that comes params.clear_ahead places later in launch order. Their threads
+// count, and blocks wait for that count before they add. The accumulators of the first places are cleared by the kernel
+// before.
 constexpr bool kClearsAhead = CUFLASH_CLEARS_AHEAD;
 static_assert(!kClearsAhead || kDqByReduction, "there are accumulators");
 
@@ -45,8 +46,8 @@ CUFLASH_DEVICE void clear_accumulator(const Params& params, i64 m_tile, u32 thre
   for (u32 i = thread; i < kBlockM * kDim * sizeof(Real) / 16; i += num_threads) accumulator[i] = {0, 0, 0, 0};
 }
 
-// How many threads have cleared what they clear of the accumulators of a place. The counters are behind those of turns, and
-// behind what tells of overlap.
+// How many threads have cleared their share of the accumulators of a place. These counters come after those of the
+// order of dq, and after the word that tells of overlap.
 CUFLASH_DEVICE u32* clears_of(const Params& params, int num_m_blocks, u32 place) {
   const i64 num_turns = kDqInOrder ? (i64)heads_in_all(params, params.num_heads) * num_m_blocks + kIsPacked : 0;
   return dq_order_of(params, num_m_blocks, num_turns + place);

@@ -83,9 +83,9 @@ constexpr int kDim = round_up(kHeadDim, CUFLASH_DIM_MULTIPLE);
 constexpr int kDimV = round_up(kHeadDimV, CUFLASH_DIM_MULTIPLE);
 
 // A shared tile stores its rows in whole lines of 128 bytes (or in a half or a quarter of one) and permutes the 16-byte
-// vectors within a line by the row number, so that any 8 neighbouring rows keep a column in 8 different groups of banks.
-// Lines, and not padded rows, because asynchronous copies write aligned sectors of 32 bytes at once: on rows that start
-// in the middle of a sector they reach 5.8 TB/s on an H200, on these 9.5.
+// vectors within a line by the row number, so that any 8 neighbouring rows keep a column in 8 different groups of
+// banks. Lines, and not padded rows, because asynchronous copies write aligned sectors of 32 bytes at once: on rows
+// that start in the middle of a sector they reach 5.8 TB/s on an H200, on these 9.5.
 CUFLASH_DEVICE constexpr int row_bytes(int columns) {
   const int bytes = columns * kElementBytes;
   return kWide || bytes > 64 ? round_up(bytes, 128) : bytes > 32 ? 64 : 32;
@@ -94,16 +94,16 @@ CUFLASH_DEVICE constexpr u32 tile_bytes(int rows, int columns) { return rows * r
 
 // What the byte offset of a vector within its line is xored with in row `r` of a tile with rows of `row` bytes.
 //
-// Fragments of wide elements are read as pairs of neighbours (sm80/fragments.cuh), in phases of 128 bytes: 4 consecutive
-// rows, or 4 even or 4 odd ones, with 2 neighbouring vectors of each (float32), or 2 rows with 4 vectors (float64 by rows).
-// For them an odd row number also flips the highest bit; then none of these meet in a bank.
+// Fragments of wide elements are read as pairs of neighbours (sm80/fragments.cuh), in phases of 128 bytes: 4
+// consecutive rows, or 4 even or 4 odd ones, with 2 neighbouring vectors of each (float32), or 2 rows with 4 vectors
+// (float64 by rows). For them an odd row number also flips the highest bit; then none of these meet in a bank.
 template <int row>
 CUFLASH_DEVICE constexpr u32 row_swizzle(u32 r) {
   return (kWide ? r % 8 ^ r % 2 * 4 : row >= 128 ? r % 8 : row == 64 ? r / 2 % 4 : r / 4 % 2) * 16;
 }
 
-// `address` moved by `bytes` along its row: to another line by addition, within the line by exclusive or. `bytes` has no
-// bit in common with the offset of `address` in its line before the swizzle.
+// `address` moved by `bytes` along its row: to another line by addition, within the line by exclusive or. `bytes` has
+// no bit in common with the offset of `address` in its line before the swizzle.
 CUFLASH_DEVICE constexpr u32 along_row(u32 address, u32 bytes) {
   return (address ^ (bytes % 128)) + bytes / 128 * 128;
 }

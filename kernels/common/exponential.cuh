@@ -1,6 +1,6 @@
 // Exponentials, logarithms and tanh, each as accurate as the element type needs.
 //
-// Softmax works on exponents. For 16-bit elements they are of base 2: 2^x is one instruction, whose error hides behind
+// Softmax works on exponents. For 16-bit elements they are of base 2: 2^x is one instruction, whose error is below
 // the rounding of P. For wide elements they are natural, so that no rounded constant is folded into the scale.
 #pragma once
 #include "common/config.cuh"
@@ -10,8 +10,8 @@ constexpr float kLn2 = 0.6931471805599453f;
 
 constexpr Real kExponentOfE = kWide ? (Real)1 : (Real)kLog2e;  // a natural exponent times this is an exponent
 
-// x = steps log 2 + r, with abs(r) at most log(2) / 2. abs(x) is below 2^10. The polynomials interpolate (e^r - 1 - r) / r^2
-// at Chebyshev points; that leaves 0.02 (float32) and 0.15 (float64) units in the last place of e^r.
+// x = steps log 2 + r, with abs(r) at most log(2) / 2. abs(x) is below 2^10. The polynomials interpolate (e^r - 1 - r)
+// / r^2 at Chebyshev points; that leaves 0.02 (float32) and 0.15 (float64) units in the last place of e^r.
 template <class T>
 struct Reduced;
 
@@ -82,8 +82,8 @@ CUFLASH_DEVICE double exponential(double exponent) {
   return is_vanishing(exponent) ? 0.0 : is_overflowing(exponent) ? (double)ptx::infinity() : value;
 }
 
-// The same for all lanes of a warp at once, which all call it, with weights' exponents: none is above 709. In float64 10
-// instructions, not 18, of the units that the tensor cores need too: x = (steps / 32) log 2 + r, abs(r) at most
+// The same for all lanes of a warp at once, which all call it, with weights' exponents: none is above 709. In float64
+// 10 instructions, not 18, of the units that the tensor cores need too: x = (steps / 32) log 2 + r, abs(r) at most
 // log(2) / 64, where a polynomial of degree 5 differs from e^r by 2^-53 at most. Lane i keeps 2^(i / 32), rounded; that
 // makes the result one unit in the last place uncertain.
 CUFLASH_DEVICE float warp_exponential(float exponent) { return exponential(exponent); }
@@ -113,9 +113,9 @@ CUFLASH_DEVICE double warp_exponential(double exponent) {
   return is_vanishing(exponent) ? 0.0 : power + power * rest;
 }
 
-// tanh by e = e^(-2 abs(x)): (1 - e) / (1 + e), with 1 - e from the series near 0, where it keeps its relative accuracy;
-// and further out 1 - 2e / (1 + e), where rounding errors of the fraction count less. NaN and the infinities as they
-// should be.
+// tanh by e = e^(-2 abs(x)): (1 - e) / (1 + e), with 1 - e from the series near 0, where it keeps its relative
+// accuracy; and further out 1 - 2e / (1 + e), where rounding errors of the fraction count less. NaN and the infinities
+// as they should be.
 template <class T>
 CUFLASH_DEVICE T accurate_tanh(T x) {
   const T magnitude = x < 0 ? -x : x;

@@ -11,7 +11,7 @@ struct alignas(16) Float4 {
   float value[4];
 };
 
-// The keys of all key/value heads of the batch, those of one head behind those of the other, are cut into as many equal
+// The keys of all key/value heads of the batch, one head after the other, are cut into as many equal
 // shares as there are blocks. So a block has keys of one head or of neighbouring ones, and a head belongs to one block
 // or to neighbouring ones. A place among these keys is a number of steps; a head is as many of them long as there are
 // blocks.
@@ -40,14 +40,14 @@ struct Partials {
       : first_block(shares.block_at(shares.start_of_head(head))),
         count(shares.block_at(shares.start_of_head(head + 1) - 1) - first_block + 1),
         rows(params.num_heads / params.num_heads_kv * params.seqlen_q) {
-    const i64 first_row = (i64)room(first_block, head) * rows;
+    const i64 first_row = (i64)slot(first_block, head) * rows;
     g_out = (float*)params.partial_out + first_row * kDimV;
     g_lse = (float*)params.partial_lse + first_row;
   }
 
-  // The rooms of a block's heads and of a head's blocks are neighbours: from one to the next, one of the two grows, or
+  // The slots of a block's heads and of a head's blocks are neighbours: from one to the next, one of the two grows, or
   // both.
-  CUFLASH_DEVICE static u32 room(u32 block, u32 head) { return block + head; }
+  CUFLASH_DEVICE static u32 slot(u32 block, u32 head) { return block + head; }
 
   // Row `row` of O, of kDimV columns, and its lse, by the head's `i`-th block.
   CUFLASH_DEVICE float* out(int i, int row) const { return g_out + ((i64)i * rows + row) * kDimV; }

@@ -11,8 +11,8 @@ CUFLASH_DEVICE const Storage* head_of(const Tensor& tensor, int batch, int head)
   return (const Storage*)tensor.data + batch * tensor.batch_stride + head * tensor.head_stride;
 }
 
-// The first of the queries, or of the keys, of batch entry `batch` in an operand that has a row for each of them. k and v
-// may lie in pages.
+// The first of the queries, or of the keys, of batch entry `batch` in an operand that has a row for each of them. k and
+// v may lie in pages.
 CUFLASH_DEVICE const Storage* queries_of(const Tensor& tensor, Entry batch, int head) {
   return head_of(tensor, entry_of(batch), head) + query_start_of(batch) * tensor.row_stride;
 }

@@ -16,8 +16,8 @@ struct Pages {
         stride(params.block_table.page_stride),
         num_pages(params.num_pages) {}
 
-  // The page of a key that exists. What lies in the table behind the last one is never looked at; other entries that
-  // are no page, which nobody has looked at before, are moved to the nearest one.
+  // The page of a key that exists. Entries of the table after the last page are never read. Other entries that are no
+  // page have not been checked before; here they are moved to the nearest page.
   CUFLASH_DEVICE int page_of(int key) const {
     const int page = table[(u32)key / kKeysOfPage * stride];
     return page < 0 ? 0 : page < num_pages ? page : num_pages - 1;

@@ -53,7 +53,7 @@ struct Params {
   void* row_stats;       // (batch, num_heads, stats_rows, 2): lse as an exponent, and delta - dlse
   void* dq_accumulator;  // (batch, num_heads, m blocks, block_m * padded head_dim), in fragment order
   void* dkv_partials;    // (batch, num_heads_kv, n blocks, group_splits, dk and dv of a tile), in fragment
-                         // order; or (n blocks behind whole_tiles, tail_splits, the same)
+                         // order; or (n blocks after whole_tiles, tail_splits, the same)
   void* partial_out;     // (batch * num_heads_kv + resident_blocks, rows of a group, padded head_dim_v)
   void* partial_lse;     // the same without columns
   void* q_split;        // of bfloat16: (bfloat16 parts, batch, heads, seqlen, head dimension rounded up to 8)
@@ -71,11 +71,11 @@ struct Params {
   i32 head_section;  // heads whose blocks are interleaved in the launch order
   float scale;
   float softcap;
-  i32 stats_rows;    // seqlen_q, rounded up to whole tiles; packed: those of all places of tiles
+  i32 stats_rows;    // seqlen_q, rounded up to whole tiles; packed: the rows of all places of tiles
   i32 group_splits;  // blocks that share the query heads of a key/value head
   i32 whole_tiles;   // of keys, before those that blocks share
   i32 tail_splits;   // blocks that share the queries of each of these
-  i32 resident_blocks;  // of a kernel whose blocks take one tile after another
+  i32 resident_blocks;  // blocks of a persistent kernel
   i32 list_batches;  // batch entries that have lists of their own: all or 1
   i32 list_heads;    // query heads that have
   i32 num_pages;     // of the pools

@@ -1,12 +1,14 @@
-// The walk of a block of the backward pass over the tiles of queries that a block mask leaves, heads outermost.
+// The walks of a block of the backward pass over the tiles of queries, heads outermost: over a range of them, or over
+// those that a block mask leaves.
 #pragma once
 #include "common/backward.cuh"
 #include "common/config.cuh"
 #include "common/params.cuh"
 #include "common/schedule.cuh"
 
-static_assert(!kHasBlockMask || !kDqInOrder, "turns count every tile of keys");
+static_assert(!kHasBlockMask || !kDqInOrder, "the order of dq counts every tile of keys");
 
+// The tiles of queries that see a tile of keys, and the direction of the walk.
 struct QueryRange : TileRange {
   bool backwards = false;  // from the last tile to the first
 
@@ -67,6 +69,7 @@ struct RangeWalk {
   CUFLASH_DEVICE static RangeWalk first(const QueryRange& tiles, int head) { return {head, tiles.first()}; }
 };
 
+// The same over lists.
 struct ListWalk {
   int head, m_block, place;
 

@@ -1,5 +1,5 @@
-// Sums over a warp and over a block, in an order that is fixed. They run in float64, whatever the elements are: there are
-// few numbers, or an addition costs nothing beside what makes each of them.
+// Sums over a warp and over a block, in an order that is fixed. They run in float64, whatever the elements are: there
+// are few numbers, or an addition costs nothing beside what makes each of them.
 #pragma once
 #include "common/config.cuh"
 #include "common/fragments.cuh"

@@ -9,7 +9,7 @@ struct Work {
   int head;   // query head (or key/value head)
   Entry batch;
 };
-// The same before a packed sequence is found: `block` is then a place among those of all sequences.
+// The same before a packed sequence is found: `block` is then a place among the places of all sequences.
 struct Place {
   int block;
   int head;
@@ -21,9 +21,9 @@ CUFLASH_DEVICE u32 heads_in_all(const Params& params, int num_heads) {
   return kIsPacked ? num_heads : num_heads * params.batch;
 }
 
-// Work starts in the order of its index. Tiles of one head are neighbours, so that they share its operands in L2; `section`
-// heads are interleaved. With `last_first` the tiles run from the last to the first: under a causal mask those of queries
-// are the longest, and short ones fill the gaps at the end.
+// Work starts in the order of its index. Tiles of one head are neighbours, so that they share its operands in L2;
+// `section` heads are interleaved. With `last_first` the tiles run from the last to the first: under a causal mask the
+// last tiles of queries take the longest, and short ones fill the gaps at the end.
 CUFLASH_DEVICE Place schedule(const Params& params, u32 index, int num_blocks, int num_heads, u32 section,
                               bool last_first) {
   const u32 heads = heads_in_all(params, num_heads);
@@ -37,9 +37,9 @@ CUFLASH_DEVICE Place schedule(const Params& params, u32 index, int num_blocks, i
 
 // Tiles of `rows` rows of the `seqlen` rows of a head.
 //
-// Of packed sequences, places for them: the tiles of sequence b have the places from start_of(b) / rows + b on. No two
-// tiles meet, since a sequence has at most one tile more than it moves the start of the next one by; there is at most one
-// place a sequence without a tile, and to find the tile of a place takes no more than the starts.
+// Packed: tile t of sequence b has place start(b) / rows + b + t. No two tiles share a place, since a sequence has at
+// most one tile more than the places by which it moves the next one. At most one place per sequence is empty. The
+// starts alone tell which tile has a place.
 CUFLASH_DEVICE int num_tiles_of(const Params& params, int seqlen, int rows) {
   return kIsPacked ? seqlen / rows + params.batch + 1 : ceil_div(seqlen, rows);
 }
@@ -49,8 +49,8 @@ CUFLASH_DEVICE int first_place_of_keys(Entry batch, int rows) { return key_start
 // Warp. The last lane for which `holds`, which it does for the first one.
 CUFLASH_DEVICE u32 last_lane(bool holds) { return 31 - ptx::leading_zeros(ptx::ballot(holds)); }
 
-// Warp. The sequence, and which of its tiles, that has a place. It may be one that there is not. The lanes look at 32
-// entries at once: at every 32nd, or 1024th, first, where there are more.
+// Warp. The sequence that has a place, and which of its tiles it is; that tile may not exist. The lanes look at 32
+// sequences at once. Where there are more, they first look at every 32nd, or at every 1024th.
 template <class FirstPlace>
 CUFLASH_DEVICE Work at_place(const Params& params, const Place& place, FirstPlace first_place) {
   const int lane = ptx::thread_index() % 32;
@@ -139,9 +139,9 @@ CUFLASH_DEVICE TileRange query_tiles(const Params& params, Entry batch, int firs
   return {start, full_start, full_stop, stop};
 }
 
-// With a block mask, around/lists.cu lists beforehand for each tile of one axis those of the other axis that it meets: their
-// number, the number of those that have every pair visible, and their indices, of these first, each in rising order. What
-// walks over tiles without a block mask then walks over places in the list.
+// With a block mask, around/lists.cu lists beforehand, for each tile of one axis, the tiles of the other axis that it
+// meets: their number, the number of those with every pair visible, and their indices, first of the fully visible ones,
+// then of the others, each in rising order. A kernel then walks over places in the list where it would walk over tiles.
 constexpr int kListHeader = 2;
 
 // The list of tile `block` of `num_blocks` with room for `length` others.
@@ -171,9 +171,9 @@ struct KeyTiles : TileRange {
   }
 };
 
-// The work of blocks that stay: each takes one unit of every `resident_blocks`. A unit is a tile of queries; with kPairs,
-// where tiles see the more keys the later they come, it is the n-th tile of a head from the end and the n-th from the
-// start, which together see as many keys as any other two.
+// The work of the blocks of a persistent kernel: each takes one unit of every `resident_blocks`. A unit is a tile of
+// queries. With kPairs, where later tiles see more keys, it is the n-th tile of a head from the end and the n-th from
+// the start, which together see as many keys as any other two.
 struct EntryWalk {
   int num_m_blocks, units_of_head;
   u32 unit, num_units, step;
@@ -219,7 +219,7 @@ struct QueryTile {
         key_stop(key_stop_of(params, work.batch)),
         keys(params, work, key_stop) {}
 
-  // Those that the 64 queries of a warpgroup, the `consumer`-th, see, within `keys`.
+  // The tiles of keys that the 64 queries of consumer warpgroup `consumer` see, within `keys`.
   CUFLASH_DEVICE TileRange keys_of(const Params& params, int consumer) const {
     const int first = first_row + 64 * consumer;
     const int seqlen_q = seqlen_q_of(params, work.batch);

@@ -70,8 +70,8 @@ struct Score {
     return (Real)(distance < 0 ? -distance : distance);
   }
 
-  // The derivative of softcap tanh(x), x = scale product / softcap, by softcap: tanh(x) - x (1 - tanh(x)^2). Near 0, where
-  // the two terms cancel, (sinh(2x) - 2x) / 2 (1 - tanh(x)^2), by the series of the first factor.
+  // The derivative of softcap tanh(x), x = scale product / softcap, by softcap: tanh(x) - x (1 - tanh(x)^2). Near 0,
+  // where the two terms cancel, (sinh(2x) - 2x) / 2 (1 - tanh(x)^2), by the series of the first factor.
   CUFLASH_DEVICE Real derivative_by_softcap(Real product) const {
     const Real x = product * scale / softcap, x2 = x * x;
     const Real t = tanh(x), slope = 1 - t * t;

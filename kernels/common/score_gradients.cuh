@@ -118,8 +118,8 @@ CUFLASH_DEVICE Real* score_partials_of(const Params& params, u32 result, int spl
   return (Real*)params.score_partials + ((i64)result * params.score_splits + split) * kResultElements;
 }
 
-// Parts of a sum over a head of quantity 0 (slopes), 1 (scale) or 2 (softcap); those of the batch entries of a query head,
-// of their tiles of queries, and of the blocks that share these, are neighbours.
+// Parts of a sum over a head of quantity 0 (slopes), 1 (scale) or 2 (softcap); those of the batch entries of a query
+// head, of their tiles of queries, and of the blocks that share these, are neighbours.
 CUFLASH_DEVICE Real* sums_partials_of(const Params& params, int quantity, int head, Entry batch, int m_block) {
   const int num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
   const i64 of_head = (i64)quantity * params.num_heads + head;

@@ -15,9 +15,9 @@ CUFLASH_DEVICE Real masked_score(const Score& score, const Mask& mask, Real prod
   return x;
 }
 
-// Scores in place of products, in n-tiles whose rows are queries: `row_of(m, i)` is the query of an element, `lane_key` the key
-// of this lane's first one. `masked` says whether some pair may be hidden: a bool, or a Constant where that is known
-// beforehand.
+// Scores in place of products, in n-tiles whose rows are queries: `row_of(m, i)` is the query of an element, `lane_key`
+// the key of this lane's first one. `masked` says whether some pair may be hidden: a bool, or a Constant where that is
+// known beforehand.
 template <int m_tiles, int n_tiles, class RowOf, class Masked>
 CUFLASH_DEVICE void to_scores(const Score& score, const Mask& mask, Real (&s)[m_tiles][n_tiles][4], RowOf row_of,
                               int lane_key, Masked masked) {
@@ -53,8 +53,9 @@ struct Weights {
                             exponent_lse);
   }
 
-  // Hides products at once, in a branch of its own. That is possible only where a product is the score but for a positive
-  // factor; elsewhere of_hidden does it, score by score. `row_of(n, i)` and `key_of(m, i)` are the pair of an element.
+  // Hides products at once, in a branch of its own. That is possible only where a product is the score but for a
+  // positive factor; elsewhere of_hidden does it, score by score. `row_of(n, i)` and `key_of(m, i)` are the pair of an
+  // element.
   template <int m_tiles, int n_tiles, class RowOf, class KeyOf>
   CUFLASH_DEVICE void hide(Real (&product)[m_tiles][n_tiles][4], bool masked, RowOf row_of, KeyOf key_of) const {
     if (kScaleInExponent && masked) {

@@ -1,15 +1,15 @@
 // What a batch entry is made of: its queries and keys, and how they line up.
 //
-// Packed sequences lie one behind the other in the one entry of the arrays. cu_seqlens_q and cu_seqlens_k have the row
-// that each starts with, and the row behind the last one. Here one more comes behind those, number params.batch, of the
-// rows that are left: they see no keys, and no query sees them. Starts are clamped to the rows that there are, so that
-// whatever they are nothing else is touched.
+// Packed sequences (varlen) lie one after the other in the only entry of the arrays. cu_seqlens_q and cu_seqlens_k have
+// the row that each one starts with, and the row after the last one. The kernels add one more sequence, number
+// params.batch, of the rows that are left: its queries see no keys, and no query sees its keys. Starts are clamped to
+// the rows that there are, so that nothing else is touched whatever the starts are.
 #pragma once
 #include "common/config.cuh"
 #include "common/params.cuh"
 
-// The first row of a packed sequence, among `total`; that of the one behind params.batch is `total`. Without branches,
-// so that loads of several starts do not wait for each other.
+// The first row of a packed sequence, of `total` rows; sequence params.batch + 1 starts at `total`. There are no
+// branches, so that loads of several starts do not wait for each other.
 CUFLASH_DEVICE int start_of(const Params& params, const void* cu_seqlens, i64 stride, int total, int sequence) {
   const int start = ((const i32*)cu_seqlens)[min_of(sequence, params.batch) * stride];
   return min_of(max_of(start, sequence > params.batch ? total : 0), sequence > 0 ? total : 0);
@@ -22,7 +22,7 @@ CUFLASH_DEVICE int key_start_at(const Params& params, int sequence) {
   return start_of(params, params.cu_seqlens_k, params.cu_seqlens_k_stride, params.seqlen_k, sequence);
 }
 
-// A packed sequence: where its rows start along the axis of rows, and how many they are.
+// A packed sequence: where its rows start along the axis of rows, and how many there are.
 struct Sequence {
   int index;
   int query_start, key_start, seqlen_q, seqlen_k;
@@ -43,7 +43,7 @@ CUFLASH_DEVICE Sequence sequence_of_lane(const Sequence& own, u32 lane) {
           of_lane(own.seqlen_k)};
 }
 
-// A batch entry. Of others than packed sequences, its index says everything.
+// A batch entry. Unless sequences are packed, its index says everything.
 using Entry = Either<kIsPacked, Sequence, int>::Type;
 
 CUFLASH_DEVICE Entry entry_at(const Params& params, int index) {
@@ -76,11 +76,12 @@ CUFLASH_DEVICE int key_stop_of(const Params& params, Entry batch) {
     length = ((const i32*)params.kv_lengths)[batch * params.kv_lengths_stride];
   return length < 0 ? 0 : length < params.seqlen_k ? (int)length : params.seqlen_k;
 }
-// Whether tiles of keys may hold other rows behind key_stop, which hidden weights of 0 must not meet: there may be NaN.
+// Whether tiles of keys may hold other rows after key_stop. Their weights are 0, but 0 times what lies there may be
+// NaN.
 constexpr bool kHidesLastKeys = kKvLengthsBytes != 0 || kIsPacked;
 
-// What the diagonal of a batch entry adds to params.diagonal, right_offset and left_offset, which are of seqlen_k keys, or
-// of no sequence in particular.
+// What the diagonal of a batch entry adds to params.diagonal, right_offset and left_offset, which are those of seqlen_k
+// keys, or of no particular sequence.
 CUFLASH_DEVICE int own_diagonal_of(const Params& params, Entry batch) {
   if constexpr (kAlignsEnds) return seqlen_k_of(params, batch) - seqlen_q_of(params, batch);
   if constexpr (kFollowsLengths) return key_stop_of(params, batch) - params.seqlen_k;

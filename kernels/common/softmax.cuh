@@ -21,8 +21,8 @@ struct OnlineSoftmax {
 
   // Takes in a tile of scores and leaves the exponential of exponent_scale score - offset in its place.
   //
-  // The offset follows the row's maximum only when it falls behind by more than kMaxGrowth in some row of the warp; what
-  // was summed so far is then rescaled. Until then exponentials exceed 1, to 2^kMaxGrowth, which no floating-point
+  // The offset follows the row's maximum only when it falls behind by more than kMaxGrowth in some row of the warp;
+  // what was summed so far is then rescaled. Until then exponentials exceed 1, to 2^kMaxGrowth, which no floating-point
   // format minds, and both sums stay relative to one offset, so the result is exact.
   template <int n_tiles, int out_tiles>
   CUFLASH_DEVICE void update(Real (&score)[m_tiles][n_tiles][4], Real (&out)[m_tiles][out_tiles][4],

@@ -1,6 +1,7 @@
-// The one room for inline PTX and for everything else that only a GPU has: thread and block indices, shared memory,
-// barriers, shuffles, atomics. Kernels call these functions and contain none of it themselves, so the same kernels also
-// compile as plain C++ for the CPU: CUFLASH_EMULATION then names a header with the same functions.
+// The only place, with the other headers of this folder, for inline PTX and for everything else that only a GPU has:
+// thread and block indices, shared memory, barriers, shuffles, atomics. Kernels call these functions and contain none
+// of it themselves, so the same kernels also compile as plain C++ for the CPU: CUFLASH_EMULATION then names a header
+// with the same functions.
 //
 // One instruction per function. Each says its scope (thread, warp, block) and its section of the PTX ISA manual (9.7).
 // Shared-memory addresses are u32 offsets of the shared window.
@@ -29,8 +30,9 @@ struct alignas(16) Bytes16 {
 
 #define CUFLASH_DEVICE __device__ __forceinline__
 
-// Blocks of a kernel that follows may start before the one in front of it has ended: until it has, and all that it wrote can
-// be seen. Every thread does so first, hence also those before that one have ended.
+// Programmatic dependent launch (PDL): the blocks of a kernel that overlaps the previous one may start before that one
+// has ended. They wait here until it has ended and all that it wrote can be seen. Every thread of every kernel does so
+// first, hence all kernels before the previous one have ended as well.
 #if CUFLASH_OVERLAPS_PREVIOUS
 #define CUFLASH_WAIT_FOR_PREVIOUS asm volatile("griddepcontrol.wait;" ::: "memory");
 #else
@@ -117,7 +119,7 @@ CUFLASH_DEVICE void store_shared_b32(u32 address, u32 value) {
 // Block. barrier.sync 0 (9.7.13.1): every thread arrives at the same call.
 CUFLASH_DEVICE void sync_block() { __syncthreads(); }
 
-// Warp. bar.warp.sync (9.7.13.2): what a lane did before, the others see behind it.
+// Warp. bar.warp.sync (9.7.13.2): what a lane did before it, the others see after it.
 CUFLASH_DEVICE void sync_warp() { __syncwarp(); }
 
 // Warp. shfl.sync.bfly (9.7.9.6): the value of the lane whose index differs in the bits of `lane_mask`.
@@ -193,9 +195,9 @@ CUFLASH_DEVICE void mma_m16n8k16(BFloat16, float (&d)[4], const u32 (&a)[4], u32
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Warp. mma.sync.m16n8k8 (9.7.14.5.6, 9.7.14.5.7): d += a b. a[0..3] hold rows g, g+8, g, g+8 at columns t, t, t+4, t+4;
-// b0, b1 hold rows t, t+4 (k) of column g; d as above. TF32 operands are float32 bits, of which the first 19 count; sums
-// are float32, cut off rather than rounded.
+// Warp. mma.sync.m16n8k8 (9.7.14.5.6, 9.7.14.5.7): d += a b. a[0..3] hold rows g, g+8, g, g+8 at columns t, t, t+4,
+// t+4; b0, b1 hold rows t, t+4 (k) of column g; d as above. TF32 operands are float32 bits, of which the first 19
+// count; sums are float32, cut off rather than rounded.
 CUFLASH_DEVICE void mma_m16n8k8(float (&d)[4], const float (&a)[4], float b0, float b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -204,8 +206,8 @@ CUFLASH_DEVICE void mma_m16n8k8(float (&d)[4], const float (&a)[4], float b0, fl
       : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
         "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
-// Warp. mma.sync.m16n8k16 of float64 (9.7.14.5): a[i] and b[i] hold columns and rows 8 i to 8 i + 7, each as above. Every
-// product is rounded. Before sm_90, eight m8n8k4.
+// Warp. mma.sync.m16n8k16 of float64 (9.7.14.5): a[i] and b[i] hold columns and rows 8 i to 8 i + 7, each as above.
+// Every product is rounded. Before sm_90, eight m8n8k4.
 CUFLASH_DEVICE void mma_m16n8k16(double (&d)[4], const double (&a)[2][4], const double (&b)[2][2]) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -288,7 +290,8 @@ CUFLASH_DEVICE void reduce_add(float* address, float value) {
 CUFLASH_DEVICE void reduce_add(double* address, double value) {
   asm volatile("red.global.add.f64 [%0], %1;" ::"l"(address), "d"(value) : "memory");
 }
-// Thread. red.global.add.v4.f32 (9.7.13.7): four neighbours at a 16-byte aligned address; before sm_90, four reductions.
+// Thread. red.global.add.v4.f32 (9.7.13.7): four neighbours at a 16-byte aligned address; before sm_90, four
+// reductions.
 CUFLASH_DEVICE void reduce_add_x4(float* address, const float (&value)[4]) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(value[0]), "f"(value[1]),
@@ -311,8 +314,8 @@ CUFLASH_DEVICE void pause() {
 }
 
 // ---- Counts and turns of blocks -----------------------------------------------------------------------------------
-// A block may wait only for blocks with a lower index. Devices start blocks in the order of their index, so these run or
-// are done; the first of them waits for nobody, and so all come to their end.
+// A block may wait only for blocks with a lower index. Devices start blocks in the order of their index, so those run
+// or are done. The first of them waits for no other, and so all of them end.
 
 // Thread. ld.acquire.gpu (9.7.9.8) until so many threads have counted: what they stored before is in memory.
 CUFLASH_DEVICE void wait_for_count(const u32* counter, u32 count) {
@@ -320,13 +323,14 @@ CUFLASH_DEVICE void wait_for_count(const u32* counter, u32 count) {
   do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(counted) : "l"(counter) : "memory");
   while (counted != count);
 }
-// Thread. red.release.gpu.add (9.7.13.7): what this thread, and those it has met at a barrier, stored so far comes before.
+// Thread. red.release.gpu.add (9.7.13.7): what this thread, and those it has met at a barrier, stored so far comes
+// before.
 CUFLASH_DEVICE void add_to_count(u32* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
-// What several blocks add to the same floating-point sums depends on who is first. Where it must not, they take turns: a
-// counter tells how many have had theirs, one thread of each.
+// Floating-point sums that several blocks add to depend on the order of the blocks. Where they must not, blocks take
+// turns: a counter says how many have added, and one thread of each block counts.
 CUFLASH_DEVICE void wait_for_turn(const u32* turns, u32 turn) { wait_for_count(turns, turn); }
 CUFLASH_DEVICE void end_turn(u32* turns) { add_to_count(turns); }
 

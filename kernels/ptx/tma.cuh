@@ -1,5 +1,6 @@
-// Inline PTX that compute capability 9.0 brought: barriers in shared memory, bulk and tensor copies, proxy fences, named
-// barriers, registers moved between warpgroups. Under the same rules as ptx/base.cuh; the products are in ptx/wgmma.cuh.
+// Inline PTX that compute capability 9.0 brought: barriers in shared memory, bulk and tensor copies, proxy fences,
+// named barriers, registers moved between warpgroups. Under the same rules as ptx/base.cuh; the products are in
+// ptx/wgmma.cuh.
 #pragma once
 #include "ptx/base.cuh"
 
@@ -66,7 +67,8 @@ CUFLASH_DEVICE void load_tensor(u32 destination, const TensorMap& map, u32 barri
       "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
-// Thread. The way back: no coordinate is negative, and what lies outside of the array is left out. Part of a bulk group.
+// Thread. The way back: no coordinate is negative, and what lies outside of the array is left out. Part of a bulk
+// group.
 CUFLASH_DEVICE void store_tensor(const TensorMap& map, u32 source, i32 column, i32 row, i32 head, i32 batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                "r"(source), "r"(column), "r"(row), "r"(head), "r"(batch)
@@ -111,8 +113,8 @@ CUFLASH_DEVICE void increase_registers() {
 // Thread. The lane 0 value in every lane, so that the compiler knows it to be the same (shfl.sync.idx, 9.7.9.6).
 CUFLASH_DEVICE u32 uniform(u32 value) { return __shfl_sync(0xffffffffu, value, 0); }
 
-// Thread. Keeps what `value` depends on in front of the next wait, where the assembler would sink it behind: a store
-// that never happens, of a value that is never negative. `scratch` is the address of 4 bytes of shared memory.
+// Thread. Keeps what `value` depends on before the next wait; the assembler would sink it past that. It is a store that
+// never happens, of a value that is never negative. `scratch` is the address of 4 bytes of shared memory.
 CUFLASH_DEVICE void keep_before(float value, u32 scratch) {
   asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.volatile.shared.u32 [%1], 0;\n}" ::"f"(value),
                "r"(scratch)

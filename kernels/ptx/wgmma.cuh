@@ -2,9 +2,9 @@
 //
 //   d += a b        a is 64 x k, b is k x n, d is 64 x n in float32;  k is 16
 //
-// A product is issued and runs by itself. Its operands in registers, its accumulator and its tiles in shared memory must
-// be left alone until wgmma_wait. The accumulator is float[n / 8][4] in a thread: warp w of the warpgroup holds rows
-// 16 w to 16 w + 15, in the layout of ptx::mma_m16n8k16. So does an operand `a` in registers.
+// A product is issued and runs by itself. Its operands in registers, its accumulator and its tiles in shared memory
+// must be left alone until wgmma_wait. The accumulator is float[n / 8][4] in a thread: warp w of the warpgroup holds
+// rows 16 w to 16 w + 15, in the layout of ptx::mma_m16n8k16. So does an operand `a` in registers.
 //
 // An operand in shared memory is a descriptor: see descriptor().
 #pragma once
@@ -14,8 +14,8 @@ namespace ptx {
 
 // Describes a tile in shared memory, in lines of 128 bytes with their 16-byte vectors swizzled as TMA does it
 // (9.7.15.5.1), the first line at a multiple of 1024 bytes. Elements of k along the lines: 8 rows are `stride_bytes`
-// (1024 when they are neighbours) apart, and a step along k moves `address` within the line. Transposed: 8 elements of k
-// are `stride_bytes` apart, and the next 64 rows (of 16-bit elements) `leading_bytes`.
+// (1024 when they are neighbours) apart, and a step along k moves `address` within the line. Transposed: 8 elements of
+// k are `stride_bytes` apart, and the next 64 rows (of 16-bit elements) `leading_bytes`.
 CUFLASH_DEVICE constexpr u64 descriptor(u32 address, u32 leading_bytes, u32 stride_bytes) {
   return (u64)((address & 0x3ffff) >> 4) | (u64)(leading_bytes >> 4) << 16 | (u64)(stride_bytes >> 4) << 32 | 1ull << 62;
 }
@@ -83,7 +83,7 @@ CUFLASH_DEVICE void fence_operand(float (&d)[n_tiles][4]) {
 #define CUFLASH_OPERANDS_15 CUFLASH_OPERANDS_14, CUFLASH_N_TILE(28), CUFLASH_N_TILE(29)
 #define CUFLASH_OPERANDS_16 CUFLASH_OPERANDS_15, CUFLASH_N_TILE(30), CUFLASH_N_TILE(31)
 
-// The instruction for n = 16 `count`; r0 to r7 number the operands behind the accumulator's.
+// The instruction for n = 16 `count`; r0 to r7 number the operands after the accumulator's.
 #define CUFLASH_WGMMA_16BIT(Type, name, count, n, r0, r1, r2, r3, r4, r5, r6)                                          \
   template <bool a_transposed, bool b_transposed>                                                                      \
   CUFLASH_DEVICE void wgmma(Type, float (&d)[2 * count][4], u64 a, u64 b, bool accumulate) {                  \

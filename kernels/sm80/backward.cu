@@ -4,10 +4,10 @@
 //   dV = P' dO              dK = dS' Q     dQ += dS K                       (X' is X transposed; rows of X' are keys)
 //
 // A block owns kBlockN keys of one key/value head and walks over the tiles of queries, and over the query heads that
-// share its keys. With rows of P' and dS' being keys, a warp's own fragments are the operands of dV and dK; only dS goes
-// through shared memory, for dQ. At large head dimensions a warp cannot hold its rows of dK and dV: kWarpsD warps then
-// share the rows, each with a slice of the queries of P' and dS' (some with none if the tile has too few) and a slice of
-// the columns of dK and dV, and both P' and dS' go through shared memory.
+// share its keys. With rows of P' and dS' being keys, a warp's own fragments are the operands of dV and dK; only dS
+// goes through shared memory, for dQ. At large head dimensions a warp cannot hold its rows of dK and dV: kWarpsD warps
+// then share the rows, each with a slice of the queries of P' and dS' (some with none if the tile has too few) and a
+// slice of the columns of dK and dV, and both P' and dS' go through shared memory.
 #include "common/config.cuh"
 #include "common/dropout.cuh"
 #include "common/operands.cuh"
@@ -240,7 +240,8 @@ CUFLASH_DEVICE void backward(const Params& params) {
     return;
   }
 
-  // dK and dV leave through the room of K and V, which nobody reads any more after the barrier.
+  // The epilogue: dK and dV leave through the shared memory of K and V, which no thread reads any more after the
+  // barrier.
   ptx::sync_block();
   const Real scale = scale_of(params), kept_scale = kept_scale_of(params);
   if constexpr (kNeedsDk)

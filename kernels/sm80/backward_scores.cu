@@ -1,13 +1,13 @@
-// Gradients of what makes scores of products, on mma.sync tensor cores (compute capability 8.0 and later), in an order of
-// additions that is fixed: of the bias, or of slopes, scale and softcap, which are sums.
+// Gradients of what makes scores of products, on mma.sync tensor cores (compute capability 8.0 and later), in an order
+// of additions that is fixed: of the bias, or of slopes, scale and softcap, which are sums.
 //
 //   P = exp(S - lse)    dP = dO V'    dS = P * (dP - delta)        (X' is X transposed)
 //   dbias = dS          dslope = -sum dS * |i + diagonal - j|
 //   dscale = sum dS * (1 - T^2) * (Q K')    dsoftcap = sum dS * (T - X (1 - T^2)),  X = scale Q K' / softcap,  T = tanh X
 //
-// A block owns a tile of dbias and walks over all that broadcasts: batch entries, heads, tiles of queries, tiles of keys.
-// For the other gradients it owns a tile of queries of one head and walks over the keys. Where that makes few blocks,
-// several share a walk, and around/scores_reduce.cu adds what they leave.
+// A block owns a tile of dbias and walks over all that broadcasts: batch entries, heads, tiles of queries, tiles of
+// keys. For the other gradients it owns a tile of queries of one head and walks over the keys. Where that makes few
+// blocks, several share a walk, and around/scores_reduce.cu adds what they leave.
 #include "common/backward.cuh"
 #include "common/config.cuh"
 #include "common/dropout.cuh"

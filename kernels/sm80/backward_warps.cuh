@@ -2,8 +2,8 @@
 #pragma once
 #include "common/backward.cuh"
 
-// Whether the accumulators of the main kernel lie as they are, whatever the element type: products of bfloat16 parts permute no
-// rows or columns (sm80/fragments.cuh).
+// Whether the accumulators of the main kernel lie as they are, whatever the element type: products of bfloat16 parts
+// permute no rows or columns (sm80/fragments.cuh).
 constexpr bool kPlainFragments = CUFLASH_PLAIN_FRAGMENTS;
 
 // Warps of the product dq = ds k along its rows; the others share the columns.

@@ -3,9 +3,9 @@
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
 //
 // A block owns kBlockM queries of one head and walks over the tiles of keys from the last to the first; a warp owns
-// 16 kMTiles of its rows, so that softmax and both products stay within a warp. Q stays in shared memory, K and V stream
-// through it. Where a warp cannot hold its rows of the output, kWarpsD warps share the rows, each with a slice of the
-// columns of O; every one of them computes S.
+// 16 kMTiles of its rows, so that softmax and both products stay within a warp. Q stays in shared memory, K and V
+// stream through it. Where a warp cannot hold its rows of the output, kWarpsD warps share the rows, each with a slice
+// of the columns of O; every one of them computes S.
 #include "common/config.cuh"
 #include "common/dropout.cuh"
 #include "common/operands.cuh"
@@ -25,7 +25,7 @@ constexpr int kRowQ = row_bytes(kDim);
 constexpr int kRowV = row_bytes(kDimV);
 static_assert(kMTiles * 16 * kWarpsM == kBlockM, "every warp owns the same number of whole fragments");
 
-// Shared memory: Q (whose room the output takes at the end), then the ring of K tiles, then that of V tiles.
+// Shared memory: Q (which the output replaces at the end), then the ring of K tiles, then that of V tiles.
 constexpr u32 kBytesQ = tile_bytes(kBlockM, max_of(kDim, kDimV));
 constexpr u32 kBytesK = tile_bytes(kBlockN, kDim);
 constexpr u32 kBytesV = tile_bytes(kBlockN, kDimV);
@@ -135,7 +135,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
     for (; n_block >= tiles.start; --n_block) step(n_block, Constant<true>{});
   }
 
-  // O / l, through the room of Q so that the stores to memory are wide.
+  // The epilogue: O / l, through the shared memory of Q so that the stores to global memory are wide.
   softmax.finish();
   if (kHasSinks && !is_left_over(params, batch))
     softmax.add_sinks(o, [&](int, int) { return sink_of(params, head) * kExponentOfE; });

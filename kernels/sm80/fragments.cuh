@@ -6,23 +6,24 @@
 // 16-bit elements: a fragment is 16 x 16, read by one ldmatrix; the layouts of accumulators and of A coincide.
 //
 // Wide elements (float32, float64) have no transposing load, and their mma takes the columns t and t + 4 of A where an
-// accumulator has 2t and 2t + 1. But the order of k is free as long as A and B agree: lane (g, t) always takes k = 2t and
-// 2t + 1 of every 8, so an accumulator is an operand as it stands, and operands stored by rows are read as pairs of
+// accumulator has 2t and 2t + 1. But the order of k is free as long as A and B agree: lane (g, t) always takes k = 2t
+// and 2t + 1 of every 8, so an accumulator is an operand as it stands, and operands stored by rows are read as pairs of
 // neighbours. Operands stored by columns are read as pairs of neighbours too, which belong to two rows of A or to two
-// columns of B: rows 2g and 2g + 1 of A come out where g and g + 8 should be, and of the two n-tiles of 8 columns that a
-// fragment of B makes, one has the even columns of 16, the other the odd ones. store_fragments (sm80/mma.cuh) undoes both.
+// columns of B: rows 2g and 2g + 1 of A come out where g and g + 8 should be, and of the two n-tiles of 8 columns that
+// a fragment of B makes, one has the even columns of 16, the other the odd ones. store_fragments (sm80/mma.cuh) undoes
+// both.
 #pragma once
 #include "common/fragments.cuh"
 
 // ---- From shared memory -------------------------------------------------------------------------------------------
 //
-// Four loaders, for A and B stored by rows ([m][k], [k][n]) or by columns ([k][m], [n][k]). Each is made of a shared tile
-// with rows of `row` bytes and of the place in it that stands for (0, 0), and fetches fragments: of A 16 rows m, of B 16
-// columns n, kStep of k each. Columns of B are dealt to `warps` warps in turns of 16.
+// Four loaders, for A and B stored by rows ([m][k], [k][n]) or by columns ([k][m], [n][k]). Each is made of a shared
+// tile with rows of `row` bytes and of the place in it that stands for (0, 0), and fetches fragments: of A 16 rows m,
+// of B 16 columns n, kStep of k each. Columns of B are dealt to `warps` warps in turns of 16.
 
-// Where a lane points ldmatrix within the 16 x 16 fragment at row `r`, column 16 `column_tile`. Two orders of the four 8 x 8
-// matrices serve every operand: down first for A stored [m][k] and B stored [k][n], across first for B stored [n][k] and
-// A stored [k][m].
+// Where a lane points ldmatrix within the 16 x 16 fragment at row `r`, column 16 `column_tile`. Two orders of the four
+// 8 x 8 matrices serve every operand: down first for A stored [m][k] and B stored [k][n], across first for B stored
+// [n][k] and A stored [k][m].
 template <int row>
 CUFLASH_DEVICE u32 lane_down_first(u32 tile, int r, int column_tile) {
   const u32 lane = lane_index();
@@ -34,8 +35,8 @@ CUFLASH_DEVICE u32 lane_across_first(u32 tile, int r, int column_tile) {
   return tile + (r + lane % 8 + lane / 16 * 8) * row + ((column_tile * 32 + lane / 8 % 2 * 16) ^ row_swizzle<row>(lane));
 }
 
-// Where a lane finds its pair of wide elements: in row g, columns 2t and 2t + 1; or in row 2t, columns 2g and 2g + 1. The
-// pair below the latter is at next_row. `r` is a multiple of 8.
+// Where a lane finds its pair of wide elements: in row g, columns 2t and 2t + 1; or in row 2t, columns 2g and 2g + 1.
+// The pair below the latter is at next_row. `r` is a multiple of 8.
 template <int row>
 CUFLASH_DEVICE u32 lane_along_row(u32 tile, int r) {
   const u32 g = lane_index() / 4, t = lane_index() % 4;
@@ -156,8 +157,8 @@ CUFLASH_DEVICE Loader shifted(Loader loader, u32 bytes) {
 
 // ---- Products -----------------------------------------------------------------------------------------------------
 //
-// `factor_of` makes of a fragment what the tensor cores take, once for all products it is in; multiply_add adds the product
-// of two factors to one n-tile of an accumulator: the one of the first or of the second 8 columns of B.
+// `factor_of` makes of a fragment what the tensor cores take, once for all products it is in; multiply_add adds the
+// product of two factors to one n-tile of an accumulator: the one of the first or of the second 8 columns of B.
 
 template <class E>
 CUFLASH_DEVICE void factor_of(const FragmentOf<E>& fragment, FragmentOf<E>& same) {
@@ -191,9 +192,10 @@ struct Tf32Split {
   FragmentOf<Float32> big, small;
 };
 
-// Rounded to nearest, big leaves a small part of 12 bits and either sign. An infinity goes to the small part and leaves the
-// largest number in the big one: where it meets a finite factor, no product is the difference of two infinities nor
-// that of an infinity and a small part which is zero. A NaN is in the small part as well, whatever becomes of the big one.
+// Rounded to nearest, big leaves a small part of 12 bits and either sign. An infinity goes to the small part and leaves
+// the largest number in the big one: where it meets a finite factor, no product is the difference of two infinities nor
+// that of an infinity and a small part which is zero. A NaN is in the small part as well, whatever becomes of the big
+// one.
 CUFLASH_DEVICE void tf32_split(float x, float& big, float& small) {
   constexpr float kLargest = 3.4011621342146535e38f;  // of TF32
   const float rounded = ptx::float_of((ptx::bits_of(x) + 0x1000u) & 0xffffe000u);
@@ -206,8 +208,8 @@ CUFLASH_DEVICE void factor_of(const FragmentOf<Float32>& fragment, Tf32Split& pa
 #pragma unroll
     for (int j = 0; j < 4; ++j) tf32_split(fragment.word[i][j], parts.big.word[i][j], parts.small.word[i][j]);
 }
-// The tensor cores cut sums off. So the few products of one step are summed there, small ones first, and steps are added
-// with rounding.
+// The tensor cores cut sums off. So the few products of one step are summed there, small ones first, and steps are
+// added with rounding.
 CUFLASH_DEVICE void multiply_add(float (&d)[4], const Tf32Split& a, const Tf32Split& b, int half) {
   float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   multiply_add(sum, a.small, b.big, half);

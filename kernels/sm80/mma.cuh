@@ -10,8 +10,8 @@ CUFLASH_DEVICE constexpr int column_of(int warp, int n) {
   return 16 * (warp + n / 2 * warps) + n % 2 * 8;
 }
 
-// d += a b over `k_steps` steps of kStep. load_a(m, k, fragment) fetches rows 16 m of A; load_b(n, k, fragment) fetches 16
-// columns of B, two n-tiles at a time. Fragments of B are fetched kFragmentsAhead products before their use.
+// d += a b over `k_steps` steps of kStep. load_a(m, k, fragment) fetches rows 16 m of A; load_b(n, k, fragment) fetches
+// 16 columns of B, two n-tiles at a time. Fragments of B are fetched kFragmentsAhead products before their use.
 template <int k_steps, int m_tiles, int n_tiles, class LoadA, class LoadB>
 CUFLASH_DEVICE void multiply(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB load_b) {
   static_assert(n_tiles % 2 == 0, "columns come 16 at a time");

@@ -1,34 +1,35 @@
-// Backward pass on the tensor cores and the TMA unit of compute capability 9.0, transposed, in 16-bit types.
+// Backward pass of 16-bit types on compute capability 9.0 (Hopper), transposed, with wgmma and TMA.
 //
 //   P' = exp(K Q' - lse)    dP' = V dO'    dS' = P' * (dP' - delta)
 //   dV = P' dO              dK = dS' Q     dQ += dS K                       (X' is X transposed; rows of X' are keys)
 //
 // A block owns kBlockN keys of one key/value head and walks over the tiles of queries, and over the query heads that
-// share its keys; or over its share of them, where tiles of keys do not fill the device. Its warpgroups have roles. Two
-// are consumers, with dK and dV in registers, where P' and dS' are operands as they come: each makes everything for 64
-// keys of its own, or, where registers hold one of dV and dK only, both share 64 keys, the first makes P' and dV, the
-// second dS' and dK, and P' is handed over in shared memory. dS' goes there too, and from it the next warpgroup makes dQ
-// of the tile and adds it to memory, at its own pace. Consumers issue dV and dK of a tile of queries behind P' of the
-// next one, or dP' where they make no P', so that they run during what follows from it. They take turns at what the other
-// would slow down (kPingPong).
-// The warpgroup of dQ first clears what later blocks add to (common/clear_dq.cuh). A warp of it asks TMA for
-// tiles. Where blocks take turns at dQ, three warps of a last warpgroup ask for tiles, wait for the turns, and end them:
-// each of the three takes as long as a memory access. They ask for tiles no sooner than dQ is through with a step: sooner,
-// they are in its way.
+// share its keys; or over its share of these steps, where tiles of keys alone do not fill the device. Each warpgroup
+// has a role:
+//   - Two consumers keep dK and dV in registers, where P' and dS' are operands as they come. Each of them makes
+//     everything for 64 keys of its own. Or, where registers hold only one of dV and dK, both have the same 64 keys:
+//     the first makes P' and dV, the second dS' and dK, and P' is handed over in shared memory.
+//   - dS' goes to shared memory, too. From it the warpgroup of dQ makes dQ of the tile and adds it to memory, at its
+//     own pace. It first clears what later blocks add to (common/clear_dq.cuh). One of its warps is the producer.
+//   - Where blocks add to dQ in order, three warps of a last warpgroup load tiles, wait for this block's turn, and end
+//     it: each of the three takes as long as a memory access. They load tiles no sooner than dQ is through with a step:
+//     sooner, they are in its way.
+// Consumers issue dV and dK of a tile of queries right after P' of the next one (after dP' where they make no P'), so
+// that they run during what follows from it. They ping-pong through what the other would slow down (kPingPong).
 //
 //   barrier       one phase is over when              who waits
 //   kv_full       K and V have arrived                consumers, dQ
 //   q_full[i]     Q and statistics are in stage i     consumers, before P'
-//   q_empty[i]    every consumer is done with them    who asks for the next
-//   do_full[i], do_empty[i]                           the same for dO; with turns dQ is done with its step, too
-//   ds_full[i]    who makes dS' has written it to i   dQ
-//   ds_empty[i]   dQ, and dK if it does, has read it  who makes dS', before writing there again
-//   p_full        P' has been left there              who makes dS', where roles are split
-//   p_empty       it has been read                    who makes P', before leaving the next there
+//   q_empty[i]    every consumer is done with them    producer, before the next Q in i
+//   do_full[i], do_empty[i]                           the same for dO; in order, dQ is done with its step, too
+//   ds_full[i]    dS' has been written to i           dQ
+//   ds_empty[i]   dQ, and dK if it does, has read it  the consumers that make dS', before they write there again
+//   p_full        P' has been handed over             the consumer that makes dS', where roles are split
+//   p_empty       it has been read                    the consumer that makes P', before it hands over the next
 //   turn[i]       it is this block's turn at a tile   dQ, before adding to it
-//   added[i]      dQ of the tile is added             who ends the turn
-//   ended[i]      the turn has been ended             who waits for turns, before the next but one
-//   named: one per consumer for itself, and for its turn; one for all consumers; one for consumers and dQ at the end
+//   added[i]      dQ of the tile is added             the thread that ends the turn
+//   ended[i]      the turn has been ended             the thread that waits for turns, before the next but one
+//   named: per consumer one for itself and one for the ping-pong; one for all consumers; one for consumers and dQ at the end
 #include "common/clear_dq.cuh"
 #include "common/config.cuh"
 #include "common/dropout.cuh"
@@ -55,6 +56,9 @@ CUFLASH_DEVICE void multiply_any(float (&d)[n_tiles][4], u64 a, u64 b, bool adds
 }
 
 // A consumer warpgroup, `index` of kConsumers, of 64 keys: it makes P' and dV, or dS' and dK, or all of them.
+//
+//   [GEMM 1] S' = K Q'            [3] P' = exp(S' - lse)            [GEMM 5] dV += P' dO      [GEMM 7] dQ += dS K
+//   [GEMM 2] dP' = V dO'          [4] dS' = P' * (dP' - delta)      [GEMM 6] dK += dS' Q      (backward_dq.cuh)
 template <bool makes_dv, bool makes_dk>
 struct Consumer {
   static constexpr bool kIssuesDpEarly = makes_dk && kDpEarly;
@@ -162,8 +166,8 @@ struct Consumer {
     issue_rows<kDimV, kBlockN, kBlockM>(ds, rows_v, s_do);
   }
 
-  // `d` += a b, where `a(k)` is 16 columns in registers or a descriptor. By 128 columns at a time: a product of more wants
-  // more registers than a thread of a large block starts with.
+  // `d` += a b, where `a(k)` is 16 columns in registers or a descriptor. By 128 columns at a time: a product of more
+  // wants more registers than a thread of a large block starts with.
   template <int n_tiles, class A>
   CUFLASH_DEVICE static void issue_gradient(float (&d)[n_tiles][4], A a, u64 b, bool adds) {
     repeat<(n_tiles + 15) / 16>([&](auto part) {
@@ -177,8 +181,8 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  // [GEMM 5] dV += P' dO and [GEMM 6] dK += dS' Q, of the step before; or instead of the sums, where there are none yet.
-  // With `nothing` before it, any operands do.
+  // [GEMM 5] dV += P' dO and [GEMM 6] dK += dS' Q, of the step before; or instead of the sums, where there are none
+  // yet. With `nothing` before it, any operands do.
   CUFLASH_DEVICE void issue_gradients(bool adds, bool nothing) {
     const u64 dout = descriptor_of_transposed<kBlockM>(shared.dout + stage_before * kBytesDo);
     const u64 q = descriptor_of_transposed<kBlockM>(shared.q + stage_before * kBytesQ);
@@ -200,8 +204,8 @@ struct Consumer {
     ptx::wgmma_wait<0>();
     ptx::fence_operand(dv);
     ptx::fence_operand(dk);
-    // All threads have read the statistics, of which no product tells. The consumer that makes dS' has arrived at ds_full
-    // by then, without which the warpgroup of dQ loads no further tiles.
+    // All threads have read the statistics, of which no product tells. The consumer that makes dS' has arrived at
+    // ds_full by then, without which the warpgroup of dQ loads no further tiles.
     if constexpr (!makes_dk) ptx::sync_named(kConsumer + index, 128);
     if (elected && frees) {
       if constexpr (kDkFromShared) shared.ds_ring.empty({ds_at.stage ^ 1}).arrive();
@@ -230,7 +234,8 @@ struct Consumer {
     }
   }
 
-  // [3] P' = exp(S' - lse), once at most `pending` groups are in flight; the derivatives are those of the capped scores.
+  // [3] P' = exp(S' - lse), once at most `pending` groups are in flight; the derivatives are those of the capped
+  // scores.
   template <int pending, int rows>
   CUFLASH_DEVICE void make_p(float (&p)[kQueryTiles][4], float (&derivative)[rows][4], u32 s_stats) {
     const int head = walk.head, first_row = walk.m_block * kBlockM;
@@ -277,7 +282,7 @@ struct Consumer {
     if constexpr (!makes_dv) shared.p_ring.full(p_at).wait(p_at.parity);
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
-      // Before the last one, so that the assembler moves most exponentials behind it: a ping-pong that passes behind them
+      // Before the last one, so that the assembler moves most exponentials after it: a ping-pong that passes after them
       // costs more than it is worth.
       if (n == kQueryTiles - 1) ping_pong.pass();
       float delta[2];
@@ -308,8 +313,8 @@ struct Consumer {
   }
 
   // ---- A step: one tile of queries ------------------------------------------------------------------------------------
-  // The first step has nothing before it and makes products of it all the same, to which those of the second do not add: a
-  // first step apart from the loop takes twice the instructions, and more registers.
+  // The first step has nothing before it and makes products of it all the same, to which those of the second do not
+  // add: a first step apart from the loop takes twice the instructions, and more registers.
   CUFLASH_DEVICE void step(int number) {
     const u32 s_q = shared.q + at.stage * kBytesQ, s_do = shared.dout + at.stage * kBytesDo;
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
@@ -461,8 +466,8 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
   ptx::sync_block();
   const u32 warpgroup = ptx::uniform(ptx::thread_index() / 128);
   if (kDqInOrder && warpgroup == kConsumers + 1) {
-    ptx::decrease_registers<kServerRegisters>();
-    serve(params, shared, found, ptx::thread_index() % 128);
+    ptx::decrease_registers<kOrderRegisters>();
+    keep_dq_order(params, shared, found, ptx::thread_index() % 128);
   } else if (warpgroup == kConsumers) {
     ptx::decrease_registers<kDqRegisters>();
     accumulate_dq(params, shared, found, ptx::thread_index() % 128);

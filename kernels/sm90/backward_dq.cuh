@@ -8,8 +8,9 @@
 #include "sm90/products.cuh"
 #include "sm90/tiles.cuh"
 
-// Warp. Asks for the tiles of a block: K and V at once, those of queries as their stages get free. All lanes know where it
-// is, and one of them asks: so the compiler knows coordinates to be the same in all, as TMA wants them.
+// Warp. Loads the tiles of a block: K and V at once, those of queries as their stages get free. All lanes keep its
+// position and one of them issues the load: so the compiler knows that coordinates are the same in all lanes, as TMA
+// wants them.
 struct Producer {
   const BackwardParams& params;
   const Shared& shared;
@@ -46,7 +47,7 @@ struct Producer {
                                   entry_of(batch));
     };
     shared.do_ring.empty(at).wait(at.parity ^ 1);
-    if constexpr (kSplitsRoles) load_dout();  // who makes dV is done before who makes dK
+    if constexpr (kSplitsRoles) load_dout();  // the consumer of dV is done before that of dK
     shared.q_ring.empty(at).wait(at.parity ^ 1);
     q_full.arrive_expect(kBytesQ + kBytesStats);
     load_chunks<kBlockM, kDim>(shared.q + at.stage * kBytesQ, params.q, q_full, first_row, next.head, entry_of(batch));
@@ -56,8 +57,9 @@ struct Producer {
   }
 };
 
-// The last warpgroup where blocks take turns: a warp, and a thread of each of two others.
-CUFLASH_DEVICE void serve(const BackwardParams& params, const Shared& shared, const Work& found, u32 thread) {
+// The last warpgroup where blocks add to dQ in order. Its first warp is the producer; a thread of the second waits for
+// this block's turns, and a thread of the third ends them.
+CUFLASH_DEVICE void keep_dq_order(const BackwardParams& params, const Shared& shared, const Work& found, u32 thread) {
   const Params& common = params.common;
   const BackwardWork tile(common, found);
   if (tile.num_steps == 0) return;
@@ -87,7 +89,7 @@ CUFLASH_DEVICE void serve(const BackwardParams& params, const Shared& shared, co
   }
 }
 
-// The warpgroup of dQ: of each tile of queries and these keys, added to the sum in memory.
+// The warpgroup of dQ. It makes dQ of each tile of queries and these keys and adds it to the sum in memory.
 CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& shared, const Work& found, u32 thread) {
   const Params& common = params.common;
   const BackwardWork tile(common, found);
@@ -135,7 +137,7 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
           ptx::wgmma<true, true>(Element{}, dq, along_k_transposed(a, k), along_k_transposed(b, k), true);
       });
       if constexpr (kDqInOrder && index == 0) Barrier{shared.turn + 8 * turn_at.stage}.wait(turn_at.parity);
-      if (kAsksEarly && index + 1 == slices && produces) producer.load_queries();
+      if (kLoadsEarly && index + 1 == slices && produces) producer.load_queries();
       wait_for<0>(dq);
       if constexpr (!kDqHoldsDs && index + 1 == slices) arrive_as_warp(shared.ds_ring.empty(at));
 #pragma unroll
@@ -148,6 +150,6 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
       arrive_as_warp(shared.do_ring.empty(q_at));
       q_at.advance();
     }
-    if (!kAsksEarly && produces) producer.load_queries();
+    if (!kLoadsEarly && produces) producer.load_queries();
   }
 }

@@ -1,24 +1,25 @@
-// Backward pass of float32 on the tensor cores and the TMA unit of compute capability 9.0, transposed.
+// Backward pass of float32 on compute capability 9.0 (Hopper), transposed, with wgmma and TMA.
 //
 //   P' = exp(K Q' - lse)    dP' = V dO'    dS' = P' * (dP' - delta)
 //   dV = P' dO              dK = dS' Q     dQ += dS K                       (X' is X transposed; rows of X' are keys)
 //
-// Factors come as parts of bfloat16, three each or two (common/bf16_split.cuh), and each product is a sum of six, or three. What
-// the tensor cores add up they cut off: so a chunk of 64 columns, or of the 64 rows of a tile, is summed there, and
-// chunks and tiles are added with rounding. Scores alone are one sum, that of the forward pass.
+// Factors come split into bfloat16 parts, three each or two (common/bf16_split.cuh), and each product is a sum of six,
+// or of three. The tensor cores cut off what they add up, instead of rounding it: so a chunk of 64 columns, or of the
+// 64 rows of a tile, is summed there, and chunks and tiles are added with rounding. Only scores are one sum, that of
+// the forward pass.
 //
-// A block owns 64 keys of one key/value head and walks over the tiles of 64 queries, and over the query heads that share
-// its keys. Nothing is computed twice: one warpgroup makes P' and dV, and hands P' to the next one, which makes dS' and
-// dK, and hands dS' to the third, which makes dQ of the tile and adds it to memory. Two threads of the last warpgroup ask
-// TMA for tiles, chunk by chunk, as soon as a chunk of the tile before is not needed any more.
+// A block owns 64 keys of one key/value head and walks over the tiles of 64 queries, and over the query heads that
+// share its keys. Nothing is computed twice: the first warpgroup makes P' and dV and hands P' to the second, which
+// makes dS' and dK and hands dS' to the third, which makes dQ of the tile and adds it to memory. Two threads of the
+// last warpgroup are producers: they load tiles by TMA, chunk by chunk, as soon as a chunk of the tile before is free.
 //
 //   barrier         one phase is over when                    who waits
-//   k_full, v_full  K, or V, has arrived                      who multiplies with it
+//   k_full, v_full  K, or V, has arrived                      the warpgroups that multiply with it
 //   q_full[i]       a chunk of Q is in i, with the first one  P', dK
 //                   statistics
-//   q_empty[i]      dK of it is computed, and so is P'        who asks for the next, late dQ
+//   q_empty[i]      dK of it is computed, and so is P'        the producer of Q, late dQ
 //   do_full[i]      a chunk of dO is in i                     dP', dV
-//   do_empty[i]     dP' and dV of it are computed             who asks for the next
+//   do_empty[i]     dP' and dV of it are computed             the producer of dO
 //   p_full[i]       P' is in buffer i                           dS'
 //   ds_full[i]      dS' has taken the place of P' in buffer i   dQ
 //   ds_empty[i]     dQ of it is computed                      P', before it is written there again
@@ -41,8 +42,8 @@ static_assert(kNumWarps == 16, "dV, dK, dQ and the producers");
 constexpr int kBuffers = CUFLASH_NUM_BUFFERS;  // for P' and dS'
 // Of dQ at a time: fewer take fewer registers, more read dS' less often.
 constexpr int kDqColumns = CUFLASH_DQ_COLUMNS < kDim ? CUFLASH_DQ_COLUMNS : kDim;
-// Whether dQ of a tile leaves the tensor cores to the first chunk of its dK: the sooner Q is given back, the sooner comes
-// the next one.
+// Whether dQ of a tile waits until the first chunk of its dK is done: the sooner Q is given back, the sooner the next
+// one comes.
 constexpr bool kDqLate = CUFLASH_DQ_LATE;
 static_assert(!kDqLate || kBuffers <= kNumStages, "dQ sees every phase of q_empty");
 
@@ -57,7 +58,7 @@ static_assert((kNumStages + 1) * (kBytesK + kBytesV) + kBuffers * kBytesChunk + 
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
-// Registers of a thread after the roles are dealt: at most what the block started with in all.
+// Registers of a thread once each role has its own; all together are at most what the block started with.
 constexpr int kConsumerRegisters = kDqColumns > kChunk ? 192 : 200;
 constexpr int kDqRegisters = kDqColumns > kChunk ? 96 : 80;
 constexpr int kProducerRegisters = 32;
@@ -151,8 +152,8 @@ struct Operand {
   u32 word[kBf16Parts][kSteps][4];
 };
 
-// total += a b, b stored by rows; `arrives(c)` waits for chunk c of b, `release(c)` is told that it is not needed any more,
-// `meanwhile` is done while the first products run.
+// total += a b, b stored by rows; `arrives(c)` waits for chunk c of b, `release(c)` is told that it is not needed any
+// more, `meanwhile` is done while the first products run.
 template <int chunks, class Arrives, class Meanwhile, class Release>
 CUFLASH_DEVICE void add_product(float (&total)[chunks * kTileColumns][4], const Operand& a, u32 b, Arrives arrives,
                                 Meanwhile meanwhile, Release release) {
@@ -198,7 +199,7 @@ CUFLASH_DEVICE float to_operand(const float (&value)[kTileColumns][4], Operand& 
 
 // ---- Roles ------------------------------------------------------------------------------------------------------------
 
-// A producer: a thread that asks for all of K and the tiles of Q as chunks get free, or for V and dO.
+// A producer: a thread that loads K and the tiles of Q as chunks get free, or V and those of dO.
 template <int chunks, bool with_stats>
 CUFLASH_DEVICE void produce(const BackwardParams& params, const Shared& shared, const TensorMap& keys, u32 s_keys,
                             const Barrier& keys_full, const TensorMap& queries, const ChunkRing<chunks>& ring) {
@@ -283,8 +284,8 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
     const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
     const auto key_of = [&](int, int i) { return lane_key + row_in_tile(i); };
     weights.hide((float(&)[1][kTileColumns][4])p, masked, row_of, key_of);
-    // What the next warpgroup multiplies dP' - delta by: P', times the derivative of the capped score; the sign says what
-    // dropout drops.
+    // What the next warpgroup multiplies dP' - delta by: P', times the derivative of the capped score; the sign says
+    // what dropout drops.
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
     const u32 s_p = shared.buffer_of(buffer) + thread * 8;
     shared.handed.ds_empty(buffer).wait(buffer.parity ^ 1);
@@ -387,7 +388,7 @@ CUFLASH_DEVICE void make_dk(const BackwardParams& params, const Shared& shared, 
       });
     }
 
-    // dS' to shared memory, rows of keys, once everybody has read P'.
+    // dS' to shared memory, rows of keys, once all threads have read P'.
     ptx::sync_named(kDkWarpgroup, 128);
     const u32 line = s_buffer + (warp_key + lane % 16) * kLineBytes;
 #pragma unroll

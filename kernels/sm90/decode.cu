@@ -1,16 +1,17 @@
-// Forward pass for few queries on compute capability 9.0, in 16-bit types: reads K and V once, as fast as memory allows.
+// Forward pass for few queries on compute capability 9.0, in 16-bit types: reads K and V once, as fast as memory
+// allows.
 //
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
 //
 // All queries of the query heads that share a key/value head fit into the 64 rows of one product: row
-// head_in_group * seqlen_q + query. As many blocks as the device holds stay and take equal shares of all keys
-// (common/key_splits.cuh). A block that has a head to itself stores the results; others leave O and lse of their keys in scratch
-// memory, to around/combine.cu.
+// head_in_group * seqlen_q + query. The kernel is persistent: as many blocks as the device holds take equal shares of
+// all keys (common/key_splits.cuh). A block that has a head to itself stores its results; the others leave O and lse of
+// their keys in scratch memory, for around/combine.cu.
 //
-// One thread, the producer, asks TMA for tiles as far ahead as the rings allow: so many bytes have to be on
-// their way to keep memory busy. The other warps are the consumer, a warpgroup that takes one tile after another. The
-// rings run on from one head to the next. Where two blocks share a multiprocessor, the products of one run behind the
-// softmax of the other.
+// One thread, the producer, loads tiles by TMA as far ahead as the rings allow: that many bytes have to be on their way
+// to keep memory busy. The other warps are the consumer warpgroup, which takes one tile after another. The rings run on
+// from one head to the next. Where two blocks share a multiprocessor, the products of one run during the softmax of the
+// other.
 //
 //   barrier      one phase is over when           who waits
 //   q_full       Q of a head has arrived          consumer, before its first S
@@ -172,7 +173,7 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
     const auto multiply_o = [&](int n_block) {
       const u32 v = shared.v + at.stage * kBytesV;
       shared.v_ring.full(at).wait(at.parity);
-      // Keys behind the last one have weight 0, but 0 times what lies there may be NaN: tensor maps may reach over more
+      // Keys after the last one have weight 0, but 0 times what lies there may be NaN: tensor maps may reach over more
       // keys than there are (cuflash/launch.py says why).
       const int valid = work.key_stop - n_block * kBlockN;
       if (valid < kBlockN) {

@@ -1,12 +1,14 @@
-// Forward pass on the tensor cores and the TMA unit of compute capability 9.0: FlashAttention-3, in 16-bit types.
+// Forward pass of 16-bit types on compute capability 9.0 (Hopper), with wgmma and TMA: FlashAttention-3.
 //
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
 //
-// One block stays on each multiprocessor and takes one tile of queries after another. Its last warpgroup, the producer,
-// asks TMA for tiles; each of the others, the consumers, owns 64 queries of the tile. Three things run at
-// once: the copies of later tiles, across the end of a tile of queries too; the product S of one tile of keys and the
-// product O of the one before it, behind the softmax in between; and the softmax of one consumer while another's products
-// run, for which they may take turns at issuing (kPingPong).
+// The kernel is persistent: one block stays on each multiprocessor and takes one tile of queries after another. Its
+// last warpgroup, the producer, loads tiles by TMA. Each of the others, the consumers, owns 64 queries of the tile.
+// Three things overlap:
+//   - the loads of later tiles, also across the end of a tile of queries;
+//   - the softmax of a tile of keys and the product O of the tile before it;
+//   - the softmax of one consumer and the products of another, for which consumers may issue them in ping-pong
+//     (kPingPong).
 //
 //   barrier      one phase is over when            who waits
 //   q_full[i]    Q has arrived in stage i          consumers, before S
@@ -15,14 +17,15 @@
 //   k_empty[i]   every warp has its exponentials   producer, before the next K in stage i
 //   v_full[i]    V has arrived in stage i          consumers, before O
 //   v_empty[i]   every consumer has its O          producer, before the next V in stage i
-//   of packed sequences, whose tiles a scheduler finds (sm90/varlen_walk.cuh):
-//   full[i]      a tile of queries is in stage i   consumers and producer, before it
+//   varlen (packed sequences), where a scheduler warp finds the tiles of queries (sm90/varlen_walk.cuh):
+//   full[i]      a tile of queries is in stage i   consumers and producer, before they start it
 //   empty[i]     all of them have read it          scheduler, before the next in stage i
-//   named: one per consumer for its turn at the tensor cores; one per consumer for itself; one for all consumers
+//   named: one per consumer for the ping-pong; one per consumer for itself; one for all consumers
 //
-// A step takes the exponentials of a tile relative to the offset that its rows have had since their first tile, without
-// looking for their maxima first: an offset that has become too small shows in a sum that is too large, and only then the
-// tile is done again, maxima first (kLazyMaximum). Sums relative to one offset are exact, whatever the offset is.
+// A step takes the exponentials of a tile relative to the offset that its rows have had since their first tile, and
+// does not look for their maxima first. An offset that has become too small shows in a sum that is too large; only then
+// is the tile done again, with its maxima first (kLazyMaximum). Sums relative to one offset are exact, whatever the
+// offset is.
 #include "common/config.cuh"
 #include "common/dropout.cuh"
 #include "common/operands.cuh"
@@ -38,12 +41,13 @@
 #include "sm90/tiles.cuh"
 #include "sm90/varlen_walk.cuh"
 
-constexpr bool kKeepBefore = CUFLASH_KEEP_BEFORE;      // softmax kept in front of the wait for O
+constexpr bool kKeepBefore = CUFLASH_KEEP_BEFORE;      // the softmax stays in front of the wait for O
 constexpr int kQStages = CUFLASH_Q_STAGES;             // tiles of queries
 constexpr int kOutColumns = min_of(kDimV, 128);        // of the output that leave at a time
-// Whether dropout waits for the product O of the tile before, so that it has the registers of that product's weights.
+// Whether dropout waits for the product O of the tile before: it then has the registers of that product's weights.
 constexpr bool kDropsLate = kDimV > 192;
-// Whether maxima are only looked for where a sum became too large: not where the registers for a second look are missing.
+// Whether maxima are looked for only where a sum became too large. Where registers for a second look are missing, they
+// are always looked for.
 constexpr bool kLazyMaximum = kDimV <= 128 || (kScaleInExponent && !kHasDropout);
 constexpr int kNTiles = kBlockN / 8;
 
@@ -56,14 +60,14 @@ constexpr u32 kBytesBarriers = QkvBarriers<kNumStages, kQStages>::kBytes + 16 + 
 static_assert(kQStages * kBytesQ + kBytesOut + kNumStages * (kBytesK + kBytesV) + kBytesBarriers == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
-// Registers of a thread after the producer has given up most of its own: at most what the block started with in all.
-// The walk over packed sequences wants more of them, where consumers can spare some.
+// Registers of a thread after the producer has given up most of its own; all together are at most what the block
+// started with. The varlen walk takes more of them in the producer warpgroup, where consumers can spare some.
 constexpr bool kWalkWantsMore = kIsPacked && (kConsumers == 4 || kDimV <= 192);
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : !kWalkWantsMore ? 24 : kConsumers == 4 ? 32 : 40;
 constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : kWalkWantsMore ? 232 : 240;
 
-// The largest sum of exponentials in a tile that needs no second look: weights fit the element type, sums and products
-// float32.
+// The largest sum of exponentials of a tile that needs no second look. Up to it weights fit the element type, and sums
+// and products fit float32.
 CUFLASH_DEVICE constexpr float max_sum(Float16) { return 16384.0f; }
 CUFLASH_DEVICE constexpr float max_sum(BFloat16) { return 4294967296.0f; }
 constexpr float kMaxSum = max_sum(Element{});
@@ -90,7 +94,7 @@ struct Shared : QkvBarriers<kNumStages, kQStages> {
   }
 };
 
-// The walk over tiles of a thread, or of a warp.
+// The walk over tiles of queries, made by a thread or by a warp.
 template <bool is_warp>
 CUFLASH_DEVICE auto walk_of(const Params& params, const Shared& shared) {
   if constexpr (kIsPacked)
@@ -99,7 +103,7 @@ CUFLASH_DEVICE auto walk_of(const Params& params, const Shared& shared) {
     return EntryWalk(params);
 }
 
-// The producer: one thread that walks over the tiles as the consumers do, as far ahead as the rings allow.
+// The producer: one thread. It walks over the tiles as the consumers do, as far ahead of them as the rings allow.
 CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
   Position<kQStages> query;
   Position<kNumStages> key;
@@ -223,7 +227,8 @@ struct Consumer {
     if constexpr (kHasDropout) dropout.drop(s[0], lane_row, lane_key(n_block));
   }
 
-  // [2] From the product in `s` to exponentials there, sums of rows and weights; true when O must be rescaled by `factor`.
+  // [2] From the product in `s` to exponentials there, sums of rows and weights; true when O must be rescaled by
+  // `factor`.
   template <class Masked>
   CUFLASH_DEVICE bool weigh(int n_block, Masked masked) {
     float sum[1][2] = {{0.0f, 0.0f}};
@@ -316,7 +321,8 @@ struct Consumer {
     key.advance();
   }
 
-  // Rows of Q that belong to another sequence must not decide when sums are rescaled. `row_stop` is where this one ends.
+  // Rows of Q that belong to another sequence must not decide when sums are rescaled. `row_stop` is where this one
+  // ends.
   CUFLASH_DEVICE void clear_queries(int row_stop) const {
     if constexpr (kIsPacked) {
       if (row_stop > 0 && row_stop < 64) {

@@ -1,15 +1,16 @@
-// Forward pass of float32 on the tensor cores and the TMA unit of compute capability 9.0.
+// Forward pass of float32 on compute capability 9.0 (Hopper), with wgmma and TMA.
 //
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
 //
-// The tensor cores multiply bfloat16. So Q, K and V come as parts (around/split_fp32.cu made them), three each, or two where the
-// precision of TF32 is wanted; P is split in registers, and every product is the sum of six, or three (common/bf16_split.cuh).
-// Tensor cores cut sums off: the P V of a tile of keys is summed by itself there, small products first, and added to O
-// with rounding.
+// The tensor cores multiply bfloat16. So Q, K and V come split into parts (around/split_fp32.cu), three each, or two
+// where the precision of TF32 is wanted. P is split in registers. Every product is the sum of six, or of three
+// (common/bf16_split.cuh). Tensor cores cut sums off instead of rounding them: so the P V of a tile of keys is summed
+// there by itself, small products first, and added to O with rounding.
 //
-// One block stays on each multiprocessor and takes one tile of queries after another. Its last warpgroup, the producer,
-// asks TMA for tiles; each of the others, the consumers, owns 64 queries of the tile. While one consumer has
-// its softmax, the products of another run; they may take turns at issuing them (kPingPong).
+// The kernel is persistent: one block stays on each multiprocessor and takes one tile of queries after another. Its
+// last warpgroup, the producer, loads tiles by TMA. Each of the others, the consumers, owns 64 queries of the tile. The
+// products of one consumer run during the softmax of another, for which consumers may issue them in ping-pong
+// (kPingPong).
 //
 //   barrier      one phase is over when            who waits
 //   q_full       Q has arrived                     consumers, before S
@@ -18,7 +19,7 @@
 //   k_empty[i]   every consumer has these          producer, before the next part of K there
 //   v_full[i]    a part of V has arrived          consumers, before its products in O
 //   v_empty[i]   every consumer has these          producer, before the next part of V there
-//   named: one per consumer for its turn at the tensor cores; one per consumer for itself
+//   named: one per consumer for the ping-pong; one per consumer for itself
 #include "common/bf16_split.cuh"
 #include "common/config.cuh"
 #include "common/dropout.cuh"
@@ -45,7 +46,8 @@ constexpr u32 kBytesBarriers = QkvBarriers<kSlots>::kBytes;
 static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) + kBytesBarriers == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
-// Registers of a thread after the producer has given up most of its own: at most what the block started with in all.
+// Registers of a thread after the producer has given up most of its own; all together are at most what the block
+// started with.
 constexpr int kProducerRegisters = kConsumers == 3 ? 56 : 40;
 constexpr int kConsumerRegisters = kConsumers == 3 ? 152 : 232;
 
@@ -72,7 +74,7 @@ CUFLASH_DEVICE Position<kSlots> place_of(const Position<kNumStages>& tile, int n
 }
 CUFLASH_DEVICE constexpr int part_at(int n) { return kBf16Parts - 1 - n; }
 
-// The producer: one thread that walks over the tiles as the consumers do, as far ahead as the rings allow.
+// The producer: one thread. It walks over the tiles as the consumers do, as far ahead of them as the rings allow.
 CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
   Position<kNumStages> key;
   Position<1> query;
@@ -198,14 +200,14 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
         }
     };
 
-    // Tiles of keys that others of the block need, and these queries do not.
+    // A tile of keys that other consumers of the block need, and these queries do not.
     const auto skip = [&]() {
       for (int product = 0; product < 2; ++product) ping_pong.wait(), ping_pong.pass();
       for (int n = 0; n < kBf16Parts; ++n) {
         shared.k_ring.full(place_of(key, n)).wait(key.parity);
         shared.v_ring.full(place_of(key, n)).wait(key.parity);
       }
-      sync_consumer(consumer);  // nobody may be left waiting for a phase that is long over
+      sync_consumer(consumer);  // so that no thread still waits for this phase when the next one is over
       for (int n = 0; n < kBf16Parts; ++n) {
         release(shared.k_ring.empty(place_of(key, n)));
         release(shared.v_ring.empty(place_of(key, n)));

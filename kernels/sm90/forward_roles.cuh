@@ -1,5 +1,5 @@
-// The roles of the forward kernels of compute capability 9.0 whose blocks stay: consumers, warpgroups that own 64
-// queries of a tile each, and a producer, in the last warpgroup.
+// The roles in the persistent forward kernels of compute capability 9.0: consumer warpgroups, each of which owns 64
+// queries of a tile, and a producer warpgroup, the last one.
 #pragma once
 #include "common/config.cuh"
 #include "common/fragments.cuh"
@@ -14,15 +14,14 @@ constexpr int kConsumers = kBlockM / 64;
 static_assert(kNumWarps == 4 * (kConsumers + 1), "the consumers and a producer");
 static_assert(kBlockM == 64 * kConsumers, "a consumer owns 64 queries");
 
-// Named barriers: of each consumer for its turn, of each for itself, of all of them.
+// Named barriers: one per consumer for the ping-pong, one per consumer for itself, one for all consumers.
 constexpr u32 kPingPongBarrier = 1, kConsumer = kPingPongBarrier + kConsumers, kAll = kConsumer + kConsumers;
 
 CUFLASH_DEVICE void sync_consumer(u32 consumer) { ptx::sync_named(kConsumer + consumer, 128); }
 
-// With kPingPong consumers issue products in turn.
 using ConsumerPingPong = PingPong<kPingPong, kConsumers, kPingPongBarrier>;
 
-// lse of rows `row` and `row` + 8, those of a lane.
+// Stores lse of rows `row` and `row` + 8, the two of a lane.
 CUFLASH_DEVICE void store_lse(const Params& params, Entry batch, int head, int row, const OnlineSoftmax<1>& softmax) {
   float* g_lse = row_numbers_of(params.lse, batch, head);
   const int seqlen_q = seqlen_q_of(params, batch);

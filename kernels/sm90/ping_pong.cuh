@@ -1,9 +1,10 @@
-// Warpgroups that take turns at the tensor cores.
+// Ping-pong: consumer warpgroups issue their products one after the other, so that the softmax of one runs during the
+// products of another.
 #pragma once
 #include "ptx/tma.cuh"
 
-// `count` of them, in the order of their index; the last one lets the first one in. Named barriers from `first_barrier` on,
-// one each.
+// `count` warpgroups, in the order of their index; at the start the last one lets the first one in. Each has a named
+// barrier, from `first_barrier` on.
 template <bool on, u32 count, u32 first_barrier>
 struct PingPong {
   u32 index;

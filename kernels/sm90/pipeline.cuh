@@ -1,4 +1,4 @@
-// Barriers between a producer and consumers, and rings of them.
+// The pipeline between a producer and its consumers: barriers in shared memory, and rings of them.
 #pragma once
 #include "ptx/tma.cuh"
 
@@ -11,7 +11,7 @@ struct Barrier {
   CUFLASH_DEVICE void wait(u32 parity) const { ptx::barrier_wait(address, parity); }
 };
 
-// The lanes of a warp arrive together, as one.
+// Warp. Its lanes arrive together, as one arrival.
 CUFLASH_DEVICE void arrive_as_warp(const Barrier& barrier) {
   ptx::sync_warp();
   if (ptx::thread_index() % 32 == 0) barrier.arrive();
@@ -28,7 +28,8 @@ struct Position {
   }
 };
 
-// A ring of tiles. Consumers wait for full(p) with the parity of the position, the producer for empty(p) with the other.
+// A ring of tiles. Consumers wait for full(p) with the parity of the position, the producer for empty(p) with the
+// other.
 template <int stages>
 struct Ring {
   static constexpr u32 kBytes = 16 * stages;
@@ -56,7 +57,7 @@ struct QkvBarriers {
     k_ring = {address + Ring<q_stages>::kBytes};
     v_ring = {address + Ring<q_stages>::kBytes + Ring<stages>::kBytes};
   }
-  // By all threads of the block; so many arrivals give back a tile of each.
+  // Called by all threads of the block. The numbers say how many arrivals give back a tile of Q, K and V.
   CUFLASH_DEVICE void make_barriers(u32 q_consumers, u32 k_consumers, u32 v_consumers) const {
     if (ptx::thread_index() == 0) {
       q_ring.init(q_consumers);

@@ -30,8 +30,8 @@ CUFLASH_DEVICE void store_chunks(const TensorMap& map, u32 tile, int first_row, 
     ptx::store_tensor(map, tile + c * rows * kLineBytes, first_column + c * kChunk, first_row, head, batch);
 }
 
-// The same of the first `count` of 64 rows, by the 128 threads of a warpgroup: those behind them, which TMA
-// would write too, are another sequence's. Rows in memory are multiples of 16 bytes.
+// The same for the first `count` of 64 rows, by the 128 threads of a warpgroup: the rows after them, which TMA would
+// write too, belong to another sequence. Rows in memory are multiples of 16 bytes.
 template <int rows, int columns>
 CUFLASH_DEVICE void store_first_rows(Storage* first, i64 row_stride, u32 tile, int count, u32 thread) {
   constexpr u32 kVectors = columns / 8;

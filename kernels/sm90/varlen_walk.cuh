@@ -1,5 +1,6 @@
-// The walk of blocks that stay over the tiles of queries of packed sequences. One warp of a block, the scheduler, looks
-// for them and hands them to the others through a ring in shared memory: so nobody else waits for the starts of sequences.
+// How the blocks of a persistent kernel walk over the tiles of queries of packed sequences (varlen). One warp of a
+// block, the scheduler, looks for the tiles and hands them to the other warps through a ring in shared memory, so that
+// no other warp waits for the starts of sequences.
 #pragma once
 #include "common/config.cuh"
 #include "common/params.cuh"
@@ -24,14 +25,14 @@ struct SequenceUnits {
   const Params& params;
   Sequence own;
   u32 own_first;      // unit of the lane's sequence
-  u32 first, behind;  // unit of the 32 sequences; the first one of those behind them
+  u32 first, end;  // the first unit of the 32 sequences, and the first one after them
   u32 count;          // of units
 
-  // Sums of wild starts may be anything; there are never more units than places for them.
+  // Where starts make no sense the sum may be anything; there are never more units than places for them.
   CUFLASH_DEVICE explicit SequenceUnits(const Params& params_) : params(params_) {
     look_at(0, 0);
-    count = behind;
-    if (params.batch >= 32) count += count_behind(32);
+    count = end;
+    if (params.batch >= 32) count += units_from(32);
     const u32 places = num_tiles_of(params, params.seqlen_q, kRows);
     count = count < places ? count : places;
   }
@@ -40,7 +41,7 @@ struct SequenceUnits {
   CUFLASH_DEVICE Work find(const Place& place) {
     const u32 unit = place.block;
     if (unit < first) look_at(0, 0);
-    while (unit >= behind && first_sequence() + 32 <= params.batch) look_at(first_sequence() + 32, behind);
+    while (unit >= end && first_sequence() + 32 <= params.batch) look_at(first_sequence() + 32, end);
     const u32 lane = last_lane(own_first <= unit);
     return {(int)(unit - ptx::shuffle(own_first, lane)), place.head, sequence_of_lane(own, lane)};
   }
@@ -49,7 +50,8 @@ struct SequenceUnits {
   CUFLASH_DEVICE static int lane() { return ptx::thread_index() % 32; }
   CUFLASH_DEVICE int first_sequence() const { return own.index - lane(); }
 
-  // The 32 sequences from `sequence` on, in front of which there are `units`. There is nothing in those behind the last.
+  // Looks at the 32 sequences from `sequence` on, before which there are `units`. Sequences after the last one are
+  // empty.
   CUFLASH_DEVICE void look_at(int sequence, u32 units) {
     own = sequence_at(params, sequence + lane());
     const u32 own_units = ceil_div(own.seqlen_q, kRows);
@@ -61,10 +63,10 @@ struct SequenceUnits {
     }
     first = units;
     own_first = units + sum - own_units;
-    behind = units + ptx::shuffle(sum, 31);
+    end = units + ptx::shuffle(sum, 31);
   }
-  // Those of sequences from `sequence` on.
-  CUFLASH_DEVICE u32 count_behind(int sequence) const {
+  // Units of the sequences from `sequence` on.
+  CUFLASH_DEVICE u32 units_from(int sequence) const {
     u32 sum = 0;
 #pragma unroll 1
     for (int i = sequence + lane(); i <= params.batch; i += 32)
@@ -75,10 +77,10 @@ struct SequenceUnits {
   }
 };
 
-// Warp. The scheduler: the tiles of this block, one of no head behind the last.
+// Warp. The scheduler: hands over the tiles of this block, and after the last one a tile without a head.
 CUFLASH_DEVICE void schedule_tiles(const Params& params, const TileRing& ring) {
   Position<kTileStages> at;
-  // By one lane: others might be left waiting for a phase that is long over.
+  // By one lane: another lane might still wait for a phase when the next one is over.
   const auto put = [&](const Work& work) {
     if (ptx::thread_index() % 32 == 0) {
       const Entry batch = work.batch;
@@ -105,7 +107,7 @@ CUFLASH_DEVICE void schedule_tiles(const Params& params, const TileRing& ring) {
   put({0, -1, {}});
 }
 
-// The tiles of the scheduler, as a thread reads them, or a warp.
+// The walk of the other roles: the tiles that the scheduler hands over, read by a thread or by a warp.
 template <bool is_warp>
 struct SequenceWalk {
   TileRing ring;

@@ -11,6 +11,7 @@ OPERANDS = "common/operands.cuh"
 PAGES = "common/pages.cuh"
 SCHEDULE = "common/schedule.cuh"
 SCORE = "common/score.cuh"
+SCORES = "common/scores.cuh"
 SEQUENCES = "common/sequences.cuh"
 SOFTMAX = "common/softmax.cuh"
 
@@ -194,6 +195,15 @@ MUTANTS = (
     mutant("the series of dsoftcap is half of itself", SCORE, "(2 / (Real)3)", "(1 / (Real)3)", "sums of heads"),
     mutant("slopes from the diagonal of all keys", SCORE, "params.diagonal + own_diagonal", "params.diagonal",
            "forward top left pages", "forward strided pages"),
+    # ---- common/scores.cuh
+    mutant("hidden pairs keep their scores", SCORES, "if (masked && !mask.visible(row, key)) x =", "if (false) x =",
+           "forward terms"),
+    mutant("products are taken for scores", SCORES, "  if (kScaleInExponent && !masked) return;\n",
+           "  if (!masked) return;\n", "sm90 slopes"),
+    mutant("hidden products have weights", SCORES, "    if (kScaleInExponent && masked) {", "    if (false) {",
+           "backward sm90 in order window", "backward parts window"),
+    mutant("weights without their lse", SCORES, "warp_exponential(product * exponent_scale - exponent_lse);",
+           "warp_exponential(product * exponent_scale);", "backward sm90"),
     # ---- common/sequences.cuh
     mutant("kv_lengths are not clamped", SEQUENCES, "length < params.seqlen_k ? (int)length : params.seqlen_k;",
            "(int)length;", "forward wild lengths"),

@@ -11,7 +11,6 @@ PIPELINE = "sm90/pipeline.cuh"
 TILES = "sm90/tiles.cuh"
 VARLEN_WALK = "sm90/varlen_walk.cuh"
 PRODUCTS = "sm90/products.cuh"
-FORWARD_FP32 = "sm90/forward_fp32.cu"
 
 # fmt: off
 MUTANTS = (
@@ -105,8 +104,8 @@ MUTANTS = (
     mutant("no fence before O", PRODUCTS, "  products();\n" "  ptx::wgmma_commit();\n", "  products();\n", "sm90"),
     mutant("turns are not taken where nothing is multiplied", FORWARD, "    ping_pong.wait();\n"
            "    ping_pong.pass();\n", "\n", "sm90 causal"),
-    mutant("consumers run ahead of a phase that they skip", FORWARD_FP32,
-           "      sync_consumer(consumer);  // nobody may be left waiting for a phase that is long over\n", "\n",
+    mutant("consumers run ahead of a phase that they skip", FORWARD,
+           "    sync_consumer(index);  // so that no thread still waits", "    // so that no thread still waits",
            "sm90 causal",
            escapes="a warp would have to lag by two phases, which no order of the threads makes it do here"),
     mutant("the output is not fenced", FORWARD, "lower);\n" "      ptx::fence_async_proxy();\n"
@@ -282,9 +281,9 @@ MUTANTS = (
     mutant("units that there are not", VARLEN_WALK, "    count = count < places ? count : places;\n",
            "    count = places;\n", "packed sm90"),
     mutant("units behind 32 sequences are not counted", VARLEN_WALK,
-           "    if (params.batch >= 32) count += count_behind(32);\n", "", "packed many sm90"),
+           "    if (params.batch >= 32) count += units_from(32);\n", "", "packed many sm90"),
     mutant("units of the first 32 sequences alone", VARLEN_WALK,
-           "while (unit >= behind && first_sequence() + 32 <= params.batch)", "while (false)", "packed many sm90"),
+           "while (unit >= end && first_sequence() + 32 <= params.batch)", "while (false)", "packed many sm90"),
     mutant("units of other heads from the last sequences on", VARLEN_WALK, "    if (unit < first) look_at(0, 0);\n", "",
            "packed many sm90"),
     mutant("units of eight lanes are summed", VARLEN_WALK, "distance < 32; distance", "distance < 8; distance",
