@@ -53,25 +53,25 @@ MAX_HEAD_DIM = 256
 # at head_dim 128 and seqlen 4096; without a mask, one head at a time serves L2 better.
 CAUSAL_HEAD_SECTION = 16
 # Heads whose blocks of the backward pass are side by side on compute capability 9.0; on an H200 eight are 1 % slower
-# (head_dim 128, seqlen 4096). Where blocks take turns, each is a step behind the one before it of its head: so many
+# (head_dim 128, seqlen 4096). Where blocks add in order, each is a step behind the one before it of its head: so many
 # heads are then side by side that, as blocks end, those of a head start two steps apart. In us by heads, head_dim 128,
 # seqlen 1024: 4 779, 8 738, 16 723, 32 739; as a multiple of the fast mode, seqlen 4096: 2 1.11, 4 1.04, 8 1.05.
 BACKWARD_HEAD_SECTION = 4
-TURNS_APART = 2
+STEPS_APART = 2
 # Heads of packed sequences are few and long, and nobody but a kernel before clears the accumulators of dq of those that
 # start side by side. On an H200 two in place of 4 to 16 are up to 4 % faster at head_dim 256 and up to 2 % at 64; with
-# turns under a causal mask four in place of 16 up to 1 %, and two 1 to 3 % slower than four at 256.
+# dq in order under a causal mask four in place of 16 up to 1 %, and two 1 to 3 % slower than four at 256.
 PACKED_HEAD_SECTION, PACKED_IN_ORDER_SECTION = 2, 4
 # Under a causal mask blocks of a head are at different queries, and Q, dO and dQ of the heads under way should stay in
-# L2. On an H200 with turns at seqlen 16384, 128 MiB of them in place of 16 cost 21 % (head_dim 128), or in place of 32
-# 44 % (head_dim 256). With turns, blocks are the further apart the more heads of a group they have gone through: then
+# L2. On an H200, in order at seqlen 16384, 128 MiB of them in place of 16 cost 21 % (head_dim 128), or in place of 32
+# 44 % (head_dim 256). In order, blocks are the further apart the more heads of a group they have gone through: then
 # all heads of a group count, and beyond two of them that fit blocks share a group, which is 5 to 7 % faster (4 heads of
 # head_dim 128, seqlen 8192, or 256, 4096).
 BACKWARD_L2_BYTES = 1 << 24
 MIN_HEADS_IN_ORDER = 2
-# Where blocks take turns under a causal mask, the longest run alone at the end unless one of so many heads starts with
-# them. On an H200 one of 8 is 2 to 6 % faster than none at head_dim 256, and 1 to 5 % slower below. But groups of query
-# heads make blocks longer: by arithmetic 20 % of the device waits for the last ones of 4 waves, 13 % of 8.
+# Where blocks add in order under a causal mask, the longest run alone at the end unless one of so many heads starts
+# with them. On an H200 one of 8 is 2 to 6 % faster than none at head_dim 256, and 1 to 5 % slower below. But groups of
+# query heads make blocks longer: by arithmetic 20 % of the device waits for the last ones of 4 waves, 13 % of 8.
 SPLIT_ROLES_BACK_SHARE, GROUPED_BACK_SHARE = 8, 4
 BACK_SECTION = 16  # of these heads, which are side by side
 # Waves of blocks from which on these clear accumulators of dq. On an H200 the pass takes 2 to 5 % less so at seqlen
@@ -758,7 +758,7 @@ def _backward_head_section(draft: _Draft, main: BackwardSm90Tile) -> int:
     problem = draft.problem
     if main.dq_in_order and problem.window_right is None:
         resident, steps = draft.device.num_sms * main.min_blocks, _steps_of_tile(draft, main) // draft.group_splits
-        return max(BACKWARD_HEAD_SECTION, TURNS_APART * resident // max(steps, 1))
+        return max(BACKWARD_HEAD_SECTION, STEPS_APART * resident // max(steps, 1))
     most = BACKWARD_HEAD_SECTION if problem.window_right is None else CAUSAL_HEAD_SECTION
     if problem.is_packed:
         most = PACKED_IN_ORDER_SECTION if main.dq_in_order else PACKED_HEAD_SECTION
@@ -887,7 +887,7 @@ def _draft_convert(draft: _Draft, main: MainTile, around: Tile, n_blocks: int, r
         if in_order and problem.is_packed:
             draft.scratch["dq_accumulator"] += 1  # whether sequences overlap
         if in_order:
-            draft.reasons.append("deterministic: tiles of keys take turns at adding to a tile of dq")
+            draft.reasons.append("deterministic: tiles of keys add to dq in order")
     if shared_bytes:
         defines = {"CUFLASH_DIM_MULTIPLE": main.dim_multiple, "CUFLASH_PART_WARPS": part_warps}
         draft.add("around/convert.cu", around, blocks, shared_bytes, **defines)
@@ -922,7 +922,7 @@ def _backward_rows(
         elif problem.deterministic and "dq" in need and problem.block_mask is not None:
             main, reason = _choose(BACKWARD_TILES, problem, device)
             if device.arch == 90 and ITEMSIZE[problem.dtype] == 2:
-                reason += "\nnot sm90/backward: its blocks take turns at dq, which count tiles that block_mask hides"
+                reason += "\nnot sm90/backward: the order of dq counts tiles that block_mask hides"
             reason += why_not_split and f"\nnot sm90/backward_fp32: {why_not_split}"
         else:
             tables = (BACKWARD_SM90_TILES, BACKWARD_TILES)

@@ -184,7 +184,7 @@ class ForwardSm90Tile:
     block_m: int
     block_n: int
     num_stages: int
-    ping_pong: bool  # consumers take turns at issuing products
+    ping_pong: bool  # consumers issue products one after another
     keep_before: bool  # the softmax is kept in front of the wait for the product before it
     q_stages: int  # tiles of queries in shared memory
     serves: Literal["any", "no terms", "long full", "whole blocks"] = "any"
@@ -244,7 +244,7 @@ class ForwardFloat32Sm90Tile:
     block_m: int
     block_n: int
     num_stages: int
-    ping_pong: bool  # consumers take turns at issuing products
+    ping_pong: bool  # consumers issue products one after another
     bf16_parts: int = 3  # that a float32 is split into; two are for TF32's precision
     origin: str = field(compare=False)
 

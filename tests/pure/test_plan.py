@@ -275,19 +275,19 @@ def test_grids_cover_the_problem():
             assert grids["around/convert.cu"] == grids["around/delta.cu"] == 3 * 6 * -(-1000 // tile.block_m)
 
 
-def test_blocks_take_turns_where_sums_must_not_depend_on_luck():
+def test_blocks_add_in_order_where_sums_must_not_depend_on_luck():
     problem = problem_of(seqlen_q=1000, heads=6, heads_kv=2, batch=3, dim=128, dim_v=128)
-    for arch, in_turn in (("9.0", True), ("8.0", False), ("10.0", False)):
+    for arch, in_order in (("9.0", True), ("8.0", False), ("10.0", False)):
         device = DeviceSpec.for_arch(arch)
         for causal in (False, True):
             fast = choose_plan(replace(problem, window_right=0 if causal else None), device, "backward")
             plan = choose_plan(replace(fast.problem, deterministic=True), device, "backward")
-            assert ("take turns" in plan.reason) == in_turn
-            assert all(dict(kernel.defines)["CUFLASH_DQ_IN_ORDER"] == in_turn for kernel in plan.kernels)
-            assert "take turns" not in fast.reason
+            assert ("dq in order" in plan.reason) == in_order
+            assert all(dict(kernel.defines)["CUFLASH_DQ_IN_ORDER"] == in_order for kernel in plan.kernels)
+            assert "dq in order" not in fast.reason
             shares = {dict(kernel.defines)["CUFLASH_BACK_SHARE"] for kernel in plan.kernels}
-            assert shares == {GROUPED_BACK_SHARE if in_turn and causal else 0}
-            if in_turn:
+            assert shares == {GROUPED_BACK_SHARE if in_order and causal else 0}
+            if in_order:
                 assert [kernel.source for kernel in plan.kernels] == [kernel.source for kernel in fast.kernels]
                 turns = sum(plan.scratch_layout.sizes) - sum(fast.scratch_layout.sizes)
                 assert turns == 4 * 3 * 6 * -(-1000 // plan.tiles[0].block_m)
@@ -308,7 +308,7 @@ def test_heads_side_by_side_fit_in_l2_under_a_causal_mask():
     ("seqlen", "dim", "heads", "splits", "section"),
     [(4096, 64, 32, 1, 2), (4096, 128, 32, 1, 1), (8192, 128, 32, 2, 1), (4096, 256, 16, 2, 1), (16384, 128, 32, 2, 1)],
 )
-def test_heads_of_a_group_that_are_under_way_fit_in_l2_in_turn(seqlen, dim, heads, splits, section):
+def test_heads_of_a_group_that_are_under_way_fit_in_l2_in_order(seqlen, dim, heads, splits, section):
     device = DeviceSpec.for_arch("9.0")
     problem = problem_of(seqlen, seqlen, dim, dim, heads=heads, heads_kv=heads // 4, batch=4, window=(None, 0))
     assert choose_plan(problem, device, "backward").group_splits == 1
