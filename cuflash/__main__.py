@@ -366,7 +366,7 @@ def served(device: DeviceSpec) -> str:
         except NotImplementedError as error:
             dtypes.setdefault(f"not served: {error}", []).append(dtype)
             continue
-        families = {name for plan in plans for x in plan.kernels for name in re.findall(r"_(sm\d+)\.cu$", x.source)}
+        families = {name for plan in plans for x in plan.kernels for name in re.findall(r"^(sm\d+)/", x.source)}
         dtypes.setdefault(f"by {' and '.join(sorted(families))} kernels", []).append(dtype)
     return "; ".join(f"{', '.join(names)} {kernels}" for kernels, names in dtypes.items())
 

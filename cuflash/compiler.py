@@ -150,7 +150,7 @@ def kernel_directory() -> Path:
     package = Path(__file__).resolve().parent
     places = (package / "kernels", package.parent / "kernels")
     for place in places:
-        if (place / "ptx.cuh").is_file():
+        if (place / "ptx/base.cuh").is_file():
             return place
     raise FileNotFoundError(f"the CUDA sources of cuflash are in none of {', '.join(map(str, places))}; reinstall it")
 
@@ -282,7 +282,7 @@ def compile_kernel(
     Parameters
     ----------
     source : str
-        File of the kernels directory, such as "forward_sm80.cu". Includes in it are relative to that directory.
+        File of the kernels directory, such as "sm80/forward.cu". Includes in it are relative to that directory.
     name : str
         Symbol of the kernel; `source` defines it as `extern "C"`.
     defines : mapping of str to str or int

@@ -153,7 +153,7 @@ class FlashAttention:
         rounded to TF32's 11 bits, to nearest, and are summed in float32. Each score is then off by up to
         ``2 ** -10 * abs(scale) * sum(abs(q[i]) * abs(k[j]))``, and each result, beside what that changes, by 2 ** -10
         of the sum of the absolute values of its terms. On compute capability 9.0, where `plan` says that arrays are
-        split into two pieces of bfloat16, which are 16 bits, both bounds are 2 ** -14; elsewhere factors are rounded to
+        split into two parts of bfloat16, which are 16 bits, both bounds are 2 ** -14; elsewhere factors are rounded to
         TF32. On the CPU "tf32" is computed as "highest" is.
     dropout : float, default 0.0
         Probability that a weight is dropped, from 0 up to, but not, 1; rounded to a multiple of 1 / 65536, and refused

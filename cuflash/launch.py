@@ -64,7 +64,7 @@ class _Launch:
     seqlen_k: int  # of the plan
     any_length: bool  # it serves calls of other numbers of keys that are planned alike
     kernels: tuple[_Kernel, ...]
-    run_behind: Callable[..., tuple[Any]]  # cuLaunchKernelEx
+    run_overlapping: Callable[..., tuple[Any]]  # cuLaunchKernelEx
     argument: Argument  # with pointers of the arrays of the call, of the results it allocates, of scratch arrays
     # From an address and a number of rows to a tensor map; which of the pointers; how many rows, 0 for all keys.
     maps: tuple[tuple[Callable[[int, int], bytes], int, int], ...]
@@ -245,7 +245,7 @@ def _start(
         if config_of is None:
             run(handle, grid, 1, 1, threads, 1, 1, shared_bytes, stream, kernel_params, 0)
         else:
-            (error,) = launch.run_behind(config_of(stream), handle, kernel_params, 0)
+            (error,) = launch.run_overlapping(config_of(stream), handle, kernel_params, 0)
             if error.value:
                 raise RuntimeError(f"cuLaunchKernelEx returned {error.name}")
     launch.argument.give_back(frame)
@@ -288,7 +288,7 @@ def _launch_of(binding: Binding, plan: LaunchPlan, arrays: Mapping[str, Any], gr
         seqlen_k=plan.problem.seqlen_k,
         any_length=any_length,
         kernels=tuple(_load(kernel, arrays["q"].data.device_id) for kernel in plan.kernels if kernel.grid),
-        run_behind=_driver().cuLaunchKernelEx,
+        run_overlapping=_driver().cuLaunchKernelEx,
         argument=Argument(plan, binding.operands, pointers),
         maps=tuple(
             (encoder(spec.of_any_rows), pointers.index(spec.name), 0 if spec.name in names else spec.shape[1])
@@ -311,13 +311,13 @@ def _launch_of(binding: Binding, plan: LaunchPlan, arrays: Mapping[str, Any], gr
 def _load(kernel: KernelSpec, device_id: int) -> _Kernel:
     function = _function(kernel.source, kernel.name, kernel.defines, kernel.target, kernel.shared_bytes, device_id)
     config_of = None
-    if kernel.follows and cupy.cuda.runtime.driverGetVersion() >= OVERLAP_IN_GRAPHS:
+    if kernel.overlaps_previous and cupy.cuda.runtime.driverGetVersion() >= OVERLAP_IN_GRAPHS:
         sizes = kernel.grid, kernel.threads, kernel.shared_bytes
-        config_of = functools.lru_cache(maxsize=64)(functools.partial(_config_of_follower, *sizes))
+        config_of = functools.lru_cache(maxsize=64)(functools.partial(_overlapping_config, *sizes))
     return _Kernel(function, function.ptr, kernel.grid, kernel.threads, kernel.shared_bytes, config_of)
 
 
-def _config_of_follower(grid: int, threads: int, shared_bytes: int, stream: int) -> Any:
+def _overlapping_config(grid: int, threads: int, shared_bytes: int, stream: int) -> Any:
     """That of a kernel whose blocks may start before the kernel in front of it has ended: it waits for that itself."""
     driver = _driver()
     attribute, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()

@@ -1,4 +1,4 @@
-"""The kernels' only argument, laid out as `Params` in kernels/params.cuh.
+"""The kernels' only argument, laid out as `Params` in kernels/common/params.cuh.
 
 Needs NumPy only, so that it can be filled for any backend that runs the kernels.
 """
@@ -31,10 +31,10 @@ _ARRAYS = (
         ("dkv_partials", 0),
         ("partial_out", 0),
         ("partial_lse", 0),
-        ("q_pieces", 0),
-        ("k_pieces", 0),
-        ("v_pieces", 0),
-        ("dout_pieces", 0),
+        ("q_split", 0),
+        ("k_split", 0),
+        ("v_split", 0),
+        ("dout_split", 0),
         ("key_lists", 0),
         ("query_lists", 0),
         ("score_partials", 0),

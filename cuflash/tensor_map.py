@@ -1,4 +1,4 @@
-"""Tensor maps: what TMA, the copy engine of compute capability 9.0, needs to know of an array (driver API, 6.29)."""
+"""Tensor maps: what the TMA unit of compute capability 9.0 needs to know of an array (CUDA driver API, 6.29)."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     draft.defines |= {
         "CUFLASH_PAIRS_STATS": 0,
         "CUFLASH_DQ_BY_REDUCTION": int(reduces_dq),
-        "CUFLASH_DQ_IN_TURN": int(family is not None and family.takes_turns(main)),
+        "CUFLASH_DQ_IN_ORDER": int(family is not None and family.dq_in_order(main)),
         "CUFLASH_BACK_SHARE": 0 if family is None else family.back_share(problem, main),
         "CUFLASH_BACK_SECTION": BACK_SECTION,
         "CUFLASH_NEEDS_DK": int("dk" in draft.need or main is None),
@@ -68,7 +68,7 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     if dq is not None:
         m_blocks = draft.heads * draft.tiles_of(problem.seqlen_q, dq.block_m)
         draft.add_lists(dq, "key_lists")
-        draft.add("backward_dq_sm80.cu", dq, m_blocks, dq.shared_bytes(*draft.padded_dims(dq)))
+        draft.add("sm80/backward_dq.cu", dq, m_blocks, dq.shared_bytes(*draft.padded_dims(dq)))
         if main is not None:
             draft.reasons.append(
                 "deterministic: dq has a kernel of its own that adds in a fixed order and recomputes the weights"
@@ -103,8 +103,8 @@ def _rows(
         if missing and family.makes_both:
             draft.reasons.append(f"{missing}: not stored, but computed; that kernel makes the products of both")
 
-    in_turn = family is not None and family.takes_turns(main)
-    if "dq" not in need or (family is not None and (in_turn or not problem.deterministic)):
+    in_order = family is not None and family.dq_in_order(main)
+    if "dq" not in need or (family is not None and (in_order or not problem.deterministic)):
         dq = None
     elif dq is None:
         dq, reason = choose_row(DQ_TILES, problem, device)
@@ -179,10 +179,10 @@ def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: DqTile | No
     draft.set(stats_rows=rows)
     draft.defines["CUFLASH_STATS_BLOCK"] = delta.block_m
     draft.scratch["row_stats"] = draft.heads * rows * 2
-    draft.add("backward_delta.cu", delta, draft.heads * (rows // delta.block_m), 0, **dims)
+    draft.add("around/delta.cu", delta, draft.heads * (rows // delta.block_m), 0, **dims)
     if "dsinks" in draft.need:
         warps = {"CUFLASH_NUM_WARPS": SINKS_WARPS, "CUFLASH_MIN_BLOCKS": 1}
-        draft.add("backward_sinks.cu", delta, problem.num_heads, 16 * SINKS_WARPS, **dims, **warps)
+        draft.add("around/sinks.cu", delta, problem.num_heads, 16 * SINKS_WARPS, **dims, **warps)
     return around
 
 
@@ -220,15 +220,15 @@ def _add_convert(
         m_blocks = draft.heads * (run_time.stats_rows // main.block_m)
         blocks += m_blocks
         shared_bytes = max(shared_bytes, tile_bytes(main.block_m, dim, main.element_bytes))
-        in_turn = family.takes_turns(main)
-        draft.scratch["dq_accumulator"] = draft.heads * run_time.stats_rows * dim + (m_blocks if in_turn else 0)
+        in_order = family.dq_in_order(main)
+        draft.scratch["dq_accumulator"] = draft.heads * run_time.stats_rows * dim + (m_blocks if in_order else 0)
         if run_time.clear_ahead:
             draft.scratch["dq_accumulator"] += problem.array_batch * problem.num_heads_kv * run_time.group_splits
             draft.reasons.append(f"blocks clear accumulators of dq, {run_time.clear_ahead} heads in launch order ahead")
-        if in_turn and problem.is_packed:
+        if in_order and problem.is_packed:
             draft.scratch["dq_accumulator"] += 1  # whether sequences overlap
-        if in_turn:
-            draft.reasons.append("deterministic: tiles of keys take turns at adding to a tile of dq")
+        if in_order:
+            draft.reasons.append("deterministic: tiles of keys add to dq in order")
     if shared_bytes:
         defines = {"CUFLASH_DIM_MULTIPLE": main.dim_multiple, "CUFLASH_PART_WARPS": part_warps}
-        draft.add("backward_convert.cu", around, blocks, shared_bytes, **defines)
+        draft.add("around/convert.cu", around, blocks, shared_bytes, **defines)

@@ -93,7 +93,7 @@ def choose_plan(
         tensor_maps=draft.tensor_maps,
         reason="\n".join(draft.reasons),
         need=draft.need,
-        any_length=pass_ == "forward" and not _has_keys_elsewhere(problem) and "k_pieces" not in draft.scratch,
+        any_length=pass_ == "forward" and not _has_keys_elsewhere(problem) and "k_split" not in draft.scratch,
         hides_last_keys=draft.hides_last_keys,
     )
 

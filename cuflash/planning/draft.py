@@ -15,7 +15,7 @@ from cuflash.problem import ITEMSIZE, Operand, Problem
 from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 
-PARAMS_BYTES = 904  # of the kernels' only argument; cuflash/params.py lays it out, kernels/params.cuh checks it
+PARAMS_BYTES = 904  # of the kernels' only argument; cuflash/params.py lays it out, kernels/common/params.cuh checks it
 MAPS_OFFSET = round_up(PARAMS_BYTES, 64)  # where tensor maps follow
 LIST_WARPS = 4  # of a block that lists tiles, a list for each
 LIST_HEADER = 2  # numbers in front of a list
@@ -111,7 +111,7 @@ class Draft:
         self.scratch[name] = round_up(elements, 4)
         of_keys = name == "key_lists"
         warps = {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1}
-        self.add("block_lists.cu", tile, -(-lists // LIST_WARPS), 0, **warps, CUFLASH_LISTS_KEYS=int(of_keys))
+        self.add("around/lists.cu", tile, -(-lists // LIST_WARPS), 0, **warps, CUFLASH_LISTS_KEYS=int(of_keys))
         self.reasons.append(
             f"block_mask: tiles of {'keys' if of_keys else 'queries'} are listed beforehand, {tile.block_m} queries x "
             f"{tile.block_n} keys each; hidden ones are neither loaded nor computed"
@@ -127,19 +127,19 @@ class Draft:
         check_blocks(blocks)
         name = "_".join((_symbol(source, self.problem, tile), *makes))
         # Launches overlap from compute capability 9.0 on; kernels without blocks are not launched.
-        follows = self.device.arch >= 90 and any(kernel.grid for kernel in self.kernels)
-        every = self.defines | tile.defines() | defines | {"CUFLASH_FOLLOWS": int(follows)}
+        overlaps = self.device.arch >= 90 and any(kernel.grid for kernel in self.kernels)
+        every = self.defines | tile.defines() | defines | {"CUFLASH_OVERLAPS_PREVIOUS": int(overlaps)}
         every |= {"CUFLASH_SHARED_BYTES": shared_bytes, "CUFLASH_KERNEL_NAME": name}
         self.kernels.append(
             KernelSpec(
                 source=source,
                 name=name,
-                target=self.device.target + ("a" if source.endswith("_sm90.cu") else ""),
+                target=self.device.target + ("a" if source.startswith("sm90/") else ""),
                 defines=tuple(sorted(every.items())),
                 grid=blocks,
                 threads=32 * int(every["CUFLASH_NUM_WARPS"]),
                 shared_bytes=shared_bytes,
-                follows=follows,
+                overlaps_previous=overlaps,
             )
         )
 
@@ -184,7 +184,8 @@ def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_
 
 
 def _symbol(source: str, problem: Problem, tile: Tile) -> str:
-    """The kernel's symbol spells its configuration, for profilers."""
+    """The kernel's symbol spells its source and its configuration, for profilers."""
     dims = f"d{problem.head_dim}" + (f"x{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
-    parts = [source.removesuffix(".cu"), problem.dtype, dims, f"{tile.block_m}x{tile.block_n}", *option_names(problem)]
+    file = source.removesuffix(".cu").replace("/", "_")
+    parts = [file, problem.dtype, dims, f"{tile.block_m}x{tile.block_n}", *option_names(problem)]
     return "_".join(parts)

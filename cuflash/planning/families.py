@@ -51,7 +51,7 @@ class BackwardFamily(Family[Row]):
         """The row as this problem needs it."""
         return main
 
-    def takes_turns(self, main: Row) -> bool:
+    def dq_in_order(self, main: Row) -> bool:
         """Whether blocks add to dq in a fixed order."""
         return False
 
@@ -68,7 +68,7 @@ class BackwardFamily(Family[Row]):
         return draft.run_time.head_section
 
     def back_share(self, problem: Problem, main: Row) -> int:
-        """Of how many heads one walks back from the last query, or 0; kernels/backward.cuh says what for."""
+        """Of how many heads one walks back from the last query, or 0; kernels/common/backward.cuh says what for."""
         return 0
 
     def clear_ahead(self, draft: Draft, main: Row) -> int:

@@ -25,7 +25,7 @@ class KernelSpec:
     grid: int
     threads: int
     shared_bytes: int
-    follows: bool  # it may start while the kernel before it runs, and waits for its end by itself
+    overlaps_previous: bool  # programmatic dependent launch: it may start early, and waits by itself
 
 
 @dataclass(frozen=True, kw_only=True)

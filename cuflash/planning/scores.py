@@ -44,13 +44,13 @@ def add_score_gradients(draft: Draft, tile: ScoresTile) -> None:
         splits = shares(owned, math.prod(sizes) // max(owned, 1))
         draft.set(score_splits=splits)
         options = defines(sums, ("dbias",))
-        draft.add("backward_scores_sm80.cu", tile, owned * splits, shared_bytes, ("dbias",), **options)
+        draft.add("sm80/backward_scores.cu", tile, owned * splits, shared_bytes, ("dbias",), **options)
         axes = ", ".join(f"{n} {x}" for x, n, summed in zip(_AXES_WORDS, sizes, sums, strict=True) if summed and n > 1)
         draft.reasons.append(f"dbias: {owned} tiles of pairs" + (f", each a sum over {axes}" if axes else ""))
         if splits > 1:
             rows, columns = (1 if sums[2] else tile.block_m), (1 if sums[3] else tile.block_n)
             draft.scratch["score_partials"] = owned * splits * rows * columns
-            draft.add("backward_scores_reduce.cu", tile, owned, reduce_bytes, ("dbias",), **options, **reduce)
+            draft.add("around/scores_reduce.cu", tile, owned, reduce_bytes, ("dbias",), **options, **reduce)
             draft.reasons[-1] += f" that {splits} blocks share: tiles are few"
     sums_wanted = [name for name in wanted if name != "dbias"]
     if sums_wanted:
@@ -58,13 +58,13 @@ def add_score_gradients(draft: Draft, tile: ScoresTile) -> None:
         sums_splits = shares(m_blocks, sizes[3])
         draft.set(sums_splits=sums_splits)
         options = defines((False, False, False, True), sums_wanted)
-        draft.add("backward_scores_sm80.cu", tile, m_blocks * sums_splits, shared_bytes, sums_wanted, **options)
+        draft.add("sm80/backward_scores.cu", tile, m_blocks * sums_splits, shared_bytes, sums_wanted, **options)
         draft.scratch["sums_partials"] = 3 * m_blocks * sums_splits
         sums_batch = problem.alibi_slopes is not None and draft.arrays["dalibi_slopes"].strides[0] == 0
         slopes = problem.num_heads * (1 if sums_batch else problem.batch) if "dalibi_slopes" in wanted else 0
         options["CUFLASH_SUMS_BATCH"] = int(sums_batch)
         blocks = slopes + len(set(sums_wanted) - {"dalibi_slopes"})
-        draft.add("backward_scores_reduce.cu", tile, blocks, reduce_bytes, sums_wanted, **options, **reduce)
+        draft.add("around/scores_reduce.cu", tile, blocks, reduce_bytes, sums_wanted, **options, **reduce)
         draft.reasons.append(
             f"{', '.join(sums_wanted)}: sums by {m_blocks * sums_splits} blocks, added in a fixed order"
         )

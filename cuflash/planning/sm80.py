@@ -26,7 +26,7 @@ from cuflash.problem import Problem
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardTile(Tile):
-    """One way to cut the forward pass. A block owns block_m queries; warps_d warps share a piece of them."""
+    """One way to cut the forward pass. A block owns block_m queries; warps_d warps share 16-row fragments of them."""
 
     element_bytes: int = 2
     max_dim: int
@@ -50,7 +50,7 @@ class ForwardTile(Tile):
 
     @property
     def dim_multiple(self) -> int:
-        """Head dimensions are padded so that every warp gets the same number of 16-wide pieces of their columns."""
+        """Head dimensions are padded so that every warp gets the same number of 16-wide fragments of their columns."""
         return 16 * self.warps_d
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
@@ -61,7 +61,7 @@ class ForwardTile(Tile):
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardTile(Tile):
-    """One way to cut the backward pass. A block owns block_n keys; warps_d warps share the rows of a piece of them."""
+    """One way to cut the backward pass. A block owns block_n keys; warps_d warps share the rows of 16-row fragments."""
 
     element_bytes: int = 2
     max_dim: int
@@ -83,19 +83,19 @@ class BackwardTile(Tile):
         return (
             (warps_n * self.warps_d == self.num_warps, "warps_d divides num_warps"),
             (self.block_n % (16 * warps_n) == 0, "whole fragments of keys for every warp"),
-            (self.block_m % (16 * self.warps_q) == 0, "whole pairs of pieces of queries for every warp"),
+            (self.block_m % (16 * self.warps_q) == 0, "whole pairs of 8 queries for every warp"),
             (self.num_warps % self.dq_warps_m == 0, "dq_warps_m divides num_warps"),
             (self.block_m % (16 * self.dq_warps_m) == 0, "whole fragments of dq for every warp"),
         )
 
     @property
     def warps_q(self) -> int:
-        """Warps along the queries of a piece of keys: of the warps_d, as many as there are queries for."""
+        """Warps along the queries of a fragment of keys: of the warps_d, as many as there are queries for."""
         return min(self.warps_d, self.block_m // 16)
 
     @property
     def dim_multiple(self) -> int:
-        """Head dimensions are padded so that every warp gets the same number of 16-wide pieces of their columns."""
+        """Head dimensions are padded so that every warp gets the same number of 16-wide fragments of their columns."""
         return 16 * max(self.warps_d, self.num_warps // self.dq_warps_m)
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
@@ -138,7 +138,7 @@ class DqTile(Tile):
 
     @property
     def dim_multiple(self) -> int:
-        """Head dimensions are padded so that every warp gets the same number of 16-wide pieces of their columns."""
+        """Head dimensions are padded so that every warp gets the same number of 16-wide fragments of their columns."""
         return 16 * self.dq_warps_d
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
@@ -303,6 +303,7 @@ SCORES_TILES = (
     _scores(256, 32,  16, 2, 1, 1, ARITHMETIC, element_bytes=8),
     _scores(256, 16,  16, 1, 1, 1, MEDIUM, element_bytes=8),
 )
+# fmt: on
 
 
 # ---- families --------------------------------------------------------------------------------------------------------
@@ -311,7 +312,7 @@ SCORES_TILES = (
 class Forward(ForwardFamily[ForwardTile]):
     """A block for each tile of queries."""
 
-    kernel = "forward_sm80"
+    kernel = "sm80/forward"
     tile = ForwardTile
 
     def table(self, problem: Problem) -> tuple[ForwardTile, ...]:
@@ -326,7 +327,7 @@ class Forward(ForwardFamily[ForwardTile]):
 class Backward(BackwardFamily[BackwardTile]):
     """A block for each tile of keys, or several, for some of the query heads each."""
 
-    kernel = "backward_sm80"
+    kernel = "sm80/backward"
     tile = BackwardTile
 
     def table(self, problem: Problem) -> tuple[BackwardTile, ...]:

@@ -29,7 +29,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def tile_bytes(rows: int, columns: int, element_bytes: int) -> int:
-    """Shared memory of a tile, in lines of 128 bytes or parts of one; kernels/config.cuh has the same."""
+    """Shared memory of a tile, in lines of 128 bytes or parts of one; kernels/common/config.cuh has the same."""
     row = columns * element_bytes
     if element_bytes > 2 or row > 64:
         return rows * round_up(row, 128)
@@ -37,7 +37,7 @@ def tile_bytes(rows: int, columns: int, element_bytes: int) -> int:
 
 
 def chunked_bytes(rows: int, columns: int) -> int:
-    """Shared memory of a tile in chunks of `CHUNK` columns; kernels/tiles_sm90.cuh has the same."""
+    """Shared memory of a tile in chunks of `CHUNK` columns; kernels/sm90/tiles.cuh has the same."""
     return -(-columns // CHUNK) * rows * CHUNK * 2
 
 
@@ -108,9 +108,10 @@ class Tile:
         """Head dimensions as the kernel sees them."""
         return round_up(problem.head_dim, self.dim_multiple), round_up(problem.head_dim_v, self.dim_multiple)
 
-    def defines(self) -> dict[str, int]:
-        """What the kernel is compiled with."""
-        return {f"CUFLASH_{name.upper()}": int(getattr(self, name)) for name in (*COMMON_DEFINES, *self.defined)}
+    def defines(self) -> dict[str, str | int]:
+        """What the kernel is compiled with: numbers, and names of enumerators."""
+        values = {name: getattr(self, name) for name in (*COMMON_DEFINES, *self.defined)}
+        return {f"CUFLASH_{name.upper()}": x if isinstance(x, str) else int(x) for name, x in values.items()}
 
     @property
     def label(self) -> str:

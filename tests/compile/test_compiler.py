@@ -52,6 +52,7 @@ def kernels(tmp_path):
     def compile_files(source, name, defines, arch, **files):
         files = {"scale.cu": SCALE, "factor.cuh": FACTOR, "twice.cuh": TWICE, "spill.cu": SPILL, **files}
         for file, text in files.items():
+            (directory / file).parent.mkdir(exist_ok=True)
             (directory / file).write_text(text)
         return Compiler(directory, tmp_path / "cache", Nvrtc()).compile(source, name, defines, arch)
 
@@ -134,6 +135,18 @@ def test_warnings_are_kept(kernels):
     unbounded = 'extern "C" __global__ void f() {\n  asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");\n}\n'
     (advice,) = kernels("f.cu", "f", {}, "sm_90a", **{"f.cu": unbounded}).resources.warnings
     assert "(C7508)" in advice and "setmaxnreg" in advice
+
+
+def test_headers_are_named_by_their_folder(kernels):
+    """From a source in a folder and from a header in another, also where both folders have a header of that name."""
+    files = {
+        "main/f.cu": '#include "one/size.cuh"\nextern "C" __global__ void f() {\n  __shared__ volatile char s[kSize];\n'
+        "  s[0] = 0;\n}\n",
+        "main/size.cuh": "#error not this one\n",
+        "one/size.cuh": '#pragma once\n#include "two/size.cuh"\nconstexpr int kSize = 16 * kTwo;\n',
+        "two/size.cuh": "#pragma once\nconstexpr int kTwo = 2;\n",
+    }
+    assert kernels("main/f.cu", "f", {}, "sm_80", **files).resources.static_shared_bytes == 32
 
 
 def test_errors_name_file_and_line_of_the_header(kernels):
@@ -259,6 +272,6 @@ def test_default_directories(monkeypatch, tmp_path):
     """The project's own kernels directory, and the cache that the environment names."""
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "cache"))
     with pytest.raises(CompileError, match="no kernel 'anything'"):
-        compile_kernel("ptx.cuh", "anything", {}, "sm_80")
+        compile_kernel("ptx/base.cuh", "anything", {}, "sm_80")
     assert compiler.kernel_directory().name == "kernels"
     assert compiler.cache_directory() == tmp_path / "cache"

@@ -43,111 +43,111 @@ OTHER_ARCHS = ("8.7", "8.9", "10.0", "10.3", "11.0", "12.0", "12.1")
 # are faster that way than with fewer blocks, or that fit no other way; all others spill nothing. What NVRTC 13.0 and
 # 13.5 report, and a little room.
 SPILLS = {
-    ("forward_sm80.cu", 2, 64, "128x64", 3): 96,
-    ("forward_sm80.cu", 2, 96, "128x64", 2): 32,
-    ("forward_sm80.cu", 2, 128, "128x64", 2): 80,
-    ("forward_sm80.cu", 2, 128, "128x32", 2): 32,
-    ("forward_sm80.cu", 2, 192, "128x128", 1): 32,
-    ("forward_sm80.cu", 2, 256, "128x128", 1): 112,
-    ("backward_dq_sm80.cu", 2, 64, "128x64", 2): 96,
-    ("backward_dq_sm80.cu", 2, 128, "128x32", 1): 24,
-    ("forward_sm80.cu", 4, 64, "128x32", 2): 64,
-    ("forward_sm80.cu", 4, 128, "128x32", 2): 128,
-    ("forward_sm80.cu", 4, 128, "64x32", 1): 48,
-    ("forward_sm80.cu", 4, 192, "64x32", 1): 64,
-    ("forward_sm80.cu", 4, 256, "64x16", 1): 64,
-    ("backward_sm80.cu", 4, 64, "32x64", 2): 32,
-    ("backward_sm80.cu", 4, 64, "32x64", 1): 32,
-    ("backward_sm80.cu", 4, 128, "32x64", 1): 32,
-    ("backward_sm80.cu", 4, 128, "32x32", 1): 64,
-    ("backward_sm80.cu", 4, 192, "32x64", 1): 128,
-    ("backward_sm80.cu", 4, 192, "32x16", 1): 208,
-    ("backward_sm80.cu", 4, 256, "32x64", 1): 256,
-    ("backward_sm80.cu", 4, 256, "32x32", 1): 320,
-    ("backward_dq_sm80.cu", 4, 192, "64x16", 1): 48,
-    ("backward_dq_sm80.cu", 4, 192, "32x16", 1): 48,
-    ("backward_dq_sm80.cu", 4, 256, "64x16", 1): 48,
-    ("backward_dq_sm80.cu", 4, 256, "32x16", 1): 48,
-    ("forward_sm80.cu", 8, 128, "128x32", 1): 128,
-    ("forward_sm80.cu", 8, 128, "64x16", 1): 64,
-    ("forward_sm80.cu", 8, 256, "64x16", 1): 64,
-    ("forward_sm80.cu", 8, 256, "32x16", 1): 64,
-    ("forward_sm80.cu", 8, 256, "16x16", 1): 224,
-    ("backward_sm80.cu", 8, 64, "16x64", 1): 192,
-    ("backward_sm80.cu", 8, 128, "32x64", 1): 544,
-    ("backward_sm80.cu", 8, 128, "32x32", 1): 432,
-    ("backward_sm80.cu", 8, 192, "16x16", 1): 1152,
-    ("backward_sm80.cu", 8, 256, "16x32", 1): 368,
-    ("backward_sm80.cu", 8, 256, "16x16", 1): 480,
-    ("backward_dq_sm80.cu", 8, 128, "64x16", 1): 80,
-    ("forward_sm90.cu", 2, 64, "256x64", 1): 64,
-    ("backward_sm90.cu", 2, 128, "64x128", 1): 72,
-    ("backward_sm80.cu", 4, 256, "16x16", 1): 16,
-    ("forward_sm90.cu", 2, 128, "192x80", 1): 16,
-    ("backward_float32_sm90.cu", 4, 128, "64x64", 1): 16,
-    ("forward_float32_sm90.cu", 4, 128, "128x112", 1): 16,
-    ("forward_sm80.cu", 8, 192, "64x16", 1): 48,
-    ("forward_sm80.cu", 8, 192, "32x16", 1): 32,
-    ("backward_dq_sm80.cu", 8, 192, "32x16", 1): 32,
-    ("backward_dq_sm80.cu", 8, 192, "16x16", 1): 48,
+    ("sm80/forward.cu", 2, 64, "128x64", 3): 96,
+    ("sm80/forward.cu", 2, 96, "128x64", 2): 32,
+    ("sm80/forward.cu", 2, 128, "128x64", 2): 80,
+    ("sm80/forward.cu", 2, 128, "128x32", 2): 32,
+    ("sm80/forward.cu", 2, 192, "128x128", 1): 32,
+    ("sm80/forward.cu", 2, 256, "128x128", 1): 112,
+    ("sm80/backward_dq.cu", 2, 64, "128x64", 2): 96,
+    ("sm80/backward_dq.cu", 2, 128, "128x32", 1): 24,
+    ("sm80/forward.cu", 4, 64, "128x32", 2): 64,
+    ("sm80/forward.cu", 4, 128, "128x32", 2): 128,
+    ("sm80/forward.cu", 4, 128, "64x32", 1): 48,
+    ("sm80/forward.cu", 4, 192, "64x32", 1): 64,
+    ("sm80/forward.cu", 4, 256, "64x16", 1): 64,
+    ("sm80/backward.cu", 4, 64, "32x64", 2): 32,
+    ("sm80/backward.cu", 4, 64, "32x64", 1): 32,
+    ("sm80/backward.cu", 4, 128, "32x64", 1): 32,
+    ("sm80/backward.cu", 4, 128, "32x32", 1): 64,
+    ("sm80/backward.cu", 4, 192, "32x64", 1): 128,
+    ("sm80/backward.cu", 4, 192, "32x16", 1): 208,
+    ("sm80/backward.cu", 4, 256, "32x64", 1): 256,
+    ("sm80/backward.cu", 4, 256, "32x32", 1): 320,
+    ("sm80/backward_dq.cu", 4, 192, "64x16", 1): 48,
+    ("sm80/backward_dq.cu", 4, 192, "32x16", 1): 48,
+    ("sm80/backward_dq.cu", 4, 256, "64x16", 1): 48,
+    ("sm80/backward_dq.cu", 4, 256, "32x16", 1): 48,
+    ("sm80/forward.cu", 8, 128, "128x32", 1): 128,
+    ("sm80/forward.cu", 8, 128, "64x16", 1): 64,
+    ("sm80/forward.cu", 8, 256, "64x16", 1): 64,
+    ("sm80/forward.cu", 8, 256, "32x16", 1): 64,
+    ("sm80/forward.cu", 8, 256, "16x16", 1): 224,
+    ("sm80/backward.cu", 8, 64, "16x64", 1): 192,
+    ("sm80/backward.cu", 8, 128, "32x64", 1): 544,
+    ("sm80/backward.cu", 8, 128, "32x32", 1): 432,
+    ("sm80/backward.cu", 8, 192, "16x16", 1): 1152,
+    ("sm80/backward.cu", 8, 256, "16x32", 1): 368,
+    ("sm80/backward.cu", 8, 256, "16x16", 1): 480,
+    ("sm80/backward_dq.cu", 8, 128, "64x16", 1): 80,
+    ("sm90/forward.cu", 2, 64, "256x64", 1): 64,
+    ("sm90/backward.cu", 2, 128, "64x128", 1): 72,
+    ("sm80/backward.cu", 4, 256, "16x16", 1): 16,
+    ("sm90/forward.cu", 2, 128, "192x80", 1): 16,
+    ("sm90/backward_fp32.cu", 4, 128, "64x64", 1): 16,
+    ("sm90/forward_fp32.cu", 4, 128, "128x112", 1): 16,
+    ("sm80/forward.cu", 8, 192, "64x16", 1): 48,
+    ("sm80/forward.cu", 8, 192, "32x16", 1): 32,
+    ("sm80/backward_dq.cu", 8, 192, "32x16", 1): 32,
+    ("sm80/backward_dq.cu", 8, 192, "16x16", 1): 48,
 }
 # The same on compute capability 10.0 and later, where the compiler loads fragments of wide elements further ahead.
 SPILLS_OF_LATER_ARCHS = SPILLS | {
-    ("forward_sm80.cu", 4, 64, "64x64", 1): 32,
-    ("forward_sm80.cu", 4, 128, "64x32", 1): 32,
-    ("forward_sm80.cu", 4, 192, "64x32", 1): 64,
-    ("forward_sm80.cu", 4, 256, "64x16", 1): 256,
-    ("backward_sm80.cu", 4, 64, "32x64", 2): 48,
-    ("backward_sm80.cu", 4, 192, "32x16", 1): 208,
-    ("backward_sm80.cu", 4, 256, "16x16", 1): 96,
-    ("backward_dq_sm80.cu", 4, 128, "64x16", 1): 16,
-    ("backward_dq_sm80.cu", 4, 192, "32x16", 1): 32,
-    ("backward_dq_sm80.cu", 4, 256, "32x16", 1): 32,
-    ("forward_sm80.cu", 4, 64, "128x32", 2): 96,
-    ("backward_sm80.cu", 8, 64, "32x32", 1): 64,
+    ("sm80/forward.cu", 4, 64, "64x64", 1): 32,
+    ("sm80/forward.cu", 4, 128, "64x32", 1): 32,
+    ("sm80/forward.cu", 4, 192, "64x32", 1): 64,
+    ("sm80/forward.cu", 4, 256, "64x16", 1): 256,
+    ("sm80/backward.cu", 4, 64, "32x64", 2): 48,
+    ("sm80/backward.cu", 4, 192, "32x16", 1): 208,
+    ("sm80/backward.cu", 4, 256, "16x16", 1): 96,
+    ("sm80/backward_dq.cu", 4, 128, "64x16", 1): 16,
+    ("sm80/backward_dq.cu", 4, 192, "32x16", 1): 32,
+    ("sm80/backward_dq.cu", 4, 256, "32x16", 1): 32,
+    ("sm80/forward.cu", 4, 64, "128x32", 2): 96,
+    ("sm80/backward.cu", 8, 64, "32x32", 1): 64,
 }
 # Of packed sequences, whose ends take registers too; where consumers spare none, the warps beside them spill.
 SPILLS_OF_PACKED = SPILLS | {
-    ("backward_sm80.cu", 2, 64, "32x128", 2): 48,
-    ("forward_sm90.cu", 2, 256, "128x64", 1): 176,
-    ("forward_sm90.cu", 2, 128, "192x80", 1): 48,
+    ("sm80/backward.cu", 2, 64, "32x128", 2): 48,
+    ("sm90/forward.cu", 2, 256, "128x64", 1): 176,
+    ("sm90/forward.cu", 2, 128, "192x80", 1): 48,
 }
 # With every option on, with bounds, or with narrow loads.
 SPILLS_OF_OPTIONS = SPILLS | {
-    ("forward_float32_sm90.cu", 4, 128, "128x112", 1): 64,
-    ("forward_sm80.cu", 8, 64, "128x48", 1): 64,
-    ("forward_float32_sm90.cu", 4, 128, "128x64", 1): 32,
-    ("forward_sm80.cu", 2, 64, "128x64", 3): 768,
-    ("backward_dq_sm80.cu", 2, 64, "128x64", 2): 112,
-    ("forward_sm80.cu", 4, 64, "128x32", 2): 96,
-    ("forward_sm90.cu", 2, 256, "128x64", 1): 64,
-    ("forward_sm90.cu", 2, 128, "192x80", 1): 16,
-    ("backward_sm90.cu", 2, 64, "64x128", 1): 96,
-    ("backward_sm90.cu", 2, 128, "64x128", 1): 196,
-    ("backward_sm90.cu", 2, 256, "64x64", 1): 32,
-    ("forward_sm80.cu", 4, 64, "64x64", 1): 16,
-    ("forward_float32_sm90.cu", 4, 64, "128x128", 1): 32,
-    ("backward_float32_sm90.cu", 4, 128, "64x64", 1): 80,
-    ("backward_sm80.cu", 8, 64, "16x64", 1): 416,
+    ("sm90/forward_fp32.cu", 4, 128, "128x112", 1): 64,
+    ("sm80/forward.cu", 8, 64, "128x48", 1): 64,
+    ("sm90/forward_fp32.cu", 4, 128, "128x64", 1): 32,
+    ("sm80/forward.cu", 2, 64, "128x64", 3): 768,
+    ("sm80/backward_dq.cu", 2, 64, "128x64", 2): 112,
+    ("sm80/forward.cu", 4, 64, "128x32", 2): 96,
+    ("sm90/forward.cu", 2, 256, "128x64", 1): 64,
+    ("sm90/forward.cu", 2, 128, "192x80", 1): 16,
+    ("sm90/backward.cu", 2, 64, "64x128", 1): 96,
+    ("sm90/backward.cu", 2, 128, "64x128", 1): 196,
+    ("sm90/backward.cu", 2, 256, "64x64", 1): 32,
+    ("sm80/forward.cu", 4, 64, "64x64", 1): 16,
+    ("sm90/forward_fp32.cu", 4, 64, "128x128", 1): 32,
+    ("sm90/backward_fp32.cu", 4, 128, "64x64", 1): 80,
+    ("sm80/backward.cu", 8, 64, "16x64", 1): 416,
 }
 SPILLS_OF_BLOCKS = SPILLS_OF_OPTIONS | {
-    ("backward_sm80.cu", 2, 64, "32x128", 2): 16,
+    ("sm80/backward.cu", 2, 64, "32x128", 2): 16,
 }
 # With pages, whose rows are looked up one by one.
 SPILLS_OF_PAGES = SPILLS_OF_OPTIONS | {
-    ("forward_sm80.cu", 4, 64, "128x32", 2): 176,
-    ("forward_sm90.cu", 2, 192, "128x96", 1): 64,
+    ("sm80/forward.cu", 4, 64, "128x32", 2): 176,
+    ("sm90/forward.cu", 2, 192, "128x96", 1): 64,
 }
 SPILLS_OF_DROPOUT = SPILLS | {
-    ("forward_sm80.cu", 2, 64, "128x64", 3): 160,
-    ("forward_sm80.cu", 4, 64, "128x32", 2): 96,
-    ("forward_sm80.cu", 8, 64, "128x48", 1): 64,
-    ("backward_dq_sm80.cu", 2, 64, "128x64", 2): 160,
-    ("backward_dq_sm80.cu", 4, 64, "64x32", 1): 16,
-    ("backward_dq_sm80.cu", 8, 64, "64x16", 1): 16,
-    ("backward_sm90.cu", 2, 128, "64x128", 1): 104,
-    ("forward_float32_sm90.cu", 4, 64, "128x128", 1): 16,
-    ("forward_float32_sm90.cu", 4, 128, "128x64", 1): 16,
+    ("sm80/forward.cu", 2, 64, "128x64", 3): 160,
+    ("sm80/forward.cu", 4, 64, "128x32", 2): 96,
+    ("sm80/forward.cu", 8, 64, "128x48", 1): 64,
+    ("sm80/backward_dq.cu", 2, 64, "128x64", 2): 160,
+    ("sm80/backward_dq.cu", 4, 64, "64x32", 1): 16,
+    ("sm80/backward_dq.cu", 8, 64, "64x16", 1): 16,
+    ("sm90/backward.cu", 2, 128, "64x128", 1): 104,
+    ("sm90/forward_fp32.cu", 4, 64, "128x128", 1): 16,
+    ("sm90/forward_fp32.cu", 4, 128, "128x64", 1): 16,
 }
 
 
@@ -163,8 +163,8 @@ class Target:
         tile = self.tile
         sizes = f"{tile.max_dim}-{tile.block_m}x{tile.block_n}-w{tile.num_warps}b{tile.min_blocks}"
         name = f"{type(tile).__name__}-{tile.element_bytes}B-{sizes}"
-        if is_of_pieces(tile):
-            name += f"-{tile.pieces}pieces"
+        if is_split(tile):
+            name += f"-{tile.bf16_parts}parts"
         return f"{self.arch}-{name}-{self.variant}"
 
     @property
@@ -180,7 +180,7 @@ class Target:
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": tile.max_dim}
         case = ct.Case(**sizes | variant | {"dtype": dtype})
         arrays = case.arrays()
-        is_tf32 = tile.pieces == 2 if is_of_pieces(tile) else self.variant == "full"
+        is_tf32 = tile.bf16_parts == 2 if is_split(tile) else self.variant == "full"
         options = replace(
             case.options,
             deterministic=isinstance(tile, DqTile) or self.variant == "turns",
@@ -250,8 +250,8 @@ def fits(tile, arch):
     return shared_bytes <= device.shared_bytes_per_block and resident <= device.shared_bytes_per_sm
 
 
-def is_of_pieces(tile):
-    """Whether float32 is multiplied by its pieces: three for the highest precision, two for TF32's."""
+def is_split(tile):
+    """Whether float32 is multiplied by its parts: three for the highest precision, two for TF32's."""
     return isinstance(tile, ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile)
 
 
@@ -313,7 +313,7 @@ TARGETS = [
         Target(tile=tile, arch="9.0", variant=variant)
         for tile in (*FORWARD_FLOAT32_SM90_TILES, *FORWARD_TF32_SM90_TILES)
         for variant in ("full", "narrow", "bounds", "options")
-        if tile.pieces == 3 or variant == "bounds"
+        if tile.bf16_parts == 3 or variant == "bounds"
     ),
     *(
         Target(tile=tile, arch="9.0", variant=variant)
@@ -325,7 +325,7 @@ TARGETS = [
         for tile in (*BACKWARD_SM90_TILES, *BACKWARD_FLOAT32_SM90_TILES, *BACKWARD_TF32_SM90_TILES)
         for variant in ("full", "groups", "turns", "shares", "options")
         if variant != "turns" or isinstance(tile, BackwardSm90Tile)
-        if not is_of_pieces(tile) or tile.pieces == 3 or variant == "groups"
+        if not is_split(tile) or tile.bf16_parts == 3 or variant == "groups"
     ),
     *(
         Target(tile=tile, arch="9.0", variant="blocks")

@@ -46,7 +46,7 @@ def resources_of(tile, arch, need, **options):
     case = ct.Case(seqlen_q=64, seqlen_k=64, head_dim=dim, **{"dtype": DTYPES[tile.element_bytes]} | options)
     plan = choose_plan(case.problem, DeviceSpec.for_arch(arch), "backward", tiles=(tile,), need=need)
     assert tile in plan.tiles
-    kernels = [kernel for kernel in plan.kernels if kernel.source.startswith("backward_scores")]
+    kernels = [kernel for kernel in plan.kernels if "scores" in kernel.source]
     return [(kernel, compile_spec(kernel).resources) for kernel in kernels]
 
 
@@ -82,7 +82,7 @@ def compiled(tile, need, arch="9.0"):
     case = ct.Case(seqlen_q=64, seqlen_k=64, head_dim=64, dtype=dtype, causal=True)
     problem = make_problem(case.options, *(case.arrays()[name] for name in "qkv"))
     plan = choose_plan(problem, DeviceSpec.for_arch(arch), "backward", tiles=(replace(tile),), need=need)
-    sources = ("backward_sm80.cu", "backward_sm90.cu", "backward_float32_sm90.cu")
+    sources = ("sm80/backward.cu", "sm90/backward.cu", "sm90/backward_fp32.cu")
     (kernel,) = [kernel for kernel in plan.kernels if kernel.source in sources]
     return compile_spec(kernel)
 

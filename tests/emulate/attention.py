@@ -91,7 +91,7 @@ def run(
                 shared_bytes=kernel.shared_bytes,
                 schedule=schedule,
                 trap_unwritten=True,
-                in_turn=bool(dict(kernel.defines).get("CUFLASH_DQ_IN_TURN")),
+                in_turn=bool(dict(kernel.defines).get("CUFLASH_DQ_IN_ORDER")),
                 counted=bool(dict(kernel.defines).get("CUFLASH_CLEARS_AHEAD")),
             )
         )
@@ -252,8 +252,8 @@ def gradients_of(
     return plan, dict(zip(need, gradients, strict=True))
 
 
-def assert_two_pieces(problem: Problem, arrays: Mapping[str, Any], results: Mapping[str, Any]) -> None:
-    """Hold results of float32 in two pieces against the oracle: 16 bits of the 24 that the tolerance is for."""
+def assert_two_parts(problem: Problem, arrays: Mapping[str, Any], results: Mapping[str, Any]) -> None:
+    """Hold results of float32 in two parts against the oracle: 16 bits of the 24 that the tolerance is for."""
     expected = yardsticks(problem, arrays)
     for name, x in results.items():
         yardstick = replace(expected[name], tolerance=2.0 ** (24 - 16) * expected[name].tolerance)

@@ -1,4 +1,4 @@
-"""What every function of ``kernels/ptx.cuh`` computes, in NumPy: the checks of ``conformance.cu``.
+"""What every function of ``kernels/ptx/base.cuh`` computes, in NumPy: the checks of ``conformance.cu``.
 
 A check is called with `run`, which runs one kernel somewhere and returns what it wrote::
 

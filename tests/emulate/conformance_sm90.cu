@@ -1,5 +1,5 @@
-// One kernel for each function of ptx_sm90.cuh and ptx_wgmma.cuh, as conformance.cu has for those of ptx.cuh.
-#include "ptx_wgmma.cuh"
+// One kernel for each function of ptx/tma.cuh and ptx/wgmma.cuh, as conformance.cu has for those of ptx/base.cuh.
+#include "ptx/wgmma.cuh"
 
 #ifndef ELEMENT
 #define ELEMENT Float16
@@ -90,7 +90,7 @@ CUFLASH_DEVICE void pass_between_warps(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(named_ring, Params, kWarpgroup, 1, pass_between_warps)
 
-// ---- Copies by the copy engine --------------------------------------------------------------------------------------
+// ---- Copies by TMA --------------------------------------------------------------------------------------
 
 // `count` bytes by two loads on one barrier, the second part first.
 CUFLASH_DEVICE void load_neighbours(const Params& params) {
@@ -134,31 +134,11 @@ CUFLASH_DEVICE void store_box(const Params& params) {
   if (ptx::thread_index() == 0) {
     ptx::store_tensor(params.map, shared, params.column, params.row, params.head, params.batch);
     ptx::bulk_commit();
+    ptx::bulk_wait_read<0>();
     ptx::bulk_wait<0>();
   }
 }
 CUFLASH_DEFINE_KERNEL(tensor_store, Params, kWarpgroup, 1, store_box)
-
-// Each thread adds four sums of its own; `count` times, through two buffers in turn.
-CUFLASH_DEVICE void add_neighbours(const Params& params) {
-  constexpr u32 kBufferBytes = 16 * kWarpgroup;
-  const u32 thread = ptx::thread_index(), shared = ptx::dynamic_shared();
-  for (u32 round = 0; round < params.count; ++round) {
-    const u32 buffer = shared + round % 2 * kBufferBytes;
-    if (thread == 0) ptx::bulk_wait_read<1>();
-    ptx::sync_block();
-    const u32* source = source_of<u32>(params) + (round * kWarpgroup + thread) * 4;
-    for (u32 i = 0; i < 4; ++i) ptx::store_shared_b32(buffer + 16 * thread + 4 * i, source[i]);
-    ptx::fence_async_proxy();
-    ptx::sync_block();
-    if (thread == 0) {
-      ptx::reduce_add_bulk(destination_of<float>(params), buffer, kBufferBytes);
-      ptx::bulk_commit();
-    }
-  }
-  if (thread == 0) ptx::bulk_wait<0>();
-}
-CUFLASH_DEFINE_KERNEL(bulk_reduction, Params, kWarpgroup, 1, add_neighbours)
 
 // ---- Warps and their registers --------------------------------------------------------------------------------------
 
@@ -182,21 +162,16 @@ CUFLASH_DEVICE void keep_values(const Params& params) {
 CUFLASH_DEFINE_KERNEL(kept, Params, kWarpgroup, 1, keep_values)
 
 // Lane 8 i + r stores row r of matrix i as row (5 (8 i + r)) % 32.
-template <bool transposed>
 CUFLASH_DEVICE void store_fragments(const Params& params) {
   const u32 lane = ptx::thread_index(), shared = ptx::dynamic_shared();
   u32 fragment[4];
   for (u32 i = 0; i < 4; ++i) fragment[i] = source_of<u32>(params)[4 * lane + i];
   const u32 address = shared + 16 * (5 * lane % kWarp);
-  if (transposed)
-    ptx::store_matrix_x4_transposed(address, fragment);
-  else
-    ptx::store_matrix_x4(address, fragment);
+  ptx::store_matrix_x4(address, fragment);
   ptx::sync_block();
   drain_shared(destination_of<u32>(params), shared, 4 * kWarp, kWarp);
 }
-CUFLASH_DEFINE_KERNEL(store_matrix, Params, kWarp, 1, store_fragments<false>)
-CUFLASH_DEFINE_KERNEL(store_matrix_transposed, Params, kWarp, 1, store_fragments<true>)
+CUFLASH_DEFINE_KERNEL(store_matrix, Params, kWarp, 1, store_fragments)
 
 // The first warpgroup gives back what the others take.
 CUFLASH_DEVICE void move_registers(const Params& params) {
@@ -215,13 +190,7 @@ CUFLASH_DEFINE_KERNEL(registers, Params, 3 * kWarpgroup, 1, move_registers)
 constexpr u32 kSteps = 8;
 constexpr u32 kStepBytes = 32;
 
-CUFLASH_DEVICE constexpr bool is_tf32(TensorFloat32) { return true; }
-template <class Other>
-CUFLASH_DEVICE constexpr bool is_tf32(Other) {
-  return false;
-}
-
-// Lines of the source to shared memory, swizzled as the copy engine would.
+// Lines of the source to shared memory, swizzled as TMA would.
 CUFLASH_DEVICE void load_lines(u32 shared, const u8* source, u32 lines) {
   for (u32 i = ptx::thread_index(); i < lines * 8; i += kWarpgroup)
     ptx::copy_async<16, 0>(shared + 16 * (i ^ (i / 8 % 8)), source + 16 * i, 16);
@@ -263,24 +232,20 @@ CUFLASH_DEVICE void multiply_tiles(const Params& params) {
     for (int i = 0; i < 4; ++i) d[piece][i] = destination[(row + i / 2 * 8) * n + 8 * piece + column + i % 2];
 #pragma unroll
   for (u32 step = 0; step < kSteps; ++step) load_a(a[step], source_of<u8>(params), step);
-  ptx::renew_registers(d);
-  ptx::fence_products();
+  ptx::fence_operand(d);
+  ptx::wgmma_fence();
 #pragma unroll
   for (u32 step = 0; step < kSteps; ++step) {
     const bool accumulate = step > 0 || params.count != 0;
     const u64 in_shared = operand(a_tile, 64, a_transposed, step), b = operand(b_tile, n, b_transposed, step);
-    if constexpr (is_tf32(Type{}) && a_in_registers)
-      ptx::multiply_async(Type{}, d, a[step], b, accumulate);
-    else if constexpr (is_tf32(Type{}))
-      ptx::multiply_async(Type{}, d, in_shared, b, accumulate);
-    else if constexpr (a_in_registers)
-      ptx::multiply_async<b_transposed>(Type{}, d, a[step], b, accumulate);
+    if constexpr (a_in_registers)
+      ptx::wgmma<b_transposed>(Type{}, d, a[step], b, accumulate);
     else
-      ptx::multiply_async<a_transposed, b_transposed>(Type{}, d, in_shared, b, accumulate);
+      ptx::wgmma<a_transposed, b_transposed>(Type{}, d, in_shared, b, accumulate);
   }
-  ptx::commit_products();
-  ptx::wait_products<0>();
-  ptx::renew_registers(d);
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+  ptx::fence_operand(d);
 #pragma unroll
   for (int piece = 0; piece < n / 8; ++piece)
 #pragma unroll
@@ -293,17 +258,14 @@ CUFLASH_DEVICE void multiply_tiles(const Params& params) {
 PRODUCTS(16) PRODUCTS(32) PRODUCTS(48) PRODUCTS(64) PRODUCTS(80) PRODUCTS(96) PRODUCTS(112) PRODUCTS(128)
 PRODUCTS(144) PRODUCTS(160) PRODUCTS(176) PRODUCTS(192) PRODUCTS(208) PRODUCTS(224) PRODUCTS(240) PRODUCTS(256)
 
-// Of 16-bit types alone.
 #define TRANSPOSED_PRODUCTS(n)                                                                                    \
   CUFLASH_DEFINE_KERNEL(product_shared_##n##_b, Params, kWarpgroup, 1, (multiply_tiles<n, false, false, true>))     \
   CUFLASH_DEFINE_KERNEL(product_shared_##n##_a, Params, kWarpgroup, 1, (multiply_tiles<n, false, true, false>))     \
   CUFLASH_DEFINE_KERNEL(product_shared_##n##_ab, Params, kWarpgroup, 1, (multiply_tiles<n, false, true, true>))     \
   CUFLASH_DEFINE_KERNEL(product_registers_##n##_b, Params, kWarpgroup, 1, (multiply_tiles<n, true, false, true>))
-#ifdef TRANSPOSED
 TRANSPOSED_PRODUCTS(32) TRANSPOSED_PRODUCTS(64) TRANSPOSED_PRODUCTS(96) TRANSPOSED_PRODUCTS(256)
-#endif
 
-// Tiles by the copy engine: a and b are rows of 64 elements of one array, `a` its first 64 rows and `b` the 64 behind
+// Tiles by TMA: a and b are rows of 64 elements of one array, `a` its first 64 rows and `b` the 64 behind
 // them. Two products in flight: a b and then b b; the first is stored while the second runs.
 CUFLASH_DEVICE void multiply_loaded(const Params& params) {
   constexpr u32 kTileBytes = 64 * kLineBytes;
@@ -321,26 +283,26 @@ CUFLASH_DEVICE void multiply_loaded(const Params& params) {
   }
   ptx::barrier_wait(barrier, 0);
   float first[8][4], second[8][4];
-  ptx::fence_products();
+  ptx::wgmma_fence();
 #pragma unroll
   for (u32 step = 0; step < 4; ++step)
-    ptx::multiply_async<false, false>(Float16{}, first, operand(a_tile, 64, false, step),
+    ptx::wgmma<false, false>(Float16{}, first, operand(a_tile, 64, false, step),
                                       operand(b_tile, 64, false, step), step > 0);
-  ptx::commit_products();
+  ptx::wgmma_commit();
 #pragma unroll
   for (u32 step = 0; step < 4; ++step)
-    ptx::multiply_async<false, false>(Float16{}, second, operand(b_tile, 64, false, step),
+    ptx::wgmma<false, false>(Float16{}, second, operand(b_tile, 64, false, step),
                                       operand(b_tile, 64, false, step), step > 0);
-  ptx::commit_products();
+  ptx::wgmma_commit();
   float* destination = destination_of<float>(params);
-  ptx::wait_products<1>();
-  ptx::renew_registers(first);
+  ptx::wgmma_wait<1>();
+  ptx::fence_operand(first);
 #pragma unroll
   for (int piece = 0; piece < 8; ++piece)
 #pragma unroll
     for (int i = 0; i < 4; ++i) destination[(row + i / 2 * 8) * 64 + 8 * piece + column + i % 2] = first[piece][i];
-  ptx::wait_products<0>();
-  ptx::renew_registers(second);
+  ptx::wgmma_wait<0>();
+  ptx::fence_operand(second);
 #pragma unroll
   for (int piece = 0; piece < 8; ++piece)
 #pragma unroll

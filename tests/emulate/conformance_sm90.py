@@ -1,12 +1,12 @@
-"""What every function of ``ptx_sm90.cuh`` and ``ptx_wgmma.cuh`` computes, in NumPy: for ``conformance_sm90.cu``.
+"""What every function of ``ptx/tma.cuh`` and ``ptx/wgmma.cuh`` computes, in NumPy: for ``conformance_sm90.cu``.
 
 As in ``conformance.py`` a check is called with `run`, which runs one kernel somewhere and returns what it wrote::
 
     run(kernel, destination=array, source=None, second_source=None, tensor=None, count=0, coordinates=(0, 0, 0, 0),
         threads=128, shared_bytes=0, element="Float16") -> array like destination
 
-`element` is the value of the define ``ELEMENT``; ``TRANSPOSED`` is defined unless it is ``TensorFloat32``. `tensor`
-says which array the tensor map describes, and how. The arguments of a kernel are one struct of type ``PARAMS``.
+`element` is the value of the define ``ELEMENT``. `tensor` says which array the tensor map describes, and how. The
+arguments of a kernel are one struct of type ``PARAMS``.
 """
 
 import dataclasses
@@ -76,7 +76,7 @@ def check_named_ring(run):
         assert (got == np.roll(source, -4 * rounds) + rounds * (0 + 1 + 2 + 3)).all()
 
 
-# ---- Copies by the copy engine ---------------------------------------------------------------------------------------
+# ---- Copies by TMA ---------------------------------------------------------------------------------------
 
 
 def check_bulk_load(run):
@@ -86,16 +86,8 @@ def check_bulk_load(run):
         assert (got == source).all()
 
 
-def check_bulk_reduction(run):
-    rounds = 5
-    source = np.random.default_rng(7).integers(-9, 10, (rounds, 4 * WARPGROUP)).astype(np.float32)
-    sums = np.arange(4 * WARPGROUP, dtype=np.float32)
-    got = run("bulk_reduction", source=source, destination=sums.copy(), count=rounds, shared_bytes=32 * WARPGROUP)
-    assert (got == sums + source.sum(axis=0)).all()
-
-
 def _swizzled(image):
-    """The bytes of a box where the copy engine puts them: 16-byte chunks of line i change places by i modulo 8."""
+    """The bytes of a box where TMA puts them: 16-byte chunks of line i change places by i modulo 8."""
     chunks = image.reshape(-1, 16)
     return chunks[np.arange(len(chunks)) ^ (np.arange(len(chunks)) // 8 % 8)].reshape(-1)
 
@@ -200,21 +192,13 @@ def check_kept(run):
     assert (got == np.arange(WARPGROUP)).all()
 
 
-def _check_store_matrix(run, kernel, transposed):
+def check_store_matrix(run):
     # Lane l passes elements (l / 4, 2 (l % 4)) and the one right of it of each of four matrices.
     matrices = _random_bits(np.uint16, 4, 8, 8)
-    lanes = matrices.swapaxes(1, 2) if transposed else matrices
-    source = np.ascontiguousarray(lanes.reshape(4, WARP, 2).swapaxes(0, 1))
-    got = run(kernel, source=source, destination=_ones(np.uint16, WARP, 8), threads=WARP, shared_bytes=16 * WARP)
+    source = np.ascontiguousarray(matrices.reshape(4, WARP, 2).swapaxes(0, 1))
+    destination = _ones(np.uint16, WARP, 8)
+    got = run("store_matrix", source=source, destination=destination, threads=WARP, shared_bytes=16 * WARP)
     assert (got[5 * np.arange(WARP) % WARP] == matrices.reshape(WARP, 8)).all()
-
-
-def check_store_matrix(run):
-    _check_store_matrix(run, "store_matrix", False)
-
-
-def check_store_matrix_transposed(run):
-    _check_store_matrix(run, "store_matrix_transposed", True)
 
 
 def check_registers(run):
@@ -282,24 +266,13 @@ def check_product_transposed(run):
                 _check_product(run, f"product_{kernel.format(columns)}", element, dtype, columns)
 
 
-def check_product_tf32(run):
-    for columns in COLUMNS:
-        for operand in ("shared", "registers"):
-            _check_product(run, f"product_{operand}_{columns}", "TensorFloat32", np.dtype(np.float32), columns)
-
-
-def _truncated(x):
-    """The bits of float32 that tf32 has."""
-    return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
-
-
 def check_product_rounding(run):
     rng = np.random.default_rng(7)
-    for element, dtype in {**SIXTEEN_BIT, "TensorFloat32": np.dtype(np.float32)}.items():
+    for element, dtype in SIXTEEN_BIT.items():
         depth = 2 * LINE_BYTES // dtype.itemsize
         a, b = rng.standard_normal((64, depth)).astype(dtype), rng.standard_normal((depth, 64)).astype(dtype)
         c = rng.standard_normal((64, 64)).astype(np.float32)
-        exact_a, exact_b = ((_truncated(x) if dtype == np.float32 else x).astype(np.float64) for x in (a, b))
+        exact_a, exact_b = a.astype(np.float64), b.astype(np.float64)
         expected, magnitude = exact_a @ exact_b + c, abs(exact_a) @ abs(exact_b) + abs(c)
         for operand in ("shared", "registers"):
             got = _multiply(run, f"product_{operand}_64", element, a, b, c, True)

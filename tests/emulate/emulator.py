@@ -1,7 +1,8 @@
 """Compile the project's CUDA kernels for the CPU and run them there, with every access and every barrier checked.
 
-``kernels/ptx.cuh`` is the seam: with ``CUFLASH_EMULATION`` defined it takes its functions from ``ptx_emulated.h``. The
-threads of a block become fibers of one CPU thread, so a launch is deterministic and a failure names block and thread.
+``kernels/ptx/base.cuh`` is the seam: with ``CUFLASH_EMULATION`` defined it takes its functions from
+``ptx_emulated.h``. The threads of a block become fibers of one CPU thread, so a launch is deterministic and a failure
+names block and thread.
 
 Blocks run one after another, each to its end: a kernel that waits for another block of its launch never ends here. The
 project's kernels do not.
@@ -305,7 +306,7 @@ def build(
         *(f"-I{folder}" for folder in include),
         *("-x", "c++", str(source), "-x", "none", str(runtime)),
     ]
-    return Module(_compile(source.stem, flags, files, arguments, cache))
+    return Module(_compile(f"{source.parent.name}_{source.stem}", flags, files, arguments, cache))
 
 
 def _as_text(value: object) -> str:
@@ -344,8 +345,8 @@ def _compile(name: str, flags: Sequence[str], files: Sequence[Path], arguments: 
     if compiler is None:
         raise EmulationError(name, "no C++ compiler: g++ is not on the path")
     key = hashlib.sha256("\0".join([_compiler_version(compiler), *flags]).encode())
-    for path in sorted(files, key=lambda path: path.name):
-        key.update(path.name.encode() + path.read_bytes())
+    for place, path in sorted(("/".join(path.parts[-2:]), path) for path in files):
+        key.update(place.encode() + path.read_bytes())
     library = cache / f"{name}-{key.hexdigest()[:24]}.so"
     if library.exists():
         return library

@@ -1,6 +1,6 @@
 // Where the lanes of a warp look for the pairs of wide elements that make a fragment, for each loader and each way of
 // storing one: two instructions of two addresses a lane, offsets into a tile with rows of kRow bytes.
-#include "mma.cuh"
+#include "sm80/mma.cuh"
 
 struct AddressesParams {
   u32* destination;  // (patterns, 32)

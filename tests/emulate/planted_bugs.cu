@@ -1,5 +1,5 @@
 // Kernels with one mistake each, and the line on which the emulator has to report it (test_emulator.py).
-#include "ptx.cuh"
+#include "ptx/base.cuh"
 
 struct Params {
   const void* source;

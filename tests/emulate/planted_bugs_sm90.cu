@@ -1,5 +1,5 @@
-// Kernels with one mistake each in the use of ptx_sm90.cuh or ptx_wgmma.cuh, as in planted_bugs.cu (test_emulator_sm90.py).
-#include "ptx_wgmma.cuh"
+// Kernels with one mistake each in the use of ptx/tma.cuh or ptx/wgmma.cuh, as in planted_bugs.cu (test_emulator_sm90.py).
+#include "ptx/wgmma.cuh"
 
 struct Params {
   TensorMap map;  // of `destination`: rows of 64 16-bit elements, boxes of 8 rows
@@ -362,13 +362,6 @@ CUFLASH_DEVICE void exit_with_uncommitted_store(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(store_uncommitted, Params, kWarpgroup, 1, exit_with_uncommitted_store)
 
-CUFLASH_DEVICE void reduce_part(const Params& params) {
-  Shared shared;
-  if (ptx::thread_index() != 0) return;
-  ptx::reduce_add_bulk((float*)params.destination + 1, shared.box, 16);  // caught: reduction_misaligned
-}
-CUFLASH_DEFINE_KERNEL(reduction_misaligned, Params, kWarpgroup, 1, reduce_part)
-
 // ---- Products -------------------------------------------------------------------------------------------------------
 
 struct Tiles {
@@ -393,11 +386,11 @@ template <class Between, class After>
 CUFLASH_DEVICE void multiply(const Params& params, Between between, After after) {
   Tiles tiles;
   float d[2][4];
-  ptx::fence_products();
-  ptx::multiply_async<false, false>(Float16{}, d, tiles.a, tiles.b, false);  // caught: accumulator_written
-  ptx::commit_products();
+  ptx::wgmma_fence();
+  ptx::wgmma<false, false>(Float16{}, d, tiles.a, tiles.b, false);  // caught: accumulator_written
+  ptx::wgmma_commit();
   between(tiles, d);
-  ptx::wait_products<0>();
+  ptx::wgmma_wait<0>();
   after(tiles, d);
   store_sum(params, d);
 }
@@ -414,10 +407,10 @@ CUFLASH_DEFINE_KERNEL(no_mistake, Params, kWarpgroup, 1, multiply_rightly)
 CUFLASH_DEVICE void multiply_unfenced_tiles(const Params& params) {
   Tiles tiles(false);
   float d[2][4];
-  ptx::fence_products();
-  ptx::multiply_async<false, false>(Float16{}, d, tiles.a, tiles.b, false);  // caught: missing_fence_before_product
-  ptx::commit_products();
-  ptx::wait_products<0>();
+  ptx::wgmma_fence();
+  ptx::wgmma<false, false>(Float16{}, d, tiles.a, tiles.b, false);  // caught: missing_fence_before_product
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
   store_sum(params, d);
 }
 CUFLASH_DEFINE_KERNEL(missing_fence_before_product, Params, kWarpgroup, 1, multiply_unfenced_tiles)
@@ -430,10 +423,10 @@ CUFLASH_DEVICE void multiply_in_flight_tile(const Params& params) {
     ptx::barrier_arrive_expect(tiles.shared.barrier, 1024);
     ptx::load_bulk(tiles.shared.b, params.source, 1024, tiles.shared.barrier);
   }
-  ptx::fence_products();
-  ptx::multiply_async<false, false>(Float16{}, d, tiles.a, tiles.b, false);  // caught: missing_wait_before_product
-  ptx::commit_products();
-  ptx::wait_products<0>();
+  ptx::wgmma_fence();
+  ptx::wgmma<false, false>(Float16{}, d, tiles.a, tiles.b, false);  // caught: missing_wait_before_product
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
   ptx::barrier_wait(tiles.shared.barrier, 0);
 }
 CUFLASH_DEFINE_KERNEL(missing_wait_before_product, Params, kWarpgroup, 1, multiply_in_flight_tile)
@@ -450,15 +443,15 @@ CUFLASH_DEVICE void load_over_operand(const Params& params) {
   Tiles tiles;
   float d[2][4];
   make_barrier(tiles.shared.barrier, 1);
-  ptx::fence_products();
-  ptx::multiply_async<false, false>(Float16{}, d, tiles.a, tiles.b, false);
-  ptx::commit_products();
+  ptx::wgmma_fence();
+  ptx::wgmma<false, false>(Float16{}, d, tiles.a, tiles.b, false);
+  ptx::wgmma_commit();
   ptx::sync_block();
   if (ptx::thread_index() == 0) {
     ptx::barrier_arrive_expect(tiles.shared.barrier, 1024);
     ptx::load_bulk(tiles.shared.b, params.source, 1024, tiles.shared.barrier);  // caught: load_over_operand
   }
-  ptx::wait_products<0>();
+  ptx::wgmma_wait<0>();
   ptx::barrier_wait(tiles.shared.barrier, 0);
 }
 CUFLASH_DEFINE_KERNEL(load_over_operand, Params, kWarpgroup, 1, load_over_operand)
@@ -470,7 +463,7 @@ CUFLASH_DEFINE_KERNEL(accumulator_written, Params, kWarpgroup, 1, write_accumula
 
 CUFLASH_DEVICE void read_accumulator(const Params& params) {
   multiply(params, [](const Tiles&, float (&d)[2][4]) {
-    ptx::wait_products<1>();
+    ptx::wgmma_wait<1>();
     ptx::shuffle_xor(d[0][1] * 2.0f, 1);  // caught: accumulator_read
   });
 }
@@ -481,11 +474,11 @@ CUFLASH_DEVICE void multiply_into_overlap(const Params& params) {
   float d[4][4];
   float(&lower)[2][4] = *(float(*)[2][4])d[0];
   float(&middle)[2][4] = *(float(*)[2][4])d[1];
-  ptx::fence_products();
-  ptx::multiply_async<false, false>(Float16{}, lower, tiles.a, tiles.b, false);
-  ptx::multiply_async<false, false>(Float16{}, middle, tiles.a, tiles.b, false);  // caught: accumulators_overlap
-  ptx::commit_products();
-  ptx::wait_products<0>();
+  ptx::wgmma_fence();
+  ptx::wgmma<false, false>(Float16{}, lower, tiles.a, tiles.b, false);
+  ptx::wgmma<false, false>(Float16{}, middle, tiles.a, tiles.b, false);  // caught: accumulators_overlap
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
   store_sum(params, lower);
 }
 CUFLASH_DEFINE_KERNEL(accumulators_overlap, Params, kWarpgroup, 1, multiply_into_overlap)
@@ -493,18 +486,18 @@ CUFLASH_DEFINE_KERNEL(accumulators_overlap, Params, kWarpgroup, 1, multiply_into
 CUFLASH_DEVICE void exit_with_product(const Params&) {
   Tiles tiles;
   float d[2][4];
-  ptx::fence_products();
-  ptx::multiply_async<false, false>(Float16{}, d, tiles.a, tiles.b, false);  // caught: product_left
-  ptx::wait_products<0>();
+  ptx::wgmma_fence();
+  ptx::wgmma<false, false>(Float16{}, d, tiles.a, tiles.b, false);  // caught: product_left
+  ptx::wgmma_wait<0>();
 }
 CUFLASH_DEFINE_KERNEL(product_left, Params, kWarpgroup, 1, exit_with_product)
 
 CUFLASH_DEVICE void multiply_without_fence(const Params& params) {
   Tiles tiles;
   float d[2][4] = {};
-  ptx::multiply_async<false, false>(Float16{}, d, tiles.a, tiles.b, true);  // caught: missing_fence_products
-  ptx::commit_products();
-  ptx::wait_products<0>();
+  ptx::wgmma<false, false>(Float16{}, d, tiles.a, tiles.b, true);  // caught: missing_fence_products
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
   store_sum(params, d);
 }
 CUFLASH_DEFINE_KERNEL(missing_fence_products, Params, kWarpgroup, 1, multiply_without_fence)
@@ -512,9 +505,9 @@ CUFLASH_DEFINE_KERNEL(missing_fence_products, Params, kWarpgroup, 1, multiply_wi
 CUFLASH_DEVICE void multiply_again_without_fence(const Params& params) {
   multiply(params, [](const Tiles&, float (&)[2][4]) {}, [](const Tiles& tiles, float (&d)[2][4]) {
     d[0][0] *= 2.0f;
-    ptx::multiply_async<false, false>(Float16{}, d, tiles.a, tiles.b, true);  // caught: missing_second_fence
-    ptx::commit_products();
-    ptx::wait_products<0>();
+    ptx::wgmma<false, false>(Float16{}, d, tiles.a, tiles.b, true);  // caught: missing_second_fence
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
   });
 }
 CUFLASH_DEFINE_KERNEL(missing_second_fence, Params, kWarpgroup, 1, multiply_again_without_fence)
@@ -523,11 +516,11 @@ CUFLASH_DEVICE void change_register_operand(const Params& params) {
   Tiles tiles;
   float d[2][4];
   u32 a[4] = {};
-  ptx::fence_products();
-  ptx::multiply_async<false>(Float16{}, d, a, tiles.b, false);  // caught: register_operand_changed
-  ptx::commit_products();
+  ptx::wgmma_fence();
+  ptx::wgmma<false>(Float16{}, d, a, tiles.b, false);  // caught: register_operand_changed
+  ptx::wgmma_commit();
   a[2] = params.count;
-  ptx::wait_products<0>();
+  ptx::wgmma_wait<0>();
   store_sum(params, d);
 }
 CUFLASH_DEFINE_KERNEL(register_operand_changed, Params, kWarpgroup, 1, change_register_operand)
@@ -535,11 +528,11 @@ CUFLASH_DEFINE_KERNEL(register_operand_changed, Params, kWarpgroup, 1, change_re
 CUFLASH_DEVICE void issue_different_products(const Params& params) {
   Tiles tiles;
   float d[2][4];
-  ptx::fence_products();
+  ptx::wgmma_fence();
   const u64 b = ptx::thread_index() < 64 ? tiles.b : tiles.a;
-  ptx::multiply_async<false, false>(Float16{}, d, tiles.a, b, false);  // caught: products_differ
-  ptx::commit_products();
-  ptx::wait_products<0>();
+  ptx::wgmma<false, false>(Float16{}, d, tiles.a, b, false);  // caught: products_differ
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
   store_sum(params, d);
 }
 CUFLASH_DEFINE_KERNEL(products_differ, Params, kWarpgroup, 1, issue_different_products)
@@ -547,10 +540,10 @@ CUFLASH_DEFINE_KERNEL(products_differ, Params, kWarpgroup, 1, issue_different_pr
 CUFLASH_DEVICE void multiply_with(const Params& params, u64 b) {
   Tiles tiles;
   float d[2][4];
-  ptx::fence_products();
-  ptx::multiply_async<false, false>(Float16{}, d, tiles.a, b, false);  // caught: bad_descriptor
-  ptx::commit_products();
-  ptx::wait_products<0>();
+  ptx::wgmma_fence();
+  ptx::wgmma<false, false>(Float16{}, d, tiles.a, b, false);  // caught: bad_descriptor
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
   store_sum(params, d);
 }
 CUFLASH_DEVICE void multiply_unswizzled(const Params& params) { multiply_with(params, Tiles().b & ~(3ull << 62)); }

@@ -1,4 +1,4 @@
-// The functions of kernels/ptx.cuh on the CPU. Included by it in place of the inline PTX; the work is done by the
+// The functions of kernels/ptx/base.cuh on the CPU. Included by it in place of the inline PTX; the work is done by the
 // emulation runtime, which is compiled once (runtime/).
 #pragma once
 #include "runtime/interface.h"

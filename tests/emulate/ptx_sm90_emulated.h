@@ -1,9 +1,8 @@
-// The functions of kernels/ptx_sm90.cuh and kernels/ptx_wgmma.cuh on the CPU: see ptx_emulated.h, which includes this.
+// The functions of kernels/ptx/tma.cuh and kernels/ptx/wgmma.cuh on the CPU: see ptx_emulated.h, which includes this.
 #pragma once
 #include "runtime/interface_sm90.h"
 
 struct TensorMap;
-struct TensorFloat32;
 
 namespace ptx {
 
@@ -30,7 +29,7 @@ CUFLASH_DEVICE void arrive_named(u32 identifier, u32 threads, Site site = Site::
   ::emulator::arrive_named(identifier, threads, site);
 }
 
-// ---- Copies by the copy engine ------------------------------------------------------------------------------------
+// ---- Copies by TMA ------------------------------------------------------------------------------------
 CUFLASH_DEVICE void fence_async_proxy(Site site = Site::here()) { ::emulator::fence_async_proxy(site); }
 CUFLASH_DEVICE void load_tensor(u32 destination, const TensorMap& map, u32 barrier, i32 column, i32 row, i32 head,
                                 i32 batch, Site site = Site::here()) {
@@ -42,9 +41,6 @@ CUFLASH_DEVICE void store_tensor(const TensorMap& map, u32 source, i32 column, i
 }
 CUFLASH_DEVICE void load_bulk(u32 destination, const void* source, u32 bytes, u32 barrier, Site site = Site::here()) {
   ::emulator::load_bulk(destination, source, bytes, barrier, site);
-}
-CUFLASH_DEVICE void reduce_add_bulk(float* destination, u32 source, u32 bytes, Site site = Site::here()) {
-  ::emulator::reduce_add_bulk(destination, source, bytes, site);
 }
 CUFLASH_DEVICE void bulk_commit(Site site = Site::here()) { ::emulator::bulk_commit(site); }
 template <int pending>
@@ -75,57 +71,35 @@ CUFLASH_DEVICE void keep_before(float value, u32 scratch, Site site = Site::here
 CUFLASH_DEVICE void store_matrix_x4(u32 address, const u32 (&fragment)[4], Site site = Site::here()) {
   ::emulator::store_matrix(address, fragment, site);
 }
-CUFLASH_DEVICE void store_matrix_x4_transposed(u32 address, const u32 (&fragment)[4], Site site = Site::here()) {
-  ::emulator::store_matrix_transposed(address, fragment, site);
-}
 
 // ---- Products of a warpgroup ----------------------------------------------------------------------------------------
-CUFLASH_DEVICE void fence_products(Site site = Site::here()) { ::emulator::fence_products(site); }
-CUFLASH_DEVICE void commit_products(Site site = Site::here()) { ::emulator::commit_products(site); }
+CUFLASH_DEVICE void wgmma_fence(Site site = Site::here()) { ::emulator::wgmma_fence(site); }
+CUFLASH_DEVICE void wgmma_commit(Site site = Site::here()) { ::emulator::wgmma_commit(site); }
 template <int pending>
-CUFLASH_DEVICE void wait_products(Site site = Site::here()) {
+CUFLASH_DEVICE void wgmma_wait(Site site = Site::here()) {
   static_assert(pending >= 0 && pending <= 7, "a count of groups");
-  ::emulator::wait_products(pending, site);
+  ::emulator::wgmma_wait(pending, site);
 }
-template <int pieces>
-CUFLASH_DEVICE void renew_registers(float (&)[pieces][4]) {}
+template <int n_tiles>
+CUFLASH_DEVICE void fence_operand(float (&)[n_tiles][4]) {}
 
-template <class Type>
-constexpr Element kProductElement = element_of(Type{});
-template <>
-constexpr Element kProductElement<TensorFloat32> = Element::kTensorFloat32;
-
-// An operand `a` in registers is kept by its address until wait_products, as the accumulator is: both must live as long.
-template <class Type, int pieces>
-static inline void issue_product(float (&d)[pieces][4], const u32* a_registers, u64 a, u64 b, bool a_transposed,
+// An operand `a` in registers is kept by its address until wgmma_wait, as the accumulator is: both must live as long.
+template <class Type, int n_tiles>
+static inline void issue_product(float (&d)[n_tiles][4], const u32* a_registers, u64 a, u64 b, bool a_transposed,
                                  bool b_transposed, bool accumulate, Site site) {
-  static_assert(pieces % 2 == 0 && pieces >= 2 && pieces <= 32, "16, 32, ..., 256 columns");
-  ::emulator::multiply_async(
-      {kProductElement<Type>, pieces, d[0], a_registers, a, b, a_transposed, b_transposed, accumulate}, site);
+  static_assert(n_tiles % 2 == 0 && n_tiles >= 2 && n_tiles <= 32, "16, 32, ..., 256 columns");
+  ::emulator::wgmma(
+      {element_of(Type{}), n_tiles, d[0], a_registers, a, b, a_transposed, b_transposed, accumulate}, site);
 }
-template <bool a_transposed, bool b_transposed, class Type, int pieces>
-CUFLASH_DEVICE void multiply_async(Type, float (&d)[pieces][4], u64 a, u64 b, bool accumulate,
+template <bool a_transposed, bool b_transposed, class Type, int n_tiles>
+CUFLASH_DEVICE void wgmma(Type, float (&d)[n_tiles][4], u64 a, u64 b, bool accumulate,
                                    Site site = Site::here()) {
-  static_assert(kProductElement<Type> != Element::kTensorFloat32, "tf32 is never transposed");
   issue_product<Type>(d, nullptr, a, b, a_transposed, b_transposed, accumulate, site);
 }
-template <bool b_transposed, class Type, int pieces>
-CUFLASH_DEVICE void multiply_async(Type, float (&d)[pieces][4], const u32 (&a)[4], u64 b, bool accumulate,
+template <bool b_transposed, class Type, int n_tiles>
+CUFLASH_DEVICE void wgmma(Type, float (&d)[n_tiles][4], const u32 (&a)[4], u64 b, bool accumulate,
                                    Site site = Site::here()) {
-  static_assert(kProductElement<Type> != Element::kTensorFloat32, "tf32 is never transposed");
   issue_product<Type>(d, a, 0, b, false, b_transposed, accumulate, site);
-}
-template <class Type, int pieces>
-CUFLASH_DEVICE void multiply_async(Type, float (&d)[pieces][4], u64 a, u64 b, bool accumulate,
-                                   Site site = Site::here()) {
-  static_assert(kProductElement<Type> == Element::kTensorFloat32, "16-bit types say what is transposed");
-  issue_product<Type>(d, nullptr, a, b, false, false, accumulate, site);
-}
-template <class Type, int pieces>
-CUFLASH_DEVICE void multiply_async(Type, float (&d)[pieces][4], const u32 (&a)[4], u64 b, bool accumulate,
-                                   Site site = Site::here()) {
-  static_assert(kProductElement<Type> == Element::kTensorFloat32, "16-bit types say what is transposed");
-  issue_product<Type>(d, a, 0, b, false, false, accumulate, site);
 }
 
 }  // namespace ptx

@@ -396,7 +396,7 @@ def forward_by_oracle(problem, arrays, **random):
 def test_forward(what, data):
     case, schedule = data.draw(what.cases()), data.draw(schedules)
     options = {**case.random}
-    if isinstance(what.tiles[0], ForwardSm90Tile):  # the copy engine writes rows that start at multiples of 16 bytes
+    if isinstance(what.tiles[0], ForwardSm90Tile):  # TMA writes rows that start at multiples of 16 bytes
         options["place"] = lambda array: attention.guarded(CONVERSIONS.get(what.strides, np.asarray)(array))
     results = attention.forward(*what.arguments(case), arch=what.device, tiles=what.tiles, schedule=schedule, **options)
     ct.assert_forward(case, *results)
@@ -908,7 +908,7 @@ def test_results_stay_inside_their_arrays(deterministic):
 
 
 @pytest.mark.parametrize("tile", FORWARD_SM90_TILES[1:3], ids=name_of)
-def test_results_of_the_copy_engine_stay_inside_their_arrays(tile):
+def test_results_of_the_tma_stay_inside_their_arrays(tile):
     """Whole boxes leave shared memory, and columns and rows that do not exist stay behind."""
     case = ct.Case(seqlen_q=70, seqlen_k=81, batch=2, num_heads=2, num_heads_kv=1, head_dim=24, dtype="bfloat16")
     case = replace(case, head_dim_v=16)

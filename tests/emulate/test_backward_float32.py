@@ -1,4 +1,4 @@
-"""The backward pass of float32 by pieces of bfloat16, run on the CPU: every row and option against the oracle."""
+"""The backward pass of float32 by parts of bfloat16, run on the CPU: every row and option against the oracle."""
 
 import functools
 from dataclasses import replace
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler
 NARROW, WIDE = BACKWARD_FLOAT32_SM90_TILES
 # What no row of the table may use: other numbers of stages and rooms, other products of dq.
 OTHERS = {
-    "narrow, one stage": replace(NARROW, num_stages=1, num_rooms=1),
+    "narrow, one stage": replace(NARROW, num_stages=1, num_buffers=1),
     "narrow, late dq": replace(NARROW, dq_late=not NARROW.dq_late),
-    "narrow, three stages": replace(NARROW, num_stages=3, num_rooms=1),
+    "narrow, three stages": replace(NARROW, num_stages=3, num_buffers=1),
     "wide, other columns of dq": replace(WIDE, dq_columns=192 - WIDE.dq_columns, dq_late=not WIDE.dq_late),
 }
 ROWS = (*BACKWARD_FLOAT32_SM90_TILES, *OTHERS.values())
@@ -143,7 +143,7 @@ def test_offsets_take_64_bits(tile):
     ids=str,
 )
 def test_no_worse_than_the_plain_formula(options):
-    """On the average of several seeds, without the allowance for luck; lse is that of the forward pass by pieces."""
+    """On the average of several seeds, without the allowance for luck; lse is that of the forward pass by parts."""
     sizes = {"seqlen_q": 65, "seqlen_k": 203, "head_dim": 64} | options
     ratios = []
     for seed in range(6):

@@ -26,12 +26,12 @@ WHOLE, SMALL = {"block_size": (128, 128)}, {"block_size": (16, 48)}
 KERNELS = {
     "sm80": (FEW_SMS["8.0"], {"dtype": "float16", "kv_lengths": (300, 150), **WHOLE}, {}),
     "sm80 causal": (FEW_SMS["8.0"], {"dtype": "bfloat16", "causal": True, **SMALL}, {}),
-    "dq_sm80": ("8.6", {"dtype": "float16", "layout": "bshd", **SMALL}, {"deterministic": True}),
+    "sm80_dq": ("8.6", {"dtype": "float16", "layout": "bshd", **SMALL}, {"deterministic": True}),
     "sm80 float64": ("9.0", {"dtype": "float64", "window": (70, 40), "block_size": (64, 64)}, {}),
     "sm90": (FEW_SMS["9.0"], {"dtype": "bfloat16", "kv_lengths": (150, 300), "head_dim": 64, **WHOLE}, {}),
     "sm90 causal": ("9.0", {"dtype": "float16", "causal": True, "window": (90, None), **WHOLE}, {}),
     "sm90 terms": (FEW_SMS["9.0"], {"dtype": "float16", "softcap": 5.0, "mask": (200, 300), **SMALL}, {}),
-    "float32_sm90": (FEW_SMS["9.0"], {"causal": True, "block_size": (128, 64)}, {}),
+    "sm90_fp32": (FEW_SMS["9.0"], {"causal": True, "block_size": (128, 64)}, {}),
 }
 
 
@@ -50,8 +50,13 @@ def check(case, kernel, arch, options, schedule, arrays=None):
     for pass_ in ("forward", "backward"):
         plan = attention.plan_for(problem, pass_, own | results, arch, None)
         sources = {kernel.source for kernel in plan.kernels}
-        name = f"{pass_}_{kernel.split()[0]}.cu".replace("forward_dq", "forward")
-        assert {"block_lists.cu", name} <= sources
+        folder, _, suffix = kernel.split()[0].partition("_")
+        name = (
+            f"{folder}/{pass_}.cu"
+            if suffix == "" or (pass_, suffix) == ("forward", "dq")
+            else (f"{folder}/{pass_}_{suffix}.cu")
+        )
+        assert {"around/lists.cu", name} <= sources
     out, lse = attention.forward(problem, arrays, arch=arch, schedule=schedule)
     ct.assert_forward(case, out, lse)
     out, lse = reference.forward(problem, *(own[name] for name in "qkv"), **ct.optional(own))

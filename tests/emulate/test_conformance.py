@@ -1,4 +1,4 @@
-"""The emulated functions of ``kernels/ptx.cuh`` compute what the checks say, under every schedule."""
+"""The emulated functions of ``kernels/ptx/base.cuh`` compute what the checks say, under every schedule."""
 
 import numpy as np
 import pytest

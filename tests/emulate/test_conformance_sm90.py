@@ -1,4 +1,4 @@
-"""The emulated functions of ``ptx_sm90.cuh`` and ``ptx_wgmma.cuh`` compute what the checks say, in every schedule."""
+"""The emulated functions of ``ptx/tma.cuh`` and ``ptx/wgmma.cuh`` compute what the checks say, in every schedule."""
 
 import contextlib
 
@@ -37,7 +37,7 @@ def run(request):
             array = arrays[tensor.array]
             params["map"] = tensor_map(array.ctypes.data, array.itemsize, tensor.dims, tensor.strides, tensor.box)
         params["count"], params["coordinates"] = count, coordinates
-        defines = {"ELEMENT": element} | ({} if element == "TensorFloat32" else {"TRANSPOSED": 1})
+        defines = {"ELEMENT": element}
         build(HERE / "conformance_sm90.cu", defines).launch(
             kernel,
             params,

@@ -1,4 +1,4 @@
-"""The kernels for few queries, decode_sm90.cu and combine.cu, run on the CPU against the oracle."""
+"""The kernels for few queries, sm90/decode.cu and around/combine.cu, run on the CPU against the oracle."""
 
 from dataclasses import replace
 
@@ -103,7 +103,7 @@ def test_how_the_cases_share_keys(name, blocks, of_a_head):
     plan = plan_of(CASE, device=device)
     assert (plan.run_time.resident_blocks, plan.key_splits) == (blocks, of_a_head)
     sources = [kernel.source for kernel in plan.kernels]
-    assert sources == ["decode_sm90.cu", *(["combine.cu"] if of_a_head > 1 else [])]
+    assert sources == ["sm90/decode.cu", *(["around/combine.cu"] if of_a_head > 1 else [])]
 
 
 @every_device

@@ -33,7 +33,9 @@ def one_of_each_kind(tiles):
     """Rows whose warps, or warpgroups, hold the weights in different ways."""
 
     def kind(tile):
-        own = [getattr(tile, name, 0) for name in ("warps_d", "pieces", "splits_roles", "dk_from_shared", "q_stages")]
+        own = [
+            getattr(tile, name, 0) for name in ("warps_d", "bf16_parts", "splits_roles", "dk_from_shared", "q_stages")
+        ]
         return type(tile), tile.element_bytes, *own
 
     return tuple({kind(tile): tile for tile in tiles}.values())
@@ -60,7 +62,7 @@ def case_of(tile, **sizes):
 
 
 def precision_of(tile):
-    return "tf32" if getattr(tile, "pieces", 3) == 2 else "highest"
+    return "tf32" if getattr(tile, "bf16_parts", 3) == 2 else "highest"
 
 
 def long_name_of(tile):

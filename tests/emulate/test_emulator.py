@@ -288,7 +288,7 @@ def functions_of(text):
 
 
 def test_every_function_is_emulated_and_checked():
-    functions = functions_of((emulator.KERNELS / "ptx.cuh").read_text())
+    functions = functions_of((emulator.KERNELS / "ptx/base.cuh").read_text())
     assert functions == functions_of((HERE / "ptx_emulated.h").read_text())
     used = set(re.findall(r"ptx::(\w+)", (HERE / "conformance.cu").read_text()))
     assert functions == used
@@ -300,7 +300,7 @@ def test_every_function_is_emulated_and_checked():
 def test_build_is_cached_by_content(tmp_path):
     source, header = tmp_path / "kernel.cu", tmp_path / "inner.cuh"
     header.write_text("constexpr int kOne = 1;\n")
-    source.write_text('#include "ptx.cuh"\n#include "inner.cuh"\nstatic_assert(kOne == VALUE, "");\n')
+    source.write_text('#include "ptx/base.cuh"\n#include "inner.cuh"\nstatic_assert(kOne == VALUE, "");\n')
     library = build(source, {"VALUE": 1}).library
     assert build(source, {"VALUE": True}).library == library
     header.write_text("constexpr int kOne = 2;\n")

@@ -96,16 +96,15 @@ PLANTED = [
     ("store_wait_too_short", "data race: writes .* reads: a bulk_wait_read, or a barrier behind it, is missing"),
     ("store_left", "exits with this copy in flight: a bulk_wait_read is missing"),
     ("store_uncommitted", "exits with this copy in flight: a bulk_commit is missing"),
-    ("reduction_misaligned", "bulk copy of 16 bytes at .*: both are multiples of 16"),
     ("missing_fence_before_product", "missing fence_async_proxy: reads"),
     ("missing_wait_before_product", BOX_READ),
-    ("operand_overwritten", "data race: writes .* reads: a wait_products, or a barrier behind it, is missing"),
-    ("load_over_operand", "data race: writes .* reads: a wait_products, or a barrier behind it, is missing"),
+    ("operand_overwritten", "data race: writes .* reads: a wgmma_wait, or a barrier behind it, is missing"),
+    ("load_over_operand", "data race: writes .* reads: a wgmma_wait, or a barrier behind it, is missing"),
     ("accumulator_written", "the accumulator of this product was written while it was in flight"),
     ("accumulators_overlap", "the accumulator overlaps that of the product in flight"),
-    ("product_left", "exits with this product in flight: a wait_products is missing"),
-    ("missing_fence_products", "missing fence_products before the first product"),
-    ("missing_second_fence", "missing fence_products: the accumulator"),
+    ("product_left", "exits with this product in flight: a wgmma_wait is missing"),
+    ("missing_fence_products", "missing wgmma_fence before the first product"),
+    ("missing_second_fence", "missing wgmma_fence: the accumulator"),
     ("register_operand_changed", "the operand in registers of this product changed while it was in flight"),
     ("products_differ", "divergent warpgroup: the thread issues another product"),
     ("descriptor_unswizzled", "without the 128-byte swizzle"),
@@ -296,7 +295,7 @@ def functions_of(*paths):
 
 
 def test_every_function_is_emulated_and_checked():
-    functions = functions_of(*(emulator.KERNELS / f"ptx_{part}.cuh" for part in ("sm90", "wgmma")))
+    functions = functions_of(*(emulator.KERNELS / "ptx" / f"{part}.cuh" for part in ("tma", "wgmma")))
     assert functions - {"descriptor"} == functions_of(HERE / "ptx_sm90_emulated.h")
     used = set(re.findall(r"ptx::(\w+)", (HERE / "conformance_sm90.cu").read_text()))
     assert functions <= used

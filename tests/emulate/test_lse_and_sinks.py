@@ -24,13 +24,13 @@ schedules = st.sampled_from(SCHEDULES)
 SIZES = {"seqlen_q": 150, "seqlen_k": 140, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
 CASE = ct.Case(**SIZES, causal=True, dlse=True)
 BACKWARD = {
-    "backward_sm80": ("8.0", {"dtype": "float16"}, {}),
-    "backward_dq_sm80": ("8.6", {"dtype": "bfloat16", "layout": "bshd"}, {"deterministic": True}),
-    "backward_sm90": ("9.0", {"dtype": "bfloat16"}, {}),
-    "backward_sm90 in turn": ("9.0", {"dtype": "float16", "kv_lengths": (100,)}, {"deterministic": True}),
-    "backward_float32_sm90": ("9.0", {"num_heads_kv": 1}, {}),
-    "backward_sm80 float32": ("8.0", {"strides": "flipped"}, {}),
-    "backward_sm80 float64": ("9.0", {"dtype": "float64", "ndim": 3}, {}),
+    "sm80/backward": ("8.0", {"dtype": "float16"}, {}),
+    "sm80/backward_dq": ("8.6", {"dtype": "bfloat16", "layout": "bshd"}, {"deterministic": True}),
+    "sm90/backward": ("9.0", {"dtype": "bfloat16"}, {}),
+    "sm90/backward in order": ("9.0", {"dtype": "float16", "kv_lengths": (100,)}, {"deterministic": True}),
+    "sm90/backward_fp32": ("9.0", {"num_heads_kv": 1}, {}),
+    "sm80/backward float32": ("8.0", {"strides": "flipped"}, {}),
+    "sm80/backward float64": ("9.0", {"dtype": "float64", "ndim": 3}, {}),
 }
 
 
@@ -102,14 +102,14 @@ def test_parts_merged_are_the_whole(dtype, arch):
 
 ONE_SPLIT = replace(DeviceSpec.for_arch("9.0"), num_sms=1)
 FORWARD = {
-    "forward_sm80": ("8.0", {"dtype": "float16", "strides": "flipped"}),
-    "forward_sm80 float32": ("8.0", {"head_dim": 40}),
-    "forward_sm80 float64": ("9.0", {"dtype": "float64", "softcap": 5.0}),
-    "forward_sm90": ("9.0", {"dtype": "bfloat16"}),
-    "forward_sm90 scores": ("9.0", {"dtype": "float16", "bias": (150, 140), "layout": "bshd"}),
-    "forward_float32_sm90": ("9.0", {"num_heads_kv": 1}),
-    "decode_sm90": (ONE_SPLIT, {"dtype": "bfloat16", "seqlen_q": 3, "seqlen_k": 600, "batch": 2}),
-    "combine": ("9.0", {"dtype": "float16", "seqlen_q": 3, "seqlen_k": 700, "kv_lengths": (40,)}),
+    "sm80/forward": ("8.0", {"dtype": "float16", "strides": "flipped"}),
+    "sm80/forward float32": ("8.0", {"head_dim": 40}),
+    "sm80/forward float64": ("9.0", {"dtype": "float64", "softcap": 5.0}),
+    "sm90/forward": ("9.0", {"dtype": "bfloat16"}),
+    "sm90/forward scores": ("9.0", {"dtype": "float16", "bias": (150, 140), "layout": "bshd"}),
+    "sm90/forward_fp32": ("9.0", {"num_heads_kv": 1}),
+    "sm90/decode": (ONE_SPLIT, {"dtype": "bfloat16", "seqlen_q": 3, "seqlen_k": 600, "batch": 2}),
+    "around/combine": ("9.0", {"dtype": "float16", "seqlen_q": 3, "seqlen_k": 700, "kv_lengths": (40,)}),
 }
 
 

@@ -18,7 +18,7 @@ def test_mutants_are_mistakes_in_the_kernels_as_they_are(mutant):
     assert mutant.plant()
 
 
-# A compilation and more each: every fourth of them. `python tests/emulate/mutants.py` plants them all.
+# A compilation and more each: every fourth of them. `python tests/emulate/mutants` plants them all.
 @pytest.mark.parametrize("mutant", MUTANTS[::4], ids=lambda mutant: f"{mutant.file}: {mutant.what}")
 def test_mutant_is_caught(mutant):
     report = mutant.caught()
@@ -34,12 +34,16 @@ def test_the_list_is_long_and_wide_enough():
     assert sum(not mutant.escapes for mutant in MUTANTS) >= SHARE_TO_CATCH * len(MUTANTS)
     assert len({(mutant.file, mutant.what) for mutant in MUTANTS}) == len(MUTANTS)
     assert {trial for mutant in MUTANTS for trial in mutant.trials} == set(TRIALS)
-    without_code = {"params.cuh", "ptx.cuh", "ptx_sm90.cuh", "ptx_wgmma.cuh"}
-    files = {path.name for path in KERNELS.iterdir() if path.suffix in (".cu", ".cuh")}
+    without_code = {
+        "common/params.cuh",
+        "sm90/backward_layout.cuh",
+        *(f"ptx/{name}.cuh" for name in ("base", "tma", "wgmma")),
+    }
+    files = {path.relative_to(KERNELS).as_posix() for path in KERNELS.rglob("*.cu*")}
     assert {mutant.file for mutant in MUTANTS} == files - without_code
 
 
 def test_a_mutant_whose_text_is_gone_is_an_error():
-    mutant = mutants.Mutant(what="nothing", file="mask.cuh", old="no such text", new="", trials=("forward",))
-    with pytest.raises(ValueError, match=r"nothing: mask.cuh has the text 0 times: 'no such text'"):
+    mutant = mutants.Mutant(what="nothing", file="common/mask.cuh", old="no such text", new="", trials=("forward",))
+    with pytest.raises(ValueError, match=r"nothing: common/mask.cuh has the text 0 times: 'no such text'"):
         mutant.plant()

@@ -44,7 +44,7 @@ CONFIGURATIONS = [
     Kernels("float32", "8.0", causal=True),
     Kernels("float16", "8.0", options=(("alibi_slopes", True), ("sinks", True), ("dropout", 0.5)), group=2),
     Kernels("float32", "8.0", causal="top_left", options=(("window", (9, None)),), deterministic=True),
-    # Both passes of compute capability 9.0: pairs of tiles, blocks that take turns, split roles, large head dimensions.
+    # Both passes of compute capability 9.0: pairs of tiles, dq in order, split roles, large head dimensions.
     Kernels("bfloat16", "9.0", 64, causal=True, options=(("sinks", True),)),
     Kernels("float16", "9.0", 128, options=(("softcap", 5.0), ("alibi_slopes", True), ("dropout", 0.5)), group=2),
     Kernels("bfloat16", "9.0", 64, causal=True, deterministic=True, num_sms=132),

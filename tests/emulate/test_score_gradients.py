@@ -106,21 +106,21 @@ def test_blocks_that_share_a_sum_change_no_more_than_its_rounding(num_sms):
 
 PLAIN = ct.Case(**SIZES | {"batch": 1, "head_dim": 64}, causal=True)
 SUBSETS = [
-    ("backward_sm80", "8.0", {"dtype": "float16"}, False, ("dk",)),
-    ("backward_sm80", "8.0", {"dtype": "float16", "softcap": 5.0}, False, ("dv",)),
-    ("backward_sm80", "8.0", {"dtype": "float16"}, True, ("dk", "dv")),
-    ("backward_sm80", "8.0", {"dtype": "float16"}, False, ("dq", "dv")),
-    ("backward_sm80", "8.0", {"dtype": "bfloat16", "head_dim": 128}, False, ("dv",)),
-    ("backward_dq_sm80", "9.0", {"dtype": "bfloat16"}, False, ("dq",)),
-    ("backward_sm90", "9.0", {"dtype": "bfloat16"}, True, ("dk", "dv")),
-    ("backward_sm90", "9.0", {"dtype": "bfloat16", "num_heads_kv": 4}, False, ("dv",)),
-    ("backward_sm90", "9.0", {"dtype": "float16"}, True, ("dq", "dk")),
-    ("backward_sm90", "9.0", {"dtype": "float16", "head_dim": 160, "num_heads_kv": 4}, False, ("dk",)),
-    ("backward_float32_sm90", "9.0", {"num_heads_kv": 1}, False, ("dq",)),
-    ("backward_float32_sm90", "9.0", {}, False, ("dk",)),
-    ("backward_float32_sm90", "9.0", {"num_heads_kv": 1}, True, ("dv",)),
-    ("backward_dq_sm80", "9.0", {"dtype": "bfloat16", "block_mask": (4,), "block_size": (32, 48)}, False, ("dq",)),
-    ("backward_sm90", "9.0", {"dtype": "bfloat16", "block_mask": (4,), "block_size": (32, 48)}, True, ("dk", "dv")),
+    ("sm80/backward", "8.0", {"dtype": "float16"}, False, ("dk",)),
+    ("sm80/backward", "8.0", {"dtype": "float16", "softcap": 5.0}, False, ("dv",)),
+    ("sm80/backward", "8.0", {"dtype": "float16"}, True, ("dk", "dv")),
+    ("sm80/backward", "8.0", {"dtype": "float16"}, False, ("dq", "dv")),
+    ("sm80/backward", "8.0", {"dtype": "bfloat16", "head_dim": 128}, False, ("dv",)),
+    ("sm80/backward_dq", "9.0", {"dtype": "bfloat16"}, False, ("dq",)),
+    ("sm90/backward", "9.0", {"dtype": "bfloat16"}, True, ("dk", "dv")),
+    ("sm90/backward", "9.0", {"dtype": "bfloat16", "num_heads_kv": 4}, False, ("dv",)),
+    ("sm90/backward", "9.0", {"dtype": "float16"}, True, ("dq", "dk")),
+    ("sm90/backward", "9.0", {"dtype": "float16", "head_dim": 160, "num_heads_kv": 4}, False, ("dk",)),
+    ("sm90/backward_fp32", "9.0", {"num_heads_kv": 1}, False, ("dq",)),
+    ("sm90/backward_fp32", "9.0", {}, False, ("dk",)),
+    ("sm90/backward_fp32", "9.0", {"num_heads_kv": 1}, True, ("dv",)),
+    ("sm80/backward_dq", "9.0", {"dtype": "bfloat16", "block_mask": (4,), "block_size": (32, 48)}, False, ("dq",)),
+    ("sm90/backward", "9.0", {"dtype": "bfloat16", "block_mask": (4,), "block_size": (32, 48)}, True, ("dk", "dv")),
     ("backward_sinks", "9.0", {"sinks": True, "dtype": "bfloat16"}, False, ("dsinks",)),
 ]
 
@@ -137,8 +137,8 @@ def test_only_what_is_needed(kernel, arch, changes, deterministic, need):
     assert f"{kernel}.cu" in sources
     assert plan.need == need
     scratch = dict(plan.scratch)
-    assert bool({"dq_accumulator", "dkv_partials"} & scratch.keys()) == ("backward_convert.cu" in sources)
-    assert "dq" in need or ("dq_accumulator" not in scratch and "backward_dq_sm80.cu" not in sources)
+    assert bool({"dq_accumulator", "dkv_partials"} & scratch.keys()) == ("around/convert.cu" in sources)
+    assert "dq" in need or ("dq_accumulator" not in scratch and "sm80/backward_dq.cu" not in sources)
     assert set(need) & {"dk", "dv"} or "dkv_partials" not in scratch
     found = attention.backward(problem, arrays, out, lse, need=need, arch=arch)
     ct.assert_backward(case, **dict(zip(need, found, strict=True)))

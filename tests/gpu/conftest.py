@@ -144,7 +144,7 @@ def _specialisations():
         yield Specialisation(dtype=dtype, head_dim=192, head_dim_v=128, right=True)
         yield Specialisation(dtype=dtype, head_dim=64, strides="padded")
         yield Specialisation(dtype=dtype, head_dim=48, head_dim_v=72, kv_lengths="int32", **everything)
-    # Compute capability 9.0 has a kernel of its own for strides that its copy engine can take: both get every option.
+    # Compute capability 9.0 has a kernel of its own for strides that its TMA unit can take: both get every option.
     for n, head_dim in enumerate((64, 96, 128, 192, 256)):
         dtypes = (half, brain) if n % 2 else (brain, half)
         terms = {"softcap": 30.0, "bias": ("input", "softmax")[n % 2], "alibi_slopes": True}

@@ -137,15 +137,15 @@ def test_sums_of_float64_are_within_twice_the_plain_formula(cupy, head_dim, caus
 @pytest.mark.parametrize("strides", ["contiguous", "padded"])
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 128])
 def test_both_kernels_of_float32(cupy, head_dim, strides, options):
-    """By pieces of bfloat16 where sequences are long, whatever the strides; not in a fixed order."""
+    """By parts of bfloat16 where sequences are long, whatever the strides; not in a fixed order."""
     sizes = {"seqlen_q": 500, "seqlen_k": 700, "batch": 2, "num_heads": 4, "num_heads_kv": 2}
     case = ct.Case(**sizes, head_dim=head_dim, dtype="float32", strides=strides, **options)
     arguments, terms = arguments_of(cupy, case)
     for deterministic in (False, True):
         attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
         sources = [kernel.source for kernel in attn.plan(*arguments[1:4], **terms).backward.kernels]
-        by_pieces = cupy.cuda.Device().compute_capability == "90" and not deterministic
-        assert ("backward_float32_sm90.cu" in sources) == by_pieces
+        by_parts = cupy.cuda.Device().compute_capability == "90" and not deterministic
+        assert ("sm90/backward_fp32.cu" in sources) == by_parts
         ct.assert_backward(case, *attn.backward(*arguments, **terms))
 
 
@@ -153,7 +153,7 @@ def test_both_kernels_of_float32(cupy, head_dim, strides, options):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 160])
 def test_tf32(cupy, head_dim, deterministic, options):
-    """11 bits of the 24 that the tolerance is for, or the 16 of two pieces; both passes."""
+    """11 bits of the 24 that the tolerance is for, or the 16 of two parts; both passes."""
     sizes = {"seqlen_q": 500, "seqlen_k": 700, "batch": 2, "num_heads": 4, "num_heads_kv": 2}
     case = ct.Case(**sizes, head_dim=head_dim, dtype="float32", **options)
     (dout, q, k, v, *_), terms = arguments_of(cupy, case)
@@ -163,9 +163,9 @@ def test_tf32(cupy, head_dim, deterministic, options):
     results |= zip(("dq", "dk", "dv"), attn.backward(dout, q, k, v, out, lse, **terms), strict=True)
     yardsticks = ct.yardsticks(case.problem, case.arrays())
     for plan, names in zip(attn.plan(q, k, v, **terms), (("out", "lse"), ("dq", "dk", "dv")), strict=True):
-        bits = 16 if "2 pieces" in plan.reason else 11
-        by_pieces = cupy.cuda.Device().compute_capability == "90" and head_dim <= 128
-        assert bits == (16 if by_pieces and not (deterministic and plan.pass_ == "backward") else 11)
+        bits = 16 if "2 parts" in plan.reason else 11
+        by_parts = cupy.cuda.Device().compute_capability == "90" and head_dim <= 128
+        assert bits == (16 if by_parts and not (deterministic and plan.pass_ == "backward") else 11)
         for name in names:
             yardstick = replace(yardsticks[name], tolerance=2.0 ** (24 - bits) * yardsticks[name].tolerance)
             measurement = ct.measure(name, results[name], yardstick)

@@ -108,7 +108,7 @@ def test_few_queries(cupy):
     if cupy.cuda.Device().compute_capability == "90":
         arrays = case.arrays(cupy.asarray)
         plan = cuflash.FlashAttention(dropout=0.1).plan(*(arrays[name] for name in "qkv"))
-        assert "not decode_sm90: it knows no dropout" in plan.forward.reason
+        assert "not sm90/decode: it knows no dropout" in plan.forward.reason
 
 
 def test_as_on_the_host(cupy):

@@ -126,14 +126,14 @@ def is_hopper(cupy):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_the_kernel_of_all_devices(cupy, head_dim, causal):
-    """It takes arrays that the copy engine cannot, and is as right as the one that the aligned arrays get."""
+    """It takes arrays that TMA cannot, and is as right as the one that the aligned arrays get."""
     sizes = {"seqlen_q": 300, "seqlen_k": 2100, "num_heads": 4, "num_heads_kv": 2}
     case = ct.Case(**sizes, head_dim=head_dim, dtype="bfloat16", causal=causal)
     qkv, _ = arrays_of(cupy, case)
     attn = cuflash.FlashAttention(causal=causal)
     for arrays, own in ((qkv, is_hopper(cupy)), ([off_by_one(cupy, x) for x in qkv], False)):
         (kernel,) = attn.plan(*arrays).forward.kernels
-        assert kernel.source == ("forward_sm90.cu" if own else "forward_sm80.cu")
+        assert kernel.source == ("sm90/forward.cu" if own else "sm80/forward.cu")
         ct.assert_forward(case, *attn.forward(*arrays))
 
 
@@ -141,12 +141,12 @@ def test_the_kernel_of_all_devices(cupy, head_dim, causal):
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 128])
 @pytest.mark.parametrize("seqlen_q", [30, 700])
 def test_both_kernels_of_float32(cupy, seqlen_q, head_dim, options):
-    """Few queries are not worth splitting all keys into pieces; any strides and alignment are."""
+    """Few queries are not worth splitting all keys into parts; any strides and alignment are."""
     sizes = {"seqlen_q": seqlen_q, "seqlen_k": 2100, "batch": 2, "num_heads": 4, "num_heads_kv": 2}
     case = ct.Case(**sizes, head_dim=head_dim, dtype="float32", **options)
     qkv, terms = arrays_of(cupy, case)
     attn = cuflash.FlashAttention(**case.keywords)
-    own = ["pieces.cu", "forward_float32_sm90.cu"] if is_hopper(cupy) and seqlen_q > 64 else ["forward_sm80.cu"]
+    own = ["around/split_fp32.cu", "sm90/forward_fp32.cu"] if is_hopper(cupy) and seqlen_q > 64 else ["sm80/forward.cu"]
     for arrays in (qkv, [off_by_one(cupy, x) for x in qkv]):
         assert [kernel.source for kernel in attn.plan(*arrays, **terms).forward.kernels] == own
         first, again = (attn.forward(*arrays, **terms) for _ in range(2))
@@ -155,7 +155,7 @@ def test_both_kernels_of_float32(cupy, seqlen_q, head_dim, options):
 
 
 def test_infinities_and_the_end_of_the_range_of_float32(cupy):
-    """Pieces of an infinity, of NaN and of the largest numbers come together again."""
+    """Parts of an infinity, of NaN and of the largest numbers come together again."""
     case = ct.Case(seqlen_q=300, seqlen_k=300, head_dim=64, dtype="float32", scale=2.0**-9)
     arrays = case.arrays()
     arrays["k"][...] = np.sign(arrays["k"])
@@ -183,7 +183,7 @@ def test_one_array_that_is_not_aligned(cupy, name):
 
 @pytest.mark.parametrize("head_dim_v", [64, 61])
 def test_rows_further_apart_than_they_are_long(cupy, head_dim_v):
-    """Columns that the copy engine must leave alone are NaN around q, k and v, and stay as they were around out."""
+    """Columns that TMA must leave alone are NaN around q, k and v, and stay as they were around out."""
     case = ct.Case(seqlen_q=150, seqlen_k=170, num_heads=2, head_dim=60, head_dim_v=head_dim_v, dtype="bfloat16")
     arrays, _ = arrays_of(cupy, case)
 
@@ -198,7 +198,7 @@ def test_rows_further_apart_than_they_are_long(cupy, head_dim_v):
     attn = cuflash.FlashAttention()
     if head_dim_v == 64:  # the plan takes out as contiguous
         (kernel,) = attn.plan(q, k, v).forward.kernels
-        assert kernel.source == ("forward_sm90.cu" if is_hopper(cupy) else "forward_sm80.cu")
+        assert kernel.source == ("sm90/forward.cu" if is_hopper(cupy) else "sm80/forward.cu")
     result = attn.forward(q, k, v, out=out)
     ct.assert_forward(case, *result)
     out[...] = np.nan
@@ -365,7 +365,7 @@ def test_decoding_takes_its_own_kernel(cupy):
     case = ct.Case(seqlen_q=1, seqlen_k=MANY_KEYS, num_heads=32, num_heads_kv=8, head_dim=128, dtype="float16")
     (q, k, v), _ = arrays_of(cupy, case)
     plan = cuflash.FlashAttention().plan(q, k, v).forward
-    takes_it = [kernel.source for kernel in plan.kernels] == ["decode_sm90.cu", "combine.cu"]
+    takes_it = [kernel.source for kernel in plan.kernels] == ["sm90/decode.cu", "around/combine.cu"]
     assert takes_it == (plan.device.arch == 90)
 
 

@@ -48,7 +48,7 @@ GROWING = {
     "top left": {"seqlen_q": 4, "causal": "top_left"},
     "a window that begins to hide": {"window": (600, 0)},
     "float32": {"dtype": "float32"},
-    "float32 in pieces": {"dtype": "float32", "seqlen_q": 300},
+    "float32 in parts": {"dtype": "float32", "seqlen_q": 300},
     "many queries": {"seqlen_q": 200, "causal": True, "dtype": "float16"},
     "layout": {"layout": "bshd"},
     "sinks and slopes": {"sinks": True, "alibi_slopes": (HEADS,)},
@@ -77,7 +77,7 @@ def test_slices_of_a_cache(cupy, plans, name):
             for result, x in (("out", out), ("lse", lse)):
                 measurement = ct.measure(result, x, yardsticks[result])
                 assert not measurement.failure, (length, str(measurement))
-    if name != "float32 in pieces":
+    if name != "float32 in parts":
         assert len(plans) < len(lengths) / 4
 
 

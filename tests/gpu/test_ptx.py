@@ -17,8 +17,7 @@ pytestmark = pytest.mark.gpu
 def directory(tmp_path_factory):
     """The conformance kernels beside the headers that they include."""
     directory = tmp_path_factory.mktemp("kernels")
-    for header in kernel_directory().glob("*.cuh"):
-        shutil.copy(header, directory)
+    shutil.copytree(kernel_directory() / "ptx", directory / "ptx")
     for module in (conformance, conformance_sm90):
         shutil.copy(Path(module.__file__).with_suffix(".cu"), directory)
     return directory
@@ -107,7 +106,7 @@ def run_sm90(directory):
 
     @functools.cache
     def load(element):
-        defines = {"ELEMENT": element} | ({} if element == "TensorFloat32" else {"TRANSPOSED": 1})
+        defines = {"ELEMENT": element}
         compiled = compile_kernel("conformance_sm90.cu", "barrier_ring", defines, "sm_90a", kernel_dir=directory)
         return cupy.RawModule(path=str(compiled.path))
 

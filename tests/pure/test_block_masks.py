@@ -262,10 +262,10 @@ def sources(plan):
 def test_lists_come_before_the_kernels_that_walk_over_them(arch, dtype):
     for pass_ in ("forward", "backward"):
         with_blocks, plain = (sources(plan_of(pass_, arch, dtype=dtype, block_mask=x)) for x in ((4,), None))
-        assert with_blocks.count("block_lists.cu") == 1 and "block_lists.cu" not in plain
-        assert [x for x in with_blocks if x != "block_lists.cu"] == plain
-        main = next(i for i, x in enumerate(with_blocks) if re.match(rf"{pass_}(_float32)?_sm", x))
-        assert with_blocks.index("block_lists.cu") < main
+        assert with_blocks.count("around/lists.cu") == 1 and "around/lists.cu" not in plain
+        assert [x for x in with_blocks if x != "around/lists.cu"] == plain
+        main = next(i for i, x in enumerate(with_blocks) if re.match(rf"sm\d+/{pass_}(_fp32)?\.cu", x))
+        assert with_blocks.index("around/lists.cu") < main
 
 
 def test_scratch_memory_of_lists_is_stated():
@@ -297,14 +297,12 @@ def test_small_blocks_have_the_tiles_of_masks_of_pairs():
 
 def test_what_other_kernels_serve_is_said():
     deterministic = plan_of("backward", deterministic=True)
-    assert sources(deterministic).count("block_lists.cu") == 2
-    assert {"backward_sm80.cu", "backward_dq_sm80.cu"} <= set(sources(deterministic))
-    assert "not backward_sm90: its blocks take turns at dq, which count tiles that block_mask hides" in (
-        deterministic.describe()
-    )
+    assert sources(deterministic).count("around/lists.cu") == 2
+    assert {"sm80/backward.cu", "sm80/backward_dq.cu"} <= set(sources(deterministic))
+    assert "not sm90/backward: the order of dq counts tiles that block_mask hides" in (deterministic.describe())
     few_queries = plan_of(seqlen_q=1)
-    assert "decode_sm90.cu" not in sources(few_queries)
-    assert "not decode_sm90: it knows no block_mask" in few_queries.describe()
+    assert "sm90/decode.cu" not in sources(few_queries)
+    assert "not sm90/decode: it knows no block_mask" in few_queries.describe()
 
 
 def test_turns_are_refused():
@@ -318,6 +316,6 @@ def test_turns_are_refused():
 
 def test_no_list_for_nothing():
     assert all(kernel.grid == 0 for kernel in plan_of(seqlen_q=0).kernels)
-    assert [kernel.grid for kernel in plan_of("backward", seqlen_k=0).kernels if kernel.source == "block_lists.cu"] == [
-        0
-    ]
+    assert [
+        kernel.grid for kernel in plan_of("backward", seqlen_k=0).kernels if kernel.source == "around/lists.cu"
+    ] == [0]

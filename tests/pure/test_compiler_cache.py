@@ -543,7 +543,7 @@ def test_kernel_directory(tmp_path, place, is_found):
     shutil.copytree(sources / "planning", package / "planning")
     write_files(package, {"__init__.py": b""})
     write_files(tmp_path / "site" / "kernels", {"__init__.py": b""})
-    write_files(tmp_path / place, {"ptx.cuh": b""})
+    write_files(tmp_path / place, {"ptx/base.cuh": b""})
     program = "from cuflash import compiler; print(compiler.kernel_directory())"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path / "site", capture_output=True, text=True)
     if is_found:

@@ -14,14 +14,24 @@ MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
     for path in PACKAGE.rglob("*.py")
 }
-KERNELS = {path.name: path for path in (ROOT / "kernels").iterdir() if path.suffix in (".cu", ".cuh")}
+KERNELS = {path.relative_to(ROOT / "kernels").as_posix(): path for path in (ROOT / "kernels").rglob("*.cu*")}
+
+# The folders of the kernels, and what each may include besides itself. mma.sync runs on every device: sm90 has it too.
+FOLDERS = {
+    "ptx": set(),
+    "common": {"ptx"},
+    "sm80": {"ptx", "common"},
+    "sm90": {"ptx", "common", "sm80"},
+    "around": {"ptx", "common", "sm80"},
+}
+LONGEST = 600  # lines of a kernel file
 
 # A module imports only modules to the left of it.
 ORDER = [
     "terms", "problem", "block_masks", "dropout", "reference", "exponentials", "jobs", "stacks", "packed", "cpu",
     "interop", "merging", "tensor_map", "binding",
     "planning.device", "planning.tiles", "planning.launch_plan", "planning.draft", "planning.families",
-    "planning.sm80", "planning.sm90", "planning.sm90.tiles", "planning.sm90.pieces", "planning.sm90.forward",
+    "planning.sm80", "planning.sm90", "planning.sm90.tiles", "planning.sm90.bf16_split", "planning.sm90.forward",
     "planning.sm90.decode", "planning.sm90.backward", "planning.scores", "planning.forward", "planning.backward",
     "planning.choose", "planning",
     "params", "compiler", "tuning", "launch", "stopwatch", "progress", "flash_attention", "__init__", "testing",
@@ -149,7 +159,7 @@ def includes(name):
     return re.findall(r'^\s*#\s*include\s+["<]([^">]+)[">]', code_of(KERNELS[name]), re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", sorted(n for n in KERNELS if not n.startswith("ptx")))
+@pytest.mark.parametrize("name", sorted(n for n in KERNELS if not n.startswith("ptx/")))
 def test_words_of_the_gpu_stay_in_the_ptx_room(name):
     lines = code_of(KERNELS[name]).splitlines()
     said = [f"{name}:{number}: {m.group()}" for number, line in enumerate(lines, 1) for m in GPU_WORDS.finditer(line)]
@@ -157,9 +167,20 @@ def test_words_of_the_gpu_stay_in_the_ptx_room(name):
 
 
 @pytest.mark.parametrize("name", sorted(KERNELS))
-def test_kernels_include_only_headers_beside_them(name):
+def test_kernels_include_headers_by_their_folder(name):
     wrong = [other for other in includes(name) if other not in KERNELS or not other.endswith(".cuh")]
     assert not wrong
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_folders_of_kernels_know_only_those_before_them(name):
+    folder = name.split("/")[0]
+    assert {other.split("/")[0] for other in includes(name)} <= FOLDERS[folder] | {folder}
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_no_kernel_file_is_long(name):
+    assert len(KERNELS[name].read_text().splitlines()) <= LONGEST
 
 
 def test_headers_do_not_include_in_circles_and_are_all_used():

@@ -13,14 +13,16 @@ import pytest
 
 CHECKOUT = Path(__file__).parents[2]
 DEPENDENCIES = sorted({str(Path(module.__file__).parents[1]) for module in (np, ml_dtypes)})
-KERNELS = sorted(path.name for path in (CHECKOUT / "kernels").iterdir() if path.suffix in (".cu", ".cuh"))
+FOLDER = CHECKOUT / "kernels"
+KERNELS = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.glob("*/*.cu*"))
 
 USE_IT = """
 import cuflash, cuflash.compiler, numpy
 q, k, v = numpy.ones((3, 2, 5, 4), numpy.float32)
 assert abs(cuflash.attention(q, k, v) - 1).max() < 1e-6
 directory = cuflash.compiler.kernel_directory()
-print(cuflash.__file__, directory, *sorted(path.name for path in directory.iterdir() if "cu" in path.suffix), sep="\\n")
+kernels = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*.cu*"))
+print(cuflash.__file__, directory, *kernels, sep="\\n")
 """
 
 

@@ -154,13 +154,13 @@ def planned(arch="9.0", pass_="forward", **changes):
 @pytest.mark.parametrize(
     ("changes", "source"),
     [
-        ({}, "decode_sm90.cu"),
-        ({"seqlen_q": 300}, "forward_sm90.cu"),
-        ({"arch": "8.0"}, "forward_sm80.cu"),
-        ({"arch": "12.0", "dtype": "float16", "seqlen_q": 300}, "forward_sm80.cu"),
-        ({"dtype": "float32", "seqlen_q": 300}, "forward_sm80.cu"),
-        ({"dtype": "float64"}, "forward_sm80.cu"),
-        ({"strides": "padded"}, "forward_sm80.cu"),
+        ({}, "sm90/decode.cu"),
+        ({"seqlen_q": 300}, "sm90/forward.cu"),
+        ({"arch": "8.0"}, "sm80/forward.cu"),
+        ({"arch": "12.0", "dtype": "float16", "seqlen_q": 300}, "sm80/forward.cu"),
+        ({"dtype": "float32", "seqlen_q": 300}, "sm80/forward.cu"),
+        ({"dtype": "float64"}, "sm80/forward.cu"),
+        ({"strides": "padded"}, "sm80/forward.cu"),
     ],
     ids=str,
 )
@@ -175,7 +175,7 @@ def test_kernels(changes, source):
 
 
 def test_the_plan_says_why_float32_is_not_split():
-    assert "not forward_float32_sm90: it would split all pages" in planned(dtype="float32", seqlen_q=300).reason
+    assert "not sm90/forward_fp32: it would split all pages" in planned(dtype="float32", seqlen_q=300).reason
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

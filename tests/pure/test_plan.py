@@ -119,7 +119,7 @@ TABLES = {
         (FORWARD_TILES[0], {"block_m": 64, "num_warps": 8}, "whole fragments for every warp"),
         (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 3}, "warps_d divides num_warps"),
         (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 1, "block_n": 96}, "whole fragments of keys"),
-        (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 2, "block_m": 40}, "whole pairs of pieces of queries"),
+        (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 2, "block_m": 40}, "whole pairs of 8 queries"),
         (BACKWARD_TILES[0], {"num_warps": 4, "dq_warps_m": 3, "block_m": 96}, "dq_warps_m divides num_warps"),
         (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 1, "dq_warps_m": 4, "block_m": 32}, "whole fragments of dq"),
         (DQ_TILES[0], {"block_m": 72}, "whole fragments for every warp"),
@@ -130,14 +130,14 @@ TABLES = {
         (FORWARD_SM90_TILES[0], {"block_n": 272}, "a block_n that one product serves"),
         (FORWARD_FLOAT32_SM90_TILES[0], {"block_m": 256}, "64 queries for each of two or three consumers"),
         (FORWARD_FLOAT32_SM90_TILES[0], {"block_n": 72}, "a block_n that one product serves"),
-        (FORWARD_FLOAT32_SM90_TILES[0], {"pieces": 1}, "two or three pieces"),
-        (BACKWARD_TF32_SM90_TILES[0], {"pieces": 4}, "two or three pieces"),
+        (FORWARD_FLOAT32_SM90_TILES[0], {"bf16_parts": 1}, "two or three parts"),
+        (BACKWARD_TF32_SM90_TILES[0], {"bf16_parts": 4}, "two or three parts"),
         (BACKWARD_FLOAT32_SM90_TILES[0], {"block_m": 128}, "64 keys and 64 queries"),
         (BACKWARD_FLOAT32_SM90_TILES[0], {"block_n": 128}, "64 keys and 64 queries"),
         (BACKWARD_FLOAT32_SM90_TILES[0], {"dq_columns": 96}, "whole chunks of dq"),
         (
             BACKWARD_FLOAT32_SM90_TILES[0],
-            {"num_stages": 1, "num_rooms": 2, "dq_late": True},
+            {"num_stages": 1, "num_buffers": 2, "dq_late": True},
             "late dq no further behind",
         ),
     ],
@@ -262,27 +262,27 @@ def test_grids_cover_the_problem():
         tile = plan.tiles[0]
         assert plan.run_time.group_splits == 1
         assert plan.run_time.stats_rows >= 1000
-        assert grids["backward_sm80.cu"] == 3 * 2 * -(-333 // tile.block_n)
+        assert grids["sm80/backward.cu"] == 3 * 2 * -(-333 // tile.block_n)
         if deterministic:
-            assert grids["backward_dq_sm80.cu"] == 3 * 6 * -(-1000 // plan.tiles[1].block_m)
+            assert grids["sm80/backward_dq.cu"] == 3 * 6 * -(-1000 // plan.tiles[1].block_m)
             assert plan.run_time.stats_rows % tile.block_m == plan.run_time.stats_rows % plan.tiles[1].block_m == 0
         else:
-            assert grids["backward_convert.cu"] == grids["backward_delta.cu"] == 3 * 6 * -(-1000 // tile.block_m)
+            assert grids["around/convert.cu"] == grids["around/delta.cu"] == 3 * 6 * -(-1000 // tile.block_m)
 
 
-def test_blocks_take_turns_where_sums_must_not_depend_on_luck():
+def test_blocks_add_in_order_where_sums_must_not_depend_on_luck():
     problem = problem_of(seqlen_q=1000, heads=6, heads_kv=2, batch=3, dim=128, dim_v=128)
-    for arch, in_turn in (("9.0", True), ("8.0", False), ("10.0", False)):
+    for arch, in_order in (("9.0", True), ("8.0", False), ("10.0", False)):
         device = DeviceSpec.for_arch(arch)
         for causal in (False, True):
             fast = choose_plan(replace(problem, window_right=0 if causal else None), device, "backward")
             plan = choose_plan(replace(fast.problem, deterministic=True), device, "backward")
-            assert ("take turns" in plan.reason) == in_turn
-            assert all(dict(kernel.defines)["CUFLASH_DQ_IN_TURN"] == in_turn for kernel in plan.kernels)
-            assert "take turns" not in fast.reason
+            assert ("dq in order" in plan.reason) == in_order
+            assert all(dict(kernel.defines)["CUFLASH_DQ_IN_ORDER"] == in_order for kernel in plan.kernels)
+            assert "dq in order" not in fast.reason
             shares = {dict(kernel.defines)["CUFLASH_BACK_SHARE"] for kernel in plan.kernels}
-            assert shares == {GROUPED_BACK_SHARE if in_turn and causal else 0}
-            if in_turn:
+            assert shares == {GROUPED_BACK_SHARE if in_order and causal else 0}
+            if in_order:
                 assert [kernel.source for kernel in plan.kernels] == [kernel.source for kernel in fast.kernels]
                 turns = sum(plan.scratch_layout.sizes) - sum(fast.scratch_layout.sizes)
                 assert turns == 4 * 3 * 6 * -(-1000 // plan.tiles[0].block_m)
@@ -303,7 +303,7 @@ def test_heads_side_by_side_fit_in_l2_under_a_causal_mask():
     ("seqlen", "dim", "heads", "splits", "section"),
     [(4096, 64, 32, 1, 2), (4096, 128, 32, 1, 1), (8192, 128, 32, 2, 1), (4096, 256, 16, 2, 1), (16384, 128, 32, 2, 1)],
 )
-def test_heads_of_a_group_that_are_under_way_fit_in_l2_in_turn(seqlen, dim, heads, splits, section):
+def test_heads_of_a_group_that_are_under_way_fit_in_l2_in_order(seqlen, dim, heads, splits, section):
     device = DeviceSpec.for_arch("9.0")
     problem = problem_of(seqlen, seqlen, dim, dim, heads=heads, heads_kv=heads // 4, batch=4, window=(None, 0))
     assert choose_plan(problem, device, "backward").run_time.group_splits == 1
@@ -402,9 +402,9 @@ def test_blocks_share_the_queries_of_the_last_tiles(sizes, causal, tail, determi
         grids = {kernel.source: kernel.grid for kernel in plan.kernels}
         n_blocks = sizes["batch"] * sizes["heads"] * -(-seqlen // plan.tiles[0].block_n)
         shared = n_blocks - plan.run_time.whole_tiles if plan.run_time.tail_splits > 1 else 0
-        assert grids["backward_sm90.cu"] == n_blocks + shared * (plan.run_time.tail_splits - 1)
+        assert grids["sm90/backward.cu"] == n_blocks + shared * (plan.run_time.tail_splits - 1)
         m_blocks = plan.run_time.stats_rows // plan.tiles[0].block_m
-        assert grids["backward_convert.cu"] == sizes["batch"] * sizes["heads"] * m_blocks + 2 * (len(need) - 1) * shared
+        assert grids["around/convert.cu"] == sizes["batch"] * sizes["heads"] * m_blocks + 2 * (len(need) - 1) * shared
         elements = shared * plan.run_time.tail_splits * plan.tiles[0].block_n * 256
         assert dict(plan.scratch).get("dkv_partials", 0) == elements
 
@@ -418,8 +418,8 @@ def test_extra_memory_is_linear(arch, deterministic):
         sizes = {"dim": 128, "dim_v": 128, "heads_kv": 1}
         problem = problem_of(seqlen, seqlen, **sizes, dtype=dtype, deterministic=deterministic)
         forward = choose_plan(problem, device)
-        pieces = 6 * problem.batch * (problem.num_heads + 2) * seqlen * 128  # of q, k and v of float32
-        assert forward.extra_bytes == (pieces if (arch, dtype) == ("9.0", "float32") else 0)
+        split = 6 * problem.batch * (problem.num_heads + 2) * seqlen * 128  # of q, k and v of float32
+        assert forward.extra_bytes == (split if (arch, dtype) == ("9.0", "float32") else 0)
         plan = choose_plan(problem, device, "backward")
         size = np.dtype(problem.softmax_dtype).itemsize
         assert plan.scratch_layout.sizes == tuple(size * elements for _, elements in plan.scratch)
@@ -433,9 +433,9 @@ def test_extra_memory_is_linear(arch, deterministic):
     # And the parts of the last tiles.
     parts = 2**27
     assert extra_bytes(2**20) <= 2 * 4 * (2**20 + 256) * 4 * (2 + 128) + parts
-    # And the pieces of q, dout, k and v.
-    pieces = 2 * (4 * 2 + 2) * 2**20 * 128 * 6 if arch == "9.0" and not deterministic else 0
-    assert extra_bytes(2**20, "float32") <= 2 * 4 * (2**20 + 256) * 4 * (2 + 128) + pieces + parts
+    # And the parts of q, dout, k and v.
+    split = 2 * (4 * 2 + 2) * 2**20 * 128 * 6 if arch == "9.0" and not deterministic else 0
+    assert extra_bytes(2**20, "float32") <= 2 * 4 * (2**20 + 256) * 4 * (2 + 128) + split + parts
     assert extra_bytes(2**20, "float64") <= 2 * 4 * (2**20 + 256) * 8 * (2 + 128)
 
 
@@ -507,39 +507,39 @@ def test_float32_is_split_into_pieces_where_that_pays():
         plan = choose_plan(problem, device)
         return [kernel.source for kernel in plan.kernels], plan
 
-    both = ["pieces.cu", "forward_float32_sm90.cu"]
+    both = ["around/split_fp32.cu", "sm90/forward_fp32.cu"]
     for options in ({}, {"causal": True}, {"dim": 61, "dim_v": 7}, {"dim_v": 64}, {"softcap": 3.0}):
         found, plan = sources(**options)
         assert found == both
-        assert "split into 3 pieces" in plan.reason
-        assert [spec.name for spec in plan.tensor_maps] == ["q_pieces", "k_pieces", "v_pieces"]
+        assert "split into 3 parts" in plan.reason
+        assert [spec.name for spec in plan.tensor_maps] == ["q_split", "k_split", "v_split"]
         assert {spec.dtype for spec in plan.tensor_maps} == {"bfloat16"}
         assert not {kernel.target for kernel in plan.kernels} - {"sm_90", "sm_90a"}
     for options, why in (
-        ({"dim_v": 129}, "not forward_float32_sm90: it serves head dimensions up to 128"),
+        ({"dim_v": 129}, "not sm90/forward_fp32: it serves head dimensions up to 128"),
         ({"seqlen_q": 1}, "splitting these takes too long"),
         ({"seqlen_q": 100, "seqlen_k": 100}, "splitting these takes too long"),
         ({"window": (10, 10)}, "splitting these takes too long"),
         ({"seqlen_k": 0}, "splitting these takes too long"),
-        ({"precision": "tf32", "dim": 129}, "not forward_float32_sm90: it serves head dimensions up to 128"),
+        ({"precision": "tf32", "dim": 129}, "not sm90/forward_fp32: it serves head dimensions up to 128"),
         ({"device": DeviceSpec.for_arch("10.0")}, ""),
         ({"device": DeviceSpec.for_arch("10.0"), "precision": "tf32"}, ""),
     ):
         found, plan = sources(**options)
-        assert found == ["forward_sm80.cu"]
+        assert found == ["sm80/forward.cu"]
         assert why in plan.reason
-        assert why or "pieces" not in plan.reason
+        assert why or "parts" not in plan.reason
 
 
 def test_pieces_lie_below_each_other():
-    """Boxes of any piece, whatever the strides of the arrays; columns up to the head dimension, rows 16 bytes apart."""
+    """Boxes of any part, whatever the strides of the arrays; columns up to the head dimension, rows 16 bytes apart."""
     problem = problem_of(seqlen_q=300, seqlen_k=500, dim=61, dim_v=40, dtype="float32", batch=2, heads=4, heads_kv=2)
     plan = choose_plan(problem, DeviceSpec.for_arch("9.0"))
     tile = plan.tiles[0]
     assert dict(plan.scratch) == {
-        "q_pieces": 3 * 2 * 4 * 300 * 64 // 2,
-        "k_pieces": 3 * 2 * 2 * 500 * 64 // 2,
-        "v_pieces": 3 * 2 * 2 * 500 * 40 // 2,
+        "q_split": 3 * 2 * 4 * 300 * 64 // 2,
+        "k_split": 3 * 2 * 2 * 500 * 64 // 2,
+        "v_split": 3 * 2 * 2 * 500 * 40 // 2,
     }
     q, k, v = plan.tensor_maps
     assert (q.shape, q.strides_bytes, q.rows) == ((61, 300, 4, 6), (128, 300 * 128, 4 * 300 * 128), tile.block_m)
@@ -551,59 +551,59 @@ def test_pieces_lie_below_each_other():
 
 @pytest.mark.parametrize("pass_", PASSES)
 @pytest.mark.parametrize("dim", [40, 64, 128])
-def test_tf32_is_two_pieces(dim, pass_):
-    """The kernels of three pieces, with two thirds of their memory."""
+def test_tf32_is_two_parts(dim, pass_):
+    """The kernels of three parts, with two thirds of their memory."""
     device = DeviceSpec.for_arch("9.0")
     highest, tf32 = (
         choose_plan(problem_of(1024, 1024, dim, dim, dtype="float32", precision=precision), device, pass_)
         for precision in ("highest", "tf32")
     )
     assert [kernel.source for kernel in tf32.kernels] == [kernel.source for kernel in highest.kernels]
-    assert f"{pass_}_float32_sm90.cu" in [kernel.source for kernel in tf32.kernels]
-    assert "split into 2 pieces" in tf32.reason
+    assert f"sm90/{pass_}_fp32.cu" in [kernel.source for kernel in tf32.kernels]
+    assert "split into 2 parts" in tf32.reason
     assert "more accurate than one of TF32" in tf32.reason
     assert "TF32" not in highest.reason
     for plan, count in ((highest, 3), (tf32, 2)):
-        assert plan.tiles[0].pieces == count
-        counts = [dict(kernel.defines).get("CUFLASH_PIECES") for kernel in plan.kernels if "_sm90" in kernel.source]
+        assert plan.tiles[0].bf16_parts == count
+        counts = [dict(kernel.defines).get("CUFLASH_BF16_PARTS") for kernel in plan.kernels if "sm90/" in kernel.source]
         assert counts == [count]
         assert {spec.shape[3] for spec in plan.tensor_maps} == {count * plan.problem.batch}
-    thirds = {name: size * 2 for name, size in highest.scratch if name.endswith("_pieces")}
-    assert {name: size * 3 for name, size in tf32.scratch if name.endswith("_pieces")} == thirds
+    thirds = {name: size * 2 for name, size in highest.scratch if name.endswith("_split")}
+    assert {name: size * 3 for name, size in tf32.scratch if name.endswith("_split")} == thirds
 
 
-def test_gradients_of_float32_by_pieces():
+def test_gradients_of_float32_by_parts():
     device = DeviceSpec.for_arch("9.0")
 
     def plan_of(device=device, dim=128, dim_v=128, seqlen_q=1024, seqlen_k=1024, **options):
         problem = problem_of(seqlen_q, seqlen_k, dim, dim_v, dtype="float32", **options)
         return choose_plan(problem, device, "backward")
 
-    around = ["backward_delta.cu", "pieces.cu", "backward_float32_sm90.cu", "backward_convert.cu"]
+    around = ["around/delta.cu", "around/split_fp32.cu", "sm90/backward_fp32.cu", "around/convert.cu"]
     for options in ({}, {"causal": True}, {"dim": 61, "dim_v": 7}, {"dim": 64, "dim_v": 65}, {"softcap": 3.0}):
         plan = plan_of(**options)
         assert [kernel.source for kernel in plan.kernels] == around
-        assert {spec.name for spec in plan.tensor_maps} == {f"{name}_pieces" for name in ("q", "k", "v", "dout")}
+        assert {spec.name for spec in plan.tensor_maps} == {f"{name}_split" for name in ("q", "k", "v", "dout")}
         assert {(spec.rows, spec.dtype) for spec in plan.tensor_maps} == {(64, "bfloat16")}
         assert {dict(kernel.defines)["CUFLASH_PLAIN_FRAGMENTS"] for kernel in plan.kernels} == {1}
         assert {kernel.target for kernel in plan.kernels} == {"sm_90", "sm_90a"}
         largest = max(plan.problem.head_dim, plan.problem.head_dim_v)
         assert plan.tiles[0] == next(tile for tile in BACKWARD_FLOAT32_SM90_TILES if tile.max_dim >= largest)
     for options, why in (
-        ({"dim_v": 129}, "not backward_float32_sm90: it serves head dimensions up to 128"),
-        ({"seqlen_q": 60, "seqlen_k": 60}, "not backward_float32_sm90: for fewer than"),
-        ({"seqlen_k": 0}, "not backward_float32_sm90: for fewer than"),
-        ({"deterministic": True}, "not backward_float32_sm90: it adds to dq in no fixed order"),
-        ({"deterministic": True, "precision": "tf32"}, "not backward_float32_sm90: it adds to dq in no fixed order"),
-        ({"precision": "tf32", "dim": 129}, "not backward_float32_sm90: it serves head dimensions up to 128"),
+        ({"dim_v": 129}, "not sm90/backward_fp32: it serves head dimensions up to 128"),
+        ({"seqlen_q": 60, "seqlen_k": 60}, "not sm90/backward_fp32: for fewer than"),
+        ({"seqlen_k": 0}, "not sm90/backward_fp32: for fewer than"),
+        ({"deterministic": True}, "not sm90/backward_fp32: it adds to dq in no fixed order"),
+        ({"deterministic": True, "precision": "tf32"}, "not sm90/backward_fp32: it adds to dq in no fixed order"),
+        ({"precision": "tf32", "dim": 129}, "not sm90/backward_fp32: it serves head dimensions up to 128"),
         ({"device": DeviceSpec.for_arch("10.0")}, ""),
         ({"device": DeviceSpec.for_arch("10.0"), "precision": "tf32"}, ""),
     ):
         plan = plan_of(**options)
-        assert "backward_sm80.cu" in [kernel.source for kernel in plan.kernels]
+        assert "sm80/backward.cu" in [kernel.source for kernel in plan.kernels]
         assert {dict(kernel.defines)["CUFLASH_PLAIN_FRAGMENTS"] for kernel in plan.kernels} == {0}
         assert why in plan.reason
-        assert why or "float32_sm90" not in plan.reason
+        assert why or "_fp32" not in plan.reason
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
@@ -678,7 +678,7 @@ def test_only_its_own_architecture_gets_the_kernel():
     for arch in ARCHS:
         (kernel,) = choose_plan(problem_of(), DeviceSpec.for_arch(arch)).kernels
         digits = arch.replace(".", "")
-        expected = ("forward_sm90.cu", "sm_90a") if arch == "9.0" else ("forward_sm80.cu", f"sm_{digits}")
+        expected = ("sm90/forward.cu", "sm_90a") if arch == "9.0" else ("sm80/forward.cu", f"sm_{digits}")
         assert (kernel.source, kernel.target) == expected
 
 
@@ -692,17 +692,17 @@ def test_only_its_own_architecture_gets_the_kernel():
         ({"batch": 0}, "q is empty"),
     ],
 )
-def test_what_tma_cannot_read(change, words):
+def test_what_the_tma_cannot_read(change, words):
     plan = choose_plan(problem_of(**change), H200)
-    assert [kernel.source for kernel in plan.kernels] == ["forward_sm80.cu"]
+    assert [kernel.source for kernel in plan.kernels] == ["sm80/forward.cu"]
     assert plan.tensor_maps == ()
     assert plan.run_time.resident_blocks == 0
-    assert f"\nnot forward_sm90: {words}, which TMA cannot serve" in plan.describe().replace("  ", "")
-    assert sources(problem_of()) == ["forward_sm90.cu"]
+    assert f"\nnot sm90/forward: {words}, which TMA cannot serve" in plan.describe().replace("  ", "")
+    assert sources(problem_of()) == ["sm90/forward.cu"]
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
-def test_strides_that_the_copy_engine_cannot_take(name):
+def test_strides_that_the_tma_cannot_take(name):
     """Negative, zero, too long, of half a vector; along an axis that is not there, any."""
     problem = problem_of(heads_kv=4)
     good = problem.q if name == "out" else getattr(problem, name)
@@ -715,20 +715,20 @@ def test_strides_that_the_copy_engine_cannot_take(name):
                 operands = {"out": operand} if name == "out" else None
                 plan = choose_plan(changed, H200, load_bytes=16, store_bytes=16, operands=operands)
                 served = shape[axis] == 1
-                assert plan.kernels[0].source == ("forward_sm90.cu" if served else "forward_sm80.cu")
+                assert plan.kernels[0].source == ("sm90/forward.cu" if served else "sm80/forward.cu")
                 if not served:
                     assert f"a stride of {name} is {2 * stride} bytes" in plan.reason
 
 
 @pytest.mark.parametrize("columns", [56, 61, 64])
-def test_rows_of_results_that_the_copy_engine_cannot_write(columns):
+def test_rows_of_results_that_the_tma_cannot_write(columns):
     """Rows 128 bytes apart: it would write the 16 bytes in which a row ends, the last of which are not the row's."""
     problem = problem_of(dim_v=64, heads_kv=4)
     v = replace(problem.v, shape=(*problem.v.shape[:3], columns))
     out = replace(problem.q, shape=(*problem.q.shape[:3], columns))
     changed = replace(problem, v=v, head_dim_v=columns)
     plan = choose_plan(changed, H200, load_bytes=16, store_bytes=16, operands={"out": out})
-    assert plan.kernels[0].source == ("forward_sm80.cu" if columns == 61 else "forward_sm90.cu")
+    assert plan.kernels[0].source == ("sm80/forward.cu" if columns == 61 else "sm90/forward.cu")
     assert ("a row of out is 122 bytes, not a multiple of the 16 that are written at once" in plan.reason) == (
         columns == 61
     )
@@ -737,7 +737,7 @@ def test_rows_of_results_that_the_copy_engine_cannot_write(columns):
 @pytest.mark.parametrize("widths", [{"load_bytes": 8}, {"store_bytes": 2}, {"load_bytes": 4, "store_bytes": 16}])
 def test_pointers_that_are_not_aligned(widths):
     plan = choose_plan(problem_of(), H200, **widths)
-    assert plan.kernels[0].source == "forward_sm80.cu"
+    assert plan.kernels[0].source == "sm80/forward.cu"
     assert f"an array is aligned to {min(widths.values())} bytes only, not 16" in plan.reason
 
 
@@ -766,8 +766,8 @@ def test_kernels_start_behind_those_that_are_launched(sizes, arch, dtype):
         kernels = choose_plan(problem, DeviceSpec.for_arch(arch), pass_).kernels
         launched = [kernel.grid > 0 for kernel in kernels]
         expected = [arch != "8.0" and any(launched[:i]) for i in range(len(kernels))]
-        assert [kernel.follows for kernel in kernels] == expected
-        assert [dict(kernel.defines)["CUFLASH_FOLLOWS"] for kernel in kernels] == list(map(int, expected))
+        assert [kernel.overlaps_previous for kernel in kernels] == expected
+        assert [dict(kernel.defines)["CUFLASH_OVERLAPS_PREVIOUS"] for kernel in kernels] == list(map(int, expected))
 
 
 def test_a_window_with_a_left_side_has_no_pairs():
@@ -818,7 +818,7 @@ def test_description(pass_):
         assert (
             f"kernel {kernel.name}: grid {kernel.grid}, {kernel.threads} threads, {kernel.shared_bytes} bytes" in text
         )
-        assert kernel.name.startswith(kernel.source.removesuffix(".cu"))
+        assert kernel.name.startswith(kernel.source.removesuffix(".cu").replace("/", "_"))
     assert f"extra memory: {plan.extra_bytes} bytes" in text
     for tile in plan.tiles:
         assert f"{type(tile).__name__} {tile.block_m} x {tile.block_n}" in plan.reason
@@ -831,15 +831,16 @@ def test_description(pass_):
 
 
 def test_a_symbol_spells_its_configuration():
-    for arch, source in (("8.0", "forward_sm80"), ("9.0", "forward_sm90")):
+    for arch, source in (("8.0", "sm80"), ("9.0", "sm90")):
         kernel = choose_plan(problem_of(dim=40, dim_v=72, causal=True), DeviceSpec.for_arch(arch)).kernels[0]
-        assert re.fullmatch(rf"{source}_bfloat16_d40x72_\d+x\d+_right_bound", kernel.name)
+        assert re.fullmatch(rf"{source}_forward_bfloat16_d40x72_\d+x\d+_right_bound", kernel.name)
         assert dict(kernel.defines)["CUFLASH_KERNEL_NAME"] == kernel.name
 
 
 def test_kernels_are_told_all_that_they_ask_for():
     """Every define that the sources read is given, and none that nobody reads."""
-    text = {path.name: path.read_text() for path in compiler.kernel_directory().iterdir() if path.suffix[:3] == ".cu"}
+    folder = compiler.kernel_directory()
+    text = {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.cu*")}
     everything = "".join(text.values())
     own = set(re.findall(r"#define (CUFLASH_[A-Z0-9_]+)", everything)) | {"CUFLASH_EMULATION"}
     pasted = {name for name in re.findall(r"\b(CUFLASH_[A-Z0-9_]+)##", everything)}  # the front half of a macro's name
@@ -873,20 +874,20 @@ def test_only_the_kernels_and_the_memory_of_what_is_needed(dtype, arch, determin
     assert choose_plan(problem, device, "backward", need=["dv", "dq", "dk"]) == every
     for need in (("dk", "dv"), ("dk",), ("dv",)):
         plan = choose_plan(problem, device, "backward", need=need)
-        assert set(sources_of(plan)) <= set(sources_of(every)) | {"pieces", "backward_float32_sm90"}
+        assert set(sources_of(plan)) <= set(sources_of(every)) | {"around/split_fp32", "sm90/backward_fp32"}
         parts = max(plan.run_time.group_splits, plan.run_time.tail_splits)
-        assert ("backward_convert" in sources_of(plan)) == (parts > 1)
-        assert "backward_dq_sm80" not in sources_of(plan)
+        assert ("around/convert" in sources_of(plan)) == (parts > 1)
+        assert "sm80/backward_dq" not in sources_of(plan)
         assert "dq_accumulator" not in dict(plan.scratch)
-        (main,) = [kernel for kernel in plan.kernels if kernel.source.startswith(("backward_sm", "backward_float32"))]
+        (main,) = [kernel for kernel in plan.kernels if kernel.source.endswith(("/backward.cu", "/backward_fp32.cu"))]
         assert {"CUFLASH_NEEDS_DK": int("dk" in need), "CUFLASH_NEEDS_DV": int("dv" in need)}.items() <= dict(
             main.defines
         ).items()
-        only_one = len(need) == 1 and main.source.endswith("_sm90.cu")
+        only_one = len(need) == 1 and main.source.startswith("sm90/")
         assert ("not stored, but computed" in plan.reason) == only_one
     plan = choose_plan(problem, device, "backward", need=("dq",))
     if dtype != "float32" or arch == "8.0" or deterministic:
-        assert sources_of(plan) == ["backward_delta", "backward_dq_sm80"]
+        assert sources_of(plan) == ["around/delta", "sm80/backward_dq"]
         assert [name for name, _ in plan.scratch] == ["row_stats"]
     assert "dkv_partials" not in dict(plan.scratch)
     assert choose_plan(problem, device, "backward", need=()).kernels == ()
@@ -912,16 +913,16 @@ def test_memory_of_dbias_is_that_of_the_bias_and_of_the_device(axes, tiles, summ
     problem = replace(plain, bias=bias)
     plan = choose_plan(problem, device, "backward", need=("dbias",))
     kernel = plan.kernels[1]
-    assert (kernel.source, kernel.grid) == ("backward_scores_sm80.cu", tiles * plan.run_time.score_splits)
+    assert (kernel.source, kernel.grid) == ("sm80/backward_scores.cu", tiles * plan.run_time.score_splits)
     assert f"dbias: {tiles} tiles of pairs" + (f", each a sum over {summed}" if summed else "") in plan.reason
     resident = device.num_sms * plan.tiles[0].min_blocks
     assert plan.run_time.score_splits == 1 or resident / 2 < kernel.grid <= resident
-    assert sources_of(plan)[2:] == (["backward_scores_reduce"] if plan.run_time.score_splits > 1 else [])
+    assert sources_of(plan)[2:] == (["around/scores_reduce"] if plan.run_time.score_splits > 1 else [])
     tile = math.prod(n if on else 1 for n, on in zip((128, 64), axes[2:], strict=True))
     assert dict(plan.scratch).get("score_partials", 0) == (plan.run_time.score_splits > 1) * kernel.grid * tile
     sums = choose_plan(replace(problem, softcap=5.0), device, "backward", need=("dscale", "dsoftcap", "dbias", "dv"))
     assert sums.kernels[1].grid == kernel.grid
-    assert sources_of(sums).count("backward_scores_sm80") == 2
+    assert sources_of(sums).count("sm80/backward_scores") == 2
     assert dict(sums.scratch)["sums_partials"] == 3 * 2 * 4 * 8 * sums.run_time.sums_splits
     assert len({kernel.name for kernel in sums.kernels}) == len(sums.kernels)
     assert "for dv, dbias, dscale, dsoftcap on" in sums.describe()
@@ -998,7 +999,7 @@ def test_sinks(dtype, arch):
     assert choose_plan(problem, device, "backward", need=DEFAULT_NEED).kernels == expected.kernels
     backward = choose_plan(problem, device, "backward", need=("dsinks", "dq", "dk", "dv"))
     sinks_kernel = backward.kernels[1]
-    assert (sinks_kernel.source, sinks_kernel.grid) == ("backward_sinks.cu", plain.num_heads)
+    assert (sinks_kernel.source, sinks_kernel.grid) == ("around/sinks.cu", plain.num_heads)
     assert (backward.kernels[0], *backward.kernels[2:]) == expected.kernels
     assert backward.scratch == expected.scratch
     assert "for dq, dk, dv, dsinks" in backward.describe()

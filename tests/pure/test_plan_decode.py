@@ -28,9 +28,9 @@ def sources(plan):
     return [kernel.source for kernel in plan.kernels]
 
 
-SPLIT = ["decode_sm90.cu", "combine.cu"]
-WHOLE = ["decode_sm90.cu"]
-FORWARD = ["forward_sm90.cu"]
+SPLIT = ["sm90/decode.cu", "around/combine.cu"]
+WHOLE = ["sm90/decode.cu"]
+FORWARD = ["sm90/forward.cu"]
 
 
 # ---- Rows ------------------------------------------------------------------------------------------------------------
@@ -87,8 +87,8 @@ def test_enough_bytes_are_on_their_way():
         ({"heads_kv": 32}, SPLIT),
         ({"heads_kv": 32, "batch": 8}, FORWARD),
         ({"heads": 4, "heads_kv": 4, "seqlen_q": 64}, SPLIT),
-        ({"dtype": "float32"}, ["forward_sm80.cu"]),
-        ({"dim": 60, "dim_v": 60}, ["forward_sm80.cu"]),
+        ({"dtype": "float32"}, ["sm80/forward.cu"]),
+        ({"dim": 60, "dim_v": 60}, ["sm80/forward.cu"]),
         ({"softcap": 3.0}, FORWARD),
         ({"dropout": 0.1}, FORWARD),
     ],
@@ -100,7 +100,7 @@ def test_kernels(changes, expected):
 
 @pytest.mark.parametrize("arch", ["8.0", "10.0", "12.0"])
 def test_only_its_own_architecture_gets_the_kernel(arch):
-    assert sources(choose_plan(decode_problem(), DeviceSpec.for_arch(arch))) == ["forward_sm80.cu"]
+    assert sources(choose_plan(decode_problem(), DeviceSpec.for_arch(arch))) == ["sm80/forward.cu"]
 
 
 def test_the_plan_says_why():
@@ -109,18 +109,18 @@ def test_the_plan_says_why():
     assert "128 blocks take equal shares of the keys, up to 16 of them those of one head: results are comb" in shared
     assert "128 blocks take whole heads\n" in choose_plan(decode_problem(batch=16), H200).describe() + "\n"
     assert "DecodeSm90Tile 64 x 128, 5 warps, 2 stages, 1 resident blocks" in shared
-    assert "not decode_sm90: it knows no softcap\n" in choose_plan(decode_problem(softcap=2.0), H200).reason
-    assert "not decode_sm90: it knows no dropout\n" in choose_plan(decode_problem(dropout=0.5), H200).reason
+    assert "not sm90/decode: it knows no softcap\n" in choose_plan(decode_problem(softcap=2.0), H200).reason
+    assert "not sm90/decode: it knows no dropout\n" in choose_plan(decode_problem(dropout=0.5), H200).reason
     full = choose_plan(decode_problem(heads_kv=32, batch=8), H200).reason
-    assert "not decode_sm90: 256 heads fill the device, and no two share keys\n" in full
-    assert "decode_sm90" not in choose_plan(problem_of(), H200).reason
+    assert "not sm90/decode: 256 heads fill the device, and no two share keys\n" in full
+    assert "sm90/decode" not in choose_plan(problem_of(), H200).reason
 
 
 # ---- Into how many ---------------------------------------------------------------------------------------------------
 
 
 def shares(heads, blocks):
-    """head -> the blocks that have keys of it, as kernels/splits.cuh counts them."""
+    """head -> the blocks that have keys of it, as kernels/common/key_splits.cuh counts them."""
     owners = {head: set() for head in range(heads)}
     for block in range(blocks):
         for head in range(block * heads // blocks, -(-(block + 1) * heads // blocks)):

@@ -128,7 +128,7 @@ def test_the_dtypes_on_devices(row):
             if on_cupy == "forward, backward":
                 sources = [kernel.source for kernel in choose_plan(problem, device, pass_).kernels]
                 own = capability == "9.0" and problem.dtype in ("float16", "bfloat16")
-                assert f"{pass_}_sm90.cu" in sources if own else f"{pass_}_sm80.cu" in sources
+                assert f"{'sm90' if own else 'sm80'}/{pass_}.cu" in sources
             else:
                 assert on_cupy == "not yet: NotImplementedError"
                 with pytest.raises(NotImplementedError, match=name):

@@ -63,7 +63,7 @@ def test_what_the_driver_is_asked(driver):
     assert (shape, strides) == ([72, 300, 3, 2], [160, 43_200, 130_000])
     assert (box, steps) == ([64, 192, 1, 1], [1, 1, 1, 1])
     assert interleave == "CU_TENSOR_MAP_INTERLEAVE_NONE"
-    assert swizzle == "CU_TENSOR_MAP_SWIZZLE_128B"  # that kernels/tiles_sm90.cuh expects
+    assert swizzle == "CU_TENSOR_MAP_SWIZZLE_128B"  # that kernels/sm90/tiles.cuh expects
     assert fill == "CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE"  # zeros
 
 

@@ -94,11 +94,11 @@ def test_rows_of_other_kernels_are_tried():
 
 @pytest.mark.parametrize("pass_", PASSES)
 def test_the_precision_of_products_stays(pass_):
-    """Pieces of float32 are as many as the table's row has, and no other kernel takes its place."""
+    """Parts of float32 are as many as the table's row has, and no other kernel takes its place."""
     for precision in ("highest", "tf32"):
         problem = problem_of(2048, 2048, 64, 64, dtype="float32", precision=precision)
         plans = candidates(problem, H200, pass_)
-        assert {(type(plan.tiles[0]), plan.tiles[0].pieces) for plan in plans} == {
+        assert {(type(plan.tiles[0]), plan.tiles[0].bf16_parts) for plan in plans} == {
             (type(plans[0].tiles[0]), 3 if precision == "highest" else 2)
         }
 
@@ -318,7 +318,7 @@ def test_a_tile_that_cannot_stand_for_the_row_is_not_used(store, tile, words):
         (row,) = choose_plan(problem, H200).tiles
         content["tiles"] = [{"kind": "ForwardSm90Tile", **tuning._values(replace(row, num_stages=40))}]
     else:
-        content["tiles"][0]["pieces"] = 2
+        content["tiles"][0]["bf16_parts"] = 2
     file.write_text(json.dumps(content))
     plan = tuned_plan(problem, H200)
     assert words in plan.reason and "not the tuned" in plan.reason

@@ -1,4 +1,4 @@
-"""The backward pass on compute capability 9.0: 16-bit operands as they are, float32 in pieces of bfloat16."""
+"""The backward pass on compute capability 9.0: 16-bit operands as they are, float32 in parts of bfloat16."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import ClassVar
 from cuflash.planning.draft import CAUSAL_HEAD_SECTION, Draft
 from cuflash.planning.families import BackwardFamily
 from cuflash.planning.sm80 import BackwardTile
+from cuflash.planning.sm90.bf16_split import add_bf16_split, why_not_split
 from cuflash.planning.sm90.forward import why_not_16_bit
-from cuflash.planning.sm90.pieces import add_pieces, why_not_pieces
 from cuflash.planning.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
@@ -21,25 +21,25 @@ from cuflash.planning.tiles import Tile
 from cuflash.problem import ITEMSIZE, Problem
 
 # Heads whose blocks of the backward pass are side by side on compute capability 9.0; on an H200 eight are 1 % slower
-# (head_dim 128, seqlen 4096). Where blocks take turns, each is a step behind the one before it of its head: so many
+# (head_dim 128, seqlen 4096). Where blocks add in order, each is a step behind the one before it of its head: so many
 # heads are then side by side that, as blocks end, those of a head start two steps apart. In us by heads, head_dim 128,
 # seqlen 1024: 4 779, 8 738, 16 723, 32 739; as a multiple of the fast mode, seqlen 4096: 2 1.11, 4 1.04, 8 1.05.
 BACKWARD_HEAD_SECTION = 4
-TURNS_APART = 2
+STEPS_APART = 2
 # Heads of packed sequences are few and long, and nobody but a kernel before clears the accumulators of dq of those that
 # start side by side. On an H200 two in place of 4 to 16 are up to 4 % faster at head_dim 256 and up to 2 % at 64; with
-# turns under a causal mask four in place of 16 up to 1 %, and two 1 to 3 % slower than four at 256.
-PACKED_HEAD_SECTION, PACKED_TURNS_SECTION = 2, 4
+# dq in order under a causal mask four in place of 16 up to 1 %, and two 1 to 3 % slower than four at 256.
+PACKED_HEAD_SECTION, PACKED_IN_ORDER_SECTION = 2, 4
 # Under a causal mask blocks of a head are at different queries, and Q, dO and dQ of the heads under way should stay in
-# L2. On an H200 with turns at seqlen 16384, 128 MiB of them in place of 16 cost 21 % (head_dim 128), or in place of 32
-# 44 % (head_dim 256). With turns, blocks are the further apart the more heads of a group they have gone through: then
+# L2. On an H200, in order at seqlen 16384, 128 MiB of them in place of 16 cost 21 % (head_dim 128), or in place of 32
+# 44 % (head_dim 256). In order, blocks are the further apart the more heads of a group they have gone through: then
 # all heads of a group count, and beyond two of them that fit blocks share a group, which is 5 to 7 % faster (4 heads of
 # head_dim 128, seqlen 8192, or 256, 4096).
 BACKWARD_L2_BYTES = 1 << 24
-MIN_HEADS_IN_TURN = 2
-# Where blocks take turns under a causal mask, the longest run alone at the end unless one of so many heads starts with
-# them. On an H200 one of 8 is 2 to 6 % faster than none at head_dim 256, and 1 to 5 % slower below. But groups of query
-# heads make blocks longer: by arithmetic 20 % of the device waits for the last ones of 4 waves, 13 % of 8.
+MIN_HEADS_IN_ORDER = 2
+# Where blocks add in order under a causal mask, the longest run alone at the end unless one of so many heads starts
+# with them. On an H200 one of 8 is 2 to 6 % faster than none at head_dim 256, and 1 to 5 % slower below. But groups of
+# query heads make blocks longer: by arithmetic 20 % of the device waits for the last ones of 4 waves, 13 % of 8.
 SPLIT_ROLES_BACK_SHARE, GROUPED_BACK_SHARE = 8, 4
 BACK_SECTION = 16  # of these heads, which are side by side
 # Waves of blocks from which on these clear accumulators of dq. On an H200 the pass takes 2 to 5 % less so at seqlen
@@ -49,7 +49,7 @@ CLEAR_WAVES = 2
 
 
 class Backward(BackwardFamily[BackwardSm90Tile]):
-    kernel = "backward_sm90"
+    kernel = "sm90/backward"
     tile = BackwardSm90Tile
     makes_both = shares_tail = True
     defines: ClassVar = {"CUFLASH_PAIRS_STATS": 1}
@@ -62,49 +62,49 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
         if draft.device.arch != 90 or ITEMSIZE[problem.dtype] != 2:
             return ""
         if problem.deterministic and "dq" in draft.need and problem.block_mask is not None:
-            return "its blocks take turns at dq, which count tiles that block_mask hides"
+            return "the order of dq counts tiles that block_mask hides"
         mapped = ("q", "k", "v", "dout", *(name for name in ("dk", "dv") if name in draft.need))
         return why_not_16_bit(draft, mapped, BACKWARD_SM90_TILES)
 
     def configured(self, main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
-        in_turn = draft.problem.deterministic and "dq" in draft.need
-        if in_turn and draft.problem.block_mask is not None:
+        in_order = draft.problem.deterministic and "dq" in draft.need
+        if in_order and draft.problem.block_mask is not None:
             raise NotImplementedError(
                 "tiles: got a BackwardSm90Tile with deterministic=True and block_mask, expected a BackwardTile and a "
                 "DqTile"
             )
-        return replace(main, takes_turns=in_turn)
+        return replace(main, dq_in_order=in_order)
 
-    def takes_turns(self, main: BackwardSm90Tile) -> bool:
-        return main.takes_turns
+    def dq_in_order(self, main: BackwardSm90Tile) -> bool:
+        return main.dq_in_order
 
     def accumulator_layout(self, main: BackwardSm90Tile) -> BackwardTile:
         return _fragments_of_a_warpgroup(main)
 
     def heads_of_block(self, draft: Draft, main: BackwardSm90Tile) -> int:
-        if not main.takes_turns or draft.problem.window_right is None:
+        if not main.dq_in_order or draft.problem.window_right is None:
             return draft.problem.group_size
-        return max(BACKWARD_L2_BYTES // max(_head_bytes(draft, main), 1), MIN_HEADS_IN_TURN)
+        return max(BACKWARD_L2_BYTES // max(_head_bytes(draft, main), 1), MIN_HEADS_IN_ORDER)
 
     def head_section(self, draft: Draft, main: BackwardSm90Tile) -> int:
         problem = draft.problem
-        if main.takes_turns and problem.window_right is None:
+        if main.dq_in_order and problem.window_right is None:
             resident, steps = (
                 draft.device.num_sms * main.min_blocks,
                 steps_of_tile(draft, main) // draft.run_time.group_splits,
             )
-            return max(BACKWARD_HEAD_SECTION, TURNS_APART * resident // max(steps, 1))
+            return max(BACKWARD_HEAD_SECTION, STEPS_APART * resident // max(steps, 1))
         most = BACKWARD_HEAD_SECTION if problem.window_right is None else CAUSAL_HEAD_SECTION
         if problem.is_packed:
-            most = PACKED_TURNS_SECTION if main.takes_turns else PACKED_HEAD_SECTION
+            most = PACKED_IN_ORDER_SECTION if main.dq_in_order else PACKED_HEAD_SECTION
         if problem.window_right is None:
             return most
-        heads = problem.group_size // draft.run_time.group_splits if main.takes_turns else 1
+        heads = problem.group_size // draft.run_time.group_splits if main.dq_in_order else 1
         section = min(BACKWARD_L2_BYTES // max(heads * _head_bytes(draft, main), 1), most)
-        return max(section, 1 if main.takes_turns else 2)
+        return max(section, 1 if main.dq_in_order else 2)
 
     def back_share(self, problem: Problem, main: BackwardSm90Tile) -> int:
-        if not main.takes_turns or problem.window_right is None or problem.window_left is not None:
+        if not main.dq_in_order or problem.window_right is None or problem.window_left is not None:
             return 0
         if problem.group_size > 1:
             return GROUPED_BACK_SHARE
@@ -125,7 +125,7 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
 
 
 class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
-    kernel = "backward_float32_sm90"
+    kernel = "sm90/backward_fp32"
     tile = BackwardFloat32Sm90Tile
     makes_both = shares_tail = True
     defines: ClassVar = {"CUFLASH_PLAIN_FRAGMENTS": 1}
@@ -134,7 +134,7 @@ class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
         return {"highest": BACKWARD_FLOAT32_SM90_TILES, "tf32": BACKWARD_TF32_SM90_TILES}[problem.precision]
 
     def why_not(self, draft: Draft) -> str | None:
-        obstacle = why_not_pieces(draft, self.table(draft.problem))
+        obstacle = why_not_split(draft, self.table(draft.problem))
         if obstacle is None and draft.problem.deterministic and "dq" in draft.need:
             return "it adds to dq in no fixed order"
         return obstacle
@@ -143,8 +143,8 @@ class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
         return _fragments_of_a_warpgroup(main)
 
     def prepare(self, draft: Draft, main: BackwardFloat32Sm90Tile) -> None:
-        add_pieces(draft, main, ("q", "k", "v", "dout"))
-        draft.map_tensors({f"{name}_pieces": 64 for name in ("q", "k", "v", "dout")})
+        add_bf16_split(draft, main, ("q", "k", "v", "dout"))
+        draft.map_tensors({f"{name}_split": 64 for name in ("q", "k", "v", "dout")})
 
 
 def _fragments_of_a_warpgroup(main: BackwardSm90Tile | BackwardFloat32Sm90Tile) -> BackwardTile:

@@ -20,7 +20,7 @@ MAX_SHARE_STEPS = 2**31 - 1  # by which blocks count the keys of all heads: as m
 
 
 class Decode(ForwardFamily[DecodeSm90Tile]):
-    kernel = "decode_sm90"
+    kernel = "sm90/decode"
     tile = DecodeSm90Tile
 
     def table(self, problem: Problem) -> tuple[DecodeSm90Tile, ...]:
@@ -115,4 +115,4 @@ def _add_combine(draft: Draft, tile: DecodeSm90Tile, splits: int) -> None:
     blocks = -(-draft.heads * draft.problem.seqlen_q // rows)
     shared_bytes = rows * at_once * lanes * 16 if at_once > 1 else 0
     defines = {"CUFLASH_BLOCK_ROWS": rows, "CUFLASH_SPLITS_AT_ONCE": at_once, "CUFLASH_NUM_WARPS": COMBINE_WARPS}
-    draft.add("combine.cu", tile, blocks, shared_bytes, **defines)
+    draft.add("around/combine.cu", tile, blocks, shared_bytes, **defines)

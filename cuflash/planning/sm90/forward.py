@@ -1,4 +1,4 @@
-"""The forward pass on compute capability 9.0: 16-bit operands as they are, float32 in pieces of bfloat16."""
+"""The forward pass on compute capability 9.0: 16-bit operands as they are, float32 in parts of bfloat16."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 from cuflash.planning.draft import CAUSAL_HEAD_SECTION, Draft, check_blocks
 from cuflash.planning.families import ForwardFamily
-from cuflash.planning.sm90.pieces import add_pieces, why_not_pieces
+from cuflash.planning.sm90.bf16_split import add_bf16_split, why_not_split
 from cuflash.planning.sm90.tiles import (
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
@@ -21,7 +21,7 @@ MAPPED = ("q", "k", "v", "out")  # arrays that are left to TMA
 
 
 class Forward(ForwardFamily[ForwardSm90Tile]):
-    kernel = "forward_sm90"
+    kernel = "sm90/forward"
     tile = ForwardSm90Tile
 
     def table(self, problem: Problem) -> tuple[ForwardSm90Tile, ...]:
@@ -38,19 +38,19 @@ class Forward(ForwardFamily[ForwardSm90Tile]):
 
 
 class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
-    kernel = "forward_float32_sm90"
+    kernel = "sm90/forward_fp32"
     tile = ForwardFloat32Sm90Tile
 
     def table(self, problem: Problem) -> tuple[ForwardFloat32Sm90Tile, ...]:
         return {"highest": FORWARD_FLOAT32_SM90_TILES, "tf32": FORWARD_TF32_SM90_TILES}[problem.precision]
 
     def why_not(self, draft: Draft) -> str | None:
-        return why_not_pieces(draft, self.table(draft.problem))
+        return why_not_split(draft, self.table(draft.problem))
 
     def draft(self, draft: Draft, tile: ForwardFloat32Sm90Tile) -> None:
         draft.add_lists(tile, "key_lists")
-        add_pieces(draft, tile, ("q", "k", "v"))
-        draft.map_tensors({"q_pieces": tile.block_m, "k_pieces": tile.block_n, "v_pieces": tile.block_n})
+        add_bf16_split(draft, tile, ("q", "k", "v"))
+        draft.map_tensors({"q_split": tile.block_m, "k_split": tile.block_n, "v_split": tile.block_n})
         _add_persistent(draft, tile, self.source)
 
 

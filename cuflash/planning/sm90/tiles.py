@@ -32,7 +32,7 @@ class ForwardSm90Tile(Tile):
     block_m: int
     block_n: int
     num_stages: int
-    ping_pong: bool  # consumers take turns at issuing products
+    ping_pong: bool  # consumers issue products one after another
     keep_before: bool  # the softmax is kept in front of the wait for the product before it
     q_stages: int  # tiles of queries in shared memory
     serves: Literal["any", "no terms", "long full", "whole blocks"] = "any"
@@ -87,7 +87,7 @@ class ForwardSm90Tile(Tile):
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardFloat32Sm90Tile(Tile):
-    """One way to cut the forward pass of float32 for compute capability 9.0, of operands in pieces of bfloat16.
+    """One way to cut the forward pass of float32 for compute capability 9.0, of operands in parts of bfloat16.
 
     A warpgroup owns 64 of the block_m queries.
     """
@@ -96,11 +96,11 @@ class ForwardFloat32Sm90Tile(Tile):
     block_m: int
     block_n: int
     num_stages: int
-    ping_pong: bool  # consumers take turns at issuing products
-    pieces: int = 3  # of a float32; two are for TF32's precision
+    ping_pong: bool  # consumers issue products one after another
+    bf16_parts: int = 3  # that a float32 is split into; two are for TF32's precision
     origin: str = field(compare=False)
 
-    defined = ("ping_pong", "pieces")
+    defined = ("ping_pong", "bf16_parts")
     variations: ClassVar = {
         "block_m": (128, 192),
         "block_n": WGMMA_COLUMNS,
@@ -116,7 +116,7 @@ class ForwardFloat32Sm90Tile(Tile):
     def rules(self) -> tuple[tuple[bool, str], ...]:
         return (
             (self.block_m in (128, 192), "64 queries for each of two or three consumers"),
-            (self.pieces in (2, 3), "two or three pieces"),
+            (self.bf16_parts in (2, 3), "two or three parts"),
             (self.block_n % 16 == 0 and self.block_n <= 256, "a block_n that one product serves"),
         )
 
@@ -131,7 +131,7 @@ class ForwardFloat32Sm90Tile(Tile):
             chunked_bytes(self.block_n, dim),
             chunked_bytes(self.block_n, dim_v),
         )
-        return self.pieces * (q + self.num_stages * (k + v)) + 8 * (2 + 4 * self.pieces * self.num_stages)
+        return self.bf16_parts * (q + self.num_stages * (k + v)) + 8 * (2 + 4 * self.bf16_parts * self.num_stages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,14 +172,11 @@ class BackwardSm90Tile(Tile):
     block_m: int
     block_n: int
     num_stages: int
-    dp_early: bool  # dP is issued at the start of a step, not behind the products of the step before
-    splits_roles: bool  # one warpgroup makes P and dv, another dS and dk, of the same keys
-    holds_k: bool  # consumers keep K in registers
-    dk_from_shared: bool  # dK reads dS from shared memory, not from registers
-    takes_turns: bool = False  # blocks add to dq one after another, in a fixed order
+    schedule: Literal["kHoldK", "kSharedDs", "kSplitRoles"]  # Schedule of kernels/sm90/backward_layout.cuh
+    dq_in_order: bool = False  # blocks add to dq one after another, in a fixed order
     origin: str = field(compare=False)
 
-    defined = ("dp_early", "splits_roles", "holds_k", "dk_from_shared")
+    defined = ("schedule",)
     variations: ClassVar = {"num_stages": (2, 3)}
 
     element_bytes = 2
@@ -195,16 +192,21 @@ class BackwardSm90Tile(Tile):
         )
 
     @property
+    def splits_roles(self) -> bool:
+        """Whether one consumer makes P and dv, the other dS and dk, of the same keys."""
+        return self.schedule == "kSplitRoles"
+
+    @property
     def num_warps(self) -> int:
-        """Those of two consumers, of dq, and of who serves turns."""
-        return 16 if self.takes_turns else 12
+        """Those of two consumers, of dq, and of the warpgroup that keeps the order of dq."""
+        return 16 if self.dq_in_order else 12
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         keys = chunked_bytes(self.block_n, dim) + chunked_bytes(self.block_n, dim_v)
         queries = chunked_bytes(self.block_m, dim) + chunked_bytes(self.block_m, dim_v) + self.block_m * 8
         ds = 2 * chunked_bytes(self.block_n, self.block_m)
         p = self.block_n * self.block_m * 4 if self.splits_roles else 0
-        barriers = 8 * (2 + 4 * self.num_stages + 4 + 2 * self.splits_roles + 6 * self.takes_turns)
+        barriers = 8 * (2 + 4 * self.num_stages + 4 + 2 * self.splits_roles + 6 * self.dq_in_order)
         return keys + self.num_stages * queries + ds + p + barriers
 
 
@@ -216,14 +218,14 @@ class BackwardFloat32Sm90Tile(Tile):
     block_m: int = 64
     block_n: int = 64
     num_stages: int
-    num_rooms: int  # in which weights and their gradients are handed from warpgroup to warpgroup
+    num_buffers: int  # in which weights and their gradients are handed from warpgroup to warpgroup
     dq_columns: int  # of dq in one product
     dq_late: bool  # dq of a tile waits for the first columns of its dk, which the next queries wait for
-    pieces: int = 3  # of a float32; two are for TF32's precision
+    bf16_parts: int = 3  # that a float32 is split into; two are for TF32's precision
     origin: str = field(compare=False)
 
-    defined = ("num_rooms", "dq_columns", "dq_late", "pieces")
-    variations: ClassVar = {"num_stages": (1, 2, 3), "num_rooms": (1, 2)}
+    defined = ("num_buffers", "dq_columns", "dq_late", "bf16_parts")
+    variations: ClassVar = {"num_stages": (1, 2, 3), "num_buffers": (1, 2)}
 
     element_bytes = 4
     num_warps = 16  # those of dv, of dk, of dq and of the producers
@@ -235,15 +237,15 @@ class BackwardFloat32Sm90Tile(Tile):
         return (
             (self.block_m == 64 and self.block_n == 64, "64 keys and 64 queries for one product"),
             (self.dq_columns in (64, 128), "whole chunks of dq"),
-            (self.pieces in (2, 3), "two or three pieces"),
-            (not self.dq_late or self.num_rooms <= self.num_stages, "late dq no further behind than dk"),
+            (self.bf16_parts in (2, 3), "two or three parts"),
+            (not self.dq_late or self.num_buffers <= self.num_stages, "late dq no further behind than dk"),
         )
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
-        tile = self.pieces * (chunked_bytes(64, dim) + chunked_bytes(64, dim_v))
-        rooms = self.num_rooms * self.pieces * chunked_bytes(64, CHUNK)
-        barriers = 8 * (2 + 2 * self.num_stages * (dim + dim_v) // CHUNK + 3 * self.num_rooms)
-        return (self.num_stages + 1) * tile + rooms + self.num_stages * self.block_m * 8 + barriers
+        tile = self.bf16_parts * (chunked_bytes(64, dim) + chunked_bytes(64, dim_v))
+        buffers = self.num_buffers * self.bf16_parts * chunked_bytes(64, CHUNK)
+        barriers = 8 * (2 + 2 * self.num_stages * (dim + dim_v) // CHUNK + 3 * self.num_buffers)
+        return (self.num_stages + 1) * tile + buffers + self.num_stages * self.block_m * 8 + barriers
 
 
 _forward_sm90 = maker(
@@ -254,108 +256,74 @@ _forward_float32_sm90 = maker(ForwardFloat32Sm90Tile, "max_dim block_m block_n n
 _decode = maker(DecodeSm90Tile, "max_dim block_n num_stages min_blocks origin")
 _backward_sm90 = maker(
     BackwardSm90Tile,
-    "max_dim block_m block_n num_stages dp_early splits_roles holds_k dk_from_shared origin",
+    "max_dim block_m block_n num_stages schedule origin",
 )
-_backward_float32_sm90 = maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_rooms dq_columns dq_late origin")
+_backward_float32_sm90 = maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_buffers dq_columns dq_late origin")
 
+# fmt: off
 FORWARD_SM90_TILES = (
-    #            max_dim  m    n   stages turns  keep  Q  serves
-    _forward_sm90(
-        64,
-        128,
-        128,
-        2,
-        True,
-        True,
-        2,
-        "whole blocks",
-        "on an H200 497 TFLOP/s with all blocks of 128 x 128 kept, FlexAttention 270 (seqlen 16384)",
-    ),
-    _forward_sm90(64, 256, 64, 3, False, False, 2, "no terms", h200("584 / 563, 541 / 412", "289 / 280, 287 / 216")),
-    _forward_sm90(64, 192, 64, 3, False, False, 2, "any", ARITHMETIC),
-    _forward_sm90(
-        128,
-        192,
-        80,
-        2,
-        True,
-        True,
-        2,
-        "long full",
-        "on an H200 788 and 753 TFLOP/s, 128 x 128 beside it 778 and 724 (seqlen 4096 and 16384 full)",
-    ),
-    _forward_sm90(
-        128,
-        128,
-        128,
-        2,
-        True,
-        True,
-        2,
-        "no terms",
-        "on an H200 694 TFLOP/s causal at seqlen 4096, 674 / 495 full / causal at 1024, FlashAttention-2 "
-        "beside it 297, 332 / 247",
-    ),
-    _forward_sm90(128, 128, 64, 3, True, True, 2, "any", ARITHMETIC),
-    _forward_sm90(
-        192,
-        128,
-        96,
-        2,
-        True,
-        True,
-        1,
-        "any",
-        "on an H200 817 / 728, 689 / 502 TFLOP/s, 128 x 112 with the output in the room of Q beside it "
-        "786 / 703, 620 / 461 (seqlen 4096 full / causal, 1024 full / causal; 10 heads)",
-    ),
-    _forward_sm90(256, 128, 64, 2, True, True, 1, "any", h200("798 / 745, 718 / 544", "296 / 271, 307 / 249")),
+    #            max_dim  m    n   stages pingp  keep  Q  serves
+    _forward_sm90(64,     128, 128, 2,    True,  True,  2, "whole blocks",
+                  "on an H200 497 TFLOP/s with all blocks of 128 x 128 kept, FlexAttention 270 (seqlen 16384)"),
+    _forward_sm90(64,     256, 64,  3,    False, False, 2, "no terms",
+                  h200("584 / 563, 541 / 412", "289 / 280, 287 / 216")),
+    _forward_sm90(64,     192, 64,  3,    False, False, 2, "any", ARITHMETIC),
+    _forward_sm90(128,    192, 80,  2,    True,  True,  2, "long full",
+                  "on an H200 788 and 753 TFLOP/s, 128 x 128 beside it 778 and 724 (seqlen 4096 and 16384 full)"),
+    _forward_sm90(128,    128, 128, 2,    True,  True,  2, "no terms",
+                  "on an H200 694 TFLOP/s causal at seqlen 4096, 674 / 495 full / causal at 1024, FlashAttention-2 "
+                  "beside it 297, 332 / 247"),
+    _forward_sm90(128,    128, 64,  3,    True,  True,  2, "any", ARITHMETIC),
+    _forward_sm90(192,    128, 96,  2,    True,  True,  1, "any",
+                  "on an H200 817 / 728, 689 / 502 TFLOP/s, 128 x 112 with the output in the buffer of Q beside it "
+                  "786 / 703, 620 / 461 (seqlen 4096 full / causal, 1024 full / causal; 10 heads)"),
+    _forward_sm90(256,    128, 64,  2,    True,  True,  1, "any",
+                  h200("798 / 745, 718 / 544", "296 / 271, 307 / 249")),
 )
 
 FORWARD_FLOAT32_SM90_TILES = (
-    #                    max_dim m   n   stages turns
-    _forward_float32_sm90(64, 128, 128, 1, False, float32("121 / 110", "33.2 / 30.2")),
-    _forward_float32_sm90(128, 128, 64, 1, True, float32("123 / 112", "44.0 / 42.1")),
+    #                    max_dim m   n   stages ping_pong
+    _forward_float32_sm90(64,  128, 128, 1,    False, float32("121 / 110", "33.2 / 30.2")),
+    _forward_float32_sm90(128, 128, 64, 1,     True,  float32("123 / 112", "44.0 / 42.1")),
 )
 
 # The same for precision="tf32".
 FORWARD_TF32_SM90_TILES = (
-    _forward_float32_sm90(64, 128, 192, 1, False, float32("209 / 183", "33.2 / 30.2"), pieces=2),
-    _forward_float32_sm90(128, 128, 112, 1, True, float32("221 / 193", "44.0 / 42.1"), pieces=2),
+    _forward_float32_sm90(64,  128, 192, 1,    False, float32("209 / 183", "33.2 / 30.2"), bf16_parts=2),
+    _forward_float32_sm90(128, 128, 112, 1,    True,  float32("221 / 193", "44.0 / 42.1"), bf16_parts=2),
 )
 
 # Memory of an H200 brings a multiprocessor 36 bytes in a nanosecond, after a microsecond: 64 KiB and more must be on
 # their way, beside the tiles in use.
 DECODE_SM90_TILES = (
     #       max_dim n   stages blocks
-    _decode(64, 128, 2, 2, reads(3.95, "32 x 32/8", 3.75, "2 x 32/8")),
-    _decode(
-        128,
-        128,
-        2,
-        1,
-        "on an H200 4.33 TB/s (batch x heads 16 x 32/8, 8192 keys, one query), 4.05, 4.11 and 4.03 (1 x 32/8, "
-        "131072 keys, 1, 4 and 16 queries); a copy 4.24",
-    ),
-    _decode(192, 64, 4, 1, ARITHMETIC),
-    _decode(256, 64, 2, 1, reads(3.87, "8 x 32/8", 3.75, "1 x 16/4")),
+    _decode(64,  128, 2, 2, reads(3.95, "32 x 32/8", 3.75, "2 x 32/8")),
+    _decode(128, 128, 2, 1,
+            "on an H200 4.33 TB/s (batch x heads 16 x 32/8, 8192 keys, one query), 4.05, 4.11 and 4.03 (1 x 32/8, "
+            "131072 keys, 1, 4 and 16 queries); a copy 4.24"),
+    _decode(192, 64,  4, 1, ARITHMETIC),
+    _decode(256, 64,  2, 1, reads(3.87, "8 x 32/8", 3.75, "1 x 16/4")),
 )
 
 BACKWARD_SM90_TILES = (
-    #             max_dim m   n   stages early  split  hold K dk from shared
-    _backward_sm90(64, 64, 128, 3, True, False, True, False, h200("579 / 526, 478 / 348", "258 / 235, 243 / 186")),
-    _backward_sm90(128, 64, 128, 3, False, False, False, True, h200("608 / 579, 512 / 371", "266 / 259, 255 / 208")),
-    _backward_sm90(256, 64, 64, 2, True, True, False, False, h200("466 / 450, 394 / 301", "239 / 224, 227 / 181")),
+    #             max_dim m   n   stages schedule
+    _backward_sm90(64,  64, 128, 3,     "kHoldK",
+                   h200("579 / 526, 478 / 348", "258 / 235, 243 / 186")),
+    _backward_sm90(128, 64, 128, 3,     "kSharedDs",
+                   h200("608 / 579, 512 / 371", "266 / 259, 255 / 208")),
+    _backward_sm90(256, 64, 64,  2,     "kSplitRoles",
+                   h200("466 / 450, 394 / 301", "239 / 224, 227 / 181")),
 )
 
-# Tiles of 64 keys and 64 queries; the products of pieces count as one.
+# Tiles of 64 keys and 64 queries; the products of parts count as one.
 BACKWARD_FLOAT32_SM90_TILES = (
-    #                     max_dim stages rooms columns of dq, late
-    _backward_float32_sm90(64, 2, 2, 64, False, float32("114 / 111", "34.1 / 31.1")),
-    _backward_float32_sm90(128, 1, 1, 64, True, float32("121 / 114", "35.7 / 34.2")),
+    #                     max_dim stages buffers columns of dq, late
+    _backward_float32_sm90(64,  2, 2, 64, False, float32("114 / 111", "34.1 / 31.1")),
+    _backward_float32_sm90(128, 1, 1, 64, True,  float32("121 / 114", "35.7 / 34.2")),
 )
 
 BACKWARD_TF32_SM90_TILES = (
-    _backward_float32_sm90(64, 3, 2, 64, False, float32("175 / 162", "34.1 / 31.1"), pieces=2),
-    _backward_float32_sm90(128, 2, 2, 64, True, float32("199 / 184", "35.7 / 34.2"), pieces=2),
+    _backward_float32_sm90(64,  3, 2, 64, False, float32("175 / 162", "34.1 / 31.1"), bf16_parts=2),
+    _backward_float32_sm90(128, 2, 2, 64, True,  float32("199 / 184", "35.7 / 34.2"), bf16_parts=2),
 )
+# fmt: on

@@ -232,7 +232,7 @@ void barrier_wait(u32 address, u32 parity, Site site) {
 CopyTarget begin_copy_on_barrier(u32 address, Thread& thread, Site site) {
   Barrier& barrier = barrier_at(address, thread, site);
   if (!barrier.visible_to_copies)
-    fail(thread, site, "missing fence_barrier_init: the barrier at offset %u is not visible to the copy engine",
+    fail(thread, site, "missing fence_barrier_init: the barrier at offset %u is not visible to TMA",
          barrier.offset);
   ++barrier.copies;
   return {(u32)(&barrier - barriers.data()), barrier.agent, barrier.phase + 1};

@@ -1,4 +1,4 @@
-// Barriers in shared memory, as the copy engine sees them, and named barriers.
+// Barriers in shared memory, as TMA sees them, and named barriers.
 #pragma once
 #include "order.h"
 

@@ -1,4 +1,4 @@
-// What a kernel compiled for the CPU sees of the emulator, for the functions of ptx_sm90.cuh and ptx_wgmma.cuh.
+// What a kernel compiled for the CPU sees of the emulator, for the functions of ptx/tma.cuh and ptx/wgmma.cuh.
 #pragma once
 #include "interface.h"
 
@@ -15,7 +15,6 @@ void fence_async_proxy(Site site);
 void load_tensor(u32 destination, const void* map, u32 barrier, const int (&coordinates)[4], Site site);
 void store_tensor(const void* map, u32 source, const int (&coordinates)[4], Site site);
 void load_bulk(u32 destination, const void* source, u32 bytes, u32 barrier, Site site);
-void reduce_add_bulk(float* destination, u32 source, u32 bytes, Site site);
 void bulk_commit(Site site);
 void bulk_wait(u32 pending, Site site);
 void bulk_wait_read(u32 pending, Site site);
@@ -24,14 +23,13 @@ bool elect_lane(Site site);
 u32 uniform(u32 value, Site site);
 void keep_before(float value, u32 scratch, Site site);
 void store_matrix(u32 address, const u32* fragment, Site site);
-void store_matrix_transposed(u32 address, const u32* fragment, Site site);
 void decrease_registers(u32 registers, Site site);
 void increase_registers(u32 registers, Site site);
 
 // One product of a warpgroup: the operand `a` is in registers if `a_registers` is given.
 struct Product {
   Element type;
-  u32 pieces;  // of 8 columns
+  u32 n_tiles;  // of 8 columns
   float* d;
   const u32* a_registers;
   u64 a;
@@ -40,9 +38,9 @@ struct Product {
   bool b_transposed;
   bool accumulate;
 };
-void multiply_async(const Product& product, Site site);
-void fence_products(Site site);
-void commit_products(Site site);
-void wait_products(u32 pending, Site site);
+void wgmma(const Product& product, Site site);
+void wgmma_fence(Site site);
+void wgmma_commit(Site site);
+void wgmma_wait(u32 pending, Site site);
 
 }  // namespace emulator

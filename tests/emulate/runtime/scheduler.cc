@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "barriers.h"
-#include "copy_engine.h"
+#include "tma.h"
 #include "order.h"
 #include "shared_memory.h"
 #include "turns.h"
@@ -134,7 +134,7 @@ bool run_block(u32 index) {
   block.barrier_arrived = 0;
   reset_order();
   reset_barriers();
-  reset_copy_engine();
+  reset_tma();
   reset_warpgroups();
   reset_turns();
   const u32 count = (u32)block.threads.size();

@@ -30,7 +30,7 @@ struct Copy {
 // The last epoch known of every thread, and the last step of every agent: see order.h.
 using Clock = std::vector<u32>;
 
-// Part of a thread's state that copy_engine.cc alone knows.
+// Part of a thread's state that tma.cc alone knows.
 struct BulkStores;
 
 struct Thread {

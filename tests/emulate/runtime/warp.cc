@@ -46,7 +46,7 @@ namespace {
 
 void check_landed(float value) {
   if (is_in_flight(value))
-    fail(*block.current, block.current->site, "uses an accumulator of a product in flight: a wait_products is missing");
+    fail(*block.current, block.current->site, "uses an accumulator of a product in flight: a wgmma_wait is missing");
 }
 
 template <class T>
@@ -142,7 +142,6 @@ struct MatrixStore {
   const u32* fragment;
 };
 
-template <bool transposed>
 void perform_matrix_store(Warp& warp) {
   const u32 first_thread = (u32)(&warp - block.warps.data()) * kWarpLanes;
   for (u32 matrix = 0; matrix < 4; ++matrix) {
@@ -150,8 +149,8 @@ void perform_matrix_store(Warp& warp) {
     for (u32 lane = 0; lane < kWarpLanes; ++lane) {
       const u32 row = lane / 4, column = lane % 4 * 2;
       const u32 pair = argument_of<MatrixStore>(warp, lane).fragment[matrix];
-      (transposed ? elements[column][row] : elements[row][column]) = (u16)pair;
-      (transposed ? elements[column + 1][row] : elements[row][column + 1]) = (u16)(pair >> 16);
+      elements[row][column] = (u16)pair;
+      elements[row][column + 1] = (u16)(pair >> 16);
     }
     for (u32 row = 0; row < 8; ++row) {
       const u32 lane = 8 * matrix + row;
@@ -312,12 +311,7 @@ void multiply_matrix(Element type, float* d, const u32* a, u32 b0, u32 b1, Site 
 
 void store_matrix(u32 address, const u32* fragment, Site site) {
   MatrixStore store = {address, fragment};
-  collect("store_matrix_x4", site, &store, perform_matrix_store<false>);
-}
-
-void store_matrix_transposed(u32 address, const u32* fragment, Site site) {
-  MatrixStore store = {address, fragment};
-  collect("store_matrix_x4_transposed", site, &store, perform_matrix_store<true>);
+  collect("store_matrix_x4", site, &store, perform_matrix_store);
 }
 
 bool elect_lane(Site site) {

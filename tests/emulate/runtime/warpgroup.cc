@@ -25,7 +25,7 @@ constexpr u32 kChunkBytes = 16;
 
 // The registers of one accumulator, in all threads, that products in flight add to.
 struct Accumulator {
-  u32 pieces;
+  u32 n_tiles;
   u32 products;  // that were issued by some thread and have not reached the registers
   Site site;     // of the newest
   float* registers[kThreads];  // null until the thread has issued its first
@@ -41,7 +41,7 @@ struct Issued {
   u32 a[kThreads][4];
 };
 
-// Registers that a product of this thread used, and which fence_products was the last before it was over.
+// Registers that a product of this thread used, and which wgmma_fence was the last before it was over.
 struct UsedRegisters {
   const void* registers;
   u32 content[4];  // of an operand
@@ -50,7 +50,7 @@ struct UsedRegisters {
 
 struct ThreadState {
   u32 issued;                 // products
-  std::vector<u32> groups;    // how many products had been issued at each commit_products
+  std::vector<u32> groups;    // how many products had been issued at each wgmma_commit
   u32 fences;
   std::vector<UsedRegisters> used;
 };
@@ -144,19 +144,10 @@ void read_chunk(Warpgroup& group, u32 address, u32 step, Site site, void* chunk)
   memcpy(chunk, shared_bytes(offset), kChunkBytes);
 }
 
-u32 element_bytes(Element type) { return type == Element::kTensorFloat32 ? 4 : 2; }
+constexpr u32 kElementBytes = 2;
 
 // Elements of `type`, 16 bytes of them, as float32.
 u32 convert_chunk(Element type, const u8* chunk, float* values) {
-  if (type == Element::kTensorFloat32) {
-    constexpr u32 kIgnoredBits = 0x1fff;
-    for (u32 i = 0; i < 4; ++i) {
-      u32 bits;
-      memcpy(&bits, chunk + 4 * i, 4);
-      values[i] = float_of(bits & ~kIgnoredBits);
-    }
-    return 4;
-  }
   u16 bits[8];
   memcpy(bits, chunk, sizeof bits);
   for (u32 i = 0; i < 8; ++i)
@@ -202,17 +193,13 @@ void read_operand(Warpgroup& group, Element type, u64 bits, bool transposed, u32
 
 // ---- Products -----------------------------------------------------------------------------------------------------------
 
-// Where the elements of a thread lie: those of the accumulator, and those of an operand of two (or one) elements.
+// Where the elements of a thread lie: those of the accumulator, and those of an operand of two elements.
 u32 row_of(u32 thread, u32 i) { return thread / 32 * 16 + thread % 32 / 4 + 8 * i; }
 
 void read_a_registers(const Issued& issued, u32 depth, float* a) {
   for (u32 thread = 0; thread < kThreads; ++thread)
     for (u32 i = 0; i < 4; ++i) {
       const u32 row = row_of(thread, i % 2), bits = issued.a[thread][i];
-      if (issued.product.type == Element::kTensorFloat32) {
-        a[row * depth + thread % 4 + i / 2 * 4] = float_of(bits & ~0x1fffu);
-        continue;
-      }
       const u32 k = thread % 4 * 2 + i / 2 * 8;
       for (u32 half = 0; half < 2; ++half) {
         const u16 element = (u16)(bits >> 16 * half);
@@ -237,7 +224,7 @@ EMULATOR_HOT void multiply(const float* __restrict a, const float* __restrict b,
 // `step` is the number of products that have landed once this one has.
 void form(Warpgroup& group, const Issued& issued, u32 step) {
   const Product& product = issued.product;
-  const u32 depth = kOperandBytes / element_bytes(product.type), columns = 8 * product.pieces;
+  const u32 depth = kOperandBytes / kElementBytes, columns = 8 * product.n_tiles;
   static float a[kRows * 16], b[16 * kMaxColumns];
   if (product.a_registers)
     read_a_registers(issued, depth, a);
@@ -253,11 +240,11 @@ void form(Warpgroup& group, const Issued& issued, u32 step) {
 // Calls visit(register, sum) for the elements of one thread.
 template <class Visit>
 void for_each_register(Accumulator& accumulator, u32 thread, Visit visit) {
-  const u32 columns = 8 * accumulator.pieces;
-  for (u32 piece = 0; piece < accumulator.pieces; ++piece)
+  const u32 columns = 8 * accumulator.n_tiles;
+  for (u32 n = 0; n < accumulator.n_tiles; ++n)
     for (u32 i = 0; i < 4; ++i)
-      visit(accumulator.registers[thread][4 * piece + i],
-            accumulator.sums[row_of(thread, i / 2) * columns + 8 * piece + thread % 4 * 2 + i % 2]);
+      visit(accumulator.registers[thread][4 * n + i],
+            accumulator.sums[row_of(thread, i / 2) * columns + 8 * n + thread % 4 * 2 + i % 2]);
 }
 
 void show_sums(Accumulator& accumulator) {
@@ -282,18 +269,18 @@ void note_used(ThreadState& state, const void* registers, const u32* content) {
 }
 
 void check_fenced(const Thread& self, ThreadState& state, const Product& product, bool is_in_flight, Site site) {
-  if (state.fences == 0) fail(self, site, "missing fence_products before the first product");
+  if (state.fences == 0) fail(self, site, "missing wgmma_fence before the first product");
   const UsedRegisters* d = find_used(state, product.d);
   if (d && !is_in_flight && d->fence == state.fences)
-    fail(self, site, "missing fence_products: the accumulator may have been touched since its last wait_products");
+    fail(self, site, "missing wgmma_fence: the accumulator may have been touched since its last wgmma_wait");
   if (!product.a_registers) return;
   const UsedRegisters* a = find_used(state, product.a_registers);
   if (a && a->fence == state.fences && memcmp(a->content, product.a_registers, sizeof a->content))
-    fail(self, site, "missing fence_products: the operand in registers was written since its last product");
+    fail(self, site, "missing wgmma_fence: the operand in registers was written since its last product");
 }
 
 bool is_same_product(const Product& x, const Product& y) {
-  return x.type == y.type && x.pieces == y.pieces && !x.a_registers == !y.a_registers && x.a == y.a && x.b == y.b &&
+  return x.type == y.type && x.n_tiles == y.n_tiles && !x.a_registers == !y.a_registers && x.a == y.a && x.b == y.b &&
          x.a_transposed == y.a_transposed && x.b_transposed == y.b_transposed && x.accumulate == y.accumulate;
 }
 
@@ -302,8 +289,8 @@ Accumulator& accumulator_for(Warpgroup& group, const Product& product, u32 threa
   for (Accumulator& accumulator : group.accumulators) {
     const float* registers = accumulator.registers[thread];
     if (!accumulator.products || !registers) continue;
-    if (registers == product.d && accumulator.pieces == product.pieces) return accumulator;
-    if (registers < product.d + 4 * product.pieces && product.d < registers + 4 * accumulator.pieces)
+    if (registers == product.d && accumulator.n_tiles == product.n_tiles) return accumulator;
+    if (registers < product.d + 4 * product.n_tiles && product.d < registers + 4 * accumulator.n_tiles)
       fail(*block.current, site, "the accumulator overlaps that of the product in flight at %s:%u",
            file_name(accumulator.site), accumulator.site.line);
   }
@@ -359,23 +346,23 @@ void check_no_products_left(const Thread& thread) {
   const u32 issued = group.threads[thread.index % kThreads].issued;
   if (issued > group.landed)
     fail(thread, group.in_flight[issued - group.landed - 1].site,
-         "the thread exits with this product in flight: a wait_products is missing");
+         "the thread exits with this product in flight: a wgmma_wait is missing");
 }
 
-void fence_products(Site site) {
+void wgmma_fence(Site site) {
   Thread& self = *block.current;
   self.site = site;
   ++warpgroup_of(self, site).threads[self.index % kThreads].fences;
 }
 
-void multiply_async(const Product& product, Site site) {
+void wgmma(const Product& product, Site site) {
   Thread& self = *block.current;
   self.site = site;
   Warpgroup& group = warpgroup_of(self, site);
   const u32 thread = self.index % kThreads;
   ThreadState& state = group.threads[thread];
   if (!group.has_agent) {
-    group.agent = new_agent("wait_products", self, site);
+    group.agent = new_agent("wgmma_wait", self, site);
     group.has_agent = true;
     group.visible.assign(self.known.size(), 0);
   }
@@ -387,7 +374,7 @@ void multiply_async(const Product& product, Site site) {
     fresh.product = product;
     fresh.site = site;
     fresh.accumulator = &accumulator_for(group, product, thread, site);
-    fresh.accumulator->pieces = product.pieces;
+    fresh.accumulator->n_tiles = product.n_tiles;
     ++fresh.accumulator->products;
   }
   Issued& issued = group.in_flight[position];
@@ -411,16 +398,16 @@ void multiply_async(const Product& product, Site site) {
   if (block.options.eager_copies) show_sums(accumulator);
 }
 
-void commit_products(Site site) {
+void wgmma_commit(Site site) {
   Thread& self = *block.current;
   self.site = site;
   ThreadState& state = warpgroup_of(self, site).threads[self.index % kThreads];
   state.groups.push_back(state.issued);
 }
 
-void wait_products(u32 pending, Site site) {
+void wgmma_wait(u32 pending, Site site) {
   Warpgroup& group = warpgroup_of(*block.current, site);
-  if (!gather(group, "wait_products", pending, site)) return;
+  if (!gather(group, "wgmma_wait", pending, site)) return;
   const std::vector<u32>& groups = group.threads[0].groups;
   for (const ThreadState& state : group.threads)
     if (state.groups != groups)

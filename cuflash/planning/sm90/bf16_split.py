@@ -1,0 +1,69 @@
+"""float32 for compute capability 9.0: operands are split into parts of bfloat16, whose products tensor cores make."""
+
+from __future__ import annotations
+
+from cuflash.binding import Pass
+from cuflash.planning.draft import Draft
+from cuflash.planning.sm90.tiles import BackwardFloat32Sm90Tile, ForwardFloat32Sm90Tile
+from cuflash.planning.tiles import Tile, round_up
+from cuflash.problem import Operand
+
+SPLIT_ROWS = 64  # that a block splits
+SPLIT_WARPS = 8
+# Of queries and keys, for each row that is split. On an H200 it catches up with the sm80 kernel at seqlen 192 in the
+# forward pass (head_dim 64; sooner at 128), and are ahead of it from 128 on in the backward pass.
+SPLIT_MIN_PAIRS: dict[Pass, int] = {"forward": 64, "backward": 42}
+
+
+def why_not_split(draft: Draft, table: tuple[Tile, ...]) -> str | None:
+    """Why not to split float32 into parts: None if that is the way to go, "" where nobody would expect it."""
+    problem = draft.problem
+    if draft.device.arch != 90 or problem.dtype != "float32":
+        return ""
+    if problem.block_table is not None:
+        return "it would split all pages of the pool, whoever they belong to"
+    if problem.is_packed:
+        return "it knows no packed sequences"
+    largest = max(row.max_dim for row in table)
+    if max(problem.head_dim, problem.head_dim_v) > largest:
+        return f"it serves head dimensions up to {largest}"
+    rows = problem.num_heads * problem.seqlen_q + 2 * problem.num_heads_kv * problem.seqlen_k
+    keys = problem.seqlen_k
+    if problem.window_left is not None and problem.window_right is not None:
+        keys = min(keys, max(0, problem.window_left + problem.window_right + 1))
+    fewest = SPLIT_MIN_PAIRS[draft.pass_]
+    if problem.num_heads * problem.seqlen_q * keys < fewest * max(rows, 1):
+        return f"for fewer than {fewest} scores to each row of q, k and v, splitting these takes too long"
+    return None
+
+
+def add_bf16_split(
+    draft: Draft, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile, names: tuple[str, ...]
+) -> None:
+    """The kernel that splits these float32 arrays into scratch arrays of bfloat16, which tensor maps may describe.
+
+    The array `name` becomes `name_split`, with the parts of all batch entries along its first axis.
+    """
+    blocks = 0
+    for name in names:
+        batch, heads, seqlen, columns = draft.arrays[name].shape
+        width = round_up(columns, 8)
+        split = Operand(
+            shape=(tile.bf16_parts * batch, heads, seqlen, columns),
+            strides=(heads * seqlen * width, seqlen * width, width, 1),
+            dtype="bfloat16",
+        )
+        draft.arrays[f"{name}_split"] = split
+        draft.scratch[f"{name}_split"] = tile.bf16_parts * batch * heads * seqlen * width // 2
+        blocks += batch * heads * -(-seqlen // SPLIT_ROWS)
+    rows = {"CUFLASH_BLOCK_M": SPLIT_ROWS, "CUFLASH_NUM_WARPS": SPLIT_WARPS}
+    draft.add("around/split_fp32.cu", tile, blocks, 0, **rows)
+    listed = ", ".join(names[:-1]) + " and " + names[-1]
+    draft.reasons.append(
+        f"{listed} are split into {tile.bf16_parts} parts of bfloat16: "
+        + (
+            "the six largest products of parts count"
+            if tile.bf16_parts == 3
+            else "the three largest products of parts count, which are more accurate than one of TF32"
+        )
+    )

@@ -1,0 +1,97 @@
+// What the backward pass needs of every query row: delta = rowsum(dout * out) (FlashAttention-2, Algorithm 2, line 4)
+// and lse as an exponent. The gradient with respect to lse is subtracted from delta: the derivative of lse by the
+// scores is P, so dS = P (dP - delta + dlse). Also clears accumulators of dq. A block serves the kBlockM rows of one
+// tile of queries.
+#include "common/backward.cuh"
+#include "common/clear_dq.cuh"
+#include "common/exponential.cuh"
+#include "common/operands.cuh"
+#include "common/params.cuh"
+#include "common/schedule.cuh"
+
+// Lanes that share a row, and elements that one of them reads at once.
+constexpr int kOf16Bytes = 16 / kElementBytes;
+constexpr int kVector = kLoadBytes == 16 && kHeadDimV % kOf16Bytes == 0 ? kOf16Bytes : 1;
+constexpr int kLanes = kHeadDimV > 16 * kVector ? 32 : kHeadDimV > 8 * kVector ? 16 : 8;
+constexpr int kRowsAtOnce = kNumThreads / kLanes;
+static_assert(kBlockM % (32 / kLanes) == 0, "a warp stays together");
+
+// The sum of kVector products. Vectors of 16-bit elements are taken apart as words: it takes fewer instructions.
+template <class E>
+CUFLASH_DEVICE float dot(const u16* a, const u16* b) {
+  float sum = 0.0f;
+  if constexpr (kVector == 8) {
+    const Bytes16 x = *(const Bytes16*)a, y = *(const Bytes16*)b;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const u16 low = x.word[i / 2] >> (16 * (i % 2)), high = y.word[i / 2] >> (16 * (i % 2));
+      sum += ptx::to_float32(E{}, low) * ptx::to_float32(E{}, high);
+    }
+  } else {
+    sum = ptx::to_float32(E{}, *a) * ptx::to_float32(E{}, *b);
+  }
+  return sum;
+}
+template <class E>
+CUFLASH_DEVICE Real dot(const Real* a, const Real* b) {
+  struct alignas(kVector * sizeof(Real)) Vector {
+    Real element[kVector];
+  };
+  const Vector x = *(const Vector*)a, y = *(const Vector*)b;
+  Real sum = 0;
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) sum += x.element[i] * y.element[i];
+  return sum;
+}
+
+CUFLASH_DEVICE void backward_delta(const Params& params) {
+  const int num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
+  const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, false);
+  const int m_block = work.block, head = work.head;
+  const Entry batch = work.batch;
+  const int thread = ptx::thread_index(), lane = thread % kLanes;
+  const int row_stop = is_left_over(params, batch) ? 0 : seqlen_q_of(params, batch);
+  const Storage* out = queries_of(params.out, batch, head);
+  const Storage* dout = queries_of(params.dout, batch, head);
+  const Real* lse = row_numbers_of(params.lse, batch, head);
+  const Real* dlse = params.dlse.data == nullptr ? nullptr : row_numbers_of(params.dlse, batch, head);
+
+#pragma unroll 2
+  for (int i = thread / kLanes; i < kBlockM; i += kRowsAtOnce) {
+    const int row = m_block * kBlockM + i;
+    Real delta = 0, row_dlse = 0;
+    // A row that saw no key, or that does not exist, has no weights: 2^(score - inf) = 0.
+    Real exponent_lse = ptx::infinity();
+    if (row < row_stop) {
+#pragma unroll
+      for (int c = lane * kVector; c < kHeadDimV; c += kLanes * kVector)
+        delta += dot<Element>(out + row * params.out.row_stride + c, dout + row * params.dout.row_stride + c);
+      const Real value = lse[row * params.lse.row_stride];
+      if (value != -ptx::infinity()) {
+        exponent_lse = value * kExponentOfE;
+        if (dlse != nullptr) row_dlse = dlse[row * params.dlse.row_stride];
+      }
+    }
+#pragma unroll
+    for (int mask = kLanes / 2; mask > 0; mask /= 2) delta += ptx::shuffle_xor(delta, mask);
+    if (lane == 0) {
+      Real* stats = row_stats(params, batch, head, row);
+      stats[0] = exponent_lse;
+      stats[kDelta] = delta - row_dlse;
+    }
+  }
+
+  if constexpr (kDqByReduction) {
+    const i64 tile = m_tile_of(params, num_m_blocks, batch, head, m_block);
+    clear_before(params, num_m_blocks, tile, thread);
+    if (kDqInOrder && thread == 0) *dq_order_of(params, num_m_blocks, tile) = 0;
+    if constexpr (kDqInOrder && kIsPacked) {
+      if (ptx::block_index() == 0 && thread < 32) {
+        const bool overlap = sequences_overlap(params);
+        if (thread == 0) *overlap_of(params, num_m_blocks) = overlap;
+      }
+    }
+  }
+}
+
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, backward_delta)

@@ -1,0 +1,62 @@
+// Lists, from a block mask and all that else is known of whole tiles, which tiles of keys each tile of queries sees, or
+// the other way round: common/schedule.cuh says how. A warp makes a list.
+#include "common/config.cuh"
+#include "common/fragments.cuh"
+#include "common/mask.cuh"
+#include "common/params.cuh"
+#include "common/schedule.cuh"
+
+constexpr bool kListsKeys = CUFLASH_LISTS_KEYS;
+
+// Of the lanes of a warp, how many before this one say yes, and how many in all.
+struct Count {
+  int before, all;
+
+  CUFLASH_DEVICE explicit Count(bool yes) {
+    float before_this = 0, sum = yes;  // of the lanes that differ from this one in the bits below `bit` only
+    for (u32 bit = 1; bit < 32; bit *= 2) {
+      const float others = ptx::shuffle_xor(sum, bit);
+      if (lane_index() & bit) before_this += others;
+      sum += others;
+    }
+    before = (int)before_this;
+    all = (int)sum;
+  }
+};
+
+CUFLASH_DEVICE void block_lists(const Params& params) {
+  const int num_m_blocks = ceil_div(params.seqlen_q, kBlockM), num_n_blocks = ceil_div(params.seqlen_k, kBlockN);
+  const int num_lists = kListsKeys ? num_m_blocks : num_n_blocks, length = kListsKeys ? num_n_blocks : num_m_blocks;
+  const u32 index = ptx::block_index() * kNumWarps + warp_index(), matrix = index / num_lists;
+  if (matrix >= (u32)params.list_batches * params.list_heads) return;
+  const int block = index % num_lists, head = matrix % params.list_heads, batch = matrix / params.list_heads;
+  const int key_stop = key_stop_of(params, batch);
+  const BlockMask blocks(params, batch, head);
+  const int first = block * (kListsKeys ? kBlockM : kBlockN);
+  const int last_row = min_of(first + kBlockM, params.seqlen_q) - 1;
+  const TileRange range = kListsKeys ? key_tiles(params, batch, first, last_row, key_stop)
+                                     : query_tiles(params, batch, first, first + kBlockN - 1, key_stop);
+  const auto pairs_with = [&](int other) {
+    if (other >= range.stop) return Pairs::kNone;
+    const Pairs left = kListsKeys ? pairs_of(params, blocks, block, other) : pairs_of(params, blocks, other, block);
+    const bool full = other >= range.full_start && other < range.full_stop;
+    return left == Pairs::kAll && !full ? Pairs::kSome : left;
+  };
+
+  i32* list = list_of(params, kListsKeys ? params.key_lists : params.query_lists, batch, head, block, num_lists, length);
+  int listed = 0;
+  const auto add_those_with = [&](Pairs wanted) {
+    for (int other = range.start + lane_index(); other < range.stop + (int)lane_index(); other += 32) {
+      const bool wants = pairs_with(other) == wanted;
+      const Count count(wants);
+      if (wants) list[kListHeader + listed + count.before] = other;
+      listed += count.all;
+    }
+  };
+  add_those_with(Pairs::kAll);
+  if (lane_index() == 0) list[1] = listed;
+  add_those_with(Pairs::kSome);
+  if (lane_index() == 0) list[0] = listed;
+}
+
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, block_lists)

@@ -1,0 +1,33 @@
+// Gradients of the sinks, from what around/delta.cu left of every row, in an order that is fixed:
+//
+//   dsink = -sum exp(sink - lse) (delta - dlse)        over all rows of a query head, of all batch entries
+//
+// A block owns a query head. Sums of numbers of both signs run in float64, whatever the elements are: there are many of
+// them, and an addition for a row costs nothing.
+#include "common/backward.cuh"
+#include "common/exponential.cuh"
+#include "common/params.cuh"
+#include "common/reduce.cuh"
+
+static_assert(kBlockSumBytes == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
+
+CUFLASH_DEVICE void backward_sinks(const Params& params) {
+  const int head = ptx::block_index(), thread = ptx::thread_index();
+  const Real exponent = sink_of(params, head) * kExponentOfE;
+  // Packed: all places, also those without a row.
+  const int rows = kIsPacked ? params.stats_rows : params.seqlen_q;
+  const i64 num_rows = (i64)(kIsPacked ? 1 : params.batch) * rows;
+  double sum = 0;
+#pragma unroll 4
+  for (i64 i = thread; i < num_rows; i += kNumThreads) {
+    const Entry batch = {(int)(i / rows)};
+    const int row = i % rows;
+    const Real* stats = row_stats(params, batch, head, row);
+    const Real exponent_lse = stats[0], delta = stats[kDelta];
+    if (exponent_lse != ptx::infinity()) sum -= exponential(exponent - exponent_lse) * delta;
+  }
+  sum = block_sum(sum);
+  if (thread == 0) ((Real*)params.dsinks)[head * params.dsinks_stride] = sum;
+}
+
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, backward_sinks)

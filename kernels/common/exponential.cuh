@@ -1,0 +1,145 @@
+// Exponentials, logarithms and tanh, each as accurate as the element type needs.
+//
+// Softmax works on exponents. For 16-bit elements they are of base 2: 2^x is one instruction, whose error is below
+// the rounding of P. For wide elements they are natural, so that no rounded constant is folded into the scale.
+#pragma once
+#include "common/config.cuh"
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+constexpr Real kExponentOfE = kWide ? (Real)1 : (Real)kLog2e;  // a natural exponent times this is an exponent
+
+// x = steps log 2 + r, with abs(r) at most log(2) / 2. abs(x) is below 2^10. The polynomials interpolate (e^r - 1 - r)
+// / r^2 at Chebyshev points; that leaves 0.02 (float32) and 0.15 (float64) units in the last place of e^r.
+template <class T>
+struct Reduced;
+
+template <>
+struct Reduced<float> {
+  float power;  // 2^steps
+  float rest;   // e^r - 1
+
+  CUFLASH_DEVICE explicit Reduced(float x) {
+    constexpr float kRoundsToInteger = 12582912.0f;  // 1.5 * 2^23: its sum with x has no room for a fraction
+    const float shifted = x * kLog2e + kRoundsToInteger;
+    const float steps = shifted - kRoundsToInteger;
+    // The product with the first part of log 2 is exact.
+    const float r = x - steps * 0.693145751953125f - steps * 1.4286068e-06f;
+    float series = 0.0001989103f;
+    series = series * r + 0.0013933686f;
+    series = series * r + 0.0083333105f;
+    series = series * r + 0.041666463f;
+    series = series * r + 0.16666667f;
+    series = series * r + 0.5f;
+    power = ptx::float_of(((u32)(i32)steps + 127u) << 23);
+    rest = r + r * r * series;
+  }
+};
+
+template <>
+struct Reduced<double> {
+  double power;
+  double rest;
+
+  CUFLASH_DEVICE explicit Reduced(double x) {
+    constexpr double kRoundsToInteger = 6755399441055744.0;  // 1.5 * 2^52
+    const double shifted = x * 1.4426950408889634 + kRoundsToInteger;
+    const double steps = shifted - kRoundsToInteger;
+    const double r = x - steps * 0.6931471805598903 - steps * 5.497923018708371e-14;
+    double series = 2.5100424157005067e-08;
+    series = series * r + 2.7620138719733994e-07;
+    series = series * r + 2.7557268378684192e-06;
+    series = series * r + 2.480152119021773e-05;
+    series = series * r + 0.00019841269863105968;
+    series = series * r + 0.0013888888917281794;
+    series = series * r + 0.008333333333330051;
+    series = series * r + 0.04166666666662399;
+    series = series * r + 0.16666666666666669;
+    series = series * r + 0.5000000000000001;
+    // The integer stands in the low bits of `shifted`.
+    power = ptx::double_of((ptx::bits_of(shifted) + 1023) << 52);
+    rest = r + r * r * series;
+  }
+};
+
+// The exponential of an exponent. Results below the smallest normal number are 0.
+CUFLASH_DEVICE float exponential(float exponent) { return ptx::exp2_approx(kWide ? exponent * kLog2e : exponent); }
+
+// Exponents whose exponentials are 0: below -708, -infinity included, never NaN; and infinity: above 709. Compared as
+// integers, which costs the units that the tensor cores need too nothing.
+CUFLASH_DEVICE bool is_vanishing(double exponent) {
+  const u32 high = ptx::bits_of(exponent) >> 32;
+  return high - 0xc0862001u <= 0xfff00000u - 0xc0862001u;
+}
+CUFLASH_DEVICE bool is_overflowing(double exponent) {
+  const u32 high = ptx::bits_of(exponent) >> 32;
+  return high - 0x40862801u <= 0x7ff00000u - 0x40862801u;
+}
+CUFLASH_DEVICE double exponential(double exponent) {
+  const Reduced<double> reduced(exponent);
+  const double value = reduced.power + reduced.power * reduced.rest;
+  return is_vanishing(exponent) ? 0.0 : is_overflowing(exponent) ? (double)ptx::infinity() : value;
+}
+
+// The same for all lanes of a warp at once, which all call it, with weights' exponents: none is above 709. In float64
+// 10 instructions, not 18, of the units that the tensor cores need too: x = (steps / 32) log 2 + r, abs(r) at most
+// log(2) / 64, where a polynomial of degree 5 differs from e^r by 2^-53 at most. Lane i keeps 2^(i / 32), rounded; that
+// makes the result one unit in the last place uncertain.
+CUFLASH_DEVICE float warp_exponential(float exponent) { return exponential(exponent); }
+CUFLASH_DEVICE double warp_exponential(double exponent) {
+  constexpr double kRoundsToInteger = 6755399441055744.0;  // 1.5 * 2^52
+  // log(2) / 32 in two parts; the product of the first with a number below 2^15 is exact.
+  constexpr double kBig = 0.021660849392446835, kSmall = 5.145609244655338e-14;
+  constexpr u32 kLaneShift = 15;  // puts the 32nd parts of steps in front of the bits of the exponent of two
+  const u32 lane = ptx::thread_index() % 32;
+  const Reduced<double> of_lane(lane * kBig);
+  const double rest_of_lane = of_lane.rest + (1.0 + of_lane.rest) * (lane * kSmall);
+  const double root = of_lane.power + of_lane.power * rest_of_lane;
+  // Less what the lane's part of the steps will add.
+  const double kept = ptx::double_of(ptx::bits_of(root) - ((u64)(lane << kLaneShift) << 32));
+
+  const double shifted = exponent * 46.16624130844683 + kRoundsToInteger;
+  const double steps = shifted - kRoundsToInteger;
+  const double r = exponent - steps * kBig - steps * kSmall;
+  double series = 0.00833337084225481;
+  series = series * r + 0.0416668934824987;
+  series = series * r + 0.16666666666496643;
+  series = series * r + 0.4999999999917691;
+  const double rest = r + r * r * series;
+  const u32 integer = (u32)ptx::bits_of(shifted);  // the steps, whose low five bits are a lane
+  const u64 bits = ptx::bits_of(ptx::shuffle(kept, integer));
+  const double power = ptx::double_of(bits + ((u64)(integer << kLaneShift) << 32));
+  return is_vanishing(exponent) ? 0.0 : power + power * rest;
+}
+
+// tanh by e = e^(-2 abs(x)): (1 - e) / (1 + e), with 1 - e from the series near 0, where it keeps its relative
+// accuracy; and further out 1 - 2e / (1 + e), where rounding errors of the fraction count less. NaN and the infinities
+// as they should be.
+template <class T>
+CUFLASH_DEVICE T accurate_tanh(T x) {
+  const T magnitude = x < 0 ? -x : x;
+  const Reduced<T> reduced(magnitude > 40 ? (T)-80 : -2 * magnitude);
+  const T e = reduced.power + reduced.power * reduced.rest;
+  const T less_one = reduced.power * reduced.rest + (reduced.power - 1);
+  const bool near = magnitude < (T)0.5;
+  const T fraction = (near ? -less_one : 2 * e) / (near ? 2 + less_one : 1 + e);
+  const T t = near ? fraction : 1 - fraction;
+  return x < 0 ? -t : t;
+}
+
+// Natural logarithm of a positive normal number to one unit in the last place; infinity and NaN stay what they are.
+CUFLASH_DEVICE double natural_log(double x) {
+  // x = 2^steps m, m around 1; log m = 2 atanh(s), s = (m - 1) / (m + 1).
+  const u64 bits = ptx::bits_of(x);
+  const u64 sqrt_half = 0x3fe6a09e667f3bcd;
+  const i32 steps = (i32)((i64)(bits - sqrt_half) >> 52);
+  const double m = ptx::double_of(bits - ((u64)(i64)steps << 52));
+  const double s = (m - 1.0) / (m + 1.0), s2 = s * s;
+  double series = 1.0 / 21;
+#pragma unroll
+  for (int n = 19; n >= 3; n -= 2) series = series * s2 + 1.0 / n;
+  const double log_m = 2.0 * (s + s * s2 * series);
+  const double value = steps * 0.6931471805598903 + (steps * 5.497923018708371e-14 + log_m);
+  return x < (double)ptx::infinity() ? value : x;
+}

@@ -1,0 +1,70 @@
+// What one lane holds of a matrix in registers: the layout of accumulators and of the operands that are made of them.
+//
+// With g = lane / 4 and t = lane % 4, a lane holds of a 16 x 8 tile of an accumulator the rows g and g + 8, columns
+// 2t and 2t + 1: four Reals, in the layout of ptx::mma_m16n8k16, whatever the element type.
+#pragma once
+#include "common/config.cuh"
+
+CUFLASH_DEVICE u32 lane_index() { return ptx::thread_index() % 32; }
+CUFLASH_DEVICE u32 warp_index() { return ptx::thread_index() / 32; }
+CUFLASH_DEVICE int fragment_row() { return lane_index() / 4; }
+CUFLASH_DEVICE int fragment_column() { return 2 * (lane_index() % 4); }
+// How far element `i` of n-tile `n` lies below, and right of, the first element of a lane.
+CUFLASH_DEVICE constexpr int row_in_tile(int i) { return i / 2 * 8; }
+CUFLASH_DEVICE constexpr int column_in_tile(int n, int i) { return 8 * n + i % 2; }
+
+// Products are taken in steps of this many k.
+constexpr int kStep = 16;
+
+template <class E>
+struct FragmentOf {
+  u32 word[4];
+};
+// Four elements of every 8 k: of A rows g, g + 8, g, g + 8 at k = 2t, 2t, 2t + 1, 2t + 1; of B column g of the first
+// n-tile at k = 2t, 2t + 1, then of the second.
+template <>
+struct FragmentOf<Float32> {
+  float word[kStep / 8][4];
+};
+template <>
+struct FragmentOf<Float64> {
+  double word[kStep / 8][4];
+};
+using Fragment = FragmentOf<Element>;
+
+// ---- From an accumulator ------------------------------------------------------------------------------------------
+
+// The kStep columns from kStep k on of a row of n-tiles, as an operand A.
+template <class E, int n_tiles>
+CUFLASH_DEVICE void to_operand(const float (&row)[n_tiles][4], int k, FragmentOf<E>& a) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    a.word[i] = ptx::pack(E{}, row[2 * k + i / 2][i % 2 * 2], row[2 * k + i / 2][i % 2 * 2 + 1]);
+}
+template <class T, int n_tiles>
+CUFLASH_DEVICE void wide_to_operand(const T (&row)[n_tiles][4], int k, T (&word)[kStep / 8][4]) {
+#pragma unroll
+  for (int i = 0; i < kStep / 8; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) word[i][j] = row[k * (kStep / 8) + i][j / 2 + j % 2 * 2];
+}
+template <int n_tiles>
+CUFLASH_DEVICE void to_operand(const float (&row)[n_tiles][4], int k, FragmentOf<Float32>& a) {
+  wide_to_operand(row, k, a.word);
+}
+template <int n_tiles>
+CUFLASH_DEVICE void to_operand(const double (&row)[n_tiles][4], int k, FragmentOf<Float64>& a) {
+  wide_to_operand(row, k, a.word);
+}
+
+// ---- Accumulators ---------------------------------------------------------------------------------------------------
+
+template <int m_tiles, int n_tiles>
+CUFLASH_DEVICE void set_zero(Real (&tile)[m_tiles][n_tiles][4]) {
+#pragma unroll
+  for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+    for (int n = 0; n < n_tiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) tile[m][n][i] = 0;
+}

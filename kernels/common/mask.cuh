@@ -1,0 +1,74 @@
+// Which pairs (query, key) are visible. See common/schedule.cuh for tiles that need no look at all.
+#pragma once
+#include "common/config.cuh"
+#include "common/params.cuh"
+#include "common/sequences.cuh"
+
+// The block mask of one head.
+struct BlockMask {
+  const u8* bytes;
+  i64 row_stride;
+  i64 key_stride;
+
+  CUFLASH_DEVICE BlockMask(const Params& params, int batch, int head)
+      : bytes(nullptr), row_stride(params.block_mask.row_stride), key_stride(params.block_mask.key_stride) {
+    if constexpr (kHasBlockMask)
+      bytes = (const u8*)params.block_mask.data + batch * params.block_mask.batch_stride +
+              head * params.block_mask.head_stride;
+  }
+
+  CUFLASH_DEVICE bool has(int m_block, int n_block) const { return bytes[m_block * row_stride + n_block * key_stride] != 0; }
+};
+
+// What the block mask leaves of a tile.
+enum class Pairs { kNone, kSome, kAll };
+
+CUFLASH_DEVICE Pairs pairs_of(const Params& params, const BlockMask& blocks, int m_block, int n_block) {
+  const int first_row = m_block * kBlockM, last_row = min_of(first_row + kBlockM, params.seqlen_q) - 1;
+  const int first_key = n_block * kBlockN, last_key = min_of(first_key + kBlockN, params.seqlen_k) - 1;
+  bool any = false, all = true;
+  for (int i = first_row / kMaskBlockM; i <= last_row / kMaskBlockM; ++i)
+    for (int j = first_key / kMaskBlockN; j <= last_key / kMaskBlockN; ++j) {
+      const bool on = blocks.has(i, j);
+      any = any || on;
+      all = all && on;
+    }
+  return all ? Pairs::kAll : any ? Pairs::kSome : Pairs::kNone;
+}
+
+// The mask of one head, asked pair by pair.
+struct Mask {
+  int key_stop;
+  int seqlen_q;
+  int right_offset;
+  int left_offset;
+  const u8* bytes;  // of this head
+  i64 row_stride;
+  i64 key_stride;
+  BlockMask blocks;
+
+  CUFLASH_DEVICE Mask(const Params& params, Entry batch, int head, int key_stop_)
+      : Mask(params, batch, head, key_stop_, own_diagonal_of(params, batch)) {}
+
+  CUFLASH_DEVICE Mask(const Params& params, Entry batch, int head, int key_stop_, int own_diagonal)
+      : key_stop(key_stop_),
+        seqlen_q(params.seqlen_q),
+        right_offset(params.right_offset + own_diagonal),
+        left_offset(params.left_offset + own_diagonal),
+        bytes(nullptr),
+        row_stride(params.mask.row_stride),
+        key_stride(params.mask.key_stride),
+        blocks(params, batch, head) {
+    if constexpr (kHasMask)
+      bytes = (const u8*)params.mask.data + batch * params.mask.batch_stride + head * params.mask.head_stride;
+  }
+
+  CUFLASH_DEVICE bool visible(int row, int key) const {
+    bool seen = key < key_stop;
+    if constexpr (kHasRightBound) seen = seen && key <= row + right_offset;
+    if constexpr (kHasLeftBound) seen = seen && key >= row + left_offset;
+    if constexpr (kHasMask) seen = seen && row < seqlen_q && bytes[row * row_stride + key * key_stride] != 0;
+    if constexpr (kHasBlockMask) seen = seen && row < seqlen_q && blocks.has(row / kMaskBlockM, key / kMaskBlockN);
+    return seen;
+  }
+};

@@ -1,0 +1,49 @@
+// Where the rows of an operand lie in global memory, and how results of float32 get there.
+#pragma once
+#include "common/config.cuh"
+#include "common/fragments.cuh"
+#include "common/pages.cuh"
+#include "common/params.cuh"
+#include "common/sequences.cuh"
+
+// First element of head (batch, head) of an operand.
+CUFLASH_DEVICE const Storage* head_of(const Tensor& tensor, int batch, int head) {
+  return (const Storage*)tensor.data + batch * tensor.batch_stride + head * tensor.head_stride;
+}
+
+// The first of the queries, or of the keys, of batch entry `batch` in an operand that has a row for each of them. k and
+// v may lie in pages.
+CUFLASH_DEVICE const Storage* queries_of(const Tensor& tensor, Entry batch, int head) {
+  return head_of(tensor, entry_of(batch), head) + query_start_of(batch) * tensor.row_stride;
+}
+CUFLASH_DEVICE auto keys_of(const Params& params, const Tensor& tensor, Entry batch, int head) {
+  if constexpr (kPageSize == 0)
+    return head_of(tensor, entry_of(batch), head) + key_start_of(batch) * tensor.row_stride;
+  else
+    return PagedHead(params, tensor, batch, head);
+}
+// Likewise of lse, its gradient, and what else has one number for each query.
+CUFLASH_DEVICE Real* row_numbers_of(const Tensor& tensor, Entry batch, int head) {
+  const i64 offset = query_start_of(batch) * tensor.row_stride;
+  return (Real*)tensor.data + entry_of(batch) * tensor.batch_stride + head * tensor.head_stride + offset;
+}
+
+// Row `half` of the two that a lane has of n-tiles, times its factor, to a row of float32 in global memory.
+template <int head_dim, int n_tiles>
+CUFLASH_DEVICE void store_row(Storage* row, const float (&value)[n_tiles][4], int half, float factor) {
+  constexpr bool kByPairs = kStoreBytes >= 8 && head_dim % 2 == 0;
+  struct alignas(8) Pair {
+    float value[2];
+  };
+#pragma unroll
+  for (int n = 0; n < n_tiles; ++n) {
+    const int column = 8 * n + fragment_column();
+    const Pair pair = {value[n][2 * half] * factor, value[n][2 * half + 1] * factor};
+    if constexpr (kByPairs) {
+      if (column < head_dim) *(Pair*)(row + column) = pair;
+    } else {
+      if (column < head_dim) row[column] = pair.value[0];
+      if (column + 1 < head_dim) row[column + 1] = pair.value[1];
+    }
+  }
+}

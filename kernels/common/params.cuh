@@ -1,0 +1,116 @@
+// The one argument of every kernel. Python fills it (cuflash/params.py); the byte count of both sides must agree.
+#pragma once
+#include "common/config.cuh"
+
+// An operand whose last axis is contiguous; strides in elements.
+struct Tensor {
+  void* data;
+  i64 batch_stride;
+  i64 head_stride;
+  i64 row_stride;
+};
+
+// An array over (batch, head, query, key), stride 0 where it broadcasts; strides in elements.
+struct ScoreTensor {
+  const void* data;
+  i64 batch_stride;
+  i64 head_stride;
+  i64 row_stride;
+  i64 key_stride;
+};
+
+// Pages of the pools that k and v are, by batch entry and place in it; strides in elements.
+struct BlockTable {
+  const i32* data;
+  i64 batch_stride;
+  i64 page_stride;
+};
+
+struct Params {
+  Tensor q, k, v, out, dout, dq, dk, dv;
+  Tensor lse, dlse;      // row_stride is the stride between queries; dlse may be absent: null
+  // The terms of cuflash/terms.py, in its order.
+  ScoreTensor bias;      // added to the score
+  ScoreTensor mask;      // bytes: 0 hides the key
+  ScoreTensor block_mask;  // bytes, over (batch, head, block of queries, block of keys): 0 hides the block
+  Tensor alibi_slopes;   // (batch, head)
+  const void* kv_lengths;
+  i64 kv_lengths_stride;
+  const void* sinks;     // of Real: one number for each query head
+  i64 sinks_stride;
+  const void* cu_seqlens_q;  // i32: where packed sequences start, and where the last one ends
+  i64 cu_seqlens_q_stride;
+  const void* cu_seqlens_k;
+  i64 cu_seqlens_k_stride;
+  BlockTable block_table;
+  ScoreTensor dbias;     // written: stride 0 on axes that it is summed over
+  Tensor dalibi_slopes;  // (batch, head)
+  void* dsinks;
+  i64 dsinks_stride;
+  void* dscale;          // one number of Real each
+  void* dsoftcap;
+  // Scratch memory, of Real.
+  // With packed sequences, places of tiles (common/schedule.cuh) stand for the tiles of a batch entry.
+  void* row_stats;       // (batch, num_heads, stats_rows, 2): lse as an exponent, and delta - dlse
+  void* dq_accumulator;  // (batch, num_heads, m blocks, block_m * padded head_dim), in fragment order
+  void* dkv_partials;    // (batch, num_heads_kv, n blocks, group_splits, dk and dv of a tile), in fragment
+                         // order; or (n blocks after whole_tiles, tail_splits, the same)
+  void* partial_out;     // (batch * num_heads_kv + resident_blocks, rows of a group, padded head_dim_v)
+  void* partial_lse;     // the same without columns
+  void* q_split;        // of bfloat16: (bfloat16 parts, batch, heads, seqlen, head dimension rounded up to 8)
+  void* k_split;
+  void* v_split;
+  void* dout_split;
+  void* key_lists;       // of i32: (list_batches, list_heads, m blocks, a list of tiles of keys)
+  void* query_lists;     // of i32: (list_batches, list_heads, n blocks, a list of tiles of queries)
+  void* score_partials;  // (tiles of dbias, score_splits, elements of a tile)
+  void* sums_partials;   // (3, num_heads, batch, m blocks, sums_splits): of dalibi_slopes, dscale, dsoftcap
+  i32 batch, num_heads, num_heads_kv, seqlen_q, seqlen_k;  // packed: the number of sequences, and the rows of all
+  i32 diagonal;      // query i stands at key position i + diagonal; entries may add their own, see common/sequences.cuh
+  i32 right_offset;  // query i sees keys up to i + right_offset
+  i32 left_offset;   // query i sees keys from i + left_offset on
+  // Those of RunTime (cuflash/planning/launch_plan.py).
+  i32 head_section;  // heads whose blocks are interleaved in the launch order
+  i32 stats_rows;    // seqlen_q, rounded up to whole tiles; packed: those of all places of tiles
+  i32 group_splits;  // blocks that share the query heads of a key/value head
+  i32 whole_tiles;   // of keys, before those that blocks share
+  i32 tail_splits;   // blocks that share the queries of each of these
+  i32 resident_blocks;  // blocks of a persistent kernel
+  i32 list_batches;  // batch entries that have lists of their own: all or 1
+  i32 list_heads;    // query heads that have
+  i32 score_splits;  // blocks that share what is summed to a tile of dbias
+  i32 sums_splits;   // blocks that share the keys of a tile of queries, where scores are summed
+  i32 clear_ahead;   // heads in launch order from one to that whose accumulators of dq its blocks clear
+  float scale;
+  float softcap;
+  u32 seed_low;      // of dropout: the key of its random numbers
+  u32 seed_high;
+  u32 offset;
+  u32 dropout_threshold;  // weights whose 16 bits are less are dropped
+  float kept_scale;  // what others are multiplied by
+  i32 num_pages;     // of the pools
+  double scale_float64;  // those of float64 problems
+  double softcap_float64;
+  double kept_scale_float64;
+};
+
+CUFLASH_DEVICE Real scale_of(const Params& params) {
+  if constexpr (kElementBytes == 8) return params.scale_float64;
+  return params.scale;
+}
+CUFLASH_DEVICE Real softcap_of(const Params& params) {
+  if constexpr (kElementBytes == 8) return params.softcap_float64;
+  return params.softcap;
+}
+CUFLASH_DEVICE Real kept_scale_of(const Params& params) {
+  if constexpr (!kHasDropout) return 1;
+  if constexpr (kElementBytes == 8) return params.kept_scale_float64;
+  return params.kept_scale;
+}
+
+// The sink of a query head: the natural logarithm of what joins the sum of exponentials of each of its rows.
+CUFLASH_DEVICE Real sink_of(const Params& params, int head) {
+  return ((const Real*)params.sinks)[head * params.sinks_stride];
+}
+
+static_assert(sizeof(Params) == CUFLASH_PARAMS_BYTES, "Params differs from its description in Python");

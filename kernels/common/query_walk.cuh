@@ -1,0 +1,100 @@
+// The walks of a block of the backward pass over the tiles of queries, heads outermost: over a range of them, or over
+// those that a block mask leaves.
+#pragma once
+#include "common/backward.cuh"
+#include "common/config.cuh"
+#include "common/params.cuh"
+#include "common/schedule.cuh"
+
+static_assert(!kHasBlockMask || !kDqInOrder, "the order of dq counts every tile of keys");
+
+// The tiles of queries that see a tile of keys, and the direction of the walk.
+struct QueryRange : TileRange {
+  bool backwards = false;  // from the last tile to the first
+
+  CUFLASH_DEVICE int first() const { return backwards ? stop - 1 : start; }
+  CUFLASH_DEVICE int end() const { return backwards ? start - 1 : stop; }
+};
+
+// The lists of a tile of keys: one for each query head, or one for all.
+struct QueryLists {
+  const i32* lists;
+  i64 head_stride;
+  int stop_head;
+
+  CUFLASH_DEVICE const i32* of(int head) const { return lists + head * head_stride; }
+  // The first head from `head` on whose list is not empty; stop_head if there is none.
+  CUFLASH_DEVICE int next_head(int head) const {
+    while (head < stop_head && of(head)[0] == 0) ++head;
+    return head;
+  }
+};
+
+// What query heads [first_head, stop_head) see of a tile of keys; returns how many tiles of queries in all.
+CUFLASH_DEVICE int find_queries(const Params& params, const Work& work, int first_head, int stop_head, int key_stop,
+                                TileRange& tiles) {
+  const int first_key = work.block * kBlockN;
+  tiles = query_tiles(params, work.batch, first_key, first_key + kBlockN - 1, key_stop);
+  return (tiles.stop - tiles.start) * (stop_head - first_head);
+}
+CUFLASH_DEVICE int find_queries(const Params& params, const Work& work, int first_head, int stop_head, int,
+                                QueryLists& queries) {
+  const int num_m_blocks = ceil_div(params.seqlen_q, kBlockM), num_n_blocks = ceil_div(params.seqlen_k, kBlockN);
+  queries.lists = list_of(params, params.query_lists, work.batch, 0, work.block, num_n_blocks, num_m_blocks);
+  queries.head_stride = params.list_heads == 1 ? 0 : (i64)num_n_blocks * (kListHeader + num_m_blocks);
+  queries.stop_head = stop_head;
+  int steps = 0;
+  for (int head = first_head; head < stop_head; ++head) steps += queries.of(head)[0];
+  return steps;
+}
+
+CUFLASH_DEVICE void set_direction(QueryRange& tiles, bool backwards) { tiles.backwards = backwards; }
+CUFLASH_DEVICE void set_direction(QueryLists&, bool) {}
+
+// The walk over (query head of the group, tile of queries), heads outermost.
+struct RangeWalk {
+  int head, m_block;
+  CUFLASH_DEVICE bool needs_mask(const QueryRange& tiles) const {
+    return m_block < tiles.full_start || m_block >= tiles.full_stop;
+  }
+  CUFLASH_DEVICE void advance(const QueryRange& tiles) {
+    m_block += tiles.backwards ? -1 : 1;
+    if (m_block == tiles.end()) m_block = tiles.first(), ++head;
+  }
+  CUFLASH_DEVICE void skip(const QueryRange& tiles, int steps) {
+    const int length = tiles.stop - tiles.start;
+    head += steps / length;
+    m_block += tiles.backwards ? -(steps % length) : steps % length;
+  }
+  CUFLASH_DEVICE static RangeWalk first(const QueryRange& tiles, int head) { return {head, tiles.first()}; }
+};
+
+// The same over lists.
+struct ListWalk {
+  int head, m_block, place;
+
+  CUFLASH_DEVICE static ListWalk first(const QueryLists& queries, int first_head) {
+    ListWalk walk = {queries.next_head(first_head), 0, 0};
+    walk.look_up(queries);
+    return walk;
+  }
+  CUFLASH_DEVICE void advance(const QueryLists& queries) {
+    if (++place == queries.of(head)[0]) place = 0, head = queries.next_head(head + 1);
+    look_up(queries);
+  }
+  // From the first step on, fewer than there are.
+  CUFLASH_DEVICE void skip(const QueryLists& queries, int steps) {
+    for (int length; steps >= (length = queries.of(head)[0]); head = queries.next_head(head + 1)) steps -= length;
+    place = steps;
+    look_up(queries);
+  }
+  CUFLASH_DEVICE bool needs_mask(const QueryLists& queries) const { return place >= queries.of(head)[1]; }
+
+ private:
+  CUFLASH_DEVICE void look_up(const QueryLists& queries) {
+    if (head < queries.stop_head) m_block = queries.of(head)[kListHeader + place];
+  }
+};
+
+using Walk = Either<kHasBlockMask, ListWalk, RangeWalk>::Type;
+using QueryTiles = Either<kHasBlockMask, QueryLists, QueryRange>::Type;

@@ -1,0 +1,230 @@
+// Block index -> work, and which tiles of the other axis that work needs.
+#pragma once
+#include "common/config.cuh"
+#include "common/params.cuh"
+#include "common/sequences.cuh"
+
+struct Work {
+  int block;  // index of the tile of queries (or of keys)
+  int head;   // query head (or key/value head)
+  Entry batch;
+};
+// The same before a packed sequence is found: `block` is then a place among the places of all sequences.
+struct Place {
+  int block;
+  int head;
+  int batch;
+};
+
+// Heads of all batch entries; packed sequences are one.
+CUFLASH_DEVICE u32 heads_in_all(const Params& params, int num_heads) {
+  return kIsPacked ? num_heads : num_heads * params.batch;
+}
+
+// Work starts in the order of its index. Tiles of one head are neighbours, so that they share its operands in L2;
+// `section` heads are interleaved. With `last_first` the tiles run from the last to the first: under a causal mask the
+// last tiles of queries take the longest, and short ones fill the gaps at the end.
+CUFLASH_DEVICE Place schedule(const Params& params, u32 index, int num_blocks, int num_heads, u32 section,
+                              bool last_first) {
+  const u32 heads = heads_in_all(params, num_heads);
+  const u32 first = index / (num_blocks * section) * section;
+  const u32 within = index - first * num_blocks;
+  const u32 width = heads - first < section ? heads - first : section;
+  const u32 head = first + within % width;
+  const int block = within / width;
+  return {last_first ? num_blocks - 1 - block : block, (int)(head % num_heads), (int)(head / num_heads)};
+}
+
+// Tiles of `rows` rows of the `seqlen` rows of a head.
+//
+// Packed: tile t of sequence b has place start(b) / rows + b + t. No two tiles share a place, since a sequence has at
+// most one tile more than the places by which it moves the next one. At most one place per sequence is empty. The
+// starts alone tell which tile has a place.
+CUFLASH_DEVICE int num_tiles_of(const Params& params, int seqlen, int rows) {
+  return kIsPacked ? seqlen / rows + params.batch + 1 : ceil_div(seqlen, rows);
+}
+CUFLASH_DEVICE int first_place_of_queries(Entry batch, int rows) { return query_start_of(batch) / rows + batch; }
+CUFLASH_DEVICE int first_place_of_keys(Entry batch, int rows) { return key_start_of(batch) / rows + batch; }
+
+// Warp. The last lane for which `holds`, which it does for the first one.
+CUFLASH_DEVICE u32 last_lane(bool holds) { return 31 - ptx::leading_zeros(ptx::ballot(holds)); }
+
+// Warp. The sequence that has a place, and which of its tiles it is; that tile may not exist. The lanes look at 32
+// sequences at once. Where there are more, they first look at every 32nd, or at every 1024th.
+template <class FirstPlace>
+CUFLASH_DEVICE Work at_place(const Params& params, const Place& place, FirstPlace first_place) {
+  const int lane = ptx::thread_index() % 32;
+  int shift = 0, first = 0;
+  while (params.batch >> shift >= 32) shift += 5;
+#pragma unroll 1
+  for (;; shift -= 5) {
+    const int last = (params.batch - first) >> shift;
+    const Sequence own = sequence_at(params, first + (min_of(lane, last) << shift));
+    const Sequence found = sequence_of_lane(own, last_lane(first_place(own) <= place.block));
+    if (shift == 0) return {place.block - first_place(found), place.head, found};
+    first = found.index;
+  }
+}
+CUFLASH_DEVICE Work at_place_of_queries(const Params& params, const Place& place) {
+  return at_place(params, place, [](const Sequence& batch) { return first_place_of_queries(batch, kBlockM); });
+}
+CUFLASH_DEVICE Work at_place_of_keys(const Params& params, const Place& place) {
+  return at_place(params, place, [](const Sequence& batch) { return first_place_of_keys(batch, kBlockN); });
+}
+
+// Warp. Work on tiles of queries, or of keys.
+CUFLASH_DEVICE Work schedule_queries(const Params& params, u32 index, int num_heads, bool last_first) {
+  const int num_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
+  const Place place = schedule(params, index, num_blocks, num_heads, params.head_section, last_first);
+  if constexpr (kIsPacked) return at_place_of_queries(params, place);
+  return {place.block, place.head, place.batch};
+}
+CUFLASH_DEVICE Work schedule_keys(const Params& params, u32 index, int num_heads, u32 section, bool last_first) {
+  const int num_blocks = num_tiles_of(params, params.seqlen_k, kBlockN);
+  const Place place = schedule(params, index, num_blocks, num_heads, section, last_first);
+  if constexpr (kIsPacked) return at_place_of_keys(params, place);
+  return {place.block, place.head, place.batch};
+}
+// Whether there is such a tile.
+CUFLASH_DEVICE bool has_queries(const Params& params, const Work& work) {
+  return !kIsPacked || work.block * kBlockM < seqlen_q_of(params, work.batch);
+}
+CUFLASH_DEVICE bool has_keys(const Params& params, const Work& work) {
+  return !kIsPacked || work.block * kBlockN < seqlen_k_of(params, work.batch);
+}
+
+// A range of tiles [start, stop). Those in [full_start, full_stop) have every pair visible; the others need the mask.
+struct TileRange {
+  int start, full_start, full_stop, stop;
+};
+
+// Tiles of keys that queries [first_row, last_row] of a batch entry see.
+CUFLASH_DEVICE TileRange key_tiles(const Params& params, Entry batch, int first_row, int last_row, int key_stop) {
+  int start = 0, full_start = 0, full_stop = key_stop / kBlockN, stop = ceil_div(key_stop, kBlockN);
+  if constexpr (kHasRightBound) {
+    const int right_offset = right_offset_of(params, batch);
+    stop = min_of(stop, ceil_div(at_least_zero(last_row + right_offset + 1), kBlockN));
+    full_stop = min_of(full_stop, at_least_zero(first_row + right_offset + 1) / kBlockN);
+  }
+  if constexpr (kHasLeftBound) {
+    const int left_offset = left_offset_of(params, batch);
+    start = at_least_zero(first_row + left_offset) / kBlockN;
+    full_start = ceil_div(at_least_zero(last_row + left_offset), kBlockN);
+  }
+  if constexpr (kHasMask) full_stop = full_start;
+  start = min_of(start, stop);
+  full_start = min_of(full_start < start ? start : full_start, stop);
+  full_stop = full_stop < full_start ? full_start : full_stop;
+  return {start, full_start, full_stop, stop};
+}
+
+// Tiles of queries that see keys [first_key, last_key] of a batch entry.
+CUFLASH_DEVICE TileRange query_tiles(const Params& params, Entry batch, int first_key, int last_key, int key_stop) {
+  int start = 0, full_start = 0, stop = ceil_div(seqlen_q_of(params, batch), kBlockM), full_stop = stop;
+  if constexpr (kHasRightBound) {
+    const int right_offset = right_offset_of(params, batch);
+    start = at_least_zero(first_key - right_offset) / kBlockM;
+    full_start = ceil_div(at_least_zero(last_key - right_offset), kBlockM);
+  }
+  if constexpr (kHasLeftBound) {
+    const int left_offset = left_offset_of(params, batch);
+    stop = min_of(stop, ceil_div(at_least_zero(last_key - left_offset + 1), kBlockM));
+    full_stop = min_of(full_stop, at_least_zero(first_key - left_offset + 1) / kBlockM);
+  }
+  if (kHasMask || last_key >= key_stop) full_stop = full_start;
+  if (first_key >= key_stop) stop = 0;
+  start = min_of(start, stop);
+  full_start = min_of(full_start < start ? start : full_start, stop);
+  full_stop = full_stop < full_start ? full_start : min_of(full_stop, stop);
+  return {start, full_start, full_stop, stop};
+}
+
+// With a block mask, around/lists.cu lists beforehand, for each tile of one axis, the tiles of the other axis that it
+// meets: their number, the number of those with every pair visible, and their indices, first of the fully visible ones,
+// then of the others, each in rising order. A kernel then walks over places in the list where it would walk over tiles.
+constexpr int kListHeader = 2;
+
+// The list of tile `block` of `num_blocks` with room for `length` others.
+CUFLASH_DEVICE i32* list_of(const Params& params, void* lists, int batch, int head, int block, int num_blocks, int length) {
+  const i64 matrix = (params.list_batches == 1 ? 0 : (i64)batch * params.list_heads) + (params.list_heads == 1 ? 0 : head);
+  return (i32*)lists + (matrix * num_blocks + block) * (kListHeader + length);
+}
+
+// The tiles of keys that a tile of queries sees: a range of places, and the tile at each.
+struct KeyTiles : TileRange {
+  const i32* list;
+
+  CUFLASH_DEVICE KeyTiles(const Params& params, const Work& work, int key_stop) : list(nullptr) {
+    const int first_row = work.block * kBlockM;
+    if constexpr (kHasBlockMask) {
+      list = list_of(params, params.key_lists, work.batch, work.head, work.block, ceil_div(params.seqlen_q, kBlockM),
+                     ceil_div(params.seqlen_k, kBlockN));
+      start = full_start = 0, full_stop = list[1], stop = list[0];
+    } else {
+      const int last_row = min_of(first_row + kBlockM, seqlen_q_of(params, work.batch)) - 1;
+      (TileRange&)*this = key_tiles(params, work.batch, first_row, last_row, key_stop);
+    }
+  }
+  CUFLASH_DEVICE int at(int place) const {
+    if constexpr (kHasBlockMask) return list[kListHeader + place];
+    return place;
+  }
+};
+
+// The work of the blocks of a persistent kernel: each takes one unit of every `resident_blocks`. A unit is a tile of
+// queries. With kPairs, where later tiles see more keys, it is the n-th tile of a head from the end and the n-th from
+// the start, which together see as many keys as any other two.
+struct EntryWalk {
+  int num_m_blocks, units_of_head;
+  u32 unit, num_units, step;
+  bool second;
+
+  CUFLASH_DEVICE explicit EntryWalk(const Params& params)
+      : num_m_blocks(ceil_div(params.seqlen_q, kBlockM)),
+        units_of_head(kPairs ? (num_m_blocks + 1) / 2 : num_m_blocks),
+        unit(ptx::block_index()),
+        num_units(units_of_head * params.num_heads * params.batch),
+        step(params.resident_blocks),
+        second(false) {}
+
+  CUFLASH_DEVICE bool more() const { return unit < num_units; }
+  CUFLASH_DEVICE Work work(const Params& params) const {
+    if constexpr (!kPairs) {
+      const Place place =
+          schedule(params, unit, num_m_blocks, params.num_heads, params.head_section, kHasRightBound);
+      return {place.block, place.head, place.batch};
+    }
+    const u32 head = unit / units_of_head;
+    const int from_start = unit % units_of_head;
+    return {second ? from_start : num_m_blocks - 1 - from_start, (int)(head % params.num_heads),
+            (int)(head / params.num_heads)};
+  }
+  CUFLASH_DEVICE void advance() {
+    const int from_start = unit % units_of_head;
+    second = kPairs && !second && 2 * from_start + 1 < num_m_blocks;
+    if (!second) unit += step;
+  }
+};
+
+// A tile of queries: where it stands, and the tiles of keys that it sees.
+struct QueryTile {
+  Work work;
+  int first_row, head_kv, key_stop;
+  KeyTiles keys;
+
+  CUFLASH_DEVICE QueryTile(const Params& params, const Work& work_)
+      : work(work_),
+        first_row(work.block * kBlockM),
+        head_kv(work.head / (params.num_heads / params.num_heads_kv)),
+        key_stop(key_stop_of(params, work.batch)),
+        keys(params, work, key_stop) {}
+
+  // The tiles of keys that the 64 queries of consumer warpgroup `consumer` see, within `keys`.
+  CUFLASH_DEVICE TileRange keys_of(const Params& params, int consumer) const {
+    const int first = first_row + 64 * consumer;
+    const int seqlen_q = seqlen_q_of(params, work.batch);
+    if (first >= seqlen_q) return {keys.start, keys.start, keys.start, keys.start};
+    if constexpr (kHasBlockMask) return keys;
+    return key_tiles(params, work.batch, first, min_of(first + 64, seqlen_q) - 1, key_stop);
+  }
+};

@@ -1,0 +1,143 @@
+// What the kernels of the gradients of bias, slopes, scale and softcap agree on.
+#pragma once
+#include "common/config.cuh"
+#include "common/mask.cuh"
+#include "common/params.cuh"
+#include "common/schedule.cuh"
+
+// Which of them a kernel makes: dbias, or any of the others, which are sums over whole heads.
+constexpr bool kNeedsDbias = CUFLASH_NEEDS_DBIAS;
+constexpr bool kNeedsDalibiSlopes = CUFLASH_NEEDS_DALIBI_SLOPES;
+constexpr bool kNeedsDscale = CUFLASH_NEEDS_DSCALE;
+constexpr bool kNeedsDsoftcap = CUFLASH_NEEDS_DSOFTCAP;
+
+// The axes that a block sums over: those that dbias has not, or the keys for the other gradients.
+constexpr bool kSumsBatch = CUFLASH_SUMS_BATCH;
+constexpr bool kSumsHeads = CUFLASH_SUMS_HEADS;
+constexpr bool kSumsQueries = CUFLASH_SUMS_QUERIES;
+constexpr bool kSumsKeys = CUFLASH_SUMS_KEYS;
+
+// A tile of dbias.
+constexpr int kResultRows = kSumsQueries ? 1 : kBlockM;
+constexpr int kResultColumns = kSumsKeys ? 1 : kBlockN;
+constexpr int kResultElements = kResultRows * kResultColumns;
+static_assert(!kIsPacked || !kNeedsDbias, "packed sequences have no bias");
+
+CUFLASH_DEVICE int splits_of(const Params& params) { return kNeedsDbias ? params.score_splits : params.sums_splits; }
+
+// A tile of pairs of one head, and the walk over those that are summed: keys innermost.
+struct ScoreTiles {
+  int num_m_blocks, num_n_blocks;
+  Entry batch;
+  int head, m_block, n_block;
+  i64 left;  // tiles to come, this one included
+
+  // All that belong to tile `result` of the result; the first one has zeros for what is summed over.
+  CUFLASH_DEVICE ScoreTiles(const Params& params, u32 result)
+      : num_m_blocks(num_tiles_of(params, params.seqlen_q, kBlockM)), num_n_blocks(ceil_div(params.seqlen_k, kBlockN)) {
+    const auto owned = [&](bool sums, int count) {
+      if (sums) return 0;
+      const int index = result % count;
+      result /= count;
+      return index;
+    };
+    n_block = owned(kSumsKeys, num_n_blocks);
+    m_block = owned(kSumsQueries, num_m_blocks);
+    head = owned(kSumsHeads, params.num_heads);
+    if constexpr (kIsPacked) {
+      // The place that was found, and the keys of its sequence: none, where it has no tile.
+      const Work work = at_place_of_queries(params, {m_block, head, 0});
+      m_block = work.block;
+      batch = work.batch;
+      num_n_blocks = has_queries(params, work) ? ceil_div(key_stop_of(params, batch), kBlockN) : 0;
+      left = num_n_blocks;
+      return;
+    }
+    batch = {owned(kSumsBatch, params.batch)};
+    left = (i64)(kSumsBatch ? params.batch : 1) * (kSumsHeads ? params.num_heads : 1) * (kSumsQueries ? num_m_blocks : 1) *
+           (kSumsKeys ? num_n_blocks : 1);
+  }
+
+  // Only the share of one of `splits` blocks, and of that only tiles of which something is visible.
+  CUFLASH_DEVICE void take_share(const Params& params, int split, int splits) {
+    const i64 first = left * split / splits;
+    left = left * (split + 1) / splits - first;
+    i64 rest = first;
+    const auto start = [&](bool sums, int& index, int count) {
+      if (!sums || rest == 0) return;
+      index = rest % count;
+      rest /= count;
+    };
+    start(kSumsKeys, n_block, num_n_blocks);
+    start(kSumsQueries, m_block, num_m_blocks);
+    start(kSumsHeads, head, params.num_heads);
+    start(kSumsBatch, index_in(batch), params.batch);
+    skip_hidden(params);
+  }
+
+  CUFLASH_DEVICE void advance(const Params& params) {
+    step(params);
+    skip_hidden(params);
+  }
+
+  // By the block mask.
+  CUFLASH_DEVICE Pairs pairs_left(const Params& params) const {
+    return pairs_of(params, BlockMask(params, batch, head), m_block, n_block);
+  }
+
+  CUFLASH_DEVICE TileRange visible_keys(const Params& params, int key_stop) const {
+    const int first_row = m_block * kBlockM;
+    return key_tiles(params, batch, first_row, min_of(first_row + kBlockM, seqlen_q_of(params, batch)) - 1, key_stop);
+  }
+
+ private:
+  CUFLASH_DEVICE static int& index_in(int& batch) { return batch; }
+  CUFLASH_DEVICE static int& index_in(Sequence& batch) { return batch.index; }
+  CUFLASH_DEVICE void step(const Params& params) {
+    --left;
+    const auto next = [](bool sums, int& index, int count) {
+      if (sums && ++index == count) index = 0;
+      return sums && index != 0;
+    };
+    if (next(kSumsKeys, n_block, num_n_blocks) || next(kSumsQueries, m_block, num_m_blocks)) return;
+    if (!next(kSumsHeads, head, params.num_heads)) next(kSumsBatch, index_in(batch), params.batch);
+  }
+  CUFLASH_DEVICE void skip_hidden(const Params& params) {
+    if constexpr (kHasRightBound || kHasLeftBound || kKvLengthsBytes != 0 || kHasBlockMask) {
+#pragma unroll 1
+      for (; left > 0; step(params)) {
+        const TileRange tiles = visible_keys(params, key_stop_of(params, batch));
+        const bool seen = tiles.start <= n_block && n_block < tiles.stop;
+        if (seen && (!kHasBlockMask || pairs_left(params) != Pairs::kNone)) return;
+      }
+    }
+  }
+};
+
+CUFLASH_DEVICE Real* score_partials_of(const Params& params, u32 result, int split) {
+  return (Real*)params.score_partials + ((i64)result * params.score_splits + split) * kResultElements;
+}
+
+// Parts of a sum over a head of quantity 0 (slopes), 1 (scale) or 2 (softcap); those of the batch entries of a query
+// head, of their tiles of queries, and of the blocks that share these, are neighbours.
+CUFLASH_DEVICE Real* sums_partials_of(const Params& params, int quantity, int head, Entry batch, int m_block) {
+  const int num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
+  const i64 of_head = (i64)quantity * params.num_heads + head;
+  i64 tile = (of_head * params.batch + batch) * num_m_blocks + m_block;
+  if constexpr (kIsPacked) tile = of_head * num_m_blocks + first_place_of_queries(batch, kBlockM) + m_block;
+  return (Real*)params.sums_partials + tile * params.sums_splits;
+}
+
+// Element `index` of a tile of dbias, at the place of its first pair, where the array has it.
+template <class T>
+CUFLASH_DEVICE void store_dbias(const Params& params, const ScoreTiles& tile, int index, T value) {
+  const int row = tile.m_block * kBlockM + index / kResultColumns, key = tile.n_block * kBlockN + index % kResultColumns;
+  if ((!kSumsQueries && row >= params.seqlen_q) || (!kSumsKeys && key >= params.seqlen_k)) return;
+  const ScoreTensor& dbias = params.dbias;
+  const i64 offset = tile.batch * dbias.batch_stride + tile.head * dbias.head_stride + row * dbias.row_stride +
+                     key * dbias.key_stride;
+  if constexpr (kWide || kBiasBytes == sizeof(Real))
+    ((Real*)dbias.data)[offset] = value;
+  else
+    ((u16*)dbias.data)[offset] = (u16)ptx::pack(Element{}, value, value);
+}

@@ -1,0 +1,77 @@
+// From products q.k to scores, and from scores to the weights of the backward pass, for all elements that a lane holds.
+#pragma once
+#include "common/config.cuh"
+#include "common/exponential.cuh"
+#include "common/fragments.cuh"
+#include "common/mask.cuh"
+#include "common/params.cuh"
+#include "common/score.cuh"
+
+// The score of one pair, as an exponent; -inf where the mask hides it. `masked` says whether it may.
+CUFLASH_DEVICE Real masked_score(const Score& score, const Mask& mask, Real product, int row, int key, bool masked,
+                                 Real& derivative) {
+  Real x = score.of(product, row, key, derivative);
+  if (masked && !mask.visible(row, key)) x = -ptx::infinity();
+  return x;
+}
+
+// Scores in place of products, in n-tiles whose rows are queries: `row_of(m, i)` is the query of an element, `lane_key`
+// the key of this lane's first one. `masked` says whether some pair may be hidden: a bool, or a Constant where that is
+// known beforehand.
+template <int m_tiles, int n_tiles, class RowOf, class Masked>
+CUFLASH_DEVICE void to_scores(const Score& score, const Mask& mask, Real (&s)[m_tiles][n_tiles][4], RowOf row_of,
+                              int lane_key, Masked masked) {
+  if (kScaleInExponent && !masked) return;
+#pragma unroll
+  for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+    for (int n = 0; n < n_tiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = row_of(m, i), key = lane_key + column_in_tile(n, i);
+        Real derivative;
+        s[m][n][i] = masked_score(score, mask, s[m][n][i], row, key, masked, derivative);
+      }
+}
+
+// What makes weights of products in the backward pass, for one head: P = exp(score - lse).
+struct Weights {
+  Score score;
+  Mask mask;
+  Real exponent_scale;
+
+  CUFLASH_DEVICE Weights(const Params& params, Entry batch, int head, int key_stop)
+      : Weights(params, batch, head, key_stop, own_diagonal_of(params, batch)) {}
+  CUFLASH_DEVICE Weights(const Params& params, Entry batch, int head, int key_stop, int own_diagonal)
+      : score(params, batch, head, key_stop, own_diagonal),
+        mask(params, batch, head, key_stop, own_diagonal),
+        exponent_scale(score.exponent_scale()) {}
+
+  // The weight of one pair, and the derivative of its capped score in the scaled product (1 without softcap).
+  CUFLASH_DEVICE Real of(Real product, int row, int key, bool masked, Real exponent_lse, Real& derivative) const {
+    return warp_exponential(masked_score(score, mask, product, row, key, masked, derivative) * exponent_scale -
+                            exponent_lse);
+  }
+
+  // Hides products at once, in a branch of its own. That is possible only where a product is the score but for a
+  // positive factor; elsewhere of_hidden does it, score by score. `row_of(n, i)` and `key_of(m, i)` are the pair of an
+  // element.
+  template <int m_tiles, int n_tiles, class RowOf, class KeyOf>
+  CUFLASH_DEVICE void hide(Real (&product)[m_tiles][n_tiles][4], bool masked, RowOf row_of, KeyOf key_of) const {
+    if (kScaleInExponent && masked) {
+#pragma unroll
+      for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+        for (int n = 0; n < n_tiles; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            if (!mask.visible(row_of(n, i), key_of(m, i))) product[m][n][i] = -ptx::infinity();
+    }
+  }
+  // The weight of one pair whose product went through `hide`.
+  CUFLASH_DEVICE Real of_hidden(Real product, int row, int key, bool masked, Real exponent_lse, Real& derivative) const {
+    if constexpr (!kScaleInExponent) return of(product, row, key, masked, exponent_lse, derivative);
+    derivative = 1;
+    return warp_exponential(product * exponent_scale - exponent_lse);
+  }
+};

@@ -1,0 +1,96 @@
+// What a batch entry is made of: its queries and keys, and how they line up.
+//
+// Packed sequences (varlen) lie one after the other in the only entry of the arrays. cu_seqlens_q and cu_seqlens_k have
+// the row that each one starts with, and the row after the last one. The kernels add one more sequence, number
+// params.batch, of the rows that are left: its queries see no keys, and no query sees its keys. Starts are clamped to
+// the rows that there are, so that nothing else is touched whatever the starts are.
+#pragma once
+#include "common/config.cuh"
+#include "common/params.cuh"
+
+// The first row of a packed sequence, of `total` rows; sequence params.batch + 1 starts at `total`. There are no
+// branches, so that loads of several starts do not wait for each other.
+CUFLASH_DEVICE int start_of(const Params& params, const void* cu_seqlens, i64 stride, int total, int sequence) {
+  const int start = ((const i32*)cu_seqlens)[min_of(sequence, params.batch) * stride];
+  return min_of(max_of(start, sequence > params.batch ? total : 0), sequence > 0 ? total : 0);
+}
+
+CUFLASH_DEVICE int query_start_at(const Params& params, int sequence) {
+  return start_of(params, params.cu_seqlens_q, params.cu_seqlens_q_stride, params.seqlen_q, sequence);
+}
+CUFLASH_DEVICE int key_start_at(const Params& params, int sequence) {
+  return start_of(params, params.cu_seqlens_k, params.cu_seqlens_k_stride, params.seqlen_k, sequence);
+}
+
+// A packed sequence: where its rows start along the axis of rows, and how many there are.
+struct Sequence {
+  int index;
+  int query_start, key_start, seqlen_q, seqlen_k;
+
+  CUFLASH_DEVICE operator int() const { return index; }
+};
+
+// Thread. Four loads, none of which waits for another.
+CUFLASH_DEVICE Sequence sequence_at(const Params& params, int index) {
+  const int query_start = query_start_at(params, index), query_stop = query_start_at(params, index + 1);
+  const int key_start = key_start_at(params, index), key_stop = key_start_at(params, index + 1);
+  return {index, query_start, key_start, at_least_zero(query_stop - query_start), at_least_zero(key_stop - key_start)};
+}
+// Warp. That of lane `lane`.
+CUFLASH_DEVICE Sequence sequence_of_lane(const Sequence& own, u32 lane) {
+  const auto of_lane = [&](int value) { return (int)ptx::shuffle((u32)value, lane); };
+  return {of_lane(own.index), of_lane(own.query_start), of_lane(own.key_start), of_lane(own.seqlen_q),
+          of_lane(own.seqlen_k)};
+}
+
+// A batch entry. Unless sequences are packed, its index says everything.
+using Entry = Either<kIsPacked, Sequence, int>::Type;
+
+CUFLASH_DEVICE Entry entry_at(const Params& params, int index) {
+  if constexpr (kIsPacked) return sequence_at(params, index);
+  return {index};
+}
+
+// Where its rows start along the axis of rows, and how many they are.
+CUFLASH_DEVICE int query_start_of(int) { return 0; }
+CUFLASH_DEVICE int query_start_of(const Sequence& batch) { return batch.query_start; }
+CUFLASH_DEVICE int key_start_of(int) { return 0; }
+CUFLASH_DEVICE int key_start_of(const Sequence& batch) { return batch.key_start; }
+CUFLASH_DEVICE int seqlen_q_of(const Params& params, int) { return params.seqlen_q; }
+CUFLASH_DEVICE int seqlen_q_of(const Params&, const Sequence& batch) { return batch.seqlen_q; }
+CUFLASH_DEVICE int seqlen_k_of(const Params& params, int) { return params.seqlen_k; }
+CUFLASH_DEVICE int seqlen_k_of(const Params&, const Sequence& batch) { return batch.seqlen_k; }
+// Which entry of the arrays it is in.
+CUFLASH_DEVICE int entry_of(Entry batch) { return kIsPacked ? 0 : batch; }
+// Whether it is the rows that belong to no sequence.
+CUFLASH_DEVICE bool is_left_over(const Params& params, Entry batch) { return kIsPacked && batch == params.batch; }
+
+// Keys [0, key_stop) exist: all, or less where kv_lengths says so.
+CUFLASH_DEVICE int key_stop_of(const Params& params, Entry batch) {
+  if constexpr (kIsPacked) return is_left_over(params, batch) ? 0 : seqlen_k_of(params, batch);
+  if constexpr (kKvLengthsBytes == 0) return params.seqlen_k;
+  i64 length;
+  if constexpr (kKvLengthsBytes == 8)
+    length = ((const i64*)params.kv_lengths)[batch * params.kv_lengths_stride];
+  else
+    length = ((const i32*)params.kv_lengths)[batch * params.kv_lengths_stride];
+  return length < 0 ? 0 : length < params.seqlen_k ? (int)length : params.seqlen_k;
+}
+// Whether tiles of keys may hold other rows after key_stop. Their weights are 0, but 0 times what lies there may be
+// NaN.
+constexpr bool kHidesLastKeys = kKvLengthsBytes != 0 || kIsPacked;
+
+// What the diagonal of a batch entry adds to params.diagonal, right_offset and left_offset, which are those of seqlen_k
+// keys, or of no particular sequence.
+CUFLASH_DEVICE int own_diagonal_of(const Params& params, Entry batch) {
+  if constexpr (kAlignsEnds) return seqlen_k_of(params, batch) - seqlen_q_of(params, batch);
+  if constexpr (kFollowsLengths) return key_stop_of(params, batch) - params.seqlen_k;
+  return 0;
+}
+// Query i sees keys up to i + right_offset, and from i + left_offset on.
+CUFLASH_DEVICE int right_offset_of(const Params& params, Entry batch) {
+  return params.right_offset + own_diagonal_of(params, batch);
+}
+CUFLASH_DEVICE int left_offset_of(const Params& params, Entry batch) {
+  return params.left_offset + own_diagonal_of(params, batch);
+}

@@ -1,0 +1,151 @@
+// The online softmax over the rows of an accumulator tile (Milakov and Gimelshein 2018; FlashAttention, Algorithm 1).
+#pragma once
+#include "common/exponential.cuh"
+
+// How far a row's maximum may exceed the offset of its exponents. The exponential of a wide number around 0 is the most
+// accurate one: float32 follows the maximum at once, float64 before the rounding of exponents grows.
+constexpr float kMaxGrowth = kElementBytes == 8 ? 1.0f : kWide ? 0.0f : 8.0f;
+
+// Statistics of the 2 m_tiles rows that a lane holds.
+template <int m_tiles>
+struct OnlineSoftmax {
+  Real offset[m_tiles][2];   // what exponents are taken relative to; -inf while no key was visible
+  Real row_sum[m_tiles][2];  // of this lane's columns only, until `finish`
+
+  CUFLASH_DEVICE OnlineSoftmax() {
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) offset[m][half] = -ptx::infinity(), row_sum[m][half] = 0;
+  }
+
+  // Takes in a tile of scores and leaves the exponential of exponent_scale score - offset in its place.
+  //
+  // The offset follows the row's maximum only when it falls behind by more than kMaxGrowth in some row of the warp;
+  // what was summed so far is then rescaled. Until then exponentials exceed 1, to 2^kMaxGrowth, which no floating-point
+  // format minds, and both sums stay relative to one offset, so the result is exact.
+  template <int n_tiles, int out_tiles>
+  CUFLASH_DEVICE void update(Real (&score)[m_tiles][n_tiles][4], Real (&out)[m_tiles][out_tiles][4],
+                             Real exponent_scale) {
+    raise_offsets(score, exponent_scale, [&](int m, int half, Real factor) {
+#pragma unroll
+      for (int n = 0; n < out_tiles; ++n) out[m][n][2 * half] *= factor, out[m][n][2 * half + 1] *= factor;
+    });
+    exponentiate(score, exponent_scale, row_sum);
+  }
+
+  // The offsets of `update`, for an output that is still being summed: when true, `rescale` it by `factor` later.
+  template <int n_tiles>
+  CUFLASH_DEVICE bool update(const Real (&score)[m_tiles][n_tiles][4], Real (&factor)[m_tiles][2], Real exponent_scale) {
+    return raise_offsets(score, exponent_scale, [&](int m, int half, Real f) { factor[m][half] = f; });
+  }
+
+  template <int out_tiles>
+  CUFLASH_DEVICE static void rescale(Real (&out)[m_tiles][out_tiles][4], const Real (&factor)[m_tiles][2]) {
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int n = 0; n < out_tiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[m][n][i] *= factor[m][i / 2];
+  }
+
+  // Leaves the exponentials in place of the scores and adds this lane's to `sum`.
+  template <int n_tiles>
+  CUFLASH_DEVICE void exponentiate(Real (&score)[m_tiles][n_tiles][4], Real exponent_scale,
+                                   Real (&sum)[m_tiles][2]) const {
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // While nothing is visible, exponents are taken relative to 0, and are 0.
+        const Real finite_offset = offset[m][half] == -ptx::infinity() ? 0 : offset[m][half];
+        Real tile_sum = 0;  // of wide elements: the fewer numbers are added in a row, the smaller the error
+#pragma unroll
+        for (int n = 0; n < n_tiles; ++n)
+#pragma unroll
+          for (int i = 2 * half; i < 2 * half + 2; ++i) {
+            score[m][n][i] = warp_exponential(score[m][n][i] * exponent_scale - finite_offset);
+            (kWide ? tile_sum : sum[m][half]) += score[m][n][i];
+          }
+        if constexpr (kWide) sum[m][half] += tile_sum;
+      }
+  }
+
+  // Sums the lanes of each row.
+  CUFLASH_DEVICE void finish() {
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        row_sum[m][half] += ptx::shuffle_xor(row_sum[m][half], 1);
+        row_sum[m][half] += ptx::shuffle_xor(row_sum[m][half], 2);
+      }
+  }
+
+  // Adds to each row, after `finish`, one more key whose value is zero, and whose score is the exponent sink(m, half).
+  template <int out_tiles, typename Sink>
+  CUFLASH_DEVICE void add_sinks(Real (&out)[m_tiles][out_tiles][4], Sink sink) {
+    Real factor[m_tiles][2];
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const Real exponent = sink(m, half);
+        factor[m][half] = raise_offset(m, half, exponent);
+        if (exponent != -ptx::infinity()) row_sum[m][half] += exponential(exponent - offset[m][half]);
+      }
+    rescale(out, factor);
+  }
+
+  // Factor of the output row: 1 / sum; 0 for a row that saw no key.
+  CUFLASH_DEVICE Real inverse_sum(int m, int half) const {
+    return row_sum[m][half] == 0 ? 0 : 1 / row_sum[m][half];
+  }
+
+  // Natural logarithm of the sum of exponentials; -inf for a row that saw no key.
+  CUFLASH_DEVICE Real log_sum_exp(int m, int half) const {
+    if (row_sum[m][half] == 0) return -ptx::infinity();
+    if constexpr (kWide) return (Real)(offset[m][half] + natural_log(row_sum[m][half]));
+    return (offset[m][half] + ptx::log2_approx(row_sum[m][half])) * kLn2;
+  }
+
+ private:
+  // Lets the offsets follow the maxima of a tile of scores, and says if they had to: then for every row what was summed
+  // before takes a factor, which `rescale_row(m, half, factor)` learns.
+  template <int n_tiles, typename RescaleRow>
+  CUFLASH_DEVICE bool raise_offsets(const Real (&score)[m_tiles][n_tiles][4], Real exponent_scale, RescaleRow rescale_row) {
+    Real tile_max[m_tiles][2];
+    bool grows = false;
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        Real max = max_of(score[m][0][2 * half], score[m][0][2 * half + 1]);
+#pragma unroll
+        for (int n = 1; n < n_tiles; ++n) max = max_of(max, max_of(score[m][n][2 * half], score[m][n][2 * half + 1]));
+        max = max_of(max, ptx::shuffle_xor(max, 1));
+        max = max_of(max, ptx::shuffle_xor(max, 2));
+        tile_max[m][half] = ptx::multiply(max, exponent_scale);
+        grows = grows || tile_max[m][half] > offset[m][half] + kMaxGrowth;
+      }
+    if (!ptx::any_lane(grows)) return false;
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const Real factor = raise_offset(m, half, tile_max[m][half]);
+        rescale_row(m, half, factor);
+      }
+    return true;
+  }
+
+  // Lets the offset of a row follow an exponent. What was summed before takes the factor that it returns.
+  CUFLASH_DEVICE Real raise_offset(int m, int half, Real exponent) {
+    const Real old = offset[m][half];
+    offset[m][half] = max_of(old, exponent);
+    const Real factor = old == -ptx::infinity() ? 0 : exponential(old - offset[m][half]);
+    row_sum[m][half] *= factor;
+    return factor;
+  }
+};

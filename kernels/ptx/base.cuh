@@ -1,0 +1,339 @@
+// The only place, with the other headers of this folder, for inline PTX and for everything else that only a GPU has:
+// thread and block indices, shared memory, barriers, shuffles, atomics. Kernels call these functions and contain none
+// of it themselves, so the same kernels also compile as plain C++ for the CPU: CUFLASH_EMULATION then names a header
+// with the same functions.
+//
+// One instruction per function. Each says its scope (thread, warp, block) and its section of the PTX ISA manual (9.7).
+// Shared-memory addresses are u32 offsets of the shared window.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef int i32;
+typedef long long i64;
+
+// A tag of the element type chooses the instruction; 16-bit elements travel as bits.
+struct Float16 {};
+struct BFloat16 {};
+struct Float32 {};
+struct Float64 {};
+
+struct alignas(16) Bytes16 {
+  u32 word[4];
+};
+
+#ifdef CUFLASH_EMULATION
+#include CUFLASH_EMULATION
+#else
+
+#define CUFLASH_DEVICE __device__ __forceinline__
+
+// Programmatic dependent launch (PDL): the blocks of a kernel that overlaps the previous one may start before that one
+// has ended. They wait here until it has ended and all that it wrote can be seen. Every thread of every kernel does so
+// first, hence all kernels before the previous one have ended as well.
+#if CUFLASH_OVERLAPS_PREVIOUS
+#define CUFLASH_WAIT_FOR_PREVIOUS asm volatile("griddepcontrol.wait;" ::: "memory");
+#else
+#define CUFLASH_WAIT_FOR_PREVIOUS
+#endif
+
+// Defines the kernel `name`: `body(params)`, `threads` threads a block, at least `min_blocks` blocks a multiprocessor.
+#define CUFLASH_DEFINE_KERNEL(name, Params, threads, min_blocks, body)                                       \
+  extern "C" __global__ void __launch_bounds__(threads, min_blocks) name(const __grid_constant__ Params params) { \
+    CUFLASH_WAIT_FOR_PREVIOUS                                                                           \
+    body(params);                                                                                            \
+  }
+
+namespace ptx {
+
+// ---- Indices ------------------------------------------------------------------------------------------------------
+CUFLASH_DEVICE u32 thread_index() { return threadIdx.x; }
+CUFLASH_DEVICE u32 block_index() { return blockIdx.x; }
+
+// ---- Shared memory ------------------------------------------------------------------------------------------------
+// Address of the block's dynamic shared memory, aligned to 1024 bytes.
+CUFLASH_DEVICE u32 dynamic_shared() {
+  extern __shared__ __align__(1024) u8 storage[];
+  return (u32)__cvta_generic_to_shared(storage);
+}
+
+// Thread. ld.shared / st.shared (9.7.9.8, 9.7.9.11); the address is aligned to the size of the access.
+CUFLASH_DEVICE void load_shared_f32x4(u32 address, float (&value)[4]) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value[0]), "=f"(value[1]), "=f"(value[2]), "=f"(value[3])
+               : "r"(address)
+               : "memory");
+}
+CUFLASH_DEVICE void store_shared_f32x4(u32 address, const float (&value)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value[0]), "f"(value[1]), "f"(value[2]),
+               "f"(value[3])
+               : "memory");
+}
+CUFLASH_DEVICE void load_shared(u32 address, float& value) {
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+}
+CUFLASH_DEVICE void load_shared(u32 address, double& value) {
+  asm volatile("ld.shared.f64 %0, [%1];" : "=d"(value) : "r"(address) : "memory");
+}
+CUFLASH_DEVICE u16 load_shared_b16(u32 address) {
+  u16 value;
+  asm volatile("ld.shared.b16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
+  return value;
+}
+CUFLASH_DEVICE Bytes16 load_shared_b128(u32 address) {
+  Bytes16 value;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.word[0]), "=r"(value.word[1]), "=r"(value.word[2]), "=r"(value.word[3])
+               : "r"(address)
+               : "memory");
+  return value;
+}
+CUFLASH_DEVICE void store_shared_b128(u32 address, const Bytes16& value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.word[0]), "r"(value.word[1]),
+               "r"(value.word[2]), "r"(value.word[3])
+               : "memory");
+}
+// Neighbours, aligned to their common size.
+CUFLASH_DEVICE void load_shared_x2(u32 address, float (&value)[2]) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value[0]), "=f"(value[1]) : "r"(address) : "memory");
+}
+CUFLASH_DEVICE void load_shared_x2(u32 address, double (&value)[2]) {
+  asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];" : "=d"(value[0]), "=d"(value[1]) : "r"(address) : "memory");
+}
+CUFLASH_DEVICE void store_shared_x2(u32 address, const float (&value)[2]) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value[0]), "f"(value[1]) : "memory");
+}
+CUFLASH_DEVICE void store_shared_x2(u32 address, const double (&value)[2]) {
+  asm volatile("st.shared.v2.f64 [%0], {%1, %2};" ::"r"(address), "d"(value[0]), "d"(value[1]) : "memory");
+}
+CUFLASH_DEVICE void store_shared_b16(u32 address, u16 value) {
+  asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
+}
+CUFLASH_DEVICE void store_shared_b32(u32 address, u32 value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+// ---- Barriers and shuffles ----------------------------------------------------------------------------------------
+// Block. barrier.sync 0 (9.7.13.1): every thread arrives at the same call.
+CUFLASH_DEVICE void sync_block() { __syncthreads(); }
+
+// Warp. bar.warp.sync (9.7.13.2): what a lane did before it, the others see after it.
+CUFLASH_DEVICE void sync_warp() { __syncwarp(); }
+
+// Warp. shfl.sync.bfly (9.7.9.6): the value of the lane whose index differs in the bits of `lane_mask`.
+CUFLASH_DEVICE float shuffle_xor(float value, u32 lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
+CUFLASH_DEVICE double shuffle_xor(double value, u32 lane_mask) {
+  return __shfl_xor_sync(0xffffffffu, value, lane_mask);
+}
+
+// Warp. shfl.sync.idx (9.7.9.6): the value of lane `lane` modulo 32.
+CUFLASH_DEVICE double shuffle(double value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
+CUFLASH_DEVICE u32 shuffle(u32 value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
+
+// Warp. vote.sync.any (9.7.13.9): whether `predicate` holds in any lane.
+CUFLASH_DEVICE bool any_lane(bool predicate) { return __any_sync(0xffffffffu, predicate); }
+// Warp. vote.sync.ballot (9.7.13.9): bit i says whether `predicate` holds in lane i.
+CUFLASH_DEVICE u32 ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
+
+// ---- Asynchronous copies ------------------------------------------------------------------------------------------
+// Thread. cp.async (9.7.9.25.3.1): `bytes` (4, 8 or 16) to shared memory, the first `source_bytes` of them read from
+// global memory at `source` + `offset` bytes, the rest zeros. With 0 source bytes nothing is read. Both addresses are
+// aligned to `bytes`. The offset is part of the instruction and takes no register.
+template <int bytes, int offset>
+CUFLASH_DEVICE void copy_async(u32 destination, const void* source, u32 source_bytes) {
+  if constexpr (bytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1 + %2], 16, %3;" ::"r"(destination), "l"(source), "n"(offset),
+                 "r"(source_bytes)
+                 : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1 + %2], %3, %4;" ::"r"(destination), "l"(source), "n"(offset),
+                 "n"(bytes), "r"(source_bytes)
+                 : "memory");
+}
+// Thread. cp.async.commit_group (9.7.9.25.3.2): closes the group of the copies issued since the last one.
+CUFLASH_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Thread. cp.async.wait_group (9.7.9.25.3.3): until at most `pending` of this thread's newest groups are in flight.
+template <int pending>
+CUFLASH_DEVICE void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+// ---- Matrix fragments ---------------------------------------------------------------------------------------------
+// Warp. ldmatrix (9.7.14.5.15): four 8x8 matrices of 16-bit elements; lane 8i + r passes the address of row r of matrix
+// i (16-byte aligned) and receives in fragment[i] the elements (lane / 4, 2 (lane % 4)) and the one right of it.
+CUFLASH_DEVICE void load_matrix_x4(u32 (&fragment)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(address)
+               : "memory");
+}
+// The same with each matrix transposed.
+CUFLASH_DEVICE void load_matrix_x4_transposed(u32 (&fragment)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(address)
+               : "memory");
+}
+
+// Warp. mma.sync.m16n8k16 (9.7.14.5.8): d += a b, float32 accumulation. With g = lane / 4 and t = lane % 4:
+// a[0..3] hold rows g, g+8, g, g+8 at columns 2t, 2t, 2t+8, 2t+8; b0, b1 hold rows 2t, 2t+8 (k) of column g;
+// d[0..3] are (g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1).
+CUFLASH_DEVICE void mma_m16n8k16(Float16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+CUFLASH_DEVICE void mma_m16n8k16(BFloat16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Warp. mma.sync.m16n8k8 (9.7.14.5.6, 9.7.14.5.7): d += a b. a[0..3] hold rows g, g+8, g, g+8 at columns t, t, t+4,
+// t+4; b0, b1 hold rows t, t+4 (k) of column g; d as above. TF32 operands are float32 bits, of which the first 19
+// count; sums are float32, cut off rather than rounded.
+CUFLASH_DEVICE void mma_m16n8k8(float (&d)[4], const float (&a)[4], float b0, float b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
+        "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+// Warp. mma.sync.m16n8k16 of float64 (9.7.14.5): a[i] and b[i] hold columns and rows 8 i to 8 i + 7, each as above.
+// Every product is rounded. Before sm_90, eight m8n8k4.
+CUFLASH_DEVICE void mma_m16n8k16(double (&d)[4], const double (&a)[2][4], const double (&b)[2][2]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7, %8, %9, %10, %11}, "
+      "{%12, %13, %14, %15}, {%0, %1, %2, %3};"
+      : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
+      : "d"(a[0][0]), "d"(a[0][1]), "d"(a[0][2]), "d"(a[0][3]), "d"(a[1][0]), "d"(a[1][1]), "d"(a[1][2]),
+        "d"(a[1][3]), "d"(b[0][0]), "d"(b[0][1]), "d"(b[1][0]), "d"(b[1][1]));
+#else
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                 : "+d"(d[i % 2 * 2]), "+d"(d[i % 2 * 2 + 1])
+                 : "d"(a[i / 4][i % 4]), "d"(b[i / 4][i / 2 % 2]));
+#endif
+}
+
+// ---- Arithmetic ---------------------------------------------------------------------------------------------------
+// Thread. ex2.approx.ftz (9.7.3.21): 2^x to 2 ulp; results under 2^-126 are 0, 2^-inf is 0.
+CUFLASH_DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// Thread. lg2.approx (9.7.3.20): log2(x) to an absolute error of 2^-22 near 1, else 2 ulp.
+CUFLASH_DEVICE float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// Thread. mul.rn (9.7.3.4): the rounded product, never fused into a sum.
+CUFLASH_DEVICE float multiply(float x, float y) {
+  float z;
+  asm("mul.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+CUFLASH_DEVICE double multiply(double x, double y) {
+  double z;
+  asm("mul.rn.f64 %0, %1, %2;" : "=d"(z) : "d"(x), "d"(y));
+  return z;
+}
+// Thread. cvt.rn (9.7.9.22): two float32 rounded to nearest even; `low` lands in the low half.
+CUFLASH_DEVICE u32 pack(Float16, float low, float high) {
+  u32 bits;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
+}
+CUFLASH_DEVICE u32 pack(BFloat16, float low, float high) {
+  u32 bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
+}
+// Thread. cvt (9.7.9.22): one 16-bit element as float32, exactly.
+CUFLASH_DEVICE float to_float32(Float16, u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+CUFLASH_DEVICE float to_float32(BFloat16, u16 bits) { return __uint_as_float((u32)bits << 16); }
+// Thread. cvt.rna.tf32 (9.7.9.22): to nearest, ties away from zero.
+CUFLASH_DEVICE float round_to_tf32(float x) {
+  u32 bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+  return __uint_as_float(bits);
+}
+// Thread. clz (9.7.1.19): how many bits are 0 above the highest one that is 1; 32 of 0.
+CUFLASH_DEVICE u32 leading_zeros(u32 bits) { return __clz(bits); }
+// Thread. mov.b32 and mov.b64 (9.7.9.2): bits as they are.
+CUFLASH_DEVICE u32 bits_of(float x) { return __float_as_uint(x); }
+CUFLASH_DEVICE u64 bits_of(double x) { return (u64)__double_as_longlong(x); }
+CUFLASH_DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
+CUFLASH_DEVICE double double_of(u64 bits) { return __longlong_as_double((i64)bits); }
+CUFLASH_DEVICE float infinity() { return __int_as_float(0x7f800000); }
+
+// ---- Reductions in global memory ----------------------------------------------------------------------------------
+// Thread. red.global.add.f32 (9.7.13.7): order between threads is not defined.
+CUFLASH_DEVICE void reduce_add(float* address, float value) {
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
+}
+CUFLASH_DEVICE void reduce_add(double* address, double value) {
+  asm volatile("red.global.add.f64 [%0], %1;" ::"l"(address), "d"(value) : "memory");
+}
+// Thread. red.global.add.v4.f32 (9.7.13.7): four neighbours at a 16-byte aligned address; before sm_90, four
+// reductions.
+CUFLASH_DEVICE void reduce_add_x4(float* address, const float (&value)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(value[0]), "f"(value[1]),
+               "f"(value[2]), "f"(value[3])
+               : "memory");
+#else
+  for (int i = 0; i < 4; ++i) reduce_add(address + i, value[i]);
+#endif
+}
+
+// Thread. At least so many cycles of its multiprocessor's clock (10, %clock).
+template <u32 cycles>
+CUFLASH_DEVICE void pause() {
+  if constexpr (cycles > 0) {
+    u32 start, now;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(start)::"memory");
+    do asm volatile("mov.u32 %0, %%clock;" : "=r"(now)::"memory");
+    while (now - start < cycles);
+  }
+}
+
+// ---- Counts and turns of blocks -----------------------------------------------------------------------------------
+// A block may wait only for blocks with a lower index. Devices start blocks in the order of their index, so those run
+// or are done. The first of them waits for no other, and so all of them end.
+
+// Thread. ld.acquire.gpu (9.7.9.8) until so many threads have counted: what they stored before is in memory.
+CUFLASH_DEVICE void wait_for_count(const u32* counter, u32 count) {
+  u32 counted;
+  do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(counted) : "l"(counter) : "memory");
+  while (counted != count);
+}
+// Thread. red.release.gpu.add (9.7.13.7): what this thread, and those it has met at a barrier, stored so far comes
+// before.
+CUFLASH_DEVICE void add_to_count(u32* counter) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+// Floating-point sums that several blocks add to depend on the order of the blocks. Where they must not, blocks take
+// turns: a counter says how many have added, and one thread of each block counts.
+CUFLASH_DEVICE void wait_for_turn(const u32* turns, u32 turn) { wait_for_count(turns, turn); }
+CUFLASH_DEVICE void end_turn(u32* turns) { add_to_count(turns); }
+
+}  // namespace ptx
+
+#endif  // CUFLASH_EMULATION

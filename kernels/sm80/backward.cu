@@ -1,0 +1,261 @@
+// Backward pass on mma.sync tensor cores (compute capability 8.0 and later): FlashAttention-2, Algorithm 2, transposed.
+//
+//   P' = exp(K Q' - lse)    dP' = V dO'    dS' = P' * (dP' - delta)
+//   dV = P' dO              dK = dS' Q     dQ += dS K                       (X' is X transposed; rows of X' are keys)
+//
+// A block owns kBlockN keys of one key/value head and walks over the tiles of queries, and over the query heads that
+// share its keys. With rows of P' and dS' being keys, a warp's own fragments are the operands of dV and dK; only dS
+// goes through shared memory, for dQ. At large head dimensions a warp cannot hold its rows of dK and dV: kWarpsD warps
+// then share the rows, each with a slice of the queries of P' and dS' (some with none if the tile has too few) and a
+// slice of the columns of dK and dV, and both P' and dS' go through shared memory.
+#include "common/config.cuh"
+#include "common/dropout.cuh"
+#include "common/operands.cuh"
+#include "common/params.cuh"
+#include "common/query_walk.cuh"
+#include "common/schedule.cuh"
+#include "common/scores.cuh"
+#include "sm80/backward_warps.cuh"
+#include "sm80/copy.cuh"
+#include "sm80/mma.cuh"
+
+constexpr bool kOwnOperands = kWarpsD == 1;           // P' and dS' reach dV and dK in registers
+constexpr bool kNeedsDs = kNeedsDk || kDqByReduction;     // dV alone is made of P'
+constexpr int kQueryTiles = kBlockM / (8 * kWarpsQ);      // n-tiles of 8 queries of P' and dS' of a warp
+constexpr int kRow = row_bytes(kDim);
+constexpr int kRowV = row_bytes(kDimV);
+constexpr int kRowS = row_bytes(kBlockM);
+static_assert(kKeyTiles * 16 * kWarpsN == kBlockN, "every warp owns the same number of whole fragments");
+static_assert(kNumStages == 1 || kNumStages == 2, "at most one tile of queries arrives while another is used");
+
+// Shared memory: K, V, the ring of Q, dO and row statistics, two buffers of dS' (one when P' needs one too).
+constexpr u32 kBytesK = tile_bytes(kBlockN, kDim);
+constexpr u32 kBytesV = tile_bytes(kBlockN, kDimV);
+constexpr u32 kBytesQ = tile_bytes(kBlockM, kDim);
+constexpr u32 kBytesDo = tile_bytes(kBlockM, kDimV);
+constexpr int kRealsOf16Bytes = 16 / sizeof(Real);
+constexpr u32 kBytesStats = kBlockM * 2 * sizeof(Real);
+constexpr u32 kBytesS = tile_bytes(kBlockN, kBlockM);
+constexpr u32 kBytesStage = kBytesQ + kBytesDo + kBytesStats;
+static_assert(kBytesK + kBytesV + kNumStages * kBytesStage + 2 * kBytesS == CUFLASH_SHARED_BYTES,
+              "shared memory differs from the plan");
+
+// (lse, delta) of two neighbouring queries.
+CUFLASH_DEVICE void load_stats(u32 address, float (&stats)[4]) { ptx::load_shared_f32x4(address, stats); }
+CUFLASH_DEVICE void load_stats(u32 address, double (&stats)[4]) {
+  load_pair(address, stats[0], stats[1]);
+  load_pair(address + 16, stats[2], stats[3]);
+}
+
+template <class T>
+CUFLASH_DEVICE void add_to_accumulator(T* accumulator, int n_tile, const T (&value)[4]) {
+  if constexpr (kReducesFour) {
+    ptx::reduce_add_x4(accumulator + accumulator_offset(n_tile, 0), value);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) ptx::reduce_add(accumulator + accumulator_offset(n_tile, i), value[i]);
+  }
+}
+
+CUFLASH_DEVICE void backward(const Params& params) {
+  const int num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN);
+  const int num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
+  const int splits = kSplitsGroup ? params.group_splits : 1;
+  const Work work = schedule_keys(params, ptx::block_index(), params.num_heads_kv * splits, params.head_section, false);
+  if (!has_keys(params, work)) return;
+  const int n_block = work.block, head_kv = work.head / splits, split = work.head % splits;
+  const Entry batch = work.batch;
+  const int first_key = n_block * kBlockN, seqlen_q = seqlen_q_of(params, batch);
+  const int key_stop = key_stop_of(params, batch);
+  const int group = params.num_heads / params.num_heads_kv;
+  const int first_head = head_kv * group + group * split / splits;
+  const int stop_head = head_kv * group + group * (split + 1) / splits;
+  QueryTiles tiles;
+  const int num_steps = find_queries(params, work, first_head, stop_head, key_stop, tiles);
+
+  const u32 s_k = ptx::dynamic_shared(), s_v = s_k + kBytesK, s_ring = s_v + kBytesV;
+  const u32 s_ds = s_ring + kNumStages * kBytesStage;  // buffer 1 holds P' unless kOwnOperands
+  const int warp_n = warp_index() / kWarpsD, warp_d = warp_index() % kWarpsD;
+  const int warp_key = warp_n * 16 * kKeyTiles;
+
+  const auto row_tile = [&](const Walk& at) { return m_tile_of(params, num_m_blocks, batch, at.head, at.m_block); };
+  const auto load_queries = [&](const Walk& at, int stage) {
+    const u32 s_q = s_ring + stage * kBytesStage, s_do = s_q + kBytesQ, s_stats = s_do + kBytesDo;
+    const int first_row = at.m_block * kBlockM;
+    load_tile<kBlockM, kHeadDim>(s_q, queries_of(params.q, batch, at.head), params.q.row_stride, first_row,
+                                 seqlen_q);
+    load_tile<kBlockM, kHeadDimV>(s_do, queries_of(params.dout, batch, at.head), params.dout.row_stride,
+                                  first_row, seqlen_q);
+    const int thread = ptx::thread_index();
+    if (thread < (int)kBytesStats / 16)
+      ptx::copy_async<16, 0>(s_stats + thread * 16,
+                             stats_of(params, batch, at.head) + first_row * 2 + thread * kRealsOf16Bytes, 16);
+  };
+
+  // K and V arrive with the first tile of queries.
+  Walk current = Walk::first(tiles, first_head);
+  Walk next = current;
+  load_tile<kBlockN, kHeadDim>(s_k, keys_of(params, params.k, batch, head_kv), params.k.row_stride, first_key, key_stop);
+  load_tile<kBlockN, kHeadDimV>(s_v, keys_of(params, params.v, batch, head_kv), params.v.row_stride, first_key, key_stop);
+#pragma unroll
+  for (int i = 0; i < kNumStages; ++i) {
+    if (i < num_steps) load_queries(next, i), next.advance(tiles);
+    ptx::copy_async_commit();
+  }
+
+  Real dk[kKeyTiles][kColumnTiles][4], dv[kKeyTiles][kColumnTilesV][4];
+  set_zero(dk);
+  set_zero(dv);
+
+  ptx::copy_async_wait<kNumStages - 1>();
+  ptx::sync_block();
+
+#pragma unroll 1
+  for (int step = 0; step < num_steps; ++step) {
+    const int stage = step % kNumStages;
+    const u32 s_q = s_ring + stage * kBytesStage, s_do = s_q + kBytesQ, s_stats = s_do + kBytesDo;
+    const u32 s_ds_now = s_ds + (kOwnOperands ? step % 2 * kBytesS : 0), s_p = s_ds + kBytesS;
+    const int first_row = current.m_block * kBlockM;
+
+    const bool has_queries = kWarpsQ == kWarpsD || warp_d < kWarpsQ;
+    Real p[kKeyTiles][kQueryTiles][4], ds[kKeyTiles][kQueryTiles][4];
+    if (has_queries) {
+      // P' and dP' before the softmax.
+      set_zero(p);
+      {
+        const RowMajorA<kRow> a(s_k, warp_key);
+        const ColumnMajorB<kRow, kWarpsQ> b(s_q, warp_d);
+        multiply<kDim / kStep>(p, a, b);
+      }
+      set_zero(ds);
+      if constexpr (kNeedsDs) {
+        const RowMajorA<kRowV> a(s_v, warp_key);
+        const ColumnMajorB<kRowV, kWarpsQ> b(s_do, warp_d);
+        multiply<kDimV / kStep>(ds, a, b);
+      }
+
+      // P' = exp(score - lse), dS' = P' (dP' - delta).
+      {
+        const Weights weights(params, batch, current.head, key_stop);
+        const Dropout dropout(params, batch, current.head);
+        const Real kept_scale = kept_scale_of(params);
+        const bool masked = current.needs_mask(tiles);
+        const int lane_key = first_key + warp_key + fragment_row();
+        const int lane_query = first_row + fragment_column();
+        const auto row_of = [&](int n, int i) { return lane_query + column_of<kWarpsQ>(warp_d, n) + i % 2; };
+        const auto key_of = [&](int m, int i) { return lane_key + 16 * m + row_in_tile(i); };
+        weights.hide(p, masked, row_of, key_of);
+        [[maybe_unused]] KeptWeights<true> kept[kKeyTiles];
+#pragma unroll
+        for (int n = 0; n < kQueryTiles; ++n) {
+          Real stats[4];  // lse and delta of this lane's two queries
+          load_stats(s_stats + (column_of<kWarpsQ>(warp_d, n) + fragment_column()) * 2 * sizeof(Real), stats);
+#pragma unroll
+          for (int m = 0; m < kKeyTiles; ++m) {
+            if (kHasDropout && n % 2 == 0) kept[m] = dropout.transposed(row_of(n, 0), key_of(m, 0));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const Real exponent_lse = stats[i % 2 * 2], delta = stats[i % 2 * 2 + 1];
+              const bool keeps = !kHasDropout || kept[m].keeps(n, i);
+              Real derivative;
+              p[m][n][i] =
+                  weights.of_hidden(p[m][n][i], row_of(n, i), key_of(m, i), masked, exponent_lse, derivative);
+              ds[m][n][i] = gradient_of(p[m][n][i], ds[m][n][i], keeps, kept_scale, delta) * derivative;
+              p[m][n][i] = keeps ? p[m][n][i] : 0;
+            }
+          }
+        }
+      }
+    }
+
+    const RowMajorB<kRowV, kWarpsD> operand_do(s_do, warp_d);
+    const RowMajorB<kRow, kWarpsD> operand_q(s_q, warp_d);
+    const auto one = [](int, int) { return 1.0f; };
+    if constexpr (kOwnOperands) {
+      if constexpr (kNeedsDv)
+        add_product<kBlockM / kStep>(dv, [&](int m, int k, Fragment& a) { to_operand(p[m], k, a); }, operand_do);
+      if constexpr (kDqByReduction) store_fragments<Order::kPlain, kRowS, 1>(s_ds_now, warp_key, 0, ds, one);
+      if constexpr (kNeedsDk)
+        add_product<kBlockM / kStep>(dk, [&](int m, int k, Fragment& a) { to_operand(ds[m], k, a); }, operand_q);
+    } else {
+      if (has_queries) {
+        if constexpr (kNeedsDv) store_fragments<Order::kPlain, kRowS, kWarpsQ>(s_p, warp_key, warp_d, p, one);
+        if constexpr (kNeedsDs) store_fragments<Order::kPlain, kRowS, kWarpsQ>(s_ds_now, warp_key, warp_d, ds, one);
+      }
+      ptx::sync_block();
+      const RowMajorA<kRowS> a_p(s_p, warp_key), a_ds(s_ds_now, warp_key);
+      if constexpr (kNeedsDv) add_product<kBlockM / kStep>(dv, a_p, operand_do);
+      if constexpr (kNeedsDk) add_product<kBlockM / kStep>(dk, a_ds, operand_q);
+    }
+
+    // dQ of this tile pair; its dS is complete after the barrier that also ends the use of this stage when
+    // kOwnOperands, and is complete already otherwise.
+    const auto add_dq = [&]() {
+      if constexpr (kDqByReduction) {
+        const int dq_warp_m = warp_index() / kDqWarpsD, dq_warp_d = warp_index() % kDqWarpsD;
+        const ColumnMajorA<kRowS> a(s_ds_now, dq_warp_m * kDqMTiles);
+        const RowMajorB<kRow, kDqWarpsD> b(s_k, dq_warp_d);
+        Real dq[kDqMTiles][kDqNTiles][4];
+        set_zero(dq);
+        multiply<kBlockN / kStep>(dq, a, b);
+        Real* accumulator = (Real*)params.dq_accumulator + row_tile(current) * (kBlockM * kDim);
+#pragma unroll
+        for (int m = 0; m < kDqMTiles; ++m)
+#pragma unroll
+          for (int n = 0; n < kDqNTiles; ++n)
+            add_to_accumulator(accumulator, m * kDqNTiles + n, dq[m][n]);
+      }
+    };
+    if constexpr (!kOwnOperands) add_dq();
+    if constexpr (kNumStages == 2) ptx::copy_async_wait<0>();
+    ptx::sync_block();
+    if (step + kNumStages < num_steps) load_queries(next, stage), next.advance(tiles);
+    ptx::copy_async_commit();
+    if constexpr (kNumStages == 1) {
+      ptx::copy_async_wait<0>();
+      ptx::sync_block();
+    }
+    if constexpr (kOwnOperands) add_dq();
+    current.advance(tiles);
+  }
+
+  ptx::copy_async_wait<0>();
+  if constexpr (kSplitsGroup) {
+    Real* partials =
+        partials_at(params, first_part_of(params, num_n_blocks, batch, head_kv, n_block) + split, ptx::thread_index());
+    const auto leave = [&](const auto& d) {
+#pragma unroll
+      for (const auto& row : d)
+#pragma unroll
+        for (const auto& tile : row) {
+          *(Real4*)partials = {tile[0], tile[1], tile[2], tile[3]};
+          partials += kNumThreads * 4;
+        }
+    };
+    if constexpr (kNeedsDk)
+      leave(dk);
+    else
+      partials += kBlockN * kDim;
+    if constexpr (kNeedsDv) leave(dv);
+    return;
+  }
+
+  // The epilogue: dK and dV leave through the shared memory of K and V, which no thread reads any more after the
+  // barrier.
+  ptx::sync_block();
+  const Real scale = scale_of(params), kept_scale = kept_scale_of(params);
+  if constexpr (kNeedsDk)
+    store_fragments<Order::kPairedColumns, kRow, kWarpsD>(s_k, warp_key, warp_d, dk, [&](int, int) { return scale; });
+  if constexpr (kNeedsDv)
+    store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(s_v, warp_key, warp_d, dv, [&](int, int) { return kept_scale; });
+  ptx::sync_block();
+  const int seqlen_k = seqlen_k_of(params, batch);
+  if constexpr (kNeedsDk)
+    store_tile<kBlockN, kHeadDim>(s_k, (Storage*)keys_of(params, params.dk, batch, head_kv), params.dk.row_stride,
+                                  first_key, seqlen_k);
+  if constexpr (kNeedsDv)
+    store_tile<kBlockN, kHeadDimV>(s_v, (Storage*)keys_of(params, params.dv, batch, head_kv), params.dv.row_stride,
+                                   first_key, seqlen_k);
+}
+
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, backward)

@@ -1,0 +1,140 @@
+// dq in a fixed order of additions, for the deterministic backward pass: a block owns kBlockM queries of one head and
+// walks over the tiles of keys, recomputing P and dP (FlashAttention-2, Algorithm 2, with the loops exchanged). Where a
+// warp cannot hold its rows of dQ, kDqWarpsD warps share the rows, each with a slice of the columns.
+//
+//   P = exp(Q K' - lse)    dP = dO V'    dS = P * (dP - delta)    dQ = dS K        (X' is X transposed)
+#include "common/config.cuh"
+#include "common/dropout.cuh"
+#include "common/operands.cuh"
+#include "common/params.cuh"
+#include "common/schedule.cuh"
+#include "common/scores.cuh"
+#include "sm80/backward_warps.cuh"
+#include "sm80/copy.cuh"
+#include "sm80/mma.cuh"
+
+constexpr int kNTiles = kBlockN / 8;
+constexpr int kRow = row_bytes(kDim);
+constexpr int kRowV = row_bytes(kDimV);
+static_assert(kNumStages == 1 || kNumStages == 2, "at most one tile of keys arrives while another is used");
+
+// Shared memory: Q, dO, then the ring of K and V tiles.
+constexpr u32 kBytesQ = tile_bytes(kBlockM, kDim);
+constexpr u32 kBytesDo = tile_bytes(kBlockM, kDimV);
+constexpr u32 kBytesK = tile_bytes(kBlockN, kDim);
+constexpr u32 kBytesV = tile_bytes(kBlockN, kDimV);
+static_assert(kBytesQ + kBytesDo + kNumStages * (kBytesK + kBytesV) == CUFLASH_SHARED_BYTES,
+              "shared memory differs from the plan");
+
+CUFLASH_DEVICE void backward_dq(const Params& params) {
+  const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, kHasRightBound);
+  if (!has_queries(params, work)) return;
+  const int m_block = work.block, head = work.head;
+  const Entry batch = work.batch;
+  const int first_row = m_block * kBlockM;
+  const int seqlen_q = seqlen_q_of(params, batch);
+  const int head_kv = head / (params.num_heads / params.num_heads_kv);
+  const int key_stop = key_stop_of(params, batch);
+  const KeyTiles tiles(params, work, key_stop);
+
+  const Storage* g_k = keys_of(params, params.k, batch, head_kv);
+  const Storage* g_v = keys_of(params, params.v, batch, head_kv);
+  const u32 s_q = ptx::dynamic_shared(), s_do = s_q + kBytesQ, s_k = s_do + kBytesDo, s_v = s_k + kNumStages * kBytesK;
+  const int warp_row = warp_index() / kDqWarpsD * 16 * kDqMTiles, warp_d = warp_index() % kDqWarpsD;
+
+  const auto load_keys = [&](int n_block, int stage) {
+    load_tile<kBlockN, kHeadDim>(s_k + stage * kBytesK, g_k, params.k.row_stride, tiles.at(n_block) * kBlockN, key_stop);
+    load_tile<kBlockN, kHeadDimV>(s_v + stage * kBytesV, g_v, params.v.row_stride, tiles.at(n_block) * kBlockN, key_stop);
+  };
+  load_tile<kBlockM, kHeadDim>(s_q, queries_of(params.q, batch, head), params.q.row_stride, first_row, seqlen_q);
+  load_tile<kBlockM, kHeadDimV>(s_do, queries_of(params.dout, batch, head), params.dout.row_stride, first_row,
+                                seqlen_q);
+  if (tiles.start < tiles.stop) load_keys(tiles.stop - 1, 0);
+  ptx::copy_async_commit();
+
+  const Weights weights(params, batch, head, key_stop);
+  const Dropout dropout(params, batch, head);
+  const Real kept_scale = kept_scale_of(params);
+  const int lane_row = first_row + warp_row + fragment_row();
+
+  Real exponent_lse[kDqMTiles][2], delta[kDqMTiles][2];
+#pragma unroll
+  for (int m = 0; m < kDqMTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Real* stats = row_stats(params, batch, head, lane_row + 16 * m + 8 * half);
+      exponent_lse[m][half] = stats[0];
+      delta[m][half] = stats[kDelta];
+    }
+
+  const RowMajorA<kRow> operand_q(s_q, warp_row);
+  const RowMajorA<kRowV> operand_do(s_do, warp_row);
+  Real dq[kDqMTiles][kDqNTiles][4];
+  set_zero(dq);
+
+  int stage = 0;
+  const auto step = [&](int n_block, auto masked) __attribute__((always_inline)) {
+    ptx::copy_async_wait<0>();
+    ptx::sync_block();
+    if constexpr (kNumStages == 2) {
+      if (n_block > tiles.start) load_keys(n_block - 1, 1 - stage);
+      ptx::copy_async_commit();
+    }
+
+    const ColumnMajorB<kRow, 1> columns_k(s_k + stage * kBytesK);
+    const ColumnMajorB<kRowV, 1> columns_v(s_v + stage * kBytesV);
+    const RowMajorB<kRow, kDqWarpsD> rows_k(s_k + stage * kBytesK, warp_d);
+    Real s[kDqMTiles][kNTiles][4], dp[kDqMTiles][kNTiles][4];
+    set_zero(s);
+    multiply<kDim / kStep>(s, operand_q, columns_k);
+    set_zero(dp);
+    multiply<kDimV / kStep>(dp, operand_do, columns_v);
+
+    const int lane_key = tiles.at(n_block) * kBlockN + fragment_column();
+    [[maybe_unused]] KeptWeights<false> kept;
+#pragma unroll
+    for (int m = 0; m < kDqMTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n) {
+        if (kHasDropout && n % 2 == 0) kept = dropout.of(lane_row + 16 * m, lane_key, n);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row = lane_row + 16 * m + row_in_tile(i), key = lane_key + column_in_tile(n, i);
+          Real derivative;
+          const Real p = weights.of(s[m][n][i], row, key, masked, exponent_lse[m][i / 2], derivative);
+          const bool keeps = !kHasDropout || kept.keeps(n, i);
+          s[m][n][i] = gradient_of(p, dp[m][n][i], keeps, kept_scale, delta[m][i / 2]) * derivative;
+        }
+      }
+
+    add_product<kBlockN / kStep>(
+        dq, [&](int m, int k, Fragment& a) { to_operand(s[m], k, a); }, rows_k);
+    if constexpr (kNumStages == 2) {
+      stage = 1 - stage;
+    } else {
+      ptx::sync_block();
+      if (n_block > tiles.start) load_keys(n_block - 1, 0);
+      ptx::copy_async_commit();
+    }
+  };
+
+  int n_block = tiles.stop - 1;
+#pragma unroll 1
+  for (; n_block >= tiles.full_stop; --n_block) step(n_block, Constant<true>{});
+#pragma unroll 1
+  for (; n_block >= tiles.full_start; --n_block) step(n_block, Constant<false>{});
+  if constexpr (kHasLeftBound) {
+#pragma unroll 1
+    for (; n_block >= tiles.start; --n_block) step(n_block, Constant<true>{});
+  }
+
+  ptx::copy_async_wait<0>();
+  ptx::sync_block();
+  const Real scale = scale_of(params);
+  store_fragments<Order::kPairedColumns, kRow, kDqWarpsD>(s_q, warp_row, warp_d, dq, [&](int, int) { return scale; });
+  ptx::sync_block();
+  store_tile<kBlockM, kHeadDim>(s_q, (Storage*)queries_of(params.dq, batch, head), params.dq.row_stride, first_row,
+                                seqlen_q);
+}
+
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, backward_dq)

@@ -1,0 +1,223 @@
+// Gradients of what makes scores of products, on mma.sync tensor cores (compute capability 8.0 and later), in an order
+// of additions that is fixed: of the bias, or of slopes, scale and softcap, which are sums.
+//
+//   P = exp(S - lse)    dP = dO V'    dS = P * (dP - delta)        (X' is X transposed)
+//   dbias = dS          dslope = -sum dS * |i + diagonal - j|
+//   dscale = sum dS * (1 - T^2) * (Q K')    dsoftcap = sum dS * (T - X (1 - T^2)),  X = scale Q K' / softcap,  T = tanh X
+//
+// A block owns a tile of dbias and walks over all that broadcasts: batch entries, heads, tiles of queries, tiles of
+// keys. For the other gradients it owns a tile of queries of one head and walks over the keys. Where that makes few
+// blocks, several share a walk, and around/scores_reduce.cu adds what they leave.
+#include "common/backward.cuh"
+#include "common/config.cuh"
+#include "common/dropout.cuh"
+#include "common/operands.cuh"
+#include "common/params.cuh"
+#include "common/reduce.cuh"
+#include "common/schedule.cuh"
+#include "common/score_gradients.cuh"
+#include "common/scores.cuh"
+#include "sm80/copy.cuh"
+#include "sm80/mma.cuh"
+
+constexpr int kMTiles = kBlockM / (16 * kNumWarps);
+constexpr int kNTiles = kBlockN / 8;
+constexpr int kRow = row_bytes(kDim);
+constexpr int kRowV = row_bytes(kDimV);
+static_assert(kMTiles * 16 * kNumWarps == kBlockM, "every warp owns the same number of whole fragments");
+static_assert(kNumStages == 1 || kNumStages == 2, "at most one tile arrives while another is used");
+
+// Shared memory: the ring of Q, dO, K and V tiles; afterwards what is summed in rows of kResultPitch.
+constexpr u32 kBytesQ = tile_bytes(kBlockM, kDim);
+constexpr u32 kBytesDo = tile_bytes(kBlockM, kDimV);
+constexpr u32 kBytesK = tile_bytes(kBlockN, kDim);
+constexpr u32 kBytesStage = kBytesQ + kBytesDo + kBytesK + tile_bytes(kBlockN, kDimV);
+constexpr int kResultPitch = kSumsKeys ? 2 : kBlockN + 8;
+constexpr u32 kBytesResult = kBlockM * (kBlockN + 8) * sizeof(Real);
+static_assert(max_of((int)(kNumStages * kBytesStage), (int)kBytesResult) == CUFLASH_SHARED_BYTES,
+              "shared memory differs from the plan");
+
+// What a lane sums.
+struct Sums {
+  Real dbias[kMTiles][kNTiles][4];
+  double slope, scale, softcap;
+};
+
+// Leaves the tile of dbias: in its place, or to the kernel that adds those of several blocks.
+CUFLASH_DEVICE void finish_dbias(const Params& params, const ScoreTiles& result, u32 index, int split, Sums& sums) {
+  const u32 s_result = ptx::dynamic_shared();
+  const int lane_row = warp_index() * 16 * kMTiles + fragment_row();
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const u32 row = s_result + (lane_row + 16 * m + 8 * half) * kResultPitch * (int)sizeof(Real);
+      if constexpr (kSumsKeys) {
+        Real sum = 0;
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n) sum += sums.dbias[m][n][2 * half] + sums.dbias[m][n][2 * half + 1];
+        sum += ptx::shuffle_xor(sum, 1);
+        sum += ptx::shuffle_xor(sum, 2);
+        if (fragment_column() == 0) ptx::store_shared_x2(row, {sum, (Real)0});
+      } else {
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n) {
+          const Real pair[2] = {sums.dbias[m][n][2 * half], sums.dbias[m][n][2 * half + 1]};
+          ptx::store_shared_x2(row + (8 * n + fragment_column()) * (int)sizeof(Real), pair);
+        }
+      }
+    }
+  ptx::sync_block();
+#pragma unroll 1
+  for (int i = ptx::thread_index(); i < kResultElements; i += kNumThreads) {
+    const u32 first = s_result + (i / kResultColumns * kResultPitch + i % kResultColumns) * (int)sizeof(Real);
+    Real value;
+    ptx::load_shared(first, value);
+    if constexpr (kSumsQueries) {
+#pragma unroll 4
+      for (int row = 1; row < kBlockM; ++row) {
+        Real next;
+        ptx::load_shared(first + row * kResultPitch * (int)sizeof(Real), next);
+        value += next;
+      }
+    }
+    if (params.score_splits == 1)
+      store_dbias(params, result, i, value);
+    else
+      score_partials_of(params, index, split)[i] = value;
+  }
+}
+
+// Leaves the sums of the block to the kernel that adds those of all.
+CUFLASH_DEVICE void finish_sums(const Params& params, const ScoreTiles& result, int split, const Sums& sums) {
+  const double lane[3] = {sums.slope, sums.scale, sums.softcap};
+  const u32 s_sums = ptx::dynamic_shared();
+  double warp[3];
+#pragma unroll
+  for (int i = 0; i < 3; ++i) warp[i] = warp_sum(lane[i]);
+  if (lane_index() == 0) {
+    ptx::store_shared_x2(s_sums + warp_index() * 32, {warp[0], warp[1]});
+    ptx::store_shared_x2(s_sums + warp_index() * 32 + 16, {warp[2], 0.0});
+  }
+  ptx::sync_block();
+  const int quantity = ptx::thread_index();
+  if (quantity >= 3) return;
+  double sum = 0;
+  for (int i = 0; i < kNumWarps; ++i) {
+    double part;
+    ptx::load_shared(s_sums + i * 32 + quantity * 8, part);
+    sum += part;
+  }
+  sums_partials_of(params, quantity, result.head, result.batch, result.m_block)[split] = sum;
+}
+
+CUFLASH_DEVICE void backward_scores(const Params& params) {
+  const int splits = splits_of(params), split = ptx::block_index() % splits;
+  const u32 index = ptx::block_index() / splits;
+  const ScoreTiles result(params, index);
+  ScoreTiles now = result;
+  now.take_share(params, split, splits);
+  ScoreTiles next = now;
+
+  const u32 s_ring = ptx::dynamic_shared();
+  const int warp_row = warp_index() * 16 * kMTiles;
+  const auto load = [&](int stage) {
+    const u32 s_q = s_ring + stage * kBytesStage, s_do = s_q + kBytesQ, s_k = s_do + kBytesDo, s_v = s_k + kBytesK;
+    const Entry batch = next.batch;
+    const int head = next.head, head_kv = head / (params.num_heads / params.num_heads_kv);
+    const int first_row = next.m_block * kBlockM, first_key = next.n_block * kBlockN;
+    const int key_stop = key_stop_of(params, batch);
+    const int seqlen_q = seqlen_q_of(params, batch);
+    load_tile<kBlockM, kHeadDim>(s_q, queries_of(params.q, batch, head), params.q.row_stride, first_row, seqlen_q);
+    load_tile<kBlockM, kHeadDimV>(s_do, queries_of(params.dout, batch, head), params.dout.row_stride, first_row,
+                                  seqlen_q);
+    load_tile<kBlockN, kHeadDim>(s_k, keys_of(params, params.k, batch, head_kv), params.k.row_stride, first_key, key_stop);
+    load_tile<kBlockN, kHeadDimV>(s_v, keys_of(params, params.v, batch, head_kv), params.v.row_stride, first_key, key_stop);
+    next.advance(params);
+  };
+#pragma unroll
+  for (int i = 0; i < kNumStages; ++i) {
+    if (next.left > 0) load(i);
+    ptx::copy_async_commit();
+  }
+
+  Sums sums;
+  set_zero(sums.dbias);
+  sums.slope = sums.scale = sums.softcap = 0;
+
+  int stage = 0;
+#pragma unroll 1
+  for (; now.left > 0; now.advance(params)) {
+    const u32 s_q = s_ring + stage * kBytesStage, s_do = s_q + kBytesQ, s_k = s_do + kBytesDo, s_v = s_k + kBytesK;
+    const Entry batch = now.batch;
+    const int head = now.head, key_stop = key_stop_of(params, batch);
+    const int lane_row = now.m_block * kBlockM + warp_row + fragment_row();
+    const int lane_key = now.n_block * kBlockN + fragment_column();
+
+    Real exponent_lse[kMTiles][2], delta[kMTiles][2];
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = lane_row + 16 * m + 8 * half;
+        const Real* stats = row_stats(params, batch, head, row);
+        const bool exists = row < seqlen_q_of(params, batch);  // rows of the last tile need not have statistics
+        exponent_lse[m][half] = exists ? stats[0] : ptx::infinity();
+        delta[m][half] = exists ? stats[kDelta] : 0;
+      }
+
+    ptx::copy_async_wait<kNumStages - 1>();
+    ptx::sync_block();
+    Real s[kMTiles][kNTiles][4], dp[kMTiles][kNTiles][4];
+    set_zero(s);
+    multiply<kDim / kStep>(s, RowMajorA<kRow>(s_q, warp_row), ColumnMajorB<kRow, 1>(s_k));
+    set_zero(dp);
+    multiply<kDimV / kStep>(dp, RowMajorA<kRowV>(s_do, warp_row), ColumnMajorB<kRowV, 1>(s_v));
+    ptx::sync_block();
+    if (next.left > 0) load(stage);
+    ptx::copy_async_commit();
+
+    const Score score(params, batch, head, key_stop);
+    const Mask mask(params, batch, head, key_stop);
+    const Dropout dropout(params, batch, head);
+    const Real exponent_scale = score.exponent_scale(), kept_scale = kept_scale_of(params);
+    const TileRange tiles = now.visible_keys(params, key_stop);
+    const bool masked = now.n_block < tiles.full_start || now.n_block >= tiles.full_stop ||
+                        (kHasBlockMask && now.pairs_left(params) != Pairs::kAll);
+    [[maybe_unused]] KeptWeights<false> kept;
+    [[maybe_unused]] Real slope = 0, scale = 0, softcap = 0;
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n) {
+        if (kHasDropout && n % 2 == 0) kept = dropout.of(lane_row + 16 * m, lane_key, n);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row = lane_row + 16 * m + row_in_tile(i), key = lane_key + column_in_tile(n, i);
+          const Real product = s[m][n][i];
+          Real derivative;
+          Real x = score.of(product, row, key, derivative);
+          if (masked && !mask.visible(row, key)) x = -ptx::infinity();
+          const Real p = warp_exponential(x * exponent_scale - exponent_lse[m][i / 2]);
+          const Real kept_dp = !kHasDropout || kept.keeps(n, i) ? dp[m][n][i] : 0;
+          const Real ds = p * (kept_dp * kept_scale - delta[m][i / 2]);
+          if constexpr (kNeedsDbias) sums.dbias[m][n][i] += ds;
+          if constexpr (kNeedsDalibiSlopes) slope -= ds * score.distance(row, key);
+          if constexpr (kNeedsDscale) scale += ds * derivative * product;
+          if constexpr (kNeedsDsoftcap) softcap += ds * score.derivative_by_softcap(product);
+        }
+      }
+    if constexpr (kNeedsDalibiSlopes) sums.slope += slope;
+    if constexpr (kNeedsDscale) sums.scale += scale;
+    if constexpr (kNeedsDsoftcap) sums.softcap += softcap;
+    if constexpr (kNumStages == 2) stage = 1 - stage;
+  }
+  ptx::copy_async_wait<0>();
+  ptx::sync_block();
+  if constexpr (kNeedsDbias)
+    finish_dbias(params, result, index, split, sums);
+  else
+    finish_sums(params, result, split, sums);
+}
+
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, backward_scores)

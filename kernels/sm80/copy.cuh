@@ -1,0 +1,87 @@
+// Tiles between global and shared memory, by all threads of a block.
+#pragma once
+#include "common/config.cuh"
+#include "common/pages.cuh"
+
+// Whether the address of a row follows from that of another; if not, each row has to be looked up.
+template <class Head>
+constexpr bool kIsStrided = true;
+template <>
+constexpr bool kIsStrided<PagedHead> = false;
+
+// Loads rows [first_row, first_row + rows) of a head into shared rows of row_bytes(padded columns), without waiting.
+// Rows at and past `row_stop` are never read and become zeros, as do the columns past the head dimension.
+//
+// Up to 8 neighbouring threads share a row and walk along it by constant steps, so that a thread needs one address for
+// each of its rows, not for each copy: a copy holds on to its address register until it is under way, and would stall
+// whoever writes the next address into it.
+template <int rows, int columns, class Head>
+CUFLASH_DEVICE void load_tile(u32 tile, const Head& head, i64 row_stride, int first_row, int row_stop) {
+  constexpr int kPadded = round_up(columns, CUFLASH_DIM_MULTIPLE);
+  constexpr int kVector = kLoadBytes / kElementBytes;
+  constexpr int kVectors = kPadded / kVector;  // of a row
+  constexpr int kThreadsOfRow = kVectors % 8 == 0 && kNumThreads >= 64 ? 8 : kVectors % 4 == 0 ? 4 : 2;
+  constexpr int kRowsAtOnce = kNumThreads / kThreadsOfRow;
+  constexpr int kRow = row_bytes(kPadded);
+  static_assert(kVectors % kThreadsOfRow == 0, "threads of a row get the same number of vectors");
+  const int thread = ptx::thread_index();
+  const int row = thread / kThreadsOfRow, column = thread % kThreadsOfRow * kVector;
+  const Storage* source;
+  if constexpr (kIsStrided<Head>)
+    source = head + (first_row + row) * row_stride + column;
+  else
+    source = head.pool;  // of rows that do not exist, which nothing is read from
+  const u32 destination = tile + row * kRow + ((column * kElementBytes) ^ row_swizzle<kRow>(row));
+  static_assert(kRowsAtOnce % 8 == 0, "all rows of a thread have one swizzle");
+
+#pragma unroll
+  for (int i = 0; i < rows; i += kRowsAtOnce) {
+    if (rows % kRowsAtOnce != 0 && row + i >= rows) break;
+    const bool exists = row + i < row_stop - first_row;
+    if constexpr (!kIsStrided<Head>) {
+      if (exists) source = head.row(first_row + row + i) + column;
+    }
+    const auto load = [&](auto step) {
+      constexpr int c = decltype(step)::value * kThreadsOfRow * kVector;
+      int elements = exists ? kVector : 0;
+      if (c + kThreadsOfRow * kVector > columns && exists && column + c + kVector > columns)
+        elements = column + c < columns ? columns - column - c : 0;
+      const u32 target = along_row(destination, c * kElementBytes) + i * kRow;
+      if constexpr (kLoadBytes >= 4)
+        ptx::copy_async<kLoadBytes, kElementBytes * c>(target, source, elements * kElementBytes);
+      else
+        ptx::store_shared_b16(target, elements ? source[c] : (u16)0);
+    };
+    repeat<kVectors / kThreadsOfRow>(load);
+    if constexpr (kIsStrided<Head>) source += kRowsAtOnce * row_stride;
+  }
+}
+
+// One element of a shared tile.
+CUFLASH_DEVICE void load_element(u32 address, u16& value) { value = ptx::load_shared_b16(address); }
+CUFLASH_DEVICE void load_element(u32 address, float& value) { ptx::load_shared(address, value); }
+CUFLASH_DEVICE void load_element(u32 address, double& value) { ptx::load_shared(address, value); }
+
+// Stores a shared tile (rows of row_bytes(padded columns)) to rows [first_row, row_stop) of a head.
+template <int rows, int columns>
+CUFLASH_DEVICE void store_tile(u32 tile, Storage* head, i64 row_stride, int first_row, int row_stop) {
+  constexpr int kRow = row_bytes(round_up(columns, CUFLASH_DIM_MULTIPLE));
+  constexpr int kVector = columns % (kStoreBytes / kElementBytes) == 0 ? kStoreBytes / kElementBytes : 1;
+  constexpr int kVectors = columns / kVector;
+  constexpr int kTotal = rows * kVectors;
+  const int thread = ptx::thread_index();
+#pragma unroll 4
+  for (int vector = thread; vector < kTotal; vector += kNumThreads) {
+    const int row = vector / kVectors;
+    const int column = vector % kVectors * kVector;
+    if (first_row + row >= row_stop) break;
+    Storage* destination = head + (first_row + row) * row_stride + column;
+    const u32 source = tile + row * kRow + ((column * kElementBytes) ^ row_swizzle<kRow>(row));
+    if constexpr (kVector * kElementBytes == 16) {
+      *(Bytes16*)destination = ptx::load_shared_b128(source);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) load_element(source + kElementBytes * i, destination[i]);
+    }
+  }
+}

@@ -1,0 +1,161 @@
+// Forward pass on mma.sync tensor cores (compute capability 8.0 and later): FlashAttention-2, Algorithm 1.
+//
+//   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
+//
+// A block owns kBlockM queries of one head and walks over the tiles of keys from the last to the first; a warp owns
+// 16 kMTiles of its rows, so that softmax and both products stay within a warp. Q stays in shared memory, K and V
+// stream through it. Where a warp cannot hold its rows of the output, kWarpsD warps share the rows, each with a slice
+// of the columns of O; every one of them computes S.
+#include "common/config.cuh"
+#include "common/dropout.cuh"
+#include "common/operands.cuh"
+#include "common/params.cuh"
+#include "common/schedule.cuh"
+#include "common/scores.cuh"
+#include "common/softmax.cuh"
+#include "sm80/copy.cuh"
+#include "sm80/mma.cuh"
+
+constexpr int kWarpsD = CUFLASH_WARPS_D;
+constexpr int kWarpsM = kNumWarps / kWarpsD;
+constexpr int kMTiles = kBlockM / (16 * kWarpsM);
+constexpr int kNTiles = kBlockN / 8;
+constexpr int kColumnTiles = kDimV / (8 * kWarpsD);  // n-tiles of 8 columns of O of a warp
+constexpr int kRowQ = row_bytes(kDim);
+constexpr int kRowV = row_bytes(kDimV);
+static_assert(kMTiles * 16 * kWarpsM == kBlockM, "every warp owns the same number of whole fragments");
+
+// Shared memory: Q (which the output replaces at the end), then the ring of K tiles, then that of V tiles.
+constexpr u32 kBytesQ = tile_bytes(kBlockM, max_of(kDim, kDimV));
+constexpr u32 kBytesK = tile_bytes(kBlockN, kDim);
+constexpr u32 kBytesV = tile_bytes(kBlockN, kDimV);
+static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
+
+CUFLASH_DEVICE void forward(const Params& params) {
+  const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, kHasRightBound);
+  if (!has_queries(params, work)) return;
+  const int m_block = work.block, head = work.head;
+  const Entry batch = work.batch;
+  const int first_row = m_block * kBlockM;
+  const int seqlen_q = seqlen_q_of(params, batch);
+  const int head_kv = head / (params.num_heads / params.num_heads_kv);
+  const int key_stop = key_stop_of(params, batch);
+  const KeyTiles tiles(params, work, key_stop);
+
+  const auto g_k = keys_of(params, params.k, batch, head_kv);
+  const auto g_v = keys_of(params, params.v, batch, head_kv);
+  const u32 s_q = ptx::dynamic_shared(), s_k = s_q + kBytesQ, s_v = s_k + kNumStages * kBytesK;
+  const int warp_row = warp_index() / kWarpsD * 16 * kMTiles, warp_d = warp_index() % kWarpsD;
+
+  const auto load_k = [&](int n_block, int stage) {
+    load_tile<kBlockN, kHeadDim>(s_k + stage * kBytesK, g_k, params.k.row_stride, tiles.at(n_block) * kBlockN, key_stop);
+  };
+  const auto load_v = [&](int n_block, int stage) {
+    load_tile<kBlockN, kHeadDimV>(s_v + stage * kBytesV, g_v, params.v.row_stride, tiles.at(n_block) * kBlockN, key_stop);
+  };
+
+  // Fill the ring: tile i of the walk goes to stage i % kNumStages. Group i holds tile i (with Q in the first).
+  const int num_tiles = tiles.stop - tiles.start;
+  load_tile<kBlockM, kHeadDim>(s_q, queries_of(params.q, batch, head), params.q.row_stride, first_row, seqlen_q);
+  if constexpr (kNumStages == 1) {
+    if (num_tiles > 0) load_k(tiles.stop - 1, 0);
+    ptx::copy_async_commit();
+  } else {
+#pragma unroll
+    for (int i = 0; i < kNumStages - 1; ++i) {
+      if (i < num_tiles) load_k(tiles.stop - 1 - i, i), load_v(tiles.stop - 1 - i, i);
+      ptx::copy_async_commit();
+    }
+  }
+
+  const RowMajorA<kRowQ> operand_q(s_q, warp_row);
+  const ColumnMajorB<kRowQ, 1> operand_k(s_k);
+  const RowMajorB<kRowV, kWarpsD> operand_v(s_v, warp_d);
+
+  const Score score(params, batch, head, key_stop);
+  const Mask mask(params, batch, head, key_stop);
+  const Dropout dropout(params, batch, head);
+  const Real exponent_scale = score.exponent_scale(), kept_scale = kept_scale_of(params);
+  const int lane_row = first_row + warp_row + fragment_row();
+
+  OnlineSoftmax<kMTiles> softmax;
+  Real o[kMTiles][kColumnTiles][4];
+  set_zero(o);
+
+  int stage = 0;
+  const auto step = [&](int n_block, auto masked) __attribute__((always_inline)) {
+    // One stage: V arrives during S = Q K^T, the next K during P V. More stages: a whole tile arrives ahead.
+    if constexpr (kNumStages == 1) {
+      ptx::copy_async_wait<0>();
+      ptx::sync_block();
+      load_v(n_block, 0);
+      ptx::copy_async_commit();
+    } else {
+      ptx::copy_async_wait<kNumStages - 2>();
+      ptx::sync_block();
+      const int next = n_block - (kNumStages - 1);
+      const int next_stage = stage == 0 ? kNumStages - 1 : stage - 1;
+      if (next >= tiles.start) load_k(next, next_stage), load_v(next, next_stage);
+      ptx::copy_async_commit();
+    }
+
+    Real s[kMTiles][kNTiles][4];
+    set_zero(s);
+    multiply<kDim / kStep>(
+        s, operand_q, [&](int n, int k, Fragment& b) { shifted(operand_k, stage * kBytesK)(n, k, b); });
+
+    if constexpr (kNumStages == 1) {
+      ptx::copy_async_wait<0>();
+      ptx::sync_block();
+      if (n_block > tiles.start) load_k(n_block - 1, 0);
+      ptx::copy_async_commit();
+    }
+
+    to_scores(score, mask, s, [&](int m, int i) { return lane_row + 16 * m + row_in_tile(i); },
+              tiles.at(n_block) * kBlockN + fragment_column(), masked);
+    softmax.update(s, o, exponent_scale);
+    if constexpr (kHasDropout) {
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m) dropout.drop(s[m], lane_row + 16 * m, tiles.at(n_block) * kBlockN + fragment_column());
+    }
+
+    add_product<kBlockN / kStep>(
+        o, [&](int m, int k, Fragment& a) { to_operand(s[m], k, a); },
+        [&](int n, int k, Fragment& b) { shifted(operand_v, stage * kBytesV)(n, k, b); });
+    stage = stage == kNumStages - 1 ? 0 : stage + 1;
+  };
+
+  int n_block = tiles.stop - 1;
+#pragma unroll 1
+  for (; n_block >= tiles.full_stop; --n_block) step(n_block, Constant<true>{});
+#pragma unroll 1
+  for (; n_block >= tiles.full_start; --n_block) step(n_block, Constant<false>{});
+  if constexpr (kHasLeftBound) {
+#pragma unroll 1
+    for (; n_block >= tiles.start; --n_block) step(n_block, Constant<true>{});
+  }
+
+  // The epilogue: O / l, through the shared memory of Q so that the stores to global memory are wide.
+  softmax.finish();
+  if (kHasSinks && !is_left_over(params, batch))
+    softmax.add_sinks(o, [&](int, int) { return sink_of(params, head) * kExponentOfE; });
+  ptx::copy_async_wait<0>();
+  ptx::sync_block();
+  store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(
+      s_q, warp_row, warp_d, o, [&](int m, int half) { return softmax.inverse_sum(m, half) * kept_scale; });
+  ptx::sync_block();
+  store_tile<kBlockM, kHeadDimV>(s_q, (Storage*)queries_of(params.out, batch, head), params.out.row_stride,
+                                 first_row, seqlen_q);
+
+  Real* g_lse = row_numbers_of(params.lse, batch, head);
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane_row + 16 * m + 8 * half;
+      if (warp_d == 0 && fragment_column() == 0 && row < seqlen_q)
+        g_lse[row * params.lse.row_stride] = softmax.log_sum_exp(m, half);
+    }
+}
+
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, forward)

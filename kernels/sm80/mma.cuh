@@ -1,0 +1,131 @@
+// Products of tiles: fragments from shared memory or registers, accumulators in registers.
+//
+// An accumulator tile is Real[m_tiles][n_tiles][4]: 16 x 8 tiles, see sm80/fragments.cuh.
+#pragma once
+#include "sm80/fragments.cuh"
+
+// Columns of a product are dealt to `warps` warps in turns of 16, so that a warp's n-tile `n` of 8 columns starts here.
+template <int warps>
+CUFLASH_DEVICE constexpr int column_of(int warp, int n) {
+  return 16 * (warp + n / 2 * warps) + n % 2 * 8;
+}
+
+// d += a b over `k_steps` steps of kStep. load_a(m, k, fragment) fetches rows 16 m of A; load_b(n, k, fragment) fetches
+// 16 columns of B, two n-tiles at a time. Fragments of B are fetched kFragmentsAhead products before their use.
+template <int k_steps, int m_tiles, int n_tiles, class LoadA, class LoadB>
+CUFLASH_DEVICE void multiply(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB load_b) {
+  static_assert(n_tiles % 2 == 0, "columns come 16 at a time");
+  constexpr int kPairs = n_tiles / 2, kTotal = k_steps * kPairs;
+  constexpr int kStepsAhead = kFragmentsAhead > 0 ? 1 : 0;  // of A
+  Fragment a[kStepsAhead + 1][m_tiles], b[kFragmentsAhead + 1];
+  Factor factor_a[m_tiles], factor_b;
+  const auto load_step = [&](int k) {
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m) load_a(m, k, a[k % (kStepsAhead + 1)][m]);
+  };
+  const auto load_pair = [&](int i) { load_b(i % kPairs, i / kPairs, b[i % (kFragmentsAhead + 1)]); };
+
+  if (kStepsAhead > 0) load_step(0);
+#pragma unroll
+  for (int i = 0; i < kFragmentsAhead && i < kTotal; ++i) load_pair(i);
+  const auto product = [&](int i) __attribute__((always_inline)) {
+    const int k = i / kPairs, n = i % kPairs;
+    if (n == 0 && k + kStepsAhead < k_steps) load_step(k + kStepsAhead);
+    if (i + kFragmentsAhead < kTotal) load_pair(i + kFragmentsAhead);
+    if (n == 0) {
+#pragma unroll
+      for (int m = 0; m < m_tiles; ++m) factor_of(a[k % (kStepsAhead + 1)][m], factor_a[m]);
+    }
+    factor_of(b[i % (kFragmentsAhead + 1)], factor_b);
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m) {
+      multiply_add(d[m][2 * n], factor_a[m], factor_b, 0);
+      multiply_add(d[m][2 * n + 1], factor_a[m], factor_b, 1);
+    }
+  };
+  if constexpr (kWide) {
+    // As a loop it is too long to be unrolled.
+    repeat<kTotal>([&](auto i) __attribute__((always_inline)) { product(decltype(i)::value); });
+  } else {
+#pragma unroll
+    for (int i = 0; i < kTotal; ++i) product(i);
+  }
+}
+
+// The same for one of many products, of as many tiles. One sum over all of them, term by term, would lose a digit of
+// float64: there each product is summed by itself, 16 columns at a time, and then added.
+template <int k_steps, int m_tiles, int n_tiles, class LoadA, class LoadB>
+CUFLASH_DEVICE void add_product(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB load_b) {
+  if constexpr (kElementBytes < 8) {
+    multiply<k_steps>(d, load_a, load_b);
+  } else {
+    Fragment a[k_steps][m_tiles];
+#pragma unroll
+    for (int k = 0; k < k_steps; ++k)
+#pragma unroll
+      for (int m = 0; m < m_tiles; ++m) load_a(m, k, a[k][m]);
+    repeat<n_tiles / 2>([&](auto pair) __attribute__((always_inline)) {
+      constexpr int n = decltype(pair)::value;
+      Real sum[m_tiles][2][4];
+      set_zero(sum);
+      multiply<k_steps>(
+          sum, [&](int m, int k, Fragment& fragment) { fragment = a[k][m]; },
+          [&](int, int k, Fragment& fragment) { load_b(n, k, fragment); });
+#pragma unroll
+      for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) d[m][2 * n + i / 4][i % 4] += sum[m][i / 4][i % 4];
+    });
+  }
+}
+
+// How the rows and columns of an accumulator of wide elements lie, by the operands that it is a product of. (Those of
+// 16-bit elements always lie as they are.)
+enum class Order {
+  kPlain,              // RowMajorA, ColumnMajorB
+  kPairedColumns,      // RowMajorA, RowMajorB
+  kPairedRowsColumns,  // ColumnMajorA, RowMajorB
+};
+
+// Rounds an accumulator tile, times `factor` of its row, into a shared tile with rows of `row` bytes, from row `r` on;
+// columns as dealt to `warp` of `warps`.
+template <Order order, int row, int warps, int m_tiles, int n_tiles, class RowFactor>
+CUFLASH_DEVICE void store_fragments(u32 tile, int r, int warp, const Real (&value)[m_tiles][n_tiles][4], RowFactor factor) {
+  const u32 lane_row = fragment_row();
+  if constexpr (!kWide) {
+    const u32 address =
+        tile + (r + lane_row) * row + ((warp * 32) ^ row_swizzle<row>(lane_row)) + fragment_column() * 2;
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float f = factor(m, half);
+#pragma unroll
+        for (int n = 0; n < n_tiles; ++n)
+          ptx::store_shared_b32(along_row(address, column_of<warps>(0, n) * 2) + (16 * m + 8 * half) * row,
+                                ptx::pack(Element{}, value[m][n][2 * half] * f, value[m][n][2 * half + 1] * f));
+      }
+  } else {
+    constexpr bool kPaired = order != Order::kPlain;
+    repeat<2>([&](auto half_of_fragment) {
+      constexpr int half = decltype(half_of_fragment)::value;
+      const u32 its_row = order == Order::kPairedRowsColumns ? 2 * lane_row + half : lane_row + 8 * half;
+      const u32 column = fragment_column() * (kPaired ? 2 : 1);  // the first of four neighbours, or of two
+      const u32 start = tile + (r + its_row) * row + ((column * kElementBytes) ^ row_swizzle<row>(its_row));
+      const u32 address = along_row(start, warp * 16 * kElementBytes);
+#pragma unroll
+      for (int m = 0; m < m_tiles; ++m) {
+        const Real f = factor(m, half);
+#pragma unroll
+        for (int n = 0; n < n_tiles; ++n) {
+          const auto& first = value[m][kPaired ? n / 2 * 2 : n];
+          const auto& second = value[m][kPaired ? n / 2 * 2 + 1 : n];
+          const int i = 2 * half + (kPaired ? n % 2 : 0);  // of the first; the second's is the same or the next
+          const Real pair[2] = {first[i] * f, second[kPaired ? i : i + 1] * f};
+          const int offset = kPaired ? column_of<warps>(0, n / 2 * 2) + n % 2 * 2 : column_of<warps>(0, n);
+          ptx::store_shared_x2(along_row(address, offset * kElementBytes) + 16 * m * row, pair);
+        }
+      }
+    });
+  }
+}

@@ -1,0 +1,487 @@
+// Backward pass of 16-bit types on compute capability 9.0 (Hopper), transposed, with wgmma and TMA.
+//
+//   P' = exp(K Q' - lse)    dP' = V dO'    dS' = P' * (dP' - delta)
+//   dV = P' dO              dK = dS' Q     dQ += dS K                       (X' is X transposed; rows of X' are keys)
+//
+// A block owns kBlockN keys of one key/value head and walks over the tiles of queries, and over the query heads that
+// share its keys; or over its share of these steps, where tiles of keys alone do not fill the device. Each warpgroup
+// has a role:
+//   - Two consumers keep dK and dV in registers, where P' and dS' are operands as they come. Each of them makes
+//     everything for 64 keys of its own. Or, where registers hold only one of dV and dK, both have the same 64 keys:
+//     the first makes P' and dV, the second dS' and dK, and P' is handed over in shared memory.
+//   - dS' goes to shared memory, too. From it the warpgroup of dQ makes dQ of the tile and adds it to memory, at its
+//     own pace. It first clears what later blocks add to (common/clear_dq.cuh). One of its warps is the producer.
+//   - Where blocks add to dQ in order, three warps of a last warpgroup load tiles, wait for this block's turn, and end
+//     it: each of the three takes as long as a memory access. They load tiles no sooner than dQ is through with a step:
+//     sooner, they are in its way.
+// Consumers issue dV and dK of a tile of queries right after P' of the next one (after dP' where they make no P'), so
+// that they run during what follows from it. They ping-pong through what the other would slow down (kPingPong).
+//
+//   barrier       one phase is over when              who waits
+//   kv_full       K and V have arrived                consumers, dQ
+//   q_full[i]     Q and statistics are in stage i     consumers, before P'
+//   q_empty[i]    every consumer is done with them    producer, before the next Q in i
+//   do_full[i], do_empty[i]                           the same for dO; in order, dQ is done with its step, too
+//   ds_full[i]    dS' has been written to i           dQ
+//   ds_empty[i]   dQ, and dK if it does, has read it  the consumers that make dS', before they write there again
+//   p_full        P' has been handed over             the consumer that makes dS', where roles are split
+//   p_empty       it has been read                    the consumer that makes P', before it hands over the next
+//   turn[i]       it is this block's turn at a tile   dQ, before adding to it
+//   added[i]      dQ of the tile is added             the thread that ends the turn
+//   ended[i]      the turn has been ended             the thread that waits for turns, before the next but one
+//   named: per consumer one for itself and one for the ping-pong; one for all consumers; one for consumers and dQ at the end
+#include "common/clear_dq.cuh"
+#include "common/config.cuh"
+#include "common/dropout.cuh"
+#include "common/fragments.cuh"
+#include "common/operands.cuh"
+#include "common/params.cuh"
+#include "common/scores.cuh"
+#include "sm90/backward_dq.cuh"
+#include "sm90/backward_layout.cuh"
+#include "sm90/backward_work.cuh"
+#include "sm90/ping_pong.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/products.cuh"
+#include "sm90/tiles.cuh"
+
+// `a` in registers, or in shared memory with k along its lines.
+template <int n_tiles>
+CUFLASH_DEVICE void multiply_any(float (&d)[n_tiles][4], const Fragment& a, u64 b, bool adds) {
+  ptx::wgmma<true>(Element{}, d, a.word, b, adds);
+}
+template <int n_tiles>
+CUFLASH_DEVICE void multiply_any(float (&d)[n_tiles][4], u64 a, u64 b, bool adds) {
+  ptx::wgmma<false, true>(Element{}, d, a, b, adds);
+}
+
+// A consumer warpgroup, `index` of kConsumers, of 64 keys: it makes P' and dV, or dS' and dK, or all of them.
+//
+//   [GEMM 1] S' = K Q'            [3] P' = exp(S' - lse)            [GEMM 5] dV += P' dO      [GEMM 7] dQ += dS K
+//   [GEMM 2] dP' = V dO'          [4] dS' = P' * (dP' - delta)      [GEMM 6] dK += dS' Q      (backward_dq.cuh)
+template <bool makes_dv, bool makes_dk>
+struct Consumer {
+  static constexpr bool kIssuesDpEarly = makes_dk && kDpEarly;
+  static constexpr int kGradientGroups = makes_dv + makes_dk;  // of wgmma: [GEMM 5] and [GEMM 6]
+
+  const BackwardParams& params;
+  const Params& common;
+  const Shared& shared;
+  const BackwardWork work;
+  const Entry batch;
+  const u32 index, thread, lane;
+  const bool elected;
+  const u32 first;  // of its keys
+  const int warp_key, lane_key;
+  const u32 rows_k, rows_v;
+  const float kept_scale;
+  const PingPong<kPingPong, kConsumers, kPingPongBarrier> ping_pong;
+
+  float dk[makes_dk ? kDim / 8 : 1][4], dv[makes_dv ? kDimV / 8 : 1][4];
+  Fragment k_operand[kHoldsK ? kDim / 16 : 1];
+  Fragment p_operand[kBlockM / 16], ds_operand[kBlockM / 16];  // of the step before
+  Position<kNumStages> at;
+  Position<kDsStages> ds_at;
+  Position<kPStages> p_at;
+  Walk walk;
+  int stage_before = 0;
+
+  CUFLASH_DEVICE Consumer(const BackwardParams& params_, const Shared& shared_, const Work& found, u32 index_)
+      : params(params_),
+        common(params.common),
+        shared(shared_),
+        work(common, found),
+        batch(work.work.batch),
+        index(index_),
+        thread(ptx::thread_index() % 128),
+        lane(lane_index()),
+        elected(thread == 0),
+        first(kSplitsRoles ? 0 : index * 64),
+        warp_key(thread / 32 * 16),
+        lane_key(work.first_key + first + warp_key + fragment_row()),
+        rows_k(shared.k + first * kLineBytes),
+        rows_v(shared.v + first * kLineBytes),
+        kept_scale(kept_scale_of(common)),
+        ping_pong(index),
+        walk(work.first()) {
+    set_zero((float(&)[1][sizeof(dk) / sizeof(dk[0])][4])dk);
+    set_zero((float(&)[1][sizeof(dv) / sizeof(dv[0])][4])dv);
+  }
+
+  // ---- Waiting ------------------------------------------------------------------------------------------------------
+
+  // K and V. Keys past the last one have weight 0, but 0 times what lies there may be NaN.
+  CUFLASH_DEVICE void wait_for_keys() {
+    shared.kv_full.wait(0);
+    if constexpr (kHidesLastKeys) {
+      const int valid = work.key_stop - work.first_key;
+      if (valid < kBlockN) {
+        if (index == 0) {
+          zero_rows<kBlockN, kDim>(shared.k, valid, thread);
+          zero_rows<kBlockN, kDimV>(shared.v, valid, thread);
+          ptx::fence_async_proxy();
+        }
+        ptx::sync_named(kAll, kConsumerThreads);
+      }
+    }
+    if constexpr (kHoldsK) load_fragments_chunked<kBlockN>(rows_k, warp_key, k_operand);
+  }
+
+  // Q, and dO unless its product comes later. Likewise for queries past the last one.
+  CUFLASH_DEVICE void wait_for_queries(u32 s_q, u32 s_do) {
+    shared.q_ring.full(at).wait(at.parity);
+    if constexpr (!kIssuesDpEarly) shared.do_ring.full(at).wait(at.parity);
+    if constexpr (kIsPacked) {
+      const int valid = seqlen_q_of(common, batch) - walk.m_block * kBlockM;
+      if (valid < kBlockM) {
+        if (index == 0) {
+          shared.do_ring.full(at).wait(at.parity);
+          zero_last_of_64<kBlockM, kDim>(s_q, valid, thread);
+          zero_last_of_64<kBlockM, kDimV>(s_do, valid, thread);
+          ptx::fence_async_proxy();
+        }
+        ptx::sync_named(kAll, kConsumerThreads);
+      }
+    }
+  }
+
+  // ---- Products -----------------------------------------------------------------------------------------------------
+
+  // [GEMM 1] S' = K Q'.
+  CUFLASH_DEVICE void issue_s(float (&p)[kQueryTiles][4], u32 s_q) {
+    if constexpr (kHoldsK) {
+      const u64 q_rows = descriptor_of(s_q);
+      issue(p, [&]() __attribute__((always_inline)) {
+#pragma unroll
+        for (int k = 0; k < kDim / 16; ++k)
+          ptx::wgmma<false>(Element{}, p, k_operand[k].word, along_k<kBlockM>(q_rows, k), k > 0);
+      });
+    } else {
+      issue_rows<kDim, kBlockN, kBlockM>(p, rows_k, s_q);
+    }
+  }
+
+  // [GEMM 2] dP' = V dO'.
+  CUFLASH_DEVICE void issue_dp(float (&ds)[kQueryTiles][4], u32 s_do) {
+    issue_rows<kDimV, kBlockN, kBlockM>(ds, rows_v, s_do);
+  }
+
+  // `d` += a b, where `a(k)` is 16 columns in registers or a descriptor. By 128 columns at a time: a product of more
+  // wants more registers than a thread of a large block starts with.
+  template <int n_tiles, class A>
+  CUFLASH_DEVICE static void issue_gradient(float (&d)[n_tiles][4], A a, u64 b, bool adds) {
+    repeat<(n_tiles + 15) / 16>([&](auto part) {
+      constexpr int kFirst = 16 * decltype(part)::value, kCount = n_tiles - kFirst < 16 ? n_tiles - kFirst : 16;
+      auto& columns = (float(&)[kCount][4])d[kFirst];
+      const u64 b_columns = b + kFirst * 8 / kChunk * (kBlockM * kLineBytes / 16);
+#pragma unroll
+      for (int k = 0; k < kBlockM / 16; ++k)
+        multiply_any(columns, a(k), along_k_transposed(b_columns, k), adds || k > 0);
+    });
+    ptx::wgmma_commit();
+  }
+
+  // [GEMM 5] dV += P' dO and [GEMM 6] dK += dS' Q, of the step before; or instead of the sums, where there are none
+  // yet. With `nothing` before it, any operands do.
+  CUFLASH_DEVICE void issue_gradients(bool adds, bool nothing) {
+    const u64 dout = descriptor_of_transposed<kBlockM>(shared.dout + stage_before * kBytesDo);
+    const u64 q = descriptor_of_transposed<kBlockM>(shared.q + stage_before * kBytesQ);
+    // Of the keys of this consumer; what it wrote last is in the other stage.
+    const u64 ds = descriptor_of(nothing ? shared.q : shared.ds + (ds_at.stage ^ 1) * kBytesDs + first * kLineBytes);
+    if constexpr (kDkFromShared) ptx::sync_named(kConsumer + index, 128);
+    ptx::fence_operand(dv);
+    ptx::fence_operand(dk);
+    ptx::wgmma_fence();
+    if constexpr (makes_dv) issue_gradient(dv, [&](int k) -> auto& { return p_operand[k]; }, dout, adds);
+    if constexpr (makes_dk && kDkFromShared)
+      issue_gradient(dk, [&](int k) { return along_k<kBlockN>(ds, k); }, q, adds);
+    else if constexpr (makes_dk)
+      issue_gradient(dk, [&](int k) -> auto& { return ds_operand[k]; }, q, adds);
+  }
+
+  // Waits for them, and with `frees` gives back the tiles that they have read.
+  CUFLASH_DEVICE void finish_gradients(bool frees) {
+    ptx::wgmma_wait<0>();
+    ptx::fence_operand(dv);
+    ptx::fence_operand(dk);
+    // All threads have read the statistics, of which no product tells. The consumer that makes dS' has arrived at
+    // ds_full by then, without which the warpgroup of dQ loads no further tiles.
+    if constexpr (!makes_dk) ptx::sync_named(kConsumer + index, 128);
+    if (elected && frees) {
+      if constexpr (kDkFromShared) shared.ds_ring.empty({ds_at.stage ^ 1}).arrive();
+      shared.do_ring.empty({stage_before}).arrive();
+      shared.q_ring.empty({stage_before}).arrive();
+    }
+  }
+
+  // ---- Between the products -----------------------------------------------------------------------------------------
+
+  CUFLASH_DEVICE static void to_operands(const float (&value)[kQueryTiles][4], Fragment (&operand)[kBlockM / 16]) {
+#pragma unroll
+    for (int k = 0; k < kBlockM / 16; ++k) to_operand(value, k, operand[k]);
+  }
+  // The weights that dV is made of: none that dropout has marked.
+  CUFLASH_DEVICE void to_weights(const float (&p)[kQueryTiles][4]) {
+    if constexpr (kHasDropout) {
+      float kept[kQueryTiles][4];
+#pragma unroll
+      for (int n = 0; n < kQueryTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) kept[n][i] = is_dropped(p[n][i]) ? 0.0f : p[n][i];
+      to_operands(kept, p_operand);
+    } else {
+      to_operands(p, p_operand);
+    }
+  }
+
+  // [3] P' = exp(S' - lse), once at most `pending` groups are in flight; the derivatives are those of the capped
+  // scores.
+  template <int pending, int rows>
+  CUFLASH_DEVICE void make_p(float (&p)[kQueryTiles][4], float (&derivative)[rows][4], u32 s_stats) {
+    const int head = walk.head, first_row = walk.m_block * kBlockM;
+    const Weights weights(common, batch, head, work.key_stop, work.own_diagonal);
+    const bool masked = walk.needs_mask(work.queries);
+    const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
+    const auto key_of = [&](int, int i) { return lane_key + row_in_tile(i); };
+
+    wait_for<pending>(p);
+    weights.hide((float(&)[1][kQueryTiles][4])p, masked, row_of, key_of);
+#pragma unroll
+    for (int n = 0; n < kQueryTiles; ++n) {
+      float lse[2];  // of this lane's two queries
+      ptx::load_shared_x2(s_stats + n * 64, lse);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        p[n][i] = weights.of_hidden(p[n][i], row_of(n, i), key_of(0, i), masked, lse[i % 2],
+                                    derivative[kScaleInExponent ? 0 : n][i]);
+    }
+    if constexpr (kHasDropout) Dropout(common, batch, head).mark(p, row_of(0, 0), lane_key);
+  }
+
+  // Split roles: leaves P', times the derivatives, for the consumer that makes dS'.
+  template <int rows>
+  CUFLASH_DEVICE void hand_over_p(const float (&p)[kQueryTiles][4], const float (&derivative)[rows][4]) {
+    shared.p_ring.empty(p_at).wait(p_at.parity ^ 1);
+    const u32 s_p = shared.p + p_at.stage * kBytesP + thread * 16;
+#pragma unroll
+    for (int n = 0; n < kQueryTiles; ++n) {
+      float handed[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) handed[i] = kHasSoftcap ? p[n][i] * derivative[n][i] : p[n][i];
+      ptx::store_shared_f32x4(s_p + n * 128 * 16, handed);
+    }
+    arrive_as_warp(shared.p_ring.full(p_at));
+    p_at.advance();
+  }
+
+  // [4] dS' = P' * (dP' - delta), in place of dP'.
+  template <int rows>
+  CUFLASH_DEVICE void make_ds(float (&p)[kQueryTiles][4], float (&ds)[kQueryTiles][4],
+                              const float (&derivative)[rows][4], u32 s_stats) {
+    const u32 s_p = shared.p + p_at.stage * kBytesP + thread * 16;
+    if constexpr (!makes_dv) shared.p_ring.full(p_at).wait(p_at.parity);
+#pragma unroll
+    for (int n = 0; n < kQueryTiles; ++n) {
+      // Before the last one, so that the assembler moves most exponentials after it: a ping-pong that passes after them
+      // costs more than it is worth.
+      if (n == kQueryTiles - 1) ping_pong.pass();
+      float delta[2];
+      ptx::load_shared_x2(s_stats + n * 64 + 8, delta);
+      if constexpr (!makes_dv) ptx::load_shared_f32x4(s_p + n * 128 * 16, p[n]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        ds[n][i] = gradient_of(p[n][i], ds[n][i], kept_scale, delta[i % 2]);
+        if constexpr (kHasSoftcap && makes_dv) ds[n][i] *= derivative[n][i];
+      }
+    }
+    if constexpr (!makes_dv) {
+      arrive_as_warp(shared.p_ring.empty(p_at));
+      p_at.advance();
+    }
+  }
+
+  // dS' to shared memory for the warpgroup of dQ, rows of keys.
+  CUFLASH_DEVICE void hand_over_ds() {
+    shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
+    const u32 line = shared.ds + ds_at.stage * kBytesDs + (first + warp_key + lane % 16) * kLineBytes;
+#pragma unroll
+    for (int k = 0; k < kBlockM / 16; ++k)
+      ptx::store_matrix_x4(line + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)), ds_operand[k].word);
+    if constexpr (kDkFromShared || !kDqHoldsDs) ptx::fence_async_proxy();
+    arrive_as_warp(shared.ds_ring.full(ds_at));
+    ds_at.advance();
+  }
+
+  // ---- A step: one tile of queries ------------------------------------------------------------------------------------
+  // The first step has nothing before it and makes products of it all the same, to which those of the second do not
+  // add: a first step apart from the loop takes twice the instructions, and more registers.
+  CUFLASH_DEVICE void step(int number) {
+    const u32 s_q = shared.q + at.stage * kBytesQ, s_do = shared.dout + at.stage * kBytesDo;
+    const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
+    float p[kQueryTiles][4], ds[kQueryTiles][4];
+    [[maybe_unused]] float derivative[kScaleInExponent ? 1 : kQueryTiles][4];
+
+    wait_for_queries(s_q, s_do);
+    ping_pong.wait();
+    if constexpr (makes_dv) issue_s(p, s_q);
+    if constexpr (kIssuesDpEarly) {
+      shared.do_ring.full(at).wait(at.parity);
+      issue_dp(ds, s_do);
+    }
+    issue_gradients(number > 1, number == 0);
+    if constexpr (!makes_dk) ping_pong.pass();
+    if constexpr (makes_dv) make_p<kGradientGroups + kIssuesDpEarly>(p, derivative, s_stats);
+    if constexpr (!makes_dk) {
+      finish_gradients(number > 0);
+      hand_over_p(p, derivative);
+      to_weights(p);
+    } else {
+      if constexpr (kIssuesDpEarly) {
+        ptx::wgmma_wait<kGradientGroups>();
+      } else {
+        finish_gradients(number > 0);
+        issue_dp(ds, s_do);
+        if constexpr (makes_dv) to_weights(p);
+        ptx::wgmma_wait<0>();
+      }
+      ptx::fence_operand(ds);
+      make_ds(p, ds, derivative, s_stats);
+      // As operands, P' and dS' overwrite those of the products of the step before.
+      if constexpr (kIssuesDpEarly) {
+        finish_gradients(number > 0);
+        if constexpr (makes_dv) to_weights(p);
+      }
+      to_operands(ds, ds_operand);
+      hand_over_ds();
+    }
+    stage_before = at.stage;
+    at.advance();
+    walk.advance(work.queries);
+  }
+
+  CUFLASH_DEVICE void run() {
+    if (work.num_steps > 0) {
+      wait_for_keys();
+      set_to_zero(p_operand);
+      set_to_zero(ds_operand);
+#pragma unroll 1
+      for (int i = 0; i < work.num_steps; ++i) step(i);
+      issue_gradients(work.num_steps > 1, false);
+      finish_gradients(true);
+    }
+    ping_pong.finish();
+    if constexpr (!kSplitsGroup) ptx::sync_named(kEnd, kConsumerThreads + 128);
+    if (work.is_shared)
+      store_partials();
+    else
+      store_gradients();
+  }
+  template <int count>
+  CUFLASH_DEVICE static void set_to_zero(Fragment (&operand)[count]) {
+#pragma unroll
+    for (auto& fragment : operand)
+      for (u32& word : fragment.word) word = 0;
+  }
+
+  // ---- The epilogue -------------------------------------------------------------------------------------------------
+
+  // Sums of keys that blocks share, for the kernel that adds them.
+  CUFLASH_DEVICE void store_partials() {
+    Real* partials = work.partials(common, kSplitsRoles ? thread : ptx::thread_index());
+    const auto store = [&](const auto& d) {
+#pragma unroll
+      for (const auto& n_tile : d) {
+        *(Real4*)partials = {n_tile[0], n_tile[1], n_tile[2], n_tile[3]};
+        partials += kDsWriters * 128 * 4;
+      }
+    };
+    if constexpr (makes_dk && kNeedsDk)
+      store(dk);
+    else
+      partials += kBlockN * kDim;
+    if constexpr (makes_dv && kNeedsDv) store(dv);
+  }
+
+  // dK and dV, rounded, through the shared memory of these rows of K and V, which no thread needs any more.
+  CUFLASH_DEVICE void store_gradients() {
+    if constexpr (makes_dv) store_fragments_chunked<kBlockN>(rows_v, warp_key, dv, kept_scale, kept_scale);
+    if constexpr (makes_dk) store_fragments_chunked<kBlockN>(rows_k, warp_key, dk, common.scale, common.scale);
+    ptx::fence_async_proxy();
+    ptx::sync_named(kConsumer + index, 128);
+    const int first_key = work.first_key + first;
+    const int rows = kIsPacked ? seqlen_k_of(common, batch) - first_key : 64;
+    if (rows < 64) {
+      const auto store = [&](const Tensor& result, auto columns, u32 tile_rows) {
+        Storage* first_row = (Storage*)keys_of(common, result, batch, work.head_kv) + first_key * result.row_stride;
+        store_first_rows<kBlockN, decltype(columns)::value>(first_row, result.row_stride, tile_rows,
+                                                            at_least_zero(rows), thread);
+      };
+      if constexpr (makes_dv && kNeedsDv) store(common.dv, Integer<kHeadDimV>{}, rows_v);
+      if constexpr (makes_dk && kNeedsDk) store(common.dk, Integer<kHeadDim>{}, rows_k);
+      return;
+    }
+    if (elected && first_key < common.seqlen_k) {
+      const int row = key_start_of(batch) + first_key, entry = entry_of(batch);
+      if constexpr (makes_dv && kNeedsDv)
+        store_chunks<kBlockN, kDimV>(params.dkv[kNeedsDk], rows_v, row, work.head_kv, entry);
+      if constexpr (makes_dk && kNeedsDk)
+        store_chunks<kBlockN, kDim>(params.dkv[0], rows_k, row, work.head_kv, entry);
+      ptx::bulk_commit();
+      ptx::bulk_wait_read<0>();
+    }
+  }
+};
+
+CUFLASH_DEVICE void backward(const BackwardParams& params) {
+  const Shared shared;
+  Work found = {};
+  if constexpr (kIsPacked) {
+    found = BackwardWork::find(params.common);
+    if (!has_keys(params.common, found)) {
+      if (kClearsAhead && ptx::thread_index() < kClearThreads && Share(params.common).part == 0)
+        clear_ahead(params.common, num_tiles_of(params.common, params.common.seqlen_q, kBlockM), found,
+                    ptx::thread_index());
+      return;
+    }
+  }
+  if (ptx::thread_index() == 0) {
+    shared.kv_full.init(1);
+    shared.q_ring.init(kConsumers);
+    shared.do_ring.init(kConsumers + (kDqInOrder ? 4 : 0));
+    for (int i = 0; i < kDsStages; ++i) {
+      shared.ds_ring.full({i}).init(4 * kDsWriters);
+      shared.ds_ring.empty({i}).init(4 + (kDkFromShared ? kConsumers : 0));
+    }
+    for (int i = 0; i < kPStages; ++i) {
+      shared.p_ring.full({i}).init(4);
+      shared.p_ring.empty({i}).init(4);
+    }
+    for (int i = 0; i < kTurnStages; ++i) {
+      Barrier{shared.turn + 8 * i}.init(1);
+      Barrier{shared.added + 8 * i}.init(4);
+      Barrier{shared.ended + 8 * i}.init(1);
+    }
+    ptx::fence_barrier_init();
+  }
+  ptx::sync_block();
+  const u32 warpgroup = ptx::uniform(ptx::thread_index() / 128);
+  if (kDqInOrder && warpgroup == kConsumers + 1) {
+    ptx::decrease_registers<kOrderRegisters>();
+    keep_dq_order(params, shared, found, ptx::thread_index() % 128);
+  } else if (warpgroup == kConsumers) {
+    ptx::decrease_registers<kDqRegisters>();
+    accumulate_dq(params, shared, found, ptx::thread_index() % 128);
+    if constexpr (!kSplitsGroup) ptx::arrive_named(kEnd, kConsumerThreads + 128);
+  } else if constexpr (!kSplitsRoles) {
+    ptx::increase_registers<kConsumerRegisters>();
+    Consumer<true, true>(params, shared, found, warpgroup).run();
+  } else if (warpgroup == 0) {
+    ptx::increase_registers<kConsumerRegisters>();
+    Consumer<true, false>(params, shared, found, warpgroup).run();
+  } else {
+    ptx::increase_registers<kConsumerRegisters>();
+    Consumer<false, true>(params, shared, found, warpgroup).run();
+  }
+}
+
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, BackwardParams, kNumThreads, 1, backward)

@@ -1,0 +1,155 @@
+// The warpgroups of sm90/backward.cu beside the consumers: the producer, dQ, and the order in which blocks add to dQ.
+#pragma once
+#include "common/clear_dq.cuh"
+#include "common/operands.cuh"
+#include "sm90/backward_layout.cuh"
+#include "sm90/backward_work.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/products.cuh"
+#include "sm90/tiles.cuh"
+
+// Warp. Loads the tiles of a block: K and V at once, those of queries as their stages get free. All lanes keep its
+// position and one of them issues the load: so the compiler knows that coordinates are the same in all lanes, as TMA
+// wants them.
+struct Producer {
+  const BackwardParams& params;
+  const Shared& shared;
+  const BackwardWork& tile;
+  Walk next;
+  Position<kNumStages> at;
+  int steps_left;
+
+  CUFLASH_DEVICE Producer(const BackwardParams& params_, const Shared& shared_, const BackwardWork& tile_)
+      : params(params_), shared(shared_), tile(tile_), next(tile_.first()), steps_left(tile_.num_steps) {}
+
+  CUFLASH_DEVICE void load_keys() const {
+    if (!ptx::elect_lane()) return;
+    shared.kv_full.arrive_expect(kBytesK + kBytesV);
+    const int first_key = key_start_of(tile.work.batch) + tile.first_key, batch = entry_of(tile.work.batch);
+    load_chunks<kBlockN, kDim>(shared.k, params.k, shared.kv_full, first_key, tile.head_kv, batch);
+    load_chunks<kBlockN, kDimV>(shared.v, params.v, shared.kv_full, first_key, tile.head_kv, batch);
+  }
+  CUFLASH_DEVICE void load_queries() {
+    if (steps_left-- <= 0) return;
+    if (ptx::elect_lane()) load_next();
+    next.advance(tile.queries);
+    at.advance();
+  }
+
+ private:
+  CUFLASH_DEVICE void load_next() const {
+    const Entry batch = tile.work.batch;
+    const int row = next.m_block * kBlockM, first_row = query_start_of(batch) + row;
+    const Barrier q_full = shared.q_ring.full(at), do_full = shared.do_ring.full(at);
+    const auto load_dout = [&]() {
+      do_full.arrive_expect(kBytesDo);
+      load_chunks<kBlockM, kDimV>(shared.dout + at.stage * kBytesDo, params.dout, do_full, first_row, next.head,
+                                  entry_of(batch));
+    };
+    shared.do_ring.empty(at).wait(at.parity ^ 1);
+    if constexpr (kSplitsRoles) load_dout();  // the consumer of dV is done before that of dK
+    shared.q_ring.empty(at).wait(at.parity ^ 1);
+    q_full.arrive_expect(kBytesQ + kBytesStats);
+    load_chunks<kBlockM, kDim>(shared.q + at.stage * kBytesQ, params.q, q_full, first_row, next.head, entry_of(batch));
+    ptx::load_bulk(shared.stats + at.stage * kBytesStats, stats_of(params.common, batch, next.head) + row * 2,
+                   kBytesStats, q_full.address);
+    if constexpr (!kSplitsRoles) load_dout();
+  }
+};
+
+// The last warpgroup where blocks add to dQ in order. Its first warp is the producer; a thread of the second waits for
+// this block's turns, and a thread of the third ends them.
+CUFLASH_DEVICE void keep_dq_order(const BackwardParams& params, const Shared& shared, const Work& found, u32 thread) {
+  const Params& common = params.common;
+  const BackwardWork tile(common, found);
+  if (tile.num_steps == 0) return;
+  if (ptx::uniform(thread / 32) == 0) {
+    Producer producer(params, shared, tile);
+    producer.load_keys();
+#pragma unroll 1
+    while (producer.steps_left > 0) producer.load_queries();
+    return;
+  }
+  if (thread != 32 && thread != 64) return;
+  Position<kTurnStages> at;
+  Walk walk = tile.first();
+#pragma unroll 1
+  for (int step = 0; step < tile.num_steps; ++step, walk.advance(tile.queries), at.advance()) {
+    u32* turns = dq_order_of(common, tile.num_m_blocks, tile.index_of(common, walk));
+    const Barrier turn{shared.turn + 8 * at.stage}, added{shared.added + 8 * at.stage}, ended{shared.ended + 8 * at.stage};
+    if (thread == 32) {
+      ended.wait(at.parity ^ 1);
+      ptx::wait_for_turn(turns, tile.turn(common, walk.m_block));
+      turn.arrive();
+    } else {
+      added.wait(at.parity);
+      ptx::end_turn(turns);
+      ended.arrive();
+    }
+  }
+}
+
+// The warpgroup of dQ. It makes dQ of each tile of queries and these keys and adds it to the sum in memory.
+CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& shared, const Work& found, u32 thread) {
+  const Params& common = params.common;
+  const BackwardWork tile(common, found);
+  const bool produces = !kDqInOrder && ptx::uniform(thread / 32) == 0;
+  Producer producer(params, shared, tile);
+  if (produces && tile.num_steps > 0) {
+    producer.load_keys();
+    for (int i = 0; i < kNumStages; ++i) producer.load_queries();
+  }
+  if (kClearsAhead && Share(common).part == 0) clear_ahead(common, tile.num_m_blocks, tile.work, thread);
+  if (tile.num_steps == 0) return;
+  if constexpr (kClearsAhead) wait_for_clears(common, tile.num_m_blocks, tile.work);
+  shared.kv_full.wait(0);
+  Position<kDsStages> at;
+  Position<kTurnStages> turn_at;
+  Position<kNumStages> q_at;
+  Walk walk = tile.first();
+#pragma unroll 1
+  for (int step = 0; step < tile.num_steps; ++step, walk.advance(tile.queries), at.advance()) {
+    float* accumulator = (float*)common.dq_accumulator + tile.index_of(common, walk) * (kBlockM * kDim) + thread * 4;
+    shared.ds_ring.full(at).wait(at.parity);
+    ptx::pause<kDqDelay>();
+    if constexpr (!kDqByReduction) {  // not wanted
+      arrive_as_warp(shared.ds_ring.empty(at));
+      if (produces) producer.load_queries();
+      continue;
+    }
+    const u32 s_ds = shared.ds + at.stage * kBytesDs;
+    const u64 a = descriptor_of_transposed<kBlockN>(s_ds);
+    Fragment ds[kDqHeld];
+    load_fragments_chunked_transposed(s_ds, thread / 32 * 16, ds);
+    if constexpr (kDqHoldsDs) arrive_as_warp(shared.ds_ring.empty(at));
+    float dq[kDqColumns / 8][4];
+    constexpr int slices = kDim / kDqColumns;
+    repeat<slices>([&](auto slice) {
+      constexpr int index = decltype(slice)::value, first = index * kDqColumns;
+      const u64 b = descriptor_of_transposed<kBlockN>(shared.k + first / kChunk * kBlockN * kLineBytes) +
+                    first % kChunk * 2 / 16;
+      issue(dq, [&]() __attribute__((always_inline)) {  // [GEMM 7] dQ = dS K
+#pragma unroll
+        for (int k = 0; k < kDqHeld; ++k)
+          ptx::wgmma<true>(Element{}, dq, ds[k].word, along_k_transposed(b, k), k > 0);
+#pragma unroll
+        for (int k = kDqHeld; k < kDsFragments; ++k)
+          ptx::wgmma<true, true>(Element{}, dq, along_k_transposed(a, k), along_k_transposed(b, k), true);
+      });
+      if constexpr (kDqInOrder && index == 0) Barrier{shared.turn + 8 * turn_at.stage}.wait(turn_at.parity);
+      if (kLoadsEarly && index + 1 == slices && produces) producer.load_queries();
+      wait_for<0>(dq);
+      if constexpr (!kDqHoldsDs && index + 1 == slices) arrive_as_warp(shared.ds_ring.empty(at));
+#pragma unroll
+      for (int n = 0; n < kDqColumns / 8; ++n)
+        ptx::reduce_add_x4(accumulator + (index * kDqColumns / 8 + n) * 128 * 4, dq[n]);
+    });
+    if constexpr (kDqInOrder) {
+      arrive_as_warp({shared.added + 8 * turn_at.stage});
+      turn_at.advance();
+      arrive_as_warp(shared.do_ring.empty(q_at));
+      q_at.advance();
+    }
+    if (!kLoadsEarly && produces) producer.load_queries();
+  }
+}

@@ -1,0 +1,490 @@
+// Backward pass of float32 on compute capability 9.0 (Hopper), transposed, with wgmma and TMA.
+//
+//   P' = exp(K Q' - lse)    dP' = V dO'    dS' = P' * (dP' - delta)
+//   dV = P' dO              dK = dS' Q     dQ += dS K                       (X' is X transposed; rows of X' are keys)
+//
+// Factors come split into bfloat16 parts, three each or two (common/bf16_split.cuh), and each product is a sum of six,
+// or of three. The tensor cores cut off what they add up, instead of rounding it: so a chunk of 64 columns, or of the
+// 64 rows of a tile, is summed there, and chunks and tiles are added with rounding. Only scores are one sum, that of
+// the forward pass.
+//
+// A block owns 64 keys of one key/value head and walks over the tiles of 64 queries, and over the query heads that
+// share its keys. Nothing is computed twice: the first warpgroup makes P' and dV and hands P' to the second, which
+// makes dS' and dK and hands dS' to the third, which makes dQ of the tile and adds it to memory. Two threads of the
+// last warpgroup are producers: they load tiles by TMA, chunk by chunk, as soon as a chunk of the tile before is free.
+//
+//   barrier         one phase is over when                    who waits
+//   k_full, v_full  K, or V, has arrived                      the warpgroups that multiply with it
+//   q_full[i]       a chunk of Q is in i, with the first one  P', dK
+//                   statistics
+//   q_empty[i]      dK of it is computed, and so is P'        the producer of Q, late dQ
+//   do_full[i]      a chunk of dO is in i                     dP', dV
+//   do_empty[i]     dP' and dV of it are computed             the producer of dO
+//   p_full[i]       P' is in buffer i                           dS'
+//   ds_full[i]      dS' has taken the place of P' in buffer i   dQ
+//   ds_empty[i]     dQ of it is computed                      P', before it is written there again
+//   named: one for the warpgroup of dK
+#include "common/bf16_split.cuh"
+#include "common/config.cuh"
+#include "common/dropout.cuh"
+#include "common/operands.cuh"
+#include "common/params.cuh"
+#include "common/scores.cuh"
+#include "sm90/backward_work.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/products.cuh"
+#include "sm90/tiles.cuh"
+
+constexpr int kRows = 64;  // of every tile
+constexpr int kTileColumns = kRows / 8, kSteps = kRows / 16;
+static_assert(kBlockM == kRows && kBlockN == kRows, "tiles of one product");
+static_assert(kNumWarps == 16, "dV, dK, dQ and the producers");
+constexpr int kBuffers = CUFLASH_NUM_BUFFERS;  // for P' and dS'
+// Of dQ at a time: fewer take fewer registers, more read dS' less often.
+constexpr int kDqColumns = CUFLASH_DQ_COLUMNS < kDim ? CUFLASH_DQ_COLUMNS : kDim;
+// Whether dQ of a tile waits until the first chunk of its dK is done: the sooner Q is given back, the sooner the next
+// one comes.
+constexpr bool kDqLate = CUFLASH_DQ_LATE;
+static_assert(!kDqLate || kBuffers <= kNumStages, "dQ sees every phase of q_empty");
+
+// A tile lies in chunks of 64 columns, a chunk as its parts one after the other.
+constexpr int kChunks = chunks_of(kDim), kChunksV = chunks_of(kDimV);
+constexpr u32 kBytesPart = chunked_bytes(kRows, kChunk);
+constexpr u32 kBytesChunk = kBf16Parts * kBytesPart;
+constexpr u32 kBytesK = kChunks * kBytesChunk, kBytesV = kChunksV * kBytesChunk;
+constexpr u32 kBytesStats = kRows * 8;
+constexpr u32 kBytesBarriers = 8 * (2 + 2 * kNumStages * (kChunks + kChunksV) + 3 * kBuffers);
+static_assert((kNumStages + 1) * (kBytesK + kBytesV) + kBuffers * kBytesChunk + kNumStages * kBytesStats + kBytesBarriers ==
+                  CUFLASH_SHARED_BYTES,
+              "shared memory differs from the plan");
+
+// Registers of a thread once each role has its own; all together are at most what the block started with.
+constexpr int kConsumerRegisters = kDqColumns > kChunk ? 192 : 200;
+constexpr int kDqRegisters = kDqColumns > kChunk ? 96 : 80;
+constexpr int kProducerRegisters = 32;
+
+constexpr u32 kDkWarpgroup = 1;  // named barrier
+
+struct BackwardParams {
+  Params common;
+  TensorMap q, k, v, dout;
+};
+static_assert(sizeof(BackwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
+
+// The buffers in which P' and then dS' are handed on.
+struct BufferBarriers {
+  u32 address;
+
+  CUFLASH_DEVICE Barrier p_full(const Position<kBuffers>& at) const { return {address + 24 * at.stage}; }
+  CUFLASH_DEVICE Barrier ds_full(const Position<kBuffers>& at) const { return {address + 24 * at.stage + 8}; }
+  CUFLASH_DEVICE Barrier ds_empty(const Position<kBuffers>& at) const { return {address + 24 * at.stage + 16}; }
+};
+
+// Chunks of tiles of queries on their way through shared memory.
+template <int chunks>
+struct ChunkRing {
+  static constexpr u32 kBytes = kNumStages * chunks * kBytesChunk;
+  static constexpr u32 kBarrierBytes = Ring<kNumStages * chunks>::kBytes;
+  u32 tiles;
+  Ring<kNumStages * chunks> barriers;
+
+  CUFLASH_DEVICE u32 tile(const Position<kNumStages>& at) const { return tiles + at.stage * (chunks * kBytesChunk); }
+  CUFLASH_DEVICE Barrier full(const Position<kNumStages>& at, int c) const {
+    return barriers.full({at.stage * chunks + c});
+  }
+  CUFLASH_DEVICE Barrier empty(const Position<kNumStages>& at, int c) const {
+    return barriers.empty({at.stage * chunks + c});
+  }
+};
+
+struct Shared {
+  u32 k, v, buffers, stats;
+  Barrier k_full, v_full;
+  ChunkRing<kChunks> q_ring;
+  ChunkRing<kChunksV> do_ring;
+  BufferBarriers handed;
+
+  CUFLASH_DEVICE Shared() {
+    k = ptx::dynamic_shared();
+    v = k + kBytesK;
+    q_ring.tiles = v + kBytesV;
+    do_ring.tiles = q_ring.tiles + q_ring.kBytes;
+    buffers = do_ring.tiles + do_ring.kBytes;
+    stats = buffers + kBuffers * kBytesChunk;
+    k_full = {stats + kNumStages * kBytesStats};
+    v_full = {k_full.address + 8};
+    q_ring.barriers = {v_full.address + 8};
+    do_ring.barriers = {q_ring.barriers.address + q_ring.kBarrierBytes};
+    handed = {do_ring.barriers.address + do_ring.kBarrierBytes};
+  }
+  CUFLASH_DEVICE u32 buffer_of(const Position<kBuffers>& at) const { return buffers + at.stage * kBytesChunk; }
+};
+
+// ---- Products of parts ---------------------------------------------------------------------------------------------
+
+// multiply(a, b, k, accumulate) for the parts a and b of both factors that matter, and each of the steps along k.
+template <int steps, class Multiply>
+CUFLASH_DEVICE void for_part_products(Multiply multiply) {
+  repeat<kPartProducts>([&](auto i) __attribute__((always_inline)) {
+    constexpr PartProduct product = part_product(decltype(i)::value);
+#pragma unroll
+    for (int k = 0; k < steps; ++k)
+      multiply(Integer<product.a>{}, Integer<product.b>{}, k, decltype(i)::value > 0 || k > 0);
+  });
+}
+CUFLASH_DEVICE u64 part_of(u64 chunk, int part) { return chunk + part * (kBytesPart / 16); }
+
+// Issues d = a b', of this many chunks of tiles stored by rows.
+template <int chunks>
+CUFLASH_DEVICE void multiply_rows(float (&d)[kTileColumns][4], u32 a, u32 b) {
+  const u64 rows_a = descriptor_of(a), rows_b = descriptor_of(b);
+  issue(d, [&]() __attribute__((always_inline)) {
+    for_part_products<chunks * kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
+      // The parts of b come in the order in which the forward pass has those of its first factor.
+      ptx::wgmma<false, false>(BFloat16{}, d, along_k<kBf16Parts * kRows>(part_of(rows_a, j.value), k),
+                               along_k<kBf16Parts * kRows>(part_of(rows_b, i.value), k), accumulate);
+    });
+  });
+}
+
+// An accumulator as the parts of an operand in registers.
+struct Operand {
+  u32 word[kBf16Parts][kSteps][4];
+};
+
+// total += a b, b stored by rows; `arrives(c)` waits for chunk c of b, `release(c)` is told that it is not needed any
+// more, `meanwhile` is done while the first products run.
+template <int chunks, class Arrives, class Meanwhile, class Release>
+CUFLASH_DEVICE void add_product(float (&total)[chunks * kTileColumns][4], const Operand& a, u32 b, Arrives arrives,
+                                Meanwhile meanwhile, Release release) {
+  float sum[chunks][kTileColumns][4];
+  repeat<chunks>([&](auto chunk) __attribute__((always_inline)) {
+    constexpr int c = decltype(chunk)::value;
+    const u64 columns = descriptor_of_transposed<kRows>(b + c * kBytesChunk);
+    arrives(c);
+    issue(sum[c], [&]() __attribute__((always_inline)) {
+      for_part_products<kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
+        ptx::wgmma<true>(BFloat16{}, sum[c], a.word[i.value][k], along_k_transposed(part_of(columns, j.value), k),
+                         accumulate);
+      });
+    });
+    if constexpr (c == 0) meanwhile();
+  });
+  repeat<chunks>([&](auto chunk) __attribute__((always_inline)) {
+    constexpr int c = decltype(chunk)::value;
+    wait_for<chunks - 1 - c>(sum[c]);
+    release(c);
+#pragma unroll
+    for (int n = 0; n < kTileColumns; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) total[c * kTileColumns + n][i] += sum[c][n][i];
+  });
+}
+
+// The parts of an accumulator, by `split_pair`; the sum of its results.
+template <class SplitPair>
+CUFLASH_DEVICE float to_operand(const float (&value)[kTileColumns][4], Operand& operand, SplitPair split_pair) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int n = 0; n < kTileColumns; ++n)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      u32 word[kBf16Parts];
+      sum += split_pair(value[n][2 * half], value[n][2 * half + 1], word);
+#pragma unroll
+      for (int part = 0; part < kBf16Parts; ++part) operand.word[part][n / 2][n % 2 * 2 + half] = word[part];
+    }
+  return sum;
+}
+
+// ---- Roles ------------------------------------------------------------------------------------------------------------
+
+// A producer: a thread that loads K and the tiles of Q as chunks get free, or V and those of dO.
+template <int chunks, bool with_stats>
+CUFLASH_DEVICE void produce(const BackwardParams& params, const Shared& shared, const TensorMap& keys, u32 s_keys,
+                            const Barrier& keys_full, const TensorMap& queries, const ChunkRing<chunks>& ring) {
+  const Params& common = params.common;
+  const BackwardWork tile(common);
+  if (tile.num_steps == 0) return;
+  const int batch = tile.work.batch;
+  const auto load = [&](u32 destination, const TensorMap& map, const Barrier& full, int c, int row, int head) {
+#pragma unroll 1
+    for (int part = 0; part < kBf16Parts; ++part)
+      ptx::load_tensor(destination + part * kBytesPart, map, full.address, c * kChunk, row, head,
+                       part * common.batch + batch);
+  };
+  keys_full.arrive_expect(chunks * kBytesChunk);
+#pragma unroll
+  for (int c = 0; c < chunks; ++c) load(s_keys + c * kBytesChunk, keys, keys_full, c, tile.first_key, tile.head_kv);
+
+  Walk walk = tile.first();
+  Position<kNumStages> at;
+#pragma unroll 1
+  for (int step = 0; step < tile.num_steps; ++step, walk.advance(tile.queries), at.advance()) {
+    const int first_row = walk.m_block * kRows;
+#pragma unroll
+    for (int c = 0; c < chunks; ++c) {
+      const Barrier full = ring.full(at, c);
+      ring.empty(at, c).wait(at.parity ^ 1);
+      const bool stats_too = with_stats && c == 0;
+      full.arrive_expect(kBytesChunk + (stats_too ? kBytesStats : 0));
+      load(ring.tile(at) + c * kBytesChunk, queries, full, c, first_row, walk.head);
+      if (stats_too)
+        ptx::load_bulk(shared.stats + at.stage * kBytesStats, stats_of(common, batch, walk.head) + first_row * 2,
+                       kBytesStats, full.address);
+    }
+  }
+}
+
+// What dK and dV leave in memory: rows of this block, or its part of the sums of several.
+template <int head_dim, int n_tiles>
+CUFLASH_DEVICE void store_rows(const Params& params, const Tensor& result, const BackwardWork& tile, Real* partials, u32 thread,
+                               const float (&value)[n_tiles][4], float factor) {
+  if (tile.is_shared) {
+#pragma unroll
+    for (int n = 0; n < n_tiles; ++n)
+      *(Real4*)(partials + n * 128 * 4) = {value[n][0], value[n][1], value[n][2], value[n][3]};
+    return;
+  }
+  Storage* head = (Storage*)head_of(result, tile.work.batch, tile.head_kv);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int key = tile.first_key + thread / 32 * 16 + fragment_row() + half * 8;
+    if (key >= params.seqlen_k) continue;
+    store_row<head_dim>(head + key * result.row_stride, value, half, factor);
+  }
+}
+
+// The first warpgroup: P', for the second one, and dV.
+CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, u32 thread) {
+  const Params& common = params.common;
+  const BackwardWork tile(common);
+  const int batch = tile.work.batch;
+  const int lane_key = tile.first_key + thread / 32 * 16 + fragment_row();
+  float dv[kDimV / 8][4];
+#pragma unroll
+  for (auto& tile : dv) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
+
+  if (tile.num_steps > 0) shared.k_full.wait(0);
+  Walk walk = tile.first();
+  Position<kNumStages> at;
+  Position<kBuffers> buffer;
+#pragma unroll 1
+  for (int step = 0; step < tile.num_steps; ++step) {
+    const int head = walk.head, m_block = walk.m_block, first_row = m_block * kRows;
+    float p[kTileColumns][4];
+    // In one sum, as the forward pass has it: what the tensor cores cut off of a score is then in lse too.
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) shared.q_ring.full(at, c).wait(at.parity);
+    multiply_rows<kChunks>(p, shared.k, shared.q_ring.tile(at));
+    wait_for<0>(p);
+
+    const Weights weights(common, batch, head, tile.key_stop);
+    const bool masked = walk.needs_mask(tile.queries);
+    const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
+    const auto key_of = [&](int, int i) { return lane_key + row_in_tile(i); };
+    weights.hide((float(&)[1][kTileColumns][4])p, masked, row_of, key_of);
+    // What the next warpgroup multiplies dP' - delta by: P', times the derivative of the capped score; the sign says
+    // what dropout drops.
+    const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
+    const u32 s_p = shared.buffer_of(buffer) + thread * 8;
+    shared.handed.ds_empty(buffer).wait(buffer.parity ^ 1);
+    const Dropout dropout(common, batch, head);
+    [[maybe_unused]] KeptWeights<true> kept;
+#pragma unroll
+    for (int n = 0; n < kTileColumns; ++n) {
+      if (kHasDropout && n % 2 == 0) kept = dropout.transposed(row_of(n, 0), lane_key);
+      float stats[4], factor[4];  // lse and delta of this lane's two queries
+      ptx::load_shared_f32x4(s_stats + n * 64, stats);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float derivative;
+        p[n][i] = weights.of_hidden(p[n][i], row_of(n, i), key_of(0, i), masked, stats[i % 2 * 2], derivative);
+        factor[i] = kHasSoftcap ? p[n][i] * derivative : p[n][i];
+        if (kHasDropout && !kept.keeps(n, i)) factor[i] = -factor[i], p[n][i] = 0.0f;
+      }
+      ptx::store_shared_x2(s_p + n * 2048, {factor[0], factor[1]});
+      ptx::store_shared_x2(s_p + n * 2048 + 1024, {factor[2], factor[3]});
+    }
+    shared.handed.p_full(buffer).arrive();
+
+    Operand operand;
+    to_operand(p, operand, bf16_split_small);
+    add_product<kChunksV>(
+        dv, operand, shared.do_ring.tile(at), [&](int c) { shared.do_ring.full(at, c).wait(at.parity); }, [] {},
+        [&](int c) {
+          if (thread == 0) shared.do_ring.empty(at, c).arrive();
+        });
+    at.advance();
+    buffer.advance();
+    walk.advance(tile.queries);
+  }
+
+  if constexpr (!kNeedsDv) return;
+  Real* partials = tile.partials(common, thread) + kRows * kDim;
+  store_rows<kHeadDimV>(common, common.dv, tile, partials, thread, dv, kept_scale_of(common));
+}
+
+// The second warpgroup: dP', dS', for the third one, and dK.
+CUFLASH_DEVICE void make_dk(const BackwardParams& params, const Shared& shared, u32 thread) {
+  const Params& common = params.common;
+  const BackwardWork tile(common);
+  const u32 lane = lane_index(), warp_key = thread / 32 * 16;
+  const float kept_scale = kept_scale_of(common);
+  float dk[kDim / 8][4];
+#pragma unroll
+  for (auto& tile : dk) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
+
+  if (tile.num_steps > 0) shared.v_full.wait(0);
+  Position<kNumStages> at;
+  Position<kBuffers> buffer;
+#pragma unroll 1
+  for (int step = 0; step < tile.num_steps; ++step) {
+    float ds[kTileColumns][4], chunk_sum[kChunksV][kTileColumns][4];
+#pragma unroll
+    for (int c = 0; c < kChunksV; ++c) {
+      shared.do_ring.full(at, c).wait(at.parity);
+      multiply_rows<1>(chunk_sum[c], shared.v + c * kBytesChunk, shared.do_ring.tile(at) + c * kBytesChunk);
+    }
+    ptx::wgmma_wait<0>();
+#pragma unroll
+    for (int c = 0; c < kChunksV; ++c) ptx::fence_operand(chunk_sum[c]);
+#pragma unroll
+    for (int n = 0; n < kTileColumns; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        ds[n][i] = chunk_sum[0][n][i];
+#pragma unroll
+        for (int c = 1; c < kChunksV; ++c) ds[n][i] += chunk_sum[c][n][i];
+      }
+    if (thread == 0) {
+#pragma unroll
+      for (int c = 0; c < kChunksV; ++c) shared.do_ring.empty(at, c).arrive();
+    }
+
+    const u32 s_buffer = shared.buffer_of(buffer);
+    const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
+    shared.q_ring.full(at, 0).wait(at.parity);
+    shared.handed.p_full(buffer).wait(buffer.parity);
+#pragma unroll
+    for (int n = 0; n < kTileColumns; ++n) {
+      float stats[4];
+      ptx::load_shared_f32x4(s_stats + n * 64, stats);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float p[2];
+        ptx::load_shared_x2(s_buffer + thread * 8 + n * 2048 + half * 1024, p);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          ds[n][2 * half + i] = gradient_of(p[i], ds[n][2 * half + i], kept_scale, stats[2 * i + 1]);
+      }
+    }
+    Operand operand;
+    const float rests = to_operand(ds, operand, bf16_split_small);
+    if (rests - rests != 0.0f) {  // rare
+      to_operand(ds, operand, [](float x, float y, u32 (&word)[kBf16Parts]) {
+        bf16_split(x, y, word);
+        return 0.0f;
+      });
+    }
+
+    // dS' to shared memory, rows of keys, once all threads have read P'.
+    ptx::sync_named(kDkWarpgroup, 128);
+    const u32 line = s_buffer + (warp_key + lane % 16) * kLineBytes;
+#pragma unroll
+    for (int part = 0; part < kBf16Parts; ++part)
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k)
+        ptx::store_matrix_x4(line + part * kBytesPart + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)),
+                             operand.word[part][k]);
+    add_product<kChunks>(
+        dk, operand, shared.q_ring.tile(at), [&](int c) { shared.q_ring.full(at, c).wait(at.parity); },
+        [&] {
+          ptx::fence_async_proxy();
+          shared.handed.ds_full(buffer).arrive();
+        },
+        [&](int c) {
+          if (thread == 0) shared.q_ring.empty(at, c).arrive();
+        });
+    at.advance();
+    buffer.advance();
+  }
+
+  if constexpr (!kNeedsDk) return;
+  store_rows<kHeadDim>(common, common.dk, tile, tile.partials(common, thread), thread, dk, common.scale);
+}
+
+// The third warpgroup: dQ of each tile of queries and these keys, added to the sum in memory.
+CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& shared, u32 thread) {
+  const Params& common = params.common;
+  const BackwardWork tile(common);
+  if (tile.num_steps == 0) return;
+  shared.k_full.wait(0);
+  const u64 keys = ptx::descriptor(shared.k, kBytesChunk, 8 * kLineBytes);  // chunks next to each other
+  Walk walk = tile.first();
+  Position<kNumStages> at;
+  Position<kBuffers> buffer;
+#pragma unroll 1
+  for (int step = 0; step < tile.num_steps; ++step, walk.advance(tile.queries), at.advance(), buffer.advance()) {
+    float* accumulator = (float*)common.dq_accumulator + tile.index_of(common, walk) * (kRows * kDim) + thread * 4;
+    const u64 ds = descriptor_of_transposed<kRows>(shared.buffer_of(buffer));
+    shared.handed.ds_full(buffer).wait(buffer.parity);
+    if constexpr (!kDqByReduction) {  // not wanted
+      if (thread == 0) shared.handed.ds_empty(buffer).arrive();
+      continue;
+    }
+    if constexpr (kDqLate) shared.q_ring.empty(at, 0).wait(at.parity);
+    repeat<kDim / kDqColumns>([&](auto slice) __attribute__((always_inline)) {
+      constexpr int first = decltype(slice)::value * kDqColumns;
+      const u64 columns = keys + first / kChunk * (kBytesChunk / 16);
+      float dq[kDqColumns / 8][4];
+      issue(dq, [&]() __attribute__((always_inline)) {
+        for_part_products<kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
+          ptx::wgmma<true, true>(BFloat16{}, dq, along_k_transposed(part_of(ds, i.value), k),
+                                 along_k_transposed(part_of(columns, j.value), k), accumulate);
+        });
+      });
+      wait_for<0>(dq);
+      if (first == kDim - kDqColumns && thread == 0) shared.handed.ds_empty(buffer).arrive();
+#pragma unroll
+      for (int n = 0; n < kDqColumns / 8; ++n)
+        ptx::reduce_add_x4(accumulator + (first / 8 + n) * 128 * 4, dq[n]);
+    });
+  }
+}
+
+CUFLASH_DEVICE void backward(const BackwardParams& params) {
+  const Shared shared;
+  if (ptx::thread_index() == 0) {
+    shared.k_full.init(1);
+    shared.v_full.init(1);
+    shared.q_ring.barriers.init(1);
+    shared.do_ring.barriers.init(2);
+    for (int i = 0; i < kBuffers; ++i) {
+      shared.handed.p_full({i}).init(128);
+      shared.handed.ds_full({i}).init(128);
+      shared.handed.ds_empty({i}).init(1);
+    }
+    ptx::fence_barrier_init();
+  }
+  ptx::sync_block();
+  const u32 warpgroup = ptx::uniform(ptx::thread_index() / 128), thread = ptx::thread_index() % 128;
+  if (warpgroup == 0) {
+    ptx::increase_registers<kConsumerRegisters>();
+    make_dv(params, shared, thread);
+  } else if (warpgroup == 1) {
+    ptx::increase_registers<kConsumerRegisters>();
+    make_dk(params, shared, thread);
+  } else if (warpgroup == 2) {
+    ptx::decrease_registers<kDqRegisters>();
+    accumulate_dq(params, shared, thread);
+  } else {
+    ptx::decrease_registers<kProducerRegisters>();
+    if (thread == 0)
+      produce<kChunks, true>(params, shared, params.k, shared.k, shared.k_full, params.q, shared.q_ring);
+    if (thread == 32)
+      produce<kChunksV, false>(params, shared, params.v, shared.v, shared.v_full, params.dout, shared.do_ring);
+  }
+}
+
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, BackwardParams, kNumThreads, 1, backward)

@@ -1,0 +1,116 @@
+// What the roles of sm90/backward.cu share: the schedule, the layout of shared memory, registers and named barriers.
+#pragma once
+#include "common/backward.cuh"
+#include "common/config.cuh"
+#include "common/params.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/tiles.cuh"
+
+// How registers and shared memory are spent, by head dimension.
+enum class Schedule {
+  // Each consumer has 64 keys, and K in registers, so that [GEMM 1] reads only Q from shared memory. [GEMM 2] is issued
+  // at the start of a step.
+  kHoldK,
+  // Each consumer has 64 keys. [GEMM 2] is issued only when the products of the step before have freed their registers,
+  // and [GEMM 6] reads dS' from shared memory, since registers hold no more operands.
+  kSharedDs,
+  // Both consumers have the same 64 keys: the first makes P' and dV, the second dS' and dK, and P' is handed over in
+  // shared memory. [GEMM 2] is issued at the start of a step.
+  kSplitRoles,
+};
+constexpr Schedule kSchedule = Schedule::CUFLASH_SCHEDULE;
+constexpr bool kHoldsK = kSchedule == Schedule::kHoldK;
+constexpr bool kDpEarly = kSchedule != Schedule::kSharedDs;
+constexpr bool kDkFromShared = kSchedule == Schedule::kSharedDs;
+constexpr bool kSplitsRoles = kSchedule == Schedule::kSplitRoles;
+static_assert(kPairsStats, "a lane reads lse of two queries, and later their delta");
+constexpr int kConsumers = 2;
+constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
+// Whether one consumer goes through a step from P' to dS' while the other waits, or does what is left of its own step.
+// Side by side, each product takes twice as long, and then both have nothing but exponentials to do at the same time.
+// With split roles the first lets the second in once its products are issued. On an H200 this makes the kernel alone 9
+// to 12 % faster at head_dim 128 from seqlen 4096 on, 4 % at 64, 2 to 3 % at 256; but with softcap, where scores take
+// more than an exponential, 40 % slower.
+constexpr bool kPingPong = kScaleInExponent && !kHasDropout;
+constexpr int kQueryTiles = kBlockM / 8;
+constexpr int kConsumerThreads = 128 * kConsumers;
+static_assert(kNumWarps == 4 * (kConsumers + 1 + kDqInOrder), "the consumers, dQ, and the order of dQ");
+static_assert(kBlockN == 64 * kDsWriters, "a consumer, or both, own 64 keys");
+static_assert(kBlockM == 64, "dQ is one product of 64 rows");
+
+// Shared memory: K, V, the rings of Q, of dO, of dS' and of P', statistics, barriers.
+constexpr u32 kBytesK = chunked_bytes(kBlockN, kDim);
+constexpr u32 kBytesV = chunked_bytes(kBlockN, kDimV);
+constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
+constexpr u32 kBytesDo = chunked_bytes(kBlockM, kDimV);
+constexpr u32 kBytesDs = chunked_bytes(kBlockN, kBlockM);
+constexpr u32 kBytesStats = kBlockM * 8;
+constexpr int kDsStages = 2, kPStages = kSplitsRoles, kTurnStages = kDqInOrder ? 2 : 0;
+constexpr u32 kBytesP = 128 * kQueryTiles * 16;
+constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages + 2 * kDsStages + 2 * kPStages + 3 * kTurnStages);
+static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesStats) + kDsStages * kBytesDs +
+                      kPStages * kBytesP + kBytesBarriers ==
+                  CUFLASH_SHARED_BYTES,
+              "shared memory differs from the plan");
+
+// Registers of a thread once each role has its own; all together are what the block started with. Products in flight
+// need more than their accumulators and operands take, or the compiler makes one wait for the other.
+constexpr int kOrderRegisters = kDqInOrder ? 24 : 0;
+constexpr int kConsumerRegisters = kScaleInExponent ? 208 : kDqInOrder ? 216 : 224;
+constexpr int kDqRegisters = (kDqInOrder ? 512 : 504) - kOrderRegisters - kConsumers * kConsumerRegisters;
+// Columns of dQ that one product makes.
+constexpr int kDqColumns = kSplitsRoles && 64 / 2 + 28 <= kDqRegisters ? 64 : 32;
+// Fragments of dS', of 16 keys, that dQ holds in registers for all of its columns. The assembler keeps 28 registers for
+// other things, used or not. Fragments that do not fit beside them and beside a product's columns are read from shared
+// memory by every product; to read all of dS' so makes the pass 8 % slower on an H200 (head_dim 128).
+constexpr int kDsFragments = kBlockN / 16, kDqRoom = (kDqRegisters - 28 - kDqColumns / 2) / 4;
+constexpr int kDqHeld = kDqRoom < kDsFragments ? kDqRoom : kDsFragments;
+constexpr bool kDqHoldsDs = kDqHeld == kDsFragments;
+static_assert(kChunk % kDqColumns == 0, "columns of one chunk of K");
+
+// Whether the warpgroup of dQ loads the next tile while its last columns are made, and not after them. On an H200 this
+// is 2 to 7 % faster at head_dim 256, up to 1 % at 64; at 128, where products read the most from shared memory, up to 1
+// % slower.
+constexpr bool kLoadsEarly = !kDkFromShared;
+// Cycles that dQ waits once dS' is there, so that what consumers issue next goes first. On an H200, with dQ in order,
+// 60 are 1 to 4 % faster than none at head_dim 64, 100 are 1 to 8 % faster at 256, and at 128 they make no difference.
+// In any other order every delay costs: at head_dim 64 as little as 20 cycles cost 2 to 5 %. But with packed sequences
+// (varlen) 20 to 40 are 1 to 3 % faster there.
+constexpr u32 kDqDelay = kDkFromShared ? 0 : kDqInOrder ? (kSplitsRoles ? 100 : 60) : kIsPacked && !kSplitsRoles ? 30 : 0;
+
+// Named barriers: one per consumer, one for all of them, one for consumers and dQ at the end, one per consumer for the
+// ping-pong.
+constexpr u32 kConsumer = 1, kAll = kConsumer + kConsumers, kEnd = kAll + 1, kPingPongBarrier = kEnd + 1;
+
+struct BackwardParams {
+  Params common;
+  TensorMap q, k, v, dout, dkv[kNeedsDk + kNeedsDv];  // dk, dv: those that are wanted
+};
+static_assert(sizeof(BackwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
+
+struct Shared {
+  u32 k, v, q, dout, ds, p, stats;
+  Barrier kv_full;
+  Ring<kNumStages> q_ring, do_ring;
+  Ring<kDsStages> ds_ring;
+  Ring<kPStages> p_ring;
+  u32 turn, added, ended;  // the first of kTurnStages barriers each
+
+  CUFLASH_DEVICE Shared() {
+    k = ptx::dynamic_shared();
+    v = k + kBytesK;
+    q = v + kBytesV;
+    dout = q + kNumStages * kBytesQ;
+    ds = dout + kNumStages * kBytesDo;
+    p = ds + kDsStages * kBytesDs;
+    stats = p + kPStages * kBytesP;
+    kv_full = {stats + kNumStages * kBytesStats};
+    q_ring = {kv_full.address + 16};
+    do_ring = {q_ring.address + Ring<kNumStages>::kBytes};
+    ds_ring = {do_ring.address + Ring<kNumStages>::kBytes};
+    p_ring = {ds_ring.address + Ring<kDsStages>::kBytes};
+    turn = p_ring.address + Ring<kPStages>::kBytes;
+    added = turn + 8 * kTurnStages;
+    ended = added + 8 * kTurnStages;
+  }
+};

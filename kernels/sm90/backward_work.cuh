@@ -1,0 +1,85 @@
+// The keys of a block of the backward pass on compute capability 9.0, and the tiles of queries that it walks over.
+#pragma once
+#include "common/backward.cuh"
+#include "common/config.cuh"
+#include "common/params.cuh"
+#include "common/query_walk.cuh"
+#include "common/schedule.cuh"
+
+// A block's share of a tile of keys, which is at `tile` in launch order.
+struct Share {
+  u32 tile;
+  int part, parts;
+
+  CUFLASH_DEVICE explicit Share(const Params& params) : tile(ptx::block_index()), part(0), parts(1) {
+    if (!kSplitsTail || tile < (u32)params.whole_tiles) return;
+    const u32 index = tile - params.whole_tiles;
+    parts = params.tail_splits;
+    part = index % parts;
+    tile = params.whole_tiles + index / parts;
+  }
+};
+
+// The keys of a block, and what every role walks over.
+struct BackwardWork {
+  Work work;
+  int num_n_blocks, num_m_blocks, split, head_kv, first_key, key_stop, first_head, first_step, num_steps;
+  int own_diagonal;  // of the batch entry
+  bool walks_back;  // over the queries
+  bool is_shared;  // with other blocks
+  QueryTiles queries;
+
+  // Warp. The work of packed sequences is found beforehand, once for all roles.
+  CUFLASH_DEVICE static Work find(const Params& params) {
+    return find_keys(params, Share(params).tile, num_parts_of(params));
+  }
+
+  CUFLASH_DEVICE explicit BackwardWork(const Params& params, const Work& found = {}) {
+    const int splits = parts_of_group(params), group = params.num_heads / params.num_heads_kv;
+    num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN);
+    num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
+    work = kIsPacked ? found : find(params);
+    head_kv = work.head / splits;
+    split = work.head % splits;
+    first_key = work.block * kBlockN;
+    key_stop = key_stop_of(params, work.batch);
+    own_diagonal = own_diagonal_of(params, work.batch);
+    first_head = head_kv * group + group * split / splits;
+    const int stop_head = head_kv * group + group * (split + 1) / splits;
+    num_steps = find_queries(params, work, first_head, stop_head, key_stop, queries);
+    walks_back = kBackShare != 0 && work.head >= num_parts_of(params) - num_heads_back(num_parts_of(params));
+    set_direction(queries, walks_back);
+    first_step = 0;
+    is_shared = kSplitsGroup;
+    if constexpr (kSplitsTail) {
+      const Share share(params);
+      const auto step_of = [&](int part) { return (int)((i64)num_steps * part / share.parts); };
+      is_shared = share.parts > 1;
+      first_step = step_of(share.part);
+      num_steps = step_of(share.part + 1) - first_step;
+    }
+    if constexpr (kDqInOrder && kIsPacked) {
+      if (*overlap_of(params, num_m_blocks)) num_steps = 0;
+    }
+  }
+  CUFLASH_DEVICE Walk first() const {
+    Walk walk = Walk::first(queries, first_head);
+    if (kSplitsTail && first_step > 0) walk.skip(queries, first_step);
+    return walk;
+  }
+  // Of a tile of queries among those of all heads and batches.
+  CUFLASH_DEVICE i64 index_of(const Params& params, const Walk& walk) const {
+    return m_tile_of(params, num_m_blocks, work.batch, walk.head, walk.m_block);
+  }
+  // How many of the tiles of keys that a tile of queries sees come before this one.
+  CUFLASH_DEVICE u32 turn(const Params& params, int m_block) const {
+    const int first_row = m_block * kBlockM;
+    const TileRange keys = key_tiles(params, work.batch, first_row, first_row + kBlockM - 1, key_stop);
+    return kLastFirst && !walks_back ? keys.stop - 1 - work.block : work.block - keys.start;
+  }
+  // Where a block that shares the tile leaves its part.
+  CUFLASH_DEVICE Real* partials(const Params& params, u32 thread) const {
+    if constexpr (kSplitsTail) return partials_at(params, ptx::block_index() - params.whole_tiles, thread);
+    return partials_at(params, first_part_of(params, num_n_blocks, work.batch, head_kv, work.block) + split, thread);
+  }
+};

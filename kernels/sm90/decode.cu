@@ -1,0 +1,249 @@
+// Forward pass for few queries on compute capability 9.0, in 16-bit types: reads K and V once, as fast as memory
+// allows.
+//
+//   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
+//
+// All queries of the query heads that share a key/value head fit into the 64 rows of one product: row
+// head_in_group * seqlen_q + query. The kernel is persistent: as many blocks as the device holds take equal shares of
+// all keys (common/key_splits.cuh). A block that has a head to itself stores its results; the others leave O and lse of
+// their keys in scratch memory, for around/combine.cu.
+//
+// One thread, the producer, loads tiles by TMA as far ahead as the rings allow: that many bytes have to be on their way
+// to keep memory busy. The other warps are the consumer warpgroup, which takes one tile after another. The rings run on
+// from one head to the next. Where two blocks share a multiprocessor, the products of one run during the softmax of the
+// other.
+//
+//   barrier      one phase is over when           who waits
+//   q_full       Q of a head has arrived          consumer, before its first S
+//   q_empty      every warp has its last S        producer, before Q of the next head
+//   k_full[i]    K has arrived in stage i         consumer, before S
+//   k_empty[i]   every warp has its S             producer, before the next K in stage i
+//   v_full[i]    V has arrived in stage i         consumer, before O
+//   v_empty[i]   every warp has its O             producer, before the next V in stage i
+//   named: one for the consumer
+#include "common/config.cuh"
+#include "common/fragments.cuh"
+#include "common/key_splits.cuh"
+#include "common/params.cuh"
+#include "common/schedule.cuh"
+#include "common/scores.cuh"
+#include "common/softmax.cuh"
+#include "sm90/key_tile.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/products.cuh"
+#include "sm90/tiles.cuh"
+
+constexpr bool kSplitsKeys = CUFLASH_SPLITS_KEYS;  // blocks share the keys of a head
+constexpr int kConsumerWarps = 4;
+constexpr int kConsumerThreads = 32 * kConsumerWarps;
+constexpr int kNTiles = kBlockN / 8;
+static_assert(kNumWarps == kConsumerWarps + 1, "the consumer and the producer");
+static_assert(kBlockM == 64, "rows of one product");
+
+// Shared memory: Q; the rings of K and V; barriers.
+constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
+constexpr u32 kBytesK = chunked_bytes(kBlockN, kDim);
+constexpr u32 kBytesV = chunked_bytes(kBlockN, kDimV);
+static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) + QkvBarriers<kNumStages>::kBytes == CUFLASH_SHARED_BYTES,
+              "shared memory differs from the plan");
+
+struct DecodeParams {
+  Params common;
+  TensorMap q, k, v;  // a box of q holds all rows of a group
+};
+static_assert(sizeof(DecodeParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
+
+struct Shared : QkvBarriers<kNumStages> {
+  u32 q, k, v;
+
+  CUFLASH_DEVICE Shared() {
+    q = ptx::dynamic_shared();
+    k = q + kBytesQ;
+    v = k + kNumStages * kBytesK;
+    place_barriers(v + kNumStages * kBytesV);
+  }
+};
+
+// The heads that a block has keys of, one after another.
+struct HeadWalk {
+  Shares shares;
+  u32 at, stop;  // places among all keys
+  u32 head;      // of the batch
+
+  CUFLASH_DEVICE explicit HeadWalk(const Params& params) : shares(params) {
+    at = shares.start_of_block(ptx::block_index());
+    stop = at + shares.heads;
+    head = shares.head_at(at);
+  }
+
+  CUFLASH_DEVICE bool more() const { return at < stop; }
+  CUFLASH_DEVICE void advance() { at = shares.start_of_head(++head); }
+};
+
+// What a block has of one head.
+struct HeadWork {
+  int head_kv, batch;
+  int group;  // query heads of the key/value head
+  int rows;   // of the product that stand for a query
+  int key_stop;
+  TileRange keys;  // of this block; `full_start` and `full_stop` are those of all keys
+
+  CUFLASH_DEVICE HeadWork(const Params& params, const HeadWalk& walk) {
+    head_kv = walk.head % params.num_heads_kv;
+    batch = walk.head / params.num_heads_kv;
+    group = params.num_heads / params.num_heads_kv;
+    rows = group * params.seqlen_q;
+    key_stop = key_stop_of(params, batch);
+    keys = key_tiles(params, batch, 0, params.seqlen_q - 1, key_stop);
+    const u32 blocks = walk.shares.blocks, num_tiles = keys.stop - keys.start;
+    const u32 from = walk.at - walk.shares.start_of_head(walk.head), to = from + (walk.stop - walk.at);
+    // num_tiles * steps / blocks, where the product may be too large.
+    const auto tiles_in = [&](u32 steps) {
+      return (int)(num_tiles / blocks * steps + num_tiles % blocks * steps / blocks);
+    };
+    const int first = keys.start;
+    keys.start = first + tiles_in(from);
+    if (to < blocks) keys.stop = first + tiles_in(to);
+  }
+
+  CUFLASH_DEVICE bool has_keys() const { return keys.start < keys.stop; }
+  CUFLASH_DEVICE int first_head() const { return head_kv * group; }
+};
+
+CUFLASH_DEVICE void produce(const DecodeParams& params, Shared& shared) {
+  Position<kNumStages> at;
+  Position<1> q_at;
+  for (HeadWalk walk(params.common); walk.more(); walk.advance()) {
+    const HeadWork work(params.common, walk);
+    for (int n_block = work.keys.stop - 1; n_block >= work.keys.start; --n_block, at.advance()) {
+      const Barrier k_full = shared.k_ring.full(at), v_full = shared.v_ring.full(at);
+      const KeyTile tile(params.common, work.batch, work.head_kv, n_block, work.key_stop);
+      shared.k_ring.empty(at).wait(at.parity ^ 1);
+      tile.load<kDim>(shared.k + at.stage * kBytesK, params.k, k_full);
+      if (n_block == work.keys.stop - 1) {
+        const Barrier q_full = shared.q_ring.full(q_at);
+        shared.q_ring.empty(q_at).wait(q_at.parity ^ 1);
+        q_full.arrive_expect(chunked_bytes(work.rows, kDim));
+        load_chunks<kBlockM, kDim>(shared.q, params.q, q_full, 0, work.first_head(), work.batch);
+        q_at.advance();
+      }
+      shared.v_ring.empty(at).wait(at.parity ^ 1);
+      tile.load<kDimV>(shared.v + at.stage * kBytesV, params.v, v_full);
+    }
+  }
+}
+
+CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
+  const Params& common = params.common;
+  const u32 thread = ptx::thread_index();
+  const int warp_row = warp_index() * 16;
+  // The two rows of the product that this lane has a part of.
+  const int lane_row[2] = {warp_row + fragment_row(), warp_row + fragment_row() + 8};
+  const auto sync_consumer = [&]() { ptx::sync_named(1, kConsumerThreads); };
+  const auto release_by_warp = [&](const Barrier& empty) {
+    if (lane_index() == 0) empty.arrive();
+  };
+
+  // Rows that stand for no query are never loaded, but multiplied like the others.
+  zero_rows<kBlockM, kDim>(shared.q, common.num_heads / common.num_heads_kv * common.seqlen_q, thread);
+  ptx::fence_async_proxy();
+  sync_consumer();
+
+  Position<kNumStages> at;
+  Position<1> q_at;
+#pragma unroll 1
+  for (HeadWalk walk(common); walk.more(); walk.advance()) {
+    const HeadWork work(common, walk);
+    const Score score(common, work.batch, work.first_head(), work.key_stop);
+    const Mask mask(common, work.batch, work.first_head(), work.key_stop);
+    const float scale_log2 = score.exponent_scale();
+    const int query[2] = {lane_row[0] % common.seqlen_q, lane_row[1] % common.seqlen_q};  // that they stand for
+
+    OnlineSoftmax<1> softmax;
+    float s[1][kNTiles][4], o[1][kDimV / 8][4];
+    Fragment p[kBlockN / 16];
+    set_zero(o);
+
+    const auto multiply_s = [&]() {
+      shared.k_ring.full(at).wait(at.parity);
+      issue_rows<kDim, kBlockM, kBlockN>(s[0], shared.q, shared.k + at.stage * kBytesK);
+      wait_for<0>(s[0]);
+      release_by_warp(shared.k_ring.empty(at));
+    };
+    const auto multiply_o = [&](int n_block) {
+      const u32 v = shared.v + at.stage * kBytesV;
+      shared.v_ring.full(at).wait(at.parity);
+      // Keys after the last one have weight 0, but 0 times what lies there may be NaN: tensor maps may reach over more
+      // keys than there are (cuflash/launch.py says why).
+      const int valid = work.key_stop - n_block * kBlockN;
+      if (valid < kBlockN) {
+        zero_rows<kBlockN, kDimV>(v, valid, thread);
+        ptx::fence_async_proxy();
+        sync_consumer();
+      }
+      issue_weighted<kBlockN>(o[0], p, v);
+      wait_for<0>(o[0]);
+      release_by_warp(shared.v_ring.empty(at));
+    };
+
+    if (work.has_keys()) shared.q_ring.full(q_at).wait(q_at.parity);
+#pragma unroll 1
+    for (int n_block = work.keys.stop - 1; n_block >= work.keys.start; --n_block, at.advance()) {
+      multiply_s();
+      const bool masked = n_block < work.keys.full_start || n_block >= work.keys.full_stop;
+      to_scores(score, mask, s, [&](int, int i) { return query[i / 2]; }, n_block * kBlockN + fragment_column(), masked);
+      softmax.update(s, o, scale_log2);
+#pragma unroll
+      for (int k = 0; k < kBlockN / 16; ++k) to_operand(s[0], k, p[k]);
+      multiply_o(n_block);
+    }
+    if (work.has_keys()) {
+      release_by_warp(shared.q_ring.empty(q_at));
+      q_at.advance();
+    }
+    softmax.finish();
+
+    const Partials partials(common, walk.shares, walk.head);
+    const bool is_alone = !kSplitsKeys || partials.count == 1;
+    if (kHasSinks && is_alone) {
+      softmax.add_sinks(o, [&](int, int half) {
+        const int head = work.first_head() + lane_row[half] / common.seqlen_q;
+        return lane_row[half] < work.rows ? sink_of(common, head) * kExponentOfE : 0.0f;
+      });
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane_row[half];
+      if (row >= work.rows) continue;
+      const float lse = softmax.log_sum_exp(0, half), factor = softmax.inverse_sum(0, half);
+      const auto store = [&](float* g_lse, auto store_columns) {
+        if (fragment_column() == 0) *g_lse = lse;
+#pragma unroll
+        for (int n = 0; n < kDimV / 8; ++n)
+          store_columns(8 * n + fragment_column(), o[0][n][2 * half] * factor, o[0][n][2 * half + 1] * factor);
+      };
+      if (is_alone) {
+        const int head = work.first_head() + row / common.seqlen_q;
+        Storage* g_out = out_of(common, work.batch, head, query[half]);
+        store(lse_of(common, work.batch, head, query[half]),
+              [&](int column, float left, float right) { store_pair(g_out, column, left, right); });
+      } else {
+        const int i = ptx::block_index() - partials.first_block;
+        float* g_out = partials.out(i, row);
+        store(partials.lse(i, row),
+              [&](int column, float left, float right) { *(Float2*)(g_out + column) = {left, right}; });
+      }
+    }
+  }
+}
+
+CUFLASH_DEVICE void decode(const DecodeParams& params) {
+  Shared shared;
+  shared.make_barriers(kConsumerWarps, kConsumerWarps, kConsumerWarps);
+  if (ptx::uniform(warp_index()) < kConsumerWarps)
+    consume(params, shared);
+  else if (ptx::elect_lane())
+    produce(params, shared);
+}
+
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, DecodeParams, kNumThreads, kMinBlocks, decode)

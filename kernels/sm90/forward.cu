@@ -1,0 +1,431 @@
+// Forward pass of 16-bit types on compute capability 9.0 (Hopper), with wgmma and TMA: FlashAttention-3.
+//
+//   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
+//
+// The kernel is persistent: one block stays on each multiprocessor and takes one tile of queries after another. Its
+// last warpgroup, the producer, loads tiles by TMA. Each of the others, the consumers, owns 64 queries of the tile.
+// Three things overlap:
+//   - the loads of later tiles, also across the end of a tile of queries;
+//   - the softmax of a tile of keys and the product O of the tile before it;
+//   - the softmax of one consumer and the products of another, for which consumers may issue them in ping-pong
+//     (kPingPong).
+//
+//   barrier      one phase is over when            who waits
+//   q_full[i]    Q has arrived in stage i          consumers, before S
+//   q_empty[i]   every warp has its last S         producer, before the next Q in stage i
+//   k_full[i]    K has arrived in stage i          consumers, before S
+//   k_empty[i]   every warp has its exponentials   producer, before the next K in stage i
+//   v_full[i]    V has arrived in stage i          consumers, before O
+//   v_empty[i]   every consumer has its O          producer, before the next V in stage i
+//   varlen (packed sequences), where a scheduler warp finds the tiles of queries (sm90/varlen_walk.cuh):
+//   full[i]      a tile of queries is in stage i   consumers and producer, before they start it
+//   empty[i]     all of them have read it          scheduler, before the next in stage i
+//   named: one per consumer for the ping-pong; one per consumer for itself; one for all consumers
+//
+// A step takes the exponentials of a tile relative to the offset that its rows have had since their first tile, and
+// does not look for their maxima first. An offset that has become too small shows in a sum that is too large; only then
+// is the tile done again, with its maxima first (kLazyMaximum). Sums relative to one offset are exact, whatever the
+// offset is.
+#include "common/config.cuh"
+#include "common/dropout.cuh"
+#include "common/operands.cuh"
+#include "common/params.cuh"
+#include "common/schedule.cuh"
+#include "common/scores.cuh"
+#include "common/softmax.cuh"
+#include "sm80/mma.cuh"
+#include "sm90/forward_roles.cuh"
+#include "sm90/key_tile.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/products.cuh"
+#include "sm90/tiles.cuh"
+#include "sm90/varlen_walk.cuh"
+
+constexpr bool kKeepBefore = CUFLASH_KEEP_BEFORE;      // the softmax stays in front of the wait for O
+constexpr int kQStages = CUFLASH_Q_STAGES;             // tiles of queries
+constexpr int kOutColumns = min_of(kDimV, 128);        // of the output that leave at a time
+// Whether dropout waits for the product O of the tile before: it then has the registers of that product's weights.
+constexpr bool kDropsLate = kDimV > 192;
+// Whether maxima are looked for only where a sum became too large. Where registers for a second look are missing, they
+// are always looked for.
+constexpr bool kLazyMaximum = kDimV <= 128 || (kScaleInExponent && !kHasDropout);
+constexpr int kNTiles = kBlockN / 8;
+
+// Shared memory: the ring of Q, a part of the output, the rings of K and V, barriers.
+constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
+constexpr u32 kBytesOut = chunked_bytes(kBlockM, kOutColumns);
+constexpr u32 kBytesK = chunked_bytes(kBlockN, kDim);
+constexpr u32 kBytesV = chunked_bytes(kBlockN, kDimV);
+constexpr u32 kBytesBarriers = QkvBarriers<kNumStages, kQStages>::kBytes + 16 + TileRing::kBytes;
+static_assert(kQStages * kBytesQ + kBytesOut + kNumStages * (kBytesK + kBytesV) + kBytesBarriers == CUFLASH_SHARED_BYTES,
+              "shared memory differs from the plan");
+
+// Registers of a thread after the producer has given up most of its own; all together are at most what the block
+// started with. The varlen walk takes more of them in the producer warpgroup, where consumers can spare some.
+constexpr bool kWalkWantsMore = kIsPacked && (kConsumers == 4 || kDimV <= 192);
+constexpr int kProducerRegisters = kConsumers == 3 ? 32 : !kWalkWantsMore ? 24 : kConsumers == 4 ? 32 : 40;
+constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : kWalkWantsMore ? 232 : 240;
+
+// The largest sum of exponentials of a tile that needs no second look. Up to it weights fit the element type, and sums
+// and products fit float32.
+CUFLASH_DEVICE constexpr float max_sum(Float16) { return 16384.0f; }
+CUFLASH_DEVICE constexpr float max_sum(BFloat16) { return 4294967296.0f; }
+constexpr float kMaxSum = max_sum(Element{});
+
+struct ForwardParams {
+  Params common;
+  TensorMap q, k, v, out;
+};
+static_assert(sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
+
+struct Shared : QkvBarriers<kNumStages, kQStages> {
+  u32 q, out, k, v;
+  u32 scratch;
+  TileRing tiles;
+
+  CUFLASH_DEVICE Shared() {
+    q = ptx::dynamic_shared();
+    out = q + kQStages * kBytesQ;
+    k = out + kBytesOut;
+    v = k + kNumStages * kBytesK;
+    place_barriers(v + kNumStages * kBytesV);
+    scratch = v + kNumStages * kBytesV + QkvBarriers::kBytes;
+    tiles = {{scratch + 16}};
+  }
+};
+
+// The walk over tiles of queries, made by a thread or by a warp.
+template <bool is_warp>
+CUFLASH_DEVICE auto walk_of(const Params& params, const Shared& shared) {
+  if constexpr (kIsPacked)
+    return SequenceWalk<is_warp>(shared.tiles);
+  else
+    return EntryWalk(params);
+}
+
+// The producer: one thread. It walks over the tiles as the consumers do, as far ahead of them as the rings allow.
+CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
+  Position<kQStages> query;
+  Position<kNumStages> key;
+  for (auto walk = walk_of<false>(params.common, shared); walk.more(); walk.advance(), query.advance()) {
+    const QueryTile tile(params.common, walk.work(params.common));
+    const int head = tile.head_kv, batch = entry_of(tile.work.batch);
+    const auto load_q = [&]() {
+      const Barrier q_full = shared.q_ring.full(query);
+      shared.q_ring.empty(query).wait(query.parity ^ 1);
+      q_full.arrive_expect(kBytesQ);
+      load_chunks<kBlockM, kDim>(shared.q + query.stage * kBytesQ, params.q, q_full,
+                                 query_start_of(tile.work.batch) + tile.first_row, tile.work.head, batch);
+    };
+    if (tile.keys.start == tile.keys.stop) load_q();
+    for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
+      const KeyTile keys(params.common, batch, head, tile.keys.at(n_block), tile.key_stop,
+                         key_start_of(tile.work.batch));
+      shared.k_ring.empty(key).wait(key.parity ^ 1);
+      const Barrier k_full = shared.k_ring.full(key), v_full = shared.v_ring.full(key);
+      keys.load<kDim>(shared.k + key.stage * kBytesK, params.k, k_full);
+      if (n_block == tile.keys.stop - 1) load_q();
+      shared.v_ring.empty(key).wait(key.parity ^ 1);
+      keys.load<kDimV>(shared.v + key.stage * kBytesV, params.v, v_full);
+    }
+  }
+}
+
+// A consumer warpgroup, `index` of kConsumers, at one tile of queries, of which it owns 64. Products are numbered:
+//
+//   [GEMM 1] S = Q K^T        [2] P = exp(S - m), l += rowsum(P)        [GEMM 3] O += P V
+//
+// [GEMM 3] of a tile of keys is issued right after [GEMM 1] of the next one, so that it runs during [2] of that tile.
+struct Consumer {
+  const Params& common;
+  const Shared& shared;
+  const u32 index, thread;
+  const bool elected;
+  const ConsumerPingPong& ping_pong;
+  Position<kNumStages>& key;
+  const QueryTile& tile;
+  const u32 s_q;
+  const int warp_row, lane_row;
+  const Score score;
+  const Mask mask;
+  const Dropout dropout;
+  const float scale_log2;
+
+  OnlineSoftmax<1> softmax;
+  float factor[1][2];
+  float s[1][kNTiles][4], o[1][kDimV / 8][4];
+  Fragment p[kBlockN / 16];
+  bool all_started = false;  // every row of the warp has seen a key
+
+  CUFLASH_DEVICE Consumer(const Params& common_, const Shared& shared_, u32 index_, const ConsumerPingPong& ping_pong_,
+                          const Position<kQStages>& query, Position<kNumStages>& key_, const QueryTile& tile_)
+      : common(common_),
+        shared(shared_),
+        index(index_),
+        thread(ptx::thread_index() % 128),
+        elected(thread == 0),
+        ping_pong(ping_pong_),
+        key(key_),
+        tile(tile_),
+        s_q(shared.q + query.stage * kBytesQ + index * 64 * kLineBytes),
+        warp_row(thread / 32 * 16),
+        lane_row(tile.first_row + index * 64 + warp_row + fragment_row()),
+        score(common, tile.work.batch, tile.work.head, tile.key_stop),
+        mask(common, tile.work.batch, tile.work.head, tile.key_stop),
+        dropout(common, tile.work.batch, tile.work.head),
+        scale_log2(score.exponent_scale()) {
+    set_zero(o);
+  }
+
+  // The key of this lane's first column in a tile of keys.
+  CUFLASH_DEVICE int lane_key(int n_block) const { return tile.keys.at(n_block) * kBlockN + fragment_column(); }
+
+  CUFLASH_DEVICE void release(const Barrier& empty) const {
+    if (elected) empty.arrive();
+  }
+  CUFLASH_DEVICE void release_by_warp(const Barrier& empty) const {
+    if (lane_index() == 0) empty.arrive();
+  }
+
+  // [GEMM 1] S = Q K^T.
+  CUFLASH_DEVICE void issue_s() {
+    shared.k_ring.full(key).wait(key.parity);
+    issue_rows<kDim, kBlockM, kBlockN>(s[0], s_q, shared.k + key.stage * kBytesK);
+  }
+
+  // The same by mma.sync, for one warp alone; not unrolled, since it is rare and needs registers.
+  CUFLASH_DEVICE void multiply_s_again() {
+    const u32 lane = lane_index(), swizzle = lane % 8 * 16;
+    const u32 line_q = s_q + (warp_row + lane % 16) * kLineBytes;
+    const u32 line_k = shared.k + key.stage * kBytesK + (lane % 8 + lane / 16 * 8) * kLineBytes;
+    set_zero(s);
+#pragma unroll 1
+    for (int k = 0; k < kDim / 16; ++k)
+      multiply<1>(
+          s,
+          [&](int, int, Fragment& a) {
+            ptx::load_matrix_x4(a.word,
+                                line_q + k / 4 * kBlockM * kLineBytes + ((k % 4 * 32 + lane / 16 * 16) ^ swizzle));
+          },
+          [&](int n, int, Fragment& b) {
+            ptx::load_matrix_x4(b.word, line_k + n * 16 * kLineBytes + k / 4 * kBlockN * kLineBytes +
+                                       ((k % 4 * 32 + lane / 8 % 2 * 16) ^ swizzle));
+          });
+  }
+
+  // [GEMM 3] O += P V, with the values in stage `at`.
+  CUFLASH_DEVICE void issue_o(const Position<kNumStages>& at) {
+    shared.v_ring.full(at).wait(at.parity);
+    issue_weighted<kBlockN>(o[0], p, shared.v + at.stage * kBytesV);
+  }
+
+  template <class Masked>
+  CUFLASH_DEVICE void score_tile(int n_block, Masked masked) {
+    to_scores(score, mask, s, [&](int, int i) { return lane_row + row_in_tile(i); }, lane_key(n_block), masked);
+  }
+  CUFLASH_DEVICE void drop(int n_block) {
+    if constexpr (kHasDropout) dropout.drop(s[0], lane_row, lane_key(n_block));
+  }
+
+  // [2] From the product in `s` to exponentials there, sums of rows and weights; true when O must be rescaled by
+  // `factor`.
+  template <class Masked>
+  CUFLASH_DEVICE bool weigh(int n_block, Masked masked) {
+    float sum[1][2] = {{0.0f, 0.0f}};
+    bool grows = false, maximum_first = masked || !kLazyMaximum || !all_started;
+    score_tile(n_block, masked);
+    if (!maximum_first) {
+      softmax.exponentiate(s, scale_log2, sum);
+      maximum_first = ptx::any_lane(sum[0][0] > kMaxSum || sum[0][1] > kMaxSum);
+      if (maximum_first) {
+        multiply_s_again();
+        score_tile(n_block, masked);
+        sum[0][0] = sum[0][1] = 0.0f;
+      }
+    }
+    if (maximum_first) {
+      grows = softmax.update(s, factor, scale_log2);
+      softmax.exponentiate(s, scale_log2, sum);
+      all_started = !ptx::any_lane(fminf(softmax.offset[0][0], softmax.offset[0][1]) == -ptx::infinity());
+    }
+    release_by_warp(shared.k_ring.empty(key));
+    softmax.row_sum[0][0] += sum[0][0];
+    softmax.row_sum[0][1] += sum[0][1];
+    if constexpr (!kDropsLate) drop(n_block);
+    return grows;
+  }
+  CUFLASH_DEVICE void to_weights(int n_block) {
+    if constexpr (kDropsLate) drop(n_block);
+#pragma unroll
+    for (int k = 0; k < kBlockN / 16; ++k) to_operand(s[0], k, p[k]);
+  }
+
+  // A tile of keys that other consumers of the block need, and these queries do not.
+  CUFLASH_DEVICE void skip() {
+    ping_pong.wait();
+    ping_pong.pass();
+    shared.k_ring.full(key).wait(key.parity);
+    shared.v_ring.full(key).wait(key.parity);
+    sync_consumer(index);  // so that no thread still waits for this phase when the next one is over
+    release_by_warp(shared.k_ring.empty(key));
+    release(shared.v_ring.empty(key));
+    key.advance();
+  }
+
+  // The first tile of keys has no product O before it.
+  CUFLASH_DEVICE void first_step(int n_block, const TileRange& keys) {
+    ping_pong.wait();
+    issue_s();
+    ping_pong.pass();
+    wait_for<0>(s[0]);
+    if (n_block >= keys.full_stop || n_block < keys.full_start)
+      weigh(n_block, Constant<true>{});
+    else
+      weigh(n_block, Constant<false>{});
+    to_weights(n_block);
+  }
+  template <class Masked>
+  CUFLASH_DEVICE void step(int n_block, Masked masked) {
+    const Position<kNumStages> before = key;
+    key.advance();
+    ping_pong.wait();
+    issue_s();
+    issue_o(before);
+    ping_pong.pass();
+    wait_for<1>(s[0]);
+    const bool grows = weigh(n_block, masked);
+    if constexpr (kKeepBefore) ptx::keep_before(softmax.row_sum[0][0] + softmax.row_sum[0][1], shared.scratch);
+    wait_for<0>(o[0]);
+    release(shared.v_ring.empty(before));
+    if (grows) softmax.rescale(o, factor);
+    to_weights(n_block);
+  }
+
+  // All tiles of keys that these queries see, from the last to the first. `empty` gives Q back.
+  CUFLASH_DEVICE void walk_keys(const TileRange& keys, const Barrier& empty) {
+    int n_block = keys.stop - 1;
+    first_step(n_block, keys);
+    --n_block;
+#pragma unroll 1
+    for (; n_block >= keys.full_stop; --n_block) step(n_block, Constant<true>{});
+#pragma unroll 1
+    for (; n_block >= keys.full_start; --n_block) step(n_block, Constant<false>{});
+    if constexpr (kHasLeftBound) {
+#pragma unroll 1
+      for (; n_block >= keys.start; --n_block) step(n_block, Constant<true>{});
+    }
+    release_by_warp(empty);
+    issue_o(key);
+    wait_for<0>(o[0]);
+    release(shared.v_ring.empty(key));
+    key.advance();
+  }
+
+  // Rows of Q that belong to another sequence must not decide when sums are rescaled. `row_stop` is where this one
+  // ends.
+  CUFLASH_DEVICE void clear_queries(int row_stop) const {
+    if constexpr (kIsPacked) {
+      if (row_stop > 0 && row_stop < 64) {
+        zero_last_of_64<kBlockM, kDim>(s_q, row_stop, thread);
+        ptx::fence_async_proxy();
+        sync_consumer(index);
+      }
+    }
+  }
+  // Keys past the last one have weight 0, but 0 times what lies there may be NaN.
+  CUFLASH_DEVICE void clear_values() const {
+    if constexpr (kHidesLastKeys) {
+      const int valid = tile.key_stop - tile.keys.at(tile.keys.stop - 1) * kBlockN;
+      if (tile.keys.start < tile.keys.stop && valid < kBlockN) {
+        if (index == 0) {
+          shared.v_ring.full(key).wait(key.parity);
+          zero_rows<kBlockN, kDimV>(shared.v + key.stage * kBytesV, valid, thread);
+          ptx::fence_async_proxy();
+        }
+        ptx::sync_named(kAll, 128 * kConsumers);
+      }
+    }
+  }
+
+  // The epilogue: O / l, rounded, to shared memory and from there by TMA, once it has read what was there before.
+  CUFLASH_DEVICE void store_out(const TensorMap& map, int row_stop) {
+    const int head = tile.work.head, first_row = tile.first_row + index * 64;
+    const Entry batch = tile.work.batch;
+    const u32 s_out = shared.out + index * 64 * kLineBytes;
+    const float kept_scale = kept_scale_of(common);
+    const float upper = softmax.inverse_sum(0, 0) * kept_scale, lower = softmax.inverse_sum(0, 1) * kept_scale;
+    repeat<ceil_div(kDimV, kOutColumns)>([&](auto part) {
+      constexpr int kFirst = decltype(part)::value * kOutColumns;
+      constexpr int kColumns = min_of(kOutColumns, kDimV - kFirst);
+      if (elected) ptx::bulk_wait_read<0>();
+      sync_consumer(index);
+      store_fragments_chunked<kBlockM>(s_out, warp_row, (float(&)[kColumns / 8][4])o[0][kFirst / 8], upper, lower);
+      ptx::fence_async_proxy();
+      sync_consumer(index);
+      if (kIsPacked && row_stop < 64) {
+        Storage* g_out = (Storage*)queries_of(common.out, batch, head) + first_row * common.out.row_stride;
+        store_first_rows<kBlockM, min_of(kColumns, kHeadDimV - kFirst)>(g_out + kFirst, common.out.row_stride, s_out,
+                                                                        at_least_zero(row_stop), thread);
+      } else if (elected) {
+        const int array_row = query_start_of(batch) + first_row;
+        store_chunks<kBlockM, kColumns>(map, s_out, array_row, head, entry_of(batch), kFirst);
+        ptx::bulk_commit();
+      }
+    });
+  }
+};
+
+// A consumer warpgroup takes one tile of queries after another.
+CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 index) {
+  const Params& common = params.common;
+  const ConsumerPingPong ping_pong(index);
+  Position<kQStages> query;
+  Position<kNumStages> key;
+  for (auto walk = walk_of<true>(common, shared); walk.more(); walk.advance(), query.advance()) {
+    const QueryTile tile(common, walk.work(common));
+    const Entry batch = tile.work.batch;
+    Consumer consumer(common, shared, index, ping_pong, query, key, tile);
+
+    shared.q_ring.full(query).wait(query.parity);
+    const int row_stop = seqlen_q_of(common, batch) - tile.first_row - index * 64;  // of these 64 queries
+    consumer.clear_queries(row_stop);
+    consumer.clear_values();
+    const TileRange keys = tile.keys_of(common, index);
+    for (int n_block = tile.keys.stop - 1; n_block >= keys.stop; --n_block) consumer.skip();
+    if (keys.start < keys.stop)
+      consumer.walk_keys(keys, shared.q_ring.empty(query));
+    else  // as a warp, so that no lane still waits for a Q that the others have given back
+      arrive_as_warp(shared.q_ring.empty(query));
+    for (int n_block = keys.start - 1; n_block >= tile.keys.start; --n_block) consumer.skip();
+
+    OnlineSoftmax<1>& softmax = consumer.softmax;
+    softmax.finish();
+    if (kHasSinks && !is_left_over(common, batch))
+      softmax.add_sinks(consumer.o, [&](int, int) { return sink_of(common, tile.work.head) * kExponentOfE; });
+    consumer.store_out(params.out, row_stop);
+    store_lse(common, batch, tile.work.head, consumer.lane_row, softmax);
+  }
+  ping_pong.finish();
+  if (ptx::thread_index() % 128 == 0) ptx::bulk_wait<0>();
+}
+
+CUFLASH_DEVICE void forward(const ForwardParams& params) {
+  Shared shared;
+  if constexpr (kIsPacked) {
+    if (ptx::thread_index() == 0) shared.tiles.init(4 * kConsumers + 1);
+  }
+  shared.make_barriers(4 * kConsumers, 4 * kConsumers, kConsumers);
+  const u32 warp = ptx::uniform(ptx::thread_index() / 32);
+  if (warp >= 4 * kConsumers) {
+    ptx::decrease_registers<kProducerRegisters>();
+    if (warp == 4 * kConsumers && ptx::elect_lane()) produce(params, shared);
+    if constexpr (kIsPacked) {
+      if (warp == 4 * kConsumers + 1) schedule_tiles(params.common, shared.tiles);
+    }
+  } else {
+    ptx::increase_registers<kConsumerRegisters>();
+    consume(params, shared, warp / 4);
+  }
+}
+
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, ForwardParams, kNumThreads, 1, forward)

@@ -1,0 +1,289 @@
+// Forward pass of float32 on compute capability 9.0 (Hopper), with wgmma and TMA.
+//
+//   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
+//
+// The tensor cores multiply bfloat16. So Q, K and V come split into parts (around/split_fp32.cu), three each, or two
+// where the precision of TF32 is wanted. P is split in registers. Every product is the sum of six, or of three
+// (common/bf16_split.cuh). Tensor cores cut sums off instead of rounding them: so the P V of a tile of keys is summed
+// there by itself, small products first, and added to O with rounding.
+//
+// The kernel is persistent: one block stays on each multiprocessor and takes one tile of queries after another. Its
+// last warpgroup, the producer, loads tiles by TMA. Each of the others, the consumers, owns 64 queries of the tile. The
+// products of one consumer run during the softmax of another, for which consumers may issue them in ping-pong
+// (kPingPong).
+//
+//   barrier      one phase is over when            who waits
+//   q_full       Q has arrived                     consumers, before S
+//   q_empty      every consumer has its last S     producer, before the next Q
+//   k_full[i]    a part of K has arrived          consumers, before its products in S
+//   k_empty[i]   every consumer has these          producer, before the next part of K there
+//   v_full[i]    a part of V has arrived          consumers, before its products in O
+//   v_empty[i]   every consumer has these          producer, before the next part of V there
+//   named: one per consumer for the ping-pong; one per consumer for itself
+#include "common/bf16_split.cuh"
+#include "common/config.cuh"
+#include "common/dropout.cuh"
+#include "common/fragments.cuh"
+#include "common/operands.cuh"
+#include "common/params.cuh"
+#include "common/schedule.cuh"
+#include "common/scores.cuh"
+#include "common/softmax.cuh"
+#include "sm90/forward_roles.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/products.cuh"
+#include "sm90/tiles.cuh"
+
+constexpr int kNTiles = kBlockN / 8;
+constexpr int kColumnTiles = kDimV / 8;
+
+// Shared memory: the parts of Q, the rings of those of K and V, barriers.
+constexpr u32 kPartQ = chunked_bytes(kBlockM, kDim), kBytesQ = kBf16Parts * kPartQ;
+constexpr u32 kPartK = chunked_bytes(kBlockN, kDim), kBytesK = kBf16Parts * kPartK;
+constexpr u32 kPartV = chunked_bytes(kBlockN, kDimV), kBytesV = kBf16Parts * kPartV;
+constexpr int kSlots = kBf16Parts * kNumStages;  // of rings of parts, which come and go one by one
+constexpr u32 kBytesBarriers = QkvBarriers<kSlots>::kBytes;
+static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) + kBytesBarriers == CUFLASH_SHARED_BYTES,
+              "shared memory differs from the plan");
+
+// Registers of a thread after the producer has given up most of its own; all together are at most what the block
+// started with.
+constexpr int kProducerRegisters = kConsumers == 3 ? 56 : 40;
+constexpr int kConsumerRegisters = kConsumers == 3 ? 152 : 232;
+
+struct ForwardParams {
+  Params common;
+  TensorMap q, k, v;  // of the parts, those of all batch entries below each other
+};
+static_assert(sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
+
+struct Shared : QkvBarriers<kSlots> {
+  u32 q, k, v;
+
+  CUFLASH_DEVICE Shared() {
+    q = ptx::dynamic_shared();
+    k = q + kBytesQ;
+    v = k + kNumStages * kBytesK;
+    place_barriers(v + kNumStages * kBytesV);
+  }
+};
+
+// The place of the n-th part of a tile, low ones first, and which part that is.
+CUFLASH_DEVICE Position<kSlots> place_of(const Position<kNumStages>& tile, int n) {
+  return {tile.stage * kBf16Parts + n, tile.parity};
+}
+CUFLASH_DEVICE constexpr int part_at(int n) { return kBf16Parts - 1 - n; }
+
+// The producer: one thread. It walks over the tiles as the consumers do, as far ahead of them as the rings allow.
+CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
+  Position<kNumStages> key;
+  Position<1> query;
+  for (EntryWalk walk(params.common); walk.more(); walk.advance(), query.advance()) {
+    const QueryTile tile(params.common, walk.work(params.common));
+    const int head = tile.head_kv, batch = tile.work.batch, all_batch = params.common.batch;
+    const auto load_q = [&]() {
+      const Barrier q_full = shared.q_ring.full(query);
+      shared.q_ring.empty(query).wait(query.parity ^ 1);
+      q_full.arrive_expect(kBytesQ);
+#pragma unroll 1
+      for (int i = 0; i < kBf16Parts; ++i)
+        load_chunks<kBlockM, kDim>(shared.q + i * kPartQ, params.q, q_full, tile.first_row, tile.work.head,
+                                   i * all_batch + batch);
+    };
+    if (tile.keys.start == tile.keys.stop) load_q();
+    for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
+      const int first_key = tile.keys.at(n_block) * kBlockN;
+#pragma unroll 1
+      for (int n = 0; n < kBf16Parts; ++n) {
+        const Position<kSlots> at = place_of(key, n);
+        shared.k_ring.empty(at).wait(at.parity ^ 1);
+        shared.k_ring.full(at).arrive_expect(kPartK);
+        load_chunks<kBlockN, kDim>(shared.k + at.stage * kPartK, params.k, shared.k_ring.full(at), first_key,
+                                   head, part_at(n) * all_batch + batch);
+      }
+      if (n_block == tile.keys.stop - 1) load_q();
+#pragma unroll 1
+      for (int n = 0; n < kBf16Parts; ++n) {
+        const Position<kSlots> at = place_of(key, n);
+        shared.v_ring.empty(at).wait(at.parity ^ 1);
+        shared.v_ring.full(at).arrive_expect(kPartV);
+        load_chunks<kBlockN, kDimV>(shared.v + at.stage * kPartV, params.v, shared.v_ring.full(at), first_key,
+                                    head, part_at(n) * all_batch + batch);
+      }
+    }
+  }
+}
+
+// A consumer: the warpgroup of 64 queries, `consumer` of kConsumers.
+CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 consumer) {
+  const Params& common = params.common;
+  const u32 thread = ptx::thread_index() % 128;
+  const u32 s_q = shared.q + consumer * 64 * kLineBytes;
+
+  const ConsumerPingPong ping_pong(consumer);
+
+  Position<kNumStages> key;
+  Position<1> query;
+  for (EntryWalk walk(common); walk.more(); walk.advance(), query.advance()) {
+    const QueryTile tile(common, walk.work(common));
+    const int head = tile.work.head, batch = tile.work.batch;
+    const Score score(common, batch, head, tile.key_stop);
+    const Mask mask(common, batch, head, tile.key_stop);
+    const Dropout dropout(common, batch, head);
+    const float exponent_scale = score.exponent_scale();
+    const int lane_row = tile.first_row + consumer * 64 + thread / 32 * 16 + fragment_row();
+
+    OnlineSoftmax<1> softmax;
+    float o[1][kColumnTiles][4];
+    set_zero(o);
+
+    const auto release = [&](const Barrier& empty) {
+      if (thread == 0) empty.arrive();
+    };
+    // Products with a part of K (or V) wait for it and are a group of their own, which release_parts waits for.
+    const auto multiply_s = [&](float (&s)[kNTiles][4]) {
+      const u64 a = descriptor_of(s_q);
+      ptx::fence_operand(s);
+#pragma unroll
+      for (int n = 0; n < kBf16Parts; ++n) {
+        const Position<kSlots> at = place_of(key, n);
+        const u64 b = descriptor_of(shared.k + at.stage * kPartK);
+        shared.k_ring.full(at).wait(at.parity);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kPartProducts; ++i)
+#pragma unroll
+          for (int k = 0; k < kDim / 16; ++k)
+            if (part_product(i).b == part_at(n))
+              ptx::wgmma<false, false>(
+                  BFloat16{}, s, along_k<kBlockM>(a + part_product(i).a * kPartQ / 16, k), along_k<kBlockN>(b, k),
+                  i + k > 0);
+        ptx::wgmma_commit();
+      }
+    };
+    const auto multiply_o = [&](float (&sum)[kColumnTiles][4], const u32 (&p)[kBlockN / 16][kBf16Parts][4]) {
+      ptx::fence_operand(sum);
+#pragma unroll
+      for (int n = 0; n < kBf16Parts; ++n) {
+        const Position<kSlots> at = place_of(key, n);
+        const u64 b = descriptor_of_transposed<kBlockN>(shared.v + at.stage * kPartV);
+        shared.v_ring.full(at).wait(at.parity);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kPartProducts; ++i)
+#pragma unroll
+          for (int k = 0; k < kBlockN / 16; ++k)
+            if (part_product(i).b == part_at(n))
+              ptx::wgmma<true>(BFloat16{}, sum, p[k][part_product(i).a], along_k_transposed(b, k), i + k > 0);
+        ptx::wgmma_commit();
+      }
+    };
+    const auto release_parts = [&](const Ring<kSlots>& ring) {
+      repeat<kBf16Parts>([&](auto n) {
+        constexpr int kPart = decltype(n)::value;
+        ptx::wgmma_wait<kBf16Parts - 1 - kPart>();
+        release(ring.empty(place_of(key, kPart)));
+      });
+    };
+    const auto row_of = [&](int, int i) { return lane_row + row_in_tile(i); };
+    const auto lane_key_of = [&](int n_block) { return tile.keys.at(n_block) * kBlockN + fragment_column(); };
+    const auto to_weights = [&](const float (&s)[kNTiles][4], u32 (&p)[kBlockN / 16][kBf16Parts][4]) {
+#pragma unroll
+      for (int k = 0; k < kBlockN / 16; ++k)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float(&pair)[4] = s[2 * k + i / 2];
+          u32 word[kBf16Parts];
+          bf16_split_small(pair[i % 2 * 2], pair[i % 2 * 2 + 1], word);
+#pragma unroll
+          for (int part = 0; part < kBf16Parts; ++part) p[k][part][i] = word[part];
+        }
+    };
+
+    // A tile of keys that other consumers of the block need, and these queries do not.
+    const auto skip = [&]() {
+      for (int product = 0; product < 2; ++product) ping_pong.wait(), ping_pong.pass();
+      for (int n = 0; n < kBf16Parts; ++n) {
+        shared.k_ring.full(place_of(key, n)).wait(key.parity);
+        shared.v_ring.full(place_of(key, n)).wait(key.parity);
+      }
+      sync_consumer(consumer);  // so that no thread still waits for this phase when the next one is over
+      for (int n = 0; n < kBf16Parts; ++n) {
+        release(shared.k_ring.empty(place_of(key, n)));
+        release(shared.v_ring.empty(place_of(key, n)));
+      }
+      key.advance();
+    };
+    const TileRange keys = tile.keys_of(common, consumer);
+    const auto step = [&](int n_block) {
+      float s[1][kNTiles][4], sum[kColumnTiles][4];
+      u32 p[kBlockN / 16][kBf16Parts][4];
+      ping_pong.wait();
+      multiply_s(s[0]);
+      ping_pong.pass();
+      release_parts(shared.k_ring);
+      ptx::fence_operand(s[0]);
+      if (n_block == keys.start) release(shared.q_ring.empty(query));
+
+      if (n_block >= keys.full_stop || n_block < keys.full_start)
+        to_scores(score, mask, s, row_of, lane_key_of(n_block), Constant<true>{});
+      else
+        to_scores(score, mask, s, row_of, lane_key_of(n_block), Constant<false>{});
+      float factor[1][2] = {{1.0f, 1.0f}};
+      softmax.update(s, factor, exponent_scale);
+      softmax.exponentiate(s, exponent_scale, softmax.row_sum);
+      if constexpr (kHasDropout) dropout.drop(s[0], lane_row, lane_key_of(n_block));
+      to_weights(s[0], p);
+
+      ping_pong.wait();
+      multiply_o(sum, p);
+      ping_pong.pass();
+      release_parts(shared.v_ring);
+      ptx::fence_operand(sum);
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[0][n][i] = o[0][n][i] * factor[0][i / 2] + sum[n][i];
+      key.advance();
+    };
+
+    shared.q_ring.full(query).wait(query.parity);
+    int n_block = tile.keys.stop - 1;
+    for (; n_block >= keys.stop; --n_block) skip();
+    if (keys.start == keys.stop) {
+      sync_consumer(consumer);
+      release(shared.q_ring.empty(query));
+    }
+#pragma unroll 1
+    for (; n_block >= keys.start; --n_block) step(n_block);
+    for (; n_block >= tile.keys.start; --n_block) skip();
+
+    softmax.finish();
+    if constexpr (kHasSinks) softmax.add_sinks(o, [&](int, int) { return sink_of(common, head) * kExponentOfE; });
+    const float kept_scale = kept_scale_of(common);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane_row + 8 * half;
+      if (row >= common.seqlen_q) break;
+      store_row<kHeadDimV>((Storage*)head_of(common.out, batch, head) + row * common.out.row_stride, o[0], half,
+                           softmax.inverse_sum(0, half) * kept_scale);
+    }
+    store_lse(common, batch, head, lane_row, softmax);
+  }
+  ping_pong.finish();
+}
+
+CUFLASH_DEVICE void forward(const ForwardParams& params) {
+  Shared shared;
+  shared.make_barriers(kConsumers, kConsumers, kConsumers);
+  const u32 warp = ptx::uniform(ptx::thread_index() / 32);
+  if (warp >= 4 * kConsumers) {
+    ptx::decrease_registers<kProducerRegisters>();
+    if (warp == 4 * kConsumers && ptx::elect_lane()) produce(params, shared);
+  } else {
+    ptx::increase_registers<kConsumerRegisters>();
+    consume(params, shared, warp / 4);
+  }
+}
+
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, ForwardParams, kNumThreads, 1, forward)

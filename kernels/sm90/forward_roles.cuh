@@ -1,0 +1,34 @@
+// The roles in the persistent forward kernels of compute capability 9.0: consumer warpgroups, each of which owns 64
+// queries of a tile, and a producer warpgroup, the last one.
+#pragma once
+#include "common/config.cuh"
+#include "common/fragments.cuh"
+#include "common/operands.cuh"
+#include "common/params.cuh"
+#include "common/softmax.cuh"
+#include "ptx/tma.cuh"
+#include "sm90/ping_pong.cuh"
+
+constexpr bool kPingPong = CUFLASH_PING_PONG;
+constexpr int kConsumers = kBlockM / 64;
+static_assert(kNumWarps == 4 * (kConsumers + 1), "the consumers and a producer");
+static_assert(kBlockM == 64 * kConsumers, "a consumer owns 64 queries");
+
+// Named barriers: one per consumer for the ping-pong, one per consumer for itself, one for all consumers.
+constexpr u32 kPingPongBarrier = 1, kConsumer = kPingPongBarrier + kConsumers, kAll = kConsumer + kConsumers;
+
+CUFLASH_DEVICE void sync_consumer(u32 consumer) { ptx::sync_named(kConsumer + consumer, 128); }
+
+using ConsumerPingPong = PingPong<kPingPong, kConsumers, kPingPongBarrier>;
+
+// Stores lse of rows `row` and `row` + 8, the two of a lane.
+CUFLASH_DEVICE void store_lse(const Params& params, Entry batch, int head, int row, const OnlineSoftmax<1>& softmax) {
+  float* g_lse = row_numbers_of(params.lse, batch, head);
+  const int seqlen_q = seqlen_q_of(params, batch);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int half_row = row + 8 * half;
+    if (fragment_column() == 0 && half_row < seqlen_q)
+      g_lse[half_row * params.lse.row_stride] = softmax.log_sum_exp(0, half);
+  }
+}

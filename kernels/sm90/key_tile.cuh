@@ -1,0 +1,46 @@
+// A tile of keys, or of their values, for TMA: contiguous, or in boxes that each lie in one page.
+#pragma once
+#include "common/pages.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/tiles.cuh"
+
+// Rows of a box: whole boxes make a page, and a tile.
+constexpr int kBoxRows = kPageSize != 0 && kPageSize < (kBlockN & -kBlockN) ? kPageSize : kBlockN & -kBlockN;
+constexpr int kBoxes = kPageSize == 0 ? 1 : kBlockN / kBoxRows;
+
+struct KeyTile {
+  int first_key, head, batch;  // in the arrays
+  int page[kBoxes];  // of each box
+
+  // `key_start` is that of a packed sequence.
+  CUFLASH_DEVICE KeyTile(const Params& params, int batch_, int head_, int n_block, int key_stop, int key_start = 0)
+      : first_key(key_start + n_block * kBlockN), head(head_), batch(batch_) {
+    if constexpr (kPageSize != 0) {
+      const Pages pages(params, batch);
+      // A box without keys lies outside of the pool: it is not looked up, and zeros arrive.
+#pragma unroll
+      for (int i = 0; i < kBoxes; ++i) {
+        const int key = first_key + i * kBoxRows;
+        page[i] = key < key_stop ? pages.page_of(key) : params.num_pages;
+      }
+    }
+  }
+
+  // Announces the tile, of so many columns, and asks for it.
+  template <int columns>
+  CUFLASH_DEVICE void load(u32 tile, const TensorMap& map, const Barrier& full) const {
+    full.arrive_expect(chunked_bytes(kBlockN, columns));
+    if constexpr (kPageSize == 0) {
+      load_chunks<kBlockN, columns>(tile, map, full, first_key, head, batch);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kBoxes; ++i) {
+        const int row = Pages::row_in_page(first_key + i * kBoxRows);
+#pragma unroll
+        for (int c = 0; c < chunks_of(columns); ++c)
+          ptx::load_tensor(tile + (c * kBlockN + i * kBoxRows) * kLineBytes, map, full.address, c * kChunk, row, head,
+                           page[i]);
+      }
+    }
+  }
+};

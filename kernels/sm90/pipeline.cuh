@@ -1,0 +1,70 @@
+// The pipeline between a producer and its consumers: barriers in shared memory, and rings of them.
+#pragma once
+#include "ptx/tma.cuh"
+
+struct Barrier {
+  u32 address;
+
+  CUFLASH_DEVICE void init(u32 count) const { ptx::barrier_init(address, count); }
+  CUFLASH_DEVICE void arrive() const { ptx::barrier_arrive(address); }
+  CUFLASH_DEVICE void arrive_expect(u32 bytes) const { ptx::barrier_arrive_expect(address, bytes); }
+  CUFLASH_DEVICE void wait(u32 parity) const { ptx::barrier_wait(address, parity); }
+};
+
+// Warp. Its lanes arrive together, as one arrival.
+CUFLASH_DEVICE void arrive_as_warp(const Barrier& barrier) {
+  ptx::sync_warp();
+  if (ptx::thread_index() % 32 == 0) barrier.arrive();
+}
+
+// The place of a tile in a ring of `stages`: tile i of a walk is in stage i % stages, for the i / stages-th time.
+template <int stages>
+struct Position {
+  int stage = 0;
+  u32 parity = 0;
+
+  CUFLASH_DEVICE void advance() {
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
+};
+
+// A ring of tiles. Consumers wait for full(p) with the parity of the position, the producer for empty(p) with the
+// other.
+template <int stages>
+struct Ring {
+  static constexpr u32 kBytes = 16 * stages;
+  u32 address;
+
+  CUFLASH_DEVICE Barrier full(const Position<stages>& at) const { return {address + 8 * at.stage}; }
+  CUFLASH_DEVICE Barrier empty(const Position<stages>& at) const { return {address + 8 * (stages + at.stage)}; }
+  CUFLASH_DEVICE void init(u32 consumers) const {
+    for (int i = 0; i < stages; ++i) {
+      full({i}).init(1);
+      empty({i}).init(consumers);
+    }
+  }
+};
+
+// The rings of tiles of queries, and of those of keys and values.
+template <int stages, int q_stages = 1>
+struct QkvBarriers {
+  static constexpr u32 kBytes = Ring<q_stages>::kBytes + 2 * Ring<stages>::kBytes;
+  Ring<q_stages> q_ring;
+  Ring<stages> k_ring, v_ring;
+
+  CUFLASH_DEVICE void place_barriers(u32 address) {
+    q_ring = {address};
+    k_ring = {address + Ring<q_stages>::kBytes};
+    v_ring = {address + Ring<q_stages>::kBytes + Ring<stages>::kBytes};
+  }
+  // Called by all threads of the block. The numbers say how many arrivals give back a tile of Q, K and V.
+  CUFLASH_DEVICE void make_barriers(u32 q_consumers, u32 k_consumers, u32 v_consumers) const {
+    if (ptx::thread_index() == 0) {
+      q_ring.init(q_consumers);
+      k_ring.init(k_consumers);
+      v_ring.init(v_consumers);
+      ptx::fence_barrier_init();
+    }
+    ptx::sync_block();
+  }
+};

@@ -1,0 +1,58 @@
+// Products of a warpgroup: operands in shared memory as descriptors, and how groups of wgmma are issued and waited for.
+#pragma once
+#include "common/config.cuh"
+#include "common/fragments.cuh"
+#include "ptx/wgmma.cuh"
+#include "sm90/tiles.cuh"
+
+// An operand whose k runs along the lines, and the same one 16 `k` elements further, in a tile of `rows` rows.
+CUFLASH_DEVICE u64 descriptor_of(u32 tile) { return ptx::descriptor(tile, 0, 8 * kLineBytes); }
+template <int rows>
+CUFLASH_DEVICE u64 along_k(u64 operand, int k) {
+  return operand + (k / 4 * rows * kLineBytes + k % 4 * 32) / 16;
+}
+
+// An operand whose k runs down the `rows` rows.
+template <int rows>
+CUFLASH_DEVICE u64 descriptor_of_transposed(u32 tile) {
+  return ptx::descriptor(tile, rows * kLineBytes, 8 * kLineBytes);
+}
+CUFLASH_DEVICE u64 along_k_transposed(u64 operand, int k) { return operand + k * 16 * kLineBytes / 16; }
+
+// Issues the wgmma of `products`, which add to the accumulator `d` or replace it, as one group.
+template <int n_tiles, class Products>
+CUFLASH_DEVICE void issue(float (&d)[n_tiles][4], Products products) {
+  ptx::fence_operand(d);
+  ptx::wgmma_fence();
+  products();
+  ptx::wgmma_commit();
+}
+
+// Waits until at most `pending` groups are in flight. `d` is the accumulator of one that is not.
+template <int pending, int n_tiles>
+CUFLASH_DEVICE void wait_for(float (&d)[n_tiles][4]) {
+  ptx::wgmma_wait<pending>();
+  ptx::fence_operand(d);
+}
+
+// Issues d = a b' over `columns` columns; a and b lie in tiles of rows_a and rows_b rows.
+template <int columns, int rows_a, int rows_b, int n_tiles>
+CUFLASH_DEVICE void issue_rows(float (&d)[n_tiles][4], u32 a, u32 b) {
+  const u64 a_rows = descriptor_of(a), b_rows = descriptor_of(b);
+  issue(d, [&]() __attribute__((always_inline)) {
+#pragma unroll
+    for (int k = 0; k < columns / 16; ++k)
+      ptx::wgmma<false, false>(Element{}, d, along_k<rows_a>(a_rows, k), along_k<rows_b>(b_rows, k), k > 0);
+  });
+}
+
+// Issues d += a b; a is in registers, b a tile of `rows` rows.
+template <int rows, int n_tiles>
+CUFLASH_DEVICE void issue_weighted(float (&d)[n_tiles][4], const Fragment (&a)[rows / 16], u32 b) {
+  const u64 b_columns = descriptor_of_transposed<rows>(b);
+  issue(d, [&]() __attribute__((always_inline)) {
+#pragma unroll
+    for (int k = 0; k < rows / 16; ++k)
+      ptx::wgmma<true>(Element{}, d, a[k].word, along_k_transposed(b_columns, k), true);
+  });
+}

@@ -1,0 +1,99 @@
+// Tiles in shared memory as TMA writes them and wgmma reads them: cut into chunks of 64 columns, each a
+// block of lines of 128 bytes, one a row, whose 16-byte vectors are permuted by the row number.
+#pragma once
+#include "common/config.cuh"
+#include "common/fragments.cuh"
+#include "ptx/tma.cuh"
+#include "sm90/pipeline.cuh"
+
+constexpr u32 kLineBytes = 128;
+constexpr int kChunk = 64;  // columns of a line
+
+CUFLASH_DEVICE constexpr int chunks_of(int columns) { return (columns + kChunk - 1) / kChunk; }
+CUFLASH_DEVICE constexpr u32 chunked_bytes(int rows, int columns) { return chunks_of(columns) * rows * kLineBytes; }
+
+// Loads rows [first_row, first_row + rows) of a head. Whole chunks arrive; outside of the array they are zeros.
+template <int rows, int columns>
+CUFLASH_DEVICE void load_chunks(u32 tile, const TensorMap& map, const Barrier& full, int first_row, int head,
+                                int batch) {
+#pragma unroll
+  for (int c = 0; c < chunks_of(columns); ++c)
+    ptx::load_tensor(tile + c * rows * kLineBytes, map, full.address, c * kChunk, first_row, head, batch);
+}
+
+// Stores 64 rows, from the first one of `tile` on, a tile of `rows` rows, as columns `first_column` and following.
+template <int rows, int columns>
+CUFLASH_DEVICE void store_chunks(const TensorMap& map, u32 tile, int first_row, int head, int batch,
+                                 int first_column = 0) {
+#pragma unroll
+  for (int c = 0; c < chunks_of(columns); ++c)
+    ptx::store_tensor(map, tile + c * rows * kLineBytes, first_column + c * kChunk, first_row, head, batch);
+}
+
+// The same for the first `count` of 64 rows, by the 128 threads of a warpgroup: the rows after them, which TMA would
+// write too, belong to another sequence. Rows in memory are multiples of 16 bytes.
+template <int rows, int columns>
+CUFLASH_DEVICE void store_first_rows(Storage* first, i64 row_stride, u32 tile, int count, u32 thread) {
+  constexpr u32 kVectors = columns / 8;
+#pragma unroll 1
+  for (u32 i = thread; i < count * kVectors; i += 128) {
+    const u32 row = i / kVectors, vector = i % kVectors;
+    const u32 line = tile + (vector / 8 * rows + row) * kLineBytes;
+    *(Bytes16*)(first + row * row_stride + vector * 8) = ptx::load_shared_b128(line + (vector % 8 * 16 ^ row % 8 * 16));
+  }
+}
+
+// The 16 rows of a warp, from row `r` of a tile of `rows` rows on, as operands in registers, 16 columns each.
+template <int rows, int count>
+CUFLASH_DEVICE void load_fragments_chunked(u32 tile, int r, Fragment (&operand)[count]) {
+  const u32 lane = lane_index();
+  const u32 line = tile + (r + lane % 16) * kLineBytes, swizzle = lane % 8 * 16;
+#pragma unroll
+  for (int k = 0; k < count; ++k)
+    ptx::load_matrix_x4(operand[k].word, line + k / 4 * rows * kLineBytes + ((k % 4 * 32 + lane / 16 * 16) ^ swizzle));
+}
+
+// The same of the transposed chunk: from column `c` on, 16 columns by all rows.
+template <int count>
+CUFLASH_DEVICE void load_fragments_chunked_transposed(u32 chunk, int c, Fragment (&operand)[count]) {
+  const u32 lane = lane_index();
+  const u32 line = chunk + (lane / 16 * 8 + lane % 8) * kLineBytes + ((c * 2 + lane / 8 % 2 * 16) ^ (lane % 8 * 16));
+#pragma unroll
+  for (int k = 0; k < count; ++k) ptx::load_matrix_x4_transposed(operand[k].word, line + k * 16 * kLineBytes);
+}
+
+// Writes zeros to the rows from `first` on; by the 128 threads of a warpgroup.
+template <int rows, int columns>
+CUFLASH_DEVICE void zero_rows(u32 tile, int first, u32 thread) {
+  for (int c = 0; c < chunks_of(columns); ++c)
+    for (u32 word = first * kLineBytes / 4 + thread; word < rows * kLineBytes / 4; word += 128)
+      ptx::store_shared_b32(tile + c * rows * kLineBytes + word * 4, 0);
+}
+
+// The same of 64 rows of a tile of `rows`, in a loop that takes few registers.
+template <int rows, int columns>
+CUFLASH_DEVICE void zero_last_of_64(u32 tile, int first, u32 thread) {
+  const float zeros[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 1
+  for (int c = 0; c < chunks_of(columns); ++c, tile += rows * kLineBytes)
+#pragma unroll 1
+    for (u32 vector = first * kLineBytes / 16 + thread; vector < 64 * kLineBytes / 16; vector += 128)
+      ptx::store_shared_f32x4(tile + vector * 16, zeros);
+}
+
+// Rounds the 16 rows of a warp, from row `r` of a tile of `rows` rows on, each half of them times its factor.
+template <int rows, int n_tiles, class E = Element>
+CUFLASH_DEVICE void store_fragments_chunked(u32 tile, int r, float (&value)[n_tiles][4], float upper, float lower) {
+  const u32 lane = lane_index();
+  const u32 line = tile + (r + lane % 16) * kLineBytes, swizzle = lane % 8 * 16;
+#pragma unroll
+  for (int n = 0; n < n_tiles; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) value[n][i] *= i / 2 ? lower : upper;
+#pragma unroll
+  for (int k = 0; k < n_tiles / 2; ++k) {
+    FragmentOf<E> fragment;
+    to_operand(value, k, fragment);
+    ptx::store_matrix_x4(line + k / 4 * rows * kLineBytes + ((k % 4 * 32 + lane / 16 * 16) ^ swizzle), fragment.word);
+  }
+}

@@ -1,0 +1,23 @@
+"""Mistakes planted in the project's kernels, one at a time, and whether the emulator or the oracle notices.
+
+    python tests/emulate/mutants [words]
+
+runs those whose description holds the words, or all, and prints the score. A mutant replaces one place of one file: the
+text has to occur there exactly once, so that the table follows the kernels.
+"""
+
+from mutants import around, common, fp32, sm80, sm90_backward, sm90_forward
+from mutants.planting import Mutant
+from mutants.trials import TRIALS, Trial
+
+MUTANTS = (
+    *common.MUTANTS,
+    *sm80.MUTANTS,
+    *sm90_forward.MUTANTS,
+    *sm90_backward.MUTANTS,
+    *fp32.MUTANTS,
+    *around.MUTANTS,
+)
+SHARE_TO_CATCH = 0.9
+
+__all__ = ["MUTANTS", "SHARE_TO_CATCH", "TRIALS", "Mutant", "Trial"]

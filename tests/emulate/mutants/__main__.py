@@ -1,0 +1,31 @@
+"""Plants the mutants that the command line asks for and prints how each was caught, and the score."""
+
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+from mutants import MUTANTS, SHARE_TO_CATCH, Mutant  # noqa: E402
+
+
+def main() -> int:
+    words = " ".join(sys.argv[1:])
+    chosen = [mutant for mutant in MUTANTS if words in f"{mutant.file} {mutant.what}"]
+    if not chosen:
+        print(f"no mutant's description holds {words!r}")
+        return 1
+    caught = 0
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        for mutant, report in zip(chosen, pool.map(Mutant.caught, chosen), strict=True):
+            caught += report is not None
+            verdict = "escaped" if report is None else " ".join(report.split())[:120]
+            reason = f" ({mutant.escapes})" if mutant.escapes else ""
+            print(f"{mutant.file:20} {mutant.what}: {verdict}{reason}", flush=True)
+    print(f"{caught} of {len(chosen)} caught")
+    return int(caught < SHARE_TO_CATCH * len(chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

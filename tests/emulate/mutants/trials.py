@@ -1,0 +1,512 @@
+"""Problems that mutants are run on: one pass of one case with one plan each."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import attention
+import emulator
+import numpy as np
+
+import cuflash.testing as ct
+from cuflash import reference
+from cuflash.planning import DeviceSpec
+from cuflash.planning.sm80 import BackwardTile, DqTile, ForwardTile, ScoresTile
+from cuflash.planning.sm90.tiles import (
+    BackwardFloat32Sm90Tile,
+    BackwardSm90Tile,
+    DecodeSm90Tile,
+    ForwardFloat32Sm90Tile,
+    ForwardSm90Tile,
+)
+from cuflash.planning.tiles import Tile
+from cuflash.problem import DEFAULT_NEED, make_problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One pass of one case with one plan."""
+
+    case: ct.Case
+    tiles: tuple[Tile | None, ...]
+    place: attention.Place = attention.guarded
+    num_sms: int = 132
+    schedule: emulator.Schedule = emulator.SCHEDULES[0]
+    dq_in_order: bool = False  # deterministic, without a kernel of its own for dq
+    kv_lengths: tuple[int, ...] | None = None  # instead of those of the case, which they are clamped to
+    wild_pages: bool = False  # the first entries of the table are outside of the pool; where they lead is what counts
+    need: tuple[str, ...] | None = None  # gradients; by default dq, dk, dv, and dsinks where there are sinks
+    cu_seqlens: tuple[int, ...] | None = None  # of queries and keys: nothing is expected of results
+    shares: bool = False  # queries of tiles, however few, and not heads of a group
+
+    def run(self, kernels: Path = emulator.KERNELS) -> None:
+        """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
+        if self.shares:
+            names = ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_OF_PART", "WAVES", "CAUSAL_WAVES")
+            with mock.patch.multiple("cuflash.planning.backward", **dict.fromkeys(names, 0)):
+                self._run(kernels)
+        else:
+            self._run(kernels)
+
+    def _run(self, kernels: Path) -> None:
+        case, arrays = self.case, self.case.arrays()
+        deterministic = self.dq_in_order or isinstance(self.tiles[-1], DqTile)
+        two_parts = getattr(self.tiles[0], "bf16_parts", 3) == 2
+        options = replace(case.options, deterministic=deterministic, precision="tf32" if two_parts else "highest")
+        problem = make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
+        out, lse = reference.forward(problem, *(arrays[name] for name in "qkv"), **ct.optional(arrays), **case.random)
+        if self.kv_lengths:
+            arrays["kv_lengths"][...] = self.kv_lengths
+        if self.wild_pages:
+            _make_wild(arrays)
+        if self.cu_seqlens:
+            arrays["cu_seqlens_q"][...] = arrays["cu_seqlens_k"][...] = self.cu_seqlens
+        launches: list[emulator.Statistics] = []
+        how = {
+            "arch": replace(DeviceSpec.for_arch("9.0"), num_sms=self.num_sms),
+            "tiles": self.tiles,
+            "place": self.place,
+            "kernels": kernels,
+            "schedule": self.schedule,
+            "statistics": launches,
+            **case.random,
+        }
+        if isinstance(self.tiles[0], ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | DecodeSm90Tile):
+            names, results = ("out", "lse"), attention.forward(problem, arrays, **how)
+        else:
+            out, lse = out.astype(arrays["q"].dtype), lse.astype(problem.softmax_dtype)
+            names = self.need or (*DEFAULT_NEED, *(("dsinks",) if case.sinks else ()))
+            results = attention.backward(problem, arrays, out, lse, need=names, **how)
+        if self.cu_seqlens:
+            return
+        found = dict(zip(names, results, strict=True))
+        if two_parts:
+            attention.assert_two_parts(problem, arrays, found)
+        elif "out" in found:
+            ct.assert_forward(case, **found)
+        else:
+            ct.assert_backward(case, **found)
+        conflicts = sum(launch.matrix_load_conflicts for launch in launches)
+        if conflicts:
+            raise AssertionError(f"{conflicts} bank conflicts")
+
+
+def _make_wild(arrays: dict[str, Any]) -> None:
+    """Make the first two pages of the table the first and the last one of the pool, and name them by other numbers."""
+    table, last = arrays["block_table"], len(arrays["k"]) - 1
+    for place, page, name in ((0, 0, -7), (1, last, last + 1)):
+        old = table[0, place]
+        for pool in (arrays["k"], arrays["v"]):
+            pool[[old, page]] = pool[[page, old]]
+        table[...] = np.where(table == old, page, np.where(table == page, old, table))
+        table[0, place] = name
+
+
+def _forward(
+    block_m: int = 128,
+    block_n: int = 32,
+    num_warps: int = 4,
+    num_stages: int = 1,
+    warps_d: int = 1,
+    element_bytes: int = 2,
+) -> tuple[ForwardTile]:
+    tile = ForwardTile(
+        element_bytes=element_bytes,
+        warps_d=warps_d,
+        max_dim=128,
+        block_m=block_m,
+        block_n=block_n,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        min_blocks=1,
+        fragments_ahead=2,
+        origin="of a trial",
+    )
+    return (tile,)
+
+
+def _sm90(
+    block_m: int = 128, block_n: int = 64, num_stages: int = 2, ping_pong: bool = True, q_stages: int = 2
+) -> tuple[ForwardSm90Tile]:
+    tile = ForwardSm90Tile(
+        max_dim=256,
+        block_m=block_m,
+        block_n=block_n,
+        num_stages=num_stages,
+        ping_pong=ping_pong,
+        keep_before=True,
+        q_stages=q_stages,
+        origin="of a trial",
+    )
+    return (tile,)
+
+
+def _float32_sm90(block_m: int = 128, ping_pong: bool = True) -> tuple[ForwardFloat32Sm90Tile]:
+    tile = ForwardFloat32Sm90Tile(
+        max_dim=128, block_m=block_m, block_n=32, num_stages=2, ping_pong=ping_pong, origin="of a trial"
+    )
+    return (tile,)
+
+
+def _backward(
+    num_warps: int = 4,
+    num_stages: int = 2,
+    warps_d: int = 1,
+    dq_warps_m: int = 2,
+    block_m: int = 32,
+    block_n: int = 64,
+    element_bytes: int = 2,
+) -> tuple[BackwardTile, None]:
+    tile = BackwardTile(
+        element_bytes=element_bytes,
+        max_dim=128,
+        block_m=block_m,
+        block_n=block_n,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        min_blocks=1,
+        warps_d=warps_d,
+        dq_warps_m=dq_warps_m,
+        fragments_ahead=1,
+        origin="of a trial",
+    )
+    return tile, None
+
+
+_BACKWARD_SM90 = BackwardSm90Tile(
+    max_dim=128,
+    block_m=64,
+    block_n=128,
+    num_stages=2,
+    schedule="kHoldK",
+    origin="of a trial",
+)
+_DK_FROM_SHARED = replace(_BACKWARD_SM90, schedule="kSharedDs")
+_SPLIT_ROLES = replace(_BACKWARD_SM90, block_n=64, schedule="kSplitRoles")
+_BACKWARD_PARTS = (
+    BackwardFloat32Sm90Tile(max_dim=128, num_stages=1, num_buffers=1, dq_columns=64, dq_late=True, origin="of a trial"),
+    None,
+)
+_BACKWARD_PARTS_RING = (
+    BackwardFloat32Sm90Tile(max_dim=64, num_stages=2, num_buffers=2, dq_columns=64, dq_late=False, origin="of a trial"),
+    None,
+)
+_DECODE_TILES = (DecodeSm90Tile(max_dim=128, block_n=32, num_stages=2, min_blocks=1, origin="of a trial"),)
+_LONG_DECODE_TILES = (replace(_DECODE_TILES[0], block_n=64),)
+_DQ = DqTile(max_dim=128, block_m=64, block_n=32, num_warps=4, min_blocks=1, origin="of a trial")
+_SCORES = (
+    ScoresTile(max_dim=128, block_m=64, block_n=32, num_warps=4, num_stages=2, min_blocks=1, origin="of a trial"),
+)
+_SUMS = ("dalibi_slopes", "dscale", "dsoftcap")
+_GROUPED = ct.Case(
+    seqlen_q=150, seqlen_k=77, batch=2, num_heads=4, num_heads_kv=2, head_dim=72, head_dim_v=24, dtype="float16"
+)
+_SMALL = replace(_GROUPED, seqlen_q=70, batch=1, num_heads_kv=1, num_heads=2)
+_DECODE = ct.Case(
+    seqlen_q=5, seqlen_k=300, batch=2, num_heads=8, num_heads_kv=2, head_dim=72, head_dim_v=40, dtype="float16"
+)
+# Bounds that cross one corner of a tile: the ends of the ranges of tiles matter.
+_WINDOW = replace(_SMALL, seqlen_q=150, seqlen_k=183, causal=True, window=(34, None), head_dim=16, head_dim_v=16)
+# The second sequence is empty on one side, the first and the last end within tiles, and rows are left.
+_PACKED = ct.Case(
+    seqlen_q=320, seqlen_k=340, num_heads=4, num_heads_kv=2, head_dim=72, head_dim_v=24, dtype="float16", causal=True,
+    alibi_slopes=(4, 4), sinks=True, dlse=True, cu_seqlens_q=(0, 75, 75, 205, 300), cu_seqlens_k=(0, 90, 100, 250, 330),
+)  # fmt: skip
+_PACKED_MANY = ct.Case(
+    seqlen_q=110, seqlen_k=110, num_heads=1, head_dim=64, dtype="float16",
+    cu_seqlens_q=(0, *(3 * i + i % 2 for i in range(34))), cu_seqlens_k=(0, *(3 * i + i % 2 for i in range(34))),
+)  # fmt: skip
+_NARROW = replace(_SMALL, seqlen_q=40, head_dim=13, head_dim_v=11, strides="padded")
+_LENGTHS = replace(_SMALL, batch=3, kv_lengths=(33, 0, 77), kv_lengths_dtype="int64")
+_FLIPPED = replace(_SMALL, batch=2, head_dim=16, kv_lengths=(77, 30), strides="flipped")
+_TERMS = replace(
+    _SMALL,
+    head_dim=16,
+    head_dim_v=16,
+    softcap=2.0,
+    score_spread=3.0,
+    bias=(2, 70, 77),
+    mask=(2, 70, 77),
+    alibi_slopes=(2,),
+)
+_TERMS_OF_SCORES = replace(
+    _GROUPED, seqlen_q=70, head_dim=16, head_dim_v=16, softcap=2.0, score_spread=3.0, alibi_slopes=(4,)
+)
+_FAR = replace(_TERMS, seqlen_q=33, seqlen_k=18, batch=2, num_heads_kv=2, bias=(2, 2, 33, 18), mask=(2, 2, 33, 18))
+_FLOAT32 = replace(_TERMS, dtype="float32", softcap=20.0)
+_SINKS = replace(_LENGTHS, kv_lengths=(2, 0, 77), sinks=True, dlse=True, score_spread=4.0)
+_PARTS = replace(_GROUPED, dtype="float32", seqlen_k=300)
+_DROPOUT = replace(_GROUPED, dropout=0.3, seed=1)
+_PAGES = replace(_SMALL, seqlen_k=128, batch=2, num_heads_kv=2, causal=True, kv_lengths=(101, 40), page_size=16)
+_DROPOUT_FLOAT32 = replace(_DROPOUT, dtype="float32")
+_BLOCKS = replace(
+    _GROUPED, seqlen_k=300, head_dim=16, block_mask=(2, 4), block_size=(32, 48), kv_lengths=(300, 70), blocks_kept=0.25
+)
+_FLOAT64 = replace(
+    _FLOAT32, dtype="float64", head_dim_v=40, num_heads=1, bias=(70, 77), mask=(70, 77), alibi_slopes=(1,)
+)
+
+TRIALS = {
+    "forward": Trial(case=_GROUPED, tiles=_forward()),
+    "forward window": Trial(case=_WINDOW, tiles=_forward(block_m=64)),
+    "forward window spread": Trial(case=replace(_WINDOW, score_spread=30.0), tiles=_forward(block_m=64)),
+    "forward spread": Trial(case=replace(_SMALL, score_spread=30.0), tiles=_forward()),
+    "forward ring": Trial(case=_SMALL, tiles=_forward(num_stages=3, block_m=64)),
+    "forward short ring": Trial(case=replace(_SMALL, seqlen_k=20), tiles=_forward(num_stages=3, block_m=64)),
+    "forward narrow": Trial(case=_NARROW, tiles=_forward()),
+    "forward lengths": Trial(case=_LENGTHS, tiles=_forward()),
+    "forward flipped": Trial(case=_FLIPPED, tiles=_forward()),
+    "forward wild lengths": Trial(
+        case=replace(_LENGTHS, kv_lengths=(77, 0, 5)), tiles=_forward(), kv_lengths=(99, -9, 5)
+    ),
+    "forward terms": Trial(case=_TERMS, tiles=_forward()),
+    "forward far": Trial(case=_FAR, tiles=_forward(), place=attention.far_apart),
+    "forward masked": Trial(case=replace(_SMALL, seqlen_k=150, mask=(150,)), tiles=_forward()),
+    # One resident block takes all tiles of queries.
+    "sm90": Trial(case=replace(_GROUPED, seqlen_k=300), tiles=_sm90(), num_sms=1),
+    "sm90 parts": Trial(case=replace(_GROUPED, head_dim_v=136), tiles=_sm90(q_stages=1), num_sms=1),
+    "sm90 spread": Trial(case=replace(_GROUPED, seqlen_k=300, score_spread=30.0), tiles=_sm90(), num_sms=1),
+    "sm90 causal": Trial(case=replace(_GROUPED, seqlen_k=170, causal=True), tiles=_sm90(num_stages=3), num_sms=1),
+    "sm90 whole tiles": Trial(case=replace(_SMALL, seqlen_k=128), tiles=_sm90(), num_sms=1),
+    "sm90 window": Trial(case=replace(_WINDOW, head_dim=72, head_dim_v=24), tiles=_sm90(block_m=192), num_sms=1),
+    "sm90 lengths": Trial(case=_LENGTHS, tiles=_sm90(ping_pong=False), num_sms=1),
+    "sm90 wide lengths": Trial(case=replace(_LENGTHS, head_dim=24, head_dim_v=72), tiles=_sm90(block_n=80), num_sms=1),
+    "sm90 slopes": Trial(
+        case=replace(_GROUPED, seqlen_k=300, score_spread=30.0, alibi_slopes=(4,)), tiles=_sm90(), num_sms=1
+    ),
+    # Rows whose first key is the last of a tile: in the tile behind it, half of the rows of some lanes saw nothing.
+    "sm90 diagonal": Trial(case=replace(_SMALL, seqlen_q=150, seqlen_k=213, causal=True), tiles=_sm90(), num_sms=1),
+    "sm90 no keys": Trial(
+        case=replace(_SMALL, seqlen_q=150, seqlen_k=48, batch=3, num_heads=4, causal=True, kv_lengths=(48, 0, 48)),
+        tiles=_sm90(),
+        num_sms=3,
+        schedule=emulator.Schedule("random", seed=1),
+    ),
+    # Three tiles of queries in pairs, and blocks with different numbers of them.
+    "sm90 pairs": Trial(
+        case=replace(_GROUPED, seqlen_q=300, seqlen_k=100, num_heads=2, num_heads_kv=1, causal="top_left"),
+        tiles=_sm90(),
+        num_sms=3,
+    ),
+    "sm90 even pairs": Trial(case=replace(_SMALL, seqlen_q=400, causal="top_left"), tiles=_sm90(), num_sms=3),
+    "float32 sm90": Trial(case=_PARTS, tiles=_float32_sm90(), num_sms=1),
+    "float32 sm90 two parts": Trial(case=_PARTS, tiles=(replace(_float32_sm90()[0], bf16_parts=2),), num_sms=1),
+    "float32 sm90 spread": Trial(case=replace(_PARTS, score_spread=30.0), tiles=_float32_sm90(), num_sms=1),
+    "float32 sm90 window": Trial(case=replace(_WINDOW, dtype="float32"), tiles=_float32_sm90(), num_sms=1),
+    "float32 sm90 wide window": Trial(case=replace(_WINDOW, dtype="float32"), tiles=_float32_sm90(block_m=192)),
+    "float32 sm90 lengths": Trial(
+        case=replace(_LENGTHS, dtype="float32"), tiles=_float32_sm90(ping_pong=False), num_sms=1
+    ),
+    "float32 sm90 narrow": Trial(case=replace(_NARROW, dtype="float32"), tiles=_float32_sm90()),
+    "float32 sm90 no keys": Trial(
+        case=replace(_SMALL, dtype="float32", seqlen_q=300, seqlen_k=5, causal=True), tiles=_float32_sm90(), num_sms=1
+    ),
+    # Few queries: the keys of a head shared by blocks, or left to one.
+    "decode": Trial(case=replace(_DECODE, causal=True), tiles=_DECODE_TILES),
+    "decode whole": Trial(case=replace(_DECODE, causal=True), tiles=_DECODE_TILES, num_sms=1),
+    "decode uneven": Trial(
+        case=replace(_DECODE, causal=True),
+        tiles=_DECODE_TILES,
+        num_sms=7,
+        schedule=emulator.Schedule("random", seed=1),
+    ),
+    # Blocks that share two of four heads, and have the others whole.
+    "decode few": Trial(case=replace(_DECODE, causal=True), tiles=_DECODE_TILES, num_sms=3),
+    "decode narrow": Trial(case=replace(_DECODE, head_dim_v=24), tiles=_DECODE_TILES),
+    "decode lengths": Trial(case=replace(_DECODE, kv_lengths=(0, 230)), tiles=_DECODE_TILES, num_sms=3),
+    # Sinks, some of them above the scores of their rows.
+    "forward sinks": Trial(case=_SINKS, tiles=_forward()),
+    "sm90 sinks": Trial(case=_SINKS, tiles=_sm90(), num_sms=1),
+    "float32 sm90 sinks": Trial(case=replace(_SINKS, dtype="float32"), tiles=_float32_sm90(), num_sms=1),
+    "decode sinks": Trial(case=replace(_DECODE, sinks=True), tiles=_DECODE_TILES),
+    "decode whole sinks": Trial(case=replace(_DECODE, sinks=True), tiles=_DECODE_TILES, num_sms=1),
+    # Keys in pages: smaller and larger than tiles, a table in a frame, and entries that are no pages.
+    "forward pages": Trial(case=_PAGES, tiles=_forward(block_m=64)),
+    "forward top left pages": Trial(case=replace(_PAGES, causal="top_left"), tiles=_forward(block_m=64)),
+    "forward strided pages": Trial(
+        case=replace(_PAGES, strides="transposed", alibi_slopes=(2,), kv_lengths=(100, 50)), tiles=_forward(block_m=64)
+    ),
+    "forward far pages": Trial(
+        case=replace(_PAGES, head_dim=16, head_dim_v=16, seqlen_q=5), tiles=_forward(), place=attention.far_apart
+    ),
+    "forward wild pages": Trial(case=_PAGES, tiles=_forward(block_m=64), wild_pages=True),
+    "forward short table": Trial(
+        case=replace(_PAGES, batch=1, seqlen_k=64, kv_lengths=(60,)), tiles=_forward(block_m=64, block_n=48)
+    ),
+    "decode pages": Trial(case=replace(_PAGES, seqlen_q=5, page_size=32), tiles=_LONG_DECODE_TILES),
+    "decode large pages": Trial(case=replace(_PAGES, seqlen_q=5, page_size=64), tiles=_DECODE_TILES),
+    "decode short table": Trial(
+        case=replace(_PAGES, seqlen_q=5, batch=1, seqlen_k=64, kv_lengths=(60,)),
+        tiles=(replace(_DECODE_TILES[0], block_n=48),),
+    ),
+    "backward sinks": Trial(case=replace(_SINKS, strides="flipped"), tiles=_backward()),
+    "backward sm90 sinks": Trial(case=_SINKS, tiles=(_BACKWARD_SM90, None)),
+    # Two stages and one; sums over every axis; blocks that share a sum, and tiles that nobody sees.
+    "dbias": Trial(case=replace(_TERMS_OF_SCORES, bias=(4, 70, 77)), tiles=_SCORES, need=("dbias",), num_sms=1),
+    "dbias shared": Trial(
+        case=replace(_TERMS_OF_SCORES, bias=(2, 1, 1, 77), bias_dtype="input", kv_lengths=(77, 20), causal=True),
+        tiles=_SCORES,
+        need=("dbias",),
+        num_sms=17,
+    ),
+    "dbias of queries": Trial(
+        case=replace(_TERMS_OF_SCORES, bias=(2, 4, 70, 1), dropout=0.3, window=(20, 5)),
+        tiles=(replace(_SCORES[0], num_stages=1),),
+        need=("dbias",),
+        num_sms=1,
+    ),
+    "dbias blocks": Trial(
+        case=replace(_TERMS_OF_SCORES, bias=(4, 70, 1), block_mask=(2, 4), block_size=(16, 32), blocks_kept=0.6),
+        tiles=_SCORES,
+        need=("dbias",),
+        num_sms=1,
+    ),
+    "dbias in pairs of rows": Trial(
+        case=replace(_TERMS_OF_SCORES, bias=(70, 77)), tiles=(_BACKWARD_SM90, *_SCORES), need=("dk", "dbias"), num_sms=1
+    ),
+    "sums": Trial(case=replace(_TERMS_OF_SCORES, alibi_slopes=(2, 4)), tiles=_SCORES, need=_SUMS),
+    "sums of heads": Trial(
+        case=replace(_TERMS_OF_SCORES, softcap=20.0, causal=True), tiles=_SCORES, need=_SUMS, num_sms=1
+    ),
+    "packed sums": Trial(case=replace(_PACKED, softcap=5.0), tiles=_SCORES, need=_SUMS),
+    "only dk": Trial(case=_SMALL, tiles=_backward(), need=("dk",)),
+    "only dv": Trial(case=_SMALL, tiles=_backward(), need=("dv",)),
+    "sm90 only dv": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_BACKWARD_SM90, None), num_sms=1, need=("dv",)),
+    "parts only dk": Trial(case=replace(_PARTS, seqlen_k=70), tiles=_BACKWARD_PARTS, need=("dk",)),
+    "backward": Trial(case=replace(_GROUPED, num_heads=2), tiles=_backward()),
+    "backward window": Trial(case=_WINDOW, tiles=_backward()),
+    "backward shared": Trial(case=_GROUPED, tiles=_backward(num_warps=8, warps_d=2, block_m=64), num_sms=1),
+    "backward one stage": Trial(case=_SMALL, tiles=_backward(num_stages=1), num_sms=1),
+    "backward narrow": Trial(case=_NARROW, tiles=_backward()),
+    "backward lengths": Trial(case=_LENGTHS, tiles=_backward()),
+    "backward terms": Trial(case=_TERMS, tiles=_backward()),
+    "backward far": Trial(case=_FAR, tiles=_backward(), place=attention.far_apart),
+    "backward split": Trial(case=_SMALL, tiles=_backward()),
+    "backward sm90": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_BACKWARD_SM90, None), num_sms=1),
+    "backward sm90 wide": Trial(
+        case=replace(_GROUPED, seqlen_q=100, head_dim=184, head_dim_v=136),
+        tiles=(replace(_SPLIT_ROLES, max_dim=256), None),
+        num_sms=1,
+    ),
+    "backward sm90 lengths": Trial(case=replace(_LENGTHS, seqlen_q=100), tiles=(_BACKWARD_SM90, None), num_sms=1),
+    "backward sm90 roles": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_SPLIT_ROLES, None), num_sms=1),
+    "backward sm90 shared": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_DK_FROM_SHARED, None), num_sms=1),
+    "backward sm90 in order": Trial(
+        case=replace(_GROUPED, seqlen_q=300, seqlen_k=290, causal=True), tiles=(_BACKWARD_SM90, None), dq_in_order=True
+    ),
+    "backward sm90 in order shared": Trial(
+        case=replace(_GROUPED, seqlen_q=300, seqlen_k=290), tiles=(_DK_FROM_SHARED, None), dq_in_order=True
+    ),
+    "backward sm90 in order back": Trial(
+        case=replace(_GROUPED, seqlen_k=140, causal=True, num_heads=8, num_heads_kv=8),
+        tiles=(_SPLIT_ROLES, None),
+        dq_in_order=True,
+    ),
+    "backward sm90 in order window": Trial(
+        case=replace(_GROUPED, seqlen_q=300, seqlen_k=400, window=(70, 40)),
+        tiles=(_BACKWARD_SM90, None),
+        dq_in_order=True,
+    ),
+    "backward sm90 clears": Trial(
+        case=replace(_GROUPED, seqlen_k=200, num_heads=16, num_heads_kv=8), tiles=(_BACKWARD_SM90, None), num_sms=1
+    ),
+    "backward sm90 clears back": Trial(
+        case=replace(_GROUPED, seqlen_q=70, seqlen_k=140, batch=3, causal=True, num_heads=8, num_heads_kv=8),
+        tiles=(_SPLIT_ROLES, None),
+        dq_in_order=True,
+        num_sms=1,
+    ),
+    "backward sm90 clears shared": Trial(
+        case=replace(_GROUPED, batch=1, num_heads=40, num_heads_kv=40),
+        tiles=(_BACKWARD_SM90, None),
+        num_sms=16,
+        shares=True,
+    ),
+    "packed backward sm90 clears": Trial(
+        case=replace(_PACKED, causal=False, num_heads=10, num_heads_kv=5, alibi_slopes=None),
+        tiles=(_BACKWARD_SM90, None),
+        dq_in_order=True,
+        num_sms=1,
+    ),
+    "backward sm90 tail": Trial(
+        case=replace(_GROUPED, seqlen_q=300, seqlen_k=380), tiles=(_BACKWARD_SM90, None), num_sms=5, shares=True
+    ),
+    "backward sm90 tail back": Trial(
+        case=replace(_GROUPED, seqlen_q=140, seqlen_k=140, causal=True, num_heads=8, num_heads_kv=8),
+        tiles=(_SPLIT_ROLES, None),
+        dq_in_order=True,
+        shares=True,
+    ),
+    "backward sm90 tail blocks": Trial(
+        case=replace(_GROUPED, seqlen_q=300, seqlen_k=257, block_mask=(4,), block_size=(64, 128)),
+        tiles=(_BACKWARD_SM90, None),
+        shares=True,
+    ),
+    "packed": Trial(case=_PACKED, tiles=_forward(block_m=64)),
+    "packed top left": Trial(case=replace(_PACKED, causal="top_left"), tiles=_forward(block_m=64)),
+    "packed sm90": Trial(case=_PACKED, tiles=_sm90(), num_sms=1),
+    "packed sm90 full": Trial(case=replace(_PACKED, causal=False), tiles=_sm90(), num_sms=3),
+    "packed backward": Trial(case=_PACKED, tiles=_backward(), num_sms=1),
+    "packed backward split": Trial(case=_PACKED, tiles=_backward()),
+    "packed deterministic": Trial(case=_PACKED, tiles=(*_backward()[:1], _DQ)),
+    "packed backward sm90": Trial(case=_PACKED, tiles=(_BACKWARD_SM90, None), num_sms=1),
+    "packed backward sm90 roles": Trial(case=_PACKED, tiles=(_SPLIT_ROLES, None), num_sms=1),
+    "packed backward sm90 in order": Trial(case=_PACKED, tiles=(_BACKWARD_SM90, None), dq_in_order=True),
+    "packed backward sm90 in order window": Trial(
+        case=replace(_PACKED, causal=False, window=(40, 10)), tiles=(_BACKWARD_SM90, None), dq_in_order=True, num_sms=1
+    ),
+    "packed many": Trial(case=_PACKED_MANY, tiles=_forward(block_m=64)),
+    "packed many sm90": Trial(case=replace(_PACKED_MANY, num_heads=18, num_heads_kv=1), tiles=_sm90(), num_sms=5),
+    "packed negative": Trial(case=_PACKED, tiles=_forward(block_m=64), cu_seqlens=(0, -(2**30), 100, -(2**29), 200)),
+    "packed wild": Trial(
+        case=replace(_PACKED, causal=False),
+        tiles=(_BACKWARD_SM90, None),
+        dq_in_order=True,
+        cu_seqlens=(0, 300, 0, 10, 2**30),
+    ),
+    "backward parts": Trial(case=replace(_PARTS, seqlen_q=200, seqlen_k=100), tiles=_BACKWARD_PARTS, num_sms=1),
+    "backward two parts": Trial(
+        case=replace(_PARTS, seqlen_q=200, seqlen_k=100),
+        tiles=(replace(_BACKWARD_PARTS[0], bf16_parts=2), None),
+        num_sms=1,
+    ),
+    "backward parts ring": Trial(
+        case=replace(_PARTS, seqlen_q=300, seqlen_k=100, head_dim=40), tiles=_BACKWARD_PARTS_RING, num_sms=1
+    ),
+    "backward parts split": Trial(case=replace(_PARTS, seqlen_k=70, head_dim_v=104), tiles=_BACKWARD_PARTS),
+    "backward parts narrow": Trial(
+        case=replace(_NARROW, dtype="float32", seqlen_k=76, num_heads_kv=2), tiles=_BACKWARD_PARTS_RING
+    ),
+    "backward parts lengths": Trial(case=replace(_LENGTHS, dtype="float32"), tiles=_BACKWARD_PARTS),
+    "backward parts window": Trial(
+        case=replace(_WINDOW, dtype="float32", seqlen_k=250), tiles=_BACKWARD_PARTS_RING, num_sms=1
+    ),
+    "backward parts terms": Trial(case=_FLOAT32, tiles=_BACKWARD_PARTS_RING),
+    "forward float32": Trial(case=_FLOAT32, tiles=_forward(block_m=64, element_bytes=4)),
+    "forward float64": Trial(case=_FLOAT64, tiles=_forward(block_m=32, warps_d=2, element_bytes=8)),
+    "backward float32": Trial(case=_FLOAT32, tiles=_backward(element_bytes=4)),
+    "backward float64": Trial(
+        case=_FLOAT64,
+        tiles=_backward(num_stages=1, warps_d=4, dq_warps_m=1, block_m=16, block_n=16, element_bytes=8),
+    ),
+    "deterministic": Trial(case=_SMALL, tiles=(_backward()[0], _DQ)),
+    "deterministic window": Trial(case=_WINDOW, tiles=(_backward()[0], _DQ)),
+    "dropout": Trial(case=_DROPOUT, tiles=_forward(block_m=64)),
+    "dropout many rows": Trial(case=_DROPOUT, tiles=_forward()),
+    "dropout sm90": Trial(case=_DROPOUT, tiles=_sm90(), num_sms=1),
+    "dropout float32 sm90": Trial(case=_DROPOUT_FLOAT32, tiles=_float32_sm90(), num_sms=1),
+    "dropout backward": Trial(case=_DROPOUT, tiles=_backward(), num_sms=1),
+    "dropout backward split": Trial(case=_DROPOUT, tiles=_backward()),
+    "dropout deterministic": Trial(case=_DROPOUT, tiles=(_backward()[0], _DQ)),
+    "dropout backward sm90": Trial(case=_DROPOUT, tiles=(_BACKWARD_SM90, None), num_sms=1),
+    "dropout backward sm90 roles": Trial(case=_DROPOUT, tiles=(_SPLIT_ROLES, None), num_sms=1),
+    "dropout backward parts": Trial(case=_DROPOUT_FLOAT32, tiles=_BACKWARD_PARTS, num_sms=1),
+    "forward blocks": Trial(case=_BLOCKS, tiles=_forward(block_m=64)),
+    "forward many blocks": Trial(
+        case=replace(_SMALL, block_mask=(), seqlen_k=1100, blocks_kept=0.9), tiles=_forward(block_m=64)
+    ),
+    "sm90 blocks": Trial(case=_BLOCKS, tiles=_sm90(), num_sms=1),
+    "backward blocks": Trial(case=_BLOCKS, tiles=_backward(), num_sms=1),
+    "backward sm90 blocks": Trial(case=_BLOCKS, tiles=(_BACKWARD_SM90, None), num_sms=1),
+}

@@ -1,0 +1,91 @@
+"""float32 arrays split into bfloat16 parts, as the kernels that multiply them find them."""
+
+import attention
+import emulator
+import ml_dtypes
+import numpy as np
+import pytest
+from emulator import SCHEDULES, find_compiler
+
+import cuflash.testing as ct
+from cuflash.params import POINTER_WORD, parameters
+from cuflash.planning.sm90.bf16_split import SPLIT_ROWS, SPLIT_WARPS
+from cuflash.planning.tiles import round_up
+from cuflash.problem import layout_of, make_problem, view_4d
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+
+NAMES = ("q", "k", "v", "dout")
+
+
+def split(case, arrays, count=3, schedule=SCHEDULES[0]):
+    """The parts of each array, as float64 and without the columns that round them up, and the width of their loads."""
+    arrays = {name: attention.guarded(array) for name, array in arrays.items()}
+    problem = make_problem(case.options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
+    plan = attention.plan_for(problem, "forward", arrays | {"out": arrays["dout"]}, "8.0", None)
+    rows = {"CUFLASH_BLOCK_M": SPLIT_ROWS, "CUFLASH_NUM_WARPS": SPLIT_WARPS, "CUFLASH_SHARED_BYTES": 0}
+    defines = dict(plan.kernels[0].defines) | rows | {"CUFLASH_BF16_PARTS": count}
+    params = parameters(plan, {"dout": layout_of(arrays["dout"], problem.layout)})
+    words = params.view(np.uint64)
+    for name, array in arrays.items():
+        words[POINTER_WORD[name]] = array.ctypes.data
+    parts, blocks = {}, 0
+    for name in NAMES:
+        batch, heads, seqlen, columns = layout_of(arrays[name], problem.layout).shape
+        parts[name] = emulator.guarded_array((count, batch, heads, seqlen, round_up(columns, 8)), ml_dtypes.bfloat16)
+        words[POINTER_WORD[f"{name}_split"]] = parts[name].ctypes.data
+        blocks += batch * heads * -(-seqlen // SPLIT_ROWS)
+    module = emulator.build("around/split_fp32.cu", defines)
+    threads = 32 * SPLIT_WARPS
+    module.launch(plan.kernels[0].name, params, grid=blocks, threads=threads, shared_bytes=0, schedule=schedule)
+    found = {name: x.astype(np.float64)[..., : arrays[name].shape[-1]] for name, x in parts.items()}
+    return found, defines["CUFLASH_LOAD_BYTES"]
+
+
+@pytest.mark.parametrize("schedule", [SCHEDULES[0], SCHEDULES[2]], ids=str)
+@pytest.mark.parametrize(
+    ("options", "load_bytes"),
+    [
+        ({"head_dim": 24, "layout": "bshd"}, 16),
+        ({"head_dim": 128, "head_dim_v": 12}, 16),
+        ({"head_dim": 6, "head_dim_v": 10}, 8),
+        ({"head_dim": 5, "head_dim_v": 33}, 4),
+        ({"head_dim": 16, "strides": "padded", "kv_lengths": (150, 0)}, 4),
+        ({"head_dim": 16, "kv_lengths": (64, 77), "kv_lengths_dtype": "int64"}, 16),
+    ],
+    ids=str,
+)
+def test_pieces_sum_to_the_numbers(options, load_bytes, schedule):
+    sizes = {"seqlen_q": 70, "seqlen_k": 150, "batch": 2, "num_heads": 4, "num_heads_kv": 2, "dtype": "float32"}
+    case = ct.Case(**sizes | options)
+    arrays = case.arrays()
+    parts, width = split(case, arrays, schedule=schedule)
+    two, _ = split(case, arrays, 2, schedule)
+    assert width == load_bytes
+    for name in NAMES:
+        x = np.nan_to_num(view_4d(arrays[name], case.layout).astype(np.float64))  # NaN is what kv_lengths hides
+        assert (parts[name].sum(axis=0) == x).all()
+        high, middle, low = np.abs(parts[name])
+        assert (middle <= 2**-8 * high).all()
+        assert (low <= 2**-8 * middle).all()
+        assert (two[name] == parts[name][:2]).all()
+
+
+def test_pieces_at_the_end_of_the_range():
+    """One infinity, or NaN, and a product with a finite factor is what it should be, whatever its parts are."""
+    largest = np.finfo(np.float32).max
+    special = np.array([np.inf, -np.inf, np.nan, largest, -largest, 1.0, 2.0**-110, -0.0], np.float32)
+    case = ct.Case(seqlen_q=1, seqlen_k=1, head_dim=8, dtype="float32")
+    arrays = case.arrays()
+    arrays["q"][...] = special
+    with np.errstate(invalid="ignore"):
+        high, middle, low = split(case, arrays)[0]["q"].reshape(3, -1)
+        np.testing.assert_array_equal(low[3:] + middle[3:] + high[3:], special[3:].astype(np.float64))
+        np.testing.assert_array_equal(low[:3], special[:3])
+        assert (np.sign(high[:2]) == [1, -1]).all()
+        assert (np.abs(high[:2]) == 1).all()
+        assert not middle[:2].any()
+        high, low = split(case, arrays, 2)[0]["q"].reshape(2, -1)
+        np.testing.assert_allclose(low[3:] + high[3:], special[3:].astype(np.float64), rtol=2.0**-16)
+        np.testing.assert_array_equal(low[:3], special[:3])
+        np.testing.assert_array_equal(high[:2], [1, -1])
