@@ -344,12 +344,15 @@ def headline(records: Sequence[Record]) -> str:
     means = _both((table.mean_ratio(pass_, table.peers) for pass_ in table.passes), 2)
     run = table.run
     about = (
-        f"{table.unit}, {' / '.join(table.passes)}, on one {run['device']}: bfloat16, sequences of {HEADLINE_SEQLEN}, "
-        f"batch x seqlen 16384, heads x head_dim 2048; revision {run['revision']}, {run['time'][:10]}. Over all "
-        f"{len(table.problems)} rows of that run, from 1024 to 16384 and with grouped heads, cuflash takes "
-        f"{means} times the speed of the best other library (geometric mean)."
+        f"{table.unit}, {' / '.join(table.passes)}, on one {run['device']}; bfloat16, sequences of {HEADLINE_SEQLEN}, "
+        "batch x seqlen 16384,\nheads x head_dim 2048:"
     )
-    return "\n".join([about, "", *lines])
+    summary = (
+        f"Over all {len(table.problems)} rows of that run, with sequences of 1024 to 16384 and grouped heads, cuflash "
+        f"runs at {means}\ntimes the speed of the best of the others (geometric mean; revision {run['revision']}, "
+        f"{run['time'][:10]})."
+    )
+    return "\n".join([about, "", *lines, "", summary])
 
 
 def runs(results: Path) -> dict[str, list[Record]]:

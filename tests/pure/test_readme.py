@@ -83,6 +83,13 @@ def test_the_readme_is_short():
     assert len(README.splitlines()) < LONGEST_README
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_lines_are_as_long_as_those_of_code(name):
+    """But for tables, commands and what is generated."""
+    text = re.sub(r"^(```sh\n.*?^```|<!-- bench:begin.*?bench:end -->)", "", PAGES[name], flags=re.MULTILINE | re.DOTALL)
+    assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")] == []
+
+
 def commands(package):
     """Every `python -m package ...` with its arguments."""
     return sorted({shlex.join(shlex.split(x)) for x in re.findall(rf"python -m ({package} [^`\n#|]*)", EVERYTHING)})
