@@ -52,13 +52,13 @@ def _layout() -> list[tuple]:
         layout.append((name, np.uint64))
         if num_strides:
             layout.append((f"{name}_strides", np.int64, (num_strides,)))
-    layout += [(name, np.int32) for name in (*_INTEGERS, *_RUN_TIME, "num_pages")]
+    layout += [(name, np.int32) for name in (*_INTEGERS, *_RUN_TIME)]
     return [
         *layout,
-        ("scale", np.float32),
-        ("softcap", np.float32),
+        *((name, np.float32) for name in ("scale", "softcap")),
         *((name, np.uint32) for name in ("seed_low", "seed_high", "offset", "dropout_threshold")),
         ("kept_scale", np.float32),
+        ("num_pages", np.int32),
         ("scale_float64", np.float64),
         ("softcap_float64", np.float64),
         ("kept_scale_float64", np.float64),

@@ -53,7 +53,7 @@ TERMS = (
         broadcasts=True,
         strides=4,
     ),
-    Term(name="kv_lengths", dtypes=("int32", "int64"), shapes=(("batch",),), strides=1),
+    Term(name="block_mask", dtypes=("bool",), hint=" (True takes part)", strides=4),
     Term(
         name="alibi_slopes",
         dtypes=("softmax",),
@@ -62,11 +62,11 @@ TERMS = (
         has_gradient=True,
         goes_packed=True,
     ),
+    Term(name="kv_lengths", dtypes=("int32", "int64"), shapes=(("batch",),), strides=1),
     Term(name="sinks", dtypes=("softmax",), shapes=(("num_heads",),), strides=1, has_gradient=True, goes_packed=True),
-    Term(name="block_mask", dtypes=("bool",), hint=" (True takes part)", strides=4),
-    Term(name="block_table", dtypes=("int32",), strides=2),
     Term(name="cu_seqlens_q", dtypes=("int32",), strides=1, goes_packed=True),
     Term(name="cu_seqlens_k", dtypes=("int32",), strides=1, goes_packed=True),
+    Term(name="block_table", dtypes=("int32",), strides=2),
 )
 NAMES = tuple(term.name for term in TERMS)
 BY_NAME: Mapping[str, Term] = {term.name: term for term in TERMS}

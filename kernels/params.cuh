@@ -32,17 +32,17 @@ struct Params {
   // The terms of cuflash/terms.py, in its order.
   ScoreTensor bias;      // added to the score
   ScoreTensor mask;      // bytes: 0 hides the key
+  ScoreTensor block_mask;  // bytes, over (batch, head, block of queries, block of keys): 0 hides the block
+  Tensor alibi_slopes;   // (batch, head)
   const void* kv_lengths;
   i64 kv_lengths_stride;
-  Tensor alibi_slopes;   // (batch, head)
   const void* sinks;     // of Real: one number for each query head
   i64 sinks_stride;
-  ScoreTensor block_mask;  // bytes, over (batch, head, block of queries, block of keys): 0 hides the block
-  BlockTable block_table;
   const void* cu_seqlens_q;  // i32: where packed sequences start, and where the last one ends
   i64 cu_seqlens_q_stride;
   const void* cu_seqlens_k;
   i64 cu_seqlens_k_stride;
+  BlockTable block_table;
   ScoreTensor dbias;     // written: stride 0 on axes that it is summed over
   Tensor dalibi_slopes;  // (batch, head)
   void* dsinks;
@@ -81,7 +81,6 @@ struct Params {
   i32 score_splits;  // blocks that share what is summed to a tile of dbias
   i32 sums_splits;   // blocks that share the keys of a tile of queries, where scores are summed
   i32 clear_ahead;   // heads in launch order from one to that whose accumulators of dq its blocks clear
-  i32 num_pages;     // of the pools
   float scale;
   float softcap;
   u32 seed_low;      // of dropout: the key of its random numbers
@@ -89,6 +88,7 @@ struct Params {
   u32 offset;
   u32 dropout_threshold;  // weights whose 16 bits are less are dropped
   float kept_scale;  // what others are multiplied by
+  i32 num_pages;     // of the pools
   double scale_float64;  // those of float64 problems
   double softcap_float64;
   double kept_scale_float64;
