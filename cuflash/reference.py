@@ -26,13 +26,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cuflash.dropout import kept_weights
 from cuflash.problem import DEFAULT_NEED, GRADIENTS, Problem, user_shape, view_4d, view_rows
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cuflash.terms import Terms
 
 Array = NDArray[Any]
 
@@ -45,18 +50,10 @@ def forward(
     k: Array,
     v: Array,
     *,
-    bias: Array | None = None,
-    mask: Array | None = None,
-    kv_lengths: Array | None = None,
-    alibi_slopes: Array | None = None,
-    sinks: Array | None = None,
-    block_mask: Array | None = None,
-    block_table: Array | None = None,
-    cu_seqlens_q: Array | None = None,
-    cu_seqlens_k: Array | None = None,
     seed: int | None = None,
     offset: int | None = None,
     dtype: DTypeLike = np.float64,
+    **terms: Unpack[Terms],
 ) -> tuple[Array, Array]:
     """Attention by the plain formula.
 
@@ -64,16 +61,17 @@ def forward(
     ----------
     problem : Problem
         From `cuflash.problem.make_problem` on the same arrays.
-    q, k, v, bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table : numpy.ndarray
-        As `cuflash.attention` takes them. Entries of `kv_lengths` outside 0..seqlen_k are clamped.
-    cu_seqlens_q, cu_seqlens_k : numpy.ndarray
-        Likewise.
+    q, k, v : numpy.ndarray
+        As `cuflash.attention` takes them.
     seed, offset : int, optional
         With dropout: which weights are dropped, as `cuflash.dropout_mask` says.
     dtype : dtype, default float64
         Precision to compute in. float64 is the oracle, and longdouble that of float64 itself, with 64 bits on x86 but
         no BLAS. For float16 and bfloat16, products accumulate and the softmax runs in float32, and the weights are
         rounded to `dtype` before they meet `v`: the plain 16-bit implementation.
+    **terms : numpy.ndarray, optional
+        bias, mask and so on, as `cuflash.attention` takes them. Entries of `kv_lengths` outside 0..seqlen_k are
+        clamped.
 
     Returns
     -------
@@ -85,8 +83,7 @@ def forward(
     dtype, compute = np.dtype(dtype), compute_dtype(dtype)
     out = np.zeros((problem.array_batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v), dtype)
     lse = np.full(problem.lse_shape, -np.inf, compute)
-    terms = (bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k)
-    for head in each_head(problem, q, k, v, *terms, compute, seed, offset):
+    for head in each_head(problem, q, k, v, compute, seed, offset, **terms):
         with np.errstate(all="ignore"):
             O = product(_round(head.P * head.Z, dtype), head.V)  # noqa: E741 (the paper's letter)
             out[head.index] = O.astype(dtype)
@@ -101,26 +98,19 @@ def backward(
     k: Array,
     v: Array,
     *,
-    bias: Array | None = None,
-    mask: Array | None = None,
-    kv_lengths: Array | None = None,
-    alibi_slopes: Array | None = None,
-    sinks: Array | None = None,
-    block_mask: Array | None = None,
-    cu_seqlens_q: Array | None = None,
-    cu_seqlens_k: Array | None = None,
     dlse: Array | None = None,
-    need: Collection[str] | None = None,
+    need: Collection[str] = DEFAULT_NEED,
     seed: int | None = None,
     offset: int | None = None,
     dtype: DTypeLike = np.float64,
+    **terms: Unpack[Terms],
 ) -> tuple[Array, ...]:
     """Gradients of ``sum(dout * out) + sum(dlse * lse)`` by the plain formula.
 
     Parameters are those of `forward`, with `dout` of shape `problem.out_shape`, and `dlse`, if there is one, of shape
     `problem.lse_shape`; in a row that sees no key it counts for nothing. In a 16-bit `dtype` the output, the weights
     and the gradient of the scores are rounded to it before each use, and gradients are summed over a group of heads in
-    float32. `need` names the gradients that are wanted; without it dq, dk, dv, and dsinks where there are sinks.
+    float32. `need` names the gradients that are wanted.
 
     Returns
     -------
@@ -137,8 +127,7 @@ def backward(
         dscale, dsoftcap
             Shape (), dtype of lse.
     """
-    if need is None:
-        need = DEFAULT_NEED if sinks is None else (*DEFAULT_NEED, "dsinks")
+    bias, alibi_slopes = terms.get("bias"), terms.get("alibi_slopes")
     dtype, compute = np.dtype(dtype), compute_dtype(dtype)
     dlse = np.zeros(problem.lse_shape) if dlse is None else dlse
     dq, dk, dv = (np.zeros(view_4d(x, problem.layout).shape, compute) for x in (q, k, v))
@@ -146,8 +135,7 @@ def backward(
     scores_shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
     dbias, dslopes = BroadcastSum(bias, scores_shape, compute), BroadcastSum(alibi_slopes, scores_shape[:2], compute)
     dscale, dsoftcap = np.zeros((), compute), np.zeros((), compute)
-    terms = (bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, None, cu_seqlens_q, cu_seqlens_k)
-    for head in each_head(problem, q, k, v, *terms, compute, seed, offset):
+    for head in each_head(problem, q, k, v, compute, seed, offset, **terms):
         dO = view_4d(dout, problem.layout)[head.index].astype(compute)
         dL = _replace(view_rows(dlse)[head.index].astype(compute), np.isneginf(head.L), 0)[:, None]
         with np.errstate(all="ignore"):
@@ -223,22 +211,18 @@ def each_head(
     q: Array,
     k: Array,
     v: Array,
-    bias: Array | None,
-    mask: Array | None,
-    kv_lengths: Array | None,
-    alibi_slopes: Array | None,
-    sinks: Array | None,
-    block_mask: Array | None,
-    block_table: Array | None,
-    cu_seqlens_q: Array | None,
-    cu_seqlens_k: Array | None,
     compute: DTypeLike,
     seed: int | None = None,
     offset: int | None = None,
+    **terms: Unpack[Terms],
 ) -> Iterator[Head]:
     """Softmax weights of every head, with operands converted to the `compute` dtype."""
     q, k, v = (view_4d(x, problem.layout) for x in (q, k, v))
     scores_shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+    bias, mask, kv_lengths = terms.get("bias"), terms.get("mask"), terms.get("kv_lengths")
+    alibi_slopes, sinks = terms.get("alibi_slopes"), terms.get("sinks")
+    block_mask, block_table = terms.get("block_mask"), terms.get("block_table")
+    cu_seqlens_q, cu_seqlens_k = terms.get("cu_seqlens_q"), terms.get("cu_seqlens_k")
     bias = None if bias is None else np.broadcast_to(bias, scores_shape)
     mask = None if mask is None else np.broadcast_to(mask, scores_shape)
     if block_mask is not None:

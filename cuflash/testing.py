@@ -700,8 +700,7 @@ def _scales(
 ) -> tuple[dict[str, float], dict[str, Array], float]:
     """Scale of every result, where it is exactly zero, and the noise of the weights in units in the last place."""
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
-    optional = map(arrays.get, NAMES)
-    bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k = optional
+    bias, alibi_slopes = arrays.get("bias"), arrays.get("alibi_slopes")
     dout = view_4d(arrays["dout"], problem.layout) if "dout" in arrays else None
     dlse = view_rows(arrays["dlse"] if "dlse" in arrays else np.zeros(problem.lse_shape))
     out = view_4d(expected["out"].astype(np.float64), problem.layout)
@@ -720,8 +719,7 @@ def _scales(
     def grow(name: str, squares: Array) -> None:
         scales[name] = max(scales[name], math.sqrt(_max_finite(squares)))
 
-    terms = (bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k)
-    for head in reference.each_head(problem, q, k, v, *terms, np.float64, **random):
+    for head in reference.each_head(problem, q, k, v, np.float64, **random, **optional(arrays)):
         scores = max(scores, abs(problem.scale) * _max_finite(np.abs(head.Q) @ np.abs(head.K).T))
         visible = head.P != 0
         P2 = np.where(visible, np.maximum(head.P, smallest), 0) ** 2

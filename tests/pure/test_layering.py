@@ -43,7 +43,7 @@ ALWAYS = {
     "launch": {"cupy"},
     "stopwatch": {"numpy", "cupy"},
     "progress": set(),
-    "reference": {"numpy", "ml_dtypes"},
+    "reference": {"numpy", "ml_dtypes", "typing_extensions"},
     "exponentials": {"numpy"},
     "jobs": {"numpy"},
     "stacks": {"numpy"},

@@ -30,7 +30,8 @@ def attend(q, k, v, **keywords):
 def differentiate(dout, q, k, v, **keywords):
     options, dlse = options_of(keywords), keywords.pop("dlse", None)
     problem = make_problem(options, q, k, v, **keywords)
-    return reference.backward(problem, dout, q, k, v, **keywords, dlse=dlse, dtype=q.dtype)
+    need = ("dq", "dk", "dv", *(("dsinks",) if "sinks" in keywords else ()))
+    return reference.backward(problem, dout, q, k, v, **keywords, dlse=dlse, need=need, dtype=q.dtype)
 
 
 def same(x, y):
