@@ -33,10 +33,11 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--seconds", type=float, default=0.15, help="time for one measurement (at least 10 runs)")
     run.add_argument("--cores", type=int, metavar="N", help="use the first N cores only (the cpu suite: 2)")
     run.add_argument("--revision", help="what to record as the revision, where there is no git checkout")
-    report = commands.add_parser("report", help="render tables and plots into the README")
+    report = commands.add_parser("report", help="render tables and plots into docs/performance.md and the README")
     report.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
-    report.add_argument("--readme", type=Path, default=ROOT / "README.md")
-    report.add_argument("--print", action="store_true", help="print the section, leave the README alone")
+    report.add_argument("--page", type=Path, default=ROOT / "docs" / "performance.md", help="gets every table")
+    report.add_argument("--readme", type=Path, default=ROOT / "README.md", help="gets the headline")
+    report.add_argument("--print", action="store_true", help="print the tables, leave both files alone")
     accuracy = commands.add_parser("accuracy", help="errors on many random problems, as a histogram")
     accuracy.add_argument("--dtype", choices=ITEMSIZE, default="float32")
     accuracy.add_argument("--precision", choices=("highest", "tf32"), default="highest")
@@ -85,14 +86,18 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from .report import section, update_readme
+    from .report import plot, readme_part, runs, section, update
 
     try:
-        text = section(args.results, args.readme)
+        text, short = section(args.results, args.page), readme_part(args.results)
         if args.print:
-            print(text)
-        elif update_readme(args.readme, text):
-            print(f"updated {args.readme}")
+            print(*filter(None, (short, text)), sep="\n\n")
+            return 0
+        for records in runs(args.results).values():
+            plot(records, args.results)
+        for path, part in ((args.page, text), (args.readme, short)):
+            if part and update(path, part):
+                print(f"updated {path}")
     except (OSError, ValueError) as error:
         sys.exit(str(error))
     return 0

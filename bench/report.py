@@ -13,7 +13,8 @@ from .cases import PASSES, SHORT
 
 Record = dict[str, Any]
 ACCURACY = "accuracy.jsonl"
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"  # around the generated part of a page
+HEADLINE_SUITE, HEADLINE_SEQLEN = "targets", 4096  # what the README shows
 TITLES = {
     "cuflash": "cuflash",
     "cuflash-alloc": "cuflash, allocating",
@@ -221,16 +222,27 @@ def heading(records: Sequence[Record]) -> str:
     return text[0].upper() + text[1:]
 
 
-def plot(records: Sequence[Record], folder: Path) -> list[Path]:
-    """One SVG a pass: a panel for each head_dim and mask, speed over seqlen. None for runs without such a grid."""
-    table = Table(records)
+def _panels(table: Table) -> dict[tuple[bool, int], dict[int, str]]:
+    """The cases of each plot's panels, by mask and head_dim and then by length; none where there is no such grid."""
     panels: dict[tuple[bool, int], dict[int, str]] = {}
     for case, p in table.problems.items():
         if p["num_heads_kv"] == p["num_heads"] and p["seqlen_k"] == p["seqlen_q"]:
             panels.setdefault((p["causal"], p["head_dim"]), {}).setdefault(p["seqlen_q"], case)
-    panels = {key: cases for key, cases in panels.items() if len(cases) > 1}
-    if not panels or table.kind == "host":
-        return []
+    return {} if table.kind == "host" else {key: cases for key, cases in panels.items() if len(cases) > 1}
+
+
+def plots_of(records: Sequence[Record], folder: Path) -> list[Path]:
+    """Where the plots of a run are: one SVG a pass; none for runs without such a grid."""
+    table = Table(records)
+    return [folder / f"{table.run['suite']}_{pass_}.svg" for pass_ in table.passes] if _panels(table) else []
+
+
+def plot(records: Sequence[Record], folder: Path) -> None:
+    """Draw them: a panel for each head_dim and mask, speed over seqlen."""
+    table = Table(records)
+    panels = _panels(table)
+    if not panels:
+        return
 
     import matplotlib
 
@@ -238,8 +250,7 @@ def plot(records: Sequence[Record], folder: Path) -> list[Path]:
     import matplotlib.pyplot as plt
 
     rows, columns = (sorted({key[axis] for key in panels}) for axis in (0, 1))
-    paths = []
-    for pass_ in table.passes:
+    for pass_, path in zip(table.passes, plots_of(records, folder), strict=True):
         with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "cuflash", "font.size": 9}):
             size = (3 * len(columns), 2.4 * len(rows) + 0.4)
             figure, axes = plt.subplots(len(rows), len(columns), sharey=True, squeeze=False, figsize=size)
@@ -255,10 +266,8 @@ def plot(records: Sequence[Record], folder: Path) -> list[Path]:
             lines = {name: line for a in axes.flat for line, name in zip(*a.get_legend_handles_labels(), strict=True)}
             figure.legend(lines.values(), lines.keys(), loc="outside upper center", ncols=len(lines), frameon=False)
             figure.set_layout_engine("constrained")
-            paths.append(folder / f"{table.run['suite']}_{pass_}.svg")
-            figure.savefig(paths[-1], metadata={"Date": None})
+            figure.savefig(path, metadata={"Date": None})
             plt.close(figure)
-    return paths
 
 
 def _draw(axis: Any, table: Table, cases: dict[int, str], pass_: str) -> None:
@@ -314,20 +323,63 @@ def accuracy(rows: Sequence[Record]) -> str:
     return "\n".join(lines)
 
 
-def section(results: Path, readme: Path) -> str:
-    """The README's section: every suite with a run in `results`, in the order of `SUITES`; draws the plots."""
+def headline(records: Sequence[Record]) -> str:
+    """The README's short table: rows of one length with as many heads of keys, and the mean over all rows."""
+    table = Table(records)
+    rows = {
+        case: p
+        for case, p in table.problems.items()
+        if p["seqlen_q"] == p["seqlen_k"] == HEADLINE_SEQLEN and p["num_heads"] == p["num_heads_kv"]
+    }
+    shown = ["cuflash", *table.peers]
+    lines = [
+        f"| head_dim | mask | {' | '.join(TITLES.get(x, x) for x in shown)} | cuflash : best of the others |",
+        "|" + "---|" * (3 + len(shown)),
+    ]
+    for case, p in rows.items():
+        cells = [f"{p['head_dim']}", "causal" if p["causal"] else "full"]
+        cells += [_both(table.value(case, x, pass_) for pass_ in table.passes) for x in shown]
+        cells += [_both((table.ratio(case, pass_, table.peers) for pass_ in table.passes), 2)]
+        lines.append(f"| {' | '.join(cells)} |")
+    means = _both((table.mean_ratio(pass_, table.peers) for pass_ in table.passes), 2)
+    run = table.run
+    about = (
+        f"{table.unit}, {' / '.join(table.passes)}, on one {run['device']}; bfloat16, sequences of {HEADLINE_SEQLEN}, "
+        "batch x seqlen 16384,\nheads x head_dim 2048:"
+    )
+    summary = (
+        f"Over all {len(table.problems)} rows of that run, with sequences of 1024 to 16384 and grouped heads, cuflash "
+        f"runs at {means}\ntimes the speed of the best of the others (geometric mean; revision {run['revision']}, "
+        f"{run['time'][:10]})."
+    )
+    return "\n".join([about, "", *lines, "", summary])
+
+
+def runs(results: Path) -> dict[str, list[Record]]:
+    """The run to show of every suite that has one in `results`, in the order of `SUITES`."""
     from .cases import SUITES
 
+    paths = {name: results / f"{name}.jsonl" for name in SUITES}
+    found = {name: latest_run(load(path)) for name, path in paths.items() if path.exists()}
+    return {name: records for name, records in found.items() if any(r["record"] == "result" for r in records)}
+
+
+def readme_part(results: Path) -> str:
+    """The generated part of the README; "" without a run of its suite."""
+    records = runs(results).get(HEADLINE_SUITE)
+    if records is None:
+        return ""
+    # No picture: a package index shows the README without the files beside it.
+    return f"{headline(records)}\n\nPlot, in a checkout: `bench/results/{HEADLINE_SUITE}_forward.svg`."
+
+
+def section(results: Path, page: Path) -> str:
+    """The generated part of the page on performance: tables of every run, and the plots, as they lie from there."""
     parts = []
-    for name in SUITES:
-        path = results / f"{name}.jsonl"
-        records = latest_run(load(path)) if path.exists() else []
-        if not any(r["record"] == "result" for r in records):
-            continue
-        plots = [Path(_relative(p, readme.parent)).as_posix() for p in plot(records, results)]
-        # No pictures: a package index shows the README without the files beside it.
-        named = [f"Plots, in a checkout: {', '.join(f'`{path}`' for path in plots)}."] if plots else []
-        parts.append("\n\n".join([f"### {name}", heading(records), markdown(records), *named]))
+    for name, records in runs(results).items():
+        plots = [Path(_relative(path, page.parent)) for path in plots_of(records, results)]
+        pictures = [f"![{path.stem.replace('_', ', ')}]({path.as_posix()})" for path in plots]
+        parts.append("\n\n".join([f"### {name}", heading(records), markdown(records), *pictures]))
     path = results / ACCURACY
     if path.exists():
         parts.append(f"### accuracy\n\n{accuracy(load(path))}")
@@ -340,16 +392,16 @@ def _relative(path: Path, start: Path) -> str:
     return os.path.relpath(path.resolve(), start.resolve())
 
 
-def update_readme(readme: Path, text: str) -> bool:
-    """Put `text` between the two marker comments; returns whether the file changed.
+def update(page: Path, text: str) -> bool:
+    """Put `text` between the two marker comments of `page`; returns whether the file changed.
 
     Raises ValueError where the markers are missing or out of order.
     """
-    old = readme.read_text()
+    old = page.read_text()
     begin, end = old.find(BEGIN), old.find(END)
     if begin < 0 or end < begin or old.count(BEGIN) > 1 or old.count(END) > 1:
-        raise ValueError(f"readme: got {readme}, expected in it one {BEGIN} and after it one {END}")
+        raise ValueError(f"page: got {page}, expected in it one {BEGIN} and after it one {END}")
     new = old[: begin + len(BEGIN)] + "\n" + text + "\n" + old[end:]
     if new != old:
-        readme.write_text(new)
+        page.write_text(new)
     return new != old

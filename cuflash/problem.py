@@ -247,7 +247,7 @@ class Operand:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One attention problem; the fields follow the glossary of the README. Frozen and hashable: it keys plans."""
+    """One attention problem; the fields follow the names of docs/design.md. Frozen and hashable: it keys plans."""
 
     dtype: str
     layout: str

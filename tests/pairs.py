@@ -2,8 +2,9 @@
 
     python -m tests.pairs
 
-runs them on the CPU path and on the emulated kernels, and writes which pairs are served to tests/support.json and the
-table made of it to the README. The tests of each tier run the same cases, and hold what happens against that file.
+runs them on the CPU path and on the emulated kernels, and writes which pairs are served to tests/support.json and
+the last column of the README's table of options. The tests of each tier run the same cases, and hold what happens
+against that file.
 
 A new option is one more entry of `OPTIONS`.
 """
@@ -272,30 +273,40 @@ def assert_as_recorded(backend: str, setting: Setting, pass_: str, run: Run) -> 
     assert found == said, f"{setting}: not as recorded, refused {found}, recorded {said}: run python -m tests.pairs"
 
 
-def table(found: dict[str, Any]) -> str:
-    """The README's table: options by backends, forward / backward."""
-
-    def cell(option: str, passes: Sequence[str], backend: str, pass_: str) -> str:
-        if pass_ not in passes:
-            return "-"
-        others = {other for pair in found["unserved"][backend][pass_] if option in pair for other in pair} - {option}
-        return f"not with {', '.join(f'`{other}`' for other in sorted(others))}" if others else "yes"
-
-    lines = [
-        f"| with each other option, forward / backward | {' | '.join(BACKENDS.values())} |",
-        f"| --- |{' --- |' * len(BACKENDS)}",
-    ]
-    for option, passes in found["options"].items():
-        cells = (" / ".join(cell(option, passes, backend, pass_) for pass_ in PASSES) for backend in BACKENDS)
-        lines.append(f"| `{option}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def excluded(option: str, found: dict[str, Any]) -> str:
+    """The options that do not go with one, in a cell of a table: with the backend or the pass that refuses, if only one
+    does. That an option has no backward pass at all is not said of every other one."""
+    backends, refusals = list(found["unserved"]), {}
+    for backend, pass_ in itertools.product(backends, PASSES):
+        for pair in found["unserved"][backend][pass_]:
+            if option in pair:
+                other = next((name for name in pair if name != option), option)
+                refusals.setdefault(other, set()).add((backend, pass_))
+    cells = []
+    for other, where in sorted(refusals.items()):
+        passes = [x for x in PASSES if x in found["options"][option] and x in found["options"][other]]
+        only = [x for x in backends if any((x, y) in where for y in passes)]
+        if where >= set(itertools.product(backends, passes)):
+            cells.append(f"`{other}`")
+        elif where >= set(itertools.product(only, passes)):
+            cells.append(f"`{other}` ({', '.join(only)})")
+        else:
+            cells.append(f"`{other}` ({', '.join(f'{x} {y}' for x, y in sorted(where))})")
+    return ", ".join(cells) or "-"
 
 
 def in_readme(text: str, found: dict[str, Any]) -> str:
-    """The README with the table as it should be."""
+    """The README with the last column of its table as it should be."""
     before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table(found)}\n{END}{after}"
+    table, _, after = rest.partition(END)
+    lines = []
+    for line in table.splitlines():
+        cells = line.split("|")
+        option = re.match(r"\| `(\w+)`", line)
+        if option and option.group(1) in found["options"]:
+            cells[-2] = f" {excluded(option.group(1), found)} "
+        lines.append("|".join(cells))
+    return "\n".join([f"{before}{BEGIN}", *lines[1:], f"{END}{after}"])
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bench import accuracy, ceiling, peers, report
-from bench.__main__ import main
+from bench.__main__ import ROOT, main
 from bench.cases import FA2, GROUPED, SUITES, Case, Suite
 from bench.formula import Inputs, Reference, dtype_of, make_inputs, one_group, softmax_rows
 from bench.run import choose_cases, choose_contenders, failures, run_suite
@@ -660,27 +660,38 @@ def test_decoding_is_read_in_bytes_and_the_cpu_in_gflops():
     assert report.Table(records).value(FA2[0].name, "cudnn", "forward") == 400e3
 
 
-def test_readme_section(tmp_path):
+def test_the_generated_parts(tmp_path):
     matplotlib = pytest.importorskip("matplotlib", reason="draws the plots")
     assert matplotlib
-    results, readme = tmp_path / "results", tmp_path / "README.md"
+    results, page, readme = tmp_path / "results", tmp_path / "docs" / "performance.md", tmp_path / "README.md"
     results.mkdir()
+    page.parent.mkdir()
     write(results / "fa2.jsonl", synthetic())
-    readme.write_text(f"# Title\n\n{report.BEGIN}\nold\n{report.END}\n\ntail\n")
-    arguments = ["report", "--results", str(results), "--readme", str(readme)]
+    for path in (page, readme):
+        path.write_text(f"# Title\n\n{report.BEGIN}\nold\n{report.END}\n\ntail\n")
+    arguments = ["report", "--results", str(results), "--page", str(page), "--readme", str(readme)]
     assert main(arguments) == 0
-    text = readme.read_text()
+    text = page.read_text()
     assert text.startswith("# Title\n\n" + report.BEGIN) and text.endswith(report.END + "\n\ntail\n")
     assert "old" not in text and "### fa2" in text and "geometric mean" in text
+    assert "old" in readme.read_text()  # it shows another suite
     for pass_ in ("forward", "backward"):
-        assert f"`results/fa2_{pass_}.svg`" in text
+        assert f"![fa2, {pass_}](../results/fa2_{pass_}.svg)" in text
         picture = results / f"fa2_{pass_}.svg"
         assert "head_dim 128, causal" in picture.read_text()
         assert picture.stat().st_size < 100_000
     pictures = [(results / f"fa2_{pass_}.svg").read_bytes() for pass_ in ("forward", "backward")]
     assert main(arguments) == 0
-    assert readme.read_text() == text
+    assert page.read_text() == text
     assert [(results / f"fa2_{pass_}.svg").read_bytes() for pass_ in ("forward", "backward")] == pictures
+    write(results / f"{report.HEADLINE_SUITE}.jsonl", synthetic())
+    assert main(arguments) == 0
+    rows = [line for line in readme.read_text().splitlines() if line.startswith("| ")]
+    assert [row.split(" | ")[:2] for row in rows[1:]] == [
+        [f"| {head_dim}", mask] for head_dim in (64, 128, 256) for mask in ("full", "causal")
+    ]
+    assert rows[0].endswith("cuDNN | FlashAttention-2 | cuflash : best of the others |")
+    assert "old" not in readme.read_text() and "![" not in readme.read_text()
 
 
 def test_errors_of_random_problems_are_recorded_and_reported(tmp_path, capsys):
@@ -705,15 +716,23 @@ def test_an_error_that_is_not_a_number_counts_as_the_largest():
     assert accuracy._counts(np.array([0.0, 0.3, 0.3, 9.0, np.inf, np.nan])) == [1, 0, 2, 0, 0, 0, 0, 0, 3]
 
 
-def test_readme_without_markers_is_left_alone(tmp_path):
-    readme = tmp_path / "README.md"
+def test_a_page_without_markers_is_left_alone(tmp_path):
+    page = tmp_path / "page.md"
     for text in ("no markers", report.END + report.BEGIN, report.BEGIN * 2 + report.END):
-        readme.write_text(text)
-        with pytest.raises(ValueError, match="readme"):
-            report.update_readme(readme, "new")
-        assert readme.read_text() == text
+        page.write_text(text)
+        with pytest.raises(ValueError, match="page"):
+            report.update(page, "new")
+        assert page.read_text() == text
     with pytest.raises(SystemExit, match="results"):
-        main(["report", "--results", str(tmp_path), "--readme", str(readme)])
+        main(["report", "--results", str(tmp_path), "--page", str(page)])
+
+
+def test_the_pages_have_the_committed_results():
+    results, page, readme = ROOT / "bench" / "results", ROOT / "docs" / "performance.md", ROOT / "README.md"
+    for path, part in ((page, report.section(results, page)), (readme, report.readme_part(results))):
+        text = path.read_text()
+        shown = text[text.index(report.BEGIN) + len(report.BEGIN) : text.index(report.END)].strip()
+        assert shown == part, "python -m bench report writes it"
 
 
 def test_list_prints_every_case(capsys):

@@ -159,8 +159,10 @@ def test_what_is_recorded_is_of_these_options():
 
 
 def test_the_readme_has_the_table():
-    text = pairs.README.read_text()
-    assert pairs.in_readme(text, pairs.recorded()) == text, "python -m tests.pairs writes it"
+    text, found = pairs.README.read_text(), pairs.recorded()
+    assert pairs.in_readme(text, found) == text, "python -m tests.pairs writes it"
+    table = text[text.index(pairs.BEGIN) : text.index(pairs.END)]
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == found["options"].keys()
 
 
 def test_the_table_says_what_is_refused():
@@ -168,11 +170,23 @@ def test_the_table_says_what_is_refused():
         "options": {"causal": ["forward", "backward"], "dlse": ["backward"], "mask": ["forward", "backward"]},
         "unserved": {name: {"forward": [], "backward": []} for name in pairs.BACKENDS},
     }
+    found["options"]["block_table"] = ["forward"]
+    for by_pass in found["unserved"].values():
+        by_pass["forward"] = [["block_table", "mask"]]
     found["unserved"]["9.0"]["backward"] = [["causal", "dlse"]]
-    rows = {row.split("|")[1].strip(): row for row in pairs.table(found).splitlines()}
-    assert re.fullmatch(r"\| `causal` (\| yes / yes ){2}\| yes / not with `dlse` \|", rows["`causal`"])
-    assert re.fullmatch(r"\| `dlse` (\| - / yes ){2}\| - / not with `causal` \|", rows["`dlse`"])
-    assert re.fullmatch(r"\| `mask` (\| yes / yes ){3}\|", rows["`mask`"])
+    found["unserved"]["8.0"]["forward"].append(["causal", "mask"])
+    assert pairs.excluded("dlse", found) == "`causal` (9.0)"
+    assert pairs.excluded("mask", found) == "`block_table`, `causal` (8.0 forward)"
+    assert pairs.excluded("block_table", found) == "`mask`"
+    table = "\n| `mask` | hides | old |\n| `other` | a | b |\n| `dlse` | x | |\n"
+    text = f"# Title\n{pairs.BEGIN}{table}{pairs.END}\ntail\n"
+    new = pairs.in_readme(text, found)
+    assert new.splitlines()[2:5] == [
+        "| `mask` | hides | `block_table`, `causal` (8.0 forward) |",
+        "| `other` | a | b |",
+        "| `dlse` | x | `causal` (9.0) |",
+    ]
+    assert pairs.in_readme(new, found) == new and new.endswith("\ntail\n")
 
 
 def test_an_option_that_is_added_is_covered_at_little_cost():

@@ -1,4 +1,4 @@
-"""What the README says is so: its code runs, its commands exist, its tables and pictures agree with the library."""
+"""What the README and docs/ say is so: code runs, commands, paths and names exist, tables agree with the library."""
 
 import inspect
 import re
@@ -16,11 +16,14 @@ from cuflash.problem import GRADIENTS
 from cuflash.testing import numpy_dtype
 
 CHECKOUT = Path(__file__).parents[2]
-README = (CHECKOUT / "README.md").read_text()
-
-
-def section(title):
-    return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL).group(1)
+PAGES = {
+    path.relative_to(CHECKOUT).as_posix(): path.read_text()
+    for path in (CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md")))
+}
+README, SEMANTICS, DESIGN = (PAGES[name] for name in ("README.md", "docs/semantics.md", "docs/design.md"))
+EVERYTHING = "\n".join(PAGES.values())
+LONGEST_README = 200  # lines
+PATH = r"(?:\.ci|bench|cuflash|docs|kernels|tests)/[\w./*]*"
 
 
 def blocks(language, text=README):
@@ -47,16 +50,74 @@ def test_the_lines_of_use_run():
     np.testing.assert_allclose(change, (step.astype(float) * names["dq"]).sum(), rtol=0.05)
 
 
-def commands():
-    """Every `python -m cuflash ...` and `python -m bench ...` with its arguments."""
-    return sorted(set(re.findall(r"python -m ((?:cuflash|bench) [^`\n#|]*)", README)))
+def named_paths(text):
+    return sorted(set(re.findall(rf"`({PATH}|LICENSE|pyproject\.toml)`", text)))
 
 
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize("name", PAGES)
+def test_the_examples_of_a_page_run(name):
+    """In order, in one namespace; what needs a device only compiles here."""
+    names = {"__name__": "example"}
+    for code in blocks("python", PAGES[name]):
+        exec(compile(code, name, "exec"), names)
+        for test in [names.pop(key) for key in list(names) if key.startswith("test_")]:
+            test()
+    for code in blocks("python gpu", PAGES[name]):
+        compile(code, name, "exec")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name, text in PAGES.items() if blocks("python gpu", text)])
+def test_the_examples_for_a_device_run(name):
+    names = {"__name__": "example", "cuflash": cuflash, "np": np}
+    for code in blocks("python gpu", PAGES[name]):
+        exec(compile(code, name, "exec"), names)
+
+
+def test_no_other_kind_of_example():
+    fences = set(re.findall(r"^```(.+)$", EVERYTHING, re.MULTILINE))
+    assert fences <= {"python", "python gpu", "sh", "text"}
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) < LONGEST_README
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_lines_are_as_long_as_those_of_code(name):
+    """But for tables, commands and what is generated. No code is broken at an end of line, where tests miss it."""
+    free = r"^(```sh\n.*?^```|<!-- bench:begin.*?bench:end -->)"
+    text = re.sub(free, "", PAGES[name], flags=re.MULTILINE | re.DOTALL)
+    assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")] == []
+    assert [line for line in text.splitlines() if not line.startswith("```") and line.count("`") % 2] == []
+
+
+def commands(package):
+    """Every `python -m package ...` with its arguments."""
+    return sorted({shlex.join(shlex.split(x)) for x in re.findall(rf"python -m ({package} [^`\n#|]*)", EVERYTHING)})
+
+
+@pytest.mark.parametrize("command", [*commands("cuflash"), *commands("bench")])
 def test_the_commands_exist(command):
     package, *arguments = shlex.split(command)
     parser = make_parser() if package == "cuflash" else bench_parser()
-    parser.parse_args(arguments)
+    if arguments == ["--version"]:
+        with pytest.raises(SystemExit, match=r"^0$"):
+            parser.parse_args(arguments)
+    else:
+        parser.parse_args(arguments)
+
+
+@pytest.mark.parametrize("command", commands("pytest"))
+def test_the_tests_that_are_named_exist(command):
+    for argument in shlex.split(command)[1:]:
+        assert (CHECKOUT / argument).exists() or not argument.startswith("tests"), argument
+
+
+def test_the_programs_of_tests_exist():
+    for name in re.findall(r"python -m (tests[\w.]+)", EVERYTHING):
+        path = CHECKOUT / name.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), name
 
 
 def test_every_command_is_described():
@@ -65,16 +126,36 @@ def test_every_command_is_described():
 
 
 def test_every_variable_of_the_environment_is_described():
-    code = "".join(path.read_text() for path in (CHECKOUT / "cuflash").glob("*.py"))
+    code = "".join(path.read_text() for path in (CHECKOUT / "cuflash").rglob("*.py"))
     read = {name for line in re.findall(r"os\.environ.*", code) for name in re.findall(r'"([A-Z_]+)"', line)}
     assert read >= {"CUFLASH_CACHE_DIR", "CUFLASH_CACHE_BYTES"}
-    assert {row[0] for row in table("variable of the environment")} == read
-    assert f"{CACHE_BYTES} (1 GiB)" in README
+    assert {row[0] for row in table("variable of the environment", SEMANTICS)} == read
+    assert f"{CACHE_BYTES} (1 GiB)" in SEMANTICS
 
 
-def test_links_work_wherever_the_readme_is_shown():
+def links(text):
+    return re.findall(r"(!?)\[[^\]]*\]\(([^)\s]*)\)", text)
+
+
+def test_the_readme_shows_no_picture():
     """A package index shows it without the checkout around it."""
-    assert [link for link in re.findall(r"\]\(([^)]*)\)", README) if not link.startswith(("https://", "#"))] == []
+    assert not [target for picture, target in links(README) if picture]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name):
+    for _, target in links(PAGES[name]):
+        if not target.startswith("https://"):
+            file, _, title = target.partition("#")
+            path = (CHECKOUT / name).parent / file if file else CHECKOUT / name
+            assert path.exists(), target
+            titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE) if title else []
+            anchors = [re.sub(r"[^\w -]", "", x.lower()).replace(" ", "-") for x in titles]
+            assert not title or title in anchors, target
+
+
+def test_every_page_is_in_the_readme():
+    assert {row[0].partition("](")[2].rstrip(")") for row in table("page")} | {"README.md"} == PAGES.keys()
 
 
 def test_the_test_command_is_what_ci_runs():
@@ -87,18 +168,18 @@ def test_the_test_command_is_what_ci_runs():
 
 def test_the_extras_exist():
     metadata = (CHECKOUT / "pyproject.toml").read_text()
-    named = {name for extras in re.findall(r'"\.\[([^]$\\]+)\]"', README) for name in extras.split(",")}
+    named = {name for extras in re.findall(r'"\.\[([^]$\\]+)\]"', EVERYTHING) for name in extras.split(",")}
     assert named >= {"cuda12", "cuda13", "test", "dev"}
     for name in named:
         assert re.search(rf"^{name} = \[", metadata, re.MULTILINE), name
 
 
-def test_every_named_path_exists():
-    for name in re.findall(r"`((?:cuflash|kernels|tests|bench|\.ci)/[\w./]*|LICENSE)`", README):
-        assert (CHECKOUT / name).exists(), name
+@pytest.mark.parametrize(("name", "path"), [(name, path) for name in PAGES for path in named_paths(PAGES[name])])
+def test_every_named_path_exists(name, path):
+    assert list(CHECKOUT.glob(path)) if "*" in path else (CHECKOUT / path).exists()
 
 
-@pytest.mark.parametrize("row", table("dtype"), ids=lambda row: row[0])
+@pytest.mark.parametrize("row", table("dtype", SEMANTICS), ids=lambda row: row[0])
 def test_the_dtypes_on_numpy_arrays(row):
     name, on_numpy, _, softmax_dtype = row
     q, k, v = np.random.default_rng(0).standard_normal((3, 6, 8)).astype(numpy_dtype(name.split()[0]))
@@ -110,15 +191,15 @@ def test_the_dtypes_on_numpy_arrays(row):
     assert {x.dtype for x in attn.backward(out, q, k, v, out, lse)} == {q.dtype}
 
 
-@pytest.mark.parametrize("row", table("dtype"), ids=lambda row: row[0])
+@pytest.mark.parametrize("row", table("dtype", SEMANTICS), ids=lambda row: row[0])
 def test_the_dtypes_on_devices(row):
     """The plans of every compute capability that the README names agree with its table."""
     from cuflash.planning import DeviceSpec, choose_plan
     from cuflash.problem import Options, make_problem
 
     name, _, on_cupy, _ = row
-    named = re.search(r"run on compute capability ([\d.,\s]+)", section("What is supported")).group(1)
-    capabilities = re.findall(r"\d+\.\d", named)
+    (device,) = [row for row in table("option") if row[0] == "device"]
+    capabilities = re.findall(r"\d+\.\d", device[1])
     assert {"8.0", "8.6", "9.0", "12.0"} <= set(capabilities)
     q = np.zeros((1, 2, 100, 64), numpy_dtype(name.split()[0]))
     problem = make_problem(Options(causal=True), q, q, q)
@@ -126,9 +207,9 @@ def test_the_dtypes_on_devices(row):
         for pass_ in ("forward", "backward"):
             device = DeviceSpec.for_arch(capability)
             if on_cupy == "forward, backward":
-                sources = [kernel.source for kernel in choose_plan(problem, device, pass_).kernels]
+                room = type(choose_plan(problem, device, pass_).tiles[0]).__module__
                 own = capability == "9.0" and problem.dtype in ("float16", "bfloat16")
-                assert f"{'sm90' if own else 'sm80'}/{pass_}.cu" in sources
+                assert room.startswith(f"cuflash.planning.{'sm90' if own else 'sm80'}")
             else:
                 assert on_cupy == "not yet: NotImplementedError"
                 with pytest.raises(NotImplementedError, match=name):
@@ -142,12 +223,19 @@ def test_every_option_is_in_the_table_and_in_the_interface():
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY
     }
-    assert {row[0] for row in table("option")} == parameters - {"out", "lse", "need", *GRADIENTS}
+    rows = {name for row in table("option") for name in row[0].split(", ")}
+    of_arrays = {"device", "dtype", "strides", "num_heads_kv", "head_dim_v"}
+    assert rows == of_arrays | parameters - {"out", "lse", "need", *GRADIENTS}
+
+
+def test_the_gradients_are_in_the_table():
+    named = {name for row in table("option") for name in re.findall(r"\bd[a-z_]+", row[3])}
+    assert named == {*GRADIENTS} - {"dq", "dk", "dv"}
 
 
 def pictures():
-    """(keywords as written, rows of 0 and 1) of every picture of a mask in the section on semantics."""
-    for block in blocks("text", section("Semantics")):
+    """(keywords as written, rows of 0 and 1) of every picture of a mask on the page on semantics."""
+    for block in blocks("text", SEMANTICS):
         head, *rows = block.splitlines()
         starts = [match.start() for match in re.finditer(r"(?:(?<=  )|^)\S", head)]
         for start, stop in zip(starts, [*starts[1:], None], strict=True):
@@ -177,11 +265,42 @@ def test_merging_by_lse_as_described():
 
 
 def test_every_room_is_described():
-    described = {name.strip("` ") for row in table("room") for name in row[0].split(",")}
+    described = {name.strip("` ") for row in table("room", DESIGN) for name in row[0].split(",")}
     package = CHECKOUT / "cuflash"
     folders = {f"cuflash/{path.parent.relative_to(package)}/" for path in package.glob("*/__init__.py")}
     modules = {f"cuflash/{path.name}" for path in package.glob("[!_]*.py")}
     assert {name for name in described if re.fullmatch(r"cuflash/\w+(\.py|/)", name)} == modules | folders
+
+
+def test_imports_run_the_way_that_is_described():
+    from test_layering import ORDER
+
+    chain = re.search(r"^ *terms <- [\w <-]+$", DESIGN, re.MULTILINE).group().split("<-")
+    places = [ORDER.index(name.strip()) for name in chain]
+    assert places == sorted(places)
+
+
+# ---- The walk-through of the kernels ---------------------------------------------------------------------------------
+
+
+def kernel_names():
+    """Every name of the code on the page about kernels: `kConstants`, functions, structs, fields of barriers."""
+    text = re.sub(r"^```.*?^```", "", PAGES["docs/kernels.md"], flags=re.MULTILINE | re.DOTALL)
+    return sorted(set(re.findall(r"`((?:ptx::)?[A-Za-z_]\w+)(?:\[i\])?`", text)))
+
+
+@pytest.mark.parametrize("name", kernel_names())
+def test_the_names_of_kernels_are_in_the_code(name):
+    files = [*(CHECKOUT / "kernels").rglob("*.cu*"), *(CHECKOUT / "cuflash").rglob("*.py")]
+    word = re.compile(rf"\b{name.removeprefix('ptx::')}\b")
+    assert any(word.search(path.read_text()) for path in files)
+
+
+def test_every_kernel_is_explained():
+    """Those that a launch runs."""
+    text = PAGES["docs/kernels.md"]
+    kernels = [path for path in (CHECKOUT / "kernels").rglob("*.cu")]
+    assert [path for path in kernels if f"`{path.relative_to(CHECKOUT).as_posix()}`" not in text] == []
 
 
 def test_the_unrelated_library_is_mentioned_once():
