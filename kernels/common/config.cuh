@@ -50,7 +50,7 @@ constexpr int kMaskBlockM = kHasBlockMask ? CUFLASH_MASK_BLOCK_M : 1;  // querie
 constexpr int kMaskBlockN = kHasBlockMask ? CUFLASH_MASK_BLOCK_N : 1;  // and keys
 constexpr bool kHasSinks = CUFLASH_HAS_SINKS;  // of the forward pass; the backward pass has in lse what they did
 constexpr bool kHasDropout = CUFLASH_HAS_DROPOUT;
-constexpr bool kIsPacked = CUFLASH_PACKED != 0;    // batch entries are packed sequences
+constexpr bool kIsPacked = CUFLASH_PACKED != 0;    // varlen: batch entries are packed sequences
 constexpr bool kAlignsEnds = CUFLASH_PACKED == 2;  // each with a diagonal of its own, that ends with the last key
 constexpr int kBiasBytes = CUFLASH_BIAS_BYTES;              // size of a bias element: 0 (no bias), 2 (Element) or of Real
 constexpr int kKvLengthsBytes = CUFLASH_KV_LENGTHS_BYTES;   // 0 (none), 4 (i32) or 8 (i64)

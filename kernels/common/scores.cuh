@@ -21,17 +21,18 @@ CUFLASH_DEVICE Real masked_score(const Score& score, const Mask& mask, Real prod
 template <int m_tiles, int n_tiles, class RowOf, class Masked>
 CUFLASH_DEVICE void to_scores(const Score& score, const Mask& mask, Real (&s)[m_tiles][n_tiles][4], RowOf row_of,
                               int lane_key, Masked masked) {
-  if (kScaleInExponent && !masked) return;
+  if (!kScaleInExponent || masked) {
 #pragma unroll
-  for (int m = 0; m < m_tiles; ++m)
+    for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
-    for (int n = 0; n < n_tiles; ++n)
+      for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = row_of(m, i), key = lane_key + column_in_tile(n, i);
-        Real derivative;
-        s[m][n][i] = masked_score(score, mask, s[m][n][i], row, key, masked, derivative);
-      }
+        for (int i = 0; i < 4; ++i) {
+          const int row = row_of(m, i), key = lane_key + column_in_tile(n, i);
+          Real derivative;
+          s[m][n][i] = masked_score(score, mask, s[m][n][i], row, key, masked, derivative);
+        }
+  }
 }
 
 // What makes weights of products in the backward pass, for one head: P = exp(score - lse).

@@ -432,6 +432,27 @@ struct Consumer {
   }
 };
 
+// Thread. How many arrivals end a phase of each barrier.
+CUFLASH_DEVICE void make_barriers(const Shared& shared) {
+  shared.kv_full.init(1);
+  shared.q_ring.init(kConsumers);
+  shared.do_ring.init(kConsumers + (kDqInOrder ? 4 : 0));
+  for (int i = 0; i < kDsStages; ++i) {
+    shared.ds_ring.full({i}).init(4 * kDsWriters);
+    shared.ds_ring.empty({i}).init(4 + (kDkFromShared ? kConsumers : 0));
+  }
+  for (int i = 0; i < kPStages; ++i) {
+    shared.p_ring.full({i}).init(4);
+    shared.p_ring.empty({i}).init(4);
+  }
+  for (int i = 0; i < kTurnStages; ++i) {
+    Barrier{shared.turn + 8 * i}.init(1);
+    Barrier{shared.added + 8 * i}.init(4);
+    Barrier{shared.ended + 8 * i}.init(1);
+  }
+  ptx::fence_barrier_init();
+}
+
 CUFLASH_DEVICE void backward(const BackwardParams& params) {
   const Shared shared;
   Work found = {};
@@ -444,25 +465,7 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
       return;
     }
   }
-  if (ptx::thread_index() == 0) {
-    shared.kv_full.init(1);
-    shared.q_ring.init(kConsumers);
-    shared.do_ring.init(kConsumers + (kDqInOrder ? 4 : 0));
-    for (int i = 0; i < kDsStages; ++i) {
-      shared.ds_ring.full({i}).init(4 * kDsWriters);
-      shared.ds_ring.empty({i}).init(4 + (kDkFromShared ? kConsumers : 0));
-    }
-    for (int i = 0; i < kPStages; ++i) {
-      shared.p_ring.full({i}).init(4);
-      shared.p_ring.empty({i}).init(4);
-    }
-    for (int i = 0; i < kTurnStages; ++i) {
-      Barrier{shared.turn + 8 * i}.init(1);
-      Barrier{shared.added + 8 * i}.init(4);
-      Barrier{shared.ended + 8 * i}.init(1);
-    }
-    ptx::fence_barrier_init();
-  }
+  if (ptx::thread_index() == 0) make_barriers(shared);
   ptx::sync_block();
   const u32 warpgroup = ptx::uniform(ptx::thread_index() / 128);
   if (kDqInOrder && warpgroup == kConsumers + 1) {

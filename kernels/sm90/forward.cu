@@ -146,8 +146,8 @@ struct Consumer {
   const QueryTile& tile;
   const u32 s_q;
   const int warp_row, lane_row;
+  const int own_diagonal;  // of the batch entry
   const Score score;
-  const Mask mask;
   const Dropout dropout;
   const float scale_log2;
 
@@ -170,8 +170,8 @@ struct Consumer {
         s_q(shared.q + query.stage * kBytesQ + index * 64 * kLineBytes),
         warp_row(thread / 32 * 16),
         lane_row(tile.first_row + index * 64 + warp_row + fragment_row()),
-        score(common, tile.work.batch, tile.work.head, tile.key_stop),
-        mask(common, tile.work.batch, tile.work.head, tile.key_stop),
+        own_diagonal(own_diagonal_of(common, tile.work.batch)),
+        score(common, tile.work.batch, tile.work.head, tile.key_stop, own_diagonal),
         dropout(common, tile.work.batch, tile.work.head),
         scale_log2(score.exponent_scale()) {
     set_zero(o);
@@ -221,6 +221,8 @@ struct Consumer {
 
   template <class Masked>
   CUFLASH_DEVICE void score_tile(int n_block, Masked masked) {
+    // Made anew for every tile: kept from tile to tile it takes registers that a block mask makes spill.
+    const Mask mask(common, tile.work.batch, tile.work.head, tile.key_stop, own_diagonal);
     to_scores(score, mask, s, [&](int, int i) { return lane_row + row_in_tile(i); }, lane_key(n_block), masked);
   }
   CUFLASH_DEVICE void drop(int n_block) {

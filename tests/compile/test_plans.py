@@ -123,7 +123,7 @@ SPILLS_OF_OPTIONS = SPILLS | {
     ("sm90/forward.cu", 2, 256, "128x64", 1): 64,
     ("sm90/forward.cu", 2, 128, "192x80", 1): 16,
     ("sm90/backward.cu", 2, 64, "64x128", 1): 96,
-    ("sm90/backward.cu", 2, 128, "64x128", 1): 196,
+    ("sm90/backward.cu", 2, 128, "64x128", 1): 200,
     ("sm90/backward.cu", 2, 256, "64x64", 1): 32,
     ("sm80/forward.cu", 4, 64, "64x64", 1): 16,
     ("sm90/forward_fp32.cu", 4, 64, "128x128", 1): 32,

@@ -198,8 +198,8 @@ MUTANTS = (
     # ---- common/scores.cuh
     mutant("hidden pairs keep their scores", SCORES, "if (masked && !mask.visible(row, key)) x =", "if (false) x =",
            "forward terms"),
-    mutant("products are taken for scores", SCORES, "  if (kScaleInExponent && !masked) return;\n",
-           "  if (!masked) return;\n", "sm90 slopes"),
+    mutant("products are taken for scores", SCORES, "if (!kScaleInExponent || masked) {", "if (masked) {",
+           "sm90 slopes"),
     mutant("hidden products have weights", SCORES, "    if (kScaleInExponent && masked) {", "    if (false) {",
            "backward sm90 in order window", "backward parts window"),
     mutant("weights without their lse", SCORES, "warp_exponential(product * exponent_scale - exponent_lse);",
