@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from cuflash import cpu, interop, progress
 from cuflash.binding import INPUTS, Binding, Pass, bind
-from cuflash.packed import check_starts
+from cuflash.cpu.packed import check_starts
 from cuflash.problem import (
     DEFAULT_NEED,
     GRADIENTS,

@@ -9,13 +9,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MODULES = {path.stem: path for path in (ROOT / "cuflash").glob("*.py")}
+MODULES |= {f"cpu.{path.stem}".removesuffix(".__init__"): path for path in (ROOT / "cuflash" / "cpu").glob("*.py")}
 KERNELS = {path.name: path for path in (ROOT / "kernels").iterdir() if path.suffix in (".cu", ".cuh")}
 
 # A module imports only modules to the left of it.
 ORDER = [
-    "problem", "block_masks", "dropout", "reference", "exponentials", "jobs", "stacks", "packed", "cpu", "interop",
-    "merging", "tensor_map", "tiles", "tables", "binding", "plan", "params", "compiler", "tuning", "launch",
-    "stopwatch", "progress", "flash_attention", "__init__", "testing", "__main__",
+    "problem", "block_masks", "dropout", "reference", "cpu.exponentials", "cpu.jobs", "cpu.stacks", "cpu.packed",
+    "cpu.tiles", "cpu.core", "cpu", "interop", "merging", "tensor_map", "tiles", "tables", "binding", "plan", "params",
+    "compiler", "tuning", "launch", "stopwatch", "progress", "flash_attention", "__init__", "testing", "__main__",
 ]  # fmt: skip
 
 # What each module may import at import time besides the standard library, and what only when it is needed.
@@ -35,11 +36,13 @@ ALWAYS = {
     "stopwatch": {"numpy", "cupy"},
     "progress": set(),
     "reference": {"numpy", "ml_dtypes"},
-    "exponentials": {"numpy"},
-    "jobs": {"numpy"},
-    "stacks": {"numpy"},
-    "packed": {"numpy"},
-    "cpu": {"numpy", "ml_dtypes"},
+    "cpu.exponentials": {"numpy"},
+    "cpu.jobs": {"numpy"},
+    "cpu.stacks": {"numpy"},
+    "cpu.packed": {"numpy"},
+    "cpu.tiles": {"numpy"},
+    "cpu.core": {"numpy"},
+    "cpu": {"numpy"},
     "interop": {"numpy", "ml_dtypes"},
     "merging": {"numpy"},
     "flash_attention": set(),
@@ -79,11 +82,11 @@ def imports(path):
 def own_imports(path):
     """Modules of cuflash that a file imports."""
     for module, names, _ in imports(path):
-        if module == "cuflash":
-            for name in names or ("__init__",):
-                yield name if name in MODULES else "__init__"
-        elif module.startswith("cuflash."):
-            yield module.split(".")[1]
+        if module.partition(".")[0] == "cuflash":
+            inside = module.removeprefix("cuflash").removeprefix(".")
+            for name in names or ("",):
+                full = f"{inside}.{name}".strip(".")
+                yield full if full in MODULES else inside or "__init__"
 
 
 def test_every_module_has_its_place():
@@ -97,10 +100,10 @@ def test_imports_run_one_way(name):
     assert not wrong, f"{name} imports {wrong}"
 
 
-ROOMS_OF_THE_CPU = {"exponentials", "jobs", "stacks", "packed"}
+ROOMS_OF_THE_CPU = {name for name in MODULES if name.startswith("cpu")}
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu", *sorted(ROOMS_OF_THE_CPU)])
+@pytest.mark.parametrize("name", ["reference", *sorted(ROOMS_OF_THE_CPU)])
 def test_the_cpu_side_knows_only_the_problem_and_what_is_dropped(name):
     others = set() if name == "reference" else ROOMS_OF_THE_CPU
     assert set(own_imports(MODULES[name])) <= {"problem", "dropout"} | others

@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash import exponentials
+from cuflash.cpu import exponentials
 from cuflash.dropout import kept_weights
-from cuflash.exponentials import LOWEST_WEIGHT, exponential
-from cuflash.jobs import PRODUCT_LIMIT, Workspace, count_cores, kept_workspace, run
+from cuflash.cpu.exponentials import LOWEST_WEIGHT, exponential
+from cuflash.cpu.jobs import PRODUCT_LIMIT, Workspace, count_cores, kept_workspace, run
 from cuflash.problem import DEFAULT_NEED, Problem, view_4d, view_rows
 
 Array = NDArray[Any]
