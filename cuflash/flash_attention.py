@@ -85,6 +85,7 @@ class CpuPlan:
         return "\n".join(
             (
                 "CPU path: tiled online softmax on NumPy arrays, because the arguments are in host memory",
+                f"  computed  by {cpu.describe(p)}",
                 f"  problem   batch {p.batch}, {heads}, {sizes}, layout {p.layout}",
                 f"  precision {p.dtype} in and out, {p.softmax_dtype} inside",
                 f"  work      {p.forward_flops / 1e9:.3g} GFLOP forward, {backward}",

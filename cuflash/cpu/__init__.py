@@ -9,9 +9,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.cpu import core, tiles
+from cuflash.cpu.jobs import cpu_threads
 from cuflash.problem import GRADIENTS, Problem, view_4d
 
+__all__ = ["backward", "cpu_threads", "describe", "forward"]
+
 Array = NDArray[Any]
+
+
+def describe(problem: Problem | None = None) -> str:
+    """Which way computes a problem, or any, and why."""
+    reason = core.why_not(problem)
+    if reason is None:
+        return f"compiled core, {core.processor()}"
+    return f"NumPy, and not the compiled core: {reason}"
 
 
 def forward(

@@ -68,9 +68,10 @@ inline void exponentials(const Scaling<T> &scaling, T *s, long num_keys, T &shif
     constexpr int N = LANES<T>;
     Vector<T> most = load(s);
     for (long j = N; j < num_keys; j += N) most = larger<T>(most, load(s + j));
-    const T top = largest_lane<T>(most) * scaling.unit();
     const Vector<T> factor = splat(scaling.factor);
-    if (top > shift + MAX_RISE) {
+    most = most * splat(scaling.unit());
+    if (any_above<T>(most, shift + MAX_RISE)) {
+        const T top = largest_lane<T>(most);
         const Vector<T> shrinks = exp2<T>(splat((shift - top) * (SHIFTED_FIRST ? scaling.factor : T(1))));
         shift = top;
         store(l, load(l) * shrinks);
@@ -111,6 +112,12 @@ inline void finish_row(const Call &call, const Entry &entry, Row row, const T *o
     }
 }
 
+// Whether rows of k or v can be read where they lie: they are whole vectors of the dtype of the computation.
+template <class T> inline bool has_whole_rows(const Call &call, Array array, long dim) {
+    return size_of(call.dtype) == long(sizeof(T)) && !call.page_size && call.strides[array][3] == 1 &&
+           dim % LANES<T> == 0;
+}
+
 // Where a block whose keys are shared leaves what it has: o, shift and l of its rows.
 template <class T> inline T *part_of(const Work &work, long job) {
     return (T *)work.shared + job * work.rows_per_block * (Sizes<T>(work.call).dim_v + 2);
@@ -123,25 +130,25 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
     const Sizes<T> &sizes = buffers.sizes;
     const long num_rows = rows_of(block);
     const bool has_few = num_rows <= FEW_ROWS;
-    // Rows of k and v are read where they lie, if they are whole vectors of the dtype of the computation.
-    const bool is_direct = has_few && size_of(call.dtype) == long(sizeof(T)) && !call.page_size;
+    const long padded = round_up(count, LANES<T>);
     const T *k = buffers.rows, *v = buffers.v;
     long k_stride = sizes.dim, v_stride = sizes.dim_v;
-    if (is_direct && call.strides[K][3] == 1 && call.head_dim == sizes.dim) {
+    if (has_whole_rows<T>(call, K, call.head_dim) && (has_few || count == padded)) {
         k = (const T *)key_address(call, K, entry, block.head_kv, first);
         k_stride = call.strides[K][2];
     } else {
         load_keys(call, K, entry, block.head_kv, first, count, call.head_dim, buffers.rows, sizes.dim,
-                  has_few ? count : round_up(count, LANES<T>));
+                  has_few ? count : padded);
     }
-    if (is_direct && call.strides[V][3] == 1 && call.head_dim_v == sizes.dim_v) {
+    // Rows that are far apart fall into the same few sets of the cache: those that are read again and again are copied.
+    if (has_whole_rows<T>(call, V, call.head_dim_v) &&
+        (has_few || call.strides[V][2] == call.head_dim_v || call.strides[V][2] == -call.head_dim_v)) {
         v = (const T *)key_address(call, V, entry, block.head_kv, first);
         v_stride = call.strides[V][2];
     } else {
         load_keys(call, V, entry, block.head_kv, first, count, call.head_dim_v, buffers.v, sizes.dim_v, count);
     }
-    if (!has_few)
-        transpose(buffers.rows, sizes.dim, round_up(count, LANES<T>), sizes.dim, buffers.k_t, SCORES_STRIDE<T>);
+    if (!has_few) transpose(k, k_stride, padded, sizes.dim, buffers.k_t, SCORES_STRIDE<T>);
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
     for (long r0 = 0; r0 < num_rows; r0 += GROUP) {
         const long n = smaller(GROUP, num_rows - r0);

@@ -57,7 +57,9 @@ template <class T, class S, class F> inline void load_each(const S *in, long str
 
 // `count` numbers from `in` on, `stride` elements apart.
 template <class T> inline void load_row(const char *in, int64_t dtype, long stride, long count, T *out) {
-    if (dtype == FLOAT32) {
+    if (dtype == (sizeof(T) == 4 ? FLOAT32 : FLOAT64) && stride == 1) {
+        memcpy(out, in, count * sizeof(T));
+    } else if (dtype == FLOAT32) {
         load_each((const float *)in, stride, count, out, [](float x) { return x; });
     } else if (dtype == FLOAT64) {
         load_each((const double *)in, stride, count, out, [](double x) { return x; });

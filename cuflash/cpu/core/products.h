@@ -76,15 +76,27 @@ inline void product(long num_rows, long num_columns, long length, const T *a, lo
     run(std::integral_constant<int, 1>());
 }
 
-// The same, two vectors at a time: the best shape where A's rows are few or lie far apart and B is read again and again.
+// The same, C = A B, two vectors at a time: the best shape where B is read again and again. Of long sums, those of
+// SUM_LENGTH terms are made by themselves, which keeps rounding errors down.
+constexpr long SUM_LENGTH = 96;
+
 template <class T>
 inline void product_of_rows(long num_rows, long num_columns, long length, const T *a, long a_stride, const T *b,
                             long b_stride, T *c, long c_stride) {
-    long j = 0;
-    for (; num_columns - j >= 2 * LANES<T>; j += 2 * LANES<T>)
-        product_columns<T, 2, Order::ROWS>(num_rows, a, a_stride, b + j, b_stride, length, c + j, c_stride, false);
-    if (j < num_columns)
-        product_columns<T, 1, Order::ROWS>(num_rows, a, a_stride, b + j, b_stride, length, c + j, c_stride, false);
+    const long count = (length + SUM_LENGTH - 1) / SUM_LENGTH, step = (length + count - 1) / count;
+    for (long j = 0; j < num_columns; j += 2 * LANES<T>) {
+        for (long k = 0; k < length; k += step) {
+            const long terms = length - k < step ? length - k : step;
+            const T *from = b + k * b_stride + j;
+            if (num_columns - j >= 2 * LANES<T>) {
+                product_columns<T, 2, Order::ROWS>(num_rows, a + k, a_stride, from, b_stride, terms, c + j, c_stride,
+                                                   k > 0);
+            } else {
+                product_columns<T, 1, Order::ROWS>(num_rows, a + k, a_stride, from, b_stride, terms, c + j, c_stride,
+                                                   k > 0);
+            }
+        }
+    }
 }
 
 }  // namespace

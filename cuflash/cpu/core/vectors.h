@@ -100,6 +100,20 @@ template <class T> inline T largest_lane(Vector<T> x) {
     return fold_lanes<T, LANES<T>>(lanes, [](auto a, auto b) { return a > b ? a : b; });
 }
 
+// Whether a number is above the limit; NaN is not.
+template <class T> inline bool any_above(Vector<T> x, T limit) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == 4) return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(limit), _CMP_GT_OQ);
+    if constexpr (sizeof(T) == 8) return _mm512_cmp_pd_mask((__m512d)x, _mm512_set1_pd(limit), _CMP_GT_OQ);
+#elif defined(__AVX__)
+    const auto above = x > splat(limit);
+    if constexpr (sizeof(T) == 4) return _mm256_movemask_ps((__m256)above);
+    if constexpr (sizeof(T) == 8) return _mm256_movemask_pd((__m256d)above);
+#else
+    return largest_lane<T>(x) > limit;
+#endif
+}
+
 // 0, 1, 2, ...
 template <class T> inline Vector<T> iota() {
     Vector<T> x;
@@ -114,19 +128,42 @@ template <class T> inline Vector<T> power_of_two(Vector<T> rounded) {
     return (Vector<T>)(((Integers<T>)rounded - (Integers<T>)rounder + Vectors<T>::BIAS) << MANTISSA);
 }
 
+// 2^x of numbers from -1/2 to 1/2.
+template <class T> inline Vector<T> polynomial_exp2(Vector<T> rest) {
+    Vector<T> p = splat(Vectors<T>::EXP2[Vectors<T>::DEGREE]);
+    for (int i = Vectors<T>::DEGREE - 1; i >= 0; --i) p = p * rest + splat(Vectors<T>::EXP2[i]);
+    return p;
+}
+
 // 2^x to less than one unit in the last place, and 0 below LOWEST: subnormal weights would cost a hundred times what
 // others do, in products too. The power of two is a factor, and is not added to the exponent: NaN stays NaN.
+#if defined(__AVX512F__)
+// There are instructions for rounding and for multiplying by a power of two.
+template <class T> inline Vector<T> exp2(Vector<T> x) {
+    constexpr int NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    if constexpr (sizeof(T) == 4) {
+        const __m512 number = (__m512)x, rounded = _mm512_roundscale_ps(number, NEAREST);
+        const __mmask16 ordinary = _mm512_cmp_ps_mask(number, _mm512_set1_ps(Vectors<T>::LOWEST), _CMP_NLT_UQ);
+        const Vector<T> p = polynomial_exp2<T>(x - (Vector<T>)rounded);
+        return (Vector<T>)_mm512_maskz_scalef_ps(ordinary, (__m512)p, rounded);
+    } else {
+        const __m512d number = (__m512d)x, rounded = _mm512_roundscale_pd(number, NEAREST);
+        const __mmask8 ordinary = _mm512_cmp_pd_mask(number, _mm512_set1_pd(Vectors<T>::LOWEST), _CMP_NLT_UQ);
+        const Vector<T> p = polynomial_exp2<T>(x - (Vector<T>)rounded);
+        return (Vector<T>)_mm512_maskz_scalef_pd(ordinary, (__m512d)p, rounded);
+    }
+}
+#else
 template <class T> inline Vector<T> exp2(Vector<T> x) {
     Vector<T> lowest = splat(Vectors<T>::LOWEST), highest = splat(Vectors<T>::HIGHEST);
     Vector<T> clamped = x < lowest ? lowest : x;
     clamped = clamped > highest ? highest : clamped;
     Vector<T> rounded = clamped + splat(Vectors<T>::ROUNDER);
     Vector<T> rest = clamped - (rounded - splat(Vectors<T>::ROUNDER));
-    Vector<T> p = splat(Vectors<T>::EXP2[Vectors<T>::DEGREE]);
-    for (int i = Vectors<T>::DEGREE - 1; i >= 0; --i) p = p * rest + splat(Vectors<T>::EXP2[i]);
-    p = p * power_of_two<T>(rounded);
+    Vector<T> p = polynomial_exp2<T>(rest) * power_of_two<T>(rounded);
     return x < lowest ? Vector<T>{} : p;
 }
+#endif
 
 template <class T> constexpr T inverse_factorial(int n) { return n < 2 ? T(1) : inverse_factorial<T>(n - 1) / T(n); }
 
