@@ -48,7 +48,7 @@ class BuildCore(build_ext):
 
     def _compile(self, compiler: list[str], directory: Path, target: Path) -> None:
         kinds = KINDS.get("x86_64" if platform.machine().lower() in ("x86_64", "amd64") else "other", {})
-        units = {f"{kind}.o": ["kernels.cpp", f"-DKERNELS=prepare_{kind}", *flags] for kind, flags in kinds.items()}
+        units = {f"{kind}.o": ["kernels.cpp", f"-DKIND={kind}", *flags] for kind, flags in kinds.items()}
         units["core.o"] = ["core.cpp"]
         running = [
             subprocess.Popen([*compiler, *FLAGS, *flags, "-c", f"{SOURCES}/{source}", "-o", str(directory / name)])

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import struct
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,10 +28,12 @@ LIBRARY = Path(__file__).parent / "core" / "libcuflash.so"
 MAX_HEAD_DIM = 1024  # tiles of larger ones do not fit into a cache
 # Work, in nanoseconds of one core, that is not worth a second thread; that is worth each thread; and after which Ctrl-C
 # should have been looked for.
-SERIAL_NS = 150_000
-THREAD_NS = 75_000
+SERIAL_NS = 300_000
+THREAD_NS = 150_000
 PATIENCE_NS = 20_000_000
 SLICE_MS = 50
+KEPT_BYTES = 2**20  # of memory for calls without threads, in each thread of Python
+MOST_PREPARED = 64  # calls of one problem
 NO_BOUND = 2**40
 
 # Arrays of a call in the order of `enum Array`, and how many axes each is broadcast to; those of q are 4 in its layout.
@@ -40,6 +43,8 @@ AXES = {
     "cu_seqlens_q": 1, "cu_seqlens_k": 1, "dbias": 4, "dalibi_slopes": 2, "dscale": 0, "dsoftcap": 0, "dsinks": 2,
 }  # fmt: skip
 _DONE, _OUT_OF_MEMORY, _OTHER_LAYOUT, _NO_THREAD = range(4)
+_NOWHERE = [0] * len(AXES)
+_kept = threading.local()
 _changing = struct.Struct(f"@2Q{len(AXES)}N")
 
 
@@ -71,6 +76,7 @@ class _Prepared(NamedTuple):
     """What calls on arrays of the same strides have in common."""
 
     fixed: bytes
+    places: list[int]  # of the arrays, in the order of AXES
     nanoseconds: float
 
 
@@ -88,7 +94,7 @@ def _load() -> _Library | str:
     if size != ctypes.sizeof(_Call):
         return f"it was built of other sources: its calls have {size} bytes, not {ctypes.sizeof(_Call)}"
     call = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
-    functions.cuflash_run.argtypes = call
+    functions.cuflash_run.argtypes = [*call, ctypes.c_void_p, ctypes.c_int64]
     functions.cuflash_start.argtypes = [*call, ctypes.c_int, ctypes.POINTER(ctypes.c_int)]
     functions.cuflash_start.restype = ctypes.c_void_p
     functions.cuflash_wait.argtypes = [ctypes.c_void_p, ctypes.c_int]
@@ -141,26 +147,32 @@ def run(
     library = _load()
     if isinstance(library, str):
         raise RuntimeError(f"there is no compiled core: {library}")
-    given = [arrays.get(name) for name in AXES]
+    functions, data_offset = library
+    given = [(name, x) for name, x in arrays.items() if x is not None]
     prepared = _prepared(problem, given, is_backward)
-    if library.data_offset < 0:
-        places = [0 if x is None else x.ctypes.data for x in given]
-    else:
-        places = [0 if x is None else id(x) for x in given]
+    places = _NOWHERE.copy()
+    for at, (_, x) in zip(prepared.places, given, strict=True):
+        places[at] = id(x) if data_offset >= 0 else x.ctypes.data
     changing = _changing.pack(seed or 0, offset or 0, *places)
-    call = (prepared.fixed, changing, library.data_offset, _skipped_kinds())
-    threads = 1
+    status = _NO_THREAD
     if prepared.nanoseconds > SERIAL_NS:
         threads = max(1, min(count_cores(), int(prepared.nanoseconds / THREAD_NS)))
-    status = _NO_THREAD
-    if threads > 1 or prepared.nanoseconds > PATIENCE_NS:
-        status = _run_on_threads(library.functions, call, threads)
+        if threads > 1 or prepared.nanoseconds > PATIENCE_NS:
+            status = _run_on_threads(functions, (prepared.fixed, changing, data_offset, _skipped_kinds()), threads)
     if status == _NO_THREAD:
-        status = library.functions.cuflash_run(*call)
+        memory = _kept.__dict__.get("address") or _keep_memory()
+        status = functions.cuflash_run(prepared.fixed, changing, data_offset, _skipped_kinds(), memory, KEPT_BYTES)
     if status == _OUT_OF_MEMORY:
         raise MemoryError("no memory for the tiles of attention")
     if status == _OTHER_LAYOUT:
         raise RuntimeError("the compiled core was built of other sources")
+
+
+def _keep_memory() -> int:
+    """The address of memory that this thread keeps for its calls. No call is within another in one thread."""
+    _kept.memory = np.empty(KEPT_BYTES, np.uint8)
+    _kept.address = int(_kept.memory.ctypes.data)
+    return _kept.address
 
 
 def _run_on_threads(functions: Any, call: tuple[bytes, bytes, int, int], threads: int) -> int:
@@ -177,19 +189,19 @@ def _run_on_threads(functions: Any, call: tuple[bytes, bytes, int, int], threads
     return code
 
 
-def _prepared(problem: Problem, given: list[Array | None], is_backward: bool) -> _Prepared:
+def _prepared(problem: Problem, given: list[tuple[str, Array]], is_backward: bool) -> _Prepared:
     """What this call has in common with others, kept with the problem."""
-    kept = vars(problem).setdefault("_prepared_calls", {})
-    key = (is_backward, *(None if x is None else x.strides for x in given))
+    kept: dict[Any, _Prepared] = vars(problem).setdefault("_prepared_calls", {})
+    key = (is_backward, *[(name, x.strides) for name, x in given])
     prepared = kept.get(key)
     if prepared is None:
-        if len(kept) >= 64:
+        if len(kept) >= MOST_PREPARED:
             kept.clear()
         prepared = kept[key] = _prepare(problem, given, is_backward)
     return prepared
 
 
-def _prepare(problem: Problem, given: list[Array | None], is_backward: bool) -> _Prepared:
+def _prepare(problem: Problem, given: list[tuple[str, Array]], is_backward: bool) -> _Prepared:
     call = _Call(
         bytes=ctypes.sizeof(_Call),
         is_backward=is_backward,
@@ -210,12 +222,13 @@ def _prepare(problem: Problem, given: list[Array | None], is_backward: bool) -> 
     )
     for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"):
         setattr(call, name, getattr(problem, name))
-    for at, ((name, axes), array) in enumerate(zip(AXES.items(), given, strict=True)):
-        if array is not None:
-            call.strides[at][:] = _strides(array, axes, problem.layout)
+    names = list(AXES)
+    places = [names.index(name) for name, _ in given]
+    for at, (name, x) in zip(places, given, strict=True):
+        call.strides[at][:] = _strides(x, AXES[name], problem.layout)
     flops = problem.backward_flops if is_backward else problem.forward_flops
-    nanoseconds = flops / (20 if problem.dtype == "float64" else 40) + 500 * problem.batch * problem.num_heads
-    return _Prepared(bytes(call)[: _Call.seed.offset], nanoseconds)
+    nanoseconds = flops / (30 if problem.dtype == "float64" else 60) + 500 * problem.batch * problem.num_heads
+    return _Prepared(bytes(call)[: _Call.seed.offset], places, nanoseconds)
 
 
 def _strides(array: Array, axes: Any, layout: str) -> tuple[int, ...]:

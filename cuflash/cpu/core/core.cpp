@@ -6,18 +6,13 @@
 #include <cstdint>
 #include <cstring>
 
-#include "work.h"
-
-Prepare prepare_baseline;
-#if defined(__x86_64__)
-Prepare prepare_avx2, prepare_avx512;
-#endif
+#include "kinds.h"
 
 namespace {
 
 struct Kind {
     const char *name;
-    Prepare *prepare;
+    const Kernels *kernels;
 };
 
 // Kinds of processors, the best one first; `limit` leaves out as many of them.
@@ -26,13 +21,13 @@ Kind kind_of_processor(int limit) {
     __builtin_cpu_init();
     const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                             __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-    if (has_avx512 && limit < 1) return Kind{"AVX-512", prepare_avx512};
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && limit < 2) return Kind{"AVX2", prepare_avx2};
-    return Kind{"SSE2", prepare_baseline};
+    if (has_avx512 && limit < 1) return Kind{"AVX-512", &kernels_avx512};
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && limit < 2) return Kind{"AVX2", &kernels_avx2};
+    return Kind{"SSE2", &kernels_baseline};
 #elif defined(__aarch64__)
-    return Kind{"NEON", prepare_baseline};
+    return Kind{"NEON", &kernels_baseline};
 #else
-    return Kind{"generic", prepare_baseline};
+    return Kind{"generic", &kernels_baseline};
 #endif
 }
 
@@ -124,16 +119,24 @@ EXPORTED int64_t cuflash_call_bytes() { return sizeof(Call); }
 // The kind of processor that the kernels are for; without the best `limit` kinds.
 EXPORTED const char *cuflash_processor(int limit) { return kind_of_processor(limit).name; }
 
-// Computes a call on this thread.
-EXPORTED int cuflash_run(const void *fixed, const Changing *changing, int data_offset, int limit) {
+// 2^x or tanh(x), as the kernels compute them.
+EXPORTED void cuflash_evaluate(int limit, int is_double, int is_tanh, const void *in, void *out, int64_t count) {
+    kind_of_processor(limit).kernels->evaluate(is_double, is_tanh, in, out, count);
+}
+
+// Computes a call on this thread, in `memory` of so many bytes if that is enough: fresh memory has to be mapped page by
+// page, which takes longer than a small call.
+EXPORTED int cuflash_run(const void *fixed, const Changing *changing, int data_offset, int limit, void *memory,
+                         int64_t bytes) {
     Work work;
     int status = load_call(work, fixed, changing, data_offset);
     if (status != DONE) return status;
-    if (!kind_of_processor(limit).prepare(work)) return OUT_OF_MEMORY;
-    void *scratch = allocate_scratch(work);
+    if (!kind_of_processor(limit).kernels->prepare(work)) return OUT_OF_MEMORY;
+    const bool fits = work.scratch_bytes + 64 <= bytes;
+    void *scratch = fits ? (void *)(((uintptr_t)memory + 63) / 64 * 64) : allocate_scratch(work);
     if (!scratch) return OUT_OF_MEMORY;
     for (int phase = 0; phase < work.num_phases; ++phase) run_phase(work, phase, (char *)scratch);
-    free(scratch);
+    if (!fits) free(scratch);
     return DONE;
 }
 
@@ -145,7 +148,7 @@ EXPORTED Running *cuflash_start(const void *fixed, const Changing *changing, int
     if (!running) return nullptr;
     new (running) Running;
     *status = load_call(running->work, fixed, changing, data_offset);
-    if (*status == DONE && !kind_of_processor(limit).prepare(running->work)) *status = OUT_OF_MEMORY;
+    if (*status == DONE && !kind_of_processor(limit).kernels->prepare(running->work)) *status = OUT_OF_MEMORY;
     long most = 1;
     for (int i = 0; i < running->work.num_phases; ++i)
         most = running->work.phases[i].num_jobs > most ? running->work.phases[i].num_jobs : most;

@@ -262,6 +262,12 @@ template <class T> inline void choose_tiles(Work &work, long most_rows) {
     const long bytes = larger(sizes.dim, sizes.dim_v) * long(sizeof(T));
     work.keys_per_tile = bytes <= 1024 ? MAX_KEYS : bytes <= 2048 ? 64 : 32;
     work.rows_per_block = bytes <= 1024 ? most_rows : bytes <= 2048 ? most_rows / 2 : most_rows / 4;
+    // Small problems have small buffers.
+    const Call &call = work.call;
+    const long group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0;
+    work.keys_per_tile = smaller(work.keys_per_tile, round_up(larger(call.seqlen_k, 1), 16));
+    if (!call.arrays[BLOCK_MASK])
+        work.rows_per_block = smaller(work.rows_per_block, round_up(larger(call.seqlen_q * group, 1), 12));
 }
 
 // The blocks of all entries; those of the last rows, which may see the most keys, come first.

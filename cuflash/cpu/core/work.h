@@ -72,6 +72,3 @@ struct Work {
 
     void add_phase(void (*run)(Work &, char *, long), long num_jobs) { phases[num_phases++] = Phase{run, num_jobs}; }
 };
-
-// Makes the phases of a call; false where memory runs out. One such function for each kind of processor.
-typedef bool Prepare(Work &work);
