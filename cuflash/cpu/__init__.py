@@ -35,7 +35,7 @@ def forward(
     lse: Array | None = None,
     seed: int | None = None,
     offset: int | None = None,
-    **terms: Array | None,
+    **terms: Any,
 ) -> tuple[Array, Array]:
     """out and lse: `cuflash.cpu.tiles.forward` has the parameters. Bitwise repeatable, on any number of threads."""
     if core.why_not(problem) is not None:
@@ -60,7 +60,7 @@ def backward(
     need: Collection[str] | None = None,
     seed: int | None = None,
     offset: int | None = None,
-    **others: Array | None,
+    **others: Any,
 ) -> tuple[Array, ...]:
     """Gradients, those of `need`: `cuflash.cpu.tiles.backward` has the parameters, results included."""
     if core.why_not(problem) is not None:

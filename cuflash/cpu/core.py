@@ -93,7 +93,7 @@ def _load() -> _Library | str:
         return f"it cannot be loaded: {error}"
     if size != ctypes.sizeof(_Call):
         return f"it was built of other sources: its calls have {size} bytes, not {ctypes.sizeof(_Call)}"
-    call = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
+    call: list[Any] = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
     functions.cuflash_run.argtypes = [*call, ctypes.c_void_p, ctypes.c_int64]
     functions.cuflash_start.argtypes = [*call, ctypes.c_int, ctypes.POINTER(ctypes.c_int)]
     functions.cuflash_start.restype = ctypes.c_void_p

@@ -26,9 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.cpu import exponentials
-from cuflash.dropout import kept_weights
 from cuflash.cpu.exponentials import LOWEST_WEIGHT, exponential
 from cuflash.cpu.jobs import PRODUCT_LIMIT, Workspace, count_cores, kept_workspace, run
+from cuflash.dropout import kept_weights
 from cuflash.problem import DEFAULT_NEED, Problem, view_4d, view_rows
 
 Array = NDArray[Any]

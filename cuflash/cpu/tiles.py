@@ -42,12 +42,12 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from cuflash.cpu import exponentials, stacks
-from cuflash.dropout import kept_weights
 from cuflash.cpu.exponentials import exponential
 from cuflash.cpu.jobs import PRODUCT_LIMIT, Workspace, count_cores, run
 from cuflash.cpu.packed import Sequence, for_each, sequences
-from cuflash.problem import DEFAULT_NEED, GRADIENTS, Problem, view_4d, view_rows
 from cuflash.cpu.stacks import derivative_by_softcap
+from cuflash.dropout import kept_weights
+from cuflash.problem import DEFAULT_NEED, GRADIENTS, Problem, view_4d, view_rows
 
 Array = NDArray[Any]
 
@@ -245,7 +245,10 @@ def backward(
 
 
 def gradients_for(
-    problem: Problem, need: Collection[str] | None, models: Mapping[str, Array | None], given: Mapping[str, Array | None]
+    problem: Problem,
+    need: Collection[str] | None,
+    models: Mapping[str, Array | None],
+    given: Mapping[str, Array | None],
 ) -> dict[str, Array]:
     """Arrays for the gradients that are wanted, in order: those given, and new ones like what they are gradients of."""
     if need is None:

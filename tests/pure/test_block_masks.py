@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from cuflash import block_masks, cpu, reference
-from cuflash.cpu import core, tiles
+from cuflash import block_masks, reference
 from cuflash.block_masks import from_mask, global_blocks, local, random, strided
+from cuflash.cpu import core, tiles
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.problem import make_problem
 

@@ -114,7 +114,7 @@ inline RowRange differentiate(const Call &call, const Scaling<T> &scaling, const
     constexpr long STRIDE = SCORES_STRIDE<T>;
     const Sizes<T> &sizes = buffers.sizes;
     const long num_rows = rows_of(block), padded = round_up(count, N);
-    const T scale = T(call.scale < 0 ? -call.scale : call.scale), inner = scaling.has_terms ? T(1) : scale;
+    const T scale = T(size_of_scale(call)), inner = scaling.has_terms ? T(1) : scale;
     const Vector<T> log2_e = splat(T(1.4426950408889634));
     const bool has_products = !for_bias && (is_wanted(call, DSCALE) || is_wanted(call, DSOFTCAP));
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
@@ -299,7 +299,7 @@ template <class T> void key_tile_job(Work &work, char *memory, long job) {
         if (!wait_for(work, tile.before, steps.count)) return;
         work.progress[job].store(steps.count, std::memory_order_release);
     }
-    const T scale = T(call.scale < 0 ? -call.scale : call.scale);
+    const T scale = T(size_of_scale(call));
     for (long j = 0; j < count; ++j) {
         T *dk = buffers.dk + j * sizes.dim, *dv = buffers.dv + j * sizes.dim_v;
         for (long d = 0; d < sizes.dim; ++d) dk[d] *= scale;

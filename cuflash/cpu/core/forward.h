@@ -1,7 +1,7 @@
 // The forward pass: blocks of queries against tiles of keys, with online softmax (FlashAttention-2, algorithm 1).
 //
-// The shift of a row is near its largest score so far, and moves only when that has risen by MAX_RISE: sums are rescaled
-// a few times in all.
+// The shift of a row is near its largest score so far, and moves only when that has risen by much: sums are rescaled a
+// few times in all.
 #pragma once
 
 #include <cmath>
@@ -16,7 +16,6 @@ constexpr long BLOCK_ROWS = 192;  // at most
 constexpr long ENOUGH_JOBS = 64;  // for all threads: with fewer blocks, several jobs share the keys of one
 constexpr long TILES_PER_PART = 4;
 constexpr long PARTS_BYTES = 32 << 20;
-constexpr int MAX_RISE = 8;
 
 template <class T> struct ForwardBuffers {
     Scratch scratch;
@@ -63,16 +62,15 @@ inline void dot_products(const T *q, long dim, const T *k, long k_stride, long n
 }
 
 // Scores of one row become weights; their sum goes to l.
-template <class T, bool SHIFTED_FIRST>
+template <class T>
 inline void exponentials(const Scaling<T> &scaling, T *s, long num_keys, T &shift, T *l, T *o, long dim) {
     constexpr int N = LANES<T>;
     Vector<T> most = load(s);
     for (long j = N; j < num_keys; j += N) most = larger<T>(most, load(s + j));
     const Vector<T> factor = splat(scaling.factor);
-    most = most * splat(scaling.unit());
-    if (any_above<T>(most, shift + MAX_RISE)) {
+    if (any_above<T>(most, shift + scaling.rise)) {
         const T top = largest_lane<T>(most);
-        const Vector<T> shrinks = exp2<T>(splat((shift - top) * (SHIFTED_FIRST ? scaling.factor : T(1))));
+        const Vector<T> shrinks = exp2<T>(splat((shift - top) * scaling.factor));
         shift = top;
         store(l, load(l) * shrinks);
         for (long d = 0; d < dim; d += N) store(o + d, load(o + d) * shrinks);
@@ -81,8 +79,7 @@ inline void exponentials(const Scaling<T> &scaling, T *s, long num_keys, T &shif
     const Vector<T> minus = splat(shift == T(-__builtin_inf()) ? T(0) : shift);
     Vector<T> sum = {};
     for (long j = 0; j < num_keys; j += N) {
-        Vector<T> x = SHIFTED_FIRST ? (load(s + j) - minus) * factor : load(s + j) * factor - minus;
-        Vector<T> p = exp2<T>(x);
+        const Vector<T> p = exp2<T>((load(s + j) - minus) * factor);
         store(s + j, p);
         sum += p;
     }
@@ -123,7 +120,7 @@ template <class T> inline T *part_of(const Work &work, long job) {
     return (T *)work.shared + job * work.rows_per_block * (Sizes<T>(work.call).dim_v + 2);
 }
 
-template <class T, bool SHIFTED_FIRST>
+template <class T>
 inline void forward_tile(const Work &work, const Block &block, const Entry &entry, const Scaling<T> &scaling,
                          ForwardBuffers<T> &buffers, long first, long count) {
     const Call &call = work.call;
@@ -174,8 +171,8 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
             T *row = s + r * SCORES_STRIDE<T>;
             if (!is_finished)
                 finish_scores<T>(call, scaling, entry, row_of(block, r0 + r), first, here, columns, row, nullptr);
-            exponentials<T, SHIFTED_FIRST>(scaling, row, columns, buffers.shift[r0 + r],
-                                           buffers.l + (r0 + r) * LANES<T>, o + r * sizes.dim_v, sizes.dim_v);
+            exponentials(scaling, row, columns, buffers.shift[r0 + r], buffers.l + (r0 + r) * LANES<T>,
+                         o + r * sizes.dim_v, sizes.dim_v);
             if (call.dropout_steps) {
                 const unsigned char *kept = buffers.kept + (r0 + r) * MAX_KEYS;
                 for (long j = 0; j < here; ++j) row[j] *= kept[j] ? T(call.kept_scale) : T(0);
@@ -206,11 +203,7 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
         if (work.stopped.load(std::memory_order_relaxed)) return;
         const long count = smaller(work.keys_per_tile, end - first);
         if (!any_visible(call, entry, block, first, count)) continue;
-        if (scaling.is_shifted_first) {
-            forward_tile<T, true>(work, block, entry, scaling, buffers, first, count);
-        } else {
-            forward_tile<T, false>(work, block, entry, scaling, buffers, first, count);
-        }
+        forward_tile(work, block, entry, scaling, buffers, first, count);
     }
 
     T *part = block.num_parts > 1 ? part_of<T>(work, job) : nullptr;
@@ -223,7 +216,7 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
             to[sizes.dim_v] = buffers.shift[r];
             to[sizes.dim_v + 1] = l;
         } else {
-            finish_row(call, entry, row_of(block, r), o, buffers.shift[r] * scaling.natural(), l);
+            finish_row(call, entry, row_of(block, r), o, buffers.shift[r] * scaling.natural, l);
         }
     }
 }
@@ -233,7 +226,7 @@ template <class T> void merge_job(Work &work, char *memory, long job) {
     const long first = job * work.blocks[0].num_parts;
     const Block &block = work.blocks[first];
     const Entry &entry = work.entries[block.entry];
-    const double natural = Scaling<T>(work.call).natural(), infinity = __builtin_inf();
+    const double natural = Scaling<T>(work.call).natural, infinity = __builtin_inf();
     ForwardBuffers<T> buffers(work, memory);
     const long dim = buffers.sizes.dim_v;
     for (long r = 0; r < rows_of(block); ++r) {

@@ -159,21 +159,23 @@ inline bool any_visible(const Call &call, const Entry &entry, const Block &block
 
 // ---- scores ----------------------------------------------------------------------------------------------------------
 
-// How the exponent of a weight follows from a score: 2^(factor * s - shift), or 2^(factor * (s - shift)) where terms are
-// added. These may be large and nearly cancel, and so are not multiplied before the shift is subtracted.
+inline double size_of_scale(const Call &call) { return call.scale < 0 ? -call.scale : call.scale; }
+
+// The weight of a score s is 2^(factor * (s - shift)). Scores are products of q and k, which `factor` then scales, or,
+// where options do something to them or the factor would be 0, they are scaled first. The difference comes first: it is
+// exact where it matters, however large scores are.
 template <class T> struct Scaling {
-    bool has_terms, is_shifted_first;
+    bool has_terms;
     T factor;
+    T rise;  // a shift is moved up if a score is above it by more than this: by a factor of 2^8 of its weight
+    double natural;  // a score times this, is an exponent of e
     explicit Scaling(const Call &call) {
-        is_shifted_first = call.arrays[BIAS] || call.arrays[ALIBI_SLOPES];
-        has_terms = is_shifted_first || call.softcap || call.scale == 0;  // -inf times a factor of 0 would be NaN
-        const double log2_e = 1.4426950408889634;
-        factor = T(has_terms ? log2_e : log2_e * (call.scale < 0 ? -call.scale : call.scale));
+        has_terms = call.arrays[BIAS] || call.arrays[ALIBI_SLOPES] || call.softcap || call.scale == 0;
+        natural = has_terms ? 1.0 : size_of_scale(call);
+        factor = T(natural * 1.4426950408889634);
+        const double most = 1e30;
+        rise = T(8 / natural < most ? 8 / natural : most);
     }
-    // A score in units of shifts.
-    T unit() const { return is_shifted_first ? T(1) : factor; }
-    // What a shift is times this, is a natural logarithm.
-    double natural() const { return is_shifted_first ? 1.0 : 0.6931471805599453; }
 };
 
 // One row of scores for keys [first, first + count): products of q and k become scores, -inf where hidden. `padded` is
@@ -183,9 +185,9 @@ template <class T>
 inline void finish_scores(const Call &call, const Scaling<T> &scaling, const Entry &entry, Row row, long first,
                           long count, long padded, T *s, T *tanhs) {
     constexpr int N = LANES<T>;
-    const T scale = T(call.scale < 0 ? -call.scale : call.scale);
+    const T scale = T(size_of_scale(call));
     if (call.softcap) {
-        const Vector<T> inner = splat(T((call.scale < 0 ? -call.scale : call.scale) / call.softcap));
+        const Vector<T> inner = splat(T(size_of_scale(call) / call.softcap));
         const Vector<T> outer = splat(T(call.softcap));
         for (long j = 0; j < padded; j += N) {
             Vector<T> t = tanh<T>(load(s + j) * inner);
