@@ -15,6 +15,13 @@ constexpr long DQ_BYTES = 32 << 20;        // for sums of dq in float32, where d
 
 inline bool is_wanted(const Call &call, Array array) { return call.arrays[array] != nullptr; }
 
+// Whether each entry of dbias belongs to one pair of a query and a key, and is no sum: the job of the keys writes it.
+inline bool has_whole_bias(const Call &call) {
+    const int64_t *strides = call.strides[DBIAS];
+    return is_wanted(call, DBIAS) && (strides[0] || call.batch == 1) && (strides[1] || call.num_heads == 1) &&
+           (strides[2] || call.seqlen_q == 1) && (strides[3] || call.seqlen_k == 1);
+}
+
 template <class T> struct BackwardBuffers {
     Scratch scratch;
     Sizes<T> sizes;
@@ -143,24 +150,19 @@ inline RowRange differentiate(const Call &call, const Scaling<T> &scaling, const
             if (products) memcpy(products, p, columns * sizeof(T));
             if (!is_finished) finish_scores<T>(call, scaling, entry, row, first, here, columns, p, tanhs);
             const Vector<T> lse = splat(buffers.lse[r0 + r]), delta = splat(buffers.delta[r0 + r]);
-            if (call.dropout_steps) {
-                const unsigned char *kept = buffers.kept + (r0 + r) * MAX_KEYS;
-                for (long j = 0; j < columns; ++j) {
-                    const T factor = j < here && kept[j] ? T(call.kept_scale) : T(0);
-                    ds[j] *= factor;
-                }
-            }
+            const unsigned char *kept = buffers.kept + (r0 + r) * MAX_KEYS;
+            if (call.dropout_steps) drop(call, kept, here, ds);
             for (long j = 0; j < columns; j += N) {
                 const Vector<T> weight = exp2<T>((load(p + j) * splat(inner) - lse) * log2_e);
                 store(p + j, weight);
                 store(ds + j, weight * (load(ds + j) - delta));
             }
-            if (call.dropout_steps) {
-                const unsigned char *kept = buffers.kept + (r0 + r) * MAX_KEYS;
-                for (long j = 0; j < here; ++j) p[j] *= kept[j] ? T(call.kept_scale) : T(0);
-            }
+            if (call.dropout_steps) drop(call, kept, here, p);
             if (columns < padded) clear(p + columns, padded - columns), clear(ds + columns, padded - columns);
             if (for_bias) continue;
+            if (has_whole_bias(call))
+                store_row(ds, call.bias_dtype, call.strides[DBIAS][3], here,
+                          address(call, DBIAS, size_of(call.bias_dtype), entry.index, row.head, row.i, first));
             if (is_wanted(call, DALIBI_SLOPES)) {
                 const Vector<T> start = splat(T(first - row.i - entry.diagonal)) + iota<T>();
                 Vector<T> sum = {};
@@ -354,23 +356,24 @@ template <class T> void dq_job(Work &work, char *memory, long job) {
     }
 }
 
-// Zeros in dq, dk and dv of a head of the arrays, where they are summed up, or not all rows are anybody's.
+// Zeros in dq, dk, dv and dbias of a head of the arrays, where they are summed up, or not all of it is written.
 template <class T> void clear_job(Work &work, char *, long job) {
     const Call &call = work.call;
     const long heads = larger(call.num_heads, call.num_heads_kv), b = job / heads, h = job % heads;
     const T zero[MAX_KEYS] = {};
-    auto clear_head = [&](Array array, long num_heads, long seqlen, long dim) {
+    auto clear_head = [&](Array array, int64_t dtype, long num_heads, long seqlen, long dim) {
         if (!is_wanted(call, array) || h >= num_heads) return;
-        const long size = size_of(call.dtype), step = call.strides[array][3];
+        const long size = size_of(dtype), step = call.strides[array][3];
         for (long i = 0; i < seqlen; ++i)
             for (long d = 0; d < dim; d += MAX_KEYS)
-                store_row(zero, call.dtype, step, smaller(MAX_KEYS, dim - d),
+                store_row(zero, dtype, step, smaller(MAX_KEYS, dim - d),
                           address(call, array, size, b, h, i) + d * step * size);
     };
-    clear_head(DQ, call.num_heads, call.seqlen_q, call.head_dim);
+    clear_head(DQ, call.dtype, call.num_heads, call.seqlen_q, call.head_dim);
+    if (has_whole_bias(call)) clear_head(DBIAS, call.bias_dtype, call.num_heads, call.seqlen_q, call.seqlen_k);
     if (call.arrays[CU_SEQLENS_K] || call.arrays[KV_LENGTHS]) {
-        clear_head(DK, call.num_heads_kv, call.seqlen_k, call.head_dim);
-        clear_head(DV, call.num_heads_kv, call.seqlen_k, call.head_dim_v);
+        clear_head(DK, call.dtype, call.num_heads_kv, call.seqlen_k, call.head_dim);
+        clear_head(DV, call.dtype, call.num_heads_kv, call.seqlen_k, call.head_dim_v);
     }
     if (work.shared && h < call.num_heads)
         clear((T *)work.shared + (b * call.num_heads + h) * call.seqlen_q * call.head_dim,
@@ -574,7 +577,7 @@ template <class T> bool prepare_backward(Work &work) {
         for (long t = 0; t < work.num_tiles; ++t) work.progress[t] = 0;
     }
     work.add_phase(clear_job<T>, batch * larger(call.num_heads, call.num_heads_kv));
-    if (wants_dq || is_wanted(call, DK) || is_wanted(call, DV) || has_sums)
+    if (wants_dq || is_wanted(call, DK) || is_wanted(call, DV) || has_sums || has_whole_bias(call))
         work.add_phase(key_tile_job<T>, work.num_tiles);
     if (is_apart && has_room) work.add_phase(round_job<T>, work.num_entries * call.num_heads);
     if (is_apart && !has_room) {
@@ -583,7 +586,7 @@ template <class T> bool prepare_backward(Work &work) {
     }
     if (has_sums) work.add_phase(sums_job<T>, 1);
     if (is_wanted(call, DSINKS)) work.add_phase(sinks_job<T>, call.num_heads);
-    if (is_wanted(call, DBIAS)) {
+    if (is_wanted(call, DBIAS) && !has_whole_bias(call)) {
         const BiasJobs jobs(work);
         work.add_phase(bias_job<T>, jobs.entries * jobs.heads * jobs.blocks * jobs.tiles);
     }

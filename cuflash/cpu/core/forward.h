@@ -173,10 +173,7 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
                 finish_scores<T>(call, scaling, entry, row_of(block, r0 + r), first, here, columns, row, nullptr);
             exponentials(scaling, row, columns, buffers.shift[r0 + r], buffers.l + (r0 + r) * LANES<T>,
                          o + r * sizes.dim_v, sizes.dim_v);
-            if (call.dropout_steps) {
-                const unsigned char *kept = buffers.kept + (r0 + r) * MAX_KEYS;
-                for (long j = 0; j < here; ++j) row[j] *= kept[j] ? T(call.kept_scale) : T(0);
-            }
+            if (call.dropout_steps) drop(call, buffers.kept + (r0 + r) * MAX_KEYS, here, row);
         }
         product<T, Order::ROWS>(n, sizes.dim_v, here, s, SCORES_STRIDE<T>, v, v_stride, o, sizes.dim_v, true);
     }

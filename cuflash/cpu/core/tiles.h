@@ -209,8 +209,13 @@ inline void finish_scores(const Call &call, const Scaling<T> &scaling, const Ent
     if (call.arrays[BIAS]) {
         const char *p = address(call, BIAS, size_of(call.bias_dtype), entry.index, row.head, row.i, first);
         const long step = call.strides[BIAS][3];
-        T bias[MAX_KEYS];
-        load_row(p, call.bias_dtype, step, step ? count : 1, bias);
+        T loaded[MAX_KEYS];
+        const T *bias = loaded;
+        if (step == 1 && size_of(call.bias_dtype) == long(sizeof(T))) {
+            bias = (const T *)p;
+        } else {
+            load_row(p, call.bias_dtype, step, step ? count : 1, loaded);
+        }
         if (step) {
             for (long j = 0; j < count; ++j) s[j] += bias[j];
         } else {
@@ -266,6 +271,12 @@ inline void load_kept(const Call &call, const Entry &entry, const Block &block, 
         kept_weights(call.seed, call.offset, uint64_t(entry.index * call.num_heads + block.first_head + h),
                      call.dropout_steps, block.first_row, block.num_rows, first, count,
                      kept + h * block.num_rows * MAX_KEYS, MAX_KEYS);
+}
+
+// Multiplies a row of weights, or their gradients, by what dropout says.
+template <class T> inline void drop(const Call &call, const unsigned char *kept, long count, T *row) {
+    const T factor = T(call.kept_scale);
+    for (long j = 0; j < count; ++j) row[j] *= T(kept[j]) * factor;
 }
 
 // ---- entries and blocks ----------------------------------------------------------------------------------------------
