@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.cpu.jobs import count_cores
-from cuflash.problem import DTYPES, Problem, layout_of
+from cuflash.problem import DTYPES, GRADIENTS, Problem, layout_of
 
 Array = NDArray[Any]
 
@@ -42,7 +42,8 @@ AXES = {
     "bias": 4, "mask": 4, "kv_lengths": 1, "alibi_slopes": 2, "sinks": 2, "block_mask": 4, "block_table": 2,
     "cu_seqlens_q": 1, "cu_seqlens_k": 1, "dbias": 4, "dalibi_slopes": 2, "dscale": 0, "dsoftcap": 0, "dsinks": 2,
 }  # fmt: skip
-_DONE, _OUT_OF_MEMORY, _OTHER_LAYOUT, _NO_THREAD = range(4)
+_DONE, _OUT_OF_MEMORY, _OTHER_LAYOUT, _NO_THREAD, _UNALIGNED = range(5)
+_WRITTEN = {False: ("out", "lse"), True: GRADIENTS}  # by a pass, by whether it is the backward pass
 _NOWHERE = [0] * len(AXES)
 _kept = threading.local()
 _changing = struct.Struct(f"@2Q{len(AXES)}N")
@@ -58,6 +59,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("page_size", "block_rows", "block_keys", "lengths_are_64_bit")),
         ("dropout_steps", ctypes.c_int64),
         *((name, ctypes.c_double) for name in ("scale", "softcap", "kept_scale")),
+        ("sizes", ctypes.c_int64 * len(AXES)),
         ("strides", ctypes.c_int64 * 4 * len(AXES)),
         ("seed", ctypes.c_uint64),
         ("offset", ctypes.c_uint64),
@@ -150,6 +152,9 @@ def run(
     functions, data_offset = library
     given = [(name, x) for name, x in arrays.items() if x is not None]
     prepared = _prepared(problem, given, is_backward)
+    if prepared is None:
+        _run_on_copies(problem, given, is_backward, seed, offset)
+        return
     places = _NOWHERE.copy()
     for at, (_, x) in zip(prepared.places, given, strict=True):
         places[at] = id(x) if data_offset >= 0 else x.ctypes.data
@@ -162,10 +167,23 @@ def run(
     if status == _NO_THREAD:
         memory = _kept.__dict__.get("address") or _keep_memory()
         status = functions.cuflash_run(prepared.fixed, changing, data_offset, _skipped_kinds(), memory, KEPT_BYTES)
+    if status == _UNALIGNED:
+        _run_on_copies(problem, given, is_backward, seed, offset)
     if status == _OUT_OF_MEMORY:
         raise MemoryError("no memory for the tiles of attention")
     if status == _OTHER_LAYOUT:
         raise RuntimeError("the compiled core was built of other sources")
+
+
+def _run_on_copies(
+    problem: Problem, given: list[tuple[str, Array]], is_backward: bool, seed: int | None, offset: int | None
+) -> None:
+    """Compute a call on arrays some of whose elements are not aligned to their size: the core gets copies of these."""
+    copies = {name: x if x.flags.aligned else x.copy() for name, x in given}
+    run(problem, copies, is_backward, seed, offset)
+    for name, x in given:
+        if name in _WRITTEN[is_backward] and copies[name] is not x:
+            x[...] = copies[name]
 
 
 def _keep_memory() -> int:
@@ -189,12 +207,14 @@ def _run_on_threads(functions: Any, call: tuple[bytes, bytes, int, int], threads
     return code
 
 
-def _prepared(problem: Problem, given: list[tuple[str, Array]], is_backward: bool) -> _Prepared:
-    """What this call has in common with others, kept with the problem."""
+def _prepared(problem: Problem, given: list[tuple[str, Array]], is_backward: bool) -> _Prepared | None:
+    """What this call has in common with others, kept with the problem; None where strides are no whole elements."""
     kept: dict[Any, _Prepared] = vars(problem).setdefault("_prepared_calls", {})
     key = (is_backward, *[(name, x.strides) for name, x in given])
     prepared = kept.get(key)
     if prepared is None:
+        if any(stride % x.itemsize for _, x in given for n, stride in zip(x.shape, x.strides, strict=True) if n > 1):
+            return None
         if len(kept) >= MOST_PREPARED:
             kept.clear()
         prepared = kept[key] = _prepare(problem, given, is_backward)
@@ -225,6 +245,7 @@ def _prepare(problem: Problem, given: list[tuple[str, Array]], is_backward: bool
     names = list(AXES)
     places = [names.index(name) for name, _ in given]
     for at, (name, x) in zip(places, given, strict=True):
+        call.sizes[at] = x.itemsize
         call.strides[at][:] = _strides(x, AXES[name], problem.layout)
     flops = problem.backward_flops if is_backward else problem.forward_flops
     nanoseconds = flops / (30 if problem.dtype == "float64" else 60) + 500 * problem.batch * problem.num_heads

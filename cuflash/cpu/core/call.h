@@ -24,6 +24,7 @@ struct Call {
     int64_t lengths_are_64_bit;  // kv_lengths
     int64_t dropout_steps;       // of 1 / 65536
     double scale, softcap, kept_scale;  // softcap is 0 without one
+    int64_t sizes[NUM_ARRAYS];          // of an element in bytes
     int64_t strides[NUM_ARRAYS][4];     // 0 on axes that are broadcast or of length 1
     // The rest changes from call to call.
     uint64_t seed, offset;

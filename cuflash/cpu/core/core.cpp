@@ -31,7 +31,7 @@ Kind kind_of_processor(int limit) {
 #endif
 }
 
-enum Status { DONE, OUT_OF_MEMORY, OTHER_LAYOUT, NO_THREAD };
+enum Status { DONE, OUT_OF_MEMORY, OTHER_LAYOUT, NO_THREAD, UNALIGNED };
 
 // A call under way, computed by threads of its own.
 struct Running {
@@ -99,6 +99,7 @@ int load_call(Work &work, const void *fixed, const Changing *changing, int data_
     for (int i = 0; i < NUM_ARRAYS; ++i) {
         const uintptr_t array = changing->arrays[i];
         work.call.arrays[i] = array && data_offset >= 0 ? *(char **)(array + data_offset) : (char *)array;
+        if (array && (uintptr_t)work.call.arrays[i] % work.call.sizes[i]) return UNALIGNED;
     }
     for (auto &next : work.next) next = 0;
     work.stopped = false;
