@@ -6,6 +6,7 @@ and NumPy arrays are computed by NumPy. The core has no interface of Python's: o
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shlex
@@ -30,8 +31,14 @@ KINDS = {
 }
 
 
+def hash_of_sources() -> str:
+    """As `cuflash.cpu.core` computes it, to tell whether the library was built of the sources beside it."""
+    files = sorted(path for path in Path(SOURCES).iterdir() if path.suffix in (".h", ".cpp"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
 class BuildCore(build_ext):
-    """Compiles the sources with CXX, or c++, and never fails."""
+    """Compiles the sources with CXX, or c++, and CXXFLAGS, and never fails."""
 
     def build_extension(self, extension: Extension) -> None:
         target = Path(self.get_ext_fullpath(extension.name))
@@ -49,9 +56,12 @@ class BuildCore(build_ext):
     def _compile(self, compiler: list[str], directory: Path, target: Path) -> None:
         kinds = KINDS.get("x86_64" if platform.machine().lower() in ("x86_64", "amd64") else "other", {})
         units = {f"{kind}.o": ["kernels.cpp", f"-DKIND={kind}", *flags] for kind, flags in kinds.items()}
-        units["core.o"] = ["core.cpp"]
+        units["core.o"] = ["core.cpp", f'-DSOURCES="{hash_of_sources()}"']
+        own_flags = shlex.split(os.environ.get("CXXFLAGS", ""))
         running = [
-            subprocess.Popen([*compiler, *FLAGS, *flags, "-c", f"{SOURCES}/{source}", "-o", str(directory / name)])
+            subprocess.Popen(
+                [*compiler, *FLAGS, *own_flags, *flags, "-c", f"{SOURCES}/{source}", "-o", str(directory / name)]
+            )
             for name, (source, *flags) in units.items()
         ]
         # Every one of them is waited for: the directory goes when this function ends.

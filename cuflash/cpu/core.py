@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import struct
 import sys
 import threading
@@ -90,11 +91,12 @@ def _load() -> _Library | str:
     try:
         functions = ctypes.CDLL(str(LIBRARY))
         functions.cuflash_call_bytes.restype = ctypes.c_int64
-        size = functions.cuflash_call_bytes()
+        functions.cuflash_sources.restype = ctypes.c_char_p
+        size, sources = functions.cuflash_call_bytes(), functions.cuflash_sources().decode()
     except (OSError, AttributeError) as error:
         return f"it cannot be loaded: {error}"
-    if size != ctypes.sizeof(_Call):
-        return f"it was built of other sources: its calls have {size} bytes, not {ctypes.sizeof(_Call)}"
+    if size != ctypes.sizeof(_Call) or _hash_of_sources() not in ("", sources):
+        return "it was built of other sources than these: install cuflash again"
     call: list[Any] = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
     functions.cuflash_run.argtypes = [*call, ctypes.c_void_p, ctypes.c_int64]
     functions.cuflash_start.argtypes = [*call, ctypes.c_int, ctypes.POINTER(ctypes.c_int)]
@@ -103,6 +105,12 @@ def _load() -> _Library | str:
     functions.cuflash_finish.argtypes = [ctypes.c_void_p]
     functions.cuflash_processor.restype = ctypes.c_char_p
     return _Library(functions, _find_data_offset())
+
+
+def _hash_of_sources() -> str:
+    """That of the sources beside the library, as setup.py computes it; empty where there are none, as in a wheel."""
+    files = sorted(path for path in LIBRARY.parent.glob("*") if path.suffix in (".h", ".cpp"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest() if files else ""
 
 
 def _find_data_offset() -> int:

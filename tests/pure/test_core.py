@@ -256,7 +256,7 @@ def test_ctrl_c_ends_a_long_call(which, threads):
         signal.signal(signal.SIGALRM, handler)
     assert ended - start < 0.3 + 0.2 + 0.2  # the last for machines that do something else as well
     assert ended - sent[0] < 0.2
-    assert num_threads() == before
+    assert num_threads() <= before  # threads of others may have ended
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
@@ -401,6 +401,28 @@ def test_a_library_of_other_sources(monkeypatch, unloaded):
 
     monkeypatch.setattr(core, "_Call", OtherCall)
     assert "it was built of other sources" in core.why_not()
+
+
+def test_a_library_of_older_sources(monkeypatch, unloaded):
+    monkeypatch.setattr(core, "_hash_of_sources", lambda: "0" * 64)
+    assert "install cuflash again" in core.why_not()
+
+
+def test_elements_that_are_not_aligned():
+    case = ct.Case(seqlen_q=20, seqlen_k=30, head_dim=8, dtype="float64")
+    arrays, expected = case.arrays(), run(case)
+
+    def unaligned(x):
+        buffer = np.empty(x.nbytes + 3, np.uint8)[3:].view(x.dtype).reshape(x.shape)
+        buffer[...] = x
+        return buffer
+
+    moved = {name: unaligned(x) for name, x in arrays.items()}
+    assert not any(x.flags.aligned for x in moved.values())
+    assert_same_bits(run(case, **moved), expected)
+    out, lse = unaligned(expected["out"] * 0), unaligned(expected["lse"] * 0)
+    cpu.forward(case.problem, *(moved[name] for name in "qkv"), out=out, lse=lse)
+    assert_same_bits({"out": out, "lse": lse}, {name: expected[name] for name in ("out", "lse")})
 
 
 def test_where_arrays_do_not_say_where_their_data_is(monkeypatch, unloaded):

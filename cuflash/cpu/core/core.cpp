@@ -115,6 +115,9 @@ void destroy(Running *running) {
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
+// Of what sources the library was built.
+EXPORTED const char *cuflash_sources() { return SOURCES; }
+
 EXPORTED int64_t cuflash_call_bytes() { return sizeof(Call); }
 
 // The kind of processor that the kernels are for; without the best `limit` kinds.
