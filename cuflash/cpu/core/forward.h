@@ -11,7 +11,7 @@
 namespace {
 
 constexpr long GROUP = 12;        // rows whose scores are computed at a time
-constexpr long FEW_ROWS = 4;      // of a block: their scores are dot products with rows of k as they lie in memory
+constexpr long FEW_ROWS = 8;      // of a block: their scores are dot products with rows of k as they lie in memory
 constexpr long BLOCK_ROWS = 192;  // at most
 constexpr long ENOUGH_JOBS = 64;  // for all threads: with fewer blocks, several jobs share the keys of one
 constexpr long TILES_PER_PART = 4;
@@ -39,26 +39,54 @@ template <class T> struct ForwardBuffers {
     }
 };
 
+constexpr int FEW_KEYS = 4;
+
+// Sums, lane by lane, of products of R rows and FEW_KEYS keys. A function of its own, where they stay in registers.
+template <class T, int R>
+__attribute__((noinline)) void lanes_of_products(const T *q, long dim, const T *const *k, T *lanes) {
+    const T *k0 = k[0], *k1 = k[1], *k2 = k[2], *k3 = k[3];
+    Vector<T> sums0[R] = {}, sums1[R] = {}, sums2[R] = {}, sums3[R] = {};
+    for (long d = 0; d < dim; d += LANES<T>) {
+        const Vector<T> x0 = load(k0 + d), x1 = load(k1 + d), x2 = load(k2 + d), x3 = load(k3 + d);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+            const Vector<T> y = load(q + r * dim + d);
+            sums0[r] += x0 * y;
+            sums1[r] += x1 * y;
+            sums2[r] += x2 * y;
+            sums3[r] += x3 * y;
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+        store(lanes + (FEW_KEYS * r + 0) * LANES<T>, sums0[r]);
+        store(lanes + (FEW_KEYS * r + 1) * LANES<T>, sums1[r]);
+        store(lanes + (FEW_KEYS * r + 2) * LANES<T>, sums2[r]);
+        store(lanes + (FEW_KEYS * r + 3) * LANES<T>, sums3[r]);
+    }
+}
+
 // s[r][j] = dot(q[r], k[j]) for R rows.
 template <class T, int R>
 inline void dot_products(const T *q, long dim, const T *k, long k_stride, long num_keys, T *s) {
-    constexpr int KEYS = 4;
-    for (long j = 0; j < num_keys; j += KEYS) {
-        const T *at[KEYS];
-        for (int n = 0; n < KEYS; ++n) at[n] = k + smaller(j + n, num_keys - 1) * k_stride;
-        Vector<T> sums[R][KEYS] = {};
-        for (long d = 0; d < dim; d += LANES<T>) {
-#pragma GCC unroll 4
-            for (int n = 0; n < KEYS; ++n) {
-                Vector<T> x = load(at[n] + d);
-#pragma GCC unroll 4
-                for (int r = 0; r < R; ++r) sums[r][n] += x * load(q + r * dim + d);
-            }
-        }
+    T lanes[R * FEW_KEYS * LANES<T>];
+    for (long j = 0; j < num_keys; j += FEW_KEYS) {
+        const T *keys[FEW_KEYS];
+        for (int n = 0; n < FEW_KEYS; ++n) keys[n] = k + smaller(j + n, num_keys - 1) * k_stride;
+        lanes_of_products<T, R>(q, dim, keys, lanes);
         for (int r = 0; r < R; ++r)
-            for (int n = 0; n < KEYS && j + n < num_keys; ++n)
-                s[r * SCORES_STRIDE<T> + j + n] = sum_of_lanes<T>(sums[r][n]);
+            for (int n = 0; n < FEW_KEYS && j + n < num_keys; ++n)
+                s[r * SCORES_STRIDE<T> + j + n] = sum_of_lanes<T>(load(lanes + (FEW_KEYS * r + n) * LANES<T>));
     }
+}
+
+template <class T>
+inline void dot_products_of_rows(long num_rows, const T *q, long dim, const T *k, long k_stride, long num_keys, T *s) {
+    for (; num_rows >= 4; num_rows -= 4, q += 4 * dim, s += 4 * SCORES_STRIDE<T>)
+        dot_products<T, 4>(q, dim, k, k_stride, num_keys, s);
+    if (num_rows == 3) dot_products<T, 3>(q, dim, k, k_stride, num_keys, s);
+    if (num_rows == 2) dot_products<T, 2>(q, dim, k, k_stride, num_keys, s);
+    if (num_rows == 1) dot_products<T, 1>(q, dim, k, k_stride, num_keys, s);
 }
 
 // Scores of one row become weights; their sum goes to l.
@@ -158,10 +186,7 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
         if (has_few) {
             for (long r = 0; r < n; ++r)
                 for (long j = here; j < columns; ++j) s[r * SCORES_STRIDE<T> + j] = 0;
-            if (n == 1) dot_products<T, 1>(q, sizes.dim, k, k_stride, here, s);
-            if (n == 2) dot_products<T, 2>(q, sizes.dim, k, k_stride, here, s);
-            if (n == 3) dot_products<T, 3>(q, sizes.dim, k, k_stride, here, s);
-            if (n == 4) dot_products<T, 4>(q, sizes.dim, k, k_stride, here, s);
+            dot_products_of_rows(n, q, sizes.dim, k, k_stride, here, s);
         } else {
             product_of_rows(n, columns, call.head_dim, q, sizes.dim, buffers.k_t, SCORES_STRIDE<T>, s,
                             SCORES_STRIDE<T>);

@@ -45,6 +45,21 @@ inline uint16_t to_float16(float x) {
     return uint16_t(result | sign);
 }
 
+// Neighbours; there are instructions for as many as a vector has.
+template <class T> inline void load_float16(const uint16_t *in, long count, T *out) {
+    long i = 0;
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == 4)
+        for (; i + 16 <= count; i += 16)
+            _mm512_storeu_ps(out + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(in + i))));
+#elif defined(__F16C__)
+    if constexpr (sizeof(T) == 4)
+        for (; i + 8 <= count; i += 8)
+            _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(in + i))));
+#endif
+    for (; i < count; ++i) out[i] = T(from_float16(in[i]));
+}
+
 inline long size_of(int64_t dtype) { return dtype == FLOAT64 ? 8 : dtype == FLOAT32 ? 4 : 2; }
 
 template <class T, class S, class F> inline void load_each(const S *in, long stride, long count, T *out, F convert) {
@@ -65,6 +80,8 @@ template <class T> inline void load_row(const char *in, int64_t dtype, long stri
         load_each((const double *)in, stride, count, out, [](double x) { return x; });
     } else if (dtype == BFLOAT16) {
         load_each((const uint16_t *)in, stride, count, out, from_bfloat16);
+    } else if (stride == 1) {
+        load_float16((const uint16_t *)in, count, out);
     } else {
         load_each((const uint16_t *)in, stride, count, out, from_float16);
     }
