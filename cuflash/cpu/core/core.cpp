@@ -16,7 +16,7 @@ struct Kind {
 };
 
 // Kinds of processors, the best one first; `limit` leaves out as many of them.
-Kind kind_of_processor(int limit) {
+Kind kind_of_processor([[maybe_unused]] int limit) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&

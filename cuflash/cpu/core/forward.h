@@ -94,6 +94,7 @@ template <class T>
 inline void exponentials(const Scaling<T> &scaling, T *s, long num_keys, T &shift, T *l, T *o, long dim) {
     constexpr int N = LANES<T>;
     Vector<T> most = load(s);
+#pragma GCC unroll 4
     for (long j = N; j < num_keys; j += N) most = larger<T>(most, load(s + j));
     const Vector<T> factor = splat(scaling.factor);
     if (any_above<T>(most, shift + scaling.rise)) {
@@ -106,6 +107,7 @@ inline void exponentials(const Scaling<T> &scaling, T *s, long num_keys, T &shif
     // A row that has seen no key yet has a shift of -inf, and only scores of -inf.
     const Vector<T> minus = splat(shift == T(-__builtin_inf()) ? T(0) : shift);
     Vector<T> sum = {};
+#pragma GCC unroll 4
     for (long j = 0; j < num_keys; j += N) {
         const Vector<T> p = exp2<T>((load(s + j) - minus) * factor);
         store(s + j, p);

@@ -19,6 +19,7 @@ inline void product_block(const T *a, long a_stride, const T *b, long b_stride, 
     const T *rows[GROUPS];
     for (int g = 0; g < GROUPS; ++g) rows[g] = a + (ORDER == Order::ROWS ? 3 * g * a_stride : 3 * g);
     const long row_stride = ORDER == Order::ROWS ? a_stride : 1;
+#pragma GCC unroll 2
     for (long k = 0; k < length; ++k) {
         Vector<T> x[N];
 #pragma GCC unroll 4
