@@ -1,4 +1,4 @@
-"""Attention and its gradients on NumPy arrays: by tiles, in memory linear in the sequence length, on every core.
+"""Attention and its gradients by NumPy, where there is no compiled core: by tiles, in linear memory, on every core.
 
 Letters as in `cuflash.reference`. What is done differently here, and why; the numbers are nanoseconds per score on one
 core with AVX-512, float32, head_dim 64, of 2.2 in all:

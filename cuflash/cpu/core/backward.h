@@ -397,23 +397,22 @@ template <class T> void round_job(Work &work, char *, long job) {
 template <class T> void sums_job(Work &work, char *, long) {
     const Call &call = work.call;
     const long group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0, width = group + 2;
-    if (is_wanted(call, DALIBI_SLOPES)) {
-        // Slopes of one batch entry, or of all of them.
-        const bool has_entries = call.strides[DALIBI_SLOPES][0] != 0;
-        for (long h = 0; h < call.num_heads; ++h)
-            for (long e = 0; e < (has_entries ? call.batch : 1); ++e) number<T>(call, DALIBI_SLOPES, e, h) = 0;
-        for (long h = 0; h < call.num_heads; ++h) {
-            for (long e = 0; e < (has_entries ? call.batch : 1); ++e) {
-                double total = 0;
-                for (long t = 0; t < work.num_tiles; ++t)
-                    if (work.tiles[t].head_kv == h / group && (!has_entries || work.tiles[t].entry == e))
-                        total += work.sums[t * width + h % group];
-                number<T>(call, DALIBI_SLOPES, e, h) = T(total);
-            }
+    // Those of all tiles of a head first: the first tile gets what the others have.
+    for (long t = work.num_tiles - 1; t >= 0; --t)
+        if (work.tiles[t].before >= 0)
+            for (long x = 0; x < width; ++x) work.sums[work.tiles[t].before * width + x] += work.sums[t * width + x];
+    const bool has_entries = call.strides[DALIBI_SLOPES][0] != 0;  // slopes of each batch entry, or of all of them
+    for (long h = 0; h < call.num_heads && is_wanted(call, DALIBI_SLOPES); ++h) {
+        for (long e = 0; e < call.batch; ++e) number<T>(call, DALIBI_SLOPES, e, h) = 0;
+        double total = 0;
+        for (long t = 0; t < work.num_tiles && work.tiles[t].before < 0; ++t) {
+            if (work.tiles[t].head_kv != h / group) continue;
+            total = work.sums[t * width + h % group] + (has_entries ? 0 : total);
+            number<T>(call, DALIBI_SLOPES, work.tiles[t].entry, h) = T(total);
         }
     }
     double scale = 0, softcap = 0;
-    for (long t = 0; t < work.num_tiles; ++t) {
+    for (long t = 0; t < work.num_tiles && work.tiles[t].before < 0; ++t) {
         scale += work.sums[t * width + group];
         softcap += work.sums[t * width + group + 1];
     }

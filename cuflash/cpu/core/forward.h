@@ -127,14 +127,15 @@ inline void finish_row(const Call &call, const Entry &entry, Row row, const T *o
         l = l * shrinks + std::exp(sink - top);
         shift = top;
     }
-    number<T>(call, LSE, entry.batch, row.head, entry.first_q + row.i) = T(shift + std::log(l));
+    number<T>(call, LSE, entry.batch, row.head, entry.first_q + row.i) = T(shift + double(std::log(T(l))));
     const T divisor = l == 0 ? T(1) : T(l), factor = T(shrinks);
     T values[MAX_KEYS];
     char *out = row_address(call, OUT, entry, row);
     const long step = call.strides[OUT][3];
     for (long d = 0; d < call.head_dim_v; d += MAX_KEYS) {
         const long count = smaller(MAX_KEYS, call.head_dim_v - d);
-        for (long x = 0; x < count; ++x) values[x] = o[d + x] * factor / divisor;
+        for (long x = 0; x < count; x += LANES<T>)
+            store(values + x, load(o + d + x) * splat(factor) / splat(divisor));
         store_row(values, call.dtype, step, count, out + d * step * size_of(call.dtype));
     }
 }

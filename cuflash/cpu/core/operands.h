@@ -96,7 +96,9 @@ template <class T, class S, class F> inline void store_each(const T *in, long st
 }
 
 template <class T> inline void store_row(const T *in, int64_t dtype, long stride, long count, char *out) {
-    if (dtype == FLOAT32) {
+    if (dtype == (sizeof(T) == 4 ? FLOAT32 : FLOAT64) && stride == 1) {
+        memcpy(out, in, count * sizeof(T));
+    } else if (dtype == FLOAT32) {
         store_each(in, stride, count, (float *)out, [](T x) { return float(x); });
     } else if (dtype == FLOAT64) {
         store_each(in, stride, count, (double *)out, [](T x) { return double(x); });
