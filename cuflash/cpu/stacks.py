@@ -1,8 +1,8 @@
 """Attention and its gradients on NumPy arrays where heads are small: whole heads, a stack of them at a time.
 
-Letters as in `cuflash.reference`. A call of NumPy takes a microsecond, and `tiles` needs hundreds of them for a tile: too
-many where a head has few scores. Here a stack of heads takes about as many calls as the formula does. What is computed
-for a head depends neither on the numbers of other heads nor on how many threads there are.
+Letters as in `cuflash.reference`. A call of NumPy takes a microsecond, and `tiles` needs hundreds of them for a tile:
+too many where a head has few scores. Here a stack of heads takes about as many calls as the formula does. What is
+computed for a head depends neither on the numbers of other heads nor on how many threads there are.
 
 Scores of a stack lie in memory as (keys, heads, queries). Maxima and sums over keys, and all that is done to a row of
 scores, go along runs of neighbours as long as the stack has queries: with 16 keys to a row, NumPy takes 0.1 ns a score

@@ -11,7 +11,8 @@
 namespace {
 
 constexpr long GROUP = 12;        // rows whose scores are computed at a time
-constexpr long FEW_ROWS = 8;      // of a block: their scores are dot products with rows of k as they lie in memory
+// Of a block, with many keys and with few: their scores are dot products with rows of k as they lie in memory.
+constexpr long FEW_ROWS = 8, VERY_FEW_ROWS = 2;
 constexpr long BLOCK_ROWS = 192;  // at most
 constexpr long ENOUGH_JOBS = 64;  // for all threads: with fewer blocks, several jobs share the keys of one
 constexpr long TILES_PER_PART = 4;
@@ -99,10 +100,12 @@ inline void exponentials(const Scaling<T> &scaling, T *s, long num_keys, T &shif
     const Vector<T> factor = splat(scaling.factor);
     if (any_above<T>(most, shift + scaling.rise)) {
         const T top = largest_lane<T>(most);
-        const Vector<T> shrinks = exp2<T>(splat((shift - top) * scaling.factor));
+        if (shift > T(-__builtin_inf())) {
+            const Vector<T> shrinks = exp2<T>(splat((shift - top) * scaling.factor));
+            store(l, load(l) * shrinks);
+            for (long d = 0; d < dim; d += N) store(o + d, load(o + d) * shrinks);
+        }
         shift = top;
-        store(l, load(l) * shrinks);
-        for (long d = 0; d < dim; d += N) store(o + d, load(o + d) * shrinks);
     }
     // A row that has seen no key yet has a shift of -inf, and only scores of -inf.
     const Vector<T> minus = splat(shift == T(-__builtin_inf()) ? T(0) : shift);
@@ -157,7 +160,7 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
     const Call &call = work.call;
     const Sizes<T> &sizes = buffers.sizes;
     const long num_rows = rows_of(block);
-    const bool has_few = num_rows <= FEW_ROWS;
+    const bool has_few = num_rows <= (entry.seqlen_k > 4 * MAX_KEYS ? FEW_ROWS : VERY_FEW_ROWS);
     const long padded = round_up(count, LANES<T>);
     const T *k = buffers.rows, *v = buffers.v;
     long k_stride = sizes.dim, v_stride = sizes.dim_v;
