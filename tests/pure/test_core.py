@@ -139,6 +139,14 @@ def test_dq_of_16_bits_without_room_for_its_sums():
         np.testing.assert_allclose(got.astype("f4"), expected.astype("f4"), rtol=0.02, atol=0.02)
 
 
+def test_no_sequences():
+    case = ct.Case(
+        seqlen_q=0, seqlen_k=3, head_dim=2, num_heads=2, alibi_slopes=(2,), sinks=True, cu_seqlens_q=(0,),
+        cu_seqlens_k=(0,),
+    )  # fmt: skip
+    judge(case, run(case))
+
+
 # ---- threads ---------------------------------------------------------------------------------------------------------
 
 

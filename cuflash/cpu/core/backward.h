@@ -403,7 +403,7 @@ template <class T> void sums_job(Work &work, char *, long) {
             for (long x = 0; x < width; ++x) work.sums[work.tiles[t].before * width + x] += work.sums[t * width + x];
     const bool has_entries = call.strides[DALIBI_SLOPES][0] != 0;  // slopes of each batch entry, or of all of them
     for (long h = 0; h < call.num_heads && is_wanted(call, DALIBI_SLOPES); ++h) {
-        for (long e = 0; e < call.batch; ++e) number<T>(call, DALIBI_SLOPES, e, h) = 0;
+        for (long e = 0; e < (has_entries ? call.batch : 1); ++e) number<T>(call, DALIBI_SLOPES, e, h) = 0;
         double total = 0;
         for (long t = 0; t < work.num_tiles && work.tiles[t].before < 0; ++t) {
             if (work.tiles[t].head_kv != h / group) continue;
