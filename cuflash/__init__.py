@@ -7,6 +7,7 @@
 """
 
 from cuflash import block_masks
+from cuflash.cpu import cpu_threads
 from cuflash.dropout import dropout_mask
 from cuflash.flash_attention import FlashAttention, ForwardResult, Gradients, attention
 from cuflash.merging import MergeGradients, MergeResult, merge, merge_backward
@@ -21,6 +22,7 @@ __all__ = [
     "MergeResult",
     "attention",
     "block_masks",
+    "cpu_threads",
     "dropout_mask",
     "merge",
     "merge_backward",

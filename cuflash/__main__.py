@@ -24,7 +24,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash import FlashAttention, __version__, compiler, reference, tuning
+from cuflash import FlashAttention, __version__, compiler, cpu, reference, tuning
+from cuflash.cpu.jobs import count_cores
 from cuflash.flash_attention import Causal, CpuPlan
 from cuflash.planning import DeviceSpec, KernelSpec, LaunchPlan, choose_plan
 from cuflash.problem import DTYPES, LAYOUTS, PRECISIONS, Options, Problem, counted, make_problem, user_shape
@@ -312,6 +313,7 @@ def info(args: argparse.Namespace) -> int:
     rows = [("cuflash", f"{version_of('cuflash')}, kernels in {compiler.kernel_directory()}")]
     rows.append(("Python", f"{platform.python_version()}, {platform.platform()}"))
     rows.extend((name, version) for name in PACKAGES if (version := version_of(name)))
+    rows.append(("CPU", f"{count_cores()} threads, {cpu.describe()}"))
     try:
         nvrtc = f"{compiler.nvrtc_version()}, compiles for {' '.join(compiler.supported_archs())}"
     except compiler.NvrtcNotFoundError as error:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 from cuflash import cpu, interop, progress
 from cuflash.binding import INPUTS, Binding, Pass, bind, of_pass
-from cuflash.packed import check_starts
+from cuflash.cpu.packed import check_starts
 from cuflash.problem import (
     DEFAULT_NEED,
     GRADIENTS,
@@ -93,6 +93,7 @@ class CpuPlan:
         return "\n".join(
             (
                 "CPU path: tiled online softmax on NumPy arrays, because the arguments are in host memory",
+                f"  computed  by {cpu.describe(p)}",
                 f"  problem   batch {p.batch}, {heads}, {sizes}, layout {p.layout}",
                 f"  precision {p.dtype} in and out, {p.softmax_dtype} inside",
                 f"  work      {p.forward_flops / 1e9:.3g} GFLOP forward, {backward}",

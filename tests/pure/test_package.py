@@ -16,6 +16,8 @@ DEPENDENCIES = sorted({str(Path(module.__file__).parents[1]) for module in (np, 
 FOLDER = CHECKOUT / "kernels"
 KERNELS = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.glob("*/*.cu*"))
 
+PROCESSORS = ("AVX-512", "AVX2", "SSE2", "NEON", "generic")
+
 USE_IT = """
 import cuflash, cuflash.compiler, numpy
 q, k, v = numpy.ones((3, 2, 5, 4), numpy.float32)
@@ -34,19 +36,28 @@ def run_python(code, cwd, *path_entries):
     return subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True, timeout=120).stdout
 
 
+WHICH_CORE = """
+import cuflash.cpu.core as core, numpy, cuflash
+q = numpy.ones((2, 50, 8), numpy.float32)
+assert abs(cuflash.attention(q, q, q) - 1).max() < 1e-6
+print(core.why_not() or core.processor())
+"""
+
+
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
     """Builds a wheel or an editable one of a copy of the checkout, offline; gives the copy, the wheel, its content."""
     pytest.importorskip("setuptools", minversion="77", reason="the wheel is built with setuptools 77 or later")
 
-    def build(kind):
+    def build(kind, **environment):
         source, built, unpacked = (tmp_path_factory.mktemp(name) for name in ("source", "built", "unpacked"))
-        for name in ("pyproject.toml", "README.md", "LICENSE"):
+        for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
             shutil.copy(CHECKOUT / name, source)
         for name in ("cuflash", "kernels"):
-            shutil.copytree(CHECKOUT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(CHECKOUT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         code = f"import setuptools.build_meta as backend; backend.build_{kind}({str(built)!r})"
-        subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True, timeout=300)
+        env = os.environ | {"CXXFLAGS": "-O0"} | environment  # fast to compile
+        subprocess.run([sys.executable, "-c", code], cwd=source, env=env, check=True, capture_output=True, timeout=300)
         (wheel,) = built.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(unpacked)
@@ -71,7 +82,28 @@ def test_a_wheel_works_elsewhere(build, tmp_path):
     assert names == KERNELS
     assert (unpacked / "cuflash" / "py.typed").exists()
     assert {path.name for path in unpacked.iterdir() if path.suffix != ".dist-info"} == {"cuflash"}
-    assert wheel.stat().st_size < 1_000_000
+    assert wheel.stat().st_size < 1_500_000
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_a_wheel_has_the_core_and_serves_every_version_of_python(build, tmp_path):
+    source, wheel, unpacked = build("wheel")
+    shutil.rmtree(source)
+    *_, python, abi, platform = wheel.stem.split("-")
+    assert (python, abi) == ("py3", "none") and platform != "any"
+    names = {path.name for path in (unpacked / "cuflash" / "cpu" / "core").iterdir()}
+    assert names == {"libcuflash.so"}
+    assert run_python(WHICH_CORE, tmp_path, str(unpacked)).strip() in PROCESSORS
+
+
+@pytest.mark.parametrize("compiler", ["false", "/no/such/compiler"])
+def test_a_wheel_without_a_compiler(build, tmp_path, compiler):
+    """An install goes on without the core, and says so."""
+    source, wheel, unpacked = build("wheel", CXX=compiler)
+    shutil.rmtree(source)
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not (unpacked / "cuflash" / "cpu" / "core").exists()
+    assert "no C++ compiler" in run_python(WHICH_CORE, tmp_path, str(unpacked))
 
 
 def test_an_editable_install_reads_the_checkout(build, tmp_path):
@@ -80,6 +112,14 @@ def test_an_editable_install_reads_the_checkout(build, tmp_path):
     assert Path(package).parent == source / "cuflash"
     assert Path(directory) == source / "kernels"
     assert names == KERNELS
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_an_editable_install_builds_the_core_in_place(build, tmp_path):
+    source, _, unpacked = build("editable")
+    assert run_python(WHICH_CORE, tmp_path, str(unpacked)).strip() in PROCESSORS
+    (source / "cuflash" / "cpu" / "core" / "vectors.h").write_text("")
+    assert "other sources" in run_python(WHICH_CORE, tmp_path, str(unpacked))
 
 
 def test_import_brings_neither_a_framework_nor_a_test_library():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 import cuflash
 import cuflash.testing as ct
 from cuflash import cpu, reference
-from cuflash.packed import sequences
+from cuflash.cpu.packed import sequences
 from cuflash.problem import make_problem
 from cuflash.terms import NAMES
 

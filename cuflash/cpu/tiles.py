@@ -1,4 +1,4 @@
-"""Attention and its gradients on NumPy arrays: by tiles, in memory linear in the sequence length, on every core.
+"""Attention and its gradients by NumPy, where there is no compiled core: by tiles, in linear memory, on every core.
 
 Letters as in `cuflash.reference`. What is done differently here, and why; the numbers are nanoseconds per score on one
 core with AVX-512, float32, head_dim 64, of 2.2 in all:
@@ -41,13 +41,13 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from cuflash import exponentials, stacks
+from cuflash.cpu import exponentials, stacks
+from cuflash.cpu.exponentials import exponential
+from cuflash.cpu.jobs import PRODUCT_LIMIT, Workspace, count_cores, run
+from cuflash.cpu.packed import Sequence, for_each, sequences
+from cuflash.cpu.stacks import derivative_by_softcap
 from cuflash.dropout import kept_weights
-from cuflash.exponentials import exponential
-from cuflash.jobs import PRODUCT_LIMIT, Workspace, count_cores, run
-from cuflash.packed import Sequence, for_each, sequences
 from cuflash.problem import DEFAULT_NEED, GRADIENTS, Problem, view_4d, view_rows
-from cuflash.stacks import derivative_by_softcap
 
 Array = NDArray[Any]
 
@@ -197,16 +197,8 @@ def backward(
         The gradients that are wanted, in the order of `problem.GRADIENTS`. In dk and dv, keys that no query sees, those
         past `kv_lengths` and those of no sequence among them, get zero.
     """
-    if need is None:
-        need = DEFAULT_NEED if sinks is None else (*DEFAULT_NEED, "dsinks")
-    like = {"dq": q, "dk": k, "dv": v, "dbias": bias, "dalibi_slopes": alibi_slopes, "dsinks": sinks}
-    wanted: dict[str, Array] = {}
-    for name in GRADIENTS:
-        if name in need:
-            given, model = results.get(name), like.get(name)
-            if given is None:
-                given = np.empty((), problem.softmax_dtype) if model is None else np.empty(model.shape, model.dtype)
-            wanted[name] = given
+    models = {"q": q, "k": k, "v": v, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    wanted = gradients_for(problem, need, models, results)
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
         arrays |= {} if dlse is None else {"dlse": dlse}
@@ -250,6 +242,25 @@ def backward(
     if "dsinks" in wanted:
         _write_sink_gradients(cast(Array, sinks), *rows, wanted["dsinks"])
     return tuple(wanted.values())
+
+
+def gradients_for(
+    problem: Problem,
+    need: Collection[str] | None,
+    models: Mapping[str, Array | None],
+    given: Mapping[str, Array | None],
+) -> dict[str, Array]:
+    """Arrays for the gradients that are wanted, in order: those given, and new ones like what they are gradients of."""
+    if need is None:
+        need = DEFAULT_NEED if models.get("sinks") is None else (*DEFAULT_NEED, "dsinks")
+    wanted: dict[str, Array] = {}
+    for name in GRADIENTS:
+        if name in need:
+            result, model = given.get(name), models.get(name[1:])
+            if result is None:
+                result = np.empty((), problem.softmax_dtype) if model is None else np.empty(model.shape, model.dtype)
+            wanted[name] = result
+    return wanted
 
 
 def _write_operand_gradients(

@@ -9,10 +9,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from cuflash.problem import as_integer, value_error
 
 Array = NDArray[Any]
 
@@ -20,11 +23,53 @@ KEPT_BYTES = 2**22  # of a workspace between calls, in each thread
 PRODUCT_LIMIT = 400_000  # multiplications in one product of a job: OpenBLAS takes a second thread from 2**19 on
 
 
+_threads: ContextVar[int | None] = ContextVar("cuflash_cpu_threads", default=None)
+
+
+@contextmanager
+def cpu_threads(count: int) -> Iterator[None]:
+    """Let calls on NumPy arrays use `count` threads, or one where that is all that the work is worth.
+
+    It holds for calls within the ``with`` statement, in this thread or task. Without it they use as many threads as
+    there are cores that the process may use, or as the environment variable OMP_NUM_THREADS says, if that is less. No
+    result depends on it.
+
+    Parameters
+    ----------
+    count : int
+        At least 1.
+
+    Raises
+    ------
+    TypeError, ValueError
+        `count` is no integer, or less than 1.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = np.ones((2, 5, 4))
+    >>> with cuflash.cpu_threads(1):
+    ...     out = cuflash.attention(q, q, q)
+    """
+    count = as_integer("count", count)
+    if count < 1:
+        raise value_error("count", count, "an integer >= 1")
+    token = _threads.set(count)
+    try:
+        yield
+    finally:
+        _threads.reset(token)
+
+
 def count_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Cores that a call may use."""
+    count = _threads.get()
+    if count is not None:
+        return count
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # OpenMP takes a list, too, a number for each level.
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return max(1, min(cores, int(wanted))) if wanted.isdecimal() else cores
 
 
 class Workspace:

@@ -1,7 +1,7 @@
 """Attention and its gradients on NumPy arrays where heads are small: whole heads, a stack of them at a time.
 
-Letters as in `cuflash.reference`. A call of NumPy takes a microsecond, and `cuflash.cpu` needs hundreds of them for a
-tile: too many where a head has few scores. Here a stack of heads takes about as many calls as the formula does. What is
+Letters as in `cuflash.reference`. A call of NumPy takes a microsecond, and `tiles` needs hundreds of them for a tile:
+too many where a head has few scores. Here a stack of heads takes about as many calls as the formula does. What is
 computed for a head depends neither on the numbers of other heads nor on how many threads there are.
 
 Scores of a stack lie in memory as (keys, heads, queries). Maxima and sums over keys, and all that is done to a row of
@@ -25,15 +25,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash import exponentials
+from cuflash.cpu import exponentials
+from cuflash.cpu.exponentials import LOWEST_WEIGHT, exponential
+from cuflash.cpu.jobs import PRODUCT_LIMIT, Workspace, count_cores, kept_workspace, run
 from cuflash.dropout import kept_weights
-from cuflash.exponentials import LOWEST_WEIGHT, exponential
-from cuflash.jobs import PRODUCT_LIMIT, Workspace, count_cores, kept_workspace, run
 from cuflash.problem import DEFAULT_NEED, Problem, view_4d, view_rows
 
 Array = NDArray[Any]
 
-STACK = 2**18  # scores in a stack: one MiB in float32, as in a tile of `cuflash.cpu`
+STACK = 2**18  # scores in a stack: one MiB in float32, as in a tile of `cuflash.cpu.tiles`
 STACK_ROWS = 2**21  # numbers in the rows of its operands
 HEAD_PRODUCT = 2**21  # multiplications in a product of a head: tiles are faster beyond
 TINY = 2**16  # scores and such numbers: surely too little work for threads
@@ -118,7 +118,7 @@ class Call:
         self.first_head = 0 if sequence is None else sequence * problem.num_heads  # for dropout
         self.has_window = problem.window_left is not None or problem.window_right is not None
         self.hides = self.has_window or mask is not None or kv_lengths is not None
-        # Added terms may be large and nearly cancel: they come before a multiplication by UNIT, as in `cuflash.cpu`.
+        # Added terms may be large and nearly cancel: they come before a multiplication by UNIT, as in `tiles`.
         self.unit = exponentials.UNIT if bias is None and alibi_slopes is None else 1.0
         # Multiplications in one product, where others are computed at the same time: too few for BLAS to start threads.
         self.product_limit = None if sequence is None else PRODUCT_LIMIT

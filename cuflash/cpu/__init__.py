@@ -1,0 +1,78 @@
+"""Attention and its gradients on NumPy arrays: by the compiled core where it is, by NumPy where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuflash.cpu import core, tiles
+from cuflash.cpu.jobs import cpu_threads
+from cuflash.problem import GRADIENTS, Problem, view_4d
+
+__all__ = ["backward", "cpu_threads", "describe", "forward"]
+
+Array = NDArray[Any]
+
+
+def describe(problem: Problem | None = None) -> str:
+    """Which way computes a problem, or any, and why."""
+    reason = core.why_not(problem)
+    if reason is None:
+        return f"compiled core, {core.processor()}"
+    return f"NumPy, and not the compiled core: {reason}"
+
+
+def forward(
+    problem: Problem,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    out: Array | None = None,
+    lse: Array | None = None,
+    seed: int | None = None,
+    offset: int | None = None,
+    **terms: Any,
+) -> tuple[Array, Array]:
+    """out and lse: `cuflash.cpu.tiles.forward` has the parameters. Bitwise repeatable, on any number of threads."""
+    if core.why_not(problem) is not None:
+        return tiles.forward(problem, q, k, v, out=out, lse=lse, seed=seed, offset=offset, **terms)
+    out = np.empty(problem.out_shape, q.dtype) if out is None else out
+    lse = np.empty(problem.lse_shape, problem.softmax_dtype) if lse is None else lse
+    if problem.is_packed:
+        _clear_rows_of_no_sequence(problem, out, lse, terms["cu_seqlens_q"])
+    core.run(problem, {"q": q, "k": k, "v": v, "out": out, "lse": lse, **terms}, False, seed, offset)
+    return out, lse
+
+
+def backward(
+    problem: Problem,
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    *,
+    need: Collection[str] | None = None,
+    seed: int | None = None,
+    offset: int | None = None,
+    **others: Any,
+) -> tuple[Array, ...]:
+    """Gradients, those of `need`: `cuflash.cpu.tiles.backward` has the parameters, results included."""
+    if core.why_not(problem) is not None:
+        return tiles.backward(problem, dout, q, k, v, out, lse, need=need, seed=seed, offset=offset, **others)
+    results = tiles.gradients_for(problem, need, {"q": q, "k": k, "v": v, **others}, others)
+    arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    arrays |= {name: x for name, x in others.items() if name not in GRADIENTS}
+    core.run(problem, arrays | results, True, seed, offset)
+    return tuple(results.values())
+
+
+def _clear_rows_of_no_sequence(problem: Problem, out: Array, lse: Array, cu_seqlens_q: Any) -> None:
+    last = int(cu_seqlens_q[-1])
+    lse[:, last:] = -np.inf
+    view_4d(out, problem.layout)[:, :, last:] = 0

@@ -1,0 +1,268 @@
+"""The compiled core of the CPU path: where its library is, how a call is handed to it, and when it is not used.
+
+The library (sources in `core/`) is built when the package is installed, if there is a C++ compiler. It has one plain C
+interface, and is called by ctypes, which lets other threads of Python run meanwhile. It starts threads of its own for a
+call, which end with it, and keeps nothing between calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import struct
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuflash.cpu.jobs import count_cores
+from cuflash.problem import DTYPES, GRADIENTS, Problem, layout_of
+
+Array = NDArray[Any]
+
+LIBRARY = Path(__file__).parent / "core" / "libcuflash.so"
+MAX_HEAD_DIM = 1024  # tiles of larger ones do not fit into a cache
+# Work, in nanoseconds of one core, that is not worth a second thread; that is worth each thread; and after which Ctrl-C
+# should have been looked for.
+SERIAL_NS = 300_000
+THREAD_NS = 150_000
+PATIENCE_NS = 20_000_000
+SLICE_MS = 50
+KEPT_BYTES = 2**20  # of memory for calls without threads, in each thread of Python
+MOST_PREPARED = 64  # calls of one problem
+NO_BOUND = 2**40
+
+# Arrays of a call in the order of `enum Array`, and how many axes each is broadcast to; those of q are 4 in its layout.
+AXES = {
+    "q": "q", "k": "q", "v": "q", "out": "q", "lse": 3, "dout": "q", "dlse": 3, "dq": "q", "dk": "q", "dv": "q",
+    "bias": 4, "mask": 4, "kv_lengths": 1, "alibi_slopes": 2, "sinks": 2, "block_mask": 4, "block_table": 2,
+    "cu_seqlens_q": 1, "cu_seqlens_k": 1, "dbias": 4, "dalibi_slopes": 2, "dscale": 0, "dsoftcap": 0, "dsinks": 2,
+}  # fmt: skip
+_DONE, _OUT_OF_MEMORY, _OTHER_LAYOUT, _NO_THREAD, _UNALIGNED = range(5)
+_WRITTEN = {False: ("out", "lse"), True: GRADIENTS}  # by a pass, by whether it is the backward pass
+_NOWHERE = [0] * len(AXES)
+_kept = threading.local()
+_changing = struct.Struct(f"@2Q{len(AXES)}N")
+
+
+class _Call(ctypes.Structure):
+    """`struct Call` of `core/call.h`."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("bytes", "is_backward", "dtype", "bias_dtype", "batch", "num_heads")),
+        *((name, ctypes.c_int64) for name in ("num_heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")),
+        *((name, ctypes.c_int64) for name in ("diagonal", "window_left", "window_right", "is_bottom_right")),
+        *((name, ctypes.c_int64) for name in ("page_size", "block_rows", "block_keys", "lengths_are_64_bit")),
+        ("dropout_steps", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in ("scale", "softcap", "kept_scale")),
+        ("sizes", ctypes.c_int64 * len(AXES)),
+        ("strides", ctypes.c_int64 * 4 * len(AXES)),
+        ("seed", ctypes.c_uint64),
+        ("offset", ctypes.c_uint64),
+        ("arrays", ctypes.c_void_p * len(AXES)),
+    )
+
+
+class _Library(NamedTuple):
+    """The library, and at what offset an array object has the address of its data; -1 where that is not known."""
+
+    functions: Any
+    data_offset: int
+
+
+class _Prepared(NamedTuple):
+    """What calls on arrays of the same strides have in common."""
+
+    fixed: bytes
+    places: list[int]  # of the arrays, in the order of AXES
+    nanoseconds: float
+
+
+@functools.cache
+def _load() -> _Library | str:
+    """The library, or why there is none."""
+    if not LIBRARY.exists():
+        return "it was not built when cuflash was installed: there was no C++ compiler"
+    try:
+        functions = ctypes.CDLL(str(LIBRARY))
+        functions.cuflash_call_bytes.restype = ctypes.c_int64
+        functions.cuflash_sources.restype = ctypes.c_char_p
+        size, sources = functions.cuflash_call_bytes(), functions.cuflash_sources().decode()
+    except (OSError, AttributeError) as error:
+        return f"it cannot be loaded: {error}"
+    if size != ctypes.sizeof(_Call) or _hash_of_sources() not in ("", sources):
+        return "it was built of other sources than these: install cuflash again"
+    call: list[Any] = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
+    functions.cuflash_run.argtypes = [*call, ctypes.c_void_p, ctypes.c_int64]
+    functions.cuflash_start.argtypes = [*call, ctypes.c_int, ctypes.POINTER(ctypes.c_int)]
+    functions.cuflash_start.restype = ctypes.c_void_p
+    functions.cuflash_wait.argtypes = [ctypes.c_void_p, ctypes.c_int]
+    functions.cuflash_finish.argtypes = [ctypes.c_void_p]
+    functions.cuflash_processor.restype = ctypes.c_char_p
+    return _Library(functions, _find_data_offset())
+
+
+def _hash_of_sources() -> str:
+    """That of the sources beside the library, as setup.py computes it; empty where there are none, as in a wheel."""
+    files = sorted(path for path in LIBRARY.parent.glob("*") if path.suffix in (".h", ".cpp"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest() if files else ""
+
+
+def _find_data_offset() -> int:
+    """Where an array object has the address of its data: behind the head that all objects have, in CPython.
+
+    To ask an array for its address takes longer than all the rest of a small call.
+    """
+    if sys.implementation.name != "cpython":
+        return -1
+    offset = object.__basicsize__
+    probes = (np.empty(3), np.empty((2, 5), np.int16)[:, 1:])
+    is_there = all(ctypes.c_void_p.from_address(id(x) + offset).value == x.ctypes.data for x in probes)
+    return offset if is_there else -1
+
+
+def why_not(problem: Problem | None = None) -> str | None:
+    """Why the core does not compute this problem, or any; None if it does."""
+    library = _load()
+    if isinstance(library, str):
+        return library
+    if problem is not None and max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+        return f"head dimensions above {MAX_HEAD_DIM}"
+    return None
+
+
+def processor() -> str:
+    """The instructions that the core uses here."""
+    library = _load()
+    return "" if isinstance(library, str) else library.functions.cuflash_processor(_skipped_kinds()).decode()
+
+
+def _skipped_kinds() -> int:
+    """How many of the best kinds of instructions are not used, which tests change."""
+    return 0
+
+
+def run(
+    problem: Problem, arrays: Mapping[str, Array | None], is_backward: bool, seed: int | None, offset: int | None
+) -> None:
+    """Compute a pass: `arrays` are by name those of `AXES` that there are, results to be written among them.
+
+    Raises MemoryError, and whatever a signal handler raises, such as KeyboardInterrupt: within a tenth of a second.
+    """
+    library = _load()
+    if isinstance(library, str):
+        raise RuntimeError(f"there is no compiled core: {library}")
+    functions, data_offset = library
+    given = [(name, x) for name, x in arrays.items() if x is not None]
+    prepared = _prepared(problem, given, is_backward)
+    if prepared is None:
+        _run_on_copies(problem, given, is_backward, seed, offset)
+        return
+    places = _NOWHERE.copy()
+    for at, (_, x) in zip(prepared.places, given, strict=True):
+        places[at] = id(x) if data_offset >= 0 else x.ctypes.data
+    changing = _changing.pack(seed or 0, offset or 0, *places)
+    status = _NO_THREAD
+    if prepared.nanoseconds > SERIAL_NS:
+        threads = max(1, min(count_cores(), int(prepared.nanoseconds / THREAD_NS)))
+        if threads > 1 or prepared.nanoseconds > PATIENCE_NS:
+            status = _run_on_threads(functions, (prepared.fixed, changing, data_offset, _skipped_kinds()), threads)
+    if status == _NO_THREAD:
+        memory = _kept.__dict__.get("address") or _keep_memory()
+        status = functions.cuflash_run(prepared.fixed, changing, data_offset, _skipped_kinds(), memory, KEPT_BYTES)
+    if status == _UNALIGNED:
+        _run_on_copies(problem, given, is_backward, seed, offset)
+    if status == _OUT_OF_MEMORY:
+        raise MemoryError("no memory for the tiles of attention")
+    if status == _OTHER_LAYOUT:
+        raise RuntimeError("the compiled core was built of other sources")
+
+
+def _run_on_copies(
+    problem: Problem, given: list[tuple[str, Array]], is_backward: bool, seed: int | None, offset: int | None
+) -> None:
+    """Compute a call on arrays some of whose elements are not aligned to their size: the core gets copies of these."""
+    copies = {name: x if x.flags.aligned else x.copy() for name, x in given}
+    run(problem, copies, is_backward, seed, offset)
+    for name, x in given:
+        if name in _WRITTEN[is_backward] and copies[name] is not x:
+            x[...] = copies[name]
+
+
+def _keep_memory() -> int:
+    """The address of memory that this thread keeps for its calls. No call is within another in one thread."""
+    _kept.memory = np.empty(KEPT_BYTES, np.uint8)
+    _kept.address = int(_kept.memory.ctypes.data)
+    return _kept.address
+
+
+def _run_on_threads(functions: Any, call: tuple[bytes, bytes, int, int], threads: int) -> int:
+    """Compute a call on threads of the core. This one waits, and handles signals in between."""
+    status = ctypes.c_int()
+    running = functions.cuflash_start(*call, threads, ctypes.byref(status))
+    if not running:
+        return status.value
+    try:
+        while not functions.cuflash_wait(running, SLICE_MS):
+            pass
+    finally:
+        code: int = functions.cuflash_finish(running)
+    return code
+
+
+def _prepared(problem: Problem, given: list[tuple[str, Array]], is_backward: bool) -> _Prepared | None:
+    """What this call has in common with others, kept with the problem; None where strides are no whole elements."""
+    kept: dict[Any, _Prepared] = vars(problem).setdefault("_prepared_calls", {})
+    key = (is_backward, *[(name, x.strides) for name, x in given])
+    prepared = kept.get(key)
+    if prepared is None:
+        if any(stride % x.itemsize for _, x in given for n, stride in zip(x.shape, x.strides, strict=True) if n > 1):
+            return None
+        if len(kept) >= MOST_PREPARED:
+            kept.clear()
+        prepared = kept[key] = _prepare(problem, given, is_backward)
+    return prepared
+
+
+def _prepare(problem: Problem, given: list[tuple[str, Array]], is_backward: bool) -> _Prepared:
+    call = _Call(
+        bytes=ctypes.sizeof(_Call),
+        is_backward=is_backward,
+        dtype=DTYPES.index(problem.dtype),
+        bias_dtype=0 if problem.bias is None else DTYPES.index(problem.bias.dtype),
+        diagonal=problem.diagonal,
+        window_left=NO_BOUND if problem.window_left is None else problem.window_left,
+        window_right=NO_BOUND if problem.window_right is None else problem.window_right,
+        is_bottom_right=problem.alignment == "bottom_right",
+        page_size=problem.page_size,
+        block_rows=problem.block_size[0],
+        block_keys=problem.block_size[1],
+        lengths_are_64_bit=problem.kv_lengths is not None and problem.kv_lengths.dtype == "int64",
+        dropout_steps=round(65536 * problem.dropout),
+        scale=problem.scale,
+        softcap=problem.softcap or 0,
+        kept_scale=problem.kept_scale,
+    )
+    for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"):
+        setattr(call, name, getattr(problem, name))
+    names = list(AXES)
+    places = [names.index(name) for name, _ in given]
+    for at, (name, x) in zip(places, given, strict=True):
+        call.sizes[at] = x.itemsize
+        call.strides[at][:] = _strides(x, AXES[name], problem.layout)
+    flops = problem.backward_flops if is_backward else problem.forward_flops
+    nanoseconds = flops / (30 if problem.dtype == "float64" else 60) + 500 * problem.batch * problem.num_heads
+    return _Prepared(bytes(call)[: _Call.seed.offset], places, nanoseconds)
+
+
+def _strides(array: Array, axes: Any, layout: str) -> tuple[int, ...]:
+    """Strides of an array in elements, 0 on axes that it does not have and on those of length 1."""
+    if axes == "q":
+        return layout_of(array, layout).strides
+    own = [0 if n == 1 else s // array.itemsize for n, s in zip(array.shape, array.strides, strict=True)]
+    return (*[0] * (axes - len(own)), *own, *[0] * (4 - axes))

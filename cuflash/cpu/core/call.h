@@ -1,0 +1,32 @@
+// One call, as Python fills it in: sizes, strides in elements, options and addresses. `cuflash/cpu/core.py` mirrors it.
+#pragma once
+
+#include <cstdint>
+
+enum Dtype : int64_t { FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
+
+enum Array {
+    Q, K, V, OUT, LSE, DOUT, DLSE, DQ, DK, DV, BIAS, MASK, KV_LENGTHS, ALIBI_SLOPES, SINKS, BLOCK_MASK, BLOCK_TABLE,
+    CU_SEQLENS_Q, CU_SEQLENS_K, DBIAS, DALIBI_SLOPES, DSCALE, DSOFTCAP, DSINKS, NUM_ARRAYS
+};
+
+constexpr int64_t NO_BOUND = INT64_C(1) << 40;  // of a window; larger than any length
+
+struct Call {
+    int64_t bytes;  // of this struct, as a check
+    int64_t is_backward;
+    int64_t dtype, bias_dtype;
+    int64_t batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
+    int64_t diagonal, window_left, window_right;
+    int64_t is_bottom_right;     // packed sequences, and entries of a paged cache, have a diagonal of their own then
+    int64_t page_size;           // 0 without pages
+    int64_t block_rows, block_keys;
+    int64_t lengths_are_64_bit;  // kv_lengths
+    int64_t dropout_steps;       // of 1 / 65536
+    double scale, softcap, kept_scale;  // softcap is 0 without one
+    int64_t sizes[NUM_ARRAYS];          // of an element in bytes
+    int64_t strides[NUM_ARRAYS][4];     // 0 on axes that are broadcast or of length 1
+    // The rest changes from call to call.
+    uint64_t seed, offset;
+    char *arrays[NUM_ARRAYS];  // null where there is none
+};

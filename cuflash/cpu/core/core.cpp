@@ -1,0 +1,196 @@
+// The interface to Python, and the threads of a call. Nothing here lives on between calls.
+#include <pthread.h>
+#include <time.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "kinds.h"
+
+namespace {
+
+struct Kind {
+    const char *name;
+    const Kernels *kernels;
+};
+
+// Kinds of processors, the best one first; `limit` leaves out as many of them.
+Kind kind_of_processor([[maybe_unused]] int limit) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                            __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+    if (has_avx512 && limit < 1) return Kind{"AVX-512", &kernels_avx512};
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && limit < 2) return Kind{"AVX2", &kernels_avx2};
+    return Kind{"SSE2", &kernels_baseline};
+#elif defined(__aarch64__)
+    return Kind{"NEON", &kernels_baseline};
+#else
+    return Kind{"generic", &kernels_baseline};
+#endif
+}
+
+enum Status { DONE, OUT_OF_MEMORY, OTHER_LAYOUT, NO_THREAD, UNALIGNED };
+
+// A call under way, computed by threads of its own.
+struct Running {
+    Work work;
+    pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+    pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+    long num_threads = 0, arrived = 0, passed = 0, finished = 0;
+    bool out_of_memory = false;
+    pthread_t threads[];
+};
+
+void run_phase(Work &work, int phase, char *scratch) {
+    for (;;) {
+        const long job = work.next[phase].fetch_add(1, std::memory_order_relaxed);
+        if (job >= work.phases[phase].num_jobs || work.stopped.load(std::memory_order_relaxed)) return;
+        work.phases[phase].run(work, scratch, job);
+    }
+}
+
+void *allocate_scratch(const Work &work) {
+    void *memory = nullptr;
+    return posix_memalign(&memory, 64, work.scratch_bytes + 64) ? nullptr : memory;
+}
+
+void *run_thread(void *argument) {
+    Running &running = *(Running *)argument;
+    void *scratch = allocate_scratch(running.work);
+    pthread_mutex_lock(&running.mutex);
+    if (!scratch) {
+        running.out_of_memory = true;
+        running.work.stopped = true;
+    }
+    for (int phase = 0; phase < running.work.num_phases; ++phase) {
+        pthread_mutex_unlock(&running.mutex);
+        if (scratch) run_phase(running.work, phase, (char *)scratch);
+        pthread_mutex_lock(&running.mutex);
+        // All jobs of a phase are done before the next one begins.
+        if (++running.arrived == running.num_threads) {
+            running.arrived = 0;
+            ++running.passed;
+            pthread_cond_broadcast(&running.changed);
+        } else {
+            while (running.passed <= phase) pthread_cond_wait(&running.changed, &running.mutex);
+        }
+    }
+    ++running.finished;
+    pthread_cond_broadcast(&running.changed);
+    pthread_mutex_unlock(&running.mutex);
+    free(scratch);
+    return nullptr;
+}
+
+// What changes from call to call: behind the rest of a `Call`, with Python objects or addresses in place of arrays.
+struct Changing {
+    uint64_t seed, offset;
+    uintptr_t arrays[NUM_ARRAYS];
+};
+
+// `data_offset` is where an array object keeps the address of its data; if it is negative, addresses are given.
+int load_call(Work &work, const void *fixed, const Changing *changing, int data_offset) {
+    memcpy((void *)&work.call, fixed, offsetof(Call, seed));
+    if (work.call.bytes != int64_t(sizeof(Call))) return OTHER_LAYOUT;
+    work.call.seed = changing->seed;
+    work.call.offset = changing->offset;
+    for (int i = 0; i < NUM_ARRAYS; ++i) {
+        const uintptr_t array = changing->arrays[i];
+        work.call.arrays[i] = array && data_offset >= 0 ? *(char **)(array + data_offset) : (char *)array;
+        if (array && (uintptr_t)work.call.arrays[i] % work.call.sizes[i]) return UNALIGNED;
+    }
+    for (auto &next : work.next) next = 0;
+    work.stopped = false;
+    return DONE;
+}
+
+void destroy(Running *running) {
+    running->work.~Work();
+    free(running);
+}
+
+}  // namespace
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+// Of what sources the library was built.
+EXPORTED const char *cuflash_sources() { return SOURCES; }
+
+EXPORTED int64_t cuflash_call_bytes() { return sizeof(Call); }
+
+// The kind of processor that the kernels are for; without the best `limit` kinds.
+EXPORTED const char *cuflash_processor(int limit) { return kind_of_processor(limit).name; }
+
+// 2^x or tanh(x), as the kernels compute them.
+EXPORTED void cuflash_evaluate(int limit, int is_double, int is_tanh, const void *in, void *out, int64_t count) {
+    kind_of_processor(limit).kernels->evaluate(is_double, is_tanh, in, out, count);
+}
+
+// Computes a call on this thread, in `memory` of so many bytes if that is enough: fresh memory has to be mapped page by
+// page, which takes longer than a small call.
+EXPORTED int cuflash_run(const void *fixed, const Changing *changing, int data_offset, int limit, void *memory,
+                         int64_t bytes) {
+    Work work;
+    int status = load_call(work, fixed, changing, data_offset);
+    if (status != DONE) return status;
+    if (!kind_of_processor(limit).kernels->prepare(work)) return OUT_OF_MEMORY;
+    const bool fits = work.scratch_bytes + 64 <= bytes;
+    void *scratch = fits ? (void *)(((uintptr_t)memory + 63) / 64 * 64) : allocate_scratch(work);
+    if (!scratch) return OUT_OF_MEMORY;
+    for (int phase = 0; phase < work.num_phases; ++phase) run_phase(work, phase, (char *)scratch);
+    if (!fits) free(scratch);
+    return DONE;
+}
+
+// Starts a call on up to `num_threads` threads of its own. Null, and why, where that cannot be.
+EXPORTED Running *cuflash_start(const void *fixed, const Changing *changing, int data_offset, int limit,
+                                int num_threads, int *status) {
+    Running *running = (Running *)calloc(1, sizeof(Running) + num_threads * sizeof(pthread_t));
+    *status = OUT_OF_MEMORY;
+    if (!running) return nullptr;
+    new (running) Running;
+    *status = load_call(running->work, fixed, changing, data_offset);
+    if (*status == DONE && !kind_of_processor(limit).kernels->prepare(running->work)) *status = OUT_OF_MEMORY;
+    long most = 1;
+    for (int i = 0; i < running->work.num_phases; ++i)
+        most = running->work.phases[i].num_jobs > most ? running->work.phases[i].num_jobs : most;
+    if (*status == DONE) {
+        // The lock keeps threads from their first wait until it is known how many there are.
+        pthread_mutex_lock(&running->mutex);
+        while (running->num_threads < num_threads && running->num_threads < most &&
+               pthread_create(&running->threads[running->num_threads], nullptr, run_thread, running) == 0)
+            ++running->num_threads;
+        pthread_mutex_unlock(&running->mutex);
+        if (!running->num_threads) *status = NO_THREAD;
+    }
+    if (*status == DONE) return running;
+    destroy(running);
+    return nullptr;
+}
+
+// Whether the call is done, after at most so many milliseconds.
+EXPORTED int cuflash_wait(Running *running, int milliseconds) {
+    timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += milliseconds * 1000000L;
+    until.tv_sec += until.tv_nsec / 1000000000L;
+    until.tv_nsec %= 1000000000L;
+    pthread_mutex_lock(&running->mutex);
+    int error = 0;
+    while (running->finished < running->num_threads && error == 0)
+        error = pthread_cond_timedwait(&running->changed, &running->mutex, &until);
+    const bool is_done = running->finished == running->num_threads;
+    pthread_mutex_unlock(&running->mutex);
+    return is_done;
+}
+
+// Ends a call, done or not, and its threads with it.
+EXPORTED int cuflash_finish(Running *running) {
+    running->work.stopped = true;
+    for (long i = 0; i < running->num_threads; ++i) pthread_join(running->threads[i], nullptr);
+    const int status = running->out_of_memory ? OUT_OF_MEMORY : DONE;
+    destroy(running);
+    return status;
+}

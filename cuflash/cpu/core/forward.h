@@ -1,0 +1,356 @@
+// The forward pass: blocks of queries against tiles of keys, with online softmax (FlashAttention-2, algorithm 1).
+//
+// The shift of a row is near its largest score so far, and moves only when that has risen by much: sums are rescaled a
+// few times in all.
+#pragma once
+
+#include <cmath>
+
+#include "tiles.h"
+
+namespace {
+
+constexpr long GROUP = 12;        // rows whose scores are computed at a time
+// Of a block, with many keys and with few: their scores are dot products with rows of k as they lie in memory.
+constexpr long FEW_ROWS = 8, VERY_FEW_ROWS = 2;
+constexpr long BLOCK_ROWS = 192;  // at most
+constexpr long ENOUGH_JOBS = 64;  // for all threads: with fewer blocks, several jobs share the keys of one
+constexpr long TILES_PER_PART = 4;
+constexpr long PARTS_BYTES = 32 << 20;
+
+template <class T> struct ForwardBuffers {
+    Scratch scratch;
+    Sizes<T> sizes;
+    T *q, *o, *shift, *l, *s, *rows, *k_t, *v;
+    unsigned char *kept;
+    long v_stride;
+
+    ForwardBuffers(const Work &work, char *memory) : scratch{memory}, sizes(work.call) {
+        const long rows_of_q = work.rows_per_block, keys = work.keys_per_tile;
+        v_stride = sizes.dim_v;
+        q = scratch.template take<T>(rows_of_q * sizes.dim);
+        o = scratch.template take<T>(rows_of_q * sizes.dim_v);
+        shift = scratch.template take<T>(rows_of_q);
+        l = scratch.template take<T>(rows_of_q * LANES<T>);
+        s = scratch.template take<T>(GROUP * SCORES_STRIDE<T>);
+        rows = scratch.template take<T>(keys * sizes.dim);
+        k_t = scratch.template take<T>(sizes.dim * SCORES_STRIDE<T>);
+        v = scratch.template take<T>(keys * sizes.dim_v);
+        kept = scratch.template take<unsigned char>(work.call.dropout_steps ? rows_of_q * MAX_KEYS : 0);
+    }
+};
+
+constexpr int FEW_KEYS = 4;
+
+// Sums, lane by lane, of products of R rows and FEW_KEYS keys. A function of its own, where they stay in registers.
+template <class T, int R>
+__attribute__((noinline)) void lanes_of_products(const T *q, long dim, const T *const *k, T *lanes) {
+    const T *k0 = k[0], *k1 = k[1], *k2 = k[2], *k3 = k[3];
+    Vector<T> sums0[R] = {}, sums1[R] = {}, sums2[R] = {}, sums3[R] = {};
+    for (long d = 0; d < dim; d += LANES<T>) {
+        const Vector<T> x0 = load(k0 + d), x1 = load(k1 + d), x2 = load(k2 + d), x3 = load(k3 + d);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+            const Vector<T> y = load(q + r * dim + d);
+            sums0[r] += x0 * y;
+            sums1[r] += x1 * y;
+            sums2[r] += x2 * y;
+            sums3[r] += x3 * y;
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+        store(lanes + (FEW_KEYS * r + 0) * LANES<T>, sums0[r]);
+        store(lanes + (FEW_KEYS * r + 1) * LANES<T>, sums1[r]);
+        store(lanes + (FEW_KEYS * r + 2) * LANES<T>, sums2[r]);
+        store(lanes + (FEW_KEYS * r + 3) * LANES<T>, sums3[r]);
+    }
+}
+
+// s[r][j] = dot(q[r], k[j]) for R rows.
+template <class T, int R>
+inline void dot_products(const T *q, long dim, const T *k, long k_stride, long num_keys, T *s) {
+    T lanes[R * FEW_KEYS * LANES<T>];
+    for (long j = 0; j < num_keys; j += FEW_KEYS) {
+        const T *keys[FEW_KEYS];
+        for (int n = 0; n < FEW_KEYS; ++n) keys[n] = k + smaller(j + n, num_keys - 1) * k_stride;
+        lanes_of_products<T, R>(q, dim, keys, lanes);
+        for (int r = 0; r < R; ++r)
+            for (int n = 0; n < FEW_KEYS && j + n < num_keys; ++n)
+                s[r * SCORES_STRIDE<T> + j + n] = sum_of_lanes<T>(load(lanes + (FEW_KEYS * r + n) * LANES<T>));
+    }
+}
+
+template <class T>
+inline void dot_products_of_rows(long num_rows, const T *q, long dim, const T *k, long k_stride, long num_keys, T *s) {
+    for (; num_rows >= 4; num_rows -= 4, q += 4 * dim, s += 4 * SCORES_STRIDE<T>)
+        dot_products<T, 4>(q, dim, k, k_stride, num_keys, s);
+    if (num_rows == 3) dot_products<T, 3>(q, dim, k, k_stride, num_keys, s);
+    if (num_rows == 2) dot_products<T, 2>(q, dim, k, k_stride, num_keys, s);
+    if (num_rows == 1) dot_products<T, 1>(q, dim, k, k_stride, num_keys, s);
+}
+
+// Scores of one row become weights; their sum goes to l.
+template <class T>
+inline void exponentials(const Scaling<T> &scaling, T *s, long num_keys, T &shift, T *l, T *o, long dim) {
+    constexpr int N = LANES<T>;
+    Vector<T> most = load(s);
+#pragma GCC unroll 4
+    for (long j = N; j < num_keys; j += N) most = larger<T>(most, load(s + j));
+    const Vector<T> factor = splat(scaling.factor);
+    if (any_above<T>(most, shift + scaling.rise)) {
+        const T top = largest_lane<T>(most);
+        if (shift > T(-__builtin_inf())) {
+            const Vector<T> shrinks = exp2<T>(splat((shift - top) * scaling.factor));
+            store(l, load(l) * shrinks);
+            for (long d = 0; d < dim; d += N) store(o + d, load(o + d) * shrinks);
+        }
+        shift = top;
+    }
+    // A row that has seen no key yet has a shift of -inf, and only scores of -inf.
+    const Vector<T> minus = splat(shift == T(-__builtin_inf()) ? T(0) : shift);
+    Vector<T> sum = {};
+#pragma GCC unroll 4
+    for (long j = 0; j < num_keys; j += N) {
+        const Vector<T> p = exp2<T>((load(s + j) - minus) * factor);
+        store(s + j, p);
+        sum += p;
+    }
+    store(l, load(l) + sum);
+}
+
+// Writes out and lse of a row, after its sink has joined the sum l of weights with this shift.
+template <class T>
+inline void finish_row(const Call &call, const Entry &entry, Row row, const T *o, double shift, double l) {
+    double shrinks = 1;
+    if (call.arrays[SINKS]) {
+        const double sink = number<T>(call, SINKS, 0, row.head), infinity = __builtin_inf();
+        const double top = shift > sink ? shift : sink == -infinity ? 0 : sink;
+        shrinks = std::exp(shift - top);
+        l = l * shrinks + std::exp(sink - top);
+        shift = top;
+    }
+    number<T>(call, LSE, entry.batch, row.head, entry.first_q + row.i) = T(shift + double(std::log(T(l))));
+    const T divisor = l == 0 ? T(1) : T(l), factor = T(shrinks);
+    T values[MAX_KEYS];
+    char *out = row_address(call, OUT, entry, row);
+    const long step = call.strides[OUT][3];
+    for (long d = 0; d < call.head_dim_v; d += MAX_KEYS) {
+        const long count = smaller(MAX_KEYS, call.head_dim_v - d);
+        for (long x = 0; x < count; x += LANES<T>)
+            store(values + x, load(o + d + x) * splat(factor) / splat(divisor));
+        store_row(values, call.dtype, step, count, out + d * step * size_of(call.dtype));
+    }
+}
+
+// Whether rows of k or v can be read where they lie: they are whole vectors of the dtype of the computation.
+template <class T> inline bool has_whole_rows(const Call &call, Array array, long dim) {
+    return size_of(call.dtype) == long(sizeof(T)) && !call.page_size && call.strides[array][3] == 1 &&
+           dim % LANES<T> == 0;
+}
+
+// Where a block whose keys are shared leaves what it has: o, shift and l of its rows.
+template <class T> inline T *part_of(const Work &work, long job) {
+    return (T *)work.shared + job * work.rows_per_block * (Sizes<T>(work.call).dim_v + 2);
+}
+
+template <class T>
+inline void forward_tile(const Work &work, const Block &block, const Entry &entry, const Scaling<T> &scaling,
+                         ForwardBuffers<T> &buffers, long first, long count) {
+    const Call &call = work.call;
+    const Sizes<T> &sizes = buffers.sizes;
+    const long num_rows = rows_of(block);
+    const bool has_few = num_rows <= (entry.seqlen_k > 4 * MAX_KEYS ? FEW_ROWS : VERY_FEW_ROWS);
+    const long padded = round_up(count, LANES<T>);
+    const T *k = buffers.rows, *v = buffers.v;
+    long k_stride = sizes.dim, v_stride = sizes.dim_v;
+    if (has_whole_rows<T>(call, K, call.head_dim) && (has_few || count == padded)) {
+        k = (const T *)key_address(call, K, entry, block.head_kv, first);
+        k_stride = call.strides[K][2];
+    } else {
+        load_keys(call, K, entry, block.head_kv, first, count, call.head_dim, buffers.rows, sizes.dim,
+                  has_few ? count : padded);
+    }
+    // Rows that are far apart fall into the same few sets of the cache: those that are read again and again are copied.
+    if (has_whole_rows<T>(call, V, call.head_dim_v) &&
+        (has_few || call.strides[V][2] == call.head_dim_v || call.strides[V][2] == -call.head_dim_v)) {
+        v = (const T *)key_address(call, V, entry, block.head_kv, first);
+        v_stride = call.strides[V][2];
+    } else {
+        load_keys(call, V, entry, block.head_kv, first, count, call.head_dim_v, buffers.v, sizes.dim_v, count);
+    }
+    if (!has_few) transpose(k, k_stride, padded, sizes.dim, buffers.k_t, SCORES_STRIDE<T>);
+    if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
+    for (long r0 = 0; r0 < num_rows; r0 += GROUP) {
+        const long n = smaller(GROUP, num_rows - r0);
+        const Span span = span_of(block, r0, n);
+        const Keys seen = seen_by(call, entry, span.first, span.last);
+        const long here = smaller(seen.stop - first, count), columns = round_up(here, LANES<T>);
+        if (here <= 0 || seen.first >= first + count) continue;
+        const T *q = buffers.q + r0 * sizes.dim;
+        T *s = buffers.s, *o = buffers.o + r0 * sizes.dim_v;
+        if (has_few) {
+            for (long r = 0; r < n; ++r)
+                for (long j = here; j < columns; ++j) s[r * SCORES_STRIDE<T> + j] = 0;
+            dot_products_of_rows(n, q, sizes.dim, k, k_stride, here, s);
+        } else {
+            product_of_rows(n, columns, call.head_dim, q, sizes.dim, buffers.k_t, SCORES_STRIDE<T>, s,
+                            SCORES_STRIDE<T>);
+        }
+        const bool is_finished = !needs_finishing(call, scaling, entry, span.first, span.last, first, columns);
+        for (long r = 0; r < n; ++r) {
+            T *row = s + r * SCORES_STRIDE<T>;
+            if (!is_finished)
+                finish_scores<T>(call, scaling, entry, row_of(block, r0 + r), first, here, columns, row, nullptr);
+            exponentials(scaling, row, columns, buffers.shift[r0 + r], buffers.l + (r0 + r) * LANES<T>,
+                         o + r * sizes.dim_v, sizes.dim_v);
+            if (call.dropout_steps) drop(call, buffers.kept + (r0 + r) * MAX_KEYS, here, row);
+        }
+        product<T, Order::ROWS>(n, sizes.dim_v, here, s, SCORES_STRIDE<T>, v, v_stride, o, sizes.dim_v, true);
+    }
+}
+
+template <class T> void forward_job(Work &work, char *memory, long job) {
+    const Call &call = work.call;
+    const Block &block = work.blocks[job];
+    const Entry &entry = work.entries[block.entry];
+    const Scaling<T> scaling(call);
+    ForwardBuffers<T> buffers(work, memory);
+    const Sizes<T> &sizes = buffers.sizes;
+    const long num_rows = rows_of(block);
+    load_rows(call, Q, entry, block, call.head_dim, buffers.q, sizes.dim, num_rows);
+    if (call.scale < 0)
+        for (long x = 0; x < num_rows * sizes.dim; ++x) buffers.q[x] = -buffers.q[x];
+    clear(buffers.o, num_rows * sizes.dim_v);
+    clear(buffers.l, num_rows * LANES<T>);
+    for (long r = 0; r < num_rows; ++r) buffers.shift[r] = T(-__builtin_inf());
+
+    const Keys seen = seen_by(call, entry, block.first_row, block.first_row + block.num_rows - 1);
+    const long begin = larger(seen.first / 16 * 16, block.first_key), end = smaller(seen.stop, block.stop_key);
+    for (long first = begin; first < end; first += work.keys_per_tile) {
+        if (work.stopped.load(std::memory_order_relaxed)) return;
+        const long count = smaller(work.keys_per_tile, end - first);
+        if (!any_visible(call, entry, block, first, count)) continue;
+        forward_tile(work, block, entry, scaling, buffers, first, count);
+    }
+
+    T *part = block.num_parts > 1 ? part_of<T>(work, job) : nullptr;
+    for (long r = 0; r < num_rows; ++r) {
+        const T l = sum_of_lanes<T>(load(buffers.l + r * LANES<T>));
+        const T *o = buffers.o + r * sizes.dim_v;
+        if (part) {
+            T *to = part + r * (sizes.dim_v + 2);
+            memcpy(to, o, sizes.dim_v * sizeof(T));
+            to[sizes.dim_v] = buffers.shift[r];
+            to[sizes.dim_v + 1] = l;
+        } else {
+            finish_row(call, entry, row_of(block, r), o, buffers.shift[r] * scaling.natural, l);
+        }
+    }
+}
+
+// Merges what the jobs that share the keys of a block have, in order.
+template <class T> void merge_job(Work &work, char *memory, long job) {
+    const long first = job * work.blocks[0].num_parts;
+    const Block &block = work.blocks[first];
+    const Entry &entry = work.entries[block.entry];
+    const double natural = Scaling<T>(work.call).natural, infinity = __builtin_inf();
+    ForwardBuffers<T> buffers(work, memory);
+    const long dim = buffers.sizes.dim_v;
+    for (long r = 0; r < rows_of(block); ++r) {
+        auto part = [&](long n) { return part_of<T>(work, first + n) + r * (dim + 2); };
+        double top = -infinity, l = 0;
+        for (long n = 0; n < block.num_parts; ++n) {
+            const double shift = part(n)[dim] * natural;
+            top = shift > top ? shift : top;
+        }
+        clear(buffers.o, dim);
+        for (long n = 0; n < block.num_parts; ++n) {
+            const double shift = part(n)[dim] * natural;
+            const double factor = shift == -infinity ? 0 : std::exp(shift - top);
+            l += factor * part(n)[dim + 1];
+            for (long d = 0; d < dim; ++d) buffers.o[d] += T(factor) * part(n)[d];
+        }
+        finish_row(work.call, entry, row_of(block, r), buffers.o, top, l);
+    }
+}
+
+// ---- which blocks there are ------------------------------------------------------------------------------------------
+
+// How many rows and keys are computed at a time, so that their buffers stay in the cache.
+template <class T> inline void choose_tiles(Work &work, long most_rows) {
+    const Sizes<T> sizes(work.call);
+    const long bytes = larger(sizes.dim, sizes.dim_v) * long(sizeof(T));
+    work.keys_per_tile = bytes <= 1024 ? MAX_KEYS : bytes <= 2048 ? 64 : 32;
+    work.rows_per_block = bytes <= 1024 ? most_rows : bytes <= 2048 ? most_rows / 2 : most_rows / 4;
+    // Small problems have small buffers.
+    const Call &call = work.call;
+    const long group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0;
+    work.keys_per_tile = smaller(work.keys_per_tile, round_up(larger(call.seqlen_k, 1), 16));
+    if (!call.arrays[BLOCK_MASK])
+        work.rows_per_block = smaller(work.rows_per_block, round_up(larger(call.seqlen_q * group, 1), 12));
+}
+
+// The blocks of all entries; those of the last rows, which may see the most keys, come first.
+inline bool make_blocks(Work &work, bool has_parts, long bytes_of_row) {
+    const Call &call = work.call;
+    const long group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0, most = work.rows_per_block;
+    auto heads_of = [&](const Entry &entry) {
+        return heads_in_blocks(entry.seqlen_q, rows_in_blocks(call, entry.seqlen_q, most), group, most);
+    };
+    long count = 0, most_blocks = 0;
+    for (long e = 0; e < work.num_entries; ++e) {
+        const Entry &entry = work.entries[e];
+        if (!entry.seqlen_q || !group) continue;
+        const long in_head = ceil_div(entry.seqlen_q, rows_in_blocks(call, entry.seqlen_q, most));
+        most_blocks = larger(most_blocks, in_head);
+        count += in_head * ceil_div(group, heads_of(entry)) * call.num_heads_kv;
+    }
+    long num_parts = 1, tiles = ceil_div(call.seqlen_k, work.keys_per_tile);
+    if (has_parts && count && count < ENOUGH_JOBS && !call.arrays[CU_SEQLENS_Q]) {
+        num_parts = smaller(ceil_div(ENOUGH_JOBS, count), tiles / TILES_PER_PART);
+        num_parts = larger(1, smaller(num_parts, PARTS_BYTES / (count * most * bytes_of_row)));
+        const long tiles_of_part = ceil_div(tiles, num_parts);
+        num_parts = ceil_div(larger(tiles, 1), larger(tiles_of_part, 1));
+        tiles = tiles_of_part;
+    }
+    if (!work.allocate(work.blocks, count * num_parts)) return false;
+    for (long i = most_blocks - 1; i >= 0; --i)
+        for (long e = 0; e < work.num_entries; ++e) {
+            const Entry &entry = work.entries[e];
+            const long rows = rows_in_blocks(call, entry.seqlen_q, most), heads = heads_of(entry);
+            if (i * rows >= entry.seqlen_q) continue;
+            for (long h = 0; h < call.num_heads_kv; ++h)
+                for (long g = 0; g < group; g += heads)
+                    for (long n = 0; n < num_parts; ++n) {
+                        Block &block = work.blocks[work.num_blocks++];
+                        block.entry = e;
+                        block.head_kv = h;
+                        block.first_head = h * group + g;
+                        block.num_heads = smaller(heads, group - g);
+                        block.first_row = i * rows;
+                        block.num_rows = smaller(rows, entry.seqlen_q - i * rows);
+                        block.first_key = num_parts > 1 ? n * tiles * work.keys_per_tile : 0;
+                        block.stop_key = n + 1 < num_parts ? (n + 1) * tiles * work.keys_per_tile : entry.seqlen_k;
+                        block.part = n;
+                        block.num_parts = num_parts;
+                    }
+        }
+    return true;
+}
+
+template <class T> bool prepare_forward(Work &work) {
+    choose_tiles<T>(work, BLOCK_ROWS);
+    const long bytes_of_row = (Sizes<T>(work.call).dim_v + 2) * long(sizeof(T));
+    if (!make_entries(work) || !make_blocks(work, true, bytes_of_row)) return false;
+    work.scratch_bytes = ForwardBuffers<T>(work, nullptr).scratch.used;
+    work.add_phase(forward_job<T>, work.num_blocks);
+    const long num_parts = work.num_blocks ? work.blocks[0].num_parts : 1;
+    if (num_parts > 1) {
+        if (!work.allocate(work.shared, work.num_blocks * work.rows_per_block * bytes_of_row)) return false;
+        work.add_phase(merge_job<T>, work.num_blocks / num_parts);
+    }
+    return true;
+}
+
+}  // namespace

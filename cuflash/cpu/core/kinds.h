@@ -1,0 +1,16 @@
+// The kinds of processors that the kernels are compiled for.
+#pragma once
+
+#include "work.h"
+
+struct Kernels {
+    // Makes the phases of a call; false where memory runs out.
+    bool (*prepare)(Work &work);
+    // 2^x or tanh(x) of an array, for tests.
+    void (*evaluate)(bool is_double, bool is_tanh, const void *in, void *out, long count);
+};
+
+extern const Kernels kernels_baseline;
+#if defined(__x86_64__)
+extern const Kernels kernels_avx2, kernels_avx512;
+#endif

@@ -1,0 +1,103 @@
+// Matrix products of tiles in cache: C = A B or C += A B, where a block of C stays in registers.
+#pragma once
+
+#include <type_traits>
+
+#include "vectors.h"
+
+namespace {
+
+enum class Order { ROWS, COLUMNS };  // of A: a[row * stride + k], or a[k * stride + row]
+
+// R rows and N vectors of C. The sum of this product is made by itself before it is added to C, so that errors do not
+// grow with the number of tiles.
+template <class T, int R, int N, Order ORDER>
+inline void product_block(const T *a, long a_stride, const T *b, long b_stride, long length, T *c, long c_stride,
+                          bool adds) {
+    Vector<T> sums[R][N] = {};
+    constexpr int GROUPS = (R + 2) / 3;  // three rows share an address
+    const T *rows[GROUPS];
+    for (int g = 0; g < GROUPS; ++g) rows[g] = a + (ORDER == Order::ROWS ? 3 * g * a_stride : 3 * g);
+    const long row_stride = ORDER == Order::ROWS ? a_stride : 1;
+#pragma GCC unroll 2
+    for (long k = 0; k < length; ++k) {
+        Vector<T> x[N];
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) x[n] = load(b + n * LANES<T>);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) {
+            Vector<T> y = splat(rows[r / 3][r % 3 * row_stride]);
+#pragma GCC unroll 4
+            for (int n = 0; n < N; ++n) sums[r][n] += y * x[n];
+        }
+        b += b_stride;
+#pragma GCC unroll 4
+        for (int g = 0; g < GROUPS; ++g) rows[g] += ORDER == Order::ROWS ? 1 : a_stride;
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+            T *p = c + r * c_stride + n * LANES<T>;
+            store(p, adds ? load(p) + sums[r][n] : sums[r][n]);
+        }
+    }
+}
+
+template <class T, int N, Order ORDER>
+inline void product_columns(long num_rows, const T *a, long a_stride, const T *b, long b_stride, long length, T *c,
+                            long c_stride, bool adds) {
+    constexpr int MOST = NUM_REGISTERS == 32 ? (N > 2 ? 6 : 12) : (N > 2 ? 3 : 6);
+    const long step = ORDER == Order::ROWS ? a_stride : 1;
+    auto run = [&](auto rows) {
+        constexpr int R = decltype(rows)::value;
+        for (; num_rows >= R; num_rows -= R, a += R * step, c += R * c_stride)
+            product_block<T, R, N, ORDER>(a, a_stride, b, b_stride, length, c, c_stride, adds);
+    };
+    run(std::integral_constant<int, MOST>());
+    if constexpr (MOST > 8) run(std::integral_constant<int, 8>());
+    if constexpr (MOST > 4) run(std::integral_constant<int, 4>());
+    if constexpr (MOST > 2) run(std::integral_constant<int, 2>());
+    run(std::integral_constant<int, 1>());
+}
+
+// A is (num_rows, length), B is (length, num_columns); num_columns is a multiple of the lanes of a vector.
+template <class T, Order ORDER>
+inline void product(long num_rows, long num_columns, long length, const T *a, long a_stride, const T *b, long b_stride,
+                    T *c, long c_stride, bool adds) {
+    constexpr int WIDE = NUM_REGISTERS == 32 ? 4 : 2;
+    long j = 0;
+    auto run = [&](auto vectors) {
+        constexpr int N = decltype(vectors)::value;
+        for (; num_columns - j >= N * LANES<T>; j += N * LANES<T>)
+            product_columns<T, N, ORDER>(num_rows, a, a_stride, b + j, b_stride, length, c + j, c_stride, adds);
+    };
+    run(std::integral_constant<int, WIDE>());
+    if constexpr (WIDE > 2) run(std::integral_constant<int, 2>());
+    run(std::integral_constant<int, 1>());
+}
+
+// The same, C = A B, two vectors at a time: the best shape where B is read again and again. Of long sums, those of
+// SUM_LENGTH terms are made by themselves, which keeps rounding errors down.
+constexpr long SUM_LENGTH = 96;
+
+template <class T>
+inline void product_of_rows(long num_rows, long num_columns, long length, const T *a, long a_stride, const T *b,
+                            long b_stride, T *c, long c_stride) {
+    const long count = (length + SUM_LENGTH - 1) / SUM_LENGTH, step = (length + count - 1) / count;
+    for (long j = 0; j < num_columns; j += 2 * LANES<T>) {
+        for (long k = 0; k < length; k += step) {
+            const long terms = length - k < step ? length - k : step;
+            const T *from = b + k * b_stride + j;
+            if (num_columns - j >= 2 * LANES<T>) {
+                product_columns<T, 2, Order::ROWS>(num_rows, a + k, a_stride, from, b_stride, terms, c + j, c_stride,
+                                                   k > 0);
+            } else {
+                product_columns<T, 1, Order::ROWS>(num_rows, a + k, a_stride, from, b_stride, terms, c + j, c_stride,
+                                                   k > 0);
+            }
+        }
+    }
+}
+
+}  // namespace

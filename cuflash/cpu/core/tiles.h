@@ -1,0 +1,327 @@
+// Tiles of scores: which there are, how their operands are loaded, and what options do to them.
+#pragma once
+
+#include "dropout.h"
+#include "operands.h"
+#include "products.h"
+#include "work.h"
+
+namespace {
+
+constexpr long MAX_KEYS = 128;  // of a tile
+
+inline long smaller(long x, long y) { return x < y ? x : y; }
+inline long larger(long x, long y) { return x > y ? x : y; }
+inline long ceil_div(long x, long y) { return (x + y - 1) / y; }
+inline long round_up(long x, long y) { return ceil_div(x, y) * y; }
+
+// Rows of scores lie apart by this: 64 bytes more than a power of two, so that those of a column of blocks do not fall
+// into the same sets of the cache.
+template <class T> constexpr long SCORES_STRIDE = MAX_KEYS + 64 / sizeof(T);
+
+// Sizes of the buffers of a tile.
+template <class T> struct Sizes {
+    long dim, dim_v;  // multiples of the lanes of a vector
+    explicit Sizes(const Call &call)
+        : dim(round_up(call.head_dim, LANES<T>)), dim_v(round_up(call.head_dim_v, LANES<T>)) {}
+};
+
+// Hands out the memory of one thread, piece by piece; without memory it only counts.
+struct Scratch {
+    char *memory;
+    long used = 0;
+    template <class T> T *take(long count) {
+        T *p = memory ? (T *)(memory + used) : nullptr;
+        used += round_up(count * sizeof(T), 64);
+        return p;
+    }
+};
+
+struct Row {
+    long head, i;  // of q, in its entry
+};
+
+inline Row row_of(const Block &block, long r) {
+    return block.num_heads == 1
+               ? Row{block.first_head, block.first_row + r}
+               : Row{block.first_head + r / block.num_rows, block.first_row + r % block.num_rows};
+}
+
+inline long rows_of(const Block &block) { return block.num_heads * block.num_rows; }
+
+inline char *address(const Call &call, Array array, long size, long b, long h = 0, long i = 0, long j = 0) {
+    const int64_t *strides = call.strides[array];
+    return call.arrays[array] + (b * strides[0] + h * strides[1] + i * strides[2] + j * strides[3]) * size;
+}
+
+// A row of q, out, dout or dq.
+inline char *row_address(const Call &call, Array array, const Entry &entry, Row row) {
+    return address(call, array, size_of(call.dtype), entry.batch, row.head, entry.first_q + row.i);
+}
+
+// A row of k, v, dk or dv.
+inline char *key_address(const Call &call, Array array, const Entry &entry, long head_kv, long j) {
+    if (call.page_size && (array == K || array == V)) {
+        const long page = *(const int32_t *)address(call, BLOCK_TABLE, 4, entry.index, j / call.page_size);
+        return address(call, array, size_of(call.dtype), page, head_kv, j % call.page_size);
+    }
+    return address(call, array, size_of(call.dtype), entry.batch, head_kv, entry.first_k + j);
+}
+
+// Of lse, dlse, sinks or slopes.
+template <class T> inline T &number(const Call &call, Array array, long b, long h, long i = 0) {
+    return *(T *)address(call, array, sizeof(T), b, h, i);
+}
+
+// Rows of a block, zeros behind each and below the last.
+template <class T>
+inline void load_rows(const Call &call, Array array, const Entry &entry, const Block &block, long dim, T *out,
+                      long stride, long padded_rows) {
+    const long num_rows = rows_of(block), step = call.strides[array][3];
+    for (long r = 0; r < num_rows; ++r) {
+        load_row(row_address(call, array, entry, row_of(block, r)), call.dtype, step, dim, out + r * stride);
+        clear(out + r * stride + dim, stride - dim);
+    }
+    clear(out + num_rows * stride, (padded_rows - num_rows) * stride);
+}
+
+// Rows of k or v, likewise.
+template <class T>
+inline void load_keys(const Call &call, Array array, const Entry &entry, long head_kv, long first, long count, long dim,
+                      T *out, long stride, long padded_rows) {
+    const long step = call.strides[array][3];
+    for (long j = 0; j < count; ++j) {
+        load_row(key_address(call, array, entry, head_kv, first + j), call.dtype, step, dim, out + j * stride);
+        clear(out + j * stride + dim, stride - dim);
+    }
+    clear(out + count * stride, (padded_rows - count) * stride);
+}
+
+// ---- what is visible -------------------------------------------------------------------------------------------------
+
+struct Keys {
+    long first, stop;
+};
+
+// The first and the last of some neighbouring rows of a block.
+struct Span {
+    long first, last;
+};
+
+inline Span span_of(const Block &block, long r, long count) {
+    const Row from = row_of(block, r), to = row_of(block, r + count - 1);
+    return from.head == to.head ? Span{from.i, to.i} : Span{block.first_row, block.first_row + block.num_rows - 1};
+}
+
+// The keys that the window and the length let rows from `first` to `last` see, all together.
+inline Keys seen_by(const Call &call, const Entry &entry, long first, long last) {
+    const long begin = first + entry.diagonal - call.window_left, end = last + entry.diagonal + call.window_right + 1;
+    const long stop = smaller(larger(end, 0), entry.seqlen_k);
+    return Keys{smaller(larger(begin, 0), stop), stop};
+}
+
+// And those that every one of them sees.
+inline Keys seen_by_all(const Call &call, const Entry &entry, long first, long last) {
+    const long begin = last + entry.diagonal - call.window_left, end = first + entry.diagonal + call.window_right + 1;
+    return Keys{larger(begin, 0), smaller(end, entry.seqlen_k)};
+}
+
+// Whether mask and block mask leave anything of keys [first, first + count) to the rows of a block.
+inline bool any_visible(const Call &call, const Entry &entry, const Block &block, long first, long count) {
+    if (call.arrays[BLOCK_MASK]) {
+        bool any = false;
+        for (long h = 0; h < block.num_heads && !any; ++h)
+            for (long i = block.first_row / call.block_rows;
+                 i <= (block.first_row + block.num_rows - 1) / call.block_rows && !any; ++i)
+                for (long j = first / call.block_keys; j <= (first + count - 1) / call.block_keys && !any; ++j)
+                    any = *address(call, BLOCK_MASK, 1, entry.index, block.first_head + h, i, j);
+        if (!any) return false;
+    }
+    if (call.arrays[MASK]) {
+        const long step = call.strides[MASK][3];
+        const long rows = call.strides[MASK][2] ? block.num_rows : 1;
+        const long heads = call.strides[MASK][1] ? block.num_heads : 1;
+        for (long h = 0; h < heads; ++h)
+            for (long i = 0; i < rows; ++i) {
+                const char *p =
+                    address(call, MASK, 1, entry.index, block.first_head + h, block.first_row + i, first);
+                if (step == 1) {
+                    if (memchr(p, 1, count)) return true;
+                } else {
+                    for (long j = 0; j < (step ? count : 1); ++j)
+                        if (p[j * step]) return true;
+                }
+            }
+        return false;
+    }
+    return true;
+}
+
+// ---- scores ----------------------------------------------------------------------------------------------------------
+
+inline double size_of_scale(const Call &call) { return call.scale < 0 ? -call.scale : call.scale; }
+
+// The weight of a score s is 2^(factor * (s - shift)). Scores are products of q and k, which `factor` then scales, or,
+// where options do something to them or the factor would be 0, they are scaled first. The difference comes first: it is
+// exact where it matters, however large scores are.
+template <class T> struct Scaling {
+    bool has_terms;
+    T factor;
+    T rise;  // a shift is moved up if a score is above it by more than this: by a factor of 2^8 of its weight
+    double natural;  // a score times this, is an exponent of e
+    explicit Scaling(const Call &call) {
+        has_terms = call.arrays[BIAS] || call.arrays[ALIBI_SLOPES] || call.softcap || call.scale == 0;
+        natural = has_terms ? 1.0 : size_of_scale(call);
+        factor = T(natural * 1.4426950408889634);
+        const double most = 1e30;
+        rise = T(8 / natural < most ? 8 / natural : most);
+    }
+};
+
+// One row of scores for keys [first, first + count): products of q and k become scores, -inf where hidden. `padded` is
+// count rounded up to whole vectors. Where the scale is negative, q came with its sign changed. `tanhs`, if it is given,
+// gets what the softcap is a factor of.
+template <class T>
+inline void finish_scores(const Call &call, const Scaling<T> &scaling, const Entry &entry, Row row, long first,
+                          long count, long padded, T *s, T *tanhs) {
+    constexpr int N = LANES<T>;
+    const T scale = T(size_of_scale(call));
+    if (call.softcap) {
+        const Vector<T> inner = splat(T(size_of_scale(call) / call.softcap));
+        const Vector<T> outer = splat(T(call.softcap));
+        for (long j = 0; j < padded; j += N) {
+            Vector<T> t = tanh<T>(load(s + j) * inner);
+            if (tanhs) store(tanhs + j, t);
+            store(s + j, t * outer);
+        }
+    } else if (scaling.has_terms) {
+        for (long j = 0; j < padded; j += N) store(s + j, load(s + j) * splat(scale));
+    }
+    if (call.arrays[ALIBI_SLOPES]) {
+        const Vector<T> slope = splat(number<T>(call, ALIBI_SLOPES, entry.index, row.head));
+        const Vector<T> start = splat(T(first - row.i - entry.diagonal)) + iota<T>();
+        for (long j = 0; j < padded; j += N) {
+            Vector<T> distance = start + splat(T(j));
+            distance = distance < Vector<T>{} ? -distance : distance;
+            store(s + j, load(s + j) - slope * distance);
+        }
+    }
+    if (call.arrays[BIAS]) {
+        const char *p = address(call, BIAS, size_of(call.bias_dtype), entry.index, row.head, row.i, first);
+        const long step = call.strides[BIAS][3];
+        T loaded[MAX_KEYS];
+        const T *bias = loaded;
+        if (step == 1 && size_of(call.bias_dtype) == long(sizeof(T))) {
+            bias = (const T *)p;
+        } else {
+            load_row(p, call.bias_dtype, step, step ? count : 1, loaded);
+        }
+        if (step) {
+            for (long j = 0; j < count; ++j) s[j] += bias[j];
+        } else {
+            for (long j = 0; j < count; ++j) s[j] += bias[0];
+        }
+    }
+    const T minus_infinity = T(-__builtin_inf());
+    const Keys seen = seen_by(call, entry, row.i, row.i);
+    if (seen.first > first || seen.stop < first + padded) {
+        const Vector<T> begin = splat(T(larger(seen.first - first, 0)));
+        const Vector<T> end = splat(T(larger(smaller(seen.stop - first, padded), 0)));
+        for (long j = 0; j < padded; j += N) {
+            Vector<T> at = iota<T>() + splat(T(j));
+            Vector<T> x = at < begin ? splat(minus_infinity) : load(s + j);
+            store(s + j, at >= end ? splat(minus_infinity) : x);
+        }
+    }
+    if (call.arrays[MASK]) {
+        const char *p = address(call, MASK, 1, entry.index, row.head, row.i, first);
+        const long step = call.strides[MASK][3];
+        if (step == 1) {
+            for (long j = 0; j < count; ++j) s[j] = p[j] ? s[j] : minus_infinity;
+        } else {
+            for (long j = 0; j < count; ++j) s[j] = p[j * step] ? s[j] : minus_infinity;
+        }
+    }
+    if (call.arrays[BLOCK_MASK]) {
+        for (long j = 0; j < count;) {
+            const long block = (first + j) / call.block_keys;
+            const long stop = smaller(count, (block + 1) * call.block_keys - first);
+            if (*address(call, BLOCK_MASK, 1, entry.index, row.head, row.i / call.block_rows, block)) {
+                j = stop;
+            } else {
+                for (; j < stop; ++j) s[j] = minus_infinity;
+            }
+        }
+    }
+}
+
+// Whether `finish_scores` has anything to do for these rows and keys.
+template <class T>
+inline bool needs_finishing(const Call &call, const Scaling<T> &scaling, const Entry &entry, long first_row,
+                            long last_row, long first, long padded) {
+    if (scaling.has_terms || call.arrays[MASK] || call.arrays[BLOCK_MASK]) return true;
+    const Keys seen = seen_by_all(call, entry, first_row, last_row);
+    return seen.first > first || seen.stop < first + padded;
+}
+
+// What dropout keeps of the weights of a block.
+inline void load_kept(const Call &call, const Entry &entry, const Block &block, long first, long count,
+                      unsigned char *kept) {
+    for (long h = 0; h < block.num_heads; ++h)
+        kept_weights(call.seed, call.offset, uint64_t(entry.index * call.num_heads + block.first_head + h),
+                     call.dropout_steps, block.first_row, block.num_rows, first, count,
+                     kept + h * block.num_rows * MAX_KEYS, MAX_KEYS);
+}
+
+// Multiplies a row of weights, or their gradients, by what dropout says.
+template <class T> inline void drop(const Call &call, const unsigned char *kept, long count, T *row) {
+    const T factor = T(call.kept_scale);
+    for (long j = 0; j < count; ++j) row[j] *= T(kept[j]) * factor;
+}
+
+// ---- entries and blocks ----------------------------------------------------------------------------------------------
+
+inline bool make_entries(Work &work) {
+    const Call &call = work.call;
+    if (!work.allocate(work.entries, call.batch)) return false;
+    work.num_entries = call.batch;
+    for (long b = 0; b < call.batch; ++b) {
+        Entry &entry = work.entries[b];
+        entry = Entry{b, b, 0, 0, call.seqlen_q, call.seqlen_k, call.diagonal};
+        if (call.arrays[CU_SEQLENS_Q]) {
+            auto start = [&](Array array, long i) { return long(*(const int32_t *)address(call, array, 4, i)); };
+            entry.batch = 0;
+            entry.first_q = start(CU_SEQLENS_Q, b);
+            entry.first_k = start(CU_SEQLENS_K, b);
+            entry.seqlen_q = start(CU_SEQLENS_Q, b + 1) - entry.first_q;
+            entry.seqlen_k = start(CU_SEQLENS_K, b + 1) - entry.first_k;
+            entry.diagonal = call.is_bottom_right ? entry.seqlen_k - entry.seqlen_q : 0;
+        }
+        if (call.arrays[KV_LENGTHS]) {
+            const char *p = address(call, KV_LENGTHS, call.lengths_are_64_bit ? 8 : 4, b);
+            const long length = call.lengths_are_64_bit ? long(*(const int64_t *)p) : long(*(const int32_t *)p);
+            entry.seqlen_k = smaller(larger(length, 0), call.seqlen_k);
+            if (call.page_size && call.is_bottom_right) entry.diagonal = entry.seqlen_k - call.seqlen_q;
+        }
+    }
+    return true;
+}
+
+// Rows of a block: as many as `most` allows, about equally many in each.
+inline long rows_in_blocks(const Call &call, long seqlen_q, long most) {
+    if (call.arrays[BLOCK_MASK]) {
+        const long whole = call.block_rows * larger(1, most / call.block_rows);
+        return ceil_div(whole, ceil_div(whole, most));
+    }
+    if (call.window_left < NO_BOUND && call.window_right < NO_BOUND)
+        most = smaller(most, larger(24, (call.window_left + call.window_right) / 2));
+    const long count = ceil_div(larger(seqlen_q, 1), most);
+    return smaller(round_up(ceil_div(larger(seqlen_q, 1), count), 12), most);
+}
+
+// Heads of a block, where `group` heads share keys: as many as there is room for.
+inline long heads_in_blocks(long seqlen_q, long rows, long group, long most) {
+    return smaller(group, larger(1, most / larger(smaller(rows, seqlen_q), 1)));
+}
+
+}  // namespace

@@ -1,0 +1,217 @@
+// Vectors of the widest kind that this file is compiled for, and the functions of them that attention is made of.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int VECTOR_BYTES = 64, NUM_REGISTERS = 32;
+#elif defined(__AVX__)
+constexpr int VECTOR_BYTES = 32, NUM_REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int VECTOR_BYTES = 16, NUM_REGISTERS = 32;
+#else
+constexpr int VECTOR_BYTES = 16, NUM_REGISTERS = 16;
+#endif
+
+template <class T> struct Vectors;
+
+template <> struct Vectors<float> {
+    typedef float Vector __attribute__((vector_size(VECTOR_BYTES)));
+    typedef float Unaligned __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+    typedef int32_t Integers __attribute__((vector_size(VECTOR_BYTES)));
+    static constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: its sum with x has the nearest integer in its low bits
+    static constexpr int MANTISSA = 23, BIAS = 127;
+    static constexpr float LOWEST = -100, HIGHEST = 128;  // see exp2
+    static constexpr int DEGREE = 6;
+    static constexpr float EXP2[DEGREE + 1] = {1.0f,          0.6931472f,    0.2402265f,     0.05550327f,
+                                               0.009618057f,  0.0013400428f, 0.00015461445f};
+    static constexpr float LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
+    static constexpr int EXPM1_TERMS = 7;
+    static constexpr float TANH_IS_ONE = 10;
+};
+
+template <> struct Vectors<double> {
+    typedef double Vector __attribute__((vector_size(VECTOR_BYTES)));
+    typedef double Unaligned __attribute__((vector_size(VECTOR_BYTES), aligned(8), may_alias));
+    typedef int64_t Integers __attribute__((vector_size(VECTOR_BYTES)));
+    static constexpr double ROUNDER = 6755399441055744.0;  // 1.5 * 2^52
+    static constexpr int MANTISSA = 52, BIAS = 1023;
+    static constexpr double LOWEST = -960, HIGHEST = 1024;
+    static constexpr int DEGREE = 11;
+    static constexpr double EXP2[DEGREE + 1] = {
+        1.0,
+        0.6931471805599453,
+        0.24022650695910158,
+        0.055504108664821604,
+        0.009618129107587314,
+        0.0013333558146410788,
+        0.00015403530463679096,
+        1.5252733837988064e-05,
+        1.3215432551928214e-06,
+        1.0178058390428893e-07,
+        7.074192209639015e-09,
+        4.4556433403988256e-10};
+    static constexpr double LN2_HIGH = 0.693145751953125, LN2_LOW = 1.42860682030941723212e-6;
+    static constexpr int EXPM1_TERMS = 14;
+    static constexpr double TANH_IS_ONE = 20;
+};
+
+template <class T> using Vector = typename Vectors<T>::Vector;
+template <class T> using Integers = typename Vectors<T>::Integers;
+template <class T> constexpr int LANES = VECTOR_BYTES / int(sizeof(T));
+
+template <class T> inline Vector<T> load(const T *p) { return *(const typename Vectors<T>::Unaligned *)p; }
+template <class T> inline void store(T *p, Vector<T> x) { *(typename Vectors<T>::Unaligned *)p = x; }
+template <class T> inline Vector<T> splat(T x) { return x - Vector<T>{}; }  // minus zero stays that
+template <class T> inline Vector<T> larger(Vector<T> x, Vector<T> y) { return x > y ? x : y; }
+
+// Folds a vector in halves, so that compilers need no loop over lanes.
+template <class T, int N, class F> inline T fold_lanes(const T *x, F combine) {
+    if constexpr (N == 1) {
+        return x[0];
+    } else {
+        typedef T Half __attribute__((vector_size(sizeof(T) * (N / 2))));
+        Half low, high;
+        memcpy(&low, x, sizeof low);
+        memcpy(&high, x + N / 2, sizeof high);
+        Half folded = combine(low, high);
+        T lanes[N / 2];
+        memcpy(lanes, &folded, sizeof folded);
+        return fold_lanes<T, N / 2>(lanes, combine);
+    }
+}
+
+template <class T> inline T sum_of_lanes(Vector<T> x) {
+    T lanes[LANES<T>];
+    memcpy(lanes, &x, sizeof x);
+    return fold_lanes<T, LANES<T>>(lanes, [](auto a, auto b) { return a + b; });
+}
+
+template <class T> inline T largest_lane(Vector<T> x) {
+    T lanes[LANES<T>];
+    memcpy(lanes, &x, sizeof x);
+    return fold_lanes<T, LANES<T>>(lanes, [](auto a, auto b) { return a > b ? a : b; });
+}
+
+// Whether a number is above the limit; NaN is not.
+template <class T> inline bool any_above(Vector<T> x, T limit) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == 4) return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(limit), _CMP_GT_OQ);
+    if constexpr (sizeof(T) == 8) return _mm512_cmp_pd_mask((__m512d)x, _mm512_set1_pd(limit), _CMP_GT_OQ);
+#elif defined(__AVX__)
+    const auto above = x > splat(limit);
+    if constexpr (sizeof(T) == 4) return _mm256_movemask_ps((__m256)above);
+    if constexpr (sizeof(T) == 8) return _mm256_movemask_pd((__m256d)above);
+#else
+    return largest_lane<T>(x) > limit;
+#endif
+}
+
+// 0, 1, 2, ...
+template <class T> inline Vector<T> iota() {
+    Vector<T> x;
+    for (int i = 0; i < LANES<T>; ++i) x[i] = T(i);
+    return x;
+}
+
+// 2^n for integers that are floating-point numbers plus Vectors::ROUNDER.
+template <class T> inline Vector<T> power_of_two(Vector<T> rounded) {
+    constexpr int MANTISSA = Vectors<T>::MANTISSA;
+    Vector<T> rounder = splat(Vectors<T>::ROUNDER);
+    return (Vector<T>)(((Integers<T>)rounded - (Integers<T>)rounder + Vectors<T>::BIAS) << MANTISSA);
+}
+
+// 2^x of numbers from -1/2 to 1/2.
+template <class T> inline Vector<T> polynomial_exp2(Vector<T> rest) {
+    Vector<T> p = splat(Vectors<T>::EXP2[Vectors<T>::DEGREE]);
+    for (int i = Vectors<T>::DEGREE - 1; i >= 0; --i) p = p * rest + splat(Vectors<T>::EXP2[i]);
+    return p;
+}
+
+// 2^x to less than one unit in the last place, and 0 below LOWEST: subnormal weights would cost a hundred times what
+// others do, in products too. The power of two is a factor, and is not added to the exponent: NaN stays NaN.
+#if defined(__AVX512F__)
+// There are instructions for rounding and for multiplying by a power of two.
+template <class T> inline Vector<T> exp2(Vector<T> x) {
+    constexpr int NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    if constexpr (sizeof(T) == 4) {
+        const __m512 number = (__m512)x, rounded = _mm512_roundscale_ps(number, NEAREST);
+        const __mmask16 ordinary = _mm512_cmp_ps_mask(number, _mm512_set1_ps(Vectors<T>::LOWEST), _CMP_NLT_UQ);
+        const Vector<T> p = polynomial_exp2<T>(x - (Vector<T>)rounded);
+        return (Vector<T>)_mm512_maskz_scalef_ps(ordinary, (__m512)p, rounded);
+    } else {
+        const __m512d number = (__m512d)x, rounded = _mm512_roundscale_pd(number, NEAREST);
+        const __mmask8 ordinary = _mm512_cmp_pd_mask(number, _mm512_set1_pd(Vectors<T>::LOWEST), _CMP_NLT_UQ);
+        const Vector<T> p = polynomial_exp2<T>(x - (Vector<T>)rounded);
+        return (Vector<T>)_mm512_maskz_scalef_pd(ordinary, (__m512d)p, rounded);
+    }
+}
+#else
+template <class T> inline Vector<T> exp2(Vector<T> x) {
+    Vector<T> lowest = splat(Vectors<T>::LOWEST), highest = splat(Vectors<T>::HIGHEST);
+    Vector<T> clamped = x < lowest ? lowest : x;
+    clamped = clamped > highest ? highest : clamped;
+    Vector<T> rounded = clamped + splat(Vectors<T>::ROUNDER);
+    Vector<T> rest = clamped - (rounded - splat(Vectors<T>::ROUNDER));
+    Vector<T> p = polynomial_exp2<T>(rest) * power_of_two<T>(rounded);
+    return x < lowest ? Vector<T>{} : p;
+}
+#endif
+
+template <class T> constexpr T inverse_factorial(int n) { return n < 2 ? T(1) : inverse_factorial<T>(n - 1) / T(n); }
+
+// tanh(x) = t / (t + 2), t = exp(2 x) - 1: exact to a few units in the last place near zero, too.
+template <class T> inline Vector<T> tanh(Vector<T> x) {
+    Vector<T> size = x < Vector<T>{} ? -x : x;
+    Vector<T> one = splat(T(1)), most = splat(Vectors<T>::TANH_IS_ONE);
+    Vector<T> twice = 2 * (size > most ? most : size);
+    Vector<T> rounded = twice * splat(T(1.4426950408889634)) + splat(Vectors<T>::ROUNDER);
+    Vector<T> n = rounded - splat(Vectors<T>::ROUNDER);
+    Vector<T> r = (twice - n * splat(Vectors<T>::LN2_HIGH)) - n * splat(Vectors<T>::LN2_LOW);
+    Vector<T> p = splat(inverse_factorial<T>(Vectors<T>::EXPM1_TERMS));
+    for (int i = Vectors<T>::EXPM1_TERMS - 1; i > 1; --i) p = p * r + splat(inverse_factorial<T>(i));
+    Vector<T> expm1 = r + r * r * p;
+    Vector<T> power = power_of_two<T>(rounded);
+    Vector<T> t = power * expm1 + (power - one);
+    Vector<T> result = t / (t + splat(T(2)));
+    result = size > most ? one : result;
+    return x < Vector<T>{} ? -result : result;
+}
+
+// out[column][row] = in[row][column], a square of as many numbers a side as there are lanes: log2 perfect shuffles.
+template <class T> inline void transpose_square(const T *in, long stride, T *out, long out_stride) {
+    constexpr int N = LANES<T>;
+    Vector<T> x[N], y[N];
+    Integers<T> low, high;
+    for (int i = 0; i < N; ++i) {
+        low[i] = i / 2 + i % 2 * N;
+        high[i] = low[i] + N / 2;
+    }
+    for (int i = 0; i < N; ++i) x[i] = load(in + i * stride);
+    for (int step = N; step > 1; step /= 2) {
+        for (int i = 0; i < N / 2; ++i) {
+#if defined(__clang__)
+            for (int lane = 0; lane < N / 2; ++lane) {
+                y[2 * i][2 * lane] = x[i][lane];
+                y[2 * i][2 * lane + 1] = x[i + N / 2][lane];
+                y[2 * i + 1][2 * lane] = x[i][lane + N / 2];
+                y[2 * i + 1][2 * lane + 1] = x[i + N / 2][lane + N / 2];
+            }
+#else
+            y[2 * i] = __builtin_shuffle(x[i], x[i + N / 2], low);
+            y[2 * i + 1] = __builtin_shuffle(x[i], x[i + N / 2], high);
+#endif
+        }
+        for (int i = 0; i < N; ++i) x[i] = y[i];
+    }
+    for (int i = 0; i < N; ++i) store(out + i * out_stride, x[i]);
+}
+
+}  // namespace

@@ -1,0 +1,74 @@
+// The work of one call: phases, one after the other, of jobs that threads share. Which jobs there are follows from the
+// problem alone, and not from the number of threads, so that the bits of results do not depend on it.
+#pragma once
+
+#include <atomic>
+#include <cstdlib>
+#include <new>
+
+#include "call.h"
+
+struct Work;
+
+struct Phase {
+    void (*run)(Work &work, char *scratch, long job);
+    long num_jobs;
+};
+
+// A batch entry or a packed sequence.
+struct Entry {
+    long batch;           // of q, k, v and what has their axes
+    long index;           // of bias, mask, slopes and blocks, and for dropout
+    long first_q, first_k;  // rows and keys before its own
+    long seqlen_q, seqlen_k;
+    long diagonal;
+};
+
+// Queries of one head, or all queries of some heads that share keys.
+struct Block {
+    long entry, head_kv, first_head, num_heads, first_row, num_rows;
+    long first_key, stop_key;  // those that it looks at
+    long part, num_parts;      // where its keys are shared by several jobs
+};
+
+// A tile of keys, and its place in the order in which gradients are summed.
+struct KeyTile {
+    long entry, head_kv, first_key, num_keys;
+    long before;  // the job of the tile before it, or -1
+};
+
+struct Work {
+    static constexpr int MAX_PHASES = 8;
+    Call call;
+    int num_phases = 0;
+    Phase phases[MAX_PHASES];
+    std::atomic<long> next[MAX_PHASES];
+    std::atomic<bool> stopped;
+    long scratch_bytes = 0;  // of each thread
+
+    long num_entries = 0, num_blocks = 0, num_tiles = 0;
+    Entry *entries = nullptr;
+    Block *blocks = nullptr;
+    KeyTile *tiles = nullptr;
+    std::atomic<long> *progress = nullptr;  // of tiles: how many of their steps have been added
+    char *shared = nullptr;                 // partial results
+    double *sums = nullptr;                 // partial sums of gradients that are numbers
+    long rows_per_block = 0, keys_per_tile = 0, shared_bytes = 0;
+    void *allocated[8] = {};
+    int num_allocated = 0;
+
+    ~Work() {
+        for (int i = 0; i < num_allocated; ++i) free(allocated[i]);
+    }
+
+    // Memory for the time of the call; null where there is none left.
+    template <class T> bool allocate(T *&p, long count) {
+        void *memory = nullptr;
+        if (posix_memalign(&memory, 64, count > 0 ? count * sizeof(T) : 64)) return false;
+        allocated[num_allocated++] = memory;
+        p = (T *)memory;
+        return true;
+    }
+
+    void add_phase(void (*run)(Work &, char *, long), long num_jobs) { phases[num_phases++] = Phase{run, num_jobs}; }
+};

@@ -1,0 +1,441 @@
+"""The compiled core of the CPU path: every kind of processor, threads, interruptions, memory, and who computes what."""
+
+import ctypes
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import cuflash
+import cuflash.testing as ct
+from cuflash import cpu
+from cuflash.cpu import core, jobs, tiles
+
+if core.why_not() is not None:
+    pytest.skip(f"no compiled core: {core.why_not()}", allow_module_level=True)
+
+CHECKOUT = Path(__file__).parents[2]
+FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "pages", "packed")
+
+
+def kinds():
+    """The kinds of processors that there are kernels for here, by how many better ones are left out."""
+    name = core._load().functions.cuflash_processor
+    named = {name(limit).decode(): limit for limit in reversed(range(3))}
+    return sorted(named.items(), key=lambda item: item[1])
+
+
+KINDS = kinds()
+
+
+@pytest.fixture(params=[limit for _, limit in KINDS], ids=[name for name, _ in KINDS])
+def kind(request, monkeypatch):
+    monkeypatch.setattr(core, "_skipped_kinds", lambda: request.param)
+    return request.param
+
+
+def run(case, **replaced):
+    """out, lse and every gradient that there is, by name."""
+    arrays, problem = case.arrays() | replaced, case.problem
+    inputs, need = [arrays[name] for name in "qkv"], ct.gradients_of(problem)
+    out, lse = cpu.forward(problem, *inputs, **ct.optional(arrays), **case.random)
+    results = {"out": out, "lse": lse}
+    if "dout" in arrays:
+        terms = {**ct.optional_backward(arrays), **case.random, "need": need}
+        gradients = cpu.backward(problem, arrays["dout"], *inputs, out, lse, **terms)
+        results |= zip(need, gradients, strict=True)
+    return results
+
+
+def judge(case, results):
+    ct.assert_forward(case, results["out"], results["lse"])
+    if "dq" in results:
+        ct.assert_backward(case, **{name: x for name, x in results.items() if name[0] == "d"})
+
+
+def assert_same_bits(results, expected):
+    for name, x in expected.items():
+        x, y = (np.ascontiguousarray(value).reshape(-1) for value in (results[name], x))
+        assert np.array_equal(x.view(np.uint8), y.view(np.uint8)), name
+
+
+def much_work(patch):
+    """Work of any size is worth any number of threads."""
+    patch.setattr(core, "SERIAL_NS", -1)
+    patch.setattr(core, "THREAD_NS", 1e-3)
+
+
+def is_served(case):
+    """Whether these options go together."""
+    return not (case.page_size and (case.cu_seqlens_q is not None or case.block_mask is not None))
+
+
+# ---- against the oracle ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_every_option_on_every_kind_of_processor(dtype, kind):
+    @settings(max_examples=50 if kind else 150)
+    @given(ct.cases(dtypes=[dtype], min_seqlen=0, features=FEATURES).filter(is_served))
+    def every_case(case):
+        judge(case, run(case))
+
+    every_case()
+
+
+@settings(max_examples=60)
+@given(ct.cases(min_seqlen=0, features=FEATURES, max_seqlen=600, max_scores=2**18, max_head_dim=16).filter(is_served))
+def test_several_tiles_on_several_threads(case):
+    with pytest.MonkeyPatch.context() as patch:
+        much_work(patch)
+        with cuflash.cpu_threads(3):
+            judge(case, run(case))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("head_dim", [257, 300, 513, 1024])
+def test_large_head_dims(head_dim, dtype):
+    case = ct.Case(seqlen_q=150, seqlen_k=140, head_dim=head_dim, head_dim_v=1280 - head_dim, dtype=dtype, causal=True)
+    assert core.why_not(dataclasses.replace(case, head_dim_v=head_dim).problem) is None
+    if case.head_dim_v <= core.MAX_HEAD_DIM:
+        judge(case, run(case))
+
+
+@pytest.mark.parametrize("num_heads", [1, 4, 7])
+@pytest.mark.parametrize("seqlen_q", [1, 2, 5])
+def test_decoding(num_heads, seqlen_q):
+    """Few queries against many keys, which several jobs share."""
+    case = ct.Case(
+        seqlen_q=seqlen_q, seqlen_k=9001, head_dim=32, num_heads=num_heads, num_heads_kv=1, sinks=True, causal=True
+    )
+    judge(case, run(case))
+    judge(case := dataclasses.replace(case, head_dim=33, bias=(num_heads, 1, 9001), strides="padded"), run(case))
+
+
+def test_dq_of_16_bits_without_room_for_its_sums():
+    """A part of a long problem is a short problem, where a window says how far anybody looks."""
+    long = ct.Case(seqlen_q=150_000, seqlen_k=150_000, head_dim=64, window=(20, 0), dtype="bfloat16")
+    short = dataclasses.replace(long, seqlen_q=2000, seqlen_k=2000)
+    attn, arrays = cuflash.FlashAttention(window=(20, 0)), long.arrays()
+    assert long.problem.q.nbytes * 2 > 32 << 20 > short.problem.q.nbytes * 2
+    gradients = [
+        attn.backward(parts[-1], *parts[:-1], *attn.forward(*parts[:-1]))
+        for parts in (
+            [arrays[name] for name in ("q", "k", "v", "dout")],
+            [arrays[name][:, :, 70_000:72_000] for name in ("q", "k", "v", "dout")],
+        )
+    ]
+    for of_long, of_short in zip(*gradients, strict=True):
+        middle = slice(100, 1900)
+        got, expected = of_long[:, :, 70_000:72_000][:, :, middle], of_short[:, :, middle]
+        np.testing.assert_allclose(got.astype("f4"), expected.astype("f4"), rtol=0.02, atol=0.02)
+
+
+def test_no_sequences():
+    case = ct.Case(
+        seqlen_q=0, seqlen_k=3, head_dim=2, num_heads=2, alibi_slopes=(2,), sinks=True, cu_seqlens_q=(0,),
+        cu_seqlens_k=(0,),
+    )  # fmt: skip
+    judge(case, run(case))
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ct.Case(num_heads=3, seqlen_q=700, seqlen_k=900, head_dim=16, causal=True, sinks=True),
+        ct.Case(num_heads=4, num_heads_kv=1, seqlen_q=1300, seqlen_k=1100, head_dim=8, window=(200, 70)),
+        ct.Case(num_heads=1, seqlen_q=1300, seqlen_k=1300, head_dim=8, dtype="bfloat16", score_spread=30.0),
+        ct.Case(batch=3, num_heads=2, seqlen_q=300, seqlen_k=400, head_dim=8, kv_lengths=(400, 0, 17), mask=(300, 1)),
+        ct.Case(batch=2, num_heads=3, seqlen_q=300, seqlen_k=400, head_dim=8, bias=(3, 300, 400), alibi_slopes=(2, 3)),
+        ct.Case(batch=2, num_heads=3, seqlen_q=300, seqlen_k=400, head_dim=8, bias=(1, 400), softcap=2.0),
+        ct.Case(num_heads=2, seqlen_q=1, seqlen_k=9000, head_dim=24, dropout=0.5),
+    ],
+)
+def test_bits_depend_on_nothing_but_the_problem(case, monkeypatch):
+    much_work(monkeypatch)
+    with cuflash.cpu_threads(1):
+        expected = run(case)
+    judge(case, expected)
+    for threads in (2, 3, 8, 33):
+        with cuflash.cpu_threads(threads):
+            assert_same_bits(run(case), expected)
+
+
+def threads_of_large_call(monkeypatch):
+    """How many threads a large call asks for."""
+    asked = []
+    monkeypatch.setattr(core, "_run_on_threads", lambda functions, call, threads: asked.append(threads) or core._DONE)
+    q = np.zeros((8, 2048, 64), np.float32)
+    cuflash.attention(q, q, q)
+    return asked[-1]
+
+
+def test_the_number_of_threads(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert threads_of_large_call(monkeypatch) == 6
+    for value, count in (("3", 3), ("4,2", 4), ("99", 6), ("0", 1), ("many", 6), ("", 6)):
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+        assert threads_of_large_call(monkeypatch) == count
+    with cuflash.cpu_threads(5):
+        assert threads_of_large_call(monkeypatch) == 5
+        with cuflash.cpu_threads(np.int64(11)):
+            assert threads_of_large_call(monkeypatch) == 11
+        assert threads_of_large_call(monkeypatch) == 5
+
+
+@pytest.mark.parametrize("count, kind", [(0, ValueError), (-1, ValueError), (1.5, TypeError), ("2", TypeError)])
+def test_a_bad_number_of_threads(count, kind):
+    with pytest.raises(kind, match="count: got"), cuflash.cpu_threads(count):
+        pass
+
+
+def test_threads_hold_for_one_thread_only():
+    seen = []
+    with cuflash.cpu_threads(17):
+        other = threading.Thread(target=lambda: seen.append(jobs.count_cores()))
+        other.start()
+        other.join()
+        assert jobs.count_cores() == 17
+    assert seen != [17]
+
+
+def test_small_problems_start_no_thread(monkeypatch):
+    monkeypatch.setattr(core, "_run_on_threads", lambda *args: pytest.fail("a thread for nothing"))
+    run(ct.Case(num_heads=2, seqlen_q=64, seqlen_k=64, head_dim=16))
+
+
+def test_callers_threads_run_side_by_side():
+    case = ct.Case(num_heads=2, seqlen_q=300, seqlen_k=300, head_dim=32)
+    expected, failures = run(case), []
+
+    def work():
+        try:
+            for _ in range(10):
+                assert_same_bits(run(case), expected)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def num_threads():
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers that send signals")
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_ctrl_c_ends_a_long_call(which, threads):
+    q = np.zeros((8, 16384, 64), np.float32)
+    attn, lse = cuflash.FlashAttention(), np.zeros((8, 16384), np.float32)
+    sent = []
+
+    def interrupt(*args):
+        sent.append(time.perf_counter())
+        raise KeyboardInterrupt
+
+    before = num_threads()
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt), cuflash.cpu_threads(threads):
+            start = time.perf_counter()
+            attn.forward(q, q, q) if which == "forward" else attn.backward(q, q, q, q, q, lse)
+        ended = time.perf_counter()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    assert ended - start < 0.3 + 0.2 + 0.2  # the last for machines that do something else as well
+    assert ended - sent[0] < 0.2
+    assert num_threads() <= before  # threads of others may have ended
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_process_computes_too():
+    code = """
+import os, numpy as np, cuflash
+q = np.random.default_rng(0).standard_normal((4, 1024, 64), dtype=np.float32)
+expected = cuflash.attention(q, q, q)
+child = os.fork()
+if child == 0:
+    os._exit(0 if np.array_equal(cuflash.attention(q, q, q), expected) else 3)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    run_python(code)
+
+
+def run_python(code, **environment):
+    command = [sys.executable, "-c", code]
+    env = {**os.environ, "PYTHONPATH": str(CHECKOUT), **environment}
+    return subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the size of the process")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_memory_beside_inputs_and_results(dtype):
+    code = f"""
+import numpy as np, ml_dtypes, cuflash
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
+q = np.ones((2, 200_000, 64), {"ml_dtypes.bfloat16" if dtype == "bfloat16" else f"np.{dtype}"})
+attn, threads = cuflash.FlashAttention(window=(30, 0)), 2
+out, lse = np.ones_like(q), np.ones(q.shape[:2], np.float64 if q.dtype == np.float64 else np.float32)
+dq, dk, dv = np.ones_like(q), np.ones_like(q), np.ones_like(q)
+attn.forward(q[:, :9], q[:, :9], q[:, :9])
+before = peak()
+with cuflash.cpu_threads(threads):
+    attn.forward(q, q, q, out=out, lse=lse)
+    attn.forward(q[:, :1], q, q)
+    attn.backward(q, q, q, q, out, lse, dq=dq, dk=dk, dv=dv)
+print(peak() - before, 2**26 + threads * 2**22)
+"""
+    taken, allowed = map(int, run_python(code).split())
+    assert taken < allowed
+
+
+# ---- exponentials ----------------------------------------------------------------------------------------------------
+
+
+def evaluate(x, kind, is_tanh=False):
+    function, out = core._load().functions.cuflash_evaluate, np.empty_like(x)
+    function(kind, x.dtype == np.float64, is_tanh, *(ctypes.c_void_p(y.ctypes.data) for y in (x, out)), x.size)
+    return out
+
+
+def units(got, exact):
+    return float(np.max(np.abs(got - exact) / np.spacing(np.abs(exact).astype(got.dtype))))
+
+
+def test_exponentials_of_all_exponents(kind):
+    """At most one unit in the last place, where products and sums are rounded once; a little more elsewhere."""
+    most = 1.25 if dict((limit, name) for name, limit in KINDS)[kind] == "SSE2" else 1.0
+    for sign in (0, 1):
+        for exponent in range(256):
+            rng = np.random.default_rng(exponent)
+            bits = (sign << 31 | exponent << 23) + rng.integers(0, 2**23, 20_000, dtype=np.uint32)
+            bits[:2] = sign << 31 | exponent << 23, sign << 31 | exponent << 23 | 0x7FFFFF
+            x = bits.astype(np.uint32).view(np.float32)
+            with np.errstate(all="ignore"):
+                got, exact = evaluate(x, kind), np.exp2(x.astype(np.float64))
+            ordinary = (x >= -100) & (x < 127)  # and no weight is above 2**9
+            if ordinary.any():
+                assert units(got[ordinary], exact[ordinary]) <= most
+            assert not got[x < -100].any()
+            assert np.isinf(got[x >= 128]).all()
+            assert np.isnan(got[np.isnan(x)]).all()
+    x = np.concatenate([np.linspace(-960, 1023, 400_000), np.geomspace(1e-20, 1, 1000)])
+    assert units(evaluate(x, kind), np.exp2(x.astype(np.longdouble))) <= most
+    x = np.array([-np.inf, -961, np.inf, 1025, np.nan])
+    np.testing.assert_array_equal(evaluate(x, kind), [0, 0, np.inf, np.inf, np.nan])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_hyperbolic_tangents(dtype, kind):
+    x = np.concatenate([np.geomspace(1e-30, 50, 100_000), [0, np.inf]]).astype(dtype)
+    exact = np.tanh(x.astype(np.longdouble))
+    assert units(evaluate(x, kind, True), exact) <= 2.5
+    assert np.array_equal(evaluate(-x, kind, True), -evaluate(x, kind, True))
+    assert np.isnan(evaluate(np.array([np.nan], dtype), kind, True)).all()
+
+
+# ---- who computes what -----------------------------------------------------------------------------------------------
+
+
+def test_the_core_and_numpy_agree():
+    case = ct.Case(num_heads=4, num_heads_kv=2, seqlen_q=600, seqlen_k=700, head_dim=48, causal=True, softcap=5.0)
+    arrays = case.arrays()
+    qkv, results = [arrays[name] for name in "qkv"], run(case)
+    out, lse = tiles.forward(case.problem, *qkv)
+    need = ct.gradients_of(case.problem)
+    gradients = tiles.backward(case.problem, arrays["dout"], *qkv, out, lse, need=need)
+    for name, x in zip(("out", "lse", *need), (out, lse, *gradients), strict=True):
+        np.testing.assert_allclose(results[name], x, rtol=2e-4, atol=2e-5)
+
+
+def test_what_runs_is_said():
+    q = np.ones((2, 5, 4), np.float32)
+    plan = cuflash.FlashAttention().plan
+    assert f"compiled core, {core.processor()}" in plan(q, q, q).describe()
+    wide = np.ones((2, 5, core.MAX_HEAD_DIM + 1), np.float32)
+    reason = f"head dimensions above {core.MAX_HEAD_DIM}"
+    assert f"NumPy, and not the compiled core: {reason}" in plan(wide, wide, wide).describe()
+    np.testing.assert_allclose(cuflash.attention(wide, wide, wide), 1, rtol=1e-6)
+
+
+@pytest.fixture
+def unloaded():
+    core._load.cache_clear()
+    yield
+    core._load.cache_clear()
+
+
+def test_without_a_library(monkeypatch, tmp_path, unloaded):
+    monkeypatch.setattr(core, "LIBRARY", tmp_path / "none.so")
+    q = np.ones((2, 5, 4), np.float32)
+    assert "no C++ compiler" in cuflash.FlashAttention().plan(q, q, q).describe()
+    np.testing.assert_allclose(cuflash.attention(q, q, q), 1, rtol=1e-6)
+    assert core.processor() == ""
+
+
+def test_a_library_that_cannot_be_loaded(monkeypatch, tmp_path, unloaded):
+    (tmp_path / "broken.so").write_bytes(b"no library")
+    monkeypatch.setattr(core, "LIBRARY", tmp_path / "broken.so")
+    assert "it cannot be loaded" in core.why_not()
+
+
+def test_a_library_of_other_sources(monkeypatch, unloaded):
+    class OtherCall(ctypes.Structure):
+        _fields_ = (*core._Call._fields_, ("more", ctypes.c_int64))
+
+    monkeypatch.setattr(core, "_Call", OtherCall)
+    assert "it was built of other sources" in core.why_not()
+
+
+def test_a_library_of_older_sources(monkeypatch, unloaded):
+    monkeypatch.setattr(core, "_hash_of_sources", lambda: "0" * 64)
+    assert "install cuflash again" in core.why_not()
+
+
+def test_elements_that_are_not_aligned():
+    case = ct.Case(seqlen_q=20, seqlen_k=30, head_dim=8, dtype="float64")
+    arrays, expected = case.arrays(), run(case)
+
+    def unaligned(x):
+        buffer = np.empty(x.nbytes + 3, np.uint8)[3:].view(x.dtype).reshape(x.shape)
+        buffer[...] = x
+        return buffer
+
+    moved = {name: unaligned(x) for name, x in arrays.items()}
+    assert not any(x.flags.aligned for x in moved.values())
+    assert_same_bits(run(case, **moved), expected)
+    out, lse = unaligned(expected["out"] * 0), unaligned(expected["lse"] * 0)
+    cpu.forward(case.problem, *(moved[name] for name in "qkv"), out=out, lse=lse)
+    assert_same_bits({"out": out, "lse": lse}, {name: expected[name] for name in ("out", "lse")})
+
+
+def test_where_arrays_do_not_say_where_their_data_is(monkeypatch, unloaded):
+    case = ct.Case(seqlen_q=20, seqlen_k=30, head_dim=8, bias=(20, 30))
+    expected = run(case)
+    monkeypatch.setattr(core, "_find_data_offset", lambda: -1)
+    core._load.cache_clear()
+    assert_same_bits(run(case), expected)
