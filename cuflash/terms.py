@@ -104,8 +104,11 @@ class PassArrays(Terms, total=False):
 
 
 def checked(method: str, kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of a method that takes those of a typed dictionary; a TypeError for others, as Python's own."""
+    """All arrays of a typed dictionary by name, None for those that a method was not given as keyword arguments.
+
+    Raises TypeError for other keywords, as Python itself does.
+    """
     for name in given:
         if name not in kind.__annotations__:
             raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
-    return dict(given)
+    return {name: given.get(name) for name in kind.__annotations__}
