@@ -9,9 +9,6 @@ CUFLASH_DEVICE u32 lane_index() { return ptx::thread_index() % 32; }
 CUFLASH_DEVICE u32 warp_index() { return ptx::thread_index() / 32; }
 CUFLASH_DEVICE int fragment_row() { return lane_index() / 4; }
 CUFLASH_DEVICE int fragment_column() { return 2 * (lane_index() % 4); }
-// How far element `i` of n-tile `n` lies below, and right of, the first element of a lane.
-CUFLASH_DEVICE constexpr int row_in_tile(int i) { return i / 2 * 8; }
-CUFLASH_DEVICE constexpr int column_in_tile(int n, int i) { return 8 * n + i % 2; }
 
 // Products are taken in steps of this many k.
 constexpr int kStep = 16;

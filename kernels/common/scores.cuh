@@ -28,7 +28,7 @@ CUFLASH_DEVICE void to_scores(const Score& score, const Mask& mask, Real (&s)[m_
       for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int row = row_of(m, i), key = lane_key + column_in_tile(n, i);
+          const int row = row_of(m, i), key = lane_key + 8 * n + i % 2;
           Real derivative;
           s[m][n][i] = masked_score(score, mask, s[m][n][i], row, key, masked, derivative);
         }

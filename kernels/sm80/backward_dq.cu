@@ -99,7 +99,7 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
         if (kHasDropout && n % 2 == 0) kept = dropout.of(lane_row + 16 * m, lane_key, n);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int row = lane_row + 16 * m + row_in_tile(i), key = lane_key + column_in_tile(n, i);
+          const int row = lane_row + 16 * m + i / 2 * 8, key = lane_key + 8 * n + i % 2;
           Real derivative;
           const Real p = weights.of(s[m][n][i], row, key, masked, exponent_lse[m][i / 2], derivative);
           const bool keeps = !kHasDropout || kept.keeps(n, i);

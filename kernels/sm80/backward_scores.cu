@@ -193,7 +193,7 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
         if (kHasDropout && n % 2 == 0) kept = dropout.of(lane_row + 16 * m, lane_key, n);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int row = lane_row + 16 * m + row_in_tile(i), key = lane_key + column_in_tile(n, i);
+          const int row = lane_row + 16 * m + i / 2 * 8, key = lane_key + 8 * n + i % 2;
           const Real product = s[m][n][i];
           Real derivative;
           Real x = score.of(product, row, key, derivative);

@@ -111,7 +111,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
       ptx::copy_async_commit();
     }
 
-    to_scores(score, mask, s, [&](int m, int i) { return lane_row + 16 * m + row_in_tile(i); },
+    to_scores(score, mask, s, [&](int m, int i) { return lane_row + 16 * m + i / 2 * 8; },
               tiles.at(n_block) * kBlockN + fragment_column(), masked);
     softmax.update(s, o, exponent_scale);
     if constexpr (kHasDropout) {

@@ -242,7 +242,7 @@ struct Consumer {
     const Weights weights(common, batch, head, work.key_stop, work.own_diagonal);
     const bool masked = walk.needs_mask(work.queries);
     const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
-    const auto key_of = [&](int, int i) { return lane_key + row_in_tile(i); };
+    const auto key_of = [&](int, int i) { return lane_key + i / 2 * 8; };
 
     wait_for<pending>(p);
     weights.hide((float(&)[1][kQueryTiles][4])p, masked, row_of, key_of);

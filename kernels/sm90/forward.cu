@@ -223,7 +223,7 @@ struct Consumer {
   CUFLASH_DEVICE void score_tile(int n_block, Masked masked) {
     // Made anew for every tile: kept from tile to tile it takes registers that a block mask makes spill.
     const Mask mask(common, tile.work.batch, tile.work.head, tile.key_stop, own_diagonal);
-    to_scores(score, mask, s, [&](int, int i) { return lane_row + row_in_tile(i); }, lane_key(n_block), masked);
+    to_scores(score, mask, s, [&](int, int i) { return lane_row + i / 2 * 8; }, lane_key(n_block), masked);
   }
   CUFLASH_DEVICE void drop(int n_block) {
     if constexpr (kHasDropout) dropout.drop(s[0], lane_row, lane_key(n_block));

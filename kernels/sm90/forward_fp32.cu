@@ -185,7 +185,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
         release(ring.empty(place_of(key, kPart)));
       });
     };
-    const auto row_of = [&](int, int i) { return lane_row + row_in_tile(i); };
+    const auto row_of = [&](int, int i) { return lane_row + i / 2 * 8; };
     const auto lane_key_of = [&](int n_block) { return tile.keys.at(n_block) * kBlockN + fragment_column(); };
     const auto to_weights = [&](const float (&s)[kNTiles][4], u32 (&p)[kBlockN / 16][kBf16Parts][4]) {
 #pragma unroll

@@ -2,7 +2,7 @@
 
 from mutants.planting import mutant
 
-COMMON_FRAGMENTS = "common/fragments.cuh"
+SCORES = "common/scores.cuh"
 QUERY_WALK = "common/query_walk.cuh"
 BACKWARD = "sm80/backward.cu"
 BACKWARD_DQ = "sm80/backward_dq.cu"
@@ -188,10 +188,10 @@ MUTANTS = (
            "forward ring"),
     mutant("S is not cleared", FORWARD, "    set_zero(s);\n", "", "forward"),
     mutant("O is not cleared", FORWARD, "  set_zero(o);\n", "", "forward"),
-    mutant("columns of a fragment are taken for one", COMMON_FRAGMENTS, "{ return 8 * n + i % 2; }",
-           "{ return 8 * n; }", "forward"),
-    mutant("rows of a fragment by the parity of the element", COMMON_FRAGMENTS, "{ return i / 2 * 8; }",
-           "{ return i % 2 * 8; }", "forward window"),
+    mutant("columns of a fragment are taken for one", SCORES, "key = lane_key + 8 * n + i % 2;",
+           "key = lane_key + 8 * n;", "forward"),
+    mutant("rows of a fragment by the parity of the element", FORWARD, "return lane_row + 16 * m + i / 2 * 8; }",
+           "return lane_row + 16 * m + i % 2 * 8; }", "forward window"),
     mutant("warps share rows", FORWARD, "warp_index() / kWarpsD * 16 * kMTiles,", "warp_index() / kWarpsD * 16,",
            "forward"),
     mutant("tiles at the right edge are taken for full", FORWARD,
