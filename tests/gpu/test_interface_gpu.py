@@ -111,7 +111,7 @@ BAD = {
     "head_dim_v": (NotImplementedError, "v: got .*257, expected at most 256", lambda x: [*2 * [x[:, :8]], x[:, :257]]),
     "integers": (TypeError, "q: got dtype int32", lambda x: 3 * [x.astype("i4")]),
     "dtypes": (TypeError, "k: got dtype float32, expected float16 as q has", lambda x: [x, x.astype("f4"), x]),
-    "shapes": (ValueError, "v: got seqlen 5, expected seqlen 300 as k has", lambda x: [x, x, x[:5]]),
+    "shapes": (ValueError, "v: got seqlen_k 5, expected seqlen_k 300 as k has", lambda x: [x, x, x[:5]]),
     "axes": (ValueError, "q: got 1-D shape", lambda x: [x[0], x, x]),
     "host": (TypeError, "k: got numpy.ndarray, expected an array of cupy", lambda x: [x, x.get(), x]),
     "lists": (TypeError, "v: got list, expected", lambda x: [x, x, [1]]),
