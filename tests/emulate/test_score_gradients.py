@@ -121,7 +121,7 @@ SUBSETS = [
     ("sm90/backward_fp32", "9.0", {"num_heads_kv": 1}, True, ("dv",)),
     ("sm80/backward_dq", "9.0", {"dtype": "bfloat16", "block_mask": (4,), "block_size": (32, 48)}, False, ("dq",)),
     ("sm90/backward", "9.0", {"dtype": "bfloat16", "block_mask": (4,), "block_size": (32, 48)}, True, ("dk", "dv")),
-    ("backward_sinks", "9.0", {"sinks": True, "dtype": "bfloat16"}, False, ("dsinks",)),
+    ("around/sinks", "9.0", {"sinks": True, "dtype": "bfloat16"}, False, ("dsinks",)),
 ]
 
 

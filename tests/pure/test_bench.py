@@ -347,7 +347,6 @@ def test_block_masks(tmp_path):
     for pass_ in ("forward", "backward"):
         assert status["cuflash", pass_] == status["cuflash-dense", pass_] == "ok"
         assert status["naive", pass_] == "absent"
-    assert all(r["within_rule"] for r in results if r["contender"] == "cuflash")
     text = report.markdown(records)
     assert "| 50 % of blocks |" in text and "cuflash, no mask" in text
     assert report.Table(records).unit == "microseconds"
