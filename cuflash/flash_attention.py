@@ -366,9 +366,11 @@ class FlashAttention:
         ImportError
             Arrays of another library in CUDA memory, without CuPy; or a kernel to compile, without NVRTC.
         """
-        arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "kv_lengths": kv_lengths}
-        arrays |= {"alibi_slopes": alibi_slopes, "sinks": sinks, "block_mask": block_mask, "block_table": block_table}
-        arrays |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "out": out, "lse": lse}
+        arrays = {
+            "q": q, "k": k, "v": v, "bias": bias, "mask": mask, "kv_lengths": kv_lengths, "alibi_slopes": alibi_slopes,
+            "sinks": sinks, "block_mask": block_mask, "block_table": block_table, "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_k": cu_seqlens_k, "out": out, "lse": lse,
+        }  # fmt: skip
         random = self._random(seed, offset)
         if interop.are_cupy(arrays, INPUTS):
             return ForwardResult(*_gpu().forward(self.options, arrays, random))
@@ -469,9 +471,11 @@ class FlashAttention:
                 f"block_table: got {type(block_table).__name__}, expected None: gradients are not given in pages; "
                 "gather the pages of each batch entry into contiguous k and v and call forward and backward with these"
             )
-        arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "bias": bias, "mask": mask}
-        arrays |= {"kv_lengths": kv_lengths, "alibi_slopes": alibi_slopes, "sinks": sinks, "block_mask": block_mask}
-        arrays |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "dlse": dlse}
+        arrays = {
+            "q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "bias": bias, "mask": mask,
+            "kv_lengths": kv_lengths, "alibi_slopes": alibi_slopes, "sinks": sinks, "block_mask": block_mask,
+            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "dlse": dlse,
+        }  # fmt: skip
         results: dict[str, Array | None] = {"dq": dq, "dk": dk, "dv": dv}
         kind: Callable[..., Any] = Gradients
         if need is not DEFAULT_NEED or not (dbias is dalibi_slopes is dscale is dsoftcap is dsinks is None):

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from cuflash.cpu import core, tiles
 from cuflash.cpu.jobs import cpu_threads
-from cuflash.problem import GRADIENTS, Problem, view_4d
+from cuflash.cpu.packed import clear_rows_of_no_sequence
+from cuflash.problem import DEFAULT_NEED, GRADIENTS, Problem
 
 __all__ = ["backward", "cpu_threads", "describe", "forward"]
 
@@ -43,7 +44,7 @@ def forward(
     out = np.empty(problem.out_shape, q.dtype) if out is None else out
     lse = np.empty(problem.lse_shape, problem.softmax_dtype) if lse is None else lse
     if problem.is_packed:
-        _clear_rows_of_no_sequence(problem, out, lse, terms["cu_seqlens_q"])
+        clear_rows_of_no_sequence(problem, out, lse, terms["cu_seqlens_q"])
     core.run(problem, {"q": q, "k": k, "v": v, "out": out, "lse": lse, **terms}, False, seed, offset)
     return out, lse
 
@@ -57,7 +58,7 @@ def backward(
     out: Array,
     lse: Array,
     *,
-    need: Collection[str] | None = None,
+    need: Collection[str] = DEFAULT_NEED,
     seed: int | None = None,
     offset: int | None = None,
     **others: Any,
@@ -70,9 +71,3 @@ def backward(
     arrays |= {name: x for name, x in others.items() if name not in GRADIENTS}
     core.run(problem, arrays | results, True, seed, offset)
     return tuple(results.values())
-
-
-def _clear_rows_of_no_sequence(problem: Problem, out: Array, lse: Array, cu_seqlens_q: Any) -> None:
-    last = int(cu_seqlens_q[-1])
-    lse[:, last:] = -np.inf
-    view_4d(out, problem.layout)[:, :, last:] = 0

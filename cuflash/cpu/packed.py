@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.problem import Problem, value_error
+from cuflash.problem import Problem, value_error, view_4d
 
 Array = NDArray[Any]
 
@@ -36,6 +36,13 @@ class Sequence:
     def slopes(self, alibi_slopes: Array | None) -> Array | None:
         """Slopes of the heads of this sequence."""
         return alibi_slopes if alibi_slopes is None or alibi_slopes.ndim == 1 else alibi_slopes[self.index]
+
+
+def clear_rows_of_no_sequence(problem: Problem, out: Array, lse: Array, cu_seqlens_q: Array) -> None:
+    """Write what rows after the last sequence get: out = 0, lse = -inf."""
+    last = int(cu_seqlens_q[-1])
+    lse[:, last:] = -np.inf
+    view_4d(out, problem.layout)[:, :, last:] = 0
 
 
 def sequences(problem: Problem, cu_seqlens_q: Array, cu_seqlens_k: Array) -> Iterator[Sequence]:

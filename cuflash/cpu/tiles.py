@@ -44,7 +44,7 @@ from numpy.typing import NDArray
 from cuflash.cpu import exponentials, stacks
 from cuflash.cpu.exponentials import exponential
 from cuflash.cpu.jobs import PRODUCT_LIMIT, Workspace, count_cores, run
-from cuflash.cpu.packed import Sequence, for_each, sequences
+from cuflash.cpu.packed import Sequence, clear_rows_of_no_sequence, for_each, sequences
 from cuflash.cpu.stacks import derivative_by_softcap
 from cuflash.dropout import kept_weights
 from cuflash.problem import DEFAULT_NEED, GRADIENTS, Problem, view_4d, view_rows
@@ -119,8 +119,7 @@ def forward(
             slopes = one.slopes(alibi_slopes)
             forward(one.problem, **own, alibi_slopes=slopes, sinks=sinks, seed=seed, offset=offset, sequence=one.index)
 
-        lse[:, int(cu_seqlens_q[-1]) :] = -np.inf
-        view_4d(out, problem.layout)[:, :, int(cu_seqlens_q[-1]) :] = 0
+        clear_rows_of_no_sequence(problem, out, lse, cu_seqlens_q)
         _for_each_sequence(problem, cu_seqlens_q, cu_seqlens_k, forward_of, 2, lambda p: p.forward_flops)
         return out, lse
     if stacks.serves(problem):
@@ -167,7 +166,7 @@ def backward(
     cu_seqlens_q: Array | None = None,
     cu_seqlens_k: Array | None = None,
     dlse: Array | None = None,
-    need: Collection[str] | None = None,
+    need: Collection[str] = DEFAULT_NEED,
     seed: int | None = None,
     offset: int | None = None,
     sequence: int | None = None,
@@ -246,13 +245,11 @@ def backward(
 
 def gradients_for(
     problem: Problem,
-    need: Collection[str] | None,
+    need: Collection[str],
     models: Mapping[str, Array | None],
     given: Mapping[str, Array | None],
 ) -> dict[str, Array]:
     """Arrays for the gradients that are wanted, in order: those given, and new ones like what they are gradients of."""
-    if need is None:
-        need = DEFAULT_NEED if models.get("sinks") is None else (*DEFAULT_NEED, "dsinks")
     wanted: dict[str, Array] = {}
     for name in GRADIENTS:
         if name in need:

@@ -18,6 +18,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash import compiler, flash_attention, interop, merging, planning, problem, reference
 from cuflash.problem import GRADIENTS
+from cuflash.terms import NAMES, PassArrays, Terms, checked
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -593,3 +594,11 @@ def test_an_unknown_keyword_is_refused_as_python_does(method):
     x = np.ones((3, 4))
     with pytest.raises(TypeError, match=rf"{method}\(\) got an unexpected keyword argument 'biass'"):
         getattr(cuflash.FlashAttention(), method)(x, x, x, biass=x)
+
+
+@pytest.mark.parametrize("kind", [Terms, PassArrays])
+def test_arrays_that_are_not_given_are_none(kind):
+    """A launch looks every term up by its name."""
+    got = checked("plan", kind, {"bias": 1})
+    assert got.keys() >= set(NAMES) and got.pop("bias") == 1
+    assert all(x is None for x in got.values())
