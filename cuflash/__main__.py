@@ -27,10 +27,13 @@ from numpy.typing import NDArray
 from cuflash import FlashAttention, __version__, compiler, cpu, reference, tuning
 from cuflash.cpu.jobs import count_cores
 from cuflash.flash_attention import Causal, CpuPlan
+from cuflash.operands import DTYPES, user_shape
+from cuflash.options import LAYOUTS, PRECISIONS, Options
 from cuflash.planning import DeviceSpec, KernelSpec, LaunchPlan, choose_plan
-from cuflash.problem import DTYPES, LAYOUTS, PRECISIONS, Options, Problem, counted, make_problem, user_shape
+from cuflash.problem import Problem, make_problem
 from cuflash.progress import Bar
 from cuflash.tuning import tuned_plan
+from cuflash.values import counted
 
 Array = NDArray[Any]
 

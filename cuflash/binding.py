@@ -8,29 +8,17 @@ planned for some arrays is what runs on them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from cuflash.problem import (
-    DEFAULT_NEED,
-    GRADIENTS,
-    ITEMSIZE,
-    Operand,
-    Options,
-    Problem,
-    check_array,
-    gradient_operand,
-    layout_of,
-    make_problem,
-    rows_of,
-    value_error,
-    vector_of,
-    window_of,
-)
-from cuflash.terms import NAMES
+from cuflash.operands import ITEMSIZE, Operand, Shaped, check_array, layout_of, rows_of, user_shape
+from cuflash.options import Options, window_of
+from cuflash.problem import Problem, gradient_operand, make_problem
+from cuflash.terms import DEFAULT_NEED, GRADIENTS, NAMES, NUMBERS, TERMS
+from cuflash.values import value_error
 
 Pass = Literal["forward", "backward"]
 
@@ -40,13 +28,21 @@ _READ: dict[Pass, tuple[str, ...]] = {"forward": INPUTS, "backward": (*INPUTS, "
 _WRITTEN: dict[Pass, tuple[str, ...]] = {"forward": ("out",), "backward": DEFAULT_NEED}
 _OVER_HEAD_DIMENSIONS = (*INPUTS, "out", "dout", *DEFAULT_NEED)
 _OVER_ROWS = ("lse", "dlse")
-_NUMBERS = ("dscale", "dsoftcap")
+_NUMBERS = tuple(f"d{name}" for name in NUMBERS)
+_OF_TERMS = {term.gradient: term for term in TERMS if term.part_of}
+
+
+class _Named(NamedTuple):
+    """A dtype of which only the name is known: NumPy knows bfloat16 by an array of it alone."""
+
+    name: str
+    itemsize: int
 
 
 class Contiguous:
     """Shape, strides and dtype of a C-contiguous array that does not exist yet."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
         self.shape = shape
         self.dtype = dtype
         self.strides = tuple(math.prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape)))
@@ -75,7 +71,7 @@ class Binding:
 def bind(
     pass_: Pass,
     options: Options,
-    arrays: Mapping[str, Any],
+    arrays: Mapping[str, Shaped | None],
     *,
     need: Collection[str] = DEFAULT_NEED,
     address_of: Callable[[Any], int] | None = None,
@@ -102,7 +98,8 @@ def bind(
         elements share memory, and an array whose elements are not aligned to their size.
     """
     given = {name: array for name, array in arrays.items() if array is not None}
-    problem = make_problem(options, *(arrays[name] for name in INPUTS), **{name: given.get(name) for name in NAMES})
+    q, k, v = (given[name] for name in INPUTS)
+    problem = make_problem(options, q, k, v, **{name: given.get(name) for name in NAMES})
     results: tuple[str, ...] = ("out", "lse")
     if pass_ == "backward":
         results = tuple(name for name in GRADIENTS if name in need or name in given)
@@ -128,8 +125,7 @@ def bind(
     problem = replace(problem, q=operands.pop("q"), k=operands.pop("k"), v=operands.pop("v"))
 
     def aligned_bytes(names: Collection[str]) -> int:
-        found = tuple(operands.get(name) or getattr(problem, name) for name in names)
-        return access_bytes(found, *(addresses[name] for name in names))
+        return access_bytes(_found(names, problem, operands), *(addresses[name] for name in names))
 
     return Binding(
         pass_=pass_,
@@ -141,6 +137,25 @@ def bind(
         load_bytes=aligned_bytes(_READ[pass_]),
         store_bytes=aligned_bytes([name for name in _WRITTEN[pass_] if name in results]),
     )
+
+
+def assumed(
+    problem: Problem, pass_: Pass, need: Collection[str] = DEFAULT_NEED, given: Mapping[str, Operand] | None = None
+) -> tuple[dict[str, Operand], int, int]:
+    """The operands of a pass of which only the problem is known, and the widest accesses that serve them.
+
+    Arrays that are neither in the problem nor among the operands `given` are taken as contiguous, those of gradients of
+    terms as lying like their terms, and all as aligned to 16 bytes.
+    """
+    dtype = _Named(problem.dtype, ITEMSIZE[problem.dtype])
+    names = {name: None for name in (*_READ[pass_], *_WRITTEN[pass_]) if name not in INPUTS}
+    operands = {name: layout_of(Contiguous(_shape(name, problem), dtype), problem.layout) for name in names}
+    terms = {name: getattr(problem, term.name) for name, term in _OF_TERMS.items()}
+    operands |= {name: operand for name, operand in terms.items() if operand is not None}
+    operands |= given or {}
+    written = [name for name in _WRITTEN[pass_] if pass_ == "forward" or name in need]
+    load, store = (access_bytes(_found(names, problem, operands)) for names in (_READ[pass_], written))
+    return operands, load, store
 
 
 def of_pass(pass_: Pass, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,6 +178,7 @@ def planned_length(seqlen_k: int) -> int:
 Growing = tuple[tuple[str, ...], int, int, tuple[Any, ...]]
 FIXED: Growing = ((), 0, 0, ())
 _K_AND_V, _TABLE = ("k", "v"), ("block_table",)
+_OVER_KEYS = tuple(term.name for term in TERMS if term.has_keys)
 
 
 def growing_keys(options: Options, arrays: Mapping[str, Any]) -> Growing:
@@ -171,8 +187,9 @@ def growing_keys(options: Options, arrays: Mapping[str, Any]) -> Growing:
     `FIXED` where another array than k, v and the block table has an axis of keys, or where shapes do not fit. And where
     the axis has length 1: its stride then says nothing of longer ones.
     """
-    if not (arrays["bias"] is arrays["mask"] is arrays["block_mask"] is None):
-        return FIXED
+    for name in _OVER_KEYS:
+        if arrays[name] is not None:
+            return FIXED
     q, k, v, table = arrays["q"].shape, arrays["k"].shape, arrays["v"].shape, arrays["block_table"]
     axis = len(k) - (3 if len(k) > 2 and options.layout == "bshd" else 2)
     if not 2 <= len(q) == len(k) == len(v) or k[axis] != v[axis]:
@@ -202,36 +219,49 @@ def access_bytes(operands: tuple[Operand, ...], *addresses: int) -> int:
     return alignment
 
 
-def _expected(name: str, problem: Problem, given: Mapping[str, Any]) -> tuple[tuple[int, ...], str]:
-    """Shape and dtype of an array that follow from the problem."""
+def _found(names: Iterable[str], problem: Problem, operands: Mapping[str, Operand]) -> tuple[Operand, ...]:
+    """Operands of the pass or of the problem."""
+    return tuple(operands.get(name) or getattr(problem, name) for name in names)
+
+
+def _shape(name: str, problem: Problem) -> tuple[int, ...]:
+    """Shape of an array over head dimensions that is not an input, as the caller sees it."""
     if name in ("out", "dout"):
-        return problem.out_shape, problem.dtype
+        return problem.out_shape
+    batch, heads, seqlen, dim = getattr(problem, name.removeprefix("d")).shape
+    return user_shape(batch, heads, seqlen, dim, problem.ndim, problem.layout)
+
+
+def _expected(name: str, problem: Problem, given: Mapping[str, Shaped]) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype of an array that follow from the problem."""
     if name in _OVER_ROWS:
         return problem.lse_shape, problem.softmax_dtype
     if name in _NUMBERS:
         return (), problem.softmax_dtype
-    like = given[name.removeprefix("d")]
-    return tuple(like.shape), like.dtype.name
+    if name in _OF_TERMS:
+        term = given[_OF_TERMS[name].name]
+        return tuple(term.shape), term.dtype.name
+    return _shape(name, problem), problem.dtype
 
 
-def _contiguous(name: str, problem: Problem, given: Mapping[str, Any]) -> Contiguous:
+def _contiguous(name: str, problem: Problem, given: Mapping[str, Shaped]) -> Contiguous:
     """An array that is not given. NumPy knows bfloat16 by an array of it, not by its name."""
     shape, dtype = _expected(name, problem, given)
     q = given["q"]
     return Contiguous(shape, q.dtype if dtype == q.dtype.name else np.dtype(dtype))
 
 
-def _steps(array: Any) -> list[int]:
+def _steps(array: Shaped) -> list[int]:
     """Bytes between neighbours along each axis that has some."""
     return [abs(stride) for n, stride in zip(array.shape, array.strides, strict=True) if n > 1]
 
 
-def _is_scattered(array: Any) -> bool:
+def _is_scattered(array: Shaped) -> bool:
     """Whether neighbours along the last axis are not neighbours in memory."""
     return math.prod(array.shape) > 0 and array.shape[-1] > 1 and array.strides[-1] != array.dtype.itemsize
 
 
-def _check_aligned(name: str, array: Any, address: int) -> None:
+def _check_aligned(name: str, array: Shaped, address: int) -> None:
     """Refuse an array whose elements do not lie at multiples of their size: no GPU reads such."""
     size = array.dtype.itemsize
     if math.prod(array.shape) and math.gcd(address, *_steps(array)) % size:
@@ -239,10 +269,8 @@ def _check_aligned(name: str, array: Any, address: int) -> None:
         raise value_error(name, got, f"multiples of the {size} bytes of a {array.dtype.name}")
 
 
-def _operand(name: str, array: Any, problem: Problem) -> Operand:
+def _operand(name: str, array: Shaped, problem: Problem) -> Operand:
     """An array of the pass as kernels see it."""
-    if name in ("dbias", "dalibi_slopes"):
-        return gradient_operand(name, problem, array)
-    if name == "dsinks":
-        return vector_of(array)
+    if name in _OF_TERMS:
+        return gradient_operand(_OF_TERMS[name], problem, array)
     return rows_of(array) if name in _OVER_ROWS else layout_of(array, problem.layout)

@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.problem import as_integer, check_block_size, type_error, value_error
+from cuflash.options import check_block_size
+from cuflash.values import as_integer, type_error, value_error
 
 BlockMask = NDArray[np.bool_]
 

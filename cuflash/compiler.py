@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cuflash.planning import KernelSpec, LaunchPlan
-from cuflash.problem import type_error, value_error
+from cuflash.values import type_error, value_error
 
 # -v makes ptxas report registers and spills. Line info lets profilers and sanitizers name source lines and leaves the
 # instructions as they are. No fast math, no flush-to-zero.

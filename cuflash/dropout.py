@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.problem import as_integer, check_dropout, check_random, rounded_rate, value_error
+from cuflash.options import check_dropout, check_random, rounded_rate
+from cuflash.values import as_integer, value_error
 
 Array = NDArray[Any]
 

@@ -22,19 +22,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 from cuflash import cpu, interop, progress
 from cuflash.binding import INPUTS, Binding, Pass, bind, of_pass
 from cuflash.cpu.packed import check_starts
-from cuflash.problem import (
-    DEFAULT_NEED,
-    GRADIENTS,
-    OF_OPTIONS,
-    Options,
-    Problem,
-    check_pages,
-    check_random,
-    type_error,
-    typed,
-    value_error,
-)
-from cuflash.terms import PassArrays, Terms, checked
+from cuflash.options import Options, check_random
+from cuflash.problem import Problem, check_pages
+from cuflash.terms import DEFAULT_NEED, GRADIENTS, OF_OPTIONS, PassArrays, Terms, checked
+from cuflash.values import type_error, typed, value_error
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -174,7 +165,7 @@ class FlashAttention:
 
     Attributes
     ----------
-    options : cuflash.problem.Options
+    options : cuflash.options.Options
         The checked options.
 
     Raises

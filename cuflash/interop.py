@@ -27,7 +27,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from cuflash.problem import type_error, value_error
+from cuflash.values import type_error, value_error
 
 HOST_DEVICES = (1, 3)  # kDLCPU, kDLCUDAHost (pinned)
 CUDA_DEVICES = (2, 13)  # kDLCUDA, kDLCUDAManaged

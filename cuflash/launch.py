@@ -24,11 +24,13 @@ import cupy
 from cuflash.binding import FIXED, INPUTS, Binding, Growing, Pass, bind, growing_keys, of_pass, planned_length
 from cuflash.compiler import compile_kernel, with_resources
 from cuflash.interop import overlap
+from cuflash.options import Options
 from cuflash.params import Argument
 from cuflash.planning import DeviceSpec, KernelSpec, LaunchPlan
-from cuflash.problem import DEFAULT_NEED, Options, value_error
 from cuflash.tensor_map import encoder
+from cuflash.terms import DEFAULT_NEED
 from cuflash.tuning import candidates, tuned_plan
+from cuflash.values import value_error
 
 MAX_LAUNCHES = 1024  # that are kept: 10 KB each
 OVERLAP_IN_GRAPHS = 12030  # the CUDA version of drivers from which on graphs hold launches that overlap

@@ -18,7 +18,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from cuflash import interop
-from cuflash.problem import DTYPES, LAYOUTS, check_array, check_choice, type_error, value_error
+from cuflash.operands import DTYPES, check_array
+from cuflash.options import LAYOUTS
+from cuflash.values import check_choice, type_error, value_error
 
 Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one kind per call
 

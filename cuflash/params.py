@@ -12,19 +12,19 @@ from dataclasses import fields
 
 import numpy as np
 
+from cuflash.operands import Operand
 from cuflash.planning import LaunchPlan, RunTime
 from cuflash.planning.draft import MAPS_OFFSET, PARAMS_BYTES
-from cuflash.problem import Operand, Problem
+from cuflash.problem import Problem
 from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
-from cuflash.terms import NAMES, TERMS
+from cuflash.terms import NAMES, NUMBERS, TERMS
 
 # Arrays in the order of the struct, with the number of strides that follow each pointer.
 _ARRAYS = (
     *((name, 3) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "lse", "dlse")),
     *((term.name, term.strides) for term in TERMS),
-    *((f"d{term.name}", term.strides) for term in TERMS if term.has_gradient),
-    ("dscale", 0),
-    ("dsoftcap", 0),
+    *((term.gradient, term.strides) for term in TERMS if term.part_of),
+    *((f"d{name}", 0) for name in NUMBERS),
     *(
         ("row_stats", 0),
         ("dq_accumulator", 0),

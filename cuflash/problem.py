@@ -17,27 +17,28 @@ problem of its own, with its own diagonal.
 from __future__ import annotations
 
 import math
-import numbers
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from decimal import Decimal
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from cuflash.terms import BY_NAME, NAMES, TERMS, Term, Terms
+from cuflash.operands import (
+    DTYPES,
+    ITEMSIZE,
+    Operand,
+    Shaped,
+    broadcast_operand,
+    check_dtype,
+    layout_of,
+    user_shape,
+)
+from cuflash.options import Options, check_block_size, rounded_rate, window_of
+from cuflash.terms import ACTING, BY_NAME, NAMES, NUMBERS, Term, Terms
+from cuflash.values import counted, type_error, value_error
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from typing_extensions import Unpack
 
-DTYPES = ("float16", "bfloat16", "float32", "float64")
-ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
-LAYOUTS = ("bhsd", "bshd")
-PRECISIONS = ("highest", "tf32")
-MAX_BLOCK = 1024  # rows, or keys, of a block of a block mask
-# What `backward` can give, in the order in which it does; and what it gives unless told otherwise.
-GRADIENTS = ("dq", "dk", "dv", "dbias", "dalibi_slopes", "dscale", "dsoftcap", "dsinks")
-DEFAULT_NEED = ("dq", "dk", "dv")
-# Those that only a problem with such an option has.
-OF_OPTIONS = {"dsoftcap": "softcap"} | {f"d{term.name}": term.name for term in TERMS if term.has_gradient}
 # The passes multiply products of q and k by scale, 1 / softcap and log2(e), in the dtype of the softmax. So that no
 # ordinary product overflows on the way, scale, softcap and 1 / softcap are at most 2 to this power. Two of them take
 # three quarters of the exponents of the dtype, and leave room for products up to 2**31 in float32.
@@ -48,17 +49,6 @@ SOFTCAP_EXPONENT = {"float16": 16, "bfloat16": 16}
 SMALLEST_SCALE = 2.0**-149  # in float32: what is closer to 0 rounds to it
 MAX_SEQLEN = 2**30  # positions and their sums are 32-bit in the kernels
 PAGE_SIZES = (16, 32, 64, 128, 256)
-CAUSAL = "False, True (bottom-right aligned) or 'top_left'"
-FINITE = "a finite number that float64 holds"
-LONGEST_VALUE = 200  # characters of a value in a message
-
-
-def type_error(name: str, got: object, expected: str) -> TypeError:
-    return TypeError(f"{name}: got {_shown(got)}, expected {expected}")
-
-
-def value_error(name: str, got: object, expected: str) -> ValueError:
-    return ValueError(f"{name}: got {_shown(got)}, expected {expected}")
 
 
 def not_packed_error(name: str) -> NotImplementedError:
@@ -66,183 +56,6 @@ def not_packed_error(name: str) -> NotImplementedError:
         f"{name}: got it together with cu_seqlens_q, expected one of them; for {name}, pad the sequences to one length "
         "and make them the entries of a batch"
     )
-
-
-def typed(value: object) -> str:
-    """A value with its type, as messages say it: ``float 1.5``, but ``None`` and ``Decimal('1.5')``."""
-    name, text = type(value).__name__, _shown(value, repr)
-    return text if value is None or f"{name}(" in text else f"{name} {text}"
-
-
-def _shown(value: object, spell: Callable[[object], str] = str) -> str:
-    """A value in one line that is not too long for a message."""
-    try:
-        text = " ".join(spell(value).split())
-    except ValueError:  # Python prints no integers of more than 4300 digits
-        return "of thousands of digits"
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
-
-
-def _unwrapped(value: object) -> object:
-    """What a NumPy scalar, or an array without axes, holds; any other value as it is."""
-    import numpy as np
-
-    return value.item() if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0 else value
-
-
-def as_bool(name: str, value: object, expected: str = "a bool") -> bool:
-    """A bool, of Python or NumPy, checked."""
-    unwrapped = value if type(value) is bool else _unwrapped(value)
-    if not isinstance(unwrapped, bool):
-        raise type_error(name, typed(value), expected)
-    return unwrapped
-
-
-def as_integer(name: str, value: object, expected: str = "an integer") -> int:
-    """An integer of any type that can hold one, checked: nothing is rounded, and a bool or a float is none."""
-    return _converted(int, (numbers.Rational, Decimal), name, value, expected)
-
-
-def as_real(name: str, value: object, expected: str = "a real number") -> float:
-    """A finite real number of any type, checked and rounded to float64."""
-    number = _converted(float, (numbers.Real, Decimal), name, value, expected)
-    if not math.isfinite(number):
-        raise value_error(name, value, FINITE)
-    return number
-
-
-def _converted(kind: Callable[[Any], Any], types: tuple[type, ...], name: str, value: object, expected: str) -> Any:
-    if type(value) is kind:
-        return value
-    unwrapped = _unwrapped(value)
-    if isinstance(unwrapped, bool) or not isinstance(unwrapped, types):
-        raise type_error(name, typed(value), expected)
-    try:
-        converted = kind(unwrapped)
-    except (OverflowError, ValueError):  # too large for float64; or a Decimal that is no number, or infinite
-        raise value_error(name, typed(value), FINITE if kind is float else expected) from None
-    if kind is int and converted != unwrapped:
-        raise value_error(name, typed(value), expected)
-    return converted
-
-
-def check_dropout(value: object, name: str = "dropout") -> float:
-    """A rate of dropout, checked."""
-    expected = "a number from 0 up to, but not, 1"
-    rate = as_real(name, value)
-    if not 0 <= rate < 1:
-        raise value_error(name, value, expected)
-    if round(rate * 65536) == 65536:
-        raise value_error(name, value, f"{expected}, in steps of 1 / 65536: the step nearest to it is 1")
-    return rate
-
-
-def rounded_rate(rate: float) -> float:
-    """The multiple of 1 / 65536 nearest to a rate of dropout: 16 random bits decide about a weight."""
-    return round(rate * 65536) / 65536
-
-
-def check_random(seed: object, offset: object) -> tuple[int, int]:
-    """The key and the offset of random numbers, checked."""
-
-    def check(name: str, value: object, bits: int) -> int:
-        number = as_integer(name, value, "an integer, which dropout needs")
-        if not 0 <= number < 2**bits:
-            raise value_error(name, value, f"0 to 2**{bits} - 1")
-        return number
-
-    return check("seed", seed, 64), check("offset", offset, 32)
-
-
-def _check_window_side(side: str, value: object) -> int | None:
-    if value is None:
-        return None
-    number = as_integer(f"window {side}", value, "None or an integer")
-    if number < 0:
-        raise value_error(f"window {side}", value, "None (no bound) or an integer >= 0")
-    return number
-
-
-def check_block_size(value: object) -> tuple[int, int]:
-    """Rows and keys of the blocks of a block mask, checked; one number stands for both."""
-    sides = value if isinstance(value, (tuple, list)) else (value, value)
-    if len(sides) != 2:
-        raise value_error("block_size", value, "an integer or two of them, (rows, keys)")
-    rows, keys = (as_integer(f"block_size {what}", side) for what, side in zip(("rows", "keys"), sides, strict=True))
-    for what, side in (("rows", rows), ("keys", keys)):
-        if side % 16 or not 16 <= side <= MAX_BLOCK:
-            raise value_error(f"block_size {what}", side, f"a multiple of 16 from 16 to {MAX_BLOCK}")
-    return rows, keys
-
-
-def check_choice(name: str, value: object, choices: tuple[str, str]) -> None:
-    """Check one of two words."""
-    expected = f"{choices[0]!r} or {choices[1]!r}"
-    if not isinstance(value, str):
-        raise type_error(name, typed(value), expected)
-    if value not in choices:
-        raise value_error(name, repr(value), expected)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The static options of `cuflash.FlashAttention`, checked; see there for their meaning."""
-
-    causal: bool | Literal["top_left"] = False
-    scale: float | None = None
-    window: tuple[int | None, int | None] | None = None
-    softcap: float | None = None
-    layout: str = "bhsd"
-    deterministic: bool = False
-    precision: str = "highest"
-    dropout: float = 0.0
-    block_size: int | tuple[int, int] = (128, 128)
-
-    def __post_init__(self) -> None:
-        checked: dict[str, Any] = {"block_size": check_block_size(self.block_size)}
-        if not isinstance(self.causal, str):
-            checked["causal"] = as_bool("causal", self.causal, CAUSAL)
-        elif self.causal != "top_left":
-            raise value_error("causal", repr(self.causal), CAUSAL)
-        if self.scale is not None:
-            checked["scale"] = as_real("scale", self.scale, "None or a real number")
-        if self.window is not None:
-            if not isinstance(self.window, (tuple, list)):
-                raise type_error("window", typed(self.window), "None or (left, right)")
-            if len(self.window) != 2:
-                raise value_error("window", self.window, "two entries (left, right)")
-            left, right = self.window
-            checked["window"] = (_check_window_side("left", left), _check_window_side("right", right))
-        if self.softcap is not None:
-            checked["softcap"] = as_real("softcap", self.softcap, "None or a real number")
-            if checked["softcap"] <= 0:
-                raise value_error("softcap", checked["softcap"], "None or a number > 0")
-        check_choice("layout", self.layout, LAYOUTS)
-        checked["deterministic"] = as_bool("deterministic", self.deterministic)
-        check_choice("precision", self.precision, PRECISIONS)
-        checked["dropout"] = check_dropout(self.dropout)
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "_hash", hash(tuple(getattr(self, field.name) for field in fields(self))))
-
-    def __hash__(self) -> int:
-        """Made once: every call looks its launch up by it."""
-        return self._hash  # type: ignore[attr-defined, no-any-return]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operand:
-    """One array as kernels see it: four axes, strides in elements, stride 0 on broadcast axes."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the distinct elements: broadcast axes count once."""
-        sizes = [n for n, stride in zip(self.shape, self.strides, strict=True) if stride or n <= 1]
-        return math.prod(sizes) * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,6 +110,15 @@ class Problem:
             dropout=self.dropout,
             block_size=self.block_size if self.block_mask is not None else Options.block_size,
         )
+
+    def given(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Those of these options, names of `terms.NAMES` and `terms.NUMBERS`, that the problem has."""
+        return tuple(name for name in names if getattr(self, name) is not None)
+
+    @property
+    def acting(self) -> tuple[str, ...]:
+        """The options that act on scores, in the order in which they do."""
+        return self.given((*NUMBERS[1:], *ACTING))
 
     @property
     def follows_lengths(self) -> bool:
@@ -411,8 +233,7 @@ class Problem:
     @property
     def forward_bytes(self) -> int:
         """Fewest bytes the forward pass moves through device memory: inputs read once, out and lse written once."""
-        terms = (self.bias, self.mask, self.block_mask, self.kv_lengths, self.alibi_slopes, self.sinks)
-        inputs = [self.q, *terms, self.block_table, self.cu_seqlens_q, self.cu_seqlens_k]
+        inputs = [self.q, *(getattr(self, name) for name in NAMES)]
         keys_bytes = self.k.nbytes + self.v.nbytes
         if self.block_table is not None:  # pages of others are not read
             rows = self.batch * self.num_heads_kv * self.seqlen_k
@@ -444,78 +265,13 @@ class Problem:
         return math.prod(self.lse_shape) * ITEMSIZE[self.softmax_dtype]
 
 
-def user_shape(batch: int, heads: int, seqlen: int, dim: int, ndim: int, layout: str) -> tuple[int, ...]:
-    """Shape of an operand as the caller wrote it: without the axes that an `ndim`-dimensional array does not have."""
-    if layout == "bshd" and ndim >= 3:
-        return (batch, seqlen, heads, dim)[4 - ndim :]
-    return (batch, heads, seqlen, dim)[4 - ndim :]
-
-
-def view_4d(array: Any, layout: str) -> Any:
-    """The (batch, heads, seqlen, dim) view of a 2-D to 4-D NumPy or CuPy operand."""
-    if layout == "bshd" and array.ndim >= 3:
-        array = array.swapaxes(-3, -2)
-    return array[(None,) * (4 - array.ndim)]
-
-
-def view_rows(array: Any) -> Any:
-    """The (batch, heads, seqlen_q) view of an lse-shaped NumPy or CuPy array."""
-    return array[(None,) * (3 - array.ndim)]
-
-
-def layout_of(array: Any, layout: str) -> Operand:
-    """(batch, heads, seqlen, dim) shape and element strides of a 2-D to 4-D operand.
-
-    An axis of length 1 has stride 0: whatever stride it came with leads nowhere, and need not be aligned.
-    """
-    itemsize = array.dtype.itemsize
-    shape = list(array.shape)
-    strides = [s // itemsize if n > 1 else 0 for n, s in zip(shape, array.strides, strict=True)]
-    while len(shape) < 4:
-        at = 1 if layout == "bshd" and len(shape) == 2 else 0  # the head axis of a 2-D bshd array goes in the middle
-        shape.insert(at, 1)
-        strides.insert(at, 0)
-    if layout == "bshd":
-        shape[1], shape[2] = shape[2], shape[1]
-        strides[1], strides[2] = strides[2], strides[1]
-    return Operand(shape=tuple(shape), strides=tuple(strides), dtype=array.dtype.name)
-
-
-def rows_of(array: Any) -> Operand:
-    """(batch, heads, seqlen_q) shape and element strides of an lse-shaped array."""
-    missing = 3 - len(array.shape)
-    strides = tuple(s // array.dtype.itemsize for s in array.strides)
-    return Operand(shape=(1,) * missing + tuple(array.shape), strides=(0,) * missing + strides, dtype=array.dtype.name)
-
-
-def broadcast_operand(
-    name: str, array: Any, target: tuple[int, ...], axes: str = "(batch, num_heads, seqlen_q, seqlen_k)"
-) -> Operand:
-    """Shape and element strides of `array` broadcast to `target`, as NumPy broadcasts. `axes` are those of `target`."""
-    if len(array.shape) > len(target) or any(
-        n not in (1, m) for n, m in zip(reversed(array.shape), reversed(target), strict=False)
-    ):
-        expected = f"a shape that broadcasts to {axes} = {target}"
-        raise value_error(name, f"shape {tuple(array.shape)}", expected)
-    missing = len(target) - len(array.shape)
-    strides = [0] * missing + [
-        0 if n == 1 else s // array.dtype.itemsize for n, s in zip(array.shape, array.strides, strict=True)
-    ]
-    return Operand(shape=target, strides=tuple(strides), dtype=array.dtype.name)
-
-
-def _check_dtype(name: str, array: Any, expected: tuple[str, ...], why: str = "") -> None:
-    if array.dtype.name not in expected:
-        raise type_error(name, f"dtype {array.dtype}", " or ".join(expected) + why)
-
-
-def make_problem(options: Options, q: Any, k: Any, v: Any, **terms: Unpack[Terms]) -> Problem:
+def make_problem(options: Options, q: Shaped, k: Shaped, v: Shaped, **terms: Unpack[Terms]) -> Problem:
     """Validate the inputs of one call against each other.
 
     Raises TypeError (a dtype), ValueError (a shape, a size) or NotImplementedError (a combination), naming the
     argument, what was got and what is expected. Values are not looked at.
     """
-    given = {name: array for name in NAMES if (array := terms.get(name)) is not None}
+    given = {name: cast("Shaped", array) for name in NAMES if (array := terms.get(name)) is not None}
     block_table, block_mask = given.get("block_table"), given.get("block_mask")
     is_packed = "cu_seqlens_q" in given or "cu_seqlens_k" in given
     if block_table is not None and is_packed:
@@ -604,10 +360,10 @@ def make_problem(options: Options, q: Any, k: Any, v: Any, **terms: Unpack[Terms
     )
 
 
-def _term_operand(term: Term, array: Any, dtype: str, softmax_dtype: str, sizes: Mapping[str, int]) -> Operand:
+def _term_operand(term: Term, array: Shaped, dtype: str, softmax_dtype: str, sizes: Mapping[str, int]) -> Operand:
     """A term as kernels see it, checked against its row."""
     spelled = {"input": dtype, "softmax": softmax_dtype}
-    _check_dtype(term.name, array, tuple(dict.fromkeys(spelled.get(x, x) for x in term.dtypes)), term.hint)
+    check_dtype(term.name, array, tuple(dict.fromkeys(spelled.get(x, x) for x in term.dtypes)), term.hint)
     targets = [tuple(sizes[axis] for axis in shape) for shape in term.shapes]
     if term.shapes and not term.broadcasts and tuple(array.shape) not in targets:
         named = (f"({', '.join(shape)}{',' * (len(shape) == 1)})" for shape in term.shapes)
@@ -616,7 +372,7 @@ def _term_operand(term: Term, array: Any, dtype: str, softmax_dtype: str, sizes:
     return broadcast_operand(term.name, array, targets[-1] if targets else tuple(array.shape))
 
 
-def _block_mask_operand(array: Any, block_size: tuple[int, int], sizes: Mapping[str, int]) -> Operand:
+def _block_mask_operand(array: Shaped, block_size: tuple[int, int], sizes: Mapping[str, int]) -> Operand:
     """A block mask over (batch, heads, blocks of q, blocks of k)."""
     num_blocks = (-(-sizes["seqlen_q"] // block_size[0]), -(-sizes["seqlen_k"] // block_size[1]))
     # The last two axes are blocks: broadcast, they would be a mask of other blocks.
@@ -626,22 +382,6 @@ def _block_mask_operand(array: Any, block_size: tuple[int, int], sizes: Mapping[
         raise value_error("block_mask", f"shape {tuple(array.shape)}", expected)
     target = (sizes["batch"], sizes["num_heads"], *num_blocks)
     return broadcast_operand("block_mask", array, target, "(batch, num_heads, blocks of q, blocks of k)")
-
-
-def window_of(options: Options, seqlen_q: int, seqlen_k: int) -> tuple[int | None, int | None]:
-    """The bounds (left, right) of the window that `causal` and `window` make; None for one that hides nothing.
-
-    Of packed sequences, the longest that there may be are as long as all of them.
-    """
-    left, right = options.window or (None, None)
-    if options.causal:
-        right = 0 if right is None else min(right, 0)
-    first_row = 0 if options.causal == "top_left" else seqlen_k - seqlen_q  # as a key position
-    if left is not None and first_row + seqlen_q - 1 - left <= 0:
-        left = None  # even the last row sees the first key
-    if right is not None and first_row + right >= seqlen_k - 1:
-        right = None  # even the first row sees the last key
-    return left, right
 
 
 def _numbers_in(softmax_dtype: str, options: Options, q: Operand) -> tuple[float, float | None]:
@@ -657,14 +397,9 @@ def _numbers_in(softmax_dtype: str, options: Options, q: Operand) -> tuple[float
     return 0.0 if softmax_dtype == "float32" and abs(scale) < SMALLEST_SCALE else scale, softcap
 
 
-def counted(count: int, noun: str) -> str:
-    """The number and the noun: 1 head, 2 heads."""
-    return f"{count} {noun}" + ("" if count == 1 else "s")
-
-
-def _check_pool(block_table: Any, kv_lengths: Any, q: Any, k: Any, pool: Operand, batch: int) -> int:
+def _check_pool(block_table: Shaped, kv_lengths: Shaped | None, q: Shaped, k: Shaped, pool: Operand, batch: int) -> int:
     """Check a block table and the shape of the pool that it leads into; the number of keys that it has room for."""
-    _check_dtype("block_table", block_table, ("int32",))
+    check_dtype("block_table", block_table, ("int32",))
     if len(block_table.shape) != 2 or block_table.shape[0] != batch:
         expected = f"(batch, max_pages), with batch = {batch}"
         raise value_error("block_table", f"shape {tuple(block_table.shape)}", expected)
@@ -681,7 +416,7 @@ def _check_pool(block_table: Any, kv_lengths: Any, q: Any, k: Any, pool: Operand
     return int(block_table.shape[1]) * page_size
 
 
-def check_pages(problem: Problem, block_table: Any, kv_lengths: Any) -> None:
+def check_pages(problem: Problem, block_table: NDArray[Any], kv_lengths: NDArray[Any]) -> None:
     """Check the entries of a block table in host memory, those of keys that exist."""
     import numpy as np
 
@@ -693,16 +428,17 @@ def check_pages(problem: Problem, block_table: Any, kv_lengths: Any) -> None:
         raise value_error("block_table", f"an entry {outside[0]}", expected)
 
 
-def _number_of_sequences(ndim: int, cu_seqlens_q: Any, cu_seqlens_k: Any) -> int:
+def _number_of_sequences(ndim: int, cu_seqlens_q: Shaped | None, cu_seqlens_k: Shaped | None) -> int:
     """Of packed arrays, from where their sequences start."""
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        names = ("cu_seqlens_q", "cu_seqlens_k")
+        missing, other = names if cu_seqlens_q is None else reversed(names)
+        raise value_error(missing, "None", f"an array, which {other} needs beside it")
     both = (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
-    for (name, starts), (other, _) in zip(both, reversed(both), strict=True):
-        if starts is None:
-            raise value_error(name, "None", f"an array, which {other} needs beside it")
     if ndim != 3:
         raise value_error("q", f"a {ndim}-D array", "a 3-D one, of packed sequences, since there is a cu_seqlens_q")
     for name, starts in both:
-        _check_dtype(name, starts, ("int32",))
+        check_dtype(name, starts, ("int32",))
         if len(starts.shape) != 1 or starts.shape[0] < 1:
             raise value_error(name, f"shape {tuple(starts.shape)}", "(sequences + 1,)")
     (count_q,), (count_k,) = cu_seqlens_q.shape, cu_seqlens_k.shape
@@ -711,21 +447,8 @@ def _number_of_sequences(ndim: int, cu_seqlens_q: Any, cu_seqlens_k: Any) -> int
     return int(count_q) - 1
 
 
-def vector_of(array: Any) -> Operand:
-    """Shape and element stride of a 1-D array."""
-    (stride,) = array.strides
-    return Operand(shape=tuple(array.shape), strides=(stride // array.dtype.itemsize,), dtype=array.dtype.name)
+def gradient_operand(term: Term, problem: Problem, array: Shaped) -> Operand:
+    """The gradient of a term as kernels see it: stride 0 on the axes that it is summed over."""
+    return broadcast_operand(term.gradient, array, tuple(getattr(problem, axis) for axis in term.shapes[-1]))
 
 
-def gradient_operand(name: str, problem: Problem, array: Any) -> Operand:
-    """dbias or dalibi_slopes as kernels see it: stride 0 on the axes that it is summed over."""
-    shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
-    return broadcast_operand(name, array, shape if name == "dbias" else shape[:2])
-
-
-def check_array(name: str, array: Any, shape: tuple[int, ...], dtype: str) -> None:
-    """Check an array whose shape and dtype follow from the problem: dout, out, lse and the `out=`-style results."""
-    if array.dtype.name != dtype:
-        raise type_error(name, f"dtype {array.dtype}", dtype)
-    if tuple(array.shape) != shape:
-        raise value_error(name, f"shape {tuple(array.shape)}", f"{shape}")

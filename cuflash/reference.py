@@ -32,7 +32,9 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cuflash.dropout import kept_weights
-from cuflash.problem import DEFAULT_NEED, GRADIENTS, Problem, user_shape, view_4d, view_rows
+from cuflash.operands import user_shape, view_4d, view_rows
+from cuflash.problem import Problem
+from cuflash.terms import DEFAULT_NEED, GRADIENTS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -115,7 +117,7 @@ def backward(
     Returns
     -------
     tuple of numpy.ndarray
-        In the order of `problem.GRADIENTS`, those of
+        In the order of `terms.GRADIENTS`, those of
 
         dq, dk, dv
             Shapes of `q`, `k` and `v`, of `dtype`. Keys that nothing sees, past `kv_lengths` or of no

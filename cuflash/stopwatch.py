@@ -11,8 +11,8 @@ import numpy as np
 
 from cuflash import launch, tuning
 from cuflash.binding import Pass
+from cuflash.options import Options
 from cuflash.planning import LaunchPlan
-from cuflash.problem import Options
 
 REPEATS = 11  # of which the median counts
 FLUSH_ROWS = 1024  # that are reduced, one by a block or more

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cuflash.problem import ITEMSIZE, Operand
+from cuflash.operands import ITEMSIZE, Operand
 
 BYTES = 128  # of a map
 CHUNK = 64  # columns of a box: 128 bytes of 16-bit elements, the span of the swizzle

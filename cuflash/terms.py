@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 SCORES = ("batch", "num_heads", "seqlen_q", "seqlen_k")
 
@@ -27,10 +27,19 @@ class Term:
         follows from more than the sizes of the problem: `cuflash.problem` checks it.
     strides : int
         How many the kernels get.
-    has_gradient : bool
-        Whether `backward` may give one, of its shape and dtype.
+    part_of : {"", "scores", "softmax"}
+        What it is a part of, and has a gradient by, of its shape and dtype: a summand of the scores, or of the sum of
+        exponentials, which lse has in it.
     goes_packed : bool
         Whether it may be given with packed sequences.
+    has_keys : bool
+        Whether one of its axes is as long as there are keys, or blocks of them.
+    acts : int
+        In which place it acts on a score, as the kernels do it: their names list it there. 0: it does not act, but says
+        where arrays lie.
+    define : str
+        The macro that tells kernels of it: 1 where it is given, or, of one that ends with "_BYTES", the size of its
+        elements; 0 where it is not. Empty where kernels are told more than that.
     """
 
     name: str
@@ -39,12 +48,30 @@ class Term:
     shapes: tuple[tuple[str, ...], ...] = ()
     broadcasts: bool = False
     strides: int
-    has_gradient: bool = False
+    part_of: Literal["", "scores", "softmax"] = ""
     goes_packed: bool = False
+    has_keys: bool = False
+    acts: int = 0
+    define: str = ""
+
+    @property
+    def gradient(self) -> str:
+        """The name of its gradient; empty where it has none."""
+        return f"d{self.name}" if self.part_of else ""
 
 
 TERMS = (
-    Term(name="bias", dtypes=("input", "softmax"), shapes=(SCORES,), broadcasts=True, strides=4, has_gradient=True),
+    Term(
+        name="bias",
+        dtypes=("input", "softmax"),
+        shapes=(SCORES,),
+        broadcasts=True,
+        strides=4,
+        part_of="scores",
+        has_keys=True,
+        acts=2,
+        define="CUFLASH_BIAS_BYTES",
+    ),
     Term(
         name="mask",
         dtypes=("bool",),
@@ -52,24 +79,58 @@ TERMS = (
         shapes=(SCORES,),
         broadcasts=True,
         strides=4,
+        has_keys=True,
+        acts=3,
+        define="CUFLASH_HAS_MASK",
     ),
-    Term(name="block_mask", dtypes=("bool",), hint=" (True takes part)", strides=4),
+    Term(name="block_mask", dtypes=("bool",), hint=" (True takes part)", strides=4, has_keys=True, acts=4),
     Term(
         name="alibi_slopes",
         dtypes=("softmax",),
         shapes=(("num_heads",), ("batch", "num_heads")),
         strides=3,
-        has_gradient=True,
+        part_of="scores",
         goes_packed=True,
+        acts=1,
+        define="CUFLASH_HAS_ALIBI",
     ),
-    Term(name="kv_lengths", dtypes=("int32", "int64"), shapes=(("batch",),), strides=1),
-    Term(name="sinks", dtypes=("softmax",), shapes=(("num_heads",),), strides=1, has_gradient=True, goes_packed=True),
+    Term(
+        name="kv_lengths",
+        dtypes=("int32", "int64"),
+        shapes=(("batch",),),
+        strides=1,
+        acts=5,
+        define="CUFLASH_KV_LENGTHS_BYTES",
+    ),
+    Term(
+        name="sinks",
+        dtypes=("softmax",),
+        shapes=(("num_heads",),),
+        strides=1,
+        part_of="softmax",
+        goes_packed=True,
+        acts=6,
+        define="CUFLASH_HAS_SINKS",
+    ),
     Term(name="cu_seqlens_q", dtypes=("int32",), strides=1, goes_packed=True),
     Term(name="cu_seqlens_k", dtypes=("int32",), strides=1, goes_packed=True),
     Term(name="block_table", dtypes=("int32",), strides=2),
 )
 NAMES = tuple(term.name for term in TERMS)
 BY_NAME: Mapping[str, Term] = {term.name: term for term in TERMS}
+ACTING = tuple(term.name for term in sorted(TERMS, key=lambda term: term.acts) if term.acts)
+
+# Options that are numbers and have a gradient. The first is always there, the others where they are given, and then
+# they act on scores before the terms do.
+NUMBERS = ("scale", "softcap")
+# What `backward` gives unless told otherwise; what is a sum of gradients of scores; and all that it can give, in the
+# order in which it does.
+DEFAULT_NEED = ("dq", "dk", "dv")
+OF_SCORES = (*(term.gradient for term in TERMS if term.part_of == "scores"), *(f"d{name}" for name in NUMBERS))
+OF_SOFTMAX = tuple(term.gradient for term in TERMS if term.part_of == "softmax")
+GRADIENTS = (*DEFAULT_NEED, *OF_SCORES, *OF_SOFTMAX)
+# Those that only a problem with such an option has.
+OF_OPTIONS = {f"d{name}": name for name in NUMBERS[1:]} | {term.gradient: term.name for term in TERMS if term.part_of}
 
 
 class Terms(TypedDict, total=False):

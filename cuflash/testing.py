@@ -29,20 +29,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cuflash import interop, reference
-from cuflash.problem import (
-    DEFAULT_NEED,
-    DTYPES,
-    GRADIENTS,
-    LAYOUTS,
-    OF_OPTIONS,
-    Options,
-    Problem,
-    make_problem,
-    user_shape,
-    view_4d,
-    view_rows,
-)
-from cuflash.terms import NAMES
+from cuflash.operands import DTYPES, user_shape, view_4d, view_rows
+from cuflash.options import LAYOUTS, Options
+from cuflash.problem import Problem, make_problem
+from cuflash.terms import DEFAULT_NEED, GRADIENTS, NAMES, OF_OPTIONS
 
 Array = NDArray[Any]
 
@@ -691,7 +681,7 @@ def _compute(problem: Problem, arrays: Mapping[str, Array], dtype: Any, random: 
 
 
 def gradients_of(problem: Problem) -> tuple[str, ...]:
-    """All gradients that a problem has, names of `problem.GRADIENTS`."""
+    """All gradients that a problem has, names of `terms.GRADIENTS`."""
     return tuple(name for name in GRADIENTS if name not in OF_OPTIONS or getattr(problem, OF_OPTIONS[name]) is not None)
 
 

@@ -27,7 +27,7 @@ import numpy as np
 
 import cuflash
 import cuflash.testing as ct
-from cuflash.problem import GRADIENTS
+from cuflash.terms import GRADIENTS
 from tests.pairs import judge
 
 ROOT = Path(__file__).resolve().parents[1]

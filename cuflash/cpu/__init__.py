@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from cuflash.cpu import core, tiles
 from cuflash.cpu.jobs import cpu_threads
 from cuflash.cpu.packed import clear_rows_of_no_sequence
-from cuflash.problem import DEFAULT_NEED, GRADIENTS, Problem
+from cuflash.problem import Problem
+from cuflash.terms import DEFAULT_NEED, GRADIENTS
 
 __all__ = ["backward", "cpu_threads", "describe", "forward"]
 

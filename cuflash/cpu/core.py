@@ -21,7 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.cpu.jobs import count_cores
-from cuflash.problem import DTYPES, GRADIENTS, Problem, layout_of
+from cuflash.operands import DTYPES, layout_of
+from cuflash.problem import Problem
+from cuflash.terms import GRADIENTS
 
 Array = NDArray[Any]
 

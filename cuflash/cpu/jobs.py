@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.problem import as_integer, value_error
+from cuflash.values import as_integer, value_error
 
 Array = NDArray[Any]
 

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.problem import Problem, value_error, view_4d
+from cuflash.operands import view_4d
+from cuflash.problem import Problem
+from cuflash.values import value_error
 
 Array = NDArray[Any]
 

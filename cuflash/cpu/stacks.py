@@ -29,7 +29,9 @@ from cuflash.cpu import exponentials
 from cuflash.cpu.exponentials import LOWEST_WEIGHT, exponential
 from cuflash.cpu.jobs import PRODUCT_LIMIT, Workspace, count_cores, kept_workspace, run
 from cuflash.dropout import kept_weights
-from cuflash.problem import DEFAULT_NEED, Problem, view_4d, view_rows
+from cuflash.operands import view_4d, view_rows
+from cuflash.problem import Problem
+from cuflash.terms import DEFAULT_NEED
 
 Array = NDArray[Any]
 

@@ -47,7 +47,9 @@ from cuflash.cpu.jobs import PRODUCT_LIMIT, Workspace, count_cores, run
 from cuflash.cpu.packed import Sequence, clear_rows_of_no_sequence, for_each, sequences
 from cuflash.cpu.stacks import derivative_by_softcap
 from cuflash.dropout import kept_weights
-from cuflash.problem import DEFAULT_NEED, GRADIENTS, Problem, view_4d, view_rows
+from cuflash.operands import view_4d, view_rows
+from cuflash.problem import Problem
+from cuflash.terms import DEFAULT_NEED, GRADIENTS
 
 Array = NDArray[Any]
 
@@ -185,7 +187,7 @@ def backward(
     dlse : numpy.ndarray, optional
         The gradient with respect to lse.
     need : collection of str, optional
-        The gradients that are wanted, names of `problem.GRADIENTS`; without it dq, dk, dv, and dsinks with `sinks`.
+        The gradients that are wanted, names of `terms.GRADIENTS`; without it dq, dk, dv, and dsinks with `sinks`.
     dq, dk, dv, dbias, dalibi_slopes, dscale, dsoftcap, dsinks : numpy.ndarray, optional
         Written to and returned if wanted: shapes and dtypes of q, k, v, bias and so on, shape () and dtype of lse of
         dscale and dsoftcap; any strides.
@@ -193,7 +195,7 @@ def backward(
     Returns
     -------
     tuple of numpy.ndarray
-        The gradients that are wanted, in the order of `problem.GRADIENTS`. In dk and dv, keys that no query sees, those
+        The gradients that are wanted, in the order of `terms.GRADIENTS`. In dk and dv, keys that no query sees, those
         past `kv_lengths` and those of no sequence among them, get zero.
     """
     models = {"q": q, "k": k, "v": v, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
-from cuflash.binding import Pass, access_bytes, planned_length
+from cuflash.binding import INPUTS, Pass, assumed, planned_length
+from cuflash.operands import ITEMSIZE, Operand
 from cuflash.planning.backward import draft_backward
 from cuflash.planning.device import DeviceSpec
 from cuflash.planning.draft import CAUSAL_HEAD_SECTION, Draft, common_defines
 from cuflash.planning.forward import draft_forward
 from cuflash.planning.launch_plan import LaunchPlan, RunTime
 from cuflash.planning.tiles import Tile
-from cuflash.problem import DEFAULT_NEED, GRADIENTS, ITEMSIZE, Operand, Problem
+from cuflash.problem import Problem
+from cuflash.terms import DEFAULT_NEED, GRADIENTS, TERMS
 
 MAX_HEAD_DIM = 256
 FAST_FLOAT64 = (80, 90, 100)  # compute capabilities whose FP64 units are as many as half of the others
@@ -33,11 +36,10 @@ def choose_plan(
     """The plan for one pass. Pure: the same arguments give the same plan.
 
     `load_bytes` and `store_bytes` are the widest aligned accesses that serve all operands; without them they follow
-    from the strides, pointers taken as 16-byte aligned. Results and dout that are not in `operands` are contiguous;
-    dbias then has the axes along which the bias has distinct elements.
-    `need` has the gradients that the backward pass is for, names of `problem.GRADIENTS`.
+    from the strides, pointers taken as 16-byte aligned. What is not in `operands` lies as `binding.assumed` says.
+    `need` has the gradients that the backward pass is for, names of `terms.GRADIENTS`.
     `tiles` overrides the tables: a row of the forward pass, or one of the backward pass (and a DqTile: deterministic; a
-    ScoresTile: gradients of bias, slopes, scale, softcap).
+    ScoresTile: the gradients `terms.OF_SCORES`).
     `origin` says where they come from.
 
     Raises NotImplementedError for what no kernel serves, ValueError for arrays that are not aligned to their elements.
@@ -48,22 +50,15 @@ def choose_plan(
             "block_table: got one for the backward pass, expected None: gradients are not given in pages; gather "
             "the pages of each batch entry into contiguous k and v"
         )
-    if load_bytes is None:
-        load_bytes = access_bytes((problem.q, problem.k, problem.v))
-    if store_bytes is None:
-        store_bytes = access_bytes((problem.q, problem.v))
+    lying, *aligned = assumed(problem, pass_, need, operands)
+    load_bytes, store_bytes = load_bytes or aligned[0], store_bytes or aligned[1]
     if min(load_bytes, store_bytes) < ITEMSIZE[problem.dtype]:
         raise ValueError(
             f"q: got arrays at multiples of {min(load_bytes, store_bytes)} bytes, expected all of them at multiples of "
             f"the {ITEMSIZE[problem.dtype]} bytes of a {problem.dtype}"
         )
-    arrays = {name: _contiguous(problem, name) for name in ("out", "dout", "dk", "dv")} | dict(operands or {})
-    arrays |= {name: getattr(problem, name) for name in "qkv"}
-    for name, of in (("dbias", problem.bias), ("dalibi_slopes", problem.alibi_slopes)):
-        if of is not None:
-            arrays.setdefault(name, of)
-    # The backward pass has in lse what sinks did: but for their gradients its kernels are those of a problem without.
-    seen = replace(problem, sinks=None) if pass_ == "backward" else _of_planned_length(problem)
+    arrays = lying | {name: getattr(problem, name) for name in INPUTS}
+    seen = _without_parts_of_softmax(problem) if pass_ == "backward" else _of_planned_length(problem)
     draft = Draft(
         problem=seen,
         device=device,
@@ -100,7 +95,13 @@ def choose_plan(
 
 def _has_keys_elsewhere(problem: Problem) -> bool:
     """Whether another array than k, v and a block table has an axis of keys."""
-    return any(term is not None for term in (problem.bias, problem.mask, problem.block_mask))
+    return any(term.has_keys and getattr(problem, term.name) is not None for term in TERMS)
+
+
+def _without_parts_of_softmax(problem: Problem) -> Problem:
+    """The problem as the backward pass sees it: lse has in it what these terms did, but for their own gradients."""
+    absent: dict[str, Any] = {term.name: None for term in TERMS if term.part_of == "softmax"}
+    return replace(problem, **absent)
 
 
 def _of_planned_length(problem: Problem) -> Problem:
@@ -123,18 +124,3 @@ def check_served(problem: Problem, device: DeviceSpec) -> None:
             f"device: got compute capability {device.arch / 10:.1f}, expected 8.0 or later (mma.sync on bfloat16, "
             "TF32 and float64, cp.async); NumPy arrays are served on the CPU"
         )
-
-
-def _contiguous(problem: Problem, name: str) -> Operand:
-    """A result, or dout, in the layout of the problem."""
-    batch = problem.array_batch
-    heads, seqlen, dim = {
-        "out": (problem.num_heads, problem.seqlen_q, problem.head_dim_v),
-        "dout": (problem.num_heads, problem.seqlen_q, problem.head_dim_v),
-        "dk": (problem.num_heads_kv, problem.seqlen_k, problem.head_dim),
-        "dv": (problem.num_heads_kv, problem.seqlen_k, problem.head_dim_v),
-    }[name]
-    strides = (heads * seqlen * dim, seqlen * dim, dim, 1)
-    if problem.layout == "bshd":
-        strides = (heads * seqlen * dim, dim, heads * dim, 1)
-    return Operand(shape=(batch, heads, seqlen, dim), strides=strides, dtype=problem.dtype)

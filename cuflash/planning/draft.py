@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cuflash.binding import Pass
+from cuflash.operands import ITEMSIZE, Operand
 from cuflash.planning.device import DeviceSpec
 from cuflash.planning.launch_plan import KernelSpec, RunTime, option_names
 from cuflash.planning.tiles import Tile, round_up
-from cuflash.problem import ITEMSIZE, Operand, Problem
+from cuflash.problem import Problem
 from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
+from cuflash.terms import NUMBERS, OF_SCORES, TERMS, Term
 
 PARAMS_BYTES = 904  # of the kernels' only argument; cuflash/params.py lays it out, kernels/common/params.cuh checks it
 MAPS_OFFSET = round_up(PARAMS_BYTES, 64)  # where tensor maps follow
@@ -153,8 +155,12 @@ _DTYPE_TAGS = {"float16": "Float16", "bfloat16": "BFloat16", "float32": "Float32
 
 
 def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_bytes: int) -> dict[str, str | int]:
-    transforms = problem.softcap is not None or problem.alibi_slopes is not None or problem.bias is not None
+    changes_scores = any(f"d{name}" in OF_SCORES for name in problem.acting)
+    terms = {term.define: _define_of(getattr(problem, term.name), term) for term in TERMS if term.define}
+    numbers = {f"CUFLASH_HAS_{name.upper()}": int(getattr(problem, name) is not None) for name in NUMBERS[1:]}
     return {
+        **terms,
+        **numbers,
         "CUFLASH_ARCH": device.arch,
         "CUFLASH_DTYPE": _DTYPE_TAGS[problem.dtype],
         "CUFLASH_ROUNDS_TO_TF32": int("tf32" in option_names(problem)),
@@ -164,23 +170,24 @@ def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_
         "CUFLASH_STORE_BYTES": store_bytes,
         "CUFLASH_HAS_RIGHT_BOUND": int(problem.window_right is not None),
         "CUFLASH_HAS_LEFT_BOUND": int(problem.window_left is not None),
-        "CUFLASH_HAS_SOFTCAP": int(problem.softcap is not None),
-        "CUFLASH_HAS_ALIBI": int(problem.alibi_slopes is not None),
-        "CUFLASH_HAS_MASK": int(problem.mask is not None),
         "CUFLASH_MASK_BLOCK_M": problem.block_size[0],
         "CUFLASH_MASK_BLOCK_N": problem.block_size[1],
-        "CUFLASH_HAS_SINKS": int(problem.sinks is not None),
         "CUFLASH_HAS_DROPOUT": int(problem.dropout > 0),
-        "CUFLASH_BIAS_BYTES": ITEMSIZE[problem.bias.dtype] if problem.bias is not None else 0,
-        "CUFLASH_KV_LENGTHS_BYTES": ITEMSIZE[problem.kv_lengths.dtype] if problem.kv_lengths is not None else 0,
         "CUFLASH_PACKED": {"top_left": 1, "bottom_right": 2}[problem.alignment] if problem.is_packed else 0,
-        "CUFLASH_SCALE_IN_EXPONENT": int(not transforms and problem.scale > 0),
+        "CUFLASH_SCALE_IN_EXPONENT": int(not changes_scores and problem.scale > 0),
         "CUFLASH_PAGE_SIZE": problem.page_size,
         "CUFLASH_FOLLOWS_LENGTHS": int(problem.follows_lengths),
         "CUFLASH_PARAMS_BYTES": PARAMS_BYTES,
         "CUFLASH_PAIRS": 0,
         "CUFLASH_PLAIN_FRAGMENTS": 0,
     }
+
+
+def _define_of(operand: Operand | None, term: Term) -> int:
+    """What the macro of a term is defined as."""
+    if operand is None:
+        return 0
+    return ITEMSIZE[operand.dtype] if term.define.endswith("_BYTES") else 1
 
 
 def _symbol(source: str, problem: Problem, tile: Tile) -> str:

@@ -6,10 +6,12 @@ import itertools
 from dataclasses import dataclass
 
 from cuflash.binding import Pass
+from cuflash.operands import ITEMSIZE
 from cuflash.planning.device import DeviceSpec
 from cuflash.planning.tiles import Tile, round_up
-from cuflash.problem import DEFAULT_NEED, ITEMSIZE, Problem
+from cuflash.problem import Problem
 from cuflash.tensor_map import TensorMapSpec
+from cuflash.terms import DEFAULT_NEED
 
 SCRATCH_ALIGNMENT = 256  # bytes, of each scratch array: what an allocation of its own would have
 
@@ -129,13 +131,7 @@ def option_names(problem: Problem) -> list[str]:
         for name, on in (
             ("right_bound", problem.window_right is not None),
             ("left_bound", problem.window_left is not None),
-            ("softcap", problem.softcap is not None),
-            ("alibi_slopes", problem.alibi_slopes is not None),
-            ("bias", problem.bias is not None),
-            ("mask", problem.mask is not None),
-            ("block_mask", problem.block_mask is not None),
-            ("kv_lengths", problem.kv_lengths is not None),
-            ("sinks", problem.sinks is not None),
+            *((name, True) for name in problem.acting),
             (f"pages{problem.page_size}", problem.page_size > 0),
             ("packed", problem.is_packed and problem.alignment == "bottom_right"),
             ("packed_top_left", problem.is_packed and problem.alignment == "top_left"),

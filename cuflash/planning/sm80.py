@@ -150,7 +150,7 @@ class DqTile(Tile):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoresTile(Tile):
-    """One way to cut the gradients of bias, slopes, scale and softcap. Blocks take tiles of block_m x block_n pairs."""
+    """One way to cut the gradients `terms.OF_SCORES`. Blocks take tiles of block_m x block_n pairs."""
 
     element_bytes: int = 2
     max_dim: int

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
+from cuflash.operands import ITEMSIZE
 from cuflash.planning.device import SHARED_BYTES_RESERVED, DeviceSpec
-from cuflash.problem import ITEMSIZE, Problem
+from cuflash.problem import Problem
 from cuflash.tensor_map import CHUNK
 
 if TYPE_CHECKING:

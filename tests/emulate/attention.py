@@ -10,12 +10,14 @@ import emulator
 import numpy as np
 
 from cuflash.binding import Binding, Pass, bind
+from cuflash.operands import ITEMSIZE
 from cuflash.params import POINTER_WORD, parameters
 from cuflash.planning import DeviceSpec, LaunchPlan, choose_plan
 from cuflash.planning.draft import MAPS_OFFSET
 from cuflash.planning.tiles import Tile
-from cuflash.problem import DEFAULT_NEED, GRADIENTS, ITEMSIZE, Problem, make_problem
+from cuflash.problem import Problem, make_problem
 from cuflash.tensor_map import CHUNK, TensorMapSpec
+from cuflash.terms import DEFAULT_NEED, GRADIENTS
 from cuflash.testing import Case, measure, numpy_dtype, optional, yardsticks
 
 Place = Callable[[np.ndarray], np.ndarray]

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 from emulator import HERE, find_compiler
 
+from cuflash.options import Options
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.tiles import round_up
-from cuflash.problem import Options, make_problem
+from cuflash.problem import make_problem
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 

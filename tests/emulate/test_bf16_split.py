@@ -8,10 +8,11 @@ import pytest
 from emulator import SCHEDULES, find_compiler
 
 import cuflash.testing as ct
+from cuflash.operands import layout_of, view_4d
 from cuflash.params import POINTER_WORD, parameters
 from cuflash.planning.sm90.bf16_split import SPLIT_ROWS, SPLIT_WARPS
 from cuflash.planning.tiles import round_up
-from cuflash.problem import layout_of, make_problem, view_4d
+from cuflash.problem import make_problem
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 

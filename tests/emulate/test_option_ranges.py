@@ -8,7 +8,8 @@ import pytest
 from emulator import SCHEDULES, find_compiler
 
 import cuflash.testing as ct
-from cuflash.problem import Options, make_problem
+from cuflash.options import Options
+from cuflash.problem import make_problem
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 

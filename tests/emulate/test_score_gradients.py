@@ -13,7 +13,7 @@ from test_lse_and_sinks import forward_by_oracle, inputs_of
 import cuflash.testing as ct
 from cuflash import reference
 from cuflash.planning import DeviceSpec
-from cuflash.problem import GRADIENTS
+from cuflash.terms import GRADIENTS
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 

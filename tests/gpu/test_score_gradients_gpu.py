@@ -5,7 +5,7 @@ import pytest
 
 import cuflash
 import cuflash.testing as ct
-from cuflash.problem import GRADIENTS
+from cuflash.terms import GRADIENTS
 
 pytestmark = pytest.mark.gpu
 

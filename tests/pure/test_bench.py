@@ -27,7 +27,8 @@ from bench.timing import (
     time_interleaved,
 )
 from cuflash import reference
-from cuflash.problem import Options, make_problem
+from cuflash.options import Options
+from cuflash.problem import make_problem
 
 SMALL = Case(head_dim=8, head_dim_v=12, seqlen_q=24, batch=2, num_heads=4, num_heads_kv=2, causal=True, dtype="float32")
 PLAIN = Case(head_dim=8, seqlen_q=24, batch=2, num_heads=2, dtype="float32")

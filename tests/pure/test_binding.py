@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash.binding import FIXED, Contiguous, bind, growing_keys, planned_length
+from cuflash.operands import ITEMSIZE
+from cuflash.options import Options
 from cuflash.planning import DeviceSpec, ScratchLayout, choose_plan
 from cuflash.planning.launch_plan import SCRATCH_ALIGNMENT
-from cuflash.problem import DEFAULT_NEED, ITEMSIZE, Options
+from cuflash.terms import DEFAULT_NEED
 
 WIDEST = 16  # bytes that a kernel reads or writes at once, in scratch memory and in arrays of a tensor map
 FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "pages", "packed")

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 import cuflash.testing as ct
 from cuflash import cpu
 from cuflash.cpu import core, exponentials, jobs, stacks, tiles
-from cuflash.problem import user_shape
+from cuflash.operands import user_shape
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 

@@ -11,7 +11,8 @@ import cuflash
 import cuflash.testing as ct
 from cuflash import reference
 from cuflash.dropout import kept_weights, philox
-from cuflash.problem import Options, make_problem, rounded_rate
+from cuflash.options import Options, rounded_rate
+from cuflash.problem import make_problem
 
 WORDS = st.integers(0, 2**32 - 1)
 

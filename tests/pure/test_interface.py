@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash import compiler, flash_attention, interop, merging, planning, problem, reference
-from cuflash.problem import GRADIENTS
-from cuflash.terms import NAMES, PassArrays, Terms, checked
+from cuflash.terms import GRADIENTS, NAMES, PassArrays, Terms, checked
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

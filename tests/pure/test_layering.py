@@ -28,7 +28,7 @@ LONGEST = 600  # lines of a kernel file
 
 # A module imports only modules to the left of it.
 ORDER = [
-    "terms", "problem", "block_masks", "dropout", "reference",
+    "values", "operands", "options", "terms", "problem", "block_masks", "dropout", "reference",
     "cpu.exponentials", "cpu.jobs", "cpu.stacks", "cpu.packed", "cpu.tiles", "cpu.core", "cpu",
     "interop", "merging", "tensor_map", "binding",
     "planning.device", "planning.tiles", "planning.launch_plan", "planning.draft", "planning.families",
@@ -41,6 +41,9 @@ ORDER = [
 
 # What each module may import at import time besides the standard library, and what only when it is needed.
 ALWAYS = {
+    "values": set(),
+    "operands": set(),
+    "options": set(),
     "terms": set(),
     "problem": set(),
     "block_masks": {"numpy"},
@@ -71,7 +74,8 @@ ALWAYS = {
 }
 WHEN_NEEDED = {
     "planning.tiles": {"typing_extensions"},  # for a type checker
-    "problem": {"numpy", "typing_extensions"},  # the latter for a type checker
+    "values": {"numpy"},
+    "problem": {"numpy", "typing_extensions"},  # for a type checker
     "flash_attention": {"typing_extensions"},
     "tensor_map": {"cuda"},
     "compiler": {"cuda", "cupy", "cupy_backends"},
@@ -127,7 +131,7 @@ ROOMS_OF_THE_CPU = {name for name in MODULES if name.startswith("cpu")}
 @pytest.mark.parametrize("name", ["reference", *sorted(ROOMS_OF_THE_CPU)])
 def test_the_cpu_side_knows_only_the_problem_and_what_is_dropped(name):
     others = set() if name == "reference" else ROOMS_OF_THE_CPU
-    assert set(own_imports(MODULES[name])) <= {"terms", "problem", "dropout"} | others
+    assert set(own_imports(MODULES[name])) <= {"values", "operands", "options", "terms", "problem", "dropout"} | others
 
 
 @pytest.mark.parametrize("name", sorted(set(MODULES) - {"__init__", "__main__"}))

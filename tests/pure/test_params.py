@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuflash.compiler import kernel_directory
+from cuflash.operands import layout_of, rows_of
+from cuflash.options import Options
 from cuflash.params import PARAMS, POINTER_WORD, Argument, parameters
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.draft import CAUSAL_HEAD_SECTION, MAPS_OFFSET, PARAMS_BYTES
-from cuflash.problem import Options, layout_of, make_problem, rows_of
+from cuflash.problem import make_problem
 
 SCALARS = {"i32": np.int32, "u32": np.uint32, "i64": np.int64, "float": np.float32, "double": np.float64}
 

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from cuflash import compiler
 from cuflash.binding import access_bytes
+from cuflash.operands import Operand
+from cuflash.options import Options
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.choose import MAX_HEAD_DIM
 from cuflash.planning.device import SHARED_BYTES_RESERVED
@@ -44,8 +46,9 @@ from cuflash.planning.sm90.tiles import (
     ForwardSm90Tile,
 )
 from cuflash.planning.tiles import round_up, tile_bytes
-from cuflash.problem import DEFAULT_NEED, Operand, Options, make_problem
+from cuflash.problem import make_problem
 from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
+from cuflash.terms import DEFAULT_NEED
 
 ARCHS = ("8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")
 PASSES = ("forward", "backward")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from cuflash.problem import view_4d, view_rows
+from cuflash.operands import view_4d, view_rows
 
 PROPERTIES = settings(max_examples=60)
 

@@ -12,7 +12,7 @@ import cuflash
 from bench.__main__ import parser as bench_parser
 from cuflash.__main__ import COMMANDS, make_parser
 from cuflash.compiler import CACHE_BYTES
-from cuflash.problem import GRADIENTS
+from cuflash.terms import GRADIENTS
 from cuflash.testing import numpy_dtype
 
 CHECKOUT = Path(__file__).parents[2]
@@ -194,8 +194,9 @@ def test_the_dtypes_on_numpy_arrays(row):
 @pytest.mark.parametrize("row", table("dtype", SEMANTICS), ids=lambda row: row[0])
 def test_the_dtypes_on_devices(row):
     """The plans of every compute capability that the README names agree with its table."""
+    from cuflash.options import Options
     from cuflash.planning import DeviceSpec, choose_plan
-    from cuflash.problem import Options, make_problem
+    from cuflash.problem import make_problem
 
     name, _, on_cupy, _ = row
     (device,) = [row for row in table("option") if row[0] == "device"]

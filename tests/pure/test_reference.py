@@ -10,7 +10,9 @@ from hypothesis import given, settings
 
 import cuflash.testing as ct
 from cuflash import reference
-from cuflash.problem import Options, make_problem, view_4d, view_rows
+from cuflash.operands import view_4d, view_rows
+from cuflash.options import Options
+from cuflash.problem import make_problem
 
 SMALL = {"max_seqlen": 8, "max_head_dim": 3, "max_scores": 128, "min_seqlen": 0}
 

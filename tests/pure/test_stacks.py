@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash.cpu import jobs, stacks, tiles
-from cuflash.problem import Options, make_problem
+from cuflash.options import Options
+from cuflash.problem import make_problem
 
 FEATURES = (*ct.FEATURES, "sinks", "dlse", "dropout")
 

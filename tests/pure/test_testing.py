@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, Phase, find, given, settings
 import cuflash
 import cuflash.testing as ct
 from cuflash import reference
-from cuflash.problem import Options, Problem, make_problem
+from cuflash.options import Options
+from cuflash.problem import Problem, make_problem
 from cuflash.terms import NAMES
 
 BASE = ct.Case(batch=2, num_heads=4, num_heads_kv=2, seqlen_q=23, seqlen_k=37, head_dim=24, head_dim_v=16)

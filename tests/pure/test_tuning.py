@@ -258,7 +258,7 @@ def test_other_kernels_forget(monkeypatch):
 def test_sinks_that_have_a_gradient_or_not_are_one_problem(store):
     sinks = np.zeros(4, np.float32)
     q = np.zeros((1, 4, 64, 64), np.float16)
-    problem = cuflash.problem.make_problem(cuflash.problem.Options(), q, q, q, sinks=sinks)
+    problem = cuflash.problem.make_problem(cuflash.options.Options(), q, q, q, sinks=sinks)
     plans = candidates(problem, H200, "backward", operands={})
     tune_quietly(plans, FakeDevice([2.0, 1.0]))
     assert tuned_plan(problem, H200, "backward").tiles == plans[1].tiles

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
+from cuflash.operands import ITEMSIZE
 from cuflash.planning.draft import CAUSAL_HEAD_SECTION, Draft
 from cuflash.planning.families import BackwardFamily
 from cuflash.planning.sm80 import BackwardTile
@@ -18,7 +19,7 @@ from cuflash.planning.sm90.tiles import (
     BackwardSm90Tile,
 )
 from cuflash.planning.tiles import Tile
-from cuflash.problem import ITEMSIZE, Problem
+from cuflash.problem import Problem
 
 # Heads whose blocks of the backward pass are side by side on compute capability 9.0; on an H200 eight are 1 % slower
 # (head_dim 128, seqlen 4096). Where blocks add in order, each is a step behind the one before it of its head: so many

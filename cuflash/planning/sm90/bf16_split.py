@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from cuflash.binding import Pass
+from cuflash.operands import Operand
 from cuflash.planning.draft import Draft
 from cuflash.planning.sm90.tiles import BackwardFloat32Sm90Tile, ForwardFloat32Sm90Tile
 from cuflash.planning.tiles import Tile, round_up
-from cuflash.problem import Operand
 
 SPLIT_ROWS = 64  # that a block splits
 SPLIT_WARPS = 8

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 
+from cuflash.operands import ITEMSIZE
 from cuflash.planning.device import DeviceSpec
 from cuflash.planning.draft import Draft, check_blocks
 from cuflash.planning.families import ForwardFamily
 from cuflash.planning.sm90.forward import MAPPED, box_rows
 from cuflash.planning.sm90.tiles import DECODE_ROWS, DECODE_SM90_TILES, DecodeSm90Tile
 from cuflash.planning.tiles import round_up
-from cuflash.problem import ITEMSIZE, Problem
+from cuflash.problem import Problem
 
 DECODE_MIN_SEQLEN_K = 512  # from which on that pays
 MIN_TILES_OF_BLOCK = 2  # of keys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from cuflash.operands import ITEMSIZE
 from cuflash.planning.draft import CAUSAL_HEAD_SECTION, Draft, check_blocks
 from cuflash.planning.families import ForwardFamily
 from cuflash.planning.sm90.bf16_split import add_bf16_split, why_not_split
@@ -15,7 +16,7 @@ from cuflash.planning.sm90.tiles import (
     ForwardSm90Tile,
 )
 from cuflash.planning.tiles import Tile
-from cuflash.problem import ITEMSIZE, Problem
+from cuflash.problem import Problem
 
 MAPPED = ("q", "k", "v", "out")  # arrays that are left to TMA
 

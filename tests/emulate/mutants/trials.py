@@ -21,7 +21,8 @@ from cuflash.planning.sm90.tiles import (
     ForwardSm90Tile,
 )
 from cuflash.planning.tiles import Tile
-from cuflash.problem import DEFAULT_NEED, make_problem
+from cuflash.problem import make_problem
+from cuflash.terms import DEFAULT_NEED
 
 
 @dataclass(frozen=True, kw_only=True)

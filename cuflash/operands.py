@@ -1,0 +1,113 @@
+"""Arrays as kernels see them: four axes, dtypes by name, strides in elements; and shapes as callers see them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from cuflash.values import type_error, value_error
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
+
+
+class Shaped(Protocol):
+    """As much of an array, of any library, as a problem is made of; or of one that does not exist yet."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """In bytes."""
+
+    @property
+    def dtype(self) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """One array as kernels see it: four axes, strides in elements, stride 0 on broadcast axes."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the distinct elements: broadcast axes count once."""
+        sizes = [n for n, stride in zip(self.shape, self.strides, strict=True) if stride or n <= 1]
+        return math.prod(sizes) * ITEMSIZE[self.dtype]
+
+
+def user_shape(batch: int, heads: int, seqlen: int, dim: int, ndim: int, layout: str) -> tuple[int, ...]:
+    """Shape of an operand as the caller wrote it: without the axes that an `ndim`-dimensional array does not have."""
+    if layout == "bshd" and ndim >= 3:
+        return (batch, seqlen, heads, dim)[4 - ndim :]
+    return (batch, heads, seqlen, dim)[4 - ndim :]
+
+
+def view_4d(array: Any, layout: str) -> Any:
+    """The (batch, heads, seqlen, dim) view of a 2-D to 4-D NumPy or CuPy operand."""
+    if layout == "bshd" and array.ndim >= 3:
+        array = array.swapaxes(-3, -2)
+    return array[(None,) * (4 - array.ndim)]
+
+
+def view_rows(array: Any) -> Any:
+    """The (batch, heads, seqlen_q) view of an lse-shaped NumPy or CuPy array."""
+    return array[(None,) * (3 - array.ndim)]
+
+
+def layout_of(array: Shaped, layout: str) -> Operand:
+    """(batch, heads, seqlen, dim) shape and element strides of a 2-D to 4-D operand.
+
+    An axis of length 1 has stride 0: whatever stride it came with leads nowhere, and need not be aligned.
+    """
+    itemsize = array.dtype.itemsize
+    shape = list(array.shape)
+    strides = [s // itemsize if n > 1 else 0 for n, s in zip(shape, array.strides, strict=True)]
+    while len(shape) < 4:
+        at = 1 if layout == "bshd" and len(shape) == 2 else 0  # the head axis of a 2-D bshd array goes in the middle
+        shape.insert(at, 1)
+        strides.insert(at, 0)
+    if layout == "bshd":
+        shape[1], shape[2] = shape[2], shape[1]
+        strides[1], strides[2] = strides[2], strides[1]
+    return Operand(shape=tuple(shape), strides=tuple(strides), dtype=array.dtype.name)
+
+
+def rows_of(array: Shaped) -> Operand:
+    """(batch, heads, seqlen_q) shape and element strides of an lse-shaped array."""
+    missing = 3 - len(array.shape)
+    strides = tuple(s // array.dtype.itemsize for s in array.strides)
+    return Operand(shape=(1,) * missing + tuple(array.shape), strides=(0,) * missing + strides, dtype=array.dtype.name)
+
+
+def broadcast_operand(
+    name: str, array: Shaped, target: tuple[int, ...], axes: str = "(batch, num_heads, seqlen_q, seqlen_k)"
+) -> Operand:
+    """Shape and element strides of `array` broadcast to `target`, as NumPy broadcasts. `axes` are those of `target`."""
+    if len(array.shape) > len(target) or any(
+        n not in (1, m) for n, m in zip(reversed(array.shape), reversed(target), strict=False)
+    ):
+        expected = f"a shape that broadcasts to {axes} = {target}"
+        raise value_error(name, f"shape {tuple(array.shape)}", expected)
+    missing = len(target) - len(array.shape)
+    strides = [0] * missing + [
+        0 if n == 1 else s // array.dtype.itemsize for n, s in zip(array.shape, array.strides, strict=True)
+    ]
+    return Operand(shape=target, strides=tuple(strides), dtype=array.dtype.name)
+
+
+def check_dtype(name: str, array: Shaped, expected: tuple[str, ...], why: str = "") -> None:
+    if array.dtype.name not in expected:
+        raise type_error(name, f"dtype {array.dtype}", " or ".join(expected) + why)
+
+
+def check_array(name: str, array: Shaped, shape: tuple[int, ...], dtype: str) -> None:
+    """Check an array whose shape and dtype follow from the problem: dout, out, lse and the `out=`-style results."""
+    if array.dtype.name != dtype:
+        raise type_error(name, f"dtype {array.dtype}", dtype)
+    if tuple(array.shape) != shape:
+        raise value_error(name, f"shape {tuple(array.shape)}", f"{shape}")

@@ -1,0 +1,124 @@
+"""The static options of a call, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from cuflash.values import as_bool, as_integer, as_real, check_choice, type_error, typed, value_error
+
+LAYOUTS = ("bhsd", "bshd")
+PRECISIONS = ("highest", "tf32")
+MAX_BLOCK = 1024  # rows, or keys, of a block of a block mask
+CAUSAL = "False, True (bottom-right aligned) or 'top_left'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The static options of `cuflash.FlashAttention`, checked; see there for their meaning."""
+
+    causal: bool | Literal["top_left"] = False
+    scale: float | None = None
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    layout: str = "bhsd"
+    deterministic: bool = False
+    precision: str = "highest"
+    dropout: float = 0.0
+    block_size: int | tuple[int, int] = (128, 128)
+
+    def __post_init__(self) -> None:
+        checked: dict[str, Any] = {"block_size": check_block_size(self.block_size)}
+        if not isinstance(self.causal, str):
+            checked["causal"] = as_bool("causal", self.causal, CAUSAL)
+        elif self.causal != "top_left":
+            raise value_error("causal", repr(self.causal), CAUSAL)
+        if self.scale is not None:
+            checked["scale"] = as_real("scale", self.scale, "None or a real number")
+        if self.window is not None:
+            if not isinstance(self.window, (tuple, list)):
+                raise type_error("window", typed(self.window), "None or (left, right)")
+            if len(self.window) != 2:
+                raise value_error("window", self.window, "two entries (left, right)")
+            left, right = self.window
+            checked["window"] = (_check_window_side("left", left), _check_window_side("right", right))
+        if self.softcap is not None:
+            checked["softcap"] = as_real("softcap", self.softcap, "None or a real number")
+            if checked["softcap"] <= 0:
+                raise value_error("softcap", checked["softcap"], "None or a number > 0")
+        check_choice("layout", self.layout, LAYOUTS)
+        checked["deterministic"] = as_bool("deterministic", self.deterministic)
+        check_choice("precision", self.precision, PRECISIONS)
+        checked["dropout"] = check_dropout(self.dropout)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "_hash", hash(tuple(getattr(self, field.name) for field in fields(self))))
+
+    def __hash__(self) -> int:
+        """Made once: every call looks its launch up by it."""
+        return self._hash  # type: ignore[attr-defined, no-any-return]
+
+
+def check_dropout(value: object, name: str = "dropout") -> float:
+    """A rate of dropout, checked."""
+    expected = "a number from 0 up to, but not, 1"
+    rate = as_real(name, value)
+    if not 0 <= rate < 1:
+        raise value_error(name, value, expected)
+    if round(rate * 65536) == 65536:
+        raise value_error(name, value, f"{expected}, in steps of 1 / 65536: the step nearest to it is 1")
+    return rate
+
+
+def rounded_rate(rate: float) -> float:
+    """The multiple of 1 / 65536 nearest to a rate of dropout: 16 random bits decide about a weight."""
+    return round(rate * 65536) / 65536
+
+
+def check_random(seed: object, offset: object) -> tuple[int, int]:
+    """The key and the offset of random numbers, checked."""
+
+    def check(name: str, value: object, bits: int) -> int:
+        number = as_integer(name, value, "an integer, which dropout needs")
+        if not 0 <= number < 2**bits:
+            raise value_error(name, value, f"0 to 2**{bits} - 1")
+        return number
+
+    return check("seed", seed, 64), check("offset", offset, 32)
+
+
+def check_block_size(value: object) -> tuple[int, int]:
+    """Rows and keys of the blocks of a block mask, checked; one number stands for both."""
+    sides = value if isinstance(value, (tuple, list)) else (value, value)
+    if len(sides) != 2:
+        raise value_error("block_size", value, "an integer or two of them, (rows, keys)")
+    rows, keys = (as_integer(f"block_size {what}", side) for what, side in zip(("rows", "keys"), sides, strict=True))
+    for what, side in (("rows", rows), ("keys", keys)):
+        if side % 16 or not 16 <= side <= MAX_BLOCK:
+            raise value_error(f"block_size {what}", side, f"a multiple of 16 from 16 to {MAX_BLOCK}")
+    return rows, keys
+
+
+def _check_window_side(side: str, value: object) -> int | None:
+    if value is None:
+        return None
+    number = as_integer(f"window {side}", value, "None or an integer")
+    if number < 0:
+        raise value_error(f"window {side}", value, "None (no bound) or an integer >= 0")
+    return number
+
+
+def window_of(options: Options, seqlen_q: int, seqlen_k: int) -> tuple[int | None, int | None]:
+    """The bounds (left, right) of the window that `causal` and `window` make; None for one that hides nothing.
+
+    Of packed sequences, the longest that there may be are as long as all of them.
+    """
+    left, right = options.window or (None, None)
+    if options.causal:
+        right = 0 if right is None else min(right, 0)
+    first_row = 0 if options.causal == "top_left" else seqlen_k - seqlen_q  # as a key position
+    if left is not None and first_row + seqlen_q - 1 - left <= 0:
+        left = None  # even the last row sees the first key
+    if right is not None and first_row + right >= seqlen_k - 1:
+        right = None  # even the first row sees the last key
+    return left, right

@@ -1,0 +1,92 @@
+"""Single values that a caller gives: how they are checked and converted, and what is said where they are wrong."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+FINITE = "a finite number that float64 holds"
+LONGEST_VALUE = 200  # characters of a value in a message
+
+
+def type_error(name: str, got: object, expected: str) -> TypeError:
+    return TypeError(f"{name}: got {_shown(got)}, expected {expected}")
+
+
+def value_error(name: str, got: object, expected: str) -> ValueError:
+    return ValueError(f"{name}: got {_shown(got)}, expected {expected}")
+
+
+def typed(value: object) -> str:
+    """A value with its type, as messages say it: ``float 1.5``, but ``None`` and ``Decimal('1.5')``."""
+    name, text = type(value).__name__, _shown(value, repr)
+    return text if value is None or f"{name}(" in text else f"{name} {text}"
+
+
+def _shown(value: object, spell: Callable[[object], str] = str) -> str:
+    """A value in one line that is not too long for a message."""
+    try:
+        text = " ".join(spell(value).split())
+    except ValueError:  # Python prints no integers of more than 4300 digits
+        return "of thousands of digits"
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
+
+
+def counted(count: int, noun: str) -> str:
+    """The number and the noun: 1 head, 2 heads."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+def _unwrapped(value: object) -> object:
+    """What a NumPy scalar, or an array without axes, holds; any other value as it is."""
+    import numpy as np
+
+    return value.item() if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0 else value
+
+
+def as_bool(name: str, value: object, expected: str = "a bool") -> bool:
+    """A bool, of Python or NumPy, checked."""
+    unwrapped = value if type(value) is bool else _unwrapped(value)
+    if not isinstance(unwrapped, bool):
+        raise type_error(name, typed(value), expected)
+    return unwrapped
+
+
+def as_integer(name: str, value: object, expected: str = "an integer") -> int:
+    """An integer of any type that can hold one, checked: nothing is rounded, and a bool or a float is none."""
+    return _converted(int, (numbers.Rational, Decimal), name, value, expected)
+
+
+def as_real(name: str, value: object, expected: str = "a real number") -> float:
+    """A finite real number of any type, checked and rounded to float64."""
+    number = _converted(float, (numbers.Real, Decimal), name, value, expected)
+    if not math.isfinite(number):
+        raise value_error(name, value, FINITE)
+    return number
+
+
+def _converted(kind: Callable[[Any], Any], types: tuple[type, ...], name: str, value: object, expected: str) -> Any:
+    if type(value) is kind:
+        return value
+    unwrapped = _unwrapped(value)
+    if isinstance(unwrapped, bool) or not isinstance(unwrapped, types):
+        raise type_error(name, typed(value), expected)
+    try:
+        converted = kind(unwrapped)
+    except (OverflowError, ValueError):  # too large for float64; or a Decimal that is no number, or infinite
+        raise value_error(name, typed(value), FINITE if kind is float else expected) from None
+    if kind is int and converted != unwrapped:
+        raise value_error(name, typed(value), expected)
+    return converted
+
+
+def check_choice(name: str, value: object, choices: tuple[str, str]) -> None:
+    """Check one of two words."""
+    expected = f"{choices[0]!r} or {choices[1]!r}"
+    if not isinstance(value, str):
+        raise type_error(name, typed(value), expected)
+    if value not in choices:
+        raise value_error(name, repr(value), expected)
