@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash import FlashAttention, __version__, compiler, cpu, reference, tuning
+from cuflash import FlashAttention, __version__, compiler, cpu, kernel_cache, nvrtc, reference, tuning
 from cuflash.cpu.jobs import count_cores
 from cuflash.flash_attention import Causal, CpuPlan
 from cuflash.operands import DTYPES, user_shape
@@ -318,11 +318,11 @@ def info(args: argparse.Namespace) -> int:
     rows.extend((name, version) for name in PACKAGES if (version := version_of(name)))
     rows.append(("CPU", f"{count_cores()} threads, {cpu.describe()}"))
     try:
-        nvrtc = f"{compiler.nvrtc_version()}, compiles for {' '.join(compiler.supported_archs())}"
-    except compiler.NvrtcNotFoundError as error:
-        nvrtc = f"none: {' '.join(str(error).split())}"
-    rows.append(("NVRTC", nvrtc))
-    rows.append(("cache", f"{compiler.cache_directory()}, {cached_kernels()}"))
+        found = f"{compiler.nvrtc_version()}, compiles for {' '.join(compiler.supported_archs())}"
+    except nvrtc.NvrtcNotFoundError as error:
+        found = f"none: {' '.join(str(error).split())}"
+    rows.append(("NVRTC", found))
+    rows.append(("cache", f"{kernel_cache.cache_directory()}, {cached_kernels()}"))
     cupy, reason = find_gpu()
     if cupy is None:
         rows.append(("GPU", f"none: {reason}"))
@@ -404,7 +404,7 @@ def compiled(plan: LaunchPlan) -> LaunchPlan:
     """The plan with the registers of its kernels, where the compiler is here and knows the architecture."""
     try:
         return compiler.with_resources(plan)
-    except (compiler.NvrtcNotFoundError, NotImplementedError):
+    except (nvrtc.NvrtcNotFoundError, NotImplementedError):
         return plan
 
 
@@ -425,7 +425,7 @@ def fill_cache(args: argparse.Namespace) -> int:
         print(f"{spec.target:<8}{numbers}{spec.shared_bytes + r.static_shared_bytes:>8}  {spec.name}", flush=True)
     print(
         "Registers, and bytes of spills and stack, are per thread, bytes of shared memory per block. Seconds are those "
-        f"of the compilation, which may have been an earlier one. Cache: {compiler.cache_directory()}"
+        f"of the compilation, which may have been an earlier one. Cache: {kernel_cache.cache_directory()}"
     )
     return 0
 
@@ -446,22 +446,22 @@ def cache(args: argparse.Namespace) -> int:
     if args.tuned and not args.clear:
         raise Failure("--tuned goes with --clear")
     if args.clear:
-        removed = compiler.clear_cache(compiler.cache_directory())
+        removed = kernel_cache.clear_cache(kernel_cache.cache_directory())
         forgotten = f", and {counted(tuning.forget_all(), 'tuned problem')}" if args.tuned else ""
         print(f"removed {kernels_among(removed)}{forgotten}")
         return 0
-    rows = [("directory", str(compiler.cache_directory())), ("kernels", cached_kernels())]
+    rows = [("directory", str(kernel_cache.cache_directory())), ("kernels", cached_kernels())]
     print_rows([*rows, ("tuning", f"{counted(len(tuning.remembered()), 'tuned problem')}, not counted above")])
     return 0
 
 
 def cached_kernels() -> str:
     """How many there are, what they take, and what they may take."""
-    files = compiler.cached_files(compiler.cache_directory())
-    return f"{kernels_among(files)} of at most {in_bytes(compiler.cache_limit())}"
+    files = kernel_cache.cached_files(kernel_cache.cache_directory())
+    return f"{kernels_among(files)} of at most {in_bytes(kernel_cache.cache_limit())}"
 
 
-def kernels_among(files: list[compiler.CachedFile]) -> str:
+def kernels_among(files: list[kernel_cache.CachedFile]) -> str:
     kernels = sum(file.path.suffix == ".cubin" for file in files)
     return f"{counted(kernels, 'kernel')}, {in_bytes(sum(file.size_bytes for file in files))}"
 

@@ -7,32 +7,33 @@ so a cubin always belongs to the sources that its key was made from, even while 
 In the cache `<key>.entry` holds the report and names the cubin, and the cubin's name holds the hash of its bytes. Both
 are written to a temporary file and renamed, and both are checked when read, so that no other process, no kill and no
 damaged disk ever brings a wrong or partial kernel to a device: what fails a check is compiled again.
-
-After a kernel is stored, those that were not used for the longest time are removed where all of them together take
-more than `cache_limit`. A lookup marks the files that it finds as used before it reads them, and nothing that was used
-within the last hour is removed: so a file does not vanish between its lookup and the moment at which a device loads it,
-which follows at once. What a lookup does not find any more is compiled again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
-import importlib
 import json
 import operator
 import os
 import re
-import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from cuflash.kernel_cache import (
+    cache_directory,
+    cache_limit,
+    marked_as_used,
+    private_directory,
+    trim_cache,
+    write_atomically,
+)
+from cuflash.nvrtc import Nvrtc
 from cuflash.planning import KernelSpec, LaunchPlan
 from cuflash.values import type_error, value_error
 
@@ -47,11 +48,6 @@ OPTIONS = (
     "--ptxas-options=-v",
     "--no-cache",
 )
-# What compiling takes, with or without a device; the extra `compile` is these two.
-BINDINGS, NVRTC = "cuda-bindings", "nvidia-cuda-nvrtc"
-CACHE_BYTES = 1 << 30  # that the cache may take unless CUFLASH_CACHE_BYTES says otherwise
-KEPT_SECONDS = 3600  # for which a file that was used is kept whatever the limit is
-MARKED_SECONDS = 600  # for which a file counts as just used, so that most lookups write nothing
 
 
 class CompileError(RuntimeError):
@@ -72,10 +68,6 @@ class CompileError(RuntimeError):
 
     def __str__(self) -> str:
         return str(self.args[0])
-
-
-class NvrtcNotFoundError(ImportError):
-    """cuda-bindings or the NVRTC library is not installed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,94 +145,6 @@ def kernel_directory() -> Path:
         if (place / "ptx/base.cuh").is_file():
             return place
     raise FileNotFoundError(f"the CUDA sources of cuflash are in none of {', '.join(map(str, places))}; reinstall it")
-
-
-def cache_directory() -> Path:
-    """Directory of compiled kernels; it is created when the first kernel is stored.
-
-    `CUFLASH_CACHE_DIR` where that is set, else `$XDG_CACHE_HOME/cuflash`, else `~/.cache/cuflash`; on Windows
-    `%LOCALAPPDATA%\\cuflash`. Without a home directory it is one of this process alone, removed when the process ends.
-    """
-    chosen = os.environ.get("CUFLASH_CACHE_DIR")
-    if chosen:
-        return Path(chosen).expanduser().absolute()
-    base = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
-    if os.path.isabs(base):  # the XDG specification: a relative path is to be ignored
-        return Path(base, "cuflash")
-    try:
-        return Path.home() / ".cache" / "cuflash"
-    except RuntimeError:
-        return _private_directory()
-
-
-def cache_limit() -> int:
-    """Bytes that compiled kernels may take on disk: `CUFLASH_CACHE_BYTES` where that is set, else 1 GiB.
-
-    Where that is not a whole number, there is a RuntimeWarning, and it counts as not set.
-    """
-    chosen = os.environ.get("CUFLASH_CACHE_BYTES", "").strip()
-    if re.fullmatch(r"\d{1,30}", chosen, re.ASCII):
-        return int(chosen)
-    if chosen:
-        warnings.warn(
-            f"CUFLASH_CACHE_BYTES: got {chosen!r}, expected a number of bytes; {CACHE_BYTES} is taken instead",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return CACHE_BYTES
-
-
-@dataclass(frozen=True, kw_only=True)
-class CachedFile:
-    """A file of the cache: where it is, its size, and when it was used the last time, in seconds of its file system."""
-
-    path: Path
-    size_bytes: int
-    used: float
-
-
-def cached_files(directory: Path) -> list[CachedFile]:
-    """What compiled kernels a cache directory holds: two files each, and what killed processes left of others."""
-    found = []
-    with contextlib.suppress(OSError), os.scandir(directory) as entries:
-        for entry in entries:
-            if entry.name.endswith((".cubin", ".entry", ".tmp")):
-                with contextlib.suppress(OSError):  # another process may just have removed it
-                    status = entry.stat()
-                    found.append(CachedFile(path=Path(entry.path), size_bytes=status.st_size, used=status.st_mtime))
-    return found
-
-
-def trim_cache(directory: Path, limit: int, now: float) -> None:
-    """Remove the files that were not used for the longest time until the others take at most `limit` bytes.
-
-    What was used within an hour before `now` is kept. That is the time of a file that was just stored: the clock of the
-    file system may differ from that of this machine.
-    """
-    files = sorted(cached_files(directory), key=lambda file: file.used)
-    total = sum(file.size_bytes for file in files)
-    for file in files:
-        if total <= limit or file.used > now - KEPT_SECONDS:
-            break
-        with contextlib.suppress(OSError):
-            if file.path.stat().st_mtime == file.used:  # no lookup has found it meanwhile
-                file.path.unlink()
-                total -= file.size_bytes
-
-
-def clear_cache(directory: Path) -> list[CachedFile]:
-    """Remove all compiled kernels, those that were just used too; returns the files that were removed.
-
-    Processes that run keep the kernels that they have loaded.
-    """
-    removed = []
-    for file in cached_files(directory):
-        if file.path.suffix == ".tmp" and file.used > time.time() - KEPT_SECONDS:
-            continue  # another process is writing it
-        with contextlib.suppress(OSError):
-            file.path.unlink()
-            removed.append(file)
-    return removed
 
 
 def nvrtc_version() -> str:
@@ -391,11 +295,11 @@ class Compiler:
         """The kernel from the cache; None where it is missing or fails a check."""
         for place in self._places:
             try:
-                checksum, _, body = _used(place / f"{_key(request)}.entry").read_bytes().partition(b"\n")
+                checksum, _, body = marked_as_used(place / f"{_key(request)}.entry").read_bytes().partition(b"\n")
                 if checksum != _sha256(body).encode():
                     continue
                 entry = json.loads(body)
-                path = _used(place / entry["cubin"])
+                path = marked_as_used(place / entry["cubin"])
                 if _sha256(path.read_bytes()) != entry["cubin_sha256"]:
                     continue
             except OSError:
@@ -450,7 +354,7 @@ class Compiler:
     def _store_privately(
         self, request: Mapping[str, Any], cubin: bytes, resources: Resources, error: OSError
     ) -> CompiledKernel:
-        private = _private_directory()
+        private = private_directory()
         if private not in self._places:
             warnings.warn(
                 f"cuflash cannot store compiled kernels in {self._places[0]} ({error}); every process compiles them "
@@ -462,135 +366,12 @@ class Compiler:
         return self._store(request, cubin, resources)
 
 
-class Nvrtc:
-    """NVRTC through cuda.bindings. The library is loaded when it is needed first."""
-
-    @functools.cached_property
-    def _api(self) -> Any:
-        try:
-            api = importlib.import_module("cuda.bindings.nvrtc")
-        except ImportError as error:
-            raise NvrtcNotFoundError(
-                f"compiling a CUDA kernel needs cuda-bindings, which is missing here ({error}). Install it and NVRTC: "
-                f'pip install {BINDINGS} {NVRTC}   (the extra "cuflash[compile]"; to run kernels "cuflash[cuda13]", '
-                'or for a driver of CUDA 12 "cuflash[cuda12]")'
-            ) from error
-        try:
-            api.nvrtcVersion()  # the bindings look for the library at the first call, and raise RuntimeError
-        except RuntimeError as error:
-            raise NvrtcNotFoundError(
-                f"compiling a CUDA kernel needs the library NVRTC, which cuda-bindings does not find here ({error}). "
-                f'Install it: pip install {NVRTC}   (the extra "cuflash[compile]"; for CUDA 12 {NVRTC}-cu12)'
-            ) from error
-        return api
-
-    def _call(self, function: str, *arguments: Any) -> Any:
-        """One result of an NVRTC function that must not fail, or None where it has none."""
-        result, *values = getattr(self._api, function)(*arguments)
-        if result.value:
-            raise RuntimeError(f"{function} returned {result.name}")
-        return values[0] if values else None
-
-    @functools.cached_property
-    def _wheel_version(self) -> str | None:
-        """Version of the NVRTC wheel whose major version is that of cuda-bindings."""
-        versions: dict[str, str] = {}
-        for name in _installed_distributions():
-            found = re.fullmatch(r"(cuda_bindings|nvidia_cuda_nvrtc(?:_cu\d+)?)-(\d+)(\.[^-]*)\.dist-info", name)
-            if found:
-                key = "bindings" if found[1] == "cuda_bindings" else found[2]
-                versions.setdefault(key, found[2] if key == "bindings" else found[2] + found[3])
-        return versions.get(versions.get("bindings", ""))
-
-    def expected_version(self) -> str | None:
-        """The version of the wheel, from a directory's name.
-
-        Importing the bindings and loading the library (140 MB) costs a warm process 50 to 300 ms, more than all the
-        rest. This costs 1 ms, and cannot lead to a wrong kernel: what is stored under a version was compiled by it.
-        """
-        return self._wheel_version
-
-    def version(self) -> str:
-        """The version of the library that is loaded, which may not be the wheel's."""
-        result, major, minor = self._api.nvrtcVersion()
-        if result.value:
-            raise RuntimeError(f"nvrtcVersion returned {result.name}")
-        loaded = f"{major}.{minor}"
-        wheel = self._wheel_version
-        return wheel if wheel is not None and wheel.split(".")[:2] == loaded.split(".") else loaded
-
-    def arch_numbers(self) -> list[int]:
-        """80 for sm_80, and so on."""
-        return sorted(self._call("nvrtcGetSupportedArchs"))
-
-    def compile(
-        self, path: Path, program: bytes, headers: Mapping[str, bytes], arch: str, options: Sequence[str]
-    ) -> tuple[bytes | None, str]:
-        """The cubin (None after errors) and the log."""
-        known = self.arch_numbers()
-        number = int(re.sub(r"\D", "", arch))
-        if number not in known:
-            remedy = (
-                "an older NVRTC may" if number < known[0] else f"a newer one may: pip install -U {BINDINGS} {NVRTC}"
-            )
-            raise NotImplementedError(
-                f"arch: NVRTC {self.version()} does not compile for {arch}, only for "
-                f"{', '.join(f'sm_{number}' for number in known)}; {remedy}"
-            )
-        names = [name.encode() for name in headers]
-        handle = self._call("nvrtcCreateProgram", program, os.fsencode(path), len(names), list(headers.values()), names)
-        try:
-            (result,) = self._api.nvrtcCompileProgram(handle, len(options), [option.encode() for option in options])
-            log = self._output(handle, "ProgramLog").rstrip(b"\0 \n").decode(errors="replace")
-            if result.value == 0:
-                return self._output(handle, "CUBIN"), log
-            # Errors of ptxas count lines of the PTX, which nobody else sees.
-            ptx = self._output(handle, "PTX").decode(errors="replace").splitlines()
-            lines = dict.fromkeys(int(line) for line in re.findall(r"ptx input, line (\d+); error", log))
-            quoted = [f"PTX line {line}: {ptx[line - 1].strip()}" for line in lines if line <= len(ptx)]
-            return None, "\n".join([log or result.name, *quoted])
-        finally:
-            self._call("nvrtcDestroyProgram", handle)
-
-    def _output(self, handle: Any, what: str) -> bytes:
-        buffer = bytearray(self._call(f"nvrtcGet{what}Size", handle))
-        self._call(f"nvrtcGet{what}", handle, buffer)
-        return bytes(buffer)
-
-
 _nvrtc = Nvrtc()
 
 
 @functools.cache
 def _shared_compiler(kernel_dir: Path, cache_dir: Path) -> Compiler:
     return Compiler(kernel_dir, cache_dir, _nvrtc)
-
-
-@functools.cache
-def _private_directory() -> Path:
-    """A directory of this process alone, removed when it ends."""
-    import atexit
-    import shutil
-    import tempfile
-
-    directory = Path(tempfile.mkdtemp(prefix="cuflash-"))
-    owner = os.getpid()
-
-    def remove() -> None:
-        if os.getpid() == owner:  # a forked child must not take its parent's
-            shutil.rmtree(directory, ignore_errors=True)
-
-    atexit.register(remove)
-    return directory
-
-
-def _installed_distributions() -> Iterator[str]:
-    """Names of the directories that packages are imported from (importlib.metadata takes 20 ms to import)."""
-    for directory in sys.path:
-        try:
-            yield from os.listdir(directory or os.curdir)
-        except OSError:  # not a directory: the zip file of the standard library
-            continue
 
 
 def _define_options(defines: Mapping[str, str | int]) -> list[str]:
@@ -615,19 +396,3 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _used(path: Path) -> Path:
-    """The path of a file, marked as used now unless it was a few minutes ago."""
-    with contextlib.suppress(OSError):  # it is missing, which reading it will show, or others own it
-        if time.time() - path.stat().st_mtime > MARKED_SECONDS:
-            os.utime(path)
-    return path
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that any other process reads all of it or none."""
-    temporary = path.with_name(f".{os.urandom(8).hex()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

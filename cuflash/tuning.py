@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from cuflash.binding import Pass
-from cuflash.compiler import CompileError, cache_directory, compile_spec, kernels_fingerprint, write_atomically
+from cuflash.compiler import CompileError, compile_spec, kernels_fingerprint
+from cuflash.kernel_cache import cache_directory, write_atomically
 from cuflash.planning import DeviceSpec, LaunchPlan, choose_plan
 from cuflash.planning.sm80 import (
     BACKWARD_TILES,

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cuflash import compiler
-from cuflash.compiler import CompileError, Compiler, Nvrtc, compile_kernel, nvrtc_version, supported_archs
+from cuflash import compiler, kernel_cache
+from cuflash.compiler import CompileError, Compiler, compile_kernel, nvrtc_version, supported_archs
+from cuflash.nvrtc import Nvrtc
 
 SCALE = """\
 #include "factor.cuh"
@@ -274,4 +275,4 @@ def test_default_directories(monkeypatch, tmp_path):
     with pytest.raises(CompileError, match="no kernel 'anything'"):
         compile_kernel("ptx/base.cuh", "anything", {}, "sm_80")
     assert compiler.kernel_directory().name == "kernels"
-    assert compiler.cache_directory() == tmp_path / "cache"
+    assert kernel_cache.cache_directory() == tmp_path / "cache"

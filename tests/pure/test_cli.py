@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import FlashAttention, __main__, __version__, compiler, tuning
+from cuflash import FlashAttention, __main__, __version__, compiler, kernel_cache, tuning
 from cuflash.__main__ import main
 from cuflash.planning import DeviceSpec
 from cuflash.progress import Bar
@@ -139,8 +139,8 @@ def test_info(capsys):
     rows = dict(line.split(maxsplit=1) for line in output.splitlines())
     assert rows["numpy"] == np.__version__
     assert str(compiler.kernel_directory()) in rows["cuflash"]
-    assert str(compiler.cache_directory()) in rows["cache"]
-    assert rows["cache"].endswith(f" of at most {__main__.in_bytes(compiler.cache_limit())}")
+    assert str(kernel_cache.cache_directory()) in rows["cache"]
+    assert rows["cache"].endswith(f" of at most {__main__.in_bytes(kernel_cache.cache_limit())}")
 
 
 @pytest.mark.parametrize(

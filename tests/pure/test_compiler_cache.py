@@ -21,8 +21,9 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from cuflash import compiler
-from cuflash.compiler import CompileError, Compiler, Nvrtc, NvrtcNotFoundError, Resources
+from cuflash import compiler, kernel_cache, nvrtc
+from cuflash.compiler import CompileError, Compiler, Resources
+from cuflash.nvrtc import Nvrtc, NvrtcNotFoundError
 
 ROOT = Path(compiler.__file__).parents[1]
 FILES = {"a.cu": b'#include "b.cuh"\n', "b.cuh": b"#pragma once\n", "sub/c.cuh": b""}
@@ -362,10 +363,10 @@ def test_what_was_used_within_the_hour_stays(monkeypatch, kernel_dir, filled):
 
 def test_what_a_lookup_found_while_files_were_listed_stays(monkeypatch, filled):
     """Between the listing and the removal of a file a process may choose it."""
-    listed = compiler.cached_files(filled.cache)
+    listed = kernel_cache.cached_files(filled.cache)
     age(filled.kernels[7], 0)
-    monkeypatch.setattr(compiler, "cached_files", lambda directory: listed)
-    compiler.trim_cache(filled.cache, 0, time.time())
+    monkeypatch.setattr(kernel_cache, "cached_files", lambda directory: listed)
+    kernel_cache.trim_cache(filled.cache, 0, time.time())
     assert left(filled) == [7]
 
 
@@ -381,7 +382,7 @@ def test_temporary_files_of_killed_processes_go_and_other_files_stay(monkeypatch
     store(kernel_dir, filled.cache, 0)
     assert not temporary.exists()
     assert fresh.exists(), "another process is writing it"
-    compiler.clear_cache(filled.cache)
+    kernel_cache.clear_cache(filled.cache)
     assert fresh.exists()
     assert all(path.exists() for path in kept)
 
@@ -407,20 +408,20 @@ def test_a_cache_of_others_is_read(kernel_dir, filled):
 
 def test_trimming_is_never_an_error(monkeypatch, tmp_path, filled):
     """Not where the directory is gone, nor where files are not to be removed, nor where they are gone already."""
-    compiler.trim_cache(tmp_path / "absent", 0, time.time())
-    listed = compiler.cached_files(filled.cache)
-    assert compiler.clear_cache(filled.cache) == listed
-    monkeypatch.setattr(compiler, "cached_files", lambda directory: listed)
-    compiler.trim_cache(filled.cache, 0, time.time())
-    assert compiler.clear_cache(filled.cache) == []
+    kernel_cache.trim_cache(tmp_path / "absent", 0, time.time())
+    listed = kernel_cache.cached_files(filled.cache)
+    assert kernel_cache.clear_cache(filled.cache) == listed
+    monkeypatch.setattr(kernel_cache, "cached_files", lambda directory: listed)
+    kernel_cache.trim_cache(filled.cache, 0, time.time())
+    assert kernel_cache.clear_cache(filled.cache) == []
 
 
 @pytest.mark.parametrize(("text", "limit"), [("", 2**30), (" 1000 ", 1000), ("0", 0), (str(2**70), 2**70)])
 def test_the_limit_is_that_of_the_environment(monkeypatch, text, limit):
     monkeypatch.setenv("CUFLASH_CACHE_BYTES", text)
-    assert compiler.cache_limit() == limit
+    assert kernel_cache.cache_limit() == limit
     monkeypatch.delenv("CUFLASH_CACHE_BYTES")
-    assert compiler.cache_limit() == 2**30
+    assert kernel_cache.cache_limit() == 2**30
 
 
 @pytest.mark.parametrize("text", ["1 GiB", "-1", "1e9", "٣"])
@@ -433,7 +434,7 @@ def test_a_limit_that_is_none_is_a_warning(monkeypatch, kernel_dir, tmp_path, te
 def fetch_and_load_forever(kernel_dir, cache_dir, stop_after_s, calls):
     """A process that chooses one kernel after the other from a cache that has room for few, and loads each."""
     os.environ["CUFLASH_CACHE_BYTES"] = "50000"
-    compiler.KEPT_SECONDS, compiler.MARKED_SECONDS = 0.7, 0.1
+    kernel_cache.KEPT_SECONDS, kernel_cache.MARKED_SECONDS = 0.7, 0.1
     stop = time.monotonic() + stop_after_s
     toolchain, rng = CountingToolchain(cubin_bytes=3_200), random.Random(os.getpid())
     while time.monotonic() < stop:
@@ -476,7 +477,7 @@ def test_a_cache_that_cannot_be_written_warns_once_and_works(kernel_dir, tmp_pat
 
 
 def test_a_private_directory_ends_with_its_process():
-    program = "from cuflash import compiler; path = compiler._private_directory(); assert path.is_dir(); print(path)"
+    program = "from cuflash.kernel_cache import private_directory as made; assert made().is_dir(); print(made())"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not Path(done.stdout.strip()).exists()
 
@@ -486,16 +487,16 @@ def test_cache_directory(monkeypatch, tmp_path):
     for variable in ("CUFLASH_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert compiler.cache_directory() == tmp_path / ".cache" / "cuflash"
+    assert kernel_cache.cache_directory() == tmp_path / ".cache" / "cuflash"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert compiler.cache_directory() == tmp_path / ".cache" / "cuflash"
+    assert kernel_cache.cache_directory() == tmp_path / ".cache" / "cuflash"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert compiler.cache_directory() == tmp_path / "xdg" / "cuflash"
+    assert kernel_cache.cache_directory() == tmp_path / "xdg" / "cuflash"
     monkeypatch.setenv("CUFLASH_CACHE_DIR", "~/mine")
-    assert compiler.cache_directory() == tmp_path / "mine"
+    assert kernel_cache.cache_directory() == tmp_path / "mine"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUFLASH_CACHE_DIR", "here")
-    assert compiler.cache_directory() == tmp_path / "here"
+    assert kernel_cache.cache_directory() == tmp_path / "here"
 
 
 def test_tests_leave_the_cache_of_the_user_alone(tmp_path):
@@ -506,8 +507,8 @@ def test_tests_leave_the_cache_of_the_user_alone(tmp_path):
     program = (
         "import sys, pytest\n"
         "code = pytest.main(['-q', '-p', 'no:cacheprovider', 'tests/pure/test_cli.py::test_plan_of_one_pass'])\n"
-        "from cuflash import compiler\n"
-        "print(compiler.cache_directory(), len(compiler.cached_files(compiler.cache_directory())))\n"
+        "from cuflash import kernel_cache\n"
+        "print(kernel_cache.cache_directory(), len(kernel_cache.cached_files(kernel_cache.cache_directory())))\n"
         "sys.exit(code)"
     )
     command = [sys.executable, "-c", program]
@@ -526,7 +527,7 @@ def test_cache_directory_without_a_home(monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", no_home)
-    assert compiler.cache_directory().is_dir()
+    assert kernel_cache.cache_directory().is_dir()
 
 
 @pytest.mark.parametrize(
@@ -538,7 +539,7 @@ def test_kernel_directory(tmp_path, place, is_found):
     """A stranger's package named kernels beside an installed cuflash is not taken for ours."""
     package = tmp_path / "site" / "cuflash"
     sources = Path(compiler.__file__).parent
-    modules = ("binding.py", "compiler.py", "problem.py", "tensor_map.py")
+    modules = [path.name for path in sources.glob("*.py")]
     write_files(package, {name: (sources / name).read_bytes() for name in modules})
     shutil.copytree(sources / "planning", package / "planning")
     write_files(package, {"__init__.py": b""})
@@ -680,8 +681,8 @@ def test_the_extra_of_the_message_is_what_the_message_installs():
     metadata = (ROOT / "pyproject.toml").read_text()
     (extra,) = re.findall(r"^compile = \[(.*)\]$", metadata, re.MULTILINE)
     assert [re.match(r'"([\w-]+)', package).group(1) for package in extra.split(", ")] == [
-        compiler.BINDINGS,
-        compiler.NVRTC,
+        nvrtc.BINDINGS,
+        nvrtc.NVRTC,
     ]
 
 

@@ -30,7 +30,7 @@ LONGEST = 600  # lines of a kernel file
 ORDER = [
     "values", "operands", "options", "terms", "problem", "block_masks", "dropout", "reference",
     "cpu.exponentials", "cpu.jobs", "cpu.stacks", "cpu.packed", "cpu.tiles", "cpu.core", "cpu",
-    "interop", "merging", "tensor_map", "binding",
+    "interop", "merging", "tensor_map", "binding", "kernel_cache", "nvrtc",
     "planning.device", "planning.tiles", "planning.launch_plan", "planning.draft", "planning.families",
     "planning.sm80", "planning.sm90", "planning.sm90.tiles", "planning.sm90.bf16_split", "planning.sm90.forward",
     "planning.sm90.decode", "planning.sm90.backward", "planning.scores", "planning.forward", "planning.backward",
@@ -52,6 +52,8 @@ ALWAYS = {
     "binding": {"numpy"},
     "planning": set(),
     "params": {"numpy"},
+    "kernel_cache": set(),
+    "nvrtc": set(),
     "compiler": set(),
     "tuning": set(),
     "launch": {"cupy"},
@@ -78,7 +80,7 @@ WHEN_NEEDED = {
     "problem": {"numpy", "typing_extensions"},  # for a type checker
     "flash_attention": {"typing_extensions"},
     "tensor_map": {"cuda"},
-    "compiler": {"cuda", "cupy", "cupy_backends"},
+    "nvrtc": {"cuda", "cupy", "cupy_backends"},
     "stopwatch": {"ml_dtypes"},
     "__main__": {"cupy", "cuda", "hypothesis"},
 }

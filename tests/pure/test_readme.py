@@ -11,7 +11,7 @@ import pytest
 import cuflash
 from bench.__main__ import parser as bench_parser
 from cuflash.__main__ import COMMANDS, make_parser
-from cuflash.compiler import CACHE_BYTES
+from cuflash.kernel_cache import CACHE_BYTES
 from cuflash.terms import GRADIENTS
 from cuflash.testing import numpy_dtype
 
