@@ -9,8 +9,10 @@
 from cuflash import block_masks
 from cuflash.cpu import cpu_threads
 from cuflash.dropout import dropout_mask
-from cuflash.flash_attention import FlashAttention, ForwardResult, Gradients, attention
+from cuflash.flash_attention import FlashAttention
+from cuflash.functional import attention
 from cuflash.merging import MergeGradients, MergeResult, merge, merge_backward
+from cuflash.results import ForwardResult, Gradients
 
 __version__ = "0.1.0"
 

@@ -22,6 +22,7 @@ from cuflash.values import value_error
 
 Pass = Literal["forward", "backward"]
 
+PASSES: tuple[Pass, ...] = ("forward", "backward")
 INPUTS = ("q", "k", "v")
 # Arrays over head dimensions that a pass reads, and that it writes.
 _READ: dict[Pass, tuple[str, ...]] = {"forward": INPUTS, "backward": (*INPUTS, "out", "dout")}

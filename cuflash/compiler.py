@@ -394,5 +394,3 @@ def _key(request: Mapping[str, Any]) -> str:
 
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-

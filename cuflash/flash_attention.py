@@ -1,99 +1,41 @@
-"""The public interface: `attention` for the one-liner, `FlashAttention` for forward, backward, plan and compile.
+"""The public interface: `FlashAttention` for forward, backward, plan, compile and tune.
 
 The short story of a call:
 
 1. Whose arrays are these? (`interop`) NumPy and CuPy arrays are taken as they are, others are viewed through DLPack.
 2. What is to be computed? (`problem`) Shapes, dtypes and options are checked against each other, once.
-3. Computation follows the data. NumPy arrays: the tiled algorithm on the CPU (`cpu`). CuPy arrays: a plan is chosen
-   (`planning`), its kernel compiled or found in the cache (`compiler`) and started on CuPy's current stream (`launch`),
-   without a synchronisation. All that is remembered per problem, so a repeated call costs little more than a launch.
+3. Computation follows the data. NumPy arrays (`host`): the tiled algorithm on the CPU (`cpu`). CuPy arrays (`launch`):
+   a plan is chosen (`planning`), its kernels compiled or found in the cache (`compiler`) and started on CuPy's current
+   stream, without a synchronisation. All that is remembered per problem: a repeated call costs little more than a
+   launch.
 4. The results are arrays of the library that the arguments came from.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import namedtuple
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, overload
 
-from cuflash import cpu, interop, progress
-from cuflash.binding import INPUTS, Binding, Pass, bind, of_pass
-from cuflash.cpu.packed import check_starts
-from cuflash.options import Options, check_random
-from cuflash.problem import Problem, check_pages
-from cuflash.terms import DEFAULT_NEED, GRADIENTS, OF_OPTIONS, PassArrays, Terms, checked
-from cuflash.values import type_error, typed, value_error
+from cuflash import host, interop, progress
+from cuflash.binding import INPUTS, PASSES
+from cuflash.options import Options
+from cuflash.results import Array, ForwardResult, Gradients, NamedGradients, checked_passes, named_tuple_of, needed
+from cuflash.terms import DEFAULT_NEED, GRADIENTS, PassArrays, Terms, checked
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from cuflash.host import CpuPlan
     from cuflash.launch import Plans
+    from cuflash.terms import OfGradients, OfThreeGradients
     from cuflash.tuning import Tuning
 
-Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one kind per call
-ArrayT = TypeVar("ArrayT")
 Causal = bool | Literal["top_left"]
 Window = tuple[int | None, int | None]
 
-PASSES = ("forward", "backward")
 _BACKWARD_INPUTS = (*INPUTS, "dout", "out", "lse")
-
-
-# ---- What is returned ------------------------------------------------------------------------------------------------
-
-
-class ForwardResult(NamedTuple):
-    """What `FlashAttention.forward` returns."""
-
-    out: Array
-    lse: Array
-
-
-class Gradients(NamedTuple):
-    """What `FlashAttention.backward` returns, unless it is asked for other gradients: then a tuple with their names."""
-
-    dq: Array
-    dk: Array
-    dv: Array
-
-
-@functools.cache
-def _gradients_named(names: tuple[str, ...]) -> Callable[..., Any]:
-    """The named tuple of some gradients."""
-    return Gradients if names == Gradients._fields else namedtuple("Gradients", names)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CpuPlan:
-    """What `FlashAttention.plan` says of NumPy arrays."""
-
-    problem: Problem
-
-    def describe(self) -> str:
-        """The plan in words, several lines."""
-        p = self.problem
-        heads = f"{p.num_heads} heads" + (f" over {p.num_heads_kv} key/value heads" if p.group_size > 1 else "")
-        sizes = f"seqlen {p.seqlen_q} x {p.seqlen_k}, head_dim {p.head_dim}, head_dim_v {p.head_dim_v}"
-        sizes += " (packed: seqlen of all, work as of equal lengths)" if p.is_packed else ""
-        backward = "no backward pass with a block_table"
-        if p.block_table is None:
-            backward = f"{p.backward_flops / 1e9:.3g} GFLOP backward"
-        return "\n".join(
-            (
-                "CPU path: tiled online softmax on NumPy arrays, because the arguments are in host memory",
-                f"  computed  by {cpu.describe(p)}",
-                f"  problem   batch {p.batch}, {heads}, {sizes}, layout {p.layout}",
-                f"  precision {p.dtype} in and out, {p.softmax_dtype} inside",
-                f"  work      {p.forward_flops / 1e9:.3g} GFLOP forward, {backward}",
-                f"  memory    linear in seqlen; the plain formula's scores would take {p.naive_bytes / 2**20:.4g} MiB",
-            )
-        )
-
-
-# ---- The interface ---------------------------------------------------------------------------------------------------
 
 
 class FlashAttention:
@@ -362,16 +304,25 @@ class FlashAttention:
             "sinks": sinks, "block_mask": block_mask, "block_table": block_table, "cu_seqlens_q": cu_seqlens_q,
             "cu_seqlens_k": cu_seqlens_k, "out": out, "lse": lse,
         }  # fmt: skip
-        random = self._random(seed, offset)
+        random = self.options.random(seed, offset)
         if interop.are_cupy(arrays, INPUTS):
-            return ForwardResult(*_gpu().forward(self.options, arrays, random))
+            return ForwardResult(*_backend("cupy").forward(self.options, arrays, random))
         borrowed = interop.borrow(arrays, required=INPUTS, written=("out", "lse"))
-        if borrowed.kind == "cupy":
-            computed = _gpu().forward(self.options, borrowed.arrays, random)
-        else:
-            problem = self._bound("forward", borrowed.arrays).problem
-            computed = cpu.forward(problem, **borrowed.arrays, seed=random[0], offset=random[1])
+        computed = _backend(borrowed.kind).forward(self.options, borrowed.arrays, random)
         return ForwardResult(*map(borrowed.give_back, computed, (out, lse)))
+
+    # fmt: off
+    @overload
+    def backward(
+        self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *,
+        seed: int | None = None, offset: int | None = None, **arrays: Unpack[OfThreeGradients],
+    ) -> Gradients: ...
+    @overload
+    def backward(
+        self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *, need: Collection[str] = ...,
+        seed: int | None = None, offset: int | None = None, **arrays: Unpack[OfGradients],
+    ) -> NamedGradients: ...
+    # fmt: on
 
     def backward(
         self,
@@ -403,7 +354,7 @@ class FlashAttention:
         dscale: Array | None = None,
         dsoftcap: Array | None = None,
         dsinks: Array | None = None,
-    ) -> Any:
+    ) -> Gradients | NamedGradients:
         """Gradients of ``sum(dout * out) + sum(dlse * lse)`` with respect to q, k, v, and what else is asked for.
 
         Scores S are computed again from q and k, tile by tile (algorithm 4 of the first paper): ``P = exp(S - lse)``,
@@ -468,23 +419,21 @@ class FlashAttention:
             "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "dlse": dlse,
         }  # fmt: skip
         results: dict[str, Array | None] = {"dq": dq, "dk": dk, "dv": dv}
-        kind: Callable[..., Any] = Gradients
+        kind: Callable[..., Gradients | NamedGradients] = Gradients
         if need is not DEFAULT_NEED or not (dbias is dalibi_slopes is dscale is dsoftcap is dsinks is None):
-            results |= {"dbias": dbias, "dalibi_slopes": dalibi_slopes, "dscale": dscale}
-            results |= {"dsoftcap": dsoftcap, "dsinks": dsinks}
-            names = _needed(need, arrays | {"softcap": self.options.softcap}, results)
-            results, kind = {name: results[name] for name in names}, _gradients_named(names)
+            results |= {
+                "dbias": dbias, "dalibi_slopes": dalibi_slopes, "dscale": dscale, "dsoftcap": dsoftcap,
+                "dsinks": dsinks,
+            }  # fmt: skip
+            names = needed(need, arrays | {"softcap": self.options.softcap}, results)
+            results, kind = {name: results[name] for name in names}, named_tuple_of(names)
         arrays |= results
         need = tuple(results)
-        random = self._random(seed, offset)
+        random = self.options.random(seed, offset)
         if interop.are_cupy(arrays, _BACKWARD_INPUTS):
-            return kind(*_gpu().backward(self.options, arrays, need, random))
+            return kind(*_backend("cupy").backward(self.options, arrays, need, random))
         borrowed = interop.borrow(arrays, required=_BACKWARD_INPUTS, written=results)
-        if borrowed.kind == "cupy":
-            computed = _gpu().backward(self.options, borrowed.arrays, need, random)
-        else:
-            problem = self._bound("backward", borrowed.arrays, need).problem
-            computed = cpu.backward(problem, need=need, **borrowed.arrays, seed=random[0], offset=random[1])
+        computed = _backend(borrowed.kind).backward(self.options, borrowed.arrays, need, random)
         return kind(*map(borrowed.give_back, computed, results.values()))
 
     def plan(
@@ -519,11 +468,10 @@ class FlashAttention:
             As `forward` does.
         """
         given = {"q": q, "k": k, "v": v} | checked("plan", PassArrays, arrays)
-        need = _needed(need, given | {"softcap": self.options.softcap}, {name: given.get(name) for name in GRADIENTS})
+        need = needed(need, given | {"softcap": self.options.softcap}, {name: given.get(name) for name in GRADIENTS})
         borrowed = interop.borrow(given, required=INPUTS)
-        if borrowed.kind == "cupy":
-            return cast("Plans", _gpu().plan(self.options, borrowed.arrays, need))
-        return CpuPlan(problem=self._bound("forward", of_pass("forward", borrowed.arrays)).problem)
+        plans: CpuPlan | Plans = _backend(borrowed.kind).plan(self.options, borrowed.arrays, need)
+        return plans
 
     def compile(
         self,
@@ -555,12 +503,9 @@ class FlashAttention:
             As `forward` does.
         """
         arrays = {"q": q, "k": k, "v": v} | checked("compile", Terms, terms)
-        need = _needed(need, arrays | {"softcap": self.options.softcap}, dict.fromkeys(GRADIENTS))
+        need = needed(need, arrays | {"softcap": self.options.softcap}, dict.fromkeys(GRADIENTS))
         borrowed = interop.borrow(arrays, required=INPUTS)
-        if borrowed.kind == "cupy":
-            _gpu().compile(self.options, borrowed.arrays, need)
-        else:
-            self._bound("forward", borrowed.arrays)
+        _backend(borrowed.kind).compile(self.options, borrowed.arrays, need)
 
     def tune(
         self,
@@ -618,14 +563,14 @@ class FlashAttention:
         TypeError, ValueError, ImportError
             As `forward` does.
         """
-        wanted = _checked_passes(passes)
+        wanted = checked_passes(passes)
         arrays = {"q": q, "k": k, "v": v} | checked("tune", Terms, terms) | {"dout": dout}
         if arrays.get("block_table") is not None and "forward" in wanted:
             wanted = ("forward",)
-        random = self._random(*((0 if x is None else x) for x in (seed, offset)))
+        random = self.options.random(*((0 if x is None else x) for x in (seed, offset)))
         borrowed = interop.borrow(arrays, required=INPUTS)
         if borrowed.kind != "cupy":
-            self._bound("forward", {name: x for name, x in borrowed.arrays.items() if name != "dout"})
+            host.compile(self.options, {name: x for name, x in borrowed.arrays.items() if name != "dout"})
             raise NotImplementedError(
                 "q: got an array in host memory, expected one on a GPU: the CPU path has no tiles to tune"
             )
@@ -638,175 +583,12 @@ class FlashAttention:
             self.options, borrowed.arrays, random=random, passes=wanted, remember=remember, bar=progress.bar
         )
 
-    def _random(self, seed: int | None, offset: int | None) -> tuple[int, int]:
-        """Seed and offset of a call, checked; zeros where nothing is random and the caller gives none."""
-        if not self.options.dropout:
-            if seed is None and offset is None:
-                return 0, 0
-            seed, offset = (0 if x is None else x for x in (seed, offset))
-        return check_random(seed, offset)
-
-    def _bound(self, pass_: Pass, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> Binding:
-        """The binding of a call on NumPy arrays; what only arrays in host memory can tell is checked too."""
-        given = {name: x for name, x in arrays.items() if x is not None}
-        for name, x in given.items():
-            if not x.dtype.isnative:
-                raise type_error(name, f"dtype {x.dtype.str}", f"native byte order: {name}.astype({x.dtype.name!r})")
-        shapes = tuple((name, x.shape, x.strides, x.dtype) for name, x in given.items())
-        binding = _bind_arrays_like(pass_, self.options, shapes, need)
-        problem = binding.problem
-        if problem.is_packed:
-            check_starts(problem, given["cu_seqlens_q"], given["cu_seqlens_k"])
-        if problem.kv_lengths is not None:
-            lengths = given["kv_lengths"]
-            outside = lengths[(lengths < 0) | (lengths > problem.seqlen_k)]
-            if outside.size:
-                raise value_error("kv_lengths", f"an entry {outside[0]}", f"0 to seqlen_k = {problem.seqlen_k}")
-        if problem.block_table is not None:
-            check_pages(problem, given["block_table"], given["kv_lengths"])
-        others = {name: x for name, x in given.items() if name not in binding.results}
-        for result in (name for name in binding.results if name in given):
-            for name, x in others.items():
-                if interop.overlap(given[result], x):
-                    raise value_error(result, f"memory shared with {name}", "memory of its own")
-            others[result] = given[result]
-        return binding
-
-
-def attention(
-    q: ArrayT,
-    k: ArrayT,
-    v: ArrayT,
-    *,
-    causal: Causal = False,
-    scale: float | None = None,
-    window: Window | None = None,
-    softcap: float | None = None,
-    layout: Literal["bhsd", "bshd"] = "bhsd",
-    precision: Literal["highest", "tf32"] = "highest",
-    block_size: int | tuple[int, int] = (128, 128),
-    bias: ArrayT | None = None,
-    mask: ArrayT | None = None,
-    kv_lengths: ArrayT | None = None,
-    alibi_slopes: ArrayT | None = None,
-    sinks: ArrayT | None = None,
-    block_mask: ArrayT | None = None,
-    block_table: ArrayT | None = None,
-    cu_seqlens_q: ArrayT | None = None,
-    cu_seqlens_k: ArrayT | None = None,
-    out: ArrayT | None = None,
-) -> ArrayT:
-    """Exact attention, ``softmax(scale * q @ k.T) @ v`` of every head, in memory linear in the sequence length.
-
-    Parameters
-    ----------
-    q : array
-        (..., num_heads, seqlen_q, head_dim), 2-D to 4-D; float16, bfloat16, float32 or float64.
-    k : array
-        (..., num_heads_kv, seqlen_k, head_dim), dtype of q; num_heads_kv divides num_heads.
-    v : array
-        (..., num_heads_kv, seqlen_k, head_dim_v), dtype of q.
-    causal, scale, window, softcap, layout, precision, block_size :
-        Options, as `FlashAttention` takes them.
-    bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k, out :
-        Arrays, optional, as `FlashAttention.forward` takes them.
-
-    Returns
-    -------
-    array
-        Shape of q with head_dim_v as last axis, dtype and kind of q: NumPy, CuPy, or of the library that q comes from.
-
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError, ImportError
-        As `FlashAttention` and `FlashAttention.forward` do.
-
-    Examples
-    --------
-    On plain matrices it is the formula:
-
-    >>> import numpy as np, cuflash
-    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 5, 4))
-    >>> weights = np.exp(q @ k.T / 2)
-    >>> np.allclose(cuflash.attention(q, k, v), weights / weights.sum(axis=1, keepdims=True) @ v)
-    True
-    """
-    attn = FlashAttention(
-        causal=causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        layout=layout,
-        precision=precision,
-        block_size=block_size,
-    )
-    result = attn.forward(
-        q,
-        k,
-        v,
-        bias=bias,
-        mask=mask,
-        kv_lengths=kv_lengths,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        block_mask=block_mask,
-        block_table=block_table,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        out=out,
-    )
-    return cast(ArrayT, result.out)
-
-
-# ---- What its methods share ------------------------------------------------------------------------------------------
-
 
 @functools.cache
-def _gpu() -> ModuleType:
-    """The module that launches kernels; importing it imports CuPy."""
+def _backend(kind: interop.Kind) -> ModuleType:
+    """The module that computes with arrays of one kind; importing that of CuPy's imports CuPy."""
+    if kind == "numpy":
+        return host
     from cuflash import launch
 
     return launch
-
-
-def _checked_passes(passes: Collection[str]) -> Any:
-    """The passes that are wanted, in order."""
-    if isinstance(passes, str) or not isinstance(passes, Collection):
-        raise type_error("passes", typed(passes), "a collection of 'forward' and 'backward'")
-    for name in passes:
-        if name not in PASSES:
-            raise value_error("passes", repr(name), "'forward' or 'backward'")
-    if not passes:
-        raise value_error("passes", repr(passes), "'forward', 'backward' or both")
-    return tuple(name for name in PASSES if name in passes)
-
-
-def _needed(need: Collection[str], given: dict[str, Any], results: dict[str, Array | None]) -> tuple[str, ...]:
-    """The gradients that are wanted, in their order: those that are needed, or have an array to be written to."""
-    if isinstance(need, str) or not isinstance(need, Collection):
-        raise type_error("need", typed(need), "a collection of names of gradients")
-    for name in need:
-        if name not in GRADIENTS:
-            listed = ", ".join(map(repr, GRADIENTS[:-1])) + f" or {GRADIENTS[-1]!r}"
-            raise value_error("need", repr(name), listed)
-    wanted = tuple(name for name in GRADIENTS if name in need or results.get(name) is not None)
-    for gradient, name in OF_OPTIONS.items():
-        if gradient in wanted and given.get(name) is None:
-            argument = "need" if results[gradient] is None else gradient
-            expected = "FlashAttention(softcap=...)" if name == "softcap" else f"the {name} that forward took"
-            raise value_error(argument, f"{gradient} without {name}", expected)
-    return wanted
-
-
-class _Like(NamedTuple):
-    """As much of a NumPy array as a binding is made of."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: Any
-
-
-@functools.lru_cache(maxsize=256)
-def _bind_arrays_like(pass_: Pass, options: Options, arrays: tuple[Any, ...], need: tuple[str, ...]) -> Binding:
-    """The binding of NumPy arrays by (name, shape, strides, dtype): to find it takes a tenth of making it."""
-    return bind(pass_, options, {name: _Like(*like) for name, *like in arrays}, need=need)

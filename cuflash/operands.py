@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cuflash.values import type_error, value_error
 
+if TYPE_CHECKING:
+    import numpy as np
+
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """NumPy dtype of a dtype name of cuflash, bfloat16 included."""
+    import ml_dtypes
+    import numpy as np
+
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
 class Shaped(Protocol):

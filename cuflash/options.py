@@ -54,6 +54,14 @@ class Options:
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_hash", hash(tuple(getattr(self, field.name) for field in fields(self))))
 
+    def random(self, seed: object, offset: object) -> tuple[int, int]:
+        """Seed and offset of a call, checked; zeros where nothing is random and the caller gives none."""
+        if not self.dropout:
+            if seed is None and offset is None:
+                return 0, 0
+            seed, offset = (0 if x is None else x for x in (seed, offset))
+        return check_random(seed, offset)
+
     def __hash__(self) -> int:
         """Made once: every call looks its launch up by it."""
         return self._hash  # type: ignore[attr-defined, no-any-return]

@@ -450,5 +450,3 @@ def _number_of_sequences(ndim: int, cu_seqlens_q: Shaped | None, cu_seqlens_k: S
 def gradient_operand(term: Term, problem: Problem, array: Shaped) -> Operand:
     """The gradient of a term as kernels see it: stride 0 on the axes that it is summed over."""
     return broadcast_operand(term.gradient, array, tuple(getattr(problem, axis) for axis in term.shapes[-1]))
-
-

@@ -147,21 +147,31 @@ class Terms(TypedDict, total=False):
     cu_seqlens_k: Any
 
 
-class PassArrays(Terms, total=False):
-    """All arrays of both passes beside q, k and v, as keyword arguments."""
+class OfThreeGradients(Terms, total=False):
+    """The arrays of a backward pass that gives `DEFAULT_NEED`, as keyword arguments."""
 
-    dout: Any
-    out: Any
-    lse: Any
     dlse: Any
     dq: Any
     dk: Any
     dv: Any
+
+
+class OfGradients(OfThreeGradients, total=False):
+    """The arrays of any backward pass, as keyword arguments."""
+
     dbias: Any
     dalibi_slopes: Any
     dscale: Any
     dsoftcap: Any
     dsinks: Any
+
+
+class PassArrays(OfGradients, total=False):
+    """All arrays of both passes beside q, k and v, as keyword arguments."""
+
+    dout: Any
+    out: Any
+    lse: Any
 
 
 def checked(method: str, kind: type, given: Mapping[str, Any]) -> dict[str, Any]:

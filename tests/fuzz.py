@@ -27,6 +27,7 @@ import numpy as np
 
 import cuflash
 import cuflash.testing as ct
+from cuflash.options import LAYOUTS
 from cuflash.terms import GRADIENTS
 from tests.pairs import judge
 
@@ -165,7 +166,7 @@ def _case(rng: random.Random, fixed: dict[str, Any]) -> ct.Case:
         num_heads=num_heads,
         num_heads_kv=num_heads_kv,
         ndim=ndim,
-        layout=rng.choice(ct.LAYOUTS),
+        layout=rng.choice(LAYOUTS),
         causal=causal,
         window=(left, right) if (left, right) != (None, None) else None,
         softcap=rng.choice((0.5, 5.0, 50.0)) if fixed["softcap"] else None,

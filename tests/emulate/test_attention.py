@@ -10,17 +10,17 @@ import random
 import subprocess
 import sys
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import attention
-import emulator
 import numpy as np
 import pytest
-from emulator import HERE, SCHEDULES, find_compiler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash import reference
+from cuflash import emulator, reference
+from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning import DeviceSpec
 from cuflash.planning.sm80 import BACKWARD_TILES, DQ_TILES, FORWARD_TILES, BackwardTile, DqTile, ForwardTile
 from cuflash.planning.sm90.tiles import (
@@ -32,6 +32,8 @@ from cuflash.planning.sm90.tiles import (
 )
 from cuflash.planning.tiles import Tile, round_up
 from cuflash.problem import make_problem
+
+HERE = Path(__file__).resolve().parent
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 

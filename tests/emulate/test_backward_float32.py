@@ -7,12 +7,12 @@ import attention
 import numpy as np
 import pytest
 import test_attention as ta
-from emulator import SCHEDULES, find_compiler
 from hypothesis import given
 from hypothesis import strategies as st
 from test_attention import EDGES, FEW, Specialisation, forward_by_oracle, problem_of
 
 import cuflash.testing as ct
+from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning import DeviceSpec
 from cuflash.planning.sm90.tiles import BACKWARD_FLOAT32_SM90_TILES, FORWARD_FLOAT32_SM90_TILES
 

@@ -1,14 +1,18 @@
 """Wide fragments are read without bank conflicts. The emulator counts those of ldmatrix; here are those of pairs."""
 
-import emulator
+from pathlib import Path
+
 import numpy as np
 import pytest
-from emulator import HERE, find_compiler
 
+from cuflash import emulator
+from cuflash.emulator import find_compiler
 from cuflash.options import Options
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.tiles import round_up
 from cuflash.problem import make_problem
+
+HERE = Path(__file__).resolve().parent
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 

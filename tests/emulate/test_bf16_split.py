@@ -1,13 +1,13 @@
 """float32 arrays split into bfloat16 parts, as the kernels that multiply them find them."""
 
 import attention
-import emulator
 import ml_dtypes
 import numpy as np
 import pytest
-from emulator import SCHEDULES, find_compiler
 
 import cuflash.testing as ct
+from cuflash import emulator
+from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.operands import layout_of, view_4d
 from cuflash.params import POINTER_WORD, parameters
 from cuflash.planning.sm90.bf16_split import SPLIT_ROWS, SPLIT_WARPS

@@ -5,14 +5,15 @@ from dataclasses import replace
 import attention
 import numpy as np
 import pytest
-from emulator import SCHEDULES, find_compiler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash import reference
+from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning import DeviceSpec
 from cuflash.problem import make_problem
+from cuflash.testing.judging import yardsticks_of
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -91,12 +92,12 @@ def test_hidden_tiles_are_neither_loaded_nor_computed(kernel, monkeypatch):
         return arrays
 
     monkeypatch.setattr(ct.Case, "_values", without_the_second)
-    ct._yardsticks_of.cache_clear()
+    yardsticks_of.cache_clear()
     arrays = case.arrays()
     for name in ("q", "k", "v", "dout"):
         arrays[name][:, :, 128:256] = np.nan
     check(case, kernel, arch, options, SCHEDULES[0], arrays)
-    ct._yardsticks_of.cache_clear()
+    yardsticks_of.cache_clear()
 
 
 @pytest.mark.parametrize("kept", [0.5, 0.02])

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import attention
 import pytest
-from emulator import find_compiler
 from test_attention import forward_by_oracle, problem_of
 
 import cuflash.testing as ct
+from cuflash.emulator import find_compiler
 from cuflash.planning import DeviceSpec
 from cuflash.planning.sm80 import BACKWARD_TILES, DQ_TILES, FORWARD_TILES
 from cuflash.planning.sm90.tiles import FORWARD_SM90_TILES

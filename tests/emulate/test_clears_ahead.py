@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import attention
 import pytest
-from emulator import SCHEDULES, find_compiler
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
+from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning import backward, choose, sm90
 from cuflash.planning.sm90.tiles import BACKWARD_SM90_TILES
 from cuflash.planning.tiles import Tile

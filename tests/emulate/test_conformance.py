@@ -1,10 +1,15 @@
 """The emulated functions of ``kernels/ptx/base.cuh`` compute what the checks say, under every schedule."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from attention import guarded
 from conformance import CHECKS, PARAMS
-from emulator import HERE, SCHEDULES, build, find_compiler
+
+from cuflash.emulator import SCHEDULES, build, find_compiler
+
+HERE = Path(__file__).resolve().parent
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 

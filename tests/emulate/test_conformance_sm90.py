@@ -1,12 +1,16 @@
 """The emulated functions of ``ptx/tma.cuh`` and ``ptx/wgmma.cuh`` compute what the checks say, in every schedule."""
 
 import contextlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 from attention import guarded
 from conformance_sm90 import CHECKS, PARAMS, Tensor
-from emulator import HERE, SCHEDULES, EmulationError, build, find_compiler, tensor_map
+
+from cuflash.emulator import SCHEDULES, EmulationError, build, find_compiler, tensor_map
+
+HERE = Path(__file__).resolve().parent
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 

@@ -3,14 +3,14 @@
 from dataclasses import replace
 
 import attention
-import emulator
 import numpy as np
 import pytest
-from emulator import SCHEDULES, find_compiler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
+from cuflash import emulator
+from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.sm90.tiles import DECODE_ROWS, DECODE_SM90_TILES
 from cuflash.problem import make_problem

@@ -6,13 +6,13 @@ from dataclasses import replace
 import attention
 import numpy as np
 import pytest
-from emulator import SCHEDULES, find_compiler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_attention import CASE, all_results, assert_results, bits, forward_by_oracle, name_of, problem_of
 
 import cuflash
 import cuflash.testing as ct
+from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning import DeviceSpec
 from cuflash.planning.sm80 import BACKWARD_TILES, DQ_TILES, FORWARD_TILES
 from cuflash.planning.sm90.tiles import (

@@ -7,15 +7,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-import emulator
 import ml_dtypes
 import numpy as np
 import pytest
-from emulator import HERE, SCHEDULES, EmulationError, Schedule, Scratch, build, find_compiler, guarded_array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cuflash import emulator
+from cuflash.compiler import kernel_directory
+from cuflash.emulator import SCHEDULES, EmulationError, Schedule, Scratch, build, find_compiler, guarded_array
+from cuflash.emulator.building import HERE as EMULATOR
 from cuflash.planning import ScratchLayout
+
+HERE = Path(__file__).resolve().parent
+KERNELS = kernel_directory()
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -156,7 +161,7 @@ def test_address_sanitizer_reports_registers_past_their_end():
     result = subprocess.run(
         [sys.executable, "-c", code],
         cwd=HERE,
-        env=emulator.sanitizer_environment(),
+        env={**emulator.sanitizer_environment(), "PYTHONPATH": str(HERE.parents[1])},
         capture_output=True,
         text=True,
         timeout=120,
@@ -288,8 +293,8 @@ def functions_of(text):
 
 
 def test_every_function_is_emulated_and_checked():
-    functions = functions_of((emulator.KERNELS / "ptx/base.cuh").read_text())
-    assert functions == functions_of((HERE / "ptx_emulated.h").read_text())
+    functions = functions_of((KERNELS / "ptx/base.cuh").read_text())
+    assert functions == functions_of((EMULATOR / "ptx_emulated.h").read_text())
     used = set(re.findall(r"ptx::(\w+)", (HERE / "conformance.cu").read_text()))
     assert functions == used
 
@@ -310,7 +315,7 @@ def test_build_is_cached_by_content(tmp_path):
 
 
 def test_build_without_a_compiler_says_so(monkeypatch):
-    monkeypatch.setattr(emulator, "find_compiler", lambda: None)
+    monkeypatch.setattr("cuflash.emulator.building.find_compiler", lambda: None)
     with pytest.raises(EmulationError, match="no C\\+\\+ compiler"):
         build(SOURCE)
 

@@ -4,12 +4,17 @@ import functools
 import re
 from pathlib import Path
 
-import emulator
 import numpy as np
 import pytest
-from emulator import HERE, SCHEDULES, EmulationError, build, find_compiler, guarded_array, tensor_map
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from cuflash.compiler import kernel_directory
+from cuflash.emulator import SCHEDULES, EmulationError, build, find_compiler, guarded_array, tensor_map
+from cuflash.emulator.building import HERE as EMULATOR
+
+HERE = Path(__file__).resolve().parent
+KERNELS = kernel_directory()
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -295,7 +300,7 @@ def functions_of(*paths):
 
 
 def test_every_function_is_emulated_and_checked():
-    functions = functions_of(*(emulator.KERNELS / "ptx" / f"{part}.cuh" for part in ("tma", "wgmma")))
-    assert functions - {"descriptor"} == functions_of(HERE / "ptx_sm90_emulated.h")
+    functions = functions_of(*(KERNELS / "ptx" / f"{part}.cuh" for part in ("tma", "wgmma")))
+    assert functions - {"descriptor"} == functions_of(EMULATOR / "ptx_sm90_emulated.h")
     used = set(re.findall(r"ptx::(\w+)", (HERE / "conformance_sm90.cu").read_text()))
     assert functions <= used

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import attention
 import pytest
-from emulator import find_compiler
 
 import cuflash.testing as ct
+from cuflash.emulator import find_compiler
 from cuflash.problem import make_problem
 from tests import fuzz
 from tests.pairs import judge

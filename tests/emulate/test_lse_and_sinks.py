@@ -5,13 +5,13 @@ from dataclasses import replace
 import attention
 import numpy as np
 import pytest
-from emulator import SCHEDULES, find_compiler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
 from cuflash import reference
+from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning import DeviceSpec
 from cuflash.problem import make_problem
 

@@ -2,8 +2,12 @@
 
 import mutants
 import pytest
-from emulator import KERNELS, find_compiler
 from mutants import MUTANTS, SHARE_TO_CATCH, TRIALS
+
+from cuflash.compiler import kernel_directory
+from cuflash.emulator import find_compiler
+
+KERNELS = kernel_directory()
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import attention
 import numpy as np
 import pytest
-from emulator import SCHEDULES, find_compiler
 
 import cuflash.testing as ct
+from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.options import Options
 from cuflash.problem import make_problem
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 import attention
 import numpy as np
 import pytest
-from emulator import SCHEDULES, find_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
+from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning import DeviceSpec
 from cuflash.problem import make_problem
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import attention
 import numpy as np
 import pytest
-from emulator import SCHEDULES, find_compiler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
+from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning import DeviceSpec
 from cuflash.planning.sm80 import FORWARD_TILES
 from cuflash.planning.sm90.tiles import DECODE_SM90_TILES, FORWARD_SM90_TILES

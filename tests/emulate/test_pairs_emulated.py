@@ -1,8 +1,8 @@
 """Every pair of options by the real kernels: those for all devices, and those of compute capability 9.0."""
 
 import pytest
-from emulator import find_compiler
 
+from cuflash.emulator import find_compiler
 from tests import pairs
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")

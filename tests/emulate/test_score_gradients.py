@@ -5,13 +5,13 @@ from dataclasses import replace
 import attention
 import numpy as np
 import pytest
-from emulator import SCHEDULES, EmulationError, find_compiler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_lse_and_sinks import forward_by_oracle, inputs_of
 
 import cuflash.testing as ct
 from cuflash import reference
+from cuflash.emulator import SCHEDULES, EmulationError, find_compiler
 from cuflash.planning import DeviceSpec
 from cuflash.terms import GRADIENTS
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import attention
 import numpy as np
 import pytest
-from emulator import SCHEDULES, find_compiler
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
+from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning import backward
 from cuflash.planning.sm90.tiles import BACKWARD_FLOAT32_SM90_TILES, BACKWARD_SM90_TILES
 from cuflash.planning.tiles import Tile

@@ -6,12 +6,12 @@ import attention
 import numpy as np
 import pytest
 import test_attention as ta
-from emulator import SCHEDULES, find_compiler
 from hypothesis import given
 from hypothesis import strategies as st
 from test_attention import FEW, Specialisation, forward_by_oracle, problem_of
 
 import cuflash.testing as ct
+from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning.sm90.tiles import BACKWARD_TF32_SM90_TILES, FORWARD_TF32_SM90_TILES
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")

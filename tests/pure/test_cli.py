@@ -15,18 +15,21 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import FlashAttention, __main__, __version__, compiler, kernel_cache, tuning
-from cuflash.__main__ import main
+from cuflash import FlashAttention, __version__, compiler, kernel_cache, testing, tuning
+from cuflash.cli import demo, here, info
+from cuflash.cli.main import COMMANDS, main
+from cuflash.cli.numbers import in_bytes, in_flops, in_seconds
+from cuflash.emulator import EmulationError, building, passes
 from cuflash.planning import DeviceSpec
 from cuflash.progress import Bar
 
-NO_GPU = __main__.find_gpu()[0] is None
-ROOT = Path(__main__.__file__).parents[1]
+NO_GPU = here.find_gpu()[0] is None
+ROOT = Path(cuflash.__file__).parents[1]
 
 
 @pytest.fixture
 def without_gpu(monkeypatch):
-    monkeypatch.setattr(__main__, "find_gpu", lambda: (None, "none in this test"))
+    monkeypatch.setattr(here, "find_gpu", lambda: (None, "none in this test"))
 
 
 def run(capsys, command):
@@ -41,15 +44,15 @@ def run(capsys, command):
 def test_as_a_module():
     done = subprocess.run([sys.executable, "-m", "cuflash", "--help"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
-    for name in __main__.COMMANDS:
+    for name in COMMANDS:
         assert re.search(rf"^ +{name} ", done.stdout, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", __main__.COMMANDS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_every_command(capsys, name):
     code, output, _ = run(capsys, f"{name} --help")
     assert code == 0
-    assert __main__.COMMANDS[name][2][1:] in " ".join(output.split())
+    assert COMMANDS[name][2][1:] in " ".join(output.split())
 
 
 def test_version(capsys):
@@ -128,7 +131,7 @@ def test_demo_notices_wrong_results(capsys, monkeypatch, name):
 def test_demo_measures_the_extra_memory():
     arrays = []
     bar = Bar(total=2)
-    cost = __main__.measure_on_cpu(lambda part: arrays.append(np.empty(10**6)), [slice(0, 1), slice(1, 2)], bar)
+    cost = demo.measure_on_cpu(lambda part: arrays.append(np.empty(10**6)), [slice(0, 1), slice(1, 2)], bar)
     assert cost.extra_bytes == pytest.approx(16e6, rel=0.01)
     assert bar.done == 2
 
@@ -140,7 +143,7 @@ def test_info(capsys):
     assert rows["numpy"] == np.__version__
     assert str(compiler.kernel_directory()) in rows["cuflash"]
     assert str(kernel_cache.cache_directory()) in rows["cache"]
-    assert rows["cache"].endswith(f" of at most {__main__.in_bytes(kernel_cache.cache_limit())}")
+    assert rows["cache"].endswith(f" of at most {in_bytes(kernel_cache.cache_limit())}")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +157,7 @@ def test_info(capsys):
 )
 def test_kernels_that_serve_a_device(arch, text):
     device = DeviceSpec.for_arch("8.6" if arch == "7.5" else arch)
-    assert __main__.served(replace(device, arch=int(arch.replace(".", "")))).startswith(text)
+    assert info.served(replace(device, arch=int(arch.replace(".", "")))).startswith(text)
 
 
 def test_info_of_a_device(capsys, monkeypatch):
@@ -176,7 +179,7 @@ def test_info_of_a_device(capsys, monkeypatch):
         getDeviceProperties=lambda index: properties,
     )
     launch = SimpleNamespace(device_spec=lambda index: DeviceSpec.for_arch("9.0"))
-    monkeypatch.setattr(__main__, "find_gpu", lambda: (SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)), ""))
+    monkeypatch.setattr(here, "find_gpu", lambda: (SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)), ""))
     monkeypatch.setattr(cuflash, "launch", launch, raising=False)
     code, output, _ = run(capsys, "info")
     assert code == 0
@@ -266,7 +269,7 @@ def test_plan_without_a_gpu_is_that_of_the_cpu(capsys, without_gpu):
     code, output, _ = run(capsys, "plan --dtype float64 --seqlen 100 --seqlen-k 300 --num-heads 6 --num-heads-kv 2")
     assert code == 0
     assert "CPU" in output and "100 x 300" in output
-    last = f"there is no GPU here: none in this test; {__main__.NAME_ONE}"
+    last = f"there is no GPU here: none in this test; {here.NAME_ONE}"
     assert output.splitlines()[-1] == last
 
 
@@ -282,22 +285,21 @@ def test_compile_fills_the_cache_and_reports(capsys, monkeypatch, tmp_path):
 
 
 def test_check(capsys, monkeypatch):
-    cases = __main__.self_test_cases
-    monkeypatch.setattr(__main__, "self_test_cases", lambda *args: list(cases(*args))[:9])
+    cases = testing.self_test_cases
+    monkeypatch.setattr(testing, "self_test_cases", lambda seed, **how: list(cases(seed, **how))[:9])
     code, output, error = run(capsys, "check --backend cpu")
     assert (code, error) == (0, "")
     assert output.endswith("\n9 passed\n")
 
 
 def test_columns_of_check_do_not_run_together(capsys, monkeypatch):
-    long_name, cases = "a name that is longer than any other one is now", __main__.self_test_cases
+    long_name, cases = "a name that is longer than any other one is now", testing.self_test_cases
 
-    def renamed(make_case, seed, names):
-        return [
-            (name if n else long_name, case) for n, (name, case) in enumerate(cases(make_case, seed, ["one query"]))
-        ]
+    def renamed(seed, quick):
+        found = ((name, case) for name, case in cases(seed) if name == "one query")
+        return [(name if n else long_name, case) for n, (name, case) in enumerate(found)]
 
-    monkeypatch.setattr(__main__, "self_test_cases", renamed)
+    monkeypatch.setattr(testing, "self_test_cases", renamed)
     _, output, _ = run(capsys, "check --backend cpu")
     details = [re.search(r"\w+ closest to its bound", line).start() for line in output.splitlines()[1:5]]
     assert len(set(details)) == 1
@@ -310,9 +312,7 @@ def test_a_quick_check_has_a_few_cases_in_every_dtype(capsys):
     rows = [line.split() for line in output.splitlines() if line.startswith("passed")]
     assert output.endswith(f"\n{len(rows)} passed\n")
     assert {row[1] for row in rows} == {"float16", "bfloat16", "float32", "float64"}
-    every = list(__main__.self_test_cases(dict, 0))
-    assert set(__main__.QUICK) <= {name for name, _ in every}
-    assert len(rows) <= len(every) / 4
+    assert len(rows) <= len(list(testing.self_test_cases())) / 4
 
 
 def test_check_without_hypothesis_names_the_extra(capsys, monkeypatch):
@@ -326,8 +326,8 @@ def test_check_without_hypothesis_names_the_extra(capsys, monkeypatch):
 
 
 def test_check_notices_wrong_results(capsys, monkeypatch):
-    cases = __main__.self_test_cases
-    monkeypatch.setattr(__main__, "self_test_cases", lambda *args: list(cases(*args))[:3])
+    cases = testing.self_test_cases
+    monkeypatch.setattr(testing, "self_test_cases", lambda seed, **how: list(cases(seed, **how))[:3])
     wrong = FlashAttention(scale=0.5).forward
     monkeypatch.setattr(FlashAttention, "forward", lambda self, *args, **keywords: wrong(*args, **keywords))
     code, output, _ = run(capsys, "check --backend cpu")
@@ -337,9 +337,8 @@ def test_check_notices_wrong_results(capsys, monkeypatch):
 
 def test_the_self_test_has_every_option_and_dtype():
     from cuflash.terms import NAMES
-    from cuflash.testing import Case
 
-    cases = [case for _, case in __main__.self_test_cases(Case, 0)]
+    cases = [case for _, case in testing.self_test_cases()]
     assert {case.dtype for case in cases} == {"float16", "bfloat16", "float32", "float64"}
     used = {name for case in cases for name in case.keywords} | {name for case in cases for name in case.arrays()}
     assert used >= {"causal", "scale", "window", "softcap", "layout", "dropout", "dlse", *NAMES}
@@ -383,15 +382,15 @@ def test_errors(capsys, without_gpu, command, code, words):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (__main__.in_bytes(0), "0 B"),
-        (__main__.in_bytes(999), "999 B"),
-        (__main__.in_bytes(1000), "1 kB"),
-        (__main__.in_bytes(2.749e11), "275 GB"),
-        (__main__.in_flops(5.5e11), "550 GFLOP/s"),
-        (__main__.in_flops(6.21e14), "621 TFLOP/s"),
-        (__main__.in_flops(2e7), "0.02 GFLOP/s"),
-        (__main__.in_seconds(0.00123), "1.23 ms"),
-        (__main__.in_seconds(12.34), "12.3 s"),
+        (in_bytes(0), "0 B"),
+        (in_bytes(999), "999 B"),
+        (in_bytes(1000), "1 kB"),
+        (in_bytes(2.749e11), "275 GB"),
+        (in_flops(5.5e11), "550 GFLOP/s"),
+        (in_flops(6.21e14), "621 TFLOP/s"),
+        (in_flops(2e7), "0.02 GFLOP/s"),
+        (in_seconds(0.00123), "1.23 ms"),
+        (in_seconds(12.34), "12.3 s"),
     ],
 )
 def test_numbers(text, expected):
@@ -435,38 +434,29 @@ def test_check_emulated_takes_one_pass_and_one_order(capsys):
 
 @needs_compiler
 def test_check_emulated_notices_wrong_results_and_broken_kernels(capsys, monkeypatch):
-    attention, emulator = __main__.import_emulator()
-    right = attention.forward
+    right = passes.forward
 
     def wrong(problem, arrays, **options):
         out, lse = right(problem, arrays, **options)
         return out, lse + 1
 
-    monkeypatch.setattr(attention, "forward", wrong)
+    monkeypatch.setattr(passes, "forward", wrong)
     code, output, _ = run(capsys, f"{EMULATE} --pass forward --schedule lifo")
     assert code == 1
     assert re.search(r"^FAILED +lifo, late (.|\n)*lse", output, re.MULTILINE)
 
     def broken(problem, arrays, **options):
-        raise emulator.EmulationError("forward_kernel", "data race", "forward.cu", 7, 0, 1)
+        raise EmulationError("forward_kernel", "data race", "forward.cu", 7, 0, 1)
 
-    monkeypatch.setattr(attention, "forward", broken)
+    monkeypatch.setattr(passes, "forward", broken)
     code, output, _ = run(capsys, f"{EMULATE} --pass forward --schedule lifo")
     assert code == 1
     assert "FAILED      lifo, late          forward.cu:7: kernel forward_kernel, block 0, thread 1: data race" in output
 
 
-def test_check_emulated_outside_of_a_checkout(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(compiler, "kernel_directory", lambda: tmp_path / "kernels")
-    code, _, error = run(capsys, EMULATE)
-    assert code == 1
-    assert "the emulator belongs to a checkout" in error
-    assert len(error.splitlines()) == 1
-
-
 @needs_compiler
 def test_check_emulated_without_a_compiler(capsys, monkeypatch):
-    monkeypatch.setattr(__main__.import_emulator()[1], "find_compiler", lambda: None)
+    monkeypatch.setattr(building, "find_compiler", lambda: None)
     code, _, error = run(capsys, EMULATE)
     assert code == 1
     assert "g++" in error

@@ -10,7 +10,7 @@ import pytest
 
 import cuflash
 from bench.__main__ import parser as bench_parser
-from cuflash.__main__ import COMMANDS, make_parser
+from cuflash.cli.main import COMMANDS, make_parser
 from cuflash.kernel_cache import CACHE_BYTES
 from cuflash.terms import GRADIENTS
 from cuflash.testing import numpy_dtype

@@ -13,7 +13,7 @@ import pytest
 
 import cuflash
 from cuflash import progress, tuning
-from cuflash.__main__ import main
+from cuflash.cli.main import main
 from cuflash.compiler import CompileError
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.device import SHARED_BYTES_RESERVED
@@ -405,7 +405,7 @@ def test_the_plan_of_the_command_line_is_the_tuned_one(capsys):
     ],
 )
 def test_errors_of_the_command_line(capsys, monkeypatch, command, words):
-    monkeypatch.setattr("cuflash.__main__.find_gpu", lambda: (None, "none in this test"))
+    monkeypatch.setattr("cuflash.cli.here.find_gpu", lambda: (None, "none in this test"))
     assert main(command.split()) == 1
     assert words in capsys.readouterr().err
 

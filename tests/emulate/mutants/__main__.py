@@ -5,7 +5,9 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+FOLDER = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(FOLDER)]
+os.environ.setdefault("CUFLASH_CACHE_DIR", str(FOLDER.parent / ".cache"))
 
 from mutants import MUTANTS, SHARE_TO_CATCH, Mutant  # noqa: E402
 

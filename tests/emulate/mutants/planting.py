@@ -4,11 +4,13 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import emulator
-
+from cuflash import emulator
+from cuflash.compiler import kernel_directory
 from mutants.trials import TRIALS
 
-COPIES = emulator.CACHE / "mutants"
+KERNELS = kernel_directory()
+
+COPIES = Path(__file__).resolve().parents[1] / ".cache" / "mutants"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,7 @@ class Mutant:
     @property
     def text(self) -> str:
         """The file with the mistake."""
-        before = (emulator.KERNELS / self.file).read_text()
+        before = (KERNELS / self.file).read_text()
         if before.count(self.old) != 1:
             raise ValueError(f"{self.what}: {self.file} has the text {before.count(self.old)} times: {self.old!r}")
         return before.replace(self.old, self.new)
@@ -36,9 +38,9 @@ class Mutant:
         folder = COPIES / "".join(c if c.isalnum() else "_" for c in f"{self.file} {self.what}")
         folder.mkdir(parents=True, exist_ok=True)
         for path in [path for path in folder.rglob("*") if path.is_file()]:
-            if not (emulator.KERNELS / path.relative_to(folder)).exists():
+            if not (KERNELS / path.relative_to(folder)).exists():
                 path.unlink()
-        shutil.copytree(emulator.KERNELS, folder, dirs_exist_ok=True)
+        shutil.copytree(KERNELS, folder, dirs_exist_ok=True)
         (folder / self.file).write_text(text)
         return folder
 

@@ -6,11 +6,10 @@ from typing import Any
 from unittest import mock
 
 import attention
-import emulator
 import numpy as np
 
 import cuflash.testing as ct
-from cuflash import reference
+from cuflash import emulator, reference
 from cuflash.planning import DeviceSpec
 from cuflash.planning.sm80 import BackwardTile, DqTile, ForwardTile, ScoresTile
 from cuflash.planning.sm90.tiles import (
@@ -41,7 +40,7 @@ class Trial:
     cu_seqlens: tuple[int, ...] | None = None  # of queries and keys: nothing is expected of results
     shares: bool = False  # queries of tiles, however few, and not heads of a group
 
-    def run(self, kernels: Path = emulator.KERNELS) -> None:
+    def run(self, kernels: Path | None = None) -> None:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
         if self.shares:
             names = ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_OF_PART", "WAVES", "CAUSAL_WAVES")

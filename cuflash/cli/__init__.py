@@ -1,0 +1,1 @@
+"""``python -m cuflash``: a module for each command."""

@@ -1,0 +1,137 @@
+"""Arguments that several commands have, and the problems that they name."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterator
+
+from cuflash.binding import PASSES, Contiguous, Pass
+from cuflash.flash_attention import Causal
+from cuflash.operands import DTYPES, numpy_dtype, user_shape
+from cuflash.options import LAYOUTS, PRECISIONS, Options
+from cuflash.problem import Problem, make_problem
+from cuflash.terms import TERMS
+
+CAUSAL: dict[str, Causal] = {"no": False, "yes": True, "top_left": "top_left"}
+
+
+# Terms that are named alone: their shapes follow from the sizes, or from them and the block size.
+NAMED = tuple(term for term in TERMS if term.shapes or term.has_keys)
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
+    return int(text)
+
+
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not a number") from None
+
+
+def capability(text: str) -> str:
+    """A compute capability; a major version alone is that with the minor version 0."""
+    return f"{text}.0" if text.isdecimal() and int(text) < 80 else text
+
+
+def window(text: str) -> tuple[int | None, int | None]:
+    try:
+        left, right = (None if side.strip() == "none" else int(side) for side in text.split(","))
+    except ValueError:
+        form = "LEFT,RIGHT with an integer or none on each side, such as 1023,0 or 1023,none"
+        raise argparse.ArgumentTypeError(f"{text} is not of the form {form}") from None
+    return left, right
+
+
+def add_backend_argument(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--backend", choices=("gpu", "cpu"), help="default: gpu where there is one, else cpu")
+
+
+def add_problem_arguments(
+    command: argparse.ArgumentParser, head_dim: int = 128, seqlen: int = 4096, num_heads: int = 16
+) -> None:
+    command.add_argument(
+        "--arch",
+        nargs="+",
+        type=capability,
+        metavar="X.Y",
+        help="compute capabilities, e.g. 8.0 8.6 9.0 12.0 (default: what is here); 9 is 9.0",
+    )
+    command.add_argument("--pass", dest="passes", choices=("forward", "backward"), help="default: both passes")
+    group = command.add_argument_group(
+        "problems", "All combinations of the values given to --dtype, --head-dim and --causal."
+    )
+    group.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16"], help="default: bfloat16")
+    group.add_argument(
+        "--head-dim", nargs="+", type=positive, default=[head_dim], metavar="D", help=f"default: {head_dim}"
+    )
+    group.add_argument(
+        "--causal",
+        nargs="*",
+        choices=CAUSAL,
+        default=["no"],
+        help="alone it means yes; default: no",
+    )
+    group.add_argument("--batch", type=positive, default=1, help="default: 1")
+    group.add_argument("--seqlen", type=positive, default=seqlen, help=f"queries, and keys (default: {seqlen})")
+    group.add_argument("--seqlen-k", type=positive, help="keys, if they are more or fewer")
+    group.add_argument("--num-heads", type=positive, default=num_heads, help=f"default: {num_heads}")
+    group.add_argument("--num-heads-kv", type=positive, help="heads of k and v, if they are fewer")
+    group.add_argument("--head-dim-v", type=positive, help="head dimension of v, if it differs")
+    group.add_argument("--window", type=window, metavar="LEFT,RIGHT", help="e.g. 1023,0; no bound is none: 1023,none")
+    group.add_argument("--softcap", type=number, metavar="C", help="scores are capped at C (default: they are not)")
+    group.add_argument("--layout", choices=LAYOUTS, default="bhsd", help="default: bhsd")
+    group.add_argument("--dropout", type=number, default=0.0, metavar="RATE", help="default: 0")
+    group.add_argument("--block-size", type=positive, default=128, help="of a block mask (default: 128)")
+    group.add_argument("--deterministic", action="store_true", help="gradients bitwise equal run after run")
+    group.add_argument("--precision", choices=PRECISIONS, default="highest", help="of float32 (default: highest)")
+    for term in NAMED:
+        group.add_argument(f"--{term.name.replace('_', '-')}", action="store_true", help=f"{term.name} is given")
+
+
+def problems(args: argparse.Namespace) -> Iterator[Problem]:
+    """The problems that the arguments of `add_problem_arguments` name."""
+    for options, shapes in calls(args):
+        yield make_problem(options, **shapes)
+
+
+def calls(args: argparse.Namespace) -> Iterator[tuple[Options, dict[str, Contiguous]]]:
+    """The options of these problems, and the shapes of the arrays by name."""
+    seqlen_k, num_heads_kv = args.seqlen_k or args.seqlen, args.num_heads_kv or args.num_heads
+    for dtype_name, head_dim, causal in itertools.product(args.dtype, args.head_dim, args.causal or ["yes"]):
+        options = Options(
+            causal=CAUSAL[causal],
+            window=args.window,
+            softcap=args.softcap,
+            layout=args.layout,
+            deterministic=args.deterministic,
+            precision=args.precision,
+            dropout=args.dropout,
+            block_size=args.block_size,
+        )
+        q, k, v = (
+            Contiguous(user_shape(args.batch, heads, seqlen, dim, 4, args.layout), numpy_dtype(dtype_name))
+            for heads, seqlen, dim in (
+                (args.num_heads, args.seqlen, head_dim),
+                (num_heads_kv, seqlen_k, head_dim),
+                (num_heads_kv, seqlen_k, args.head_dim_v or head_dim),
+            )
+        )
+        sizes = {"batch": args.batch, "num_heads": args.num_heads, "seqlen_q": args.seqlen, "seqlen_k": seqlen_k}
+        spelled = {"softmax": "float64" if dtype_name == "float64" else "float32"}
+        shapes = {"q": q, "k": k, "v": v}
+        for term in NAMED:
+            if getattr(args, term.name):
+                blocks = tuple(-(-sizes[axis] // args.block_size) for axis in ("seqlen_q", "seqlen_k"))
+                shape = tuple(sizes[axis] for axis in term.shapes[0]) if term.shapes else blocks
+                dtype = "softmax" if "softmax" in term.dtypes else term.dtypes[0]
+                shapes[term.name] = Contiguous(shape, numpy_dtype(spelled.get(dtype, dtype)))
+        yield options, shapes
+
+
+def passes(args: argparse.Namespace) -> tuple[Pass, ...]:
+    return (args.passes,) if args.passes else PASSES

@@ -1,0 +1,143 @@
+"""``check``: kinds of problem on this device, or by the kernels in the emulator, against the oracle."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from cuflash import FlashAttention, reference
+from cuflash.cli import here
+from cuflash.cli.arguments import add_backend_argument, add_problem_arguments, passes, problems
+from cuflash.cli.here import Failure
+from cuflash.cli.numbers import in_seconds
+from cuflash.cli.plans import compiled
+from cuflash.emulator import SCHEDULES, EmulationError, building
+from cuflash.emulator import passes as emulated
+from cuflash.emulator.launching import ORDERS
+from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.terms import DEFAULT_NEED, OF_SOFTMAX
+
+if TYPE_CHECKING:
+    from cuflash.testing import Case
+
+
+def add_check_arguments(command: argparse.ArgumentParser) -> None:
+    add_backend_argument(command)
+    command.add_argument("--seed", type=int, default=0, help="of the random inputs (default: 0)")
+    command.add_argument("--quick", action="store_true", help="a few kinds of problem only: seconds, not minutes")
+    command.add_argument(
+        "--emulate",
+        action="store_true",
+        help="run the CUDA kernels on the CPU, with every access and barrier checked; what is below goes with it",
+    )
+    command.add_argument(
+        "--schedule",
+        nargs="+",
+        choices=ORDERS,
+        default=ORDERS,
+        help=f"who runs next where a GPU leaves it open (default: {' '.join(ORDERS)})",
+    )
+    add_problem_arguments(command, head_dim=64, seqlen=200, num_heads=2)
+
+
+def check(args: argparse.Namespace) -> int:
+    refuse_stray_arguments(args)
+    if args.emulate:
+        return check_emulated(args)
+    xp = here.array_module(args.backend)
+    testing = import_testing()
+    print(f"on {here.describe_here(xp)}", flush=True)
+    counts = {"passed": 0, "FAILED": 0, "not served": 0}
+    cases = list(testing.self_test_cases(args.seed, quick=args.quick))
+    width = max(len(name) for name, _ in cases) + 2
+    for name, case in cases:
+        try:
+            forward, gradients = calls_of(testing, case)
+            report = testing.check(forward, case, gradients=gradients, convert=xp.asarray)
+        except AssertionError as error:
+            verdict, detail = "FAILED", str(error)
+        except NotImplementedError as error:
+            verdict, detail = "not served", str(error)
+        else:
+            worst = max(report, key=lambda m: m.error / m.tolerance if m.tolerance else 0)
+            verdict, detail = "passed", f"{worst.name} closest to its bound: {worst.error:.1e} of {worst.tolerance:.1e}"
+        counts[verdict] += 1
+        print(f"{verdict:<12}{case.dtype:<10}{name:<{width}}{detail}", flush=True)
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count))
+    return 1 if counts["FAILED"] or not counts["passed"] else 0
+
+
+def calls_of(testing: ModuleType, case: Case) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What `testing.check` calls for the results, and for the gradients, of a case."""
+    attn, random = FlashAttention(**case.keywords), case.random
+
+    def forward(q: Any, k: Any, v: Any, **keywords: Any) -> tuple[Any, ...]:
+        return tuple(attn.forward(q, k, v, **testing.optional(keywords), **random))
+
+    def gradients(dout: Any, q: Any, k: Any, v: Any, **keywords: Any) -> tuple[Any, ...]:
+        out, lse = attn.forward(q, k, v, **testing.optional(keywords), **random)
+        need = (*DEFAULT_NEED, *(name for name in OF_SOFTMAX if name[1:] in keywords))
+        return attn.backward(dout, q, k, v, out, lse, **testing.optional_backward(keywords), **random, need=need)
+
+    return forward, gradients
+
+
+def refuse_stray_arguments(args: argparse.Namespace) -> None:
+    """Arguments that the kind of check does not look at are mistakes."""
+    parser = argparse.ArgumentParser()
+    add_check_arguments(parser)
+    defaults = vars(parser.parse_args([]))
+    stray = {"backend", "quick"} if args.emulate else defaults.keys() - {"backend", "quick", "seed", "emulate"}
+    for name in sorted(name for name in stray if getattr(args, name) != defaults[name]):
+        option = "--" + {"passes": "pass"}.get(name, name.replace("_", "-"))
+        raise Failure(f"{option} goes {'without' if args.emulate else 'with'} --emulate")
+
+
+def import_testing() -> ModuleType:
+    try:
+        from cuflash import testing
+    except ImportError as error:
+        raise Failure(
+            f'the self-test needs what the tests need, which is missing here ({error}): pip install "cuflash[test]"'
+        ) from error
+    return testing
+
+
+def check_emulated(args: argparse.Namespace) -> int:
+    testing = import_testing()
+    if building.find_compiler() is None:
+        raise Failure("the emulator compiles the kernels with g++, which is not on the path")
+    schedules = [replace(s, seed=s.seed + args.seed) for s in SCHEDULES if s.order in args.schedule]
+    failed = 0
+    for problem, arch, pass_ in itertools.product(problems(args), args.arch or ["9.0"], passes(args)):
+        device = DeviceSpec.for_arch(arch)
+        print(compiled(choose_plan(problem, device, pass_)).describe(), flush=True)
+        case = testing.Case.from_problem(problem, seed=args.seed)
+        arrays = case.arrays()
+        given = [arrays[name] for name in ("q", "k", "v")]
+        terms = {**testing.optional(arrays), **case.random}
+        exact = reference.forward(problem, *given, **terms)
+        out, lse = (x.astype(dtype) for x, dtype in zip(exact, (given[0].dtype, problem.softmax_dtype), strict=True))
+        for schedule in schedules:
+            options = {"arch": device, "schedule": schedule, **case.random}
+            start = time.perf_counter()
+            try:
+                if pass_ == "forward":
+                    results = emulated.forward(problem, arrays, **options)
+                    testing.assert_forward(case, *results)
+                else:
+                    results = emulated.backward(problem, arrays, out, lse, **options)
+                    testing.assert_backward(case, *results)
+            except (AssertionError, EmulationError) as error:
+                verdict, detail = "FAILED", str(error)
+            else:
+                verdict, detail = "passed", in_seconds(time.perf_counter() - start)
+            failed += verdict == "FAILED"
+            print(f"{verdict:<12}{schedule.order + ', ' + schedule.asynchrony:<20}{detail}", flush=True)
+        print()
+    return 1 if failed else 0

@@ -1,0 +1,74 @@
+"""What there is here: devices, and what they are called."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from types import ModuleType
+
+import numpy as np
+
+from cuflash.planning import DeviceSpec
+
+NO_GPU = "there is no GPU here"
+NAME_ONE = "for one that is elsewhere give its compute capability, such as --arch 9.0"
+
+
+class Failure(Exception):
+    """Why a command cannot do what it was asked to, in one line."""
+
+
+def find_gpu() -> tuple[ModuleType | None, str]:
+    """CuPy, if it is here and sees a device, and else why not."""
+    try:
+        import cupy
+    except ImportError as error:
+        return None, f"CuPy is not importable ({error})"
+    try:
+        cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return None, f"CuPy sees no device ({error})"
+    return cupy, ""
+
+
+def array_module(backend: str | None) -> ModuleType:
+    """CuPy or NumPy, as `--backend` says; without it CuPy where there is a device."""
+    if backend == "cpu":
+        return np
+    cupy, reason = find_gpu()
+    if cupy is None and backend == "gpu":
+        raise Failure(f"{NO_GPU}: {reason}")
+    return cupy or np
+
+
+def local_device() -> DeviceSpec | None:
+    """The current device of CuPy, None without one."""
+    cupy, _ = find_gpu()
+    if cupy is None:
+        return None
+    from cuflash import launch
+
+    return launch.device_spec(cupy.cuda.Device().id)
+
+
+def devices(args: argparse.Namespace) -> list[DeviceSpec]:
+    """The devices that `--arch` names, or the one here; none without either."""
+    if args.arch:
+        return [DeviceSpec.for_arch(arch) for arch in args.arch]
+    device = local_device()
+    return [] if device is None else [device]
+
+
+def describe_here(xp: ModuleType) -> str:
+    if xp is np:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        return f"the CPU, {cores} cores, NumPy {np.__version__}"
+    properties = xp.cuda.runtime.getDeviceProperties(xp.cuda.Device().id)
+    return f"{properties['name'].decode()}, CuPy {xp.__version__}"
+
+
+def print_rows(rows: list[tuple[str, str]]) -> None:
+    """Names and what there is to say about them, in two columns."""
+    width = max(len(name) for name, _ in rows) + 2
+    for name, text in rows:
+        print(f"{name:<{width}}{text}")

@@ -1,0 +1,127 @@
+"""Results of a long causal problem at a few rows and keys, held against the formula in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from cuflash import reference
+from cuflash.options import Options
+from cuflash.problem import make_problem
+from cuflash.progress import Bar
+
+Array = NDArray[Any]
+
+NUM_SAMPLES = 6  # rows, and keys, whose results are checked
+
+
+@dataclass
+class Sampled:
+    """Errors of one result at the sampled places, and those of the plain formula in the dtype of the inputs.
+
+    The formula in float64 being the judge, its own error is that in float32 times the ratio of the rounding units.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    noise: float = 0.0  # what rounding lse, and scores of its size, does to lse and, relatively, to the weights
+    error: float = 0.0
+    plain_error: float = 0.0
+    scale: float = 0.0
+
+    def add(self, got: Array, exact: Array, plain: Array) -> None:
+        self.error = max(self.error, largest(got - exact))
+        plain_unit = epsilon(self.dtype) / epsilon(plain.dtype) if self.dtype == np.float64 else 1
+        self.plain_error = max(self.plain_error, plain_unit * largest(plain - exact))
+        self.scale = max(self.scale, largest(exact))
+
+    @property
+    def allowed(self) -> float:
+        unit = epsilon(self.dtype) * self.scale
+        return 2 * self.plain_error + unit + self.noise * (1 if self.name == "lse" else self.scale)
+
+
+def epsilon(dtype: np.dtype[Any]) -> float:
+    return float(ml_dtypes.finfo(dtype).eps)
+
+
+def largest(x: Array) -> float:
+    """Largest absolute value; infinite where there is a NaN, so that no comparison overlooks it."""
+    value = float(np.abs(x.astype(np.float64)).max(initial=0))
+    return math.inf if math.isnan(value) else value
+
+
+def sample_errors(options: Options, arrays: dict[str, Any], bar: Bar) -> dict[str, Sampled]:
+    """Errors of out, lse and dq at some rows, and of dk and dv at some keys, the first and the last among them."""
+    num_heads, seqlen, _ = arrays["q"].shape
+    sampled = {name: Sampled(name, np.dtype(arrays[name].dtype)) for name in ("out", "lse", "dq", "dk", "dv")}
+    dtype = np.dtype(arrays["out"].dtype)
+    plain_dtype = np.dtype(np.float32) if dtype == np.float64 else dtype
+    rng = np.random.default_rng(1)
+    for place in (0, seqlen - 1, *map(int, rng.integers(seqlen, size=NUM_SAMPLES - 2))):
+        index = int(rng.integers(num_heads))
+        head = {name: to_numpy(x[index]) for name, x in arrays.items()}
+        noise = epsilon(sampled["lse"].dtype) * (1 + largest(head["lse"]))
+        rows = row_results(options, head, place, np.float64), row_results(options, head, place, plain_dtype)
+        keys = key_results(head, place, np.float64), key_results(head, place, plain_dtype)
+        for exact, plain in (rows, keys):
+            for name in exact:
+                sampled[name].add(head[name][place], exact[name], plain[name])
+                sampled[name].noise = max(sampled[name].noise, noise)
+            bar.advance()
+        dq_scale, dk_scale = gradient_scales(head, place)
+        sampled["dq"].scale = max(sampled["dq"].scale, dq_scale)
+        sampled["dk"].scale = max(sampled["dk"].scale, dk_scale)
+    return sampled
+
+
+def row_results(options: Options, head: dict[str, Array], row: int, dtype: Any) -> dict[str, Array]:
+    """out, lse and dq of one row of a causal problem, by the plain formula in `dtype` on the keys that it sees."""
+    q, dout = head["q"][row : row + 1], head["dout"][row : row + 1]
+    k, v = head["k"][: row + 1], head["v"][: row + 1]
+    problem = make_problem(options, q, k, v)
+    out, lse = reference.forward(problem, q, k, v, dtype=dtype)
+    dq, _, _ = reference.backward(problem, dout, q, k, v, dtype=dtype)
+    return {"out": out[0], "lse": lse[0], "dq": dq[0]}
+
+
+def key_results(head: dict[str, Array], key: int, dtype: Any) -> dict[str, Array]:
+    """dk and dv of one key of a causal problem, by the plain formula in `dtype` over the rows that see it.
+
+    What the weights of those rows add up to is taken from lse (which is rounded) and from out.
+    """
+    rows = slice(key, None)
+    P, dP, delta = weights_of(head, rows, slice(key, key + 1), np.float64 if dtype == np.float64 else np.float32)
+    P, dS = (x.astype(dtype).astype(x.dtype) for x in (P, P * (dP - delta)))
+    q, dout = (head[name][rows].astype(P.dtype) for name in ("q", "dout"))
+    return {"dk": (q.shape[1] ** -0.5 * (dS.T @ q))[0].astype(dtype), "dv": (P.T @ dout)[0].astype(dtype)}
+
+
+def gradient_scales(head: dict[str, Array], place: int) -> tuple[float, float]:
+    """Sizes of dq of a row and dk of a key before anything cancels: roots of the sums of squares of what is summed."""
+
+    def scale(rows: slice, keys: slice, name: str) -> float:
+        P, dP, delta = weights_of(head, rows, keys, np.float64)
+        squares = (P**2 * (dP**2 + delta**2)).reshape(-1)
+        others = head[name][keys if name == "k" else rows].astype(np.float64)
+        return math.sqrt(largest(squares @ others**2) / others.shape[1])
+
+    before, after, here = slice(0, place + 1), slice(place, None), slice(place, place + 1)
+    return scale(here, before, "k"), scale(after, here, "q")
+
+
+def weights_of(head: dict[str, Array], rows: slice, keys: slice, dtype: Any) -> tuple[Array, Array, Array]:
+    """P, dP and delta of some rows and the keys they see, from lse and out."""
+    q, dout, out, lse = (head[name][rows].astype(dtype) for name in ("q", "dout", "out", "lse"))
+    k, v = (head[name][keys].astype(dtype) for name in ("k", "v"))
+    P = np.exp(q.shape[1] ** -0.5 * (q @ k.T) - lse[:, None])
+    return P, dout @ v.T, (dout * out).sum(axis=-1, keepdims=True)
+
+
+def to_numpy(array: Any) -> Array:
+    return array if isinstance(array, np.ndarray) else array.get()

@@ -1,0 +1,167 @@
+"""Kernels compiled for the CPU with g++, and kept in a folder beside those that are compiled for a GPU."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from cuflash import kernel_cache
+from cuflash.compiler import kernel_directory
+from cuflash.emulator.launching import EmulationError, Module
+
+HERE = Path(__file__).resolve().parent
+
+_COMMON_FLAGS = (
+    "-std=c++17",
+    "-shared",
+    "-fPIC",
+    "-g1",  # lines of faults
+    "-fvisibility=hidden",
+    "-fno-gnu-unique",  # modules must not share variables
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",  # CUDA code reinterprets what pointers point to
+)
+_RUNTIME_FLAGS = ("-O3",)
+# The trap becomes a signal, and the signal an EmulationError. "address" works only in a process that was started with
+# the environment of sanitizer_environment().
+_SANITIZER_FLAGS = {
+    None: ("-Og",),  # most kernels run for less time than they take to compile
+    "undefined": ("-Og", "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"),
+    "address": ("-Og", "-fsanitize=address", "-fno-omit-frame-pointer"),
+}
+
+
+def find_compiler() -> str | None:
+    """The path of g++, or None."""
+    return shutil.which("g++")
+
+
+def build(
+    source: Path,
+    defines: Mapping[str, object] | None = None,
+    *,
+    sanitizer: str | None = None,
+    kernels: Path | None = None,
+    cache: Path | None = None,
+) -> Module:
+    """Compile `source` for the CPU, or take it from the cache.
+
+    Parameters
+    ----------
+    source : Path
+        Relative to `kernels`, or absolute.
+    defines : Mapping
+        Preprocessor definitions; True and False become 1 and 0.
+    sanitizer : {None, "undefined", "address"}
+    kernels, cache : Path, optional
+        Instead of `cuflash.compiler.kernel_directory()` and `cache_directory()`.
+
+    Raises
+    ------
+    EmulationError
+        With the compiler's output.
+    """
+    kernels = kernel_directory() if kernels is None else kernels
+    cache = cache_directory() if cache is None else cache
+    source = kernels / source
+    definitions = [f"-D{name}={_as_text(value)}" for name, value in (defines or {}).items()]
+    runtime = _build_runtime(sanitizer, cache)
+    # The runtime's name stands for what it is made of: a module stays linked to the one that it was built for.
+    flags = [*_COMMON_FLAGS, *_SANITIZER_FLAGS[sanitizer], *definitions, f"-DCUFLASH_RUNTIME={runtime.stem}"]
+    header = HERE / "ptx_emulated.h"
+    files = _included_files([source, header], [kernels, HERE])
+    arguments = [
+        f'-DCUFLASH_EMULATION="{header}"',
+        f"-I{kernels}",
+        *("-x", "c++", str(source), "-x", "none", str(runtime)),
+    ]
+    return Module(_compile(f"{source.parent.name}_{source.stem}", flags, files, arguments, cache))
+
+
+def _as_text(value: object) -> str:
+    return str(int(value) if isinstance(value, bool) else value)
+
+
+def _build_runtime(sanitizer: str | None, cache: Path) -> Path:
+    # Undefined behaviour is looked for in kernels alone; address errors only show if every store is instrumented.
+    flags = [*_COMMON_FLAGS, *_RUNTIME_FLAGS, *(_SANITIZER_FLAGS["address"] if sanitizer == "address" else ())]
+    folder = HERE / "runtime"
+    sources = sorted(folder.glob("*.cc"))
+    return _compile("runtime", flags, _included_files(sources, [folder]), [str(source) for source in sources], cache)
+
+
+def _included_files(sources: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
+    """`sources` and the files that they include from `folders`, directly or not."""
+    found: dict[Path, None] = {}
+    pending = list(sources)
+    while pending:
+        path = pending.pop()
+        if path in found:
+            continue
+        found[path] = None
+        for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.MULTILINE):
+            pending += [folder / name for folder in (path.parent, *folders) if (folder / name).is_file()]
+    return sorted(found)
+
+
+def _compile(name: str, flags: Sequence[str], files: Sequence[Path], arguments: Sequence[str], cache: Path) -> Path:
+    """The shared library made of `files`; its file name is the hash of all that went into it, wherever that lay.
+
+    `arguments` say where: they name files and folders. So kernels that a change does not touch are found again in a
+    copy of the folder.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise EmulationError(name, "no C++ compiler: g++ is not on the path")
+    key = hashlib.sha256("\0".join([_compiler_version(compiler), *flags]).encode())
+    for place, path in sorted(("/".join(path.parts[-2:]), path) for path in files):
+        key.update(place.encode() + path.read_bytes())
+    library = cache / f"{name}-{key.hexdigest()[:24]}.so"
+    if library.exists():
+        return library
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        unfinished = Path(scratch) / library.name
+        command = [compiler, *flags, *arguments, "-o", str(unfinished)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            raise EmulationError(name, f"does not compile:\n{result.stderr[:8000]}")
+        os.replace(unfinished, library)
+    return library
+
+
+@functools.cache
+def _compiler_version(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+
+
+def sanitizer_environment() -> dict[str, str]:
+    """The environment of a process that can load modules built with ``sanitizer="address"``."""
+    compiler = find_compiler() or "g++"
+    library = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    return {**os.environ, "LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0"}
+
+
+def cache_directory() -> Path:
+    """Directory of kernels that are compiled for the CPU."""
+    return kernel_cache.cache_directory() / "emulated"
+
+
+def cached_modules() -> list[Path]:
+    """What is kept there."""
+    return sorted(cache_directory().glob("*.so"))
+
+
+def clear_cache() -> int:
+    """Remove all of it; how many files that were."""
+    modules = cached_modules()
+    for path in modules:
+        path.unlink(missing_ok=True)
+    return len(modules)

@@ -1,0 +1,112 @@
+"""From NumPy arrays to results, by the CPU path: what `cuflash.launch` is for CuPy arrays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cuflash import cpu
+from cuflash.binding import Binding, Pass, bind, of_pass
+from cuflash.cpu.packed import check_starts
+from cuflash.interop import overlap
+from cuflash.options import Options
+from cuflash.problem import Problem, check_pages
+from cuflash.terms import DEFAULT_NEED
+from cuflash.values import type_error, value_error
+
+
+def forward(options: Options, arrays: dict[str, Any], random: tuple[int, int] = (0, 0)) -> tuple[Any, ...]:
+    """(out, lse) of NumPy arrays by name: q, k, v, and all terms, out and lse, each of which may be None.
+
+    `random` is the seed and the offset of dropout.
+    """
+    problem = bound("forward", options, arrays).problem
+    return cpu.forward(problem, **arrays, seed=random[0], offset=random[1])
+
+
+def backward(
+    options: Options, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
+) -> tuple[Any, ...]:
+    """The gradients `need` of NumPy arrays, in the order of `GRADIENTS`."""
+    problem = bound("backward", options, arrays, need).problem
+    return cpu.backward(problem, need=need, **arrays, seed=random[0], offset=random[1])
+
+
+def plan(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> CpuPlan:
+    """What `forward` and `backward` would compute."""
+    return CpuPlan(problem=bound("forward", options, of_pass("forward", arrays)).problem)
+
+
+def compile(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> None:
+    """Check the arguments: there is nothing to compile."""
+    bound("forward", options, arrays)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuPlan:
+    """What `FlashAttention.plan` says of NumPy arrays."""
+
+    problem: Problem
+
+    def describe(self) -> str:
+        """The plan in words, several lines."""
+        p = self.problem
+        heads = f"{p.num_heads} heads" + (f" over {p.num_heads_kv} key/value heads" if p.group_size > 1 else "")
+        sizes = f"seqlen {p.seqlen_q} x {p.seqlen_k}, head_dim {p.head_dim}, head_dim_v {p.head_dim_v}"
+        sizes += " (packed: seqlen of all, work as of equal lengths)" if p.is_packed else ""
+        backward = "no backward pass with a block_table"
+        if p.block_table is None:
+            backward = f"{p.backward_flops / 1e9:.3g} GFLOP backward"
+        return "\n".join(
+            (
+                "CPU path: tiled online softmax on NumPy arrays, because the arguments are in host memory",
+                f"  computed  by {cpu.describe(p)}",
+                f"  problem   batch {p.batch}, {heads}, {sizes}, layout {p.layout}",
+                f"  precision {p.dtype} in and out, {p.softmax_dtype} inside",
+                f"  work      {p.forward_flops / 1e9:.3g} GFLOP forward, {backward}",
+                f"  memory    linear in seqlen; the plain formula's scores would take {p.naive_bytes / 2**20:.4g} MiB",
+            )
+        )
+
+
+def bound(pass_: Pass, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> Binding:
+    """The binding of a call on NumPy arrays; what only arrays in host memory can tell is checked too."""
+    given = {name: x for name, x in arrays.items() if x is not None}
+    for name, x in given.items():
+        if not x.dtype.isnative:
+            raise type_error(name, f"dtype {x.dtype.str}", f"native byte order: {name}.astype({x.dtype.name!r})")
+    shapes = tuple((name, x.shape, x.strides, x.dtype) for name, x in given.items())
+    binding = _bind_arrays_like(pass_, options, shapes, need)
+    problem = binding.problem
+    if problem.is_packed:
+        check_starts(problem, given["cu_seqlens_q"], given["cu_seqlens_k"])
+    if problem.kv_lengths is not None:
+        lengths = given["kv_lengths"]
+        outside = lengths[(lengths < 0) | (lengths > problem.seqlen_k)]
+        if outside.size:
+            raise value_error("kv_lengths", f"an entry {outside[0]}", f"0 to seqlen_k = {problem.seqlen_k}")
+    if problem.block_table is not None:
+        check_pages(problem, given["block_table"], given["kv_lengths"])
+    others = {name: x for name, x in given.items() if name not in binding.results}
+    for result in (name for name in binding.results if name in given):
+        for name, x in others.items():
+            if overlap(given[result], x):
+                raise value_error(result, f"memory shared with {name}", "memory of its own")
+        others[result] = given[result]
+    return binding
+
+
+class _Like(NamedTuple):
+    """As much of a NumPy array as a binding is made of."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: Any
+
+
+@functools.lru_cache(maxsize=256)
+def _bind_arrays_like(pass_: Pass, options: Options, arrays: tuple[Any, ...], need: tuple[str, ...]) -> Binding:
+    """The binding of NumPy arrays by (name, shape, strides, dtype): to find it takes a tenth of making it."""
+    return bind(pass_, options, {name: _Like(*like) for name, *like in arrays}, need=need)

@@ -1,0 +1,56 @@
+"""Property-based tests of anybody's attention: cases, strategies that draw them, and the rule that judges results.
+
+    from hypothesis import given
+    import cuflash.testing as ct
+
+    @given(ct.cases(dtypes=["float32"]))
+    def test_mine(case):
+        ct.check(my_attention, case)
+
+A `Case` is plain frozen data: an attention problem, the optional arrays that come with it, how the arrays lie in memory
+and a seed. It makes the arrays; `assert_forward` and `assert_backward` judge what an implementation made of them.
+
+The oracle rule: on the same inputs, the largest error against the oracle (`cuflash.reference` in float64, or in long
+double for float64) is at most twice the error of the plain formula computed in the dtype of the inputs (once, for
+float32), plus one unit in the last place of the result's scale. `Yardstick` has the definitions.
+"""
+
+from cuflash.operands import numpy_dtype
+from cuflash.testing.arrays import STRIDES, lay_out, through_dlpack, to_numpy
+from cuflash.testing.case import (
+    Case,
+    gather_pages,
+    optional,
+    optional_backward,
+    self_test_cases,
+    split_keys,
+)
+from cuflash.testing.judging import assert_backward, assert_forward, check
+from cuflash.testing.rule import Measurement, Report, Yardstick, gradients_of, measure, yardsticks
+from cuflash.testing.strategies import FEATURES, MORE_FEATURES, cases
+
+__all__ = [
+    "FEATURES",
+    "MORE_FEATURES",
+    "STRIDES",
+    "Case",
+    "Measurement",
+    "Report",
+    "Yardstick",
+    "assert_backward",
+    "assert_forward",
+    "cases",
+    "check",
+    "gather_pages",
+    "gradients_of",
+    "lay_out",
+    "measure",
+    "numpy_dtype",
+    "optional",
+    "optional_backward",
+    "self_test_cases",
+    "split_keys",
+    "through_dlpack",
+    "to_numpy",
+    "yardsticks",
+]

@@ -1,0 +1,48 @@
+"""Arrays of any library and any strides, from NumPy arrays and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuflash import interop
+
+Array = NDArray[Any]
+
+STRIDES = ("contiguous", "padded", "transposed", "flipped")
+
+
+def lay_out(values: Array, strides: str, convert: Callable[[Array], Any]) -> Any:
+    """The values as a view with the strides asked for, made of a contiguous buffer."""
+    if strides == "contiguous" or values.ndim == 0:
+        return convert(values.copy())
+    if strides == "padded":
+        filler = True if values.dtype == bool else 0 if values.dtype.kind == "i" else np.nan
+        buffer = np.full([n + 3 if n > 1 else n for n in values.shape], filler, values.dtype)
+        inside = tuple(slice(1, n + 1) if n > 1 else slice(None) for n in values.shape)
+        buffer[inside] = values
+        return convert(buffer)[inside]
+    if strides == "transposed":
+        axes = tuple(reversed(range(values.ndim)))
+        buffer = convert(np.ascontiguousarray(values.transpose(axes)))
+        return buffer.permute(axes) if hasattr(buffer, "permute") else buffer.transpose(axes)
+    if strides == "flipped":
+        backwards = (slice(None, None, -1),) * values.ndim
+        return convert(np.ascontiguousarray(values[backwards]))[backwards]
+    raise ValueError(f"strides: got {strides!r}, expected one of {STRIDES}")
+
+
+def through_dlpack(from_dlpack: Callable[[Any], Any]) -> Callable[[Array], Any]:
+    """The `convert` of another library by its ``from_dlpack``; bfloat16, which NumPy does not lend, included."""
+    return lambda array: interop.Borrowed("numpy", {}, from_dlpack).give_back(array, None)
+
+
+def to_numpy(array: Any) -> Array:
+    """A NumPy array of any library's array, from host or device memory; bfloat16 stays bfloat16."""
+    array = array.detach() if hasattr(array, "detach") else array
+    borrowed = interop.borrow({"array": array}, required=["array"])
+    view = borrowed.arrays["array"]
+    return np.asarray(view.get() if borrowed.kind == "cupy" else view)

@@ -1,0 +1,409 @@
+"""Cases: attention problems as plain frozen data that makes its arrays."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuflash import reference
+from cuflash.operands import DTYPES, numpy_dtype, user_shape, view_4d
+from cuflash.options import Options
+from cuflash.problem import Problem, make_problem
+from cuflash.terms import NAMES
+from cuflash.testing.arrays import lay_out
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One attention problem to test, arrays included: the same case makes the same arrays everywhere.
+
+    Parameters
+    ----------
+    seqlen_q, seqlen_k, head_dim : int
+    batch, num_heads, num_heads_kv, head_dim_v : int
+        Default to 1, 1, `num_heads` and `head_dim` (0 stands for these two).
+    dtype : str
+        "float16", "bfloat16", "float32" (default) or "float64".
+    ndim : int
+        Axes of q, k and v, 2 to 4 (default); 3 needs ``batch == 1``, 2 needs one head as well.
+    layout, causal, scale, window, softcap :
+        As `cuflash.FlashAttention` takes them.
+    bias : tuple of int, optional
+        Shape of the additive bias, broadcast to (batch, num_heads, seqlen_q, seqlen_k).
+    bias_dtype : {"softmax", "input"}
+        Its dtype: float32 (float64 for float64), or that of q.
+    bias_holes : bool
+        Some entries of the bias are -inf.
+    mask : tuple of int, optional
+        Shape of the boolean mask, broadcast likewise. Some of its rows are all False.
+    kv_lengths : tuple of int, optional
+        Number of keys of each batch entry. What lies behind them is NaN.
+    kv_lengths_dtype : {"int32", "int64"}
+    page_size : int
+        k and v are pools of pages of so many keys, 4-D, and there is a block table. `seqlen_k` is a multiple of it;
+        `kv_lengths` are those of all keys unless given. Pages are shuffled; some are nobody's, and full of NaN; the
+        table has -1 behind the lengths. All batch entries have one page in common where it is whole in each: that of
+        their first keys. Such a case has no gradients. 0 (default): no pages.
+    alibi_slopes : tuple of int, optional
+        Shape of the slopes: (num_heads,) or (batch, num_heads).
+    sinks : bool
+        Every head of q has a sink.
+    cu_seqlens_q, cu_seqlens_k : tuple of int, optional
+        Where packed sequences start, and where the last one ends: `batch` is set to their number, `ndim` to 3, and
+        seqlen_q and seqlen_k are those of all sequences. What is of none of them in q, k, v and dout is NaN.
+    dlse : bool
+        There is a gradient with respect to lse.
+    dropout : float
+        Probability that a weight is dropped. `random` has the seed and the offset of what is dropped.
+    block_mask : tuple of int, optional
+        Shape of the block mask without its last two axes, which are blocks: () to (batch, num_heads), broadcast.
+    block_size : (int, int)
+        Rows and keys of these blocks.
+    blocks_kept : float
+        The fraction of the blocks that is on.
+    strides : {"contiguous", "padded", "transposed", "flipped"}
+        How every array lies in memory. "padded": every axis is cut out of a longer one, NaN (True in a mask) around it.
+        "transposed": the axes are stored in reverse order. "flipped": all strides are negative.
+    score_spread : float
+        Standard deviation of ``scale * q @ k.T``; large values make weights of zero and one.
+    seed : int
+        Of the random numbers.
+    """
+
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    batch: int = 1
+    num_heads: int = 1
+    num_heads_kv: int = 0
+    head_dim_v: int = 0
+    dtype: str = "float32"
+    ndim: int = 4
+    layout: str = "bhsd"
+    causal: bool | Literal["top_left"] = False
+    scale: float | None = None
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    bias: tuple[int, ...] | None = None
+    bias_dtype: str = "softmax"
+    bias_holes: bool = False
+    mask: tuple[int, ...] | None = None
+    kv_lengths: tuple[int, ...] | None = None
+    kv_lengths_dtype: str = "int32"
+    page_size: int = 0
+    alibi_slopes: tuple[int, ...] | None = None
+    sinks: bool = False
+    cu_seqlens_q: tuple[int, ...] | None = None
+    cu_seqlens_k: tuple[int, ...] | None = None
+    dlse: bool = False
+    dropout: float = 0.0
+    block_mask: tuple[int, ...] | None = None
+    block_size: tuple[int, int] = (128, 128)
+    blocks_kept: float = 0.5
+    strides: str = "contiguous"
+    score_spread: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_heads_kv", self.num_heads_kv or self.num_heads)
+        object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
+        if self.page_size and self.seqlen_k % self.page_size:
+            raise ValueError(f"page_size: got {self.page_size}, expected a divisor of seqlen_k = {self.seqlen_k}")
+        if self.page_size and self.kv_lengths is None:
+            object.__setattr__(self, "kv_lengths", (self.seqlen_k,) * self.batch)
+        if self.cu_seqlens_q is not None:
+            object.__setattr__(self, "batch", len(self.cu_seqlens_q) - 1)
+            object.__setattr__(self, "ndim", 3)
+
+    @classmethod
+    def from_problem(cls, problem: Problem, *, seed: int = 0) -> Case:
+        """A case of the same sizes, dtype and options; arrays are contiguous and random."""
+        options = problem.options
+        scores_shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+
+        def distinct(name: str, target: tuple[int, ...]) -> tuple[int, ...] | None:
+            operand = getattr(problem, name)
+            if operand is None:
+                return None
+            return tuple(n if stride else 1 for n, stride in zip(target, operand.strides, strict=True))
+
+        slopes = distinct("alibi_slopes", scores_shape[:2])
+        blocks = None if problem.block_mask is None else distinct("block_mask", problem.block_mask.shape)
+        return cls(
+            seqlen_q=problem.seqlen_q,
+            seqlen_k=problem.seqlen_k,
+            head_dim=problem.head_dim,
+            batch=problem.batch,
+            num_heads=problem.num_heads,
+            num_heads_kv=problem.num_heads_kv,
+            head_dim_v=problem.head_dim_v,
+            dtype=problem.dtype,
+            ndim=problem.ndim,
+            layout=options.layout,
+            causal=options.causal,
+            scale=options.scale,
+            window=options.window,
+            softcap=options.softcap,
+            bias=distinct("bias", scores_shape),
+            bias_dtype="softmax" if problem.bias and problem.bias.dtype == problem.softmax_dtype else "input",
+            mask=distinct("mask", scores_shape),
+            kv_lengths=None if problem.kv_lengths is None else _spread_lengths(problem.batch, problem.seqlen_k),
+            kv_lengths_dtype="int32" if problem.kv_lengths is None else problem.kv_lengths.dtype,
+            page_size=problem.page_size,
+            alibi_slopes=None if slopes is None else slopes if slopes == scores_shape[:2] else (problem.num_heads,),
+            sinks=problem.sinks is not None,
+            cu_seqlens_q=(0, *_spread_lengths(problem.batch, problem.seqlen_q)) if problem.is_packed else None,
+            cu_seqlens_k=(0, *_spread_lengths(problem.batch, problem.seqlen_k)) if problem.is_packed else None,
+            dropout=options.dropout,
+            block_mask=None if blocks is None else blocks[:2],
+            block_size=options.block_size,  # type: ignore[arg-type]
+            seed=seed,
+        )
+
+    @property
+    def options(self) -> Options:
+        """The static options, as `make_problem` takes them."""
+        return Options(
+            causal=self.causal,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            layout=self.layout,
+            dropout=self.dropout,
+            block_size=self.block_size,
+        )
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The static options that differ from their defaults, as keyword arguments of `cuflash.FlashAttention`."""
+        defaults = Options()
+        names = ("causal", "scale", "window", "softcap", "layout", "dropout", "block_size")
+        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(defaults, name)}
+
+    @property
+    def random(self) -> dict[str, Any]:
+        """With dropout its seed and offset, as keyword arguments of `cuflash.FlashAttention.forward`; else nothing."""
+        if not self.dropout:
+            return {}
+        return {"seed": (self.seed + 1) * 0x9E3779B97F4A7C15 % 2**64, "offset": self.seed * 0x9E3779B9 % 2**32}
+
+    @property
+    def problem(self) -> Problem:
+        """The validated `Problem`, with the strides of the arrays."""
+        arrays = self.arrays()
+        return make_problem(self.options, arrays["q"], arrays["k"], arrays["v"], **optional(arrays))
+
+    def arrays(self, convert: Callable[[Array], Any] = np.asarray) -> dict[str, Any]:
+        """Inputs of the case by name: q, k, v, dout (without pages), and those of `NAMES` and dlse it has.
+
+        Parameters
+        ----------
+        convert : callable
+            Makes another library's array of a C-contiguous NumPy array: ``cupy.asarray``, `through_dlpack`. It is given
+            whole buffers; the views that `strides` asks for are made of its results, by indexing and transposing.
+        """
+        return {name: lay_out(x, self.strides, convert) for name, x in self._values().items()}
+
+    def _values(self) -> dict[str, Array]:
+        rng = np.random.default_rng(self.seed)
+        dtype, softmax_dtype = numpy_dtype(self.dtype), reference.compute_dtype(self.dtype)
+        scores_shape = (self.batch, self.num_heads, self.seqlen_q, self.seqlen_k)
+
+        def normal(*shape: int) -> Array:
+            return rng.standard_normal(shape, np.float64 if self.dtype == "float64" else np.float32)
+
+        batch = self.batch if self.cu_seqlens_q is None else 1  # of the arrays
+        scale = self.head_dim**-0.5 if self.scale is None else abs(self.scale)
+        spread = self.score_spread / (scale * math.sqrt(self.head_dim)) if scale else 1.0
+        values = {
+            "q": normal(batch, self.num_heads, self.seqlen_q, self.head_dim) * spread**0.5,
+            "k": normal(batch, self.num_heads_kv, self.seqlen_k, self.head_dim) * spread**0.5,
+            "v": normal(batch, self.num_heads_kv, self.seqlen_k, self.head_dim_v),
+            "dout": normal(batch, self.num_heads, self.seqlen_q, self.head_dim_v),
+        }
+        if self.cu_seqlens_q is not None and self.cu_seqlens_k is not None:
+            for name, x in values.items():
+                x[:, :, (self.cu_seqlens_k if name in "kv" else self.cu_seqlens_q)[-1] :] = np.nan
+        if self.kv_lengths is not None and self.cu_seqlens_q is None:
+            for b, length in enumerate(self.kv_lengths):
+                values["k"][b, :, length:] = np.nan
+                values["v"][b, :, length:] = np.nan
+        if self.page_size and self.cu_seqlens_q is not None:
+            values["block_table"] = np.zeros((self.batch, 1), np.int32)  # nothing takes both
+        elif self.page_size:
+            values |= self._pages(values["k"], values["v"])
+            del values["dout"]
+        for name in values.keys() & {"q", "k", "v", "dout"}:
+            x = values[name]
+            entries, heads, seqlen, dim = x.shape
+            x = x.swapaxes(1, 2) if self.layout == "bshd" else x
+            values[name] = x.reshape(user_shape(entries, heads, seqlen, dim, self.ndim, self.layout)).astype(dtype)
+        if self.bias is not None:
+            bias = normal(*self.bias)
+            if self.bias_holes:
+                bias[rng.random(self.bias) < 0.2] = -np.inf
+            if self.kv_lengths is not None and self.bias[-1:] == scores_shape[-1:] != (1,):
+                bias[..., max(self.kv_lengths, default=0) :] = np.nan
+            values["bias"] = bias.astype(dtype if self.bias_dtype == "input" else softmax_dtype)
+        if self.mask is not None:
+            mask = rng.random(self.mask) < 0.7
+            mask[rng.random(self.mask[:-1]) < 0.2] = False
+            values["mask"] = mask
+        if self.kv_lengths is not None:
+            values["kv_lengths"] = np.array(self.kv_lengths, self.kv_lengths_dtype)
+        if self.alibi_slopes is not None:
+            values["alibi_slopes"] = np.abs(normal(*self.alibi_slopes)).astype(softmax_dtype) / 4
+        if self.sinks:
+            values["sinks"] = (self.score_spread * normal(self.num_heads)).astype(softmax_dtype)
+        if self.block_mask is not None:
+            num_blocks = [-(-n // size) for n, size in zip(scores_shape[2:], self.block_size, strict=True)]
+            values["block_mask"] = rng.random((*self.block_mask, *num_blocks)) < self.blocks_kept
+        if self.dlse:
+            rows = normal(batch, self.num_heads, self.seqlen_q)
+            values["dlse"] = rows.reshape(rows.shape[4 - self.ndim :]).astype(softmax_dtype)
+        for name, starts in (("cu_seqlens_q", self.cu_seqlens_q), ("cu_seqlens_k", self.cu_seqlens_k)):
+            if starts is not None:
+                values[name] = np.array(starts, np.int32)
+        return values
+
+    def _pages(self, k: Array, v: Array) -> dict[str, Array]:
+        """Pools of pages with the keys and values, and the table that leads there."""
+        lengths, size = np.asarray(self.kv_lengths, np.int64).reshape(-1), self.page_size
+        rng = np.random.default_rng(self.seed + 1)
+        used = np.arange(self.seqlen_k // size) < -(-lengths // size)[:, None]
+        table = np.full(used.shape, -1, np.int32)
+        shares = self.batch > 1 and lengths.min() >= size
+        if shares:
+            used[1:, 0] = False
+        pages = rng.permutation(np.count_nonzero(used) + 3)  # the last three are nobody's
+        table[used] = pages[:-3]
+        if shares:
+            table[1:, 0] = table[0, 0]
+        pools = {"block_table": table}
+        for name, x in (("k", k), ("v", v)):
+            pools[name] = np.full((len(pages), self.num_heads_kv, size, x.shape[3]), np.nan, x.dtype)
+            for b, page in np.argwhere(used):
+                pools[name][table[b, page]] = x[b, :, page * size : (page + 1) * size]
+        return pools
+
+
+def gather_pages(arrays: Mapping[str, Any], layout: str = "bhsd") -> dict[str, Any]:
+    """The NumPy arrays of a case with pages, k and v as contiguous arrays; NaN where the table has no page."""
+    table, gathered = arrays["block_table"], {name: x for name, x in arrays.items() if name != "block_table"}
+    for name in ("k", "v"):
+        pages = view_4d(arrays[name], layout)[table]  # batch, page, heads, keys, dim
+        pages[table < 0] = np.nan
+        batch, _, heads, _, dim = pages.shape
+        rows = pages.swapaxes(1, 2).reshape(batch, heads, -1, dim)
+        gathered[name] = np.ascontiguousarray(rows.swapaxes(1, 2) if layout == "bshd" else rows)
+    return gathered
+
+
+def optional(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the arrays of a case, the ones that are keyword arguments: those of `NAMES`."""
+    return {name: arrays[name] for name in NAMES if name in arrays}
+
+
+def optional_backward(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the arrays of a case, the keyword arguments of the backward pass: those of `optional`, and dlse."""
+    return {name: arrays[name] for name in (*NAMES, "dlse") if name in arrays}
+
+
+def split_keys(
+    case: Case, parts: Sequence[Array], convert: Callable[[Array], Any] = np.asarray
+) -> list[dict[str, Any]]:
+    """The inputs of attention over parts of the keys, which `cuflash.merge` puts together to the attention of a case.
+
+    Parameters
+    ----------
+    case : Case
+        4-D, of layout "bhsd", without kv_lengths and alibi_slopes.
+    parts : sequence of numpy.ndarray
+        The keys of each part, in any order; each key is in one of them.
+    convert : callable
+        Makes another library's array of a NumPy array.
+
+    Returns
+    -------
+    list of dict
+        q, k, v, mask and bias of each part by name. What `causal` and `window` hide, the masks do.
+    """
+    arrays, keys = case.arrays(), np.arange(case.seqlen_k)
+    ranges = np.array([case.problem.key_range(i) for i in range(case.seqlen_q)]).reshape(-1, 2, 1)
+    visible = (keys >= ranges[:, 0]) & (keys < ranges[:, 1]) & arrays.get("mask", True)
+
+    def part_of(part: Array) -> dict[str, Any]:
+        split = {"k": arrays["k"][:, :, part], "v": arrays["v"][:, :, part], "mask": visible[..., part]}
+        if "bias" in arrays:
+            split["bias"] = arrays["bias"] if arrays["bias"].shape[-1] == 1 else arrays["bias"][..., part]
+        return {name: convert(np.ascontiguousarray(x)) for name, x in {"q": arrays["q"], **split}.items()}
+
+    return [part_of(part) for part in parts]
+
+
+def _spread_lengths(batch: int, seqlen_k: int) -> tuple[int, ...]:
+    return tuple(seqlen_k * (b + 1) // batch for b in range(batch))
+
+
+# Names of the cases that a quick self-test has.
+QUICK = ("plain", "one query", "pages", "cu_seqlens")
+
+
+def self_test_cases(seed: int = 0, *, quick: bool = False) -> Iterator[tuple[str, Case]]:
+    """(name, case): plain problems in every dtype, every option in a 16-bit type and in float32.
+
+    Those with the names `QUICK` only, if it is to be quick.
+    """
+    plain: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "one query": {"seqlen_q": 1},
+        "causal": {"causal": True},
+        "head_dim 256": {"head_dim": 256},
+        "seqlen 1000": {"seqlen_q": 1000, "seqlen_k": 1000, "causal": True},
+    }
+    options: dict[str, dict[str, Any]] = {
+        'causal="top_left"': {"causal": "top_left"},
+        "causal, 203 queries, 113 keys": {"seqlen_q": 203, "seqlen_k": 113, "causal": True},
+        "window": {"window": (20, 5)},
+        "causal, window": {"window": (20, None), "causal": True},
+        "softcap": {"softcap": 1.5},
+        "scale": {"scale": -0.1},
+        "alibi_slopes": {"alibi_slopes": (6,)},
+        "bias": {"bias": (1, 6, 113, 203), "bias_holes": True},
+        "mask": {"mask": (2, 1, 113, 203)},
+        "kv_lengths": {"kv_lengths": (0, 150)},
+        "pages": {"kv_lengths": (40, 203), "page_size": 16, "seqlen_k": 208, "causal": True},
+        "sinks": {"sinks": True},
+        "dlse": {"dlse": True},
+        "block_mask": {"block_mask": (2, 6), "block_size": (32, 64)},
+        "cu_seqlens": {"cu_seqlens_q": (0, 30, 113), "cu_seqlens_k": (0, 120, 190), "causal": True},
+        "head_dim 40, head_dim_v 72": {"head_dim": 40, "head_dim_v": 72},
+        "layout bshd": {"layout": "bshd"},
+        "dropout": {"dropout": 0.1, "causal": True},
+        "strides": {"strides": "transposed"},
+        "large scores": {"score_spread": 30.0},
+        "everything": {
+            "causal": True,
+            "window": (100, None),
+            "softcap": 5.0,
+            "alibi_slopes": (2, 6),
+            "bias": (203,),
+            "mask": (113, 203),
+            "kv_lengths": (7, 203),
+            "sinks": True,
+            "dlse": True,
+        },
+    }
+    sizes = {"batch": 2, "num_heads": 6, "num_heads_kv": 2, "seqlen_q": 113, "seqlen_k": 203, "head_dim": 64}
+    for group, dtypes in ((plain, DTYPES), (options, ("bfloat16", "float32"))):
+        chosen = [(name, changes) for name, changes in group.items() if not quick or name in QUICK]
+        for (name, changes), dtype in itertools.product(chosen, dtypes):
+            yield name, Case(**(sizes | changes | {"dtype": dtype, "seed": seed}))

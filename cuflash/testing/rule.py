@@ -1,0 +1,246 @@
+"""The oracle rule: how far from the oracle a result may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from cuflash import reference
+from cuflash.operands import view_4d, view_rows
+from cuflash.problem import Problem
+from cuflash.terms import GRADIENTS, OF_OPTIONS
+from cuflash.testing.arrays import to_numpy
+from cuflash.testing.case import optional, optional_backward
+
+Array = NDArray[Any]
+
+SMALLEST_WEIGHT = {"float32": 2.0**-100, "float64": 2.0**-960}  # by the dtype of the softmax
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yardstick:
+    """What one result should be, and how far from it an implementation may be.
+
+    ``strict_tolerance = factor * plain_error + ulp * scale`` and
+    ``tolerance = strict_tolerance + softmax_ulp * noise * scale``, where
+
+    factor
+        1 for float32, which has no excuse to be worse than the plain formula; 2 for the others.
+    plain_error
+        Largest error of the plain formula computed in the dtype of the inputs (`cuflash.reference` in that dtype).
+    ulp * scale
+        One unit in the last place of the result's scale. Scale is the largest absolute value of the result, or of the
+        root of the sum of squares of the terms that it is a sum of: what cancellation leaves of a gradient is no scale.
+        For lse it is at least 1. The unit is that of the dtype of the result; of gradients, which are made of out as it
+        was rounded, that of the inputs; what is subnormal there counts as the smallest normal number, since its unit is
+        that of this number. A weight counts as at least ``SMALLEST_WEIGHT`` over a unit in the last place:
+        implementations may take smaller weights for zero, to stay clear of subnormal numbers.
+    softmax_ulp * noise
+        What the order of summation, not quality, decides about a weight ``exp(S - lse)``: one unit in the last place of
+        the exponential, one of lse, and one of the terms of the scores, ``scale * abs(q) @ abs(k)`` (in units of a
+        softcap below 1). Largest errors are a matter of luck, more so where results are few, and this keeps the rule
+        from being one: the strict tolerance holds on the average of several seeds, this one always. The difference is
+        next to nothing for 16-bit types, whose softmax runs in float32.
+    """
+
+    name: str
+    expected: Array  # float64, or longdouble for float64
+    zero: Array  # where the result is exactly zero: rows that see no key, and keys that no row sees
+    plain_error: float
+    scale: float
+    strict_tolerance: float
+    tolerance: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """How far one result was from the oracle, in the words of `Yardstick`."""
+
+    name: str
+    error: float
+    plain_error: float
+    strict_tolerance: float
+    tolerance: float
+    failure: str | None = None
+
+    @property
+    def strict_ratio(self) -> float:
+        """Error over strict tolerance, whose average over several seeds should not be above 1."""
+        return self.error / self.strict_tolerance if self.error else 0.0
+
+    def __str__(self) -> str:
+        numbers = f"max error {self.error:.3g}, plain formula {self.plain_error:.3g}, allowed {self.tolerance:.3g}"
+        return f"{self.name:<4} {numbers}" + (f"  FAILED: {self.failure}" if self.failure else "")
+
+
+class Report(tuple[Measurement, ...]):
+    """Measurements of the results of one case."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+    @property
+    def passed(self) -> bool:
+        return not any(m.failure for m in self)
+
+
+def measure(name: str, got: Any, yardstick: Yardstick) -> Measurement:
+    """Compare one result, of any library, with what it should be.
+
+    NaN and infinities must be where the oracle has them, and zeros where `Yardstick.zero` says.
+    """
+    values = to_numpy(got)
+    expected = yardstick.expected
+    failure = None
+    error = math.nan
+    if values.shape != expected.shape:
+        failure = f"got shape {values.shape}, expected {expected.shape}"
+    else:
+        values = values.astype(expected.dtype)
+        ordinary = np.isfinite(expected)
+        same = np.array_equal(values[~ordinary], expected[~ordinary], equal_nan=True)
+        differences = np.abs(values[ordinary] - expected[ordinary])
+        error = float(differences.max(initial=0))
+        if not same:
+            failure = "NaN or infinities are not where they should be"
+        elif not error <= yardstick.tolerance:  # NaN too
+            at = tuple(int(i) for i in np.argwhere(ordinary)[np.argmax(differences)])
+            failure = f"at {at} got {values[at]:.9g}, expected {expected[at]:.9g}"
+        elif np.any(values[yardstick.zero]):
+            failure = "a row that sees no key, or a key that no row sees, is not exactly zero"
+    return Measurement(
+        name=name,
+        error=error,
+        plain_error=yardstick.plain_error,
+        strict_tolerance=yardstick.strict_tolerance,
+        tolerance=yardstick.tolerance,
+        failure=failure,
+    )
+
+
+def yardsticks(problem: Problem, arrays: Mapping[str, Array], **random: Any) -> dict[str, Yardstick]:
+    """The yardsticks of out and lse, and of all gradients if `dout` is among the NumPy `arrays`.
+
+    With dropout, `random` is the `seed` and the `offset`.
+    """
+    expected = _compute(problem, arrays, np.longdouble if problem.dtype == "float64" else np.float64, random)
+    plain = _compute(problem, arrays, arrays["q"].dtype, random)
+    with np.errstate(invalid="ignore"):  # -inf in both
+        plain_errors = {name: _max_finite(plain[name].astype(x.dtype) - x) for name, x in expected.items()}
+    scales, zeros, noise = _scales(problem, arrays, expected, random)
+    factor = 1 if problem.dtype == "float32" else 2
+    softmax_ulp = _ulp(problem.softmax_dtype)
+
+    def yardstick(name: str) -> Yardstick:
+        ulp = softmax_ulp if name == "lse" else _ulp(arrays["q"].dtype)
+        strict = factor * plain_errors[name] + ulp * scales[name]
+        return Yardstick(
+            name=name,
+            expected=expected[name],
+            zero=zeros[name],
+            plain_error=plain_errors[name],
+            scale=scales[name],
+            strict_tolerance=strict,
+            tolerance=strict + softmax_ulp * noise * (1 if name == "lse" else scales[name]),
+        )
+
+    return {name: yardstick(name) for name in expected}
+
+
+def _compute(problem: Problem, arrays: Mapping[str, Array], dtype: Any, random: Mapping[str, Any]) -> dict[str, Array]:
+    """Results of the plain formula by name."""
+    inputs = (arrays["q"], arrays["k"], arrays["v"])
+    keywords = {**optional(arrays), **random}
+    out, lse = reference.forward(problem, *inputs, dtype=dtype, **keywords)
+    results = {"out": out, "lse": lse}
+    if "dout" in arrays:
+        keywords |= optional_backward(arrays)
+        need = gradients_of(problem)
+        gradients = reference.backward(problem, arrays["dout"], *inputs, need=need, dtype=dtype, **keywords)
+        results |= zip(need, gradients, strict=True)
+    return results
+
+
+def gradients_of(problem: Problem) -> tuple[str, ...]:
+    """All gradients that a problem has, names of `terms.GRADIENTS`."""
+    return tuple(name for name in GRADIENTS if name not in OF_OPTIONS or getattr(problem, OF_OPTIONS[name]) is not None)
+
+
+def _scales(
+    problem: Problem, arrays: Mapping[str, Array], expected: Mapping[str, Array], random: Mapping[str, Any]
+) -> tuple[dict[str, float], dict[str, Array], float]:
+    """Scale of every result, where it is exactly zero, and the noise of the weights in units in the last place."""
+    q, k, v = arrays["q"], arrays["k"], arrays["v"]
+    bias, alibi_slopes = arrays.get("bias"), arrays.get("alibi_slopes")
+    dout = view_4d(arrays["dout"], problem.layout) if "dout" in arrays else None
+    dlse = view_rows(arrays["dlse"] if "dlse" in arrays else np.zeros(problem.lse_shape))
+    out = view_4d(expected["out"].astype(np.float64), problem.layout)
+    O2 = np.where(out != 0, np.maximum(np.abs(out), float(ml_dtypes.finfo(q.dtype).smallest_normal)), 0) ** 2
+    scales = {name: _max_finite(x) for name, x in expected.items()}
+    sees_something = np.zeros(out.shape[:3], bool)
+    is_seen = np.zeros((problem.array_batch, problem.num_heads_kv, problem.seqlen_k), bool)
+    dsinks2, dscale2, dsoftcap2 = np.zeros(problem.num_heads), 0.0, 0.0
+    scores_shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+    dbias2 = reference.BroadcastSum(bias, scores_shape, np.dtype(np.float64))
+    dslopes2 = reference.BroadcastSum(alibi_slopes, scores_shape[:2], np.dtype(np.float64))
+    has_part = reference.BroadcastSum(bias, scores_shape, np.dtype(np.float64))
+    scores = 0.0
+    smallest = SMALLEST_WEIGHT[problem.softmax_dtype] / _ulp(problem.softmax_dtype)
+
+    def grow(name: str, squares: Array) -> None:
+        scales[name] = max(scales[name], math.sqrt(_max_finite(squares)))
+
+    for head in reference.each_head(problem, q, k, v, np.float64, **random, **optional(arrays)):
+        scores = max(scores, abs(problem.scale) * _max_finite(np.abs(head.Q) @ np.abs(head.K).T))
+        visible = head.P != 0
+        P2 = np.where(visible, np.maximum(head.P, smallest), 0) ** 2
+        P_sink2 = np.where(head.P_sink != 0, np.maximum(head.P_sink, smallest), 0) ** 2
+        sees_something[head.index] = visible.any(axis=1)
+        is_seen[head.index_kv] |= visible.any(axis=0)
+        with np.errstate(all="ignore"):
+            V2, Z2 = head.V**2, head.Z**2
+            grow("out", (P2 * Z2) @ V2)
+            if dout is not None:
+                dO2 = dout[head.index].astype(np.float64) ** 2
+                D2 = (dO2 * O2[head.index]).sum(axis=-1, keepdims=True)
+                dL2 = dlse[head.index].astype(np.float64)[:, None] ** 2
+                dS_bias2 = P2 * ((dO2 @ V2.T) * Z2 + D2 + dL2)
+                dS2 = (problem.scale * head.cap_slope) ** 2 * dS_bias2
+                grow("dq", dS2 @ head.K**2)
+                grow("dk", dS2.T @ head.Q**2)
+                grow("dv", (P2 * Z2).T @ dO2)
+                dsinks2[head.index[1]] += (P_sink2 * (D2 + dL2)).sum()
+                dbias2.add(head.index_scores, dS_bias2)
+                has_part.add(head.index_scores, visible.astype(np.float64))
+                dslopes2.add(head.index_scores, (dS_bias2 * head.distance**2).sum())
+                dscale2 += (dS_bias2 * (head.cap_slope * head.QK) ** 2).sum()
+                dsoftcap2 += (dS_bias2 * head.softcap_slope**2).sum()
+    sums = {"dbias": dbias2.value, "dalibi_slopes": dslopes2.value, "dscale": dscale2, "dsoftcap": dsoftcap2}
+    for name, squares in {**sums, "dsinks": dsinks2}.items():
+        if name in expected:
+            grow(name, np.asarray(squares))
+    noise = 1 + scales["lse"] + scores / min(1.0, problem.softcap or 1.0)
+    scales["lse"] = max(scales["lse"], 1.0)
+    zeros = {name: np.zeros(x.shape, bool) for name, x in expected.items()}
+    if "dbias" in expected:
+        zeros["dbias"] = has_part.value == 0
+    for name, nonzero in (("out", sees_something), ("dq", sees_something), ("dk", is_seen), ("dv", is_seen)):
+        if name in expected:
+            shape = (*nonzero.shape, view_4d(expected[name], problem.layout).shape[-1])
+            zeros[name] = reference.as_caller(problem, np.broadcast_to(~nonzero[..., None], shape))
+    return scales, zeros, noise
+
+
+def _ulp(dtype: Any) -> float:
+    return float(ml_dtypes.finfo(dtype).eps)  # type: ignore[no-untyped-call]
+
+
+def _max_finite(x: Array) -> float:
+    x = np.abs(x)
+    return float(np.max(x, where=np.isfinite(x), initial=0))

@@ -1,0 +1,131 @@
+"""Hypothesis strategies that draw cases."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from cuflash.operands import DTYPES
+from cuflash.options import LAYOUTS
+from cuflash.testing.arrays import STRIDES
+from cuflash.testing.case import Case
+
+# What `cases` draws unless told otherwise, and what it draws only when told to.
+FEATURES = ("causal", "window", "softcap", "scale", "bias", "mask", "kv_lengths", "alibi_slopes", "gqa", "head_dim_v")
+MORE_FEATURES = ("sinks", "dlse", "block_mask")
+SEQLENS = (1, 2, 3, 5, 7, 8, 13, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 113, 127, 128, 129, 203, 255, 256, 257, 509)
+HEAD_DIMS = (1, 2, 3, 7, 8, 13, 16, 17, 24, 31, 32, 40, 48, 64, 72, 80, 96, 113, 128, 160, 192, 255, 256)
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    *,
+    dtypes: Sequence[str] = DTYPES,
+    layouts: Sequence[str] = LAYOUTS,
+    ndims: Sequence[int] = (2, 3, 4),
+    strides: Sequence[str] = STRIDES,
+    features: Collection[str] = FEATURES,
+    max_seqlen: int = 257,
+    max_head_dim: int = 256,
+    max_scores: int = 2**16,
+    score_spreads: Sequence[float] = (1.0, 1.0, 8.0, 30.0),
+    min_seqlen: int = 1,
+) -> Case:
+    """Strategy for cases: lengths of 1, primes, 113 x 203 and around the edges of tiles, every option, every layout.
+
+    Parameters
+    ----------
+    dtypes, layouts, ndims, strides, score_spreads : sequence
+        What to draw from, simplest first.
+    features : collection of str
+        Which of `FEATURES` and `MORE_FEATURES` may be present; each is absent about half of the time. And "dropout",
+        for implementations that drop what `cuflash.dropout_mask` says, "pages" for those that take a block table, and
+        "packed" for those of packed sequences.
+    max_seqlen, max_head_dim : int
+        Largest lengths, in elements.
+    max_scores : int
+        Largest number of scores, over all heads: bounds the time that a case takes.
+    min_seqlen : int
+        Shortest sequence; 0 makes empty ones too.
+    """
+
+    def has(feature: str) -> bool:
+        return feature in features and draw(st.booleans())
+
+    def pick(values: Collection[Any]) -> Any:
+        return draw(st.sampled_from(list(values)))
+
+    is_packed = "packed" in features and 3 in ndims and draw(st.booleans())
+    ndim = 3 if is_packed else pick(ndims)
+    num_heads_kv = pick([1, 2, 3]) if ndim > 2 else 1
+    num_heads = num_heads_kv * (pick([2, 3, 4]) if ndim > 2 and has("gqa") else 1)
+    batch = pick([1, 2, 3]) if ndim == 4 else pick([1, 2, 3, 5, 0]) if is_packed else 1
+    lengths = [n for n in ((0,) if min_seqlen == 0 else ()) + SEQLENS if min_seqlen <= n <= max_seqlen]
+    longest = max_scores // (num_heads * (batch if ndim == 4 else 1))
+    if longest >= 113 * 203 and max_seqlen >= 203 and draw(st.booleans()):
+        seqlen_q, seqlen_k = pick([(113, 203), (203, 113)])
+    else:
+        seqlen_q = pick([n for n in lengths if n <= longest])
+        seqlen_k = pick([n for n in lengths if n * max(seqlen_q, 1) <= longest])
+    page_size = pick([16, 32, 64]) if ndim == 4 and has("pages") else 0
+    if page_size:
+        seqlen_k = -(-seqlen_k // page_size) * page_size
+    head_dims = [n for n in HEAD_DIMS if n <= max_head_dim]
+    scores_shape = (batch, num_heads, seqlen_q, seqlen_k)
+
+    def broadcast_shape() -> tuple[int, ...]:
+        shape = [pick([1, n]) for n in scores_shape]
+        while len(shape) > 1 and shape[0] == 1 and draw(st.booleans()):
+            del shape[0]
+        return tuple(shape)
+
+    def block_masks() -> dict[str, Any]:
+        return {
+            "block_mask": pick([(), (num_heads,), (1, num_heads), (batch, 1), (batch, num_heads)]),
+            "block_size": (pick([16, 48, 64, 128, 256]), pick([16, 32, 64, 80, 128])),
+            "blocks_kept": pick([0.5, 0.2, 0.8, 1.0, 0.0]),
+        }
+
+    def starts(seqlen: int) -> tuple[int, ...] | None:
+        cuts = sorted(draw(st.lists(st.integers(0, seqlen), min_size=batch, max_size=batch)))
+        return (0, *cuts[:-1], draw(st.sampled_from((seqlen, cuts[-1])))) if batch else (0,)
+
+    side = st.none() | st.integers(0, max(seqlen_k, 1)) | st.integers(0, 3)
+    return Case(
+        batch=batch,
+        num_heads=num_heads,
+        num_heads_kv=num_heads_kv,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        head_dim=pick(head_dims),
+        head_dim_v=pick(head_dims) if has("head_dim_v") else 0,
+        dtype=pick(dtypes),
+        ndim=ndim,
+        layout=pick(layouts),
+        causal=pick([True, "top_left"]) if has("causal") else False,
+        scale=pick([0.0, -0.25, 0.125, 1.0]) if has("scale") else None,
+        window=draw(st.tuples(side, side)) if has("window") else None,
+        softcap=pick([0.5, 5.0, 50.0]) if has("softcap") else None,
+        bias=broadcast_shape() if not is_packed and has("bias") else None,
+        bias_dtype=pick(["softmax", "input"]),
+        bias_holes=draw(st.booleans()),
+        mask=broadcast_shape() if not is_packed and has("mask") else None,
+        kv_lengths=tuple(draw(st.integers(0, seqlen_k)) for _ in range(batch))
+        if page_size or (not is_packed and has("kv_lengths"))
+        else None,
+        kv_lengths_dtype=pick(["int32", "int64"]),
+        page_size=page_size,
+        alibi_slopes=pick([(num_heads,), (batch, num_heads)]) if has("alibi_slopes") else None,
+        sinks=has("sinks"),
+        cu_seqlens_q=starts(seqlen_q) if is_packed else None,
+        cu_seqlens_k=starts(seqlen_k) if is_packed else None,
+        dlse=has("dlse"),
+        dropout=pick([0.1, 0.5, 0.9]) if has("dropout") else 0.0,
+        **(block_masks() if not is_packed and has("block_mask") else {}),
+        strides=pick(strides),
+        score_spread=pick(score_spreads),
+        seed=draw(st.integers(0, 2**16)),
+    )
