@@ -23,7 +23,7 @@ give "the plain formula in that dtype", whose error is the yardstick for everybo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from numpy.typing import DTypeLike, NDArray
 from cuflash.dropout import kept_weights
 from cuflash.operands import user_shape, view_4d, view_rows
 from cuflash.problem import Problem
-from cuflash.terms import DEFAULT_NEED, GRADIENTS
+from cuflash.terms import DEFAULT_NEED, GRADIENTS, NUMBERS, TERMS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -129,14 +129,11 @@ def backward(
         dscale, dsoftcap
             Shape (), dtype of lse.
     """
-    bias, alibi_slopes = terms.get("bias"), terms.get("alibi_slopes")
     dtype, compute = np.dtype(dtype), compute_dtype(dtype)
     dlse = np.zeros(problem.lse_shape) if dlse is None else dlse
     dq, dk, dv = (np.zeros(view_4d(x, problem.layout).shape, compute) for x in (q, k, v))
     dsinks = np.zeros(problem.num_heads, compute)
-    scores_shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
-    dbias, dslopes = BroadcastSum(bias, scores_shape, compute), BroadcastSum(alibi_slopes, scores_shape[:2], compute)
-    dscale, dsoftcap = np.zeros((), compute), np.zeros((), compute)
+    of_scores = ScoreSums(problem, terms, compute)
     for head in each_head(problem, q, k, v, compute, seed, offset, **terms):
         dO = view_4d(dout, problem.layout)[head.index].astype(compute)
         dL = _replace(view_rows(dlse)[head.index].astype(compute), np.isneginf(head.L), 0)[:, None]
@@ -151,17 +148,16 @@ def backward(
             dq[head.index] += problem.scale * product(dS, head.K)
             dk[head.index_kv] += problem.scale * product(dS.T, head.Q)
             dsinks[head.index[1]] += (head.P_sink * (dL - D)).sum()
-            dbias.add(head.index_scores, _round(dS_bias, dtype))
-            dslopes.add(head.index_scores, -(_round(dS_bias, dtype) * head.distance).sum())
-            dscale += (dS * head.QK).sum()
-            dsoftcap += (_round(dS_bias, dtype) * head.softcap_slope).sum()
+            of_scores.add(head, _round(dS_bias, dtype), dS * head.QK)
     with np.errstate(all="ignore"):
         gradients = {
             name: as_caller(problem, x.astype(dtype)) for name, x in zip(DEFAULT_NEED, (dq, dk, dv), strict=True)
         }
-        if bias is not None:
-            gradients["dbias"] = dbias.value.astype(dtype if bias.dtype.itemsize == dtype.itemsize else compute)
-    gradients |= {"dalibi_slopes": dslopes.value, "dscale": dscale, "dsoftcap": dsoftcap, "dsinks": dsinks}
+        for name, total in of_scores.totals.items():
+            term = terms.get(name[1:])
+            is_input = isinstance(term, np.ndarray) and term.dtype.itemsize == dtype.itemsize
+            gradients[name] = total.value.astype(dtype if is_input else compute)
+    gradients["dsinks"] = dsinks
     return tuple(gradients[name] for name in GRADIENTS if name in need)
 
 
@@ -170,19 +166,38 @@ class BroadcastSum:
 
     def __init__(self, of: Array | None, shape: tuple[int, ...], compute: np.dtype[Any]) -> None:
         self.value = np.zeros(() if of is None else of.shape, compute)
-        self.view = self.value[(None,) * (len(shape) - self.value.ndim)]
+        self.view = self.value[(None,) * (len(shape) - self.value.ndim) + (...,)]
         self.shape = shape
 
     def add(self, index: tuple[int, ...], part: Array) -> None:
         """Add what belongs to `index`, the first axes, and to all of the others."""
-        here = self.view[
-            tuple(slice(i, i + 1) if n > 1 else slice(None) for i, n in zip(index, self.view.shape, strict=False))
-        ]
+        own = (slice(i, i + 1) if n > 1 else slice(None) for i, n in zip(index, self.view.shape, strict=False))
+        here = self.view[(*own, ...)]
+        if len(self.shape) == len(index):
+            part = part.sum()
         # Keys past kv_lengths have no part; they come last.
         whole = np.zeros(self.shape[len(index) :], part.dtype)
         whole[tuple(slice(n) for n in part.shape)] = part
         summed = tuple(axis for axis, n in enumerate(here.shape[len(index) :]) if n == 1)
         here += whole.sum(axis=summed, keepdims=True)
+
+
+class ScoreSums:
+    """The gradients `terms.OF_SCORES`: gradients of scores, times derivatives of the scores, summed over all heads."""
+
+    def __init__(self, problem: Problem, terms: Mapping[str, Any], compute: np.dtype[Any]) -> None:
+        self.totals = {f"d{name}": BroadcastSum(None, (), compute) for name in NUMBERS}
+        for term in TERMS:
+            if term.part_of == "scores":
+                shape = tuple(getattr(problem, axis) for axis in term.shapes[-1])
+                self.totals[term.gradient] = BroadcastSum(terms.get(term.name), shape, compute)
+
+    def add(self, head: Head, dS: Array, of_scale: Array, power: int = 1) -> None:
+        """Add what one head has: dS times the derivatives, to a power, and what is summed to the gradient of scale."""
+        for name, derivative in head.derivatives.items():
+            total = self.totals[name]
+            total.add(head.index_scores[: len(total.shape)], dS * derivative**power)
+        self.totals["dscale"].add((), of_scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,9 +218,8 @@ class Head:
     L: Array  # log sum exp of the scores, (seqlen_q,); -inf for such a row
     Z: Array  # what dropout multiplies the weights by
     cap_slope: Array  # derivative of the scores by scale Q K^T: other than one through softcap only
-    softcap_slope: Array  # and by softcap: zero without
     QK: Array  # Q K^T
-    distance: Array  # |i + d - j|
+    derivatives: dict[str, Array]  # of the scores by what else they are made of, by the names of its gradients
 
 
 def each_head(
@@ -247,7 +261,7 @@ def each_head(
             K, V = (_gather(x[:, index_kv[1]], block_table[b], keys.stop) for x in (k, v))
         Q, K, V = (x.astype(compute) for x in (q[index], K, V))
         with np.errstate(all="ignore"):
-            S, scores = _scores(
+            S, QK, cap_slope, derivatives = _scores(
                 own,
                 Q,
                 K,
@@ -261,7 +275,17 @@ def each_head(
             kept = kept_weights(problem.dropout, seed, offset, b * problem.num_heads + h, *map(range, S.shape))
             Z = kept.astype(P.dtype) * P.dtype.type(problem.kept_scale)
         operands = {"Q": Q, "K": K, "V": V, "P": P, "P_sink": P_sink, "L": L, "Z": Z}
-        yield Head(index=index, index_kv=index_kv, index_scores=(b, h), **operands, **scores)
+        operands |= {"QK": QK, "cap_slope": cap_slope}
+        yield Head(index=index, index_kv=index_kv, index_scores=(b, h), derivatives=derivatives, **operands)
+
+
+def weights_from_lse(
+    problem: Problem, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, dtype: DTypeLike
+) -> tuple[Array, Array, Array]:
+    """P, dP and D of rows and some of their keys, 2-D arrays of one head, where lse stands for the other keys."""
+    dO, Q, K, V, O, L = (x.astype(dtype) for x in (dout, q, k, v, out, lse))  # noqa: E741 (the paper's letter)
+    S, *_ = _scores(problem, Q, K, slope=None, bias=None, mask=None)
+    return np.exp(S - L[:, None]), product(dO, V.T), (dO * O).sum(axis=-1, keepdims=True)
 
 
 def pairs_of_blocks(problem: Problem, block_mask: Array) -> Array:
@@ -280,29 +304,32 @@ def _gather(pool: Array, table: Array, length: int) -> Array:
 
 def _scores(
     problem: Problem, Q: Array, K: Array, *, slope: Array | None, bias: Array | None, mask: Array | None
-) -> tuple[Array, dict[str, Array]]:
-    """S of one head with -inf at hidden keys, and what its derivatives are made of: fields of `Head`."""
+) -> tuple[Array, Array, Array, dict[str, Array]]:
+    """S of one head with -inf at hidden keys; QK, cap_slope and derivatives, fields of `Head`."""
     QK = product(Q, K.T)
     S = problem.scale * QK
-    cap_slope, softcap_slope = np.ones((1, 1), S.dtype), np.zeros((1, 1), S.dtype)
+    cap_slope = np.ones((1, 1), S.dtype)
+    derivatives = {}
     if problem.softcap is not None:
         X = S / problem.softcap
         T = np.tanh(X)
         S, cap_slope = problem.softcap * T, 1 - T * T
-        softcap_slope = T - X * cap_slope
+        derivatives["dsoftcap"] = T - X * cap_slope
     j_minus_i = np.arange(S.shape[1]) - np.arange(S.shape[0])[:, None] - problem.diagonal
-    distance = np.abs(j_minus_i).astype(S.dtype)
     if slope is not None:
+        distance = np.abs(j_minus_i).astype(S.dtype)
         S = S - slope * distance
+        derivatives["dalibi_slopes"] = -distance
     if bias is not None:
         S = S + bias
+        derivatives["dbias"] = np.ones((1, 1), S.dtype)
     if problem.window_left is not None:
         S = _replace(S, j_minus_i < -problem.window_left, -np.inf)
     if problem.window_right is not None:
         S = _replace(S, j_minus_i > problem.window_right, -np.inf)
     if mask is not None:
         S = _replace(S, ~mask, -np.inf)
-    return S, {"cap_slope": cap_slope, "softcap_slope": softcap_slope, "QK": QK, "distance": distance}
+    return S, QK, cap_slope, derivatives
 
 
 def _softmax(S: Array, sink: Array) -> tuple[Array, Array, Array]:

@@ -117,10 +117,9 @@ def gradient_scales(head: dict[str, Array], place: int) -> tuple[float, float]:
 
 def weights_of(head: dict[str, Array], rows: slice, keys: slice, dtype: Any) -> tuple[Array, Array, Array]:
     """P, dP and delta of some rows and the keys they see, from lse and out."""
-    q, dout, out, lse = (head[name][rows].astype(dtype) for name in ("q", "dout", "out", "lse"))
-    k, v = (head[name][keys].astype(dtype) for name in ("k", "v"))
-    P = np.exp(q.shape[1] ** -0.5 * (q @ k.T) - lse[:, None])
-    return P, dout @ v.T, (dout * out).sum(axis=-1, keepdims=True)
+    dout, q, out, lse = (head[name][rows] for name in ("dout", "q", "out", "lse"))
+    k, v = (head[name][keys] for name in ("k", "v"))
+    return reference.weights_from_lse(make_problem(Options(), q, k, v), dout, q, k, v, out, lse, dtype)
 
 
 def to_numpy(array: Any) -> Array:

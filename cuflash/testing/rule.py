@@ -177,7 +177,6 @@ def _scales(
 ) -> tuple[dict[str, float], dict[str, Array], float]:
     """Scale of every result, where it is exactly zero, and the noise of the weights in units in the last place."""
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
-    bias, alibi_slopes = arrays.get("bias"), arrays.get("alibi_slopes")
     dout = view_4d(arrays["dout"], problem.layout) if "dout" in arrays else None
     dlse = view_rows(arrays["dlse"] if "dlse" in arrays else np.zeros(problem.lse_shape))
     out = view_4d(expected["out"].astype(np.float64), problem.layout)
@@ -185,11 +184,9 @@ def _scales(
     scales = {name: _max_finite(x) for name, x in expected.items()}
     sees_something = np.zeros(out.shape[:3], bool)
     is_seen = np.zeros((problem.array_batch, problem.num_heads_kv, problem.seqlen_k), bool)
-    dsinks2, dscale2, dsoftcap2 = np.zeros(problem.num_heads), 0.0, 0.0
-    scores_shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
-    dbias2 = reference.BroadcastSum(bias, scores_shape, np.dtype(np.float64))
-    dslopes2 = reference.BroadcastSum(alibi_slopes, scores_shape[:2], np.dtype(np.float64))
-    has_part = reference.BroadcastSum(bias, scores_shape, np.dtype(np.float64))
+    dsinks2 = np.zeros(problem.num_heads)
+    of_scores = reference.ScoreSums(problem, arrays, np.dtype(np.float64))
+    has_part = reference.ScoreSums(problem, arrays, np.dtype(np.float64))
     scores = 0.0
     smallest = SMALLEST_WEIGHT[problem.softmax_dtype] / _ulp(problem.softmax_dtype)
 
@@ -216,20 +213,17 @@ def _scales(
                 grow("dk", dS2.T @ head.Q**2)
                 grow("dv", (P2 * Z2).T @ dO2)
                 dsinks2[head.index[1]] += (P_sink2 * (D2 + dL2)).sum()
-                dbias2.add(head.index_scores, dS_bias2)
-                has_part.add(head.index_scores, visible.astype(np.float64))
-                dslopes2.add(head.index_scores, (dS_bias2 * head.distance**2).sum())
-                dscale2 += (dS_bias2 * (head.cap_slope * head.QK) ** 2).sum()
-                dsoftcap2 += (dS_bias2 * head.softcap_slope**2).sum()
-    sums = {"dbias": dbias2.value, "dalibi_slopes": dslopes2.value, "dscale": dscale2, "dsoftcap": dsoftcap2}
+                of_scores.add(head, dS_bias2, dS_bias2 * (head.cap_slope * head.QK) ** 2, power=2)
+                has_part.add(head, visible.astype(np.float64), np.ones(()), power=0)
+    sums = {name: total.value for name, total in of_scores.totals.items()}
     for name, squares in {**sums, "dsinks": dsinks2}.items():
         if name in expected:
-            grow(name, np.asarray(squares))
+            grow(name, squares)
     noise = 1 + scales["lse"] + scores / min(1.0, problem.softcap or 1.0)
     scales["lse"] = max(scales["lse"], 1.0)
     zeros = {name: np.zeros(x.shape, bool) for name, x in expected.items()}
     if "dbias" in expected:
-        zeros["dbias"] = has_part.value == 0
+        zeros["dbias"] = has_part.totals["dbias"].value == 0
     for name, nonzero in (("out", sees_something), ("dq", sees_something), ("dk", is_seen), ("dv", is_seen)):
         if name in expected:
             shape = (*nonzero.shape, view_4d(expected[name], problem.layout).shape[-1])
