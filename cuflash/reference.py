@@ -166,13 +166,15 @@ class BroadcastSum:
 
     def __init__(self, of: Array | None, shape: tuple[int, ...], compute: np.dtype[Any]) -> None:
         self.value = np.zeros(() if of is None else of.shape, compute)
-        self.view = self.value[(None,) * (len(shape) - self.value.ndim) + (...,)]
+        missing = (None,) * (len(shape) - self.value.ndim)
+        self.view = self.value[missing] if missing else self.value
         self.shape = shape
 
     def add(self, index: tuple[int, ...], part: Array) -> None:
         """Add what belongs to `index`, the first axes, and to all of the others."""
         own = (slice(i, i + 1) if n > 1 else slice(None) for i, n in zip(index, self.view.shape, strict=False))
-        here = self.view[(*own, ...)]
+        place = (*own, ...)
+        here = self.view[place]
         if len(self.shape) == len(index):
             part = part.sum()
         # Keys past kv_lengths have no part; they come last.

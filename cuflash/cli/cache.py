@@ -21,11 +21,16 @@ def cache(args: argparse.Namespace) -> int:
         raise Failure("--tuned goes with --clear")
     if args.clear:
         removed = kernel_cache.clear_cache(kernel_cache.cache_directory())
-        building.clear_cache()
+        emulated = building.clear_cache()
         forgotten = f", and {counted(tuning.forget_all(), 'tuned problem')}" if args.tuned else ""
-        print(f"removed {kernels_among(removed)}{forgotten}")
+        others = f", and {counted(emulated, 'kernel')} of the emulator" if emulated else ""
+        print(f"removed {kernels_among(removed)}{others}{forgotten}")
         return 0
     rows = [("directory", str(kernel_cache.cache_directory())), ("kernels", cached_kernels())]
+    modules = building.cached_modules()
+    if modules:
+        size = in_bytes(sum(path.stat().st_size for path in modules))
+        rows.append(("emulator", f"{counted(len(modules), 'kernel')}, {size}, not counted above"))
     print_rows([*rows, ("tuning", f"{counted(len(tuning.remembered()), 'tuned problem')}, not counted above")])
     return 0
 

@@ -146,7 +146,8 @@ def sanitizer_environment() -> dict[str, str]:
     """The environment of a process that can load modules built with ``sanitizer="address"``."""
     compiler = find_compiler() or "g++"
     library = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
-    return {**os.environ, "LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0"}
+    settings = {"LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0"}
+    return {**os.environ, **settings}
 
 
 def cache_directory() -> Path:

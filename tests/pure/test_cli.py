@@ -233,6 +233,15 @@ def test_the_cache_is_cleared(capsys, store, options, output, left):
     assert run(capsys, "cache --clear") == (0, "removed 0 kernels, 0 B\n", "")
 
 
+def test_kernels_of_the_emulator_are_counted_and_removed_too(capsys, store):
+    (store / "emulated").mkdir()
+    for name in ("a.so", "b.so"):
+        (store / "emulated" / name).write_bytes(bytes(2000))
+    assert "emulator   2 kernels, 4 kB, not counted above\n" in run(capsys, "cache")[1]
+    assert run(capsys, "cache --clear") == (0, "removed 2 kernels, 3 kB, and 2 kernels of the emulator\n", "")
+    assert names_in(store) == ["c.json"]
+
+
 def test_a_cache_that_is_not_there(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "absent"))
     code, output, error = run(capsys, "cache")

@@ -24,7 +24,6 @@ FOLDERS = {
     "sm90": {"ptx", "common", "sm80"},
     "around": {"ptx", "common", "sm80"},
 }
-LONGEST = 600  # lines of a kernel file
 
 # A module imports only modules to the left of it.
 ORDER = [
@@ -197,11 +196,6 @@ def test_kernels_include_headers_by_their_folder(name):
 def test_folders_of_kernels_know_only_those_before_them(name):
     folder = name.split("/")[0]
     assert {other.split("/")[0] for other in includes(name)} <= FOLDERS[folder] | {folder}
-
-
-@pytest.mark.parametrize("name", sorted(KERNELS))
-def test_no_kernel_file_is_long(name):
-    assert len(KERNELS[name].read_text().splitlines()) <= LONGEST
 
 
 def test_headers_do_not_include_in_circles_and_are_all_used():

@@ -36,6 +36,11 @@ def run_python(code, cwd, *path_entries):
     return subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True, timeout=120).stdout
 
 
+def files_of(folder):
+    """Names of the files that are no bytecode."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.*") if path.suffix != ".pyc")
+
+
 WHICH_CORE = """
 import cuflash.cpu.core as core, numpy, cuflash
 q = numpy.ones((2, 50, 8), numpy.float32)
@@ -81,6 +86,8 @@ def test_a_wheel_works_elsewhere(build, tmp_path):
     assert Path(directory) == unpacked / "cuflash" / "kernels"
     assert names == KERNELS
     assert (unpacked / "cuflash" / "py.typed").exists()
+    assert files_of(unpacked / "cuflash" / "emulator") == files_of(CHECKOUT / "cuflash" / "emulator")
+    assert run_python("import cuflash.emulator, cuflash.cli.main", tmp_path, str(unpacked)) == ""
     assert {path.name for path in unpacked.iterdir() if path.suffix != ".dist-info"} == {"cuflash"}
     assert wheel.stat().st_size < 1_500_000
 

@@ -1,0 +1,46 @@
+"""Files and functions stay short enough to be read at once. (ruff counts branches and statements of functions.)"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LONGEST_FILE, LONGEST_FUNCTION = 600, 100  # lines; those of docstrings count in files alone
+FILES = {
+    path.relative_to(ROOT).as_posix(): path
+    for folder in ("cuflash", "kernels", "bench")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in {".py", ".cu", ".cuh", ".h", ".cc", ".cpp"}
+}
+# Files that may be longer, and why.
+EXCEPTIONS = {"cuflash/cpu/tiles.py": "both passes over tiles share their workspace; it is to be split by passes"}
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_no_file_is_long(name):
+    length = len(FILES[name].read_text().splitlines())
+    if name in EXCEPTIONS:
+        assert length > LONGEST_FILE, "no exception any more"
+    else:
+        assert length <= LONGEST_FILE
+
+
+def lengths_of_functions(text):
+    """(name, lines without the docstring) of every function."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            documented = ast.get_docstring(node) is not None
+            doc = node.body[0].end_lineno - node.body[0].lineno + 1 if documented else 0
+            yield node.name, node.end_lineno - node.lineno + 1 - doc
+
+
+@pytest.mark.parametrize("name", sorted(name for name in FILES if name.endswith(".py")))
+def test_no_function_is_long(name):
+    long = {f: n for f, n in lengths_of_functions(FILES[name].read_text()) if n > LONGEST_FUNCTION}
+    assert not long
+
+
+def test_lines_are_counted():
+    text = "def f():\n" + '    """Of\n    two lines."""\n' + "    x = 1\n" * 99 + "\n\ndef g():\n" + "    x = 1\n" * 100
+    assert dict(lengths_of_functions(text)) == {"f": 100, "g": 101}
