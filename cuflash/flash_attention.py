@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Literal, overload
 from cuflash import host, interop, progress
 from cuflash.binding import INPUTS, PASSES
 from cuflash.options import Options
-from cuflash.results import Array, ForwardResult, Gradients, NamedGradients, checked_passes, named_tuple_of, needed
-from cuflash.terms import DEFAULT_NEED, GRADIENTS, PassArrays, Terms, checked
+from cuflash.results import Array, ForwardResult, Gradients, checked_passes, named_tuple_of, needed
+from cuflash.terms import DEFAULT_NEED, GRADIENTS, NamedGradients, PassArrays, Terms, checked
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -74,11 +74,13 @@ class CpuPlan:
 def bound(pass_: Pass, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> Binding:
     """The binding of a call on NumPy arrays; what only arrays in host memory can tell is checked too."""
     given = {name: x for name, x in arrays.items() if x is not None}
+    shapes = []
     for name, x in given.items():
-        if not x.dtype.isnative:
-            raise type_error(name, f"dtype {x.dtype.str}", f"native byte order: {name}.astype({x.dtype.name!r})")
-    shapes = tuple((name, x.shape, x.strides, x.dtype) for name, x in given.items())
-    binding = _bind_arrays_like(pass_, options, shapes, need)
+        dtype = x.dtype
+        if not dtype.isnative:
+            raise type_error(name, f"dtype {dtype.str}", f"native byte order: {name}.astype({dtype.name!r})")
+        shapes.append((name, x.shape, x.strides, dtype))
+    binding = _bind_arrays_like(pass_, options, tuple(shapes), need)
     problem = binding.problem
     if problem.is_packed:
         check_starts(problem, given["cu_seqlens_q"], given["cu_seqlens_k"])

@@ -55,12 +55,11 @@ def _layout() -> list[tuple]:
     layout += [(name, np.int32) for name in (*_INTEGERS, *_RUN_TIME)]
     return [
         *layout,
-        *((name, np.float32) for name in ("scale", "softcap")),
+        *((name, np.float32) for name in NUMBERS),
         *((name, np.uint32) for name in ("seed_low", "seed_high", "offset", "dropout_threshold")),
         ("kept_scale", np.float32),
         ("num_pages", np.int32),
-        ("scale_float64", np.float64),
-        ("softcap_float64", np.float64),
+        *((f"{name}_float64", np.float64) for name in NUMBERS),
         ("kept_scale_float64", np.float64),
     ]
 
@@ -81,7 +80,7 @@ def parameters(plan: LaunchPlan, operands: Mapping[str, Operand], seed: int = 0,
     """The argument for the kernels of `plan` as an array of one `PARAMS`, pointers left 0.
 
     `operands` gives the strides of everything that is not in the problem: out and lse, and for the backward pass dout,
-    its results but dscale and dsoftcap, and dlse where there is one. `seed` and `offset` are those of dropout.
+    its results but numbers, and dlse where there is one. `seed` and `offset` are those of dropout.
     """
     problem = plan.problem
     inputs = {name: getattr(problem, name) for name in ("q", "k", "v", *NAMES)}
@@ -92,13 +91,12 @@ def parameters(plan: LaunchPlan, operands: Mapping[str, Operand], seed: int = 0,
             strides[:] = (operand.strides + (0,) * len(strides))[
                 : len(strides)
             ]  # the last axis of q, k, … is contiguous
-    for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q", "scale"):
+    for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q"):
         params[name] = getattr(problem, name)
     for name, number in zip(_OF_LENGTH, length_numbers(problem), strict=True):
         params[name] = number
-    params["scale_float64"] = problem.scale
-    if problem.softcap is not None:
-        params["softcap"] = params["softcap_float64"] = problem.softcap
+    for name in problem.given(NUMBERS):
+        params[name] = params[f"{name}_float64"] = getattr(problem, name)
     params["seed_low"], params["seed_high"], params["offset"] = seed & 0xFFFFFFFF, seed >> 32, offset
     params["dropout_threshold"] = round(65536 * problem.dropout)
     params["kept_scale"] = params["kept_scale_float64"] = problem.kept_scale

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from cuflash.binding import PASSES, Pass
-from cuflash.terms import GRADIENTS, NUMBERS, OF_OPTIONS
+from cuflash.terms import GRADIENTS, NUMBERS, OF_OPTIONS, NamedGradients
 from cuflash.values import type_error, typed, value_error
 
 Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one kind per call
@@ -27,21 +27,6 @@ class Gradients(NamedTuple):
     dq: Array
     dk: Array
     dv: Array
-
-
-class NamedGradients(tuple[Array, ...]):
-    """Gradients by the names of those that were asked for; the others are no attributes."""
-
-    __slots__ = ()
-
-    dq: Array
-    dk: Array
-    dv: Array
-    dbias: Array
-    dalibi_slopes: Array
-    dscale: Array
-    dsoftcap: Array
-    dsinks: Array
 
 
 @functools.cache

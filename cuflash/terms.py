@@ -174,6 +174,21 @@ class PassArrays(OfGradients, total=False):
     lse: Any
 
 
+class NamedGradients(tuple[Any, ...]):
+    """Gradients by the names of those that were asked for; the others are no attributes."""
+
+    __slots__ = ()
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any
+    dalibi_slopes: Any
+    dscale: Any
+    dsoftcap: Any
+    dsinks: Any
+
+
 def checked(method: str, kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """All arrays of a typed dictionary by name, None for those that a method was not given as keyword arguments.
 

@@ -27,6 +27,7 @@ WAVES, CAUSAL_WAVES = 1.9, 4.0
 # at head_dim 64, 46 % at 128.
 SHARE_STEPS, SUM_STEPS, SUM_STEPS_OF_PART = 3, 6, 1
 SINKS_WARPS = 16
+SOFTMAX_KERNEL = "around/sinks.cu"  # of the gradients of parts of the softmax
 
 
 def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
@@ -182,7 +183,7 @@ def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: DqTile | No
     draft.add("around/delta.cu", delta, draft.heads * (rows // delta.block_m), 0, **dims)
     if "dsinks" in draft.need:
         warps = {"CUFLASH_NUM_WARPS": SINKS_WARPS, "CUFLASH_MIN_BLOCKS": 1}
-        draft.add("around/sinks.cu", delta, problem.num_heads, 16 * SINKS_WARPS, **dims, **warps)
+        draft.add(SOFTMAX_KERNEL, delta, problem.num_heads, 16 * SINKS_WARPS, **dims, **warps)
     return around
 
 

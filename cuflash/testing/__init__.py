@@ -25,8 +25,17 @@ from cuflash.testing.case import (
     self_test_cases,
     split_keys,
 )
-from cuflash.testing.judging import assert_backward, assert_forward, check
-from cuflash.testing.rule import Measurement, Report, Yardstick, gradients_of, measure, yardsticks
+from cuflash.testing.rule import (
+    Measurement,
+    Report,
+    Yardstick,
+    assert_backward,
+    assert_forward,
+    check,
+    gradients_of,
+    measure,
+    yardsticks,
+)
 from cuflash.testing.strategies import FEATURES, MORE_FEATURES, cases
 
 __all__ = [

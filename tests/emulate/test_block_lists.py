@@ -13,7 +13,7 @@ from cuflash import reference
 from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning import DeviceSpec
 from cuflash.problem import make_problem
-from cuflash.testing.judging import yardsticks_of
+from cuflash.testing.rule import yardsticks_of
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 

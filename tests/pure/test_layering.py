@@ -37,7 +37,7 @@ ORDER = [
     "params", "compiler", "tuning", "launch", "stopwatch", "progress", "host", "results", "flash_attention",
     "functional", "__init__",
     "emulator.launching", "emulator.building", "emulator.memory", "emulator.passes", "emulator",
-    "testing.arrays", "testing.case", "testing.strategies", "testing.rule", "testing.judging", "testing",
+    "testing.arrays", "testing.case", "testing.strategies", "testing.rule", "testing",
     "cli", "cli.numbers", "cli.arguments", "cli.here", "cli.cache", "cli.info", "cli.plans", "cli.tune", "cli.sampled",
     "cli.demo", "cli.check", "cli.main", "__main__",
 ]  # fmt: skip
