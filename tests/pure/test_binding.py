@@ -257,3 +257,15 @@ def test_what_grows():
         assert growing_keys(Options(), arrays | {name: np.zeros(1)}) == FIXED
     for changed in ({"k": k[:, :, :1], "v": k[:, :, :1]}, {"v": k[:, :, :299]}, {"k": k[0], "v": k[0]}):
         assert growing_keys(Options(), arrays | changed) == FIXED
+
+
+@given(ct.cases(features=("causal", "window", "gqa", "head_dim_v", "alibi_slopes", "sinks"), strides=["contiguous"]))
+def test_a_problem_alone_is_planned_as_a_call_on_contiguous_arrays(case):
+    """`choose_plan` assumes of arrays that it is not told of what `bind` finds of them."""
+    arrays, device = case.arrays(), DeviceSpec.for_arch("9.0")
+    for pass_ in ("forward", "backward"):
+        need = ct.gradients_of(case.problem)
+        of_pass = {name: x for name, x in arrays.items() if name not in ("dout", "dlse")}
+        binding = bind(pass_, case.options, of_pass, need=need)
+        told = choose_plan(binding.problem, device, pass_, **binding.layout)
+        assert choose_plan(binding.problem, device, pass_, need=need) == told
