@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.emulator import Schedule, guarded
-from cuflash.emulator.passes import backward, forward, plan_for, run
+from cuflash.emulator.passes import Place, backward, forward, plan_for, run
 from cuflash.planning import DeviceSpec, LaunchPlan, choose_plan
 from cuflash.planning.tiles import Tile
 from cuflash.problem import Problem, make_problem
@@ -16,6 +16,7 @@ from cuflash.terms import DEFAULT_NEED
 from cuflash.testing import Case, measure, optional, yardsticks
 
 __all__ = [
+    "Place",
     "assert_two_parts",
     "backward",
     "far_apart",
