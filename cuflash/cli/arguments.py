@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterator
+from dataclasses import fields
 
 from cuflash.binding import PASSES, Contiguous, Pass
 from cuflash.flash_attention import Causal
@@ -103,16 +104,8 @@ def calls(args: argparse.Namespace) -> Iterator[tuple[Options, dict[str, Contigu
     """The options of these problems, and the shapes of the arrays by name."""
     seqlen_k, num_heads_kv = args.seqlen_k or args.seqlen, args.num_heads_kv or args.num_heads
     for dtype_name, head_dim, causal in itertools.product(args.dtype, args.head_dim, args.causal or ["yes"]):
-        options = Options(
-            causal=CAUSAL[causal],
-            window=args.window,
-            softcap=args.softcap,
-            layout=args.layout,
-            deterministic=args.deterministic,
-            precision=args.precision,
-            dropout=args.dropout,
-            block_size=args.block_size,
-        )
+        given = {option.name: getattr(args, option.name) for option in fields(Options) if hasattr(args, option.name)}
+        options = Options(**given | {"causal": CAUSAL[causal]})
         q, k, v = (
             Contiguous(user_shape(args.batch, heads, seqlen, dim, 4, args.layout), numpy_dtype(dtype_name))
             for heads, seqlen, dim in (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -147,11 +147,6 @@ class Case:
             head_dim_v=problem.head_dim_v,
             dtype=problem.dtype,
             ndim=problem.ndim,
-            layout=options.layout,
-            causal=options.causal,
-            scale=options.scale,
-            window=options.window,
-            softcap=options.softcap,
             bias=distinct("bias", scores_shape),
             bias_dtype="softmax" if problem.bias and problem.bias.dtype == problem.softmax_dtype else "input",
             mask=distinct("mask", scores_shape),
@@ -162,31 +157,21 @@ class Case:
             sinks=problem.sinks is not None,
             cu_seqlens_q=(0, *_spread_lengths(problem.batch, problem.seqlen_q)) if problem.is_packed else None,
             cu_seqlens_k=(0, *_spread_lengths(problem.batch, problem.seqlen_k)) if problem.is_packed else None,
-            dropout=options.dropout,
             block_mask=None if blocks is None else blocks[:2],
-            block_size=options.block_size,  # type: ignore[arg-type]
             seed=seed,
+            **{name: getattr(options, name) for name in OPTIONS},
         )
 
     @property
     def options(self) -> Options:
         """The static options, as `make_problem` takes them."""
-        return Options(
-            causal=self.causal,
-            scale=self.scale,
-            window=self.window,
-            softcap=self.softcap,
-            layout=self.layout,
-            dropout=self.dropout,
-            block_size=self.block_size,
-        )
+        return Options(**{name: getattr(self, name) for name in OPTIONS})
 
     @property
     def keywords(self) -> dict[str, Any]:
         """The static options that differ from their defaults, as keyword arguments of `cuflash.FlashAttention`."""
         defaults = Options()
-        names = ("causal", "scale", "window", "softcap", "layout", "dropout", "block_size")
-        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(defaults, name)}
+        return {name: getattr(self, name) for name in OPTIONS if getattr(self, name) != getattr(defaults, name)}
 
     @property
     def random(self) -> dict[str, Any]:
@@ -293,6 +278,10 @@ class Case:
             for b, page in np.argwhere(used):
                 pools[name][table[b, page]] = x[b, :, page * size : (page + 1) * size]
         return pools
+
+
+# The static options that a case has.
+OPTIONS = tuple(option.name for option in fields(Options) if option.name in {field.name for field in fields(Case)})
 
 
 def gather_pages(arrays: Mapping[str, Any], layout: str = "bhsd") -> dict[str, Any]:
