@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -49,6 +49,15 @@ class Contiguous:
         self.strides = tuple(math.prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape)))
 
 
+class Layout(TypedDict, total=False):
+    """What `cuflash.planning.choose_plan` needs to know of the arrays of a pass, as keyword arguments."""
+
+    load_bytes: int
+    store_bytes: int
+    operands: Mapping[str, Operand]
+    need: Collection[str]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Binding:
     """One pass of one problem, and how its arrays lie in memory."""
@@ -63,10 +72,12 @@ class Binding:
     store_bytes: int  # the same of arrays that are written
 
     @property
-    def layout(self) -> dict[str, Any]:
+    def layout(self) -> Layout:
         """Keyword arguments of `cuflash.planning.choose_plan`."""
-        layout = {"load_bytes": self.load_bytes, "store_bytes": self.store_bytes, "operands": self.operands}
-        return layout if self.pass_ == "forward" else layout | {"need": self.results}
+        layout = Layout(load_bytes=self.load_bytes, store_bytes=self.store_bytes, operands=self.operands)
+        if self.pass_ == "backward":
+            layout["need"] = self.results
+        return layout
 
 
 def bind(

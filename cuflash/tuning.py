@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from cuflash.binding import Pass
+from cuflash.binding import Layout, Pass
 from cuflash.compiler import CompileError, compile_spec, kernels_fingerprint
 from cuflash.kernel_cache import cache_directory, write_atomically
 from cuflash.planning import DeviceSpec, LaunchPlan, choose_plan
@@ -56,6 +56,9 @@ from cuflash.planning.sm90.tiles import (
 from cuflash.planning.tiles import Tile, serves_dims, why_too_large
 from cuflash.problem import Problem
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 MARGIN = 0.01  # by which a candidate has to be faster than the table's row: less is noise
 
 # ---- What is tried ---------------------------------------------------------------------------------------------------
@@ -75,7 +78,9 @@ _ROWS: dict[type, tuple[Tile, ...]] = {
 _NEAR = 32  # keys, or a factor of two: of block_n only values near the row's are tried
 
 
-def candidates(problem: Problem, device: DeviceSpec, pass_: Pass = "forward", **arrays: Any) -> tuple[LaunchPlan, ...]:
+def candidates(
+    problem: Problem, device: DeviceSpec, pass_: Pass = "forward", **arrays: Unpack[Layout]
+) -> tuple[LaunchPlan, ...]:
     """Plans to try for one pass, that of the tables first; `arrays` are the keyword arguments of `choose_plan`.
 
     Those that do not fit into shared memory are not among them.
@@ -305,7 +310,7 @@ _KINDS = {kind.__name__: kind for kind in _ROWS}
 _recalled: dict[Path, Winner | str | None] = {}  # of this process: what it has read of a file, or why it could not
 
 
-def tuned_plan(problem: Problem, device: DeviceSpec, pass_: Pass = "forward", **arrays: Any) -> LaunchPlan:
+def tuned_plan(problem: Problem, device: DeviceSpec, pass_: Pass = "forward", **arrays: Unpack[Layout]) -> LaunchPlan:
     """The plan of the tiles that tuning found fastest, or that of the tables; parameters as those of `choose_plan`.
 
     What other processes find out about a problem is not looked at again once a plan for it was made here.

@@ -6,9 +6,10 @@ import math
 import numbers
 from collections.abc import Callable
 from decimal import Decimal
-from typing import Any
+from typing import TypeVar
 
 FINITE = "a finite number that float64 holds"
+N = TypeVar("N", int, float)
 LONGEST_VALUE = 200  # characters of a value in a message
 
 
@@ -68,14 +69,14 @@ def as_real(name: str, value: object, expected: str = "a real number") -> float:
     return number
 
 
-def _converted(kind: Callable[[Any], Any], types: tuple[type, ...], name: str, value: object, expected: str) -> Any:
+def _converted(kind: type[N], types: tuple[type, ...], name: str, value: object, expected: str) -> N:
     if type(value) is kind:
         return value
     unwrapped = _unwrapped(value)
     if isinstance(unwrapped, bool) or not isinstance(unwrapped, types):
         raise type_error(name, typed(value), expected)
     try:
-        converted = kind(unwrapped)
+        converted = kind(unwrapped)  # type: ignore[arg-type, call-overload]
     except (OverflowError, ValueError):  # too large for float64; or a Decimal that is no number, or infinite
         raise value_error(name, typed(value), FINITE if kind is float else expected) from None
     if kind is int and converted != unwrapped:

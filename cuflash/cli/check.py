@@ -128,11 +128,9 @@ def check_emulated(args: argparse.Namespace) -> int:
             start = time.perf_counter()
             try:
                 if pass_ == "forward":
-                    results = emulated.forward(problem, arrays, **options)
-                    testing.assert_forward(case, *results)
+                    testing.assert_forward(case, *emulated.forward(problem, arrays, **options))
                 else:
-                    results = emulated.backward(problem, arrays, out, lse, **options)
-                    testing.assert_backward(case, *results)
+                    testing.assert_backward(case, *emulated.backward(problem, arrays, out, lse, **options))
             except (AssertionError, EmulationError) as error:
                 verdict, detail = "FAILED", str(error)
             else:

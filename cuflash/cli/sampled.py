@@ -8,7 +8,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from cuflash import reference
 from cuflash.options import Options
@@ -80,7 +80,7 @@ def sample_errors(options: Options, arrays: dict[str, Any], bar: Bar) -> dict[st
     return sampled
 
 
-def row_results(options: Options, head: dict[str, Array], row: int, dtype: Any) -> dict[str, Array]:
+def row_results(options: Options, head: dict[str, Array], row: int, dtype: DTypeLike) -> dict[str, Array]:
     """out, lse and dq of one row of a causal problem, by the plain formula in `dtype` on the keys that it sees."""
     q, dout = head["q"][row : row + 1], head["dout"][row : row + 1]
     k, v = head["k"][: row + 1], head["v"][: row + 1]
@@ -90,7 +90,7 @@ def row_results(options: Options, head: dict[str, Array], row: int, dtype: Any) 
     return {"out": out[0], "lse": lse[0], "dq": dq[0]}
 
 
-def key_results(head: dict[str, Array], key: int, dtype: Any) -> dict[str, Array]:
+def key_results(head: dict[str, Array], key: int, dtype: DTypeLike) -> dict[str, Array]:
     """dk and dv of one key of a causal problem, by the plain formula in `dtype` over the rows that see it.
 
     What the weights of those rows add up to is taken from lse (which is rounded) and from out.
@@ -115,7 +115,7 @@ def gradient_scales(head: dict[str, Array], place: int) -> tuple[float, float]:
     return scale(here, before, "k"), scale(after, here, "q")
 
 
-def weights_of(head: dict[str, Array], rows: slice, keys: slice, dtype: Any) -> tuple[Array, Array, Array]:
+def weights_of(head: dict[str, Array], rows: slice, keys: slice, dtype: DTypeLike) -> tuple[Array, Array, Array]:
     """P, dP and delta of some rows and the keys they see, from lse and out."""
     dout, q, out, lse = (head[name][rows] for name in ("dout", "q", "out", "lse"))
     k, v = (head[name][keys] for name in ("k", "v"))

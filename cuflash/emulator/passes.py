@@ -139,7 +139,7 @@ def _call(
     return tuple(every[name] for name in results)
 
 
-def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tuple[Any, Any]:
+def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tuple[np.ndarray, np.ndarray]:
     """(out, lse) of the forward kernels.
 
     Parameters
@@ -172,12 +172,12 @@ def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tupl
 def backward(
     problem: Problem,
     arrays: Mapping[str, Any],
-    out: Any,
-    lse: Any,
+    out: np.ndarray,
+    lse: np.ndarray,
     *,
     need: Sequence[str] | None = None,
     **options: Any,
-) -> tuple[Any, ...]:
+) -> tuple[np.ndarray, ...]:
     """The gradients `need` by the backward kernels; without it (dq, dk, dv), and that of a part of the softmax.
 
     `arrays` holds dout too, and maybe dlse. Other parameters are those of `forward`.

@@ -10,7 +10,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from cuflash import reference
 from cuflash.operands import numpy_dtype, view_4d, view_rows
@@ -154,7 +154,9 @@ def yardsticks(problem: Problem, arrays: Mapping[str, Array], **random: Any) -> 
     return {name: yardstick(name) for name in expected}
 
 
-def _compute(problem: Problem, arrays: Mapping[str, Array], dtype: Any, random: Mapping[str, Any]) -> dict[str, Array]:
+def _compute(
+    problem: Problem, arrays: Mapping[str, Array], dtype: DTypeLike, random: Mapping[str, Any]
+) -> dict[str, Array]:
     """Results of the plain formula by name."""
     inputs = (arrays["q"], arrays["k"], arrays["v"])
     keywords = {**optional(arrays), **random}

@@ -88,6 +88,7 @@ WHEN_NEEDED = {
     "values": {"numpy"},
     "problem": {"numpy", "typing_extensions"},  # for a type checker
     "flash_attention": {"typing_extensions"},
+    "tuning": {"typing_extensions"},
     "tensor_map": {"cuda"},
     "nvrtc": {"cuda", "cupy", "cupy_backends"},
     "stopwatch": {"ml_dtypes"},
