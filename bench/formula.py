@@ -2,6 +2,9 @@
 
 With P = softmax(scale Q K^T) row by row: O = P V, dV = P^T dO, dP = dO V^T,
 dS = P * (dP - rowsum(P * dP)), dQ = scale dS K, dK = scale dS^T Q.
+
+`cuflash.reference` is the oracle, on the CPU. What is timed is checked on the device, where whole heads take seconds, and
+the tests hold the two together.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from cuflash.operands import numpy_dtype
 from cuflash.reference import product
 
 from .cases import BLOCK, Case
@@ -44,16 +48,11 @@ def on_host(array: Any) -> Any:
     return array.get() if hasattr(array, "get") else np.asarray(array)
 
 
-def dtype_of(name: str) -> np.dtype[Any]:
-    """NumPy dtype of a name that may be "bfloat16"."""
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
-
-
 def make_inputs(xp: Any, case: Case, seed: int = 0) -> Inputs:
     """Normally distributed operands (zeros would run faster than data does)."""
     random = xp.random.default_rng(seed)
     arrays = [
-        random.standard_normal(shape, dtype=case.softmax_dtype).astype(dtype_of(case.dtype))
+        random.standard_normal(shape, dtype=case.softmax_dtype).astype(numpy_dtype(case.dtype))
         for shape in (
             case.q_shape,
             case.k_shape,
@@ -121,7 +120,7 @@ def one_group(case: Case, inputs: Inputs, batch: int, head_kv: int, *, compute: 
     scale = case.head_dim**-0.5
 
     def rounded(x: Any) -> Any:
-        return x if store == compute else widen(x.astype(dtype_of(store)), compute)
+        return x if store == compute else widen(x.astype(numpy_dtype(store)), compute)
 
     heads = slice(head_kv * case.group_size, (head_kv + 1) * case.group_size)
     seqlen = case.lengths[batch] if case.lengths else None
@@ -180,7 +179,7 @@ class Reference:
 
         self.exact, plain = groups(precise, precise), groups(case.softmax_dtype, case.dtype)
         finfo: Any = ml_dtypes.finfo  # knows bfloat16 and NumPy's own
-        epsilon = float(finfo(dtype_of(case.dtype)).eps)
+        epsilon = float(finfo(numpy_dtype(case.dtype)).eps)
         self.formula_errors, self.ulps = {}, {}
         for name in plain[0]:
             distances = (self._distance(g[name], e[name]) for g, e in zip(plain, self.exact, strict=True))

@@ -18,8 +18,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cuflash.operands import numpy_dtype
+
 from .cases import BLOCK, Case
-from .formula import Inputs, dtype_of, gradient_rows, softmax_rows, widen
+from .formula import Inputs, gradient_rows, softmax_rows, widen
 
 Calls = dict[str, Callable[[], tuple[Any, ...]]]
 STEPS = 2000  # of decoding, before the cache is as short again as at the start
@@ -45,7 +47,7 @@ class Contender:
 
 def _poisoned(xp: Any, shape: tuple[int, ...], dtype: str) -> Any:
     """An array of NaN (all bits set, in every dtype): an element that nothing writes is found by the check."""
-    array = xp.empty(shape, dtype=dtype_of(dtype))
+    array = xp.empty(shape, dtype=numpy_dtype(dtype))
     array.view(xp.uint8)[...] = 0xFF
     return array
 
@@ -232,7 +234,7 @@ def naive(case: Case, inputs: Inputs) -> Contender:
     needed = 6 * case.scores_bytes
     if xp.__name__ == "cupy" and needed > xp.cuda.runtime.memGetInfo()[0]:
         raise Absent(f"would need about {needed / 1e9:.0f} GB")
-    dtype, compute, scale = dtype_of(case.dtype), case.softmax_dtype, case.head_dim**-0.5
+    dtype, compute, scale = numpy_dtype(case.dtype), case.softmax_dtype, case.head_dim**-0.5
 
     def grouped(x: Any) -> Any:
         """(batch, heads_kv, group or 1, seqlen, dim), so that products broadcast over the query heads of a group."""
@@ -491,7 +493,7 @@ def jax_pallas(case: Case, inputs: Inputs) -> Contender:
     if jax.default_backend() != "gpu":
         raise Absent("this jax has no CUDA device")
 
-    scaled = (widen(inputs.q, "float32") * case.head_dim**-0.5).astype(dtype_of(case.dtype))
+    scaled = (widen(inputs.q, "float32") * case.head_dim**-0.5).astype(numpy_dtype(case.dtype))
     q, k, v = (
         jax.dlpack.from_dlpack(xp.ascontiguousarray(x.transpose(0, 2, 1, 3))) for x in (scaled, inputs.k, inputs.v)
     )

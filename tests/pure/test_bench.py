@@ -13,7 +13,7 @@ import pytest
 from bench import accuracy, ceiling, peers, report
 from bench.__main__ import ROOT, main
 from bench.cases import FA2, GROUPED, SUITES, Case, Suite
-from bench.formula import Inputs, Reference, dtype_of, make_inputs, one_group, softmax_rows
+from bench.formula import Inputs, Reference, make_inputs, one_group, softmax_rows
 from bench.run import choose_cases, choose_contenders, failures, run_suite
 from bench.timing import (
     CALLS_IN_A_ROW,
@@ -27,6 +27,7 @@ from bench.timing import (
     time_interleaved,
 )
 from cuflash import reference
+from cuflash.operands import numpy_dtype
 from cuflash.options import Options
 from cuflash.problem import make_problem
 
@@ -38,7 +39,7 @@ ALL_CASES = sorted({case for suite in SUITES.values() for case in suite.cases}, 
 
 def abstract(shape, dtype):
     """Something with shape, strides and dtype, without the memory."""
-    dtype = dtype_of(dtype)
+    dtype = numpy_dtype(dtype)
     strides = tuple(int(np.prod(shape[i + 1 :], dtype=np.int64)) * dtype.itemsize for i in range(len(shape)))
     return types.SimpleNamespace(shape=shape, strides=strides, dtype=dtype)
 
@@ -116,7 +117,7 @@ def test_the_formula_is_the_oracle(case, monkeypatch):
 def test_the_check_tells_right_from_wrong(dtype):
     case = Case(head_dim=16, seqlen_q=40, batch=2, num_heads=2, causal=True, dtype=dtype)
     inputs = make_inputs(np, case)
-    assert {x.dtype for x in (inputs.q, inputs.k, inputs.v, inputs.dout)} == {dtype_of(dtype)}
+    assert {x.dtype for x in (inputs.q, inputs.k, inputs.v, inputs.dout)} == {numpy_dtype(dtype)}
     check = Reference(case, inputs)
     contender = peers.naive(case, inputs)
     (out,) = contender.calls["forward"]()
@@ -137,7 +138,7 @@ def test_the_check_tells_right_from_wrong(dtype):
 def test_poison_is_not_a_number_in_every_dtype():
     for dtype in ("float16", "bfloat16", "float32", "float64"):
         array = peers._poisoned(np, (2, 3), dtype)
-        assert array.dtype == dtype_of(dtype)
+        assert array.dtype == numpy_dtype(dtype)
         assert np.isnan(array.astype("float64")).all()
 
 
@@ -748,4 +749,4 @@ def test_a_gpu_suite_without_cupy_says_so(tmp_path, monkeypatch):
 
 
 def test_bfloat16_is_the_one_of_ml_dtypes():
-    assert dtype_of("bfloat16") == ml_dtypes.bfloat16
+    assert numpy_dtype("bfloat16") == ml_dtypes.bfloat16
