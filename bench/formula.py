@@ -3,7 +3,7 @@
 With P = softmax(scale Q K^T) row by row: O = P V, dV = P^T dO, dP = dO V^T,
 dS = P * (dP - rowsum(P * dP)), dQ = scale dS K, dK = scale dS^T Q.
 
-`cuflash.reference` is the oracle, on the CPU. What is timed is checked on the device, where whole heads take seconds, and
+`cuflash.reference` is the oracle, on the CPU. What is timed is checked on the device, where whole heads take seconds;
 the tests hold the two together.
 """
 
