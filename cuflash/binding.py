@@ -151,23 +151,31 @@ def bind(
     )
 
 
-def assumed(
-    problem: Problem, pass_: Pass, need: Collection[str] = DEFAULT_NEED, given: Mapping[str, Operand] | None = None
-) -> tuple[dict[str, Operand], int, int]:
-    """The operands of a pass of which only the problem is known, and the widest accesses that serve them.
+def assumed(problem: Problem, pass_: Pass, given: Mapping[str, Operand]) -> dict[str, Operand]:
+    """The operands of a pass of which only the problem is known, and those that are `given`.
 
-    Arrays that are neither in the problem nor among the operands `given` are taken as contiguous, those of gradients of
-    terms as lying like their terms, and all as aligned to 16 bytes.
+    The others are taken as contiguous, but for gradients of terms, which are taken to lie as their terms do.
     """
-    dtype = _Named(problem.dtype, ITEMSIZE[problem.dtype])
-    names = {name: None for name in (*_READ[pass_], *_WRITTEN[pass_]) if name not in INPUTS}
-    operands = {name: layout_of(Contiguous(_shape(name, problem), dtype), problem.layout) for name in names}
-    terms = {name: getattr(problem, term.name) for name, term in _OF_TERMS.items()}
-    operands |= {name: operand for name, operand in terms.items() if operand is not None}
-    operands |= given or {}
+    operands = dict(given)
+    for name in (*_READ[pass_], *_WRITTEN[pass_]):
+        if name not in INPUTS and name not in operands:
+            array = Contiguous(_shape(name, problem), _Named(problem.dtype, ITEMSIZE[problem.dtype]))
+            operands[name] = layout_of(array, problem.layout)
+    for name, term in _OF_TERMS.items():
+        if name not in operands:
+            operand = getattr(problem, term.name)
+            if operand is not None:
+                operands[name] = operand
+    return operands
+
+
+def widest_accesses(
+    problem: Problem, pass_: Pass, operands: Mapping[str, Operand], need: Collection[str] = DEFAULT_NEED
+) -> tuple[int, int]:
+    """The widest accesses that serve all that a pass reads, and all that it writes; addresses count as aligned."""
     written = [name for name in _WRITTEN[pass_] if pass_ == "forward" or name in need]
     load, store = (access_bytes(_found(names, problem, operands)) for names in (_READ[pass_], written))
-    return operands, load, store
+    return load, store
 
 
 def of_pass(pass_: Pass, arrays: Mapping[str, Any]) -> dict[str, Any]:

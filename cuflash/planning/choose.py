@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from cuflash.binding import INPUTS, Pass, assumed, planned_length
+from cuflash.binding import INPUTS, Pass, assumed, planned_length, widest_accesses
 from cuflash.operands import ITEMSIZE, Operand
 from cuflash.planning.backward import draft_backward
 from cuflash.planning.device import DeviceSpec
@@ -50,14 +50,16 @@ def choose_plan(
             "block_table: got one for the backward pass, expected None: gradients are not given in pages; gather "
             "the pages of each batch entry into contiguous k and v"
         )
-    lying, *aligned = assumed(problem, pass_, need, operands)
-    load_bytes, store_bytes = load_bytes or aligned[0], store_bytes or aligned[1]
+    arrays = assumed(problem, pass_, operands or {})
+    if load_bytes is None or store_bytes is None:
+        accesses = widest_accesses(problem, pass_, arrays, need)
+        load_bytes, store_bytes = load_bytes or accesses[0], store_bytes or accesses[1]
     if min(load_bytes, store_bytes) < ITEMSIZE[problem.dtype]:
         raise ValueError(
             f"q: got arrays at multiples of {min(load_bytes, store_bytes)} bytes, expected all of them at multiples of "
             f"the {ITEMSIZE[problem.dtype]} bytes of a {problem.dtype}"
         )
-    arrays = lying | {name: getattr(problem, name) for name in INPUTS}
+    arrays |= {name: getattr(problem, name) for name in INPUTS}
     seen = _without_parts_of_softmax(problem) if pass_ == "backward" else _of_planned_length(problem)
     draft = Draft(
         problem=seen,
