@@ -1,14 +1,17 @@
 // Both passes for one kind of processor, which the compiler's flags say. KIND is its name.
-#include "backward.h"
 #include "kinds.h"
+#include "small.h"
 
 #define JOINED(a, b) a##b
 #define NAMED(a, b) JOINED(a, b)
 
+template <class T> static bool prepare_pass(Work &work) {
+    if (is_small(work.call)) return prepare_small<T>(work);
+    return work.call.is_backward ? prepare_backward<T>(work) : prepare_forward<T>(work);
+}
+
 static bool prepare(Work &work) {
-    const bool is_double = work.call.dtype == FLOAT64;
-    if (work.call.is_backward) return is_double ? prepare_backward<double>(work) : prepare_backward<float>(work);
-    return is_double ? prepare_forward<double>(work) : prepare_forward<float>(work);
+    return work.call.dtype == FLOAT64 ? prepare_pass<double>(work) : prepare_pass<float>(work);
 }
 
 template <class T> static void evaluate_all(bool is_tanh, const T *in, T *out, long count) {
