@@ -378,8 +378,9 @@ class FlashAttention:
         if borrowed.kind == "cupy":
             computed = _gpu().forward(self.options, borrowed.arrays, random)
         else:
-            problem = self._bound("forward", borrowed.arrays).problem
-            computed = cpu.forward(problem, **borrowed.arrays, seed=random[0], offset=random[1])
+            given = _given(borrowed.arrays)
+            problem = self._bound("forward", given).problem
+            computed = cpu.forward(problem, **given, seed=random[0], offset=random[1])
         return ForwardResult(*map(borrowed.give_back, computed, (out, lse)))
 
     def backward(
@@ -492,8 +493,9 @@ class FlashAttention:
         if borrowed.kind == "cupy":
             computed = _gpu().backward(self.options, borrowed.arrays, need, random)
         else:
-            problem = self._bound("backward", borrowed.arrays, need).problem
-            computed = cpu.backward(problem, need=need, **borrowed.arrays, seed=random[0], offset=random[1])
+            given = _given(borrowed.arrays)
+            problem = self._bound("backward", given, need).problem
+            computed = cpu.backward(problem, need=need, **given, seed=random[0], offset=random[1])
         return kind(*map(borrowed.give_back, computed, results.values()))
 
     def plan(
@@ -532,7 +534,7 @@ class FlashAttention:
         borrowed = interop.borrow(given, required=INPUTS)
         if borrowed.kind == "cupy":
             return cast("Plans", _gpu().plan(self.options, borrowed.arrays, need))
-        return CpuPlan(problem=self._bound("forward", of_pass("forward", borrowed.arrays)).problem)
+        return CpuPlan(problem=self._bound("forward", _given(of_pass("forward", borrowed.arrays))).problem)
 
     def compile(
         self,
@@ -569,7 +571,7 @@ class FlashAttention:
         if borrowed.kind == "cupy":
             _gpu().compile(self.options, borrowed.arrays, need)
         else:
-            self._bound("forward", borrowed.arrays)
+            self._bound("forward", _given(borrowed.arrays))
 
     def tune(
         self,
@@ -634,7 +636,7 @@ class FlashAttention:
         random = self._random(*((0 if x is None else x) for x in (seed, offset)))
         borrowed = interop.borrow(arrays, required=INPUTS)
         if borrowed.kind != "cupy":
-            self._bound("forward", {name: x for name, x in borrowed.arrays.items() if name != "dout"})
+            self._bound("forward", {name: x for name, x in _given(borrowed.arrays).items() if name != "dout"})
             raise NotImplementedError(
                 "q: got an array in host memory, expected one on a GPU: the CPU path has no tiles to tune"
             )
@@ -655,12 +657,8 @@ class FlashAttention:
             seed, offset = (0 if x is None else x for x in (seed, offset))
         return check_random(seed, offset)
 
-    def _bound(self, pass_: Pass, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> Binding:
+    def _bound(self, pass_: Pass, given: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> Binding:
         """The binding of a call on NumPy arrays; what only arrays in host memory can tell is checked too."""
-        given = {name: x for name, x in arrays.items() if x is not None}
-        for name, x in given.items():
-            if not x.dtype.isnative:
-                raise type_error(name, f"dtype {x.dtype.str}", f"native byte order: {name}.astype({x.dtype.name!r})")
         shapes = tuple((name, x.shape, x.strides, x.dtype) for name, x in given.items())
         binding = _bind_arrays_like(pass_, self.options, shapes, need)
         problem = binding.problem
@@ -673,12 +671,8 @@ class FlashAttention:
                 raise value_error("kv_lengths", f"an entry {outside[0]}", f"0 to seqlen_k = {problem.seqlen_k}")
         if problem.block_table is not None:
             check_pages(problem, given["block_table"], given["kv_lengths"])
-        others = {name: x for name, x in given.items() if name not in binding.results}
-        for result in (name for name in binding.results if name in given):
-            for name, x in others.items():
-                if interop.overlap(given[result], x):
-                    raise value_error(result, f"memory shared with {name}", "memory of its own")
-            others[result] = given[result]
+        if len(binding.allocated) < len(binding.results):
+            _check_apart(given, binding.results)
         return binding
 
 
@@ -807,6 +801,11 @@ def _needed(need: Collection[str], given: dict[str, Any], results: dict[str, Arr
     return wanted
 
 
+def _given(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Those arrays that there are."""
+    return {name: x for name, x in arrays.items() if x is not None}
+
+
 class _Like(NamedTuple):
     """As much of a NumPy array as a binding is made of."""
 
@@ -818,4 +817,18 @@ class _Like(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def _bind_arrays_like(pass_: Pass, options: Options, arrays: tuple[Any, ...], need: tuple[str, ...]) -> Binding:
     """The binding of NumPy arrays by (name, shape, strides, dtype): to find it takes a tenth of making it."""
-    return bind(pass_, options, {name: _Like(*like) for name, *like in arrays}, need=need)
+    likes = {name: _Like(*like) for name, *like in arrays}
+    for name, (_, _, dtype) in likes.items():
+        if not dtype.isnative:
+            raise type_error(name, f"dtype {dtype.str}", f"native byte order: {name}.astype({dtype.name!r})")
+    return bind(pass_, options, likes, need=need)
+
+
+def _check_apart(given: dict[str, Any], results: tuple[str, ...]) -> None:
+    """Refuse results that share memory with another array."""
+    others = {name: x for name, x in given.items() if name not in results}
+    for result in (name for name in results if name in given):
+        for name, x in others.items():
+            if interop.overlap(given[result], x):
+                raise value_error(result, f"memory shared with {name}", "memory of its own")
+        others[result] = given[result]

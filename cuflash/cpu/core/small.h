@@ -6,69 +6,67 @@
 #pragma once
 
 #include "backward.h"
+#include "small_calls.h"
 
 namespace {
 
-constexpr long SMALL_LENGTH = 128;     // queries and keys of a small head at most
-constexpr long SMALL_DIM = 256;        // and its dimensions
-constexpr long MANY_ROWS = 5;          // queries that are worth a vector, where there are more keys than SINGLE_KEYS
-constexpr long SINGLE_KEYS = 16;
 constexpr double SMALL_JOB_NS = 30e3;  // the work of a job, about
-constexpr long COLUMNS_AT_ONCE = 64;   // queries that are computed at a time where a window cuts their keys
+constexpr long QUERIES_AT_ONCE = 64;   // where a window cuts their keys
 
-inline bool is_small(const Call &call) {
-    constexpr Array NOT_SERVED[] = {BIAS, MASK, BLOCK_MASK, BLOCK_TABLE, ALIBI_SLOPES, CU_SEQLENS_Q, DSCALE};
-    for (Array array : NOT_SERVED)
-        if (call.arrays[array]) return false;
-    return !call.softcap && call.scale > 0 && !call.dropout_steps && call.num_heads && call.num_heads_kv &&
-           larger(call.seqlen_q, call.seqlen_k) <= SMALL_LENGTH && larger(call.head_dim, call.head_dim_v) <= SMALL_DIM &&
-           (call.seqlen_q >= MANY_ROWS || call.seqlen_k <= SINGLE_KEYS);
+// How many heads are computed side by side: vectors of queries are filled with those of several heads.
+template <class T> inline long heads_at_once(const Call &call) {
+    return call.arrays[KV_LENGTHS] ? 1 : larger(1, LANES<T> / larger(call.seqlen_q, 1));
 }
 
 // Rows of one head in memory.
 template <class T> struct Rows {
     T *data;
     long stride;
+    Rows from(long i) const { return {data + i * stride, stride}; }
+};
+
+// A head of q, with its keys.
+template <class T> struct Member {
+    const Entry *entry;
+    long head, head_kv;
+    Rows<const T> q, k, v, dout;
 };
 
 // An operand or a result of a small head. Its rows are used where they lie if they are neighbours and whole vectors of
-// the dtype of the computation, and are copied otherwise.
+// the dtype of the computation, and are copied otherwise, to as many places as there are heads at once.
 template <class T> struct SmallArray {
     Array array;
-    long dim, padded;
+    long length, dim, padded;
     bool lies_well;
-    T *copy = nullptr;
+    T *copies = nullptr;
 
     SmallArray(const Call &call, Scratch &scratch, Array array, long length, long dim)
-        : array(array), dim(dim), padded(round_up(dim, LANES<T>)) {
+        : array(array), length(length), dim(dim), padded(round_up(dim, LANES<T>)) {
         lies_well = has_whole_rows<T>(call, array, dim) && (length == 1 || call.strides[array][2] == dim);
-        if (call.arrays[array] && !lies_well) copy = scratch.template take<T>(length * padded);
+        if (call.arrays[array] && !lies_well) copies = scratch.template take<T>(heads_at_once<T>(call) * length * padded);
     }
 
-    T *where(const Call &call, const Entry &entry, long head) const {
-        return (T *)address(call, array, sizeof(T), entry.batch, head);
+    // Where the rows of a head are, or are to be copied.
+    Rows<T> rows(const Call &call, const Entry &entry, long head, long place) const {
+        if (lies_well) return {(T *)row(call, entry, head, 0), dim};
+        return {copies + place * length * padded, padded};
     }
 
-    Rows<const T> read(const Call &call, const Entry &entry, long head, long count) const {
-        if (lies_well) return {where(call, entry, head), dim};
-        for (long i = 0; i < count; ++i) {
-            load_row(row(call, entry, head, i), call.dtype, call.strides[array][3], dim, copy + i * padded);
-            clear(copy + i * padded + dim, padded - dim);
+    Rows<const T> read(const Call &call, const Entry &entry, long head, long place, long count) const {
+        const Rows<T> to = rows(call, entry, head, place);
+        for (long i = 0; i < count && !lies_well; ++i) {
+            load_row(row(call, entry, head, i), call.dtype, call.strides[array][3], dim, to.data + i * padded);
+            clear(to.data + i * padded + dim, padded - dim);
         }
-        return {copy, padded};
+        return {to.data, to.stride};
     }
 
-    Rows<T> room(const Call &call, const Entry &entry, long head) const {
-        return lies_well ? Rows<T>{where(call, entry, head), dim} : Rows<T>{copy, padded};
-    }
-
-    // Puts rows that were computed in the room of a head in their places, and zeros behind them up to `length`.
-    void write(const Call &call, const Entry &entry, long head, long count, long length) const {
-        const Rows<T> rows = room(call, entry, head);
-        clear(rows.data + count * rows.stride, (length - count) * rows.stride);
-        if (lies_well) return;
-        for (long i = 0; i < length; ++i)
-            store_row(copy + i * padded, call.dtype, call.strides[array][3], dim, row(call, entry, head, i));
+    // Puts `count` rows that were computed in their places, and zeros behind them.
+    void write(const Call &call, const Entry &entry, long head, long count) const {
+        const Rows<T> from = rows(call, entry, head, 0);
+        clear(from.data + count * from.stride, (length - count) * from.stride);
+        for (long i = 0; i < length && !lies_well; ++i)
+            store_row(from.data + i * padded, call.dtype, call.strides[array][3], dim, row(call, entry, head, i));
     }
 
    private:
@@ -77,12 +75,12 @@ template <class T> struct SmallArray {
     }
 };
 
-// Arrays over the rows of a head, and the scores of a head, of which neighbours are queries.
+// Memory for heads that are computed at once. Neighbours in scores are queries, of all these heads.
 template <class T> struct SmallBuffers {
     Scratch scratch;
     SmallArray<T> q, k, v, out, dout, dq, dk, dv;
-    long columns, stride;  // of scores: queries, rounded up to whole vectors, and how far apart keys are
-    T *columns_of_q, *columns_of_dout, *s, *ds, *lse, *delta;
+    long stride;  // of keys in scores
+    T *columns_of_q, *columns_of_dout, *s, *ds, *lse, *delta, *sinks, *queries;
 
     SmallBuffers(const Call &call, char *memory)
         : scratch{memory},
@@ -94,15 +92,21 @@ template <class T> struct SmallBuffers {
           dq(call, scratch, DQ, call.seqlen_q, call.head_dim),
           dk(call, scratch, DK, call.seqlen_k, call.head_dim),
           dv(call, scratch, DV, call.seqlen_k, call.head_dim_v) {
-        const long length = round_up(larger(call.seqlen_k, 1), LANES<T>);
-        columns = round_up(larger(call.seqlen_q, 1), LANES<T>);
-        stride = columns + (columns > LANES<T> ? LANES<T> : 0);  // no power of two, so that keys share no sets of the cache
+        // What is computed for a head goes up to a vector beyond it; the next head overwrites that. The stride is no
+        // power of two where there are many queries, so that keys do not share sets of the cache.
+        const long length = round_up(larger(call.seqlen_k, 1), LANES<T>), heads = heads_at_once<T>(call);
+        stride = round_up(heads * larger(call.seqlen_q, 1), LANES<T>);
+        if (heads > 1 || stride > LANES<T>) stride += LANES<T>;
         columns_of_q = scratch.template take<T>(q.padded * stride);
         columns_of_dout = scratch.template take<T>(call.is_backward ? v.padded * stride : 0);
         s = scratch.template take<T>(length * stride);
         ds = scratch.template take<T>(call.is_backward ? length * stride : 0);
-        lse = scratch.template take<T>(columns);
-        delta = scratch.template take<T>(columns);
+        lse = scratch.template take<T>(stride);
+        delta = scratch.template take<T>(stride);
+        sinks = scratch.template take<T>(stride);
+        queries = scratch.template take<T>(stride);
+        if (memory)
+            for (long x = 0; x < stride; ++x) queries[x] = call.seqlen_q ? T(x % call.seqlen_q) : T(0);
     }
 };
 
@@ -113,22 +117,28 @@ template <class T>
 inline void dot_products_by_columns(Rows<const T> a, long num_rows, Rows<const T> b, long num_keys, long dim, T *s,
                                     long stride) {
     constexpr int R = LANES<T> < 4 ? LANES<T> : 4, KEYS = LANES<T> / R;
+    if (num_rows * num_keys < 4) {
+        for (long i = 0; i < num_rows; ++i)
+            for (long j = 0; j < num_keys; ++j) {
+                Vector<T> sum = {};
+                for (long d = 0; d < dim; d += LANES<T>) sum += load(a.from(i).data + d) * load(b.from(j).data + d);
+                s[j * stride + i] = sum_of_lanes<T>(sum);
+            }
+        return;
+    }
     for (long i = 0; i < num_rows; i += R) {
         const T *rows[R];
-        for (int r = 0; r < R; ++r) rows[r] = a.data + smaller(i + r, num_rows - 1) * a.stride;
+        for (int r = 0; r < R; ++r) rows[r] = a.from(smaller(i + r, num_rows - 1)).data;
         for (long j = 0; j < num_keys; j += KEYS) {
             const T *keys[KEYS];
-            for (int n = 0; n < KEYS; ++n) keys[n] = b.data + smaller(j + n, num_keys - 1) * b.stride;
+            for (int n = 0; n < KEYS; ++n) keys[n] = b.from(smaller(j + n, num_keys - 1)).data;
             Vector<T> sums[LANES<T>] = {};
             for (long d = 0; d < dim; d += LANES<T>) {
-                Vector<T> x[R];
-#pragma GCC unroll 4
-                for (int r = 0; r < R; ++r) x[r] = load(rows[r] + d);
 #pragma GCC unroll 4
                 for (int n = 0; n < KEYS; ++n) {
                     const Vector<T> y = load(keys[n] + d);
 #pragma GCC unroll 4
-                    for (int r = 0; r < R; ++r) sums[n * R + r] += x[r] * y;
+                    for (int r = 0; r < R; ++r) sums[n * R + r] += load(rows[r] + d) * y;
                 }
             }
             T lanes[LANES<T>];
@@ -138,50 +148,48 @@ inline void dot_products_by_columns(Rows<const T> a, long num_rows, Rows<const T
     }
 }
 
-// The same by columns of a, which are copied first; it takes about as long as these numbers say.
-inline bool prefers_dot_products(long num_rows, long num_keys, long vectors, long lanes) {
-    const long columns = ceil_div(num_rows, lanes);
-    return num_rows * num_keys * (vectors + 4) < columns * vectors * (6 + num_keys) * lanes;
-}
-
-// s[j][i] = dot(b[j], a[i]) for keys from `first` to `stop` and queries from `begin` to `end`.
+// Products of the rows of a head, a, with all keys, b: whole vectors of rows by their columns, which are copied first,
+// and so are those that are left, unless dot products take less time.
 template <class T> struct RowProducts {
     Rows<const T> a, b;
-    long num_rows, dim;
-    bool are_dots;
+    long dim, by_columns, stride;
     T *columns;
-    long stride;
 
-    RowProducts(Rows<const T> a, long num_rows, Rows<const T> b, long num_keys, long dim, T *columns, long stride)
-        : a(a), b(b), num_rows(num_rows), dim(dim), columns(columns), stride(stride) {
-        are_dots = prefers_dot_products(num_rows, num_keys, dim / LANES<T>, LANES<T>);
-        if (!are_dots) transpose(a.data, a.stride, num_rows, dim, columns, stride);
+    void start(Rows<const T> rows, long num_rows, Rows<const T> keys, long num_keys, long length, T *to, long to_stride) {
+        a = rows, b = keys, dim = length, columns = to, stride = to_stride;
+        const long left = num_rows % LANES<T>, vectors = dim / LANES<T>;
+        // About how long both ways take.
+        const bool are_dots = left * num_keys * (vectors + 4) < vectors * (6 + num_keys) * LANES<T>;
+        by_columns = are_dots ? num_rows - left : num_rows;
+        transpose(a.data, a.stride, by_columns, dim, columns, stride);
     }
 
+    // s[j][i] = dot(b[j], a[i]) for keys from `first` to `stop` and rows from `begin`, a whole number of vectors, to `end`.
     void compute(long begin, long end, long first, long stop, T *s) const {
-        T *to = s + first * stride + begin;
-        const Rows<const T> keys = {b.data + first * b.stride, b.stride};
-        if (are_dots) {
-            dot_products_by_columns<T>({a.data + begin * a.stride, a.stride}, end - begin, keys, stop - first, dim, to,
-                                       stride);
-        } else {
-            product_of_rows(stop - first, round_up(end - begin, LANES<T>), dim, keys.data, keys.stride, columns + begin,
-                            stride, to, stride);
-        }
+        const Rows<const T> keys = b.from(first);
+        const long middle = smaller(end, by_columns);
+        if (middle > begin)
+            product_of_rows(stop - first, round_up(middle - begin, LANES<T>), dim, keys.data, keys.stride,
+                            columns + begin, stride, s + first * stride + begin, stride);
+        if (end > middle)
+            dot_products_by_columns<T>(a.from(larger(begin, middle)), end - larger(begin, middle), keys, stop - first, dim,
+                                       s + first * stride + larger(begin, middle), stride);
     }
 };
 
 // ---- what is visible -------------------------------------------------------------------------------------------------
 
-// Which of the keys from `first` to `stop` some neighbouring queries see, as many as a vector has lanes.
+inline bool has_window(const Call &call) { return call.window_left < NO_BOUND || call.window_right < NO_BOUND; }
+
+// Which keys some neighbouring columns of scores see, as many as a vector has lanes.
 template <class T> struct Sight {
     Keys of_all;
     Vector<T> from, to;
-    Sight(const Call &call, const Entry &entry, long i) {
-        of_all = seen_by_all(call, entry, i, i + LANES<T> - 1);
-        const Vector<T> queries = iota<T>() + splat(T(i + entry.diagonal));
-        from = queries - splat(T(call.window_left));
-        to = queries + splat(T(call.window_right));
+    Sight(const Call &call, const Entry &entry, const T *queries, long begin, long end) {
+        of_all = seen_by_all(call, entry, begin, end - 1);
+        const Vector<T> diagonals = load(queries) + splat(T(entry.diagonal));
+        from = diagonals - splat(T(call.window_left));
+        to = diagonals + splat(T(call.window_right));
     }
     // A score, or -inf in the place of a hidden one.
     Vector<T> hide(Vector<T> score, long j) const {
@@ -192,14 +200,23 @@ template <class T> struct Sight {
     }
 };
 
-inline bool has_window(const Call &call) { return call.window_left < NO_BOUND || call.window_right < NO_BOUND; }
-
 // Calls body(begin, end, keys) for queries of a head, and the keys that they see.
-template <class F> inline void for_columns(const Call &call, const Entry &entry, F body) {
-    const long step = has_window(call) ? COLUMNS_AT_ONCE : SMALL_LENGTH;
+template <class F> inline void for_queries(const Call &call, const Entry &entry, F body) {
+    const long step = has_window(call) ? QUERIES_AT_ONCE : SMALL_LENGTH;
     for (long i = 0; i < entry.seqlen_q; i += step) {
         const long end = smaller(i + step, entry.seqlen_q);
         body(i, end, seen_by(call, entry, i, end - 1));
+    }
+}
+
+// Calls body(column, sight) for each vector of queries from `begin` to `end` of `heads` heads: more than one of them
+// only where all of their queries are among these.
+template <class T, class F>
+inline void for_vectors(const Call &call, const SmallBuffers<T> &buffers, const Entry &entry, long heads, long begin,
+                        long end, F body) {
+    for (long x = begin; x < end + (heads - 1) * entry.seqlen_q; x += LANES<T>) {
+        const long first = heads > 1 ? 0 : x, last = heads > 1 ? end : smaller(x + LANES<T>, end);
+        body(x, Sight<T>(call, entry, buffers.queries + x, first, last));
     }
 }
 
@@ -208,7 +225,7 @@ template <class F> inline void for_columns(const Call &call, const Entry &entry,
 // Scores of as many queries as there are lanes become weights, whose sums are 1. Gives their lse.
 template <class T>
 inline Vector<T> weigh(const Scaling<T> &scaling, const Sight<T> &sight, Keys keys, T *s, long stride,
-                       const T *sink) {
+                       const T *sinks) {
     const T infinity = T(__builtin_inf());
     Vector<T> most = splat(-infinity);
     for (long j = keys.first; j < keys.stop; ++j) {
@@ -227,58 +244,79 @@ inline Vector<T> weigh(const Scaling<T> &scaling, const Sight<T> &sight, Keys ke
     const Vector<T> one = splat(T(1));
     Vector<T> lse = most * splat(T(scaling.natural)) + log<T>(sum), shrinks = one / (sum == T(0) ? one : sum);
     lse = sum == T(0) ? splat(-infinity) : lse;
-    if (sink) {
-        for (int i = 0; i < LANES<T>; ++i) {
-            const double top = most[i] * scaling.natural, joined = larger(top, double(*sink));
-            const double shift = joined == -__builtin_inf() ? 0 : joined, factor = std::exp(top - shift);
-            const double total = sum[i] * factor + std::exp(*sink - shift);
-            lse[i] = T(shift + std::log(total));
-            shrinks[i] = T(factor / (total == 0 ? 1 : total));
-        }
+    for (int i = 0; i < LANES<T> && sinks; ++i) {
+        const double sink = sinks[i], top = sum[i] == 0 ? -__builtin_inf() : most[i] * scaling.natural;
+        const double joined = top > sink ? top : sink, shifted = joined == -__builtin_inf() ? 0 : joined;
+        const double rest = std::exp(top - shifted), total = sum[i] * rest + std::exp(sink - shifted);
+        lse[i] = T(shifted + std::log(total));
+        shrinks[i] = T(rest / (total == 0 ? 1 : total));
     }
     for (long j = keys.first; j < keys.stop; ++j) store(s + j * stride, load(s + j * stride) * shrinks);
     return lse;
 }
 
 template <class T>
-void forward_head(const Call &call, const Scaling<T> &scaling, SmallBuffers<T> &buffers, const Entry &entry, long head,
-                  Rows<const T> k, Rows<const T> v) {
+void forward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> *members, long count) {
+    const Scaling<T> scaling(call);
+    const Entry &entry = *members[0].entry;  // like those of the other members
     const long num_rows = entry.seqlen_q, stride = buffers.stride, dim_v = buffers.v.padded;
-    const Rows<const T> q = buffers.q.read(call, entry, head, num_rows);
-    const Rows<T> out = buffers.out.room(call, entry, head);
-    const RowProducts<T> products(q, num_rows, k, entry.seqlen_k, buffers.q.padded, buffers.columns_of_q, stride);
-    const T *sink = call.arrays[SINKS] ? &number<T>(call, SINKS, 0, head) : nullptr;
-    for_columns(call, entry, [&](long begin, long end, Keys keys) {
-        products.compute(begin, end, keys.first, keys.stop, buffers.s);
-        for (long i = begin; i < end; i += LANES<T>)
-            store(buffers.lse + i, weigh<T>(scaling, Sight<T>(call, entry, i), keys, buffers.s + i, stride, sink));
-        product<T, Order::COLUMNS>(end - begin, dim_v, keys.stop - keys.first, buffers.s + keys.first * stride + begin,
-                                   stride, v.data + keys.first * v.stride, v.stride, out.data + begin * out.stride,
-                                   out.stride, false);
+    RowProducts<T> products[LANES<T>];
+    for (long x = 0; x < count; ++x) {
+        products[x].start(members[x].q, num_rows, members[x].k, entry.seqlen_k, buffers.q.padded,
+                          buffers.columns_of_q + x * num_rows, stride);
+        if (call.arrays[SINKS])
+            for (long i = 0; i < num_rows; ++i)
+                buffers.sinks[x * num_rows + i] = number<T>(call, SINKS, 0, members[x].head);
+    }
+    const T *sinks = call.arrays[SINKS] ? buffers.sinks : nullptr;
+    for_queries(call, entry, [&](long begin, long end, Keys keys) {
+        for (long x = 0; x < count; ++x) products[x].compute(begin, end, keys.first, keys.stop, buffers.s + x * num_rows);
+        for_vectors<T>(call, buffers, entry, count, begin, end, [&](long x, const Sight<T> &sight) {
+            store(buffers.lse + x,
+                  weigh<T>(scaling, sight, keys, buffers.s + x, stride, sinks ? sinks + x : nullptr));
+        });
+        for (long x = 0; x < count; ++x) {
+            const Member<T> &member = members[x];
+            const Rows<T> out = buffers.out.rows(call, *member.entry, member.head, 0).from(begin);
+            const Rows<const T> v = member.v.from(keys.first);
+            product<T, Order::COLUMNS>(end - begin, dim_v, keys.stop - keys.first,
+                                       buffers.s + keys.first * stride + x * num_rows + begin, stride, v.data, v.stride,
+                                       out.data, out.stride, false);
+            if (end == num_rows) buffers.out.write(call, *member.entry, member.head, num_rows);
+        }
     });
-    buffers.out.write(call, entry, head, num_rows, num_rows);
-    for (long i = 0; i < num_rows; ++i) number<T>(call, LSE, entry.batch, head, i) = buffers.lse[i];
+    for (long x = 0; x < count; ++x) {
+        T *lse = &number<T>(call, LSE, members[x].entry->batch, members[x].head);
+        for (long i = 0; i < num_rows; ++i) lse[i * call.strides[LSE][2]] = buffers.lse[x * num_rows + i];
+    }
 }
 
 // ---- backward --------------------------------------------------------------------------------------------------------
 
 // lse of a head, with inf where a row sees no key, and delta: rowsum(dout o out) - dlse.
 template <class T>
-inline void load_row_numbers(const Call &call, SmallBuffers<T> &buffers, const Entry &entry, long head,
-                             Rows<const T> dout) {
-    const Rows<const T> out = buffers.out.read(call, entry, head, entry.seqlen_q);
-    for (long i = 0; i < entry.seqlen_q; i += LANES<T>) {
+inline void load_row_numbers(const Call &call, SmallBuffers<T> &buffers, const Member<T> &member, long place) {
+    const Entry &entry = *member.entry;
+    const long num_rows = entry.seqlen_q;
+    const Rows<const T> out = buffers.out.read(call, entry, member.head, place, num_rows);
+    T *lse = buffers.lse + place * num_rows, *delta = buffers.delta + place * num_rows;
+    for (long i = 0; i < num_rows; i += LANES<T>) {
+        const long count = smaller(LANES<T>, num_rows - i);
         Vector<T> sums[LANES<T>] = {};
-        for (long r = 0; r < smaller(LANES<T>, entry.seqlen_q - i); ++r)
+        for (long r = 0; r < count; ++r)
             for (long d = 0; d < buffers.v.padded; d += LANES<T>)
-                sums[r] += load(dout.data + (i + r) * dout.stride + d) * load(out.data + (i + r) * out.stride + d);
-        store(buffers.delta + i, sums_of_lanes<T>(sums));
+                sums[r] += load(member.dout.from(i + r).data + d) * load(out.from(i + r).data + d);
+        if (count < 3) {
+            for (long r = 0; r < count; ++r) delta[i + r] = sum_of_lanes<T>(sums[r]);
+        } else {
+            store(delta + i, sums_of_lanes<T>(sums));
+        }
     }
-    for (long i = 0; i < entry.seqlen_q; ++i) {
-        const T lse = number<T>(call, LSE, entry.batch, head, i);
-        const bool sees_any = lse != T(-__builtin_inf());
-        buffers.lse[i] = sees_any ? lse : -lse;
-        if (call.arrays[DLSE] && sees_any) buffers.delta[i] -= number<T>(call, DLSE, entry.batch, head, i);
+    for (long i = 0; i < num_rows; ++i) {
+        const T of_row = number<T>(call, LSE, entry.batch, member.head, i);
+        const bool sees_any = of_row != T(-__builtin_inf());
+        lse[i] = sees_any ? of_row : -of_row;
+        if (call.arrays[DLSE] && sees_any) delta[i] -= number<T>(call, DLSE, entry.batch, member.head, i);
     }
 }
 
@@ -296,77 +334,108 @@ inline void differentiate(const Call &call, const Sight<T> &sight, Keys keys, co
     }
 }
 
-// dq of a head of q; adds to dk and dv of its keys, unless it is the first of the heads that share them.
+// What queries from `begin` to `end` of a head, and keys that they see, have for its gradients. `p` and `ds` are those
+// of the first of them.
 template <class T>
-void backward_head(const Call &call, SmallBuffers<T> &buffers, const Entry &entry, long head, long head_kv,
-                   Rows<const T> k, Rows<const T> v, bool adds) {
-    const long num_rows = entry.seqlen_q, num_keys = entry.seqlen_k, stride = buffers.stride;
-    const long dim = buffers.q.padded, dim_v = buffers.v.padded;
-    const Rows<const T> q = buffers.q.read(call, entry, head, num_rows);
-    const Rows<const T> dout = buffers.dout.read(call, entry, head, num_rows);
-    load_row_numbers(call, buffers, entry, head, dout);
-    const Rows<T> dq = buffers.dq.room(call, entry, head);
-    const Rows<T> dk = buffers.dk.room(call, entry, head_kv), dv = buffers.dv.room(call, entry, head_kv);
-    const bool wants_dq = is_wanted(call, DQ), wants_dk = is_wanted(call, DK), wants_dv = is_wanted(call, DV);
-    const RowProducts<T> scores(q, num_rows, k, num_keys, dim, buffers.columns_of_q, stride);
-    const RowProducts<T> weights(dout, num_rows, v, num_keys, dim_v, buffers.columns_of_dout, stride);
-    if (!adds && has_window(call)) {  // not every query sees every key
-        if (wants_dk) clear(dk.data, num_keys * dk.stride);
-        if (wants_dv) clear(dv.data, num_keys * dv.stride);
+inline void add_gradients(const Call &call, SmallBuffers<T> &buffers, const Member<T> &member, long begin, long end,
+                          Keys keys, const T *p, const T *ds) {
+    const Entry &entry = *member.entry;
+    const long count = keys.stop - keys.first, length = end - begin, stride = buffers.stride;
+    const long dim = buffers.q.padded, dim_v = buffers.v.padded, group = call.num_heads / call.num_heads_kv;
+    bool adds = member.head % group > 0 || begin > 0;
+    const Rows<T> dk = buffers.dk.rows(call, entry, member.head_kv, 0);
+    const Rows<T> dv = buffers.dv.rows(call, entry, member.head_kv, 0);
+    if (!adds && count < entry.seqlen_k) {  // these queries do not see all keys
+        if (is_wanted(call, DK)) clear(dk.data, entry.seqlen_k * dk.stride);
+        if (is_wanted(call, DV)) clear(dv.data, entry.seqlen_k * dv.stride);
         adds = true;
     }
-    for_columns(call, entry, [&](long begin, long end, Keys keys) {
-        const long first = keys.first, count = keys.stop - first, length = end - begin;
-        scores.compute(begin, end, first, keys.stop, buffers.s);
-        weights.compute(begin, end, first, keys.stop, buffers.ds);
-        for (long i = begin; i < end; i += LANES<T>)
-            differentiate<T>(call, Sight<T>(call, entry, i), keys, buffers.lse + i, buffers.delta + i, buffers.s + i,
-                             buffers.ds + i, stride);
-        const T *p = buffers.s + first * stride + begin, *ds = buffers.ds + first * stride + begin;
-        if (wants_dv)
-            product<T, Order::ROWS>(count, dim_v, length, p, stride, dout.data + begin * dout.stride, dout.stride,
-                                    dv.data + first * dv.stride, dv.stride, adds);
-        if (wants_dk)
-            product<T, Order::ROWS>(count, dim, length, ds, stride, q.data + begin * q.stride, q.stride,
-                                    dk.data + first * dk.stride, dk.stride, adds);
-        if (wants_dq)
-            product<T, Order::COLUMNS>(length, dim, count, ds, stride, k.data + first * k.stride, k.stride,
-                                       dq.data + begin * dq.stride, dq.stride, false);
+    if (is_wanted(call, DV)) {
+        const Rows<const T> dout = member.dout.from(begin);
+        product<T, Order::ROWS>(count, dim_v, length, p, stride, dout.data, dout.stride, dv.from(keys.first).data,
+                                dv.stride, adds);
+    }
+    if (is_wanted(call, DK)) {
+        const Rows<const T> q = member.q.from(begin);
+        product<T, Order::ROWS>(count, dim, length, ds, stride, q.data, q.stride, dk.from(keys.first).data, dk.stride,
+                                adds);
+    }
+    if (is_wanted(call, DQ)) {
+        const Rows<T> dq = buffers.dq.rows(call, entry, member.head, 0);
+        const Rows<const T> k = member.k.from(keys.first);
+        product<T, Order::COLUMNS>(length, dim, count, ds, stride, k.data, k.stride, dq.from(begin).data, dq.stride,
+                                   false);
+    }
+    if (end < entry.seqlen_q) return;
+    if (is_wanted(call, DQ)) buffers.dq.write(call, entry, member.head, entry.seqlen_q);
+    if (member.head % group < group - 1) return;
+    if (is_wanted(call, DK)) buffers.dk.write(call, entry, member.head_kv, entry.seqlen_k);
+    if (is_wanted(call, DV)) buffers.dv.write(call, entry, member.head_kv, entry.seqlen_k);
+}
+
+template <class T>
+void backward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> *members, long count) {
+    const Entry &entry = *members[0].entry;  // like those of the other members
+    const long num_rows = entry.seqlen_q, stride = buffers.stride;
+    RowProducts<T> scores[LANES<T>], weights[LANES<T>];
+    for (long x = 0; x < count; ++x) {
+        const Member<T> &member = members[x];
+        load_row_numbers(call, buffers, member, x);
+        scores[x].start(member.q, num_rows, member.k, entry.seqlen_k, buffers.q.padded,
+                        buffers.columns_of_q + x * num_rows, stride);
+        weights[x].start(member.dout, num_rows, member.v, entry.seqlen_k, buffers.v.padded,
+                         buffers.columns_of_dout + x * num_rows, stride);
+    }
+    for_queries(call, entry, [&](long begin, long end, Keys keys) {
+        for (long x = 0; x < count; ++x) {
+            scores[x].compute(begin, end, keys.first, keys.stop, buffers.s + x * num_rows);
+            weights[x].compute(begin, end, keys.first, keys.stop, buffers.ds + x * num_rows);
+        }
+        for_vectors<T>(call, buffers, entry, count, begin, end, [&](long x, const Sight<T> &sight) {
+            differentiate<T>(call, sight, keys, buffers.lse + x, buffers.delta + x, buffers.s + x, buffers.ds + x,
+                             stride);
+        });
+        for (long x = 0; x < count; ++x) {
+            const long at = keys.first * stride + x * num_rows + begin;
+            add_gradients(call, buffers, members[x], begin, end, keys, buffers.s + at, buffers.ds + at);
+        }
     });
-    if (wants_dq) buffers.dq.write(call, entry, head, num_rows, num_rows);
 }
 
 // ---- jobs ------------------------------------------------------------------------------------------------------------
 
-// Heads that share keys, in all batch entries.
-inline long count_groups(const Call &call) { return call.batch * call.num_heads_kv; }
-
-template <class T> inline long groups_per_job(const Call &call) {
-    const double rows = double(call.num_heads / call.num_heads_kv * call.seqlen_q), products = call.is_backward ? 5 : 2;
-    const double of_group = 50 + rows * (5 + 0.02 * products * call.seqlen_k * larger(call.head_dim, call.head_dim_v));
-    return larger(1, long(SMALL_JOB_NS / of_group));
+// How many heads of q are in a job: all that share keys, or several times as many.
+inline long heads_per_job(const Call &call) {
+    const double products = call.is_backward ? 5 : 2, dim = larger(call.head_dim, call.head_dim_v);
+    const double of_head = overhead_of_head_ns(call) + 0.02 * products * call.seqlen_q * call.seqlen_k * dim;
+    const long group = call.num_heads / call.num_heads_kv;
+    return group * larger(1, long(SMALL_JOB_NS / (of_head * group)));
 }
 
 template <class T> void small_job(Work &work, char *memory, long job) {
     const Call &call = work.call;
-    const Scaling<T> scaling(call);
     SmallBuffers<T> buffers(call, memory);
-    const long group = call.num_heads / call.num_heads_kv, count = groups_per_job<T>(call);
-    for (long x = job * count; x < smaller((job + 1) * count, count_groups(call)); ++x) {
-        const Entry &entry = work.entries[x / call.num_heads_kv];
-        const long head_kv = x % call.num_heads_kv;
-        const Rows<const T> k = buffers.k.read(call, entry, head_kv, entry.seqlen_k);
-        const Rows<const T> v = buffers.v.read(call, entry, head_kv, entry.seqlen_k);
-        for (long member = 0; member < group; ++member) {
-            const long head = head_kv * group + member;
-            if (call.is_backward) {
-                backward_head(call, buffers, entry, head, head_kv, k, v, member > 0);
-            } else {
-                forward_head(call, scaling, buffers, entry, head, k, v);
-            }
+    const long group = call.num_heads / call.num_heads_kv, at_once = heads_at_once<T>(call), in_job = heads_per_job(call);
+    const long stop = smaller((job + 1) * in_job, call.batch * call.num_heads);
+    Member<T> members[LANES<T>];
+    for (long first = job * in_job; first < stop; first += at_once) {
+        const long count = smaller(at_once, stop - first);
+        for (long x = 0; x < count; ++x) {
+            Member<T> &member = members[x];
+            const Entry &entry = work.entries[(first + x) / call.num_heads];
+            member.entry = &entry;
+            member.head = (first + x) % call.num_heads;
+            member.head_kv = member.head / group;
+            member.q = buffers.q.read(call, entry, member.head, x, entry.seqlen_q);
+            member.k = buffers.k.read(call, entry, member.head_kv, x, entry.seqlen_k);
+            member.v = buffers.v.read(call, entry, member.head_kv, x, entry.seqlen_k);
+            if (call.is_backward) member.dout = buffers.dout.read(call, entry, member.head, x, entry.seqlen_q);
         }
-        if (is_wanted(call, DK)) buffers.dk.write(call, entry, head_kv, entry.seqlen_k, call.seqlen_k);
-        if (is_wanted(call, DV)) buffers.dv.write(call, entry, head_kv, entry.seqlen_k, call.seqlen_k);
+        if (call.is_backward) {
+            backward_heads(call, buffers, members, count);
+        } else {
+            forward_heads(call, buffers, members, count);
+        }
     }
 }
 
@@ -374,7 +443,7 @@ template <class T> bool prepare_small(Work &work) {
     const Call &call = work.call;
     if (!make_entries(work)) return false;
     work.scratch_bytes = SmallBuffers<T>(call, nullptr).scratch.used;
-    work.add_phase(small_job<T>, ceil_div(count_groups(call), groups_per_job<T>(call)));
+    work.add_phase(small_job<T>, ceil_div(call.batch * call.num_heads, heads_per_job(call)));
     if (is_wanted(call, DSINKS)) {
         choose_tiles<T>(work, BACKWARD_ROWS);
         work.scratch_bytes = larger(work.scratch_bytes, BackwardBuffers<T>(work, nullptr).scratch.used);

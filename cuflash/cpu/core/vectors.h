@@ -127,20 +127,19 @@ template <class T> inline Vector<T> pick(Vector<T> x, Vector<T> y, Integers<T> f
 #endif
 }
 
-// The sum of each of as many vectors as there are lanes: of the first in lane 0, and so on.
-template <class T> inline Vector<T> sums_of_lanes(Vector<T> *x) {
-    Integers<T> even, odd;
-    for (int i = 0; i < LANES<T>; ++i) {
-        even[i] = 2 * i;
-        odd[i] = 2 * i + 1;
+// The sum of each of COUNT vectors, as many as there are lanes: of the first in lane 0, and so on.
+template <class T, int COUNT = LANES<T>> inline Vector<T> sums_of_lanes(const Vector<T> *x) {
+    if constexpr (COUNT == 1) {
+        return x[0];
+    } else {
+        Integers<T> even, odd;
+        for (int i = 0; i < LANES<T>; ++i) {
+            even[i] = 2 * i;
+            odd[i] = 2 * i + 1;
+        }
+        const Vector<T> low = sums_of_lanes<T, COUNT / 2>(x), high = sums_of_lanes<T, COUNT / 2>(x + COUNT / 2);
+        return pick<T>(low, high, even) + pick<T>(low, high, odd);
     }
-#pragma GCC unroll 4
-    for (int count = LANES<T> / 2; count > 0; count /= 2) {
-#pragma GCC unroll 8
-        for (int i = 0; i < count; ++i)
-            x[i] = pick<T>(x[2 * i], x[2 * i + 1], even) + pick<T>(x[2 * i], x[2 * i + 1], odd);
-    }
-    return x[0];
 }
 
 // 0, 1, 2, ...
