@@ -29,7 +29,7 @@ LIBRARY = Path(__file__).parent / "core" / "libcuflash.so"
 MAX_HEAD_DIM = 1024  # tiles of larger ones do not fit into a cache
 # Work, in nanoseconds of one core, that is not worth a second thread; that is worth each thread; and after which Ctrl-C
 # should have been looked for.
-SERIAL_NS = 300_000
+SERIAL_NS = 400_000
 THREAD_NS = 150_000
 PATIENCE_NS = 20_000_000
 SLICE_MS = 50

@@ -63,8 +63,9 @@ template <class T> struct SmallArray {
 
     // Puts `count` rows that were computed in their places, and zeros behind them.
     void write(const Call &call, const Entry &entry, long head, long count) const {
+        if (lies_well && count == length) return;
         const Rows<T> from = rows(call, entry, head, 0);
-        clear(from.data + count * from.stride, (length - count) * from.stride);
+        if (count < length) clear(from.data + count * from.stride, (length - count) * from.stride);
         for (long i = 0; i < length && !lies_well; ++i)
             store_row(from.data + i * padded, call.dtype, call.strides[array][3], dim, row(call, entry, head, i));
     }
@@ -177,6 +178,19 @@ template <class T> struct RowProducts {
     }
 };
 
+// C = A B or C += A B, as `product` has it. Sums of one term need no blocks of C in registers.
+template <class T, Order ORDER>
+inline void small_product(long num_rows, long num_columns, long length, const T *a, long a_stride, const T *b,
+                          long b_stride, T *c, long c_stride, bool adds) {
+    if (length != 1) {
+        product<T, ORDER>(num_rows, num_columns, length, a, a_stride, b, b_stride, c, c_stride, adds);
+        return;
+    }
+    for (long r = 0; r < num_rows; ++r, c += c_stride, a += ORDER == Order::ROWS ? a_stride : 1)
+        for (long j = 0; j < num_columns; j += LANES<T>)
+            store(c + j, adds ? load(c + j) + splat(*a) * load(b + j) : splat(*a) * load(b + j));
+}
+
 // ---- what is visible -------------------------------------------------------------------------------------------------
 
 inline bool has_window(const Call &call) { return call.window_left < NO_BOUND || call.window_right < NO_BOUND; }
@@ -279,9 +293,9 @@ void forward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> *
             const Member<T> &member = members[x];
             const Rows<T> out = buffers.out.rows(call, *member.entry, member.head, 0).from(begin);
             const Rows<const T> v = member.v.from(keys.first);
-            product<T, Order::COLUMNS>(end - begin, dim_v, keys.stop - keys.first,
-                                       buffers.s + keys.first * stride + x * num_rows + begin, stride, v.data, v.stride,
-                                       out.data, out.stride, false);
+            const T *weights = buffers.s + keys.first * stride + x * num_rows + begin;
+            small_product<T, Order::COLUMNS>(end - begin, dim_v, keys.stop - keys.first, weights, stride, v.data,
+                                             v.stride, out.data, out.stride, false);
             if (end == num_rows) buffers.out.write(call, *member.entry, member.head, num_rows);
         }
     });
@@ -352,19 +366,19 @@ inline void add_gradients(const Call &call, SmallBuffers<T> &buffers, const Memb
     }
     if (is_wanted(call, DV)) {
         const Rows<const T> dout = member.dout.from(begin);
-        product<T, Order::ROWS>(count, dim_v, length, p, stride, dout.data, dout.stride, dv.from(keys.first).data,
-                                dv.stride, adds);
+        small_product<T, Order::ROWS>(count, dim_v, length, p, stride, dout.data, dout.stride,
+                                      dv.from(keys.first).data, dv.stride, adds);
     }
     if (is_wanted(call, DK)) {
         const Rows<const T> q = member.q.from(begin);
-        product<T, Order::ROWS>(count, dim, length, ds, stride, q.data, q.stride, dk.from(keys.first).data, dk.stride,
-                                adds);
+        small_product<T, Order::ROWS>(count, dim, length, ds, stride, q.data, q.stride, dk.from(keys.first).data,
+                                      dk.stride, adds);
     }
     if (is_wanted(call, DQ)) {
         const Rows<T> dq = buffers.dq.rows(call, entry, member.head, 0);
         const Rows<const T> k = member.k.from(keys.first);
-        product<T, Order::COLUMNS>(length, dim, count, ds, stride, k.data, k.stride, dq.from(begin).data, dq.stride,
-                                   false);
+        small_product<T, Order::COLUMNS>(length, dim, count, ds, stride, k.data, k.stride, dq.from(begin).data,
+                                         dq.stride, false);
     }
     if (end < entry.seqlen_q) return;
     if (is_wanted(call, DQ)) buffers.dq.write(call, entry, member.head, entry.seqlen_q);
@@ -418,18 +432,21 @@ template <class T> void small_job(Work &work, char *memory, long job) {
     const long group = call.num_heads / call.num_heads_kv, at_once = heads_at_once<T>(call), in_job = heads_per_job(call);
     const long stop = smaller((job + 1) * in_job, call.batch * call.num_heads);
     Member<T> members[LANES<T>];
+    long e = job * in_job / call.num_heads, head = job * in_job % call.num_heads, head_kv = head / group;  // group by group
     for (long first = job * in_job; first < stop; first += at_once) {
         const long count = smaller(at_once, stop - first);
         for (long x = 0; x < count; ++x) {
             Member<T> &member = members[x];
-            const Entry &entry = work.entries[(first + x) / call.num_heads];
+            const Entry &entry = work.entries[e];
             member.entry = &entry;
-            member.head = (first + x) % call.num_heads;
-            member.head_kv = member.head / group;
+            member.head = head;
+            member.head_kv = head_kv;
             member.q = buffers.q.read(call, entry, member.head, x, entry.seqlen_q);
             member.k = buffers.k.read(call, entry, member.head_kv, x, entry.seqlen_k);
             member.v = buffers.v.read(call, entry, member.head_kv, x, entry.seqlen_k);
             if (call.is_backward) member.dout = buffers.dout.read(call, entry, member.head, x, entry.seqlen_q);
+            if (++head == (head_kv + 1) * group) ++head_kv;
+            if (head == call.num_heads) ++e, head = head_kv = 0;
         }
         if (call.is_backward) {
             backward_heads(call, buffers, members, count);

@@ -21,7 +21,7 @@ inline bool is_small(const Call &call) {
 
 // In nanoseconds, as measured with AVX-512.
 inline double overhead_of_head_ns(const Call &call) {
-    const double forward = is_small(call) ? 40 + 10 * double(call.seqlen_q) : 500;
+    const double forward = is_small(call) ? 20 + 10 * double(call.seqlen_q) : 500;
     return forward * (call.is_backward ? 2.5 : 1);
 }
 
