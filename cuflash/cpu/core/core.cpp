@@ -133,9 +133,9 @@ EXPORTED double cuflash_overhead_ns(const void *fixed) {
 // The kind of processor that the kernels are for; without the best `limit` kinds.
 EXPORTED const char *cuflash_processor(int limit) { return kind_of_processor(limit).name; }
 
-// 2^x or tanh(x), as the kernels compute them.
-EXPORTED void cuflash_evaluate(int limit, int is_double, int is_tanh, const void *in, void *out, int64_t count) {
-    kind_of_processor(limit).kernels->evaluate(is_double, is_tanh, in, out, count);
+// A function of all numbers of an array, as the kernels compute it.
+EXPORTED void cuflash_evaluate(int limit, int is_double, int function, const void *in, void *out, int64_t count) {
+    kind_of_processor(limit).kernels->evaluate(is_double, Function(function), in, out, count);
 }
 
 // Computes a call on this thread, in `memory` of so many bytes if that is enough: fresh memory has to be mapped page by

@@ -14,22 +14,22 @@ static bool prepare(Work &work) {
     return work.call.dtype == FLOAT64 ? prepare_pass<double>(work) : prepare_pass<float>(work);
 }
 
-template <class T> static void evaluate_all(bool is_tanh, const T *in, T *out, long count) {
+template <class T> static void evaluate_all(Function function, const T *in, T *out, long count) {
     for (long i = 0; i < count; i += LANES<T>) {
         const long n = smaller(LANES<T>, count - i);
         T values[LANES<T>] = {};
         memcpy(values, in + i, n * sizeof(T));
         const Vector<T> x = load(values);
-        store(values, is_tanh ? tanh<T>(x) : exp2<T>(x));
+        store(values, function == TANH ? tanh<T>(x) : function == LOG ? log<T>(x) : exp2<T>(x));
         memcpy(out + i, values, n * sizeof(T));
     }
 }
 
-static void evaluate(bool is_double, bool is_tanh, const void *in, void *out, long count) {
+static void evaluate(bool is_double, Function function, const void *in, void *out, long count) {
     if (is_double) {
-        evaluate_all(is_tanh, (const double *)in, (double *)out, count);
+        evaluate_all(function, (const double *)in, (double *)out, count);
     } else {
-        evaluate_all(is_tanh, (const float *)in, (float *)out, count);
+        evaluate_all(function, (const float *)in, (float *)out, count);
     }
 }
 
