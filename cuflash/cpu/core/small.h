@@ -43,7 +43,8 @@ template <class T> struct SmallArray {
     SmallArray(const Call &call, Scratch &scratch, Array array, long length, long dim)
         : array(array), length(length), dim(dim), padded(round_up(dim, LANES<T>)) {
         lies_well = has_whole_rows<T>(call, array, dim) && (length == 1 || call.strides[array][2] == dim);
-        if (call.arrays[array] && !lies_well) copies = scratch.template take<T>(heads_at_once<T>(call) * length * padded);
+        const long count = call.arrays[array] && !lies_well ? heads_at_once<T>(call) : 0;
+        copies = scratch.template take<T>(count * length * padded);
     }
 
     // Where the rows of a head are, or are to be copied.
@@ -156,7 +157,8 @@ template <class T> struct RowProducts {
     long dim, by_columns, stride;
     T *columns;
 
-    void start(Rows<const T> rows, long num_rows, Rows<const T> keys, long num_keys, long length, T *to, long to_stride) {
+    void start(Rows<const T> rows, long num_rows, Rows<const T> keys, long num_keys, long length, T *to,
+               long to_stride) {
         a = rows, b = keys, dim = length, columns = to, stride = to_stride;
         const long left = num_rows % LANES<T>, vectors = dim / LANES<T>;
         // About how long both ways take.
@@ -165,16 +167,18 @@ template <class T> struct RowProducts {
         transpose(a.data, a.stride, by_columns, dim, columns, stride);
     }
 
-    // s[j][i] = dot(b[j], a[i]) for keys from `first` to `stop` and rows from `begin`, a whole number of vectors, to `end`.
+    // s[j][i] = dot(b[j], a[i]) for keys from `first` to `stop` and rows from `begin` to `end`. Whole vectors of rows are
+    // before `begin`.
     void compute(long begin, long end, long first, long stop, T *s) const {
         const Rows<const T> keys = b.from(first);
         const long middle = smaller(end, by_columns);
         if (middle > begin)
             product_of_rows(stop - first, round_up(middle - begin, LANES<T>), dim, keys.data, keys.stride,
                             columns + begin, stride, s + first * stride + begin, stride);
-        if (end > middle)
-            dot_products_by_columns<T>(a.from(larger(begin, middle)), end - larger(begin, middle), keys, stop - first, dim,
-                                       s + first * stride + larger(begin, middle), stride);
+        const long left = larger(begin, middle);
+        if (end > left)
+            dot_products_by_columns<T>(a.from(left), end - left, keys, stop - first, dim, s + first * stride + left,
+                                       stride);
     }
 };
 
@@ -284,7 +288,8 @@ void forward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> *
     }
     const T *sinks = call.arrays[SINKS] ? buffers.sinks : nullptr;
     for_queries(call, entry, [&](long begin, long end, Keys keys) {
-        for (long x = 0; x < count; ++x) products[x].compute(begin, end, keys.first, keys.stop, buffers.s + x * num_rows);
+        for (long x = 0; x < count; ++x)
+            products[x].compute(begin, end, keys.first, keys.stop, buffers.s + x * num_rows);
         for_vectors<T>(call, buffers, entry, count, begin, end, [&](long x, const Sight<T> &sight) {
             store(buffers.lse + x,
                   weigh<T>(scaling, sight, keys, buffers.s + x, stride, sinks ? sinks + x : nullptr));
@@ -429,10 +434,11 @@ inline long heads_per_job(const Call &call) {
 template <class T> void small_job(Work &work, char *memory, long job) {
     const Call &call = work.call;
     SmallBuffers<T> buffers(call, memory);
-    const long group = call.num_heads / call.num_heads_kv, at_once = heads_at_once<T>(call), in_job = heads_per_job(call);
+    const long group = call.num_heads / call.num_heads_kv, in_job = heads_per_job(call);
+    const long at_once = heads_at_once<T>(call);
     const long stop = smaller((job + 1) * in_job, call.batch * call.num_heads);
     Member<T> members[LANES<T>];
-    long e = job * in_job / call.num_heads, head = job * in_job % call.num_heads, head_kv = head / group;  // group by group
+    long e = job * in_job / call.num_heads, head = job * in_job % call.num_heads, head_kv = head / group;
     for (long first = job * in_job; first < stop; first += at_once) {
         const long count = smaller(at_once, stop - first);
         for (long x = 0; x < count; ++x) {
