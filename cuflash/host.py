@@ -22,26 +22,28 @@ def forward(options: Options, arrays: dict[str, Any], random: tuple[int, int] = 
 
     `random` is the seed and the offset of dropout.
     """
-    problem = bound("forward", options, arrays).problem
-    return cpu.forward(problem, **arrays, seed=random[0], offset=random[1])
+    given = _given(arrays)
+    problem = bound("forward", options, given).problem
+    return cpu.forward(problem, **given, seed=random[0], offset=random[1])
 
 
 def backward(
     options: Options, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
 ) -> tuple[Any, ...]:
     """The gradients `need` of NumPy arrays, in the order of `GRADIENTS`."""
-    problem = bound("backward", options, arrays, need).problem
-    return cpu.backward(problem, need=need, **arrays, seed=random[0], offset=random[1])
+    given = _given(arrays)
+    problem = bound("backward", options, given, need).problem
+    return cpu.backward(problem, need=need, **given, seed=random[0], offset=random[1])
 
 
 def plan(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> CpuPlan:
     """What `forward` and `backward` would compute."""
-    return CpuPlan(problem=bound("forward", options, of_pass("forward", arrays)).problem)
+    return CpuPlan(problem=bound("forward", options, _given(of_pass("forward", arrays))).problem)
 
 
 def compile(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> None:
     """Check the arguments: there is nothing to compile."""
-    bound("forward", options, arrays)
+    bound("forward", options, _given(arrays))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +73,10 @@ class CpuPlan:
         )
 
 
-def bound(pass_: Pass, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> Binding:
+def bound(pass_: Pass, options: Options, given: Mapping[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> Binding:
     """The binding of a call on NumPy arrays; what only arrays in host memory can tell is checked too."""
-    given = {name: x for name, x in arrays.items() if x is not None}
-    shapes = []
-    for name, x in given.items():
-        dtype = x.dtype
-        if not dtype.isnative:
-            raise type_error(name, f"dtype {dtype.str}", f"native byte order: {name}.astype({dtype.name!r})")
-        shapes.append((name, x.shape, x.strides, dtype))
-    binding = _bind_arrays_like(pass_, options, tuple(shapes), need)
+    shapes = tuple((name, x.shape, x.strides, x.dtype) for name, x in given.items())
+    binding = _bind_arrays_like(pass_, options, shapes, need)
     problem = binding.problem
     if problem.is_packed:
         check_starts(problem, given["cu_seqlens_q"], given["cu_seqlens_k"])
@@ -91,13 +87,24 @@ def bound(pass_: Pass, options: Options, arrays: Mapping[str, Any], need: tuple[
             raise value_error("kv_lengths", f"an entry {outside[0]}", f"0 to seqlen_k = {problem.seqlen_k}")
     if problem.block_table is not None:
         check_pages(problem, given["block_table"], given["kv_lengths"])
-    others = {name: x for name, x in given.items() if name not in binding.results}
-    for result in (name for name in binding.results if name in given):
+    if len(binding.allocated) < len(binding.results):
+        _check_apart(given, binding.results)
+    return binding
+
+
+def _given(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Those arrays that there are."""
+    return {name: x for name, x in arrays.items() if x is not None}
+
+
+def _check_apart(given: Mapping[str, Any], results: tuple[str, ...]) -> None:
+    """Refuse results that share memory with another array."""
+    others = {name: x for name, x in given.items() if name not in results}
+    for result in (name for name in results if name in given):
         for name, x in others.items():
             if overlap(given[result], x):
                 raise value_error(result, f"memory shared with {name}", "memory of its own")
         others[result] = given[result]
-    return binding
 
 
 class _Like(NamedTuple):
@@ -111,4 +118,8 @@ class _Like(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def _bind_arrays_like(pass_: Pass, options: Options, arrays: tuple[Any, ...], need: tuple[str, ...]) -> Binding:
     """The binding of NumPy arrays by (name, shape, strides, dtype): to find it takes a tenth of making it."""
-    return bind(pass_, options, {name: _Like(*like) for name, *like in arrays}, need=need)
+    likes = {name: _Like(*like) for name, *like in arrays}
+    for name, (_, _, dtype) in likes.items():
+        if not dtype.isnative:
+            raise type_error(name, f"dtype {dtype.str}", f"native byte order: {name}.astype({dtype.name!r})")
+    return bind(pass_, options, likes, need=need)

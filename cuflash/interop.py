@@ -21,8 +21,7 @@ import ctypes
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -34,6 +33,7 @@ CUDA_DEVICES = (2, 13)  # kDLCUDA, kDLCUDAManaged
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # Methods by which a PyTorch tensor says that its memory holds other numbers than it has, and what makes a plain one.
 LAZY_BITS = {"is_neg": "resolve_neg", "is_conj": "resolve_conj", "_is_zerotensor": "clone"}
+_PLAIN = {np.ndarray}
 OVERLAP_WORK = 100_000  # candidate solutions tried before two interleaved arrays count as overlapping
 
 Kind = Literal["numpy", "cupy"]
@@ -54,8 +54,7 @@ def are_cupy(arrays: Mapping[str, object], required: Iterable[str]) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class Borrowed:
+class Borrowed(NamedTuple):
     """The arguments of one call as NumPy or CuPy arrays, and the way back."""
 
     kind: Kind
@@ -82,6 +81,11 @@ def borrow(arrays: Mapping[str, Any], *, required: Iterable[str], written: Itera
         if arrays[name] is None:
             raise type_error(name, "None", "an array")
     present = {name: x for name, x in arrays.items() if x is not None}
+    if set(map(type, present.values())) == _PLAIN:
+        for name in written:
+            if name in present and not present[name].flags.writeable:
+                raise value_error(name, "a read-only array", "a writable one")
+        return Borrowed("numpy", dict(arrays), None)
     (first_name, first), *others = present.items()
     library = _library_of(first_name, first)
     for name, x in others:

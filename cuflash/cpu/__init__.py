@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.cpu import core, tiles
+from cuflash.cpu import core, numpy_path
 from cuflash.cpu.jobs import cpu_threads
 from cuflash.cpu.packed import clear_rows_of_no_sequence
 from cuflash.problem import Problem
@@ -39,9 +39,9 @@ def forward(
     offset: int | None = None,
     **terms: Any,
 ) -> tuple[Array, Array]:
-    """out and lse: `cuflash.cpu.tiles.forward` has the parameters. Bitwise repeatable, on any number of threads."""
+    """out and lse: `numpy_path.forward` has the parameters. Bitwise repeatable, on any number of threads."""
     if core.why_not(problem) is not None:
-        return tiles.forward(problem, q, k, v, out=out, lse=lse, seed=seed, offset=offset, **terms)
+        return numpy_path.forward(problem, q, k, v, out=out, lse=lse, seed=seed, offset=offset, **terms)
     out = np.empty(problem.out_shape, q.dtype) if out is None else out
     lse = np.empty(problem.lse_shape, problem.softmax_dtype) if lse is None else lse
     if problem.is_packed:
@@ -64,10 +64,10 @@ def backward(
     offset: int | None = None,
     **others: Any,
 ) -> tuple[Array, ...]:
-    """Gradients, those of `need`: `cuflash.cpu.tiles.backward` has the parameters, results included."""
+    """Gradients, those of `need`: `cuflash.cpu.numpy_path.backward` has the parameters, results included."""
     if core.why_not(problem) is not None:
-        return tiles.backward(problem, dout, q, k, v, out, lse, need=need, seed=seed, offset=offset, **others)
-    results = tiles.gradients_for(problem, need, {"q": q, "k": k, "v": v, **others}, others)
+        return numpy_path.backward(problem, dout, q, k, v, out, lse, need=need, seed=seed, offset=offset, **others)
+    results = numpy_path.gradients_for(problem, need, {"q": q, "k": k, "v": v, **others}, others)
     arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     arrays |= {name: x for name, x in others.items() if name not in GRADIENTS}
     core.run(problem, arrays | results, True, seed, offset)

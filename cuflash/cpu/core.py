@@ -13,7 +13,7 @@ import hashlib
 import struct
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ LIBRARY = Path(__file__).parent / "core" / "libcuflash.so"
 MAX_HEAD_DIM = 1024  # tiles of larger ones do not fit into a cache
 # Work, in nanoseconds of one core, that is not worth a second thread; that is worth each thread; and after which Ctrl-C
 # should have been looked for.
-SERIAL_NS = 300_000
+SERIAL_NS = 400_000
 THREAD_NS = 150_000
 PATIENCE_NS = 20_000_000
 SLICE_MS = 50
@@ -47,9 +47,7 @@ AXES = {
 }  # fmt: skip
 _DONE, _OUT_OF_MEMORY, _OTHER_LAYOUT, _NO_THREAD, _UNALIGNED = range(5)
 _WRITTEN = {False: ("out", "lse"), True: GRADIENTS}  # by a pass, by whether it is the backward pass
-_NOWHERE = [0] * len(AXES)
 _kept = threading.local()
-_changing = struct.Struct(f"@2Q{len(AXES)}N")
 
 
 class _Call(ctypes.Structure):
@@ -60,10 +58,11 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")),
         *((name, ctypes.c_int64) for name in ("diagonal", "window_left", "window_right", "is_bottom_right")),
         *((name, ctypes.c_int64) for name in ("page_size", "block_rows", "block_keys", "lengths_are_64_bit")),
-        ("dropout_steps", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("dropout_steps", "num_given")),
         *((name, ctypes.c_double) for name in ("scale", "softcap", "kept_scale")),
         ("sizes", ctypes.c_int64 * len(AXES)),
         ("strides", ctypes.c_int64 * 4 * len(AXES)),
+        ("given", ctypes.c_int64 * len(AXES)),
         ("seed", ctypes.c_uint64),
         ("offset", ctypes.c_uint64),
         ("arrays", ctypes.c_void_p * len(AXES)),
@@ -81,7 +80,7 @@ class _Prepared(NamedTuple):
     """What calls on arrays of the same strides have in common."""
 
     fixed: bytes
-    places: list[int]  # of the arrays, in the order of AXES
+    pack: Callable[..., bytes]  # of what changes from call to call: seed, offset and the arrays in their order
     nanoseconds: float
 
 
@@ -106,6 +105,8 @@ def _load() -> _Library | str:
     functions.cuflash_wait.argtypes = [ctypes.c_void_p, ctypes.c_int]
     functions.cuflash_finish.argtypes = [ctypes.c_void_p]
     functions.cuflash_processor.restype = ctypes.c_char_p
+    functions.cuflash_overhead_ns.argtypes = [ctypes.c_char_p]
+    functions.cuflash_overhead_ns.restype = ctypes.c_double
     return _Library(functions, _find_data_offset())
 
 
@@ -160,15 +161,13 @@ def run(
     if isinstance(library, str):
         raise RuntimeError(f"there is no compiled core: {library}")
     functions, data_offset = library
-    given = [(name, x) for name, x in arrays.items() if x is not None]
-    prepared = _prepared(problem, given, is_backward)
+    given = {name: x for name, x in arrays.items() if x is not None}
+    prepared = _prepared(functions, problem, given, is_backward)
     if prepared is None:
         _run_on_copies(problem, given, is_backward, seed, offset)
         return
-    places = _NOWHERE.copy()
-    for at, (_, x) in zip(prepared.places, given, strict=True):
-        places[at] = id(x) if data_offset >= 0 else x.ctypes.data
-    changing = _changing.pack(seed or 0, offset or 0, *places)
+    places = map(id, given.values()) if data_offset >= 0 else (x.ctypes.data for x in given.values())
+    changing = prepared.pack(seed or 0, offset or 0, *places)
     status = _NO_THREAD
     if prepared.nanoseconds > SERIAL_NS:
         threads = max(1, min(count_cores(), int(prepared.nanoseconds / THREAD_NS)))
@@ -186,12 +185,12 @@ def run(
 
 
 def _run_on_copies(
-    problem: Problem, given: list[tuple[str, Array]], is_backward: bool, seed: int | None, offset: int | None
+    problem: Problem, given: dict[str, Array], is_backward: bool, seed: int | None, offset: int | None
 ) -> None:
     """Compute a call on arrays some of whose elements are not aligned to their size: the core gets copies of these."""
-    copies = {name: x if x.flags.aligned else x.copy() for name, x in given}
+    copies = {name: x if x.flags.aligned else x.copy() for name, x in given.items()}
     run(problem, copies, is_backward, seed, offset)
-    for name, x in given:
+    for name, x in given.items():
         if name in _WRITTEN[is_backward] and copies[name] is not x:
             x[...] = copies[name]
 
@@ -217,21 +216,22 @@ def _run_on_threads(functions: Any, call: tuple[bytes, bytes, int, int], threads
     return code
 
 
-def _prepared(problem: Problem, given: list[tuple[str, Array]], is_backward: bool) -> _Prepared | None:
+def _prepared(functions: Any, problem: Problem, given: dict[str, Array], is_backward: bool) -> _Prepared | None:
     """What this call has in common with others, kept with the problem; None where strides are no whole elements."""
     kept: dict[Any, _Prepared] = vars(problem).setdefault("_prepared_calls", {})
-    key = (is_backward, *[(name, x.strides) for name, x in given])
+    key = (is_backward, *given, *[x.strides for x in given.values()])
     prepared = kept.get(key)
     if prepared is None:
-        if any(stride % x.itemsize for _, x in given for n, stride in zip(x.shape, x.strides, strict=True) if n > 1):
+        strides = [(s, x.itemsize) for x in given.values() for n, s in zip(x.shape, x.strides, strict=True) if n > 1]
+        if any(stride % itemsize for stride, itemsize in strides):
             return None
         if len(kept) >= MOST_PREPARED:
             kept.clear()
-        prepared = kept[key] = _prepare(problem, given, is_backward)
+        prepared = kept[key] = _prepare(functions, problem, given, is_backward)
     return prepared
 
 
-def _prepare(problem: Problem, given: list[tuple[str, Array]], is_backward: bool) -> _Prepared:
+def _prepare(functions: Any, problem: Problem, given: dict[str, Array], is_backward: bool) -> _Prepared:
     call = _Call(
         bytes=ctypes.sizeof(_Call),
         is_backward=is_backward,
@@ -253,13 +253,15 @@ def _prepare(problem: Problem, given: list[tuple[str, Array]], is_backward: bool
     for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"):
         setattr(call, name, getattr(problem, name))
     names = list(AXES)
-    places = [names.index(name) for name, _ in given]
-    for at, (name, x) in zip(places, given, strict=True):
+    call.num_given = len(given)
+    for number, (name, x) in enumerate(given.items()):
+        at = call.given[number] = names.index(name)
         call.sizes[at] = x.itemsize
         call.strides[at][:] = _strides(x, AXES[name], problem.layout)
+    fixed = bytes(call)[: _Call.seed.offset]
     flops = problem.backward_flops if is_backward else problem.forward_flops
-    nanoseconds = flops / (30 if problem.dtype == "float64" else 60) + 500 * problem.batch * problem.num_heads
-    return _Prepared(bytes(call)[: _Call.seed.offset], places, nanoseconds)
+    nanoseconds = flops / (30 if problem.dtype == "float64" else 60) + functions.cuflash_overhead_ns(fixed)
+    return _Prepared(fixed, struct.Struct(f"@2Q{len(given)}N").pack, nanoseconds)
 
 
 def _strides(array: Array, axes: Any, layout: str) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ The CPU path computes one sequence on all cores where it is long enough for that
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -35,9 +35,10 @@ class Sequence:
         part = self.keys if name.removeprefix("d") in ("k", "v") else self.rows
         return array[part] if array.ndim == 3 and self.problem.layout == "bshd" else array[:, part]
 
-    def slopes(self, alibi_slopes: Array | None) -> Array | None:
-        """Slopes of the heads of this sequence."""
-        return alibi_slopes if alibi_slopes is None or alibi_slopes.ndim == 1 else alibi_slopes[self.index]
+    def of_terms(self, terms: Mapping[str, Array | None]) -> dict[str, Array]:
+        """The terms of this sequence: those over (sequences, heads) have a row for it."""
+        given = {name: x for name, x in terms.items() if x is not None and not name.startswith("cu_seqlens")}
+        return {name: x if x.ndim == 1 else x[self.index] for name, x in given.items()}
 
 
 def clear_rows_of_no_sequence(problem: Problem, out: Array, lse: Array, cu_seqlens_q: Array) -> None:

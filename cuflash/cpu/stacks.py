@@ -92,7 +92,7 @@ def _has_large_products(problem: Problem) -> bool:
 
 
 class Call:
-    """The operands of one call as (batch, heads, seqlen, dim), and its options as `cuflash.cpu.forward` takes them."""
+    """The operands of one call as (batch, heads, seqlen, dim), and its terms by name, None for absent ones."""
 
     def __init__(
         self,
@@ -100,11 +100,7 @@ class Call:
         q: Array,
         k: Array,
         v: Array,
-        bias: Array | None,
-        mask: Array | None,
-        kv_lengths: Array | None,
-        alibi_slopes: Array | None,
-        sinks: Array | None,
+        terms: Mapping[str, Array | None],
         seed: int | None,
         offset: int | None,
         sequence: int | None,
@@ -114,14 +110,14 @@ class Call:
         self.q, self.k, self.v = view_4d(q, layout), view_4d(k, layout), view_4d(v, layout)
         self.dtype = q.dtype if q.dtype.itemsize > 2 else FLOAT32
         self.group_size = problem.group_size
-        self.bias, self.mask, self.kv_lengths = bias, mask, kv_lengths
-        self.slopes, self.sinks = alibi_slopes, sinks
+        self.bias, self.mask, self.kv_lengths = terms["bias"], terms["mask"], terms["kv_lengths"]
+        self.slopes, self.sinks = terms["alibi_slopes"], terms["sinks"]
         self.seed, self.offset = seed, offset
         self.first_head = 0 if sequence is None else sequence * problem.num_heads  # for dropout
         self.has_window = problem.window_left is not None or problem.window_right is not None
-        self.hides = self.has_window or mask is not None or kv_lengths is not None
+        self.hides = self.has_window or self.mask is not None or self.kv_lengths is not None
         # Added terms may be large and nearly cancel: they come before a multiplication by UNIT, as in `tiles`.
-        self.unit = exponentials.UNIT if bias is None and alibi_slopes is None else 1.0
+        self.unit = exponentials.UNIT if self.bias is None and self.slopes is None else 1.0
         # Multiplications in one product, where others are computed at the same time: too few for BLAS to start threads.
         self.product_limit = None if sequence is None else PRODUCT_LIMIT
 

@@ -222,13 +222,13 @@ def test_hidden_blocks_take_no_part():
 def test_only_blocks_that_are_left_are_computed(monkeypatch):
     """Scores of tiles, counted: those of blocks that are on, and no others."""
     computed = []
-    scores = tiles._scores
+    scores = tiles.scores_of
 
     def counted(call, queries, keys, *args, **keywords):
         computed.append(queries.heads.count * queries.num_rows * (keys.stop - keys.start))
         scores(call, queries, keys, *args, **keywords)
 
-    monkeypatch.setattr(tiles, "_scores", counted)
+    monkeypatch.setattr(tiles, "scores_of", counted)
     monkeypatch.setattr(core, "why_not", lambda problem=None: "a test of tiles of NumPy")
     q = np.random.default_rng(0).standard_normal((1, 2048, 16)).astype(np.float32)
     block_mask, attn = random(16, 16, 2, 0), cuflash.FlashAttention()

@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
 from cuflash import cpu
-from cuflash.cpu import core, jobs, tiles
+from cuflash.cpu import core, jobs, numpy_path
 
 if core.why_not() is not None:
     pytest.skip(f"no compiled core: {core.why_not()}", allow_module_level=True)
@@ -42,10 +43,10 @@ def kind(request, monkeypatch):
     return request.param
 
 
-def run(case, **replaced):
+def run(case, without=(), **replaced):
     """out, lse and every gradient that there is, by name."""
     arrays, problem = case.arrays() | replaced, case.problem
-    inputs, need = [arrays[name] for name in "qkv"], ct.gradients_of(problem)
+    inputs, need = [arrays[name] for name in "qkv"], [x for x in ct.gradients_of(problem) if x not in without]
     out, lse = cpu.forward(problem, *inputs, **ct.optional(arrays), **case.random)
     results = {"out": out, "lse": lse}
     if "dout" in arrays:
@@ -137,6 +138,45 @@ def test_dq_of_16_bits_without_room_for_its_sums():
         middle = slice(100, 1900)
         got, expected = of_long[:, :, 70_000:72_000][:, :, middle], of_short[:, :, middle]
         np.testing.assert_allclose(got.astype("f4"), expected.astype("f4"), rtol=0.02, atol=0.02)
+
+
+NOT_OF_SMALL_HEADS = ("dscale", "dsoftcap")
+SMALL_FEATURES = ("causal", "window", "gqa", "sinks", "kv_lengths", "dlse", "head_dim_v", "scale")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_small_heads(dtype, kind):
+    @settings(max_examples=60 if kind else 150)
+    @given(ct.cases(dtypes=[dtype], features=SMALL_FEATURES, ndims=(4,), max_seqlen=128, max_scores=2**14))
+    def every_case(case):
+        judge(case, run(case, without=NOT_OF_SMALL_HEADS))
+
+    every_case()
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from([1, 2, 3, 5, 8, 16, 17, 33]), st.sampled_from([1, 2, 7, 16, 40]), st.sampled_from([16, 24, 64]),
+    st.sampled_from(["bfloat16", "float32", "float64"]), st.booleans(), st.sampled_from([1, 2]),
+)  # fmt: skip
+def test_what_is_computed_beside_a_head_changes_no_bit(seqlen_q, seqlen_k, head_dim, dtype, causal, group):
+    """Queries of several heads fill a vector: each head gets what it gets by itself."""
+    case = ct.Case(
+        batch=3, num_heads=4 * group, num_heads_kv=4, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim,
+        dtype=dtype, causal=causal, dlse=True, sinks=True,
+    )  # fmt: skip
+    arrays, together = case.arrays(), run(case, without=NOT_OF_SMALL_HEADS)
+    judge(case, together)
+    attn, names = cuflash.FlashAttention(causal=causal), ("dq", "dk", "dv")
+    for b, h in ((0, 0), (2, 3)):
+        heads = slice(h * group, (h + 1) * group)
+        own = {name: arrays[name][b, heads] for name in ("q", "dout", "dlse")}
+        own |= {name: arrays[name][b, h : h + 1] for name in ("k", "v")} | {"sinks": arrays["sinks"][heads]}
+        qkv, dout, dlse, sinks = [own[name] for name in "qkv"], own["dout"], own["dlse"], own["sinks"]
+        out, lse = attn.forward(*qkv, sinks=sinks)
+        alone = {"out": out, "lse": lse, **attn.backward(dout, *qkv, out, lse, dlse=dlse, sinks=sinks)._asdict()}
+        places = {name: slice(h, h + 1) if name in ("dk", "dv") else heads for name in ("out", "lse", *names)}
+        assert_same_bits({name: together[name][b, place] for name, place in places.items()}, alone)
 
 
 def test_no_sequences():
@@ -316,9 +356,12 @@ print(peak() - before, 2**26 + threads * 2**22)
 # ---- exponentials ----------------------------------------------------------------------------------------------------
 
 
-def evaluate(x, kind, is_tanh=False):
+EXP2, TANH, LOG = range(3)
+
+
+def evaluate(x, kind, name=EXP2):
     function, out = core._load().functions.cuflash_evaluate, np.empty_like(x)
-    function(kind, x.dtype == np.float64, is_tanh, *(ctypes.c_void_p(y.ctypes.data) for y in (x, out)), x.size)
+    function(kind, x.dtype == np.float64, name, *(ctypes.c_void_p(y.ctypes.data) for y in (x, out)), x.size)
     return out
 
 
@@ -353,9 +396,17 @@ def test_exponentials_of_all_exponents(kind):
 def test_hyperbolic_tangents(dtype, kind):
     x = np.concatenate([np.geomspace(1e-30, 50, 100_000), [0, np.inf]]).astype(dtype)
     exact = np.tanh(x.astype(np.longdouble))
-    assert units(evaluate(x, kind, True), exact) <= 2.5
-    assert np.array_equal(evaluate(-x, kind, True), -evaluate(x, kind, True))
-    assert np.isnan(evaluate(np.array([np.nan], dtype), kind, True)).all()
+    assert units(evaluate(x, kind, TANH), exact) <= 2.5
+    assert np.array_equal(evaluate(-x, kind, TANH), -evaluate(x, kind, TANH))
+    assert np.isnan(evaluate(np.array([np.nan], dtype), kind, TANH)).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_logarithms(dtype, kind):
+    x = np.concatenate([np.linspace(0.5, 2, 200_000), np.geomspace(1, 1e30, 200_000), np.arange(1, 129)]).astype(dtype)
+    x = x[x != 1]
+    assert units(evaluate(x, kind, LOG), np.log(x.astype(np.longdouble))) <= 2.5
+    np.testing.assert_array_equal(evaluate(np.array([1, np.nan], dtype), kind, LOG), [0, np.nan])
 
 
 # ---- who computes what -----------------------------------------------------------------------------------------------
@@ -365,9 +416,9 @@ def test_the_core_and_numpy_agree():
     case = ct.Case(num_heads=4, num_heads_kv=2, seqlen_q=600, seqlen_k=700, head_dim=48, causal=True, softcap=5.0)
     arrays = case.arrays()
     qkv, results = [arrays[name] for name in "qkv"], run(case)
-    out, lse = tiles.forward(case.problem, *qkv)
+    out, lse = numpy_path.forward(case.problem, *qkv)
     need = ct.gradients_of(case.problem)
-    gradients = tiles.backward(case.problem, arrays["dout"], *qkv, out, lse, need=need)
+    gradients = numpy_path.backward(case.problem, arrays["dout"], *qkv, out, lse, need=need)
     for name, x in zip(("out", "lse", *need), (out, lse, *gradients), strict=True):
         np.testing.assert_allclose(results[name], x, rtol=2e-4, atol=2e-5)
 

@@ -176,7 +176,7 @@ def test_any_number_of_threads_does(case):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "SERIAL_FLOPS", -1)
         for threads in (1, 3):
-            patch.setattr(tiles, "_count_threads", lambda flops, threads=threads: threads)
+            patch.setattr(tiles, "count_threads", lambda flops, threads=threads: threads)
             patch.setattr(tiles, "TILE", 2**12)
             judge(case, run(case))
 
@@ -192,7 +192,7 @@ CASES_OF_SEVERAL_JOBS = [
 @every_way
 @pytest.mark.parametrize("case", CASES_OF_SEVERAL_JOBS)
 def test_results_are_bitwise_the_same_run_after_run(case, monkeypatch):
-    monkeypatch.setattr(tiles, "_count_threads", lambda flops: 4)
+    monkeypatch.setattr(tiles, "count_threads", lambda flops: 4)
     expected = run(case)
     judge(case, expected)
     for _ in range(3):
@@ -200,8 +200,8 @@ def test_results_are_bitwise_the_same_run_after_run(case, monkeypatch):
 
 
 def test_large_problems_use_every_core_and_small_ones_none(monkeypatch):
-    assert tiles._count_threads(10**6) == 1
-    assert tiles._count_threads(10**12) >= 1
+    assert tiles.count_threads(10**6) == 1
+    assert tiles.count_threads(10**12) >= 1
     started = []
     monkeypatch.setattr(jobs, "ThreadPoolExecutor", lambda n: started.append(n) or pytest.fail("a thread for nothing"))
     run(ct.Case(seqlen_q=64, seqlen_k=64, head_dim=8))
@@ -209,7 +209,7 @@ def test_large_problems_use_every_core_and_small_ones_none(monkeypatch):
 
 
 def test_an_exception_in_a_thread_reaches_the_caller(monkeypatch):
-    monkeypatch.setattr(tiles, "_count_threads", lambda flops: 4)
+    monkeypatch.setattr(tiles, "count_threads", lambda flops: 4)
     main = threading.get_ident()
 
     def fail(*args, **keywords):
@@ -217,8 +217,8 @@ def test_an_exception_in_a_thread_reaches_the_caller(monkeypatch):
             raise MemoryError("in a thread")
         return visible(*args, **keywords)
 
-    visible = tiles._visible
-    monkeypatch.setattr(tiles, "_visible", fail)
+    visible = tiles.visible_scores
+    monkeypatch.setattr(tiles, "visible_scores", fail)
     threads = threading.active_count()
     with pytest.raises(MemoryError, match="in a thread"):
         for _ in range(100):  # a thread that starts late finds nothing to do
@@ -228,13 +228,13 @@ def test_an_exception_in_a_thread_reaches_the_caller(monkeypatch):
 
 def test_tiles_that_nobody_sees_are_skipped(monkeypatch):
     computed = []
-    scores = tiles._scores
+    scores = tiles.scores_of
 
     def count(call, queries, keys, *args, **keywords):
         computed.append(queries.padded * (keys.stop - keys.start))
         scores(call, queries, keys, *args, **keywords)
 
-    monkeypatch.setattr(tiles, "_scores", count)
+    monkeypatch.setattr(tiles, "scores_of", count)
 
     def share(mask=None, **options):
         computed.clear()

@@ -28,7 +28,8 @@ FOLDERS = {
 # A module imports only modules to the left of it.
 ORDER = [
     "values", "operands", "options", "terms", "problem", "block_masks", "dropout", "reference",
-    "cpu.exponentials", "cpu.jobs", "cpu.stacks", "cpu.packed", "cpu.tiles", "cpu.core", "cpu",
+    "cpu.exponentials", "cpu.jobs", "cpu.stacks", "cpu.packed", "cpu.tiles", "cpu.tiled_forward", "cpu.tiled_backward",
+    "cpu.tiled_terms", "cpu.numpy_path", "cpu.core", "cpu",
     "interop", "merging", "tensor_map", "binding", "kernel_cache", "nvrtc",
     "planning.device", "planning.tiles", "planning.launch_plan", "planning.draft", "planning.families",
     "planning.sm80", "planning.sm90", "planning.sm90.tiles", "planning.sm90.bf16_split", "planning.sm90.forward",
@@ -68,6 +69,10 @@ ALWAYS = {
     "cpu.stacks": {"numpy"},
     "cpu.packed": {"numpy"},
     "cpu.tiles": {"numpy"},
+    "cpu.tiled_forward": {"numpy"},
+    "cpu.tiled_backward": {"numpy"},
+    "cpu.tiled_terms": {"numpy"},
+    "cpu.numpy_path": {"numpy"},
     "cpu.core": {"numpy"},
     "cpu": {"numpy"},
     "interop": {"numpy", "ml_dtypes"},

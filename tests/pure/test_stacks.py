@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.cpu import jobs, stacks, tiles
+from cuflash.cpu import jobs, numpy_path, stacks
 from cuflash.options import Options
 from cuflash.problem import make_problem
 
@@ -27,9 +27,9 @@ def run(case, **replaced):
     """out, lse and every gradient that there is, by name."""
     arrays, problem = case.arrays() | replaced, case.problem
     inputs, need = [arrays[name] for name in "qkv"], ct.gradients_of(problem)
-    out, lse = tiles.forward(problem, *inputs, **ct.optional(arrays), **case.random)
+    out, lse = numpy_path.forward(problem, *inputs, **ct.optional(arrays), **case.random)
     terms = {**ct.optional_backward(arrays), **case.random, "need": need}
-    gradients = tiles.backward(problem, arrays["dout"], *inputs, out, lse, **terms)
+    gradients = numpy_path.backward(problem, arrays["dout"], *inputs, out, lse, **terms)
     return dict(zip(("out", "lse", *need), (out, lse, *gradients), strict=True))
 
 
@@ -161,10 +161,10 @@ def test_results_go_where_they_are_asked_for(case):
     buffers = {name: np.full([2 * n + 1 for n in x.shape], 7, x.dtype) for name, x in expected.items()}
     views = {name: buffers[name][(..., *(slice(2 * n - 1, None, -2) for n in x.shape))] for name, x in expected.items()}
     inputs = [arrays[name] for name in "qkv"]
-    tiles.forward(problem, *inputs, **ct.optional(arrays), **case.random, out=views["out"], lse=views["lse"])
+    numpy_path.forward(problem, *inputs, **ct.optional(arrays), **case.random, out=views["out"], lse=views["lse"])
     terms = {**ct.optional_backward(arrays), **case.random, "need": need}
     results = {name: views[name] for name in need}
-    tiles.backward(problem, arrays["dout"], *inputs, expected["out"], expected["lse"], **terms, **results)
+    numpy_path.backward(problem, arrays["dout"], *inputs, expected["out"], expected["lse"], **terms, **results)
     assert_same_bits(views, expected)
     for name, x in views.items():
         x[...] = 7
@@ -183,7 +183,7 @@ def test_each_gradient_alone_is_the_same(need):
     )  # fmt: skip
     arrays, expected = case.arrays(), run(case)
     inputs, terms = [arrays[name] for name in "qkv"], {**ct.optional_backward(arrays), **case.random, "need": need}
-    gradients = tiles.backward(case.problem, arrays["dout"], *inputs, expected["out"], expected["lse"], **terms)
+    gradients = numpy_path.backward(case.problem, arrays["dout"], *inputs, expected["out"], expected["lse"], **terms)
     assert len(gradients) == len(need)
     assert_same_bits(dict(zip(need, gradients, strict=True)), {name: expected[name] for name in need})
 
@@ -232,10 +232,10 @@ def heads_of_stacks(monkeypatch, problem):
         np.empty(shape, np.float32)
         for shape in (problem.q.shape, problem.k.shape, problem.out_shape, problem.lse_shape)
     )
-    tiles.forward(problem, q, k, k)
+    numpy_path.forward(problem, q, k, k)
     forward = [batch * heads for batch, heads in counts]
     counts.clear()
-    tiles.backward(problem, out, q, k, k, out, lse)
+    numpy_path.backward(problem, out, q, k, k, out, lse)
     return forward, [batch * heads for batch, heads in counts]
 
 
@@ -263,10 +263,10 @@ def test_memory_is_that_of_a_stack(monkeypatch):
         case = ct.Case(batch=batch, num_heads=16, seqlen_q=64, seqlen_k=64, head_dim=8, causal=True)
         arrays, problem = case.arrays(), case.problem
         inputs, results = [arrays[name] for name in "qkv"], {"d" + name: np.empty_like(arrays[name]) for name in "qkv"}
-        out, lse = tiles.forward(problem, *inputs)
+        out, lse = numpy_path.forward(problem, *inputs)
         tracemalloc.start()
-        tiles.forward(problem, *inputs, out=out, lse=lse)
-        tiles.backward(problem, arrays["dout"], *inputs, out, lse, **results)
+        numpy_path.forward(problem, *inputs, out=out, lse=lse)
+        numpy_path.backward(problem, arrays["dout"], *inputs, out, lse, **results)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return peak, problem.naive_bytes

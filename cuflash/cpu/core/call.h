@@ -23,9 +23,11 @@ struct Call {
     int64_t block_rows, block_keys;
     int64_t lengths_are_64_bit;  // kv_lengths
     int64_t dropout_steps;       // of 1 / 65536
+    int64_t num_given;           // arrays
     double scale, softcap, kept_scale;  // softcap is 0 without one
-    int64_t sizes[NUM_ARRAYS];          // of an element in bytes
+    int64_t sizes[NUM_ARRAYS];          // of an element in bytes; 0 where there is no array
     int64_t strides[NUM_ARRAYS][4];     // 0 on axes that are broadcast or of length 1
+    int64_t given[NUM_ARRAYS];          // which arrays these are, in the order in which Python gives them
     // The rest changes from call to call.
     uint64_t seed, offset;
     char *arrays[NUM_ARRAYS];  // null where there is none

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "kinds.h"
+#include "small_calls.h"
 
 namespace {
 
@@ -87,7 +88,7 @@ void *run_thread(void *argument) {
 // What changes from call to call: behind the rest of a `Call`, with Python objects or addresses in place of arrays.
 struct Changing {
     uint64_t seed, offset;
-    uintptr_t arrays[NUM_ARRAYS];
+    uintptr_t arrays[NUM_ARRAYS];  // as many as are given
 };
 
 // `data_offset` is where an array object keeps the address of its data; if it is negative, addresses are given.
@@ -96,10 +97,12 @@ int load_call(Work &work, const void *fixed, const Changing *changing, int data_
     if (work.call.bytes != int64_t(sizeof(Call))) return OTHER_LAYOUT;
     work.call.seed = changing->seed;
     work.call.offset = changing->offset;
-    for (int i = 0; i < NUM_ARRAYS; ++i) {
+    memset((void *)work.call.arrays, 0, sizeof work.call.arrays);
+    for (int i = 0; i < work.call.num_given; ++i) {
         const uintptr_t array = changing->arrays[i];
-        work.call.arrays[i] = array && data_offset >= 0 ? *(char **)(array + data_offset) : (char *)array;
-        if (array && (uintptr_t)work.call.arrays[i] % work.call.sizes[i]) return UNALIGNED;
+        const int64_t at = work.call.given[i];
+        work.call.arrays[at] = data_offset >= 0 ? *(char **)(array + data_offset) : (char *)array;
+        if ((uintptr_t)work.call.arrays[at] % work.call.sizes[at]) return UNALIGNED;
     }
     for (auto &next : work.next) next = 0;
     work.stopped = false;
@@ -120,12 +123,19 @@ EXPORTED const char *cuflash_sources() { return SOURCES; }
 
 EXPORTED int64_t cuflash_call_bytes() { return sizeof(Call); }
 
+// About how long a call takes on one core beside its multiplications. Of the call only what is fixed is given.
+EXPORTED double cuflash_overhead_ns(const void *fixed) {
+    Call call;
+    memcpy((void *)&call, fixed, offsetof(Call, seed));
+    return double(call.batch) * call.num_heads * overhead_of_head_ns(call);
+}
+
 // The kind of processor that the kernels are for; without the best `limit` kinds.
 EXPORTED const char *cuflash_processor(int limit) { return kind_of_processor(limit).name; }
 
-// 2^x or tanh(x), as the kernels compute them.
-EXPORTED void cuflash_evaluate(int limit, int is_double, int is_tanh, const void *in, void *out, int64_t count) {
-    kind_of_processor(limit).kernels->evaluate(is_double, is_tanh, in, out, count);
+// A function of all numbers of an array, as the kernels compute it.
+EXPORTED void cuflash_evaluate(int limit, int is_double, int function, const void *in, void *out, int64_t count) {
+    kind_of_processor(limit).kernels->evaluate(is_double, Function(function), in, out, count);
 }
 
 // Computes a call on this thread, in `memory` of so many bytes if that is enough: fresh memory has to be mapped page by

@@ -3,11 +3,13 @@
 
 #include "work.h"
 
+enum Function { EXP2, TANH, LOG };
+
 struct Kernels {
     // Makes the phases of a call; false where memory runs out.
     bool (*prepare)(Work &work);
-    // 2^x or tanh(x) of an array, for tests.
-    void (*evaluate)(bool is_double, bool is_tanh, const void *in, void *out, long count);
+    // A function of all numbers of an array, for tests.
+    void (*evaluate)(bool is_double, Function function, const void *in, void *out, long count);
 };
 
 extern const Kernels kernels_baseline;

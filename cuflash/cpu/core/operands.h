@@ -111,12 +111,21 @@ template <class T> inline void store_row(const T *in, int64_t dtype, long stride
 
 template <class T> inline void clear(T *p, long count) { memset((void *)p, 0, count * sizeof(T)); }
 
-// out[column][row] = in[row][column]; both counts are multiples of the lanes of a vector.
+// out[column][row] = in[row][column], in whole squares: there are zeros behind the rows. The number of columns is a
+// multiple of the lanes of a vector.
 template <class T>
 inline void transpose(const T *in, long stride, long num_rows, long num_columns, T *out, long out_stride) {
-    for (long i = 0; i < num_rows; i += LANES<T>)
-        for (long j = 0; j < num_columns; j += LANES<T>)
-            transpose_square(in + i * stride + j, stride, out + j * out_stride + i, out_stride);
+    constexpr long N = LANES<T>;
+    for (long i = 0; i < num_rows; i += N)
+        for (long j = 0; j < num_columns; j += N) {
+            const T *from = in + i * stride + j;
+            T *to = out + j * out_stride + i;
+            if (num_rows - i >= N) {
+                transpose_square(from, stride, to, out_stride, N);
+            } else {
+                transpose_square(from, stride, to, out_stride, num_rows - i);
+            }
+        }
 }
 
 }  // namespace

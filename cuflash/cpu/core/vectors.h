@@ -35,6 +35,7 @@ template <> struct Vectors<float> {
     static constexpr float LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
     static constexpr int EXPM1_TERMS = 7;
     static constexpr float TANH_IS_ONE = 10;
+    static constexpr int LOG_TERMS = 5;
 };
 
 template <> struct Vectors<double> {
@@ -61,6 +62,7 @@ template <> struct Vectors<double> {
     static constexpr double LN2_HIGH = 0.693145751953125, LN2_LOW = 1.42860682030941723212e-6;
     static constexpr int EXPM1_TERMS = 14;
     static constexpr double TANH_IS_ONE = 20;
+    static constexpr int LOG_TERMS = 11;
 };
 
 template <class T> using Vector = typename Vectors<T>::Vector;
@@ -112,6 +114,32 @@ template <class T> inline bool any_above(Vector<T> x, T limit) {
 #else
     return largest_lane<T>(x) > limit;
 #endif
+}
+
+// Lanes of x, and behind them of y, by number.
+template <class T> inline Vector<T> pick(Vector<T> x, Vector<T> y, Integers<T> from) {
+#if defined(__clang__)
+    Vector<T> picked;
+    for (int i = 0; i < LANES<T>; ++i) picked[i] = from[i] < LANES<T> ? x[from[i]] : y[from[i] - LANES<T>];
+    return picked;
+#else
+    return __builtin_shuffle(x, y, from);
+#endif
+}
+
+// The sum of each of COUNT vectors, as many as there are lanes: of the first in lane 0, and so on.
+template <class T, int COUNT = LANES<T>> inline Vector<T> sums_of_lanes(const Vector<T> *x) {
+    if constexpr (COUNT == 1) {
+        return x[0];
+    } else {
+        Integers<T> even, odd;
+        for (int i = 0; i < LANES<T>; ++i) {
+            even[i] = 2 * i;
+            odd[i] = 2 * i + 1;
+        }
+        const Vector<T> low = sums_of_lanes<T, COUNT / 2>(x), high = sums_of_lanes<T, COUNT / 2>(x + COUNT / 2);
+        return pick<T>(low, high, even) + pick<T>(low, high, odd);
+    }
 }
 
 // 0, 1, 2, ...
@@ -185,8 +213,25 @@ template <class T> inline Vector<T> tanh(Vector<T> x) {
     return x < Vector<T>{} ? -result : result;
 }
 
-// out[column][row] = in[row][column], a square of as many numbers a side as there are lanes: log2 perfect shuffles.
-template <class T> inline void transpose_square(const T *in, long stride, T *out, long out_stride) {
+// log(x) of positive normal numbers, to about one unit in the last place: of x = 2^n m, m from 1/sqrt(2) to sqrt(2), as
+// 2 artanh(y), y = (m - 1) / (m + 1).
+template <class T> inline Vector<T> log(Vector<T> x) {
+    constexpr T ROOT = T(0.7071067811865476);
+    constexpr int MANTISSA = Vectors<T>::MANTISSA;
+    const Integers<T> exponents = ((Integers<T>)x - (Integers<T>)splat(ROOT)) >> MANTISSA;
+    const Vector<T> m = (Vector<T>)((Integers<T>)x - (exponents << MANTISSA));
+    const Vector<T> n = __builtin_convertvector(exponents, Vector<T>);
+    const Vector<T> one = splat(T(1)), less = m - one, y = less / (m + one), square = y * y;
+    Vector<T> series = splat(T(2.0 / (2 * Vectors<T>::LOG_TERMS + 1)));
+    for (int i = Vectors<T>::LOG_TERMS - 1; i > 0; --i) series = series * square + splat(T(2.0 / (2 * i + 1)));
+    // 2 y = less - less^2 / 2 + ..., of which the first terms are exact: 2 y = less - y less.
+    const Vector<T> rest = y * (square * series - less) + n * splat(Vectors<T>::LN2_LOW);
+    return n * splat(Vectors<T>::LN2_HIGH) + (less + rest) + (x - x);  // NaN stays NaN
+}
+
+// out[column][row] = in[row][column], a square of as many numbers a side as there are lanes, of which the rows from
+// `count` on are zeros: log2 perfect shuffles.
+template <class T> inline void transpose_square(const T *in, long stride, T *out, long out_stride, long count) {
     constexpr int N = LANES<T>;
     Vector<T> x[N], y[N];
     Integers<T> low, high;
@@ -194,20 +239,11 @@ template <class T> inline void transpose_square(const T *in, long stride, T *out
         low[i] = i / 2 + i % 2 * N;
         high[i] = low[i] + N / 2;
     }
-    for (int i = 0; i < N; ++i) x[i] = load(in + i * stride);
+    for (int i = 0; i < N; ++i) x[i] = i < count ? load(in + i * stride) : Vector<T>{};
     for (int step = N; step > 1; step /= 2) {
         for (int i = 0; i < N / 2; ++i) {
-#if defined(__clang__)
-            for (int lane = 0; lane < N / 2; ++lane) {
-                y[2 * i][2 * lane] = x[i][lane];
-                y[2 * i][2 * lane + 1] = x[i + N / 2][lane];
-                y[2 * i + 1][2 * lane] = x[i][lane + N / 2];
-                y[2 * i + 1][2 * lane + 1] = x[i + N / 2][lane + N / 2];
-            }
-#else
-            y[2 * i] = __builtin_shuffle(x[i], x[i + N / 2], low);
-            y[2 * i + 1] = __builtin_shuffle(x[i], x[i + N / 2], high);
-#endif
+            y[2 * i] = pick<T>(x[i], x[i + N / 2], low);
+            y[2 * i + 1] = pick<T>(x[i], x[i + N / 2], high);
         }
         for (int i = 0; i < N; ++i) x[i] = y[i];
     }

@@ -1,0 +1,478 @@
+// Small heads, whole: all scores of a head at once, without tiles, blocks or a running maximum.
+//
+// Scores are kept as s[key][query], so that a vector holds one key and many queries: maxima, sums, logarithms and
+// weights of many rows are computed side by side, and no lanes are summed up. Operands are read, and results written,
+// where they lie. A job takes many heads: with a few scores each, dispatch would take longer than arithmetic.
+#pragma once
+
+#include "backward.h"
+#include "small_calls.h"
+
+namespace {
+
+constexpr double SMALL_JOB_NS = 30e3;  // the work of a job, about
+constexpr long QUERIES_AT_ONCE = 64;   // where a window cuts their keys
+
+// How many heads are computed side by side: vectors of queries are filled with those of several heads.
+template <class T> inline long heads_at_once(const Call &call) {
+    return call.arrays[KV_LENGTHS] ? 1 : larger(1, LANES<T> / larger(call.seqlen_q, 1));
+}
+
+// Rows of one head in memory.
+template <class T> struct Rows {
+    T *data;
+    long stride;
+    Rows from(long i) const { return {data + i * stride, stride}; }
+};
+
+// A head of q, with its keys.
+template <class T> struct Member {
+    const Entry *entry;
+    long head, head_kv;
+    Rows<const T> q, k, v, dout;
+};
+
+// An operand or a result of a small head. Its rows are used where they lie if they are neighbours and whole vectors of
+// the dtype of the computation, and are copied otherwise, to as many places as there are heads at once.
+template <class T> struct SmallArray {
+    Array array;
+    long length, dim, padded;
+    bool lies_well;
+    T *copies = nullptr;
+
+    SmallArray(const Call &call, Scratch &scratch, Array array, long length, long dim)
+        : array(array), length(length), dim(dim), padded(round_up(dim, LANES<T>)) {
+        lies_well = has_whole_rows<T>(call, array, dim) && (length == 1 || call.strides[array][2] == dim);
+        const long count = call.arrays[array] && !lies_well ? heads_at_once<T>(call) : 0;
+        copies = scratch.template take<T>(count * length * padded);
+    }
+
+    // Where the rows of a head are, or are to be copied.
+    Rows<T> rows(const Call &call, const Entry &entry, long head, long place) const {
+        if (lies_well) return {(T *)row(call, entry, head, 0), dim};
+        return {copies + place * length * padded, padded};
+    }
+
+    Rows<const T> read(const Call &call, const Entry &entry, long head, long place, long count) const {
+        const Rows<T> to = rows(call, entry, head, place);
+        for (long i = 0; i < count && !lies_well; ++i) {
+            load_row(row(call, entry, head, i), call.dtype, call.strides[array][3], dim, to.data + i * padded);
+            clear(to.data + i * padded + dim, padded - dim);
+        }
+        return {to.data, to.stride};
+    }
+
+    // Puts `count` rows that were computed in their places, and zeros behind them.
+    void write(const Call &call, const Entry &entry, long head, long count) const {
+        if (lies_well && count == length) return;
+        const Rows<T> from = rows(call, entry, head, 0);
+        if (count < length) clear(from.data + count * from.stride, (length - count) * from.stride);
+        for (long i = 0; i < length && !lies_well; ++i)
+            store_row(from.data + i * padded, call.dtype, call.strides[array][3], dim, row(call, entry, head, i));
+    }
+
+   private:
+    char *row(const Call &call, const Entry &entry, long head, long i) const {
+        return address(call, array, size_of(call.dtype), entry.batch, head, i);
+    }
+};
+
+// Memory for heads that are computed at once. Neighbours in scores are queries, of all these heads.
+template <class T> struct SmallBuffers {
+    Scratch scratch;
+    SmallArray<T> q, k, v, out, dout, dq, dk, dv;
+    long stride;  // of keys in scores
+    T *columns_of_q, *columns_of_dout, *s, *ds, *lse, *delta, *sinks, *queries;
+
+    SmallBuffers(const Call &call, char *memory)
+        : scratch{memory},
+          q(call, scratch, Q, call.seqlen_q, call.head_dim),
+          k(call, scratch, K, call.seqlen_k, call.head_dim),
+          v(call, scratch, V, call.seqlen_k, call.head_dim_v),
+          out(call, scratch, OUT, call.seqlen_q, call.head_dim_v),
+          dout(call, scratch, DOUT, call.seqlen_q, call.head_dim_v),
+          dq(call, scratch, DQ, call.seqlen_q, call.head_dim),
+          dk(call, scratch, DK, call.seqlen_k, call.head_dim),
+          dv(call, scratch, DV, call.seqlen_k, call.head_dim_v) {
+        // What is computed for a head goes up to a vector beyond it; the next head overwrites that. The stride is no
+        // power of two where there are many queries, so that keys do not share sets of the cache.
+        const long length = round_up(larger(call.seqlen_k, 1), LANES<T>), heads = heads_at_once<T>(call);
+        stride = round_up(heads * larger(call.seqlen_q, 1), LANES<T>);
+        if (heads > 1 || stride > LANES<T>) stride += LANES<T>;
+        columns_of_q = scratch.template take<T>(q.padded * stride);
+        columns_of_dout = scratch.template take<T>(call.is_backward ? v.padded * stride : 0);
+        s = scratch.template take<T>(length * stride);
+        ds = scratch.template take<T>(call.is_backward ? length * stride : 0);
+        lse = scratch.template take<T>(stride);
+        delta = scratch.template take<T>(stride);
+        sinks = scratch.template take<T>(stride);
+        queries = scratch.template take<T>(stride);
+        if (memory)
+            for (long x = 0; x < stride; ++x) queries[x] = call.seqlen_q ? T(x % call.seqlen_q) : T(0);
+    }
+};
+
+// ---- products of rows with rows --------------------------------------------------------------------------------------
+
+// s[j][i] = dot(b[j], a[i]), by dot products; writes up to whole vectors of queries and of keys.
+template <class T>
+inline void dot_products_by_columns(Rows<const T> a, long num_rows, Rows<const T> b, long num_keys, long dim, T *s,
+                                    long stride) {
+    constexpr int R = LANES<T> < 4 ? LANES<T> : 4, KEYS = LANES<T> / R;
+    if (num_rows * num_keys < 4) {
+        for (long i = 0; i < num_rows; ++i)
+            for (long j = 0; j < num_keys; ++j) {
+                Vector<T> sum = {};
+                for (long d = 0; d < dim; d += LANES<T>) sum += load(a.from(i).data + d) * load(b.from(j).data + d);
+                s[j * stride + i] = sum_of_lanes<T>(sum);
+            }
+        return;
+    }
+    for (long i = 0; i < num_rows; i += R) {
+        const T *rows[R];
+        for (int r = 0; r < R; ++r) rows[r] = a.from(smaller(i + r, num_rows - 1)).data;
+        for (long j = 0; j < num_keys; j += KEYS) {
+            const T *keys[KEYS];
+            for (int n = 0; n < KEYS; ++n) keys[n] = b.from(smaller(j + n, num_keys - 1)).data;
+            Vector<T> sums[LANES<T>] = {};
+            for (long d = 0; d < dim; d += LANES<T>) {
+#pragma GCC unroll 4
+                for (int n = 0; n < KEYS; ++n) {
+                    const Vector<T> y = load(keys[n] + d);
+#pragma GCC unroll 4
+                    for (int r = 0; r < R; ++r) sums[n * R + r] += load(rows[r] + d) * y;
+                }
+            }
+            T lanes[LANES<T>];
+            store(lanes, sums_of_lanes<T>(sums));
+            for (int n = 0; n < KEYS; ++n) memcpy(s + (j + n) * stride + i, lanes + n * R, R * sizeof(T));
+        }
+    }
+}
+
+// Products of the rows of a head, a, with all keys, b: whole vectors of rows by their columns, which are copied first,
+// and so are those that are left, unless dot products take less time.
+template <class T> struct RowProducts {
+    Rows<const T> a, b;
+    long dim, by_columns, stride;
+    T *columns;
+
+    void start(Rows<const T> rows, long num_rows, Rows<const T> keys, long num_keys, long length, T *to,
+               long to_stride) {
+        a = rows, b = keys, dim = length, columns = to, stride = to_stride;
+        const long left = num_rows % LANES<T>, vectors = dim / LANES<T>;
+        // About how long both ways take.
+        const bool are_dots = left * num_keys * (vectors + 4) < vectors * (6 + num_keys) * LANES<T>;
+        by_columns = are_dots ? num_rows - left : num_rows;
+        transpose(a.data, a.stride, by_columns, dim, columns, stride);
+    }
+
+    // s[j][i] = dot(b[j], a[i]) for keys from `first` to `stop` and rows from `begin` to `end`. Whole vectors of rows are
+    // before `begin`.
+    void compute(long begin, long end, long first, long stop, T *s) const {
+        const Rows<const T> keys = b.from(first);
+        const long middle = smaller(end, by_columns);
+        if (middle > begin)
+            product_of_rows(stop - first, round_up(middle - begin, LANES<T>), dim, keys.data, keys.stride,
+                            columns + begin, stride, s + first * stride + begin, stride);
+        const long left = larger(begin, middle);
+        if (end > left)
+            dot_products_by_columns<T>(a.from(left), end - left, keys, stop - first, dim, s + first * stride + left,
+                                       stride);
+    }
+};
+
+// C = A B or C += A B, as `product` has it. Sums of one term need no blocks of C in registers.
+template <class T, Order ORDER>
+inline void small_product(long num_rows, long num_columns, long length, const T *a, long a_stride, const T *b,
+                          long b_stride, T *c, long c_stride, bool adds) {
+    if (length != 1) {
+        product<T, ORDER>(num_rows, num_columns, length, a, a_stride, b, b_stride, c, c_stride, adds);
+        return;
+    }
+    for (long r = 0; r < num_rows; ++r, c += c_stride, a += ORDER == Order::ROWS ? a_stride : 1)
+        for (long j = 0; j < num_columns; j += LANES<T>)
+            store(c + j, adds ? load(c + j) + splat(*a) * load(b + j) : splat(*a) * load(b + j));
+}
+
+// ---- what is visible -------------------------------------------------------------------------------------------------
+
+inline bool has_window(const Call &call) { return call.window_left < NO_BOUND || call.window_right < NO_BOUND; }
+
+// Which keys some neighbouring columns of scores see, as many as a vector has lanes.
+template <class T> struct Sight {
+    Keys of_all;
+    Vector<T> from, to;
+    Sight(const Call &call, const Entry &entry, const T *queries, long begin, long end) {
+        of_all = seen_by_all(call, entry, begin, end - 1);
+        const Vector<T> diagonals = load(queries) + splat(T(entry.diagonal));
+        from = diagonals - splat(T(call.window_left));
+        to = diagonals + splat(T(call.window_right));
+    }
+    // A score, or -inf in the place of a hidden one.
+    Vector<T> hide(Vector<T> score, long j) const {
+        if (j >= of_all.first && j < of_all.stop) return score;
+        const Vector<T> key = splat(T(j)), hidden = splat(T(-__builtin_inf()));
+        score = key < from ? hidden : score;
+        return key > to ? hidden : score;
+    }
+};
+
+// Calls body(begin, end, keys) for queries of a head, and the keys that they see.
+template <class F> inline void for_queries(const Call &call, const Entry &entry, F body) {
+    const long step = has_window(call) ? QUERIES_AT_ONCE : SMALL_LENGTH;
+    for (long i = 0; i < entry.seqlen_q; i += step) {
+        const long end = smaller(i + step, entry.seqlen_q);
+        body(i, end, seen_by(call, entry, i, end - 1));
+    }
+}
+
+// Calls body(column, sight) for each vector of queries from `begin` to `end` of `heads` heads: more than one of them
+// only where all of their queries are among these.
+template <class T, class F>
+inline void for_vectors(const Call &call, const SmallBuffers<T> &buffers, const Entry &entry, long heads, long begin,
+                        long end, F body) {
+    for (long x = begin; x < end + (heads - 1) * entry.seqlen_q; x += LANES<T>) {
+        const long first = heads > 1 ? 0 : x, last = heads > 1 ? end : smaller(x + LANES<T>, end);
+        body(x, Sight<T>(call, entry, buffers.queries + x, first, last));
+    }
+}
+
+// ---- forward ---------------------------------------------------------------------------------------------------------
+
+// Scores of as many queries as there are lanes become weights, whose sums are 1. Gives their lse.
+template <class T>
+inline Vector<T> weigh(const Scaling<T> &scaling, const Sight<T> &sight, Keys keys, T *s, long stride,
+                       const T *sinks) {
+    const T infinity = T(__builtin_inf());
+    Vector<T> most = splat(-infinity);
+    for (long j = keys.first; j < keys.stop; ++j) {
+        const Vector<T> score = sight.hide(load(s + j * stride), j);
+        store(s + j * stride, score);
+        most = larger<T>(score, most);
+    }
+    // A row that sees no key has scores of -inf, and weights of 0.
+    const Vector<T> shift = most == -infinity ? Vector<T>{} : most, factor = splat(scaling.factor);
+    Vector<T> sum = {};
+    for (long j = keys.first; j < keys.stop; ++j) {
+        const Vector<T> weight = exp2<T>((load(s + j * stride) - shift) * factor);
+        store(s + j * stride, weight);
+        sum += weight;
+    }
+    const Vector<T> one = splat(T(1));
+    Vector<T> lse = most * splat(T(scaling.natural)) + log<T>(sum), shrinks = one / (sum == T(0) ? one : sum);
+    lse = sum == T(0) ? splat(-infinity) : lse;
+    for (int i = 0; i < LANES<T> && sinks; ++i) {
+        const double sink = sinks[i], top = sum[i] == 0 ? -__builtin_inf() : most[i] * scaling.natural;
+        const double joined = top > sink ? top : sink, shifted = joined == -__builtin_inf() ? 0 : joined;
+        const double rest = std::exp(top - shifted), total = sum[i] * rest + std::exp(sink - shifted);
+        lse[i] = T(shifted + std::log(total));
+        shrinks[i] = T(rest / (total == 0 ? 1 : total));
+    }
+    for (long j = keys.first; j < keys.stop; ++j) store(s + j * stride, load(s + j * stride) * shrinks);
+    return lse;
+}
+
+template <class T>
+void forward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> *members, long count) {
+    const Scaling<T> scaling(call);
+    const Entry &entry = *members[0].entry;  // like those of the other members
+    const long num_rows = entry.seqlen_q, stride = buffers.stride, dim_v = buffers.v.padded;
+    RowProducts<T> products[LANES<T>];
+    for (long x = 0; x < count; ++x) {
+        products[x].start(members[x].q, num_rows, members[x].k, entry.seqlen_k, buffers.q.padded,
+                          buffers.columns_of_q + x * num_rows, stride);
+        if (call.arrays[SINKS])
+            for (long i = 0; i < num_rows; ++i)
+                buffers.sinks[x * num_rows + i] = number<T>(call, SINKS, 0, members[x].head);
+    }
+    const T *sinks = call.arrays[SINKS] ? buffers.sinks : nullptr;
+    for_queries(call, entry, [&](long begin, long end, Keys keys) {
+        for (long x = 0; x < count; ++x)
+            products[x].compute(begin, end, keys.first, keys.stop, buffers.s + x * num_rows);
+        for_vectors<T>(call, buffers, entry, count, begin, end, [&](long x, const Sight<T> &sight) {
+            store(buffers.lse + x,
+                  weigh<T>(scaling, sight, keys, buffers.s + x, stride, sinks ? sinks + x : nullptr));
+        });
+        for (long x = 0; x < count; ++x) {
+            const Member<T> &member = members[x];
+            const Rows<T> out = buffers.out.rows(call, *member.entry, member.head, 0).from(begin);
+            const Rows<const T> v = member.v.from(keys.first);
+            const T *weights = buffers.s + keys.first * stride + x * num_rows + begin;
+            small_product<T, Order::COLUMNS>(end - begin, dim_v, keys.stop - keys.first, weights, stride, v.data,
+                                             v.stride, out.data, out.stride, false);
+            if (end == num_rows) buffers.out.write(call, *member.entry, member.head, num_rows);
+        }
+    });
+    for (long x = 0; x < count; ++x) {
+        T *lse = &number<T>(call, LSE, members[x].entry->batch, members[x].head);
+        for (long i = 0; i < num_rows; ++i) lse[i * call.strides[LSE][2]] = buffers.lse[x * num_rows + i];
+    }
+}
+
+// ---- backward --------------------------------------------------------------------------------------------------------
+
+// lse of a head, with inf where a row sees no key, and delta: rowsum(dout o out) - dlse.
+template <class T>
+inline void load_row_numbers(const Call &call, SmallBuffers<T> &buffers, const Member<T> &member, long place) {
+    const Entry &entry = *member.entry;
+    const long num_rows = entry.seqlen_q;
+    const Rows<const T> out = buffers.out.read(call, entry, member.head, place, num_rows);
+    T *lse = buffers.lse + place * num_rows, *delta = buffers.delta + place * num_rows;
+    for (long i = 0; i < num_rows; i += LANES<T>) {
+        const long count = smaller(LANES<T>, num_rows - i);
+        Vector<T> sums[LANES<T>] = {};
+        for (long r = 0; r < count; ++r)
+            for (long d = 0; d < buffers.v.padded; d += LANES<T>)
+                sums[r] += load(member.dout.from(i + r).data + d) * load(out.from(i + r).data + d);
+        if (count < 3) {
+            for (long r = 0; r < count; ++r) delta[i + r] = sum_of_lanes<T>(sums[r]);
+        } else {
+            store(delta + i, sums_of_lanes<T>(sums));
+        }
+    }
+    for (long i = 0; i < num_rows; ++i) {
+        const T of_row = number<T>(call, LSE, entry.batch, member.head, i);
+        const bool sees_any = of_row != T(-__builtin_inf());
+        lse[i] = sees_any ? of_row : -of_row;
+        if (call.arrays[DLSE] && sees_any) delta[i] -= number<T>(call, DLSE, entry.batch, member.head, i);
+    }
+}
+
+// Scores s become weights, and the gradients ds of weights those of q k^T.
+template <class T>
+inline void differentiate(const Call &call, const Sight<T> &sight, Keys keys, const T *lse, const T *delta, T *s, T *ds,
+                          long stride) {
+    const Vector<T> scale = splat(T(call.scale)), log2_e = splat(T(1.4426950408889634));
+    const Vector<T> of_rows = load(lse), deltas = load(delta);
+    for (long j = keys.first; j < keys.stop; ++j) {
+        const Vector<T> score = sight.hide(load(s + j * stride), j);
+        const Vector<T> weight = exp2<T>((score * scale - of_rows) * log2_e);
+        store(s + j * stride, weight);
+        store(ds + j * stride, weight * (load(ds + j * stride) - deltas) * scale);
+    }
+}
+
+// What queries from `begin` to `end` of a head, and keys that they see, have for its gradients. `p` and `ds` are those
+// of the first of them.
+template <class T>
+inline void add_gradients(const Call &call, SmallBuffers<T> &buffers, const Member<T> &member, long begin, long end,
+                          Keys keys, const T *p, const T *ds) {
+    const Entry &entry = *member.entry;
+    const long count = keys.stop - keys.first, length = end - begin, stride = buffers.stride;
+    const long dim = buffers.q.padded, dim_v = buffers.v.padded, group = call.num_heads / call.num_heads_kv;
+    bool adds = member.head % group > 0 || begin > 0;
+    const Rows<T> dk = buffers.dk.rows(call, entry, member.head_kv, 0);
+    const Rows<T> dv = buffers.dv.rows(call, entry, member.head_kv, 0);
+    if (!adds && count < entry.seqlen_k) {  // these queries do not see all keys
+        if (is_wanted(call, DK)) clear(dk.data, entry.seqlen_k * dk.stride);
+        if (is_wanted(call, DV)) clear(dv.data, entry.seqlen_k * dv.stride);
+        adds = true;
+    }
+    if (is_wanted(call, DV)) {
+        const Rows<const T> dout = member.dout.from(begin);
+        small_product<T, Order::ROWS>(count, dim_v, length, p, stride, dout.data, dout.stride,
+                                      dv.from(keys.first).data, dv.stride, adds);
+    }
+    if (is_wanted(call, DK)) {
+        const Rows<const T> q = member.q.from(begin);
+        small_product<T, Order::ROWS>(count, dim, length, ds, stride, q.data, q.stride, dk.from(keys.first).data,
+                                      dk.stride, adds);
+    }
+    if (is_wanted(call, DQ)) {
+        const Rows<T> dq = buffers.dq.rows(call, entry, member.head, 0);
+        const Rows<const T> k = member.k.from(keys.first);
+        small_product<T, Order::COLUMNS>(length, dim, count, ds, stride, k.data, k.stride, dq.from(begin).data,
+                                         dq.stride, false);
+    }
+    if (end < entry.seqlen_q) return;
+    if (is_wanted(call, DQ)) buffers.dq.write(call, entry, member.head, entry.seqlen_q);
+    if (member.head % group < group - 1) return;
+    if (is_wanted(call, DK)) buffers.dk.write(call, entry, member.head_kv, entry.seqlen_k);
+    if (is_wanted(call, DV)) buffers.dv.write(call, entry, member.head_kv, entry.seqlen_k);
+}
+
+template <class T>
+void backward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> *members, long count) {
+    const Entry &entry = *members[0].entry;  // like those of the other members
+    const long num_rows = entry.seqlen_q, stride = buffers.stride;
+    RowProducts<T> scores[LANES<T>], weights[LANES<T>];
+    for (long x = 0; x < count; ++x) {
+        const Member<T> &member = members[x];
+        load_row_numbers(call, buffers, member, x);
+        scores[x].start(member.q, num_rows, member.k, entry.seqlen_k, buffers.q.padded,
+                        buffers.columns_of_q + x * num_rows, stride);
+        weights[x].start(member.dout, num_rows, member.v, entry.seqlen_k, buffers.v.padded,
+                         buffers.columns_of_dout + x * num_rows, stride);
+    }
+    for_queries(call, entry, [&](long begin, long end, Keys keys) {
+        for (long x = 0; x < count; ++x) {
+            scores[x].compute(begin, end, keys.first, keys.stop, buffers.s + x * num_rows);
+            weights[x].compute(begin, end, keys.first, keys.stop, buffers.ds + x * num_rows);
+        }
+        for_vectors<T>(call, buffers, entry, count, begin, end, [&](long x, const Sight<T> &sight) {
+            differentiate<T>(call, sight, keys, buffers.lse + x, buffers.delta + x, buffers.s + x, buffers.ds + x,
+                             stride);
+        });
+        for (long x = 0; x < count; ++x) {
+            const long at = keys.first * stride + x * num_rows + begin;
+            add_gradients(call, buffers, members[x], begin, end, keys, buffers.s + at, buffers.ds + at);
+        }
+    });
+}
+
+// ---- jobs ------------------------------------------------------------------------------------------------------------
+
+// How many heads of q are in a job: all that share keys, or several times as many.
+inline long heads_per_job(const Call &call) {
+    const double products = call.is_backward ? 5 : 2, dim = larger(call.head_dim, call.head_dim_v);
+    const double of_head = overhead_of_head_ns(call) + 0.02 * products * call.seqlen_q * call.seqlen_k * dim;
+    const long group = call.num_heads / call.num_heads_kv;
+    return group * larger(1, long(SMALL_JOB_NS / (of_head * group)));
+}
+
+template <class T> void small_job(Work &work, char *memory, long job) {
+    const Call &call = work.call;
+    SmallBuffers<T> buffers(call, memory);
+    const long group = call.num_heads / call.num_heads_kv, in_job = heads_per_job(call);
+    const long at_once = heads_at_once<T>(call);
+    const long stop = smaller((job + 1) * in_job, call.batch * call.num_heads);
+    Member<T> members[LANES<T>];
+    long e = job * in_job / call.num_heads, head = job * in_job % call.num_heads, head_kv = head / group;
+    for (long first = job * in_job; first < stop; first += at_once) {
+        const long count = smaller(at_once, stop - first);
+        for (long x = 0; x < count; ++x) {
+            Member<T> &member = members[x];
+            const Entry &entry = work.entries[e];
+            member.entry = &entry;
+            member.head = head;
+            member.head_kv = head_kv;
+            member.q = buffers.q.read(call, entry, member.head, x, entry.seqlen_q);
+            member.k = buffers.k.read(call, entry, member.head_kv, x, entry.seqlen_k);
+            member.v = buffers.v.read(call, entry, member.head_kv, x, entry.seqlen_k);
+            if (call.is_backward) member.dout = buffers.dout.read(call, entry, member.head, x, entry.seqlen_q);
+            if (++head == (head_kv + 1) * group) ++head_kv;
+            if (head == call.num_heads) ++e, head = head_kv = 0;
+        }
+        if (call.is_backward) {
+            backward_heads(call, buffers, members, count);
+        } else {
+            forward_heads(call, buffers, members, count);
+        }
+    }
+}
+
+template <class T> bool prepare_small(Work &work) {
+    const Call &call = work.call;
+    if (!make_entries(work)) return false;
+    work.scratch_bytes = SmallBuffers<T>(call, nullptr).scratch.used;
+    work.add_phase(small_job<T>, ceil_div(call.batch * call.num_heads, heads_per_job(call)));
+    if (is_wanted(call, DSINKS)) {
+        choose_tiles<T>(work, BACKWARD_ROWS);
+        work.scratch_bytes = larger(work.scratch_bytes, BackwardBuffers<T>(work, nullptr).scratch.used);
+        work.add_phase(sinks_job<T>, call.num_heads);
+    }
+    return true;
+}
+
+}  // namespace

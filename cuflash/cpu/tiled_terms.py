@@ -1,0 +1,113 @@
+"""Gradients of what scores are made of beside q and k, and of sinks, by tiles of NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuflash.cpu import tiles
+from cuflash.cpu.jobs import Workspace, run
+from cuflash.cpu.stacks import derivative_by_softcap
+from cuflash.cpu.tiled_backward import BackwardQueries, Rows, backward_tile
+
+Array = NDArray[Any]
+
+
+def write(call: tiles.Call, threads: int, of_rows: Rows, wanted: Mapping[str, Array]) -> None:
+    """dbias, dalibi_slopes, dscale and dsoftcap, those that are wanted.
+
+    A job is a tile of rows of one head. What it has for things that other jobs share is added in the order of the jobs,
+    by this thread, while few are under way.
+    """
+    problem = call.problem
+    sums = {name: np.zeros(x.shape, call.dtype) for name, x in wanted.items()}
+    dbias = sums["dbias"][(None,) * (4 - sums["dbias"].ndim)] if "dbias" in sums else None
+    jobs = [
+        (heads, range(i, min(i + call.query_tile, problem.seqlen_q)))
+        for group in tiles.heads_by_length(problem, problem.num_heads, call.kv_lengths)
+        for heads in group.split(1, group.count)
+        for i in range(0, problem.seqlen_q, call.query_tile)
+    ]
+    for first in range(0, len(jobs), threads):
+        parts: list[dict[str, Array]] = [{} for _ in jobs[first : first + threads]]
+        work = [(*job, part) for job, part in zip(jobs[first : first + threads], parts, strict=True)]
+        run(lambda *job: _compute_rows(call, of_rows, wanted, *job), work, threads, call.dtype)
+        for (heads, rows), part in zip(jobs[first : first + threads], parts, strict=True):
+            ((b, h),) = heads
+            with np.errstate(all="ignore"):
+                if dbias is not None:
+                    its_rows = slice(rows.start, rows.stop) if dbias.shape[2] > 1 else slice(None)
+                    columns = slice(heads.num_keys) if dbias.shape[3] > 1 else slice(None)
+                    dbias[b % dbias.shape[0], h % dbias.shape[1], its_rows, columns] += part["dbias"]
+                if "dalibi_slopes" in sums:
+                    sums["dalibi_slopes"][(b, h)[-sums["dalibi_slopes"].ndim :]] += part["dalibi_slopes"]
+                for name in ("dscale", "dsoftcap"):
+                    if name in sums:
+                        sums[name] += part[name]
+    with np.errstate(all="ignore"):
+        for name in ("dbias", "dalibi_slopes", "dscale", "dsoftcap"):
+            if name in sums:
+                wanted[name][...] = sums[name]
+
+
+def _compute_rows(
+    call: tiles.Call,
+    of_rows: Rows,
+    wanted: Collection[str],
+    workspace: Workspace,
+    heads: tiles.Heads,
+    rows: range,
+    part: dict[str, Array],
+) -> None:
+    """What some rows of one head have for these gradients, summed over the axes that the bias has not."""
+    problem = call.problem
+    queries = BackwardQueries(call, heads, rows, *of_rows)
+    shape = (len(rows), heads.num_keys)
+    bias_shape = call.bias.shape[2:] if call.bias is not None and "dbias" in wanted else (1, 1)
+    part["dbias"] = dbias = np.zeros(
+        tuple(n if m > 1 else 1 for n, m in zip(shape, bias_shape, strict=True)), call.dtype
+    )
+    part |= {name: np.zeros((), call.dtype) for name in ("dalibi_slopes", "dscale", "dsoftcap")}
+    key_tile = tiles.clamp(
+        call.tile // queries.padded // tiles.KEY_BLOCK * tiles.KEY_BLOCK, tiles.KEY_BLOCK, tiles.KEY_TILE
+    )
+    for tile in tiles.key_tiles(0, heads.num_keys, key_tile):
+        for keys in tile.seen_by(queries).runs(call, queries):
+            visible = tiles.visible_scores(call, queries, keys)
+            if visible is False:
+                continue
+            of_keys, span = call.sharing(heads), range(keys.start, keys.stop)
+            k, v = (keys.blocks(call.stage(x, of_keys, span, ones=1), keys.start) for x in (call.k, call.v))
+
+            def take_scores(ds: Array, tanh: Array | None, keys: tiles.Keys = keys, k: Array = k) -> None:
+                pairs = ds[0].transpose(1, 3, 0, 2).reshape(queries.padded, keys.stop - keys.start)[: len(rows)]
+                if "dbias" in wanted:
+                    summed = tuple(axis for axis, n in enumerate(bias_shape) if n == 1)
+                    columns = slice(keys.start, keys.stop) if bias_shape[1] > 1 else slice(None)
+                    dbias[:, columns] += pairs.sum(axis=summed, keepdims=True) if summed else pairs
+                if "dalibi_slopes" in wanted:
+                    i = np.arange(rows.start, rows.stop)[:, None] + problem.diagonal
+                    distance = np.abs(i - np.arange(keys.start, keys.stop)).astype(call.dtype)
+                    part["dalibi_slopes"] -= (pairs * distance).sum()
+                if "dsoftcap" in wanted and tanh is not None:
+                    x = np.matmul(k, queries.q_t[:, None])
+                    part["dsoftcap"] += (ds * derivative_by_softcap(x, tanh)).sum()
+
+            backward_tile(call, queries, keys, k, v, visible, workspace, "dscale" in wanted, take_scores=take_scores)
+    if "dscale" in wanted:
+        q = queries.blocks(call.stage(call.q, heads, rows, padded=queries.padded))
+        part["dscale"] += (queries.dq_t.swapaxes(2, 3) * q).sum()
+
+
+def write_sinks(sinks: Array, dout: Array, out: Array, lse: Array, dlse: Array | None, dsinks: Array) -> None:
+    """dsinks, the sum of exp(sink - L) (dL - D) over all rows of a head."""
+    for head in range(len(sinks)):
+        dsinks[head] = 0
+        for batch in range(len(lse)):
+            dO, O, L = (x[batch, head].astype(dsinks.dtype) for x in (dout, out, lse))  # noqa: E741
+            with np.errstate(all="ignore"):
+                dL_minus_D = (0 if dlse is None else dlse[batch, head]) - np.einsum("...d,...d->...", dO, O)
+                dsinks[head] += np.sum(np.exp(sinks[head] - L) * dL_minus_D, where=~np.isneginf(L))
