@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler
 ARCHS = ("8.0", "8.6", "9.0", "12.0")
 TABLES = (FORWARD_TILES, BACKWARD_TILES, DQ_TILES)
 either_kernel = pytest.mark.parametrize("arch", ["8.0", "9.0"])  # of the forward pass, where arrays are aligned
-MAX_SCORES = 2**16
+MAX_SCORES = 2**15
 schedules = st.sampled_from(SCHEDULES)
 
 
@@ -634,7 +634,7 @@ def test_edges_of_compute_capability_9(sizes, tile):
     ct.assert_forward(case, *attention.forward(problem, arrays, tiles=tiles, arch=FEW_SMS))
 
 
-@pytest.mark.parametrize("tile", REPEATED_FLOAT32.values(), ids=REPEATED_FLOAT32)
+@pytest.mark.parametrize("tile", FORWARD_FLOAT32_SM90_TILES, ids=name_of)
 @pytest.mark.parametrize("sizes", EDGES.values(), ids=EDGES)
 def test_edges_of_float32_on_compute_capability_9(sizes, tile):
     case = ct.Case(head_dim=13, dtype="float32", **sizes)
@@ -945,7 +945,7 @@ SANITIZED = replace(CASE, bias=(150,), mask=(70, 150), softcap=5.0, alibi_slopes
 
 
 def run_sanitized(sanitizer):
-    for deterministic, dtype in itertools.product((False, True), ("float16", "float32", "float64")):
+    for deterministic, dtype in ((False, "float16"), (True, "float16"), (False, "float32"), (True, "float64")):
         case = replace(SANITIZED, dtype=dtype)
         arch = "8.0" if deterministic else "9.0"
         assert_results(case, all_results(case, arch=arch, deterministic=deterministic, sanitizer=sanitizer))
