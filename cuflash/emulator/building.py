@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -9,14 +10,16 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from cuflash import kernel_cache
 from cuflash.compiler import kernel_directory
 from cuflash.emulator.launching import EmulationError, Module
 
 HERE = Path(__file__).resolve().parent
+RUNTIME = HERE / "runtime"
 
 _COMMON_FLAGS = (
     "-std=c++17",
@@ -70,8 +73,34 @@ def build(
     """
     kernels = kernel_directory() if kernels is None else kernels
     cache = cache_directory() if cache is None else cache
-    source = kernels / source
-    definitions = [f"-D{name}={_as_text(value)}" for name, value in (defines or {}).items()]
+    request = (kernels / source, tuple(sorted((defines or {}).items())), sanitizer, kernels, cache)
+    key = (find_compiler(), *request)
+    module, of_files = _built.get(key, (None, {}))
+    if module is None or not module.library.exists() or _status(of_files) != of_files:
+        module, files = _build(*request)
+        _built[key] = module, _status(files)
+    return module
+
+
+# What this process has built, with the size and the time of every file that it was made of: each launch asks for its
+# module, and to read and to hash all files takes longer than many a launch.
+_built: dict[tuple[Any, ...], tuple[Module, dict[Path, tuple[int, int]]]] = {}
+
+
+def _status(paths: Iterable[Path]) -> dict[Path, tuple[int, int]]:
+    found = {}
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            found[path] = (status.st_size, status.st_mtime_ns)
+    return found
+
+
+def _build(
+    source: Path, defines: Sequence[tuple[str, object]], sanitizer: str | None, kernels: Path, cache: Path
+) -> tuple[Module, list[Path]]:
+    """The module, and the files that it is made of."""
+    definitions = [f"-D{name}={_as_text(value)}" for name, value in defines]
     runtime = _build_runtime(sanitizer, cache)
     # The runtime's name stands for what it is made of: a module stays linked to the one that it was built for.
     flags = [*_COMMON_FLAGS, *_SANITIZER_FLAGS[sanitizer], *definitions, f"-DCUFLASH_RUNTIME={runtime.stem}"]
@@ -82,7 +111,8 @@ def build(
         f"-I{kernels}",
         *("-x", "c++", str(source), "-x", "none", str(runtime)),
     ]
-    return Module(_compile(f"{source.parent.name}_{source.stem}", flags, files, arguments, cache))
+    module = Module(_compile(f"{source.parent.name}_{source.stem}", flags, files, arguments, cache))
+    return module, [*files, *_included_files(sorted(RUNTIME.glob("*.cc")), [RUNTIME])]
 
 
 def _as_text(value: object) -> str:
@@ -92,9 +122,8 @@ def _as_text(value: object) -> str:
 def _build_runtime(sanitizer: str | None, cache: Path) -> Path:
     # Undefined behaviour is looked for in kernels alone; address errors only show if every store is instrumented.
     flags = [*_COMMON_FLAGS, *_RUNTIME_FLAGS, *(_SANITIZER_FLAGS["address"] if sanitizer == "address" else ())]
-    folder = HERE / "runtime"
-    sources = sorted(folder.glob("*.cc"))
-    return _compile("runtime", flags, _included_files(sources, [folder]), [str(source) for source in sources], cache)
+    sources = sorted(RUNTIME.glob("*.cc"))
+    return _compile("runtime", flags, _included_files(sources, [RUNTIME]), [str(source) for source in sources], cache)
 
 
 def _included_files(sources: Sequence[Path], folders: Sequence[Path]) -> list[Path]:

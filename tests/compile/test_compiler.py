@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from test_plans import SERIALIZED
 
 from cuflash import compiler, kernel_cache
 from cuflash.compiler import CompileError, Compiler, compile_kernel, nvrtc_version, supported_archs
@@ -136,6 +137,29 @@ def test_warnings_are_kept(kernels):
     unbounded = 'extern "C" __global__ void f() {\n  asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");\n}\n'
     (advice,) = kernels("f.cu", "f", {}, "sm_90a", **{"f.cu": unbounded}).resources.warnings
     assert "(C7508)" in advice and "setmaxnreg" in advice
+
+
+# A function is called while a product is running.
+HASTY = """\
+extern "C" __global__ void __launch_bounds__(128) hasty(float* x, void (*function)()) {
+  float r[4] = {x[0], x[1], x[2], x[3]};
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0, %1, %2, %3}, %4, %4, 1, 1, 1, 0, 0;"
+      : "+f"(r[0]), "+f"(r[1]), "+f"(r[2]), "+f"(r[3]) : "l"(16ull));
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  function();
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  for (int i = 0; i < 4; ++i) x[i] = r[i];
+}
+"""
+
+
+def test_products_that_are_serialized_are_a_warning(kernels):
+    """In the words by which `test_plans.py` looks for it in the logs of the project's kernels."""
+    resources = kernels("hasty.cu", "hasty", {}, "sm_90a", **{"hasty.cu": HASTY}).resources
+    (advice,) = resources.warnings
+    assert "(C7510)" in advice and SERIALIZED in advice
 
 
 def test_headers_are_named_by_their_folder(kernels):

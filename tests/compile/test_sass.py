@@ -12,6 +12,7 @@ from dataclasses import replace
 from importlib import metadata
 
 import pytest
+from test_plans import SERIALIZED
 
 import cuflash.testing as ct
 from cuflash.compiler import compile_spec, supported_archs
@@ -48,7 +49,9 @@ def kernels_of(head_dim, tiles=None, pass_="forward", **options):
 
 def instructions(kernel):
     """Those of a kernel in the order of their addresses."""
-    command = [find_nvdisasm(), "--print-code", str(compile_spec(kernel).path)]
+    compiled = compile_spec(kernel)
+    assert SERIALIZED not in compiled.resources.log
+    command = [find_nvdisasm(), "--print-code", str(compiled.path)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", text, re.MULTILINE)
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from test_plans import REGISTERS_OF_SM, fits
+from test_plans import REGISTERS_OF_SM, SERIALIZED, fits
 
 import cuflash.testing as ct
 from cuflash.compiler import compile_spec, supported_archs
@@ -96,3 +96,4 @@ def test_what_is_not_needed_leaves_no_instructions(tile):
     for kernel in (without_dq, dv):
         assert kernel.resources.spill_stores_bytes <= 8
         assert kernel.resources.warnings == ()
+        assert SERIALIZED not in kernel.resources.log

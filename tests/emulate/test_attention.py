@@ -4,7 +4,6 @@ A combination of tiles, dtype, head dimensions, options and alignment is a compi
 fixed pseudo-random list, which a test below checks for completeness, and hypothesis draws sizes, values and schedules.
 """
 
-import functools
 import itertools
 import random
 import subprocess
@@ -40,7 +39,7 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler
 ARCHS = ("8.0", "8.6", "9.0", "12.0")
 TABLES = (FORWARD_TILES, BACKWARD_TILES, DQ_TILES)
 either_kernel = pytest.mark.parametrize("arch", ["8.0", "9.0"])  # of the forward pass, where arrays are aligned
-MAX_SCORES = 2**16
+MAX_SCORES = 2**15
 schedules = st.sampled_from(SCHEDULES)
 
 
@@ -300,7 +299,7 @@ def goes_with(main, tile):
 # What the forward kernel has and no row of the table may use: rings of several stages.
 SEVERAL_STAGES = tuple(replace(FORWARD_TILES[0], num_stages=n) for n in (2, 3))
 
-FORWARD = tuple(_specialisations((*FORWARD_TILES, *SEVERAL_STAGES)))
+FORWARD = tuple(_specialisations((*FORWARD_TILES, *SEVERAL_STAGES), with_options=2))
 FORWARD_SM90 = tuple(_specialisations(FORWARD_SM90_TILES))
 # What that kernel has and no row may use: turns, two consumers of short rows, one stage and several.
 FLOAT32_SM90_VARIANTS = (
@@ -309,8 +308,8 @@ FLOAT32_SM90_VARIANTS = (
     replace(FORWARD_FLOAT32_SM90_TILES[0], block_n=80, num_stages=2, ping_pong=False),
 )
 FORWARD_FLOAT32_SM90 = tuple(_specialisations((*FORWARD_FLOAT32_SM90_TILES, *FLOAT32_SM90_VARIANTS), with_options=5))
-BACKWARD = tuple(_specialisations(BACKWARD_TILES, with_options=2))
-DETERMINISTIC = tuple(_specialisations(DQ_TILES, with_options=2))
+BACKWARD = tuple(_specialisations(BACKWARD_TILES, with_options=1))
+DETERMINISTIC = tuple(_specialisations(DQ_TILES, with_options=1))
 
 
 def _access_widths(specialisations):
@@ -416,7 +415,7 @@ def test_backward(what, data):
     ct.assert_backward(case, *attention.backward(problem, arrays, *forward, **options, **case.random))
 
 
-# ---- One plan against another ----------------------------------------------------------------------------------------
+# ---- All results of a case -------------------------------------------------------------------------------------------
 
 CASE = ct.Case(
     seqlen_q=70,
@@ -453,45 +452,6 @@ def assert_results(case, results):
 def bits(results):
     values = results.values() if isinstance(results, dict) else results
     return [np.ascontiguousarray(x).tobytes() for x in values]
-
-
-@functools.cache
-def results_of_the_table():
-    return all_results(CASE)
-
-
-# Rows of 16-bit elements: where others are as accurate as the oracle allows them to be, they agree as well.
-ROWS_OF_2_BYTES = [[(n, tile) for n, tile in enumerate(table) if tile.element_bytes == 2] for table in TABLES]
-ROWS = {
-    **{f"forward {name_of(tile)} {n}": {"forward_tiles": (tile,)} for n, tile in ROWS_OF_2_BYTES[0]},
-    **{f"forward sm90 {name_of(tile)} {n}": {"forward_tiles": (tile,)} for n, tile in enumerate(FORWARD_SM90_TILES)},
-    **{
-        f"backward sm90 {name_of(tile)} {n}": {"backward_tiles": (tile, None)}
-        for n, tile in enumerate(BACKWARD_SM90_TILES)
-    },
-    **{f"backward {name_of(tile)} {n}": {"backward_tiles": (tile, None)} for n, tile in ROWS_OF_2_BYTES[1]},
-    **{f"dq {name_of(tile)} {n}": {"backward_tiles": (BACKWARD_TILES[0], tile)} for n, tile in ROWS_OF_2_BYTES[2]},
-}
-
-
-@pytest.mark.parametrize("tiles", ROWS.values(), ids=ROWS)
-def test_any_plan_equals_any_other(tiles):
-    """On the same inputs, results of two plans differ by no more than rounding lets each differ from the oracle."""
-    arrays = CASE.arrays()
-    problem = problem_of(CASE, arrays, deterministic=isinstance(next(iter(tiles.values()))[-1], DqTile))
-    expected = results_of_the_table()
-    if "forward_tiles" in tiles:
-        names, results = ("out", "lse"), attention.forward(problem, arrays, tiles=tiles["forward_tiles"])
-    else:
-        names = ("dq", "dk", "dv")
-        forward = (expected["out"], expected["lse"])
-        results = attention.backward(problem, arrays, *forward, tiles=tiles["backward_tiles"])
-    yardsticks = ct.yardsticks(problem, arrays)
-    for name, result in zip(names, results, strict=True):
-        assert ct.measure(name, result, yardsticks[name]).failure is None
-        with np.errstate(invalid="ignore"):
-            difference = np.nan_to_num(result.astype(np.float64) - expected[name].astype(np.float64))
-        assert np.abs(difference).max() <= 2 * yardsticks[name].tolerance
 
 
 # ---- What acts on the sums of rows, together -------------------------------------------------------------------------
@@ -636,7 +596,7 @@ def test_edges_of_compute_capability_9(sizes, tile):
     ct.assert_forward(case, *attention.forward(problem, arrays, tiles=tiles, arch=FEW_SMS))
 
 
-@pytest.mark.parametrize("tile", REPEATED_FLOAT32.values(), ids=REPEATED_FLOAT32)
+@pytest.mark.parametrize("tile", FORWARD_FLOAT32_SM90_TILES, ids=name_of)
 @pytest.mark.parametrize("sizes", EDGES.values(), ids=EDGES)
 def test_edges_of_float32_on_compute_capability_9(sizes, tile):
     case = ct.Case(head_dim=13, dtype="float32", **sizes)
@@ -850,7 +810,7 @@ def rising(tile, dtype, **options):
 def test_maxima_that_are_found_late(tile, dtype, options):
     _, problem, arrays = rising(tile, dtype, **options)
     first = None
-    for schedule in SCHEDULES:
+    for schedule in SCHEDULES[-2:] if options else SCHEDULES:
         launches = []
         out, lse = attention.forward(problem, arrays, tiles=(tile,), schedule=schedule, statistics=launches)
         judge(problem, arrays, {"out": out, "lse": lse})
@@ -947,7 +907,7 @@ SANITIZED = replace(CASE, bias=(150,), mask=(70, 150), softcap=5.0, alibi_slopes
 
 
 def run_sanitized(sanitizer):
-    for deterministic, dtype in itertools.product((False, True), ("float16", "float32", "float64")):
+    for deterministic, dtype in ((False, "float16"), (True, "float16"), (False, "float32"), (True, "float64")):
         case = replace(SANITIZED, dtype=dtype)
         arch = "8.0" if deterministic else "9.0"
         assert_results(case, all_results(case, arch=arch, deterministic=deterministic, sanitizer=sanitizer))
@@ -980,7 +940,7 @@ def test_no_address_errors():
 
 ROWS_WITH_MATRIX_LOADS = (
     *SEVERAL_STAGES,
-    *(tile for table in ROWS_OF_2_BYTES for _, tile in table),
+    *(tile for table in TABLES for tile in table if tile.element_bytes == 2),
     *FORWARD_SM90_TILES,
 )
 

@@ -76,7 +76,7 @@ def test_backward(what, data):
 NOT_EMPTY = {name: sizes for name, sizes in EDGES.items() if 0 not in sizes.values()}
 
 
-@rows
+@pytest.mark.parametrize("tile", BACKWARD_FLOAT32_SM90_TILES, ids=["narrow", "wide"])
 @pytest.mark.parametrize("sizes", NOT_EMPTY.values(), ids=NOT_EMPTY)
 def test_edges(sizes, tile):
     case = ct.Case(head_dim=13, dtype="float32", **sizes)

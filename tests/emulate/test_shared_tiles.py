@@ -57,7 +57,7 @@ CONFIGURATIONS = [
 ]
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @pytest.mark.parametrize("what", CONFIGURATIONS, ids=str)
 @given(data=st.data())
 def test_against_the_oracle(what, data):

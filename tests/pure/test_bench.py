@@ -10,9 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import cuflash.testing as ct
 from bench import accuracy, ceiling, peers, report
 from bench.__main__ import ROOT, main
-from bench.cases import FA2, GROUPED, SUITES, Case, Suite
+from bench.cases import BLOCK, FA2, GROUPED, SUITES, Case, Suite
 from bench.formula import Inputs, Reference, make_inputs, one_group, softmax_rows
 from bench.run import choose_cases, choose_contenders, failures, run_suite
 from bench.timing import (
@@ -355,6 +356,24 @@ def test_block_masks(tmp_path):
     inputs = make_inputs(np, case)
     unmasked = peers.cuflash(replace(case, blocks_kept=0.0), inputs)
     assert Reference(case, inputs).errors("forward", unmasked.calls["forward"]())["out"].wrong
+
+
+def test_block_masks_are_within_the_oracle_rule():
+    """Every head of what is timed, and the mean over several draws of operands without the allowance for luck."""
+    case = Case(dtype="float32", head_dim=8, seqlen_q=300, batch=1, num_heads=2, blocks_kept=0.5)
+    ratios = []
+    for seed in range(8):
+        inputs = make_inputs(np, case, seed)
+        arrays = {name: getattr(inputs, name) for name in ("q", "k", "v", "dout")} | {"block_mask": case.block_mask()}
+        operands = (arrays[name] for name in "qkv")
+        problem = make_problem(Options(block_size=BLOCK), *operands, block_mask=arrays["block_mask"])
+        expected = ct.yardsticks(problem, arrays)
+        calls = peers.ADAPTERS["cuflash"](case, inputs).calls
+        results = dict(zip(("out", "dq", "dk", "dv"), (*calls["forward"](), *calls["backward"]()), strict=True))
+        measurements = [ct.measure(name, x, expected[name]) for name, x in results.items()]
+        assert not [str(measurement) for measurement in measurements if measurement.failure]
+        ratios.append([measurement.strict_ratio for measurement in measurements])
+    assert np.all(np.mean(ratios, axis=0) <= 1), np.mean(ratios, axis=0)
 
 
 def test_every_contender_has_a_title_and_suites_name_contenders():

@@ -1,6 +1,7 @@
 """The command line: every command does its work, and says in one line what it cannot do."""
 
 import functools
+import importlib.util
 import re
 import shutil
 import signal
@@ -256,16 +257,22 @@ def test_a_cache_that_is_not_there(capsys, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("arch", ["8.0", "8.6", "9.0", "12.0", "sm_89"])
 @pytest.mark.parametrize("options", ["", "--causal", "--causal top_left --bias --mask --kv-lengths --alibi-slopes"])
-def test_plan_for_a_device_that_is_not_here(capsys, arch, options):
+def test_plan_for_a_device_that_is_not_here(capsys, monkeypatch, arch, options):
+    """But for one of them without the report of the compiler, which takes most of the time."""
+    is_compiled = (arch, options) == ("9.0", "") and importlib.util.find_spec("cuda.bindings.nvrtc") is not None
+    if not is_compiled:
+        monkeypatch.setattr(compiler, "with_resources", lambda plan: plan)
     code, output, _ = run(capsys, f"plan --arch {arch} --head-dim 64 256 {options}")
     assert code == 0
     digits = arch.removeprefix("sm_").replace(".", "")
     assert output.count(f"compute capability {digits[:-1]}.{digits[-1]}") == 4  # two dimensions, two passes
     assert "forward pass" in output and "backward pass" in output
+    assert re.search(r"\d+ registers", output) or not is_compiled
 
 
 @pytest.mark.parametrize(("short", "arch"), [("8", "8.0"), ("9", "9.0"), ("12", "12.0")])
-def test_a_major_version_is_a_compute_capability(capsys, short, arch):
+def test_a_major_version_is_a_compute_capability(capsys, monkeypatch, short, arch):
+    monkeypatch.setattr(compiler, "with_resources", lambda plan: plan)
     assert run(capsys, f"plan --arch {short}") == run(capsys, f"plan --arch {arch}")
 
 
@@ -295,10 +302,10 @@ def test_compile_fills_the_cache_and_reports(capsys, monkeypatch, tmp_path):
 
 def test_check(capsys, monkeypatch):
     cases = testing.self_test_cases
-    monkeypatch.setattr(testing, "self_test_cases", lambda seed, **how: list(cases(seed, **how))[:9])
+    monkeypatch.setattr(testing, "self_test_cases", lambda seed, **how: list(cases(seed, **how))[:4])
     code, output, error = run(capsys, "check --backend cpu")
     assert (code, error) == (0, "")
-    assert output.endswith("\n9 passed\n")
+    assert output.endswith("\n4 passed\n")
 
 
 def test_columns_of_check_do_not_run_together(capsys, monkeypatch):
