@@ -58,6 +58,9 @@ constexpr int kPageSize = CUFLASH_PAGE_SIZE;                // keys of a page: 0
 constexpr bool kFollowsLengths = CUFLASH_FOLLOWS_LENGTHS;   // the diagonal of a batch entry depends on its length
 // The scale can be folded into the exponent only when nothing stands between it and the softmax and it is positive.
 constexpr bool kScaleInExponent = CUFLASH_SCALE_IN_EXPONENT;
+// Whether scores have addends; and whether, without any, the factor of what is left of a product can be folded.
+constexpr bool kAddsToScore = kHasAlibi || kBiasBytes != 0;
+constexpr bool kFactorInExponent = kScaleInExponent || (kHasSoftcap && !kAddsToScore);
 
 // An element as a number to calculate with.
 template <class E>

@@ -34,6 +34,7 @@
 #include "common/scores.cuh"
 #include "common/softmax.cuh"
 #include "sm80/mma.cuh"
+#include "sm90/addends.cuh"
 #include "sm90/forward_roles.cuh"
 #include "sm90/key_tile.cuh"
 #include "sm90/pipeline.cuh"
@@ -48,7 +49,7 @@ constexpr int kOutColumns = min_of(kDimV, 128);        // of the output that lea
 constexpr bool kDropsLate = kDimV > 192;
 // Whether maxima are looked for only where a sum became too large. Where registers for a second look are missing, they
 // are always looked for.
-constexpr bool kLazyMaximum = kDimV <= 128 || (kScaleInExponent && !kHasDropout);
+constexpr bool kLazyMaximum = kDimV <= 128 || (kFactorInExponent && !kHasDropout);
 constexpr int kNTiles = kBlockN / 8;
 
 // Shared memory: the ring of Q, a part of the output, the rings of K and V, barriers.
@@ -219,11 +220,32 @@ struct Consumer {
     issue_weighted<kBlockN>(o[0], p, shared.v + at.stage * kBytesV);
   }
 
+  // Scores in place of what `cap` left.
   template <class Masked>
-  CUFLASH_DEVICE void score_tile(int n_block, Masked masked) {
+  CUFLASH_DEVICE void complete_scores(int n_block, Masked masked) {
     // Made anew for every tile: kept from tile to tile it takes registers that a block mask makes spill.
     const Mask mask(common, tile.work.batch, tile.work.head, tile.key_stop, own_diagonal);
-    to_scores(score, mask, s, [&](int, int i) { return lane_row + i / 2 * 8; }, lane_key(n_block), masked);
+    const auto row_of = [&](int, int i) { return lane_row + i / 2 * 8; };
+    if constexpr (kAddsByTile) {
+      Addends<false>(score, lane_row, lane_key(n_block)).visit<kNTiles>([&](int n, int i, auto plus_addend) {
+        s[0][n][i] = plus_addend(s[0][n][i] * score.factor);
+        if (masked && !mask.visible(row_of(0, i), lane_key(n_block) + 8 * n + i % 2)) s[0][n][i] = -ptx::infinity();
+      });
+    } else {
+      add_and_hide(score, mask, s, row_of, lane_key(n_block), masked);
+    }
+  }
+  // Exponentials relative to the offsets that there are, and their sums. All pairs are visible.
+  CUFLASH_DEVICE void exponentiate(int n_block, float (&sum)[1][2]) {
+    if constexpr (kAddsByTile) {
+      Addends<false>(score, lane_row, lane_key(n_block)).visit<kNTiles>([&](int n, int i, auto plus_addend) {
+        s[0][n][i] = exponential(s[0][n][i] * score.factor + plus_addend(-softmax.offset[0][i / 2]));
+        sum[0][i / 2] += s[0][n][i];
+      });
+    } else {
+      complete_scores(n_block, Constant<false>{});
+      softmax.exponentiate(s, scale_log2, sum);
+    }
   }
   CUFLASH_DEVICE void drop(int n_block) {
     if constexpr (kHasDropout) dropout.drop(s[0], lane_row, lane_key(n_block));
@@ -235,17 +257,18 @@ struct Consumer {
   CUFLASH_DEVICE bool weigh(int n_block, Masked masked) {
     float sum[1][2] = {{0.0f, 0.0f}};
     bool grows = false, maximum_first = masked || !kLazyMaximum || !all_started;
-    score_tile(n_block, masked);
+    score.cap(s);
     if (!maximum_first) {
-      softmax.exponentiate(s, scale_log2, sum);
+      exponentiate(n_block, sum);
       maximum_first = ptx::any_lane(sum[0][0] > kMaxSum || sum[0][1] > kMaxSum);
       if (maximum_first) {
         multiply_s_again();
-        score_tile(n_block, masked);
+        score.cap(s);
         sum[0][0] = sum[0][1] = 0.0f;
       }
     }
     if (maximum_first) {
+      complete_scores(n_block, masked);
       grows = softmax.update(s, factor, scale_log2);
       softmax.exponentiate(s, scale_log2, sum);
       all_started = !ptx::any_lane(fminf(softmax.offset[0][0], softmax.offset[0][1]) == -ptx::infinity());
@@ -393,11 +416,13 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 ind
     consumer.clear_queries(row_stop);
     consumer.clear_values();
     const TileRange keys = tile.keys_of(common, index);
+#pragma unroll 4
     for (int n_block = tile.keys.stop - 1; n_block >= keys.stop; --n_block) consumer.skip();
     if (keys.start < keys.stop)
       consumer.walk_keys(keys, shared.q_ring.empty(query));
     else  // as a warp, so that no lane still waits for a Q that the others have given back
       arrive_as_warp(shared.q_ring.empty(query));
+#pragma unroll 4
     for (int n_block = keys.start - 1; n_block >= tile.keys.start; --n_block) consumer.skip();
 
     OnlineSoftmax<1>& softmax = consumer.softmax;

@@ -18,9 +18,9 @@ DECODE_ROWS = 64  # of one product, which hold the few queries of all heads that
 # What `ForwardSm90Tile.serves` means, in words.
 SERVES = {
     "any": "any problem",
-    "no terms": "problems without softcap, slopes, bias, mask and cut blocks",
-    "long full": f"{LONG_SEQLEN} keys or more, without a right bound, softcap, slopes, bias, mask and cut blocks",
-    "whole blocks": "block masks of whole tiles, without softcap, slopes, bias and mask",
+    "no pairs": "problems without bias, mask and cut blocks",
+    "long full": f"{LONG_SEQLEN} keys or more, without a right bound, bias, mask and cut blocks",
+    "whole blocks": "block masks of whole tiles, without bias and mask",
 }
 
 
@@ -35,7 +35,7 @@ class ForwardSm90Tile(Tile):
     ping_pong: bool  # consumers issue products one after another
     keep_before: bool  # the softmax is kept in front of the wait for the product before it
     q_stages: int  # tiles of queries in shared memory
-    serves: Literal["any", "no terms", "long full", "whole blocks"] = "any"
+    serves: Literal["any", "no pairs", "long full", "whole blocks"] = "any"
     origin: str = field(compare=False)
 
     defined = ("ping_pong", "keep_before", "q_stages")
@@ -71,16 +71,15 @@ class ForwardSm90Tile(Tile):
         return self.q_stages * q + out + self.num_stages * (k + v) + barriers + next_tiles
 
     def why_not(self, problem: Problem) -> str:
-        terms = (problem.softcap, problem.alibi_slopes, problem.bias, problem.mask)
         rows, keys = problem.block_size
         cuts_blocks = rows % self.block_m != 0 or keys % self.block_n != 0  # pairs of a tile are then looked up
-        no_terms = all(term is None for term in terms) and not cuts_blocks
+        no_pairs = problem.bias is None and problem.mask is None and not cuts_blocks
         is_long = problem.mean_sequence.seqlen_k >= LONG_SEQLEN
         suits = {
             "any": True,
-            "no terms": no_terms,
-            "long full": no_terms and is_long and problem.window_right is None,
-            "whole blocks": no_terms and problem.block_mask is not None,
+            "no pairs": no_pairs,
+            "long full": no_pairs and is_long and problem.window_right is None,
+            "whole blocks": no_pairs and problem.block_mask is not None,
         }[self.serves]
         return "" if suits else f"for {SERVES[self.serves]}"
 
@@ -265,12 +264,12 @@ FORWARD_SM90_TILES = (
     #            max_dim  m    n   stages pingp  keep  Q  serves
     _forward_sm90(64,     128, 128, 2,    True,  True,  2, "whole blocks",
                   "on an H200 497 TFLOP/s with all blocks of 128 x 128 kept, FlexAttention 270 (seqlen 16384)"),
-    _forward_sm90(64,     256, 64,  3,    False, False, 2, "no terms",
+    _forward_sm90(64,     256, 64,  3,    False, False, 2, "no pairs",
                   h200("584 / 563, 541 / 412", "289 / 280, 287 / 216")),
     _forward_sm90(64,     192, 64,  3,    False, False, 2, "any", ARITHMETIC),
     _forward_sm90(128,    192, 80,  2,    True,  True,  2, "long full",
                   "on an H200 788 and 753 TFLOP/s, 128 x 128 beside it 778 and 724 (seqlen 4096 and 16384 full)"),
-    _forward_sm90(128,    128, 128, 2,    True,  True,  2, "no terms",
+    _forward_sm90(128,    128, 128, 2,    True,  True,  2, "no pairs",
                   "on an H200 694 TFLOP/s causal at seqlen 4096, 674 / 495 full / causal at 1024, FlashAttention-2 "
                   "beside it 297, 332 / 247"),
     _forward_sm90(128,    128, 64,  3,    True,  True,  2, "any", ARITHMETIC),

@@ -275,6 +275,14 @@ TRIALS = {
     "sm90 slopes": Trial(
         case=replace(_GROUPED, seqlen_k=300, score_spread=30.0, alibi_slopes=(4,)), tiles=_sm90(), num_sms=1
     ),
+    "sm90 softcap": Trial(
+        case=replace(_GROUPED, seqlen_k=300, score_spread=8.0, softcap=5.0), tiles=_sm90(), num_sms=1
+    ),
+    "sm90 small softcap": Trial(case=replace(_GROUPED, seqlen_k=300, softcap=8.0), tiles=_sm90(), num_sms=1),
+    # Exponents of a later tile that exceed those of the first by more than sums may grow.
+    "sm90 softcap spread": Trial(
+        case=replace(_GROUPED, seqlen_k=300, score_spread=30.0, softcap=100.0), tiles=_sm90(), num_sms=1
+    ),
     # Rows whose first key is the last of a tile: in the tile behind it, half of the rows of some lanes saw nothing.
     "sm90 diagonal": Trial(case=replace(_SMALL, seqlen_q=150, seqlen_k=213, causal=True), tiles=_sm90(), num_sms=1),
     "sm90 no keys": Trial(
@@ -384,6 +392,15 @@ TRIALS = {
     "backward far": Trial(case=_FAR, tiles=_backward(), place=attention.far_apart),
     "backward split": Trial(case=_SMALL, tiles=_backward()),
     "backward sm90": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_BACKWARD_SM90, None), num_sms=1),
+    "backward sm90 softcap": Trial(
+        case=replace(_GROUPED, seqlen_q=300, score_spread=4.0, softcap=3.0), tiles=(_DK_FROM_SHARED, None), num_sms=1
+    ),
+    "backward sm90 roles softcap": Trial(
+        case=replace(_GROUPED, seqlen_q=300, score_spread=4.0, softcap=3.0), tiles=(_SPLIT_ROLES, None), num_sms=1
+    ),
+    "backward sm90 slopes": Trial(
+        case=replace(_GROUPED, seqlen_q=300, alibi_slopes=(4,)), tiles=(_BACKWARD_SM90, None), num_sms=1
+    ),
     "backward sm90 wide": Trial(
         case=replace(_GROUPED, seqlen_q=100, head_dim=184, head_dim_v=136),
         tiles=(replace(_SPLIT_ROLES, max_dim=256), None),
