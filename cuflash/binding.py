@@ -126,6 +126,8 @@ def bind(
         lying[name], addresses[name] = Contiguous(tuple(given[name].shape), given[name].dtype), 0
     operands = {name: _operand(name, x, problem) for name, x in lying.items() if name not in (*NAMES, *_NUMBERS)}
     problem = replace(problem, q=operands.pop("q"), k=operands.pop("k"), v=operands.pop("v"))
+    if problem.bias is not None:
+        problem = replace(problem, bias=replace(problem.bias, alignment=math.gcd(16, addresses["bias"])))
 
     def aligned_bytes(names: Collection[str]) -> int:
         found = tuple(operands.get(name) or getattr(problem, name) for name in names)

@@ -237,6 +237,7 @@ class Operand:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
+    alignment: int = 16  # bytes that its address is a multiple of, up to 16; of a bias only, others are looked at together
 
     @property
     def nbytes(self) -> int:

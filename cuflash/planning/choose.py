@@ -59,6 +59,8 @@ def choose_plan(
         )
     arrays = {name: _contiguous(problem, name) for name in ("out", "dout", "dk", "dv")} | dict(operands or {})
     arrays |= {name: getattr(problem, name) for name in "qkv"}
+    if problem.bias is not None:
+        arrays["bias"] = problem.bias
     for name, of in (("dbias", problem.bias), ("dalibi_slopes", problem.alibi_slopes)):
         if of is not None:
             arrays.setdefault(name, of)

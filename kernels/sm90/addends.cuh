@@ -1,21 +1,46 @@
-// What is added to the scores of a tile, as exponents, by class of operand: slopes times a distance that is known but
-// for a constant. Nothing here depends on which pairs are visible.
+// What is added to the scores of a tile, as exponents, by class of operand. Nothing here depends on which pairs are
+// visible.
+//   - Slopes times a distance that is known but for a constant.
+//   - A bias that differs from key to key only: a number for each of this lane's keys.
+//   - A bias of pairs: a tile of it lies in shared memory, as TMA writes it.
 #pragma once
 #include "common/config.cuh"
 #include "common/fragments.cuh"
 #include "common/score.cuh"
+#include "sm90/tiles.cuh"
 
+constexpr bool kBiasOfPairs = CUFLASH_BIAS_OF_PAIRS;
+constexpr bool kBiasOfKeys = CUFLASH_BIAS_OF_KEYS;
 // Whether this serves all that is added; else each score looks for its own (common/score.cuh).
-constexpr bool kAddsByTile = kHasAlibi && kBiasBytes == 0;
+constexpr bool kAddsByTile = kAddsToScore && (kBiasBytes == 0 || kBiasOfPairs || kBiasOfKeys);
+
+// A tile of a bias of pairs: lines of 128 bytes, each with the pairs of one query and kBiasChunk keys.
+constexpr int kBiasChunk = kBiasOfPairs ? kLineBytes / kBiasBytes : 1;
+constexpr int kBiasChunks = kBlockN / kBiasChunk;
+constexpr u32 kBytesBias = kBiasOfPairs ? kBiasChunks * kBlockM * kLineBytes : 0;
+static_assert(!kBiasOfPairs || kBlockN % kBiasChunk == 0, "whole lines");
+
+// Asks for a tile of a bias, which may broadcast along heads and batch entries.
+CUFLASH_DEVICE void load_bias(const Params& params, u32 tile, const TensorMap& map, const Barrier& full, int first_row,
+                              int first_key, int head, int batch) {
+#pragma unroll
+  for (int c = 0; c < kBiasChunks; ++c)
+    ptx::load_tensor(tile + c * kBlockM * kLineBytes, map, full.address, first_key + c * kBiasChunk, first_row,
+                     params.bias.head_stride != 0 ? head : 0, params.bias.batch_stride != 0 ? batch : 0);
+}
 
 // The addends of what a lane holds of a tile, whose n-tiles run along the keys, or with `transposed` along the queries.
 template <bool transposed>
 struct Addends {
   float slope;
   float distance[2];  // from the query to the key of the first element, and of the one 8 rows below it
+  u32 bias;           // in shared memory: the tile of pairs, from the first row or, transposed, key of the warp on; or
+                      // the exponents of keys, from the first of this lane on
+  float of_keys[2];   // transposed: the exponents of this lane's two keys
 
   // `row` and `key` are those of the first element.
-  CUFLASH_DEVICE Addends(const Score& score, int row, int key) : slope(score.exponent_slope), distance{} {
+  CUFLASH_DEVICE Addends(const Score& score, int row, int key, u32 bias_ = 0)
+      : slope(score.exponent_slope), distance{}, bias(bias_), of_keys{} {
     if constexpr (kHasAlibi) {
       distance[0] = (float)(row + score.diagonal - key);
       distance[1] = distance[0] + (transposed ? -8.0f : 8.0f);
@@ -26,16 +51,62 @@ struct Addends {
   template <int n_tiles, class Function>
   CUFLASH_DEVICE void visit(Function f) const {
 #pragma unroll
-    for (int n = 0; n < n_tiles; ++n)
+    for (int k = 0; k < n_tiles / 2; ++k) {
+      float b[2][4];
+      load_bias_of(k, b);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      for (int j = 0; j < 8; ++j) {
+        const int n = 2 * k + j / 4, i = j % 4;
         f(n, i, [&](float sum) {
           if constexpr (kHasAlibi) {
             const float steps = 8 * n + i % 2, from = distance[i / 2] + (transposed ? steps : -steps);
             sum -= slope * fabsf(from);
           }
+          if constexpr (kBiasOfPairs) sum += b[j / 4][i] * kLog2e;
+          if constexpr (kBiasOfKeys) sum += transposed ? of_keys[i / 2] : b[j / 4][i % 2];
           return sum;
         });
       }
+    }
+  }
+
+ private:
+  // The bias of the elements of two n-tiles; or the exponents of the two keys that those of each belong to.
+  CUFLASH_DEVICE void load_bias_of(int k, float (&b)[2][4]) const {
+    const u32 lane = lane_index();
+    if constexpr (kBiasOfPairs && kBiasBytes == 2) {
+      // Four 8 x 8 matrices: of two n-tiles, 8 rows, or keys where transposed, and the 8 behind them.
+      Fragment words;
+      const u32 swizzle = lane % 8 * 16;
+      if constexpr (transposed)
+        ptx::load_matrix_x4_transposed(words.word, along_line(bias + (16 * k + lane / 16 * 8 + lane % 8) * kLineBytes,
+                                                              lane / 8 % 2 * 16));
+      else
+        ptx::load_matrix_x4(words.word, bias + lane % 16 * kLineBytes + k / 4 * kBlockM * kLineBytes +
+                                            ((k % 4 * 32 + lane / 16 * 16) ^ swizzle));
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        b[j / 4][j % 4] = ptx::to_float32(Element{}, (u16)(words.word[j / 2] >> j % 2 * 16));
+    } else if constexpr (kBiasOfPairs && transposed) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const u32 line = bias + (16 * k + j / 4 * 8 + lane % 4 * 2 + j % 2) * kLineBytes;
+        ptx::load_shared(along_line(line, (lane / 4 + j / 2 % 2 * 8) * 4), b[j / 4][j % 4]);
+      }
+    } else if constexpr (kBiasOfPairs) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const u32 line = bias + k / 2 * kBlockM * kLineBytes + (lane / 4 + j % 2 * 8) * kLineBytes;
+        ptx::load_shared_x2(along_line(line, k % 2 * 64 + j / 2 * 32 + lane % 4 * 8), (float(&)[2])b[j / 2][j % 2 * 2]);
+      }
+    } else if constexpr (kBiasOfKeys && !transposed) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) ptx::load_shared_x2(bias + (2 * k + j) * 32, (float(&)[2])b[j]);
+    }
+  }
+  // So many bytes along a line, with the swizzle of TMA.
+  CUFLASH_DEVICE static u32 along_line(u32 line, u32 bytes) {
+    const u32 address = line + bytes;
+    return address ^ address / kLineBytes % 8 * 16;
   }
 };

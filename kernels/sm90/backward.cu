@@ -251,6 +251,10 @@ struct Consumer {
     const auto key_of = [&](int, int i) { return lane_key + i / 2 * 8; };
 
     auto& products = (float(&)[1][kQueryTiles][4])p;
+    // Asked for before the wait, behind which they are needed.
+    [[maybe_unused]] float of_keys[2];
+    if constexpr (kBiasOfKeys)
+      of_keys[0] = weights.score.addend_of_key(lane_key), of_keys[1] = weights.score.addend_of_key(lane_key + 8);
     wait_for<pending>(p);
     weights.score.cap(products);
     if constexpr (kHasSoftcap) {
@@ -263,7 +267,12 @@ struct Consumer {
         }
     }
     if constexpr (kAddsByTile) {
-      Addends<true>(weights.score, row_of(0, 0), lane_key).visit<kQueryTiles>([&](int n, int i, auto plus_addend) {
+      const int key = first + warp_key;
+      Addends<true> addends(weights.score, row_of(0, 0), lane_key,
+                            shared.bias + at.stage * kBytesBias + key / kBiasChunk * kBlockM * kLineBytes +
+                                key % kBiasChunk * kBiasBytes);
+      if constexpr (kBiasOfKeys) addends.of_keys[0] = of_keys[0], addends.of_keys[1] = of_keys[1];
+      addends.visit<kQueryTiles>([&](int n, int i, auto plus_addend) {
         p[n][i] = plus_addend(p[n][i] * weights.score.factor);
       });
     } else if constexpr (!kFactorInExponent) {

@@ -25,15 +25,18 @@ class Forward(ForwardFamily[ForwardSm90Tile]):
     tile = ForwardSm90Tile
 
     def table(self, problem: Problem) -> tuple[ForwardSm90Tile, ...]:
-        return FORWARD_SM90_TILES
+        return tuple(tile.configured(problem) for tile in FORWARD_SM90_TILES)
 
     def why_not(self, draft: Draft) -> str | None:
         return why_not_16_bit(draft, MAPPED, FORWARD_SM90_TILES)
 
     def draft(self, draft: Draft, tile: ForwardSm90Tile) -> None:
+        tile = tile.configured(draft.problem)
+        draft.tiles = (tile,)
         draft.add_lists(tile, "key_lists")
         box = box_rows(draft.problem, tile.block_n)
-        draft.map_tensors({"q": tile.block_m, "k": box, "v": box, "out": 64})
+        bias = {"bias": tile.block_m} if tile.bias_of_pairs else {}
+        draft.map_tensors({"q": tile.block_m, "k": box, "v": box, "out": 64, **bias})
         _add_persistent(draft, tile, self.source)
 
 
