@@ -90,10 +90,8 @@ struct Score {
     }
   }
 
-  // What a bias that differs from key to key only adds; 0 behind the last key.
-  CUFLASH_DEVICE Real addend_of_key(int key) const {
-    return key < key_stop ? bias_at(0, key) * kExponentOfE : 0;
-  }
+  // What a bias that differs from key to key only adds.
+  CUFLASH_DEVICE Real addend_of_key(int key) const { return bias_at(0, key) * kExponentOfE; }
 
   // What a slope is multiplied by.
   CUFLASH_DEVICE Real distance(int row, int key) const {

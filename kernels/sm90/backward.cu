@@ -253,8 +253,10 @@ struct Consumer {
     auto& products = (float(&)[1][kQueryTiles][4])p;
     // Asked for before the wait, behind which they are needed.
     [[maybe_unused]] float of_keys[2];
-    if constexpr (kBiasOfKeys)
-      of_keys[0] = weights.score.addend_of_key(lane_key), of_keys[1] = weights.score.addend_of_key(lane_key + 8);
+    if constexpr (kHasKeyNumbers) {
+      const KeyNumbers numbers(common, weights.score, batch, head);
+      of_keys[0] = numbers.of(lane_key), of_keys[1] = numbers.of(lane_key + 8);
+    }
     wait_for<pending>(p);
     weights.score.cap(products);
     if constexpr (kHasSoftcap) {
@@ -271,7 +273,7 @@ struct Consumer {
       Addends<true> addends(weights.score, row_of(0, 0), lane_key,
                             shared.bias + at.stage * kBytesBias + key / kBiasChunk * kBlockM * kLineBytes +
                                 key % kBiasChunk * kBiasBytes);
-      if constexpr (kBiasOfKeys) addends.of_keys[0] = of_keys[0], addends.of_keys[1] = of_keys[1];
+      if constexpr (kHasKeyNumbers) addends.of_keys[0] = of_keys[0], addends.of_keys[1] = of_keys[1];
       addends.visit<kQueryTiles>([&](int n, int i, auto plus_addend) {
         p[n][i] = plus_addend(p[n][i] * weights.score.factor);
       });

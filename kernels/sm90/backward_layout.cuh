@@ -31,8 +31,10 @@ constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
 // Side by side, each product takes twice as long, and then both have nothing but exponentials to do at the same time.
 // With split roles the first lets the second in once its products are issued. On an H200 this makes the kernel alone 9
 // to 12 % faster at head_dim 128 from seqlen 4096 on, 4 % at 64, 2 to 3 % at 256, and with slopes 2 to 12 % faster; but
-// with softcap, where scores take more than an exponential, 7 to 14 % slower.
-constexpr bool kPingPong = !kHasSoftcap && (kBiasBytes == 0 || kAddsByTile) && !kHasDropout;
+// with softcap, where scores take more than an exponential, 7 to 14 % slower; with a bias of pairs 2 to 5 %, with one
+// of keys at head_dim 64 4 %.
+constexpr bool kPingPong =
+    !kHasSoftcap && !kHasDropout && !kBiasOfPairs && (!kHasKeyNumbers || kDkFromShared) && (kBiasBytes == 0 || kAddsByTile);
 constexpr int kQueryTiles = kBlockM / 8;
 constexpr int kConsumerThreads = 128 * kConsumers;
 static_assert(kNumWarps == 4 * (kConsumers + 1 + kDqInOrder), "the consumers, dQ, and the order of dQ");
@@ -58,7 +60,7 @@ static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesBias 
 // need more than their accumulators and operands take, or the compiler makes one wait for the other.
 constexpr int kOrderRegisters = kDqInOrder ? 24 : 0;
 constexpr bool kNeedsFewRegisters = kScaleInExponent || (kFactorInExponent && !kDkFromShared);
-constexpr int kConsumerRegisters = kNeedsFewRegisters ? 208 : 216;
+constexpr int kConsumerRegisters = kNeedsFewRegisters ? 208 : kDqInOrder || kFactorInExponent || kAddsByTile ? 216 : 224;
 constexpr int kDqRegisters = (kDqInOrder ? 512 : 504) - kOrderRegisters - kConsumers * kConsumerRegisters;
 // Columns of dQ that one product makes.
 constexpr int kDqColumns = kSplitsRoles && 64 / 2 + 28 <= kDqRegisters ? 64 : 32;

@@ -57,9 +57,9 @@ constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesOut = chunked_bytes(kBlockM, kOutColumns);
 constexpr u32 kBytesK = chunked_bytes(kBlockN, kDim);
 constexpr u32 kBytesV = chunked_bytes(kBlockN, kDimV);
-constexpr u32 kBytesBiasOfKeys = kBiasOfKeys ? kBlockN * 4 : 0;
+constexpr u32 kBytesNumbers = kHasKeyNumbers ? kBlockN * 4 : 0;
 constexpr u32 kBytesBarriers = QkvBarriers<kNumStages, kQStages>::kBytes + 16 + TileRing::kBytes;
-static_assert(kQStages * kBytesQ + kBytesOut + kNumStages * (kBytesK + kBytesV + kBytesBias + kBytesBiasOfKeys) +
+static_assert(kQStages * kBytesQ + kBytesOut + kNumStages * (kBytesK + kBytesV + kBytesBias + kBytesNumbers) +
                       kBytesBarriers ==
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
@@ -83,7 +83,7 @@ struct ForwardParams {
 static_assert(sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
 struct Shared : QkvBarriers<kNumStages, kQStages> {
-  u32 q, out, k, v, bias, bias_of_keys;
+  u32 q, out, k, v, bias, numbers;
   u32 scratch;
   TileRing tiles;
 
@@ -93,8 +93,8 @@ struct Shared : QkvBarriers<kNumStages, kQStages> {
     k = out + kBytesOut;
     v = k + kNumStages * kBytesK;
     bias = v + kNumStages * kBytesV;
-    bias_of_keys = bias + kNumStages * kBytesBias;
-    const u32 barriers = bias_of_keys + kNumStages * kBytesBiasOfKeys;
+    numbers = bias + kNumStages * kBytesBias;
+    const u32 barriers = numbers + kNumStages * kBytesNumbers;
     place_barriers(barriers);
     scratch = barriers + QkvBarriers::kBytes;
     tiles = {{scratch + 16}};
@@ -141,18 +141,19 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
   }
 }
 
-// Another warp of the producer: what a bias adds to the scores of each key, as exponents. It goes with K.
-CUFLASH_DEVICE void produce_bias_of_keys(const Params& params, const Shared& shared) {
+// Another warp of the producer: what is added to the scores of each key, as exponents. It goes with K.
+CUFLASH_DEVICE void produce_numbers(const Params& params, const Shared& shared) {
   Position<kNumStages> key;
   for (auto walk = walk_of<false>(params, shared); walk.more(); walk.advance()) {
     const QueryTile tile(params, walk.work(params));
     const Score score(params, tile.work.batch, tile.work.head, tile.key_stop);
+    const KeyNumbers numbers(params, score, tile.work.batch, tile.work.head);
     for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
       shared.k_ring.empty(key).wait(key.parity ^ 1);
-      const u32 numbers = shared.bias_of_keys + key.stage * kBytesBiasOfKeys;
+      const u32 stage = shared.numbers + key.stage * kBytesNumbers;
 #pragma unroll
       for (int i = lane_index(); i < kBlockN; i += 32)
-        ptx::store_shared_b32(numbers + i * 4, ptx::bits_of(score.addend_of_key(tile.keys.at(n_block) * kBlockN + i)));
+        ptx::store_shared_b32(stage + i * 4, ptx::bits_of(numbers.of(tile.keys.at(n_block) * kBlockN + i)));
       arrive_as_warp(shared.k_ring.full(key));
     }
   }
@@ -248,9 +249,8 @@ struct Consumer {
 
   // What is added to the scores of the tile of keys in stage `key`.
   CUFLASH_DEVICE Addends<false> addends(int n_block) const {
-    const u32 of_pairs = shared.bias + key.stage * kBytesBias + (index * 64 + warp_row) * kLineBytes;
-    const u32 of_keys = shared.bias_of_keys + key.stage * kBytesBiasOfKeys + fragment_column() * 4;
-    return {score, lane_row, lane_key(n_block), kBiasOfPairs ? of_pairs : of_keys};
+    const u32 pairs = shared.bias + key.stage * kBytesBias + (index * 64 + warp_row) * kLineBytes;
+    return {score, lane_row, lane_key(n_block), pairs, shared.numbers + key.stage * kBytesNumbers + fragment_column() * 4};
   }
   // Scores in place of what `cap` left.
   template <class Masked>
@@ -473,13 +473,13 @@ CUFLASH_DEVICE void forward(const ForwardParams& params) {
   if constexpr (kIsPacked) {
     if (ptx::thread_index() == 0) shared.tiles.init(4 * kConsumers + 1);
   }
-  shared.make_barriers(4 * kConsumers, 4 * kConsumers, kConsumers, 1 + kBiasOfKeys);
+  shared.make_barriers(4 * kConsumers, 4 * kConsumers, kConsumers, 1 + kHasKeyNumbers);
   const u32 warp = ptx::uniform(ptx::thread_index() / 32);
   if (warp >= 4 * kConsumers) {
     ptx::decrease_registers<kProducerRegisters>();
     if (warp == 4 * kConsumers && ptx::elect_lane()) produce(params, shared);
-    if constexpr (kBiasOfKeys) {
-      if (warp == 4 * kConsumers + 1) produce_bias_of_keys(params.common, shared);
+    if constexpr (kHasKeyNumbers) {
+      if (warp == 4 * kConsumers + 1) produce_numbers(params.common, shared);
     }
     if constexpr (kIsPacked) {
       if (warp == 4 * kConsumers + 1) schedule_tiles(params.common, shared.tiles);

@@ -1,4 +1,4 @@
-"""A bias that kernels of compute capability 9.0 see by tile: of pairs, by TMA, and of keys; run on the CPU.
+"""A bias, and a mask, that kernels of compute capability 9.0 see by tile: of pairs, by TMA, and of keys; run on the CPU.
 
 What is compiled comes from a fixed list; hypothesis draws sizes, values and schedules.
 """
@@ -45,6 +45,14 @@ KEYS = {
 }
 
 
+# The same of a mask, beside a bias of pairs or without.
+MASKS = {
+    "batch": (("batch", "one", "one", "k"), {}),
+    "heads, bias, causal": (("one", "heads", "one", "k"), {"causal": True}),
+    "lengths, bias": (("batch", "heads", "one", "k"), {"kv_lengths": (5, 60), "head_dim": 128}),
+}
+
+
 @st.composite
 def cases(draw, shape, options, multiple):
     sizes = {"one": 1, "heads": 2, "batch": 2}
@@ -67,6 +75,7 @@ def check(case, schedule, num_sms, by):
         plan = choose_plan(problem, device, pass_)
         assert (plan.tiles[0].bias_of_pairs > 0) == (by == "pairs")
         assert plan.tiles[0].bias_of_keys == (by == "keys")
+        assert plan.tiles[0].mask_of_keys == (case.mask is not None)
     how = {"arch": device, "schedule": schedule}
     ct.assert_forward(case, *attention.forward(problem, arrays, **how))
     out, lse = reference.forward(problem, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
@@ -89,6 +98,18 @@ def test_pairs(name, data):
 @few
 def test_keys(name, data):
     check(*data.draw(cases(*KEYS[name], 1)), "keys")
+
+
+@pytest.mark.parametrize("name", MASKS)
+@given(data=st.data())
+@few
+def test_masks(name, data):
+    shape, options = MASKS[name]
+    case, schedule, num_sms = data.draw(cases(("one", "heads", "q", "k"), options, 8))
+    sizes = {"one": 1, "heads": 2, "batch": 2, "k": case.seqlen_k}
+    with_bias = "bias" in name
+    case = replace(case, mask=tuple(sizes[x] for x in shape), bias=case.bias if with_bias else None)
+    check(case, schedule, num_sms, "pairs" if with_bias else "nothing")
 
 
 @given(case=cases(("one", "heads", "q", "k"), {"head_dim": 64}, 1))

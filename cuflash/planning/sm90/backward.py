@@ -17,6 +17,7 @@ from cuflash.planning.sm90.tiles import (
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
     bias_by,
+    mask_by,
 )
 from cuflash.planning.tiles import Tile, why_too_large
 from cuflash.problem import ITEMSIZE, Problem
@@ -152,14 +153,13 @@ class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
 def _with_bias(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
     """The tile as it sees the bias: tiles of pairs where they fit, if need be with a stage less."""
     problem, by = draft.problem, bias_by(draft.problem)
-    if by == "keys":
-        return replace(main, bias_of_keys=True)
+    row = replace(main, bias_of_keys=by == "keys", mask_of_keys=mask_by(problem) == "keys")
     if by != "pairs" or problem.bias is None:
-        return main
+        return row
     for stages in range(main.num_stages, 1, -1):
-        row = replace(main, num_stages=stages, bias_of_pairs=ITEMSIZE[problem.bias.dtype])
-        if not why_too_large(row, problem, draft.device):
-            return row
+        staged = replace(row, num_stages=stages, bias_of_pairs=ITEMSIZE[problem.bias.dtype])
+        if not why_too_large(staged, problem, draft.device):
+            return staged
     return main
 
 

@@ -17,6 +17,7 @@ from cuflash.planning.sm90.tiles import (
 from cuflash.planning.tiles import Tile
 from cuflash.problem import ITEMSIZE, Problem
 
+MOST_ENTRIES_TOGETHER = 8  # of a batch that share a bias, in launch order
 MAPPED = ("q", "k", "v", "out")  # arrays that are left to TMA
 
 
@@ -90,5 +91,10 @@ def _add_persistent(draft: Draft, tile: ForwardSm90Tile | ForwardFloat32Sm90Tile
         # Sequences of different lengths are then spread evenly over the blocks.
         draft.set(head_section=CAUSAL_HEAD_SECTION)
         what = f"the tiles of queries of {problem.batch} packed sequences, at most {m_blocks},"
+    batch_first = bool(getattr(tile, "bias_of_pairs", 0)) and problem.bias is not None and problem.bias.strides[0] == 0
+    if batch_first:
+        # Entries that share a bias read it at the same time, so that all but one of them find it in L2.
+        draft.set(head_section=min(problem.batch, MOST_ENTRIES_TOGETHER))
     draft.reasons.append(f"{blocks} blocks stay and take {what} one after another")
-    draft.add(source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), CUFLASH_PAIRS=int(pairs))
+    order = {"CUFLASH_PAIRS": int(pairs), "CUFLASH_BATCH_FIRST": int(batch_first)}
+    draft.add(source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), **order)
