@@ -135,6 +135,8 @@ def bind(
         lying[name], addresses[name] = Contiguous(tuple(given[name].shape), given[name].dtype), 0
     operands = {name: _operand(name, x, problem) for name, x in lying.items() if name not in (*NAMES, *_NUMBERS)}
     problem = replace(problem, q=operands.pop("q"), k=operands.pop("k"), v=operands.pop("v"))
+    if problem.bias is not None:
+        problem = replace(problem, bias=replace(problem.bias, alignment=math.gcd(16, addresses["bias"])))
 
     def aligned_bytes(names: Collection[str]) -> int:
         return access_bytes(_found(names, problem, operands), *(addresses[name] for name in names))

@@ -43,6 +43,7 @@ class Operand:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
+    alignment: int = 16  # bytes that its address is a multiple of, up to 16; said of a bias only
 
     @property
     def nbytes(self) -> int:

@@ -12,13 +12,14 @@ from typing import Any
 from cuflash.operands import ITEMSIZE, Operand
 
 BYTES = 128  # of a map
-CHUNK = 64  # columns of a box: 128 bytes of 16-bit elements, the span of the swizzle
+LINE_BYTES = 128  # of a row of a box: the span of the swizzle
+CHUNK = 64  # columns of a box of 16-bit elements
 _MAX_STRIDE_BYTES = 2**40
 
 
 @dataclass(frozen=True)
 class TensorMapSpec:
-    """A box of `heads` x `rows` x `CHUNK` elements anywhere in an operand, but for the operand's address."""
+    """A box of `heads` x `rows` x `columns` elements anywhere in an operand, but for the operand's address."""
 
     name: str
     dtype: str
@@ -27,6 +28,11 @@ class TensorMapSpec:
     rows: int
     heads: int = 1
     read_once: bool = False  # each element by one block: the cache need not fetch more than is asked for
+
+    @property
+    def columns(self) -> int:
+        """Of a box."""
+        return LINE_BYTES // ITEMSIZE[self.dtype]
 
     @property
     def of_any_rows(self) -> TensorMapSpec:
@@ -38,9 +44,14 @@ class TensorMapSpec:
 def tensor_map_spec(
     name: str, operand: Operand, rows: int, heads: int = 1, *, read_once: bool = False
 ) -> TensorMapSpec:
-    """Boxes of `rows` rows of each of `heads` heads of `operand`, which has axes (batch, head, row, column)."""
+    """Boxes of `rows` rows of each of `heads` heads of `operand`, which has axes (batch, head, row, column).
+
+    Axes along which it broadcasts have length 1 in the map.
+    """
     itemsize = ITEMSIZE[operand.dtype]
-    batch, num_heads, seqlen, columns = operand.shape
+    batch, num_heads, seqlen, columns = (
+        size if stride else min(size, 1) for size, stride in zip(operand.shape, operand.strides, strict=True)
+    )
     # An axis of length 1 is never stepped along, but its stride must be valid.
     strides = tuple(
         stride * itemsize if size > 1 else 16
@@ -49,14 +60,18 @@ def tensor_map_spec(
     return TensorMapSpec(name, operand.dtype, (columns, seqlen, num_heads, batch), strides, rows, heads, read_once)
 
 
-def why_not(name: str, operand: Operand, *, written: bool = False) -> str | None:
-    """Why TMA cannot read the operand, or write it, its address taken as aligned; None if it can."""
+def why_not(name: str, operand: Operand, *, written: bool = False, broadcasts: bool = False) -> str | None:
+    """Why TMA cannot read the operand, or write it, its address taken as aligned; None if it can.
+
+    Where it `broadcasts`, the kernel leaves out the coordinates of axes of stride 0.
+    """
     itemsize = ITEMSIZE[operand.dtype]
     if 0 in operand.shape:
         return f"{name} is empty"
     for size, stride in zip(operand.shape[:3], operand.strides[:3], strict=True):
         stride_bytes = stride * itemsize
-        if size > 1 and not (0 < stride_bytes < _MAX_STRIDE_BYTES and stride_bytes % 16 == 0):
+        is_valid = 0 < stride_bytes < _MAX_STRIDE_BYTES and stride_bytes % 16 == 0
+        if size > 1 and not is_valid and not (broadcasts and stride == 0):
             return f"a stride of {name} is {stride_bytes} bytes, not a positive multiple of 16"
     row_bytes = operand.shape[3] * itemsize
     if written and row_bytes % 16:  # measured on an H200; reads end at the last element
@@ -73,7 +88,7 @@ def encoder(spec: TensorMapSpec) -> Callable[[int, int], bytes]:
     driver, types, promotions, common = _driver()
     columns, _, *others = (driver.cuuint64_t(n) for n in spec.shape)
     strides = [driver.cuuint64_t(n) for n in spec.strides_bytes]
-    box = [driver.cuuint32_t(n) for n in (CHUNK, spec.rows, spec.heads, 1)]
+    box = [driver.cuuint32_t(n) for n in (spec.columns, spec.rows, spec.heads, 1)]
     steps = [driver.cuuint32_t(1)] * 4
     fill = driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
     encode, row_count, dtype = driver.cuTensorMapEncodeTiled, driver.cuuint64_t, types[spec.dtype]
@@ -96,6 +111,7 @@ def _driver() -> tuple[Any, dict[str, Any], dict[bool, Any], tuple[Any, ...]]:
     types = {
         "float16": data_type.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         "bfloat16": data_type.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        "float32": data_type.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
     }
     common = (
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,

@@ -18,7 +18,7 @@ from cuflash.planning import DeviceSpec, LaunchPlan, choose_plan
 from cuflash.planning.draft import MAPS_OFFSET
 from cuflash.planning.tiles import Tile
 from cuflash.problem import Problem
-from cuflash.tensor_map import CHUNK, TensorMapSpec
+from cuflash.tensor_map import TensorMapSpec
 from cuflash.terms import DEFAULT_NEED, GRADIENTS, NUMBERS, OF_SOFTMAX
 
 Place = Callable[[np.ndarray], np.ndarray]
@@ -105,7 +105,7 @@ def run(
 def _tensor_map(spec: TensorMapSpec, pointer: int, rows: int) -> bytes:
     """What `cuflash.tensor_map.encoder` makes for a device; 0 rows are those of the spec."""
     columns, of_spec, heads, batch = spec.shape
-    shape, box = (columns, rows or of_spec, heads, batch), (CHUNK, spec.rows, spec.heads, 1)
+    shape, box = (columns, rows or of_spec, heads, batch), (spec.columns, spec.rows, spec.heads, 1)
     return tensor_map(pointer, ITEMSIZE[spec.dtype], shape, spec.strides_bytes, box).tobytes()
 
 

@@ -60,6 +60,8 @@ def choose_plan(
             f"the {ITEMSIZE[problem.dtype]} bytes of a {problem.dtype}"
         )
     arrays |= {name: getattr(problem, name) for name in INPUTS}
+    if problem.bias is not None:
+        arrays["bias"] = problem.bias
     seen = _without_parts_of_softmax(problem) if pass_ == "backward" else _of_planned_length(problem)
     draft = Draft(
         problem=seen,

@@ -179,6 +179,8 @@ def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_
         "CUFLASH_FOLLOWS_LENGTHS": int(problem.follows_lengths),
         "CUFLASH_PARAMS_BYTES": PARAMS_BYTES,
         "CUFLASH_PAIRS": 0,
+        "CUFLASH_BATCH_FIRST": 0,
+        "CUFLASH_MASK_OF_KEYS": 0,
         "CUFLASH_PLAIN_FRAGMENTS": 0,
     }
 

@@ -38,6 +38,8 @@ constexpr int kStoreBytes = CUFLASH_STORE_BYTES;
 constexpr int kNumThreads = 32 * kNumWarps;
 
 constexpr bool kPairs = CUFLASH_PAIRS;  // blocks that stay take tiles of queries in pairs
+// Whether a head's batch entries are neighbours in the launch order, and not the heads of an entry.
+constexpr bool kBatchFirst = CUFLASH_BATCH_FIRST;
 
 // Options. One that is off leaves no instruction behind.
 constexpr bool kHasRightBound = CUFLASH_HAS_RIGHT_BOUND;
@@ -45,6 +47,8 @@ constexpr bool kHasLeftBound = CUFLASH_HAS_LEFT_BOUND;
 constexpr bool kHasSoftcap = CUFLASH_HAS_SOFTCAP;
 constexpr bool kHasAlibi = CUFLASH_HAS_ALIBI;
 constexpr bool kHasMask = CUFLASH_HAS_MASK;
+constexpr bool kMaskOfKeys = CUFLASH_MASK_OF_KEYS;       // it hides keys from all queries: it is added to their scores
+constexpr bool kLooksUpMask = kHasMask && !kMaskOfKeys;  // else each pair is looked for in it
 constexpr bool kHasBlockMask = CUFLASH_MASK_BLOCK_M > 0;
 constexpr int kMaskBlockM = kHasBlockMask ? CUFLASH_MASK_BLOCK_M : 1;  // queries of a block of the block mask
 constexpr int kMaskBlockN = kHasBlockMask ? CUFLASH_MASK_BLOCK_N : 1;  // and keys
@@ -57,7 +61,10 @@ constexpr int kKvLengthsBytes = CUFLASH_KV_LENGTHS_BYTES;   // 0 (none), 4 (i32)
 constexpr int kPageSize = CUFLASH_PAGE_SIZE;                // keys of a page: 0 where they are contiguous
 constexpr bool kFollowsLengths = CUFLASH_FOLLOWS_LENGTHS;   // the diagonal of a batch entry depends on its length
 // The scale can be folded into the exponent only when nothing stands between it and the softmax and it is positive.
-constexpr bool kScaleInExponent = CUFLASH_SCALE_IN_EXPONENT;
+constexpr bool kScaleInExponent = CUFLASH_SCALE_IN_EXPONENT && !kMaskOfKeys;
+// Whether scores have addends; and whether, without any, the factor of what is left of a product can be folded.
+constexpr bool kAddsToScore = kHasAlibi || kBiasBytes != 0 || kMaskOfKeys;
+constexpr bool kFactorInExponent = kScaleInExponent || (kHasSoftcap && !kAddsToScore);
 
 // An element as a number to calculate with.
 template <class E>

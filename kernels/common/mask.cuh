@@ -59,7 +59,7 @@ struct Mask {
         row_stride(params.mask.row_stride),
         key_stride(params.mask.key_stride),
         blocks(params, batch, head) {
-    if constexpr (kHasMask)
+    if constexpr (kLooksUpMask)
       bytes = (const u8*)params.mask.data + batch * params.mask.batch_stride + head * params.mask.head_stride;
   }
 
@@ -67,7 +67,7 @@ struct Mask {
     bool seen = key < key_stop;
     if constexpr (kHasRightBound) seen = seen && key <= row + right_offset;
     if constexpr (kHasLeftBound) seen = seen && key >= row + left_offset;
-    if constexpr (kHasMask) seen = seen && row < seqlen_q && bytes[row * row_stride + key * key_stride] != 0;
+    if constexpr (kLooksUpMask) seen = seen && row < seqlen_q && bytes[row * row_stride + key * key_stride] != 0;
     if constexpr (kHasBlockMask) seen = seen && row < seqlen_q && blocks.has(row / kMaskBlockM, key / kMaskBlockN);
     return seen;
   }

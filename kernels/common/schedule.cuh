@@ -111,7 +111,7 @@ CUFLASH_DEVICE TileRange key_tiles(const Params& params, Entry batch, int first_
     start = at_least_zero(first_row + left_offset) / kBlockN;
     full_start = ceil_div(at_least_zero(last_row + left_offset), kBlockN);
   }
-  if constexpr (kHasMask) full_stop = full_start;
+  if constexpr (kLooksUpMask) full_stop = full_start;
   start = min_of(start, stop);
   full_start = min_of(full_start < start ? start : full_start, stop);
   full_stop = full_stop < full_start ? full_start : full_stop;
@@ -131,7 +131,7 @@ CUFLASH_DEVICE TileRange query_tiles(const Params& params, Entry batch, int firs
     stop = min_of(stop, ceil_div(at_least_zero(last_key - left_offset + 1), kBlockM));
     full_stop = min_of(full_stop, at_least_zero(first_key - left_offset + 1) / kBlockM);
   }
-  if (kHasMask || last_key >= key_stop) full_stop = full_start;
+  if (kLooksUpMask || last_key >= key_stop) full_stop = full_start;
   if (first_key >= key_stop) stop = 0;
   start = min_of(start, stop);
   full_start = min_of(full_start < start ? start : full_start, stop);
@@ -192,17 +192,23 @@ struct EntryWalk {
     if constexpr (!kPairs) {
       const Place place =
           schedule(params, unit, num_m_blocks, params.num_heads, params.head_section, kHasRightBound);
-      return {place.block, place.head, place.batch};
+      return work_of(params, place.block, place.head + place.batch * params.num_heads);
     }
     const u32 head = unit / units_of_head;
     const int from_start = unit % units_of_head;
-    return {second ? from_start : num_m_blocks - 1 - from_start, (int)(head % params.num_heads),
-            (int)(head / params.num_heads)};
+    return work_of(params, second ? from_start : num_m_blocks - 1 - from_start, head);
   }
   CUFLASH_DEVICE void advance() {
     const int from_start = unit % units_of_head;
     second = kPairs && !second && 2 * from_start + 1 < num_m_blocks;
     if (!second) unit += step;
+  }
+
+ private:
+  // `head` counts those of all batch entries, in launch order.
+  CUFLASH_DEVICE static Work work_of(const Params& params, int block, u32 head) {
+    if constexpr (kBatchFirst) return {block, (int)(head / params.batch), (int)(head % params.batch)};
+    return {block, (int)(head % params.num_heads), (int)(head / params.num_heads)};
   }
 };
 

@@ -5,11 +5,15 @@
 #include "common/params.cuh"
 #include "common/sequences.cuh"
 
-// The score of one head. When the scale can be folded into the exponent (kScaleInExponent), `of` leaves the product as
-// it is and `exponent_scale` does the work; otherwise `of` does it all and exponent_scale is 1.
+// The exponent of a pair is factor x + addend, where x is the product, or its tanh where there is a soft cap.
+//
+// Where nothing is added (kFactorInExponent), `of` leaves x as it is and what follows multiplies by `exponent_scale`;
+// otherwise `of` does it all and exponent_scale is 1.
 struct Score {
   Real scale;
   Real softcap;
+  Real cap_factor;  // of a product, for the argument of tanh
+  Real factor;
   Real exponent_slope;
   int diagonal;
   int seqlen_q;
@@ -24,6 +28,8 @@ struct Score {
   CUFLASH_DEVICE Score(const Params& params, Entry batch, int head, int key_stop_, int own_diagonal)
       : scale(scale_of(params)),
         softcap(softcap_of(params)),
+        cap_factor(kHasSoftcap && !kWide ? finite(scale / softcap) : 0),
+        factor((kHasSoftcap ? softcap : scale) * kExponentOfE),
         exponent_slope(0),
         diagonal(params.diagonal + own_diagonal),
         seqlen_q(params.seqlen_q),
@@ -42,27 +48,50 @@ struct Score {
     }
   }
 
-  CUFLASH_DEVICE Real exponent_scale() const { return kScaleInExponent ? scale * kExponentOfE : 1; }
+  CUFLASH_DEVICE Real exponent_scale() const { return kFactorInExponent ? factor : 1; }
 
   // The score of (row, key), and the derivative of the capped score in the scaled product (1 without softcap).
   CUFLASH_DEVICE Real of(Real product, int row, int key, Real& derivative) const {
     derivative = 1;
-    if constexpr (kScaleInExponent) return product;
-    Real score = product * scale;
     if constexpr (kHasSoftcap) {
-      const Real t = tanh(score / softcap);
-      derivative = 1 - t * t;
-      score = softcap * t;
+      product = kWide ? accurate_tanh(product * scale / softcap) : tanh_by_exponential(product * cap_factor);
+      derivative = 1 - product * product;
     }
-    score *= kExponentOfE;
-    if constexpr (kHasAlibi) {
-      score -= exponent_slope * distance(row, key);
-    }
+    return with_addend(product, row, key);
+  }
+
+  // The same from x on.
+  CUFLASH_DEVICE Real with_addend(Real x, int row, int key) const {
+    if constexpr (kFactorInExponent) return x;
+    Real score = x * factor;
+    if constexpr (kHasAlibi) score -= exponent_slope * distance(row, key);
     if constexpr (kBiasBytes != 0) {
       if (row < seqlen_q && key < key_stop) score += bias_at(row, key) * kExponentOfE;
     }
     return score;
   }
+
+  // Warp. The soft cap for all elements that a lane holds: tanh in place of products. For 16-bit elements by its series
+  // where all arguments of a warp are small, which spares the unit of the exponentials two results a score.
+  template <int m_tiles, int n_tiles>
+  CUFLASH_DEVICE void cap(Real (&s)[m_tiles][n_tiles][4]) const {
+    if constexpr (kHasSoftcap && kWide) {
+      for_each(s, [&](Real& x) { x = accurate_tanh(x * scale / softcap); });
+    } else if constexpr (kHasSoftcap) {
+      float largest = 0;
+      for_each(s, [&](float& x) {
+        x *= cap_factor;
+        largest = max_of(largest, fabsf(x));
+      });
+      if (ptx::any_lane(largest > kTanhSeriesStop))
+        for_each(s, [](float& x) { x = tanh_by_exponential(x); });
+      else
+        for_each(s, [](float& x) { x = tanh_by_series(x); });
+    }
+  }
+
+  // What a bias that differs from key to key only adds.
+  CUFLASH_DEVICE Real addend_of_key(int key) const { return bias_at(0, key) * kExponentOfE; }
 
   // What a slope is multiplied by.
   CUFLASH_DEVICE Real distance(int row, int key) const {
@@ -74,7 +103,7 @@ struct Score {
   // where the two terms cancel, (sinh(2x) - 2x) / 2 (1 - tanh(x)^2), by the series of the first factor.
   CUFLASH_DEVICE Real derivative_by_softcap(Real product) const {
     const Real x = product * scale / softcap, x2 = x * x;
-    const Real t = tanh(x), slope = 1 - t * t;
+    const Real t = kWide ? accurate_tanh(x) : tanh_by_exponential(x), slope = 1 - t * t;
     if (x2 >= (Real)0.25) return t - x * slope;
     Real series = 1;
 #pragma unroll
@@ -83,13 +112,20 @@ struct Score {
   }
 
  private:
-  // For 16-bit elements through one exponential, to 1e-7 absolutely; NaN and the infinities as they should be.
-  CUFLASH_DEVICE static Real tanh(Real x) {
-    if constexpr (kWide) return accurate_tanh(x);
-    const float magnitude = x < 0.0f ? -x : x;
-    const float e = ptx::exp2_approx(magnitude * (-2.0f * kLog2e));
-    const float t = (1.0f - e) / (1.0f + e);
-    return x < 0.0f ? -t : t;
+  // The largest finite number in place of an infinity, whose product with 0 would be NaN.
+  CUFLASH_DEVICE static Real finite(Real x) {
+    constexpr float kLargest = 3.402823466e38f;
+    return x > kLargest ? kLargest : x < -kLargest ? -kLargest : x;
+  }
+
+  template <int m_tiles, int n_tiles, class Function>
+  CUFLASH_DEVICE static void for_each(Real (&s)[m_tiles][n_tiles][4], Function function) {
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int n = 0; n < n_tiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) function(s[m][n][i]);
   }
 
   CUFLASH_DEVICE Real bias_at(int row, int key) const {

@@ -15,13 +15,13 @@ CUFLASH_DEVICE Real masked_score(const Score& score, const Mask& mask, Real prod
   return x;
 }
 
-// Scores in place of products, in n-tiles whose rows are queries: `row_of(m, i)` is the query of an element, `lane_key`
-// the key of this lane's first one. `masked` says whether some pair may be hidden: a bool, or a Constant where that is
-// known beforehand.
+// Scores in place of products that are capped, in n-tiles whose rows are queries: `row_of(m, i)` is the query of an
+// element, `lane_key` the key of this lane's first one. `masked` says whether some pair may be hidden: a bool, or a
+// Constant where that is known beforehand.
 template <int m_tiles, int n_tiles, class RowOf, class Masked>
-CUFLASH_DEVICE void to_scores(const Score& score, const Mask& mask, Real (&s)[m_tiles][n_tiles][4], RowOf row_of,
-                              int lane_key, Masked masked) {
-  if (!kScaleInExponent || masked) {
+CUFLASH_DEVICE void add_and_hide(const Score& score, const Mask& mask, Real (&s)[m_tiles][n_tiles][4], RowOf row_of,
+                                 int lane_key, Masked masked) {
+  if (!kFactorInExponent || masked) {
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
@@ -29,12 +29,18 @@ CUFLASH_DEVICE void to_scores(const Score& score, const Mask& mask, Real (&s)[m_
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int row = row_of(m, i), key = lane_key + 8 * n + i % 2;
-          Real derivative;
-          s[m][n][i] = masked_score(score, mask, s[m][n][i], row, key, masked, derivative);
+          s[m][n][i] = score.with_addend(s[m][n][i], row, key);
+          if (masked && !mask.visible(row, key)) s[m][n][i] = -ptx::infinity();
         }
   }
 }
-
+// The same of products.
+template <int m_tiles, int n_tiles, class RowOf, class Masked>
+CUFLASH_DEVICE void to_scores(const Score& score, const Mask& mask, Real (&s)[m_tiles][n_tiles][4], RowOf row_of,
+                              int lane_key, Masked masked) {
+  score.cap(s);
+  add_and_hide(score, mask, s, row_of, lane_key, masked);
+}
 // What makes weights of products in the backward pass, for one head: P = exp(score - lse).
 struct Weights {
   Score score;
@@ -54,22 +60,26 @@ struct Weights {
                             exponent_lse);
   }
 
-  // Hides products at once, in a branch of its own. That is possible only where a product is the score but for a
-  // positive factor; elsewhere of_hidden does it, score by score. `row_of(n, i)` and `key_of(m, i)` are the pair of an
-  // element.
+  // Hides elements at once, in a branch of its own: scores, or products that are scores but for a positive factor.
+  // `row_of(n, i)` and `key_of(m, i)` are the pair of an element.
   template <int m_tiles, int n_tiles, class RowOf, class KeyOf>
-  CUFLASH_DEVICE void hide(Real (&product)[m_tiles][n_tiles][4], bool masked, RowOf row_of, KeyOf key_of) const {
-    if (kScaleInExponent && masked) {
+  CUFLASH_DEVICE void hide(Real (&s)[m_tiles][n_tiles][4], bool masked, RowOf row_of, KeyOf key_of) const {
+    if (masked) {
 #pragma unroll
       for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
         for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            if (!mask.visible(row_of(n, i), key_of(m, i))) product[m][n][i] = -ptx::infinity();
+            if (!mask.visible(row_of(n, i), key_of(m, i))) s[m][n][i] = -ptx::infinity();
     }
   }
-  // The weight of one pair whose product went through `hide`.
+  // The same where products are scores but for a positive factor, for `of_hidden`, which elsewhere hides score by score.
+  template <int m_tiles, int n_tiles, class RowOf, class KeyOf>
+  CUFLASH_DEVICE void hide_products(Real (&product)[m_tiles][n_tiles][4], bool masked, RowOf row_of, KeyOf key_of) const {
+    if constexpr (kScaleInExponent) hide(product, masked, row_of, key_of);
+  }
+  // The weight of one pair whose product went through `hide_products`.
   CUFLASH_DEVICE Real of_hidden(Real product, int row, int key, bool masked, Real exponent_lse, Real& derivative) const {
     if constexpr (!kScaleInExponent) return of(product, row, key, masked, exponent_lse, derivative);
     derivative = 1;

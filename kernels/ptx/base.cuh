@@ -232,6 +232,12 @@ CUFLASH_DEVICE float exp2_approx(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// Thread. rcp.approx.ftz (9.7.3.16): 1 / x to 1 ulp; of the infinities 0.
+CUFLASH_DEVICE float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 // Thread. lg2.approx (9.7.3.20): log2(x) to an absolute error of 2^-22 near 1, else 2 ulp.
 CUFLASH_DEVICE float log2_approx(float x) {
   float y;

@@ -144,7 +144,7 @@ CUFLASH_DEVICE void backward(const Params& params) {
         const int lane_query = first_row + fragment_column();
         const auto row_of = [&](int n, int i) { return lane_query + column_of<kWarpsQ>(warp_d, n) + i % 2; };
         const auto key_of = [&](int m, int i) { return lane_key + 16 * m + i / 2 * 8; };
-        weights.hide(p, masked, row_of, key_of);
+        weights.hide_products(p, masked, row_of, key_of);
         [[maybe_unused]] KeptWeights<true> kept[kKeyTiles];
 #pragma unroll
         for (int n = 0; n < kQueryTiles; ++n) {

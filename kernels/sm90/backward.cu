@@ -37,6 +37,7 @@
 #include "common/operands.cuh"
 #include "common/params.cuh"
 #include "common/scores.cuh"
+#include "sm90/addends.cuh"
 #include "sm90/backward_dq.cuh"
 #include "sm90/backward_layout.cuh"
 #include "sm90/backward_work.cuh"
@@ -234,40 +235,75 @@ struct Consumer {
     }
   }
 
+  // Element i of four in two words.
+  CUFLASH_DEVICE static float element_of(const u32 (&packed)[2], int i) {
+    return ptx::to_float32(Float16{}, (u16)(packed[i / 2] >> i % 2 * 16));
+  }
+
   // [3] P' = exp(S' - lse), once at most `pending` groups are in flight; the derivatives are those of the capped
   // scores.
   template <int pending, int rows>
-  CUFLASH_DEVICE void make_p(float (&p)[kQueryTiles][4], float (&derivative)[rows][4], u32 s_stats) {
+  CUFLASH_DEVICE void make_p(float (&p)[kQueryTiles][4], u32 (&derivative)[rows][2], u32 s_stats) {
     const int head = walk.head, first_row = walk.m_block * kBlockM;
     const Weights weights(common, batch, head, work.key_stop, work.own_diagonal);
     const bool masked = walk.needs_mask(work.queries);
     const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
     const auto key_of = [&](int, int i) { return lane_key + i / 2 * 8; };
 
+    auto& products = (float(&)[1][kQueryTiles][4])p;
+    // Asked for before the wait, behind which they are needed.
+    [[maybe_unused]] float of_keys[2];
+    if constexpr (kHasKeyNumbers) {
+      const KeyNumbers numbers(common, weights.score, batch, head);
+      of_keys[0] = numbers.of(lane_key), of_keys[1] = numbers.of(lane_key + 8);
+    }
     wait_for<pending>(p);
-    weights.hide((float(&)[1][kQueryTiles][4])p, masked, row_of, key_of);
+    weights.score.cap(products);
+    if constexpr (kHasSoftcap) {
+#pragma unroll
+      for (int n = 0; n < kQueryTiles; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float first = p[n][2 * half], second = p[n][2 * half + 1];
+          derivative[n][half] = ptx::pack(Float16{}, 1.0f - first * first, 1.0f - second * second);
+        }
+    }
+    if constexpr (kAddsByTile) {
+      const int key = first + warp_key;
+      Addends<true> addends(weights.score, row_of(0, 0), lane_key,
+                            shared.bias + at.stage * kBytesBias + key / kBiasChunk * kBlockM * kLineBytes +
+                                key % kBiasChunk * kBiasBytes);
+      if constexpr (kHasKeyNumbers) addends.of_keys[0] = of_keys[0], addends.of_keys[1] = of_keys[1];
+      addends.visit<kQueryTiles>([&](int n, int i, auto plus_addend) {
+        p[n][i] = plus_addend(p[n][i] * weights.score.factor);
+      });
+    } else if constexpr (!kFactorInExponent) {
+#pragma unroll
+      for (int n = 0; n < kQueryTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) p[n][i] = weights.score.with_addend(p[n][i], row_of(n, i), key_of(0, i));
+    }
+    weights.hide(products, masked, row_of, key_of);
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
       float lse[2];  // of this lane's two queries
       ptx::load_shared_x2(s_stats + n * 64, lse);
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        p[n][i] = weights.of_hidden(p[n][i], row_of(n, i), key_of(0, i), masked, lse[i % 2],
-                                    derivative[kScaleInExponent ? 0 : n][i]);
+      for (int i = 0; i < 4; ++i) p[n][i] = exponential(p[n][i] * weights.exponent_scale - lse[i % 2]);
     }
     if constexpr (kHasDropout) Dropout(common, batch, head).mark(p, row_of(0, 0), lane_key);
   }
 
   // Split roles: leaves P', times the derivatives, for the consumer that makes dS'.
   template <int rows>
-  CUFLASH_DEVICE void hand_over_p(const float (&p)[kQueryTiles][4], const float (&derivative)[rows][4]) {
+  CUFLASH_DEVICE void hand_over_p(const float (&p)[kQueryTiles][4], const u32 (&derivative)[rows][2]) {
     shared.p_ring.empty(p_at).wait(p_at.parity ^ 1);
     const u32 s_p = shared.p + p_at.stage * kBytesP + thread * 16;
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
       float handed[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) handed[i] = kHasSoftcap ? p[n][i] * derivative[n][i] : p[n][i];
+      for (int i = 0; i < 4; ++i) handed[i] = kHasSoftcap ? p[n][i] * element_of(derivative[n], i) : p[n][i];
       ptx::store_shared_f32x4(s_p + n * 128 * 16, handed);
     }
     arrive_as_warp(shared.p_ring.full(p_at));
@@ -277,7 +313,7 @@ struct Consumer {
   // [4] dS' = P' * (dP' - delta), in place of dP'.
   template <int rows>
   CUFLASH_DEVICE void make_ds(float (&p)[kQueryTiles][4], float (&ds)[kQueryTiles][4],
-                              const float (&derivative)[rows][4], u32 s_stats) {
+                              const u32 (&derivative)[rows][2], u32 s_stats) {
     const u32 s_p = shared.p + p_at.stage * kBytesP + thread * 16;
     if constexpr (!makes_dv) shared.p_ring.full(p_at).wait(p_at.parity);
 #pragma unroll
@@ -291,7 +327,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         ds[n][i] = gradient_of(p[n][i], ds[n][i], kept_scale, delta[i % 2]);
-        if constexpr (kHasSoftcap && makes_dv) ds[n][i] *= derivative[n][i];
+        if constexpr (kHasSoftcap && makes_dv) ds[n][i] *= element_of(derivative[n], i);
       }
     }
     if constexpr (!makes_dv) {
@@ -319,7 +355,7 @@ struct Consumer {
     const u32 s_q = shared.q + at.stage * kBytesQ, s_do = shared.dout + at.stage * kBytesDo;
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
     float p[kQueryTiles][4], ds[kQueryTiles][4];
-    [[maybe_unused]] float derivative[kScaleInExponent ? 1 : kQueryTiles][4];
+    [[maybe_unused]] u32 derivative[kHasSoftcap ? kQueryTiles : 1][2];  // pairs in half the registers
 
     wait_for_queries(s_q, s_do);
     ping_pong.wait();

@@ -49,10 +49,13 @@ struct Producer {
     shared.do_ring.empty(at).wait(at.parity ^ 1);
     if constexpr (kSplitsRoles) load_dout();  // the consumer of dV is done before that of dK
     shared.q_ring.empty(at).wait(at.parity ^ 1);
-    q_full.arrive_expect(kBytesQ + kBytesStats);
+    q_full.arrive_expect(kBytesQ + kBytesBias + kBytesStats);
     load_chunks<kBlockM, kDim>(shared.q + at.stage * kBytesQ, params.q, q_full, first_row, next.head, entry_of(batch));
     ptx::load_bulk(shared.stats + at.stage * kBytesStats, stats_of(params.common, batch, next.head) + row * 2,
                    kBytesStats, q_full.address);
+    if constexpr (kBiasOfPairs)
+      load_bias(params.common, shared.bias + at.stage * kBytesBias, params.dkv[kNeedsDk + kNeedsDv], q_full, row,
+                tile.first_key, next.head, entry_of(batch));
     if constexpr (!kSplitsRoles) load_dout();
   }
 };

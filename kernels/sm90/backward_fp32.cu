@@ -283,7 +283,7 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
     const bool masked = walk.needs_mask(tile.queries);
     const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
     const auto key_of = [&](int, int i) { return lane_key + i / 2 * 8; };
-    weights.hide((float(&)[1][kTileColumns][4])p, masked, row_of, key_of);
+    weights.hide_products((float(&)[1][kTileColumns][4])p, masked, row_of, key_of);
     // What the next warpgroup multiplies dP' - delta by: P', times the derivative of the capped score; the sign says
     // what dropout drops.
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;

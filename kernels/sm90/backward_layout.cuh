@@ -3,6 +3,7 @@
 #include "common/backward.cuh"
 #include "common/config.cuh"
 #include "common/params.cuh"
+#include "sm90/addends.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/tiles.cuh"
 
@@ -29,16 +30,18 @@ constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
 // Whether one consumer goes through a step from P' to dS' while the other waits, or does what is left of its own step.
 // Side by side, each product takes twice as long, and then both have nothing but exponentials to do at the same time.
 // With split roles the first lets the second in once its products are issued. On an H200 this makes the kernel alone 9
-// to 12 % faster at head_dim 128 from seqlen 4096 on, 4 % at 64, 2 to 3 % at 256; but with softcap, where scores take
-// more than an exponential, 40 % slower.
-constexpr bool kPingPong = kScaleInExponent && !kHasDropout;
+// to 12 % faster at head_dim 128 from seqlen 4096 on, 4 % at 64, 2 to 3 % at 256, and with slopes 2 to 12 % faster; but
+// with softcap, where scores take more than an exponential, 7 to 14 % slower; with a bias of pairs 2 to 5 %, with one
+// of keys at head_dim 64 4 %.
+constexpr bool kPingPong =
+    !kHasSoftcap && !kHasDropout && !kBiasOfPairs && (!kHasKeyNumbers || kDkFromShared) && (kBiasBytes == 0 || kAddsByTile);
 constexpr int kQueryTiles = kBlockM / 8;
 constexpr int kConsumerThreads = 128 * kConsumers;
 static_assert(kNumWarps == 4 * (kConsumers + 1 + kDqInOrder), "the consumers, dQ, and the order of dQ");
 static_assert(kBlockN == 64 * kDsWriters, "a consumer, or both, own 64 keys");
 static_assert(kBlockM == 64, "dQ is one product of 64 rows");
 
-// Shared memory: K, V, the rings of Q, of dO, of dS' and of P', statistics, barriers.
+// Shared memory: K, V, the rings of Q, of dO, of dS' and of P', bias and statistics of queries, barriers.
 constexpr u32 kBytesK = chunked_bytes(kBlockN, kDim);
 constexpr u32 kBytesV = chunked_bytes(kBlockN, kDimV);
 constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
@@ -48,7 +51,7 @@ constexpr u32 kBytesStats = kBlockM * 8;
 constexpr int kDsStages = 2, kPStages = kSplitsRoles, kTurnStages = kDqInOrder ? 2 : 0;
 constexpr u32 kBytesP = 128 * kQueryTiles * 16;
 constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages + 2 * kDsStages + 2 * kPStages + 3 * kTurnStages);
-static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesStats) + kDsStages * kBytesDs +
+static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesBias + kBytesStats) + kDsStages * kBytesDs +
                       kPStages * kBytesP + kBytesBarriers ==
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
@@ -56,7 +59,8 @@ static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesStats
 // Registers of a thread once each role has its own; all together are what the block started with. Products in flight
 // need more than their accumulators and operands take, or the compiler makes one wait for the other.
 constexpr int kOrderRegisters = kDqInOrder ? 24 : 0;
-constexpr int kConsumerRegisters = kScaleInExponent ? 208 : kDqInOrder ? 216 : 224;
+constexpr bool kNeedsFewRegisters = kScaleInExponent || (kFactorInExponent && !kDkFromShared);
+constexpr int kConsumerRegisters = kNeedsFewRegisters ? 208 : kDqInOrder || kFactorInExponent || kAddsByTile ? 216 : 224;
 constexpr int kDqRegisters = (kDqInOrder ? 512 : 504) - kOrderRegisters - kConsumers * kConsumerRegisters;
 // Columns of dQ that one product makes.
 constexpr int kDqColumns = kSplitsRoles && 64 / 2 + 28 <= kDqRegisters ? 64 : 32;
@@ -84,12 +88,12 @@ constexpr u32 kConsumer = 1, kAll = kConsumer + kConsumers, kEnd = kAll + 1, kPi
 
 struct BackwardParams {
   Params common;
-  TensorMap q, k, v, dout, dkv[kNeedsDk + kNeedsDv];  // dk, dv: those that are wanted
+  TensorMap q, k, v, dout, dkv[kNeedsDk + kNeedsDv + kBiasOfPairs];  // dk, dv: those that are wanted; the bias
 };
 static_assert(sizeof(BackwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
 struct Shared {
-  u32 k, v, q, dout, ds, p, stats;
+  u32 k, v, q, dout, ds, p, bias, stats;
   Barrier kv_full;
   Ring<kNumStages> q_ring, do_ring;
   Ring<kDsStages> ds_ring;
@@ -103,7 +107,8 @@ struct Shared {
     dout = q + kNumStages * kBytesQ;
     ds = dout + kNumStages * kBytesDo;
     p = ds + kDsStages * kBytesDs;
-    stats = p + kPStages * kBytesP;
+    bias = p + kPStages * kBytesP;
+    stats = bias + kNumStages * kBytesBias;
     kv_full = {stats + kNumStages * kBytesStats};
     q_ring = {kv_full.address + 16};
     do_ring = {q_ring.address + Ring<kNumStages>::kBytes};

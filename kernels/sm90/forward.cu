@@ -13,7 +13,7 @@
 //   barrier      one phase is over when            who waits
 //   q_full[i]    Q has arrived in stage i          consumers, before S
 //   q_empty[i]   every warp has its last S         producer, before the next Q in stage i
-//   k_full[i]    K has arrived in stage i          consumers, before S
+//   k_full[i]    K, and bias, are in stage i       consumers, before S
 //   k_empty[i]   every warp has its exponentials   producer, before the next K in stage i
 //   v_full[i]    V has arrived in stage i          consumers, before O
 //   v_empty[i]   every consumer has its O          producer, before the next V in stage i
@@ -34,6 +34,7 @@
 #include "common/scores.cuh"
 #include "common/softmax.cuh"
 #include "sm80/mma.cuh"
+#include "sm90/addends.cuh"
 #include "sm90/forward_roles.cuh"
 #include "sm90/key_tile.cuh"
 #include "sm90/pipeline.cuh"
@@ -48,16 +49,19 @@ constexpr int kOutColumns = min_of(kDimV, 128);        // of the output that lea
 constexpr bool kDropsLate = kDimV > 192;
 // Whether maxima are looked for only where a sum became too large. Where registers for a second look are missing, they
 // are always looked for.
-constexpr bool kLazyMaximum = kDimV <= 128 || (kScaleInExponent && !kHasDropout);
+constexpr bool kLazyMaximum = kDimV <= 128 || (kFactorInExponent && !kHasDropout);
 constexpr int kNTiles = kBlockN / 8;
 
-// Shared memory: the ring of Q, a part of the output, the rings of K and V, barriers.
+// Shared memory: the ring of Q, a part of the output, the rings of K, V and what is added to their scores, barriers.
 constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesOut = chunked_bytes(kBlockM, kOutColumns);
 constexpr u32 kBytesK = chunked_bytes(kBlockN, kDim);
 constexpr u32 kBytesV = chunked_bytes(kBlockN, kDimV);
+constexpr u32 kBytesNumbers = kHasKeyNumbers ? kBlockN * 4 : 0;
 constexpr u32 kBytesBarriers = QkvBarriers<kNumStages, kQStages>::kBytes + 16 + TileRing::kBytes;
-static_assert(kQStages * kBytesQ + kBytesOut + kNumStages * (kBytesK + kBytesV) + kBytesBarriers == CUFLASH_SHARED_BYTES,
+static_assert(kQStages * kBytesQ + kBytesOut + kNumStages * (kBytesK + kBytesV + kBytesBias + kBytesNumbers) +
+                      kBytesBarriers ==
+                  CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
 // Registers of a thread after the producer has given up most of its own; all together are at most what the block
@@ -74,12 +78,12 @@ constexpr float kMaxSum = max_sum(Element{});
 
 struct ForwardParams {
   Params common;
-  TensorMap q, k, v, out;
+  TensorMap q, k, v, out[1 + kBiasOfPairs];  // out, and behind it the bias
 };
 static_assert(sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
 struct Shared : QkvBarriers<kNumStages, kQStages> {
-  u32 q, out, k, v;
+  u32 q, out, k, v, bias, numbers;
   u32 scratch;
   TileRing tiles;
 
@@ -88,8 +92,11 @@ struct Shared : QkvBarriers<kNumStages, kQStages> {
     out = q + kQStages * kBytesQ;
     k = out + kBytesOut;
     v = k + kNumStages * kBytesK;
-    place_barriers(v + kNumStages * kBytesV);
-    scratch = v + kNumStages * kBytesV + QkvBarriers::kBytes;
+    bias = v + kNumStages * kBytesV;
+    numbers = bias + kNumStages * kBytesBias;
+    const u32 barriers = numbers + kNumStages * kBytesNumbers;
+    place_barriers(barriers);
+    scratch = barriers + QkvBarriers::kBytes;
     tiles = {{scratch + 16}};
   }
 };
@@ -123,10 +130,31 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
                          key_start_of(tile.work.batch));
       shared.k_ring.empty(key).wait(key.parity ^ 1);
       const Barrier k_full = shared.k_ring.full(key), v_full = shared.v_ring.full(key);
-      keys.load<kDim>(shared.k + key.stage * kBytesK, params.k, k_full);
+      keys.load<kDim>(shared.k + key.stage * kBytesK, params.k, k_full, kBytesBias);
+      if constexpr (kBiasOfPairs)
+        load_bias(params.common, shared.bias + key.stage * kBytesBias, params.out[1], k_full, tile.first_row,
+                  tile.keys.at(n_block) * kBlockN, tile.work.head, batch);
       if (n_block == tile.keys.stop - 1) load_q();
       shared.v_ring.empty(key).wait(key.parity ^ 1);
       keys.load<kDimV>(shared.v + key.stage * kBytesV, params.v, v_full);
+    }
+  }
+}
+
+// Another warp of the producer: what is added to the scores of each key, as exponents. It goes with K.
+CUFLASH_DEVICE void produce_numbers(const Params& params, const Shared& shared) {
+  Position<kNumStages> key;
+  for (auto walk = walk_of<false>(params, shared); walk.more(); walk.advance()) {
+    const QueryTile tile(params, walk.work(params));
+    const Score score(params, tile.work.batch, tile.work.head, tile.key_stop);
+    const KeyNumbers numbers(params, score, tile.work.batch, tile.work.head);
+    for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
+      shared.k_ring.empty(key).wait(key.parity ^ 1);
+      const u32 stage = shared.numbers + key.stage * kBytesNumbers;
+#pragma unroll
+      for (int i = lane_index(); i < kBlockN; i += 32)
+        ptx::store_shared_b32(stage + i * 4, ptx::bits_of(numbers.of(tile.keys.at(n_block) * kBlockN + i)));
+      arrive_as_warp(shared.k_ring.full(key));
     }
   }
 }
@@ -219,11 +247,37 @@ struct Consumer {
     issue_weighted<kBlockN>(o[0], p, shared.v + at.stage * kBytesV);
   }
 
+  // What is added to the scores of the tile of keys in stage `key`.
+  CUFLASH_DEVICE Addends<false> addends(int n_block) const {
+    const u32 pairs = shared.bias + key.stage * kBytesBias + (index * 64 + warp_row) * kLineBytes;
+    return {score, lane_row, lane_key(n_block), pairs, shared.numbers + key.stage * kBytesNumbers + fragment_column() * 4};
+  }
+  // Scores in place of what `cap` left.
   template <class Masked>
-  CUFLASH_DEVICE void score_tile(int n_block, Masked masked) {
+  CUFLASH_DEVICE void complete_scores(int n_block, Masked masked) {
     // Made anew for every tile: kept from tile to tile it takes registers that a block mask makes spill.
     const Mask mask(common, tile.work.batch, tile.work.head, tile.key_stop, own_diagonal);
-    to_scores(score, mask, s, [&](int, int i) { return lane_row + i / 2 * 8; }, lane_key(n_block), masked);
+    const auto row_of = [&](int, int i) { return lane_row + i / 2 * 8; };
+    if constexpr (kAddsByTile) {
+      addends(n_block).visit<kNTiles>([&](int n, int i, auto plus_addend) {
+        s[0][n][i] = plus_addend(s[0][n][i] * score.factor);
+        if (masked && !mask.visible(row_of(0, i), lane_key(n_block) + 8 * n + i % 2)) s[0][n][i] = -ptx::infinity();
+      });
+    } else {
+      add_and_hide(score, mask, s, row_of, lane_key(n_block), masked);
+    }
+  }
+  // Exponentials relative to the offsets that there are, and their sums. All pairs are visible.
+  CUFLASH_DEVICE void exponentiate(int n_block, float (&sum)[1][2]) {
+    if constexpr (kAddsByTile) {
+      addends(n_block).visit<kNTiles>([&](int n, int i, auto plus_addend) {
+        s[0][n][i] = exponential(s[0][n][i] * score.factor + plus_addend(-softmax.offset[0][i / 2]));
+        sum[0][i / 2] += s[0][n][i];
+      });
+    } else {
+      complete_scores(n_block, Constant<false>{});
+      softmax.exponentiate(s, scale_log2, sum);
+    }
   }
   CUFLASH_DEVICE void drop(int n_block) {
     if constexpr (kHasDropout) dropout.drop(s[0], lane_row, lane_key(n_block));
@@ -235,17 +289,18 @@ struct Consumer {
   CUFLASH_DEVICE bool weigh(int n_block, Masked masked) {
     float sum[1][2] = {{0.0f, 0.0f}};
     bool grows = false, maximum_first = masked || !kLazyMaximum || !all_started;
-    score_tile(n_block, masked);
+    score.cap(s);
     if (!maximum_first) {
-      softmax.exponentiate(s, scale_log2, sum);
+      exponentiate(n_block, sum);
       maximum_first = ptx::any_lane(sum[0][0] > kMaxSum || sum[0][1] > kMaxSum);
       if (maximum_first) {
         multiply_s_again();
-        score_tile(n_block, masked);
+        score.cap(s);
         sum[0][0] = sum[0][1] = 0.0f;
       }
     }
     if (maximum_first) {
+      complete_scores(n_block, masked);
       grows = softmax.update(s, factor, scale_log2);
       softmax.exponentiate(s, scale_log2, sum);
       all_started = !ptx::any_lane(fminf(softmax.offset[0][0], softmax.offset[0][1]) == -ptx::infinity());
@@ -393,18 +448,20 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 ind
     consumer.clear_queries(row_stop);
     consumer.clear_values();
     const TileRange keys = tile.keys_of(common, index);
+#pragma unroll 4
     for (int n_block = tile.keys.stop - 1; n_block >= keys.stop; --n_block) consumer.skip();
     if (keys.start < keys.stop)
       consumer.walk_keys(keys, shared.q_ring.empty(query));
     else  // as a warp, so that no lane still waits for a Q that the others have given back
       arrive_as_warp(shared.q_ring.empty(query));
+#pragma unroll 4
     for (int n_block = keys.start - 1; n_block >= tile.keys.start; --n_block) consumer.skip();
 
     OnlineSoftmax<1>& softmax = consumer.softmax;
     softmax.finish();
     if (kHasSinks && !is_left_over(common, batch))
       softmax.add_sinks(consumer.o, [&](int, int) { return sink_of(common, tile.work.head) * kExponentOfE; });
-    consumer.store_out(params.out, row_stop);
+    consumer.store_out(params.out[0], row_stop);
     store_lse(common, batch, tile.work.head, consumer.lane_row, softmax);
   }
   ping_pong.finish();
@@ -416,11 +473,14 @@ CUFLASH_DEVICE void forward(const ForwardParams& params) {
   if constexpr (kIsPacked) {
     if (ptx::thread_index() == 0) shared.tiles.init(4 * kConsumers + 1);
   }
-  shared.make_barriers(4 * kConsumers, 4 * kConsumers, kConsumers);
+  shared.make_barriers(4 * kConsumers, 4 * kConsumers, kConsumers, 1 + kHasKeyNumbers);
   const u32 warp = ptx::uniform(ptx::thread_index() / 32);
   if (warp >= 4 * kConsumers) {
     ptx::decrease_registers<kProducerRegisters>();
     if (warp == 4 * kConsumers && ptx::elect_lane()) produce(params, shared);
+    if constexpr (kHasKeyNumbers) {
+      if (warp == 4 * kConsumers + 1) produce_numbers(params.common, shared);
+    }
     if constexpr (kIsPacked) {
       if (warp == 4 * kConsumers + 1) schedule_tiles(params.common, shared.tiles);
     }

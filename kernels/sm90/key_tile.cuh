@@ -26,10 +26,10 @@ struct KeyTile {
     }
   }
 
-  // Announces the tile, of so many columns, and asks for it.
+  // Announces the tile, of so many columns, and bytes that others bring, and asks for it.
   template <int columns>
-  CUFLASH_DEVICE void load(u32 tile, const TensorMap& map, const Barrier& full) const {
-    full.arrive_expect(chunked_bytes(kBlockN, columns));
+  CUFLASH_DEVICE void load(u32 tile, const TensorMap& map, const Barrier& full, u32 other_bytes = 0) const {
+    full.arrive_expect(chunked_bytes(kBlockN, columns) + other_bytes);
     if constexpr (kPageSize == 0) {
       load_chunks<kBlockN, columns>(tile, map, full, first_key, head, batch);
     } else {

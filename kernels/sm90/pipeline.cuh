@@ -37,9 +37,9 @@ struct Ring {
 
   CUFLASH_DEVICE Barrier full(const Position<stages>& at) const { return {address + 8 * at.stage}; }
   CUFLASH_DEVICE Barrier empty(const Position<stages>& at) const { return {address + 8 * (stages + at.stage)}; }
-  CUFLASH_DEVICE void init(u32 consumers) const {
+  CUFLASH_DEVICE void init(u32 consumers, u32 producers = 1) const {
     for (int i = 0; i < stages; ++i) {
-      full({i}).init(1);
+      full({i}).init(producers);
       empty({i}).init(consumers);
     }
   }
@@ -57,11 +57,12 @@ struct QkvBarriers {
     k_ring = {address + Ring<q_stages>::kBytes};
     v_ring = {address + Ring<q_stages>::kBytes + Ring<stages>::kBytes};
   }
-  // Called by all threads of the block. The numbers say how many arrivals give back a tile of Q, K and V.
-  CUFLASH_DEVICE void make_barriers(u32 q_consumers, u32 k_consumers, u32 v_consumers) const {
+  // Called by all threads of the block. The numbers say how many arrivals give back a tile of Q, K and V, and how many
+  // bring one of K.
+  CUFLASH_DEVICE void make_barriers(u32 q_consumers, u32 k_consumers, u32 v_consumers, u32 k_producers = 1) const {
     if (ptx::thread_index() == 0) {
       q_ring.init(q_consumers);
-      k_ring.init(k_consumers);
+      k_ring.init(k_consumers, k_producers);
       v_ring.init(v_consumers);
       ptx::fence_barrier_init();
     }

@@ -302,6 +302,17 @@ def check_exp2_approx(run):
     np.testing.assert_array_equal(got, expected)
 
 
+def check_reciprocal_approx(run):
+    x = np.concatenate([np.geomspace(1.2e-38, 8e37, 4001), np.linspace(-4, -0.25, 999)]).astype(np.float32)
+    got = run("reciprocal_approx", source=x, destination=_ones(np.float32, len(x)), **_threads_of(x))
+    np.testing.assert_allclose(got, 1 / x.astype(np.float64), rtol=2.0**-23)
+
+    special = np.array([0, -0.0, 1, np.inf, -np.inf, np.nan, 1e-40, 3e38], np.float32)
+    expected = np.array([np.inf, -np.inf, 1, 0, -0.0, np.nan, np.inf, 0], np.float32)
+    got = run("reciprocal_approx", source=special, destination=_ones(np.float32, len(special)), **_threads_of(special))
+    np.testing.assert_array_equal(got, expected)
+
+
 def check_log2_approx(run):
     x = np.concatenate([np.geomspace(1e-44, 3e38, 4001), np.linspace(0.5, 2, 999)]).astype(np.float32)
     got = run("log2_approx", source=x, destination=_ones(np.float32, len(x)), **_threads_of(x))

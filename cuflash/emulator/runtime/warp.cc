@@ -356,6 +356,10 @@ float exp2_approx(float x) {
   check_landed(x);
   return flush_subnormal(std::exp2(flush_subnormal(x)));
 }
+float reciprocal_approx(float x) {
+  check_landed(x);
+  return flush_subnormal(1.0f / flush_subnormal(x));
+}
 float log2_approx(float x) { return std::log2(x); }
 
 u16 from_float32(Element type, float value) {

@@ -17,8 +17,10 @@ from cuflash.planning.sm90.tiles import (
     BACKWARD_TF32_SM90_TILES,
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
+    bias_by,
+    mask_by,
 )
-from cuflash.planning.tiles import Tile
+from cuflash.planning.tiles import Tile, why_too_large
 from cuflash.problem import Problem
 
 # Heads whose blocks of the backward pass are side by side on compute capability 9.0; on an H200 eight are 1 % slower
@@ -74,7 +76,7 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
                 "tiles: got a BackwardSm90Tile with deterministic=True and block_mask, expected a BackwardTile and a "
                 "DqTile"
             )
-        return replace(main, dq_in_order=in_order)
+        return _with_bias(replace(main, dq_in_order=in_order), draft)
 
     def dq_in_order(self, main: BackwardSm90Tile) -> bool:
         return main.dq_in_order
@@ -122,7 +124,8 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
     def prepare(self, draft: Draft, main: BackwardSm90Tile) -> None:
         m, n = main.block_m, main.block_n
         results: dict[str, int] = {name: 64 for name in ("dk", "dv") if name in draft.need}
-        draft.map_tensors({"q": m, "k": n, "v": n, "dout": m, **results})
+        bias = {"bias": m} if main.bias_of_pairs else {}
+        draft.map_tensors({"q": m, "k": n, "v": n, "dout": m, **results, **bias})
 
 
 class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
@@ -146,6 +149,19 @@ class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
     def prepare(self, draft: Draft, main: BackwardFloat32Sm90Tile) -> None:
         add_bf16_split(draft, main, ("q", "k", "v", "dout"))
         draft.map_tensors({f"{name}_split": 64 for name in ("q", "k", "v", "dout")})
+
+
+def _with_bias(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
+    """The tile as it sees the bias: tiles of pairs where they fit, if need be with a stage less."""
+    problem, by = draft.problem, bias_by(draft.problem)
+    row = replace(main, bias_of_keys=by == "keys", mask_of_keys=mask_by(problem) == "keys")
+    if by != "pairs" or problem.bias is None:
+        return row
+    for stages in range(main.num_stages, 1, -1):
+        staged = replace(row, num_stages=stages, bias_of_pairs=ITEMSIZE[problem.bias.dtype])
+        if not why_too_large(staged, problem, draft.device):
+            return staged
+    return main
 
 
 def _fragments_of_a_warpgroup(main: BackwardSm90Tile | BackwardFloat32Sm90Tile) -> BackwardTile:

@@ -18,6 +18,7 @@ from cuflash.planning.sm90.tiles import (
 from cuflash.planning.tiles import Tile
 from cuflash.problem import Problem
 
+MOST_ENTRIES_TOGETHER = 8  # of a batch that share a bias, in launch order
 MAPPED = ("q", "k", "v", "out")  # arrays that are left to TMA
 
 
@@ -26,15 +27,18 @@ class Forward(ForwardFamily[ForwardSm90Tile]):
     tile = ForwardSm90Tile
 
     def table(self, problem: Problem) -> tuple[ForwardSm90Tile, ...]:
-        return FORWARD_SM90_TILES
+        return tuple(tile.configured(problem) for tile in FORWARD_SM90_TILES)
 
     def why_not(self, draft: Draft) -> str | None:
         return why_not_16_bit(draft, MAPPED, FORWARD_SM90_TILES)
 
     def draft(self, draft: Draft, tile: ForwardSm90Tile) -> None:
+        tile = tile.configured(draft.problem)
+        draft.tiles = (tile,)
         draft.add_lists(tile, "key_lists")
         box = box_rows(draft.problem, tile.block_n)
-        draft.map_tensors({"q": tile.block_m, "k": box, "v": box, "out": 64})
+        bias = {"bias": tile.block_m} if tile.bias_of_pairs else {}
+        draft.map_tensors({"q": tile.block_m, "k": box, "v": box, "out": 64, **bias})
         _add_persistent(draft, tile, self.source)
 
 
@@ -88,5 +92,10 @@ def _add_persistent(draft: Draft, tile: ForwardSm90Tile | ForwardFloat32Sm90Tile
         # Sequences of different lengths are then spread evenly over the blocks.
         draft.set(head_section=CAUSAL_HEAD_SECTION)
         what = f"the tiles of queries of {problem.batch} packed sequences, at most {m_blocks},"
+    batch_first = bool(getattr(tile, "bias_of_pairs", 0)) and problem.bias is not None and problem.bias.strides[0] == 0
+    if batch_first:
+        # Entries that share a bias read it at the same time, so that all but one of them find it in L2.
+        draft.set(head_section=min(problem.batch, MOST_ENTRIES_TOGETHER))
     draft.reasons.append(f"{blocks} blocks stay and take {what} one after another")
-    draft.add(source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), CUFLASH_PAIRS=int(pairs))
+    order = {"CUFLASH_PAIRS": int(pairs), "CUFLASH_BATCH_FIRST": int(batch_first)}
+    draft.add(source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), **order)

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from cuflash.operands import ITEMSIZE
 from cuflash.planning.tiles import ARITHMETIC, Tile, chunked_bytes, float32, h200, maker, reads
 from cuflash.problem import Problem
-from cuflash.tensor_map import CHUNK
+from cuflash.tensor_map import CHUNK, LINE_BYTES, why_not
 
 LONG_SEQLEN = 2048  # from which on larger tiles of keys, or of queries, pay
 WGMMA_COLUMNS = tuple(range(32, 257, 16))  # of a product, that pay
@@ -18,14 +19,54 @@ DECODE_ROWS = 64  # of one product, which hold the few queries of all heads that
 # What `ForwardSm90Tile.serves` means, in words.
 SERVES = {
     "any": "any problem",
-    "no terms": "problems without softcap, slopes, bias, mask and cut blocks",
-    "long full": f"{LONG_SEQLEN} keys or more, without a right bound, softcap, slopes, bias, mask and cut blocks",
-    "whole blocks": "block masks of whole tiles, without softcap, slopes, bias and mask",
+    "no pairs": "problems without a bias or mask of pairs, and cut blocks",
+    "bias": "a bias of pairs that TMA can read, without a mask of pairs and cut blocks",
+    "long full": f"{LONG_SEQLEN} keys or more, without a right bound, a bias or mask of pairs, and cut blocks",
+    "whole blocks": "block masks of whole tiles, without a bias or mask of pairs",
 }
 
 
+def mask_by(problem: Problem) -> Literal["nothing", "keys", "elements"]:
+    """The same of the mask, which hides whole keys or is looked up."""
+    if problem.mask is None:
+        return "nothing"
+    return "keys" if problem.mask.strides[2] == 0 and bias_by(problem) != "elements" else "elements"
+
+
+def bias_by(problem: Problem) -> Literal["nothing", "keys", "pairs", "elements"]:
+    """How kernels of compute capability 9.0 may see the bias: see kernels/sm90/addends.cuh."""
+    bias = problem.bias
+    if bias is None:
+        return "nothing"
+    *_, of_row, of_key = bias.strides
+    if of_row == 0:
+        return "keys"
+    by_tma = of_key == 1 and bias.alignment == 16 and why_not("bias", bias, broadcasts=True) is None
+    return "pairs" if by_tma else "elements"
+
+
+def bias_tile_bytes(rows: int, keys: int, pair_bytes: int) -> int:
+    """Shared memory of a tile of a bias of pairs, in lines of 128 bytes."""
+    return -(-keys * pair_bytes // LINE_BYTES) * rows * LINE_BYTES
+
+
+class AddsBias:
+    """What tiles have in common that see the bias by tile."""
+
+    bias_of_pairs: int  # bytes of an element, where tiles of a bias of pairs are loaded; else 0
+    bias_of_keys: bool  # it differs from key to key only
+    mask_of_keys: bool  # and so does the mask
+
+    def bias_defines(self) -> dict[str, str | int]:
+        return {
+            "CUFLASH_BIAS_OF_PAIRS": int(self.bias_of_pairs > 0),
+            "CUFLASH_BIAS_OF_KEYS": int(self.bias_of_keys),
+            "CUFLASH_MASK_OF_KEYS": int(self.mask_of_keys),
+        }
+
+
 @dataclass(frozen=True, kw_only=True)
-class ForwardSm90Tile(Tile):
+class ForwardSm90Tile(AddsBias, Tile):
     """One way to cut the forward pass for compute capability 9.0. A warpgroup owns 64 of the block_m queries."""
 
     max_dim: int
@@ -35,7 +76,10 @@ class ForwardSm90Tile(Tile):
     ping_pong: bool  # consumers issue products one after another
     keep_before: bool  # the softmax is kept in front of the wait for the product before it
     q_stages: int  # tiles of queries in shared memory
-    serves: Literal["any", "no terms", "long full", "whole blocks"] = "any"
+    serves: Literal["any", "no pairs", "long full", "whole blocks", "bias"] = "any"
+    bias_of_pairs: int = 0
+    bias_of_keys: bool = False
+    mask_of_keys: bool = False
     origin: str = field(compare=False)
 
     defined = ("ping_pong", "keep_before", "q_stages")
@@ -56,7 +100,19 @@ class ForwardSm90Tile(Tile):
         return (
             (self.block_m in (128, 192, 256), "64 queries for each of two to four consumers"),
             (self.block_n % 16 == 0 and self.block_n <= 256, "a block_n that one product serves"),
+            (self.block_n * self.bias_of_pairs % LINE_BYTES == 0, "whole lines of a bias of pairs"),
         )
+
+    def configured(self, problem: Problem) -> ForwardSm90Tile:
+        """The tile as it sees bias and mask of a problem."""
+        by, pairs = bias_by(problem), 0
+        if by == "pairs" and problem.bias is not None and self.serves == "bias":
+            pairs = ITEMSIZE[problem.bias.dtype]
+        mask_of_keys = mask_by(problem) == "keys" and (by != "pairs" or pairs > 0)
+        return self.changed(bias_of_pairs=pairs, bias_of_keys=by == "keys", mask_of_keys=mask_of_keys)
+
+    def defines(self) -> dict[str, str | int]:
+        return super().defines() | self.bias_defines()
 
     @property
     def num_warps(self) -> int:
@@ -68,19 +124,23 @@ class ForwardSm90Tile(Tile):
         k, v = (chunked_bytes(self.block_n, d) for d in (dim, dim_v))
         barriers = 8 * (2 * self.q_stages + 4 * self.num_stages) + 16
         next_tiles = 2 * (16 + 32)  # of packed sequences
-        return self.q_stages * q + out + self.num_stages * (k + v) + barriers + next_tiles
+        bias = bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs)
+        bias += 4 * self.block_n * (self.bias_of_keys or self.mask_of_keys)
+        return self.q_stages * q + out + self.num_stages * (k + v + bias) + barriers + next_tiles
 
     def why_not(self, problem: Problem) -> str:
-        terms = (problem.softcap, problem.alibi_slopes, problem.bias, problem.mask)
         rows, keys = problem.block_size
         cuts_blocks = rows % self.block_m != 0 or keys % self.block_n != 0  # pairs of a tile are then looked up
-        no_terms = all(term is None for term in terms) and not cuts_blocks
+        by = bias_by(problem)
+        whole = mask_by(problem) != "elements" and not cuts_blocks
+        no_pairs = whole and by in ("nothing", "keys")
         is_long = problem.mean_sequence.seqlen_k >= LONG_SEQLEN
         suits = {
             "any": True,
-            "no terms": no_terms,
-            "long full": no_terms and is_long and problem.window_right is None,
-            "whole blocks": no_terms and problem.block_mask is not None,
+            "no pairs": no_pairs,
+            "long full": no_pairs and is_long and problem.window_right is None,
+            "whole blocks": no_pairs and problem.block_mask is not None,
+            "bias": whole and by == "pairs",
         }[self.serves]
         return "" if suits else f"for {SERVES[self.serves]}"
 
@@ -165,7 +225,7 @@ class DecodeSm90Tile(Tile):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackwardSm90Tile(Tile):
+class BackwardSm90Tile(AddsBias, Tile):
     """One way to cut the backward pass for compute capability 9.0. A warpgroup, or two, own 64 of the block_n keys."""
 
     max_dim: int
@@ -174,6 +234,9 @@ class BackwardSm90Tile(Tile):
     num_stages: int
     schedule: Literal["kHoldK", "kSharedDs", "kSplitRoles"]  # Schedule of kernels/sm90/backward_layout.cuh
     dq_in_order: bool = False  # blocks add to dq one after another, in a fixed order
+    bias_of_pairs: int = 0
+    bias_of_keys: bool = False
+    mask_of_keys: bool = False
     origin: str = field(compare=False)
 
     defined = ("schedule",)
@@ -191,6 +254,9 @@ class BackwardSm90Tile(Tile):
             (self.block_m == 64, "64 queries for one product"),
         )
 
+    def defines(self) -> dict[str, str | int]:
+        return super().defines() | self.bias_defines()
+
     @property
     def splits_roles(self) -> bool:
         """Whether one consumer makes P and dv, the other dS and dk, of the same keys."""
@@ -206,8 +272,9 @@ class BackwardSm90Tile(Tile):
         queries = chunked_bytes(self.block_m, dim) + chunked_bytes(self.block_m, dim_v) + self.block_m * 8
         ds = 2 * chunked_bytes(self.block_n, self.block_m)
         p = self.block_n * self.block_m * 4 if self.splits_roles else 0
+        bias = bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs)
         barriers = 8 * (2 + 4 * self.num_stages + 4 + 2 * self.splits_roles + 6 * self.dq_in_order)
-        return keys + self.num_stages * queries + ds + p + barriers
+        return keys + self.num_stages * (queries + bias) + ds + p + barriers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,14 +332,20 @@ FORWARD_SM90_TILES = (
     #            max_dim  m    n   stages pingp  keep  Q  serves
     _forward_sm90(64,     128, 128, 2,    True,  True,  2, "whole blocks",
                   "on an H200 497 TFLOP/s with all blocks of 128 x 128 kept, FlexAttention 270 (seqlen 16384)"),
-    _forward_sm90(64,     256, 64,  3,    False, False, 2, "no terms",
+    _forward_sm90(64,     256, 64,  3,    False, False, 2, "no pairs",
                   h200("584 / 563, 541 / 412", "289 / 280, 287 / 216")),
+    _forward_sm90(64,     256, 64,  2,    False, False, 2, "bias",
+                  "on an H200 430 / 413 TFLOP/s, 192 x 64 with 3 stages beside it 386 / 374 (32 heads, seqlen 4096)"),
+    _forward_sm90(64,     192, 64,  2,    False, False, 2, "bias", "for a bias of float32; " + ARITHMETIC),
     _forward_sm90(64,     192, 64,  3,    False, False, 2, "any", ARITHMETIC),
     _forward_sm90(128,    192, 80,  2,    True,  True,  2, "long full",
                   "on an H200 788 and 753 TFLOP/s, 128 x 128 beside it 778 and 724 (seqlen 4096 and 16384 full)"),
-    _forward_sm90(128,    128, 128, 2,    True,  True,  2, "no terms",
+    _forward_sm90(128,    128, 128, 2,    True,  True,  2, "no pairs",
                   "on an H200 694 TFLOP/s causal at seqlen 4096, 674 / 495 full / causal at 1024, FlashAttention-2 "
                   "beside it 297, 332 / 247"),
+    _forward_sm90(128,    192, 64,  2,    True,  True,  1, "bias",
+                  "on an H200 595 / 504 TFLOP/s, 128 x 64 beside it 503 / 503 (16 heads, seqlen 4096)"),
+    _forward_sm90(128,    128, 64,  2,    True,  True,  1, "bias", "for a bias of float32; " + ARITHMETIC),
     _forward_sm90(128,    128, 64,  3,    True,  True,  2, "any", ARITHMETIC),
     _forward_sm90(192,    128, 96,  2,    True,  True,  1, "any",
                   "on an H200 817 / 728, 689 / 502 TFLOP/s, 128 x 112 with the output in the buffer of Q beside it "

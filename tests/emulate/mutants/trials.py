@@ -103,6 +103,11 @@ def _make_wild(arrays: dict[str, Any]) -> None:
         table[0, place] = name
 
 
+def _bias_tile() -> tuple[ForwardSm90Tile]:
+    (tile,) = _sm90(q_stages=1)
+    return (replace(tile, serves="bias"),)
+
+
 def _forward(
     block_m: int = 128,
     block_n: int = 32,
@@ -203,6 +208,10 @@ _GROUPED = ct.Case(
     seqlen_q=150, seqlen_k=77, batch=2, num_heads=4, num_heads_kv=2, head_dim=72, head_dim_v=24, dtype="float16"
 )
 _SMALL = replace(_GROUPED, seqlen_q=70, batch=1, num_heads_kv=1, num_heads=2)
+# A bias that tiles are loaded of; one whose elements are wide; and numbers of keys.
+_BIAS = replace(_GROUPED, seqlen_q=230, seqlen_k=168, head_dim_v=72, bias=(1, 4, 230, 168), bias_dtype="input")
+_WIDE_BIAS = replace(_BIAS, seqlen_k=132, bias=(2, 1, 230, 132), bias_dtype="softmax")
+_NUMBERS = replace(_GROUPED, seqlen_k=177, bias=(2, 1, 1, 177), mask=(1, 4, 1, 177), strides="padded")
 _DECODE = ct.Case(
     seqlen_q=5, seqlen_k=300, batch=2, num_heads=8, num_heads_kv=2, head_dim=72, head_dim_v=40, dtype="float16"
 )
@@ -274,6 +283,20 @@ TRIALS = {
     "sm90 wide lengths": Trial(case=replace(_LENGTHS, head_dim=24, head_dim_v=72), tiles=_sm90(block_n=80), num_sms=1),
     "sm90 slopes": Trial(
         case=replace(_GROUPED, seqlen_k=300, score_spread=30.0, alibi_slopes=(4,)), tiles=_sm90(), num_sms=1
+    ),
+    "sm90 softcap": Trial(
+        case=replace(_GROUPED, seqlen_k=300, score_spread=8.0, softcap=5.0), tiles=_sm90(), num_sms=1
+    ),
+    "sm90 bias": Trial(case=_BIAS, tiles=_bias_tile(), num_sms=1),
+    "sm90 wide bias": Trial(case=_WIDE_BIAS, tiles=_bias_tile(), num_sms=1),
+    "sm90 keys": Trial(case=_NUMBERS, tiles=_sm90(block_m=192), num_sms=1),
+    "backward sm90 bias": Trial(case=_BIAS, tiles=(_BACKWARD_SM90, None), num_sms=1),
+    "backward sm90 wide bias": Trial(case=_WIDE_BIAS, tiles=(_SPLIT_ROLES, None), num_sms=1),
+    "backward sm90 keys": Trial(case=_NUMBERS, tiles=(_BACKWARD_SM90, None), num_sms=1),
+    "sm90 small softcap": Trial(case=replace(_GROUPED, seqlen_k=300, softcap=8.0), tiles=_sm90(), num_sms=1),
+    # Exponents of a later tile that exceed those of the first by more than sums may grow.
+    "sm90 softcap spread": Trial(
+        case=replace(_GROUPED, seqlen_k=300, score_spread=30.0, softcap=100.0), tiles=_sm90(), num_sms=1
     ),
     # Rows whose first key is the last of a tile: in the tile behind it, half of the rows of some lanes saw nothing.
     "sm90 diagonal": Trial(case=replace(_SMALL, seqlen_q=150, seqlen_k=213, causal=True), tiles=_sm90(), num_sms=1),
@@ -384,6 +407,15 @@ TRIALS = {
     "backward far": Trial(case=_FAR, tiles=_backward(), place=attention.far_apart),
     "backward split": Trial(case=_SMALL, tiles=_backward()),
     "backward sm90": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_BACKWARD_SM90, None), num_sms=1),
+    "backward sm90 softcap": Trial(
+        case=replace(_GROUPED, seqlen_q=300, score_spread=4.0, softcap=3.0), tiles=(_DK_FROM_SHARED, None), num_sms=1
+    ),
+    "backward sm90 roles softcap": Trial(
+        case=replace(_GROUPED, seqlen_q=300, score_spread=4.0, softcap=3.0), tiles=(_SPLIT_ROLES, None), num_sms=1
+    ),
+    "backward sm90 slopes": Trial(
+        case=replace(_GROUPED, seqlen_q=300, alibi_slopes=(4,)), tiles=(_BACKWARD_SM90, None), num_sms=1
+    ),
     "backward sm90 wide": Trial(
         case=replace(_GROUPED, seqlen_q=100, head_dim=184, head_dim_v=136),
         tiles=(replace(_SPLIT_ROLES, max_dim=256), None),

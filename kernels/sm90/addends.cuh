@@ -1,0 +1,134 @@
+// What is added to the scores of a tile, as exponents, by class of operand. Nothing here depends on which pairs are
+// visible.
+//   - Slopes times a distance that is known but for a constant.
+//   - A bias that differs from key to key only, or a mask that does: a number for each of this lane's keys.
+//   - A bias of pairs: a tile of it lies in shared memory, as TMA writes it.
+#pragma once
+#include "common/config.cuh"
+#include "common/fragments.cuh"
+#include "common/score.cuh"
+#include "sm90/tiles.cuh"
+
+constexpr bool kBiasOfPairs = CUFLASH_BIAS_OF_PAIRS;
+constexpr bool kBiasOfKeys = CUFLASH_BIAS_OF_KEYS;
+// Whether this serves all that is added; else each score looks for its own (common/score.cuh).
+constexpr bool kAddsByTile = kAddsToScore && (kBiasBytes == 0 || kBiasOfPairs || kBiasOfKeys);
+constexpr bool kHasKeyNumbers = kBiasOfKeys || kMaskOfKeys;
+static_assert(!kMaskOfKeys || kAddsByTile, "a mask of keys is added by tile");
+
+// What is added to all scores of a key of one head.
+struct KeyNumbers {
+  const Score& score;
+  const u8* mask;
+  i64 stride;
+
+  CUFLASH_DEVICE KeyNumbers(const Params& params, const Score& score_, int batch, int head)
+      : score(score_),
+        mask((const u8*)params.mask.data + batch * params.mask.batch_stride + head * params.mask.head_stride),
+        stride(params.mask.key_stride) {}
+
+  // Behind the last key there is nothing to look at.
+  CUFLASH_DEVICE float of(int key) const {
+    if (key >= score.key_stop) return 0.0f;
+    if (kMaskOfKeys && mask[key * stride] == 0) return -ptx::infinity();
+    return kBiasOfKeys ? score.addend_of_key(key) : 0.0f;
+  }
+};
+
+// A tile of a bias of pairs: lines of 128 bytes, each with the pairs of one query and kBiasChunk keys.
+constexpr int kBiasChunk = kBiasOfPairs ? kLineBytes / kBiasBytes : 1;
+constexpr int kBiasChunks = kBlockN / kBiasChunk;
+constexpr u32 kBytesBias = kBiasOfPairs ? kBiasChunks * kBlockM * kLineBytes : 0;
+static_assert(!kBiasOfPairs || kBlockN % kBiasChunk == 0, "whole lines");
+
+// Asks for a tile of a bias, which may broadcast along heads and batch entries.
+CUFLASH_DEVICE void load_bias(const Params& params, u32 tile, const TensorMap& map, const Barrier& full, int first_row,
+                              int first_key, int head, int batch) {
+#pragma unroll
+  for (int c = 0; c < kBiasChunks; ++c)
+    ptx::load_tensor(tile + c * kBlockM * kLineBytes, map, full.address, first_key + c * kBiasChunk, first_row,
+                     params.bias.head_stride != 0 ? head : 0, params.bias.batch_stride != 0 ? batch : 0);
+}
+
+// The addends of what a lane holds of a tile, whose n-tiles run along the keys, or with `transposed` along the queries.
+template <bool transposed>
+struct Addends {
+  float slope;
+  float distance[2];  // from the query to the key of the first element, and of the one 8 rows below it
+  u32 pairs;           // in shared memory: the tile of bias, from the first row or, transposed, key of the warp on
+  u32 numbers;         // in shared memory: those of keys, from the first of this lane on
+  float of_keys[2];    // transposed: those of this lane's two keys
+
+  // `row` and `key` are those of the first element.
+  CUFLASH_DEVICE Addends(const Score& score, int row, int key, u32 pairs_, u32 numbers_ = 0)
+      : slope(score.exponent_slope), distance{}, pairs(pairs_), numbers(numbers_), of_keys{} {
+    if constexpr (kHasAlibi) {
+      distance[0] = (float)(row + score.diagonal - key);
+      distance[1] = distance[0] + (transposed ? -8.0f : 8.0f);
+    }
+  }
+
+  // f(n, i, addend) for all elements: `addend` of a number gives its sum with what is added to the score.
+  template <int n_tiles, class Function>
+  CUFLASH_DEVICE void visit(Function f) const {
+#pragma unroll
+    for (int k = 0; k < n_tiles / 2; ++k) {
+      float b[2][4], of_key[2][2];
+      if constexpr (kBiasOfPairs) load_bias_of(k, b);
+      if constexpr (kHasKeyNumbers && !transposed) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) ptx::load_shared_x2(numbers + (2 * k + j) * 32, of_key[j]);
+      }
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const int n = 2 * k + j / 4, i = j % 4;
+        f(n, i, [&](float sum) {
+          if constexpr (kHasAlibi) {
+            const float steps = 8 * n + i % 2, from = distance[i / 2] + (transposed ? steps : -steps);
+            sum -= slope * fabsf(from);
+          }
+          if constexpr (kBiasOfPairs) sum += b[j / 4][i] * kLog2e;
+          if constexpr (kHasKeyNumbers) sum += transposed ? of_keys[i / 2] : of_key[j / 4][i % 2];
+          return sum;
+        });
+      }
+    }
+  }
+
+ private:
+  // The bias of the elements of two n-tiles.
+  CUFLASH_DEVICE void load_bias_of(int k, float (&b)[2][4]) const {
+    const u32 lane = lane_index();
+    if constexpr (kBiasBytes == 2) {
+      // Four 8 x 8 matrices: of two n-tiles, 8 rows, or keys where transposed, and the 8 behind them.
+      Fragment words;
+      const u32 swizzle = lane % 8 * 16;
+      if constexpr (transposed)
+        ptx::load_matrix_x4_transposed(words.word, along_line(pairs + (16 * k + lane / 16 * 8 + lane % 8) * kLineBytes,
+                                                              lane / 8 % 2 * 16));
+      else
+        ptx::load_matrix_x4(words.word, pairs + lane % 16 * kLineBytes + k / 4 * kBlockM * kLineBytes +
+                                            ((k % 4 * 32 + lane / 16 * 16) ^ swizzle));
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        b[j / 4][j % 4] = ptx::to_float32(Element{}, (u16)(words.word[j / 2] >> j % 2 * 16));
+    } else if constexpr (transposed) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const u32 line = pairs + (16 * k + j / 4 * 8 + lane % 4 * 2 + j % 2) * kLineBytes;
+        ptx::load_shared(along_line(line, (lane / 4 + j / 2 % 2 * 8) * 4), b[j / 4][j % 4]);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const u32 line = pairs + k / 2 * kBlockM * kLineBytes + (lane / 4 + j % 2 * 8) * kLineBytes;
+        ptx::load_shared_x2(along_line(line, k % 2 * 64 + j / 2 * 32 + lane % 4 * 8), (float(&)[2])b[j / 2][j % 2 * 2]);
+      }
+    }
+  }
+  // So many bytes along a line, with the swizzle of TMA.
+  CUFLASH_DEVICE static u32 along_line(u32 line, u32 bytes) {
+    const u32 address = line + bytes;
+    return address ^ address / kLineBytes % 8 * 16;
+  }
+};
