@@ -215,7 +215,6 @@ MUTANTS = (
            "return address;", "sm90 wide bias", "backward sm90 wide bias"),
     mutant("hidden keys are seen", ADDENDS,
            "return -ptx::infinity();", "return 0.0f;", "sm90 keys", "backward sm90 keys"),
-    mutant("masks without their stride", ADDENDS, "mask[key * stride]", "mask[key]", "sm90 keys"),
     mutant("numbers of keys are looked for behind the last one", ADDENDS, "if (key >= score.key_stop) return 0.0f;\n",
            "", "sm90 keys"),
     mutant("slopes times distances that have a sign", ADDENDS, "fabsf(from)", "from", "sm90 slopes"),

@@ -178,7 +178,7 @@ MUTANTS = (
     mutant("queries without keys do not give Q back", FORWARD, "      arrive_as_warp(shared.q_ring.empty(query));\n",
            "", "sm90 lengths"),
     mutant("Q is given back while lanes of the warp wait for it", FORWARD,
-           "arrive_as_warp(shared.q_ring.empty(query));", "release_by_warp(shared.q_ring.empty(query));",
+           "arrive_as_warp(shared.q_ring.empty(query));", "consumer.release_by_warp(shared.q_ring.empty(query));",
            "sm90 no keys"),
     mutant("K that is skipped is not given back", FORWARD, "    release_by_warp(shared.k_ring.empty(key));\n"
            "    release(shared.v_ring.empty(key));\n", "    release(shared.v_ring.empty(key));\n", "sm90 causal"),
@@ -237,9 +237,11 @@ MUTANTS = (
     mutant("lse of rows that are not there", FORWARD_ROLES, "fragment_column() == 0 && half_row < seqlen_q",
            "fragment_column() == 0", "sm90"),
     # ---- sm90/key_tile.cuh
-    mutant("bytes of a row too few announced", KEY_TILE, "arrive_expect(chunked_bytes(kBlockN, columns) + other_bytes);",
+    mutant("bytes of a row too few announced", KEY_TILE,
+           "arrive_expect(chunked_bytes(kBlockN, columns) + other_bytes);",
            "arrive_expect(chunked_bytes(kBlockN - 1, columns) + other_bytes);", "sm90"),
-    mutant("bytes of a row too many announced", KEY_TILE, "arrive_expect(chunked_bytes(kBlockN, columns) + other_bytes);",
+    mutant("bytes of a row too many announced", KEY_TILE,
+           "arrive_expect(chunked_bytes(kBlockN, columns) + other_bytes);",
            "arrive_expect(chunked_bytes(kBlockN + 1, columns) + other_bytes);", "sm90"),
     mutant("the page of the first box for all", KEY_TILE, "key < key_stop ? pages.page_of(key)",
            "key < key_stop ? pages.page_of(n_block * kBlockN)", "decode pages"),
@@ -263,7 +265,8 @@ MUTANTS = (
     # ---- sm90/pipeline.cuh
     mutant("barriers unknown to TMA", PIPELINE, "      ptx::fence_barrier_init();\n", "", "sm90"),
     mutant("barriers used before they are made", PIPELINE, "    ptx::sync_block();\n", "", "sm90"),
-    mutant("a tile is full when two said so", PIPELINE, "full({i}).init(producers);", "full({i}).init(producers + 1);", "sm90"),
+    mutant("a tile is full when two said so", PIPELINE, "full({i}).init(producers);",
+           "full({i}).init(producers + 1);", "sm90"),
     mutant("a ring has a stage too many", PIPELINE, "if (++stage == stages)", "if (++stage > stages)", "sm90"),
     mutant("the ring's parity never changes", PIPELINE, "stage = 0, parity ^= 1;", "stage = 0;", "sm90"),
     mutant("full and empty share a barrier", PIPELINE, "return {address + 8 * (stages + at.stage)};",

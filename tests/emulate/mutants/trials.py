@@ -211,7 +211,7 @@ _SMALL = replace(_GROUPED, seqlen_q=70, batch=1, num_heads_kv=1, num_heads=2)
 # A bias that tiles are loaded of; one whose elements are wide; and numbers of keys.
 _BIAS = replace(_GROUPED, seqlen_q=230, seqlen_k=168, head_dim_v=72, bias=(1, 4, 230, 168), bias_dtype="input")
 _WIDE_BIAS = replace(_BIAS, seqlen_k=132, bias=(2, 1, 230, 132), bias_dtype="softmax")
-_NUMBERS = replace(_GROUPED, seqlen_k=177, bias=(2, 1, 1, 177), mask=(1, 4, 1, 177), strides="padded")
+_NUMBERS = replace(_GROUPED, seqlen_k=177, bias=(2, 1, 1, 177), mask=(1, 4, 1, 177))
 _DECODE = ct.Case(
     seqlen_q=5, seqlen_k=300, batch=2, num_heads=8, num_heads_kv=2, head_dim=72, head_dim_v=40, dtype="float16"
 )
