@@ -65,10 +65,11 @@ static_assert(kQStages * kBytesQ + kBytesOut + kNumStages * (kBytesK + kBytesV +
               "shared memory differs from the plan");
 
 // Registers of a thread after the producer has given up most of its own; all together are at most what the block
-// started with. The varlen walk takes more of them in the producer warpgroup, where consumers can spare some.
-constexpr bool kWalkWantsMore = kIsPacked && (kConsumers == 4 || kDimV <= 192);
-constexpr int kProducerRegisters = kConsumers == 3 ? 32 : !kWalkWantsMore ? 24 : kConsumers == 4 ? 32 : 40;
-constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : kWalkWantsMore ? 232 : 240;
+// started with. The varlen walk, and numbers of keys, take more of them in the producer warpgroup, where consumers can
+// spare some.
+constexpr bool kProducerWantsMore = (kIsPacked || kHasKeyNumbers) && (kConsumers == 4 || kDimV <= 192);
+constexpr int kProducerRegisters = kConsumers == 3 ? 32 : !kProducerWantsMore ? 24 : kConsumers == 4 ? 32 : 40;
+constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : kProducerWantsMore ? 232 : 240;
 
 // The largest sum of exponentials of a tile that needs no second look. Up to it weights fit the element type, and sums
 // and products fit float32.

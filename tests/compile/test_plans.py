@@ -122,18 +122,25 @@ SPILLS_OF_OPTIONS = SPILLS | {
     ("sm80/forward.cu", 2, 64, "128x64", 3): 768,
     ("sm80/backward_dq.cu", 2, 64, "128x64", 2): 112,
     ("sm80/forward.cu", 4, 64, "128x32", 2): 96,
-    ("sm90/forward.cu", 2, 256, "128x64", 1): 64,
+    ("sm90/forward.cu", 2, 64, "192x64", 1): 48,
+    ("sm90/forward.cu", 2, 192, "128x96", 1): 352,
+    ("sm90/forward.cu", 2, 256, "128x64", 1): 272,
     ("sm90/forward.cu", 2, 128, "192x80", 1): 16,
-    ("sm90/backward.cu", 2, 64, "64x128", 1): 96,
+    ("sm90/backward.cu", 2, 64, "64x128", 1): 112,
     ("sm90/backward.cu", 2, 128, "64x128", 1): 200,
-    ("sm90/backward.cu", 2, 256, "64x64", 1): 32,
+    ("sm90/backward.cu", 2, 256, "64x64", 1): 160,
     ("sm80/forward.cu", 4, 64, "64x64", 1): 16,
-    ("sm90/forward_fp32.cu", 4, 64, "128x128", 1): 32,
+    ("sm90/forward_fp32.cu", 4, 64, "128x128", 1): 48,
     ("sm90/backward_fp32.cu", 4, 128, "64x64", 1): 80,
     ("sm80/backward.cu", 8, 64, "16x64", 1): 416,
 }
 SPILLS_OF_BLOCKS = SPILLS_OF_OPTIONS | {
     ("sm80/backward.cu", 2, 64, "32x128", 2): 16,
+}
+# With one thing that is added to scores.
+SPILLS_OF_ADDENDS = SPILLS | {
+    ("sm90/forward.cu", 2, 128, "192x80", 1): 32,
+    ("sm90/backward.cu", 2, 256, "64x64", 1): 80,
 }
 # With pages, whose rows are looked up one by one.
 SPILLS_OF_PAGES = SPILLS_OF_OPTIONS | {
@@ -224,6 +231,12 @@ VARIANTS = {
         "cu_seqlens_q": (0, 30, 64),
         "cu_seqlens_k": (0, 30, 64),
     },
+    # What compute capability 9.0 adds to the scores of a tile at once.
+    "softcap": {"dtype": "float16", "softcap": 5.0},
+    "slopes": {"dtype": "bfloat16", "causal": True, "alibi_slopes": (1,)},
+    "bias": {"dtype": "bfloat16", "bias": (64, 64), "bias_dtype": "input"},
+    "wide bias": {"dtype": "float16", "bias": (64, 64)},
+    "keys": {"dtype": "bfloat16", "bias": (64,), "mask": (1, 64), "bias_dtype": "input"},
     "dropout": {"dtype": "bfloat16", "causal": True, "dropout": 0.1},
     "blocks": {"dtype": "bfloat16", "block_mask": (), "causal": True},
     "dropout of all": {"dtype": "float16", "dropout": 0.1},
@@ -344,6 +357,23 @@ TARGETS = [
         if not is_split(tile) or tile.bf16_parts == 3 or variant == "groups"
     ),
     *(
+        Target(tile=tile, arch="9.0", variant=variant)
+        for tile in FORWARD_SM90_TILES
+        if tile.serves in ("no pairs", "long full", "bias")
+        for variant in (
+            ("softcap", "slopes", "keys")
+            if tile.serves != "bias"
+            else ("wide bias",)
+            if "float32" in tile.origin
+            else ("bias",)
+        )
+    ),
+    *(
+        Target(tile=tile, arch="9.0", variant=variant)
+        for tile in BACKWARD_SM90_TILES
+        for variant in ("softcap", "slopes", "bias", "keys")
+    ),
+    *(
         Target(tile=tile, arch="9.0", variant="blocks")
         for tile in (
             *(first_that_fits(table, "9.0", 2) for table in TABLES[:3]),
@@ -430,6 +460,8 @@ def test_row(target):
         ceilings = SPILLS_OF_LATER_ARCHS if device.arch >= 100 else SPILLS
         if target.variant in ("options", "bounds", "narrow", "turns"):
             ceilings = SPILLS_OF_OPTIONS
+        if target.variant in ("softcap", "slopes", "bias", "wide bias", "keys"):
+            ceilings = SPILLS_OF_ADDENDS
         if target.variant == "blocks":
             ceilings = SPILLS_OF_BLOCKS
         if target.variant == "packed":

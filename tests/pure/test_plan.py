@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from dataclasses import replace
@@ -70,6 +71,12 @@ def blocks_of(seqlen):
     problem = problem_of(seqlen, seqlen)
     blocks = Operand(shape=(2, 4, seqlen // 128, seqlen // 128), strides=(0, 0, seqlen // 128, 1), dtype="bool")
     return replace(problem, block_mask=blocks, block_size=(128, 128))
+
+
+def biased(dim, bias_dtype):
+    """Such a problem with a bias of pairs."""
+    bias = Operand(shape=(2, 4, 1024, 1024), strides=(0, 1024**2, 1024, 1), dtype=bias_dtype)
+    return replace(problem_of(dim=dim, dim_v=dim), bias=bias)
 
 
 def contiguous(shape, dtype):
@@ -180,6 +187,15 @@ def test_every_row_is_chosen_somewhere(table):
                                 device = DeviceSpec.for_arch(arch)
                                 chosen |= set(choose_plan(problem, device, pass_, need=need).tiles)
     chosen |= set(choose_plan(blocks_of(1024), DeviceSpec.for_arch("9.0")).tiles)
+    for dim, dtype in itertools.product((64, 128), ("bfloat16", "float32")):
+        tiles = choose_plan(biased(dim, dtype), DeviceSpec.for_arch("9.0")).tiles
+        chosen |= {replace(tile, bias_of_pairs=0) for tile in tiles}
+    # A mask of pairs is looked up, whatever the tile.
+    masked = Operand(shape=(2, 4, 1024, 1024), strides=(0, 0, 1024, 1), dtype="bool")
+    for dim in (64, 128, 192, 256):
+        chosen |= set(
+            choose_plan(replace(problem_of(dim=dim, dim_v=dim), mask=masked), DeviceSpec.for_arch("9.0")).tiles
+        )
     assert not [tile for tile in table if tile not in chosen]
 
 
