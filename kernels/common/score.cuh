@@ -71,19 +71,18 @@ struct Score {
     return score;
   }
 
-  // Warp. The soft cap for all elements that a lane holds: tanh in place of products. For 16-bit elements by its series
-  // where all arguments of a warp are small, which spares the unit of the exponentials two results a score.
+  // Warp. The soft cap of 16-bit types for all elements that a lane holds: tanh in place of products, by its series
+  // where all arguments of a warp are small, which spares the unit of the exponentials two results a score. Not where
+  // some are `masked`: what a row does not see must not change a bit of its results.
   template <int m_tiles, int n_tiles>
-  CUFLASH_DEVICE void cap(Real (&s)[m_tiles][n_tiles][4]) const {
-    if constexpr (kHasSoftcap && kWide) {
-      for_each(s, [&](Real& x) { x = accurate_tanh(x * scale / softcap); });
-    } else if constexpr (kHasSoftcap) {
+  CUFLASH_DEVICE void cap(float (&s)[m_tiles][n_tiles][4], bool masked) const {
+    if constexpr (kHasSoftcap) {
       float largest = 0;
       for_each(s, [&](float& x) {
         x *= cap_factor;
         largest = max_of(largest, fabsf(x));
       });
-      if (ptx::any_lane(largest > kTanhSeriesStop))
+      if (masked || ptx::any_lane(largest > kTanhSeriesStop))
         for_each(s, [](float& x) { x = tanh_by_exponential(x); });
       else
         for_each(s, [](float& x) { x = tanh_by_series(x); });
@@ -119,7 +118,7 @@ struct Score {
   }
 
   template <int m_tiles, int n_tiles, class Function>
-  CUFLASH_DEVICE static void for_each(Real (&s)[m_tiles][n_tiles][4], Function function) {
+  CUFLASH_DEVICE static void for_each(float (&s)[m_tiles][n_tiles][4], Function function) {
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll

@@ -15,13 +15,14 @@ CUFLASH_DEVICE Real masked_score(const Score& score, const Mask& mask, Real prod
   return x;
 }
 
-// Scores in place of products that are capped, in n-tiles whose rows are queries: `row_of(m, i)` is the query of an
-// element, `lane_key` the key of this lane's first one. `masked` says whether some pair may be hidden: a bool, or a
-// Constant where that is known beforehand.
-template <int m_tiles, int n_tiles, class RowOf, class Masked>
-CUFLASH_DEVICE void add_and_hide(const Score& score, const Mask& mask, Real (&s)[m_tiles][n_tiles][4], RowOf row_of,
-                                 int lane_key, Masked masked) {
-  if (!kFactorInExponent || masked) {
+// Scores in place of products, in n-tiles whose rows are queries: `row_of(m, i)` is the query of an element, `lane_key`
+// the key of this lane's first one. `masked` says whether some pair may be hidden: a bool, or a Constant where that is
+// known beforehand. With `capped`, products went through Score::cap.
+template <bool capped = false, int m_tiles, int n_tiles, class RowOf, class Masked>
+CUFLASH_DEVICE void to_scores(const Score& score, const Mask& mask, Real (&s)[m_tiles][n_tiles][4], RowOf row_of,
+                              int lane_key, Masked masked) {
+  constexpr bool kAreScores = capped ? kFactorInExponent : kScaleInExponent;
+  if (!kAreScores || masked) {
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
@@ -29,18 +30,13 @@ CUFLASH_DEVICE void add_and_hide(const Score& score, const Mask& mask, Real (&s)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int row = row_of(m, i), key = lane_key + 8 * n + i % 2;
-          s[m][n][i] = score.with_addend(s[m][n][i], row, key);
-          if (masked && !mask.visible(row, key)) s[m][n][i] = -ptx::infinity();
+          Real derivative, &x = s[m][n][i];
+          x = capped ? score.with_addend(x, row, key) : score.of(x, row, key, derivative);
+          if (masked && !mask.visible(row, key)) x = -ptx::infinity();
         }
   }
 }
-// The same of products.
-template <int m_tiles, int n_tiles, class RowOf, class Masked>
-CUFLASH_DEVICE void to_scores(const Score& score, const Mask& mask, Real (&s)[m_tiles][n_tiles][4], RowOf row_of,
-                              int lane_key, Masked masked) {
-  score.cap(s);
-  add_and_hide(score, mask, s, row_of, lane_key, masked);
-}
+
 // What makes weights of products in the backward pass, for one head: P = exp(score - lse).
 struct Weights {
   Score score;

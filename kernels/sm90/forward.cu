@@ -265,7 +265,7 @@ struct Consumer {
         if (masked && !mask.visible(row_of(0, i), lane_key(n_block) + 8 * n + i % 2)) s[0][n][i] = -ptx::infinity();
       });
     } else {
-      add_and_hide(score, mask, s, row_of, lane_key(n_block), masked);
+      to_scores<true>(score, mask, s, row_of, lane_key(n_block), masked);
     }
   }
   // Exponentials relative to the offsets that there are, and their sums. All pairs are visible.
@@ -290,13 +290,13 @@ struct Consumer {
   CUFLASH_DEVICE bool weigh(int n_block, Masked masked) {
     float sum[1][2] = {{0.0f, 0.0f}};
     bool grows = false, maximum_first = masked || !kLazyMaximum || !all_started;
-    score.cap(s);
+    score.cap(s, masked);
     if (!maximum_first) {
       exponentiate(n_block, sum);
       maximum_first = ptx::any_lane(sum[0][0] > kMaxSum || sum[0][1] > kMaxSum);
       if (maximum_first) {
         multiply_s_again();
-        score.cap(s);
+        score.cap(s, masked);
         sum[0][0] = sum[0][1] = 0.0f;
       }
     }
