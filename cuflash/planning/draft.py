@@ -131,6 +131,9 @@ class Draft:
         # Launches overlap from compute capability 9.0 on; kernels without blocks are not launched.
         overlaps = self.device.arch >= 90 and any(kernel.grid for kernel in self.kernels)
         every = self.defines | tile.defines() | defines | {"CUFLASH_OVERLAPS_PREVIOUS": int(overlaps)}
+        every |= {f"CUFLASH_{define}": 0 for option in _untold(source) for define in _UNTOLD[option]}
+        if source.startswith("around/"):
+            every.pop("CUFLASH_ARGUMENT_BYTES", None)  # they have no tensor maps
         every |= {"CUFLASH_SHARED_BYTES": shared_bytes, "CUFLASH_KERNEL_NAME": name}
         self.kernels.append(
             KernelSpec(
@@ -144,6 +147,27 @@ class Draft:
                 overlaps_previous=overlaps,
             )
         )
+
+
+# Options that make no difference to kernels around the main one, and the defines that tell of them. Told of none, these
+# kernels are compiled once for all.
+_UNTOLD: dict[str, tuple[str, ...]] = {
+    "softcap": ("HAS_SOFTCAP",),
+    "alibi_slopes": ("HAS_ALIBI",),
+    "bias": ("BIAS_BYTES",),
+    "mask": ("HAS_MASK", "MASK_OF_KEYS"),
+    "block_mask": ("MASK_BLOCK_M", "MASK_BLOCK_N"),
+    "dropout": ("HAS_DROPOUT",),
+    "scale": ("SCALE_IN_EXPONENT",),
+}
+_TOLD = {"lists.cu": ("mask", "block_mask"), "scores_reduce.cu": ("bias",), "convert.cu": ("dropout",)}
+
+
+def _untold(source: str) -> tuple[str, ...]:
+    """Options that a source does not ask for."""
+    folder, _, file = source.rpartition("/")
+    told = _TOLD.get(file, ())
+    return tuple(name for name in _UNTOLD if name not in told) if folder == "around" else ()
 
 
 def check_blocks(blocks: int) -> None:
@@ -196,5 +220,5 @@ def _symbol(source: str, problem: Problem, tile: Tile) -> str:
     """The kernel's symbol spells its source and its configuration, for profilers."""
     dims = f"d{problem.head_dim}" + (f"x{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
     file = source.removesuffix(".cu").replace("/", "_")
-    parts = [file, problem.dtype, dims, f"{tile.block_m}x{tile.block_n}", *option_names(problem)]
-    return "_".join(parts)
+    options = [name for name in option_names(problem) if name not in _untold(source)]
+    return "_".join([file, problem.dtype, dims, f"{tile.block_m}x{tile.block_n}", *options])

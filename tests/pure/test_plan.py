@@ -639,8 +639,9 @@ def test_dropout_is_an_option_of_the_same_kernels(deterministic, arch, pass_, dt
     assert dropping.scratch == plain.scratch
     for with_it, without in zip(dropping.kernels, plain.kernels, strict=True):
         assert with_it.source == without.source
-        assert (dict(with_it.defines)["CUFLASH_HAS_DROPOUT"], dict(without.defines)["CUFLASH_HAS_DROPOUT"]) == (1, 0)
-        assert "_dropout" in with_it.name
+        told = not with_it.source.startswith("around/") or with_it.source == "around/convert.cu"
+        assert [dict(kernel.defines)["CUFLASH_HAS_DROPOUT"] for kernel in (with_it, without)] == [int(told), 0]
+        assert ("_dropout" in with_it.name) == told
         assert "_dropout" not in without.name
     assert "; dropout\n" in dropping.describe()
     # The rate is a parameter of the kernels, and no part of what is compiled.
@@ -875,6 +876,26 @@ def test_kernels_are_told_all_that_they_ask_for():
                     given |= {name for name, _ in kernel.defines}
                     assert kernel.source in text
     assert given == read
+
+
+@pytest.mark.parametrize("arch", ["8.0", "9.0"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_kernels_around_the_main_one_are_compiled_once_for_many_options(arch, dtype):
+    def around(problem):
+        kernels = choose_plan(problem, DeviceSpec.for_arch(arch), "backward").kernels
+        of_work = {"CUFLASH_SPLITS_TAIL", "CUFLASH_CLEARS_AHEAD"}  # how blocks share the work
+        return {
+            (kernel.source, kernel.name, tuple(define for define in kernel.defines if define[0] not in of_work))
+            for kernel in kernels
+            if kernel.source.startswith("around/")
+        }
+
+    plain = problem_of(dtype=dtype)
+    bias, mask = biased(64, "float32").bias, replace(biased(64, "float32").bias, dtype="bool")
+    assert around(plain)
+    for changes in ({"softcap": 5.0}, {"bias": bias}, {"mask": mask}, {"softcap": 5.0, "bias": bias, "mask": mask}):
+        assert around(replace(plain, **changes)) == around(plain)
+    assert around(replace(plain, dropout=0.5)) != around(plain)  # dv is scaled
 
 
 # ---- Some of the gradients -------------------------------------------------------------------------------------------
