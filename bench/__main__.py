@@ -25,7 +25,10 @@ def parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="check and time a suite, append JSON lines, print the table")
     run.add_argument("--suite", choices=SUITES, default="quick")
     run.add_argument(
-        "--peers", type=_names, metavar="A,B", help="contenders beside cuflash (default: the suite's; or none)"
+        "--peers",
+        type=_names,
+        metavar="A,B",
+        help="contenders beside cuflash, on all cases (default: the suite's; or none)",
     )
     run.add_argument("--pass", dest="passes", choices=(*PASSES, "both"), default="both")
     run.add_argument("--case", default="", metavar="TEXT", help="only cases whose name contains TEXT")

@@ -3,16 +3,43 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from cuflash.block_masks import random
+from cuflash.operands import numpy_dtype
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 PASSES = ("forward", "backward")
 BLOCK = 128  # rows, and keys, of a block of a block mask
+VISIBLE = 0.9  # the fraction of a random mask that is True
+
+# What a case may have beside `causal`, in words: a contender names those that it is run without. Names of cases and
+# tables end with those of SUFFIXES.
+SUFFIXES = {
+    "bias": "a bias",
+    "softcap": "a soft cap",
+    "alibi": "ALiBi slopes",
+    "mask": "a mask",
+    "window": "a window",
+    "dropout": "dropout",
+    "sinks": "sinks",
+    "kv_lengths": "kv_lengths",
+}
+OPTIONS = {"blocks_kept": "a block mask", "lengths": "sequences of different lengths", **SUFFIXES}
+
+
+def suffixes(values: Mapping[str, Any], joint: str) -> list[str]:
+    """Those of SUFFIXES that `values` has, each with its axes or its number behind `joint`."""
+    found = {name: values[name] for name in SUFFIXES if values.get(name)}
+    return [
+        name if x is True else f"{name}{joint}{x}" if isinstance(x, str) else f"{name}{joint}{x:g}"
+        for name, x in found.items()
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +57,28 @@ class Case:
     head_dim_v: int = 0  # 0: as head_dim
     blocks_kept: float = 0.0  # the fraction of the blocks of a random block mask that is on; 0: no block mask
     bias: str = ""  # axes of a bias of the dtype of q, of "bhqk"; the others broadcast
+    softcap: float = 0.0  # 0: none
+    alibi: bool = False  # slopes of 2 ** -(8 / num_heads), its square and so on
+    mask: str = ""  # axes of a random boolean mask, as those of the bias
+    window: int = 0  # the most keys that a row of a causal problem sees; 0: all that it may
+    dropout: float = 0.0
+    sinks: bool = False
+    kv_lengths: bool = False  # lengths of the keys in an array, all of them whole
     lengths: tuple[int, ...] = ()  # of the batch entries, where they differ: arrays are padded to the longest
 
     def __post_init__(self) -> None:
         for name, default in (("num_heads_kv", "num_heads"), ("seqlen_k", "seqlen_q"), ("head_dim_v", "head_dim")):
             object.__setattr__(self, name, getattr(self, name) or getattr(self, default))
-        if self.causal and self.seqlen_q != self.seqlen_k:
-            raise ValueError("causal: got seqlen_q != seqlen_k, expected a square problem (alignments differ)")
-        if self.blocks_kept and self.causal:
-            raise ValueError("blocks_kept: got causal as well, expected one of them (rows might see nothing)")
+        for name in ("causal", "alibi"):
+            if getattr(self, name) and self.seqlen_q != self.seqlen_k:
+                raise ValueError(f"{name}: got seqlen_q != seqlen_k, expected a square problem (alignments differ)")
+        hiding = [name for name in ("blocks_kept", "mask", "causal") if getattr(self, name)]
+        if hiding[1:]:
+            raise ValueError(f"{hiding[0]}: got {hiding[1]} as well, expected one of them (rows might see nothing)")
+        if self.mask and "k" not in self.mask:
+            raise ValueError(f'mask: got axes {self.mask!r}, expected "k" among them (rows would see nothing)')
+        if self.window and not self.causal:
+            raise ValueError("window: got no causal, expected it as well")
         longest = max(self.lengths, default=0)
         if self.lengths and (len(self.lengths), longest, longest) != (self.batch, self.seqlen_q, self.seqlen_k):
             raise ValueError(
@@ -55,8 +95,13 @@ class Case:
         seqlen = f"s{self.seqlen_q}" + (f"k{self.seqlen_k}" if self.seqlen_k != self.seqlen_q else "")
         seqlen += "mixed" if self.lengths else ""
         mask = "causal" if self.causal else f"blocks{100 * self.blocks_kept:g}" if self.blocks_kept else "full"
-        mask += f"-bias_{self.bias}" if self.bias else ""
-        return "-".join((SHORT[self.dtype], dim, f"b{self.batch}", heads, seqlen, mask))
+        parts = (SHORT[self.dtype], dim, f"b{self.batch}", heads, seqlen, mask)
+        return "-".join((*parts, *suffixes(vars(self), "_")))
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Those of OPTIONS that it has."""
+        return tuple(name for name in OPTIONS if getattr(self, name))
 
     def block_mask(self) -> np.ndarray:
         """Of every block of rows the same number of blocks of keys."""
@@ -91,10 +136,21 @@ class Case:
         return (self.batch, self.num_heads, self.seqlen_q, self.head_dim_v)
 
     @property
-    def bias_shape(self) -> tuple[int, ...]:
-        """Of the bias, if there is one."""
-        sizes = (self.batch, self.num_heads, self.seqlen_q, self.seqlen_k)
-        return tuple(n if axis in self.bias else 1 for axis, n in zip("bhqk", sizes, strict=True))
+    def terms(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of the optional arrays, the block mask left out, by the names of cuflash's arguments."""
+
+        def with_axes(axes: str) -> tuple[int, ...]:
+            sizes = (self.batch, self.num_heads, self.seqlen_q, self.seqlen_k)
+            return tuple(n if axis in axes else 1 for axis, n in zip("bhqk", sizes, strict=True))
+
+        rows = (
+            ("bias", self.bias, with_axes(self.bias), self.dtype),
+            ("alibi_slopes", self.alibi, (self.num_heads,), self.softmax_dtype),
+            ("mask", self.mask, with_axes(self.mask), "bool"),
+            ("kv_lengths", self.kv_lengths, (self.batch,), "int32"),
+            ("sinks", self.sinks, (self.num_heads,), self.softmax_dtype),
+        )
+        return {name: (shape, dtype) for name, given, shape, dtype in rows if given}
 
     @property
     def softmax_dtype(self) -> str:
@@ -107,12 +163,17 @@ class Case:
         return self.batch * self.num_heads * self.seqlen_q * self.seqlen_k * ITEMSIZE[self.softmax_dtype]
 
     def flops(self, pass_: str) -> int:
-        """Floating-point operations of the matrix products; a causal problem counts half, as the literature does, and
-        one with a block mask the fraction that it keeps."""
+        """Floating-point operations of the matrix products. A causal problem counts half, as the literature does, one
+        with a window the pairs in it, and one with a block mask the fraction that it keeps; other masks count as none.
+        """
         dims = self.head_dim + self.head_dim_v
         if pass_ == "backward":
             dims = 3 * self.head_dim + 2 * self.head_dim_v
         scores = sum(n * n for n in self.lengths) or self.batch * self.seqlen_q * self.seqlen_k
+        if self.window:
+            first = min(self.window, self.seqlen_q)  # rows, of which each sees a key more than the one before
+            scores = self.batch * (first * (first + 1) // 2 + (self.seqlen_q - first) * first)
+            return 2 * self.num_heads * scores * dims
         full = 2 * self.num_heads * scores * dims
         if self.blocks_kept:
             kept, n = self._blocks_of_a_row
@@ -125,19 +186,23 @@ class Case:
         out = math.prod(self.out_shape)
         lse_bytes = math.prod(self.out_shape[:3]) * ITEMSIZE[self.softmax_dtype]
         elements = inputs + out if pass_ == "forward" else 2 * (inputs + out)
-        elements += math.prod(self.bias_shape) if self.bias else 0
         padded_bytes = elements * ITEMSIZE[self.dtype] + lse_bytes
+        padded_bytes += sum(math.prod(shape) * numpy_dtype(dtype).itemsize for shape, dtype in self.terms.values())
         return padded_bytes * sum(self.lengths) // (self.batch * self.seqlen_q) if self.lengths else padded_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """Cases measured the same way. `kind`: "gpu" (device time), "host" (host time of a call), "cpu" (NumPy arrays)."""
+    """Cases measured the same way. `kind`: "gpu" (device time), "host" (host time of a call), "cpu" (NumPy arrays).
+
+    Peers in `only` are run on those of the cases alone, unless they are asked for by name.
+    """
 
     kind: str
     cases: tuple[Case, ...]
     peers: tuple[str, ...]
     passes: tuple[str, ...] = PASSES
+    only: Mapping[str, tuple[Case, ...]] = field(default_factory=dict)
     about: str
 
 
@@ -167,6 +232,23 @@ def _packed(head_dim: int, causal: bool, lengths: tuple[int, ...] = ()) -> Case:
     )
 
 
+def _options(head_dim: int) -> tuple[Case, ...]:
+    """A row without options, full and causal, and a row for each option."""
+    full, causal = _row(head_dim, 4096, False), _row(head_dim, 4096, True)
+    return (
+        full,
+        causal,
+        replace(full, softcap=20.0),
+        replace(causal, alibi=True),
+        *(replace(full, bias=axes) for axes in ("hqk", "qk", "bk")),
+        *(replace(full, mask=axes) for axes in ("qk", "bk")),
+        replace(causal, window=1024),
+        replace(full, dropout=0.1),
+        replace(causal, sinks=True),
+        replace(full, kv_lengths=True),
+    )
+
+
 FA2 = tuple(_row(d, n, causal) for d in (64, 128, 256) for causal in (False, True) for n in (1024, 4096, 16384))
 GROUPED = (
     Case(head_dim=128, seqlen_q=8192, batch=2, num_heads=32, num_heads_kv=8, causal=True),
@@ -181,6 +263,8 @@ ODD = (
     Case(head_dim=1, seqlen_q=512, batch=2, num_heads=4),
     Case(head_dim=192, head_dim_v=128, seqlen_q=2048, batch=2, num_heads=16, causal=True),
 )
+
+OPTION_ROWS = (*_options(64), *_options(128))
 
 SUITES = {
     "quick": Suite(
@@ -238,6 +322,23 @@ SUITES = {
         cases=tuple(replace(_row(d, 4096, False), bias=axes) for d in (64, 128) for axes in ("hqk", "bhqk", "k")),
         peers=("cuflash-dbias", "efficient", "efficient-dbias", "math-dbias"),
         about="a bias of some axes, without and with its gradient",
+    ),
+    "options": Suite(
+        kind="gpu",
+        cases=OPTION_ROWS,
+        peers=("cuflash-dscale", "cuflash-dbias", "cudnn", "fa2", "fa4", "efficient", "flex"),
+        only={
+            "cuflash-dscale": tuple(case for case in OPTION_ROWS if not case.options),
+            "cuflash-dbias": tuple(case for case in OPTION_ROWS if case.bias),
+            # It is compiled for each case, which takes longer than all the rest.
+            "flex": tuple(
+                case
+                for case in OPTION_ROWS
+                if case.head_dim == 128
+                and (case.softcap or case.alibi or case.bias in ("hqk", "qk") or case.mask == "qk" or case.window)
+            ),
+        },
+        about=f"each option beside the plain call; masks are random and show {VISIBLE:.0%} of the pairs or keys",
     ),
     "float32": Suite(
         kind="gpu",

@@ -2,6 +2,8 @@
 
 With P = softmax(scale Q K^T) row by row: O = P V, dV = P^T dO, dP = dO V^T,
 dS = P * (dP - rowsum(P * dP)), dQ = scale dS K, dK = scale dS^T Q.
+With dropout, P in the products O and dV, and dP, are multiplied by Z, which is 0 or 1 / (1 - rate); with a soft cap, dS
+is multiplied by its derivative.
 
 `cuflash.reference` is the oracle, on the CPU. What is timed is checked on the device, where whole heads take seconds;
 the tests hold the two together.
@@ -9,38 +11,58 @@ the tests hold the two together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from cuflash.dropout import kept_weights
 from cuflash.operands import numpy_dtype
+from cuflash.options import rounded_rate
 from cuflash.reference import product
 
-from .cases import BLOCK, Case
+from .cases import BLOCK, VISIBLE, Case
 
 ROWS_AT_ONCE = 2048  # of one head in the check: float64 scores of 16384 keys take 256 MB
 RESULTS = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
+RANDOM = {"seed": 1, "offset": 2}  # of dropout
+
+Act = Callable[[Any, Any, Any], Any]
+# What is added to the score of row i and key j, and whether it is hidden, where there is a term or an option x: i is a
+# column of rows, j a row of keys.
+ADDED: dict[str, Act] = {
+    "alibi_slopes": lambda x, i, j: -x * abs(i - j).astype(x.dtype),
+    "bias": lambda x, i, j: x,
+}
+HIDDEN: dict[str, Act] = {
+    "causal": lambda x, i, j: j > i,
+    "window": lambda x, i, j: j <= i - x,
+    "mask": lambda x, i, j: ~x,
+    "block_mask": lambda x, i, j: ~x[i // BLOCK, j // BLOCK],
+    "kv_lengths": lambda x, i, j: j >= x,
+}
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Operands of one case, NumPy or CuPy arrays; `xp` is the module they belong to."""
+    """Operands of one case, NumPy or CuPy arrays; `xp` is the module they belong to.
+
+    `terms` are those of `Case.terms`.
+    """
 
     xp: Any
     q: Any
     k: Any
     v: Any
     dout: Any
-    bias: Any = None
+    terms: Mapping[str, Any] = field(default_factory=dict)
 
     def on_host(self) -> Inputs:
         """The same inputs as NumPy arrays."""
-        bias = None if self.bias is None else on_host(self.bias)
         q, k, v, dout = (on_host(x) for x in (self.q, self.k, self.v, self.dout))
-        return Inputs(np, q, k, v, dout, bias)
+        return Inputs(np, q, k, v, dout, {name: on_host(x) for name, x in self.terms.items()})
 
 
 def on_host(array: Any) -> Any:
@@ -49,19 +71,27 @@ def on_host(array: Any) -> Any:
 
 
 def make_inputs(xp: Any, case: Case, seed: int = 0) -> Inputs:
-    """Normally distributed operands (zeros would run faster than data does)."""
+    """Normally distributed operands (zeros would run faster than data does), and the terms of the case."""
     random = xp.random.default_rng(seed)
-    arrays = [
-        random.standard_normal(shape, dtype=case.softmax_dtype).astype(numpy_dtype(case.dtype))
-        for shape in (
-            case.q_shape,
-            case.k_shape,
-            case.v_shape,
-            case.out_shape,
-            *((case.bias_shape,) if case.bias else ()),
-        )
-    ]
-    return Inputs(xp, *arrays)
+
+    def normal(shape: tuple[int, ...], dtype: str = case.dtype) -> Any:
+        return random.standard_normal(shape, dtype=case.softmax_dtype).astype(numpy_dtype(dtype))
+
+    def mask(shape: tuple[int, ...], dtype: str) -> Any:
+        made = random.random(shape) < VISIBLE
+        if 1 not in shape[2:]:  # then every row sees a key
+            made |= xp.eye(*shape[2:], dtype=bool)
+        return made
+
+    make: dict[str, Callable[[tuple[int, ...], str], Any]] = {
+        "bias": normal,
+        "sinks": normal,
+        "mask": mask,
+        "alibi_slopes": lambda shape, dtype: (2.0 ** (-8 * xp.arange(1, shape[0] + 1) / shape[0])).astype(dtype),
+        "kv_lengths": lambda shape, dtype: xp.full(shape, case.seqlen_k, dtype),
+    }
+    q, k, v, dout = (normal(shape) for shape in (case.q_shape, case.k_shape, case.v_shape, case.out_shape))
+    return Inputs(xp, q, k, v, dout, {name: make[name](*term) for name, term in case.terms.items()})
 
 
 def widen(array: Any, dtype: str) -> Any:
@@ -71,44 +101,91 @@ def widen(array: Any, dtype: str) -> Any:
     return array.astype(dtype, copy=False)
 
 
-def softmax_rows(
-    xp: Any,
-    q: Any,
-    k: Any,
-    *,
-    scale: float,
-    causal: bool,
-    first_row: int = 0,
-    bias: Any = None,
-    block_mask: Any = None,
-) -> Any:
-    """Rows of P from `first_row` on, for q (..., rows, head_dim), k (..., seqlen_k, head_dim); causal is square."""
+def times(x: Any, factor: Any) -> Any:
+    """x times a factor that may be missing."""
+    return x if factor is None else x * factor
+
+
+def softmax_rows(xp: Any, q: Any, k: Any, *, scale: float, first_row: int = 0, **given: Any) -> tuple[Any, Any]:
+    """Rows of P from `first_row` on, for q (..., rows, head_dim), k (..., seqlen_k, head_dim), and the derivative of
+    the soft cap in them, None without one. `given` are terms of these rows and options, those alone that there are.
+
+    Square, where the place of a row counts.
+    """
     s = product(q, k.swapaxes(-1, -2))
     s *= scale
-    if bias is not None:
-        s += widen(bias, s.dtype.name)
-    if causal:
-        rows = first_row + xp.arange(q.shape[-2])
-        s = xp.where(xp.arange(k.shape[-2]) <= rows[:, None], s, s.dtype.type(-np.inf))
-    if block_mask is not None:
-        rows, keys = (first_row + xp.arange(q.shape[-2])) // BLOCK, xp.arange(k.shape[-2]) // BLOCK
-        s = xp.where(block_mask[rows[:, None], keys], s, s.dtype.type(-np.inf))
-    s -= s.max(axis=-1, keepdims=True)
+    slope = None
+    if "softcap" in given:
+        s /= given["softcap"]
+        xp.tanh(s, out=s)
+        slope = 1 - s * s
+        s *= given["softcap"]
+
+    def places() -> tuple[Any, Any]:
+        return first_row + xp.arange(q.shape[-2])[:, None], xp.arange(k.shape[-2])
+
+    for name, added in ADDED.items():
+        if name in given:
+            s += added(widen(given[name], s.dtype.name), *places())
+    for name, hidden in HIDDEN.items():
+        if name in given:
+            s = xp.where(hidden(given[name], *places()), s.dtype.type(-np.inf), s)
+    largest = s.max(axis=-1, keepdims=True)
+    if "sinks" in given:
+        sink = widen(given["sinks"], s.dtype.name)
+        largest = xp.maximum(largest, sink)
+    s -= largest
     xp.exp(s, out=s)
-    s /= s.sum(axis=-1, keepdims=True)
-    return s
+    total = s.sum(axis=-1, keepdims=True)
+    if "sinks" in given:
+        total += xp.exp(sink - largest)
+    s /= total
+    return s, slope
 
 
 def gradient_rows(
-    p: Any, q: Any, k: Any, v: Any, dout: Any, *, scale: float, rounded: Callable[[Any], Any]
+    p: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    dout: Any,
+    *,
+    scale: float,
+    rounded: Callable[[Any], Any],
+    slope: Any = None,
+    kept: Any = None,
 ) -> tuple[Any, Any, Any]:
-    """dq of the rows of `p`, and what these rows add to dk and dv."""
-    dp = product(dout, v.swapaxes(-1, -2))
+    """dq of the rows of `p`, and what these rows add to dk and dv; `slope` is the soft cap's, `kept` is Z."""
+    dp = times(product(dout, v.swapaxes(-1, -2)), kept)
     dp -= (p * dp).sum(axis=-1, keepdims=True)
     dp *= p
+    dp = times(dp, slope)
     dp *= scale
     ds = rounded(dp)
-    return product(ds, k), product(ds.swapaxes(-1, -2), q), product(rounded(p).swapaxes(-1, -2), dout)
+    return product(ds, k), product(ds.swapaxes(-1, -2), q), product(rounded(times(p, kept)).swapaxes(-1, -2), dout)
+
+
+def of_rows(case: Case, inputs: Inputs, batch: int, head: int, rows: slice) -> dict[str, Any]:
+    """Of the terms and options what some rows of one head have, by the names that `softmax_rows` knows."""
+    given = {name: x for name in ("causal", "window", "softcap") if (x := getattr(case, name))}
+    for name, x in inputs.terms.items():
+        if x.ndim == 4:
+            own = x[batch % x.shape[0], head % x.shape[1]]
+            given[name] = own[rows] if own.shape[0] > 1 else own
+        else:
+            given[name] = x[batch if name == "kv_lengths" else head]
+    if case.blocks_kept:
+        given["block_mask"] = inputs.xp.asarray(case.block_mask())
+    return given
+
+
+def kept_of_rows(case: Case, xp: Any, batch: int, head: int, rows: range, dtype: Any) -> Any:
+    """Z of some rows of one head; None without dropout."""
+    if not case.dropout:
+        return None
+    rate = rounded_rate(case.dropout)
+    kept = kept_weights(rate, **RANDOM, head=batch * case.num_heads + head, rows=rows, columns=range(case.seqlen_k))
+    return xp.asarray(kept).astype(dtype) / dtype.type(1 - rate)
 
 
 def one_group(case: Case, inputs: Inputs, batch: int, head_kv: int, *, compute: str, store: str) -> dict[str, Any]:
@@ -126,21 +203,18 @@ def one_group(case: Case, inputs: Inputs, batch: int, head_kv: int, *, compute: 
     seqlen = case.lengths[batch] if case.lengths else None
     q, dout = (widen(x[batch, heads, :seqlen], compute) for x in (inputs.q, inputs.dout))
     k, v = (widen(x[batch, head_kv, :seqlen], compute) for x in (inputs.k, inputs.v))
-    block_mask = xp.asarray(case.block_mask()) if case.blocks_kept else None
     out, dq, dk, dv = xp.empty_like(dout), xp.empty_like(q), xp.zeros_like(k), xp.zeros_like(v)
     for g in range(case.group_size):
         for first in range(0, seqlen or case.seqlen_q, ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)
-            q_rows, dout_rows = q[g, rows], dout[g, rows]
-            bias = None
-            if inputs.bias is not None:
-                head = head_kv * case.group_size + g
-                bias = inputs.bias[batch % inputs.bias.shape[0], head % inputs.bias.shape[1]]
-                bias = bias[rows] if bias.shape[0] > 1 else bias
-            terms = {"bias": bias, "block_mask": block_mask}
-            p = softmax_rows(xp, q_rows, k, scale=scale, causal=case.causal, first_row=first, **terms)
-            out[g, rows] = product(rounded(p), v)
-            dq[g, rows], dk_part, dv_part = gradient_rows(p, q_rows, k, v, dout_rows, scale=scale, rounded=rounded)
+            q_rows, dout_rows, head = q[g, rows], dout[g, rows], heads.start + g
+            given = of_rows(case, inputs, batch, head, rows)
+            p, slope = softmax_rows(xp, q_rows, k, scale=scale, first_row=first, **given)
+            kept = kept_of_rows(case, xp, batch, head, range(first, first + len(q_rows)), p.dtype)
+            out[g, rows] = product(rounded(times(p, kept)), v)
+            dq[g, rows], dk_part, dv_part = gradient_rows(
+                p, q_rows, k, v, dout_rows, scale=scale, rounded=rounded, slope=slope, kept=kept
+            )
             dk += dk_part
             dv += dv_part
     return {name: rounded(x) for name, x in (("out", out), ("dq", dq), ("dk", dk), ("dv", dv))}

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .cases import PASSES, SHORT
+from .cases import PASSES, SHORT, suffixes
 
 Record = dict[str, Any]
 ACCURACY = "accuracy.jsonl"
@@ -25,6 +25,7 @@ TITLES = {
     "cuflash-pages64": "cuflash, pages of 64",
     "cuflash-pages256": "cuflash, pages of 256",
     "cuflash-dbias": "cuflash, with dbias",
+    "cuflash-dscale": "cuflash, with dscale",
     "cuflash-packed": "cuflash, packed",
     "cuflash-steps": "cuflash, a key more each time",
     "cuflash-kv-lengths": "cuflash, kv_lengths",
@@ -46,6 +47,7 @@ COLOURS = {
     "cuflash-deterministic": "#edae49",
     "cuflash-tf32": "#edae49",
     "cuflash-dbias": "#edae49",
+    "cuflash-dscale": "#edae49",
     "cuflash-packed": "#edae49",
     "cudnn": "#2e7d32",
     "fa2": "#30638e",
@@ -149,7 +151,7 @@ def label(problem: Record) -> list[str]:
     seqlen += " (mixed)" if p.get("lengths") else ""
     heads = f"{p['num_heads']}" + (f"/{p['num_heads_kv']}" if p["num_heads_kv"] != p["num_heads"] else "")
     mask = "causal" if p["causal"] else f"{100 * p['blocks_kept']:g} % of blocks" if p.get("blocks_kept") else "full"
-    mask += f", bias {p['bias']}" if p.get("bias") else ""
+    mask = ", ".join([mask, *suffixes(p, " ")])
     return [dim, seqlen, f"{p['batch']} x {heads}", mask, SHORT[p["dtype"]]]
 
 

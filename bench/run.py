@@ -14,8 +14,9 @@ from typing import Any
 
 from . import ceiling, environment
 from .cases import PASSES, Case, Suite
+from .contender import Absent, Contender
 from .formula import Errors, Inputs, Reference, make_inputs
-from .peers import ADAPTERS, Absent, Contender
+from .peers import ADAPTERS
 from .timing import CudaClock, HostClock, RowClock, Timing, time_host, time_interleaved
 
 Record = dict[str, Any]
@@ -199,7 +200,8 @@ def run_suite(
     journal.write("run", kind=suite.kind, about=suite.about, filter=match, contenders=names, **facts, **bench.ceiling())
     for number, case in enumerate(cases, 1):
         print(f"[{number}/{len(cases)}] {case.name}", flush=True)
-        run_case(case, names, passes, bench, journal)
+        taking = [x for x in names if peers is not None or case in suite.only.get(x, (case,))]
+        run_case(case, taking, passes, bench, journal)
         bench.free_memory()
     journal.write("end", **bench.ceiling())
     return journal.records

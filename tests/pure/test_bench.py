@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import cuflash.testing as ct
-from bench import accuracy, ceiling, peers, report
+from bench import accuracy, ceiling, peers, peers_torch, report
 from bench.__main__ import ROOT, main
-from bench.cases import BLOCK, FA2, GROUPED, SUITES, Case, Suite
-from bench.formula import Inputs, Reference, make_inputs, one_group, softmax_rows
+from bench.cases import BLOCK, FA2, GROUPED, OPTIONS, SUFFIXES, SUITES, Case, Suite
+from bench.contender import Absent, Contender, refuse
+from bench.formula import RANDOM, Inputs, Reference, make_inputs, one_group, softmax_rows
 from bench.run import choose_cases, choose_contenders, failures, run_suite
 from bench.timing import (
     CALLS_IN_A_ROW,
@@ -35,7 +36,44 @@ from cuflash.problem import make_problem
 SMALL = Case(head_dim=8, head_dim_v=12, seqlen_q=24, batch=2, num_heads=4, num_heads_kv=2, causal=True, dtype="float32")
 PLAIN = Case(head_dim=8, seqlen_q=24, batch=2, num_heads=2, dtype="float32")
 BIASED = [replace(PLAIN, bias="hqk"), replace(PLAIN, bias="bq"), replace(PLAIN, bias="k")]
+OPTIONAL = [
+    replace(PLAIN, softcap=0.5),
+    replace(SMALL, alibi=True),
+    *(replace(PLAIN, mask=axes) for axes in ("qk", "bk", "bhqk")),
+    *(replace(SMALL, window=window) for window in (5, 24, 1000)),
+    replace(PLAIN, dropout=0.4),
+    replace(SMALL, sinks=True),
+    replace(PLAIN, kv_lengths=True),
+    replace(SMALL, softcap=0.5, alibi=True, bias="hqk", window=9, dropout=0.3, sinks=True, kv_lengths=True),
+    replace(PLAIN, softcap=0.5, alibi=True, bias="bk", mask="qk", dropout=0.3, sinks=True, kv_lengths=True),
+]
 ALL_CASES = sorted({case for suite in SUITES.values() for case in suite.cases}, key=lambda case: case.name)
+
+
+BESIDE_PEERS = [case for case in OPTIONAL if not {"dropout", "sinks", "kv_lengths"} & set(case.options)] + [
+    *BIASED,
+    replace(PLAIN, softcap=0.5, alibi=True, bias="hqk", mask="bqk"),
+]
+
+
+def on_meta(torch, case):
+    """Operands and terms without memory, in bfloat16."""
+    dtypes = {"bfloat16": torch.bfloat16, "bool": torch.bool}
+    shapes = (case.q_shape, case.k_shape, case.v_shape, case.out_shape)
+    operands = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
+    terms = {name: torch.empty(x, dtype=dtypes[dtype], device="meta") for name, (x, dtype) in case.terms.items()}
+    return *operands, terms
+
+
+def as_tensors(torch, inputs):
+    operands = (torch.from_numpy(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    return *operands, {name: torch.from_numpy(x) for name, x in inputs.terms.items()}
+
+
+def options_of(case):
+    """Those of cuflash."""
+    window = (case.window - 1, 0) if case.window else None
+    return Options(causal=case.causal, softcap=case.softcap or None, window=window, dropout=case.dropout)
 
 
 def abstract(shape, dtype):
@@ -68,14 +106,14 @@ def test_names_are_unique():
 @pytest.mark.parametrize("case", [case for case in ALL_CASES if not case.lengths], ids=lambda case: case.name)
 def test_work_agrees_with_the_problem(case):
     q, k, v = (abstract(shape, case.dtype) for shape in (case.q_shape, case.k_shape, case.v_shape))
-    bias = abstract(case.bias_shape, case.dtype) if case.bias else None
-    problem = make_problem(Options(causal=case.causal), q, k, v, bias=bias)
+    terms = {name: abstract(*term) for name, term in case.terms.items()}
+    problem = make_problem(options_of(case), q, k, v, **terms)
     assert case.ideal_bytes("forward") == problem.forward_bytes
     assert case.ideal_bytes("backward") == problem.backward_bytes
     assert case.scores_bytes == problem.naive_bytes
     assert case.out_shape == problem.out_shape
     for pass_, exact in (("forward", problem.forward_flops), ("backward", problem.backward_flops)):
-        if case.causal:  # half of the square leaves out half of the diagonal
+        if case.causal and not case.window:  # half of the square leaves out half of the diagonal
             assert case.flops(pass_) == pytest.approx(exact, rel=1.01 / case.seqlen_q)
         elif case.blocks_kept:
             assert case.flops(pass_) == exact * case.block_mask().mean()
@@ -94,18 +132,26 @@ def test_cases_that_peers_disagree_on_are_refused():
         Case(head_dim=8, seqlen_q=4, seqlen_k=5, batch=1, num_heads=1, causal=True)
     with pytest.raises(ValueError, match="num_heads_kv"):
         Case(head_dim=8, seqlen_q=4, batch=1, num_heads=3, num_heads_kv=2)
+    with pytest.raises(ValueError, match="alibi: got seqlen_q != seqlen_k"):
+        Case(head_dim=8, seqlen_q=4, seqlen_k=5, batch=1, num_heads=1, alibi=True)
+    with pytest.raises(ValueError, match="window: got no causal"):
+        replace(PLAIN, window=4)
+    for changes in ({"causal": True, "mask": "qk"}, {"causal": True, "blocks_kept": 0.5}, {"mask": "q"}):
+        with pytest.raises(ValueError, match=r"rows (might|would) see nothing"):
+            replace(PLAIN, **changes)
 
 
 # The check
 
 
-@pytest.mark.parametrize("case", [SMALL, PLAIN, *BIASED], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [SMALL, PLAIN, *BIASED, *OPTIONAL], ids=lambda case: case.name)
 def test_the_formula_is_the_oracle(case, monkeypatch):
     monkeypatch.setattr("bench.formula.ROWS_AT_ONCE", 7)
     inputs = make_inputs(np, case)
-    problem = make_problem(Options(causal=case.causal), inputs.q, inputs.k, inputs.v, bias=inputs.bias)
-    out, _ = reference.forward(problem, inputs.q, inputs.k, inputs.v, bias=inputs.bias)
-    dq, dk, dv = reference.backward(problem, inputs.dout, inputs.q, inputs.k, inputs.v, bias=inputs.bias)
+    problem = make_problem(options_of(case), inputs.q, inputs.k, inputs.v, **inputs.terms)
+    given = RANDOM | inputs.terms
+    out, _ = reference.forward(problem, inputs.q, inputs.k, inputs.v, **given)
+    dq, dk, dv = reference.backward(problem, inputs.dout, inputs.q, inputs.k, inputs.v, **given)
     for b, h in ((0, 0), (1, 1)):
         heads = slice(h * case.group_size, (h + 1) * case.group_size)
         group = one_group(case, inputs, b, h, compute="float64", store="float64")
@@ -152,7 +198,7 @@ def test_contenders_on_the_cpu_are_right(name, case):
     if name in ("math", "torch-cpu"):
         pytest.importorskip("torch", reason="a torch peer")
     if name == "torch-cpu" and case is SMALL:
-        with pytest.raises(peers.Absent, match="grouped"):
+        with pytest.raises(Absent, match="grouped"):
             peers.ADAPTERS[name](case, make_inputs(np, case))
         return
     inputs = make_inputs(np, case)
@@ -163,6 +209,66 @@ def test_contenders_on_the_cpu_are_right(name, case):
             results = tuple(contender.to_array(x) for x in contender.calls[pass_]())
             assert [x.shape for x in results] == [getattr(case, f"{s}_shape") for s in SHAPES[pass_]]
             assert not any(error.wrong for error in check.errors(pass_, results).values())
+
+
+@pytest.mark.parametrize("case", OPTIONAL, ids=lambda case: case.name)
+@pytest.mark.parametrize("name", ["cuflash", "cuflash-dscale"])
+def test_contenders_with_options_are_right(name, case):
+    """And would be wrong by the check without any one of them."""
+    inputs = make_inputs(np, case)
+    contender, check = peers.ADAPTERS[name](case, inputs), Reference(case, inputs)
+    for pass_ in ("backward", "forward"):
+        errors = check.errors(pass_, contender.calls[pass_]())
+        assert not any(error.wrong for error in errors.values())
+    for option in set(case.options) - {"kv_lengths"} if case.window < case.seqlen_q else ():
+        without = replace(case, **{option: Case.__dataclass_fields__[option].default})
+        less = replace(inputs, terms={name: inputs.terms[name] for name in without.terms})
+        assert check.errors("forward", peers.ADAPTERS[name](without, less).calls["forward"]())["out"].wrong, option
+
+
+@pytest.mark.parametrize("name", sorted(peers.ADAPTERS.keys() - {"empty-launch"}))
+def test_contenders_refuse_the_options_that_they_do_not_have(name):
+    """By name, before anything else: of those that they take, nothing but a library or a device can be missing."""
+    takes = TAKES.get(name, set())
+    values = {"blocks_kept": 0.5, "lengths": (24, 20), "bias": "qk", "mask": "bk"}
+    for option, words in OPTIONS.items():
+        case = replace(PLAIN, **{option: values.get(option, True)} | ({"causal": True} if option == "window" else {}))
+        assert case.options == (option,)
+        if option not in takes:
+            with pytest.raises(Absent, match=f"^is run without {words}$"):
+                peers.ADAPTERS[name](case, make_inputs(np, case))
+
+
+def test_refusals_name_every_option():
+    case = replace(PLAIN, softcap=1.0, mask="qk", sinks=True)
+    refuse(case, *OPTIONS)
+    refuse(case, "softcap", "mask", "sinks")
+    with pytest.raises(Absent, match=r"^is run without a soft cap and sinks$"):
+        refuse(case, "mask")
+
+
+def test_the_suite_of_options_has_every_option():
+    suite = SUITES["options"]
+    assert {option for case in suite.cases for option in case.options} == set(SUFFIXES)
+    for case in suite.cases:
+        assert (case.batch, case.seqlen_q, case.num_heads * case.head_dim, len(case.options) <= 1) == (4, 4096, 2048, 1)
+    for name, cases in suite.only.items():
+        assert name in suite.peers and set(cases) < set(suite.cases)
+    assert [case.options for case in suite.only["cuflash-dbias"]] == 6 * [("bias",)]
+
+
+def test_the_flops_of_a_window_are_those_of_its_pairs():
+    case = Case(head_dim=64, seqlen_q=4096, batch=4, num_heads=32, causal=True, window=1024)
+    i, j = np.ogrid[:4096, :4096]
+    assert case.flops("forward") == 4 * 4 * 32 * 64 * int(((j <= i) & (j > i - 1024)).sum())
+    assert replace(case, window=9999).flops("forward") == 4 * 4 * 32 * 64 * (4096 * 4097 // 2)
+
+
+def test_masks_show_most_pairs_and_the_diagonal():
+    case = Case(head_dim=8, seqlen_q=300, batch=2, num_heads=2, mask="qk")
+    mask = make_inputs(np, case).terms["mask"]
+    assert mask.shape == (1, 1, 300, 300) and mask[0, 0].diagonal().all() and abs(mask.mean() - 0.9) < 0.01
+    assert make_inputs(np, replace(case, mask="bk")).terms["mask"].shape == (2, 1, 1, 300)
 
 
 @pytest.mark.parametrize("case", BIASED, ids=lambda case: case.name)
@@ -177,20 +283,20 @@ def test_contenders_with_a_bias_are_right(name, case):
         errors = Reference(case, inputs).errors(pass_, results)
         assert not any(error.wrong for error in errors.values())
     for other, reason in (("naive", "without a bias"), ("fa2", "without a bias")):
-        with pytest.raises(peers.Absent, match=reason):
+        with pytest.raises(Absent, match=reason):
             peers.ADAPTERS[other](case, inputs)
 
 
 @pytest.mark.parametrize("name", ["cuflash-dbias", "efficient-dbias", "math-dbias"])
 def test_contenders_of_a_bias_need_one(name):
-    with pytest.raises(peers.Absent, match="needs a bias"):
+    with pytest.raises(Absent, match="needs a bias"):
         peers.ADAPTERS[name](PLAIN, make_inputs(np, PLAIN))
 
 
 def test_unfused_attention_of_torch_has_no_bias_under_a_causal_mask():
     pytest.importorskip("torch", reason="a torch peer")
     case = replace(PLAIN, causal=True, bias="k")
-    with pytest.raises(peers.Absent, match="not both"):
+    with pytest.raises(Absent, match="not both"):
         peers.ADAPTERS["math-dbias"](case, make_inputs(np, case))
 
 
@@ -199,9 +305,7 @@ def test_unfused_attention_of_torch_has_no_bias_under_a_causal_mask():
 def test_the_efficient_kernel_takes_a_bias(axes, dbias):
     torch = pytest.importorskip("torch", reason="a torch peer")
     case = Case(head_dim=64, seqlen_q=128, batch=2, num_heads=4, bias=axes)
-    shapes = (case.q_shape, case.k_shape, case.v_shape, case.out_shape, case.bias_shape)
-    operands = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
-    calls = peers.efficient_calls(torch, case, *operands, dbias=dbias)
+    calls = peers_torch.efficient_calls(torch, case, *on_meta(torch, case), dbias=dbias)
     assert [tuple(x.shape) for x in calls["backward"]()] == [case.q_shape, case.k_shape, case.v_shape]
 
 
@@ -220,13 +324,26 @@ def test_packed_sequences_are_right_and_counted_exactly(lengths, causal):
     pairs = sum(n * n for n in lengths or (40, 40, 40))
     assert case.flops("forward") == 2 * 4 * pairs * 16 // (2 if causal else 1)
     if lengths:
-        with pytest.raises(peers.Absent, match="different lengths"):
+        with pytest.raises(Absent, match="different lengths"):
             peers.ADAPTERS["cuflash"](case, inputs)
         with pytest.raises(ValueError, match="lengths"):
             Case(seqlen_q=41, lengths=lengths, **sizes)
 
 
 SHAPES = {"forward": ("out",), "backward": ("q", "k", "v")}
+# Options of contenders that have any; names that begin with "cuflash" and are not here have all but `lengths`.
+TAKES = {
+    **{name: OPTIONS.keys() - {"lengths"} for name in peers.ADAPTERS if name.startswith("cuflash")},
+    **{f"cuflash-{name}": set() for name in ("steps", "kv-lengths", "pages16", "pages64", "pages256")},
+    "cuflash-packed": {"lengths"},
+    "cudnn": {"bias", "mask", "dropout"},
+    "fa2": {"window", "dropout"},
+    "fa4": {"softcap", "window"},
+    "efficient": {"bias", "mask", "dropout"},
+    "efficient-dbias": {"bias"},
+    "math-dbias": {"bias"},
+    "flex": {"blocks_kept", "softcap", "alibi", "bias", "mask", "window"},
+}
 
 
 def test_keys_in_pages_are_those_of_the_case():
@@ -237,20 +354,19 @@ def test_keys_in_pages_are_those_of_the_case():
         contender = peers.ADAPTERS[f"cuflash-pages{size}"](case, inputs)
         np.testing.assert_allclose(contender.calls["forward"]()[0], expected, rtol=1e-5, atol=1e-6)
         assert list(contender.plans) == ["forward"]
-    with pytest.raises(peers.Absent, match="500 keys are no whole pages of 64"):
+    with pytest.raises(Absent, match="500 keys are no whole pages of 64"):
         peers.ADAPTERS["cuflash-pages64"](replace(case, seqlen_k=500), inputs)
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("make_calls", [peers.fa2_calls, peers.cudnn_calls, peers.efficient_calls])
+@pytest.mark.parametrize("make_calls", [peers_torch.fa2_calls, peers_torch.cudnn_calls, peers_torch.efficient_calls])
 def test_device_kernels_of_torch_take_these_arguments(make_calls, grouped):
     """On tensors without memory: names, order and number of arguments and results."""
     torch = pytest.importorskip("torch", reason="a torch peer")
     case = Case(head_dim=64, seqlen_q=128, batch=2, num_heads=4, num_heads_kv=2 if grouped else 4, causal=True)
-    shapes = (case.q_shape, case.k_shape, case.v_shape, case.out_shape)
-    operands = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
-    if grouped and make_calls is peers.efficient_calls:
-        with pytest.raises(peers.Absent, match="grouped"):
+    operands = on_meta(torch, case)
+    if grouped and make_calls is peers_torch.efficient_calls:
+        with pytest.raises(Absent, match="grouped"):
             make_calls(torch, case, *operands)
         return
     calls = make_calls(torch, case, *operands)
@@ -258,9 +374,99 @@ def test_device_kernels_of_torch_take_these_arguments(make_calls, grouped):
     assert [tuple(x.shape) for x in calls["backward"]()] == [case.q_shape, case.k_shape, case.v_shape]
 
 
+@pytest.mark.parametrize(
+    ("make_calls", "changes"),
+    [
+        (peers_torch.fa2_calls, {"causal": True, "window": 100}),
+        (peers_torch.fa2_calls, {"dropout": 0.1}),
+        *(
+            (make_calls, changes)
+            for make_calls in (peers_torch.cudnn_calls, peers_torch.efficient_calls)
+            for changes in ({"bias": "qk"}, {"mask": "bk"}, {"dropout": 0.1})
+        ),
+    ],
+    ids=lambda x: x.__name__ if callable(x) else str(x),
+)
+def test_device_kernels_of_torch_take_options(make_calls, changes):
+    torch = pytest.importorskip("torch", reason="a torch peer")
+    case = Case(**{"head_dim": 64, "seqlen_q": 128, "batch": 2, "num_heads": 4} | changes)
+    calls = make_calls(torch, case, *on_meta(torch, case))
+    assert [tuple(x.shape) for x in calls["forward"]()] == [case.out_shape]
+    assert [tuple(x.shape) for x in calls["backward"]()] == [case.q_shape, case.k_shape, case.v_shape]
+
+
+@pytest.mark.parametrize("case", BESIDE_PEERS, ids=lambda case: case.name)
+def test_flex_gets_the_options(case, monkeypatch):
+    """Traced, on the CPU, where it has no backward pass."""
+    torch = pytest.importorskip("torch", reason="a torch peer")
+    compile_ = torch.compile
+
+    def traced(function, **options):
+        compiled = compile_(function, backend="aot_eager", **options)
+        return lambda q, k, v, **terms: compiled(q.detach(), k.detach(), v.detach(), **terms)
+
+    monkeypatch.setattr(torch, "compile", traced)
+    inputs = make_inputs(np, case)
+    calls = peers_torch.flex_calls(torch, case, *as_tensors(torch, inputs))
+    (out,) = calls["forward"]()
+    assert not Reference(case, inputs).errors("forward", (out.numpy(),))["out"].wrong
+
+
+@pytest.mark.parametrize("changes", [{"mask": "qk"}, {"mask": "bk"}, {"bias": "hq"}, {"bias": "bk", "mask": "qk"}])
+def test_masks_are_addends_to_kernels_that_have_no_others(changes):
+    torch = pytest.importorskip("torch", reason="a torch peer")
+    case = replace(PLAIN, **changes)
+    inputs = make_inputs(np, case)
+    q, k, v, _, terms = as_tensors(torch, inputs)
+    bias = peers_torch.additive(torch, case, terms, q.dtype)
+    assert bias.shape == (2, 2, 24, 24)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias).numpy()
+    assert not Reference(case, inputs).errors("forward", (out,))["out"].wrong
+    assert peers_torch.additive(torch, PLAIN, {}, q.dtype) is None
+
+
+def test_results_of_random_numbers_of_their_own_are_not_checked():
+    """Those of a peer with dropout."""
+    pytest.importorskip("torch", reason="a torch peer")
+    case = replace(PLAIN, dropout=0.1)
+    ran = []
+
+    def make_calls(torch, case, q, k, v, dout, terms):
+        return {"forward": lambda: ran.append(q) or (q,)}
+
+    adapter = peers_torch._torch(make_calls, "dropout", device="cpu")
+    for of, expected in ((case, 0), (PLAIN, 1)):
+        assert len(adapter(of, make_inputs(np, of)).calls["forward"]()) == expected
+    assert len(ran) == 2
+
+
+def test_slow_contenders_run_on_some_cases_unless_named(tmp_path):
+    suite = replace(tiny_suite(peers=("naive",)), only={"naive": (SMALL,)})
+    for named, expected in ((None, {SMALL.name}), (("naive",), {SMALL.name, PLAIN.name})):
+        records = run_suite("tiny", suite, out=tmp_path, seconds=1e-4, revision="abc", peers=named)
+        assert {r["case"] for r in records if r.get("contender") == "naive"} == expected
+        assert {r["case"] for r in records if r.get("contender") == "cuflash"} == {SMALL.name, PLAIN.name}
+    assert "| - / - |" in report.markdown(run_suite("tiny", suite, out=tmp_path, seconds=1e-4, revision="abc"))
+
+
+def test_a_run_with_options(tmp_path):
+    cases = tuple(replace(case, head_dim_v=case.head_dim) for case in OPTIONAL)
+    suite = Suite(kind="cpu", cases=cases, peers=("cuflash-dscale", "naive", "cudnn", "flex"), about="options")
+    records = run_suite("tiny", suite, out=tmp_path, seconds=1e-4, revision="abc")
+    status = {(r["case"], r["contender"]): r["status"] for r in records if r["record"] == "result"}
+    for case in cases:
+        expected = {"cuflash": "ok", "cuflash-dscale": "ok", "naive": "absent", "cudnn": "absent", "flex": "absent"}
+        assert {name: status[case.name, name] for name in expected} == expected
+    text = report.markdown(records)
+    for words in ("full, softcap 0.5", "causal, alibi", "full, mask bk", "causal, window 5", "full, dropout 0.4"):
+        assert f"| {words} |" in text
+    assert "- plain formula: absent: is run without sinks (2 measurements)" in text
+    assert "cuflash, with dscale" in text
+
+
 @pytest.mark.parametrize("name", ["cudnn", "fa2", "efficient", "flex", "empty-launch", "jax-pallas"])
 def test_device_peers_are_absent_on_the_cpu(name):
-    with pytest.raises(peers.Absent, match=r"needs|torch"):
+    with pytest.raises(Absent, match=r"needs|torch"):
         peers.ADAPTERS[name](PLAIN, make_inputs(np, PLAIN))
 
 
@@ -282,7 +488,8 @@ def fake_jax(monkeypatch, fake_cupy):
         jax.now += 2 if config.block_kv == 64 else 1
         group = q.shape[2] // k.shape[2]
         q, k, v = (x.astype("float32").transpose(0, 2, 1, 3) for x in (q, k, v))
-        p = softmax_rows(np, q, k.repeat(group, axis=1), scale=1.0, causal=config.causal)
+        given = {"causal": True} if config.causal else {}
+        p, _ = softmax_rows(np, q, k.repeat(group, axis=1), scale=1.0, **given)
         return (p @ v.repeat(group, axis=1)).transpose(0, 2, 1, 3).astype("float16")
 
     pallas.attention = attention
@@ -318,7 +525,7 @@ def test_pallas_gets_its_layout_scale_and_tile(fake_jax, fake_cupy, causal):
 )
 def test_pallas_says_what_it_does_not_serve(fake_jax, fake_cupy, changes, reason):
     case = Case(**{"head_dim": 64, "seqlen_q": 128, "batch": 1, "num_heads": 1, "dtype": "float16"} | changes)
-    with pytest.raises(peers.Absent, match=reason):
+    with pytest.raises(Absent, match=reason):
         peers.jax_pallas(case, replace(make_inputs(np, case), xp=fake_cupy))
 
 
@@ -331,13 +538,13 @@ def test_pallas_without_a_device_or_a_tile_is_absent(fake_jax, fake_cupy, monkey
         raise ValueError("Causal masking not supported")
 
     monkeypatch.setattr(pallas, "attention", refuse)
-    with pytest.raises(peers.Absent, match="none of its tiles runs: Causal masking not supported"):
+    with pytest.raises(Absent, match="none of its tiles runs: Causal masking not supported"):
         peers.jax_pallas(case, inputs)
     fake_jax.default_backend = lambda: "cpu"
-    with pytest.raises(peers.Absent, match="no CUDA device"):
+    with pytest.raises(Absent, match="no CUDA device"):
         peers.jax_pallas(case, inputs)
     monkeypatch.setitem(sys.modules, "jax", None)
-    with pytest.raises(peers.Absent, match="jax: "):
+    with pytest.raises(Absent, match="jax: "):
         peers.jax_pallas(case, inputs)
 
 
@@ -516,7 +723,7 @@ def test_a_wrong_contender_is_recorded_and_not_timed(tmp_path, monkeypatch):
         def backward():
             raise RuntimeError("no such kernel\nand a long trace")
 
-        return peers.Contender({"forward": forward, "backward": backward})
+        return Contender({"forward": forward, "backward": backward})
 
     monkeypatch.setitem(peers.ADAPTERS, "cuflash", broken)
     records = run_suite("tiny", tiny_suite(peers=("naive",)), out=tmp_path, seconds=1e-4, match="h2-")

@@ -1,0 +1,323 @@
+"""Contenders that compute on PyTorch's tensors: its own kernels, and libraries that build on it.
+
+FlashAttention-2 and the efficient kernel get (batch, seqlen, heads, dim) memory: they copy other layouts of dout and
+out first, which would count against them. Terms are tensors by the names of `Case.terms`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .cases import BLOCK, Case
+from .contender import Absent, Calls, Contender, refuse, without_results
+from .formula import Inputs
+
+Terms = Mapping[str, Any]
+
+
+def additive(torch: Any, case: Case, terms: Terms, dtype: Any) -> Any:
+    """The bias, or the mask as one that is 0 or -inf, as of each pair of every head, without a copy; None without."""
+    bias = terms.get("bias")
+    if case.mask:
+        hidden = torch.zeros(terms["mask"].shape, dtype=dtype, device=terms["mask"].device)
+        hidden.masked_fill_(~terms["mask"], float("-inf"))
+        bias = hidden if bias is None else bias + hidden
+    return None if bias is None else bias.expand(case.batch, case.num_heads, case.seqlen_q, case.seqlen_k)
+
+
+def fa2_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, terms: Terms) -> Calls:
+    """FlashAttention-2 as PyTorch carries it."""
+    if case.window:
+        return _fa2_window_calls(torch, case, q, k, v, dout)
+    aten = torch.ops.aten
+    q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
+
+    def forward() -> Any:
+        return aten._scaled_dot_product_flash_attention(q, k, v, case.dropout, case.causal, False)
+
+    out, lse, cu_q, cu_k, max_q, max_k, seed, offset, _ = forward()
+
+    def backward() -> Any:
+        return aten._scaled_dot_product_flash_attention_backward(
+            dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, case.dropout, case.causal, seed, offset
+        )
+
+    return {"forward": lambda: forward()[:1], "backward": backward}
+
+
+def _fa2_window_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any) -> Calls:
+    """The same kernels below the functions that know no window; their layout is (batch, seqlen, heads, dim)."""
+    aten = torch.ops.aten
+    q, k, v, dout = (x.transpose(1, 2).contiguous() for x in (q, k, v, dout))
+    sizes = (None, None, case.seqlen_q, case.seqlen_k, case.dropout, case.causal)
+    window = {"window_size_left": case.window - 1, "window_size_right": 0}
+
+    def forward() -> Any:
+        return aten._flash_attention_forward(q, k, v, *sizes, False, **window)
+
+    out, lse, random, unused, _ = forward()
+
+    def backward() -> Any:
+        gradients = aten._flash_attention_backward(dout, q, k, v, out, lse, *sizes, random, unused, **window)
+        return tuple(x.transpose(1, 2) for x in gradients)
+
+    return {"forward": lambda: (forward()[0].transpose(1, 2),), "backward": backward}
+
+
+def cudnn_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, terms: Terms) -> Calls:
+    """cuDNN's fused attention as PyTorch calls it, with lse as in training."""
+    aten = torch.ops.aten
+    bias = additive(torch, case, terms, q.dtype)
+
+    def forward() -> Any:
+        return aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, case.dropout, case.causal, False)
+
+    out, lse, cu_q, cu_k, max_q, max_k, seed, offset, _ = forward()
+
+    def backward() -> Any:
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse, seed, offset, bias, cu_q, cu_k, max_q, max_k, case.dropout, case.causal
+        )
+
+    return {"forward": lambda: forward()[:1], "backward": backward}
+
+
+def efficient_calls(
+    torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, terms: Terms, *, dbias: bool = False
+) -> Calls:
+    """PyTorch's memory-efficient attention; its dbias is that of a whole bias, and summed behind it."""
+    if case.group_size > 1:
+        raise Absent("has no grouped heads")
+    aten = torch.ops.aten
+    q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
+
+    whole = additive(torch, case, terms, q.dtype)
+    summed = [axis for axis, name in enumerate("bhqk") if name not in case.bias]
+
+    def forward() -> Any:
+        return aten._scaled_dot_product_efficient_attention(q, k, v, whole, True, case.dropout, case.causal)
+
+    out, lse, seed, offset = forward()
+
+    def backward() -> Any:
+        wanted = [True, True, True, dbias]
+        gradients = aten._scaled_dot_product_efficient_attention_backward(
+            dout, q, k, v, whole, out, lse, seed, offset, case.dropout, wanted, case.causal
+        )
+        if dbias and summed:
+            gradients[3].sum(summed)
+        return gradients[:3]
+
+    return {"forward": lambda: forward()[:1], "backward": backward}
+
+
+def torch_cpu_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, terms: Terms) -> Calls:
+    """PyTorch's flash attention for the CPU."""
+    if case.group_size > 1:
+        raise Absent("has no grouped heads")
+    aten = torch.ops.aten
+
+    def forward() -> Any:
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, case.causal)
+
+    out, lse = forward()
+
+    def backward() -> Any:
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, case.causal)
+
+    return {"forward": lambda: forward()[:1], "backward": backward}
+
+
+def _autograd_calls(torch: Any, run: Callable[..., Any], q: Any, k: Any, v: Any, dout: Any, *more: Any) -> Calls:
+    """For libraries whose gradient kernels only autograd can reach: the graph is built once and kept.
+
+    `more` are inputs whose gradients are computed, and not returned.
+    """
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, *more)]
+    saved: list[Any] = []  # made by the first backward call: the graph of the math kernel is large
+
+    def backward() -> Any:
+        if not saved:
+            saved.append(run(*leaves))
+        return torch.autograd.grad(saved[0], leaves, dout, retain_graph=True)[:3]
+
+    return {"forward": lambda: (run(*leaves),), "backward": backward}
+
+
+def math_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, terms: Terms) -> Calls:
+    """PyTorch's unfused attention; with a bias, its gradient too."""
+    if case.causal and case.bias:
+        raise Absent("takes a causal mask or a bias, not both")
+    attention = importlib.import_module("torch.nn.attention")
+    needed = 6 * case.scores_bytes
+    if q.device.type == "cuda" and needed > torch.cuda.mem_get_info()[0]:
+        raise Absent(f"would need about {needed / 1e9:.0f} GB")
+
+    def run(q: Any, k: Any, v: Any, bias: Any = None) -> Any:
+        with attention.sdpa_kernel(attention.SDPBackend.MATH):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=bias, is_causal=case.causal, enable_gqa=case.group_size > 1
+            )
+
+    return _autograd_calls(torch, run, q, k, v, dout, *terms.values())
+
+
+def flex_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, terms: Terms) -> Calls:
+    """FlexAttention, compiled for this case."""
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    functorch_config: Any = importlib.import_module("torch._functorch.config")
+    functorch_config.donated_buffer = False  # the graph of a run is used again
+    torch._dynamo.reset()  # else the limit on recompilations is met after a few cases
+    compiled = torch.compile(flex.flex_attention, dynamic=False)
+    added, visible = _flex_scores(torch, case, terms), _flex_pairs(torch, case, terms, q.device)
+    block_mask = None
+    if visible is not None:
+        block_mask = flex.create_block_mask(
+            visible,
+            *(case.batch if "b" in case.mask else None, case.num_heads if "h" in case.mask else None),
+            *(case.seqlen_q, case.seqlen_k),
+            device=q.device.type,
+            BLOCK_SIZE=BLOCK,
+        )
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return compiled(q, k, v, score_mod=added, block_mask=block_mask, enable_gqa=case.group_size > 1)
+
+    return _autograd_calls(torch, run, q, k, v, dout)
+
+
+def _flex_scores(torch: Any, case: Case, terms: Terms) -> Callable[..., Any] | None:
+    """What FlexAttention is to make of a score; None where it stays as it is."""
+    steps: list[Callable[..., Any]] = []
+    if case.softcap:
+        steps.append(lambda s, b, h, i, j: case.softcap * torch.tanh(s / case.softcap))
+    if case.alibi:
+        slopes = terms["alibi_slopes"]
+        steps.append(lambda s, b, h, i, j: s - slopes[h] * (i - j).abs())
+    if case.bias:
+        bias = _indexed(terms["bias"], case.bias)
+        steps.append(lambda s, b, h, i, j: s + bias(b, h, i, j))
+    if not steps:
+        return None
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        for step in steps:
+            s = step(s, b, h, i, j)
+        return s
+
+    return score
+
+
+def _flex_pairs(torch: Any, case: Case, terms: Terms, device: Any) -> Callable[..., Any] | None:
+    """Which pairs FlexAttention is to see; None for all."""
+    tests: list[Callable[..., Any]] = []
+    if case.causal:
+        tests.append(lambda b, h, i, j: i >= j)
+    if case.window:
+        tests.append(lambda b, h, i, j: i - j < case.window)
+    if case.mask:
+        tests.append(_indexed(terms["mask"], case.mask))
+    if case.blocks_kept:
+        blocks = torch.from_numpy(case.block_mask()).to(device)
+        tests.append(lambda b, h, i, j: blocks[i // BLOCK, j // BLOCK])
+    if not tests:
+        return None
+
+    def visible(b: Any, h: Any, i: Any, j: Any) -> Any:
+        seen = tests[0](b, h, i, j)
+        for test in tests[1:]:
+            seen = seen & test(b, h, i, j)
+        return seen
+
+    return visible
+
+
+def _indexed(array: Any, axes: str) -> Callable[..., Any]:
+    """An element of a broadcast array, of which `axes` are those that it has."""
+    kept = [at for at, axis in enumerate("bhqk") if axis in axes]
+    own = array.reshape([array.shape[at] for at in kept])
+    return lambda *place: own[tuple([place[at] for at in kept])]
+
+
+def fa4_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, terms: Terms) -> Calls:
+    """FlashAttention-4 (the flash-attn-4 wheel), whose layout is (batch, seqlen, heads, dim)."""
+    try:
+        interface = importlib.import_module("flash_attn.cute.interface")
+    except ImportError as error:
+        raise Absent(f"flash-attn-4: {error}") from None
+    q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
+
+    options: dict[str, Any] = {"causal": case.causal}
+    if case.softcap:
+        options["softcap"] = case.softcap
+    if case.window:
+        options["window_size"] = (case.window - 1, 0)
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        result = interface.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), **options)
+        return (result[0] if isinstance(result, tuple) else result).transpose(1, 2)
+
+    return _autograd_calls(torch, run, q, k, v, dout)
+
+
+def _torch_contender(
+    make_calls: Callable[..., Calls],
+    case: Case,
+    inputs: Inputs,
+    *,
+    device: str | None,
+    takes: tuple[str, ...],
+    needs_bias: bool,
+) -> Contender:
+    """Torch tensors over the same memory as `inputs`, on CuPy's stream; `device` is the one that the kernel needs.
+
+    It takes cases with the options `takes`. With dropout, results depend on random numbers of its own: they are not
+    checked.
+    """
+    refuse(case, *takes)
+    if needs_bias and not case.bias:
+        raise Absent("needs a bias")
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        raise Absent(f"torch: {error}") from None
+    on_gpu = inputs.xp.__name__ == "cupy"
+    if device is not None and on_gpu != (device == "cuda"):
+        raise Absent(f"needs arrays on a {device} device")
+    if on_gpu:
+        if not torch.cuda.is_available():
+            raise Absent("this torch has no CUDA device")
+        if torch.cuda.current_stream().cuda_stream != inputs.xp.cuda.get_current_stream().ptr:
+            raise Absent("torch and CuPy are on different streams")
+
+    def tensor(x: Any) -> Any:
+        is_bool = x.dtype == bool  # not every library lends those
+        return torch.from_dlpack(x.view("uint8")).view(torch.bool) if is_bool else torch.from_dlpack(x)
+
+    operands = (tensor(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    calls = make_calls(torch, case, *operands, {name: tensor(x) for name, x in inputs.terms.items()})
+    if case.dropout:
+        calls = without_results(calls)
+    return Contender(calls, to_array=lambda x: inputs.xp.from_dlpack(x.detach()))
+
+
+def _torch(
+    make_calls: Callable[..., Calls], *takes: str, device: str | None = "cuda", needs_bias: bool = False
+) -> Callable[[Case, Inputs], Contender]:
+    return functools.partial(_torch_contender, make_calls, device=device, takes=takes, needs_bias=needs_bias)
+
+
+ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
+    "cudnn": _torch(cudnn_calls, "bias", "mask", "dropout"),
+    "fa2": _torch(fa2_calls, "window", "dropout"),
+    "fa4": _torch(fa4_calls, "softcap", "window"),
+    "efficient": _torch(efficient_calls, "bias", "mask", "dropout"),
+    "efficient-dbias": _torch(functools.partial(efficient_calls, dbias=True), "bias", needs_bias=True),
+    "math": _torch(math_calls, device=None),
+    "math-dbias": _torch(math_calls, "bias", device=None, needs_bias=True),
+    "flex": _torch(flex_calls, "blocks_kept", "softcap", "alibi", "bias", "mask", "window"),
+    "torch-cpu": _torch(torch_cpu_calls, device="cpu"),
+}
