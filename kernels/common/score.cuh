@@ -54,7 +54,7 @@ struct Score {
   CUFLASH_DEVICE Real of(Real product, int row, int key, Real& derivative) const {
     derivative = 1;
     if constexpr (kHasSoftcap) {
-      product = kWide ? accurate_tanh(product * scale / softcap) : tanh_by_exponential(product * cap_factor);
+      product = kWide ? accurate_tanh(product * scale / softcap) : fast_tanh(product * cap_factor);
       derivative = 1 - product * product;
     }
     return with_addend(product, row, key);
@@ -71,19 +71,19 @@ struct Score {
     return score;
   }
 
-  // Warp. The soft cap of 16-bit types for all elements that a lane holds: tanh in place of products, by its series
-  // where all arguments of a warp are small, which spares the unit of the exponentials two results a score. Not where
-  // some are `masked`: what a row does not see must not change a bit of its results.
+  // Warp. The soft cap of 16-bit types for all elements that a lane holds: tanh in place of products. Where all arguments
+  // of a warp are small the series is enough, which spares the unit of the exponentials two results a score; the
+  // results are those of fast_tanh to the bit, whatever the other arguments are.
   template <int m_tiles, int n_tiles>
-  CUFLASH_DEVICE void cap(float (&s)[m_tiles][n_tiles][4], bool masked) const {
+  CUFLASH_DEVICE void cap(float (&s)[m_tiles][n_tiles][4]) const {
     if constexpr (kHasSoftcap) {
       float largest = 0;
       for_each(s, [&](float& x) {
         x *= cap_factor;
         largest = max_of(largest, fabsf(x));
       });
-      if (masked || ptx::any_lane(largest > kTanhSeriesStop))
-        for_each(s, [](float& x) { x = tanh_by_exponential(x); });
+      if (ptx::any_lane(largest > kTanhSeriesStop))
+        for_each(s, [](float& x) { x = fast_tanh(x); });
       else
         for_each(s, [](float& x) { x = tanh_by_series(x); });
     }
@@ -102,7 +102,7 @@ struct Score {
   // where the two terms cancel, (sinh(2x) - 2x) / 2 (1 - tanh(x)^2), by the series of the first factor.
   CUFLASH_DEVICE Real derivative_by_softcap(Real product) const {
     const Real x = product * scale / softcap, x2 = x * x;
-    const Real t = kWide ? accurate_tanh(x) : tanh_by_exponential(x), slope = 1 - t * t;
+    const Real t = kWide ? accurate_tanh(x) : fast_tanh(x), slope = 1 - t * t;
     if (x2 >= (Real)0.25) return t - x * slope;
     Real series = 1;
 #pragma unroll

@@ -258,7 +258,7 @@ struct Consumer {
       of_keys[0] = numbers.of(lane_key), of_keys[1] = numbers.of(lane_key + 8);
     }
     wait_for<pending>(p);
-    weights.score.cap(products, masked);
+    weights.score.cap(products);
     if constexpr (kHasSoftcap) {
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n)

@@ -290,13 +290,13 @@ struct Consumer {
   CUFLASH_DEVICE bool weigh(int n_block, Masked masked) {
     float sum[1][2] = {{0.0f, 0.0f}};
     bool grows = false, maximum_first = masked || !kLazyMaximum || !all_started;
-    score.cap(s, masked);
+    score.cap(s);
     if (!maximum_first) {
       exponentiate(n_block, sum);
       maximum_first = ptx::any_lane(sum[0][0] > kMaxSum || sum[0][1] > kMaxSum);
       if (maximum_first) {
         multiply_s_again();
-        score.cap(s, masked);
+        score.cap(s);
         sum[0][0] = sum[0][1] = 0.0f;
       }
     }

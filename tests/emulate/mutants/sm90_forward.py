@@ -202,7 +202,7 @@ MUTANTS = (
            "line_q = s_q + (lane % 16) * kLineBytes;", "sm90 spread"),
     mutant("the sum of the first look stays", FORWARD, "        sum[0][0] = sum[0][1] = 0.0f;\n", "\n", "sm90 spread"),
     mutant("no terms at the second look", FORWARD, "      complete_scores(n_block, masked);\n", "", "sm90 slopes"),
-    mutant("no softcap at the second look", FORWARD, "        score.cap(s, masked);\n        sum", "        sum",
+    mutant("no softcap at the second look", FORWARD, "        score.cap(s);\n        sum", "        sum",
            "sm90 softcap spread"),
     mutant("slopes are not added at the first look", FORWARD, "plus_addend(-softmax.offset[0][i / 2])",
            "-softmax.offset[0][i / 2]", "sm90 slopes"),
