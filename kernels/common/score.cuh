@@ -82,10 +82,21 @@ struct Score {
         x *= cap_factor;
         largest = max_of(largest, fabsf(x));
       });
-      if (ptx::any_lane(largest > kTanhSeriesStop))
-        for_each(s, [](float& x) { x = fast_tanh(x); });
-      else
+      if (!ptx::any_lane(largest > kTanhSeriesStop)) {
         for_each(s, [](float& x) { x = tanh_by_series(x); });
+        return;
+      }
+      // By n-tiles, in branches of their own: all at once take more registers than there are. What is 0 stays 0.
+#pragma unroll
+      for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+        for (int n = 0; n < n_tiles; ++n) {
+          float (&four)[4] = s[m][n];
+          if (ptx::any_lane(four[0] != 0.0f || four[1] != 0.0f || four[2] != 0.0f || four[3] != 0.0f)) {
+#pragma unroll
+            for (float& x : four) x = fast_tanh(x);
+          }
+        }
     }
   }
 
