@@ -55,9 +55,9 @@ template <bool transposed>
 struct Addends {
   float slope;
   float distance[2];  // from the query to the key of the first element, and of the one 8 rows below it
-  u32 pairs;           // in shared memory: the tile of bias, from the first row or, transposed, key of the warp on
-  u32 numbers;         // in shared memory: those of keys, from the first of this lane on
-  float of_keys[2];    // transposed: those of this lane's two keys
+  u32 pairs;          // in shared memory: the tile of bias, from the first row or, transposed, key of the warp on
+  u32 numbers;        // in shared memory: those of keys, from the first of this lane on
+  float of_keys[2];   // transposed: those of this lane's two keys
 
   // `row` and `key` are those of the first element.
   CUFLASH_DEVICE Addends(const Score& score, int row, int key, u32 pairs_, u32 numbers_ = 0)

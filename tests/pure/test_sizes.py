@@ -13,17 +13,11 @@ FILES = {
     for path in (ROOT / folder).rglob("*")
     if path.suffix in {".py", ".cu", ".cuh", ".h", ".cc", ".cpp"}
 }
-# Files that may be longer, and why.
-EXCEPTIONS: dict[str, str] = {}
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_no_file_is_long(name):
-    length = len(FILES[name].read_text().splitlines())
-    if name in EXCEPTIONS:
-        assert length > LONGEST_FILE, "no exception any more"
-    else:
-        assert length <= LONGEST_FILE
+    assert len(FILES[name].read_text().splitlines()) <= LONGEST_FILE
 
 
 def lengths_of_functions(text):

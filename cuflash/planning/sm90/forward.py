@@ -37,9 +37,11 @@ class Forward(ForwardFamily[ForwardSm90Tile]):
         draft.tiles = (tile,)
         draft.add_lists(tile, "key_lists")
         box = box_rows(draft.problem, tile.block_n)
-        bias = {"bias": tile.block_m} if tile.bias_of_pairs else {}
-        draft.map_tensors({"q": tile.block_m, "k": box, "v": box, "out": 64, **bias})
-        _add_persistent(draft, tile, self.source)
+        boxes = {"q": tile.block_m, "k": box, "v": box, "out": 64}
+        draft.map_tensors(boxes | ({"bias": tile.block_m} if tile.bias_of_pairs else {}))
+        bias = draft.problem.bias
+        shares_bias = tile.bias_of_pairs > 0 and bias is not None and bias.strides[0] == 0
+        _add_persistent(draft, tile, self.source, batch_first=shares_bias)
 
 
 class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
@@ -78,8 +80,13 @@ def box_rows(problem: Problem, block_n: int) -> int:
     return math.gcd(problem.page_size, block_n)
 
 
-def _add_persistent(draft: Draft, tile: ForwardSm90Tile | ForwardFloat32Sm90Tile, source: str) -> None:
-    """A persistent kernel: as many blocks as are resident, each of which takes one tile of queries after another."""
+def _add_persistent(
+    draft: Draft, tile: ForwardSm90Tile | ForwardFloat32Sm90Tile, source: str, *, batch_first: bool = False
+) -> None:
+    """A persistent kernel: as many blocks as are resident, each of which takes one tile of queries after another.
+
+    With `batch_first` the batch entries of a head are neighbours in launch order: they share what it reads.
+    """
     problem = draft.problem
     m_blocks = draft.heads * draft.tiles_of(problem.seqlen_q, tile.block_m)
     check_blocks(m_blocks)
@@ -92,9 +99,8 @@ def _add_persistent(draft: Draft, tile: ForwardSm90Tile | ForwardFloat32Sm90Tile
         # Sequences of different lengths are then spread evenly over the blocks.
         draft.set(head_section=CAUSAL_HEAD_SECTION)
         what = f"the tiles of queries of {problem.batch} packed sequences, at most {m_blocks},"
-    batch_first = bool(getattr(tile, "bias_of_pairs", 0)) and problem.bias is not None and problem.bias.strides[0] == 0
     if batch_first:
-        # Entries that share a bias read it at the same time, so that all but one of them find it in L2.
+        # They read a tile of a bias at the same time, so that all but one of them find it in L2.
         draft.set(head_section=min(problem.batch, MOST_ENTRIES_TOGETHER))
     draft.reasons.append(f"{blocks} blocks stay and take {what} one after another")
     order = {"CUFLASH_PAIRS": int(pairs), "CUFLASH_BATCH_FIRST": int(batch_first)}
