@@ -37,6 +37,8 @@ _ARRAYS = (
         ("dout_split", 0),
         ("key_lists", 0),
         ("query_lists", 0),
+        ("mask_words", 0),
+        ("mask_blocks", 0),
         ("score_partials", 0),
         ("sums_partials", 0),
     ),

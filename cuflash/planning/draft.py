@@ -17,7 +17,7 @@ from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 from cuflash.terms import NUMBERS, OF_SCORES, TERMS, Term
 
-PARAMS_BYTES = 904  # of the kernels' only argument; cuflash/params.py lays it out, kernels/common/params.cuh checks it
+PARAMS_BYTES = 920  # of the kernels' only argument; cuflash/params.py lays it out, kernels/common/params.cuh checks it
 MAPS_OFFSET = round_up(PARAMS_BYTES, 64)  # where tensor maps follow
 LIST_WARPS = 4  # of a block that lists tiles, a list for each
 LIST_HEADER = 2  # numbers in front of a list
@@ -86,27 +86,26 @@ class Draft:
         )
         self.defines["CUFLASH_ARGUMENT_BYTES"] = MAPS_OFFSET + len(rows) * TENSOR_MAP_BYTES
 
-    def own_lists(self) -> tuple[int, int]:
-        """How many batch entries, and heads, have lists of tiles of their own."""
-        problem = self.problem
-        if problem.block_mask is None:
-            return 1, 1
-        of_batch, of_head, _, _ = problem.block_mask.strides
-        own = of_batch or problem.kv_lengths is not None
-        return problem.batch if own else 1, problem.num_heads if of_head else 1
+    def own_lists(self, *masks: Operand | None) -> tuple[int, int]:
+        """How many batch entries, and heads, have lists of tiles, or bits, of their own, made of these masks."""
+        strides = [mask.strides for mask in masks if mask is not None]
+        of_batch = self.problem.kv_lengths is not None or any(of_batch for of_batch, *_ in strides)
+        of_head = any(of_head for _, of_head, *_ in strides)
+        return self.problem.batch if of_batch else 1, self.problem.num_heads if of_head else 1
 
     def set(self, **integers: int) -> None:
         """Fields of `run_time`."""
         self.run_time = replace(self.run_time, **integers)
 
     def add_lists(self, tile: Tile, name: Literal["key_lists", "query_lists"]) -> None:
-        """With a block mask, the kernel that lists the tiles of keys of each tile of queries, or vice versa."""
+        """With a mask of blocks or bits, the kernel that lists the tiles of keys of each tile of queries, or vice versa."""
         problem = self.problem
-        if problem.block_mask is None:
+        if not self.defines["CUFLASH_HAS_LISTS"]:
             return
         m_blocks, n_blocks = -(-problem.seqlen_q // tile.block_m), -(-problem.seqlen_k // tile.block_n)
         lists, length = (m_blocks, n_blocks) if name == "key_lists" else (n_blocks, m_blocks)
-        own = self.own_lists()
+        by_bits = "mask_words" in self.scratch
+        own = self.own_lists(problem.block_mask, problem.mask if by_bits else None)
         self.set(list_batches=own[0], list_heads=own[1])
         lists *= math.prod(own) if self.heads else 0
         elements = -(-lists * (LIST_HEADER + length) * ITEMSIZE["int32"] // ITEMSIZE[problem.softmax_dtype])
@@ -115,7 +114,7 @@ class Draft:
         warps = {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1}
         self.add("around/lists.cu", tile, -(-lists // LIST_WARPS), 0, **warps, CUFLASH_LISTS_KEYS=int(of_keys))
         self.reasons.append(
-            f"block_mask: tiles of {'keys' if of_keys else 'queries'} are listed beforehand, {tile.block_m} queries x "
+            f"{'mask' if by_bits else 'block_mask'}: tiles of {'keys' if of_keys else 'queries'} are listed beforehand, {tile.block_m} queries x "
             f"{tile.block_n} keys each; hidden ones are neither loaded nor computed"
         )
 
@@ -155,12 +154,13 @@ _UNTOLD: dict[str, tuple[str, ...]] = {
     "softcap": ("HAS_SOFTCAP",),
     "alibi_slopes": ("HAS_ALIBI",),
     "bias": ("BIAS_BYTES",),
-    "mask": ("HAS_MASK", "MASK_OF_KEYS"),
-    "block_mask": ("MASK_BLOCK_M", "MASK_BLOCK_N"),
+    "mask": ("HAS_MASK", "MASK_OF_KEYS", "MASK_BY_BITS"),
+    "block_mask": ("MASK_BLOCK_M", "MASK_BLOCK_N", "HAS_LISTS"),
     "dropout": ("HAS_DROPOUT",),
     "scale": ("SCALE_IN_EXPONENT",),
 }
-_TOLD = {"lists.cu": ("mask", "block_mask"), "scores_reduce.cu": ("bias",), "convert.cu": ("dropout",)}
+_MASKS = ("mask", "block_mask")
+_TOLD = {"lists.cu": _MASKS, "mask_bits.cu": _MASKS, "scores_reduce.cu": ("bias",), "convert.cu": ("dropout",)}
 
 
 def _untold(source: str) -> tuple[str, ...]:
@@ -205,6 +205,8 @@ def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_
         "CUFLASH_PAIRS": 0,
         "CUFLASH_BATCH_FIRST": 0,
         "CUFLASH_MASK_OF_KEYS": 0,
+        "CUFLASH_MASK_BY_BITS": 0,
+        "CUFLASH_HAS_LISTS": int(problem.block_mask is not None),
         "CUFLASH_PLAIN_FRAGMENTS": 0,
     }
 

@@ -43,7 +43,8 @@ class Case:
     bias_holes : bool
         Some entries of the bias are -inf.
     mask : tuple of int, optional
-        Shape of the boolean mask, broadcast likewise. Some of its rows are all False.
+        Shape of the boolean mask, broadcast likewise. Some of its rows are all False; where there is more than one block
+        of 64 x 64 pairs, some of these are all True or all False.
     kv_lengths : tuple of int, optional
         Number of keys of each batch entry. What lies behind them is NaN.
     kv_lengths_dtype : {"int32", "int64"}
@@ -241,7 +242,7 @@ class Case:
         if self.mask is not None:
             mask = rng.random(self.mask) < 0.7
             mask[rng.random(self.mask[:-1]) < 0.2] = False
-            values["mask"] = mask
+            values["mask"] = _with_whole_blocks(mask, rng)
         if self.kv_lengths is not None:
             values["kv_lengths"] = np.array(self.kv_lengths, self.kv_lengths_dtype)
         if self.alibi_slopes is not None:
@@ -282,6 +283,17 @@ class Case:
 
 # The static options that a case has.
 OPTIONS = tuple(option.name for option in fields(Options) if option.name in {field.name for field in fields(Case)})
+
+
+def _with_whole_blocks(mask: NDArray[np.bool_], rng: np.random.Generator) -> NDArray[np.bool_]:
+    """The mask with some blocks of 64 x 64 pairs all True, and some all False, where there is more than one."""
+    coarse = tuple(-(-n // 64) for n in mask.shape[-2:])
+    if coarse in ((), (1,), (1, 1)):
+        return mask
+    drawn = rng.integers(0, 4, mask.shape[:-2] + coarse)
+    for axis, n in enumerate(mask.shape[-2:], start=mask.ndim - len(coarse)):
+        drawn = drawn.repeat(64, axis).take(np.arange(n), axis)
+    return np.where(drawn == 0, True, np.where(drawn == 1, False, mask))
 
 
 def gather_pages(arrays: Mapping[str, Any], layout: str = "bhsd") -> dict[str, Any]:

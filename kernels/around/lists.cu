@@ -1,8 +1,9 @@
-// Lists, from a block mask and all that else is known of whole tiles, which tiles of keys each tile of queries sees, or
+// Lists, from a block mask or a mask of bits and all that else is known of whole tiles, which tiles of keys each tile of queries sees, or
 // the other way round: common/schedule.cuh says how. A warp makes a list.
 #include "common/config.cuh"
 #include "common/fragments.cuh"
 #include "common/mask.cuh"
+#include "common/mask_bits.cuh"
 #include "common/params.cuh"
 #include "common/schedule.cuh"
 
@@ -32,13 +33,16 @@ CUFLASH_DEVICE void block_lists(const Params& params) {
   const int block = index % num_lists, head = matrix % params.list_heads, batch = matrix / params.list_heads;
   const int key_stop = key_stop_of(params, batch);
   const BlockMask blocks(params, batch, head);
+  const MaskBits bits(params);
   const int first = block * (kListsKeys ? kBlockM : kBlockN);
   const int last_row = min_of(first + kBlockM, params.seqlen_q) - 1;
   const TileRange range = kListsKeys ? key_tiles(params, batch, first, last_row, key_stop)
                                      : query_tiles(params, batch, first, first + kBlockN - 1, key_stop);
   const auto pairs_with = [&](int other) {
     if (other >= range.stop) return Pairs::kNone;
-    const Pairs left = kListsKeys ? pairs_of(params, blocks, block, other) : pairs_of(params, blocks, other, block);
+    const int m_block = kListsKeys ? block : other, n_block = kListsKeys ? other : block;
+    const Pairs left = kMaskByBits ? pairs_of(params, bits, batch, head, m_block, n_block)
+                                   : pairs_of(params, blocks, m_block, n_block);
     const bool full = other >= range.full_start && other < range.full_stop;
     return left == Pairs::kAll && !full ? Pairs::kSome : left;
   };

@@ -48,10 +48,12 @@ constexpr bool kHasSoftcap = CUFLASH_HAS_SOFTCAP;
 constexpr bool kHasAlibi = CUFLASH_HAS_ALIBI;
 constexpr bool kHasMask = CUFLASH_HAS_MASK;
 constexpr bool kMaskOfKeys = CUFLASH_MASK_OF_KEYS;       // it hides keys from all queries: it is added to their scores
-constexpr bool kLooksUpMask = kHasMask && !kMaskOfKeys;  // else each pair is looked for in it
+constexpr bool kMaskByBits = CUFLASH_MASK_BY_BITS;       // it, and all else that hides pairs, is seen as bits
+constexpr bool kLooksUpMask = kHasMask && !kMaskOfKeys && !kMaskByBits;  // each pair is looked for in it
 constexpr bool kHasBlockMask = CUFLASH_MASK_BLOCK_M > 0;
 constexpr int kMaskBlockM = kHasBlockMask ? CUFLASH_MASK_BLOCK_M : 1;  // queries of a block of the block mask
 constexpr int kMaskBlockN = kHasBlockMask ? CUFLASH_MASK_BLOCK_N : 1;  // and keys
+constexpr bool kHasLists = CUFLASH_HAS_LISTS;  // of tiles, by around/lists.cu
 constexpr bool kHasSinks = CUFLASH_HAS_SINKS;  // of the forward pass; the backward pass has in lse what they did
 constexpr bool kHasDropout = CUFLASH_HAS_DROPOUT;
 constexpr bool kIsPacked = CUFLASH_PACKED != 0;    // varlen: batch entries are packed sequences

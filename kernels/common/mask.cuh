@@ -20,20 +20,28 @@ struct BlockMask {
   CUFLASH_DEVICE bool has(int m_block, int n_block) const { return bytes[m_block * row_stride + n_block * key_stride] != 0; }
 };
 
-// What the block mask leaves of a tile.
+// What is visible of a tile, or of a block.
 enum class Pairs { kNone, kSome, kAll };
 
-CUFLASH_DEVICE Pairs pairs_of(const Params& params, const BlockMask& blocks, int m_block, int n_block) {
+// Of a tile that lies over blocks of so many rows and keys, of which `of_block(i, j)` is known.
+template <int rows, int keys, class OfBlock>
+CUFLASH_DEVICE Pairs pairs_over(const Params& params, int m_block, int n_block, OfBlock of_block) {
   const int first_row = m_block * kBlockM, last_row = min_of(first_row + kBlockM, params.seqlen_q) - 1;
   const int first_key = n_block * kBlockN, last_key = min_of(first_key + kBlockN, params.seqlen_k) - 1;
   bool any = false, all = true;
-  for (int i = first_row / kMaskBlockM; i <= last_row / kMaskBlockM; ++i)
-    for (int j = first_key / kMaskBlockN; j <= last_key / kMaskBlockN; ++j) {
-      const bool on = blocks.has(i, j);
-      any = any || on;
-      all = all && on;
+  for (int i = first_row / rows; i <= last_row / rows; ++i)
+    for (int j = first_key / keys; j <= last_key / keys; ++j) {
+      const Pairs pairs = of_block(i, j);
+      any = any || pairs != Pairs::kNone;
+      all = all && pairs == Pairs::kAll;
     }
   return all ? Pairs::kAll : any ? Pairs::kSome : Pairs::kNone;
+}
+
+// What the block mask leaves of a tile.
+CUFLASH_DEVICE Pairs pairs_of(const Params& params, const BlockMask& blocks, int m_block, int n_block) {
+  return pairs_over<kMaskBlockM, kMaskBlockN>(
+      params, m_block, n_block, [&](int i, int j) { return blocks.has(i, j) ? Pairs::kAll : Pairs::kNone; });
 }
 
 // The mask of one head, asked pair by pair.

@@ -63,6 +63,8 @@ struct Params {
   void* dout_split;
   void* key_lists;       // of i32: (list_batches, list_heads, m blocks, a list of tiles of keys)
   void* query_lists;     // of i32: (list_batches, list_heads, n blocks, a list of tiles of queries)
+  void* mask_words;      // of u32: (list_batches, list_heads, queries / 64, keys / 64, words of a block)
+  void* mask_blocks;     // bytes: the same without words; Pairs of each block
   void* score_partials;  // (tiles of dbias, score_splits, elements of a tile)
   void* sums_partials;   // (3, num_heads, batch, m blocks, sums_splits): of dalibi_slopes, dscale, dsoftcap
   i32 batch, num_heads, num_heads_kv, seqlen_q, seqlen_k;  // packed: the number of sequences, and the rows of all

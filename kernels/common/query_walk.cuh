@@ -6,7 +6,7 @@
 #include "common/params.cuh"
 #include "common/schedule.cuh"
 
-static_assert(!kHasBlockMask || !kDqInOrder, "the order of dq counts every tile of keys");
+static_assert(!kHasLists || !kDqInOrder, "the order of dq counts every tile of keys");
 
 // The tiles of queries that see a tile of keys, and the direction of the walk.
 struct QueryRange : TileRange {
@@ -96,5 +96,5 @@ struct ListWalk {
   }
 };
 
-using Walk = Either<kHasBlockMask, ListWalk, RangeWalk>::Type;
-using QueryTiles = Either<kHasBlockMask, QueryLists, QueryRange>::Type;
+using Walk = Either<kHasLists, ListWalk, RangeWalk>::Type;
+using QueryTiles = Either<kHasLists, QueryLists, QueryRange>::Type;

@@ -93,6 +93,9 @@ CUFLASH_DEVICE bool has_keys(const Params& params, const Work& work) {
   return !kIsPacked || work.block * kBlockN < seqlen_k_of(params, work.batch);
 }
 
+// Whether no tile is known to be visible as a whole.
+constexpr bool kTestsAllTiles = kLooksUpMask || (kMaskByBits && !kHasLists);
+
 // A range of tiles [start, stop). Those in [full_start, full_stop) have every pair visible; the others need the mask.
 struct TileRange {
   int start, full_start, full_stop, stop;
@@ -111,7 +114,7 @@ CUFLASH_DEVICE TileRange key_tiles(const Params& params, Entry batch, int first_
     start = at_least_zero(first_row + left_offset) / kBlockN;
     full_start = ceil_div(at_least_zero(last_row + left_offset), kBlockN);
   }
-  if constexpr (kLooksUpMask) full_stop = full_start;
+  if constexpr (kTestsAllTiles) full_stop = full_start;
   start = min_of(start, stop);
   full_start = min_of(full_start < start ? start : full_start, stop);
   full_stop = full_stop < full_start ? full_start : full_stop;
@@ -131,7 +134,7 @@ CUFLASH_DEVICE TileRange query_tiles(const Params& params, Entry batch, int firs
     stop = min_of(stop, ceil_div(at_least_zero(last_key - left_offset + 1), kBlockM));
     full_stop = min_of(full_stop, at_least_zero(first_key - left_offset + 1) / kBlockM);
   }
-  if (kLooksUpMask || last_key >= key_stop) full_stop = full_start;
+  if (kTestsAllTiles || last_key >= key_stop) full_stop = full_start;
   if (first_key >= key_stop) stop = 0;
   start = min_of(start, stop);
   full_start = min_of(full_start < start ? start : full_start, stop);
@@ -139,7 +142,7 @@ CUFLASH_DEVICE TileRange query_tiles(const Params& params, Entry batch, int firs
   return {start, full_start, full_stop, stop};
 }
 
-// With a block mask, around/lists.cu lists beforehand, for each tile of one axis, the tiles of the other axis that it
+// With a block mask, or a mask of bits, around/lists.cu lists beforehand, for each tile of one axis, the tiles of the other axis that it
 // meets: their number, the number of those with every pair visible, and their indices, first of the fully visible ones,
 // then of the others, each in rising order. A kernel then walks over places in the list where it would walk over tiles.
 constexpr int kListHeader = 2;
@@ -156,7 +159,7 @@ struct KeyTiles : TileRange {
 
   CUFLASH_DEVICE KeyTiles(const Params& params, const Work& work, int key_stop) : list(nullptr) {
     const int first_row = work.block * kBlockM;
-    if constexpr (kHasBlockMask) {
+    if constexpr (kHasLists) {
       list = list_of(params, params.key_lists, work.batch, work.head, work.block, ceil_div(params.seqlen_q, kBlockM),
                      ceil_div(params.seqlen_k, kBlockN));
       start = full_start = 0, full_stop = list[1], stop = list[0];
@@ -166,7 +169,7 @@ struct KeyTiles : TileRange {
     }
   }
   CUFLASH_DEVICE int at(int place) const {
-    if constexpr (kHasBlockMask) return list[kListHeader + place];
+    if constexpr (kHasLists) return list[kListHeader + place];
     return place;
   }
 };
@@ -230,7 +233,7 @@ struct QueryTile {
     const int first = first_row + 64 * consumer;
     const int seqlen_q = seqlen_q_of(params, work.batch);
     if (first >= seqlen_q) return {keys.start, keys.start, keys.start, keys.start};
-    if constexpr (kHasBlockMask) return keys;
+    if constexpr (kHasLists) return keys;
     return key_tiles(params, work.batch, first, min_of(first + 64, seqlen_q) - 1, key_stop);
   }
 };

@@ -11,10 +11,11 @@
 
 constexpr bool kBiasOfPairs = CUFLASH_BIAS_OF_PAIRS;
 constexpr bool kBiasOfKeys = CUFLASH_BIAS_OF_KEYS;
-// Whether this serves all that is added; else each score looks for its own (common/score.cuh).
-constexpr bool kAddsByTile = kAddsToScore && (kBiasBytes == 0 || kBiasOfPairs || kBiasOfKeys);
+// Whether this serves all that makes scores of products; else each looks for its own bias (common/score.cuh).
+constexpr bool kAddsByTile = !kFactorInExponent && (kBiasBytes == 0 || kBiasOfPairs || kBiasOfKeys);
 constexpr bool kHasKeyNumbers = kBiasOfKeys || kMaskOfKeys;
 static_assert(!kMaskOfKeys || kAddsByTile, "a mask of keys is added by tile");
+static_assert(!kMaskByBits || kAddsByTile || kFactorInExponent, "no bias is looked up beside a mask of bits");
 
 // What is added to all scores of a key of one head.
 struct KeyNumbers {

@@ -34,6 +34,7 @@
 #include "common/config.cuh"
 #include "common/dropout.cuh"
 #include "common/fragments.cuh"
+#include "common/mask_bits.cuh"
 #include "common/operands.cuh"
 #include "common/params.cuh"
 #include "common/scores.cuh"
@@ -240,10 +241,17 @@ struct Consumer {
     return ptx::to_float32(Float16{}, (u16)(packed[i / 2] >> i % 2 * 16));
   }
 
+  // Asks for the bits of a tile, where it needs them, before the product that they hide pairs of.
+  CUFLASH_DEVICE u32 load_mask() const {
+    if (!kMaskByBits || !walk.needs_mask(work.queries)) return ~0u;
+    const int n_block = work.work.block * (kBlockN / kBitsBlock) + first / kBitsBlock;
+    return *mask_words_of(common, MaskBits(common), batch, walk.head, walk.m_block, n_block);
+  }
+
   // [3] P' = exp(S' - lse), once at most `pending` groups are in flight; the derivatives are those of the capped
   // scores.
   template <int pending, int rows>
-  CUFLASH_DEVICE void make_p(float (&p)[kQueryTiles][4], u32 (&derivative)[rows][2], u32 s_stats) {
+  CUFLASH_DEVICE void make_p(float (&p)[kQueryTiles][4], u32 (&derivative)[rows][2], u32 s_stats, u32 shown) {
     const int head = walk.head, first_row = walk.m_block * kBlockM;
     const Weights weights(common, batch, head, work.key_stop, work.own_diagonal);
     const bool masked = walk.needs_mask(work.queries);
@@ -283,7 +291,15 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < 4; ++i) p[n][i] = weights.score.with_addend(p[n][i], row_of(n, i), key_of(0, i));
     }
-    weights.hide(products, masked, row_of, key_of);
+    if constexpr (!kMaskByBits) {
+      weights.hide(products, masked, row_of, key_of);
+    } else if (masked) {
+#pragma unroll
+      for (int n = 0; n < kQueryTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (!(shown >> bit_of(n, i) & 1)) p[n][i] = -ptx::infinity();
+    }
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
       float lse[2];  // of this lane's two queries
@@ -356,6 +372,7 @@ struct Consumer {
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
     float p[kQueryTiles][4], ds[kQueryTiles][4];
     [[maybe_unused]] u32 derivative[kHasSoftcap ? kQueryTiles : 1][2];  // pairs in half the registers
+    [[maybe_unused]] const u32 shown = makes_dv ? load_mask() : 0;
 
     wait_for_queries(s_q, s_do);
     ping_pong.wait();
@@ -366,7 +383,7 @@ struct Consumer {
     }
     issue_gradients(number > 1, number == 0);
     if constexpr (!makes_dk) ping_pong.pass();
-    if constexpr (makes_dv) make_p<kGradientGroups + kIssuesDpEarly>(p, derivative, s_stats);
+    if constexpr (makes_dv) make_p<kGradientGroups + kIssuesDpEarly>(p, derivative, s_stats, shown);
     if constexpr (!makes_dk) {
       finish_gradients(number > 0);
       hand_over_p(p, derivative);

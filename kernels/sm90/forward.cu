@@ -28,6 +28,7 @@
 // offset is.
 #include "common/config.cuh"
 #include "common/dropout.cuh"
+#include "common/mask_bits.cuh"
 #include "common/operands.cuh"
 #include "common/params.cuh"
 #include "common/schedule.cuh"
@@ -185,6 +186,8 @@ struct Consumer {
   float s[1][kNTiles][4], o[1][kDimV / 8][4];
   Fragment p[kBlockN / 16];
   bool all_started = false;  // every row of the warp has seen a key
+  const u32* mask_words = nullptr;  // of this lane, for the first tile of keys
+  u32 shown[kMaskByBits ? kBlockN / kBitsBlock : 1];  // the bits of the tile under way
 
   CUFLASH_DEVICE Consumer(const Params& common_, const Shared& shared_, u32 index_, const ConsumerPingPong& ping_pong_,
                           const Position<kQStages>& query, Position<kNumStages>& key_, const QueryTile& tile_)
@@ -204,6 +207,10 @@ struct Consumer {
         dropout(common, tile.work.batch, tile.work.head),
         scale_log2(score.exponent_scale()) {
     set_zero(o);
+    if constexpr (kMaskByBits) {
+      const int m_block = tile.work.block * (kBlockM / kBitsBlock) + index;
+      mask_words = mask_words_of(common, MaskBits(common), tile.work.batch, tile.work.head, m_block, 0);
+    }
   }
 
   // The key of this lane's first column in a tile of keys.
@@ -214,6 +221,18 @@ struct Consumer {
   }
   CUFLASH_DEVICE void release_by_warp(const Barrier& empty) const {
     if (lane_index() == 0) empty.arrive();
+  }
+
+  // Asks for the bits of a tile of keys, before the product that they hide pairs of.
+  template <class Masked>
+  CUFLASH_DEVICE void load_mask(int n_block, Masked masked) {
+    if constexpr (kMaskByBits) {
+      if (masked) {
+        const i64 first_block = tile.keys.at(n_block) * (kBlockN / kBitsBlock);
+#pragma unroll
+        for (int i = 0; i < kBlockN / kBitsBlock; ++i) shown[i] = mask_words[(first_block + i) * kBitsWords];
+      }
+    }
   }
 
   // [GEMM 1] S = Q K^T.
@@ -253,30 +272,44 @@ struct Consumer {
     const u32 pairs = shared.bias + key.stage * kBytesBias + (index * 64 + warp_row) * kLineBytes;
     return {score, lane_row, lane_key(n_block), pairs, shared.numbers + key.stage * kBytesNumbers + fragment_column() * 4};
   }
+  // Whether the bits of the tile of keys under way hide an element.
+  CUFLASH_DEVICE bool is_hidden(int n, int i) const { return !(shown[n / 8] >> bit_of(n % 8, i) & 1); }
   // Scores in place of what `cap` left.
   template <class Masked>
   CUFLASH_DEVICE void complete_scores(int n_block, Masked masked) {
     // Made anew for every tile: kept from tile to tile it takes registers that a block mask makes spill.
     const Mask mask(common, tile.work.batch, tile.work.head, tile.key_stop, own_diagonal);
     const auto row_of = [&](int, int i) { return lane_row + i / 2 * 8; };
+    const auto hide = [&](int n, int i) {
+      if (!masked) return;
+      const bool hides = kMaskByBits ? is_hidden(n, i) : !mask.visible(row_of(0, i), lane_key(n_block) + 8 * n + i % 2);
+      if (hides) s[0][n][i] = -ptx::infinity();
+    };
     if constexpr (kAddsByTile) {
       addends(n_block).visit<kNTiles>([&](int n, int i, auto plus_addend) {
         s[0][n][i] = plus_addend(s[0][n][i] * score.factor);
-        if (masked && !mask.visible(row_of(0, i), lane_key(n_block) + 8 * n + i % 2)) s[0][n][i] = -ptx::infinity();
+        hide(n, i);
       });
+    } else if constexpr (kMaskByBits) {
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) hide(n, i);
     } else {
       to_scores<true>(score, mask, s, row_of, lane_key(n_block), masked);
     }
   }
-  // Exponentials relative to the offsets that there are, and their sums. All pairs are visible.
-  CUFLASH_DEVICE void exponentiate(int n_block, float (&sum)[1][2]) {
+  // Exponentials relative to the offsets that there are, and their sums. Nothing but bits hides pairs.
+  template <class Masked>
+  CUFLASH_DEVICE void exponentiate(int n_block, float (&sum)[1][2], Masked masked) {
     if constexpr (kAddsByTile) {
       addends(n_block).visit<kNTiles>([&](int n, int i, auto plus_addend) {
         s[0][n][i] = exponential(s[0][n][i] * score.factor + plus_addend(-softmax.offset[0][i / 2]));
+        if (kMaskByBits && masked && is_hidden(n, i)) s[0][n][i] = 0.0f;
         sum[0][i / 2] += s[0][n][i];
       });
     } else {
-      complete_scores(n_block, Constant<false>{});
+      complete_scores(n_block, Constant<kMaskByBits && Masked::value>{});
       softmax.exponentiate(s, scale_log2, sum);
     }
   }
@@ -289,10 +322,10 @@ struct Consumer {
   template <class Masked>
   CUFLASH_DEVICE bool weigh(int n_block, Masked masked) {
     float sum[1][2] = {{0.0f, 0.0f}};
-    bool grows = false, maximum_first = masked || !kLazyMaximum || !all_started;
+    bool grows = false, maximum_first = (masked && !kMaskByBits) || !kLazyMaximum || !all_started;
     score.cap(s);
     if (!maximum_first) {
-      exponentiate(n_block, sum);
+      exponentiate(n_block, sum, masked);
       maximum_first = ptx::any_lane(sum[0][0] > kMaxSum || sum[0][1] > kMaxSum);
       if (maximum_first) {
         multiply_s_again();
@@ -332,6 +365,7 @@ struct Consumer {
 
   // The first tile of keys has no product O before it.
   CUFLASH_DEVICE void first_step(int n_block, const TileRange& keys) {
+    load_mask(n_block, Constant<true>{});
     ping_pong.wait();
     issue_s();
     ping_pong.pass();
@@ -346,6 +380,7 @@ struct Consumer {
   CUFLASH_DEVICE void step(int n_block, Masked masked) {
     const Position<kNumStages> before = key;
     key.advance();
+    load_mask(n_block, masked);
     ping_pong.wait();
     issue_s();
     issue_o(before);

@@ -11,6 +11,7 @@ from cuflash.planning.families import BackwardFamily
 from cuflash.planning.sm80 import BackwardTile
 from cuflash.planning.sm90.bf16_split import add_bf16_split, why_not_split
 from cuflash.planning.sm90.forward import why_not_16_bit
+from cuflash.planning.sm90.mask_bits import add_mask_bits
 from cuflash.planning.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
@@ -18,7 +19,6 @@ from cuflash.planning.sm90.tiles import (
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
     bias_by,
-    mask_by,
 )
 from cuflash.planning.tiles import Tile, why_too_large
 from cuflash.problem import Problem
@@ -76,7 +76,7 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
                 "tiles: got a BackwardSm90Tile with deterministic=True and block_mask, expected a BackwardTile and a "
                 "DqTile"
             )
-        return _with_bias(replace(main, dq_in_order=in_order), draft)
+        return _seeing(replace(main, dq_in_order=in_order), draft)
 
     def dq_in_order(self, main: BackwardSm90Tile) -> bool:
         return main.dq_in_order
@@ -126,6 +126,8 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
         results: dict[str, int] = {name: 64 for name in ("dk", "dv") if name in draft.need}
         bias = {"bias": m} if main.bias_of_pairs else {}
         draft.map_tensors({"q": m, "k": n, "v": n, "dout": m, **results, **bias})
+        if main.mask_by_bits:
+            add_mask_bits(draft, main, transposed=True)
 
 
 class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
@@ -151,17 +153,16 @@ class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
         draft.map_tensors({f"{name}_split": 64 for name in ("q", "k", "v", "dout")})
 
 
-def _with_bias(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
-    """The tile as it sees the bias: tiles of pairs where they fit, if need be with a stage less."""
+def _seeing(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
+    """The tile as it sees bias and masks: a bias of pairs by tile where that fits, if need be with a stage less."""
     problem, by = draft.problem, bias_by(draft.problem)
-    row = replace(main, bias_of_keys=by == "keys", mask_of_keys=mask_by(problem) == "keys")
-    if by != "pairs" or problem.bias is None:
-        return row
-    for stages in range(main.num_stages, 1, -1):
-        staged = replace(row, num_stages=stages, bias_of_pairs=ITEMSIZE[problem.bias.dtype])
-        if not why_too_large(staged, problem, draft.device):
-            return staged
-    return main
+    if by == "pairs" and problem.bias is not None:
+        seeing = main.seeing(problem, ITEMSIZE[problem.bias.dtype])
+        for stages in range(main.num_stages, 1, -1):
+            staged = replace(seeing, num_stages=stages)
+            if not why_too_large(staged, problem, draft.device):
+                return staged
+    return main.seeing(problem, 0)
 
 
 def _fragments_of_a_warpgroup(main: BackwardSm90Tile | BackwardFloat32Sm90Tile) -> BackwardTile:

@@ -8,6 +8,7 @@ from cuflash.operands import ITEMSIZE
 from cuflash.planning.draft import CAUSAL_HEAD_SECTION, Draft, check_blocks
 from cuflash.planning.families import ForwardFamily
 from cuflash.planning.sm90.bf16_split import add_bf16_split, why_not_split
+from cuflash.planning.sm90.mask_bits import add_mask_bits
 from cuflash.planning.sm90.tiles import (
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
@@ -35,6 +36,8 @@ class Forward(ForwardFamily[ForwardSm90Tile]):
     def draft(self, draft: Draft, tile: ForwardSm90Tile) -> None:
         tile = tile.configured(draft.problem)
         draft.tiles = (tile,)
+        if tile.mask_by_bits:
+            add_mask_bits(draft, tile, transposed=False)
         draft.add_lists(tile, "key_lists")
         box = box_rows(draft.problem, tile.block_n)
         boxes = {"q": tile.block_m, "k": box, "v": box, "out": 64}

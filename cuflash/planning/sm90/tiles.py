@@ -6,7 +6,7 @@ The first row of a table that serves the problem, and whose shared memory fits, 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from cuflash.operands import ITEMSIZE
 from cuflash.planning.tiles import ARITHMETIC, Tile, chunked_bytes, float32, h200, maker, reads
@@ -19,18 +19,12 @@ DECODE_ROWS = 64  # of one product, which hold the few queries of all heads that
 # What `ForwardSm90Tile.serves` means, in words.
 SERVES = {
     "any": "any problem",
-    "no pairs": "problems without a bias or mask of pairs, and cut blocks",
-    "bias": "a bias of pairs that TMA can read, without a mask of pairs and cut blocks",
-    "long full": f"{LONG_SEQLEN} keys or more, without a right bound, a bias or mask of pairs, and cut blocks",
-    "whole blocks": "block masks of whole tiles, without a bias or mask of pairs",
+    "no pairs": "problems without a bias of pairs, and pairs that are hidden one by one and looked up",
+    "bias": "a bias of pairs that TMA can read, without pairs that are hidden one by one and looked up",
+    "long full": f"{LONG_SEQLEN} keys or more, without a right bound, a bias of pairs, and pairs hidden one by one",
+    "lists": "block masks and masks of pairs, without a bias of pairs",
 }
-
-
-def mask_by(problem: Problem) -> Literal["nothing", "keys", "elements"]:
-    """The same of the mask, which hides whole keys or is looked up."""
-    if problem.mask is None:
-        return "nothing"
-    return "keys" if problem.mask.strides[2] == 0 and bias_by(problem) != "elements" else "elements"
+BITS_BLOCK = 64  # queries, and keys, of a block of a mask of bits: kernels/common/mask_bits.cuh
 
 
 def bias_by(problem: Problem) -> Literal["nothing", "keys", "pairs", "elements"]:
@@ -50,23 +44,52 @@ def bias_tile_bytes(rows: int, keys: int, pair_bytes: int) -> int:
     return -(-keys * pair_bytes // LINE_BYTES) * rows * LINE_BYTES
 
 
-class AddsBias:
-    """What tiles have in common that see the bias by tile."""
+@dataclass(frozen=True, kw_only=True)
+class ScoredTile(Tile):
+    """A tile whose kernel sees bias and masks by tile."""
 
-    bias_of_pairs: int  # bytes of an element, where tiles of a bias of pairs are loaded; else 0
-    bias_of_keys: bool  # it differs from key to key only
-    mask_of_keys: bool  # and so does the mask
+    bias_of_pairs: int = 0  # bytes of an element, where tiles of a bias of pairs are loaded; else 0
+    bias_of_keys: bool = False  # it differs from key to key only
+    mask_of_keys: bool = False  # and so does the mask
+    mask_by_bits: bool = False  # a kernel before packs all that hides pairs
 
-    def bias_defines(self) -> dict[str, str | int]:
-        return {
+    def seeing(self, problem: Problem, bias_of_pairs: int) -> Self:
+        """The tile as it sees bias and masks of a problem."""
+        by, hidden = bias_by(problem), self._hidden(problem)
+        by_tile = by in ("nothing", "keys") or bias_of_pairs > 0
+        whole_blocks = self.block_m % BITS_BLOCK == 0 and self.block_n % BITS_BLOCK == 0
+        return self.changed(
+            bias_of_pairs=bias_of_pairs,
+            bias_of_keys=by == "keys",
+            mask_of_keys=by_tile and hidden == "keys",
+            mask_by_bits=by_tile and hidden == "pairs" and whole_blocks,
+        )
+
+    def looks_up_pairs(self, problem: Problem) -> bool:
+        """Whether the kernel looks for what hides a pair, pair by pair."""
+        hidden = self._hidden(problem)
+        return hidden != "nothing" and not self.mask_of_keys and not self.mask_by_bits
+
+    def _hidden(self, problem: Problem) -> Literal["nothing", "keys", "pairs"]:
+        """What masks hide but whole tiles."""
+        rows, keys = problem.block_size
+        if rows % self.block_m != 0 or keys % self.block_n != 0:
+            return "pairs"
+        if problem.mask is None:
+            return "nothing"
+        return "keys" if problem.mask.strides[2] == 0 else "pairs"
+
+    def defines(self) -> dict[str, str | int]:
+        return super().defines() | {
             "CUFLASH_BIAS_OF_PAIRS": int(self.bias_of_pairs > 0),
             "CUFLASH_BIAS_OF_KEYS": int(self.bias_of_keys),
             "CUFLASH_MASK_OF_KEYS": int(self.mask_of_keys),
+            "CUFLASH_MASK_BY_BITS": int(self.mask_by_bits),
         }
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardSm90Tile(AddsBias, Tile):
+class ForwardSm90Tile(ScoredTile):
     """One way to cut the forward pass for compute capability 9.0. A warpgroup owns 64 of the block_m queries."""
 
     max_dim: int
@@ -76,10 +99,7 @@ class ForwardSm90Tile(AddsBias, Tile):
     ping_pong: bool  # consumers issue products one after another
     keep_before: bool  # the softmax is kept in front of the wait for the product before it
     q_stages: int  # tiles of queries in shared memory
-    serves: Literal["any", "no pairs", "long full", "whole blocks", "bias"] = "any"
-    bias_of_pairs: int = 0
-    bias_of_keys: bool = False
-    mask_of_keys: bool = False
+    serves: Literal["any", "no pairs", "long full", "lists", "bias"] = "any"
     origin: str = field(compare=False)
 
     defined = ("ping_pong", "keep_before", "q_stages")
@@ -105,14 +125,8 @@ class ForwardSm90Tile(AddsBias, Tile):
 
     def configured(self, problem: Problem) -> ForwardSm90Tile:
         """The tile as it sees bias and mask of a problem."""
-        by, pairs = bias_by(problem), 0
-        if by == "pairs" and problem.bias is not None and self.serves == "bias":
-            pairs = ITEMSIZE[problem.bias.dtype]
-        mask_of_keys = mask_by(problem) == "keys" and (by != "pairs" or pairs > 0)
-        return self.changed(bias_of_pairs=pairs, bias_of_keys=by == "keys", mask_of_keys=mask_of_keys)
-
-    def defines(self) -> dict[str, str | int]:
-        return super().defines() | self.bias_defines()
+        bias = problem.bias if self.serves == "bias" and bias_by(problem) == "pairs" else None
+        return self.seeing(problem, 0 if bias is None else ITEMSIZE[bias.dtype])
 
     @property
     def num_warps(self) -> int:
@@ -129,18 +143,17 @@ class ForwardSm90Tile(AddsBias, Tile):
         return self.q_stages * q + out + self.num_stages * (k + v + bias) + barriers + next_tiles
 
     def why_not(self, problem: Problem) -> str:
-        rows, keys = problem.block_size
-        cuts_blocks = rows % self.block_m != 0 or keys % self.block_n != 0  # pairs of a tile are then looked up
         by = bias_by(problem)
-        whole = mask_by(problem) != "elements" and not cuts_blocks
-        no_pairs = whole and by in ("nothing", "keys")
+        tile = self.configured(problem)
+        by_tile = not tile.looks_up_pairs(problem)
+        no_pairs = by_tile and by in ("nothing", "keys")
         is_long = problem.mean_sequence.seqlen_k >= LONG_SEQLEN
         suits = {
             "any": True,
             "no pairs": no_pairs,
             "long full": no_pairs and is_long and problem.window_right is None,
-            "whole blocks": no_pairs and problem.block_mask is not None,
-            "bias": whole and by == "pairs",
+            "lists": no_pairs and (problem.block_mask is not None or tile.mask_by_bits),
+            "bias": by_tile and by == "pairs",
         }[self.serves]
         return "" if suits else f"for {SERVES[self.serves]}"
 
@@ -225,7 +238,7 @@ class DecodeSm90Tile(Tile):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackwardSm90Tile(AddsBias, Tile):
+class BackwardSm90Tile(ScoredTile):
     """One way to cut the backward pass for compute capability 9.0. A warpgroup, or two, own 64 of the block_n keys."""
 
     max_dim: int
@@ -234,9 +247,6 @@ class BackwardSm90Tile(AddsBias, Tile):
     num_stages: int
     schedule: Literal["kHoldK", "kSharedDs", "kSplitRoles"]  # Schedule of kernels/sm90/backward_layout.cuh
     dq_in_order: bool = False  # blocks add to dq one after another, in a fixed order
-    bias_of_pairs: int = 0
-    bias_of_keys: bool = False
-    mask_of_keys: bool = False
     origin: str = field(compare=False)
 
     defined = ("schedule",)
@@ -253,9 +263,6 @@ class BackwardSm90Tile(AddsBias, Tile):
             (self.block_n == keys, "64 keys for two consumers, or for each of them"),
             (self.block_m == 64, "64 queries for one product"),
         )
-
-    def defines(self) -> dict[str, str | int]:
-        return super().defines() | self.bias_defines()
 
     @property
     def splits_roles(self) -> bool:
@@ -330,7 +337,7 @@ _backward_float32_sm90 = maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_
 # fmt: off
 FORWARD_SM90_TILES = (
     #            max_dim  m    n   stages pingp  keep  Q  serves
-    _forward_sm90(64,     128, 128, 2,    True,  True,  2, "whole blocks",
+    _forward_sm90(64,     128, 128, 2,    True,  True,  2, "lists",
                   "on an H200 497 TFLOP/s with all blocks of 128 x 128 kept, FlexAttention 270 (seqlen 16384)"),
     _forward_sm90(64,     256, 64,  3,    False, False, 2, "no pairs",
                   h200("584 / 563, 541 / 412", "289 / 280, 287 / 216")),

@@ -1,0 +1,30 @@
+"""Masks of pairs as bits, packed before the kernels of compute capability 9.0 that see them by tile."""
+
+from __future__ import annotations
+
+import math
+
+from cuflash.operands import ITEMSIZE
+from cuflash.planning.draft import Draft
+from cuflash.planning.sm90.tiles import BITS_BLOCK, ScoredTile
+
+WARPS = 4  # of a block of the kernel that packs; each takes one block of the mask at a time
+BLOCK_BYTES = BITS_BLOCK * BITS_BLOCK // 8
+
+
+def add_mask_bits(draft: Draft, tile: ScoredTile, *, transposed: bool) -> None:
+    """The kernel that packs all that hides pairs, in the order of accumulators whose lines are queries, or keys."""
+    problem = draft.problem
+    own = draft.own_lists(problem.block_mask, problem.mask)
+    draft.set(list_batches=own[0], list_heads=own[1])
+    # Where blocks add to dq in order, their turns count the tiles that a list would leave out.
+    draft.defines["CUFLASH_HAS_LISTS"] = int(not draft.defines.get("CUFLASH_DQ_IN_ORDER"))
+    blocks = math.prod(own) if draft.heads else 0
+    for seqlen, rows in ((problem.seqlen_q, tile.block_m), (problem.seqlen_k, tile.block_n)):
+        blocks *= -(-seqlen // rows) * rows // BITS_BLOCK
+    itemsize = ITEMSIZE[problem.softmax_dtype]
+    draft.scratch["mask_words"] = blocks * BLOCK_BYTES // itemsize
+    draft.scratch["mask_blocks"] = -(-blocks // itemsize)
+    warps = {"CUFLASH_NUM_WARPS": WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_TRANSPOSES_BITS": int(transposed)}
+    draft.add("around/mask_bits.cu", tile, -(-blocks // WARPS), 0, **warps)
+    draft.reasons.append("pairs that are hidden one by one are packed beforehand, a bit each")
