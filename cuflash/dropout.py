@@ -1,6 +1,6 @@
 """Which weights dropout drops: random bits that depend on seed, offset and the place of a weight, and on nothing else.
 
-The bits are those of Philox-4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3, 2011).
+The bits are those of Philox-4x32-7 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3, 2011).
 Its key is the seed, low word first. A call makes four words, which are 16 bits each for 8 weights of one head: rows i
 and i + 8 of a block of 16 rows, and columns j, j + 1, j + 8 and j + 9, j even, of a block of 16 columns. The words of
 the counter are
@@ -32,7 +32,7 @@ Array = NDArray[Any]
 
 MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-ROUNDS = 10
+ROUNDS = 7  # the fewest with which the authors saw it pass all tests of BigCrush
 ROWS_AT_ONCE = 512
 
 
@@ -65,8 +65,8 @@ def dropout_mask(
     --------
     >>> import cuflash
     >>> cuflash.dropout_mask(1, 0, 1, 1, 2, 8, 0.5).astype(int)[0, 0]
-    array([[0, 0, 0, 0, 1, 1, 1, 0],
-           [1, 1, 0, 1, 0, 0, 1, 0]])
+    array([[1, 1, 0, 1, 1, 0, 1, 1],
+           [1, 1, 1, 0, 1, 1, 1, 0]])
     """
     seed, offset = check_random(seed, offset)
     rate = rounded_rate(check_dropout(rate, "rate"))
@@ -113,7 +113,7 @@ def kept_weights(
 
 
 def philox(counter: tuple[Array, Array, Array, Array], key: tuple[int, int]) -> tuple[Array, Array, Array, Array]:
-    """Philox-4x32-10 of words of 32 bits in arrays of uint64, which broadcast; its four words as arrays of uint32."""
+    """Philox-4x32-7 of words of 32 bits in arrays of uint64, which broadcast; its four words as arrays of uint32."""
     c0, c1, c2, c3 = counter
     low = np.uint64(0xFFFFFFFF)
     for i in range(ROUNDS):

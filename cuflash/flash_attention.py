@@ -136,7 +136,7 @@ class FlashAttention:
 
     With dropout, the weights of `out` are divided by ``1 - dropout`` where they are kept and zero elsewhere; `lse` is
     that of the weights before. Which ones are kept depends on seed, offset and the place (batch entry, head, i, j)
-    only: it is the same on every device, and on the CPU. The random numbers are those of Philox-4x32-10, with the seed
+    only: it is the same on every device, and on the CPU. The random numbers are those of Philox-4x32-7, with the seed
     as the key.
 
     Instances hold no arrays, are cheap to make, and may be shared between threads. Those with equal options are equal.

@@ -5,10 +5,10 @@
 #include "common/fragments.cuh"
 #include "common/params.cuh"
 
-// Philox-4x32-10 (Salmon et al. 2011): the words of a counter, in its place.
+// Philox-4x32-7 (Salmon et al. 2011): the words of a counter, in its place.
 CUFLASH_DEVICE void philox(u32 (&word)[4], u32 key_low, u32 key_high) {
 #pragma unroll
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < 7; ++round) {
     const u64 product_0 = (u64)word[0] * 0xd2511f53u, product_2 = (u64)word[2] * 0xcd9e8d57u;
     word[0] = (u32)(product_2 >> 32) ^ word[1] ^ key_low;
     word[1] = (u32)product_2;

@@ -1,4 +1,4 @@
-// Which weights dropout keeps: the bits of Philox-4x32-10, as `cuflash/dropout.py` describes them.
+// Which weights dropout keeps: the bits of Philox-4x32-7, as `cuflash/dropout.py` describes them.
 #pragma once
 
 #include "vectors.h"
@@ -44,7 +44,7 @@ inline void kept_weights(uint64_t seed, uint64_t offset, uint64_t head, long ste
                     c3[u] = Words{} + offset;
                 }
                 uint32_t key0 = uint32_t(seed), key1 = uint32_t(seed >> 32);
-                for (int round = 0; round < 10; ++round) {
+                for (int round = 0; round < 7; ++round) {
 #pragma GCC unroll 4
                     for (int u = 0; u < AT_ONCE; ++u) {
                         const Words product0 = multiply_words(c0[u], Words{} + UINT64_C(0xD2511F53));
