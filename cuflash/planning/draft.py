@@ -98,7 +98,7 @@ class Draft:
         self.run_time = replace(self.run_time, **integers)
 
     def add_lists(self, tile: Tile, name: Literal["key_lists", "query_lists"]) -> None:
-        """With a mask of blocks or bits, the kernel that lists the tiles of keys of each tile of queries, or vice versa."""
+        """With a mask of blocks or bits, the kernel that lists the tiles of keys of each tile of queries, or back."""
         problem = self.problem
         if not self.defines["CUFLASH_HAS_LISTS"]:
             return
@@ -114,8 +114,8 @@ class Draft:
         warps = {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1}
         self.add("around/lists.cu", tile, -(-lists // LIST_WARPS), 0, **warps, CUFLASH_LISTS_KEYS=int(of_keys))
         self.reasons.append(
-            f"{'mask' if by_bits else 'block_mask'}: tiles of {'keys' if of_keys else 'queries'} are listed beforehand, {tile.block_m} queries x "
-            f"{tile.block_n} keys each; hidden ones are neither loaded nor computed"
+            f"{'mask' if by_bits else 'block_mask'}: tiles of {'keys' if of_keys else 'queries'} are listed, "
+            f"{tile.block_m} queries x {tile.block_n} keys each; hidden ones are neither loaded nor computed"
         )
 
     def add(

@@ -33,7 +33,10 @@ CASES = {
     "dropout, in order": (("one", "one", "q", "k"), {"dropout": 0.3}),
     "cut blocks": (None, {"block_mask": (2,), "block_size": (16, 48), "causal": True}),
     "cut blocks, keys": (("batch", "one", "one", "k"), {"block_mask": (2, 1), "block_size": (48, 64)}),
-    "cut blocks, lengths": (("one", "one", "q", "k"), {"block_mask": (), "block_size": (32, 32), "kv_lengths": (100, 7)}),
+    "cut blocks, lengths": (
+        ("one", "one", "q", "k"),
+        {"block_mask": (), "block_size": (32, 32), "kv_lengths": (99, 7)},
+    ),
 }
 
 

@@ -281,20 +281,20 @@ def test_scratch_memory_of_lists_is_stated():
         assert (plan.run_time.list_batches, plan.run_time.list_heads) == (batches, heads)
         assert needed <= lists < needed + 4
         assert plan.scratch_layout.sizes == (4 * lists,)
-        assert "block_mask: tiles of keys are listed beforehand" in plan.describe()
+        assert "block_mask: tiles of keys are listed, " in plan.describe()
 
 
 @pytest.mark.parametrize(("head_dim", "block_size"), [(64, (128, 128)), (128, (128, 128)), (64, (256, 1024))])
 def test_tiles_do_not_cut_blocks_where_they_need_not(head_dim, block_size):
     tile = plan_of(head_dim=head_dim, block_size=block_size, seqlen_k=5000).tiles[0]
     assert block_size[0] % tile.block_m == 0 and block_size[1] % tile.block_n == 0
-    assert plan_of(head_dim=head_dim, block_mask=None).tiles[0].serves != "whole blocks"
+    assert plan_of(head_dim=head_dim, block_mask=None).tiles[0].serves != "lists"
 
 
 def test_small_blocks_have_the_tiles_of_masks_of_pairs():
     plan = plan_of(block_size=(16, 16))
     assert plan.tiles == plan_of(block_mask=None, mask=(1000, 1500)).tiles
-    assert "cut blocks" in plan.describe()
+    assert plan.tiles[0].mask_by_bits and "around/mask_bits.cu" in sources(plan)
 
 
 def test_what_other_kernels_serve_is_said():

@@ -6,6 +6,8 @@ COMBINE = "around/combine.cu"
 CONVERT = "around/convert.cu"
 DELTA = "around/delta.cu"
 LISTS = "around/lists.cu"
+MASK_BITS = "around/mask_bits.cu"
+MASK_BITS_COMMON = "common/mask_bits.cuh"
 SCORES_REDUCE = "around/scores_reduce.cu"
 REDUCE = "common/reduce.cuh"
 SINKS = "around/sinks.cu"
@@ -79,6 +81,35 @@ MUTANTS = (
            "const BlockMask blocks(params, batch, 0);", "backward blocks"),
     mutant("tiles past the range are listed", LISTS, "if (other >= range.stop) return Pairs::kNone;\n", "",
            "forward blocks"),
+    # ---- around/mask_bits.cu
+    mutant("vectors reach over the last key", MASK_BITS, "mask.by_vectors && keys >= kBitsBlock", "mask.by_vectors",
+           "sm90 bits"),
+    mutant("bytes of a word in reverse", MASK_BITS, "0x01020408", "0x08040201", "sm90 bits"),
+    mutant("bits of vectors in reverse", MASK_BITS, "(i % 2 * 16 + j * 4)", "(i % 2 * 16 + (3 - j) * 4)", "sm90 bits"),
+    mutant("lines that are read as bytes are taken for the first", MASK_BITS, "if (lane == (line + i) % 32)",
+           "if (lane == i)", "sm90 bits of pairs in a window"),
+    mutant("bits know no right bound", MASK_BITS, "stop = min_of(stop, row + mask.right_offset + 1);", ";",
+           "sm90 bits of pairs in a window"),
+    mutant("bits know no left bound", MASK_BITS, "start = at_least_zero(row + mask.left_offset);", ";",
+           "sm90 bits of pairs in a window"),
+    mutant("bits know no length", MASK_BITS, "int start = 0, stop = mask.key_stop;", "int start = 0, stop = 1 << 30;",
+           "sm90 cut blocks"),
+    mutant("the first block of keys hides", MASK_BITS, "block * kMaskBlockN < stop; ++block",
+           "block == first_key / kMaskBlockN; ++block", "sm90 cut blocks"),
+    mutant("blocks that are visible in part count as whole", MASK_BITS, "any_hidden ? Pairs::kSome",
+           "false ? Pairs::kSome", "sm90 bits"),
+    mutant("blocks that are visible in part count as hidden", MASK_BITS, "!any_shown ? Pairs::kNone",
+           "any_hidden ? Pairs::kNone", "sm90 bits"),
+    mutant("half of the bits are not transposed", MASK_BITS, "transpose(right_upper)", "right_upper",
+           "backward sm90 bits"),
+    mutant("halves do not change places", MASK_BITS, "own[0][1] = transpose(own[1][0])",
+           "own[0][1] = transpose(right_upper)", "backward sm90 bits"),
+    mutant("the first lines of all strips", MASK_BITS, "strip % 2 * 16 + half * 8", "half * 8", "sm90 bits"),
+    mutant("bits of the first head", MASK_BITS, "head = matrix % bits.heads,", "head = 0,", "sm90 bits"),
+    # ---- common/mask_bits.cuh
+    mutant("the upper lines for the lower ones", MASK_BITS_COMMON, "(lower[0] >> column & kColumns) << 4",
+           "(upper[0] >> column & kColumns) << 4", "sm90 bits"),
+    mutant("bits of the next n-tile", MASK_BITS_COMMON, "return n % 4 * 8", "return (n + 1) % 4 * 8", "sm90 bits"),
     # ---- around/scores_reduce.cu
     mutant("slopes of the next sequence too", SCORES_REDUCE, "entry_at(params, batch + 1), 0) - parts",
            "entry_at(params, batch + 2), 0) - parts", "packed sums"),

@@ -70,6 +70,12 @@ MUTANTS = (
            "backward blocks"),
     mutant("heads have the lists of the first", QUERY_WALK, "lists + head * head_stride;", "lists;", "backward blocks"),
     # ---- sm90/backward.cu
+    mutant("bits of the keys of the first consumer", BACKWARD, "(kBlockN / kBitsBlock) + first / kBitsBlock;",
+           "(kBlockN / kBitsBlock);", "backward sm90 bits"),
+    mutant("bits of the first head of a group", BACKWARD, "MaskBits(common), batch, walk.head, walk.m_block, n_block",
+           "MaskBits(common), batch, work.first_head, walk.m_block, n_block", "backward sm90 bits"),
+    mutant("tiles in order are not tested", "common/schedule.cuh",
+           "kLooksUpMask || (kMaskByBits && !kHasLists)", "kLooksUpMask", "backward sm90 bits in order"),
     mutant("nobody waits for accumulators to be cleared", BACKWARD_DQ,
            "  if constexpr (kClearsAhead) wait_for_clears(common, tile.num_m_blocks, tile.work);\n", "\n",
            "backward sm90 clears"),

@@ -252,6 +252,12 @@ _DROPOUT_FLOAT32 = replace(_DROPOUT, dtype="float32")
 _BLOCKS = replace(
     _GROUPED, seqlen_k=300, head_dim=16, block_mask=(2, 4), block_size=(32, 48), kv_lengths=(300, 70), blocks_kept=0.25
 )
+# Masks whose rows are vectors, and whose last block of keys is not whole; and one whose rows are not.
+_BITS = replace(_GROUPED, seqlen_q=230, seqlen_k=176, mask=(1, 4, 230, 176), alibi_slopes=(4,))
+_BITS_IN_A_WINDOW = replace(_GROUPED, seqlen_q=230, seqlen_k=201, mask=(2, 1, 230, 201), window=(60, 30))
+_CUT_BLOCKS = replace(
+    _GROUPED, seqlen_q=230, seqlen_k=400, block_mask=(4,), block_size=(32, 48), kv_lengths=(390, 90), blocks_kept=0.1
+)
 _FLOAT64 = replace(
     _FLOAT32, dtype="float64", head_dim_v=40, num_heads=1, bias=(70, 77), mask=(70, 77), alibi_slopes=(1,)
 )
@@ -541,4 +547,9 @@ TRIALS = {
     "sm90 blocks": Trial(case=_BLOCKS, tiles=_sm90(), num_sms=1),
     "backward blocks": Trial(case=_BLOCKS, tiles=_backward(), num_sms=1),
     "backward sm90 blocks": Trial(case=_BLOCKS, tiles=(_BACKWARD_SM90, None), num_sms=1),
+    "sm90 bits": Trial(case=_BITS, tiles=_sm90(), num_sms=1),
+    "sm90 bits of pairs in a window": Trial(case=_BITS_IN_A_WINDOW, tiles=_sm90(), num_sms=1),
+    "backward sm90 bits": Trial(case=_BITS, tiles=(_BACKWARD_SM90, None), num_sms=1),
+    "backward sm90 bits in order": Trial(case=_BITS, tiles=(_BACKWARD_SM90, None), num_sms=1, dq_in_order=True),
+    "sm90 cut blocks": Trial(case=_CUT_BLOCKS, tiles=_sm90(), num_sms=1),
 }
