@@ -15,7 +15,7 @@ from cuflash.planning.tiles import Tile, round_up
 from cuflash.problem import Problem
 from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
-from cuflash.terms import NUMBERS, OF_SCORES, TERMS, Term
+from cuflash.terms import DEFINES, NUMBERS, OF_PAIRS, OF_SCORES, TERMS, Term
 
 PARAMS_BYTES = 920  # of the kernels' only argument; cuflash/params.py lays it out, kernels/common/params.cuh checks it
 MAPS_OFFSET = round_up(PARAMS_BYTES, 64)  # where tensor maps follow
@@ -98,7 +98,7 @@ class Draft:
         self.run_time = replace(self.run_time, **integers)
 
     def add_lists(self, tile: Tile, name: Literal["key_lists", "query_lists"]) -> None:
-        """With a mask of blocks or bits, the kernel that lists the tiles of keys of each tile of queries, or vice versa."""
+        """With a mask of blocks or bits, the kernel that lists tiles of keys for tiles of queries, or vice versa."""
         problem = self.problem
         if not self.defines["CUFLASH_HAS_LISTS"]:
             return
@@ -114,8 +114,9 @@ class Draft:
         warps = {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1}
         self.add("around/lists.cu", tile, -(-lists // LIST_WARPS), 0, **warps, CUFLASH_LISTS_KEYS=int(of_keys))
         self.reasons.append(
-            f"{'mask' if by_bits else 'block_mask'}: tiles of {'keys' if of_keys else 'queries'} are listed beforehand, {tile.block_m} queries x "
-            f"{tile.block_n} keys each; hidden ones are neither loaded nor computed"
+            f"{'mask' if by_bits else 'block_mask'}: "
+            f"tiles of {'keys' if of_keys else 'queries'} are listed beforehand, "
+            f"{tile.block_m} queries x {tile.block_n} keys each; hidden ones are neither loaded nor computed"
         )
 
     def add(
@@ -130,7 +131,7 @@ class Draft:
         # Launches overlap from compute capability 9.0 on; kernels without blocks are not launched.
         overlaps = self.device.arch >= 90 and any(kernel.grid for kernel in self.kernels)
         every = self.defines | tile.defines() | defines | {"CUFLASH_OVERLAPS_PREVIOUS": int(overlaps)}
-        every |= {f"CUFLASH_{define}": 0 for option in _untold(source) for define in _UNTOLD[option]}
+        every |= dict.fromkeys((define for option in _untold(source) for define in _UNTOLD[option]), 0)
         if source.startswith("around/"):
             every.pop("CUFLASH_ARGUMENT_BYTES", None)  # they have no tensor maps
         every |= {"CUFLASH_SHARED_BYTES": shared_bytes, "CUFLASH_KERNEL_NAME": name}
@@ -151,13 +152,11 @@ class Draft:
 # Options that make no difference to kernels around the main one, and the defines that tell of them. Told of none, these
 # kernels are compiled once for all.
 _UNTOLD: dict[str, tuple[str, ...]] = {
-    "softcap": ("HAS_SOFTCAP",),
-    "alibi_slopes": ("HAS_ALIBI",),
-    "bias": ("BIAS_BYTES",),
-    "mask": ("HAS_MASK", "MASK_OF_KEYS", "MASK_BY_BITS"),
-    "block_mask": ("MASK_BLOCK_M", "MASK_BLOCK_N", "HAS_LISTS"),
-    "dropout": ("HAS_DROPOUT",),
-    "scale": ("SCALE_IN_EXPONENT",),
+    **{name: (DEFINES[name],) for name in OF_PAIRS if name in DEFINES},
+    "mask": (DEFINES["mask"], "CUFLASH_MASK_OF_KEYS", "CUFLASH_MASK_BY_BITS"),
+    "block_mask": ("CUFLASH_MASK_BLOCK_M", "CUFLASH_MASK_BLOCK_N", "CUFLASH_HAS_LISTS"),
+    "dropout": ("CUFLASH_HAS_DROPOUT",),
+    "scale": ("CUFLASH_SCALE_IN_EXPONENT",),
 }
 _MASKS = ("mask", "block_mask")
 _TOLD = {"lists.cu": _MASKS, "mask_bits.cu": _MASKS, "scores_reduce.cu": ("bias",), "convert.cu": ("dropout",)}
@@ -181,7 +180,7 @@ _DTYPE_TAGS = {"float16": "Float16", "bfloat16": "BFloat16", "float32": "Float32
 def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_bytes: int) -> dict[str, str | int]:
     changes_scores = any(f"d{name}" in OF_SCORES for name in problem.acting)
     terms = {term.define: _define_of(getattr(problem, term.name), term) for term in TERMS if term.define}
-    numbers = {f"CUFLASH_HAS_{name.upper()}": int(getattr(problem, name) is not None) for name in NUMBERS[1:]}
+    numbers = {DEFINES[name]: int(getattr(problem, name) is not None) for name in NUMBERS[1:]}
     return {
         **terms,
         **numbers,

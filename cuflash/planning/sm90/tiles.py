@@ -6,12 +6,15 @@ The first row of a table that serves the problem, and whose shared memory fits, 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from cuflash.operands import ITEMSIZE
 from cuflash.planning.tiles import ARITHMETIC, Tile, chunked_bytes, float32, h200, maker, reads
 from cuflash.problem import Problem
 from cuflash.tensor_map import CHUNK, LINE_BYTES, why_not
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 LONG_SEQLEN = 2048  # from which on larger tiles of keys, or of queries, pay
 WGMMA_COLUMNS = tuple(range(32, 257, 16))  # of a product, that pay
