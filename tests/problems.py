@@ -1,4 +1,4 @@
-"""Problems of any size, made of arrays that take no memory."""
+"""Problems of any size, made of arrays that take no memory, and the devices that they are planned for."""
 
 import functools
 from dataclasses import replace
@@ -9,7 +9,11 @@ from numpy.typing import NDArray
 
 from cuflash.operands import Operand
 from cuflash.options import Options
+from cuflash.planning import DeviceSpec
 from cuflash.problem import Problem, make_problem
+
+ARCHS = ("8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")
+H200 = DeviceSpec.for_arch("9.0")
 
 
 @functools.cache
@@ -42,3 +46,11 @@ def contiguous(shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
     for axis in reversed(range(len(shape) - 1)):
         strides[axis] = strides[axis + 1] * shape[axis + 1]
     return np.lib.stride_tricks.as_strided(np.zeros(1, dtype), shape, strides)
+
+
+def is_served(problem, arch, pass_):
+    """All but the gradients of float64 at large head dimensions where shared memory is small."""
+    small = DeviceSpec.for_arch(arch).shared_bytes_per_sm == 100 * 1024
+    return not (small and problem.dtype == "float64" and pass_ == "backward") or (
+        max(problem.head_dim, problem.head_dim_v) <= 160
+    )
