@@ -65,14 +65,14 @@ def _prepare(xp: Any, case: ct.Case, precision: Any) -> tuple[FlashAttention, di
     """What computes a case, its kernels compiled, and the arrays."""
     arrays = case.arrays(xp.asarray)
     attn = FlashAttention(**case.keywords, precision=precision)
-    attn.compile(arrays["q"], arrays["k"], arrays["v"])
+    attn.compile(*ct.qkv(arrays))
     return attn, arrays
 
 
 def _run(xp: Any, case: ct.Case, precision: Any) -> dict[str, Any]:
     """Results of both passes as NumPy arrays, by name."""
     attn, arrays = _prepare(xp, case, precision)
-    q, k, v = (arrays[name] for name in "qkv")
+    q, k, v = ct.qkv(arrays)
     out, lse = attn.forward(q, k, v)
     results = (out, lse, *attn.backward(arrays["dout"], q, k, v, out, lse))
     return {name: ct.to_numpy(x) for name, x in zip(RESULTS, results, strict=True)}

@@ -17,7 +17,7 @@ import numpy as np
 from cuflash.operands import ITEMSIZE, Operand, Shaped, check_array, layout_of, rows_of, user_shape
 from cuflash.options import Options, window_of
 from cuflash.problem import Problem, gradient_operand, make_problem
-from cuflash.terms import DEFAULT_NEED, GRADIENTS, NAMES, NUMBERS, TERMS
+from cuflash.terms import DEFAULT_NEED, GRADIENTS, NAMES, OF_NUMBERS, TERMS
 from cuflash.values import value_error
 
 Pass = Literal["forward", "backward"]
@@ -29,7 +29,6 @@ _READ: dict[Pass, tuple[str, ...]] = {"forward": INPUTS, "backward": (*INPUTS, "
 _WRITTEN: dict[Pass, tuple[str, ...]] = {"forward": ("out",), "backward": DEFAULT_NEED}
 _OVER_HEAD_DIMENSIONS = (*INPUTS, "out", "dout", *DEFAULT_NEED)
 _OVER_ROWS = ("lse", "dlse")
-_NUMBERS = tuple(f"d{name}" for name in NUMBERS)
 _OF_TERMS = {term.gradient: term for term in TERMS if term.part_of}
 
 
@@ -133,7 +132,7 @@ def bind(
     copied = tuple(name for name in _OVER_HEAD_DIMENSIONS if name in given and _is_scattered(given[name]))
     for name in copied:
         lying[name], addresses[name] = Contiguous(tuple(given[name].shape), given[name].dtype), 0
-    operands = {name: _operand(name, x, problem) for name, x in lying.items() if name not in (*NAMES, *_NUMBERS)}
+    operands = {name: _operand(name, x, problem) for name, x in lying.items() if name not in (*NAMES, *OF_NUMBERS)}
     problem = replace(problem, q=operands.pop("q"), k=operands.pop("k"), v=operands.pop("v"))
     if problem.bias is not None:
         problem = replace(problem, bias=replace(problem.bias, alignment=math.gcd(16, addresses["bias"])))
@@ -258,7 +257,7 @@ def _expected(name: str, problem: Problem, given: Mapping[str, Shaped]) -> tuple
     """Shape and dtype of an array that follow from the problem."""
     if name in _OVER_ROWS:
         return problem.lse_shape, problem.softmax_dtype
-    if name in _NUMBERS:
+    if name in OF_NUMBERS:
         return (), problem.softmax_dtype
     if name in _OF_TERMS:
         term = given[_OF_TERMS[name].name]

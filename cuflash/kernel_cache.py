@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CACHE_BYTES = 1 << 30  # that the cache may take unless CUFLASH_CACHE_BYTES says otherwise
-KEPT_SECONDS = 3600  # for which a file that was used is kept whatever the limit is
-MARKED_SECONDS = 600  # for which a file counts as just used, so that most lookups write nothing
+KEPT_SECONDS: float = 3600  # for which a file that was used is kept whatever the limit is
+MARKED_SECONDS: float = 600  # for which a file counts as just used, so that most lookups write nothing
 
 
 def cache_directory() -> Path:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
 SCORES = ("batch", "num_heads", "seqlen_q", "seqlen_k")
 
@@ -123,10 +123,21 @@ ACTING = tuple(term.name for term in sorted(TERMS, key=lambda term: term.acts) i
 # Options that are numbers and have a gradient. The first is always there, the others where they are given, and then
 # they act on scores before the terms do.
 NUMBERS = ("scale", "softcap")
+# Options that act on scores pair by pair, in the order in which they do: a kernel without scores knows none of them.
+OF_PAIRS = (
+    *NUMBERS[1:],
+    *(name for name in ACTING if BY_NAME[name].has_keys or BY_NAME[name].part_of == "scores"),
+)
+# The macros that tell kernels whether they are given.
+DEFINES: Mapping[str, str] = {
+    **{name: f"CUFLASH_HAS_{name.upper()}" for name in NUMBERS[1:]},
+    **{term.name: term.define for term in TERMS if term.define},
+}
 # What `backward` gives unless told otherwise; what is a sum of gradients of scores; and all that it can give, in the
 # order in which it does.
 DEFAULT_NEED = ("dq", "dk", "dv")
-OF_SCORES = (*(term.gradient for term in TERMS if term.part_of == "scores"), *(f"d{name}" for name in NUMBERS))
+OF_NUMBERS = tuple(f"d{name}" for name in NUMBERS)
+OF_SCORES = (*(term.gradient for term in TERMS if term.part_of == "scores"), *OF_NUMBERS)
 OF_SOFTMAX = tuple(term.gradient for term in TERMS if term.part_of == "softmax")
 GRADIENTS = (*DEFAULT_NEED, *OF_SCORES, *OF_SOFTMAX)
 # Those that only a problem with such an option has.
@@ -175,9 +186,14 @@ class PassArrays(OfGradients, total=False):
 
 
 class NamedGradients(tuple[Any, ...]):
-    """Gradients by the names of those that were asked for; the others are no attributes."""
+    """Gradients by the names of those that were asked for, a named tuple; the others are no attributes."""
 
     __slots__ = ()
+
+    if TYPE_CHECKING:
+        _fields: ClassVar[tuple[str, ...]]
+
+        def _asdict(self) -> dict[str, Any]: ...
 
     dq: Any
     dk: Any

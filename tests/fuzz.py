@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -50,7 +50,7 @@ class Trial:
     name: str
     case: ct.Case
     deterministic: bool
-    precision: str
+    precision: Literal["highest", "tf32"]
     need: tuple[str, ...]
     given: tuple[str, ...]  # results that the caller has arrays for
 
@@ -70,7 +70,8 @@ def trials_of_group(number: int) -> list[Trial]:
     rng = random.Random(number)
     need = NEEDS[number] if number < len(NEEDS) else ()
     fixed = _fixed(rng, need, has_pages=not need)
-    deterministic, precision = rng.random() < 0.4, rng.choice(("highest", "highest", "tf32"))
+    precisions: tuple[Literal["highest", "tf32"], ...] = ("highest", "highest", "tf32")
+    deterministic, precision = rng.random() < 0.4, rng.choice(precisions)
     names = ("out", "lse", *need)
     return [
         Trial(
@@ -206,10 +207,10 @@ def failure_of(trial: Trial, convert: Callable[[Any], Any]) -> str | None:
     case = trial.case
     arrays = case.arrays(convert)
     attn = cuflash.FlashAttention(**case.keywords, deterministic=trial.deterministic, precision=trial.precision)
-    inputs = [arrays[name] for name in "qkv"]
+    inputs = ct.qkv(arrays)
     given = {name: ct.lay_out(x, case.strides, convert) for name, x in _poisoned(trial).items()}
     of_forward = {name: x for name, x in given.items() if name in ("out", "lse")}
-    results = attn.forward(*inputs, **ct.optional(arrays), **case.random, **of_forward)._asdict()
+    results = attn.forward(*inputs, **ct.optional(arrays) | case.random | of_forward)._asdict()
     if trial.need:
         of_backward = {name: x for name, x in given.items() if name in trial.need}
         terms = {**ct.optional_backward(arrays), **case.random, **of_backward}

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import cuflash
 import cuflash.testing as ct
@@ -81,7 +81,7 @@ class Setting:
 
     case: ct.Case
     deterministic: bool = False
-    precision: str = "highest"
+    precision: Literal["highest", "tf32"] = "highest"
     chosen: dict[Option, dict[str, Any]] = field(repr=False)
 
     @property
@@ -172,7 +172,16 @@ def unserved_pair(setting: Setting, pass_: str, run: Run) -> tuple[str, str] | N
     return None
 
 
-def judge(setting: Setting, results: dict[str, Any]) -> None:
+class Posed(Protocol):
+    """A case, and how precise its results are to be."""
+
+    @property
+    def case(self) -> ct.Case: ...
+    @property
+    def precision(self) -> Literal["highest", "tf32"]: ...
+
+
+def judge(setting: Posed, results: dict[str, Any]) -> None:
     """Hold results against the oracle: where precision is TF32's, in units of a number of 11 bits, not 24."""
     expected = _yardsticks(setting.case)
     bits = 24 - 11 if setting.precision == "tf32" and setting.case.dtype == "float32" else 0
@@ -203,7 +212,8 @@ def unserved_pairs(setting: Setting, pass_: str, run: Run) -> Iterator[tuple[str
             if option.name in setting.names and pass_ not in option.passes:
                 setting = without(setting, option.name)
     always = {option.name for option in OPTIONS if option.always}
-    waiting, served = deque([setting]), []
+    waiting = deque([setting])
+    served: list[set[str]] = []
     while waiting:
         setting = waiting.popleft()
         if any(names.issuperset(setting.names) for names in served):
@@ -223,8 +233,8 @@ def by_interface(convert: Callable[[Any], Any]) -> Run:
         case = setting.case
         arrays = case.arrays(convert)
         attn = cuflash.FlashAttention(**case.keywords, deterministic=setting.deterministic, precision=setting.precision)
-        inputs = [arrays[name] for name in "qkv"]
-        out, lse = attn.forward(*inputs, **ct.optional(arrays), **case.random)
+        inputs = ct.qkv(arrays)
+        out, lse = attn.forward(*inputs, **ct.optional(arrays) | case.random)
         if pass_ == "forward":
             return {"out": out, "lse": lse}
         need = ct.gradients_of(case.problem)
@@ -236,22 +246,16 @@ def by_interface(convert: Callable[[Any], Any]) -> Run:
 
 def by_emulator(arch: str) -> Run:
     """Runs settings by the real kernels for a compute capability, in the emulator."""
-    sys.path.insert(0, str(ROOT / "tests" / "emulate"))
-    import attention
-
-    from cuflash import reference
-    from cuflash.problem import make_problem
+    from tests.emulate import attention
 
     def run(setting: Setting, pass_: str) -> dict[str, Any]:
         case = setting.case
         arrays = case.arrays()
-        options = replace(case.options, deterministic=setting.deterministic, precision=setting.precision)
-        inputs = [arrays[name] for name in "qkv"]
-        problem = make_problem(options, *inputs, **ct.optional(arrays))
+        options = {"deterministic": setting.deterministic, "precision": setting.precision}
+        problem = attention.problem_of(case, arrays, **options)
         if pass_ == "forward":
             return dict(zip(("out", "lse"), attention.forward(problem, arrays, arch=arch, **case.random), strict=True))
-        out, lse = reference.forward(problem, *inputs, **ct.optional(arrays), **case.random)
-        out, lse = out.astype(arrays["q"].dtype), lse.astype(problem.softmax_dtype)
+        out, lse = attention.forward_by_oracle(problem, arrays, **case.random)
         gradients = attention.backward(problem, arrays, out, lse, arch=arch, **case.random)
         return dict(zip(("dq", "dk", "dv", "dsinks"), gradients, strict=False))
 
@@ -276,7 +280,8 @@ def assert_as_recorded(backend: str, setting: Setting, pass_: str, run: Run) -> 
 def excluded(option: str, found: dict[str, Any]) -> str:
     """The options that do not go with one, in a cell of a table: with the backend or the pass that refuses, if only one
     does. That an option has no backward pass at all is not said of every other one."""
-    backends, refusals = list(found["unserved"]), {}
+    backends = list(found["unserved"])
+    refusals: dict[str, set[tuple[str, str]]] = {}
     for backend, pass_ in itertools.product(backends, PASSES):
         for pair in found["unserved"][backend][pass_]:
             if option in pair:

@@ -12,7 +12,7 @@ from cuflash.flash_attention import Causal
 from cuflash.operands import DTYPES, numpy_dtype, user_shape
 from cuflash.options import LAYOUTS, PRECISIONS, Options
 from cuflash.problem import Problem, make_problem
-from cuflash.terms import TERMS
+from cuflash.terms import NUMBERS, TERMS
 
 CAUSAL: dict[str, Causal] = {"no": False, "yes": True, "top_left": "top_left"}
 
@@ -84,7 +84,8 @@ def add_problem_arguments(
     group.add_argument("--num-heads-kv", type=positive, help="heads of k and v, if they are fewer")
     group.add_argument("--head-dim-v", type=positive, help="head dimension of v, if it differs")
     group.add_argument("--window", type=window, metavar="LEFT,RIGHT", help="e.g. 1023,0; no bound is none: 1023,none")
-    group.add_argument("--softcap", type=number, metavar="C", help="scores are capped at C (default: they are not)")
+    for name in NUMBERS:
+        group.add_argument(f"--{name}", type=number, metavar="X", help="default: that of FlashAttention")
     group.add_argument("--layout", choices=LAYOUTS, default="bhsd", help="default: bhsd")
     group.add_argument("--dropout", type=number, default=0.0, metavar="RATE", help="default: 0")
     group.add_argument("--block-size", type=positive, default=128, help="of a block mask (default: 128)")

@@ -14,6 +14,7 @@ from cuflash.cli import here
 from cuflash.cli.arguments import add_problem_arguments, calls, passes, problems
 from cuflash.cli.here import NAME_ONE, NO_GPU, Failure
 from cuflash.problem import make_problem
+from cuflash.terms import BY_NAME
 
 
 def add_tune_arguments(command: argparse.ArgumentParser) -> None:
@@ -53,12 +54,11 @@ def list_candidates(args: argparse.Namespace) -> int:
 
 
 def filled(xp: ModuleType, name: str, shape: Contiguous, args: argparse.Namespace) -> Any:
-    """An array of this name and shape: random numbers, whole lengths, slopes of the usual size."""
+    """An array of this name and shape: whole lengths, or random numbers, of which terms get small ones."""
     rng = xp.random.default_rng(0)
     if name in ("mask", "block_mask"):
         return rng.random(shape.shape, xp.float32) < 0.7
     if name == "kv_lengths":
         return xp.full(shape.shape, args.seqlen_k or args.seqlen, shape.dtype)
-    if name == "alibi_slopes":
-        return xp.linspace(0.004, 0.5, *shape.shape).astype(shape.dtype)
-    return rng.standard_normal(shape.shape, xp.float32).astype(shape.dtype)
+    size = 0.01 if name in BY_NAME else 1.0  # times distances, slopes are large all the same
+    return (size * rng.standard_normal(shape.shape, xp.float32)).astype(shape.dtype)

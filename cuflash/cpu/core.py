@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from cuflash.cpu.jobs import count_cores
 from cuflash.operands import DTYPES, layout_of
 from cuflash.problem import Problem
-from cuflash.terms import GRADIENTS
+from cuflash.terms import DEFAULT_NEED, GRADIENTS, NUMBERS, OF_SCORES, OF_SOFTMAX, SCORES, TERMS
 
 Array = NDArray[Any]
 
@@ -39,12 +39,15 @@ KEPT_BYTES = 2**20  # of memory for calls without threads, in each thread of Pyt
 MOST_PREPARED = 64  # calls of one problem
 NO_BOUND = 2**40
 
+# How many axes a term is broadcast to: the first ones of the scores, up to its last one.
+_AXES_OF_TERMS = {term.name: SCORES.index(term.shapes[-1][-1]) + 1 if term.shapes else term.strides for term in TERMS}
 # Arrays of a call in the order of `enum Array`, and how many axes each is broadcast to; those of q are 4 in its layout.
 AXES = {
-    "q": "q", "k": "q", "v": "q", "out": "q", "lse": 3, "dout": "q", "dlse": 3, "dq": "q", "dk": "q", "dv": "q",
-    "bias": 4, "mask": 4, "kv_lengths": 1, "alibi_slopes": 2, "sinks": 2, "block_mask": 4, "block_table": 2,
-    "cu_seqlens_q": 1, "cu_seqlens_k": 1, "dbias": 4, "dalibi_slopes": 2, "dscale": 0, "dsoftcap": 0, "dsinks": 2,
-}  # fmt: skip
+    **dict.fromkeys(("q", "k", "v", "out", "dout", *DEFAULT_NEED), "q"),
+    **dict.fromkeys(("lse", "dlse"), 3),
+    **_AXES_OF_TERMS,
+    **{name: _AXES_OF_TERMS.get(name[1:], 0) for name in (*OF_SCORES, *OF_SOFTMAX)},
+}
 _DONE, _OUT_OF_MEMORY, _OTHER_LAYOUT, _NO_THREAD, _UNALIGNED = range(5)
 _WRITTEN = {False: ("out", "lse"), True: GRADIENTS}  # by a pass, by whether it is the backward pass
 _kept = threading.local()
@@ -59,7 +62,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("diagonal", "window_left", "window_right", "is_bottom_right")),
         *((name, ctypes.c_int64) for name in ("page_size", "block_rows", "block_keys", "lengths_are_64_bit")),
         *((name, ctypes.c_int64) for name in ("dropout_steps", "num_given")),
-        *((name, ctypes.c_double) for name in ("scale", "softcap", "kept_scale")),
+        *((name, ctypes.c_double) for name in (*NUMBERS, "kept_scale")),
         ("sizes", ctypes.c_int64 * len(AXES)),
         ("strides", ctypes.c_int64 * 4 * len(AXES)),
         ("given", ctypes.c_int64 * len(AXES)),
@@ -246,10 +249,10 @@ def _prepare(functions: Any, problem: Problem, given: dict[str, Array], is_backw
         block_keys=problem.block_size[1],
         lengths_are_64_bit=problem.kv_lengths is not None and problem.kv_lengths.dtype == "int64",
         dropout_steps=round(65536 * problem.dropout),
-        scale=problem.scale,
-        softcap=problem.softcap or 0,
         kept_scale=problem.kept_scale,
     )
+    for name in problem.given(NUMBERS):
+        setattr(call, name, getattr(problem, name))
     for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"):
         setattr(call, name, getattr(problem, name))
     names = list(AXES)

@@ -12,7 +12,7 @@ from cuflash.cpu import stacks, tiled_backward, tiled_forward, tiled_terms, tile
 from cuflash.cpu.packed import Sequence, clear_rows_of_no_sequence, for_each, sequences
 from cuflash.operands import view_4d, view_rows
 from cuflash.problem import Problem
-from cuflash.terms import DEFAULT_NEED, GRADIENTS, Terms, checked
+from cuflash.terms import DEFAULT_NEED, GRADIENTS, OF_SCORES, Terms, checked
 
 Array = NDArray[Any]
 
@@ -103,8 +103,7 @@ def backward(
         The gradients that are wanted, names of `terms.GRADIENTS`; without it dq, dk, dv.
     **others : numpy.ndarray, optional
         The terms, as `forward` takes them, and arrays for gradients by name, which are written to and returned if
-        wanted: shapes and dtypes of q, k, v, bias and so on, shape () and dtype of lse of dscale and dsoftcap; any
-        strides.
+        wanted: shapes and dtypes of what they are gradients of, shape () and dtype of lse for numbers; any strides.
 
     Returns
     -------
@@ -128,10 +127,9 @@ def backward(
         if wanted.keys() & set(DEFAULT_NEED):
             results = {name: view_4d(wanted[name], problem.layout) for name in DEFAULT_NEED if name in wanted}
             tiled_backward.write(call, threads, rows, **results)
-        if wanted.keys() & {"dbias", "dalibi_slopes", "dscale", "dsoftcap"}:
+        if wanted.keys() & set(OF_SCORES):
             tiled_terms.write(call, threads, rows, wanted)
-        if "dsinks" in wanted:
-            tiled_terms.write_sinks(terms["sinks"], *rows, wanted["dsinks"])
+        tiled_terms.write_of_softmax(call, rows, wanted)
     return tuple(wanted.values())
 
 
@@ -167,7 +165,7 @@ def _backward_of_sequences(
     arrays = {**arrays, **{name: wanted[name] for name in DEFAULT_NEED if name in wanted}}
     heads = (problem.batch, problem.num_heads)
     parts = {
-        name: np.zeros(heads[: 1 if name in ("dscale", "dsoftcap") else 2], problem.softmax_dtype)
+        name: np.zeros(heads if wanted[name].ndim else heads[:1], problem.softmax_dtype)
         for name in wanted.keys() - set(DEFAULT_NEED)
     }
 

@@ -12,12 +12,13 @@ from cuflash.cpu import tiles
 from cuflash.cpu.jobs import Workspace, run
 from cuflash.cpu.stacks import derivative_by_softcap
 from cuflash.cpu.tiled_backward import BackwardQueries, Rows, backward_tile
+from cuflash.terms import OF_NUMBERS, OF_SCORES
 
 Array = NDArray[Any]
 
 
 def write(call: tiles.Call, threads: int, of_rows: Rows, wanted: Mapping[str, Array]) -> None:
-    """dbias, dalibi_slopes, dscale and dsoftcap, those that are wanted.
+    """The gradients `terms.OF_SCORES`, those that are wanted.
 
     A job is a tile of rows of one head. What it has for things that other jobs share is added in the order of the jobs,
     by this thread, while few are under way.
@@ -44,13 +45,11 @@ def write(call: tiles.Call, threads: int, of_rows: Rows, wanted: Mapping[str, Ar
                     dbias[b % dbias.shape[0], h % dbias.shape[1], its_rows, columns] += part["dbias"]
                 if "dalibi_slopes" in sums:
                     sums["dalibi_slopes"][(b, h)[-sums["dalibi_slopes"].ndim :]] += part["dalibi_slopes"]
-                for name in ("dscale", "dsoftcap"):
-                    if name in sums:
-                        sums[name] += part[name]
+                for name in sums.keys() & set(OF_NUMBERS):
+                    sums[name] += part[name]
     with np.errstate(all="ignore"):
-        for name in ("dbias", "dalibi_slopes", "dscale", "dsoftcap"):
-            if name in sums:
-                wanted[name][...] = sums[name]
+        for name in sums.keys() & set(OF_SCORES):
+            wanted[name][...] = sums[name]
 
 
 def _compute_rows(
@@ -70,7 +69,7 @@ def _compute_rows(
     part["dbias"] = dbias = np.zeros(
         tuple(n if m > 1 else 1 for n, m in zip(shape, bias_shape, strict=True)), call.dtype
     )
-    part |= {name: np.zeros((), call.dtype) for name in ("dalibi_slopes", "dscale", "dsoftcap")}
+    part |= {name: np.zeros((), call.dtype) for name in OF_SCORES if name != "dbias"}
     key_tile = tiles.clamp(
         call.tile // queries.padded // tiles.KEY_BLOCK * tiles.KEY_BLOCK, tiles.KEY_BLOCK, tiles.KEY_TILE
     )
@@ -102,8 +101,11 @@ def _compute_rows(
         part["dscale"] += (queries.dq_t.swapaxes(2, 3) * q).sum()
 
 
-def write_sinks(sinks: Array, dout: Array, out: Array, lse: Array, dlse: Array | None, dsinks: Array) -> None:
-    """dsinks, the sum of exp(sink - L) (dL - D) over all rows of a head."""
+def write_of_softmax(call: tiles.Call, of_rows: Rows, wanted: Mapping[str, Array]) -> None:
+    """dsinks if it is wanted: the sum of exp(sink - L) (dL - D) over all rows of a head."""
+    sinks, dsinks, (dout, out, lse, dlse) = call.sinks, wanted.get("dsinks"), of_rows
+    if sinks is None or dsinks is None:
+        return
     for head in range(len(sinks)):
         dsinks[head] = 0
         for batch in range(len(lse)):

@@ -19,7 +19,7 @@ from cuflash.planning.draft import MAPS_OFFSET
 from cuflash.planning.tiles import Tile
 from cuflash.problem import Problem
 from cuflash.tensor_map import TensorMapSpec
-from cuflash.terms import DEFAULT_NEED, GRADIENTS, NUMBERS, OF_SOFTMAX
+from cuflash.terms import DEFAULT_NEED, GRADIENTS, OF_NUMBERS, OF_SOFTMAX
 
 Place = Callable[[np.ndarray], np.ndarray]
 
@@ -187,6 +187,6 @@ def backward(
     every: dict[str, Any] = {
         name: (arrays[name[1:]].shape, arrays[name[1:]].dtype) for name in need if name[1:] in arrays
     }
-    every |= {name: ((), problem.softmax_dtype) for name in (f"d{number}" for number in NUMBERS)}
+    every |= {name: ((), problem.softmax_dtype) for name in OF_NUMBERS}
     results = {name: every[name] for name in GRADIENTS if name in need}
     return _call("backward", problem, {**arrays, "out": out, "lse": lse}, results, **options)

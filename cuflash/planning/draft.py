@@ -15,7 +15,7 @@ from cuflash.planning.tiles import Tile, round_up
 from cuflash.problem import Problem
 from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
-from cuflash.terms import NUMBERS, OF_SCORES, TERMS, Term
+from cuflash.terms import DEFINES, NUMBERS, OF_PAIRS, OF_SCORES, TERMS, Term
 
 PARAMS_BYTES = 920  # of the kernels' only argument; cuflash/params.py lays it out, kernels/common/params.cuh checks it
 MAPS_OFFSET = round_up(PARAMS_BYTES, 64)  # where tensor maps follow
@@ -130,7 +130,7 @@ class Draft:
         # Launches overlap from compute capability 9.0 on; kernels without blocks are not launched.
         overlaps = self.device.arch >= 90 and any(kernel.grid for kernel in self.kernels)
         every = self.defines | tile.defines() | defines | {"CUFLASH_OVERLAPS_PREVIOUS": int(overlaps)}
-        every |= {f"CUFLASH_{define}": 0 for option in _untold(source) for define in _UNTOLD[option]}
+        every |= dict.fromkeys((define for option in _untold(source) for define in _UNTOLD[option]), 0)
         if source.startswith("around/"):
             every.pop("CUFLASH_ARGUMENT_BYTES", None)  # they have no tensor maps
         every |= {"CUFLASH_SHARED_BYTES": shared_bytes, "CUFLASH_KERNEL_NAME": name}
@@ -151,13 +151,11 @@ class Draft:
 # Options that make no difference to kernels around the main one, and the defines that tell of them. Told of none, these
 # kernels are compiled once for all.
 _UNTOLD: dict[str, tuple[str, ...]] = {
-    "softcap": ("HAS_SOFTCAP",),
-    "alibi_slopes": ("HAS_ALIBI",),
-    "bias": ("BIAS_BYTES",),
-    "mask": ("HAS_MASK", "MASK_OF_KEYS", "MASK_BY_BITS"),
-    "block_mask": ("MASK_BLOCK_M", "MASK_BLOCK_N", "HAS_LISTS"),
-    "dropout": ("HAS_DROPOUT",),
-    "scale": ("SCALE_IN_EXPONENT",),
+    **{name: (DEFINES[name],) for name in OF_PAIRS if name in DEFINES},
+    "mask": (DEFINES["mask"], "CUFLASH_MASK_OF_KEYS", "CUFLASH_MASK_BY_BITS"),
+    "block_mask": ("CUFLASH_MASK_BLOCK_M", "CUFLASH_MASK_BLOCK_N", "CUFLASH_HAS_LISTS"),
+    "dropout": ("CUFLASH_HAS_DROPOUT",),
+    "scale": ("CUFLASH_SCALE_IN_EXPONENT",),
 }
 _MASKS = ("mask", "block_mask")
 _TOLD = {"lists.cu": _MASKS, "mask_bits.cu": _MASKS, "scores_reduce.cu": ("bias",), "convert.cu": ("dropout",)}
@@ -181,7 +179,7 @@ _DTYPE_TAGS = {"float16": "Float16", "bfloat16": "BFloat16", "float32": "Float32
 def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_bytes: int) -> dict[str, str | int]:
     changes_scores = any(f"d{name}" in OF_SCORES for name in problem.acting)
     terms = {term.define: _define_of(getattr(problem, term.name), term) for term in TERMS if term.define}
-    numbers = {f"CUFLASH_HAS_{name.upper()}": int(getattr(problem, name) is not None) for name in NUMBERS[1:]}
+    numbers = {DEFINES[name]: int(getattr(problem, name) is not None) for name in NUMBERS[1:]}
     return {
         **terms,
         **numbers,

@@ -22,6 +22,7 @@ from cuflash.testing.case import (
     gather_pages,
     optional,
     optional_backward,
+    qkv,
     self_test_cases,
     split_keys,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "numpy_dtype",
     "optional",
     "optional_backward",
+    "qkv",
     "self_test_cases",
     "split_keys",
     "through_dlpack",

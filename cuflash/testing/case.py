@@ -43,8 +43,13 @@ class Case:
     bias_holes : bool
         Some entries of the bias are -inf.
     mask : tuple of int, optional
+<<<<<<< HEAD
         Shape of the boolean mask, broadcast likewise. Some of its rows are all False; of more than one block of 64 x 64
         pairs, some are all True or all False.
+=======
+        Shape of the boolean mask, broadcast likewise. Some of its rows are all False, and where it has more than one
+        block of 64 x 64 pairs, some of these are all True or all False.
+>>>>>>> house
     kv_lengths : tuple of int, optional
         Number of keys of each batch entry. What lies behind them is NaN.
     kv_lengths_dtype : {"int32", "int64"}
@@ -185,7 +190,7 @@ class Case:
     def problem(self) -> Problem:
         """The validated `Problem`, with the strides of the arrays."""
         arrays = self.arrays()
-        return make_problem(self.options, arrays["q"], arrays["k"], arrays["v"], **optional(arrays))
+        return make_problem(self.options, *qkv(arrays), **optional(arrays))
 
     def arrays(self, convert: Callable[[Array], Any] = np.asarray) -> dict[str, Any]:
         """Inputs of the case by name: q, k, v, dout (without pages), and those of `NAMES` and dlse it has.
@@ -306,6 +311,11 @@ def gather_pages(arrays: Mapping[str, Any], layout: str = "bhsd") -> dict[str, A
         rows = pages.swapaxes(1, 2).reshape(batch, heads, -1, dim)
         gathered[name] = np.ascontiguousarray(rows.swapaxes(1, 2) if layout == "bshd" else rows)
     return gathered
+
+
+def qkv(arrays: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Of the arrays of a case, the ones that are positional arguments."""
+    return arrays["q"], arrays["k"], arrays["v"]
 
 
 def optional(arrays: Mapping[str, Any]) -> dict[str, Any]:

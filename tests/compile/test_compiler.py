@@ -4,14 +4,15 @@ import struct
 import subprocess
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from test_plans import SERIALIZED
 
 from cuflash import compiler, kernel_cache
 from cuflash.compiler import CompileError, Compiler, compile_kernel, nvrtc_version, supported_archs
 from cuflash.nvrtc import Nvrtc
+from tests.compile.test_plans import SERIALIZED
 
 SCALE = """\
 #include "factor.cuh"
@@ -48,19 +49,21 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) spill(const float* x, 
 @pytest.fixture
 def kernels(tmp_path):
     """compile(source, name, defines, arch) on a kernels directory and a cache of the test's own."""
-    directory = tmp_path / "kernels"
-    directory.mkdir()
+    (tmp_path / "kernels").mkdir()
+    return Kernels(tmp_path / "kernels", tmp_path / "cache")
 
-    def compile_files(source, name, defines, arch, **files):
+
+@dataclass(frozen=True)
+class Kernels:
+    directory: Path
+    cache: Path
+
+    def __call__(self, source, name, defines, arch, **files):
         files = {"scale.cu": SCALE, "factor.cuh": FACTOR, "twice.cuh": TWICE, "spill.cu": SPILL, **files}
         for file, text in files.items():
-            (directory / file).parent.mkdir(exist_ok=True)
-            (directory / file).write_text(text)
-        return Compiler(directory, tmp_path / "cache", Nvrtc()).compile(source, name, defines, arch)
-
-    compile_files.directory = directory
-    compile_files.cache = tmp_path / "cache"
-    return compile_files
+            (self.directory / file).parent.mkdir(exist_ok=True)
+            (self.directory / file).write_text(text)
+        return Compiler(self.directory, self.cache, Nvrtc()).compile(source, name, defines, arch)
 
 
 def elf_sections(cubin):

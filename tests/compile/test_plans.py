@@ -9,6 +9,7 @@ import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -173,8 +174,8 @@ class Target:
         tile = self.tile
         sizes = f"{tile.max_dim}-{tile.block_m}x{tile.block_n}-w{tile.num_warps}b{tile.min_blocks}"
         name = f"{type(tile).__name__}-{tile.element_bytes}B-{sizes}"
-        if is_split(tile):
-            name += f"-{tile.bf16_parts}parts"
+        if parts_of(tile):
+            name += f"-{parts_of(tile)}parts"
         return f"{self.arch}-{name}-{self.variant}"
 
     @property
@@ -187,16 +188,16 @@ class Target:
         variant = VARIANTS[self.variant]
         dtype = {2: variant["dtype"], 4: "float32", 8: "float64"}[tile.element_bytes]
         seqlen_q, seqlen_k = (9, 2048) if isinstance(tile, DecodeSm90Tile) else (64, 64)
-        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": tile.max_dim}
+        sizes: dict[str, Any] = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": tile.max_dim}
         case = ct.Case(**sizes | variant | {"dtype": dtype})
         arrays = case.arrays()
-        is_tf32 = tile.bf16_parts == 2 if is_split(tile) else self.variant == "full"
+        is_tf32 = parts_of(tile) == 2 if parts_of(tile) else self.variant == "full"
         options = replace(
             case.options,
             deterministic=isinstance(tile, DqTile) or self.variant == "turns",
             precision="tf32" if is_tf32 else "highest",
         )
-        problem = make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
+        problem = make_problem(options, *ct.qkv(arrays), **ct.optional(arrays))
         if isinstance(tile, ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | DecodeSm90Tile):
             return choose_plan(problem, self.device, "forward", tiles=(tile,))
         if isinstance(tile, DqTile):
@@ -214,7 +215,7 @@ class Target:
         return [kernel for kernel in kernels if is_first or not kernel.source.startswith("around/")]
 
 
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "causal": {"dtype": "bfloat16", "causal": True},
     "full": {"dtype": "float16"},
     "groups": {"dtype": "float16", "num_heads": 2, "num_heads_kv": 1, "causal": True},
@@ -270,9 +271,9 @@ def fits(tile, arch):
     return shared_bytes <= device.shared_bytes_per_block and resident <= device.shared_bytes_per_sm
 
 
-def is_split(tile):
-    """Whether float32 is multiplied by its parts: three for the highest precision, two for TF32's."""
-    return isinstance(tile, ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile)
+def parts_of(tile: Tile) -> int:
+    """By how many parts float32 is multiplied: three for the highest precision, two for TF32's; 0 where it has none."""
+    return tile.bf16_parts if isinstance(tile, ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile) else 0
 
 
 def goes_with(main, tile):
@@ -285,9 +286,7 @@ def first_of_its_kind(tile):
         row
         for table in TABLES
         for row in table
-        if type(row) is type(tile)
-        and (row.element_bytes, is_split(row) and row.bf16_parts)
-        == (tile.element_bytes, is_split(tile) and tile.bf16_parts)
+        if type(row) is type(tile) and (row.element_bytes, parts_of(row)) == (tile.element_bytes, parts_of(tile))
     )
 
 
@@ -355,7 +354,7 @@ TARGETS = [
         for tile in (*BACKWARD_SM90_TILES, *BACKWARD_FLOAT32_SM90_TILES, *BACKWARD_TF32_SM90_TILES)
         for variant in ("full", "groups", "turns", "shares", "options")
         if variant != "turns" or isinstance(tile, BackwardSm90Tile)
-        if not is_split(tile) or tile.bf16_parts == 3 or variant == "groups"
+        if parts_of(tile) != 2 or variant == "groups"
     ),
     *(
         Target(tile=tile, arch="9.0", variant=variant)

@@ -12,13 +12,13 @@ from dataclasses import replace
 from importlib import metadata
 
 import pytest
-from test_plans import SERIALIZED
 
 import cuflash.testing as ct
 from cuflash.compiler import compile_spec, supported_archs
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.sm90.tiles import FORWARD_SM90_TILES
 from cuflash.problem import make_problem
+from tests.compile.test_plans import SERIALIZED
 
 
 def find_nvdisasm():
@@ -43,7 +43,7 @@ def kernels_of(head_dim, tiles=None, pass_="forward", **options):
     """Those of a small problem."""
     case = ct.Case(seqlen_q=64, seqlen_k=64, head_dim=head_dim, dtype="bfloat16", **options)
     arrays = case.arrays()
-    problem = make_problem(case.options, *(arrays[name] for name in "qkv"))
+    problem = make_problem(case.options, *ct.qkv(arrays))
     return choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_, tiles=tiles).kernels
 
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from test_plans import REGISTERS_OF_SM, SERIALIZED, fits
 
 import cuflash.testing as ct
 from cuflash.compiler import compile_spec, supported_archs
@@ -12,6 +11,7 @@ from cuflash.planning.sm80 import BACKWARD_TILES, SCORES_TILES
 from cuflash.planning.sm90.tiles import BACKWARD_FLOAT32_SM90_TILES, BACKWARD_SM90_TILES
 from cuflash.planning.tiles import round_up
 from cuflash.problem import make_problem
+from tests.compile.test_plans import REGISTERS_OF_SM, SERIALIZED, fits
 
 DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
 SUMS = ("dalibi_slopes", "dscale", "dsoftcap")
@@ -80,7 +80,7 @@ def compiled(tile, need, arch="9.0"):
     """The kernel that owns keys, for some of the gradients."""
     dtype = "float32" if tile in BACKWARD_FLOAT32_SM90_TILES else "bfloat16"
     case = ct.Case(seqlen_q=64, seqlen_k=64, head_dim=64, dtype=dtype, causal=True)
-    problem = make_problem(case.options, *(case.arrays()[name] for name in "qkv"))
+    problem = make_problem(case.options, *ct.qkv(case.arrays()))
     plan = choose_plan(problem, DeviceSpec.for_arch(arch), "backward", tiles=(replace(tile),), need=need)
     sources = ("sm80/backward.cu", "sm90/backward.cu", "sm90/backward_fp32.cu")
     (kernel,) = [kernel for kernel in plan.kernels if kernel.source in sources]

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from cuflash import reference
 from cuflash.emulator import Schedule, guarded
 from cuflash.emulator.passes import Place, backward, forward, plan_for, run
 from cuflash.planning import DeviceSpec, LaunchPlan, choose_plan
 from cuflash.planning.tiles import Tile
 from cuflash.problem import Problem, make_problem
 from cuflash.terms import DEFAULT_NEED
-from cuflash.testing import Case, measure, optional, yardsticks
+from cuflash.testing import Case, measure, optional, qkv, yardsticks
 
 __all__ = [
     "Place",
@@ -21,10 +22,13 @@ __all__ = [
     "backward",
     "far_apart",
     "forward",
+    "forward_by_oracle",
     "gradients_of",
     "guarded",
+    "inputs_of",
     "packed_sizes",
     "plan_for",
+    "problem_of",
     "run",
 ]
 
@@ -59,6 +63,24 @@ def packed_sizes(of_queries: Sequence[int], of_keys: Sequence[int], rest: int = 
     }
 
 
+def problem_of(case: Case, arrays: Mapping[str, Any], **options: Any) -> Problem:
+    """The problem of the arrays as they lie, with such static options."""
+    return make_problem(replace(case.options, **options), *qkv(arrays), **optional(arrays))
+
+
+def inputs_of(case: Case, **options: Any) -> tuple[Problem, dict[str, Any]]:
+    """The problem of a case, and its arrays."""
+    arrays = case.arrays()
+    return problem_of(case, arrays, **options), arrays
+
+
+def forward_by_oracle(problem: Problem, arrays: Mapping[str, Any], **random: Any) -> tuple[np.ndarray, np.ndarray]:
+    """out and lse as a forward pass without error would round them."""
+    out, lse = reference.forward(problem, *qkv(arrays), **optional(arrays) | random)
+    with np.errstate(over="ignore"):
+        return out.astype(arrays["q"].dtype), lse.astype(problem.softmax_dtype)
+
+
 def gradients_of(
     case: Case,
     tile: Tile,
@@ -68,9 +90,7 @@ def gradients_of(
     need: Sequence[str] = DEFAULT_NEED,
 ) -> tuple[LaunchPlan, dict[str, Any]]:
     """Both passes of a case on compute capability 9.0: the plan of the backward pass, and its results by name."""
-    arrays = case.arrays()
-    options = replace(case.options, deterministic=deterministic)
-    problem = make_problem(options, *(arrays[name] for name in "qkv"), **optional(arrays))
+    problem, arrays = inputs_of(case, deterministic=deterministic)
     device = replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms)
     out, lse = forward(problem, arrays, arch=device)
     gradients = backward(problem, arrays, out, lse, arch=device, schedule=schedule, tiles=(tile,), need=need)

@@ -10,16 +10,16 @@ import subprocess
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
-import attention
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash import emulator, reference
-from cuflash.emulator import SCHEDULES, find_compiler
+from cuflash import emulator
+from cuflash.emulator import SCHEDULES, Statistics, find_compiler
 from cuflash.planning import DeviceSpec
 from cuflash.planning.sm80 import BACKWARD_TILES, DQ_TILES, FORWARD_TILES, BackwardTile, DqTile, ForwardTile
 from cuflash.planning.sm90.tiles import (
@@ -30,7 +30,8 @@ from cuflash.planning.sm90.tiles import (
     ForwardSm90Tile,
 )
 from cuflash.planning.tiles import Tile, round_up
-from cuflash.problem import make_problem
+from tests.emulate import attention
+from tests.emulate.attention import forward_by_oracle, problem_of
 
 HERE = Path(__file__).resolve().parent
 
@@ -73,7 +74,7 @@ def spaced(array):
     columns = round_up(array.shape[-1], 8)
     buffer = np.full((*(n + 2 for n in array.shape[:-1]), columns + 16), poison(array.dtype), array.dtype)
     lead = (slice(1, -1),) * (array.ndim - 1)
-    inside = buffer[(*lead, slice(8, 8 + array.shape[-1]))]
+    inside = buffer[lead][..., 8 : 8 + array.shape[-1]]
     inside[...] = array
     return inside
 
@@ -135,12 +136,6 @@ class Specialisation:
         return problem_of(case, arrays, deterministic=self.deterministic, precision=self.precision), arrays
 
 
-def problem_of(case, arrays, **options):
-    """The problem of the arrays as they lie."""
-    options = replace(case.options, **options)
-    return make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
-
-
 def _lengths(tile):
     """Sequence lengths around the edges of fragments and of tiles."""
     m, n = tile.block_m, tile.block_n
@@ -174,8 +169,8 @@ def _cases(draw, what):
     scores_shape = (batch, num_heads, seqlen_q, seqlen_k)
     broadcast = st.tuples(*(st.sampled_from([1, n]) for n in scores_shape))
     block_n = what.tiles[-1].block_n
-    key_counts = {0, 1, block_n - 1, block_n, block_n + 1, seqlen_k - 1, seqlen_k, seqlen_k // 2}
-    key_counts = [n for n in sorted(key_counts) if n <= seqlen_k]
+    counts = {0, 1, block_n - 1, block_n, block_n + 1, seqlen_k - 1, seqlen_k, seqlen_k // 2}
+    key_counts = sorted(n for n in counts if n <= seqlen_k)
     return ct.Case(
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
@@ -243,7 +238,7 @@ def _specialisation(deal, tiles, *, plain):
     """One specialisation of these tiles; plain ones fill the tiles and have at most a right bound."""
     full = min(tile.max_dim for tile in tiles)
     rows = ("contiguous", full, full)
-    options = {}
+    options: dict[str, Any] = {}
     if not plain:
         rows = deal("rows", *(ROWS_SM90 if isinstance(tiles[0], ForwardSm90Tile) else ROWS_SM80))
         rows = (rows[0], *(d if d > 0 else full + d for d in rows[1:]))
@@ -282,7 +277,7 @@ def _specialisations(table, *, with_options=3):
     """
     deal = _Dealer(type(table[0]).__name__)
     for tile in table:
-        tiles = (tile,)
+        tiles: tuple[Tile, ...] = (tile,)
         if isinstance(tile, DqTile):
             tiles = (deal.rng.choice([main for main in BACKWARD_TILES if goes_with(main, tile)]), tile)
         yield _specialisation(deal, tiles, plain=True)
@@ -384,19 +379,12 @@ def test_the_list_of_float32_on_compute_capability_9_is_complete():
 FEW = settings(max_examples=2, suppress_health_check=[HealthCheck.too_slow])
 
 
-def forward_by_oracle(problem, arrays, **random):
-    """out and lse as a forward pass without error would round them."""
-    out, lse = reference.forward(problem, *(arrays[name] for name in "qkv"), **ct.optional(arrays), **random)
-    with np.errstate(over="ignore"):
-        return out.astype(arrays["q"].dtype), lse.astype(problem.softmax_dtype)
-
-
 @pytest.mark.parametrize("what", (*FORWARD, *FORWARD_SM90, *FORWARD_FLOAT32_SM90), ids=str)
 @FEW
 @given(data=st.data())
 def test_forward(what, data):
     case, schedule = data.draw(what.cases()), data.draw(schedules)
-    options = {**case.random}
+    options: dict[str, Any] = {**case.random}
     if isinstance(what.tiles[0], ForwardSm90Tile):  # TMA writes rows that start at multiples of 16 bytes
         options["place"] = lambda array: attention.guarded(CONVERSIONS.get(what.strides, np.asarray)(array))
     results = attention.forward(*what.arguments(case), arch=what.device, tiles=what.tiles, schedule=schedule, **options)
@@ -411,8 +399,8 @@ def test_backward(what, data):
     problem, arrays = what.arguments(case)
     tiles = what.tiles if what.deterministic else (*what.tiles, None)
     forward = forward_by_oracle(problem, arrays, **case.random)
-    options = {"arch": what.device, "tiles": tiles, "schedule": schedule}
-    ct.assert_backward(case, *attention.backward(problem, arrays, *forward, **options, **case.random))
+    options: dict[str, Any] = {"arch": what.device, "tiles": tiles, "schedule": schedule}
+    ct.assert_backward(case, *attention.backward(problem, arrays, *forward, **options | case.random))
 
 
 # ---- All results of a case -------------------------------------------------------------------------------------------
@@ -460,8 +448,15 @@ def bits(results):
 @pytest.mark.parametrize(("dtype", "arch"), [("bfloat16", "9.0"), ("float32", "9.0"), ("float64", "8.0")])
 def test_sinks_gradients_of_lse_and_dropout(dtype, arch):
     """A sink is never dropped, and what dropout does to dP is done before delta and dlse join it."""
-    sizes = {"seqlen_q": 150, "seqlen_k": 140, "batch": 2, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
-    options = {"causal": True, "kv_lengths": (100, 0), "sinks": True, "dlse": True, "dropout": 0.3}
+    sizes: dict[str, Any] = {
+        "seqlen_q": 150,
+        "seqlen_k": 140,
+        "batch": 2,
+        "num_heads": 4,
+        "num_heads_kv": 2,
+        "head_dim": 64,
+    }
+    options: dict[str, Any] = {"causal": True, "kv_lengths": (100, 0), "sinks": True, "dlse": True, "dropout": 0.3}
     case = ct.Case(**sizes, **options, dtype=dtype, score_spread=4.0)
     for deterministic in (False, True):
         assert_results(case, all_results(case, arch=arch, deterministic=deterministic))
@@ -511,7 +506,7 @@ def test_the_batch_changes_no_bit_of_gradients_in_turn(tile, heads):
     arrays = case.arrays()
 
     def gradients(batch):
-        given = {name: x if x is None else x[batch] for name, x in arrays.items()}
+        given = {name: x[batch] for name, x in arrays.items()}
         problem = problem_of(replace(case, batch=len(given["q"])), given, deterministic=True)
         out, lse = attention.forward(problem, given)
         return attention.backward(problem, given, out, lse, tiles=(tile,))
@@ -526,7 +521,7 @@ def test_the_batch_changes_no_bit_of_gradients_in_turn(tile, heads):
 @pytest.mark.parametrize("tiles", REPEATED.values(), ids=REPEATED)
 def test_what_lies_in_memory_changes_no_bit(tiles, deterministic):
     """Results and scratch memory are written before they are read."""
-    options = {**tiles, "deterministic": deterministic}
+    options: dict[str, Any] = {**tiles, "deterministic": deterministic}
     first = bits(all_results(CASE, **options, fill=0xFF))
     assert bits(all_results(CASE, **options, fill=0x00)) == first
     assert bits(all_results(CASE, **options, fill=0x3F)) == first
@@ -546,7 +541,7 @@ def test_neither_schedule_nor_memory_change_a_bit_of_float32(tile):
 
 # ---- The edges of problems -------------------------------------------------------------------------------------------
 
-EDGES = {
+EDGES: dict[str, dict[str, Any]] = {
     "one pair": {"seqlen_q": 1, "seqlen_k": 1},
     "one query": {"seqlen_q": 1, "seqlen_k": 201},
     "one key": {"seqlen_q": 201, "seqlen_k": 1},
@@ -623,8 +618,8 @@ def run_both(problem, arrays, **options):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("term", ["mask", "bias"])
 def test_terms_that_hide_everything(term, deterministic, arch):
-    sizes = {"seqlen_q": 40, "seqlen_k": 70, "num_heads": 2}
-    case = ct.Case(head_dim=16, dtype="bfloat16", **sizes, **{term: (2, 40, 70)})
+    sizes: dict[str, Any] = {"seqlen_q": 40, "seqlen_k": 70, "num_heads": 2, term: (2, 40, 70)}
+    case = ct.Case(head_dim=16, dtype="bfloat16", **sizes)
     arrays = case.arrays()
     hidden = False if term == "mask" else -np.inf
     arrays[term][0] = hidden  # a whole head
@@ -695,7 +690,7 @@ def test_float32_at_the_end_of_its_range(value, float32_tiles):
 )
 def test_float32_is_no_worse_than_the_plain_formula(options, float32_tiles):
     """On the average of several seeds, without the allowance for luck. The emulated tensor cores cut sums off too."""
-    sizes = {"seqlen_q": 65, "seqlen_k": 203, "head_dim": 64} | options
+    sizes: dict[str, Any] = {"seqlen_q": 65, "seqlen_k": 203, "head_dim": 64} | options
     ratios = []
     for seed in range(6):
         case = ct.Case(**sizes, dtype="float32", seed=seed)
@@ -811,7 +806,7 @@ def test_maxima_that_are_found_late(tile, dtype, options):
     _, problem, arrays = rising(tile, dtype, **options)
     first = None
     for schedule in SCHEDULES[-2:] if options else SCHEDULES:
-        launches = []
+        launches: list[Statistics] = []
         out, lse = attention.forward(problem, arrays, tiles=(tile,), schedule=schedule, statistics=launches)
         judge(problem, arrays, {"out": out, "lse": lse})
         assert launches[0].matrix_loads > 0  # only the product that is done again has any
@@ -824,7 +819,7 @@ def test_maxima_are_not_looked_for_in_vain(tile):
     """Scores of common spreads need no second product."""
     case = ct.Case(seqlen_q=67, seqlen_k=4 * tile.block_n, head_dim=16, dtype="float16", score_spread=1.0)
     arrays = case.arrays()
-    launches = []
+    launches: list[Statistics] = []
     results = attention.forward(problem_of(case, arrays), arrays, tiles=(tile,), statistics=launches)
     ct.assert_forward(case, *results)
     assert launches[0].matrix_loads == 0
@@ -864,7 +859,7 @@ def assert_only_noise(frames, count):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_results_stay_inside_their_arrays(deterministic):
     case = ct.Case(seqlen_q=70, seqlen_k=81, batch=2, num_heads=2, num_heads_kv=1, head_dim=24, dtype="bfloat16")
-    frames = []
+    frames: list[np.ndarray] = []
     assert_results(case, all_results(case, deterministic=deterministic, place=framed(frames)))
     assert_only_noise(frames, 5 + 9)  # inputs and results of both passes
 
@@ -874,7 +869,8 @@ def test_results_of_the_tma_stay_inside_their_arrays(tile):
     """Whole boxes leave shared memory, and columns and rows that do not exist stay behind."""
     case = ct.Case(seqlen_q=70, seqlen_k=81, batch=2, num_heads=2, num_heads_kv=1, head_dim=24, dtype="bfloat16")
     case = replace(case, head_dim_v=16)
-    arrays, frames = case.arrays(), []
+    arrays = case.arrays()
+    frames: list[np.ndarray] = []
     place = framed(frames, aligned=True)
     results = attention.forward(problem_of(case, arrays), arrays, tiles=(tile,), place=place)
     ct.assert_forward(case, *results)
@@ -950,7 +946,7 @@ def test_matrix_loads_have_no_bank_conflicts(tile):
     case = ct.Case(seqlen_q=33, seqlen_k=65, head_dim=tile.max_dim, dtype="bfloat16")
     arrays = case.arrays()
     problem = problem_of(case, arrays, deterministic=isinstance(tile, DqTile))
-    launches = []
+    launches: list[Statistics] = []
     if isinstance(tile, ForwardSm90Tile):
         case, problem, arrays = rising(tile, "bfloat16")  # matrix loads are those of products done again
     if isinstance(tile, ForwardTile | ForwardSm90Tile):

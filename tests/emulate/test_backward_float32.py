@@ -2,19 +2,21 @@
 
 import functools
 from dataclasses import replace
+from typing import Any
 
-import attention
 import numpy as np
 import pytest
-import test_attention as ta
 from hypothesis import given
 from hypothesis import strategies as st
-from test_attention import EDGES, FEW, Specialisation, forward_by_oracle, problem_of
 
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning import DeviceSpec
 from cuflash.planning.sm90.tiles import BACKWARD_FLOAT32_SM90_TILES, FORWARD_FLOAT32_SM90_TILES
+from tests.emulate import attention
+from tests.emulate import test_attention as ta
+from tests.emulate.attention import forward_by_oracle, problem_of
+from tests.emulate.test_attention import EDGES, FEW, Specialisation
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -116,7 +118,8 @@ def test_what_lies_in_memory_changes_no_bit(tile, num_sms):
 @pytest.mark.parametrize("head_dim", [24, 23])
 def test_results_stay_inside_their_arrays(tile, head_dim):
     case = ct.Case(seqlen_q=70, seqlen_k=81, batch=2, num_heads=2, num_heads_kv=1, head_dim=head_dim, dtype="float32")
-    arrays, frames = case.arrays(), []
+    arrays = case.arrays()
+    frames: list[np.ndarray] = []
     problem = problem_of(case, arrays)
     forward = forward_by_oracle(problem, arrays)
     results = backward(problem, arrays, *forward, tile, place=ta.framed(frames))
@@ -126,7 +129,7 @@ def test_results_stay_inside_their_arrays(tile, head_dim):
 
 @pytest.mark.parametrize("tile", BACKWARD_FLOAT32_SM90_TILES, ids=["narrow", "wide"])
 def test_offsets_take_64_bits(tile):
-    sizes = {"seqlen_q": 33, "seqlen_k": 18, "batch": 2, "num_heads": 2, "head_dim": 16}
+    sizes: dict[str, Any] = {"seqlen_q": 33, "seqlen_k": 18, "batch": 2, "num_heads": 2, "head_dim": 16}
     case = ct.Case(**sizes, dtype="float32", bias=(2, 2, 33, 18), mask=(2, 2, 33, 18), kv_lengths=(18, 11))
     arrays = case.arrays()
     problem = problem_of(case, arrays)
@@ -144,7 +147,7 @@ def test_offsets_take_64_bits(tile):
 )
 def test_no_worse_than_the_plain_formula(options):
     """On the average of several seeds, without the allowance for luck; lse is that of the forward pass by parts."""
-    sizes = {"seqlen_q": 65, "seqlen_k": 203, "head_dim": 64} | options
+    sizes: dict[str, Any] = {"seqlen_q": 65, "seqlen_k": 203, "head_dim": 64} | options
     ratios = []
     for seed in range(6):
         case = ct.Case(**sizes, dtype="float32", seed=seed)

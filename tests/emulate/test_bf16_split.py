@@ -1,6 +1,7 @@
 """float32 arrays split into bfloat16 parts, as the kernels that multiply them find them."""
 
-import attention
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from cuflash.params import POINTER_WORD, parameters
 from cuflash.planning.sm90.bf16_split import SPLIT_ROWS, SPLIT_WARPS
 from cuflash.planning.tiles import round_up
 from cuflash.problem import make_problem
+from tests.emulate import attention
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -22,7 +24,7 @@ NAMES = ("q", "k", "v", "dout")
 def split(case, arrays, count=3, schedule=SCHEDULES[0]):
     """The parts of each array, as float64 and without the columns that round them up, and the width of their loads."""
     arrays = {name: attention.guarded(array) for name, array in arrays.items()}
-    problem = make_problem(case.options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
+    problem = make_problem(case.options, *ct.qkv(arrays), **ct.optional(arrays))
     plan = attention.plan_for(problem, "forward", arrays | {"out": arrays["dout"]}, "8.0", None)
     rows = {"CUFLASH_BLOCK_M": SPLIT_ROWS, "CUFLASH_NUM_WARPS": SPLIT_WARPS, "CUFLASH_SHARED_BYTES": 0}
     defines = dict(plan.kernels[0].defines) | rows | {"CUFLASH_BF16_PARTS": count}
@@ -36,7 +38,7 @@ def split(case, arrays, count=3, schedule=SCHEDULES[0]):
         parts[name] = emulator.guarded_array((count, batch, heads, seqlen, round_up(columns, 8)), ml_dtypes.bfloat16)
         words[POINTER_WORD[f"{name}_split"]] = parts[name].ctypes.data
         blocks += batch * heads * -(-seqlen // SPLIT_ROWS)
-    module = emulator.build("around/split_fp32.cu", defines)
+    module = emulator.build(Path("around/split_fp32.cu"), defines)
     threads = 32 * SPLIT_WARPS
     module.launch(plan.kernels[0].name, params, grid=blocks, threads=threads, shared_bytes=0, schedule=schedule)
     found = {name: x.astype(np.float64)[..., : arrays[name].shape[-1]] for name, x in parts.items()}

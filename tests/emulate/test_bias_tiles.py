@@ -4,24 +4,24 @@ What is compiled comes from a fixed list; hypothesis draws sizes, values and sch
 """
 
 from dataclasses import replace
+from typing import Any
 
-import attention
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash import reference
+from cuflash.binding import PASSES
 from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.sm90.tiles import bias_by
-from cuflash.problem import make_problem
+from cuflash.planning.sm90.tiles import BackwardSm90Tile, ForwardSm90Tile, bias_by
+from tests.emulate import attention
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 
 # Shapes by name of size, dtype, and what the problem has beside the bias.
-PAIRS = {
+PAIRS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "heads": (("one", "heads", "q", "k"), {}),
     "batch, two heads a key head, causal": (("batch", "one", "q", "k"), {"causal": True, "num_heads_kv": 1}),
     "holes, soft cap, slopes": (
@@ -33,7 +33,7 @@ PAIRS = {
     "float32, wide": (("batch", "heads", "q", "k"), {"bias_dtype": "softmax", "head_dim": 128, "dtype": "float16"}),
     "wide, scale below 0": (("one", "heads", "q", "k"), {"head_dim": 128, "scale": -0.2}),
 }
-KEYS = {
+KEYS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "batch": (("batch", "one", "one", "k"), {}),
     "heads, two heads a key head, causal": (("one", "heads", "one", "k"), {"causal": True, "num_heads_kv": 1}),
     "float32, holes, lengths": (
@@ -46,7 +46,7 @@ KEYS = {
 
 
 # The same of a mask, beside a bias of pairs or without.
-MASKS = {
+MASKS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "batch": (("batch", "one", "one", "k"), {}),
     "heads, bias, causal": (("one", "heads", "one", "k"), {"causal": True}),
     "lengths, bias": (("batch", "heads", "one", "k"), {"kv_lengths": (5, 60), "head_dim": 128}),
@@ -71,19 +71,18 @@ def cases(draw, shape, options, multiple):
 
 
 def check(case, schedule, num_sms, by):
-    arrays = case.arrays()
-    problem = make_problem(case.options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
+    problem, arrays = attention.inputs_of(case)
     assert bias_by(problem) == by
     device = replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms)
-    for pass_ in ("forward", "backward"):
-        plan = choose_plan(problem, device, pass_)
-        assert (plan.tiles[0].bias_of_pairs > 0) == (by == "pairs")
-        assert plan.tiles[0].bias_of_keys == (by == "keys")
-        assert plan.tiles[0].mask_of_keys == (case.mask is not None)
+    for pass_ in PASSES:
+        tile = choose_plan(problem, device, pass_).tiles[0]
+        assert isinstance(tile, ForwardSm90Tile | BackwardSm90Tile)
+        assert (tile.bias_of_pairs > 0) == (by == "pairs")
+        assert tile.bias_of_keys == (by == "keys")
+        assert tile.mask_of_keys == (case.mask is not None)
     how = {"arch": device, "schedule": schedule}
     ct.assert_forward(case, *attention.forward(problem, arrays, **how))
-    out, lse = reference.forward(problem, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
-    out, lse = out.astype(arrays["q"].dtype), lse.astype(problem.softmax_dtype)
+    out, lse = attention.forward_by_oracle(problem, arrays)
     gradients = attention.backward(problem, arrays, out, lse, **how)
     ct.assert_backward(case, **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
 
@@ -94,14 +93,16 @@ def check(case, schedule, num_sms, by):
 def test_pairs(name, data):
     shape, options = PAIRS[name]
     multiple = 4 if options.get("bias_dtype") == "softmax" else 8
-    check(*data.draw(cases(shape, options, multiple)), "pairs")
+    case, schedule, num_sms = data.draw(cases(shape, options, multiple))
+    check(case, schedule, num_sms, "pairs")
 
 
 @pytest.mark.parametrize("name", KEYS)
 @given(data=st.data())
 @few
 def test_keys(name, data):
-    check(*data.draw(cases(*KEYS[name], 1)), "keys")
+    case, schedule, num_sms = data.draw(cases(*KEYS[name], 1))
+    check(case, schedule, num_sms, "keys")
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -121,7 +122,6 @@ def test_masks(name, data):
 def test_rows_that_are_no_multiples_of_16_bytes_are_looked_up(case):
     case, schedule, _ = case
     case = replace(case, seqlen_k=61, bias=(*case.bias[:3], 61))
-    arrays = case.arrays()
-    problem = make_problem(case.options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
+    problem, arrays = attention.inputs_of(case)
     assert bias_by(problem) == "elements"
     ct.assert_forward(case, *attention.forward(problem, arrays, schedule=schedule))

@@ -1,19 +1,19 @@
 """Block masks in every kernel: the lists of tiles, the walks over them, and pairs that are looked up one by one."""
 
 from dataclasses import replace
+from typing import Any
 
-import attention
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash import reference
 from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning import DeviceSpec
-from cuflash.problem import make_problem
 from cuflash.testing.rule import yardsticks_of
+from tests.emulate import attention
+from tests.emulate.attention import forward_by_oracle, inputs_of
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -24,7 +24,7 @@ schedules = st.sampled_from(SCHEDULES)
 CASE = ct.Case(seqlen_q=200, seqlen_k=300, batch=2, num_heads=2, num_heads_kv=1, head_dim=24, block_mask=())
 FEW_SMS = {arch: replace(DeviceSpec.for_arch(arch), num_sms=1) for arch in ("8.0", "9.0")}
 WHOLE, SMALL = {"block_size": (128, 128)}, {"block_size": (16, 48)}
-KERNELS = {
+KERNELS: dict[str, tuple[str | DeviceSpec, dict[str, Any], dict[str, Any]]] = {
     "sm80": (FEW_SMS["8.0"], {"dtype": "float16", "kv_lengths": (300, 150), **WHOLE}, {}),
     "sm80 causal": (FEW_SMS["8.0"], {"dtype": "bfloat16", "causal": True, **SMALL}, {}),
     "sm80_dq": ("8.6", {"dtype": "float16", "layout": "bshd", **SMALL}, {"deterministic": True}),
@@ -34,13 +34,6 @@ KERNELS = {
     "sm90 terms": (FEW_SMS["9.0"], {"dtype": "float16", "softcap": 5.0, "mask": (200, 300), **SMALL}, {}),
     "sm90_fp32": (FEW_SMS["9.0"], {"causal": True, "block_size": (128, 64)}, {}),
 }
-
-
-def inputs_of(case, **options):
-    """The problem of a case, and its arrays."""
-    arrays = case.arrays()
-    options = replace(case.options, **options)
-    return make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays)), arrays
 
 
 def check(case, kernel, arch, options, schedule, arrays=None):
@@ -60,8 +53,7 @@ def check(case, kernel, arch, options, schedule, arrays=None):
         assert {"around/lists.cu", name} <= sources
     out, lse = attention.forward(problem, arrays, arch=arch, schedule=schedule)
     ct.assert_forward(case, out, lse)
-    out, lse = reference.forward(problem, *(own[name] for name in "qkv"), **ct.optional(own))
-    out, lse = out.astype(own["q"].dtype), lse.astype(problem.softmax_dtype)
+    out, lse = forward_by_oracle(problem, own)
     ct.assert_backward(case, *attention.backward(problem, arrays, out, lse, arch=arch, schedule=schedule))
 
 

@@ -3,9 +3,7 @@
 import random
 from dataclasses import replace
 
-import attention
 import pytest
-from test_attention import forward_by_oracle, problem_of
 
 import cuflash.testing as ct
 from cuflash.emulator import find_compiler
@@ -13,6 +11,8 @@ from cuflash.planning import DeviceSpec
 from cuflash.planning.sm80 import BACKWARD_TILES, DQ_TILES, FORWARD_TILES
 from cuflash.planning.sm90.tiles import FORWARD_SM90_TILES
 from cuflash.tuning import candidates
+from tests.emulate import attention
+from tests.emulate.attention import forward_by_oracle, problem_of
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 

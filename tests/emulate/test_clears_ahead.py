@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import attention
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -12,6 +11,7 @@ from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning import backward, choose, sm90
 from cuflash.planning.sm90.tiles import BACKWARD_SM90_TILES
 from cuflash.planning.tiles import Tile
+from tests.emulate import attention
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from attention import guarded
-from conformance import CHECKS, PARAMS
 
 from cuflash.emulator import SCHEDULES, build, find_compiler
+from tests.emulate.attention import guarded
+from tests.emulate.conformance import CHECKS, PARAMS
 
 HERE = Path(__file__).resolve().parent
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from attention import guarded
-from conformance_sm90 import CHECKS, PARAMS, Tensor
 
 from cuflash.emulator import SCHEDULES, EmulationError, build, find_compiler, tensor_map
+from tests.emulate.attention import guarded
+from tests.emulate.conformance_sm90 import CHECKS, PARAMS, Tensor
 
 HERE = Path(__file__).resolve().parent
 

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import attention
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,10 +9,11 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash import emulator
-from cuflash.emulator import SCHEDULES, find_compiler
+from cuflash.emulator import SCHEDULES, Statistics, find_compiler
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.sm90.tiles import DECODE_ROWS, DECODE_SM90_TILES
 from cuflash.problem import make_problem
+from tests.emulate import attention
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -30,7 +30,7 @@ SHORT_TILES = replace(DECODE_SM90_TILES[1], block_n=32, num_stages=2)
 
 
 def problem_of(case, arrays):
-    return make_problem(case.options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
+    return make_problem(case.options, *ct.qkv(arrays), **ct.optional(arrays))
 
 
 def run(case, tile=SHORT_TILES, *, arrays=None, device=H200, **options):
@@ -161,7 +161,8 @@ def test_many_blocks_share_a_head(head_dim_v):
 
 def test_the_plan_takes_the_kernels_by_itself():
     case = replace(CASE, seqlen_k=600, kv_lengths=(600, 599))
-    arrays, launches = case.arrays(), []
+    arrays = case.arrays()
+    launches: list[Statistics] = []
     ct.assert_forward(case, *attention.forward(problem_of(case, arrays), arrays, statistics=launches))
     assert plan_of(case, DECODE_SM90_TILES[1]).key_splits > 1
     assert len(launches) == 2

@@ -2,13 +2,12 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
-import attention
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_attention import CASE, all_results, assert_results, bits, forward_by_oracle, name_of, problem_of
 
 import cuflash
 import cuflash.testing as ct
@@ -23,6 +22,9 @@ from cuflash.planning.sm90.tiles import (
     FORWARD_SM90_TILES,
     FORWARD_TF32_SM90_TILES,
 )
+from tests.emulate import attention
+from tests.emulate.attention import forward_by_oracle, problem_of
+from tests.emulate.test_attention import CASE, all_results, assert_results, bits, name_of
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -122,7 +124,7 @@ def test_gradients_of_queries(tiles, data):
     assert_results(case, all_results(case, schedule=schedule, **tiles))
 
 
-OPTIONS = ({}, {"softcap": 2.0}, {"kv_lengths": (70, 200), "mask": (150, 200)})
+OPTIONS: tuple[dict[str, Any], ...] = ({}, {"softcap": 2.0}, {"kv_lengths": (70, 200), "mask": (150, 200)})
 TABLES = [
     (arch, dtype, OPTIONS[n % 3])
     for n, (arch, dtype) in enumerate(itertools.product(("8.0", "9.0"), ("float16", "bfloat16", "float32", "float64")))
@@ -131,7 +133,7 @@ TABLES = [
 
 @pytest.mark.parametrize(("arch", "dtype", "options"), TABLES, ids=str)
 def test_the_kernels_of_the_tables(arch, dtype, options):
-    sizes = {"seqlen_q": 150, "seqlen_k": 200, "batch": 2, "num_heads": 2, "num_heads_kv": 1}
+    sizes: dict[str, Any] = {"seqlen_q": 150, "seqlen_k": 200, "batch": 2, "num_heads": 2, "num_heads_kv": 1}
     case = ct.Case(**sizes, head_dim=64, dtype=dtype, dropout=0.25, **options)
     for deterministic in (False, True):
         assert_results(case, all_results(case, arch=arch, deterministic=deterministic))

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -52,7 +53,7 @@ def marked_line(kernel):
 
 
 # Kernel, arguments of its launch, and what the report says.
-PLANTED = [
+PLANTED: list[tuple[str, dict[str, Any], str]] = [
     ("missing_barrier_before_read", {"threads": BLOCK}, "data race: .* with no barrier between"),
     ("missing_barrier_before_overwrite", {"threads": BLOCK}, "data race: .* with no barrier between"),
     ("two_writers", {"threads": BLOCK}, "data race: writes .* wrote at planted_bugs.cu:"),
@@ -106,7 +107,7 @@ def test_planted_bug_is_reported(kernel, arguments, words, schedule):
     error = caught.value
     assert error.kernel == kernel
     assert error.block == 0
-    assert 0 <= error.thread < arguments.get("threads", WARP)
+    assert error.thread is not None and 0 <= error.thread < arguments.get("threads", WARP)
     if marked_line(kernel):
         assert (Path(error.file).name, error.line) == (SOURCE.name, marked_line(kernel))
 

@@ -3,6 +3,7 @@
 import functools
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -198,7 +199,7 @@ def runnable(script):
 
 def is_wrong(script):
     """Whether two accesses, one of them a write, are not ordered, or a copy overwrites what was not fenced."""
-    known = [set() for _ in range(2 * WARP)]  # steps that happened before what the thread does next
+    known: list[set[int]] = [set() for _ in range(2 * WARP)]  # steps that happened before what the thread does next
     at_barrier = {}
     warps = [range(WARP), range(WARP, 2 * WARP)]
 
@@ -284,7 +285,13 @@ def test_the_definition_tells_right_from_wrong():
     ],
 )
 def test_tensor_map_refuses_what_the_driver_refuses(change, words):
-    right = {"address": 0, "element_bytes": 2, "dims": (64, 8, 1, 1), "strides": (128,) * 3, "box": (64, 8, 1, 1)}
+    right: dict[str, Any] = {
+        "address": 0,
+        "element_bytes": 2,
+        "dims": (64, 8, 1, 1),
+        "strides": (128,) * 3,
+        "box": (64, 8, 1, 1),
+    }
     assert tensor_map(**right).nbytes == 128
     with pytest.raises(ValueError, match=words):
         tensor_map(**{**right, **change})

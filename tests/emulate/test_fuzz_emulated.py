@@ -3,13 +3,13 @@
 import itertools
 from dataclasses import replace
 
-import attention
 import pytest
 
 import cuflash.testing as ct
 from cuflash.emulator import find_compiler
 from cuflash.problem import make_problem
 from tests import fuzz
+from tests.emulate import attention
 from tests.pairs import judge
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
@@ -24,7 +24,7 @@ SAMPLE = fuzz.sample(of=100)
 def test_drawn_problems_agree_with_the_oracle(trial, arch):
     case, arrays = trial.case, trial.case.arrays()
     options = replace(case.options, deterministic=trial.deterministic, precision=trial.precision)
-    problem = make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
+    problem = make_problem(options, *ct.qkv(arrays), **ct.optional(arrays))
     out, lse = attention.forward(problem, arrays, arch=arch, **case.random)
     results = {"out": out, "lse": lse}
     if trial.need:

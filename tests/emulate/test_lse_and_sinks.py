@@ -1,8 +1,8 @@
 """Gradients with respect to lse, parts that are merged by lse, and sinks: in every kernel."""
 
 from dataclasses import replace
+from typing import Any
 
-import attention
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from cuflash import reference
 from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning import DeviceSpec
 from cuflash.problem import make_problem
+from tests.emulate import attention
+from tests.emulate.attention import forward_by_oracle, inputs_of
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -21,9 +22,9 @@ FEW = settings(max_examples=2, suppress_health_check=[HealthCheck.too_slow])
 schedules = st.sampled_from(SCHEDULES)
 
 # Long enough for the kernel that splits float32, and with rows that see no key.
-SIZES = {"seqlen_q": 150, "seqlen_k": 140, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
+SIZES: dict[str, Any] = {"seqlen_q": 150, "seqlen_k": 140, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
 CASE = ct.Case(**SIZES, causal=True, dlse=True)
-BACKWARD = {
+BACKWARD: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "sm80/backward": ("8.0", {"dtype": "float16"}, {}),
     "sm80/backward_dq": ("8.6", {"dtype": "bfloat16", "layout": "bshd"}, {"deterministic": True}),
     "sm90/backward": ("9.0", {"dtype": "bfloat16"}, {}),
@@ -32,19 +33,6 @@ BACKWARD = {
     "sm80/backward float32": ("8.0", {"strides": "flipped"}, {}),
     "sm80/backward float64": ("9.0", {"dtype": "float64", "ndim": 3}, {}),
 }
-
-
-def inputs_of(case, **options):
-    """The problem of a case, and its arrays."""
-    arrays = case.arrays()
-    options = replace(case.options, **options)
-    return make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays)), arrays
-
-
-def forward_by_oracle(problem, arrays):
-    """out and lse as a forward pass without error would round them."""
-    out, lse = reference.forward(problem, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
-    return out.astype(arrays["q"].dtype), lse.astype(problem.softmax_dtype)
 
 
 @pytest.mark.parametrize("kernel", BACKWARD)
@@ -88,9 +76,10 @@ def test_parts_merged_are_the_whole(dtype, arch):
     inputs = ct.split_keys(case, np.array_split(np.random.default_rng(0).permutation(case.seqlen_k), 3))
     problems = [make_problem(replace(case.options, causal=False), **x) for x in inputs]
     parts = [attention.forward(problem, x, arch=arch) for problem, x in zip(problems, inputs, strict=True)]
-    out, lse = cuflash.merge(*zip(*parts, strict=True))
+    outs, lses = zip(*parts, strict=True)
+    out, lse = cuflash.merge(outs, lses)
     ct.assert_forward(case, out, lse)
-    douts, dlses = cuflash.merge_backward(arrays["dout"], *zip(*parts, strict=True), out, lse, dlse=arrays["dlse"])
+    douts, dlses = cuflash.merge_backward(arrays["dout"], outs, lses, out, lse, dlse=arrays["dlse"])
     dq = np.zeros(out.shape, lse.dtype)
     for problem, x, part, dout, dlse in zip(problems, inputs, parts, douts, dlses, strict=True):
         dq += attention.backward(problem, x | {"dout": dout, "dlse": dlse}, *part, arch=arch)[0]
@@ -101,7 +90,7 @@ def test_parts_merged_are_the_whole(dtype, arch):
 # ---- sinks -----------------------------------------------------------------------------------------------------------
 
 ONE_SPLIT = replace(DeviceSpec.for_arch("9.0"), num_sms=1)
-FORWARD = {
+FORWARD: dict[str, tuple[str | DeviceSpec, dict[str, Any]]] = {
     "sm80/forward": ("8.0", {"dtype": "float16", "strides": "flipped"}),
     "sm80/forward float32": ("8.0", {"head_dim": 40}),
     "sm80/forward float64": ("9.0", {"dtype": "float64", "softcap": 5.0}),

@@ -4,23 +4,24 @@ What is compiled comes from a fixed list; hypothesis draws sizes, values and sch
 """
 
 from dataclasses import replace
+from typing import Any
 
-import attention
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash import reference
+from cuflash.binding import PASSES
 from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning import DeviceSpec
-from cuflash.problem import make_problem
+from cuflash.planning.sm90.tiles import ScoredTile
+from tests.emulate import attention
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 
 # Shapes of the mask by name of size, and what the problem has beside it.
-CASES = {
+CASES: dict[str, tuple[tuple[str, ...] | None, dict[str, Any]]] = {
     "pairs": (("one", "one", "q", "k"), {}),
     "every head, causal": (("batch", "heads", "q", "k"), {"causal": True, "num_heads_kv": 1}),
     "heads, lengths, window": (("one", "heads", "q", "k"), {"kv_lengths": (1, 150), "window": (90, 20)}),
@@ -68,18 +69,15 @@ def cases(draw, shape, options):
 @few
 def test_oracle(name, data):
     case, schedule, num_sms = data.draw(cases(*CASES[name]))
-    arrays = case.arrays()
-    options = replace(case.options, deterministic="in order" in name)
-    problem = make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
-    how = {"arch": replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms), "schedule": schedule}
+    problem, arrays = attention.inputs_of(case, deterministic="in order" in name)
+    how: dict[str, Any] = {"arch": replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms), "schedule": schedule}
     results = {"out": arrays["dout"], **{f"d{name}": arrays[name] for name in "qkv"}}
-    for pass_ in ("forward", "backward"):
+    for pass_ in PASSES:
         plan = attention.plan_for(problem, pass_, arrays | results, how["arch"], None)
-        assert plan.tiles[0].mask_by_bits
+        assert isinstance(plan.tiles[0], ScoredTile) and plan.tiles[0].mask_by_bits
         listed = "around/lists.cu" in {kernel.source for kernel in plan.kernels}
-        assert listed == (pass_ == "forward" or not options.deterministic)
+        assert listed == (pass_ == "forward" or not problem.deterministic)
     ct.assert_forward(case, *attention.forward(problem, arrays, **how))
-    out, lse = reference.forward(problem, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
-    out, lse = out.astype(arrays["q"].dtype), lse.astype(problem.softmax_dtype)
+    out, lse = attention.forward_by_oracle(problem, arrays, **case.random)
     gradients = attention.backward(problem, arrays, out, lse, **how)
     ct.assert_backward(case, **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))

@@ -1,11 +1,11 @@
 """The emulator notices mistakes in the project's kernels: each of a long list, planted one at a time."""
 
-import mutants
 import pytest
-from mutants import MUTANTS, SHARE_TO_CATCH, TRIALS
 
 from cuflash.compiler import kernel_directory
 from cuflash.emulator import find_compiler
+from tests.emulate import mutants
+from tests.emulate.mutants import MUTANTS, SHARE_TO_CATCH, TRIALS
 
 KERNELS = kernel_directory()
 

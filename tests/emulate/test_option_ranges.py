@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import attention
 import numpy as np
 import pytest
 
@@ -10,6 +9,7 @@ import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.options import Options
 from cuflash.problem import make_problem
+from tests.emulate import attention
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -21,7 +21,7 @@ LARGEST_SOFTCAP = {"float32": LARGEST, "float16": 2.0**16, "bfloat16": 2.0**16}
 def run(arch, dtype, **options):
     """The problem, and (out, lse) of standard normal inputs under a causal mask."""
     arrays = {name: x.astype(ct.numpy_dtype(dtype)) for name, x in ARRAYS[arch].arrays().items()}
-    problem = make_problem(Options(causal=True, **options), arrays["q"], arrays["k"], arrays["v"])
+    problem = make_problem(Options(causal=True, **options), *ct.qkv(arrays))
     out, lse = attention.forward(problem, arrays, arch=arch, schedule=SCHEDULES[0])
     return out.astype(np.float64), lse
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-import attention
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,6 +11,7 @@ import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning import DeviceSpec
 from cuflash.problem import make_problem
+from tests.emulate import attention
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -80,7 +80,7 @@ def both_passes(what, case, schedule, arrays=None):
     """Results by name."""
     arrays = case.arrays() if arrays is None else arrays
     options = replace(case.options, deterministic=what.deterministic)
-    problem = make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
+    problem = make_problem(options, *ct.qkv(arrays), **ct.optional(arrays))
     common = {"arch": what.device, "schedule": schedule, **case.random}
     out, lse = attention.forward(problem, arrays, **common)
     gradients = attention.backward(problem, arrays, out, lse, **common) if what.backward else ()

@@ -1,8 +1,8 @@
 """The forward kernels on keys and values in pages, run on the CPU against the oracle."""
 
 from dataclasses import replace
+from typing import Any
 
-import attention
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,6 +14,7 @@ from cuflash.planning import DeviceSpec
 from cuflash.planning.sm80 import FORWARD_TILES
 from cuflash.planning.sm90.tiles import DECODE_SM90_TILES, FORWARD_SM90_TILES
 from cuflash.problem import make_problem
+from tests.emulate import attention
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -38,7 +39,13 @@ CASE = ct.Case(
     seed=1,
 )
 LONG = replace(CASE, seqlen_q=150)
-TERMS = {"softcap": 3.0, "bias": (1, 4, 150, 256), "mask": (3, 1, 150, 256), "alibi_slopes": (4,), "window": (60, None)}
+TERMS: dict[str, Any] = {
+    "softcap": 3.0,
+    "bias": (1, 4, 150, 256),
+    "mask": (3, 1, 150, 256),
+    "alibi_slopes": (4,),
+    "window": (60, None),
+}
 # Name -> tile, case. Pages smaller and larger than tiles, tiles that are no whole pages, pages that are no whole tiles.
 CASES = {
     "decode, 16 of 32": (DECODE, CASE),
@@ -62,7 +69,7 @@ some_cases = pytest.mark.parametrize(("tile", "case"), SOME, ids=["decode", "sm8
 def run(case, tile, *, arrays=None, device=H200, **options):
     """out and lse of the case, from a plan with the given tile."""
     arrays = arrays or case.arrays()
-    problem = make_problem(case.options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
+    problem = make_problem(case.options, *ct.qkv(arrays), **ct.optional(arrays))
     return attention.forward(problem, arrays, tiles=(tile,), arch=device, **options, **case.random)
 
 

@@ -1,30 +1,37 @@
 """Gradients of bias, slopes, scale and softcap, and kernels that are asked for some of the gradients only."""
 
 from dataclasses import replace
+from typing import Any
 
-import attention
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_lse_and_sinks import forward_by_oracle, inputs_of
 
 import cuflash.testing as ct
-from cuflash import reference
 from cuflash.emulator import SCHEDULES, EmulationError, find_compiler
 from cuflash.planning import DeviceSpec
 from cuflash.terms import GRADIENTS
+from tests.emulate import attention
+from tests.emulate.attention import forward_by_oracle, inputs_of
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
 FEW = settings(max_examples=2, suppress_health_check=[HealthCheck.too_slow])
 schedules = st.sampled_from(SCHEDULES)
 
-SIZES = {"batch": 2, "num_heads": 4, "num_heads_kv": 2, "seqlen_q": 150, "seqlen_k": 140, "head_dim": 40}
+SIZES: dict[str, Any] = {
+    "batch": 2,
+    "num_heads": 4,
+    "num_heads_kv": 2,
+    "seqlen_q": 150,
+    "seqlen_k": 140,
+    "head_dim": 40,
+}
 CASE = ct.Case(**SIZES, dtype="bfloat16", softcap=5.0, alibi_slopes=(4,), dlse=True)
 ONE_SM = replace(DeviceSpec.for_arch("9.0"), num_sms=1)
 # Rows of the table, devices that share what is summed or do not, and every axis that a bias may be without.
-SCORES = {
+SCORES: dict[str, tuple[str | DeviceSpec, dict[str, Any]]] = {
     "a bias of each head": ("9.0", {"bias": (4, 150, 140), "causal": True, "sinks": True}),
     "of each batch entry": (ONE_SM, {"bias": (2, 1, 150, 140), "window": (30, 10), "strides": "flipped"}),
     "of all": ("8.6", {"bias": (2, 4, 150, 140), "dtype": "float16", "bias_dtype": "input", "strides": "transposed"}),
@@ -57,18 +64,10 @@ def test_gradients_of_what_makes_scores(kind, schedule, spread, seed):
     arch, changes = SCORES[kind]
     case = replace(CASE, **changes, score_spread=spread, seed=seed)
     problem, arrays = inputs_of(case)
-    out, lse = by_oracle(case, problem, arrays)
+    out, lse = forward_by_oracle(problem, arrays, **case.random)
     need = [name for name in NEED if name in ct.gradients_of(problem)]
     found = attention.backward(problem, arrays, out, lse, need=need, arch=arch, schedule=schedule, **case.random)
     ct.assert_backward(case, **dict(zip(need, found, strict=True)))
-
-
-def by_oracle(case, problem, arrays):
-    if not case.dropout:
-        return forward_by_oracle(problem, arrays)
-    inputs = [arrays[name] for name in "qkv"]
-    out, lse = reference.forward(problem, *inputs, **ct.optional(arrays), **case.random)
-    return out.astype(arrays["q"].dtype), lse.astype(problem.softmax_dtype)
 
 
 def test_scale_in_the_exponent():

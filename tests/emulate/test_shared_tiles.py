@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import attention
 import numpy as np
 import pytest
 from hypothesis import event, given, settings
@@ -13,6 +12,7 @@ from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning import backward
 from cuflash.planning.sm90.tiles import BACKWARD_FLOAT32_SM90_TILES, BACKWARD_SM90_TILES
 from cuflash.planning.tiles import Tile
+from tests.emulate import attention
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 

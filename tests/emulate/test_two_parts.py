@@ -2,17 +2,18 @@
 
 from dataclasses import replace
 
-import attention
 import numpy as np
 import pytest
-import test_attention as ta
 from hypothesis import given
 from hypothesis import strategies as st
-from test_attention import FEW, Specialisation, forward_by_oracle, problem_of
 
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning.sm90.tiles import BACKWARD_TF32_SM90_TILES, FORWARD_TF32_SM90_TILES
+from tests.emulate import attention
+from tests.emulate import test_attention as ta
+from tests.emulate.attention import forward_by_oracle, problem_of
+from tests.emulate.test_attention import FEW, Specialisation
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -167,7 +168,8 @@ def test_infinities(tile):
 @pytest.mark.parametrize("head_dim", [24, 23])
 def test_results_stay_inside_their_arrays(head_dim):
     case = ct.Case(seqlen_q=70, seqlen_k=81, batch=2, num_heads=2, num_heads_kv=1, head_dim=head_dim, dtype="float32")
-    arrays, frames = case.arrays(), []
+    arrays = case.arrays()
+    frames: list[np.ndarray] = []
     problem = problem_of(case, arrays, precision="tf32")
     out, lse = forward_by_oracle(problem, arrays)
     judge(problem, arrays, forward(problem, arrays, FORWARD_ROWS[0], place=ta.framed(frames)))

@@ -7,6 +7,7 @@ seconds: so tests draw sizes and values freely, but these combinations from a li
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -135,7 +136,14 @@ def _specialisations():
     yield Specialisation(dtype=brain, head_dim=256, kv_lengths="int32", right=True)
     yield Specialisation(dtype=half, head_dim=64, alibi_slopes=True)
     yield Specialisation(dtype=brain, head_dim=80, alibi_slopes=True, softcap=20.0, right=True)
-    everything = {"left": True, "right": True, "softcap": 30.0, "bias": "softmax", "mask": True, "alibi_slopes": True}
+    everything: dict[str, Any] = {
+        "left": True,
+        "right": True,
+        "softcap": 30.0,
+        "bias": "softmax",
+        "mask": True,
+        "alibi_slopes": True,
+    }
     yield Specialisation(dtype=half, head_dim=48, head_dim_v=72, kv_lengths="int32", **everything)
     yield Specialisation(dtype=brain, head_dim=128, kv_lengths="int64", strides="padded", **everything)
     for dtype in ("float32", "float64"):
@@ -147,7 +155,7 @@ def _specialisations():
     # Compute capability 9.0 has a kernel of its own for strides that its TMA unit can take: both get every option.
     for n, head_dim in enumerate((64, 96, 128, 192, 256)):
         dtypes = (half, brain) if n % 2 else (brain, half)
-        terms = {"softcap": 30.0, "bias": ("input", "softmax")[n % 2], "alibi_slopes": True}
+        terms: dict[str, Any] = {"softcap": 30.0, "bias": ("input", "softmax")[n % 2], "alibi_slopes": True}
         yield Specialisation(dtype=dtypes[0], head_dim=head_dim, kv_lengths="int32", **everything)
         yield Specialisation(dtype=dtypes[1], head_dim=head_dim, right=head_dim > 128, **terms)
     yield Specialisation(dtype=half, head_dim=192, left=True)
@@ -196,7 +204,7 @@ def compiled(request):
         for case in specialisation.examples():
             arrays = case.arrays(cupy.asarray)
             attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
-            attn.compile(arrays["q"], arrays["k"], arrays["v"], **ct.optional(arrays))
+            attn.compile(*ct.qkv(arrays), **ct.optional(arrays))
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compile_one, tasks))

@@ -1,6 +1,7 @@
 """Gradients on the device against the oracle, and what must hold whatever the numbers are."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
+from cuflash.binding import Pass
+from tests.gpu.planned import plan_of
 
 pytestmark = pytest.mark.gpu
 
@@ -23,9 +26,9 @@ def cupy():
 def arguments_of(cupy, case):
     """The attention of a case, the arguments of its backward, and the keyword arguments."""
     arrays = case.arrays(cupy.asarray)
-    qkv, terms = [arrays[name] for name in "qkv"], ct.optional(arrays)
+    qkv, terms = ct.qkv(arrays), ct.optional(arrays)
     forward = cuflash.FlashAttention(**case.keywords).forward(*qkv, **terms)
-    return [arrays["dout"], *qkv, *forward], terms
+    return (arrays["dout"], *qkv, forward.out, forward.lse), terms
 
 
 def same_bits(xs, ys):
@@ -62,7 +65,7 @@ def test_deterministic(cupy, deterministic_specialisation, data):
     ct.assert_backward(case, *gradients)
     nan = [cupy.asarray(np.full(x.shape, np.nan, x.dtype)) for x in arguments[1:4]]
     for given_results in ({}, dict(zip(("dq", "dk", "dv"), nan, strict=True))):
-        assert same_bits(gradients, attn.backward(*arguments, **terms, **given_results))
+        assert same_bits(gradients, attn.backward(*arguments, **terms | given_results))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -95,7 +98,7 @@ def test_tiles_whose_queries_blocks_share(cupy, num_heads, head_dim, dtype, caus
     case = ct.Case(seqlen_q=2100, seqlen_k=2049, num_heads=num_heads, head_dim=head_dim, dtype=dtype, causal=causal)
     arguments, _ = arguments_of(cupy, case)
     attn = cuflash.FlashAttention(causal=causal, deterministic=deterministic)
-    plan = attn.plan(*arguments[1:4]).backward
+    plan = plan_of("backward", attn, *arguments[1:4])
     if plan.device.arch == 90 and not (deterministic and dtype == "float32"):
         assert plan.run_time.tail_splits > 1
         assert (plan.run_time.whole_tiles > 0) == (num_heads > 2)
@@ -109,11 +112,17 @@ def test_tiles_whose_queries_blocks_share(cupy, num_heads, head_dim, dtype, caus
     [(24, 64, "float16"), (24, 128, "bfloat16"), (24, 256, "float16"), (8, 64, "bfloat16")],
 )
 def test_accumulators_that_blocks_clear(cupy, num_heads_kv, head_dim, dtype, causal, deterministic):
-    sizes = {"seqlen_q": 230, "seqlen_k": 300, "batch": 12, "num_heads": 24, "num_heads_kv": num_heads_kv}
+    sizes: dict[str, Any] = {
+        "seqlen_q": 230,
+        "seqlen_k": 300,
+        "batch": 12,
+        "num_heads": 24,
+        "num_heads_kv": num_heads_kv,
+    }
     case = ct.Case(**sizes, head_dim=head_dim, dtype=dtype, causal=causal)
     arguments, _ = arguments_of(cupy, case)
     attn = cuflash.FlashAttention(causal=causal, deterministic=deterministic)
-    plan = attn.plan(*arguments[1:4]).backward
+    plan = plan_of("backward", attn, *arguments[1:4])
     assert (plan.run_time.clear_ahead > 0) == (plan.device.arch == 90)
     cupy.full(plan.extra_bytes // 4, cupy.nan, "float32")  # and so scratch memory holds NaN
     check_gradients(case, attn, arguments)
@@ -125,7 +134,7 @@ def test_accumulators_that_blocks_clear(cupy, num_heads_kv, head_dim, dtype, cau
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_sums_of_float64_are_within_twice_the_plain_formula(cupy, head_dim, causal, score_spread, deterministic):
     """Without the allowance for luck, however long."""
-    sizes = {"seqlen_q": 1100, "seqlen_k": 1300, "head_dim": head_dim, "dtype": "float64"}
+    sizes: dict[str, Any] = {"seqlen_q": 1100, "seqlen_k": 1300, "head_dim": head_dim, "dtype": "float64"}
     case = ct.Case(**sizes, causal=causal, score_spread=score_spread)
     arguments, _ = arguments_of(cupy, case)
     gradients = cuflash.FlashAttention(causal=causal, deterministic=deterministic).backward(*arguments)
@@ -138,12 +147,12 @@ def test_sums_of_float64_are_within_twice_the_plain_formula(cupy, head_dim, caus
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 128])
 def test_both_kernels_of_float32(cupy, head_dim, strides, options):
     """By parts of bfloat16 where sequences are long, whatever the strides; not in a fixed order."""
-    sizes = {"seqlen_q": 500, "seqlen_k": 700, "batch": 2, "num_heads": 4, "num_heads_kv": 2}
+    sizes: dict[str, Any] = {"seqlen_q": 500, "seqlen_k": 700, "batch": 2, "num_heads": 4, "num_heads_kv": 2}
     case = ct.Case(**sizes, head_dim=head_dim, dtype="float32", strides=strides, **options)
     arguments, terms = arguments_of(cupy, case)
     for deterministic in (False, True):
         attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
-        sources = [kernel.source for kernel in attn.plan(*arguments[1:4], **terms).backward.kernels]
+        sources = [kernel.source for kernel in plan_of("backward", attn, *arguments[1:4], **terms).kernels]
         by_parts = cupy.cuda.Device().compute_capability == "90" and not deterministic
         assert ("sm90/backward_fp32.cu" in sources) == by_parts
         ct.assert_backward(case, *attn.backward(*arguments, **terms))
@@ -154,7 +163,7 @@ def test_both_kernels_of_float32(cupy, head_dim, strides, options):
 @pytest.mark.parametrize("head_dim", [64, 128, 160])
 def test_tf32(cupy, head_dim, deterministic, options):
     """11 bits of the 24 that the tolerance is for, or the 16 of two parts; both passes."""
-    sizes = {"seqlen_q": 500, "seqlen_k": 700, "batch": 2, "num_heads": 4, "num_heads_kv": 2}
+    sizes: dict[str, Any] = {"seqlen_q": 500, "seqlen_k": 700, "batch": 2, "num_heads": 4, "num_heads_kv": 2}
     case = ct.Case(**sizes, head_dim=head_dim, dtype="float32", **options)
     (dout, q, k, v, *_), terms = arguments_of(cupy, case)
     attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic, precision="tf32")
@@ -162,10 +171,12 @@ def test_tf32(cupy, head_dim, deterministic, options):
     results = {"out": out, "lse": lse}
     results |= zip(("dq", "dk", "dv"), attn.backward(dout, q, k, v, out, lse, **terms), strict=True)
     yardsticks = ct.yardsticks(case.problem, case.arrays())
-    for plan, names in zip(attn.plan(q, k, v, **terms), (("out", "lse"), ("dq", "dk", "dv")), strict=True):
+    names_of: dict[Pass, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
+    for pass_, names in names_of.items():
+        plan = plan_of(pass_, attn, q, k, v, **terms)
         bits = 16 if "2 parts" in plan.reason else 11
         by_parts = cupy.cuda.Device().compute_capability == "90" and head_dim <= 128
-        assert bits == (16 if by_parts and not (deterministic and plan.pass_ == "backward") else 11)
+        assert bits == (16 if by_parts and not (deterministic and pass_ == "backward") else 11)
         for name in names:
             yardstick = replace(yardsticks[name], tolerance=2.0 ** (24 - bits) * yardsticks[name].tolerance)
             measurement = ct.measure(name, results[name], yardstick)

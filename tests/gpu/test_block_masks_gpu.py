@@ -1,6 +1,7 @@
 """Block masks on the device against the oracle, in every kernel that walks over lists of tiles."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def cupy():
 
 
 def case_of(seqlen_q=700, seqlen_k=900, **options):
-    sizes = {"batch": 2, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64, "block_mask": (2, 4)}
+    sizes: dict[str, Any] = {"batch": 2, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64, "block_mask": (2, 4)}
     return ct.Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, **sizes | options)
 
 
@@ -37,8 +38,8 @@ def run(cupy, case, *, deterministic=False, **changes):
     """out, lse and the gradients of a case."""
     arrays = case.arrays(cupy.asarray) | changes
     attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
-    inputs, need = [arrays[name] for name in "qkv"], ("dq", "dk", "dv", *(("dsinks",) if case.sinks else ()))
-    out, lse = attn.forward(*inputs, **ct.optional(arrays), **case.random)
+    inputs, need = ct.qkv(arrays), ("dq", "dk", "dv", *(("dsinks",) if case.sinks else ()))
+    out, lse = attn.forward(*inputs, **ct.optional(arrays) | case.random)
     terms = ct.optional_backward(arrays) | case.random
     return out, lse, *attn.backward(arrays["dout"], *inputs, out, lse, **terms, need=need)
 
@@ -127,7 +128,7 @@ def test_a_captured_graph(cupy):
     """Lists are made again in each replay, from the mask as it is then."""
     case = case_of(dtype="bfloat16", block_mask=())
     arrays = case.arrays(cupy.asarray)
-    inputs, blocks = [arrays[name] for name in "qkv"], arrays["block_mask"]
+    inputs, blocks = ct.qkv(arrays), arrays["block_mask"]
     attn = cuflash.FlashAttention(block_size=case.block_size)
     stream = cupy.cuda.Stream(non_blocking=True)
     pool = cupy.cuda.MemoryPool()

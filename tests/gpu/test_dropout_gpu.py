@@ -1,16 +1,19 @@
 """Dropout on the device: the weights that `cuflash.dropout_mask` names, and both passes against the oracle."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 import cuflash
 import cuflash.testing as ct
+from tests.gpu.planned import plan_of
 
 pytestmark = pytest.mark.gpu
 
 RATE = 0.3
 RANDOM = {"seed": 2**40 + 17, "offset": 2**31 + 5}
-SIZES = {"batch": 2, "num_heads": 4, "num_heads_kv": 2}
+SIZES: dict[str, Any] = {"batch": 2, "num_heads": 4, "num_heads_kv": 2}
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 # Aligned arrays, which kernels of compute capability 9.0 take, and others.
 either_kernel = pytest.mark.parametrize("strides", ["contiguous", "padded"])
@@ -23,7 +26,7 @@ def cupy():
 
 def both_passes(cupy, case, **options):
     arrays = case.arrays(cupy.asarray)
-    qkv, terms = [arrays[name] for name in "qkv"], ct.optional(arrays) | case.random
+    qkv, terms = ct.qkv(arrays), ct.optional(arrays) | case.random
     attn = cuflash.FlashAttention(**case.keywords, **options)
     out, lse = attn.forward(*qkv, **terms)
     return out, lse, *attn.backward(arrays["dout"], *qkv, out, lse, **terms)
@@ -107,8 +110,8 @@ def test_few_queries(cupy):
     assert_oracle(case, *both_passes(cupy, case))
     if cupy.cuda.Device().compute_capability == "90":
         arrays = case.arrays(cupy.asarray)
-        plan = cuflash.FlashAttention(dropout=0.1).plan(*(arrays[name] for name in "qkv"))
-        assert "not sm90/decode: it knows no dropout" in plan.forward.reason
+        plan = plan_of("forward", cuflash.FlashAttention(dropout=0.1), *ct.qkv(arrays))
+        assert "not sm90/decode: it knows no dropout" in plan.reason
 
 
 def test_as_on_the_host(cupy):

@@ -1,5 +1,7 @@
 """Forward on the device against the oracle, and what must hold whatever the numbers are."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash.problem import make_problem
+from tests.gpu.planned import plan_of
 
 pytestmark = pytest.mark.gpu
 
@@ -22,7 +25,7 @@ def cupy():
 def arrays_of(cupy, case):
     """q, k, v and the keyword arguments of a case."""
     arrays = case.arrays(cupy.asarray)
-    return [arrays[name] for name in "qkv"], ct.optional(arrays)
+    return ct.qkv(arrays), ct.optional(arrays)
 
 
 def full_of_nan(cupy, x):
@@ -72,7 +75,7 @@ def test_long_rows(cupy, head_dim, options):
 @pytest.mark.parametrize("seqlen_q", [1, 2, 3, 5, 8, 15, 16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_few_queries(cupy, head_dim, seqlen_q):
-    sizes = {"seqlen_q": seqlen_q, "seqlen_k": 2100, "batch": 3, "num_heads": 6, "num_heads_kv": 2}
+    sizes: dict[str, Any] = {"seqlen_q": seqlen_q, "seqlen_k": 2100, "batch": 3, "num_heads": 6, "num_heads_kv": 2}
     case = ct.Case(**sizes, head_dim=head_dim, dtype="float16", causal=True)
     qkv, _ = arrays_of(cupy, case)
     ct.assert_forward(case, *cuflash.FlashAttention(causal=True).forward(*qkv))
@@ -83,7 +86,7 @@ def test_few_queries(cupy, head_dim, seqlen_q):
 @pytest.mark.parametrize(("head_dim", "seqlen_q"), [(64, 500), (64, 700), (128, 500), (128, 700), (256, 300)])
 def test_more_tiles_than_multiprocessors(cupy, head_dim, seqlen_q, causal, dtype):
     """Blocks that stay take several tiles of queries, in pairs under a causal mask: odd and even numbers of them."""
-    sizes = {"seqlen_q": seqlen_q, "seqlen_k": 200, "batch": 7, "num_heads": 26, "num_heads_kv": 13}
+    sizes: dict[str, Any] = {"seqlen_q": seqlen_q, "seqlen_k": 200, "batch": 7, "num_heads": 26, "num_heads_kv": 13}
     case = ct.Case(**sizes, head_dim=head_dim, dtype=dtype, causal=causal)
     qkv, _ = arrays_of(cupy, case)
     ct.assert_forward(case, *cuflash.FlashAttention(causal=causal).forward(*qkv))
@@ -101,7 +104,7 @@ def test_scores_that_rise_from_tile_to_tile(cupy, head_dim, dtype, options):
     arrays = case.arrays()
     arrays["q"][..., 0] = np.where(np.arange(200) % 2, -1, 1)
     arrays["k"][..., 0] = np.round(np.linspace(100, -100, 700))
-    problem = make_problem(case.options, *(arrays[name] for name in "qkv"))
+    problem = make_problem(case.options, *ct.qkv(arrays))
     yardsticks = ct.yardsticks(problem, arrays)
     given = [cupy.asarray(arrays[name]) for name in "qkv"]
     out, lse = cuflash.FlashAttention(**case.keywords).forward(*given)
@@ -127,12 +130,12 @@ def is_hopper(cupy):
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_the_kernel_of_all_devices(cupy, head_dim, causal):
     """It takes arrays that TMA cannot, and is as right as the one that the aligned arrays get."""
-    sizes = {"seqlen_q": 300, "seqlen_k": 2100, "num_heads": 4, "num_heads_kv": 2}
+    sizes: dict[str, Any] = {"seqlen_q": 300, "seqlen_k": 2100, "num_heads": 4, "num_heads_kv": 2}
     case = ct.Case(**sizes, head_dim=head_dim, dtype="bfloat16", causal=causal)
     qkv, _ = arrays_of(cupy, case)
     attn = cuflash.FlashAttention(causal=causal)
     for arrays, own in ((qkv, is_hopper(cupy)), ([off_by_one(cupy, x) for x in qkv], False)):
-        (kernel,) = attn.plan(*arrays).forward.kernels
+        (kernel,) = plan_of("forward", attn, *arrays).kernels
         assert kernel.source == ("sm90/forward.cu" if own else "sm80/forward.cu")
         ct.assert_forward(case, *attn.forward(*arrays))
 
@@ -142,13 +145,13 @@ def test_the_kernel_of_all_devices(cupy, head_dim, causal):
 @pytest.mark.parametrize("seqlen_q", [30, 700])
 def test_both_kernels_of_float32(cupy, seqlen_q, head_dim, options):
     """Few queries are not worth splitting all keys into parts; any strides and alignment are."""
-    sizes = {"seqlen_q": seqlen_q, "seqlen_k": 2100, "batch": 2, "num_heads": 4, "num_heads_kv": 2}
+    sizes: dict[str, Any] = {"seqlen_q": seqlen_q, "seqlen_k": 2100, "batch": 2, "num_heads": 4, "num_heads_kv": 2}
     case = ct.Case(**sizes, head_dim=head_dim, dtype="float32", **options)
     qkv, terms = arrays_of(cupy, case)
     attn = cuflash.FlashAttention(**case.keywords)
     own = ["around/split_fp32.cu", "sm90/forward_fp32.cu"] if is_hopper(cupy) and seqlen_q > 64 else ["sm80/forward.cu"]
     for arrays in (qkv, [off_by_one(cupy, x) for x in qkv]):
-        assert [kernel.source for kernel in attn.plan(*arrays, **terms).forward.kernels] == own
+        assert [kernel.source for kernel in plan_of("forward", attn, *arrays, **terms).kernels] == own
         first, again = (attn.forward(*arrays, **terms) for _ in range(2))
         ct.assert_forward(case, *first)
         assert all(same_bits(x, y) for x, y in zip(first, again, strict=True))
@@ -162,7 +165,7 @@ def test_infinities_and_the_end_of_the_range_of_float32(cupy):
     arrays["v"][0, 0, 5, :3] = np.inf, -np.inf, np.finfo(np.float32).max
     arrays["q"][0, 0, 3, 4] = np.inf
     arrays["q"][0, 0, 4, 4] = np.nan
-    problem = make_problem(case.options, *(arrays[name] for name in "qkv"))
+    problem = make_problem(case.options, *ct.qkv(arrays))
     expected = ct.yardsticks(problem, arrays)
     out, lse = cuflash.FlashAttention(**case.keywords).forward(*(cupy.asarray(arrays[name]) for name in "qkv"))
     for got, right in ((out, expected["out"].expected), (lse, expected["lse"].expected)):
@@ -197,7 +200,7 @@ def test_rows_further_apart_than_they_are_long(cupy, head_dim_v):
     rows, out = spaced(cupy.zeros((1, 2, 150, head_dim_v), v.dtype))
     attn = cuflash.FlashAttention()
     if head_dim_v == 64:  # the plan takes out as contiguous
-        (kernel,) = attn.plan(q, k, v).forward.kernels
+        (kernel,) = plan_of("forward", attn, q, k, v).kernels
         assert kernel.source == ("sm90/forward.cu" if is_hopper(cupy) else "sm80/forward.cu")
     result = attn.forward(q, k, v, out=out)
     ct.assert_forward(case, *result)
@@ -364,7 +367,7 @@ def test_decoding_takes_its_own_kernel(cupy):
     """Where there is one: elsewhere the tests above are about the kernel for all."""
     case = ct.Case(seqlen_q=1, seqlen_k=MANY_KEYS, num_heads=32, num_heads_kv=8, head_dim=128, dtype="float16")
     (q, k, v), _ = arrays_of(cupy, case)
-    plan = cuflash.FlashAttention().plan(q, k, v).forward
+    plan = plan_of("forward", cuflash.FlashAttention(), q, k, v)
     takes_it = [kernel.source for kernel in plan.kernels] == ["sm90/decode.cu", "around/combine.cu"]
     assert takes_it == (plan.device.arch == 90)
 

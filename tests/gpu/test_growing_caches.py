@@ -1,11 +1,14 @@
 """Caches of keys and values that grow from call to call: they are planned once in a while, and results stay right."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 import cuflash
 import cuflash.testing as ct
 from cuflash.problem import make_problem
+from cuflash.tuning import tuned_plan
 
 pytestmark = pytest.mark.gpu
 
@@ -23,8 +26,12 @@ def plans(cupy, monkeypatch):
     from cuflash import launch
 
     made = []
-    choose = launch.tuned_plan
-    monkeypatch.setattr(launch, "tuned_plan", lambda *args, **layout: made.append(choose(*args, **layout)) or made[-1])
+
+    def choose(*args, **layout):
+        made.append(tuned_plan(*args, **layout))
+        return made[-1]
+
+    monkeypatch.setattr(launch, "tuned_plan", choose)
     launch.forget_launches()
     return made
 
@@ -42,7 +49,7 @@ def case_of(length, dtype="bfloat16", seqlen_q=1, **options):
     )
 
 
-GROWING = {
+GROWING: dict[str, dict[str, Any]] = {
     "plain": {},
     "four queries": {"seqlen_q": 4, "causal": True},
     "top left": {"seqlen_q": 4, "causal": "top_left"},
@@ -71,7 +78,7 @@ def test_slices_of_a_cache(cupy, plans, name):
         out, lse = attn.forward(arrays["q"], k, v, **terms)
         if length % 37 == 0 or length < 4:
             host = {n: x.get() for n, x in (arrays | {"k": k, "v": v}).items()}
-            inputs = [host[n] for n in "qkv"]
+            inputs = ct.qkv(host)
             problem = make_problem(full.options, *inputs, **ct.optional(host))
             yardsticks = ct.yardsticks(problem, {n: x for n, x in host.items() if n != "dout"})
             for result, x in (("out", out), ("lse", lse)):
@@ -85,10 +92,10 @@ def test_pages_of_a_growing_table(cupy, plans):
     case = case_of(LONGEST // 16 * 16, page_size=16, kv_lengths=(500, 700), causal=True)
     arrays = case.arrays(cupy.asarray)
     attn = cuflash.FlashAttention(**case.keywords)
-    expected = attn.forward(arrays["q"], arrays["k"], arrays["v"], **ct.optional(arrays))
+    expected = attn.forward(*ct.qkv(arrays), **ct.optional(arrays))
     for pages in range(44, LONGEST // 16):
         terms = ct.optional(arrays) | {"block_table": arrays["block_table"][:, :pages]}
-        got = attn.forward(arrays["q"], arrays["k"], arrays["v"], **terms)
+        got = attn.forward(*ct.qkv(arrays), **terms)
         for x, right in zip(got, expected, strict=True):
             ct.to_numpy(x)
             np.testing.assert_allclose(

@@ -217,8 +217,12 @@ def test_arrays_on_two_devices_are_refused(cupy):
 def test_a_captured_graph_replays_on_new_contents(cupy, deterministic):
     old, new = ([normal(cupy, 2, 4, 129, DIM, seed=10 * m + n) for n in range(4)] for m in range(2))
     attn = cuflash.FlashAttention(causal=True, deterministic=deterministic)
-    expected = attn.forward(*new[:3])
-    expected_gradients = attn.backward(new[3], *new[:3], *expected)
+
+    def both_passes(q, k, v, dout):
+        out, lse = attn.forward(q, k, v)
+        return (out, lse), attn.backward(dout, q, k, v, out, lse)
+
+    expected, expected_gradients = both_passes(*new)
     inputs = [x.copy() for x in old]
     stream = cupy.cuda.Stream(non_blocking=True)
     pool = cupy.cuda.MemoryPool()  # what the captured calls take from it stays theirs
@@ -226,8 +230,7 @@ def test_a_captured_graph_replays_on_new_contents(cupy, deterministic):
     with cupy.cuda.using_allocator(pool.malloc), stream:
         attn.compile(*inputs[:3])
         stream.begin_capture()
-        result = attn.forward(*inputs[:3])
-        gradients = attn.backward(inputs[3], *inputs[:3], *result)
+        result, gradients = both_passes(*inputs)
         graph = stream.end_capture()
         for x, y in zip(inputs, new, strict=True):
             x[...] = y
@@ -276,11 +279,11 @@ def test_more_heads_and_batch_entries_than_a_grid_has_blocks_along_y(cupy, batch
     gradients = attn.backward(dout, q, k, v, out, lse)
     flat = np.array([0, 1, 65_534, 65_535, 65_536, 131_071, 131_072, batch * heads - 1])
     at = tuple(map(cupy.asarray, np.unravel_index(flat, (batch, heads))))
-    sample = [x[at] for x in (q, k, v, dout)]
-    right, right_lse = formula(*map(host, sample[:3]))
+    sample = q[at], k[at], v[at]
+    right, right_lse = formula(*map(host, sample))
     assert_close(out[at], right)
     assert_close(lse[at], right_lse, atol=1e-5)
-    alone = attn.backward(sample[3], *sample[:3], out[at], lse[at])
+    alone = attn.backward(dout[at], *sample, out[at], lse[at])
     for got, expected in zip(gradients, alone, strict=True):
         assert_close(got[at], host(expected))
     assert not cupy.isnan(out).any()

@@ -30,7 +30,7 @@ def test_gradient_of_lse(cupy, dtype, sizes, options, deterministic):
     case = case_of(sizes, batch=2, head_dim=64, dtype=dtype, **options)
     arrays = case.arrays(cupy.asarray)
     attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
-    inputs, terms = [arrays[name] for name in "qkv"], ct.optional(arrays)
+    inputs, terms = ct.qkv(arrays), ct.optional(arrays)
     results = attn.forward(*inputs, **terms)
     arrays["dlse"][cupy.isinf(results.lse)] = np.nan  # of rows that see no key it counts for nothing
     ct.assert_backward(case, *attn.backward(arrays["dout"], *inputs, *results, **terms, dlse=arrays["dlse"]))
@@ -46,18 +46,19 @@ def test_parts_merged_are_the_whole(cupy, dtype, sizes, causal):
     inputs = ct.split_keys(case, keys, cupy.asarray)
     attn = cuflash.FlashAttention()
     parts = [attn.forward(**x) for x in inputs]
-    out, lse = cuflash.merge(*zip(*parts, strict=True))
+    outs, lses = zip(*parts, strict=True)
+    out, lse = cuflash.merge(outs, lses)
     assert (type(out), out.dtype, lse.dtype) == (cupy.ndarray, arrays["q"].dtype, arrays["dlse"].dtype)
     ct.assert_forward(case, out, lse)
-    given = cuflash.merge_backward(arrays["dout"], *zip(*parts, strict=True), out, lse, dlse=arrays["dlse"])
+    given = cuflash.merge_backward(arrays["dout"], outs, lses, out, lse, dlse=arrays["dlse"])
     expected = ct.yardsticks(case.problem, case.arrays())
     gradients = {name: np.zeros(arrays[name[1:]].shape) for name in ("dq", "dk", "dv")}
     for part, x, dout, dlse, results in zip(keys, inputs, *given, parts, strict=True):
         dq, dk, dv = map(ct.to_numpy, attn.backward(dout, **x, out=results.out, lse=results.lse, dlse=dlse))
         gradients["dq"] += dq
         gradients["dk"][:, :, part], gradients["dv"][:, :, part] = dk, dv
-    for name, x in gradients.items():  # parts are rounded too
-        assert np.abs(x - expected[name].expected).max() <= 3 * expected[name].tolerance, name
+    for name, found in gradients.items():  # parts are rounded too
+        assert np.abs(found - expected[name].expected).max() <= 3 * expected[name].tolerance, name
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
@@ -67,11 +68,11 @@ def test_merging_on_the_device_is_merging_on_the_host(cupy, layout):
     lses = [rng.standard_normal((2, 3, 5) if layout == "bhsd" else (2, 5, 3), np.float32) for _ in range(3)]
     lses[0][0, 1] = -np.inf
     lses[1][:, 0] = lses[2][:, 0] = -np.inf
-    on_device = [[cupy.asarray(x) for x in xs] for xs in (outs, lses)]
-    right, got = cuflash.merge(outs, lses, layout=layout), cuflash.merge(*on_device, layout=layout)
+    own_outs, own_lses = ([cupy.asarray(x) for x in xs] for xs in (outs, lses))
+    right, got = cuflash.merge(outs, lses, layout=layout), cuflash.merge(own_outs, own_lses, layout=layout)
     rights = cuflash.merge_backward(outs[0], outs, lses, *right, dlse=np.ones_like(lses[0]), layout=layout)
-    dlse = cupy.ones_like(on_device[1][0])
-    gots = cuflash.merge_backward(on_device[0][0], *on_device, *got, dlse=dlse, layout=layout)
+    dlse = cupy.ones_like(own_lses[0])
+    gots = cuflash.merge_backward(own_outs[0], own_outs, own_lses, *got, dlse=dlse, layout=layout)
     for x, y in zip((*got, *gots.douts, *gots.dlses), (*right, *rights.douts, *rights.dlses), strict=True):
         assert type(x) is cupy.ndarray
         np.testing.assert_allclose(ct.to_numpy(x), y, rtol=1e-3 if y.dtype == np.float16 else 1e-5, atol=1e-5)

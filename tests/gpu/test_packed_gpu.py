@@ -1,12 +1,14 @@
 """Packed sequences on the device: against the oracle, alone or packed, whatever lies around them."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import cuflash
 import cuflash.testing as ct
+from tests.gpu.planned import plan_of
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +35,7 @@ def starts_of(lengths):
 def case_of(**options):
     """Some rows are left behind the last sequence."""
     starts_q, starts_k = starts_of(LENGTHS_Q), starts_of(LENGTHS_K)
-    sizes = {"num_heads": 4, "num_heads_kv": 2, "head_dim": 64, "dtype": "bfloat16"} | options
+    sizes: dict[str, Any] = {"num_heads": 4, "num_heads_kv": 2, "head_dim": 64, "dtype": "bfloat16"} | options
     return ct.Case(
         seqlen_q=starts_q[-1] + 30, seqlen_k=starts_k[-1] + 77, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, **sizes
     )
@@ -44,8 +46,8 @@ def run(cupy, case, *, deterministic=False, arrays=None, starts=None, need=None)
     arrays = case.arrays(cupy.asarray) if arrays is None else arrays
     arrays = arrays | ({} if starts is None else starts)
     attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
-    inputs = [arrays[name] for name in "qkv"]
-    out, lse = attn.forward(*inputs, **ct.optional(arrays), **case.random)
+    inputs = ct.qkv(arrays)
+    out, lse = attn.forward(*inputs, **ct.optional(arrays) | case.random)
     need = need or ("dq", "dk", "dv", *(("dsinks",) if case.sinks else ()))
     terms = ct.optional_backward(arrays) | case.random
     gradients = attn.backward(arrays["dout"], *inputs, out, lse, **terms, need=need)
@@ -104,7 +106,7 @@ def test_accumulators_that_blocks_clear(cupy, head_dim, causal, deterministic):
     case = case_of(num_heads=100, num_heads_kv=100, head_dim=head_dim, causal=causal)
     arrays = case.arrays(cupy.asarray)
     attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
-    plan = attn.plan(*(arrays[name] for name in "qkv"), **ct.optional(arrays)).backward
+    plan = plan_of("backward", attn, *ct.qkv(arrays), **ct.optional(arrays))
     assert (plan.run_time.clear_ahead > 0) == (plan.device.arch == 90)
     cupy.full(plan.extra_bytes // 4, cupy.nan, "float32")  # and so scratch memory holds NaN
     judge(case, run(cupy, case, deterministic=deterministic, arrays=arrays))
@@ -121,10 +123,10 @@ def test_equal_lengths_are_a_batch(cupy, head_dim, causal):
     out, lse = attn.forward(q, k, v)
     gradients = attn.backward(dout, q, k, v, out, lse)
     starts = cupy.arange(batch + 1, dtype=np.int32) * seqlen
-    packed = [x.reshape(batch * seqlen, heads, head_dim) for x in (dout, q, k, v)]
+    flat_dout, flat_q, flat_k, flat_v = (x.reshape(batch * seqlen, heads, head_dim) for x in (dout, q, k, v))
     terms = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
-    packed_out, packed_lse = attn.forward(*packed[1:], **terms)
-    packed_gradients = attn.backward(*packed, packed_out, packed_lse, **terms)
+    packed_out, packed_lse = attn.forward(flat_q, flat_k, flat_v, **terms)
+    packed_gradients = attn.backward(flat_dout, flat_q, flat_k, flat_v, packed_out, packed_lse, **terms)
     for x, y in zip((out, *gradients), (packed_out, *packed_gradients), strict=True):
         assert cupy.array_equal(x.reshape(y.shape), y)
     assert cupy.array_equal(lse.swapaxes(0, 1).reshape(packed_lse.shape), packed_lse)
@@ -181,7 +183,7 @@ def test_graph(cupy):
     case = case_of(causal=True)
     arrays = case.arrays(cupy.asarray)
     attn = cuflash.FlashAttention(causal=True)
-    inputs, starts = [arrays[name] for name in "qkv"], ct.optional(arrays)
+    inputs, starts = ct.qkv(arrays), ct.optional(arrays)
     pool, stream = cupy.cuda.MemoryPool(), cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with cupy.cuda.using_allocator(pool.malloc), stream:

@@ -1,15 +1,18 @@
 """Keys and values in pages on the device: against the oracle, and against the same keys in one piece."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 import cuflash
 import cuflash.testing as ct
 from cuflash.problem import PAGE_SIZES
+from tests.gpu.planned import plans_of
 
 pytestmark = pytest.mark.gpu
 
-SIZES = {"batch": 3, "num_heads": 8, "num_heads_kv": 2, "seqlen_k": 2048, "kv_lengths": (1, 1371, 2048)}
+SIZES: dict[str, Any] = {"batch": 3, "num_heads": 8, "num_heads_kv": 2, "seqlen_k": 2048, "kv_lengths": (1, 1371, 2048)}
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +27,7 @@ def full_of_nan(cupy, x):
 def run(cupy, case, arrays=None, **options):
     arrays = {name: cupy.asarray(x) for name, x in arrays.items()} if arrays else case.arrays(cupy.asarray)
     terms = ct.optional(arrays) | case.random
-    return cuflash.FlashAttention(**case.keywords).forward(*(arrays[name] for name in "qkv"), **terms, **options)
+    return cuflash.FlashAttention(**case.keywords).forward(*ct.qkv(arrays), **terms | options)
 
 
 def assert_oracle(cupy, case):
@@ -119,7 +122,7 @@ def test_graphs(cupy, seqlen_q):
     arrays, changed = case.arrays(cupy.asarray), other.arrays()
     rows = min(len(arrays["k"]), len(changed["k"]))
     attn = cuflash.FlashAttention(causal=True)
-    inputs, terms = [arrays[name] for name in "qkv"], ct.optional(arrays)
+    inputs, terms = ct.qkv(arrays), ct.optional(arrays)
     pool, stream = cupy.cuda.MemoryPool(), cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.get_current_stream().synchronize()
     with cupy.cuda.using_allocator(pool.malloc), stream:
@@ -143,7 +146,7 @@ def test_graphs(cupy, seqlen_q):
 def test_plans(cupy):
     case = ct.Case(**SIZES, seqlen_q=1, head_dim=64, dtype="float16", page_size=64)
     arrays = case.arrays(cupy.asarray)
-    plans = cuflash.FlashAttention().plan(*(arrays[name] for name in "qkv"), **ct.optional(arrays))
+    plans = plans_of(cuflash.FlashAttention(), *ct.qkv(arrays), **ct.optional(arrays))
     assert plans.backward is None
     assert "pages64" in plans.describe() and "no backward pass with a block_table" in plans.describe()
 
@@ -153,5 +156,5 @@ def test_backward_is_refused(cupy):
     arrays = case.arrays(cupy.asarray)
     out, lse = run(cupy, case)
     with pytest.raises(NotImplementedError, match=r"^block_table: .*gather the pages"):
-        inputs = (arrays[name] for name in "qkv")
+        inputs = ct.qkv(arrays)
         cuflash.FlashAttention().backward(out, *inputs, out, lse, **ct.optional(arrays))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
+from tests.gpu.planned import plan_of
 
 pytestmark = pytest.mark.gpu
 
@@ -54,18 +55,17 @@ def test_the_kernels_of_a_plan_are_those_that_run(case, data, cupy):
             copy = moved(cupy, arrays[name], steps)
             copy[...] = arrays[name]
             arrays[name] = copy
-    inputs, terms = [arrays[name] for name in "qkv"], ct.optional(arrays)
-    given_results = {}
+    inputs, terms = ct.qkv(arrays), ct.optional(arrays)
     if data.draw(st.booleans()):
-        given_results["out"] = cupy.zeros(problem.out_shape, arrays["q"].dtype)
+        terms["out"] = cupy.zeros(problem.out_shape, arrays["q"].dtype)
     need = tuple(data.draw(st.lists(st.sampled_from(ct.gradients_of(problem)), min_size=1, unique=True)))
     launch.forget_launches()
-    out, lse = attn.forward(*inputs, **terms, **given_results, **case.random)
-    assert kernels_of_calls() == [attn.plan(*inputs, **terms, **given_results).forward.kernels]
+    out, lse = attn.forward(*inputs, **terms | case.random)
+    assert kernels_of_calls() == [plan_of("forward", attn, *inputs, **terms).kernels]
     if case.page_size:
         return
     launch.forget_launches()
     rest = ct.optional_backward(arrays)
-    attn.backward(arrays["dout"], *inputs, out, lse, **rest, need=need, **case.random)
-    planned = attn.plan(*inputs, **rest, dout=arrays["dout"], out=out, lse=lse, need=need)
-    assert kernels_of_calls() == [planned.backward.kernels]
+    attn.backward(arrays["dout"], *inputs, out, lse, **rest | case.random, need=need)
+    planned = plan_of("backward", attn, *inputs, **rest, dout=arrays["dout"], out=out, lse=lse, need=need)
+    assert kernels_of_calls() == [planned.kernels]

@@ -18,8 +18,8 @@ def directory(tmp_path_factory):
     """The conformance kernels beside the headers that they include."""
     directory = tmp_path_factory.mktemp("kernels")
     shutil.copytree(kernel_directory() / "ptx", directory / "ptx")
-    for module in (conformance, conformance_sm90):
-        shutil.copy(Path(module.__file__).with_suffix(".cu"), directory)
+    for name in ("conformance.cu", "conformance_sm90.cu"):
+        shutil.copy(Path(__file__).parents[1] / "emulate" / name, directory)
     return directory
 
 

@@ -39,10 +39,10 @@ def case_of(seqlen_q, seqlen_k, **options):
 def run(cupy, case, need, *, deterministic=False, **results):
     arrays = case.arrays(cupy.asarray)
     attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
-    inputs = [arrays[name] for name in "qkv"]
-    out, lse = attn.forward(*inputs, **ct.optional(arrays), **case.random)
-    keywords = ct.optional_backward(arrays) | case.random
-    return attn.backward(arrays["dout"], *inputs, out, lse, **keywords, need=need, **results)
+    inputs = ct.qkv(arrays)
+    out, lse = attn.forward(*inputs, **ct.optional(arrays) | case.random)
+    keywords = ct.optional_backward(arrays) | case.random | results
+    return attn.backward(arrays["dout"], *inputs, out, lse, **keywords, need=need)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -101,7 +101,7 @@ def test_many_heads_and_keys(cupy):
 def test_a_captured_graph(cupy):
     case = case_of(113, 203, dtype="bfloat16", bias=("n",))
     arrays = case.arrays(cupy.asarray)
-    inputs, bias, need = [arrays[name] for name in "qkv"], arrays["bias"], ("dv", "dbias", "dscale")
+    inputs, bias, need = ct.qkv(arrays), arrays["bias"], ("dv", "dbias", "dscale")
     attn = cuflash.FlashAttention()
     stream, pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
     cupy.cuda.Device().synchronize()

@@ -34,9 +34,10 @@ def run(cupy, case, *, deterministic=False, **results):
     """out, lse and the gradients of a case."""
     arrays = case.arrays(cupy.asarray)
     attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
-    inputs = [arrays[name] for name in "qkv"]
+    inputs = ct.qkv(arrays)
     out, lse = attn.forward(*inputs, **ct.optional(arrays))
-    gradients = attn.backward(arrays["dout"], *inputs, out, lse, **ct.optional_backward(arrays), need=NEED, **results)
+    keywords = ct.optional_backward(arrays) | results
+    gradients = attn.backward(arrays["dout"], *inputs, out, lse, **keywords, need=NEED)
     return out, lse, gradients
 
 
@@ -72,7 +73,7 @@ def test_few_queries(cupy, seqlen_q, batch, sinks):
     if sinks is not None:
         arrays["sinks"][...] = sinks
     on_device = {name: cupy.asarray(x) for name, x in arrays.items()}
-    inputs, sinks = [on_device[name] for name in "qkv"], on_device["sinks"]
+    inputs, sinks = ct.qkv(on_device), on_device["sinks"]
     results = cuflash.FlashAttention(causal=True).forward(*inputs, sinks=sinks)
     yardsticks = ct.yardsticks(case.problem, arrays)
     for name, x in results._asdict().items():
@@ -97,7 +98,7 @@ def test_gradients_of_many_rows_are_repeatable(cupy, dtype):
 def test_a_sink_of_minus_infinity_is_none(cupy):
     case = case_of(113, 203, dtype="float16", causal=True)
     arrays = case.arrays(cupy.asarray)
-    inputs, attn = [arrays[name] for name in "qkv"], cuflash.FlashAttention(causal=True)
+    inputs, attn = ct.qkv(arrays), cuflash.FlashAttention(causal=True)
     with_sinks = attn.forward(*inputs, sinks=cupy.full_like(arrays["sinks"], -np.inf))
     for x, y in zip(with_sinks, attn.forward(*inputs), strict=True):
         np.testing.assert_array_equal(ct.to_numpy(x), ct.to_numpy(y))
@@ -106,7 +107,7 @@ def test_a_sink_of_minus_infinity_is_none(cupy):
 def test_a_captured_graph(cupy):
     case = case_of(113, 203, dtype="bfloat16")
     arrays = case.arrays(cupy.asarray)
-    inputs, sinks = [arrays[name] for name in "qkv"], arrays["sinks"]
+    inputs, sinks = ct.qkv(arrays), arrays["sinks"]
     attn = cuflash.FlashAttention()
     stream = cupy.cuda.Stream(non_blocking=True)
     pool = cupy.cuda.MemoryPool()

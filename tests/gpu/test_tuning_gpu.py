@@ -1,11 +1,14 @@
 """Tuning on the device: small problems, whose winner is found again and computes what the oracle says."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 import cuflash
 import cuflash.testing as ct
+from cuflash.binding import PASSES
+from tests.gpu.planned import both_passes, plan_of
 
 pytest.importorskip("cupy")
 
@@ -38,9 +41,9 @@ def new_process():
 
 
 def results(attn, case, arrays):
-    inputs = [arrays[name] for name in "qkv"]
-    out, lse = attn.forward(*inputs, **ct.optional(arrays), **case.random)
-    gradients = attn.backward(arrays["dout"], *inputs, out, lse, **ct.optional_backward(arrays), **case.random)
+    inputs = ct.qkv(arrays)
+    out, lse = attn.forward(*inputs, **ct.optional(arrays) | case.random)
+    gradients = attn.backward(arrays["dout"], *inputs, out, lse, **ct.optional_backward(arrays) | case.random)
     return out, lse, *gradients
 
 
@@ -50,9 +53,9 @@ def test_the_winner_is_found_again_and_right(cupy, store, dtype, deterministic):
     case = replace(CASE, dtype=dtype)
     arrays = case.arrays(cupy.asarray)
     attn = cuflash.FlashAttention(deterministic=deterministic)
-    found = attn.tune(*(arrays[name] for name in "qkv"))
+    found = both_passes(attn.tune(*ct.qkv(arrays)))
     assert len(list(store.iterdir())) == 2
-    for tuned in (found.forward, found.backward):
+    for tuned in found:
         timed = [trial for trial in tuned.trials if not trial.why_not]
         assert tuned.trials[0] in timed
         # Candidates fail by not compiling or spilling alone, never by other results.
@@ -60,8 +63,8 @@ def test_the_winner_is_found_again_and_right(cupy, store, dtype, deterministic):
         assert reasons <= {"", "spills", "does"}, tuned.describe()
         assert "winner" in tuned.describe() or "stays" in tuned.describe()
     new_process()
-    plans = attn.plan(*(arrays[name] for name in "qkv"))
-    for plan, tuned in zip(plans, (found.forward, found.backward), strict=True):
+    plans = [plan_of(pass_, attn, *ct.qkv(arrays)) for pass_ in PASSES]
+    for plan, tuned in zip(plans, found, strict=True):
         assert plan.tiles == tuned.winner.plan.tiles
         assert "tuned: " in plan.reason
     out, lse, *gradients = results(attn, case, arrays)
@@ -71,13 +74,12 @@ def test_the_winner_is_found_again_and_right(cupy, store, dtype, deterministic):
 
 def test_every_candidate_is_as_right_as_the_first(cupy):
     """Each is remembered in its turn, and held against the oracle with every option."""
-    terms = {"softcap": 5.0, "alibi_slopes": (4,), "mask": (300, 310), "kv_lengths": (7, 310)}
-    case = replace(CASE, causal=True, dropout=0.2, **terms)
+    shapes: dict[str, Any] = {"alibi_slopes": (4,), "mask": (300, 310), "kv_lengths": (7, 310)}
+    case = replace(CASE, causal=True, softcap=5.0, dropout=0.2, **shapes)
     arrays = case.arrays(cupy.asarray)
     attn = cuflash.FlashAttention(**case.keywords)
-    terms = {**ct.optional(arrays), **case.random}
-    found = attn.tune(*(arrays[name] for name in "qkv"), **terms, remember=False)
-    for tuned in (found.forward, found.backward):
+    terms = ct.optional(arrays) | case.random
+    for tuned in both_passes(attn.tune(*ct.qkv(arrays), **terms, remember=False)):
         for trial in tuned.trials:
             if not trial.why_not:
                 winner = tuning.Winner(tiles=trial.plan.tiles, tflops=1.0, table_tflops=1.0)
@@ -92,20 +94,21 @@ def test_other_strides_and_dout(cupy):
     case = replace(CASE, strides="transposed", layout="bshd", sinks=True)
     arrays = case.arrays(cupy.asarray)
     attn = cuflash.FlashAttention(layout="bshd")
-    found = attn.tune(*(arrays[name] for name in "qkv"), dout=arrays["dout"], sinks=arrays["sinks"])
-    assert found.backward.trials[0].why_not == ""
+    found = attn.tune(*ct.qkv(arrays), dout=arrays["dout"], sinks=arrays["sinks"])
+    _, backward = both_passes(found)
+    assert backward.trials[0].why_not == ""
 
 
 def test_one_pass_and_forgetting(cupy, store):
     arrays = CASE.arrays(cupy.asarray)
-    inputs = [arrays[name] for name in "qkv"]
+    inputs = ct.qkv(arrays)
     attn = cuflash.FlashAttention()
     found = attn.tune(*inputs, passes=["forward"])
-    assert found.backward is None
-    assert "tuned: " in attn.plan(*inputs).forward.reason
+    assert found is not None and found.backward is None
+    assert "tuned: " in plan_of("forward", attn, *inputs).reason
     assert attn.tune(*inputs, forget=True) is None
     assert not list(store.iterdir())
-    assert "tuned: " not in attn.plan(*inputs).forward.reason
+    assert "tuned: " not in plan_of("forward", attn, *inputs).reason
 
 
 def test_a_plan_with_other_results_is_not_timed(cupy):

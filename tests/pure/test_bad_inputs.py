@@ -388,8 +388,8 @@ def overlapping(*arrays):
     """The same arrays in memory whose last and first bytes they share."""
     shared = np.zeros(sum(x.nbytes for x in arrays) - 8, np.uint8)
     first, second = arrays
-    views = shared[: first.nbytes].view(first.dtype), shared[-second.nbytes :].view(second.dtype)
-    views = [view.reshape(x.shape) for view, x in zip(views, arrays, strict=True)]
+    flat = shared[: first.nbytes].view(first.dtype), shared[-second.nbytes :].view(second.dtype)
+    views = [view.reshape(x.shape) for view, x in zip(flat, arrays, strict=True)]
     views[0][...], views[1][...] = first, second
     return views
 
@@ -422,10 +422,10 @@ def test_sequence_beyond_32_bit_positions():
         lambda attn, q: attn.forward(q, q, q, q),
         lambda attn, q: attn.forward(q, q, q, causal=True),
         lambda attn, q: attn.backward(q, q, q, q),
-        lambda attn, q: cuflash.attention(q, q, q, True),
-        lambda attn, q: cuflash.attention(q, q, q, attn_mask=q),
-        lambda attn, q: cuflash.FlashAttention(True),
-        lambda attn, q: cuflash.FlashAttention(drop=0.1),
+        lambda attn, q: cuflash.attention(q, q, q, True),  # type: ignore[call-arg]  # what is tested, here and below
+        lambda attn, q: cuflash.attention(q, q, q, attn_mask=q),  # type: ignore[call-arg]
+        lambda attn, q: cuflash.FlashAttention(True),  # type: ignore[call-arg]
+        lambda attn, q: cuflash.FlashAttention(drop=0.1),  # type: ignore[call-arg]
     ],
 )
 def test_unknown_and_misplaced_arguments(call):

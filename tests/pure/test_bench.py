@@ -5,6 +5,7 @@ import sys
 import time
 import types
 from dataclasses import replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -149,7 +150,7 @@ def test_the_formula_is_the_oracle(case, monkeypatch):
     monkeypatch.setattr("bench.formula.ROWS_AT_ONCE", 7)
     inputs = make_inputs(np, case)
     problem = make_problem(options_of(case), inputs.q, inputs.k, inputs.v, **inputs.terms)
-    given = RANDOM | inputs.terms
+    given = RANDOM | dict(inputs.terms)
     out, _ = reference.forward(problem, inputs.q, inputs.k, inputs.v, **given)
     dq, dk, dv = reference.backward(problem, inputs.dout, inputs.q, inputs.k, inputs.v, **given)
     for b, h in ((0, 0), (1, 1)):
@@ -230,9 +231,10 @@ def test_contenders_with_options_are_right(name, case):
 def test_contenders_refuse_the_options_that_they_do_not_have(name):
     """By name, before anything else: of those that they take, nothing but a library or a device can be missing."""
     takes = TAKES.get(name, set())
-    values = {"blocks_kept": 0.5, "lengths": (24, 20), "bias": "qk", "mask": "bk"}
+    values: dict[str, Any] = {"blocks_kept": 0.5, "lengths": (24, 20), "bias": "qk", "mask": "bk"}
     for option, words in OPTIONS.items():
-        case = replace(PLAIN, **{option: values.get(option, True)} | ({"causal": True} if option == "window" else {}))
+        changes: dict[str, Any] = {option: values.get(option, True)} | ({"causal": True} if option == "window" else {})
+        case = replace(PLAIN, **changes)
         assert case.options == (option,)
         if option not in takes:
             with pytest.raises(Absent, match=f"^is run without {words}$"):
@@ -312,7 +314,7 @@ def test_the_efficient_kernel_takes_a_bias(axes, dbias):
 @pytest.mark.parametrize("lengths", [(), (7, 40, 19)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_sequences_are_right_and_counted_exactly(lengths, causal):
-    sizes = {"batch": 3, "num_heads": 4, "num_heads_kv": 2, "head_dim": 8, "dtype": "float32"}
+    sizes: dict[str, Any] = {"batch": 3, "num_heads": 4, "num_heads_kv": 2, "head_dim": 8, "dtype": "float32"}
     case = Case(seqlen_q=40, lengths=lengths, causal=causal, **sizes)
     inputs = make_inputs(np, case)
     check, contender = Reference(case, inputs), peers.ADAPTERS["cuflash-packed"](case, inputs)
@@ -432,7 +434,11 @@ def test_results_of_random_numbers_of_their_own_are_not_checked():
     ran = []
 
     def make_calls(torch, case, q, k, v, dout, terms):
-        return {"forward": lambda: ran.append(q) or (q,)}
+        def forward():
+            ran.append(q)
+            return (q,)
+
+        return {"forward": forward}
 
     adapter = peers_torch._torch(make_calls, "dropout", device="cpu")
     for of, expected in ((case, 0), (PLAIN, 1)):
@@ -473,7 +479,8 @@ def test_device_peers_are_absent_on_the_cpu(name):
 @pytest.fixture
 def fake_jax(monkeypatch, fake_cupy):
     """As much of JAX as its adapter calls, on NumPy arrays: no tile of 256 keys fits, and one of 64 is slow."""
-    jax, pallas = types.ModuleType("jax"), types.ModuleType("attention_mgpu")
+    jax: Any = types.ModuleType("jax")
+    pallas: Any = types.ModuleType("attention_mgpu")
     jax.default_backend = lambda: "gpu"
     jax.dlpack = types.SimpleNamespace(from_dlpack=lambda x: x)
     jax.now = 0
@@ -572,7 +579,7 @@ def test_block_masks_are_within_the_oracle_rule():
     for seed in range(8):
         inputs = make_inputs(np, case, seed)
         arrays = {name: getattr(inputs, name) for name in ("q", "k", "v", "dout")} | {"block_mask": case.block_mask()}
-        operands = (arrays[name] for name in "qkv")
+        operands = ct.qkv(arrays)
         problem = make_problem(Options(block_size=BLOCK), *operands, block_mask=arrays["block_mask"])
         expected = ct.yardsticks(problem, arrays)
         calls = peers.ADAPTERS["cuflash"](case, inputs).calls
@@ -636,7 +643,7 @@ def test_calls_that_events_do_not_see_are_timed_between_waits(fake_cupy):
         time.sleep(0.01)
         waits.append(result)
 
-    waits = []
+    waits: list[Any] = []
     clock = CudaClock()
     times = time_interleaved(
         {"seen": lambda: None, "unseen": call}, clock, clocks={"unseen": RowClock(clock, wait)}, budget_s=1e-6
@@ -771,7 +778,7 @@ class FakeEvent:
 @pytest.fixture
 def fake_cupy(monkeypatch):
     """NumPy under CuPy's names, as far as the bench calls them; time passes by half a millisecond an event."""
-    fake = types.ModuleType("cupy")
+    fake: Any = types.ModuleType("cupy")
     fake.__dict__.update({name: getattr(np, name) for name in dir(np) if not name.startswith("__")})
     fake.ndarray = FakeMemory  # so that cuflash computes on what it is given as NumPy's
     fake.empty = lambda *args, **kwargs: raw_memory(np.empty(*args, **kwargs))

@@ -26,7 +26,9 @@ counts = st.integers(0, 9)
 def pictures():
     """(call, rows of 0 and 1) of every picture in the docstrings of builders that is headed by a call."""
     for function in (local, strided, global_blocks, random):
-        for call, rows in re.findall(rf"({function.__name__}\([^)]*\))\n\n((?: +(?:[01] ?)+\n)+)", function.__doc__):
+        for call, rows in re.findall(
+            rf"({function.__name__}\([^)]*\))\n\n((?: +(?:[01] ?)+\n)+)", function.__doc__ or ""
+        ):
             yield call, np.array([row.split() for row in rows.splitlines()], int)
 
 
@@ -108,7 +110,11 @@ def test_integers_of_any_type(kind):
     ("call", "error", "message"),
     [
         (lambda: local(3, 3, -1), ValueError, "width: got -1, expected 0 or more"),
-        (lambda: local(3.0, 3, 1), TypeError, "m: got float 3.0, expected an integer"),
+        (
+            lambda: local(3.0, 3, 1),  # type: ignore[arg-type]  # what is tested
+            TypeError,
+            "m: got float 3.0, expected an integer",
+        ),
         (lambda: local(3, -3, 1), ValueError, "n: got -3, expected 0 or more"),
         (lambda: strided(3, 3, 0), ValueError, "stride: got 0, expected 1 or more"),
         (lambda: global_blocks(3, 3, True), TypeError, "count: got bool True, expected an integer"),
@@ -134,7 +140,7 @@ def test_wrong_arguments(call, error, message):
 def run(case, **changes):
     """out, lse and all gradients of the CPU path."""
     arrays, attn = case.arrays() | changes, cuflash.FlashAttention(**case.keywords)
-    inputs = [arrays[name] for name in "qkv"]
+    inputs = ct.qkv(arrays)
     out, lse = attn.forward(*inputs, **ct.optional(arrays))
     need = ct.gradients_of(case.problem)
     return out, lse, *attn.backward(arrays["dout"], *inputs, out, lse, **ct.optional_backward(arrays), need=need)
@@ -180,7 +186,7 @@ def test_it_is_a_mask_of_pairs(options):
     case = replace(BLOCKS, **options)
     keywords = {name: x for name, x in case.keywords.items() if name != "block_size"}
     arrays, attn = case.arrays(), cuflash.FlashAttention(**keywords)
-    inputs = [arrays[name] for name in "qkv"]
+    inputs = ct.qkv(arrays)
     terms = {name: x for name, x in ct.optional(arrays).items() if name != "block_mask"} | {"mask": pairs_of(case)}
     out, lse = attn.forward(*inputs, **terms)
     need = ct.gradients_of(case.problem)
@@ -244,14 +250,10 @@ def test_only_blocks_that_are_left_are_computed(monkeypatch):
 
 
 def plan_of(pass_="forward", arch="9.0", deterministic=False, **options):
-    case = ct.Case(
-        **{"seqlen_q": 1000, "seqlen_k": 1500, "num_heads": 4, "head_dim": 64, "dtype": "bfloat16", "block_mask": (4,)}
-        | options
-    )
+    sizes = {"seqlen_q": 1000, "seqlen_k": 1500, "num_heads": 4, "head_dim": 64}
+    case = ct.Case(**sizes | {"dtype": "bfloat16", "block_mask": (4,)} | options)
     arrays = case.arrays()
-    problem = make_problem(
-        replace(case.options, deterministic=deterministic), *(arrays[name] for name in "qkv"), **ct.optional(arrays)
-    )
+    problem = make_problem(replace(case.options, deterministic=deterministic), *ct.qkv(arrays), **ct.optional(arrays))
     return choose_plan(problem, DeviceSpec.for_arch(arch), pass_)
 
 

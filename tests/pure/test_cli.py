@@ -35,6 +35,7 @@ def without_gpu(monkeypatch):
 
 def run(capsys, command):
     """Exit code, standard output and standard error of a command in this process."""
+    code: int | str | None
     try:
         code = main(command.split())
     except SystemExit as stop:
@@ -317,8 +318,8 @@ def test_columns_of_check_do_not_run_together(capsys, monkeypatch):
 
     monkeypatch.setattr(testing, "self_test_cases", renamed)
     _, output, _ = run(capsys, "check --backend cpu")
-    details = [re.search(r"\w+ closest to its bound", line).start() for line in output.splitlines()[1:5]]
-    assert len(set(details)) == 1
+    details = [re.search(r"\w+ closest to its bound", line) for line in output.splitlines()[1:5]]
+    assert len({found and found.start() for found in details}) == 1 and all(details)
     assert f"{long_name}  " in output
 
 

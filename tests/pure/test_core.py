@@ -27,9 +27,16 @@ CHECKOUT = Path(__file__).parents[2]
 FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "pages", "packed")
 
 
+def functions():
+    """Those of the library."""
+    library = core._load()
+    assert not isinstance(library, str), library
+    return library.functions
+
+
 def kinds():
     """The kinds of processors that there are kernels for here, by how many better ones are left out."""
-    name = core._load().functions.cuflash_processor
+    name = functions().cuflash_processor
     named = {name(limit).decode(): limit for limit in reversed(range(3))}
     return sorted(named.items(), key=lambda item: item[1])
 
@@ -46,8 +53,8 @@ def kind(request, monkeypatch):
 def run(case, without=(), **replaced):
     """out, lse and every gradient that there is, by name."""
     arrays, problem = case.arrays() | replaced, case.problem
-    inputs, need = [arrays[name] for name in "qkv"], [x for x in ct.gradients_of(problem) if x not in without]
-    out, lse = cpu.forward(problem, *inputs, **ct.optional(arrays), **case.random)
+    inputs, need = ct.qkv(arrays), [x for x in ct.gradients_of(problem) if x not in without]
+    out, lse = cpu.forward(problem, *inputs, **ct.optional(arrays) | case.random)
     results = {"out": out, "lse": lse}
     if "dout" in arrays:
         terms = {**ct.optional_backward(arrays), **case.random, "need": need}
@@ -127,14 +134,13 @@ def test_dq_of_16_bits_without_room_for_its_sums():
     short = dataclasses.replace(long, seqlen_q=2000, seqlen_k=2000)
     attn, arrays = cuflash.FlashAttention(window=(20, 0)), long.arrays()
     assert long.problem.q.nbytes * 2 > 32 << 20 > short.problem.q.nbytes * 2
-    gradients = [
-        attn.backward(parts[-1], *parts[:-1], *attn.forward(*parts[:-1]))
-        for parts in (
-            [arrays[name] for name in ("q", "k", "v", "dout")],
-            [arrays[name][:, :, 70_000:72_000] for name in ("q", "k", "v", "dout")],
-        )
-    ]
-    for of_long, of_short in zip(*gradients, strict=True):
+
+    def gradients(arrays):
+        out, lse = attn.forward(*ct.qkv(arrays))
+        return attn.backward(arrays["dout"], *ct.qkv(arrays), out, lse)
+
+    part = {name: x[:, :, 70_000:72_000] for name, x in arrays.items()}
+    for of_long, of_short in zip(gradients(arrays), gradients(part), strict=True):
         middle = slice(100, 1900)
         got, expected = of_long[:, :, 70_000:72_000][:, :, middle], of_short[:, :, middle]
         np.testing.assert_allclose(got.astype("f4"), expected.astype("f4"), rtol=0.02, atol=0.02)
@@ -172,7 +178,7 @@ def test_what_is_computed_beside_a_head_changes_no_bit(seqlen_q, seqlen_k, head_
         heads = slice(h * group, (h + 1) * group)
         own = {name: arrays[name][b, heads] for name in ("q", "dout", "dlse")}
         own |= {name: arrays[name][b, h : h + 1] for name in ("k", "v")} | {"sinks": arrays["sinks"][heads]}
-        qkv, dout, dlse, sinks = [own[name] for name in "qkv"], own["dout"], own["dlse"], own["sinks"]
+        qkv, dout, dlse, sinks = ct.qkv(own), own["dout"], own["dlse"], own["sinks"]
         out, lse = attn.forward(*qkv, sinks=sinks)
         alone = {"out": out, "lse": lse, **attn.backward(dout, *qkv, out, lse, dlse=dlse, sinks=sinks)._asdict()}
         places = {name: slice(h, h + 1) if name in ("dk", "dv") else heads for name in ("out", "lse", *names)}
@@ -215,7 +221,12 @@ def test_bits_depend_on_nothing_but_the_problem(case, monkeypatch):
 def threads_of_large_call(monkeypatch):
     """How many threads a large call asks for."""
     asked = []
-    monkeypatch.setattr(core, "_run_on_threads", lambda functions, call, threads: asked.append(threads) or core._DONE)
+
+    def run_on_threads(functions, call, threads):
+        asked.append(threads)
+        return core._DONE
+
+    monkeypatch.setattr(core, "_run_on_threads", run_on_threads)
     q = np.zeros((8, 2048, 64), np.float32)
     cuflash.attention(q, q, q)
     return asked[-1]
@@ -360,7 +371,7 @@ EXP2, TANH, LOG = range(3)
 
 
 def evaluate(x, kind, name=EXP2):
-    function, out = core._load().functions.cuflash_evaluate, np.empty_like(x)
+    function, out = functions().cuflash_evaluate, np.empty_like(x)
     function(kind, x.dtype == np.float64, name, *(ctypes.c_void_p(y.ctypes.data) for y in (x, out)), x.size)
     return out
 
@@ -415,7 +426,7 @@ def test_logarithms(dtype, kind):
 def test_the_core_and_numpy_agree():
     case = ct.Case(num_heads=4, num_heads_kv=2, seqlen_q=600, seqlen_k=700, head_dim=48, causal=True, softcap=5.0)
     arrays = case.arrays()
-    qkv, results = [arrays[name] for name in "qkv"], run(case)
+    qkv, results = ct.qkv(arrays), run(case)
     out, lse = numpy_path.forward(case.problem, *qkv)
     need = ct.gradients_of(case.problem)
     gradients = numpy_path.backward(case.problem, arrays["dout"], *qkv, out, lse, need=need)
@@ -451,7 +462,7 @@ def test_without_a_library(monkeypatch, tmp_path, unloaded):
 def test_a_library_that_cannot_be_loaded(monkeypatch, tmp_path, unloaded):
     (tmp_path / "broken.so").write_bytes(b"no library")
     monkeypatch.setattr(core, "LIBRARY", tmp_path / "broken.so")
-    assert "it cannot be loaded" in core.why_not()
+    assert "it cannot be loaded" in str(core.why_not())
 
 
 def test_a_library_of_other_sources(monkeypatch, unloaded):
@@ -459,12 +470,12 @@ def test_a_library_of_other_sources(monkeypatch, unloaded):
         _fields_ = (*core._Call._fields_, ("more", ctypes.c_int64))
 
     monkeypatch.setattr(core, "_Call", OtherCall)
-    assert "it was built of other sources" in core.why_not()
+    assert "it was built of other sources" in str(core.why_not())
 
 
 def test_a_library_of_older_sources(monkeypatch, unloaded):
     monkeypatch.setattr(core, "_hash_of_sources", lambda: "0" * 64)
-    assert "install cuflash again" in core.why_not()
+    assert "install cuflash again" in str(core.why_not())
 
 
 def test_elements_that_are_not_aligned():
@@ -480,7 +491,7 @@ def test_elements_that_are_not_aligned():
     assert not any(x.flags.aligned for x in moved.values())
     assert_same_bits(run(case, **moved), expected)
     out, lse = unaligned(expected["out"] * 0), unaligned(expected["lse"] * 0)
-    cpu.forward(case.problem, *(moved[name] for name in "qkv"), out=out, lse=lse)
+    cpu.forward(case.problem, *ct.qkv(moved), out=out, lse=lse)
     assert_same_bits({"out": out, "lse": lse}, {name: expected[name] for name in ("out", "lse")})
 
 

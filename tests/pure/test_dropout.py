@@ -35,7 +35,8 @@ WORDS = st.integers(0, 2**32 - 1)
     ids=["zeros", "ones", "digits of pi"],
 )
 def test_known_answers(counter, key, expected):
-    words = philox(tuple(np.array([word], np.uint64) for word in counter), key)
+    a, b, c, d = (np.array([word], np.uint64) for word in counter)
+    words = philox((a, b, c, d), key)
     assert " ".join(f"{word[0]:08x}" for word in words) == expected
 
 
@@ -52,7 +53,8 @@ def philox_of_integers(counter, key):
 
 @given(st.tuples(*4 * [WORDS]), st.tuples(*2 * [WORDS]))
 def test_arrays_as_integers(counter, key):
-    words = philox(tuple(np.array(word, np.uint64) for word in counter), key)
+    a, b, c, d = (np.array(word, np.uint64) for word in counter)
+    words = philox((a, b, c, d), key)
     assert [int(word) for word in words] == philox_of_integers(counter, key)
 
 
@@ -107,16 +109,17 @@ def test_the_share_that_is_dropped(rate):
 @pytest.mark.parametrize("axis", range(4))
 @pytest.mark.parametrize("distance", [1, 2, 8, 9, 16])
 def test_neighbours_are_independent(axis, distance):
-    shape = [3, 3, 200, 200]
-    shape[axis] = max(shape[axis], 40)
-    signs = np.where(cuflash.dropout_mask(5, 6, *shape, 0.5), 1, -1)
+    batch, heads, rows, columns = (max(n, 40) if i == axis else n for i, n in enumerate((3, 3, 200, 200)))
+    signs = np.where(cuflash.dropout_mask(5, 6, batch, heads, rows, columns, 0.5), 1, -1)
     one, other = np.moveaxis(signs, axis, 0)[:-distance], np.moveaxis(signs, axis, 0)[distance:]
     assert abs((one * other).mean()) < SIGMAS / math.sqrt(one.size)
 
 
 @pytest.mark.parametrize("other", [(1, 0), (0, 1), (2**32, 0), (2**63, 0), (0, 2**31)])
 def test_seeds_and_offsets_are_independent(other):
-    signs, others = (np.where(cuflash.dropout_mask(*x, 1, 2, 300, 300, 0.5), 1, -1) for x in ((0, 0), other))
+    signs, others = (
+        np.where(cuflash.dropout_mask(seed, offset, 1, 2, 300, 300, 0.5), 1, -1) for seed, offset in ((0, 0), other)
+    )
     assert abs((signs * others).mean()) < SIGMAS / math.sqrt(signs.size)
 
 
@@ -150,9 +153,9 @@ DROPPING = ct.cases(features=FEATURES, min_seqlen=0).filter(lambda case: case.dr
 @given(DROPPING)
 def test_both_passes(case):
     arrays = case.arrays()
-    qkv = [arrays[name] for name in "qkv"]
+    qkv = ct.qkv(arrays)
     attn = cuflash.FlashAttention(**case.keywords)
-    out, lse = attn.forward(*qkv, **ct.optional(arrays), **case.random)
+    out, lse = attn.forward(*qkv, **ct.optional(arrays) | case.random)
     ct.assert_forward(case, out, lse)
     need = ct.gradients_of(case.problem)
     terms = ct.optional_backward(arrays) | case.random
@@ -289,8 +292,9 @@ def test_bad_random_numbers(random, error, message):
 
 @pytest.mark.parametrize("sizes", [(1.0, 1, 2, 2), (1, 1, -2, 2), (1, True, 2, 2)])
 def test_bad_sizes(sizes):
+    batch, heads, rows, columns = sizes
     with pytest.raises((TypeError, ValueError), match=r"^(batch|num_heads|seqlen_q): got "):
-        cuflash.dropout_mask(0, 0, *sizes, 0.5)
+        cuflash.dropout_mask(0, 0, batch, heads, rows, columns, 0.5)
 
 
 def test_empty_masks():

@@ -1,5 +1,7 @@
 """Attention as arithmetic: uses that have nothing to do with language models, and biases that are learnt."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -56,7 +58,7 @@ def test_gradient_of_a_simulation_in_float64(library):
     """Against differences along a direction, and the device against the CPU."""
     x = np.random.default_rng(0).standard_normal((70, 3))
     attn = cuflash.FlashAttention(scale=1.0, deterministic=True)
-    biases = []
+    biases: list[Any] = []
 
     def energy(positions):  # with the biases of the unperturbed run, which are held fixed
         for bias in biases:
@@ -97,10 +99,13 @@ def test_kernel_regression_in_float32(library):
     distances = ((points[:, None] - samples) ** 2).sum(axis=2)
     weights = np.exp(-distances / (2 * width**2))
     exact = weights @ values / weights.sum(axis=1)
-    single = [xp.asarray(x.astype(np.float32)) for x in (points, samples, values)]
-    double = [xp.asarray(x) for x in (points, samples, values)]
-    np.testing.assert_allclose(ct.to_numpy(nadaraya_watson(*double, width)), exact, atol=1e-12)
-    error = np.abs(ct.to_numpy(nadaraya_watson(*single, width)) - exact).max()
+
+    def found(dtype):
+        x, y, z = (xp.asarray(array, dtype) for array in (points, samples, values))
+        return ct.to_numpy(nadaraya_watson(x, y, z, width))
+
+    np.testing.assert_allclose(found(np.float64), exact, atol=1e-12)
+    error = np.abs(found(np.float32) - exact).max()
     assert error < 1e-4  # scores of hundreds, off by their last bits: 2^-24 * 400, times what a score changes
     rms = np.sqrt(np.mean((exact - np.sin(3 * points[:, 0]) * np.cos(2 * points[:, 1])) ** 2))
     assert error < rms / 100  # next to nothing beside what the regression itself is off by
@@ -128,7 +133,7 @@ def test_pair_bias_of_a_structure_model(library):
     def loss(weight):
         return float((attn.forward(q, k, v, bias=bias_of(weight)).out * dout).sum())
 
-    inputs, bias = [xp.asarray(x) for x in (q, k, v)], xp.asarray(bias_of(weight))
+    inputs, bias = (xp.asarray(q), xp.asarray(k), xp.asarray(v)), xp.asarray(bias_of(weight))
     out, lse = attn.forward(*inputs, bias=bias)
     (dbias,) = attn.backward(xp.asarray(dout), *inputs, out, lse, bias=bias, need=("dbias",))
     assert dbias.shape == (1, heads, residues, residues)
@@ -155,12 +160,13 @@ def test_table_of_relative_positions(library):
         return float((attn.forward(q, k, v, bias=table[:, index]).out * dout).sum())
 
     attn = cuflash.FlashAttention(causal=True, scale=0.3, softcap=2.0)
-    inputs, bias = [xp.asarray(x) for x in (q, k, v)], xp.asarray(table[:, index])
+    inputs, bias = (xp.asarray(q), xp.asarray(k), xp.asarray(v)), xp.asarray(table[:, index])
     out, lse = attn.forward(*inputs, bias=bias)
     need = ("dbias", "dscale", "dsoftcap")
     dbias, dscale, dsoftcap = attn.backward(xp.asarray(dout), *inputs, out, lse, bias=bias, need=need)
     dtable = np.zeros_like(table)
-    np.add.at(dtable, (slice(None), index), ct.to_numpy(dbias))
+    for row, of_head in zip(dtable, ct.to_numpy(dbias), strict=True):
+        np.add.at(row, index, of_head)
     assert not dtable[:, largest + 1 :].any()  # of keys that come later, which no query sees
     direction, h = rng.standard_normal(table.shape), 1e-5
     by_table = loss(table + h * direction, 0.3, 2.0) - loss(table - h * direction, 0.3, 2.0)

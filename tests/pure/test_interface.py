@@ -7,6 +7,7 @@ import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash import compiler, flash_attention, functional, host, interop, merging, operands, planning, reference
+from cuflash.host import CpuPlan
 from cuflash.terms import GRADIENTS, NAMES, PassArrays, Terms, checked
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -128,8 +130,8 @@ def test_sinks_are_one_more_key_without_a_value():
 @given(st.sets(st.sampled_from(GRADIENTS)), st.permutations(GRADIENTS), st.sets(st.sampled_from(GRADIENTS)))
 def test_exactly_the_gradients_that_are_needed(need, order, given_too):
     rng = np.random.default_rng(0)
-    q, terms = rng.standard_normal((2, 5, 4)), {"bias": rng.standard_normal((5, 1)), "sinks": np.zeros(2)}
-    terms["alibi_slopes"] = np.ones(2)
+    q = rng.standard_normal((2, 5, 4))
+    terms: Terms = {"bias": rng.standard_normal((5, 1)), "sinks": np.zeros(2), "alibi_slopes": np.ones(2)}
     attn = cuflash.FlashAttention(softcap=2.0)
     out, lse = attn.forward(q, q, q, **terms)
     every = attn.backward(out, q, q, q, out, lse, **terms, need=GRADIENTS)
@@ -318,11 +320,12 @@ def test_plan_and_compile_of_host_arrays():
     q, k = np.empty((2, 8, 100, 64), np.float32), np.empty((2, 2, 200, 64), np.float32)
     attn = cuflash.FlashAttention(causal=True)
     cpu_plan = attn.plan(q, k, k, kv_lengths=np.array([3, 4]))
+    assert isinstance(cpu_plan, CpuPlan)
     assert cpu_plan.problem.diagonal == 100
     text = cpu_plan.describe()
     for words in ("CPU", "host memory", "batch 2", "8 heads over 2 key/value heads", "seqlen 100 x 200", "float32"):
         assert words in text
-    assert attn.compile(q, k, k) is None
+    attn.compile(q, k, k)
 
 
 # ---- dispatch to the GPU, with stand-ins -----------------------------------------------------------------------------
@@ -347,7 +350,8 @@ def gpu(monkeypatch):
 
         return call
 
-    cupy, launch = ModuleType("cupy"), ModuleType("cuflash.launch")
+    cupy: Any = ModuleType("cupy")
+    launch: Any = ModuleType("cuflash.launch")
     cupy.ndarray = DeviceArray
     cupy.from_dlpack = lambda x: (x.__dlpack__(stream=7), DeviceArray())[1]
     launch.forward = record("forward", lambda arrays: (arrays["out"] or "out", arrays["lse"] or "lse"))
@@ -375,8 +379,9 @@ def test_cupy_arrays_go_to_the_launcher_untouched(gpu):
     dropping = cuflash.FlashAttention(dropout=0.5)
     dropping.forward(q, k, v, seed=2**40, offset=3)
     dropping.backward(dout, q, k, v, out, lse, seed=4, offset=5)
-    assert attn.plan(q, k, v, bias=bias) == "plans"
-    assert attn.compile(q, k, v, mask=mask) is None
+    plans: object = attn.plan(q, k, v, bias=bias)
+    assert plans == "plans"
+    attn.compile(q, k, v, mask=mask)
     passes = ["forward", "forward", "backward", "forward", "backward"]
     assert [name for name, *_ in gpu.calls] == [*passes, "plan", "compile"]
     plain = cuflash.FlashAttention().options
@@ -448,8 +453,12 @@ def test_device_arrays_of_another_library_are_borrowed_and_given_back(gpu, monke
             streams.append(stream)
             return "capsule"
 
-    library = ModuleType("anothertorch")
-    library.from_dlpack = lambda x: exported.append(x) or f"tensor of {x}"
+    def from_dlpack(x):
+        exported.append(x)
+        return f"tensor of {x}"
+
+    library: Any = ModuleType("anothertorch")
+    library.from_dlpack = from_dlpack
     monkeypatch.setitem(sys.modules, "anothertorch", library)
     q, out = Tensor(), Tensor()
     assert cuflash.FlashAttention().forward(q, q, q, out=out) == (out, "tensor of lse")
@@ -460,12 +469,10 @@ def test_device_arrays_of_another_library_are_borrowed_and_given_back(gpu, monke
 
 
 def test_subclasses_of_cupy_arrays_are_refused(gpu):
-    class Masked(gpu.Array):
-        pass
-
+    masked_array = type("Masked", (gpu.Array,), {})
     q = gpu.Array()
     with pytest.raises(TypeError, match=r"^v: got \w+\.Masked, expected a plain cupy.ndarray"):
-        cuflash.attention(q, q, Masked())
+        cuflash.attention(q, q, masked_array())
 
 
 def test_cuda_memory_without_cupy_says_what_to_install(monkeypatch):
@@ -517,7 +524,7 @@ def test_every_parameter_is_documented_and_the_reverse(name):
 
 @pytest.mark.parametrize("name", CALLABLES)
 def test_docstrings_say_what_is_returned_and_raised(name):
-    doc = inspect.getdoc(CALLABLES[name])
+    doc = inspect.getdoc(CALLABLES[name]) or ""
     assert "\nRaises\n------\n" in doc
     assert ("\nReturns\n-------\n" in doc) == (name not in ("FlashAttention", "FlashAttention.compile"))
 
@@ -554,16 +561,18 @@ def test_examples_in_docstrings_run():
 
 def pictures():
     """The 0/1 pictures of the docstring of FlashAttention: (title of the column, rows)."""
-    lines = inspect.getdoc(cuflash.FlashAttention).splitlines()
-    found = {}
+    lines = (inspect.getdoc(cuflash.FlashAttention) or "").splitlines()
+    found: dict[str, list[list[list[int]]]] = {}
     for at, line in enumerate(lines):
         for m in re.finditer(r'True:|"top_left":|window=\(\S+ \S+\), seqlen_q', line):
-            start, rows = m.start(), []
+            start = m.start()
+            rows: list[list[int]] = []
             for below in lines[at + 1 :]:
-                text = re.match(r"[01 ]*", below[start : start + 14]).group().strip()
-                if rows and not text:
+                (text, *_) = re.findall(r"^[01 ]*", below[start : start + 14])
+                numbers = [int(x) for x in text.split()]
+                if rows and not numbers:
                     break
-                rows += [[int(x) for x in text.split()]] if text else []
+                rows += [numbers] if numbers else []
             found.setdefault(m.group(), []).append(rows)
     return found
 
@@ -575,13 +584,15 @@ def test_pictures_of_masks_are_true():
     checked = 0
     for title, rows in [(t, p) for t, ps in drawn.items() for p in ps]:
         seqlen_q, seqlen_k = len(rows), len(rows[0])
-        options = {"causal": title == "True:" or "top_left"}
+        options: dict[str, Any] = {"causal": title == "True:" or "top_left"}
         if title.startswith("window"):
-            left, right = re.match(r"window=\((\S+), (\S+)\)", title).groups()
+            ((left, right),) = re.findall(r"^window=\((\S+), (\S+)\)", title)
             options = {"window": tuple(None if x == "None" else int(x) for x in (left, right))}
         else:
             assert (title, None, seqlen_q, seqlen_k) in expected
-        plan = cuflash.FlashAttention(**options).plan(*(np.ones((n, 1)) for n in (seqlen_q, seqlen_k, seqlen_k)))
+        q, k = np.ones((seqlen_q, 1)), np.ones((seqlen_k, 1))
+        plan = cuflash.FlashAttention(**options).plan(q, k, k)
+        assert isinstance(plan, CpuPlan)
         for row, visible in enumerate(rows):
             first, stop = plan.problem.key_range(row)
             assert visible == [int(first <= j < stop) for j in range(seqlen_k)], (title, row)

@@ -167,7 +167,7 @@ def test_heavy_modules_stay_where_they_belong(name):
     }
     at_import = {module for module, always in foreign if always}
     later = {module for module, always in foreign if not always}
-    always = ALWAYS.get(name, ALWAYS.get(name.split(".")[0]))
+    always = ALWAYS[name if name in ALWAYS else name.split(".")[0]]
     assert at_import <= always
     assert later <= always | WHEN_NEEDED.get(name, set())
 

@@ -1,6 +1,7 @@
 """Attention over keys that were split anywhere and merged is that over all of them, and so are its gradients."""
 
 import re
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -12,11 +13,11 @@ import cuflash
 import cuflash.testing as ct
 
 FEATURES = ("causal", "window", "softcap", "scale", "bias", "mask", "gqa", "head_dim_v", "dlse")
-PLAIN = {"ndims": [4], "layouts": ["bhsd"], "features": FEATURES, "max_seqlen": 70, "max_head_dim": 40}
+PLAIN: dict[str, Any] = {"ndims": [4], "layouts": ["bhsd"], "features": FEATURES, "max_seqlen": 70, "max_head_dim": 40}
 
 
 @st.composite
-def splits(draw, **keywords):
+def splits(draw: st.DrawFn, /, **keywords: Any) -> tuple[ct.Case, list[np.ndarray]]:
     """A case, and parts of its keys, some of which may be empty."""
     case = draw(ct.cases(**keywords))
     count = draw(st.integers(1, 4))
@@ -39,7 +40,8 @@ def gradients(case, parts, *, through_parts):
     arrays = case.arrays()
     dout, dlse = arrays["dout"], arrays.get("dlse")
     dq, dk, dv = (np.zeros(arrays[name].shape, lse.dtype) for name in "qkv")
-    douts, dlses = cuflash.merge_backward(dout, *zip(*results, strict=True), out, lse, dlse=dlse)
+    outs, lses = zip(*results, strict=True)
+    douts, dlses = cuflash.merge_backward(dout, outs, lses, out, lse, dlse=dlse)
     for i, (part, x) in enumerate(zip(parts, inputs, strict=True)):
         q, k, v = (x.pop(name) for name in "qkv")
         if through_parts:
@@ -167,7 +169,7 @@ def test_a_sink_goes_with_one_part():
 
 
 def test_large_scores_do_not_overflow():
-    outs, lses = [np.full((1, 2), x, np.float32) for x in (1, 2)], [np.float32([x]) for x in (1e4, 1e4 + 1)]
+    outs, lses = [np.full((1, 2), x, np.float32) for x in (1, 2)], [np.array([x], np.float32) for x in (1e4, 1e4 + 1)]
     out, lse = cuflash.merge(outs, lses)
     np.testing.assert_allclose(out, 1 + 1 / (1 + np.exp(-1)), rtol=1e-6)
     np.testing.assert_allclose(lse, 1e4 + np.log1p(np.e), rtol=1e-7)
@@ -220,7 +222,7 @@ def test_wrong_layout_and_gradients():
     out, lse = cuflash.merge(outs, lses)
     for layout, error in (("sbhd", ValueError), (None, TypeError)):
         with pytest.raises(error, match=r"^layout: got .*bhsd"):
-            cuflash.merge(outs, lses, layout=layout)
+            cuflash.merge(outs, lses, layout=layout)  # type: ignore[arg-type]  # what is tested
     with pytest.raises(ValueError, match=r"^dout: got shape \(2, 3, 6, 4\), expected \(2, 3, 6, 5\)"):
         cuflash.merge_backward(arrays["dout"][..., :4], outs, lses, out, lse)
     with pytest.raises(TypeError, match=r"^dlse: got dtype float32, expected float64$"):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 CHECKOUT = Path(__file__).parents[2]
-DEPENDENCIES = sorted({str(Path(module.__file__).parents[1]) for module in (np, ml_dtypes)})
+DEPENDENCIES = sorted({str(Path(module.__path__[0]).parent) for module in (np, ml_dtypes)})
 FOLDER = CHECKOUT / "kernels"
 KERNELS = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.glob("*/*.cu*"))
 

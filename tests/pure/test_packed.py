@@ -1,6 +1,7 @@
 """Packed sequences of different lengths: each is what it would be alone, in the oracle and on the CPU."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def test_the_oracle_is_that_of_each_sequence(case):
     """Against the oracle of plain problems, with the options that the caller gave."""
     arrays = case.arrays()
     keywords = ct.optional(arrays)
-    out, lse = reference.forward(case.problem, *(arrays[name] for name in "qkv"), **keywords)
+    out, lse = reference.forward(case.problem, *ct.qkv(arrays), **keywords)
     need = ct.gradients_of(case.problem)
     operands = [arrays[name] for name in ("dout", "q", "k", "v")]
     gradients = reference.backward(case.problem, *operands, **ct.optional_backward(arrays), need=need)
@@ -41,7 +42,7 @@ def test_the_oracle_is_that_of_each_sequence(case):
     rows, keys = np.ones(case.seqlen_q, bool), np.ones(case.seqlen_k, bool)
     for one in sequences(case.problem, arrays["cu_seqlens_q"], arrays["cu_seqlens_k"]):
         own = alone(case.problem, arrays, one)
-        problem = make_problem(case.options, *(own[name] for name in "qkv"), **ct.optional(own))
+        problem = make_problem(case.options, *ct.qkv(own), **ct.optional(own))
         expected = dict(zip(("out", "lse"), reference.forward(problem, **_without(own, "dout", "dlse")), strict=True))
         expected |= zip(need, reference.backward(problem, **own, need=need), strict=True)
         for name in sums:
@@ -80,7 +81,7 @@ def test_the_cpu_path(case):
 @given(packed)
 def test_every_gradient_on_the_cpu(case):
     arrays, need = case.arrays(), ct.gradients_of(case.problem)
-    inputs, keywords = [arrays[name] for name in "qkv"], ct.optional(arrays)
+    inputs, keywords = ct.qkv(arrays), ct.optional(arrays)
     out, lse = cpu.forward(case.problem, *inputs, **keywords)
     keywords = ct.optional_backward(arrays) | {"need": need}
     gradients = cpu.backward(case.problem, arrays["dout"], *inputs, out, lse, **keywords)
@@ -97,7 +98,7 @@ def _split(keywords):
 def test_dropout_counts_sequences_as_batch_entries(case):
     case = dataclasses.replace(case, dropout=0.5, num_heads_kv=case.num_heads)
     arrays = case.arrays()
-    out, lse = cpu.forward(case.problem, *(arrays[x] for x in "qkv"), **ct.optional(arrays), **case.random)
+    out, lse = cpu.forward(case.problem, *ct.qkv(arrays), **ct.optional(arrays) | case.random)
     ct.assert_forward(case, out, lse)
 
 
@@ -105,7 +106,7 @@ def test_neighbours_change_nothing():
     arrays = SMALL.arrays()
     attn = cuflash.FlashAttention(causal=True)
     starts = {name: arrays[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
-    qkv = [arrays[name] for name in "qkv"]
+    qkv = ct.qkv(arrays)
     out, lse = attn.forward(*qkv, **starts)
     before = (out, lse, *attn.backward(arrays["dout"], *qkv, out, lse, **starts))
     for name in ("q", "k", "v", "dout"):
@@ -126,7 +127,7 @@ def test_long_and_short_sequences_at_once():
         cu_seqlens_q=(0, 1000, *range(1010, 1300, 10), 1300), cu_seqlens_k=(0, 1000, *range(1010, 1300, 10), 1300),
     )  # fmt: skip
     arrays = case.arrays()
-    qkv, keywords = [arrays[name] for name in "qkv"], ct.optional(arrays)
+    qkv, keywords = ct.qkv(arrays), ct.optional(arrays)
     out, lse = cpu.forward(case.problem, *qkv, **keywords)
     ct.assert_forward(case, out, lse)
     ct.assert_backward(
@@ -135,7 +136,7 @@ def test_long_and_short_sequences_at_once():
 
 
 STARTS = np.array([0, 3, 8], np.int32)
-BAD = [
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cu_seqlens_k": None}, ValueError, "cu_seqlens_k: got None"),
     ({"cu_seqlens_q": None}, ValueError, "cu_seqlens_q: got None"),
     ({"cu_seqlens_q": STARTS.astype(np.int64)}, TypeError, "cu_seqlens_q: got dtype int64, expected int32"),
@@ -155,7 +156,9 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changed", "kind", "words"), BAD, ids=[next(iter(b[0])) + str(i) for i, b in enumerate(BAD)])
+@pytest.mark.parametrize(
+    ("changed", "kind", "words"), BAD, ids=[f"{next(iter(changed))}{i}" for i, (changed, *_) in enumerate(BAD)]
+)
 @pytest.mark.parametrize("method", ["forward", "plan", "compile"])
 def test_bad_inputs(changed, kind, words, method):
     q = np.ones((2, 8, 4), np.float32)

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import re
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def paged_cases(features=FEATURES, **options):
 
 def inputs(case, arrays=None):
     arrays = case.arrays() if arrays is None else arrays
-    return [arrays[name] for name in "qkv"], ct.optional(arrays) | case.random
+    return ct.qkv(arrays), ct.optional(arrays) | case.random
 
 
 def run(case, arrays=None):
@@ -51,13 +52,13 @@ def entry_of(array, b, batch, keys=None):
 def test_the_oracle_is_that_of_each_entry_by_itself(case):
     """With as many keys as the entry has: the diagonal follows the lengths."""
     arrays = case.arrays()
-    out, lse = reference.forward(case.problem, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
+    out, lse = reference.forward(case.problem, *ct.qkv(arrays), **ct.optional(arrays))
     whole = ct.gather_pages(arrays, case.layout)
     options = Options(**{name: value for name, value in case.keywords.items() if name != "dropout"})
-    keys = (slice(None),) * (2 if case.layout == "bhsd" else 1)
     for b, length in enumerate(case.kv_lengths):
-        q, k, v = whole["q"][b : b + 1], *(whole[name][b : b + 1][(*keys, slice(length))] for name in "kv")
-        terms = {n: entry_of(whole[n], b, case.batch, length) for n in ("bias", "mask") if n in whole}
+        first = np.s_[b : b + 1, :, :length] if case.layout == "bhsd" else np.s_[b : b + 1, :length]
+        q, k, v = whole["q"][b : b + 1], whole["k"][first], whole["v"][first]
+        terms: dict[str, Any] = {n: entry_of(whole[n], b, case.batch, length) for n in ("bias", "mask") if n in whole}
         terms |= {"sinks": whole["sinks"]} if case.sinks else {}
         if case.alibi_slopes:
             terms["alibi_slopes"] = np.broadcast_to(whole["alibi_slopes"], (case.batch, case.num_heads))[b]
@@ -147,8 +148,15 @@ def test_where_pages_lie_does_not_matter(case, random):
 
 
 def planned(arch="9.0", pass_="forward", **changes):
-    sizes = {"batch": 2, "num_heads": 8, "num_heads_kv": 2, "seqlen_q": 1, "seqlen_k": 2048, "head_dim": 128}
-    others = {"page_size": 64, "kv_lengths": (99, 2048), "dtype": "bfloat16", "causal": True}
+    sizes: dict[str, Any] = {
+        "batch": 2,
+        "num_heads": 8,
+        "num_heads_kv": 2,
+        "seqlen_q": 1,
+        "seqlen_k": 2048,
+        "head_dim": 128,
+    }
+    others: dict[str, Any] = {"page_size": 64, "kv_lengths": (99, 2048), "dtype": "bfloat16", "causal": True}
     return choose_plan(Case(**sizes | others | changes).problem, DeviceSpec.for_arch(arch), pass_)
 
 
@@ -278,10 +286,10 @@ def test_too_many_keys():
 
 
 def test_backward_is_refused():
-    qkv, terms = inputs(BASE)
+    (q, k, v), terms = inputs(BASE)
     out, lse = run(BASE)
     with pytest.raises(NotImplementedError, match=r"^block_table: got ndarray, expected None.*gather the pages"):
-        cuflash.FlashAttention().backward(out, *qkv, out, lse, **terms)
+        cuflash.FlashAttention().backward(out, q, k, v, out, lse, **terms)
 
 
 def test_the_plan_of_the_cpu_says_so():
@@ -295,6 +303,6 @@ def test_every_method_takes_a_block_table():
     case = ct.Case(batch=2, seqlen_q=3, seqlen_k=64, head_dim=8, page_size=16, kv_lengths=(50, 7))
     arrays, attn = case.arrays(), cuflash.FlashAttention()
     for method in (attn.plan, attn.compile):
-        method(arrays["q"], arrays["k"], arrays["v"], **ct.optional(arrays))
+        method(*ct.qkv(arrays), **ct.optional(arrays))
         with pytest.raises(ValueError, match="kv_lengths"):
-            method(arrays["q"], arrays["k"], arrays["v"], block_table=arrays["block_table"])
+            method(*ct.qkv(arrays), block_table=arrays["block_table"])

@@ -3,6 +3,7 @@
 import itertools
 import re
 from inspect import signature
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,7 +167,7 @@ def test_the_readme_has_the_table():
 
 
 def test_the_table_says_what_is_refused():
-    found = {
+    found: dict[str, Any] = {
         "options": {"causal": ["forward", "backward"], "dlse": ["backward"], "mask": ["forward", "backward"]},
         "unserved": {name: {"forward": [], "backward": []} for name in pairs.BACKENDS},
     }

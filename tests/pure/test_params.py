@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import cuflash.testing as ct
 from cuflash.compiler import kernel_directory
 from cuflash.operands import layout_of, rows_of
 from cuflash.options import Options
-from cuflash.params import PARAMS, POINTER_WORD, Argument, parameters
+from cuflash.params import PARAMS, POINTER_WORD, Argument, Frame, parameters
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.draft import CAUSAL_HEAD_SECTION, MAPS_OFFSET, PARAMS_BYTES
 from cuflash.problem import make_problem
@@ -23,11 +24,13 @@ SCALARS = {"i32": np.int32, "u32": np.uint32, "i64": np.int64, "float": np.float
 def structs_of(text):
     """Name -> [(type, name of the field)] of every struct in a header."""
     text = re.sub(r"//[^\n]*", "", text)
-    structs = {}
+    structs: dict[str, list[tuple[str, str]]] = {}
     for name, body in re.findall(r"struct (\w+) \{(.*?)\};", text, re.DOTALL):
         structs[name] = []
         for statement in body.split(";")[:-1]:
-            kind, names = re.fullmatch(r"\s*((?:const )?\w+ ?\*?)\s*(.*?)\s*", statement, re.DOTALL).groups()
+            declaration = re.fullmatch(r"\s*((?:const )?\w+ ?\*?)\s*(.*?)\s*", statement, re.DOTALL)
+            assert declaration, statement
+            kind, names = declaration.groups()
             structs[name] += [(kind.strip(), field.strip()) for field in names.split(",")]
     return structs
 
@@ -72,8 +75,7 @@ def test_sizes_agree():
 
 def test_every_field_lies_where_the_kernels_look_for_it():
     described = {}
-    for name in PARAMS.names:
-        kind, offset = PARAMS.fields[name]
+    for name, (kind, offset, *_) in dict(PARAMS.fields or {}).items():
         base = kind.base if kind.subdtype else kind
         for n in range(kind.itemsize // base.itemsize):
             described[offset + n * base.itemsize] = (base, name)
@@ -128,7 +130,7 @@ def filled(pass_="forward", layout="bhsd", **options):
         "sinks": np.ones(12, np.float32)[::3],
         "block_mask": np.ones((4, 1, 2), bool)[..., ::2][..., [0]],
     }
-    problem = make_problem(Options(layout=layout, **options), *(arrays[name] for name in "qkv"), **terms)
+    problem = make_problem(Options(layout=layout, **options), *ct.qkv(arrays), **terms)
     plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_)
     operands = {"out": layout_of(arrays["out"], layout), "lse": rows_of(arrays["lse"])}
     return parameters(plan, operands), plan, arrays
@@ -189,7 +191,7 @@ def test_dropout():
     operands = {"out": layout_of(q, "bhsd"), "lse": rows_of(np.zeros(5, np.float32))}
     seed, offset = 0x123456789ABCDEF0, 0xFEDCBA98
     params = parameters(plan, operands, seed, offset)
-    assert (params["seed_low"], params["seed_high"], params["offset"]) == (0x9ABCDEF0, 0x12345678, offset)
+    assert [params[name] for name in ("seed_low", "seed_high", "offset")] == [0x9ABCDEF0, 0x12345678, offset]
     assert params["dropout_threshold"] == 6554
     assert params["kept_scale"] == np.float32(65536 / 58982)
     assert params["kept_scale_float64"] == 65536 / 58982
@@ -208,7 +210,7 @@ def test_argument_of_a_call(data):
     operands = {name: layout_of(q, "bhsd") for name in names if name != "lse"} | {"lse": rows_of(q[..., 0])}
     names = data.draw(st.permutations(names + [name for name, _ in plan.scratch]))
     argument = Argument(plan, operands, names)
-    in_use = []
+    in_use: list[Frame] = []
     for _ in range(4):
         words = st.integers(0, 2**64 - 1)
         pointers = data.draw(st.lists(words, min_size=len(names), max_size=len(names)))

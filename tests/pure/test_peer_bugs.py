@@ -41,7 +41,7 @@ class Where:
         """Forward and backward of a case obey the oracle."""
         case = ct.Case(dtype=self.dtype, **sizes)
         arrays = case.arrays(self.asarray)
-        qkv, terms = [arrays[name] for name in "qkv"], ct.optional(arrays)
+        qkv, terms = ct.qkv(arrays), ct.optional(arrays)
         attn = cuflash.FlashAttention(**case.keywords)
         out, lse = attn.forward(*qkv, **terms)
         gradients = attn.backward(arrays["dout"], *qkv, out, lse, **terms)
@@ -134,7 +134,7 @@ def test_the_diagonal_moves_with_the_lengths(where):
     case = ct.Case(seqlen_q=6, seqlen_k=9, head_dim=DIM, dtype=where.dtype, causal=True, kv_lengths=(7,))
     arrays = case.arrays(where.asarray)
     visible = np.tril(np.ones((6, 9), bool), 3) & (np.arange(9) < 7)
-    qkv = arrays["q"], arrays["k"], arrays["v"]
+    qkv = ct.qkv(arrays)
     _, lse = cuflash.FlashAttention(causal=True).forward(*qkv, kv_lengths=arrays["kv_lengths"])
     keys = ct.Case(seqlen_q=6, seqlen_k=9, head_dim=DIM, dtype=where.dtype).arrays(where.asarray)["k"]
     expected = cuflash.FlashAttention().forward(arrays["q"], keys, keys, mask=where.asarray(visible)).lse
@@ -320,6 +320,6 @@ def test_inputs_are_written_to(where):
     case = ct.Case(seqlen_q=33, seqlen_k=40, head_dim=DIM, dtype=where.dtype, mask=(33, 40))
     arrays = case.arrays(where.asarray)
     before = {name: ct.to_numpy(x).copy() for name, x in arrays.items()}
-    where.run(arrays["q"], arrays["k"], arrays["v"], arrays["dout"], terms=ct.optional(arrays))
+    where.run(*ct.qkv(arrays), arrays["dout"], terms=ct.optional(arrays))
     for name, x in arrays.items():
         np.testing.assert_array_equal(ct.to_numpy(x), before[name])

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_plan import problem_of
 
 from cuflash.binding import planned_length
 from cuflash.planning import DeviceSpec, choose_plan
@@ -13,6 +12,7 @@ from cuflash.planning.choose import MAX_HEAD_DIM
 from cuflash.planning.sm90.decode import COMBINE_TILES, COMBINE_WARPS, DECODE_MIN_SEQLEN_K, MIN_TILES_OF_BLOCK
 from cuflash.planning.sm90.tiles import DECODE_ROWS, DECODE_SM90_TILES, DecodeSm90Tile
 from cuflash.tensor_map import tensor_map_spec
+from tests.problems import problem_of
 
 H200 = DeviceSpec.for_arch("9.0")
 
@@ -121,7 +121,7 @@ def test_the_plan_says_why():
 
 def shares(heads, blocks):
     """head -> the blocks that have keys of it, as kernels/common/key_splits.cuh counts them."""
-    owners = {head: set() for head in range(heads)}
+    owners: dict[int, set[int]] = {head: set() for head in range(heads)}
     for block in range(blocks):
         for head in range(block * heads // blocks, -(-(block + 1) * heads // blocks)):
             owners[head].add(block)

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -115,6 +116,7 @@ def test_broadcast_axes_have_stride_zero(shape):
     problem = make_problem(Options(), q, k, k, bias=bias, mask=mask)
     expected = np.broadcast_to(bias, (2, 3, 5, 6))
     for operand, itemsize in ((problem.bias, 8), (problem.mask, 1)):
+        assert operand is not None
         assert operand.shape == (2, 3, 5, 6)
         assert operand.strides == tuple(s // 8 for s in expected.strides)
         assert operand.nbytes == bias.size * itemsize
@@ -124,8 +126,7 @@ def test_broadcast_axes_have_stride_zero(shape):
 def test_slopes_broadcast_over_the_batch(shape, strides):
     q = np.empty((2, 3, 5, 4), np.float16)
     problem = make_problem(Options(), q, q, q, alibi_slopes=np.empty(shape, np.float32))
-    assert problem.alibi_slopes.shape == (2, 3)
-    assert problem.alibi_slopes.strides == strides
+    assert problem.alibi_slopes == Operand(shape=(2, 3), strides=strides, dtype="float32")
 
 
 def test_sinks_are_a_number_for_each_head():
@@ -144,7 +145,8 @@ def test_dtypes(dtype):
     assert problem.softmax_dtype == ("float64" if dtype == np.float64 else "float32")
     q = np.empty((3, 4), dtype)
     for bias_dtype in (dtype, problem.softmax_dtype):
-        assert make_problem(Options(), q, q, q, bias=np.empty(3, bias_dtype)).bias.dtype == np.dtype(bias_dtype).name
+        bias = make_problem(Options(), q, q, q, bias=np.empty(3, bias_dtype)).bias
+        assert bias is not None and bias.dtype == np.dtype(bias_dtype).name
 
 
 def test_item_sizes_are_those_of_numpy():
@@ -184,14 +186,16 @@ def test_problems_and_options_are_keys():
     assert hash(first) == hash(second)
     assert len({first, second, problem_of(3, 5), problem_of(3, 5, deterministic=True)}) == 3
     assert len({Options(), Options(scale=None), Options(scale=1), Options(scale=1.0)}) == 2
-    assert hash(Options(window=[1, 2])) == hash(Options(window=(np.int64(1), 2)))
+    of_numpy: dict[str, Any] = {"window": [np.int64(1), 2], "causal": np.True_}
+    assert hash(Options(**of_numpy)) == hash(Options(window=(1, 2), causal=True))
     for frozen in (first, Options()):
         with pytest.raises(dataclasses.FrozenInstanceError):
-            frozen.layout = "bshd"
+            frozen.layout = "bshd"  # type: ignore[misc]  # what is tested
 
 
 def test_instances_with_equal_options_are_equal():
-    first, second = cuflash.FlashAttention(causal=True, scale=1), cuflash.FlashAttention(causal=np.True_, scale=1.0)
+    of_numpy: dict[str, Any] = {"causal": np.True_, "scale": np.float32(1)}
+    first, second = cuflash.FlashAttention(causal=True, scale=1), cuflash.FlashAttention(**of_numpy)
     assert first == second and hash(first) == hash(second)
     assert len({first, second, cuflash.FlashAttention(), cuflash.FlashAttention(scale=1)}) == 3
     assert first != first.options and cuflash.FlashAttention() != None  # noqa: E711 (what is tested)
@@ -220,6 +224,7 @@ def test_numbers_are_rounded_to_float64_at_most(kind):
 def test_integers_of_any_type(value, blocks, kind):
     options = Options(window=(kind(value), None), block_size=(kind(16 * blocks), kind(128)))
     assert options == Options(window=(value, None), block_size=(16 * blocks, 128))
+    assert options.window is not None and isinstance(options.block_size, tuple)
     assert {type(x) for x in (options.window[0], *options.block_size)} == {int}
     mask = cuflash.dropout_mask(kind(value), kind(1), kind(1), 1, 2, 3, 0.5)
     np.testing.assert_array_equal(mask, cuflash.dropout_mask(value, 1, 1, 1, 2, 3, 0.5))

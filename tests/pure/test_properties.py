@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
@@ -13,8 +14,8 @@ from cuflash.operands import view_4d, view_rows
 
 PROPERTIES = settings(max_examples=60)
 
-FLOAT32 = {"dtypes": ["float32"], "score_spreads": [1.0, 8.0]}
-PLAIN = {"ndims": [4], "layouts": ["bhsd"], "strides": ["contiguous"]}
+FLOAT32: dict[str, Any] = {"dtypes": ["float32"], "score_spreads": [1.0, 8.0]}
+PLAIN: dict[str, Any] = {"ndims": [4], "layouts": ["bhsd"], "strides": ["contiguous"]}
 
 
 def attend(case, arrays, **changed):
@@ -28,8 +29,9 @@ def attend(case, arrays, **changed):
 
 def differentiate(case, arrays):
     attention = cuflash.FlashAttention(**case.keywords)
-    inputs, terms = [arrays[name] for name in ("q", "k", "v")], ct.optional(arrays)
-    return attention.backward(arrays["dout"], *inputs, *attention.forward(*inputs, **terms), **terms)
+    inputs, terms = ct.qkv(arrays), ct.optional(arrays)
+    out, lse = attention.forward(*inputs, **terms)
+    return attention.backward(arrays["dout"], *inputs, out, lse, **terms)
 
 
 def close(got, expected, case, slack=1.0):

@@ -4,6 +4,7 @@ import inspect
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,13 +33,13 @@ def blocks(language, text=README):
 
 def table(header, text=README):
     """Rows of the table whose first column is headed `header`, as lists of cells without backticks."""
-    rows = re.search(rf"^\| {header} \|.*\n\|[ |-]+\n((?:\|.*\n)+)", text, re.MULTILINE).group(1)
+    (rows,) = re.findall(rf"^\| {header} \|.*\n\|[ |-]+\n((?:\|.*\n)+)", text, re.MULTILINE)
     return [[cell.strip().replace("`", "") for cell in row.strip("|").split(" | ")] for row in rows.splitlines()]
 
 
 def test_the_lines_of_use_run():
     (code,) = blocks("python")
-    names = {}
+    names: dict[str, Any] = {}
     exec(code, names)
     lines = [line for line in code.splitlines() if line and "import" not in line]
     assert len(lines) <= 6
@@ -57,7 +58,7 @@ def named_paths(text):
 @pytest.mark.parametrize("name", PAGES)
 def test_the_examples_of_a_page_run(name):
     """In order, in one namespace; what needs a device only compiles here."""
-    names = {"__name__": "example"}
+    names: dict[str, Any] = {"__name__": "example"}
     for code in blocks("python", PAGES[name]):
         exec(compile(code, name, "exec"), names)
         for test in [names.pop(key) for key in list(names) if key.startswith("test_")]:
@@ -274,10 +275,10 @@ def test_every_room_is_described():
 
 
 def test_imports_run_the_way_that_is_described():
-    from test_layering import ORDER
+    from tests.pure.test_layering import ORDER
 
-    chain = re.search(r"^ *terms <- [\w <-]+$", DESIGN, re.MULTILINE).group().split("<-")
-    places = [ORDER.index(name.strip()) for name in chain]
+    (chain,) = re.findall(r"^ *terms <- [\w <-]+$", DESIGN, re.MULTILINE)
+    places = [ORDER.index(name.strip()) for name in chain.split("<-")]
     assert places == sorted(places)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +15,7 @@ from cuflash.operands import view_4d, view_rows
 from cuflash.options import Options
 from cuflash.problem import make_problem
 
-SMALL = {"max_seqlen": 8, "max_head_dim": 3, "max_scores": 128, "min_seqlen": 0}
+SMALL: dict[str, Any] = {"max_seqlen": 8, "max_head_dim": 3, "max_scores": 128, "min_seqlen": 0}
 
 
 def run(case, dtype=np.float64, **replaced):
@@ -98,9 +99,16 @@ def test_gradients_equal_finite_differences(case):
 @pytest.mark.parametrize("bias", [(2, 4, 3, 5), (4, 1, 5), (2, 1, 3, 1), (1, 1, 1, 1)])
 def test_gradients_of_what_makes_scores_equal_finite_differences(bias):
     """Of arrays, and of options that are numbers; the window hides pairs of every row."""
-    options = {"scale": 0.7, "softcap": 1.3, "window": (1, 1), "sinks": True, "dlse": True, "dropout": 0.3}
+    options: dict[str, Any] = {
+        "scale": 0.7,
+        "softcap": 1.3,
+        "window": (1, 1),
+        "sinks": True,
+        "dlse": True,
+        "dropout": 0.3,
+    }
     options |= {"alibi_slopes": (2, 4) if len(bias) == 4 else (4,), "kv_lengths": (5, 3)}
-    sizes = {"batch": 2, "num_heads": 4, "num_heads_kv": 2, "seqlen_q": 3, "seqlen_k": 5, "head_dim": 4}
+    sizes: dict[str, Any] = {"batch": 2, "num_heads": 4, "num_heads_kv": 2, "seqlen_q": 3, "seqlen_k": 5, "head_dim": 4}
     case = ct.Case(**sizes, dtype="float64", bias=bias, **options)
     arrays, dlse = case.arrays(), case.arrays()["dlse"]
     arrays["bias"][np.isnan(arrays["bias"])] = 0  # of keys that do not exist
@@ -108,12 +116,12 @@ def test_gradients_of_what_makes_scores_equal_finite_differences(bias):
     def loss(changed=case, **moved):
         inputs = arrays | moved
         problem = changed.problem
-        out, lse = reference.forward(problem, *(inputs[name] for name in "qkv"), **ct.optional(inputs), **case.random)
+        out, lse = reference.forward(problem, *ct.qkv(inputs), **ct.optional(inputs) | case.random)
         return (out * arrays["dout"]).sum() + (lse * dlse).sum()
 
     need = ("dbias", "dalibi_slopes", "dscale", "dsoftcap")
     inputs = [arrays[name] for name in ("dout", "q", "k", "v")]
-    found = reference.backward(case.problem, *inputs, need=need, **ct.optional_backward(arrays), **case.random)
+    found = reference.backward(case.problem, *inputs, need=need, **ct.optional_backward(arrays) | case.random)
     gradients, step = dict(zip(need, found, strict=True)), 1e-5
     for name in ("bias", "alibi_slopes"):
         differences = np.zeros_like(arrays[name])
@@ -134,9 +142,10 @@ def test_grouped_heads_equal_repeated_keys(case):
     group = case.num_heads // case.num_heads_kv
     axis = -2 if case.layout == "bshd" else -3
     repeated = {name: np.repeat(arrays[name], group, axis=axis) for name in "kv"}
-    problem = make_problem(case.options, arrays["q"], **repeated, **ct.optional(arrays))
-    out, lse = reference.forward(problem, arrays["q"], **repeated, **ct.optional(arrays))
-    _, dk, _ = reference.backward(problem, arrays["dout"], arrays["q"], **repeated, **ct.optional(arrays))
+    inputs = ct.qkv(arrays | repeated)
+    problem = make_problem(case.options, *inputs, **ct.optional(arrays))
+    out, lse = reference.forward(problem, *inputs, **ct.optional(arrays))
+    _, dk, _ = reference.backward(problem, arrays["dout"], *inputs, **ct.optional(arrays))
     dk = view_4d(dk, case.layout)
     dk = dk.reshape(case.batch, case.num_heads_kv, group, *dk.shape[2:]).sum(axis=2)
     grouped = run(case)
@@ -188,9 +197,9 @@ def test_a_row_that_sees_nothing_is_zero_and_so_is_its_gradient():
 def test_a_bias_of_minus_infinity_is_a_mask():
     case = ct.Case(seqlen_q=4, seqlen_k=6, head_dim=3, mask=(4, 6), dtype="float64", seed=3)
     arrays = case.arrays()
-    terms = {"bias": np.where(arrays["mask"], 0.0, -np.inf)}
-    problem = make_problem(case.options, arrays["q"], arrays["k"], arrays["v"], **terms)
-    biased = reference.forward(problem, arrays["q"], arrays["k"], arrays["v"], **terms)
+    bias = np.where(arrays["mask"], 0.0, -np.inf)
+    problem = make_problem(case.options, *ct.qkv(arrays), bias=bias)
+    biased = reference.forward(problem, *ct.qkv(arrays), bias=bias)
     for got, expected in zip(biased, run(case), strict=False):
         np.testing.assert_array_equal(got, expected)
 

@@ -25,8 +25,11 @@ def lengths_of_functions(text):
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             documented = ast.get_docstring(node) is not None
-            doc = node.body[0].end_lineno - node.body[0].lineno + 1 if documented else 0
-            yield node.name, node.end_lineno - node.lineno + 1 - doc
+            yield node.name, lines_of(node) - (lines_of(node.body[0]) if documented else 0)
+
+
+def lines_of(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
 @pytest.mark.parametrize("name", sorted(name for name in FILES if name.endswith(".py")))

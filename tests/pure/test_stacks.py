@@ -3,6 +3,8 @@
 import dataclasses
 import threading
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -19,15 +21,15 @@ FEATURES = (*ct.FEATURES, "sinks", "dlse", "dropout")
 
 def small(**options):
     """Cases that stacks are for."""
-    options = {"features": FEATURES, "max_head_dim": 64} | options
-    return ct.cases(**options).filter(lambda case: stacks.serves(case.problem))
+    keywords: dict[str, Any] = {"features": FEATURES, "max_head_dim": 64}
+    return ct.cases(**keywords | options).filter(lambda case: stacks.serves(case.problem))
 
 
 def run(case, **replaced):
     """out, lse and every gradient that there is, by name."""
     arrays, problem = case.arrays() | replaced, case.problem
-    inputs, need = [arrays[name] for name in "qkv"], ct.gradients_of(problem)
-    out, lse = numpy_path.forward(problem, *inputs, **ct.optional(arrays), **case.random)
+    inputs, need = ct.qkv(arrays), ct.gradients_of(problem)
+    out, lse = numpy_path.forward(problem, *inputs, **ct.optional(arrays) | case.random)
     terms = {**ct.optional_backward(arrays), **case.random, "need": need}
     gradients = numpy_path.backward(problem, arrays["dout"], *inputs, out, lse, **terms)
     return dict(zip(("out", "lse", *need), (out, lse, *gradients), strict=True))
@@ -90,7 +92,8 @@ def test_any_number_of_threads_does(case):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_few_queries_and_few_keys(sizes, dtype):
     """Neighbours in memory are scores of one row, or of one key."""
-    for num_heads, causal in ((1, False), (6, "top_left")):
+    alignments: tuple[tuple[int, Literal[False, "top_left"]], ...] = ((1, False), (6, "top_left"))
+    for num_heads, causal in alignments:
         case = ct.Case(
             seqlen_q=sizes[0], seqlen_k=sizes[1], head_dim=16, num_heads=num_heads, num_heads_kv=num_heads // 3 or 1,
             batch=2, dtype=dtype, causal=causal, alibi_slopes=(num_heads,), bias=(1, num_heads, 1, sizes[1]), dlse=True,
@@ -153,18 +156,23 @@ def test_what_other_heads_hold_changes_no_bit(case):
         )
 
 
+def every_second_element(buffer):
+    """A view of them, the last one first; a view also of an array that has no axis."""
+    index = (..., *(slice(n - 2, None, -2) for n in buffer.shape))
+    return buffer[index]
+
+
 @settings(max_examples=30)
 @given(small(ndims=[4], strides=["contiguous"], layouts=["bhsd"], dtypes=["float32", "bfloat16"]))
 def test_results_go_where_they_are_asked_for(case):
     arrays, problem, expected = case.arrays(), case.problem, run(case)
     need = ct.gradients_of(problem)
     buffers = {name: np.full([2 * n + 1 for n in x.shape], 7, x.dtype) for name, x in expected.items()}
-    views = {name: buffers[name][(..., *(slice(2 * n - 1, None, -2) for n in x.shape))] for name, x in expected.items()}
-    inputs = [arrays[name] for name in "qkv"]
-    numpy_path.forward(problem, *inputs, **ct.optional(arrays), **case.random, out=views["out"], lse=views["lse"])
-    terms = {**ct.optional_backward(arrays), **case.random, "need": need}
-    results = {name: views[name] for name in need}
-    numpy_path.backward(problem, arrays["dout"], *inputs, expected["out"], expected["lse"], **terms, **results)
+    views = {name: every_second_element(x) for name, x in buffers.items()}
+    inputs = ct.qkv(arrays)
+    numpy_path.forward(problem, *inputs, **ct.optional(arrays) | case.random, out=views["out"], lse=views["lse"])
+    terms = ct.optional_backward(arrays) | case.random | {name: views[name] for name in need}
+    numpy_path.backward(problem, arrays["dout"], *inputs, expected["out"], expected["lse"], **terms, need=need)
     assert_same_bits(views, expected)
     for name, x in views.items():
         x[...] = 7
@@ -182,7 +190,7 @@ def test_each_gradient_alone_is_the_same(need):
         sinks=True, bias=(4, 1, 33), alibi_slopes=(2, 4), dropout=0.3, dlse=True, kv_lengths=(33, 20),
     )  # fmt: skip
     arrays, expected = case.arrays(), run(case)
-    inputs, terms = [arrays[name] for name in "qkv"], {**ct.optional_backward(arrays), **case.random, "need": need}
+    inputs, terms = ct.qkv(arrays), {**ct.optional_backward(arrays), **case.random, "need": need}
     gradients = numpy_path.backward(case.problem, arrays["dout"], *inputs, expected["out"], expected["lse"], **terms)
     assert len(gradients) == len(need)
     assert_same_bits(dict(zip(need, gradients, strict=True)), {name: expected[name] for name in need})
@@ -262,7 +270,7 @@ def test_memory_is_that_of_a_stack(monkeypatch):
     def peak(batch):
         case = ct.Case(batch=batch, num_heads=16, seqlen_q=64, seqlen_k=64, head_dim=8, causal=True)
         arrays, problem = case.arrays(), case.problem
-        inputs, results = [arrays[name] for name in "qkv"], {"d" + name: np.empty_like(arrays[name]) for name in "qkv"}
+        inputs, results = ct.qkv(arrays), {"d" + name: np.empty_like(arrays[name]) for name in "qkv"}
         out, lse = numpy_path.forward(problem, *inputs)
         tracemalloc.start()
         numpy_path.forward(problem, *inputs, out=out, lse=lse)
@@ -278,8 +286,12 @@ def test_memory_is_that_of_a_stack(monkeypatch):
 
 def test_threads_are_for_much_work(monkeypatch):
     started = []
-    executor = jobs.ThreadPoolExecutor
-    monkeypatch.setattr(jobs, "ThreadPoolExecutor", lambda n: started.append(n) or executor(n))
+
+    def start(count):
+        started.append(count)
+        return ThreadPoolExecutor(count)
+
+    monkeypatch.setattr(jobs, "ThreadPoolExecutor", start)
     monkeypatch.setattr(stacks, "count_cores", lambda: 3)
     run(ct.Case(batch=8, num_heads=8, seqlen_q=32, seqlen_k=32, head_dim=16))
     assert not started
@@ -314,7 +326,7 @@ def test_products_of_threads_are_small(monkeypatch):
 
     monkeypatch.setattr(np, "matmul", measured)
     run(case)
-    assert sizes and max(sizes) <= stacks.PRODUCT_LIMIT
+    assert sizes and max(sizes) <= jobs.PRODUCT_LIMIT
     sizes.clear()
     run(dataclasses.replace(case, batch=1, num_heads=1, num_heads_kv=1))
     assert max(sizes) == 128**3

@@ -1,6 +1,8 @@
 """`cuflash.testing` itself: cases are what they say, right attention passes, and every planted error is found."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -146,7 +148,7 @@ def test_check_takes_a_problem_and_an_attention_without_lse():
 
 def test_judges_of_results_already_computed():
     arrays = BASE.arrays()
-    inputs = arrays["q"], arrays["k"], arrays["v"]
+    inputs = ct.qkv(arrays)
     assert ct.assert_forward(BASE, *attend(*inputs)).passed
     assert ct.assert_backward(BASE, *differentiate(arrays["dout"], *inputs)).passed
     with pytest.raises(AssertionError, match=r"out .*FAILED"):
@@ -168,7 +170,7 @@ def test_the_strict_tolerance_has_no_allowance_for_noise():
 def test_float64_is_judged_by_long_double():
     case = dataclasses.replace(BASE, dtype="float64")
     arrays = case.arrays()
-    plain, _ = reference.forward(case.problem, *(arrays[name] for name in "qkv"))
+    plain, _ = reference.forward(case.problem, *ct.qkv(arrays))
     for y in ct.yardsticks(case.problem, arrays).values():
         assert y.expected.dtype == np.longdouble
         assert 0 < y.plain_error < 100 * np.finfo(np.float64).eps * y.scale
@@ -279,7 +281,7 @@ def writes_to_an_input(q, k, v, **keywords):
 MASKED = {"mask": (2, 1, 23, 37)}
 BLOCKS = {"block_mask": (4,), "block_size": (16, 16)}
 
-WRONG = {
+WRONG: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "no scale": (with_scores(lambda kw: kw | {"scale": 1.0}), {}),
     "scale of head_dim_v": (with_scores(lambda kw: kw | {"scale": 16**-0.5}), {}),
     "absolute value of the scale": (with_scores(lambda kw: kw | {"scale": abs(kw["scale"])}), {"scale": -0.3}),

@@ -12,6 +12,7 @@ from cuflash.planning.sm90.forward import MAPPED, box_rows
 from cuflash.planning.sm90.tiles import DECODE_ROWS, DECODE_SM90_TILES, DecodeSm90Tile
 from cuflash.planning.tiles import round_up
 from cuflash.problem import Problem
+from cuflash.terms import OF_PAIRS
 
 DECODE_MIN_SEQLEN_K = 512  # from which on that pays
 MIN_TILES_OF_BLOCK = 2  # of keys
@@ -34,8 +35,7 @@ class Decode(ForwardFamily[DecodeSm90Tile]):
             return ""
         if _visible_keys(problem.mean_sequence) < DECODE_MIN_SEQLEN_K or draft.why_not_mapped(MAPPED):
             return ""
-        options = ("softcap", "alibi_slopes", "bias", "mask", "block_mask")
-        terms = [name for name in options if getattr(problem, name) is not None]
+        terms = list(problem.given(OF_PAIRS))
         terms += ["dropout"] if problem.dropout else []
         terms += ["packed sequences"] if problem.is_packed else []
         if terms:

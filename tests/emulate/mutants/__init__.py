@@ -1,14 +1,14 @@
 """Mistakes planted in the project's kernels, one at a time, and whether the emulator or the oracle notices.
 
-    python tests/emulate/mutants [words]
+    python -m tests.emulate.mutants [words]
 
 runs those whose description holds the words, or all, and prints the score. A mutant replaces one place of one file: the
 text has to occur there exactly once, so that the table follows the kernels.
 """
 
-from mutants import around, common, fp32, sm80, sm90_backward, sm90_forward
-from mutants.planting import Mutant
-from mutants.trials import TRIALS, Trial
+from tests.emulate.mutants import around, common, fp32, sm80, sm90_backward, sm90_forward
+from tests.emulate.mutants.planting import Mutant
+from tests.emulate.mutants.trials import TRIALS, Trial
 
 MUTANTS = (
     *common.MUTANTS,

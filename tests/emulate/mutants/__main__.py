@@ -5,14 +5,11 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(FOLDER)]
-os.environ.setdefault("CUFLASH_CACHE_DIR", str(FOLDER.parent / ".cache"))
-
-from mutants import MUTANTS, SHARE_TO_CATCH, TRIALS, Mutant, Trial  # noqa: E402
+from tests.emulate.mutants import MUTANTS, SHARE_TO_CATCH, TRIALS, Mutant, Trial
 
 
 def main() -> int:
+    os.environ.setdefault("CUFLASH_CACHE_DIR", str(Path(__file__).parents[2] / ".cache"))
     words = " ".join(sys.argv[1:])
     chosen = [mutant for mutant in MUTANTS if words in f"{mutant.file} {mutant.what}"]
     if not chosen:

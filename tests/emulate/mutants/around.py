@@ -1,6 +1,6 @@
 """Mistakes in the kernels before and behind the main one: delta, sinks, lists, sums, results of several blocks."""
 
-from mutants.planting import mutant
+from tests.emulate.mutants.planting import mutant
 
 COMBINE = "around/combine.cu"
 CONVERT = "around/convert.cu"

@@ -1,6 +1,6 @@
 """Mistakes in what all kernels share: scores, masks, the softmax, schedules, operands."""
 
-from mutants.planting import mutant
+from tests.emulate.mutants.planting import mutant
 
 CONFIG = "common/config.cuh"
 DROPOUT = "common/dropout.cuh"

@@ -1,6 +1,6 @@
 """Mistakes in float32 on compute capability 9.0: the split into bfloat16 and the kernels that multiply it."""
 
-from mutants.planting import mutant
+from tests.emulate.mutants.planting import mutant
 
 SPLIT_FP32 = "around/split_fp32.cu"
 BF16_SPLIT = "common/bf16_split.cuh"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cuflash import emulator
 from cuflash.compiler import kernel_directory
-from mutants.trials import TRIALS
+from tests.emulate.mutants.trials import TRIALS
 
 KERNELS = kernel_directory()
 

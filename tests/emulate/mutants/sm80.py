@@ -1,6 +1,6 @@
 """Mistakes in the kernels on mma.sync."""
 
-from mutants.planting import mutant
+from tests.emulate.mutants.planting import mutant
 
 SCORES = "common/scores.cuh"
 QUERY_WALK = "common/query_walk.cuh"

@@ -1,6 +1,6 @@
 """Mistakes in the backward kernel of compute capability 9.0, and in what blocks agree on about dq."""
 
-from mutants.planting import mutant
+from tests.emulate.mutants.planting import mutant
 
 BACKWARD_COMMON = "common/backward.cuh"
 CLEAR_DQ = "common/clear_dq.cuh"

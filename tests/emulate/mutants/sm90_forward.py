@@ -1,6 +1,6 @@
 """Mistakes in the forward kernels of compute capability 9.0, and in what their roles are made of."""
 
-from mutants.planting import mutant
+from tests.emulate.mutants.planting import mutant
 
 DECODE = "sm90/decode.cu"
 FORWARD = "sm90/forward.cu"

@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import attention
 import numpy as np
 
 import cuflash.testing as ct
-from cuflash import emulator, reference
+from cuflash import emulator
 from cuflash.planning import DeviceSpec
 from cuflash.planning.sm80 import BackwardTile, DqTile, ForwardTile, ScoresTile
 from cuflash.planning.sm90.tiles import (
@@ -20,8 +19,8 @@ from cuflash.planning.sm90.tiles import (
     ForwardSm90Tile,
 )
 from cuflash.planning.tiles import Tile
-from cuflash.problem import make_problem
 from cuflash.terms import DEFAULT_NEED
+from tests.emulate import attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +43,18 @@ class Trial:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
         if self.shares:
             names = ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_OF_PART", "WAVES", "CAUSAL_WAVES")
-            with mock.patch.multiple("cuflash.planning.backward", **dict.fromkeys(names, 0)):
+            with mock.patch.dict("cuflash.planning.backward.__dict__", dict.fromkeys(names, 0)):
                 self._run(kernels)
         else:
             self._run(kernels)
 
-    def _run(self, kernels: Path) -> None:
+    def _run(self, kernels: Path | None) -> None:
         case, arrays = self.case, self.case.arrays()
         deterministic = self.dq_in_order or isinstance(self.tiles[-1], DqTile)
         two_parts = getattr(self.tiles[0], "bf16_parts", 3) == 2
-        options = replace(case.options, deterministic=deterministic, precision="tf32" if two_parts else "highest")
-        problem = make_problem(options, *(arrays[name] for name in "qkv"), **ct.optional(arrays))
-        out, lse = reference.forward(problem, *(arrays[name] for name in "qkv"), **ct.optional(arrays), **case.random)
+        precision = "tf32" if two_parts else "highest"
+        problem = attention.problem_of(case, arrays, deterministic=deterministic, precision=precision)
+        out, lse = attention.forward_by_oracle(problem, arrays, **case.random)
         if self.kv_lengths:
             arrays["kv_lengths"][...] = self.kv_lengths
         if self.wild_pages:
@@ -63,7 +62,7 @@ class Trial:
         if self.cu_seqlens:
             arrays["cu_seqlens_q"][...] = arrays["cu_seqlens_k"][...] = self.cu_seqlens
         launches: list[emulator.Statistics] = []
-        how = {
+        how: dict[str, Any] = {
             "arch": replace(DeviceSpec.for_arch("9.0"), num_sms=self.num_sms),
             "tiles": self.tiles,
             "place": self.place,
@@ -73,9 +72,9 @@ class Trial:
             **case.random,
         }
         if isinstance(self.tiles[0], ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | DecodeSm90Tile):
-            names, results = ("out", "lse"), attention.forward(problem, arrays, **how)
+            names: tuple[str, ...] = ("out", "lse")
+            results: tuple[np.ndarray, ...] = attention.forward(problem, arrays, **how)
         else:
-            out, lse = out.astype(arrays["q"].dtype), lse.astype(problem.softmax_dtype)
             names = self.need or (*DEFAULT_NEED, *(("dsinks",) if case.sinks else ()))
             results = attention.backward(problem, arrays, out, lse, need=names, **how)
         if self.cu_seqlens:

@@ -1,0 +1,34 @@
+"""What is planned and tuned for arrays on the device, as tests read it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cuflash import FlashAttention
+from cuflash.binding import Pass
+from cuflash.planning import LaunchPlan
+from cuflash.tuning import PassTuning, Tuning
+
+if TYPE_CHECKING:
+    from cuflash.launch import Plans
+
+
+def plans_of(attn: FlashAttention, *arrays: Any, **options: Any) -> Plans:
+    from cuflash.launch import Plans
+
+    q, k, v = arrays
+    plans = attn.plan(q, k, v, **options)
+    assert isinstance(plans, Plans), "arrays are on the device"
+    return plans
+
+
+def plan_of(pass_: Pass, attn: FlashAttention, *arrays: Any, **options: Any) -> LaunchPlan:
+    plans = plans_of(attn, *arrays, **options)
+    plan = plans.forward if pass_ == "forward" else plans.backward
+    assert plan is not None
+    return plan
+
+
+def both_passes(tuning: Tuning | None) -> tuple[PassTuning, PassTuning]:
+    assert tuning is not None and tuning.forward is not None and tuning.backward is not None
+    return tuning.forward, tuning.backward

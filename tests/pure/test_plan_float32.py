@@ -1,0 +1,132 @@
+"""Plans for float32 on compute capability 9.0, whose products are sums of products of parts."""
+
+from typing import Any
+
+import pytest
+
+from cuflash.binding import PASSES
+from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.planning.sm90.tiles import (
+    BACKWARD_FLOAT32_SM90_TILES,
+    BackwardFloat32Sm90Tile,
+    ForwardFloat32Sm90Tile,
+)
+from tests.problems import problem_of
+
+
+def test_tf32_is_another_kernel_for_float32_alone():
+    device = DeviceSpec.for_arch("9.0")
+    for dtype in ("bfloat16", "float32", "float64"):
+        one, other = (choose_plan(problem_of(dtype=dtype, precision=x), device) for x in ("highest", "tf32"))
+        assert (one.kernels != other.kernels) == (dtype == "float32")
+        assert ("tf32" in other.describe()) == (dtype == "float32")
+
+
+def test_float32_is_split_into_pieces_where_that_pays():
+    device = DeviceSpec.for_arch("9.0")
+
+    def sources(device=device, dim=128, dim_v=128, seqlen_q=1024, seqlen_k=1024, **options):
+        problem = problem_of(seqlen_q, seqlen_k, dim, dim_v, dtype="float32", **options)
+        plan = choose_plan(problem, device)
+        return [kernel.source for kernel in plan.kernels], plan
+
+    both = ["around/split_fp32.cu", "sm90/forward_fp32.cu"]
+    for options in ({}, {"causal": True}, {"dim": 61, "dim_v": 7}, {"dim_v": 64}, {"softcap": 3.0}):
+        found, plan = sources(**options)
+        assert found == both
+        assert "split into 3 parts" in plan.reason
+        assert [spec.name for spec in plan.tensor_maps] == ["q_split", "k_split", "v_split"]
+        assert {spec.dtype for spec in plan.tensor_maps} == {"bfloat16"}
+        assert not {kernel.target for kernel in plan.kernels} - {"sm_90", "sm_90a"}
+    whys: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"dim_v": 129}, "not sm90/forward_fp32: it serves head dimensions up to 128"),
+        ({"seqlen_q": 1}, "splitting these takes too long"),
+        ({"seqlen_q": 100, "seqlen_k": 100}, "splitting these takes too long"),
+        ({"window": (10, 10)}, "splitting these takes too long"),
+        ({"seqlen_k": 0}, "splitting these takes too long"),
+        ({"precision": "tf32", "dim": 129}, "not sm90/forward_fp32: it serves head dimensions up to 128"),
+        ({"device": DeviceSpec.for_arch("10.0")}, ""),
+        ({"device": DeviceSpec.for_arch("10.0"), "precision": "tf32"}, ""),
+    )
+    for options, why in whys:
+        found, plan = sources(**options)
+        assert found == ["sm80/forward.cu"]
+        assert why in plan.reason
+        assert why or "parts" not in plan.reason
+
+
+def test_pieces_lie_below_each_other():
+    """Boxes of any part, whatever the strides of the arrays; columns up to the head dimension, rows 16 bytes apart."""
+    problem = problem_of(seqlen_q=300, seqlen_k=500, dim=61, dim_v=40, dtype="float32", batch=2, heads=4, heads_kv=2)
+    plan = choose_plan(problem, DeviceSpec.for_arch("9.0"))
+    tile = plan.tiles[0]
+    assert dict(plan.scratch) == {
+        "q_split": 3 * 2 * 4 * 300 * 64 // 2,
+        "k_split": 3 * 2 * 2 * 500 * 64 // 2,
+        "v_split": 3 * 2 * 2 * 500 * 40 // 2,
+    }
+    q, k, v = plan.tensor_maps
+    assert (q.shape, q.strides_bytes, q.rows) == ((61, 300, 4, 6), (128, 300 * 128, 4 * 300 * 128), tile.block_m)
+    assert (k.shape, k.strides_bytes, k.rows) == ((61, 500, 2, 6), (128, 500 * 128, 2 * 500 * 128), tile.block_n)
+    assert (v.shape, v.strides_bytes, v.rows) == ((40, 500, 2, 6), (80, 500 * 80, 2 * 500 * 80), tile.block_n)
+    blocks = 2 * (4 * 5 + 2 * 2 * 8)
+    assert [kernel.grid for kernel in plan.kernels] == [blocks, 2 * 4 * -(-300 // tile.block_m)]
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("dim", [40, 64, 128])
+def test_tf32_is_two_parts(dim, pass_):
+    """The kernels of three parts, with two thirds of their memory."""
+    device = DeviceSpec.for_arch("9.0")
+    highest, tf32 = (
+        choose_plan(problem_of(1024, 1024, dim, dim, dtype="float32", precision=precision), device, pass_)
+        for precision in ("highest", "tf32")
+    )
+    assert [kernel.source for kernel in tf32.kernels] == [kernel.source for kernel in highest.kernels]
+    assert f"sm90/{pass_}_fp32.cu" in [kernel.source for kernel in tf32.kernels]
+    assert "split into 2 parts" in tf32.reason
+    assert "more accurate than one of TF32" in tf32.reason
+    assert "TF32" not in highest.reason
+    for plan, count in ((highest, 3), (tf32, 2)):
+        (tile,) = plan.tiles
+        assert isinstance(tile, ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile) and tile.bf16_parts == count
+        counts = [dict(kernel.defines).get("CUFLASH_BF16_PARTS") for kernel in plan.kernels if "sm90/" in kernel.source]
+        assert counts == [count]
+        assert {spec.shape[3] for spec in plan.tensor_maps} == {count * plan.problem.batch}
+    thirds = {name: size * 2 for name, size in highest.scratch if name.endswith("_split")}
+    assert {name: size * 3 for name, size in tf32.scratch if name.endswith("_split")} == thirds
+
+
+def test_gradients_of_float32_by_parts():
+    device = DeviceSpec.for_arch("9.0")
+
+    def plan_of(device=device, dim=128, dim_v=128, seqlen_q=1024, seqlen_k=1024, **options):
+        problem = problem_of(seqlen_q, seqlen_k, dim, dim_v, dtype="float32", **options)
+        return choose_plan(problem, device, "backward")
+
+    around = ["around/delta.cu", "around/split_fp32.cu", "sm90/backward_fp32.cu", "around/convert.cu"]
+    for options in ({}, {"causal": True}, {"dim": 61, "dim_v": 7}, {"dim": 64, "dim_v": 65}, {"softcap": 3.0}):
+        plan = plan_of(**options)
+        assert [kernel.source for kernel in plan.kernels] == around
+        assert {spec.name for spec in plan.tensor_maps} == {f"{name}_split" for name in ("q", "k", "v", "dout")}
+        assert {(spec.rows, spec.dtype) for spec in plan.tensor_maps} == {(64, "bfloat16")}
+        assert {dict(kernel.defines)["CUFLASH_PLAIN_FRAGMENTS"] for kernel in plan.kernels} == {1}
+        assert {kernel.target for kernel in plan.kernels} == {"sm_90", "sm_90a"}
+        largest = max(plan.problem.head_dim, plan.problem.head_dim_v)
+        assert plan.tiles[0] == next(tile for tile in BACKWARD_FLOAT32_SM90_TILES if tile.max_dim >= largest)
+    whys: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"dim_v": 129}, "not sm90/backward_fp32: it serves head dimensions up to 128"),
+        ({"seqlen_q": 60, "seqlen_k": 60}, "not sm90/backward_fp32: for fewer than"),
+        ({"seqlen_k": 0}, "not sm90/backward_fp32: for fewer than"),
+        ({"deterministic": True}, "not sm90/backward_fp32: it adds to dq in no fixed order"),
+        ({"deterministic": True, "precision": "tf32"}, "not sm90/backward_fp32: it adds to dq in no fixed order"),
+        ({"precision": "tf32", "dim": 129}, "not sm90/backward_fp32: it serves head dimensions up to 128"),
+        ({"device": DeviceSpec.for_arch("10.0")}, ""),
+        ({"device": DeviceSpec.for_arch("10.0"), "precision": "tf32"}, ""),
+    )
+    for options, why in whys:
+        plan = plan_of(**options)
+        assert "sm80/backward.cu" in [kernel.source for kernel in plan.kernels]
+        assert {dict(kernel.defines)["CUFLASH_PLAIN_FRAGMENTS"] for kernel in plan.kernels} == {0}
+        assert why in plan.reason
+        assert why or "_fp32" not in plan.reason

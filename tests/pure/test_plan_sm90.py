@@ -1,0 +1,171 @@
+"""Plans for compute capability 9.0: rows and their problems, what TMA can read, tensor maps."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuflash.operands import Operand
+from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.planning.draft import MAPS_OFFSET
+from cuflash.planning.sm90.tiles import (
+    LONG_SEQLEN,
+)
+from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
+from tests.problems import ARCHS, H200, problem_of
+
+
+def sources(problem, device=H200, **options):
+    return [kernel.source for kernel in choose_plan(problem, device, **options).kernels]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "row"),
+    [
+        ({"dim": 64}, (64, 256, 64)),
+        ({"dim": 64, "softcap": 2.0}, (64, 256, 64)),
+        ({"dim": 72}, (128, 128, 128)),
+        ({"dim": 128}, (128, 128, 128)),
+        ({"dim": 128, "seqlen_k": LONG_SEQLEN}, (128, 192, 80)),
+        ({"dim": 128, "seqlen_k": LONG_SEQLEN, "window": (9, None)}, (128, 192, 80)),
+        ({"dim": 128, "seqlen_k": LONG_SEQLEN, "causal": True}, (128, 128, 128)),
+        ({"dim": 128, "seqlen_k": LONG_SEQLEN, "softcap": 2.0}, (128, 192, 80)),
+        ({"dim": 192}, (192, 128, 96)),
+        ({"dim": 256}, (256, 128, 64)),
+    ],
+)
+def test_rows_of_the_problems_they_are_meant_for(sizes, row):
+    (tile,) = choose_plan(problem_of(**sizes, dim_v=sizes["dim"]), H200).tiles
+    assert (tile.max_dim, tile.block_m, tile.block_n) == row
+
+
+def test_only_its_own_architecture_gets_the_kernel():
+    for arch in ARCHS:
+        (kernel,) = choose_plan(problem_of(), DeviceSpec.for_arch(arch)).kernels
+        digits = arch.replace(".", "")
+        expected = ("sm90/forward.cu", "sm_90a") if arch == "9.0" else ("sm80/forward.cu", f"sm_{digits}")
+        assert (kernel.source, kernel.target) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dim": 60, "dim_v": 64}, "a stride of q is 120 bytes, not a positive multiple of 16"),
+        ({"dim": 64, "dim_v": 60}, "a stride of v is 120 bytes, not a positive multiple of 16"),
+        ({"seqlen_q": 0}, "q is empty"),
+        ({"seqlen_k": 0}, "k is empty"),
+        ({"batch": 0}, "q is empty"),
+    ],
+)
+def test_what_the_tma_cannot_read(change, words):
+    plan = choose_plan(problem_of(**change), H200)
+    assert [kernel.source for kernel in plan.kernels] == ["sm80/forward.cu"]
+    assert plan.tensor_maps == ()
+    assert plan.run_time.resident_blocks == 0
+    assert f"\nnot sm90/forward: {words}, which TMA cannot serve" in plan.describe().replace("  ", "")
+    assert sources(problem_of()) == ["sm90/forward.cu"]
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_strides_that_the_tma_cannot_take(name):
+    """Negative, zero, too long, of half a vector; along an axis that is not there, any."""
+    problem = problem_of(heads_kv=4)
+    good = problem.q if name == "out" else getattr(problem, name)
+    for axis in range(3):
+        for stride in (0, -64, 68, 2**39):
+            strides = tuple(stride if i == axis else s for i, s in enumerate(good.strides))
+            for shape in (good.shape, tuple(1 if i == axis else n for i, n in enumerate(good.shape))):
+                operand = replace(good, strides=strides, shape=shape)
+                changes: dict[str, Any] = {} if name == "out" else {name: operand}
+                changed = replace(problem, **changes)
+                operands = {"out": operand} if name == "out" else None
+                plan = choose_plan(changed, H200, load_bytes=16, store_bytes=16, operands=operands)
+                served = shape[axis] == 1
+                assert plan.kernels[0].source == ("sm90/forward.cu" if served else "sm80/forward.cu")
+                if not served:
+                    assert f"a stride of {name} is {2 * stride} bytes" in plan.reason
+
+
+@pytest.mark.parametrize("columns", [56, 61, 64])
+def test_rows_of_results_that_the_tma_cannot_write(columns):
+    """Rows 128 bytes apart: it would write the 16 bytes in which a row ends, the last of which are not the row's."""
+    problem = problem_of(dim_v=64, heads_kv=4)
+    v = replace(problem.v, shape=(*problem.v.shape[:3], columns))
+    out = replace(problem.q, shape=(*problem.q.shape[:3], columns))
+    changed = replace(problem, v=v, head_dim_v=columns)
+    plan = choose_plan(changed, H200, load_bytes=16, store_bytes=16, operands={"out": out})
+    assert plan.kernels[0].source == ("sm80/forward.cu" if columns == 61 else "sm90/forward.cu")
+    assert ("a row of out is 122 bytes, not a multiple of the 16 that are written at once" in plan.reason) == (
+        columns == 61
+    )
+
+
+@pytest.mark.parametrize("widths", [{"load_bytes": 8}, {"store_bytes": 2}, {"load_bytes": 4, "store_bytes": 16}])
+def test_pointers_that_are_not_aligned(widths):
+    plan = choose_plan(problem_of(), H200, **widths)
+    assert plan.kernels[0].source == "sm80/forward.cu"
+    assert f"an array is aligned to {min(widths.values())} bytes only, not 16" in plan.reason
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("num_sms", [1, 2, 132])
+@pytest.mark.parametrize("seqlen_q", [65, 256, 257, 900, 2**18])
+def test_blocks_that_stay(seqlen_q, num_sms, causal):
+    """As many as there are multiprocessors, or units of work: a pair of tiles of queries under a causal mask."""
+    problem = problem_of(seqlen_q, 2**18, batch=2, heads=3, heads_kv=3, causal=causal)
+    plan = choose_plan(problem, replace(H200, num_sms=num_sms))
+    (tile,), (kernel,) = plan.tiles, plan.kernels
+    units = 2 * 3 * -(-seqlen_q // (tile.block_m * (2 if causal else 1)))
+    assert kernel.grid == plan.run_time.resident_blocks == min(num_sms, units)
+    assert dict(kernel.defines)["CUFLASH_PAIRS"] == int(causal)
+    m_blocks = 2 * 3 * -(-seqlen_q // tile.block_m)
+    assert f"{kernel.grid} blocks stay and take {m_blocks} tiles of queries one after another" in plan.reason
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("arch", ["8.0", "9.0", "10.0"])
+@pytest.mark.parametrize("sizes", [{}, {"seqlen_k": 0}, {"seqlen_q": 0}], ids=str)
+def test_kernels_start_behind_those_that_are_launched(sizes, arch, dtype):
+    """While these run, where the device can; the first waits for whatever there was before the call."""
+    problem = problem_of(**{"seqlen_q": 300, "seqlen_k": 500, "heads": 4, "heads_kv": 2, "dtype": dtype} | sizes)
+    for pass_ in ("forward", "backward"):
+        kernels = choose_plan(problem, DeviceSpec.for_arch(arch), pass_).kernels
+        launched = [kernel.grid > 0 for kernel in kernels]
+        expected = [arch != "8.0" and any(launched[:i]) for i in range(len(kernels))]
+        assert [kernel.overlaps_previous for kernel in kernels] == expected
+        assert [dict(kernel.defines)["CUFLASH_OVERLAPS_PREVIOUS"] for kernel in kernels] == list(map(int, expected))
+
+
+def test_a_window_with_a_left_side_has_no_pairs():
+    for window, pairs in (((None, 0), 1), ((5, 0), 0), ((5, None), 0), (None, 0)):
+        (kernel,) = choose_plan(problem_of(window=window), H200).kernels
+        assert dict(kernel.defines)["CUFLASH_PAIRS"] == pairs
+
+
+def test_tensor_maps_of_a_plan():
+    problem = problem_of(300, 500, dim=72, dim_v=128, batch=2, heads=4, heads_kv=2)
+    plan = choose_plan(problem, H200)
+    (tile,), (kernel,) = plan.tiles, plan.kernels
+    shape, strides = (128, 300, 4, 2), (256, 76_800, 307_200)
+    assert plan.tensor_maps == (
+        tensor_map_spec("q", problem.q, tile.block_m),
+        tensor_map_spec("k", problem.k, tile.block_n),
+        tensor_map_spec("v", problem.v, tile.block_n),
+        TensorMapSpec(name="out", dtype="bfloat16", shape=shape, strides_bytes=strides, rows=64),
+    )
+    assert plan.tensor_maps[1].shape == (72, 500, 2, 2)
+    assert plan.tensor_maps[1].strides_bytes == (144, 72_000, 144_000)
+    assert dict(kernel.defines)["CUFLASH_ARGUMENT_BYTES"] == MAPS_OFFSET + 4 * 128
+
+
+@given(st.tuples(*[st.integers(0, 3)] * 4), st.tuples(*[st.integers(-64, 2**40)] * 3))
+def test_what_has_no_obstacle_meets_the_rules_of_tensor_maps(shape, strides):
+    """Those of cuTensorMapEncodeTiled in the CUDA driver API."""
+    operand = Operand(shape=shape, strides=(*strides, 1), dtype="float16")
+    if why_not("q", operand) is None:
+        spec = tensor_map_spec("q", operand, 64)
+        assert all(1 <= n <= 2**32 for n in spec.shape)
+        assert all(0 < stride < 2**40 and stride % 16 == 0 for stride in spec.strides_bytes)
+        assert spec.rows <= 256

@@ -1,0 +1,173 @@
+"""Devices, and tables of tiles: what a row promises, and that each is chosen for some problem."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuflash.binding import PASSES
+from cuflash.operands import Operand
+from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.planning.choose import MAX_HEAD_DIM
+from cuflash.planning.device import SHARED_BYTES_RESERVED
+from cuflash.planning.sm80 import (
+    BACKWARD_TILES,
+    DQ_TILES,
+    FORWARD_TILES,
+    SCORES_TILES,
+    BackwardTile,
+    DqTile,
+    ForwardTile,
+    ScoresTile,
+)
+from cuflash.planning.sm90.tiles import (
+    BACKWARD_FLOAT32_SM90_TILES,
+    BACKWARD_SM90_TILES,
+    BACKWARD_TF32_SM90_TILES,
+    FORWARD_FLOAT32_SM90_TILES,
+    FORWARD_SM90_TILES,
+    FORWARD_TF32_SM90_TILES,
+    BackwardFloat32Sm90Tile,
+    BackwardSm90Tile,
+    ForwardFloat32Sm90Tile,
+    ForwardSm90Tile,
+)
+from cuflash.planning.tiles import round_up, tile_bytes
+from cuflash.terms import DEFAULT_NEED
+from tests.problems import ARCHS, biased, blocks_of, is_served, problem_of
+
+# ---- Devices ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_spellings_of_an_arch(arch):
+    device = DeviceSpec.for_arch(arch)
+    digits = arch.replace(".", "")
+    assert device is DeviceSpec.for_arch(digits) is DeviceSpec.for_arch(f"sm_{digits}")
+    assert device.arch == int(digits)
+    assert device.target == f"sm_{digits}"
+    assert device.shared_bytes_per_block + SHARED_BYTES_RESERVED == device.shared_bytes_per_sm
+
+
+@pytest.mark.parametrize("arch", ["7.5", "9", "sm_91", "", "ninety", "9.0a", "-8.0"])
+def test_arch_that_is_not_known(arch):
+    with pytest.raises(ValueError, match=rf"^arch: got {arch!r}, expected one of 8.0, 8.6, .*12.1$"):
+        DeviceSpec.for_arch(arch)
+
+
+# ---- Rows ------------------------------------------------------------------------------------------------------------
+
+TABLES = {
+    "forward": FORWARD_TILES,
+    "forward sm90": FORWARD_SM90_TILES,
+    "forward float32 sm90": FORWARD_FLOAT32_SM90_TILES,
+    "forward tf32 sm90": FORWARD_TF32_SM90_TILES,
+    "backward": BACKWARD_TILES,
+    "backward sm90": BACKWARD_SM90_TILES,
+    "backward float32 sm90": BACKWARD_FLOAT32_SM90_TILES,
+    "backward tf32 sm90": BACKWARD_TF32_SM90_TILES,
+    "dq": DQ_TILES,
+    "scores": SCORES_TILES,
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "change", "rule"),
+    [
+        (FORWARD_TILES[0], {"block_m": 100}, "whole fragments for every warp"),
+        (FORWARD_TILES[0], {"block_m": 64, "num_warps": 8}, "whole fragments for every warp"),
+        (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 3}, "warps_d divides num_warps"),
+        (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 1, "block_n": 96}, "whole fragments of keys"),
+        (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 2, "block_m": 40}, "whole pairs of 8 queries"),
+        (BACKWARD_TILES[0], {"num_warps": 4, "dq_warps_m": 3, "block_m": 96}, "dq_warps_m divides num_warps"),
+        (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 1, "dq_warps_m": 4, "block_m": 32}, "whole fragments of dq"),
+        (DQ_TILES[0], {"block_m": 72}, "whole fragments for every warp"),
+        (SCORES_TILES[0], {"num_warps": 3}, "whole fragments for every warp"),
+        (FORWARD_SM90_TILES[0], {"block_m": 64}, "64 queries for each of two to four consumers"),
+        (FORWARD_SM90_TILES[0], {"block_m": 320}, "64 queries for each of two to four consumers"),
+        (FORWARD_SM90_TILES[0], {"block_n": 72}, "a block_n that one product serves"),
+        (FORWARD_SM90_TILES[0], {"block_n": 272}, "a block_n that one product serves"),
+        (FORWARD_FLOAT32_SM90_TILES[0], {"block_m": 256}, "64 queries for each of two or three consumers"),
+        (FORWARD_FLOAT32_SM90_TILES[0], {"block_n": 72}, "a block_n that one product serves"),
+        (FORWARD_FLOAT32_SM90_TILES[0], {"bf16_parts": 1}, "two or three parts"),
+        (BACKWARD_TF32_SM90_TILES[0], {"bf16_parts": 4}, "two or three parts"),
+        (BACKWARD_FLOAT32_SM90_TILES[0], {"block_m": 128}, "64 keys and 64 queries"),
+        (BACKWARD_FLOAT32_SM90_TILES[0], {"block_n": 128}, "64 keys and 64 queries"),
+        (BACKWARD_FLOAT32_SM90_TILES[0], {"dq_columns": 96}, "whole chunks of dq"),
+        (
+            BACKWARD_FLOAT32_SM90_TILES[0],
+            {"num_stages": 1, "num_buffers": 2, "dq_late": True},
+            "late dq no further behind",
+        ),
+    ],
+)
+def test_a_row_checks_itself(row, change, rule):
+    with pytest.raises(ValueError, match=rule):
+        replace(row, **change)
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_a_table_goes_from_small_to_large(table):
+    keys = [(tile.element_bytes, tile.max_dim) for tile in table]
+    assert keys == sorted(keys)
+    only_sm90 = isinstance(table[0], ForwardSm90Tile | BackwardSm90Tile)
+    if not isinstance(table[0], ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile):
+        assert {x.element_bytes for x in table if x.max_dim == MAX_HEAD_DIM} == ({2} if only_sm90 else {2, 4, 8})
+    for tile in table:
+        assert tile.max_dim % tile.dim_multiple == 0
+        assert tile.origin
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_every_row_is_chosen_somewhere(table):
+    chosen = set()
+    for dtype in ("bfloat16", "float32", "float64"):
+        for causal, seqlen, softcap in ((False, 4096, None), (True, 4096, None), (False, 512, None), (True, 4096, 5.0)):
+            deterministic, need = table is DQ_TILES, ("dscale",) if table is SCORES_TILES else DEFAULT_NEED
+            base = problem_of(seqlen, seqlen, dtype=dtype, causal=causal, softcap=softcap, deterministic=deterministic)
+            if table in (FORWARD_TF32_SM90_TILES, BACKWARD_TF32_SM90_TILES):
+                base = replace(base, precision="tf32")
+            for dim in range(16, MAX_HEAD_DIM + 1, 16):
+                for dim_v in {dim, 16, 64, 128, 192, 256}:
+                    problem = replace(base, head_dim=dim, head_dim_v=dim_v)
+                    for arch in ARCHS:
+                        for pass_ in PASSES:
+                            if is_served(problem, arch, pass_):
+                                device = DeviceSpec.for_arch(arch)
+                                chosen |= set(choose_plan(problem, device, pass_, need=need).tiles)
+    chosen |= set(choose_plan(blocks_of(1024), DeviceSpec.for_arch("9.0")).tiles)
+    for dim, dtype in itertools.product((64, 128), ("bfloat16", "float32")):
+        tiles = choose_plan(biased(dim, dtype), DeviceSpec.for_arch("9.0")).tiles
+        chosen |= {replace(tile, bias_of_pairs=0) for tile in tiles if isinstance(tile, ForwardSm90Tile)}
+    # A mask of pairs is looked up, whatever the tile.
+    masked = Operand(shape=(2, 4, 1024, 1024), strides=(0, 0, 1024, 1), dtype="bool")
+    for dim in (64, 128, 192, 256):
+        chosen |= set(
+            choose_plan(replace(problem_of(dim=dim, dim_v=dim), mask=masked), DeviceSpec.for_arch("9.0")).tiles
+        )
+    assert not [tile for tile in table if tile not in chosen]
+
+
+@given(st.integers(1, 300), st.integers(1, 256), st.sampled_from((2, 4, 8)))
+def test_shared_tiles_hold_their_elements(rows, columns, size):
+    assert rows * columns * size <= tile_bytes(rows, columns, size) <= rows * round_up(columns * size, 128)
+    assert tile_bytes(16 * rows, columns, size) % 128 == 0
+
+
+def test_rows_are_of_their_types():
+    kinds = {
+        "forward": ForwardTile,
+        "forward sm90": ForwardSm90Tile,
+        "forward float32 sm90": ForwardFloat32Sm90Tile,
+        "forward tf32 sm90": ForwardFloat32Sm90Tile,
+        "backward": BackwardTile,
+        "backward sm90": BackwardSm90Tile,
+        "backward float32 sm90": BackwardFloat32Sm90Tile,
+        "backward tf32 sm90": BackwardFloat32Sm90Tile,
+        "dq": DqTile,
+        "scores": ScoresTile,
+    }
+    for name, tiles in TABLES.items():
+        assert all(type(tile) is kinds[name] for tile in tiles)
