@@ -43,13 +43,8 @@ class Case:
     bias_holes : bool
         Some entries of the bias are -inf.
     mask : tuple of int, optional
-<<<<<<< HEAD
         Shape of the boolean mask, broadcast likewise. Some of its rows are all False; of more than one block of 64 x 64
         pairs, some are all True or all False.
-=======
-        Shape of the boolean mask, broadcast likewise. Some of its rows are all False, and where it has more than one
-        block of 64 x 64 pairs, some of these are all True or all False.
->>>>>>> house
     kv_lengths : tuple of int, optional
         Number of keys of each batch entry. What lies behind them is NaN.
     kv_lengths_dtype : {"int32", "int64"}
