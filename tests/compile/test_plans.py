@@ -239,6 +239,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bias": {"dtype": "bfloat16", "bias": (64, 64), "bias_dtype": "input"},
     "wide bias": {"dtype": "float16", "bias": (64, 64)},
     "keys": {"dtype": "bfloat16", "bias": (64,), "mask": (1, 64), "bias_dtype": "input"},
+    "mask": {"dtype": "bfloat16", "mask": (64, 64), "causal": True},
     "dropout": {"dtype": "bfloat16", "causal": True, "dropout": 0.1},
     "blocks": {"dtype": "bfloat16", "block_mask": (), "causal": True},
     "dropout of all": {"dtype": "float16", "dropout": 0.1},
@@ -371,7 +372,12 @@ TARGETS = [
     *(
         Target(tile=tile, arch="9.0", variant=variant)
         for tile in BACKWARD_SM90_TILES
-        for variant in ("softcap", "slopes", "bias", "keys")
+        for variant in ("softcap", "slopes", "bias", "keys", "mask")
+    ),
+    *(
+        Target(tile=tile, arch="9.0", variant="mask")
+        for tile in FORWARD_SM90_TILES
+        if tile.serves in ("lists", "no pairs") and tile.block_n % 64 == 0
     ),
     *(
         Target(tile=tile, arch="9.0", variant="blocks")
@@ -462,7 +468,7 @@ def test_row(target):
             ceilings = SPILLS_OF_OPTIONS
         if target.variant in ("softcap", "slopes", "bias", "wide bias", "keys"):
             ceilings = SPILLS_OF_ADDENDS
-        if target.variant == "blocks":
+        if target.variant in ("blocks", "mask"):
             ceilings = SPILLS_OF_BLOCKS
         if target.variant == "packed":
             ceilings = SPILLS_OF_PACKED
