@@ -36,7 +36,7 @@ from cuflash.planning.sm90.tiles import (
 )
 from cuflash.planning.tiles import round_up, tile_bytes
 from cuflash.terms import DEFAULT_NEED
-from tests.problems import ARCHS, biased, blocks_of, is_served, problem_of
+from tests.problems import ARCHS, biased, blocks_of, is_served, masked, problem_of
 
 # ---- Devices ---------------------------------------------------------------------------------------------------------
 
@@ -141,11 +141,13 @@ def test_every_row_is_chosen_somewhere(table):
     for dim, dtype in itertools.product((64, 128), ("bfloat16", "float32")):
         tiles = choose_plan(biased(dim, dtype), DeviceSpec.for_arch("9.0")).tiles
         chosen |= {replace(tile, bias_of_pairs=0) for tile in tiles if isinstance(tile, ForwardSm90Tile)}
-    # A mask of pairs is looked up, whatever the tile.
-    masked = Operand(shape=(2, 4, 1024, 1024), strides=(0, 0, 1024, 1), dtype="bool")
+    # A mask of pairs, which is packed to bits.
     for dim in (64, 128, 192, 256):
+        chosen |= set(choose_plan(masked(dim), DeviceSpec.for_arch("9.0")).tiles)
+        # A bias that TMA cannot read is looked up, whatever the tile.
+        by_columns = Operand(shape=(2, 4, 1024, 1024), strides=(0, 1024**2, 1, 1024), dtype="bfloat16")
         chosen |= set(
-            choose_plan(replace(problem_of(dim=dim, dim_v=dim), mask=masked), DeviceSpec.for_arch("9.0")).tiles
+            choose_plan(replace(problem_of(dim=dim, dim_v=dim), bias=by_columns), DeviceSpec.for_arch("9.0")).tiles
         )
     assert not [tile for tile in table if tile not in chosen]
 
