@@ -40,6 +40,12 @@ def biased(dim: int, bias_dtype: str) -> Problem:
     return replace(problem_of(dim=dim, dim_v=dim), bias=bias)
 
 
+def masked(dim: int) -> Problem:
+    """Such a problem with a mask of pairs."""
+    mask = Operand(shape=(2, 4, 1024, 1024), strides=(0, 0, 1024, 1), dtype="bool")
+    return replace(problem_of(dim=dim, dim_v=dim), mask=mask)
+
+
 def contiguous(shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
     """What looks like a contiguous array, and is one element."""
     strides = [dtype.itemsize] * len(shape)

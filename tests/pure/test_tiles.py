@@ -36,7 +36,7 @@ from cuflash.planning.sm90.tiles import (
 )
 from cuflash.planning.tiles import round_up, tile_bytes
 from cuflash.terms import DEFAULT_NEED
-from tests.problems import ARCHS, biased, blocks_of, is_served, problem_of
+from tests.problems import ARCHS, biased, blocks_of, is_served, masked, problem_of
 
 # ---- Devices ---------------------------------------------------------------------------------------------------------
 
@@ -142,11 +142,10 @@ def test_every_row_is_chosen_somewhere(table):
         tiles = choose_plan(biased(dim, dtype), DeviceSpec.for_arch("9.0")).tiles
         chosen |= {replace(tile, bias_of_pairs=0) for tile in tiles if isinstance(tile, ForwardSm90Tile)}
     # A bias whose rows TMA cannot read is looked up; a mask of pairs where tiles are not of 64 keys.
-    masked = Operand(shape=(2, 4, 1024, 1024), strides=(0, 0, 1024, 1), dtype="bool")
     odd = Operand(shape=(2, 4, 1024, 1024), strides=(0, 0, 1025, 1), dtype="bfloat16", alignment=2)
     for dim in (64, 128, 192, 256):
         plain = problem_of(dim=dim, dim_v=dim)
-        for problem in (replace(plain, mask=masked), replace(plain, bias=odd)):
+        for problem in (masked(dim), replace(plain, bias=odd)):
             tiles = choose_plan(problem, DeviceSpec.for_arch("9.0")).tiles
             chosen |= {tile.changed(mask_by_bits=False) for tile in tiles}
     assert not [tile for tile in table if tile not in chosen]

@@ -1,0 +1,398 @@
+"""The contenders of the benchmark, as far as they go without a device: right, or absent with a reason."""
+
+import sys
+import types
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench import peers, peers_torch, report
+from bench.cases import OPTIONS, SUFFIXES, SUITES, Case, Suite
+from bench.contender import Absent, refuse
+from bench.formula import Reference, make_inputs, softmax_rows
+from bench.run import run_suite
+from tests.benched import BIASED, OPTIONAL, PLAIN, SMALL
+
+BESIDE_PEERS = [case for case in OPTIONAL if not {"dropout", "sinks", "kv_lengths"} & set(case.options)] + [
+    *BIASED,
+    replace(PLAIN, softcap=0.5, alibi=True, bias="hqk", mask="bqk"),
+]
+
+
+def on_meta(torch, case):
+    """Operands and terms without memory, in bfloat16."""
+    dtypes = {"bfloat16": torch.bfloat16, "bool": torch.bool}
+    shapes = (case.q_shape, case.k_shape, case.v_shape, case.out_shape)
+    operands = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
+    terms = {name: torch.empty(x, dtype=dtypes[dtype], device="meta") for name, (x, dtype) in case.terms.items()}
+    return *operands, terms
+
+
+def as_tensors(torch, inputs):
+    operands = (torch.from_numpy(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    return *operands, {name: torch.from_numpy(x) for name, x in inputs.terms.items()}
+
+
+@pytest.mark.parametrize("case", [SMALL, PLAIN], ids=lambda case: case.name)
+@pytest.mark.parametrize("name", ["cuflash", "cuflash-alloc", "cuflash-deterministic", "naive", "math", "torch-cpu"])
+def test_contenders_on_the_cpu_are_right(name, case):
+    if name in ("math", "torch-cpu"):
+        pytest.importorskip("torch", reason="a torch peer")
+    if name == "torch-cpu" and case is SMALL:
+        with pytest.raises(Absent, match="grouped"):
+            peers.ADAPTERS[name](case, make_inputs(np, case))
+        return
+    inputs = make_inputs(np, case)
+    check = Reference(case, inputs)
+    contender = peers.ADAPTERS[name](case, inputs)
+    for _ in range(2):  # a call may be repeated
+        for pass_ in ("backward", "forward"):
+            results = tuple(contender.to_array(x) for x in contender.calls[pass_]())
+            assert [x.shape for x in results] == [getattr(case, f"{s}_shape") for s in SHAPES[pass_]]
+            assert not any(error.wrong for error in check.errors(pass_, results).values())
+
+
+@pytest.mark.parametrize("case", OPTIONAL, ids=lambda case: case.name)
+@pytest.mark.parametrize("name", ["cuflash", "cuflash-dscale"])
+def test_contenders_with_options_are_right(name, case):
+    """And would be wrong by the check without any one of them."""
+    inputs = make_inputs(np, case)
+    contender, check = peers.ADAPTERS[name](case, inputs), Reference(case, inputs)
+    for pass_ in ("backward", "forward"):
+        errors = check.errors(pass_, contender.calls[pass_]())
+        assert not any(error.wrong for error in errors.values())
+    for option in set(case.options) - {"kv_lengths"} if case.window < case.seqlen_q else ():
+        without = replace(case, **{option: Case.__dataclass_fields__[option].default})
+        less = replace(inputs, terms={name: inputs.terms[name] for name in without.terms})
+        assert check.errors("forward", peers.ADAPTERS[name](without, less).calls["forward"]())["out"].wrong, option
+
+
+@pytest.mark.parametrize("name", sorted(peers.ADAPTERS.keys() - {"empty-launch"}))
+def test_contenders_refuse_the_options_that_they_do_not_have(name):
+    """By name, before anything else: of those that they take, nothing but a library or a device can be missing."""
+    takes = TAKES.get(name, set())
+    values: dict[str, Any] = {"blocks_kept": 0.5, "lengths": (24, 20), "bias": "qk", "mask": "bk"}
+    for option, words in OPTIONS.items():
+        changes: dict[str, Any] = {option: values.get(option, True)} | ({"causal": True} if option == "window" else {})
+        case = replace(PLAIN, **changes)
+        assert case.options == (option,)
+        if option not in takes:
+            with pytest.raises(Absent, match=f"^is run without {words}$"):
+                peers.ADAPTERS[name](case, make_inputs(np, case))
+
+
+def test_refusals_name_every_option():
+    case = replace(PLAIN, softcap=1.0, mask="qk", sinks=True)
+    refuse(case, *OPTIONS)
+    refuse(case, "softcap", "mask", "sinks")
+    with pytest.raises(Absent, match=r"^is run without a soft cap and sinks$"):
+        refuse(case, "mask")
+
+
+def test_the_suite_of_options_has_every_option():
+    suite = SUITES["options"]
+    assert {option for case in suite.cases for option in case.options} == set(SUFFIXES)
+    for case in suite.cases:
+        assert (case.batch, case.seqlen_q, case.num_heads * case.head_dim, len(case.options) <= 1) == (4, 4096, 2048, 1)
+    for name, cases in suite.only.items():
+        assert name in suite.peers and set(cases) < set(suite.cases)
+    assert [case.options for case in suite.only["cuflash-dbias"]] == 6 * [("bias",)]
+
+
+def test_the_flops_of_a_window_are_those_of_its_pairs():
+    case = Case(head_dim=64, seqlen_q=4096, batch=4, num_heads=32, causal=True, window=1024)
+    i, j = np.ogrid[:4096, :4096]
+    assert case.flops("forward") == 4 * 4 * 32 * 64 * int(((j <= i) & (j > i - 1024)).sum())
+    assert replace(case, window=9999).flops("forward") == 4 * 4 * 32 * 64 * (4096 * 4097 // 2)
+
+
+def test_masks_show_most_pairs_and_the_diagonal():
+    case = Case(head_dim=8, seqlen_q=300, batch=2, num_heads=2, mask="qk")
+    mask = make_inputs(np, case).terms["mask"]
+    assert mask.shape == (1, 1, 300, 300) and mask[0, 0].diagonal().all() and abs(mask.mean() - 0.9) < 0.01
+    assert make_inputs(np, replace(case, mask="bk")).terms["mask"].shape == (2, 1, 1, 300)
+
+
+@pytest.mark.parametrize("case", BIASED, ids=lambda case: case.name)
+@pytest.mark.parametrize("name", ["cuflash", "cuflash-dbias", "math-dbias"])
+def test_contenders_with_a_bias_are_right(name, case):
+    if name.startswith("math"):
+        pytest.importorskip("torch", reason="a torch peer")
+    inputs = make_inputs(np, case)
+    contender = peers.ADAPTERS[name](case, inputs)
+    for pass_ in ("backward", "forward"):
+        results = tuple(contender.to_array(x) for x in contender.calls[pass_]())
+        errors = Reference(case, inputs).errors(pass_, results)
+        assert not any(error.wrong for error in errors.values())
+    for other, reason in (("naive", "without a bias"), ("fa2", "without a bias")):
+        with pytest.raises(Absent, match=reason):
+            peers.ADAPTERS[other](case, inputs)
+
+
+@pytest.mark.parametrize("name", ["cuflash-dbias", "efficient-dbias", "math-dbias"])
+def test_contenders_of_a_bias_need_one(name):
+    with pytest.raises(Absent, match="needs a bias"):
+        peers.ADAPTERS[name](PLAIN, make_inputs(np, PLAIN))
+
+
+def test_unfused_attention_of_torch_has_no_bias_under_a_causal_mask():
+    pytest.importorskip("torch", reason="a torch peer")
+    case = replace(PLAIN, causal=True, bias="k")
+    with pytest.raises(Absent, match="not both"):
+        peers.ADAPTERS["math-dbias"](case, make_inputs(np, case))
+
+
+@pytest.mark.parametrize("dbias", [False, True])
+@pytest.mark.parametrize("axes", ["hqk", "bhqk", "k"])
+def test_the_efficient_kernel_takes_a_bias(axes, dbias):
+    torch = pytest.importorskip("torch", reason="a torch peer")
+    case = Case(head_dim=64, seqlen_q=128, batch=2, num_heads=4, bias=axes)
+    calls = peers_torch.efficient_calls(torch, case, *on_meta(torch, case), dbias=dbias)
+    assert [tuple(x.shape) for x in calls["backward"]()] == [case.q_shape, case.k_shape, case.v_shape]
+
+
+@pytest.mark.parametrize("lengths", [(), (7, 40, 19)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_are_right_and_counted_exactly(lengths, causal):
+    sizes: dict[str, Any] = {"batch": 3, "num_heads": 4, "num_heads_kv": 2, "head_dim": 8, "dtype": "float32"}
+    case = Case(seqlen_q=40, lengths=lengths, causal=causal, **sizes)
+    inputs = make_inputs(np, case)
+    check, contender = Reference(case, inputs), peers.ADAPTERS["cuflash-packed"](case, inputs)
+    for pass_ in ("forward", "backward"):
+        results = tuple(contender.to_array(x) for x in contender.calls[pass_]())
+        assert not any(error.wrong for error in check.errors(pass_, results).values())
+        results[0][-1, -1, 18] = 3
+        assert any(error.wrong for error in check.errors(pass_, results).values())
+    pairs = sum(n * n for n in lengths or (40, 40, 40))
+    assert case.flops("forward") == 2 * 4 * pairs * 16 // (2 if causal else 1)
+    if lengths:
+        with pytest.raises(Absent, match="different lengths"):
+            peers.ADAPTERS["cuflash"](case, inputs)
+        with pytest.raises(ValueError, match="lengths"):
+            Case(seqlen_q=41, lengths=lengths, **sizes)
+
+
+SHAPES = {"forward": ("out",), "backward": ("q", "k", "v")}
+
+
+# Options of contenders that have any; names that begin with "cuflash" and are not here have all but `lengths`.
+TAKES = {
+    **{name: OPTIONS.keys() - {"lengths"} for name in peers.ADAPTERS if name.startswith("cuflash")},
+    **{f"cuflash-{name}": set() for name in ("steps", "kv-lengths", "pages16", "pages64", "pages256")},
+    "cuflash-packed": {"lengths"},
+    "cudnn": {"bias", "mask", "dropout"},
+    "fa2": {"window", "dropout"},
+    "fa4": {"softcap", "window"},
+    "efficient": {"bias", "mask", "dropout"},
+    "efficient-dbias": {"bias"},
+    "math-dbias": {"bias"},
+    "flex": {"blocks_kept", "softcap", "alibi", "bias", "mask", "window"},
+}
+
+
+def test_keys_in_pages_are_those_of_the_case():
+    case = Case(head_dim=16, seqlen_q=3, seqlen_k=512, batch=2, num_heads=4, num_heads_kv=2, dtype="float32")
+    inputs = make_inputs(np, case)
+    expected = peers.cuflash(case, inputs).calls["forward"]()[0].copy()
+    for size in (16, 64, 256):
+        contender = peers.ADAPTERS[f"cuflash-pages{size}"](case, inputs)
+        np.testing.assert_allclose(contender.calls["forward"]()[0], expected, rtol=1e-5, atol=1e-6)
+        assert list(contender.plans) == ["forward"]
+    with pytest.raises(Absent, match="500 keys are no whole pages of 64"):
+        peers.ADAPTERS["cuflash-pages64"](replace(case, seqlen_k=500), inputs)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("make_calls", [peers_torch.fa2_calls, peers_torch.cudnn_calls, peers_torch.efficient_calls])
+def test_device_kernels_of_torch_take_these_arguments(make_calls, grouped):
+    """On tensors without memory: names, order and number of arguments and results."""
+    torch = pytest.importorskip("torch", reason="a torch peer")
+    case = Case(head_dim=64, seqlen_q=128, batch=2, num_heads=4, num_heads_kv=2 if grouped else 4, causal=True)
+    operands = on_meta(torch, case)
+    if grouped and make_calls is peers_torch.efficient_calls:
+        with pytest.raises(Absent, match="grouped"):
+            make_calls(torch, case, *operands)
+        return
+    calls = make_calls(torch, case, *operands)
+    assert [tuple(x.shape) for x in calls["forward"]()] == [case.out_shape]
+    assert [tuple(x.shape) for x in calls["backward"]()] == [case.q_shape, case.k_shape, case.v_shape]
+
+
+@pytest.mark.parametrize(
+    ("make_calls", "changes"),
+    [
+        (peers_torch.fa2_calls, {"causal": True, "window": 100}),
+        (peers_torch.fa2_calls, {"dropout": 0.1}),
+        *(
+            (make_calls, changes)
+            for make_calls in (peers_torch.cudnn_calls, peers_torch.efficient_calls)
+            for changes in ({"bias": "qk"}, {"mask": "bk"}, {"dropout": 0.1})
+        ),
+    ],
+    ids=lambda x: x.__name__ if callable(x) else str(x),
+)
+def test_device_kernels_of_torch_take_options(make_calls, changes):
+    torch = pytest.importorskip("torch", reason="a torch peer")
+    case = Case(**{"head_dim": 64, "seqlen_q": 128, "batch": 2, "num_heads": 4} | changes)
+    calls = make_calls(torch, case, *on_meta(torch, case))
+    assert [tuple(x.shape) for x in calls["forward"]()] == [case.out_shape]
+    assert [tuple(x.shape) for x in calls["backward"]()] == [case.q_shape, case.k_shape, case.v_shape]
+
+
+@pytest.mark.parametrize("case", BESIDE_PEERS, ids=lambda case: case.name)
+def test_flex_gets_the_options(case, monkeypatch):
+    """Traced, on the CPU, where it has no backward pass."""
+    torch = pytest.importorskip("torch", reason="a torch peer")
+    compile_ = torch.compile
+
+    def traced(function, **options):
+        compiled = compile_(function, backend="aot_eager", **options)
+        return lambda q, k, v, **terms: compiled(q.detach(), k.detach(), v.detach(), **terms)
+
+    monkeypatch.setattr(torch, "compile", traced)
+    inputs = make_inputs(np, case)
+    calls = peers_torch.flex_calls(torch, case, *as_tensors(torch, inputs))
+    (out,) = calls["forward"]()
+    assert not Reference(case, inputs).errors("forward", (out.numpy(),))["out"].wrong
+
+
+@pytest.mark.parametrize("changes", [{"mask": "qk"}, {"mask": "bk"}, {"bias": "hq"}, {"bias": "bk", "mask": "qk"}])
+def test_masks_are_addends_to_kernels_that_have_no_others(changes):
+    torch = pytest.importorskip("torch", reason="a torch peer")
+    case = replace(PLAIN, **changes)
+    inputs = make_inputs(np, case)
+    q, k, v, _, terms = as_tensors(torch, inputs)
+    bias = peers_torch.additive(torch, case, terms, q.dtype)
+    assert bias.shape == (2, 2, 24, 24)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias).numpy()
+    assert not Reference(case, inputs).errors("forward", (out,))["out"].wrong
+    assert peers_torch.additive(torch, PLAIN, {}, q.dtype) is None
+
+
+def test_results_of_random_numbers_of_their_own_are_not_checked():
+    """Those of a peer with dropout."""
+    pytest.importorskip("torch", reason="a torch peer")
+    case = replace(PLAIN, dropout=0.1)
+    ran = []
+
+    def make_calls(torch, case, q, k, v, dout, terms):
+        def forward():
+            ran.append(q)
+            return (q,)
+
+        return {"forward": forward}
+
+    adapter = peers_torch._torch(make_calls, "dropout", device="cpu")
+    for of, expected in ((case, 0), (PLAIN, 1)):
+        assert len(adapter(of, make_inputs(np, of)).calls["forward"]()) == expected
+    assert len(ran) == 2
+
+
+@pytest.mark.parametrize("name", ["cudnn", "fa2", "efficient", "flex", "empty-launch", "jax-pallas"])
+def test_device_peers_are_absent_on_the_cpu(name):
+    with pytest.raises(Absent, match=r"needs|torch"):
+        peers.ADAPTERS[name](PLAIN, make_inputs(np, PLAIN))
+
+
+@pytest.fixture
+def fake_jax(monkeypatch, fake_cupy):
+    """As much of JAX as its adapter calls, on NumPy arrays: no tile of 256 keys fits, and one of 64 is slow."""
+    jax: Any = types.ModuleType("jax")
+    pallas: Any = types.ModuleType("attention_mgpu")
+    jax.default_backend = lambda: "gpu"
+    jax.dlpack = types.SimpleNamespace(from_dlpack=lambda x: x)
+    jax.now = 0
+    jax.block_until_ready = lambda results: results
+    monkeypatch.setattr(peers, "time", types.SimpleNamespace(perf_counter=lambda: jax.now))
+    pallas.TuningConfig = types.SimpleNamespace
+    fake_cupy.from_dlpack = lambda x: x
+
+    def attention(q, k, v, config):
+        if config.block_kv == 256:
+            raise ValueError("exceeds available shared memory")
+        jax.now += 2 if config.block_kv == 64 else 1
+        group = q.shape[2] // k.shape[2]
+        q, k, v = (x.astype("float32").transpose(0, 2, 1, 3) for x in (q, k, v))
+        given = {"causal": True} if config.causal else {}
+        p, _ = softmax_rows(np, q, k.repeat(group, axis=1), scale=1.0, **given)
+        return (p @ v.repeat(group, axis=1)).transpose(0, 2, 1, 3).astype("float16")
+
+    pallas.attention = attention
+    monkeypatch.setitem(sys.modules, "jax", jax)
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.ops.gpu.attention_mgpu", pallas)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    return jax
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_pallas_gets_its_layout_scale_and_tile(fake_jax, fake_cupy, causal):
+    case = Case(head_dim=128, seqlen_q=256, batch=2, num_heads=4, num_heads_kv=2, causal=causal, dtype="float16")
+    inputs = replace(make_inputs(np, case), xp=fake_cupy)
+    contender = peers.ADAPTERS["jax-pallas"](case, inputs)
+    assert set(contender.calls) == {"forward"}
+    assert contender.plans["forward"] == "block_q 64, block_kv 128, 2 concurrent steps"
+    assert contender.wait is fake_jax.block_until_ready
+    results = tuple(contender.to_array(x) for x in contender.calls["forward"]())
+    assert [x.shape for x in results] == [case.out_shape]
+    assert not any(error.wrong for error in Reference(case, inputs).errors("forward", results).values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": "bfloat16"}, "float16"),
+        ({"head_dim": 72}, "multiple of 64"),
+        ({"head_dim_v": 128}, "one head dimension"),
+        ({"seqlen_q": 64}, "128 queries"),
+        ({"seqlen_k": 100}, "64 keys"),
+    ],
+    ids=str,
+)
+def test_pallas_says_what_it_does_not_serve(fake_jax, fake_cupy, changes, reason):
+    case = Case(**{"head_dim": 64, "seqlen_q": 128, "batch": 1, "num_heads": 1, "dtype": "float16"} | changes)
+    with pytest.raises(Absent, match=reason):
+        peers.jax_pallas(case, replace(make_inputs(np, case), xp=fake_cupy))
+
+
+def test_pallas_without_a_device_or_a_tile_is_absent(fake_jax, fake_cupy, monkeypatch):
+    case = Case(head_dim=64, seqlen_q=128, batch=1, num_heads=1, dtype="float16")
+    inputs = replace(make_inputs(np, case), xp=fake_cupy)
+    pallas = sys.modules["jax.experimental.pallas.ops.gpu.attention_mgpu"]
+
+    def refuse(*args):
+        raise ValueError("Causal masking not supported")
+
+    monkeypatch.setattr(pallas, "attention", refuse)
+    with pytest.raises(Absent, match="none of its tiles runs: Causal masking not supported"):
+        peers.jax_pallas(case, inputs)
+    fake_jax.default_backend = lambda: "cpu"
+    with pytest.raises(Absent, match="no CUDA device"):
+        peers.jax_pallas(case, inputs)
+    monkeypatch.setitem(sys.modules, "jax", None)
+    with pytest.raises(Absent, match="jax: "):
+        peers.jax_pallas(case, inputs)
+
+
+def test_block_masks(tmp_path):
+    case = Case(dtype="float32", head_dim=8, seqlen_q=300, batch=1, num_heads=2, blocks_kept=0.5)
+    suite = Suite(kind="cpu", cases=(case,), peers=("cuflash-dense", "naive"), about="blocks")
+    records = run_suite("tiny", suite, out=tmp_path, seconds=1e-4, revision="abc")
+    results = [r for r in records if r["record"] == "result"]
+    status = {(r["contender"], r["pass"]): r["status"] for r in results}
+    for pass_ in ("forward", "backward"):
+        assert status["cuflash", pass_] == status["cuflash-dense", pass_] == "ok"
+        assert status["naive", pass_] == "absent"
+    text = report.markdown(records)
+    assert "| 50 % of blocks |" in text and "cuflash, no mask" in text
+    assert report.Table(records).unit == "microseconds"
+    inputs = make_inputs(np, case)
+    unmasked = peers.cuflash(replace(case, blocks_kept=0.0), inputs)
+    assert Reference(case, inputs).errors("forward", unmasked.calls["forward"]())["out"].wrong
+
+
+def test_every_contender_has_a_title_and_suites_name_contenders():
+    assert set(report.TITLES) == set(peers.ADAPTERS)
+    for suite in SUITES.values():
+        assert set(suite.peers) <= set(peers.ADAPTERS)

@@ -1,0 +1,131 @@
+"""What the benchmark reports: tables and plots of synthetic runs, and the pages of the committed ones."""
+
+import numpy as np
+import pytest
+
+from bench import accuracy, report
+from bench.__main__ import ROOT, main
+from bench.cases import FA2, SUITES
+from tests.benched import ALL_CASES, synthetic, write
+
+
+def test_table_of_a_synthetic_run():
+    text = report.markdown(synthetic())
+    lines = text.splitlines()
+    assert lines[0] == (
+        "| head_dim | seqlen | batch x heads | mask | dtype | cuflash | cuDNN | FlashAttention-2 "
+        "| cuflash : best peer | cuflash : FA2 | error : formula's |"
+    )
+    assert len({line.count("|") for line in lines[:21]}) == 1
+    numbers = ("300 / 300", "400 / 400", "250 / 250", "0.75 / 0.75", "1.20 / 1.20", "1.25 / 1.25")
+    assert lines[2] == "| 64 | 1024 | 16 x 32 | full | bf16 | " + " | ".join(numbers) + " |"
+    assert lines[20].startswith("| geometric mean |") and "| 0.75 / 0.75 | 1.20 / 1.20 |" in lines[20]
+    assert lines[-1] == "- FlexAttention: absent: torch: not here (36 measurements)"
+    assert "790 TFLOP/s" in report.heading(synthetic()) and "NVIDIA H200" in report.heading(synthetic())
+
+
+def test_the_last_whole_run_is_reported(tmp_path):
+    path = tmp_path / "fa2.jsonl"
+    runs = [
+        synthetic("old", speed=100),
+        synthetic("good", speed=200),
+        synthetic("part", cases=FA2[:1], matched="s1024"),
+        synthetic("cut", cases=FA2[:3], ended=False),
+    ]
+    write(path, [record for records in runs for record in records])
+    with path.open("a") as file:
+        file.write('{"record": "resu')
+    assert {r["run"] for r in report.latest_run(report.load(path))} == {"good"}
+    write(path, runs[2] + runs[3])
+    assert {r["run"] for r in report.latest_run(report.load(path))} == {"cut"}
+    assert report.latest_run([]) == []
+
+
+def test_decoding_is_read_in_bytes_and_the_cpu_in_gflops():
+    assert report.Table(synthetic(cases=SUITES["decode"].cases)).unit == "TB/s"
+    assert report.Table(synthetic()).unit == "TFLOP/s"
+    records = synthetic()
+    records[0]["kind"] = "cpu"
+    assert report.Table(records).unit == "GFLOP/s"
+    assert report.Table(records).value(FA2[0].name, "cudnn", "forward") == 400e3
+
+
+def test_the_generated_parts(tmp_path):
+    matplotlib = pytest.importorskip("matplotlib", reason="draws the plots")
+    assert matplotlib
+    results, page, readme = tmp_path / "results", tmp_path / "docs" / "performance.md", tmp_path / "README.md"
+    results.mkdir()
+    page.parent.mkdir()
+    write(results / "fa2.jsonl", synthetic())
+    for path in (page, readme):
+        path.write_text(f"# Title\n\n{report.BEGIN}\nold\n{report.END}\n\ntail\n")
+    arguments = ["report", "--results", str(results), "--page", str(page), "--readme", str(readme)]
+    assert main(arguments) == 0
+    text = page.read_text()
+    assert text.startswith("# Title\n\n" + report.BEGIN) and text.endswith(report.END + "\n\ntail\n")
+    assert "old" not in text and "### fa2" in text and "geometric mean" in text
+    assert "old" in readme.read_text()  # it shows another suite
+    for pass_ in ("forward", "backward"):
+        assert f"![fa2, {pass_}](../results/fa2_{pass_}.svg)" in text
+        picture = results / f"fa2_{pass_}.svg"
+        assert "head_dim 128, causal" in picture.read_text()
+        assert picture.stat().st_size < 100_000
+    pictures = [(results / f"fa2_{pass_}.svg").read_bytes() for pass_ in ("forward", "backward")]
+    assert main(arguments) == 0
+    assert page.read_text() == text
+    assert [(results / f"fa2_{pass_}.svg").read_bytes() for pass_ in ("forward", "backward")] == pictures
+    write(results / f"{report.HEADLINE_SUITE}.jsonl", synthetic())
+    assert main(arguments) == 0
+    rows = [line for line in readme.read_text().splitlines() if line.startswith("| ")]
+    assert [row.split(" | ")[:2] for row in rows[1:]] == [
+        [f"| {head_dim}", mask] for head_dim in (64, 128, 256) for mask in ("full", "causal")
+    ]
+    assert rows[0].endswith("cuDNN | FlashAttention-2 | cuflash : best of the others |")
+    assert "old" not in readme.read_text() and "![" not in readme.read_text()
+
+
+def test_errors_of_random_problems_are_recorded_and_reported(tmp_path, capsys):
+    command = ["accuracy", "--backend", "cpu", "--out", str(tmp_path), "--revision", "abc", "--problems", "2"]
+    assert main([*command, "--dtype", "float64"]) == 0
+    printed = capsys.readouterr().out
+    (row,) = report.load(tmp_path / report.ACCURACY)
+    assert (row["dtype"], row["problems"], row["kind"], row["revision"]) == ("float64", 2, "cpu", "abc")
+    assert list(row["results"]) == ["out", "lse", "dq", "dk", "dv"]
+    for name, found in row["results"].items():
+        assert sum(found["counts"]) == 2 and found["outside"] == 0
+        assert 0 < found["median"] <= found["largest"]
+        assert f"{name}: 2 problems, median {found['median']:.2f}" in printed
+    accuracy.append(tmp_path, row | {"revision": "new", "dtype": "float32", "precision": "tf32"})
+    accuracy.append(tmp_path, row | {"revision": "new"})
+    lines = report.accuracy(report.load(tmp_path / report.ACCURACY)).splitlines()
+    assert [line.split(" | ")[1] for line in lines[4:]] == ["float64", "float32, tf32"]
+    assert all(line.endswith("| new |") for line in lines[4:])
+
+
+def test_an_error_that_is_not_a_number_counts_as_the_largest():
+    assert accuracy._counts(np.array([0.0, 0.3, 0.3, 9.0, np.inf, np.nan])) == [1, 0, 2, 0, 0, 0, 0, 0, 3]
+
+
+def test_a_page_without_markers_is_left_alone(tmp_path):
+    page = tmp_path / "page.md"
+    for text in ("no markers", report.END + report.BEGIN, report.BEGIN * 2 + report.END):
+        page.write_text(text)
+        with pytest.raises(ValueError, match="page"):
+            report.update(page, "new")
+        assert page.read_text() == text
+    with pytest.raises(SystemExit, match="results"):
+        main(["report", "--results", str(tmp_path), "--page", str(page)])
+
+
+def test_the_pages_have_the_committed_results():
+    results, page, readme = ROOT / "bench" / "results", ROOT / "docs" / "performance.md", ROOT / "README.md"
+    for path, part in ((page, report.section(results, page)), (readme, report.readme_part(results))):
+        text = path.read_text()
+        shown = text[text.index(report.BEGIN) + len(report.BEGIN) : text.index(report.END)].strip()
+        assert shown == part, "python -m bench report writes it"
+
+
+def test_list_prints_every_case(capsys):
+    assert main(["list"]) == 0
+    printed = capsys.readouterr().out
+    assert all(case.name in printed for case in ALL_CASES)
