@@ -79,7 +79,7 @@ class Trial:
         }
         if isinstance(self.tiles[0], ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | DecodeSm90Tile):
             for count in self.found_counts:
-                scratch = Scratch(choose_plan(problem, how["arch"], tiles=self.tiles).scratch_layout, 0xFF)
+                scratch = Scratch(choose_plan(problem, how["arch"], tiles=how["tiles"]).scratch_layout, 0xFF)
                 scratch.array("arrivals", np.uint64)[...] = count
                 for _ in "12":  # as a captured graph is replayed
                     ct.assert_forward(case, *attention.forward(problem, arrays, scratch=scratch, call=1, **how))
