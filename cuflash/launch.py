@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -83,7 +84,9 @@ class _Launch:
 
 
 _launches: dict[tuple, _Launch] = {}
-_calls = itertools.count()
+# Every call has a number of its own, which kernels tell what they have written from what memory held before. They start
+# at a random place, so that memory holds one of them by no other cause than chance, and stay less than 2**48.
+_calls = itertools.count(secrets.randbits(47))
 
 
 def forward(options: Options, arrays: dict[str, Any], random: tuple[int, int] = (0, 0)) -> tuple[Any, ...]:
@@ -195,7 +198,6 @@ def _call(
         plan = tuned_plan(binding.problem, device_spec(device_id), pass_, **binding.layout)
         launch = _launch_of(binding, plan, arrays, growing)
         _keep(of_any if launch.any_length or not names else (of_any, seqlen_k), launch)
-    launch.last_call = next(_calls)
     return _start(launch, arrays, pointers, random, seqlen_k or launch.seqlen_k)
 
 
@@ -238,7 +240,8 @@ def _start(
         if memory.ptr + end > memory.mem.ptr + memory.mem.size:
             mapped = seqlen_k
     maps = [map_of(pointers[index], rows or mapped) for map_of, index, rows in launch.maps]
-    frame = launch.argument.frame(pointers, maps, random, seqlen_k)
+    launch.last_call = call = next(_calls)
+    frame = launch.argument.frame(pointers, maps, random, seqlen_k, call)
     # Beside an H200 a launch took 3.0 us so and 3.6 us by cuda.bindings; in another run 3.9 by that and 5.3 by CuPy's
     # kernel object.
     run, kernel_params = cupy.cuda.driver.launchKernel, frame.address

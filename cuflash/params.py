@@ -31,6 +31,7 @@ _ARRAYS = (
         ("dkv_partials", 0),
         ("partial_out", 0),
         ("partial_lse", 0),
+        ("arrivals", 0),
         ("q_split", 0),
         ("k_split", 0),
         ("v_split", 0),
@@ -54,6 +55,7 @@ def _layout() -> list[tuple]:
         layout.append((name, np.uint64))
         if num_strides:
             layout.append((f"{name}_strides", np.int64, (num_strides,)))
+    layout.append(("call", np.uint64))
     layout += [(name, np.int32) for name in (*_INTEGERS, *_RUN_TIME)]
     return [
         *layout,
@@ -72,17 +74,22 @@ if PARAMS.itemsize != PARAMS_BYTES:
 
 # Which 64-bit word of the struct holds the pointer of an array.
 POINTER_WORD = {name: PARAMS.fields[name][1] // 8 for name, _ in _ARRAYS}  # type: ignore[index]
+# Which of these words holds the number of the call, behind the word with the address of it all.
+_CALL = 1 + PARAMS.fields["call"][1] // 8  # type: ignore[index]
 # Where the numbers lie that follow the number of keys, four 32-bit words behind each other: `length_numbers`.
 _LENGTH = PARAMS.fields["seqlen_k"][1]  # type: ignore[index]
 # Where the seed lies, two 32-bit words that are one of 64, and the offset behind it.
 _RANDOM = PARAMS.fields["seed_low"][1]  # type: ignore[index]
 
 
-def parameters(plan: LaunchPlan, operands: Mapping[str, Operand], seed: int = 0, offset: int = 0) -> np.ndarray:
+def parameters(
+    plan: LaunchPlan, operands: Mapping[str, Operand], seed: int = 0, offset: int = 0, call: int = 0
+) -> np.ndarray:
     """The argument for the kernels of `plan` as an array of one `PARAMS`, pointers left 0.
 
     `operands` gives the strides of everything that is not in the problem: out and lse, and for the backward pass dout,
-    its results but numbers, and dlse where there is one. `seed` and `offset` are those of dropout.
+    its results but numbers, and dlse where there is one. `seed` and `offset` are those of dropout, `call` is the
+    number of the call.
     """
     problem = plan.problem
     inputs = {name: getattr(problem, name) for name in ("q", "k", "v", *NAMES)}
@@ -100,6 +107,7 @@ def parameters(plan: LaunchPlan, operands: Mapping[str, Operand], seed: int = 0,
     for name in problem.given(NUMBERS):
         params[name] = params[f"{name}_float64"] = getattr(problem, name)
     params["seed_low"], params["seed_high"], params["offset"] = seed & 0xFFFFFFFF, seed >> 32, offset
+    params["call"] = call
     params["dropout_threshold"] = round(65536 * problem.dropout)
     params["kept_scale"] = params["kept_scale_float64"] = problem.kept_scale
     for name in _RUN_TIME:
@@ -153,11 +161,13 @@ class Argument:
         self._step = tuple(b - a for a, b in zip(self._numbers, longer, strict=True))
         self._free: list[Frame] = []
 
-    def frame(self, pointers: Sequence[int], maps: list[bytes], random: tuple[int, int], seqlen_k: int) -> Frame:
+    def frame(
+        self, pointers: Sequence[int], maps: list[bytes], random: tuple[int, int], seqlen_k: int, call: int
+    ) -> Frame:
         """The argument of a call.
 
         `pointers` are in the order of `names`, `random` are the seed and the offset of dropout. `seqlen_k` may be
-        another than that of the plan's problem, where the plan serves it.
+        another than that of the plan's problem, where the plan serves it. `call` is a number of the call's own.
         """
         try:
             frame = self._free.pop()
@@ -166,6 +176,7 @@ class Argument:
         words = frame.words
         for word, pointer in zip(self._words, pointers):  # noqa: B905 (a tenth of this function)
             words[word] = pointer
+        words[_CALL] = call
         if frame.seqlen_k != seqlen_k:
             more = seqlen_k - self._seqlen_k
             numbers = [number + more * step for number, step in zip(self._numbers, self._step, strict=True)]

@@ -51,7 +51,8 @@ class Schedule:
     order : {"fifo", "lifo", "reversed", "random"}
         Of the threads that can run. "reversed" also runs the blocks from the last to the first, "random" shuffles them.
     asynchrony : {"late", "eager"}
-        Asynchronous copies write at their wait or at once.
+        Asynchronous copies write at their wait or at once. A block sees what others have counted late, after its own
+        first count, or at once.
     seed : int
         Of "random".
     """

@@ -85,6 +85,12 @@ class Scratch:
             _make_inaccessible(start + stop, page)
             first = stop + page
 
+    def array(self, name: str, dtype: DTypeLike) -> np.ndarray:
+        """A view of one of the arrays."""
+        index = self.layout.names.index(name)
+        content = (ctypes.c_uint8 * self.layout.sizes[index]).from_address(self.addresses[index])
+        return np.ctypeslib.as_array(content).view(dtype)
+
     def check(self, kernel: str) -> None:
         """Raise EmulationError if the kernel that ran last wrote before or behind one of the arrays."""
         for name, (before, behind) in zip(self.layout.names, self._gaps, strict=True):

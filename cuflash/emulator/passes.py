@@ -57,18 +57,21 @@ def run(
     kernels: Path | None = None,
     seed: int = 0,
     offset: int = 0,
+    call: int = 1,
     mapped_keys: int = 0,
+    scratch: Scratch | None = None,
 ) -> list[Statistics]:
     """Run the kernels of `plan` on `arrays` by name; results are written in place.
 
     Scratch arrays are as aligned as they are in their one allocation on a device, with guards between them.
 
     `fill` is the byte that scratch memory is full of, `kernels` the folder of the sources, `seed` and
-    `offset` say what dropout drops. Tensor maps of k and v are of `mapped_keys` rows, or of those that there are.
+    `offset` say what dropout drops, `call` is the number of the call. Tensor maps of k and v are of `mapped_keys` rows,
+    or of those that there are. `scratch` is memory that an earlier run may have used, in place of fresh memory.
     """
-    params = parameters(plan, binding.operands, seed, offset)
+    params = parameters(plan, binding.operands, seed, offset, call)
     words = params.view(np.uint64)
-    scratch = Scratch(plan.scratch_layout, fill)
+    scratch = scratch or Scratch(plan.scratch_layout, fill)
     pointers = {name: array.ctypes.data for name, array in arrays.items()}
     pointers |= zip(scratch.layout.names, scratch.addresses, strict=True)
     for name, pointer in pointers.items():
@@ -157,7 +160,7 @@ def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tupl
         The byte that results and scratch memory are full of before the launch; 0xFF is NaN.
     statistics : list, optional
         Gets those of each launch.
-    sanitizer, kernels, seed, offset, mapped_keys
+    sanitizer, kernels, seed, offset, call, mapped_keys, scratch
         As `run`.
     """
     inputs = {name: array for name, array in arrays.items() if name not in ("dout", "dlse", "out", "lse")}

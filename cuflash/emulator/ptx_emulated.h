@@ -192,6 +192,31 @@ CUFLASH_DEVICE void wait_for_turn(const u32* turns, u32 turn, Site site = Site::
 }
 CUFLASH_DEVICE void end_turn(u32* turns, Site site = Site::here()) { ::emulator::end_turn(turns, site); }
 
+// ---- Results that blocks leave for one another ----------------------------------------------------------------------
+CUFLASH_DEVICE void store_for_blocks(float* address, float value, Site site = Site::here()) {
+  ::emulator::store_for_blocks(address, &value, 1, site);
+}
+CUFLASH_DEVICE void store_for_blocks_x2(float* address, const float (&value)[2], Site site = Site::here()) {
+  ::emulator::store_for_blocks(address, value, 2, site);
+}
+CUFLASH_DEVICE float load_of_blocks(const float* address, Site site = Site::here()) {
+  float value;
+  ::emulator::load_of_blocks(address, &value, 1, site);
+  return value;
+}
+CUFLASH_DEVICE void load_of_blocks_x4(const float* address, float (&value)[4], Site site = Site::here()) {
+  ::emulator::load_of_blocks(address, value, 4, site);
+}
+CUFLASH_DEVICE u64 load_arrivals(const u64* counter, Site site = Site::here()) {
+  return ::emulator::load_arrivals(counter, site);
+}
+CUFLASH_DEVICE void replace_arrivals(u64* counter, u64 expected, u64 value, Site site = Site::here()) {
+  ::emulator::replace_arrivals(counter, expected, value, site);
+}
+CUFLASH_DEVICE u64 count_arrival(u64* counter, Site site = Site::here()) {
+  return ::emulator::count_arrival(counter, site);
+}
+
 }  // namespace ptx
 
 #include "ptx_sm90_emulated.h"

@@ -28,6 +28,9 @@ CUFLASH_DEVICE void sync_named(u32 identifier, u32 threads, Site site = Site::he
 CUFLASH_DEVICE void arrive_named(u32 identifier, u32 threads, Site site = Site::here()) {
   ::emulator::arrive_named(identifier, threads, site);
 }
+CUFLASH_DEVICE bool sync_named_any(u32 identifier, u32 threads, bool predicate, Site site = Site::here()) {
+  return ::emulator::sync_named_any(identifier, threads, predicate, site);
+}
 
 // ---- Copies by TMA ------------------------------------------------------------------------------------
 CUFLASH_DEVICE void fence_async_proxy(Site site = Site::here()) { ::emulator::fence_async_proxy(site); }

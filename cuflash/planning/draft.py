@@ -17,7 +17,7 @@ from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 from cuflash.terms import DEFINES, NUMBERS, OF_PAIRS, OF_SCORES, TERMS, Term
 
-PARAMS_BYTES = 920  # of the kernels' only argument; cuflash/params.py lays it out, kernels/common/params.cuh checks it
+PARAMS_BYTES = 936  # of the kernels' only argument; cuflash/params.py lays it out, kernels/common/params.cuh checks it
 MAPS_OFFSET = round_up(PARAMS_BYTES, 64)  # where tensor maps follow
 LIST_WARPS = 4  # of a block that lists tiles, a list for each
 LIST_HEADER = 2  # numbers in front of a list

@@ -1,15 +1,14 @@
-// How the blocks of sm90/decode.cu share the keys, and what those that share a head leave to around/combine.cu.
+// How the blocks of sm90/decode.cu share the keys, and how the results of those that share a head are combined: each
+// one's O weighs as much as its share of the sum of exponentials.
+//
+//   lse = log sum_i exp(lse_i)        O = sum_i exp(lse_i - lse) O_i
+//
+// A sink joins the sum of exponentials here, once, and has no part in O. The block of a head that is done last does it,
+// or around/combine.cu where that is too much for one block.
 #pragma once
 #include "common/exponential.cuh"
 #include "common/fragments.cuh"
 #include "common/params.cuh"
-
-struct alignas(8) Float2 {
-  float value[2];
-};
-struct alignas(16) Float4 {
-  float value[4];
-};
 
 // The keys of all key/value heads of the batch, one head after the other, are cut into as many equal
 // shares as there are blocks. So a block has keys of one head or of neighbouring ones, and a head belongs to one block
@@ -27,9 +26,57 @@ struct Shares {
   CUFLASH_DEVICE u32 block_at(u32 place) const { return place / heads; }
 };
 
+CUFLASH_DEVICE float* lse_of(const Params& params, int batch, int head, int query) {
+  return (float*)params.lse.data + batch * params.lse.batch_stride + head * params.lse.head_stride +
+         query * params.lse.row_stride;
+}
+
+CUFLASH_DEVICE Storage* out_of(const Params& params, int batch, int head, int query) {
+  return (Storage*)params.out.data + batch * params.out.batch_stride + head * params.out.head_stride +
+         query * params.out.row_stride;
+}
+
+// Rounds two neighbouring columns of a row of the output. Rows of whole 16 bytes have both of them, or neither.
+CUFLASH_DEVICE void store_pair(Storage* g_row, int column, float left, float right) {
+  if (column < kHeadDimV) *(u32*)(g_row + column) = ptx::pack(Element{}, left, right);
+}
+
+// Which block of a head is done last: a count of those that are done, in scratch memory.
+//
+// Memory may hold anything when a call starts, and to clear it first would take another launch. So counts start at a
+// number that the call has to itself (Params::call). The first block that finds something else puts it there; all of
+// them look before they count. A captured graph has the same number whenever it is replayed, and finds the count of all
+// blocks, which is something else too. Other memory is taken for a count only if it is one of `blocks` numbers of 64
+// bits by chance: calls are numbered from a random place on.
+//
+// Counts that are cleared once and kept for later calls would need no number, but a memory for each of the streams and
+// captured graphs that may run at the same time. Clusters can pass results on without memory, but a head may have more
+// blocks than a cluster. To add, other than to compare and swap, succeeds at once however many blocks count together.
+struct Arrivals {
+  u64* g_count;
+  u64 first;   // the count of none
+  u32 blocks;  // of the head
+
+  // Both by the same thread of each block: before all else; and after its results are stored, whether it is the last.
+  CUFLASH_DEVICE void prepare() const {
+    const u64 count = ptx::load_arrivals(g_count);
+    if (count - first >= blocks) ptx::replace_arrivals(g_count, count, first);  // unless another block has
+  }
+  CUFLASH_DEVICE bool arrive() const { return ptx::count_arrival(g_count) - first == blocks - 1; }
+};
+
+// Combining takes a warp for each row and kChunkColumns of its columns. A lane has four columns; lanes side by side have
+// neighbouring ones, and those beneath each other sum results of different blocks. So the order of additions is fixed.
+constexpr int kChunkColumns = 32;
+constexpr int kChunks = (kDimV + kChunkColumns - 1) / kChunkColumns;
+constexpr int kColumnLanes = kChunkColumns / 4;
+constexpr int kAtOnce = 32 / kColumnLanes;  // blocks whose results are summed at once
+constexpr int kAhead = 8;                   // of them that a lane loads before it sums
+
 // Results of one head from the keys of each of its blocks alone. A row stands for a query of one of the query heads
 // that share the key/value head: row head_in_group * seqlen_q + query.
 struct Partials {
+  u32 head;  // of key/value heads of the batch
   u32 first_block;
   int count;  // of blocks
   int rows;   // of one block
@@ -37,7 +84,8 @@ struct Partials {
   float* g_lse;
 
   CUFLASH_DEVICE Partials(const Params& params, const Shares& shares, u32 head)
-      : first_block(shares.block_at(shares.start_of_head(head))),
+      : head(head),
+        first_block(shares.block_at(shares.start_of_head(head))),
         count(shares.block_at(shares.start_of_head(head + 1) - 1) - first_block + 1),
         rows(params.num_heads / params.num_heads_kv * params.seqlen_q) {
     const i64 first_row = (i64)slot(first_block, head) * rows;
@@ -53,37 +101,65 @@ struct Partials {
   CUFLASH_DEVICE float* out(int i, int row) const { return g_out + ((i64)i * rows + row) * kDimV; }
   CUFLASH_DEVICE float* lse(int i, int row) const { return g_lse + (i64)i * rows + row; }
 
+  CUFLASH_DEVICE Arrivals arrivals(const Params& params) const {
+    return {(u64*)params.arrivals + head, params.call << 16, (u32)count};  // less than 2^16 blocks
+  }
+
   // log sum exp over the blocks and the sink; -inf where none saw a key. By a warp: every lane gets the same.
   CUFLASH_DEVICE float combined_lse(int row, float sink) const {
     float max = sink, sum = 0.0f;
-    for (int i = lane_index(); i < count; i += 32) max = fmaxf(max, *lse(i, row));
+#pragma unroll 4
+    for (int i = lane_index(); i < count; i += 32) max = fmaxf(max, ptx::load_of_blocks(lse(i, row)));
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) max = fmaxf(max, ptx::shuffle_xor(max, mask));
     if (max == -ptx::infinity()) max = 0.0f;
-    for (int i = lane_index(); i < count; i += 32) sum += exponential((*lse(i, row) - max) * kLog2e);
+#pragma unroll 4
+    for (int i = lane_index(); i < count; i += 32)
+      sum += exponential((ptx::load_of_blocks(lse(i, row)) - max) * kLog2e);
     if (kHasSinks && lane_index() == 0) sum += exponential((sink - max) * kLog2e);
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) sum += ptx::shuffle_xor(sum, mask);
     return sum == 0.0f ? -ptx::infinity() : max + ptx::log2_approx(sum) * kLn2;
   }
 
-  // What the `i`-th block's O counts for.
-  CUFLASH_DEVICE float weight(int i, int row, float combined_lse) const {
-    return exponential((*lse(i, row) - combined_lse) * kLog2e);
+  // A row's out in the columns of a chunk, and with the first chunk its lse. By a warp.
+  CUFLASH_DEVICE void combine(const Params& params, int row, int chunk) const {
+    const int group = params.num_heads / params.num_heads_kv;
+    const int batch = head / params.num_heads_kv, query = row % params.seqlen_q;
+    const int query_head = head % params.num_heads_kv * group + row / params.seqlen_q;
+    const int lane = lane_index();
+    const float total = combined_lse(row, kHasSinks ? sink_of(params, query_head) : -ptx::infinity());
+    if (chunk == 0 && lane == 0) *lse_of(params, batch, query_head, query) = total;
+
+    const int column = chunk * kChunkColumns + lane % kColumnLanes * 4;
+    float sum[4] = {};
+    if (total != -ptx::infinity() && column < kDimV) {
+#pragma unroll 1
+      for (int first = lane / kColumnLanes; first < count; first += kAtOnce * kAhead) {
+        float part[kAhead][4], part_lse[kAhead];
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+          const int i = first + j * kAtOnce;
+          if (i >= count) break;
+          ptx::load_of_blocks_x4(out(i, row) + column, part[j]);
+          part_lse[j] = ptx::load_of_blocks(lse(i, row));
+        }
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+          if (first + j * kAtOnce >= count) break;
+          const float weight = exponential((part_lse[j] - total) * kLog2e);
+#pragma unroll
+          for (int k = 0; k < 4; ++k) sum[k] += weight * part[j][k];
+        }
+      }
+    }
+#pragma unroll
+    for (int mask = kColumnLanes; mask < 32; mask *= 2)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) sum[k] += ptx::shuffle_xor(sum[k], mask);
+    if (lane >= kColumnLanes) return;
+    Storage* g_out = out_of(params, batch, query_head, query);
+#pragma unroll
+    for (int k = 0; k < 4; k += 2) store_pair(g_out, column + k, sum[k], sum[k + 1]);
   }
 };
-
-CUFLASH_DEVICE float* lse_of(const Params& params, int batch, int head, int query) {
-  return (float*)params.lse.data + batch * params.lse.batch_stride + head * params.lse.head_stride +
-         query * params.lse.row_stride;
-}
-
-CUFLASH_DEVICE Storage* out_of(const Params& params, int batch, int head, int query) {
-  return (Storage*)params.out.data + batch * params.out.batch_stride + head * params.out.head_stride +
-         query * params.out.row_stride;
-}
-
-// Rounds two neighbouring columns of a row of the output. Rows of whole 16 bytes have both of them, or neither.
-CUFLASH_DEVICE void store_pair(Storage* g_row, int column, float left, float right) {
-  if (column < kHeadDimV) *(u32*)(g_row + column) = ptx::pack(Element{}, left, right);
-}

@@ -57,6 +57,7 @@ struct Params {
                          // order; or (n blocks after whole_tiles, tail_splits, the same)
   void* partial_out;     // (batch * num_heads_kv + resident_blocks, rows of a group, padded head_dim_v)
   void* partial_lse;     // the same without columns
+  void* arrivals;        // of u64: (batch * num_heads_kv), see common/key_splits.cuh
   void* q_split;        // of bfloat16: (bfloat16 parts, batch, heads, seqlen, head dimension rounded up to 8)
   void* k_split;
   void* v_split;
@@ -67,6 +68,7 @@ struct Params {
   void* mask_blocks;     // bytes: the same without words; Pairs of each block
   void* score_partials;  // (tiles of dbias, score_splits, elements of a tile)
   void* sums_partials;   // (3, num_heads, batch, m blocks, sums_splits): of dalibi_slopes, dscale, dsoftcap
+  u64 call;              // a number less than 2^48 that no other call of this process has
   i32 batch, num_heads, num_heads_kv, seqlen_q, seqlen_k;  // packed: the number of sequences, and the rows of all
   i32 diagonal;      // query i stands at key position i + diagonal; entries may add their own, see common/sequences.cuh
   i32 right_offset;  // query i sees keys up to i + right_offset

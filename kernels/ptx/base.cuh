@@ -340,6 +340,48 @@ CUFLASH_DEVICE void add_to_count(u32* counter) {
 CUFLASH_DEVICE void wait_for_turn(const u32* turns, u32 turn) { wait_for_count(turns, turn); }
 CUFLASH_DEVICE void end_turn(u32* turns) { add_to_count(turns); }
 
+// ---- Results that blocks leave for one another ----------------------------------------------------------------------
+// A block stores results and counts its arrival. One that has counted after it may load them. These functions are
+// ordinary accesses; with them the emulator sees whether arrivals order them.
+
+// Thread. st.global (9.7.9.11) and ld.global (9.7.9.8), aligned to the size of the access.
+CUFLASH_DEVICE void store_for_blocks(float* address, float value) {
+  asm volatile("st.global.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
+}
+CUFLASH_DEVICE void store_for_blocks_x2(float* address, const float (&value)[2]) {
+  asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(value[0]), "f"(value[1]) : "memory");
+}
+CUFLASH_DEVICE float load_of_blocks(const float* address) {
+  float value;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(address) : "memory");
+  return value;
+}
+CUFLASH_DEVICE void load_of_blocks_x4(const float* address, float (&value)[4]) {
+  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value[0]), "=f"(value[1]), "=f"(value[2]), "=f"(value[3])
+               : "l"(address)
+               : "memory");
+}
+
+// Thread. ld.relaxed.gpu (9.7.9.8): the count, or an earlier one.
+CUFLASH_DEVICE u64 load_arrivals(const u64* counter) {
+  u64 value;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(counter) : "memory");
+  return value;
+}
+// Thread. atom.relaxed.gpu.cas (9.7.13.6): sets the count, unless it is another than `expected` by now.
+CUFLASH_DEVICE void replace_arrivals(u64* counter, u64 expected, u64 value) {
+  asm volatile("atom.relaxed.gpu.global.cas.b64 _, [%0], %1, %2;" ::"l"(counter), "l"(expected), "l"(value) : "memory");
+}
+// Thread. atom.acq_rel.gpu.add (9.7.13.6): adds 1 and returns the count before. What this thread, and those it has met
+// at a barrier, stored so far comes before. It sees, and those that it meets at a barrier do, what was stored before
+// earlier arrivals.
+CUFLASH_DEVICE u64 count_arrival(u64* counter) {
+  u64 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;" : "=l"(before) : "l"(counter) : "memory");
+  return before;
+}
+
 }  // namespace ptx
 
 #endif  // CUFLASH_EMULATION

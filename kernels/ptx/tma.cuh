@@ -51,6 +51,19 @@ CUFLASH_DEVICE void arrive_named(u32 identifier, u32 threads) {
   asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(identifier), "r"(threads) : "memory");
 }
 
+// Warp. barrier.red.or (9.7.13.1): sync_named, after which every thread knows whether `predicate` held in any.
+CUFLASH_DEVICE bool sync_named_any(u32 identifier, u32 threads, bool predicate) {
+  u32 any;
+  asm volatile(
+      "{\n.reg .pred p, q;\nsetp.ne.u32 p, %3, 0;\n"
+      "barrier.cta.red.or.pred.aligned q, %1, %2, p;\n"
+      "selp.b32 %0, 1, 0, q;\n}"
+      : "=r"(any)
+      : "r"(identifier), "r"(threads), "r"((u32)predicate)
+      : "memory");
+  return any != 0;
+}
+
 // ---- Copies by TMA ------------------------------------------------------------------------------------
 // Thread. fence.proxy.async (9.7.13.4): what this thread wrote to shared memory is visible to TMA and to
 // wgmma, once other threads learn of it through a barrier.

@@ -6,7 +6,7 @@
 // All queries of the query heads that share a key/value head fit into the 64 rows of one product: row
 // head_in_group * seqlen_q + query. The kernel is persistent: as many blocks as the device holds take equal shares of
 // all keys (common/key_splits.cuh). A block that has a head to itself stores its results; the others leave O and lse of
-// their keys in scratch memory, for around/combine.cu.
+// their keys in scratch memory, and the one of a head that is done last combines them, unless around/combine.cu does.
 //
 // One thread, the producer, loads tiles by TMA as far ahead as the rings allow: that many bytes have to be on their way
 // to keep memory busy. The other warps are the consumer warpgroup, which takes one tile after another. The rings run on
@@ -34,6 +34,7 @@
 #include "sm90/tiles.cuh"
 
 constexpr bool kSplitsKeys = CUFLASH_SPLITS_KEYS;  // blocks share the keys of a head
+constexpr bool kCombines = CUFLASH_COMBINES;       // and the last one of a head combines their results
 constexpr int kConsumerWarps = 4;
 constexpr int kConsumerThreads = 32 * kConsumerWarps;
 constexpr int kNTiles = kBlockN / 8;
@@ -133,6 +134,29 @@ CUFLASH_DEVICE void produce(const DecodeParams& params, Shared& shared) {
   }
 }
 
+// Of the heads that the block shares with others.
+CUFLASH_DEVICE void prepare_arrivals(const Params& params) {
+#pragma unroll 1
+  for (HeadWalk walk(params); walk.more(); walk.advance()) {
+    const Partials partials(params, walk.shares, walk.head);
+    if (partials.count > 1) partials.arrivals(params).prepare();
+  }
+}
+
+// The results of the heads that other blocks are done with. All of this block's are stored.
+CUFLASH_DEVICE void combine_heads(const Params& params) {
+#pragma unroll 1
+  for (HeadWalk walk(params); walk.more(); walk.advance()) {
+    const Partials partials(params, walk.shares, walk.head);
+    if (partials.count == 1) continue;
+    const bool arrives = ptx::thread_index() == 0;
+    if (!ptx::sync_named_any(1, kConsumerThreads, arrives && partials.arrivals(params).arrive())) continue;
+#pragma unroll 1
+    for (int i = warp_index(); i < partials.rows * kChunks; i += kConsumerWarps)
+      partials.combine(params, i / kChunks, i % kChunks);
+  }
+}
+
 CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
   const Params& common = params.common;
   const u32 thread = ptx::thread_index();
@@ -143,6 +167,8 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
   const auto release_by_warp = [&](const Barrier& empty) {
     if (lane_index() == 0) empty.arrive();
   };
+
+  if (kCombines && thread == 0) prepare_arrivals(common);
 
   // Rows that stand for no query are never loaded, but multiplied like the others.
   zero_rows<kBlockM, kDim>(shared.q, common.num_heads / common.num_heads_kv * common.seqlen_q, thread);
@@ -216,8 +242,8 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
       const int row = lane_row[half];
       if (row >= work.rows) continue;
       const float lse = softmax.log_sum_exp(0, half), factor = softmax.inverse_sum(0, half);
-      const auto store = [&](float* g_lse, auto store_columns) {
-        if (fragment_column() == 0) *g_lse = lse;
+      const auto store = [&](auto store_lse, auto store_columns) {
+        if (fragment_column() == 0) store_lse(lse);
 #pragma unroll
         for (int n = 0; n < kDimV / 8; ++n)
           store_columns(8 * n + fragment_column(), o[0][n][2 * half] * factor, o[0][n][2 * half + 1] * factor);
@@ -225,15 +251,19 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
       if (is_alone) {
         const int head = work.first_head() + row / common.seqlen_q;
         Storage* g_out = out_of(common, work.batch, head, query[half]);
-        store(lse_of(common, work.batch, head, query[half]),
+        store([&](float lse) { *lse_of(common, work.batch, head, query[half]) = lse; },
               [&](int column, float left, float right) { store_pair(g_out, column, left, right); });
       } else {
         const int i = ptx::block_index() - partials.first_block;
         float* g_out = partials.out(i, row);
-        store(partials.lse(i, row),
-              [&](int column, float left, float right) { *(Float2*)(g_out + column) = {left, right}; });
+        store([&](float lse) { ptx::store_for_blocks(partials.lse(i, row), lse); },
+              [&](int column, float left, float right) { ptx::store_for_blocks_x2(g_out + column, {left, right}); });
       }
     }
+  }
+  if constexpr (kCombines) {
+    sync_consumer();
+    combine_heads(common);
   }
 }
 

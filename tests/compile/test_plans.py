@@ -226,6 +226,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "narrow": {"dtype": "bfloat16", "causal": True, "strides": "padded"},
     "whole": {"dtype": "bfloat16", "window": (9, 20), "scale": -1.0, "sinks": True},
     "bounds": {"dtype": "float16", "window": (9, None), "kv_lengths": (60,), "sinks": True},
+    # Few queries: the last block of a head combines results, with sinks; or these are too many for a block.
+    "combined": {"dtype": "bfloat16", "causal": True, "kv_lengths": (1060,), "sinks": True},
+    "afterwards": {"dtype": "float16", "causal": True, "seqlen_q": 64, "seqlen_k": 8192},
     "packed": {
         "dtype": "bfloat16",
         "causal": True,
@@ -348,7 +351,7 @@ TARGETS = [
     *(
         Target(tile=tile, arch="9.0", variant=variant)
         for tile in DECODE_SM90_TILES
-        for variant in ("full", "groups", "bounds", "whole")
+        for variant in ("full", "groups", "bounds", "whole", "combined", "afterwards")
     ),
     *(
         Target(tile=tile, arch="9.0", variant=variant)
@@ -480,6 +483,19 @@ def test_row(target):
         assert resources.spill_stores_bytes <= ceilings.get(row, 0), row
         # What lies in local memory is spilled: no array is, as it would be if a loop over registers were not unrolled.
         assert resources.stack_bytes <= resources.spill_stores_bytes + 16, row
+
+
+def test_few_queries_are_compiled_in_every_way():
+    """Blocks have whole heads, combine results of a head themselves, or leave that to another kernel."""
+    ways = {
+        variant: tuple(
+            dict(kernel.defines).get(f"CUFLASH_{name}")
+            for kernel in Target(tile=DECODE_SM90_TILES[0], arch="9.0", variant=variant).kernels()
+            for name in ("SPLITS_KEYS", "COMBINES")
+        )
+        for variant in ("whole", "combined", "afterwards")
+    }
+    assert ways == {"whole": (0, 0), "combined": (1, 1), "afterwards": (1, 0, None, None)}
 
 
 def test_every_row_fits_somewhere():

@@ -365,3 +365,39 @@ CUFLASH_DEVICE void store_behind_counts(const Params& params) {
   ptx::add_to_count(counter);
 }
 CUFLASH_DEFINE_KERNEL(counts, Params, kBlock, 1, store_behind_counts)
+
+// `count` blocks leave kBlock results each. The one that counts last, from a number on that memory does not hold, sums
+// them in the order of the blocks. In memory lie the sums, the results of each block, and the counter.
+CUFLASH_DEVICE void sum_results_of_blocks(const Params& params) {
+  constexpr u64 kFirst = 0x123456789abc0000ull;
+  constexpr u32 kHalf = kBlock / 2;  // results that are accessed by several
+  const u32 thread = ptx::thread_index(), shared = ptx::dynamic_shared();
+  const float* values = source_of<float>(params) + ptx::block_index() * kBlock;
+  float *sums = destination_of<float>(params), *first_result = sums + kBlock;
+  float* results = first_result + ptx::block_index() * kBlock;
+  u64* counter = (u64*)(first_result + params.count * kBlock);
+  if (thread == 0) {
+    const u64 found = ptx::load_arrivals(counter);
+    if (found - kFirst >= params.count) ptx::replace_arrivals(counter, found, kFirst);
+  }
+  if (thread >= kHalf)
+    ptx::store_for_blocks(results + thread, values[thread]);
+  else if (thread % 2 == 0)
+    ptx::store_for_blocks_x2(results + thread, {values[thread], values[thread + 1]});
+  ptx::sync_block();
+  if (thread == 0) ptx::store_shared_b16(shared, ptx::count_arrival(counter) - kFirst == params.count - 1);
+  ptx::sync_block();
+  if (ptx::load_shared_b16(shared) == 0) return;
+  float sum[4] = {};
+  for (u32 block = 0; block < params.count; ++block) {
+    const float* of_block = first_result + block * kBlock + thread;
+    float part[4] = {};
+    if (thread >= kHalf)
+      part[0] = ptx::load_of_blocks(of_block);
+    else if (thread % 4 == 0)
+      ptx::load_of_blocks_x4(of_block, part);
+    for (u32 i = 0; i < 4; ++i) sum[i] += part[i];
+  }
+  for (u32 i = 0; i < (thread >= kHalf ? 1 : thread % 4 == 0 ? 4 : 0); ++i) sums[thread + i] = sum[i];
+}
+CUFLASH_DEFINE_KERNEL(arrivals, Params, kBlock, 1, sum_results_of_blocks)

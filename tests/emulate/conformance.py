@@ -450,4 +450,19 @@ def check_counts(run):
     assert got[-1:].view(np.uint32) == blocks * BLOCK
 
 
+def check_arrivals(run):
+    # Sums of such numbers are rounded at every addition, and differ with its place.
+    blocks, first = 100, 0x123456789ABC0000
+    values = np.random.default_rng(9).standard_normal((blocks, BLOCK)).astype(np.float32)
+    expected = np.zeros(BLOCK, np.float32)
+    for value in values:
+        expected += value
+    for found in (0, 2**64 - 1, first - 1, first + blocks, 0x7FC00000_7FC00000):
+        memory = np.full((blocks + 1) * BLOCK + 2, np.nan, np.float32)
+        memory[-2:] = np.array([found], np.uint64).view(np.float32)
+        got = run("arrivals", source=values, destination=memory, grid=blocks, count=blocks, shared_bytes=16)
+        assert (got[:BLOCK] == expected).all()
+        assert got[-2:].view(np.uint64) == first + blocks
+
+
 CHECKS = tuple(value for name, value in list(globals().items()) if name.startswith("check_"))

@@ -90,6 +90,18 @@ CUFLASH_DEVICE void pass_between_warps(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(named_ring, Params, kWarpgroup, 1, pass_between_warps)
 
+// Lane i of the first warp, and no other thread of two warps, is in round i where the predicate holds, for `count` rounds.
+CUFLASH_DEVICE void ask_two_warps(const Params& params) {
+  const u32 thread = ptx::thread_index();
+  if (thread >= 2 * kWarp) return;
+  for (u32 round = 0; round < params.count; ++round) {
+    const bool one = ptx::sync_named_any(1, 2 * kWarp, thread == round);
+    const bool none = ptx::sync_named_any(1, 2 * kWarp, false);
+    destination_of<u16>(params)[2 * kWarp * round + thread] = (u16)(one + 2 * none);
+  }
+}
+CUFLASH_DEFINE_KERNEL(named_any, Params, kWarpgroup, 1, ask_two_warps)
+
 // ---- Copies by TMA --------------------------------------------------------------------------------------
 
 // `count` bytes by two loads on one barrier, the second part first.

@@ -76,6 +76,12 @@ def check_named_ring(run):
         assert (got == np.roll(source, -4 * rounds) + rounds * (0 + 1 + 2 + 3)).all()
 
 
+def check_named_any(run):
+    rounds = 2 * WARP + 3  # in the last three no thread is meant
+    got = run("named_any", destination=_ones(np.uint16, rounds, 2 * WARP), count=rounds)
+    assert (got == (np.arange(rounds) < 2 * WARP)[:, None]).all()
+
+
 # ---- Copies by TMA ---------------------------------------------------------------------------------------
 
 

@@ -256,6 +256,26 @@ CUFLASH_DEVICE void end_turn_early(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(turn_ended_early, Params, kWarp, 1, end_turn_early)
 
+CUFLASH_DEVICE u64* counter_of(const Params& params) { return (u64*)params.source; }
+
+CUFLASH_DEVICE void arrive_early(const Params& params) {
+  ptx::store_for_blocks(destination_of(params) + ptx::thread_index(), 1.0f);
+  if (ptx::thread_index() == kWarp - 1) ptx::count_arrival(counter_of(params));
+}
+CUFLASH_DEFINE_KERNEL(early_arrival, Params, kWarp, 1, arrive_early)
+
+// Threads other than the one that arrives have not met it since.
+CUFLASH_DEVICE void load_early(const Params& params) {
+  if (ptx::thread_index() == 0) ptx::count_arrival(counter_of(params));
+  ptx::load_of_blocks(destination_of(params) + ptx::thread_index());  // caught: early_load
+}
+CUFLASH_DEFINE_KERNEL(early_load, Params, kBlock, 1, load_early)
+
+CUFLASH_DEVICE void misalign_results(const Params& params) {
+  ptx::store_for_blocks_x2(destination_of(params) + 1, {1.0f, 2.0f});  // caught: result_misaligned
+}
+CUFLASH_DEFINE_KERNEL(result_misaligned, Params, kWarp, 1, misalign_results)
+
 CUFLASH_DEVICE void divide_by_zero(const Params& params) {
   ((int*)params.destination)[0] = 7 / (int)(params.count - params.padding);  // caught: integer_division
 }
@@ -306,6 +326,17 @@ CUFLASH_DEVICE void number_blocks(const Params& params) {
   if (ptx::thread_index() == 0) counter[1 + counter[0]++] = ptx::block_index();
 }
 CUFLASH_DEFINE_KERNEL(block_order, Params, kWarp, 1, number_blocks)
+
+// Every block writes down the count that it sees.
+CUFLASH_DEVICE void note_arrivals(const Params& params) {
+  if (ptx::thread_index() != 0) return;
+  u32* notes = (u32*)params.destination;
+  const u32 before = (u32)ptx::load_arrivals(counter_of(params));
+  ptx::count_arrival(counter_of(params));
+  notes[2 * ptx::block_index()] = before;
+  notes[2 * ptx::block_index() + 1] = (u32)ptx::load_arrivals(counter_of(params));
+}
+CUFLASH_DEFINE_KERNEL(seen_arrivals, Params, kWarp, 1, note_arrivals)
 
 // ---- A script of accesses -------------------------------------------------------------------------------------------
 

@@ -139,6 +139,14 @@ CUFLASH_DEVICE void use_named_barrier_0(const Params&) {
 }
 CUFLASH_DEFINE_KERNEL(named_zero, Params, kWarpgroup, 1, use_named_barrier_0)
 
+CUFLASH_DEVICE void ask_some(const Params&) {
+  if (ptx::thread_index() < 64)
+    ptx::sync_named_any(1, 128, true);
+  else
+    ptx::sync_named(1, 128);
+}
+CUFLASH_DEFINE_KERNEL(named_any_of_some, Params, kWarpgroup, 1, ask_some)
+
 CUFLASH_DEVICE void read_after_arriving(const Params& params) {
   const u32 thread = ptx::thread_index();
   Shared shared;

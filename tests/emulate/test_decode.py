@@ -1,6 +1,7 @@
 """The kernels for few queries, sm90/decode.cu and around/combine.cu, run on the CPU against the oracle."""
 
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash import emulator
-from cuflash.emulator import SCHEDULES, Statistics, find_compiler
+from cuflash.emulator import SCHEDULES, Schedule, Statistics, find_compiler
+from cuflash.emulator.memory import Scratch
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.sm90.tiles import DECODE_ROWS, DECODE_SM90_TILES
 from cuflash.problem import make_problem
@@ -41,6 +43,11 @@ def run(case, tile=SHORT_TILES, *, arrays=None, device=H200, **options):
 
 def plan_of(case, tile=SHORT_TILES, device=H200):
     return choose_plan(problem_of(case, case.arrays()), device, tiles=(tile,))
+
+
+def combined_afterwards():
+    """Plans let around/combine.cu combine the results of blocks, however few."""
+    return mock.patch("cuflash.planning.sm90.decode.COMBINE_BYTES", 0)
 
 
 def bits(results):
@@ -95,6 +102,13 @@ def test_cases(change, device):
     ct.assert_forward(case, *run(case, device=device))
 
 
+@pytest.mark.parametrize("change", CASES.values(), ids=CASES)
+def test_cases_that_are_combined_afterwards(change):
+    case = replace(CASE, **change)
+    with combined_afterwards():
+        ct.assert_forward(case, *run(case, device=DEVICES["uneven"]))
+
+
 @pytest.mark.parametrize(
     ("name", "blocks", "of_a_head"), [("shared", 24, 6), ("uneven", 7, 3), ("few", 3, 2), ("whole", 1, 1)]
 )
@@ -102,8 +116,8 @@ def test_how_the_cases_share_keys(name, blocks, of_a_head):
     device = DEVICES[name]
     plan = plan_of(CASE, device=device)
     assert (plan.run_time.resident_blocks, plan.key_splits) == (blocks, of_a_head)
-    sources = [kernel.source for kernel in plan.kernels]
-    assert sources == ["sm90/decode.cu", *(["around/combine.cu"] if of_a_head > 1 else [])]
+    assert [kernel.source for kernel in plan.kernels] == ["sm90/decode.cu"]
+    assert dict(plan.kernels[0].defines)["CUFLASH_COMBINES"] == int(of_a_head > 1)
 
 
 @every_device
@@ -142,30 +156,49 @@ def cases(draw):
     )
 
 
+few_or_many_sms = st.sampled_from([1, 3, 5, 7, 132])
+
+
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
-@given(case=cases(), schedule=st.sampled_from(SCHEDULES), num_sms=st.sampled_from([1, 3, 5, 7, 132]))
+@given(case=cases(), schedule=st.sampled_from(SCHEDULES), num_sms=few_or_many_sms)
 def test_any_case(case, schedule, num_sms):
     ct.assert_forward(case, *run(case, schedule=schedule, device=replace(H200, num_sms=num_sms)))
 
 
 @pytest.mark.parametrize("head_dim_v", [40, 256])
-def test_many_blocks_share_a_head(head_dim_v):
-    case = replace(CASE, num_heads_kv=1, batch=1, seqlen_q=2, seqlen_k=1500, head_dim_v=head_dim_v, kv_lengths=(1400,))
+@pytest.mark.parametrize("num_heads_kv", [1, 8])
+def test_many_blocks_share_a_head(num_heads_kv, head_dim_v):
+    """24 of them, or with 8 key/value heads 48, which is more than a lane loads at once; then two rows are combined."""
+    group = 8 // num_heads_kv
+    case = replace(
+        CASE,
+        num_heads=group,
+        num_heads_kv=1,
+        batch=1,
+        seqlen_q=2,
+        seqlen_k=1500 if group > 1 else 3000,
+        head_dim_v=head_dim_v,
+        kv_lengths=(1400,),
+    )
     tile = replace(SHORT_TILES, max_dim=256)
-    assert plan_of(case, tile).key_splits == 24
+    assert plan_of(case, tile).key_splits == (24 if group > 1 else 48)
     first = run(case, tile)
     ct.assert_forward(case, *first)
     for schedule in SCHEDULES[1:]:
         assert bits(run(case, tile, schedule=schedule)) == bits(first)
+    with combined_afterwards():
+        assert bits(run(case, tile)) == bits(first)
 
 
-def test_the_plan_takes_the_kernels_by_itself():
-    case = replace(CASE, seqlen_k=600, kv_lengths=(600, 599))
+@pytest.mark.parametrize(("seqlen_q", "launches"), [(5, 1), (16, 2)])
+def test_the_plan_takes_the_kernels_by_itself(seqlen_q, launches):
+    """All rows at head_dim_v 256 are too many for one block to combine."""
+    case = replace(CASE, seqlen_q=seqlen_q, seqlen_k=1200, kv_lengths=(1200, 1199), head_dim_v=256)
     arrays = case.arrays()
-    launches: list[Statistics] = []
-    ct.assert_forward(case, *attention.forward(problem_of(case, arrays), arrays, statistics=launches))
-    assert plan_of(case, DECODE_SM90_TILES[1]).key_splits > 1
-    assert len(launches) == 2
+    statistics: list[Statistics] = []
+    ct.assert_forward(case, *attention.forward(problem_of(case, arrays), arrays, statistics=statistics))
+    assert plan_of(case, DECODE_SM90_TILES[3]).key_splits > 4
+    assert len(statistics) == launches
 
 
 # ---- Bit for bit -----------------------------------------------------------------------------------------------------
@@ -196,6 +229,79 @@ def test_values_that_are_no_numbers():
     for device in DEVICES.values():
         for name, result in zip(("out", "lse"), run(case, arrays=arrays, device=device), strict=True):
             assert ct.measure(name, result, yardsticks[name]).failure is None
+
+
+# ---- Arrivals --------------------------------------------------------------------------------------------------------
+
+CALL = 2**46 + 5
+COUNTS = 2**16  # between the counts of one call and of the next
+
+
+def first_count(call):
+    return call * COUNTS
+
+
+# What memory may hold of earlier calls, or of later ones where a graph is replayed after them; and anything else.
+counts_of_other_calls = st.builds(
+    lambda call, count: first_count(call) + count,
+    st.one_of(st.integers(CALL - 3, CALL + 3), st.integers(0, 2**48 - 1)).filter(lambda call: call != CALL),
+    st.one_of(st.integers(0, 8), st.integers(0, COUNTS - 1)),
+)
+found_counts = st.one_of(
+    st.sampled_from([0, 1, 2**63, 2**64 - 1, first_count(CALL) - 1, first_count(CALL) + 25]),
+    counts_of_other_calls,
+    st.integers(0, 2**64 - 1).filter(lambda word: word // COUNTS != CALL),
+)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data(), case=cases(), num_sms=few_or_many_sms, fill=st.sampled_from([0xFF, 0, 0x3F]))
+def test_neither_order_of_blocks_nor_memory_changes_a_bit(data, case, num_sms, fill):
+    """Blocks arrive in any order, and see late or at once that others have; counts lie where memory held anything."""
+    sinks = data.draw(st.booleans())
+    case, device = replace(case, sinks=sinks), replace(H200, num_sms=num_sms)
+    first = run(case, device=device)
+    ct.assert_forward(case, *first)
+    plan = plan_of(case, device=device)
+    scratch = Scratch(plan.scratch_layout, fill)
+    found = None
+    if "arrivals" in plan.scratch_layout.names:
+        arrivals = scratch.array("arrivals", np.uint64)
+        found = data.draw(st.lists(found_counts, min_size=arrivals.size, max_size=arrivals.size))
+        arrivals[...] = found
+    seed, asynchrony = data.draw(st.integers(0, 2**16)), data.draw(st.sampled_from(["late", "eager"]))
+    schedule = Schedule("random", asynchrony, seed)
+    assert bits(run(case, device=device, scratch=scratch, call=CALL, schedule=schedule)) == bits(first)
+    if found is not None:
+        blocks = blocks_of_heads(len(found), plan.run_time.resident_blocks)
+        left = [first_count(CALL) + n if n > 1 else word for word, n in zip(found, blocks, strict=True)]
+        np.testing.assert_array_equal(arrivals, np.array(left, np.uint64))
+
+
+def blocks_of_heads(heads, blocks):
+    """How many blocks have keys of each head."""
+    return [((head + 1) * blocks - 1) // heads - head * blocks // heads + 1 for head in range(heads)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("device", ["shared", "uneven", "few"])
+def test_a_call_that_is_replayed_with_its_number(device, schedule):
+    """A captured graph has the same number and the same scratch memory whenever it is replayed."""
+    device = DEVICES[device]
+    scratch = Scratch(plan_of(CASE, device=device).scratch_layout, 0xFF)
+    for seed in range(3):
+        case = replace(CASE, seed=seed)
+        ct.assert_forward(case, *run(case, device=device, schedule=schedule, scratch=scratch, call=CALL))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_a_call_in_memory_of_one_that_has_not_ended(schedule):
+    """Some blocks of the call before have counted."""
+    device = DEVICES["shared"]
+    scratch = Scratch(plan_of(CASE, device=device).scratch_layout, 0xFF)
+    for call in range(CALL, CALL + 6):
+        scratch.array("arrivals", np.uint64)[...] = first_count(call - 1) + call % 6
+        ct.assert_forward(CASE, *run(CASE, device=device, schedule=schedule, scratch=scratch, call=call))
 
 
 # ---- Memory ----------------------------------------------------------------------------------------------------------

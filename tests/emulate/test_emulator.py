@@ -87,6 +87,8 @@ PLANTED: list[tuple[str, dict[str, Any], str]] = [
     ("count_of_later_block", {"counted": True}, "waits for a count of 1, .* and it is 0"),
     ("addition_before_count", {"counted": True}, "adds without having waited for a count"),
     ("turn_ended_early", {}, "ends the turn too early: nothing orders .* adds at planted_bugs.cu:"),
+    ("early_arrival", {}, r"nothing orders this (behind what thread \d+ stores|and the arrival) at planted_bugs.cu:"),
+    ("result_misaligned", {}, "misaligned address in global memory"),
     ("source_changed", {}, "source of a cp.async changed"),
     ("global_read_overrun", {"count": ARRAY_LENGTH - WARP + 1}, "invalid memory access"),
     ("global_write_overrun", {"count": ARRAY_LENGTH - WARP + 1}, "invalid memory access"),
@@ -218,6 +220,24 @@ def test_random_order_depends_on_the_seed_alone():
 
     assert order(1) == order(1) != order(2)
     assert sorted(order(1)) == list(range(20))
+
+
+def test_loads_that_an_arrival_does_not_precede_are_reported():
+    """Where the thread that arrives runs first."""
+    with pytest.raises(
+        EmulationError, match=r"loads results of other blocks too early: .* the arrival at planted_bugs"
+    ):
+        launch("early_load", threads=BLOCK, schedule=Schedule("fifo"))
+
+
+@every_schedule
+def test_arrivals_are_seen_at_once_or_late(schedule):
+    """A block that has not counted yet may see what the count was before the launch; then it sees all counts."""
+    notes = guarded_array((5, 2), np.uint32)
+    launch("seen_arrivals", destination=notes, grid=5, schedule=schedule)
+    before, after = notes[np.argsort(notes[:, 1])].T
+    np.testing.assert_array_equal(after, range(1, 6))
+    np.testing.assert_array_equal(before, range(5) if schedule.asynchrony == "eager" else 0)
 
 
 @pytest.mark.parametrize(("stride", "conflicts"), [(0, 0), (16, 0), (80, 0), (32, 4 * 1), (64, 4 * 3), (128, 4 * 7)])

@@ -80,6 +80,7 @@ PLANTED = [
     ("named_half_warps", "divergent warp: only some lanes took part in named barrier 1"),
     ("named_arrival_repeated", "arrives twice at named barrier 3 before it opens"),
     ("named_deadlock", r"deadlock: .*\n  threads 0 to 63 wait in sync_named \(barrier 2; 64 of 128 threads"),
+    ("named_any_of_some", "named barrier 1: the thread calls sync_named(_any)? here, which others"),
     ("named_zero", "there is no named barrier 0"),
     ("read_after_arrival", UNORDERED),
     ("wrong_parity", BOX_READ),

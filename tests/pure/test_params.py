@@ -18,7 +18,14 @@ from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.draft import CAUSAL_HEAD_SECTION, MAPS_OFFSET, PARAMS_BYTES
 from cuflash.problem import make_problem
 
-SCALARS = {"i32": np.int32, "u32": np.uint32, "i64": np.int64, "float": np.float32, "double": np.float64}
+SCALARS = {
+    "i32": np.int32,
+    "u32": np.uint32,
+    "i64": np.int64,
+    "u64": np.uint64,
+    "float": np.float32,
+    "double": np.float64,
+}
 
 
 def structs_of(text):
@@ -218,13 +225,14 @@ def test_argument_of_a_call(data):
         seed, offset = data.draw(words), data.draw(st.integers(0, 2**32 - 1))
         seqlen_k = data.draw(st.sampled_from((130, 131, 200)) if plan.any_length else st.just(130))
         of_length = replace(plan, problem=plan.problem.of_length(seqlen_k))
-        expected = parameters(of_length, operands, seed, offset)
+        call = data.draw(st.integers(0, 2**48 - 1))
+        expected = parameters(of_length, operands, seed, offset, call)
         for name, pointer in zip(names, pointers, strict=True):
             expected.view(np.uint64)[POINTER_WORD[name]] = pointer
         content = expected.tobytes()
         if maps:
             content = content.ljust(MAPS_OFFSET, b"\0") + b"".join(maps)
-        frame = argument.frame(pointers, maps, (seed, offset), seqlen_k)
+        frame = argument.frame(pointers, maps, (seed, offset), seqlen_k, call)
         assert ctypes.c_uint64.from_address(frame.address).value == frame.address + 8
         assert ctypes.string_at(frame.address + 8, len(content)) == content == frame.bytes[8:]
         assert all(frame is not other for other in in_use), "a frame belongs to one call"

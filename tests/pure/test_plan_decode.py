@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from cuflash.binding import planned_length
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.choose import MAX_HEAD_DIM
-from cuflash.planning.sm90.decode import COMBINE_TILES, COMBINE_WARPS, DECODE_MIN_SEQLEN_K, MIN_TILES_OF_BLOCK
+from cuflash.planning.sm90.decode import (
+    COMBINE_BYTES,
+    COMBINE_COLUMNS,
+    COMBINE_TILES,
+    COMBINE_WARPS,
+    DECODE_MIN_SEQLEN_K,
+    MIN_TILES_OF_BLOCK,
+)
 from cuflash.planning.sm90.tiles import DECODE_ROWS, DECODE_SM90_TILES, DecodeSm90Tile
 from cuflash.tensor_map import tensor_map_spec
 from tests.problems import problem_of
@@ -28,8 +35,8 @@ def sources(plan):
     return [kernel.source for kernel in plan.kernels]
 
 
-SPLIT = ["sm90/decode.cu", "around/combine.cu"]
-WHOLE = ["sm90/decode.cu"]
+DECODE = ["sm90/decode.cu"]
+DECODE_AND_COMBINE = ["sm90/decode.cu", "around/combine.cu"]
 FORWARD = ["sm90/forward.cu"]
 
 
@@ -73,20 +80,23 @@ def test_enough_bytes_are_on_their_way():
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, SPLIT),
-        ({"seqlen_q": 4}, SPLIT),
-        ({"seqlen_q": 16}, SPLIT),
+        ({}, DECODE),
+        ({"seqlen_q": 4}, DECODE),
+        ({"seqlen_q": 16}, DECODE_AND_COMBINE),
+        ({"seqlen_q": 16, "seqlen_k": 131072}, DECODE_AND_COMBINE),
+        ({"seqlen_q": 4, "seqlen_k": 131072}, DECODE),
+        ({"heads_kv": 1, "seqlen_k": 131072}, DECODE_AND_COMBINE),
         ({"seqlen_q": 17}, FORWARD),  # 68 rows
-        ({"seqlen_k": DECODE_MIN_SEQLEN_K}, SPLIT),
+        ({"seqlen_k": DECODE_MIN_SEQLEN_K}, DECODE),
         ({"seqlen_k": DECODE_MIN_SEQLEN_K - 128}, FORWARD),
-        ({"causal": True, "seqlen_q": 4}, SPLIT),
-        ({"window": (DECODE_MIN_SEQLEN_K, 0)}, SPLIT),
+        ({"causal": True, "seqlen_q": 4}, DECODE),
+        ({"window": (DECODE_MIN_SEQLEN_K, 0)}, DECODE),
         ({"window": (99, 0)}, FORWARD),  # 100 keys
         ({"window": (None, 99), "causal": "top_left", "seqlen_q": 4}, FORWARD),  # 4 keys
-        ({"batch": 264}, WHOLE),
-        ({"heads_kv": 32}, SPLIT),
+        ({"batch": 264}, DECODE),
+        ({"heads_kv": 32}, DECODE),
         ({"heads_kv": 32, "batch": 8}, FORWARD),
-        ({"heads": 4, "heads_kv": 4, "seqlen_q": 64}, SPLIT),
+        ({"heads": 4, "heads_kv": 4, "seqlen_q": 64}, DECODE_AND_COMBINE),
         ({"dtype": "float32"}, ["sm80/forward.cu"]),
         ({"dim": 60, "dim_v": 60}, ["sm80/forward.cu"]),
         ({"softcap": 3.0}, FORWARD),
@@ -106,7 +116,10 @@ def test_only_its_own_architecture_gets_the_kernel(arch):
 def test_the_plan_says_why():
     shared = choose_plan(decode_problem(4), H200).describe()
     assert "16 queries of the heads that share keys go through one product: keys are read once" in shared
-    assert "128 blocks take equal shares of the keys, up to 16 of them those of one head: results are comb" in shared
+    equal = "blocks take equal shares of the keys, up to"
+    assert f"128 {equal} 16 of them those of one head: the last one combines their results by lse\n" in shared + "\n"
+    long = choose_plan(decode_problem(16, 131072), H200).describe()
+    assert f"132 {equal} 18 of them those of one head: their results are too many for one block, and are" in long
     assert "128 blocks take whole heads\n" in choose_plan(decode_problem(batch=16), H200).describe() + "\n"
     assert "DecodeSm90Tile 64 x 128, 5 warps, 2 stages, 1 resident blocks" in shared
     assert "not sm90/decode: it knows no softcap\n" in choose_plan(decode_problem(softcap=2.0), H200).reason
@@ -154,18 +167,21 @@ def test_shares(num_sms, seqlen_q, seqlen_k, batch, heads_kv, dim):
     defines = dict(plan.kernels[0].defines)
     assert defines["CUFLASH_SPLITS_KEYS"] == int(most_of_head > 1)
     if most_of_head == 1:
-        assert sources(plan) == WHOLE
+        assert (sources(plan), defines["CUFLASH_COMBINES"]) == (DECODE, 0)
         assert plan.scratch == ()
         return
     places = heads + blocks
-    assert sources(plan) == SPLIT
-    combine = dict(plan.kernels[1].defines)
-    block_rows, at_once = int(combine["CUFLASH_BLOCK_ROWS"]), int(combine["CUFLASH_SPLITS_AT_ONCE"])
-    assert plan.kernels[1].grid == -(-batch * 4 * heads_kv * seqlen_q // block_rows)
-    assert block_rows * at_once * dim // 4 <= 32 * COMBINE_WARPS
-    assert block_rows == 1 or at_once * dim // 4 % 32 == 0
-    assert plan.kernels[1].threads == 32 * COMBINE_WARPS
-    assert dict(plan.scratch) == {"partial_out": places * rows * dim, "partial_lse": places * rows}
+    scratch = {"partial_out": places * rows * dim, "partial_lse": places * rows}
+    if plan.key_splits * rows * dim * 4 <= COMBINE_BYTES:
+        assert (sources(plan), defines["CUFLASH_COMBINES"]) == (DECODE, 1)
+        assert dict(plan.scratch) == scratch | {"arrivals": 2 * heads}
+        assert plan.key_splits < 2**16, "counts of calls would overlap"
+        return
+    assert (sources(plan), defines["CUFLASH_COMBINES"]) == (DECODE_AND_COMBINE, 0)
+    combine = plan.kernels[1]
+    assert combine.threads == 32 * COMBINE_WARPS
+    assert combine.grid == -(-heads * rows * (dim // COMBINE_COLUMNS) // COMBINE_WARPS)
+    assert dict(plan.scratch) == scratch
 
 
 @pytest.mark.parametrize(

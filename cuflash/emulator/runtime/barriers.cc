@@ -107,7 +107,13 @@ struct NamedBarrier {
   u32 threads;  // that take part in this round
   u32 arrived;
   Clock clock;  // what those that arrived knew
-  std::vector<u16> waiting;
+  bool reduces;  // a predicate, that held in some of the threads that have arrived, or not
+  bool any;
+  struct Waiting {
+    u16 thread;
+    bool* any;  // where it looks for the result
+  };
+  std::vector<Waiting> waiting;
   struct Lanes {
     u32 lanes;
     const char* operation;
@@ -124,7 +130,8 @@ void describe_named_wait(u64 waits_for, char* text, size_t size) {
 }
 
 // Whether the thread was the last.
-bool arrive_at(NamedBarrier& barrier, u32 identifier, u32 threads, const char* operation, Site site) {
+bool arrive_at(NamedBarrier& barrier, u32 identifier, u32 threads, const char* operation, Site site,
+               const bool* predicate = nullptr) {
   Thread& self = *block.current;
   self.site = site;
   if (identifier == 0 || identifier >= kNamedBarriers)
@@ -134,11 +141,17 @@ bool arrive_at(NamedBarrier& barrier, u32 identifier, u32 threads, const char* o
          threads);
   if (barrier.arrived == 0) {
     barrier.threads = threads;
+    barrier.reduces = predicate != nullptr;
+    barrier.any = false;
     barrier.clock.assign(self.known.size(), 0);
     barrier.of_warp.assign(block.warps.size(), {});
   } else if (barrier.threads != threads) {
     fail(self, site, "named barrier %u: %u threads take part, others said %u", identifier, threads, barrier.threads);
+  } else if (barrier.reduces != (predicate != nullptr)) {
+    fail(self, site, "named barrier %u: the thread calls %s here, which others that take part do not", identifier,
+         operation);
   }
+  if (predicate) barrier.any |= *predicate;
   NamedBarrier::Lanes& warp = barrier.of_warp[self.index / kWarpLanes];
   const u32 lane = 1u << self.index % kWarpLanes;
   if (warp.lanes & lane)
@@ -158,9 +171,11 @@ bool arrive_at(NamedBarrier& barrier, u32 identifier, u32 threads, const char* o
       fail(self, site, "divergent warp: only some lanes took part in named barrier %u, at %s:%u", identifier,
            file_name(other.site), other.site.line);
   barrier.arrived = 0;
-  for (u16 index : barrier.waiting) {
-    acquire(*block.threads[index], barrier.clock);
-    wake(*block.threads[index]);
+  for (const NamedBarrier::Waiting& waiting : barrier.waiting) {
+    Thread& thread = *block.threads[waiting.thread];
+    if (waiting.any) *waiting.any = barrier.any;
+    acquire(thread, barrier.clock);
+    wake(thread);
   }
   barrier.waiting.clear();
   return true;
@@ -251,8 +266,20 @@ void sync_named(u32 identifier, u32 threads, Site site) {
     acquire(*block.current, barrier.clock);
     return;
   }
-  barrier.waiting.push_back((u16)block.current->index);
+  barrier.waiting.push_back({(u16)block.current->index, nullptr});
   wait_for_wake("sync_named", site, describe_named_wait, identifier);
+}
+
+bool sync_named_any(u32 identifier, u32 threads, bool predicate, Site site) {
+  NamedBarrier& barrier = named_barriers[identifier % kNamedBarriers];
+  if (arrive_at(barrier, identifier, threads, "sync_named_any", site, &predicate)) {
+    acquire(*block.current, barrier.clock);
+    return barrier.any;
+  }
+  bool any = false;
+  barrier.waiting.push_back({(u16)block.current->index, &any});
+  wait_for_wake("sync_named_any", site, describe_named_wait, identifier);
+  return any;
 }
 
 void arrive_named(u32 identifier, u32 threads, Site site) {

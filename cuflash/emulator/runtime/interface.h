@@ -108,4 +108,10 @@ void add_to_count(u32* counter, Site site);
 void wait_for_turn(const u32* turns, u32 turn, Site site);
 void end_turn(u32* turns, Site site);
 
+void store_for_blocks(float* address, const float* values, u32 count, Site site);
+void load_of_blocks(const float* address, float* values, u32 count, Site site);
+u64 load_arrivals(const u64* counter, Site site);
+void replace_arrivals(u64* counter, u64 expected, u64 value, Site site);
+u64 count_arrival(u64* counter, Site site);
+
 }  // namespace emulator

@@ -9,6 +9,7 @@
 #include <ucontext.h>
 #include <unistd.h>
 
+#include "arrivals.h"
 #include "shared_memory.h"
 
 namespace emulator {
@@ -146,6 +147,7 @@ int launch(const Kernel& kernel, const void* params, u64 params_bytes, const Lau
 
   {
     SignalGuard guard;
+    forget_counts();
     for (u32 index : block_order(options)) {
       guard.restart_watchdog(options.watchdog_seconds);
       reset_shared_memory();

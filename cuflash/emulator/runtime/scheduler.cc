@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "arrivals.h"
 #include "barriers.h"
 #include "tma.h"
 #include "order.h"
@@ -137,6 +138,7 @@ bool run_block(u32 index) {
   reset_tma();
   reset_warpgroups();
   reset_turns();
+  reset_arrivals();
   const u32 count = (u32)block.threads.size();
   for (auto& thread : block.threads) {
     thread->state = Thread::State::kReady;

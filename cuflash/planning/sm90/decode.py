@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import math
-
 from cuflash.operands import ITEMSIZE
 from cuflash.planning.device import DeviceSpec
 from cuflash.planning.draft import Draft, check_blocks
 from cuflash.planning.families import ForwardFamily
 from cuflash.planning.sm90.forward import MAPPED, box_rows
 from cuflash.planning.sm90.tiles import DECODE_ROWS, DECODE_SM90_TILES, DecodeSm90Tile
-from cuflash.planning.tiles import round_up
 from cuflash.problem import Problem
 from cuflash.terms import OF_PAIRS
 
 DECODE_MIN_SEQLEN_K = 512  # from which on that pays
 MIN_TILES_OF_BLOCK = 2  # of keys
 COMBINE_TILES = 2  # of keys: what a block of many takes longer where several share a head
-COMBINE_WARPS = 8
+# Of results of one head, up to which the block that is done last combines them. One multiprocessor takes about 3 us to
+# read so many from L2, as long as a kernel of its own would take (arithmetic), and that is a launch more.
+COMBINE_BYTES = 2**18
+COMBINE_COLUMNS = 32  # and a row, for a warp
+COMBINE_WARPS = 4
 MAX_SHARE_STEPS = 2**31 - 1  # by which blocks count the keys of all heads: as many for each head as there are blocks
 
 
@@ -57,16 +58,24 @@ class Decode(ForwardFamily[DecodeSm90Tile]):
         draft.map_tensors(boxes, {"q": problem.group_size}, read_once=True)
         draft.reasons.append(f"{rows} queries of the heads that share keys go through one product: keys are read once")
         dims = draft.padded_dims(tile)
-        draft.add(self.source, tile, blocks, tile.shared_bytes(*dims), CUFLASH_SPLITS_KEYS=int(not whole_heads))
+        combines = not whole_heads and draft.key_splits * rows * dims[1] * ITEMSIZE["float32"] <= COMBINE_BYTES
+        defines = {"CUFLASH_SPLITS_KEYS": int(not whole_heads), "CUFLASH_COMBINES": int(combines)}
+        draft.add(self.source, tile, blocks, tile.shared_bytes(*dims), **defines)
         if whole_heads:
             draft.reasons.append(f"{blocks} blocks take whole heads")
             return
         draft.scratch["partial_out"] = (heads + blocks) * rows * dims[1]
         draft.scratch["partial_lse"] = (heads + blocks) * rows
-        _add_combine(draft, tile, draft.key_splits)
+        if combines:
+            draft.scratch["arrivals"] = 2 * heads  # words of 64 bits
+            combined = "the last one combines their results by lse"
+        else:
+            warps = heads * rows * -(-dims[1] // COMBINE_COLUMNS)
+            draft.add("around/combine.cu", tile, -(-warps // COMBINE_WARPS), 0, CUFLASH_NUM_WARPS=COMBINE_WARPS)
+            combined = "their results are too many for one block, and are combined by lse afterwards"
         draft.reasons.append(
             f"{blocks} blocks take equal shares of the keys, up to {draft.key_splits} of them those of one head: "
-            "results are combined by lse"
+            + combined
         )
 
 
@@ -101,19 +110,3 @@ def _blocks_of_decode(problem: Problem, device: DeviceSpec, tile: DecodeSm90Tile
         return -(-num_tiles // blocks) + (COMBINE_TILES if heads % blocks else 0)
 
     return min(sorted(even), key=duration)
-
-
-def _add_combine(draft: Draft, tile: DecodeSm90Tile, splits: int) -> None:
-    """The kernel that sums the results of splits: a block owns many rows where splits are few."""
-    threads, (_, dim_v) = 32 * COMBINE_WARPS, draft.padded_dims(tile)
-    lanes = dim_v // 4
-    at_once = most = threads // lanes
-    while at_once > 1 and at_once >= splits:  # a thread sums two of them at least
-        at_once //= 2
-    if most // at_once > 1:  # rows are made of whole warps
-        at_once = min(most, round_up(at_once, 32 // math.gcd(32, lanes)))
-    rows = most // at_once
-    blocks = -(-draft.heads * draft.problem.seqlen_q // rows)
-    shared_bytes = rows * at_once * lanes * 16 if at_once > 1 else 0
-    defines = {"CUFLASH_BLOCK_ROWS": rows, "CUFLASH_SPLITS_AT_ONCE": at_once, "CUFLASH_NUM_WARPS": COMBINE_WARPS}
-    draft.add("around/combine.cu", tile, blocks, shared_bytes, **defines)

@@ -9,7 +9,8 @@ import numpy as np
 
 import cuflash.testing as ct
 from cuflash import emulator
-from cuflash.planning import DeviceSpec
+from cuflash.emulator.memory import Scratch
+from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.sm80 import BackwardTile, DqTile, ForwardTile, ScoresTile
 from cuflash.planning.sm90.tiles import (
     BackwardFloat32Sm90Tile,
@@ -38,10 +39,15 @@ class Trial:
     need: tuple[str, ...] | None = None  # gradients; by default dq, dk, dv, and dsinks where there are sinks
     cu_seqlens: tuple[int, ...] | None = None  # of queries and keys: nothing is expected of results
     shares: bool = False  # queries of tiles, however few, and not heads of a group
+    combines: bool = True  # the last block of a head does; else a kernel of its own
+    found_counts: tuple[int, ...] = ()  # of arrivals of blocks, in memory: the call runs once for each
 
     def run(self, kernels: Path | None = None) -> None:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
-        if self.shares:
+        if not self.combines:
+            with mock.patch("cuflash.planning.sm90.decode.COMBINE_BYTES", 0):
+                self._run(kernels)
+        elif self.shares:
             names = ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_OF_PART", "WAVES", "CAUSAL_WAVES")
             with mock.patch.dict("cuflash.planning.backward.__dict__", dict.fromkeys(names, 0)):
                 self._run(kernels)
@@ -72,6 +78,11 @@ class Trial:
             **case.random,
         }
         if isinstance(self.tiles[0], ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | DecodeSm90Tile):
+            for count in self.found_counts:
+                scratch = Scratch(choose_plan(problem, how["arch"], tiles=how["tiles"]).scratch_layout, 0xFF)
+                scratch.array("arrivals", np.uint64)[...] = count
+                for _ in "12":  # as a captured graph is replayed
+                    ct.assert_forward(case, *attention.forward(problem, arrays, scratch=scratch, call=1, **how))
             names: tuple[str, ...] = ("out", "lse")
             results: tuple[np.ndarray, ...] = attention.forward(problem, arrays, **how)
         else:
@@ -341,6 +352,28 @@ TRIALS = {
     ),
     # Blocks that share two of four heads, and have the others whole.
     "decode few": Trial(case=replace(_DECODE, causal=True), tiles=_DECODE_TILES, num_sms=3),
+    # Memory that holds counts of other calls, and of none; blocks see at once, or late, what others have counted.
+    "decode counts": Trial(
+        case=replace(_DECODE, causal=True), tiles=_DECODE_TILES, num_sms=7, found_counts=(1, 2, 0x20003, 2**64 - 1)
+    ),
+    "decode eager counts": Trial(
+        case=replace(_DECODE, causal=True),
+        tiles=_DECODE_TILES,
+        num_sms=7,
+        schedule=emulator.Schedule("random", "eager", seed=2),
+        found_counts=(1, 0x20003),
+    ),
+    "decode many": Trial(
+        case=replace(_DECODE, batch=1, num_heads=1, num_heads_kv=1, seqlen_k=2600), tiles=_DECODE_TILES
+    ),
+    "decode afterwards": Trial(case=replace(_DECODE, causal=True), tiles=_DECODE_TILES, num_sms=3, combines=False),
+    # 18 warps of the kernel that combines, in blocks of 4.
+    "decode odd afterwards": Trial(
+        case=replace(_DECODE, batch=1, num_heads=3, num_heads_kv=3, seqlen_q=3),
+        tiles=_DECODE_TILES,
+        num_sms=4,
+        combines=False,
+    ),
     "decode narrow": Trial(case=replace(_DECODE, head_dim_v=24), tiles=_DECODE_TILES),
     "decode lengths": Trial(case=replace(_DECODE, kv_lengths=(0, 230)), tiles=_DECODE_TILES, num_sms=3),
     # Sinks, some of them above the scores of their rows.
