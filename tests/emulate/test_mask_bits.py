@@ -30,6 +30,7 @@ CASES: dict[str, tuple[tuple[str, ...] | None, dict[str, Any]]] = {
     "bias of keys": (("one", "one", "q", "k"), {"bias": ("batch", "one", "one", "k")}),
     "queries": (("batch", "heads", "q", "one"), {}),
     "wide, scale below 0": (("one", "one", "q", "k"), {"head_dim": 128, "scale": -0.2, "causal": True}),
+    "wider": (("one", "one", "q", "k"), {"head_dim": 136, "head_dim_v": 192}),
     "widest": (("one", "heads", "q", "k"), {"head_dim": 256, "dtype": "float16"}),
     "dropout, in order": (("one", "one", "q", "k"), {"dropout": 0.3}),
     "cut blocks": (None, {"block_mask": (2,), "block_size": (16, 48), "causal": True}),

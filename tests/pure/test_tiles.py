@@ -138,14 +138,14 @@ def test_every_row_is_chosen_somewhere(table):
                                 device = DeviceSpec.for_arch(arch)
                                 chosen |= set(choose_plan(problem, device, pass_, need=need).tiles)
     chosen |= set(choose_plan(blocks_of(1024), DeviceSpec.for_arch("9.0")).tiles)
-    for dim, dtype in itertools.product((64, 128), ("bfloat16", "float32")):
+    for dim, dtype in itertools.product((64, 128, 192), ("bfloat16", "float32")):
         tiles = choose_plan(biased(dim, dtype), DeviceSpec.for_arch("9.0")).tiles
         chosen |= {replace(tile, bias_of_pairs=0) for tile in tiles if isinstance(tile, ForwardSm90Tile)}
     # A bias whose rows TMA cannot read is looked up; a mask of pairs where tiles are not of 64 keys.
     odd = Operand(shape=(2, 4, 1024, 1024), strides=(0, 0, 1025, 1), dtype="bfloat16", alignment=2)
     for dim in (64, 128, 192, 256):
         plain = problem_of(dim=dim, dim_v=dim)
-        for problem in (masked(dim), replace(plain, bias=odd)):
+        for problem in (masked(dim), replace(plain, bias=odd), replace(plain, dropout=0.1)):
             tiles = choose_plan(problem, DeviceSpec.for_arch("9.0")).tiles
             chosen |= {tile.changed(mask_by_bits=False) for tile in tiles}
     assert not [tile for tile in table if tile not in chosen]

@@ -26,6 +26,7 @@ SERVES = {
     "bias": "a bias of pairs that TMA can read, without pairs that are hidden one by one and looked up",
     "long full": f"{LONG_SEQLEN} keys or more, without a right bound, a bias of pairs, and pairs hidden one by one",
     "lists": "block masks and masks of pairs, without a bias of pairs",
+    "dropout": "dropout without a bias of pairs, and pairs that are hidden one by one",
 }
 BITS_BLOCK = 64  # queries, and keys, of a block of a mask of bits: kernels/common/mask_bits.cuh
 
@@ -102,7 +103,7 @@ class ForwardSm90Tile(ScoredTile):
     ping_pong: bool  # consumers issue products one after another
     keep_before: bool  # the softmax is kept in front of the wait for the product before it
     q_stages: int  # tiles of queries in shared memory
-    serves: Literal["any", "no pairs", "long full", "lists", "bias"] = "any"
+    serves: Literal["any", "no pairs", "long full", "lists", "bias", "dropout"] = "any"
     origin: str = field(compare=False)
 
     defined = ("ping_pong", "keep_before", "q_stages")
@@ -157,6 +158,7 @@ class ForwardSm90Tile(ScoredTile):
             "long full": no_pairs and is_long and problem.window_right is None,
             "lists": no_pairs and (problem.block_mask is not None or tile.mask_by_bits),
             "bias": by_tile and by == "pairs",
+            "dropout": no_pairs and problem.dropout > 0,
         }[self.serves]
         return "" if suits else f"for {SERVES[self.serves]}"
 
@@ -348,6 +350,8 @@ FORWARD_SM90_TILES = (
                   "on an H200 430 / 413 TFLOP/s, 192 x 64 with 3 stages beside it 386 / 374 (32 heads, seqlen 4096)"),
     _forward_sm90(64,     192, 64,  2,    False, False, 2, "bias", "for a bias of float32; " + ARITHMETIC),
     _forward_sm90(64,     192, 64,  3,    False, False, 2, "any", ARITHMETIC),
+    _forward_sm90(128,    128, 96,  2,    True,  True,  1, "dropout",
+                  "on an H200 503 TFLOP/s, 192 x 80 beside it 427, 128 x 128 429 (16 heads, seqlen 4096, p = 0.1)"),
     _forward_sm90(128,    192, 80,  2,    True,  True,  2, "long full",
                   "on an H200 788 and 753 TFLOP/s, 128 x 128 beside it 778 and 724 (seqlen 4096 and 16384 full)"),
     _forward_sm90(128,    128, 128, 2,    True,  True,  2, "no pairs",
@@ -357,6 +361,8 @@ FORWARD_SM90_TILES = (
                   "on an H200 595 / 504 TFLOP/s, 128 x 64 beside it 503 / 503 (16 heads, seqlen 4096)"),
     _forward_sm90(128,    128, 64,  2,    True,  True,  1, "bias", "for a bias of float32; " + ARITHMETIC),
     _forward_sm90(128,    128, 64,  3,    True,  True,  2, "any", ARITHMETIC),
+    _forward_sm90(192,    128, 64,  2,    True,  True,  1, "bias", ARITHMETIC),
+    _forward_sm90(192,    128, 64,  2,    True,  True,  1, "lists", ARITHMETIC),
     _forward_sm90(192,    128, 96,  2,    True,  True,  1, "any",
                   "on an H200 817 / 728, 689 / 502 TFLOP/s, 128 x 112 with the output in the buffer of Q beside it "
                   "786 / 703, 620 / 461 (seqlen 4096 full / causal, 1024 full / causal; 10 heads)"),
