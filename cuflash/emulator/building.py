@@ -135,9 +135,16 @@ def _included_files(sources: Sequence[Path], folders: Sequence[Path]) -> list[Pa
         if path in found:
             continue
         found[path] = None
-        for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.MULTILINE):
-            pending += [folder / name for folder in (path.parent, *folders) if (folder / name).is_file()]
+        status = path.stat()
+        pending += _includes(path, tuple(folders), status.st_size, status.st_mtime_ns)
     return sorted(found)
+
+
+@functools.cache
+def _includes(path: Path, folders: tuple[Path, ...], _size: int, _time: int) -> list[Path]:
+    """The files that a file, of this size and time, includes itself: each build asks for those of all its headers."""
+    names = re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.MULTILINE)
+    return [folder / name for name in names for folder in (path.parent, *folders) if (folder / name).is_file()]
 
 
 def _compile(name: str, flags: Sequence[str], files: Sequence[Path], arguments: Sequence[str], cache: Path) -> Path:
