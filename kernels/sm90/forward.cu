@@ -51,6 +51,8 @@ constexpr bool kDropsLate = kDimV > 192;
 // Whether maxima are looked for only where a sum became too large. Where registers for a second look are missing, they
 // are always looked for.
 constexpr bool kLazyMaximum = kDimV <= 128 || (kFactorInExponent && !kHasDropout);
+// Whether that holds for tiles with hidden pairs, too: not where these are the first ones, at the diagonal.
+constexpr bool kLazyWhereMasked = kMaskByBits || kHasLeftBound;
 constexpr int kNTiles = kBlockN / 8;
 
 // Shared memory: the ring of Q, a part of the output, the rings of K, V and what is added to their scores, barriers.
@@ -272,18 +274,23 @@ struct Consumer {
     const u32 pairs = shared.bias + key.stage * kBytesBias + (index * 64 + warp_row) * kLineBytes;
     return {score, lane_row, lane_key(n_block), pairs, shared.numbers + key.stage * kBytesNumbers + fragment_column() * 4};
   }
-  // Whether the bits of the tile of keys under way hide an element.
-  CUFLASH_DEVICE bool is_hidden(int n, int i) const { return !(shown[n / 8] >> bit_of(n % 8, i) & 1); }
+  // Made anew for every tile: kept from tile to tile it takes registers that a block mask makes spill.
+  CUFLASH_DEVICE Mask mask() const { return {common, tile.work.batch, tile.work.head, tile.key_stop, own_diagonal}; }
+  // What says whether an element of the tile of keys under way is hidden.
+  CUFLASH_DEVICE auto hidden_in(int n_block) const {
+    if constexpr (kMaskByBits)
+      return [this](int n, int i) { return !(shown[n / 8] >> bit_of(n % 8, i) & 1); };
+    else
+      return [mask = mask(), row = lane_row, key = lane_key(n_block)](int n, int i) {
+        return !mask.visible(row + i / 2 * 8, key + 8 * n + i % 2);
+      };
+  }
   // Scores in place of what `cap` left.
   template <class Masked>
   CUFLASH_DEVICE void complete_scores(int n_block, Masked masked) {
-    // Made anew for every tile: kept from tile to tile it takes registers that a block mask makes spill.
-    const Mask mask(common, tile.work.batch, tile.work.head, tile.key_stop, own_diagonal);
-    const auto row_of = [&](int, int i) { return lane_row + i / 2 * 8; };
+    const auto is_hidden = hidden_in(n_block);
     const auto hide = [&](int n, int i) {
-      if (!masked) return;
-      const bool hides = kMaskByBits ? is_hidden(n, i) : !mask.visible(row_of(0, i), lane_key(n_block) + 8 * n + i % 2);
-      if (hides) s[0][n][i] = -ptx::infinity();
+      if (masked && is_hidden(n, i)) s[0][n][i] = -ptx::infinity();
     };
     if constexpr (kAddsByTile) {
       addends(n_block).visit<kNTiles>([&](int n, int i, auto plus_addend) {
@@ -296,20 +303,22 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < 4; ++i) hide(n, i);
     } else {
-      to_scores<true>(score, mask, s, row_of, lane_key(n_block), masked);
+      const auto row_of = [&](int, int i) { return lane_row + i / 2 * 8; };
+      to_scores<true>(score, mask(), s, row_of, lane_key(n_block), masked);
     }
   }
-  // Exponentials relative to the offsets that there are, and their sums. Nothing but bits hides pairs.
+  // Exponentials relative to the offsets that there are, and their sums.
   template <class Masked>
   CUFLASH_DEVICE void exponentiate(int n_block, float (&sum)[1][2], Masked masked) {
     if constexpr (kAddsByTile) {
+      const auto is_hidden = hidden_in(n_block);
       addends(n_block).visit<kNTiles>([&](int n, int i, auto plus_addend) {
         s[0][n][i] = exponential(s[0][n][i] * score.factor + plus_addend(-softmax.offset[0][i / 2]));
-        if (kMaskByBits && masked && is_hidden(n, i)) s[0][n][i] = 0.0f;
+        if (kLazyWhereMasked && masked && is_hidden(n, i)) s[0][n][i] = 0.0f;
         sum[0][i / 2] += s[0][n][i];
       });
     } else {
-      complete_scores(n_block, Constant<kMaskByBits && Masked::value>{});
+      complete_scores(n_block, Constant<kLazyWhereMasked && Masked::value>{});
       softmax.exponentiate(s, scale_log2, sum);
     }
   }
@@ -322,7 +331,7 @@ struct Consumer {
   template <class Masked>
   CUFLASH_DEVICE bool weigh(int n_block, Masked masked) {
     float sum[1][2] = {{0.0f, 0.0f}};
-    bool grows = false, maximum_first = (masked && !kMaskByBits) || !kLazyMaximum || !all_started;
+    bool grows = false, maximum_first = (masked && !kLazyWhereMasked) || !kLazyMaximum || !all_started;
     score.cap(s);
     if (!maximum_first) {
       exponentiate(n_block, sum, masked);
