@@ -7,7 +7,7 @@ from typing import Any
 from cuflash.planning import sm80
 from cuflash.planning.draft import Draft
 from cuflash.planning.families import BackwardFamily, choose_family, family_of
-from cuflash.planning.scores import add_score_gradients, score_gradients
+from cuflash.planning.scores import add_key_sums, add_score_gradients, by_kind, needs, score_gradients
 from cuflash.planning.sm80 import DQ_TILES, SCORES_TILES, DqTile, ScoresTile
 from cuflash.planning.sm90.backward import BACK_SECTION, Backward, BackwardFloat32, steps_of_tile
 from cuflash.planning.tiles import Tile, choose_row, tile_bytes
@@ -33,7 +33,7 @@ SOFTMAX_KERNEL = "around/sinks.cu"  # of the gradients of parts of the softmax
 def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     """Add the kernels of the backward pass, with the tiles that are given, or those of the tables."""
     problem = draft.problem
-    family, main, dq, scores = _rows(draft, tiles)
+    family, main, dq, scores, summed = _rows(draft, tiles)
     draft.tiles = tuple(tile for tile in (main, dq, scores) if tile is not None)
     reduces_dq = "dq" in draft.need and dq is None
     n_blocks = 0
@@ -52,6 +52,7 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
         "CUFLASH_NEEDS_DV": int("dv" in draft.need or main is None),
         "CUFLASH_SPLITS_GROUP": int(run_time.group_splits > 1),
         "CUFLASH_SPLITS_TAIL": int(run_time.tail_splits > 1),
+        **needs(()),
         **({} if family is None else family.defines),
     }
     if not draft.tiles and "dsinks" not in draft.need:
@@ -63,9 +64,11 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     draft.defines["CUFLASH_CLEARS_AHEAD"] = int(draft.run_time.clear_ahead > 0)
     around = _add_delta(draft, family, dq)
     if scores is not None:
-        add_score_gradients(draft, scores)
+        add_score_gradients(draft, scores, [name for name in score_gradients(draft) if name not in summed])
     if family is not None and main is not None:
-        _add_main(draft, family, main, n_blocks)
+        blocks = _add_main(draft, family, main, n_blocks, summed)
+        if summed:
+            add_key_sums(draft, around, blocks, summed)
     if dq is not None:
         m_blocks = draft.heads * draft.tiles_of(problem.seqlen_q, dq.block_m)
         draft.add_lists(dq, "key_lists")
@@ -83,8 +86,11 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
 
 def _rows(
     draft: Draft, tiles: tuple[Tile, ...] | None
-) -> tuple[BackwardFamily[Any] | None, Any, DqTile | None, ScoresTile | None]:
-    """The family of dk and dv (and mostly dq) and its row, and rows for dq alone and for the gradients of terms."""
+) -> tuple[BackwardFamily[Any] | None, Any, DqTile | None, ScoresTile | None, tuple[str, ...]]:
+    """The family of dk and dv (and mostly dq) and its row, and rows for dq alone and for the gradients of terms.
+
+    Those gradients of terms that the main kernel sums come last.
+    """
     problem, device, need = draft.problem, draft.device, draft.need
     given = tiles or ()
     dq = next((tile for tile in given if isinstance(tile, DqTile)), None)
@@ -112,12 +118,28 @@ def _rows(
         draft.reasons.append(reason)
     if dq is not None and main is None:
         draft.reasons.append("dq alone has a kernel of its own, which makes three products and not five")
-    if not score_gradients(draft):
+    summed = _summed_by_main(draft, family, main) if scores is None else ()
+    if family is not None:
+        main = family.summing(main, summed)
+    if set(summed) == set(score_gradients(draft)):
         scores = None
     elif scores is None:
         scores, reason = choose_row(SCORES_TILES, problem, device)
         draft.reasons.append(reason)
-    return family, main, dq, scores
+    return family, main, dq, scores, summed
+
+
+def _summed_by_main(draft: Draft, family: BackwardFamily[Any] | None, main: Any) -> tuple[str, ...]:
+    """The gradients of parts of scores that the main kernel makes: all that are sums, and that which is stored."""
+    if family is None:
+        return ()
+    summed: list[str] = []
+    for names in by_kind(score_gradients(draft)):
+        obstacles = {name: family.why_not_summed(draft, main, name) for name in names}
+        if all(obstacle is None for obstacle in obstacles.values()):
+            summed += names
+        draft.reasons += [f"{name}: not by {family.kernel}: {why}" for name, why in obstacles.items() if why]
+    return tuple(summed)
 
 
 # ---- how blocks share the work ---------------------------------------------------------------------------------------
@@ -187,14 +209,15 @@ def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: DqTile | No
     return around
 
 
-def _add_main(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int) -> None:
-    """The kernel whose blocks own keys."""
+def _add_main(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int, summed: tuple[str, ...]) -> int:
+    """The kernel whose blocks own keys, and how many of them there are."""
     family.prepare(draft, main)
     draft.add_lists(main, "query_lists")
     run_time = draft.run_time
     shared = (n_blocks - run_time.whole_tiles) * run_time.group_splits * run_time.tail_splits
     blocks = shared + run_time.whole_tiles
-    draft.add(family.source, main, blocks, main.shared_bytes(*draft.padded_dims(main)))
+    draft.add(family.source, main, blocks, main.shared_bytes(*draft.padded_dims(main)), summed, **needs(summed))
+    return blocks
 
 
 def _add_convert(

@@ -71,6 +71,14 @@ class BackwardFamily(Family[Row]):
         """Of how many heads one walks back from the last query, or 0; kernels/common/backward.cuh says what for."""
         return 0
 
+    def why_not_summed(self, draft: Draft, main: Row, name: str) -> str | None:
+        """Why its main kernel does not sum the gradient `name` of a part of the scores: None if it does."""
+        return ""
+
+    def summing(self, main: Row, names: tuple[str, ...]) -> Row:
+        """The row as it sums these gradients of parts of the scores."""
+        return main
+
     def clear_ahead(self, draft: Draft, main: Row) -> int:
         """Heads in launch order from one to that whose accumulators of dq its blocks clear, or 0: a kernel clears all.
 

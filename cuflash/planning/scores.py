@@ -1,12 +1,13 @@
-"""Gradients of what scores are made of beside q and k, by kernels that compute the gradients of the scores again."""
+"""Gradients of what scores are made of beside q and k: sums of the main kernel, or kernels of their own."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from cuflash.planning.draft import Draft
 from cuflash.planning.sm80 import ScoresTile
+from cuflash.planning.tiles import Tile
 from cuflash.terms import OF_SCORES, TERMS
 
 SCORES_REDUCE_WARPS = 8
@@ -18,56 +19,107 @@ _AXES_WORDS = ("batch entries", "heads", "tiles of queries", "tiles of keys")
 
 
 def score_gradients(draft: Draft) -> tuple[str, ...]:
-    """Gradients that kernels of their own make, which compute the gradients of the scores again."""
+    """Gradients of parts of scores that are wanted."""
     return tuple(name for name in draft.need if name in OF_SCORES)
 
 
-def add_score_gradients(draft: Draft, tile: ScoresTile) -> None:
+def by_kind(names: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """That which is stored, and those that are sums: one kernel makes all of a kind."""
+    return tuple(x for x in names if x == _STORED), tuple(x for x in names if x != _STORED)
+
+
+def is_of_keys(draft: Draft) -> bool:
+    """Whether the gradient that is stored differs from key to key only."""
+    *_, of_row, of_key = draft.arrays[_STORED].strides
+    return of_row == 0 and of_key != 0
+
+
+def needs(names: Collection[str]) -> dict[str, int]:
+    """What tells a kernel which gradients of parts of scores it makes."""
+    return {f"CUFLASH_NEEDS_{name.upper()}": int(name in names) for name in OF_SCORES}
+
+
+def add_score_gradients(draft: Draft, tile: ScoresTile, wanted: Collection[str]) -> None:
     """The kernels of gradients of parts of scores: one for that which is stored, and one for all that are sums."""
     problem, device = draft.problem, draft.device
     shared_bytes = tile.shared_bytes(*draft.padded_dims(tile))
     tiles_of = (draft.tiles_of(problem.seqlen_q, tile.block_m), -(-problem.mean_sequence.seqlen_k // tile.block_n))
     sizes = (problem.array_batch, problem.num_heads, *tiles_of)
     at_once = device.num_sms * tile.min_blocks
-    reduce = {"CUFLASH_NUM_WARPS": SCORES_REDUCE_WARPS, "CUFLASH_MIN_BLOCKS": 1}
-    reduce_bytes = 16 * SCORES_REDUCE_WARPS
-
-    def defines(sums: tuple[bool, ...], need: Collection[str]) -> dict[str, int]:
-        axes = {f"CUFLASH_SUMS_{x}": int(on) for x, on in zip(_AXES, sums, strict=True)}
-        return axes | {f"CUFLASH_NEEDS_{name.upper()}": int(name in need) for name in OF_SCORES}
 
     def shares(owned: int, summed: int) -> int:
         return max(1, min(summed, at_once // max(owned, 1)))
 
-    wanted = score_gradients(draft)
-    if _STORED in wanted:
-        operand = draft.arrays[_STORED]
-        sums = tuple(stride == 0 for stride in operand.strides)
-        owned = math.prod(n for n, summed in zip(sizes, sums, strict=True) if not summed)
+    stored, sums = by_kind(wanted)
+    if stored:
+        axes = _axes_of_stored(draft)
+        owned = math.prod(n for n, summed in zip(sizes, axes, strict=True) if not summed)
         splits = shares(owned, math.prod(sizes) // max(owned, 1))
         draft.set(score_splits=splits)
-        options = defines(sums, (_STORED,))
-        draft.add("sm80/backward_scores.cu", tile, owned * splits, shared_bytes, (_STORED,), **options)
-        axes = ", ".join(f"{n} {x}" for x, n, summed in zip(_AXES_WORDS, sizes, sums, strict=True) if summed and n > 1)
-        draft.reasons.append(f"{_STORED}: {owned} tiles of pairs" + (f", each a sum over {axes}" if axes else ""))
+        options = needs(stored) | _sums(axes)
+        draft.add("sm80/backward_scores.cu", tile, owned * splits, shared_bytes, stored, **options)
+        words = ", ".join(f"{n} {x}" for x, n, summed in zip(_AXES_WORDS, sizes, axes, strict=True) if summed and n > 1)
+        draft.reasons.append(f"{_STORED}: {owned} tiles of pairs" + (f", each a sum over {words}" if words else ""))
         if splits > 1:
-            rows, columns = (1 if sums[2] else tile.block_m), (1 if sums[3] else tile.block_n)
+            rows, columns = (1 if axes[2] else tile.block_m), (1 if axes[3] else tile.block_n)
             draft.scratch["score_partials"] = owned * splits * rows * columns
-            draft.add("around/scores_reduce.cu", tile, owned, reduce_bytes, (_STORED,), **options, **reduce)
+            _add_reduce(draft, tile, owned, stored, axes, by_keys=False)
             draft.reasons[-1] += f" that {splits} blocks share: tiles are few"
-    sums_wanted = [name for name in wanted if name != _STORED]
-    if sums_wanted:
+    if sums:
         m_blocks = math.prod(sizes[:3])
         sums_splits = shares(m_blocks, sizes[3])
         draft.set(sums_splits=sums_splits)
-        options = defines((False, False, False, True), sums_wanted)
-        draft.add("sm80/backward_scores.cu", tile, m_blocks * sums_splits, shared_bytes, sums_wanted, **options)
+        options = needs(sums) | _sums((False, False, False, True))
+        draft.add("sm80/backward_scores.cu", tile, m_blocks * sums_splits, shared_bytes, sums, **options)
         draft.scratch["sums_partials"] = (len(OF_SCORES) - 1) * m_blocks * sums_splits
-        sums_batch = _OF_HEADS in draft.arrays and draft.arrays[_OF_HEADS].strides[0] == 0
-        of_heads = problem.num_heads * (1 if sums_batch else problem.batch) if _OF_HEADS in wanted else 0
-        options["CUFLASH_SUMS_BATCH"] = int(sums_batch)
-        blocks = of_heads + len(set(sums_wanted) - {_OF_HEADS})
-        draft.add("around/scores_reduce.cu", tile, blocks, reduce_bytes, sums_wanted, **options, **reduce)
-        draft.reasons.append(
-            f"{', '.join(sums_wanted)}: sums by {m_blocks * sums_splits} blocks, added in a fixed order"
-        )
+        _add_reduce(draft, tile, _numbers(draft, sums), sums, _axes_of_heads(draft), by_keys=False)
+        draft.reasons.append(f"{', '.join(sums)}: sums by {m_blocks * sums_splits} blocks, added in a fixed order")
+
+
+def add_key_sums(draft: Draft, tile: Tile, blocks: int, made: Collection[str]) -> None:
+    """The kernels that add what `blocks` of the main kernel, which own tiles of keys, have summed."""
+    problem = draft.problem
+    key_parts = draft.heads * draft.tiles_of(problem.seqlen_k, tile.block_n) * draft.run_time.tail_splits
+    warps = tile.block_n // 16
+    stored, sums = by_kind(made)
+    if stored:
+        axes = _axes_of_stored(draft)
+        owners = math.prod(n for n, summed in zip((problem.batch, problem.num_heads), axes, strict=False) if not summed)
+        grid = owners * -(-problem.seqlen_k // (32 * SCORES_REDUCE_WARPS))
+        draft.scratch["score_partials"] = key_parts * tile.block_n
+        _add_reduce(draft, tile, grid, stored, axes, by_keys=True)
+    if sums:
+        of_heads = key_parts if _OF_HEADS in sums else 0
+        draft.scratch["sums_partials"] = warps * (of_heads + blocks * len(set(sums) - {_OF_HEADS}))
+        _add_reduce(draft, tile, _numbers(draft, sums), sums, _axes_of_heads(draft), by_keys=True)
+    draft.reasons.append(f"{', '.join(made)}: summed by the main kernel, by tiles of keys, and added in a fixed order")
+
+
+def _add_reduce(
+    draft: Draft, tile: Tile, blocks: int, names: Collection[str], axes: Sequence[bool], *, by_keys: bool
+) -> None:
+    """The kernel that adds parts of sums."""
+    options = needs(names) | _sums(axes) | {"CUFLASH_SUMS_BY_KEYS": int(by_keys)}
+    warps = {"CUFLASH_NUM_WARPS": SCORES_REDUCE_WARPS, "CUFLASH_MIN_BLOCKS": 1}
+    draft.add("around/scores_reduce.cu", tile, blocks, 16 * SCORES_REDUCE_WARPS, names, **options, **warps)
+
+
+def _sums(axes: Sequence[bool]) -> dict[str, int]:
+    return {f"CUFLASH_SUMS_{x}": int(on) for x, on in zip(_AXES, axes, strict=True)}
+
+
+def _axes_of_stored(draft: Draft) -> tuple[bool, ...]:
+    """Which axes the gradient that is stored is summed over."""
+    return tuple(stride == 0 for stride in draft.arrays[_STORED].strides)
+
+
+def _axes_of_heads(draft: Draft) -> tuple[bool, ...]:
+    """The same of that of heads, where it is wanted."""
+    return (_OF_HEADS in draft.arrays and draft.arrays[_OF_HEADS].strides[0] == 0, False, False, True)
+
+
+def _numbers(draft: Draft, sums: Collection[str]) -> int:
+    """How many there are of these gradients that are sums."""
+    problem = draft.problem
+    of_heads = problem.num_heads * (1 if _axes_of_heads(draft)[0] else problem.batch) if _OF_HEADS in sums else 0
+    return of_heads + len(set(sums) - {_OF_HEADS})

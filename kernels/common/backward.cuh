@@ -26,6 +26,12 @@ CUFLASH_DEVICE int num_parts_of(const Params& params) { return params.num_heads_
 // Which of the two are wanted; what was left out of a kernel's sums is zero in its registers and goes nowhere.
 constexpr bool kNeedsDk = CUFLASH_NEEDS_DK;
 constexpr bool kNeedsDv = CUFLASH_NEEDS_DV;
+// And of the gradients of what else scores are made of, those that this kernel makes, or adds the parts of.
+constexpr bool kNeedsDbias = CUFLASH_NEEDS_DBIAS;
+constexpr bool kNeedsDalibiSlopes = CUFLASH_NEEDS_DALIBI_SLOPES;
+constexpr bool kNeedsDscale = CUFLASH_NEEDS_DSCALE;
+constexpr bool kNeedsDsoftcap = CUFLASH_NEEDS_DSOFTCAP;
+static_assert(!kIsPacked || !kNeedsDbias, "packed sequences have no bias");
 
 constexpr int kPartialElements = kBlockN * (kDim + kDimV);
 

@@ -68,6 +68,7 @@ struct Params {
   void* mask_blocks;     // bytes: the same without words; Pairs of each block
   void* score_partials;  // (tiles of dbias, score_splits, elements of a tile)
   void* sums_partials;   // (3, num_heads, batch, m blocks, sums_splits): of dalibi_slopes, dscale, dsoftcap
+                         // Where blocks that own keys make these, common/key_sums.cuh says how both are laid out.
   u64 call;              // a number less than 2^48 that no other call of this process has
   i32 batch, num_heads, num_heads_kv, seqlen_q, seqlen_k;  // packed: the number of sequences, and the rows of all
   i32 diagonal;      // query i stands at key position i + diagonal; entries may add their own, see common/sequences.cuh

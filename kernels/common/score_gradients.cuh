@@ -1,15 +1,10 @@
 // What the kernels of the gradients of bias, slopes, scale and softcap agree on.
 #pragma once
+#include "common/backward.cuh"
 #include "common/config.cuh"
 #include "common/mask.cuh"
 #include "common/params.cuh"
 #include "common/schedule.cuh"
-
-// Which of them a kernel makes: dbias, or any of the others, which are sums over whole heads.
-constexpr bool kNeedsDbias = CUFLASH_NEEDS_DBIAS;
-constexpr bool kNeedsDalibiSlopes = CUFLASH_NEEDS_DALIBI_SLOPES;
-constexpr bool kNeedsDscale = CUFLASH_NEEDS_DSCALE;
-constexpr bool kNeedsDsoftcap = CUFLASH_NEEDS_DSOFTCAP;
 
 // The axes that a block sums over: those that dbias has not, or the keys for the other gradients.
 constexpr bool kSumsBatch = CUFLASH_SUMS_BATCH;
@@ -21,7 +16,6 @@ constexpr bool kSumsKeys = CUFLASH_SUMS_KEYS;
 constexpr int kResultRows = kSumsQueries ? 1 : kBlockM;
 constexpr int kResultColumns = kSumsKeys ? 1 : kBlockN;
 constexpr int kResultElements = kResultRows * kResultColumns;
-static_assert(!kIsPacked || !kNeedsDbias, "packed sequences have no bias");
 
 CUFLASH_DEVICE int splits_of(const Params& params) { return kNeedsDbias ? params.score_splits : params.sums_splits; }
 
@@ -128,16 +122,21 @@ CUFLASH_DEVICE Real* sums_partials_of(const Params& params, int quantity, int he
   return (Real*)params.sums_partials + tile * params.sums_splits;
 }
 
-// Element `index` of a tile of dbias, at the place of its first pair, where the array has it.
+// An element of dbias, at the place of its first pair, where the array has it.
 template <class T>
-CUFLASH_DEVICE void store_dbias(const Params& params, const ScoreTiles& tile, int index, T value) {
-  const int row = tile.m_block * kBlockM + index / kResultColumns, key = tile.n_block * kBlockN + index % kResultColumns;
+CUFLASH_DEVICE void store_dbias(const Params& params, int batch, int head, int row, int key, T value) {
   if ((!kSumsQueries && row >= params.seqlen_q) || (!kSumsKeys && key >= params.seqlen_k)) return;
   const ScoreTensor& dbias = params.dbias;
-  const i64 offset = tile.batch * dbias.batch_stride + tile.head * dbias.head_stride + row * dbias.row_stride +
+  const i64 offset = batch * dbias.batch_stride + head * dbias.head_stride + row * dbias.row_stride +
                      key * dbias.key_stride;
   if constexpr (kWide || kBiasBytes == sizeof(Real))
     ((Real*)dbias.data)[offset] = value;
   else
     ((u16*)dbias.data)[offset] = (u16)ptx::pack(Element{}, value, value);
+}
+// Element `index` of a tile.
+template <class T>
+CUFLASH_DEVICE void store_dbias(const Params& params, const ScoreTiles& tile, int index, T value) {
+  store_dbias(params, tile.batch, tile.head, tile.m_block * kBlockM + index / kResultColumns,
+              tile.n_block * kBlockN + index % kResultColumns, value);
 }

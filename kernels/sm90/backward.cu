@@ -41,6 +41,7 @@
 #include "sm90/addends.cuh"
 #include "sm90/backward_dq.cuh"
 #include "sm90/backward_layout.cuh"
+#include "sm90/backward_sums.cuh"
 #include "sm90/backward_work.cuh"
 #include "sm90/ping_pong.cuh"
 #include "sm90/pipeline.cuh"
@@ -87,6 +88,9 @@ struct Consumer {
   Position<kPStages> p_at;
   Walk walk;
   int stage_before = 0;
+  float dslope[2] = {0, 0}, dbias[2] = {0, 0};  // of the query head at hand, by key
+  float dsoftcap[2] = {0, 0};                   // of all
+  bool scores_are_small = false;                // of the step at hand, beside the soft cap
 
   CUFLASH_DEVICE Consumer(const BackwardParams& params_, const Shared& shared_, const Work& found, u32 index_)
       : params(params_),
@@ -266,8 +270,11 @@ struct Consumer {
       of_keys[0] = numbers.of(lane_key), of_keys[1] = numbers.of(lane_key + 8);
     }
     wait_for<pending>(p);
-    weights.score.cap(products);
-    if constexpr (kHasSoftcap) {
+    scores_are_small = weights.score.cap(products);
+    if constexpr (kNeedsDsoftcap) {
+#pragma unroll
+      for (int n = 0; n < kQueryTiles; ++n) ptx::store_shared_f32x4(s_tanh() + n * 128 * 16, p[n]);
+    } else if constexpr (kHasSoftcap) {
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n)
 #pragma unroll
@@ -331,6 +338,7 @@ struct Consumer {
   CUFLASH_DEVICE void make_ds(float (&p)[kQueryTiles][4], float (&ds)[kQueryTiles][4],
                               const u32 (&derivative)[rows][2], u32 s_stats) {
     const u32 s_p = shared.p + p_at.stage * kBytesP + thread * 16;
+    [[maybe_unused]] const float distance = sums().distance(walk.m_block * kBlockM + fragment_column());
     if constexpr (!makes_dv) shared.p_ring.full(p_at).wait(p_at.parity);
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
@@ -343,12 +351,42 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         ds[n][i] = gradient_of(p[n][i], ds[n][i], kept_scale, delta[i % 2]);
-        if constexpr (kHasSoftcap && makes_dv) ds[n][i] *= element_of(derivative[n], i);
+        if constexpr (kSumsEarly) add_to_sums(n, i, ds[n][i], distance);
+        if constexpr (kHasSoftcap && makes_dv && !kNeedsDsoftcap) ds[n][i] *= element_of(derivative[n], i);
       }
     }
     if constexpr (!makes_dv) {
       arrive_as_warp(shared.p_ring.empty(p_at));
       p_at.advance();
+    }
+  }
+
+  // The gradient of the score of element `i` of n-tile `n`; `distance` is that of element 0 of n-tile 0.
+  CUFLASH_DEVICE void add_to_sums(int n, int i, float ds, float distance) {
+    if constexpr (kNeedsDalibiSlopes) dslope[i / 2] -= ds * fabsf(distance + (float)(8 * n + i % 2 - i / 2 * 8));
+    if constexpr (kNeedsDbias) dbias[i / 2] += ds;
+  }
+  CUFLASH_DEVICE u32 s_tanh() const { return shared.tanh + index * kBytesTanh + thread * 16; }
+  CUFLASH_DEVICE KeySumsPlace sums() const { return {common, work, (int)(first + warp_key) / 16}; }
+  // At the end of a step of a query head: leaves what belongs to it if it was the last one.
+  CUFLASH_DEVICE void leave_sums(int head, bool last) {
+    if (walk.head == head && !last) return;
+    sums().leave(head, dslope, dbias);
+    dslope[0] = dslope[1] = dbias[0] = dbias[1] = 0;
+  }
+
+  // Of the gradients of scores: adds to dsoftcap, and makes gradients of products of them.
+  template <class Small>
+  CUFLASH_DEVICE void make_dsoftcap(float (&ds)[kQueryTiles][4], Small small) {
+#pragma unroll
+    for (int n = 0; n < kQueryTiles; ++n) {
+      float tanh[4];
+      ptx::load_shared_f32x4(s_tanh() + n * 128 * 16, tanh);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        dsoftcap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);
+        ds[n][i] *= 1.0f - tanh[i] * tanh[i];
+      }
     }
   }
 
@@ -371,7 +409,8 @@ struct Consumer {
     const u32 s_q = shared.q + at.stage * kBytesQ, s_do = shared.dout + at.stage * kBytesDo;
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
     float p[kQueryTiles][4], ds[kQueryTiles][4];
-    [[maybe_unused]] u32 derivative[kHasSoftcap ? kQueryTiles : 1][2];  // pairs in half the registers
+    // Pairs in half the registers.
+    [[maybe_unused]] u32 derivative[kHasSoftcap && !kNeedsDsoftcap ? kQueryTiles : 1][2];
     [[maybe_unused]] const u32 shown = makes_dv ? load_mask() : 0;
 
     wait_for_queries(s_q, s_do);
@@ -404,15 +443,34 @@ struct Consumer {
         finish_gradients(number > 0);
         if constexpr (makes_dv) to_weights(p);
       }
+      if constexpr (kNeedsDsoftcap) {
+        if (scores_are_small)
+          make_dsoftcap(ds, Constant<true>{});
+        else
+          make_dsoftcap(ds, Constant<false>{});
+      }
       to_operands(ds, ds_operand);
       hand_over_ds();
+      // Nothing waits for the sums: dS' is on its way.
+      if constexpr (kSumsLate) {
+        const float distance = sums().distance(walk.m_block * kBlockM + fragment_column());
+#pragma unroll
+        for (int n = 0; n < kQueryTiles; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) add_to_sums(n, i, ds[n][i], distance);
+      }
     }
     stage_before = at.stage;
     at.advance();
+    [[maybe_unused]] const int head = walk.head;
     walk.advance(work.queries);
+    if constexpr (makes_dk && kSumsScores) leave_sums(head, number + 1 == work.num_steps);
   }
 
   CUFLASH_DEVICE void run() {
+    // Otherwise it meets queries of every head.
+    if constexpr (makes_dk && kSumsScores && (kSplitsTail || kHasBlockMask)) sums().leave_zeros();
+    double dscale = 0;
     if (work.num_steps > 0) {
       wait_for_keys();
       set_to_zero(p_operand);
@@ -421,7 +479,11 @@ struct Consumer {
       for (int i = 0; i < work.num_steps; ++i) step(i);
       issue_gradients(work.num_steps > 1, false);
       finish_gradients(true);
+      if constexpr (makes_dk && kNeedsDscale) dscale = warp_sum(sum_of_products<kBlockN>(rows_k, warp_key, dk));
+    } else if constexpr (makes_dk && kSumsScores) {
+      sums().leave_zeros();
     }
+    if constexpr (makes_dk) sums().leave(dscale, dsoftcap);
     ping_pong.finish();
     if constexpr (!kSplitsGroup) ptx::sync_named(kEnd, kConsumerThreads + 128);
     if (work.is_shared)
@@ -512,6 +574,7 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
   if constexpr (kIsPacked) {
     found = BackwardWork::find(params.common);
     if (!has_keys(params.common, found)) {
+      if (kMakesSums && warp_index() < kSumWarps) leave_nothing(params.common, BackwardWork(params.common, found));
       if (kClearsAhead && ptx::thread_index() < kClearThreads && Share(params.common).part == 0)
         clear_ahead(params.common, num_tiles_of(params.common, params.common.seqlen_q, kBlockM), found,
                     ptx::thread_index());

@@ -50,9 +50,12 @@ constexpr u32 kBytesDs = chunked_bytes(kBlockN, kBlockM);
 constexpr u32 kBytesStats = kBlockM * 8;
 constexpr int kDsStages = 2, kPStages = kSplitsRoles, kTurnStages = kDqInOrder ? 2 : 0;
 constexpr u32 kBytesP = 128 * kQueryTiles * 16;
+// What each thread of a consumer leaves there for itself where dsoftcap is wanted: tanh of its scores.
+constexpr u32 kBytesTanh = kNeedsDsoftcap ? kBytesP : 0;
+static_assert(!kNeedsDsoftcap || !kSplitsRoles, "the consumer that makes dS' knows the scores");
 constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages + 2 * kDsStages + 2 * kPStages + 3 * kTurnStages);
 static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesBias + kBytesStats) + kDsStages * kBytesDs +
-                      kPStages * kBytesP + kBytesBarriers ==
+                      kPStages * kBytesP + kConsumers * kBytesTanh + kBytesBarriers ==
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
@@ -93,7 +96,7 @@ struct BackwardParams {
 static_assert(sizeof(BackwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
 struct Shared {
-  u32 k, v, q, dout, ds, p, bias, stats;
+  u32 k, v, q, dout, ds, p, tanh, bias, stats;
   Barrier kv_full;
   Ring<kNumStages> q_ring, do_ring;
   Ring<kDsStages> ds_ring;
@@ -107,7 +110,8 @@ struct Shared {
     dout = q + kNumStages * kBytesQ;
     ds = dout + kNumStages * kBytesDo;
     p = ds + kDsStages * kBytesDs;
-    bias = p + kPStages * kBytesP;
+    tanh = p + kPStages * kBytesP;
+    bias = tanh + kConsumers * kBytesTanh;
     stats = bias + kNumStages * kBytesBias;
     kv_full = {stats + kNumStages * kBytesStats};
     q_ring = {kv_full.address + 16};

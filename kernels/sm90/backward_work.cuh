@@ -23,7 +23,8 @@ struct Share {
 // The keys of a block, and what every role walks over.
 struct BackwardWork {
   Work work;
-  int num_n_blocks, num_m_blocks, split, head_kv, first_key, key_stop, first_head, first_step, num_steps;
+  int num_n_blocks, num_m_blocks, split, head_kv, first_key, key_stop, first_head, stop_head, first_step, num_steps;
+  int part;  // of those that share the tile
   int own_diagonal;  // of the batch entry
   bool walks_back;  // over the queries
   bool is_shared;  // with other blocks
@@ -45,18 +46,20 @@ struct BackwardWork {
     key_stop = key_stop_of(params, work.batch);
     own_diagonal = own_diagonal_of(params, work.batch);
     first_head = head_kv * group + group * split / splits;
-    const int stop_head = head_kv * group + group * (split + 1) / splits;
+    stop_head = head_kv * group + group * (split + 1) / splits;
     num_steps = find_queries(params, work, first_head, stop_head, key_stop, queries);
     walks_back = kBackShare != 0 && work.head >= num_parts_of(params) - num_heads_back(num_parts_of(params));
     set_direction(queries, walks_back);
     first_step = 0;
+    part = 0;
     is_shared = kSplitsGroup;
     if constexpr (kSplitsTail) {
       const Share share(params);
       const auto step_of = [&](int part) { return (int)((i64)num_steps * part / share.parts); };
       is_shared = share.parts > 1;
-      first_step = step_of(share.part);
-      num_steps = step_of(share.part + 1) - first_step;
+      part = share.part;
+      first_step = step_of(part);
+      num_steps = step_of(part + 1) - first_step;
     }
     if constexpr (kDqInOrder && kIsPacked) {
       if (*overlap_of(params, num_m_blocks)) num_steps = 0;

@@ -43,14 +43,18 @@ CUFLASH_DEVICE void store_first_rows(Storage* first, i64 row_stride, u32 tile, i
   }
 }
 
-// The 16 rows of a warp, from row `r` of a tile of `rows` rows on, as operands in registers, 16 columns each.
-template <int rows, int count>
-CUFLASH_DEVICE void load_fragments_chunked(u32 tile, int r, Fragment (&operand)[count]) {
+// The 16 rows of a warp, from row `r` of a tile of `rows` rows on, as operands in registers, 16 columns each: operand `k`,
+template <int rows, class Operand>
+CUFLASH_DEVICE void load_fragment_chunked(u32 tile, int r, int k, Operand& operand) {
   const u32 lane = lane_index();
   const u32 line = tile + (r + lane % 16) * kLineBytes, swizzle = lane % 8 * 16;
+  ptx::load_matrix_x4(operand.word, line + k / 4 * rows * kLineBytes + ((k % 4 * 32 + lane / 16 * 16) ^ swizzle));
+}
+// and all of them.
+template <int rows, int count>
+CUFLASH_DEVICE void load_fragments_chunked(u32 tile, int r, Fragment (&operand)[count]) {
 #pragma unroll
-  for (int k = 0; k < count; ++k)
-    ptx::load_matrix_x4(operand[k].word, line + k / 4 * rows * kLineBytes + ((k % 4 * 32 + lane / 16 * 16) ^ swizzle));
+  for (int k = 0; k < count; ++k) load_fragment_chunked<rows>(tile, r, k, operand[k]);
 }
 
 // The same of the transposed chunk: from column `c` on, 16 columns by all rows.

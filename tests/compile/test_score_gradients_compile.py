@@ -87,6 +87,39 @@ def compiled(tile, need, arch="9.0"):
     return compile_spec(kernel)
 
 
+# The same of the main kernel of compute capability 9.0 where it sums by keys: what it spills without them, a few bytes
+# more where consumers have no register left, and tanh of scores that comes back from shared memory.
+KEY_SUMS_SPILLS = {
+    (128, "dscale"): 16,
+    (128, "dalibi_slopes"): 32,
+    (128, "dbias"): 64,
+    (128, "dsoftcap"): 72,
+}
+SUMMED = {
+    "dscale": {},
+    "dalibi_slopes": {"alibi_slopes": (4,), "causal": True},
+    "dsoftcap": {"softcap": 20.0},
+    "dbias": {"bias": (1, 4, 1, 4096), "bias_dtype": "input"},
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", SUMMED)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_sums_by_keys(dim, name, deterministic):
+    case = ct.Case(seqlen_q=4096, seqlen_k=4096, num_heads=4, head_dim=dim, dtype="bfloat16", **SUMMED[name])
+    problem = replace(case.problem, deterministic=deterministic)
+    plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), "backward", need=("dq", "dk", "dv", name))
+    assert ("sm80/backward_scores.cu" in {x.source for x in plan.kernels}) == (dim == 256 and name == "dsoftcap")
+    for kernel in (x for x in plan.kernels if x.source in ("sm90/backward.cu", "around/scores_reduce.cu")):
+        resources = compile_spec(kernel).resources
+        assert resources.warnings == ()
+        assert SERIALIZED not in resources.log
+        assert round_up(resources.registers, 8) * kernel.threads <= REGISTERS_OF_SM
+        ceiling = KEY_SUMS_SPILLS.get((dim, name), 0) if kernel.source.startswith("sm90/") else 0
+        assert resources.spill_stores_bytes <= ceiling, kernel.source
+
+
 @pytest.mark.parametrize("tile", [BACKWARD_TILES[0], BACKWARD_SM90_TILES[0], BACKWARD_FLOAT32_SM90_TILES[0]], ids=str)
 def test_what_is_not_needed_leaves_no_instructions(tile):
     every, without_dq, dv = (compiled(tile, need) for need in (("dq", "dk", "dv"), ("dk", "dv"), ("dv",)))

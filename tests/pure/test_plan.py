@@ -27,7 +27,7 @@ from cuflash.planning.sm90.tiles import (
     FORWARD_SM90_TILES,
 )
 from cuflash.planning.tiles import Tile, round_up
-from cuflash.terms import DEFAULT_NEED
+from cuflash.terms import DEFAULT_NEED, OF_SCORES
 from tests.problems import ARCHS, biased, blocks_of, is_served, masked, problem_of
 
 
@@ -511,12 +511,39 @@ def test_memory_of_dbias_is_that_of_the_bias_and_of_the_device(axes, tiles, summ
     assert sources_of(plan)[2:] == (["around/scores_reduce"] if plan.run_time.score_splits > 1 else [])
     tile = math.prod(n if on else 1 for n, on in zip((128, 64), axes[2:], strict=True))
     assert dict(plan.scratch).get("score_partials", 0) == (plan.run_time.score_splits > 1) * kernel.grid * tile
-    sums = choose_plan(replace(problem, softcap=5.0), device, "backward", need=("dscale", "dsoftcap", "dbias", "dv"))
+    sums = choose_plan(replace(problem, softcap=5.0), device, "backward", need=("dscale", "dsoftcap", "dbias", "dq"))
     assert sums.kernels[1].grid == kernel.grid
     assert sources_of(sums).count("sm80/backward_scores") == 2
     assert dict(sums.scratch)["sums_partials"] == 3 * 2 * 4 * 8 * sums.run_time.sums_splits
     assert len({kernel.name for kernel in sums.kernels}) == len(sums.kernels)
-    assert "for dv, dbias, dscale, dsoftcap on" in sums.describe()
+    assert "for dq, dbias, dscale, dsoftcap on" in sums.describe()
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    "need", [("dscale",), ("dsoftcap", "dscale"), ("dalibi_slopes",), ("dbias",), ("dbias", "dalibi_slopes", "dscale")]
+)
+def test_memory_of_sums_by_keys_is_that_of_tiles_of_keys(dim, need):
+    """On compute capability 9.0 the main kernel makes them, where it runs for dk or dv."""
+    plain = problem_of(1024, 1024, dim=dim, dim_v=dim)
+    shape = (plain.batch, plain.num_heads, 1024, 1024)
+    bias = Operand(shape=shape, strides=(1024, 0, 0, 1), dtype="bfloat16")
+    slopes = Operand(shape=shape[:2], strides=(0, 1), dtype="float32")
+    problem = replace(plain, bias=bias, alibi_slopes=slopes, softcap=5.0)
+    plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), "backward", need=("dk", *need))
+    (main,) = [kernel for kernel in plan.kernels if kernel.source == "sm90/backward.cu"]
+    assert "sm80/backward_scores" not in sources_of(plan)
+    assert {f"CUFLASH_NEEDS_{name.upper()}": int(name in need) for name in OF_SCORES}.items() <= dict(
+        main.defines
+    ).items()
+    parts = plain.batch * plain.num_heads * 1024 // 128 * plan.run_time.tail_splits
+    numbers = len(set(need) & {"dscale", "dsoftcap"})
+    scratch, grids = dict(plan.scratch), [x.grid for x in plan.kernels if x.source == "around/scores_reduce.cu"]
+    assert scratch.get("score_partials", 0) == (128 * parts if "dbias" in need else 0)
+    assert scratch.get("sums_partials", 0) == 8 * (numbers * main.grid + ("dalibi_slopes" in need) * parts)
+    of_sums = numbers + plain.num_heads * ("dalibi_slopes" in need)
+    assert grids == [plain.batch * 1024 // 256] * ("dbias" in need) + [of_sums] * (of_sums > 0)
+    assert "summed by the main kernel, by tiles of keys" in plan.reason
 
 
 # ---- Widths of accesses ----------------------------------------------------------------------------------------------

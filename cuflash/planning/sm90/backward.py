@@ -8,6 +8,7 @@ from typing import ClassVar
 from cuflash.operands import ITEMSIZE
 from cuflash.planning.draft import CAUSAL_HEAD_SECTION, Draft
 from cuflash.planning.families import BackwardFamily
+from cuflash.planning.scores import is_of_keys
 from cuflash.planning.sm80 import BackwardTile
 from cuflash.planning.sm90.bf16_split import add_bf16_split, why_not_split
 from cuflash.planning.sm90.forward import why_not_16_bit
@@ -112,6 +113,20 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
         if problem.group_size > 1:
             return GROUPED_BACK_SHARE
         return SPLIT_ROLES_BACK_SHARE if main.splits_roles else 0
+
+    def why_not_summed(self, draft: Draft, main: BackwardSm90Tile, name: str) -> str | None:
+        if name == "dscale":
+            return None
+        if main.splits_roles and draft.problem.softcap is not None:
+            return "where roles are split the soft cap's derivative is in the weights that are handed over"
+        if name == "dsoftcap":
+            return why_too_large(self.summing(main, (name,)), draft.problem, draft.device) or None
+        if name == "dbias" and not is_of_keys(draft):
+            return "only what differs from key to key, and not from query to query, is summed by keys"
+        return None
+
+    def summing(self, main: BackwardSm90Tile, names: tuple[str, ...]) -> BackwardSm90Tile:
+        return replace(main, sums_softcap="dsoftcap" in names)
 
     def clear_ahead(self, draft: Draft, main: BackwardSm90Tile) -> int:
         problem, run_time = draft.problem, draft.run_time

@@ -252,6 +252,7 @@ class BackwardSm90Tile(ScoredTile):
     num_stages: int
     schedule: Literal["kHoldK", "kSharedDs", "kSplitRoles"]  # Schedule of kernels/sm90/backward_layout.cuh
     dq_in_order: bool = False  # blocks add to dq one after another, in a fixed order
+    sums_softcap: bool = False  # tanh of scores is kept in shared memory, for dsoftcap
     origin: str = field(compare=False)
 
     defined = ("schedule",)
@@ -286,7 +287,8 @@ class BackwardSm90Tile(ScoredTile):
         p = self.block_n * self.block_m * 4 if self.splits_roles else 0
         bias = bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs)
         barriers = 8 * (2 + 4 * self.num_stages + 4 + 2 * self.splits_roles + 6 * self.dq_in_order)
-        return keys + self.num_stages * (queries + bias) + ds + p + barriers
+        tanh = self.block_n * self.block_m * 4 if self.sums_softcap else 0
+        return keys + self.num_stages * (queries + bias) + ds + p + tanh + barriers
 
 
 @dataclass(frozen=True, kw_only=True)

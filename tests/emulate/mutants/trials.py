@@ -252,6 +252,9 @@ _TERMS = replace(
 _TERMS_OF_SCORES = replace(
     _GROUPED, seqlen_q=70, head_dim=16, head_dim_v=16, softcap=2.0, score_spread=3.0, alibi_slopes=(4,)
 )
+_KEY_SUMS = replace(
+    _GROUPED, seqlen_k=140, head_dim=64, head_dim_v=40, alibi_slopes=(2, 4), bias=(2, 1, 1, 140), bias_dtype="input"
+)
 _FAR = replace(_TERMS, seqlen_q=33, seqlen_k=18, batch=2, num_heads_kv=2, bias=(2, 2, 33, 18), mask=(2, 2, 33, 18))
 _FLOAT32 = replace(_TERMS, dtype="float32", softcap=20.0)
 _SINKS = replace(_LENGTHS, kv_lengths=(2, 0, 77), sinks=True, dlse=True, score_spread=4.0)
@@ -431,6 +434,41 @@ TRIALS = {
         case=replace(_TERMS_OF_SCORES, softcap=20.0, causal=True), tiles=_SCORES, need=_SUMS, num_sms=1
     ),
     "packed sums": Trial(case=replace(_PACKED, softcap=5.0), tiles=_SCORES, need=_SUMS),
+    # The same by tiles of keys: heads of a group one after another, the last tile shared by blocks, and hidden tiles.
+    "key sums": Trial(
+        case=replace(_KEY_SUMS, softcap=2.0, score_spread=3.0),
+        tiles=(_BACKWARD_SM90, None),
+        num_sms=1,
+        need=("dk", "dbias", *_SUMS),
+    ),
+    "key sums shared": Trial(
+        case=replace(_KEY_SUMS, seqlen_k=350, bias=(1, 4, 1, 350)),
+        tiles=(_DK_FROM_SHARED, None),
+        num_sms=11,
+        shares=True,
+        need=("dv", "dbias", "dalibi_slopes", "dscale"),
+    ),
+    "key sums blocks": Trial(
+        case=replace(_KEY_SUMS, bias=(140,), block_mask=(2, 4), block_size=(64, 128), blocks_kept=0.4),
+        tiles=(_BACKWARD_SM90, None),
+        num_sms=1,
+        need=("dk", "dbias", "dalibi_slopes"),
+    ),
+    "key sums roles": Trial(
+        case=_KEY_SUMS, tiles=(_SPLIT_ROLES, None), num_sms=1, need=("dk", "dbias", "dalibi_slopes", "dscale")
+    ),
+    "key sums none": Trial(
+        case=replace(_KEY_SUMS, kv_lengths=(140, 60)),
+        tiles=(_BACKWARD_SM90, None),
+        num_sms=1,
+        need=("dk", "dbias", "dalibi_slopes", "dscale"),
+    ),
+    "packed key sums": Trial(
+        case=replace(_PACKED, softcap=5.0), tiles=(_BACKWARD_SM90, None), num_sms=1, need=("dk", *_SUMS)
+    ),
+    "small softcap key sums": Trial(
+        case=replace(_KEY_SUMS, softcap=4.0), tiles=(_BACKWARD_SM90, None), num_sms=1, need=("dk", "dsoftcap")
+    ),
     "only dk": Trial(case=_SMALL, tiles=_backward(), need=("dk",)),
     "only dv": Trial(case=_SMALL, tiles=_backward(), need=("dv",)),
     "sm90 only dv": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_BACKWARD_SM90, None), num_sms=1, need=("dv",)),

@@ -1,0 +1,96 @@
+// Gradients of what scores are made of beside q and k, as sums over the keys that a consumer of sm90/backward.cu owns:
+//
+//   dslope = -sum dS |i + diagonal - j|      dbias = sum dS, of a bias that differs from key to key only
+//   dscale = sum dS * cap'(s) (k . q) = sum of K * dK over all elements, before dK is scaled
+//   dsoftcap = sum dS * (T - X (1 - T^2)),   X = scale (k . q) / softcap,   T = tanh X
+//
+// They stay in registers until the walk comes to the next query head, and go to around/scores_reduce.cu, but for dscale,
+// which the consumer makes of dK and of the K that still lies in shared memory.
+#pragma once
+#include "common/fragments.cuh"
+#include "common/key_sums.cuh"
+#include "common/reduce.cuh"
+#include "sm90/backward_work.cuh"
+#include "sm90/tiles.cuh"
+
+constexpr bool kSumsScores = kNeedsDalibiSlopes || kNeedsDbias;
+constexpr bool kMakesSums = kSumsScores || kNeedsDscale || kNeedsDsoftcap;
+// Where there is a soft cap, before gradients of scores are made into those of products; otherwise when these are on
+// their way to the warpgroup of dQ.
+constexpr bool kSumsEarly = kSumsScores && kHasSoftcap, kSumsLate = kSumsScores && !kHasSoftcap;
+
+// Where a warp of a consumer leaves what it summed of its 16 keys.
+struct KeySumsPlace {
+  const Params& params;
+  const BackwardWork& work;
+  int warp;  // of the tile of keys
+
+  // From the query of a lane's first element to its first key.
+  CUFLASH_DEVICE float distance(int row) const {
+    return (float)(row + params.diagonal + work.own_diagonal - (work.first_key + 16 * warp + fragment_row()));
+  }
+
+  // Warp. What belongs to one query head: a lane's sums, of its two keys.
+  CUFLASH_DEVICE void leave(int head, const float (&slope)[2], const float (&bias)[2]) const {
+    const i64 part = key_part_of(params, head, work.work.batch, work.work.block, work.part);
+    if constexpr (kNeedsDalibiSlopes) {
+      const double sum = warp_sum(slope[0] + slope[1]);
+      if (lane_index() == 0) slope_sums_of(params, part)[warp] = sum;
+    }
+    if constexpr (kNeedsDbias) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float sum = bias[half] + ptx::shuffle_xor(bias[half], 1);
+        sum += ptx::shuffle_xor(sum, 2);
+        if (fragment_column() == 0) bias_sums_of(params, part)[16 * warp + fragment_row() + 8 * half] = sum;
+      }
+    }
+  }
+  // Warp. What belongs to all: the sum of dscale, and those of dsoftcap of a lane.
+  CUFLASH_DEVICE void leave(double scale, const float (&softcap)[2]) const {
+    if (kNeedsDscale && lane_index() == 0) block_sums_of(params, false, ptx::block_index())[warp] = scale;
+    if constexpr (kNeedsDsoftcap) {
+      const double sum = warp_sum(softcap[0] + softcap[1]);
+      if (lane_index() == 0) block_sums_of(params, true, ptx::block_index())[warp] = sum;
+    }
+  }
+
+  // Warp. Zeros for all parts that are the block's to leave: it may meet no query of a head.
+  CUFLASH_DEVICE void leave_zeros() const {
+    if constexpr (kSumsScores) {
+      const int first = work.part, stop = work.is_shared ? first + 1 : params.tail_splits;
+      for (int head = work.first_head; head < work.stop_head; ++head)
+        for (int part = first; part < stop; ++part) {
+          const i64 index = key_part_of(params, head, work.work.batch, work.work.block, part);
+          if (kNeedsDalibiSlopes && lane_index() == 0) slope_sums_of(params, index)[warp] = 0;
+          if (kNeedsDbias && fragment_column() == 0) {
+            bias_sums_of(params, index)[16 * warp + fragment_row()] = 0;
+            bias_sums_of(params, index)[16 * warp + fragment_row() + 8] = 0;
+          }
+        }
+    }
+  }
+};
+
+// Warp. Sums of a tile that does not exist.
+CUFLASH_DEVICE void leave_nothing(const Params& params, const BackwardWork& work) {
+  const KeySumsPlace sums = {params, work, (int)warp_index()};
+  sums.leave_zeros();
+  sums.leave(0.0, {0.0f, 0.0f});
+}
+
+// Warp. The sum of a lane's products of the elements of `value` with those of its 16 rows, from row `r` of a tile of
+// `rows` rows on.
+template <int rows, int n_tiles>
+CUFLASH_DEVICE float sum_of_products(u32 tile, int r, const float (&value)[n_tiles][4]) {
+  float sum = 0;
+#pragma unroll
+  for (int k = 0; k < n_tiles / 2; ++k) {
+    Fragment element;
+    load_fragment_chunked<rows>(tile, r, k, element);
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      sum += value[2 * k + i / 4][i % 4] * ptx::to_float32(Element{}, (u16)(element.word[i / 2] >> i % 2 * 16));
+  }
+  return sum;
+}
