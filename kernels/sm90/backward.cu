@@ -469,7 +469,7 @@ struct Consumer {
 
   CUFLASH_DEVICE void run() {
     // Otherwise it meets queries of every head.
-    if constexpr (makes_dk && kSumsScores && (kSplitsTail || kHasBlockMask)) sums().leave_zeros();
+    if constexpr (makes_dk && kSumsScores && (kSplitsTail || kHasLists)) sums().leave_zeros();
     double dscale = 0;
     if (work.num_steps > 0) {
       wait_for_keys();

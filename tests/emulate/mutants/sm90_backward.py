@@ -252,7 +252,7 @@ MUTANTS = (
            "if (walk.head == head) return;", "key sums shared"),
     mutant("a head begins with the sums of another", BACKWARD,
            "    dslope[0] = dslope[1] = dbias[0] = dbias[1] = 0;\n", "", "key sums"),
-    mutant("shares without a query leave nothing", BACKWARD, "(kSplitsTail || kHasBlockMask)) sums", "false) sums",
+    mutant("shares without a query leave nothing", BACKWARD, "(kSplitsTail || kHasLists)) sums", "false) sums",
            "key sums shared", "key sums blocks"),
     mutant("tiles without a query leave nothing", BACKWARD,
            "    } else if constexpr (makes_dk && kSumsScores) {\n      sums().leave_zeros();\n", "", "key sums none"),
