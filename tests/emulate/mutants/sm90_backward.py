@@ -239,7 +239,8 @@ MUTANTS = (
     mutant("overlap waits all the same", BACKWARD_WORK, "if (*overlap_of(params, num_m_blocks)) num_steps = 0;", "",
            "packed wild"),
     # ---- sums by keys: sm90/backward.cu, sm90/backward_sums.cuh, common/key_sums.cuh and what adds them
-    mutant("a slope pulls the other way by keys", BACKWARD_SUMS, "slope[i / 2] -= ds", "slope[i / 2] += ds", "key sums"),
+    mutant("a slope pulls the other way by keys", BACKWARD_SUMS, "slope[i / 2] -= ds", "slope[i / 2] += ds",
+           "key sums"),
     mutant("distances without a sign's care", BACKWARD_SUMS, "ds * fabsf(distance", "ds * (distance", "key sums"),
     mutant("distances of the upper keys", BACKWARD_SUMS, "i % 2 - i / 2 * 8))", "i % 2))", "key sums"),
     mutant("dbias of the upper keys for both", BACKWARD_SUMS, "bias[i / 2] += ds", "bias[0] += ds", "key sums"),
@@ -267,7 +268,8 @@ MUTANTS = (
            "        lane_sums.softcap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);\n"
            "        ds[n][i] *= 1.0f - tanh[i] * tanh[i];\n",
            "        ds[n][i] *= 1.0f - tanh[i] * tanh[i];\n"
-           "        lane_sums.softcap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);\n", "key sums"),
+           "        lane_sums.softcap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);\n",
+           "key sums"),
     mutant("gradients of products without the derivative", BACKWARD, "ds[n][i] *= 1.0f - tanh[i] * tanh[i];", ";",
            "key sums"),
     mutant("all scores are small", BACKWARD, "        if (scores_are_small)\n", "        if (true)\n", "key sums"),
