@@ -88,9 +88,8 @@ struct Consumer {
   Position<kPStages> p_at;
   Walk walk;
   int stage_before = 0;
-  float dslope[2] = {0, 0}, dbias[2] = {0, 0};  // of the query head at hand, by key
-  float dsoftcap[2] = {0, 0};                   // of all
-  bool scores_are_small = false;                // of the step at hand, beside the soft cap
+  LaneSums lane_sums;
+  bool scores_are_small = false;  // of the step at hand, beside the soft cap
 
   CUFLASH_DEVICE Consumer(const BackwardParams& params_, const Shared& shared_, const Work& found, u32 index_)
       : params(params_),
@@ -351,7 +350,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         ds[n][i] = gradient_of(p[n][i], ds[n][i], kept_scale, delta[i % 2]);
-        if constexpr (kSumsEarly) add_to_sums(n, i, ds[n][i], distance);
+        if constexpr (kSumsEarly) lane_sums.add(n, i, ds[n][i], distance);
         if constexpr (kHasSoftcap && makes_dv && !kNeedsDsoftcap) ds[n][i] *= element_of(derivative[n], i);
       }
     }
@@ -361,18 +360,13 @@ struct Consumer {
     }
   }
 
-  // The gradient of the score of element `i` of n-tile `n`; `distance` is that of element 0 of n-tile 0.
-  CUFLASH_DEVICE void add_to_sums(int n, int i, float ds, float distance) {
-    if constexpr (kNeedsDalibiSlopes) dslope[i / 2] -= ds * fabsf(distance + (float)(8 * n + i % 2 - i / 2 * 8));
-    if constexpr (kNeedsDbias) dbias[i / 2] += ds;
-  }
   CUFLASH_DEVICE u32 s_tanh() const { return shared.tanh + index * kBytesTanh + thread * 16; }
   CUFLASH_DEVICE KeySumsPlace sums() const { return {common, work, (int)(first + warp_key) / 16}; }
   // At the end of a step of a query head: leaves what belongs to it if it was the last one.
   CUFLASH_DEVICE void leave_sums(int head, bool last) {
     if (walk.head == head && !last) return;
-    sums().leave(head, dslope, dbias);
-    dslope[0] = dslope[1] = dbias[0] = dbias[1] = 0;
+    sums().leave(head, lane_sums);
+    lane_sums.start_head();
   }
 
   // Of the gradients of scores: adds to dsoftcap, and makes gradients of products of them.
@@ -384,7 +378,7 @@ struct Consumer {
       ptx::load_shared_f32x4(s_tanh() + n * 128 * 16, tanh);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        dsoftcap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);
+        lane_sums.softcap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);
         ds[n][i] *= 1.0f - tanh[i] * tanh[i];
       }
     }
@@ -457,7 +451,7 @@ struct Consumer {
 #pragma unroll
         for (int n = 0; n < kQueryTiles; ++n)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) add_to_sums(n, i, ds[n][i], distance);
+          for (int i = 0; i < 4; ++i) lane_sums.add(n, i, ds[n][i], distance);
       }
     }
     stage_before = at.stage;
@@ -483,7 +477,7 @@ struct Consumer {
     } else if constexpr (makes_dk && kSumsScores) {
       sums().leave_zeros();
     }
-    if constexpr (makes_dk) sums().leave(dscale, dsoftcap);
+    if constexpr (makes_dk) sums().leave(dscale, lane_sums);
     ping_pong.finish();
     if constexpr (!kSplitsGroup) ptx::sync_named(kEnd, kConsumerThreads + 128);
     if (work.is_shared)

@@ -19,6 +19,19 @@ constexpr bool kMakesSums = kSumsScores || kNeedsDscale || kNeedsDsoftcap;
 // their way to the warpgroup of dQ.
 constexpr bool kSumsEarly = kSumsScores && kHasSoftcap, kSumsLate = kSumsScores && !kHasSoftcap;
 
+// What a lane sums, by its two keys: of the query head at hand, and of all of them.
+struct LaneSums {
+  float slope[2] = {0, 0}, bias[2] = {0, 0};
+  float softcap[2] = {0, 0};
+
+  // The gradient of the score of element `i` of n-tile `n`; `distance` is that of element 0 of n-tile 0.
+  CUFLASH_DEVICE void add(int n, int i, float ds, float distance) {
+    if constexpr (kNeedsDalibiSlopes) slope[i / 2] -= ds * fabsf(distance + (float)(8 * n + i % 2 - i / 2 * 8));
+    if constexpr (kNeedsDbias) bias[i / 2] += ds;
+  }
+  CUFLASH_DEVICE void start_head() { slope[0] = slope[1] = bias[0] = bias[1] = 0; }
+};
+
 // Where a warp of a consumer leaves what it summed of its 16 keys.
 struct KeySumsPlace {
   const Params& params;
@@ -30,27 +43,27 @@ struct KeySumsPlace {
     return (float)(row + params.diagonal + work.own_diagonal - (work.first_key + 16 * warp + fragment_row()));
   }
 
-  // Warp. What belongs to one query head: a lane's sums, of its two keys.
-  CUFLASH_DEVICE void leave(int head, const float (&slope)[2], const float (&bias)[2]) const {
+  // Warp. What belongs to one query head.
+  CUFLASH_DEVICE void leave(int head, const LaneSums& lane) const {
     const i64 part = key_part_of(params, head, work.work.batch, work.work.block, work.part);
     if constexpr (kNeedsDalibiSlopes) {
-      const double sum = warp_sum(slope[0] + slope[1]);
+      const double sum = warp_sum(lane.slope[0] + lane.slope[1]);
       if (lane_index() == 0) slope_sums_of(params, part)[warp] = sum;
     }
     if constexpr (kNeedsDbias) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float sum = bias[half] + ptx::shuffle_xor(bias[half], 1);
+        float sum = lane.bias[half] + ptx::shuffle_xor(lane.bias[half], 1);
         sum += ptx::shuffle_xor(sum, 2);
         if (fragment_column() == 0) bias_sums_of(params, part)[16 * warp + fragment_row() + 8 * half] = sum;
       }
     }
   }
-  // Warp. What belongs to all: the sum of dscale, and those of dsoftcap of a lane.
-  CUFLASH_DEVICE void leave(double scale, const float (&softcap)[2]) const {
+  // Warp. What belongs to all of them, and the warp's sum of dscale.
+  CUFLASH_DEVICE void leave(double scale, const LaneSums& lane) const {
     if (kNeedsDscale && lane_index() == 0) block_sums_of(params, false, ptx::block_index())[warp] = scale;
     if constexpr (kNeedsDsoftcap) {
-      const double sum = warp_sum(softcap[0] + softcap[1]);
+      const double sum = warp_sum(lane.softcap[0] + lane.softcap[1]);
       if (lane_index() == 0) block_sums_of(params, true, ptx::block_index())[warp] = sum;
     }
   }
@@ -76,7 +89,7 @@ struct KeySumsPlace {
 CUFLASH_DEVICE void leave_nothing(const Params& params, const BackwardWork& work) {
   const KeySumsPlace sums = {params, work, (int)warp_index()};
   sums.leave_zeros();
-  sums.leave(0.0, {0.0f, 0.0f});
+  sums.leave(0.0, {});
 }
 
 // Warp. The sum of a lane's products of the elements of `value` with those of its 16 rows, from row `r` of a tile of

@@ -64,6 +64,12 @@ CONFIGURATIONS = [
         deterministic=True,
     ),
     Kernels(head_dim=128, need=("dk", "dv", "dbias"), options={"window": (40, 20), "dlse": True}, bias=(False, False)),
+    Kernels(
+        head_dim=128,
+        need=("dk", "dbias", "dalibi_slopes", "dscale"),
+        options={"alibi_slopes": True, "mask": True},
+        bias=(True, True),
+    ),
     Kernels(head_dim=96, need=("dv", "dalibi_slopes", "dscale"), options={"alibi_slopes": True}, packed=True),
     Kernels(head_dim=160, need=("dv", "dscale"), options={"softcap": 5.0}, deterministic=True),
     Kernels(
@@ -97,6 +103,8 @@ def cases(draw, what):
         options["alibi_slopes"] = draw(st.sampled_from([(num_heads,), (entries, num_heads)]))
     if "kv_lengths" in options:
         options["kv_lengths"] = tuple(draw(st.integers(0, options["seqlen_k"])) for _ in range(batch))
+    if "mask" in options:
+        options["mask"] = (batch, draw(st.sampled_from([1, num_heads])), options["seqlen_q"], options["seqlen_k"])
     if "block_mask" in options:
         options |= {"block_mask": draw(st.sampled_from([(), (batch, num_heads)])), "block_size": (64, 48)}
     return ct.Case(
