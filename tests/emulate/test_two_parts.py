@@ -30,7 +30,7 @@ FORWARD_ROWS = (
 BACKWARD_ROWS = (
     *BACKWARD_TF32_SM90_TILES,
     replace(NARROW, num_buffers=3, dq_late=True),
-    replace(WIDE, num_stages=1, num_buffers=2, dq_columns=128, dq_late=False),
+    replace(WIDE, num_stages=1, num_buffers=2, dq_late=False),
 )
 
 

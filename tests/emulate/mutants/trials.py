@@ -150,7 +150,6 @@ def _sm90(
         block_n=block_n,
         num_stages=num_stages,
         ping_pong=ping_pong,
-        keep_before=True,
         q_stages=q_stages,
         origin="of a trial",
     )
@@ -200,11 +199,11 @@ _BACKWARD_SM90 = BackwardSm90Tile(
 _DK_FROM_SHARED = replace(_BACKWARD_SM90, schedule="kSharedDs")
 _SPLIT_ROLES = replace(_BACKWARD_SM90, block_n=64, schedule="kSplitRoles")
 _BACKWARD_PARTS = (
-    BackwardFloat32Sm90Tile(max_dim=128, num_stages=1, num_buffers=1, dq_columns=64, dq_late=True, origin="of a trial"),
+    BackwardFloat32Sm90Tile(max_dim=128, num_stages=1, num_buffers=1, dq_late=True, origin="of a trial"),
     None,
 )
 _BACKWARD_PARTS_RING = (
-    BackwardFloat32Sm90Tile(max_dim=64, num_stages=2, num_buffers=2, dq_columns=64, dq_late=False, origin="of a trial"),
+    BackwardFloat32Sm90Tile(max_dim=64, num_stages=2, num_buffers=2, dq_late=False, origin="of a trial"),
     None,
 )
 _DECODE_TILES = (DecodeSm90Tile(max_dim=128, block_n=32, num_stages=2, min_blocks=1, origin="of a trial"),)
