@@ -180,7 +180,7 @@ def widest_accesses(
 
 
 def of_pass(pass_: Pass, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the arrays of both passes that are arguments of one."""
+    """The arrays that are arguments of one pass, of those of both."""
     own = ("out", "lse") if pass_ == "forward" else ("dout", "out", "lse", "dlse", *GRADIENTS)
     return {name: array for name, array in arrays.items() if name in (*INPUTS, *NAMES, *own)}
 

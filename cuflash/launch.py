@@ -6,8 +6,8 @@ it up, fill in the pointers and launch, on CuPy's current stream of the arrays' 
 
 The number of keys is an exception. A forward pass whose k and v grow by a row a call, as they do in decoding, finds the
 launch of the call before: the key has only what a plan depends on of that number, and the call fills in the rest. Most
-of the time of that goes into tensor maps. Where k and v are slices of a longer cache, whose memory goes on after them, and
-the kernel hides what lies past the last key, maps reach over as many keys as the launch serves, and stay the same.
+of the time of that goes into tensor maps. Where k and v are slices of a longer cache, whose memory goes on after them,
+and the kernel hides what lies past the last key, maps reach over as many keys as the launch serves, and stay the same.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ OF_NUMBERS = tuple(f"d{name}" for name in NUMBERS)
 OF_SCORES = (*(term.gradient for term in TERMS if term.part_of == "scores"), *OF_NUMBERS)
 OF_SOFTMAX = tuple(term.gradient for term in TERMS if term.part_of == "softmax")
 GRADIENTS = (*DEFAULT_NEED, *OF_SCORES, *OF_SOFTMAX)
-# Those that only a problem with such an option has.
+# Gradients that only a problem with a certain option has, and that option.
 OF_OPTIONS = {f"d{name}": name for name in NUMBERS[1:]} | {term.gradient: term.name for term in TERMS if term.part_of}
 
 

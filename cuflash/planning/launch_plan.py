@@ -64,7 +64,7 @@ class ScratchLayout:
 
     @property
     def nbytes(self) -> int:
-        """Of the allocation."""
+        """Bytes of the allocation."""
         return sum(self._rounded)
 
     @property

@@ -83,7 +83,7 @@ CUFLASH_DEVICE constexpr int max_of(int a, int b) { return a > b ? a : b; }
 CUFLASH_DEVICE constexpr int min_of(int a, int b) { return a < b ? a : b; }
 CUFLASH_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 CUFLASH_DEVICE int at_least_zero(int a) { return a > 0 ? a : 0; }
-// Of a NaN and a number, either.
+// The larger one; of a NaN and a number it may be either.
 CUFLASH_DEVICE float max_of(float a, float b) { return fmaxf(a, b); }
 CUFLASH_DEVICE double max_of(double a, double b) { return a > b ? a : b; }
 

@@ -74,7 +74,7 @@ struct ScoreTiles {
     skip_hidden(params);
   }
 
-  // By the block mask.
+  // What the block mask leaves of this tile.
   CUFLASH_DEVICE Pairs pairs_left(const Params& params) const {
     return pairs_of(params, BlockMask(params, batch, head), m_block, n_block);
   }
