@@ -47,7 +47,8 @@ CUFLASH_DEVICE void block_lists(const Params& params) {
     return left == Pairs::kAll && !full ? Pairs::kSome : left;
   };
 
-  i32* list = list_of(params, kListsKeys ? params.key_lists : params.query_lists, batch, head, block, num_lists, length);
+  i32* list =
+      list_of(params, kListsKeys ? params.key_lists : params.query_lists, batch, head, block, num_lists, length);
   int listed = 0;
   const auto add_those_with = [&](Pairs wanted) {
     for (int other = range.start + lane_index(); other < range.stop + (int)lane_index(); other += 32) {

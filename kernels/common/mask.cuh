@@ -17,7 +17,9 @@ struct BlockMask {
               head * params.block_mask.head_stride;
   }
 
-  CUFLASH_DEVICE bool has(int m_block, int n_block) const { return bytes[m_block * row_stride + n_block * key_stride] != 0; }
+  CUFLASH_DEVICE bool has(int m_block, int n_block) const {
+    return bytes[m_block * row_stride + n_block * key_stride] != 0;
+  }
 };
 
 // What is visible of a tile, or of a block.

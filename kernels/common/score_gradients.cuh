@@ -48,8 +48,8 @@ struct ScoreTiles {
       return;
     }
     batch = {owned(kSumsBatch, params.batch)};
-    left = (i64)(kSumsBatch ? params.batch : 1) * (kSumsHeads ? params.num_heads : 1) * (kSumsQueries ? num_m_blocks : 1) *
-           (kSumsKeys ? num_n_blocks : 1);
+    left = (i64)(kSumsBatch ? params.batch : 1) * (kSumsHeads ? params.num_heads : 1) *
+           (kSumsQueries ? num_m_blocks : 1) * (kSumsKeys ? num_n_blocks : 1);
   }
 
   // Only the share of one of `splits` blocks, and of that only tiles of which something is visible.
