@@ -90,6 +90,7 @@ ALWAYS = {
 WHEN_NEEDED = {
     "operands": {"numpy", "ml_dtypes"},
     "planning.tiles": {"typing_extensions"},  # for a type checker
+    "planning.sm90.tiles": {"typing_extensions"},  # for a type checker
     "values": {"numpy"},
     "problem": {"numpy", "typing_extensions"},  # for a type checker
     "flash_attention": {"typing_extensions"},
