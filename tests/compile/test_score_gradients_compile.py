@@ -1,6 +1,7 @@
 """The rows of gradients of bias, slopes, scale and softcap, and kernels that are asked for some gradients only."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -95,7 +96,7 @@ KEY_SUMS_SPILLS = {
     (128, "dbias"): 64,
     (128, "dsoftcap"): 72,
 }
-SUMMED = {
+SUMMED: dict[str, dict[str, Any]] = {
     "dscale": {},
     "dalibi_slopes": {"alibi_slopes": (4,), "causal": True},
     "dsoftcap": {"softcap": 20.0},

@@ -3,18 +3,17 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import attention
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from test_lse_and_sinks import inputs_of
-from test_score_gradients import by_oracle
 
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning import DeviceSpec, backward
 from cuflash.terms import GRADIENTS
+from tests.emulate import attention
+from tests.emulate.attention import forward_by_oracle, inputs_of
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -118,7 +117,7 @@ def test_sums_by_keys(what, data):
     """They are within the oracle rule, come from no kernel of their own, and are the same in any order of threads."""
     case, shares = data.draw(cases(what)), data.draw(st.sampled_from(sorted(SHARES)))
     problem, arrays = inputs_of(case, deterministic=what.deterministic)
-    out, lse = by_oracle(case, problem, arrays)
+    out, lse = forward_by_oracle(problem, arrays, **case.random)
     device = replace(DeviceSpec.for_arch("9.0"), num_sms=SHARES[shares])
     with pytest.MonkeyPatch.context() as patch:
         if shares == "queries":
@@ -154,7 +153,7 @@ def test_what_the_main_kernel_does_not_sum_has_a_kernel_of_its_own(changes, need
     sizes = {"batch": 2, "num_heads": 4, "num_heads_kv": 2, "seqlen_q": 70, "seqlen_k": 140, "head_dim": 64}
     case = ct.Case(**sizes | changes, dtype="bfloat16")
     problem, arrays = inputs_of(case)
-    out, lse = by_oracle(case, problem, arrays)
+    out, lse = forward_by_oracle(problem, arrays, **case.random)
     need = ("dk", need)
     plan = attention.plan_for(problem, "backward", arrays | {"out": out}, DeviceSpec.for_arch("9.0"), None, need)
     (reason,) = [line for line in plan.reason.splitlines() if line.startswith(f"{need[1]}: not by sm90/backward: ")]
@@ -170,7 +169,7 @@ def test_sums_do_not_depend_on_what_else_is_needed():
         bias=(4, 1, 140), alibi_slopes=(4,), sinks=True, dlse=True,
     )  # fmt: skip
     problem, arrays = inputs_of(case)
-    out, lse = by_oracle(case, problem, arrays)
+    out, lse = forward_by_oracle(problem, arrays, **case.random)
 
     def run(*need):
         found = attention.backward(problem, arrays, out, lse, need=need, arch="9.0")
