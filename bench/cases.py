@@ -100,11 +100,11 @@ class Case:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Those of OPTIONS that it has."""
+        """The names in OPTIONS of what the case has."""
         return tuple(name for name in OPTIONS if getattr(self, name))
 
     def block_mask(self) -> np.ndarray:
-        """Of every block of rows the same number of blocks of keys."""
+        """A mask in which every block of rows sees the same number of blocks of keys."""
         kept, n = self._blocks_of_a_row
         return random(-(-self.seqlen_q // BLOCK), n, kept, seed=0)
 

@@ -166,7 +166,7 @@ def gradient_rows(
 
 
 def of_rows(case: Case, inputs: Inputs, batch: int, head: int, rows: slice) -> dict[str, Any]:
-    """Of the terms and options what some rows of one head have, by the names that `softmax_rows` knows."""
+    """The terms and options of some rows of one head, by the names that `softmax_rows` knows."""
     given = {name: x for name in ("causal", "window", "softcap") if (x := getattr(case, name))}
     for name, x in inputs.terms.items():
         if x.ndim == 4:

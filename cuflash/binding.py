@@ -180,7 +180,7 @@ def widest_accesses(
 
 
 def of_pass(pass_: Pass, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the arrays of both passes that are arguments of one."""
+    """The arrays that are arguments of one pass, of those of both."""
     own = ("out", "lse") if pass_ == "forward" else ("dout", "out", "lse", "dlse", *GRADIENTS)
     return {name: array for name, array in arrays.items() if name in (*INPUTS, *NAMES, *own)}
 
@@ -194,8 +194,8 @@ def planned_length(seqlen_k: int) -> int:
     return -(-seqlen_k // step) * step
 
 
-# The arrays of a forward pass whose axis of keys may be longer in the next call, that axis, the number of keys, and all
-# that a plan depends on of it.
+# The arrays of a forward pass whose axis of keys may be longer in the next call, that axis, the number of keys, and
+# what a plan depends on of this number.
 Growing = tuple[tuple[str, ...], int, int, tuple[Any, ...]]
 FIXED: Growing = ((), 0, 0, ())
 _K_AND_V, _TABLE = ("k", "v"), ("block_table",)
@@ -203,10 +203,10 @@ _OVER_KEYS = tuple(term.name for term in TERMS if term.has_keys)
 
 
 def growing_keys(options: Options, arrays: Mapping[str, Any]) -> Growing:
-    """What may grow in a forward pass. Nothing is checked that `bind` checks: it takes a tenth of a call as it is.
+    """What may grow in a forward pass. It takes a tenth of a call as it is, so it leaves all checks to `bind`.
 
-    `FIXED` where another array than k, v and the block table has an axis of keys, or where shapes do not fit. And where
-    the axis has length 1: its stride then says nothing of longer ones.
+    The answer is `FIXED` where an array beside k, v and the block table has an axis of keys, where shapes do not fit,
+    and where the axis of keys has length 1: the stride of such an axis says nothing of longer ones.
     """
     for name in _OVER_KEYS:
         if arrays[name] is not None:
@@ -273,7 +273,7 @@ def _contiguous(name: str, problem: Problem, given: Mapping[str, Shaped]) -> Con
 
 
 def _steps(array: Shaped) -> list[int]:
-    """Bytes between neighbours along each axis that has some."""
+    """Bytes between neighbours, for each axis along which there are neighbours."""
     return [abs(stride) for n, stride in zip(array.shape, array.strides, strict=True) if n > 1]
 
 

@@ -93,7 +93,7 @@ def bound(pass_: Pass, options: Options, given: Mapping[str, Any], need: tuple[s
 
 
 def _given(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Those arrays that there are."""
+    """The arrays that are given."""
     return {name: x for name, x in arrays.items() if x is not None}
 
 

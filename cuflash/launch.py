@@ -5,9 +5,9 @@ kept under everything that it depends on: options, shapes, strides, dtypes, poin
 it up, fill in the pointers and launch, on CuPy's current stream of the arrays' device, without a synchronisation.
 
 The number of keys is an exception. A forward pass whose k and v grow by a row a call, as they do in decoding, finds the
-launch of the call before: the key has only what a plan depends on of that number, and the call fills in the rest. To
-make tensor maps takes longest of that. Where k and v are slices of a longer cache, whose memory goes on after them, and
-the kernel hides what lies past the last key, maps reach over as many keys as the launch serves, and stay the same.
+launch of the call before: the key has only what a plan depends on of that number, and the call fills in the rest. Most
+of the time of that goes into tensor maps. Where k and v are slices of a longer cache, whose memory goes on after them,
+and the kernel hides what lies past the last key, maps reach over as many keys as the launch serves, and stay the same.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from cuflash.terms import DEFAULT_NEED
 from cuflash.tuning import candidates, tuned_plan
 from cuflash.values import value_error
 
-MAX_LAUNCHES = 1024  # that are kept: 10 KB each
-OVERLAP_IN_GRAPHS = 12030  # the CUDA version of drivers from which on graphs hold launches that overlap
+MAX_LAUNCHES = 1024  # so many are kept, of 10 KB each
+OVERLAP_IN_GRAPHS = 12030  # from this CUDA version of the driver on, graphs can hold launches that overlap
 
 
 class Plans(NamedTuple):
@@ -56,7 +56,7 @@ class _Kernel(NamedTuple):
     grid: int
     threads: int
     shared_bytes: int
-    config_of: Callable[[int], Any] | None  # that of a launch on a stream, where it follows; None: it does not
+    config_of: Callable[[int], Any] | None  # of a launch on a stream that overlaps the kernel before it; else None
 
 
 @dataclass(eq=False, slots=True)
@@ -284,7 +284,7 @@ def _launch_of(binding: Binding, plan: LaunchPlan, arrays: Mapping[str, Any], gr
     def extent(name: str) -> tuple[int, int]:
         shape = list(given[name].shape)
         if any_length and name in names:
-            # As long as the longest that finds this launch.
+            # As long as in the longest call that finds this launch.
             shape[axis] = -(-planned_length(seqlen_k) * shape[axis] // seqlen_k)
         return _extent(shape, given[name])
 
@@ -323,7 +323,7 @@ def _load(kernel: KernelSpec, device_id: int) -> _Kernel:
 
 
 def _overlapping_config(grid: int, threads: int, shared_bytes: int, stream: int) -> Any:
-    """That of a kernel whose blocks may start before the kernel in front of it has ended: it waits for that itself."""
+    """How to launch a kernel whose blocks may start before the kernel in front of it has ended, which they wait for."""
     driver = _driver()
     attribute, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION

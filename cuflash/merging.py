@@ -185,7 +185,7 @@ def merge_backward(
             weight = xp.where(part_lse == -np.inf, 0, weight)
             part_dout = xp.where(rows.across(weight == 0), 0, rows.across(weight) * dout.astype(lse.dtype))
             part_dout = part_dout.astype(dout.dtype)
-            # Of the gradient as it is rounded, so that delta of the part cancels against the same number.
+            # It is that of the gradient as it is rounded, so that delta of the part cancels against the same number.
             part_dlse = rows.sum(part_dout.astype(lse.dtype) * x.astype(lse.dtype)) - weight * delta
             part_dlse = xp.where(weight == 0, 0, part_dlse + weight * arrays.get("dlse", 0))
             douts.append(part_dout)

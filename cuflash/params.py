@@ -97,9 +97,8 @@ def parameters(
     for name, operand in {**inputs, **operands}.items():
         if operand is not None:
             strides = params[f"{name}_strides"][0]
-            strides[:] = (operand.strides + (0,) * len(strides))[
-                : len(strides)
-            ]  # the last axis of q, k, … is contiguous
+            # Kernels get no stride of the last axis of q, k and so on, which is contiguous.
+            strides[:] = (operand.strides + (0,) * len(strides))[: len(strides)]
     for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q"):
         params[name] = getattr(problem, name)
     for name, number in zip(_OF_LENGTH, length_numbers(problem), strict=True):
@@ -144,11 +143,11 @@ class Frame:
 
 
 class Argument:
-    """What the calls of one problem have in common of the argument, and frames that hold that of a call.
+    """What the arguments of all calls of one problem have in common, and frames, each of which holds one of them.
 
-    `names` are the arrays of a call, scratch arrays among them. A call takes a frame, or makes one where others are in
-    use, and gives it back once its kernels are launched: only what changes from call to call is written then, mostly
-    the addresses of arrays.
+    `names` are the arrays of a call, scratch arrays among them. A call takes a frame, or makes one where all others are
+    in use, and gives it back once its kernels are launched. It writes only what changes from call to call, mostly the
+    addresses of arrays.
     """
 
     def __init__(self, plan: LaunchPlan, operands: Mapping[str, Operand], names: Sequence[str]) -> None:
@@ -192,5 +191,5 @@ class Argument:
         return frame
 
     def give_back(self, frame: Frame) -> None:
-        """The kernels are launched: others may write to the frame."""
+        """Say that the kernels are launched, and that another call may write to the frame."""
         self._free.append(frame)

@@ -112,7 +112,7 @@ class Problem:
         )
 
     def given(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Those of these options, names of `terms.NAMES` and `terms.NUMBERS`, that the problem has."""
+        """The options that the problem has, of these names, which are of `terms.NAMES` and `terms.NUMBERS`."""
         return tuple(name for name in names if getattr(self, name) is not None)
 
     @property
@@ -144,7 +144,7 @@ class Problem:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the arrays hold sequences one behind the other."""
+        """Whether the arrays hold packed sequences, one after the other."""
         return self.cu_seqlens_q is not None
 
     @property
@@ -166,7 +166,7 @@ class Problem:
 
     @property
     def mean_sequence(self) -> Problem:
-        """The problem itself; of packed sequences one of them, of mean length, rounded up: plans are made for that."""
+        """The problem itself, or one packed sequence of mean length, rounded up: plans are made for that."""
         if not self.is_packed:
             return self
         return self.of_sequence(*(-(-n // max(self.batch, 1)) for n in (self.seqlen_q, self.seqlen_k)))
@@ -429,7 +429,7 @@ def check_pages(problem: Problem, block_table: NDArray[Any], kv_lengths: NDArray
 
 
 def _number_of_sequences(ndim: int, cu_seqlens_q: Shaped | None, cu_seqlens_k: Shaped | None) -> int:
-    """Of packed arrays, from where their sequences start."""
+    """How many sequences packed arrays hold, from where these start."""
     if cu_seqlens_q is None or cu_seqlens_k is None:
         names = ("cu_seqlens_q", "cu_seqlens_k")
         missing, other = names if cu_seqlens_q is None else reversed(names)

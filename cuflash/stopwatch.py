@@ -15,7 +15,7 @@ from cuflash.options import Options
 from cuflash.planning import LaunchPlan
 
 REPEATS = 11  # of which the median counts
-FLUSH_ROWS = 1024  # that are reduced, one by a block or more
+FLUSH_ROWS = 1024  # of the data that fill the L2 cache; one block or more reduces each
 FLUSH_BYTES = 2**28
 RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 # In units in the last place of the largest result, by the size of an element: what is right differs by fewer, a mistake

@@ -31,7 +31,7 @@ class TensorMapSpec:
 
     @property
     def columns(self) -> int:
-        """Of a box."""
+        """Bytes of a box."""
         return LINE_BYTES // ITEMSIZE[self.dtype]
 
     @property

@@ -19,27 +19,27 @@ class Term:
     Attributes
     ----------
     dtypes : tuple of str
-        Those it may have; "input" stands for the dtype of q, "softmax" for that of lse.
+        The dtypes that it may have; "input" stands for that of q, "softmax" for that of lse.
     hint : str
         What a message about a wrong dtype adds.
     shapes : tuple
-        Those it may have, as names of axes; with `broadcasts` one, to which it broadcasts. Empty where the shape
-        follows from more than the sizes of the problem: `cuflash.problem` checks it.
+        The shapes that it may have, as names of axes. With `broadcasts` there is one, to which the array is broadcast.
+        Empty where the shape follows from more than the sizes of the problem: then `cuflash.problem` checks it.
     strides : int
-        How many the kernels get.
+        How many strides the kernels get.
     part_of : {"", "scores", "softmax"}
-        What it is a part of, and has a gradient by, of its shape and dtype: a summand of the scores, or of the sum of
-        exponentials, which lse has in it.
+        Whether it is a summand of the scores, or of the sum of exponentials, which lse has in it. Such a term has a
+        gradient, of its own shape and dtype.
     goes_packed : bool
         Whether it may be given with packed sequences.
     has_keys : bool
         Whether one of its axes is as long as there are keys, or blocks of them.
     acts : int
-        In which place it acts on a score, as the kernels do it: their names list it there. 0: it does not act, but says
-        where arrays lie.
+        In which place it acts on a score; the names of kernels list options in this order. 0 for a term that does not
+        act on scores, but says where arrays lie.
     define : str
-        The macro that tells kernels of it: 1 where it is given, or, of one that ends with "_BYTES", the size of its
-        elements; 0 where it is not. Empty where kernels are told more than that.
+        The macro that tells kernels of it. It is 0 where the term is absent. Where the term is given it is 1, or the
+        size of an element if its name ends with "_BYTES". Empty where kernels need to know more than that.
     """
 
     name: str
@@ -133,14 +133,14 @@ DEFINES: Mapping[str, str] = {
     **{name: f"CUFLASH_HAS_{name.upper()}" for name in NUMBERS[1:]},
     **{term.name: term.define for term in TERMS if term.define},
 }
-# What `backward` gives unless told otherwise; what is a sum of gradients of scores; and all that it can give, in the
-# order in which it does.
+# The gradients that `backward` gives unless it is told otherwise; those that are sums of gradients of scores; those of
+# parts of the softmax; and all of them, in the order in which `backward` gives them.
 DEFAULT_NEED = ("dq", "dk", "dv")
 OF_NUMBERS = tuple(f"d{name}" for name in NUMBERS)
 OF_SCORES = (*(term.gradient for term in TERMS if term.part_of == "scores"), *OF_NUMBERS)
 OF_SOFTMAX = tuple(term.gradient for term in TERMS if term.part_of == "softmax")
 GRADIENTS = (*DEFAULT_NEED, *OF_SCORES, *OF_SOFTMAX)
-# Those that only a problem with such an option has.
+# Gradients that only a problem with a certain option has, and that option.
 OF_OPTIONS = {f"d{name}": name for name in NUMBERS[1:]} | {term.gradient: term.name for term in TERMS if term.part_of}
 
 

@@ -160,7 +160,7 @@ class Trial:
 
     @property
     def tflops(self) -> float:
-        """Of the products over visible pairs, in 1e12 floating-point operations a second."""
+        """How fast the products over visible pairs were made, in 1e12 floating-point operations a second."""
         problem = self.plan.problem
         flops = problem.forward_flops if self.plan.pass_ == "forward" else problem.backward_flops
         return flops / self.seconds / 1e12

@@ -14,7 +14,8 @@ from cuflash.planning.tiles import Tile, choose_row, tile_bytes
 
 FAMILIES: tuple[BackwardFamily[Any], ...] = (BackwardFloat32(), Backward(), sm80.Backward())
 
-# Of resident blocks that a grid should have where more blocks cost extra work: of equal ones, and under a causal mask.
+# How many times the resident blocks a grid should have, where more blocks cost extra work: with blocks of equal length,
+# and under a causal mask.
 # On an H200, one key/value head for 16 query heads, seqlen 4096, in TFLOP/s by blocks that share it: head_dim 64 full 2
 # blocks 549, 4 542, 8 532, 3 516, 5 488; head_dim 128 causal 2 blocks 416, 4 468, 8 475, 16 451, 5 391. Eight of these
 # heads have two waves of tiles: causal at head_dim 128 1 block 522, 2 492, 4 473.
@@ -153,7 +154,7 @@ def _share_work(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks:
 
 
 def _group_splits(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int) -> int:
-    """Blocks that share the query heads of a key/value head, each as many, where tiles of keys are few."""
+    """How many blocks share the query heads of a key/value head, in equal parts, where tiles of keys are few."""
     problem, resident = draft.problem, draft.device.num_sms * main.min_blocks
     waves = WAVES if n_blocks >= WAVES * resident or problem.window_right is None else CAUSAL_WAVES
     most = family.heads_of_block(draft, main)
@@ -163,7 +164,7 @@ def _group_splits(draft: Draft, family: BackwardFamily[Any], main: Tile, n_block
 
 
 def _share_tail(draft: Draft, main: Tile, n_blocks: int) -> None:
-    """Tiles of keys that the device is not full of, all or those of the last wave, are shared where that is faster."""
+    """Let blocks share tiles of keys that do not fill the device, all or those of the last wave, if that is faster."""
     problem, resident = draft.problem, draft.device.num_sms * main.min_blocks
     steps = steps_of_tile(draft, main)
     tiles = problem.batch * problem.num_heads_kv * -(-problem.mean_sequence.seqlen_k // main.block_n)
@@ -183,7 +184,7 @@ def _share_tail(draft: Draft, main: Tile, n_blocks: int) -> None:
 
     splits = min(range(1, min(steps, resident) + 1), key=duration)
     if splits > 1:
-        # Of packed sequences, as large a part of their places.
+        # Packed sequences share as large a part of their places.
         draft.set(whole_tiles=n_blocks - n_blocks * rest // tiles, tail_splits=splits)
 
 
@@ -210,7 +211,7 @@ def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: DqTile | No
 
 
 def _add_main(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int, summed: tuple[str, ...]) -> int:
-    """The kernel whose blocks own keys, and how many of them there are."""
+    """Add the kernel whose blocks own keys; gives how many of them there are."""
     family.prepare(draft, main)
     draft.add_lists(main, "query_lists")
     run_time = draft.run_time

@@ -56,8 +56,8 @@ class Draft:
     def tiles_of(self, seqlen: int, rows: int) -> int:
         """Tiles of so many rows of the queries, or keys, of a head.
 
-        Of packed sequences, places for them: those of sequence b are numbered from start[b] // rows + b on. That is one
-        more than there are tiles at most for each sequence, and for the rows behind the last one.
+        Packed sequences get places for tiles: tile t of sequence b has place start[b] // rows + b + t. At most one is
+        empty for each sequence, and one for the rows behind the last sequence.
         """
         if self.problem.is_packed:
             return seqlen // rows + self.problem.batch + 1
@@ -78,7 +78,7 @@ class Draft:
     def map_tensors(
         self, rows: Mapping[str, int], heads: Mapping[str, int] | None = None, *, read_once: bool = False
     ) -> None:
-        """Tensor maps of these arrays, in boxes of so many rows, and of one head or so many."""
+        """Make tensor maps of these arrays, whose boxes have so many rows, and one head or so many."""
         heads = heads or {}
         self.tensor_maps = tuple(
             tensor_map_spec(name, self.arrays[name], n, heads.get(name, 1), read_once=read_once)
@@ -87,18 +87,21 @@ class Draft:
         self.defines["CUFLASH_ARGUMENT_BYTES"] = MAPS_OFFSET + len(rows) * TENSOR_MAP_BYTES
 
     def own_lists(self, *masks: Operand | None) -> tuple[int, int]:
-        """How many batch entries, and heads, have lists of tiles, or bits, of their own, made of these masks."""
+        """How many batch entries and heads have lists of tiles, or bits, of their own, where these masks make them."""
         strides = [mask.strides for mask in masks if mask is not None]
         of_batch = self.problem.kv_lengths is not None or any(of_batch for of_batch, *_ in strides)
         of_head = any(of_head for _, of_head, *_ in strides)
         return self.problem.batch if of_batch else 1, self.problem.num_heads if of_head else 1
 
     def set(self, **integers: int) -> None:
-        """Fields of `run_time`."""
+        """Set fields of `run_time`."""
         self.run_time = replace(self.run_time, **integers)
 
     def add_lists(self, tile: Tile, name: Literal["key_lists", "query_lists"]) -> None:
-        """With a mask of blocks or bits, the kernel that lists the tiles of keys of each tile of queries, or back."""
+        """With a mask of blocks or bits, add the kernel that lists the visible tiles of keys for tiles of queries.
+
+        "query_lists" are the other way round: tiles of queries for tiles of keys.
+        """
         problem = self.problem
         if not self.defines["CUFLASH_HAS_LISTS"]:
             return
@@ -121,10 +124,7 @@ class Draft:
     def add(
         self, source: str, tile: Tile, blocks: int, shared_bytes: int, makes: Collection[str] = (), /, **defines: int
     ) -> None:
-        """One more kernel: those of compute capability 9.0 need what only its own instruction set has.
-
-        `makes` are results, for the name of one of several kernels of a source.
-        """
+        """Add a kernel. `makes` are the results that it makes, which are in its name where a source has several."""
         check_blocks(blocks)
         name = "_".join((_symbol(source, self.problem, tile), *makes))
         # Launches overlap from compute capability 9.0 on; kernels without blocks are not launched.
@@ -138,6 +138,7 @@ class Draft:
             KernelSpec(
                 source=source,
                 name=name,
+                # Kernels for compute capability 9.0 need instructions that no other one has.
                 target=self.device.target + ("a" if source.startswith("sm90/") else ""),
                 defines=tuple(sorted(every.items())),
                 grid=blocks,
@@ -148,8 +149,8 @@ class Draft:
         )
 
 
-# Options that make no difference to kernels around the main one, and the defines that tell of them. Told of none, these
-# kernels are compiled once for all.
+# Options that make no difference to the kernels around the main one, and the defines that tell of them. These kernels
+# are not told of them, so that one compilation serves them all.
 _UNTOLD: dict[str, tuple[str, ...]] = {
     **{name: (DEFINES[name],) for name in OF_PAIRS if name in DEFINES},
     "mask": (DEFINES["mask"], "CUFLASH_MASK_OF_KEYS", "CUFLASH_MASK_BY_BITS"),
@@ -157,6 +158,7 @@ _UNTOLD: dict[str, tuple[str, ...]] = {
     "dropout": ("CUFLASH_HAS_DROPOUT",),
     "scale": ("CUFLASH_SCALE_IN_EXPONENT",),
 }
+# The options of these that some kernels around the main one ask for.
 _MASKS = ("mask", "block_mask")
 _TOLD = {"lists.cu": _MASKS, "mask_bits.cu": _MASKS, "scores_reduce.cu": ("bias",), "convert.cu": ("dropout",)}
 

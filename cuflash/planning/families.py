@@ -15,7 +15,7 @@ from cuflash.problem import Problem
 
 
 class Family(ABC, Generic[Row]):
-    """A way to compute a pass, by kernels around a main one: its name is `kernel`, and its tiles are of type `tile`."""
+    """A way to compute a pass: a main kernel, named `kernel`, with tiles of type `tile`, and the kernels around it."""
 
     kernel: ClassVar[str]
     tile: ClassVar[type[Tile]]
@@ -30,7 +30,7 @@ class Family(ABC, Generic[Row]):
         """The rows to choose from."""
 
     def why_not(self, draft: Draft) -> str | None:
-        """Why it does not serve a problem: None if it does, "" where nobody would expect it."""
+        """Why it does not serve a problem: None if it does, "" where nobody would expect it to."""
         return None
 
 
@@ -41,9 +41,12 @@ class ForwardFamily(Family[Row]):
 
 
 class BackwardFamily(Family[Row]):
-    """Its main kernel makes dk and dv, whose keys a block owns, and adds to dq, unless that has a kernel of its own."""
+    """A family of the backward pass, whose blocks own keys.
 
-    makes_both: ClassVar[bool] = False  # dk and dv, whichever is wanted
+    They make dk and dv, and add to dq unless dq has a kernel of its own.
+    """
+
+    makes_both: ClassVar[bool] = False  # it makes dk and dv, whichever is wanted
     shares_tail: ClassVar[bool] = False  # blocks may share the queries of the last tiles of keys
     defines: ClassVar[dict[str, int]] = {}  # of all kernels of the pass, for how the main one sees memory
 
@@ -64,11 +67,11 @@ class BackwardFamily(Family[Row]):
         return draft.problem.group_size
 
     def head_section(self, draft: Draft, main: Row) -> int:
-        """Heads whose blocks are side by side in the launch order."""
+        """How many heads have their blocks side by side in the launch order."""
         return draft.run_time.head_section
 
     def back_share(self, problem: Problem, main: Row) -> int:
-        """Of how many heads one walks back from the last query, or 0; kernels/common/backward.cuh says what for."""
+        """One head of so many walks back from the last query; 0: none does. kernels/common/backward.cuh says why."""
         return 0
 
     def why_not_summed(self, draft: Draft, main: Row, name: str) -> str | None:
@@ -80,14 +83,15 @@ class BackwardFamily(Family[Row]):
         return main
 
     def clear_ahead(self, draft: Draft, main: Row) -> int:
-        """Heads in launch order from one to that whose accumulators of dq its blocks clear, or 0: a kernel clears all.
+        """How many heads later in launch order the head is whose accumulators of dq a block clears; 0: a kernel does.
 
-        Those side by side, or parts of groups: the blocks of a head have then all started before those of the other.
+        At least as many as are side by side, or as there are parts of a group: then all blocks of a head have started
+        before the first one of the other.
         """
         return 0
 
     def prepare(self, draft: Draft, main: Row) -> None:
-        """What comes before the main kernel: tensor maps, and kernels that make its operands."""
+        """Add what the main kernel needs: tensor maps, and kernels that make its operands."""
 
 
 F = TypeVar("F", bound=Family[Any])

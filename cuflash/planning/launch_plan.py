@@ -43,11 +43,11 @@ class RunTime:
     whole_tiles: int = 0  # of keys, before those whose queries blocks share (backward)
     tail_splits: int = 1  # blocks that share the queries of each of these (backward)
     resident_blocks: int = 0  # of a kernel whose blocks take one tile after another
-    list_batches: int = 1  # batch entries that have lists of tiles of their own, with a block mask
-    list_heads: int = 1  # query heads that have
+    list_batches: int = 1  # batch entries that have lists of tiles, or bits, of their own
+    list_heads: int = 1  # query heads that have them
     score_splits: int = 1  # blocks that share what is summed to a tile of dbias
     sums_splits: int = 1  # blocks that share the keys of a tile of queries, for sums of gradients of scores
-    clear_ahead: int = 0  # heads in launch order from one to that whose accumulators of dq its blocks clear
+    clear_ahead: int = 0  # how many heads later the head is whose accumulators of dq a block clears; 0: none does
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ScratchLayout:
 
     @property
     def nbytes(self) -> int:
-        """Of the allocation."""
+        """Bytes of the allocation."""
         return sum(self._rounded)
 
     @property

@@ -11,7 +11,8 @@ from cuflash.planning.tiles import Tile
 from cuflash.terms import OF_SCORES, TERMS
 
 SCORES_REDUCE_WARPS = 8
-# The gradient whose kernel stores tiles of gradients of scores. The others are sums: one number, or one for each head.
+# The gradient whose kernel stores tiles of gradients of scores, and the one that is a number for each head. The others
+# are one number.
 _STORED = next(term.gradient for term in TERMS if term.part_of == "scores" and term.broadcasts)
 _OF_HEADS = next(term.gradient for term in TERMS if term.part_of == "scores" and not term.broadcasts)
 _AXES = ("BATCH", "HEADS", "QUERIES", "KEYS")

@@ -309,17 +309,17 @@ def gather_pages(arrays: Mapping[str, Any], layout: str = "bhsd") -> dict[str, A
 
 
 def qkv(arrays: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Of the arrays of a case, the ones that are positional arguments."""
+    """The positional arguments of a call, from the arrays of a case."""
     return arrays["q"], arrays["k"], arrays["v"]
 
 
 def optional(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the arrays of a case, the ones that are keyword arguments: those of `NAMES`."""
+    """The keyword arguments of the forward pass, from the arrays of a case: those of `NAMES` that it has."""
     return {name: arrays[name] for name in NAMES if name in arrays}
 
 
 def optional_backward(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the arrays of a case, the keyword arguments of the backward pass: those of `optional`, and dlse."""
+    """The keyword arguments of the backward pass, from the arrays of a case: those of `optional`, and dlse."""
     return {name: arrays[name] for name in (*NAMES, "dlse") if name in arrays}
 
 

@@ -81,7 +81,8 @@ CUFLASH_DEVICE void convert_queries(const Params& params, u32 index) {
   };
   convert<Order::kPairedRowsColumns, kBlockM, kHeadDim, kDqWarpsD>(
       (const Real*)params.dq_accumulator + tile * (kBlockM * kDim), 1, 0, quad_of, scale_of(params),
-      (Storage*)queries_of(params.dq, batch, head), params.dq.row_stride, m_block * kBlockM, seqlen_q_of(params, batch));
+      (Storage*)queries_of(params.dq, batch, head), params.dq.row_stride, m_block * kBlockM,
+      seqlen_q_of(params, batch));
 }
 
 CUFLASH_DEVICE void backward_convert(const Params& params) {

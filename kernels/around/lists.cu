@@ -1,5 +1,5 @@
-// Lists, from a block mask or a mask of bits and all that else is known of whole tiles, which tiles of keys each tile of queries sees, or
-// the other way round: common/schedule.cuh says how. A warp makes a list.
+// Lists which tiles of keys each tile of queries sees, or the other way round, from a block mask or a mask of bits and
+// all that else is known of whole tiles: common/schedule.cuh says how. A warp makes a list.
 #include "common/config.cuh"
 #include "common/fragments.cuh"
 #include "common/mask.cuh"
@@ -9,7 +9,7 @@
 
 constexpr bool kListsKeys = CUFLASH_LISTS_KEYS;
 
-// Of the lanes of a warp, how many before this one say yes, and how many in all.
+// How many lanes of a warp say yes: those before this one, and all.
 struct Count {
   int before, all;
 
@@ -47,7 +47,8 @@ CUFLASH_DEVICE void block_lists(const Params& params) {
     return left == Pairs::kAll && !full ? Pairs::kSome : left;
   };
 
-  i32* list = list_of(params, kListsKeys ? params.key_lists : params.query_lists, batch, head, block, num_lists, length);
+  i32* list =
+      list_of(params, kListsKeys ? params.key_lists : params.query_lists, batch, head, block, num_lists, length);
   int listed = 0;
   const auto add_those_with = [&](Pairs wanted) {
     for (int other = range.start + lane_index(); other < range.stop + (int)lane_index(); other += 32) {

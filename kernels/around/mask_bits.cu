@@ -137,7 +137,7 @@ CUFLASH_DEVICE void mask_bits(const Params& params) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int line = 32 * half + (int)lane_index();
-    // Behind the last query nobody minds what is visible.
+    // Past the last query it does not matter what is visible.
     if (!kHasMask || line >= rows) own[half][0] = own[half][1] = ~0u;
     if (line < rows) {
       hide(mask, first_row + line, first_key, own[half]);

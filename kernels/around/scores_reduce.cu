@@ -1,7 +1,7 @@
 // The gradients of bias, slopes, scale and softcap from the parts that blocks of sm80/backward_scores.cu left, or, by
-// tile of keys, those of sm90/backward.cu, in an order that is fixed. For dbias a block serves one tile, or as many keys
-// as it has threads; for the others it makes one number. Parts are added in float64, whatever the elements are: there
-// are few of them.
+// tile of keys, those of sm90/backward.cu, in an order that is fixed. For dbias a block serves one tile, or as many
+// keys as it has threads; for the others it makes one number. Parts are added in float64, whatever the elements are:
+// there are few of them.
 #include "common/backward.cuh"
 #include "common/key_sums.cuh"
 #include "common/reduce.cuh"

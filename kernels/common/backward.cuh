@@ -20,7 +20,7 @@ constexpr bool kSplitsTail = CUFLASH_SPLITS_TAIL;
 static_assert(!kSplitsGroup || !kSplitsTail, "tiles are shared in one way");
 
 CUFLASH_DEVICE int parts_of_group(const Params& params) { return kSplitsGroup ? params.group_splits : 1; }
-// Of all groups of a batch entry.
+// The parts of all groups of a batch entry.
 CUFLASH_DEVICE int num_parts_of(const Params& params) { return params.num_heads_kv * parts_of_group(params); }
 
 // Which of the two are wanted; what was left out of a kernel's sums is zero in its registers and goes nowhere.
@@ -119,7 +119,7 @@ CUFLASH_DEVICE Real* stats_of(const Params& params, Entry batch, int head) {
   return (Real*)params.row_stats + ((i64)batch * params.num_heads + head) * params.stats_rows * 2;
 }
 
-// Those of one row: lse as an exponent is at [0], delta - dlse at [kDelta].
+// The two numbers of one row: lse as an exponent is at [0], delta - dlse at [kDelta].
 CUFLASH_DEVICE Real* row_stats(const Params& params, Entry batch, int head, int row) {
   return stats_of(params, batch, head) + (kPairsStats ? row / 2 * 4 + row % 2 : row * 2);
 }

@@ -77,7 +77,8 @@ CUFLASH_DEVICE void clear_before(const Params& params, int num_m_blocks, i64 m_t
 CUFLASH_DEVICE void clear_ahead(const Params& params, int num_m_blocks, const Work& keys, u32 thread) {
   const u32 place = place_of(params, {keys.head, entry_of(keys.batch)}) + params.clear_ahead;
   if (place >= num_places(params)) return;
-  const int num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN), count = m_tiles_of_part(params, num_m_blocks);
+  const int num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN),
+            count = m_tiles_of_part(params, num_m_blocks);
   const i64 first = first_m_tile_of(params, num_m_blocks, part_at(params, place));
   const int n_block = keys.block + (kIsPacked ? first_place_of_keys(keys.batch, kBlockN) : 0);
   const auto share = [&](int n_block) { return (int)((i64)count * n_block / num_n_blocks); };

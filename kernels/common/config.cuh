@@ -58,7 +58,7 @@ constexpr bool kHasSinks = CUFLASH_HAS_SINKS;  // of the forward pass; the backw
 constexpr bool kHasDropout = CUFLASH_HAS_DROPOUT;
 constexpr bool kIsPacked = CUFLASH_PACKED != 0;    // varlen: batch entries are packed sequences
 constexpr bool kAlignsEnds = CUFLASH_PACKED == 2;  // each with a diagonal of its own, that ends with the last key
-constexpr int kBiasBytes = CUFLASH_BIAS_BYTES;              // size of a bias element: 0 (no bias), 2 (Element) or of Real
+constexpr int kBiasBytes = CUFLASH_BIAS_BYTES;  // size of a bias element: 0 (no bias), 2 (Element) or of Real
 constexpr int kKvLengthsBytes = CUFLASH_KV_LENGTHS_BYTES;   // 0 (none), 4 (i32) or 8 (i64)
 constexpr int kPageSize = CUFLASH_PAGE_SIZE;                // keys of a page: 0 where they are contiguous
 constexpr bool kFollowsLengths = CUFLASH_FOLLOWS_LENGTHS;   // the diagonal of a batch entry depends on its length
@@ -83,7 +83,7 @@ CUFLASH_DEVICE constexpr int max_of(int a, int b) { return a > b ? a : b; }
 CUFLASH_DEVICE constexpr int min_of(int a, int b) { return a < b ? a : b; }
 CUFLASH_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 CUFLASH_DEVICE int at_least_zero(int a) { return a > 0 ? a : 0; }
-// Of a NaN and a number, either.
+// The larger one; of a NaN and a number it may be either.
 CUFLASH_DEVICE float max_of(float a, float b) { return fmaxf(a, b); }
 CUFLASH_DEVICE double max_of(double a, double b) { return a > b ? a : b; }
 

@@ -45,7 +45,7 @@ struct Dropout {
         offset(params.offset),
         threshold(params.dropout_threshold << 16) {}
 
-  // Those of two neighbouring n-tiles; `later` is how many n-tiles they come after the place, an even number.
+  // The weights of two neighbouring n-tiles; `later` is how many n-tiles they come after the place, an even number.
   CUFLASH_DEVICE KeptWeights<false> of(int query, int key, int later = 0) const {
     return call(rows_of(query), columns_of(key) + 2 * later);
   }

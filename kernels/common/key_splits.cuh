@@ -65,8 +65,9 @@ struct Arrivals {
   CUFLASH_DEVICE bool arrive() const { return ptx::count_arrival(g_count) - first == blocks - 1; }
 };
 
-// Combining takes a warp for each row and kChunkColumns of its columns. A lane has four columns; lanes side by side have
-// neighbouring ones, and those beneath each other sum results of different blocks. So the order of additions is fixed.
+// Combining takes a warp for each row and kChunkColumns of its columns. A lane has four columns; lanes side by side
+// have neighbouring ones, and those beneath each other sum results of different blocks. So the order of additions is
+// fixed.
 constexpr int kChunkColumns = 32;
 constexpr int kChunks = (kDimV + kChunkColumns - 1) / kChunkColumns;
 constexpr int kColumnLanes = kChunkColumns / 4;

@@ -1,6 +1,6 @@
-// Sums of gradients of scores by blocks that own keys (sm90/backward.cu), which around/scores_reduce.cu adds: where they
-// leave them. Warps of 16 keys leave a number each. There is a part of a tile of keys for every query head that sees it
-// and for each of the blocks that share its queries.
+// Sums of gradients of scores by blocks that own keys (sm90/backward.cu), which around/scores_reduce.cu adds: where
+// they leave them. Warps of 16 keys leave a number each. There is a part of a tile of keys for every query head that
+// sees it and for each of the blocks that share its queries.
 #pragma once
 #include "common/backward.cuh"
 #include "common/config.cuh"

@@ -17,13 +17,15 @@ struct BlockMask {
               head * params.block_mask.head_stride;
   }
 
-  CUFLASH_DEVICE bool has(int m_block, int n_block) const { return bytes[m_block * row_stride + n_block * key_stride] != 0; }
+  CUFLASH_DEVICE bool has(int m_block, int n_block) const {
+    return bytes[m_block * row_stride + n_block * key_stride] != 0;
+  }
 };
 
 // What is visible of a tile, or of a block.
 enum class Pairs { kNone, kSome, kAll };
 
-// Of a tile that lies over blocks of so many rows and keys, of which `of_block(i, j)` is known.
+// What is visible of a tile that lies over blocks of so many rows and keys; `of_block(i, j)` says it of a block.
 template <int rows, int keys, class OfBlock>
 CUFLASH_DEVICE Pairs pairs_over(const Params& params, int m_block, int n_block, OfBlock of_block) {
   const int first_row = m_block * kBlockM, last_row = min_of(first_row + kBlockM, params.seqlen_q) - 1;

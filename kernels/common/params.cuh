@@ -74,7 +74,7 @@ struct Params {
   i32 diagonal;      // query i stands at key position i + diagonal; entries may add their own, see common/sequences.cuh
   i32 right_offset;  // query i sees keys up to i + right_offset
   i32 left_offset;   // query i sees keys from i + left_offset on
-  // Those of RunTime (cuflash/planning/launch_plan.py).
+  // The fields of RunTime (cuflash/planning/launch_plan.py).
   i32 head_section;  // heads whose blocks are interleaved in the launch order
   i32 stats_rows;    // seqlen_q, rounded up to whole tiles; packed: those of all places of tiles
   i32 group_splits;  // blocks that share the query heads of a key/value head

@@ -85,7 +85,7 @@ CUFLASH_DEVICE Work schedule_keys(const Params& params, u32 index, int num_heads
   if constexpr (kIsPacked) return at_place_of_keys(params, place);
   return {place.block, place.head, place.batch};
 }
-// Whether there is such a tile.
+// Whether there is a tile at this place.
 CUFLASH_DEVICE bool has_queries(const Params& params, const Work& work) {
   return !kIsPacked || work.block * kBlockM < seqlen_q_of(params, work.batch);
 }
@@ -93,7 +93,7 @@ CUFLASH_DEVICE bool has_keys(const Params& params, const Work& work) {
   return !kIsPacked || work.block * kBlockN < seqlen_k_of(params, work.batch);
 }
 
-// Whether no tile is known to be visible as a whole.
+// Whether every tile is tested, because none is known to be visible as a whole.
 constexpr bool kTestsAllTiles = kLooksUpMask || (kMaskByBits && !kHasLists);
 
 // A range of tiles [start, stop). Those in [full_start, full_stop) have every pair visible; the others need the mask.
@@ -142,14 +142,17 @@ CUFLASH_DEVICE TileRange query_tiles(const Params& params, Entry batch, int firs
   return {start, full_start, full_stop, stop};
 }
 
-// With a block mask, or a mask of bits, around/lists.cu lists beforehand, for each tile of one axis, the tiles of the other axis that it
-// meets: their number, the number of those with every pair visible, and their indices, first of the fully visible ones,
-// then of the others, each in rising order. A kernel then walks over places in the list where it would walk over tiles.
+// With a block mask, or a mask of bits, around/lists.cu lists for each tile of one axis the tiles of the other axis
+// that it meets: their number, the number of those with every pair visible, and their indices, first of the fully
+// visible ones, then of the others, each in rising order. A kernel then walks over places in the list, and not over
+// tiles.
 constexpr int kListHeader = 2;
 
 // The list of tile `block` of `num_blocks` with room for `length` others.
-CUFLASH_DEVICE i32* list_of(const Params& params, void* lists, int batch, int head, int block, int num_blocks, int length) {
-  const i64 matrix = (params.list_batches == 1 ? 0 : (i64)batch * params.list_heads) + (params.list_heads == 1 ? 0 : head);
+CUFLASH_DEVICE i32* list_of(const Params& params, void* lists, int batch, int head, int block, int num_blocks,
+                            int length) {
+  const i64 matrix =
+      (params.list_batches == 1 ? 0 : (i64)batch * params.list_heads) + (params.list_heads == 1 ? 0 : head);
   return (i32*)lists + (matrix * num_blocks + block) * (kListHeader + length);
 }
 

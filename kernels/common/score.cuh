@@ -71,9 +71,9 @@ struct Score {
     return score;
   }
 
-  // Warp. The soft cap of 16-bit types for all elements that a lane holds: tanh in place of products. Where all arguments
-  // of a warp are small the series is enough, which spares the unit of the exponentials two results a score; the
-  // results are those of fast_tanh to the bit, whatever the other arguments are. Returns whether all are small.
+  // Warp. The soft cap of 16-bit types for all elements that a lane holds: tanh in place of products. Where all
+  // arguments of a warp are small the series is enough, which spares the unit of the exponentials two results a score;
+  // the results are those of fast_tanh to the bit, whatever the other arguments are. Returns whether all are small.
   template <int m_tiles, int n_tiles>
   CUFLASH_DEVICE bool cap(float (&s)[m_tiles][n_tiles][4]) const {
     if constexpr (kHasSoftcap) {

@@ -48,8 +48,8 @@ struct ScoreTiles {
       return;
     }
     batch = {owned(kSumsBatch, params.batch)};
-    left = (i64)(kSumsBatch ? params.batch : 1) * (kSumsHeads ? params.num_heads : 1) * (kSumsQueries ? num_m_blocks : 1) *
-           (kSumsKeys ? num_n_blocks : 1);
+    left = (i64)(kSumsBatch ? params.batch : 1) * (kSumsHeads ? params.num_heads : 1) *
+           (kSumsQueries ? num_m_blocks : 1) * (kSumsKeys ? num_n_blocks : 1);
   }
 
   // Only the share of one of `splits` blocks, and of that only tiles of which something is visible.
@@ -74,7 +74,7 @@ struct ScoreTiles {
     skip_hidden(params);
   }
 
-  // By the block mask.
+  // What the block mask leaves of this tile.
   CUFLASH_DEVICE Pairs pairs_left(const Params& params) const {
     return pairs_of(params, BlockMask(params, batch, head), m_block, n_block);
   }

@@ -70,13 +70,16 @@ struct Weights {
             if (!mask.visible(row_of(n, i), key_of(m, i))) s[m][n][i] = -ptx::infinity();
     }
   }
-  // The same where products are scores but for a positive factor, for `of_hidden`, which elsewhere hides score by score.
+  // The same where products are scores but for a positive factor, for `of_hidden`, which elsewhere hides score by
+  // score.
   template <int m_tiles, int n_tiles, class RowOf, class KeyOf>
-  CUFLASH_DEVICE void hide_products(Real (&product)[m_tiles][n_tiles][4], bool masked, RowOf row_of, KeyOf key_of) const {
+  CUFLASH_DEVICE void hide_products(Real (&product)[m_tiles][n_tiles][4], bool masked, RowOf row_of,
+                                    KeyOf key_of) const {
     if constexpr (kScaleInExponent) hide(product, masked, row_of, key_of);
   }
   // The weight of one pair whose product went through `hide_products`.
-  CUFLASH_DEVICE Real of_hidden(Real product, int row, int key, bool masked, Real exponent_lse, Real& derivative) const {
+  CUFLASH_DEVICE Real of_hidden(Real product, int row, int key, bool masked, Real exponent_lse,
+                                Real& derivative) const {
     if constexpr (!kScaleInExponent) return of(product, row, key, masked, exponent_lse, derivative);
     derivative = 1;
     return warp_exponential(product * exponent_scale - exponent_lse);

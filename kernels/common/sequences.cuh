@@ -51,7 +51,7 @@ CUFLASH_DEVICE Entry entry_at(const Params& params, int index) {
   return {index};
 }
 
-// Where its rows start along the axis of rows, and how many they are.
+// Where the rows of a batch entry, or of a packed sequence, start along the axis of rows, and how many there are.
 CUFLASH_DEVICE int query_start_of(int) { return 0; }
 CUFLASH_DEVICE int query_start_of(const Sequence& batch) { return batch.query_start; }
 CUFLASH_DEVICE int key_start_of(int) { return 0; }
@@ -60,7 +60,7 @@ CUFLASH_DEVICE int seqlen_q_of(const Params& params, int) { return params.seqlen
 CUFLASH_DEVICE int seqlen_q_of(const Params&, const Sequence& batch) { return batch.seqlen_q; }
 CUFLASH_DEVICE int seqlen_k_of(const Params& params, int) { return params.seqlen_k; }
 CUFLASH_DEVICE int seqlen_k_of(const Params&, const Sequence& batch) { return batch.seqlen_k; }
-// Which entry of the arrays it is in.
+// In which entry of the arrays it lies.
 CUFLASH_DEVICE int entry_of(Entry batch) { return kIsPacked ? 0 : batch; }
 // Whether it is the rows that belong to no sequence.
 CUFLASH_DEVICE bool is_left_over(const Params& params, Entry batch) { return kIsPacked && batch == params.batch; }

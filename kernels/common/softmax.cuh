@@ -36,7 +36,8 @@ struct OnlineSoftmax {
 
   // The offsets of `update`, for an output that is still being summed: when true, `rescale` it by `factor` later.
   template <int n_tiles>
-  CUFLASH_DEVICE bool update(const Real (&score)[m_tiles][n_tiles][4], Real (&factor)[m_tiles][2], Real exponent_scale) {
+  CUFLASH_DEVICE bool update(const Real (&score)[m_tiles][n_tiles][4], Real (&factor)[m_tiles][2],
+                             Real exponent_scale) {
     return raise_offsets(score, exponent_scale, [&](int m, int half, Real f) { factor[m][half] = f; });
   }
 
@@ -114,7 +115,8 @@ struct OnlineSoftmax {
   // Lets the offsets follow the maxima of a tile of scores, and says if they had to: then for every row what was summed
   // before takes a factor, which `rescale_row(m, half, factor)` learns.
   template <int n_tiles, typename RescaleRow>
-  CUFLASH_DEVICE bool raise_offsets(const Real (&score)[m_tiles][n_tiles][4], Real exponent_scale, RescaleRow rescale_row) {
+  CUFLASH_DEVICE bool raise_offsets(const Real (&score)[m_tiles][n_tiles][4], Real exponent_scale,
+                                    RescaleRow rescale_row) {
     Real tile_max[m_tiles][2];
     bool grows = false;
 #pragma unroll

@@ -17,7 +17,8 @@ namespace ptx {
 // (1024 when they are neighbours) apart, and a step along k moves `address` within the line. Transposed: 8 elements of
 // k are `stride_bytes` apart, and the next 64 rows (of 16-bit elements) `leading_bytes`.
 CUFLASH_DEVICE constexpr u64 descriptor(u32 address, u32 leading_bytes, u32 stride_bytes) {
-  return (u64)((address & 0x3ffff) >> 4) | (u64)(leading_bytes >> 4) << 16 | (u64)(stride_bytes >> 4) << 32 | 1ull << 62;
+  return (u64)((address & 0x3ffff) >> 4) | (u64)(leading_bytes >> 4) << 16 | (u64)(stride_bytes >> 4) << 32 |
+         1ull << 62;
 }
 
 }  // namespace ptx

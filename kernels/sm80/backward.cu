@@ -95,8 +95,10 @@ CUFLASH_DEVICE void backward(const Params& params) {
   // K and V arrive with the first tile of queries.
   Walk current = Walk::first(tiles, first_head);
   Walk next = current;
-  load_tile<kBlockN, kHeadDim>(s_k, keys_of(params, params.k, batch, head_kv), params.k.row_stride, first_key, key_stop);
-  load_tile<kBlockN, kHeadDimV>(s_v, keys_of(params, params.v, batch, head_kv), params.v.row_stride, first_key, key_stop);
+  load_tile<kBlockN, kHeadDim>(s_k, keys_of(params, params.k, batch, head_kv), params.k.row_stride, first_key,
+                               key_stop);
+  load_tile<kBlockN, kHeadDimV>(s_v, keys_of(params, params.v, batch, head_kv), params.v.row_stride, first_key,
+                                key_stop);
 #pragma unroll
   for (int i = 0; i < kNumStages; ++i) {
     if (i < num_steps) load_queries(next, i), next.advance(tiles);
@@ -247,7 +249,8 @@ CUFLASH_DEVICE void backward(const Params& params) {
   if constexpr (kNeedsDk)
     store_fragments<Order::kPairedColumns, kRow, kWarpsD>(s_k, warp_key, warp_d, dk, [&](int, int) { return scale; });
   if constexpr (kNeedsDv)
-    store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(s_v, warp_key, warp_d, dv, [&](int, int) { return kept_scale; });
+    store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(s_v, warp_key, warp_d, dv,
+                                                           [&](int, int) { return kept_scale; });
   ptx::sync_block();
   const int seqlen_k = seqlen_k_of(params, batch);
   if constexpr (kNeedsDk)

@@ -29,7 +29,8 @@ static_assert(kMTiles * 16 * kWarpsM == kBlockM, "every warp owns the same numbe
 constexpr u32 kBytesQ = tile_bytes(kBlockM, max_of(kDim, kDimV));
 constexpr u32 kBytesK = tile_bytes(kBlockN, kDim);
 constexpr u32 kBytesV = tile_bytes(kBlockN, kDimV);
-static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
+static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) == CUFLASH_SHARED_BYTES,
+              "shared memory differs from the plan");
 
 CUFLASH_DEVICE void forward(const Params& params) {
   const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, kHasRightBound);
@@ -48,10 +49,12 @@ CUFLASH_DEVICE void forward(const Params& params) {
   const int warp_row = warp_index() / kWarpsD * 16 * kMTiles, warp_d = warp_index() % kWarpsD;
 
   const auto load_k = [&](int n_block, int stage) {
-    load_tile<kBlockN, kHeadDim>(s_k + stage * kBytesK, g_k, params.k.row_stride, tiles.at(n_block) * kBlockN, key_stop);
+    load_tile<kBlockN, kHeadDim>(s_k + stage * kBytesK, g_k, params.k.row_stride, tiles.at(n_block) * kBlockN,
+                                 key_stop);
   };
   const auto load_v = [&](int n_block, int stage) {
-    load_tile<kBlockN, kHeadDimV>(s_v + stage * kBytesV, g_v, params.v.row_stride, tiles.at(n_block) * kBlockN, key_stop);
+    load_tile<kBlockN, kHeadDimV>(s_v + stage * kBytesV, g_v, params.v.row_stride, tiles.at(n_block) * kBlockN,
+                                  key_stop);
   };
 
   // Fill the ring: tile i of the walk goes to stage i % kNumStages. Group i holds tile i (with Q in the first).
@@ -116,7 +119,8 @@ CUFLASH_DEVICE void forward(const Params& params) {
     softmax.update(s, o, exponent_scale);
     if constexpr (kHasDropout) {
 #pragma unroll
-      for (int m = 0; m < kMTiles; ++m) dropout.drop(s[m], lane_row + 16 * m, tiles.at(n_block) * kBlockN + fragment_column());
+      for (int m = 0; m < kMTiles; ++m)
+        dropout.drop(s[m], lane_row + 16 * m, tiles.at(n_block) * kBlockN + fragment_column());
     }
 
     add_product<kBlockN / kStep>(

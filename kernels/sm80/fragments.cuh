@@ -32,7 +32,8 @@ CUFLASH_DEVICE u32 lane_down_first(u32 tile, int r, int column_tile) {
 template <int row>
 CUFLASH_DEVICE u32 lane_across_first(u32 tile, int r, int column_tile) {
   const u32 lane = lane_index();
-  return tile + (r + lane % 8 + lane / 16 * 8) * row + ((column_tile * 32 + lane / 8 % 2 * 16) ^ row_swizzle<row>(lane));
+  return tile + (r + lane % 8 + lane / 16 * 8) * row +
+         ((column_tile * 32 + lane / 8 % 2 * 16) ^ row_swizzle<row>(lane));
 }
 
 // Where a lane finds its pair of wide elements: in row g, columns 2t and 2t + 1; or in row 2t, columns 2g and 2g + 1.

@@ -90,7 +90,8 @@ enum class Order {
 // Rounds an accumulator tile, times `factor` of its row, into a shared tile with rows of `row` bytes, from row `r` on;
 // columns as dealt to `warp` of `warps`.
 template <Order order, int row, int warps, int m_tiles, int n_tiles, class RowFactor>
-CUFLASH_DEVICE void store_fragments(u32 tile, int r, int warp, const Real (&value)[m_tiles][n_tiles][4], RowFactor factor) {
+CUFLASH_DEVICE void store_fragments(u32 tile, int r, int warp, const Real (&value)[m_tiles][n_tiles][4],
+                                    RowFactor factor) {
   const u32 lane_row = fragment_row();
   if constexpr (!kWide) {
     const u32 address =

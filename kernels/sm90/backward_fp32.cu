@@ -40,8 +40,7 @@ constexpr int kTileColumns = kRows / 8, kSteps = kRows / 16;
 static_assert(kBlockM == kRows && kBlockN == kRows, "tiles of one product");
 static_assert(kNumWarps == 16, "dV, dK, dQ and the producers");
 constexpr int kBuffers = CUFLASH_NUM_BUFFERS;  // for P' and dS'
-// Of dQ at a time: fewer take fewer registers, more read dS' less often.
-constexpr int kDqColumns = CUFLASH_DQ_COLUMNS < kDim ? CUFLASH_DQ_COLUMNS : kDim;
+constexpr int kDqColumns = kChunk;  // of dQ at a time: more would read dS' less often, and take more registers
 // Whether dQ of a tile waits until the first chunk of its dK is done: the sooner Q is given back, the sooner the next
 // one comes.
 constexpr bool kDqLate = CUFLASH_DQ_LATE;
@@ -59,9 +58,7 @@ static_assert((kNumStages + 1) * (kBytesK + kBytesV) + kBuffers * kBytesChunk + 
               "shared memory differs from the plan");
 
 // Registers of a thread once each role has its own; all together are at most what the block started with.
-constexpr int kConsumerRegisters = kDqColumns > kChunk ? 192 : 200;
-constexpr int kDqRegisters = kDqColumns > kChunk ? 96 : 80;
-constexpr int kProducerRegisters = 32;
+constexpr int kConsumerRegisters = 200, kDqRegisters = 80, kProducerRegisters = 32;
 
 constexpr u32 kDkWarpgroup = 1;  // named barrier
 

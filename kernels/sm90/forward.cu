@@ -43,7 +43,6 @@
 #include "sm90/tiles.cuh"
 #include "sm90/varlen_walk.cuh"
 
-constexpr bool kKeepBefore = CUFLASH_KEEP_BEFORE;      // the softmax stays in front of the wait for O
 constexpr int kQStages = CUFLASH_Q_STAGES;             // tiles of queries
 constexpr int kOutColumns = min_of(kDimV, 128);        // of the output that leave at a time
 // Whether dropout waits for the product O of the tile before: it then has the registers of that product's weights.
@@ -396,7 +395,8 @@ struct Consumer {
     ping_pong.pass();
     wait_for<1>(s[0]);
     const bool grows = weigh(n_block, masked);
-    if constexpr (kKeepBefore) ptx::keep_before(softmax.row_sum[0][0] + softmax.row_sum[0][1], shared.scratch);
+    // With ping-pong the softmax has to stay beside the product O: the assembler would sink it past the wait.
+    if constexpr (kPingPong) ptx::keep_before(softmax.row_sum[0][0] + softmax.row_sum[0][1], shared.scratch);
     wait_for<0>(o[0]);
     release(shared.v_ring.empty(before));
     if (grows) softmax.rescale(o, factor);

@@ -8,13 +8,13 @@ right, only slower.
 import re
 import shutil
 import subprocess
-from dataclasses import replace
 from importlib import metadata
 
 import pytest
 
 import cuflash.testing as ct
-from cuflash.compiler import compile_spec, supported_archs
+from cuflash.compiler import Compiler, compile_spec, kernel_directory, supported_archs
+from cuflash.nvrtc import Nvrtc
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.sm90.tiles import FORWARD_SM90_TILES
 from cuflash.problem import make_problem
@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.skipif("sm_90" not in supported_archs(), reason="this NVRTC does not know sm_90"),
 ]
 
-KEEPING = tuple(tile for tile in FORWARD_SM90_TILES if tile.keep_before)
+KEEPING = tuple(tile for tile in FORWARD_SM90_TILES if tile.ping_pong)
 
 
 def kernels_of(head_dim, tiles=None, pass_="forward", **options):
@@ -47,9 +47,9 @@ def kernels_of(head_dim, tiles=None, pass_="forward", **options):
     return choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_, tiles=tiles).kernels
 
 
-def instructions(kernel):
+def instructions(kernel, compile=compile_spec):
     """Those of a kernel in the order of their addresses."""
-    compiled = compile_spec(kernel)
+    compiled = compile(kernel)
     assert SERIALIZED not in compiled.resources.log
     command = [find_nvdisasm(), "--print-code", str(compiled.path)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -77,11 +77,21 @@ def test_exponentials_stay_beside_the_product(tile, options):
         assert after == 0
 
 
-def test_left_to_itself_the_assembler_moves_them():
-    """Else the rows need not ask, and the test above proves nothing."""
+def test_left_to_itself_the_assembler_moves_them(tmp_path):
+    """Else the kernel need not ask, and the test above proves nothing."""
+    shutil.copytree(kernel_directory(), tmp_path / "kernels")
+    source = tmp_path / "kernels" / "sm90" / "forward.cu"
+    asking = source.read_text()
+    source.write_text(re.sub(r"^.*\bptx::keep_before\(.*$", "", asking, flags=re.MULTILINE))
+    assert source.read_text() != asking
+    compiler = Compiler(tmp_path / "kernels", tmp_path / "cache", Nvrtc())
+
+    def compile(kernel):
+        return compiler.compile(kernel.source, kernel.name, dict(kernel.defines), kernel.target)
+
     for tile in KEEPING:
-        (kernel,) = kernels_of(tile.max_dim, (replace(tile, keep_before=False),))
-        steps = list(exponentials(instructions(kernel)))
+        (kernel,) = kernels_of(tile.max_dim, (tile,))
+        steps = list(exponentials(instructions(kernel, compile)))
         assert any(after > 0 for _, after in steps), tile
 
 

@@ -1,5 +1,5 @@
-// One kernel for each function of ptx/base.cuh, so small that its result is written down in NumPy in one line. They run on
-// the CPU (test_conformance.py), and take no more than a launcher to run on a GPU under the same checks.
+// One kernel for each function of ptx/base.cuh, so small that its result is written down in NumPy in one line. They run
+// on the CPU (test_conformance.py), and take no more than a launcher to run on a GPU under the same checks.
 #include "ptx/base.cuh"
 
 #ifndef ELEMENT
@@ -217,7 +217,8 @@ CUFLASH_DEVICE void store_received(const Params& params) {
 CUFLASH_DEFINE_KERNEL(shuffle_double, Params, kBlock, 1, store_received<double>)
 CUFLASH_DEFINE_KERNEL(shuffle_u32, Params, kBlock, 1, store_received<u32>)
 
-// A is 16 x 8 `steps` by rows, B 8 `steps` x 8 by columns, D 16 x 8 by rows; `add` adds their product to what lies in D.
+// A is 16 x 8 `steps` by rows, B 8 `steps` x 8 by columns, D 16 x 8 by rows; `add` adds their product to what lies in
+// D.
 template <class T, int steps, class Add>
 CUFLASH_DEVICE void multiply_wide_tiles(const Params& params, Add add) {
   const u32 lane = ptx::thread_index(), group = lane / 4, t = lane % 4;
@@ -354,7 +355,8 @@ CUFLASH_DEVICE void add_in_turn(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(turns, Params, kBlock, 1, add_in_turn)
 
-// Every block reads what the threads of the one before it have stored, in reverse; the counter of those lies behind it all.
+// Every block reads what the threads of the one before it have stored, in reverse; the counter of those lies behind it
+// all.
 CUFLASH_DEVICE void store_behind_counts(const Params& params) {
   const u32 thread = ptx::thread_index(), block = ptx::block_index();
   float* sums = destination_of<float>(params) + block * kBlock;

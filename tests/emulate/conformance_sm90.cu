@@ -90,7 +90,8 @@ CUFLASH_DEVICE void pass_between_warps(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(named_ring, Params, kWarpgroup, 1, pass_between_warps)
 
-// Lane i of the first warp, and no other thread of two warps, is in round i where the predicate holds, for `count` rounds.
+// Lane i of the first warp, and no other thread of two warps, is in round i where the predicate holds, for `count`
+// rounds.
 CUFLASH_DEVICE void ask_two_warps(const Params& params) {
   const u32 thread = ptx::thread_index();
   if (thread >= 2 * kWarp) return;

@@ -24,7 +24,8 @@ from cuflash.planning.sm90.tiles import (
 )
 from tests.emulate import attention
 from tests.emulate.attention import forward_by_oracle, problem_of
-from tests.emulate.test_attention import CASE, all_results, assert_results, bits, name_of
+from tests.emulate.checks import CASE, all_results, assert_results, bits
+from tests.emulate.specialisations import name_of
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 

@@ -72,6 +72,7 @@ def test_oracle(name, data):
     case, schedule, num_sms = data.draw(cases(*CASES[name]))
     problem, arrays = attention.inputs_of(case, deterministic="in order" in name)
     how: dict[str, Any] = {"arch": replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms), "schedule": schedule}
+    how |= case.random
     results = {"out": arrays["dout"], **{f"d{name}": arrays[name] for name in "qkv"}}
     for pass_ in PASSES:
         plan = attention.plan_for(problem, pass_, arrays | results, how["arch"], None)

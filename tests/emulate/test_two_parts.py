@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning.sm90.tiles import BACKWARD_TF32_SM90_TILES, FORWARD_TF32_SM90_TILES
-from tests.emulate import attention
-from tests.emulate import test_attention as ta
+from tests.emulate import attention, checks
 from tests.emulate.attention import forward_by_oracle, problem_of
-from tests.emulate.test_attention import FEW, Specialisation
+from tests.emulate.checks import FEW
+from tests.emulate.specialisations import Specialisation
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -30,7 +30,7 @@ FORWARD_ROWS = (
 BACKWARD_ROWS = (
     *BACKWARD_TF32_SM90_TILES,
     replace(NARROW, num_buffers=3, dq_late=True),
-    replace(WIDE, num_stages=1, num_buffers=2, dq_columns=128, dq_late=False),
+    replace(WIDE, num_stages=1, num_buffers=2, dq_late=False),
 )
 
 
@@ -101,21 +101,21 @@ def test_neither_schedule_nor_memory_change_a_bit(tiles):
         results |= backward(problem, arrays, out, lse, tiles[1], schedule=schedule, fill=fill)
         judge(problem, arrays, results)
         del results["dq"]
-        seen.add(tuple(ta.bits(results)))
+        seen.add(tuple(checks.bits(results)))
     assert len(seen) == 1
 
 
 def errors_of_tf32(case, arrays):
     """Of the formulas in float64 whose factors are rounded to TF32, one head without a mask."""
-    q, k, v, dout = (ta.rounded_to_tf32(arrays[name])[0, 0].astype(np.float64) for name in ("q", "k", "v", "dout"))
+    q, k, v, dout = (checks.rounded_to_tf32(arrays[name])[0, 0].astype(np.float64) for name in ("q", "k", "v", "dout"))
     expected = {name: x.expected for name, x in ct.yardsticks(case.problem, arrays).items()}
     scale = case.head_dim**-0.5
     scores = q @ k.T * scale
     lse = np.log(np.exp(scores).sum(axis=1))
     weights = np.exp(scores - lse[:, None])
-    rounded = ta.rounded_to_tf32(weights.astype(np.float32)).astype(np.float64)
+    rounded = checks.rounded_to_tf32(weights.astype(np.float32)).astype(np.float64)
     delta = (arrays["dout"][0, 0] * expected["out"][0, 0]).sum(axis=1, keepdims=True)
-    ds = ta.rounded_to_tf32((weights * (dout @ v.T - delta)).astype(np.float32)).astype(np.float64)
+    ds = checks.rounded_to_tf32((weights * (dout @ v.T - delta)).astype(np.float32)).astype(np.float64)
     plain = {"out": rounded @ v, "lse": lse, "dq": ds @ k * scale, "dk": ds.T @ q * scale, "dv": rounded.T @ dout}
     return {name: np.abs(x - expected[name][0, 0]).max() for name, x in plain.items()}, expected
 
@@ -172,13 +172,13 @@ def test_results_stay_inside_their_arrays(head_dim):
     frames: list[np.ndarray] = []
     problem = problem_of(case, arrays, precision="tf32")
     out, lse = forward_by_oracle(problem, arrays)
-    judge(problem, arrays, forward(problem, arrays, FORWARD_ROWS[0], place=ta.framed(frames)))
-    judge(problem, arrays, backward(problem, arrays, out, lse, NARROW, place=ta.framed(frames)))
-    ta.assert_only_noise(frames, 5 + 9)
+    judge(problem, arrays, forward(problem, arrays, FORWARD_ROWS[0], place=checks.framed(frames)))
+    judge(problem, arrays, backward(problem, arrays, out, lse, NARROW, place=checks.framed(frames)))
+    checks.assert_only_noise(frames, 5 + 9)
 
 
 def test_no_undefined_behaviour():
-    case = replace(ta.SANITIZED, dtype="float32", dropout=0.0)
+    case = replace(checks.SANITIZED, dtype="float32", dropout=0.0)
     arrays = case.arrays()
     problem = problem_of(case, arrays, precision="tf32")
     out, lse = forward_by_oracle(problem, arrays)

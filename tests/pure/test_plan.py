@@ -1,7 +1,6 @@
 """Plans: pure functions of a problem and a device, within the device's limits, for every head dimension."""
 
 import dataclasses
-import math
 import re
 from dataclasses import replace
 
@@ -27,7 +26,7 @@ from cuflash.planning.sm90.tiles import (
     FORWARD_SM90_TILES,
 )
 from cuflash.planning.tiles import Tile, round_up
-from cuflash.terms import DEFAULT_NEED, OF_SCORES
+from cuflash.terms import DEFAULT_NEED
 from tests.problems import ARCHS, biased, blocks_of, is_served, masked, problem_of
 
 
@@ -449,103 +448,6 @@ def test_kernels_around_the_main_one_are_compiled_once_for_many_options(arch, dt
     assert around(replace(plain, dropout=0.5)) != around(plain)  # dv is scaled
 
 
-# ---- Some of the gradients -------------------------------------------------------------------------------------------
-
-
-def sources_of(plan):
-    return [kernel.source.removesuffix(".cu") for kernel in plan.kernels]
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("arch", ["8.0", "9.0"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
-def test_only_the_kernels_and_the_memory_of_what_is_needed(dtype, arch, deterministic):
-    device, problem = DeviceSpec.for_arch(arch), problem_of(1024, 1024, dtype=dtype, deterministic=deterministic)
-    every = choose_plan(problem, device, "backward")
-    assert choose_plan(problem, device, "backward", need=["dv", "dq", "dk"]) == every
-    for need in (("dk", "dv"), ("dk",), ("dv",)):
-        plan = choose_plan(problem, device, "backward", need=need)
-        assert set(sources_of(plan)) <= set(sources_of(every)) | {"around/split_fp32", "sm90/backward_fp32"}
-        parts = max(plan.run_time.group_splits, plan.run_time.tail_splits)
-        assert ("around/convert" in sources_of(plan)) == (parts > 1)
-        assert "sm80/backward_dq" not in sources_of(plan)
-        assert "dq_accumulator" not in dict(plan.scratch)
-        (main,) = [kernel for kernel in plan.kernels if kernel.source.endswith(("/backward.cu", "/backward_fp32.cu"))]
-        assert {"CUFLASH_NEEDS_DK": int("dk" in need), "CUFLASH_NEEDS_DV": int("dv" in need)}.items() <= dict(
-            main.defines
-        ).items()
-        only_one = len(need) == 1 and main.source.startswith("sm90/")
-        assert ("not stored, but computed" in plan.reason) == only_one
-    plan = choose_plan(problem, device, "backward", need=("dq",))
-    if dtype != "float32" or arch == "8.0" or deterministic:
-        assert sources_of(plan) == ["around/delta", "sm80/backward_dq"]
-        assert [name for name, _ in plan.scratch] == ["row_stats"]
-    assert "dkv_partials" not in dict(plan.scratch)
-    assert choose_plan(problem, device, "backward", need=()).kernels == ()
-
-
-@pytest.mark.parametrize(
-    ("axes", "tiles", "summed"),
-    [
-        ((1, 1, 1, 1), 2 * 4 * 8 * 16, ""),
-        ((0, 1, 1, 1), 4 * 8 * 16, "2 batch entries"),
-        ((0, 0, 1, 1), 8 * 16, "2 batch entries, 4 heads"),
-        ((0, 0, 0, 1), 16, "2 batch entries, 4 heads, 8 tiles of queries"),
-        ((1, 1, 1, 0), 2 * 4 * 8, "16 tiles of keys"),
-        ((0, 0, 0, 0), 1, "2 batch entries, 4 heads, 8 tiles of queries, 16 tiles of keys"),
-    ],
-)
-def test_memory_of_dbias_is_that_of_the_bias_and_of_the_device(axes, tiles, summed):
-    device, plain = DeviceSpec.for_arch("9.0"), problem_of(1024, 1024, causal=True)
-    shape = (plain.batch, plain.num_heads, 1024, 1024)
-    assert shape[:2] == (2, 4)
-    strides = tuple(stride * on for stride, on in zip((4 << 20, 1 << 20, 1024, 1), axes, strict=True))
-    bias = Operand(shape=shape, strides=strides, dtype="float32")
-    problem = replace(plain, bias=bias)
-    plan = choose_plan(problem, device, "backward", need=("dbias",))
-    kernel = plan.kernels[1]
-    assert (kernel.source, kernel.grid) == ("sm80/backward_scores.cu", tiles * plan.run_time.score_splits)
-    assert f"dbias: {tiles} tiles of pairs" + (f", each a sum over {summed}" if summed else "") in plan.reason
-    resident = device.num_sms * plan.tiles[0].min_blocks
-    assert plan.run_time.score_splits == 1 or resident / 2 < kernel.grid <= resident
-    assert sources_of(plan)[2:] == (["around/scores_reduce"] if plan.run_time.score_splits > 1 else [])
-    tile = math.prod(n if on else 1 for n, on in zip((128, 64), axes[2:], strict=True))
-    assert dict(plan.scratch).get("score_partials", 0) == (plan.run_time.score_splits > 1) * kernel.grid * tile
-    sums = choose_plan(replace(problem, softcap=5.0), device, "backward", need=("dscale", "dsoftcap", "dbias", "dq"))
-    assert sums.kernels[1].grid == kernel.grid
-    assert sources_of(sums).count("sm80/backward_scores") == 2
-    assert dict(sums.scratch)["sums_partials"] == 3 * 2 * 4 * 8 * sums.run_time.sums_splits
-    assert len({kernel.name for kernel in sums.kernels}) == len(sums.kernels)
-    assert "for dq, dbias, dscale, dsoftcap on" in sums.describe()
-
-
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize(
-    "need", [("dscale",), ("dsoftcap", "dscale"), ("dalibi_slopes",), ("dbias",), ("dbias", "dalibi_slopes", "dscale")]
-)
-def test_memory_of_sums_by_keys_is_that_of_tiles_of_keys(dim, need):
-    """On compute capability 9.0 the main kernel makes them, where it runs for dk or dv."""
-    plain = problem_of(1024, 1024, dim=dim, dim_v=dim)
-    shape = (plain.batch, plain.num_heads, 1024, 1024)
-    bias = Operand(shape=shape, strides=(1024, 0, 0, 1), dtype="bfloat16")
-    slopes = Operand(shape=shape[:2], strides=(0, 1), dtype="float32")
-    problem = replace(plain, bias=bias, alibi_slopes=slopes, softcap=5.0)
-    plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), "backward", need=("dk", *need))
-    (main,) = [kernel for kernel in plan.kernels if kernel.source == "sm90/backward.cu"]
-    assert "sm80/backward_scores" not in sources_of(plan)
-    assert {f"CUFLASH_NEEDS_{name.upper()}": int(name in need) for name in OF_SCORES}.items() <= dict(
-        main.defines
-    ).items()
-    parts = plain.batch * plain.num_heads * 1024 // 128 * plan.run_time.tail_splits
-    numbers = len(set(need) & {"dscale", "dsoftcap"})
-    scratch, grids = dict(plan.scratch), [x.grid for x in plan.kernels if x.source == "around/scores_reduce.cu"]
-    assert scratch.get("score_partials", 0) == (128 * parts if "dbias" in need else 0)
-    assert scratch.get("sums_partials", 0) == 8 * (numbers * main.grid + ("dalibi_slopes" in need) * parts)
-    of_sums = numbers + plain.num_heads * ("dalibi_slopes" in need)
-    assert grids == [plain.batch * 1024 // 256] * ("dbias" in need) + [of_sums] * (of_sums > 0)
-    assert "summed by the main kernel, by tiles of keys" in plan.reason
-
-
 # ---- Widths of accesses ----------------------------------------------------------------------------------------------
 
 operands = st.builds(
@@ -580,27 +482,3 @@ def test_access_bytes_of_contiguous_rows(dim, width):
     assert access_bytes((problem.q, problem.k, problem.v)) == width
     defines = dict(choose_plan(problem, DeviceSpec.for_arch("9.0")).kernels[0].defines)
     assert defines["CUFLASH_LOAD_BYTES"] == defines["CUFLASH_STORE_BYTES"] == width
-
-
-@pytest.mark.parametrize("arch", ["8.0", "9.0"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
-def test_sinks(dtype, arch):
-    """Another specialisation of the forward pass; one kernel more in the backward pass, if it is wanted."""
-    device, plain = DeviceSpec.for_arch(arch), problem_of(dtype=dtype)
-    sinks = Operand(shape=(plain.num_heads,), strides=(1,), dtype=plain.softmax_dtype)
-    problem = replace(plain, sinks=sinks)
-    forward, expected = (choose_plan(p, device).kernels for p in (problem, plain))
-    assert [kernel.source for kernel in forward] == [kernel.source for kernel in expected]
-    for kernel, other in zip(forward, expected, strict=True):
-        differing = dict(set(kernel.defines) - set(other.defines))
-        assert differing.pop("CUFLASH_HAS_SINKS") == 1
-        assert differing.pop("CUFLASH_KERNEL_NAME") == kernel.name == f"{other.name}_sinks"
-        assert not differing
-    without = choose_plan(plain, device, "backward")
-    assert choose_plan(problem, device, "backward", need=DEFAULT_NEED).kernels == without.kernels
-    backward = choose_plan(problem, device, "backward", need=("dsinks", "dq", "dk", "dv"))
-    sinks_kernel = backward.kernels[1]
-    assert (sinks_kernel.source, sinks_kernel.grid) == ("around/sinks.cu", plain.num_heads)
-    assert (backward.kernels[0], *backward.kernels[2:]) == without.kernels
-    assert backward.scratch == without.scratch
-    assert "for dq, dk, dv, dsinks" in backward.describe()

@@ -95,7 +95,6 @@ TABLES = {
         (BACKWARD_TF32_SM90_TILES[0], {"bf16_parts": 4}, "two or three parts"),
         (BACKWARD_FLOAT32_SM90_TILES[0], {"block_m": 128}, "64 keys and 64 queries"),
         (BACKWARD_FLOAT32_SM90_TILES[0], {"block_n": 128}, "64 keys and 64 queries"),
-        (BACKWARD_FLOAT32_SM90_TILES[0], {"dq_columns": 96}, "whole chunks of dq"),
         (
             BACKWARD_FLOAT32_SM90_TILES[0],
             {"num_stages": 1, "num_buffers": 2, "dq_late": True},

@@ -53,8 +53,9 @@ Barrier& barrier_at(u32 address, const Thread& thread, Site site) {
   Barrier* barrier = find_at(offset);
   if (!barrier) fail(thread, site, "there is no barrier at offset %u: a barrier_init is missing before this", offset);
   if (!is_ordered(barrier->init, access_by(thread, site), thread))
-    fail(thread, site, "data race: uses the barrier at offset %u, which thread %u made at %s:%u, with no barrier between",
-         offset, barrier->init.actor * kWarpLanes + __builtin_ctz(barrier->init.lanes), file_name(barrier->init.site),
+    fail(thread, site,
+         "data race: uses the barrier at offset %u, which thread %u made at %s:%u, with no barrier between", offset,
+         barrier->init.actor * kWarpLanes + __builtin_ctz(barrier->init.lanes), file_name(barrier->init.site),
          barrier->init.site.line);
   const u64 word = word_of(*barrier);
   if (memcmp(shared_bytes(offset), &word, kBarrierBytes))
@@ -72,7 +73,8 @@ void describe_wait(u64 waits_for, char* text, size_t size) {
 
 void end_phase_if_complete(Barrier& barrier, const Thread& thread, Site site) {
   if (barrier.arrivals_left == 0 && barrier.bytes_left < 0)
-    fail(thread, site, "the phase of the barrier at offset %u can never end: copies bring %lld bytes more than announced",
+    fail(thread, site,
+         "the phase of the barrier at offset %u can never end: copies bring %lld bytes more than announced",
          barrier.offset, -barrier.bytes_left);
   if (barrier.arrivals_left == 0 && barrier.bytes_left == 0) {
     if (barrier.copies)

@@ -35,7 +35,8 @@ void reset_order() {
 }
 
 u16 new_agent(const char* wait, const Thread& thread, Site site) {
-  if (agents.size() == kMaxAgents) fail(thread, site, "more barriers than the %u that the emulator follows", kMaxAgents);
+  if (agents.size() == kMaxAgents)
+    fail(thread, site, "more barriers than the %u that the emulator follows", kMaxAgents);
   agents.push_back(wait);
   return (u16)(agents.size() - 1);
 }

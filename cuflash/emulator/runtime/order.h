@@ -1,7 +1,8 @@
 // What happened before what, whatever the schedule was.
 //
 // Every warp counts epochs. A new one begins with whatever orders accesses: a collective, a sync_block, and a lane that
-// arrives at a barrier or fences. An access is known to a thread, that is, it happened before what the thread does now, if
+// arrives at a barrier or fences. An access is known to a thread, that is, it happened before what the thread does now,
+// if
 // - the thread itself did it, or
 // - a collective of the two threads' warp, or a sync_block, came between, or
 // - it is in the thread's clock, which grows when the thread waits at a barrier: it then learns all that those who

@@ -1,5 +1,5 @@
-// Two accesses of which one writes must be ordered: order.h says by what. A race is found whatever the schedule, because
-// the record of an access says when it happened in the terms of what orders accesses.
+// Two accesses of which one writes must be ordered: order.h says by what. A race is found whatever the schedule,
+// because the record of an access says when it happened in the terms of what orders accesses.
 #include "shared_memory.h"
 
 #include <cstdio>

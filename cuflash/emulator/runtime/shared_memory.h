@@ -19,7 +19,7 @@ u32 checked_offset(u32 address, u32 bytes, u32 alignment, const Thread& thread, 
 // Unchecked.
 u8* shared_bytes(u32 offset);
 
-// ---- Agents: bytes are a multiple of 16 at a multiple of 16, `thread` is on whose behalf it happens -------------------
+// ---- Agents: bytes are a multiple of 16 at a multiple of 16, `thread` is on whose behalf it happens -----------------
 
 // An agent starts to write, and is done; until then nobody else may touch the bytes.
 void begin_agent_write(u32 offset, u32 bytes, const Access& write, const Thread& thread);

@@ -78,8 +78,8 @@ u32 box_bytes(const TensorMapContent& map) {
   return map.box[0] * map.box[1] * map.box[2] * map.box[3] * map.element_bytes;
 }
 
-// Calls visit(offset, pointer, valid) for every 16 bytes of the box: where they lie in shared memory, where in the array,
-// and how many of them are inside of it.
+// Calls visit(offset, pointer, valid) for every 16 bytes of the box: where they lie in shared memory, where in the
+// array, and how many of them are inside of it.
 template <class Visit>
 void for_each_chunk(const TensorMapContent& map, const int (&coordinates)[4], u32 offset, Visit visit) {
   const u32 row_bytes = map.box[0] * map.element_bytes;

@@ -29,7 +29,8 @@ void reset_turns() {
 void check_turn(const Thread& thread, Site site) {
   const Access now = access_by(thread, site);
   if (block.options.counted && !has_waited[thread.index]) fail(thread, site, "adds without having waited for a count");
-  if (block.options.in_turn && last_wait.epoch == 0) fail(thread, site, "adds before its turn: nobody has waited for it");
+  if (block.options.in_turn && last_wait.epoch == 0)
+    fail(thread, site, "adds before its turn: nobody has waited for it");
   const bool in_last = is_ordered(last_wait, now, thread);
   if (!in_last && (wait_before.epoch == 0 || !is_ordered(wait_before, now, thread)))
     fail(thread, site, "adds before its turn: nothing orders this behind the wait at %s:%u", file_name(last_wait.site),
@@ -42,7 +43,8 @@ void wait_for_count(const u32* counter, u32 count, Site site) {
   check_counter(counter, site);
   const Thread& self = *block.current;
   if (*counter != count)
-    fail(self, site, "waits for a count of %u, but all blocks that started before are done, and it is %u", count, *counter);
+    fail(self, site, "waits for a count of %u, but all blocks that started before are done, and it is %u", count,
+         *counter);
   has_waited[self.index] = true;
 }
 

@@ -223,7 +223,8 @@ void perform_matrix_product(Warp& warp) {
   ++block.statistics.matrix_products;
 }
 
-// m16n8k8 of TF32 (Real = float), or half of m16n8k16 of float64. Both sum in float64; TF32 cuts its operands and its sums off.
+// m16n8k8 of TF32 (Real = float), or half of m16n8k16 of float64. Both sum in float64; TF32 cuts its operands and its
+// sums off.
 template <class Real>
 struct WideProduct {
   Real* d;
@@ -317,7 +318,8 @@ void store_matrix(u32 address, const u32* fragment, Site site) {
 bool elect_lane(Site site) {
   collect("elect_lane", site, nullptr, [](Warp&) {});
   // Any lane will do, as long as it is the same one for the whole launch.
-  const u32 elected = (Order)block.options.order == Order::kFirstInFirstOut ? 0 : (block.options.seed + 31) % kWarpLanes;
+  const u32 elected =
+      (Order)block.options.order == Order::kFirstInFirstOut ? 0 : (block.options.seed + 31) % kWarpLanes;
   return block.current->index % kWarpLanes == elected;
 }
 

@@ -116,7 +116,7 @@ void wake_others(const Warpgroup& group) {
     if (i != block.current->index) wake(*block.threads[i]);
 }
 
-// ---- Operands in shared memory ----------------------------------------------------------------------------------------
+// ---- Operands in shared memory --------------------------------------------------------------------------------------
 
 struct Descriptor {
   u32 start, leading, stride;
@@ -130,7 +130,8 @@ Descriptor decode(u64 descriptor, Site site) {
   const Descriptor decoded = {(u32)(descriptor & 0x3fff) << 4, (u32)(descriptor >> 16 & 0x3fff) << 4,
                               (u32)(descriptor >> 32 & 0x3fff) << 4};
   if (decoded.start / kLineBytes % 8 || decoded.stride % 1024)
-    fail(self, site, "the lines of a tile start at 0x%x and are %u bytes apart by eights: both must be multiples of 1024",
+    fail(self, site,
+         "the lines of a tile start at 0x%x and are %u bytes apart by eights: both must be multiples of 1024",
          decoded.start / kLineBytes * kLineBytes, decoded.stride);
   return decoded;
 }
@@ -165,8 +166,8 @@ void read_operand(Warpgroup& group, Element type, u64 bits, bool transposed, u32
   float values[8];
   if (!transposed) {
     if (column + kOperandBytes > kLineBytes)
-      fail(*block.current, site, "the operand starts at byte %u of its lines, and takes %u bytes: it leaves them", column,
-           kOperandBytes);
+      fail(*block.current, site, "the operand starts at byte %u of its lines, and takes %u bytes: it leaves them",
+           column, kOperandBytes);
     for (u32 row = 0; row < rows; ++row)
       for (u32 half = 0; half < kOperandBytes / kChunkBytes; ++half) {
         read_chunk(group, tile.start + row / 8 * tile.stride + row % 8 * kLineBytes + half * kChunkBytes, step, site,
@@ -191,7 +192,7 @@ void read_operand(Warpgroup& group, Element type, u64 bits, bool transposed, u32
     }
 }
 
-// ---- Products -----------------------------------------------------------------------------------------------------------
+// ---- Products -------------------------------------------------------------------------------------------------------
 
 // Where the elements of a thread lie: those of the accumulator, and those of an operand of two elements.
 u32 row_of(u32 thread, u32 i) { return thread / 32 * 16 + thread % 32 / 4 + 8 * i; }
@@ -215,9 +216,11 @@ EMULATOR_HOT void multiply(const float* __restrict a, const float* __restrict b,
   for (u32 row = 0; row < kRows; ++row) {
     double product[kMaxColumns] = {};
     for (u32 k = 0; k < depth; ++k)
-      for (u32 column = 0; column < columns; ++column) product[column] += (double)a[row * depth + k] * b[k * columns + column];
+      for (u32 column = 0; column < columns; ++column)
+        product[column] += (double)a[row * depth + k] * b[k * columns + column];
     float* sum = sums + row * columns;
-    for (u32 column = 0; column < columns; ++column) sum[column] = cut_to_float32((accumulate ? sum[column] : 0.0f) + product[column]);
+    for (u32 column = 0; column < columns; ++column)
+      sum[column] = cut_to_float32((accumulate ? sum[column] : 0.0f) + product[column]);
   }
 }
 
@@ -423,7 +426,7 @@ void wgmma_wait(u32 pending, Site site) {
   wake_others(group);
 }
 
-// ---- Registers moved between warpgroups -------------------------------------------------------------------------------
+// ---- Registers moved between warpgroups -----------------------------------------------------------------------------
 
 namespace {
 

@@ -100,13 +100,12 @@ class ForwardSm90Tile(ScoredTile):
     block_m: int
     block_n: int
     num_stages: int
-    ping_pong: bool  # consumers issue products one after another
-    keep_before: bool  # the softmax is kept in front of the wait for the product before it
+    ping_pong: bool  # consumers issue products one after another, and the softmax is kept beside a product
     q_stages: int  # tiles of queries in shared memory
     serves: Literal["any", "no pairs", "long full", "lists", "bias", "dropout"] = "any"
     origin: str = field(compare=False)
 
-    defined = ("ping_pong", "keep_before", "q_stages")
+    defined = ("ping_pong", "q_stages")
     variations: ClassVar = {
         "block_m": (128, 192),
         "block_n": WGMMA_COLUMNS,
@@ -300,12 +299,11 @@ class BackwardFloat32Sm90Tile(Tile):
     block_n: int = 64
     num_stages: int
     num_buffers: int  # in which weights and their gradients are handed from warpgroup to warpgroup
-    dq_columns: int  # of dq in one product
     dq_late: bool  # dq of a tile waits for the first columns of its dk, which the next queries wait for
     bf16_parts: int = 3  # that a float32 is split into; two are for TF32's precision
     origin: str = field(compare=False)
 
-    defined = ("num_buffers", "dq_columns", "dq_late", "bf16_parts")
+    defined = ("num_buffers", "dq_late", "bf16_parts")
     variations: ClassVar = {"num_stages": (1, 2, 3), "num_buffers": (1, 2)}
 
     element_bytes = 4
@@ -317,7 +315,6 @@ class BackwardFloat32Sm90Tile(Tile):
     def rules(self) -> tuple[tuple[bool, str], ...]:
         return (
             (self.block_m == 64 and self.block_n == 64, "64 keys and 64 queries for one product"),
-            (self.dq_columns in (64, 128), "whole chunks of dq"),
             (self.bf16_parts in (2, 3), "two or three parts"),
             (not self.dq_late or self.num_buffers <= self.num_stages, "late dq no further behind than dk"),
         )
@@ -329,46 +326,40 @@ class BackwardFloat32Sm90Tile(Tile):
         return (self.num_stages + 1) * tile + buffers + self.num_stages * self.block_m * 8 + barriers
 
 
-_forward_sm90 = maker(
-    ForwardSm90Tile,
-    "max_dim block_m block_n num_stages ping_pong keep_before q_stages serves origin",
-)
+_forward_sm90 = maker(ForwardSm90Tile, "max_dim block_m block_n num_stages ping_pong q_stages serves origin")
 _forward_float32_sm90 = maker(ForwardFloat32Sm90Tile, "max_dim block_m block_n num_stages ping_pong origin")
 _decode = maker(DecodeSm90Tile, "max_dim block_n num_stages min_blocks origin")
-_backward_sm90 = maker(
-    BackwardSm90Tile,
-    "max_dim block_m block_n num_stages schedule origin",
-)
-_backward_float32_sm90 = maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_buffers dq_columns dq_late origin")
+_backward_sm90 = maker(BackwardSm90Tile, "max_dim block_m block_n num_stages schedule origin")
+_backward_float32_sm90 = maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_buffers dq_late origin")
 
 # fmt: off
 FORWARD_SM90_TILES = (
-    #            max_dim  m    n   stages pingp  keep  Q  serves
-    _forward_sm90(64,     128, 128, 2,    True,  True,  2, "lists",
+    #            max_dim  m    n   stages pingp  Q  serves
+    _forward_sm90(64,     128, 128, 2,    True,  2, "lists",
                   "on an H200 497 TFLOP/s with all blocks of 128 x 128 kept, FlexAttention 270 (seqlen 16384)"),
-    _forward_sm90(64,     256, 64,  3,    False, False, 2, "no pairs",
+    _forward_sm90(64,     256, 64,  3,    False, 2, "no pairs",
                   h200("584 / 563, 541 / 412", "289 / 280, 287 / 216")),
-    _forward_sm90(64,     256, 64,  2,    False, False, 2, "bias",
+    _forward_sm90(64,     256, 64,  2,    False, 2, "bias",
                   "on an H200 430 / 413 TFLOP/s, 192 x 64 with 3 stages beside it 386 / 374 (32 heads, seqlen 4096)"),
-    _forward_sm90(64,     192, 64,  2,    False, False, 2, "bias", "for a bias of float32; " + ARITHMETIC),
-    _forward_sm90(64,     192, 64,  3,    False, False, 2, "any", ARITHMETIC),
-    _forward_sm90(128,    128, 96,  2,    True,  True,  1, "dropout",
+    _forward_sm90(64,     192, 64,  2,    False, 2, "bias", "for a bias of float32; " + ARITHMETIC),
+    _forward_sm90(64,     192, 64,  3,    False, 2, "any", ARITHMETIC),
+    _forward_sm90(128,    128, 96,  2,    True,  1, "dropout",
                   "on an H200 503 TFLOP/s, 192 x 80 beside it 427, 128 x 128 429 (16 heads, seqlen 4096, p = 0.1)"),
-    _forward_sm90(128,    192, 80,  2,    True,  True,  2, "long full",
+    _forward_sm90(128,    192, 80,  2,    True,  2, "long full",
                   "on an H200 788 and 753 TFLOP/s, 128 x 128 beside it 778 and 724 (seqlen 4096 and 16384 full)"),
-    _forward_sm90(128,    128, 128, 2,    True,  True,  2, "no pairs",
+    _forward_sm90(128,    128, 128, 2,    True,  2, "no pairs",
                   "on an H200 694 TFLOP/s causal at seqlen 4096, 674 / 495 full / causal at 1024, FlashAttention-2 "
                   "beside it 297, 332 / 247"),
-    _forward_sm90(128,    192, 64,  2,    True,  True,  1, "bias",
+    _forward_sm90(128,    192, 64,  2,    True,  1, "bias",
                   "on an H200 595 / 504 TFLOP/s, 128 x 64 beside it 503 / 503 (16 heads, seqlen 4096)"),
-    _forward_sm90(128,    128, 64,  2,    True,  True,  1, "bias", "for a bias of float32; " + ARITHMETIC),
-    _forward_sm90(128,    128, 64,  3,    True,  True,  2, "any", ARITHMETIC),
-    _forward_sm90(192,    128, 64,  2,    True,  True,  1, "bias", ARITHMETIC),
-    _forward_sm90(192,    128, 64,  2,    True,  True,  1, "lists", ARITHMETIC),
-    _forward_sm90(192,    128, 96,  2,    True,  True,  1, "any",
+    _forward_sm90(128,    128, 64,  2,    True,  1, "bias", "for a bias of float32; " + ARITHMETIC),
+    _forward_sm90(128,    128, 64,  3,    True,  2, "any", ARITHMETIC),
+    _forward_sm90(192,    128, 64,  2,    True,  1, "bias", ARITHMETIC),
+    _forward_sm90(192,    128, 64,  2,    True,  1, "lists", ARITHMETIC),
+    _forward_sm90(192,    128, 96,  2,    True,  1, "any",
                   "on an H200 817 / 728, 689 / 502 TFLOP/s, 128 x 112 with the output in the buffer of Q beside it "
                   "786 / 703, 620 / 461 (seqlen 4096 full / causal, 1024 full / causal; 10 heads)"),
-    _forward_sm90(256,    128, 64,  2,    True,  True,  1, "any",
+    _forward_sm90(256,    128, 64,  2,    True,  1, "any",
                   h200("798 / 745, 718 / 544", "296 / 271, 307 / 249")),
 )
 
@@ -408,13 +399,13 @@ BACKWARD_SM90_TILES = (
 
 # Tiles of 64 keys and 64 queries; the products of parts count as one.
 BACKWARD_FLOAT32_SM90_TILES = (
-    #                     max_dim stages buffers columns of dq, late
-    _backward_float32_sm90(64,  2, 2, 64, False, float32("114 / 111", "34.1 / 31.1")),
-    _backward_float32_sm90(128, 1, 1, 64, True,  float32("121 / 114", "35.7 / 34.2")),
+    #                     max_dim stages buffers late dq
+    _backward_float32_sm90(64,  2, 2, False, float32("114 / 111", "34.1 / 31.1")),
+    _backward_float32_sm90(128, 1, 1, True,  float32("121 / 114", "35.7 / 34.2")),
 )
 
 BACKWARD_TF32_SM90_TILES = (
-    _backward_float32_sm90(64,  3, 2, 64, False, float32("175 / 162", "34.1 / 31.1"), bf16_parts=2),
-    _backward_float32_sm90(128, 2, 2, 64, True,  float32("199 / 184", "35.7 / 34.2"), bf16_parts=2),
+    _backward_float32_sm90(64,  3, 2, False, float32("175 / 162", "34.1 / 31.1"), bf16_parts=2),
+    _backward_float32_sm90(128, 2, 2, True,  float32("199 / 184", "35.7 / 34.2"), bf16_parts=2),
 )
 # fmt: on

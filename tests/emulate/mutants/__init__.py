@@ -8,7 +8,8 @@ text has to occur there exactly once, so that the table follows the kernels.
 
 from tests.emulate.mutants import around, common, fp32, sm80, sm90_backward, sm90_forward
 from tests.emulate.mutants.planting import Mutant
-from tests.emulate.mutants.trials import TRIALS, Trial
+from tests.emulate.mutants.trial import Trial
+from tests.emulate.mutants.trials import TRIALS
 
 MUTANTS = (
     *common.MUTANTS,

@@ -91,7 +91,7 @@ MUTANTS = (
     # ---- sm90/forward.cu
     mutant("bits hide what is visible", FORWARD, "return !(shown[n / 8]", "return (shown[n / 8]", "sm90 bits"),
     mutant("bits do not hide where maxima are known", FORWARD,
-           "        if (kMaskByBits && masked && is_hidden(n, i)) s[0][n][i] = 0.0f;\n", "", "sm90 bits"),
+           "        if (kLazyWhereMasked && masked && is_hidden(n, i)) s[0][n][i] = 0.0f;\n", "", "sm90 bits"),
     mutant("the bits of the first consumer", FORWARD, "tile.work.block * (kBlockM / kBitsBlock) + index;",
            "tile.work.block * (kBlockM / kBitsBlock);", "sm90 bits"),
     mutant("the bits of the place in the list", FORWARD,

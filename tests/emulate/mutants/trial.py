@@ -1,0 +1,111 @@
+"""One pass of one case with one plan, on which a mutant is run."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+import cuflash.testing as ct
+from cuflash import emulator
+from cuflash.emulator.memory import Scratch
+from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.planning.sm80 import DqTile, ForwardTile
+from cuflash.planning.sm90.tiles import (
+    DecodeSm90Tile,
+    ForwardFloat32Sm90Tile,
+    ForwardSm90Tile,
+)
+from cuflash.planning.tiles import Tile
+from cuflash.terms import DEFAULT_NEED
+from tests.emulate import attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One pass of one case with one plan."""
+
+    case: ct.Case
+    tiles: tuple[Tile | None, ...]
+    place: attention.Place = attention.guarded
+    num_sms: int = 132
+    schedule: emulator.Schedule = emulator.SCHEDULES[0]
+    dq_in_order: bool = False  # deterministic, without a kernel of its own for dq
+    kv_lengths: tuple[int, ...] | None = None  # instead of those of the case, which they are clamped to
+    wild_pages: bool = False  # the first entries of the table are outside of the pool; where they lead is what counts
+    need: tuple[str, ...] | None = None  # gradients; by default dq, dk, dv, and dsinks where there are sinks
+    cu_seqlens: tuple[int, ...] | None = None  # of queries and keys: nothing is expected of results
+    shares: bool = False  # queries of tiles, however few, and not heads of a group
+    combines: bool = True  # the last block of a head does; else a kernel of its own
+    found_counts: tuple[int, ...] = ()  # of arrivals of blocks, in memory: the call runs once for each
+
+    def run(self, kernels: Path | None = None) -> None:
+        """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
+        if not self.combines:
+            with mock.patch("cuflash.planning.sm90.decode.COMBINE_BYTES", 0):
+                self._run(kernels)
+        elif self.shares:
+            names = ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_OF_PART", "WAVES", "CAUSAL_WAVES")
+            with mock.patch.dict("cuflash.planning.backward.__dict__", dict.fromkeys(names, 0)):
+                self._run(kernels)
+        else:
+            self._run(kernels)
+
+    def _run(self, kernels: Path | None) -> None:
+        case, arrays = self.case, self.case.arrays()
+        deterministic = self.dq_in_order or isinstance(self.tiles[-1], DqTile)
+        two_parts = getattr(self.tiles[0], "bf16_parts", 3) == 2
+        precision = "tf32" if two_parts else "highest"
+        problem = attention.problem_of(case, arrays, deterministic=deterministic, precision=precision)
+        out, lse = attention.forward_by_oracle(problem, arrays, **case.random)
+        if self.kv_lengths:
+            arrays["kv_lengths"][...] = self.kv_lengths
+        if self.wild_pages:
+            _make_wild(arrays)
+        if self.cu_seqlens:
+            arrays["cu_seqlens_q"][...] = arrays["cu_seqlens_k"][...] = self.cu_seqlens
+        launches: list[emulator.Statistics] = []
+        how: dict[str, Any] = {
+            "arch": replace(DeviceSpec.for_arch("9.0"), num_sms=self.num_sms),
+            "tiles": self.tiles,
+            "place": self.place,
+            "kernels": kernels,
+            "schedule": self.schedule,
+            "statistics": launches,
+            **case.random,
+        }
+        if isinstance(self.tiles[0], ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | DecodeSm90Tile):
+            for count in self.found_counts:
+                scratch = Scratch(choose_plan(problem, how["arch"], tiles=how["tiles"]).scratch_layout, 0xFF)
+                scratch.array("arrivals", np.uint64)[...] = count
+                for _ in "12":  # as a captured graph is replayed
+                    ct.assert_forward(case, *attention.forward(problem, arrays, scratch=scratch, call=1, **how))
+            names: tuple[str, ...] = ("out", "lse")
+            results: tuple[np.ndarray, ...] = attention.forward(problem, arrays, **how)
+        else:
+            names = self.need or (*DEFAULT_NEED, *(("dsinks",) if case.sinks else ()))
+            results = attention.backward(problem, arrays, out, lse, need=names, **how)
+        if self.cu_seqlens:
+            return
+        found = dict(zip(names, results, strict=True))
+        if two_parts:
+            attention.assert_two_parts(problem, arrays, found)
+        elif "out" in found:
+            ct.assert_forward(case, **found)
+        else:
+            ct.assert_backward(case, **found)
+        conflicts = sum(launch.matrix_load_conflicts for launch in launches)
+        if conflicts:
+            raise AssertionError(f"{conflicts} bank conflicts")
+
+
+def _make_wild(arrays: dict[str, Any]) -> None:
+    """Make the first two pages of the table the first and the last one of the pool, and name them by other numbers."""
+    table, last = arrays["block_table"], len(arrays["k"]) - 1
+    for place, page, name in ((0, 0, -7), (1, last, last + 1)):
+        old = table[0, place]
+        for pool in (arrays["k"], arrays["v"]):
+            pool[[old, page]] = pool[[page, old]]
+        table[...] = np.where(table == old, page, np.where(table == page, old, table))
+        table[0, place] = name

@@ -1,0 +1,205 @@
+"""The edges of problems: empty and short ones, what hides everything, numbers at the end of their range."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuflash.testing as ct
+from cuflash.emulator import find_compiler
+from cuflash.planning.sm90.tiles import (
+    FORWARD_FLOAT32_SM90_TILES,
+    FORWARD_SM90_TILES,
+)
+from tests.emulate import attention
+from tests.emulate.attention import problem_of
+from tests.emulate.checks import (
+    EDGES,
+    FEW_SMS,
+    all_results,
+    assert_results,
+    bits,
+    either_kernel,
+    judge,
+    rounded_to_tf32,
+    run_both,
+)
+from tests.emulate.specialisations import name_of
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [13, 16])
+@pytest.mark.parametrize("sizes", EDGES.values(), ids=EDGES)
+def test_edges(sizes, head_dim, deterministic):
+    case = ct.Case(head_dim=head_dim, dtype="float16", **sizes)
+    results = all_results(case, arch="8.0", deterministic=deterministic)
+    assert_results(case, results)
+
+
+# A row with turns and one without, of two, three and four consumers; blocks take several tiles.
+EDGES_SM90 = (FORWARD_SM90_TILES[0], FORWARD_SM90_TILES[1], FORWARD_SM90_TILES[2], FORWARD_SM90_TILES[-1])
+
+
+@pytest.mark.parametrize("tile", EDGES_SM90, ids=name_of)
+@pytest.mark.parametrize("sizes", EDGES.values(), ids=EDGES)
+def test_edges_of_compute_capability_9(sizes, tile):
+    case = ct.Case(head_dim=16, dtype="float16", **sizes)
+    arrays = case.arrays()
+    problem = problem_of(case, arrays)
+    # An empty array has no tensor map: then the other kernel runs.
+    tiles = (tile,) if 0 not in (*arrays["q"].shape, *arrays["k"].shape) else None
+    ct.assert_forward(case, *attention.forward(problem, arrays, tiles=tiles, arch=FEW_SMS))
+
+
+@pytest.mark.parametrize("tile", FORWARD_FLOAT32_SM90_TILES, ids=name_of)
+@pytest.mark.parametrize("sizes", EDGES.values(), ids=EDGES)
+def test_edges_of_float32_on_compute_capability_9(sizes, tile):
+    case = ct.Case(head_dim=13, dtype="float32", **sizes)
+    arrays = case.arrays()
+    problem = problem_of(case, arrays)
+    tiles = (tile,) if 0 not in (*arrays["q"].shape, *arrays["k"].shape) else None
+    ct.assert_forward(case, *attention.forward(problem, arrays, tiles=tiles, arch=FEW_SMS))
+
+
+@either_kernel
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("term", ["mask", "bias"])
+def test_terms_that_hide_everything(term, deterministic, arch):
+    sizes: dict[str, Any] = {"seqlen_q": 40, "seqlen_k": 70, "num_heads": 2, term: (2, 40, 70)}
+    case = ct.Case(head_dim=16, dtype="bfloat16", **sizes)
+    arrays = case.arrays()
+    hidden = False if term == "mask" else -np.inf
+    arrays[term][0] = hidden  # a whole head
+    arrays[term][1, 16:] = hidden  # whole fragments, and whole tiles of rows
+    arrays[term][1, :, :64] = hidden  # a whole tile of keys
+    problem = problem_of(case, arrays, deterministic=deterministic)
+    results = run_both(problem, arrays, arch=arch)
+    judge(problem, arrays, results)
+    assert not results["out"][0, 0].any()
+    assert (results["lse"][0, 0] == -np.inf).all()
+
+
+@either_kernel
+def test_lengths_out_of_range_are_clamped(arch):
+    case = ct.Case(seqlen_q=20, seqlen_k=50, batch=3, head_dim=16, dtype="float16", kv_lengths=(0, 50, 50))
+    arrays = case.arrays()
+    problem = problem_of(case, arrays)
+    tame = run_both(problem, arrays, arch=arch)
+    arrays["kv_lengths"][...] = (-7, 51, 2**31 - 1)
+    assert bits(run_both(problem, arrays, arch=arch)) == bits(tame)
+
+
+# Both kernels of the forward pass of float32: short problems take the first by themselves.
+either_float32 = pytest.mark.parametrize("float32_tiles", [None, FORWARD_FLOAT32_SM90_TILES[:1]], ids=["sm80", "sm90"])
+
+
+@either_kernel
+@either_float32
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_values_that_are_no_numbers(dtype, float32_tiles, arch):
+    """NaN and infinities of visible inputs come out where the formula has them."""
+    case = ct.Case(seqlen_q=40, seqlen_k=70, head_dim=16, dtype=dtype, causal=True)
+    arrays = case.arrays()
+    arrays["q"][0, 0, 7, 3] = np.nan
+    arrays["k"][0, 0, 65, 0] = np.inf
+    arrays["v"][0, 0, 2, 5] = np.inf
+    arrays["v"][0, 0, 3, 6] = np.nan
+    problem = problem_of(case, arrays)
+    tiles = float32_tiles if (dtype, arch) == ("float32", "9.0") else None
+    out, lse = attention.forward(problem, arrays, arch=arch, tiles=tiles)
+    judge(problem, {name: arrays[name] for name in "qkv"}, {"out": out, "lse": lse})
+
+
+@either_float32
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.finfo(np.float32).max, 0.99999 * np.finfo(np.float32).max])
+def test_float32_at_the_end_of_its_range(value, float32_tiles):
+    """What is split into parts comes out whole: infinities, and numbers that no TF32 or bfloat16 is as large as."""
+    case = ct.Case(seqlen_q=17, seqlen_k=33, head_dim=16, dtype="float32", scale=2.0**-9)
+    arrays = case.arrays()
+    arrays["k"][...] = np.sign(arrays["k"])  # whose second part is zero
+    arrays["v"][0, 0, 5, 2] = value
+    arrays["q"][0, 0, 3, 4] = np.copysign(np.inf, value) if np.isinf(value) else 2.0**120
+    arrays["q"][0, 0, 4, 4] = np.nan
+    arrays["q"].view(np.uint32)[0, 0, 6, 4] = 0x7FFFFFFF  # the NaN that the device makes
+    problem = problem_of(case, arrays)
+    inputs = {name: arrays[name] for name in "qkv"}
+    out, lse = attention.forward(problem, arrays, tiles=float32_tiles)
+    expected = ct.yardsticks(problem, inputs)
+    for got, right in ((out, expected["out"].expected), (lse, expected["lse"].expected)):
+        np.testing.assert_allclose(got.astype(np.float64), right, rtol=1e-5, atol=1e-5)
+
+
+@either_float32
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"head_dim": 48}, {"head_dim": 128}, {"softcap": 20.0}, {"score_spread": 30.0}],
+    ids=str,
+)
+def test_float32_is_no_worse_than_the_plain_formula(options, float32_tiles):
+    """On the average of several seeds, without the allowance for luck. The emulated tensor cores cut sums off too."""
+    sizes: dict[str, Any] = {"seqlen_q": 65, "seqlen_k": 203, "head_dim": 64} | options
+    ratios = []
+    for seed in range(6):
+        case = ct.Case(**sizes, dtype="float32", seed=seed)
+        if float32_tiles:
+            arrays, tiles = case.arrays(), FORWARD_FLOAT32_SM90_TILES[case.head_dim > 64 :][:1]
+            report = (*ct.assert_forward(case, *attention.forward(problem_of(case, arrays), arrays, tiles=tiles)),)
+        else:
+            results = all_results(case)
+            report = (*ct.assert_forward(case, results["out"], results["lse"]),)
+            report += (*ct.assert_backward(case, results["dq"], results["dk"], results["dv"]),)
+        ratios.append([measurement.strict_ratio for measurement in report])
+    assert (np.mean(ratios, axis=0) <= 1).all(), np.round(np.mean(ratios, axis=0), 2)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("score_spread", [0.05, 1.0, 10.0])
+@pytest.mark.parametrize("sizes", [(40, 1300, 64), (1300, 40, 64), (30, 900, 128), (900, 30, 128)], ids=str)
+def test_sums_of_float64_are_within_twice_the_plain_formula(sizes, score_spread, deterministic):
+    """Without the allowance for luck, however long: sums run over the tiles of the other sequence."""
+    seqlen_q, seqlen_k, head_dim = sizes
+    lengths = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    case = ct.Case(**lengths, head_dim=head_dim, dtype="float64", score_spread=score_spread)
+    results = all_results(case, deterministic=deterministic)
+    report = (*ct.assert_forward(case, results["out"], results["lse"]),)
+    report += (*ct.assert_backward(case, results["dq"], results["dk"], results["dv"]),)
+    assert all(measurement.error <= measurement.strict_tolerance for measurement in report), report
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [40, 128])
+def test_tf32(head_dim, deterministic):
+    """Twice the error of the formula whose factors are rounded to TF32, the oracle rule with that unit of rounding."""
+    case = ct.Case(seqlen_q=70, seqlen_k=150, head_dim=head_dim, dtype="float32", causal=True, seed=3)
+    results = all_results(case, deterministic=deterministic, precision="tf32")
+    arrays = case.arrays()
+    expected = ct.yardsticks(case.problem, arrays)
+    q, k, v, dout = (rounded_to_tf32(arrays[name])[0, 0].astype(np.float64) for name in ("q", "k", "v", "dout"))
+    hidden = np.arange(150) > np.arange(70)[:, None] + 80
+    scores = np.where(hidden, -np.inf, q @ k.T * head_dim**-0.5)
+    weights = np.exp(scores - np.log(np.exp(scores).sum(axis=1, keepdims=True)))
+    rounded = rounded_to_tf32(weights.astype(np.float32)).astype(np.float64)
+    delta = (arrays["dout"][0, 0] * expected["out"].expected[0, 0]).sum(axis=1, keepdims=True)
+    ds = rounded_to_tf32((weights * (dout @ v.T - delta)).astype(np.float32)).astype(np.float64)
+    plain = {"out": rounded @ v, "dv": rounded.T @ dout, "dq": ds @ k * head_dim**-0.5, "dk": ds.T @ q * head_dim**-0.5}
+    for name, values in plain.items():
+        right = expected[name].expected[0, 0]
+        allowed = 2 * np.abs(values - right).max() + 2.0**-11 * expected[name].scale
+        error = np.abs(results[name][0, 0] - right).max()
+        assert expected[name].tolerance < error <= allowed, name  # as rough as it may be, and not the other precision
+
+
+@either_kernel
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_softcap_bounds_products_that_overflow(deterministic, arch):
+    """A product of minus infinity is a capped score like others, also in a tile that has hidden keys."""
+    case = ct.Case(seqlen_q=2, seqlen_k=2, head_dim=16, dtype="bfloat16", softcap=0.25, causal=True)
+    arrays = case.arrays()
+    arrays["q"][0, 0, 1], arrays["k"][0, 0, 0] = 1e19, -1e19
+    problem = problem_of(case, arrays, deterministic=deterministic)
+    results = run_both(problem, arrays, arch=arch)
+    expected = ct.yardsticks(problem, arrays)
+    for name in ("out", "dv"):  # the others are as large as the inputs
+        np.testing.assert_allclose(results[name].astype(np.float64), expected[name].expected, atol=0.02)
