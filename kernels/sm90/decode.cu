@@ -217,7 +217,8 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
     for (int n_block = work.keys.stop - 1; n_block >= work.keys.start; --n_block, at.advance()) {
       multiply_s();
       const bool masked = n_block < work.keys.full_start || n_block >= work.keys.full_stop;
-      to_scores(score, mask, s, [&](int, int i) { return query[i / 2]; }, n_block * kBlockN + fragment_column(), masked);
+      score.cap(s);
+      to_scores<true>(score, mask, s, [&](int, int i) { return query[i / 2]; }, n_block * kBlockN + fragment_column(), masked);
       softmax.update(s, o, scale_log2);
 #pragma unroll
       for (int k = 0; k < kBlockN / 16; ++k) to_operand(s[0], k, p[k]);

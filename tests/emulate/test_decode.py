@@ -92,6 +92,8 @@ CASES = {
     "wide V": {"head_dim": 24, "head_dim_v": 128},
     "bfloat16": {"dtype": "bfloat16"},
     "rows of heads": {"layout": "bshd"},
+    "softcap": {"softcap": 2.0, "score_spread": 8.0},
+    "softcap, small scores": {"softcap": 60.0, "kv_lengths": (300, 0), "scale": -0.3},
 }
 
 
@@ -152,6 +154,7 @@ def cases(draw):
         kv_lengths=draw(st.one_of(st.none(), lengths)),
         kv_lengths_dtype=draw(st.sampled_from(["int32", "int64"])),
         score_spread=draw(st.sampled_from([1.0, 8.0, 30.0])),
+        softcap=draw(st.sampled_from([None, 3.0])),
         seed=draw(st.integers(0, 2**16)),
     )
 

@@ -67,6 +67,7 @@ MUTANTS = (
     mutant("rows of no query are stored", DECODE, "      if (row >= work.rows) continue;\n", "", "decode"),
     mutant("whole heads are left to be combined", DECODE, "!kSplitsKeys || partials.count == 1;", "!kSplitsKeys;",
            "decode few"),
+    mutant("scores without a cap", DECODE, "      score.cap(s);\n", "", "decode softcap"),
     mutant("counts are not begun", DECODE, "  if (kCombines && thread == 0) prepare_arrivals(common);\n", "",
            "decode uneven"),
     mutant("every thread begins the counts", DECODE, "if (kCombines && thread == 0) prepare_arrivals",
