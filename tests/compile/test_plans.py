@@ -351,7 +351,7 @@ TARGETS = [
     *(
         Target(tile=tile, arch="9.0", variant=variant)
         for tile in DECODE_SM90_TILES
-        for variant in ("full", "groups", "bounds", "whole", "combined", "afterwards", "softcap")
+        for variant in ("full", "groups", "bounds", "whole", "combined", "afterwards", "softcap", "slopes")
     ),
     *(
         Target(tile=tile, arch="9.0", variant=variant)

@@ -93,6 +93,9 @@ CASES = {
     "bfloat16": {"dtype": "bfloat16"},
     "rows of heads": {"layout": "bshd"},
     "softcap": {"softcap": 2.0, "score_spread": 8.0},
+    "slopes": {"alibi_slopes": (8,)},
+    "slopes of entries": {"alibi_slopes": (2, 8), "causal": False, "kv_lengths": (300, 77), "softcap": 4.0},
+    "slopes of a head to itself": {"alibi_slopes": (2, 8), "num_heads_kv": 8, "window": (200, None)},
     "softcap, small scores": {"softcap": 60.0, "kv_lengths": (300, 0), "scale": -0.3},
 }
 
@@ -133,6 +136,7 @@ def test_rows_of_the_table(tile, device):
 def cases(draw):
     group = draw(st.sampled_from([1, 4, 8, 3]))
     num_heads_kv, batch = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2]))
+    num_heads = group * num_heads_kv
     seqlen_q = draw(st.integers(1, DECODE_ROWS // group))
     seqlen_k = draw(st.one_of(st.integers(1, 400), st.sampled_from([32, 63, 64, 65, 127, 128, 129, 320])))
     side = st.one_of(st.none(), st.integers(0, seqlen_k))
@@ -143,7 +147,7 @@ def cases(draw):
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
         batch=batch,
-        num_heads=group * num_heads_kv,
+        num_heads=num_heads,
         num_heads_kv=num_heads_kv,
         head_dim=draw(st.sampled_from([8, 64, 72])),
         head_dim_v=draw(st.sampled_from([8, 64, 120])),
@@ -155,6 +159,7 @@ def cases(draw):
         kv_lengths_dtype=draw(st.sampled_from(["int32", "int64"])),
         score_spread=draw(st.sampled_from([1.0, 8.0, 30.0])),
         softcap=draw(st.sampled_from([None, 3.0])),
+        alibi_slopes=draw(st.sampled_from([None, (num_heads,), (batch, num_heads)])),
         seed=draw(st.integers(0, 2**16)),
     )
 

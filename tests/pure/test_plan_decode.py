@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuflash.binding import planned_length
+from cuflash.operands import Operand
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.choose import MAX_HEAD_DIM
 from cuflash.planning.sm90.decode import (
@@ -106,6 +107,13 @@ def test_enough_bytes_are_on_their_way():
 )
 def test_kernels(changes, expected):
     assert sources(choose_plan(decode_problem(**changes), H200)) == expected
+
+
+@pytest.mark.parametrize(("term", "shape", "expected"), [("alibi_slopes", (1, 32), DECODE)])
+def test_kernels_where_something_acts_on_scores(term, shape, expected):
+    problem = decode_problem(4)
+    terms = {term: Operand(shape=shape, strides=(0,) * len(shape), dtype="bool" if "mask" in term else "float32")}
+    assert sources(choose_plan(replace(problem, **terms), H200)) == expected
 
 
 @pytest.mark.parametrize("arch", ["8.0", "10.0", "12.0"])

@@ -377,6 +377,7 @@ TRIALS = {
         num_sms=4,
         combines=False,
     ),
+    "decode slopes": Trial(case=replace(_DECODE, causal=True, alibi_slopes=(2, 8)), tiles=_DECODE_TILES, num_sms=3),
     "decode softcap": Trial(
         case=replace(_DECODE, causal=True, softcap=2.0, score_spread=8.0), tiles=_DECODE_TILES, num_sms=3
     ),
