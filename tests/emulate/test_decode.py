@@ -96,6 +96,10 @@ CASES = {
     "slopes": {"alibi_slopes": (8,)},
     "slopes of entries": {"alibi_slopes": (2, 8), "causal": False, "kv_lengths": (300, 77), "softcap": 4.0},
     "slopes of a head to itself": {"alibi_slopes": (2, 8), "num_heads_kv": 8, "window": (200, None)},
+    "bias of pairs": {"bias": (8, 5, 300)},
+    "bias of heads": {"bias": (2, 8, 1, 300), "bias_dtype": "input", "kv_lengths": (299, 0), "causal": False},
+    "bias of keys": {"bias": (300,), "bias_dtype": "input", "alibi_slopes": (2, 8), "seqlen_q": 3},
+    "bias of queries": {"bias": (5, 1), "num_heads_kv": 8, "softcap": 4.0, "window": (200, None)},
     "softcap, small scores": {"softcap": 60.0, "kv_lengths": (300, 0), "scale": -0.3},
 }
 
@@ -159,6 +163,8 @@ def cases(draw):
         kv_lengths_dtype=draw(st.sampled_from(["int32", "int64"])),
         score_spread=draw(st.sampled_from([1.0, 8.0, 30.0])),
         softcap=draw(st.sampled_from([None, 3.0])),
+        bias=draw(st.sampled_from([None, (num_heads, seqlen_q, seqlen_k), (batch, 1, 1, seqlen_k), (seqlen_q, 1)])),
+        bias_dtype=draw(st.sampled_from(["softmax", "input"])),
         alibi_slopes=draw(st.sampled_from([None, (num_heads,), (batch, num_heads)])),
         seed=draw(st.integers(0, 2**16)),
     )

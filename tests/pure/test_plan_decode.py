@@ -109,7 +109,14 @@ def test_kernels(changes, expected):
     assert sources(choose_plan(decode_problem(**changes), H200)) == expected
 
 
-@pytest.mark.parametrize(("term", "shape", "expected"), [("alibi_slopes", (1, 32), DECODE)])
+@pytest.mark.parametrize(
+    ("term", "shape", "expected"),
+    [
+        ("alibi_slopes", (1, 32), DECODE),
+        ("bias", (1, 32, 4, 8192), DECODE),
+        ("mask", (1, 32, 4, 8192), FORWARD),
+    ],
+)
 def test_kernels_where_something_acts_on_scores(term, shape, expected):
     problem = decode_problem(4)
     terms = {term: Operand(shape=shape, strides=(0,) * len(shape), dtype="bool" if "mask" in term else "float32")}

@@ -378,6 +378,9 @@ TRIALS = {
         combines=False,
     ),
     "decode slopes": Trial(case=replace(_DECODE, causal=True, alibi_slopes=(2, 8)), tiles=_DECODE_TILES, num_sms=3),
+    "decode bias": Trial(
+        case=replace(_DECODE, bias=(2, 8, 5, 300), bias_dtype="input"), tiles=_DECODE_TILES, num_sms=3
+    ),
     "decode softcap": Trial(
         case=replace(_DECODE, causal=True, softcap=2.0, score_spread=8.0), tiles=_DECODE_TILES, num_sms=3
     ),
