@@ -100,6 +100,15 @@ CASES = {
     "bias of heads": {"bias": (2, 8, 1, 300), "bias_dtype": "input", "kv_lengths": (299, 0), "causal": False},
     "bias of keys": {"bias": (300,), "bias_dtype": "input", "alibi_slopes": (2, 8), "seqlen_q": 3},
     "bias of queries": {"bias": (5, 1), "num_heads_kv": 8, "softcap": 4.0, "window": (200, None)},
+    "pages, and all that acts on scores": {
+        "page_size": 32,
+        "seqlen_k": 320,
+        "bias": (2, 8, 5, 320),
+        "alibi_slopes": (8,),
+        "softcap": 4.0,
+        "sinks": True,
+        "window": (150, None),
+    },
     "softcap, small scores": {"softcap": 60.0, "kv_lengths": (300, 0), "scale": -0.3},
 }
 
@@ -368,15 +377,15 @@ def test_matrix_stores_and_loads_have_no_bank_conflicts():
 
 @every_device
 @pytest.mark.parametrize("length", [290, 300, 320, 383])
-def test_maps_that_reach_over_more_keys_than_there_are(length, device):
+@pytest.mark.parametrize("change", [{}, {"softcap": 3.0, "alibi_slopes": (8,)}], ids=str)
+def test_maps_that_reach_over_more_keys_than_there_are(length, device, change):
     """k and v are slices of a longer cache; what lies past them, NaN, is loaded and hidden."""
-    case = replace(CASE, seqlen_k=384, kv_lengths=None, causal=False)
+    case = replace(CASE, seqlen_k=384, kv_lengths=None, causal=False, **change)
     cache = case.arrays()
     arrays = cache | {name: cache[name][:, :, :length] for name in "kv"}
     for name in "kv":
         cache[name][:, :, length:] = np.nan
-    options = {"device": device, "place": lambda array: array, "mapped_keys": 384}
-    out, lse = run(case, arrays=arrays, **options)
+    out, lse = run(case, arrays=arrays, device=device, place=lambda array: array, mapped_keys=384)
     yardsticks = ct.yardsticks(problem_of(case, arrays), {n: x for n, x in arrays.items() if n != "dout"})
     for name, x in (("out", out), ("lse", lse)):
         measurement = ct.measure(name, x, yardsticks[name])
