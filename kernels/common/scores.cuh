@@ -17,9 +17,10 @@ CUFLASH_DEVICE Real masked_score(const Score& score, const Mask& mask, Real prod
 
 // Scores in place of products, in n-tiles whose rows are queries: `row_of(m, i)` is the query of an element, `lane_key`
 // the key of this lane's first one. `masked` says whether some pair may be hidden: a bool, or a Constant where that is
-// known beforehand. With `capped`, products went through Score::cap.
-template <bool capped = false, int m_tiles, int n_tiles, class RowOf, class Masked>
-CUFLASH_DEVICE void to_scores(const Score& score, const Mask& mask, Real (&s)[m_tiles][n_tiles][4], RowOf row_of,
+// known beforehand. With `capped`, products went through Score::cap. Where rows are of several heads, `score` and `mask`
+// are of other types, and find out whose a row is.
+template <bool capped = false, class Scores, class Masks, int m_tiles, int n_tiles, class RowOf, class Masked>
+CUFLASH_DEVICE void to_scores(const Scores& score, const Masks& mask, Real (&s)[m_tiles][n_tiles][4], RowOf row_of,
                               int lane_key, Masked masked) {
   constexpr bool kAreScores = capped ? kFactorInExponent : kScaleInExponent;
   if (!kAreScores || masked) {

@@ -111,6 +111,35 @@ struct HeadWork {
   CUFLASH_DEVICE int first_head() const { return head_kv * group; }
 };
 
+// The two rows of the product that a lane has a part of, row 0 and row 1. Each stands for a query of a head of its own,
+// or for none: then nothing is looked up for it.
+struct LaneRows {
+  Score score[2];
+  Mask mask[2];
+  int query[2];
+
+  CUFLASH_DEVICE LaneRows(const Params& params, const HeadWork& work, const int (&row)[2])
+      : score{Score(params, work.batch, head_of(params, work, row[0]), work.key_stop),
+              Score(params, work.batch, head_of(params, work, row[1]), work.key_stop)},
+        mask{Mask(params, work.batch, head_of(params, work, row[0]), work.key_stop),
+             Mask(params, work.batch, head_of(params, work, row[1]), work.key_stop)},
+        query{row[0] < work.rows ? row[0] % params.seqlen_q : params.seqlen_q,
+              row[1] < work.rows ? row[1] % params.seqlen_q : params.seqlen_q} {}
+
+  CUFLASH_DEVICE static int head_of(const Params& params, const HeadWork& work, int row) {
+    return work.first_head() + (row < work.rows ? row / params.seqlen_q : 0);
+  }
+
+  // What to_scores asks of a Score and of a Mask.
+  CUFLASH_DEVICE float of(float product, int row, int key, float& derivative) const {
+    return score[row].of(product, query[row], key, derivative);
+  }
+  CUFLASH_DEVICE float with_addend(float x, int row, int key) const {
+    return score[row].with_addend(x, query[row], key);
+  }
+  CUFLASH_DEVICE bool visible(int row, int key) const { return mask[row].visible(query[row], key); }
+};
+
 CUFLASH_DEVICE void produce(const DecodeParams& params, Shared& shared) {
   Position<kNumStages> at;
   Position<1> q_at;
@@ -180,10 +209,8 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
 #pragma unroll 1
   for (HeadWalk walk(common); walk.more(); walk.advance()) {
     const HeadWork work(common, walk);
-    const Score score(common, work.batch, work.first_head(), work.key_stop);
-    const Mask mask(common, work.batch, work.first_head(), work.key_stop);
-    const float scale_log2 = score.exponent_scale();
-    const int query[2] = {lane_row[0] % common.seqlen_q, lane_row[1] % common.seqlen_q};  // that they stand for
+    const LaneRows rows(common, work, lane_row);
+    const float scale_log2 = rows.score[0].exponent_scale();
 
     OnlineSoftmax<1> softmax;
     float s[1][kNTiles][4], o[1][kDimV / 8][4];
@@ -217,7 +244,8 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
     for (int n_block = work.keys.stop - 1; n_block >= work.keys.start; --n_block, at.advance()) {
       multiply_s();
       const bool masked = n_block < work.keys.full_start || n_block >= work.keys.full_stop;
-      to_scores(score, mask, s, [&](int, int i) { return query[i / 2]; }, n_block * kBlockN + fragment_column(), masked);
+      rows.score[0].cap(s);
+      to_scores<true>(rows, rows, s, [](int, int i) { return i / 2; }, n_block * kBlockN + fragment_column(), masked);
       softmax.update(s, o, scale_log2);
 #pragma unroll
       for (int k = 0; k < kBlockN / 16; ++k) to_operand(s[0], k, p[k]);
@@ -250,8 +278,8 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
       };
       if (is_alone) {
         const int head = work.first_head() + row / common.seqlen_q;
-        Storage* g_out = out_of(common, work.batch, head, query[half]);
-        store([&](float lse) { *lse_of(common, work.batch, head, query[half]) = lse; },
+        Storage* g_out = out_of(common, work.batch, head, rows.query[half]);
+        store([&](float lse) { *lse_of(common, work.batch, head, rows.query[half]) = lse; },
               [&](int column, float left, float right) { store_pair(g_out, column, left, right); });
       } else {
         const int i = ptx::block_index() - partials.first_block;

@@ -141,6 +141,7 @@ SPILLS_OF_BLOCKS = SPILLS_OF_OPTIONS | {
 }
 # With one thing that is added to scores.
 SPILLS_OF_ADDENDS = SPILLS | {
+    ("sm90/decode.cu", 2, 64, "64x128", 2): 80,
     ("sm90/forward.cu", 2, 128, "192x80", 1): 32,
     ("sm90/backward.cu", 2, 256, "64x64", 1): 80,
 }
@@ -241,6 +242,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "slopes": {"dtype": "bfloat16", "causal": True, "alibi_slopes": (1,)},
     "bias": {"dtype": "bfloat16", "bias": (64, 64), "bias_dtype": "input"},
     "wide bias": {"dtype": "float16", "bias": (64, 64)},
+    "bias of few": {"dtype": "bfloat16", "causal": True, "bias": (9, 2048), "bias_dtype": "input"},
+    "wide bias of few": {"dtype": "float16", "bias": (2048,), "alibi_slopes": (1,), "softcap": 5.0},
     "keys": {"dtype": "bfloat16", "bias": (64,), "mask": (1, 64), "bias_dtype": "input"},
     "mask": {"dtype": "bfloat16", "mask": (64, 64), "causal": True},
     "dropout": {"dtype": "bfloat16", "causal": True, "dropout": 0.1},
@@ -351,7 +354,18 @@ TARGETS = [
     *(
         Target(tile=tile, arch="9.0", variant=variant)
         for tile in DECODE_SM90_TILES
-        for variant in ("full", "groups", "bounds", "whole", "combined", "afterwards")
+        for variant in (
+            "full",
+            "groups",
+            "bounds",
+            "whole",
+            "combined",
+            "afterwards",
+            "softcap",
+            "slopes",
+            "bias of few",
+            "wide bias of few",
+        )
     ),
     *(
         Target(tile=tile, arch="9.0", variant=variant)
@@ -469,7 +483,7 @@ def test_row(target):
         ceilings = SPILLS_OF_LATER_ARCHS if device.arch >= 100 else SPILLS
         if target.variant in ("options", "bounds", "narrow", "turns"):
             ceilings = SPILLS_OF_OPTIONS
-        if target.variant in ("softcap", "slopes", "bias", "wide bias", "keys"):
+        if target.variant in ("softcap", "slopes", "bias", "wide bias", "bias of few", "wide bias of few", "keys"):
             ceilings = SPILLS_OF_ADDENDS
         if target.variant in ("blocks", "mask"):
             ceilings = SPILLS_OF_BLOCKS

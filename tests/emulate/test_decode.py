@@ -92,6 +92,24 @@ CASES = {
     "wide V": {"head_dim": 24, "head_dim_v": 128},
     "bfloat16": {"dtype": "bfloat16"},
     "rows of heads": {"layout": "bshd"},
+    "softcap": {"softcap": 2.0, "score_spread": 8.0},
+    "slopes": {"alibi_slopes": (8,)},
+    "slopes of entries": {"alibi_slopes": (2, 8), "causal": False, "kv_lengths": (300, 77), "softcap": 4.0},
+    "slopes of a head to itself": {"alibi_slopes": (2, 8), "num_heads_kv": 8, "window": (200, None)},
+    "bias of pairs": {"bias": (8, 5, 300)},
+    "bias of heads": {"bias": (2, 8, 1, 300), "bias_dtype": "input", "kv_lengths": (299, 0), "causal": False},
+    "bias of keys": {"bias": (300,), "bias_dtype": "input", "alibi_slopes": (2, 8), "seqlen_q": 3},
+    "bias of queries": {"bias": (5, 1), "num_heads_kv": 8, "softcap": 4.0, "window": (200, None)},
+    "pages, and all that acts on scores": {
+        "page_size": 32,
+        "seqlen_k": 320,
+        "bias": (2, 8, 5, 320),
+        "alibi_slopes": (8,),
+        "softcap": 4.0,
+        "sinks": True,
+        "window": (150, None),
+    },
+    "softcap, small scores": {"softcap": 60.0, "kv_lengths": (300, 0), "scale": -0.3},
 }
 
 
@@ -131,6 +149,7 @@ def test_rows_of_the_table(tile, device):
 def cases(draw):
     group = draw(st.sampled_from([1, 4, 8, 3]))
     num_heads_kv, batch = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2]))
+    num_heads = group * num_heads_kv
     seqlen_q = draw(st.integers(1, DECODE_ROWS // group))
     seqlen_k = draw(st.one_of(st.integers(1, 400), st.sampled_from([32, 63, 64, 65, 127, 128, 129, 320])))
     side = st.one_of(st.none(), st.integers(0, seqlen_k))
@@ -141,7 +160,7 @@ def cases(draw):
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
         batch=batch,
-        num_heads=group * num_heads_kv,
+        num_heads=num_heads,
         num_heads_kv=num_heads_kv,
         head_dim=draw(st.sampled_from([8, 64, 72])),
         head_dim_v=draw(st.sampled_from([8, 64, 120])),
@@ -152,6 +171,10 @@ def cases(draw):
         kv_lengths=draw(st.one_of(st.none(), lengths)),
         kv_lengths_dtype=draw(st.sampled_from(["int32", "int64"])),
         score_spread=draw(st.sampled_from([1.0, 8.0, 30.0])),
+        softcap=draw(st.sampled_from([None, 3.0])),
+        bias=draw(st.sampled_from([None, (num_heads, seqlen_q, seqlen_k), (batch, 1, 1, seqlen_k), (seqlen_q, 1)])),
+        bias_dtype=draw(st.sampled_from(["softmax", "input"])),
+        alibi_slopes=draw(st.sampled_from([None, (num_heads,), (batch, num_heads)])),
         seed=draw(st.integers(0, 2**16)),
     )
 
@@ -354,15 +377,15 @@ def test_matrix_stores_and_loads_have_no_bank_conflicts():
 
 @every_device
 @pytest.mark.parametrize("length", [290, 300, 320, 383])
-def test_maps_that_reach_over_more_keys_than_there_are(length, device):
+@pytest.mark.parametrize("change", [{}, {"softcap": 3.0, "alibi_slopes": (8,)}], ids=str)
+def test_maps_that_reach_over_more_keys_than_there_are(length, device, change):
     """k and v are slices of a longer cache; what lies past them, NaN, is loaded and hidden."""
-    case = replace(CASE, seqlen_k=384, kv_lengths=None, causal=False)
+    case = replace(CASE, seqlen_k=384, kv_lengths=None, causal=False, **change)
     cache = case.arrays()
     arrays = cache | {name: cache[name][:, :, :length] for name in "kv"}
     for name in "kv":
         cache[name][:, :, length:] = np.nan
-    options = {"device": device, "place": lambda array: array, "mapped_keys": 384}
-    out, lse = run(case, arrays=arrays, **options)
+    out, lse = run(case, arrays=arrays, device=device, place=lambda array: array, mapped_keys=384)
     yardsticks = ct.yardsticks(problem_of(case, arrays), {n: x for n, x in arrays.items() if n != "dout"})
     for name, x in (("out", out), ("lse", lse)):
         measurement = ct.measure(name, x, yardsticks[name])

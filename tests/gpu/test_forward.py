@@ -302,6 +302,10 @@ def test_decoding_of_other_heads(cupy, head_dim, head_dim_v, layout):
         {"window": (2000, 0), "kv_lengths": (MANY_KEYS, 100, 7000, 0)},
         {"score_spread": 30.0},
         {"scale": -0.2},
+        {"softcap": 3.0, "score_spread": 8.0},
+        {"alibi_slopes": (4, 8), "causal": True},
+        {"bias": (8, 4, MANY_KEYS), "bias_dtype": "input"},
+        {"bias": (4, 1, 1, MANY_KEYS), "softcap": 20.0, "sinks": True},
     ],
     ids=str,
 )

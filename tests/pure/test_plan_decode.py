@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuflash.binding import planned_length
+from cuflash.operands import Operand
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.choose import MAX_HEAD_DIM
 from cuflash.planning.sm90.decode import (
@@ -99,13 +100,27 @@ def test_enough_bytes_are_on_their_way():
         ({"heads": 4, "heads_kv": 4, "seqlen_q": 64}, DECODE_AND_COMBINE),
         ({"dtype": "float32"}, ["sm80/forward.cu"]),
         ({"dim": 60, "dim_v": 60}, ["sm80/forward.cu"]),
-        ({"softcap": 3.0}, FORWARD),
+        ({"softcap": 3.0}, DECODE),
         ({"dropout": 0.1}, FORWARD),
     ],
     ids=str,
 )
 def test_kernels(changes, expected):
     assert sources(choose_plan(decode_problem(**changes), H200)) == expected
+
+
+@pytest.mark.parametrize(
+    ("term", "shape", "expected"),
+    [
+        ("alibi_slopes", (1, 32), DECODE),
+        ("bias", (1, 32, 4, 8192), DECODE),
+        ("mask", (1, 32, 4, 8192), FORWARD),
+    ],
+)
+def test_kernels_where_something_acts_on_scores(term, shape, expected):
+    problem = decode_problem(4)
+    terms = {term: Operand(shape=shape, strides=(0,) * len(shape), dtype="bool" if "mask" in term else "float32")}
+    assert sources(choose_plan(replace(problem, **terms), H200)) == expected
 
 
 @pytest.mark.parametrize("arch", ["8.0", "10.0", "12.0"])
@@ -122,7 +137,6 @@ def test_the_plan_says_why():
     assert f"132 {equal} 18 of them those of one head: their results are too many for one block, and are" in long
     assert "128 blocks take whole heads\n" in choose_plan(decode_problem(batch=16), H200).describe() + "\n"
     assert "DecodeSm90Tile 64 x 128, 5 warps, 2 stages, 1 resident blocks" in shared
-    assert "not sm90/decode: it knows no softcap\n" in choose_plan(decode_problem(softcap=2.0), H200).reason
     assert "not sm90/decode: it knows no dropout\n" in choose_plan(decode_problem(dropout=0.5), H200).reason
     full = choose_plan(decode_problem(heads_kv=32, batch=8), H200).reason
     assert "not sm90/decode: 256 heads fill the device, and no two share keys\n" in full

@@ -279,6 +279,13 @@ TRIALS = {
         num_sms=4,
         combines=False,
     ),
+    "decode slopes": Trial(case=replace(_DECODE, causal=True, alibi_slopes=(2, 8)), tiles=_DECODE_TILES, num_sms=3),
+    "decode bias": Trial(
+        case=replace(_DECODE, bias=(2, 8, 5, 300), bias_dtype="input"), tiles=_DECODE_TILES, num_sms=3
+    ),
+    "decode softcap": Trial(
+        case=replace(_DECODE, causal=True, softcap=2.0, score_spread=8.0), tiles=_DECODE_TILES, num_sms=3
+    ),
     "decode narrow": Trial(case=replace(_DECODE, head_dim_v=24), tiles=_DECODE_TILES),
     "decode lengths": Trial(case=replace(_DECODE, kv_lengths=(0, 230)), tiles=_DECODE_TILES, num_sms=3),
     # Sinks, some of them above the scores of their rows.
