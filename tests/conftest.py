@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests import sampling
+
 # Of kernels that tests compile, from one run to the next. Processes that tests start find it by the environment.
 CACHE = Path(__file__).parent / ".cache"
 
@@ -15,11 +17,13 @@ settings.load_profile("ci")
 
 
 def pytest_addoption(parser):
+    parser.addoption("--exhaustive", action="store_true", help="run all cases of long lists, not a share of them")
     parser.addoption("--random", action="store_true", help="draw new examples, not the fixed ones (profile 'random')")
 
 
 def pytest_configure(config):
     os.environ.setdefault("CUFLASH_CACHE_DIR", str(CACHE))
+    sampling.exhaustive = config.getoption("--exhaustive")
     if config.getoption("--random"):
         settings.load_profile("random")
 

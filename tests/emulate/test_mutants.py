@@ -6,14 +6,14 @@ from cuflash.compiler import kernel_directory
 from cuflash.emulator import find_compiler
 from tests.emulate import mutants
 from tests.emulate.mutants import MUTANTS, SHARE_TO_CATCH, TRIALS
+from tests.sampling import share
 
 KERNELS = kernel_directory()
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
 
-# A compilation and more each: every eighth of them. `python tests/emulate/mutants` plants them all.
-PLANTED = MUTANTS[::8]
+PLANTED = share(MUTANTS, 16)  # a compilation and more each
 
 
 @pytest.mark.parametrize("trial", sorted({trial for mutant in PLANTED for trial in mutant.trials}))

@@ -264,6 +264,8 @@ MUTANTS = (
     mutant("dscale by dK that is scaled", BACKWARD, "    if constexpr (makes_dk) sums().leave(dscale, lane_sums);\n",
            "    if constexpr (makes_dk) sums().leave(dscale * common.scale, lane_sums);\n", "key sums"),
     mutant("consumers keep tanh in one place", BACKWARD, "shared.tanh + index * kBytesTanh", "shared.tanh", "key sums"),
+    mutant("warps of the block for those of its keys", BACKWARD, "(int)(first + warp_key) / 16", "(int)warp_index()",
+           "key sums roles"),
     mutant("dsoftcap of the gradients of products", BACKWARD,
            "        lane_sums.softcap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);\n"
            "        ds[n][i] *= 1.0f - tanh[i] * tanh[i];\n",
