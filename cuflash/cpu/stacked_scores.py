@@ -13,6 +13,7 @@ from cuflash.cpu.calls import Call
 from cuflash.cpu.exponentials import exponential
 from cuflash.cpu.stacks import Stack
 from cuflash.dropout import kept_weights
+from cuflash.problem import Problem
 
 Array = NDArray[Any]
 
@@ -60,20 +61,38 @@ def distances(call: Call) -> Array:
 
 def hide(call: Call, stack: Stack, scores: Array, value: float) -> None:
     """Put `value` in the place of hidden scores, whatever they are."""
-    problem, plan, terms = call.problem, stack.plan, stack.as_terms(scores)
     # Of a number and NaN np.fmin takes the number, and of two NaN it takes NaN: this leaves alone what is visible.
-    if plan.has_window:
-        left, right, here = problem.window_left, problem.window_right, problem.seqlen_k - 1 - problem.diagonal
-        first = 0 if right is None else max(here - right, 0)
-        stop = problem.seqlen_k + problem.seqlen_q if left is None else max(here + left + 1, 0)
-        np.fmin(terms, _window(problem.seqlen_k, problem.seqlen_q, first, stop, value, call.dtype), out=terms)
+    if stack.plan.has_window:
+        window = stack.windows.get(value)
+        if window is None:
+            window = stack.windows[value] = _window_of(call.problem, stack, scores, value)
+        x = scores if window.ndim == 2 else stack.as_terms(scores)
+        np.fmin(x, window, x)
     masks = []
     if call.kv_lengths is not None:
         masks.append(stack.existing_keys(call.kv_lengths).T[:, :, None, None])
     if call.mask is not None:
         masks.append(part_of(call.mask, stack).transpose(3, 0, 1, 2))
     for visible in masks:
+        terms = stack.as_terms(scores)
         np.fmin(terms, np.where(visible, call.dtype.type(math.nan), call.dtype.type(value)), out=terms)
+
+
+def _window_of(problem: Problem, stack: Stack, scores: Array, value: float) -> Array:
+    """NaN where the window lets a row see a key, else `value`.
+
+    (keys, columns) for a stack that is kept, since NumPy takes longer where rows of a head are few; else
+    (keys, 1, 1, queries).
+    """
+    left, right, here = problem.window_left, problem.window_right, problem.seqlen_k - 1 - problem.diagonal
+    first = 0 if right is None else max(here - right, 0)
+    stop = problem.seqlen_k + problem.seqlen_q if left is None else max(here + left + 1, 0)
+    window = _window(problem.seqlen_k, problem.seqlen_q, first, stop, value, scores.dtype)
+    if not stack.plan.keeps_stacks:
+        return window
+    whole = np.empty_like(scores)
+    stack.as_terms(whole)[...] = window
+    return whole
 
 
 @lru_cache(maxsize=16)
@@ -100,15 +119,19 @@ def kept_scores(call: Call, stack: Stack) -> Array:
     return factor
 
 
-def weigh(stack: Stack, scores: Array, shift: Array, hidden: bool) -> bool:
-    """Put exponentials of scores less `shift`, a number for each column, in their place; whether none is zero.
+def weigh(stack: Stack, scores: Array, shift: Array, lowest: Any = None) -> bool:
+    """Put exponentials of scores less `shift`, a number for each column, in their place.
 
-    With `hidden` some of them are -inf, and no shift is.
+    Where some scores are hidden, -inf, `lowest` is at most the least of the others, and no shift is -inf. Returns
+    whether all exponentials, those of hidden scores aside, are known to be too large to be zero.
     """
-    np.subtract(scores, shift, scores)
     plan = stack.plan
-    small = not hidden and bool(np.minimum.reduce(scores, None) >= plan.least)
-    if not (small or hidden):
+    np.subtract(scores, shift, scores)
+    if lowest is None:
+        small = bool(np.minimum.reduce(scores, None) >= plan.least)
+    else:
+        small = bool(lowest - np.maximum.reduce(shift) >= plan.least)
+    if not small and lowest is None:
         empty = shift == -math.inf  # all scores of such a row are: it sees no key
         np.copyto(scores, -math.inf, where=empty)
         np.copyto(shift, 0, where=empty)

@@ -17,6 +17,7 @@ as it does for one of rows with columns, and the copy has columns.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,11 +32,15 @@ from cuflash.problem import Problem
 
 Array = NDArray[Any]
 
+_kept = threading.local()
+
 STACK = 2**18  # scores in a stack: one MiB in float32, as in a tile of `cuflash.cpu.tiles`
 STACK_ROWS = 2**21  # numbers in the rows of its operands
 HEAD_PRODUCT = 2**21  # multiplications in a product of a head: tiles are faster beyond
 TINY = 2**16  # scores and such numbers: surely too little work for threads
-IDLE = 2**13  # scores and such numbers of a problem that keeps its stack, with memory, for its next call
+KEPT = 2**17  # numbers, those in about as many arrays as a pass has, of a stack that is kept for the next call
+KEPT_STACKS = 4  # in each thread
+KEPT_BYTES = 2**20  # of each
 STACK_NS = 1_000_000  # the work of a stack, where there are threads to share stacks
 # Work too small to be worth a second thread, and what it takes to start one, to wait for it and for the interpreter's
 # lock: where operations are short, and where products are large enough for BLAS to share them among its own threads.
@@ -129,9 +134,8 @@ class Plan:
                 self.most = min(self.most, int(num_heads * STACK_NS / nanoseconds))
                 self.work = nanoseconds / THREAD_NS[are_large]
         self.is_one_stack = num_heads <= self.most
-        self.keeps_stacks = self.is_one_stack and num_heads * (scores + numbers) <= IDLE
+        self.keeps_stacks = self.is_one_stack and num_heads * (5 * scores + numbers) <= KEPT
         self.is_plain = self.product_limit is None and problem.seqlen_k > 1 < num_rows
-        self._idle: list[Stack] = []  # not in use, each with memory of its own
 
     def parts(self) -> Iterator[tuple[slice, slice]]:
         """Slices of the batch and of the heads of k and v, a pair for each stack."""
@@ -147,17 +151,6 @@ class Plan:
         """Whether a copy of rows as columns pays, for products of so many rows with so many columns."""
         is_small = self.product_limit is not None or num_rows * num_columns * dim < SMALL_PRODUCT
         return num_columns >= min(dim, COLUMNS) and is_small
-
-    def take_stack(self) -> Stack:
-        """The only stack of a small problem: a kept one, or a new one where another call has that."""
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return Stack(self, Workspace(self.dtype), 0, *next(self.parts()))
-
-    def keep_stack(self, stack: Stack) -> None:
-        """Keep it for the next call."""
-        self._idle.append(stack)
 
 
 def plan_of(problem: Problem, is_backward: bool, is_alone: bool) -> Plan | None:
@@ -176,9 +169,14 @@ def plan_of(problem: Problem, is_backward: bool, is_alone: bool) -> Plan | None:
 def for_each_stack(call: Call, plan: Plan, work: Callable[[Call, Stack], None]) -> None:
     """Call ``work(call, stack)`` for every stack."""
     if plan.keeps_stacks:
-        stack = plan.take_stack()
+        kept: dict[Plan, Stack] = _kept.__dict__.setdefault("stacks", {})
+        # A call within the call, as from a signal handler, finds none and makes its own.
+        stack = kept.pop(plan, None) or Stack(plan, Workspace(plan.dtype), 0, *next(plan.parts()))
         work(call, stack)
-        plan.keep_stack(stack)
+        if len(kept) >= KEPT_STACKS:
+            kept.clear()
+        if stack.nbytes <= KEPT_BYTES:
+            kept[plan] = stack
     elif plan.is_one_stack:
         workspace = take_workspace(plan.dtype)
         work(call, Stack(plan, workspace, 0, *next(plan.parts())))
@@ -212,7 +210,8 @@ class Stack:
         num_entries, num_heads = entries.stop - entries.start, heads.stop - heads.start
         self.plan = plan
         self.number = number
-        self.take = workspace.take
+        self.workspace, self.take = workspace, workspace.take
+        self.windows: dict[float, Array] = {}
         self.of_keys = self.of_queries = (entries, heads)
         if group > 1:
             self.of_queries = (entries, slice(group * heads.start, group * heads.stop))
@@ -222,6 +221,10 @@ class Stack:
         self.multiply = np.matmul if plan.is_plain else self._multiply
         self._scores: dict[str, Array] = {}
         self._products: dict[str, Array] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self.workspace.nbytes + sum(window.nbytes for window in self.windows.values())
 
     def scores(self, name: str) -> Array:
         """Memory for scores, (keys, columns). Neighbours are those along the longer axis."""
@@ -252,7 +255,7 @@ class Stack:
 
     def keys(self, name: str, operand: Array, lengths: Array | None) -> Array:
         """The part of k or v, zero where `kv_lengths` say that there are no keys."""
-        part = operand[self.of_keys]
+        part = operand if self.plan.is_one_stack else operand[self.of_keys]
         if lengths is None:
             return part if self._suits_blas(part) else self._staged(name, part)
         staged = self.take(name, *part.shape)
@@ -266,7 +269,7 @@ class Stack:
 
     def queries(self, name: str, operand: Array) -> Array:
         """The part of q, out or dout as (batch entries, heads of k and v, rows, dim)."""
-        part = operand[self.of_queries]
+        part = operand if self.plan.is_one_stack else operand[self.of_queries]
         if not self._suits_blas(part):
             part = self._staged(name, part)
         return part if self.plan.group_size == 1 else part.reshape(*self.product_shape[1:], part.shape[3])

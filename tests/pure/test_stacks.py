@@ -378,9 +378,16 @@ def test_a_small_problem_keeps_its_stack(monkeypatch):
             np.testing.assert_array_equal(x, y)
 
 
-def test_a_large_problem_keeps_no_stack():
-    case = ct.Case(batch=1, num_heads=1, seqlen_q=128, seqlen_k=128, head_dim=8)
-    arrays, problem = case.arrays(), case.problem
-    cpu.forward(problem, *(arrays[name] for name in "qkv"))
-    plan = stacks.plan_of(problem, False, True)
-    assert plan.is_one_stack and not plan.keeps_stacks and not plan._idle
+def test_a_thread_keeps_few_stacks(monkeypatch):
+    """Those of the last small problems, and of no large one."""
+    monkeypatch.setattr(stacks, "_kept", threading.local())
+    sizes = [*range(1, 3 * stacks.KEPT_STACKS), 300]
+    for n in sizes:
+        case = ct.Case(seqlen_q=n, seqlen_k=n, head_dim=8, causal=True)
+        arrays, problem = case.arrays(), case.problem
+        cpu.forward(problem, *(arrays[name] for name in "qkv"))
+        assert stacks.plan_of(problem, False, True).is_one_stack
+        kept = list(stacks._kept.stacks)
+        assert len(kept) <= stacks.KEPT_STACKS
+        assert (kept[-1].problem is problem) == (n < 300)
+        assert all(stack.nbytes <= stacks.KEPT_BYTES for stack in stacks._kept.stacks.values())
