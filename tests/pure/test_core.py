@@ -128,6 +128,31 @@ def test_decoding(num_heads, seqlen_q):
     judge(case := dataclasses.replace(case, head_dim=33, bias=(num_heads, 1, 9001), strides="padded"), run(case))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_few_rows_read_keys_where_they_lie(dtype, kind):
+    """Rows of k and v that are whole vectors, and others, in pages and apart; up to the last tile, which is not full."""
+
+    @settings(max_examples=40 if kind else 80)
+    @given(
+        st.integers(1, 8), st.integers(1, 1100), st.sampled_from([16, 32, 40, 64, 72, 128, 256]),
+        st.sampled_from([16, 64, 96]), st.sampled_from([0, 16, 64, 256]), st.sampled_from(["bhsd", "bshd"]),
+        st.sampled_from(["contiguous", "padded", "transposed", "flipped"]), st.booleans(), st.booleans(),
+    )  # fmt: skip
+    def every_case(rows, seqlen_k, head_dim, head_dim_v, page_size, layout, strides, causal, dropout):
+        heads = next(n for n in (4, 2, 1) if rows % n == 0)
+        case = ct.Case(
+            seqlen_q=rows // heads, seqlen_k=-(-seqlen_k // page_size) * page_size if page_size else seqlen_k,
+            head_dim=head_dim, head_dim_v=head_dim_v, num_heads=2 * heads, num_heads_kv=2, dtype=dtype, layout=layout,
+            page_size=page_size, kv_lengths=(seqlen_k,) if page_size else None, strides=strides, causal=causal,
+            dropout=0.3 if dropout else 0.0,
+        )  # fmt: skip
+        arrays = case.arrays()
+        out, lse = cpu.forward(case.problem, *(arrays[n] for n in "qkv"), **ct.optional(arrays), **case.random)
+        ct.assert_forward(case, out, lse)
+
+    every_case()
+
+
 def test_dq_of_16_bits_without_room_for_its_sums():
     """A part of a long problem is a short problem, where a window says how far anybody looks."""
     long = ct.Case(seqlen_q=150_000, seqlen_k=150_000, head_dim=64, window=(20, 0), dtype="bfloat16")
