@@ -52,9 +52,7 @@ def _forward_stack(call: Call, stack: Stack) -> None:
     q = stack.queries("q", call.q)
     k, v = (stack.keys(name, operand, call.kv_lengths) for name, operand in (("k", call.k), ("v", call.v)))
     scores, _ = compute_scores(call, stack, "scores", q, k, False)
-    lowest = None
     if plan.hides:
-        lowest = np.minimum.reduce(scores, None)
         hide(call, stack, scores, -math.inf)
     m = np.maximum.reduce(scores, 0)
     if plan.hides:
@@ -62,7 +60,7 @@ def _forward_stack(call: Call, stack: Stack) -> None:
     if call.sinks is not None:
         m_of_rows, sinks = m.reshape(stack.rows_shape), (call.sinks[stack.of_queries[1]] * plan.unit)[:, None]
         np.maximum(m_of_rows, sinks, out=m_of_rows)
-    small = weigh(stack, scores, m, lowest)
+    small = weigh(stack, scores, m, plan.hides)
     l = np.add.reduce(scores, 0)  # noqa: E741 (the paper's letter)
     if call.sinks is not None:
         l_of_rows = l.reshape(stack.rows_shape)
@@ -72,7 +70,7 @@ def _forward_stack(call: Call, stack: Stack) -> None:
         np.divide(m, plan.units, m)
     np.add(row_lse, m, row_lse)
     call.lse[stack.of_queries] = row_lse.reshape(stack.rows_shape)
-    if plan.hides or not small:
+    if not small:
         np.maximum(l, 1, out=l)  # the largest weight of a row is 1: sums are no smaller, or zero
     np.divide(scores, l, scores)
     if call.problem.dropout:
@@ -134,7 +132,7 @@ def _backward_stack(
     q, k, v = stack.queries("q", call.q), stack.keys("k", call.k, lengths), stack.keys("v", call.v, lengths)
     dout, out, row_lse = stack.queries("dout", call.dout), stack.queries("out", call.out), call.lse[stack.of_queries]
     p, tanh = compute_scores(call, stack, "p", q, k, True)
-    weigh(stack, p, np.multiply(row_lse, plan.units).reshape(-1))
+    weigh(stack, p, np.multiply(row_lse, plan.units).reshape(-1), False)
     if plan.hides:
         hide(call, stack, p, 0)
     ds, kept = stack.scores("ds"), kept_scores(call, stack) if problem.dropout else None

@@ -119,19 +119,15 @@ def kept_scores(call: Call, stack: Stack) -> Array:
     return factor
 
 
-def weigh(stack: Stack, scores: Array, shift: Array, lowest: Any = None) -> bool:
-    """Put exponentials of scores less `shift`, a number for each column, in their place.
+def weigh(stack: Stack, scores: Array, shift: Array, hidden: bool) -> bool:
+    """Put exponentials of scores less `shift`, a number for each column, in their place; whether none is zero.
 
-    Where some scores are hidden, -inf, `lowest` is at most the least of the others, and no shift is -inf. Returns
-    whether all exponentials, those of hidden scores aside, are known to be too large to be zero.
+    With `hidden` some of them are -inf, and no shift is.
     """
     plan = stack.plan
     np.subtract(scores, shift, scores)
-    if lowest is None:
-        small = bool(np.minimum.reduce(scores, None) >= plan.least)
-    else:
-        small = bool(lowest - np.maximum.reduce(shift) >= plan.least)
-    if not small and lowest is None:
+    small = not hidden and bool(np.minimum.reduce(scores, None) >= plan.least)
+    if not (small or hidden):
         empty = shift == -math.inf  # all scores of such a row are: it sees no key
         np.copyto(scores, -math.inf, where=empty)
         np.copyto(shift, 0, where=empty)

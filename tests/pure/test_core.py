@@ -130,7 +130,7 @@ def test_decoding(num_heads, seqlen_q):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_few_rows_read_keys_where_they_lie(dtype, kind):
-    """Rows of k and v that are whole vectors, and others, in pages and apart; up to the last tile, which is not full."""
+    """Rows of k and v that are whole vectors, and others, in pages and apart; up to a last tile that is not full."""
 
     @settings(max_examples=40 if kind else 80)
     @given(

@@ -148,6 +148,7 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
         const Keys seen = seen_by(call, entry, span.first, span.last);
         const long here = smaller(seen.stop - first, count);
         if (here <= 0 || seen.first >= first + count) continue;
+        prefetch_bias(call, entry, block, r0, n, first, here);
         product_of_rows(n, round_up(here, LANES<T>), call.head_dim, buffers.q + r0 * sizes.dim, sizes.dim, buffers.k_t,
                         SCORES_STRIDE<T>, buffers.s, SCORES_STRIDE<T>);
         weigh_rows(call, scaling, entry, block, buffers, r0, n, span, first, here);
