@@ -118,6 +118,17 @@ inline void weigh_rows(const Call &call, const Scaling<T> &scaling, const Entry 
     }
 }
 
+// Fetches a share of the rows of k and v of the next tile into the second level of the cache, while there is work to do.
+inline void prefetch_next_keys(const Call &call, const Entry &entry, long head_kv, long first, long stop) {
+    const long size = size_of(call.dtype), last = smaller(stop, entry.seqlen_k);
+    if (call.strides[K][3] != 1 || call.strides[V][3] != 1) return;
+    for (long j = first; j < last; ++j) {
+        const char *k = key_address(call, K, entry, head_kv, j), *v = key_address(call, V, entry, head_kv, j);
+        for (long x = 0; x < call.head_dim * size; x += 64) __builtin_prefetch(k + x, 0, 2);
+        for (long x = 0; x < call.head_dim_v * size; x += 64) __builtin_prefetch(v + x, 0, 2);
+    }
+}
+
 template <class T>
 inline void forward_tile(const Work &work, const Block &block, const Entry &entry, const Scaling<T> &scaling,
                          ForwardBuffers<T> &buffers, long first, long count) {
@@ -149,6 +160,8 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
         const long here = smaller(seen.stop - first, count);
         if (here <= 0 || seen.first >= first + count) continue;
         prefetch_bias(call, entry, block, r0, n, first, here);
+        prefetch_next_keys(call, entry, block.head_kv, first + count + r0 * count / num_rows,
+                           first + count + (r0 + n) * count / num_rows);
         product_of_rows(n, round_up(here, LANES<T>), call.head_dim, buffers.q + r0 * sizes.dim, sizes.dim, buffers.k_t,
                         SCORES_STRIDE<T>, buffers.s, SCORES_STRIDE<T>);
         weigh_rows(call, scaling, entry, block, buffers, r0, n, span, first, here);
