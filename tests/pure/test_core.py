@@ -147,7 +147,7 @@ def test_few_rows_read_keys_where_they_lie(dtype, kind):
             dropout=0.3 if dropout else 0.0,
         )  # fmt: skip
         arrays = case.arrays()
-        out, lse = cpu.forward(case.problem, *(arrays[n] for n in "qkv"), **ct.optional(arrays), **case.random)
+        out, lse = cpu.forward(case.problem, *ct.qkv(arrays), **ct.optional(arrays) | case.random)
         ct.assert_forward(case, out, lse)
 
     every_case()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import cuflash.testing as ct
 from cuflash import cpu
 from cuflash.cpu import core, jobs, stacked, stacks
+from cuflash.cpu.stacked_scores import weigh
 from cuflash.options import Options
 from cuflash.problem import make_problem
 
@@ -307,12 +308,12 @@ def test_threads_are_for_much_work(monkeypatch):
 
 def test_an_exception_in_a_thread_reaches_the_caller(monkeypatch):
     little_is_much(monkeypatch, 4)
-    main, weights, threads = threading.get_ident(), stacked.weigh, threading.active_count()
+    main, threads = threading.get_ident(), threading.active_count()
 
     def fail(*args):
         if threading.get_ident() != main:
             raise MemoryError("in a thread")
-        return weights(*args)
+        return weigh(*args)
 
     monkeypatch.setattr(stacked, "weigh", fail)
     with pytest.raises(MemoryError, match="in a thread"):
@@ -359,7 +360,7 @@ def test_a_thread_keeps_a_little_memory_between_calls(monkeypatch):
 def test_a_small_problem_keeps_its_stack(monkeypatch):
     """The next call uses the same one; a call within a call, as from a signal handler, has its own."""
     case = ct.Case(batch=2, num_heads=2, seqlen_q=9, seqlen_k=17, head_dim=8, causal=True, softcap=3.0)
-    arrays, problem, weigh = case.arrays(), case.problem, stacked.weigh
+    arrays, problem = case.arrays(), case.problem
     qkv, others = [arrays[name] for name in "qkv"], [2 * arrays[name] for name in "qkv"]
     expected, of_others = ([x.copy() for x in cpu.forward(problem, *inputs)] for inputs in (qkv, others))
     used, within = [], []
@@ -386,7 +387,8 @@ def test_a_thread_keeps_few_stacks(monkeypatch):
         case = ct.Case(seqlen_q=n, seqlen_k=n, head_dim=8, causal=True)
         arrays, problem = case.arrays(), case.problem
         cpu.forward(problem, *(arrays[name] for name in "qkv"))
-        assert stacks.plan_of(problem, False, True).is_one_stack
+        plan = stacks.plan_of(problem, False, True)
+        assert plan is not None and plan.is_one_stack
         kept = list(stacks._kept.stacks)
         assert len(kept) <= stacks.KEPT_STACKS
         assert (kept[-1].problem is problem) == (n < 300)
