@@ -60,15 +60,16 @@ def user_shape(batch: int, heads: int, seqlen: int, dim: int, ndim: int, layout:
 
 
 def view_4d(array: Any, layout: str) -> Any:
-    """The (batch, heads, seqlen, dim) view of a 2-D to 4-D NumPy or CuPy operand."""
-    if layout == "bshd" and array.ndim >= 3:
+    """A 2-D to 4-D NumPy or CuPy operand as (batch, heads, seqlen, dim)."""
+    ndim = array.ndim
+    if layout == "bshd" and ndim >= 3:
         array = array.swapaxes(-3, -2)
-    return array[(None,) * (4 - array.ndim)]
+    return array if ndim == 4 else array[(None,) * (4 - ndim)]
 
 
 def view_rows(array: Any) -> Any:
-    """The (batch, heads, seqlen_q) view of an lse-shaped NumPy or CuPy array."""
-    return array[(None,) * (3 - array.ndim)]
+    """An lse-shaped NumPy or CuPy array as (batch, heads, seqlen_q)."""
+    return array if array.ndim == 3 else array[(None,) * (3 - array.ndim)]
 
 
 def layout_of(array: Shaped, layout: str) -> Operand:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -39,14 +39,33 @@ def forward(
     offset: int | None = None,
     **terms: Any,
 ) -> tuple[Array, Array]:
-    """out and lse: `numpy_path.forward` has the parameters. Bitwise repeatable, on any number of threads."""
-    if core.why_not(problem) is not None:
-        return numpy_path.forward(problem, q, k, v, out=out, lse=lse, seed=seed, offset=offset, **terms)
+    """Attention; bitwise repeatable, on any number of threads.
+
+    Parameters
+    ----------
+    problem : Problem
+        From `cuflash.problem.make_problem` on the same arrays.
+    q, k, v : numpy.ndarray
+        As `cuflash.attention` takes them, validated, of any strides.
+    out, lse : numpy.ndarray, optional
+        Written to and returned: shape `problem.out_shape` and dtype of q, shape `problem.lse_shape` and
+        `problem.softmax_dtype`; any strides.
+    seed, offset : int, optional
+        With dropout: which weights are dropped, as `cuflash.dropout_mask` says.
+    **terms : numpy.ndarray, optional
+        Those of `cuflash.terms`, as `cuflash.attention` takes them. `kv_lengths` is clamped to 0..seqlen_k.
+
+    Returns
+    -------
+    out, lse : numpy.ndarray
+        lse is the natural logarithm of the sum of exponentials. In a row that sees no key, out is 0, and lse is -inf or
+        the sink.
+    """
     out = np.empty(problem.out_shape, q.dtype) if out is None else out
     lse = np.empty(problem.lse_shape, problem.softmax_dtype) if lse is None else lse
     if problem.is_packed:
         clear_rows_of_no_sequence(problem, out, lse, terms["cu_seqlens_q"])
-    core.run(problem, {"q": q, "k": k, "v": v, "out": out, "lse": lse, **terms}, False, seed, offset)
+    _run(problem, {"q": q, "k": k, "v": v, "out": out, "lse": lse, **terms}, False, seed, offset)
     return out, lse
 
 
@@ -64,11 +83,48 @@ def backward(
     offset: int | None = None,
     **others: Any,
 ) -> tuple[Array, ...]:
-    """Gradients, those of `need`: `cuflash.cpu.numpy_path.backward` has the parameters, results included."""
-    if core.why_not(problem) is not None:
-        return numpy_path.backward(problem, dout, q, k, v, out, lse, need=need, seed=seed, offset=offset, **others)
-    results = numpy_path.gradients_for(problem, need, {"q": q, "k": k, "v": v, **others}, others)
+    """Gradients of ``sum(dout * out) + sum(dlse * lse)``; bitwise repeatable, on any number of threads.
+
+    Parameters
+    ----------
+    problem, q, k, v, seed, offset :
+        As `forward` takes them.
+    dout, out, lse : numpy.ndarray
+        The gradient with respect to out, and what `forward` returned.
+    need : collection of str, optional
+        The gradients that are wanted, names of `terms.GRADIENTS`; without it dq, dk, dv.
+    **others : numpy.ndarray, optional
+        The terms, as `forward` takes them; dlse, the gradient with respect to lse; and arrays for gradients by name,
+        which are written to and returned if wanted: shapes and dtypes of q, k, v, bias and so on, shape () and dtype of
+        lse of dscale and dsoftcap; any strides.
+
+    Returns
+    -------
+    tuple of numpy.ndarray
+        The gradients that are wanted, in the order of `terms.GRADIENTS`. In dk and dv, keys that no query sees, those
+        past `kv_lengths` and those of no sequence among them, get zero.
+    """
     arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    results = _gradients_for(problem, need, arrays | others)
     arrays |= {name: x for name, x in others.items() if name not in GRADIENTS}
-    core.run(problem, arrays | results, True, seed, offset)
+    _run(problem, arrays | results, True, seed, offset)
     return tuple(results.values())
+
+
+def _run(
+    problem: Problem, arrays: Mapping[str, Array | None], is_backward: bool, seed: int | None, offset: int | None
+) -> None:
+    way = numpy_path if core.why_not(problem) is not None else core
+    way.run(problem, arrays, is_backward, seed, offset)
+
+
+def _gradients_for(problem: Problem, need: Collection[str], given: Mapping[str, Array | None]) -> dict[str, Array]:
+    """Arrays for the gradients that are wanted, in order: those given, and new ones like what they are gradients of."""
+    wanted: dict[str, Array] = {}
+    for name in GRADIENTS:
+        if name in need:
+            result, model = given.get(name), given.get(name[1:])
+            if result is None:
+                result = np.empty((), problem.softmax_dtype) if model is None else np.empty(model.shape, model.dtype)
+            wanted[name] = result
+    return wanted

@@ -76,7 +76,7 @@ class Workspace:
     """Memory for the arrays of a job, kept from job to job by one thread."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
         self._memory: dict[str, Array] = {}
 
     @property
@@ -86,29 +86,31 @@ class Workspace:
     def take(self, name: str, *shape: int) -> Array:
         memory = self._memory.get(name)
         if memory is None:
-            memory = self._memory[name] = np.empty(shape, self._dtype)
+            memory = self._memory[name] = np.empty(shape, self.dtype)
         if memory.shape == shape:
             return memory
         size = math.prod(shape)
         if memory.size < size:
-            memory = self._memory[name] = np.empty(size, self._dtype)
+            memory = self._memory[name] = np.empty(size, self.dtype)
         return memory.reshape(-1)[:size].reshape(shape)
 
 
 _kept = threading.local()
 
 
-@contextmanager
-def kept_workspace(dtype: np.dtype[Any]) -> Iterator[Workspace]:
-    """A workspace that this thread keeps for its next call, if it is small.
+def take_workspace(dtype: np.dtype[Any]) -> Workspace:
+    """The workspace that this thread keeps for its next call, or a new one.
 
     Fresh memory has to be mapped page by page, which takes as long as a small call. A call within the call, as from a
     signal handler, finds no workspace kept and makes its own.
     """
-    workspace = vars(_kept).pop(dtype.char, None) or Workspace(dtype)
-    yield workspace
+    return vars(_kept).pop(dtype.char, None) or Workspace(dtype)
+
+
+def keep_workspace(workspace: Workspace) -> None:
+    """Keep it for the next call of this thread, if it is small."""
     if workspace.nbytes <= KEPT_BYTES:
-        vars(_kept)[dtype.char] = workspace
+        vars(_kept)[workspace.dtype.char] = workspace
 
 
 def run(work: Callable[..., None], jobs: list[tuple[Any, ...]], threads: int, dtype: np.dtype[Any]) -> None:

@@ -15,15 +15,12 @@ from cuflash.cpu.jobs import Workspace, run
 from cuflash.problem import Problem
 
 Array = NDArray[Any]
-Rows = tuple[Array, Array, Array, Array | None]  # dout and out as (batch, heads, seqlen_q, dim), lse, dlse
-
 MAX_RANGES = 16  # of keys of a head, for as many threads; each takes the memory of a dq
 
 
 def write(
     call: tiles.Call,
     threads: int,
-    rows: Rows,
     dq: Array | None = None,
     dk: Array | None = None,
     dv: Array | None = None,
@@ -47,7 +44,7 @@ def write(
         for of_keys in (dk, dv):
             if of_keys is not None:
                 of_keys[group.batch, group.head, group.num_keys :] = 0
-    run(lambda *job: _compute_keys(call, rows, dk, dv, *job), jobs, threads, call.dtype)
+    run(lambda *job: _compute_keys(call, dk, dv, *job), jobs, threads, call.dtype)
     if dq is not None and len(bounds) > 2:
         with np.errstate(all="ignore"):
             for head in np.ndindex(dq.shape[:2]):
@@ -78,7 +75,6 @@ def _equal_key_ranges(problem: Problem, count: int) -> list[int]:
 
 def _compute_keys(
     call: tiles.Call,
-    of_rows: Rows,
     dk: Array | None,
     dv: Array | None,
     workspace: Workspace,
@@ -95,7 +91,7 @@ def _compute_keys(
         group = tiles.Heads(heads.batch, heads.head * problem.group_size + member, heads.num_keys)
         for i in range(0, problem.seqlen_q, call.query_tile):
             rows = range(i, min(i + call.query_tile, problem.seqlen_q))
-            queries = BackwardQueries(call, group, rows, *of_rows)
+            queries = BackwardQueries(call, group, rows)
             key_tile = call.tile // (heads.count * queries.padded) // tiles.KEY_BLOCK * tiles.KEY_BLOCK
             for tile in tiles.key_tiles(span.start, span.stop, tiles.clamp(key_tile, tiles.KEY_BLOCK, tiles.KEY_TILE)):
                 for keys in tile.seen_by(queries).runs(call, queries):
@@ -140,11 +136,10 @@ class BackwardQueries(tiles.Queries):
         The sum of dS K so far, transposed.
     """
 
-    def __init__(
-        self, call: tiles.Call, heads: tiles.Heads, rows: range, dout: Array, out: Array, lse: Array, dlse: Array | None
-    ) -> None:
+    def __init__(self, call: tiles.Call, heads: tiles.Heads, rows: range) -> None:
         super().__init__(call, heads, rows)
-        staged_dout = call.stage(dout, heads, rows, padded=self.padded)
+        lse, dlse = call.lse, call.dlse
+        staged_dout = call.stage(call.dout, heads, rows, padded=self.padded)
         row_lse, row_dlse = np.zeros((2, heads.count, self.padded), call.dtype)
         row_lse[:, : len(rows)] = lse[heads.batch, heads.head, rows.start : rows.stop]
         if dlse is not None:
@@ -159,7 +154,8 @@ class BackwardQueries(tiles.Queries):
         self.dout = self.blocks(staged_dout)
         self.dout_t = np.empty((*self.dout.shape[:2], self.dout.shape[3] + 1, self.block), call.dtype)
         np.copyto(self.dout_t[:, :, :-1], self.dout.swapaxes(2, 3))
-        delta = np.einsum("...d,...d->...", self.dout, self.blocks(call.stage(out, heads, rows, padded=self.padded)))
+        out = self.blocks(call.stage(call.out, heads, rows, padded=self.padded))
+        delta = np.einsum("...d,...d->...", self.dout, out)
         self.minus_delta = np.subtract(self.blocks(row_dlse), delta)
         self.dout_t[:, :, -1] = 0 if call.problem.dropout else self.minus_delta
         self.dq_t = np.zeros((*self.q_t.shape[:2], call.problem.head_dim, self.block), call.dtype)

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from cuflash.cpu import tiles
 from cuflash.cpu.exponentials import exponential
 from cuflash.cpu.jobs import Workspace, run
-from cuflash.operands import view_4d, view_rows
 
 Array = NDArray[Any]
 
@@ -18,10 +17,9 @@ TILES_PER_JOB = 4  # query tiles that share the conversion of a key tile
 SUM_LIMIT = 2.0  # mean weight of the keys of a tile: more says that the maximum has risen
 
 
-def forward(call: tiles.Call, out: Array, lse: Array) -> None:
-    """Write out and lse."""
+def write(call: tiles.Call) -> None:
+    """out and lse."""
     problem = call.problem
-    out_4d, lse_3d = view_4d(out, problem.layout), view_rows(lse)
     threads = tiles.count_threads(problem.forward_flops)
     num_tiles = problem.batch * problem.num_heads * tiles.ceil_div(problem.seqlen_q, call.query_tile)
     rows_per_job = call.query_tile * tiles.clamp(num_tiles // (4 * threads), 1, TILES_PER_JOB)
@@ -38,12 +36,10 @@ def forward(call: tiles.Call, out: Array, lse: Array) -> None:
         return heads.count * (min(heads.num_keys, aligned.key_range(rows[-1])[1]) - aligned.key_range(rows[0])[0])
 
     jobs.sort(key=seen, reverse=True)  # no long job starts last
-    run(lambda *job: _compute_rows(call, out_4d, lse_3d, *job), jobs, threads, call.dtype)
+    run(lambda *job: _compute_rows(call, *job), jobs, threads, call.dtype)
 
 
-def _compute_rows(
-    call: tiles.Call, out: Array, lse: Array, workspace: Workspace, heads: tiles.Heads, rows: range
-) -> None:
+def _compute_rows(call: tiles.Call, workspace: Workspace, heads: tiles.Heads, rows: range) -> None:
     """out and lse of some rows of some heads."""
     call = call.aligned_to(heads.num_keys)
     head_dim_v = call.problem.head_dim_v
@@ -71,8 +67,8 @@ def _compute_rows(
             _add_sinks(call, call.sinks[heads.head], queries, total)
         l = total[:, :, head_dim_v]  # noqa: E741 (the paper's letter)
         o = total[:, :, :head_dim_v] / np.where(l == 0, 1, l)[:, :, None]
-        queries.write(out, o.swapaxes(2, 3))
-        queries.write(lse, np.log(l) - queries.shift / call.unit)
+        queries.write(call.out, o.swapaxes(2, 3))
+        queries.write(call.lse, np.log(l) - queries.shift / call.unit)
 
 
 def _add_tile(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,20 +9,20 @@ from numpy.typing import NDArray
 
 from cuflash.cpu import tiles
 from cuflash.cpu.jobs import Workspace, run
-from cuflash.cpu.stacks import derivative_by_softcap
-from cuflash.cpu.tiled_backward import BackwardQueries, Rows, backward_tile
+from cuflash.cpu.stacked_scores import derivative_by_softcap
+from cuflash.cpu.tiled_backward import BackwardQueries, backward_tile
 from cuflash.terms import OF_NUMBERS, OF_SCORES
 
 Array = NDArray[Any]
 
 
-def write(call: tiles.Call, threads: int, of_rows: Rows, wanted: Mapping[str, Array]) -> None:
+def write(call: tiles.Call, threads: int) -> None:
     """The gradients `terms.OF_SCORES`, those that are wanted.
 
     A job is a tile of rows of one head. What it has for things that other jobs share is added in the order of the jobs,
     by this thread, while few are under way.
     """
-    problem = call.problem
+    problem, wanted = call.problem, call.wanted
     sums = {name: np.zeros(x.shape, call.dtype) for name, x in wanted.items()}
     dbias = sums["dbias"][(None,) * (4 - sums["dbias"].ndim)] if "dbias" in sums else None
     jobs = [
@@ -35,7 +34,7 @@ def write(call: tiles.Call, threads: int, of_rows: Rows, wanted: Mapping[str, Ar
     for first in range(0, len(jobs), threads):
         parts: list[dict[str, Array]] = [{} for _ in jobs[first : first + threads]]
         work = [(*job, part) for job, part in zip(jobs[first : first + threads], parts, strict=True)]
-        run(lambda *job: _compute_rows(call, of_rows, wanted, *job), work, threads, call.dtype)
+        run(lambda *job: _compute_rows(call, *job), work, threads, call.dtype)
         for (heads, rows), part in zip(jobs[first : first + threads], parts, strict=True):
             ((b, h),) = heads
             with np.errstate(all="ignore"):
@@ -54,16 +53,14 @@ def write(call: tiles.Call, threads: int, of_rows: Rows, wanted: Mapping[str, Ar
 
 def _compute_rows(
     call: tiles.Call,
-    of_rows: Rows,
-    wanted: Collection[str],
     workspace: Workspace,
     heads: tiles.Heads,
     rows: range,
     part: dict[str, Array],
 ) -> None:
     """What some rows of one head have for these gradients, summed over the axes that the bias has not."""
-    problem = call.problem
-    queries = BackwardQueries(call, heads, rows, *of_rows)
+    problem, wanted = call.problem, call.wanted
+    queries = BackwardQueries(call, heads, rows)
     shape = (len(rows), heads.num_keys)
     bias_shape = call.bias.shape[2:] if call.bias is not None and "dbias" in wanted else (1, 1)
     part["dbias"] = dbias = np.zeros(
@@ -101,15 +98,15 @@ def _compute_rows(
         part["dscale"] += (queries.dq_t.swapaxes(2, 3) * q).sum()
 
 
-def write_of_softmax(call: tiles.Call, of_rows: Rows, wanted: Mapping[str, Array]) -> None:
+def write_of_softmax(call: tiles.Call) -> None:
     """dsinks if it is wanted: the sum of exp(sink - L) (dL - D) over all rows of a head."""
-    sinks, dsinks, (dout, out, lse, dlse) = call.sinks, wanted.get("dsinks"), of_rows
+    sinks, dsinks, dlse = call.sinks, call.wanted.get("dsinks"), call.dlse
     if sinks is None or dsinks is None:
         return
     for head in range(len(sinks)):
         dsinks[head] = 0
-        for batch in range(len(lse)):
-            dO, O, L = (x[batch, head].astype(dsinks.dtype) for x in (dout, out, lse))  # noqa: E741
+        for batch in range(len(call.lse)):
+            dO, O, L = (x[batch, head].astype(dsinks.dtype) for x in (call.dout, call.out, call.lse))  # noqa: E741
             with np.errstate(all="ignore"):
                 dL_minus_D = (0 if dlse is None else dlse[batch, head]) - np.einsum("...d,...d->...", dO, O)
                 dsinks[head] += np.sum(np.exp(sinks[head] - L) * dL_minus_D, where=~np.isneginf(L))

@@ -41,10 +41,9 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from cuflash.cpu import exponentials
+from cuflash.cpu import calls
 from cuflash.cpu.jobs import PRODUCT_LIMIT, Workspace, count_cores
 from cuflash.dropout import kept_weights
-from cuflash.operands import view_4d
 from cuflash.problem import Problem
 
 Array = NDArray[Any]
@@ -110,37 +109,26 @@ def heads_by_length(problem: Problem, num_heads: int, kv_lengths: Array | None) 
 # ---- tiles -----------------------------------------------------------------------------------------------------------
 
 
-class Call:
-    """The operands of one call as (batch, heads, seqlen, dim), and how their tiles are cut and converted."""
+class Call(calls.Call):
+    """A call, and how its tiles are cut and converted."""
 
     def __init__(
         self,
         problem: Problem,
-        q: Array,
-        k: Array,
-        v: Array,
-        terms: Mapping[str, Array | None],
+        arrays: Mapping[str, Array | None],
         seed: int | None,
         offset: int | None,
         sequence: int | None,
     ) -> None:
-        self.problem = problem
-        bias, alibi_slopes, block_mask = terms["bias"], terms["alibi_slopes"], terms["block_mask"]
-        self.block_table, self.kv_lengths, self.sinks = terms["block_table"], terms["kv_lengths"], terms["sinks"]
-        self.seed, self.offset = seed, offset
-        self.first_head = 0 if sequence is None else sequence * problem.num_heads  # for dropout
-        self.dtype = np.dtype(problem.softmax_dtype)
-        self.q, self.k, self.v = (view_4d(x, problem.layout) for x in (q, k, v))
-        self.bias, self.mask = (None if x is None else x[(None,) * (4 - x.ndim)] for x in (bias, terms["mask"]))
+        super().__init__(problem, arrays, seed, offset, sequence)
+        self.block_table, block_mask = arrays.get("block_table"), arrays.get("block_mask")
+        self.bias, self.mask = (None if x is None else x[(None,) * (4 - x.ndim)] for x in (self.bias, self.mask))
         slopes_shape = (problem.batch, problem.num_heads)
-        self.slopes = None if alibi_slopes is None else np.broadcast_to(alibi_slopes, slopes_shape)
+        self.slopes = None if self.slopes is None else np.broadcast_to(self.slopes, slopes_shape)
         dim = max(problem.head_dim, problem.head_dim_v)
         self.query_block = next(n for n in (64, 32, 16) if KEY_BLOCK * n * (dim + 1) <= PRODUCT_LIMIT or n == 16)
-        # What options do to q k^T comes before the shift. Added terms may be large and nearly cancel, so that they come
-        # before a multiplication by UNIT too.
-        self.has_added_terms = bias is not None or alibi_slopes is not None
+        # What options do to q k^T comes before the shift.
         self.has_terms = self.has_added_terms or problem.softcap is not None
-        self.unit = 1.0 if self.has_added_terms else exponentials.UNIT
         self.tile = TILE * KEY_BLOCK // max(KEY_BLOCK, dim)
         self.query_tile = QUERY_TILE
         if problem.window_left is not None and problem.window_right is not None:

@@ -28,8 +28,8 @@ FOLDERS = {
 # A module imports only modules to the left of it.
 ORDER = [
     "values", "operands", "options", "terms", "problem", "block_masks", "dropout", "reference",
-    "cpu.exponentials", "cpu.jobs", "cpu.stacks", "cpu.packed", "cpu.tiles", "cpu.tiled_forward", "cpu.tiled_backward",
-    "cpu.tiled_terms", "cpu.numpy_path", "cpu.core", "cpu",
+    "cpu.exponentials", "cpu.jobs", "cpu.calls", "cpu.stacks", "cpu.stacked_scores", "cpu.stacked", "cpu.packed",
+    "cpu.tiles", "cpu.tiled_forward", "cpu.tiled_backward", "cpu.tiled_terms", "cpu.numpy_path", "cpu.core", "cpu",
     "interop", "merging", "tensor_map", "binding", "kernel_cache", "nvrtc",
     "planning.device", "planning.tiles", "planning.launch_plan", "planning.draft", "planning.families",
     "planning.sm80", "planning.scores", "planning.sm90", "planning.sm90.tiles", "planning.sm90.bf16_split",
@@ -66,7 +66,10 @@ ALWAYS = {
     "reference": {"numpy", "ml_dtypes", "typing_extensions"},
     "cpu.exponentials": {"numpy"},
     "cpu.jobs": {"numpy"},
+    "cpu.calls": {"numpy"},
     "cpu.stacks": {"numpy"},
+    "cpu.stacked_scores": {"numpy"},
+    "cpu.stacked": {"numpy"},
     "cpu.packed": {"numpy"},
     "cpu.tiles": {"numpy"},
     "cpu.tiled_forward": {"numpy"},

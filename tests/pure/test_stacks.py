@@ -12,11 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.cpu import jobs, numpy_path, stacks
+from cuflash import cpu
+from cuflash.cpu import core, jobs, stacked, stacks
+from cuflash.cpu.stacked_scores import weigh
 from cuflash.options import Options
 from cuflash.problem import make_problem
 
 FEATURES = (*ct.FEATURES, "sinks", "dlse", "dropout")
+
+
+@pytest.fixture(autouse=True)
+def without_the_core(monkeypatch):
+    monkeypatch.setattr(core, "why_not", lambda problem=None: "a test of stacks")
 
 
 def small(**options):
@@ -29,9 +36,9 @@ def run(case, **replaced):
     """out, lse and every gradient that there is, by name."""
     arrays, problem = case.arrays() | replaced, case.problem
     inputs, need = ct.qkv(arrays), ct.gradients_of(problem)
-    out, lse = numpy_path.forward(problem, *inputs, **ct.optional(arrays) | case.random)
+    out, lse = cpu.forward(problem, *inputs, **ct.optional(arrays) | case.random)
     terms = {**ct.optional_backward(arrays), **case.random, "need": need}
-    gradients = numpy_path.backward(problem, arrays["dout"], *inputs, out, lse, **terms)
+    gradients = cpu.backward(problem, arrays["dout"], *inputs, out, lse, **terms)
     return dict(zip(("out", "lse", *need), (out, lse, *gradients), strict=True))
 
 
@@ -122,7 +129,7 @@ def test_sums_over_heads_are_made_in_one_order(monkeypatch):
     little_is_much(monkeypatch, 4)
     expected = run(case)
     judge(case, expected)
-    finished = stacks._Sums.add_to_dbias
+    finished = stacked._Sums.add_to_dbias
     order = []
 
     def add_late(sums, number, *part):
@@ -132,7 +139,7 @@ def test_sums_over_heads_are_made_in_one_order(monkeypatch):
             threading.Event().wait(0.001)
         finished(sums, number, *part)
 
-    monkeypatch.setattr(stacks._Sums, "add_to_dbias", add_late)
+    monkeypatch.setattr(stacked._Sums, "add_to_dbias", add_late)
     for _ in range(3):
         assert_same_bits(run(case), expected)
     assert len(order) == 3 * 64
@@ -170,9 +177,9 @@ def test_results_go_where_they_are_asked_for(case):
     buffers = {name: np.full([2 * n + 1 for n in x.shape], 7, x.dtype) for name, x in expected.items()}
     views = {name: every_second_element(x) for name, x in buffers.items()}
     inputs = ct.qkv(arrays)
-    numpy_path.forward(problem, *inputs, **ct.optional(arrays) | case.random, out=views["out"], lse=views["lse"])
+    cpu.forward(problem, *inputs, **ct.optional(arrays) | case.random, out=views["out"], lse=views["lse"])
     terms = ct.optional_backward(arrays) | case.random | {name: views[name] for name in need}
-    numpy_path.backward(problem, arrays["dout"], *inputs, expected["out"], expected["lse"], **terms, need=need)
+    cpu.backward(problem, arrays["dout"], *inputs, expected["out"], expected["lse"], **terms, need=need)
     assert_same_bits(views, expected)
     for name, x in views.items():
         x[...] = 7
@@ -191,7 +198,7 @@ def test_each_gradient_alone_is_the_same(need):
     )  # fmt: skip
     arrays, expected = case.arrays(), run(case)
     inputs, terms = ct.qkv(arrays), {**ct.optional_backward(arrays), **case.random, "need": need}
-    gradients = numpy_path.backward(case.problem, arrays["dout"], *inputs, expected["out"], expected["lse"], **terms)
+    gradients = cpu.backward(case.problem, arrays["dout"], *inputs, expected["out"], expected["lse"], **terms)
     assert len(gradients) == len(need)
     assert_same_bits(dict(zip(need, gradients, strict=True)), {name: expected[name] for name in need})
 
@@ -235,15 +242,15 @@ def heads_of_stacks(monkeypatch, problem):
     """How many heads are in the stacks of a forward and of a backward pass, all of which are counted."""
     counts = []
     for name in ("_forward_stack", "_backward_stack"):
-        monkeypatch.setattr(stacks, name, lambda stack, *args, **keywords: counts.append(stack.rows_shape[:2]))
+        monkeypatch.setattr(stacked, name, lambda call, stack, *args, **keywords: counts.append(stack.rows_shape[:2]))
     q, k, out, lse = (
         np.empty(shape, np.float32)
         for shape in (problem.q.shape, problem.k.shape, problem.out_shape, problem.lse_shape)
     )
-    numpy_path.forward(problem, q, k, k)
+    cpu.forward(problem, q, k, k)
     forward = [batch * heads for batch, heads in counts]
     counts.clear()
-    numpy_path.backward(problem, out, q, k, k, out, lse)
+    cpu.backward(problem, out, q, k, k, out, lse)
     return forward, [batch * heads for batch, heads in counts]
 
 
@@ -271,10 +278,10 @@ def test_memory_is_that_of_a_stack(monkeypatch):
         case = ct.Case(batch=batch, num_heads=16, seqlen_q=64, seqlen_k=64, head_dim=8, causal=True)
         arrays, problem = case.arrays(), case.problem
         inputs, results = ct.qkv(arrays), {"d" + name: np.empty_like(arrays[name]) for name in "qkv"}
-        out, lse = numpy_path.forward(problem, *inputs)
+        out, lse = cpu.forward(problem, *inputs)
         tracemalloc.start()
-        numpy_path.forward(problem, *inputs, out=out, lse=lse)
-        numpy_path.backward(problem, arrays["dout"], *inputs, out, lse, **results)
+        cpu.forward(problem, *inputs, out=out, lse=lse)
+        cpu.backward(problem, arrays["dout"], *inputs, out, lse, **results)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return peak, problem.naive_bytes
@@ -301,14 +308,14 @@ def test_threads_are_for_much_work(monkeypatch):
 
 def test_an_exception_in_a_thread_reaches_the_caller(monkeypatch):
     little_is_much(monkeypatch, 4)
-    main, weights, threads = threading.get_ident(), stacks._weights, threading.active_count()
+    main, threads = threading.get_ident(), threading.active_count()
 
     def fail(*args):
         if threading.get_ident() != main:
             raise MemoryError("in a thread")
-        return weights(*args)
+        return weigh(*args)
 
-    monkeypatch.setattr(stacks, "_weights", fail)
+    monkeypatch.setattr(stacked, "weigh", fail)
     with pytest.raises(MemoryError, match="in a thread"):
         for _ in range(100):  # a thread that starts late finds nothing to do
             run(ct.Case(batch=64, num_heads=4, seqlen_q=60, seqlen_k=60, head_dim=8))
@@ -335,14 +342,54 @@ def test_products_of_threads_are_small(monkeypatch):
 def test_a_thread_keeps_a_little_memory_between_calls(monkeypatch):
     """What one call used serves the next; more than KEPT_BYTES is given back; a call within a call has its own."""
     monkeypatch.setattr(jobs, "_kept", threading.local())
-    with jobs.kept_workspace(np.dtype("f4")) as first:
-        with jobs.kept_workspace(np.dtype("f4")) as within:
-            assert within is not first
-        first.take("a", 10)
-    with jobs.kept_workspace(np.dtype("f8")) as other:
-        assert other is not first and other.take("a", 10).dtype == np.float64
-    with jobs.kept_workspace(np.dtype("f4")) as again:
-        assert again is first
-        again.take("b", jobs.KEPT_BYTES // 4)
-    with jobs.kept_workspace(np.dtype("f4")) as last:
-        assert last is not first
+    first, within = (jobs.take_workspace(np.dtype("f4")) for _ in range(2))
+    assert within is not first
+    first.take("a", 10)
+    jobs.keep_workspace(within)
+    jobs.keep_workspace(first)
+    other = jobs.take_workspace(np.dtype("f8"))
+    assert other is not first and other.take("a", 10).dtype == np.float64
+    jobs.keep_workspace(other)
+    again = jobs.take_workspace(np.dtype("f4"))
+    assert again is first
+    again.take("b", jobs.KEPT_BYTES // 4)
+    jobs.keep_workspace(again)
+    assert jobs.take_workspace(np.dtype("f4")) is not first
+
+
+def test_a_small_problem_keeps_its_stack(monkeypatch):
+    """The next call uses the same one; a call within a call, as from a signal handler, has its own."""
+    case = ct.Case(batch=2, num_heads=2, seqlen_q=9, seqlen_k=17, head_dim=8, causal=True, softcap=3.0)
+    arrays, problem = case.arrays(), case.problem
+    qkv, others = [arrays[name] for name in "qkv"], [2 * arrays[name] for name in "qkv"]
+    expected, of_others = ([x.copy() for x in cpu.forward(problem, *inputs)] for inputs in (qkv, others))
+    used, within = [], []
+
+    def interrupted(stack, *args):
+        used.append(stack)
+        if len(used) == 2:
+            within.append(cpu.forward(problem, *others))
+        return weigh(stack, *args)
+
+    monkeypatch.setattr(stacked, "weigh", interrupted)
+    results = [cpu.forward(problem, *qkv) for _ in range(3)]
+    assert used[0] is used[1] is not used[2] and used[3] in (used[1], used[2])
+    for got, wanted in (*((x, expected) for x in results), (within[0], of_others)):
+        for x, y in zip(got, wanted, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_a_thread_keeps_few_stacks(monkeypatch):
+    """Those of the last small problems, and of no large one."""
+    monkeypatch.setattr(stacks, "_kept", threading.local())
+    sizes = [*range(1, 3 * stacks.KEPT_STACKS), 300]
+    for n in sizes:
+        case = ct.Case(seqlen_q=n, seqlen_k=n, head_dim=8, causal=True)
+        arrays, problem = case.arrays(), case.problem
+        cpu.forward(problem, *(arrays[name] for name in "qkv"))
+        plan = stacks.plan_of(problem, False, True)
+        assert plan is not None and plan.is_one_stack
+        kept = list(stacks._kept.stacks)
+        assert len(kept) <= stacks.KEPT_STACKS
+        assert (kept[-1].problem is problem) == (n < 300)
+        assert all(stack.nbytes <= stacks.KEPT_BYTES for stack in stacks._kept.stacks.values())

@@ -139,6 +139,7 @@ inline RowRange differentiate(const Call &call, const Scaling<T> &scaling, const
         const long columns = round_up(here, N);
         range.first = smaller(range.first, r0);
         range.stop = r0 + n;
+        prefetch_bias(call, entry, block, r0, n, first, here);
         product_of_rows(n, columns, call.head_dim, buffers.q + r0 * sizes.dim, sizes.dim, buffers.k_t, STRIDE, p, STRIDE);
         product_of_rows(n, columns, call.head_dim_v, buffers.dout + r0 * sizes.dim_v, sizes.dim_v, buffers.v_t, STRIDE,
                         ds, STRIDE);

@@ -6,13 +6,11 @@
 
 #include <cmath>
 
-#include "tiles.h"
+#include "few_rows.h"
 
 namespace {
 
 constexpr long GROUP = 12;        // rows whose scores are computed at a time
-// Of a block, with many keys and with few: their scores are dot products with rows of k as they lie in memory.
-constexpr long FEW_ROWS = 8, VERY_FEW_ROWS = 2;
 constexpr long BLOCK_ROWS = 192;  // at most
 constexpr long ENOUGH_JOBS = 64;  // for all threads: with fewer blocks, several jobs share the keys of one
 constexpr long TILES_PER_PART = 4;
@@ -39,56 +37,6 @@ template <class T> struct ForwardBuffers {
         kept = scratch.template take<unsigned char>(work.call.dropout_steps ? rows_of_q * MAX_KEYS : 0);
     }
 };
-
-constexpr int FEW_KEYS = 4;
-
-// Sums, lane by lane, of products of R rows and FEW_KEYS keys. A function of its own, where they stay in registers.
-template <class T, int R>
-__attribute__((noinline)) void lanes_of_products(const T *q, long dim, const T *const *k, T *lanes) {
-    const T *k0 = k[0], *k1 = k[1], *k2 = k[2], *k3 = k[3];
-    Vector<T> sums0[R] = {}, sums1[R] = {}, sums2[R] = {}, sums3[R] = {};
-    for (long d = 0; d < dim; d += LANES<T>) {
-        const Vector<T> x0 = load(k0 + d), x1 = load(k1 + d), x2 = load(k2 + d), x3 = load(k3 + d);
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
-            const Vector<T> y = load(q + r * dim + d);
-            sums0[r] += x0 * y;
-            sums1[r] += x1 * y;
-            sums2[r] += x2 * y;
-            sums3[r] += x3 * y;
-        }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-        store(lanes + (FEW_KEYS * r + 0) * LANES<T>, sums0[r]);
-        store(lanes + (FEW_KEYS * r + 1) * LANES<T>, sums1[r]);
-        store(lanes + (FEW_KEYS * r + 2) * LANES<T>, sums2[r]);
-        store(lanes + (FEW_KEYS * r + 3) * LANES<T>, sums3[r]);
-    }
-}
-
-// s[r][j] = dot(q[r], k[j]) for R rows.
-template <class T, int R>
-inline void dot_products(const T *q, long dim, const T *k, long k_stride, long num_keys, T *s) {
-    T lanes[R * FEW_KEYS * LANES<T>];
-    for (long j = 0; j < num_keys; j += FEW_KEYS) {
-        const T *keys[FEW_KEYS];
-        for (int n = 0; n < FEW_KEYS; ++n) keys[n] = k + smaller(j + n, num_keys - 1) * k_stride;
-        lanes_of_products<T, R>(q, dim, keys, lanes);
-        for (int r = 0; r < R; ++r)
-            for (int n = 0; n < FEW_KEYS && j + n < num_keys; ++n)
-                s[r * SCORES_STRIDE<T> + j + n] = sum_of_lanes<T>(load(lanes + (FEW_KEYS * r + n) * LANES<T>));
-    }
-}
-
-template <class T>
-inline void dot_products_of_rows(long num_rows, const T *q, long dim, const T *k, long k_stride, long num_keys, T *s) {
-    for (; num_rows >= 4; num_rows -= 4, q += 4 * dim, s += 4 * SCORES_STRIDE<T>)
-        dot_products<T, 4>(q, dim, k, k_stride, num_keys, s);
-    if (num_rows == 3) dot_products<T, 3>(q, dim, k, k_stride, num_keys, s);
-    if (num_rows == 2) dot_products<T, 2>(q, dim, k, k_stride, num_keys, s);
-    if (num_rows == 1) dot_products<T, 1>(q, dim, k, k_stride, num_keys, s);
-}
 
 // Scores of one row become weights; their sum goes to l.
 template <class T>
@@ -154,60 +102,89 @@ template <class T> inline T *part_of(const Work &work, long job) {
     return (T *)work.shared + job * work.rows_per_block * (Sizes<T>(work.call).dim_v + 2);
 }
 
+// Scores of rows become weights.
+template <class T>
+inline void weigh_rows(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
+                       ForwardBuffers<T> &buffers, long r0, long num_rows, Span span, long first, long here) {
+    const long columns = round_up(here, LANES<T>), dim = buffers.sizes.dim_v;
+    const bool is_finished = !needs_finishing(call, scaling, entry, span.first, span.last, first, columns);
+    for (long r = 0; r < num_rows; ++r) {
+        T *row = buffers.s + r * SCORES_STRIDE<T>;
+        if (!is_finished)
+            finish_scores<T>(call, scaling, entry, row_of(block, r0 + r), first, here, columns, row, nullptr);
+        exponentials(scaling, row, columns, buffers.shift[r0 + r], buffers.l + (r0 + r) * LANES<T>,
+                     buffers.o + (r0 + r) * dim, dim);
+        if (call.dropout_steps) drop(call, buffers.kept + (r0 + r) * MAX_KEYS, here, row);
+    }
+}
+
+// Fetches a share of the rows of k and v of the next tile into the second level of the cache, while there is work to do.
+inline void prefetch_next_keys(const Call &call, const Entry &entry, long head_kv, long first, long stop) {
+    const long size = size_of(call.dtype), last = smaller(stop, entry.seqlen_k);
+    if (call.strides[K][3] != 1 || call.strides[V][3] != 1) return;
+    for (long j = first; j < last; ++j) {
+        const char *k = key_address(call, K, entry, head_kv, j), *v = key_address(call, V, entry, head_kv, j);
+        for (long x = 0; x < call.head_dim * size; x += 64) __builtin_prefetch(k + x, 0, 2);
+        for (long x = 0; x < call.head_dim_v * size; x += 64) __builtin_prefetch(v + x, 0, 2);
+    }
+}
+
 template <class T>
 inline void forward_tile(const Work &work, const Block &block, const Entry &entry, const Scaling<T> &scaling,
                          ForwardBuffers<T> &buffers, long first, long count) {
     const Call &call = work.call;
     const Sizes<T> &sizes = buffers.sizes;
-    const long num_rows = rows_of(block);
-    const bool has_few = num_rows <= (entry.seqlen_k > 4 * MAX_KEYS ? FEW_ROWS : VERY_FEW_ROWS);
-    const long padded = round_up(count, LANES<T>);
+    const long num_rows = rows_of(block), padded = round_up(count, LANES<T>);
     const T *k = buffers.rows, *v = buffers.v;
     long k_stride = sizes.dim, v_stride = sizes.dim_v;
-    if (has_whole_rows<T>(call, K, call.head_dim) && (has_few || count == padded)) {
+    if (has_whole_rows<T>(call, K, call.head_dim) && count == padded) {
         k = (const T *)key_address(call, K, entry, block.head_kv, first);
         k_stride = call.strides[K][2];
     } else {
-        load_keys(call, K, entry, block.head_kv, first, count, call.head_dim, buffers.rows, sizes.dim,
-                  has_few ? count : padded);
+        load_keys(call, K, entry, block.head_kv, first, count, call.head_dim, buffers.rows, sizes.dim, padded);
     }
     // Rows that are far apart fall into the same few sets of the cache: those that are read again and again are copied.
     if (has_whole_rows<T>(call, V, call.head_dim_v) &&
-        (has_few || call.strides[V][2] == call.head_dim_v || call.strides[V][2] == -call.head_dim_v)) {
+        (call.strides[V][2] == call.head_dim_v || call.strides[V][2] == -call.head_dim_v)) {
         v = (const T *)key_address(call, V, entry, block.head_kv, first);
         v_stride = call.strides[V][2];
     } else {
         load_keys(call, V, entry, block.head_kv, first, count, call.head_dim_v, buffers.v, sizes.dim_v, count);
     }
-    if (!has_few) transpose(k, k_stride, padded, sizes.dim, buffers.k_t, SCORES_STRIDE<T>);
+    transpose(k, k_stride, padded, sizes.dim, buffers.k_t, SCORES_STRIDE<T>);
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
     for (long r0 = 0; r0 < num_rows; r0 += GROUP) {
         const long n = smaller(GROUP, num_rows - r0);
         const Span span = span_of(block, r0, n);
         const Keys seen = seen_by(call, entry, span.first, span.last);
-        const long here = smaller(seen.stop - first, count), columns = round_up(here, LANES<T>);
+        const long here = smaller(seen.stop - first, count);
         if (here <= 0 || seen.first >= first + count) continue;
-        const T *q = buffers.q + r0 * sizes.dim;
-        T *s = buffers.s, *o = buffers.o + r0 * sizes.dim_v;
-        if (has_few) {
-            for (long r = 0; r < n; ++r)
-                for (long j = here; j < columns; ++j) s[r * SCORES_STRIDE<T> + j] = 0;
-            dot_products_of_rows(n, q, sizes.dim, k, k_stride, here, s);
-        } else {
-            product_of_rows(n, columns, call.head_dim, q, sizes.dim, buffers.k_t, SCORES_STRIDE<T>, s,
-                            SCORES_STRIDE<T>);
-        }
-        const bool is_finished = !needs_finishing(call, scaling, entry, span.first, span.last, first, columns);
-        for (long r = 0; r < n; ++r) {
-            T *row = s + r * SCORES_STRIDE<T>;
-            if (!is_finished)
-                finish_scores<T>(call, scaling, entry, row_of(block, r0 + r), first, here, columns, row, nullptr);
-            exponentials(scaling, row, columns, buffers.shift[r0 + r], buffers.l + (r0 + r) * LANES<T>,
-                         o + r * sizes.dim_v, sizes.dim_v);
-            if (call.dropout_steps) drop(call, buffers.kept + (r0 + r) * MAX_KEYS, here, row);
-        }
-        product<T, Order::ROWS>(n, sizes.dim_v, here, s, SCORES_STRIDE<T>, v, v_stride, o, sizes.dim_v, true);
+        prefetch_bias(call, entry, block, r0, n, first, here);
+        prefetch_next_keys(call, entry, block.head_kv, first + count + r0 * count / num_rows,
+                           first + count + (r0 + n) * count / num_rows);
+        product_of_rows(n, round_up(here, LANES<T>), call.head_dim, buffers.q + r0 * sizes.dim, sizes.dim, buffers.k_t,
+                        SCORES_STRIDE<T>, buffers.s, SCORES_STRIDE<T>);
+        weigh_rows(call, scaling, entry, block, buffers, r0, n, span, first, here);
+        product<T, Order::ROWS>(n, sizes.dim_v, here, buffers.s, SCORES_STRIDE<T>, v, v_stride,
+                                buffers.o + r0 * sizes.dim_v, sizes.dim_v, true);
     }
+}
+
+// The same of few rows. The keys of a job end with those that one of its rows sees: all of them are computed.
+template <class T>
+inline void forward_tile_of_few(const Work &work, const Block &block, const Entry &entry, const Scaling<T> &scaling,
+                                ForwardBuffers<T> &buffers, long first, long count) {
+    const Call &call = work.call;
+    const Sizes<T> &sizes = buffers.sizes;
+    const long num_rows = rows_of(block);
+    KeyRows k, v;
+    find_key_rows(call, K, entry, block.head_kv, first, count, call.head_dim, buffers.rows, sizes.dim, k);
+    find_key_rows(call, V, entry, block.head_kv, first, count, call.head_dim_v, buffers.v, sizes.dim_v, v);
+    if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
+    scores_of_few(num_rows, buffers.q, sizes.dim, k, count, Coming{v, 0}, buffers.s);
+    weigh_rows(call, scaling, entry, block, buffers, 0, num_rows, span_of(block, 0, num_rows), first, count);
+    const long next = call.page_size ? 0 : count * call.strides[K][2] * size_of(call.dtype);
+    add_values_of_few(num_rows, buffers.s, v, count, sizes.dim_v, Coming{k, next}, buffers.o);
 }
 
 template <class T> void forward_job(Work &work, char *memory, long job) {
@@ -225,13 +202,18 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
     clear(buffers.l, num_rows * LANES<T>);
     for (long r = 0; r < num_rows; ++r) buffers.shift[r] = T(-__builtin_inf());
 
+    const bool has_few = has_few_rows(entry, block);
     const Keys seen = seen_by(call, entry, block.first_row, block.first_row + block.num_rows - 1);
     const long begin = larger(seen.first / 16 * 16, block.first_key), end = smaller(seen.stop, block.stop_key);
     for (long first = begin; first < end; first += work.keys_per_tile) {
         if (work.stopped.load(std::memory_order_relaxed)) return;
         const long count = smaller(work.keys_per_tile, end - first);
         if (!any_visible(call, entry, block, first, count)) continue;
-        forward_tile(work, block, entry, scaling, buffers, first, count);
+        if (has_few) {
+            forward_tile_of_few(work, block, entry, scaling, buffers, first, count);
+        } else {
+            forward_tile(work, block, entry, scaling, buffers, first, count);
+        }
     }
 
     T *part = block.num_parts > 1 ? part_of<T>(work, job) : nullptr;

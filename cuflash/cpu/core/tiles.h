@@ -255,6 +255,18 @@ inline void finish_scores(const Call &call, const Scaling<T> &scaling, const Ent
     }
 }
 
+// Fetches rows of the bias before they are needed: they lie far apart, and no processor finds the next one by itself.
+inline void prefetch_bias(const Call &call, const Entry &entry, const Block &block, long r0, long num_rows, long first,
+                          long count) {
+    if (!call.arrays[BIAS] || call.strides[BIAS][2] == 0 || call.strides[BIAS][3] != 1) return;
+    const long size = size_of(call.bias_dtype);
+    for (long r = r0; r < r0 + num_rows; ++r) {
+        const Row row = row_of(block, r);
+        const char *p = address(call, BIAS, size, entry.index, row.head, row.i, first);
+        for (long x = 0; x < count * size; x += 64) __builtin_prefetch(p + x);
+    }
+}
+
 // Whether `finish_scores` has anything to do for these rows and keys.
 template <class T>
 inline bool needs_finishing(const Call &call, const Scaling<T> &scaling, const Entry &entry, long first_row,

@@ -1,0 +1,213 @@
+// Few queries against many keys, as in decoding: rows of k and v are read once, where they lie and in their own dtype,
+// and become numbers of the computation in registers. Memory never rests: rows of v are fetched while those of k are
+// computed with, and rows of k of the next tile while those of v are. Processors look ahead along a tile by themselves,
+// but not from one tile to the next.
+#pragma once
+
+#include "tiles.h"
+
+namespace {
+
+// Of a block, with many keys and with few: their scores are dot products with rows of k as they lie in memory.
+constexpr long FEW_ROWS = 8, VERY_FEW_ROWS = 2;
+constexpr int FEW_KEYS = 4;  // whose products are summed at a time
+
+inline bool has_few_rows(const Entry &entry, const Block &block) {
+    return rows_of(block) <= (entry.seqlen_k > 4 * MAX_KEYS ? FEW_ROWS : VERY_FEW_ROWS);
+}
+
+struct Bfloat16 {
+    uint16_t bits;
+};
+struct Float16 {
+    uint16_t bits;
+};
+
+template <class T> inline Vector<T> load_as(const T *p) { return load(p); }
+
+template <class T> inline Vector<T> load_as(const Bfloat16 *p) {
+    typedef uint16_t Bits __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
+    typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));
+    return (Vector<T>)(__builtin_convertvector(*(const Bits *)p, Words) << 16);
+}
+
+template <class T> inline Vector<T> load_as(const Float16 *p) {
+    T x[LANES<T>];
+    load_float16((const uint16_t *)p, LANES<T>, x);
+    return load(x);
+}
+
+// Rows of k or v of a tile: where each begins, and what its numbers are.
+struct KeyRows {
+    int64_t dtype;
+    long bytes;  // of a row
+    const char *at[MAX_KEYS];
+};
+
+// Rows that are needed soon: `offset` bytes behind those of a tile.
+struct Coming {
+    const KeyRows &rows;
+    long offset;
+
+    // Into the second level of the cache: a tile is too large for the first.
+    void fetch(long j) const {
+        for (long x = 0; x < rows.bytes; x += 64) __builtin_prefetch(rows.at[j] + offset + x, 0, 2);
+    }
+};
+
+// Those of the array, if they are whole vectors of neighbours, else copies.
+template <class T>
+inline void find_key_rows(const Call &call, Array array, const Entry &entry, long head_kv, long first, long count,
+                          long dim, T *copies, long copies_stride, KeyRows &rows) {
+    const long size = size_of(call.dtype);
+    rows.dtype = call.dtype;
+    rows.bytes = dim * size;
+    if (call.strides[array][3] != 1 || dim % LANES<T> != 0) {
+        load_keys(call, array, entry, head_kv, first, count, dim, copies, copies_stride, count);
+        rows.dtype = sizeof(T) == 4 ? FLOAT32 : FLOAT64;
+        for (long j = 0; j < count; ++j) rows.at[j] = (const char *)(copies + j * copies_stride);
+        return;
+    }
+    const long stride = call.strides[array][2] * size;
+    for (long j = 0; j < count;) {
+        const long stop = call.page_size ? smaller(count, j + call.page_size - (first + j) % call.page_size) : count;
+        const char *row = key_address(call, array, entry, head_kv, first + j);
+        for (; j < stop; ++j, row += stride) rows.at[j] = row;
+    }
+}
+
+// Calls `run` with a null pointer to what rows are made of.
+template <class T, class F> inline void with_numbers(const KeyRows &rows, F run) {
+    if constexpr (sizeof(T) == 4) {
+        if (rows.dtype == BFLOAT16) return run((const Bfloat16 *)nullptr);
+        if (rows.dtype == FLOAT16) return run((const Float16 *)nullptr);
+    }
+    run((const T *)nullptr);
+}
+
+// Sums, lane by lane, of products of R rows of q and FEW_KEYS rows of k; those of a row of q lie `stride` apart. A
+// function of its own, where they stay in registers.
+template <class T, class S, int R>
+__attribute__((noinline)) void lanes_of_products(const T *q, long q_stride, long dim, const char *const *k, T *lanes,
+                                                 long stride) {
+    const S *k0 = (const S *)k[0], *k1 = (const S *)k[1], *k2 = (const S *)k[2], *k3 = (const S *)k[3];
+    Vector<T> sums0[R] = {}, sums1[R] = {}, sums2[R] = {}, sums3[R] = {};
+    for (long d = 0; d < dim; d += LANES<T>) {
+        const Vector<T> x0 = load_as<T>(k0 + d), x1 = load_as<T>(k1 + d);
+        const Vector<T> x2 = load_as<T>(k2 + d), x3 = load_as<T>(k3 + d);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+            const Vector<T> y = load(q + r * q_stride + d);
+            sums0[r] += x0 * y;
+            sums1[r] += x1 * y;
+            sums2[r] += x2 * y;
+            sums3[r] += x3 * y;
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+        store(lanes + r * stride + 0 * LANES<T>, sums0[r]);
+        store(lanes + r * stride + 1 * LANES<T>, sums1[r]);
+        store(lanes + r * stride + 2 * LANES<T>, sums2[r]);
+        store(lanes + r * stride + 3 * LANES<T>, sums3[r]);
+    }
+}
+
+// s[r][j] = dot(q[r], k[j]) for R rows; behind the last key, up to a whole vector, stand products of the last one.
+template <class T, class S, int R>
+inline void dot_products(const T *q, long dim, const KeyRows &k, long num_keys, const Coming *coming, T *s) {
+    constexpr int N = LANES<T>, GROUP_OF_KEYS = N > FEW_KEYS ? N : FEW_KEYS;
+    Vector<T> lanes[R * GROUP_OF_KEYS];
+    for (long j = 0; j < num_keys; j += GROUP_OF_KEYS) {
+        for (int n = 0; n < GROUP_OF_KEYS; n += FEW_KEYS) {
+            const char *rows[FEW_KEYS];
+            for (int x = 0; x < FEW_KEYS; ++x) {
+                const long key = smaller(j + n + x, num_keys - 1);
+                rows[x] = k.at[key];
+                if (coming) coming->fetch(key);
+            }
+            lanes_of_products<T, S, R>(q, dim, dim, rows, (T *)(lanes + n), GROUP_OF_KEYS * N);
+        }
+        for (int r = 0; r < R; ++r)
+            for (int n = 0; n < GROUP_OF_KEYS; n += N)
+                store(s + r * SCORES_STRIDE<T> + j + n, sums_of_lanes<T>(lanes + r * GROUP_OF_KEYS + n));
+    }
+}
+
+// o[r] += sum of s[r][j] v[j] for R rows and N vectors. The sum is made by itself before it is added.
+template <class T, class S, int R, int N>
+__attribute__((noinline)) void add_products(const T *s, const KeyRows &v, long num_keys, long d, const Coming *coming,
+                                            T *o, long o_stride) {
+    Vector<T> sums[R][N] = {};
+    for (long j = 0; j < num_keys; ++j) {
+        const S *row = (const S *)v.at[j] + d;
+        if (coming) coming->fetch(j);
+        Vector<T> x[N];
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) x[n] = load_as<T>(row + n * LANES<T>);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+            const Vector<T> y = splat(s[r * SCORES_STRIDE<T> + j]);
+#pragma GCC unroll 8
+            for (int n = 0; n < N; ++n) sums[r][n] += y * x[n];
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) {
+            T *p = o + r * o_stride + d + n * LANES<T>;
+            store(p, load(p) + sums[r][n]);
+        }
+}
+
+template <class T, class S, int R>
+inline void weighted_rows(const T *s, const KeyRows &v, long num_keys, long dim, const Coming *coming, T *o) {
+    constexpr int MOST = NUM_REGISTERS == 32 ? (R > 2 ? 4 : 8) : (R > 2 ? 2 : 4);
+    long d = 0;
+    auto run = [&](auto vectors) {
+        constexpr int N = decltype(vectors)::value;
+        for (; dim - d >= N * LANES<T>; d += N * LANES<T>)
+            add_products<T, S, R, N>(s, v, num_keys, d, d == 0 ? coming : nullptr, o, dim);
+    };
+    run(std::integral_constant<int, MOST>());
+    if constexpr (MOST > 4) run(std::integral_constant<int, 4>());
+    if constexpr (MOST > 2) run(std::integral_constant<int, 2>());
+    run(std::integral_constant<int, 1>());
+}
+
+// Calls `run` with the first of each few rows and their number, as a type.
+template <class F> inline void for_few_rows(long num_rows, F run) {
+    long r = 0;
+    for (; num_rows - r >= 4; r += 4) run(r, std::integral_constant<int, 4>());
+    if (num_rows - r == 3) run(r, std::integral_constant<int, 3>());
+    if (num_rows - r == 2) run(r, std::integral_constant<int, 2>());
+    if (num_rows - r == 1) run(r, std::integral_constant<int, 1>());
+}
+
+// s = Q K^T; rows of q are `dim` long, a multiple of the lanes of a vector. What is coming is fetched meanwhile.
+template <class T>
+inline void scores_of_few(long num_rows, const T *q, long dim, const KeyRows &k, long num_keys, Coming coming, T *s) {
+    with_numbers<T>(k, [&](auto *number) {
+        using S = std::remove_const_t<std::remove_pointer_t<decltype(number)>>;
+        for_few_rows(num_rows, [&](long r, auto rows) {
+            dot_products<T, S, decltype(rows)::value>(q + r * dim, dim, k, num_keys, r == 0 ? &coming : nullptr,
+                                                      s + r * SCORES_STRIDE<T>);
+        });
+    });
+}
+
+// o += s V, likewise.
+template <class T>
+inline void add_values_of_few(long num_rows, const T *s, const KeyRows &v, long num_keys, long dim, Coming coming,
+                              T *o) {
+    with_numbers<T>(v, [&](auto *number) {
+        using S = std::remove_const_t<std::remove_pointer_t<decltype(number)>>;
+        for_few_rows(num_rows, [&](long r, auto rows) {
+            weighted_rows<T, S, decltype(rows)::value>(s + r * SCORES_STRIDE<T>, v, num_keys, dim,
+                                                       r == 0 ? &coming : nullptr, o + r * dim);
+        });
+    });
+}
+
+}  // namespace

@@ -1,0 +1,154 @@
+"""Scores of a stack of heads, what hides them, their exponentials, and what dropout makes of these."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuflash.cpu.calls import Call
+from cuflash.cpu.exponentials import exponential
+from cuflash.cpu.stacks import Stack
+from cuflash.dropout import kept_weights
+from cuflash.problem import Problem
+
+Array = NDArray[Any]
+
+
+def compute_scores(
+    call: Call, stack: Stack, name: str, q: Array, k: Array, keep_tanh: bool
+) -> tuple[Array, Array | None]:
+    """Scores times `Plan.unit`, hidden ones included, under this name; with softcap their tanh, if it is wanted."""
+    plan, softcap = stack.plan, call.problem.softcap
+    scores, tanh = stack.scores(name), None
+    stack.multiply_rows(k, q, stack.product(name))
+    np.multiply(scores, plan.factor, scores)
+    if softcap is not None:
+        tanh = np.tanh(scores, out=stack.scores("tanh") if keep_tanh else scores)
+        np.multiply(tanh, softcap * plan.unit, out=scores)
+    if call.slopes is not None:
+        slopes = np.broadcast_to(call.slopes, (call.problem.batch, call.problem.num_heads))[stack.of_queries]
+        term = stack.scores("term")
+        np.multiply(distances(call), slopes[:, :, None], out=stack.as_terms(term))
+        scores -= term
+    if call.bias is not None:
+        terms = stack.as_terms(scores)
+        terms += part_of(call.bias, stack).transpose(3, 0, 1, 2)
+    return scores, tanh
+
+
+def part_of(term: Array, stack: Stack) -> Array:
+    """What a stack meets of a bias, of its gradient or of a mask: four axes, of length 1 where it is broadcast."""
+    term = term[(None,) * (4 - term.ndim)]
+    return term[tuple(x if n > 1 else slice(None) for x, n in zip(stack.of_queries, term.shape, strict=False))]
+
+
+def _by_diagonal(values: Array, num_keys: int, num_queries: int) -> Array:
+    """Values of i - j, from ``1 - num_keys`` on, as a view (keys, 1, 1, queries)."""
+    stride = values.itemsize
+    shape, strides = (num_keys, 1, 1, num_queries), (-stride, 0, 0, stride)
+    return np.ndarray(shape, values.dtype, values, (num_keys - 1) * stride, strides)
+
+
+def distances(call: Call) -> Array:
+    """``abs(i + d - j)`` as (keys, 1, 1, queries)."""
+    n, m = call.problem.seqlen_k, call.problem.seqlen_q
+    return _by_diagonal(np.abs(np.arange(1 - n, m) + call.problem.diagonal).astype(call.dtype), n, m)
+
+
+def hide(call: Call, stack: Stack, scores: Array, value: float) -> None:
+    """Put `value` in the place of hidden scores, whatever they are."""
+    # Of a number and NaN np.fmin takes the number, and of two NaN it takes NaN: this leaves alone what is visible.
+    if stack.plan.has_window:
+        window = stack.windows.get(value)
+        if window is None:
+            window = stack.windows[value] = _window_of(call.problem, stack, scores, value)
+        x = scores if window.ndim == 2 else stack.as_terms(scores)
+        np.fmin(x, window, x)
+    masks = []
+    if call.kv_lengths is not None:
+        masks.append(stack.existing_keys(call.kv_lengths).T[:, :, None, None])
+    if call.mask is not None:
+        masks.append(part_of(call.mask, stack).transpose(3, 0, 1, 2))
+    for visible in masks:
+        terms = stack.as_terms(scores)
+        np.fmin(terms, np.where(visible, call.dtype.type(math.nan), call.dtype.type(value)), out=terms)
+
+
+def _window_of(problem: Problem, stack: Stack, scores: Array, value: float) -> Array:
+    """NaN where the window lets a row see a key, else `value`.
+
+    (keys, columns) for a stack that is kept, since NumPy takes longer where rows of a head are few; else
+    (keys, 1, 1, queries).
+    """
+    left, right, here = problem.window_left, problem.window_right, problem.seqlen_k - 1 - problem.diagonal
+    first = 0 if right is None else max(here - right, 0)
+    stop = problem.seqlen_k + problem.seqlen_q if left is None else max(here + left + 1, 0)
+    window = _window(problem.seqlen_k, problem.seqlen_q, first, stop, value, scores.dtype)
+    if not stack.plan.keeps_stacks:
+        return window
+    whole = np.empty_like(scores)
+    stack.as_terms(whole)[...] = window
+    return whole
+
+
+@lru_cache(maxsize=16)
+def _window(num_keys: int, num_queries: int, first: int, stop: int, value: float, dtype: np.dtype[Any]) -> Array:
+    """NaN where ``num_keys - 1 + i - j`` is in ``range(first, stop)``, else `value`: (keys, 1, 1, queries).
+
+    Made of few numbers, kept for later calls, and read-only.
+    """
+    values = np.full(num_keys + num_queries - 1, value, dtype)
+    values[first:stop] = math.nan
+    values.flags.writeable = False
+    return _by_diagonal(values, num_keys, num_queries)
+
+
+def kept_scores(call: Call, stack: Stack) -> Array:
+    """What dropout multiplies weights by, (keys, columns)."""
+    problem = call.problem
+    entries, heads = (np.arange(x.start, x.stop) for x in stack.of_queries)
+    numbers = call.first_head + entries[:, None] * problem.num_heads + heads
+    rows, columns = range(problem.seqlen_q), range(problem.seqlen_k)
+    kept = kept_weights(problem.dropout, call.seed, call.offset, numbers, rows, columns)
+    factor = stack.scores("kept")
+    np.multiply(kept.transpose(3, 0, 1, 2), call.dtype.type(problem.kept_scale), out=stack.as_terms(factor))
+    return factor
+
+
+def weigh(stack: Stack, scores: Array, shift: Array, hidden: bool) -> bool:
+    """Put exponentials of scores less `shift`, a number for each column, in their place; whether none is zero.
+
+    With `hidden` some of them are -inf, and no shift is.
+    """
+    plan = stack.plan
+    np.subtract(scores, shift, scores)
+    small = not hidden and bool(np.minimum.reduce(scores, None) >= plan.least)
+    if not (small or hidden):
+        empty = shift == -math.inf  # all scores of such a row are: it sees no key
+        np.copyto(scores, -math.inf, where=empty)
+        np.copyto(shift, 0, where=empty)
+    exponential(scores, plan.unit, small=small)
+    return small
+
+
+def slope_of(tanh: Array) -> Array:
+    """The derivative of the hyperbolic tangent."""
+    slope = tanh * tanh
+    return np.subtract(1, slope, out=slope)
+
+
+def derivative_by_softcap(x: Array, tanh: Array) -> Array:
+    """That of ``softcap * tanh(x)``, x = score / softcap: ``tanh(x) - x * (1 - tanh(x) ** 2)``.
+
+    Near 0, where the terms cancel, ``(sinh(2 x) - 2 x) / 2 * (1 - tanh(x) ** 2)`` by the series of the first factor.
+    """
+    slope, near = 1 - tanh * tanh, np.abs(x) < 0.5
+    x2 = np.where(near, x * x, 0)
+    series = np.ones_like(x)
+    for n in range(18, 3, -2):
+        series = 1 + 4 / (n * (n + 1)) * x2 * series
+    return np.where(near, 2 / 3 * x * x2 * series * slope, tanh - x * slope)
