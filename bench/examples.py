@@ -6,17 +6,18 @@ import multiprocessing
 import re
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from . import environment
+from .report import RC
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "examples"
 ACCENT, OTHER, MUTED = "#d1495b", "#30638e", "#999999"
 MOST_KEYS = 2**20
-RC = {"svg.fonttype": "none", "svg.hashsalt": "cuflash", "font.size": 9}
 
 Names = dict[str, Any]
 
@@ -136,7 +137,7 @@ def _million_keys(plt: Any, names: Names) -> Any:
 
     calls = {"cuflash": lambda keys: attention(queries, keys, keys, scale=2.0), "formula": formula}
     for (title, call), colour in zip(calls.items(), (ACCENT, MUTED), strict=True):
-        found = [_measured(lambda call=call, n=n: call(keys[:n])) for n in counts]
+        found = [_measured(partial(call, keys[:n])) for n in counts]
         left.loglog(counts, [seconds for seconds, _ in found], "o-", base=2, color=colour, markersize=3, label=title)
         right.loglog(counts, [nbytes / 2**20 for _, nbytes in found], "o-", base=2, color=colour, markersize=3)
         for count, (seconds, nbytes) in zip(counts, found, strict=True):
