@@ -1,4 +1,4 @@
-"""python -m bench run | report | accuracy | list"""
+"""python -m bench run | report | accuracy | draw | list"""
 
 from __future__ import annotations
 
@@ -48,6 +48,8 @@ def parser() -> argparse.ArgumentParser:
     accuracy.add_argument("--backend", choices=("cpu", "gpu"), default="gpu")
     accuracy.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="folder of the JSON lines")
     accuracy.add_argument("--revision", help="what to record as the revision, where there is no git checkout")
+    draw = commands.add_parser("draw", help="run the pages of docs/examples and draw their pictures")
+    draw.add_argument("pages", nargs="*", metavar="PAGE", help="names of pages (default: all)")
     commands.add_parser("list", help="print suites and cases")
     return top
 
@@ -122,6 +124,16 @@ def _accuracy(args: argparse.Namespace) -> int:
     return 1 if failed and args.precision == "highest" else 0
 
 
+def _draw(args: argparse.Namespace) -> int:
+    from .examples import draw
+
+    try:
+        draw(args.pages)
+    except (ValueError, ImportError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    return 0
+
+
 def _list() -> int:
     for name, suite in SUITES.items():
         print(f"{name}: {suite.about} (peers: {', '.join(suite.peers)})")
@@ -135,6 +147,8 @@ def main(argv: list[str] | None = None) -> int:
         return _run(args)
     if args.command == "accuracy":
         return _accuracy(args)
+    if args.command == "draw":
+        return _draw(args)
     return _report(args) if args.command == "report" else _list()
 
 

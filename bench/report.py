@@ -14,6 +14,7 @@ from .cases import PASSES, SHORT, suffixes
 Record = dict[str, Any]
 ACCURACY = "accuracy.jsonl"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"  # around the generated part of a page
+RC: Any = {"svg.fonttype": "none", "svg.hashsalt": "cuflash", "font.size": 9}  # of plots: the same bytes each time
 HEADLINE_SUITE, HEADLINE_SEQLEN = "targets", 4096  # what the README shows
 TITLES = {
     "cuflash": "cuflash",
@@ -253,7 +254,7 @@ def plot(records: Sequence[Record], folder: Path) -> None:
 
     rows, columns = (sorted({key[axis] for key in panels}) for axis in (0, 1))
     for pass_, path in zip(table.passes, plots_of(records, folder), strict=True):
-        with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "cuflash", "font.size": 9}):
+        with plt.rc_context(RC):
             size = (3 * len(columns), 2.4 * len(rows) + 0.4)
             figure, axes = plt.subplots(len(rows), len(columns), sharey=True, squeeze=False, figsize=size)
             for (causal, head_dim), cases in panels.items():

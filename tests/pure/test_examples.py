@@ -1,97 +1,58 @@
-"""Attention as arithmetic: uses that have nothing to do with language models, and biases that are learnt."""
+"""Attention as arithmetic: what the pages in docs/examples compute, held to formulas and to differences."""
 
-from typing import Any
+import functools
 
 import numpy as np
 import pytest
 
 import cuflash
 import cuflash.testing as ct
-
-
-def on(name):
-    """NumPy or CuPy."""
-    return pytest.importorskip(name)
-
+from bench.examples import PICTURES, run_page
 
 LIBRARIES = ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)]
-
-# ---- A differentiable simulation ------------------------------------------------------------------------------------
-#
-# ---- A differentiable simulation -----------------------------------------------------------------------------------
-# attention with a bias: exp(-|x - y|^2 / 2) = exp(x y - |y|^2 / 2) times a factor of x that the softmax divides out.
-
-STEP, STEPS = 0.25, 6
+page = functools.cache(run_page)
 
 
-def advance(attn, x):
-    """Positions after one step, and what its gradient needs."""
-    bias = -(x * x).sum(axis=1) / 2
-    out, lse = attn.forward(x, x, x, bias=bias)
-    return x + STEP * (out - x), (x, out, lse, bias)
+def on(library):
+    """A function that makes arrays of NumPy or CuPy."""
+    return pytest.importorskip(library).asarray
 
 
-def pull_back(attn, gradient, saved):
-    """The gradient with respect to the positions before a step, given that with respect to those after it.
-
-    The bias is held fixed: the weights depend on the particles as queries and on their places as keys.
-    """
-    x, out, lse, bias = saved
-    dq, dk, dv = attn.backward(STEP * gradient, x, x, x, out, lse, bias=bias)
-    return (1 - STEP) * gradient + dq + dk + dv
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PICTURES)
+def test_the_pages_run_on_a_device(name):
+    page(name, "cupy")
 
 
-def final_energy(attn, x):
-    """A number that depends on the last positions, and its gradient with respect to the first."""
-    history = []
-    for _ in range(STEPS):
-        x, saved = advance(attn, x)
-        history.append(saved)
-    energy, gradient = (x**3).sum(), 3 * x**2
-    for saved in reversed(history):
-        gradient = pull_back(attn, gradient, saved)
-    return float(energy), gradient
+# ---- A differentiable simulation -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_gradient_of_a_simulation_in_float64(library):
     """Against differences along a direction, and the device against the CPU."""
-    x = np.random.default_rng(0).standard_normal((70, 3))
-    attn = cuflash.FlashAttention(scale=1.0, deterministic=True)
-    biases: list[Any] = []
-
-    def energy(positions):  # with the biases of the unperturbed run, which are held fixed
-        for bias in biases:
-            positions = positions + STEP * (attn.forward(positions, positions, positions, bias=bias).out - positions)
-        return float((positions**3).sum())
-
-    positions = x
-    for _ in range(STEPS):
-        positions, saved = advance(attn, positions)
-        biases.append(saved[-1])
-    value, gradient = final_energy(attn, on(library).asarray(x))
+    x, target, direction = np.random.default_rng(0).standard_normal((3, 70, 2))
+    here, host = page("particles", library), page("particles")
+    value, gradient = here["loss_and_gradient"](on(library)(x), on(library)(target))
+    value_host, gradient_host = host["loss_and_gradient"](x, target)
     gradient = ct.to_numpy(gradient)
-    np.testing.assert_allclose(value, energy(x), rtol=1e-13)
-    np.testing.assert_allclose(gradient, final_energy(attn, x)[1], rtol=1e-12, atol=1e-13)
-    direction = np.random.default_rng(1).standard_normal(x.shape)
+    np.testing.assert_allclose(value, value_host, rtol=1e-13)
+    np.testing.assert_allclose(gradient, gradient_host, rtol=1e-12, atol=1e-12)
+
+    def loss(x):
+        return float(((host["simulate"](x)[0][-1] - target) ** 2).sum())
+
     h = 1e-5
-    slope = (energy(x + h * direction) - energy(x - h * direction)) / (2 * h)
+    slope = (loss(x + h * direction) - loss(x - h * direction)) / (2 * h)
     np.testing.assert_allclose((gradient * direction).sum(), slope, rtol=1e-8)
 
 
 # ---- Kernel regression -----------------------------------------------------------------------------------------------
 
 
-def nadaraya_watson(points, samples, values, width):
-    """The mean of the values, weighted by a Gaussian of the distances to the samples: one line of attention."""
-    bias = -(samples * samples).sum(axis=1) / (2 * width**2)
-    return cuflash.attention(points, samples, values[:, None], scale=width**-2, bias=bias)[:, 0]
-
-
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_kernel_regression_in_float32(library):
     """As accurate as float32 lets the formula be, against float64."""
-    xp, rng = on(library), np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     samples = rng.uniform(-1, 1, (3000, 2))
     values = np.sin(3 * samples[:, 0]) * np.cos(2 * samples[:, 1])
     points = rng.uniform(-1, 1, (200, 2))
@@ -101,11 +62,15 @@ def test_kernel_regression_in_float32(library):
     exact = weights @ values / weights.sum(axis=1)
 
     def found(dtype):
-        x, y, z = (xp.asarray(array, dtype) for array in (points, samples, values))
-        return ct.to_numpy(nadaraya_watson(x, y, z, width))
+        arrays = (on(library)(np.asarray(array, dtype)) for array in (points, samples, values))
+        mean, error = page("kernel_regression", library)["regression"](*arrays, width)
+        return ct.to_numpy(mean), ct.to_numpy(error)
 
-    np.testing.assert_allclose(found(np.float64), exact, atol=1e-12)
-    error = np.abs(found(np.float32) - exact).max()
+    np.testing.assert_allclose(found(np.float64)[0], exact, atol=1e-12)
+    variance = weights @ values**2 / weights.sum(axis=1) - exact**2
+    standard_error = np.sqrt(variance * (weights**2).sum(axis=1)) / weights.sum(axis=1)
+    np.testing.assert_allclose(found(np.float64)[1], standard_error, rtol=1e-9)
+    error = np.abs(found(np.float32)[0] - exact).max()
     assert error < 1e-4  # scores of hundreds, off by their last bits: 2^-24 * 400, times what a score changes
     rms = np.sqrt(np.mean((exact - np.sin(3 * points[:, 0]) * np.cos(2 * points[:, 1])) ** 2))
     assert error < rms / 100  # next to nothing beside what the regression itself is off by
@@ -116,31 +81,46 @@ def test_kernel_regression_in_float32(library):
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_pair_bias_of_a_structure_model(library):
-    """Rows of an alignment attend within themselves; all share a bias made of pairs of residues, a projection of z.
-
-    q, k and v are (rows, heads, residues, dim), pairs (residues, residues, channels), and the bias that is made of them
-    has an axis of size 1 for the rows.
-    """
-    rng, xp = np.random.default_rng(0), on(library)
+    """q, k and v are (rows, heads, residues, dim), and the bias has an axis of size 1 for the rows."""
+    rng, here, host = np.random.default_rng(0), page("pair_bias", library), page("pair_bias")
     rows, heads, residues, dim, channels = 6, 4, 37, 8, 5
-    q, k, v, dout = rng.standard_normal((4, rows, heads, residues, dim))
-    pairs, weight = rng.standard_normal((residues, residues, channels)), rng.standard_normal((channels, heads))
-    attn = cuflash.FlashAttention()
-
-    def bias_of(weight):
-        return np.ascontiguousarray((pairs @ weight).transpose(2, 0, 1))[None]
+    *qkv, dout = rng.standard_normal((4, rows, heads, residues, dim))
+    features, weight = rng.standard_normal((residues, residues, channels)), rng.standard_normal((channels, heads))
 
     def loss(weight):
-        return float((attn.forward(q, k, v, bias=bias_of(weight)).out * dout).sum())
+        return float((host["attn"].forward(*qkv, bias=host["bias_of"](features, weight)).out * dout).sum())
 
-    inputs, bias = (xp.asarray(q), xp.asarray(k), xp.asarray(v)), xp.asarray(bias_of(weight))
-    out, lse = attn.forward(*inputs, bias=bias)
-    (dbias,) = attn.backward(xp.asarray(dout), *inputs, out, lse, bias=bias, need=("dbias",))
-    assert dbias.shape == (1, heads, residues, residues)
-    dweight = np.einsum("ijc,hij->ch", pairs, ct.to_numpy(dbias)[0])
+    arrays = [on(library)(x) for x in qkv]
+    pairs, bias = on(library)(features), here["bias_of"](on(library)(features), on(library)(weight))
+    assert bias.shape == (1, heads, residues, residues)
+    out, lse = here["attn"].forward(*arrays, bias=bias)
+    dweight = ct.to_numpy(here["dweight_of"](on(library)(dout), *arrays, out, lse, pairs, bias))
     direction, h = rng.standard_normal(weight.shape), 1e-5
     slope = (loss(weight + h * direction) - loss(weight - h * direction)) / (2 * h)
     np.testing.assert_allclose((dweight * direction).sum(), slope, rtol=1e-7)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_field_with_a_distance_score(library):
+    """Against the formula, and the gradient of both lengths against differences."""
+    rng, here = np.random.default_rng(0), page("field", library)
+    places, points = on(library)(rng.uniform(0, 1, (50, 3))), on(library)(rng.uniform(0, 1, (40, 3)))
+    values, dfield, sizes = rng.standard_normal(50), rng.standard_normal(40), np.array([0.2, 0.4])
+    mask = rng.random((40, 50)) < 0.7
+    apart = here["distances"](points, places)
+    difference = ct.to_numpy(points)[:, None] - ct.to_numpy(places)
+    in_space, in_time = np.linalg.norm(difference[..., :2], axis=2), np.abs(difference[..., 2])
+
+    def formula(sizes):
+        weights = np.exp(-in_space / sizes[0] - in_time / sizes[1]) * mask
+        return weights @ values / weights.sum(axis=1)
+
+    field, saved = here["interpolate"](apart, on(library)(values), on(library)(sizes), on(library)(mask))
+    np.testing.assert_allclose(ct.to_numpy(field), formula(sizes), rtol=1e-10, atol=1e-12)
+    found = ct.to_numpy(here["dsizes_of"](on(library)(dfield), saved, apart, on(library)(sizes)))
+    steps = 1e-6 * np.eye(2)
+    slopes = [dfield @ (formula(sizes + step) - formula(sizes - step)) / 2e-6 for step in steps]
+    np.testing.assert_allclose(found, slopes, rtol=1e-6)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -149,7 +129,7 @@ def test_table_of_relative_positions(library):
 
     Beside it the temperature of the softmax is learnt, and the soft cap of the scores.
     """
-    rng, xp = np.random.default_rng(1), on(library)
+    rng, asarray = np.random.default_rng(1), on(library)
     heads, seqlen, dim, largest = 3, 50, 16, 8
     q, k, v, dout = rng.standard_normal((4, 2, heads, seqlen, dim))
     table = rng.standard_normal((heads, 2 * largest + 1))
@@ -160,10 +140,10 @@ def test_table_of_relative_positions(library):
         return float((attn.forward(q, k, v, bias=table[:, index]).out * dout).sum())
 
     attn = cuflash.FlashAttention(causal=True, scale=0.3, softcap=2.0)
-    inputs, bias = (xp.asarray(q), xp.asarray(k), xp.asarray(v)), xp.asarray(table[:, index])
+    inputs, bias = (asarray(q), asarray(k), asarray(v)), asarray(table[:, index])
     out, lse = attn.forward(*inputs, bias=bias)
     need = ("dbias", "dscale", "dsoftcap")
-    dbias, dscale, dsoftcap = attn.backward(xp.asarray(dout), *inputs, out, lse, bias=bias, need=need)
+    dbias, dscale, dsoftcap = attn.backward(asarray(dout), *inputs, out, lse, bias=bias, need=need)
     dtable = np.zeros_like(table)
     for row, of_head in zip(dtable, ct.to_numpy(dbias), strict=True):
         np.add.at(row, index, of_head)

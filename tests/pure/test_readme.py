@@ -11,6 +11,7 @@ import pytest
 
 import cuflash
 from bench.__main__ import parser as bench_parser
+from bench.examples import PICTURES
 from cuflash.cli.main import COMMANDS, make_parser
 from cuflash.kernel_cache import CACHE_BYTES
 from cuflash.terms import GRADIENTS
@@ -19,8 +20,9 @@ from cuflash.testing import numpy_dtype
 CHECKOUT = Path(__file__).parents[2]
 PAGES = {
     path.relative_to(CHECKOUT).as_posix(): path.read_text()
-    for path in (CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md")))
+    for path in (CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md")))
 }
+EXAMPLES = {name for name in PAGES if name.startswith("docs/examples/")}
 README, SEMANTICS, DESIGN = (PAGES[name] for name in ("README.md", "docs/semantics.md", "docs/design.md"))
 EVERYTHING = "\n".join(PAGES.values())
 LONGEST_README = 200  # lines
@@ -67,6 +69,19 @@ def test_the_examples_of_a_page_run(name):
         compile(code, name, "exec")
 
 
+@pytest.mark.parametrize(
+    ("name", "library"),
+    [(name, library) for name in PAGES for library in ("torch", "jax") if blocks(f"python {library}", PAGES[name])],
+)
+def test_the_examples_for_another_library_run(name, library):
+    """After those of NumPy."""
+    pytest.importorskip(library, reason=f"{library} is not installed")
+    names: dict[str, Any] = {"__name__": "example"}
+    for kind in ("python", f"python {library}"):
+        for code in blocks(kind, PAGES[name]):
+            exec(compile(code, name, "exec"), names)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name, text in PAGES.items() if blocks("python gpu", text)])
 def test_the_examples_for_a_device_run(name):
@@ -77,7 +92,7 @@ def test_the_examples_for_a_device_run(name):
 
 def test_no_other_kind_of_example():
     fences = set(re.findall(r"^```(.+)$", EVERYTHING, re.MULTILINE))
-    assert fences <= {"python", "python gpu", "sh", "text"}
+    assert fences <= {"python", "python gpu", "python torch", "python jax", "sh", "text"}
 
 
 def test_the_readme_is_short():
@@ -156,7 +171,19 @@ def test_links_lead_somewhere(name):
 
 
 def test_every_page_is_in_the_readme():
-    assert {row[0].partition("](")[2].rstrip(")") for row in table("page")} | {"README.md"} == PAGES.keys()
+    assert {row[0].partition("](")[2].rstrip(")") for row in table("page")} == PAGES.keys() - EXAMPLES - {"README.md"}
+
+
+def test_every_example_is_listed_and_has_its_picture():
+    index = {target for _, target in links(PAGES["docs/examples.md"])}
+    assert {f"docs/{target}" for target in index} == EXAMPLES == {f"docs/examples/{name}.md" for name in PICTURES}
+    for name in EXAMPLES:
+        assert [target for picture, target in links(PAGES[name]) if picture] == [f"{Path(name).stem}.svg"]
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_an_example_is_short(name):
+    assert len(PAGES[name].splitlines()) <= 100
 
 
 def test_the_test_command_is_what_ci_runs():
