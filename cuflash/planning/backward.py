@@ -135,7 +135,9 @@ def _rows(
     stored, sums = by_kind([name for name in score_gradients(draft) if name not in summed])
     if not stored:
         bias = None
-    elif bias is None and scores is None:
+    elif bias is not None:
+        bias = bias.configured(problem)
+    elif scores is None:
         bias = choose_bias_tile(draft, main)
     if not sums and (not stored or bias is not None):
         scores = None
