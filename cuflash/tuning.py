@@ -43,12 +43,14 @@ from cuflash.planning.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
     BACKWARD_TF32_SM90_TILES,
+    BIAS_SM90_TILES,
     DECODE_SM90_TILES,
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
     FORWARD_TF32_SM90_TILES,
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
+    BiasSm90Tile,
     DecodeSm90Tile,
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
@@ -74,6 +76,7 @@ _ROWS: dict[type, tuple[Tile, ...]] = {
     BackwardFloat32Sm90Tile: (*BACKWARD_FLOAT32_SM90_TILES, *BACKWARD_TF32_SM90_TILES),
     DqTile: DQ_TILES,
     ScoresTile: SCORES_TILES,
+    BiasSm90Tile: BIAS_SM90_TILES,
 }
 _NEAR = 32  # keys, or a factor of two: of block_n only values near the row's are tried
 

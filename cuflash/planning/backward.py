@@ -7,9 +7,11 @@ from typing import Any
 from cuflash.planning import sm80
 from cuflash.planning.draft import Draft
 from cuflash.planning.families import BackwardFamily, choose_family, family_of
-from cuflash.planning.scores import add_key_sums, add_score_gradients, by_kind, needs, score_gradients
+from cuflash.planning.scores import add_key_sums, add_stored, add_sums, by_kind, needs, score_gradients
 from cuflash.planning.sm80 import DQ_TILES, SCORES_TILES, DqTile, ScoresTile
 from cuflash.planning.sm90.backward import BACK_SECTION, Backward, BackwardFloat32, steps_of_tile
+from cuflash.planning.sm90.backward_bias import add_bias_gradient, choose_bias_tile
+from cuflash.planning.sm90.tiles import BiasSm90Tile
 from cuflash.planning.tiles import Tile, choose_row, tile_bytes
 
 FAMILIES: tuple[BackwardFamily[Any], ...] = (BackwardFloat32(), Backward(), sm80.Backward())
@@ -28,14 +30,15 @@ WAVES, CAUSAL_WAVES = 1.9, 4.0
 # at head_dim 64, 46 % at 128.
 SHARE_STEPS, SUM_STEPS, SUM_STEPS_OF_PART = 3, 6, 1
 SINKS_WARPS = 16
+SCORES_KERNEL = "sm80/backward_scores.cu"  # of gradients of parts of scores, where no other kernel makes them
 SOFTMAX_KERNEL = "around/sinks.cu"  # of the gradients of parts of the softmax
 
 
 def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     """Add the kernels of the backward pass, with the tiles that are given, or those of the tables."""
     problem = draft.problem
-    family, main, dq, scores, summed = _rows(draft, tiles)
-    draft.tiles = tuple(tile for tile in (main, dq, scores) if tile is not None)
+    family, main, dq, scores, bias, summed = _rows(draft, tiles)
+    draft.tiles = tuple(tile for tile in (main, dq, scores, bias) if tile is not None)
     reduces_dq = "dq" in draft.need and dq is None
     n_blocks = 0
     if family is not None and main is not None:
@@ -64,12 +67,17 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
         draft.set(clear_ahead=family.clear_ahead(draft, main) if reduces_dq else 0)
     draft.defines["CUFLASH_CLEARS_AHEAD"] = int(draft.run_time.clear_ahead > 0)
     around = _add_delta(draft, family, dq)
-    if scores is not None:
-        add_score_gradients(draft, scores, [name for name in score_gradients(draft) if name not in summed])
+    stored, sums = by_kind([name for name in score_gradients(draft) if name not in summed])
+    if scores is not None and stored and bias is None:
+        add_stored(draft, scores, SCORES_KERNEL, stored)
+    if scores is not None and sums:
+        add_sums(draft, scores, SCORES_KERNEL, sums)
     if family is not None and main is not None:
         blocks = _add_main(draft, family, main, n_blocks, summed)
         if summed:
             add_key_sums(draft, around, blocks, summed)
+    if bias is not None:
+        add_bias_gradient(draft, bias, main, stored)
     if dq is not None:
         m_blocks = draft.heads * draft.tiles_of(problem.seqlen_q, dq.block_m)
         draft.add_lists(dq, "key_lists")
@@ -87,16 +95,18 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
 
 def _rows(
     draft: Draft, tiles: tuple[Tile, ...] | None
-) -> tuple[BackwardFamily[Any] | None, Any, DqTile | None, ScoresTile | None, tuple[str, ...]]:
+) -> tuple[BackwardFamily[Any] | None, Any, DqTile | None, ScoresTile | None, BiasSm90Tile | None, tuple[str, ...]]:
     """The family of dk and dv (and mostly dq) and its row, and rows for dq alone and for the gradients of terms.
 
-    Those gradients of terms that the main kernel sums come last.
+    The last row is that of a bias of pairs alone; behind it come the gradients of terms that the main kernel sums.
     """
     problem, device, need = draft.problem, draft.device, draft.need
     given = tiles or ()
     dq = next((tile for tile in given if isinstance(tile, DqTile)), None)
     scores = next((tile for tile in given if isinstance(tile, ScoresTile)), None)
-    family, main = None, next((tile for tile in given if not isinstance(tile, DqTile | ScoresTile)), None)
+    bias = next((tile for tile in given if isinstance(tile, BiasSm90Tile)), None)
+    others = DqTile | ScoresTile | BiasSm90Tile
+    family, main = None, next((tile for tile in given if not isinstance(tile, others)), None)
     if tiles:
         draft.reasons.append(draft.origin)
         family = None if main is None else family_of(FAMILIES, main)
@@ -122,12 +132,19 @@ def _rows(
     summed = _summed_by_main(draft, family, main) if scores is None else ()
     if family is not None:
         main = family.summing(main, summed)
-    if set(summed) == set(score_gradients(draft)):
+    stored, sums = by_kind([name for name in score_gradients(draft) if name not in summed])
+    if not stored:
+        bias = None
+    elif bias is not None:
+        bias = bias.configured(problem)
+    elif scores is None:
+        bias = choose_bias_tile(draft, main)
+    if not sums and (not stored or bias is not None):
         scores = None
     elif scores is None:
         scores, reason = choose_row(SCORES_TILES, problem, device)
         draft.reasons.append(reason)
-    return family, main, dq, scores, summed
+    return family, main, dq, scores, bias, summed
 
 
 def _summed_by_main(draft: Draft, family: BackwardFamily[Any] | None, main: Any) -> tuple[str, ...]:

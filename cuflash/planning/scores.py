@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from cuflash.planning.draft import Draft
-from cuflash.planning.sm80 import ScoresTile
+from cuflash.planning.draft import Draft, check_blocks
 from cuflash.planning.tiles import Tile
 from cuflash.terms import OF_SCORES, TERMS
 
@@ -40,41 +39,53 @@ def needs(names: Collection[str]) -> dict[str, int]:
     return {f"CUFLASH_NEEDS_{name.upper()}": int(name in names) for name in OF_SCORES}
 
 
-def add_score_gradients(draft: Draft, tile: ScoresTile, wanted: Collection[str]) -> None:
-    """The kernels of gradients of parts of scores: one for that which is stored, and one for all that are sums."""
-    problem, device = draft.problem, draft.device
-    shared_bytes = tile.shared_bytes(*draft.padded_dims(tile))
-    tiles_of = (draft.tiles_of(problem.seqlen_q, tile.block_m), -(-problem.mean_sequence.seqlen_k // tile.block_n))
-    sizes = (problem.array_batch, problem.num_heads, *tiles_of)
-    at_once = device.num_sms * tile.min_blocks
+def add_stored(
+    draft: Draft, tile: Tile, source: str, stored: Collection[str], *, persistent: bool = False, **defines: int
+) -> None:
+    """The kernel of the gradient that is stored, whose blocks own tiles of it or, with `persistent`, take several."""
+    sizes, axes = _sizes(draft, tile), _axes_of_stored(draft)
+    owned = math.prod(n for n, summed in zip(sizes, axes, strict=True) if not summed)
+    splits = _shares(draft, tile, owned, math.prod(sizes) // max(owned, 1))
+    blocks = owned * splits
+    draft.set(score_splits=splits)
+    if persistent:
+        check_blocks(blocks)
+        blocks = min(blocks, draft.device.num_sms * tile.min_blocks)
+        draft.set(resident_blocks=blocks)
+    options = needs(stored) | _sums(axes) | defines
+    draft.add(source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), stored, **options)
+    words = ", ".join(f"{n} {x}" for x, n, summed in zip(_AXES_WORDS, sizes, axes, strict=True) if summed and n > 1)
+    draft.reasons.append(f"{_STORED}: {owned} tiles of pairs" + (f", each a sum over {words}" if words else ""))
+    if splits > 1:
+        rows, columns = (1 if axes[2] else tile.block_m), (1 if axes[3] else tile.block_n)
+        draft.scratch["score_partials"] = owned * splits * rows * columns
+        _add_reduce(draft, tile, owned, stored, axes, by_keys=False)
+        draft.reasons[-1] += f" that {splits} blocks share: tiles are few"
 
-    def shares(owned: int, summed: int) -> int:
-        return max(1, min(summed, at_once // max(owned, 1)))
 
-    stored, sums = by_kind(wanted)
-    if stored:
-        axes = _axes_of_stored(draft)
-        owned = math.prod(n for n, summed in zip(sizes, axes, strict=True) if not summed)
-        splits = shares(owned, math.prod(sizes) // max(owned, 1))
-        draft.set(score_splits=splits)
-        options = needs(stored) | _sums(axes)
-        draft.add("sm80/backward_scores.cu", tile, owned * splits, shared_bytes, stored, **options)
-        words = ", ".join(f"{n} {x}" for x, n, summed in zip(_AXES_WORDS, sizes, axes, strict=True) if summed and n > 1)
-        draft.reasons.append(f"{_STORED}: {owned} tiles of pairs" + (f", each a sum over {words}" if words else ""))
-        if splits > 1:
-            rows, columns = (1 if axes[2] else tile.block_m), (1 if axes[3] else tile.block_n)
-            draft.scratch["score_partials"] = owned * splits * rows * columns
-            _add_reduce(draft, tile, owned, stored, axes, by_keys=False)
-            draft.reasons[-1] += f" that {splits} blocks share: tiles are few"
-    if sums:
-        m_blocks = math.prod(sizes[:3])
-        sums_splits = shares(m_blocks, sizes[3])
-        draft.set(sums_splits=sums_splits)
-        options = needs(sums) | _sums((False, False, False, True))
-        draft.add("sm80/backward_scores.cu", tile, m_blocks * sums_splits, shared_bytes, sums, **options)
-        draft.scratch["sums_partials"] = (len(OF_SCORES) - 1) * m_blocks * sums_splits
-        _add_reduce(draft, tile, _numbers(draft, sums), sums, _axes_of_heads(draft), by_keys=False)
-        draft.reasons.append(f"{', '.join(sums)}: sums by {m_blocks * sums_splits} blocks, added in a fixed order")
+def add_sums(draft: Draft, tile: Tile, source: str, sums: Collection[str]) -> None:
+    """The kernels of all gradients that are sums, whose blocks own tiles of queries."""
+    sizes = _sizes(draft, tile)
+    m_blocks = math.prod(sizes[:3])
+    splits = _shares(draft, tile, m_blocks, sizes[3])
+    draft.set(sums_splits=splits)
+    options = needs(sums) | _sums((False, False, False, True))
+    draft.add(source, tile, m_blocks * splits, tile.shared_bytes(*draft.padded_dims(tile)), sums, **options)
+    draft.scratch["sums_partials"] = (len(OF_SCORES) - 1) * m_blocks * splits
+    _add_reduce(draft, tile, _numbers(draft, sums), sums, _axes_of_heads(draft), by_keys=False)
+    draft.reasons.append(f"{', '.join(sums)}: sums by {m_blocks * splits} blocks, added in a fixed order")
+
+
+def _sizes(draft: Draft, tile: Tile) -> tuple[int, ...]:
+    """Batch entries, heads, tiles of queries and tiles of keys of a sequence."""
+    problem = draft.problem
+    n_blocks = -(-problem.mean_sequence.seqlen_k // tile.block_n)
+    return problem.array_batch, problem.num_heads, draft.tiles_of(problem.seqlen_q, tile.block_m), n_blocks
+
+
+def _shares(draft: Draft, tile: Tile, owned: int, summed: int) -> int:
+    """How many blocks share each of the `owned` walks over `summed` tiles, so that all multiprocessors have some."""
+    return max(1, min(summed, draft.device.num_sms * tile.min_blocks // max(owned, 1)))
 
 
 def add_key_sums(draft: Draft, tile: Tile, blocks: int, made: Collection[str]) -> None:

@@ -52,6 +52,13 @@ struct ScoreTiles {
            (kSumsQueries ? num_m_blocks : 1) * (kSumsKeys ? num_n_blocks : 1);
   }
 
+  // How many tiles the result has.
+  CUFLASH_DEVICE static u32 count(const Params& params) {
+    return (kSumsBatch ? 1 : params.batch) * (kSumsHeads ? 1 : params.num_heads) *
+           (kSumsQueries ? 1 : num_tiles_of(params, params.seqlen_q, kBlockM)) *
+           (kSumsKeys ? 1 : ceil_div(params.seqlen_k, kBlockN));
+  }
+
   // Only the share of one of `splits` blocks, and of that only tiles of which something is visible.
   CUFLASH_DEVICE void take_share(const Params& params, int split, int splits) {
     const i64 first = left * split / splits;

@@ -9,10 +9,11 @@ import cuflash.testing as ct
 from cuflash.compiler import compile_spec, supported_archs
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.sm80 import BACKWARD_TILES, SCORES_TILES
-from cuflash.planning.sm90.tiles import BACKWARD_FLOAT32_SM90_TILES, BACKWARD_SM90_TILES
+from cuflash.planning.sm90.tiles import BACKWARD_FLOAT32_SM90_TILES, BACKWARD_SM90_TILES, BIAS_SM90_TILES
 from cuflash.planning.tiles import round_up
 from cuflash.problem import make_problem
 from tests.compile.test_plans import REGISTERS_OF_SM, SERIALIZED, fits
+from tests.sampling import share
 
 DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
 SUMS = ("dalibi_slopes", "dscale", "dsoftcap")
@@ -53,7 +54,7 @@ def resources_of(tile, arch, need, **options):
 
 PACKED = {"cu_seqlens_q": (0, 30, 64), "cu_seqlens_k": (0, 30, 64)}
 TARGETS = [
-    *((tile, arch_of(tile), ("dbias",), {"bias": (64, 64)}) for tile in SCORES_TILES),
+    *((tile, arch_of(tile), ("dbias",), {"bias": (64, 64)}) for tile in share(SCORES_TILES, 2)),
     *((first_of(size), "9.0", SUMS, {"alibi_slopes": (1,), "softcap": 5.0, "causal": True}) for size in DTYPES),
     (first_of(2), "9.0", ("dbias",), {"bias": (1, 64), "softcap": 5.0, "dropout": 0.1, "mask": (64, 64)}),
     (first_of(2), "9.0", ("dbias",), {"bias": (64, 64), "block_mask": (), "block_size": (16, 48)}),
@@ -119,6 +120,31 @@ def test_sums_by_keys(dim, name, deterministic):
         assert round_up(resources.registers, 8) * kernel.threads <= REGISTERS_OF_SM
         ceiling = KEY_SUMS_SPILLS.get((dim, name), 0) if kernel.source.startswith("sm90/") else 0
         assert resources.spill_stores_bytes <= ceiling, kernel.source
+
+
+# The gradient of a bias of pairs spills a little beside numbers of keys, and where every option acts at once.
+@pytest.mark.parametrize("tile", BIAS_SM90_TILES, ids=lambda tile: f"{tile.max_dim}-{tile.bias_of_pairs}")
+@pytest.mark.parametrize(
+    ("options", "ceiling"),
+    [
+        ({}, 0),
+        ({"causal": True, "mask": (1, 128)}, 16),
+        ({"softcap": 5.0}, 8),
+        ({"causal": True, "mask": (1, 128), "softcap": 5.0, "dropout": 0.1, "alibi_slopes": (1,)}, 112),
+    ],
+    ids=["plain", "keys", "softcap", "options"],
+)
+def test_a_bias_of_pairs(tile, options, ceiling):
+    dtype = {2: "input", 4: "softmax"}[tile.bias_of_pairs]
+    sizes = {"seqlen_q": 128, "seqlen_k": 128, "head_dim": tile.max_dim, "bias": (128, 128), "bias_dtype": dtype}
+    problem = ct.Case(**{"dtype": "bfloat16"} | sizes | options).problem
+    plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), "backward", need=("dbias",))
+    (kernel,) = [kernel for kernel in plan.kernels if kernel.source == "sm90/backward_bias.cu"]
+    resources = compile_spec(kernel).resources
+    assert resources.warnings == ()
+    assert SERIALIZED not in resources.log
+    assert round_up(resources.registers, 8) * kernel.threads <= REGISTERS_OF_SM
+    assert resources.spill_stores_bytes <= ceiling
 
 
 @pytest.mark.parametrize("tile", [BACKWARD_TILES[0], BACKWARD_SM90_TILES[0], BACKWARD_FLOAT32_SM90_TILES[0]], ids=str)

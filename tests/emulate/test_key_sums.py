@@ -150,7 +150,7 @@ def test_sums_by_keys(what, data):
 @pytest.mark.parametrize(
     ("changes", "need", "why"),
     [
-        ({"bias": (2, 4, 70, 140)}, "dbias", "only what differs from key to key"),
+        ({"bias": (2, 4, 70, 141), "seqlen_k": 141}, "dbias", "only what differs from key to key"),
         ({"bias": (2, 4, 1, 1)}, "dbias", "only what differs from key to key"),
         ({"softcap": 5.0, "head_dim": 160}, "dsoftcap", "where roles are split"),
         ({"softcap": 5.0, "head_dim": 160, "bias": (140,)}, "dbias", "where roles are split"),

@@ -12,6 +12,7 @@ from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning import DeviceSpec
 from cuflash.problem import make_problem
 from tests.emulate import attention
+from tests.sampling import share
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -194,8 +195,9 @@ WILD = [
 ]
 
 
-@pytest.mark.parametrize(("starts_q", "starts_k"), WILD)
-@pytest.mark.parametrize("what", CONFIGURATIONS, ids=str)
+@pytest.mark.parametrize(
+    ("what", "starts_q", "starts_k"), share([(what, *starts) for what in CONFIGURATIONS for starts in WILD], 3), ids=str
+)
 def test_nothing_outside_is_touched_whatever_the_starts(what, starts_q, starts_k):
     """Arrays and scratch memory end at pages that cannot be accessed."""
     options = dict(what.options)

@@ -34,7 +34,7 @@ ORDER = [
     "planning.device", "planning.tiles", "planning.launch_plan", "planning.draft", "planning.families",
     "planning.sm80", "planning.scores", "planning.sm90", "planning.sm90.tiles", "planning.sm90.bf16_split",
     "planning.sm90.mask_bits", "planning.sm90.forward", "planning.sm90.decode", "planning.sm90.backward",
-    "planning.forward", "planning.backward", "planning.choose", "planning",
+    "planning.sm90.backward_bias", "planning.forward", "planning.backward", "planning.choose", "planning",
     "params", "compiler", "tuning", "launch", "stopwatch", "progress", "host", "results", "flash_attention",
     "functional", "__init__",
     "emulator.launching", "emulator.building", "emulator.memory", "emulator.passes", "emulator",

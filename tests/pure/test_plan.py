@@ -414,10 +414,12 @@ def test_kernels_are_told_all_that_they_ask_for():
     given = set()
     float32 = problem_of(1024, 1024, dtype="float32")
     plain = (problem_of(), problem_of(deterministic=True), problem_of(1, 2**16), problem_of(16, 2**16))
-    for problem in (*plain, float32, blocks_of(1024), masked(64)):
+    for problem in (*plain, float32, blocks_of(1024), masked(64), biased(64, "bfloat16")):
         for pass_ in PASSES:
             for arch in ("8.0", "9.0"):
-                need = ("dk", "dscale") if pass_ == "backward" and problem.dtype == "float32" else DEFAULT_NEED
+                need: tuple[str, ...] = DEFAULT_NEED
+                if pass_ == "backward" and (problem.dtype == "float32" or problem.bias is not None):
+                    need = ("dk", "dscale") if problem.bias is None else ("dbias",)
                 for kernel in choose_plan(problem, DeviceSpec.for_arch(arch), pass_, need=need).kernels:
                     given |= {name for name, _ in kernel.defines}
                     assert kernel.source in text

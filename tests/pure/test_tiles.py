@@ -27,11 +27,13 @@ from cuflash.planning.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
     BACKWARD_TF32_SM90_TILES,
+    BIAS_SM90_TILES,
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
     FORWARD_TF32_SM90_TILES,
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
+    BiasSm90Tile,
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
 )
@@ -71,6 +73,7 @@ TABLES = {
     "backward tf32 sm90": BACKWARD_TF32_SM90_TILES,
     "dq": DQ_TILES,
     "scores": SCORES_TILES,
+    "bias": BIAS_SM90_TILES,
 }
 
 
@@ -86,6 +89,7 @@ TABLES = {
         (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 1, "dq_warps_m": 4, "block_m": 32}, "whole fragments of dq"),
         (DQ_TILES[0], {"block_m": 72}, "whole fragments for every warp"),
         (SCORES_TILES[0], {"num_warps": 3}, "whole fragments for every warp"),
+        (BIAS_SM90_TILES[0], {"block_n": 64}, "128 queries for two consumers, and 128 keys"),
         (FORWARD_SM90_TILES[0], {"block_m": 64}, "64 queries for each of two to four consumers"),
         (FORWARD_SM90_TILES[0], {"block_m": 320}, "64 queries for each of two to four consumers"),
         (FORWARD_SM90_TILES[0], {"block_n": 72}, "a block_n that one product serves"),
@@ -113,7 +117,7 @@ def test_a_table_goes_from_small_to_large(table):
     keys = [(tile.element_bytes, tile.max_dim) for tile in table]
     assert keys == sorted(keys)
     only_sm90 = isinstance(table[0], ForwardSm90Tile | BackwardSm90Tile)
-    if not isinstance(table[0], ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile):
+    if not isinstance(table[0], ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile | BiasSm90Tile):
         assert {x.element_bytes for x in table if x.max_dim == MAX_HEAD_DIM} == ({2} if only_sm90 else {2, 4, 8})
     for tile in table:
         assert tile.max_dim % tile.dim_multiple == 0
@@ -148,6 +152,7 @@ def test_every_row_is_chosen_somewhere(table):
     for dim, dtype in itertools.product((64, 128, 192), ("bfloat16", "float32")):
         tiles = choose_plan(biased(dim, dtype), DeviceSpec.for_arch("9.0")).tiles
         chosen |= {replace(tile, bias_of_pairs=0) for tile in tiles if isinstance(tile, ForwardSm90Tile)}
+        chosen |= set(choose_plan(biased(dim, dtype), DeviceSpec.for_arch("9.0"), "backward", need=("dbias",)).tiles)
     # A bias whose rows TMA cannot read is looked up; a mask of pairs where tiles are not of 64 keys.
     odd = Operand(shape=(2, 4, 1024, 1024), strides=(0, 0, 1025, 1), dtype="bfloat16", alignment=2)
     for dim in (64, 128, 192, 256):
@@ -176,6 +181,7 @@ def test_rows_are_of_their_types():
         "backward tf32 sm90": BackwardFloat32Sm90Tile,
         "dq": DqTile,
         "scores": ScoresTile,
+        "bias": BiasSm90Tile,
     }
     for name, tiles in TABLES.items():
         assert all(type(tile) is kinds[name] for tile in tiles)

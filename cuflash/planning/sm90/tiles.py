@@ -291,6 +291,47 @@ class BackwardSm90Tile(ScoredTile):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BiasSm90Tile(ScoredTile):
+    """One way to cut the gradient of a bias of pairs for compute capability 9.0. A warpgroup owns 64 queries."""
+
+    max_dim: int
+    block_m: int = 128
+    block_n: int = 128
+    bias_of_pairs: int  # bytes of an element of the bias that it serves
+    num_stages: int  # tiles of operands of a product
+    bias_stages: int  # tiles of bias
+    origin: str = field(compare=False)
+
+    defined = ("bias_stages",)
+    variations: ClassVar = {"num_stages": (2, 3, 4), "bias_stages": (1, 2)}
+
+    element_bytes = 2
+    num_warps = 12  # those of two consumers and of the producer
+    dim_multiple = 16
+    min_blocks = 1
+    fragments_ahead = 0
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return ((self.block_m == 128 and self.block_n == 128, "128 queries for two consumers, and 128 keys"),)
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        operands = chunked_bytes(self.block_m, max(dim, dim_v)) + chunked_bytes(self.block_n, max(dim, dim_v))
+        numbers = 4 * self.block_n * self.mask_of_keys
+        bias = bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs)
+        barriers = 16 * (self.num_stages + self.bias_stages)
+        return self.num_stages * (operands + numbers) + self.bias_stages * bias + barriers
+
+    def configured(self, problem: Problem) -> BiasSm90Tile:
+        """The tile as it sees the mask of a problem."""
+        return self.changed(mask_of_keys=self.seeing(problem, self.bias_of_pairs).mask_of_keys)
+
+    def why_not(self, problem: Problem) -> str:
+        if problem.bias is None or bias_by(problem) != "pairs" or ITEMSIZE[problem.bias.dtype] != self.bias_of_pairs:
+            return f"for a bias of pairs of {self.bias_of_pairs} bytes that TMA can read"
+        return "masks that hide pairs one by one are looked up" if self.looks_up_pairs(problem) else ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BackwardFloat32Sm90Tile(Tile):
     """One way to cut the backward pass of float32 for compute capability 9.0. Warpgroups own the same 64 keys."""
 
@@ -330,6 +371,7 @@ _forward_sm90 = maker(ForwardSm90Tile, "max_dim block_m block_n num_stages ping_
 _forward_float32_sm90 = maker(ForwardFloat32Sm90Tile, "max_dim block_m block_n num_stages ping_pong origin")
 _decode = maker(DecodeSm90Tile, "max_dim block_n num_stages min_blocks origin")
 _backward_sm90 = maker(BackwardSm90Tile, "max_dim block_m block_n num_stages schedule origin")
+_bias_sm90 = maker(BiasSm90Tile, "max_dim bias_of_pairs num_stages bias_stages origin")
 _backward_float32_sm90 = maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_buffers dq_late origin")
 
 # fmt: off
@@ -395,6 +437,16 @@ BACKWARD_SM90_TILES = (
                    h200("608 / 579, 512 / 371", "266 / 259, 255 / 208")),
     _backward_sm90(256, 64, 64,  2,     "kSplitRoles",
                    h200("466 / 450, 394 / 301", "239 / 224, 227 / 181")),
+)
+
+# Two or three tiles of operands hide the way from L2 behind products.
+BIAS_SM90_TILES = (
+    #          max_dim bytes stages of bias
+    _bias_sm90(64,  2, 4, 2, ARITHMETIC),
+    _bias_sm90(64,  4, 4, 1, ARITHMETIC),
+    _bias_sm90(128, 2, 3, 1, ARITHMETIC),
+    _bias_sm90(128, 4, 2, 1, ARITHMETIC),
+    _bias_sm90(192, 2, 2, 1, ARITHMETIC),
 )
 
 # Tiles of 64 keys and 64 queries; the products of parts count as one.

@@ -1,0 +1,349 @@
+// The gradient of a bias of pairs, of 16-bit types on compute capability 9.0 (Hopper), with wgmma and TMA.
+//
+//   P = exp(S - lse)    dP = dO V'    dbias = sum of P * (dP - delta) over what the bias broadcasts along
+//
+// The kernel is persistent: a block takes one tile of dbias after another, or its share of what is summed to one, and
+// walks over the batch entries and heads that see this tile of the bias. The bias is loaded once for all of them, and
+// the sums stay in registers: dbias is written once, in an order of additions that is fixed. Where tiles are few,
+// blocks share their walks, and around/scores_reduce.cu adds what they leave.
+//
+// The last warpgroup, the producer, loads tiles by TMA: of Q and K for a product S, and of dO and V for a product dP,
+// which take turns in one ring. Each of the two consumers owns 64 queries. They drift apart, so that the products of
+// one run during the exponentials of the other.
+//
+//   barrier         one phase is over when             who waits
+//   full[i]         the operands of a product are in i  consumers, before the product
+//   empty[i]        every warp has used them            producer, before the next ones in i
+//   bias_full[i]    a tile of bias has arrived          consumers, before its first exponentials
+//   bias_empty[i]   every warp has its last ones        producer, before the next one in i
+#include "common/backward.cuh"
+#include "common/config.cuh"
+#include "common/dropout.cuh"
+#include "common/params.cuh"
+#include "common/score_gradients.cuh"
+#include "common/scores.cuh"
+#include "sm90/addends.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/products.cuh"
+#include "sm90/tiles.cuh"
+
+constexpr int kBiasStages = CUFLASH_BIAS_STAGES;  // tiles of bias
+constexpr int kMaps = (CUFLASH_ARGUMENT_BYTES - CUFLASH_PARAMS_BYTES) / sizeof(TensorMap);
+constexpr int kBoxRows = 64, kBoxKeys = CUFLASH_BOX_KEYS;  // of queries, and of keys, that TMA brings at once
+constexpr int kConsumers = kBlockM / 64, kNTiles = kBlockN / 8;
+static_assert(kNumWarps == 4 * (kConsumers + 1), "the consumers and a producer");
+static_assert(kBlockM == 64 * kConsumers && kBlockN % kBoxKeys == 0, "a consumer owns 64 queries; boxes are whole");
+static_assert(kBiasOfPairs && !kSumsQueries && !kSumsKeys, "the bias differs from pair to pair");
+static_assert(!kLooksUpMask && !kMaskByBits, "masks hide keys, or whole tiles and what the bounds hide");
+
+// Shared memory: the ring of operands, tiles of bias, what is added to the scores of keys, barriers.
+constexpr u32 kBytesA = chunked_bytes(kBlockM, max_of(kDim, kDimV));
+constexpr u32 kBytesStage = kBytesA + chunked_bytes(kBlockN, max_of(kDim, kDimV));
+constexpr u32 kBytesNumbers = kHasKeyNumbers ? kBlockN * 4 : 0;
+static_assert(kNumStages * (kBytesStage + kBytesNumbers) + kBiasStages * kBytesBias + Ring<kNumStages>::kBytes +
+                      Ring<kBiasStages>::kBytes ==
+                  CUFLASH_SHARED_BYTES,
+              "shared memory differs from the plan");
+
+// Registers of a thread after the producer has given up most of its own. Numbers of keys take more of them there.
+constexpr int kProducerRegisters = kHasKeyNumbers ? 40 : 24, kConsumerRegisters = kHasKeyNumbers ? 232 : 240;
+
+struct BiasParams {
+  Params common;
+  TensorMap q, k, v, dout, others[kMaps - 4];  // the bias is the last one
+};
+static_assert(sizeof(BiasParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
+
+struct Shared {
+  u32 operands, bias, numbers;
+  Ring<kNumStages> ring;
+  Ring<kBiasStages> bias_ring;
+
+  CUFLASH_DEVICE Shared() {
+    operands = ptx::dynamic_shared();
+    bias = operands + kNumStages * kBytesStage;
+    numbers = bias + kBiasStages * kBytesBias;
+    ring = {numbers + kNumStages * kBytesNumbers};
+    bias_ring = {ring.address + Ring<kNumStages>::kBytes};
+  }
+  // Called by all threads of the block.
+  CUFLASH_DEVICE void make_barriers() const {
+    if (ptx::thread_index() == 0) {
+      ring.init(4 * kConsumers, 1 + kHasKeyNumbers);
+      bias_ring.init(4 * kConsumers);
+      ptx::fence_barrier_init();
+    }
+    ptx::sync_block();
+  }
+};
+
+// The shares of tiles of dbias that a block takes.
+struct ShareWalk {
+  u32 index, count;
+
+  CUFLASH_DEVICE explicit ShareWalk(const Params& params)
+      : index(ptx::block_index()), count(ScoreTiles::count(params) * params.score_splits) {}
+
+  CUFLASH_DEVICE bool more() const { return index < count; }
+  CUFLASH_DEVICE void advance(const Params& params) { index += params.resident_blocks; }
+  CUFLASH_DEVICE u32 tile(const Params& params) const { return index / params.score_splits; }
+  CUFLASH_DEVICE int split(const Params& params) const { return index % params.score_splits; }
+  // The first of the tiles of pairs that the share sums.
+  CUFLASH_DEVICE ScoreTiles first(const Params& params) const {
+    ScoreTiles tiles(params, tile(params));
+    tiles.take_share(params, split(params), params.score_splits);
+    return tiles;
+  }
+};
+
+// Asks for `rows` rows of a head, in boxes of `box_rows`.
+template <int rows, int box_rows, int columns>
+CUFLASH_DEVICE void load_boxes(u32 tile, const TensorMap& map, const Barrier& full, int first_row, int head, int batch) {
+#pragma unroll
+  for (int c = 0; c < chunks_of(columns); ++c)
+#pragma unroll
+    for (int row = 0; row < rows; row += box_rows)
+      ptx::load_tensor(tile + (c * rows + row) * kLineBytes, map, full.address, c * kChunk, first_row + row, head, batch);
+}
+
+// The producer: one thread.
+CUFLASH_DEVICE void produce(const BiasParams& params, const Shared& shared) {
+  const Params& common = params.common;
+  const TensorMap& bias_map = params.others[kMaps - 5];
+  Position<kNumStages> at;
+  Position<kBiasStages> bias_at;
+  for (ShareWalk walk(common); walk.more(); walk.advance(common)) {
+    bool has_bias = false;
+    for (ScoreTiles now = walk.first(common); now.left > 0; now.advance(common)) {
+      const int head_kv = now.head / (common.num_heads / common.num_heads_kv);
+      const int first_row = now.m_block * kBlockM, first_key = now.n_block * kBlockN, batch = entry_of(now.batch);
+      const auto load = [&](const TensorMap& of_queries, const TensorMap& of_keys, auto columns) {
+        constexpr int kColumns = decltype(columns)::value;
+        const Barrier full = shared.ring.full(at);
+        const u32 stage = shared.operands + at.stage * kBytesStage;
+        shared.ring.empty(at).wait(at.parity ^ 1);
+        full.arrive_expect(chunked_bytes(kBlockM, kColumns) + chunked_bytes(kBlockN, kColumns));
+        load_boxes<kBlockM, kBoxRows, kColumns>(stage, of_queries, full, first_row, now.head, batch);
+        load_boxes<kBlockN, kBoxKeys, kColumns>(stage + kBytesA, of_keys, full, first_key, head_kv, batch);
+        at.advance();
+      };
+      load(params.q, params.k, Integer<kDim>{});
+      if (!has_bias) {
+        const Barrier full = shared.bias_ring.full(bias_at);
+        shared.bias_ring.empty(bias_at).wait(bias_at.parity ^ 1);
+        full.arrive_expect(kBytesBias);
+#pragma unroll
+        for (int row = 0; row < kBlockM; row += kBoxRows)
+          load_bias(common, shared.bias + bias_at.stage * kBytesBias + row * kLineBytes, bias_map, full,
+                    first_row + row, first_key, now.head, batch);
+        bias_at.advance();
+        has_bias = true;
+      }
+      load(params.dout, params.v, Integer<kDimV>{});
+    }
+  }
+}
+
+// Another warp of the producer: what is added to the scores of each key, as exponents. It goes with K; with V nothing.
+CUFLASH_DEVICE void produce_numbers(const Params& params, const Shared& shared) {
+  Position<kNumStages> at;
+  for (ShareWalk walk(params); walk.more(); walk.advance(params))
+    for (ScoreTiles now = walk.first(params); now.left > 0; now.advance(params)) {
+      const Score score(params, now.batch, now.head, key_stop_of(params, now.batch));
+      const KeyNumbers numbers(params, score, now.batch, now.head);
+      const u32 stage = shared.numbers + at.stage * kBytesNumbers;
+      shared.ring.empty(at).wait(at.parity ^ 1);
+#pragma unroll
+      for (int i = lane_index(); i < kBlockN; i += 32)
+        ptx::store_shared_b32(stage + i * 4, ptx::bits_of(numbers.of(now.n_block * kBlockN + i)));
+      arrive_as_warp(shared.ring.full(at));
+      at.advance();
+      shared.ring.empty(at).wait(at.parity ^ 1);
+      arrive_as_warp(shared.ring.full(at));
+      at.advance();
+    }
+}
+
+struct alignas(8) Pair {
+  float value[2];
+};
+
+// Two neighbours, of which the first has an even key: in one access where the array allows it.
+CUFLASH_DEVICE void store_dbias_pair(const Params& params, int batch, int head, int row, int key, float first,
+                                     float second) {
+  const ScoreTensor& dbias = params.dbias;
+  const i64 offset = batch * dbias.batch_stride + head * dbias.head_stride + row * dbias.row_stride;
+  constexpr int kPairBytes = 2 * kBiasBytes;
+  const bool pairs = ((u64)dbias.data | offset * kBiasBytes) % kPairBytes == 0 && dbias.key_stride == 1;
+  if (!pairs || row >= params.seqlen_q || key + 1 >= params.seqlen_k) {
+    store_dbias(params, batch, head, row, key, first);
+    store_dbias(params, batch, head, row, key + 1, second);
+  } else if constexpr (kBiasBytes == 2) {
+    *((u32*)dbias.data + (offset + key) / 2) = ptx::pack(Element{}, first, second);
+  } else {
+    *((Pair*)dbias.data + (offset + key) / 2) = {first, second};
+  }
+}
+
+// A consumer warpgroup, `index` of kConsumers, at one share of a tile of dbias, of which it owns 64 queries.
+//
+//   [GEMM 1] S = Q K'    [GEMM 2] dP = dO V'    [3] P = exp(S - lse)    [4] sum += P * (dP - delta)
+struct Consumer {
+  const Params& common;
+  const Shared& shared;
+  const u32 index;
+  const int warp_row;  // in the tile
+  Position<kNumStages>& at;
+  const Position<kBiasStages>& bias_at;
+
+  float sum[kNTiles][4], s[1][kNTiles][4], dp[kNTiles][4];
+
+  CUFLASH_DEVICE Consumer(const Params& common_, const Shared& shared_, u32 index_, Position<kNumStages>& at_,
+                          const Position<kBiasStages>& bias_at_)
+      : common(common_),
+        shared(shared_),
+        index(index_),
+        warp_row(index * 64 + ptx::thread_index() % 128 / 32 * 16),
+        at(at_),
+        bias_at(bias_at_) {
+    set_zero((float(&)[1][kNTiles][4])sum);
+  }
+
+  // [GEMM 1], [GEMM 2] d = a b' of the operands in stage `at`.
+  template <int columns>
+  CUFLASH_DEVICE void issue_product(float (&d)[kNTiles][4]) {
+    shared.ring.full(at).wait(at.parity);
+    const u32 stage = shared.operands + at.stage * kBytesStage;
+    issue_rows<columns, kBlockM, kBlockN>(d, stage + index * 64 * kLineBytes, stage + kBytesA);
+  }
+
+  // [3] P in place of S, whose keys' numbers are in stage `stage`.
+  template <class Hidden>
+  CUFLASH_DEVICE void weigh(const Score& score, int row, int key, int stage, const float (&lse)[2], bool masked,
+                            Hidden is_hidden) {
+    score.cap(s);
+    const Addends<false> addends(score, row, key, shared.bias + bias_at.stage * kBytesBias + warp_row * kLineBytes,
+                                 shared.numbers + stage * kBytesNumbers + fragment_column() * 4);
+    addends.visit<kNTiles>([&](int n, int i, auto plus_addend) {
+      s[0][n][i] = exponential(s[0][n][i] * score.factor + plus_addend(-lse[i / 2]));
+    });
+    if (masked) {
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (is_hidden(n, i)) s[0][n][i] = 0.0f;
+    }
+  }
+
+  // A tile of pairs of one head. `last` says that it is the last one of the share.
+  CUFLASH_DEVICE void step(const ScoreTiles& now, bool first, bool last) {
+    const Entry batch = now.batch;
+    const int head = now.head, key_stop = key_stop_of(common, batch);
+    const int row = now.m_block * kBlockM + warp_row + fragment_row(), key = now.n_block * kBlockN + fragment_column();
+    float lse[2], delta[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float* stats = row_stats(common, batch, head, row + 8 * half);
+      const bool exists = row + 8 * half < common.seqlen_q;  // rows of the last tile need not have statistics
+      lse[half] = exists ? stats[0] : ptx::infinity();
+      delta[half] = exists ? stats[kDelta] : 0.0f;
+    }
+    const Position<kNumStages> of_scores = at;
+    issue_product<kDim>(s[0]);
+    at.advance();
+    issue_product<kDimV>(dp);
+
+    const Score score(common, batch, head, key_stop);
+    const Mask mask(common, batch, head, key_stop);
+    const TileRange keys = now.visible_keys(common, key_stop);
+    const bool masked = now.n_block < keys.full_start || now.n_block >= keys.full_stop ||
+                        (kHasBlockMask && now.pairs_left(common) != Pairs::kAll);
+    const auto is_hidden = [&](int n, int i) { return !mask.visible(row + i / 2 * 8, key + 8 * n + i % 2); };
+    if (first) shared.bias_ring.full(bias_at).wait(bias_at.parity);
+    wait_for<1>(s[0]);
+    weigh(score, row, key, of_scores.stage, lse, masked, is_hidden);
+    arrive_as_warp(shared.ring.empty(of_scores));
+    if (last) arrive_as_warp(shared.bias_ring.empty(bias_at));
+    wait_for<0>(dp);
+    arrive_as_warp(shared.ring.empty(at));
+    at.advance();
+    add(Dropout(common, batch, head), row, key, delta, masked, is_hidden);
+  }
+
+  // [4] sum += P * (dP - delta). What is hidden may be multiplied by numbers that are none.
+  template <class Hidden>
+  CUFLASH_DEVICE void add(const Dropout& dropout, int row, int key, const float (&delta)[2], bool masked,
+                          Hidden is_hidden) {
+    const float kept_scale = kept_scale_of(common);
+    [[maybe_unused]] KeptWeights<false> kept;
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n) {
+      if (kHasDropout && n % 2 == 0) kept = dropout.of(row, key, n);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (masked && is_hidden(n, i)) dp[n][i] = 0.0f;
+        const bool keeps = !kHasDropout || kept.keeps(n, i);
+        sum[n][i] += gradient_of(s[0][n][i], dp[n][i], keeps, kept_scale, delta[i / 2]);
+      }
+    }
+  }
+
+  // Leaves the sums: in their place, or to the kernel that adds those of several blocks.
+  CUFLASH_DEVICE void store(u32 tile_index, int split) {
+    const ScoreTiles tile(common, tile_index);
+    const int lane_row = warp_row + fragment_row(), lane_key = fragment_column();
+    if (common.score_splits > 1) {
+      float* part = score_partials_of(common, tile_index, split) + lane_row * kBlockN + lane_key;
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          *(Pair*)(part + 8 * half * kBlockN + 8 * n) = {sum[n][2 * half], sum[n][2 * half + 1]};
+      return;
+    }
+    const int row = tile.m_block * kBlockM + lane_row, key = tile.n_block * kBlockN + lane_key;
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        store_dbias_pair(common, tile.batch, tile.head, row + 8 * half, key + 8 * n, sum[n][2 * half],
+                         sum[n][2 * half + 1]);
+  }
+};
+
+CUFLASH_DEVICE void consume(const Params& common, const Shared& shared, u32 index) {
+  Position<kNumStages> at;
+  Position<kBiasStages> bias_at;
+  for (ShareWalk walk(common); walk.more(); walk.advance(common)) {
+    Consumer consumer(common, shared, index, at, bias_at);
+    ScoreTiles now = walk.first(common);
+    const bool any = now.left > 0;
+#pragma unroll 1
+    for (bool first = true; now.left > 0; first = false) {
+      const ScoreTiles tile = now;
+      now.advance(common);
+      consumer.step(tile, first, now.left == 0);
+    }
+    if (any) bias_at.advance();
+    consumer.store(walk.tile(common), walk.split(common));
+  }
+}
+
+CUFLASH_DEVICE void backward_bias(const BiasParams& params) {
+  const Shared shared;
+  shared.make_barriers();
+  const u32 warp = ptx::uniform(ptx::thread_index() / 32);
+  if (warp >= 4 * kConsumers) {
+    ptx::decrease_registers<kProducerRegisters>();
+    if (warp == 4 * kConsumers && ptx::elect_lane()) produce(params, shared);
+    if constexpr (kHasKeyNumbers) {
+      if (warp == 4 * kConsumers + 1) produce_numbers(params.common, shared);
+    }
+  } else {
+    ptx::increase_registers<kConsumerRegisters>();
+    consume(params.common, shared, warp / 4);
+  }
+}
+
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, BiasParams, kNumThreads, 1, backward_bias)
