@@ -17,7 +17,7 @@ struct Steps {
     long rows, heads, in_head, count, group;
     Steps(const Work &work, const Entry &entry) {
         const Call &call = work.call;
-        group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0;
+        group = group_of(call);
         rows = rows_in_blocks(call, entry.seqlen_q, work.rows_per_block);
         heads = heads_in_blocks(entry.seqlen_q, rows, group, work.rows_per_block);
         in_head = ceil_div(entry.seqlen_q, rows);
@@ -73,6 +73,82 @@ inline void add_dq(const Work &work, const Entry &entry, const Block &block, Row
     }
 }
 
+// Adds what a block has for a bias whose gradient is a sum over heads or entries.
+template <class T>
+inline void add_bias(const Call &call, const Entry &entry, const Block &block, RowRange range, long first, long count,
+                     const T *ds) {
+    const long step = call.strides[DBIAS][3];
+    for (long r = range.first; r < range.stop; ++r) {
+        T *to = (T *)bias_address(call, DBIAS, entry, row_of(block, r), first);
+        const T *from = ds + r * SCORES_STRIDE<T>;
+        if (step == 1) {
+            for (long j = 0; j < count; ++j) to[j] += from[j];
+        } else {
+            for (long j = 0; j < count; ++j) to[j * step] += from[j];
+        }
+    }
+}
+
+// C += A^T B for the keys of a tile: A is what its rows have for each, B their operands. Halves have rows of their own.
+template <class T>
+inline void add_to_keys(const SeenRows &seen, long count, const T *a, const T *b, long dim, T *c) {
+    auto add = [&](RowRange rows, long first, long stop) {
+        if (rows.stop > rows.first && stop > first)
+            product<T, Order::COLUMNS>(stop - first, dim, rows.stop - rows.first,
+                                       a + rows.first * SCORES_STRIDE<T> + first, SCORES_STRIDE<T>,
+                                       b + rows.first * dim, dim, c + first * dim, dim, true);
+    };
+    const RowRange *halves = seen.halves;
+    if (halves[0].first == halves[1].first && halves[0].stop == halves[1].stop) {
+        add(seen.all, 0, count);
+    } else {
+        add(halves[0], 0, smaller(count, HALF));
+        add(halves[1], HALF, count);
+    }
+}
+
+// dq of the rows of a block, of these keys.
+template <class T>
+inline void multiply_by_keys(const Call &call, const Entry &entry, const Block &block, RowRange range, long first,
+                             long count, BackwardBuffers<T> &buffers) {
+    const long dim = buffers.sizes.dim;
+    for (long r0 = range.first, n; r0 < range.stop; r0 += n) {
+        n = rows_of_group(call, block, r0, GROUP);
+        const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
+        product<T, Order::ROWS>(n, dim, keys.stop - keys.first, buffers.ds + r0 * SCORES_STRIDE<T> + keys.first,
+                                SCORES_STRIDE<T>, buffers.k + keys.first * dim, dim, buffers.dq + r0 * dim, dim, false);
+    }
+}
+
+// Writes what a job of keys has summed up.
+template <class T>
+inline void finish_key_tile(const Work &work, const KeyTile &tile, long job, BackwardBuffers<T> &buffers) {
+    const Call &call = work.call;
+    const Entry &entry = work.entries[tile.entry];
+    const Sizes<T> &sizes = buffers.sizes;
+    const T scale = T(size_of_scale(call));
+    const long group = group_of(call);
+    for (long j = 0; j < tile.num_keys; ++j) {
+        T *dk = buffers.dk + j * sizes.dim, *dv = buffers.dv + j * sizes.dim_v;
+        for (long d = 0; d < sizes.dim; ++d) dk[d] *= scale;
+        if (is_wanted(call, DK))
+            store_row(dk, call.dtype, call.strides[DK][3], call.head_dim,
+                      key_address(call, DK, entry, tile.head_kv, tile.first_key + j));
+        if (is_wanted(call, DV))
+            store_row(dv, call.dtype, call.strides[DV][3], call.head_dim_v,
+                      key_address(call, DV, entry, tile.head_kv, tile.first_key + j));
+    }
+    if (work.sums) {
+        double *to = work.sums + job * (group + 2);
+        memcpy(to, buffers.sums + tile.head_kv * group, group * sizeof(double));
+        memcpy(to + group, buffers.sums + call.num_heads, 2 * sizeof(double));
+    }
+    if (buffers.bias == BiasGradient::KEYS)
+        for (long g = 0; g < group; ++g)
+            memcpy(bias_sums<T>(work, tile.entry, tile.head_kv * group + g, tile.first_key),
+                   buffers.total + g * SCORES_STRIDE<T>, tile.num_keys * sizeof(T));
+}
+
 template <class T> void key_tile_job(Work &work, char *memory, long job) {
     const Call &call = work.call;
     const KeyTile &tile = work.tiles[job];
@@ -82,60 +158,44 @@ template <class T> void key_tile_job(Work &work, char *memory, long job) {
     const Sizes<T> &sizes = buffers.sizes;
     const Steps steps(work, entry);
     const long first = tile.first_key, count = tile.num_keys;
-    const bool wants_dq = work.progress != nullptr, wants_dk = is_wanted(call, DK), wants_dv = is_wanted(call, DV);
+    const bool wants_dq = work.adds_dq, adds_bias = buffers.bias == BiasGradient::ORDERED;
+    const bool begins_bias = adds_bias && tile.bias_before < 0;
     load_key_tile(call, entry, tile.head_kv, first, count, buffers);
     clear(buffers.dk, count * sizes.dim);
     clear(buffers.dv, count * sizes.dim_v);
     clear(buffers.sums, call.num_heads + 2);
+    if (buffers.bias == BiasGradient::KEYS) clear(buffers.total, steps.group * SCORES_STRIDE<T>);
     for (long step = 0; step < steps.count; ++step) {
         if (work.stopped.load(std::memory_order_relaxed)) return;
         const Block block = steps.block(entry, tile, step);
-        const Keys seen = seen_by(call, entry, block.first_row, block.first_row + block.num_rows - 1);
-        if (seen.stop <= first || seen.first >= first + count || !any_visible(call, entry, block, first, count)) {
-            for (long r = 0; r < rows_of(block) && has_whole_bias(call); ++r)
-                clear_bias<T>(call, entry, row_of(block, r), first, count);
-            continue;
-        }
+        const Keys keys = seen_by(call, entry, block.first_row, block.first_row + block.num_rows - 1);
+        const bool is_hidden =
+            keys.stop <= first || keys.first >= first + count || !any_visible(call, entry, block, first, count);
+        if (begins_bias || (is_hidden && buffers.bias == BiasGradient::PAIRS))
+            for (long r = 0; r < rows_of(block); ++r) clear_bias<T>(call, entry, row_of(block, r), first, count);
+        if (is_hidden) continue;
         load_queries(call, entry, block, buffers);
-        const RowRange range = differentiate(call, scaling, entry, block, first, count, false, buffers);
-        const long rows = range.stop - range.first;
-        if (rows <= 0) continue;
-        const T *p = buffers.p + range.first * SCORES_STRIDE<T>, *ds = buffers.ds + range.first * SCORES_STRIDE<T>;
-        if (wants_dv)
-            product<T, Order::COLUMNS>(count, sizes.dim_v, rows, p, SCORES_STRIDE<T>,
-                                       buffers.dout + range.first * sizes.dim_v, sizes.dim_v, buffers.dv, sizes.dim_v,
-                                       true);
-        if (wants_dk)
-            product<T, Order::COLUMNS>(count, sizes.dim, rows, ds, SCORES_STRIDE<T>,
-                                       buffers.q + range.first * sizes.dim, sizes.dim, buffers.dk, sizes.dim, true);
+        const SeenRows seen = differentiate(call, scaling, entry, block, first, count, false, buffers);
+        if (seen.all.stop <= seen.all.first) continue;
+        if (is_wanted(call, DV)) add_to_keys(seen, count, buffers.p, buffers.dout, sizes.dim_v, buffers.dv);
+        if (is_wanted(call, DK)) add_to_keys(seen, count, buffers.ds, buffers.q, sizes.dim, buffers.dk);
         if (wants_dq) {
-            product<T, Order::ROWS>(rows, sizes.dim, count, ds, SCORES_STRIDE<T>, buffers.k, sizes.dim,
-                                    buffers.dq + range.first * sizes.dim, sizes.dim, false);
+            multiply_by_keys(call, entry, block, seen.all, first, count, buffers);
             if (!wait_for(work, tile.before, step + 1)) return;
-            add_dq(work, entry, block, range, buffers.dq, sizes.dim);
-            work.progress[job].store(step + 1, std::memory_order_release);
+            add_dq(work, entry, block, seen.all, buffers.dq, sizes.dim);
         }
+        if (adds_bias) {
+            if (!wait_for(work, tile.bias_before, step + 1)) return;
+            add_bias(call, entry, block, seen.all, first, count, buffers.ds);
+        }
+        if (work.progress) work.progress[job].store(step + 1, std::memory_order_release);
     }
-    if (wants_dq) {
-        if (!wait_for(work, tile.before, steps.count)) return;
+    if (work.progress) {
+        if (wants_dq && !wait_for(work, tile.before, steps.count)) return;
+        if (adds_bias && !wait_for(work, tile.bias_before, steps.count)) return;
         work.progress[job].store(steps.count, std::memory_order_release);
     }
-    const T scale = T(size_of_scale(call));
-    for (long j = 0; j < count; ++j) {
-        T *dk = buffers.dk + j * sizes.dim, *dv = buffers.dv + j * sizes.dim_v;
-        for (long d = 0; d < sizes.dim; ++d) dk[d] *= scale;
-        if (wants_dk)
-            store_row(dk, call.dtype, call.strides[DK][3], call.head_dim,
-                      key_address(call, DK, entry, tile.head_kv, first + j));
-        if (wants_dv)
-            store_row(dv, call.dtype, call.strides[DV][3], call.head_dim_v,
-                      key_address(call, DV, entry, tile.head_kv, first + j));
-    }
-    if (work.sums) {
-        double *to = work.sums + job * (steps.group + 2);
-        memcpy(to, buffers.sums + tile.head_kv * steps.group, steps.group * sizeof(double));
-        memcpy(to + steps.group, buffers.sums + call.num_heads, 2 * sizeof(double));
-    }
+    finish_key_tile(work, tile, job, buffers);
 }
 
 // dq of a block by itself, where there is no room for its sums.
@@ -156,7 +216,7 @@ template <class T> void dq_job(Work &work, char *memory, long job) {
         const long count = smaller(work.keys_per_tile, entry.seqlen_k - first);
         if (!any_visible(call, entry, block, first, count)) continue;
         load_key_tile(call, entry, block.head_kv, first, count, buffers);
-        const RowRange range = differentiate(call, scaling, entry, block, first, count, true, buffers);
+        const RowRange range = differentiate(call, scaling, entry, block, first, count, true, buffers).all;
         if (call.softcap)
             for (long r = range.first; r < range.stop; ++r)
                 for (long j = 0; j < count; ++j) {
@@ -190,7 +250,8 @@ template <class T> void clear_job(Work &work, char *, long job) {
                           address(call, array, size, b, h, i) + d * step * size);
     };
     clear_head(DQ, call.dtype, call.num_heads, call.seqlen_q, call.head_dim);
-    if (has_whole_bias(call) && call.arrays[KV_LENGTHS])
+    const bool is_first = (b == 0 || call.strides[DBIAS][0]) && (h == 0 || call.strides[DBIAS][1]);
+    if (call.arrays[KV_LENGTHS] && is_first)
         clear_head(DBIAS, call.bias_dtype, call.num_heads, call.seqlen_q, call.seqlen_k);
     if (call.arrays[CU_SEQLENS_K] || call.arrays[KV_LENGTHS]) {
         clear_head(DK, call.dtype, call.num_heads_kv, call.seqlen_k, call.head_dim);
@@ -225,18 +286,24 @@ inline bool make_tiles(Work &work) {
         most = larger(most, own);
     }
     long *last = nullptr;
-    if (!work.allocate(work.tiles, count) || !work.allocate(last, work.num_entries * num_heads)) return false;
+    if (!work.allocate(work.tiles, count) || !work.allocate(last, 2 * work.num_entries * num_heads)) return false;
+    long *last_of_bias = last + work.num_entries * num_heads;
     for (long x = 0; x < work.num_entries * num_heads; ++x) last[x] = -1;
-    for (long j = 0; j < most; ++j)
+    for (long j = 0; j < most; ++j) {
+        for (long x = 0; x < work.num_entries * num_heads; ++x) last_of_bias[x] = -1;
         for (long e = 0; e < work.num_entries; ++e) {
             const long seqlen_k = work.entries[e].seqlen_k;
             if (j * keys >= seqlen_k) continue;
             for (long h = 0; h < num_heads; ++h) {
-                work.tiles[work.num_tiles] = KeyTile{e, h, j * keys, smaller(keys, seqlen_k - j * keys),
-                                                     last[e * num_heads + h]};
-                last[e * num_heads + h] = work.num_tiles++;
+                long &before = last[e * num_heads + h];
+                long &bias_before = last_of_bias[(call.strides[DBIAS][0] ? e * num_heads : 0) +
+                                                 (call.strides[DBIAS][1] ? h : 0)];
+                work.tiles[work.num_tiles] =
+                    KeyTile{e, h, j * keys, smaller(keys, seqlen_k - j * keys), before, bias_before};
+                before = bias_before = work.num_tiles++;
             }
         }
+    }
     return true;
 }
 
@@ -250,15 +317,18 @@ template <class T> bool prepare_backward(Work &work) {
     const long dq_bytes = batch * call.num_heads * call.seqlen_q * call.head_dim * long(sizeof(T));
     const bool is_apart = wants_dq && sums_dq_apart(call), has_room = !is_apart || dq_bytes <= DQ_BYTES;
     const bool has_sums = is_wanted(call, DALIBI_SLOPES) || is_wanted(call, DSCALE) || is_wanted(call, DSOFTCAP);
-    const long group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0;
+    const BiasGradient bias = bias_gradient<T>(call, work.rows_per_block);
+    const bool has_bias = bias != BiasGradient::NONE && bias != BiasGradient::APART;
+    work.adds_dq = wants_dq && has_room;
     if (is_apart && has_room && !work.allocate(work.shared, dq_bytes)) return false;
-    if (has_sums && !work.allocate(work.sums, work.num_tiles * (group + 2))) return false;
-    if (wants_dq && has_room) {
+    if (has_sums && !work.allocate(work.sums, work.num_tiles * (group_of(call) + 2))) return false;
+    if (bias == BiasGradient::KEYS && !work.allocate(work.bias_sums, bytes_of_bias_sums(call, sizeof(T)))) return false;
+    if (work.adds_dq || bias == BiasGradient::ORDERED) {
         if (!work.allocate(work.progress, work.num_tiles)) return false;
         for (long t = 0; t < work.num_tiles; ++t) work.progress[t] = 0;
     }
     work.add_phase(clear_job<T>, batch * larger(call.num_heads, call.num_heads_kv));
-    if (wants_dq || is_wanted(call, DK) || is_wanted(call, DV) || has_sums || has_whole_bias(call))
+    if (wants_dq || is_wanted(call, DK) || is_wanted(call, DV) || has_sums || has_bias)
         work.add_phase(key_tile_job<T>, work.num_tiles);
     if (is_apart && has_room) work.add_phase(round_job<T>, work.num_entries * call.num_heads);
     if (is_apart && !has_room) {
@@ -267,10 +337,11 @@ template <class T> bool prepare_backward(Work &work) {
     }
     if (has_sums) work.add_phase(sums_job<T>, 1);
     if (is_wanted(call, DSINKS)) work.add_phase(sinks_job<T>, call.num_heads);
-    if (is_wanted(call, DBIAS) && !has_whole_bias(call)) {
-        const BiasJobs jobs(work);
+    const BiasJobs jobs(work);
+    if (bias == BiasGradient::KEYS)
+        work.add_phase(bias_sums_job<T>, jobs.entries * jobs.heads * ceil_div(call.seqlen_k, MAX_KEYS));
+    if (bias == BiasGradient::APART)
         work.add_phase(bias_job<T>, jobs.entries * jobs.heads * jobs.blocks * jobs.tiles);
-    }
     return true;
 }
 

@@ -11,11 +11,36 @@ constexpr long DQ_BYTES = 32 << 20;        // for sums of dq in float32, where d
 
 inline bool is_wanted(const Call &call, Array array) { return call.arrays[array] != nullptr; }
 
-// Whether each entry of dbias belongs to one pair of a query and a key, and is no sum: the job of the keys writes it.
-inline bool has_whole_bias(const Call &call) {
+// Who makes dbias, which has an axis of each kind or is summed over it.
+enum class BiasGradient {
+    NONE,
+    PAIRS,    // there is no sum: each job of keys writes what it has
+    ORDERED,  // sums over heads or entries: jobs of the same keys add to it, one after the other
+    KEYS,     // sums over rows: each job of keys makes its own, which are added up afterwards
+    APART     // by jobs of its own, that compute weights once more
+};
+
+constexpr long BIAS_BYTES = 16 << 20;  // for the sums of jobs of keys
+
+inline long group_of(const Call &call) { return call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0; }
+
+inline long bytes_of_bias_sums(const Call &call, long size) {
+    return call.batch * call.num_heads * round_up(call.seqlen_k, MAX_KEYS) * size;
+}
+
+template <class T> inline BiasGradient bias_gradient(const Call &call, long rows_per_block) {
+    if (!is_wanted(call, DBIAS)) return BiasGradient::NONE;
     const int64_t *strides = call.strides[DBIAS];
-    return is_wanted(call, DBIAS) && (strides[0] || call.batch == 1) && (strides[1] || call.num_heads == 1) &&
-           (strides[2] || call.seqlen_q == 1) && (strides[3] || call.seqlen_k == 1);
+    const bool has_entries = strides[0] || call.batch == 1, has_heads = strides[1] || call.num_heads == 1;
+    const bool has_rows = strides[2] || call.seqlen_q == 1, has_keys = strides[3] || call.seqlen_k == 1;
+    if (has_entries && has_heads && has_rows && has_keys) return BiasGradient::PAIRS;
+    if (!has_rows && strides[3])
+        return bytes_of_bias_sums(call, sizeof(T)) <= BIAS_BYTES ? BiasGradient::KEYS : BiasGradient::APART;
+    // A job goes through the heads that share its keys: it adds to all rows once if these are in one block.
+    const long rows = rows_in_blocks(call, call.seqlen_q, rows_per_block), group = group_of(call);
+    const bool is_once = has_heads || heads_in_blocks(call.seqlen_q, rows, group, rows_per_block) == group;
+    const bool is_same = size_of(call.bias_dtype) == long(sizeof(T));  // sums are rounded once
+    return has_rows && strides[3] && is_once && is_same && !call.softcap ? BiasGradient::ORDERED : BiasGradient::APART;
 }
 
 template <class T> struct BackwardBuffers {
@@ -24,6 +49,7 @@ template <class T> struct BackwardBuffers {
     T *k, *k_t, *v_t, *dk, *dv, *q, *dout, *dq, *p, *ds, *tanhs, *products, *lse, *delta, *total;
     unsigned char *kept;
     double *sums;
+    BiasGradient bias;
 
     BackwardBuffers(const Work &work, char *memory) : scratch{memory}, sizes(work.call) {
         const Call &call = work.call;
@@ -41,7 +67,8 @@ template <class T> struct BackwardBuffers {
         ds = scratch.template take<T>(scores);
         tanhs = scratch.template take<T>(call.softcap ? scores : 0);
         products = scratch.template take<T>(has_products ? scores : 0);
-        total = scratch.template take<T>(is_wanted(call, DBIAS) ? scores : 0);
+        bias = bias_gradient<T>(call, rows);
+        total = scratch.template take<T>(is_wanted(call, DBIAS) ? larger(scores, group_of(call) * SCORES_STRIDE<T>) : 0);
         lse = scratch.template take<T>(rows);
         delta = scratch.template take<T>(rows);
         kept = scratch.template take<unsigned char>(call.dropout_steps ? rows * MAX_KEYS : 0);
@@ -118,13 +145,24 @@ template <class T> inline void clear_bias(const Call &call, const Entry &entry, 
 
 struct RowRange {
     long first, stop;
+    void include(long begin, long end) {
+        first = smaller(first, begin);
+        stop = larger(stop, end);
+    }
+};
+
+// The rows that see any key of a tile, and any of its halves.
+constexpr long HALF = MAX_KEYS / 2;
+struct SeenRows {
+    RowRange all, halves[2];
 };
 
 // Weights p, with what dropout makes of them, and the gradient ds of scores, of a block and a tile that are loaded; for
 // dbias that of scores with their bias, else that of scale q k^T. Gives the rows that see any of these keys; what lies
-// between them is zero. Adds to buffers.sums what there is for slopes by head, for scale and for softcap.
+// between them is zero. Adds to buffers.sums what there is for slopes by head, for scale and for softcap, and to
+// buffers.total, by head, what there is for a bias of keys.
 template <class T>
-inline RowRange differentiate(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
+inline SeenRows differentiate(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
                               long first, long count, bool for_bias, BackwardBuffers<T> &buffers) {
     constexpr int N = LANES<T>;
     constexpr long STRIDE = SCORES_STRIDE<T>;
@@ -134,14 +172,15 @@ inline RowRange differentiate(const Call &call, const Scaling<T> &scaling, const
     const Vector<T> log2_e = splat(T(1.4426950408889634));
     const bool has_products = !for_bias && (is_wanted(call, DSCALE) || is_wanted(call, DSOFTCAP));
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
-    const bool writes_bias = !for_bias && has_whole_bias(call);
+    const bool writes_bias = !for_bias && buffers.bias == BiasGradient::PAIRS;
     auto clear_scores = [&](long r, long begin, long end) {
         if (begin >= end) return;
         clear(buffers.p + r * STRIDE + begin, end - begin);
         clear(buffers.ds + r * STRIDE + begin, end - begin);
         if (writes_bias) clear_bias<T>(call, entry, row_of(block, r), first + begin, smaller(end, count) - begin);
     };
-    RowRange range = {num_rows, 0};
+    const RowRange none = {num_rows, 0};
+    SeenRows seen = {none, {none, none}};
     for (long r0 = 0, n; r0 < num_rows; r0 += n) {
         n = rows_of_group(call, block, r0, GROUP);
         const Span span = span_of(block, r0, n);
@@ -153,8 +192,9 @@ inline RowRange differentiate(const Call &call, const Scaling<T> &scaling, const
         }
         if (here <= 0) continue;
         T *p = buffers.p + r0 * STRIDE + keys.first, *ds = buffers.ds + r0 * STRIDE + keys.first;
-        range.first = smaller(range.first, r0);
-        range.stop = r0 + n;
+        seen.all.include(r0, r0 + n);
+        if (keys.first < HALF) seen.halves[0].include(r0, r0 + n);
+        if (keys.stop > HALF) seen.halves[1].include(r0, r0 + n);
         prefetch_bias(call, entry, block, r0, n, at, here);
         product_of_rows(n, columns, call.head_dim, buffers.q + r0 * sizes.dim, sizes.dim, buffers.k_t + keys.first,
                         STRIDE, p, STRIDE);
@@ -180,6 +220,10 @@ inline RowRange differentiate(const Call &call, const Scaling<T> &scaling, const
             if (writes_bias)
                 store_row(ds, call.bias_dtype, call.strides[DBIAS][3], smaller(columns, count - keys.first),
                           bias_address(call, DBIAS, entry, row, at));
+            if (buffers.bias == BiasGradient::KEYS) {
+                T *to = buffers.total + (row.head - block.head_kv * group_of(call)) * STRIDE + keys.first;
+                for (long j = 0; j < columns; j += N) store(to + j, load(to + j) + load(ds + j));
+            }
             if (is_wanted(call, DALIBI_SLOPES)) {
                 const Vector<T> start = splat(T(at - row.i - entry.diagonal)) + iota<T>();
                 Vector<T> sum = {};
@@ -208,7 +252,7 @@ inline RowRange differentiate(const Call &call, const Scaling<T> &scaling, const
             }
         }
     }
-    return range;
+    return seen;
 }
 
 }  // namespace

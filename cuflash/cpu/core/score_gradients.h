@@ -55,6 +55,30 @@ template <class T> void sinks_job(Work &work, char *memory, long head) {
     number<T>(call, DSINKS, 0, head) = T(total);
 }
 
+// What a job of keys has for a bias of keys: of a head of q, from a key on.
+template <class T> inline T *bias_sums(const Work &work, long entry, long head, long key) {
+    const Call &call = work.call;
+    return (T *)work.bias_sums + (entry * call.num_heads + head) * round_up(call.seqlen_k, MAX_KEYS) + key;
+}
+
+// dbias of some keys, summed over the rows already: entries and heads in order.
+template <class T> void bias_sums_job(Work &work, char *, long job) {
+    const Call &call = work.call;
+    const int64_t *strides = call.strides[DBIAS];
+    const long num_tiles = ceil_div(call.seqlen_k, MAX_KEYS), heads = strides[1] ? call.num_heads : 1;
+    const long first = job % num_tiles * MAX_KEYS, own_head = job / num_tiles % heads, own_entry = job / num_tiles / heads;
+    T total[MAX_KEYS] = {};
+    for (long e = own_entry; e < (strides[0] ? own_entry + 1 : call.batch); ++e) {
+        const long count = smaller(MAX_KEYS, work.entries[e].seqlen_k - first);
+        for (long h = own_head; h < (strides[1] ? own_head + 1 : call.num_heads); ++h) {
+            const T *from = bias_sums<T>(work, e, h, first);
+            for (long j = 0; j < count; ++j) total[j] += from[j];
+        }
+    }
+    store_row(total, call.bias_dtype, strides[3], smaller(MAX_KEYS, call.seqlen_k - first),
+              address(call, DBIAS, size_of(call.bias_dtype), own_entry, own_head, 0, first));
+}
+
 // The parts of the bias that belong to one job: an axis that the bias has is cut, others are summed over.
 struct BiasJobs {
     long entries, heads, blocks, tiles;  // how many, 1 where they are summed over
@@ -119,7 +143,7 @@ template <class T> void bias_job(Work &work, char *memory, long job) {
                     if (!is_loaded) load_key_tile(call, entry, h / group, first, count, buffers);
                     is_loaded = true;
                     load_queries(call, entry, block, buffers);
-                    const RowRange range = differentiate(call, scaling, entry, block, first, count, true, buffers);
+                    const RowRange range = differentiate(call, scaling, entry, block, first, count, true, buffers).all;
                     for (long r = range.first; r < range.stop; ++r) {
                         const T *ds = buffers.ds + r * STRIDE;
                         T *to = total + (has_rows ? r : 0) * STRIDE;
