@@ -160,7 +160,7 @@ inline bool any_visible(const Call &call, const Entry &entry, const Block &block
 // How many rows of a block, from r0 on, are computed at a time: at most, and no further than rows of a block mask go.
 inline long rows_of_group(const Call &call, const Block &block, long r0, long most) {
     const long n = smaller(most, rows_of(block) - r0);
-    if (!call.arrays[BLOCK_MASK] || call.block_rows < most) return n;
+    if (!call.arrays[BLOCK_MASK]) return n;
     return smaller(n, call.block_rows - row_of(block, r0).i % call.block_rows);
 }
 
@@ -179,7 +179,8 @@ inline bool is_in_visible_block(const Call &call, const Entry &entry, const Bloc
 }
 
 // Of keys [first, first + count) those from the first to the last that window, length and block mask let any of some
-// neighbouring rows see, counted from `first`; they begin with a whole vector. None is an empty range.
+// neighbouring rows see, counted from `first`; they begin with a whole vector. None is an empty range. Blocks of a mask
+// are whole vectors, and tiles begin with a vector of them.
 template <class T>
 inline Keys keys_of_group(const Call &call, const Entry &entry, const Block &block, long r0, long num_rows, long first,
                           long count) {
@@ -192,9 +193,7 @@ inline Keys keys_of_group(const Call &call, const Entry &entry, const Block &blo
             return is_in_visible_block(call, entry, block, r0, num_rows, first + key);
         };
         while (begin < end && !is_visible(begin)) begin = (first + begin) / size * size + size - first;
-        const long stop = end;
         while (begin < end && !is_visible(end - 1)) end = (first + end - 1) / size * size - first;
-        end = begin < end ? smaller(round_up(end, LANES<T>), stop) : begin;  // whole vectors
     }
     return begin < end ? Keys{begin / LANES<T> * LANES<T>, end} : Keys{0, 0};
 }
