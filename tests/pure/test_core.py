@@ -108,6 +108,34 @@ def test_several_tiles_on_several_threads(case):
             judge(case, run(case))
 
 
+BROADCAST = st.tuples(*[st.booleans()] * 4)
+
+
+@settings(max_examples=80)
+@given(
+    st.integers(1, 3), st.sampled_from([(1, 1), (2, 2), (3, 1), (4, 2)]), st.integers(1, 280), st.integers(1, 280),
+    BROADCAST, st.sampled_from(["float32", "bfloat16", "float64"]), st.sampled_from([None, (40, 0), (3, 70)]),
+    st.sampled_from([None, (16, 48), (64, 64), (32, 160), (112, 16)]), st.sampled_from(["", "lengths", "softcap"]),
+)  # fmt: skip
+def test_gradients_of_broadcast_biases(batch, heads, seqlen_q, seqlen_k, has_axes, dtype, window, block_size, more):
+    """Sums over entries, heads and rows, made by many jobs, some of whose keys are hidden: the same on any threads."""
+    whole = (batch, heads[0], seqlen_q, seqlen_k)
+    case = ct.Case(
+        batch=batch, num_heads=heads[0], num_heads_kv=heads[1], seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=8,
+        dtype=dtype, bias=tuple(n if has else 1 for n, has in zip(whole, has_axes, strict=True)), window=window,
+        block_mask=None if block_size is None else (heads[0],), block_size=block_size or (16, 16), blocks_kept=0.5,
+        kv_lengths=tuple(seqlen_k // (n + 1) for n in range(batch)) if more == "lengths" else None,
+        softcap=3.0 if more == "softcap" else None,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        much_work(patch)
+        with cuflash.cpu_threads(3):
+            results = run(case)
+        judge(case, results)
+        with cuflash.cpu_threads(1):
+            assert_same_bits(run(case), results)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("head_dim", [257, 300, 513, 1024])
 def test_large_head_dims(head_dim, dtype):

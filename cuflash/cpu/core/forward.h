@@ -102,19 +102,21 @@ template <class T> inline T *part_of(const Work &work, long job) {
     return (T *)work.shared + job * work.rows_per_block * (Sizes<T>(work.call).dim_v + 2);
 }
 
-// Scores of rows become weights.
+// Scores of rows become weights: those of `keys`, counted from the first key of the tile.
 template <class T>
 inline void weigh_rows(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
-                       ForwardBuffers<T> &buffers, long r0, long num_rows, Span span, long first, long here) {
-    const long columns = round_up(here, LANES<T>), dim = buffers.sizes.dim_v;
+                       ForwardBuffers<T> &buffers, long r0, long num_rows, long first, Keys keys) {
+    const long here = keys.stop - keys.first, columns = round_up(here, LANES<T>), dim = buffers.sizes.dim_v;
+    const Span span = span_of(block, r0, num_rows);
+    first += keys.first;
     const bool is_finished = !needs_finishing(call, scaling, entry, span.first, span.last, first, columns);
     for (long r = 0; r < num_rows; ++r) {
-        T *row = buffers.s + r * SCORES_STRIDE<T>;
+        T *row = buffers.s + r * SCORES_STRIDE<T> + keys.first;
         if (!is_finished)
             finish_scores<T>(call, scaling, entry, row_of(block, r0 + r), first, here, columns, row, nullptr);
         exponentials(scaling, row, columns, buffers.shift[r0 + r], buffers.l + (r0 + r) * LANES<T>,
                      buffers.o + (r0 + r) * dim, dim);
-        if (call.dropout_steps) drop(call, buffers.kept + (r0 + r) * MAX_KEYS, here, row);
+        if (call.dropout_steps) drop(call, buffers.kept + (r0 + r) * MAX_KEYS + keys.first, here, row);
     }
 }
 
@@ -153,20 +155,19 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
     }
     transpose(k, k_stride, padded, sizes.dim, buffers.k_t, SCORES_STRIDE<T>);
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
-    for (long r0 = 0; r0 < num_rows; r0 += GROUP) {
-        const long n = smaller(GROUP, num_rows - r0);
-        const Span span = span_of(block, r0, n);
-        const Keys seen = seen_by(call, entry, span.first, span.last);
-        const long here = smaller(seen.stop - first, count);
-        if (here <= 0 || seen.first >= first + count) continue;
-        prefetch_bias(call, entry, block, r0, n, first, here);
+    for (long r0 = 0, n; r0 < num_rows; r0 += n) {
+        n = rows_of_group(call, block, r0, GROUP);
+        const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
+        const long here = keys.stop - keys.first;
+        if (here <= 0) continue;
+        prefetch_bias(call, entry, block, r0, n, first + keys.first, here);
         prefetch_next_keys(call, entry, block.head_kv, first + count + r0 * count / num_rows,
                            first + count + (r0 + n) * count / num_rows);
-        product_of_rows(n, round_up(here, LANES<T>), call.head_dim, buffers.q + r0 * sizes.dim, sizes.dim, buffers.k_t,
-                        SCORES_STRIDE<T>, buffers.s, SCORES_STRIDE<T>);
-        weigh_rows(call, scaling, entry, block, buffers, r0, n, span, first, here);
-        product<T, Order::ROWS>(n, sizes.dim_v, here, buffers.s, SCORES_STRIDE<T>, v, v_stride,
-                                buffers.o + r0 * sizes.dim_v, sizes.dim_v, true);
+        product_of_rows(n, round_up(here, LANES<T>), call.head_dim, buffers.q + r0 * sizes.dim, sizes.dim,
+                        buffers.k_t + keys.first, SCORES_STRIDE<T>, buffers.s + keys.first, SCORES_STRIDE<T>);
+        weigh_rows(call, scaling, entry, block, buffers, r0, n, first, keys);
+        product<T, Order::ROWS>(n, sizes.dim_v, here, buffers.s + keys.first, SCORES_STRIDE<T>,
+                                v + keys.first * v_stride, v_stride, buffers.o + r0 * sizes.dim_v, sizes.dim_v, true);
     }
 }
 
@@ -182,7 +183,7 @@ inline void forward_tile_of_few(const Work &work, const Block &block, const Entr
     find_key_rows(call, V, entry, block.head_kv, first, count, call.head_dim_v, buffers.v, sizes.dim_v, v);
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
     scores_of_few(num_rows, buffers.q, sizes.dim, k, count, Coming{v, 0}, buffers.s);
-    weigh_rows(call, scaling, entry, block, buffers, 0, num_rows, span_of(block, 0, num_rows), first, count);
+    weigh_rows(call, scaling, entry, block, buffers, 0, num_rows, first, Keys{0, count});
     const long next = call.page_size ? 0 : count * call.strides[K][2] * size_of(call.dtype);
     add_values_of_few(num_rows, buffers.s, v, count, sizes.dim_v, Coming{k, next}, buffers.o);
 }
@@ -204,7 +205,8 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
 
     const bool has_few = has_few_rows(entry, block);
     const Keys seen = seen_by(call, entry, block.first_row, block.first_row + block.num_rows - 1);
-    const long begin = larger(seen.first / 16 * 16, block.first_key), end = smaller(seen.stop, block.stop_key);
+    const long whole = call.arrays[BLOCK_MASK] ? work.keys_per_tile : 16;
+    const long begin = larger(seen.first / whole * whole, block.first_key), end = smaller(seen.stop, block.stop_key);
     for (long first = begin; first < end; first += work.keys_per_tile) {
         if (work.stopped.load(std::memory_order_relaxed)) return;
         const long count = smaller(work.keys_per_tile, end - first);
@@ -263,7 +265,7 @@ template <class T> void merge_job(Work &work, char *memory, long job) {
 template <class T> inline void choose_tiles(Work &work, long most_rows) {
     const Sizes<T> sizes(work.call);
     const long bytes = larger(sizes.dim, sizes.dim_v) * long(sizeof(T));
-    work.keys_per_tile = bytes <= 1024 ? MAX_KEYS : bytes <= 2048 ? 64 : 32;
+    work.keys_per_tile = keys_in_tiles(work.call, bytes <= 1024 ? MAX_KEYS : bytes <= 2048 ? 64 : 32);
     work.rows_per_block = bytes <= 1024 ? most_rows : bytes <= 2048 ? most_rows / 2 : most_rows / 4;
     // Small problems have small buffers.
     const Call &call = work.call;

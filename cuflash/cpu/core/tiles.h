@@ -157,6 +157,47 @@ inline bool any_visible(const Call &call, const Entry &entry, const Block &block
     return true;
 }
 
+// How many rows of a block, from r0 on, are computed at a time: at most, and no further than rows of a block mask go.
+inline long rows_of_group(const Call &call, const Block &block, long r0, long most) {
+    const long n = smaller(most, rows_of(block) - r0);
+    if (!call.arrays[BLOCK_MASK]) return n;
+    return smaller(n, call.block_rows - row_of(block, r0).i % call.block_rows);
+}
+
+// Whether the block mask leaves a key to any of some neighbouring rows of a block.
+inline bool is_in_visible_block(const Call &call, const Entry &entry, const Block &block, long r0, long num_rows,
+                                long key) {
+    for (long r = r0; r < r0 + num_rows;) {
+        const Row row = row_of(block, r);
+        if (*address(call, BLOCK_MASK, 1, entry.index, row.head, row.i / call.block_rows, key / call.block_keys))
+            return true;
+        // The next row of other blocks: behind the last row of these, or the first row of the next head.
+        const long last = smaller(block.first_row + block.num_rows, (row.i / call.block_rows + 1) * call.block_rows);
+        r += last - row.i;
+    }
+    return false;
+}
+
+// Of keys [first, first + count) those from the first to the last that window, length and block mask let any of some
+// neighbouring rows see, counted from `first`; they begin with a whole vector. None is an empty range. Blocks of a mask
+// are whole vectors, and tiles begin with a vector of them.
+template <class T>
+inline Keys keys_of_group(const Call &call, const Entry &entry, const Block &block, long r0, long num_rows, long first,
+                          long count) {
+    const Span span = span_of(block, r0, num_rows);
+    const Keys seen = seen_by(call, entry, span.first, span.last);
+    long begin = larger(seen.first - first, 0), end = smaller(seen.stop - first, count);
+    if (call.arrays[BLOCK_MASK]) {
+        const long size = call.block_keys;
+        auto is_visible = [&](long key) {
+            return is_in_visible_block(call, entry, block, r0, num_rows, first + key);
+        };
+        while (begin < end && !is_visible(begin)) begin = (first + begin) / size * size + size - first;
+        while (begin < end && !is_visible(end - 1)) end = (first + end - 1) / size * size - first;
+    }
+    return begin < end ? Keys{begin / LANES<T> * LANES<T>, end} : Keys{0, 0};
+}
+
 // ---- scores ----------------------------------------------------------------------------------------------------------
 
 inline double size_of_scale(const Call &call) { return call.scale < 0 ? -call.scale : call.scale; }
@@ -329,6 +370,14 @@ inline long rows_in_blocks(const Call &call, long seqlen_q, long most) {
         most = smaller(most, larger(24, (call.window_left + call.window_right) / 2));
     const long count = ceil_div(larger(seqlen_q, 1), most);
     return smaller(round_up(ceil_div(larger(seqlen_q, 1), count), 12), most);
+}
+
+// Keys of a tile, at most so many: where it can be, tiles lie within blocks of a block mask.
+inline long keys_in_tiles(const Call &call, long most) {
+    if (call.arrays[BLOCK_MASK])
+        for (long keys = most; keys >= 48; keys -= 16)
+            if (call.block_keys % keys == 0) return keys;
+    return most;
 }
 
 // Heads of a block, where `group` heads share keys: as many as there is room for.

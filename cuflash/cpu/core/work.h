@@ -34,7 +34,8 @@ struct Block {
 // A tile of keys, and its place in the order in which gradients are summed.
 struct KeyTile {
     long entry, head_kv, first_key, num_keys;
-    long before;  // the job of the tile before it, or -1
+    long before;       // the job of the tile before it, or -1
+    long bias_before;  // the job that adds to the same part of dbias before it, or -1
 };
 
 struct Work {
@@ -45,6 +46,7 @@ struct Work {
     std::atomic<long> next[MAX_PHASES];
     std::atomic<bool> stopped;
     long scratch_bytes = 0;  // of each thread
+    bool adds_dq = false;    // jobs of keys add what they have for dq
 
     long num_entries = 0, num_blocks = 0, num_tiles = 0;
     Entry *entries = nullptr;
@@ -53,8 +55,9 @@ struct Work {
     std::atomic<long> *progress = nullptr;  // of tiles: how many of their steps have been added
     char *shared = nullptr;                 // partial results
     double *sums = nullptr;                 // partial sums of gradients that are numbers
+    char *bias_sums = nullptr;              // of a bias of keys, by entry and head
     long rows_per_block = 0, keys_per_tile = 0, shared_bytes = 0;
-    void *allocated[8] = {};
+    void *allocated[10] = {};
     int num_allocated = 0;
 
     ~Work() {

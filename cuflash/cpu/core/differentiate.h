@@ -1,0 +1,258 @@
+// Weights of a block of queries and a tile of keys computed again, and the gradients of their scores: what every gradient
+// of the backward pass is made of.
+#pragma once
+
+#include "forward.h"
+
+namespace {
+
+constexpr long BACKWARD_ROWS = 120;        // of a block at most
+constexpr long DQ_BYTES = 32 << 20;        // for sums of dq in float32, where dq has 16 bits
+
+inline bool is_wanted(const Call &call, Array array) { return call.arrays[array] != nullptr; }
+
+// Who makes dbias, which has an axis of each kind or is summed over it.
+enum class BiasGradient {
+    NONE,
+    PAIRS,    // there is no sum: each job of keys writes what it has
+    ORDERED,  // sums over heads or entries: jobs of the same keys add to it, one after the other
+    KEYS,     // sums over rows: each job of keys makes its own, which are added up afterwards
+    APART     // by jobs of its own, that compute weights once more
+};
+
+constexpr long BIAS_BYTES = 16 << 20;  // for the sums of jobs of keys
+
+inline long group_of(const Call &call) { return call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0; }
+
+inline long bytes_of_bias_sums(const Call &call, long size) {
+    return call.batch * call.num_heads * round_up(call.seqlen_k, MAX_KEYS) * size;
+}
+
+template <class T> inline BiasGradient bias_gradient(const Call &call, long rows_per_block) {
+    if (!is_wanted(call, DBIAS)) return BiasGradient::NONE;
+    const int64_t *strides = call.strides[DBIAS];
+    const bool has_entries = strides[0] || call.batch == 1, has_heads = strides[1] || call.num_heads == 1;
+    const bool has_rows = strides[2] || call.seqlen_q == 1, has_keys = strides[3] || call.seqlen_k == 1;
+    if (has_entries && has_heads && has_rows && has_keys) return BiasGradient::PAIRS;
+    if (!has_rows && strides[3])
+        return bytes_of_bias_sums(call, sizeof(T)) <= BIAS_BYTES ? BiasGradient::KEYS : BiasGradient::APART;
+    // A job goes through the heads that share its keys: it adds to all rows once if these are in one block.
+    const long rows = rows_in_blocks(call, call.seqlen_q, rows_per_block), group = group_of(call);
+    const bool is_once = has_heads || heads_in_blocks(call.seqlen_q, rows, group, rows_per_block) == group;
+    const bool is_same = size_of(call.bias_dtype) == long(sizeof(T));  // sums are rounded once
+    return has_rows && strides[3] && is_once && is_same && !call.softcap ? BiasGradient::ORDERED : BiasGradient::APART;
+}
+
+template <class T> struct BackwardBuffers {
+    Scratch scratch;
+    Sizes<T> sizes;
+    T *k, *k_t, *v_t, *dk, *dv, *q, *dout, *dq, *p, *ds, *tanhs, *products, *lse, *delta, *total;
+    unsigned char *kept;
+    double *sums;
+    BiasGradient bias;
+
+    BackwardBuffers(const Work &work, char *memory) : scratch{memory}, sizes(work.call) {
+        const Call &call = work.call;
+        const long rows = work.rows_per_block, keys = work.keys_per_tile, scores = rows * SCORES_STRIDE<T>;
+        const bool has_products = is_wanted(call, DSCALE) || is_wanted(call, DSOFTCAP);
+        k = scratch.template take<T>(keys * larger(sizes.dim, sizes.dim_v));
+        k_t = scratch.template take<T>(sizes.dim * SCORES_STRIDE<T>);
+        v_t = scratch.template take<T>(sizes.dim_v * SCORES_STRIDE<T>);
+        dk = scratch.template take<T>(keys * sizes.dim);
+        dv = scratch.template take<T>(keys * sizes.dim_v);
+        q = scratch.template take<T>(rows * sizes.dim);
+        dout = scratch.template take<T>(rows * sizes.dim_v);
+        dq = scratch.template take<T>(rows * larger(sizes.dim, sizes.dim_v));
+        p = scratch.template take<T>(scores);
+        ds = scratch.template take<T>(scores);
+        tanhs = scratch.template take<T>(call.softcap ? scores : 0);
+        products = scratch.template take<T>(has_products ? scores : 0);
+        bias = bias_gradient<T>(call, rows);
+        total = scratch.template take<T>(is_wanted(call, DBIAS) ? larger(scores, group_of(call) * SCORES_STRIDE<T>) : 0);
+        lse = scratch.template take<T>(rows);
+        delta = scratch.template take<T>(rows);
+        kept = scratch.template take<unsigned char>(call.dropout_steps ? rows * MAX_KEYS : 0);
+        sums = scratch.template take<double>(call.num_heads + 2);
+    }
+};
+
+// rowsum(dout o out) - dlse of a row; `dout` is what was loaded of it, `values` room for as much of out.
+template <class T>
+inline T delta_of(const Call &call, const Entry &entry, Row row, T lse, const T *dout, long dim, T *values) {
+    load_row(row_address(call, OUT, entry, row), call.dtype, call.strides[OUT][3], call.head_dim_v, values);
+    clear(values + call.head_dim_v, dim - call.head_dim_v);
+    Vector<T> sum = {};
+    for (long d = 0; d < dim; d += LANES<T>) sum += load(dout + d) * load(values + d);
+    T delta = sum_of_lanes<T>(sum);
+    if (call.arrays[DLSE] && lse != T(-__builtin_inf()))
+        delta -= number<T>(call, DLSE, entry.batch, row.head, entry.first_q + row.i);
+    return delta;
+}
+
+// q, dout, lse and delta of a block.
+template <class T> inline void load_queries(const Call &call, const Entry &entry, const Block &block,
+                                            BackwardBuffers<T> &buffers) {
+    const Sizes<T> &sizes = buffers.sizes;
+    const long num_rows = rows_of(block);
+    load_rows(call, Q, entry, block, call.head_dim, buffers.q, sizes.dim, num_rows);
+    load_rows(call, DOUT, entry, block, call.head_dim_v, buffers.dout, sizes.dim_v, num_rows);
+    if (call.scale < 0)
+        for (long x = 0; x < num_rows * sizes.dim; ++x) buffers.q[x] = -buffers.q[x];
+    for (long r = 0; r < num_rows; ++r) {
+        const Row row = row_of(block, r);
+        const T lse = number<T>(call, LSE, entry.batch, row.head, entry.first_q + row.i);
+        buffers.delta[r] =
+            delta_of(call, entry, row, lse, buffers.dout + r * sizes.dim_v, sizes.dim_v, buffers.dq);
+        // A row that sees no key: its weights are exp(-inf).
+        buffers.lse[r] = lse == T(-__builtin_inf()) ? T(__builtin_inf()) : lse;
+    }
+}
+
+// k and v of a tile: v transposed, k as it is and transposed.
+template <class T>
+inline void load_key_tile(const Call &call, const Entry &entry, long head_kv, long first, long count,
+                          BackwardBuffers<T> &buffers) {
+    const Sizes<T> &sizes = buffers.sizes;
+    const long padded = round_up(count, LANES<T>);
+    load_keys(call, V, entry, head_kv, first, count, call.head_dim_v, buffers.k, sizes.dim_v, padded);
+    transpose(buffers.k, sizes.dim_v, padded, sizes.dim_v, buffers.v_t, SCORES_STRIDE<T>);
+    load_keys(call, K, entry, head_kv, first, count, call.head_dim, buffers.k, sizes.dim, padded);
+    transpose(buffers.k, sizes.dim, padded, sizes.dim, buffers.k_t, SCORES_STRIDE<T>);
+}
+
+// The derivative of softcap * tanh(x), x = score / softcap: tanh(x) - x (1 - tanh(x)^2). Near 0, where the terms cancel,
+// (sinh(2 x) - 2 x) / 2 * (1 - tanh(x)^2) by the series of the first factor.
+template <class T> inline Vector<T> derivative_by_softcap(Vector<T> x, Vector<T> tanh) {
+    const Vector<T> one = splat(T(1)), slope = one - tanh * tanh, size = x < Vector<T>{} ? -x : x;
+    const Vector<T> square = size < splat(T(0.5)) ? x * x : Vector<T>{};
+    Vector<T> series = one;
+    for (int n = 18; n > 3; n -= 2) series = one + splat(T(4.0 / (n * (n + 1)))) * square * series;
+    return size < splat(T(0.5)) ? splat(T(2.0 / 3)) * x * square * series * slope : tanh - x * slope;
+}
+
+// Where the bias of a row begins, or its gradient, from a key on.
+inline char *bias_address(const Call &call, Array array, const Entry &entry, Row row, long first) {
+    return address(call, array, size_of(call.bias_dtype), entry.index, row.head, row.i, first);
+}
+
+// Zeros in dbias, for so many keys of a tile.
+template <class T> inline void clear_bias(const Call &call, const Entry &entry, Row row, long first, long count) {
+    const T zeros[MAX_KEYS] = {};
+    if (count > 0)
+        store_row(zeros, call.bias_dtype, call.strides[DBIAS][3], count,
+                  bias_address(call, DBIAS, entry, row, first));
+}
+
+struct RowRange {
+    long first, stop;
+    void include(long begin, long end) {
+        first = smaller(first, begin);
+        stop = larger(stop, end);
+    }
+};
+
+// The rows that see any key of a tile, and any of its halves.
+constexpr long HALF = MAX_KEYS / 2;
+struct SeenRows {
+    RowRange all, halves[2];
+};
+
+// Weights p, with what dropout makes of them, and the gradient ds of scores, of a block and a tile that are loaded; for
+// dbias that of scores with their bias, else that of scale q k^T. Gives the rows that see any of these keys; what lies
+// between them is zero. Adds to buffers.sums what there is for slopes by head, for scale and for softcap, and to
+// buffers.total, by head, what there is for a bias of keys.
+template <class T>
+inline SeenRows differentiate(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
+                              long first, long count, bool for_bias, BackwardBuffers<T> &buffers) {
+    constexpr int N = LANES<T>;
+    constexpr long STRIDE = SCORES_STRIDE<T>;
+    const Sizes<T> &sizes = buffers.sizes;
+    const long num_rows = rows_of(block), padded = round_up(count, N);
+    const T scale = T(size_of_scale(call)), inner = scaling.has_terms ? T(1) : scale;
+    const Vector<T> log2_e = splat(T(1.4426950408889634));
+    const bool has_products = !for_bias && (is_wanted(call, DSCALE) || is_wanted(call, DSOFTCAP));
+    if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
+    const bool writes_bias = !for_bias && buffers.bias == BiasGradient::PAIRS;
+    auto clear_scores = [&](long r, long begin, long end) {
+        if (begin >= end) return;
+        clear(buffers.p + r * STRIDE + begin, end - begin);
+        clear(buffers.ds + r * STRIDE + begin, end - begin);
+        if (writes_bias) clear_bias<T>(call, entry, row_of(block, r), first + begin, smaller(end, count) - begin);
+    };
+    const RowRange none = {num_rows, 0};
+    SeenRows seen = {none, {none, none}};
+    for (long r0 = 0, n; r0 < num_rows; r0 += n) {
+        n = rows_of_group(call, block, r0, GROUP);
+        const Span span = span_of(block, r0, n);
+        const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
+        const long here = keys.stop - keys.first, columns = round_up(here, N), at = first + keys.first;
+        for (long r = r0; r < r0 + n; ++r) {
+            clear_scores(r, 0, keys.first);
+            clear_scores(r, keys.first + columns, padded);
+        }
+        if (here <= 0) continue;
+        T *p = buffers.p + r0 * STRIDE + keys.first, *ds = buffers.ds + r0 * STRIDE + keys.first;
+        seen.all.include(r0, r0 + n);
+        if (keys.first < HALF) seen.halves[0].include(r0, r0 + n);
+        if (keys.stop > HALF) seen.halves[1].include(r0, r0 + n);
+        prefetch_bias(call, entry, block, r0, n, at, here);
+        product_of_rows(n, columns, call.head_dim, buffers.q + r0 * sizes.dim, sizes.dim, buffers.k_t + keys.first,
+                        STRIDE, p, STRIDE);
+        product_of_rows(n, columns, call.head_dim_v, buffers.dout + r0 * sizes.dim_v, sizes.dim_v,
+                        buffers.v_t + keys.first, STRIDE, ds, STRIDE);
+        const bool is_finished = !needs_finishing(call, scaling, entry, span.first, span.last, at, columns);
+        for (long r = 0; r < n; ++r, p += STRIDE, ds += STRIDE) {
+            const Row row = row_of(block, r0 + r);
+            T *products = has_products ? buffers.products + (r0 + r) * STRIDE + keys.first : nullptr;
+            T *tanhs = call.softcap ? buffers.tanhs + (r0 + r) * STRIDE + keys.first : nullptr;
+            if (products) memcpy(products, p, columns * sizeof(T));
+            if (!is_finished) finish_scores<T>(call, scaling, entry, row, at, here, columns, p, tanhs);
+            const Vector<T> lse = splat(buffers.lse[r0 + r]), delta = splat(buffers.delta[r0 + r]);
+            const unsigned char *kept = buffers.kept + (r0 + r) * MAX_KEYS + keys.first;
+            if (call.dropout_steps) drop(call, kept, here, ds);
+            for (long j = 0; j < columns; j += N) {
+                const Vector<T> weight = exp2<T>((load(p + j) * splat(inner) - lse) * log2_e);
+                store(p + j, weight);
+                store(ds + j, weight * (load(ds + j) - delta));
+            }
+            if (call.dropout_steps) drop(call, kept, here, p);
+            if (for_bias) continue;
+            if (writes_bias)
+                store_row(ds, call.bias_dtype, call.strides[DBIAS][3], smaller(columns, count - keys.first),
+                          bias_address(call, DBIAS, entry, row, at));
+            if (buffers.bias == BiasGradient::KEYS) {
+                T *to = buffers.total + (row.head - block.head_kv * group_of(call)) * STRIDE + keys.first;
+                for (long j = 0; j < columns; j += N) store(to + j, load(to + j) + load(ds + j));
+            }
+            if (is_wanted(call, DALIBI_SLOPES)) {
+                const Vector<T> start = splat(T(at - row.i - entry.diagonal)) + iota<T>();
+                Vector<T> sum = {};
+                for (long j = 0; j < columns; j += N) {
+                    const Vector<T> distance = start + splat(T(j));
+                    sum -= load(ds + j) * (distance < Vector<T>{} ? -distance : distance);
+                }
+                buffers.sums[row.head] += double(sum_of_lanes<T>(sum));
+            }
+            if (is_wanted(call, DSOFTCAP)) {
+                Vector<T> sum = {};
+                for (long j = 0; j < columns; j += N) {
+                    const Vector<T> x = load(products + j) * splat(scale / T(call.softcap));
+                    sum += load(ds + j) * derivative_by_softcap<T>(x, load(tanhs + j));
+                }
+                buffers.sums[call.num_heads + 1] += double(sum_of_lanes<T>(sum));
+            }
+            if (tanhs)
+                for (long j = 0; j < columns; j += N)
+                    store(ds + j, load(ds + j) * (splat(T(1)) - load(tanhs + j) * load(tanhs + j)));
+            if (is_wanted(call, DSCALE)) {
+                Vector<T> sum = {};
+                for (long j = 0; j < columns; j += N) sum += load(ds + j) * load(products + j);
+                const T total = sum_of_lanes<T>(sum);
+                buffers.sums[call.num_heads] += double(call.scale < 0 ? -total : total);
+            }
+        }
+    }
+    return seen;
+}
+
+}  // namespace

@@ -1,0 +1,169 @@
+// Gradients of what scores are made of, and of sinks.
+#pragma once
+
+#include "differentiate.h"
+
+namespace {
+
+// dalibi_slopes, dscale and dsoftcap: what the tiles have for them, in order.
+template <class T> void sums_job(Work &work, char *, long) {
+    const Call &call = work.call;
+    const long group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0, width = group + 2;
+    // Those of all tiles of a head first: the first tile gets what the others have.
+    for (long t = work.num_tiles - 1; t >= 0; --t)
+        if (work.tiles[t].before >= 0)
+            for (long x = 0; x < width; ++x) work.sums[work.tiles[t].before * width + x] += work.sums[t * width + x];
+    const bool has_entries = call.strides[DALIBI_SLOPES][0] != 0;  // slopes of each batch entry, or of all of them
+    for (long h = 0; h < call.num_heads && is_wanted(call, DALIBI_SLOPES); ++h) {
+        for (long e = 0; e < (has_entries ? call.batch : 1); ++e) number<T>(call, DALIBI_SLOPES, e, h) = 0;
+        double total = 0;
+        for (long t = 0; t < work.num_tiles && work.tiles[t].before < 0; ++t) {
+            if (work.tiles[t].head_kv != h / group) continue;
+            total = work.sums[t * width + h % group] + (has_entries ? 0 : total);
+            number<T>(call, DALIBI_SLOPES, work.tiles[t].entry, h) = T(total);
+        }
+    }
+    double scale = 0, softcap = 0;
+    for (long t = 0; t < work.num_tiles && work.tiles[t].before < 0; ++t) {
+        scale += work.sums[t * width + group];
+        softcap += work.sums[t * width + group + 1];
+    }
+    if (is_wanted(call, DSCALE)) number<T>(call, DSCALE, 0, 0) = T(scale);
+    if (is_wanted(call, DSOFTCAP)) number<T>(call, DSOFTCAP, 0, 0) = T(softcap);
+}
+
+// dsinks of a head: the sum of exp(sink - lse) (dlse - delta).
+template <class T> void sinks_job(Work &work, char *memory, long head) {
+    const Call &call = work.call;
+    BackwardBuffers<T> buffers(work, memory);
+    const double sink = number<T>(call, SINKS, 0, head);
+    double total = 0;
+    for (long e = 0; e < work.num_entries; ++e) {
+        const Entry &entry = work.entries[e];
+        for (long i = 0; i < entry.seqlen_q; ++i) {
+            if (work.stopped.load(std::memory_order_relaxed)) return;
+            const Row row = {head, i};
+            const T lse = number<T>(call, LSE, entry.batch, head, entry.first_q + i);
+            if (lse == T(-__builtin_inf())) continue;
+            load_row(row_address(call, DOUT, entry, row), call.dtype, call.strides[DOUT][3], call.head_dim_v,
+                     buffers.dout);
+            clear(buffers.dout + call.head_dim_v, buffers.sizes.dim_v - call.head_dim_v);
+            const T delta = delta_of(call, entry, row, lse, buffers.dout, buffers.sizes.dim_v, buffers.dq);
+            total -= std::exp(sink - lse) * double(delta);
+        }
+    }
+    number<T>(call, DSINKS, 0, head) = T(total);
+}
+
+// What a job of keys has for a bias of keys: of a head of q, from a key on.
+template <class T> inline T *bias_sums(const Work &work, long entry, long head, long key) {
+    const Call &call = work.call;
+    return (T *)work.bias_sums + (entry * call.num_heads + head) * round_up(call.seqlen_k, MAX_KEYS) + key;
+}
+
+// dbias of some keys, summed over the rows already: entries and heads in order.
+template <class T> void bias_sums_job(Work &work, char *, long job) {
+    const Call &call = work.call;
+    const int64_t *strides = call.strides[DBIAS];
+    const long num_tiles = ceil_div(call.seqlen_k, MAX_KEYS), heads = strides[1] ? call.num_heads : 1;
+    const long first = job % num_tiles * MAX_KEYS, own_head = job / num_tiles % heads, own_entry = job / num_tiles / heads;
+    T total[MAX_KEYS] = {};
+    for (long e = own_entry; e < (strides[0] ? own_entry + 1 : call.batch); ++e) {
+        const long count = smaller(MAX_KEYS, work.entries[e].seqlen_k - first);
+        for (long h = own_head; h < (strides[1] ? own_head + 1 : call.num_heads); ++h) {
+            const T *from = bias_sums<T>(work, e, h, first);
+            for (long j = 0; j < count; ++j) total[j] += from[j];
+        }
+    }
+    store_row(total, call.bias_dtype, strides[3], smaller(MAX_KEYS, call.seqlen_k - first),
+              address(call, DBIAS, size_of(call.bias_dtype), own_entry, own_head, 0, first));
+}
+
+// The parts of the bias that belong to one job: an axis that the bias has is cut, others are summed over.
+struct BiasJobs {
+    long entries, heads, blocks, tiles;  // how many, 1 where they are summed over
+    long rows, num_blocks, num_tiles;
+    BiasJobs(const Work &work) {
+        const Call &call = work.call;
+        const int64_t *strides = call.strides[DBIAS];
+        rows = rows_in_blocks(call, call.seqlen_q, work.rows_per_block);
+        num_blocks = ceil_div(call.seqlen_q, rows);
+        num_tiles = ceil_div(call.seqlen_k, work.keys_per_tile);
+        entries = strides[0] ? call.batch : 1;
+        heads = strides[1] ? call.num_heads : 1;
+        blocks = strides[2] ? num_blocks : 1;
+        tiles = strides[3] && !strides[2] ? num_tiles : 1;
+    }
+};
+
+template <class T> void bias_job(Work &work, char *memory, long job) {
+    const Call &call = work.call;
+    const Scaling<T> scaling(call);
+    BackwardBuffers<T> buffers(work, memory);
+    const BiasJobs jobs(work);
+    const long own_tile = job % jobs.tiles, own_block = job / jobs.tiles % jobs.blocks;
+    const long own_head = job / jobs.tiles / jobs.blocks % jobs.heads, own_entry = job / jobs.tiles / jobs.blocks / jobs.heads;
+    const int64_t *strides = call.strides[DBIAS];
+    const bool has_rows = strides[2] != 0, has_keys = strides[3] != 0;
+    const long group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 1;
+    constexpr long STRIDE = SCORES_STRIDE<T>;
+    T *total = buffers.total;
+    const long first_row = own_block * jobs.rows;
+    const long num_rows = has_rows ? smaller(jobs.rows, call.seqlen_q - first_row) : 1;
+    auto clear_total = [&] {
+        for (long r = 0; r < num_rows; ++r) clear(total + r * STRIDE, STRIDE);
+    };
+    auto write_total = [&](long first, long count) {
+        for (long r = 0; r < num_rows; ++r)
+            store_row(total + r * STRIDE, call.bias_dtype, strides[3], count,
+                      address(call, DBIAS, size_of(call.bias_dtype), own_entry, own_head, first_row + r, first));
+    };
+    clear_total();
+    const long begin = jobs.tiles > 1 ? own_tile : 0, end = jobs.tiles > 1 ? own_tile + 1 : jobs.num_tiles;
+    for (long t = begin; t < end; ++t) {
+        const long first = t * work.keys_per_tile;
+        for (long e = own_entry; e < (strides[0] ? own_entry + 1 : call.batch); ++e) {
+            const Entry &entry = work.entries[e];
+            const long count = smaller(work.keys_per_tile, entry.seqlen_k - first);
+            if (count <= 0) continue;
+            for (long h = own_head; h < (strides[1] ? own_head + 1 : call.num_heads); ++h) {
+                bool is_loaded = false;
+                for (long i = own_block; i < (has_rows ? own_block + 1 : jobs.num_blocks); ++i) {
+                    if (work.stopped.load(std::memory_order_relaxed)) return;
+                    Block block = {};
+                    block.entry = e;
+                    block.head_kv = h / group;
+                    block.first_head = h;
+                    block.num_heads = 1;
+                    block.first_row = i * jobs.rows;
+                    block.num_rows = smaller(jobs.rows, call.seqlen_q - i * jobs.rows);
+                    const Keys seen = seen_by(call, entry, block.first_row, block.first_row + block.num_rows - 1);
+                    if (seen.stop <= first || seen.first >= first + count) continue;
+                    if (!any_visible(call, entry, block, first, count)) continue;
+                    if (!is_loaded) load_key_tile(call, entry, h / group, first, count, buffers);
+                    is_loaded = true;
+                    load_queries(call, entry, block, buffers);
+                    const RowRange range = differentiate(call, scaling, entry, block, first, count, true, buffers).all;
+                    for (long r = range.first; r < range.stop; ++r) {
+                        const T *ds = buffers.ds + r * STRIDE;
+                        T *to = total + (has_rows ? r : 0) * STRIDE;
+                        if (has_keys) {
+                            for (long j = 0; j < count; ++j) to[j] += ds[j];
+                        } else {
+                            Vector<T> sum = {};
+                            for (long j = 0; j < round_up(count, LANES<T>); j += LANES<T>) sum += load(ds + j);
+                            to[0] += sum_of_lanes<T>(sum);
+                        }
+                    }
+                }
+            }
+        }
+        if (has_keys) {
+            write_total(first, smaller(work.keys_per_tile, call.seqlen_k - first));
+            clear_total();
+        }
+    }
+    if (!has_keys) write_total(0, 1);
+}
+
+}  // namespace
