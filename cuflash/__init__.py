@@ -14,7 +14,7 @@ from cuflash.functional import attention
 from cuflash.merging import MergeGradients, MergeResult, merge, merge_backward
 from cuflash.results import ForwardResult, Gradients
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "FlashAttention",

@@ -33,6 +33,7 @@ from cuflash.terms import DEFAULT_NEED
 from cuflash.tuning import candidates, tuned_plan
 from cuflash.values import value_error
 
+MEMORY_CLOCK_AND_WIDTH = (36, 37)  # cudaDevAttrMemoryClockRate in kHz, cudaDevAttrGlobalMemoryBusWidth in bits
 MAX_LAUNCHES = 1024  # so many are kept, of 10 KB each
 OVERLAP_IN_GRAPHS = 12030  # from this CUDA version of the driver on, graphs can hold launches that overlap
 
@@ -164,7 +165,15 @@ def device_spec(device_id: int) -> DeviceSpec:
         num_sms=properties["multiProcessorCount"],
         shared_bytes_per_block=properties["sharedMemPerBlockOptin"],
         shared_bytes_per_sm=properties["sharedMemPerMultiprocessor"],
+        l2_bytes=properties["l2CacheSize"],
+        bytes_per_s=_bytes_per_s(device_id),
     )
+
+
+def _bytes_per_s(device_id: int) -> float:
+    """Of device memory: two transfers a clock, over all of its wires."""
+    clock_khz, bits = (cupy.cuda.runtime.deviceGetAttribute(x, device_id) for x in MEMORY_CLOCK_AND_WIDTH)
+    return 2 * 1e3 * clock_khz * bits / 8
 
 
 # ---- A call ----------------------------------------------------------------------------------------------------------

@@ -82,7 +82,10 @@ SCHEDULES = (
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """What a launch did. A conflict is one extra pass over the banks for one 8x8 matrix of a matrix load."""
+    """What a launch did. A conflict is one extra pass over the banks for one 8x8 matrix of a matrix load.
+
+    Bytes are those of arrays in global memory that asynchronous copies load and store, and that reductions add to.
+    """
 
     fiber_switches: int
     block_barriers: int
@@ -91,6 +94,9 @@ class Statistics:
     matrix_products: int
     bulk_copies: int
     warpgroup_products: int
+    bytes_loaded: int
+    bytes_stored: int
+    bytes_added: int
 
 
 class _LaunchOptions(ctypes.Structure):

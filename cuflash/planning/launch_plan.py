@@ -9,6 +9,7 @@ from cuflash.binding import Pass
 from cuflash.operands import ITEMSIZE
 from cuflash.planning.device import DeviceSpec
 from cuflash.planning.tiles import Tile, round_up
+from cuflash.planning.traffic import Traffic, predict
 from cuflash.problem import Problem
 from cuflash.tensor_map import TensorMapSpec
 from cuflash.terms import DEFAULT_NEED
@@ -104,6 +105,17 @@ class LaunchPlan:
         """Device memory taken for the duration of a call beside inputs and results."""
         return self.scratch_layout.nbytes
 
+    @property
+    def scratch_sizes(self) -> dict[str, int]:
+        """Bytes of each scratch array."""
+        layout = self.scratch_layout
+        return dict(zip(layout.names, layout.sizes, strict=True))
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """Bytes that the pass moves, by the model of `cuflash.planning.traffic`; None where it has none."""
+        return predict(self)
+
     def describe(self) -> str:
         """The plan in words, a line a fact."""
         p = self.problem
@@ -120,6 +132,8 @@ class LaunchPlan:
                 f"{kernel.shared_bytes} bytes of shared memory{resources}"
             )
         lines.append(f"  extra memory: {self.extra_bytes} bytes")
+        if traffic := self.traffic:
+            lines.append(f"  {traffic.describe(self.device.bytes_per_s)}")
         lines.extend(f"  {line}" for line in self.reason.splitlines())
         return "\n".join(lines)
 

@@ -1,6 +1,7 @@
 """The package as people get it: importable without CuPy and quickly, with its kernels however it was installed."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+
+import cuflash
 
 CHECKOUT = Path(__file__).parents[2]
 DEPENDENCIES = sorted({str(Path(module.__path__[0]).parent) for module in (np, ml_dtypes)})
@@ -90,6 +93,7 @@ def test_a_wheel_works_elsewhere(build, tmp_path):
     assert run_python("import cuflash.emulator, cuflash.cli.main", tmp_path, str(unpacked)) == ""
     assert {path.name for path in unpacked.iterdir() if path.suffix != ".dist-info"} == {"cuflash"}
     assert wheel.stat().st_size < 1_500_000
+    assert wheel.name.startswith(f"cuflash-{cuflash.__version__}-")
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
@@ -153,11 +157,12 @@ def test_import_is_quick():
     assert seconds < 0.5
 
 
-def test_the_version_is_that_of_the_metadata():
-    import cuflash
-
-    text = (CHECKOUT / "pyproject.toml").read_text()
-    assert f'version = "{cuflash.__version__}"' in text
+def test_the_version_is_the_newest_one_everywhere():
+    changelog, citation = ((CHECKOUT / name).read_text() for name in ("docs/changelog.md", "CITATION.cff"))
+    newest = re.search(r"^## (.*)$", changelog, re.MULTILINE)
+    assert newest is not None and newest[1] in (cuflash.__version__, "Unreleased")
+    assert f"\n## {cuflash.__version__}\n" in changelog
+    assert f"\nversion: {cuflash.__version__}\n" in citation
 
 
 def test_ci_script_is_executable():

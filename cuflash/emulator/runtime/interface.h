@@ -61,6 +61,9 @@ struct Report {
   u64 matrix_products;
   u64 bulk_copies;
   u64 warpgroup_products;
+  u64 bytes_loaded;
+  u64 bytes_stored;
+  u64 bytes_added;
 };
 
 // 0 if the kernel ran to its end.

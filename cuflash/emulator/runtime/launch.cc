@@ -161,6 +161,9 @@ int launch(const Kernel& kernel, const void* params, u64 params_bytes, const Lau
   report.matrix_products = block.statistics.matrix_products;
   report.bulk_copies = block.statistics.bulk_copies;
   report.warpgroup_products = block.statistics.warpgroup_products;
+  report.bytes_loaded = block.statistics.bytes_loaded;
+  report.bytes_stored = block.statistics.bytes_stored;
+  report.bytes_added = block.statistics.bytes_added;
   return block.failed;
 }
 

@@ -297,6 +297,7 @@ void copy_async(u32 destination, const void* source, u32 bytes, u32 source_bytes
   note_writes(offset, bytes, now, self);
   Copy copy = {site, static_cast<const u8*>(source), source_bytes, destination, bytes, self.groups_committed, {}};
   memcpy(copy.bytes_read, source, source_bytes);
+  block.statistics.bytes_loaded += source_bytes;
   if (block.options.eager_copies) memcpy(&shared.bytes[offset], copy.bytes_read, bytes);
   self.copies.push_back(copy);
 }

@@ -78,6 +78,16 @@ u32 box_bytes(const TensorMapContent& map) {
   return map.box[0] * map.box[1] * map.box[2] * map.box[3] * map.element_bytes;
 }
 
+// Bytes of the box that lie in the array.
+u64 bytes_inside(const TensorMapContent& map, const int (&coordinates)[4]) {
+  u64 elements = 1;
+  for (u32 axis = 0; axis < 4; ++axis) {
+    const long long left = (long long)map.dims[axis] - coordinates[axis];
+    elements *= (u64)std::clamp<long long>(left, 0, map.box[axis]);
+  }
+  return elements * map.element_bytes;
+}
+
 // Calls visit(offset, pointer, valid) for every 16 bytes of the box: where they lie in shared memory, where in the
 // array, and how many of them are inside of it.
 template <class Visit>
@@ -154,6 +164,7 @@ void issue(Load load, u32 barrier) {
   memset(shared_bytes(load.offset), kPoison, load.bytes);
   loads.push_back(load);
   ++block.statistics.bulk_copies;
+  block.statistics.bytes_loaded += load.is_tensor ? bytes_inside(load.map, load.coordinates) : load.bytes;
   if (block.options.eager_copies) land(loads.size() - 1);
 }
 
@@ -177,6 +188,7 @@ void issue(BulkStore store) {
                  [&](u32 offset, u8*, u32 valid) { note_read(offset, valid); });
   bulk.stores.push_back(store);
   ++block.statistics.bulk_copies;
+  block.statistics.bytes_stored += bytes_inside(store.map, store.coordinates);
 }
 
 void read_source(BulkStore& store) {

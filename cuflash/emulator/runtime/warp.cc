@@ -383,6 +383,7 @@ void reduce(T* address, const T* values, u32 count, Site site) {
     fail(self, site, "misaligned reduction: %p is not a multiple of %zu bytes", (void*)address, count * sizeof(T));
   check_turn(self, site);
   for (u32 i = 0; i < count; ++i) address[i] += values[i];
+  block.statistics.bytes_added += count * sizeof(T);
 }
 }  // namespace
 

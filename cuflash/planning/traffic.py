@@ -1,0 +1,293 @@
+"""What a plan moves: tiles to multiprocessors, and bytes through device memory. A model, without a device.
+
+Two numbers that are easily confused. Blocks bring tiles to shared memory, mostly from L2: for N keys and queries of
+head dimension d, and M bytes of shared memory, that is the N^2 d^2 / M of the literature. Device memory sees less,
+because blocks that run side by side walk over the same operands, and the first of them brings these to L2 for all.
+
+The first number is exact for problems whose visible tiles follow from shapes and windows. What masks, lengths in an
+array and block masks hide is taken as visible, packed sequences as equally long. The second rests on the rules below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from cuflash.operands import ITEMSIZE
+from cuflash.planning.device import DeviceSpec
+from cuflash.planning.tiles import Tile
+from cuflash.problem import Problem
+from cuflash.terms import TERMS
+
+# The part of L2 that holds what blocks share: each of its two halves keeps a copy of what its multiprocessors read, as
+# the vendor describes it for compute capability 8.0 and 9.0.
+L2_SHARE = 0.5
+FORWARD, DECODE = ("sm80/forward.cu", "sm90/forward.cu"), "sm90/decode.cu"
+BACKWARD, DQ = ("sm80/backward.cu", "sm90/backward.cu"), "sm80/backward_dq.cu"
+
+
+class Plan(Protocol):
+    """What is asked of a `LaunchPlan`."""
+
+    @property
+    def pass_(self) -> str: ...
+    @property
+    def problem(self) -> Problem: ...
+    @property
+    def device(self) -> DeviceSpec: ...
+    @property
+    def tiles(self) -> tuple[Tile, ...]: ...
+    @property
+    def kernels(self) -> tuple[Any, ...]: ...
+    @property
+    def run_time(self) -> Any: ...
+    @property
+    def need(self) -> tuple[str, ...]: ...
+    @property
+    def scratch_sizes(self) -> dict[str, int]: ...
+    @property
+    def extra_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes that a pass moves."""
+
+    tiles: int  # of operands and row statistics, from L2 or memory to shared memory
+    added: int = 0  # to sums of dq, in L2 or memory
+    read: int  # from device memory
+    written: int  # to device memory
+    least: int  # of both, where nothing but inputs and results is moved, once
+    flops: int
+
+    @property
+    def moved(self) -> int:
+        """Bytes through device memory, both ways."""
+        return self.read + self.written
+
+    def describe(self, bytes_per_s: float) -> str:
+        """A line for a plan, with the roof that a memory of such bandwidth implies."""
+        intensity = self.flops / max(self.moved, 1)
+        sums = f" and {_in_words(self.added)} of sums" if self.added else ""
+        return (
+            f"memory, by model: {_in_words(self.read)} read, {_in_words(self.written)} written, "
+            f"{_in_words(self.least)} in the least; {_in_words(self.tiles)} of tiles{sums} by L2; "
+            f"{intensity:.0f} operations a byte, a roof of {intensity * bytes_per_s / 1e12:.4g} TFLOP/s "
+            f"at {bytes_per_s / 1e12:.4g} TB/s"
+        )
+
+
+def _in_words(nbytes: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.4g} TB"
+
+
+def predict(plan: Plan) -> Traffic | None:
+    """The traffic of a plan; None where a kernel takes part whose tiles are not modelled."""
+    sources = {kernel.source for kernel in plan.kernels if not kernel.source.startswith("around/")}
+    if not sources or not sources <= {*FORWARD, DECODE, *BACKWARD, DQ} or not plan.problem.visible_pairs:
+        return None
+    return _forward(plan) if plan.pass_ == "forward" else _backward(plan, sources)
+
+
+# ---- Tiles that are visible ------------------------------------------------------------------------------------------
+
+
+def key_rows(problem: Problem, block_m: int, block_n: int) -> list[int]:
+    """Rows of keys that each tile of queries of a head loads."""
+    rows = []
+    for first in range(0, problem.seqlen_q, block_m):
+        last = min(first + block_m, problem.seqlen_q) - 1
+        start = problem.key_range(first)[0] // block_n * block_n
+        stop = -(-problem.key_range(last)[1] // block_n) * block_n
+        rows.append(max(0, min(stop, problem.seqlen_k) - start))
+    return rows
+
+
+def query_tiles(problem: Problem, block_m: int, block_n: int) -> list[range]:
+    """Tiles of queries that each tile of keys of a head meets."""
+    ranges = []
+    for first in range(0, problem.seqlen_k, block_n):
+        start, stop = 0, -(-problem.seqlen_q // block_m)
+        if problem.window_right is not None:
+            start = max(0, first - problem.diagonal - problem.window_right) // block_m
+        if problem.window_left is not None:
+            last = first + block_n - 1
+            stop = min(stop, -(-max(0, last - problem.diagonal + problem.window_left + 1) // block_m))
+        ranges.append(range(min(start, stop), stop))
+    return ranges
+
+
+def _row_bytes(problem: Problem) -> tuple[int, int]:
+    """Of a row of q or k, and of v or dout."""
+    return problem.head_dim * ITEMSIZE[problem.dtype], problem.head_dim_v * ITEMSIZE[problem.dtype]
+
+
+# ---- Device memory ---------------------------------------------------------------------------------------------------
+
+
+def streamed(once: float, tiles: float, head_bytes: float, heads_at_once: float, blocks: int, l2_bytes: float) -> float:
+    """Bytes of an operand that blocks walk over, of which `tiles` bytes are brought to them in all.
+
+    What the heads under way need stays in L2, or else the blocks of a head that run side by side share what they read.
+    """
+    if heads_at_once * head_bytes <= L2_SHARE * l2_bytes:
+        return once
+    return min(max(once, tiles * heads_at_once / blocks), max(once, tiles))
+
+
+def _of_pairs(problem: Problem, l2_bytes: int) -> float:
+    """Bytes of terms of pairs beyond those that count once: each head reads what is broadcast to it."""
+    more = 0.0
+    for term in TERMS:
+        operand = getattr(problem, term.name)
+        if term.broadcasts and operand is not None and operand.nbytes > L2_SHARE * l2_bytes:
+            more += max(0, problem.visible_pairs * ITEMSIZE[operand.dtype] - operand.nbytes)
+    return more
+
+
+def _blocks_at_once(plan: Plan, tile: Tile, blocks: int) -> int:
+    return max(1, min(blocks, plan.device.num_sms * tile.min_blocks))
+
+
+def _forward(plan: Plan) -> Traffic:
+    problem, tile = plan.problem, plan.tiles[0]
+    one = problem.mean_sequence
+    of_q, of_v = _row_bytes(problem)
+    heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
+    if plan.kernels[0].source == DECODE:
+        tiles, keys = _decoding(plan)
+    else:
+        rows = key_rows(one, tile.block_m, tile.block_n)
+        in_all = heads * sum(rows) * (of_q + of_v)
+        tiles, keys = in_all + heads * one.seqlen_q * of_q, _keys_read(plan, tile, rows, in_all)
+    results = heads * one.seqlen_q * (of_v + ITEMSIZE[problem.softmax_dtype])
+    others = problem.forward_bytes - results - heads_kv * one.seqlen_k * (of_q + of_v)
+    scratch = plan.extra_bytes if plan.extra_bytes > L2_SHARE * plan.device.l2_bytes else 0
+    return Traffic(
+        tiles=tiles,
+        read=round(others + keys + scratch + _of_pairs(problem, plan.device.l2_bytes)),
+        written=results + scratch,
+        least=problem.forward_bytes,
+        flops=problem.forward_flops,
+    )
+
+
+def _decoding(plan: Plan) -> tuple[int, float]:
+    """Bytes of tiles, and of keys and values read, where blocks take equal shares of the keys of all heads."""
+    problem, tile, blocks = plan.problem, plan.tiles[0], plan.run_time.resident_blocks
+    of_q, of_v = _row_bytes(problem)
+    heads = problem.batch * problem.num_heads_kv
+    (rows,) = key_rows(problem, problem.seqlen_q, tile.block_n)
+    tiles_of_head = -(-rows // tile.block_n)
+    cuts = (part * heads * tiles_of_head // blocks for part in range(1, blocks))
+    loads_of_q = heads + sum(cut % tiles_of_head != 0 for cut in cuts)
+    keys = heads * rows * (of_q + of_v)
+    return keys + loads_of_q * problem.group_size * problem.seqlen_q * of_q, keys
+
+
+def _backward(plan: Plan, sources: set[str]) -> Traffic:
+    problem, one = plan.problem, plan.problem.mean_sequence
+    of_q, of_v = _row_bytes(problem)
+    heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
+    stats = plan.scratch_sizes["row_stats"]
+    added = _added(plan) if "dq_accumulator" in plan.scratch_sizes else 0
+    parts = []
+    if sources & set(BACKWARD):
+        parts.append(_by_keys(plan, added, every="sm80/backward.cu" in sources))
+    if DQ in sources:
+        parts.append(_by_queries(plan))
+    tiles, read, written = (sum(column) for column in zip(*parts, strict=True))
+
+    gradients = {"dq": heads * one.seqlen_q * of_q, "dk": heads_kv * one.seqlen_k * of_q}
+    gradients["dv"] = heads_kv * one.seqlen_k * of_v
+    results = sum(gradients.get(name, 0) for name in plan.need)
+    inputs = problem.backward_bytes - sum(gradients.values())
+    if inputs + results + plan.extra_bytes <= L2_SHARE * plan.device.l2_bytes:  # all of it stays there
+        read, written = inputs, results
+    else:
+        # A kernel before reads out, dout and lse, and leaves the statistics of rows; the parts have read q, k and v.
+        read += inputs - heads * one.seqlen_q * of_q - heads_kv * one.seqlen_k * (of_q + of_v)
+        written += results + stats
+    return Traffic(
+        tiles=round(tiles),
+        added=added,
+        read=round(read + _of_pairs(problem, plan.device.l2_bytes)),
+        written=round(written),
+        least=inputs + results,
+        flops=problem.backward_flops,
+    )
+
+
+def _added(plan: Plan) -> int:
+    """Bytes that blocks which own keys add to sums of dq: whole tiles of queries, for each tile of keys."""
+    problem, tile = plan.problem, plan.tiles[0]
+    steps = sum(map(len, query_tiles(problem.mean_sequence, tile.block_m, tile.block_n)))
+    row_bytes = tile.padded_dims(problem)[0] * ITEMSIZE[problem.softmax_dtype]
+    return problem.batch * problem.num_heads * steps * tile.block_m * row_bytes
+
+
+def _by_keys(plan: Plan, added: int, *, every: bool) -> tuple[float, float, float]:
+    """Bytes of tiles, and read and written, where blocks own keys. With `every`, also keys that no query sees."""
+    problem, device, run_time, tile = plan.problem, plan.device, plan.run_time, plan.tiles[0]
+    one = problem.mean_sequence
+    of_q, of_v = _row_bytes(problem)
+    number = ITEMSIZE[problem.softmax_dtype]
+    heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
+    sizes = plan.scratch_sizes
+    met = query_tiles(one, tile.block_m, tile.block_n)
+    steps = sum(map(len, met))
+    rows = sum(min(r.stop * tile.block_m, one.seqlen_q) - r.start * tile.block_m for r in met if r)
+    of_queries = heads * (rows * (of_q + of_v) + steps * tile.block_m * 2 * number)
+    key_starts = [n * tile.block_n for n, r in enumerate(met) if every or r]
+    keys = sum(min(tile.block_n, one.seqlen_k - start) for start in key_starts)
+    n_blocks = heads_kv * len(met)
+    shared = n_blocks - run_time.whole_tiles if run_time.tail_splits > 1 else 0
+    copies = run_time.group_splits * (1 + shared / n_blocks * (run_time.tail_splits - 1))
+    at_once = _blocks_at_once(plan, tile, round(n_blocks * copies))
+    heads_at_once = min(heads_kv, max(run_time.head_section, -(-at_once // (len(met) * copies))))
+    accumulator, partials = sizes.get("dq_accumulator", 0), sizes.get("dkv_partials", 0)
+    head_bytes = one.seqlen_q * (of_q + of_v + 2 * number) + accumulator / heads
+
+    def walked(once: float, in_all: float) -> float:
+        return streamed(once, in_all, head_bytes, heads_at_once, at_once, device.l2_bytes)
+
+    read = walked(heads * one.seqlen_q * (of_q + of_v) + sizes["row_stats"], of_queries)
+    read += heads_kv * one.seqlen_k * (of_q + of_v) + partials
+    written: float = partials
+    if added:
+        sums = walked(accumulator, added)
+        cleared = 0 if run_time.clear_ahead else accumulator  # by a kernel before, and out of L2 since
+        written += cleared + sums
+        read += cleared + sums  # the last time by the kernel that makes dq of them
+    return of_queries + heads_kv * keys * (of_q + of_v) * copies, read, written
+
+
+def _by_queries(plan: Plan) -> tuple[float, float, float]:
+    """The same where blocks own queries, for dq alone."""
+    problem, tile = plan.problem, plan.tiles[-1]
+    one = problem.mean_sequence
+    of_q, of_v = _row_bytes(problem)
+    heads = problem.batch * problem.num_heads
+    rows = key_rows(one, tile.block_m, tile.block_n)
+    in_all = heads * sum(rows) * (of_q + of_v)
+    of_queries = heads * one.seqlen_q * (of_q + of_v)
+    read = _keys_read(plan, tile, rows, in_all) + of_queries + plan.scratch_sizes["row_stats"]
+    return in_all + of_queries, read, 0
+
+
+def _keys_read(plan: Plan, tile: Tile, rows: list[int], in_all: float) -> float:
+    """Bytes of keys and values read where blocks own queries, each of which loads so many `rows` of them."""
+    problem = plan.problem
+    head_bytes = problem.mean_sequence.seqlen_k * sum(_row_bytes(problem))
+    heads = problem.batch * problem.num_heads
+    at_once = _blocks_at_once(plan, tile, heads * len(rows))
+    # Blocks that take tiles in pairs, from both ends, take head by head.
+    in_pairs = any(("CUFLASH_PAIRS", 1) in kernel.defines for kernel in plan.kernels)
+    section, units = (1, -(-len(rows) // 2)) if in_pairs else (plan.run_time.head_section, len(rows))
+    heads_at_once = -(-min(heads, max(section, -(-at_once // units))) // problem.group_size)
+    once = problem.batch * problem.num_heads_kv * head_bytes
+    return streamed(once, in_all, head_bytes, heads_at_once, at_once, plan.device.l2_bytes)
