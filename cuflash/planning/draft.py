@@ -15,7 +15,7 @@ from cuflash.planning.tiles import Tile, round_up
 from cuflash.problem import Problem
 from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
-from cuflash.terms import DEFINES, NUMBERS, OF_PAIRS, OF_SCORES, TERMS, Term
+from cuflash.terms import DEFINES, MASKS, OF_FUNCTIONS, OF_PAIRS, OF_SCORES, TERMS, Term
 
 PARAMS_BYTES = 936  # of the kernels' only argument; cuflash/params.py lays it out, kernels/common/params.cuh checks it
 MAPS_OFFSET = round_up(PARAMS_BYTES, 64)  # where tensor maps follow
@@ -159,8 +159,7 @@ _UNTOLD: dict[str, tuple[str, ...]] = {
     "scale": ("CUFLASH_SCALE_IN_EXPONENT",),
 }
 # The options of these that some kernels around the main one ask for.
-_MASKS = ("mask", "block_mask")
-_TOLD = {"lists.cu": _MASKS, "mask_bits.cu": _MASKS, "scores_reduce.cu": ("bias",), "convert.cu": ("dropout",)}
+_TOLD = {"lists.cu": MASKS, "mask_bits.cu": MASKS, "scores_reduce.cu": ("bias",), "convert.cu": ("dropout",)}
 
 
 def _untold(source: str) -> tuple[str, ...]:
@@ -181,7 +180,7 @@ _DTYPE_TAGS = {"float16": "Float16", "bfloat16": "BFloat16", "float32": "Float32
 def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_bytes: int) -> dict[str, str | int]:
     changes_scores = any(f"d{name}" in OF_SCORES for name in problem.acting)
     terms = {term.define: _define_of(getattr(problem, term.name), term) for term in TERMS if term.define}
-    numbers = {DEFINES[name]: int(getattr(problem, name) is not None) for name in NUMBERS[1:]}
+    numbers = {DEFINES[name]: int(getattr(problem, name) is not None) for name in OF_FUNCTIONS}
     return {
         **terms,
         **numbers,

@@ -273,7 +273,7 @@ struct Consumer {
     if constexpr (kNeedsDsoftcap) {
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n) ptx::store_shared_f32x4(s_tanh() + n * 128 * 16, p[n]);
-    } else if constexpr (kHasSoftcap) {
+    } else if constexpr (kHasDerivative) {
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n)
 #pragma unroll
@@ -325,7 +325,7 @@ struct Consumer {
     for (int n = 0; n < kQueryTiles; ++n) {
       float handed[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) handed[i] = kHasSoftcap ? p[n][i] * element_of(derivative[n], i) : p[n][i];
+      for (int i = 0; i < 4; ++i) handed[i] = kHasDerivative ? p[n][i] * element_of(derivative[n], i) : p[n][i];
       ptx::store_shared_f32x4(s_p + n * 128 * 16, handed);
     }
     arrive_as_warp(shared.p_ring.full(p_at));
@@ -351,7 +351,7 @@ struct Consumer {
       for (int i = 0; i < 4; ++i) {
         ds[n][i] = gradient_of(p[n][i], ds[n][i], kept_scale, delta[i % 2]);
         if constexpr (kSumsEarly) lane_sums.add(n, i, ds[n][i], distance);
-        if constexpr (kHasSoftcap && makes_dv && !kNeedsDsoftcap) ds[n][i] *= element_of(derivative[n], i);
+        if constexpr (kHasDerivative && makes_dv && !kNeedsDsoftcap) ds[n][i] *= element_of(derivative[n], i);
       }
     }
     if constexpr (!makes_dv) {
@@ -378,7 +378,7 @@ struct Consumer {
       ptx::load_shared_f32x4(s_tanh() + n * 128 * 16, tanh);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        lane_sums.softcap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);
+        lane_sums.cap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);
         ds[n][i] *= 1.0f - tanh[i] * tanh[i];
       }
     }
@@ -404,7 +404,7 @@ struct Consumer {
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
     float p[kQueryTiles][4], ds[kQueryTiles][4];
     // Pairs in half the registers.
-    [[maybe_unused]] u32 derivative[kHasSoftcap && !kNeedsDsoftcap ? kQueryTiles : 1][2];
+    [[maybe_unused]] u32 derivative[kHasDerivative && !kNeedsDsoftcap ? kQueryTiles : 1][2];
     [[maybe_unused]] const u32 shown = makes_dv ? load_mask() : 0;
 
     wait_for_queries(s_q, s_do);

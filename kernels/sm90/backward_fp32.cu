@@ -297,7 +297,7 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
       for (int i = 0; i < 4; ++i) {
         float derivative;
         p[n][i] = weights.of_hidden(p[n][i], row_of(n, i), key_of(0, i), masked, stats[i % 2 * 2], derivative);
-        factor[i] = kHasSoftcap ? p[n][i] * derivative : p[n][i];
+        factor[i] = kHasDerivative ? p[n][i] * derivative : p[n][i];
         if (kHasDropout && !kept.keeps(n, i)) factor[i] = -factor[i], p[n][i] = 0.0f;
       }
       ptx::store_shared_x2(s_p + n * 2048, {factor[0], factor[1]});

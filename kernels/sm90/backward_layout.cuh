@@ -31,10 +31,10 @@ constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
 // Side by side, each product takes twice as long, and then both have nothing but exponentials to do at the same time.
 // With split roles the first lets the second in once its products are issued. On an H200 this makes the kernel alone 9
 // to 12 % faster at head_dim 128 from seqlen 4096 on, 4 % at 64, 2 to 3 % at 256, and with slopes 2 to 12 % faster; but
-// with softcap, where scores take more than an exponential, 7 to 14 % slower; with a bias of pairs 2 to 5 %, with one
+// where a function acts on the products, 7 to 14 % slower; with a bias of pairs 2 to 5 %, with one
 // of keys at head_dim 64 4 %.
 constexpr bool kPingPong =
-    !kHasSoftcap && !kHasDropout && !kBiasOfPairs && (!kHasKeyNumbers || kDkFromShared) && (kBiasBytes == 0 || kAddsByTile);
+    !kHasDerivative && !kHasDropout && !kBiasOfPairs && (!kHasKeyNumbers || kDkFromShared) && (kBiasBytes == 0 || kAddsByTile);
 constexpr int kQueryTiles = kBlockM / 8;
 constexpr int kConsumerThreads = 128 * kConsumers;
 static_assert(kNumWarps == 4 * (kConsumers + 1 + kDqInOrder), "the consumers, dQ, and the order of dQ");

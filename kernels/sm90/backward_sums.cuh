@@ -1,8 +1,10 @@
 // Gradients of what scores are made of beside q and k, as sums over the keys that a consumer of sm90/backward.cu owns:
 //
 //   dslope = -sum dS |i + diagonal - j|      dbias = sum dS, of a bias that differs from key to key only
-//   dscale = sum dS * cap'(s) (k . q) = sum of K * dK over all elements, before dK is scaled
-//   dsoftcap = sum dS * (T - X (1 - T^2)),   X = scale (k . q) / softcap,   T = tanh X
+//   dscale = sum dS * f'(x) (k . q) = sum of K * dK over all elements, before dK is scaled
+//   dsoftcap = sum dS * df/dc
+//
+// f is the function, if any, that makes a score of the scaled product x, and c its parameter: common/score.cuh has both.
 //
 // They stay in registers until the walk comes to the next query head, and go to around/scores_reduce.cu, but for dscale,
 // which the consumer makes of dK and of the K that still lies in shared memory.
@@ -15,14 +17,14 @@
 
 constexpr bool kSumsScores = kNeedsDalibiSlopes || kNeedsDbias;
 constexpr bool kMakesSums = kSumsScores || kNeedsDscale || kNeedsDsoftcap;
-// Where there is a soft cap, before gradients of scores are made into those of products; otherwise when these are on
-// their way to the warpgroup of dQ.
-constexpr bool kSumsEarly = kSumsScores && kHasSoftcap, kSumsLate = kSumsScores && !kHasSoftcap;
+// Where such a function is given, before gradients of scores become those of products. Otherwise they are the same, and
+// are summed when they are on their way to the warpgroup of dQ.
+constexpr bool kSumsEarly = kSumsScores && kHasDerivative, kSumsLate = kSumsScores && !kHasDerivative;
 
 // What a lane sums, by its two keys: of the query head at hand, and of all of them.
 struct LaneSums {
   float slope[2] = {0, 0}, bias[2] = {0, 0};
-  float softcap[2] = {0, 0};
+  float cap[2] = {0, 0};
 
   // The gradient of the score of element `i` of n-tile `n`; `distance` is that of element 0 of n-tile 0.
   CUFLASH_DEVICE void add(int n, int i, float ds, float distance) {
@@ -63,7 +65,7 @@ struct KeySumsPlace {
   CUFLASH_DEVICE void leave(double scale, const LaneSums& lane) const {
     if (kNeedsDscale && lane_index() == 0) block_sums_of(params, false, ptx::block_index())[warp] = scale;
     if constexpr (kNeedsDsoftcap) {
-      const double sum = warp_sum(lane.softcap[0] + lane.softcap[1]);
+      const double sum = warp_sum(lane.cap[0] + lane.cap[1]);
       if (lane_index() == 0) block_sums_of(params, true, ptx::block_index())[warp] = sum;
     }
   }

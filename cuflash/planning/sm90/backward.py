@@ -23,6 +23,7 @@ from cuflash.planning.sm90.tiles import (
 )
 from cuflash.planning.tiles import Tile, why_too_large
 from cuflash.problem import Problem
+from cuflash.terms import OF_FUNCTIONS
 
 # Heads whose blocks of the backward pass are side by side on compute capability 9.0; on an H200 eight are 1 % slower
 # (head_dim 128, seqlen 4096). Where blocks add in order, each is a step behind the one before it of its head: so many
@@ -117,8 +118,8 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
     def why_not_summed(self, draft: Draft, main: BackwardSm90Tile, name: str) -> str | None:
         if name == "dscale":
             return None
-        if main.splits_roles and draft.problem.softcap is not None:
-            return "where roles are split the soft cap's derivative is in the weights that are handed over"
+        if main.splits_roles and (names := draft.problem.given(OF_FUNCTIONS)):
+            return f"where roles are split the derivative of {names[0]} is in the weights that are handed over"
         if name == "dsoftcap":
             return why_too_large(self.summing(main, (name,)), draft.problem, draft.device) or None
         if name == "dbias" and not is_of_keys(draft):

@@ -9,9 +9,8 @@ from cuflash.planning.families import ForwardFamily
 from cuflash.planning.sm90.forward import MAPPED, box_rows
 from cuflash.planning.sm90.tiles import DECODE_ROWS, DECODE_SM90_TILES, DecodeSm90Tile
 from cuflash.problem import Problem
-from cuflash.terms import OF_PAIRS
+from cuflash.terms import MASKS
 
-SERVED = ("softcap", "alibi_slopes", "bias")  # of the options that act on scores pair by pair
 DECODE_MIN_SEQLEN_K = 512  # from which on that pays
 MIN_TILES_OF_BLOCK = 2  # of keys
 COMBINE_TILES = 2  # of keys: what a block of many takes longer where several share a head
@@ -37,7 +36,7 @@ class Decode(ForwardFamily[DecodeSm90Tile]):
             return ""
         if _visible_keys(problem.mean_sequence) < DECODE_MIN_SEQLEN_K or draft.why_not_mapped(MAPPED):
             return ""
-        terms = [name for name in problem.given(OF_PAIRS) if name not in SERVED]
+        terms = [*problem.given(MASKS)]
         terms += ["dropout"] if problem.dropout else []
         terms += ["packed sequences"] if problem.is_packed else []
         if terms:
