@@ -103,13 +103,11 @@ struct Addends {
     if constexpr (kBiasBytes == 2) {
       // Four 8 x 8 matrices: of two n-tiles, 8 rows, or keys where transposed, and the 8 behind them.
       Fragment words;
-      const u32 swizzle = lane % 8 * 16;
       if constexpr (transposed)
         ptx::load_matrix_x4_transposed(words.word, along_line(pairs + (16 * k + lane / 16 * 8 + lane % 8) * kLineBytes,
                                                               lane / 8 % 2 * 16));
       else
-        ptx::load_matrix_x4(words.word, pairs + lane % 16 * kLineBytes + k / 4 * kBlockM * kLineBytes +
-                                            ((k % 4 * 32 + lane / 16 * 16) ^ swizzle));
+        load_fragment_chunked<kBlockM>(pairs, 0, k, words);
 #pragma unroll
       for (int j = 0; j < 8; ++j)
         b[j / 4][j % 4] = ptx::to_float32(Element{}, (u16)(words.word[j / 2] >> j % 2 * 16));

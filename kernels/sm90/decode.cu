@@ -54,15 +54,8 @@ struct DecodeParams {
 };
 static_assert(sizeof(DecodeParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
-struct Shared : QkvBarriers<kNumStages> {
-  u32 q, k, v;
-
-  CUFLASH_DEVICE Shared() {
-    q = ptx::dynamic_shared();
-    k = q + kBytesQ;
-    v = k + kNumStages * kBytesK;
-    place_barriers(v + kNumStages * kBytesV);
-  }
+struct Shared : QkvShared<kNumStages> {
+  CUFLASH_DEVICE Shared() : QkvShared(kBytesQ, kNumStages * kBytesK, kNumStages * kBytesV) {}
 };
 
 // The heads that a block has keys of, one after another.

@@ -245,17 +245,13 @@ struct Consumer {
   // The same by mma.sync, for one warp alone; not unrolled, since it is rare and needs registers.
   CUFLASH_DEVICE void multiply_s_again() {
     const u32 lane = lane_index(), swizzle = lane % 8 * 16;
-    const u32 line_q = s_q + (warp_row + lane % 16) * kLineBytes;
     const u32 line_k = shared.k + key.stage * kBytesK + (lane % 8 + lane / 16 * 8) * kLineBytes;
     set_zero(s);
 #pragma unroll 1
     for (int k = 0; k < kDim / 16; ++k)
       multiply<1>(
           s,
-          [&](int, int, Fragment& a) {
-            ptx::load_matrix_x4(a.word,
-                                line_q + k / 4 * kBlockM * kLineBytes + ((k % 4 * 32 + lane / 16 * 16) ^ swizzle));
-          },
+          [&](int, int, Fragment& a) { load_fragment_chunked<kBlockM>(s_q, warp_row, k, a); },
           [&](int n, int, Fragment& b) {
             ptx::load_matrix_x4(b.word, line_k + n * 16 * kLineBytes + k / 4 * kBlockN * kLineBytes +
                                        ((k % 4 * 32 + lane / 8 % 2 * 16) ^ swizzle));

@@ -57,15 +57,8 @@ struct ForwardParams {
 };
 static_assert(sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
-struct Shared : QkvBarriers<kSlots> {
-  u32 q, k, v;
-
-  CUFLASH_DEVICE Shared() {
-    q = ptx::dynamic_shared();
-    k = q + kBytesQ;
-    v = k + kNumStages * kBytesK;
-    place_barriers(v + kNumStages * kBytesV);
-  }
+struct Shared : QkvShared<kSlots> {
+  CUFLASH_DEVICE Shared() : QkvShared(kBytesQ, kNumStages * kBytesK, kNumStages * kBytesV) {}
 };
 
 // The place of the n-th part of a tile, low ones first, and which part that is.

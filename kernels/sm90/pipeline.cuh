@@ -69,3 +69,16 @@ struct QkvBarriers {
     ptx::sync_block();
   }
 };
+
+// Shared memory where these are all that there is: Q, the ring of K, the ring of V, barriers.
+template <int stages>
+struct QkvShared : QkvBarriers<stages> {
+  u32 q, k, v;
+
+  CUFLASH_DEVICE QkvShared(u32 bytes_q, u32 bytes_of_keys, u32 bytes_of_values) {
+    q = ptx::dynamic_shared();
+    k = q + bytes_q;
+    v = k + bytes_of_keys;
+    this->place_barriers(v + bytes_of_values);
+  }
+};
