@@ -19,7 +19,7 @@ from cuflash.terms import DEFINES, MASKS, OF_FUNCTIONS, OF_PAIRS, OF_SCORES, TER
 
 PARAMS_BYTES = 936  # of the kernels' only argument; cuflash/params.py lays it out, kernels/common/params.cuh checks it
 MAPS_OFFSET = round_up(PARAMS_BYTES, 64)  # where tensor maps follow
-LIST_WARPS = 4  # of a block that lists tiles, a list for each
+LIST_WARPS = 4  # warps of a block that lists tiles; each makes one list
 LIST_HEADER = 2  # numbers in front of a list
 # Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
 # at head_dim 128 and seqlen 4096; without a mask, one head at a time serves L2 better.
@@ -149,8 +149,8 @@ class Draft:
         )
 
 
-# Options that make no difference to the kernels around the main one, and the defines that tell of them. These kernels
-# are not told of them, so that one compilation serves them all.
+# Options that make no difference to the kernels around the main one, and the macros that tell of them. These kernels
+# are compiled without them, so that one compilation serves all combinations.
 _UNTOLD: dict[str, tuple[str, ...]] = {
     **{name: (DEFINES[name],) for name in OF_PAIRS if name in DEFINES},
     "mask": (DEFINES["mask"], "CUFLASH_MASK_OF_KEYS", "CUFLASH_MASK_BY_BITS"),
@@ -158,7 +158,7 @@ _UNTOLD: dict[str, tuple[str, ...]] = {
     "dropout": ("CUFLASH_HAS_DROPOUT",),
     "scale": ("CUFLASH_SCALE_IN_EXPONENT",),
 }
-# The options of these that some kernels around the main one ask for.
+# Those of these options that some of the kernels around the main one need all the same.
 _TOLD = {"lists.cu": MASKS, "mask_bits.cu": MASKS, "scores_reduce.cu": ("bias",), "convert.cu": ("dropout",)}
 
 

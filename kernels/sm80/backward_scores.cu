@@ -181,9 +181,10 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
     if (next.left > 0) load(stage);
     ptx::copy_async_commit();
 
-    const Weights weights(params, batch, head, key_stop);
+    const Score score(params, batch, head, key_stop);
+    const Mask mask(params, batch, head, key_stop);
     const Dropout dropout(params, batch, head);
-    const Real kept_scale = kept_scale_of(params);
+    const Real exponent_scale = score.exponent_scale(), kept_scale = kept_scale_of(params);
     const TileRange tiles = now.visible_keys(params, key_stop);
     const bool masked = now.n_block < tiles.full_start || now.n_block >= tiles.full_stop ||
                         (kHasBlockMask && now.pairs_left(params) != Pairs::kAll);
@@ -199,11 +200,12 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
           const int row = lane_row + 16 * m + i / 2 * 8, key = lane_key + 8 * n + i % 2;
           const Real product = s[m][n][i];
           Real derivative;
-          const Real p = weights.of(product, row, key, masked, exponent_lse[m][i / 2], derivative);
+          const Real x = masked_score(score, mask, product, row, key, masked, derivative);
+          const Real p = warp_exponential(x * exponent_scale - exponent_lse[m][i / 2]);
           const bool keeps = !kHasDropout || kept.keeps(n, i);
           const Real ds = gradient_of(p, dp[m][n][i], keeps, kept_scale, delta[m][i / 2]);
           if constexpr (kNeedsDbias) sums.dbias[m][n][i] += ds;
-          add_to_sums(of_tile, weights.score, ds, derivative, product, row, key);
+          add_to_sums(of_tile, score, ds, derivative, product, row, key);
         }
       }
 #pragma unroll
