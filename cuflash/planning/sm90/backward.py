@@ -214,6 +214,6 @@ def steps_of_tile(draft: Draft, main: Tile) -> int:
 
 
 def _head_bytes(draft: Draft, main: BackwardSm90Tile) -> int:
-    """Bytes of Q, dO and dQ of one head. Of packed sequences, their mean length counts: blocks work on few at a time."""
+    """Bytes of Q, dO and dQ of one head. Of packed sequences their mean length counts: blocks work on few at once."""
     dim, dim_v = draft.padded_dims(main)
     return draft.problem.mean_sequence.seqlen_q * (main.element_bytes * (dim + dim_v) + 4 * dim)
