@@ -42,7 +42,7 @@ def needs(names: Collection[str]) -> dict[str, int]:
 def add_stored(
     draft: Draft, tile: Tile, source: str, stored: Collection[str], *, persistent: bool = False, **defines: int
 ) -> None:
-    """Add the kernel of the gradient that is stored. Each block owns a tile of it or, if `persistent`, takes several."""
+    """Add the kernel of the gradient that is stored. Each block owns a tile of it or, if `persistent`, several."""
     sizes, axes = _sizes(draft, tile), _axes_of_stored(draft)
     owned = math.prod(n for n, summed in zip(sizes, axes, strict=True) if not summed)
     splits = _shares(draft, tile, owned, math.prod(sizes) // max(owned, 1))
