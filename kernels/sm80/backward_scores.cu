@@ -200,10 +200,11 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
           const int row = lane_row + 16 * m + i / 2 * 8, key = lane_key + 8 * n + i % 2;
           const Real product = s[m][n][i];
           Real derivative;
-          const Real x = masked_score(score, mask, product, row, key, masked, derivative);
+          Real x = score.of(product, row, key, derivative);
+          if (masked && !mask.visible(row, key)) x = -ptx::infinity();
           const Real p = warp_exponential(x * exponent_scale - exponent_lse[m][i / 2]);
-          const bool keeps = !kHasDropout || kept.keeps(n, i);
-          const Real ds = gradient_of(p, dp[m][n][i], keeps, kept_scale, delta[m][i / 2]);
+          const Real kept_dp = !kHasDropout || kept.keeps(n, i) ? dp[m][n][i] : 0;
+          const Real ds = p * (kept_dp * kept_scale - delta[m][i / 2]);
           if constexpr (kNeedsDbias) sums.dbias[m][n][i] += ds;
           add_to_sums(of_tile, score, ds, derivative, product, row, key);
         }
