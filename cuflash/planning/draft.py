@@ -9,6 +9,7 @@ from typing import Literal
 
 from cuflash.binding import Pass
 from cuflash.operands import ITEMSIZE, Operand
+from cuflash.planning.argument import MAPS_OFFSET, PARAMS_BYTES
 from cuflash.planning.device import DeviceSpec
 from cuflash.planning.launch_plan import KernelSpec, RunTime, option_names
 from cuflash.planning.tiles import Tile, round_up
@@ -17,8 +18,6 @@ from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 from cuflash.terms import DEFINES, MASKS, OF_FUNCTIONS, OF_PAIRS, OF_SCORES, TERMS, Term
 
-PARAMS_BYTES = 936  # of the kernels' only argument; cuflash/params.py lays it out, kernels/common/params.cuh checks it
-MAPS_OFFSET = round_up(PARAMS_BYTES, 64)  # where tensor maps follow
 LIST_WARPS = 4  # warps of a block that lists tiles; each makes one list
 LIST_HEADER = 2  # numbers in front of a list
 # Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
@@ -178,7 +177,7 @@ _DTYPE_TAGS = {"float16": "Float16", "bfloat16": "BFloat16", "float32": "Float32
 
 
 def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_bytes: int) -> dict[str, str | int]:
-    changes_scores = any(f"d{name}" in OF_SCORES for name in problem.acting)
+    changes_scores = any(name in OF_FUNCTIONS or f"d{name}" in OF_SCORES for name in problem.acting)
     terms = {term.define: _define_of(getattr(problem, term.name), term) for term in TERMS if term.define}
     numbers = {DEFINES[name]: int(getattr(problem, name) is not None) for name in OF_FUNCTIONS}
     return {
