@@ -28,9 +28,9 @@ FOLDERS = {
 # A module imports only modules to the left of it.
 ORDER = [
     "values", "operands", "options", "terms", "problem", "block_masks", "dropout", "reference",
-    "cpu.exponentials", "cpu.jobs", "cpu.calls", "cpu.stacks", "cpu.stacked_scores", "cpu.stacked", "cpu.packed",
-    "cpu.tiles", "cpu.tiled_forward", "cpu.tiled_backward", "cpu.tiled_terms", "cpu.numpy_path", "cpu.core", "cpu",
-    "interop", "merging", "tensor_map", "binding", "kernel_cache", "nvrtc",
+    "cpu.exponentials", "cpu.cap", "cpu.jobs", "cpu.calls", "cpu.stacks", "cpu.stacked_scores", "cpu.stacked",
+    "cpu.packed", "cpu.tiles", "cpu.tiled_forward", "cpu.tiled_backward", "cpu.tiled_terms", "cpu.numpy_path",
+    "cpu.core", "cpu", "interop", "merging", "tensor_map", "binding", "kernel_cache", "nvrtc",
     "planning.device", "planning.tiles", "planning.traffic", "planning.launch_plan", "planning.argument",
     "planning.draft", "planning.families", "planning.sm80", "planning.scores", "planning.sm90", "planning.sm90.tiles",
     "planning.sm90.bf16_split", "planning.sm90.mask_bits", "planning.sm90.forward", "planning.sm90.decode",
@@ -66,6 +66,7 @@ ALWAYS = {
     "progress": set(),
     "reference": {"numpy", "ml_dtypes", "typing_extensions"},
     "cpu.exponentials": {"numpy"},
+    "cpu.cap": {"numpy"},
     "cpu.jobs": {"numpy"},
     "cpu.calls": {"numpy"},
     "cpu.stacks": {"numpy"},
