@@ -62,12 +62,14 @@ class ScoredTile(Tile):
         by, hidden = bias_by(problem), self._hidden(problem)
         by_tile = by in ("nothing", "keys") or bias_of_pairs > 0
         whole_blocks = self.block_m % BITS_BLOCK == 0 and self.block_n % BITS_BLOCK == 0
-        return self.changed(
-            bias_of_pairs=bias_of_pairs,
-            bias_of_keys=by == "keys",
-            mask_of_keys=by_tile and hidden == "keys",
-            mask_by_bits=by_tile and hidden == "pairs" and whole_blocks,
-        )
+        seen = {
+            "bias_of_pairs": bias_of_pairs,
+            "bias_of_keys": by == "keys",
+            "mask_of_keys": by_tile and hidden == "keys",
+            "mask_by_bits": by_tile and hidden == "pairs" and whole_blocks,
+        }
+        # Every plan asks this of every row of a table, and most problems have neither.
+        return self if all(getattr(self, name) == x for name, x in seen.items()) else self.changed(**seen)
 
     def looks_up_pairs(self, problem: Problem) -> bool:
         """Whether the kernel looks for what hides a pair, pair by pair."""
