@@ -4,10 +4,11 @@ The first call of a problem binds its arrays, plans it and compiles or loads its
 kept under everything that it depends on: options, shapes, strides, dtypes, pointer alignment, device. Later calls look
 it up, fill in the pointers and launch, on CuPy's current stream of the arrays' device, without a synchronisation.
 
-The number of keys is an exception. A forward pass whose k and v grow by a row a call, as they do in decoding, finds the
-launch of the call before: the key has only what a plan depends on of that number, and the call fills in the rest. Most
-of the time of that goes into tensor maps. Where k and v are slices of a longer cache, whose memory goes on after them,
-and the kernel hides what lies past the last key, maps reach over as many keys as the launch serves, and stay the same.
+The number of keys is an exception. A forward pass whose k and v grow by a row with each call, as they do in decoding,
+finds the launch of the call before: a launch is kept under only what a plan depends on of that number, and each call
+fills in the number itself. Most of the time for that goes into new tensor maps. Maps stay the same where k and v are
+slices of a longer cache, so that memory goes on after them, and the kernel hides what lies past the last key: then they
+reach over as many keys as the launch serves.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from cuflash.tuning import candidates, tuned_plan
 from cuflash.values import value_error
 
 MEMORY_CLOCK_AND_WIDTH = (36, 37)  # cudaDevAttrMemoryClockRate in kHz, cudaDevAttrGlobalMemoryBusWidth in bits
-MAX_LAUNCHES = 1024  # so many are kept, of 10 KB each
+MAX_LAUNCHES = 1024  # so many launches are kept, each of which takes 10 KB
 OVERLAP_IN_GRAPHS = 12030  # from this CUDA version of the driver on, graphs can hold launches that overlap
 
 
@@ -62,7 +63,7 @@ class _Kernel(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Launch:
-    """Everything about a call but its pointers, and its number of keys where the plan serves more than one."""
+    """Everything about a call but its pointers, and but its number of keys where the plan serves several."""
 
     plan: LaunchPlan
     seqlen_k: int  # of the plan
@@ -135,7 +136,7 @@ def compile(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DE
 def trials(
     pass_: Pass, options: Options, arrays: dict[str, Any], random: tuple[int, int]
 ) -> tuple[tuple[LaunchPlan, ...], Callable[[LaunchPlan], Callable[[], tuple[Any, ...]]]]:
-    """The plans that tuning tries for a call, and what makes of one of them the call that runs it.
+    """The plans that tuning tries for a call, and a function that makes a plan into the call that runs it.
 
     `arrays` are those of `forward` or `backward`, without results; CuPy's current device is that of the arrays.
     """
@@ -211,7 +212,7 @@ def _call(
 
 
 def _keep(key: tuple, launch: _Launch) -> None:
-    """Remember a launch; of too many, the half that was used last stays."""
+    """Remember a launch. Where there are too many, the half that was used last stays."""
     if len(_launches) >= MAX_LAUNCHES:
         by_use = sorted(list(_launches.items()), key=lambda item: item[1].last_call)
         for old, _ in by_use[: MAX_LAUNCHES // 2]:
@@ -251,8 +252,8 @@ def _start(
     maps = [map_of(pointers[index], rows or mapped) for map_of, index, rows in launch.maps]
     launch.last_call = call = next(_calls)
     frame = launch.argument.frame(pointers, maps, random, seqlen_k, call)
-    # Beside an H200 a launch took 3.0 us so and 3.6 us by cuda.bindings; in another run 3.9 by that and 5.3 by CuPy's
-    # kernel object.
+    # On the host of an H200 this way of launching took 3.0 us, and cuda.bindings took 3.6 us; in another run that took
+    # 3.9 us, and CuPy's kernel object 5.3 us.
     run, kernel_params = cupy.cuda.driver.launchKernel, frame.address
     stream = cupy.cuda.get_current_stream().ptr
     for _, handle, grid, threads, shared_bytes, config_of in launch.kernels:
@@ -332,7 +333,7 @@ def _load(kernel: KernelSpec, device_id: int) -> _Kernel:
 
 
 def _overlapping_config(grid: int, threads: int, shared_bytes: int, stream: int) -> Any:
-    """How to launch a kernel whose blocks may start before the kernel in front of it has ended, which they wait for."""
+    """How to launch a kernel whose blocks may start before the previous kernel has ended, and which waits for it."""
     driver = _driver()
     attribute, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION

@@ -68,7 +68,7 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: Literal["bhsd
 
     Notes
     -----
-    A learnable sink (`sinks` of `FlashAttention.forward`) belongs to one of the parts, and to no other.
+    A learnable sink is given to `FlashAttention.forward` for one of the parts, and for no other.
 
     References
     ----------

@@ -1,4 +1,4 @@
-"""The kernels' only argument, laid out as `Params` in kernels/common/params.cuh.
+"""The kernels' only argument, filled in; `cuflash.planning.argument` says what it has.
 
 Needs NumPy only, so that it can be filled for any backend that runs the kernels.
 """
@@ -8,72 +8,23 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 
 import numpy as np
 
 from cuflash.operands import Operand
-from cuflash.planning import LaunchPlan, RunTime
-from cuflash.planning.draft import MAPS_OFFSET, PARAMS_BYTES
+from cuflash.planning import LaunchPlan
+from cuflash.planning.argument import ARRAYS, FIELDS, MAPS_OFFSET, OF_LENGTH, RUN_TIME
 from cuflash.problem import Problem
 from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
-from cuflash.terms import NAMES, NUMBERS, TERMS
+from cuflash.terms import NAMES, NUMBERS
 
-# Arrays in the order of the struct, with the number of strides that follow each pointer.
-_ARRAYS = (
-    *((name, 3) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "lse", "dlse")),
-    *((term.name, term.strides) for term in TERMS),
-    *((term.gradient, term.strides) for term in TERMS if term.part_of),
-    *((f"d{name}", 0) for name in NUMBERS),
-    *(
-        ("row_stats", 0),
-        ("dq_accumulator", 0),
-        ("dkv_partials", 0),
-        ("partial_out", 0),
-        ("partial_lse", 0),
-        ("arrivals", 0),
-        ("q_split", 0),
-        ("k_split", 0),
-        ("v_split", 0),
-        ("dout_split", 0),
-        ("key_lists", 0),
-        ("query_lists", 0),
-        ("mask_words", 0),
-        ("mask_blocks", 0),
-        ("score_partials", 0),
-        ("sums_partials", 0),
-    ),
+# As C lays a struct of these fields out.
+PARAMS = np.dtype(
+    [(name, kind, (count,)) if "strides" in name else (name, kind) for name, kind, count in FIELDS], align=True
 )
-_OF_LENGTH = ("seqlen_k", "diagonal", "right_offset", "left_offset")
-_RUN_TIME = tuple(field.name for field in fields(RunTime))
-_INTEGERS = ("batch", "num_heads", "num_heads_kv", "seqlen_q", *_OF_LENGTH)
-
-
-def _layout() -> list[tuple]:
-    layout: list[tuple] = []
-    for name, num_strides in _ARRAYS:
-        layout.append((name, np.uint64))
-        if num_strides:
-            layout.append((f"{name}_strides", np.int64, (num_strides,)))
-    layout.append(("call", np.uint64))
-    layout += [(name, np.int32) for name in (*_INTEGERS, *_RUN_TIME)]
-    return [
-        *layout,
-        *((name, np.float32) for name in NUMBERS),
-        *((name, np.uint32) for name in ("seed_low", "seed_high", "offset", "dropout_threshold")),
-        ("kept_scale", np.float32),
-        ("num_pages", np.int32),
-        *((f"{name}_float64", np.float64) for name in NUMBERS),
-        ("kept_scale_float64", np.float64),
-    ]
-
-
-PARAMS = np.dtype(_layout(), align=True)  # as C lays structs out
-if PARAMS.itemsize != PARAMS_BYTES:
-    raise ValueError(f"PARAMS: got {PARAMS.itemsize} bytes, expected {PARAMS_BYTES}")
 
 # Which 64-bit word of the struct holds the pointer of an array.
-POINTER_WORD = {name: PARAMS.fields[name][1] // 8 for name, _ in _ARRAYS}  # type: ignore[index]
+POINTER_WORD = {name: PARAMS.fields[name][1] // 8 for name, _ in ARRAYS}  # type: ignore[index]
 # Which of these words holds the number of the call, behind the word with the address of it all.
 _CALL = 1 + PARAMS.fields["call"][1] // 8  # type: ignore[index]
 # Where the numbers lie that follow the number of keys, four 32-bit words behind each other: `length_numbers`.
@@ -101,7 +52,7 @@ def parameters(
             strides[:] = (operand.strides + (0,) * len(strides))[: len(strides)]
     for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q"):
         params[name] = getattr(problem, name)
-    for name, number in zip(_OF_LENGTH, length_numbers(problem), strict=True):
+    for name, number in zip(OF_LENGTH, length_numbers(problem), strict=True):
         params[name] = number
     for name in problem.given(NUMBERS):
         params[name] = params[f"{name}_float64"] = getattr(problem, name)
@@ -109,14 +60,14 @@ def parameters(
     params["call"] = call
     params["dropout_threshold"] = round(65536 * problem.dropout)
     params["kept_scale"] = params["kept_scale_float64"] = problem.kept_scale
-    for name in _RUN_TIME:
+    for name in RUN_TIME:
         params[name] = getattr(plan.run_time, name)
     params["num_pages"] = problem.k.shape[0] if problem.block_table is not None else 0
     return params
 
 
 def length_numbers(problem: Problem) -> tuple[int, int, int, int]:
-    """The parameters `_OF_LENGTH` of a problem; bounds that do not exist are 0."""
+    """The parameters `OF_LENGTH` of a problem; bounds that do not exist are 0."""
     diagonal, left, right = problem.diagonal, problem.window_left, problem.window_right
     return (
         problem.seqlen_k,

@@ -17,7 +17,7 @@ problem of its own, with its own diagonal.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -32,20 +32,13 @@ from cuflash.operands import (
     user_shape,
 )
 from cuflash.options import Options, check_block_size, rounded_rate, window_of
-from cuflash.terms import ACTING, BY_NAME, NAMES, NUMBERS, Term, Terms
+from cuflash.terms import BY_NAME, NAMES, NUMBER_ROWS, NUMBERS, Given, Term, Terms
 from cuflash.values import counted, type_error, value_error
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Unpack
 
-# The passes multiply products of q and k by scale, 1 / softcap and log2(e), in the dtype of the softmax. So that no
-# ordinary product overflows on the way, scale, softcap and 1 / softcap are at most 2 to this power. Two of them take
-# three quarters of the exponents of the dtype, and leave room for products up to 2**31 in float32.
-OPTION_EXPONENT = {"float32": 48, "float64": 384}
-# The kernels of these dtypes compute the tanh to 1e-7, which softcap multiplies. Up to 2 to this power, the error hides
-# behind the rounding of the weights.
-SOFTCAP_EXPONENT = {"float16": 16, "bfloat16": 16}
 SMALLEST_SCALE = 2.0**-149  # in float32: what is closer to 0 rounds to it
 MAX_SEQLEN = 2**30  # positions and their sums are 32-bit in the kernels
 PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -59,7 +52,7 @@ def not_packed_error(name: str) -> NotImplementedError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class Problem(Given):
     """One attention problem; the fields follow the names of docs/design.md. Frozen and hashable: it keys plans."""
 
     dtype: str
@@ -72,8 +65,6 @@ class Problem:
     seqlen_k: int
     head_dim: int
     head_dim_v: int
-    scale: float
-    softcap: float | None
     alignment: Literal["bottom_right", "top_left"]  # of the diagonal
     diagonal: int  # 0 for packed sequences, each of which has its own
     window_left: int | None
@@ -84,16 +75,7 @@ class Problem:
     q: Operand
     k: Operand
     v: Operand
-    bias: Operand | None = None
-    mask: Operand | None = None
-    kv_lengths: Operand | None = None
-    alibi_slopes: Operand | None = None
-    sinks: Operand | None = None
-    block_mask: Operand | None = None
     block_size: tuple[int, int] = (0, 0)  # (rows, keys) of the blocks of the block mask; zeros without one
-    block_table: Operand | None = None  # k and v are then pools of pages: (num_pages, num_heads_kv, page_size, dim)
-    cu_seqlens_q: Operand | None = None
-    cu_seqlens_k: Operand | None = None
 
     @property
     def options(self) -> Options:
@@ -101,24 +83,14 @@ class Problem:
         window = (self.window_left, self.window_right)
         return Options(
             causal="top_left" if self.alignment == "top_left" else False,
-            scale=self.scale,
             window=None if window == (None, None) else window,
-            softcap=self.softcap,
             layout=self.layout,  # type: ignore[arg-type]
             deterministic=self.deterministic,
             precision=self.precision,
             dropout=self.dropout,
             block_size=self.block_size if self.block_mask is not None else Options.block_size,
+            **{name: getattr(self, name) for name in NUMBERS},
         )
-
-    def given(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The options that the problem has, of these names, which are of `terms.NAMES` and `terms.NUMBERS`."""
-        return tuple(name for name in names if getattr(self, name) is not None)
-
-    @property
-    def acting(self) -> tuple[str, ...]:
-        """The options that act on scores, in the order in which they do."""
-        return self.given((*NUMBERS[1:], *ACTING))
 
     @property
     def follows_lengths(self) -> bool:
@@ -315,9 +287,8 @@ def make_problem(options: Options, q: Shaped, k: Shaped, v: Shaped, **terms: Unp
             if not BY_NAME[name].goes_packed:
                 raise not_packed_error(name)
     softmax_dtype = "float64" if q4.dtype == "float64" else "float32"
-    scale, softcap = _numbers_in(softmax_dtype, options, q4)
     sizes = {"batch": batch, "num_heads": num_heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    operands = {
+    operands: dict[str, Any] = {
         name: _term_operand(BY_NAME[name], array, q4.dtype, softmax_dtype, sizes) for name, array in given.items()
     }
     block_size = (0, 0)
@@ -343,8 +314,6 @@ def make_problem(options: Options, q: Shaped, k: Shaped, v: Shaped, **terms: Unp
         seqlen_k=seqlen_k,
         head_dim=head_dim,
         head_dim_v=v4.shape[3],
-        scale=scale,
-        softcap=softcap,
         alignment="top_left" if is_top_left else "bottom_right",
         diagonal=0 if is_top_left or is_packed else seqlen_k - seqlen_q,
         window_left=left,
@@ -356,6 +325,7 @@ def make_problem(options: Options, q: Shaped, k: Shaped, v: Shaped, **terms: Unp
         k=k4,
         v=v4,
         block_size=block_size,
+        **_numbers_in(softmax_dtype, options, q4),
         **operands,
     )
 
@@ -384,17 +354,19 @@ def _block_mask_operand(array: Shaped, block_size: tuple[int, int], sizes: Mappi
     return broadcast_operand("block_mask", array, target, "(batch, num_heads, blocks of q, blocks of k)")
 
 
-def _numbers_in(softmax_dtype: str, options: Options, q: Operand) -> tuple[float, float | None]:
-    """scale and softcap of a problem, checked to be in the range of its dtype."""
-    exponent = OPTION_EXPONENT[softmax_dtype]
-    scale, softcap = q.shape[3] ** -0.5 if options.scale is None else options.scale, options.softcap
-    if abs(scale) > 2.0**exponent:
-        raise value_error("scale", scale, f"-2**{exponent} to 2**{exponent} for {q.dtype} arrays")
-    highest = SOFTCAP_EXPONENT.get(q.dtype, exponent)
-    if softcap is not None and not 2.0**-exponent <= softcap <= 2.0**highest:
-        raise value_error("softcap", softcap, f"2**-{exponent} to 2**{highest} for {q.dtype} arrays")
+def _numbers_in(softmax_dtype: str, options: Options, q: Operand) -> dict[str, Any]:
+    """The numbers of a problem by name, checked to be in the ranges of its dtype; None for those that are not given."""
+    numbers = {name: getattr(options, name) for name in NUMBERS}
+    if numbers["scale"] is None:
+        numbers["scale"] = q.shape[3] ** -0.5
+    for row in NUMBER_ROWS:
+        smallest, largest, expected = row.range_of(q.dtype)
+        if (number := numbers[row.name]) is not None and not smallest <= number <= largest:
+            raise value_error(row.name, number, expected)
     # Kernels treat a scale of 0 in their own way, and what they get is rounded to float32.
-    return 0.0 if softmax_dtype == "float32" and abs(scale) < SMALLEST_SCALE else scale, softcap
+    if softmax_dtype == "float32" and abs(numbers["scale"]) < SMALLEST_SCALE:
+        numbers["scale"] = 0.0
+    return numbers
 
 
 def _check_pool(block_table: Shaped, kv_lengths: Shaped | None, q: Shaped, k: Shaped, pool: Operand, batch: int) -> int:

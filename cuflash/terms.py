@@ -1,13 +1,16 @@
-"""The optional arrays of a call: a row for each says what it may be, how kernels see it and whether it has a gradient.
+"""The optional arrays of a call, and the numbers that act on scores: a row for each.
 
-Validation, operands, the kernels' argument, `need`, the interface and test strategies walk over the rows of `TERMS`.
+A row says what its array or number may be, how kernels see it and whether it has a gradient. Validation, operands, the
+kernels' argument, `need`, the interface and test strategies walk over the rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
+
+from cuflash.operands import Operand
 
 SCORES = ("batch", "num_heads", "seqlen_q", "seqlen_k")
 
@@ -120,17 +123,57 @@ NAMES = tuple(term.name for term in TERMS)
 BY_NAME: Mapping[str, Term] = {term.name: term for term in TERMS}
 ACTING = tuple(term.name for term in sorted(TERMS, key=lambda term: term.acts) if term.acts)
 
-# Options that are numbers and have a gradient. The first is always there, the others where they are given, and then
-# they act on scores before the terms do.
-NUMBERS = ("scale", "softcap")
+
+@dataclass(frozen=True, kw_only=True)
+class Number:
+    """One option that is a number, named as the argument of `cuflash.FlashAttention`. It has a gradient.
+
+    The passes multiply products of q and k by the numbers, by the inverses of those that are positive, and by log2(e),
+    in the dtype of the softmax. So that no ordinary product overflows on the way, each of these factors is at most a
+    power of two: 2**48 in float32, 2**384 in float64. Two of them take three quarters of the exponents of the dtype,
+    and leave room for products up to 2**31 in float32.
+
+    Attributes
+    ----------
+    is_positive : bool
+        Whether it has to be greater than 0.
+    exponents : Mapping
+        A lower exponent of the largest number, for inputs of these dtypes.
+    """
+
+    name: str
+    is_positive: bool = False
+    exponents: Mapping[str, int] = field(default_factory=dict)
+
+    def range_of(self, dtype: str) -> tuple[float, float, str]:
+        """The smallest number and the largest one for inputs of a dtype, and the same in words."""
+        lowest = 384 if dtype == "float64" else 48
+        highest = self.exponents.get(dtype, lowest)
+        if self.is_positive:
+            return 2.0**-lowest, 2.0**highest, f"2**-{lowest} to 2**{highest} for {dtype} arrays"
+        return -(2.0**highest), 2.0**highest, f"-2**{highest} to 2**{highest} for {dtype} arrays"
+
+
+NUMBER_ROWS = (
+    Number(name="scale"),
+    # The kernels of 16-bit dtypes compute the tanh to 1e-7, which softcap multiplies. Up to 2**16, the error hides
+    # behind the rounding of the weights.
+    Number(name="softcap", is_positive=True, exponents={"float16": 16, "bfloat16": 16}),
+)
+# The first is always there. The others are where they are given, and are parameters of a function that acts on scaled
+# products, before the terms act.
+NUMBERS = tuple(number.name for number in NUMBER_ROWS)
+OF_FUNCTIONS = NUMBERS[1:]
 # Options that act on scores pair by pair, in the order in which they do: a kernel without scores knows none of them.
 OF_PAIRS = (
-    *NUMBERS[1:],
+    *OF_FUNCTIONS,
     *(name for name in ACTING if BY_NAME[name].has_keys or BY_NAME[name].part_of == "scores"),
 )
+# Those of them that hide pairs, and do nothing else.
+MASKS = tuple(name for name in OF_PAIRS if name in BY_NAME and not BY_NAME[name].part_of)
 # The macros that tell kernels whether they are given.
 DEFINES: Mapping[str, str] = {
-    **{name: f"CUFLASH_HAS_{name.upper()}" for name in NUMBERS[1:]},
+    **{name: f"CUFLASH_HAS_{name.upper()}" for name in OF_FUNCTIONS},
     **{term.name: term.define for term in TERMS if term.define},
 }
 # The gradients that `backward` gives unless it is told otherwise; those that are sums of gradients of scores; those of
@@ -141,7 +184,33 @@ OF_SCORES = (*(term.gradient for term in TERMS if term.part_of == "scores"), *OF
 OF_SOFTMAX = tuple(term.gradient for term in TERMS if term.part_of == "softmax")
 GRADIENTS = (*DEFAULT_NEED, *OF_SCORES, *OF_SOFTMAX)
 # Gradients that only a problem with a certain option has, and that option.
-OF_OPTIONS = {f"d{name}": name for name in NUMBERS[1:]} | {term.gradient: term.name for term in TERMS if term.part_of}
+OF_OPTIONS = {f"d{name}": name for name in OF_FUNCTIONS} | {term.gradient: term.name for term in TERMS if term.part_of}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a problem has of the numbers, and of the terms as kernels see them."""
+
+    scale: float
+    softcap: float | None = None
+    bias: Operand | None = None
+    mask: Operand | None = None
+    kv_lengths: Operand | None = None
+    alibi_slopes: Operand | None = None
+    sinks: Operand | None = None
+    block_mask: Operand | None = None
+    block_table: Operand | None = None  # k and v are then pools of pages: (num_pages, num_heads_kv, page_size, dim)
+    cu_seqlens_q: Operand | None = None
+    cu_seqlens_k: Operand | None = None
+
+    def given(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The options that the problem has, of these names, which are of `NAMES` and `NUMBERS`."""
+        return tuple(name for name in names if getattr(self, name) is not None)
+
+    @property
+    def acting(self) -> tuple[str, ...]:
+        """The options that act on scores, in the order in which they do."""
+        return self.given((*OF_FUNCTIONS, *ACTING))
 
 
 class Terms(TypedDict, total=False):

@@ -11,15 +11,14 @@ from numpy.typing import NDArray
 
 from cuflash.cpu import stacks
 from cuflash.cpu.calls import Call
+from cuflash.cpu.cap import derivative_by_softcap, slope_of
 from cuflash.cpu.exponentials import LOWEST_WEIGHT
 from cuflash.cpu.stacked_scores import (
     compute_scores,
-    derivative_by_softcap,
     distances,
     hide,
     kept_scores,
     part_of,
-    slope_of,
     weigh,
 )
 from cuflash.cpu.stacks import Plan, Stack
@@ -169,7 +168,7 @@ def _add_sums(
     call: Call, stack: Stack, sums: _Sums, q: Array, k: Array, tanh: Array | None, row_lse: Array, delta: Array
 ) -> None:
     """What a stack has for gradients of what scores are made of beside q and k, and of sinks."""
-    problem, of_heads, ds = call.problem, sums.of_heads, stack.scores("ds")
+    of_heads, ds = sums.of_heads, stack.scores("ds")
     if sums.dbias is not None:
         pairs = stack.as_terms(ds).transpose(1, 2, 3, 0)
         summed = tuple(axis for axis, n in enumerate(sums.dbias.shape) if n == 1)
@@ -179,10 +178,10 @@ def _add_sums(
     if "dsinks" in of_heads and call.sinks is not None:
         weights = np.exp(call.sinks[stack.of_queries[1], None] - row_lse)
         of_heads["dsinks"][stack.of_queries] = -(weights * delta).sum(axis=2, where=row_lse != -math.inf)
-    if "dsoftcap" in of_heads and tanh is not None and problem.softcap is not None:
+    if "dsoftcap" in of_heads and tanh is not None:
         x = stack.scores("x")
         stack.multiply_rows(k, q, stack.product("x"))
-        x *= problem.scale / problem.softcap
+        x *= stack.plan.factor
         parts = stack.as_terms(ds * derivative_by_softcap(x, tanh))
         of_heads["dsoftcap"][stack.of_queries] = parts.sum(axis=(0, 3))
     if "dscale" in of_heads:

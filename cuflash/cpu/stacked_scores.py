@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.cpu.calls import Call
+from cuflash.cpu.cap import apply_cap, has_cap
 from cuflash.cpu.exponentials import exponential
 from cuflash.cpu.stacks import Stack
 from cuflash.dropout import kept_weights
@@ -21,14 +22,12 @@ Array = NDArray[Any]
 def compute_scores(
     call: Call, stack: Stack, name: str, q: Array, k: Array, keep_tanh: bool
 ) -> tuple[Array, Array | None]:
-    """Scores times `Plan.unit`, hidden ones included, under this name; with softcap their tanh, if it is wanted."""
-    plan, softcap = stack.plan, call.problem.softcap
-    scores, tanh = stack.scores(name), None
+    """Scores times `Plan.unit`, hidden ones included, under this name; with a cap their tanh, if it is wanted."""
+    plan, scores = stack.plan, stack.scores(name)
+    tanh = stack.scores("tanh") if keep_tanh and has_cap(call.problem) else None
     stack.multiply_rows(k, q, stack.product(name))
     np.multiply(scores, plan.factor, scores)
-    if softcap is not None:
-        tanh = np.tanh(scores, out=stack.scores("tanh") if keep_tanh else scores)
-        np.multiply(tanh, softcap * plan.unit, out=scores)
+    apply_cap(call.problem, scores, plan.unit, tanh)
     if call.slopes is not None:
         slopes = np.broadcast_to(call.slopes, (call.problem.batch, call.problem.num_heads))[stack.of_queries]
         term = stack.scores("term")
@@ -133,22 +132,3 @@ def weigh(stack: Stack, scores: Array, shift: Array, hidden: bool) -> bool:
         np.copyto(shift, 0, where=empty)
     exponential(scores, plan.unit, small=small)
     return small
-
-
-def slope_of(tanh: Array) -> Array:
-    """The derivative of the hyperbolic tangent."""
-    slope = tanh * tanh
-    return np.subtract(1, slope, out=slope)
-
-
-def derivative_by_softcap(x: Array, tanh: Array) -> Array:
-    """That of ``softcap * tanh(x)``, x = score / softcap: ``tanh(x) - x * (1 - tanh(x) ** 2)``.
-
-    Near 0, where the terms cancel, ``(sinh(2 x) - 2 x) / 2 * (1 - tanh(x) ** 2)`` by the series of the first factor.
-    """
-    slope, near = 1 - tanh * tanh, np.abs(x) < 0.5
-    x2 = np.where(near, x * x, 0)
-    series = np.ones_like(x)
-    for n in range(18, 3, -2):
-        series = 1 + 4 / (n * (n + 1)) * x2 * series
-    return np.where(near, 2 / 3 * x * x2 * series * slope, tanh - x * slope)

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from cuflash.cpu import exponentials
 from cuflash.cpu.calls import Call
+from cuflash.cpu.cap import factor_of
 from cuflash.cpu.exponentials import LOWEST_WEIGHT
 from cuflash.cpu.jobs import PRODUCT_LIMIT, Workspace, count_cores, keep_workspace, run, take_workspace
 from cuflash.problem import Problem
@@ -119,7 +120,7 @@ class Plan:
         self.hides = self.has_window or problem.mask is not None or problem.kv_lengths is not None
         self.unit = 1.0 if problem.bias is not None or problem.alibi_slopes is not None else exponentials.UNIT
         self.least = LEAST[self.dtype] * self.unit
-        factor = problem.scale * self.unit if problem.softcap is None else problem.scale / problem.softcap
+        factor = factor_of(problem, problem.scale, self.unit)
         self.factor, self.scale, self.units = (np.array(x, self.dtype) for x in (factor, problem.scale, self.unit))
         num_rows = self.group_size * problem.seqlen_q
         scores = num_rows * problem.seqlen_k

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.cpu import tiles
+from cuflash.cpu.cap import has_cap
 from cuflash.cpu.exponentials import exponential
 from cuflash.cpu.jobs import Workspace, run
 from cuflash.problem import Problem
@@ -182,7 +183,7 @@ def backward_tile(
     num_heads, across = queries.heads.count, (keys.num_blocks, queries.num_blocks)
     tile_shape = (num_heads, *across, keys.block, queries.block)
     p, ds = (workspace.take(name, *tile_shape) for name in ("p", "ds"))
-    tanh = None if problem.softcap is None else workspace.take("tanh", *tile_shape)
+    tanh = workspace.take("tanh", *tile_shape) if has_cap(problem) else None
     tiles.scores_of(call, queries, keys, k, workspace, out=p, tanh=tanh)
     exponential(p, call.unit, small=queries.small)
     tiles.hide(p, visible, 0)

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.cpu import tiles
+from cuflash.cpu.cap import derivative_by_softcap
 from cuflash.cpu.jobs import Workspace, run
-from cuflash.cpu.stacked_scores import derivative_by_softcap
 from cuflash.cpu.tiled_backward import BackwardQueries, backward_tile
 from cuflash.terms import OF_NUMBERS, OF_SCORES
 

@@ -42,6 +42,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from cuflash.cpu import calls
+from cuflash.cpu.cap import apply_cap, factor_of, has_cap, largest_score
 from cuflash.cpu.jobs import PRODUCT_LIMIT, Workspace, count_cores
 from cuflash.dropout import kept_weights
 from cuflash.problem import Problem
@@ -128,7 +129,7 @@ class Call(calls.Call):
         dim = max(problem.head_dim, problem.head_dim_v)
         self.query_block = next(n for n in (64, 32, 16) if KEY_BLOCK * n * (dim + 1) <= PRODUCT_LIMIT or n == 16)
         # What options do to q k^T comes before the shift.
-        self.has_terms = self.has_added_terms or problem.softcap is not None
+        self.has_terms = self.has_added_terms or has_cap(problem)
         self.tile = TILE * KEY_BLOCK // max(KEY_BLOCK, dim)
         self.query_tile = QUERY_TILE
         if problem.window_left is not None and problem.window_right is not None:
@@ -187,8 +188,8 @@ class Call(calls.Call):
             return False
         if self.sinks is not None and not np.all(np.abs(self.sinks) * math.log2(math.e) <= SMALL_SCORE):
             return False
-        if self.problem.softcap is not None:
-            return self.problem.softcap * math.log2(math.e) <= SMALL_SCORE
+        if has_cap(self.problem):
+            return largest_score(self.problem) * math.log2(math.e) <= SMALL_SCORE
         if self.problem.seqlen_q < KEY_BLOCK:
             return False
         largest_keys = [self._largest_key(*head, heads.num_keys) for head in self.sharing(heads)]
@@ -210,8 +211,8 @@ class Queries:
     rows : (heads, blocks, queries, head_dim)
         ``scale * q``. The last block ends with rows of zeros where the rows do not fill it.
     q_t : (heads, blocks, head_dim + 1, queries)
-        The same, transposed, times `Call.unit`, or over softcap. Its last row, that meets the column of ones behind
-        K, is for `shift`.
+        The same, transposed, times `Call.unit` or, with a cap, divided by that. Its last row, that meets the column of
+        ones behind K, is for `shift`.
     shift : (heads, blocks, queries)
         What is added to scores times `Call.unit`: minus m in the forward pass, minus L in the backward pass.
     small : bool
@@ -235,8 +236,7 @@ class Queries:
         self.restless = call.has_added_terms
         self.rows = self.blocks(scaled)
         self.q_t = np.zeros((heads.count, self.num_blocks, problem.head_dim + 1, self.block), call.dtype)
-        factor = call.unit if problem.softcap is None else 1 / problem.softcap
-        np.multiply(self.rows.swapaxes(2, 3), factor, out=self.q_t[:, :, :-1])
+        np.multiply(self.rows.swapaxes(2, 3), factor_of(problem, 1, call.unit), out=self.q_t[:, :, :-1])
         self.shift = np.zeros((heads.count, self.num_blocks, self.block), call.dtype)
 
     def blocks(self, staged: Array) -> Array:
@@ -396,16 +396,11 @@ def scores_of(
     tanh: Array | None = None,
     shifted: bool = True,
 ) -> None:
-    """Scores of a tile, hidden ones included; with softcap its tanh too, where that is wanted."""
+    """Scores of a tile, hidden ones included; with a cap `tanh`, if it is given, gets that."""
     shift_in_product = shifted and not call.has_terms
     queries.q_t[:, :, -1] = queries.shift if shift_in_product else 0
     np.matmul(k, queries.q_t[:, None], out=out)
-    softcap = call.problem.softcap
-    if softcap is not None:
-        np.tanh(out, out=out)
-        if tanh is not None:
-            np.copyto(tanh, out)
-        out *= softcap * call.unit
+    apply_cap(call.problem, out, call.unit, tanh)
     if call.slopes is not None:
         start = keys.start - queries.start - call.problem.diagonal
         j = np.arange(start, start + keys.stop - keys.start).astype(call.dtype).reshape(-1, 1, keys.block, 1)

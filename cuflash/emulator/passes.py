@@ -15,7 +15,7 @@ from cuflash.emulator.memory import Scratch, guarded, tensor_map
 from cuflash.operands import ITEMSIZE, numpy_dtype
 from cuflash.params import POINTER_WORD, parameters
 from cuflash.planning import DeviceSpec, LaunchPlan, choose_plan
-from cuflash.planning.draft import MAPS_OFFSET
+from cuflash.planning.argument import MAPS_OFFSET
 from cuflash.planning.tiles import Tile
 from cuflash.problem import Problem
 from cuflash.tensor_map import TensorMapSpec

@@ -16,22 +16,23 @@ from cuflash.planning.tiles import Tile, choose_row, tile_bytes
 
 FAMILIES: tuple[BackwardFamily[Any], ...] = (BackwardFloat32(), Backward(), sm80.Backward())
 
-# How many times the resident blocks a grid should have, where more blocks cost extra work: with blocks of equal length,
-# and under a causal mask.
-# On an H200, one key/value head for 16 query heads, seqlen 4096, in TFLOP/s by blocks that share it: head_dim 64 full 2
-# blocks 549, 4 542, 8 532, 3 516, 5 488; head_dim 128 causal 2 blocks 416, 4 468, 8 475, 16 451, 5 391. Eight of these
-# heads have two waves of tiles: causal at head_dim 128 1 block 522, 2 492, 4 473.
+# Where more blocks cost extra work, a grid should have so many times as many blocks as are resident at once: the first
+# number is for blocks of equal length, the second for a causal mask. Measured on an H200 with one key/value head for 16
+# query heads, seqlen 4096, in TFLOP/s by the number of blocks that share the head: head_dim 64, full: 2 blocks 549, 4
+# 542, 8 532, 3 516, 5 488; head_dim 128, causal: 2 blocks 416, 4 468, 8 475, 16 451, 5 391. Eight of these heads have
+# two waves of tiles: head_dim 128, causal: 1 block 522, 2 492, 4 473.
 WAVES, CAUSAL_WAVES = 1.9, 4.0
-# What it costs to share a tile of keys, in steps from one tile of queries to the next: each block to begin and end, and
-# the kernel that adds what they leave, in all and for each of them; and where the tiles are those behind whole waves,
-# whose blocks do not end at once, twice as much. On an H200 what follows is within 1 % of the best of 2 to 16 blocks (2
-# heads of head_dim 256, seqlen 1024: 6 %). With 4 of 4096 tiles shared (head_dim 64, seqlen 16384) the pass is 2.9 %
-# faster than with none, with 68 of 2048 (128) 2.2 % and at seqlen 4096 0.8 %, with all of 64 (causal, seqlen 4096) 43 %
-# at head_dim 64, 46 % at 128.
+# What it costs to share a tile of keys, in units of one step from a tile of queries to the next. SHARE_STEPS is what
+# each block takes to begin and to end. SUM_STEPS, and SUM_STEPS_OF_PART for each part, is what the kernel takes that
+# adds the parts; SUM_STEPS counts twice where only the tiles after whole waves are shared, because their blocks do not
+# all end at the same time. On an H200 the numbers of blocks that follow from this are within 1 % of the best of 2 to 16
+# (2 heads of head_dim 256, seqlen 1024: 6 %). The pass is faster than without sharing by 2.9 % where 4 of 4096 tiles
+# are shared (head_dim 64, seqlen 16384), by 2.2 % with 68 of 2048 (head_dim 128), by 0.8 % at seqlen 4096, and by 43 %
+# with all of 64 tiles (causal, seqlen 4096, head_dim 64; 46 % at 128).
 SHARE_STEPS, SUM_STEPS, SUM_STEPS_OF_PART = 3, 6, 1
 SINKS_WARPS = 16
-SCORES_KERNEL = "sm80/backward_scores.cu"  # of gradients of parts of scores, where no other kernel makes them
-SOFTMAX_KERNEL = "around/sinks.cu"  # of the gradients of parts of the softmax
+SCORES_KERNEL = "sm80/backward_scores.cu"  # makes gradients of parts of the scores that no other kernel makes
+SOFTMAX_KERNEL = "around/sinks.cu"  # makes the gradients of parts of the softmax
 
 
 def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
@@ -96,9 +97,11 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
 def _rows(
     draft: Draft, tiles: tuple[Tile, ...] | None
 ) -> tuple[BackwardFamily[Any] | None, Any, DqTile | None, ScoresTile | None, BiasSm90Tile | None, tuple[str, ...]]:
-    """The family of dk and dv (and mostly dq) and its row, and rows for dq alone and for the gradients of terms.
+    """Choose the rows.
 
-    The last row is that of a bias of pairs alone; behind it come the gradients of terms that the main kernel sums.
+    Returns the family of the main kernel, which makes dk and dv, and mostly dq, with its row; the rows of the kernels
+    that make dq alone, gradients of parts of the scores, and the gradient of a bias of pairs; and those gradients of
+    parts of the scores that the main kernel sums.
     """
     problem, device, need = draft.problem, draft.device, draft.need
     given = tiles or ()
@@ -148,7 +151,7 @@ def _rows(
 
 
 def _summed_by_main(draft: Draft, family: BackwardFamily[Any] | None, main: Any) -> tuple[str, ...]:
-    """The gradients of parts of scores that the main kernel makes: all that are sums, and that which is stored."""
+    """The gradients of parts of the scores that the main kernel makes: of each kind all that are wanted, or none."""
     if family is None:
         return ()
     summed: list[str] = []
@@ -201,7 +204,7 @@ def _share_tail(draft: Draft, main: Tile, n_blocks: int) -> None:
 
     splits = min(range(1, min(steps, resident) + 1), key=duration)
     if splits > 1:
-        # Packed sequences share as large a part of their places.
+        # Of packed sequences, as large a fraction of the places of tiles is shared.
         draft.set(whole_tiles=n_blocks - n_blocks * rest // tiles, tail_splits=splits)
 
 
@@ -209,7 +212,10 @@ def _share_tail(draft: Draft, main: Tile, n_blocks: int) -> None:
 
 
 def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: DqTile | None) -> Tile:
-    """The kernel that all others read from, and that of dsinks; the tile by whose fragments kernels see memory."""
+    """Add the kernel of delta, from which all others read, and that of dsinks.
+
+    Returns the tile by whose fragments the kernels around the main one see memory.
+    """
     problem = draft.problem
     first = draft.tiles[0] if draft.tiles else choose_row(SCORES_TILES, problem, draft.device)[0]
     around = first if family is None else family.accumulator_layout(draft.tiles[0])
@@ -228,7 +234,7 @@ def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: DqTile | No
 
 
 def _add_main(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int, summed: tuple[str, ...]) -> int:
-    """Add the kernel whose blocks own keys; gives how many of them there are."""
+    """Add the kernel whose blocks own keys, and return how many blocks it has."""
     family.prepare(draft, main)
     draft.add_lists(main, "query_lists")
     run_time = draft.run_time
@@ -241,13 +247,13 @@ def _add_main(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: i
 def _add_convert(
     draft: Draft, family: BackwardFamily[Any], main: Tile, around: Tile, n_blocks: int, reduces_dq: bool
 ) -> None:
-    """The kernel that makes results of what blocks of `main` added up, or left in parts."""
+    """Add the kernel that makes results of what the blocks of `main` have added up or left in parts."""
     problem, run_time = draft.problem, draft.run_time
     dim, dim_v = draft.padded_dims(main)
     blocks, shared_bytes = 0, 0
     parts = max(run_time.group_splits, run_time.tail_splits)
     results = len(set(draft.need) & {"dk", "dv"})
-    # Warps that leave a part of dk, or of dv: those of 16 keys each, or all that divide both among them.
+    # How many warps leave a part of dk, or of dv: one for each 16 keys, or all warps, where these divide both.
     part_warps = around.num_warps if around is main else main.block_n // 16
     if parts > 1 and results:
         shared = n_blocks - run_time.whole_tiles

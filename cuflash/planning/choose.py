@@ -103,7 +103,7 @@ def _has_keys_elsewhere(problem: Problem) -> bool:
 
 
 def _without_parts_of_softmax(problem: Problem) -> Problem:
-    """The problem as the backward pass sees it: lse has in it what these terms did, but for their own gradients."""
+    """The problem as the backward pass sees it: lse includes these terms, and only their own gradients need them."""
     absent: dict[str, Any] = {term.name: None for term in TERMS if term.part_of == "softmax"}
     return replace(problem, **absent)
 

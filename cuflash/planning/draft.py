@@ -9,17 +9,16 @@ from typing import Literal
 
 from cuflash.binding import Pass
 from cuflash.operands import ITEMSIZE, Operand
+from cuflash.planning.argument import MAPS_OFFSET, PARAMS_BYTES
 from cuflash.planning.device import DeviceSpec
 from cuflash.planning.launch_plan import KernelSpec, RunTime, option_names
 from cuflash.planning.tiles import Tile, round_up
 from cuflash.problem import Problem
 from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
-from cuflash.terms import DEFINES, NUMBERS, OF_PAIRS, OF_SCORES, TERMS, Term
+from cuflash.terms import DEFINES, MASKS, OF_FUNCTIONS, OF_PAIRS, OF_SCORES, TERMS, Term
 
-PARAMS_BYTES = 936  # of the kernels' only argument; cuflash/params.py lays it out, kernels/common/params.cuh checks it
-MAPS_OFFSET = round_up(PARAMS_BYTES, 64)  # where tensor maps follow
-LIST_WARPS = 4  # of a block that lists tiles, a list for each
+LIST_WARPS = 4  # warps of a block that lists tiles; each makes one list
 LIST_HEADER = 2  # numbers in front of a list
 # Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
 # at head_dim 128 and seqlen 4096; without a mask, one head at a time serves L2 better.
@@ -149,8 +148,8 @@ class Draft:
         )
 
 
-# Options that make no difference to the kernels around the main one, and the defines that tell of them. These kernels
-# are not told of them, so that one compilation serves them all.
+# Options that make no difference to the kernels around the main one, and the macros that tell of them. These kernels
+# are compiled without them, so that one compilation serves all combinations.
 _UNTOLD: dict[str, tuple[str, ...]] = {
     **{name: (DEFINES[name],) for name in OF_PAIRS if name in DEFINES},
     "mask": (DEFINES["mask"], "CUFLASH_MASK_OF_KEYS", "CUFLASH_MASK_BY_BITS"),
@@ -158,9 +157,8 @@ _UNTOLD: dict[str, tuple[str, ...]] = {
     "dropout": ("CUFLASH_HAS_DROPOUT",),
     "scale": ("CUFLASH_SCALE_IN_EXPONENT",),
 }
-# The options of these that some kernels around the main one ask for.
-_MASKS = ("mask", "block_mask")
-_TOLD = {"lists.cu": _MASKS, "mask_bits.cu": _MASKS, "scores_reduce.cu": ("bias",), "convert.cu": ("dropout",)}
+# Those of these options that some of the kernels around the main one need all the same.
+_TOLD = {"lists.cu": MASKS, "mask_bits.cu": MASKS, "scores_reduce.cu": ("bias",), "convert.cu": ("dropout",)}
 
 
 def _untold(source: str) -> tuple[str, ...]:
@@ -179,9 +177,9 @@ _DTYPE_TAGS = {"float16": "Float16", "bfloat16": "BFloat16", "float32": "Float32
 
 
 def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_bytes: int) -> dict[str, str | int]:
-    changes_scores = any(f"d{name}" in OF_SCORES for name in problem.acting)
+    changes_scores = any(name in OF_FUNCTIONS or f"d{name}" in OF_SCORES for name in problem.acting)
     terms = {term.define: _define_of(getattr(problem, term.name), term) for term in TERMS if term.define}
-    numbers = {DEFINES[name]: int(getattr(problem, name) is not None) for name in NUMBERS[1:]}
+    numbers = {DEFINES[name]: int(getattr(problem, name) is not None) for name in OF_FUNCTIONS}
     return {
         **terms,
         **numbers,

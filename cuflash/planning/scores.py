@@ -19,12 +19,12 @@ _AXES_WORDS = ("batch entries", "heads", "tiles of queries", "tiles of keys")
 
 
 def score_gradients(draft: Draft) -> tuple[str, ...]:
-    """Gradients of parts of scores that are wanted."""
+    """The gradients of parts of the scores that are wanted."""
     return tuple(name for name in draft.need if name in OF_SCORES)
 
 
 def by_kind(names: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """That which is stored, and those that are sums: one kernel makes all of a kind."""
+    """These gradients by kind: the one that is stored, and those that are sums. One kernel makes all of a kind."""
     return tuple(x for x in names if x == _STORED), tuple(x for x in names if x != _STORED)
 
 
@@ -35,14 +35,14 @@ def is_of_keys(draft: Draft) -> bool:
 
 
 def needs(names: Collection[str]) -> dict[str, int]:
-    """What tells a kernel which gradients of parts of scores it makes."""
+    """The macros that tell a kernel which gradients of parts of the scores it makes."""
     return {f"CUFLASH_NEEDS_{name.upper()}": int(name in names) for name in OF_SCORES}
 
 
 def add_stored(
     draft: Draft, tile: Tile, source: str, stored: Collection[str], *, persistent: bool = False, **defines: int
 ) -> None:
-    """The kernel of the gradient that is stored, whose blocks own tiles of it or, with `persistent`, take several."""
+    """Add the kernel of the gradient that is stored. Each block owns a tile of it or, if `persistent`, several."""
     sizes, axes = _sizes(draft, tile), _axes_of_stored(draft)
     owned = math.prod(n for n, summed in zip(sizes, axes, strict=True) if not summed)
     splits = _shares(draft, tile, owned, math.prod(sizes) // max(owned, 1))
@@ -64,7 +64,7 @@ def add_stored(
 
 
 def add_sums(draft: Draft, tile: Tile, source: str, sums: Collection[str]) -> None:
-    """The kernels of all gradients that are sums, whose blocks own tiles of queries."""
+    """Add the kernels of all gradients that are sums. Their blocks own tiles of queries."""
     sizes = _sizes(draft, tile)
     m_blocks = math.prod(sizes[:3])
     splits = _shares(draft, tile, m_blocks, sizes[3])
@@ -89,7 +89,7 @@ def _shares(draft: Draft, tile: Tile, owned: int, summed: int) -> int:
 
 
 def add_key_sums(draft: Draft, tile: Tile, blocks: int, made: Collection[str]) -> None:
-    """The kernels that add what `blocks` of the main kernel, which own tiles of keys, have summed."""
+    """Add the kernels that add up what `blocks` of the main kernel, which own tiles of keys, have summed."""
     problem = draft.problem
     key_parts = draft.heads * draft.tiles_of(problem.seqlen_k, tile.block_n) * draft.run_time.tail_splits
     warps = tile.block_n // 16
@@ -110,7 +110,7 @@ def add_key_sums(draft: Draft, tile: Tile, blocks: int, made: Collection[str]) -
 def _add_reduce(
     draft: Draft, tile: Tile, blocks: int, names: Collection[str], axes: Sequence[bool], *, by_keys: bool
 ) -> None:
-    """The kernel that adds parts of sums."""
+    """Add the kernel that adds up parts of sums."""
     options = needs(names) | _sums(axes) | {"CUFLASH_SUMS_BY_KEYS": int(by_keys)}
     warps = {"CUFLASH_NUM_WARPS": SCORES_REDUCE_WARPS, "CUFLASH_MIN_BLOCKS": 1}
     draft.add("around/scores_reduce.cu", tile, blocks, 16 * SCORES_REDUCE_WARPS, names, **options, **warps)
@@ -126,12 +126,12 @@ def _axes_of_stored(draft: Draft) -> tuple[bool, ...]:
 
 
 def _axes_of_heads(draft: Draft) -> tuple[bool, ...]:
-    """The same of that of heads, where it is wanted."""
+    """Which axes the gradient that is a number for each head is summed over, if it is wanted."""
     return (_OF_HEADS in draft.arrays and draft.arrays[_OF_HEADS].strides[0] == 0, False, False, True)
 
 
 def _numbers(draft: Draft, sums: Collection[str]) -> int:
-    """How many there are of these gradients that are sums."""
+    """How many numbers these gradients have together, all of which are sums."""
     problem = draft.problem
     of_heads = problem.num_heads * (1 if _axes_of_heads(draft)[0] else problem.batch) if _OF_HEADS in sums else 0
     return of_heads + len(set(sums) - {_OF_HEADS})

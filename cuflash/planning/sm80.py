@@ -25,8 +25,8 @@ from cuflash.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardTile(Tile):
-    """One way to cut the forward pass. A block owns block_m queries; warps_d warps share 16-row fragments of them."""
+class Sm80Tile(Tile):
+    """What the rows of all tables here have: see `Tile`."""
 
     element_bytes: int = 2
     max_dim: int
@@ -34,10 +34,16 @@ class ForwardTile(Tile):
     block_n: int
     num_warps: int
     num_stages: int
-    min_blocks: int  # blocks that must be resident on one multiprocessor
+    min_blocks: int
+    fragments_ahead: int = 0
+    origin: str = field(compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardTile(Sm80Tile):
+    """One way to cut the forward pass. A block owns block_m queries; warps_d warps share 16-row fragments of them."""
+
     warps_d: int = 1  # warps along the columns of the output
-    fragments_ahead: int  # fragments of B that are loaded ahead of the product that needs them
-    origin: str = field(compare=False)  # the measurement or the arithmetic that put the row here
 
     defined = ("warps_d",)
     variations: ClassVar = {"block_n": (16, 32, 64, 128), "num_stages": (1, 2), "min_blocks": (1, 2, 3)}
@@ -60,20 +66,11 @@ class ForwardTile(Tile):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackwardTile(Tile):
+class BackwardTile(Sm80Tile):
     """One way to cut the backward pass. A block owns block_n keys; warps_d warps share the rows of 16-row fragments."""
 
-    element_bytes: int = 2
-    max_dim: int
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    min_blocks: int
     warps_d: int  # warps along the columns of dk and dv
     dq_warps_m: int  # warps along the rows of dq; the others share its columns
-    fragments_ahead: int
-    origin: str = field(compare=False)
 
     defined = ("warps_d", "warps_q", "dq_warps_m")
     variations: ClassVar = {"block_m": (16, 32, 64), "block_n": (16, 32, 64, 128), "num_stages": (1, 2)}
@@ -107,19 +104,11 @@ class BackwardTile(Tile):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DqTile(Tile):
+class DqTile(Sm80Tile):
     """One way to cut the kernel that computes dq in a fixed order. A block owns block_m queries."""
 
-    element_bytes: int = 2
-    max_dim: int
-    block_m: int
-    block_n: int
-    num_warps: int
     num_stages: int = 2
-    min_blocks: int
     dq_warps_d: int = 1  # warps along the columns of dq
-    fragments_ahead: int = 0
-    origin: str = field(compare=False)
 
     defined = ("warps_d", "warps_q", "dq_warps_m")
     variations: ClassVar = {"block_n": (16, 32, 64), "num_stages": (1, 2)}
@@ -149,18 +138,8 @@ class DqTile(Tile):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoresTile(Tile):
-    """One way to cut the gradients `terms.OF_SCORES`. Blocks take tiles of block_m x block_n pairs."""
-
-    element_bytes: int = 2
-    max_dim: int
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int  # tiles of queries and of keys
-    min_blocks: int
-    fragments_ahead: int = 0
-    origin: str = field(compare=False)
+class ScoresTile(Sm80Tile):
+    """One way to cut the gradients `terms.OF_SCORES`. Blocks take tiles of block_m x block_n pairs, in num_stages."""
 
     variations: ClassVar = {"block_n": (16, 32, 64), "num_stages": (1, 2)}
 

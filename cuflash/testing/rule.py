@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 from cuflash import reference
 from cuflash.operands import numpy_dtype, view_4d, view_rows
 from cuflash.problem import Problem
-from cuflash.terms import DEFAULT_NEED, GRADIENTS, OF_OPTIONS
+from cuflash.terms import DEFAULT_NEED, GRADIENTS, OF_OPTIONS, OF_SOFTMAX
 from cuflash.testing.arrays import to_numpy
 from cuflash.testing.case import Case, optional, optional_backward
 
@@ -249,7 +249,7 @@ def yardsticks_of(case: Case) -> dict[str, Yardstick]:
 
 
 def _always_given(arrays: Mapping[str, Any]) -> tuple[str, ...]:
-    return (*DEFAULT_NEED, "dsinks") if "sinks" in arrays else DEFAULT_NEED
+    return (*DEFAULT_NEED, *(name for name in OF_SOFTMAX if OF_OPTIONS[name] in arrays))
 
 
 def _judge(case: Case, results: Mapping[str, Any]) -> Report:
@@ -302,7 +302,7 @@ def check(
         A problem stands for a case of its sizes and options on random arrays.
     gradients : callable, optional
         Called as ``gradients(dout, q, k, v, **options)``, with dlse among the options if the case has it, unless it
-        has pages; returns (dq, dk, dv), and dsinks as a fourth if the case has sinks.
+        has pages; returns (dq, dk, dv), and dsinks as a fourth if the case has them.
     convert : callable
         Makes the arrays that `attention` takes of NumPy arrays: ``cupy.asarray``, or
         ``through_dlpack(torch.from_dlpack)``.

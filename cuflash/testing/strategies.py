@@ -9,12 +9,19 @@ from hypothesis import strategies as st
 
 from cuflash.operands import DTYPES
 from cuflash.options import LAYOUTS
+from cuflash.terms import NUMBERS, OF_FUNCTIONS, TERMS, Term
 from cuflash.testing.arrays import STRIDES
 from cuflash.testing.case import Case
 
+# The terms that have a number for each query head.
+OF_HEADS = tuple(term for term in TERMS if term.part_of and not term.broadcasts)
 # What `cases` draws unless told otherwise, and what it draws only when told to.
-FEATURES = ("causal", "window", "softcap", "scale", "bias", "mask", "kv_lengths", "alibi_slopes", "gqa", "head_dim_v")
-MORE_FEATURES = ("sinks", "dlse", "block_mask")
+FEATURES = (
+    *("causal", "window", *NUMBERS, "bias", "mask", "kv_lengths"),
+    *(term.name for term in OF_HEADS if term.part_of == "scores"),
+    *("gqa", "head_dim_v"),
+)
+MORE_FEATURES = (*(term.name for term in OF_HEADS if term.part_of == "softmax"), "dlse", "block_mask")
 SEQLENS = (1, 2, 3, 5, 7, 8, 13, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 113, 127, 128, 129, 203, 255, 256, 257, 509)
 HEAD_DIMS = (1, 2, 3, 7, 8, 13, 16, 17, 24, 31, 32, 40, 48, 64, 72, 80, 96, 113, 128, 160, 192, 255, 256)
 
@@ -82,6 +89,10 @@ def cases(
             del shape[0]
         return tuple(shape)
 
+    def of_heads(term: Term) -> Any:
+        shapes = [tuple({"batch": batch, "num_heads": num_heads}[axis] for axis in shape) for shape in term.shapes]
+        return pick(shapes) if len(shapes) > 1 else True
+
     def block_masks() -> dict[str, Any]:
         return {
             "block_mask": pick([(), (num_heads,), (1, num_heads), (batch, 1), (batch, num_heads)]),
@@ -108,7 +119,7 @@ def cases(
         causal=pick([True, "top_left"]) if has("causal") else False,
         scale=pick([0.0, -0.25, 0.125, 1.0]) if has("scale") else None,
         window=draw(st.tuples(side, side)) if has("window") else None,
-        softcap=pick([0.5, 5.0, 50.0]) if has("softcap") else None,
+        **{name: pick([0.5, 5.0, 50.0]) for name in OF_FUNCTIONS if has(name)},
         bias=broadcast_shape() if not is_packed and has("bias") else None,
         bias_dtype=pick(["softmax", "input"]),
         bias_holes=draw(st.booleans()),
@@ -118,8 +129,7 @@ def cases(
         else None,
         kv_lengths_dtype=pick(["int32", "int64"]),
         page_size=page_size,
-        alibi_slopes=pick([(num_heads,), (batch, num_heads)]) if has("alibi_slopes") else None,
-        sinks=has("sinks"),
+        **{term.name: of_heads(term) for term in OF_HEADS if has(term.name)},
         cu_seqlens_q=starts(seqlen_q) if is_packed else None,
         cu_seqlens_k=starts(seqlen_k) if is_packed else None,
         dlse=has("dlse"),

@@ -1,5 +1,5 @@
-// The gradients of bias, slopes, scale and softcap from the parts that blocks of sm80/backward_scores.cu left, or, by
-// tile of keys, those of sm90/backward.cu, in an order that is fixed. For dbias a block serves one tile, or as many
+// The gradients of what scores are made of beside q and k, added up in a fixed order from the parts that blocks of
+// sm80/backward_scores.cu left, or blocks of sm90/backward.cu, which leave them by tiles of keys. For dbias a block serves one tile, or as many
 // keys as it has threads; for the others it makes one number. Parts are added in float64, whatever the elements are:
 // there are few of them.
 #include "common/backward.cuh"
@@ -43,7 +43,7 @@ CUFLASH_DEVICE void add_dbias_of_keys(const Params& params) {
 // The first part of a slope, of a query head of one batch entry.
 CUFLASH_DEVICE const Real* slope_parts_of(const Params& params, int head, Entry batch) {
   if constexpr (kByKeys) return slope_sums_of(params, key_part_of(params, head, batch, 0, 0));
-  return sums_partials_of(params, 0, head, batch, 0);
+  return sums_partials_of(params, kSumOfSlope, head, batch, 0);
 }
 
 // Block 0 makes dscale and the next one dsoftcap, if they are wanted; each of the others makes a slope.
@@ -66,7 +66,7 @@ CUFLASH_DEVICE void add_sums(const Params& params) {
              head * params.dalibi_slopes.head_stride;
   } else {
     const bool of_scale = kNeedsDscale && index == 0;
-    parts = kByKeys ? block_sums_of(params, !of_scale, 0) : sums_partials_of(params, of_scale ? 1 : 2, 0, {0}, 0);
+    parts = kByKeys ? block_sums_of(params, !of_scale, 0) : sums_partials_of(params, of_scale ? kSumOfScale : kSumOfSoftcap, 0, {0}, 0);
     count = kByKeys ? num_key_blocks(params) * kSumWarps : of_head * params.num_heads;
     result = of_scale ? params.dscale : params.dsoftcap;
   }

@@ -62,11 +62,14 @@ constexpr int kBiasBytes = CUFLASH_BIAS_BYTES;  // size of a bias element: 0 (no
 constexpr int kKvLengthsBytes = CUFLASH_KV_LENGTHS_BYTES;   // 0 (none), 4 (i32) or 8 (i64)
 constexpr int kPageSize = CUFLASH_PAGE_SIZE;                // keys of a page: 0 where they are contiguous
 constexpr bool kFollowsLengths = CUFLASH_FOLLOWS_LENGTHS;   // the diagonal of a batch entry depends on its length
+// Whether a function stands between a scaled product and its score. Only then is the derivative of the score in the
+// scaled product not 1.
+constexpr bool kHasDerivative = kHasSoftcap;
 // The scale can be folded into the exponent only when nothing stands between it and the softmax and it is positive.
 constexpr bool kScaleInExponent = CUFLASH_SCALE_IN_EXPONENT && !kMaskOfKeys;
 // Whether scores have addends; and whether, without any, the factor of what is left of a product can be folded.
 constexpr bool kAddsToScore = kHasAlibi || kBiasBytes != 0 || kMaskOfKeys;
-constexpr bool kFactorInExponent = kScaleInExponent || (kHasSoftcap && !kAddsToScore);
+constexpr bool kFactorInExponent = kScaleInExponent || (kHasDerivative && !kAddsToScore);
 
 // An element as a number to calculate with.
 template <class E>

@@ -1,4 +1,5 @@
-// The one argument of every kernel. Python fills it (cuflash/params.py); the byte count of both sides must agree.
+// The one argument of every kernel. Python fills it (cuflash/params.py) by the same list of fields
+// (cuflash/planning/argument.py); the byte counts of both must agree.
 #pragma once
 #include "common/config.cuh"
 

@@ -1,10 +1,11 @@
-// What the kernels of the gradients of bias, slopes, scale and softcap agree on.
+// What the kernels agree on that make the gradients of what scores are made of beside q and k.
 #pragma once
 #include "common/backward.cuh"
 #include "common/config.cuh"
 #include "common/mask.cuh"
 #include "common/params.cuh"
 #include "common/schedule.cuh"
+#include "common/score.cuh"
 
 // The axes that a block sums over: those that dbias has not, or the keys for the other gradients.
 constexpr bool kSumsBatch = CUFLASH_SUMS_BATCH;
@@ -119,8 +120,20 @@ CUFLASH_DEVICE Real* score_partials_of(const Params& params, u32 result, int spl
   return (Real*)params.score_partials + ((i64)result * params.score_splits + split) * kResultElements;
 }
 
-// Parts of a sum over a head of quantity 0 (slopes), 1 (scale) or 2 (softcap); those of the batch entries of a query
-// head, of their tiles of queries, and of the blocks that share these, are neighbours.
+// The gradients that are sums over all pairs of a head, or of all heads.
+enum Sum { kSumOfSlope, kSumOfScale, kSumOfSoftcap, kNumSums };
+
+// Adds what a pair is of each that is wanted. `ds` is the gradient of its score, whose derivative in the scaled product
+// is `derivative`.
+CUFLASH_DEVICE void add_to_sums(Real (&sums)[kNumSums], const Score& score, Real ds, Real derivative, Real product,
+                                int row, int key) {
+  if constexpr (kNeedsDalibiSlopes) sums[kSumOfSlope] -= ds * score.distance(row, key);
+  if constexpr (kNeedsDscale) sums[kSumOfScale] += ds * derivative * product;
+  if constexpr (kNeedsDsoftcap) sums[kSumOfSoftcap] += ds * score.derivative_by_softcap(product);
+}
+
+// Parts of one of these sums over a head. Those of the batch entries of a query head, of their tiles of queries, and of
+// the blocks that share these, are neighbours.
 CUFLASH_DEVICE Real* sums_partials_of(const Params& params, int quantity, int head, Entry batch, int m_block) {
   const int num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
   const i64 of_head = (i64)quantity * params.num_heads + head;

@@ -51,7 +51,7 @@ struct Weights {
         mask(params, batch, head, key_stop, own_diagonal),
         exponent_scale(score.exponent_scale()) {}
 
-  // The weight of one pair, and the derivative of its capped score in the scaled product (1 without softcap).
+  // The weight of one pair, and the derivative of its score in the scaled product.
   CUFLASH_DEVICE Real of(Real product, int row, int key, bool masked, Real exponent_lse, Real& derivative) const {
     return warp_exponential(masked_score(score, mask, product, row, key, masked, derivative) * exponent_scale -
                             exponent_lse);

@@ -1,9 +1,11 @@
 // Gradients of what makes scores of products, on mma.sync tensor cores (compute capability 8.0 and later), in an order
-// of additions that is fixed: of the bias, or of slopes, scale and softcap, which are sums.
+// of additions that is fixed: that of the bias, or those that are sums over pairs.
 //
 //   P = exp(S - lse)    dP = dO V'    dS = P * (dP - delta)        (X' is X transposed)
 //   dbias = dS          dslope = -sum dS * |i + diagonal - j|
-//   dscale = sum dS * (1 - T^2) * (Q K')    dsoftcap = sum dS * (T - X (1 - T^2)),  X = scale Q K' / softcap,  T = tanh X
+//   dscale = sum dS * f'(X) * (Q K')        dsoftcap = sum dS * df/dc        (X = scale Q K')
+//
+// f is the function, if any, that makes a score of X, and c its parameter: common/score.cuh has both.
 //
 // A block owns a tile of dbias and walks over all that broadcasts: batch entries, heads, tiles of queries, tiles of
 // keys. For the other gradients it owns a tile of queries of one head and walks over the keys. Where that makes few
@@ -40,7 +42,7 @@ static_assert(max_of((int)(kNumStages * kBytesStage), (int)kBytesResult) == CUFL
 // What a lane sums.
 struct Sums {
   Real dbias[kMTiles][kNTiles][4];
-  double slope, scale, softcap;
+  double of[kNumSums];
 };
 
 // Leaves the tile of dbias: in its place, or to the kernel that adds those of several blocks.
@@ -90,18 +92,17 @@ CUFLASH_DEVICE void finish_dbias(const Params& params, const ScoreTiles& result,
 
 // Leaves the sums of the block to the kernel that adds those of all.
 CUFLASH_DEVICE void finish_sums(const Params& params, const ScoreTiles& result, int split, const Sums& sums) {
-  const double lane[3] = {sums.slope, sums.scale, sums.softcap};
   const u32 s_sums = ptx::dynamic_shared();
-  double warp[3];
+  double warp[kNumSums];
 #pragma unroll
-  for (int i = 0; i < 3; ++i) warp[i] = warp_sum(lane[i]);
+  for (int i = 0; i < kNumSums; ++i) warp[i] = warp_sum(sums.of[i]);
   if (lane_index() == 0) {
     ptx::store_shared_x2(s_sums + warp_index() * 32, {warp[0], warp[1]});
     ptx::store_shared_x2(s_sums + warp_index() * 32 + 16, {warp[2], 0.0});
   }
   ptx::sync_block();
   const int quantity = ptx::thread_index();
-  if (quantity >= 3) return;
+  if (quantity >= kNumSums) return;
   double sum = 0;
   for (int i = 0; i < kNumWarps; ++i) {
     double part;
@@ -145,7 +146,8 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
 
   Sums sums;
   set_zero(sums.dbias);
-  sums.slope = sums.scale = sums.softcap = 0;
+#pragma unroll
+  for (double& sum : sums.of) sum = 0;
 
   int stage = 0;
 #pragma unroll 1
@@ -187,7 +189,7 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
     const bool masked = now.n_block < tiles.full_start || now.n_block >= tiles.full_stop ||
                         (kHasBlockMask && now.pairs_left(params) != Pairs::kAll);
     [[maybe_unused]] KeptWeights<false> kept;
-    [[maybe_unused]] Real slope = 0, scale = 0, softcap = 0;
+    [[maybe_unused]] Real of_tile[kNumSums] = {};
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
@@ -204,14 +206,11 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
           const Real kept_dp = !kHasDropout || kept.keeps(n, i) ? dp[m][n][i] : 0;
           const Real ds = p * (kept_dp * kept_scale - delta[m][i / 2]);
           if constexpr (kNeedsDbias) sums.dbias[m][n][i] += ds;
-          if constexpr (kNeedsDalibiSlopes) slope -= ds * score.distance(row, key);
-          if constexpr (kNeedsDscale) scale += ds * derivative * product;
-          if constexpr (kNeedsDsoftcap) softcap += ds * score.derivative_by_softcap(product);
+          add_to_sums(of_tile, score, ds, derivative, product, row, key);
         }
       }
-    if constexpr (kNeedsDalibiSlopes) sums.slope += slope;
-    if constexpr (kNeedsDscale) sums.scale += scale;
-    if constexpr (kNeedsDsoftcap) sums.softcap += softcap;
+#pragma unroll
+    for (int i = 0; i < kNumSums; ++i) sums.of[i] += of_tile[i];
     if constexpr (kNumStages == 2) stage = 1 - stage;
   }
   ptx::copy_async_wait<0>();

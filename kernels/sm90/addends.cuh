@@ -11,7 +11,7 @@
 
 constexpr bool kBiasOfPairs = CUFLASH_BIAS_OF_PAIRS;
 constexpr bool kBiasOfKeys = CUFLASH_BIAS_OF_KEYS;
-// Whether this serves all that makes scores of products; else each looks for its own bias (common/score.cuh).
+// Whether everything that is added to scores is added here. Otherwise each score looks up its bias (common/score.cuh).
 constexpr bool kAddsByTile = !kFactorInExponent && (kBiasBytes == 0 || kBiasOfPairs || kBiasOfKeys);
 constexpr bool kHasKeyNumbers = kBiasOfKeys || kMaskOfKeys;
 static_assert(!kMaskOfKeys || kAddsByTile, "a mask of keys is added by tile");
@@ -28,7 +28,7 @@ struct KeyNumbers {
         mask((const u8*)params.mask.data + batch * params.mask.batch_stride + head * params.mask.head_stride),
         stride(params.mask.key_stride) {}
 
-  // Behind the last key there is nothing to look at.
+  // Arrays may end with the last key, so nothing is read past it.
   CUFLASH_DEVICE float of(int key) const {
     if (key >= score.key_stop) return 0.0f;
     if (kMaskOfKeys && mask[key * stride] == 0) return -ptx::infinity();
@@ -42,7 +42,7 @@ constexpr int kBiasChunks = kBlockN / kBiasChunk;
 constexpr u32 kBytesBias = kBiasOfPairs ? kBiasChunks * kBlockM * kLineBytes : 0;
 static_assert(!kBiasOfPairs || kBlockN % kBiasChunk == 0, "whole lines");
 
-// Asks for a tile of a bias, which may broadcast along heads and batch entries.
+// Issues the load of a tile of a bias, which may broadcast along heads and batch entries.
 CUFLASH_DEVICE void load_bias(const Params& params, u32 tile, const TensorMap& map, const Barrier& full, int first_row,
                               int first_key, int head, int batch) {
 #pragma unroll
@@ -69,7 +69,7 @@ struct Addends {
     }
   }
 
-  // f(n, i, addend) for all elements: `addend` of a number gives its sum with what is added to the score.
+  // Calls f(n, i, plus_addend) for all elements. plus_addend(x) is x plus what is added to the score of this element.
   template <int n_tiles, class Function>
   CUFLASH_DEVICE void visit(Function f) const {
 #pragma unroll
@@ -101,15 +101,13 @@ struct Addends {
   CUFLASH_DEVICE void load_bias_of(int k, float (&b)[2][4]) const {
     const u32 lane = lane_index();
     if constexpr (kBiasBytes == 2) {
-      // Four 8 x 8 matrices: of two n-tiles, 8 rows, or keys where transposed, and the 8 behind them.
+      // Four 8 x 8 matrices: those of two n-tiles, each with 8 rows (keys where transposed) and the 8 rows after these.
       Fragment words;
-      const u32 swizzle = lane % 8 * 16;
       if constexpr (transposed)
         ptx::load_matrix_x4_transposed(words.word, along_line(pairs + (16 * k + lane / 16 * 8 + lane % 8) * kLineBytes,
                                                               lane / 8 % 2 * 16));
       else
-        ptx::load_matrix_x4(words.word, pairs + lane % 16 * kLineBytes + k / 4 * kBlockM * kLineBytes +
-                                            ((k % 4 * 32 + lane / 16 * 16) ^ swizzle));
+        load_fragment_chunked<kBlockM>(pairs, 0, k, words);
 #pragma unroll
       for (int j = 0; j < 8; ++j)
         b[j / 4][j % 4] = ptx::to_float32(Element{}, (u16)(words.word[j / 2] >> j % 2 * 16));
@@ -127,7 +125,7 @@ struct Addends {
       }
     }
   }
-  // So many bytes along a line, with the swizzle of TMA.
+  // The address so many bytes along a line, with the swizzle of TMA.
   CUFLASH_DEVICE static u32 along_line(u32 line, u32 bytes) {
     const u32 address = line + bytes;
     return address ^ address / kLineBytes % 8 * 16;

@@ -89,7 +89,7 @@ struct Consumer {
   Walk walk;
   int stage_before = 0;
   LaneSums lane_sums;
-  bool scores_are_small = false;  // of the step at hand, beside the soft cap
+  bool scores_are_small = false;  // of this step: see Score::cap
 
   CUFLASH_DEVICE Consumer(const BackwardParams& params_, const Shared& shared_, const Work& found, u32 index_)
       : params(params_),
@@ -115,7 +115,7 @@ struct Consumer {
 
   // ---- Waiting ------------------------------------------------------------------------------------------------------
 
-  // K and V. Keys past the last one have weight 0, but 0 times what lies there may be NaN.
+  // Waits for K and V, and clears rows past the last key: their weights are 0, but 0 times a NaN there would be NaN.
   CUFLASH_DEVICE void wait_for_keys() {
     shared.kv_full.wait(0);
     if constexpr (kHidesLastKeys) {
@@ -132,7 +132,7 @@ struct Consumer {
     if constexpr (kHoldsK) load_fragments_chunked<kBlockN>(rows_k, warp_key, k_operand);
   }
 
-  // Q, and dO unless its product comes later. Likewise for queries past the last one.
+  // Waits for Q, and for dO unless its product is issued later. Clears rows past the last query for the same reason.
   CUFLASH_DEVICE void wait_for_queries(u32 s_q, u32 s_do) {
     shared.q_ring.full(at).wait(at.parity);
     if constexpr (!kIssuesDpEarly) shared.do_ring.full(at).wait(at.parity);
@@ -186,12 +186,12 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  // [GEMM 5] dV += P' dO and [GEMM 6] dK += dS' Q, of the step before; or instead of the sums, where there are none
-  // yet. With `nothing` before it, any operands do.
+  // [GEMM 5] dV += P' dO and [GEMM 6] dK += dS' Q, of the step before. They replace the sums unless it `adds`. With
+  // `nothing` before it, any operands do, because the next step does not add to what this one makes.
   CUFLASH_DEVICE void issue_gradients(bool adds, bool nothing) {
     const u64 dout = descriptor_of_transposed<kBlockM>(shared.dout + stage_before * kBytesDo);
     const u64 q = descriptor_of_transposed<kBlockM>(shared.q + stage_before * kBytesQ);
-    // Of the keys of this consumer; what it wrote last is in the other stage.
+    // dS' of the keys of this consumer. It wrote them last to the stage that is not the next one.
     const u64 ds = descriptor_of(nothing ? shared.q : shared.ds + (ds_at.stage ^ 1) * kBytesDs + first * kLineBytes);
     if constexpr (kDkFromShared) ptx::sync_named(kConsumer + index, 128);
     ptx::fence_operand(dv);
@@ -204,13 +204,13 @@ struct Consumer {
       issue_gradient(dk, [&](int k) -> auto& { return ds_operand[k]; }, q, adds);
   }
 
-  // Waits for them, and with `frees` gives back the tiles that they have read.
+  // Waits for these two products. With `frees`, gives back the tiles that they have read.
   CUFLASH_DEVICE void finish_gradients(bool frees) {
     ptx::wgmma_wait<0>();
     ptx::fence_operand(dv);
     ptx::fence_operand(dk);
-    // All threads have read the statistics, of which no product tells. The consumer that makes dS' has arrived at
-    // ds_full by then, without which the warpgroup of dQ loads no further tiles.
+    // A product that is done does not tell that all threads have read the statistics, so they meet here. The consumer
+    // that makes dS' need not: the next tile is loaded only once each of its warps has arrived at ds_full.
     if constexpr (!makes_dk) ptx::sync_named(kConsumer + index, 128);
     if (elected && frees) {
       if constexpr (kDkFromShared) shared.ds_ring.empty({ds_at.stage ^ 1}).arrive();
@@ -239,20 +239,20 @@ struct Consumer {
     }
   }
 
-  // Element i of four in two words.
+  // Element i of the four that two words hold.
   CUFLASH_DEVICE static float element_of(const u32 (&packed)[2], int i) {
     return ptx::to_float32(Float16{}, (u16)(packed[i / 2] >> i % 2 * 16));
   }
 
-  // Asks for the bits of a tile, where it needs them, before the product that they hide pairs of.
+  // Loads the mask bits of a tile, if it needs them, before the product is issued whose pairs they hide.
   CUFLASH_DEVICE u32 load_mask() const {
     if (!kMaskByBits || !walk.needs_mask(work.queries)) return ~0u;
     const int n_block = work.work.block * (kBlockN / kBitsBlock) + first / kBitsBlock;
     return *mask_words_of(common, MaskBits(common), batch, walk.head, walk.m_block, n_block);
   }
 
-  // [3] P' = exp(S' - lse), once at most `pending` groups are in flight; the derivatives are those of the capped
-  // scores.
+  // [3] P' = exp(S' - lse), once at most `pending` groups of wgmma are in flight. `derivative` gets the derivatives of
+  // the scores in the scaled products.
   template <int pending, int rows>
   CUFLASH_DEVICE void make_p(float (&p)[kQueryTiles][4], u32 (&derivative)[rows][2], u32 s_stats, u32 shown) {
     const int head = walk.head, first_row = walk.m_block * kBlockM;
@@ -262,7 +262,7 @@ struct Consumer {
     const auto key_of = [&](int, int i) { return lane_key + i / 2 * 8; };
 
     auto& products = (float(&)[1][kQueryTiles][4])p;
-    // Asked for before the wait, behind which they are needed.
+    // Loaded before the wait, because they are needed right after it.
     [[maybe_unused]] float of_keys[2];
     if constexpr (kHasKeyNumbers) {
       const KeyNumbers numbers(common, weights.score, batch, head);
@@ -273,7 +273,7 @@ struct Consumer {
     if constexpr (kNeedsDsoftcap) {
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n) ptx::store_shared_f32x4(s_tanh() + n * 128 * 16, p[n]);
-    } else if constexpr (kHasSoftcap) {
+    } else if constexpr (kHasDerivative) {
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n)
 #pragma unroll
@@ -316,7 +316,7 @@ struct Consumer {
     if constexpr (kHasDropout) Dropout(common, batch, head).mark(p, row_of(0, 0), lane_key);
   }
 
-  // Split roles: leaves P', times the derivatives, for the consumer that makes dS'.
+  // Where roles are split: hands P', times the derivatives, to the consumer that makes dS'.
   template <int rows>
   CUFLASH_DEVICE void hand_over_p(const float (&p)[kQueryTiles][4], const u32 (&derivative)[rows][2]) {
     shared.p_ring.empty(p_at).wait(p_at.parity ^ 1);
@@ -325,7 +325,7 @@ struct Consumer {
     for (int n = 0; n < kQueryTiles; ++n) {
       float handed[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) handed[i] = kHasSoftcap ? p[n][i] * element_of(derivative[n], i) : p[n][i];
+      for (int i = 0; i < 4; ++i) handed[i] = kHasDerivative ? p[n][i] * element_of(derivative[n], i) : p[n][i];
       ptx::store_shared_f32x4(s_p + n * 128 * 16, handed);
     }
     arrive_as_warp(shared.p_ring.full(p_at));
@@ -341,8 +341,8 @@ struct Consumer {
     if constexpr (!makes_dv) shared.p_ring.full(p_at).wait(p_at.parity);
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
-      // Before the last one, so that the assembler moves most exponentials after it: a ping-pong that passes after them
-      // costs more than it is worth.
+      // The other consumer is let in before the last n-tile. So the assembler moves most exponentials after that point;
+      // a ping-pong that passes after the exponentials costs more than it is worth.
       if (n == kQueryTiles - 1) ping_pong.pass();
       float delta[2];
       ptx::load_shared_x2(s_stats + n * 64 + 8, delta);
@@ -351,7 +351,7 @@ struct Consumer {
       for (int i = 0; i < 4; ++i) {
         ds[n][i] = gradient_of(p[n][i], ds[n][i], kept_scale, delta[i % 2]);
         if constexpr (kSumsEarly) lane_sums.add(n, i, ds[n][i], distance);
-        if constexpr (kHasSoftcap && makes_dv && !kNeedsDsoftcap) ds[n][i] *= element_of(derivative[n], i);
+        if constexpr (kHasDerivative && makes_dv && !kNeedsDsoftcap) ds[n][i] *= element_of(derivative[n], i);
       }
     }
     if constexpr (!makes_dv) {
@@ -362,14 +362,14 @@ struct Consumer {
 
   CUFLASH_DEVICE u32 s_tanh() const { return shared.tanh + index * kBytesTanh + thread * 16; }
   CUFLASH_DEVICE KeySumsPlace sums() const { return {common, work, (int)(first + warp_key) / 16}; }
-  // At the end of a step of a query head: leaves what belongs to it if it was the last one.
+  // At the end of a step of a query head. If it was the last step of this head, leaves what belongs to the head.
   CUFLASH_DEVICE void leave_sums(int head, bool last) {
     if (walk.head == head && !last) return;
     sums().leave(head, lane_sums);
     lane_sums.start_head();
   }
 
-  // Of the gradients of scores: adds to dsoftcap, and makes gradients of products of them.
+  // Adds what the gradients of scores contribute to dsoftcap, and makes them gradients of scaled products.
   template <class Small>
   CUFLASH_DEVICE void make_dsoftcap(float (&ds)[kQueryTiles][4], Small small) {
 #pragma unroll
@@ -378,13 +378,13 @@ struct Consumer {
       ptx::load_shared_f32x4(s_tanh() + n * 128 * 16, tanh);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        lane_sums.softcap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);
+        lane_sums.cap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);
         ds[n][i] *= 1.0f - tanh[i] * tanh[i];
       }
     }
   }
 
-  // dS' to shared memory for the warpgroup of dQ, rows of keys.
+  // Stores dS' to shared memory, where rows are keys, for the warpgroup of dQ.
   CUFLASH_DEVICE void hand_over_ds() {
     shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
     const u32 line = shared.ds + ds_at.stage * kBytesDs + (first + warp_key + lane % 16) * kLineBytes;
@@ -403,8 +403,8 @@ struct Consumer {
     const u32 s_q = shared.q + at.stage * kBytesQ, s_do = shared.dout + at.stage * kBytesDo;
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
     float p[kQueryTiles][4], ds[kQueryTiles][4];
-    // Pairs in half the registers.
-    [[maybe_unused]] u32 derivative[kHasSoftcap && !kNeedsDsoftcap ? kQueryTiles : 1][2];
+    // Two derivatives share a register, as float16.
+    [[maybe_unused]] u32 derivative[kHasDerivative && !kNeedsDsoftcap ? kQueryTiles : 1][2];
     [[maybe_unused]] const u32 shown = makes_dv ? load_mask() : 0;
 
     wait_for_queries(s_q, s_do);
@@ -462,7 +462,7 @@ struct Consumer {
   }
 
   CUFLASH_DEVICE void run() {
-    // Otherwise it meets queries of every head.
+    // With shares of queries, or lists, it may meet no query of some head.
     if constexpr (makes_dk && kSumsScores && (kSplitsTail || kHasLists)) sums().leave_zeros();
     double dscale = 0;
     if (work.num_steps > 0) {
@@ -494,7 +494,7 @@ struct Consumer {
 
   // ---- The epilogue -------------------------------------------------------------------------------------------------
 
-  // Sums of keys that blocks share, for the kernel that adds them.
+  // Stores the sums of keys that several blocks share, for the kernel that adds them.
   CUFLASH_DEVICE void store_partials() {
     Real* partials = work.partials(common, kSplitsRoles ? thread : ptx::thread_index());
     const auto store = [&](const auto& d) {
@@ -511,7 +511,7 @@ struct Consumer {
     if constexpr (makes_dv && kNeedsDv) store(dv);
   }
 
-  // dK and dV, rounded, through the shared memory of these rows of K and V, which no thread needs any more.
+  // Rounds dK and dV and stores them by way of the shared memory of these rows of K and V, which nothing reads again.
   CUFLASH_DEVICE void store_gradients() {
     if constexpr (makes_dv) store_fragments_chunked<kBlockN>(rows_v, warp_key, dv, kept_scale, kept_scale);
     if constexpr (makes_dk) store_fragments_chunked<kBlockN>(rows_k, warp_key, dk, common.scale, common.scale);
@@ -541,7 +541,7 @@ struct Consumer {
   }
 };
 
-// Thread. How many arrivals end a phase of each barrier.
+// Thread. Initialises each barrier with the number of arrivals that end one of its phases.
 CUFLASH_DEVICE void make_barriers(const Shared& shared) {
   shared.kv_full.init(1);
   shared.q_ring.init(kConsumers);

@@ -8,9 +8,9 @@
 #include "sm90/products.cuh"
 #include "sm90/tiles.cuh"
 
-// Warp. Loads the tiles of a block: K and V at once, those of queries as their stages get free. All lanes keep its
-// position and one of them issues the load: so the compiler knows that coordinates are the same in all lanes, as TMA
-// wants them.
+// Warp. Loads the tiles of a block: K and V at the start, tiles of queries as stages become free. All lanes keep track
+// of the position, and one of them issues the loads. So the compiler knows that the coordinates are the same in all
+// lanes, as TMA requires.
 struct Producer {
   const BackwardParams& params;
   const Shared& shared;
@@ -47,7 +47,7 @@ struct Producer {
                                   entry_of(batch));
     };
     shared.do_ring.empty(at).wait(at.parity ^ 1);
-    if constexpr (kSplitsRoles) load_dout();  // the consumer of dV is done before that of dK
+    if constexpr (kSplitsRoles) load_dout();  // the consumer that makes dV gives its stage back before the other does
     shared.q_ring.empty(at).wait(at.parity ^ 1);
     q_full.arrive_expect(kBytesQ + kBytesBias + kBytesStats);
     load_chunks<kBlockM, kDim>(shared.q + at.stage * kBytesQ, params.q, q_full, first_row, next.head, entry_of(batch));
@@ -115,7 +115,7 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
     float* accumulator = (float*)common.dq_accumulator + tile.index_of(common, walk) * (kBlockM * kDim) + thread * 4;
     shared.ds_ring.full(at).wait(at.parity);
     ptx::pause<kDqDelay>();
-    if constexpr (!kDqByReduction) {  // not wanted
+    if constexpr (!kDqByReduction) {  // dq is not wanted
       arrive_as_warp(shared.ds_ring.empty(at));
       if (produces) producer.load_queries();
       continue;

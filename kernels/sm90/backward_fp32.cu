@@ -35,18 +35,19 @@
 #include "sm90/products.cuh"
 #include "sm90/tiles.cuh"
 
-constexpr int kRows = 64;  // of every tile
+constexpr int kRows = 64;  // rows of every tile
 constexpr int kTileColumns = kRows / 8, kSteps = kRows / 16;
 static_assert(kBlockM == kRows && kBlockN == kRows, "tiles of one product");
 static_assert(kNumWarps == 16, "dV, dK, dQ and the producers");
 constexpr int kBuffers = CUFLASH_NUM_BUFFERS;  // for P' and dS'
-constexpr int kDqColumns = kChunk;  // of dQ at a time: more would read dS' less often, and take more registers
-// Whether dQ of a tile waits until the first chunk of its dK is done: the sooner Q is given back, the sooner the next
-// one comes.
+// Columns of dQ that a product makes. More would read dS' less often, and take more registers.
+constexpr int kDqColumns = kChunk;
+// Whether dQ of a tile waits until the first chunk of its dK is done. Then dK is done sooner, gives Q back sooner, and
+// the next tile of Q arrives sooner.
 constexpr bool kDqLate = CUFLASH_DQ_LATE;
 static_assert(!kDqLate || kBuffers <= kNumStages, "dQ sees every phase of q_empty");
 
-// A tile lies in chunks of 64 columns, a chunk as its parts one after the other.
+// A tile is stored as chunks of 64 columns, and a chunk as its bfloat16 parts, one after the other.
 constexpr int kChunks = chunks_of(kDim), kChunksV = chunks_of(kDimV);
 constexpr u32 kBytesPart = chunked_bytes(kRows, kChunk);
 constexpr u32 kBytesChunk = kBf16Parts * kBytesPart;
@@ -57,7 +58,8 @@ static_assert((kNumStages + 1) * (kBytesK + kBytesV) + kBuffers * kBytesChunk + 
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
-// Registers of a thread once each role has its own; all together are at most what the block started with.
+// Registers of a thread once each role has its own number of them. All together are at most what the block started
+// with.
 constexpr int kConsumerRegisters = 200, kDqRegisters = 80, kProducerRegisters = 32;
 
 constexpr u32 kDkWarpgroup = 1;  // named barrier
@@ -119,7 +121,7 @@ struct Shared {
 
 // ---- Products of parts ---------------------------------------------------------------------------------------------
 
-// multiply(a, b, k, accumulate) for the parts a and b of both factors that matter, and each of the steps along k.
+// Calls multiply(a, b, k, accumulate) for the pairs of parts a and b whose products count, and for each step along k.
 template <int steps, class Multiply>
 CUFLASH_DEVICE void for_part_products(Multiply multiply) {
   repeat<kPartProducts>([&](auto i) __attribute__((always_inline)) {
@@ -144,7 +146,7 @@ CUFLASH_DEVICE void multiply_rows(float (&d)[kTileColumns][4], u32 a, u32 b) {
   });
 }
 
-// An accumulator as the parts of an operand in registers.
+// Makes an accumulator the parts of an operand in registers.
 struct Operand {
   u32 word[kBf16Parts][kSteps][4];
 };
@@ -178,7 +180,7 @@ CUFLASH_DEVICE void add_product(float (&total)[chunks * kTileColumns][4], const 
   });
 }
 
-// The parts of an accumulator, by `split_pair`; the sum of its results.
+// Splits an accumulator into parts by `split_pair`, and returns the sum of what that returns.
 template <class SplitPair>
 CUFLASH_DEVICE float to_operand(const float (&value)[kTileColumns][4], Operand& operand, SplitPair split_pair) {
   float sum = 0.0f;
@@ -233,7 +235,7 @@ CUFLASH_DEVICE void produce(const BackwardParams& params, const Shared& shared, 
   }
 }
 
-// What dK and dV leave in memory: rows of this block, or its part of the sums of several.
+// Stores dK or dV: rows of the result, or the part of this block where several blocks share the sums.
 template <int head_dim, int n_tiles>
 CUFLASH_DEVICE void store_rows(const Params& params, const Tensor& result, const BackwardWork& tile, Real* partials, u32 thread,
                                const float (&value)[n_tiles][4], float factor) {
@@ -270,7 +272,8 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
   for (int step = 0; step < tile.num_steps; ++step) {
     const int head = walk.head, m_block = walk.m_block, first_row = m_block * kRows;
     float p[kTileColumns][4];
-    // In one sum, as the forward pass has it: what the tensor cores cut off of a score is then in lse too.
+    // Scores are one sum of the tensor cores, as in the forward pass: then lse lacks what they cut off, just as S'
+    // does.
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) shared.q_ring.full(at, c).wait(at.parity);
     multiply_rows<kChunks>(p, shared.k, shared.q_ring.tile(at));
@@ -281,8 +284,8 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
     const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
     const auto key_of = [&](int, int i) { return lane_key + i / 2 * 8; };
     weights.hide_products((float(&)[1][kTileColumns][4])p, masked, row_of, key_of);
-    // What the next warpgroup multiplies dP' - delta by: P', times the derivative of the capped score; the sign says
-    // what dropout drops.
+    // The next warpgroup multiplies dP' - delta by this: P' times the derivative of the score in the scaled product.
+    // The sign says what dropout drops.
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
     const u32 s_p = shared.buffer_of(buffer) + thread * 8;
     shared.handed.ds_empty(buffer).wait(buffer.parity ^ 1);
@@ -297,7 +300,7 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
       for (int i = 0; i < 4; ++i) {
         float derivative;
         p[n][i] = weights.of_hidden(p[n][i], row_of(n, i), key_of(0, i), masked, stats[i % 2 * 2], derivative);
-        factor[i] = kHasSoftcap ? p[n][i] * derivative : p[n][i];
+        factor[i] = kHasDerivative ? p[n][i] * derivative : p[n][i];
         if (kHasDropout && !kept.keeps(n, i)) factor[i] = -factor[i], p[n][i] = 0.0f;
       }
       ptx::store_shared_x2(s_p + n * 2048, {factor[0], factor[1]});
@@ -378,14 +381,14 @@ CUFLASH_DEVICE void make_dk(const BackwardParams& params, const Shared& shared, 
     }
     Operand operand;
     const float rests = to_operand(ds, operand, bf16_split_small);
-    if (rests - rests != 0.0f) {  // rare
+    if (rests - rests != 0.0f) {  // some are not finite, which is rare
       to_operand(ds, operand, [](float x, float y, u32 (&word)[kBf16Parts]) {
         bf16_split(x, y, word);
         return 0.0f;
       });
     }
 
-    // dS' to shared memory, rows of keys, once all threads have read P'.
+    // Once all threads have read P', dS' is stored there, where rows are keys.
     ptx::sync_named(kDkWarpgroup, 128);
     const u32 line = s_buffer + (warp_key + lane % 16) * kLineBytes;
 #pragma unroll
@@ -426,7 +429,7 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
     float* accumulator = (float*)common.dq_accumulator + tile.index_of(common, walk) * (kRows * kDim) + thread * 4;
     const u64 ds = descriptor_of_transposed<kRows>(shared.buffer_of(buffer));
     shared.handed.ds_full(buffer).wait(buffer.parity);
-    if constexpr (!kDqByReduction) {  // not wanted
+    if constexpr (!kDqByReduction) {  // dq is not wanted
       if (thread == 0) shared.handed.ds_empty(buffer).arrive();
       continue;
     }

@@ -27,14 +27,14 @@ constexpr bool kSplitsRoles = kSchedule == Schedule::kSplitRoles;
 static_assert(kPairsStats, "a lane reads lse of two queries, and later their delta");
 constexpr int kConsumers = 2;
 constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
-// Whether one consumer goes through a step from P' to dS' while the other waits, or does what is left of its own step.
-// Side by side, each product takes twice as long, and then both have nothing but exponentials to do at the same time.
-// With split roles the first lets the second in once its products are issued. On an H200 this makes the kernel alone 9
-// to 12 % faster at head_dim 128 from seqlen 4096 on, 4 % at 64, 2 to 3 % at 256, and with slopes 2 to 12 % faster; but
-// with softcap, where scores take more than an exponential, 7 to 14 % slower; with a bias of pairs 2 to 5 %, with one
-// of keys at head_dim 64 4 %.
+// Whether consumers ping-pong: one goes from P' to dS' while the other waits, or does the rest of its own step. If they
+// ran side by side, each product would take twice as long, and then both would have only exponentials to do at the same
+// time. With split roles the first lets the second in once its products are issued. On an H200 ping-pong makes the
+// kernel 9 to 12 % faster at head_dim 128 from seqlen 4096 on, 4 % at 64, 2 to 3 % at 256, and with slopes 2 to 12 %.
+// But it is slower by 7 to 14 % where a function acts on the products, by 2 to 5 % with a bias of pairs, and by 4 %
+// with a bias of keys at head_dim 64.
 constexpr bool kPingPong =
-    !kHasSoftcap && !kHasDropout && !kBiasOfPairs && (!kHasKeyNumbers || kDkFromShared) && (kBiasBytes == 0 || kAddsByTile);
+    !kHasDerivative && !kHasDropout && !kBiasOfPairs && (!kHasKeyNumbers || kDkFromShared) && (kBiasBytes == 0 || kAddsByTile);
 constexpr int kQueryTiles = kBlockM / 8;
 constexpr int kConsumerThreads = 128 * kConsumers;
 static_assert(kNumWarps == 4 * (kConsumers + 1 + kDqInOrder), "the consumers, dQ, and the order of dQ");
@@ -50,7 +50,7 @@ constexpr u32 kBytesDs = chunked_bytes(kBlockN, kBlockM);
 constexpr u32 kBytesStats = kBlockM * 8;
 constexpr int kDsStages = 2, kPStages = kSplitsRoles, kTurnStages = kDqInOrder ? 2 : 0;
 constexpr u32 kBytesP = 128 * kQueryTiles * 16;
-// What each thread of a consumer leaves there for itself where dsoftcap is wanted: tanh of its scores.
+// Where dsoftcap is wanted, each thread of a consumer keeps the tanh of its scores there.
 constexpr u32 kBytesTanh = kNeedsDsoftcap ? kBytesP : 0;
 static_assert(!kNeedsDsoftcap || !kSplitsRoles, "the consumer that makes dS' knows the scores");
 constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages + 2 * kDsStages + 2 * kPStages + 3 * kTurnStages);
@@ -59,17 +59,19 @@ static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesBias 
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
-// Registers of a thread once each role has its own; all together are what the block started with. Products in flight
-// need more than their accumulators and operands take, or the compiler makes one wait for the other.
+// Registers of a thread once each role has its own number of them. All together they are what the block started with.
+// Products in flight need more registers than their accumulators and operands take; with fewer, the compiler makes one
+// product wait for the other.
 constexpr int kOrderRegisters = kDqInOrder ? 24 : 0;
 constexpr bool kNeedsFewRegisters = kScaleInExponent || (kFactorInExponent && !kDkFromShared);
 constexpr int kConsumerRegisters = kNeedsFewRegisters ? 208 : kDqInOrder || kFactorInExponent || kAddsByTile ? 216 : 224;
 constexpr int kDqRegisters = (kDqInOrder ? 512 : 504) - kOrderRegisters - kConsumers * kConsumerRegisters;
 // Columns of dQ that one product makes.
 constexpr int kDqColumns = kSplitsRoles && 64 / 2 + 28 <= kDqRegisters ? 64 : 32;
-// Fragments of dS', of 16 keys, that dQ holds in registers for all of its columns. The assembler keeps 28 registers for
-// other things, used or not. Fragments that do not fit beside them and beside a product's columns are read from shared
-// memory by every product; to read all of dS' so makes the pass 8 % slower on an H200 (head_dim 128).
+// The warpgroup of dQ holds so many fragments of dS', of 16 keys each, in registers for all of its columns. The
+// assembler keeps 28 registers for other things, used or not. Every product reads the fragments that do not fit beside
+// these and beside its own columns from shared memory. Reading all of dS' so makes the pass 8 % slower on an H200
+// (head_dim 128).
 constexpr int kDsFragments = kBlockN / 16, kDqRoom = (kDqRegisters - 28 - kDqColumns / 2) / 4;
 constexpr int kDqHeld = kDqRoom < kDsFragments ? kDqRoom : kDsFragments;
 constexpr bool kDqHoldsDs = kDqHeld == kDsFragments;
@@ -79,10 +81,10 @@ static_assert(kChunk % kDqColumns == 0, "columns of one chunk of K");
 // is 2 to 7 % faster at head_dim 256, up to 1 % at 64; at 128, where products read the most from shared memory, up to 1
 // % slower.
 constexpr bool kLoadsEarly = !kDkFromShared;
-// Cycles that dQ waits once dS' is there, so that what consumers issue next goes first. On an H200, with dQ in order,
-// 60 are 1 to 4 % faster than none at head_dim 64, 100 are 1 to 8 % faster at 256, and at 128 they make no difference.
-// In any other order every delay costs: at head_dim 64 as little as 20 cycles cost 2 to 5 %. But with packed sequences
-// (varlen) 20 to 40 are 1 to 3 % faster there.
+// Cycles that the warpgroup of dQ waits once dS' is there, so that the consumers issue their next products first. On an
+// H200, with dQ in order, 60 cycles are 1 to 4 % faster than none at head_dim 64, 100 are 1 to 8 % faster at 256, and
+// at 128 a delay makes no difference. With dQ in no order every delay costs: at head_dim 64, 20 cycles cost 2 to 5 %.
+// Packed sequences (varlen) are the exception: 20 to 40 cycles are 1 to 3 % faster there.
 constexpr u32 kDqDelay = kDkFromShared ? 0 : kDqInOrder ? (kSplitsRoles ? 100 : 60) : kIsPacked && !kSplitsRoles ? 30 : 0;
 
 // Named barriers: one per consumer, one for all of them, one for consumers and dQ at the end, one per consumer for the

@@ -1,11 +1,15 @@
 // Gradients of what scores are made of beside q and k, as sums over the keys that a consumer of sm90/backward.cu owns:
 //
 //   dslope = -sum dS |i + diagonal - j|      dbias = sum dS, of a bias that differs from key to key only
-//   dscale = sum dS * cap'(s) (k . q) = sum of K * dK over all elements, before dK is scaled
-//   dsoftcap = sum dS * (T - X (1 - T^2)),   X = scale (k . q) / softcap,   T = tanh X
+//   dscale = sum dS * f'(x) (k . q) = sum of K * dK over all elements, before dK is scaled
+//   dsoftcap = sum dS * df/dc
 //
-// They stay in registers until the walk comes to the next query head, and go to around/scores_reduce.cu, but for dscale,
-// which the consumer makes of dK and of the K that still lies in shared memory.
+// f is the function, if any, that makes a score of the scaled product x, and c its parameter: common/score.cuh has
+// both.
+//
+// The sums stay in registers until the walk comes to the next query head; then they are left in memory for
+// around/scores_reduce.cu, which adds them. dscale needs no sum on the way: the consumer makes it of dK at the end, and
+// of K, which still lies in shared memory.
 #pragma once
 #include "common/fragments.cuh"
 #include "common/key_sums.cuh"
@@ -15,16 +19,16 @@
 
 constexpr bool kSumsScores = kNeedsDalibiSlopes || kNeedsDbias;
 constexpr bool kMakesSums = kSumsScores || kNeedsDscale || kNeedsDsoftcap;
-// Where there is a soft cap, before gradients of scores are made into those of products; otherwise when these are on
-// their way to the warpgroup of dQ.
-constexpr bool kSumsEarly = kSumsScores && kHasSoftcap, kSumsLate = kSumsScores && !kHasSoftcap;
+// Where such a function is given, before gradients of scores become those of products. Otherwise they are the same, and
+// are summed when they are on their way to the warpgroup of dQ.
+constexpr bool kSumsEarly = kSumsScores && kHasDerivative, kSumsLate = kSumsScores && !kHasDerivative;
 
-// What a lane sums, by its two keys: of the query head at hand, and of all of them.
+// What a lane sums for each of its two keys: over one query head (slope, bias), and over all heads (cap).
 struct LaneSums {
   float slope[2] = {0, 0}, bias[2] = {0, 0};
-  float softcap[2] = {0, 0};
+  float cap[2] = {0, 0};
 
-  // The gradient of the score of element `i` of n-tile `n`; `distance` is that of element 0 of n-tile 0.
+  // Adds the gradient `ds` of the score of element `i` of n-tile `n`. `distance` is that of element 0 of n-tile 0.
   CUFLASH_DEVICE void add(int n, int i, float ds, float distance) {
     if constexpr (kNeedsDalibiSlopes) slope[i / 2] -= ds * fabsf(distance + (float)(8 * n + i % 2 - i / 2 * 8));
     if constexpr (kNeedsDbias) bias[i / 2] += ds;
@@ -38,12 +42,12 @@ struct KeySumsPlace {
   const BackwardWork& work;
   int warp;  // of the tile of keys
 
-  // From the query of a lane's first element to its first key.
+  // The distance from the query of a lane's first element to its first key.
   CUFLASH_DEVICE float distance(int row) const {
     return (float)(row + params.diagonal + work.own_diagonal - (work.first_key + 16 * warp + fragment_row()));
   }
 
-  // Warp. What belongs to one query head.
+  // Warp. Leaves what belongs to one query head.
   CUFLASH_DEVICE void leave(int head, const LaneSums& lane) const {
     const i64 part = key_part_of(params, head, work.work.batch, work.work.block, work.part);
     if constexpr (kNeedsDalibiSlopes) {
@@ -59,16 +63,16 @@ struct KeySumsPlace {
       }
     }
   }
-  // Warp. What belongs to all of them, and the warp's sum of dscale.
+  // Warp. Leaves what belongs to all heads, and the warp's sum of dscale.
   CUFLASH_DEVICE void leave(double scale, const LaneSums& lane) const {
     if (kNeedsDscale && lane_index() == 0) block_sums_of(params, false, ptx::block_index())[warp] = scale;
     if constexpr (kNeedsDsoftcap) {
-      const double sum = warp_sum(lane.softcap[0] + lane.softcap[1]);
+      const double sum = warp_sum(lane.cap[0] + lane.cap[1]);
       if (lane_index() == 0) block_sums_of(params, true, ptx::block_index())[warp] = sum;
     }
   }
 
-  // Warp. Zeros for all parts that are the block's to leave: it may meet no query of a head.
+  // Warp. Leaves zeros in all places that this block has to fill: it may meet no query of some head.
   CUFLASH_DEVICE void leave_zeros() const {
     if constexpr (kSumsScores) {
       const int first = work.part, stop = work.is_shared ? first + 1 : params.tail_splits;
@@ -85,7 +89,7 @@ struct KeySumsPlace {
   }
 };
 
-// Warp. Sums of a tile that does not exist.
+// Warp. Leaves the sums of a tile that does not exist, which are zeros.
 CUFLASH_DEVICE void leave_nothing(const Params& params, const BackwardWork& work) {
   const KeySumsPlace sums = {params, work, (int)warp_index()};
   sums.leave_zeros();

@@ -6,7 +6,7 @@
 #include "common/query_walk.cuh"
 #include "common/schedule.cuh"
 
-// A block's share of a tile of keys, which is at `tile` in launch order.
+// The tile of keys of a block, by its place in launch order, and which part of its queries is the block's share.
 struct Share {
   u32 tile;
   int part, parts;
@@ -24,13 +24,13 @@ struct Share {
 struct BackwardWork {
   Work work;
   int num_n_blocks, num_m_blocks, split, head_kv, first_key, key_stop, first_head, stop_head, first_step, num_steps;
-  int part;  // of those that share the tile
+  int part;  // this block's, of those that share the tile
   int own_diagonal;  // of the batch entry
   bool walks_back;  // over the queries
   bool is_shared;  // with other blocks
   QueryTiles queries;
 
-  // Warp. The work of packed sequences is found beforehand, once for all roles.
+  // Warp. Finds the tile. With packed sequences the block does so once, for all of its roles.
   CUFLASH_DEVICE static Work find(const Params& params) {
     return find_keys(params, Share(params).tile, num_parts_of(params));
   }
@@ -70,7 +70,7 @@ struct BackwardWork {
     if (kSplitsTail && first_step > 0) walk.skip(queries, first_step);
     return walk;
   }
-  // Of a tile of queries among those of all heads and batches.
+  // The index of a tile of queries among those of all heads and batch entries.
   CUFLASH_DEVICE i64 index_of(const Params& params, const Walk& walk) const {
     return m_tile_of(params, num_m_blocks, work.batch, walk.head, walk.m_block);
   }

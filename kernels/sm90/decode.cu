@@ -54,15 +54,8 @@ struct DecodeParams {
 };
 static_assert(sizeof(DecodeParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
-struct Shared : QkvBarriers<kNumStages> {
-  u32 q, k, v;
-
-  CUFLASH_DEVICE Shared() {
-    q = ptx::dynamic_shared();
-    k = q + kBytesQ;
-    v = k + kNumStages * kBytesK;
-    place_barriers(v + kNumStages * kBytesV);
-  }
+struct Shared : QkvShared<kNumStages> {
+  CUFLASH_DEVICE Shared() : QkvShared(kBytesQ, kNumStages * kBytesK, kNumStages * kBytesV) {}
 };
 
 // The heads that a block has keys of, one after another.
@@ -85,9 +78,9 @@ struct HeadWalk {
 struct HeadWork {
   int head_kv, batch;
   int group;  // query heads of the key/value head
-  int rows;   // of the product that stand for a query
+  int rows;   // of the product: those that stand for a query
   int key_stop;
-  TileRange keys;  // of this block; `full_start` and `full_stop` are those of all keys
+  TileRange keys;  // those of this block; but `full_start` and `full_stop` are those of all blocks together
 
   CUFLASH_DEVICE HeadWork(const Params& params, const HeadWalk& walk) {
     head_kv = walk.head % params.num_heads_kv;
@@ -98,7 +91,7 @@ struct HeadWork {
     keys = key_tiles(params, batch, 0, params.seqlen_q - 1, key_stop);
     const u32 blocks = walk.shares.blocks, num_tiles = keys.stop - keys.start;
     const u32 from = walk.at - walk.shares.start_of_head(walk.head), to = from + (walk.stop - walk.at);
-    // num_tiles * steps / blocks, where the product may be too large.
+    // num_tiles * steps / blocks, computed without num_tiles * steps, which may be too large.
     const auto tiles_in = [&](u32 steps) {
       return (int)(num_tiles / blocks * steps + num_tiles % blocks * steps / blocks);
     };
@@ -111,7 +104,7 @@ struct HeadWork {
   CUFLASH_DEVICE int first_head() const { return head_kv * group; }
 };
 
-// The two rows of the product that a lane has a part of, row 0 and row 1. Each stands for a query of a head of its own,
+// A lane holds parts of two rows of the product, which are row 0 and row 1 here. Each stands for a query of some head,
 // or for none: then nothing is looked up for it.
 struct LaneRows {
   Score score[2];
@@ -163,7 +156,7 @@ CUFLASH_DEVICE void produce(const DecodeParams& params, Shared& shared) {
   }
 }
 
-// Of the heads that the block shares with others.
+// Prepares the counters of arrivals of the heads that this block shares with others.
 CUFLASH_DEVICE void prepare_arrivals(const Params& params) {
 #pragma unroll 1
   for (HeadWalk walk(params); walk.more(); walk.advance()) {
@@ -172,7 +165,8 @@ CUFLASH_DEVICE void prepare_arrivals(const Params& params) {
   }
 }
 
-// The results of the heads that other blocks are done with. All of this block's are stored.
+// Combines the results of the heads with which this block is the last to be done. It has stored all of its own results
+// before.
 CUFLASH_DEVICE void combine_heads(const Params& params) {
 #pragma unroll 1
   for (HeadWalk walk(params); walk.more(); walk.advance()) {
@@ -190,7 +184,7 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
   const Params& common = params.common;
   const u32 thread = ptx::thread_index();
   const int warp_row = warp_index() * 16;
-  // The two rows of the product that this lane has a part of.
+  // This lane holds parts of these two rows of the product.
   const int lane_row[2] = {warp_row + fragment_row(), warp_row + fragment_row() + 8};
   const auto sync_consumer = [&]() { ptx::sync_named(1, kConsumerThreads); };
   const auto release_by_warp = [&](const Barrier& empty) {
@@ -199,7 +193,7 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
 
   if (kCombines && thread == 0) prepare_arrivals(common);
 
-  // Rows that stand for no query are never loaded, but multiplied like the others.
+  // Rows that stand for no query are never loaded, but are multiplied like the others: they are cleared.
   zero_rows<kBlockM, kDim>(shared.q, common.num_heads / common.num_heads_kv * common.seqlen_q, thread);
   ptx::fence_async_proxy();
   sync_consumer();
@@ -226,8 +220,8 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
     const auto multiply_o = [&](int n_block) {
       const u32 v = shared.v + at.stage * kBytesV;
       shared.v_ring.full(at).wait(at.parity);
-      // Keys after the last one have weight 0, but 0 times what lies there may be NaN: tensor maps may reach over more
-      // keys than there are (cuflash/launch.py says why).
+      // Values of keys past the last one are cleared: their weights are 0, but what lies there may be NaN, and 0 times
+      // NaN is NaN. Tensor maps may reach over more keys than there are (cuflash/launch.py says why).
       const int valid = work.key_stop - n_block * kBlockN;
       if (valid < kBlockN) {
         zero_rows<kBlockN, kDimV>(v, valid, thread);

@@ -44,13 +44,15 @@
 #include "sm90/varlen_walk.cuh"
 
 constexpr int kQStages = CUFLASH_Q_STAGES;             // tiles of queries
-constexpr int kOutColumns = min_of(kDimV, 128);        // of the output that leave at a time
-// Whether dropout waits for the product O of the tile before: it then has the registers of that product's weights.
+constexpr int kOutColumns = min_of(kDimV, 128);        // columns of the output that are stored at a time
+// Whether dropout waits until the product O of the tile before is done: then it can use the registers of that product's
+// weights.
 constexpr bool kDropsLate = kDimV > 192;
-// Whether maxima are looked for only where a sum became too large. Where registers for a second look are missing, they
-// are always looked for.
+// Whether the maxima of a tile are computed only if a sum became too large. Where there are no registers to do a tile
+// again, they are always computed first.
 constexpr bool kLazyMaximum = kDimV <= 128 || (kFactorInExponent && !kHasDropout);
-// Whether that holds for tiles with hidden pairs, too: not where these are the first ones, at the diagonal.
+// Whether that is so for tiles with hidden pairs, too. It is not where such tiles are the first ones, at the diagonal:
+// rows have no offset before them.
 constexpr bool kLazyWhereMasked = kMaskByBits || kHasLeftBound;
 constexpr int kNTiles = kBlockN / 8;
 
@@ -66,9 +68,9 @@ static_assert(kQStages * kBytesQ + kBytesOut + kNumStages * (kBytesK + kBytesV +
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
-// Registers of a thread after the producer has given up most of its own; all together are at most what the block
-// started with. The varlen walk, and numbers of keys, take more of them in the producer warpgroup, where consumers can
-// spare some.
+// Registers of a thread after the producer has given up most of its own. All together they are at most what the block
+// started with. The varlen walk and numbers of keys take more of them in the producer warpgroup; it gets them where the
+// consumers can spare some.
 constexpr bool kProducerWantsMore = (kIsPacked || kHasKeyNumbers) && (kConsumers == 4 || kDimV <= 192);
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : !kProducerWantsMore ? 24 : kConsumers == 4 ? 32 : 40;
 constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : kProducerWantsMore ? 232 : 240;
@@ -104,7 +106,7 @@ struct Shared : QkvBarriers<kNumStages, kQStages> {
   }
 };
 
-// The walk over tiles of queries, made by a thread or by a warp.
+// The walk over tiles of queries, by one thread or by a whole warp.
 template <bool is_warp>
 CUFLASH_DEVICE auto walk_of(const Params& params, const Shared& shared) {
   if constexpr (kIsPacked)
@@ -144,7 +146,7 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
   }
 }
 
-// Another warp of the producer: what is added to the scores of each key, as exponents. It goes with K.
+// Another warp of the producer. It writes what is added to the scores of each key, as exponents, when K is loaded.
 CUFLASH_DEVICE void produce_numbers(const Params& params, const Shared& shared) {
   Position<kNumStages> key;
   for (auto walk = walk_of<false>(params, shared); walk.more(); walk.advance()) {
@@ -188,7 +190,7 @@ struct Consumer {
   Fragment p[kBlockN / 16];
   bool all_started = false;  // every row of the warp has seen a key
   const u32* mask_words = nullptr;  // of this lane, for the first tile of keys
-  u32 shown[kMaskByBits ? kBlockN / kBitsBlock : 1];  // the bits of the tile under way
+  u32 shown[kMaskByBits ? kBlockN / kBitsBlock : 1];  // the mask bits of this step's tile
 
   CUFLASH_DEVICE Consumer(const Params& common_, const Shared& shared_, u32 index_, const ConsumerPingPong& ping_pong_,
                           const Position<kQStages>& query, Position<kNumStages>& key_, const QueryTile& tile_)
@@ -224,7 +226,7 @@ struct Consumer {
     if (lane_index() == 0) empty.arrive();
   }
 
-  // Asks for the bits of a tile of keys, before the product that they hide pairs of.
+  // Loads the mask bits of a tile of keys. The load is issued before the product whose pairs the bits hide.
   template <class Masked>
   CUFLASH_DEVICE void load_mask(int n_block, Masked masked) {
     if constexpr (kMaskByBits) {
@@ -242,7 +244,7 @@ struct Consumer {
     issue_rows<kDim, kBlockM, kBlockN>(s[0], s_q, shared.k + key.stage * kBytesK);
   }
 
-  // The same by mma.sync, for one warp alone; not unrolled, since it is rare and needs registers.
+  // The same by mma.sync, for one warp alone. Its loop is not unrolled, because it rarely runs and needs registers.
   CUFLASH_DEVICE void multiply_s_again() {
     const u32 lane = lane_index(), swizzle = lane % 8 * 16;
     const u32 line_q = s_q + (warp_row + lane % 16) * kLineBytes;
@@ -273,9 +275,9 @@ struct Consumer {
     const u32 pairs = shared.bias + key.stage * kBytesBias + (index * 64 + warp_row) * kLineBytes;
     return {score, lane_row, lane_key(n_block), pairs, shared.numbers + key.stage * kBytesNumbers + fragment_column() * 4};
   }
-  // Made anew for every tile: kept from tile to tile it takes registers that a block mask makes spill.
+  // The mask is made anew for every tile. Kept from tile to tile, it would take registers, and with a block mask spill.
   CUFLASH_DEVICE Mask mask() const { return {common, tile.work.batch, tile.work.head, tile.key_stop, own_diagonal}; }
-  // What says whether an element of the tile of keys under way is hidden.
+  // A function that says whether an element of a tile of keys is hidden.
   CUFLASH_DEVICE auto hidden_in(int n_block) const {
     if constexpr (kMaskByBits)
       return [this](int n, int i) { return !(shown[n / 8] >> bit_of(n % 8, i) & 1); };
@@ -284,7 +286,7 @@ struct Consumer {
         return !mask.visible(row + i / 2 * 8, key + 8 * n + i % 2);
       };
   }
-  // Scores in place of what `cap` left.
+  // Makes scores of what Score::cap left.
   template <class Masked>
   CUFLASH_DEVICE void complete_scores(int n_block, Masked masked) {
     const auto is_hidden = hidden_in(n_block);
@@ -306,7 +308,7 @@ struct Consumer {
       to_scores<true>(score, mask(), s, row_of, lane_key(n_block), masked);
     }
   }
-  // Exponentials relative to the offsets that there are, and their sums.
+  // Makes exponentials relative to the offsets that rows have already, and adds them up.
   template <class Masked>
   CUFLASH_DEVICE void exponentiate(int n_block, float (&sum)[1][2], Masked masked) {
     if constexpr (kAddsByTile) {
@@ -325,8 +327,8 @@ struct Consumer {
     if constexpr (kHasDropout) dropout.drop(s[0], lane_row, lane_key(n_block));
   }
 
-  // [2] From the product in `s` to exponentials there, sums of rows and weights; true when O must be rescaled by
-  // `factor`.
+  // [2] Makes exponentials of the products in `s`, and adds them to the sums of rows. Returns whether O must be
+  // rescaled by `factor`.
   template <class Masked>
   CUFLASH_DEVICE bool weigh(int n_block, Masked masked) {
     float sum[1][2] = {{0.0f, 0.0f}};
@@ -359,7 +361,7 @@ struct Consumer {
     for (int k = 0; k < kBlockN / 16; ++k) to_operand(s[0], k, p[k]);
   }
 
-  // A tile of keys that other consumers of the block need, and these queries do not.
+  // Passes over a tile of keys that other consumers of the block need, but not the queries of this one.
   CUFLASH_DEVICE void skip() {
     ping_pong.wait();
     ping_pong.pass();
@@ -403,7 +405,7 @@ struct Consumer {
     to_weights(n_block);
   }
 
-  // All tiles of keys that these queries see, from the last to the first. `empty` gives Q back.
+  // Walks over all tiles of keys that these queries see, from the last to the first. Arriving at `empty` gives Q back.
   CUFLASH_DEVICE void walk_keys(const TileRange& keys, const Barrier& empty) {
     int n_block = keys.stop - 1;
     first_step(n_block, keys);
@@ -423,8 +425,8 @@ struct Consumer {
     key.advance();
   }
 
-  // Rows of Q that belong to another sequence must not decide when sums are rescaled. `row_stop` is where this one
-  // ends.
+  // Clears rows of Q from `row_stop` on, where this sequence ends: rows of another one must not decide when sums are
+  // rescaled.
   CUFLASH_DEVICE void clear_queries(int row_stop) const {
     if constexpr (kIsPacked) {
       if (row_stop > 0 && row_stop < 64) {
@@ -434,7 +436,7 @@ struct Consumer {
       }
     }
   }
-  // Keys past the last one have weight 0, but 0 times what lies there may be NaN.
+  // Clears values of keys past the last one: their weights are 0, but what lies there may be NaN, and 0 * NaN is NaN.
   CUFLASH_DEVICE void clear_values() const {
     if constexpr (kHidesLastKeys) {
       const int valid = tile.key_stop - tile.keys.at(tile.keys.stop - 1) * kBlockN;

@@ -46,7 +46,7 @@ constexpr u32 kBytesBarriers = QkvBarriers<kSlots>::kBytes;
 static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) + kBytesBarriers == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
-// Registers of a thread after the producer has given up most of its own; all together are at most what the block
+// Registers of a thread after the producer has given up most of its own. All together they are at most what the block
 // started with.
 constexpr int kProducerRegisters = kConsumers == 3 ? 56 : 40;
 constexpr int kConsumerRegisters = kConsumers == 3 ? 152 : 232;
@@ -57,18 +57,11 @@ struct ForwardParams {
 };
 static_assert(sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
-struct Shared : QkvBarriers<kSlots> {
-  u32 q, k, v;
-
-  CUFLASH_DEVICE Shared() {
-    q = ptx::dynamic_shared();
-    k = q + kBytesQ;
-    v = k + kNumStages * kBytesK;
-    place_barriers(v + kNumStages * kBytesV);
-  }
+struct Shared : QkvShared<kSlots> {
+  CUFLASH_DEVICE Shared() : QkvShared(kBytesQ, kNumStages * kBytesK, kNumStages * kBytesV) {}
 };
 
-// The place of the n-th part of a tile, low ones first, and which part that is.
+// Parts of a tile come from the lowest to the highest: where the n-th of them lies, and which part it is.
 CUFLASH_DEVICE Position<kSlots> place_of(const Position<kNumStages>& tile, int n) {
   return {tile.stage * kBf16Parts + n, tile.parity};
 }
@@ -140,7 +133,8 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     const auto release = [&](const Barrier& empty) {
       if (thread == 0) empty.arrive();
     };
-    // Products with a part of K (or V) wait for it and are a group of their own, which release_parts waits for.
+    // The products with one part of K, or of V, wait for that part. They are one group of wgmma, for which
+    // release_parts waits.
     const auto multiply_s = [&](float (&s)[kNTiles][4]) {
       const u64 a = descriptor_of(s_q);
       ptx::fence_operand(s);
@@ -200,7 +194,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
         }
     };
 
-    // A tile of keys that other consumers of the block need, and these queries do not.
+    // Passes over a tile of keys that other consumers of the block need, but not the queries of this one.
     const auto skip = [&]() {
       for (int product = 0; product < 2; ++product) ping_pong.wait(), ping_pong.pass();
       for (int n = 0; n < kBf16Parts; ++n) {

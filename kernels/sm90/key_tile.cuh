@@ -17,7 +17,8 @@ struct KeyTile {
       : first_key(key_start + n_block * kBlockN), head(head_), batch(batch_) {
     if constexpr (kPageSize != 0) {
       const Pages pages(params, batch);
-      // A box without keys lies outside of the pool: it is not looked up, and zeros arrive.
+      // The page of a box without keys is not looked up. The box gets a place outside of the pool, for which TMA brings
+      // zeros.
 #pragma unroll
       for (int i = 0; i < kBoxes; ++i) {
         const int key = first_key + i * kBoxRows;
@@ -26,7 +27,8 @@ struct KeyTile {
     }
   }
 
-  // Announces the tile, of so many columns, and bytes that others bring, and asks for it.
+  // Issues the load of the tile, of so many columns. `full` expects its bytes, and `other_bytes` of loads that others
+  // issue.
   template <int columns>
   CUFLASH_DEVICE void load(u32 tile, const TensorMap& map, const Barrier& full, u32 other_bytes = 0) const {
     full.arrive_expect(chunked_bytes(kBlockN, columns) + other_bytes);

@@ -3,8 +3,8 @@
 #pragma once
 #include "ptx/tma.cuh"
 
-// `count` warpgroups, in the order of their index; at the start the last one lets the first one in. Each has a named
-// barrier, from `first_barrier` on.
+// `count` warpgroups take part, in the order of their index. At the start the last one lets the first one in. Each
+// waits at a named barrier of its own; their numbers begin with `first_barrier`.
 template <bool on, u32 count, u32 first_barrier>
 struct PingPong {
   u32 index;

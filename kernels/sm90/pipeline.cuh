@@ -11,7 +11,7 @@ struct Barrier {
   CUFLASH_DEVICE void wait(u32 parity) const { ptx::barrier_wait(address, parity); }
 };
 
-// Warp. Its lanes arrive together, as one arrival.
+// Warp. Its lanes count as one arrival, once all of them are here.
 CUFLASH_DEVICE void arrive_as_warp(const Barrier& barrier) {
   ptx::sync_warp();
   if (ptx::thread_index() % 32 == 0) barrier.arrive();
@@ -28,8 +28,8 @@ struct Position {
   }
 };
 
-// A ring of tiles. Consumers wait for full(p) with the parity of the position, the producer for empty(p) with the
-// other.
+// A ring of tiles. At position p, consumers wait for full(p) with p's parity, and the producer waits for empty(p) with
+// the other parity.
 template <int stages>
 struct Ring {
   static constexpr u32 kBytes = 16 * stages;
@@ -57,8 +57,8 @@ struct QkvBarriers {
     k_ring = {address + Ring<q_stages>::kBytes};
     v_ring = {address + Ring<q_stages>::kBytes + Ring<stages>::kBytes};
   }
-  // Called by all threads of the block. The numbers say how many arrivals give back a tile of Q, K and V, and how many
-  // bring one of K.
+  // Called by all threads of the block. The first three numbers say how many arrivals give back a tile of Q, of K and
+  // of V; `k_producers` arrivals announce that a tile of K is there.
   CUFLASH_DEVICE void make_barriers(u32 q_consumers, u32 k_consumers, u32 v_consumers, u32 k_producers = 1) const {
     if (ptx::thread_index() == 0) {
       q_ring.init(q_consumers);
@@ -67,5 +67,18 @@ struct QkvBarriers {
       ptx::fence_barrier_init();
     }
     ptx::sync_block();
+  }
+};
+
+// Shared memory where these are all that there is: Q, the ring of K, the ring of V, barriers.
+template <int stages>
+struct QkvShared : QkvBarriers<stages> {
+  u32 q, k, v;
+
+  CUFLASH_DEVICE QkvShared(u32 bytes_q, u32 bytes_of_keys, u32 bytes_of_values) {
+    q = ptx::dynamic_shared();
+    k = q + bytes_q;
+    v = k + bytes_of_keys;
+    this->place_barriers(v + bytes_of_values);
   }
 };

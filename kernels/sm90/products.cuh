@@ -5,14 +5,15 @@
 #include "ptx/wgmma.cuh"
 #include "sm90/tiles.cuh"
 
-// An operand whose k runs along the lines, and the same one 16 `k` elements further, in a tile of `rows` rows.
+// The descriptor of an operand whose k runs along the lines; and of the same operand 16 `k` elements further along, in
+// a tile of `rows` rows.
 CUFLASH_DEVICE u64 descriptor_of(u32 tile) { return ptx::descriptor(tile, 0, 8 * kLineBytes); }
 template <int rows>
 CUFLASH_DEVICE u64 along_k(u64 operand, int k) {
   return operand + (k / 4 * rows * kLineBytes + k % 4 * 32) / 16;
 }
 
-// An operand whose k runs down the `rows` rows.
+// The same of an operand whose k runs down the `rows` rows.
 template <int rows>
 CUFLASH_DEVICE u64 descriptor_of_transposed(u32 tile) {
   return ptx::descriptor(tile, rows * kLineBytes, 8 * kLineBytes);

@@ -43,14 +43,15 @@ CUFLASH_DEVICE void store_first_rows(Storage* first, i64 row_stride, u32 tile, i
   }
 }
 
-// The 16 rows of a warp, from row `r` of a tile of `rows` rows on, as operands in registers, 16 columns each: operand `k`,
+// The 16 rows of a warp, from row `r` of a tile of `rows` rows on, as operands in registers, 16 columns each: operand
+// `k`,
 template <int rows, class Operand>
 CUFLASH_DEVICE void load_fragment_chunked(u32 tile, int r, int k, Operand& operand) {
   const u32 lane = lane_index();
   const u32 line = tile + (r + lane % 16) * kLineBytes, swizzle = lane % 8 * 16;
   ptx::load_matrix_x4(operand.word, line + k / 4 * rows * kLineBytes + ((k % 4 * 32 + lane / 16 * 16) ^ swizzle));
 }
-// and all of them.
+// and all `count` of them.
 template <int rows, int count>
 CUFLASH_DEVICE void load_fragments_chunked(u32 tile, int r, Fragment (&operand)[count]) {
 #pragma unroll
@@ -74,7 +75,7 @@ CUFLASH_DEVICE void zero_rows(u32 tile, int first, u32 thread) {
       ptx::store_shared_b32(tile + c * rows * kLineBytes + word * 4, 0);
 }
 
-// The same of 64 rows of a tile of `rows`, in a loop that takes few registers.
+// The same for 64 rows of a tile of `rows`, in a loop that takes few registers.
 template <int rows, int columns>
 CUFLASH_DEVICE void zero_last_of_64(u32 tile, int first, u32 thread) {
   const float zeros[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -85,7 +86,8 @@ CUFLASH_DEVICE void zero_last_of_64(u32 tile, int first, u32 thread) {
       ptx::store_shared_f32x4(tile + vector * 16, zeros);
 }
 
-// Rounds the 16 rows of a warp, from row `r` of a tile of `rows` rows on, each half of them times its factor.
+// Rounds the 16 rows of a warp and stores them from row `r` of a tile of `rows` rows on: the first 8 times `upper`, the
+// others times `lower`.
 template <int rows, int n_tiles, class E = Element>
 CUFLASH_DEVICE void store_fragments_chunked(u32 tile, int r, float (&value)[n_tiles][4], float upper, float lower) {
   const u32 lane = lane_index();

@@ -19,7 +19,8 @@ struct TileRing : Ring<kTileStages> {
   }
 };
 
-// Units of work of a head, as EntryWalk has them, numbered through all sequences. Each lane has one of 32 sequences.
+// The units of work of a head, as EntryWalk has them, numbered through all sequences. Each lane keeps one of 32
+// sequences.
 struct SequenceUnits {
   static constexpr int kRows = kPairs ? 2 * kBlockM : kBlockM;  // of a unit
   const Params& params;
@@ -28,7 +29,7 @@ struct SequenceUnits {
   u32 first, end;  // the first unit of the 32 sequences, and the first one after them
   u32 count;          // of units
 
-  // Where starts make no sense the sum may be anything; there are never more units than places for them.
+  // If the starts of sequences make no sense, their sum may be any number: it is limited to the number of places.
   CUFLASH_DEVICE explicit SequenceUnits(const Params& params_) : params(params_) {
     look_at(0, 0);
     count = end;
@@ -37,7 +38,7 @@ struct SequenceUnits {
     count = count < places ? count : places;
   }
 
-  // Warp. The work on the unit `place.block`, whose `block` is that of units of its sequence.
+  // Warp. Finds the sequence of the unit `place.block`. The `block` of the result counts units within that sequence.
   CUFLASH_DEVICE Work find(const Place& place) {
     const u32 unit = place.block;
     if (unit < first) look_at(0, 0);
@@ -80,7 +81,7 @@ struct SequenceUnits {
 // Warp. The scheduler: hands over the tiles of this block, and after the last one a tile without a head.
 CUFLASH_DEVICE void schedule_tiles(const Params& params, const TileRing& ring) {
   Position<kTileStages> at;
-  // By one lane: another lane might still wait for a phase when the next one is over.
+  // One lane waits and writes: another lane might still wait for a phase when the next one is over.
   const auto put = [&](const Work& work) {
     if (ptx::thread_index() % 32 == 0) {
       const Entry batch = work.batch;

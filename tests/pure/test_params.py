@@ -15,7 +15,8 @@ from cuflash.operands import layout_of, rows_of
 from cuflash.options import Options
 from cuflash.params import PARAMS, POINTER_WORD, Argument, Frame, parameters
 from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.draft import CAUSAL_HEAD_SECTION, MAPS_OFFSET, PARAMS_BYTES
+from cuflash.planning.argument import MAPS_OFFSET, PARAMS_BYTES
+from cuflash.planning.draft import CAUSAL_HEAD_SECTION
 from cuflash.problem import make_problem
 
 SCALARS = {

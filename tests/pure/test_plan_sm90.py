@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cuflash.operands import Operand
 from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.draft import MAPS_OFFSET
+from cuflash.planning.argument import MAPS_OFFSET
 from cuflash.planning.sm90.tiles import (
     LONG_SEQLEN,
 )

@@ -217,7 +217,7 @@ template <class T> void dq_job(Work &work, char *memory, long job) {
         if (!any_visible(call, entry, block, first, count)) continue;
         load_key_tile(call, entry, block.head_kv, first, count, buffers);
         const RowRange range = differentiate(call, scaling, entry, block, first, count, true, buffers).all;
-        if (call.softcap)
+        if (has_cap(call))
             for (long r = range.first; r < range.stop; ++r)
                 for (long j = 0; j < count; ++j) {
                     const T tanh = buffers.tanhs[r * SCORES_STRIDE<T> + j];

@@ -32,3 +32,5 @@ struct Call {
     uint64_t seed, offset;
     char *arrays[NUM_ARRAYS];  // null where there is none
 };
+
+inline bool has_cap(const Call &call) { return call.softcap != 0; }

@@ -40,7 +40,7 @@ template <class T> inline BiasGradient bias_gradient(const Call &call, long rows
     const long rows = rows_in_blocks(call, call.seqlen_q, rows_per_block), group = group_of(call);
     const bool is_once = has_heads || heads_in_blocks(call.seqlen_q, rows, group, rows_per_block) == group;
     const bool is_same = size_of(call.bias_dtype) == long(sizeof(T));  // sums are rounded once
-    return has_rows && strides[3] && is_once && is_same && !call.softcap ? BiasGradient::ORDERED : BiasGradient::APART;
+    return has_rows && strides[3] && is_once && is_same && !has_cap(call) ? BiasGradient::ORDERED : BiasGradient::APART;
 }
 
 template <class T> struct BackwardBuffers {
@@ -65,7 +65,7 @@ template <class T> struct BackwardBuffers {
         dq = scratch.template take<T>(rows * larger(sizes.dim, sizes.dim_v));
         p = scratch.template take<T>(scores);
         ds = scratch.template take<T>(scores);
-        tanhs = scratch.template take<T>(call.softcap ? scores : 0);
+        tanhs = scratch.template take<T>(has_cap(call) ? scores : 0);
         products = scratch.template take<T>(has_products ? scores : 0);
         bias = bias_gradient<T>(call, rows);
         total = scratch.template take<T>(is_wanted(call, DBIAS) ? larger(scores, group_of(call) * SCORES_STRIDE<T>) : 0);
@@ -120,16 +120,6 @@ inline void load_key_tile(const Call &call, const Entry &entry, long head_kv, lo
     transpose(buffers.k, sizes.dim, padded, sizes.dim, buffers.k_t, SCORES_STRIDE<T>);
 }
 
-// The derivative of softcap * tanh(x), x = score / softcap: tanh(x) - x (1 - tanh(x)^2). Near 0, where the terms cancel,
-// (sinh(2 x) - 2 x) / 2 * (1 - tanh(x)^2) by the series of the first factor.
-template <class T> inline Vector<T> derivative_by_softcap(Vector<T> x, Vector<T> tanh) {
-    const Vector<T> one = splat(T(1)), slope = one - tanh * tanh, size = x < Vector<T>{} ? -x : x;
-    const Vector<T> square = size < splat(T(0.5)) ? x * x : Vector<T>{};
-    Vector<T> series = one;
-    for (int n = 18; n > 3; n -= 2) series = one + splat(T(4.0 / (n * (n + 1)))) * square * series;
-    return size < splat(T(0.5)) ? splat(T(2.0 / 3)) * x * square * series * slope : tanh - x * slope;
-}
-
 // Where the bias of a row begins, or its gradient, from a key on.
 inline char *bias_address(const Call &call, Array array, const Entry &entry, Row row, long first) {
     return address(call, array, size_of(call.bias_dtype), entry.index, row.head, row.i, first);
@@ -159,7 +149,7 @@ struct SeenRows {
 
 // Weights p, with what dropout makes of them, and the gradient ds of scores, of a block and a tile that are loaded; for
 // dbias that of scores with their bias, else that of scale q k^T. Gives the rows that see any of these keys; what lies
-// between them is zero. Adds to buffers.sums what there is for slopes by head, for scale and for softcap, and to
+// between them is zero. Adds to buffers.sums what there is for slopes by head, for scale and for the cap, and to
 // buffers.total, by head, what there is for a bias of keys.
 template <class T>
 inline SeenRows differentiate(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
@@ -204,7 +194,7 @@ inline SeenRows differentiate(const Call &call, const Scaling<T> &scaling, const
         for (long r = 0; r < n; ++r, p += STRIDE, ds += STRIDE) {
             const Row row = row_of(block, r0 + r);
             T *products = has_products ? buffers.products + (r0 + r) * STRIDE + keys.first : nullptr;
-            T *tanhs = call.softcap ? buffers.tanhs + (r0 + r) * STRIDE + keys.first : nullptr;
+            T *tanhs = has_cap(call) ? buffers.tanhs + (r0 + r) * STRIDE + keys.first : nullptr;
             if (products) memcpy(products, p, columns * sizeof(T));
             if (!is_finished) finish_scores<T>(call, scaling, entry, row, at, here, columns, p, tanhs);
             const Vector<T> lse = splat(buffers.lse[r0 + r]), delta = splat(buffers.delta[r0 + r]);
@@ -235,10 +225,8 @@ inline SeenRows differentiate(const Call &call, const Scaling<T> &scaling, const
             }
             if (is_wanted(call, DSOFTCAP)) {
                 Vector<T> sum = {};
-                for (long j = 0; j < columns; j += N) {
-                    const Vector<T> x = load(products + j) * splat(scale / T(call.softcap));
-                    sum += load(ds + j) * derivative_by_softcap<T>(x, load(tanhs + j));
-                }
+                for (long j = 0; j < columns; j += N)
+                    sum += load(ds + j) * derivative_by_softcap<T>(call, load(products + j), load(tanhs + j));
                 buffers.sums[call.num_heads + 1] += double(sum_of_lanes<T>(sum));
             }
             if (tanhs)

@@ -1,4 +1,4 @@
-// Gradients of what scores are made of, and of sinks.
+// Gradients of what scores and the softmax are made of beside q and k.
 #pragma once
 
 #include "differentiate.h"
@@ -23,13 +23,13 @@ template <class T> void sums_job(Work &work, char *, long) {
             number<T>(call, DALIBI_SLOPES, work.tiles[t].entry, h) = T(total);
         }
     }
-    double scale = 0, softcap = 0;
+    double scale = 0, cap = 0;
     for (long t = 0; t < work.num_tiles && work.tiles[t].before < 0; ++t) {
         scale += work.sums[t * width + group];
-        softcap += work.sums[t * width + group + 1];
+        cap += work.sums[t * width + group + 1];
     }
     if (is_wanted(call, DSCALE)) number<T>(call, DSCALE, 0, 0) = T(scale);
-    if (is_wanted(call, DSOFTCAP)) number<T>(call, DSOFTCAP, 0, 0) = T(softcap);
+    if (is_wanted(call, DSOFTCAP)) number<T>(call, DSOFTCAP, 0, 0) = T(cap);
 }
 
 // dsinks of a head: the sum of exp(sink - lse) (dlse - delta).

@@ -1,6 +1,7 @@
 // Tiles of scores: which there are, how their operands are loaded, and what options do to them.
 #pragma once
 
+#include "cap.h"
 #include "dropout.h"
 #include "operands.h"
 #include "products.h"
@@ -68,7 +69,7 @@ inline char *key_address(const Call &call, Array array, const Entry &entry, long
     return address(call, array, size_of(call.dtype), entry.batch, head_kv, entry.first_k + j);
 }
 
-// Of lse, dlse, sinks or slopes.
+// A number of an array that has one for each row or head.
 template <class T> inline T &number(const Call &call, Array array, long b, long h, long i = 0) {
     return *(T *)address(call, array, sizeof(T), b, h, i);
 }
@@ -200,8 +201,6 @@ inline Keys keys_of_group(const Call &call, const Entry &entry, const Block &blo
 
 // ---- scores ----------------------------------------------------------------------------------------------------------
 
-inline double size_of_scale(const Call &call) { return call.scale < 0 ? -call.scale : call.scale; }
-
 // The weight of a score s is 2^(factor * (s - shift)). Scores are products of q and k, which `factor` then scales, or,
 // where options do something to them or the factor would be 0, they are scaled first. The difference comes first: it is
 // exact where it matters, however large scores are.
@@ -211,7 +210,7 @@ template <class T> struct Scaling {
     T rise;  // a shift is moved up if a score is above it by more than this: by a factor of 2^8 of its weight
     double natural;  // a score times this, is an exponent of e
     explicit Scaling(const Call &call) {
-        has_terms = call.arrays[BIAS] || call.arrays[ALIBI_SLOPES] || call.softcap || call.scale == 0;
+        has_terms = call.arrays[BIAS] || call.arrays[ALIBI_SLOPES] || has_cap(call) || call.scale == 0;
         natural = has_terms ? 1.0 : size_of_scale(call);
         factor = T(natural * 1.4426950408889634);
         const double most = 1e30;
@@ -221,20 +220,14 @@ template <class T> struct Scaling {
 
 // One row of scores for keys [first, first + count): products of q and k become scores, -inf where hidden. `padded` is
 // count rounded up to whole vectors. Where the scale is negative, q came with its sign changed. `tanhs`, if it is given,
-// gets what the softcap is a factor of.
+// gets what the cap is a factor of.
 template <class T>
 inline void finish_scores(const Call &call, const Scaling<T> &scaling, const Entry &entry, Row row, long first,
                           long count, long padded, T *s, T *tanhs) {
     constexpr int N = LANES<T>;
     const T scale = T(size_of_scale(call));
-    if (call.softcap) {
-        const Vector<T> inner = splat(T(size_of_scale(call) / call.softcap));
-        const Vector<T> outer = splat(T(call.softcap));
-        for (long j = 0; j < padded; j += N) {
-            Vector<T> t = tanh<T>(load(s + j) * inner);
-            if (tanhs) store(tanhs + j, t);
-            store(s + j, t * outer);
-        }
+    if (has_cap(call)) {
+        apply_cap(call, padded, s, tanhs);
     } else if (scaling.has_terms) {
         for (long j = 0; j < padded; j += N) store(s + j, load(s + j) * splat(scale));
     }

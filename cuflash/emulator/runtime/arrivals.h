@@ -4,7 +4,7 @@
 
 namespace emulator {
 
-void forget_counts();   // of earlier launches
-void reset_arrivals();  // of the block that ran before
+void forget_counts();   // forgets the counts of earlier launches
+void reset_arrivals();  // forgets the arrivals of the block that ran before
 
 }  // namespace emulator

@@ -10,22 +10,22 @@ namespace emulator {
 namespace {
 
 constexpr u32 kBarrierBytes = 8;
-constexpr u32 kMaxCount = (1u << 20) - 1;  // of arrivals, and of bytes announced
+constexpr u32 kMaxCount = (1u << 20) - 1;  // the most arrivals of a phase, and the most bytes announced
 
 // ---- Barriers in shared memory --------------------------------------------------------------------------------------
 
 struct Barrier {
   u32 offset;
   u32 count;             // arrivals that end a phase
-  u32 arrivals_left;     // in this phase
-  long long bytes_left;  // announced and not there, or negative
-  u32 phase;             // how many are over
-  u32 copies;            // in flight
+  u32 arrivals_left;     // arrivals that this phase still waits for
+  long long bytes_left;  // bytes announced that have not arrived; negative if more arrived than were announced
+  u32 phase;             // how many phases are over
+  u32 copies;            // copies in flight that complete on it
   u16 agent;
   Access init;
   bool visible_to_copies;  // the thread that made it fenced
-  Clock arrived;           // what those knew that arrived so far
-  Clock over;              // and that had arrived when the last phase ended
+  Clock arrived;           // what the threads knew that have arrived in this phase
+  Clock over;              // what all threads knew that had arrived when the last phase ended
   std::vector<u16> waiting;
 };
 
@@ -131,7 +131,7 @@ void describe_named_wait(u64 waits_for, char* text, size_t size) {
   snprintf(text, size, " (barrier %llu; %u of %u threads have arrived)", waits_for, barrier.arrived, barrier.threads);
 }
 
-// Whether the thread was the last.
+// Returns whether the thread was the last to arrive.
 bool arrive_at(NamedBarrier& barrier, u32 identifier, u32 threads, const char* operation, Site site,
                const bool* predicate = nullptr) {
   Thread& self = *block.current;

@@ -11,9 +11,9 @@ namespace emulator {
 
 class Fiber {
  public:
-  // The fiber of the caller: it owns no stack.
+  // Stands for the fiber of the caller, and owns no stack.
   Fiber() = default;
-  // A fiber with a stack of its own; `color` spreads the stacks over the cache sets.
+  // A fiber with a stack of its own. `color` spreads the stacks over the sets of the cache.
   explicit Fiber(u32 color);
   ~Fiber();
   Fiber(const Fiber&) = delete;

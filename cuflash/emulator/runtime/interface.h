@@ -25,10 +25,10 @@ struct Kernel {
   void (*thread_body)(const void* params);
   u64 params_bytes;
   u32 max_threads;
-  u32 min_blocks;  // of a multiprocessor
+  u32 min_blocks;  // resident blocks that a multiprocessor has to have room for
 };
 
-// How the driver wants a launch to run. Mirrored by emulator.py.
+// How the driver wants a launch to run. cuflash/emulator/launching.py has the same struct.
 struct LaunchOptions {
   u32 grid;
   u32 threads;
@@ -42,7 +42,7 @@ struct LaunchOptions {
   double watchdog_seconds;
 };
 
-// What came of it. Mirrored by emulator.py.
+// What came of it. cuflash/emulator/launching.py has the same struct.
 struct Report {
   char message[4096];
   char file[512];
@@ -66,7 +66,7 @@ struct Report {
   u64 bytes_added;
 };
 
-// 0 if the kernel ran to its end.
+// Returns 0 if the kernel ran to its end.
 int launch(const Kernel& kernel, const void* params, u64 params_bytes, const LaunchOptions& options, Report& report);
 
 u32 thread_index();

@@ -30,7 +30,8 @@ void* program_counter(void* context) {
 #endif
 }
 
-// Which instruction it was, if it is one of the kernel's own; a fault in a function that it called is told by its site.
+// Finds the instruction that faulted, if it is one of the kernel's own. A fault in a function that the kernel called is
+// told by its site.
 void note_fault_location(void* context) {
   Dl_info of_kernel, of_fault;
   void* instruction = program_counter(context);
@@ -41,7 +42,7 @@ void note_fault_location(void* context) {
 }
 
 void on_fault(int signal_number, siginfo_t* info, void* context) {
-  if (!block.current) {  // not the kernel's doing
+  if (!block.current) {  // the kernel did not cause it
     signal(signal_number, SIG_DFL);
     return;
   }

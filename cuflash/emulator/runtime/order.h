@@ -20,7 +20,7 @@ constexpr u32 kMaxAgents = 128;
 // One access to shared memory: by `lanes` of warp `actor`, or by agent `actor` if there are none.
 struct Access {
   Site site;
-  u32 epoch;  // of the warp, or step of the agent; 0: never
+  u32 epoch;  // the epoch of the warp, or the step of the agent; 0 if there was no access
   u32 lanes;
   u16 actor;
   bool in_flight;
@@ -63,20 +63,20 @@ inline bool is_ordered(const Access& earlier, const Access& now, const Thread& t
 // Whether what `write` wrote is visible to agents of `thread`: the writers fenced, and the thread knows of that.
 bool is_fenced(const Access& write, const Thread& thread);
 
-// The thread does fence_async_proxy.
+// Called when the thread does fence_async_proxy.
 void fence(Thread& thread);
 // `clock` learns what the thread knows; the thread learns what is in `clock`.
 void release(const Thread& thread, Clock& clock);
 void acquire(Thread& thread, const Clock& clock);
 void learn_step(Thread& thread, u16 agent, u32 step);
 u32& step_in(Clock& clock, u16 agent);
-// Whether a clock has everything up to this access of those who did it, and adds it.
+// Whether a clock has everything that those did up to this access who performed it; and adding that to a clock.
 bool is_within(const Access& access, const Clock& clock);
 void add_to(Clock& clock, const Access& access);
 
-// All lanes know what each of them did.
+// From now on all lanes know what each of them did.
 void order_lanes(Warp& warp);
-// All threads know what each of them did.
+// From now on all threads know what each of them did.
 void order_block();
 
 }  // namespace emulator

@@ -42,8 +42,8 @@ struct Thread {
   Fiber fiber;
   const u32 index;
   State state;
-  Site site;              // of the last operation called
-  const char* operation;  // that it waits in
+  Site site;              // where the last operation was called
+  const char* operation;  // the one that it waits in
   // What it waits for there, in words, if `operation` does not say it all; `waits_for` is an argument of it.
   void (*describe_wait)(u64 waits_for, char* text, size_t size);
   u64 waits_for;
@@ -58,13 +58,13 @@ struct Thread {
 
 struct Warp {
   u32 exited;
-  u32 arrived;  // lanes that wait in the collective
+  u32 arrived;  // how many lanes wait in the collective
   const char* operation;
   Site site;
   u32 epoch;             // see order.h
-  u32 collective_epoch;  // that began with the last collective
-  u32 block_epoch;       // that began with the last sync_block
-  bool lanes_differ;     // in what they know
+  u32 collective_epoch;  // the epoch that began with the last collective
+  u32 block_epoch;       // the epoch that began with the last sync_block
+  bool lanes_differ;     // whether some lanes know more than others
   void* argument[kWarpLanes];
 };
 
@@ -127,17 +127,17 @@ extern Block block;
 inline Warp& warp_of(const Thread& thread) { return block.warps[thread.index / kWarpLanes]; }
 u32 next_random();
 
-// Gathers the 32 lanes at one call, then performs it once; warp.argument holds each lane's.
+// Gathers the 32 lanes at one call, then performs it once. warp.argument holds the argument of each lane.
 void collect(const char* operation, Site site, void* argument, void (*perform)(Warp& warp));
 template <class Argument>
 Argument& argument_of(Warp& warp, u32 lane) {
   return *static_cast<Argument*>(warp.argument[lane]);
 }
 
-// Runs every thread of block `index` to its end; false if one failed.
+// Runs every thread of block `index` to its end. Returns false if one of them failed.
 bool run_block(u32 index);
 
-// The current thread stops here until another one wakes it. A report of a deadlock calls `describe_wait`.
+// Stops the current thread until another one wakes it. A report of a deadlock calls `describe_wait`.
 void wait_for_wake(const char* operation, Site site, void (*describe_wait)(u64, char*, size_t) = nullptr,
                    u64 waits_for = 0);
 void wake(Thread& thread);

@@ -86,7 +86,7 @@ bool is_same_read(const Access& earlier, const Access& now) {
          (earlier.epoch == now.epoch || now.by_agent());
 }
 
-// Adds `now` to the reads; those known to it need not be kept. Agents are not asked what they know.
+// Adds `now` to the reads. Reads that are known to it need not be kept. Agents are not asked what they know.
 void add_read(Record& record, const Access& now, const Thread& thread) {
   Access* read = &record.read;
   u32* next = &record.more_reads;
@@ -173,7 +173,7 @@ void note_reads(u32 offset, u32 bytes, const Access& now, const Thread& thread) 
   for_each_record(offset, bytes, [&](Record& record, u32 at) { note_read(record, now, thread, at); });
 }
 
-// All parts of a cell that is written as a whole are the same.
+// Makes all parts of a cell the same, when it is written as a whole.
 void join_parts(u32 offset) {
   Cell& cell = shared.cells[offset / kCellBytes];
   if (!cell.is_split) return;

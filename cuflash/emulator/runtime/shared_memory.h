@@ -16,12 +16,12 @@ u8* write_matrix_row(u32 address, const Thread& thread, Site site);
 
 // The offset of the bytes in the block's shared memory.
 u32 checked_offset(u32 address, u32 bytes, u32 alignment, const Thread& thread, Site site);
-// Unchecked.
+// The bytes at such an offset.
 u8* shared_bytes(u32 offset);
 
 // ---- Agents: bytes are a multiple of 16 at a multiple of 16, `thread` is on whose behalf it happens -----------------
 
-// An agent starts to write, and is done; until then nobody else may touch the bytes.
+// An agent starts to write, and later is done. Between the two no thread and no other agent may touch the bytes.
 void begin_agent_write(u32 offset, u32 bytes, const Access& write, const Thread& thread);
 void end_agent_write(u32 offset, u32 bytes);
 // An agent reads, from now until its step is known.

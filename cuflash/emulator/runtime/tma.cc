@@ -9,7 +9,7 @@
 
 namespace emulator {
 
-// What stands in for a CUtensorMap, with 128 bytes as well; tensor_map() of emulator.py makes it.
+// What stands in for a CUtensorMap, with 128 bytes as well; tensor_map() of cuflash/emulator/memory.py makes it.
 struct TensorMapContent {
   u64 magic;
   u8* base;
@@ -27,7 +27,7 @@ struct BulkStore {
   u32 offset;   // in shared memory
   u32 bytes;
   u32 group;
-  std::vector<u8> content;  // once it was read
+  std::vector<u8> content;  // what shared memory held when it was read
 };
 
 struct BulkStores {
@@ -54,7 +54,7 @@ struct Load {
   bool is_tensor;
   TensorMapContent map;
   int coordinates[4];
-  const u8* source;  // of a load that is no tensor's
+  const u8* source;  // of a bulk load, which has no tensor map
   u32 offset;
   u32 bytes;
   CopyTarget target;
@@ -122,7 +122,7 @@ void check_coordinates(const TensorMapContent& map, const int (&coordinates)[4],
     fail(self, site, "column %d of a tensor copy is not at a multiple of 16 bytes: an illegal instruction",
          coordinates[0]);
   for (int coordinate : coordinates)
-    if (coordinate < 0)  // illegal in a store; what a device makes of it in a load is not shown
+    if (coordinate < 0)  // illegal in a store, and no test has shown what a load does with it
       fail(self, site, "coordinate %d of a tensor copy is negative: not emulated", coordinate);
 }
 
@@ -202,7 +202,7 @@ void write_result(const BulkStore& store) {
   });
 }
 
-// All but the newest `pending` groups have read shared memory.
+// Lets all groups but the newest `pending` ones read shared memory.
 void finish_reading(Thread& self, u32 pending) {
   if (!self.bulk_stores || self.bulk_stores->groups_committed < pending) return;
   BulkStores& bulk = *self.bulk_stores;

@@ -26,8 +26,8 @@ constexpr u32 kChunkBytes = 16;
 // The registers of one accumulator, in all threads, that products in flight add to.
 struct Accumulator {
   u32 n_tiles;
-  u32 products;  // that were issued by some thread and have not reached the registers
-  Site site;     // of the newest
+  u32 products;  // products that some thread has issued and that have not reached the registers
+  Site site;     // where the newest of them was issued
   float* registers[kThreads];  // null until the thread has issued its first
   float sums[kRows * kMaxColumns];
 };
@@ -36,7 +36,7 @@ struct Issued {
   Product product;
   Site site;
   Accumulator* accumulator;
-  u32 threads;  // that have issued it
+  u32 threads;  // how many threads have issued it
   const u32* a_registers[kThreads];
   u32 a[kThreads][4];
 };
@@ -49,7 +49,7 @@ struct UsedRegisters {
 };
 
 struct ThreadState {
-  u32 issued;                 // products
+  u32 issued;                 // how many products it has issued
   std::vector<u32> groups;    // how many products had been issued at each wgmma_commit
   u32 fences;
   std::vector<UsedRegisters> used;
@@ -59,7 +59,7 @@ struct Warpgroup {
   bool has_agent;
   u16 agent;
   std::deque<Issued> in_flight;
-  u32 landed;  // products
+  u32 landed;  // how many products have reached the registers
   std::deque<Accumulator> accumulators;
   ThreadState threads[kThreads];
   Clock visible;  // see note_agent_read_of_all
@@ -81,8 +81,8 @@ u32 registers_at_launch() {
 }
 
 std::vector<Warpgroup> warpgroups;
-u32 free_registers;                    // given back, and not taken yet
-std::vector<u32> waiting_warpgroups;  // for registers
+u32 free_registers;                    // registers given back and not taken yet
+std::vector<u32> waiting_warpgroups;  // warpgroups that wait for registers
 
 u32 first_thread(const Warpgroup& group) { return (u32)(&group - warpgroups.data()) * kThreads; }
 Warpgroup& warpgroup_of(const Thread& thread, Site site) {
@@ -91,7 +91,7 @@ Warpgroup& warpgroup_of(const Thread& thread, Site site) {
   return warpgroups[thread.index / kThreads];
 }
 
-// True in the last thread of the group to call; the others wait until it wakes them.
+// Returns true in the last thread of the group to call. The others wait until that one wakes them.
 bool gather(Warpgroup& group, const char* operation, u32 argument, Site site) {
   Thread& self = *block.current;
   self.site = site;
@@ -287,7 +287,7 @@ bool is_same_product(const Product& x, const Product& y) {
          x.a_transposed == y.a_transposed && x.b_transposed == y.b_transposed && x.accumulate == y.accumulate;
 }
 
-// The accumulator of these registers, which are in flight from now on.
+// Returns the accumulator of these registers, which is in flight from now on.
 Accumulator& accumulator_for(Warpgroup& group, const Product& product, u32 thread, Site site) {
   for (Accumulator& accumulator : group.accumulators) {
     const float* registers = accumulator.registers[thread];
@@ -311,7 +311,7 @@ void put_in_flight(Accumulator& accumulator, u32 thread, float* registers) {
   });
 }
 
-// The product is over: its registers may be touched again, unless others still add to them.
+// Called when a product is over: its registers may be touched again, unless other products still add to them.
 void land(Warpgroup& group, const Issued& issued) {
   Accumulator& accumulator = *issued.accumulator;
   const bool last = --accumulator.products == 0;

@@ -23,32 +23,36 @@ from cuflash.planning.sm90.tiles import (
 )
 from cuflash.planning.tiles import Tile, why_too_large
 from cuflash.problem import Problem
+from cuflash.terms import OF_FUNCTIONS
 
-# Heads whose blocks of the backward pass are side by side on compute capability 9.0; on an H200 eight are 1 % slower
-# (head_dim 128, seqlen 4096). Where blocks add in order, each is a step behind the one before it of its head: so many
-# heads are then side by side that, as blocks end, those of a head start two steps apart. In us by heads, head_dim 128,
-# seqlen 1024: 4 779, 8 738, 16 723, 32 739; as a multiple of the fast mode, seqlen 4096: 2 1.11, 4 1.04, 8 1.05.
+# How many heads have their blocks side by side in launch order on compute capability 9.0. On an H200 eight are 1 %
+# slower than four (head_dim 128, seqlen 4096). Where blocks add to dq in order, each block is a step later than the one
+# before it of its head. Then so many heads are side by side that, as blocks end, those of a head start two steps apart.
+# Measured at head_dim 128, in us by number of heads: seqlen 1024: 4 779, 8 738, 16 723, 32 739; and as a multiple of
+# the time of dq in no order: seqlen 4096: 2 1.11, 4 1.04, 8 1.05.
 BACKWARD_HEAD_SECTION = 4
 STEPS_APART = 2
-# Heads of packed sequences are few and long, and nobody but a kernel before clears the accumulators of dq of those that
-# start side by side. On an H200 two in place of 4 to 16 are up to 4 % faster at head_dim 256 and up to 2 % at 64; with
-# dq in order under a causal mask four in place of 16 up to 1 %, and two 1 to 3 % slower than four at 256.
+# Packed sequences have few and long heads, and a kernel before has to clear the accumulators of dq of those heads that
+# start side by side. On an H200 two heads in place of 4 to 16 are up to 4 % faster at head_dim 256 and up to 2 % at 64.
+# With dq in order under a causal mask four in place of 16 are up to 1 % faster, and two are 1 to 3 % slower than four
+# at head_dim 256.
 PACKED_HEAD_SECTION, PACKED_IN_ORDER_SECTION = 2, 4
-# Under a causal mask blocks of a head are at different queries, and Q, dO and dQ of the heads under way should stay in
-# L2. On an H200, in order at seqlen 16384, 128 MiB of them in place of 16 cost 21 % (head_dim 128), or in place of 32
-# 44 % (head_dim 256). In order, blocks are the further apart the more heads of a group they have gone through: then
-# all heads of a group count, and beyond two of them that fit blocks share a group, which is 5 to 7 % faster (4 heads of
-# head_dim 128, seqlen 8192, or 256, 4096).
+# Under a causal mask the blocks of a head are at different queries, so Q, dO and dQ of all heads that blocks work on
+# should stay in L2. On an H200, with dq in order at seqlen 16384, 128 MiB of them cost 21 % more time than 16 MiB
+# (head_dim 128), and 44 % more than 32 MiB (head_dim 256). With dq in order, blocks are further apart the more heads of
+# a group they have gone through. So all heads of a group count; where more than two fit, blocks share a group, which is
+# 5 to 7 % faster (4 heads of head_dim 128, seqlen 8192, or head_dim 256, seqlen 4096).
 BACKWARD_L2_BYTES = 1 << 24
 MIN_HEADS_IN_ORDER = 2
-# Where blocks add in order under a causal mask, the longest run alone at the end unless one of so many heads starts
-# with them. On an H200 one of 8 is 2 to 6 % faster than none at head_dim 256, and 1 to 5 % slower below. But groups of
-# query heads make blocks longer: by arithmetic 20 % of the device waits for the last ones of 4 waves, 13 % of 8.
+# Where blocks add to dq in order under a causal mask, the longest blocks run alone at the end, unless one of so many
+# heads starts with its longest blocks. On an H200 one head of 8 is 2 to 6 % faster than none at head_dim 256, and 1 to
+# 5 % slower at smaller ones. But groups of query heads make blocks longer: by arithmetic 20 % of the device waits for
+# the last blocks of 4 waves, and 13 % for those of 8.
 SPLIT_ROLES_BACK_SHARE, GROUPED_BACK_SHARE = 8, 4
-BACK_SECTION = 16  # of these heads, which are side by side
-# Waves of blocks from which on these clear accumulators of dq. On an H200 the pass takes 2 to 5 % less so at seqlen
-# 1024, and up to 1 % at 4096 (batch x heads x seqlen x head_dim of 2**25); 1 % more of it for heads two sections ahead;
-# and 3 % more than without in a single wave.
+BACK_SECTION = 16  # so many of these heads are side by side
+# From so many waves of blocks on, blocks clear accumulators of dq for later blocks. On an H200 this makes the pass 2 to
+# 5 % shorter at seqlen 1024, and up to 1 % at 4096 (batch x heads x seqlen x head_dim of 2**25). Clearing for heads two
+# sections ahead in place of one makes it 1 % longer. In a single wave, clearing makes it 3 % longer.
 CLEAR_WAVES = 2
 
 
@@ -117,8 +121,8 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
     def why_not_summed(self, draft: Draft, main: BackwardSm90Tile, name: str) -> str | None:
         if name == "dscale":
             return None
-        if main.splits_roles and draft.problem.softcap is not None:
-            return "where roles are split the soft cap's derivative is in the weights that are handed over"
+        if main.splits_roles and (names := draft.problem.given(OF_FUNCTIONS)):
+            return f"where roles are split the derivative of {names[0]} is in the weights that are handed over"
         if name == "dsoftcap":
             return why_too_large(self.summing(main, (name,)), draft.problem, draft.device) or None
         if name == "dbias" and not is_of_keys(draft):
@@ -169,7 +173,10 @@ class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
 
 
 def _seeing(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
-    """The tile as it sees bias and masks: a bias of pairs by tile where that fits, if need be with a stage less."""
+    """The tile for the bias and the masks of a problem.
+
+    A bias of pairs is loaded by tile if that fits into shared memory, if need be with fewer stages.
+    """
     problem, by = draft.problem, bias_by(draft.problem)
     if by == "pairs" and problem.bias is not None:
         seeing = main.seeing(problem, ITEMSIZE[problem.bias.dtype])
@@ -207,6 +214,6 @@ def steps_of_tile(draft: Draft, main: Tile) -> int:
 
 
 def _head_bytes(draft: Draft, main: BackwardSm90Tile) -> int:
-    """Of Q, dO and dQ of a head; of packed sequences for their mean length: blocks under way reach over that."""
+    """Bytes of Q, dO and dQ of one head. Of packed sequences their mean length counts: blocks work on few at once."""
     dim, dim_v = draft.padded_dims(main)
     return draft.problem.mean_sequence.seqlen_q * (main.element_bytes * (dim + dim_v) + 4 * dim)

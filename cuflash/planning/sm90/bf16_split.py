@@ -8,10 +8,11 @@ from cuflash.planning.draft import Draft
 from cuflash.planning.sm90.tiles import BackwardFloat32Sm90Tile, ForwardFloat32Sm90Tile
 from cuflash.planning.tiles import Tile, round_up
 
-SPLIT_ROWS = 64  # that a block splits
+SPLIT_ROWS = 64  # rows that a block splits
 SPLIT_WARPS = 8
-# Of queries and keys, for each row that is split. On an H200 it catches up with the sm80 kernel at seqlen 192 in the
-# forward pass (head_dim 64; sooner at 128), and are ahead of it from 128 on in the backward pass.
+# The fewest pairs of a query and a key, for each row that is split, for which splitting pays. On an H200 it catches up
+# with the sm80 kernels at seqlen 192 in the forward pass (head_dim 64; sooner at 128), and is ahead of them from seqlen
+# 128 on in the backward pass.
 SPLIT_MIN_PAIRS: dict[Pass, int] = {"forward": 64, "backward": 42}
 
 
@@ -40,7 +41,7 @@ def why_not_split(draft: Draft, table: tuple[Tile, ...]) -> str | None:
 def add_bf16_split(
     draft: Draft, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile, names: tuple[str, ...]
 ) -> None:
-    """The kernel that splits these float32 arrays into scratch arrays of bfloat16, which tensor maps may describe.
+    """Add the kernel that splits these float32 arrays into scratch arrays of bfloat16, which tensor maps may describe.
 
     The array `name` becomes `name_split`, with the parts of all batch entries along its first axis.
     """

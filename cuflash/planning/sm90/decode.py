@@ -9,18 +9,17 @@ from cuflash.planning.families import ForwardFamily
 from cuflash.planning.sm90.forward import MAPPED, box_rows
 from cuflash.planning.sm90.tiles import DECODE_ROWS, DECODE_SM90_TILES, DecodeSm90Tile
 from cuflash.problem import Problem
-from cuflash.terms import OF_PAIRS
+from cuflash.terms import MASKS
 
-SERVED = ("softcap", "alibi_slopes", "bias")  # of the options that act on scores pair by pair
-DECODE_MIN_SEQLEN_K = 512  # from which on that pays
-MIN_TILES_OF_BLOCK = 2  # of keys
-COMBINE_TILES = 2  # of keys: what a block of many takes longer where several share a head
-# Of results of one head, up to which the block that is done last combines them. One multiprocessor takes about 3 us to
-# read so many from L2, as long as a kernel of its own would take (arithmetic), and that is a launch more.
+DECODE_MIN_SEQLEN_K = 512  # visible keys from which on this kernel pays
+MIN_TILES_OF_BLOCK = 2  # tiles of keys that a block takes at least
+COMBINE_TILES = 2  # where blocks share a head, each takes as much longer as so many tiles of keys take
+# Up to so many bytes of results of one head, the block that is done last combines them. One multiprocessor takes about
+# 3 us to read so many from L2 (by arithmetic). A kernel of its own would take as long, and one launch more.
 COMBINE_BYTES = 2**18
-COMBINE_COLUMNS = 32  # and a row, for a warp
+COMBINE_COLUMNS = 32  # columns of one row that a warp combines
 COMBINE_WARPS = 4
-MAX_SHARE_STEPS = 2**31 - 1  # by which blocks count the keys of all heads: as many for each head as there are blocks
+MAX_SHARE_STEPS = 2**31 - 1  # blocks count the keys of all heads in steps: for each head as many as there are blocks
 
 
 class Decode(ForwardFamily[DecodeSm90Tile]):
@@ -37,7 +36,7 @@ class Decode(ForwardFamily[DecodeSm90Tile]):
             return ""
         if _visible_keys(problem.mean_sequence) < DECODE_MIN_SEQLEN_K or draft.why_not_mapped(MAPPED):
             return ""
-        terms = [name for name in problem.given(OF_PAIRS) if name not in SERVED]
+        terms = [*problem.given(MASKS)]
         terms += ["dropout"] if problem.dropout else []
         terms += ["packed sequences"] if problem.is_packed else []
         if terms:

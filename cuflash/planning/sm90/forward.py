@@ -19,7 +19,7 @@ from cuflash.planning.sm90.tiles import (
 from cuflash.planning.tiles import Tile
 from cuflash.problem import Problem
 
-MOST_ENTRIES_TOGETHER = 8  # of a batch that share a bias, in launch order
+MOST_ENTRIES_TOGETHER = 8  # batch entries that share a bias and are neighbours in launch order
 MAPPED = ("q", "k", "v", "out")  # arrays that are left to TMA
 
 
@@ -86,7 +86,7 @@ def box_rows(problem: Problem, block_n: int) -> int:
 def _add_persistent(
     draft: Draft, tile: ForwardSm90Tile | ForwardFloat32Sm90Tile, source: str, *, batch_first: bool = False
 ) -> None:
-    """A persistent kernel: as many blocks as are resident, each of which takes one tile of queries after another.
+    """Add a persistent kernel: as many blocks as are resident, each of which takes one tile of queries after another.
 
     With `batch_first` the batch entries of a head are neighbours in launch order: they share what it reads.
     """

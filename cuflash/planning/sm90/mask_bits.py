@@ -13,7 +13,10 @@ BLOCK_BYTES = BITS_BLOCK * BITS_BLOCK // 8
 
 
 def add_mask_bits(draft: Draft, tile: ScoredTile, *, transposed: bool) -> None:
-    """The kernel that packs all that hides pairs, in the order of accumulators whose lines are queries, or keys."""
+    """Add the kernel that packs all that hides pairs to bits.
+
+    The bits are in the order of accumulators whose lines are queries or, `transposed`, keys.
+    """
     problem = draft.problem
     own = draft.own_lists(problem.block_mask, problem.mask)
     draft.set(list_batches=own[0], list_heads=own[1])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 LONG_SEQLEN = 2048  # from which on larger tiles of keys, or of queries, pay
-WGMMA_COLUMNS = tuple(range(32, 257, 16))  # of a product, that pay
+WGMMA_COLUMNS = tuple(range(32, 257, 16))  # columns of a product that are worth trying
 DECODE_ROWS = 64  # of one product, which hold the few queries of all heads that share keys
 # What `ForwardSm90Tile.serves` means, in words.
 SERVES = {
@@ -62,12 +62,14 @@ class ScoredTile(Tile):
         by, hidden = bias_by(problem), self._hidden(problem)
         by_tile = by in ("nothing", "keys") or bias_of_pairs > 0
         whole_blocks = self.block_m % BITS_BLOCK == 0 and self.block_n % BITS_BLOCK == 0
-        return self.changed(
-            bias_of_pairs=bias_of_pairs,
-            bias_of_keys=by == "keys",
-            mask_of_keys=by_tile and hidden == "keys",
-            mask_by_bits=by_tile and hidden == "pairs" and whole_blocks,
-        )
+        seen = {
+            "bias_of_pairs": bias_of_pairs,
+            "bias_of_keys": by == "keys",
+            "mask_of_keys": by_tile and hidden == "keys",
+            "mask_by_bits": by_tile and hidden == "pairs" and whole_blocks,
+        }
+        # Every plan asks this of every row of a table, and most problems have neither.
+        return self if all(getattr(self, name) == x for name, x in seen.items()) else self.changed(**seen)
 
     def looks_up_pairs(self, problem: Problem) -> bool:
         """Whether the kernel looks for what hides a pair, pair by pair."""
@@ -75,7 +77,7 @@ class ScoredTile(Tile):
         return hidden != "nothing" and not self.mask_of_keys and not self.mask_by_bits
 
     def _hidden(self, problem: Problem) -> Literal["nothing", "keys", "pairs"]:
-        """What masks hide but whole tiles."""
+        """What masks hide beside whole tiles."""
         rows, keys = problem.block_size
         if rows % self.block_m != 0 or keys % self.block_n != 0:
             return "pairs"
@@ -133,7 +135,7 @@ class ForwardSm90Tile(ScoredTile):
 
     @property
     def num_warps(self) -> int:
-        """Those of the consumers and of the producer."""
+        """The warps of the consumers and of the producer."""
         return self.block_m // 16 + 4
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
@@ -199,7 +201,7 @@ class ForwardFloat32Sm90Tile(Tile):
 
     @property
     def num_warps(self) -> int:
-        """Those of the consumers and of the producer."""
+        """The warps of the consumers and of the producer."""
         return self.block_m // 16 + 4
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
@@ -276,7 +278,7 @@ class BackwardSm90Tile(ScoredTile):
 
     @property
     def num_warps(self) -> int:
-        """Those of two consumers, of dq, and of the warpgroup that keeps the order of dq."""
+        """The warps of two consumers, of dq, and of the warpgroup that keeps the order of dq."""
         return 16 if self.dq_in_order else 12
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:

@@ -116,7 +116,8 @@ MUTANTS = (
     mutant("the first share alone", SCORES_REDUCE, "split < params.score_splits", "split < 1", "dbias shared"),
     mutant("slopes of the first batch entry", SCORES_REDUCE, "kSumsBatch ? of_head : of_entry", "of_entry",
            "sums of heads"),
-    mutant("dscale and dsoftcap change places", SCORES_REDUCE, "of_scale ? 1 : 2", "of_scale ? 2 : 1", "sums"),
+    mutant("dscale and dsoftcap change places", SCORES_REDUCE, "of_scale ? kSumOfScale : kSumOfSoftcap",
+           "of_scale ? kSumOfSoftcap : kSumOfScale", "sums"),
     # ---- around/sinks.cu
     mutant("the gradient of a sink has the other sign", SINKS, "sum -= exponential", "sum += exponential",
            "backward sinks"),

@@ -3,6 +3,7 @@
 from tests.emulate.mutants.planting import mutant
 
 SCORES = "common/scores.cuh"
+SCORE_GRADIENTS = "common/score_gradients.cuh"
 QUERY_WALK = "common/query_walk.cuh"
 BACKWARD = "sm80/backward.cu"
 BACKWARD_DQ = "sm80/backward_dq.cu"
@@ -120,10 +121,11 @@ MUTANTS = (
            escapes="a barrier behind the products, in the loop, is the last that matters; this one is for copies"),
     mutant("statistics of rows that do not exist", BACKWARD_SCORES, "exists ? stats[0] : ptx::infinity()", "stats[0]",
            "dbias in pairs of rows", escapes="with these tiles the row statistics reach as far"),
-    mutant("a slope pulls the other way", BACKWARD_SCORES, "slope -= ds", "slope += ds", "sums"),
-    mutant("dscale without the softcap's derivative", BACKWARD_SCORES, "ds * derivative * product", "ds * product",
+    mutant("a slope pulls the other way", SCORE_GRADIENTS, "sums[kSumOfSlope] -= ds", "sums[kSumOfSlope] += ds",
            "sums"),
-    mutant("dsoftcap of the product", BACKWARD_SCORES, "score.derivative_by_softcap(product)",
+    mutant("dscale without the softcap's derivative", SCORE_GRADIENTS, "ds * derivative * product", "ds * product",
+           "sums"),
+    mutant("dsoftcap of the product", SCORE_GRADIENTS, "score.derivative_by_softcap(product)",
            "score.derivative_by_softcap(product * score.scale)", "sums"),
     mutant("sums of the first warp alone", BACKWARD_SCORES, "for (int i = 0; i < kNumWarps; ++i)",
            "for (int i = 0; i < 1; ++i)", "sums"),

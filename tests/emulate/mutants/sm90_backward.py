@@ -267,10 +267,10 @@ MUTANTS = (
     mutant("warps of the block for those of its keys", BACKWARD, "(int)(first + warp_key) / 16", "(int)warp_index()",
            "key sums roles"),
     mutant("dsoftcap of the gradients of products", BACKWARD,
-           "        lane_sums.softcap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);\n"
+           "        lane_sums.cap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);\n"
            "        ds[n][i] *= 1.0f - tanh[i] * tanh[i];\n",
            "        ds[n][i] *= 1.0f - tanh[i] * tanh[i];\n"
-           "        lane_sums.softcap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);\n",
+           "        lane_sums.cap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);\n",
            "key sums"),
     mutant("gradients of products without the derivative", BACKWARD, "ds[n][i] *= 1.0f - tanh[i] * tanh[i];", ";",
            "key sums"),

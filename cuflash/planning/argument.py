@@ -1,0 +1,51 @@
+"""The fields of the kernels' only argument, as `Params` in kernels/common/params.cuh declares them, and its size."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import fields
+
+from cuflash.planning.launch_plan import RunTime
+from cuflash.planning.tiles import round_up
+from cuflash.terms import NUMBERS, OF_NUMBERS, TERMS
+
+# Arrays in the order of the struct, with the number of strides that follow each pointer.
+ARRAYS = (
+    *((name, 3) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "lse", "dlse")),
+    *((term.name, term.strides) for term in TERMS),
+    *((term.gradient, term.strides) for term in TERMS if term.part_of),
+    *((name, 0) for name in OF_NUMBERS),
+    *(
+        (name, 0)
+        for name in (
+            *("row_stats", "dq_accumulator", "dkv_partials", "partial_out", "partial_lse", "arrivals"),
+            *("q_split", "k_split", "v_split", "dout_split", "key_lists", "query_lists", "mask_words", "mask_blocks"),
+            *("score_partials", "sums_partials"),
+        )
+    ),
+)
+OF_LENGTH = ("seqlen_k", "diagonal", "right_offset", "left_offset")  # integers that follow the number of keys
+RUN_TIME = tuple(field.name for field in fields(RunTime))
+
+
+def _fields() -> tuple[tuple[str, str, int], ...]:
+    """Name, type as the module `struct` spells it, and how many of it, of all fields in their order."""
+    layout: list[tuple[str, str, int]] = []
+    for name, num_strides in ARRAYS:
+        layout += [(name, "Q", 1), (f"{name}_strides", "q", num_strides)]
+    return (
+        *(field for field in layout if field[2]),
+        ("call", "Q", 1),
+        *((name, "i", 1) for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q", *OF_LENGTH, *RUN_TIME)),
+        *((name, "f", 1) for name in NUMBERS),
+        *((name, "I", 1) for name in ("seed_low", "seed_high", "offset", "dropout_threshold")),
+        ("kept_scale", "f", 1),
+        ("num_pages", "i", 1),
+        *((f"{name}_float64", "d", 1) for name in (*NUMBERS, "kept_scale")),
+    )
+
+
+FIELDS = _fields()
+# As C lays structs out: a struct ends at a multiple of its widest field.
+PARAMS_BYTES = struct.calcsize("@" + "".join(f"{count}{kind}" for _, kind, count in FIELDS) + "0Q")
+MAPS_OFFSET = round_up(PARAMS_BYTES, 64)  # where tensor maps follow
