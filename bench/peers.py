@@ -200,8 +200,13 @@ def _paged(page_size: int) -> Callable[[Case, Inputs], Contender]:
 
 
 def naive(case: Case, inputs: Inputs) -> Contender:
-    """The plain formula on whole arrays, 16-bit operands in float32; P is kept for the backward pass."""
-    refuse(case)
+    """The plain formula on whole arrays, 16-bit operands in float32; P is kept for the backward pass.
+
+    A mask has one head for all.
+    """
+    refuse(case, "mask")
+    if "h" in case.mask:
+        raise Absent("is run without masks of heads")
     xp, group = inputs.xp, case.group_size
     needed = 6 * case.scores_bytes
     if xp.__name__ == "cupy" and needed > xp.cuda.runtime.memGetInfo()[0]:
@@ -214,7 +219,8 @@ def naive(case: Case, inputs: Inputs) -> Contender:
         return widen(x.reshape(x.shape[0], heads_kv, x.shape[1] // heads_kv, *x.shape[2:]), compute)
 
     def softmax() -> Any:
-        given = {"causal": True} if case.causal else {}
+        given: dict[str, Any] = {"causal": True} if case.causal else {}
+        given |= {name: x[:, None] for name, x in inputs.terms.items()}  # for all heads of a group
         return softmax_rows(xp, grouped(inputs.q), grouped(inputs.k), scale=scale, **given)[0]
 
     def forward() -> tuple[Any]:
