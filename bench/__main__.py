@@ -109,15 +109,13 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from .evidence import draw_all, parts
-    from .report import plot, readme_part, relative, runs, section, update
-
-    def more(page: Path) -> list[str]:
-        return parts(page.name, args.results, lambda path: relative(path, page.parent))
+    from .evidence import draw_all, sections
+    from .report import plot, readme_part, runs, section, update
 
     try:
-        text, short = section(args.results, args.page, more(args.page)), readme_part(args.results)
-        learnt = "\n\n".join(more(args.training))
+        more = sections("performance.md", args.results, args.page)
+        text, short = section(args.results, args.page, more), readme_part(args.results)
+        learnt = "\n\n".join(sections("training.md", args.results, args.training))
         if args.print:
             print(*filter(None, (short, text, learnt)), sep="\n\n")
             return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import environment, memory, traffic, training
-from .report import Record, latest_run, load, where_of
+from .report import Record, latest_run, load, relative, where_of
 from .run import Journal
 from .timing import CudaClock
 
@@ -100,14 +100,14 @@ def picture(name: str, kind: str, results: Path) -> Path:
     return results / f"{name}_{kind}.svg"
 
 
-def parts(page: str, results: Path, relative: Callable[[Path], str]) -> list[str]:
-    """The sections of a page that these suites fill, a section for each run; `relative` gives the way to a picture."""
+def sections(which: str, results: Path, page: Path) -> list[str]:
+    """What these suites fill a page of docs with, a section for each run; `page` is where it lies."""
     found = []
     for name, evidence in EVIDENCE.items():
-        for kind, records in runs(name, results).items() if evidence.page == page else ():
-            path = picture(name, kind, results)
+        for kind, records in runs(name, results).items() if evidence.page == which else ():
+            path = relative(picture(name, kind, results), page.parent)
             device = {"gpu": "a GPU", "cpu": "a CPU"}[kind]
-            found.append(f"### {name} on {device}\n\n{shown(name, records)}\n\n![{name} on {device}]({relative(path)})")
+            found.append(f"### {name} on {device}\n\n{shown(name, records)}\n\n![{name} on {device}]({path})")
     return found
 
 
