@@ -1,6 +1,7 @@
 """Suites of memory, traffic and training: small runs on NumPy arrays and stand-ins, and what is shown of them."""
 
 import json
+import sys
 import tracemalloc
 from dataclasses import replace
 from types import SimpleNamespace
@@ -84,6 +85,24 @@ def test_results_do_not_count():
     lse = 4 * int(np.prod(case.out_shape[:3]))
     assert memory.results_bytes(case, "forward") == out + lse
     assert memory.results_bytes(case, "backward") == out + lse + sum(gradients)
+
+
+def test_pools_of_both_libraries_count(monkeypatch):
+    """CuPy's pool by what it has grown to, PyTorch's by its peak."""
+    pools = {"cupy": 100, "torch": 7}
+    stream, pool = SimpleNamespace(synchronize=lambda: None), SimpleNamespace(free_all_blocks=lambda: None)
+    pool.total_bytes = lambda: pools["cupy"]
+    of_torch = SimpleNamespace(empty_cache=lambda: None, reset_peak_memory_stats=lambda: None)
+    of_torch.max_memory_allocated = lambda: pools["torch"]
+    cuda = SimpleNamespace(get_current_stream=lambda: stream)
+    cupy = SimpleNamespace(cuda=cuda, get_default_memory_pool=lambda: pool)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=of_torch))
+    meter = memory.DeviceMeter()
+    meter.begin()
+    assert meter.taken() == 0
+    pools |= {"cupy": 150, "torch": 10}
+    assert meter.taken() == 53
 
 
 # ---- Runtime ---------------------------------------------------------------------------------------------------------
