@@ -37,6 +37,7 @@ STUDIES = {
         heads=4,
         lengths=(),  # times of a processor that others may share say little
         tokens=1024,
+        dtypes=("float32", "bfloat16"),
     ),
     "gpu": Study(
         curve={"steps": 400, "batch": 8, "length": 1024, "width": 256, "blocks": 4, "heads": 4, "rate": 1e-3},
@@ -62,15 +63,23 @@ def measure(backend: str, write: Callable[..., None], study: Study | None = None
     compared = attentions(names, study.dtypes)
     for title, attention in compared.items():
         for seed in (0, 1) if title == "formula" else (0,):
-            losses, _ = names["train"](attention, seed=seed, **study.curve)
-            write("curve", attention=title, seed=seed, losses=losses, sizes=study.curve)
-            print(f"{title}, seed {seed}: loss {losses[0]:.3f}, then {losses[-1]:.3f}", flush=True)
+            losses, p = names["train"](attention, seed=seed, **study.curve)
+            held_out = _held_out(names, p, attention, study)
+            write("curve", attention=title, seed=seed, losses=losses, held_out=held_out, sizes=study.curve)
+            print(f"{title}, seed {seed}: loss {losses[0]:.3f}, then {losses[-1]:.3f}, {held_out:.3f}", flush=True)
     for length in study.lengths:
         batch = max(1, study.tokens // length)
         for title, attention in compared.items():
             found = _of_length(names, attention, study, batch, length)
             write("step", attention=title, length=length, batch=batch, heads=study.heads, sizes=study.model, **found)
             print(f"{length} tokens, {title}: {found}", flush=True)
+
+
+def _held_out(names: Names, p: Any, attention: Any, study: Study) -> float:
+    """The loss on text that was kept apart."""
+    sizes = 4 * study.curve["batch"], study.curve["length"]
+    tokens = names["draw"](np.random.default_rng(1), names["held_out"], *sizes)
+    return float(names["loss_and_gradients"](p, tokens, attention, study.curve["heads"])[0])
 
 
 def _of_length(names: Names, attention: Any, study: Study, batch: int, length: int) -> Record:
@@ -118,28 +127,27 @@ def _milliseconds(xp: Any, call: Callable[[], None]) -> float:
 
 
 def differences(records: Sequence[Record]) -> dict[str, float]:
-    """The largest difference to the curve of the formula, of each other attention, and of another seed."""
-    curves = {(r["attention"], r["seed"]): np.array(r["losses"]) for r in records if r["record"] == "curve"}
-    own = curves[("formula", 0)]
-    return {
-        "another seed" if seed else title: float(np.abs(curve - own).max())
-        for (title, seed), curve in curves.items()
-        if curve is not own
-    }
+    """The largest difference to the first curve, of each other one."""
+    own, *others = [r for r in records if r["record"] == "curve"]
+    return {_title(r): float(np.abs(np.subtract(r["losses"], own["losses"])).max()) for r in others}
+
+
+def _title(curve: Record) -> str:
+    return f"{curve['attention']}, seed {curve['seed']}"
 
 
 def markdown(records: Sequence[Record]) -> str:
     """Differences of curves, and the table of steps."""
-    curves = [r for r in records if r["record"] == "curve"]
+    curves, found = [r for r in records if r["record"] == "curve"], differences(records)
     sizes = ", ".join(f"{name} {x}" for name, x in curves[0]["sizes"].items())
     first, last = (curves[0]["losses"][place] for place in (0, -1))
     lines = [
-        f"Loss curves ({sizes}), from {first:.2f} to {last:.2f} nats a character. The largest difference of any step "
-        "to the curve of the formula in float32:",
+        f"Loss curves ({sizes}), from {first:.2f} to {last:.2f} nats a character; the loss on the text that was kept "
+        "apart; and the largest difference of any step to the first curve:",
         "",
-        "| run | largest difference of the loss |",
-        "|---|---|",
-        *(f"| {title} | {x:.1e} |" for title, x in differences(records).items()),
+        "| attention | loss, kept apart | largest difference |",
+        "|---|---|---|",
+        *(f"| {_title(r)} | {r['held_out']:.4f} | {found.get(_title(r), 0):.1e} |" for r in curves),
     ]
     steps = [r for r in records if r["record"] == "step"]
     if steps:
@@ -168,9 +176,8 @@ def draw(plt: Any, records: Sequence[Record], path: Path) -> None:
         figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(6.5, 4.5), layout="constrained")
         colours = ["#999999", "#30638e", COLOURS["cuflash"], "#edae49"]
         for record, colour in zip(curves, colours, strict=False):
-            losses, title = np.array(record["losses"]), f"{record['attention']}, seed {record['seed']}"
-            is_own = record is curves[0]
-            above.plot(losses, color=colour, linewidth=4 if is_own else 1.2, label=title)
+            losses, is_own = np.array(record["losses"]), record is curves[0]
+            above.plot(losses, color=colour, linewidth=4 if is_own else 1.2, label=_title(record))
             if not is_own:
                 below.semilogy(np.maximum(abs(losses - own), 1e-9), color=colour, linewidth=1.2)
         above.set(ylabel="loss")

@@ -196,7 +196,12 @@ def test_a_run_of_training_reaches_its_page(monkeypatch, tmp_path):
     arguments = ["--results", str(results), "--page", str(page), "--readme", str(readme), "--training", str(learnt)]
     assert main(["report", *arguments]) == 0
     text = learnt.read_text()
-    assert "| another seed | " in text and "revision abc" in text and "`python -m bench run --suite training" in text
+    assert (
+        "| formula, seed 1 | " in text
+        and "| cuflash, bfloat16, seed 0 | " in text
+        and "revision abc" in text
+        and "`python -m bench run --suite training" in text
+    )
     assert "![training on a CPU](results/training_cpu.svg)" in text
     assert (results / "training_cpu.svg").exists() and (results / "memory_gpu.svg").exists()
     assert "| 512 | 1 / 1 | - / - |" in page.read_text()
