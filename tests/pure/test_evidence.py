@@ -118,6 +118,22 @@ def test_the_formula_with_a_mask(axes):
             np.testing.assert_allclose(mine, theirs, rtol=1e-11, atol=1e-12)
 
 
+def test_dropout_of_the_formula_keeps_the_mean(monkeypatch):
+    """Of `out` over many draws, within five standard errors; the backward pass keeps to one draw."""
+    case = Case(head_dim=4, seqlen_q=6, batch=1, num_heads=2, dtype="float64", dropout=0.25)
+    monkeypatch.setattr("bench.peers.without_results", lambda calls: calls)
+    inputs = make_inputs(np, case)
+    dropped = ADAPTERS["naive"](case, inputs).calls
+    plain = ADAPTERS["naive"](replace(case, dropout=0.0), inputs).calls
+    draws = np.array([dropped["forward"]()[0] for _ in range(3000)])
+    spread = draws.std(axis=0) / len(draws) ** 0.5
+    assert (draws.std(axis=0) > 0).all() and (abs(draws.mean(axis=0) - plain["forward"]()[0]) < 5 * spread).all()
+    first, second = dropped["backward"](), dropped["backward"]()
+    for name, one, two, without in zip(("dq", "dk", "dv"), first, second, plain["backward"](), strict=True):
+        np.testing.assert_array_equal(one, two, err_msg=name)
+        assert abs(one - without).max() > 1e-3, name
+
+
 # ---- Traffic ---------------------------------------------------------------------------------------------------------
 
 PAGE_OF_NCU = """==PROF== Connected to process 1
