@@ -10,6 +10,8 @@ from pathlib import Path
 
 from .cases import ITEMSIZE, PASSES, SUITES
 
+EVIDENCE = ("memory", "traffic", "training")  # suites of `evidence`, which is imported after cores are limited
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 
@@ -23,7 +25,8 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m bench", description="Measure cuflash beside its peers.")
     commands = top.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="check and time a suite, append JSON lines, print the table")
-    run.add_argument("--suite", choices=SUITES, default="quick")
+    run.add_argument("--suite", choices=(*SUITES, *EVIDENCE), default="quick")
+    run.add_argument("--backend", choices=("cpu", "gpu"), default="gpu", help=f"of {', '.join(EVIDENCE)}")
     run.add_argument(
         "--peers",
         type=_names,
@@ -40,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     report.add_argument("--page", type=Path, default=ROOT / "docs" / "performance.md", help="gets every table")
     report.add_argument("--readme", type=Path, default=ROOT / "README.md", help="gets the headline")
+    report.add_argument("--training", type=Path, default=ROOT / "docs" / "training.md", help="gets loss curves")
     report.add_argument("--print", action="store_true", help="print the tables, leave both files alone")
     accuracy = commands.add_parser("accuracy", help="errors on many random problems, as a histogram")
     accuracy.add_argument("--dtype", choices=ITEMSIZE, default="float32")
@@ -63,7 +67,21 @@ def _limit_cores(count: int | None) -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
 
 
+def _run_evidence(args: argparse.Namespace) -> int:
+    from .evidence import run, shown
+
+    _limit_cores(args.cores)
+    try:
+        records = run(args.suite, args.backend, out=args.out, revision=args.revision)
+    except (ValueError, ImportError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    print(f"\n{shown(args.suite, records)}")
+    return 0
+
+
 def _run(args: argparse.Namespace) -> int:
+    if args.suite in EVIDENCE:
+        return _run_evidence(args)
     suite = SUITES[args.suite]
     _limit_cores(args.cores or (2 if suite.kind == "cpu" else None))
     from .report import heading, markdown
@@ -91,16 +109,20 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
+    from .evidence import draw_all, sections
     from .report import plot, readme_part, runs, section, update
 
     try:
-        text, short = section(args.results, args.page), readme_part(args.results)
+        more = sections("performance.md", args.results, args.page)
+        text, short = section(args.results, args.page, more), readme_part(args.results)
+        learnt = "\n\n".join(sections("training.md", args.results, args.training))
         if args.print:
-            print(*filter(None, (short, text)), sep="\n\n")
+            print(*filter(None, (short, text, learnt)), sep="\n\n")
             return 0
         for records in runs(args.results).values():
             plot(records, args.results)
-        for path, part in ((args.page, text), (args.readme, short)):
+        draw_all(args.results)
+        for path, part in ((args.page, text), (args.readme, short), (args.training, learnt)):
             if part and update(path, part):
                 print(f"updated {path}")
     except (OSError, ValueError) as error:
@@ -138,6 +160,10 @@ def _list() -> int:
     for name, suite in SUITES.items():
         print(f"{name}: {suite.about} (peers: {', '.join(suite.peers)})")
         print(*(f"  {case.name}" for case in suite.cases), sep="\n")
+    from .evidence import EVIDENCE as found
+
+    for name, evidence in found.items():
+        print(f"{name}: {evidence.about} (backends: {', '.join(evidence.backends)})")
     return 0
 
 

@@ -264,6 +264,12 @@ ODD = (
     Case(head_dim=192, head_dim_v=128, seqlen_q=2048, batch=2, num_heads=16, causal=True),
 )
 
+_ONE = Case(head_dim=64, seqlen_q=512, batch=1, num_heads=16)
+RUNTIME = tuple(
+    replace(_ONE, seqlen_q=512 << n, seqlen_k=512 << n, **options)
+    for options, lengths in (({}, 8), ({"causal": True}, 8), ({"mask": "qk"}, 6), ({"dropout": 0.1}, 6))
+    for n in range(lengths)
+)
 OPTION_ROWS = (*_options(64), *_options(128))
 
 SUITES = {
@@ -284,6 +290,12 @@ SUITES = {
     ),
     "targets": Suite(
         kind="gpu", cases=FA2 + GROUPED, peers=("cudnn", "fa2"), about="the usual rows, and grouped heads"
+    ),
+    "runtime": Suite(
+        kind="gpu",
+        cases=RUNTIME,
+        peers=("naive", "math", "fa2", "cudnn"),
+        about="batch 1, 16 heads of 64, at every length; with a mask and with dropout as far as scores can be stored",
     ),
     "odd": Suite(kind="gpu", cases=ODD, peers=("cudnn", "fa2", "efficient", "math"), about="small and odd shapes"),
     "dims": Suite(

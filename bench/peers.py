@@ -20,7 +20,7 @@ from cuflash.operands import numpy_dtype
 from . import peers_torch
 from .cases import BLOCK, OPTIONS, Case
 from .contender import Absent, Calls, Contender, refuse, without_results
-from .formula import RANDOM, Inputs, gradient_rows, softmax_rows, widen
+from .formula import RANDOM, Inputs, gradient_rows, softmax_rows, times, widen
 
 STEPS = 2000  # of decoding, before the cache is as short again as at the start
 
@@ -200,10 +200,16 @@ def _paged(page_size: int) -> Callable[[Case, Inputs], Contender]:
 
 
 def naive(case: Case, inputs: Inputs) -> Contender:
-    """The plain formula on whole arrays, 16-bit operands in float32; P is kept for the backward pass."""
-    refuse(case)
+    """The plain formula on whole arrays, 16-bit operands in float32; P is kept for the backward pass.
+
+    A mask has one head for all. Dropout draws bits of its own, for all weights in one array that the backward pass gets
+    again: the results are not those that are checked.
+    """
+    refuse(case, "mask", "dropout")
+    if "h" in case.mask:
+        raise Absent("is run without masks of heads")
     xp, group = inputs.xp, case.group_size
-    needed = 6 * case.scores_bytes
+    needed = (8 if case.dropout else 6) * case.scores_bytes
     if xp.__name__ == "cupy" and needed > xp.cuda.runtime.memGetInfo()[0]:
         raise Absent(f"would need about {needed / 1e9:.0f} GB")
     dtype, compute, scale = numpy_dtype(case.dtype), case.softmax_dtype, case.head_dim**-0.5
@@ -214,25 +220,37 @@ def naive(case: Case, inputs: Inputs) -> Contender:
         return widen(x.reshape(x.shape[0], heads_kv, x.shape[1] // heads_kv, *x.shape[2:]), compute)
 
     def softmax() -> Any:
-        given = {"causal": True} if case.causal else {}
+        given: dict[str, Any] = {"causal": True} if case.causal else {}
+        given |= {name: x[:, None] for name, x in inputs.terms.items()}  # for all heads of a group
         return softmax_rows(xp, grouped(inputs.q), grouped(inputs.k), scale=scale, **given)[0]
 
+    random = xp.random.default_rng(0)
+
+    def kept(p: Any) -> Any:
+        """What the weights are multiplied by: 0 or 1 / (1 - rate); None without dropout."""
+        if not case.dropout:
+            return None
+        return (random.random(p.shape, dtype=p.dtype) >= case.dropout) / p.dtype.type(1 - case.dropout)
+
     def forward() -> tuple[Any]:
-        return ((softmax() @ grouped(inputs.v)).astype(dtype).reshape(case.out_shape),)
+        p = softmax()
+        return ((times(p, kept(p)) @ grouped(inputs.v)).astype(dtype).reshape(case.out_shape),)
 
     saved: list[Any] = []  # P, made by the first backward call: it is large, and a forward run does not need it
 
     def backward() -> tuple[Any, ...]:
         if not saved:
             saved.append(softmax())
+            saved.append(kept(saved[0]))
         operands = [grouped(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
-        dq, dk, dv = gradient_rows(saved[0], *operands, scale=scale, rounded=lambda x: x)
+        dq, dk, dv = gradient_rows(saved[0], *operands, scale=scale, rounded=lambda x: x, kept=saved[1])
         if group > 1:
             dk, dv = dk.sum(axis=2), dv.sum(axis=2)
         shapes = (case.q_shape, case.k_shape, case.v_shape)
         return tuple(x.astype(dtype).reshape(shape) for x, shape in zip((dq, dk, dv), shapes, strict=True))
 
-    return Contender({"forward": forward, "backward": backward})
+    calls: Calls = {"forward": forward, "backward": backward}
+    return Contender(without_results(calls) if case.dropout else calls)
 
 
 def empty_launch(case: Case, inputs: Inputs) -> Contender:

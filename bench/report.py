@@ -14,6 +14,7 @@ from .cases import PASSES, SHORT, suffixes
 Record = dict[str, Any]
 ACCURACY = "accuracy.jsonl"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"  # around the generated part of a page
+IN_TIME = ("runtime",)  # suites whose tables and plots have times, and no speeds
 RC: Any = {"svg.fonttype": "none", "svg.hashsalt": "cuflash", "font.size": 9}  # of plots: the same bytes each time
 HEADLINE_SUITE, HEADLINE_SEQLEN = "targets", 4096  # what the README shows
 TITLES = {
@@ -103,6 +104,7 @@ class Table:
         self.in_bytes = all(8 * p["seqlen_q"] <= p["seqlen_k"] for p in self.problems.values())  # decoding
         is_small = self.kind == "cpu" and all(p["seqlen_k"] <= 128 for p in self.problems.values())  # calls count
         self.in_time = self.kind == "host" or is_small or any(p.get("blocks_kept") for p in self.problems.values())
+        self.in_time |= self.run["suite"] in IN_TIME
 
     @property
     def unit(self) -> str:
@@ -210,12 +212,7 @@ def heading(records: Sequence[Record]) -> str:
     """One paragraph: what the numbers are and what they ran on."""
     table = Table(records)
     run = table.run
-    versions = run["versions"]
-    library = ", ".join(f"{k} {v}" for k, v in versions.items() if k not in ("cuflash", "ml_dtypes", "python"))
-    where = f"{run['device']}, driver {run['driver']}, CUDA {run['cuda']}" if "device" in run else ""
-    where = where or f"{run['cpu']}, {run['cores']} cores"
-    order = " / ".join(table.passes)
-    text = f"{table.unit}, {order}; {run['about']}. {where}; {library}; revision {run['revision']}, {run['time'][:10]}."
+    text = f"{table.unit}, {' / '.join(table.passes)}; {run['about']}. {where_of(run)}."
     if "ceiling" in run:
         c = run["ceiling"]
         text += (
@@ -223,6 +220,15 @@ def heading(records: Sequence[Record]) -> str:
             f" copy {c['copy_tbytes_per_s']:.2f} TB/s read plus write."
         )
     return text[0].upper() + text[1:]
+
+
+def where_of(run: Record) -> str:
+    """What a run was measured on: the device, versions, the revision and the day."""
+    versions = run["versions"]
+    library = ", ".join(f"{k} {v}" for k, v in versions.items() if k not in ("cuflash", "ml_dtypes", "python"))
+    where = f"{run['device']}, driver {run['driver']}, CUDA {run['cuda']}" if "device" in run else ""
+    where = where or f"{run['cpu']}, {run['cores']} cores"
+    return f"{where}; {library}; revision {run['revision']}, {run['time'][:10]}"
 
 
 def _panels(table: Table) -> dict[tuple[bool, int], dict[int, str]]:
@@ -261,7 +267,10 @@ def plot(records: Sequence[Record], folder: Path) -> None:
                 axis = axes[rows.index(causal)][columns.index(head_dim)]
                 _draw(axis, table, dict(sorted(cases.items())), pass_)
                 axis.set_title(f"head_dim {head_dim}, {'causal' if causal else 'full'}", fontsize=9)
-            axes[0][0].set_ylim(bottom=0)  # of all panels, whose limits are shared
+            if table.in_time:
+                axes[0][0].set_yscale("log")
+            else:
+                axes[0][0].set_ylim(bottom=0)  # of all panels, whose limits are shared
             for row in axes:
                 row[0].set_ylabel(table.unit)
             for axis in axes[-1]:
@@ -376,22 +385,27 @@ def readme_part(results: Path) -> str:
     return f"{headline(records)}\n\nPlot, in a checkout: `bench/results/{HEADLINE_SUITE}_forward.svg`."
 
 
-def section(results: Path, page: Path) -> str:
-    """The generated part of the page on performance: tables of every run, and the plots, as they lie from there."""
+def section(results: Path, page: Path, more: Sequence[str] = ()) -> str:
+    """The generated part of the page on performance: tables of every run, and the plots, as they lie from there.
+
+    `more` are sections behind those of the suites of `cases`.
+    """
     parts = []
     for name, records in runs(results).items():
-        plots = [Path(_relative(path, page.parent)) for path in plots_of(records, results)]
+        plots = [Path(relative(path, page.parent)) for path in plots_of(records, results)]
         pictures = [f"![{path.stem.replace('_', ', ')}]({path.as_posix()})" for path in plots]
         parts.append("\n\n".join([f"### {name}", heading(records), markdown(records), *pictures]))
     path = results / ACCURACY
     if path.exists():
         parts.append(f"### accuracy\n\n{accuracy(load(path))}")
+    parts += more
     if not parts:
         raise ValueError(f"results: got {results}, expected a folder with the JSON lines of a run")
     return "\n\n".join(parts)
 
 
-def _relative(path: Path, start: Path) -> str:
+def relative(path: Path, start: Path) -> str:
+    """The way to a file from a folder."""
     return os.path.relpath(path.resolve(), start.resolve())
 
 

@@ -17,7 +17,7 @@ class DeviceSpec:
     shared_bytes_per_block: int
     shared_bytes_per_sm: int
     l2_bytes: int
-    bytes_per_s: float  # of device memory
+    bytes_per_s: float  # of device memory; 0 where the driver does not tell
 
     @property
     def target(self) -> str:

@@ -66,14 +66,14 @@ class Traffic:
         return self.read + self.written
 
     def describe(self, bytes_per_s: float) -> str:
-        """A line for a plan, with the roof that a memory of such bandwidth implies."""
+        """A line for a plan, with the roof that a memory of such bandwidth implies; 0 where it is not known."""
         intensity = self.flops / max(self.moved, 1)
         sums = f" and {_in_words(self.added)} of sums" if self.added else ""
+        roof = f", a roof of {intensity * bytes_per_s / 1e12:.4g} TFLOP/s at {bytes_per_s / 1e12:.4g} TB/s"
         return (
             f"memory, by model: {_in_words(self.read)} read, {_in_words(self.written)} written, "
             f"{_in_words(self.least)} in the least; {_in_words(self.tiles)} of tiles{sums} by L2; "
-            f"{intensity:.0f} operations a byte, a roof of {intensity * bytes_per_s / 1e12:.4g} TFLOP/s "
-            f"at {bytes_per_s / 1e12:.4g} TB/s"
+            f"{intensity:.0f} operations a byte{roof if bytes_per_s else ''}"
         )
 
 

@@ -182,6 +182,7 @@ TAKES = {
     **{name: OPTIONS.keys() - {"lengths"} for name in peers.ADAPTERS if name.startswith("cuflash")},
     **{f"cuflash-{name}": set() for name in ("steps", "kv-lengths", "pages16", "pages64", "pages256")},
     "cuflash-packed": {"lengths"},
+    "naive": {"mask", "dropout"},
     "cudnn": {"bias", "mask", "dropout"},
     "fa2": {"window", "dropout"},
     "fa4": {"softcap", "window"},

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bench import accuracy, report
+from bench import accuracy, evidence, report
 from bench.__main__ import ROOT, main
 from bench.cases import FA2, SUITES
 from tests.benched import ALL_CASES, synthetic, write
@@ -118,8 +118,14 @@ def test_a_page_without_markers_is_left_alone(tmp_path):
 
 
 def test_the_pages_have_the_committed_results():
-    results, page, readme = ROOT / "bench" / "results", ROOT / "docs" / "performance.md", ROOT / "README.md"
-    for path, part in ((page, report.section(results, page)), (readme, report.readme_part(results))):
+    results, readme = ROOT / "bench" / "results", ROOT / "README.md"
+    page, learnt = (ROOT / "docs" / name for name in ("performance.md", "training.md"))
+    parts = {
+        page: report.section(results, page, evidence.sections(page.name, results, page)),
+        learnt: "\n\n".join(evidence.sections(learnt.name, results, learnt)),
+        readme: report.readme_part(results),
+    }
+    for path, part in parts.items():
         text = path.read_text()
         shown = text[text.index(report.BEGIN) + len(report.BEGIN) : text.index(report.END)].strip()
         assert shown == part, "python -m bench report writes it"

@@ -186,6 +186,12 @@ def test_an_example_is_short(name):
     assert len(PAGES[name].splitlines()) <= 100
 
 
+def test_the_tutorial_is_short():
+    """Without its results."""
+    text = re.sub("<!-- bench:begin.*bench:end -->", "", PAGES["docs/training.md"], flags=re.DOTALL)
+    assert len(text.splitlines()) <= 250
+
+
 def test_the_test_command_is_what_ci_runs():
     (command,) = (block.strip() for block in blocks("sh") if block.rstrip().endswith("-m pytest -n auto"))
     script = (CHECKOUT / ".ci" / "run").read_text()

@@ -150,6 +150,7 @@ def test_what_a_plan_says(pass_):
     assert f"  {line}\n" in plan.describe()
     intensity = traffic.flops / (traffic.read + traffic.written)
     assert f"{intensity:.0f} operations a byte, a roof of {intensity * 4.8:.4g} TFLOP/s at 4.8 TB/s" in line
+    assert traffic.describe(0) == line[: line.index(", a roof of")]
     assert (" of sums " in line) == (pass_ == "backward")
 
 

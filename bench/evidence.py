@@ -1,0 +1,123 @@
+"""Suites that measure something else than the time of a call: memory, traffic, and the training of a model."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import environment, memory, traffic, training
+from .report import Record, latest_run, load, relative, where_of
+from .run import Journal
+from .timing import CudaClock
+
+Write = Callable[..., None]
+KINDS = ("gpu", "cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """How it is measured on a backend, and shown; `page` is the page of docs that shows it."""
+
+    about: str
+    backends: tuple[str, ...]
+    measure: Callable[[str, Write], None]
+    markdown: Callable[[Sequence[Record]], str]
+    draw: Callable[[Any, Sequence[Record], Path], None]
+    page: str = "performance.md"
+
+
+def _memory(backend: str, write: Write) -> None:
+    memory.measure(write, memory.DeviceMeter(), importlib.import_module("cupy"))
+
+
+EVIDENCE = {
+    "memory": Evidence(
+        about="device memory beside inputs and results, as pools of CuPy and PyTorch grow; bfloat16, 16 heads of 64",
+        backends=("gpu",),
+        measure=_memory,
+        markdown=memory.markdown,
+        draw=memory.draw,
+    ),
+    "traffic": Evidence(
+        about="bytes through device memory and L2, by the profiler and by the model of a plan, for several tiles",
+        backends=("gpu",),
+        measure=lambda backend, write: traffic.measure(write, CudaClock()),
+        markdown=traffic.markdown,
+        draw=traffic.draw,
+    ),
+    "training": Evidence(
+        about="a small GPT, trained by the formula and by cuflash",
+        backends=("gpu", "cpu"),
+        measure=training.measure,
+        markdown=training.markdown,
+        draw=training.draw,
+        page="training.md",
+    ),
+}
+
+
+def run(name: str, backend: str, *, out: Path, revision: str | None = None) -> list[Record]:
+    """Measure, and append the records to `out`/`name`.jsonl; returns them.
+
+    Raises ValueError for a backend that this cannot be measured on, ImportError where a library is missing.
+    """
+    evidence = EVIDENCE[name]
+    if backend not in evidence.backends:
+        raise ValueError(f"backend: got {backend!r}, expected {' or '.join(evidence.backends)} for {name}")
+    facts = environment.describe(gpu=backend == "gpu", revision_given=revision)
+    journal = Journal(out / f"{name}.jsonl", name)
+    journal.write("run", kind=backend, about=evidence.about, filter="", contenders=[], **facts)
+    evidence.measure(backend, journal.write)
+    journal.write("end")
+    return journal.records
+
+
+def runs(name: str, results: Path) -> dict[str, list[Record]]:
+    """The run to show on each backend that has one."""
+    path = results / f"{name}.jsonl"
+    records = load(path) if path.exists() else []
+    found = {}
+    for kind in KINDS:
+        of_kind = {r["run"] for r in records if r["record"] == "run" and r["kind"] == kind}
+        if chosen := latest_run([r for r in records if r["run"] in of_kind]):
+            found[kind] = chosen
+    return found
+
+
+def shown(name: str, records: Sequence[Record]) -> str:
+    """What a run shows, with what it was measured on."""
+    head = next(r for r in records if r["record"] == "run")
+    about = EVIDENCE[name].about
+    command = f"`python -m bench run --suite {name} --backend {head['kind']}`"
+    return f"{about[0].upper()}{about[1:]}. {where_of(head)}, by {command}.\n\n{EVIDENCE[name].markdown(records)}"
+
+
+def picture(name: str, kind: str, results: Path) -> Path:
+    """Where the plot of a run is."""
+    return results / f"{name}_{kind}.svg"
+
+
+def sections(which: str, results: Path, page: Path) -> list[str]:
+    """What these suites fill a page of docs with, a section for each run; `page` is where it lies."""
+    found = []
+    for name, evidence in EVIDENCE.items():
+        for kind, records in runs(name, results).items() if evidence.page == which else ():
+            path = relative(picture(name, kind, results), page.parent)
+            device = {"gpu": "a GPU", "cpu": "a CPU"}[kind]
+            found.append(f"### {name} on {device}\n\n{shown(name, records)}\n\n![{name} on {device}]({path})")
+    return found
+
+
+def draw_all(results: Path) -> None:
+    """The plots of all runs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    for name, evidence in EVIDENCE.items():
+        for kind, records in runs(name, results).items():
+            evidence.draw(plt, records, picture(name, kind, results))
