@@ -26,7 +26,12 @@ LINK_FLAGS = ["-shared", "-pthread", "-Wl,--gc-sections", "-s"]
 # Kernels are compiled once for each kind of processor, and chosen from where they run.
 AVX512 = ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
 KINDS = {
-    "x86_64": {"baseline": [], "avx2": ["-mavx2", "-mfma", "-mf16c"], "avx512": AVX512},
+    "x86_64": {
+        "baseline": [],
+        "avx2": ["-mavx2", "-mfma", "-mf16c"],
+        "avx512": AVX512,
+        "avx512_bfloat16": [*AVX512, "-mavx512bf16"],
+    },
     "other": {"baseline": []},
 }
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 from cuflash import host, interop, progress
 from cuflash.binding import INPUTS, PASSES
-from cuflash.options import Options
+from cuflash.options import BLOCK_SIZE, Options
 from cuflash.results import Array, ForwardResult, Gradients, checked_passes, named_tuple_of, needed
 from cuflash.terms import DEFAULT_NEED, GRADIENTS, NamedGradients, PassArrays, Terms, checked
 
@@ -175,7 +175,7 @@ class FlashAttention:
         deterministic: bool = False,
         precision: Literal["highest", "tf32"] = "highest",
         dropout: float = 0.0,
-        block_size: int | tuple[int, int] = (128, 128),
+        block_size: int | tuple[int, int] = BLOCK_SIZE,
     ) -> None:
         self.options = Options(
             causal=causal,

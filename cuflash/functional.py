@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, TypeVar, cast
 
 from cuflash.flash_attention import Causal, FlashAttention, Window
+from cuflash.options import BLOCK_SIZE
 
 ArrayT = TypeVar("ArrayT")
 
@@ -20,7 +21,7 @@ def attention(
     softcap: float | None = None,
     layout: Literal["bhsd", "bshd"] = "bhsd",
     precision: Literal["highest", "tf32"] = "highest",
-    block_size: int | tuple[int, int] = (128, 128),
+    block_size: int | tuple[int, int] = BLOCK_SIZE,
     bias: ArrayT | None = None,
     mask: ArrayT | None = None,
     kv_lengths: ArrayT | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from cuflash.values import as_bool, as_integer, as_real, check_choice, type_error, typed, value_error
@@ -10,6 +10,7 @@ from cuflash.values import as_bool, as_integer, as_real, check_choice, type_erro
 LAYOUTS = ("bhsd", "bshd")
 PRECISIONS = ("highest", "tf32")
 MAX_BLOCK = 1024  # rows, or keys, of a block of a block mask
+BLOCK_SIZE = (128, 128)  # unless given: known to be right, because small calls take microseconds
 CAUSAL = "False, True (bottom-right aligned) or 'top_left'"
 
 
@@ -25,10 +26,12 @@ class Options:
     deterministic: bool = False
     precision: str = "highest"
     dropout: float = 0.0
-    block_size: int | tuple[int, int] = (128, 128)
+    block_size: int | tuple[int, int] = BLOCK_SIZE
 
     def __post_init__(self) -> None:
-        checked: dict[str, Any] = {"block_size": check_block_size(self.block_size)}
+        checked: dict[str, Any] = {}
+        if self.block_size is not BLOCK_SIZE:
+            checked["block_size"] = check_block_size(self.block_size)
         if not isinstance(self.causal, str):
             checked["causal"] = as_bool("causal", self.causal, CAUSAL)
         elif self.causal != "top_left":
@@ -52,7 +55,7 @@ class Options:
         checked["dropout"] = check_dropout(self.dropout)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "_hash", hash(tuple(getattr(self, field.name) for field in fields(self))))
+        object.__setattr__(self, "_hash", hash(tuple(vars(self).values())))
 
     def random(self, seed: object, offset: object) -> tuple[int, int]:
         """Seed and offset of a call, checked; zeros where nothing is random and the caller gives none."""

@@ -90,13 +90,21 @@ inline void add_bias(const Call &call, const Entry &entry, const Block &block, R
 }
 
 // C += A^T B for the keys of a tile: A is what its rows have for each, B their operands. Halves have rows of their own.
+// With pairs all of these are transposed: C^T += B^T A.
 template <class T>
-inline void add_to_keys(const SeenRows &seen, long count, const T *a, const T *b, long dim, T *c) {
+inline void add_to_keys(const Call &call, const SeenRows &seen, long count, const T *a, const T *b, long dim, T *c) {
+    constexpr long STRIDE = SCORES_STRIDE<T>;
     auto add = [&](RowRange rows, long first, long stop) {
-        if (rows.stop > rows.first && stop > first)
-            product<T, Order::COLUMNS>(stop - first, dim, rows.stop - rows.first,
-                                       a + rows.first * SCORES_STRIDE<T> + first, SCORES_STRIDE<T>,
-                                       b + rows.first * dim, dim, c + first * dim, dim, true);
+        if (rows.stop <= rows.first || stop <= first) return;
+        if constexpr (MAY_USE_PAIRS<T>)
+            if (uses_pairs<T>(call)) {
+                const long pair = rows.first / 2;
+                return product<T, Order::ROWS, Pairs>(dim, round_up(stop - first, LANES<T>),
+                                                      pairs_of(rows.stop) - pair, b + pair, QUERY_PAIRS,
+                                                      a + pair * STRIDE + first, STRIDE, c + first, STRIDE, true);
+            }
+        product<T, Order::COLUMNS>(stop - first, dim, rows.stop - rows.first, a + rows.first * STRIDE + first, STRIDE,
+                                   b + rows.first * dim, dim, c + first * dim, dim, true);
     };
     const RowRange *halves = seen.halves;
     if (halves[0].first == halves[1].first && halves[0].stop == halves[1].stop) {
@@ -107,16 +115,23 @@ inline void add_to_keys(const SeenRows &seen, long count, const T *a, const T *b
     }
 }
 
-// dq of the rows of a block, of these keys.
+// What these keys have for dq of the rows of a block.
 template <class T>
 inline void multiply_by_keys(const Call &call, const Entry &entry, const Block &block, RowRange range, long first,
-                             long count, BackwardBuffers<T> &buffers) {
+                             long count, BackwardBuffers<T> &buffers, T *dq, bool adds) {
     const long dim = buffers.sizes.dim;
     for (long r0 = range.first, n; r0 < range.stop; r0 += n) {
         n = rows_of_group(call, block, r0, GROUP);
         const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
-        product<T, Order::ROWS>(n, dim, keys.stop - keys.first, buffers.ds + r0 * SCORES_STRIDE<T> + keys.first,
-                                SCORES_STRIDE<T>, buffers.k + keys.first * dim, dim, buffers.dq + r0 * dim, dim, false);
+        const long here = keys.stop - keys.first;
+        if constexpr (MAY_USE_PAIRS<T>)
+            if (uses_pairs<T>(call)) {
+                product<T, Order::ROWS, Pairs>(n, dim, pairs_of(here), buffers.ds_rows + r0 * KEY_PAIRS + keys.first / 2,
+                                               KEY_PAIRS, buffers.k + keys.first / 2 * dim, dim, dq + r0 * dim, dim, adds);
+                continue;
+            }
+        product<T, Order::ROWS>(n, dim, here, buffers.ds + r0 * SCORES_STRIDE<T> + keys.first, SCORES_STRIDE<T>,
+                                buffers.k + keys.first * dim, dim, dq + r0 * dim, dim, adds);
     }
 }
 
@@ -128,8 +143,15 @@ inline void finish_key_tile(const Work &work, const KeyTile &tile, long job, Bac
     const Sizes<T> &sizes = buffers.sizes;
     const T scale = T(size_of_scale(call));
     const long group = group_of(call);
+    T *all_dk = buffers.dk, *all_dv = buffers.dv;
+    if (uses_pairs<T>(call)) {
+        const long padded = round_up(tile.num_keys, LANES<T>);
+        all_dk = buffers.k_t, all_dv = buffers.v_t;
+        transpose(buffers.dk, SCORES_STRIDE<T>, sizes.dim, padded, all_dk, sizes.dim);
+        transpose(buffers.dv, SCORES_STRIDE<T>, sizes.dim_v, padded, all_dv, sizes.dim_v);
+    }
     for (long j = 0; j < tile.num_keys; ++j) {
-        T *dk = buffers.dk + j * sizes.dim, *dv = buffers.dv + j * sizes.dim_v;
+        T *dk = all_dk + j * sizes.dim, *dv = all_dv + j * sizes.dim_v;
         for (long d = 0; d < sizes.dim; ++d) dk[d] *= scale;
         if (is_wanted(call, DK))
             store_row(dk, call.dtype, call.strides[DK][3], call.head_dim,
@@ -161,8 +183,9 @@ template <class T> void key_tile_job(Work &work, char *memory, long job) {
     const bool wants_dq = work.adds_dq, adds_bias = buffers.bias == BiasGradient::ORDERED;
     const bool begins_bias = adds_bias && tile.bias_before < 0;
     load_key_tile(call, entry, tile.head_kv, first, count, buffers);
-    clear(buffers.dk, count * sizes.dim);
-    clear(buffers.dv, count * sizes.dim_v);
+    const bool has_pairs = uses_pairs<T>(call);
+    clear(buffers.dk, has_pairs ? sizes.dim * SCORES_STRIDE<T> : count * sizes.dim);
+    clear(buffers.dv, has_pairs ? sizes.dim_v * SCORES_STRIDE<T> : count * sizes.dim_v);
     clear(buffers.sums, call.num_heads + 2);
     if (buffers.bias == BiasGradient::KEYS) clear(buffers.total, steps.group * SCORES_STRIDE<T>);
     for (long step = 0; step < steps.count; ++step) {
@@ -177,10 +200,14 @@ template <class T> void key_tile_job(Work &work, char *memory, long job) {
         load_queries(call, entry, block, buffers);
         const SeenRows seen = differentiate(call, scaling, entry, block, first, count, false, buffers);
         if (seen.all.stop <= seen.all.first) continue;
-        if (is_wanted(call, DV)) add_to_keys(seen, count, buffers.p, buffers.dout, sizes.dim_v, buffers.dv);
-        if (is_wanted(call, DK)) add_to_keys(seen, count, buffers.ds, buffers.q, sizes.dim, buffers.dk);
+        if (has_pairs) pack_scores(block, seen.all, count, buffers);
+        if (is_wanted(call, DV))
+            add_to_keys(call, seen, count, buffers.p, has_pairs ? buffers.dout_t : buffers.dout, sizes.dim_v, buffers.dv);
+        if (is_wanted(call, DK))
+            add_to_keys(call, seen, count, has_pairs ? buffers.ds_columns : buffers.ds,
+                        has_pairs ? buffers.q_t : buffers.q, sizes.dim, buffers.dk);
         if (wants_dq) {
-            multiply_by_keys(call, entry, block, seen.all, first, count, buffers);
+            multiply_by_keys(call, entry, block, seen.all, first, count, buffers, buffers.dq, false);
             if (!wait_for(work, tile.before, step + 1)) return;
             add_dq(work, entry, block, seen.all, buffers.dq, sizes.dim);
         }
@@ -223,10 +250,8 @@ template <class T> void dq_job(Work &work, char *memory, long job) {
                     const T tanh = buffers.tanhs[r * SCORES_STRIDE<T> + j];
                     buffers.ds[r * SCORES_STRIDE<T> + j] *= 1 - tanh * tanh;
                 }
-        if (range.stop > range.first)
-            product<T, Order::ROWS>(range.stop - range.first, sizes.dim, count,
-                                    buffers.ds + range.first * SCORES_STRIDE<T>, SCORES_STRIDE<T>, buffers.k, sizes.dim,
-                                    total + range.first * sizes.dim, sizes.dim, true);
+        if (uses_pairs<T>(call)) pack_scores(block, range, count, buffers);
+        multiply_by_keys(call, entry, block, range, first, count, buffers, total, true);
     }
     for (long r = 0; r < rows_of(block); ++r) {
         for (long d = 0; d < call.head_dim; ++d) total[r * sizes.dim + d] *= T(call.scale);

@@ -22,8 +22,10 @@ Kind kind_of_processor([[maybe_unused]] int limit) {
     __builtin_cpu_init();
     const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                             __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-    if (has_avx512 && limit < 1) return Kind{"AVX-512", &kernels_avx512};
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && limit < 2) return Kind{"AVX2", &kernels_avx2};
+    if (has_avx512 && __builtin_cpu_supports("avx512bf16") && limit < 1)
+        return Kind{"AVX-512 with bfloat16", &kernels_avx512_bfloat16};
+    if (has_avx512 && limit < 2) return Kind{"AVX-512", &kernels_avx512};
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && limit < 3) return Kind{"AVX2", &kernels_avx2};
     return Kind{"SSE2", &kernels_baseline};
 #elif defined(__aarch64__)
     return Kind{"NEON", &kernels_baseline};

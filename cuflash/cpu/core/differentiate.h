@@ -43,10 +43,14 @@ template <class T> inline BiasGradient bias_gradient(const Call &call, long rows
     return has_rows && strides[3] && is_once && is_same && !has_cap(call) ? BiasGradient::ORDERED : BiasGradient::APART;
 }
 
+// How far apart rows of pairs of queries, and of pairs of keys, lie.
+constexpr long QUERY_PAIRS = BACKWARD_ROWS / 2 + 20, KEY_PAIRS = MAX_KEYS / 2 + 16;
+
 template <class T> struct BackwardBuffers {
     Scratch scratch;
     Sizes<T> sizes;
     T *k, *k_t, *v_t, *dk, *dv, *q, *dout, *dq, *p, *ds, *tanhs, *products, *lse, *delta, *total;
+    T *q_t, *dout_t, *ds_columns, *ds_rows;  // of pairs, where these are multiplied
     unsigned char *kept;
     double *sums;
     BiasGradient bias;
@@ -58,8 +62,14 @@ template <class T> struct BackwardBuffers {
         k = scratch.template take<T>(keys * larger(sizes.dim, sizes.dim_v));
         k_t = scratch.template take<T>(sizes.dim * SCORES_STRIDE<T>);
         v_t = scratch.template take<T>(sizes.dim_v * SCORES_STRIDE<T>);
-        dk = scratch.template take<T>(keys * sizes.dim);
-        dv = scratch.template take<T>(keys * sizes.dim_v);
+        // With pairs they are transposed.
+        const bool has_pairs = uses_pairs<T>(call);
+        dk = scratch.template take<T>(has_pairs ? sizes.dim * SCORES_STRIDE<T> : keys * sizes.dim);
+        dv = scratch.template take<T>(has_pairs ? sizes.dim_v * SCORES_STRIDE<T> : keys * sizes.dim_v);
+        q_t = scratch.template take<T>(has_pairs ? sizes.dim * QUERY_PAIRS : 0);
+        dout_t = scratch.template take<T>(has_pairs ? sizes.dim_v * QUERY_PAIRS : 0);
+        ds_columns = scratch.template take<T>(has_pairs ? pairs_of(rows) * SCORES_STRIDE<T> : 0);
+        ds_rows = scratch.template take<T>(has_pairs ? rows * KEY_PAIRS : 0);
         q = scratch.template take<T>(rows * sizes.dim);
         dout = scratch.template take<T>(rows * sizes.dim_v);
         dq = scratch.template take<T>(rows * larger(sizes.dim, sizes.dim_v));
@@ -89,20 +99,42 @@ inline T delta_of(const Call &call, const Entry &entry, Row row, T lse, const T 
     return delta;
 }
 
+// q or dout of a block as pairs of neighbours, and transposed, where two rows make a pair.
+template <class T>
+inline void load_query_pairs(const Call &call, Array array, const Entry &entry, const Block &block, long dim,
+                             bool is_negative, T *out, T *transposed, T *staging) {
+    const long num_rows = rows_of(block), padded = round_up(dim, LANES<T>);
+    load_row_pairs(call, array, entry, block, dim, out, is_negative);
+    auto row = [&](long r) { return r < num_rows ? row_address(call, array, entry, row_of(block, r)) : nullptr; };
+    for (long r = 0; r < num_rows; r += 2)
+        interleave(row(r), row(r + 1), call.strides[array][3], dim, (float *)staging + r / 2 * padded, padded);
+    if (is_negative) negate_pairs(staging, pairs_of(num_rows) * padded);
+    transpose(staging, padded, pairs_of(num_rows), padded, transposed, QUERY_PAIRS);
+}
+
 // q, dout, lse and delta of a block.
 template <class T> inline void load_queries(const Call &call, const Entry &entry, const Block &block,
                                             BackwardBuffers<T> &buffers) {
     const Sizes<T> &sizes = buffers.sizes;
     const long num_rows = rows_of(block);
-    load_rows(call, Q, entry, block, call.head_dim, buffers.q, sizes.dim, num_rows);
-    load_rows(call, DOUT, entry, block, call.head_dim_v, buffers.dout, sizes.dim_v, num_rows);
-    if (call.scale < 0)
-        for (long x = 0; x < num_rows * sizes.dim; ++x) buffers.q[x] = -buffers.q[x];
+    if (uses_pairs<T>(call)) {
+        load_query_pairs(call, Q, entry, block, call.head_dim, call.scale < 0, buffers.q, buffers.q_t, buffers.dq);
+        load_query_pairs(call, DOUT, entry, block, call.head_dim_v, false, buffers.dout, buffers.dout_t, buffers.dq);
+    } else {
+        load_rows(call, Q, entry, block, call.head_dim, buffers.q, sizes.dim, num_rows);
+        load_rows(call, DOUT, entry, block, call.head_dim_v, buffers.dout, sizes.dim_v, num_rows);
+        if (call.scale < 0)
+            for (long x = 0; x < num_rows * sizes.dim; ++x) buffers.q[x] = -buffers.q[x];
+    }
+    T numbers[MOST_DIM];  // a row of dout, where pairs are loaded
+    clear(numbers, sizes.dim_v);
     for (long r = 0; r < num_rows; ++r) {
         const Row row = row_of(block, r);
         const T lse = number<T>(call, LSE, entry.batch, row.head, entry.first_q + row.i);
-        buffers.delta[r] =
-            delta_of(call, entry, row, lse, buffers.dout + r * sizes.dim_v, sizes.dim_v, buffers.dq);
+        const T *dout = uses_pairs<T>(call) ? numbers : buffers.dout + r * sizes.dim_v;
+        if (uses_pairs<T>(call))
+            load_row(row_address(call, DOUT, entry, row), call.dtype, call.strides[DOUT][3], call.head_dim_v, numbers);
+        buffers.delta[r] = delta_of(call, entry, row, lse, dout, sizes.dim_v, buffers.dq);
         // A row that sees no key: its weights are exp(-inf).
         buffers.lse[r] = lse == T(-__builtin_inf()) ? T(__builtin_inf()) : lse;
     }
@@ -114,10 +146,30 @@ inline void load_key_tile(const Call &call, const Entry &entry, long head_kv, lo
                           BackwardBuffers<T> &buffers) {
     const Sizes<T> &sizes = buffers.sizes;
     const long padded = round_up(count, LANES<T>);
+    if (uses_pairs<T>(call)) {
+        load_key_pairs(call, V, entry, head_kv, first, count, call.head_dim_v, buffers.k, buffers.v_t);
+        load_key_pairs(call, K, entry, head_kv, first, count, call.head_dim, buffers.k, buffers.k_t);
+        interleave_keys(call, K, entry, head_kv, first, count, call.head_dim, buffers.k);
+        return;
+    }
     load_keys(call, V, entry, head_kv, first, count, call.head_dim_v, buffers.k, sizes.dim_v, padded);
     transpose(buffers.k, sizes.dim_v, padded, sizes.dim_v, buffers.v_t, SCORES_STRIDE<T>);
     load_keys(call, K, entry, head_kv, first, count, call.head_dim, buffers.k, sizes.dim, padded);
     transpose(buffers.k, sizes.dim, padded, sizes.dim, buffers.k_t, SCORES_STRIDE<T>);
+}
+
+// c = A B for rows of q or dout from r0 on, and k or v transposed.
+template <class T>
+inline void multiply_rows(const Call &call, const T *rows, long dim, const T *keys_t, long r0, long num_rows,
+                          long num_keys, T *c) {
+    if constexpr (MAY_USE_PAIRS<T>)
+        if (uses_pairs<T>(call)) {
+            const long stride = pair_stride<T>(dim);
+            return product_of_rows<T, Pairs>(num_rows, num_keys, pairs_of(dim), rows + r0 * stride, stride, keys_t,
+                                             SCORES_STRIDE<T>, c, SCORES_STRIDE<T>);
+        }
+    const long stride = round_up(dim, LANES<T>);
+    product_of_rows(num_rows, num_keys, dim, rows + r0 * stride, stride, keys_t, SCORES_STRIDE<T>, c, SCORES_STRIDE<T>);
 }
 
 // Where the bias of a row begins, or its gradient, from a key on.
@@ -186,10 +238,8 @@ inline SeenRows differentiate(const Call &call, const Scaling<T> &scaling, const
         if (keys.first < HALF) seen.halves[0].include(r0, r0 + n);
         if (keys.stop > HALF) seen.halves[1].include(r0, r0 + n);
         prefetch_bias(call, entry, block, r0, n, at, here);
-        product_of_rows(n, columns, call.head_dim, buffers.q + r0 * sizes.dim, sizes.dim, buffers.k_t + keys.first,
-                        STRIDE, p, STRIDE);
-        product_of_rows(n, columns, call.head_dim_v, buffers.dout + r0 * sizes.dim_v, sizes.dim_v,
-                        buffers.v_t + keys.first, STRIDE, ds, STRIDE);
+        multiply_rows(call, buffers.q, call.head_dim, buffers.k_t + keys.first, r0, n, columns, p);
+        multiply_rows(call, buffers.dout, call.head_dim_v, buffers.v_t + keys.first, r0, n, columns, ds);
         const bool is_finished = !needs_finishing(call, scaling, entry, span.first, span.last, at, columns);
         for (long r = 0; r < n; ++r, p += STRIDE, ds += STRIDE) {
             const Row row = row_of(block, r0 + r);
@@ -241,6 +291,24 @@ inline SeenRows differentiate(const Call &call, const Scaling<T> &scaling, const
         }
     }
     return seen;
+}
+
+// Weights and gradients of scores as pairs: of two rows, in the place of p and in ds_columns, and of two keys.
+template <class T>
+inline void pack_scores(const Block &block, RowRange range, long count, BackwardBuffers<T> &buffers) {
+    if constexpr (MAY_USE_PAIRS<T>) {
+        constexpr long STRIDE = SCORES_STRIDE<T>;
+        const long padded = round_up(count, LANES<T>);
+        const T zeros[MAX_KEYS] = {};
+        for (long r = range.first / 2 * 2; r < range.stop; r += 2) {
+            const bool has_second = r + 1 < rows_of(block);
+            T *p = buffers.p + r * STRIDE, *ds = buffers.ds + r * STRIDE;
+            round_to_pairs(p, has_second ? p + STRIDE : zeros, padded, buffers.p + r / 2 * STRIDE);
+            round_to_pairs(ds, has_second ? ds + STRIDE : zeros, padded, buffers.ds_columns + r / 2 * STRIDE);
+            round_to_pairs(ds, padded, buffers.ds_rows + r * KEY_PAIRS);
+            if (has_second) round_to_pairs(ds + STRIDE, padded, buffers.ds_rows + (r + 1) * KEY_PAIRS);
+        }
+    }
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "few_rows.h"
+#include "pairs.h"
 
 namespace {
 
@@ -131,29 +132,78 @@ inline void prefetch_next_keys(const Call &call, const Entry &entry, long head_k
     }
 }
 
+// k and v of a tile as products want them: k transposed, v as rows.
 template <class T>
-inline void forward_tile(const Work &work, const Block &block, const Entry &entry, const Scaling<T> &scaling,
-                         ForwardBuffers<T> &buffers, long first, long count) {
-    const Call &call = work.call;
+inline void load_tile(const Call &call, const Entry &entry, long head_kv, long first, long count,
+                      ForwardBuffers<T> &buffers, const T *&v, long &v_stride) {
     const Sizes<T> &sizes = buffers.sizes;
-    const long num_rows = rows_of(block), padded = round_up(count, LANES<T>);
-    const T *k = buffers.rows, *v = buffers.v;
-    long k_stride = sizes.dim, v_stride = sizes.dim_v;
+    const long padded = round_up(count, LANES<T>);
+    const T *k = buffers.rows;
+    long k_stride = sizes.dim;
+    v = buffers.v;
+    v_stride = sizes.dim_v;
     if (has_whole_rows<T>(call, K, call.head_dim) && count == padded) {
-        k = (const T *)key_address(call, K, entry, block.head_kv, first);
+        k = (const T *)key_address(call, K, entry, head_kv, first);
         k_stride = call.strides[K][2];
     } else {
-        load_keys(call, K, entry, block.head_kv, first, count, call.head_dim, buffers.rows, sizes.dim, padded);
+        load_keys(call, K, entry, head_kv, first, count, call.head_dim, buffers.rows, sizes.dim, padded);
     }
     // Rows that are far apart fall into the same few sets of the cache: those that are read again and again are copied.
     if (has_whole_rows<T>(call, V, call.head_dim_v) &&
         (call.strides[V][2] == call.head_dim_v || call.strides[V][2] == -call.head_dim_v)) {
-        v = (const T *)key_address(call, V, entry, block.head_kv, first);
+        v = (const T *)key_address(call, V, entry, head_kv, first);
         v_stride = call.strides[V][2];
     } else {
-        load_keys(call, V, entry, block.head_kv, first, count, call.head_dim_v, buffers.v, sizes.dim_v, count);
+        load_keys(call, V, entry, head_kv, first, count, call.head_dim_v, buffers.v, sizes.dim_v, count);
     }
     transpose(k, k_stride, padded, sizes.dim, buffers.k_t, SCORES_STRIDE<T>);
+}
+
+// s = Q K^T of a tile that is loaded: rows of q by some of the keys, whole vectors of them.
+template <class T>
+inline void multiply_queries(const Call &call, ForwardBuffers<T> &buffers, long r0, long num_rows, long first_key,
+                             long num_keys) {
+    const T *k_t = buffers.k_t + first_key;
+    T *s = buffers.s + first_key;
+    if constexpr (MAY_USE_PAIRS<T>) {
+        const long stride = pair_stride<T>(call.head_dim);
+        if (uses_pairs<T>(call))
+            return product_of_rows<T, Pairs>(num_rows, num_keys, pairs_of(call.head_dim), buffers.q + r0 * stride,
+                                             stride, k_t, SCORES_STRIDE<T>, s, SCORES_STRIDE<T>);
+    }
+    product_of_rows(num_rows, num_keys, call.head_dim, buffers.q + r0 * buffers.sizes.dim, buffers.sizes.dim, k_t,
+                    SCORES_STRIDE<T>, s, SCORES_STRIDE<T>);
+}
+
+// o += P V, likewise.
+template <class T>
+inline void add_values(const Call &call, ForwardBuffers<T> &buffers, long r0, long num_rows, Keys keys, const T *v,
+                       long v_stride) {
+    const long here = keys.stop - keys.first, dim = buffers.sizes.dim_v;
+    T *p = buffers.s + keys.first, *o = buffers.o + r0 * dim;
+    if constexpr (MAY_USE_PAIRS<T>)
+        if (uses_pairs<T>(call)) {
+            for (long r = 0; r < num_rows; ++r)
+                round_to_pairs(p + r * SCORES_STRIDE<T>, round_up(here, LANES<T>), p + r * SCORES_STRIDE<T>);
+            return product<T, Order::ROWS, Pairs>(num_rows, dim, pairs_of(here), p, SCORES_STRIDE<T>,
+                                                  v + keys.first / 2 * v_stride, v_stride, o, dim, true);
+        }
+    product<T, Order::ROWS>(num_rows, dim, here, p, SCORES_STRIDE<T>, v + keys.first * v_stride, v_stride, o, dim, true);
+}
+
+template <class T>
+inline void forward_tile(const Work &work, const Block &block, const Entry &entry, const Scaling<T> &scaling,
+                         ForwardBuffers<T> &buffers, long first, long count) {
+    const Call &call = work.call;
+    const long num_rows = rows_of(block);
+    const T *v = buffers.v;
+    long v_stride = buffers.sizes.dim_v;
+    if (uses_pairs<T>(call)) {
+        load_key_pairs(call, K, entry, block.head_kv, first, count, call.head_dim, buffers.rows, buffers.k_t);
+        interleave_keys(call, V, entry, block.head_kv, first, count, call.head_dim_v, buffers.v);
+    } else {
+        load_tile(call, entry, block.head_kv, first, count, buffers, v, v_stride);
+    }
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
     for (long r0 = 0, n; r0 < num_rows; r0 += n) {
         n = rows_of_group(call, block, r0, GROUP);
@@ -163,11 +213,9 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
         prefetch_bias(call, entry, block, r0, n, first + keys.first, here);
         prefetch_next_keys(call, entry, block.head_kv, first + count + r0 * count / num_rows,
                            first + count + (r0 + n) * count / num_rows);
-        product_of_rows(n, round_up(here, LANES<T>), call.head_dim, buffers.q + r0 * sizes.dim, sizes.dim,
-                        buffers.k_t + keys.first, SCORES_STRIDE<T>, buffers.s + keys.first, SCORES_STRIDE<T>);
+        multiply_queries(call, buffers, r0, n, keys.first, round_up(here, LANES<T>));
         weigh_rows(call, scaling, entry, block, buffers, r0, n, first, keys);
-        product<T, Order::ROWS>(n, sizes.dim_v, here, buffers.s + keys.first, SCORES_STRIDE<T>,
-                                v + keys.first * v_stride, v_stride, buffers.o + r0 * sizes.dim_v, sizes.dim_v, true);
+        add_values(call, buffers, r0, n, keys, v, v_stride);
     }
 }
 
@@ -196,14 +244,18 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
     ForwardBuffers<T> buffers(work, memory);
     const Sizes<T> &sizes = buffers.sizes;
     const long num_rows = rows_of(block);
-    load_rows(call, Q, entry, block, call.head_dim, buffers.q, sizes.dim, num_rows);
-    if (call.scale < 0)
-        for (long x = 0; x < num_rows * sizes.dim; ++x) buffers.q[x] = -buffers.q[x];
+    const bool has_few = has_few_rows(entry, block);
+    if (uses_pairs<T>(call) && !has_few) {
+        load_row_pairs(call, Q, entry, block, call.head_dim, buffers.q, call.scale < 0);
+    } else {
+        load_rows(call, Q, entry, block, call.head_dim, buffers.q, sizes.dim, num_rows);
+        if (call.scale < 0)
+            for (long x = 0; x < num_rows * sizes.dim; ++x) buffers.q[x] = -buffers.q[x];
+    }
     clear(buffers.o, num_rows * sizes.dim_v);
     clear(buffers.l, num_rows * LANES<T>);
     for (long r = 0; r < num_rows; ++r) buffers.shift[r] = T(-__builtin_inf());
 
-    const bool has_few = has_few_rows(entry, block);
     const Keys seen = seen_by(call, entry, block.first_row, block.first_row + block.num_rows - 1);
     const long whole = call.arrays[BLOCK_MASK] ? work.keys_per_tile : 16;
     const long begin = larger(seen.first / whole * whole, block.first_key), end = smaller(seen.stop, block.stop_key);

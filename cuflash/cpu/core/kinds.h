@@ -14,5 +14,5 @@ struct Kernels {
 
 extern const Kernels kernels_baseline;
 #if defined(__x86_64__)
-extern const Kernels kernels_avx2, kernels_avx512;
+extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_bfloat16;
 #endif

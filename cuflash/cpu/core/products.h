@@ -9,9 +9,15 @@ namespace {
 
 enum class Order { ROWS, COLUMNS };  // of A: a[row * stride + k], or a[k * stride + row]
 
+// How an element of A is spread over a vector, and what is added to a sum of products.
+template <class T> struct Numbers {
+    static Vector<T> spread(const T *p) { return splat(*p); }
+    static Vector<T> add(Vector<T> sum, Vector<T> x, Vector<T> y) { return sum + x * y; }
+};
+
 // R rows and N vectors of C. The sum of this product is made by itself before it is added to C, so that errors do not
 // grow with the number of tiles.
-template <class T, int R, int N, Order ORDER>
+template <class T, int R, int N, Order ORDER, class M>
 inline void product_block(const T *a, long a_stride, const T *b, long b_stride, long length, T *c, long c_stride,
                           bool adds) {
     Vector<T> sums[R][N] = {};
@@ -26,9 +32,9 @@ inline void product_block(const T *a, long a_stride, const T *b, long b_stride, 
         for (int n = 0; n < N; ++n) x[n] = load(b + n * LANES<T>);
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
-            Vector<T> y = splat(rows[r / 3][r % 3 * row_stride]);
+            const Vector<T> y = M::spread(rows[r / 3] + r % 3 * row_stride);
 #pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) sums[r][n] += y * x[n];
+            for (int n = 0; n < N; ++n) sums[r][n] = M::add(sums[r][n], y, x[n]);
         }
         b += b_stride;
 #pragma GCC unroll 4
@@ -44,7 +50,7 @@ inline void product_block(const T *a, long a_stride, const T *b, long b_stride, 
     }
 }
 
-template <class T, int N, Order ORDER>
+template <class T, int N, Order ORDER, class M>
 inline void product_columns(long num_rows, const T *a, long a_stride, const T *b, long b_stride, long length, T *c,
                             long c_stride, bool adds) {
     constexpr int MOST = NUM_REGISTERS == 32 ? (N > 2 ? 6 : 12) : (N > 2 ? 3 : 6);
@@ -52,7 +58,7 @@ inline void product_columns(long num_rows, const T *a, long a_stride, const T *b
     auto run = [&](auto rows) {
         constexpr int R = decltype(rows)::value;
         for (; num_rows >= R; num_rows -= R, a += R * step, c += R * c_stride)
-            product_block<T, R, N, ORDER>(a, a_stride, b, b_stride, length, c, c_stride, adds);
+            product_block<T, R, N, ORDER, M>(a, a_stride, b, b_stride, length, c, c_stride, adds);
     };
     run(std::integral_constant<int, MOST>());
     if constexpr (MOST > 8) run(std::integral_constant<int, 8>());
@@ -62,7 +68,7 @@ inline void product_columns(long num_rows, const T *a, long a_stride, const T *b
 }
 
 // A is (num_rows, length), B is (length, num_columns); num_columns is a multiple of the lanes of a vector.
-template <class T, Order ORDER>
+template <class T, Order ORDER, class M = Numbers<T>>
 inline void product(long num_rows, long num_columns, long length, const T *a, long a_stride, const T *b, long b_stride,
                     T *c, long c_stride, bool adds) {
     constexpr int WIDE = NUM_REGISTERS == 32 ? 4 : 2;
@@ -70,7 +76,7 @@ inline void product(long num_rows, long num_columns, long length, const T *a, lo
     auto run = [&](auto vectors) {
         constexpr int N = decltype(vectors)::value;
         for (; num_columns - j >= N * LANES<T>; j += N * LANES<T>)
-            product_columns<T, N, ORDER>(num_rows, a, a_stride, b + j, b_stride, length, c + j, c_stride, adds);
+            product_columns<T, N, ORDER, M>(num_rows, a, a_stride, b + j, b_stride, length, c + j, c_stride, adds);
     };
     run(std::integral_constant<int, WIDE>());
     if constexpr (WIDE > 2) run(std::integral_constant<int, 2>());
@@ -81,7 +87,7 @@ inline void product(long num_rows, long num_columns, long length, const T *a, lo
 // SUM_LENGTH terms are made by themselves, which keeps rounding errors down.
 constexpr long SUM_LENGTH = 96;
 
-template <class T>
+template <class T, class M = Numbers<T>>
 inline void product_of_rows(long num_rows, long num_columns, long length, const T *a, long a_stride, const T *b,
                             long b_stride, T *c, long c_stride) {
     const long count = (length + SUM_LENGTH - 1) / SUM_LENGTH, step = (length + count - 1) / count;
@@ -90,11 +96,11 @@ inline void product_of_rows(long num_rows, long num_columns, long length, const 
             const long terms = length - k < step ? length - k : step;
             const T *from = b + k * b_stride + j;
             if (num_columns - j >= 2 * LANES<T>) {
-                product_columns<T, 2, Order::ROWS>(num_rows, a + k, a_stride, from, b_stride, terms, c + j, c_stride,
-                                                   k > 0);
+                product_columns<T, 2, Order::ROWS, M>(num_rows, a + k, a_stride, from, b_stride, terms, c + j, c_stride,
+                                                      k > 0);
             } else {
-                product_columns<T, 1, Order::ROWS>(num_rows, a + k, a_stride, from, b_stride, terms, c + j, c_stride,
-                                                   k > 0);
+                product_columns<T, 1, Order::ROWS, M>(num_rows, a + k, a_stride, from, b_stride, terms, c + j, c_stride,
+                                                      k > 0);
             }
         }
     }

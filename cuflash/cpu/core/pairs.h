@@ -1,0 +1,125 @@
+// Operands of products of bfloat16, where there are instructions for them: two neighbours along what a product sums over
+// lie in the 32 bits of one element, a pair. Products and sums are those of float32; weights, and gradients of scores, are
+// rounded to bfloat16 before they are multiplied, as on a GPU.
+#pragma once
+
+#include "tiles.h"
+
+namespace {
+
+typedef uint16_t Bits __attribute__((may_alias));
+typedef uint32_t PairWord __attribute__((may_alias));
+
+#if defined(__AVX512BF16__)
+constexpr bool HAS_PAIRS = true;
+#else
+constexpr bool HAS_PAIRS = false;
+struct Pairs;
+#endif
+
+template <class T> constexpr bool MAY_USE_PAIRS = HAS_PAIRS && sizeof(T) == 4;
+
+template <class T> inline bool uses_pairs(const Call &call) { return MAY_USE_PAIRS<T> && call.dtype == BFLOAT16; }
+
+inline long pairs_of(long count) { return ceil_div(count, 2); }
+
+// How far apart rows of pairs lie: they are whole vectors.
+template <class T> inline long pair_stride(long dim) { return round_up(pairs_of(dim), LANES<T>); }
+
+constexpr long MOST_DIM = 1024;
+
+// A row of bfloat16, and zeros up to `padded` of them.
+inline void load_bits(const char *in, long step, long dim, Bits *out, long padded) {
+    if (step == 1) {
+        memcpy((void *)out, in, dim * 2);
+    } else {
+        for (long d = 0; d < dim; ++d) memcpy((void *)(out + d), in + d * step * 2, 2);
+    }
+    memset((void *)(out + dim), 0, (padded - dim) * 2);
+}
+
+// Rows `first` and `second`, of which the latter may be missing, as pairs of what stands in one column.
+inline void interleave(const char *first, const char *second, long step, long dim, float *out, long padded) {
+    Bits rows[2][MOST_DIM];
+    load_bits(first, step, dim, rows[0], padded);
+    if (second) {
+        load_bits(second, step, dim, rows[1], padded);
+    } else {
+        memset((void *)rows[1], 0, padded * 2);
+    }
+    PairWord *words = (PairWord *)out;
+    for (long d = 0; d < padded; ++d) words[d] = uint32_t(rows[0][d]) | uint32_t(rows[1][d]) << 16;
+}
+
+template <class T> inline void negate_pairs(T *pairs, long count) {
+    PairWord *words = (PairWord *)pairs;
+    for (long x = 0; x < count; ++x) words[x] ^= 0x80008000;
+}
+
+// Rows of q or dout of a block, pairs of neighbours.
+template <class T>
+inline void load_row_pairs(const Call &call, Array array, const Entry &entry, const Block &block, long dim, T *out,
+                           bool is_negative) {
+    const long stride = pair_stride<T>(dim);
+    for (long r = 0; r < rows_of(block); ++r)
+        load_bits(row_address(call, array, entry, row_of(block, r)), call.strides[array][3], dim,
+                  (Bits *)(out + r * stride), 2 * stride);
+    if (is_negative) negate_pairs(out, rows_of(block) * stride);
+}
+
+// Rows of k or v, pairs of neighbours, transposed: of a pair those of all keys, up to a whole vector of them.
+template <class T>
+inline void load_key_pairs(const Call &call, Array array, const Entry &entry, long head_kv, long first, long count,
+                           long dim, T *rows, T *transposed) {
+    const long stride = pair_stride<T>(dim);
+    for (long j = 0; j < count; ++j)
+        load_bits(key_address(call, array, entry, head_kv, first + j), call.strides[array][3], dim,
+                  (Bits *)(rows + j * stride), 2 * stride);
+    transpose(rows, stride, count, stride, transposed, SCORES_STRIDE<T>);
+}
+
+// Rows of k or v, pairs of neighbouring keys.
+template <class T>
+inline void interleave_keys(const Call &call, Array array, const Entry &entry, long head_kv, long first, long count,
+                            long dim, T *out) {
+    const long padded = round_up(dim, LANES<T>);
+    for (long j = 0; j < count; j += 2)
+        interleave(key_address(call, array, entry, head_kv, first + j),
+                   j + 1 < count ? key_address(call, array, entry, head_kv, first + j + 1) : nullptr,
+                   call.strides[array][3], dim, (float *)out + j / 2 * padded, padded);
+}
+
+#if defined(__AVX512BF16__)
+// Products of pairs, for `product`.
+struct Pairs {
+    static Vector<float> spread(const float *p) {
+        int32_t bits;
+        memcpy(&bits, p, 4);
+        return (Vector<float>)_mm512_set1_epi32(bits);
+    }
+    static Vector<float> add(Vector<float> sum, Vector<float> x, Vector<float> y) {
+        return (Vector<float>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
+    }
+};
+
+// Rounds a row, whose length is a multiple of 16, to pairs of neighbours. `out` may begin where the row does.
+inline void round_to_pairs(const float *row, long count, float *out) {
+    for (long j = 0; j < count; j += 16) {
+        const __m256bh rounded = _mm512_cvtneps_pbh((__m512)load(row + j));
+        memcpy((void *)(out + j / 2), &rounded, sizeof rounded);
+    }
+}
+
+// Rounds two rows to pairs of what stands in one column. `out` may be the first of them.
+inline void round_to_pairs(const float *first, const float *second, long count, float *out) {
+    Bits order[32];
+    for (int i = 0; i < 32; ++i) order[i] = uint16_t(i / 2 + i % 2 * 16);
+    const __m512i from = _mm512_loadu_si512(order);
+    for (long j = 0; j < count; j += 16) {
+        const __m512bh both = _mm512_cvtne2ps_pbh((__m512)load(second + j), (__m512)load(first + j));
+        store(out + j, (Vector<float>)_mm512_permutexvar_epi16(from, (__m512i)both));
+    }
+}
+#endif
+
+}  // namespace
