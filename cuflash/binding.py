@@ -224,7 +224,7 @@ def growing_keys(options: Options, arrays: Mapping[str, Any]) -> Growing:
         names, axis, seqlen_k = _TABLE, 1, table[1] * seqlen_k
     elif seqlen_k < 2:
         return FIXED
-    if options.window is None and options.causal != "top_left":
+    if options.window is None and options.causal != "top_left" and options.diagonal is None:
         return names, axis, seqlen_k, (planned_length(seqlen_k),)
     # Whether a bound hides anything may depend on the number of keys.
     return names, axis, seqlen_k, (planned_length(seqlen_k), *window_of(options, seqlen_q, seqlen_k))

@@ -26,6 +26,9 @@ class Options:
     precision: str = "highest"
     dropout: float = 0.0
     block_size: int | tuple[int, int] = (128, 128)
+    # Of a part of a longer problem, which `cuflash.distributed` computes: query i stands at key position i + diagonal.
+    # None where `causal` says so.
+    diagonal: int | None = None
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {"block_size": check_block_size(self.block_size)}
@@ -50,6 +53,8 @@ class Options:
         checked["deterministic"] = as_bool("deterministic", self.deterministic)
         check_choice("precision", self.precision, PRECISIONS)
         checked["dropout"] = check_dropout(self.dropout)
+        if self.diagonal is not None:
+            checked["diagonal"] = as_integer("diagonal", self.diagonal)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_hash", hash(tuple(getattr(self, field.name) for field in fields(self))))
@@ -124,9 +129,16 @@ def window_of(options: Options, seqlen_q: int, seqlen_k: int) -> tuple[int | Non
     left, right = options.window or (None, None)
     if options.causal:
         right = 0 if right is None else min(right, 0)
-    first_row = 0 if options.causal == "top_left" else seqlen_k - seqlen_q  # as a key position
+    first_row = diagonal_of(options, seqlen_q, seqlen_k)
     if left is not None and first_row + seqlen_q - 1 - left <= 0:
         left = None  # even the last row sees the first key
     if right is not None and first_row + right >= seqlen_k - 1:
         right = None  # even the first row sees the last key
     return left, right
+
+
+def diagonal_of(options: Options, seqlen_q: int, seqlen_k: int) -> int:
+    """The position of the first query among the keys."""
+    if options.diagonal is not None:
+        return options.diagonal
+    return 0 if options.causal == "top_left" else seqlen_k - seqlen_q

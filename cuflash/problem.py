@@ -31,7 +31,7 @@ from cuflash.operands import (
     layout_of,
     user_shape,
 )
-from cuflash.options import Options, check_block_size, rounded_rate, window_of
+from cuflash.options import Options, check_block_size, diagonal_of, rounded_rate, window_of
 from cuflash.terms import ACTING, BY_NAME, NAMES, NUMBERS, Term, Terms
 from cuflash.values import counted, type_error, value_error
 
@@ -74,7 +74,7 @@ class Problem:
     head_dim_v: int
     scale: float
     softcap: float | None
-    alignment: Literal["bottom_right", "top_left"]  # of the diagonal
+    alignment: Literal["bottom_right", "top_left"]  # of the diagonal; it follows the lengths with the first alone
     diagonal: int  # 0 for packed sequences, each of which has its own
     window_left: int | None
     window_right: int | None
@@ -109,6 +109,7 @@ class Problem:
             precision=self.precision,
             dropout=self.dropout,
             block_size=self.block_size if self.block_mask is not None else Options.block_size,
+            diagonal=self.diagonal if self.alignment == "top_left" and self.diagonal else None,
         )
 
     def given(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -330,7 +331,7 @@ def make_problem(options: Options, q: Shaped, k: Shaped, v: Shaped, **terms: Unp
         block_size = check_block_size(options.block_size)
         operands["block_mask"] = _block_mask_operand(block_mask, block_size, sizes)
 
-    is_top_left = options.causal == "top_left"
+    is_fixed = options.causal == "top_left" or options.diagonal is not None
     left, right = window_of(options, seqlen_q, seqlen_k)
     return Problem(
         dtype=q4.dtype,
@@ -345,8 +346,8 @@ def make_problem(options: Options, q: Shaped, k: Shaped, v: Shaped, **terms: Unp
         head_dim_v=v4.shape[3],
         scale=scale,
         softcap=softcap,
-        alignment="top_left" if is_top_left else "bottom_right",
-        diagonal=0 if is_top_left or is_packed else seqlen_k - seqlen_q,
+        alignment="top_left" if is_fixed else "bottom_right",
+        diagonal=0 if is_packed else diagonal_of(options, seqlen_q, seqlen_k),
         window_left=left,
         window_right=right,
         deterministic=options.deterministic,
