@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ from cuflash.options import Options, diagonal_of, window_of
 from cuflash.problem import Problem, make_problem
 from cuflash.results import Array, ForwardResult, Gradients, named_tuple_of, needed
 from cuflash.terms import DEFAULT_NEED, GRADIENTS, NAMES, OF_NUMBERS, NamedGradients, Terms, checked
-from cuflash.values import as_integer, as_real, type_error, typed, value_error
+from cuflash.values import as_integer, as_real, counted, type_error, typed, value_error
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 SPLITS = {"zigzag": zigzag, "contiguous": contiguous}
 _BACKWARD_INPUTS = (*INPUTS, "dout", "out", "lse")
 _OF_PAIRS = ("bias", "mask")
+ALL_ROWS = "all"  # what an array without an axis of queries says instead of their number
 # Arrays that all ranks have alike.
 _OF_ALL = ("alibi_slopes", "sinks", "kv_lengths")
 # Options that are not served, and what serves instead.
@@ -187,7 +189,8 @@ class ContextParallel:
             This rank's rows, its spans one behind the other, in shapes as `cuflash.FlashAttention.forward` takes them.
         bias, mask : array, optional
             Broadcast to (batch, num_heads, rows of this rank's queries, keys of all ranks). An axis of queries of
-            length 1 stands for all queries of all ranks, which then have the same array.
+            length 1 on all ranks, or none, stands for all queries of all of them, which then have the same array;
+            but where each rank has one query, an axis of length 1 is that query's.
         kv_lengths, alibi_slopes, sinks : array, optional
             As `cuflash.FlashAttention.forward` takes them, of the whole problem: the same on all ranks.
         block_mask, block_table, cu_seqlens_q, cu_seqlens_k : array, optional
@@ -383,8 +386,11 @@ class ContextParallel:
         """What has to be the same on all ranks, and the numbers of rows."""
         axis = _axis_of_rows(call.given["q"], self.options.layout)
         facts: dict[str, Any] = {
-            "call": f"call {self._calls}, of {method}",
-            "options": f"{self.options}, {self._splits}, chunks={self._chunks}, steps={self._steps}",
+            "call": f"{self._calls}, of {method}",
+            **{field.name: repr(getattr(self.options, field.name)) for field in fields(Options)},
+            **{name: repr(x) for name, x in zip(("split", "split_k"), self._splits, strict=True)},
+            "chunks": str(self._chunks),
+            "steps": str(self._steps),
             "need": ", ".join(call.need),
             "arrays": f"{', '.join(call.given)} of {call.borrowed.kind}",
             "_rows of q": call.given["q"].shape[axis],
@@ -399,7 +405,7 @@ class ContextParallel:
                 facts[name] = digest(x)
             elif name in _OF_PAIRS:
                 shape = [*(1,) * (4 - x.ndim), *x.shape]
-                facts[f"_rows of {name}"] = shape.pop(2)
+                facts[f"_rows of {name}"] = shape.pop(2) if x.ndim > 1 else ALL_ROWS
                 facts[name] = f"{x.dtype.name} {tuple(shape[: 2 if method == 'decode' else 3])} beside rows"
         return facts
 
@@ -410,11 +416,11 @@ class ContextParallel:
             split_q = Split([[(0, given["q"].shape[axis])], *[[] for _ in range(self.size - 1)]])
         for name, argument, split in (("q", "split", split_q), ("k", "split_k", split_k)):
             if split.ranks != self.size:
-                raise value_error(argument, f"{split.ranks} ranks", f"{self.size} as comm has")
+                raise value_error(argument, counted(split.ranks, "rank"), f"{self.size} as comm has")
             rows = given[name].shape[axis]
             if rows != split.rows(self.rank) and not (method == "decode" and name == "q"):
                 expected = f"{split.rows(self.rank)}, which rank {self.rank} has of {split.seqlen}"
-                raise value_error(name, f"{rows} rows", expected)
+                raise value_error(name, counted(rows, "row"), expected)
         left, right = window_of(self.options, split_q.seqlen, split_k.seqlen)
         schedule = make_schedule(
             split_q,
@@ -461,6 +467,8 @@ class ContextParallel:
         """Whether a bias or mask is the same for all queries of all ranks, by what each rank says of its rows."""
         own = [split_q.rows(rank) for rank in range(self.size)]
         rows = [fact[f"_rows of {name}"] for fact in facts]
+        if rows[0] == ALL_ROWS and len(set(rows)) == 1:
+            return True
         if not self._check:
             if 1 in own:
                 expected = f"check=True, because of a rank with one query, whose {name} may be that of all queries"
@@ -468,7 +476,7 @@ class ContextParallel:
             own = [own[self.rank]]
         if rows == own:
             return False
-        if set(rows) == {1}:
+        if set(rows) <= {1, ALL_ROWS}:
             return True
         raise value_error(name, f"{rows} rows on the ranks", f"1 on all of them, or their queries, {own}")
 

@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from cuflash.distributed.split import Span, Split, cut_evenly, joined, overlap
-from cuflash.values import value_error
+from cuflash.values import counted, value_error
 
 
 class Band(NamedTuple):
@@ -182,7 +182,7 @@ def make_schedule(
         Splits over different numbers of ranks, and spans that do not consist of whole chunks.
     """
     if split_q.ranks != split_k.ranks:
-        raise value_error("split_k", f"{split_k.ranks} ranks", f"{split_q.ranks} as split has")
+        raise value_error("split_k", counted(split_k.ranks, "rank"), f"{split_q.ranks} as split has")
     if chunks is not None:
         for name, split in (("split", split_q), ("split_k", split_k)):
             ends = {end for chunk in cut_evenly(split.seqlen, chunks) for end in chunk}

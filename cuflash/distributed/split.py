@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.values import as_integer, type_error, typed, value_error
+from cuflash.values import as_integer, counted, type_error, typed, value_error
 
 Array = Any
 Span = tuple[int, int]  # rows from the first on, up to, but not, the second
@@ -90,7 +90,7 @@ class Split:
         """
         rows = array.shape[axis]
         if rows != self.seqlen:
-            raise value_error("array", f"{rows} rows in axis {axis}", f"{self.seqlen} as the split has")
+            raise value_error("array", f"{counted(rows, 'row')} in axis {axis}", f"{self.seqlen} as the split has")
         moved = array.swapaxes(0, axis)
         pieces = [moved[start:stop] for start, stop in self.spans[rank]] or [moved[:0]]
         return module_of(array).concatenate(pieces).swapaxes(0, axis)
@@ -98,12 +98,12 @@ class Split:
     def whole(self, parts: Sequence[Array], axis: int = -2) -> Array:
         """The array with the rows of all ranks, of those that each of them holds: what `part` takes apart."""
         if len(parts) != self.ranks:
-            raise value_error("parts", f"{len(parts)} arrays", f"{self.ranks}, one for each rank")
+            raise value_error("parts", counted(len(parts), "array"), f"{self.ranks}, one for each rank")
         pieces = {}
         for rank, array in enumerate(parts):
             if array.shape[axis] != self.rows(rank):
                 expected = f"{self.rows(rank)} as rank {rank} has"
-                raise value_error(f"parts[{rank}]", f"{array.shape[axis]} rows in axis {axis}", expected)
+                raise value_error(f"parts[{rank}]", f"{counted(array.shape[axis], 'row')} in axis {axis}", expected)
             for span in self.spans[rank]:
                 pieces[span] = array.swapaxes(0, axis)[self.local(rank, span)]
         pieces = pieces or {(0, 0): parts[0].swapaxes(0, axis)}
