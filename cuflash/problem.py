@@ -99,8 +99,10 @@ class Problem:
     def options(self) -> Options:
         """Options with which the same arrays make this problem again."""
         window = (self.window_left, self.window_right)
+        is_fixed, hides_later = self.alignment == "top_left", self.window_right == 0 or self.seqlen_k <= 1
+        is_top_left = is_fixed and self.diagonal == 0 and hides_later
         return Options(
-            causal="top_left" if self.alignment == "top_left" else False,
+            causal="top_left" if is_top_left else False,
             scale=self.scale,
             window=None if window == (None, None) else window,
             softcap=self.softcap,
@@ -109,7 +111,7 @@ class Problem:
             precision=self.precision,
             dropout=self.dropout,
             block_size=self.block_size if self.block_mask is not None else Options.block_size,
-            diagonal=self.diagonal if self.alignment == "top_left" and self.diagonal else None,
+            diagonal=self.diagonal if is_fixed and not is_top_left else None,
         )
 
     def given(self, names: Iterable[str]) -> tuple[str, ...]:
