@@ -49,7 +49,7 @@ class Parts:
         return found
 
 
-def compute(attn: cd.ContextParallel, parts: Parts, arrays: Mapping[str, Any]) -> dict[str, Any]:
+def compute(attn: Any, parts: Parts, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """All results of both passes on one rank, of the arrays of all ranks."""
     own = parts.of(attn.rank, arrays)
     inputs, need = ct.qkv(own), ct.gradients_of(parts.case.problem)

@@ -1,5 +1,7 @@
 """Parts of longer problems: the kernels take any diagonal, not only those that follow from the lengths."""
 
+from typing import Any
+
 import pytest
 
 import cuflash.testing as ct
@@ -27,7 +29,7 @@ def test_any_diagonal_keeps_the_oracle_rule(arch, dtype, dim, diagonal, window):
 
 def test_few_queries_in_the_middle_of_many_keys():
     """By the kernel of few queries."""
-    sizes = {"seqlen_q": 3, "seqlen_k": 1200, "num_heads": 4, "num_heads_kv": 1, "head_dim": 64}
+    sizes: dict[str, Any] = {"seqlen_q": 3, "seqlen_k": 1200, "num_heads": 4, "num_heads_kv": 1, "head_dim": 64}
     case = ct.Case(**sizes, dtype="bfloat16", window=(800, 0))
     problem, arrays = attention.inputs_of(case, diagonal=1000)
     assert "sm90/decode.cu" in {

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import array_api_strict
 import numpy as np
@@ -17,9 +18,15 @@ from tests.pure.test_schedule import of_chunks, splits
 from tests.ranks import Parts, judge, on_threads, results_of
 
 FEATURES = (*(name for name in ct.FEATURES if name != "scale"), "sinks", "dlse")
-SMALL = {"features": FEATURES, "max_seqlen": 65, "max_head_dim": 24, "max_scores": 2**13, "score_spreads": (1.0, 8.0)}
+SMALL: dict[str, Any] = {
+    "features": FEATURES,
+    "max_seqlen": 65,
+    "max_head_dim": 24,
+    "max_scores": 2**13,
+    "score_spreads": (1.0, 8.0),
+}
 CASE = ct.Case(seqlen_q=13, seqlen_k=17, num_heads=4, num_heads_kv=2, head_dim=8, causal=True)
-SPLITS = {"split_q": cd.zigzag(13, 2), "split_k": cd.zigzag(17, 2)}
+SPLITS: dict[str, Any] = {"split_q": cd.zigzag(13, 2), "split_k": cd.zigzag(17, 2)}
 
 
 def is_clear(case, split):
@@ -134,9 +141,10 @@ def failures(change, ranks=3, **options):
     x = np.zeros((2, 12, 4))
 
     def work(comm):
-        attn_options = {"causal": True, "split": "contiguous", "timeout": 5.0} | options
+        attn_options: dict[str, Any] = {"causal": True, "split": "contiguous", "timeout": 5.0} | options
         arrays = {name: split.part(x, comm.rank) for name in "qkv"}
-        terms, method = {}, "forward"
+        terms: dict[str, Any] = {}
+        method = "forward"
         if comm.rank == 1:
             method = change(attn_options, arrays, terms) or method
         try:
@@ -229,7 +237,7 @@ def test_a_rank_that_leaves_is_missed_in_time(leaves_after):
 
     def work(comm):
         if comm.rank == 1:
-            said = []
+            said: list[bytes] = []
 
             def share(text, timeout):
                 if len(said) == leaves_after:
