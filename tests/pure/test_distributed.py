@@ -1,7 +1,9 @@
 """Context parallel calls on threads against the oracle, bit for bit over numbers of ranks, and what goes wrong."""
 
+import re
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import array_api_strict
@@ -17,6 +19,7 @@ from cuflash.distributed.split import cut_evenly
 from tests.pure.test_schedule import of_chunks, splits
 from tests.ranks import Parts, judge, on_threads, results_of
 
+PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
 FEATURES = (*(name for name in ct.FEATURES if name != "scale"), "sinks", "dlse")
 SMALL: dict[str, Any] = {
     "features": FEATURES,
@@ -130,6 +133,13 @@ def test_the_plan_is_that_of_the_call():
     assert "rank 1 computes queries x keys 3..8 x 0..12" in first.describe()
     assert first.band == (4, None, 0)
     assert first.heads == ((0, 1), (1, 2))
+
+
+def test_the_plan_in_the_page_is_what_is_printed():
+    (text,) = re.findall(r"^```text\n(context parallel.*?)\n```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    split, x = cd.zigzag(1000, 2), np.zeros((8, 500, 32))
+    first, _ = on_threads(2, lambda comm: cd.ContextParallel(comm, causal=True, split=split).plan(x, x, x).describe())
+    assert first == text
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
