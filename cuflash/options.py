@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from cuflash.values import as_bool, as_integer, as_real, check_choice, type_error, typed, value_error
@@ -27,8 +27,8 @@ class Options:
     dropout: float = 0.0
     block_size: int | tuple[int, int] = (128, 128)
     # Of a part of a longer problem, which `cuflash.distributed` computes: query i stands at key position i + diagonal.
-    # None where `causal` says so.
-    diagonal: int | None = None
+    # None where `causal` says so. It is no keyword of `cuflash.FlashAttention`, which prints itself as its options.
+    diagonal: int | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {"block_size": check_block_size(self.block_size)}
