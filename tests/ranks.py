@@ -49,10 +49,10 @@ class Parts:
         return found
 
 
-def compute(attn: Any, parts: Parts, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """All results of both passes on one rank, of the arrays of all ranks."""
+def compute(attn: Any, parts: Parts, arrays: Mapping[str, Any], need: Sequence[str] | None = None) -> dict[str, Any]:
+    """All results of both passes on one rank, or those gradients that are needed, of the arrays of all ranks."""
     own = parts.of(attn.rank, arrays)
-    inputs, need = ct.qkv(own), ct.gradients_of(parts.case.problem)
+    inputs, need = ct.qkv(own), ct.gradients_of(parts.case.problem) if need is None else need
     out, lse = attn.forward(*inputs, **ct.optional(own), **parts.case.random)
     terms = ct.optional_backward(own) | parts.case.random
     gradients = attn.backward(own["dout"], *inputs, out, lse, need=need, **terms)
@@ -65,13 +65,15 @@ def on_threads(ranks: int, work: Callable[[cd.Transport], Any]) -> list[Any]:
         return [future.result() for future in [pool.submit(work, comm) for comm in cd.threads(ranks)]]
 
 
-def results_of(case: ct.Case, split_q: cd.Split, split_k: cd.Split, **options: Any) -> dict[str, Any]:
+def results_of(
+    case: ct.Case, split_q: cd.Split, split_k: cd.Split, *, need: Sequence[str] | None = None, **options: Any
+) -> dict[str, Any]:
     """All results of a case, computed by threads."""
     parts, arrays = Parts(case, split_q, split_k), case.arrays()
 
     def work(comm: cd.Transport) -> dict[str, Any]:
         attn = cd.ContextParallel(comm, split=split_q, split_k=split_k, timeout=30, **case.keywords, **options)
-        return compute(attn, parts, arrays)
+        return compute(attn, parts, arrays, need)
 
     return parts.whole(on_threads(split_q.ranks, work))
 

@@ -17,12 +17,12 @@ import numpy as np
 
 from cuflash import host, merging
 from cuflash.distributed.schedule import Schedule, Tile, Walk
-from cuflash.distributed.split import Span, Split, module_of
+from cuflash.distributed.split import Span, Split, module_of, overlap
 from cuflash.distributed.transports import Message, Transport
 from cuflash.operands import numpy_dtype
 from cuflash.options import Options
 from cuflash.problem import Problem
-from cuflash.terms import GRADIENTS, NAMES, OF_NUMBERS
+from cuflash.terms import DEFAULT_NEED, GRADIENTS, NAMES, OF_NUMBERS
 
 Array = Any
 # Where the axis of rows is, in arrays whose rows are queries or keys.
@@ -97,7 +97,7 @@ class Execution:
 
     def backward(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         """Fill dq, dk and dv, with four axes, and all other gradients, as their arrays are."""
-        of_keys = tuple(name for name in ("dk", "dv") if name in need)
+        of_keys = need if self._sums_dq(need) else tuple(name for name in ("dk", "dv") if name in need)
         of_queries = tuple(name for name in need if name not in of_keys)
         if of_queries:
             self._backward_by_queries(of_queries, results)
@@ -118,19 +118,37 @@ class Execution:
         for name, total in sums.totals():
             results[name][...] = total
 
+    def _sums_dq(self, need: tuple[str, ...]) -> bool:
+        """Whether calls by keys give parts of dq too, in the dtype of the softmax, which saves two of seven products.
+
+        On a device, kernels of 16-bit dtypes round dq to these; and the order of parts follows from the ranks.
+        """
+        if self.is_fixed or "dq" not in need or not {"dk", "dv"} & set(need) or not set(need) <= set(DEFAULT_NEED):
+            return False
+        return self.xp is np or self.problem.dtype == self.problem.softmax_dtype
+
     def _backward_by_keys(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         walk = self.schedule.by_keys
         names = ("q", "dout", "out", "lse", "dlse", *(name for name in _OF_PAIRS if name not in self.broadcasts_rows))
+        returns = _Returns(self, results["dq"]) if "dq" in need else None
         for heads, held in self._steps(walk, tuple(name for name in names if self.arrays.get(name) is not None)):
+            parts = [] if returns is None else returns.room(heads)
             for tile in walk.tiles_of(self.rank):
                 at = self._local(self.schedule.split_k, tile.keys)
-                into = {name: results[name][:, slice(*heads), at] for name in need}
+                into = {name: results[name][:, slice(*heads), at] for name in need if name != "dq"}
                 if tile.queries[0] == tile.queries[1]:
                     for array in into.values():
                         array[...] = 0
                     continue
                 arrays = self._of_tile(walk, tile, heads, held)
-                self._into(into, arrays, functools.partial(self._backward, tile, need))
+                call = functools.partial(self._backward, tile, need)
+                got = self._into(into, arrays, call, is_wide=returns is not None)
+                if returns is not None:
+                    returns.add(parts, tile, got["dq"])
+            if returns is not None:
+                returns.send(parts, heads)
+        if returns is not None:
+            returns.finish()
 
     def decode(self, out: Array, lse: Array) -> None:
         """Fill out, with four axes, and lse, with three, of queries that all ranks have.
@@ -162,12 +180,12 @@ class Execution:
         at = self._local(self.schedule.split_k, piece)
         found = {name: self.arrays[name][:, :, at] for name in ("k", "v")} | {"q": self.arrays["q"]}
         if self.xp is np:  # where the results are as precise as the arrays
-            found = {name: x.astype(numpy_dtype(self.problem.softmax_dtype)) for name, x in found.items()}
+            found = {name: self._widened(x) for name, x in found.items()}
         for name in _OF_PAIRS:
             if self.arrays.get(name) is not None:
                 found[name] = self.arrays[name] if self.arrays[name].shape[3] == 1 else self.arrays[name][..., at]
         if "bias" in found:
-            found["bias"] = found["bias"].astype(numpy_dtype(self.problem.softmax_dtype))
+            found["bias"] = self._widened(found["bias"])
         for name in ("alibi_slopes", *(("sinks",) if has_sinks else ())):
             if self.arrays.get(name) is not None:
                 found[name] = self.arrays[name]
@@ -176,15 +194,31 @@ class Execution:
     # ---- calls -------------------------------------------------------------------------------------------------------
 
     def _into(
-        self, results: dict[str, Array], arrays: dict[str, Array], call: Callable[[dict[str, Array]], dict[str, Array]]
+        self,
+        results: dict[str, Array],
+        arrays: dict[str, Array],
+        call: Callable[[dict[str, Array]], dict[str, Array]],
+        *,
+        is_wide: bool = False,
     ) -> dict[str, Array]:
-        """Have a call fill some arrays: directly, or where its own are to lie in memory in one way, by a copy."""
-        if not self.is_fixed:
+        """Have a call fill some arrays: directly, or by a copy where it computes on copies.
+
+        These lie in memory in one way, or, if the call `is_wide`, have the dtype of the softmax.
+        """
+        is_wide = is_wide and self.problem.dtype != self.problem.softmax_dtype
+        if not self.is_fixed and not is_wide:
             return call(arrays | results)
+        if is_wide:
+            arrays = {name: self._widened(x) for name, x in arrays.items()}
         got = call({name: self.xp.ascontiguousarray(x) for name, x in arrays.items()})
         for name, into in results.items():
             into[...] = got[name]
         return got
+
+    def _widened(self, array: Array) -> Array:
+        """An array of the dtype of the inputs in that of the softmax; any other as it is."""
+        is_input = array.dtype.name == self.problem.dtype
+        return array.astype(numpy_dtype(self.problem.softmax_dtype)) if is_input else array
 
     def _forward(self, tile: Tile, arrays: dict[str, Array]) -> dict[str, Array]:
         of_call = dict.fromkeys((*NAMES, "out", "lse")) | arrays
@@ -241,7 +275,7 @@ class Execution:
                 terms[name] = self.arrays[name][..., q_heads]
         terms |= self._lengths(tile.keys)
         if "bias" in terms and not by_keys and self.sums_bias:
-            terms["bias"] = terms["bias"].astype(numpy_dtype(self.problem.softmax_dtype))
+            terms["bias"] = self._widened(terms["bias"])
         return terms
 
     def _lengths(self, keys: Span) -> dict[str, Array]:
@@ -287,7 +321,7 @@ class Execution:
             if transfer.source == self.rank:
                 local = walk.split.local(self.rank, transfer.rows)
                 packed = (self._packed(x, local, transfer.target) for x in cargo.values())
-                sends += [(transfer.target, rows) for rows in packed if rows.size]
+                sends += [(transfer.target, rows) for rows in packed]
         for span, found in zip(spans, arrays, strict=True):
             for name, x in cargo.items():
                 own = [part for part in walk.split.spans[self.rank] if part[0] <= span[0] and span[1] <= part[1]]
@@ -309,8 +343,8 @@ class Execution:
                 if span[0] <= transfer.rows[0] and transfer.rows[1] <= span[1]:
                     at = slice(transfer.rows[0] - span[0], transfer.rows[1] - span[0])
                     into = (self.xp.moveaxis(found[name], x.axis, 0)[at] for name, x in cargo.items())
-                    receives += [(transfer.source, rows) for rows in into if rows.size]
-        return self.transport.start(sends, receives), Held(spans, tuple(arrays))
+                    receives += [(transfer.source, rows) for rows in into]
+        return self._start(sends, receives), Held(spans, tuple(arrays))
 
     @property
     def _others(self) -> list[int]:
@@ -318,8 +352,10 @@ class Execution:
 
     def _exchange(self, sends: list[Message], receives: list[Message]) -> None:
         """Send and receive, leaving out arrays without elements."""
-        messages = ([message for message in side if message[1].size] for side in (sends, receives))
-        self.transport.finish(self.transport.start(*messages), self.timeout)
+        self.transport.finish(self._start(sends, receives), self.timeout)
+
+    def _start(self, sends: list[Message], receives: list[Message]) -> Any:
+        return self.transport.start(*([x for x in messages if x[1].size] for messages in (sends, receives)))
 
     def _cargo(self, name: str, heads: Span) -> Cargo:
         array = self.arrays[name]
@@ -335,6 +371,76 @@ class Execution:
             columns = [array[..., start:stop] for start, stop in spans] or [array[..., :0]]
             array = self.xp.concatenate(columns, axis=-1)
         return self.xp.ascontiguousarray(self.xp.moveaxis(array, x.axis, 0))
+
+
+class _Returns:
+    """dq in parts, of queries that travelled: added where the keys are, and sent back to where the queries are.
+
+    Parts are of the dtype of the softmax; a rank adds those of each rank in the order of ranks. They are on their way
+    during the step behind theirs.
+    """
+
+    def __init__(self, execution: Execution, dq: Array) -> None:
+        self.run = execution
+        self.dq = dq
+        self.under_way: Callable[[], None] | None = None
+
+    def room(self, heads: Span) -> list[Array]:
+        """Zeros for the rows that this rank holds in a step, their axis first."""
+        run, walk = self.run, self.run.schedule.by_keys
+        heads_q, dtype = run._q_heads(heads), numpy_dtype(run.problem.softmax_dtype)
+        rest = (self.dq.shape[0], heads_q.stop - heads_q.start, self.dq.shape[3])
+        return [run.xp.zeros((stop - start, *rest), dtype) for start, stop in walk.held(run.rank)]
+
+    def add(self, parts: list[Array], tile: Tile, dq: Array) -> None:
+        """Add what a call gave."""
+        rows, xp = self._rows(self.run.rank, parts, tile.queries), self.run.xp
+        rows += xp.moveaxis(dq, 2, 0)
+
+    def send(self, parts: list[Array], heads: Span) -> None:
+        """Let the parts of a step go to whom their rows belong, once those of the step before have come."""
+        self.finish()
+        run, walk = self.run, self.run.schedule.by_keys
+        sends, receives = [], []
+        into = {}
+        for transfer in walk.transfers:
+            if transfer.target == run.rank:
+                sends.append((transfer.source, self._rows(run.rank, parts, transfer.rows)))
+            if transfer.source == run.rank:
+                start, stop = transfer.rows
+                room = (self.dq.shape[0], run._q_heads(heads).stop - run._q_heads(heads).start, self.dq.shape[3])
+                into[transfer] = run.xp.empty((stop - start, *room), numpy_dtype(run.problem.softmax_dtype))
+                receives.append((transfer.target, into[transfer]))
+        pending = run._start(sends, receives)
+        own = [
+            (run.rank, rows, self._rows(run.rank, parts, rows))
+            for span in walk.held(run.rank)
+            for mine in walk.split.spans[run.rank]
+            if _is_some(rows := overlap(span, mine))
+        ]
+        came = [(transfer.target, transfer.rows, rows) for transfer, rows in into.items()]
+
+        def arrive() -> None:
+            run.transport.finish(pending, run.timeout)
+            total = run.xp.zeros(self.dq[:, run._q_heads(heads)].shape, numpy_dtype(run.problem.softmax_dtype))
+            for _, span, rows in sorted(own + came, key=lambda part: part[:2]):
+                total[:, :, walk.split.local(run.rank, span)] += run.xp.moveaxis(rows, 0, 2)
+            self.dq[:, run._q_heads(heads)] = total
+
+        self.under_way = arrive
+
+    def finish(self) -> None:
+        """Wait for what is on its way, and add it."""
+        if self.under_way is not None:
+            self.under_way()
+        self.under_way = None
+
+    def _rows(self, rank: int, parts: list[Array], span: Span) -> Array:
+        """The rows of a span, of those that a rank holds."""
+        for held, part in zip(self.run.schedule.by_keys.held(rank), parts, strict=True):
+            if held[0] <= span[0] and span[1] <= held[1]:
+                return part[span[0] - held[0] : span[1] - held[0]]
+        raise AssertionError(f"dq: rows {span} of {self.run.schedule.by_keys.held(rank)}")
 
 
 class _Sums:
