@@ -5,7 +5,7 @@ The short story of a call:
 1. All ranks agree that they make the same call (`agreement`), and how many rows each of them has.
 2. Who computes what, and what travels for it, follows from these numbers and the options alone (`schedule`).
 3. Rows travel (`transports`), while those that came before are computed with by the functions that compute every other
-   call (`execution`). Each result is computed whole, on the rank that holds its rows.
+   call (`execution`). A result is computed whole on the rank that holds its rows, or in parts that are not rounded.
 """
 
 from __future__ import annotations
@@ -111,10 +111,11 @@ class ContextParallel:
 
     Notes
     -----
-    Nothing that was rounded is added to anything that another rank rounded, but for gradients of scalars, slopes,
-    sinks and of a bias that is the same for all queries: those are added in the dtype of lse, in the order of queries.
-    out, lse and dq are computed where the queries are, from keys and values that travel; dk and dv where the keys are,
-    from queries that travel. So a backward pass makes seven products where one device makes five.
+    out and lse are computed whole where the queries are, from keys and values that travel; dk and dv where the keys
+    are, from queries that travel, and each is rounded once. dq comes in parts from there, in the dtype of lse, and is
+    added in the order of ranks. With `deterministic`, or where other gradients than dq, dk and dv are needed, it is
+    computed as out is, which makes seven products in all where one device makes five. Gradients of scalars, slopes,
+    sinks and of a bias that is the same for all queries are added in the dtype of lse, in the order of queries.
 
     Examples
     --------

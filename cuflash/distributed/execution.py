@@ -121,11 +121,9 @@ class Execution:
     def _sums_dq(self, need: tuple[str, ...]) -> bool:
         """Whether calls by keys give parts of dq too, in the dtype of the softmax, which saves two of seven products.
 
-        On a device, kernels of 16-bit dtypes round dq to these; and the order of parts follows from the ranks.
+        The order in which parts are added follows from the ranks.
         """
-        if self.is_fixed or "dq" not in need or not {"dk", "dv"} & set(need) or not set(need) <= set(DEFAULT_NEED):
-            return False
-        return self.xp is np or self.problem.dtype == self.problem.softmax_dtype
+        return not self.is_fixed and "dq" in need and len(need) > 1 and set(need) <= set(DEFAULT_NEED)
 
     def _backward_by_keys(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         walk = self.schedule.by_keys
@@ -141,8 +139,11 @@ class Execution:
                         array[...] = 0
                     continue
                 arrays = self._of_tile(walk, tile, heads, held)
+                is_wide = returns is not None and self.xp is np
+                if returns is not None and not is_wide:  # kernels give a part of dq in this dtype where it has room
+                    into["dq"] = self.xp.empty(arrays["q"].shape, numpy_dtype(self.problem.softmax_dtype))
                 call = functools.partial(self._backward, tile, need)
-                got = self._into(into, arrays, call, is_wide=returns is not None)
+                got = self._into(into, arrays, call, is_wide=is_wide)
                 if returns is not None:
                     returns.add(parts, tile, got["dq"])
             if returns is not None:

@@ -1,10 +1,11 @@
 """Who computes which pairs of queries and keys, and which rows travel for it: pure data, from lengths and splits alone.
 
-Every result is computed whole by the rank that holds its rows, in one call for each piece of them. So nothing that was
+Results are computed whole by the rank that holds their rows, in one call for each piece of them. So nothing that was
 rounded is ever added to anything that was rounded elsewhere:
 
 - *By queries*: out, lse and dq of a piece of queries, from all keys that it sees. Keys and values travel.
-- *By keys*: dk and dv of a piece of keys, from all queries that see it. Queries and what belongs to them travel.
+- *By keys*: dk and dv of a piece of keys, from all queries that see it. Queries and what belongs to them travel. dq may
+  come in parts from here instead, which travel back the same way.
 
 Pieces are the spans of a rank, or, where results are to have the same bits whatever the number of ranks, these cut at
 the ends of global chunks. What travels does so in steps of some key/value heads each, so that a step's rows are on
@@ -113,7 +114,7 @@ class Schedule:
 
     @cached_property
     def by_queries(self) -> Walk:
-        """Of the forward pass, dq, and gradients that are sums over pairs."""
+        """Of the forward pass, of dq as a whole, and of gradients that are sums over pairs."""
         seqlen_k = self.split_k.seqlen
         pieces = _pieces(self.split_q, self.chunks)
         tiles = [
@@ -123,7 +124,7 @@ class Schedule:
 
     @cached_property
     def by_keys(self) -> Walk:
-        """Of dk and dv."""
+        """Of dk and dv, and of parts of dq."""
         seqlen_q = self.split_q.seqlen
         pieces = _pieces(self.split_k, self.chunks)
         tiles = [
