@@ -36,8 +36,8 @@ def devices_for(ranks):
     return list(range(ranks))
 
 
-def results_of(case, comms, devices, **options):
-    """All results of a case by ranks, each of them a thread with a device."""
+def results_of(case, comms, devices, need=None, **options):
+    """Results of a case by ranks, each of them a thread with a device; all gradients, or those that are needed."""
     import cupy
 
     split = cd.zigzag(case.seqlen_q, len(comms))
@@ -47,7 +47,7 @@ def results_of(case, comms, devices, **options):
         with cupy.cuda.Device(devices[rank]):
             attn = cd.ContextParallel(comms[rank], timeout=60, **case.keywords, **options)
             arrays = {name: cupy.asarray(x) for name, x in case.arrays().items()}
-            results = compute(attn, parts, arrays)
+            results = compute(attn, parts, arrays, need)
             return {name: cupy.asnumpy(x) for name, x in results.items()}
 
     with concurrent.futures.ThreadPoolExecutor(len(comms)) as pool:
@@ -55,13 +55,15 @@ def results_of(case, comms, devices, **options):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_threads_on_one_device(case):
-    judge(case, results_of(case, cd.threads(2), [0, 0]))
+@pytest.mark.parametrize("need", [None, ("dq", "dk", "dv")], ids=["all", "dq in parts"])
+def test_threads_on_one_device(case, need):
+    judge(case, results_of(case, cd.threads(2), [0, 0], need))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_threads_on_two_devices(case):
-    judge(case, results_of(case, cd.threads(2), devices_for(2)))
+@pytest.mark.parametrize("need", [None, ("dq", "dk", "dv")], ids=["all", "dq in parts"])
+def test_threads_on_two_devices(case, need):
+    judge(case, results_of(case, cd.threads(2), devices_for(2), need))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -70,7 +72,9 @@ def test_nccl(case, ranks):
     from cupy.cuda import nccl
 
     devices = devices_for(ranks)
-    judge(case, results_of(case, nccl.NcclCommunicator.initAll(devices), devices))
+    comms = nccl.NcclCommunicator.initAll(devices)
+    for need in (None, ("dq", "dk", "dv")):
+        judge(case, results_of(case, comms, devices, need))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
