@@ -86,6 +86,7 @@ def bind(
     *,
     need: Collection[str] = DEFAULT_NEED,
     address_of: Callable[[Any], int] | None = None,
+    takes_wide_dq: bool = False,
 ) -> Binding:
     """Validate the arrays of one pass against each other, and find how they lie in memory.
 
@@ -101,6 +102,8 @@ def bind(
         Gradients that the backward pass returns; those with an array are returned too.
     address_of : callable, optional
         The address of the first element of an array; without it, all are taken as aligned to 16 bytes.
+    takes_wide_dq : bool, default False
+        Whether an array for dq may have the dtype of the softmax, for a part of dq that others are added to.
 
     Raises
     ------
@@ -116,7 +119,9 @@ def bind(
         results = tuple(name for name in GRADIENTS if name in need or name in given)
     for name, array in given.items():
         if name not in (*INPUTS, *NAMES):
-            check_array(name, array, *_expected(name, problem, given))
+            shape, dtype = _expected(name, problem, given)
+            is_wide = takes_wide_dq and name == "dq" and array.dtype.name == problem.softmax_dtype
+            check_array(name, array, shape, problem.softmax_dtype if is_wide else dtype)
         if name in results and 0 in _steps(array):
             got = f"strides {tuple(array.strides)}"
             raise value_error(name, got, "an array whose elements are all distinct in memory")
@@ -224,7 +229,7 @@ def growing_keys(options: Options, arrays: Mapping[str, Any]) -> Growing:
         names, axis, seqlen_k = _TABLE, 1, table[1] * seqlen_k
     elif seqlen_k < 2:
         return FIXED
-    if options.window is None and options.causal != "top_left":
+    if options.window is None and options.causal != "top_left" and options.diagonal is None:
         return names, axis, seqlen_k, (planned_length(seqlen_k),)
     # Whether a bound hides anything may depend on the number of keys.
     return names, axis, seqlen_k, (planned_length(seqlen_k), *window_of(options, seqlen_q, seqlen_k))

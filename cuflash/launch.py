@@ -279,7 +279,8 @@ def _bind(pass_: Pass, options: Options, arrays: Mapping[str, Any], need: Collec
     for name, array in arrays.items():
         if array is not None and array.data.device_id != device_id:
             raise value_error(name, f"an array on device {array.data.device_id}", f"device {device_id}, where q is")
-    return bind(pass_, options, arrays, need=need, address_of=lambda array: array.data.ptr)
+    is_part = options.diagonal is not None
+    return bind(pass_, options, arrays, need=need, address_of=lambda array: array.data.ptr, takes_wide_dq=is_part)
 
 
 def _launch_of(binding: Binding, plan: LaunchPlan, arrays: Mapping[str, Any], growing: Growing = FIXED) -> _Launch:

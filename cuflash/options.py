@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cuflash.values import as_bool, as_integer, as_real, check_choice, type_error, typed, value_error
@@ -27,6 +27,9 @@ class Options:
     precision: str = "highest"
     dropout: float = 0.0
     block_size: int | tuple[int, int] = BLOCK_SIZE
+    # Of a part of a longer problem, which `cuflash.distributed` computes: query i stands at key position i + diagonal.
+    # None where `causal` says so. It is no keyword of `cuflash.FlashAttention`, which prints itself as its options.
+    diagonal: int | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {}
@@ -53,6 +56,8 @@ class Options:
         checked["deterministic"] = as_bool("deterministic", self.deterministic)
         check_choice("precision", self.precision, PRECISIONS)
         checked["dropout"] = check_dropout(self.dropout)
+        if self.diagonal is not None:
+            checked["diagonal"] = as_integer("diagonal", self.diagonal)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_hash", hash(tuple(vars(self).values())))
@@ -127,9 +132,16 @@ def window_of(options: Options, seqlen_q: int, seqlen_k: int) -> tuple[int | Non
     left, right = options.window or (None, None)
     if options.causal:
         right = 0 if right is None else min(right, 0)
-    first_row = 0 if options.causal == "top_left" else seqlen_k - seqlen_q  # as a key position
+    first_row = diagonal_of(options, seqlen_q, seqlen_k)
     if left is not None and first_row + seqlen_q - 1 - left <= 0:
         left = None  # even the last row sees the first key
     if right is not None and first_row + right >= seqlen_k - 1:
         right = None  # even the first row sees the last key
     return left, right
+
+
+def diagonal_of(options: Options, seqlen_q: int, seqlen_k: int) -> int:
+    """The position of the first query among the keys."""
+    if options.diagonal is not None:
+        return options.diagonal
+    return 0 if options.causal == "top_left" else seqlen_k - seqlen_q

@@ -31,7 +31,7 @@ from cuflash.operands import (
     layout_of,
     user_shape,
 )
-from cuflash.options import Options, check_block_size, rounded_rate, window_of
+from cuflash.options import Options, check_block_size, diagonal_of, rounded_rate, window_of
 from cuflash.terms import BY_NAME, NAMES, NUMBER_ROWS, NUMBERS, Given, Term, Terms
 from cuflash.values import counted, type_error, value_error
 
@@ -65,7 +65,7 @@ class Problem(Given):
     seqlen_k: int
     head_dim: int
     head_dim_v: int
-    alignment: Literal["bottom_right", "top_left"]  # of the diagonal
+    alignment: Literal["bottom_right", "top_left"]  # of the diagonal; it follows the lengths with the first alone
     diagonal: int  # 0 for packed sequences, each of which has its own
     window_left: int | None
     window_right: int | None
@@ -81,14 +81,17 @@ class Problem(Given):
     def options(self) -> Options:
         """Options with which the same arrays make this problem again."""
         window = (self.window_left, self.window_right)
+        is_fixed, hides_later = self.alignment == "top_left", self.window_right == 0 or self.seqlen_k <= 1
+        is_top_left = is_fixed and self.diagonal == 0 and hides_later
         return Options(
-            causal="top_left" if self.alignment == "top_left" else False,
+            causal="top_left" if is_top_left else False,
             window=None if window == (None, None) else window,
             layout=self.layout,  # type: ignore[arg-type]
             deterministic=self.deterministic,
             precision=self.precision,
             dropout=self.dropout,
             block_size=self.block_size if self.block_mask is not None else Options.block_size,
+            diagonal=self.diagonal if is_fixed and not is_top_left else None,
             **{name: getattr(self, name) for name in NUMBERS},
         )
 
@@ -301,7 +304,7 @@ def make_problem(options: Options, q: Shaped, k: Shaped, v: Shaped, **terms: Unp
         block_size = check_block_size(options.block_size)
         operands["block_mask"] = _block_mask_operand(block_mask, block_size, sizes)
 
-    is_top_left = options.causal == "top_left"
+    is_fixed = options.causal == "top_left" or options.diagonal is not None
     left, right = window_of(options, seqlen_q, seqlen_k)
     return Problem(
         dtype=q4.dtype,
@@ -314,8 +317,8 @@ def make_problem(options: Options, q: Shaped, k: Shaped, v: Shaped, **terms: Unp
         seqlen_k=seqlen_k,
         head_dim=head_dim,
         head_dim_v=v4.shape[3],
-        alignment="top_left" if is_top_left else "bottom_right",
-        diagonal=0 if is_top_left or is_packed else seqlen_k - seqlen_q,
+        alignment="top_left" if is_fixed else "bottom_right",
+        diagonal=0 if is_packed else diagonal_of(options, seqlen_q, seqlen_k),
         window_left=left,
         window_right=right,
         deterministic=options.deterministic,

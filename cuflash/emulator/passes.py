@@ -37,7 +37,9 @@ def plan_for(
 
 
 def _bind(pass_: Pass, problem: Problem, arrays: Mapping[str, Any], need: Sequence[str]) -> Binding:
-    return bind(pass_, problem.options, arrays, need=need, address_of=lambda array: array.ctypes.data)
+    options = problem.options
+    is_part = options.diagonal is not None
+    return bind(pass_, options, arrays, need=need, address_of=lambda array: array.ctypes.data, takes_wide_dq=is_part)
 
 
 def _plan_of(binding: Binding, arch: str | DeviceSpec, tiles: Sequence[Tile] | None) -> LaunchPlan:
@@ -179,11 +181,13 @@ def backward(
     lse: np.ndarray,
     *,
     need: Sequence[str] | None = None,
+    wide_dq: bool = False,
     **options: Any,
 ) -> tuple[np.ndarray, ...]:
     """The gradients `need` by the backward kernels; without it (dq, dk, dv), and that of a part of the softmax.
 
-    `arrays` holds dout too, and maybe dlse. Other parameters are those of `forward`.
+    `arrays` holds dout too, and maybe dlse. With `wide_dq`, dq has the dtype of the softmax. Other parameters are those
+    of `forward`.
     """
     if need is None:
         need = (*DEFAULT_NEED, *(name for name in OF_SOFTMAX if arrays.get(name[1:]) is not None))
@@ -191,5 +195,7 @@ def backward(
         name: (arrays[name[1:]].shape, arrays[name[1:]].dtype) for name in need if name[1:] in arrays
     }
     every |= {name: ((), problem.softmax_dtype) for name in OF_NUMBERS}
+    if wide_dq:
+        every["dq"] = arrays["q"].shape, problem.softmax_dtype
     results = {name: every[name] for name in GRADIENTS if name in need}
     return _call("backward", problem, {**arrays, "out": out, "lse": lse}, results, **options)

@@ -130,6 +130,9 @@ def _rows(
     elif dq is None:
         dq, reason = choose_row(DQ_TILES, problem, device)
         draft.reasons.append(reason)
+    if dq is not None and _has_wide_dq(draft):
+        got = f"dtype {problem.softmax_dtype} with " + ("deterministic=True" if main is not None else "dq alone")
+        raise NotImplementedError(f"dq: got {got}, expected dtype {problem.dtype}, which its own kernel gives")
     if dq is not None and main is None:
         draft.reasons.append("dq alone has a kernel of its own, which makes three products and not five")
     summed = _summed_by_main(draft, family, main) if scores is None else ()
@@ -279,4 +282,11 @@ def _add_convert(
             draft.reasons.append("deterministic: tiles of keys add to dq in order")
     if shared_bytes:
         defines = {"CUFLASH_DIM_MULTIPLE": main.dim_multiple, "CUFLASH_PART_WARPS": part_warps}
-        draft.add("around/convert.cu", around, blocks, shared_bytes, **defines)
+        defines["CUFLASH_DQ_WIDE"] = int(_has_wide_dq(draft))
+        makes = ("wide_dq",) if _has_wide_dq(draft) else ()
+        draft.add("around/convert.cu", around, blocks, shared_bytes, makes, **defines)
+
+
+def _has_wide_dq(draft: Draft) -> bool:
+    """Whether dq is to have the dtype of sums, where the inputs have another one."""
+    return "dq" in draft.need and draft.arrays["dq"].dtype != draft.problem.dtype

@@ -17,10 +17,34 @@ constexpr int kBytesOfKeys = kConvertsKeys ? tile_bytes(kKeys, max_of(kDim, kDim
 constexpr int kBytesOfQueries = kDqByReduction ? tile_bytes(kBlockM, kDim) : 0;
 static_assert(max_of(kBytesOfKeys, kBytesOfQueries) == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
 
+// Whether dq is stored as it was summed, to be added to other parts of dq, and not rounded to the element type.
+constexpr bool kDqWide = CUFLASH_DQ_WIDE;
+static_assert(!kDqWide || kElementBytes == 2, "only sums of 16-bit elements are wider than these");
+
+// Block. `factor` times sums in the fragment order of 16-bit elements, to rows [first_row, row_stop) of a head.
+template <int columns, int warps_d, int m_tiles, int n_tiles>
+CUFLASH_DEVICE void store_sums(const Real (&sum)[m_tiles][n_tiles][4], int warp_row, int warp_d, Real factor,
+                               Real* result, i64 row_stride, int first_row, int row_stop) {
+#pragma unroll
+  for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + warp_row + 16 * m + 8 * half + fragment_row();
+      if (row >= row_stop) continue;
+#pragma unroll
+      for (int n = 0; n < n_tiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int column = column_of<warps_d>(warp_d, n) + fragment_column() + i;
+          if (column < columns) result[row * row_stride + column] = sum[m][n][2 * half + i] * factor;
+        }
+    }
+}
+
 // Block. `factor` times the sum of `count` parts that are `stride` apart, in their order, to rows [first_row, row_stop)
 // of a head of `result`. `quad_of(part, i)` is the i-th four elements that a thread has of a part.
-template <Order order, int rows, int columns, int warps_d, class QuadOf>
-CUFLASH_DEVICE void convert(const Real* part, int count, i64 stride, QuadOf quad_of, Real factor, Storage* result,
+template <Order order, int rows, int columns, int warps_d, class QuadOf, class Result>
+CUFLASH_DEVICE void convert(const Real* part, int count, i64 stride, QuadOf quad_of, Real factor, Result* result,
                             i64 row_stride, int first_row, int row_stop) {
   constexpr int kColumns = round_up(columns, CUFLASH_DIM_MULTIPLE);
   constexpr int kMTiles = rows * warps_d / (16 * kNumWarps), kNTiles = kColumns / (8 * warps_d);
@@ -38,10 +62,15 @@ CUFLASH_DEVICE void convert(const Real* part, int count, i64 stride, QuadOf quad
       }
   const u32 tile = ptx::dynamic_shared();
   const int warp_row = warp_index() / warps_d * 16 * kMTiles, warp_d = warp_index() % warps_d;
-  constexpr Order kOrder = kPlainFragments ? Order::kPlain : order;
-  store_fragments<kOrder, row_bytes(kColumns), warps_d>(tile, warp_row, warp_d, sum, [&](int, int) { return factor; });
-  ptx::sync_block();
-  store_tile<rows, columns>(tile, result, row_stride, first_row, row_stop);
+  if constexpr (sizeof(Result) != kElementBytes) {
+    store_sums<columns, warps_d>(sum, warp_row, warp_d, factor, result, row_stride, first_row, row_stop);
+  } else {
+    constexpr Order kOrder = kPlainFragments ? Order::kPlain : order;
+    store_fragments<kOrder, row_bytes(kColumns), warps_d>(tile, warp_row, warp_d, sum,
+                                                          [&](int, int) { return factor; });
+    ptx::sync_block();
+    store_tile<rows, columns>(tile, result, row_stride, first_row, row_stop);
+  }
 }
 
 // The `index`-th of such tiles of dk and dv.
@@ -79,10 +108,15 @@ CUFLASH_DEVICE void convert_queries(const Params& params, u32 index) {
     if constexpr (kReducesFour) return *(const Real4*)at(0);
     return {*at(0), *at(1), *at(2), *at(3)};
   };
-  convert<Order::kPairedRowsColumns, kBlockM, kHeadDim, kDqWarpsD>(
-      (const Real*)params.dq_accumulator + tile * (kBlockM * kDim), 1, 0, quad_of, scale_of(params),
-      (Storage*)queries_of(params.dq, batch, head), params.dq.row_stride, m_block * kBlockM,
-      seqlen_q_of(params, batch));
+  const auto convert_to = [&](auto* result) {
+    convert<Order::kPairedRowsColumns, kBlockM, kHeadDim, kDqWarpsD>(
+        (const Real*)params.dq_accumulator + tile * (kBlockM * kDim), 1, 0, quad_of, scale_of(params), result,
+        params.dq.row_stride, m_block * kBlockM, seqlen_q_of(params, batch));
+  };
+  if constexpr (kDqWide)
+    convert_to(row_numbers_of(params.dq, batch, head));
+  else
+    convert_to((Storage*)queries_of(params.dq, batch, head));
 }
 
 CUFLASH_DEVICE void backward_convert(const Params& params) {

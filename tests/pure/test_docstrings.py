@@ -10,10 +10,18 @@ import pytest
 
 import cuflash
 import cuflash.testing as ct
-from cuflash import compiler, flash_attention, functional, interop, merging, operands, planning, reference
+from cuflash import compiler, distributed, flash_attention, functional, interop, merging, operands, planning, reference
+from cuflash.distributed import context, split, transports
 from cuflash.host import CpuPlan
 
 METHODS = ("forward", "backward", "plan", "compile")
+RANKS = (
+    distributed.ContextParallel,
+    distributed.Split,
+    distributed.zigzag,
+    distributed.contiguous,
+    distributed.threads,
+)
 
 
 CALLABLES = {
@@ -53,6 +61,12 @@ def test_docstrings_say_what_is_returned_and_raised(name):
     assert ("\nReturns\n-------\n" in doc) == (name not in ("FlashAttention", "FlashAttention.compile"))
 
 
+@pytest.mark.parametrize("function", RANKS, ids=lambda function: function.__name__)
+def test_docstrings_of_ranks_have_every_parameter(function):
+    assert documented_parameters(function) in (parameters(function), [])
+    assert "\nRaises\n------\n" in (inspect.getdoc(function) or "")
+
+
 def test_docstrings_elsewhere_name_no_parameter_that_does_not_exist():
     checked = 0
     for module in (compiler, interop, operands, planning.choose, reference, ct):
@@ -78,7 +92,7 @@ def test_static_options_are_keywords_and_arrays_come_first():
 
 
 def test_examples_in_docstrings_run():
-    for module in (cuflash, flash_attention, functional, merging):
+    for module in (cuflash, flash_attention, functional, merging, distributed, context, split, transports):
         assert doctest.testmod(module).failed == 0
     assert doctest.testmod(flash_attention).attempted + doctest.testmod(functional).attempted >= 5
 

@@ -38,6 +38,8 @@ ORDER = [
     "planning.choose", "planning",
     "params", "compiler", "tuning", "launch", "stopwatch", "progress", "host", "results", "flash_attention",
     "functional", "__init__",
+    "distributed.split", "distributed.schedule", "distributed.transports", "distributed.mpi", "distributed.nccl",
+    "distributed.agreement", "distributed.execution", "distributed.context", "distributed",
     "emulator.launching", "emulator.building", "emulator.memory", "emulator.passes", "emulator",
     "testing.arrays", "testing.case", "testing.strategies", "testing.rule", "testing",
     "cli", "cli.numbers", "cli.arguments", "cli.here", "cli.cache", "cli.info", "cli.plans", "cli.tune", "cli.sampled",
@@ -88,6 +90,7 @@ ALWAYS = {
     "host": set(),
     "results": set(),
     "functional": set(),
+    "distributed": {"numpy"},
     "emulator": {"numpy"},
     "cli": {"numpy", "ml_dtypes"},
     "__main__": set(),
@@ -103,6 +106,8 @@ WHEN_NEEDED = {
     "tensor_map": {"cuda"},
     "nvrtc": {"cuda", "cupy", "cupy_backends"},
     "stopwatch": {"ml_dtypes"},
+    "distributed.context": {"typing_extensions"},  # for a type checker
+    "distributed.transports": {"cupy"},
     "cli.here": {"cupy"},
     "cli.demo": {"cupy"},
 }

@@ -276,6 +276,7 @@ def test_kernels_get_finite_numbers(scale, softcap, dtype):
 
 def test_options_are_the_keywords_of_flash_attention():
     fields = {field.name: field.default for field in dataclasses.fields(Options)}
+    assert fields.pop("diagonal") is None  # of parts of problems, which cuflash.distributed makes
     keywords = inspect.signature(cuflash.FlashAttention).parameters
     assert {name: p.default for name, p in keywords.items()} == fields
 
@@ -286,3 +287,20 @@ def test_check_array():
         check_array("out", np.empty((3, 2), np.float32), (2, 3), "float32")
     with pytest.raises(TypeError, match=r"^lse: got dtype float16, expected float32$"):
         check_array("lse", np.empty((2, 3), np.float16), (2, 3), "float32")
+
+
+SIDES = st.none() | st.integers(0, 12)
+
+
+@given(
+    st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    st.sampled_from((False, True, "top_left")),
+    st.none() | st.tuples(SIDES, SIDES),
+    st.none() | st.integers(-12, 12),
+)
+def test_a_problem_has_options_that_make_it_again(lengths, causal, window, diagonal):
+    """Parts of longer problems too, which have any diagonal."""
+    problem = problem_of(*lengths, causal=causal, window=window, diagonal=diagonal)
+    assert problem.diagonal == diagonal or diagonal is None
+    options = {field.name: getattr(problem.options, field.name) for field in dataclasses.fields(Options)}
+    assert problem_of(*lengths, **options) == problem

@@ -1,0 +1,520 @@
+"""One call on one rank: what its schedule says, by the functions that compute calls on one device.
+
+Everything is seen as (batch, heads, rows, dim) here. Rows that travel do so with their own axis first: then the rows of
+a span are one piece of memory, which is received where it is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuflash import host, merging
+from cuflash.distributed.schedule import Schedule, Tile, Walk
+from cuflash.distributed.split import Span, Split, module_of, overlap
+from cuflash.distributed.transports import Message, Transport
+from cuflash.operands import numpy_dtype
+from cuflash.options import Options
+from cuflash.problem import Problem
+from cuflash.terms import DEFAULT_NEED, GRADIENTS, NAMES, OF_NUMBERS
+
+Array = Any
+# Where the axis of rows is, in arrays whose rows are queries or keys.
+_AXIS = {"q": 2, "k": 2, "v": 2, "out": 2, "dout": 2, "lse": 2, "dlse": 2, "bias": 2, "mask": 2}
+_OF_PAIRS = ("bias", "mask")
+
+
+class Cargo(NamedTuple):
+    """An array whose rows travel."""
+
+    array: Array
+    axis: int  # of the rows
+    has_columns: bool  # whether its last axis is keys, of which a rank needs its own
+
+
+class Held(NamedTuple):
+    """Rows that a rank has for one step: its own, and those that it received."""
+
+    spans: tuple[Span, ...]
+    arrays: tuple[dict[str, Array], ...]  # by name, for each of these spans
+
+    def rows(self, name: str, span: Span, axis: int) -> Array:
+        """Those of a span, which is in one of `spans` or empty."""
+        if span[0] == span[1]:
+            return _rows(self.arrays[0][name], axis, slice(0, 0))
+        for (start, stop), arrays in zip(self.spans, self.arrays, strict=True):
+            if start <= span[0] and span[1] <= stop:
+                return _rows(arrays[name], axis, slice(span[0] - start, span[1] - start))
+        raise AssertionError(f"{name}: rows {span} of {self.spans}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """A call on one rank."""
+
+    transport: Transport
+    timeout: float
+    schedule: Schedule
+    options: Options  # those of the whole call
+    problem: Problem  # the queries of this rank against all keys
+    arrays: Mapping[str, Array]  # by name, with four axes (of lse and dlse three), None where there is none
+    broadcasts_rows: frozenset[str]  # which of bias and mask are the same for all queries
+
+    @property
+    def rank(self) -> int:
+        return self.transport.rank
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether calls get arrays that lie in memory in one way, however many ranks there are."""
+        return self.schedule.chunks is not None
+
+    @property
+    def xp(self) -> Any:
+        return module_of(self.arrays["q"])
+
+    @property
+    def backend(self) -> ModuleType:
+        return host if isinstance(self.arrays["q"], np.ndarray) else importlib.import_module("cuflash.launch")
+
+    # ---- passes ------------------------------------------------------------------------------------------------------
+
+    def forward(self, out: Array, lse: Array) -> None:
+        """Fill out, with four axes, and lse, with three."""
+        walk = self.schedule.by_queries
+        for heads, held in self._steps(walk, ("k", "v")):
+            for tile in walk.tiles_of(self.rank):
+                at = self._local(self.schedule.split_q, tile.queries)
+                arrays = self._of_tile(walk, tile, heads, held)
+                results = {"out": out[:, self._q_heads(heads), at], "lse": lse[:, self._q_heads(heads), at]}
+                self._into(results, arrays, functools.partial(self._forward, tile))
+
+    def backward(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
+        """Fill dq, dk and dv, with four axes, and all other gradients, as their arrays are."""
+        of_keys = need if self._sums_dq(need) else tuple(name for name in ("dk", "dv") if name in need)
+        of_queries = tuple(name for name in need if name not in of_keys)
+        if of_queries:
+            self._backward_by_queries(of_queries, results)
+        if of_keys:
+            self._backward_by_keys(of_keys, results)
+
+    def _backward_by_queries(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
+        walk = self.schedule.by_queries
+        sums = _Sums(self, [name for name in need if name != "dq"])
+        for heads, held in self._steps(walk, ("k", "v")):
+            for number, tile in enumerate(walk.tiles_of(self.rank)):
+                arrays = self._of_tile(walk, tile, heads, held)
+                at = self._local(self.schedule.split_q, tile.queries)
+                own = {"dq": results["dq"][:, self._q_heads(heads), at]} if "dq" in need else {}
+                got = self._into(own, arrays, functools.partial(self._backward, tile, need))
+                for name in sums.names:
+                    sums.add(name, got[name], number, tile, heads)
+        for name, total in sums.totals():
+            results[name][...] = total
+
+    def _sums_dq(self, need: tuple[str, ...]) -> bool:
+        """Whether calls by keys give parts of dq too, in the dtype of the softmax, which saves two of seven products.
+
+        The order in which parts are added follows from the ranks.
+        """
+        return not self.is_fixed and "dq" in need and len(need) > 1 and set(need) <= set(DEFAULT_NEED)
+
+    def _backward_by_keys(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
+        walk = self.schedule.by_keys
+        names = ("q", "dout", "out", "lse", "dlse", *(name for name in _OF_PAIRS if name not in self.broadcasts_rows))
+        returns = _Returns(self, results["dq"]) if "dq" in need else None
+        for heads, held in self._steps(walk, tuple(name for name in names if self.arrays.get(name) is not None)):
+            parts = [] if returns is None else returns.room(heads)
+            for tile in walk.tiles_of(self.rank):
+                at = self._local(self.schedule.split_k, tile.keys)
+                into = {name: results[name][:, slice(*heads), at] for name in need if name != "dq"}
+                if tile.queries[0] == tile.queries[1]:
+                    for array in into.values():
+                        array[...] = 0
+                    continue
+                arrays = self._of_tile(walk, tile, heads, held)
+                is_wide = returns is not None and self.xp is np
+                if returns is not None and not is_wide:  # kernels give a part of dq in this dtype where it has room
+                    into["dq"] = self.xp.empty(arrays["q"].shape, numpy_dtype(self.problem.softmax_dtype))
+                call = functools.partial(self._backward, tile, need)
+                got = self._into(into, arrays, call, is_wide=is_wide)
+                if returns is not None:
+                    returns.add(parts, tile, got["dq"])
+            if returns is not None:
+                returns.send(parts, heads)
+        if returns is not None:
+            returns.finish()
+
+    def decode(self, out: Array, lse: Array) -> None:
+        """Fill out, with four axes, and lse, with three, of queries that all ranks have.
+
+        Each rank sends what it finds in its keys to all others, and all merge these parts in the order of the keys.
+        """
+        band, walk, others = self.schedule.band, self.schedule.by_keys, self._others
+        seen = [[x for x in own if _is_some(band.queries_of(x, out.shape[2]))] for own in walk.pieces]
+        order = sorted((piece, rank, i) for rank, own in enumerate(seen) for i, piece in enumerate(own))
+        if not order:
+            seen[0], order = [(0, 0)], [((0, 0), 0, 0)]
+        dtype = numpy_dtype(self.problem.softmax_dtype)
+        parts = [tuple(self.xp.empty((len(own), *x.shape), dtype) for x in (out, lse)) for own in seen]
+        for i, piece in enumerate(seen[self.rank]):
+            tile = Tile(self.rank, (0, out.shape[2]), piece)
+            arrays = self._of_keys(piece, has_sinks=piece == order[0][0])
+            got = self._forward(tile, {name: self.xp.ascontiguousarray(x) for name, x in arrays.items()})
+            for into, name in zip(parts[self.rank], ("out", "lse"), strict=True):
+                into[i] = got[name]
+        self._exchange(
+            [(rank, x) for rank in others for x in parts[self.rank]],
+            [(rank, x) for rank in others for x in parts[rank]],
+        )
+        found = ([parts[rank][what][i] for _, rank, i in order] for what in (0, 1))
+        out[...], lse[...] = merging.merge(*found)
+
+    def _of_keys(self, piece: Span, *, has_sinks: bool) -> dict[str, Array]:
+        """The arrays of a call on all queries and some of this rank's keys."""
+        at = self._local(self.schedule.split_k, piece)
+        found = {name: self.arrays[name][:, :, at] for name in ("k", "v")} | {"q": self.arrays["q"]}
+        if self.xp is np:  # where the results are as precise as the arrays
+            found = {name: self._widened(x) for name, x in found.items()}
+        for name in _OF_PAIRS:
+            if self.arrays.get(name) is not None:
+                found[name] = self.arrays[name] if self.arrays[name].shape[3] == 1 else self.arrays[name][..., at]
+        if "bias" in found:
+            found["bias"] = self._widened(found["bias"])
+        for name in ("alibi_slopes", *(("sinks",) if has_sinks else ())):
+            if self.arrays.get(name) is not None:
+                found[name] = self.arrays[name]
+        return found | self._lengths(piece)
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+
+    def _into(
+        self,
+        results: dict[str, Array],
+        arrays: dict[str, Array],
+        call: Callable[[dict[str, Array]], dict[str, Array]],
+        *,
+        is_wide: bool = False,
+    ) -> dict[str, Array]:
+        """Have a call fill some arrays: directly, or by a copy where it computes on copies.
+
+        These lie in memory in one way, or, if the call `is_wide`, have the dtype of the softmax.
+        """
+        is_wide = is_wide and self.problem.dtype != self.problem.softmax_dtype
+        if not self.is_fixed and not is_wide:
+            return call(arrays | results)
+        if is_wide:
+            arrays = {name: self._widened(x) for name, x in arrays.items()}
+        got = call({name: self.xp.ascontiguousarray(x) for name, x in arrays.items()})
+        for name, into in results.items():
+            into[...] = got[name]
+        return got
+
+    def _widened(self, array: Array) -> Array:
+        """An array of the dtype of the inputs in that of the softmax; any other as it is."""
+        is_input = array.dtype.name == self.problem.dtype
+        return array.astype(numpy_dtype(self.problem.softmax_dtype)) if is_input else array
+
+    def _forward(self, tile: Tile, arrays: dict[str, Array]) -> dict[str, Array]:
+        of_call = dict.fromkeys((*NAMES, "out", "lse")) | arrays
+        return dict(zip(("out", "lse"), self.backend.forward(self._options(tile), of_call), strict=True))
+
+    def _backward(self, tile: Tile, need: tuple[str, ...], arrays: dict[str, Array]) -> dict[str, Array]:
+        of_call: dict[str, Any] = dict.fromkeys((*NAMES, "dlse")) | arrays
+        del of_call["block_table"]
+        ordered = tuple(name for name in GRADIENTS if name in need)
+        results = {name: arrays.get(name) for name in ordered}
+        return dict(zip(ordered, self.backend.backward(self._options(tile), of_call | results, ordered), strict=True))
+
+    def _options(self, tile: Tile) -> Options:
+        """Those of a call on a tile: its diagonal is that of the whole, counted from its first query and key."""
+        band = self.schedule.band
+        bounds = None if band.left is None and band.right is None else (band.left, band.right)
+        diagonal = tile.queries[0] + band.diagonal - tile.keys[0]
+        return replace(self.options, causal=False, window=bounds, layout="bhsd", diagonal=diagonal)
+
+    def _of_tile(self, walk: Walk, tile: Tile, heads: Span, held: Held) -> dict[str, Array]:
+        """The arrays of a call: a piece of this rank's, and of what travels what it meets."""
+        by_keys = walk.by == "keys"
+        own_split = self.schedule.split_k if by_keys else self.schedule.split_q
+        names = ("k", "v") if by_keys else ("q", "out", "dout", "lse", "dlse")
+        at, q_heads = self._local(own_split, walk.own(tile)), self._q_heads(heads)
+        found = {}
+        for name in names:
+            if self.arrays.get(name) is not None:
+                mine = slice(*heads) if name in ("k", "v") else q_heads
+                found[name] = self.arrays[name][:, mine, at]
+        if held.spans:
+            found |= {name: held.rows(name, walk.met(tile), _AXIS[name]) for name in held.arrays[0]}
+        else:  # no piece of this rank meets anything
+            found |= {name: self.arrays[name][:, slice(*heads), :0] for name in ("k", "v")}
+        return found | self._terms(tile, heads, found, by_keys=by_keys)
+
+    def _terms(self, tile: Tile, heads: Span, found: Mapping[str, Array], *, by_keys: bool) -> dict[str, Array]:
+        """The terms of a call on a tile."""
+        terms, q_heads = {}, self._q_heads(heads)
+        for name in _OF_PAIRS:
+            array = self.arrays.get(name)
+            if array is None:
+                continue
+            if name in found:  # of queries that travelled, with the columns of this rank's keys
+                columns = self._local(self.schedule.split_k, tile.keys)
+                terms[name] = found[name] if array.shape[3] == 1 else found[name][..., columns]
+                continue
+            array = _heads(array, q_heads, self.problem.num_heads)
+            if name not in self.broadcasts_rows:
+                array = array[:, :, self._local(self.schedule.split_q, tile.queries)]
+            terms[name] = array if array.shape[3] == 1 else array[..., slice(*tile.keys)]
+        for name in ("alibi_slopes", "sinks"):
+            if self.arrays.get(name) is not None and not (by_keys and name == "sinks"):
+                terms[name] = self.arrays[name][..., q_heads]
+        terms |= self._lengths(tile.keys)
+        if "bias" in terms and not by_keys and self.sums_bias:
+            terms["bias"] = self._widened(terms["bias"])
+        return terms
+
+    def _lengths(self, keys: Span) -> dict[str, Array]:
+        """How many keys of a span there are in each batch entry."""
+        lengths = self.arrays.get("kv_lengths")
+        return {} if lengths is None else {"kv_lengths": self.xp.clip(lengths - keys[0], 0, keys[1] - keys[0])}
+
+    @property
+    def sums_bias(self) -> bool:
+        """Whether dbias is a sum over calls, so that these give parts of it in the dtype of the softmax."""
+        bias = self.arrays.get("bias")
+        if bias is None:
+            return False
+        return "bias" in self.broadcasts_rows or (bias.shape[1] == 1 and len(self.schedule.heads) > 1)
+
+    def _q_heads(self, heads: Span) -> slice:
+        """The query heads of some key/value heads."""
+        return slice(heads[0] * self.problem.group_size, heads[1] * self.problem.group_size)
+
+    def _local(self, split: Split, span: Span) -> slice:
+        return slice(0, 0) if span[0] == span[1] else split.local(self.rank, span)
+
+    # ---- what travels ------------------------------------------------------------------------------------------------
+
+    def _steps(self, walk: Walk, names: tuple[str, ...]) -> Iterator[tuple[Span, Held]]:
+        """The key/value heads of each step, and the rows that its calls meet; those of the next are on their way."""
+        steps = self.schedule.heads
+        under_way = [self._begin(walk, names, steps[0])] if steps else []
+        for number, heads in enumerate(steps):
+            if number + 1 < len(steps):
+                under_way.append(self._begin(walk, names, steps[number + 1]))
+            pending, held = under_way.pop(0)
+            self.transport.finish(pending, self.timeout)
+            yield heads, held
+
+    def _begin(self, walk: Walk, names: tuple[str, ...], heads: Span) -> tuple[Any, Held]:
+        """Begin to send and receive the rows of a step."""
+        cargo = {name: self._cargo(name, heads) for name in names}
+        spans = walk.held(self.rank)
+        arrays: list[dict[str, Array]] = [{} for _ in spans]
+        sends, receives = [], []
+        for transfer in walk.transfers:
+            if transfer.source == self.rank:
+                local = walk.split.local(self.rank, transfer.rows)
+                packed = (self._packed(x, local, transfer.target) for x in cargo.values())
+                sends += [(transfer.target, rows) for rows in packed]
+        for span, found in zip(spans, arrays, strict=True):
+            for name, x in cargo.items():
+                own = [part for part in walk.split.spans[self.rank] if part[0] <= span[0] and span[1] <= part[1]]
+                if own and not x.has_columns:
+                    found[name] = _rows(x.array, x.axis, walk.split.local(self.rank, span))
+                    continue
+                like = self._packed(x, slice(0, 0), self.rank)
+                rows_first = self.xp.empty((span[1] - span[0], *like.shape[1:]), like.dtype)
+                found[name] = self.xp.moveaxis(rows_first, 0, x.axis)
+                for part in walk.split.spans[self.rank]:
+                    start, stop = max(part[0], span[0]), min(part[1], span[1])
+                    if start < stop:
+                        local = walk.split.local(self.rank, (start, stop))
+                        rows_first[start - span[0] : stop - span[0]] = self._packed(x, local, self.rank)
+        for transfer in walk.transfers:
+            if transfer.target != self.rank:
+                continue
+            for span, found in zip(spans, arrays, strict=True):
+                if span[0] <= transfer.rows[0] and transfer.rows[1] <= span[1]:
+                    at = slice(transfer.rows[0] - span[0], transfer.rows[1] - span[0])
+                    into = (self.xp.moveaxis(found[name], x.axis, 0)[at] for name, x in cargo.items())
+                    receives += [(transfer.source, rows) for rows in into]
+        return self._start(sends, receives), Held(spans, tuple(arrays))
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.transport.size) if rank != self.rank]
+
+    def _exchange(self, sends: list[Message], receives: list[Message]) -> None:
+        """Send and receive, leaving out arrays without elements."""
+        self.transport.finish(self._start(sends, receives), self.timeout)
+
+    def _start(self, sends: list[Message], receives: list[Message]) -> Any:
+        return self.transport.start(*([x for x in messages if x[1].size] for messages in (sends, receives)))
+
+    def _cargo(self, name: str, heads: Span) -> Cargo:
+        array = self.arrays[name]
+        if name in _OF_PAIRS:
+            return Cargo(_heads(array, self._q_heads(heads), self.problem.num_heads), 2, array.shape[3] != 1)
+        return Cargo(array[:, slice(*heads) if name in ("k", "v") else self._q_heads(heads)], 2, False)
+
+    def _packed(self, x: Cargo, rows: slice, target: int) -> Array:
+        """Rows for a rank in one piece of memory, their axis first, and of pairs the columns of its keys."""
+        array = _rows(x.array, x.axis, rows)
+        if x.has_columns:
+            spans = self.schedule.split_k.spans[target]
+            columns = [array[..., start:stop] for start, stop in spans] or [array[..., :0]]
+            array = self.xp.concatenate(columns, axis=-1)
+        return self.xp.ascontiguousarray(self.xp.moveaxis(array, x.axis, 0))
+
+
+class _Returns:
+    """dq in parts, of queries that travelled: added where the keys are, and sent back to where the queries are.
+
+    Parts are of the dtype of the softmax; a rank adds those of each rank in the order of ranks. They are on their way
+    during the step behind theirs.
+    """
+
+    def __init__(self, execution: Execution, dq: Array) -> None:
+        self.run = execution
+        self.dq = dq
+        self.under_way: Callable[[], None] | None = None
+
+    def room(self, heads: Span) -> list[Array]:
+        """Zeros for the rows that this rank holds in a step, their axis first."""
+        run, walk = self.run, self.run.schedule.by_keys
+        heads_q, dtype = run._q_heads(heads), numpy_dtype(run.problem.softmax_dtype)
+        rest = (self.dq.shape[0], heads_q.stop - heads_q.start, self.dq.shape[3])
+        return [run.xp.zeros((stop - start, *rest), dtype) for start, stop in walk.held(run.rank)]
+
+    def add(self, parts: list[Array], tile: Tile, dq: Array) -> None:
+        """Add what a call gave."""
+        rows, xp = self._rows(self.run.rank, parts, tile.queries), self.run.xp
+        rows += xp.moveaxis(dq, 2, 0)
+
+    def send(self, parts: list[Array], heads: Span) -> None:
+        """Let the parts of a step go to whom their rows belong, once those of the step before have come."""
+        self.finish()
+        run, walk = self.run, self.run.schedule.by_keys
+        sends, receives = [], []
+        into = {}
+        for transfer in walk.transfers:
+            if transfer.target == run.rank:
+                sends.append((transfer.source, self._rows(run.rank, parts, transfer.rows)))
+            if transfer.source == run.rank:
+                start, stop = transfer.rows
+                room = (self.dq.shape[0], run._q_heads(heads).stop - run._q_heads(heads).start, self.dq.shape[3])
+                into[transfer] = run.xp.empty((stop - start, *room), numpy_dtype(run.problem.softmax_dtype))
+                receives.append((transfer.target, into[transfer]))
+        pending = run._start(sends, receives)
+        own = [
+            (run.rank, rows, self._rows(run.rank, parts, rows))
+            for span in walk.held(run.rank)
+            for mine in walk.split.spans[run.rank]
+            if _is_some(rows := overlap(span, mine))
+        ]
+        came = [(transfer.target, transfer.rows, rows) for transfer, rows in into.items()]
+
+        def arrive() -> None:
+            run.transport.finish(pending, run.timeout)
+            total = run.xp.zeros(self.dq[:, run._q_heads(heads)].shape, numpy_dtype(run.problem.softmax_dtype))
+            for _, span, rows in sorted(own + came, key=lambda part: part[:2]):
+                total[:, :, walk.split.local(run.rank, span)] += run.xp.moveaxis(rows, 0, 2)
+            self.dq[:, run._q_heads(heads)] = total
+
+        self.under_way = arrive
+
+    def finish(self) -> None:
+        """Wait for what is on its way, and add it."""
+        if self.under_way is not None:
+            self.under_way()
+        self.under_way = None
+
+    def _rows(self, rank: int, parts: list[Array], span: Span) -> Array:
+        """The rows of a span, of those that a rank holds."""
+        for held, part in zip(self.run.schedule.by_keys.held(rank), parts, strict=True):
+            if held[0] <= span[0] and span[1] <= held[1]:
+                return part[span[0] - held[0] : span[1] - held[0]]
+        raise AssertionError(f"dq: rows {span} of {self.run.schedule.by_keys.held(rank)}")
+
+
+class _Sums:
+    """Gradients that are sums over queries of several calls, or rows of dbias that one rank holds.
+
+    Parts of all pieces are added in the order of pieces, in the dtype of the softmax, by every rank alike.
+    """
+
+    def __init__(self, execution: Execution, names: list[str]) -> None:
+        self.run = execution
+        self.names = names
+        self.pieces = len(execution.schedule.by_queries.pieces[execution.rank])
+        self.parts = {name: self._zeros(name) for name in names}
+
+    def _is_own(self, name: str) -> bool:
+        """Whether the gradient belongs to this rank alone."""
+        return name == "dbias" and "bias" not in self.run.broadcasts_rows
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        array = self.run.arrays.get(name[1:])
+        return () if array is None else tuple(array.shape)
+
+    def _zeros(self, name: str, pieces: int | None = None) -> Array:
+        """Room for the parts of some pieces; of a gradient of this rank alone, for the whole."""
+        run = self.run
+        dtype = numpy_dtype(run.problem.softmax_dtype)
+        if name == "dbias" and not run.sums_bias:
+            dtype = run.arrays["bias"].dtype
+        count = (1,) if self._is_own(name) else (self.pieces if pieces is None else pieces,)
+        return run.xp.zeros((*count, *self._shape(name)), dtype)
+
+    def add(self, name: str, part: Array, piece: int, tile: Tile, heads: Span) -> None:
+        """Add what a call gave."""
+        run = self.run
+        total = self.parts[name][0 if self._is_own(name) else piece, ...]
+        if name == "dbias":
+            total = _heads(total, run._q_heads(heads), run.problem.num_heads)
+            if self._is_own(name):
+                total = total[:, :, run._local(run.schedule.split_q, tile.queries)]
+            total = total if total.shape[3] == 1 else total[..., slice(*tile.keys)]
+        elif name not in OF_NUMBERS:
+            total = total[..., run._q_heads(heads)]
+        total += part
+
+    def totals(self) -> Iterator[tuple[str, Array]]:
+        """The whole gradients, by name."""
+        run, shared = self.run, [name for name in self.names if not self._is_own(name)]
+        pieces = run.schedule.by_queries.pieces
+        others = run._others
+        of_rank = {run.rank: {name: self.parts[name] for name in shared}}
+        of_rank |= {rank: {name: self._zeros(name, len(pieces[rank])) for name in shared} for rank in others}
+        sends = [(rank, of_rank[run.rank][name]) for rank in others for name in shared]
+        receives = [(rank, of_rank[rank][name]) for rank in others for name in shared]
+        run._exchange(sends, receives)
+        order = sorted((piece, rank, i) for rank, own in enumerate(pieces) for i, piece in enumerate(own))
+        for name in self.names:
+            total = self._zeros(name, 1)[0, ...]
+            if self._is_own(name):
+                total = self.parts[name][0, ...]
+            else:
+                for _, rank, i in order:
+                    total += of_rank[rank][name][i, ...]
+            yield name, total
+
+
+def _is_some(span: Span) -> bool:
+    return span[0] < span[1]
+
+
+def _rows(array: Array, axis: int, rows: slice) -> Array:
+    return array[(slice(None),) * axis + (rows,)]
+
+
+def _heads(array: Array, heads: slice, num_heads: int) -> Array:
+    """Some heads of an array over pairs, which may be the same for all of them."""
+    return array if array.shape[1] == 1 and num_heads != 1 else array[:, heads]

@@ -1,0 +1,115 @@
+"""NCCL between devices: by the communicators of CuPy, of `cupyx.distributed` and of nccl4py, whichever the user has."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from cuflash.distributed.transports import Array, Message, Transport, out_of_time
+
+
+def is_nccl(comm: object) -> bool:
+    """Whether it is a communicator of NCCL; nothing is imported for that."""
+    names = {(cls.__module__.partition(".")[0], cls.__name__) for cls in type(comm).__mro__}
+    known = {("nccl", "Communicator"), ("cupyx", "NCCLBackend")}
+    known |= {(module, "NcclCommunicator") for module in ("cupy", "cupy_backends")}
+    return bool(names & known)
+
+
+class Nccl(Transport):
+    """A rank of NCCL: CuPy arrays of the device that is current when it is made.
+
+    Rows travel on a stream of their own, behind what the current stream did before and beside what it does until it
+    waits for them. The host waits for what ranks say of their calls, and for nothing else; where that does not come in
+    time the communicator is aborted.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        self._cupy = cupy = importlib.import_module("cupy")
+        self.rank, self.size, self._send, self._receive, self._group, self._abort = _functions(comm)
+        self._device = cupy.cuda.Device()
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+
+    def share(self, text: bytes, timeout: float) -> list[bytes]:
+        lengths = self._gather(np.array([len(text)], np.int64).view(np.uint8), timeout)
+        counts = [int(row.view(np.int64)[0]) for row in lengths]
+        padded = np.frombuffer(text.ljust(max(counts), b"\0"), np.uint8)
+        return [row[:count].tobytes() for row, count in zip(self._gather(padded, timeout), counts, strict=True)]
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
+        cupy, ready = self._cupy, self._cupy.cuda.Event(disable_timing=True)
+        ready.record()
+        self._stream.wait_event(ready)
+        with self._group():
+            for target, array in sends:
+                self._send(_bytes(array), target, self._stream)
+            for source, array in receives:
+                self._receive(_bytes(array), source, self._stream)
+        arrived = cupy.cuda.Event(disable_timing=True)
+        arrived.record(self._stream)
+        return arrived, sends, receives  # the arrays live until the current stream has waited
+
+    def finish(self, pending: Any, timeout: float) -> None:
+        self._cupy.cuda.get_current_stream().wait_event(pending[0])
+
+    def _gather(self, own: Array, timeout: float) -> list[Array]:
+        """Bytes of each rank, in host memory, of as many as this rank gives."""
+        cupy = self._cupy
+        with self._device:
+            on_device = cupy.empty((self.size, own.size), np.uint8)
+            on_device[self.rank].set(own)
+            others = [rank for rank in range(self.size) if rank != self.rank]
+            sends, receives = [(r, on_device[self.rank]) for r in others], [(r, on_device[r]) for r in others]
+            arrived, *_ = pending = self.start(sends, receives)
+            deadline = time.monotonic() + timeout
+            while not arrived.done:
+                if time.monotonic() > deadline:
+                    self._abort()
+                    raise out_of_time("what other ranks say", timeout)
+                time.sleep(1e-5)
+            self.finish(pending, timeout)
+            return list(cupy.asnumpy(on_device))
+
+
+def _bytes(array: Array) -> Array:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _functions(comm: Any) -> tuple[int, int, Callable, Callable, Callable, Callable]:
+    """Rank, size, and how to send, to receive, to do several of both at once, and to give up."""
+    if type(comm).__module__.partition(".")[0] == "nccl":
+        group = importlib.import_module("nccl.core").group
+
+        def send_by_nccl4py(array: Array, peer: int, stream: Any) -> None:
+            comm.send(array, peer, stream=stream)
+
+        def receive_by_nccl4py(array: Array, peer: int, stream: Any) -> None:
+            comm.recv(array, peer, stream=stream)
+
+        return comm.rank, comm.nranks, send_by_nccl4py, receive_by_nccl4py, group, comm.abort
+
+    nccl = importlib.import_module("cupy.cuda.nccl")
+    comm = getattr(comm, "_comm", comm)  # that of cupyx.distributed has CuPy's
+
+    def send(array: Array, peer: int, stream: Any) -> None:
+        comm.send(array.data.ptr, array.size, nccl.NCCL_UINT8, peer, stream.ptr)
+
+    def receive(array: Array, peer: int, stream: Any) -> None:
+        comm.recv(array.data.ptr, array.size, nccl.NCCL_UINT8, peer, stream.ptr)
+
+    return comm.rank_id(), comm.size(), send, receive, functools.partial(_grouped, nccl), comm.abort
+
+
+@contextlib.contextmanager
+def _grouped(nccl: Any) -> Any:
+    nccl.groupStart()
+    try:
+        yield
+    finally:
+        nccl.groupEnd()

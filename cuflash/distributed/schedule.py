@@ -1,0 +1,221 @@
+"""Who computes which pairs of queries and keys, and which rows travel for it: pure data, from lengths and splits alone.
+
+Results are computed whole by the rank that holds their rows, in one call for each piece of them. So nothing that was
+rounded is ever added to anything that was rounded elsewhere:
+
+- *By queries*: out, lse and dq of a piece of queries, from all keys that it sees. Keys and values travel.
+- *By keys*: dk and dv of a piece of keys, from all queries that see it. Queries and what belongs to them travel. dq may
+  come in parts from here instead, which travel back the same way.
+
+Pieces are the spans of a rank, or, where results are to have the same bits whatever the number of ranks, these cut at
+the ends of global chunks. What travels does so in steps of some key/value heads each, so that a step's rows are on
+their way while those of the step before are computed with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from cuflash.distributed.split import Span, Split, cut_evenly, joined, overlap
+from cuflash.values import counted, value_error
+
+
+class Band(NamedTuple):
+    """Which keys a query sees: i + diagonal - left to i + diagonal + right; a bound that is None does not exist."""
+
+    diagonal: int
+    left: int | None
+    right: int | None
+
+    def keys_of(self, queries: Span, seqlen_k: int) -> Span:
+        """The span from the first to the last key that any of some queries sees."""
+        first, last = queries[0] + self.diagonal, queries[1] - 1 + self.diagonal
+        start = 0 if self.left is None else first - self.left
+        stop = seqlen_k if self.right is None else last + self.right + 1
+        return overlap((max(start, 0), max(stop, start, 0)), (0, seqlen_k)) if queries[0] < queries[1] else (0, 0)
+
+    def queries_of(self, keys: Span, seqlen_q: int) -> Span:
+        """The span from the first to the last query that sees any of some keys."""
+        return Band(-self.diagonal, self.right, self.left).keys_of(keys, seqlen_q)
+
+
+class Tile(NamedTuple):
+    """Queries and keys of one call. One of them is a piece of what the rank holds, the other all that it meets."""
+
+    rank: int
+    queries: Span
+    keys: Span
+
+
+class Transfer(NamedTuple):
+    """Rows that one rank sends to another."""
+
+    source: int
+    target: int
+    rows: Span
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One way to compute all pairs: by queries, whose keys travel, or by keys, whose queries do."""
+
+    by: Literal["queries", "keys"]
+    tiles: tuple[Tile, ...]  # those of a rank in increasing order; pieces that meet nothing have none
+    pieces: tuple[tuple[Span, ...], ...]  # by rank, with those that meet nothing
+    split: Split  # of what travels
+
+    def own(self, tile: Tile) -> Span:
+        """The piece of a tile: rows that its rank holds, and that results belong to."""
+        return tile.queries if self.by == "queries" else tile.keys
+
+    def met(self, tile: Tile) -> Span:
+        """The other side of a tile, rows that travel."""
+        return tile.keys if self.by == "queries" else tile.queries
+
+    def tiles_of(self, rank: int) -> Iterator[Tile]:
+        """One for each piece of a rank; the other side of a piece that meets nothing is empty."""
+        found = {self.own(tile): tile for tile in self.tiles if tile.rank == rank}
+        for piece in self.pieces[rank]:
+            sides = (piece, (0, 0)) if self.by == "queries" else ((0, 0), piece)
+            yield found.get(piece) or Tile(rank, *sides)
+
+    def held(self, rank: int) -> tuple[Span, ...]:
+        """The rows, of what travels, that the tiles of a rank meet."""
+        return joined([self.met(tile) for tile in self.tiles if tile.rank == rank])
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Rows on their way to the ranks that need them and do not hold them: the same in every step."""
+        found = []
+        for target in range(self.split.ranks):
+            for source in range(self.split.ranks):
+                if source == target:
+                    continue
+                for span in self.split.spans[source]:
+                    for needed in self.held(target):
+                        rows = overlap(span, needed)
+                        if rows[0] < rows[1]:
+                            found.append(Transfer(source, target, rows))
+        return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Both walks of one problem, and the key/value heads of each step."""
+
+    split_q: Split
+    split_k: Split
+    band: Band
+    chunks: int | None  # where pieces are cut, so that they are the same for any number of ranks; None: they are spans
+    heads: tuple[Span, ...]  # key/value heads of each step
+
+    @cached_property
+    def by_queries(self) -> Walk:
+        """Of the forward pass, of dq as a whole, and of gradients that are sums over pairs."""
+        seqlen_k = self.split_k.seqlen
+        pieces = _pieces(self.split_q, self.chunks)
+        tiles = [
+            Tile(rank, piece, self.band.keys_of(piece, seqlen_k)) for rank, own in enumerate(pieces) for piece in own
+        ]
+        return Walk("queries", tuple(tile for tile in tiles if tile.keys[0] < tile.keys[1]), pieces, self.split_k)
+
+    @cached_property
+    def by_keys(self) -> Walk:
+        """Of dk and dv, and of parts of dq."""
+        seqlen_q = self.split_q.seqlen
+        pieces = _pieces(self.split_k, self.chunks)
+        tiles = [
+            Tile(rank, self.band.queries_of(piece, seqlen_q), piece) for rank, own in enumerate(pieces) for piece in own
+        ]
+        return Walk("keys", tuple(tile for tile in tiles if tile.queries[0] < tile.queries[1]), pieces, self.split_q)
+
+    def pairs_of(self, tile: Tile) -> int:
+        """How many pairs of a tile are visible, in one head."""
+        total = 0
+        for i in range(*tile.queries):
+            start, stop = overlap(self.band.keys_of((i, i + 1), self.split_k.seqlen), tile.keys)
+            total += stop - start
+        return total
+
+    def describe(self) -> str:
+        """The schedule in words, a line for each rank and walk."""
+        q, k = self.split_q, self.split_k
+        steps = ", ".join(f"{start}-{stop - 1}" for start, stop in self.heads)
+        lines = [
+            f"context parallel: {q.ranks} ranks, {q.seqlen} queries, {k.seqlen} keys, {_bounds(self.band)}",
+            f"  pieces    {'spans of the ranks' if self.chunks is None else f'spans cut at {self.chunks} chunks'}",
+            f"  steps     {len(self.heads)}, of key/value heads {steps or 'none'}; a step's rows travel during the "
+            "step before",
+        ]
+        for walk in (self.by_queries, self.by_keys):
+            what, results = ("keys", "out, lse, dq") if walk.by == "queries" else ("queries", "dk, dv")
+            lines.append(f"  by {walk.by}: {results}")
+            for rank in range(q.ranks):
+                tiles = [f"{_rows(t.queries)} x {_rows(t.keys)}" for t in walk.tiles if t.rank == rank]
+                comes = [f"{_rows(t.rows)} from {t.source}" for t in walk.transfers if t.target == rank]
+                lines.append(f"    rank {rank} computes queries x keys {', '.join(tiles) or 'nothing'}")
+                lines.append(f"           receives {what} {', '.join(comes) or 'from nobody'}")
+        return "\n".join(lines)
+
+
+def make_schedule(
+    split_q: Split, split_k: Split, band: Band, *, chunks: int | None = None, num_heads_kv: int = 1, steps: int = 1
+) -> Schedule:
+    """The schedule of a problem.
+
+    Parameters
+    ----------
+    split_q, split_k : Split
+        Of queries, and of keys and values, over the same ranks.
+    band : Band
+        What `causal` and `window` leave visible.
+    chunks : int, optional
+        Into how many global chunks pieces are cut.
+    num_heads_kv, steps : int
+        The key/value heads, and how many groups of them there are to be at most.
+
+    Raises
+    ------
+    ValueError
+        Splits over different numbers of ranks, and spans that do not consist of whole chunks.
+    """
+    if split_q.ranks != split_k.ranks:
+        raise value_error("split_k", counted(split_k.ranks, "rank"), f"{split_q.ranks} as split has")
+    if chunks is not None:
+        for name, split in (("split", split_q), ("split_k", split_k)):
+            ends = {end for chunk in cut_evenly(split.seqlen, chunks) for end in chunk}
+            for own in split.spans:
+                for span in own:
+                    if not ends.issuperset(span):
+                        expected = f"spans of whole chunks, {chunks} in {split.seqlen} rows, with deterministic=True"
+                        raise value_error(name, f"a span {span}", expected)
+    groups = min(steps, num_heads_kv)
+    heads = tuple(cut_evenly(num_heads_kv, groups)) if groups else ()
+    return Schedule(split_q=split_q, split_k=split_k, band=band, chunks=chunks, heads=heads)
+
+
+def _pieces(split: Split, chunks: int | None) -> tuple[tuple[Span, ...], ...]:
+    """The spans of each rank, cut at the ends of chunks."""
+    if chunks is None:
+        return split.spans
+
+    def cut(own: Sequence[Span]) -> tuple[Span, ...]:
+        pieces = (overlap(span, chunk) for span in own for chunk in cut_evenly(split.seqlen, chunks))
+        return tuple(piece for piece in pieces if piece[0] < piece[1])
+
+    return tuple(map(cut, split.spans))
+
+
+def _rows(span: Span) -> str:
+    return f"{span[0]}..{span[1] - 1}"
+
+
+def _bounds(band: Band) -> str:
+    if band.left is None and band.right is None:
+        return "every key visible"
+    first = "the first key" if band.left is None else f"i + {band.diagonal - band.left}"
+    last = "the last key" if band.right is None else f"i + {band.diagonal + band.right}"
+    return f"query i sees keys from {first} to {last}"

@@ -1,0 +1,202 @@
+"""Which rows of a sequence each rank holds."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cuflash.values import as_integer, counted, type_error, typed, value_error
+
+Array = Any
+Span = tuple[int, int]  # rows from the first on, up to, but not, the second
+
+
+@dataclass(frozen=True)
+class Split:
+    """The rows of a sequence that each rank holds, as spans of global indices.
+
+    Parameters
+    ----------
+    spans : sequence of sequences of (start, stop)
+        For each rank, its spans in increasing order. Every row is in one span of one rank. A rank may have no rows, and
+        spans may have any lengths. Spans that meet are joined to one.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Spans that are no pairs of integers, that overlap, or that leave a row out.
+
+    Examples
+    --------
+    >>> from cuflash.distributed import Split
+    >>> split = Split([[(0, 3), (9, 10)], [(3, 9)]])
+    >>> split.seqlen, split.rows(0), split.rows(1)
+    (10, 4, 6)
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+
+    def __init__(self, spans: Sequence[Sequence[Span]]) -> None:
+        if not isinstance(spans, (list, tuple)) or not all(isinstance(own, (list, tuple)) for own in spans):
+            raise type_error("spans", typed(spans), "for each rank a list of (start, stop)")
+        if not spans:
+            raise value_error("spans", "no rank", "at least one")
+        by_rank = tuple(joined(_checked(f"spans[{rank}]", own)) for rank, own in enumerate(spans))
+        reached = 0
+        for start, stop in sorted(span for own in by_rank for span in own):
+            if start != reached:
+                got = f"rows from {start} on behind rows up to {reached}"
+                raise value_error("spans", got, "every row in one span of one rank")
+            reached = stop
+        object.__setattr__(self, "spans", by_rank)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.spans)
+
+    @property
+    def seqlen(self) -> int:
+        """Rows of all ranks."""
+        return max((stop for own in self.spans for _, stop in own), default=0)
+
+    def rows(self, rank: int) -> int:
+        """How many rows a rank holds."""
+        return sum(stop - start for start, stop in self.spans[rank])
+
+    def local(self, rank: int, span: Span) -> slice:
+        """Where rows of one span of a rank lie in the array of that rank."""
+        first = 0
+        for start, stop in self.spans[rank]:
+            if start <= span[0] and span[1] <= stop:
+                return slice(first + span[0] - start, first + span[1] - start)
+            first += stop - start
+        raise value_error("span", span, f"rows of rank {rank}")
+
+    def part(self, array: Array, rank: int, axis: int = -2) -> Array:
+        """The rows of a rank, of an array with those of all of them.
+
+        Parameters
+        ----------
+        array : array
+            NumPy's or CuPy's.
+        rank : int
+        axis : int, default -2
+            That of the sequence: -2 of q, k, v and out in layout "bhsd", -3 in layout "bshd", -1 of lse.
+        """
+        rows = array.shape[axis]
+        if rows != self.seqlen:
+            raise value_error("array", f"{counted(rows, 'row')} in axis {axis}", f"{self.seqlen} as the split has")
+        moved = array.swapaxes(0, axis)
+        pieces = [moved[start:stop] for start, stop in self.spans[rank]] or [moved[:0]]
+        return module_of(array).concatenate(pieces).swapaxes(0, axis)
+
+    def whole(self, parts: Sequence[Array], axis: int = -2) -> Array:
+        """The array with the rows of all ranks, of those that each of them holds: what `part` takes apart."""
+        if len(parts) != self.ranks:
+            raise value_error("parts", counted(len(parts), "array"), f"{self.ranks}, one for each rank")
+        pieces = {}
+        for rank, array in enumerate(parts):
+            if array.shape[axis] != self.rows(rank):
+                expected = f"{self.rows(rank)} as rank {rank} has"
+                raise value_error(f"parts[{rank}]", f"{counted(array.shape[axis], 'row')} in axis {axis}", expected)
+            for span in self.spans[rank]:
+                pieces[span] = array.swapaxes(0, axis)[self.local(rank, span)]
+        pieces = pieces or {(0, 0): parts[0].swapaxes(0, axis)}
+        return module_of(parts[0]).concatenate([pieces[span] for span in sorted(pieces)]).swapaxes(0, axis)
+
+
+def zigzag(seqlen: int, ranks: int) -> Split:
+    """Two spans for each rank, one from the front and one from the back: under a causal mask all have equal work.
+
+    The sequence is cut into ``2 * ranks`` pieces as equal as they can be, of which rank r has those r and
+    ``2 * ranks - 1 - r``::
+
+        4 ranks:   0 1 2 3 3 2 1 0
+
+    Raises
+    ------
+    TypeError, ValueError
+        No integer, a negative number of rows, or no rank.
+
+    Examples
+    --------
+    >>> from cuflash.distributed import zigzag
+    >>> zigzag(16, 2).spans
+    (((0, 4), (12, 16)), ((4, 12),))
+    """
+    cuts = _cuts(seqlen, ranks, 2)
+    return Split([[cuts[r], cuts[2 * ranks - 1 - r]] for r in range(ranks)])
+
+
+def contiguous(seqlen: int, ranks: int) -> Split:
+    """One span for each rank, in the order of ranks: with a window, few keys are needed from others.
+
+    Raises
+    ------
+    TypeError, ValueError
+        No integer, a negative number of rows, or no rank.
+
+    Examples
+    --------
+    >>> from cuflash.distributed import contiguous
+    >>> contiguous(10, 3).spans
+    (((0, 3),), ((3, 6),), ((6, 10),))
+    """
+    return Split([[span] for span in _cuts(seqlen, ranks, 1)])
+
+
+def cut_evenly(length: int, pieces: int) -> list[Span]:
+    """Spans as equal as they can be; some are empty where there are more pieces than rows."""
+    return [(i * length // pieces, (i + 1) * length // pieces) for i in range(pieces)]
+
+
+def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Spans in increasing order, without empty ones; those that overlap or meet are one."""
+    result: list[Span] = []
+    for start, stop in sorted(spans):
+        if start == stop:
+            continue
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], stop))
+        else:
+            result.append((start, stop))
+    return tuple(result)
+
+
+def overlap(a: Span, b: Span) -> Span:
+    """The rows that two spans have in common; an empty span where there are none."""
+    start = max(a[0], b[0])
+    return start, max(min(a[1], b[1]), start)
+
+
+def module_of(array: Array) -> Any:
+    """NumPy or CuPy, whose array it is."""
+    return np if isinstance(array, np.ndarray) else importlib.import_module("cupy")
+
+
+def _cuts(seqlen: int, ranks: int, pieces: int) -> list[Span]:
+    seqlen, ranks = as_integer("seqlen", seqlen), as_integer("ranks", ranks)
+    if seqlen < 0:
+        raise value_error("seqlen", seqlen, "an integer >= 0")
+    if ranks < 1:
+        raise value_error("ranks", ranks, "an integer >= 1")
+    return cut_evenly(seqlen, pieces * ranks)
+
+
+def _checked(name: str, spans: Sequence[Any]) -> list[Span]:
+    checked: list[Span] = []
+    for span in spans:
+        if not isinstance(span, (list, tuple)) or len(span) != 2:
+            raise type_error(name, typed(span), "pairs (start, stop)")
+        start, stop = (as_integer(name, x) for x in span)
+        if not 0 <= start <= stop:
+            raise value_error(name, (start, stop), "0 <= start <= stop")
+        if checked and start < checked[-1][1]:
+            raise value_error(name, f"{(start, stop)} behind {checked[-1]}", "increasing spans that do not overlap")
+        checked.append((start, stop))
+    return checked

@@ -1,0 +1,45 @@
+"""Parts of longer problems: the kernels take any diagonal, not only those that follow from the lengths."""
+
+from typing import Any
+
+import pytest
+
+import cuflash.testing as ct
+from cuflash.emulator import find_compiler
+from tests.emulate import attention
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+
+# Queries before most keys, so that many see nothing; in the middle; and behind most keys, so that nobody sees many.
+PARTS = ((-70, (40, 10)), (15, (None, 0)), (160, (90, None)))
+KERNELS = (("8.0", "float32", 16), ("9.0", "bfloat16", 64), ("9.0", "float32", 64))
+
+
+@pytest.mark.parametrize(("arch", "dtype", "dim"), KERNELS)
+@pytest.mark.parametrize(("diagonal", "window"), PARTS)
+def test_any_diagonal_keeps_the_oracle_rule(arch, dtype, dim, diagonal, window):
+    case = ct.Case(seqlen_q=75, seqlen_k=140, head_dim=dim, dtype=dtype, window=window, alibi_slopes=(1,))
+    problem, arrays = attention.inputs_of(case, diagonal=diagonal)
+    assert problem.diagonal == diagonal
+    out, lse = attention.forward(problem, arrays, arch=arch)
+    need = ("dq", "dk", "dv", "dalibi_slopes")
+    gradients = attention.backward(problem, arrays, out, lse, arch=arch, need=need)
+    judge(problem, arrays, {"out": out, "lse": lse, **dict(zip(need, gradients, strict=True))})
+
+
+def test_few_queries_in_the_middle_of_many_keys():
+    """By the kernel of few queries."""
+    sizes: dict[str, Any] = {"seqlen_q": 3, "seqlen_k": 1200, "num_heads": 4, "num_heads_kv": 1, "head_dim": 64}
+    case = ct.Case(**sizes, dtype="bfloat16", window=(800, 0))
+    problem, arrays = attention.inputs_of(case, diagonal=1000)
+    assert "sm90/decode.cu" in {
+        kernel.source for kernel in attention.plan_for(problem, "forward", arrays, "9.0").kernels
+    }
+    judge(problem, arrays, dict(zip(("out", "lse"), attention.forward(problem, arrays, arch="9.0"), strict=True)))
+
+
+def judge(problem, arrays, results):
+    expected = ct.yardsticks(problem, arrays)
+    for name, x in results.items():
+        measurement = ct.measure(name, x, expected[name])
+        assert not measurement.failure, str(measurement)

@@ -1,0 +1,58 @@
+"""A part of dq in float32, from operands of 16 bits: it rounds to what the same kernels store rounded."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuflash.testing as ct
+from cuflash.emulator import find_compiler
+from tests.emulate import attention
+
+SIZES: dict[str, Any] = {"seqlen_q": 75, "seqlen_k": 140, "num_heads": 2, "window": (None, 0)}
+CASES = {
+    "9.0": ct.Case(**SIZES, num_heads_kv=1, head_dim=72, dtype="bfloat16", layout="bshd"),
+    "8.0": ct.Case(**SIZES, head_dim=37, dtype="float16", strides="padded"),
+}
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+@pytest.mark.parametrize("arch", CASES)
+def test_a_part_of_dq_is_not_rounded(arch):
+    problem, arrays = attention.inputs_of(CASES[arch], diagonal=30)
+    out, lse = attention.forward_by_oracle(problem, arrays)
+    narrow = attention.backward(problem, arrays, out, lse, arch=arch)
+    wide = attention.backward(problem, arrays, out, lse, arch=arch, wide_dq=True)
+    dtype = narrow[0].dtype
+    assert wide[0].dtype == np.float32
+    assert (wide[0] != wide[0].astype(dtype)).any()
+    for x, y in zip(wide, narrow, strict=True):
+        np.testing.assert_array_equal(x.astype(dtype), y)
+    expected = ct.yardsticks(problem, arrays)
+    for name, x in zip(("dq", "dk", "dv"), wide, strict=True):
+        assert not ct.measure(name, x, expected[name]).failure
+
+
+@pytest.mark.parametrize(
+    ("options", "need", "message"),
+    [
+        (
+            {"deterministic": True},
+            ("dq", "dk", "dv"),
+            "^dq: got dtype float32 with deterministic=True, expected ",
+        ),
+        ({}, ("dq",), "^dq: got dtype float32 with dq alone, expected dtype float16, which its own kernel gives$"),
+    ],
+)
+def test_kernels_that_round_dq_are_refused(options, need, message):
+    problem, arrays = attention.inputs_of(CASES["8.0"], diagonal=30, **options)
+    out, lse = attention.forward_by_oracle(problem, arrays)
+    with pytest.raises(NotImplementedError, match=message):
+        attention.backward(problem, arrays, out, lse, arch="8.0", need=need, wide_dq=True)
+
+
+def test_only_parts_of_longer_problems_take_it():
+    problem, arrays = attention.inputs_of(CASES["8.0"])
+    out, lse = attention.forward_by_oracle(problem, arrays)
+    with pytest.raises(TypeError, match=r"^dq: got dtype float32, expected float16$"):
+        attention.backward(problem, arrays, out, lse, arch="8.0", wide_dq=True)

@@ -1,0 +1,66 @@
+"""What each rank of MPI does in tests/pure/test_mpi.py:
+
+mpiexec -n 3 python -m tests.mpi_ranks all
+"""
+
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import cuflash.distributed as cd
+import cuflash.testing as ct
+from tests.ranks import Parts, compute, judge
+
+SIZES: dict[str, Any] = {"seqlen_q": 61, "seqlen_k": 83, "num_heads": 4, "num_heads_kv": 2, "head_dim": 16}
+CASES = (
+    ct.Case(**SIZES, causal=True, dtype="float32"),
+    ct.Case(**SIZES, batch=2, dtype="bfloat16", window=(20, 3), sinks=True, kv_lengths=(0, 70)),
+    ct.Case(**SIZES, dtype="float64", causal=True, bias=(4, 61, 83), mask=(1, 83), alibi_slopes=(4,), dlse=True),
+)
+
+
+def right_results(comm: MPI.Comm) -> None:
+    """All ranks compute cases; the first puts the results together and judges them."""
+    for number, case in enumerate(CASES):
+        split_q = cd.zigzag(case.seqlen_q, comm.size)
+        split_k = cd.Split([[(0, 5), (80, 83)], [(5, 80)], *[[] for _ in range(comm.size - 2)]])
+        parts = Parts(case, split_q, split_k)
+        attn = cd.ContextParallel(comm, split=split_q, split_k=split_k, timeout=20, **case.keywords)
+        results = comm.gather(compute(attn, parts, case.arrays()))
+        if comm.rank == 0:
+            judge(case, parts.whole(results))
+            print(f"case {number} is right on {comm.size} ranks", flush=True)
+
+
+def disagreement(comm: MPI.Comm) -> None:
+    """One rank has another option; all of them hear of it."""
+    x = np.zeros((2, 4, 8))
+    try:
+        cd.ContextParallel(comm, causal=comm.rank == 1, timeout=20).forward(x, x, x)
+    except ValueError as error:
+        print(f"rank {comm.rank}: {error}", flush=True)
+
+
+def absence(comm: MPI.Comm) -> None:
+    """One rank does not come; the others stop waiting, and end all."""
+    attn, x = cd.ContextParallel(comm, timeout=0.5), np.zeros((2, 4, 8))
+    if comm.rank == 1:
+        time.sleep(30)
+    start = time.monotonic()
+    try:
+        attn.forward(x, x, x)
+    except TimeoutError as error:
+        print(f"rank {comm.rank} after {time.monotonic() - start:.0f} s: {error}", flush=True)
+        time.sleep(1)  # so that all of them can say so
+        comm.Abort()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "all":
+        right_results(MPI.COMM_WORLD)
+        disagreement(MPI.COMM_WORLD)
+    else:
+        absence(MPI.COMM_WORLD)

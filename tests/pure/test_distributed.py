@@ -1,0 +1,345 @@
+"""Context parallel calls on threads against the oracle, bit for bit over numbers of ranks, and what goes wrong."""
+
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import array_api_strict
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import cuflash
+import cuflash.distributed as cd
+import cuflash.testing as ct
+from cuflash.distributed.split import cut_evenly
+from tests.pure.test_schedule import of_chunks, splits
+from tests.ranks import Parts, judge, on_threads, results_of
+
+# All gradients; those of which dq travels in parts, and some that it does not.
+NEEDS = st.sampled_from((("dq", "dk", "dv"), None, ("dq", "dv"), ("dq", "dk"), ("dk", "dv"), ("dq",)))
+PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
+FEATURES = (*(name for name in ct.FEATURES if name != "scale"), "sinks", "dlse")
+SMALL: dict[str, Any] = {
+    "features": FEATURES,
+    "max_seqlen": 65,
+    "max_head_dim": 24,
+    "max_scores": 2**13,
+    "score_spreads": (1.0, 8.0),
+}
+CASE = ct.Case(seqlen_q=13, seqlen_k=17, num_heads=4, num_heads_kv=2, head_dim=8, causal=True)
+SPLITS: dict[str, Any] = {"split_q": cd.zigzag(13, 2), "split_k": cd.zigzag(17, 2)}
+
+
+def is_clear(case, split):
+    """Whether an axis of queries of length 1 cannot be taken for that of a rank's own query."""
+    return case.seqlen_q == 1 or any(split.rows(rank) != 1 for rank in range(split.ranks))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), ct.cases(**SMALL), st.integers(1, 8), st.integers(1, 3), NEEDS)
+def test_any_split_of_any_case_keeps_the_oracle_rule(data, case, ranks, steps, need):
+    split_q, split_k = data.draw(splits(case.seqlen_q, ranks)), data.draw(splits(case.seqlen_k, ranks))
+    assume(is_clear(case, split_q))
+    judge(case, results_of(case, split_q, split_k, need=need, steps=steps))
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.data(), ct.cases(**SMALL), st.integers(1, 8))
+def test_bits_do_not_depend_on_the_number_of_ranks(data, case, ranks):
+    """Zigzag over 1, 2, 4 and 8 ranks, and chunks dealt to any number of ranks."""
+    dealt = [data.draw(of_chunks(n, ranks, 16)) for n in (case.seqlen_q, case.seqlen_k)]
+    pairs = [[cd.zigzag(n, ranks) for n in (case.seqlen_q, case.seqlen_k)] for ranks in (1, 2, 4, 8)]
+    assume(all(is_clear(case, split_q) for split_q, _ in (*pairs, dealt)))
+    expected = results_of(case, *pairs[0], deterministic=True)
+    judge(case, expected)
+    for split_q, split_k in (*pairs[1:], dealt):
+        for name, x in results_of(case, split_q, split_k, deterministic=True).items():
+            assert x.tobytes() == expected[name].tobytes(), f"{name} of {split_q.ranks} ranks"
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data(), ct.cases(**{**SMALL, "max_scores": 2**11}), st.integers(1, 8), st.booleans())
+def test_decoding_keeps_the_oracle_rule(data, case, ranks, deterministic):
+    if deterministic:
+        chosen = [data.draw(of_chunks(case.seqlen_k, ranks, 16)), cd.contiguous(case.seqlen_k, 1)]
+    else:
+        chosen = [data.draw(splits(case.seqlen_k, ranks))]
+    arrays, found = case.arrays(), []
+    for split in chosen:
+        axis = -3 if case.layout == "bshd" and case.ndim > 2 else -2
+
+        def work(comm, split=split, axis=axis):
+            k, v = (split.part(arrays[name], comm.rank, axis) for name in "kv")
+            terms = ct.optional(arrays)
+            for name in ("bias", "mask"):
+                if name in terms and terms[name].shape[-1] == case.seqlen_k != 1:
+                    terms[name] = split.part(terms[name], comm.rank, -1)
+            attn = cd.ContextParallel(comm, split_k=split, deterministic=deterministic, timeout=30, **case.keywords)
+            return attn.decode(arrays["q"], k, v, **terms)
+
+        results = on_threads(split.ranks, work)
+        for result in results:
+            np.testing.assert_array_equal(result.out, results[0].out)
+            np.testing.assert_array_equal(result.lse, results[0].lse)
+        found.append(results[0])
+    ct.assert_forward(case, *found[0])
+    assert all(x.tobytes() == y.tobytes() for x, y in zip(found[0], found[-1], strict=True))
+
+
+def test_arrays_of_other_libraries_come_back_as_such():
+    arrays = CASE.arrays()
+    parts = Parts(CASE, **SPLITS)
+
+    def work(comm):
+        own = {name: array_api_strict.asarray(x) for name, x in parts.of(comm.rank, arrays).items()}
+        attn = cd.ContextParallel(comm, causal=True)
+        out, lse = attn.forward(*ct.qkv(own))
+        dq, dk, dv = attn.backward(own["dout"], *ct.qkv(own), out, lse)
+        return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+    results = on_threads(2, work)
+    assert all(isinstance(x, array_api_strict._array_object.Array) for result in results for x in result.values())
+    judge(CASE, parts.whole(results))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_rows_of_many_ranks_are_added_in_one_order(dtype):
+    """The same call gives the same bits; parts of dq are added in the dtype of the softmax, not in 16 bits."""
+    case = replace(CASE, dtype=dtype, seqlen_q=160, seqlen_k=160)
+    splits = (cd.zigzag(160, 8), cd.zigzag(160, 8))
+    first, second = (results_of(case, *splits, need=("dq", "dk", "dv"), steps=2) for _ in range(2))
+    judge(case, first)
+    assert all(first[name].tobytes() == second[name].tobytes() for name in first)
+
+
+def test_results_that_are_not_asked_for_are_not_computed():
+    def work(comm):
+        own = Parts(CASE, **SPLITS).of(comm.rank, CASE.arrays())
+        attn = cd.ContextParallel(comm, causal=True)
+        results = attn.forward(*ct.qkv(own))
+        return attn.backward(own["dout"], *ct.qkv(own), *results, need=("dv",))
+
+    for result in on_threads(2, work):
+        assert result._fields == ("dv",)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.booleans(), st.integers(1, 4))
+def test_without_check_two_splits_say_all(deterministic, ranks):
+    split_q, split_k = ([cut_evenly(n, 16)[r::ranks] for r in range(ranks)] for n in (13, 17))
+    case = replace(CASE, bias=(17,), sinks=True)
+    judge(case, results_of(case, cd.Split(split_q), cd.Split(split_k), check=False, deterministic=deterministic))
+
+
+def test_the_plan_is_that_of_the_call():
+    def work(comm):
+        own = Parts(CASE, **SPLITS).of(comm.rank, CASE.arrays())
+        return cd.ContextParallel(comm, causal=True, steps=2).plan(*ct.qkv(own))
+
+    first, second = on_threads(2, work)
+    assert first == second
+    assert "rank 1 computes queries x keys 3..8 x 0..12" in first.describe()
+    assert first.band == (4, None, 0)
+    assert first.heads == ((0, 1), (1, 2))
+
+
+def test_the_plan_in_the_page_is_what_is_printed():
+    (text,) = re.findall(r"^```text\n(context parallel.*?)\n```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    split, x = cd.zigzag(1000, 2), np.zeros((8, 500, 32))
+    first, _ = on_threads(2, lambda comm: cd.ContextParallel(comm, causal=True, split=split).plan(x, x, x).describe())
+    assert first == text
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def failures(change, ranks=3, **options):
+    """What each rank raises where rank 1 makes another call than the others; and how long it takes."""
+    split = cd.contiguous(12, ranks)
+    x = np.zeros((2, 12, 4))
+
+    def work(comm):
+        attn_options: dict[str, Any] = {"causal": True, "split": "contiguous", "timeout": 5.0} | options
+        arrays = {name: split.part(x, comm.rank) for name in "qkv"}
+        terms: dict[str, Any] = {}
+        method = "forward"
+        if comm.rank == 1:
+            method = change(attn_options, arrays, terms) or method
+        try:
+            getattr(cd.ContextParallel(comm, **attn_options), method)(*arrays.values(), **terms)
+        except Exception as error:
+            return error
+        return None
+
+    start = time.monotonic()
+    return on_threads(ranks, work), time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda options, arrays, terms: options.update(causal=False),
+            "^causal: got False on rank 1, expected True as on rank 0$",
+        ),
+        (lambda options, arrays, terms: options.update(steps=2), "^steps: got 2 on rank 1, expected 8 as on rank 0$"),
+        (lambda options, arrays, terms: options.update(split="zigzag"), "^split: got 'zigzag' on rank 1, expected "),
+        (
+            lambda options, arrays, terms: arrays.update({n: x[:1] for n, x in arrays.items()}),
+            r"^q: got float64 \(1, 4\) beside rows on rank 1, expected float64 \(2, 4\) beside rows as on rank 0$",
+        ),
+        (
+            lambda options, arrays, terms: arrays.update({n: x.astype("f4") for n, x in arrays.items()}),
+            r"^q: got float32 .* on rank 1, expected float64 .* as on rank 0$",
+        ),
+        (
+            lambda options, arrays, terms: terms.update(sinks=np.zeros(2)),
+            "^arrays: got q, k, v, sinks of numpy on rank 1, expected q, k, v of numpy as on rank 0$",
+        ),
+        (lambda options, arrays, terms: "plan", "^call: got 1, of plan on rank 1, expected 1, of forward as on "),
+    ],
+)  # fmt: skip
+def test_ranks_that_disagree_raise_on_all_of_them(change, message):
+    errors, seconds = failures(change)
+    for error in errors:
+        with pytest.raises(ValueError, match=message):
+            raise error
+    assert seconds < 5
+
+
+def rows_more(options, arrays, terms):
+    arrays["q"] = np.zeros((2, 5, 4))
+
+
+def wrong_bias(options, arrays, terms):
+    terms["kv_lengths"] = np.zeros(3, np.int32)
+
+
+def no_array(options, arrays, terms):
+    arrays["k"] = 3
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        (rows_more, ValueError, "^q: got 5 rows, expected 4, which rank 1 has of 13$"),
+        (wrong_bias, ValueError, r"^kv_lengths: got shape \(3,\), expected \(batch,\) = \(1,\)$"),
+        (no_array, TypeError, "^k: got int 3, expected a NumPy or CuPy array, or one with __dlpack__$"),
+    ],
+)
+def test_an_error_of_one_rank_is_raised_on_all_of_them(change, kind, message):
+    errors, seconds = failures(change)
+    with pytest.raises(kind, match=message):
+        raise errors[1]
+    for error in (errors[0], errors[2]):
+        with pytest.raises((RuntimeError, ValueError), match=r"rank 1|rank 0 has of 13|rank 2 has of 13"):
+            raise error
+    assert seconds < 5
+
+
+def test_values_of_arrays_that_all_ranks_have_are_compared():
+    def work(comm):
+        x = np.zeros((2, 3, 4))
+        try:
+            cd.ContextParallel(comm).forward(x, x, x, sinks=np.full(2, float(comm.rank)))
+        except ValueError as error:
+            return str(error)
+
+    for message in on_threads(2, work):
+        assert message.startswith("sinks: got float64 (2,) with checksum ")
+
+
+@pytest.mark.parametrize("leaves_after", [0, 1, 2])
+def test_a_rank_that_leaves_is_missed_in_time(leaves_after):
+    """Before the call, between what ranks say, and before its rows travel."""
+
+    def work(comm):
+        if comm.rank == 1:
+            said: list[bytes] = []
+
+            def share(text, timeout):
+                if len(said) == leaves_after:
+                    raise KeyboardInterrupt
+                said.append(text)
+                return cd.transports.Threads.share(comm, text, timeout)
+
+            def start(sends, receives):
+                raise KeyboardInterrupt
+
+            comm.share, comm.start = share, start
+        x, began = np.zeros((2, 3, 4)), time.monotonic()
+        try:
+            cd.ContextParallel(comm, timeout=0.3).forward(x, x, x)
+        except (TimeoutError, KeyboardInterrupt) as error:
+            return error, time.monotonic() - began
+
+    (missed, seconds), (left, _) = on_threads(2, work)
+    assert isinstance(left, KeyboardInterrupt)
+    assert isinstance(missed, TimeoutError)
+    assert "got nothing within timeout=0.3 seconds" in str(missed)
+    assert seconds < 3
+
+
+X = np.zeros((1, 4, 4))
+ONES = np.ones((1, 1), bool)
+STARTS = np.array([0, 4], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("options", "terms", "kind", "message"),
+    [
+        ({"dropout": 0.5}, {}, NotImplementedError, "^dropout: got 0.5, which is not served over ranks; expected "),
+        ({}, {"block_mask": ONES}, NotImplementedError, "^block_mask: got ndarray, which is not served over ranks; "),
+        ({}, {"block_table": ONES}, NotImplementedError, "^block_table: got ndarray, which is not served over ranks; "),
+        ({}, {"cu_seqlens_q": STARTS}, NotImplementedError, "^cu_seqlens_q: got ndarray, which is not served "),
+        ({}, {"nonsense": 1}, TypeError, r"^forward\(\) got an unexpected keyword argument 'nonsense'$"),
+        ({"split": 3}, {}, TypeError, "^split: got int 3, expected 'zigzag', 'contiguous' or a "),
+        ({"split": "zag"}, {}, ValueError, "^split: got 'zag', expected 'zigzag', 'contiguous' or a "),
+        ({"split": cd.zigzag(4, 2)}, {}, ValueError, "^split: got 2 ranks, expected 1 as comm has$"),
+        ({"split": cd.zigzag(5, 1)}, {}, ValueError, "^q: got 4 rows, expected 5, which rank 0 has of 5$"),
+        ({"split_k": cd.zigzag(5, 1)}, {}, ValueError, "^k: got 4 rows, expected 5, which rank 0 has of 5$"),
+        ({"chunks": 0}, {}, ValueError, "^chunks: got 0, expected an integer >= 1$"),
+        ({"steps": 1.5}, {}, TypeError, "^steps: got float 1.5, expected an integer$"),
+        ({"timeout": 0}, {}, ValueError, "^timeout: got 0, expected a number of seconds > 0$"),
+        ({"check": 1}, {}, TypeError, "^check: got int 1, expected a bool$"),
+        ({"check": False}, {}, ValueError, "^check: got False, expected True, or two Split, "),
+        ({"window": 3}, {}, TypeError, "^window: got int 3, "),
+        ({}, {"bias": np.zeros((4, 5))}, ValueError, r"^bias: got shape \(4, 5\), expected a shape that broadcasts "),
+        ({}, {"bias": np.zeros((3, 4))}, ValueError, r"^bias: got shape \(3, 4\), expected a shape that broadcasts "),
+        ({}, {"kv_lengths": np.array([5])}, ValueError, "^kv_lengths: got an entry 5, expected 0 to seqlen_k = 4$"),
+    ],
+)
+def test_bad_arguments(options, terms, kind, message):
+    (comm,) = cd.threads(1)
+    with pytest.raises(kind, match=message):
+        cd.ContextParallel(comm, **options).forward(X, X, X, **terms)
+
+
+def test_what_is_no_communicator():
+    with pytest.raises(TypeError, match=r"^comm: got int, expected one of threads"):
+        cd.ContextParallel(3)
+    with pytest.raises(TypeError, match=r"^comm: got int, expected a communicator of mpi4py$"):
+        cd.Mpi(3)
+    with pytest.raises(ValueError, match=r"^ranks: got 0, expected an integer >= 1$"):
+        cd.threads(0)
+
+
+def test_gradients_are_asked_for_as_of_one_device():
+    (comm,) = cd.threads(1)
+    attn = cd.ContextParallel(comm)
+    out, lse = attn.forward(X, X, X)
+    with pytest.raises(ValueError, match=r"^need: got dbias without bias, expected the bias that forward took$"):
+        attn.backward(X, X, X, X, out, lse, need=("dbias",))
+    with pytest.raises(ValueError, match=r"^dout: got shape \(1, 3, 4\), expected \(1, 4, 4\)$"):
+        attn.backward(X[:, :3], X, X, X, out, lse)
+
+
+def test_one_rank_is_one_device():
+    arrays = CASE.arrays()
+    (comm,) = cd.threads(1)
+    for attn in (cd.ContextParallel(comm, causal=True), cuflash.FlashAttention(causal=True)):
+        judge(CASE, dict(zip(("out", "lse"), attn.forward(*ct.qkv(arrays)), strict=True)))

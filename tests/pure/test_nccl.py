@@ -1,0 +1,167 @@
+"""Ranks of NCCL, with a stand-in for CuPy and for its communicators: what is sent, when, and in which groups."""
+
+import collections
+import contextlib
+import ctypes
+import functools
+import sys
+import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuflash.distributed as cd
+from cuflash.distributed.nccl import Nccl, is_nccl
+
+
+class Event:
+    """Done at once: the stand-in for a device does everything at once."""
+
+    done = True
+
+    def __init__(self, disable_timing=False):
+        pass
+
+    def record(self, stream=None):
+        pass
+
+
+class Stream:
+    ptr = 7
+
+    def __init__(self, non_blocking=False):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+
+class Wires:
+    """What devices exchange: bytes by sender and receiver."""
+
+    def __init__(self):
+        self.changed = threading.Condition()
+        self.messages = collections.defaultdict(collections.deque)
+        self.group = threading.local()
+
+
+class NcclCommunicator:
+    """As CuPy's: what is asked for within a group happens at its end."""
+
+    __module__ = "cupy_backends.cuda.libs.nccl"
+
+    def __init__(self, rank, size, wires):
+        self.rank, self.ranks, self.wires, self.aborted = rank, size, wires, False
+
+    def rank_id(self):
+        return self.rank
+
+    def size(self):
+        return self.ranks
+
+    def abort(self):
+        self.aborted = True
+
+    def send(self, pointer, count, datatype, peer, stream):
+        assert (datatype, stream) == ("uint8", 7)
+        self.wires.group.calls.append(("send", self, pointer, count, peer))
+
+    def recv(self, pointer, count, datatype, peer, stream):
+        assert (datatype, stream) == ("uint8", 7)
+        self.wires.group.calls.append(("recv", self, pointer, count, peer))
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """Makes communicators for so many ranks; CuPy's arrays are NumPy's whose `data.ptr` is their address."""
+    wires = Wires()
+
+    class Array(np.ndarray):
+        @property
+        def data(self):  # type: ignore[override]
+            return types.SimpleNamespace(ptr=self.ctypes.data)
+
+        def set(self, values):
+            self[...] = values
+
+    def memory(pointer, count):
+        return np.ctypeslib.as_array((ctypes.c_uint8 * count).from_address(pointer))
+
+    def start():
+        wires.group.calls = []
+
+    def end():
+        calls, wires.group.calls = wires.group.calls, None
+        with wires.changed:
+            for what, comm, pointer, count, peer in calls:
+                if what == "send":
+                    wires.messages[comm.rank, peer].append(memory(pointer, count).copy())
+            wires.changed.notify_all()
+            for what, comm, pointer, count, peer in calls:
+                if what == "recv":
+                    queue = wires.messages[peer, comm.rank]
+                    assert wires.changed.wait_for(functools.partial(bool, queue), timeout=10)
+                    memory(pointer, count)[...] = queue.popleft()
+
+    fake: Any = types.ModuleType("cupy")
+    fake.empty = lambda shape, dtype: np.empty(shape, dtype).view(Array)
+    fake.asnumpy = np.asarray
+    fake.cuda = types.SimpleNamespace(
+        Event=Event, Stream=Stream, Device=contextlib.nullcontext, get_current_stream=Stream
+    )
+    groups: Any = types.ModuleType("cupy.cuda.nccl")
+    groups.groupStart, groups.groupEnd, groups.NCCL_UINT8 = start, end, "uint8"
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", fake.cuda)
+    monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", groups)
+    return lambda size: [NcclCommunicator(rank, size, wires) for rank in range(size)]
+
+
+def on_ranks(comms, work):
+    with ThreadPoolExecutor(len(comms)) as pool:
+        return list(pool.map(work, comms))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_ranks_hear_what_each_of_them_says(nccl, size):
+    texts = [b"long " * 9, b"", b"short"][:size]
+    heard = on_ranks(nccl(size), lambda comm: Nccl(comm).share(texts[comm.rank], 5.0))
+    assert heard == [texts] * size
+
+
+def test_arrays_arrive_where_they_are_sent_to(nccl):
+    import cupy
+
+    def work(comm):
+        transport = Nccl(comm)
+        own = cupy.empty((2, 3), np.float32)
+        own[...] = comm.rank
+        into = [cupy.empty((2, 3), np.float32) for _ in range(3)]
+        others = [rank for rank in range(3) if rank != comm.rank]
+        pending = transport.start([(rank, own) for rank in others], [(rank, into[rank]) for rank in others])
+        transport.finish(pending, 5.0)
+        return [float(into[rank].mean()) for rank in others]
+
+    assert on_ranks(nccl(3), work) == [[1, 2], [0, 2], [0, 1]]
+
+
+def test_a_rank_that_says_nothing_in_time_ends_the_communicator(nccl, monkeypatch):
+    (comm,) = nccl(1)
+    monkeypatch.setattr(Event, "done", False)
+    with pytest.raises(TimeoutError, match=r"^what other ranks say: got nothing within timeout=0.05 seconds; "):
+        Nccl(comm).share(b"", 0.05)
+    assert comm.aborted
+
+
+def test_communicators_are_known_by_their_classes(nccl):
+    (comm,) = nccl(1)
+    backend = type("NCCLBackend", (), {"__module__": "cupyx.distributed._nccl_comm", "_comm": comm})()
+    other = type("Communicator", (), {"__module__": "nccl.core.communicator"})()
+    assert all(map(is_nccl, (comm, backend, other)))
+    assert not any(map(is_nccl, (3, cd.threads(1)[0])))
+    for given in (comm, backend):
+        attn = cd.ContextParallel(given)
+        assert (attn.rank, attn.size) == (0, 1)
