@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import itertools
 import os
 import signal
 import subprocess
@@ -211,6 +212,13 @@ def test_small_heads(dtype, kind):
         judge(case, run(case, without=NOT_OF_SMALL_HEADS))
 
     every_case()
+
+
+def test_small_heads_whose_last_keys_are_seen(kind):
+    """Keys are computed some at a time, from the first that is seen on: nothing is written behind the last."""
+    for seqlen_q, seqlen_k, dtype in itertools.product((1, 2, 4), range(11, 18), ("float32", "float64")):
+        case = ct.Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=1, dtype=dtype, window=(0, None))
+        judge(case, run(case))
 
 
 @settings(max_examples=60)

@@ -96,7 +96,8 @@ template <class T> struct SmallBuffers {
           dv(call, scratch, DV, call.seqlen_k, call.head_dim_v) {
         // What is computed for a head goes up to a vector beyond it; the next head overwrites that. The stride is no
         // power of two where there are many queries, so that keys do not share sets of the cache.
-        const long length = round_up(larger(call.seqlen_k, 1), LANES<T>), heads = heads_at_once<T>(call);
+        // Dot products go beyond the last key, from any key on.
+        const long length = call.seqlen_k + LANES<T>, heads = heads_at_once<T>(call);
         stride = round_up(heads * larger(call.seqlen_q, 1), LANES<T>);
         if (heads > 1 || stride > LANES<T>) stride += LANES<T>;
         columns_of_q = scratch.template take<T>(q.padded * stride);
