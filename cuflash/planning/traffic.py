@@ -245,10 +245,15 @@ def _by_keys(plan: Plan, added: int, *, every: bool) -> tuple[float, float, floa
     key_starts = [n * tile.block_n for n, r in enumerate(met) if every or r]
     keys = sum(min(tile.block_n, one.seqlen_k - start) for start in key_starts)
     n_blocks = heads_kv * len(met)
-    shared = n_blocks - run_time.whole_tiles if run_time.tail_splits > 1 else 0
-    copies = run_time.group_splits * (1 + shared / n_blocks * (run_time.tail_splits - 1))
-    at_once = _blocks_at_once(plan, tile, round(n_blocks * copies))
-    heads_at_once = min(heads_kv, max(run_time.head_section, -(-at_once // (len(met) * copies))))
+    shared = range(run_time.whole_tiles, n_blocks) if run_time.tail_splits > 1 else range(0)
+    keys = heads_kv * run_time.group_splits * keys
+    for index in shared:  # each block that has queries loads its keys
+        block = _block_at(index, len(met), heads_kv, run_time.head_section)
+        sharers = min(run_time.tail_splits, len(met[block]) * problem.group_size)
+        keys += min(tile.block_n, one.seqlen_k - block * tile.block_n) * max(0, sharers - 1)
+    blocks = n_blocks * run_time.group_splits + len(shared) * (run_time.tail_splits - 1)
+    at_once = _blocks_at_once(plan, tile, blocks)
+    heads_at_once = min(heads_kv, max(run_time.head_section, -(-at_once * heads_kv // blocks)))
     accumulator, partials = sizes.get("dq_accumulator", 0), sizes.get("dkv_partials", 0)
     head_bytes = one.seqlen_q * (of_q + of_v + 2 * number) + accumulator / heads
 
@@ -263,7 +268,13 @@ def _by_keys(plan: Plan, added: int, *, every: bool) -> tuple[float, float, floa
         cleared = 0 if run_time.clear_ahead else accumulator  # by a kernel before, and out of L2 since
         written += cleared + sums
         read += cleared + sums  # the last time by the kernel that makes dq of them
-    return of_queries + heads_kv * keys * (of_q + of_v) * copies, read, written
+    return of_queries + keys * (of_q + of_v), read, written
+
+
+def _block_at(index: int, blocks_of_head: int, heads: int, section: int) -> int:
+    """Which tile of its head is at a place in launch order; kernels/common/schedule.cuh has the same."""
+    first = index // (blocks_of_head * section) * section
+    return (index - first * blocks_of_head) // min(heads - first, section)
 
 
 def _by_queries(plan: Plan) -> tuple[float, float, float]:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash.emulator import Statistics, find_compiler
-from cuflash.planning import LaunchPlan
+from cuflash.planning import LaunchPlan, backward
+from cuflash.planning.sm90.tiles import BACKWARD_SM90_TILES
 from tests.emulate import attention
 from tests.emulate.attention import problem_of
 from tests.emulate.checks import FEW_SMS
@@ -85,6 +86,23 @@ def test_tiles_are_those_that_kernels_load(what, data):
     loaded, stored, added = counted(plan, of_backward)
     if problem.visible_pairs:
         assert plan.traffic is not None and (plan.traffic.tiles, plan.traffic.added) == (loaded, added)
+
+
+@pytest.mark.parametrize(("num_sms", "whole", "splits"), [(5, 5, 5), (4, 4, 2), (24, 0, 4)])
+def test_tiles_of_keys_that_blocks_share(monkeypatch, num_sms, whole, splits):
+    """Each of the blocks loads them: of all tiles, or of those of the last wave."""
+    for name in ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_OF_PART", "WAVES", "CAUSAL_WAVES"):
+        monkeypatch.setattr(backward, name, 0)
+    case = ct.Case(seqlen_q=300, seqlen_k=257, batch=2, head_dim=24, dtype="bfloat16")
+    arrays, device = case.arrays(), replace(FEW_SMS, num_sms=num_sms)
+    problem, launches = problem_of(case, arrays, deterministic=True), list[Statistics]()
+    out, lse = attention.forward_by_oracle(problem, arrays)
+    tiles = (BACKWARD_SM90_TILES[0],)
+    attention.backward(problem, arrays, out, lse, arch=device, tiles=tiles, statistics=launches)
+    plan = attention.plan_for(problem, "backward", {**arrays, "out": out, "lse": lse}, device, tiles)
+    assert (plan.run_time.whole_tiles, plan.run_time.tail_splits) == (whole, splits)
+    loaded, _, added = counted(plan, launches)
+    assert plan.traffic is not None and (plan.traffic.tiles, plan.traffic.added) == (loaded, added)
 
 
 @settings(max_examples=8)
