@@ -42,7 +42,22 @@ struct LaunchOptions {
   double watchdog_seconds;
 };
 
-// What came of it. cuflash/emulator/launching.py has the same struct.
+// What a launch did. cuflash/emulator/launching.py has the same fields.
+struct Statistics {
+  u64 fiber_switches;
+  u64 block_barriers;
+  u64 matrix_loads;
+  u64 matrix_load_conflicts;
+  u64 matrix_products;
+  u64 bulk_copies;
+  u64 warpgroup_products;
+  // Of arrays in global memory, by asynchronous copies and reductions. What lies outside of the arrays does not count.
+  u64 bytes_loaded;
+  u64 bytes_stored;
+  u64 bytes_added;
+};
+
+// What came of a launch. cuflash/emulator/launching.py has the same struct.
 struct Report {
   char message[4096];
   char file[512];
@@ -54,16 +69,7 @@ struct Report {
   char fault_module[512];
   u64 fault_offset;
 
-  u64 fiber_switches;
-  u64 block_barriers;
-  u64 matrix_loads;
-  u64 matrix_load_conflicts;
-  u64 matrix_products;
-  u64 bulk_copies;
-  u64 warpgroup_products;
-  u64 bytes_loaded;
-  u64 bytes_stored;
-  u64 bytes_added;
+  Statistics statistics;
 };
 
 // Returns 0 if the kernel ran to its end.

@@ -155,16 +155,7 @@ int launch(const Kernel& kernel, const void* params, u64 params_bytes, const Lau
       if (!run_block(index)) break;
     }
   }
-  report.fiber_switches = block.statistics.fiber_switches;
-  report.block_barriers = block.statistics.block_barriers;
-  report.matrix_loads = block.statistics.matrix_loads;
-  report.matrix_load_conflicts = block.statistics.matrix_load_conflicts;
-  report.matrix_products = block.statistics.matrix_products;
-  report.bulk_copies = block.statistics.bulk_copies;
-  report.warpgroup_products = block.statistics.warpgroup_products;
-  report.bytes_loaded = block.statistics.bytes_loaded;
-  report.bytes_stored = block.statistics.bytes_stored;
-  report.bytes_added = block.statistics.bytes_added;
+  report.statistics = block.statistics;
   return block.failed;
 }
 

@@ -68,20 +68,6 @@ struct Warp {
   void* argument[kWarpLanes];
 };
 
-struct Statistics {
-  u64 fiber_switches;
-  u64 block_barriers;
-  u64 matrix_loads;
-  u64 matrix_load_conflicts;
-  u64 matrix_products;
-  u64 bulk_copies;
-  u64 warpgroup_products;
-  // Through asynchronous copies and reductions, of arrays in global memory; what lies outside of them is not counted.
-  u64 bytes_loaded;
-  u64 bytes_stored;
-  u64 bytes_added;
-};
-
 // Threads that can run, in the order in which they became ready.
 class ReadyQueue {
  public:
