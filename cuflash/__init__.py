@@ -13,6 +13,7 @@ from cuflash.flash_attention import FlashAttention
 from cuflash.functional import attention
 from cuflash.merging import MergeGradients, MergeResult, merge, merge_backward
 from cuflash.results import ForwardResult, Gradients
+from cuflash.score.functions import abs, clip, cos, exp, floor, log, maximum, minimum, sin, sqrt, tanh, where
 
 __version__ = "0.2.0"
 
@@ -22,12 +23,24 @@ __all__ = [
     "Gradients",
     "MergeGradients",
     "MergeResult",
+    "abs",
     "attention",
     "block_masks",
+    "clip",
+    "cos",
     "cpu_threads",
     "dropout_mask",
+    "exp",
+    "floor",
+    "log",
+    "maximum",
     "merge",
     "merge_backward",
+    "minimum",
+    "sin",
+    "sqrt",
+    "tanh",
+    "where",
 ]
 
 

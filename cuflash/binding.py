@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 
-from cuflash.operands import ITEMSIZE, Operand, Shaped, check_array, layout_of, rows_of, user_shape
+from cuflash.captured import gradient_names, names_of
+from cuflash.operands import ITEMSIZE, Operand, Shaped, as_it_is, check_array, layout_of, rows_of, user_shape
 from cuflash.options import Options, window_of
 from cuflash.problem import Problem, gradient_operand, make_problem
 from cuflash.terms import DEFAULT_NEED, GRADIENTS, NAMES, OF_NUMBERS, TERMS
@@ -113,12 +114,14 @@ def bind(
     """
     given = {name: array for name, array in arrays.items() if array is not None}
     q, k, v = (given[name] for name in INPUTS)
-    problem = make_problem(options, q, k, v, **{name: given.get(name) for name in NAMES})
+    captured = {name: given[name] for name in names_of(options)}
+    problem = make_problem(options, q, k, v, captured=captured, **{name: given.get(name) for name in NAMES})
     results: tuple[str, ...] = ("out", "lse")
     if pass_ == "backward":
-        results = tuple(name for name in GRADIENTS if name in need or name in given)
+        results = tuple(name for name in problem.gradients if name in need or name in given)
+        _check_captured_gradients(problem, (*need, *given))
     for name, array in given.items():
-        if name not in (*INPUTS, *NAMES):
+        if name not in (*INPUTS, *NAMES, *captured):
             shape, dtype = _expected(name, problem, given)
             is_wide = takes_wide_dq and name == "dq" and array.dtype.name == problem.softmax_dtype
             check_array(name, array, shape, problem.softmax_dtype if is_wide else dtype)
@@ -137,7 +140,8 @@ def bind(
     copied = tuple(name for name in _OVER_HEAD_DIMENSIONS if name in given and _is_scattered(given[name]))
     for name in copied:
         lying[name], addresses[name] = Contiguous(tuple(given[name].shape), given[name].dtype), 0
-    operands = {name: _operand(name, x, problem) for name, x in lying.items() if name not in (*NAMES, *OF_NUMBERS)}
+    apart = (*NAMES, *OF_NUMBERS, *captured)
+    operands = {name: _operand(name, x, problem) for name, x in lying.items() if name not in apart}
     problem = replace(problem, q=operands.pop("q"), k=operands.pop("k"), v=operands.pop("v"))
     if problem.bias is not None:
         problem = replace(problem, bias=replace(problem.bias, alignment=math.gcd(16, addresses["bias"])))
@@ -184,10 +188,10 @@ def widest_accesses(
     return load, store
 
 
-def of_pass(pass_: Pass, arrays: Mapping[str, Any]) -> dict[str, Any]:
+def of_pass(pass_: Pass, arrays: Mapping[str, Any], options: Options) -> dict[str, Any]:
     """The arrays that are arguments of one pass, of those of both."""
-    own = ("out", "lse") if pass_ == "forward" else ("dout", "out", "lse", "dlse", *GRADIENTS)
-    return {name: array for name, array in arrays.items() if name in (*INPUTS, *NAMES, *own)}
+    own = ("out", "lse") if pass_ == "forward" else ("dout", "out", "lse", "dlse", *GRADIENTS, *gradient_names(options))
+    return {name: array for name, array in arrays.items() if name in (*INPUTS, *NAMES, *names_of(options), *own)}
 
 
 def planned_length(seqlen_k: int) -> int:
@@ -213,6 +217,8 @@ def growing_keys(options: Options, arrays: Mapping[str, Any]) -> Growing:
     The answer is `FIXED` where an array beside k, v and the block table has an axis of keys, where shapes do not fit,
     and where the axis of keys has length 1: the stride of such an axis says nothing of longer ones.
     """
+    if options.score or options.mask_function:
+        return FIXED
     for name in _OVER_KEYS:
         if arrays[name] is not None:
             return FIXED
@@ -264,10 +270,18 @@ def _expected(name: str, problem: Problem, given: Mapping[str, Shaped]) -> tuple
         return problem.lse_shape, problem.softmax_dtype
     if name in OF_NUMBERS:
         return (), problem.softmax_dtype
-    if name in _OF_TERMS:
-        term = given[_OF_TERMS[name].name]
-        return tuple(term.shape), term.dtype.name
+    if name in _OF_TERMS or name in problem.captured_gradients:
+        model = given[name[1:]]
+        return tuple(model.shape), model.dtype.name
     return _shape(name, problem), problem.dtype
+
+
+def _check_captured_gradients(problem: Problem, names: Iterable[str]) -> None:
+    """Refuse gradients of arrays that the score reads and that are no real numbers."""
+    for name in names:
+        if problem.score is not None and name[1:] in problem.score.arrays and name not in problem.gradients:
+            dtype = dict(problem.captured)[name[1:]].dtype
+            raise value_error("need", f"{name} of an array of {dtype}", "gradients of real numbers")
 
 
 def _contiguous(name: str, problem: Problem, given: Mapping[str, Shaped]) -> Contiguous:
@@ -297,6 +311,8 @@ def _check_aligned(name: str, array: Shaped, address: int) -> None:
 
 def _operand(name: str, array: Shaped, problem: Problem) -> Operand:
     """An array of the pass as kernels see it."""
+    if name in problem.captured_gradients:
+        return as_it_is(array)
     if name in _OF_TERMS:
         return gradient_operand(_OF_TERMS[name], problem, array)
     return rows_of(array) if name in _OVER_ROWS else layout_of(array, problem.layout)

@@ -175,6 +175,7 @@ def compile_kernel(
     defines: Mapping[str, str | int],
     arch: str,
     *,
+    headers: Mapping[str, str] | None = None,
     kernel_dir: str | os.PathLike[str] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> CompiledKernel:
@@ -193,6 +194,8 @@ def compile_kernel(
         Macros by their full name, given to the compiler as they are. The order does not matter.
     arch : str
         Architecture of the device: "sm_80", "sm_90a", "sm_120".
+    headers : mapping of str to str, optional
+        Texts that it includes beside the kernels directory, by name.
     kernel_dir, cache_dir : path, optional
         Instead of `kernel_directory()` and `cache_directory()`.
 
@@ -209,12 +212,13 @@ def compile_kernel(
     """
     kernels = kernel_directory() if kernel_dir is None else Path(kernel_dir).resolve()
     cache = cache_directory() if cache_dir is None else Path(cache_dir).absolute()
-    return _shared_compiler(kernels, cache).compile(source, name, defines, arch)
+    return _shared_compiler(kernels, cache).compile(source, name, defines, arch, headers or {})
 
 
 def compile_spec(kernel: KernelSpec) -> CompiledKernel:
     """Compile a kernel of a plan, or find it in the cache."""
-    return compile_kernel(kernel.source, kernel.name, dict(kernel.defines), kernel.target)
+    defines, headers = dict(kernel.defines), dict(kernel.headers)
+    return compile_kernel(kernel.source, kernel.name, defines, kernel.target, headers=headers)
 
 
 def kernels_fingerprint() -> str:
@@ -270,8 +274,15 @@ class Compiler:
             digest.update(b"%d %d " % (len(os.fsencode(name)), len(content)) + os.fsencode(name) + content)
         return digest.hexdigest()
 
-    def compile(self, source: str, name: str, defines: Mapping[str, str | int], arch: str) -> CompiledKernel:
-        """See `compile_kernel`."""
+    def compile(
+        self,
+        source: str,
+        name: str,
+        defines: Mapping[str, str | int],
+        arch: str,
+        texts: Mapping[str, str] | None = None,
+    ) -> CompiledKernel:
+        """See `compile_kernel`; `texts` are its headers."""
         if source not in self._files:
             known = ", ".join(file for file in self._files if file.endswith(".cu"))
             raise value_error("source", repr(source), f"a file of {self._kernel_dir} ({known})")
@@ -280,7 +291,10 @@ class Compiler:
         if not re.fullmatch(r"sm_[1-9]\d+[af]?", arch, re.ASCII):
             raise value_error("arch", repr(arch), "an architecture such as 'sm_80' or 'sm_90a'")
         options = (*OPTIONS, f"--gpu-architecture={arch}", *_define_options(defines))
-        request = {"source": source, "name": name, "arch": arch, "options": options, "kernels": self.files_hash}
+        request: dict[str, Any] = {"source": source, "name": name, "arch": arch, "options": options}
+        request["kernels"] = self.files_hash
+        if texts:
+            request["headers"] = sorted((file, _sha256(text.encode())) for file, text in texts.items())
         with self._locks.setdefault(_key(request), threading.Lock()):  # one of several threads compiles, others wait
             expected = self._toolchain.expected_version()
             found = None if expected is None else self._find(request | {"nvrtc": expected})
@@ -289,7 +303,7 @@ class Compiler:
             version = self._toolchain.version()
             request["nvrtc"] = version
             found = None if version == expected else self._find(request)
-            return found or self._build(request, defines, options)
+            return found or self._build(request, defines, options, texts or {})
 
     def _find(self, request: Mapping[str, Any]) -> CompiledKernel | None:
         """The kernel from the cache; None where it is missing or fails a check."""
@@ -309,7 +323,11 @@ class Compiler:
         return None
 
     def _build(
-        self, request: Mapping[str, Any], defines: Mapping[str, str | int], options: tuple[str, ...]
+        self,
+        request: Mapping[str, Any],
+        defines: Mapping[str, str | int],
+        options: tuple[str, ...],
+        texts: Mapping[str, str],
     ) -> CompiledKernel:
         source, name, arch = request["source"], request["name"], request["arch"]
         # NVRTC would call a header in memory by its include name; #line gives it the path that an editor can open.
@@ -318,6 +336,7 @@ class Compiler:
             for file, content in self._files.items()
             if file != source
         }
+        headers |= {file: text.encode() for file, text in texts.items()}
         start = time.perf_counter()
         cubin, log = self._toolchain.compile(self._kernel_dir / source, self._files[source], headers, arch, options)
         seconds = time.perf_counter() - start
@@ -331,6 +350,7 @@ class Compiler:
                 f"kernel {name!r} of {source} for {arch}: {error}\n\n{log}\n\n"
                 f"NVRTC {request['nvrtc']} with {' '.join(options)}\n"
                 f"To reproduce in Python: cuflash.compiler.compile_kernel({arguments}, "
+                f"{f'headers={dict(texts)!r}, ' if texts else ''}"
                 f"kernel_dir={str(self._kernel_dir)!r})"
             )
             raise CompileError(message, log, options) from None

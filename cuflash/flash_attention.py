@@ -13,32 +13,31 @@ The short story of a call:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection
-from types import ModuleType
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from cuflash import host, interop, progress
-from cuflash.binding import INPUTS, PASSES
+from cuflash import interop
+from cuflash.binding import INPUTS
+from cuflash.captured import check_given, check_names, gradient_names
 from cuflash.options import BLOCK_SIZE, Options
-from cuflash.results import Array, ForwardResult, Gradients, checked_passes, named_tuple_of, needed
-from cuflash.terms import DEFAULT_NEED, GRADIENTS, NamedGradients, PassArrays, Terms, checked
+from cuflash.preparation import Preparation, _backend
+from cuflash.results import Array, ForwardResult, Gradients, named_tuple_of, needed
+from cuflash.score import Traced
+from cuflash.terms import DEFAULT_NEED, NamedGradients
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cuflash.host import CpuPlan
-    from cuflash.launch import Plans
     from cuflash.terms import OfGradients, OfThreeGradients
-    from cuflash.tuning import Tuning
 
 Causal = bool | Literal["top_left"]
 Window = tuple[int | None, int | None]
+Function = Callable[..., Any] | Traced
 
 _BACKWARD_INPUTS = (*INPUTS, "dout", "out", "lse")
 
 
-class FlashAttention:
+class FlashAttention(Preparation):
     """Exact attention with fixed options, ``softmax(scale * q @ k.T) @ v`` of every head, and its gradients.
 
     Parameters
@@ -105,6 +104,15 @@ class FlashAttention:
               0 1 1 0                       .    x128 x128 .
               1 0 0 1                       x128 .    .    x16     (rows 384 to 399)
 
+    score : callable, optional
+        ``score(s, i, j, *, head, batch, ...)``: the score of query i and key j, made of the scaled product s. Of the
+        arguments behind the ``*``, `head` and `batch` are integers, and all others arrays that the calls are given. It
+        is called once, with symbols, and returns an expression of these and of `cuflash.exp`, `cuflash.where` and so
+        on: docs/score.md has the rules. Not with softcap, bias and alibi_slopes, which it takes the place of.
+    mask : callable, optional
+        ``mask(i, j, *, head, batch, ...)``: whether query i sees key j, as such an expression, beside all else that
+        hides keys.
+
     Attributes
     ----------
     options : cuflash.options.Options
@@ -162,7 +170,7 @@ class FlashAttention:
     ((2, 8, 100, 64), (2, 8, 100))
     """
 
-    __slots__ = ("options",)
+    __slots__ = ()
 
     def __init__(
         self,
@@ -176,6 +184,8 @@ class FlashAttention:
         precision: Literal["highest", "tf32"] = "highest",
         dropout: float = 0.0,
         block_size: int | tuple[int, int] = BLOCK_SIZE,
+        score: Function | None = None,
+        mask: Function | None = None,
     ) -> None:
         self.options = Options(
             causal=causal,
@@ -187,10 +197,15 @@ class FlashAttention:
             precision=precision,
             dropout=dropout,
             block_size=block_size,
+            score=score,  # type: ignore[arg-type]  # a function becomes what it is traced to
+            mask_function=mask,  # type: ignore[arg-type]
         )
+        check_names(self.options)
 
     def __repr__(self) -> str:
-        return f"FlashAttention{repr(self.options).removeprefix('Options')}"
+        functions = (("score", self.options.score), ("mask", self.options.mask_function))
+        shown = "".join(f", {name}={function!r}" for name, function in functions if function)
+        return f"FlashAttention{repr(self.options).removeprefix('Options')[:-1]}{shown})"
 
     def __eq__(self, other: object) -> bool:
         return self.options == other.options if isinstance(other, FlashAttention) else NotImplemented
@@ -217,6 +232,7 @@ class FlashAttention:
         offset: int | None = None,
         out: Array | None = None,
         lse: Array | None = None,
+        **captured: Array,
     ) -> ForwardResult:
         """Attention, and the logarithm of the sum of exponentials that `backward` needs.
 
@@ -280,6 +296,9 @@ class FlashAttention:
         out, lse : array, optional
             Written to and returned, as ``out=`` of NumPy's functions is: shape and dtype of the result, any strides,
             no memory in common with another argument.
+        **captured : array
+            The arrays that `score` and `mask` read, by the names that these have for them: of the dtype of q or of lse,
+            int32, int64 or bool, any strides, up to four axes. An index outside of an axis counts as the nearest one.
 
         Returns
         -------
@@ -304,6 +323,8 @@ class FlashAttention:
             "sinks": sinks, "block_mask": block_mask, "block_table": block_table, "cu_seqlens_q": cu_seqlens_q,
             "cu_seqlens_k": cu_seqlens_k, "out": out, "lse": lse,
         }  # fmt: skip
+        if captured or self.options.score or self.options.mask_function:
+            arrays |= check_given("forward", self.options, captured)
         random = self.options.random(seed, offset)
         if interop.are_cupy(arrays, INPUTS):
             return ForwardResult(*_backend("cupy").forward(self.options, arrays, random))
@@ -321,6 +342,11 @@ class FlashAttention:
     def backward(
         self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *, need: Collection[str] = ...,
         seed: int | None = None, offset: int | None = None, **arrays: Unpack[OfGradients],
+    ) -> NamedGradients: ...
+    @overload
+    def backward(
+        self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *, need: Collection[str] = ...,
+        seed: int | None = None, offset: int | None = None, **arrays: Array,
     ) -> NamedGradients: ...
     # fmt: on
 
@@ -354,6 +380,7 @@ class FlashAttention:
         dscale: Array | None = None,
         dsoftcap: Array | None = None,
         dsinks: Array | None = None,
+        **captured: Array,
     ) -> Gradients | NamedGradients:
         """Gradients of ``sum(dout * out) + sum(dlse * lse)`` with respect to q, k, v, and what else is asked for.
 
@@ -391,6 +418,9 @@ class FlashAttention:
         dq, dk, dv, dbias, dalibi_slopes, dscale, dsoftcap, dsinks : array, optional
             Written to and returned: shapes and dtypes as below, no memory in common with another argument. A gradient
             with an array to write to is wanted, whatever `need` says.
+        **captured : array
+            The arrays that `score` and `mask` read, as `forward` took them, and arrays for their gradients: that of an
+            array named gamma is dgamma. Those of real numbers that `score` reads may be among `need`.
 
         Returns
         -------
@@ -420,12 +450,18 @@ class FlashAttention:
         }  # fmt: skip
         results: dict[str, Array | None] = {"dq": dq, "dk": dk, "dv": dv}
         kind: Callable[..., Gradients | NamedGradients] = Gradients
-        if need is not DEFAULT_NEED or not (dbias is dalibi_slopes is dscale is dsoftcap is dsinks is None):
+        of_functions = gradient_names(self.options)
+        if captured or self.options.score or self.options.mask_function:
+            given = check_given("backward", self.options, captured, of_functions)
+            results |= {name: given.pop(name) for name in of_functions}
+            arrays |= given
+        plain = dbias is dalibi_slopes is dscale is dsoftcap is dsinks is None and not of_functions
+        if need is not DEFAULT_NEED or not plain:
             results |= {
                 "dbias": dbias, "dalibi_slopes": dalibi_slopes, "dscale": dscale, "dsoftcap": dsoftcap,
                 "dsinks": dsinks,
             }  # fmt: skip
-            names = needed(need, arrays | {"softcap": self.options.softcap}, results)
+            names = needed(need, arrays | {"softcap": self.options.softcap}, results, of_functions)
             results, kind = {name: results[name] for name in names}, named_tuple_of(names)
         arrays |= results
         need = tuple(results)
@@ -435,160 +471,3 @@ class FlashAttention:
         borrowed = interop.borrow(arrays, required=_BACKWARD_INPUTS, written=results)
         computed = _backend(borrowed.kind).backward(self.options, borrowed.arrays, need, random)
         return kind(*map(borrowed.give_back, computed, results.values()))
-
-    def plan(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        *,
-        need: Collection[str] = DEFAULT_NEED,
-        **arrays: Unpack[PassArrays],
-    ) -> CpuPlan | Plans:
-        """What `forward` and `backward` would run on these arrays, and why; nothing is computed.
-
-        Parameters
-        ----------
-        q, k, v : array
-            As `forward` takes them; only shapes, strides and dtypes matter.
-        need : collection of str, default ("dq", "dk", "dv")
-            Gradients that `backward` is to give.
-        **arrays : array, optional
-            The other arrays of `forward` and of `backward`, by the names of their arguments: bias, mask and so on, and
-            dout, out, dq and so on, which count as contiguous without it. With a block_table there is no backward pass.
-
-        Returns
-        -------
-        CpuPlan or cuflash.launch.Plans
-            For arrays in host memory or on a GPU; ``describe()`` of either says it in words.
-
-        Raises
-        ------
-        TypeError, ValueError, NotImplementedError, ImportError
-            As `forward` does.
-        """
-        given = {"q": q, "k": k, "v": v} | checked("plan", PassArrays, arrays)
-        need = needed(need, given | {"softcap": self.options.softcap}, {name: given.get(name) for name in GRADIENTS})
-        borrowed = interop.borrow(given, required=INPUTS)
-        plans: CpuPlan | Plans = _backend(borrowed.kind).plan(self.options, borrowed.arrays, need)
-        return plans
-
-    def compile(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        *,
-        need: Collection[str] = DEFAULT_NEED,
-        **terms: Unpack[Terms],
-    ) -> None:
-        """Have everything ready that `forward` and `backward` of such arrays need: later calls compile nothing.
-
-        Wanted before something is timed, or before a CUDA graph is captured: then within the memory pool of the graph's
-        own that the capture uses too, which a replay goes on writing to, scratch memory included. For arrays in host
-        memory the arguments are checked and there is nothing else to do.
-
-        Parameters
-        ----------
-        q, k, v : array
-            As `forward` takes them; only shapes, strides and dtypes matter.
-        need : collection of str, default ("dq", "dk", "dv")
-            Gradients that `backward` is to give.
-        **terms : array, optional
-            bias, mask and so on, as `forward` takes them. With a block_table there is no backward pass.
-
-        Raises
-        ------
-        TypeError, ValueError, NotImplementedError, ImportError
-            As `forward` does.
-        """
-        arrays = {"q": q, "k": k, "v": v} | checked("compile", Terms, terms)
-        need = needed(need, arrays | {"softcap": self.options.softcap}, dict.fromkeys(GRADIENTS))
-        borrowed = interop.borrow(arrays, required=INPUTS)
-        _backend(borrowed.kind).compile(self.options, borrowed.arrays, need)
-
-    def tune(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        *,
-        dout: Array | None = None,
-        seed: int | None = None,
-        offset: int | None = None,
-        passes: Collection[str] = PASSES,
-        remember: bool = True,
-        forget: bool = False,
-        **terms: Unpack[Terms],
-    ) -> Tuning | None:
-        """Time tiles that might be faster for these arrays than those of the tables, and remember the fastest.
-
-        Takes seconds to minutes, most of them for compiling some tens of kernels, and memory for two sets of results;
-        shows a bar where standard error is a terminal. The results of each candidate are held against those of the
-        table's row before it is timed: the median of several runs, the L2 cache filled with other data before each.
-
-        What was found is remembered in a file beside the compiled kernels (``python -m cuflash info`` says where), for
-        this device, these sources, and problems of the same dtype, head dimensions, options, mask, alignment and size,
-        up to the next power of two. From then on `forward`, `backward` and `compile` use it, in this process and in
-        those that start later, and `plan` says so. Tiles of another size add up the same products in another order: the
-        bits of the results may differ from those before, errors stay within the same bounds.
-
-        Parameters
-        ----------
-        q, k, v : array
-            As `forward` takes them, on a GPU.
-        dout : array, optional
-            As `backward` takes it; out by default.
-        seed, offset : int, optional
-            Of dropout; 0 by default.
-        passes : collection of str, default ("forward", "backward")
-            Which to tune.
-        remember : bool, default True
-            Whether to write the file. Without it nothing changes.
-        forget : bool, default False
-            Instead of tuning, remove what is remembered for such arrays.
-        **terms : array, optional
-            bias, mask and so on, as `forward` takes them. With a block_table there is no backward pass.
-
-        Returns
-        -------
-        cuflash.tuning.Tuning or None
-            ``forward`` and ``backward`` have the candidates, the winner and its gain, and ``describe()`` says it in
-            words. None with `forget`.
-
-        Raises
-        ------
-        NotImplementedError
-            Arrays in host memory: the CPU path has nothing to tune. And as `forward` does.
-        TypeError, ValueError, ImportError
-            As `forward` does.
-        """
-        wanted = checked_passes(passes)
-        arrays = {"q": q, "k": k, "v": v} | checked("tune", Terms, terms) | {"dout": dout}
-        if arrays.get("block_table") is not None and "forward" in wanted:
-            wanted = ("forward",)
-        random = self.options.random(*((0 if x is None else x) for x in (seed, offset)))
-        borrowed = interop.borrow(arrays, required=INPUTS)
-        if borrowed.kind != "cupy":
-            host.compile(self.options, {name: x for name, x in borrowed.arrays.items() if name != "dout"})
-            raise NotImplementedError(
-                "q: got an array in host memory, expected one on a GPU: the CPU path has no tiles to tune"
-            )
-        from cuflash import stopwatch
-
-        if forget:
-            stopwatch.forget(self.options, borrowed.arrays, wanted)
-            return None
-        return stopwatch.tune(
-            self.options, borrowed.arrays, random=random, passes=wanted, remember=remember, bar=progress.bar
-        )
-
-
-@functools.cache
-def _backend(kind: interop.Kind) -> ModuleType:
-    """The module that computes with arrays of one kind; importing that of CuPy's imports CuPy."""
-    if kind == "numpy":
-        return host
-    from cuflash import launch
-
-    return launch

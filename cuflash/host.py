@@ -38,7 +38,8 @@ def backward(
 
 def plan(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> CpuPlan:
     """What `forward` and `backward` would compute."""
-    return CpuPlan(problem=bound("forward", options, _given(of_pass("forward", arrays))).problem)
+    given = _given(of_pass("forward", arrays, options))
+    return CpuPlan(problem=bound("forward", options, given).problem)
 
 
 def compile(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> None:
@@ -69,6 +70,7 @@ class CpuPlan:
                 f"  precision {p.dtype} in and out, {p.softmax_dtype} inside",
                 f"  work      {p.forward_flops / 1e9:.3g} GFLOP forward, {backward}",
                 f"  memory    linear in seqlen; the plain formula's scores would take {p.naive_bytes / 2**20:.4g} MiB",
+                *(f"  {line}" for line in (p.program.describe().splitlines() if p.has_functions else ())),
             )
         )
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import cupy
 
 from cuflash.binding import FIXED, INPUTS, Binding, Growing, Pass, bind, growing_keys, of_pass, planned_length
-from cuflash.compiler import compile_kernel, with_resources
+from cuflash.compiler import compile_spec, with_resources
 from cuflash.interop import overlap
 from cuflash.options import Options
 from cuflash.params import Argument
@@ -115,7 +115,7 @@ def plan(options: Options, arrays: dict[str, Any], need: Collection[str] = DEFAU
     device = device_spec(arrays["q"].data.device_id)
 
     def plan_of(pass_: Pass) -> LaunchPlan:
-        binding = _bind(pass_, options, of_pass(pass_, arrays), need)
+        binding = _bind(pass_, options, of_pass(pass_, arrays, options), need)
         return with_resources(tuned_plan(binding.problem, device, pass_, **binding.layout))
 
     return Plans(plan_of("forward"), None if arrays.get("block_table") is not None else plan_of("backward"))
@@ -325,7 +325,7 @@ def _launch_of(binding: Binding, plan: LaunchPlan, arrays: Mapping[str, Any], gr
 
 
 def _load(kernel: KernelSpec, device_id: int) -> _Kernel:
-    function = _function(kernel.source, kernel.name, kernel.defines, kernel.target, kernel.shared_bytes, device_id)
+    function = _function(kernel, device_id)
     config_of = None
     if kernel.overlaps_previous and cupy.cuda.runtime.driverGetVersion() >= OVERLAP_IN_GRAPHS:
         sizes = kernel.grid, kernel.threads, kernel.shared_bytes
@@ -351,13 +351,10 @@ def _driver() -> Any:
 
 
 @functools.cache
-def _function(
-    source: str, name: str, defines: tuple[tuple[str, str | int], ...], target: str, shared_bytes: int, device_id: int
-) -> Any:
+def _function(spec: KernelSpec, device_id: int) -> Any:
     """A kernel, compiled and loaded on the current device, which is `device_id`."""
-    path = compile_kernel(source, name, dict(defines), target).path
-    kernel = cupy.RawModule(path=str(path)).get_function(name)
-    kernel.max_dynamic_shared_size_bytes = shared_bytes
+    kernel = cupy.RawModule(path=str(compile_spec(spec).path)).get_function(spec.name)
+    kernel.max_dynamic_shared_size_bytes = spec.shared_bytes
     return kernel.kernel
 
 

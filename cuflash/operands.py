@@ -90,6 +90,13 @@ def layout_of(array: Shaped, layout: str) -> Operand:
     return Operand(shape=tuple(shape), strides=tuple(strides), dtype=array.dtype.name)
 
 
+def as_it_is(array: Shaped) -> Operand:
+    """Shape and element strides of any array."""
+    shape = tuple(array.shape)
+    strides = tuple(0 if n == 1 else s // array.dtype.itemsize for n, s in zip(shape, array.strides, strict=True))
+    return Operand(shape=shape, strides=strides, dtype=array.dtype.name)
+
+
 def rows_of(array: Shaped) -> Operand:
     """(batch, heads, seqlen_q) shape and element strides of an lse-shaped array."""
     missing = 3 - len(array.shape)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from cuflash.score import Traced
 from cuflash.values import as_bool, as_integer, as_real, check_choice, type_error, typed, value_error
 
 LAYOUTS = ("bhsd", "bshd")
@@ -30,6 +33,9 @@ class Options:
     # Of a part of a longer problem, which `cuflash.distributed` computes: query i stands at key position i + diagonal.
     # None where `causal` says so. It is no keyword of `cuflash.FlashAttention`, which prints itself as its options.
     diagonal: int | None = field(default=None, repr=False)
+    # Functions, which are traced. The second one is the argument `mask` of `cuflash.FlashAttention`.
+    score: Traced | None = field(default=None, repr=False)
+    mask_function: Traced | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {}
@@ -58,6 +64,8 @@ class Options:
         checked["dropout"] = check_dropout(self.dropout)
         if self.diagonal is not None:
             checked["diagonal"] = as_integer("diagonal", self.diagonal)
+        checked["score"] = _traced("score", self.score)
+        checked["mask_function"] = _traced("mask", self.mask_function)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_hash", hash(tuple(vars(self).values())))
@@ -70,9 +78,19 @@ class Options:
             seed, offset = (0 if x is None else x for x in (seed, offset))
         return check_random(seed, offset)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made again where it is loaded: hashes of strings differ from process to process."""
+        return functools.partial(Options, **{own.name: getattr(self, own.name) for own in fields(self)}), ()
+
     def __hash__(self) -> int:
         """Made once: every call looks its launch up by it."""
         return self._hash  # type: ignore[attr-defined, no-any-return]
+
+
+def _traced(what: Literal["score", "mask"], function: Callable[..., Any] | Traced | None) -> Traced | None:
+    if function is None or isinstance(function, Traced):
+        return function
+    return Traced.of(function, what)
 
 
 def check_dropout(value: object, name: str = "dropout") -> float:

@@ -13,7 +13,7 @@ import numpy as np
 
 from cuflash.operands import Operand
 from cuflash.planning import LaunchPlan
-from cuflash.planning.argument import ARRAYS, FIELDS, MAPS_OFFSET, OF_LENGTH, RUN_TIME
+from cuflash.planning.argument import ARRAYS, CAPTURED_BYTES, FIELDS, MAPS_OFFSET, OF_LENGTH, PARAMS_BYTES, RUN_TIME
 from cuflash.problem import Problem
 from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.terms import NAMES, NUMBERS
@@ -22,6 +22,11 @@ from cuflash.terms import NAMES, NUMBERS
 PARAMS = np.dtype(
     [(name, kind, (count,)) if "strides" in name else (name, kind) for name, kind, count in FIELDS], align=True
 )
+
+# What follows it for each array that functions of the caller read.
+CAPTURED = np.dtype([("data", np.uint64), ("stride", np.int64, 4), ("size", np.int64, 4)])
+if CAPTURED.itemsize != CAPTURED_BYTES:
+    raise ValueError(f"CAPTURED: got {CAPTURED.itemsize} bytes, expected {CAPTURED_BYTES}")
 
 # Which 64-bit word of the struct holds the pointer of an array.
 POINTER_WORD = {name: PARAMS.fields[name][1] // 8 for name, _ in ARRAYS}  # type: ignore[index]
@@ -36,7 +41,7 @@ _RANDOM = PARAMS.fields["seed_low"][1]  # type: ignore[index]
 def parameters(
     plan: LaunchPlan, operands: Mapping[str, Operand], seed: int = 0, offset: int = 0, call: int = 0
 ) -> np.ndarray:
-    """The argument for the kernels of `plan` as an array of one `PARAMS`, pointers left 0.
+    """The argument for the kernels of `plan` as an array of one `PARAMS`, pointers left 0; `CAPTURED` may follow.
 
     `operands` gives the strides of everything that is not in the problem: out and lse, and for the backward pass dout,
     its results but numbers, and dlse where there is one. `seed` and `offset` are those of dropout, `call` is the
@@ -46,7 +51,7 @@ def parameters(
     inputs = {name: getattr(problem, name) for name in ("q", "k", "v", *NAMES)}
     params = np.zeros(1, PARAMS)
     for name, operand in {**inputs, **operands}.items():
-        if operand is not None:
+        if operand is not None and name not in problem.captured_gradients:
             strides = params[f"{name}_strides"][0]
             # Kernels get no stride of the last axis of q, k and so on, which is contiguous.
             strides[:] = (operand.strides + (0,) * len(strides))[: len(strides)]
@@ -63,7 +68,31 @@ def parameters(
     for name in RUN_TIME:
         params[name] = getattr(plan.run_time, name)
     params["num_pages"] = problem.k.shape[0] if problem.block_table is not None else 0
-    return params
+    return _with_captured(params, problem, operands) if problem.has_functions else params
+
+
+def _with_captured(params: np.ndarray, problem: Problem, operands: Mapping[str, Operand]) -> np.ndarray:
+    """The argument with what functions of the caller read, and their gradients. Axes that an array has not are 1."""
+    count = max(len(problem.captured), 1)
+    captured = np.zeros(2 * count, CAPTURED)
+    for n, (name, operand) in enumerate(problem.captured):
+        for own, array in ((captured[n], operand), (captured[count + n], operands.get(f"d{name}", operand))):
+            own["size"] = 1
+            own["stride"][: len(array.strides)] = array.strides
+            own["size"][: len(array.shape)] = array.shape
+    pointers = np.zeros(2, np.uint64)
+    return np.frombuffer(params.tobytes() + captured.tobytes() + pointers.tobytes(), np.uint64).copy()
+
+
+def pointer_words(problem: Problem) -> dict[str, int]:
+    """Which 64-bit word of the argument holds the pointer of an array."""
+    if not problem.has_functions:
+        return POINTER_WORD
+    count, first, step = max(len(problem.captured), 1), PARAMS_BYTES // 8, CAPTURED_BYTES // 8
+    words = dict(POINTER_WORD)
+    for n, (name, _) in enumerate(problem.captured):
+        words |= {name: first + n * step, f"d{name}": first + (count + n) * step}
+    return words | {"captured_sums": first + 2 * count * step, "captured_largest": first + 2 * count * step + 1}
 
 
 def length_numbers(problem: Problem) -> tuple[int, int, int, int]:
@@ -105,7 +134,8 @@ class Argument:
         self._content = parameters(plan, operands).tobytes()
         if plan.tensor_maps:
             self._content = self._content.ljust(MAPS_OFFSET + TENSOR_MAP_BYTES * len(plan.tensor_maps), b"\0")
-        self._words = tuple(1 + POINTER_WORD[name] for name in names)
+        words = pointer_words(plan.problem)
+        self._words = tuple(1 + words[name] for name in names)
         self._seqlen_k, self._numbers = plan.problem.seqlen_k, length_numbers(plan.problem)
         longer = length_numbers(plan.problem.of_length(self._seqlen_k + 1))
         self._step = tuple(b - a for a, b in zip(self._numbers, longer, strict=True))

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from cuflash.captured import check_alone, operands_of
 from cuflash.operands import (
     DTYPES,
     ITEMSIZE,
@@ -32,7 +33,8 @@ from cuflash.operands import (
     user_shape,
 )
 from cuflash.options import Options, check_block_size, diagonal_of, rounded_rate, window_of
-from cuflash.terms import BY_NAME, NAMES, NUMBER_ROWS, NUMBERS, Given, Term, Terms
+from cuflash.score import Program, Traced, program_of
+from cuflash.terms import BY_NAME, GRADIENTS, NAMES, NUMBER_ROWS, NUMBERS, Given, Term, Terms
 from cuflash.values import counted, type_error, value_error
 
 if TYPE_CHECKING:
@@ -76,6 +78,9 @@ class Problem(Given):
     k: Operand
     v: Operand
     block_size: tuple[int, int] = (0, 0)  # (rows, keys) of the blocks of the block mask; zeros without one
+    score: Traced | None = None  # a function of the caller, and one that hides pairs
+    mask_function: Traced | None = None
+    captured: tuple[tuple[str, Operand], ...] = ()  # what they read, by name
 
     @property
     def options(self) -> Options:
@@ -92,8 +97,31 @@ class Problem(Given):
             dropout=self.dropout,
             block_size=self.block_size if self.block_mask is not None else Options.block_size,
             diagonal=self.diagonal if is_fixed and not is_top_left else None,
+            score=self.score,
+            mask_function=self.mask_function,
             **{name: getattr(self, name) for name in NUMBERS},
         )
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether a function of the caller makes scores or hides pairs."""
+        return self.score is not None or self.mask_function is not None
+
+    @property
+    def program(self) -> Program:
+        """What these functions compute, for the dtypes of what they read."""
+        arrays = tuple((name, len(operand.shape), operand.dtype) for name, operand in self.captured)
+        return program_of(self.score, self.mask_function, arrays)
+
+    @property
+    def captured_gradients(self) -> tuple[str, ...]:
+        """The gradients of arrays that the score reads."""
+        return tuple(f"d{name}" for name in self.program.loads) if self.score is not None else ()
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """The names of all gradients, in the order in which `backward` gives them."""
+        return (*GRADIENTS, *self.captured_gradients)
 
     @property
     def follows_lengths(self) -> bool:
@@ -240,8 +268,16 @@ class Problem(Given):
         return math.prod(self.lse_shape) * ITEMSIZE[self.softmax_dtype]
 
 
-def make_problem(options: Options, q: Shaped, k: Shaped, v: Shaped, **terms: Unpack[Terms]) -> Problem:
-    """Validate the inputs of one call against each other.
+def make_problem(
+    options: Options,
+    q: Shaped,
+    k: Shaped,
+    v: Shaped,
+    *,
+    captured: Any = None,
+    **terms: Unpack[Terms],
+) -> Problem:
+    """Validate the inputs of one call against each other; `captured` maps names to what its functions read.
 
     Raises TypeError (a dtype), ValueError (a shape, a size) or NotImplementedError (a combination), naming the
     argument, what was got and what is expected. Values are not looked at.
@@ -289,6 +325,7 @@ def make_problem(options: Options, q: Shaped, k: Shaped, v: Shaped, **terms: Unp
         for name in given:
             if not BY_NAME[name].goes_packed:
                 raise not_packed_error(name)
+    check_alone(options, given)
     softmax_dtype = "float64" if q4.dtype == "float64" else "float32"
     sizes = {"batch": batch, "num_heads": num_heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     operands: dict[str, Any] = {
@@ -330,6 +367,9 @@ def make_problem(options: Options, q: Shaped, k: Shaped, v: Shaped, **terms: Unp
         block_size=block_size,
         **_numbers_in(softmax_dtype, options, q4),
         **operands,
+        score=options.score,
+        mask_function=options.mask_function,
+        captured=operands_of(options, captured or {}, q4.dtype, softmax_dtype),
     )
 
 

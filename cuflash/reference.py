@@ -34,11 +34,10 @@ from numpy.typing import DTypeLike, NDArray
 from cuflash.dropout import kept_weights
 from cuflash.operands import user_shape, view_4d, view_rows
 from cuflash.problem import Problem
-from cuflash.terms import DEFAULT_NEED, GRADIENTS, NUMBERS, TERMS
+from cuflash.score.evaluation import clamped, evaluate
+from cuflash.terms import DEFAULT_NEED, NAMES, NUMBERS, TERMS
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from cuflash.terms import Terms
 
 Array = NDArray[Any]
@@ -55,7 +54,7 @@ def forward(
     seed: int | None = None,
     offset: int | None = None,
     dtype: DTypeLike = np.float64,
-    **terms: Unpack[Terms],
+    **terms: Any,
 ) -> tuple[Array, Array]:
     """Attention by the plain formula.
 
@@ -72,8 +71,8 @@ def forward(
         no BLAS. For float16 and bfloat16, products accumulate and the softmax runs in float32, and the weights are
         rounded to `dtype` before they meet `v`: the plain 16-bit implementation.
     **terms : numpy.ndarray, optional
-        bias, mask and so on, as `cuflash.attention` takes them. Entries of `kv_lengths` outside 0..seqlen_k are
-        clamped.
+        bias, mask and so on, as `cuflash.attention` takes them, and what functions read. Entries of
+        `kv_lengths` outside 0..seqlen_k are clamped.
 
     Returns
     -------
@@ -105,7 +104,7 @@ def backward(
     seed: int | None = None,
     offset: int | None = None,
     dtype: DTypeLike = np.float64,
-    **terms: Unpack[Terms],
+    **terms: Any,
 ) -> tuple[Array, ...]:
     """Gradients of ``sum(dout * out) + sum(dlse * lse)`` by the plain formula.
 
@@ -134,6 +133,7 @@ def backward(
     dq, dk, dv = (np.zeros(view_4d(x, problem.layout).shape, compute) for x in (q, k, v))
     dsinks = np.zeros(problem.num_heads, compute)
     of_scores = ScoreSums(problem, terms, compute)
+    captured = {f"d{name}": np.zeros(operand.shape, compute) for name, operand in problem.captured}
     for head in each_head(problem, q, k, v, compute, seed, offset, **terms):
         dO = view_4d(dout, problem.layout)[head.index].astype(compute)
         dL = _replace(view_rows(dlse)[head.index].astype(compute), np.isneginf(head.L), 0)[:, None]
@@ -149,6 +149,8 @@ def backward(
             dk[head.index_kv] += problem.scale * product(dS.T, head.Q)
             dsinks[head.index[1]] += (head.P_sink * (dL - D)).sum()
             of_scores.add(head, _round(dS_bias, dtype), dS * head.QK)
+            for name, entry, derivative in head.reads:
+                np.add.at(captured[f"d{name}"].reshape(-1), entry, _round(dS_bias, dtype) * derivative)
     with np.errstate(all="ignore"):
         gradients = {
             name: as_caller(problem, x.astype(dtype)) for name, x in zip(DEFAULT_NEED, (dq, dk, dv), strict=True)
@@ -158,7 +160,8 @@ def backward(
             is_input = isinstance(term, np.ndarray) and term.dtype.itemsize == dtype.itemsize
             gradients[name] = total.value.astype(dtype if is_input else compute)
     gradients["dsinks"] = dsinks
-    return tuple(gradients[name] for name in GRADIENTS if name in need)
+    gradients |= captured
+    return tuple(gradients[name] for name in problem.gradients if name in need)
 
 
 class BroadcastSum:
@@ -219,9 +222,10 @@ class Head:
     P_sink: Array  # weight of the sink, (seqlen_q, 1); zero without one
     L: Array  # log sum exp of the scores, (seqlen_q,); -inf for such a row
     Z: Array  # what dropout multiplies the weights by
-    cap_slope: Array  # derivative of the scores by scale Q K^T: other than one through softcap only
+    cap_slope: Array  # derivative of the scores by scale Q K^T: other than one through softcap, or a function
     QK: Array  # Q K^T
     derivatives: dict[str, Array]  # of the scores by what else they are made of, by the names of its gradients
+    reads: list[tuple[str, Array, Array]]  # entries of arrays that a function reads: whose, which, derivatives by them
 
 
 def each_head(
@@ -232,13 +236,18 @@ def each_head(
     compute: DTypeLike,
     seed: int | None = None,
     offset: int | None = None,
-    **terms: Unpack[Terms],
+    **arrays: Any,
 ) -> Iterator[Head]:
-    """Softmax weights of every head, with operands converted to the `compute` dtype."""
+    """Softmax weights of every head, with operands converted to the `compute` dtype.
+
+    `arrays` are the terms, and what functions of the caller read.
+    """
+    terms: Terms = {name: x for name, x in arrays.items() if name in NAMES}  # type: ignore[assignment]
     q, k, v = (view_4d(x, problem.layout) for x in (q, k, v))
     scores_shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
     bias, mask, kv_lengths = terms.get("bias"), terms.get("mask"), terms.get("kv_lengths")
     alibi_slopes, sinks = terms.get("alibi_slopes"), terms.get("sinks")
+    captured = {name: arrays[name] for name, _ in problem.captured}
     block_mask, block_table = terms.get("block_mask"), terms.get("block_table")
     cu_seqlens_q, cu_seqlens_k = terms.get("cu_seqlens_q"), terms.get("cu_seqlens_k")
     bias = None if bias is None else np.broadcast_to(bias, scores_shape)
@@ -271,14 +280,19 @@ def each_head(
                 bias=None if bias is None else bias[b, h][:, keys].astype(compute),
                 mask=None if mask is None else mask[b, h][:, keys],
             )
+            S, cap_slope, reads = _by_functions(own, S, cap_slope, captured, b, h)
             P, P_sink, L = _softmax(S, sinks[h].astype(compute))
+            if problem.has_functions:  # what has no weight has no part, whatever its derivative is
+                cap_slope = _replace(np.broadcast_to(cap_slope, P.shape), P == 0, 0)
+                reads = [(name, entry, _replace(x, P == 0, 0)) for name, entry, x in reads]
         Z = np.ones((1, 1), P.dtype)
         if problem.dropout:
             kept = kept_weights(problem.dropout, seed, offset, b * problem.num_heads + h, *map(range, S.shape))
             Z = kept.astype(P.dtype) * P.dtype.type(problem.kept_scale)
         operands = {"Q": Q, "K": K, "V": V, "P": P, "P_sink": P_sink, "L": L, "Z": Z}
         operands |= {"QK": QK, "cap_slope": cap_slope}
-        yield Head(index=index, index_kv=index_kv, index_scores=(b, h), derivatives=derivatives, **operands)
+        places = {"index": index, "index_kv": index_kv, "index_scores": (b, h)}
+        yield Head(derivatives=derivatives, reads=reads, **places, **operands)  # type: ignore[arg-type]
 
 
 def weights_from_lse(
@@ -332,6 +346,33 @@ def _scores(
     if mask is not None:
         S = _replace(S, ~mask, -np.inf)
     return S, QK, cap_slope, derivatives
+
+
+def _by_functions(
+    problem: Problem, S: Array, slope: Array, captured: Mapping[str, Array], batch: int, head: int
+) -> tuple[Array, Array, list[tuple[str, Array, Array]]]:
+    """Scores of one head as functions of the caller leave them, their derivative by S, and `Head.reads`.
+
+    Values are those of the function itself, called on NumPy arrays. S has -inf at what else hides.
+    """
+    i, j = np.arange(S.shape[0])[:, None], np.arange(S.shape[1])[None, :]
+    inputs: dict[str, Any] = {"s": S, "i": i, "j": j, "head": head, "batch": batch}
+    reads, hidden = [], np.isneginf(S)
+    if problem.score is not None:
+        inputs["s"] = S = _replace(S, hidden, 0)
+        program = problem.program
+        loads = [(name, load) for name, found in program.loads.items() for load in found]
+        nodes = [x for x in (program.by_s, *(load.derivative for _, load in loads)) if x is not None]
+        slope, *others = evaluate(nodes, inputs, captured, S.dtype)
+        for (name, load), derivative in zip(loads, others, strict=True):
+            shape, entry = captured[name].shape, np.zeros(S.shape, np.int64)
+            for index, length in zip(evaluate(load.at.args, inputs, captured, S.dtype), shape, strict=True):
+                entry = entry * length + clamped(index, length)
+            reads.append((name, entry, np.broadcast_to(derivative, S.shape).astype(S.dtype)))
+        S = np.broadcast_to(problem.score(inputs, captured, S.dtype), S.shape).astype(S.dtype)
+    if problem.mask_function is not None:
+        hidden = hidden | ~np.broadcast_to(problem.mask_function(inputs, captured, S.dtype), S.shape).astype(bool)
+    return _replace(S, hidden, -np.inf), slope, reads
 
 
 def _softmax(S: Array, sink: Array) -> tuple[Array, Array, Array]:

@@ -49,15 +49,24 @@ def checked_passes(passes: Collection[str]) -> tuple[Pass, ...]:
     return tuple(name for name in PASSES if name in passes)
 
 
-def needed(need: Collection[str], given: Mapping[str, Any], results: Mapping[str, Array | None]) -> tuple[str, ...]:
-    """The gradients that are wanted, in their order: those that are needed, or have an array to be written to."""
+def needed(
+    need: Collection[str],
+    given: Mapping[str, Any],
+    results: Mapping[str, Array | None],
+    captured: tuple[str, ...] = (),
+) -> tuple[str, ...]:
+    """The gradients that are wanted, in their order: those that are needed, or have an array to be written to.
+
+    `captured` are those of arrays that the score reads.
+    """
     if isinstance(need, str) or not isinstance(need, Collection):
         raise type_error("need", typed(need), "a collection of names of gradients")
+    every = (*GRADIENTS, *captured)
     for name in need:
-        if name not in GRADIENTS:
-            listed = ", ".join(map(repr, GRADIENTS[:-1])) + f" or {GRADIENTS[-1]!r}"
+        if name not in every:
+            listed = ", ".join(map(repr, every[:-1])) + f" or {every[-1]!r}"
             raise value_error("need", repr(name), listed)
-    wanted = tuple(name for name in GRADIENTS if name in need or results.get(name) is not None)
+    wanted = tuple(name for name in every if name in need or results.get(name) is not None)
     for gradient, name in OF_OPTIONS.items():
         if gradient in wanted and given.get(name) is None:
             argument = "need" if results[gradient] is None else gradient

@@ -46,7 +46,7 @@ def fill_cache(args: argparse.Namespace) -> int:
         specs |= dict.fromkeys(tuned_plan(problem, device, pass_).kernels)
     print(f"{'arch':<8}{'seconds':>8}{'registers':>11}{'spilled':>9}{'stack':>7}{'shared':>8}  kernel")
     for spec in specs:
-        kernel = compiler.compile_kernel(spec.source, spec.name, dict(spec.defines), spec.target)
+        kernel = compiler.compile_spec(spec)
         r = kernel.resources
         spilled = r.spill_stores_bytes + r.spill_loads_bytes
         numbers = f"{r.seconds:>8.2f}{r.registers:>11}{spilled:>9}{r.stack_bytes:>7}"

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.cpu import core, numpy_path
+from cuflash.cpu import by_functions, core, numpy_path
 from cuflash.cpu.jobs import cpu_threads
 from cuflash.cpu.packed import clear_rows_of_no_sequence
 from cuflash.problem import Problem
-from cuflash.terms import DEFAULT_NEED, GRADIENTS
+from cuflash.terms import DEFAULT_NEED
 
 __all__ = ["backward", "cpu_threads", "describe", "forward"]
 
@@ -106,7 +106,7 @@ def backward(
     """
     arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     results = _gradients_for(problem, need, arrays | others)
-    arrays |= {name: x for name, x in others.items() if name not in GRADIENTS}
+    arrays |= {name: x for name, x in others.items() if name not in problem.gradients}
     _run(problem, arrays | results, True, seed, offset)
     return tuple(results.values())
 
@@ -114,6 +114,9 @@ def backward(
 def _run(
     problem: Problem, arrays: Mapping[str, Array | None], is_backward: bool, seed: int | None, offset: int | None
 ) -> None:
+    if problem.has_functions:
+        by_functions.run(problem, arrays, is_backward, seed, offset)
+        return
     way = numpy_path if core.why_not(problem) is not None else core
     way.run(problem, arrays, is_backward, seed, offset)
 
@@ -121,7 +124,7 @@ def _run(
 def _gradients_for(problem: Problem, need: Collection[str], given: Mapping[str, Array | None]) -> dict[str, Array]:
     """Arrays for the gradients that are wanted, in order: those given, and new ones like what they are gradients of."""
     wanted: dict[str, Array] = {}
-    for name in GRADIENTS:
+    for name in problem.gradients:
         if name in need:
             result, model = given.get(name), given.get(name[1:])
             if result is None:

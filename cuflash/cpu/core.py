@@ -134,6 +134,8 @@ def _find_data_offset() -> int:
 
 def why_not(problem: Problem | None = None) -> str | None:
     """Why the core does not compute this problem, or any; None if it does."""
+    if problem is not None and problem.has_functions:
+        return "a function makes scores or hides pairs"
     library = _load()
     if isinstance(library, str):
         return library

@@ -50,6 +50,7 @@ def build(
     source: Path,
     defines: Mapping[str, object] | None = None,
     *,
+    headers: Mapping[str, str] | None = None,
     sanitizer: str | None = None,
     kernels: Path | None = None,
     cache: Path | None = None,
@@ -62,6 +63,8 @@ def build(
         Relative to `kernels`, or absolute.
     defines : Mapping
         Preprocessor definitions; True and False become 1 and 0.
+    headers : Mapping, optional
+        Texts that it includes beside the files of `kernels`, by names that tell them apart.
     sanitizer : {None, "undefined", "address"}
     kernels, cache : Path, optional
         Instead of `cuflash.compiler.kernel_directory()` and `cache_directory()`.
@@ -73,6 +76,11 @@ def build(
     """
     kernels = kernel_directory() if kernels is None else kernels
     cache = cache_directory() if cache is None else cache
+    texts = cache / "headers"
+    for name, text in (headers or {}).items():
+        if not (texts / name).exists():
+            texts.mkdir(parents=True, exist_ok=True)
+            kernel_cache.write_atomically(texts / name, text.encode())
     request = (kernels / source, tuple(sorted((defines or {}).items())), sanitizer, kernels, cache)
     key = (find_compiler(), *request)
     module, of_files = _built.get(key, (None, {}))
@@ -109,6 +117,7 @@ def _build(
     arguments = [
         f'-DCUFLASH_EMULATION="{header}"',
         f"-I{kernels}",
+        f"-I{cache / 'headers'}",
         *("-x", "c++", str(source), "-x", "none", str(runtime)),
     ]
     module = Module(_compile(f"{source.parent.name}_{source.stem}", flags, files, arguments, cache))

@@ -13,13 +13,13 @@ from cuflash.emulator.building import build
 from cuflash.emulator.launching import SCHEDULES, Schedule, Statistics
 from cuflash.emulator.memory import Scratch, guarded, tensor_map
 from cuflash.operands import ITEMSIZE, numpy_dtype
-from cuflash.params import POINTER_WORD, parameters
+from cuflash.params import parameters, pointer_words
 from cuflash.planning import DeviceSpec, LaunchPlan, choose_plan
 from cuflash.planning.argument import MAPS_OFFSET
 from cuflash.planning.tiles import Tile
 from cuflash.problem import Problem
 from cuflash.tensor_map import TensorMapSpec
-from cuflash.terms import DEFAULT_NEED, GRADIENTS, OF_NUMBERS, OF_SOFTMAX
+from cuflash.terms import DEFAULT_NEED, OF_NUMBERS, OF_SOFTMAX
 
 Place = Callable[[np.ndarray], np.ndarray]
 
@@ -74,10 +74,11 @@ def run(
     params = parameters(plan, binding.operands, seed, offset, call)
     words = params.view(np.uint64)
     scratch = scratch or Scratch(plan.scratch_layout, fill)
+    places = pointer_words(plan.problem)
     pointers = {name: array.ctypes.data for name, array in arrays.items()}
     pointers |= zip(scratch.layout.names, scratch.addresses, strict=True)
     for name, pointer in pointers.items():
-        words[POINTER_WORD[name]] = pointer
+        words[places[name]] = pointer
     argument = params
     if plan.tensor_maps:
         maps = [
@@ -89,18 +90,19 @@ def run(
     for kernel in plan.kernels:
         if kernel.grid == 0:
             continue
-        module = build(Path(kernel.source), dict(kernel.defines), sanitizer=sanitizer, kernels=kernels)
+        defines = dict(kernel.defines)
+        module = build(Path(kernel.source), defines, headers=dict(kernel.headers), sanitizer=sanitizer, kernels=kernels)
         statistics.append(
             module.launch(
                 kernel.name,
-                argument if kernel.target == "sm_90a" else params,
+                argument if kernel.target == "sm_90a" else params.tobytes()[: int(defines["CUFLASH_PARAMS_BYTES"])],
                 grid=kernel.grid,
                 threads=kernel.threads,
                 shared_bytes=kernel.shared_bytes,
                 schedule=schedule,
                 trap_unwritten=True,
-                in_turn=bool(dict(kernel.defines).get("CUFLASH_DQ_IN_ORDER")),
-                counted=bool(dict(kernel.defines).get("CUFLASH_CLEARS_AHEAD")),
+                in_turn=bool(defines.get("CUFLASH_DQ_IN_ORDER")),
+                counted=bool(defines.get("CUFLASH_CLEARS_AHEAD")),
             )
         )
         scratch.check(kernel.name)
@@ -197,5 +199,5 @@ def backward(
     every |= {name: ((), problem.softmax_dtype) for name in OF_NUMBERS}
     if wide_dq:
         every["dq"] = arrays["q"].shape, problem.softmax_dtype
-    results = {name: every[name] for name in GRADIENTS if name in need}
+    results = {name: every[name] for name in problem.gradients if name in need}
     return _call("backward", problem, {**arrays, "out": out, "lse": lse}, results, **options)

@@ -17,6 +17,23 @@
 extern "C" float fmaxf(float, float) noexcept;
 extern "C" float fabsf(float) noexcept;
 extern "C" float fminf(float, float) noexcept;
+extern "C" float expf(float) noexcept;
+extern "C" float logf(float) noexcept;
+extern "C" float sqrtf(float) noexcept;
+extern "C" float tanhf(float) noexcept;
+extern "C" float sinf(float) noexcept;
+extern "C" float cosf(float) noexcept;
+extern "C" float powf(float, float) noexcept;
+extern "C" float floorf(float) noexcept;
+extern "C" double exp(double) noexcept;
+extern "C" double log(double) noexcept;
+extern "C" double sqrt(double) noexcept;
+extern "C" double tanh(double) noexcept;
+extern "C" double sin(double) noexcept;
+extern "C" double cos(double) noexcept;
+extern "C" double pow(double, double) noexcept;
+extern "C" double floor(double) noexcept;
+extern "C" double fabs(double) noexcept;
 
 namespace ptx {
 
@@ -174,6 +191,12 @@ CUFLASH_DEVICE void reduce_add(float* address, float value, Site site = Site::he
 }
 CUFLASH_DEVICE void reduce_add(double* address, double value, Site site = Site::here()) {
   ::emulator::reduce_add(address, &value, 1, site);
+}
+CUFLASH_DEVICE void reduce_add(u64* address, u64 value, Site site = Site::here()) {
+  ::emulator::reduce_add(address, value, site);
+}
+CUFLASH_DEVICE void reduce_max(u64* address, u64 value, Site site = Site::here()) {
+  ::emulator::reduce_max(address, value, site);
 }
 CUFLASH_DEVICE void reduce_add_x4(float* address, const float (&value)[4], Site site = Site::here()) {
   ::emulator::reduce_add(address, value, 4, site);

@@ -48,4 +48,5 @@ def _fields() -> tuple[tuple[str, str, int], ...]:
 FIELDS = _fields()
 # As C lays structs out: a struct ends at a multiple of its widest field.
 PARAMS_BYTES = struct.calcsize("@" + "".join(f"{count}{kind}" for _, kind, count in FIELDS) + "0Q")
+CAPTURED_BYTES = 72  # of an array that functions read, in what follows the argument: it, and its gradient
 MAPS_OFFSET = round_up(PARAMS_BYTES, 64)  # where tensor maps follow

@@ -7,7 +7,7 @@ from typing import Any
 from cuflash.planning import sm80
 from cuflash.planning.draft import Draft
 from cuflash.planning.families import BackwardFamily, choose_family, family_of
-from cuflash.planning.scores import add_key_sums, add_stored, add_sums, by_kind, needs, score_gradients
+from cuflash.planning.scores import add_captured, add_key_sums, add_stored, add_sums, by_kind, needs, score_gradients
 from cuflash.planning.sm80 import DQ_TILES, SCORES_TILES, DqTile, ScoresTile
 from cuflash.planning.sm90.backward import BACK_SECTION, Backward, BackwardFloat32, steps_of_tile
 from cuflash.planning.sm90.backward_bias import add_bias_gradient, choose_bias_tile
@@ -73,6 +73,8 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
         add_stored(draft, scores, SCORES_KERNEL, stored)
     if scores is not None and sums:
         add_sums(draft, scores, SCORES_KERNEL, sums)
+    if scores is not None and draft.captured_gradients:
+        add_captured(draft, scores, SCORES_KERNEL)
     if family is not None and main is not None:
         blocks = _add_main(draft, family, main, n_blocks, summed)
         if summed:
@@ -113,7 +115,7 @@ def _rows(
     if tiles:
         draft.reasons.append(draft.origin)
         family = None if main is None else family_of(FAMILIES, main)
-    elif set(need) & {"dk", "dv"} or ("dq" in need and FAMILIES[0].why_not(draft) is None):
+    elif set(need) & {"dk", "dv"} or ("dq" in need and FAMILIES[0].obstacle(draft) is None):
         family, main, reason = choose_family(FAMILIES, draft)
         draft.reasons.append(reason)
     if not set(need) & {"dq", "dk", "dv"}:
@@ -145,7 +147,7 @@ def _rows(
         bias = bias.configured(problem)
     elif scores is None:
         bias = choose_bias_tile(draft, main)
-    if not sums and (not stored or bias is not None):
+    if not sums and (not stored or bias is not None) and not draft.captured_gradients:
         scores = None
     elif scores is None:
         scores, reason = choose_row(SCORES_TILES, problem, device)

@@ -15,7 +15,7 @@ from cuflash.planning.forward import draft_forward
 from cuflash.planning.launch_plan import LaunchPlan, RunTime
 from cuflash.planning.tiles import Tile
 from cuflash.problem import Problem
-from cuflash.terms import DEFAULT_NEED, GRADIENTS, TERMS
+from cuflash.terms import DEFAULT_NEED, TERMS
 
 MAX_HEAD_DIM = 256
 FAST_FLOAT64 = (80, 90, 100)  # compute capabilities whose FP64 units are as many as half of the others
@@ -70,7 +70,7 @@ def choose_plan(
         arrays=arrays,
         access_bytes=min(load_bytes, store_bytes),
         defines=common_defines(seen, device, load_bytes, store_bytes),
-        need=tuple(name for name in GRADIENTS if name in need) if pass_ == "backward" else (),
+        need=tuple(name for name in problem.gradients if name in need) if pass_ == "backward" else (),
         run_time=RunTime(head_section=1 if problem.window_right is None else CAUSAL_HEAD_SECTION),
         origin=origin,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,7 @@ from typing import Literal
 
 from cuflash.binding import Pass
 from cuflash.operands import ITEMSIZE, Operand
-from cuflash.planning.argument import MAPS_OFFSET, PARAMS_BYTES
+from cuflash.planning.argument import CAPTURED_BYTES, MAPS_OFFSET, PARAMS_BYTES
 from cuflash.planning.device import DeviceSpec
 from cuflash.planning.launch_plan import KernelSpec, RunTime, option_names
 from cuflash.planning.tiles import Tile, round_up
@@ -46,6 +47,11 @@ class Draft:
     key_splits: int = 1
     hides_last_keys: bool = False
     run_time: RunTime = field(default_factory=RunTime)
+
+    @property
+    def captured_gradients(self) -> tuple[str, ...]:
+        """The gradients of arrays that the score reads which are wanted."""
+        return tuple(name for name in self.need if name in self.problem.captured_gradients)
 
     @property
     def heads(self) -> int:
@@ -108,15 +114,27 @@ class Draft:
         lists, length = (m_blocks, n_blocks) if name == "key_lists" else (n_blocks, m_blocks)
         by_bits = "mask_words" in self.scratch
         own = self.own_lists(problem.block_mask, problem.mask if by_bits else None)
+        function = problem.mask_function
+        if function is not None:
+            own = (
+                problem.batch if function.depends_on("batch") else own[0],
+                problem.num_heads if function.depends_on("head") else own[1],
+            )
         self.set(list_batches=own[0], list_heads=own[1])
         lists *= math.prod(own) if self.heads else 0
         elements = -(-lists * (LIST_HEADER + length) * ITEMSIZE["int32"] // ITEMSIZE[problem.softmax_dtype])
         self.scratch[name] = round_up(elements, 4)
         of_keys = name == "key_lists"
         warps = {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1}
+        if function is not None:
+            tiles = lists * length
+            elements = -(-tiles // ITEMSIZE[problem.softmax_dtype])
+            self.scratch["mask_blocks"] = max(self.scratch.get("mask_blocks", 0), elements)
+            self.add("around/mask_tiles.cu", tile, -(-tiles // LIST_WARPS), 0, **warps)
         self.add("around/lists.cu", tile, -(-lists // LIST_WARPS), 0, **warps, CUFLASH_LISTS_KEYS=int(of_keys))
         self.reasons.append(
-            f"{'mask' if by_bits else 'block_mask'}: tiles of {'keys' if of_keys else 'queries'} are listed, "
+            f"{'block_mask' if not by_bits and function is None else 'mask'}: tiles of "
+            f"{'keys' if of_keys else 'queries'} are listed, "
             f"{tile.block_m} queries x {tile.block_n} keys each; hidden ones are neither loaded nor computed"
         )
 
@@ -133,6 +151,13 @@ class Draft:
         if source.startswith("around/"):
             every.pop("CUFLASH_ARGUMENT_BYTES", None)  # they have no tensor maps
         every |= {"CUFLASH_SHARED_BYTES": shared_bytes, "CUFLASH_KERNEL_NAME": name}
+        headers: tuple[tuple[str, str], ...] = ()
+        if every["CUFLASH_HAS_SCORE_FUNCTION"] or every["CUFLASH_HAS_MASK_FUNCTION"]:
+            is_of_gradients = every["CUFLASH_NEEDS_CAPTURED"] != 0
+            header = functions_header(self.problem, self.captured_gradients if is_of_gradients else ())
+            headers = (header,)
+            captured = captured_bytes(self.problem)
+            every |= {"CUFLASH_FUNCTIONS": f'"{header[0]}"', "CUFLASH_PARAMS_BYTES": PARAMS_BYTES + captured}
         self.kernels.append(
             KernelSpec(
                 source=source,
@@ -144,6 +169,7 @@ class Draft:
                 threads=32 * int(every["CUFLASH_NUM_WARPS"]),
                 shared_bytes=shared_bytes,
                 overlaps_previous=overlaps,
+                headers=headers,
             )
         )
 
@@ -156,9 +182,18 @@ _UNTOLD: dict[str, tuple[str, ...]] = {
     "block_mask": ("CUFLASH_MASK_BLOCK_M", "CUFLASH_MASK_BLOCK_N", "CUFLASH_HAS_LISTS"),
     "dropout": ("CUFLASH_HAS_DROPOUT",),
     "scale": ("CUFLASH_SCALE_IN_EXPONENT",),
+    "score": ("CUFLASH_HAS_SCORE_FUNCTION",),
+    "mask_function": ("CUFLASH_HAS_MASK_FUNCTION",),
 }
 # Those of these options that some of the kernels around the main one need all the same.
-_TOLD = {"lists.cu": MASKS, "mask_bits.cu": MASKS, "scores_reduce.cu": ("bias",), "convert.cu": ("dropout",)}
+_TOLD = {
+    "lists.cu": (*MASKS, "mask_function"),
+    "mask_bits.cu": MASKS,
+    "scores_reduce.cu": ("bias",),
+    "convert.cu": ("dropout",),
+    "captured.cu": ("score",),
+    "mask_tiles.cu": ("mask_function",),
+}
 
 
 def _untold(source: str) -> tuple[str, ...]:
@@ -166,6 +201,17 @@ def _untold(source: str) -> tuple[str, ...]:
     folder, _, file = source.rpartition("/")
     told = _TOLD.get(file, ())
     return tuple(name for name in _UNTOLD if name not in told) if folder == "around" else ()
+
+
+def captured_bytes(problem: Problem) -> int:
+    """What follows the argument of kernels with functions: arrays, their gradients, and two scratch arrays."""
+    return 2 * CAPTURED_BYTES * max(len(problem.captured), 1) + 16
+
+
+def functions_header(problem: Problem, gradients: Collection[str] = ()) -> tuple[str, str]:
+    """The name and the text of what kernels include of functions of the caller: equal texts have one name."""
+    text = problem.program.header([name[1:] for name in gradients])
+    return f"functions_{hashlib.sha256(text.encode()).hexdigest()[:32]}.cuh", text
 
 
 def check_blocks(blocks: int) -> None:
@@ -178,6 +224,8 @@ _DTYPE_TAGS = {"float16": "Float16", "bfloat16": "BFloat16", "float32": "Float32
 
 def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_bytes: int) -> dict[str, str | int]:
     changes_scores = any(name in OF_FUNCTIONS or f"d{name}" in OF_SCORES for name in problem.acting)
+    changes_scores = changes_scores or problem.score is not None
+    lists_function = problem.mask_function is not None and not problem.is_packed
     terms = {term.define: _define_of(getattr(problem, term.name), term) for term in TERMS if term.define}
     numbers = {DEFINES[name]: int(getattr(problem, name) is not None) for name in OF_FUNCTIONS}
     return {
@@ -197,6 +245,9 @@ def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_
         "CUFLASH_HAS_DROPOUT": int(problem.dropout > 0),
         "CUFLASH_PACKED": {"top_left": 1, "bottom_right": 2}[problem.alignment] if problem.is_packed else 0,
         "CUFLASH_SCALE_IN_EXPONENT": int(not changes_scores and problem.scale > 0),
+        "CUFLASH_HAS_SCORE_FUNCTION": int(problem.score is not None),
+        "CUFLASH_HAS_MASK_FUNCTION": int(problem.mask_function is not None),
+        "CUFLASH_NEEDS_CAPTURED": 0,
         "CUFLASH_PAGE_SIZE": problem.page_size,
         "CUFLASH_FOLLOWS_LENGTHS": int(problem.follows_lengths),
         "CUFLASH_PARAMS_BYTES": PARAMS_BYTES,
@@ -204,7 +255,7 @@ def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_
         "CUFLASH_BATCH_FIRST": 0,
         "CUFLASH_MASK_OF_KEYS": 0,
         "CUFLASH_MASK_BY_BITS": 0,
-        "CUFLASH_HAS_LISTS": int(problem.block_mask is not None),
+        "CUFLASH_HAS_LISTS": int(problem.block_mask is not None or lists_function),
         "CUFLASH_PLAIN_FRAGMENTS": 0,
     }
 

@@ -19,6 +19,7 @@ class Family(ABC, Generic[Row]):
 
     kernel: ClassVar[str]
     tile: ClassVar[type[Tile]]
+    has_functions: ClassVar[bool] = False  # of the caller, as scores and masks
 
     @property
     def source(self) -> str:
@@ -32,6 +33,12 @@ class Family(ABC, Generic[Row]):
     def why_not(self, draft: Draft) -> str | None:
         """Why it does not serve a problem: None if it does, "" where nobody would expect it to."""
         return None
+
+    def obstacle(self, draft: Draft) -> str | None:
+        """The same, functions of the caller included."""
+        if draft.problem.has_functions and not self.has_functions:
+            return "it knows no functions that make scores or hide pairs"
+        return self.why_not(draft)
 
 
 class ForwardFamily(Family[Row]):
@@ -106,7 +113,7 @@ def choose_family(families: Sequence[F], draft: Draft) -> tuple[F, Any, str]:
     """The first family that serves the problem, the row of its table, and the story of the choice."""
     obstacles: list[str] = []
     for family in families:
-        obstacle = family.why_not(draft)
+        obstacle = family.obstacle(draft)
         if obstacle is None:
             tile, reason = choose_row(family.table(draft.problem), draft.problem, draft.device)
             return family, tile, "\n".join([reason, *obstacles])

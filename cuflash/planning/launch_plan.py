@@ -29,6 +29,7 @@ class KernelSpec:
     threads: int
     shared_bytes: int
     overlaps_previous: bool  # programmatic dependent launch: it may start early, and waits by itself
+    headers: tuple[tuple[str, str], ...] = ()  # names and texts of what it includes beside the sources
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +132,8 @@ class LaunchPlan:
                 f"  kernel {kernel.name}: grid {kernel.grid}, {kernel.threads} threads, "
                 f"{kernel.shared_bytes} bytes of shared memory{resources}"
             )
+        if p.has_functions:
+            lines.extend(f"  {line}" for line in p.program.describe().splitlines())
         lines.append(f"  extra memory: {self.extra_bytes} bytes")
         if traffic := self.traffic:
             lines.append(f"  {traffic.describe(self.device.bytes_per_s)}")
@@ -150,6 +153,8 @@ def option_names(problem: Problem) -> list[str]:
             ("packed", problem.is_packed and problem.alignment == "bottom_right"),
             ("packed_top_left", problem.is_packed and problem.alignment == "top_left"),
             ("dropout", problem.dropout > 0),
+            ("score", problem.score is not None),
+            ("mask_function", problem.mask_function is not None),
             ("tf32", problem.dtype == "float32" and problem.precision == "tf32"),
         )
         if on

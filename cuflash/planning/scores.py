@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
+from cuflash.operands import ITEMSIZE
 from cuflash.planning.draft import Draft, check_blocks
 from cuflash.planning.tiles import Tile
 from cuflash.terms import OF_SCORES, TERMS
@@ -74,6 +75,35 @@ def add_sums(draft: Draft, tile: Tile, source: str, sums: Collection[str]) -> No
     draft.scratch["sums_partials"] = (len(OF_SCORES) - 1) * m_blocks * splits
     _add_reduce(draft, tile, _numbers(draft, sums), sums, _axes_of_heads(draft), by_keys=False)
     draft.reasons.append(f"{', '.join(sums)}: sums by {m_blocks * splits} blocks, added in a fixed order")
+
+
+def add_captured(draft: Draft, tile: Tile, source: str) -> None:
+    """The kernels of the gradients of arrays that the score reads: sums that have no order, scaled by largest terms."""
+    names, problem = draft.captured_gradients, draft.problem
+    sizes = _sizes(draft, tile)
+    m_blocks = math.prod(sizes[:3])
+    splits = _shares(draft, tile, m_blocks, sizes[3])
+    draft.set(sums_splits=splits)
+    arrays = dict(problem.captured)
+    elements = sum(math.prod(arrays[name[1:]].shape) for name in names)
+    words = 2 if problem.softmax_dtype == "float64" else 1
+    of_64_bits = 8 // ITEMSIZE[problem.softmax_dtype]
+    draft.scratch["captured_sums"] = of_64_bits * elements * words
+    draft.scratch["captured_largest"] = of_64_bits * len(arrays)
+
+    def add_around(stores: bool) -> None:
+        blocks = min(-(-elements // (32 * SCORES_REDUCE_WARPS)), draft.device.num_sms)
+        options = {"CUFLASH_NUM_WARPS": SCORES_REDUCE_WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_NEEDS_CAPTURED": 2}
+        options |= {"CUFLASH_CAPTURED_BLOCKS": blocks, "CUFLASH_STORES_CAPTURED": int(stores)}
+        draft.add("around/captured.cu", tile, blocks, 0, ("stored",) if stores else ("cleared",), **options)
+
+    add_around(False)
+    shared_bytes = tile.shared_bytes(*draft.padded_dims(tile))
+    options = needs(()) | _sums((False, False, False, True))
+    for step, what in ((1, "largest"), (2, "added")):
+        draft.add(source, tile, m_blocks * splits, shared_bytes, (what,), **options, CUFLASH_NEEDS_CAPTURED=step)
+    add_around(True)
+    draft.reasons.append(f"{', '.join(names)}: sums in fixed point, whose order does not matter, in {8 * words} bytes")
 
 
 def _sizes(draft: Draft, tile: Tile) -> tuple[int, ...]:

@@ -159,7 +159,7 @@ def _compute(
 ) -> dict[str, Array]:
     """Results of the plain formula by name."""
     inputs = (arrays["q"], arrays["k"], arrays["v"])
-    keywords = {**optional(arrays), **random}
+    keywords = {**_read(problem, arrays), **random}
     out, lse = reference.forward(problem, *inputs, dtype=dtype, **keywords)
     results = {"out": out, "lse": lse}
     if "dout" in arrays:
@@ -170,9 +170,15 @@ def _compute(
     return results
 
 
+def _read(problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Any]:
+    """The terms, and what functions read."""
+    return {**optional(arrays), **{name: arrays[name] for name, _ in problem.captured}}
+
+
 def gradients_of(problem: Problem) -> tuple[str, ...]:
-    """All gradients that a problem has, names of `terms.GRADIENTS`."""
-    return tuple(name for name in GRADIENTS if name not in OF_OPTIONS or getattr(problem, OF_OPTIONS[name]) is not None)
+    """All gradients that a problem has, those of what its score reads last."""
+    own = (name for name in GRADIENTS if name not in OF_OPTIONS or getattr(problem, OF_OPTIONS[name]) is not None)
+    return (*own, *problem.captured_gradients)
 
 
 def _scales(
@@ -190,14 +196,15 @@ def _scales(
     dsinks2 = np.zeros(problem.num_heads)
     of_scores = reference.ScoreSums(problem, arrays, np.dtype(np.float64))
     has_part = reference.ScoreSums(problem, arrays, np.dtype(np.float64))
+    reads2 = {f"d{name}": np.zeros(operand.shape) for name, operand in problem.captured}
     scores = 0.0
     smallest = SMALLEST_WEIGHT[problem.softmax_dtype] / _ulp(problem.softmax_dtype)
 
     def grow(name: str, squares: Array) -> None:
         scales[name] = max(scales[name], math.sqrt(_max_finite(squares)))
 
-    for head in reference.each_head(problem, q, k, v, np.float64, **random, **optional(arrays)):
-        scores = max(scores, abs(problem.scale) * _max_finite(np.abs(head.Q) @ np.abs(head.K).T))
+    for head in reference.each_head(problem, q, k, v, np.float64, **random, **_read(problem, arrays)):
+        scores = max(scores, _slope_of(problem, head) * _max_finite(np.abs(head.Q) @ np.abs(head.K).T))
         visible = head.P != 0
         P2 = np.where(visible, np.maximum(head.P, smallest), 0) ** 2
         P_sink2 = np.where(head.P_sink != 0, np.maximum(head.P_sink, smallest), 0) ** 2
@@ -217,9 +224,11 @@ def _scales(
                 grow("dv", (P2 * Z2).T @ dO2)
                 dsinks2[head.index[1]] += (P_sink2 * (D2 + dL2)).sum()
                 of_scores.add(head, dS_bias2, dS_bias2 * (head.cap_slope * head.QK) ** 2, power=2)
+                for name, entry, derivative in head.reads:
+                    np.add.at(reads2[f"d{name}"].reshape(-1), entry, dS_bias2 * derivative**2)
                 has_part.add(head, visible.astype(np.float64), np.ones(()), power=0)
     sums = {name: total.value for name, total in of_scores.totals.items()}
-    for name, squares in {**sums, "dsinks": dsinks2}.items():
+    for name, squares in {**sums, **reads2, "dsinks": dsinks2}.items():
         if name in expected:
             grow(name, squares)
     noise = 1 + scales["lse"] + scores / min(1.0, problem.softcap or 1.0)
@@ -232,6 +241,11 @@ def _scales(
             shape = (*nonzero.shape, view_4d(expected[name], problem.layout).shape[-1])
             zeros[name] = reference.as_caller(problem, np.broadcast_to(~nonzero[..., None], shape))
     return scales, zeros, noise
+
+
+def _slope_of(problem: Problem, head: reference.Head) -> float:
+    """How fast scores follow products of q and k: a soft cap counts in units of its own."""
+    return abs(problem.scale) * (1.0 if problem.score is None else max(1.0, _max_finite(head.cap_slope)))
 
 
 def _ulp(dtype: Any) -> float:

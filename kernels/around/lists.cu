@@ -1,5 +1,5 @@
-// Lists which tiles of keys each tile of queries sees, or the other way round, from a block mask or a mask of bits and
-// all that else is known of whole tiles: common/schedule.cuh says how. A warp makes a list.
+// Lists which tiles of keys each tile of queries sees, or the other way round, from a block mask, a mask of bits or what
+// a function leaves of tiles, and all that else is known of whole tiles: common/schedule.cuh says how. A warp makes a list.
 #include "common/config.cuh"
 #include "common/fragments.cuh"
 #include "common/mask.cuh"
@@ -25,6 +25,18 @@ struct Count {
   }
 };
 
+// What two masks leave, of which each leaves so much.
+CUFLASH_DEVICE Pairs both(Pairs a, Pairs b) {
+  if (a == Pairs::kNone || b == Pairs::kNone) return Pairs::kNone;
+  return a == Pairs::kAll ? b : Pairs::kSome;
+}
+
+// What around/mask_tiles.cu found of a tile.
+CUFLASH_DEVICE Pairs pairs_of_function(const Params& params, u32 matrix, int m_block, int n_block) {
+  const i64 row = (i64)matrix * ceil_div(params.seqlen_q, kBlockM) + m_block;
+  return (Pairs)((const u8*)params.mask_blocks)[row * ceil_div(params.seqlen_k, kBlockN) + n_block];
+}
+
 CUFLASH_DEVICE void block_lists(const Params& params) {
   const int num_m_blocks = ceil_div(params.seqlen_q, kBlockM), num_n_blocks = ceil_div(params.seqlen_k, kBlockN);
   const int num_lists = kListsKeys ? num_m_blocks : num_n_blocks, length = kListsKeys ? num_n_blocks : num_m_blocks;
@@ -41,8 +53,12 @@ CUFLASH_DEVICE void block_lists(const Params& params) {
   const auto pairs_with = [&](int other) {
     if (other >= range.stop) return Pairs::kNone;
     const int m_block = kListsKeys ? block : other, n_block = kListsKeys ? other : block;
-    const Pairs left = kMaskByBits ? pairs_of(params, bits, batch, head, m_block, n_block)
-                                   : pairs_of(params, blocks, m_block, n_block);
+    Pairs left = Pairs::kAll;
+    if constexpr (kMaskByBits)
+      left = pairs_of(params, bits, batch, head, m_block, n_block);
+    else if constexpr (kHasBlockMask)
+      left = pairs_of(params, blocks, m_block, n_block);
+    if constexpr (kHasMaskFunction) left = both(left, pairs_of_function(params, matrix, m_block, n_block));
     const bool full = other >= range.full_start && other < range.full_stop;
     return left == Pairs::kAll && !full ? Pairs::kSome : left;
   };

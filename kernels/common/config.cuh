@@ -53,6 +53,9 @@ constexpr bool kLooksUpMask = kHasMask && !kMaskOfKeys && !kMaskByBits;  // each
 constexpr bool kHasBlockMask = CUFLASH_MASK_BLOCK_M > 0;
 constexpr int kMaskBlockM = kHasBlockMask ? CUFLASH_MASK_BLOCK_M : 1;  // queries of a block of the block mask
 constexpr int kMaskBlockN = kHasBlockMask ? CUFLASH_MASK_BLOCK_N : 1;  // and keys
+constexpr bool kHasScoreFunction = CUFLASH_HAS_SCORE_FUNCTION;  // of the caller, by common/functions.cuh
+constexpr bool kHasMaskFunction = CUFLASH_HAS_MASK_FUNCTION;
+#define CUFLASH_HAS_FUNCTIONS (CUFLASH_HAS_SCORE_FUNCTION || CUFLASH_HAS_MASK_FUNCTION)
 constexpr bool kHasLists = CUFLASH_HAS_LISTS;  // of tiles, by around/lists.cu
 constexpr bool kHasSinks = CUFLASH_HAS_SINKS;  // of the forward pass; the backward pass has in lse what they did
 constexpr bool kHasDropout = CUFLASH_HAS_DROPOUT;

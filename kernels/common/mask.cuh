@@ -1,6 +1,7 @@
 // Which pairs (query, key) are visible. See common/schedule.cuh for tiles that need no look at all.
 #pragma once
 #include "common/config.cuh"
+#include "common/functions.cuh"
 #include "common/params.cuh"
 #include "common/sequences.cuh"
 
@@ -56,6 +57,9 @@ struct Mask {
   i64 row_stride;
   i64 key_stride;
   BlockMask blocks;
+#if CUFLASH_HAS_MASK_FUNCTION
+  Functions functions;
+#endif
 
   CUFLASH_DEVICE Mask(const Params& params, Entry batch, int head, int key_stop_)
       : Mask(params, batch, head, key_stop_, own_diagonal_of(params, batch)) {}
@@ -69,6 +73,9 @@ struct Mask {
         row_stride(params.mask.row_stride),
         key_stride(params.mask.key_stride),
         blocks(params, batch, head) {
+#if CUFLASH_HAS_MASK_FUNCTION
+    functions = Functions(params, batch, head);
+#endif
     if constexpr (kLooksUpMask)
       bytes = (const u8*)params.mask.data + batch * params.mask.batch_stride + head * params.mask.head_stride;
   }
@@ -79,6 +86,9 @@ struct Mask {
     if constexpr (kHasLeftBound) seen = seen && key >= row + left_offset;
     if constexpr (kLooksUpMask) seen = seen && row < seqlen_q && bytes[row * row_stride + key * key_stride] != 0;
     if constexpr (kHasBlockMask) seen = seen && row < seqlen_q && blocks.has(row / kMaskBlockM, key / kMaskBlockN);
+#if CUFLASH_HAS_MASK_FUNCTION
+    seen = seen && functions.shows(row, key);
+#endif
     return seen;
   }
 };

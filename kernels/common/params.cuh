@@ -2,6 +2,10 @@
 // (cuflash/planning/argument.py); the byte counts of both must agree.
 #pragma once
 #include "common/config.cuh"
+#if CUFLASH_HAS_FUNCTIONS
+#include "common/score_functions.cuh"
+#include CUFLASH_FUNCTIONS  // what cuflash/score/program.py writes
+#endif
 
 // An operand whose last axis is contiguous; strides in elements.
 struct Tensor {
@@ -66,7 +70,7 @@ struct Params {
   void* key_lists;       // of i32: (list_batches, list_heads, m blocks, a list of tiles of keys)
   void* query_lists;     // of i32: (list_batches, list_heads, n blocks, a list of tiles of queries)
   void* mask_words;      // of u32: (list_batches, list_heads, queries / 64, keys / 64, words of a block)
-  void* mask_blocks;     // bytes: the same without words; Pairs of each block
+  void* mask_blocks;     // bytes: the same without words; Pairs of each block, or of each tile that a function hides
   void* score_partials;  // (tiles of dbias, score_splits, elements of a tile)
   void* sums_partials;   // (3, num_heads, batch, m blocks, sums_splits): of dalibi_slopes, dscale, dsoftcap
                          // Where blocks that own keys make these, common/key_sums.cuh says how both are laid out.
@@ -98,6 +102,13 @@ struct Params {
   double scale_float64;  // those of float64 problems
   double softcap_float64;
   double kept_scale_float64;
+#if CUFLASH_HAS_FUNCTIONS
+  Captured captured[max_of(kNumCaptured, 1)];   // arrays that functions of the caller read; axes that one has not: 1
+  Captured gradients[max_of(kNumCaptured, 1)];  // theirs: null where they are not wanted
+  // Scratch memory, see common/captured_gradients.cuh.
+  void* captured_sums;     // of i64: (words of a term, elements of all arrays whose gradients are wanted)
+  void* captured_largest;  // of u64: for each array the bits of a double
+#endif
 };
 
 CUFLASH_DEVICE Real scale_of(const Params& params) {

@@ -1,7 +1,9 @@
-// From the product q.k to the score that the softmax sees, as an exponent: scale, softcap, slopes, bias.
+// From the product q.k to the score that the softmax sees, as an exponent: scale, softcap, slopes, bias; or what a
+// function of the caller makes of it.
 #pragma once
 #include "common/config.cuh"
 #include "common/exponential.cuh"
+#include "common/functions.cuh"
 #include "common/params.cuh"
 #include "common/sequences.cuh"
 
@@ -21,6 +23,9 @@ struct Score {
   const void* bias;  // of this head
   i64 bias_row_stride;
   i64 bias_key_stride;
+#if CUFLASH_HAS_SCORE_FUNCTION
+  Functions functions;
+#endif
 
   CUFLASH_DEVICE Score(const Params& params, Entry batch, int head, int key_stop_)
       : Score(params, batch, head, key_stop_, own_diagonal_of(params, batch)) {}
@@ -37,6 +42,9 @@ struct Score {
         bias(nullptr),
         bias_row_stride(params.bias.row_stride),
         bias_key_stride(params.bias.key_stride) {
+#if CUFLASH_HAS_SCORE_FUNCTION
+    functions = Functions(params, batch, head);
+#endif
     if (kHasAlibi && !is_left_over(params, batch)) {
       const Tensor& slopes = params.alibi_slopes;
       const Real* slope = (const Real*)slopes.data + batch * slopes.batch_stride + head * slopes.head_stride;
@@ -50,9 +58,13 @@ struct Score {
 
   CUFLASH_DEVICE Real exponent_scale() const { return kFactorInExponent ? factor : 1; }
 
-  // The score of (row, key), and the derivative of the capped score in the scaled product (1 without softcap).
+  // The score of (row, key), and the derivative of the capped score, or that of a function, in the scaled product
+  // (1 without).
   CUFLASH_DEVICE Real of(Real product, int row, int key, Real& derivative) const {
     derivative = 1;
+#if CUFLASH_HAS_SCORE_FUNCTION
+    return functions.score(product * scale, row, key, derivative) * kExponentOfE;
+#endif
     if constexpr (kHasSoftcap) {
       product = kWide ? accurate_tanh(product * scale / softcap) : fast_tanh(product * cap_factor);
       derivative = 1 - product * product;

@@ -23,19 +23,39 @@ template <bool capped = false, class Scores, class Masks, int m_tiles, int n_til
 CUFLASH_DEVICE void to_scores(const Scores& score, const Masks& mask, Real (&s)[m_tiles][n_tiles][4], RowOf row_of,
                               int lane_key, Masked masked) {
   constexpr bool kAreScores = capped ? kFactorInExponent : kScaleInExponent;
-  if (!kAreScores || masked) {
+  const auto to_score = [&](int m, int n, int i) __attribute__((always_inline)) {
+    const int row = row_of(m, i), key = lane_key + 8 * n + i % 2;
+    Real derivative, &x = s[m][n][i];
+    x = capped ? score.with_addend(x, row, key) : score.of(x, row, key, derivative);
+    if (masked && !mask.visible(row, key)) x = -ptx::infinity();
+  };
+  if constexpr (CUFLASH_HAS_FUNCTIONS) {
+    // By keys: registers hold what a function reads of rows, but not of all keys as well.
+#pragma unroll
+    for (int n = 0; n < n_tiles; ++n)
+#pragma unroll
+      for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to_score(m, n, i);
+  } else if (!kAreScores || masked) {
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
       for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int row = row_of(m, i), key = lane_key + 8 * n + i % 2;
-          Real derivative, &x = s[m][n][i];
-          x = capped ? score.with_addend(x, row, key) : score.of(x, row, key, derivative);
-          if (masked && !mask.visible(row, key)) x = -ptx::infinity();
-        }
+        for (int i = 0; i < 4; ++i) to_score(m, n, i);
   }
+}
+
+// The weight of an exponent, less lse as one. Where a function makes scores, rows that do not exist have no weight
+// whatever it gives, and what has no weight has no derivative.
+CUFLASH_DEVICE Real weight_of(Real exponent, Real exponent_lse, Real& derivative) {
+  Real weight = warp_exponential(exponent);
+  if constexpr (kHasScoreFunction) {
+    if (exponent_lse == ptx::infinity()) weight = 0;
+    if (weight == 0) derivative = 0;
+  }
+  return weight;
 }
 
 // What makes weights of products in the backward pass, for one head: P = exp(score - lse).
@@ -53,8 +73,8 @@ struct Weights {
 
   // The weight of one pair, and the derivative of its score in the scaled product.
   CUFLASH_DEVICE Real of(Real product, int row, int key, bool masked, Real exponent_lse, Real& derivative) const {
-    return warp_exponential(masked_score(score, mask, product, row, key, masked, derivative) * exponent_scale -
-                            exponent_lse);
+    const Real exponent = masked_score(score, mask, product, row, key, masked, derivative) * exponent_scale;
+    return weight_of(exponent - exponent_lse, exponent_lse, derivative);
   }
 
   // Hides elements at once, in a branch of its own: scores, or products that are scores but for a positive factor.

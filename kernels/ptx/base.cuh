@@ -296,6 +296,13 @@ CUFLASH_DEVICE void reduce_add(float* address, float value) {
 CUFLASH_DEVICE void reduce_add(double* address, double value) {
   asm volatile("red.global.add.f64 [%0], %1;" ::"l"(address), "d"(value) : "memory");
 }
+// Thread. red.global.add.u64 and red.global.max.u64 (9.7.13.7).
+CUFLASH_DEVICE void reduce_add(u64* address, u64 value) {
+  asm volatile("red.global.add.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+CUFLASH_DEVICE void reduce_max(u64* address, u64 value) {
+  asm volatile("red.global.max.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
 // Thread. red.global.add.v4.f32 (9.7.13.7): four neighbours at a 16-byte aligned address; before sm_90, four
 // reductions.
 CUFLASH_DEVICE void reduce_add_x4(float* address, const float (&value)[4]) {

@@ -9,8 +9,10 @@
 //
 // A block owns a tile of dbias and walks over all that broadcasts: batch entries, heads, tiles of queries, tiles of
 // keys. For the other gradients it owns a tile of queries of one head and walks over the keys. Where that makes few
-// blocks, several share a walk, and around/scores_reduce.cu adds what they leave.
+// blocks, several share a walk, and around/scores_reduce.cu adds what they leave. Gradients of arrays that a function of
+// the caller reads are made on the same walk, by sums that have no order (common/captured_gradients.cuh).
 #include "common/backward.cuh"
+#include "common/captured_gradients.cuh"
 #include "common/config.cuh"
 #include "common/dropout.cuh"
 #include "common/operands.cuh"
@@ -148,6 +150,9 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
   set_zero(sums.dbias);
 #pragma unroll
   for (double& sum : sums.of) sum = 0;
+#if CUFLASH_NEEDS_CAPTURED
+  CapturedSums captured(params);
+#endif
 
   int stage = 0;
 #pragma unroll 1
@@ -187,7 +192,7 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
     const Real exponent_scale = score.exponent_scale(), kept_scale = kept_scale_of(params);
     const TileRange tiles = now.visible_keys(params, key_stop);
     const bool masked = now.n_block < tiles.full_start || now.n_block >= tiles.full_stop ||
-                        (kHasBlockMask && now.pairs_left(params) != Pairs::kAll);
+                        kHasMaskFunction || (kHasBlockMask && now.pairs_left(params) != Pairs::kAll);
     [[maybe_unused]] KeptWeights<false> kept;
     [[maybe_unused]] Real of_tile[kNumSums] = {};
 #pragma unroll
@@ -202,9 +207,12 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
           Real derivative;
           Real x = score.of(product, row, key, derivative);
           if (masked && !mask.visible(row, key)) x = -ptx::infinity();
-          const Real p = warp_exponential(x * exponent_scale - exponent_lse[m][i / 2]);
+          const Real p = weight_of(x * exponent_scale - exponent_lse[m][i / 2], exponent_lse[m][i / 2], derivative);
           const Real kept_dp = !kHasDropout || kept.keeps(n, i) ? dp[m][n][i] : 0;
           const Real ds = p * (kept_dp * kept_scale - delta[m][i / 2]);
+#if CUFLASH_NEEDS_CAPTURED
+          if (p != 0) captured.add(batch, head, product * score.scale, row, key, ds);
+#endif
           if constexpr (kNeedsDbias) sums.dbias[m][n][i] += ds;
           add_to_sums(of_tile, score, ds, derivative, product, row, key);
         }
@@ -214,6 +222,10 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
     if constexpr (kNumStages == 2) stage = 1 - stage;
   }
   ptx::copy_async_wait<0>();
+#if CUFLASH_NEEDS_CAPTURED
+  captured.finish();
+  return;
+#endif
   ptx::sync_block();
   if constexpr (kNeedsDbias)
     finish_dbias(params, result, index, split, sums);

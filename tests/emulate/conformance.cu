@@ -328,6 +328,13 @@ CUFLASH_DEVICE void add_to_sums(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(reduce_add, Params, kBlock, 1, add_to_sums)
 
+CUFLASH_DEVICE void add_to_integers(const Params& params) {
+  const u64 value = source_of<u64>(params)[global_thread_index(kBlock)];
+  ptx::reduce_add(destination_of<u64>(params), value);
+  ptx::reduce_max(destination_of<u64>(params) + 1, value);
+}
+CUFLASH_DEFINE_KERNEL(reduce_integers, Params, kBlock, 1, add_to_integers)
+
 CUFLASH_DEVICE void add_to_four_sums(const Params& params) {
   const float value = source_of<float>(params)[global_thread_index(kBlock)];
   const float values[4] = {value, 2 * value, 3 * value, 4 * value};

@@ -413,6 +413,13 @@ def check_reduce_add(run):
     _check_reduction(run, "reduce_add")
 
 
+def check_reduce_integers(run):
+    values = np.random.default_rng(7).integers(0, 2**64, 3 * BLOCK, np.uint64)
+    start = np.array([2**63 + 5, 2**40], np.uint64)
+    got = run("reduce_integers", source=values, destination=start.copy(), count=2, grid=3)
+    assert got[0] == np.append(values, start[0]).sum() and got[1] == max(start[1], values.max())
+
+
 def check_reduce_add_x4(run):
     _check_reduction(run, "reduce_add_x4")
 

@@ -328,7 +328,8 @@ def test_kernel_directory(tmp_path, place, is_found):
     sources = Path(compiler.__file__).parent
     modules = [path.name for path in sources.glob("*.py")]
     write_files(package, {name: (sources / name).read_bytes() for name in modules})
-    shutil.copytree(sources / "planning", package / "planning")
+    for folder in ("planning", "score"):
+        shutil.copytree(sources / folder, package / folder)
     write_files(package, {"__init__.py": b""})
     write_files(tmp_path / "site" / "kernels", {"__init__.py": b""})
     write_files(tmp_path / place, {"ptx/base.cuh": b""})

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import flash_attention, host
+from cuflash import flash_attention, host, preparation
 
 
 @pytest.fixture
@@ -42,7 +42,8 @@ def gpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuflash.launch", launch)
     monkeypatch.setattr(cuflash, "launch", launch, raising=False)
     backends = {"cupy": launch, "numpy": host}
-    monkeypatch.setattr(flash_attention, "_backend", backends.__getitem__)
+    for module in (flash_attention, preparation):
+        monkeypatch.setattr(module, "_backend", backends.__getitem__)
     return SimpleNamespace(calls=calls, Array=DeviceArray, launch=launch)
 
 

@@ -32,6 +32,7 @@ SCALARS = {
 def structs_of(text):
     """Name -> [(type, name of the field)] of every struct in a header."""
     text = re.sub(r"//[^\n]*", "", text)
+    text = re.sub(r"#if CUFLASH_HAS_FUNCTIONS\n.*?#endif\n", "", text, flags=re.DOTALL)  # what follows in such kernels
     structs: dict[str, list[tuple[str, str]]] = {}
     for name, body in re.findall(r"struct (\w+) \{(.*?)\};", text, re.DOTALL):
         structs[name] = []

@@ -28,6 +28,7 @@ from cuflash.planning.sm90.tiles import (
 from cuflash.planning.tiles import Tile, round_up
 from cuflash.terms import DEFAULT_NEED
 from tests.problems import ARCHS, biased, blocks_of, is_served, masked, problem_of
+from tests.scored import of_functions
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -414,12 +415,14 @@ def test_kernels_are_told_all_that_they_ask_for():
     given = set()
     float32 = problem_of(1024, 1024, dtype="float32")
     plain = (problem_of(), problem_of(deterministic=True), problem_of(1, 2**16), problem_of(16, 2**16))
-    for problem in (*plain, float32, blocks_of(1024), masked(64), biased(64, "bfloat16")):
+    functions = of_functions(("distance", "documents"), "float32", 64)
+    for problem in (*plain, float32, blocks_of(1024), masked(64), biased(64, "bfloat16"), functions):
         for pass_ in PASSES:
             for arch in ("8.0", "9.0"):
                 need: tuple[str, ...] = DEFAULT_NEED
                 if pass_ == "backward" and (problem.dtype == "float32" or problem.bias is not None):
                     need = ("dk", "dscale") if problem.bias is None else ("dbias",)
+                    need += problem.captured_gradients
                 for kernel in choose_plan(problem, DeviceSpec.for_arch(arch), pass_, need=need).kernels:
                     given |= {name for name, _ in kernel.defines}
                     assert kernel.source in text

@@ -111,6 +111,8 @@ float round_to_tf32(float x);
 
 void reduce_add(float* address, const float* values, u32 count, Site site);
 void reduce_add(double* address, const double* values, u32 count, Site site);
+void reduce_add(u64* address, u64 value, Site site);
+void reduce_max(u64* address, u64 value, Site site);
 
 void wait_for_count(const u32* counter, u32 count, Site site);
 void add_to_count(u32* counter, Site site);

@@ -389,5 +389,10 @@ void reduce(T* address, const T* values, u32 count, Site site) {
 
 void reduce_add(float* address, const float* values, u32 count, Site site) { reduce(address, values, count, site); }
 void reduce_add(double* address, const double* values, u32 count, Site site) { reduce(address, values, count, site); }
+void reduce_add(u64* address, u64 value, Site site) { reduce(address, &value, 1, site); }
+void reduce_max(u64* address, u64 value, Site site) {
+  const u64 more = value > *address ? value - *address : 0;
+  reduce(address, &more, 1, site);
+}
 
 }  // namespace emulator

@@ -1,0 +1,198 @@
+"""What can be had before a call: its plan, its kernels compiled, and tiles tuned for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from cuflash import host, interop, progress
+from cuflash.binding import INPUTS, PASSES
+from cuflash.captured import check_given, gradient_names
+from cuflash.options import Options
+from cuflash.results import Array, checked_passes, needed
+from cuflash.terms import DEFAULT_NEED, GRADIENTS, PassArrays, Terms, checked
+
+if TYPE_CHECKING:
+    from cuflash.host import CpuPlan
+    from cuflash.launch import Plans
+    from cuflash.tuning import Tuning
+
+
+class Preparation:
+    """The methods of `cuflash.FlashAttention` that compute nothing."""
+
+    __slots__ = ("options",)
+
+    options: Options
+
+    def plan(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        need: Collection[str] = DEFAULT_NEED,
+        **arrays: Array,
+    ) -> CpuPlan | Plans:
+        """What `forward` and `backward` would run on these arrays, and why; nothing is computed.
+
+        Parameters
+        ----------
+        q, k, v : array
+            As `forward` takes them; only shapes, strides and dtypes matter.
+        need : collection of str, default ("dq", "dk", "dv")
+            Gradients that `backward` is to give.
+        **arrays : array, optional
+            The other arrays of `forward` and of `backward`, by the names of their arguments: bias, mask and so on, and
+            dout, out, dq and so on, which count as contiguous without it; and those that `score` and `mask` read. With
+            a block_table there is no backward pass.
+
+        Returns
+        -------
+        CpuPlan or cuflash.launch.Plans
+            For arrays in host memory or on a GPU; ``describe()`` of either says it in words.
+
+        Raises
+        ------
+        TypeError, ValueError, NotImplementedError, ImportError
+            As `forward` does.
+        """
+        of_functions = gradient_names(self.options)
+        given = {"q": q, "k": k, "v": v} | self._checked("plan", PassArrays, arrays, of_functions)
+        results = {name: given.get(name) for name in (*GRADIENTS, *of_functions)}
+        need = needed(need, given | {"softcap": self.options.softcap}, results, of_functions)
+        borrowed = interop.borrow(given, required=INPUTS)
+        plans: CpuPlan | Plans = _backend(borrowed.kind).plan(self.options, borrowed.arrays, need)
+        return plans
+
+    def compile(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        need: Collection[str] = DEFAULT_NEED,
+        **terms: Array,
+    ) -> None:
+        """Have everything ready that `forward` and `backward` of such arrays need: later calls compile nothing.
+
+        Wanted before something is timed, or before a CUDA graph is captured: then within the memory pool of the graph's
+        own that the capture uses too, which a replay goes on writing to, scratch memory included. For arrays in host
+        memory the arguments are checked and there is nothing else to do.
+
+        Parameters
+        ----------
+        q, k, v : array
+            As `forward` takes them; only shapes, strides and dtypes matter.
+        need : collection of str, default ("dq", "dk", "dv")
+            Gradients that `backward` is to give.
+        **terms : array, optional
+            bias, mask and so on, as `forward` takes them, and what `score` and `mask` read. With a block_table there is
+            no backward pass.
+
+        Raises
+        ------
+        TypeError, ValueError, NotImplementedError, ImportError
+            As `forward` does.
+        """
+        arrays = {"q": q, "k": k, "v": v} | self._checked("compile", Terms, terms)
+        of_functions = gradient_names(self.options)
+        absent = dict.fromkeys((*GRADIENTS, *of_functions))
+        need = needed(need, arrays | {"softcap": self.options.softcap}, absent, of_functions)
+        borrowed = interop.borrow(arrays, required=INPUTS)
+        _backend(borrowed.kind).compile(self.options, borrowed.arrays, need)
+
+    def tune(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        dout: Array | None = None,
+        seed: int | None = None,
+        offset: int | None = None,
+        passes: Collection[str] = PASSES,
+        remember: bool = True,
+        forget: bool = False,
+        **terms: Array,
+    ) -> Tuning | None:
+        """Time tiles that might be faster for these arrays than those of the tables, and remember the fastest.
+
+        Takes seconds to minutes, most of them for compiling some tens of kernels, and memory for two sets of results;
+        shows a bar where standard error is a terminal. The results of each candidate are held against those of the
+        table's row before it is timed: the median of several runs, the L2 cache filled with other data before each.
+
+        What was found is remembered in a file beside the compiled kernels (``python -m cuflash info`` says where), for
+        this device, these sources, and problems of the same dtype, head dimensions, options, mask, alignment and size,
+        up to the next power of two. From then on `forward`, `backward` and `compile` use it, in this process and in
+        those that start later, and `plan` says so. Tiles of another size add up the same products in another order: the
+        bits of the results may differ from those before, errors stay within the same bounds.
+
+        Parameters
+        ----------
+        q, k, v : array
+            As `forward` takes them, on a GPU.
+        dout : array, optional
+            As `backward` takes it; out by default.
+        seed, offset : int, optional
+            Of dropout; 0 by default.
+        passes : collection of str, default ("forward", "backward")
+            Which to tune.
+        remember : bool, default True
+            Whether to write the file. Without it nothing changes.
+        forget : bool, default False
+            Instead of tuning, remove what is remembered for such arrays.
+        **terms : array, optional
+            bias, mask and so on, as `forward` takes them, and what `score` and `mask` read. With a block_table there is
+            no backward pass.
+
+        Returns
+        -------
+        cuflash.tuning.Tuning or None
+            ``forward`` and ``backward`` have the candidates, the winner and its gain, and ``describe()`` says it in
+            words. None with `forget`.
+
+        Raises
+        ------
+        NotImplementedError
+            Arrays in host memory: the CPU path has nothing to tune. And as `forward` does.
+        TypeError, ValueError, ImportError
+            As `forward` does.
+        """
+        wanted = checked_passes(passes)
+        arrays = {"q": q, "k": k, "v": v} | self._checked("tune", Terms, terms) | {"dout": dout}
+        if arrays.get("block_table") is not None and "forward" in wanted:
+            wanted = ("forward",)
+        random = self.options.random(*((0 if x is None else x) for x in (seed, offset)))
+        borrowed = interop.borrow(arrays, required=INPUTS)
+        if borrowed.kind != "cupy":
+            host.compile(self.options, {name: x for name, x in borrowed.arrays.items() if name != "dout"})
+            raise NotImplementedError(
+                "q: got an array in host memory, expected one on a GPU: the CPU path has no tiles to tune"
+            )
+        from cuflash import stopwatch
+
+        if forget:
+            stopwatch.forget(self.options, borrowed.arrays, wanted)
+            return None
+        return stopwatch.tune(
+            self.options, borrowed.arrays, random=random, passes=wanted, remember=remember, bar=progress.bar
+        )
+
+    def _checked(self, method: str, kind: type, given: dict[str, Any], results: tuple[str, ...] = ()) -> dict[str, Any]:
+        """The arrays of a typed dictionary, and those of functions, by name; None for those that are not given."""
+        own = {name: x for name, x in given.items() if name in kind.__annotations__}
+        others = {name: x for name, x in given.items() if name not in own}
+        return checked(method, kind, own) | check_given(method, self.options, others, results)
+
+
+@functools.cache
+def _backend(kind: interop.Kind) -> ModuleType:
+    """The module that computes with arrays of one kind; importing that of CuPy's imports CuPy."""
+    if kind == "numpy":
+        return host
+    from cuflash import launch
+
+    return launch

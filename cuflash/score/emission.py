@@ -1,0 +1,131 @@
+"""Expressions with kinds as CUDA text: functions of a pair (query, key), for `Real`, which is float or double.
+
+Integers are 32-bit where bounds prove that they fit, for any lengths that there may be, and 64-bit elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from cuflash.score.intervals import EVERY_INTEGER, Bounds, all_bounds
+from cuflash.score.nodes import FUNCTIONS, INFIX, Node, in_order
+
+INT32 = (-(2**31), 2**31 - 1)
+MOST_ROWS = 2**30  # of queries and of keys: `problem.MAX_SEQLEN`
+OF_DTYPES: Mapping[str, Bounds] = {"bool": (0, 1), "int32": INT32, "int64": EVERY_INTEGER}
+OF_INPUTS: Mapping[str, Bounds] = {
+    "s": (math.nan, math.nan),
+    "i": (0, MOST_ROWS),
+    "j": (0, MOST_ROWS),
+    "head": (0, INT32[1]),
+    "batch": (0, INT32[1]),
+}
+ELEMENTS = {
+    "bool": "u8", "int32": "i32", "int64": "i64", "float16": "Float16", "bfloat16": "BFloat16", "float32": "float",
+    "float64": "double",
+}  # fmt: skip
+
+
+def real_literal(value: float) -> str:
+    if math.isnan(value):
+        return "score_nan()"
+    if math.isinf(value):
+        return "-score_infinity()" if value < 0 else "score_infinity()"
+    return f"(Real){value!r}"
+
+
+def integer_literal(value: int) -> str:
+    if INT32[0] < value <= INT32[1]:
+        return str(value) if value >= 0 else f"({value})"
+    return f"(i64){value}ll" if value > EVERY_INTEGER[0] else "(-9223372036854775807ll - 1)"
+
+
+class Writer:
+    """The lines of a function body that compute nodes, each once.
+
+    Parameters
+    ----------
+    roots : sequence of Node
+        What the body computes, all of it.
+    arrays : mapping of str to (int, str)
+        By name, which of the parameters an array is, and its dtype.
+    """
+
+    def __init__(self, roots: Sequence[Node], arrays: Mapping[str, tuple[int, str]]) -> None:
+        self.arrays = arrays
+        self.names: dict[Node, str] = {}
+        self.lines: list[str] = []
+        bounds: dict[Node, Bounds] = {}
+        for root in roots:
+            if root not in bounds:
+                bounds |= all_bounds(root, OF_INPUTS, lambda name, _: OF_DTYPES.get(arrays[name][1], (math.nan,) * 2))
+        self.bounds = bounds
+        for root in roots:
+            for at in in_order([root]):
+                if at not in self.names:
+                    self.names[at] = self._named(at)
+
+    def text(self, at: Node) -> str:
+        """How the value of a node is written behind the lines."""
+        return self.names[at]
+
+    def type_of(self, at: Node) -> str:
+        if at.kind != "int":
+            return "bool" if at.kind == "bool" else "Real"
+        low, high = self.bounds[at]
+        return "int" if INT32[0] <= int(low) and int(high) <= INT32[1] else "i64"
+
+    def _named(self, at: Node) -> str:
+        if at.op == "constant":
+            if at.kind == "float":
+                return real_literal(float(_number(at)))
+            return integer_literal(int(_number(at))) if at.kind == "int" else str(bool(at.payload)).lower()
+        if at.op == "input":
+            return str(at.payload)
+        name = f"t{len(self.lines)}"
+        self.lines.append(f"const {self.type_of(at)} {name} = {self._expression(at)};")
+        return name
+
+    def _expression(self, at: Node) -> str:
+        args = [self.names[arg] for arg in at.args]
+        own = self.type_of(at)
+        if at.kind == "int" and own == "i64" and at.op not in ("load", "floor"):
+            args = [f"(i64){x}" if arg.kind == "int" else x for x, arg in zip(args, at.args, strict=True)]
+        if at.op == "load":
+            return self._load(at, args)
+        if at.op == "cast":
+            return f"{args[0]} != 0" if at.kind == "bool" else f"({own}){args[0]}"
+        if at.op in ("floordiv", "mod"):
+            return f"score_{at.op}({args[0]}, {args[1]})"
+        if at.op == "pow":
+            return f"score_pow({args[0]}, {args[1]})"
+        if at.op in INFIX:
+            sign = INFIX[at.op]
+            return f"{args[0]} {sign} {args[1]}"
+        if at.op == "neg":
+            return f"-{args[0]}"
+        if at.op == "not":
+            return f"!{args[0]}"
+        if at.op == "where":
+            return f"{args[0]} ? {args[1]} : {args[2]}"
+        if at.op in ("min", "max"):
+            return f"score_{at.op}({args[0]}, {args[1]})"
+        if at.op in (*FUNCTIONS, "abs", "floor", "product"):
+            return f"score_{at.op}({', '.join(args)})"
+        raise AssertionError(at.op)
+
+    def _load(self, at: Node, args: list[str]) -> str:
+        index, dtype = self.arrays[str(at.payload)]
+        return f"score_load<{ELEMENTS[dtype]}>(arrays[{index}]{''.join(f', {x}' for x in args)})"
+
+
+def _number(at: Node) -> Any:
+    return at.payload
+
+
+def body(roots: Sequence[Node], arrays: Mapping[str, tuple[int, str]], last: Callable[[Writer], list[str]]) -> str:
+    """The body of a function: the lines that compute nodes, and those that `last` makes of their names."""
+    writer = Writer(roots, arrays)
+    return "".join(f"  {line}\n" for line in (*writer.lines, *last(writer)))

@@ -1,0 +1,228 @@
+"""Functions of a caller, traced: what they are before a call, and what a call makes of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from cuflash.score.derivatives import derivatives, loads_of
+from cuflash.score.emission import ELEMENTS, Writer, body
+from cuflash.score.evaluation import as_captured, evaluate
+from cuflash.score.kinds import cast, with_kinds
+from cuflash.score.nodes import Node, in_order, node, shown
+from cuflash.score.tracing import OF_PAIRS, trace
+
+Array = NDArray[Any]
+What = Literal["score", "mask"]
+
+PAIR = "const Captured* arrays, Real s, int i, int j, int head, int batch"  # in CUDA text
+POSITIONAL: Mapping[What, tuple[str, ...]] = {"score": ("s", "i", "j"), "mask": ("i", "j")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """A function of a score or a mask, as the expression that it returns.
+
+    Those with the same expression are equal. Pickled, it is the expression, without the function.
+    """
+
+    what: What
+    root: Node
+    arrays: tuple[str, ...]  # that it takes
+    function: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], what: What) -> Traced:
+        """The function, traced. Raises TypeError, with the line, for what cannot be."""
+        root, arrays = trace(function, what, POSITIONAL[what])
+        return cls(what=what, root=root, arrays=arrays, function=function)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return functools.partial(Traced, what=self.what, root=self.root, arrays=self.arrays), ()
+
+    def __repr__(self) -> str:
+        return f"<{self.what} {shown([('', self.root)])!r}>".replace("\\n", "; ")
+
+    def depends_on(self, *inputs: str) -> bool:
+        """Whether any of these inputs is in the expression."""
+        return any(at.op == "input" and at.payload in inputs for at in in_order([self.root]))
+
+    def __call__(self, inputs: Mapping[str, Any], arrays: Mapping[str, Array], dtype: DTypeLike) -> Any:
+        """The function itself on NumPy arrays; where there is none any more, the expression."""
+        if self.function is None:
+            return evaluate([self.with_kinds(arrays)], inputs, arrays, dtype)[0]
+        keywords = {name: as_captured(arrays[name], dtype) for name in self.arrays}
+        asked = _asked(self.function)
+        keywords |= {name: inputs[name] for name in OF_PAIRS if name in asked}
+        with np.errstate(all="ignore"):
+            return np.asarray(self.function(*(inputs[name] for name in POSITIONAL[self.what]), **keywords))
+
+    def with_kinds(self, arrays: Mapping[str, Any]) -> Node:
+        """The expression for arrays of such axes and dtypes: of a real number, or of a condition."""
+        kinds = {name: (arrays[name].ndim, arrays[name].dtype.name) for name in self.arrays}
+        return _with_kinds(self, tuple(kinds.items()))
+
+
+def _asked(function: Callable[..., Any]) -> tuple[str, ...]:
+    import inspect
+
+    return tuple(inspect.signature(function).parameters)
+
+
+def _with_kinds(traced: Traced, kinds: tuple[tuple[str, tuple[int, str]], ...]) -> Node:
+    return cast(with_kinds(traced.root, dict(kinds)), "float" if traced.what == "score" else "bool")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """One way in which a score reads an array of real numbers: the node, and the score's derivative by it."""
+
+    at: Node
+    derivative: Node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What a call computes of its functions, for the dtypes of its arrays.
+
+    Attributes
+    ----------
+    score, mask : Node or None
+        The score and whether a pair is visible, with kinds.
+    by_s : Node or None
+        The derivative of the score by the scaled product.
+    arrays : tuple of (str, int, str)
+        Name, number of axes and dtype of all that the functions read.
+    loads : mapping of str to tuple of Loaded
+        By the name of an array of real numbers, how the score reads it.
+    """
+
+    score: Node | None
+    mask: Node | None
+    by_s: Node | None
+    arrays: tuple[tuple[str, int, str], ...]
+    loads: Mapping[str, tuple[Loaded, ...]]
+
+    def describe(self) -> str:
+        """The expressions, a line each."""
+        named = [] if self.score is None or self.by_s is None else [("score", self.score), ("d score / d s", self.by_s)]
+        for loads in self.loads.values():
+            for load in loads:
+                named.append((f"d score / d {shown([('', load.at)])} [{index_class(load.at)}]", load.derivative))
+        if self.mask is not None:
+            named.append(("mask", self.mask))
+        return shown(named)
+
+    def header(self, wanted: Collection[str] = ()) -> str:
+        """CUDA text: functions of a pair, of the arrays in their order; derivatives by those that are `wanted`."""
+        arrays = {name: (index, dtype) for index, (name, _, dtype) in enumerate(self.arrays)}
+        text = f"constexpr int kNumCaptured = {len(arrays)};\n"
+        if self.score is not None and self.by_s is not None:
+            value, slope = self.score, self.by_s
+            text += f"CUFLASH_DEVICE Real score_function({PAIR}, Real& by_s) {{\n"
+
+            def both(writer: Writer) -> list[str]:
+                return [f"by_s = {writer.text(slope)};", f"return {writer.text(value)};"]
+
+            text += body([value, slope], arrays, both) + "}\n"
+        if self.mask is not None:
+            visible = self.mask
+            text += "CUFLASH_DEVICE bool mask_function(const Captured* arrays, int i, int j, int head, int batch) {\n"
+            text += body([visible], arrays, lambda writer: [f"return {writer.text(visible)};"]) + "}\n"
+        return text + self._derivatives(arrays, wanted) if wanted else text
+
+    def _derivatives(self, arrays: Mapping[str, tuple[int, str]], wanted: Collection[str]) -> str:
+        """The functions of gradients of arrays."""
+        reads = [(name, load) for name, loads in self.loads.items() if name in wanted for load in loads]
+        numbers = ", ".join(str(arrays[name][0]) for name, _ in reads)
+        of_head = ", ".join(str(int(index_class(load.at) == "head")) for _, load in reads)
+
+        def visits(writer: Writer) -> list[str]:
+            lines = []
+            for number, (name, load) in enumerate(reads):
+                indices = "".join(f", {writer.text(index)}" for index in load.at.args)
+                place = f"score_place<0>(arrays[{arrays[name][0]}], (i64)0{indices})"
+                lines.append(f"visit(Integer<{number}>{{}}, {place}, {writer.text(load.derivative)});")
+            return lines
+
+        roots = [*(index for _, load in reads for index in load.at.args), *(load.derivative for _, load in reads)]
+        of_array = "CUFLASH_DEVICE constexpr {} {}(int read) {{ constexpr int of[] = {{{}}}; return of[read]; }}\n"
+        cases = "".join(
+            f"  if (array == {arrays[name][0]}) score_put({ELEMENTS[arrays[name][1]]}(), data, at, value);\n"
+            for name in self.loads
+            if name in wanted
+        )
+        return (
+            f"constexpr int kNumReads = {len(reads)};\n"
+            + of_array.format("int", "array_of_read", numbers)
+            + of_array.format("bool", "is_read_of_head", of_head)
+            + f"template <class Visit>\nCUFLASH_DEVICE void score_derivatives({PAIR}, Visit visit) {{\n"
+            + body(roots, arrays, visits)
+            + "}\nCUFLASH_DEVICE void store_gradient(int array, void* data, i64 at, Real value) {\n"
+            + cases
+            + "}\n"
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def program_of(score: Traced | None, mask: Traced | None, arrays: tuple[tuple[str, int, str], ...]) -> Program:
+    """The program of functions for arrays with such numbers of axes and dtypes.
+
+    Raises TypeError and ValueError where they do not fit the functions.
+    """
+    kinds = tuple((name, (num_axes, dtype)) for name, num_axes, dtype in arrays)
+    root = by_s = None
+    loads: dict[str, tuple[Loaded, ...]] = {}
+    if score is not None:
+        root = _with_kinds(score, kinds)
+        by_name = {name: [at for at in loads_of(root, name) if at.kind == "float"] for name, _, _ in arrays}
+        reads = [at for found in by_name.values() for at in found]
+        by_s, *slopes = derivatives(root, [node("input", (), "s", "float"), *reads])
+        of_load = dict(zip(reads, slopes, strict=True))
+        loads = {
+            name: tuple(Loaded(at=at, derivative=of_load[at]) for at in found)
+            for name, found in by_name.items()
+            if found
+        }
+    visible = None if mask is None else _with_kinds(mask, kinds)
+    return Program(score=root, mask=visible, by_s=by_s, arrays=arrays, loads=loads)
+
+
+def index_class(load: Node) -> str:
+    """How an array is read: "head" (or batch, or a constant), "i", "j", "i - j", "i, j" or "gather"."""
+    by_difference = {at for at in in_order(load.args) if _is_difference(at)}
+    used = _inputs_outside(load.args, by_difference)
+    if "s" in used:
+        return "gather"
+    if not used & {"i", "j"}:
+        return "i - j" if by_difference else "head"
+    if by_difference or used >= {"i", "j"}:
+        direct = [arg for arg in load.args if arg.op == "input" and arg.payload in ("i", "j")]
+        others = [arg for arg in load.args if arg not in direct]
+        of_others = {at.payload for at in in_order(others) if at.op == "input"}
+        return "i, j" if len(direct) == 2 and not of_others & {"i", "j"} else "gather"
+    return "i" if "i" in used else "j"
+
+
+def _is_difference(at: Node) -> bool:
+    names = [arg.payload for arg in at.args if arg.op == "input"]
+    return at.op == "sub" and sorted(map(str, names)) == ["i", "j"]
+
+
+def _inputs_outside(roots: Sequence[Node], apart: set[Node]) -> set[str]:
+    """The inputs that nodes are made of, but through the nodes `apart`."""
+    found, pending, seen = set(), list(roots), set()
+    while pending:
+        at = pending.pop()
+        if at in apart or at in seen:
+            continue
+        seen.add(at)
+        if at.op == "input":
+            found.add(str(at.payload))
+        pending += at.args
+    return found

@@ -1,0 +1,126 @@
+// Gradients of arrays that a score reads: sums of fixed point, which do not depend on the order of additions.
+//
+// One launch finds the largest term of each array, the next one adds terms as multiples of a power of two by which no
+// sum overflows: 2^62 such units are more than as many terms as there can be, of that size. So each term is off by at
+// most half a unit, which is 2^-61 of the largest term times the number of terms (of which each factor is rounded up to
+// a power of two). For float64 a second word has what the first one leaves of a term.
+#pragma once
+#include "common/config.cuh"
+#include "common/fragments.cuh"
+#include "common/params.cuh"
+
+constexpr int kFindsLargest = 1, kAddsTerms = 2;  // values of CUFLASH_NEEDS_CAPTURED
+constexpr int kTermWords = sizeof(Real) == 8 ? 2 : 1;
+constexpr int kTermBits = 61;
+
+#if CUFLASH_NEEDS_CAPTURED
+// Elements of an array, and where its sums begin among those of all arrays whose gradients are wanted.
+CUFLASH_DEVICE i64 elements_of(const Captured& array) {
+  return array.size[0] * array.size[1] * array.size[2] * array.size[3];
+}
+CUFLASH_DEVICE i64 first_sum_of(const Params& params, int array) {
+  i64 first = 0;
+  for (int i = 0; i < array; ++i)
+    if (params.gradients[i].data != nullptr) first += elements_of(params.captured[i]);
+  return first;
+}
+CUFLASH_DEVICE i64* captured_sums_of(const Params& params, int word) {
+  return (i64*)params.captured_sums + word * first_sum_of(params, kNumCaptured);
+}
+CUFLASH_DEVICE u64* captured_largest_of(const Params& params) { return (u64*)params.captured_largest; }
+
+CUFLASH_DEVICE int ceil_log2(int n) { return n > 1 ? 32 - (int)ptx::leading_zeros((u32)(n - 1)) : 0; }
+// Of how many terms there can be in a sum.
+CUFLASH_DEVICE int term_count_log2(const Params& params) {
+  return ceil_log2(kIsPacked ? 1 : params.batch) + ceil_log2(params.num_heads) + ceil_log2(params.seqlen_q) +
+         ceil_log2(params.seqlen_k) + ceil_log2(kNumReads);
+}
+
+// 2^n, for |n| < 1023.
+CUFLASH_DEVICE double power_of_two(int n) { return ptx::double_of((u64)(1023 + n) << 52); }
+
+// How terms of an array become words.
+struct TermScale {
+  double first, second;  // units of the first word in 1, and of the second word in one of these
+
+  CUFLASH_DEVICE TermScale(const Params& params, int array) {
+    const int count = term_count_log2(params);
+    const int exponent = (int)(captured_largest_of(params)[array] >> 52) - 1022;  // the largest is less than 2^it
+    const int first_bits = kTermBits - count - exponent;
+    first = power_of_two(first_bits > 1000 ? 1000 : first_bits < -1000 ? -1000 : first_bits);
+    second = power_of_two(kTermBits > count ? kTermBits - count : 0);
+  }
+  CUFLASH_DEVICE static i64 rounded(double x) { return (i64)(x + (x < 0 ? -0.5 : 0.5)); }
+  CUFLASH_DEVICE void words(Real term, i64 (&word)[kTermWords]) const {
+    const double units = (double)term * first;
+    word[0] = rounded(units);
+    if constexpr (kTermWords == 2) word[1] = rounded((units - (double)word[0]) * second);
+  }
+  CUFLASH_DEVICE double value(const i64 (&word)[kTermWords]) const {
+    double units = (double)word[0];
+    if constexpr (kTermWords == 2) units += (double)word[1] / second;
+    return units / first;
+  }
+};
+
+// What a lane has of the walk of its block, all of whose pairs are of one head: the largest terms of each way in which
+// the score reads an array; or sums, of reads that do not depend on the pair. Others are added term by term.
+struct CapturedSums {
+  const Params& params;
+  double largest[max_of(kNumReads, 1)];
+  i64 own[max_of(kNumReads, 1)][kTermWords];
+  i64 own_place[max_of(kNumReads, 1)];
+
+  CUFLASH_DEVICE explicit CapturedSums(const Params& params_) : params(params_) {
+#pragma unroll
+    for (int read = 0; read < kNumReads; ++read) {
+      largest[read] = 0;
+      own_place[read] = -1;
+#pragma unroll
+      for (i64& word : own[read]) word = 0;
+    }
+  }
+
+  // A pair with a weight, and the gradient of its score.
+  CUFLASH_DEVICE void add(int batch, int head, Real s, int row, int key, Real ds) {
+    score_derivatives(params.captured, s, row, key, head, batch, [&](auto read, i64 place, Real derivative) {
+      constexpr int kRead = decltype(read)::value, kArray = array_of_read(kRead);
+      const Real term = ds * derivative;
+      if constexpr (CUFLASH_NEEDS_CAPTURED == kFindsLargest) {
+        // A NaN makes results NaN, as an infinity does.
+        const double magnitude = term == term ? (double)(term < 0 ? -term : term) : (double)ptx::infinity();
+        if (magnitude > largest[kRead]) largest[kRead] = magnitude;
+      } else {
+        i64 word[kTermWords];
+        TermScale(params, kArray).words(term, word);
+        if constexpr (is_read_of_head(kRead)) {
+          own_place[kRead] = place;
+#pragma unroll
+          for (int i = 0; i < kTermWords; ++i) own[kRead][i] += word[i];
+        } else {
+          add_words(kArray, place, word);
+        }
+      }
+    });
+  }
+
+  CUFLASH_DEVICE void finish() {
+    repeat<kNumReads>([&](auto read) {
+      constexpr int kRead = decltype(read)::value, kArray = array_of_read(kRead);
+      if constexpr (CUFLASH_NEEDS_CAPTURED == kFindsLargest) {
+        if (largest[kRead] > 0) ptx::reduce_max(captured_largest_of(params) + kArray, ptx::bits_of(largest[kRead]));
+      } else if constexpr (is_read_of_head(kRead)) {
+        if (own_place[kRead] >= 0) add_words(kArray, own_place[kRead], own[kRead]);
+      }
+    });
+  }
+
+ private:
+  CUFLASH_DEVICE void add_words(int array, i64 place, const i64 (&word)[kTermWords]) const {
+    const i64 at = first_sum_of(params, array) + place;
+#pragma unroll
+    for (int i = 0; i < kTermWords; ++i)
+      if (word[i] != 0) ptx::reduce_add((u64*)captured_sums_of(params, i) + at, (u64)word[i]);
+  }
+};
+#endif

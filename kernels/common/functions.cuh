@@ -1,0 +1,26 @@
+// The functions of the caller that make scores and hide pairs, of one head: what cuflash/score writes of them.
+#pragma once
+#include "common/config.cuh"
+#include "common/params.cuh"
+#include "common/sequences.cuh"
+
+#if CUFLASH_HAS_FUNCTIONS
+struct Functions {
+  const Captured* arrays = nullptr;
+  int head = 0, batch = 0;
+
+  CUFLASH_DEVICE Functions() {}
+  CUFLASH_DEVICE Functions(const Params& params, int batch_, int head_)
+      : arrays(params.captured), head(head_), batch(batch_) {}
+
+#if CUFLASH_HAS_SCORE_FUNCTION
+  // The score of a pair whose scaled product is s, and its derivative by s.
+  CUFLASH_DEVICE Real score(Real s, int row, int key, Real& by_s) const {
+    return score_function(arrays, s, row, key, head, batch, by_s);
+  }
+#endif
+#if CUFLASH_HAS_MASK_FUNCTION
+  CUFLASH_DEVICE bool shows(int row, int key) const { return mask_function(arrays, row, key, head, batch); }
+#endif
+};
+#endif

@@ -1,0 +1,144 @@
+// What the functions of a caller are made of (cuflash/score/emission.py writes them): entries of captured arrays, and
+// functions of numbers as NumPy has them.
+#pragma once
+#include "common/config.cuh"
+
+// An array that a function reads, of up to four axes; strides in elements. An index outside of an axis counts as the
+// nearest one within.
+struct Captured {
+  const void* data;
+  i64 stride[4];
+  i64 size[4];
+};
+
+CUFLASH_DEVICE float score_element(float, const float* data, i64 at) { return data[at]; }
+CUFLASH_DEVICE double score_element(double, const double* data, i64 at) { return data[at]; }
+CUFLASH_DEVICE i32 score_element(i32, const i32* data, i64 at) { return data[at]; }
+CUFLASH_DEVICE i64 score_element(i64, const i64* data, i64 at) { return data[at]; }
+CUFLASH_DEVICE bool score_element(u8, const u8* data, i64 at) { return data[at] != 0; }
+template <class E>
+CUFLASH_DEVICE Real score_element(E, const u16* data, i64 at) {
+  return to_real<E>(data[at]);
+}
+template <class E>
+struct StoredAs {
+  using Type = u16;
+};
+template <>
+struct StoredAs<float> {
+  using Type = float;
+};
+template <>
+struct StoredAs<double> {
+  using Type = double;
+};
+template <>
+struct StoredAs<i32> {
+  using Type = i32;
+};
+template <>
+struct StoredAs<i64> {
+  using Type = i64;
+};
+template <>
+struct StoredAs<u8> {
+  using Type = u8;
+};
+
+template <int axis>
+CUFLASH_DEVICE i64 score_offset(const Captured&) {
+  return 0;
+}
+template <int axis, class Index, class... Rest>
+CUFLASH_DEVICE i64 score_offset(const Captured& array, Index index, Rest... rest) {
+  const i64 last = array.size[axis] - 1;
+  const i64 within = index < 0 ? 0 : index < last ? (i64)index : last;
+  return within * array.stride[axis] + score_offset<axis + 1>(array, rest...);
+}
+template <class E, class... Indices>
+CUFLASH_DEVICE auto score_load(const Captured& array, Indices... indices) {
+  return score_element(E{}, (const typename StoredAs<E>::Type*)array.data, score_offset<0>(array, indices...));
+}
+
+// Which element of an array, in C's order.
+template <int axis>
+CUFLASH_DEVICE i64 score_place(const Captured&, i64 place) {
+  return place;
+}
+template <int axis, class Index, class... Rest>
+CUFLASH_DEVICE i64 score_place(const Captured& array, i64 place, Index index, Rest... rest) {
+  const i64 last = array.size[axis] - 1;
+  const i64 within = index < 0 ? 0 : index < last ? (i64)index : last;
+  return score_place<axis + 1>(array, place * array.size[axis] + within, rest...);
+}
+
+CUFLASH_DEVICE void score_put(float, void* data, i64 at, Real value) { ((float*)data)[at] = value; }
+CUFLASH_DEVICE void score_put(double, void* data, i64 at, Real value) { ((double*)data)[at] = value; }
+template <class E>
+CUFLASH_DEVICE void score_put(E, void* data, i64 at, Real value) {
+  ((u16*)data)[at] = (u16)ptx::pack(E{}, value, value);
+}
+
+CUFLASH_DEVICE float score_exp(float x) { return expf(x); }
+CUFLASH_DEVICE double score_exp(double x) { return exp(x); }
+CUFLASH_DEVICE float score_log(float x) { return logf(x); }
+CUFLASH_DEVICE double score_log(double x) { return log(x); }
+CUFLASH_DEVICE float score_sqrt(float x) { return sqrtf(x); }
+CUFLASH_DEVICE double score_sqrt(double x) { return sqrt(x); }
+CUFLASH_DEVICE float score_tanh(float x) { return tanhf(x); }
+CUFLASH_DEVICE double score_tanh(double x) { return tanh(x); }
+CUFLASH_DEVICE float score_sin(float x) { return sinf(x); }
+CUFLASH_DEVICE double score_sin(double x) { return sin(x); }
+CUFLASH_DEVICE float score_cos(float x) { return cosf(x); }
+CUFLASH_DEVICE double score_cos(double x) { return cos(x); }
+CUFLASH_DEVICE float score_pow(float x, float y) { return powf(x, y); }
+CUFLASH_DEVICE double score_pow(double x, double y) { return pow(x, y); }
+CUFLASH_DEVICE float score_floor_of(float x) { return floorf(x); }
+CUFLASH_DEVICE double score_floor_of(double x) { return floor(x); }
+CUFLASH_DEVICE float score_abs(float x) { return fabsf(x); }
+CUFLASH_DEVICE double score_abs(double x) { return fabs(x); }
+CUFLASH_DEVICE int score_abs(int x) { return x < 0 ? -x : x; }
+CUFLASH_DEVICE i64 score_abs(i64 x) { return x < 0 ? -x : x; }
+
+// The largest integer that is not above x, within 32 bits; 0 for a NaN.
+CUFLASH_DEVICE int score_floor(Real x) {
+  if (x >= (Real)2147483648.0) return 2147483647;
+  if (x <= (Real)-2147483648.0) return -2147483647 - 1;
+  return x == x ? (int)score_floor_of(x) : 0;
+}
+
+// A NaN is both the smaller and the larger of two numbers.
+template <class A, class B>
+CUFLASH_DEVICE auto score_min(A a, B b) {
+  return a < b || a != a ? a : b;
+}
+template <class A, class B>
+CUFLASH_DEVICE auto score_max(A a, B b) {
+  return a > b || a != a ? a : b;
+}
+
+// Rounded to minus infinity; by zero, integers give zero.
+template <class A, class B>
+CUFLASH_DEVICE auto score_floordiv(A a, B b) {
+  if constexpr (Integer<(A)0.5 != 0>::value) {
+    return score_floor_of(a / b);
+  } else {
+    const auto quotient = b == 0 ? a * 0 : a / (b == 0 ? 1 : b);
+    return quotient - (b != 0 && quotient * b != a && (a < 0) != (b < 0));
+  }
+}
+template <class A, class B>
+CUFLASH_DEVICE auto score_mod(A a, B b) {
+  if constexpr (Integer<(A)0.5 != 0>::value) {
+    return a - b * score_floor_of(a / b);
+  } else {
+    const auto rest = b == 0 ? a * 0 : a % (b == 0 ? 1 : b);
+    return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+  }
+}
+
+// A derivative times another: what a choice has left out stays 0, whatever it is multiplied by.
+CUFLASH_DEVICE Real score_product(Real derivative, Real factor) { return derivative == 0 ? 0 : derivative * factor; }
+
+CUFLASH_DEVICE Real score_infinity() { return (Real)ptx::infinity(); }
+CUFLASH_DEVICE Real score_nan() { return score_infinity() - score_infinity(); }

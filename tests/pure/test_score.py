@@ -1,0 +1,173 @@
+"""Attention with scores and masks of a caller, on NumPy arrays, against the oracle."""
+
+import pickle
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import cuflash
+from cuflash.cpu import by_functions
+from cuflash.testing.rule import gradients_of, measure, yardsticks
+from tests.scored import Scored, scored
+
+
+def judged(case: Scored, results):
+    judges = yardsticks(case.problem, case.arrays, **case.random)
+    measured = [measure(name, x, judges[name]) for name, x in results.items()]
+    assert not any(m.failure for m in measured), "\n".join(map(str, measured))
+
+
+@settings(max_examples=25)
+@given(scored())
+def test_results_are_those_of_the_formula(case):
+    attn, arrays = case.attention, case.arrays
+    out, lse = attn.forward(*case.inputs, **case.terms, **case.random)
+    need = gradients_of(case.problem)
+    again = {"dlse": arrays["dlse"], **case.terms, **case.random}
+    gradients = attn.backward(arrays["dout"], *case.inputs, out, lse, need=need, **again)
+    judged(case, {"out": out, "lse": lse, **gradients._asdict()})
+    with cuflash.cpu_threads(3):
+        repeated = attn.backward(arrays["dout"], *case.inputs, out, lse, need=need, **again)
+    for one, other in zip(gradients, repeated, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def problem_of(seqlen=40, heads=2, dim=8, dtype=np.float64, **options):
+    q, k, v, dout = np.random.default_rng(0).standard_normal((4, heads, seqlen, dim)).astype(dtype)
+    return cuflash.FlashAttention(**options), q, k, v, dout
+
+
+def weighted(s, i, j, *, head, gamma, table, count):
+    return s * gamma[head] + table[cuflash.clip(i - j, -3, 3) + 3] * count[j]
+
+
+def arrays_of(heads=2, seqlen=40, dtype=np.float64):
+    random = np.random.default_rng(1)
+    return {
+        "gamma": random.uniform(0.5, 1.5, heads).astype(dtype),
+        "table": random.standard_normal(7).astype(dtype),
+        "count": random.integers(0, 4, seqlen),
+    }
+
+
+def test_gradients_are_those_of_differences():
+    attn, q, k, v, dout = problem_of(score=weighted, mask=lambda i, j, *, count: count[j] > 0)
+    arrays = arrays_of()
+    out, lse = attn.forward(q, k, v, **arrays)
+    need = ("dtable", "dq", "dgamma")
+    dq, dgamma, dtable = attn.backward(dout, q, k, v, out, lse, need=need, **arrays)
+
+    def loss(**moved):
+        given = arrays | {name: x for name, x in moved.items() if name != "q"}
+        return float((dout * attn.forward(moved.get("q", q), k, v, **given).out).sum())
+
+    for name, x, gradient in (("q", q, dq), ("gamma", arrays["gamma"], dgamma), ("table", arrays["table"], dtable)):
+        direction = np.random.default_rng(2).standard_normal(x.shape)
+        change = (loss(**{name: x + 1e-5 * direction}) - loss(**{name: x - 1e-5 * direction})) / 2e-5
+        assert change == pytest.approx((gradient * direction).sum(), rel=1e-6)
+
+
+def test_memory_is_linear_and_hidden_tiles_cost_nothing(monkeypatch):
+    seqlen = 4096
+    attn, q, k, v, dout = problem_of(
+        seqlen, 1, dtype=np.float32, score=lambda s, i, j, *, a: s + a[j], mask=lambda i, j, *, doc: doc[i] == doc[j]
+    )
+    arrays = {"a": np.zeros(seqlen, np.float32), "doc": np.arange(seqlen) // 512}
+    tiles = []
+    hide = by_functions.Call.hide
+
+    def counted(self, scores, *args):
+        tiles.append(scores.shape)
+        hide(self, scores, *args)
+
+    monkeypatch.setattr(by_functions.Call, "hide", counted)
+    tracemalloc.start()
+    out, lse = attn.forward(q, k, v, **arrays)
+    gradients = attn.backward(dout, q, k, v, out, lse, need=("dq", "dk", "dv", "da"), **arrays)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(tiles) == 2 * seqlen // by_functions.ROWS and set(tiles) == {(by_functions.ROWS, 512)}
+    assert most < seqlen * seqlen and gradients.da.shape == (seqlen,)
+    packed = np.arange(0, seqlen + 1, 512, dtype=np.int32)
+    expected = cuflash.FlashAttention().forward(q, k, v, cu_seqlens_q=packed, cu_seqlens_k=packed)
+    np.testing.assert_allclose(out, expected.out, atol=1e-5)
+
+
+def test_objects_with_functions_pickle_print_and_compare():
+    attn = cuflash.FlashAttention(score=lambda s, i, j, *, a: s * a[j], mask=lambda i, j: i - j < 3, causal=True)
+    again = pickle.loads(pickle.dumps(attn))
+    assert again == attn and hash(again) == hash(attn)
+    assert repr(attn).endswith("score=<score 's * a[j]'>, mask=<mask '(i - j) < 3'>)")
+    assert attn != cuflash.FlashAttention(
+        score=lambda s, i, j, *, a: s * a[i], mask=lambda i, j: i - j < 3, causal=True
+    )
+    _, q, k, v, _ = problem_of()
+    a = np.linspace(0, 1, 40)
+    np.testing.assert_array_equal(again.forward(q, k, v, a=a).out, attn.forward(q, k, v, a=a).out)
+    described = attn.plan(q, k, v, a=a).describe()
+    for line in ("score = s * a[j]", "d score / d s = a[j]", "d score / d a[j] [j] = s", "mask = (i - j) < 3"):
+        assert line in described
+    assert "a function makes scores or hides pairs" in described
+
+
+def test_results_may_be_given():
+    attn, q, k, v, dout = problem_of(score=weighted)
+    arrays, dgamma = arrays_of(), np.full(4, np.nan)[::2]
+    out, lse = attn.forward(q, k, v, **arrays)
+    found = attn.backward(dout, q, k, v, out, lse, dgamma=dgamma, **arrays)
+    assert found.dgamma is dgamma and found._fields == ("dq", "dk", "dv", "dgamma") and np.isfinite(dgamma).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda f, x: f(gamma=x["gamma"], table=x["table"]), TypeError, "missing keyword argument 'count'"),
+        (lambda f, x: f(**x, other=1), TypeError, "unexpected keyword argument 'other'"),
+        (lambda f, x: f(**x | {"gamma": x["gamma"].astype("f2")}), TypeError, "gamma: got dtype float16"),
+        (lambda f, x: f(**x | {"gamma": x["gamma"][:, None]}), ValueError, "gamma: got an array of 2 axes, expected 1"),
+        (lambda f, x: f(**x | {"gamma": x["gamma"][:0]}), ValueError, r"gamma: got shape \(0,\)"),
+        (lambda f, x: f(**x, bias=np.zeros((40, 40))), NotImplementedError, "bias: got it together with score"),
+        (
+            lambda f, x: f(**x, alibi_slopes=np.zeros(2)),
+            NotImplementedError,
+            "alibi_slopes: got it together with score",
+        ),
+    ],
+)
+def test_calls_that_do_not_fit_are_refused(call, error, message):
+    attn, q, k, v, _ = problem_of(score=weighted)
+    with pytest.raises(error, match=message):
+        call(lambda **arrays: attn.forward(q, k, v, **arrays), arrays_of())
+
+
+def test_objects_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"score: got an array named bias, expected another name"):
+        cuflash.FlashAttention(score=lambda s, i, j, *, bias: s + bias[i])
+    with pytest.raises(ValueError, match=r"score: got an array named k, expected another name"):
+        cuflash.FlashAttention(mask=lambda i, j, *, k: k[i] > 0)
+    with pytest.raises(NotImplementedError, match="softcap: got it together with score"):
+        attn, q, k, v, _ = problem_of(score=lambda s, i, j: s, softcap=3.0)
+        attn.forward(q, k, v)
+    attn, q, k, v, dout = problem_of(score=weighted)
+    out, lse = attn.forward(q, k, v, **arrays_of())
+    with pytest.raises(ValueError, match="need: got dcount of an array of int64, expected gradients of real numbers"):
+        attn.backward(dout, q, k, v, out, lse, need=("dcount",), **arrays_of())
+    with pytest.raises(ValueError, match=r"need: got 'dother', expected 'dq', .* or 'dcount'"):
+        attn.backward(dout, q, k, v, out, lse, need=("dother",), **arrays_of())
+
+
+def test_infinite_scores_and_derivatives_behind_them_are_no_trouble():
+    def score(s, i, j, *, a):
+        return cuflash.where(j < 20, s + cuflash.log(a[j]), s - float("inf")) + cuflash.sqrt(cuflash.maximum(a[i], 0.0))
+
+    attn, q, k, v, dout = problem_of(score=score)
+    a = np.where(np.arange(40) % 5 == 0, 0.0, 1.5)
+    out, lse = attn.forward(q, k, v, a=a)
+    weights = q @ k.swapaxes(1, 2) / 8**0.5 + np.where(a > 0, np.log(np.maximum(a, 1e-300)), -np.inf)
+    weights[:, :, 20:] = -np.inf
+    weights = np.exp(weights - weights.max(axis=-1, keepdims=True))
+    np.testing.assert_allclose(out, weights / weights.sum(axis=-1, keepdims=True) @ v, atol=1e-12)
+    gradients = attn.backward(dout, q, k, v, out, lse, a=a)
+    assert all(np.isfinite(x).all() for x in gradients)

@@ -1,0 +1,310 @@
+"""Traced functions: values, derivatives, intervals and emitted text, of drawn expressions, against NumPy."""
+
+import ctypes
+import pickle
+import subprocess
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash.compiler import kernel_directory
+from cuflash.emulator import find_compiler
+from cuflash.score import Traced, index_class, program_of
+from cuflash.score.derivatives import loads_of
+from cuflash.score.evaluation import clamped, evaluate
+from cuflash.score.intervals import Tables, bounds_of
+from tests import expressions
+from tests.expressions import BATCH, HEADS, SEQLEN_K, SEQLEN_Q, masks, scores
+
+ROWS, KEYS = np.arange(SEQLEN_Q)[:, None], np.arange(SEQLEN_K)[None, :]
+S = np.random.default_rng(1).standard_normal((SEQLEN_Q, SEQLEN_K)) * 2
+STEP = 1e-6
+
+
+def inputs(s=S, head=1, batch=1):
+    return {"s": s, "i": ROWS, "j": KEYS, "head": head, "batch": batch}
+
+
+def program(score=None, mask=None, given=None):
+    given = expressions.arrays() if given is None else given
+    arrays = tuple((name, x.ndim, x.dtype.name) for name, x in given.items())
+    of_score = None if score is None else Traced.of(score, "score")
+    return program_of(of_score, None if mask is None else Traced.of(mask, "mask"), arrays)
+
+
+def called(function, given, s=None, dtype=np.float64, **others):
+    """What a function gives on NumPy arrays."""
+    at = inputs(**({} if s is None else {"s": s}), **others)
+    traced = Traced.of(function, "mask" if s is None else "score")
+    return np.broadcast_to(traced(at, given, dtype), S.shape)
+
+
+@settings(max_examples=60)
+@given(scores())
+def test_expression_is_the_function(score):
+    given = expressions.arrays()
+    expected = called(score, given, S)
+    (got,) = evaluate([program(score).score], inputs(), given, np.float64)
+    np.testing.assert_allclose(np.broadcast_to(got, S.shape), expected, rtol=1e-12, atol=1e-12)
+    traced = Traced.of(score, "score")
+    assert pickle.loads(pickle.dumps(traced)) == traced and hash(traced) == hash(Traced.of(score, "score"))
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(traced))(inputs(), given, np.float64) + 0 * S, got + 0 * S)
+
+
+@settings(max_examples=60)
+@given(scores(), st.sampled_from(["scalar", "of_head", "of_row", "of_key", "table", "pairs"]), st.integers(0, 99))
+def test_derivatives_are_those_of_differences(score, name, seed):
+    given, made = expressions.arrays(), program(score)
+    direction = np.random.default_rng(seed).standard_normal(given[name].shape)
+    by_s, along = (np.broadcast_to(x, S.shape) for x in derivatives_along(made, given, name, direction))
+
+    def moved(h):
+        return called(score, given | {name: given[name] + h * direction}, S)
+
+    for got, at in ((by_s, lambda h: called(score, given, S + h)), (along, moved)):
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            right, left = (at(STEP) - at(0.0)) / STEP, (at(0.0) - at(-STEP)) / STEP
+            size = np.maximum(1, np.abs(right) + np.abs(at(0.0)))
+            is_smooth = np.abs(right - left) <= 1e-4 * size  # no kink and no step between the two
+            assert is_smooth.mean() > 0.2 or not np.isfinite(size).all()
+            assert np.all((np.abs(got - (right + left) / 2) <= 1e-4 * size)[is_smooth])
+
+
+def derivatives_along(made, given, name, direction):
+    """The derivative by s, and that by an array in one direction."""
+    loads = made.loads.get(name, ())
+    values = evaluate([made.by_s, *(x.derivative for x in loads)], inputs(), given, np.float64)
+    along = np.zeros(S.shape)
+    for load, value in zip(loads, values[1:], strict=True):
+        indices = evaluate(load.at.args, inputs(), given, np.float64)
+        along = along + value * direction[tuple(map(clamped, indices, direction.shape))]
+    return values[0], along
+
+
+@settings(max_examples=60)
+@given(masks(), st.integers(1, 4), st.integers(1, 5), st.integers(0, HEADS - 1))
+def test_intervals_hold_for_every_pair(mask, rows, keys, head):
+    given = expressions.arrays()
+    made = program(mask=mask, given=given)
+    shown = called(mask, given, head=head, batch=0)
+    first_i, first_j = np.arange(0, SEQLEN_Q, rows)[:, None], np.arange(0, SEQLEN_K, keys)[None, :]
+    last_i, last_j = np.minimum(first_i + rows, SEQLEN_Q) - 1, np.minimum(first_j + keys, SEQLEN_K) - 1
+    ranges = {"i": (first_i, last_i), "j": (first_j, last_j), "head": (head, head), "batch": (0, 0)}
+    always, sometimes = bounds_of(made.mask, ranges, Tables(given).load)
+    shape = (first_i.size, first_j.size)
+    always, sometimes = (np.broadcast_to(x, shape) for x in (always, sometimes))
+    for m, n in np.ndindex(shape):
+        tile = shown[first_i[m, 0] : last_i[m, 0] + 1, first_j[0, n] : last_j[0, n] + 1]
+        assert tile.all() if always[m, n] else True
+        assert sometimes[m, n] or not tile.any()
+
+
+def test_intervals_find_what_documents_and_windows_hide():
+    doc = np.repeat(np.arange(4), 16)
+    made = program_of(
+        None,
+        Traced.of(lambda i, j, *, doc: (doc[i] == doc[j]) & (i >= j) & (i - j < 20), "mask"),
+        (("doc", 1, "int64"),),
+    )
+    first = np.arange(0, 64, 8)
+    ranges = {"i": (first[:, None], first[:, None] + 7), "j": (first, first + 7), "head": (0, 0), "batch": (0, 0)}
+    assert made.mask is not None
+    always, sometimes = bounds_of(made.mask, ranges, Tables({"doc": doc}).load)
+    i, j = np.arange(64)[:, None], np.arange(64)
+    tiles = ((doc[i] == doc[j]) & (i >= j) & (i - j < 20)).reshape(8, 8, 8, 8).swapaxes(1, 2)
+    np.testing.assert_array_equal(always, tiles.all(axis=(2, 3)))
+    np.testing.assert_array_equal(sometimes, tiles.any(axis=(2, 3)))
+
+
+# ---- emitted text ----------------------------------------------------------------------------------------------------
+
+PRELUDE = """
+#include <cmath>
+#include <cstdint>
+using std::exp; using std::log; using std::sqrt; using std::tanh; using std::sin; using std::cos; using std::pow;
+#define CUFLASH_DEVICE static inline
+using u8 = uint8_t; using u16 = uint16_t; using u32 = uint32_t; using i32 = int32_t; using i64 = int64_t;
+using Real = REAL;
+struct Float16 {}; struct BFloat16 {};
+template <int n> struct Integer { static constexpr int value = n; };
+namespace ptx {
+inline float infinity() { return INFINITY; }
+template <class E> u32 pack(E, float, float) { return 0; }
+}
+template <class E> Real to_real(u16 x) { return x; }
+"""
+LOOP = """
+extern "C" void FUNCTION(const Captured* a, const Real* s, int head, int batch, Real* value, Real* slope, u8* shown) {
+  for (int i = 0; i < ROWS; ++i)
+    for (int j = 0; j < KEYS; ++j) {
+      const int at = i * KEYS + j;
+      value[at] = NAME::score_function(a, s[at], i, j, head, batch, slope[at]);
+      shown[at] = NAME::mask_function(a, i, j, head, batch);
+    }
+}
+"""
+
+
+class Captured(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 4), ("size", ctypes.c_int64 * 4))
+
+
+def captured(given):
+    """The arrays as CUDA text sees them."""
+    every = (Captured * len(given))()
+    for own, x in zip(every, given.values(), strict=True):
+        own.data = x.ctypes.data
+        own.stride[: x.ndim] = [stride // x.itemsize for stride in x.strides]
+        own.size[: x.ndim] = x.shape
+    return every
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no g++")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_emitted_text_is_the_expression(dtype, tmp_path):
+    drawn = []
+
+    @settings(max_examples=40, database=None)
+    @given(scores(), masks())
+    def draw(score, mask):
+        drawn.append((score, mask))
+
+    draw()
+    given_arrays = expressions.arrays(dtype=dtype)
+    made = [program(score, mask, given_arrays) for score, mask in drawn]
+    real = "float" if dtype == np.float32 else "double"
+    text = PRELUDE.replace("REAL", real) + '#include "common/score_functions.cuh"\n'
+    for index, one in enumerate(made):
+        text += f"namespace n{index} {{\n{one.header()}}}\n"
+        loop = LOOP.replace("FUNCTION", f"f{index}").replace("NAME", f"n{index}")
+        text += loop.replace("ROWS", str(SEQLEN_Q)).replace("KEYS", str(SEQLEN_K))
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common/config.cuh").write_text("")
+    source, library = tmp_path / "text.cc", tmp_path / "text.so"
+    source.write_text(text)
+    command = [find_compiler() or "g++", "-std=c++17", "-O0", "-shared", "-fPIC", "-ffp-contract=off", f"-I{tmp_path}"]
+    command += [f"-I{kernel_directory()}", str(source), "-o", str(library)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[:4000]
+    functions = ctypes.CDLL(str(library))
+    s = S.astype(dtype)
+    rounding = {np.float32: 2e-4, np.float64: 1e-11}[dtype]
+    for index, one in enumerate(made):
+        value, slope, shown = np.empty(S.shape, dtype), np.empty(S.shape, dtype), np.empty(S.shape, np.uint8)
+        pointers = [ctypes.c_void_p(x.ctypes.data) for x in (s, value, slope, shown)]
+        every = captured(given_arrays)
+        getattr(functions, f"f{index}")(every, pointers[0], 1, 1, *pointers[1:])
+        at = inputs(s)
+        expected = [np.broadcast_to(x, S.shape) for x in evaluate([one.score, one.by_s], at, given_arrays, dtype)]
+        (visible,) = evaluate([one.mask], at, given_arrays, dtype)
+        for got, wanted in zip((value, slope), expected, strict=True):
+            ordinary = np.isfinite(wanted) & (np.abs(wanted) < 1e4)
+            size = 1 + np.abs(wanted[ordinary])
+            # A number beside a step of the expression may fall to its other side.
+            assert np.mean(np.abs(got[ordinary] - wanted[ordinary]) <= rounding * size) >= 0.97, one.describe()
+        assert np.mean(shown == visible) >= (1.0 if dtype == np.float64 else 0.97), one.describe()
+
+
+# ---- what is refused, and classes of indices -------------------------------------------------------------------------
+
+
+def line_of(function, text):
+    lines = Path(__file__).read_text().splitlines()
+    start = function.__code__.co_firstlineno
+    return next(n for n in range(start, start + 9) if text in lines[n - 1])
+
+
+def branches(s, i, j):
+    t = s * 2
+    return t if i > j else s
+
+
+def chained(s, i, j):
+    return cuflash.where(0 < i < 5, s, 0)
+
+
+def asks_math(s, i, j):
+    import math
+
+    return math.sqrt(s)
+
+
+@pytest.mark.parametrize(
+    ("function", "text"), [(branches, "if i > j"), (chained, "0 < i < 5"), (asks_math, "math.sqrt(s)")]
+)
+def test_what_needs_a_value_is_refused_with_its_line(function, text):
+    with pytest.raises(TypeError, match=f"test_score_expressions.py:{line_of(function, text)}: Python"):
+        Traced.of(function, "score")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda s, i: s, "score: got a function of 2 positional arguments, expected 3"),
+        (lambda s, i, j, *, a=1: s, "score: got a function with a=1, expected keyword-only arguments without defaults"),
+        (lambda s, i, j, **rest: s, r"score: got a function with \*\*rest"),
+        (lambda s, i, j: None, "score: got a function that returns None, expected one that returns an expression"),
+        (3, "score: got int 3, expected None or a function"),
+    ],
+)
+def test_functions_of_another_form_are_refused(function, message):
+    with pytest.raises(TypeError, match=message):
+        Traced.of(function, "score")
+
+
+def test_kinds_and_axes_are_checked_with_the_line():
+    of_table = Traced.of(lambda s, i, j, *, table: s + table[s * 2], "score")
+    with pytest.raises(TypeError, match=r"test_score_expressions.py:\d+: got a real number as an index of table"):
+        program_of(of_table, None, (("table", 1, "float32"),))
+    with pytest.raises(ValueError, match="table: got an array of 2 axes, expected 1 axes"):
+        program_of(of_table, None, (("table", 2, "float32"),))
+    of_floats = Traced.of(lambda s, i, j: s + ((s + 1) & (i + 1)), "score")
+    with pytest.raises(TypeError, match=r":\d+: got real numbers for 'and'"):
+        program_of(of_floats, None, ())
+
+
+def test_equal_expressions_are_equal_functions():
+    one = Traced.of(lambda s, i, j, *, a: s + a[i] * 2, "score")
+    assert one == Traced.of(lambda x, row, key, *, a: x + a[row] * 2, "score")
+    assert one != Traced.of(lambda s, i, j, *, a: s + a[j] * 2, "score")
+
+
+def test_classes_of_indices():
+    def score(s, i, j, *, head, batch, a, b, c, d, e, f, g, h):
+        clipped = cuflash.clip(i - j, -3, 3)
+        return s * a + b[batch, head] + c[i, 0] + d[j // 2] + e[head, clipped] + f[i, j] + g[i, clipped] + h[i + j]
+
+    shapes = {"a": 0, "b": 2, "c": 2, "d": 1, "e": 2, "f": 2, "g": 2, "h": 1}
+    made = program_of(Traced.of(score, "score"), None, tuple((name, n, "float32") for name, n in shapes.items()))
+    assert made.score is not None
+    found = {name: index_class(loads_of(made.score, name)[0]) for name in shapes}
+    assert found == dict(zip(shapes, ("head", "head", "i", "j", "i - j", "i, j", "gather", "gather"), strict=True))
+
+
+def test_what_a_choice_leaves_out_has_no_part_in_derivatives():
+    def score(s, i, j, *, a):
+        return cuflash.where(a[j] > 0, s / a[j] + cuflash.log(a[j]), s) * 2
+
+    a = np.array([0.0, -1.0, 4.0])
+    made = program_of(Traced.of(score, "score"), None, (("a", 1, "float64"),))
+    at = {"s": np.ones((1, 3)), "i": np.zeros((1, 1), int), "j": np.arange(3)[None], "head": 0, "batch": 0}
+    assert made.by_s is not None
+    by_s, *by_a = evaluate([made.by_s, *(x.derivative for x in made.loads["a"])], at, {"a": a}, np.float64)
+    np.testing.assert_allclose(by_s, [[2, 2, 0.5]])
+    np.testing.assert_allclose(np.broadcast_to(sum(by_a), (1, 3)), [[0, 0, 2 * (-1 / 16 + 1 / 4)]])
+
+
+def test_numpy_functions_of_symbols_are_those_of_cuflash():
+    mine = Traced.of(lambda s, i, j: cuflash.sqrt(cuflash.abs(s)) + cuflash.minimum(i, j), "score")
+    assert mine == Traced.of(lambda s, i, j: np.sqrt(np.abs(s)) + np.minimum(i, j), "score")
+    assert Traced.of(lambda i, j: np.float64(2) < i, "mask") == Traced.of(lambda i, j: i > 2.0, "mask")
+    with pytest.raises(TypeError, match=r"got numpy\.arctan of a traced value"):
+        Traced.of(lambda s, i, j: np.arctan(s), "score")
+    assert cuflash.clip(5, 0, 3) == 3 and cuflash.floor(np.float32(-1.5)) == -2
+    assert BATCH > 1

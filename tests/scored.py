@@ -1,0 +1,186 @@
+"""Problems whose scores and masks are functions, drawn by hypothesis."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash.operands import numpy_dtype
+from cuflash.problem import Problem, make_problem
+from cuflash.score.tracing import captured_names
+from cuflash.terms import NAMES
+
+Array = np.ndarray[Any, Any]
+
+
+def distance(s, i, j, *, head, pos_q, pos_k, gamma, table):  # type: ignore[no-untyped-def]
+    r2 = (pos_q[i, 0] - pos_k[j, 0]) ** 2 + (pos_q[i, 1] - pos_k[j, 1]) ** 2
+    return s - gamma[head] * cuflash.sqrt(r2 + 1e-6) + table[head, cuflash.clip(i - j, -3, 3) + 3]
+
+
+def box(s, i, j, *, pos_q, pos_k, side):  # type: ignore[no-untyped-def]
+    """The distance in a periodic box."""
+    x = pos_q[i, 0] - pos_k[j, 0]
+    return s - (x - side * cuflash.floor(x / side + 0.5)) ** 2
+
+
+def capped(s, i, j, *, cap):  # type: ignore[no-untyped-def]
+    return cap * cuflash.tanh(s / cap)
+
+
+def tempered(s, i, j, *, head, batch, temperature):  # type: ignore[no-untyped-def]
+    return s / temperature[batch, head]
+
+
+def alibi(s, i, j, *, head, slopes):  # type: ignore[no-untyped-def]
+    return s - slopes[head] * cuflash.abs(i - j)
+
+
+def with_pairs(s, i, j, *, head, pairs, gate):  # type: ignore[no-untyped-def]
+    return cuflash.where(i >= j, s * cuflash.exp(-cuflash.abs(gate[j])), s) + 0.5 * pairs[i, j]
+
+
+def gathered(s, i, j, *, table, kind_q, kind_k):  # type: ignore[no-untyped-def]
+    return s + table[kind_q[i] % 2, (kind_k[j] + i // 3) % 7]
+
+
+def without_s(s, i, j, *, pairs):  # type: ignore[no-untyped-def]
+    return pairs[i, j] * 2.0
+
+
+SCORES: dict[str, Callable[..., Any] | None] = {
+    f.__name__: f for f in (distance, box, capped, tempered, alibi, with_pairs, gathered, without_s)
+}
+MASKS: dict[str, Callable[..., Any] | None] = {
+    "documents": lambda i, j, *, kind_q, kind_k: kind_q[i] == kind_k[j],
+    "dilated": lambda i, j: ((i - j) % 3 == 0) & (i >= j),
+    "prefix": lambda i, j, *, batch, prefix: (j < prefix[batch]) | (j <= i),
+    "near": lambda i, j, *, pos_q, pos_k: cuflash.abs(pos_q[i, 0] - pos_k[j, 0]) < 1.0,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """A problem with functions, and its arrays."""
+
+    attention: cuflash.FlashAttention
+    arrays: dict[str, Array]
+    random: dict[str, int]
+    spelled: str
+
+    @property
+    def inputs(self) -> tuple[Array, ...]:
+        return tuple(self.arrays[name] for name in ("q", "k", "v"))
+
+    @property
+    def terms(self) -> dict[str, Array]:
+        """All arrays of `forward` but the inputs."""
+        return {name: x for name, x in self.arrays.items() if name not in ("q", "k", "v", "dout", "dlse")}
+
+    @functools.cached_property
+    def problem(self) -> Problem:
+        given = {name: x for name, x in self.arrays.items() if name in NAMES}
+        captured = {name: x for name, x in self.arrays.items() if name not in NAMES}
+        return make_problem(self.attention.options, *self.inputs, captured=captured, **given)
+
+    def __repr__(self) -> str:
+        return self.spelled
+
+
+def captured_of(
+    functions: tuple[Callable[..., Any] | None, ...], sizes: tuple[int, int, int, int], dtype: str, seed: int
+) -> dict[str, Array]:
+    """The arrays that functions read, for (batch, heads, seqlen_q, seqlen_k)."""
+    batch, heads, seqlen_q, seqlen_k = sizes
+    random = np.random.default_rng(seed)
+    real = "float64" if dtype == "float64" else "float32"
+
+    def normal(*shape: int) -> Array:
+        return random.standard_normal(shape)
+
+    every = {
+        "pos_q": normal(seqlen_q, 2), "pos_k": normal(seqlen_k, 2), "gamma": random.uniform(0.5, 1, heads),
+        "table": normal(max(heads, 2), 7), "side": np.array(2.0), "cap": np.array(3.0),
+        "temperature": random.uniform(0.5, 2, (batch, heads)), "slopes": random.uniform(0.01, 0.2, heads),
+        "pairs": normal(seqlen_q, seqlen_k), "gate": normal(seqlen_k),
+    }  # fmt: skip
+    arrays = {name: x.astype(numpy_dtype(dtype if name in ("table", "pairs") else real)) for name, x in every.items()}
+    arrays["kind_q"] = np.sort(random.integers(0, 3, seqlen_q)).astype(np.int32)
+    arrays["kind_k"] = np.sort(random.integers(0, 3, seqlen_k))
+    arrays["prefix"] = random.integers(0, seqlen_k + 1, batch)
+    names = [name for f in functions if f for name in captured_names(f, "score", ("",) * f.__code__.co_argcount)]
+    return {name: arrays[name] for name in names if name in arrays}
+
+
+def of_functions(names: tuple[str | None, str | None], dtype: str, head_dim: int, seqlen: int = 256) -> Problem:
+    """A problem of two heads with a score and a mask, of these names."""
+    functions = (SCORES[names[0]] if names[0] else None, MASKS[names[1]] if names[1] else None)
+    arrays = {name: np.zeros((1, 2, seqlen, head_dim), numpy_dtype(dtype)) for name in ("q", "k", "v")}
+    arrays |= captured_of(functions, (1, 2, seqlen, seqlen), dtype, 0)
+    attn = cuflash.FlashAttention(score=functions[0], mask=functions[1])
+    return Scored(attn, arrays, {}, "").problem
+
+
+@st.composite
+def scored(
+    draw: st.DrawFn,
+    dtypes: tuple[str, ...] = ("float32", "float64", "float16", "bfloat16"),
+    max_seqlen: int = 300,
+    scores: tuple[str, ...] = tuple(SCORES),
+    packs: bool = True,
+) -> Scored:
+    """Problems with a score, a mask or both, and options that go with them."""
+    pick = st.sampled_from
+    score = draw(pick([*scores, None]))
+    mask = draw(pick([*MASKS, None] if score else [*MASKS]))
+    functions = (SCORES[score] if score else None, MASKS[mask] if mask else None)
+    dtype = draw(pick(dtypes))
+    is_packed = packs and draw(st.booleans()) and draw(st.booleans())
+    heads_kv, group = draw(pick([1, 2])), draw(pick([1, 2]))
+    heads, batch = heads_kv * group, draw(pick([1, 2]))
+    seqlen_q, seqlen_k = (draw(pick([n for n in (1, 7, 40, 130, max_seqlen) if n <= max_seqlen])) for _ in range(2))
+    head_dim = draw(pick([8, 16]))
+    seed = draw(st.integers(0, 2**16))
+    random = np.random.default_rng(seed)
+
+    def normal(*shape: int, of: str = dtype) -> Array:
+        return random.standard_normal(shape).astype(numpy_dtype(of))
+
+    lead = () if is_packed else (batch,)
+    arrays = {
+        "q": normal(*lead, heads, seqlen_q, head_dim), "k": normal(*lead, heads_kv, seqlen_k, head_dim),
+        "v": normal(*lead, heads_kv, seqlen_k, head_dim), "dout": normal(*lead, heads, seqlen_q, head_dim),
+        "dlse": normal(*lead, heads, seqlen_q, of="float64" if dtype == "float64" else "float32"),
+    }  # fmt: skip
+    options: dict[str, Any] = {"score": functions[0], "mask": functions[1]}
+    options["causal"] = draw(pick([False, True, "top_left"]))
+    options["window"] = draw(pick([None, (50, 30), (200, None)]))
+    options["dropout"] = draw(pick([0.0, 0.0, 0.3]))
+    options["scale"] = draw(pick([None, 0.7]))
+    if is_packed:
+        cuts = [sorted(draw(st.lists(st.integers(0, n), min_size=2, max_size=2))) for n in (seqlen_q, seqlen_k)]
+        for name, (start, stop) in zip(("cu_seqlens_q", "cu_seqlens_k"), cuts, strict=True):
+            arrays[name] = np.array([0, start, stop], np.int32)
+        batch = 2
+    else:
+        if draw(st.booleans()):
+            arrays["kv_lengths"] = random.integers(0, seqlen_k + 1, batch)
+        if draw(st.booleans()):
+            arrays["mask"] = random.random((1, heads, seqlen_q, seqlen_k)) < 0.8
+        if draw(st.booleans()):
+            options["block_size"] = (16, 64)
+            arrays["block_mask"] = random.random((-(-seqlen_q // 16), -(-seqlen_k // 64))) < 0.7
+    if draw(st.booleans()):
+        arrays["sinks"] = normal(heads, of="float64" if dtype == "float64" else "float32")
+    arrays |= captured_of(functions, (batch, heads, seqlen_q, seqlen_k), dtype, seed)
+    kwargs = {"seed": 3, "offset": 1} if options["dropout"] else {}
+    spelled = f"score {score}, mask {mask}, {options}, " + ", ".join(
+        f"{n} {x.dtype}{x.shape}" for n, x in arrays.items()
+    )
+    return Scored(cuflash.FlashAttention(**options), arrays, kwargs, spelled)
