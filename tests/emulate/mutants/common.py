@@ -234,8 +234,8 @@ MUTANTS = (
     mutant("slopes from the diagonal of all keys", SCORE, "params.diagonal + own_diagonal", "params.diagonal",
            "forward top left pages", "forward strided pages"),
     # ---- common/scores.cuh
-    mutant("hidden pairs keep their scores", SCORES, "          if (masked && !mask.visible(row, key)) x =",
-           "          if (false) x =", "forward terms"),
+    mutant("hidden pairs keep their scores", SCORES, "\n    if (masked && !mask.visible(row, key)) x =",
+           "\n    if (false) x =", "forward terms"),
     mutant("hidden pairs keep their weights", SCORES,
            "\n  if (masked && !mask.visible(row, key)) x =", "\n  if (false) x =",
            "backward terms"),
