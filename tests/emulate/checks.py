@@ -90,6 +90,20 @@ def judge(problem, arrays, results):
     assert not [str(measurement) for measurement in measurements if measurement.failure]
 
 
+def judge_functions(case, arch="8.0", **options):
+    """Hold both passes of a problem whose scores or masks are functions against the oracle."""
+    arrays = case.arrays
+    every = {**options, **case.random, "arch": arch}
+    inputs = {name: x for name, x in arrays.items() if name != "dlse"}
+    out, lse = attention.forward(case.problem, inputs, **every)
+    need = [name for name in ct.gradients_of(case.problem) if name != "dsinks"]
+    gradients = attention.backward(case.problem, arrays, out, lse, need=need, **every)
+    judges = ct.yardsticks(case.problem, arrays, **case.random)
+    results = {"out": out, "lse": lse, **dict(zip(need, gradients, strict=True))}
+    measured = [ct.measure(name, x, judges[name]) for name, x in results.items()]
+    assert not any(m.failure for m in measured), "\n".join(map(str, measured))
+
+
 def run_both(problem, arrays, **options):
     out, lse = attention.forward(problem, arrays, **options)
     gradients = attention.backward(problem, arrays, out, lse, **options)

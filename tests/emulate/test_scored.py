@@ -5,28 +5,15 @@ from hypothesis import given, settings
 
 import cuflash
 from cuflash.emulator import Schedule, Statistics
-from cuflash.testing.rule import gradients_of, measure, yardsticks
 from tests.emulate import attention
+from tests.emulate.checks import judge_functions
 from tests.scored import MASKS, SCORES, Scored, captured_of, scored
-
-
-def judged(case: Scored, arch="8.0", **options):
-    arrays = case.arrays
-    every = {**options, **case.random, "arch": arch}
-    inputs = {name: x for name, x in arrays.items() if name != "dlse"}
-    out, lse = attention.forward(case.problem, inputs, **every)
-    need = [name for name in gradients_of(case.problem) if name != "dsinks"]
-    gradients = attention.backward(case.problem, arrays, out, lse, need=need, **every)
-    judges = yardsticks(case.problem, arrays, **case.random)
-    results = {"out": out, "lse": lse, **dict(zip(need, gradients, strict=True))}
-    measured = [measure(name, x, judges[name]) for name, x in results.items()]
-    assert not any(m.failure for m in measured), "\n".join(map(str, measured))
 
 
 @settings(max_examples=4)
 @given(scored(max_seqlen=130))
 def test_kernels_obey_the_oracle(case):
-    judged(case)
+    judge_functions(case)
 
 
 def test_gradients_of_arrays_do_not_depend_on_the_order_of_blocks_and_threads():
@@ -57,7 +44,7 @@ def test_tiles_that_a_mask_hides_are_not_multiplied():
     for name, kind in (("all", np.zeros(256, int)), ("documents", documents)):
         arrays |= {"kind_q": kind.astype(np.int32), "kind_k": kind}
         statistics: list[Statistics] = []
-        judged(Scored(cuflash.FlashAttention(mask=functions[1]), arrays, {}, ""), statistics=statistics)
+        judge_functions(Scored(cuflash.FlashAttention(mask=functions[1]), arrays, {}, ""), statistics=statistics)
         products[name] = sum(one.matrix_products for one in statistics)
     # The kernel of dscale multiplies all tiles.
     assert products["documents"] <= 0.7 * products["all"]

@@ -7,6 +7,7 @@ from unittest import mock
 
 import numpy as np
 
+import cuflash
 import cuflash.testing as ct
 from cuflash import emulator
 from cuflash.emulator.memory import Scratch
@@ -20,6 +21,8 @@ from cuflash.planning.sm90.tiles import (
 from cuflash.planning.tiles import Tile
 from cuflash.terms import DEFAULT_NEED
 from tests.emulate import attention
+from tests.emulate.checks import judge_functions
+from tests.scored import MASKS, SCORES, Scored, captured_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +101,31 @@ class Trial:
         conflicts = sum(launch.matrix_load_conflicts for launch in launches)
         if conflicts:
             raise AssertionError(f"{conflicts} bank conflicts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionTrial:
+    """Both passes of a problem whose score or mask is a function of the caller, by its name in tests/scored.py."""
+
+    score: str | None = None
+    mask: str | None = None
+    dtype: str = "float32"
+
+    def run(self, kernels: Path | None = None) -> None:
+        """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
+        functions = (SCORES[self.score] if self.score else None, MASKS[self.mask] if self.mask else None)
+        seqlen_q, seqlen_k = 70, 130
+        random = np.random.default_rng(7)
+        shapes = {
+            "q": (2, 2, seqlen_q, 16),
+            "k": (2, 1, seqlen_k, 16),
+            "v": (2, 1, seqlen_k, 16),
+            "dout": (2, 2, seqlen_q, 16),
+        }
+        arrays = {name: random.standard_normal(shape).astype(self.dtype) for name, shape in shapes.items()}
+        arrays |= captured_of(functions, (2, 2, seqlen_q, seqlen_k), self.dtype, 7)
+        case = Scored(cuflash.FlashAttention(score=functions[0], mask=functions[1]), arrays, {}, "")
+        judge_functions(case, kernels=kernels)
 
 
 def _make_wild(arrays: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from cuflash.planning.sm90.tiles import (
     ForwardSm90Tile,
 )
 from tests.emulate import attention
-from tests.emulate.mutants.trial import Trial
+from tests.emulate.mutants.trial import FunctionTrial, Trial
 
 
 def _bias_tile() -> tuple[ForwardSm90Tile]:
@@ -180,7 +180,7 @@ _FLOAT64 = replace(
     _FLOAT32, dtype="float64", head_dim_v=40, num_heads=1, bias=(70, 77), mask=(70, 77), alibi_slopes=(1,)
 )
 
-TRIALS = {
+TRIALS: dict[str, Trial | FunctionTrial] = {
     "forward": Trial(case=_GROUPED, tiles=_forward()),
     "forward window": Trial(case=_WINDOW, tiles=_forward(block_m=64)),
     "forward window spread": Trial(case=replace(_WINDOW, score_spread=30.0), tiles=_forward(block_m=64)),
@@ -538,4 +538,8 @@ TRIALS = {
     "backward sm90 bits": Trial(case=_BITS, tiles=(_BACKWARD_SM90, None), num_sms=1),
     "backward sm90 bits in order": Trial(case=_BITS, tiles=(_BACKWARD_SM90, None), num_sms=1, dq_in_order=True),
     "sm90 cut blocks": Trial(case=_CUT_BLOCKS, tiles=_sm90(), num_sms=1),
+    "functions": FunctionTrial(score="distance", mask="near"),
+    "functions of pairs": FunctionTrial(score="with_pairs", mask="documents"),
+    "functions float64": FunctionTrial(score="gathered", dtype="float64"),
+    "functions in 16 bits": FunctionTrial(score="with_pairs", mask="prefix", dtype="float16"),
 }

@@ -1,0 +1,54 @@
+"""Mistakes in how kernels compute scores and masks that are functions of the caller."""
+
+from tests.emulate.mutants.planting import mutant
+
+CAPTURED = "around/captured.cu"
+FUNCTIONS = "common/functions.cuh"
+GRADIENTS = "common/captured_gradients.cuh"
+LIBRARY = "common/score_functions.cuh"
+MASK_TILES = "around/mask_tiles.cu"
+
+# fmt: off
+MUTANTS = (
+    # ---- common/score_functions.cuh
+    mutant("axes have the stride of the first one", LIBRARY, "within * array.stride[axis]", "within * array.stride[0]",
+           "functions"),
+    mutant("gradients lie in the order of Fortran", LIBRARY, "place * array.size[axis] + within", "place + within",
+           "functions"),
+    mutant("remainders of the next number", LIBRARY, "a % (b == 0 ? 1 : b)", "a % (b == 0 ? 1 : b + 1)",
+           "functions float64"),
+    mutant("16 bits are stored as they are", LIBRARY, "(u16)ptx::pack(E{}, value, value)", "(u16)value",
+           "functions in 16 bits"),
+    # ---- common/functions.cuh
+    mutant("scores are those of head 0", FUNCTIONS, "score_function(arrays, s, row, key, head,",
+           "score_function(arrays, s, row, key, 0,", "functions"),
+    mutant("rows and keys change places", FUNCTIONS, "mask_function(arrays, row, key, head,",
+           "mask_function(arrays, key, row, head,", "functions"),
+    # ---- around/mask_tiles.cu
+    mutant("a tile with a visible pair is whole", MASK_TILES, "ptx::any_lane(!all) ? Pairs::kSome : Pairs::kAll",
+           "Pairs::kAll", "functions of pairs"),
+    mutant("a tile with a hidden pair is hidden", MASK_TILES, "!ptx::any_lane(any) ? Pairs::kNone",
+           "ptx::any_lane(!all) ? Pairs::kNone", "functions of pairs"),
+    mutant("the first row tells of all", MASK_TILES, "row < stop_row; ++row)", "row < first_row + 1; ++row)",
+           "functions of pairs"),
+    mutant("batch entries have each other's tiles", MASK_TILES, "matrix / params.list_heads, head", "0, head",
+           "functions in 16 bits"),
+    # ---- common/captured_gradients.cuh
+    mutant("sums of arrays lie on each other", GRADIENTS,
+           "if (params.gradients[i].data != nullptr) first += elements_of(params.captured[i]);", ";", "functions"),
+    mutant("the largest term is not looked for", GRADIENTS, "if (largest[kRead] > 0) ptx::reduce_max",
+           "if (false) ptx::reduce_max",
+           "functions"),
+    mutant("sums are not scaled back", GRADIENTS, "return units / first;", "return units;", "functions"),
+    mutant("the second word is forgotten", GRADIENTS, "units += (double)word[1] / second;", ";", "functions float64"),
+    mutant("sums of a head are not added", GRADIENTS, "if (own_place[kRead] >= 0) add_words", "if (false) add_words",
+           "functions"),
+    # ---- around/captured.cu
+    mutant("the largest term begins with what lay there", CAPTURED, "captured_largest_of(params)[i] = 0;", ";",
+           "functions"),
+    mutant("gradients of the first array alone", CAPTURED, "array < kNumCaptured; ++array)", "array < 1; ++array)",
+           "functions"),
+    mutant("elements lie one after another", CAPTURED, "offset += place % array.size[axis] * array.stride[axis];",
+           "offset += place % array.size[axis];", "functions"),
+)
+# fmt: on
