@@ -54,8 +54,13 @@ def without_s(s, i, j, *, pairs):  # type: ignore[no-untyped-def]
     return pairs[i, j] * 2.0
 
 
+def barrier(s, i, j, *, room):  # type: ignore[no-untyped-def]
+    """-inf where there is no room, with a derivative that is infinite."""
+    return -cuflash.abs(s) / room[j]
+
+
 SCORES: dict[str, Callable[..., Any] | None] = {
-    f.__name__: f for f in (distance, box, capped, tempered, alibi, with_pairs, gathered, without_s)
+    f.__name__: f for f in (distance, box, capped, tempered, alibi, with_pairs, gathered, without_s, barrier)
 }
 MASKS: dict[str, Callable[..., Any] | None] = {
     "documents": lambda i, j, *, kind_q, kind_k: kind_q[i] == kind_k[j],
@@ -109,6 +114,7 @@ def captured_of(
         "table": normal(max(heads, 2), 7), "side": np.array(2.0), "cap": np.array(3.0),
         "temperature": random.uniform(0.5, 2, (batch, heads)), "slopes": random.uniform(0.01, 0.2, heads),
         "pairs": normal(seqlen_q, seqlen_k), "gate": normal(seqlen_k),
+        "room": np.arange(seqlen_k) % 5 / 2.0,
     }  # fmt: skip
     arrays = {name: x.astype(numpy_dtype(dtype if name in ("table", "pairs") else real)) for name, x in every.items()}
     arrays["kind_q"] = np.sort(random.integers(0, 3, seqlen_q)).astype(np.int32)

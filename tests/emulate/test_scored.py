@@ -30,9 +30,21 @@ def test_gradients_of_arrays_do_not_depend_on_the_order_of_blocks_and_threads():
     ]
     for one, other in zip(*results, strict=True):
         np.testing.assert_array_equal(one, other)
+    small = arrays | {"dout": arrays["dout"] * np.float32(2.0**-60)}  # sums are as exact at any scale
+    for one, other in zip(
+        results[0], attention.backward(case.problem, small, out, lse, need=need, arch="8.0"), strict=True
+    ):
+        np.testing.assert_array_equal(one * np.float32(2.0**-60), other)
     arrays["dout"][0, 1, 3, 2] = np.inf  # a term that is infinite leaves nothing to tell
     found = attention.backward(case.problem, arrays, out, lse, need=("dgamma",), arch="8.0")
     assert np.isnan(found[0]).all()
+
+
+def test_derivatives_of_pairs_without_weight_do_not_count():
+    arrays = {name: np.ones((1, 1, 70, 16), np.float32) for name in ("q", "k", "v", "dout")}
+    arrays["q"] *= np.linspace(-1, 1, 70, dtype=np.float32)[:, None]
+    arrays |= captured_of((SCORES["barrier"], None), (1, 1, 70, 70), "float32", 5)
+    judged(Scored(cuflash.FlashAttention(score=SCORES["barrier"]), arrays, {}, ""))
 
 
 def test_tiles_that_a_mask_hides_are_not_multiplied():

@@ -1,0 +1,53 @@
+"""Scores and masks of a caller on the device, against the oracle."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from cuflash.testing.rule import gradients_of, measure, yardsticks
+from tests.scored import scored
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def cupy():
+    return pytest.importorskip("cupy")
+
+
+@settings(max_examples=30)
+@given(case=scored(max_seqlen=600))
+def test_results_are_those_of_the_formula(cupy, case):
+    arrays = {name: cupy.asarray(x) for name, x in case.arrays.items()}
+    inputs = [arrays[name] for name in ("q", "k", "v")]
+    terms = {name: arrays[name] for name in case.terms} | case.random
+    out, lse = case.attention.forward(*inputs, **terms)
+    need = gradients_of(case.problem)
+    keywords = {**terms, "dlse": arrays["dlse"], "need": need}
+    gradients = case.attention.backward(arrays["dout"], *inputs, out, lse, **keywords)
+    judges = yardsticks(case.problem, case.arrays, **case.random)
+    results = {"out": out, "lse": lse, **gradients._asdict()}
+    measured = [measure(name, x, judges[name]) for name, x in results.items()]
+    assert not any(m.failure for m in measured), "\n".join(map(str, measured))
+    again = case.attention.backward(arrays["dout"], *inputs, out, lse, **keywords)
+    for name in case.problem.captured_gradients:  # in any order of additions
+        np.testing.assert_array_equal(cupy.asnumpy(getattr(again, name)), cupy.asnumpy(getattr(gradients, name)))
+
+
+def test_new_lengths_compile_nothing(cupy, monkeypatch):
+    import cuflash
+    from cuflash import launch
+
+    attn = cuflash.FlashAttention(score=lambda s, i, j, *, a: s + a[j], mask=lambda i, j, *, d: d[i] == d[j])
+    loaded = []
+    load = launch._function
+
+    def counted(spec, device_id):
+        loaded.append(spec.defines)
+        return load(spec, device_id)
+
+    monkeypatch.setattr(launch, "_function", counted)
+    for n in (100, 333, 1000):
+        q = cupy.ones((2, n, 64), cupy.float16)
+        attn.forward(q, q, q, a=cupy.zeros(n, cupy.float32), d=cupy.arange(n) // 50)
+    assert len(set(loaded)) == len(loaded) / 3
