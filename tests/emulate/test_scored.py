@@ -10,7 +10,7 @@ from tests.emulate.checks import judge_functions
 from tests.scored import MASKS, SCORES, Scored, captured_of, scored
 
 
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(scored(max_seqlen=130))
 def test_kernels_obey_the_oracle(case):
     judge_functions(case)
