@@ -10,7 +10,7 @@ from tests.emulate.checks import judge_functions
 from tests.scored import MASKS, SCORES, Scored, captured_of, scored
 
 
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(scored(max_seqlen=130))
 def test_kernels_obey_the_oracle(case):
     judge_functions(case)
@@ -44,7 +44,7 @@ def test_derivatives_of_pairs_without_weight_do_not_count():
     arrays = {name: np.ones((1, 1, 70, 16), np.float32) for name in ("q", "k", "v", "dout")}
     arrays["q"] *= np.linspace(-1, 1, 70, dtype=np.float32)[:, None]
     arrays |= captured_of((SCORES["barrier"], None), (1, 1, 70, 70), "float32", 5)
-    judged(Scored(cuflash.FlashAttention(score=SCORES["barrier"]), arrays, {}, ""))
+    judge_functions(Scored(cuflash.FlashAttention(score=SCORES["barrier"]), arrays, {}, ""))
 
 
 def test_tiles_that_a_mask_hides_are_not_multiplied():
