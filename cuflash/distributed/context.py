@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from cuflash import host, interop
-from cuflash.binding import INPUTS, Contiguous, Pass, bind
+from cuflash.binding import INPUTS, Contiguous, Pass
 from cuflash.distributed.agreement import agreed, digest, together
 from cuflash.distributed.execution import Execution
 from cuflash.distributed.mpi import Mpi, is_mpi
@@ -448,21 +448,22 @@ class ContextParallel:
     def _problem(self, method: str, call: _Call, split_k: Split) -> Problem:
         """This rank's queries against the keys of all; to decode, all queries against this rank's keys."""
         given, axis = call.given, _axis_of_rows(call.given["q"], self.options.layout)
-        likes = {}
+        of_all = {}
         for name in ("k", "v"):
             shape = list(given[name].shape)
             shape[axis] = split_k.seqlen
-            likes[name] = Contiguous(tuple(shape), given[name].dtype)
+            of_all[name] = Contiguous(tuple(shape), given[name].dtype)
 
         def problem_of(pass_: Pass, arrays: Mapping[str, Any]) -> Problem:
             if call.borrowed.kind == "numpy":
                 return host.bound(pass_, self.options, arrays, call.need).problem
-            return bind(pass_, self.options, arrays, need=call.need).problem
+            likes = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in arrays.items())
+            return host.bind_arrays_like(pass_, self.options, likes, call.need).problem
 
         if method == "decode":
-            problem_of("forward", {name: given[name] for name in ("q", *_OF_ALL) if name in given} | likes)
+            problem_of("forward", {name: given[name] for name in ("q", *_OF_ALL) if name in given} | of_all)
             return problem_of("forward", {name: x for name, x in given.items() if name != "kv_lengths"})
-        return problem_of("backward" if method == "backward" else "forward", given | likes)
+        return problem_of("backward" if method == "backward" else "forward", given | of_all)
 
     def _broadcasts_rows(self, name: str, split_q: Split, facts: list[dict[str, Any]]) -> bool:
         """Whether a bias or mask is the same for all queries of all ranks, by what each rank says of its rows."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 from cuflash.distributed.split import Span, Split, cut_evenly, joined, overlap
@@ -82,9 +82,14 @@ class Walk:
             sides = (piece, (0, 0)) if self.by == "queries" else ((0, 0), piece)
             yield found.get(piece) or Tile(rank, *sides)
 
+    @cached_property
+    def _held(self) -> tuple[tuple[Span, ...], ...]:
+        ranks = range(self.split.ranks)
+        return tuple(joined([self.met(tile) for tile in self.tiles if tile.rank == rank]) for rank in ranks)
+
     def held(self, rank: int) -> tuple[Span, ...]:
         """The rows, of what travels, that the tiles of a rank meet."""
-        return joined([self.met(tile) for tile in self.tiles if tile.rank == rank])
+        return self._held[rank]
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -161,6 +166,7 @@ class Schedule:
         return "\n".join(lines)
 
 
+@lru_cache(maxsize=64)
 def make_schedule(
     split_q: Split, split_k: Split, band: Band, *, chunks: int | None = None, num_heads_kv: int = 1, steps: int = 1
 ) -> Schedule:
