@@ -60,6 +60,7 @@ class Execution:
     schedule: Schedule
     options: Options  # those of the whole call
     problem: Problem  # the queries of this rank against all keys
+    random: tuple[int, int]  # seed and offset of dropout
     arrays: Mapping[str, Array]  # by name, with four axes (of lse and dlse three), None where there is none
     broadcasts_rows: frozenset[str]  # which of bias and mask are the same for all queries
 
@@ -220,21 +221,23 @@ class Execution:
 
     def _forward(self, tile: Tile, arrays: dict[str, Array]) -> dict[str, Array]:
         of_call = dict.fromkeys((*NAMES, "out", "lse")) | arrays
-        return dict(zip(("out", "lse"), self.backend.forward(self._options(tile), of_call), strict=True))
+        return dict(zip(("out", "lse"), self.backend.forward(self._options(tile), of_call, self.random), strict=True))
 
     def _backward(self, tile: Tile, need: tuple[str, ...], arrays: dict[str, Array]) -> dict[str, Array]:
         of_call: dict[str, Any] = dict.fromkeys((*NAMES, "dlse")) | arrays
         del of_call["block_table"]
         ordered = tuple(name for name in GRADIENTS if name in need)
         results = {name: arrays.get(name) for name in ordered}
-        return dict(zip(ordered, self.backend.backward(self._options(tile), of_call | results, ordered), strict=True))
+        found = self.backend.backward(self._options(tile), of_call | results, ordered, self.random)
+        return dict(zip(ordered, found, strict=True))
 
     def _options(self, tile: Tile) -> Options:
-        """Those of a call on a tile: its diagonal is that of the whole, counted from its first query and key."""
+        """Those of a call on a tile: its diagonal, and what dropout counts, are those of the whole."""
         band = self.schedule.band
         bounds = None if band.left is None and band.right is None else (band.left, band.right)
         diagonal = tile.queries[0] + band.diagonal - tile.keys[0]
-        return replace(self.options, causal=False, window=bounds, layout="bhsd", diagonal=diagonal)
+        origin = (tile.queries[0], tile.keys[0]) if self.options.dropout else (0, 0)
+        return replace(self.options, causal=False, window=bounds, layout="bhsd", diagonal=diagonal, origin=origin)
 
     def _of_tile(self, walk: Walk, tile: Tile, heads: Span, held: Held) -> dict[str, Array]:
         """The arrays of a call: a piece of this rank's, and of what travels what it meets."""
