@@ -81,7 +81,8 @@ class ContextParallel:
         In how many groups of key/value heads rows travel, at most; rows of a group are on their way while those of the
         group before are computed with.
     timeout : float, default 60.0
-        Seconds after which a rank that waits for another one raises TimeoutError, where the communicator allows.
+        Seconds after which a rank that waits for another one raises TimeoutError, where the communicator allows. Longer
+        than any rank computes in a step: in host memory ranks wait for one another that long.
     check : bool, default True
         Whether each call begins by finding out that all ranks make the same one. Without, which needs two `Split`, a
         call on CuPy arrays does not wait on the host, and ranks that disagree may hang.
