@@ -97,6 +97,8 @@ class ContextParallel:
         As `cuflash.FlashAttention` takes it: what is dropped is what one device drops. Spans of ranks, and chunks, then
         begin at multiples of 16, as ``cuflash.distributed.zigzag(seqlen, ranks, multiple=16)`` cuts them, and all heads
         travel at once.
+    score, mask : callable, optional
+        Not served.
 
     Attributes
     ----------
@@ -109,6 +111,8 @@ class ContextParallel:
     ------
     TypeError, ValueError
         An option of the wrong type or out of range; a communicator of no known kind.
+    NotImplementedError
+        A function for scores or for the mask.
 
     Notes
     -----
@@ -152,7 +156,14 @@ class ContextParallel:
         deterministic: bool = False,
         precision: Literal["highest", "tf32"] = "highest",
         dropout: float = 0.0,
+        score: Any = None,
+        mask: Any = None,
     ) -> None:
+        for name, function in (("score", score), ("mask", mask)):
+            if function is not None:
+                raise _not_served(
+                    name, typed(function), "a bias and a boolean mask of this rank's queries and all keys"
+                )
         self.options = Options(
             causal=causal,
             scale=scale,

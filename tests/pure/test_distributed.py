@@ -303,6 +303,13 @@ STARTS = np.array([0, 4], np.int32)
 @pytest.mark.parametrize(
     ("options", "terms", "kind", "message"),
     [
+        (
+            {"score": abs},
+            {},
+            NotImplementedError,
+            "^score: got .*, which is not served over ranks; expected a bias and ",
+        ),
+        ({"mask": abs}, {}, NotImplementedError, "^mask: got .*, which is not served over ranks; expected a bias and "),
         ({"dropout": 0.5}, {}, TypeError, "^seed: got None, expected an integer, which dropout needs$"),
         ({}, {"block_mask": ONES}, NotImplementedError, "^block_mask: got ndarray, which is not served over ranks; "),
         ({}, {"block_table": ONES}, NotImplementedError, "^block_table: got ndarray, which is not served over ranks; "),
