@@ -78,7 +78,7 @@ class CpuPlan:
 def bound(pass_: Pass, options: Options, given: Mapping[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> Binding:
     """The binding of a call on NumPy arrays; what only arrays in host memory can tell is checked too."""
     shapes = tuple((name, x.shape, x.strides, x.dtype) for name, x in given.items())
-    binding = _bind_arrays_like(pass_, options, shapes, need)
+    binding = bind_arrays_like(pass_, options, shapes, need)
     problem = binding.problem
     if problem.is_packed:
         check_starts(problem, given["cu_seqlens_q"], given["cu_seqlens_k"])
@@ -118,8 +118,8 @@ class _Like(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _bind_arrays_like(pass_: Pass, options: Options, arrays: tuple[Any, ...], need: tuple[str, ...]) -> Binding:
-    """The binding of NumPy arrays by (name, shape, strides, dtype): to find it takes a tenth of making it."""
+def bind_arrays_like(pass_: Pass, options: Options, arrays: tuple[Any, ...], need: tuple[str, ...]) -> Binding:
+    """The binding of arrays by (name, shape, strides, dtype): to find it takes a tenth of making it."""
     likes = {name: _Like(*like) for name, *like in arrays}
     for name, (_, _, dtype) in likes.items():
         if not dtype.isnative:

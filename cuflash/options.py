@@ -12,6 +12,7 @@ from cuflash.values import as_bool, as_integer, as_real, check_choice, type_erro
 
 LAYOUTS = ("bhsd", "bshd")
 PRECISIONS = ("highest", "tf32")
+ORIGIN_STEP = 16  # random bits belong to blocks of so many rows and columns
 MAX_BLOCK = 1024  # rows, or keys, of a block of a block mask
 BLOCK_SIZE = (128, 128)  # unless given: known to be right, because small calls take microseconds
 CAUSAL = "False, True (bottom-right aligned) or 'top_left'"
@@ -36,6 +37,8 @@ class Options:
     # Functions, which are traced. The second one is the argument `mask` of `cuflash.FlashAttention`.
     score: Traced | None = field(default=None, repr=False)
     mask_function: Traced | None = field(default=None, repr=False)
+    # Likewise the place of its first query and its first key, from which dropout counts: multiples of `ORIGIN_STEP`.
+    origin: tuple[int, int] = field(default=(0, 0), repr=False)
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {}
@@ -66,6 +69,8 @@ class Options:
             checked["diagonal"] = as_integer("diagonal", self.diagonal)
         checked["score"] = _traced("score", self.score)
         checked["mask_function"] = _traced("mask", self.mask_function)
+        if self.origin != (0, 0) and any(place < 0 or place % ORIGIN_STEP for place in self.origin):
+            raise value_error("origin", self.origin, f"multiples of {ORIGIN_STEP}, at least 0")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_hash", hash(tuple(vars(self).values())))

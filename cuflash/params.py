@@ -64,6 +64,7 @@ def parameters(
     params["seed_low"], params["seed_high"], params["offset"] = seed & 0xFFFFFFFF, seed >> 32, offset
     params["call"] = call
     params["dropout_threshold"] = round(65536 * problem.dropout)
+    params["dropout_rows"], params["dropout_columns"] = problem.origin[0] // 2, problem.origin[1] // 4
     params["kept_scale"] = params["kept_scale_float64"] = problem.kept_scale
     for name in RUN_TIME:
         params[name] = getattr(plan.run_time, name)

@@ -74,6 +74,7 @@ class Problem(Given):
     deterministic: bool
     precision: str
     dropout: float  # a multiple of 1 / 65536
+    origin: tuple[int, int]  # of the first query and the first key, as dropout counts them; zeros without dropout
     q: Operand
     k: Operand
     v: Operand
@@ -100,6 +101,7 @@ class Problem(Given):
             score=self.score,
             mask_function=self.mask_function,
             **{name: getattr(self, name) for name in NUMBERS},
+            origin=self.origin,
         )
 
     @property
@@ -361,6 +363,7 @@ def make_problem(
         deterministic=options.deterministic,
         precision=options.precision,
         dropout=rounded_rate(options.dropout),
+        origin=options.origin if rounded_rate(options.dropout) else (0, 0),
         q=q4,
         k=k4,
         v=v4,

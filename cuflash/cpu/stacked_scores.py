@@ -111,7 +111,8 @@ def kept_scores(call: Call, stack: Stack) -> Array:
     problem = call.problem
     entries, heads = (np.arange(x.start, x.stop) for x in stack.of_queries)
     numbers = call.first_head + entries[:, None] * problem.num_heads + heads
-    rows, columns = range(problem.seqlen_q), range(problem.seqlen_k)
+    (i, j), m, n = problem.origin, problem.seqlen_q, problem.seqlen_k
+    rows, columns = range(i, i + m), range(j, j + n)
     kept = kept_weights(problem.dropout, call.seed, call.offset, numbers, rows, columns)
     factor = stack.scores("kept")
     np.multiply(kept.transpose(3, 0, 1, 2), call.dtype.type(problem.kept_scale), out=stack.as_terms(factor))

@@ -377,7 +377,9 @@ def kept_scores(call: Call, queries: Queries, keys: Keys, workspace: Workspace, 
     """What dropout multiplies the weights of a tile by."""
     problem = call.problem
     factor = workspace.take("kept", *shape)
-    rows, columns = range(queries.start, queries.start + queries.num_rows), range(keys.start, keys.stop)
+    i, j = problem.origin
+    rows = range(i + queries.start, i + queries.start + queries.num_rows)
+    columns = range(j + keys.start, j + keys.stop)
     for x, (b, h) in zip(factor, queries.heads, strict=True):
         head = call.first_head + b * problem.num_heads + h
         kept = kept_weights(problem.dropout, call.seed, call.offset, head, rows, columns)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from cuflash import host, interop
-from cuflash.binding import INPUTS, Contiguous, Pass, bind
+from cuflash.binding import INPUTS, Contiguous, Pass
 from cuflash.distributed.agreement import agreed, digest, together
 from cuflash.distributed.execution import Execution
 from cuflash.distributed.mpi import Mpi, is_mpi
@@ -27,7 +27,7 @@ from cuflash.distributed.schedule import Band, Schedule, make_schedule
 from cuflash.distributed.split import Split, contiguous, zigzag
 from cuflash.distributed.transports import Transport
 from cuflash.operands import numpy_dtype, view_4d, view_rows
-from cuflash.options import Options, diagonal_of, window_of
+from cuflash.options import ORIGIN_STEP, Options, diagonal_of, window_of
 from cuflash.problem import Problem, make_problem
 from cuflash.results import Array, ForwardResult, Gradients, named_tuple_of, needed
 from cuflash.terms import DEFAULT_NEED, GRADIENTS, NAMES, OF_NUMBERS, NamedGradients, Terms, checked
@@ -44,7 +44,6 @@ ALL_ROWS = "all"  # what an array without an axis of queries says instead of the
 _OF_ALL = ("alibi_slopes", "sinks", "kv_lengths")
 # Options that are not served, and what serves instead.
 _REMEDIES = {
-    "dropout": "dropout=0.0; calls on one device have it",
     "block_mask": "the pairs of its blocks as a boolean mask of this rank's queries and all keys",
     "block_table": "contiguous keys; each rank's pages gathered into them",
     "cu_seqlens_q": "one sequence, or sequences padded to one length as the entries of a batch",
@@ -58,6 +57,7 @@ class _Call(NamedTuple):
     borrowed: interop.Borrowed
     given: dict[str, Any]  # the arrays that there are
     need: tuple[str, ...]
+    random: tuple[int, int]  # seed and offset
 
 
 class ContextParallel:
@@ -81,7 +81,8 @@ class ContextParallel:
         In how many groups of key/value heads rows travel, at most; rows of a group are on their way while those of the
         group before are computed with.
     timeout : float, default 60.0
-        Seconds after which a rank that waits for another one raises TimeoutError, where the communicator allows.
+        Seconds after which a rank that waits for another one raises TimeoutError, where the communicator allows. Longer
+        than any rank computes in a step: in host memory ranks wait for one another that long.
     check : bool, default True
         Whether each call begins by finding out that all ranks make the same one. Without, which needs two `Split`, a
         call on CuPy arrays does not wait on the host, and ranks that disagree may hang.
@@ -93,6 +94,10 @@ class ContextParallel:
     precision : {"highest", "tf32"}, default "highest"
         As `cuflash.FlashAttention` takes it.
     dropout : float, default 0.0
+        As `cuflash.FlashAttention` takes it: what is dropped is what one device drops. Spans of ranks, and chunks, then
+        begin at multiples of 16, as ``cuflash.distributed.zigzag(seqlen, ranks, multiple=16)`` cuts them, and all heads
+        travel at once.
+    score, mask : callable, optional
         Not served.
 
     Attributes
@@ -107,7 +112,7 @@ class ContextParallel:
     TypeError, ValueError
         An option of the wrong type or out of range; a communicator of no known kind.
     NotImplementedError
-        Dropout.
+        A function for scores or for the mask.
 
     Notes
     -----
@@ -151,7 +156,14 @@ class ContextParallel:
         deterministic: bool = False,
         precision: Literal["highest", "tf32"] = "highest",
         dropout: float = 0.0,
+        score: Any = None,
+        mask: Any = None,
     ) -> None:
+        for name, function in (("score", score), ("mask", mask)):
+            if function is not None:
+                raise _not_served(
+                    name, typed(function), "a bias and a boolean mask of this rank's queries and all keys"
+                )
         self.options = Options(
             causal=causal,
             scale=scale,
@@ -162,8 +174,6 @@ class ContextParallel:
             precision=precision,
             dropout=dropout,
         )
-        if self.options.dropout:
-            raise _not_served("dropout", self.options.dropout, _REMEDIES["dropout"])
         self._splits = (
             _checked_split("split", split),
             _checked_split("split_k", split if split_k is None else split_k),
@@ -181,7 +191,16 @@ class ContextParallel:
         self.rank, self.size = self._transport.rank, self._transport.size
         self._calls = 0
 
-    def forward(self, q: Array, k: Array, v: Array, **terms: Unpack[Terms]) -> ForwardResult:
+    def forward(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        seed: int | None = None,
+        offset: int | None = None,
+        **terms: Unpack[Terms],
+    ) -> ForwardResult:
         """Attention of this rank's queries over the keys of all ranks.
 
         Parameters
@@ -194,6 +213,8 @@ class ContextParallel:
             but where each rank has one query, an axis of length 1 is that query's.
         kv_lengths, alibi_slopes, sinks : array, optional
             As `cuflash.FlashAttention.forward` takes them, of the whole problem: the same on all ranks.
+        seed, offset : int, optional
+            As `cuflash.FlashAttention.forward` takes them: the same on all ranks.
         block_mask, block_table, cu_seqlens_q, cu_seqlens_k : array, optional
             Not served.
 
@@ -212,7 +233,7 @@ class ContextParallel:
             A rank did not come in time. The communicator is then of no more use.
         """
         arrays = {"q": q, "k": k, "v": v} | checked("forward", Terms, terms)
-        call, run = self._begin("forward", arrays, INPUTS, lambda given: ())
+        call, run = self._begin("forward", arrays, INPUTS, (seed, offset))
         with _on_device(run.arrays["q"]):
             out = run.xp.empty(run.problem.out_shape, run.arrays["q"].dtype)
             lse = run.xp.empty(run.problem.lse_shape, numpy_dtype(run.problem.softmax_dtype))
@@ -230,6 +251,8 @@ class ContextParallel:
         *,
         dlse: Array | None = None,
         need: Collection[str] = DEFAULT_NEED,
+        seed: int | None = None,
+        offset: int | None = None,
         **terms: Unpack[Terms],
     ) -> Gradients | NamedGradients:
         """Gradients of the sum over all ranks of ``sum(dout * out) + sum(dlse * lse)``.
@@ -246,6 +269,8 @@ class ContextParallel:
             Gradient with respect to this rank's lse, of its shape and dtype: on all ranks or on none.
         need : collection of str, default ("dq", "dk", "dv")
             Gradients that are wanted, as `cuflash.FlashAttention.backward` takes it: the same on all ranks.
+        seed, offset : int, optional
+            As `forward` took them.
         bias, mask, kv_lengths, alibi_slopes, sinks : array, optional
             As `forward` took them.
         block_mask, block_table, cu_seqlens_q, cu_seqlens_k : array, optional
@@ -269,7 +294,7 @@ class ContextParallel:
         def names(given: Mapping[str, Any]) -> tuple[str, ...]:
             return needed(need, {**given, "softcap": self.options.softcap}, dict.fromkeys(GRADIENTS))
 
-        call, run = self._begin("backward", arrays, _BACKWARD_INPUTS, names)
+        call, run = self._begin("backward", arrays, _BACKWARD_INPUTS, (seed, offset), names)
         with _on_device(run.arrays["q"]):
             results = {name: self._empty(name, run, call) for name in call.need}
             views = {
@@ -280,7 +305,16 @@ class ContextParallel:
             run.backward(call.need, views)
         return named_tuple_of(call.need)(*(call.borrowed.give_back(x, None) for x in results.values()))
 
-    def decode(self, q: Array, k: Array, v: Array, **terms: Unpack[Terms]) -> ForwardResult:
+    def decode(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        seed: int | None = None,
+        offset: int | None = None,
+        **terms: Unpack[Terms],
+    ) -> ForwardResult:
         """Attention of queries that all ranks have over keys of which each has a part: for a few queries.
 
         Each rank attends to its own keys, and what it finds goes to all others: keys and values stay where they are.
@@ -297,6 +331,8 @@ class ContextParallel:
             Broadcast to (batch, num_heads, seqlen_q, rows of this rank's keys).
         kv_lengths, alibi_slopes, sinks : array, optional
             As `forward` takes them.
+        seed, offset : int, optional
+            As `forward` takes them.
         block_mask, block_table, cu_seqlens_q, cu_seqlens_k : array, optional
             Not served.
 
@@ -311,7 +347,7 @@ class ContextParallel:
             As `forward` does.
         """
         arrays = {"q": q, "k": k, "v": v} | checked("decode", Terms, terms)
-        call, run = self._begin("decode", arrays, INPUTS, lambda given: ())
+        call, run = self._begin("decode", arrays, INPUTS, (seed, offset))
         with _on_device(run.arrays["q"]):
             out = run.xp.empty(run.problem.out_shape, run.arrays["q"].dtype)
             lse = run.xp.empty(run.problem.lse_shape, numpy_dtype(run.problem.softmax_dtype))
@@ -339,7 +375,7 @@ class ContextParallel:
             As `forward` does.
         """
         arrays = {"q": q, "k": k, "v": v} | dict.fromkeys(NAMES)
-        return self._begin("plan", arrays, INPUTS, lambda given: ())[1].schedule
+        return self._begin("plan", arrays, INPUTS, (0, 0))[1].schedule
 
     # ---- before anything is computed ---------------------------------------------------------------------------------
 
@@ -348,13 +384,14 @@ class ContextParallel:
         method: str,
         arrays: dict[str, Any],
         required: tuple[str, ...],
-        need_of: Callable[[Mapping[str, Any]], tuple[str, ...]],
+        random: tuple[int | None, int | None],
+        need_of: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda given: (),
     ) -> tuple[_Call, Execution]:
         """What this rank is to do, after all ranks have agreed on it."""
         self._calls += 1
 
         def own() -> tuple[_Call, dict[str, Any]]:
-            call = self._own_call(arrays, required, need_of)
+            call = self._own_call(arrays, required, random, need_of)
             return call, self._facts(method, call)
 
         if not self._check:
@@ -371,6 +408,7 @@ class ContextParallel:
         self,
         arrays: dict[str, Any],
         required: tuple[str, ...],
+        random: tuple[int | None, int | None],
         need_of: Callable[[Mapping[str, Any]], tuple[str, ...]],
     ) -> _Call:
         """This rank's arrays, as far as they can be checked without those of others."""
@@ -381,7 +419,7 @@ class ContextParallel:
         given = {name: x for name, x in borrowed.arrays.items() if x is not None}
         q, k, v = (given[name] for name in INPUTS)
         make_problem(self.options, q, k, v, **{name: given[name] for name in _OF_ALL if name in given})
-        return _Call(borrowed, given, need_of(given))
+        return _Call(borrowed, given, need_of(given), self.options.random(*random))
 
     def _facts(self, method: str, call: _Call) -> dict[str, Any]:
         """What has to be the same on all ranks, and the numbers of rows."""
@@ -393,6 +431,8 @@ class ContextParallel:
             "chunks": str(self._chunks),
             "steps": str(self._steps),
             "need": ", ".join(call.need),
+            "seed": str(call.random[0]),
+            "offset": str(call.random[1]),
             "arrays": f"{', '.join(call.given)} of {call.borrowed.kind}",
             "_rows of q": call.given["q"].shape[axis],
             "_rows of k": call.given["k"].shape[axis],
@@ -429,7 +469,9 @@ class ContextParallel:
             Band(diagonal_of(self.options, split_q.seqlen, split_k.seqlen), left, right),
             chunks=self._chunks if self.options.deterministic else None,
             num_heads_kv=view_4d(given["k"], self.options.layout).shape[1],
-            steps=self._steps,
+            # Random bits belong to a head by its number among all.
+            steps=1 if self.options.dropout else self._steps,
+            step=ORIGIN_STEP if self.options.dropout else 1,
         )
         return Execution(
             transport=self._transport,
@@ -437,6 +479,7 @@ class ContextParallel:
             schedule=schedule,
             options=self.options,
             problem=self._problem(method, call, split_k),
+            random=call.random,
             arrays={name: self._seen(name, x) for name, x in given.items()},
             broadcasts_rows=frozenset(
                 name
@@ -448,21 +491,22 @@ class ContextParallel:
     def _problem(self, method: str, call: _Call, split_k: Split) -> Problem:
         """This rank's queries against the keys of all; to decode, all queries against this rank's keys."""
         given, axis = call.given, _axis_of_rows(call.given["q"], self.options.layout)
-        likes = {}
+        of_all = {}
         for name in ("k", "v"):
             shape = list(given[name].shape)
             shape[axis] = split_k.seqlen
-            likes[name] = Contiguous(tuple(shape), given[name].dtype)
+            of_all[name] = Contiguous(tuple(shape), given[name].dtype)
 
         def problem_of(pass_: Pass, arrays: Mapping[str, Any]) -> Problem:
             if call.borrowed.kind == "numpy":
                 return host.bound(pass_, self.options, arrays, call.need).problem
-            return bind(pass_, self.options, arrays, need=call.need).problem
+            likes = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in arrays.items())
+            return host.bind_arrays_like(pass_, self.options, likes, call.need).problem
 
         if method == "decode":
-            problem_of("forward", {name: given[name] for name in ("q", *_OF_ALL) if name in given} | likes)
+            problem_of("forward", {name: given[name] for name in ("q", *_OF_ALL) if name in given} | of_all)
             return problem_of("forward", {name: x for name, x in given.items() if name != "kv_lengths"})
-        return problem_of("backward" if method == "backward" else "forward", given | likes)
+        return problem_of("backward" if method == "backward" else "forward", given | of_all)
 
     def _broadcasts_rows(self, name: str, split_q: Split, facts: list[dict[str, Any]]) -> bool:
         """Whether a bias or mask is the same for all queries of all ranks, by what each rank says of its rows."""

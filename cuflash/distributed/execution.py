@@ -1,6 +1,6 @@
 """One call on one rank: what its schedule says, by the functions that compute calls on one device.
 
-Everything is seen as (batch, heads, rows, dim) here. Rows that travel do so with their own axis first: then the rows of
+Everything is seen as (batch, heads, rows, ...) here. Rows that travel do so with their own axis first: then the rows of
 a span are one piece of memory, which is received where it is needed.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -25,8 +25,6 @@ from cuflash.problem import Problem
 from cuflash.terms import DEFAULT_NEED, GRADIENTS, NAMES, OF_NUMBERS
 
 Array = Any
-# Where the axis of rows is, in arrays whose rows are queries or keys.
-_AXIS = {"q": 2, "k": 2, "v": 2, "out": 2, "dout": 2, "lse": 2, "dlse": 2, "bias": 2, "mask": 2}
 _OF_PAIRS = ("bias", "mask")
 
 
@@ -34,7 +32,6 @@ class Cargo(NamedTuple):
     """An array whose rows travel."""
 
     array: Array
-    axis: int  # of the rows
     has_columns: bool  # whether its last axis is keys, of which a rank needs its own
 
 
@@ -44,13 +41,13 @@ class Held(NamedTuple):
     spans: tuple[Span, ...]
     arrays: tuple[dict[str, Array], ...]  # by name, for each of these spans
 
-    def rows(self, name: str, span: Span, axis: int) -> Array:
+    def rows(self, name: str, span: Span) -> Array:
         """Those of a span, which is in one of `spans` or empty."""
         if span[0] == span[1]:
-            return _rows(self.arrays[0][name], axis, slice(0, 0))
-        for (start, stop), arrays in zip(self.spans, self.arrays, strict=True):
-            if start <= span[0] and span[1] <= stop:
-                return _rows(arrays[name], axis, slice(span[0] - start, span[1] - start))
+            return self.arrays[0][name][:, :, :0]
+        for held, arrays in zip(self.spans, self.arrays, strict=True):
+            if held[0] <= span[0] and span[1] <= held[1]:
+                return arrays[name][:, :, _within(span, held)]
         raise AssertionError(f"{name}: rows {span} of {self.spans}")
 
 
@@ -63,6 +60,7 @@ class Execution:
     schedule: Schedule
     options: Options  # those of the whole call
     problem: Problem  # the queries of this rank against all keys
+    random: tuple[int, int]  # seed and offset of dropout
     arrays: Mapping[str, Array]  # by name, with four axes (of lse and dlse three), None where there is none
     broadcasts_rows: frozenset[str]  # which of bias and mask are the same for all queries
 
@@ -223,21 +221,23 @@ class Execution:
 
     def _forward(self, tile: Tile, arrays: dict[str, Array]) -> dict[str, Array]:
         of_call = dict.fromkeys((*NAMES, "out", "lse")) | arrays
-        return dict(zip(("out", "lse"), self.backend.forward(self._options(tile), of_call), strict=True))
+        return dict(zip(("out", "lse"), self.backend.forward(self._options(tile), of_call, self.random), strict=True))
 
     def _backward(self, tile: Tile, need: tuple[str, ...], arrays: dict[str, Array]) -> dict[str, Array]:
         of_call: dict[str, Any] = dict.fromkeys((*NAMES, "dlse")) | arrays
         del of_call["block_table"]
         ordered = tuple(name for name in GRADIENTS if name in need)
         results = {name: arrays.get(name) for name in ordered}
-        return dict(zip(ordered, self.backend.backward(self._options(tile), of_call | results, ordered), strict=True))
+        found = self.backend.backward(self._options(tile), of_call | results, ordered, self.random)
+        return dict(zip(ordered, found, strict=True))
 
     def _options(self, tile: Tile) -> Options:
-        """Those of a call on a tile: its diagonal is that of the whole, counted from its first query and key."""
+        """Those of a call on a tile: its diagonal, and what dropout counts, are those of the whole."""
         band = self.schedule.band
         bounds = None if band.left is None and band.right is None else (band.left, band.right)
         diagonal = tile.queries[0] + band.diagonal - tile.keys[0]
-        return replace(self.options, causal=False, window=bounds, layout="bhsd", diagonal=diagonal)
+        origin = (tile.queries[0], tile.keys[0]) if self.options.dropout else (0, 0)
+        return replace(self.options, causal=False, window=bounds, layout="bhsd", diagonal=diagonal, origin=origin)
 
     def _of_tile(self, walk: Walk, tile: Tile, heads: Span, held: Held) -> dict[str, Array]:
         """The arrays of a call: a piece of this rank's, and of what travels what it meets."""
@@ -251,7 +251,7 @@ class Execution:
                 mine = slice(*heads) if name in ("k", "v") else q_heads
                 found[name] = self.arrays[name][:, mine, at]
         if held.spans:
-            found |= {name: held.rows(name, walk.met(tile), _AXIS[name]) for name in held.arrays[0]}
+            found |= {name: held.rows(name, walk.met(tile)) for name in held.arrays[0]}
         else:  # no piece of this rank meets anything
             found |= {name: self.arrays[name][:, slice(*heads), :0] for name in ("k", "v")}
         return found | self._terms(tile, heads, found, by_keys=by_keys)
@@ -315,36 +315,31 @@ class Execution:
     def _begin(self, walk: Walk, names: tuple[str, ...], heads: Span) -> tuple[Any, Held]:
         """Begin to send and receive the rows of a step."""
         cargo = {name: self._cargo(name, heads) for name in names}
-        spans = walk.held(self.rank)
+        own, spans = walk.split.spans[self.rank], walk.held(self.rank)
         arrays: list[dict[str, Array]] = [{} for _ in spans]
         sends, receives = [], []
         for transfer in walk.transfers:
             if transfer.source == self.rank:
                 local = walk.split.local(self.rank, transfer.rows)
-                packed = (self._packed(x, local, transfer.target) for x in cargo.values())
-                sends += [(transfer.target, rows) for rows in packed]
+                for x in cargo.values():
+                    rows = self._columns(x, transfer.target)[:, :, local]
+                    sends.append((transfer.target, self.xp.ascontiguousarray(_rows_first(rows))))
         for span, found in zip(spans, arrays, strict=True):
+            parts = [(part, walk.split.local(self.rank, part)) for part in _cut(span, own)]
             for name, x in cargo.items():
-                own = [part for part in walk.split.spans[self.rank] if part[0] <= span[0] and span[1] <= part[1]]
-                if own and not x.has_columns:
-                    found[name] = _rows(x.array, x.axis, walk.split.local(self.rank, span))
+                mine = self._columns(x, self.rank)
+                if parts and parts[0][0] == span:  # nothing of it comes from others
+                    found[name] = mine[:, :, parts[0][1]]
                     continue
-                like = self._packed(x, slice(0, 0), self.rank)
-                rows_first = self.xp.empty((span[1] - span[0], *like.shape[1:]), like.dtype)
-                found[name] = self.xp.moveaxis(rows_first, 0, x.axis)
-                for part in walk.split.spans[self.rank]:
-                    start, stop = max(part[0], span[0]), min(part[1], span[1])
-                    if start < stop:
-                        local = walk.split.local(self.rank, (start, stop))
-                        rows_first[start - span[0] : stop - span[0]] = self._packed(x, local, self.rank)
+                shape = (span[1] - span[0], *mine.shape[:2], *mine.shape[3:])
+                found[name] = _rows_third(self.xp.empty(shape, mine.dtype))
+                for part, local in parts:
+                    found[name][:, :, _within(part, span)] = mine[:, :, local]
         for transfer in walk.transfers:
-            if transfer.target != self.rank:
-                continue
             for span, found in zip(spans, arrays, strict=True):
-                if span[0] <= transfer.rows[0] and transfer.rows[1] <= span[1]:
-                    at = slice(transfer.rows[0] - span[0], transfer.rows[1] - span[0])
-                    into = (self.xp.moveaxis(found[name], x.axis, 0)[at] for name, x in cargo.items())
-                    receives += [(transfer.source, rows) for rows in into]
+                if transfer.target == self.rank and overlap(span, transfer.rows) == transfer.rows:
+                    at = _within(transfer.rows, span)
+                    receives += [(transfer.source, _rows_first(found[name])[at]) for name in cargo]
         return self._start(sends, receives), Held(spans, tuple(arrays))
 
     @property
@@ -361,17 +356,15 @@ class Execution:
     def _cargo(self, name: str, heads: Span) -> Cargo:
         array = self.arrays[name]
         if name in _OF_PAIRS:
-            return Cargo(_heads(array, self._q_heads(heads), self.problem.num_heads), 2, array.shape[3] != 1)
-        return Cargo(array[:, slice(*heads) if name in ("k", "v") else self._q_heads(heads)], 2, False)
+            return Cargo(_heads(array, self._q_heads(heads), self.problem.num_heads), array.shape[3] != 1)
+        return Cargo(array[:, slice(*heads) if name in ("k", "v") else self._q_heads(heads)], False)
 
-    def _packed(self, x: Cargo, rows: slice, target: int) -> Array:
-        """Rows for a rank in one piece of memory, their axis first, and of pairs the columns of its keys."""
-        array = _rows(x.array, x.axis, rows)
-        if x.has_columns:
-            spans = self.schedule.split_k.spans[target]
-            columns = [array[..., start:stop] for start, stop in spans] or [array[..., :0]]
-            array = self.xp.concatenate(columns, axis=-1)
-        return self.xp.ascontiguousarray(self.xp.moveaxis(array, x.axis, 0))
+    def _columns(self, x: Cargo, target: int) -> Array:
+        """The array, of pairs with the columns of the keys of a rank, one span behind the other."""
+        if not x.has_columns:
+            return x.array
+        spans = self.schedule.split_k.spans[target]
+        return self.xp.concatenate([x.array[..., slice(*span)] for span in spans] or [x.array[..., :0]], axis=-1)
 
 
 class _Returns:
@@ -395,8 +388,8 @@ class _Returns:
 
     def add(self, parts: list[Array], tile: Tile, dq: Array) -> None:
         """Add what a call gave."""
-        rows, xp = self._rows(self.run.rank, parts, tile.queries), self.run.xp
-        rows += xp.moveaxis(dq, 2, 0)
+        rows = self._rows(parts, tile.queries)
+        rows += _rows_first(dq)
 
     def send(self, parts: list[Array], heads: Span) -> None:
         """Let the parts of a step go to whom their rows belong, once those of the step before have come."""
@@ -406,26 +399,22 @@ class _Returns:
         into = {}
         for transfer in walk.transfers:
             if transfer.target == run.rank:
-                sends.append((transfer.source, self._rows(run.rank, parts, transfer.rows)))
+                sends.append((transfer.source, self._rows(parts, transfer.rows)))
             if transfer.source == run.rank:
                 start, stop = transfer.rows
                 room = (self.dq.shape[0], run._q_heads(heads).stop - run._q_heads(heads).start, self.dq.shape[3])
                 into[transfer] = run.xp.empty((stop - start, *room), numpy_dtype(run.problem.softmax_dtype))
                 receives.append((transfer.target, into[transfer]))
         pending = run._start(sends, receives)
-        own = [
-            (run.rank, rows, self._rows(run.rank, parts, rows))
-            for span in walk.held(run.rank)
-            for mine in walk.split.spans[run.rank]
-            if _is_some(rows := overlap(span, mine))
-        ]
+        mine = walk.split.spans[run.rank]
+        own = [(run.rank, rows, self._rows(parts, rows)) for held in walk.held(run.rank) for rows in _cut(held, mine)]
         came = [(transfer.target, transfer.rows, rows) for transfer, rows in into.items()]
 
         def arrive() -> None:
             run.transport.finish(pending, run.timeout)
             total = run.xp.zeros(self.dq[:, run._q_heads(heads)].shape, numpy_dtype(run.problem.softmax_dtype))
             for _, span, rows in sorted(own + came, key=lambda part: part[:2]):
-                total[:, :, walk.split.local(run.rank, span)] += run.xp.moveaxis(rows, 0, 2)
+                total[:, :, walk.split.local(run.rank, span)] += _rows_third(rows)
             self.dq[:, run._q_heads(heads)] = total
 
         self.under_way = arrive
@@ -436,12 +425,13 @@ class _Returns:
             self.under_way()
         self.under_way = None
 
-    def _rows(self, rank: int, parts: list[Array], span: Span) -> Array:
-        """The rows of a span, of those that a rank holds."""
-        for held, part in zip(self.run.schedule.by_keys.held(rank), parts, strict=True):
+    def _rows(self, parts: list[Array], span: Span) -> Array:
+        """The rows of a span, of those that this rank holds."""
+        spans = self.run.schedule.by_keys.held(self.run.rank)
+        for held, part in zip(spans, parts, strict=True):
             if held[0] <= span[0] and span[1] <= held[1]:
-                return part[span[0] - held[0] : span[1] - held[0]]
-        raise AssertionError(f"dq: rows {span} of {self.run.schedule.by_keys.held(rank)}")
+                return part[_within(span, held)]
+        raise AssertionError(f"dq: rows {span} of {spans}")
 
 
 class _Sums:
@@ -511,8 +501,24 @@ def _is_some(span: Span) -> bool:
     return span[0] < span[1]
 
 
-def _rows(array: Array, axis: int, rows: slice) -> Array:
-    return array[(slice(None),) * axis + (rows,)]
+def _within(span: Span, held: Span) -> slice:
+    """Where rows lie in those of a span that has them."""
+    return slice(span[0] - held[0], span[1] - held[0])
+
+
+def _cut(span: Span, spans: Sequence[Span]) -> list[Span]:
+    """What some spans have of one, in order."""
+    return [part for other in spans if _is_some(part := overlap(span, other))]
+
+
+def _rows_first(array: Array) -> Array:
+    """An array with its third axis first."""
+    return array.transpose(2, 0, 1, *range(3, array.ndim))
+
+
+def _rows_third(array: Array) -> Array:
+    """What `_rows_first` was given."""
+    return array.transpose(1, 2, 0, *range(3, array.ndim))
 
 
 def _heads(array: Array, heads: slice, num_heads: int) -> Array:

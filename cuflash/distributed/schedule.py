@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 from cuflash.distributed.split import Span, Split, cut_evenly, joined, overlap
@@ -82,9 +82,14 @@ class Walk:
             sides = (piece, (0, 0)) if self.by == "queries" else ((0, 0), piece)
             yield found.get(piece) or Tile(rank, *sides)
 
+    @cached_property
+    def _held(self) -> tuple[tuple[Span, ...], ...]:
+        ranks = range(self.split.ranks)
+        return tuple(joined([self.met(tile) for tile in self.tiles if tile.rank == rank]) for rank in ranks)
+
     def held(self, rank: int) -> tuple[Span, ...]:
         """The rows, of what travels, that the tiles of a rank meet."""
-        return joined([self.met(tile) for tile in self.tiles if tile.rank == rank])
+        return self._held[rank]
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -110,6 +115,7 @@ class Schedule:
     split_k: Split
     band: Band
     chunks: int | None  # where pieces are cut, so that they are the same for any number of ranks; None: they are spans
+    step: int  # calls begin at multiples of this, in rows of both sequences
     heads: tuple[Span, ...]  # key/value heads of each step
 
     @cached_property
@@ -118,7 +124,9 @@ class Schedule:
         seqlen_k = self.split_k.seqlen
         pieces = _pieces(self.split_q, self.chunks)
         tiles = [
-            Tile(rank, piece, self.band.keys_of(piece, seqlen_k)) for rank, own in enumerate(pieces) for piece in own
+            Tile(rank, piece, self._from_step(self.band.keys_of(piece, seqlen_k)))
+            for rank, own in enumerate(pieces)
+            for piece in own
         ]
         return Walk("queries", tuple(tile for tile in tiles if tile.keys[0] < tile.keys[1]), pieces, self.split_k)
 
@@ -128,9 +136,15 @@ class Schedule:
         seqlen_q = self.split_q.seqlen
         pieces = _pieces(self.split_k, self.chunks)
         tiles = [
-            Tile(rank, self.band.queries_of(piece, seqlen_q), piece) for rank, own in enumerate(pieces) for piece in own
+            Tile(rank, self._from_step(self.band.queries_of(piece, seqlen_q)), piece)
+            for rank, own in enumerate(pieces)
+            for piece in own
         ]
         return Walk("keys", tuple(tile for tile in tiles if tile.queries[0] < tile.queries[1]), pieces, self.split_q)
+
+    def _from_step(self, span: Span) -> Span:
+        """A span that is not empty, with rows before it so that it begins at a multiple of `step`."""
+        return (span[0] // self.step * self.step, span[1]) if span[0] < span[1] else span
 
     def pairs_of(self, tile: Tile) -> int:
         """How many pairs of a tile are visible, in one head."""
@@ -161,8 +175,16 @@ class Schedule:
         return "\n".join(lines)
 
 
+@lru_cache(maxsize=64)
 def make_schedule(
-    split_q: Split, split_k: Split, band: Band, *, chunks: int | None = None, num_heads_kv: int = 1, steps: int = 1
+    split_q: Split,
+    split_k: Split,
+    band: Band,
+    *,
+    chunks: int | None = None,
+    num_heads_kv: int = 1,
+    steps: int = 1,
+    step: int = 1,
 ) -> Schedule:
     """The schedule of a problem.
 
@@ -176,11 +198,14 @@ def make_schedule(
         Into how many global chunks pieces are cut.
     num_heads_kv, steps : int
         The key/value heads, and how many groups of them there are to be at most.
+    step : int
+        Calls begin at multiples of this, in rows of both sequences.
 
     Raises
     ------
     ValueError
-        Splits over different numbers of ranks, and spans that do not consist of whole chunks.
+        Splits over different numbers of ranks, spans that do not consist of whole chunks, and pieces that do not begin
+        at multiples of `step`.
     """
     if split_q.ranks != split_k.ranks:
         raise value_error("split_k", counted(split_k.ranks, "rank"), f"{split_q.ranks} as split has")
@@ -194,7 +219,14 @@ def make_schedule(
                         raise value_error(name, f"a span {span}", expected)
     groups = min(steps, num_heads_kv)
     heads = tuple(cut_evenly(num_heads_kv, groups)) if groups else ()
-    return Schedule(split_q=split_q, split_k=split_k, band=band, chunks=chunks, heads=heads)
+    schedule = Schedule(split_q=split_q, split_k=split_k, band=band, chunks=chunks, step=step, heads=heads)
+    for name, walk in (("split", schedule.by_queries), ("split_k", schedule.by_keys)):
+        for start, stop in (piece for own in walk.pieces for piece in own):
+            if start % step:
+                what = "chunks" if chunks is not None else "spans"
+                expected = f"{what} that begin at multiples of {step} with dropout, as multiple={step} makes them"
+                raise value_error(name, f"rows {start} to {stop - 1}", expected)
+    return schedule
 
 
 def _pieces(split: Split, chunks: int | None) -> tuple[tuple[Span, ...], ...]:

@@ -110,7 +110,7 @@ class Split:
         return module_of(parts[0]).concatenate([pieces[span] for span in sorted(pieces)]).swapaxes(0, axis)
 
 
-def zigzag(seqlen: int, ranks: int) -> Split:
+def zigzag(seqlen: int, ranks: int, *, multiple: int = 1) -> Split:
     """Two spans for each rank, one from the front and one from the back: under a causal mask all have equal work.
 
     The sequence is cut into ``2 * ranks`` pieces as equal as they can be, of which rank r has those r and
@@ -118,10 +118,16 @@ def zigzag(seqlen: int, ranks: int) -> Split:
 
         4 ranks:   0 1 2 3 3 2 1 0
 
+    Parameters
+    ----------
+    seqlen, ranks : int
+    multiple : int, default 1
+        Pieces begin at multiples of this: 16 with dropout.
+
     Raises
     ------
     TypeError, ValueError
-        No integer, a negative number of rows, or no rank.
+        No integer, a negative number of rows, no rank, or a multiple below 1.
 
     Examples
     --------
@@ -129,17 +135,23 @@ def zigzag(seqlen: int, ranks: int) -> Split:
     >>> zigzag(16, 2).spans
     (((0, 4), (12, 16)), ((4, 12),))
     """
-    cuts = _cuts(seqlen, ranks, 2)
+    cuts = _cuts(seqlen, ranks, 2, multiple)
     return Split([[cuts[r], cuts[2 * ranks - 1 - r]] for r in range(ranks)])
 
 
-def contiguous(seqlen: int, ranks: int) -> Split:
+def contiguous(seqlen: int, ranks: int, *, multiple: int = 1) -> Split:
     """One span for each rank, in the order of ranks: with a window, few keys are needed from others.
+
+    Parameters
+    ----------
+    seqlen, ranks : int
+    multiple : int, default 1
+        Spans begin at multiples of this: 16 with dropout.
 
     Raises
     ------
     TypeError, ValueError
-        No integer, a negative number of rows, or no rank.
+        No integer, a negative number of rows, no rank, or a multiple below 1.
 
     Examples
     --------
@@ -147,7 +159,7 @@ def contiguous(seqlen: int, ranks: int) -> Split:
     >>> contiguous(10, 3).spans
     (((0, 3),), ((3, 6),), ((6, 10),))
     """
-    return Split([[span] for span in _cuts(seqlen, ranks, 1)])
+    return Split([[span] for span in _cuts(seqlen, ranks, 1, multiple)])
 
 
 def cut_evenly(length: int, pieces: int) -> list[Span]:
@@ -179,13 +191,18 @@ def module_of(array: Array) -> Any:
     return np if isinstance(array, np.ndarray) else importlib.import_module("cupy")
 
 
-def _cuts(seqlen: int, ranks: int, pieces: int) -> list[Span]:
-    seqlen, ranks = as_integer("seqlen", seqlen), as_integer("ranks", ranks)
+def _cuts(seqlen: int, ranks: int, pieces: int, multiple: int) -> list[Span]:
+    seqlen, ranks, multiple = (
+        as_integer(name, x) for name, x in (("seqlen", seqlen), ("ranks", ranks), ("multiple", multiple))
+    )
     if seqlen < 0:
         raise value_error("seqlen", seqlen, "an integer >= 0")
     if ranks < 1:
         raise value_error("ranks", ranks, "an integer >= 1")
-    return cut_evenly(seqlen, pieces * ranks)
+    if multiple < 1:
+        raise value_error("multiple", multiple, "an integer >= 1")
+    blocks = cut_evenly(-(-seqlen // multiple), pieces * ranks)
+    return [(min(start * multiple, seqlen), min(stop * multiple, seqlen)) for start, stop in blocks]
 
 
 def _checked(name: str, spans: Sequence[Any]) -> list[Span]:

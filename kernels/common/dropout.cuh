@@ -36,14 +36,16 @@ struct KeptWeights {
 
 // The weights of one head. Places are those of a lane's first element of an n-tile: rows g, columns 2t.
 struct Dropout {
-  u32 seed_low, seed_high, head, offset, threshold;
+  u32 seed_low, seed_high, head, offset, threshold, first_rows, first_columns;
 
   CUFLASH_DEVICE Dropout(const Params& params, int batch, int head_)
       : seed_low(params.seed_low),
         seed_high(params.seed_high),
         head(batch * params.num_heads + head_),
         offset(params.offset),
-        threshold(params.dropout_threshold << 16) {}
+        threshold(params.dropout_threshold << 16),
+        first_rows(params.dropout_rows),
+        first_columns(params.dropout_columns) {}
 
   // The weights of two neighbouring n-tiles; `later` is how many n-tiles they come after the place, an even number.
   CUFLASH_DEVICE KeptWeights<false> of(int query, int key, int later = 0) const {
@@ -96,7 +98,7 @@ struct Dropout {
   CUFLASH_DEVICE static u32 rows_of(int query) { return (u32)query / 16 * 8 + (u32)query % 8; }
   CUFLASH_DEVICE static u32 columns_of(int key) { return (u32)key / 16 * 4 + (u32)key % 8 / 2; }
   CUFLASH_DEVICE KeptWeights<false> call(u32 rows, u32 columns) const {
-    KeptWeights<false> kept = {{columns, rows, head, offset}, threshold};
+    KeptWeights<false> kept = {{first_columns + columns, first_rows + rows, head, offset}, threshold};
     philox(kept.word, seed_low, seed_high);
     return kept;
   }

@@ -97,6 +97,8 @@ struct Params {
   u32 seed_high;
   u32 offset;
   u32 dropout_threshold;  // weights whose 16 bits are less are dropped
+  u32 dropout_rows;      // where the counters of the first query and the first key begin
+  u32 dropout_columns;
   float kept_scale;  // what others are multiplied by
   i32 num_pages;     // of the pools
   double scale_float64;  // those of float64 problems

@@ -1,10 +1,14 @@
 """Parts of longer problems: the kernels take any diagonal, not only those that follow from the lengths."""
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+import cuflash
 import cuflash.testing as ct
+from cuflash.dropout import kept_weights
 from cuflash.emulator import find_compiler
 from tests.emulate import attention
 
@@ -38,8 +42,25 @@ def test_few_queries_in_the_middle_of_many_keys():
     judge(problem, arrays, dict(zip(("out", "lse"), attention.forward(problem, arrays, arch="9.0"), strict=True)))
 
 
-def judge(problem, arrays, results):
-    expected = ct.yardsticks(problem, arrays)
+@pytest.mark.parametrize(("arch", "dtype", "dim"), [("8.0", "float32", 16), ("9.0", "bfloat16", 64)])
+def test_dropout_counts_from_the_place_of_a_part(arch, dtype, dim):
+    """What it drops of the part is what it drops there of the whole."""
+    random: dict[str, Any] = {"seed": 5, "offset": 7}
+    case = ct.Case(seqlen_q=75, seqlen_k=140, head_dim=dim, dtype=dtype, dropout=0.3)
+    problem, arrays = attention.inputs_of(case, diagonal=0, origin=(48, 96))
+    whole = cuflash.dropout_mask(5, 7, 1, 1, 48 + 75, 96 + 140, 0.3)
+    kept = kept_weights(problem.dropout, 5, 7, 0, range(48, 48 + 75), range(96, 96 + 140))
+    np.testing.assert_array_equal(whole[0, 0, 48:, 96:], kept)
+    out, lse = attention.forward(problem, arrays, arch=arch, **random)
+    gradients = attention.backward(problem, arrays, out, lse, arch=arch, **random)
+    results = {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    judge(problem, arrays, results, **random)
+    with pytest.raises(AssertionError):
+        judge(replace(problem, origin=(0, 0)), arrays, results, **random)
+
+
+def judge(problem, arrays, results, **random):
+    expected = ct.yardsticks(problem, arrays, **random)
     for name, x in results.items():
         measurement = ct.measure(name, x, expected[name])
         assert not measurement.failure, str(measurement)

@@ -22,7 +22,7 @@ from tests.ranks import Parts, judge, on_threads, results_of
 # All gradients; those of which dq travels in parts, and some that it does not.
 NEEDS = st.sampled_from((("dq", "dk", "dv"), None, ("dq", "dv"), ("dq", "dk"), ("dk", "dv"), ("dq",)))
 PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
-FEATURES = (*(name for name in ct.FEATURES if name != "scale"), "sinks", "dlse")
+FEATURES = (*(name for name in ct.FEATURES if name != "scale"), "sinks", "dlse", "dropout")
 SMALL: dict[str, Any] = {
     "features": FEATURES,
     "max_seqlen": 65,
@@ -42,7 +42,8 @@ def is_clear(case, split):
 @settings(max_examples=40, deadline=None)
 @given(st.data(), ct.cases(**SMALL), st.integers(1, 8), st.integers(1, 3), NEEDS)
 def test_any_split_of_any_case_keeps_the_oracle_rule(data, case, ranks, steps, need):
-    split_q, split_k = data.draw(splits(case.seqlen_q, ranks)), data.draw(splits(case.seqlen_k, ranks))
+    multiple = 16 if case.dropout else 1
+    split_q, split_k = (data.draw(splits(n, ranks, multiple)) for n in (case.seqlen_q, case.seqlen_k))
     assume(is_clear(case, split_q))
     judge(case, results_of(case, split_q, split_k, need=need, steps=steps))
 
@@ -51,6 +52,7 @@ def test_any_split_of_any_case_keeps_the_oracle_rule(data, case, ranks, steps, n
 @given(st.data(), ct.cases(**SMALL), st.integers(1, 8))
 def test_bits_do_not_depend_on_the_number_of_ranks(data, case, ranks):
     """Zigzag over 1, 2, 4 and 8 ranks, and chunks dealt to any number of ranks."""
+    case = replace(case, dropout=0.0)  # whose chunks would have to begin at multiples of 16
     dealt = [data.draw(of_chunks(n, ranks, 16)) for n in (case.seqlen_q, case.seqlen_k)]
     pairs = [[cd.zigzag(n, ranks) for n in (case.seqlen_q, case.seqlen_k)] for ranks in (1, 2, 4, 8)]
     assume(all(is_clear(case, split_q) for split_q, _ in (*pairs, dealt)))
@@ -65,9 +67,10 @@ def test_bits_do_not_depend_on_the_number_of_ranks(data, case, ranks):
 @given(st.data(), ct.cases(**{**SMALL, "max_scores": 2**11}), st.integers(1, 8), st.booleans())
 def test_decoding_keeps_the_oracle_rule(data, case, ranks, deterministic):
     if deterministic:
+        case = replace(case, dropout=0.0)
         chosen = [data.draw(of_chunks(case.seqlen_k, ranks, 16)), cd.contiguous(case.seqlen_k, 1)]
     else:
-        chosen = [data.draw(splits(case.seqlen_k, ranks))]
+        chosen = [data.draw(splits(case.seqlen_k, ranks, 16 if case.dropout else 1))]
     arrays, found = case.arrays(), []
     for split in chosen:
         axis = -3 if case.layout == "bshd" and case.ndim > 2 else -2
@@ -79,7 +82,7 @@ def test_decoding_keeps_the_oracle_rule(data, case, ranks, deterministic):
                 if name in terms and terms[name].shape[-1] == case.seqlen_k != 1:
                     terms[name] = split.part(terms[name], comm.rank, -1)
             attn = cd.ContextParallel(comm, split_k=split, deterministic=deterministic, timeout=30, **case.keywords)
-            return attn.decode(arrays["q"], k, v, **terms)
+            return attn.decode(arrays["q"], k, v, **terms, **case.random)
 
         results = on_threads(split.ranks, work)
         for result in results:
@@ -88,6 +91,14 @@ def test_decoding_keeps_the_oracle_rule(data, case, ranks, deterministic):
         found.append(results[0])
     ct.assert_forward(case, *found[0])
     assert all(x.tobytes() == y.tobytes() for x, y in zip(found[0], found[-1], strict=True))
+
+
+def test_dropout_has_the_same_bits_on_any_number_of_ranks():
+    case = replace(CASE, seqlen_q=256, seqlen_k=256, dropout=0.4, window=(70, None))
+    first, *others = (results_of(case, *[cd.zigzag(256, n)] * 2, deterministic=True) for n in (1, 2, 8))
+    for results in others:
+        assert all(x.tobytes() == first[name].tobytes() for name, x in results.items())
+    judge(case, first)
 
 
 def test_arrays_of_other_libraries_come_back_as_such():
@@ -292,7 +303,14 @@ STARTS = np.array([0, 4], np.int32)
 @pytest.mark.parametrize(
     ("options", "terms", "kind", "message"),
     [
-        ({"dropout": 0.5}, {}, NotImplementedError, "^dropout: got 0.5, which is not served over ranks; expected "),
+        (
+            {"score": abs},
+            {},
+            NotImplementedError,
+            "^score: got .*, which is not served over ranks; expected a bias and ",
+        ),
+        ({"mask": abs}, {}, NotImplementedError, "^mask: got .*, which is not served over ranks; expected a bias and "),
+        ({"dropout": 0.5}, {}, TypeError, "^seed: got None, expected an integer, which dropout needs$"),
         ({}, {"block_mask": ONES}, NotImplementedError, "^block_mask: got ndarray, which is not served over ranks; "),
         ({}, {"block_table": ONES}, NotImplementedError, "^block_table: got ndarray, which is not served over ranks; "),
         ({}, {"cu_seqlens_q": STARTS}, NotImplementedError, "^cu_seqlens_q: got ndarray, which is not served "),

@@ -15,9 +15,9 @@ ANY: Any = cd  # for calls that a type checker refuses
 
 
 @st.composite
-def splits(draw, seqlen, ranks):
-    """Any split: the sequence is cut anywhere, and each piece goes to any rank."""
-    cuts = sorted(draw(st.lists(st.integers(0, seqlen), max_size=2 * ranks + 2)))
+def splits(draw, seqlen, ranks, multiple=1):
+    """Any split: the sequence is cut anywhere, or at multiples of a number, and each piece goes to any rank."""
+    cuts = sorted(multiple * x for x in draw(st.lists(st.integers(0, seqlen // multiple), max_size=2 * ranks + 2)))
     spans = zip([0, *cuts], [*cuts, seqlen], strict=True)
     owned: list[list] = [[] for _ in range(ranks)]
     for span in spans:
@@ -31,14 +31,15 @@ def schedules(draw):
     seqlen_q, seqlen_k = draw(st.integers(0, 40)), draw(st.integers(0, 40))
     sides = st.none() | st.integers(0, 30)
     band = Band(draw(st.integers(-20, 20)), draw(sides), draw(sides))
-    chunks = draw(st.none() | st.integers(1, 12))
+    chunks, step = draw(st.none() | st.integers(1, 12)), 1
     if chunks is None:
-        split_q, split_k = draw(splits(seqlen_q, ranks)), draw(splits(seqlen_k, ranks))
+        step = draw(st.sampled_from((1, 4)))
+        split_q, split_k = draw(splits(seqlen_q, ranks, step)), draw(splits(seqlen_k, ranks, step))
     else:
         chunks *= ranks
         split_q, split_k = (draw(of_chunks(n, ranks, chunks)) for n in (seqlen_q, seqlen_k))
     heads, steps = draw(st.integers(0, 5)), draw(st.integers(1, 6))
-    return make_schedule(split_q, split_k, band, chunks=chunks, num_heads_kv=heads, steps=steps)
+    return make_schedule(split_q, split_k, band, chunks=chunks, num_heads_kv=heads, steps=steps, step=step)
 
 
 @st.composite
@@ -74,6 +75,7 @@ def test_every_visible_pair_is_computed_once_by_who_holds_it(schedule):
             computed[pairs] += 1
             own = schedule.split_q if walk.by == "queries" else schedule.split_k
             own.local(tile.rank, walk.own(tile))  # raises where the rank does not hold them
+            assert tile.queries[0] % schedule.step == tile.keys[0] % schedule.step == 0
         assert (computed[visible] == 1).all()
         assert (computed <= 1).all()
         pieces = sorted(piece for own in walk.pieces for piece in own)
@@ -168,6 +170,15 @@ context parallel: 2 ranks, 16 queries, 16 keys, query i sees keys from the first
     )
 
 
+@given(st.integers(0, 300), st.integers(1, 5), st.sampled_from((1, 7, 16)))
+def test_pieces_begin_at_multiples_and_are_even(seqlen, ranks, multiple):
+    for split in (cd.zigzag(seqlen, ranks, multiple=multiple), cd.contiguous(seqlen, ranks, multiple=multiple)):
+        assert split.seqlen == seqlen
+        assert all(start % multiple == 0 for own in split.spans for start, _ in own)
+        rows = [split.rows(rank) for rank in range(ranks)]
+        assert max(rows) - min(rows) <= 3 * multiple
+
+
 @given(st.data(), st.integers(0, 30), st.integers(1, 5))
 def test_parts_of_a_split_make_the_whole(data, seqlen, ranks):
     split = data.draw(splits(seqlen, ranks))
@@ -204,6 +215,12 @@ def test_parts_of_a_split_make_the_whole(data, seqlen, ranks):
             ValueError,
             r"^split: got a span \(0, 2\), expected spans of whole chunks, 3 in 9 rows, with deterministic=True$",
         ),
+        (
+            lambda: make_schedule(cd.zigzag(32, 2), cd.zigzag(32, 2), Band(0, None, None), step=16),
+            ValueError,
+            "^split: got rows 24 to 31, expected spans that begin at multiples of 16 with dropout, as ",
+        ),
+        (lambda: cd.zigzag(4, 2, multiple=0), ValueError, "^multiple: got 0, expected an integer >= 1$"),
     ],
 )  # fmt: skip
 def test_bad_splits(call, error, message):

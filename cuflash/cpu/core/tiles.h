@@ -315,8 +315,8 @@ inline void load_kept(const Call &call, const Entry &entry, const Block &block, 
                       unsigned char *kept) {
     for (long h = 0; h < block.num_heads; ++h)
         kept_weights(call.seed, call.offset, uint64_t(entry.index * call.num_heads + block.first_head + h),
-                     call.dropout_steps, block.first_row, block.num_rows, first, count,
-                     kept + h * block.num_rows * MAX_KEYS, MAX_KEYS);
+                     call.dropout_steps, call.dropout_row + block.first_row, block.num_rows,
+                     call.dropout_column + first, count, kept + h * block.num_rows * MAX_KEYS, MAX_KEYS);
 }
 
 // Multiplies a row of weights, or their gradients, by what dropout says.
