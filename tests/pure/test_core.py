@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import itertools
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -391,6 +392,13 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 """
     run_python(code)
+
+
+def test_a_spawned_process_computes_too():
+    q = np.random.default_rng(0).standard_normal((4, 1024, 64), dtype=np.float32)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        results = pool.apply(cuflash.attention, (q, q, q))
+    np.testing.assert_array_equal(results, cuflash.attention(q, q, q))
 
 
 def run_python(code, **environment):
