@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import itertools
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -92,7 +93,7 @@ def is_served(case):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_every_option_on_every_kind_of_processor(dtype, kind):
-    @settings(max_examples=40 if kind else 120)
+    @settings(max_examples=50 if kind else 150)
     @given(ct.cases(dtypes=[dtype], min_seqlen=0, features=FEATURES).filter(is_served))
     def every_case(case):
         judge(case, run(case))
@@ -161,7 +162,7 @@ def test_decoding(num_heads, seqlen_q):
 def test_few_rows_read_keys_where_they_lie(dtype, kind):
     """Rows of k and v that are whole vectors, and others, in pages and apart; up to a last tile that is not full."""
 
-    @settings(max_examples=30 if kind else 70)
+    @settings(max_examples=40 if kind else 80)
     @given(
         st.integers(1, 8), st.integers(1, 1100), st.sampled_from([16, 32, 40, 64, 72, 128, 256]),
         st.sampled_from([16, 64, 96]), st.sampled_from([0, 16, 64, 256]), st.sampled_from(["bhsd", "bshd"]),
@@ -206,7 +207,7 @@ SMALL_FEATURES = ("causal", "window", "gqa", "sinks", "kv_lengths", "dlse", "hea
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_small_heads(dtype, kind):
-    @settings(max_examples=45 if kind else 120)
+    @settings(max_examples=60 if kind else 150)
     @given(ct.cases(dtypes=[dtype], features=SMALL_FEATURES, ndims=(4,), max_seqlen=128, max_scores=2**14))
     def every_case(case):
         judge(case, run(case, without=NOT_OF_SMALL_HEADS))
@@ -391,6 +392,13 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 """
     run_python(code)
+
+
+def test_a_spawned_process_computes_too():
+    q = np.random.default_rng(0).standard_normal((4, 1024, 64), dtype=np.float32)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        results = pool.apply(cuflash.attention, (q, q, q))
+    np.testing.assert_array_equal(results, cuflash.attention(q, q, q))
 
 
 def run_python(code, **environment):
