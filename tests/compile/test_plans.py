@@ -451,7 +451,7 @@ OTHERS = [
 ]
 # Kernels of float32 and float64 are products of threads, unrolled: each takes seconds to compile.
 ROWS = [target for target in EVERY_ROW if target.tile.element_bytes == 2 or is_sm90(target.tile)]
-TARGETS = [*ROWS, *share([target for target in EVERY_ROW if target not in ROWS], 2), *share(OTHERS, 3)]
+TARGETS = [*ROWS, *share([target for target in EVERY_ROW if target not in ROWS], 3), *share(OTHERS, 4)]
 
 
 @pytest.fixture(scope="module", autouse=True)

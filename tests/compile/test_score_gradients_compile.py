@@ -1,5 +1,6 @@
 """The rows of gradients of bias, slopes, scale and softcap, and kernels that are asked for some gradients only."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -105,9 +106,9 @@ SUMMED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("name", SUMMED)
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("dim", "name", "deterministic"), share(itertools.product((64, 128, 256), SUMMED, (False, True)), 2)
+)
 def test_sums_by_keys(dim, name, deterministic):
     case = ct.Case(seqlen_q=4096, seqlen_k=4096, num_heads=4, head_dim=dim, dtype="bfloat16", **SUMMED[name])
     problem = replace(case.problem, deterministic=deterministic)
@@ -123,7 +124,7 @@ def test_sums_by_keys(dim, name, deterministic):
 
 
 # The gradient of a bias of pairs spills a little beside numbers of keys, and where every option acts at once.
-@pytest.mark.parametrize("tile", BIAS_SM90_TILES, ids=lambda tile: f"{tile.max_dim}-{tile.bias_of_pairs}")
+@pytest.mark.parametrize("tile", share(BIAS_SM90_TILES, 2), ids=lambda tile: f"{tile.max_dim}-{tile.bias_of_pairs}")
 @pytest.mark.parametrize(
     ("options", "ceiling"),
     [

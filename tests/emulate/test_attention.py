@@ -121,7 +121,7 @@ def test_the_list_of_float32_on_compute_capability_9_is_complete():
     assert any(what.right and not what.left and what.num_sms == 1 for what in FORWARD_FLOAT32_SM90)  # pairs of tiles
 
 
-@pytest.mark.parametrize("what", share((*FORWARD, *FORWARD_SM90, *FORWARD_FLOAT32_SM90), 2), ids=str)
+@pytest.mark.parametrize("what", share((*FORWARD, *FORWARD_SM90, *FORWARD_FLOAT32_SM90), 3), ids=str)
 @FEW
 @given(data=st.data())
 def test_forward(what, data):

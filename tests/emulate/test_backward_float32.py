@@ -17,6 +17,7 @@ from tests.emulate import attention, checks
 from tests.emulate.attention import forward_by_oracle, problem_of
 from tests.emulate.checks import EDGES, FEW
 from tests.emulate.specialisations import Specialisation
+from tests.sampling import share
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -63,7 +64,7 @@ SPECIALISATIONS = (
 )
 
 
-@pytest.mark.parametrize("what", SPECIALISATIONS, ids=str)
+@pytest.mark.parametrize("what", share(SPECIALISATIONS, 2), ids=str)
 @FEW
 @given(data=st.data())
 def test_backward(what, data):
@@ -79,9 +80,9 @@ NOT_EMPTY = {name: sizes for name, sizes in EDGES.items() if 0 not in sizes.valu
 
 
 @pytest.mark.parametrize("tile", BACKWARD_FLOAT32_SM90_TILES, ids=["narrow", "wide"])
-@pytest.mark.parametrize("sizes", NOT_EMPTY.values(), ids=NOT_EMPTY)
-def test_edges(sizes, tile):
-    case = ct.Case(head_dim=13, dtype="float32", **sizes)
+@pytest.mark.parametrize("edge", share(NOT_EMPTY, 2))
+def test_edges(edge, tile):
+    case = ct.Case(head_dim=13, dtype="float32", **NOT_EMPTY[edge])
     arrays = case.arrays()
     problem = problem_of(case, arrays)
     ct.assert_backward(case, *backward(problem, arrays, *forward_by_oracle(problem, arrays), tile))

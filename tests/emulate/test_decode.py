@@ -1,6 +1,7 @@
 """The kernels for few queries, sm90/decode.cu and around/combine.cu, run on the CPU against the oracle."""
 
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -16,6 +17,7 @@ from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.sm90.tiles import DECODE_ROWS, DECODE_SM90_TILES
 from cuflash.problem import make_problem
 from tests.emulate import attention
+from tests.sampling import share
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -70,7 +72,7 @@ CASE = ct.Case(
     seed=1,
 )
 # Name -> what differs from CASE.
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "lengths": {},
     "no lengths": {"kv_lengths": None},
     "one query": {"seqlen_q": 1},
@@ -114,9 +116,9 @@ CASES = {
 
 
 @every_device
-@pytest.mark.parametrize("change", CASES.values(), ids=CASES)
-def test_cases(change, device):
-    case = replace(CASE, **change)
+@pytest.mark.parametrize("name", share(CASES, 3))
+def test_cases(name, device):
+    case = replace(CASE, **CASES[name])
     ct.assert_forward(case, *run(case, device=device))
 
 

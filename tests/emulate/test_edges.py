@@ -25,6 +25,7 @@ from tests.emulate.checks import (
     run_both,
 )
 from tests.emulate.specialisations import name_of
+from tests.sampling import share
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -43,9 +44,9 @@ EDGES_SM90 = (FORWARD_SM90_TILES[0], FORWARD_SM90_TILES[1], FORWARD_SM90_TILES[2
 
 
 @pytest.mark.parametrize("tile", EDGES_SM90, ids=name_of)
-@pytest.mark.parametrize("sizes", EDGES.values(), ids=EDGES)
-def test_edges_of_compute_capability_9(sizes, tile):
-    case = ct.Case(head_dim=16, dtype="float16", **sizes)
+@pytest.mark.parametrize("edge", share(EDGES, 2))
+def test_edges_of_compute_capability_9(edge, tile):
+    case = ct.Case(head_dim=16, dtype="float16", **EDGES[edge])
     arrays = case.arrays()
     problem = problem_of(case, arrays)
     # An empty array has no tensor map: then the other kernel runs.
@@ -54,9 +55,9 @@ def test_edges_of_compute_capability_9(sizes, tile):
 
 
 @pytest.mark.parametrize("tile", FORWARD_FLOAT32_SM90_TILES, ids=name_of)
-@pytest.mark.parametrize("sizes", EDGES.values(), ids=EDGES)
-def test_edges_of_float32_on_compute_capability_9(sizes, tile):
-    case = ct.Case(head_dim=13, dtype="float32", **sizes)
+@pytest.mark.parametrize("edge", share(EDGES, 2))
+def test_edges_of_float32_on_compute_capability_9(edge, tile):
+    case = ct.Case(head_dim=13, dtype="float32", **EDGES[edge])
     arrays = case.arrays()
     problem = problem_of(case, arrays)
     tiles = (tile,) if 0 not in (*arrays["q"].shape, *arrays["k"].shape) else None

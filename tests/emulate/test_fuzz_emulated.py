@@ -19,7 +19,7 @@ SAMPLE = fuzz.sample(of=100)
 
 
 @pytest.mark.parametrize(
-    ("trial", "arch"), zip(SAMPLE, itertools.cycle(("9.0", "8.0"))), ids=lambda x: getattr(x, "name", x)
+    ("trial", "arch"), list(zip(SAMPLE, itertools.cycle(("9.0", "8.0")))), ids=lambda x: getattr(x, "name", x)
 )
 def test_drawn_problems_agree_with_the_oracle(trial, arch):
     case, arrays = trial.case, trial.case.arrays()

@@ -14,6 +14,7 @@ from cuflash.planning import DeviceSpec, backward
 from cuflash.terms import GRADIENTS
 from tests.emulate import attention
 from tests.emulate.attention import forward_by_oracle, inputs_of
+from tests.sampling import share
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -118,7 +119,7 @@ def cases(draw, what):
     )
 
 
-@pytest.mark.parametrize("what", CONFIGURATIONS, ids=str)
+@pytest.mark.parametrize("what", share(CONFIGURATIONS, 2), ids=str)
 @settings(max_examples=3, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_sums_by_keys(what, data):

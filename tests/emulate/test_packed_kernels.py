@@ -1,5 +1,6 @@
 """Packed sequences through the real kernels: against the oracle, and bitwise as each sequence would be alone."""
 
+import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -162,8 +163,7 @@ def case_of(what, lengths, rest, num_heads=2):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MANY)
-@pytest.mark.parametrize("what", FOR_MANY, ids=str)
+@pytest.mark.parametrize(("what", "name"), share(itertools.product(FOR_MANY, MANY), 2), ids=str)
 def test_many_sequences(what, name):
     case = case_of(what, *MANY[name])
     results = both_passes(what, case, SCHEDULES[-1])
