@@ -4,6 +4,8 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
+import pytest
+
 Case = TypeVar("Case")
 
 # Whether all of them do; conftest.py says so before test modules are imported.
@@ -13,6 +15,24 @@ exhaustive = False
 def share(cases: Iterable[Case], one_in: int) -> Sequence[Case]:
     """About one in `one_in` of the cases, by their names: a case that is added does not change which others run."""
     cases = list(cases)
-    chosen = [case for case in cases if exhaustive or zlib.crc32(str(case).encode()) % one_in == 0]
+    chosen = [case for case in cases if exhaustive or is_chosen(str(case), one_in)]
     assert chosen, f"none of {len(cases)} cases is in the share of one in {one_in}"
     return chosen
+
+
+def is_chosen(name: str, one_in: int) -> bool:
+    return zlib.crc32(name.encode()) % one_in == 0
+
+
+def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Of tests whose marker is ``one_in(n)``, all cases but about one in n, and at least one, of each function."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("one_in") and not exhaustive:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    out: list[pytest.Item] = []
+    for of_function in cases.values():
+        (one_in,) = of_function[0].get_closest_marker("one_in").args  # type: ignore[union-attr]
+        chosen = [item for item in of_function if is_chosen(item.nodeid, one_in)] or of_function[:1]
+        out += [item for item in of_function if item not in chosen]
+    return out

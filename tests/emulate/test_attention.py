@@ -34,9 +34,11 @@ from tests.emulate.specialisations import (
     name_of,
     specialisations_of,
 )
-from tests.sampling import share
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+pytestmark = [
+    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
+    pytest.mark.one_in(4),
+]
 
 
 FORWARD = tuple(specialisations_of((*FORWARD_TILES, *SEVERAL_STAGES), with_options=2))
@@ -121,7 +123,7 @@ def test_the_list_of_float32_on_compute_capability_9_is_complete():
     assert any(what.right and not what.left and what.num_sms == 1 for what in FORWARD_FLOAT32_SM90)  # pairs of tiles
 
 
-@pytest.mark.parametrize("what", share((*FORWARD, *FORWARD_SM90, *FORWARD_FLOAT32_SM90), 3), ids=str)
+@pytest.mark.parametrize("what", (*FORWARD, *FORWARD_SM90, *FORWARD_FLOAT32_SM90), ids=str)
 @FEW
 @given(data=st.data())
 def test_forward(what, data):
@@ -133,7 +135,7 @@ def test_forward(what, data):
     ct.assert_forward(case, *results)
 
 
-@pytest.mark.parametrize("what", share((*BACKWARD, *DETERMINISTIC), 3), ids=str)
+@pytest.mark.parametrize("what", (*BACKWARD, *DETERMINISTIC), ids=str)
 @FEW
 @given(data=st.data())
 def test_backward(what, data):

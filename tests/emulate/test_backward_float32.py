@@ -17,9 +17,11 @@ from tests.emulate import attention, checks
 from tests.emulate.attention import forward_by_oracle, problem_of
 from tests.emulate.checks import EDGES, FEW
 from tests.emulate.specialisations import Specialisation
-from tests.sampling import share
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+pytestmark = [
+    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
+    pytest.mark.one_in(3),
+]
 
 NARROW, WIDE = BACKWARD_FLOAT32_SM90_TILES
 # What no row of the table may use: other numbers of stages and buffers, dq at other times.
@@ -64,7 +66,7 @@ SPECIALISATIONS = (
 )
 
 
-@pytest.mark.parametrize("what", share(SPECIALISATIONS, 2), ids=str)
+@pytest.mark.parametrize("what", SPECIALISATIONS, ids=str)
 @FEW
 @given(data=st.data())
 def test_backward(what, data):
@@ -80,7 +82,7 @@ NOT_EMPTY = {name: sizes for name, sizes in EDGES.items() if 0 not in sizes.valu
 
 
 @pytest.mark.parametrize("tile", BACKWARD_FLOAT32_SM90_TILES, ids=["narrow", "wide"])
-@pytest.mark.parametrize("edge", share(NOT_EMPTY, 2))
+@pytest.mark.parametrize("edge", NOT_EMPTY)
 def test_edges(edge, tile):
     case = ct.Case(head_dim=13, dtype="float32", **NOT_EMPTY[edge])
     arrays = case.arrays()

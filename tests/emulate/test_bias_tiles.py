@@ -17,7 +17,10 @@ from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.sm90.tiles import BackwardSm90Tile, ForwardSm90Tile, bias_by
 from tests.emulate import attention
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+pytestmark = [
+    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
+    pytest.mark.one_in(2),
+]
 few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 
 # Shapes by name of size, dtype, and what the problem has beside the bias.

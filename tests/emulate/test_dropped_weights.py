@@ -27,7 +27,10 @@ from tests.emulate.attention import forward_by_oracle, problem_of
 from tests.emulate.checks import CASE, all_results, assert_results, bits
 from tests.emulate.specialisations import name_of
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+pytestmark = [
+    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
+    pytest.mark.one_in(2),
+]
 
 DTYPES = {2: "float16", 4: "float32", 8: "float64"}
 

@@ -25,9 +25,11 @@ from tests.emulate.checks import (
     run_both,
 )
 from tests.emulate.specialisations import name_of
-from tests.sampling import share
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+pytestmark = [
+    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
+    pytest.mark.one_in(4),
+]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -44,7 +46,7 @@ EDGES_SM90 = (FORWARD_SM90_TILES[0], FORWARD_SM90_TILES[1], FORWARD_SM90_TILES[2
 
 
 @pytest.mark.parametrize("tile", EDGES_SM90, ids=name_of)
-@pytest.mark.parametrize("edge", share(EDGES, 2))
+@pytest.mark.parametrize("edge", EDGES)
 def test_edges_of_compute_capability_9(edge, tile):
     case = ct.Case(head_dim=16, dtype="float16", **EDGES[edge])
     arrays = case.arrays()
@@ -55,7 +57,7 @@ def test_edges_of_compute_capability_9(edge, tile):
 
 
 @pytest.mark.parametrize("tile", FORWARD_FLOAT32_SM90_TILES, ids=name_of)
-@pytest.mark.parametrize("edge", share(EDGES, 2))
+@pytest.mark.parametrize("edge", EDGES)
 def test_edges_of_float32_on_compute_capability_9(edge, tile):
     case = ct.Case(head_dim=13, dtype="float32", **EDGES[edge])
     arrays = case.arrays()

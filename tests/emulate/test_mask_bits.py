@@ -17,7 +17,10 @@ from cuflash.planning import DeviceSpec
 from cuflash.planning.sm90.tiles import ScoredTile
 from tests.emulate import attention
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+pytestmark = [
+    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
+    pytest.mark.one_in(2),
+]
 few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 
 # Shapes of the mask by name of size, and what the problem has beside it.

@@ -32,7 +32,10 @@ from tests.emulate.specialisations import SEVERAL_STAGES, TABLES, goes_with, nam
 
 HERE = Path(__file__).resolve().parent
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+pytestmark = [
+    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
+    pytest.mark.one_in(2),
+]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

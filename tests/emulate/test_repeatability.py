@@ -19,7 +19,10 @@ from tests.emulate.attention import problem_of
 from tests.emulate.checks import CASE, FEW_SMS, all_results, assert_results, bits
 from tests.emulate.specialisations import FLOAT32_SM90_VARIANTS, SEVERAL_STAGES, name_of
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+pytestmark = [
+    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
+    pytest.mark.one_in(2),
+]
 
 
 # One plan of one kernel after another, of several stages, of warps that share rows.
