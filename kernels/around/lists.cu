@@ -1,5 +1,6 @@
-// Lists which tiles of keys each tile of queries sees, or the other way round, from a block mask, a mask of bits or what
-// a function leaves of tiles, and all that else is known of whole tiles: common/schedule.cuh says how. A warp makes a list.
+// Lists which tiles of keys each tile of queries sees, or the other way round, from a block mask, a mask of bits or
+// what a function leaves of tiles, and all that else is known of whole tiles: common/schedule.cuh says how. A warp makes
+// a list.
 #include "common/config.cuh"
 #include "common/fragments.cuh"
 #include "common/mask.cuh"

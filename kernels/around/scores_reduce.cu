@@ -1,7 +1,7 @@
 // The gradients of what scores are made of beside q and k, added up in a fixed order from the parts that blocks of
-// sm80/backward_scores.cu left, or blocks of sm90/backward.cu, which leave them by tiles of keys. For dbias a block serves one tile, or as many
-// keys as it has threads; for the others it makes one number. Parts are added in float64, whatever the elements are:
-// there are few of them.
+// sm80/backward_scores.cu or sm90/backward_bias.cu left, or blocks of sm90/backward.cu, which leave them by tiles of
+// keys. For dbias a block serves one tile, or as many keys as it has threads; for the others it makes one number. Parts
+// are added in float64, whatever the elements are: there are few of them.
 #include "common/backward.cuh"
 #include "common/key_sums.cuh"
 #include "common/reduce.cuh"
@@ -66,7 +66,8 @@ CUFLASH_DEVICE void add_sums(const Params& params) {
              head * params.dalibi_slopes.head_stride;
   } else {
     const bool of_scale = kNeedsDscale && index == 0;
-    parts = kByKeys ? block_sums_of(params, !of_scale, 0) : sums_partials_of(params, of_scale ? kSumOfScale : kSumOfSoftcap, 0, {0}, 0);
+    parts = kByKeys ? block_sums_of(params, !of_scale, 0)
+                    : sums_partials_of(params, of_scale ? kSumOfScale : kSumOfSoftcap, 0, {0}, 0);
     count = kByKeys ? num_key_blocks(params) * kSumWarps : of_head * params.num_heads;
     result = of_scale ? params.dscale : params.dsoftcap;
   }

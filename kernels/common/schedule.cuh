@@ -142,10 +142,10 @@ CUFLASH_DEVICE TileRange query_tiles(const Params& params, Entry batch, int firs
   return {start, full_start, full_stop, stop};
 }
 
-// With a block mask, a mask of bits, or a function that hides pairs, around/lists.cu lists for each tile of one axis the tiles of the other axis
-// that it meets: their number, the number of those with every pair visible, and their indices, first of the fully
-// visible ones, then of the others, each in rising order. A kernel then walks over places in the list, and not over
-// tiles.
+// With a block mask, a mask of bits, or a function that hides pairs, around/lists.cu lists for each tile of one axis the
+// tiles of the other axis that it meets: their number, the number of those with every pair visible, and their indices,
+// first of the fully visible ones, then of the others, each in rising order. A kernel then walks over places in the
+// list, and not over tiles.
 constexpr int kListHeader = 2;
 
 // The list of tile `block` of `num_blocks` with room for `length` others.

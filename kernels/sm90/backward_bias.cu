@@ -98,12 +98,14 @@ struct ShareWalk {
 
 // Asks for `rows` rows of a head, in boxes of `box_rows`.
 template <int rows, int box_rows, int columns>
-CUFLASH_DEVICE void load_boxes(u32 tile, const TensorMap& map, const Barrier& full, int first_row, int head, int batch) {
+CUFLASH_DEVICE void load_boxes(u32 tile, const TensorMap& map, const Barrier& full, int first_row, int head,
+                               int batch) {
 #pragma unroll
   for (int c = 0; c < chunks_of(columns); ++c)
 #pragma unroll
     for (int row = 0; row < rows; row += box_rows)
-      ptx::load_tensor(tile + (c * rows + row) * kLineBytes, map, full.address, c * kChunk, first_row + row, head, batch);
+      ptx::load_tensor(tile + (c * rows + row) * kLineBytes, map, full.address, c * kChunk, first_row + row, head,
+                       batch);
 }
 
 // The producer: one thread.
@@ -167,23 +169,6 @@ CUFLASH_DEVICE void produce_numbers(const Params& params, const Shared& shared) 
 struct alignas(8) Pair {
   float value[2];
 };
-
-// Two neighbours, of which the first has an even key: in one access where the array allows it.
-CUFLASH_DEVICE void store_dbias_pair(const Params& params, int batch, int head, int row, int key, float first,
-                                     float second) {
-  const ScoreTensor& dbias = params.dbias;
-  const i64 offset = batch * dbias.batch_stride + head * dbias.head_stride + row * dbias.row_stride;
-  constexpr int kPairBytes = 2 * kBiasBytes;
-  const bool pairs = ((u64)dbias.data | offset * kBiasBytes) % kPairBytes == 0 && dbias.key_stride == 1;
-  if (!pairs || row >= params.seqlen_q || key + 1 >= params.seqlen_k) {
-    store_dbias(params, batch, head, row, key, first);
-    store_dbias(params, batch, head, row, key + 1, second);
-  } else if constexpr (kBiasBytes == 2) {
-    *((u32*)dbias.data + (offset + key) / 2) = ptx::pack(Element{}, first, second);
-  } else {
-    *((Pair*)dbias.data + (offset + key) / 2) = {first, second};
-  }
-}
 
 // A consumer warpgroup, `index` of kConsumers, at one share of a tile of dbias, of which it owns 64 queries.
 //
@@ -302,13 +287,30 @@ struct Consumer {
           *(Pair*)(part + 8 * half * kBlockN + 8 * n) = {sum[n][2 * half], sum[n][2 * half + 1]};
       return;
     }
+    const ScoreTensor& dbias = common.dbias;
     const int row = tile.m_block * kBlockM + lane_row, key = tile.n_block * kBlockN + lane_key;
+    const i64 first = tile.batch * dbias.batch_stride + tile.head * dbias.head_stride + row * dbias.row_stride + key;
+    const int stop_row = (tile.m_block + 1) * kBlockM, stop_key = (tile.n_block + 1) * kBlockN;
+    const bool is_whole = stop_row <= common.seqlen_q && stop_key <= common.seqlen_k;
+    u8* place = (u8*)dbias.data + first * kBiasBytes;
+    if (is_whole && dbias.key_stride == 1 && dbias.row_stride % 2 == 0 && (u64)place % (2 * kBiasBytes) == 0) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half, place += 8 * dbias.row_stride * kBiasBytes)
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n) {
+          const float left = sum[n][2 * half], right = sum[n][2 * half + 1];
+          if constexpr (kBiasBytes == 2)
+            *((u32*)place + 4 * n) = ptx::pack(Element{}, left, right);
+          else
+            *((Pair*)place + 4 * n) = {left, right};
+        }
+      return;
+    }
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        store_dbias_pair(common, tile.batch, tile.head, row + 8 * half, key + 8 * n, sum[n][2 * half],
-                         sum[n][2 * half + 1]);
+      for (int i = 0; i < 4; ++i)
+        store_dbias(common, tile.batch, tile.head, row + i / 2 * 8, key + 8 * n + i % 2, sum[n][i]);
   }
 };
 

@@ -34,7 +34,7 @@ MUTANTS = (
            "dbias sm90"),
     mutant("rows of a part are neighbours", BIAS, "(part + 8 * half * kBlockN + 8 * n)",
            "(part + half * kBlockN + 8 * n)", "dbias sm90 shared"),
-    mutant("rows behind the last one are stored", BIAS, "!pairs || row >= params.seqlen_q ||", "!pairs ||",
+    mutant("rows behind the last one are stored", BIAS, "is_whole && dbias.key_stride", "dbias.key_stride",
            "dbias sm90"),
     mutant("tiles of one head", "common/score_gradients.cuh",
            "(kSumsHeads ? 1 : params.num_heads) *\n           (kSums", "(kSums", "dbias sm90"),
