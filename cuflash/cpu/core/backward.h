@@ -162,8 +162,8 @@ inline void finish_key_tile(const Work &work, const KeyTile &tile, long job, Bac
     }
     if (work.sums) {
         double *to = work.sums + job * (group + 2);
-        memcpy(to, buffers.sums + tile.head_kv * group, group * sizeof(double));
-        memcpy(to + group, buffers.sums + call.num_heads, 2 * sizeof(double));
+        for (long g = 0; g < group; ++g) to[g] = double(buffers.sums[tile.head_kv * group + g]);
+        for (long n = 0; n < 2; ++n) to[group + n] = double(buffers.sums[call.num_heads + n]);
     }
     if (buffers.bias == BiasGradient::KEYS)
         for (long g = 0; g < group; ++g)

@@ -52,7 +52,7 @@ template <class T> struct BackwardBuffers {
     T *k, *k_t, *v_t, *dk, *dv, *q, *dout, *dq, *p, *ds, *tanhs, *products, *lse, *delta, *total;
     T *q_t, *dout_t, *ds_columns, *ds_rows;  // of pairs, where these are multiplied
     unsigned char *kept;
-    double *sums;
+    long double *sums;  // of many rows
     BiasGradient bias;
 
     BackwardBuffers(const Work &work, char *memory) : scratch{memory}, sizes(work.call) {
@@ -82,7 +82,7 @@ template <class T> struct BackwardBuffers {
         lse = scratch.template take<T>(rows);
         delta = scratch.template take<T>(rows);
         kept = scratch.template take<unsigned char>(call.dropout_steps ? rows * MAX_KEYS : 0);
-        sums = scratch.template take<double>(call.num_heads + 2);
+        sums = scratch.template take<long double>(call.num_heads + 2);
     }
 };
 
