@@ -41,7 +41,9 @@ class Yardstick:
         For lse it is at least 1. The unit is that of the dtype of the result; of gradients, which are made of out as it
         was rounded, that of the inputs; what is subnormal there counts as the smallest normal number, since its unit is
         that of this number. A weight counts as at least ``SMALLEST_WEIGHT`` over a unit in the last place:
-        implementations may take smaller weights for zero, to stay clear of subnormal numbers.
+        implementations may take smaller weights for zero, in out and in what is made of out, to stay clear of subnormal
+        numbers. The slope ``1 - tanh(x)**2`` of a soft cap counts as at least ``softmax_ulp`` over such a unit: it is a
+        difference from 1, with no digits beyond that.
     softmax_ulp * noise
         What the order of summation, not quality, decides about a weight ``exp(S - lse)``: one unit in the last place of
         the exponential, one of lse, and one of the terms of the scores, ``scale * abs(q) @ abs(k)`` (in units of a
@@ -199,6 +201,7 @@ def _scales(
     reads2 = {f"d{name}": np.zeros(operand.shape) for name, operand in problem.captured}
     scores = 0.0
     smallest = SMALLEST_WEIGHT[problem.softmax_dtype] / _ulp(problem.softmax_dtype)
+    least_slope = 0.0 if problem.softcap is None else _ulp(problem.softmax_dtype) / _ulp(q.dtype)
 
     def grow(name: str, squares: Array) -> None:
         scales[name] = max(scales[name], math.sqrt(_max_finite(squares)))
@@ -208,6 +211,7 @@ def _scales(
         visible = head.P != 0
         P2 = np.where(visible, np.maximum(head.P, smallest), 0) ** 2
         P_sink2 = np.where(head.P_sink != 0, np.maximum(head.P_sink, smallest), 0) ** 2
+        lost2 = np.where(visible & (smallest > head.P), smallest, 0) ** 2  # of weights that may be missing from out
         sees_something[head.index] = visible.any(axis=1)
         is_seen[head.index_kv] |= visible.any(axis=0)
         with np.errstate(all="ignore"):
@@ -215,15 +219,16 @@ def _scales(
             grow("out", (P2 * Z2) @ V2)
             if dout is not None:
                 dO2 = dout[head.index].astype(np.float64) ** 2
-                D2 = (dO2 * O2[head.index]).sum(axis=-1, keepdims=True)
+                D2 = (dO2 * (O2[head.index] + (lost2 * Z2) @ V2)).sum(axis=-1, keepdims=True)
                 dL2 = dlse[head.index].astype(np.float64)[:, None] ** 2
                 dS_bias2 = P2 * ((dO2 @ V2.T) * Z2 + D2 + dL2)
-                dS2 = (problem.scale * head.cap_slope) ** 2 * dS_bias2
+                slope2 = np.maximum(np.abs(head.cap_slope), least_slope) ** 2
+                dS2 = problem.scale**2 * slope2 * dS_bias2
                 grow("dq", dS2 @ head.K**2)
                 grow("dk", dS2.T @ head.Q**2)
                 grow("dv", (P2 * Z2).T @ dO2)
                 dsinks2[head.index[1]] += (P_sink2 * (D2 + dL2)).sum()
-                of_scores.add(head, dS_bias2, dS_bias2 * (head.cap_slope * head.QK) ** 2, power=2)
+                of_scores.add(head, dS_bias2, dS_bias2 * slope2 * head.QK**2, power=2)
                 for name, entry, derivative in head.reads:
                     np.add.at(reads2[f"d{name}"].reshape(-1), entry, dS_bias2 * derivative**2)
                 has_part.add(head, visible.astype(np.float64), np.ones(()), power=0)
@@ -233,14 +238,22 @@ def _scales(
             grow(name, squares)
     noise = 1 + scales["lse"] + scores / min(1.0, problem.softcap or 1.0)
     scales["lse"] = max(scales["lse"], 1.0)
+    zeros = _zeros(problem, expected, sees_something, is_seen, has_part.totals["dbias"].value == 0)
+    return scales, zeros, noise
+
+
+def _zeros(
+    problem: Problem, expected: Mapping[str, Array], sees_something: Array, is_seen: Array, has_no_part: Array
+) -> dict[str, Array]:
+    """Where every result is exactly zero."""
     zeros = {name: np.zeros(x.shape, bool) for name, x in expected.items()}
     if "dbias" in expected:
-        zeros["dbias"] = has_part.totals["dbias"].value == 0
+        zeros["dbias"] = has_no_part
     for name, nonzero in (("out", sees_something), ("dq", sees_something), ("dk", is_seen), ("dv", is_seen)):
         if name in expected:
             shape = (*nonzero.shape, view_4d(expected[name], problem.layout).shape[-1])
             zeros[name] = reference.as_caller(problem, np.broadcast_to(~nonzero[..., None], shape))
-    return scales, zeros, noise
+    return zeros
 
 
 def _slope_of(problem: Problem, head: reference.Head) -> float:

@@ -365,6 +365,14 @@ def test_scores_far_from_zero_keep_their_precision():
 
 
 @every_way
+@pytest.mark.parametrize("seed", [157, 234, 371])
+def test_where_a_soft_cap_is_reached_its_slope_has_few_digits(way, seed):
+    case = ct.Case(seqlen_q=7, seqlen_k=3, head_dim=17, dtype="float16", softcap=0.5, score_spread=8.0, seed=seed)
+    case = dataclasses.replace(case, dropout=0.9)
+    judge(case, run(case, every=True))
+
+
+@every_way
 def test_values_that_overflow_only_in_the_weights_do_not():
     """exp(200) is no float32; the maximum of the first tile says nothing of the second."""
     case = ct.Case(seqlen_q=64, seqlen_k=4096, head_dim=1, scale=1.0)
