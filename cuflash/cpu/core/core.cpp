@@ -19,14 +19,16 @@ struct Kind {
 };
 
 #if defined(__x86_64__)
-// Whether there are tile registers, and the system lets this process have their state, for which it has to be asked.
+// Whether there are tile registers, and the system lets this process have their state, for which it is asked once.
 bool has_tiles() {
 #if defined(MODEL_OF_TILES)
     return true;
 #else
     constexpr long ASK = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
-           syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0;
+    static std::atomic<int> answer{0};            // 1 is yes, 2 is no
+    if (!__builtin_cpu_supports("amx-tile") || !__builtin_cpu_supports("amx-bf16")) return false;
+    if (answer == 0) answer = syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0 ? 1 : 2;
+    return answer == 1;
 #endif
 }
 #endif
