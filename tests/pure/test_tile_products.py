@@ -4,6 +4,7 @@ import ctypes
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -19,7 +20,19 @@ extern "C" void run(long rows, long columns, long length, const float *a, long a
     product_of_pairs(rows, columns, length, a, a_stride, b, b_stride, c, c_stride, adds);
 }
 """
-FLAGS = ("-std=c++17 -O1 -fPIC -shared -mavx512f -mavx512dq -mavx512bw -mavx512vl -mavx512bf16 -mfma -mf16c").split()
+FLAGS = [
+    "-std=c++17",
+    "-O1",
+    "-fPIC",
+    "-shared",
+    "-mavx512f",
+    "-mavx512dq",
+    "-mavx512bw",
+    "-mavx512vl",
+    "-mavx512bf16",
+    "-mfma",
+    "-mf16c",
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +48,12 @@ def product(tmp_path_factory):
     command = ["c++", *FLAGS, "-DMODEL_OF_TILES", f"-I{CORE}", str(folder / "run.cpp"), "-o", str(folder / "run.so")]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     run = ctypes.CDLL(str(folder / "run.so")).run
-    run.argtypes = [*[ctypes.c_long] * 3, *[ctypes.c_void_p, ctypes.c_long] * 3, ctypes.c_long]
+    array: list[Any] = [ctypes.c_void_p, ctypes.c_long]
+    run.argtypes = [*[ctypes.c_long] * 3, *array * 3, ctypes.c_long]
 
     def call(a, b, c, adds):
         sizes = (len(a), c.shape[1], b.shape[0])
-        operands = [x for array in (a, b, c) for x in (array.ctypes.data, array.strides[0] // 4)]
+        operands = [x for y in (a, b, c) for x in (y.ctypes.data, y.strides[0] // 4)]
         run(*sizes, *operands, adds)
 
     return call
