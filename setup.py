@@ -25,12 +25,14 @@ FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fvisibi
 LINK_FLAGS = ["-shared", "-pthread", "-Wl,--gc-sections", "-s"]
 # Kernels are compiled once for each kind of processor, and chosen from where they run.
 AVX512 = ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
+BFLOAT16 = [*AVX512, "-mavx512bf16", "-DONLY_BFLOAT16"]
 KINDS = {
     "x86_64": {
         "baseline": [],
         "avx2": ["-mavx2", "-mfma", "-mf16c"],
         "avx512": AVX512,
-        "avx512_bfloat16": [*AVX512, "-mavx512bf16"],
+        "avx512_bfloat16": BFLOAT16,
+        "amx": [*BFLOAT16, "-mamx-tile", "-mamx-bf16"],
     },
     "other": {"baseline": []},
 }

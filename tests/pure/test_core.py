@@ -39,7 +39,7 @@ def functions():
 def kinds():
     """The kinds of processors that there are kernels for here, by how many better ones are left out."""
     name = functions().cuflash_processor
-    named = {name(limit).decode(): limit for limit in reversed(range(4))}
+    named = {name(limit).decode(): limit for limit in reversed(range(5))}
     return sorted(named.items(), key=lambda item: item[1])
 
 

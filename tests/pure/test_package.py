@@ -19,7 +19,7 @@ DEPENDENCIES = sorted({str(Path(module.__path__[0]).parent) for module in (np, m
 FOLDER = CHECKOUT / "kernels"
 KERNELS = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.glob("*/*.cu*"))
 
-PROCESSORS = ("AVX-512 with bfloat16", "AVX-512", "AVX2", "SSE2", "NEON", "generic")
+PROCESSORS = ("AMX", "AVX-512 with bfloat16", "AVX-512", "AVX2", "SSE2", "NEON", "generic")
 
 USE_IT = """
 import cuflash, cuflash.compiler, numpy

@@ -99,9 +99,8 @@ inline void add_to_keys(const Call &call, const SeenRows &seen, long count, cons
         if constexpr (MAY_USE_PAIRS<T>)
             if (uses_pairs<T>(call)) {
                 const long pair = rows.first / 2;
-                return product<T, Order::ROWS, Pairs>(dim, round_up(stop - first, LANES<T>),
-                                                      pairs_of(rows.stop) - pair, b + pair, QUERY_PAIRS,
-                                                      a + pair * STRIDE + first, STRIDE, c + first, STRIDE, true);
+                return product_of_pairs(dim, round_up(stop - first, LANES<T>), pairs_of(rows.stop) - pair, b + pair,
+                                        QUERY_PAIRS, a + pair * STRIDE + first, STRIDE, c + first, STRIDE, true);
             }
         product<T, Order::COLUMNS>(stop - first, dim, rows.stop - rows.first, a + rows.first * STRIDE + first, STRIDE,
                                    b + rows.first * dim, dim, c + first * dim, dim, true);
@@ -126,8 +125,8 @@ inline void multiply_by_keys(const Call &call, const Entry &entry, const Block &
         const long here = keys.stop - keys.first;
         if constexpr (MAY_USE_PAIRS<T>)
             if (uses_pairs<T>(call)) {
-                product<T, Order::ROWS, Pairs>(n, dim, pairs_of(here), buffers.ds_rows + r0 * KEY_PAIRS + keys.first / 2,
-                                               KEY_PAIRS, buffers.k + keys.first / 2 * dim, dim, dq + r0 * dim, dim, adds);
+                product_of_pairs(n, dim, pairs_of(here), buffers.ds_rows + r0 * KEY_PAIRS + keys.first / 2, KEY_PAIRS,
+                                 buffers.k + keys.first / 2 * dim, dim, dq + r0 * dim, dim, adds);
                 continue;
             }
         product<T, Order::ROWS>(n, dim, here, buffers.ds + r0 * SCORES_STRIDE<T> + keys.first, SCORES_STRIDE<T>,

@@ -1,6 +1,8 @@
 // The interface to Python, and the threads of a call. Nothing here lives on between calls.
 #include <pthread.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -16,16 +18,32 @@ struct Kind {
     const Kernels *kernels;
 };
 
+#if defined(__x86_64__)
+// Whether there are tile registers, and the system lets this process have their state, for which it is asked once.
+bool has_tiles() {
+#if defined(MODEL_OF_TILES)
+    return true;
+#else
+    constexpr long ASK = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    static std::atomic<int> answer{0};            // 1 is yes, 2 is no
+    if (!__builtin_cpu_supports("amx-tile") || !__builtin_cpu_supports("amx-bf16")) return false;
+    if (answer == 0) answer = syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0 ? 1 : 2;
+    return answer == 1;
+#endif
+}
+#endif
+
 // Kinds of processors, the best one first; `limit` leaves out as many of them.
 Kind kind_of_processor([[maybe_unused]] int limit) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                             __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-    if (has_avx512 && __builtin_cpu_supports("avx512bf16") && limit < 1)
-        return Kind{"AVX-512 with bfloat16", &kernels_avx512_bfloat16};
-    if (has_avx512 && limit < 2) return Kind{"AVX-512", &kernels_avx512};
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && limit < 3) return Kind{"AVX2", &kernels_avx2};
+    const bool has_bfloat16 = has_avx512 && __builtin_cpu_supports("avx512bf16");
+    if (has_bfloat16 && limit < 1 && has_tiles()) return Kind{"AMX", &kernels_amx};
+    if (has_bfloat16 && limit < 2) return Kind{"AVX-512 with bfloat16", &kernels_avx512_bfloat16};
+    if (has_avx512 && limit < 3) return Kind{"AVX-512", &kernels_avx512};
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && limit < 4) return Kind{"AVX2", &kernels_avx2};
     return Kind{"SSE2", &kernels_baseline};
 #elif defined(__aarch64__)
     return Kind{"NEON", &kernels_baseline};
@@ -34,11 +52,22 @@ Kind kind_of_processor([[maybe_unused]] int limit) {
 #endif
 }
 
+// The kernels for a call: those with products of bfloat16 are for nothing else.
+const Kernels &kernels_for(const Call &call, int limit) {
+    const Kernels *kernels = kind_of_processor(limit).kernels;
+#if defined(__x86_64__)
+    const bool is_only_bfloat16 = kernels == &kernels_amx || kernels == &kernels_avx512_bfloat16;
+    if (is_only_bfloat16 && call.dtype != BFLOAT16) kernels = &kernels_avx512;
+#endif
+    return *kernels;
+}
+
 enum Status { DONE, OUT_OF_MEMORY, OTHER_LAYOUT, NO_THREAD, UNALIGNED };
 
 // A call under way, computed by threads of its own.
 struct Running {
     Work work;
+    const Kernels *kernels = nullptr;
     pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
     pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
     long num_threads = 0, arrived = 0, passed = 0, finished = 0;
@@ -61,7 +90,9 @@ void *allocate_scratch(const Work &work) {
 
 void *run_thread(void *argument) {
     Running &running = *(Running *)argument;
+    const Kernels &kernels = *running.kernels;
     void *scratch = allocate_scratch(running.work);
+    kernels.begin();
     pthread_mutex_lock(&running.mutex);
     if (!scratch) {
         running.out_of_memory = true;
@@ -83,6 +114,7 @@ void *run_thread(void *argument) {
     ++running.finished;
     pthread_cond_broadcast(&running.changed);
     pthread_mutex_unlock(&running.mutex);
+    kernels.end();
     free(scratch);
     return nullptr;
 }
@@ -147,11 +179,14 @@ EXPORTED int cuflash_run(const void *fixed, const Changing *changing, int data_o
     Work work;
     int status = load_call(work, fixed, changing, data_offset);
     if (status != DONE) return status;
-    if (!kind_of_processor(limit).kernels->prepare(work)) return OUT_OF_MEMORY;
+    const Kernels &kernels = kernels_for(work.call, limit);
+    if (!kernels.prepare(work)) return OUT_OF_MEMORY;
     const bool fits = work.scratch_bytes + 64 <= bytes;
     void *scratch = fits ? (void *)(((uintptr_t)memory + 63) / 64 * 64) : allocate_scratch(work);
     if (!scratch) return OUT_OF_MEMORY;
+    kernels.begin();
     for (int phase = 0; phase < work.num_phases; ++phase) run_phase(work, phase, (char *)scratch);
+    kernels.end();
     if (!fits) free(scratch);
     return DONE;
 }
@@ -164,7 +199,10 @@ EXPORTED Running *cuflash_start(const void *fixed, const Changing *changing, int
     if (!running) return nullptr;
     new (running) Running;
     *status = load_call(running->work, fixed, changing, data_offset);
-    if (*status == DONE && !kind_of_processor(limit).kernels->prepare(running->work)) *status = OUT_OF_MEMORY;
+    if (*status == DONE) {
+        running->kernels = &kernels_for(running->work.call, limit);
+        if (!running->kernels->prepare(running->work)) *status = OUT_OF_MEMORY;
+    }
     long most = 1;
     for (int i = 0; i < running->work.num_phases; ++i)
         most = running->work.phases[i].num_jobs > most ? running->work.phases[i].num_jobs : most;

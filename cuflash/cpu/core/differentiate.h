@@ -6,8 +6,8 @@
 
 namespace {
 
-constexpr long BACKWARD_ROWS = 120;        // of a block at most
-constexpr long DQ_BYTES = 32 << 20;        // for sums of dq in float32, where dq has 16 bits
+constexpr long BACKWARD_ROWS = HAS_TILES ? 128 : 120;  // of a block at most
+constexpr long DQ_BYTES = 32 << 20;  // for sums of dq in float32, where dq has 16 bits
 
 inline bool is_wanted(const Call &call, Array array) { return call.arrays[array] != nullptr; }
 
@@ -165,8 +165,8 @@ inline void multiply_rows(const Call &call, const T *rows, long dim, const T *ke
     if constexpr (MAY_USE_PAIRS<T>)
         if (uses_pairs<T>(call)) {
             const long stride = pair_stride<T>(dim);
-            return product_of_rows<T, Pairs>(num_rows, num_keys, pairs_of(dim), rows + r0 * stride, stride, keys_t,
-                                             SCORES_STRIDE<T>, c, SCORES_STRIDE<T>);
+            return product_of_pairs(num_rows, num_keys, pairs_of(dim), rows + r0 * stride, stride, keys_t,
+                                    SCORES_STRIDE<T>, c, SCORES_STRIDE<T>, false);
         }
     const long stride = round_up(dim, LANES<T>);
     product_of_rows(num_rows, num_keys, dim, rows + r0 * stride, stride, keys_t, SCORES_STRIDE<T>, c, SCORES_STRIDE<T>);

@@ -7,11 +7,11 @@
 #include <cmath>
 
 #include "few_rows.h"
-#include "pairs.h"
+#include "tile_products.h"
 
 namespace {
 
-constexpr long GROUP = 12;        // rows whose scores are computed at a time
+constexpr long GROUP = HAS_TILES ? 32 : 12;  // rows whose scores are computed at a time
 constexpr long BLOCK_ROWS = 192;  // at most
 constexpr long ENOUGH_JOBS = 64;  // for all threads: with fewer blocks, several jobs share the keys of one
 constexpr long TILES_PER_PART = 4;
@@ -168,8 +168,8 @@ inline void multiply_queries(const Call &call, ForwardBuffers<T> &buffers, long 
     if constexpr (MAY_USE_PAIRS<T>) {
         const long stride = pair_stride<T>(call.head_dim);
         if (uses_pairs<T>(call))
-            return product_of_rows<T, Pairs>(num_rows, num_keys, pairs_of(call.head_dim), buffers.q + r0 * stride,
-                                             stride, k_t, SCORES_STRIDE<T>, s, SCORES_STRIDE<T>);
+            return product_of_pairs(num_rows, num_keys, pairs_of(call.head_dim), buffers.q + r0 * stride, stride, k_t,
+                                    SCORES_STRIDE<T>, s, SCORES_STRIDE<T>, false);
     }
     product_of_rows(num_rows, num_keys, call.head_dim, buffers.q + r0 * buffers.sizes.dim, buffers.sizes.dim, k_t,
                     SCORES_STRIDE<T>, s, SCORES_STRIDE<T>);
@@ -185,8 +185,8 @@ inline void add_values(const Call &call, ForwardBuffers<T> &buffers, long r0, lo
         if (uses_pairs<T>(call)) {
             for (long r = 0; r < num_rows; ++r)
                 round_to_pairs(p + r * SCORES_STRIDE<T>, round_up(here, LANES<T>), p + r * SCORES_STRIDE<T>);
-            return product<T, Order::ROWS, Pairs>(num_rows, dim, pairs_of(here), p, SCORES_STRIDE<T>,
-                                                  v + keys.first / 2 * v_stride, v_stride, o, dim, true);
+            return product_of_pairs(num_rows, dim, pairs_of(here), p, SCORES_STRIDE<T>, v + keys.first / 2 * v_stride,
+                                    v_stride, o, dim, true);
         }
     product<T, Order::ROWS>(num_rows, dim, here, p, SCORES_STRIDE<T>, v + keys.first * v_stride, v_stride, o, dim, true);
 }

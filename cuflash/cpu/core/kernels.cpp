@@ -11,7 +11,10 @@ template <class T> static bool prepare_pass(Work &work) {
 }
 
 static bool prepare(Work &work) {
-    return work.call.dtype == FLOAT64 ? prepare_pass<double>(work) : prepare_pass<float>(work);
+#if !defined(ONLY_BFLOAT16)
+    if (work.call.dtype == FLOAT64) return prepare_pass<double>(work);
+#endif
+    return prepare_pass<float>(work);
 }
 
 template <class T> static void evaluate_all(Function function, const T *in, T *out, long count) {
@@ -33,4 +36,12 @@ static void evaluate(bool is_double, Function function, const void *in, void *ou
     }
 }
 
-extern const Kernels NAMED(kernels_, KIND) = {prepare, evaluate};
+#if HAS_TILES
+static void begin() { begin_tiles(); }
+static void end() { end_tiles(); }
+#else
+static void begin() {}
+static void end() {}
+#endif
+
+extern const Kernels NAMED(kernels_, KIND) = {prepare, evaluate, begin, end};

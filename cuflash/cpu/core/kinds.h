@@ -10,9 +10,12 @@ struct Kernels {
     bool (*prepare)(Work &work);
     // A function of all numbers of an array, for tests.
     void (*evaluate)(bool is_double, Function function, const void *in, void *out, long count);
+    // What a thread does before its jobs and after them.
+    void (*begin)();
+    void (*end)();
 };
 
 extern const Kernels kernels_baseline;
 #if defined(__x86_64__)
-extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_bfloat16;
+extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_bfloat16, kernels_amx;
 #endif

@@ -17,6 +17,12 @@ constexpr bool HAS_PAIRS = false;
 struct Pairs;
 #endif
 
+#if defined(__AVX512BF16__) && (defined(__AMX_BF16__) || defined(MODEL_OF_TILES))
+#define HAS_TILES 1
+#else
+#define HAS_TILES 0
+#endif
+
 template <class T> constexpr bool MAY_USE_PAIRS = HAS_PAIRS && sizeof(T) == 4;
 
 template <class T> inline bool uses_pairs(const Call &call) { return MAY_USE_PAIRS<T> && call.dtype == BFLOAT16; }
