@@ -7,6 +7,7 @@ planned for some arrays is what runs on them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -194,6 +195,7 @@ def of_pass(pass_: Pass, arrays: Mapping[str, Any], options: Options) -> dict[st
     return {name: array for name, array in arrays.items() if name in (*INPUTS, *NAMES, *names_of(options), *own)}
 
 
+@functools.lru_cache(maxsize=256)
 def planned_length(seqlen_k: int) -> int:
     """The number of keys that a forward pass of so many is planned for: as many, or up to an eighth (or 127) more.
 

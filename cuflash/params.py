@@ -34,6 +34,7 @@ POINTER_WORD = {name: PARAMS.fields[name][1] // 8 for name, _ in ARRAYS}  # type
 _CALL = 1 + PARAMS.fields["call"][1] // 8  # type: ignore[index]
 # Where the numbers lie that follow the number of keys, four 32-bit words behind each other: `length_numbers`.
 _LENGTH = PARAMS.fields["seqlen_k"][1]  # type: ignore[index]
+_PACK_LENGTH = struct.Struct("=4i").pack_into
 # Where the seed lies, two 32-bit words that are one of 64, and the offset behind it.
 _RANDOM = PARAMS.fields["seed_low"][1]  # type: ignore[index]
 
@@ -159,9 +160,9 @@ class Argument:
             words[word] = pointer
         words[_CALL] = call
         if frame.seqlen_k != seqlen_k:
-            more = seqlen_k - self._seqlen_k
-            numbers = [number + more * step for number, step in zip(self._numbers, self._step, strict=True)]
-            struct.pack_into("4i", frame.bytes, 8 + _LENGTH, *numbers)
+            more, (a, b, c, d), (of_a, of_b, of_c, of_d) = seqlen_k - self._seqlen_k, self._numbers, self._step
+            numbers = a + more * of_a, b + more * of_b, c + more * of_c, d + more * of_d
+            _PACK_LENGTH(frame.bytes, 8 + _LENGTH, *numbers)
             frame.seqlen_k = seqlen_k
         if frame.random != random:
             struct.pack_into("=QI", frame.bytes, 8 + _RANDOM, *random)
