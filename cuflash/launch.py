@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import os
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -158,9 +159,9 @@ def forget_launches() -> None:
 
 @functools.cache
 def device_spec(device_id: int) -> DeviceSpec:
-    """The device's limits, as CUDA reports them."""
+    """The device's limits, as CUDA reports them; where `CUFLASH_ARCH` is set, with that compute capability."""
     properties = cupy.cuda.runtime.getDeviceProperties(device_id)
-    return DeviceSpec(
+    spec = DeviceSpec(
         name=properties["name"].decode(),
         arch=10 * properties["major"] + properties["minor"],
         num_sms=properties["multiProcessorCount"],
@@ -169,6 +170,8 @@ def device_spec(device_id: int) -> DeviceSpec:
         l2_bytes=properties["l2CacheSize"],
         bytes_per_s=_bytes_per_s(device_id),
     )
+    wanted = os.environ.get("CUFLASH_ARCH")
+    return spec.as_arch(wanted) if wanted else spec
 
 
 def _bytes_per_s(device_id: int) -> float:

@@ -12,7 +12,7 @@ from cuflash.options import Options
 from cuflash.planning import DeviceSpec
 from cuflash.problem import Problem, make_problem
 
-ARCHS = ("8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")
+ARCHS = ("7.0", "7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")
 H200 = DeviceSpec.for_arch("9.0")
 
 
@@ -54,9 +54,16 @@ def contiguous(shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
     return np.lib.stride_tricks.as_strided(np.zeros(1, dtype), shape, strides)
 
 
+# The largest head dimensions, by compute capability, dtype and pass, where shared memory is too small for 256.
+LARGEST = {
+    ("7.0", "float64", "backward"): 160,
+    ("7.5", "float32", "backward"): 224,
+    ("7.5", "float64", "forward"): 160,
+    ("7.5", "float64", "backward"): 96,
+    **{(arch, "float64", "backward"): 160 for arch in ("8.6", "8.9", "12.0", "12.1")},
+}
+
+
 def is_served(problem, arch, pass_):
-    """All but the gradients of float64 at large head dimensions where shared memory is small."""
-    small = DeviceSpec.for_arch(arch).shared_bytes_per_sm == 100 * 1024
-    return not (small and problem.dtype == "float64" and pass_ == "backward") or (
-        max(problem.head_dim, problem.head_dim_v) <= 160
-    )
+    """All but wide elements at large head dimensions where shared memory is small."""
+    return max(problem.head_dim, problem.head_dim_v) <= LARGEST.get((arch, problem.dtype, pass_), 256)

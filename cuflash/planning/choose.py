@@ -9,7 +9,7 @@ from typing import Any
 from cuflash.binding import INPUTS, Pass, assumed, planned_length, widest_accesses
 from cuflash.operands import ITEMSIZE, Operand
 from cuflash.planning.backward import draft_backward
-from cuflash.planning.device import DeviceSpec
+from cuflash.planning.device import DeviceSpec, why_by_lanes
 from cuflash.planning.draft import CAUSAL_HEAD_SECTION, Draft, common_defines
 from cuflash.planning.forward import draft_forward
 from cuflash.planning.launch_plan import LaunchPlan, RunTime
@@ -18,7 +18,7 @@ from cuflash.problem import Problem
 from cuflash.terms import DEFAULT_NEED, TERMS
 
 MAX_HEAD_DIM = 256
-FAST_FLOAT64 = (80, 90, 100)  # compute capabilities whose FP64 units are as many as half of the others
+FAST_FLOAT64 = (70, 80, 90, 100)  # compute capabilities whose FP64 units are as many as half of the others
 
 
 def choose_plan(
@@ -80,6 +80,8 @@ def choose_plan(
         draft_backward(draft, tiles)
     if problem.dtype == "float64" and device.arch not in FAST_FLOAT64:
         draft.reasons.append(f"float64 is slow here: compute capability {device.arch / 10:.1f} has few FP64 units")
+    if obstacle := why_by_lanes(problem.dtype, device):
+        draft.reasons.append(obstacle)
     return LaunchPlan(
         pass_=pass_,
         problem=problem,
@@ -123,8 +125,8 @@ def check_served(problem: Problem, device: DeviceSpec) -> None:
             f"{name}: got head dimension {got}, expected at most {MAX_HEAD_DIM} on the GPU; NumPy arrays of any head "
             "dimension are served on the CPU"
         )
-    if device.arch < 80:
+    if device.arch < 70:
         raise NotImplementedError(
-            f"device: got compute capability {device.arch / 10:.1f}, expected 8.0 or later (mma.sync on bfloat16, "
-            "TF32 and float64, cp.async); NumPy arrays are served on the CPU"
+            f"device: got compute capability {device.arch / 10:.1f}, expected 7.0 or later; NumPy arrays are served on "
+            "the CPU"
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cuflash.binding import Pass
 from cuflash.operands import ITEMSIZE
-from cuflash.planning.device import DeviceSpec
+from cuflash.planning.device import DeviceSpec, why_by_lanes
 from cuflash.planning.tiles import Tile, round_up
 from cuflash.planning.traffic import Traffic, predict
 from cuflash.problem import Problem
@@ -120,9 +120,11 @@ class LaunchPlan:
     def describe(self) -> str:
         """The plan in words, a line a fact."""
         p = self.problem
+        as_arch = "as if it had " if self.device.compiled_for else ""
         wanted = "" if self.need in ((), DEFAULT_NEED) else f" for {', '.join(self.need)}"
         lines = [
-            f"{self.pass_} pass{wanted} on {self.device.name} (compute capability {self.device.arch / 10:.1f})",
+            f"{self.pass_} pass{wanted} on {self.device.name} ({as_arch}compute capability "
+            f"{self.device.arch / 10:.1f})",
             f"  problem: {p.dtype}, batch {p.batch}, heads {p.num_heads}/{p.num_heads_kv}, seqlen {p.seqlen_q} x "
             f"{p.seqlen_k}, head_dim {p.head_dim}/{p.head_dim_v}; {', '.join(option_names(p)) or 'no options'}",
         ]
@@ -136,7 +138,9 @@ class LaunchPlan:
             lines.extend(f"  {line}" for line in p.program.describe().splitlines())
         lines.append(f"  extra memory: {self.extra_bytes} bytes")
         if traffic := self.traffic:
-            lines.append(f"  {traffic.describe(self.device.bytes_per_s)}")
+            in_16_bits = not why_by_lanes(p.dtype, self.device) and ITEMSIZE[p.dtype] == 2
+            flops_per_s = self.device.flops_16_bit if in_16_bits else 0
+            lines.append(f"  {traffic.describe(self.device.bytes_per_s, flops_per_s)}")
         lines.extend(f"  {line}" for line in self.reason.splitlines())
         return "\n".join(lines)
 

@@ -15,6 +15,7 @@ from cuflash.planning.tiles import (
     MEDIUM,
     MEDIUM_OR_SMALL,
     SMALL,
+    TINY,
     Tile,
     float64,
     h200,
@@ -172,6 +173,7 @@ FORWARD_TILES = (
     _forward(96,  128, 64,  4, 1, 2, 2, h200("379 / 342, 340 / 263", "344 / 310, 317 / 248")),
     _forward(128, 128, 64,  4, 1, 2, 2, h200("384 / 376, 372 / 291", "334 / 295, 328 / 249")),
     _forward(128, 128, 32,  4, 1, 2, 2, SMALL),
+    _forward(128, 64,  32,  4, 1, 2, 2, TINY),
     _forward(192, 128, 128, 8, 1, 1, 0, h200("348 / 307, 317 / 245", "321 / 276, 293 / 227")),
     _forward(192, 64,  64,  4, 1, 1, 2, SMALL),
     _forward(256, 128, 128, 8, 1, 1, 0, h200("342 / 329, 318 / 258", "317 / 281, 307 / 249")),
@@ -184,6 +186,7 @@ FORWARD_TILES = (
     _forward(128, 64,  32,  4, 1, 1, 1, MEDIUM_OR_SMALL, element_bytes=4),
     _forward(192, 64,  32,  4, 1, 1, 1, ARITHMETIC, element_bytes=4),
     _forward(256, 64,  16,  4, 1, 1, 1, ARITHMETIC, element_bytes=4),
+    _forward(256, 32,  16,  2, 1, 1, 1, TINY, element_bytes=4),
 
     _forward(64,  128, 48,  8, 1, 1, 0, float64(38.5, 12.3), element_bytes=8),
     _forward(64,  64,  32,  4, 1, 1, 0, SMALL, element_bytes=8),
@@ -210,6 +213,7 @@ BACKWARD_TILES = (
     _backward(256, 64, 64,  8, 2, 1, 4, 4, 0, h200("255 / 250, 231 / 201", "253 / 228, 225 / 180")),
     _backward(256, 32, 64,  8, 2, 1, 2, 1, 0, MEDIUM),
     _backward(256, 32, 32,  4, 1, 1, 2, 2, 0, SMALL),
+    _backward(256, 16, 32,  4, 1, 1, 2, 1, 0, TINY),
 
     _backward(64,  32, 64,  4, 2, 2, 1, 2, 1, ARITHMETIC, element_bytes=4),
     _backward(64,  32, 64,  4, 2, 1, 1, 2, 1, SMALL, element_bytes=4),
@@ -219,7 +223,7 @@ BACKWARD_TILES = (
     _backward(192, 32, 16,  2, 1, 1, 2, 2, 1, SMALL, element_bytes=4),
     _backward(256, 32, 64,  8, 1, 1, 2, 2, 1, ARITHMETIC, element_bytes=4),
     _backward(256, 32, 32,  4, 1, 1, 2, 2, 1, MEDIUM, element_bytes=4),
-    _backward(256, 16, 16,  2, 1, 1, 2, 1, 1, SMALL, element_bytes=4),
+    _backward(256, 16, 16,  2, 1, 1, 2, 1, 1, SMALL + "; for 64 KiB up to head_dim 224", element_bytes=4),
 
     _backward(64,  16, 64,  4, 2, 1, 1, 1, 0, float64(39.4, 28.5), element_bytes=8),
     _backward(64,  32, 32,  4, 1, 1, 2, 2, 0, SMALL, element_bytes=8),
@@ -250,6 +254,7 @@ DQ_TILES = (
     _dq(256, 64,  16, 4, 1, ARITHMETIC, element_bytes=4, fragments_ahead=1),
     _dq(256, 32,  16, 2, 1, MEDIUM, element_bytes=4, fragments_ahead=1),
     _dq(256, 32,  16, 2, 1, SMALL, element_bytes=4, fragments_ahead=1, num_stages=1),
+    _dq(256, 16,  16, 2, 1, TINY, element_bytes=4, fragments_ahead=1, num_stages=1, dq_warps_d=2),
 
     _dq(64,  64,  16, 4, 1, ARITHMETIC, element_bytes=8),
     _dq(128, 64,  16, 4, 1, ARITHMETIC, element_bytes=8),
@@ -268,12 +273,14 @@ SCORES_TILES = (
     _scores(128, 64,  32, 4, 2, 1, SMALL),
     _scores(256, 64,  32, 4, 2, 1, ARITHMETIC),
     _scores(256, 64,  32, 4, 1, 1, SMALL),
+    _scores(256, 32,  32, 2, 1, 1, TINY),
 
     _scores(64,  64,  32, 4, 2, 1, ARITHMETIC, element_bytes=4, fragments_ahead=1),
     _scores(128, 64,  32, 4, 2, 1, ARITHMETIC, element_bytes=4, fragments_ahead=1),
     _scores(128, 64,  32, 4, 1, 1, SMALL, element_bytes=4, fragments_ahead=1),
     _scores(256, 64,  32, 4, 1, 1, ARITHMETIC, element_bytes=4, fragments_ahead=1),
     _scores(256, 32,  16, 2, 1, 1, SMALL, element_bytes=4, fragments_ahead=1),
+    _scores(256, 16,  16, 1, 1, 1, TINY, element_bytes=4, fragments_ahead=1),
 
     _scores(64,  64,  16, 4, 2, 1, ARITHMETIC, element_bytes=8),
     _scores(64,  64,  16, 4, 1, 1, SMALL, element_bytes=8),

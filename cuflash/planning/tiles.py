@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from cuflash.operands import ITEMSIZE
-from cuflash.planning.device import SHARED_BYTES_RESERVED, DeviceSpec
+from cuflash.planning.device import DeviceSpec
 from cuflash.problem import Problem
 from cuflash.tensor_map import CHUNK
 
@@ -134,7 +134,7 @@ def serves_dims(tile: Tile, problem: Problem) -> bool:
 def why_too_large(tile: Tile, problem: Problem, device: DeviceSpec) -> str:
     """Why as many blocks as the tile promises do not fit on a multiprocessor; "" where they do."""
     shared = tile.shared_bytes(*tile.padded_dims(problem))
-    needed = tile.min_blocks * (shared + SHARED_BYTES_RESERVED)
+    needed = tile.min_blocks * (shared + device.shared_bytes_reserved)
     if shared <= device.shared_bytes_per_block and needed <= device.shared_bytes_per_sm:
         return ""
     return f"{shared} bytes for each exceed the {device.shared_bytes_per_sm} bytes of shared memory of a multiprocessor"
@@ -200,4 +200,5 @@ def float64(here: float, torch: float) -> str:
 SMALL = "for 100 KiB of shared memory; by arithmetic, not measured"
 MEDIUM = "for 164 KiB of shared memory; by arithmetic, not measured"
 MEDIUM_OR_SMALL = "for 164 or 100 KiB of shared memory; by arithmetic, not measured"
+TINY = "for 64 KiB of shared memory; by arithmetic, not measured"
 ARITHMETIC = "by arithmetic, not measured"

@@ -65,16 +65,21 @@ class Traffic:
         """Bytes through device memory, both ways."""
         return self.read + self.written
 
-    def describe(self, bytes_per_s: float) -> str:
-        """A line for a plan, with the roof that a memory of such bandwidth implies; 0 where it is not known."""
+    def describe(self, bytes_per_s: float, flops_per_s: float = 0) -> str:
+        """A line for a plan, with the roofs that such a memory and such products imply; 0 where they are not known."""
         intensity = self.flops / max(self.moved, 1)
         sums = f" and {_in_words(self.added)} of sums" if self.added else ""
-        roof = f", a roof of {intensity * bytes_per_s / 1e12:.4g} TFLOP/s at {bytes_per_s / 1e12:.4g} TB/s"
-        return (
+        line = (
             f"memory, by model: {_in_words(self.read)} read, {_in_words(self.written)} written, "
             f"{_in_words(self.least)} in the least; {_in_words(self.tiles)} of tiles{sums} by L2; "
-            f"{intensity:.0f} operations a byte{roof if bytes_per_s else ''}"
+            f"{intensity:.0f} operations a byte"
         )
+        if bytes_per_s:
+            line += f", a roof of {intensity * bytes_per_s / 1e12:.4g} TFLOP/s at {bytes_per_s / 1e12:.4g} TB/s"
+        if bytes_per_s and flops_per_s:
+            seconds = max(self.flops / flops_per_s, self.moved / bytes_per_s)
+            line += f"; {seconds * 1e3:.3g} ms in the least, with products at {flops_per_s / 1e12:.4g} TFLOP/s"
+        return line
 
 
 def _in_words(nbytes: float) -> str:

@@ -30,6 +30,9 @@ struct alignas(16) Bytes16 {
 
 #define CUFLASH_DEVICE __device__ __forceinline__
 
+// The compute capability whose instructions are used, 75 for 7.5: that of the device, or an earlier one.
+static_assert(CUFLASH_ARCH >= 70, "kernels use instructions of 7.0");
+
 // Programmatic dependent launch (PDL): the blocks of a kernel that overlaps the previous one may start before that one
 // has ended. They wait here until it has ended and all that it wrote can be seen. Every thread of every kernel does so
 // first, hence all kernels before the previous one have ended as well.
@@ -140,9 +143,11 @@ CUFLASH_DEVICE u32 ballot(bool predicate) { return __ballot_sync(0xffffffffu, pr
 // ---- Asynchronous copies ------------------------------------------------------------------------------------------
 // Thread. cp.async (9.7.9.25.3.1): `bytes` (4, 8 or 16) to shared memory, the first `source_bytes` of them read from
 // global memory at `source` + `offset` bytes, the rest zeros. With 0 source bytes nothing is read. Both addresses are
-// aligned to `bytes`. The offset is part of the instruction and takes no register.
+// aligned to `bytes`. The offset is part of the instruction and takes no register. Before sm_80, a load by way of
+// registers and a store: loads of several copies are under way at a time, since none is ordered behind a store.
 template <int bytes, int offset>
 CUFLASH_DEVICE void copy_async(u32 destination, const void* source, u32 source_bytes) {
+#if CUFLASH_ARCH >= 80
   if constexpr (bytes == 16)
     asm volatile("cp.async.cg.shared.global [%0], [%1 + %2], 16, %3;" ::"r"(destination), "l"(source), "n"(offset),
                  "r"(source_bytes)
@@ -151,41 +156,102 @@ CUFLASH_DEVICE void copy_async(u32 destination, const void* source, u32 source_b
     asm volatile("cp.async.ca.shared.global [%0], [%1 + %2], %3, %4;" ::"r"(destination), "l"(source), "n"(offset),
                  "n"(bytes), "r"(source_bytes)
                  : "memory");
+#else
+  const u8* place = (const u8*)source + offset;
+  u32 word[bytes / 4] = {};
+  if (source_bytes == bytes) {
+    if constexpr (bytes == 16) {
+      const uint4 all = __ldg((const uint4*)place);
+      word[0] = all.x, word[1] = all.y, word[2] = all.z, word[3] = all.w;
+    } else if constexpr (bytes == 8) {
+      const uint2 all = __ldg((const uint2*)place);
+      word[0] = all.x, word[1] = all.y;
+    } else {
+      word[0] = __ldg((const u32*)place);
+    }
+  } else {
+    for (u32 i = 0; i < source_bytes; i += 2) word[i / 4] |= (u32)__ldg((const u16*)(place + i)) << i % 4 * 8;
+  }
+  if constexpr (bytes == 16)
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(destination), "r"(word[0]), "r"(word[1]),
+                 "r"(word[2]), "r"(word[3]));
+  else if constexpr (bytes == 8)
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(destination), "r"(word[0]), "r"(word[1]));
+  else
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(destination), "r"(word[0]));
+#endif
 }
 // Thread. cp.async.commit_group (9.7.9.25.3.2): closes the group of the copies issued since the last one.
-CUFLASH_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+CUFLASH_DEVICE void copy_async_commit() {
+#if CUFLASH_ARCH >= 80
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
 // Thread. cp.async.wait_group (9.7.9.25.3.3): until at most `pending` of this thread's newest groups are in flight.
 template <int pending>
 CUFLASH_DEVICE void copy_async_wait() {
+#if CUFLASH_ARCH >= 80
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+#endif
 }
 
 // ---- Matrix fragments ---------------------------------------------------------------------------------------------
 // Warp. ldmatrix (9.7.14.5.15): four 8x8 matrices of 16-bit elements; lane 8i + r passes the address of row r of matrix
-// i (16-byte aligned) and receives in fragment[i] the elements (lane / 4, 2 (lane % 4)) and the one right of it.
+// i (16-byte aligned) and receives in fragment[i] the elements (lane / 4, 2 (lane % 4)) and the one right of it. Before
+// sm_75, lanes learn the addresses of rows from one another.
 CUFLASH_DEVICE void load_matrix_x4(u32 (&fragment)[4], u32 address) {
+#if CUFLASH_ARCH >= 75
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
                : "r"(address)
                : "memory");
+#else
+  const u32 lane = thread_index() % 32;
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) {
+    float pair;
+    load_shared(shuffle(address, 8 * i + lane / 4) + lane % 4 * 4, pair);
+    fragment[i] = __float_as_uint(pair);
+  }
+#endif
 }
 // The same with each matrix transposed.
 CUFLASH_DEVICE void load_matrix_x4_transposed(u32 (&fragment)[4], u32 address) {
+#if CUFLASH_ARCH >= 75
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
                : "r"(address)
                : "memory");
+#else
+  const u32 lane = thread_index() % 32, column = lane / 4 * 2;
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) {
+    const u32 row = 8 * i + lane % 4 * 2;
+    fragment[i] = load_shared_b16(shuffle(address, row) + column) |
+                  (u32)load_shared_b16(shuffle(address, row + 1) + column) << 16;
+  }
+#endif
 }
 
 // Warp. mma.sync.m16n8k16 (9.7.14.5.8): d += a b, float32 accumulation. With g = lane / 4 and t = lane % 4:
 // a[0..3] hold rows g, g+8, g, g+8 at columns 2t, 2t, 2t+8, 2t+8; b0, b1 hold rows 2t, 2t+8 (k) of column g;
-// d[0..3] are (g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1).
+// d[0..3] are (g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1). Of float16 before sm_80, two m16n8k8.
 CUFLASH_DEVICE void mma_m16n8k16(Float16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if CUFLASH_ARCH >= 80
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+  const u32 b[2] = {b0, b1};
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[2 * i]), "r"(a[2 * i + 1]), "r"(b[i]));
+#endif
 }
 CUFLASH_DEVICE void mma_m16n8k16(BFloat16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm volatile(
@@ -209,7 +275,7 @@ CUFLASH_DEVICE void mma_m16n8k8(float (&d)[4], const float (&a)[4], float b0, fl
 // Warp. mma.sync.m16n8k16 of float64 (9.7.14.5): a[i] and b[i] hold columns and rows 8 i to 8 i + 7, each as above.
 // Every product is rounded. Before sm_90, eight m8n8k4.
 CUFLASH_DEVICE void mma_m16n8k16(double (&d)[4], const double (&a)[2][4], const double (&b)[2][2]) {
-#if __CUDA_ARCH__ >= 900
+#if CUFLASH_ARCH >= 90
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7, %8, %9, %10, %11}, "
       "{%12, %13, %14, %15}, {%0, %1, %2, %3};"
@@ -255,15 +321,30 @@ CUFLASH_DEVICE double multiply(double x, double y) {
   asm("mul.rn.f64 %0, %1, %2;" : "=d"(z) : "d"(x), "d"(y));
   return z;
 }
-// Thread. cvt.rn (9.7.9.22): two float32 rounded to nearest even; `low` lands in the low half.
+// Thread. cvt.rn (9.7.9.22): two float32 rounded to nearest even; `low` lands in the low half. Before sm_80, one by one,
+// bfloat16 by integers: half a unit, but for ties to even, is added to what is cut off. A NaN becomes the canonical one.
 CUFLASH_DEVICE u32 pack(Float16, float low, float high) {
   u32 bits;
+#if CUFLASH_ARCH >= 80
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+#else
+  asm("{\n.reg .b16 low, high;\ncvt.rn.f16.f32 low, %1;\ncvt.rn.f16.f32 high, %2;\nmov.b32 %0, {low, high};\n}"
+      : "=r"(bits)
+      : "f"(low), "f"(high));
+#endif
   return bits;
 }
 CUFLASH_DEVICE u32 pack(BFloat16, float low, float high) {
   u32 bits;
+#if CUFLASH_ARCH >= 80
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+#else
+  const auto rounded = [](float x) {
+    const u32 whole = __float_as_uint(x);
+    return x != x ? 0x7fffu : (whole + 0x7fffu + (whole >> 16 & 1)) >> 16;
+  };
+  bits = rounded(low) | rounded(high) << 16;
+#endif
   return bits;
 }
 // Thread. cvt (9.7.9.22): one 16-bit element as float32, exactly.
@@ -306,7 +387,7 @@ CUFLASH_DEVICE void reduce_max(u64* address, u64 value) {
 // Thread. red.global.add.v4.f32 (9.7.13.7): four neighbours at a 16-byte aligned address; before sm_90, four
 // reductions.
 CUFLASH_DEVICE void reduce_add_x4(float* address, const float (&value)[4]) {
-#if __CUDA_ARCH__ >= 900
+#if CUFLASH_ARCH >= 90
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(value[0]), "f"(value[1]),
                "f"(value[2]), "f"(value[3])
                : "memory");

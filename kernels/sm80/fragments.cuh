@@ -14,6 +14,7 @@
 // both.
 #pragma once
 #include "common/fragments.cuh"
+#include "sm80/lane_products.cuh"
 
 // ---- From shared memory -------------------------------------------------------------------------------------------
 //
@@ -167,24 +168,36 @@ CUFLASH_DEVICE void factor_of(const FragmentOf<E>& fragment, FragmentOf<E>& same
 }
 template <class E>
 CUFLASH_DEVICE void multiply_add(float (&d)[4], const FragmentOf<E>& a, const FragmentOf<E>& b, int half) {
-  ptx::mma_m16n8k16(E{}, d, a.word, b.word[2 * half], b.word[2 * half + 1]);
+  if constexpr (kByLanes)
+    add_lane_products(E{}, d, a.word, b.word[2 * half], b.word[2 * half + 1]);
+  else
+    ptx::mma_m16n8k16(E{}, d, a.word, b.word[2 * half], b.word[2 * half + 1]);
 }
 CUFLASH_DEVICE void multiply_add(double (&d)[4], const FragmentOf<Float64>& a, const FragmentOf<Float64>& b, int half) {
-  const double columns[2][2] = {{b.word[0][2 * half], b.word[0][2 * half + 1]},
-                                {b.word[1][2 * half], b.word[1][2 * half + 1]}};
-  ptx::mma_m16n8k16(d, a.word, columns);
+  if constexpr (kByLanes) {
+    add_wide_lane_products(d, a.word, b.word, half);
+  } else {
+    const double columns[2][2] = {{b.word[0][2 * half], b.word[0][2 * half + 1]},
+                                  {b.word[1][2 * half], b.word[1][2 * half + 1]}};
+    ptx::mma_m16n8k16(d, a.word, columns);
+  }
 }
 CUFLASH_DEVICE void factor_of(const FragmentOf<Float32>& fragment, FragmentOf<Float32>& rounded) {
 #pragma unroll
   for (int i = 0; i < kStep / 8; ++i)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) rounded.word[i][j] = ptx::round_to_tf32(fragment.word[i][j]);
+    for (int j = 0; j < 4; ++j)
+      rounded.word[i][j] = kByLanes ? fragment.word[i][j] : ptx::round_to_tf32(fragment.word[i][j]);
 }
-// One product of operands rounded to TF32.
+// One product of operands rounded to TF32; where lanes multiply, of operands as they are.
 CUFLASH_DEVICE void multiply_add(float (&d)[4], const FragmentOf<Float32>& a, const FragmentOf<Float32>& b, int half) {
+  if constexpr (kByLanes) {
+    add_wide_lane_products(d, a.word, b.word, half);
+  } else {
 #pragma unroll
-  for (int i = 0; i < kStep / 8; ++i)
-    ptx::mma_m16n8k8(d, a.word[i], b.word[i][2 * half], b.word[i][2 * half + 1]);
+    for (int i = 0; i < kStep / 8; ++i)
+      ptx::mma_m16n8k8(d, a.word[i], b.word[i][2 * half], b.word[i][2 * half + 1]);
+  }
 }
 
 // float32 to its full precision: each element is the sum of two TF32 numbers, but for 2^-24 of it. The product of two
@@ -229,4 +242,4 @@ template <>
 struct FactorOf<Float32, true> {
   using Type = Tf32Split;
 };
-using Factor = FactorOf<Element, !kRoundsToTf32>::Type;
+using Factor = FactorOf<Element, !kRoundsToTf32 && !kByLanes>::Type;

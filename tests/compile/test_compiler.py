@@ -83,9 +83,9 @@ def instructions(cubin, name):
     return elf_sections(cubin)[f".text.{name}"][2]
 
 
-def test_every_architecture_from_sm_80_on(kernels):
-    archs = [arch for arch in supported_archs() if 80 <= int(arch[3:]) <= 121]
-    assert {"sm_80", "sm_86", "sm_89", "sm_90"} <= set(archs)
+def test_every_architecture_from_sm_70_on(kernels):
+    archs = [arch for arch in supported_archs() if 70 <= int(arch[3:]) <= 121]
+    assert {"sm_75", "sm_80", "sm_86", "sm_89", "sm_90"} <= set(archs)
     for arch in (*archs, "sm_90a"):
         kernel = kernels("scale.cu", "scale", {"NUM_THREADS": 64}, arch)
         assert kernel.arch == arch

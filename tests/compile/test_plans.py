@@ -16,7 +16,6 @@ import pytest
 import cuflash.testing as ct
 from cuflash.compiler import compile_spec, supported_archs
 from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.device import SHARED_BYTES_RESERVED
 from cuflash.planning.sm80 import BACKWARD_TILES, DQ_TILES, FORWARD_TILES, DqTile, ForwardTile
 from cuflash.planning.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
@@ -39,8 +38,8 @@ from tests.sampling import share
 REGISTERS_OF_SM = 65536
 # What ptxas says of a kernel of 9.0 in which it puts a wait behind every product.
 SERIALIZED = "wgmma.mma_async instructions are serialized"
-# Shared memory of 100, 164 and 228 KiB, for which rows are made.
-ARCHS = ("8.6", "8.0", "9.0")
+# Shared memory of 64, 100, 164 and 228 KiB, for which rows are made.
+ARCHS = ("7.5", "8.6", "8.0", "9.0")
 OTHER_ARCHS = ("8.7", "8.9", "10.0", "10.3", "11.0", "12.0", "12.1")
 
 # Bytes that a thread spills at most, by source, bytes of an element, max_dim, tile and resident blocks, in rows that
@@ -135,6 +134,8 @@ SPILLS_OF_OPTIONS = SPILLS | {
     ("sm90/forward_fp32.cu", 4, 64, "128x128", 1): 48,
     ("sm90/backward_fp32.cu", 4, 128, "64x64", 1): 80,
     ("sm80/backward.cu", 8, 64, "16x64", 1): 416,
+    ("sm80/forward.cu", 2, 128, "64x32", 2): 16,
+    ("sm80/backward_dq.cu", 2, 256, "32x16", 1): 48,
 }
 SPILLS_OF_BLOCKS = SPILLS_OF_OPTIONS | {
     ("sm80/backward.cu", 2, 64, "32x128", 2): 16,
@@ -279,7 +280,7 @@ def fits(tile, arch):
     device = DeviceSpec.for_arch(arch)
     dim = round_up(tile.max_dim, tile.dim_multiple)
     shared_bytes = tile.shared_bytes(dim, dim)
-    resident = tile.min_blocks * (shared_bytes + SHARED_BYTES_RESERVED)
+    resident = tile.min_blocks * (shared_bytes + device.shared_bytes_reserved)
     return shared_bytes <= device.shared_bytes_per_block and resident <= device.shared_bytes_per_sm
 
 
@@ -336,8 +337,13 @@ def archs_of(tile, table):
     return taken if tile.element_bytes == 2 else taken[-1:]
 
 
-# What may differ between rows.
-EVERY_ROW = [Target(tile=tile, arch=arch) for table in TABLES for tile in table for arch in archs_of(tile, table)]
+# What may differ between rows. On 7.5 tensor cores take float16 alone.
+EVERY_ROW = [
+    Target(tile=tile, arch=arch, variant="full" if arch == "7.5" else "causal")
+    for table in TABLES
+    for tile in table
+    for arch in archs_of(tile, table)
+]
 # What may differ between problems and devices.
 OTHERS = [
     *(
@@ -445,9 +451,15 @@ OTHERS = [
     *(
         Target(tile=first_that_fits(table, arch, element_bytes), arch=arch)
         for table in TABLES[:3]
-        for element_bytes, archs in ((2, OTHER_ARCHS), (4, ("10.0", "12.1")), (8, ("10.0", "12.1")))
+        for element_bytes, archs in (
+            (2, (*OTHER_ARCHS, "7.5")),
+            (4, ("10.0", "12.1")),
+            (8, ("10.0", "12.1")),
+        )
         for arch in archs
     ),
+    *(Target(tile=first_that_fits(table, "7.5", 2), arch="7.5", variant="options") for table in TABLES[:3]),
+    Target(tile=first_that_fits(FORWARD_TILES, "7.5", 4), arch="7.5"),
 ]
 # Kernels of float32 and float64 are products of threads, unrolled: each takes seconds to compile.
 ROWS = [target for target in EVERY_ROW if target.tile.element_bytes == 2 or is_sm90(target.tile)]

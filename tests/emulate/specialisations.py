@@ -18,7 +18,7 @@ from cuflash.planning.sm90.tiles import (
 from cuflash.planning.tiles import Tile, round_up
 from tests.emulate.attention import problem_of
 
-ARCHS = ("8.0", "8.6", "9.0", "12.0")
+ARCHS = ("7.0", "7.5", "8.0", "9.0", "12.0")
 
 
 TABLES = (FORWARD_TILES, BACKWARD_TILES, DQ_TILES)

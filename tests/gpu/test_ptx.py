@@ -23,16 +23,18 @@ def directory(tmp_path_factory):
     return directory
 
 
-@pytest.fixture(scope="module")
-def run(directory):
-    """`run` as the checks expect it, on the current device."""
+@pytest.fixture(scope="module", params=[None, 75, 70], ids=["", "as 7.5", "as 7.0"])
+def run(directory, request):
+    """`run` as the checks expect it, on the current device, by all of its instructions or by those of earlier ones."""
     import cupy
 
-    target = f"sm_{cupy.cuda.Device().compute_capability}"
+    number = cupy.cuda.Device().compute_capability
+    arch = request.param or int(number)
 
     @functools.cache
     def load(element):
-        compiled = compile_kernel("conformance.cu", "indices", {"ELEMENT": element}, target, kernel_dir=directory)
+        defines = {"ELEMENT": element, "CUFLASH_ARCH": arch}
+        compiled = compile_kernel("conformance.cu", "indices", defines, f"sm_{number}", kernel_dir=directory)
         return cupy.RawModule(path=str(compiled.path))
 
     def run(kernel, *, count=0, grid=1, element="Float16", in_turn=False, **arrays_and_sizes):
@@ -106,7 +108,7 @@ def run_sm90(directory):
 
     @functools.cache
     def load(element):
-        defines = {"ELEMENT": element}
+        defines = {"ELEMENT": element, "CUFLASH_ARCH": 90}
         compiled = compile_kernel("conformance_sm90.cu", "barrier_ring", defines, "sm_90a", kernel_dir=directory)
         return cupy.RawModule(path=str(compiled.path))
 

@@ -154,12 +154,13 @@ def test_info(capsys):
         ("8.0", "float16, bfloat16, float32, float64 by sm80 kernels"),
         ("9.0", "float16, bfloat16, float32 by sm90 kernels; float64 by sm80 kernels"),
         ("12.0", "float16, bfloat16, float32, float64 by sm80 kernels"),
-        ("7.5", "float16, bfloat16, float32, float64 not served: device: got compute capability 7.5, expected 8.0 or"),
+        ("7.5", "float16, bfloat16, float32 by sm80 kernels; float64 not served: device: no tile of float64 at head"),
+        ("6.1", "float16, bfloat16, float32, float64 not served: device: got compute capability 6.1, expected 7.0 or"),
     ],
 )
 def test_kernels_that_serve_a_device(arch, text):
-    device = DeviceSpec.for_arch("8.6" if arch == "7.5" else arch)
-    assert info.served(replace(device, arch=int(arch.replace(".", "")))).startswith(text)
+    device = replace(DeviceSpec.for_arch("7.0"), arch=61) if arch == "6.1" else DeviceSpec.for_arch(arch)
+    assert info.served(device).startswith(text)
 
 
 def test_info_of_a_device(capsys, monkeypatch):
@@ -373,8 +374,8 @@ def test_the_self_test_has_every_option_and_dtype():
         ("plan --softcap x", 2, "x is not a number"),
         ("plan --window 3", 2, "3 is not of the form LEFT,RIGHT with an integer or none on each side, such as 1023,0"),
         ("plan --window 1,2,3", 2, "1,2,3 is not of the form LEFT,RIGHT"),
-        ("plan --arch 7", 1, "7.0"),
-        ("plan --arch 7.5", 1, "7.5"),
+        ("plan --arch 6", 1, "6.0"),
+        ("plan --arch 6.1", 1, "6.1"),
         ("plan --arch 9.0 --head-dim 257", 1, "257"),
         ("plan --arch 8.6 --dtype float64 --head-dim 200 --pass backward", 1, "float64"),
         ("plan --softcap -1", 1, "softcap"),

@@ -146,11 +146,14 @@ def test_a_larger_cache_reads_less(pass_, sizes, heads, arch, options):
 def test_what_a_plan_says(pass_):
     plan = choose_plan(problem_of(4096, 4096, heads=16, batch=4), H200, pass_)
     traffic = traffic_of(plan.problem, H200, pass_)
-    line = traffic.describe(H200.bytes_per_s)
+    line = traffic.describe(H200.bytes_per_s, 989e12)
     assert f"  {line}\n" in plan.describe()
+    least = max(traffic.flops / 989e12, traffic.moved / 4.8e12)
+    assert line.endswith(f"; {least * 1e3:.3g} ms in the least, with products at 989 TFLOP/s")
     intensity = traffic.flops / (traffic.read + traffic.written)
     assert f"{intensity:.0f} operations a byte, a roof of {intensity * 4.8:.4g} TFLOP/s at 4.8 TB/s" in line
-    assert traffic.describe(0) == line[: line.index(", a roof of")]
+    assert traffic.describe(H200.bytes_per_s) == line[: line.index("; ", line.index("a roof of"))]
+    assert traffic.describe(0, 989e12) == traffic.describe(0) == line[: line.index(", a roof of")]
     assert (" of sums " in line) == (pass_ == "backward")
 
 

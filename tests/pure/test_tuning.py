@@ -17,7 +17,6 @@ from cuflash import progress, tuning
 from cuflash.cli.main import main
 from cuflash.compiler import CompileError
 from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.device import SHARED_BYTES_RESERVED
 from cuflash.planning.sm90.tiles import BackwardFloat32Sm90Tile, ForwardFloat32Sm90Tile, ForwardSm90Tile
 from cuflash.planning.tiles import round_up
 from cuflash.tuning import MARGIN, candidates, size_class, tune, tuned_plan
@@ -77,7 +76,7 @@ def test_candidates_begin_with_the_table_and_fit(pass_, arch, dtype, determinist
             for tile in plan.tiles:
                 shared = tile.shared_bytes(*(round_up(dim, tile.dim_multiple),) * 2)
                 assert shared <= device.shared_bytes_per_block
-                assert tile.min_blocks * (shared + SHARED_BYTES_RESERVED) <= device.shared_bytes_per_sm
+                assert tile.min_blocks * (shared + device.shared_bytes_reserved) <= device.shared_bytes_per_sm
 
 
 @pytest.mark.parametrize("pass_", PASSES)

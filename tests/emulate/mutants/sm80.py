@@ -12,6 +12,7 @@ BACKWARD_WARPS = "sm80/backward_warps.cuh"
 COPY = "sm80/copy.cuh"
 FORWARD = "sm80/forward.cu"
 FRAGMENTS = "sm80/fragments.cuh"
+LANES = "sm80/lane_products.cuh"
 MMA = "sm80/mma.cuh"
 
 _COMMIT = "      ptx::copy_async_commit();\n"
@@ -240,8 +241,9 @@ MUTANTS = (
     mutant("rows of A repeat", FRAGMENTS, "(r + lane % 16) * row +", "(r + lane % 8) * row +", "forward"),
     mutant("matrices of B in the order of A", FRAGMENTS, "(r + lane % 8 + lane / 16 * 8) * row +",
            "(r + lane % 16) * row +", "forward"),
-    mutant("a fragment of B is another's", FRAGMENTS, "d, a.word, b.word[2 * half], b.word[2 * half + 1]);",
-           "d, a.word, b.word[2 * half], b.word[half + 2]);", "forward"),
+    mutant("a fragment of B is another's", FRAGMENTS,
+           "    ptx::mma_m16n8k16(E{}, d, a.word, b.word[2 * half], b.word[2 * half + 1]);",
+           "    ptx::mma_m16n8k16(E{}, d, a.word, b.word[2 * half], b.word[half + 2]);", "forward"),
     mutant("the next row without its swizzle", FRAGMENTS,
            "(address ^ row_swizzle<row>(0) ^ row_swizzle<row>(1)) + row;", "address + row;", "forward float64"),
     mutant("the small part of A is forgotten", FRAGMENTS, "  multiply_add(sum, a.small, b.big, half);\n", "",
@@ -250,6 +252,15 @@ MUTANTS = (
            "forward float32"),
     mutant("the big part is cut off", FRAGMENTS, "ptx::bits_of(x) + 0x1000u)", "ptx::bits_of(x))", "forward float32",
            escapes="it costs two bits of twenty-four, less than luck decides in one case"),
+    # ---- sm80/lane_products.cuh
+    mutant("A of a group of rows is its first lane's", LANES, "lane_index() / 4 * 4 + turn", "lane_index() / 4 * 4",
+           "lanes", "lanes float32"),
+    mutant("both columns of B are one", LANES, "ptx::shuffle(b[i], lanes.b + 4)", "ptx::shuffle(b[i], lanes.b)",
+           "lanes"),
+    mutant("both columns of wide B are one", LANES, "value_of_lane(column, lanes.b + 4)",
+           "value_of_lane(column, lanes.b)", "lanes float32"),
+    mutant("the upper half of a word is the lower", LANES, "(u16)(rows[j / 2] >> 16 * k)", "(u16)rows[j / 2]", "lanes"),
+    mutant("the second n-tile is the first", LANES, "b[i][2 * half + k]", "b[i][k]", "lanes float32"),
     # ---- sm80/mma.cuh
     mutant("the wrong fragment of those fetched ahead", MMA, "factor_of(b[i % (kFragmentsAhead + 1)], factor_b);",
            "factor_of(b[(i + 1) % (kFragmentsAhead + 1)], factor_b);", "forward"),

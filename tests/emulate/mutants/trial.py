@@ -32,6 +32,7 @@ class Trial:
     case: ct.Case
     tiles: tuple[Tile | None, ...]
     place: attention.Place = attention.guarded
+    arch: str = "9.0"
     num_sms: int = 132
     schedule: emulator.Schedule = emulator.SCHEDULES[0]
     dq_in_order: bool = False  # deterministic, without a kernel of its own for dq
@@ -70,7 +71,7 @@ class Trial:
             arrays["cu_seqlens_q"][...] = arrays["cu_seqlens_k"][...] = self.cu_seqlens
         launches: list[emulator.Statistics] = []
         how: dict[str, Any] = {
-            "arch": replace(DeviceSpec.for_arch("9.0"), num_sms=self.num_sms),
+            "arch": replace(DeviceSpec.for_arch(self.arch), num_sms=self.num_sms),
             "tiles": self.tiles,
             "place": self.place,
             "kernels": kernels,
