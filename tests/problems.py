@@ -13,6 +13,7 @@ from cuflash.planning import DeviceSpec
 from cuflash.problem import Problem, make_problem
 
 ARCHS = ("7.0", "7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")
+SIZES_OF_SHARED = ("7.5", "7.0", "8.6", "8.0", "9.0")  # one for each
 H200 = DeviceSpec.for_arch("9.0")
 
 
@@ -54,16 +55,17 @@ def contiguous(shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
     return np.lib.stride_tricks.as_strided(np.zeros(1, dtype), shape, strides)
 
 
-# The largest head dimensions, by compute capability, dtype and pass, where shared memory is too small for 256.
+# The largest head dimensions that tiles fit for, by shared memory in KiB and dtype: forward, backward.
 LARGEST = {
-    ("7.0", "float64", "backward"): 160,
-    ("7.5", "float32", "backward"): 224,
-    ("7.5", "float64", "forward"): 160,
-    ("7.5", "float64", "backward"): 96,
-    **{(arch, "float64", "backward"): 160 for arch in ("8.6", "8.9", "12.0", "12.1")},
+    64: {"bfloat16": (640, 448), "float16": (640, 448), "float32": (320, 224), "float64": (160, 96)},
+    96: {"bfloat16": (1024, 640), "float16": (1024, 640), "float32": (512, 256), "float64": (256, 160)},
+    100: {"bfloat16": (1024, 768), "float16": (1024, 768), "float32": (512, 256), "float64": (256, 160)},
+    164: {"bfloat16": (1024, 1024), "float16": (1024, 1024), "float32": (832, 512), "float64": (384, 256)},
+    228: {"bfloat16": (1024, 1024), "float16": (1024, 1024), "float32": (1024, 512), "float64": (512, 384)},
 }
 
 
 def is_served(problem, arch, pass_):
-    """All but wide elements at large head dimensions where shared memory is small."""
-    return max(problem.head_dim, problem.head_dim_v) <= LARGEST.get((arch, problem.dtype, pass_), 256)
+    """All but large head dimensions where shared memory is small."""
+    largest = LARGEST[DeviceSpec.for_arch(arch).shared_bytes_per_sm // 1024][problem.dtype]
+    return max(problem.head_dim, problem.head_dim_v) <= largest[pass_ == "backward"]

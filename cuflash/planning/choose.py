@@ -17,7 +17,7 @@ from cuflash.planning.tiles import Tile
 from cuflash.problem import Problem
 from cuflash.terms import DEFAULT_NEED, TERMS
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 1024
 FAST_FLOAT64 = (70, 80, 90, 100)  # compute capabilities whose FP64 units are as many as half of the others
 
 

@@ -179,6 +179,10 @@ FORWARD_TILES = (
     _forward(256, 128, 128, 8, 1, 1, 0, h200("342 / 329, 318 / 258", "317 / 281, 307 / 249")),
     _forward(256, 128, 64,  8, 1, 1, 0, h200("323 / 279, 300 / 229", "326 / 284, 306 / 246")),
     _forward(256, 64,  32,  4, 1, 1, 2, SMALL),
+    _forward(512, 64,  32,  8, 1, 1, 0, ARITHMETIC, warps_d=2),
+    _forward(512, 32,  16,  4, 1, 1, 0, SMALL, warps_d=2),
+    _forward(1024, 32, 16,  8, 1, 1, 0, ARITHMETIC, warps_d=4),
+    _forward(1024, 16, 16,  4, 1, 1, 0, SMALL, warps_d=4),
 
     _forward(64,  128, 32,  4, 2, 2, 1, ARITHMETIC, element_bytes=4),
     _forward(64,  64,  64,  4, 1, 1, 1, SMALL, element_bytes=4),
@@ -187,6 +191,9 @@ FORWARD_TILES = (
     _forward(192, 64,  32,  4, 1, 1, 1, ARITHMETIC, element_bytes=4),
     _forward(256, 64,  16,  4, 1, 1, 1, ARITHMETIC, element_bytes=4),
     _forward(256, 32,  16,  2, 1, 1, 1, TINY, element_bytes=4),
+    _forward(512, 32,  16,  4, 1, 1, 1, ARITHMETIC, element_bytes=4, warps_d=2),
+    _forward(512, 16,  16,  2, 1, 1, 1, SMALL, element_bytes=4, warps_d=2),
+    _forward(1024, 16, 16,  4, 1, 1, 1, ARITHMETIC, element_bytes=4, warps_d=4),
 
     _forward(64,  128, 48,  8, 1, 1, 0, float64(38.5, 12.3), element_bytes=8),
     _forward(64,  64,  32,  4, 1, 1, 0, SMALL, element_bytes=8),
@@ -197,6 +204,7 @@ FORWARD_TILES = (
     _forward(256, 64,  16,  8, 1, 1, 0, ARITHMETIC, element_bytes=8, warps_d=2),
     _forward(256, 32,  16,  4, 1, 1, 0, MEDIUM, element_bytes=8, warps_d=2),
     _forward(256, 16,  16,  2, 1, 1, 0, SMALL, element_bytes=8, warps_d=2),
+    _forward(512, 16,  16,  4, 1, 1, 0, ARITHMETIC, element_bytes=8, warps_d=4),
 )
 
 BACKWARD_TILES = (
@@ -214,6 +222,9 @@ BACKWARD_TILES = (
     _backward(256, 32, 64,  8, 2, 1, 2, 1, 0, MEDIUM),
     _backward(256, 32, 32,  4, 1, 1, 2, 2, 0, SMALL),
     _backward(256, 16, 32,  4, 1, 1, 2, 1, 0, TINY),
+    _backward(512, 32, 32,  8, 1, 1, 4, 2, 0, ARITHMETIC),
+    _backward(512, 16, 16,  4, 1, 1, 4, 1, 0, SMALL),
+    _backward(1024, 16, 16, 8, 1, 1, 8, 1, 0, ARITHMETIC),
 
     _backward(64,  32, 64,  4, 2, 2, 1, 2, 1, ARITHMETIC, element_bytes=4),
     _backward(64,  32, 64,  4, 2, 1, 1, 2, 1, SMALL, element_bytes=4),
@@ -224,6 +235,7 @@ BACKWARD_TILES = (
     _backward(256, 32, 64,  8, 1, 1, 2, 2, 1, ARITHMETIC, element_bytes=4),
     _backward(256, 32, 32,  4, 1, 1, 2, 2, 1, MEDIUM, element_bytes=4),
     _backward(256, 16, 16,  2, 1, 1, 2, 1, 1, SMALL + "; for 64 KiB up to head_dim 224", element_bytes=4),
+    _backward(512, 16, 16,  8, 1, 1, 8, 1, 1, ARITHMETIC, element_bytes=4),
 
     _backward(64,  16, 64,  4, 2, 1, 1, 1, 0, float64(39.4, 28.5), element_bytes=8),
     _backward(64,  32, 32,  4, 1, 1, 2, 2, 0, SMALL, element_bytes=8),
@@ -233,6 +245,7 @@ BACKWARD_TILES = (
     _backward(192, 16, 16,  2, 1, 1, 2, 1, 0, SMALL + ", up to head_dim 160", element_bytes=8),
     _backward(256, 16, 32,  8, 1, 1, 4, 1, 0, ARITHMETIC, element_bytes=8),
     _backward(256, 16, 16,  4, 1, 1, 4, 1, 0, MEDIUM, element_bytes=8),
+    _backward(384, 16, 16,  8, 1, 1, 8, 1, 0, ARITHMETIC, element_bytes=8),
 )
 
 # The numbers are those of the whole deterministic backward pass.
@@ -246,6 +259,9 @@ DQ_TILES = (
     _dq(256, 128, 32, 8, 1, h200("213 / 208, 198 / 173", "253 / 228, 225 / 180")),
     _dq(256, 64,  32, 4, 1, MEDIUM),
     _dq(256, 32,  16, 2, 1, SMALL),
+    _dq(512, 32,  32, 8, 1, ARITHMETIC, dq_warps_d=4, num_stages=1),
+    _dq(512, 16,  16, 4, 1, SMALL, dq_warps_d=4, num_stages=1),
+    _dq(1024, 16, 16, 8, 1, ARITHMETIC, dq_warps_d=8, num_stages=1),
 
     _dq(64,  64,  32, 4, 1, ARITHMETIC, element_bytes=4, fragments_ahead=1),
     _dq(128, 64,  16, 4, 1, ARITHMETIC, element_bytes=4, fragments_ahead=1),
@@ -255,6 +271,7 @@ DQ_TILES = (
     _dq(256, 32,  16, 2, 1, MEDIUM, element_bytes=4, fragments_ahead=1),
     _dq(256, 32,  16, 2, 1, SMALL, element_bytes=4, fragments_ahead=1, num_stages=1),
     _dq(256, 16,  16, 2, 1, TINY, element_bytes=4, fragments_ahead=1, num_stages=1, dq_warps_d=2),
+    _dq(512, 16,  16, 8, 1, ARITHMETIC, element_bytes=4, fragments_ahead=1, num_stages=1, dq_warps_d=8),
 
     _dq(64,  64,  16, 4, 1, ARITHMETIC, element_bytes=8),
     _dq(128, 64,  16, 4, 1, ARITHMETIC, element_bytes=8),
@@ -264,6 +281,7 @@ DQ_TILES = (
     _dq(192, 16,  16, 2, 1, SMALL, element_bytes=8, dq_warps_d=2, num_stages=1),
     _dq(256, 16,  16, 4, 1, ARITHMETIC, element_bytes=8, dq_warps_d=4),
     _dq(256, 16,  16, 4, 1, MEDIUM, element_bytes=8, dq_warps_d=4, num_stages=1),
+    _dq(384, 16,  16, 8, 1, ARITHMETIC, element_bytes=8, dq_warps_d=8, num_stages=1),
 )
 
 SCORES_TILES = (
@@ -274,6 +292,9 @@ SCORES_TILES = (
     _scores(256, 64,  32, 4, 2, 1, ARITHMETIC),
     _scores(256, 64,  32, 4, 1, 1, SMALL),
     _scores(256, 32,  32, 2, 1, 1, TINY),
+    _scores(512, 32,  32, 2, 1, 1, ARITHMETIC),
+    _scores(512, 16,  16, 1, 1, 1, SMALL),
+    _scores(1024, 16, 16, 1, 1, 1, ARITHMETIC),
 
     _scores(64,  64,  32, 4, 2, 1, ARITHMETIC, element_bytes=4, fragments_ahead=1),
     _scores(128, 64,  32, 4, 2, 1, ARITHMETIC, element_bytes=4, fragments_ahead=1),
@@ -281,6 +302,7 @@ SCORES_TILES = (
     _scores(256, 64,  32, 4, 1, 1, ARITHMETIC, element_bytes=4, fragments_ahead=1),
     _scores(256, 32,  16, 2, 1, 1, SMALL, element_bytes=4, fragments_ahead=1),
     _scores(256, 16,  16, 1, 1, 1, TINY, element_bytes=4, fragments_ahead=1),
+    _scores(512, 16,  16, 1, 1, 1, ARITHMETIC, element_bytes=4, fragments_ahead=1),
 
     _scores(64,  64,  16, 4, 2, 1, ARITHMETIC, element_bytes=8),
     _scores(64,  64,  16, 4, 1, 1, SMALL, element_bytes=8),
@@ -288,6 +310,7 @@ SCORES_TILES = (
     _scores(128, 32,  16, 2, 1, 1, SMALL, element_bytes=8),
     _scores(256, 32,  16, 2, 1, 1, ARITHMETIC, element_bytes=8),
     _scores(256, 16,  16, 1, 1, 1, MEDIUM, element_bytes=8),
+    _scores(384, 16,  16, 1, 1, 1, ARITHMETIC, element_bytes=8),
 )
 # fmt: on
 

@@ -319,7 +319,9 @@ TABLES = (
 def rows_taken(table, arch):
     """The rows of a table that the planner gives for some head dimension."""
     device, taken = DeviceSpec.for_arch(arch), set()
-    for dim, dtype in itertools.product(range(16, 257, 16), ("float16", "float32", "float64")):
+    for dim, dtype in itertools.product(
+        (*range(16, 257, 16), *range(320, 1025, 64)), ("float16", "float32", "float64")
+    ):
         problem = ct.Case(seqlen_q=1, seqlen_k=1, head_dim=dim, dtype=dtype).problem
         serve = (row for row in table if serves_dims(row, problem) and not why_too_large(row, problem, device))
         taken |= {next(serve, None)}

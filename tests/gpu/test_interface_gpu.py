@@ -107,8 +107,8 @@ def test_results_inside_one_packed_array(cupy):
 
 
 BAD = {
-    "head_dim": (NotImplementedError, "q: got .*257, expected at most 256", lambda x: 3 * [x[:, :257]]),
-    "head_dim_v": (NotImplementedError, "v: got .*257, expected at most 256", lambda x: [*2 * [x[:, :8]], x[:, :257]]),
+    "head_dim": (NotImplementedError, "q: got .*1200, expected at most 1024", lambda x: 3 * [x.repeat(4, 1)]),
+    "head_dim_v": (NotImplementedError, "v: got .*1200, expected at most 1024", lambda x: [x, x, x.repeat(4, 1)]),
     "integers": (TypeError, "q: got dtype int32", lambda x: 3 * [x.astype("i4")]),
     "dtypes": (TypeError, "k: got dtype float32, expected float16 as q has", lambda x: [x, x.astype("f4"), x]),
     "shapes": (ValueError, "v: got seqlen_k 5, expected seqlen_k 300 as k has", lambda x: [x, x, x[:5]]),

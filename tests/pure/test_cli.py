@@ -376,7 +376,7 @@ def test_the_self_test_has_every_option_and_dtype():
         ("plan --window 1,2,3", 2, "1,2,3 is not of the form LEFT,RIGHT"),
         ("plan --arch 6", 1, "6.0"),
         ("plan --arch 6.1", 1, "6.1"),
-        ("plan --arch 9.0 --head-dim 257", 1, "257"),
+        ("plan --arch 9.0 --head-dim 1025", 1, "1025"),
         ("plan --arch 8.6 --dtype float64 --head-dim 200 --pass backward", 1, "float64"),
         ("plan --softcap -1", 1, "softcap"),
         ("plan --num-heads 6 --num-heads-kv 4", 1, "4 heads"),

@@ -26,18 +26,18 @@ from cuflash.planning.sm90.tiles import (
 )
 from cuflash.planning.tiles import Tile, round_up
 from cuflash.terms import DEFAULT_NEED
-from tests.problems import ARCHS, biased, blocks_of, is_served, masked, problem_of
+from tests.problems import ARCHS, SIZES_OF_SHARED, biased, blocks_of, is_served, masked, problem_of
 from tests.scored import of_functions
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", SIZES_OF_SHARED)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_every_head_dimension_is_served_within_the_limits(arch, deterministic, dtype):
     device = DeviceSpec.for_arch(arch)
     base = problem_of(dtype=dtype, deterministic=deterministic)
-    for dim in range(1, MAX_HEAD_DIM + 1):
-        for dim_v in {dim, 1, 64, 100, MAX_HEAD_DIM + 1 - dim, MAX_HEAD_DIM}:
+    for dim in (*range(1, 257), *range(257, MAX_HEAD_DIM + 1, 51), MAX_HEAD_DIM):
+        for dim_v in {dim, 1, 64, 100, max(1, 257 - dim), 256}:
             problem = replace(base, head_dim=dim, head_dim_v=dim_v)
             for pass_ in PASSES:
                 if not is_served(problem, arch, pass_):
@@ -291,8 +291,8 @@ def test_tiles_of_the_caller_are_taken():
 @pytest.mark.parametrize(
     ("problem", "words"),
     [
-        ({"dim": 257}, "^q: got head dimension 257, expected at most 256 on the GPU; .* on the CPU$"),
-        ({"dim_v": 300}, "^v: got head dimension 300, expected at most 256 on the GPU; .* on the CPU$"),
+        ({"dim": 1025}, "^q: got head dimension 1025, expected at most 1024 on the GPU; .* on the CPU$"),
+        ({"dim_v": 2000}, "^v: got head dimension 2000, expected at most 1024 on the GPU; .* on the CPU$"),
     ],
 )
 def test_problems_that_no_kernel_serves(problem, words, pass_):
@@ -329,11 +329,11 @@ def test_devices_that_no_kernel_serves(pass_):
     old = replace(DeviceSpec.for_arch("8.0"), arch=61)
     with pytest.raises(NotImplementedError, match=r"^device: got compute capability 6.1, expected 7.0 or later.*CPU$"):
         choose_plan(problem_of(), old, pass_)
-    small = replace(DeviceSpec.for_arch("8.0"), shared_bytes_per_block=2**13, name="tiny")
+    small = replace(DeviceSpec.for_arch("8.0"), shared_bytes_per_block=2**12, name="tiny")
     words = (
         "^device: no tile of {} at head dimensions {} and {} fits {}, got {} bytes of .*, expected more; .* the CPU$"
     )
-    with pytest.raises(NotImplementedError, match=words.format("bfloat16", 64, 64, "tiny", 8192)):
+    with pytest.raises(NotImplementedError, match=words.format("bfloat16", 64, 64, "tiny", 4096)):
         choose_plan(problem_of(), small, pass_)
     large, small = problem_of(dim=161, dim_v=161, dtype="float64"), DeviceSpec.for_arch("8.6")
     assert choose_plan(large, small).kernels

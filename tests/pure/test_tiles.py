@@ -38,7 +38,7 @@ from cuflash.planning.sm90.tiles import (
 )
 from cuflash.planning.tiles import round_up, tile_bytes
 from cuflash.terms import DEFAULT_NEED
-from tests.problems import ARCHS, biased, blocks_of, is_served, masked, problem_of
+from tests.problems import ARCHS, SIZES_OF_SHARED, biased, blocks_of, is_served, masked, problem_of
 
 # ---- Devices ---------------------------------------------------------------------------------------------------------
 
@@ -117,7 +117,8 @@ def test_a_table_goes_from_small_to_large(table):
     assert keys == sorted(keys)
     only_sm90 = isinstance(table[0], ForwardSm90Tile | BackwardSm90Tile)
     if not isinstance(table[0], ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile | BiasSm90Tile):
-        assert {x.element_bytes for x in table if x.max_dim == MAX_HEAD_DIM} == ({2} if only_sm90 else {2, 4, 8})
+        assert {x.element_bytes for x in table if x.max_dim == 256} == ({2} if only_sm90 else {2, 4, 8})
+        assert only_sm90 or table[[x.element_bytes for x in table].index(4) - 1].max_dim == MAX_HEAD_DIM
     for tile in table:
         assert tile.max_dim % tile.dim_multiple == 0
         assert tile.origin
@@ -131,10 +132,10 @@ def chosen_for_usual_problems(deterministic, need, precision):
         for causal, seqlen, softcap in ((False, 4096, None), (True, 4096, None), (False, 512, None), (True, 4096, 5.0)):
             base = problem_of(seqlen, seqlen, dtype=dtype, causal=causal, softcap=softcap, deterministic=deterministic)
             base = replace(base, precision=precision)
-            for dim in range(16, MAX_HEAD_DIM + 1, 16):
+            for dim in (*range(16, 257, 16), *range(320, MAX_HEAD_DIM + 1, 64)):
                 for dim_v in {dim, 16, 64, 128, 192, 256}:
                     problem = replace(base, head_dim=dim, head_dim_v=dim_v)
-                    for arch in ARCHS:
+                    for arch in SIZES_OF_SHARED:
                         for pass_ in PASSES:
                             if is_served(problem, arch, pass_):
                                 device = DeviceSpec.for_arch(arch)

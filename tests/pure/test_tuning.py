@@ -104,8 +104,8 @@ def test_the_precision_of_products_stays(pass_):
 
 
 def test_what_no_kernel_serves_is_not_tuned():
-    with pytest.raises(NotImplementedError, match="257"):
-        candidates(problem_of(dim=257), H200)
+    with pytest.raises(NotImplementedError, match="1025"):
+        candidates(problem_of(dim=1025), H200)
 
 
 # ---- How it is judged ------------------------------------------------------------------------------------------------
