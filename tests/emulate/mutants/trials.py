@@ -508,6 +508,7 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     ),
     "backward parts terms": Trial(case=_FLOAT32, tiles=_BACKWARD_PARTS_RING),
     "forward float32": Trial(case=_FLOAT32, tiles=_forward(block_m=64, element_bytes=4)),
+    "forward wide": Trial(case=replace(_SMALL, head_dim=300), tiles=_forward(block_m=32, num_warps=2)),
     "lanes": Trial(case=replace(_GROUPED, dtype="bfloat16"), tiles=_forward(), arch="7.5"),
     "lanes float32": Trial(case=_FLOAT32, tiles=_forward(block_m=64, element_bytes=4), arch="7.5"),
     "forward float64": Trial(case=_FLOAT64, tiles=_forward(block_m=32, warps_d=2, element_bytes=8)),
