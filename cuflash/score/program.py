@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from cuflash.score.derivatives import derivatives, loads_of
+from cuflash.score.derivatives import ONE, derivatives, loads_of
 from cuflash.score.emission import ELEMENTS, Writer, body
 from cuflash.score.evaluation import as_captured, evaluate
 from cuflash.score.kinds import cast, with_kinds
@@ -107,6 +107,11 @@ class Program:
     by_s: Node | None
     arrays: tuple[tuple[str, int, str], ...]
     loads: Mapping[str, tuple[Loaded, ...]]
+
+    @property
+    def changes_slope(self) -> bool:
+        """Whether the derivative of the score by the scaled product is another than 1."""
+        return self.by_s is not None and self.by_s != ONE
 
     def describe(self) -> str:
         """The expressions, a line each."""

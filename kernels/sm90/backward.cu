@@ -226,8 +226,14 @@ struct Consumer {
     for (int k = 0; k < kBlockM / 16; ++k) to_operand(value, k, operand[k]);
   }
   // The weights that dV is made of: none that dropout has marked.
-  CUFLASH_DEVICE void to_weights(const float (&p)[kQueryTiles][4]) {
-    if constexpr (kHasDropout) {
+  template <int rows>
+  CUFLASH_DEVICE void to_weights(const float (&p)[kQueryTiles][4], const u32 (&packed)[rows][2]) {
+    if constexpr (kPacksWeights) {
+#pragma unroll
+      for (int k = 0; k < kBlockM / 16; ++k)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) p_operand[k].word[i] = packed[2 * k + i / 2][i % 2];
+    } else if constexpr (kHasDropout) {
       float kept[kQueryTiles][4];
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n)
@@ -260,6 +266,17 @@ struct Consumer {
     const bool masked = walk.needs_mask(work.queries);
     const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
     const auto key_of = [&](int, int i) { return lane_key + i / 2 * 8; };
+
+    if constexpr (kHasScoreFunction) {
+      wait_for<pending>(p);
+      // Rows that do not exist have no weight, whatever the function gives.
+      if (masked || first_row + kBlockM > seqlen_q_of(common, batch))
+        make_p_by_function(p, derivative, s_stats, weights, shown, Constant<true>{});
+      else
+        make_p_by_function(p, derivative, s_stats, weights, shown, Constant<false>{});
+      if constexpr (kHasDropout) Dropout(common, batch, head).mark(p, row_of(0, 0), lane_key);
+      return;
+    }
 
     auto& products = (float(&)[1][kQueryTiles][4])p;
     // Loaded before the wait, because they are needed right after it.
@@ -316,6 +333,34 @@ struct Consumer {
     if constexpr (kHasDropout) Dropout(common, batch, head).mark(p, row_of(0, 0), lane_key);
   }
 
+  // The same of a function of the caller. Where its derivatives are not 1, P' is left times these, which may have any
+  // size, and `packed` gets P' as [GEMM 5] wants it.
+  template <int rows, class Masked>
+  CUFLASH_DEVICE void make_p_by_function(float (&p)[kQueryTiles][4], u32 (&packed)[rows][2], u32 s_stats,
+                                         const Weights& weights, u32 shown, Masked masked) const {
+    const int lane_query = walk.m_block * kBlockM + fragment_column();
+#pragma unroll
+    for (int n = 0; n < kQueryTiles; ++n) {
+      float lse[2], derivative[4];
+      ptx::load_shared_x2(s_stats + n * 64, lse);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = lane_query + 8 * n + i % 2, key = lane_key + i / 2 * 8;
+        float exponent = weights.score.of(p[n][i], row, key, derivative[i]) * weights.exponent_scale;
+        if (masked && !(kMaskByBits ? (bool)(shown >> bit_of(n, i) & 1) : weights.mask.visible(row, key)))
+          exponent = -ptx::infinity();
+        p[n][i] = exponential(exponent - lse[i % 2]);
+        if (masked && lse[i % 2] == ptx::infinity()) p[n][i] = 0.0f;
+      }
+      if constexpr (kHasDerivative) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) packed[n][half] = ptx::pack(Element{}, p[n][2 * half], p[n][2 * half + 1]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) p[n][i] = p[n][i] == 0.0f ? 0.0f : p[n][i] * derivative[i];
+      }
+    }
+  }
+
   // Where roles are split: hands P', times the derivatives, to the consumer that makes dS'.
   template <int rows>
   CUFLASH_DEVICE void hand_over_p(const float (&p)[kQueryTiles][4], const u32 (&derivative)[rows][2]) {
@@ -325,7 +370,7 @@ struct Consumer {
     for (int n = 0; n < kQueryTiles; ++n) {
       float handed[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) handed[i] = kHasDerivative ? p[n][i] * element_of(derivative[n], i) : p[n][i];
+      for (int i = 0; i < 4; ++i) handed[i] = kPacksDerivatives ? p[n][i] * element_of(derivative[n], i) : p[n][i];
       ptx::store_shared_f32x4(s_p + n * 128 * 16, handed);
     }
     arrive_as_warp(shared.p_ring.full(p_at));
@@ -351,7 +396,7 @@ struct Consumer {
       for (int i = 0; i < 4; ++i) {
         ds[n][i] = gradient_of(p[n][i], ds[n][i], kept_scale, delta[i % 2]);
         if constexpr (kSumsEarly) lane_sums.add(n, i, ds[n][i], distance);
-        if constexpr (kHasDerivative && makes_dv && !kNeedsDsoftcap) ds[n][i] *= element_of(derivative[n], i);
+        if constexpr (kPacksDerivatives && makes_dv && !kNeedsDsoftcap) ds[n][i] *= element_of(derivative[n], i);
       }
     }
     if constexpr (!makes_dv) {
@@ -403,7 +448,7 @@ struct Consumer {
     const u32 s_q = shared.q + at.stage * kBytesQ, s_do = shared.dout + at.stage * kBytesDo;
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
     float p[kQueryTiles][4], ds[kQueryTiles][4];
-    // Two derivatives share a register, as float16.
+    // Two derivatives share a register, as float16; or two weights, see make_p_by_function.
     [[maybe_unused]] u32 derivative[kHasDerivative && !kNeedsDsoftcap ? kQueryTiles : 1][2];
     [[maybe_unused]] const u32 shown = makes_dv ? load_mask() : 0;
 
@@ -420,14 +465,14 @@ struct Consumer {
     if constexpr (!makes_dk) {
       finish_gradients(number > 0);
       hand_over_p(p, derivative);
-      to_weights(p);
+      to_weights(p, derivative);
     } else {
       if constexpr (kIssuesDpEarly) {
         ptx::wgmma_wait<kGradientGroups>();
       } else {
         finish_gradients(number > 0);
         issue_dp(ds, s_do);
-        if constexpr (makes_dv) to_weights(p);
+        if constexpr (makes_dv) to_weights(p, derivative);
         ptx::wgmma_wait<0>();
       }
       ptx::fence_operand(ds);
@@ -435,7 +480,7 @@ struct Consumer {
       // As operands, P' and dS' overwrite those of the products of the step before.
       if constexpr (kIssuesDpEarly) {
         finish_gradients(number > 0);
-        if constexpr (makes_dv) to_weights(p);
+        if constexpr (makes_dv) to_weights(p, derivative);
       }
       if constexpr (kNeedsDsoftcap) {
         if (scores_are_small)

@@ -35,6 +35,10 @@ constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
 // with a bias of keys at head_dim 64.
 constexpr bool kPingPong =
     !kHasDerivative && !kHasDropout && !kBiasOfPairs && (!kHasKeyNumbers || kDkFromShared) && (kBiasBytes == 0 || kAddsByTile);
+// What a lane keeps of two neighbours in a register until dS' is made: the derivatives of a soft cap; or, where a
+// function of the caller has derivatives, the weights.
+constexpr bool kPacksWeights = kHasDerivative && kHasScoreFunction, kPacksDerivatives = kHasDerivative && !kPacksWeights;
+static_assert(!kPacksWeights || !kHasDropout, "weights are marked by their sign, which derivatives would change");
 constexpr int kQueryTiles = kBlockM / 8;
 constexpr int kConsumerThreads = 128 * kConsumers;
 static_assert(kNumWarps == 4 * (kConsumers + 1 + kDqInOrder), "the consumers, dQ, and the order of dQ");

@@ -15,7 +15,7 @@ from cuflash.operands import layout_of, rows_of
 from cuflash.options import Options
 from cuflash.params import PARAMS, POINTER_WORD, Argument, Frame, parameters
 from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.argument import MAPS_OFFSET, PARAMS_BYTES
+from cuflash.planning.argument import PARAMS_BYTES, maps_offset
 from cuflash.planning.draft import CAUSAL_HEAD_SECTION
 from cuflash.problem import make_problem
 
@@ -233,7 +233,7 @@ def test_argument_of_a_call(data):
             expected.view(np.uint64)[POINTER_WORD[name]] = pointer
         content = expected.tobytes()
         if maps:
-            content = content.ljust(MAPS_OFFSET, b"\0") + b"".join(maps)
+            content = content.ljust(maps_offset(plan.problem), b"\0") + b"".join(maps)
         frame = argument.frame(pointers, maps, (seed, offset), seqlen_k, call)
         assert ctypes.c_uint64.from_address(frame.address).value == frame.address + 8
         assert ctypes.string_at(frame.address + 8, len(content)) == content == frame.bytes[8:]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cuflash.operands import Operand
 from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.argument import MAPS_OFFSET
+from cuflash.planning.argument import maps_offset
 from cuflash.planning.sm90.tiles import (
     LONG_SEQLEN,
 )
@@ -157,7 +157,7 @@ def test_tensor_maps_of_a_plan():
     )
     assert plan.tensor_maps[1].shape == (72, 500, 2, 2)
     assert plan.tensor_maps[1].strides_bytes == (144, 72_000, 144_000)
-    assert dict(kernel.defines)["CUFLASH_ARGUMENT_BYTES"] == MAPS_OFFSET + 4 * 128
+    assert dict(kernel.defines)["CUFLASH_ARGUMENT_BYTES"] == maps_offset(problem) + 4 * 128
 
 
 @given(st.tuples(*[st.integers(0, 3)] * 4), st.tuples(*[st.integers(-64, 2**40)] * 3))

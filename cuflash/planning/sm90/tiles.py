@@ -62,6 +62,7 @@ class ScoredTile(Tile):
         by, hidden = bias_by(problem), self._hidden(problem)
         by_tile = by in ("nothing", "keys") or bias_of_pairs > 0
         whole_blocks = self.block_m % BITS_BLOCK == 0 and self.block_n % BITS_BLOCK == 0
+        whole_blocks = whole_blocks and problem.mask_function is None  # bits tell of masks alone
         seen = {
             "bias_of_pairs": bias_of_pairs,
             "bias_of_keys": by == "keys",
@@ -79,11 +80,12 @@ class ScoredTile(Tile):
     def _hidden(self, problem: Problem) -> Literal["nothing", "keys", "pairs"]:
         """What masks hide beside whole tiles."""
         rows, keys = problem.block_size
-        if rows % self.block_m != 0 or keys % self.block_n != 0:
+        if problem.mask_function is not None or rows % self.block_m != 0 or keys % self.block_n != 0:
             return "pairs"
         if problem.mask is None:
             return "nothing"
-        return "keys" if problem.mask.strides[2] == 0 else "pairs"
+        # What hides keys is added to scores, of which a function of the caller tells nothing.
+        return "keys" if problem.mask.strides[2] == 0 and problem.score is None else "pairs"
 
     def defines(self) -> dict[str, str | int]:
         return super().defines() | {
