@@ -45,14 +45,21 @@ struct StoredAs<u8> {
   using Type = u8;
 };
 
+// The entry of an axis that an index stands for.
+CUFLASH_DEVICE i64 score_entry(i64 size, i64 index) { return index < 0 ? 0 : index < size ? index : size - 1; }
+CUFLASH_DEVICE u32 score_entry(i64 size, u32 index) {
+  const u32 last = size > 0xffffffffll ? 0xffffffffu : (u32)size - 1;
+  return index < last ? index : last;
+}
+CUFLASH_DEVICE u32 score_entry(i64 size, int index) { return score_entry(size, (u32)(index < 0 ? 0 : index)); }
+
 template <int axis>
 CUFLASH_DEVICE i64 score_offset(const Captured&) {
   return 0;
 }
 template <int axis, class Index, class... Rest>
 CUFLASH_DEVICE i64 score_offset(const Captured& array, Index index, Rest... rest) {
-  const i64 last = array.size[axis] - 1;
-  const i64 within = index < 0 ? 0 : index < last ? (i64)index : last;
+  const i64 within = score_entry(array.size[axis], index);
   return within * array.stride[axis] + score_offset<axis + 1>(array, rest...);
 }
 template <class E, class... Indices>
@@ -67,8 +74,7 @@ CUFLASH_DEVICE i64 score_place(const Captured&, i64 place) {
 }
 template <int axis, class Index, class... Rest>
 CUFLASH_DEVICE i64 score_place(const Captured& array, i64 place, Index index, Rest... rest) {
-  const i64 last = array.size[axis] - 1;
-  const i64 within = index < 0 ? 0 : index < last ? (i64)index : last;
+  const i64 within = score_entry(array.size[axis], index);
   return score_place<axis + 1>(array, place * array.size[axis] + within, rest...);
 }
 

@@ -232,7 +232,7 @@ struct Consumer {
 #pragma unroll
       for (int k = 0; k < kBlockM / 16; ++k)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) p_operand[k].word[i] = packed[2 * k + i / 2][i % 2];
+        for (int i = 0; i < 4; ++i) p_operand[k].word[i] = packed[2 * k + i / 2][i % 2] ^ 0x80008000u;
     } else if constexpr (kHasDropout) {
       float kept[kQueryTiles][4];
 #pragma unroll
@@ -334,7 +334,8 @@ struct Consumer {
   }
 
   // The same of a function of the caller. Where its derivatives are not 1, P' is left times these, which may have any
-  // size, and `packed` gets P' as [GEMM 5] wants it.
+  // size, and `packed` gets -P' as 16-bit numbers: what makes an operand of it is an instruction behind the wait for the
+  // products of the step before, whose operand lies there until then.
   template <int rows, class Masked>
   CUFLASH_DEVICE void make_p_by_function(float (&p)[kQueryTiles][4], u32 (&packed)[rows][2], u32 s_stats,
                                          const Weights& weights, u32 shown, Masked masked) const {
@@ -354,7 +355,7 @@ struct Consumer {
       }
       if constexpr (kHasDerivative) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) packed[n][half] = ptx::pack(Element{}, p[n][2 * half], p[n][2 * half + 1]);
+        for (int half = 0; half < 2; ++half) packed[n][half] = ptx::pack(Element{}, -p[n][2 * half], -p[n][2 * half + 1]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) p[n][i] = p[n][i] == 0.0f ? 0.0f : p[n][i] * derivative[i];
       }
