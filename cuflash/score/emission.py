@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cuflash.score.intervals import EVERY_INTEGER, Bounds, all_bounds
-from cuflash.score.nodes import FUNCTIONS, INFIX, Node, in_order
+from cuflash.score.nodes import COMPARISONS, FUNCTIONS, INFIX, Node, in_order
 
 INT32 = (-(2**31), 2**31 - 1)
 MOST_ROWS = 2**30  # of queries and of keys: `problem.MAX_SEQLEN`
@@ -26,6 +26,19 @@ ELEMENTS = {
     "bool": "u8", "int32": "i32", "int64": "i64", "float16": "Float16", "bfloat16": "BFloat16", "float32": "float",
     "float64": "double",
 }  # fmt: skip
+
+
+FAST = ("exp", "log", "sqrt", "tanh", "div")  # that approximations serve, as long as nothing turns on the last bits
+_TURNS = ("floor", "floordiv", "mod", *COMPARISONS)  # operations that jump, where their arguments do not
+
+
+def deciding(roots: Sequence[Node]) -> set[Node]:
+    """The nodes on whose last bits it may turn what an expression is."""
+    found: set[Node] = set()
+    for at in reversed(list(in_order(roots))):
+        if at in found or at.op in _TURNS or at.kind == "bool":
+            found.update(at.args)
+    return found
 
 
 def real_literal(value: float) -> str:
@@ -66,6 +79,7 @@ class Writer:
             if root not in bounds:
                 bounds |= all_bounds(root, OF_INPUTS, lambda name, _: OF_DTYPES.get(arrays[name][1], (math.nan,) * 2))
         self.bounds = bounds
+        self.deciding = deciding(roots)
         for root in roots:
             for at in in_order([root], self.names):
                 if at not in self.names:
@@ -104,6 +118,8 @@ class Writer:
             if own == "Real" and of.op == "abs":  # rounded the same either way, and abs of real numbers costs nothing
                 return f"score_abs((Real){self.names[of.args[0]]})"
             return f"{args[0]} != 0" if at.kind == "bool" else f"({own}){args[0]}"
+        if at.op in FAST and at not in self.deciding:
+            return f"score_fast_{at.op}({', '.join(args)})"
         if at.op in ("floordiv", "mod"):
             return f"score_{at.op}({args[0]}, {args[1]})"
         if at.op == "pow":

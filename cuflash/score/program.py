@@ -114,6 +114,12 @@ class Program:
         """Whether the derivative of the score by the scaled product is another than 1."""
         return self.by_s is not None and self.by_s != ONE
 
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether the score reads arrays by the indices of rows or of keys."""
+        reads = () if self.score is None else in_order([self.score])
+        return any(at.op == "load" and index_class(at) != "head" for at in reads)
+
     def describe(self) -> str:
         """The expressions, a line each."""
         named = [] if self.score is None or self.by_s is None else [("score", self.score), ("d score / d s", self.by_s)]

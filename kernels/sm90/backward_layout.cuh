@@ -68,8 +68,9 @@ static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesBias 
 // product wait for the other.
 constexpr int kOrderRegisters = kDqInOrder ? 24 : 0;
 constexpr bool kNeedsFewRegisters = kScaleInExponent || (kFactorInExponent && !kDkFromShared);
-constexpr int kConsumerRegisters =
-    kNeedsFewRegisters ? 208 : kDqInOrder || kFactorInExponent || kAddsByTile || kHasScoreFunction ? 216 : 224;
+constexpr bool kSparesRegisters =
+    kFactorInExponent || kAddsByTile || (kHasScoreFunction && !kHasDerivative && kDkFromShared);
+constexpr int kConsumerRegisters = kNeedsFewRegisters ? 208 : kDqInOrder || kSparesRegisters ? 216 : 224;
 constexpr int kDqRegisters = (kDqInOrder ? 512 : 504) - kOrderRegisters - kConsumers * kConsumerRegisters;
 // Columns of dQ that one product makes.
 constexpr int kDqColumns = kSplitsRoles && 64 / 2 + 28 <= kDqRegisters ? 64 : 32;

@@ -358,6 +358,10 @@ float exp2_approx(float x) {
   check_landed(x);
   return flush_subnormal(std::exp2(flush_subnormal(x)));
 }
+float sqrt_approx(float x) {
+  check_landed(x);
+  return std::sqrt(flush_subnormal(x));
+}
 float reciprocal_approx(float x) {
   check_landed(x);
   return flush_subnormal(1.0f / flush_subnormal(x));
