@@ -69,7 +69,7 @@ static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesBias 
 constexpr int kOrderRegisters = kDqInOrder ? 24 : 0;
 constexpr bool kNeedsFewRegisters = kScaleInExponent || (kFactorInExponent && !kDkFromShared);
 constexpr bool kSparesRegisters =
-    kFactorInExponent || kAddsByTile || (kHasScoreFunction && !kHasDerivative && kDkFromShared);
+    kFactorInExponent || kAddsByTile || (kHasScoreFunction && kDkFromShared);
 constexpr int kConsumerRegisters = kNeedsFewRegisters ? 208 : kDqInOrder || kSparesRegisters ? 216 : 224;
 constexpr int kDqRegisters = (kDqInOrder ? 512 : 504) - kOrderRegisters - kConsumers * kConsumerRegisters;
 // Columns of dQ that one product makes.

@@ -1,6 +1,7 @@
 """Scores and masks of a caller in the kernels, against the oracle."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 
 import cuflash
@@ -10,10 +11,17 @@ from tests.emulate.checks import judge_functions
 from tests.scored import MASKS, SCORES, Scored, captured_of, scored
 
 
-@settings(max_examples=2)
-@given(scored(max_seqlen=130))
-def test_kernels_obey_the_oracle(case):
-    judge_functions(case)
+OF_9_0 = {"dtypes": ("float16", "bfloat16"), "head_dims": (16, 72, 136)}  # that have kernels of their own there
+
+
+@pytest.mark.parametrize("arch, drawn, examples", [("8.0", {}, 2), ("9.0", OF_9_0, 4)], ids=["8.0", "9.0"])
+def test_kernels_obey_the_oracle(arch, drawn, examples):
+    @settings(max_examples=examples)
+    @given(scored(max_seqlen=130, **drawn))
+    def judge(case):
+        judge_functions(case, arch)
+
+    judge()
 
 
 def test_gradients_of_arrays_do_not_depend_on_the_order_of_blocks_and_threads():
