@@ -121,7 +121,8 @@ _SMALL_LEAVES = st.one_of(
 
 def _more_small(inner: st.SearchStrategy[Term]) -> st.SearchStrategy[Term]:
     unary = st.sampled_from([
-        cuflash.sin, cuflash.cos, cuflash.abs, lambda x: cuflash.exp(-cuflash.abs(x)), lambda x: cuflash.sqrt(x * x + 1),
+        cuflash.sin, cuflash.cos, cuflash.abs, lambda x: cuflash.exp(-cuflash.abs(x)),
+        lambda x: cuflash.sqrt(x * x + 1),
         lambda x: cuflash.log(x * x + 2), lambda x: 1 / (x * x + 1), lambda x: cuflash.clip(x, -1.3, 2.1),
     ])  # fmt: skip
     binary = st.sampled_from(
@@ -132,24 +133,18 @@ def _more_small(inner: st.SearchStrategy[Term]) -> st.SearchStrategy[Term]:
     )
 
 
+_OF_S = [
+    lambda s, x: s, lambda s, x: s * x, lambda s, x: 3 * cuflash.tanh(s * x), lambda s, x: s / (1 + x * x),
+    lambda s, x: cuflash.sqrt(s * s + 1 + x * x), lambda s, x: cuflash.sin(s) - x * s, lambda s, x: x,
+]  # fmt: skip
+
+
 @st.composite
 def smooth_scores(draw: st.DrawFn) -> Callable[..., Any]:
-    """A score of moderate numbers which has no jump and no kink in s, so that rounding errors of s stay what they are."""
+    """A score of moderate numbers without a jump or a kink in s, so that rounding errors of s stay what they are."""
     small = st.recursive(_SMALL_LEAVES, _more_small, max_leaves=4)
     x, y = draw(small), draw(small)
-    of_s = draw(
-        st.sampled_from(
-            [
-                lambda s, x: s,
-                lambda s, x: s * x,
-                lambda s, x: 3 * cuflash.tanh(s * x),
-                lambda s, x: s / (1 + x * x),
-                lambda s, x: cuflash.sqrt(s * s + 1 + x * x),
-                lambda s, x: cuflash.sin(s) - x * s,
-                lambda s, x: x,
-            ]
-        )  # fmt: skip
-    )
+    of_s = draw(st.sampled_from(_OF_S))
 
     def score(s, i, j, *, head, batch, scalar, of_head, of_row, of_key, table, pairs, doc, flags):  # type: ignore[no-untyped-def]
         at = locals() | {"term": None}

@@ -193,7 +193,8 @@ def scored(
     if score == "drawn":  # indices are clamped, so that arrays of any size do
         arrays |= expressions.arrays(seed, "float64" if dtype == "float64" else "float32")
     kwargs = {"seed": 3, "offset": 1} if options["dropout"] else {}
-    score = f"drawn {Traced.of(function, 'score')!r}" if score == "drawn" else score
+    if score == "drawn" and function is not None:
+        score = f"drawn {Traced.of(function, 'score')!r}"
     spelled = f"score {score}, mask {mask}, {options}, " + ", ".join(
         f"{n} {x.dtype}{x.shape}" for n, x in arrays.items()
     )

@@ -43,6 +43,7 @@
 #include "sm90/backward_layout.cuh"
 #include "sm90/backward_sums.cuh"
 #include "sm90/backward_work.cuh"
+#include "sm90/function_weights.cuh"
 #include "sm90/ping_pong.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
@@ -229,10 +230,7 @@ struct Consumer {
   template <int rows>
   CUFLASH_DEVICE void to_weights(const float (&p)[kQueryTiles][4], const u32 (&packed)[rows][2]) {
     if constexpr (kPacksWeights) {
-#pragma unroll
-      for (int k = 0; k < kBlockM / 16; ++k)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) p_operand[k].word[i] = packed[2 * k + i / 2][i % 2] ^ 0x80008000u;
+      FunctionWeights::to_operands(packed, p_operand);
     } else if constexpr (kHasDropout) {
       float kept[kQueryTiles][4];
 #pragma unroll
@@ -269,11 +267,11 @@ struct Consumer {
 
     if constexpr (kHasScoreFunction) {
       wait_for<pending>(p);
-      // Rows that do not exist have no weight, whatever the function gives.
+      const FunctionWeights by_function = {weights, s_stats, row_of(0, 0), lane_key, shown};
       if (masked || first_row + kBlockM > seqlen_q_of(common, batch))
-        make_p_by_function(p, derivative, s_stats, weights, shown, Constant<true>{});
+        by_function.make(p, derivative, Constant<true>{});
       else
-        make_p_by_function(p, derivative, s_stats, weights, shown, Constant<false>{});
+        by_function.make(p, derivative, Constant<false>{});
       if constexpr (kHasDropout) Dropout(common, batch, head).mark(p, row_of(0, 0), lane_key);
       return;
     }
@@ -331,35 +329,6 @@ struct Consumer {
       for (int i = 0; i < 4; ++i) p[n][i] = exponential(p[n][i] * weights.exponent_scale - lse[i % 2]);
     }
     if constexpr (kHasDropout) Dropout(common, batch, head).mark(p, row_of(0, 0), lane_key);
-  }
-
-  // The same of a function of the caller. Where its derivatives are not 1, P' is left times these, which may have any
-  // size, and `packed` gets -P' as 16-bit numbers: what makes an operand of it is an instruction behind the wait for the
-  // products of the step before, whose operand lies there until then.
-  template <int rows, class Masked>
-  CUFLASH_DEVICE void make_p_by_function(float (&p)[kQueryTiles][4], u32 (&packed)[rows][2], u32 s_stats,
-                                         const Weights& weights, u32 shown, Masked masked) const {
-    const int lane_query = walk.m_block * kBlockM + fragment_column();
-#pragma unroll
-    for (int n = 0; n < kQueryTiles; ++n) {
-      float lse[2], derivative[4];
-      ptx::load_shared_x2(s_stats + n * 64, lse);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = lane_query + 8 * n + i % 2, key = lane_key + i / 2 * 8;
-        float exponent = weights.score.of(p[n][i], row, key, derivative[i]) * weights.exponent_scale;
-        if (masked && !(kMaskByBits ? (bool)(shown >> bit_of(n, i) & 1) : weights.mask.visible(row, key)))
-          exponent = -ptx::infinity();
-        p[n][i] = exponential(exponent - lse[i % 2]);
-        if (masked && lse[i % 2] == ptx::infinity()) p[n][i] = 0.0f;
-      }
-      if constexpr (kHasDerivative) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) packed[n][half] = ptx::pack(Element{}, -p[n][2 * half], -p[n][2 * half + 1]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) p[n][i] = p[n][i] == 0.0f ? 0.0f : p[n][i] * derivative[i];
-      }
-    }
   }
 
   // Where roles are split: hands P', times the derivatives, to the consumer that makes dS'.
@@ -449,7 +418,7 @@ struct Consumer {
     const u32 s_q = shared.q + at.stage * kBytesQ, s_do = shared.dout + at.stage * kBytesDo;
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
     float p[kQueryTiles][4], ds[kQueryTiles][4];
-    // Two derivatives share a register, as float16; or two weights, see make_p_by_function.
+    // Two derivatives share a register, as float16; or two weights, see FunctionWeights.
     [[maybe_unused]] u32 derivative[kHasDerivative && !kNeedsDsoftcap ? kQueryTiles : 1][2];
     [[maybe_unused]] const u32 shown = makes_dv ? load_mask() : 0;
 
@@ -586,27 +555,6 @@ struct Consumer {
     }
   }
 };
-
-// Thread. Initialises each barrier with the number of arrivals that end one of its phases.
-CUFLASH_DEVICE void make_barriers(const Shared& shared) {
-  shared.kv_full.init(1);
-  shared.q_ring.init(kConsumers);
-  shared.do_ring.init(kConsumers + (kDqInOrder ? 4 : 0));
-  for (int i = 0; i < kDsStages; ++i) {
-    shared.ds_ring.full({i}).init(4 * kDsWriters);
-    shared.ds_ring.empty({i}).init(4 + (kDkFromShared ? kConsumers : 0));
-  }
-  for (int i = 0; i < kPStages; ++i) {
-    shared.p_ring.full({i}).init(4);
-    shared.p_ring.empty({i}).init(4);
-  }
-  for (int i = 0; i < kTurnStages; ++i) {
-    Barrier{shared.turn + 8 * i}.init(1);
-    Barrier{shared.added + 8 * i}.init(4);
-    Barrier{shared.ended + 8 * i}.init(1);
-  }
-  ptx::fence_barrier_init();
-}
 
 CUFLASH_DEVICE void backward(const BackwardParams& params) {
   const Shared shared;

@@ -131,3 +131,24 @@ struct Shared {
     ended = added + 8 * kTurnStages;
   }
 };
+
+// Thread. Initialises each barrier with the number of arrivals that end one of its phases.
+CUFLASH_DEVICE void make_barriers(const Shared& shared) {
+  shared.kv_full.init(1);
+  shared.q_ring.init(kConsumers);
+  shared.do_ring.init(kConsumers + (kDqInOrder ? 4 : 0));
+  for (int i = 0; i < kDsStages; ++i) {
+    shared.ds_ring.full({i}).init(4 * kDsWriters);
+    shared.ds_ring.empty({i}).init(4 + (kDkFromShared ? kConsumers : 0));
+  }
+  for (int i = 0; i < kPStages; ++i) {
+    shared.p_ring.full({i}).init(4);
+    shared.p_ring.empty({i}).init(4);
+  }
+  for (int i = 0; i < kTurnStages; ++i) {
+    Barrier{shared.turn + 8 * i}.init(1);
+    Barrier{shared.added + 8 * i}.init(4);
+    Barrier{shared.ended + 8 * i}.init(1);
+  }
+  ptx::fence_barrier_init();
+}

@@ -10,7 +10,6 @@ from tests.emulate import attention
 from tests.emulate.checks import judge_functions
 from tests.scored import MASKS, SCORES, Scored, captured_of, scored
 
-
 OF_9_0 = {"dtypes": ("float16", "bfloat16"), "head_dims": (16, 72, 136)}  # that have kernels of their own there
 
 

@@ -83,7 +83,8 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
         if in_order and draft.defines["CUFLASH_HAS_LISTS"]:
             name = "mask" if draft.problem.block_mask is None else "block_mask"
             raise NotImplementedError(
-                f"tiles: got a BackwardSm90Tile with deterministic=True and {name}, expected a BackwardTile and a DqTile"
+                f"tiles: got a BackwardSm90Tile with deterministic=True and {name}, expected a BackwardTile and a "
+                "DqTile"
             )
         return _seeing(replace(main, dq_in_order=in_order), draft)
 

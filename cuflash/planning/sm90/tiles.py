@@ -24,8 +24,7 @@ SERVES = {
     "any": "any problem",
     "no pairs": "problems without a bias of pairs, a score that reads rows or keys, and pairs that are looked up",
     "bias": "a bias of pairs that TMA can read, without pairs that are hidden one by one and looked up",
-    "long full": f"{LONG_SEQLEN} keys or more, without a right bound, a bias of pairs, functions, and pairs hidden one by "
-    "one",
+    "long full": f"{LONG_SEQLEN} keys or more, without a right bound, a bias of pairs, functions, and pairs looked up",
     "lists": "block masks, masks of pairs and mask functions, without a bias of pairs",
     "dropout": "dropout without a bias of pairs, and pairs that are hidden one by one",
 }
