@@ -104,8 +104,8 @@ def add_captured(draft: Draft, tile: Tile, source: str) -> None:
         draft.add(source, tile, m_blocks * splits, shared_bytes, (what,), **options, CUFLASH_NEEDS_CAPTURED=step)
     add_around(True)
     draft.reasons.append(
-        f"{', '.join(names)}: by {source.removesuffix('.cu')}, which makes the weights again: sums in fixed point, whose "
-        f"order does not matter, in {8 * words} bytes"
+        f"{', '.join(names)}: by {source.removesuffix('.cu')}, which makes the weights again: sums in fixed point, "
+        f"whose order does not matter, in {8 * words} bytes"
     )
 
 

@@ -15,6 +15,7 @@ from cuflash.planning.sm90.tiles import (
 )
 from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 from tests.problems import ARCHS, H200, problem_of
+from tests.scored import of_functions
 
 
 def sources(problem, device=H200, **options):
@@ -142,6 +143,34 @@ def test_a_window_with_a_left_side_has_no_pairs():
     for window, pairs in (((None, 0), 1), ((5, 0), 0), ((5, None), 0), (None, 0)):
         (kernel,) = choose_plan(problem_of(window=window), H200).kernels
         assert dict(kernel.defines)["CUFLASH_PAIRS"] == pairs
+
+
+@pytest.mark.parametrize(
+    ("functions", "options", "forward", "backward", "words"),
+    [
+        (("alibi", None), {}, (64, 256, 64), "sm90", "dslopes: not by sm90/backward: it sums no gradients of arrays"),
+        (("distance", "near"), {}, (64, 192, 64), "sm90", "by sm80/backward_scores, which makes the weights again"),
+        ((None, "documents"), {}, (64, 128, 128), "sm90", "tiles of queries are listed"),
+        (("alibi", None), {"deterministic": True, "dropout": 0.1}, (64, 256, 64), "sm90", "add to dq in order"),
+        (
+            (None, "near"),
+            {"deterministic": True},
+            (64, 128, 128),
+            "sm80",
+            "the order of dq counts tiles that mask hides",
+        ),
+        (("capped", None), {"dropout": 0.1}, (64, 256, 64), "sm80", "dropout marks weights by their sign"),
+    ],
+)
+def test_functions_and_what_of_them_other_kernels_serve(functions, options, forward, backward, words):
+    problem = replace(of_functions(functions, "bfloat16", 64), **options)
+    plan = choose_plan(problem, H200)
+    (tile,) = plan.tiles
+    assert plan.kernels[-1].source == "sm90/forward.cu"
+    assert (tile.max_dim, tile.block_m, tile.block_n) == forward
+    plan = choose_plan(problem, H200, "backward", need=("dq", "dk", "dv", *problem.captured_gradients))
+    assert f"{backward}/backward.cu" in [kernel.source for kernel in plan.kernels]
+    assert words in plan.reason
 
 
 def test_tensor_maps_of_a_plan():
