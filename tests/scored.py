@@ -143,6 +143,7 @@ def scored(
     scores: tuple[str, ...] = (*SCORES, "drawn"),
     packs: bool = True,
     head_dims: tuple[int, ...] = (8, 16),
+    min_seqlen: int = 1,
 ) -> Scored:
     """Problems with a score, a mask or both, and options that go with them."""
     pick = st.sampled_from
@@ -154,7 +155,9 @@ def scored(
     is_packed = packs and draw(st.booleans()) and draw(st.booleans())
     heads_kv, group = draw(pick([1, 2])), draw(pick([1, 2]))
     heads, batch = heads_kv * group, draw(pick([1, 2]))
-    seqlen_q, seqlen_k = (draw(pick([n for n in (1, 7, 40, 130, max_seqlen) if n <= max_seqlen])) for _ in range(2))
+    seqlen_q, seqlen_k = (
+        draw(pick([n for n in (1, 7, 40, 130, max_seqlen) if min_seqlen <= n <= max_seqlen])) for _ in range(2)
+    )
     head_dim = draw(pick(head_dims))
     seed = draw(st.integers(0, 2**16))
     random = np.random.default_rng(seed)
