@@ -15,7 +15,7 @@ from cuflash.emulator.memory import Scratch, guarded, tensor_map
 from cuflash.operands import ITEMSIZE, numpy_dtype
 from cuflash.params import parameters, pointer_words
 from cuflash.planning import DeviceSpec, LaunchPlan, choose_plan
-from cuflash.planning.argument import MAPS_OFFSET
+from cuflash.planning.argument import maps_offset
 from cuflash.planning.tiles import Tile
 from cuflash.problem import Problem
 from cuflash.tensor_map import TensorMapSpec
@@ -85,7 +85,7 @@ def run(
             _tensor_map(spec, pointers[spec.name], mapped_keys if spec.name in ("k", "v") else 0)
             for spec in plan.tensor_maps
         ]
-        argument = np.frombuffer(params.tobytes().ljust(MAPS_OFFSET, b"\0") + b"".join(maps), np.uint8)
+        argument = np.frombuffer(params.tobytes().ljust(maps_offset(plan.problem), b"\0") + b"".join(maps), np.uint8)
     statistics = []
     for kernel in plan.kernels:
         if kernel.grid == 0:

@@ -74,6 +74,11 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     if scores is not None and sums:
         add_sums(draft, scores, SCORES_KERNEL, sums)
     if scores is not None and draft.captured_gradients:
+        if family is not None:
+            names = ", ".join(draft.captured_gradients)
+            draft.reasons.append(
+                f"{names}: not by {family.kernel}: it sums no gradients of arrays that the score reads"
+            )
         add_captured(draft, scores, SCORES_KERNEL)
     if family is not None and main is not None:
         blocks = _add_main(draft, family, main, n_blocks, summed)

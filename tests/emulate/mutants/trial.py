@@ -111,6 +111,7 @@ class FunctionTrial:
     score: str | None = None
     mask: str | None = None
     dtype: str = "float32"
+    arch: str = "8.0"
 
     def run(self, kernels: Path | None = None) -> None:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
@@ -126,7 +127,7 @@ class FunctionTrial:
         arrays = {name: random.standard_normal(shape).astype(self.dtype) for name, shape in shapes.items()}
         arrays |= captured_of(functions, (2, 2, seqlen_q, seqlen_k), self.dtype, 7)
         case = Scored(cuflash.FlashAttention(score=functions[0], mask=functions[1]), arrays, {}, "")
-        judge_functions(case, kernels=kernels)
+        judge_functions(case, self.arch, kernels=kernels)
 
 
 def _make_wild(arrays: dict[str, Any]) -> None:

@@ -545,4 +545,6 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "functions of pairs": FunctionTrial(score="with_pairs", mask="documents"),
     "functions float64": FunctionTrial(score="gathered", dtype="float64"),
     "functions in 16 bits": FunctionTrial(score="with_pairs", mask="prefix", dtype="float16"),
+    "functions sm90": FunctionTrial(score="with_pairs", mask="near", dtype="float16", arch="9.0"),
+    "functions sm90 without room": FunctionTrial(score="barrier", dtype="float16", arch="9.0"),
 }
