@@ -13,7 +13,7 @@ from cuflash import cpu
 from cuflash.binding import Binding, Pass, bind, of_pass
 from cuflash.cpu.packed import check_starts
 from cuflash.interop import overlap
-from cuflash.leading import Calls, axes_of, first_call, is_plain
+from cuflash.leading import Calls, FirstCall, axes_of, first_call, is_plain
 from cuflash.options import Options
 from cuflash.problem import Problem, check_pages
 from cuflash.terms import DEFAULT_NEED
@@ -47,18 +47,18 @@ def backward(
 
 def plan(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> CpuPlan:
     """What `forward` and `backward` would compute."""
-    options, arrays, axes = _first(options, arrays)
-    return CpuPlan(problem=bound("forward", options, _given(arrays)).problem, axes=axes)
+    first = _first(options, arrays)
+    return CpuPlan(problem=bound("forward", first.options, _given(first.arrays)).problem, axes=first.axes)
 
 
 def compile(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> None:
     """Check the arguments: there is nothing to compile."""
-    options, arrays, _ = _first(options, arrays)
-    bound("forward", options, _given(arrays))
+    first = _first(options, arrays)
+    bound("forward", first.options, _given(first.arrays))
 
 
-def _first(options: Options, arrays: Mapping[str, Any]) -> tuple[Options, Mapping[str, Any], str]:
-    """Options and arrays of the first forward pass that a call is made of, and how leading axes are gone through."""
+def _first(options: Options, arrays: Mapping[str, Any]) -> FirstCall:
+    """The first forward pass that a call is made of."""
     own = of_pass("forward", arrays, options)
     return first_call("forward", options, own, ("out", "lse"), np, gives_parts=False)
 

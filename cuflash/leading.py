@@ -13,11 +13,12 @@ not merge are copied. `kv_lengths` and `alibi_slopes`, which are small, are copi
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from cuflash.binding import INPUTS, Pass
 from cuflash.interop import overlap
@@ -43,8 +44,7 @@ _OWN_AXES = {
 _SUMMED_BY_PASS = (*_OF_SCORES, "alibi_slopes", "sinks")
 _FULL = {"out": 3, "dout": 3, "lse": 2, "dlse": 2}
 _NUMBERS = ("dscale", "dsoftcap")
-# What a pass takes at most.
-_MOST_AXES = tuple((name, _OWN_AXES[name] + (name != "sinks")) for name in (*_OF_SCORES, *_SMALL, "sinks"))
+_PER_ENTRY = (*_SMALL.items(), ("sinks", 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +113,12 @@ def is_plain(arrays: Mapping[str, Any]) -> bool:
             array = arrays.get(name)
             if array is not None and (len(array.shape) != 1 + own or array.shape[0] != batch):
                 return False
-    for name, most in _MOST_AXES:
+    # What one pass takes of these has no leading axis of length 1 unless that is the batch, and kv_lengths have one.
+    for name, own in _PER_ENTRY:
         array = arrays.get(name)
         if array is not None:
             shape = array.shape
-            if len(shape) > most or (name in _SMALL and batch != 1 and len(shape) == most and shape[0] == 1):
+            if len(shape) == 1 + own and shape[0] == 1 and (batch != 1 or name == "sinks"):
                 return False
             if not shape and name == "kv_lengths":
                 return False
@@ -153,15 +154,15 @@ def _axes_of(
     else:
         walking = [own for name, own in (steps | given_results).items() if name not in _SMALL]
         runs = [long[:1]]
-        for a, b in zip(long, long[1:], strict=False):
+        for a, b in itertools.pairwise(long):
             if all(merges(own, a, b) for own in walking):
                 runs[-1].append(b)
             else:
                 runs.append([b])
     inner = max(reversed(runs), key=lambda run: math.prod(lengths[axis] for axis in run))
     outer = [axis for axis in long if axis not in inner]
-    apart = [(a, b) for a, b in zip(long, long[1:], strict=False) if a in outer or b in outer]
-    within = list(zip(inner, inner[1:], strict=False))
+    apart = [(a, b) for a, b in itertools.pairwise(long) if a in outer or b in outer]
+    within = list(itertools.pairwise(inner))
     blocking = tuple(
         name
         for name, own in (steps | given_results).items()
@@ -198,8 +199,7 @@ def _broadcast(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     lengths: tuple[int, ...] = ()
     for name in INPUTS:
         if len(shapes[name]) < 2:
-            got = f"{len(shapes[name])}-D shape {shapes[name]}"
-            raise value_error(name, got, "an array of two axes or more: a 2-D, 3-D or 4-D array, or more leading axes")
+            raise value_error(name, f"{len(shapes[name])}-D shape {shapes[name]}", "an array of two axes or more")
         own = shapes[name][:-3]
         count = max(len(own), len(lengths))
         pairs = list(zip(_aligned(own, count), _aligned(lengths, count), strict=True))
@@ -297,7 +297,7 @@ class Calls:
         self,
         axes: Axes,
         options: Options,
-        arrays: Mapping[str, Array | None],
+        arrays: Mapping[str, Array],
         results: tuple[str, ...],
         xp: ModuleType,
         *,
@@ -316,13 +316,17 @@ class Calls:
         if q.dtype.itemsize == 2:
             captured = tuple(name for name in self._arrays if name not in _OWN_AXES)
             sums = tuple(name for name in DEFAULT_NEED if name in axes.sums)
-            if sums and gives_parts:
+            if sums and gives_parts and ("dq" not in sums or self._dq_is_added_up()):
                 self.options = replace(options, wide=sums)
             elif sums:
                 self._widened = (*_OVER_HEAD_DIMENSIONS, "bias", *captured)
                 self._parts = tuple(x for x in results if x in axes.parts or x[1:] in self._widened)
             if "dbias" in axes.sums and bias is not None and bias.dtype.itemsize == 2:
                 self._widened = (*self._widened, "bias")
+
+    def _dq_is_added_up(self) -> bool:
+        """Whether kernels add dq up in the dtype of the softmax, and do not make it of weights that they round."""
+        return not self.options.deterministic and any(name in self.results for name in ("dk", "dv"))
 
     def describe(self) -> str:
         """What a plan says of them."""
@@ -331,12 +335,10 @@ class Calls:
 
     def indices(self) -> Iterator[tuple[int, ...]]:
         """Of each call: an index for every leading axis, 0 for those of its batch."""
-        import numpy as np
+        lengths = (n if axis in self.axes.outer else 1 for axis, n in enumerate(self.axes.lengths))
+        return itertools.product(*map(range, lengths))
 
-        for index in np.ndindex(*(n if axis in self.axes.outer else 1 for axis, n in enumerate(self.axes.lengths))):
-            yield tuple(index)
-
-    def inputs(self, index: tuple[int, ...]) -> dict[str, Array | None]:
+    def inputs(self, index: tuple[int, ...]) -> dict[str, Array]:
         """The arrays of one call by name, but results."""
         found = {}
         for name, array in self._arrays.items():
@@ -347,16 +349,14 @@ class Calls:
             found[name] = array
         return found
 
-    def run(self, call: Callable[[Options, dict[str, Array | None]], tuple[Array, ...]]) -> tuple[Array, ...]:
+    def run(self, call: Callable[[Options, dict[str, Array]], tuple[Array, ...]]) -> tuple[Array, ...]:
         """The results of all calls together, in order; `call` makes one of them."""
         found = {name: self._result(name) for name in self.results}
         totals = {
             name: self._xp.zeros(x.shape, self._wide) if name in self.axes.sums else x for name, x in found.items()
         }
         for index in self.indices():
-            own = {
-                name: None if name in self._parts else self._view(name, x, index) for name, x in totals.items()
-            }
+            own = {name: None if name in self._parts else self._view(name, x, index) for name, x in totals.items()}
             for name, part in zip(self.results, call(self.options, self.inputs(index) | own), strict=True):
                 if name in self._parts:
                     self._add(name, totals[name], part, index)
@@ -419,7 +419,7 @@ class Calls:
             inner if axis in self.axes.inner else index[axis] if n > 1 else 0
             for axis, n in zip(axes, array.shape[:leading], strict=True)
         ]
-        return array[(*places, ...)]
+        return array[tuple([*places, ...])]
 
     def _view(self, name: str, array: Array, index: tuple[int, ...]) -> Array:
         """The part of an array that one call sees, with the batch of the call before its own axes."""
@@ -447,19 +447,27 @@ class Calls:
         return self._xp.ascontiguousarray(whole).reshape(self.axes.batch, *own)
 
 
+class FirstCall(NamedTuple):
+    """Options and arrays of one call, and what a plan says of how it comes from another; empty where it does not."""
+
+    options: Options
+    arrays: dict[str, Array]
+    axes: str
+
+
 def first_call(
     pass_: Pass,
     options: Options,
-    arrays: Mapping[str, Array | None],
+    arrays: Mapping[str, Array],
     results: Collection[str],
     xp: ModuleType,
     *,
     gives_parts: bool,
-) -> tuple[Options, Mapping[str, Array | None], str]:
-    """Options and arrays of the first of the calls that a call is made of, and what a plan says of these; "" of one."""
+) -> FirstCall:
+    """The first of the calls that a call is made of, or the call itself."""
     names = tuple(results)
     axes = axes_of(pass_, options, arrays, names)
     if axes is None:
-        return options, arrays, ""
+        return FirstCall(options, dict(arrays), "")
     calls = Calls(axes, options, arrays, names, xp, gives_parts=gives_parts)
-    return calls.options, calls.inputs((0,) * len(axes.lengths)), calls.describe()
+    return FirstCall(calls.options, calls.inputs((0,) * len(axes.lengths)), calls.describe())

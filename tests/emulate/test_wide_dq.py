@@ -1,5 +1,6 @@
 """A part of dq in float32, from operands of 16 bits: it rounds to what the same kernels store rounded."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ def test_a_part_of_dq_is_not_rounded(arch):
     problem, arrays = attention.inputs_of(CASES[arch], diagonal=30)
     out, lse = attention.forward_by_oracle(problem, arrays)
     narrow = attention.backward(problem, arrays, out, lse, arch=arch)
-    wide = attention.backward(problem, arrays, out, lse, arch=arch, wide_dq=True)
+    wide = attention.backward(replace(problem, wide=("dq",)), arrays, out, lse, arch=arch)
     dtype = narrow[0].dtype
     assert wide[0].dtype == np.float32
     assert (wide[0] != wide[0].astype(dtype)).any()
@@ -45,14 +46,7 @@ def test_a_part_of_dq_is_not_rounded(arch):
     ],
 )
 def test_kernels_that_round_dq_are_refused(options, need, message):
-    problem, arrays = attention.inputs_of(CASES["8.0"], diagonal=30, **options)
+    problem, arrays = attention.inputs_of(CASES["8.0"], diagonal=30, wide=("dq",), **options)
     out, lse = attention.forward_by_oracle(problem, arrays)
     with pytest.raises(NotImplementedError, match=message):
-        attention.backward(problem, arrays, out, lse, arch="8.0", need=need, wide_dq=True)
-
-
-def test_only_parts_of_longer_problems_take_it():
-    problem, arrays = attention.inputs_of(CASES["8.0"])
-    out, lse = attention.forward_by_oracle(problem, arrays)
-    with pytest.raises(TypeError, match=r"^dq: got dtype float32, expected float16$"):
-        attention.backward(problem, arrays, out, lse, arch="8.0", wide_dq=True)
+        attention.backward(problem, arrays, out, lse, arch="8.0", need=need)
