@@ -231,7 +231,7 @@ class Case:
         spread = self.score_spread / (scale * math.sqrt(self.head_dim)) if scale else 1.0
 
         def entries(name: str) -> int:
-            return batch if self.axes is None else math.prod(self._leading(name))
+            return math.prod(self._leading(name)) if self._has_axes(name) else batch
 
         values = {
             "q": normal(entries("q"), self.num_heads, self.seqlen_q, self.head_dim) * spread**0.5,
@@ -254,7 +254,7 @@ class Case:
         for name in values.keys() & {"q", "k", "v", "dout"}:
             x = values[name]
             shape = user_shape(*x.shape, min(self.ndim, 4), self.layout)
-            if self.axes is not None:
+            if self._has_axes(name):
                 shape = (*self._leading(name), *user_shape(*x.shape, 3, self.layout))
             x = x.swapaxes(1, 2) if self.layout == "bshd" else x
             values[name] = x.reshape(shape).astype(dtype)
@@ -291,6 +291,10 @@ class Case:
             if starts is not None:
                 values[name] = np.array(starts, np.int32)
         return values
+
+    def _has_axes(self, name: str) -> bool:
+        """Whether an array has leading axes of its own, as pools of pages, which nothing takes with them, have not."""
+        return self.axes is not None and not (self.page_size and name in ("k", "v"))
 
     def _leading(self, name: str) -> tuple[int, ...]:
         """The leading axes of an array of a case with `axes`."""
