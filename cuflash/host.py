@@ -25,7 +25,7 @@ def forward(options: Options, arrays: dict[str, Any], random: tuple[int, int] = 
 
     `random` is the seed and the offset of dropout.
     """
-    if not is_plain(arrays) and (axes := axes_of("forward", options, arrays, ("out", "lse"))):
+    if not is_plain(arrays) and (axes := axes_of(options, arrays, ("out", "lse"))):
         calls = Calls(axes, options, arrays, ("out", "lse"), np, gives_parts=False)
         return calls.run(functools.partial(forward, random=random))
     given = _given(arrays)
@@ -37,7 +37,7 @@ def backward(
     options: Options, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
 ) -> tuple[Any, ...]:
     """The gradients `need` of NumPy arrays, in the order of `GRADIENTS`."""
-    if not is_plain(arrays) and (axes := axes_of("backward", options, arrays, need)):
+    if not is_plain(arrays) and (axes := axes_of(options, arrays, need)):
         calls = Calls(axes, options, arrays, need, np, gives_parts=False)
         return calls.run(functools.partial(backward, need=need, random=random))
     given = _given(arrays)
@@ -60,7 +60,7 @@ def compile(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DE
 def _first(options: Options, arrays: Mapping[str, Any]) -> FirstCall:
     """The first forward pass that a call is made of."""
     own = of_pass("forward", arrays, options)
-    return first_call("forward", options, own, ("out", "lse"), np, gives_parts=False)
+    return first_call(options, own, ("out", "lse"), np, gives_parts=False)
 
 
 @dataclass(frozen=True, kw_only=True)

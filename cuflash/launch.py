@@ -118,7 +118,7 @@ def plan(options: Options, arrays: dict[str, Any], need: Collection[str] = DEFAU
 
     def plan_of(pass_: Pass) -> LaunchPlan:
         results = tuple(need) if pass_ == "backward" else ("out", "lse")
-        first = first_call(pass_, options, of_pass(pass_, arrays, options), results, cupy, gives_parts=True)
+        first = first_call(options, of_pass(pass_, arrays, options), results, cupy, gives_parts=True)
         binding = _bind(pass_, first.options, first.arrays, need)
         plan = with_resources(tuned_plan(binding.problem, device, pass_, **binding.layout))
         return replace(plan, reason=f"{first.axes}\n{plan.reason}") if first.axes else plan
@@ -146,7 +146,7 @@ def trials(
     `arrays` are those of `forward` or `backward`, without results; CuPy's current device is that of the arrays.
     """
     results = DEFAULT_NEED if pass_ == "backward" else ("out", "lse")
-    options, arrays, _ = first_call(pass_, options, arrays, results, cupy, gives_parts=True)
+    options, arrays, _ = first_call(options, arrays, results, cupy, gives_parts=True)
     binding = _bind(pass_, options, arrays, DEFAULT_NEED)
     pointers = [array.data.ptr for array in arrays.values() if array is not None]
 
@@ -213,7 +213,7 @@ def _call(
     of_any = tuple(key)
     launch = _launches.get(of_any) or _launches.get((of_any, seqlen_k))
     if launch is None:
-        axes = axes_of(pass_, options, arrays, results)
+        axes = axes_of(options, arrays, results)
         if axes is not None:
             call = functools.partial(_call, pass_, results=results, random=random)
             return _calls_of(axes, options, arrays, results).run(call)

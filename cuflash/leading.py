@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from cuflash.binding import INPUTS, Pass
+from cuflash.binding import INPUTS
 from cuflash.interop import overlap
 from cuflash.operands import check_array, numpy_dtype
 from cuflash.options import Options
@@ -82,7 +82,7 @@ class Axes:
         return text
 
 
-def axes_of(pass_: Pass, options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> Axes | None:
+def axes_of(options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> Axes | None:
     """How the leading axes of a call become a batch; None where arrays have a batch axis at most, and all have it.
 
     `arrays` are those of a pass by name, None stands for an absent one; `results` are what it returns.
@@ -456,7 +456,6 @@ class FirstCall(NamedTuple):
 
 
 def first_call(
-    pass_: Pass,
     options: Options,
     arrays: Mapping[str, Array],
     results: Collection[str],
@@ -466,7 +465,7 @@ def first_call(
 ) -> FirstCall:
     """The first of the calls that a call is made of, or the call itself."""
     names = tuple(results)
-    axes = axes_of(pass_, options, arrays, names)
+    axes = axes_of(options, arrays, names)
     if axes is None:
         return FirstCall(options, dict(arrays), "")
     calls = Calls(axes, options, arrays, names, xp, gives_parts=gives_parts)

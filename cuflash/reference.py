@@ -119,8 +119,8 @@ def backward(
         In the order of `terms.GRADIENTS`, those of
 
         dq, dk, dv
-            Shapes of `q`, `k` and `v`, of `dtype`, or of that of lse if `problem.wide` has them. Keys that nothing sees, past `kv_lengths` or of no
-            sequence for one, get zero.
+            Shapes of `q`, `k` and `v`, of `dtype`, or of that of lse if `problem.wide` has them. Keys that nothing
+            sees, past `kv_lengths` or of no sequence for one, get zero.
         dbias
             Shape of `bias`, of `dtype` or, where `bias` has it, of that of lse.
         dalibi_slopes, dsinks

@@ -239,25 +239,14 @@ class Case:
             "v": normal(entries("v"), self.num_heads_kv, self.seqlen_k, self.head_dim_v),
             "dout": normal(entries("dout"), self.num_heads, self.seqlen_q, self.head_dim_v),
         }
-        if self.cu_seqlens_q is not None and self.cu_seqlens_k is not None:
-            for name, x in values.items():
-                x[:, :, (self.cu_seqlens_k if name in "kv" else self.cu_seqlens_q)[-1] :] = np.nan
-        if self.kv_lengths is not None and self.cu_seqlens_q is None:
-            for name in ("k", "v"):
-                for b, length in enumerate(self._lengths_of(name)):
-                    values[name][b, :, length:] = np.nan
+        self._hide_keys(values)
         if self.page_size and self.cu_seqlens_q is not None:
             values["block_table"] = np.zeros((self.batch, 1), np.int32)  # nothing takes both
         elif self.page_size:
             values |= self._pages(values["k"], values["v"])
             del values["dout"]
         for name in values.keys() & {"q", "k", "v", "dout"}:
-            x = values[name]
-            shape = user_shape(*x.shape, min(self.ndim, 4), self.layout)
-            if self._has_axes(name):
-                shape = (*self._leading(name), *user_shape(*x.shape, 3, self.layout))
-            x = x.swapaxes(1, 2) if self.layout == "bshd" else x
-            values[name] = x.reshape(shape).astype(dtype)
+            values[name] = self._as_caller(name, values[name]).astype(dtype)
         if self.bias is not None:
             bias = normal(*self.bias)
             if self.bias_holes:
@@ -283,14 +272,30 @@ class Case:
             values["block_mask"] = rng.random((*self.block_mask, *num_blocks)) < self.blocks_kept
         if self.dlse:
             rows = normal(entries("dlse"), self.num_heads, self.seqlen_q)
-            shape = rows.shape[4 - min(self.ndim, 4) :]
-            if self.axes is not None:
-                shape = (*self._leading("dlse"), *rows.shape[1:])
-            values["dlse"] = rows.reshape(shape).astype(softmax_dtype)
+            values["dlse"] = self._as_caller("dlse", rows[..., None])[..., 0].astype(softmax_dtype)
         for name, starts in (("cu_seqlens_q", self.cu_seqlens_q), ("cu_seqlens_k", self.cu_seqlens_k)):
             if starts is not None:
                 values[name] = np.array(starts, np.int32)
         return values
+
+    def _hide_keys(self, values: dict[str, Array]) -> None:
+        """Fill rows that belong to nothing with NaN."""
+        if self.cu_seqlens_q is not None and self.cu_seqlens_k is not None:
+            for name, x in values.items():
+                x[:, :, (self.cu_seqlens_k if name in "kv" else self.cu_seqlens_q)[-1] :] = np.nan
+        if self.kv_lengths is not None and self.cu_seqlens_q is None:
+            for name in ("k", "v"):
+                for b, length in enumerate(self._lengths_of(name)):
+                    values[name][b, :, length:] = np.nan
+
+    def _as_caller(self, name: str, x: Array) -> Array:
+        """An array of four axes in the layout, and with the leading axes, that the caller gives it."""
+        layout = "bhsd" if name == "dlse" else self.layout
+        entries, heads, seqlen, dim = x.shape
+        shape = user_shape(entries, heads, seqlen, dim, min(self.ndim, 4), layout)
+        if self._has_axes(name):
+            shape = (*self._leading(name), *user_shape(1, heads, seqlen, dim, 3, layout))
+        return (x.swapaxes(1, 2) if layout == "bshd" else x).reshape(shape)
 
     def _has_axes(self, name: str) -> bool:
         """Whether an array has leading axes of its own, as pools of pages, which nothing takes with them, have not."""

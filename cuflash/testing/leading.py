@@ -46,7 +46,7 @@ class Spread:
         return tuple(f"d{name}" for name in ("q", "k", "v") if self._lacks_axes(name))
 
     def fold(self, name: str, result: Array) -> Array:
-        """A result of these arrays as that of the natural ones: summed over axes along which what it is of broadcasts."""
+        """A result for these arrays as that for the natural ones: summed over the axes that what it is of lacks."""
         model = name if name in ("out", "lse") else name[1:]
         if model not in OWN_AXES:
             return result

@@ -128,14 +128,18 @@ def measure(name: str, got: Any, yardstick: Yardstick) -> Measurement:
     )
 
 
-def yardsticks(
-    problem: Problem, arrays: Mapping[str, Array], spread: Spread | None = None, **random: Any
-) -> dict[str, Yardstick]:
+def yardsticks(problem: Problem, arrays: Mapping[str, Array], **random: Any) -> dict[str, Yardstick]:
     """The yardsticks of out and lse, and of all gradients if `dout` is among the NumPy `arrays`.
 
-    With dropout, `random` is the `seed` and the `offset`. Where problem and arrays are those of a `spread`, the
-    yardsticks are of results for its natural arrays.
+    With dropout, `random` is the `seed` and the `offset`.
     """
+    return _yardsticks(problem, arrays, random, None)
+
+
+def _yardsticks(
+    problem: Problem, arrays: Mapping[str, Array], random: Mapping[str, Any], spread: Spread | None
+) -> dict[str, Yardstick]:
+    """Where problem and arrays are those of a `spread`, the yardsticks are of results for its natural arrays."""
     expected = _compute(problem, arrays, np.longdouble if problem.dtype == "float64" else np.float64, random)
     plain = _compute(problem, arrays, arrays["q"].dtype, random)
     scales, zeros, noise = _scales(problem, arrays, expected, random, spread)
@@ -287,7 +291,8 @@ def _max_finite(x: Array) -> float:
 def yardsticks_of(case: Case) -> dict[str, Yardstick]:
     """Those of the results of a case."""
     spread = case.spread
-    return yardsticks(case.problem, case.arrays() if spread is None else spread.arrays, spread, **case.random)
+    arrays = case.arrays() if spread is None else spread.arrays
+    return _yardsticks(case.problem, arrays, case.random, spread)
 
 
 def _always_given(arrays: Mapping[str, Any]) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -50,8 +51,7 @@ def cases(
     dtypes, layouts, ndims, strides, score_spreads : sequence
         What to draw from, simplest first.
     features : collection of str
-        Which of `FEATURES` and `MORE_FEATURES` may be present; each is absent about half of the time. "axes" are leading
-        axes, any number of them, along some of which arrays broadcast; of 4-D cases only. And "dropout",
+        Which of `FEATURES` and `MORE_FEATURES` may be present; each is absent about half of the time. And "dropout",
         for implementations that drop what `cuflash.dropout_mask` says, "pages" for those that take a block table, and
         "packed" for those of packed sequences.
     max_seqlen, max_head_dim : int
@@ -72,18 +72,7 @@ def cases(
     ndim = 3 if is_packed else pick(ndims)
     num_heads_kv = pick([1, 2, 3]) if ndim > 2 else 1
     num_heads = num_heads_kv * (pick([2, 3, 4]) if ndim > 2 and has("gqa") else 1)
-    axes = tuple(draw(st.lists(st.sampled_from((2, 1, 3)), max_size=4))) if ndim == 4 and has("axes") else None
-    while axes is not None and math.prod(axes) > MOST_ENTRIES:
-        axes = axes[1:]
-    batch = (
-        math.prod(axes)
-        if axes is not None
-        else pick([1, 2, 3])
-        if ndim == 4
-        else pick([1, 2, 3, 5, 0])
-        if is_packed
-        else 1
-    )
+    batch = pick([1, 2, 3]) if ndim == 4 else pick([1, 2, 3, 5, 0]) if is_packed else 1
     lengths = [n for n in ((0,) if min_seqlen == 0 else ()) + SEQLENS if min_seqlen <= n <= max_seqlen]
     longest = max_scores // (num_heads * (batch if ndim == 4 else 1))
     if longest >= 113 * 203 and max_seqlen >= 203 and draw(st.booleans()):
@@ -91,24 +80,11 @@ def cases(
     else:
         seqlen_q = pick([n for n in lengths if n <= longest])
         seqlen_k = pick([n for n in lengths if n * max(seqlen_q, 1) <= longest])
-    page_size = pick([16, 32, 64]) if ndim == 4 and axes is None and has("pages") else 0
+    page_size = pick([16, 32, 64]) if ndim == 4 and has("pages") else 0
     if page_size:
         seqlen_k = -(-seqlen_k // page_size) * page_size
     head_dims = [n for n in HEAD_DIMS if n <= max_head_dim]
-    leading_axes = (batch,) if axes is None else axes
-    scores_shape = (*leading_axes, num_heads, seqlen_q, seqlen_k)
-
-    def some_of(lengths: tuple[int, ...]) -> tuple[int, ...]:
-        shape = [pick([n, 1]) for n in lengths]
-        while shape and shape[0] == 1 and draw(st.booleans()):
-            del shape[0]
-        return tuple(shape)
-
-    leading: dict[str, tuple[int, ...]] = {}
-    if axes is not None:
-        leading = {name: some_of(axes) for name in ("q", "k", "dout", "dlse", "kv_lengths")}
-        leading |= {pick(["q", "k"]): axes, "v": pick([axes, leading["k"]])}
-        leading["sinks"] = (1,) * pick([0, len(axes)])
+    scores_shape = (batch, num_heads, seqlen_q, seqlen_k)
 
     def broadcast_shape() -> tuple[int, ...]:
         shape = [pick([1, n]) for n in scores_shape]
@@ -117,16 +93,12 @@ def cases(
         return tuple(shape)
 
     def of_heads(term: Term) -> Any:
-        if axes is not None and len(term.shapes) > 1:
-            return (*some_of(axes), num_heads)
         shapes = [tuple({"batch": batch, "num_heads": num_heads}[axis] for axis in shape) for shape in term.shapes]
         return pick(shapes) if len(shapes) > 1 else True
 
     def block_masks() -> dict[str, Any]:
         return {
-            "block_mask": pick([(), (num_heads,), (1, num_heads), (*leading_axes, 1), (*leading_axes, num_heads)])
-            if leading_axes
-            else pick([(), (num_heads,)]),
+            "block_mask": pick([(), (num_heads,), (1, num_heads), (batch, 1), (batch, num_heads)]),
             "block_size": (pick([16, 48, 64, 128, 256]), pick([16, 32, 64, 80, 128])),
             "blocks_kept": pick([0.5, 0.2, 0.8, 1.0, 0.0]),
         }
@@ -146,8 +118,6 @@ def cases(
         head_dim_v=pick(head_dims) if has("head_dim_v") else 0,
         dtype=pick(dtypes),
         ndim=ndim,
-        axes=axes,
-        leading=tuple(leading.items()),
         layout=pick(layouts),
         causal=pick([True, "top_left"]) if has("causal") else False,
         scale=pick([0.0, -0.25, 0.125, 1.0]) if has("scale") else None,
@@ -157,7 +127,7 @@ def cases(
         bias_dtype=pick(["softmax", "input"]),
         bias_holes=draw(st.booleans()),
         mask=broadcast_shape() if not is_packed and has("mask") else None,
-        kv_lengths=tuple(draw(st.integers(0, seqlen_k)) for _ in range(math.prod(leading.get("kv_lengths", (batch,)))))
+        kv_lengths=tuple(draw(st.integers(0, seqlen_k)) for _ in range(batch))
         if page_size or (not is_packed and has("kv_lengths"))
         else None,
         kv_lengths_dtype=pick(["int32", "int64"]),
@@ -171,4 +141,39 @@ def cases(
         strides=pick(strides),
         score_spread=pick(score_spreads),
         seed=draw(st.integers(0, 2**16)),
+    )
+
+
+@st.composite
+def with_axes(draw: st.DrawFn, of: st.SearchStrategy[Case]) -> Case:
+    """Strategy for 4-D cases as `of` draws them, with any number of leading axes, along which some arrays broadcast."""
+    case = draw(of)
+    axes = tuple(draw(st.lists(st.sampled_from((2, 1, 3)), max_size=4)))
+    while math.prod(axes) > MOST_ENTRIES:
+        axes = axes[1:]
+
+    def some() -> tuple[int, ...]:
+        own = [draw(st.sampled_from((n, 1))) for n in axes]
+        while own and own[0] == 1 and draw(st.booleans()):
+            del own[0]
+        return tuple(own)
+
+    def of_scores(shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        return shape if shape is None or len(shape) < 3 else (*some(), *shape[-3:])
+
+    leading = {name: some() for name in ("q", "k", "dout", "dlse", "kv_lengths")}
+    leading |= {draw(st.sampled_from(("q", "k"))): axes, "sinks": (1,) * draw(st.sampled_from((0, len(axes))))}
+    leading["v"] = draw(st.sampled_from((axes, leading["k"])))
+    lengths = st.integers(0, case.seqlen_k)
+    return replace(
+        case,
+        axes=axes,
+        leading=tuple(leading.items()),
+        bias=of_scores(case.bias),
+        mask=of_scores(case.mask),
+        alibi_slopes=None if case.alibi_slopes is None else (*some(), case.num_heads),
+        block_mask=None if case.block_mask is None else (*some(), *case.block_mask[-1:]) if case.block_mask else (),
+        kv_lengths=None
+        if case.kv_lengths is None
+        else tuple(draw(lengths) for _ in range(math.prod(leading["kv_lengths"]))),
     )

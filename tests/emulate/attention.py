@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from cuflash import reference
-from cuflash.binding import Pass
 from cuflash.emulator import Schedule, guarded
 from cuflash.emulator.passes import Place, backward, forward, plan_for, run
 from cuflash.leading import Calls, axes_of, is_plain
@@ -78,9 +77,10 @@ def inputs_of(case: Case, **options: Any) -> tuple[Problem, dict[str, Any]]:
     return problem_of(case, arrays, **options), arrays
 
 
-def by_calls(case: Case, arrays: Mapping[str, Any], pass_: Pass, *, arch: str, **options: Any) -> dict[str, Any]:
+def by_calls(case: Case, arrays: Mapping[str, Any], pass_: str, *, arch: str, **options: Any) -> dict[str, Any]:
     """The results of one pass of a case with leading axes by name: of the calls that a CuPy call would be made of."""
-    static, names = replace(case.options, **options), ("out", "lse")
+    static = replace(case.options, **options)
+    names: tuple[str, ...] = ("out", "lse")
     if is_plain(arrays):
         make_problem(static, *qkv(arrays), **optional(arrays))  # it refuses what goes with no leading axes
     given = dict.fromkeys((*NAMES, "dlse", "out", "lse")) | dict(arrays)
@@ -91,17 +91,18 @@ def by_calls(case: Case, arrays: Mapping[str, Any], pass_: Pass, *, arch: str, *
         out, lse = forward_by_oracle(problem_of(case, of_spread), of_spread, **case.random)
         given |= {"out": spread.fold("out", out), "lse": spread.fold("lse", lse)}
         names = (*DEFAULT_NEED, *(name for name in OF_SOFTMAX if name[1:] in arrays))
-    axes = axes_of(pass_, static, given, names)
+    axes = axes_of(static, given, names)
     assert axes is not None
 
     def call(own: Options, given: dict[str, Any]) -> tuple[np.ndarray, ...]:
         present = {name: x for name, x in given.items() if x is not None and name not in names}
         problem = make_problem(own, *qkv(present), **optional(present))
+        found: tuple[np.ndarray, ...]
         if pass_ == "forward":
             found = forward(problem, present, arch=arch, **case.random)
         else:
-            rows = present.pop("out"), present.pop("lse")
-            found = backward(problem, present, *rows, need=names, arch=arch, **case.random)
+            out, lse = present.pop("out"), present.pop("lse")
+            found = backward(problem, present, out, lse, need=names, arch=arch, **case.random)
         for name, x in zip(names, found, strict=True):
             if given.get(name) is not None:
                 given[name][...] = x

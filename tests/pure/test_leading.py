@@ -1,20 +1,13 @@
 """Leading axes: any number of them, broadcasting as numpy.matmul does, on every way of the CPU path."""
 
-import math
-
-import ml_dtypes
-import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
 from cuflash.cpu import core
-from cuflash.leading import axes_of
-from cuflash.options import Options
 
-FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "axes", "dropout")
+FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout")
 
 
 def gradients_by_name(case, attn, arrays, **results):
@@ -29,7 +22,7 @@ def gradients_by_name(case, attn, arrays, **results):
 
 @pytest.mark.parametrize("way", ["core", "numpy"])
 @settings(max_examples=60)
-@given(ct.cases(ndims=(4,), features=FEATURES, max_seqlen=40, max_head_dim=24, max_scores=2**13))
+@given(ct.with_axes(ct.cases(ndims=(4,), features=FEATURES, max_seqlen=40, max_head_dim=24, max_scores=2**13)))
 def test_results_are_those_of_arrays_with_every_axis(way, case):
     with pytest.MonkeyPatch.context() as patch:
         if way == "numpy":
