@@ -306,8 +306,8 @@ class FlashAttention(Preparation):
         Returns
         -------
         ForwardResult
-            ``out``: shape of q with head_dim_v as last axis and all leading axes, dtype of q. ``lse``: (..., num_heads, seqlen_q) in every
-            layout, natural logarithm, float32 (float64 for float64).
+            ``out``: shape of q with head_dim_v as last axis and all leading axes, dtype of q. ``lse``: (..., num_heads,
+            seqlen_q) in every layout, natural logarithm, float32 (float64 for float64).
 
         Raises
         ------
@@ -429,10 +429,10 @@ class FlashAttention(Preparation):
         -------
         Gradients
             A named tuple of the gradients that are wanted, in this order. ``dq``, ``dk``, ``dv``: shapes and dtypes of
-            q, k and v, sums over the leading axes along which these broadcast; keys that no query sees get zero. ``dbias``, ``dalibi_slopes``: shapes and dtypes of bias and
-            alibi_slopes, as they were given; pairs that are hidden, be it by a bias of -inf, count for nothing.
-            ``dscale``, ``dsoftcap``: shape (), dtype of lse. ``dsinks``: shape and dtype of sinks. All but the first
-            three are summed in one order always.
+            q, k and v, sums over the leading axes along which these broadcast; keys that no query sees get zero.
+            ``dbias``, ``dalibi_slopes``: shapes and dtypes of bias and alibi_slopes, as they were given; pairs that are
+            hidden, be it by a bias of -inf, count for nothing. ``dscale``, ``dsoftcap``: shape (), dtype of lse.
+            ``dsinks``: shape and dtype of sinks. All but the first three are summed in one order always.
 
         Raises
         ------

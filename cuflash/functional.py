@@ -51,7 +51,8 @@ def attention(
     Returns
     -------
     array
-        Shape of q with head_dim_v as last axis and all leading axes, dtype and kind of q: NumPy, CuPy, or of the library that q comes from.
+        Shape of q with head_dim_v as last axis and all leading axes, dtype and kind of q: NumPy, CuPy, or of the
+        library that q comes from.
 
     Raises
     ------

@@ -77,8 +77,13 @@ def inputs_of(case: Case, **options: Any) -> tuple[Problem, dict[str, Any]]:
     return problem_of(case, arrays, **options), arrays
 
 
-def by_calls(case: Case, arrays: Mapping[str, Any], pass_: str, *, arch: str, **options: Any) -> dict[str, Any]:
-    """The results of one pass of a case with leading axes by name: of the calls that a CuPy call would be made of."""
+def by_calls(
+    case: Case, arrays: Mapping[str, Any], pass_: str, *, arch: str, need: Sequence[str] = (), **options: Any
+) -> dict[str, Any]:
+    """The results of one pass of a case with leading axes by name: of the calls that a CuPy call would be made of.
+
+    The gradients are those of `need`, or those that `backward` gives without it.
+    """
     static = replace(case.options, **options)
     names: tuple[str, ...] = ("out", "lse")
     if is_plain(arrays):
@@ -90,7 +95,7 @@ def by_calls(case: Case, arrays: Mapping[str, Any], pass_: str, *, arch: str, **
         of_spread = spread.arrays
         out, lse = forward_by_oracle(problem_of(case, of_spread), of_spread, **case.random)
         given |= {"out": spread.fold("out", out), "lse": spread.fold("lse", lse)}
-        names = (*DEFAULT_NEED, *(name for name in OF_SOFTMAX if name[1:] in arrays))
+        names = tuple(need) or (*DEFAULT_NEED, *(name for name in OF_SOFTMAX if name[1:] in arrays))
     axes = axes_of(static, given, names)
     assert axes is not None
 
