@@ -253,7 +253,7 @@ def by_emulator(arch: str) -> Run:
     def run(setting: Setting, pass_: str) -> dict[str, Any]:
         case = setting.case
         arrays = case.arrays()
-        options = {"deterministic": setting.deterministic, "precision": setting.precision}
+        options: dict[str, Any] = {"deterministic": setting.deterministic, "precision": setting.precision}
         if case.axes is not None:
             return attention.by_calls(case, arrays, pass_, arch=arch, **options)
         problem = attention.problem_of(case, arrays, **options)

@@ -1,5 +1,7 @@
 """Leading axes by the real kernels: the calls that one on CuPy arrays is made of."""
 
+from typing import Any
+
 import pytest
 
 import cuflash.testing as ct
@@ -8,8 +10,8 @@ from tests.emulate import attention
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
-SIZES = {"num_heads": 2, "num_heads_kv": 1, "seqlen_q": 70, "seqlen_k": 140, "head_dim": 32}
-ROWS = {"axes": (2, 3), "bias": (2, 1, 2, 70, 140), "mask": (2, 3, 1, 1, 140)}
+SIZES: dict[str, Any] = {"num_heads": 2, "num_heads_kv": 1, "seqlen_q": 70, "seqlen_k": 140, "head_dim": 32}
+ROWS: dict[str, Any] = {"axes": (2, 3), "bias": (2, 1, 2, 70, 140), "mask": (2, 3, 1, 1, 140)}
 CASES = {
     "rows share a bias": ct.Case(**SIZES, **ROWS, dtype="bfloat16", layout="bshd"),
     "and k and v": ct.Case(

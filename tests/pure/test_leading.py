@@ -1,5 +1,7 @@
 """Leading axes: any number of them, broadcasting as numpy.matmul does, on every way of the CPU path."""
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -47,13 +49,14 @@ def test_results_are_those_of_arrays_with_every_axis(way, case):
     st.sampled_from(ct.STRIDES),
 )
 def test_results_are_written_where_the_caller_says(case, strides):
-    arrays, attn = case.arrays(), cuflash.FlashAttention(**case.keywords)
+    arrays = case.arrays()
+    attn: Any = cuflash.FlashAttention(**case.keywords)
     out, lse, gradients = gradients_by_name(case, attn, arrays)
 
     def room(x):
         return ct.lay_out(np.full_like(x, 7), strides, np.asarray)
 
-    into = {"out": room(out), "lse": room(lse)}
+    into: Any = {"out": room(out), "lse": room(lse)}
     assert attn.forward(*ct.qkv(arrays), **ct.optional(arrays), **into) == (into["out"], into["lse"])
     results = {name: room(x) for name, x in gradients.items()}
     again = attn.backward(arrays["dout"], *ct.qkv(arrays), out, lse, **ct.optional_backward(arrays), need=(), **results)
@@ -117,10 +120,8 @@ def test_few_axes_meet_many():
         assert out.shape == ((2, 1, 5, 8) if layout == "bhsd" else (2, 5, 1, 8)) and lse.shape == (2, 1, 5)
         dq, dk, dv = attn.backward(out, q[0, 0, 0], k, k, out, lse)
         each = [
-            cuflash.FlashAttention().backward(
-                out[b].reshape(5, 8), q[0, 0, 0], *[k[b].reshape(6, 8)] * 2, out[b].reshape(5, 8), lse[b, 0]
-            )
-            for b in range(2)
+            cuflash.FlashAttention().backward(rows, q[0, 0, 0], keys, keys, rows, lse[b, 0])
+            for b, rows, keys in zip(range(2), out.reshape(2, 5, 8), k.reshape(2, 6, 8), strict=True)
         ]
         np.testing.assert_allclose(dq, each[0].dq + each[1].dq)
         np.testing.assert_array_equal(dk.reshape(2, 6, 8), np.stack([x.dk for x in each]))
@@ -131,8 +132,8 @@ def test_functions_count_the_entries_of_all_axes():
     """A score that reads an array by batch entry, whose gradient it has too; k broadcasts along one of two axes."""
     arrays = structures()
     q, k, v, slopes = arrays["q"], arrays["k"][:, :1], arrays["v"], np.arange(6, dtype=np.float32) / 7
-    attn = cuflash.FlashAttention(score=lambda s, i, j, *, batch, slopes: s - slopes[batch] * abs(i - j))
-    whole = [np.broadcast_to(x, q.shape).reshape(6, 2, 5, 8) for x in (q, k, v)]
+    attn: Any = cuflash.FlashAttention(score=lambda s, i, j, *, batch, slopes: s - slopes[batch] * abs(i - j))
+    whole: Any = [np.broadcast_to(x, q.shape).reshape(6, 2, 5, 8) for x in (q, k, v)]
     out, lse = attn.forward(q, k, v, slopes=slopes)
     expected = attn.forward(*whole, slopes=slopes)
     np.testing.assert_array_equal(out.reshape(6, 2, 5, 8), expected.out)
