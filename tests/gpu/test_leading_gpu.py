@@ -25,7 +25,7 @@ def cupy():
 def assert_right(cupy, case, **options):
     """Both passes of a case, with all gradients, twice: the second time launches are remembered."""
     arrays = case.arrays(cupy.asarray)
-    attn = cuflash.FlashAttention(**case.keywords, **options)
+    attn: Any = cuflash.FlashAttention(**case.keywords, **options)
     inputs, need = ct.qkv(arrays), ct.gradients_of(case.problem)
     for _ in range(2):
         out, lse = attn.forward(*inputs, **ct.optional(arrays), **case.random)
