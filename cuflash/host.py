@@ -48,7 +48,10 @@ def backward(
 def plan(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> CpuPlan:
     """What `forward` and `backward` would compute."""
     first = _first(options, arrays)
-    return CpuPlan(problem=bound("forward", first.options, _given(first.arrays)).problem, axes=first.axes)
+    axes = first.axes
+    if axes:
+        axes = first_call(options, of_pass("backward", arrays, options), need, np, gives_parts=False).axes
+    return CpuPlan(problem=bound("forward", first.options, _given(first.arrays)).problem, axes=axes)
 
 
 def compile(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> None:

@@ -31,17 +31,17 @@ Array = Any  # of NumPy or CuPy
 
 # How many axes of an array are not leading ones; those of head dimensions may lack the first of these.
 _OVER_HEAD_DIMENSIONS = (*INPUTS, "out", "dout", *DEFAULT_NEED)
-_OF_SCORES = ("bias", "mask", "block_mask")
+_BROADCAST = {"bias": 3, "mask": 3, "block_mask": 3}
 _SMALL = {"kv_lengths": 0, "alibi_slopes": 1}
 _OWN_AXES = {
     **dict.fromkeys(_OVER_HEAD_DIMENSIONS, 3),
     **dict.fromkeys(("lse", "dlse"), 2),
-    **dict.fromkeys((*_OF_SCORES, "dbias"), 3),
+    **_BROADCAST,
     **_SMALL,
-    **dict.fromkeys(("dalibi_slopes", "sinks", "dsinks"), 1),
+    **{"sinks": 1, "dbias": 3, "dalibi_slopes": 1, "dsinks": 1},
 }
 # Terms that a pass takes without an axis for the batch, which it then sums their gradients over.
-_SUMMED_BY_PASS = (*_OF_SCORES, "alibi_slopes", "sinks")
+_SUMMED_BY_PASS = (*_BROADCAST, "alibi_slopes", "sinks")
 _FULL = {"out": 3, "dout": 3, "lse": 2, "dlse": 2}
 _NUMBERS = ("dscale", "dsoftcap")
 _PER_ENTRY = (*_SMALL.items(), ("sinks", 1))
@@ -243,19 +243,18 @@ def _check(
     for name, shape in shapes.items():
         if name in results or name in INPUTS or name not in _OWN_AXES:
             continue
-        own = _OWN_AXES[name]
+        own = len(full[name]) - len(lengths) if name in full else _OWN_AXES[name]
+        lead = shape[: max(len(shape) - own, 0)]
         if name in full:
-            own = len(full[name]) - len(lengths)
             is_right = shape[len(shape) - own :] == full[name][len(lengths) :]
             expected = f"{full[name]}, of which leading axes may be 1 or missing"
-        elif name in _OF_SCORES:
-            target = (*heads, *(shape[-2:] if name == "block_mask" else (full["lse"][-1], seqlen_k)))
+        elif name in _BROADCAST:
+            target = (*heads, full["lse"][-1], seqlen_k) if name in ("bias", "mask") else shape[len(lead) :]
             is_right = all(n in (1, m) for n, m in zip(reversed(shape), reversed(target), strict=False))
             expected = f"a shape that broadcasts to {(*lengths, *target)}"
         else:
             is_right = shape[len(shape) - own :] == heads[:own] and len(shape) >= own
             expected = f"{(*lengths, *heads[:own])}, of which leading axes may be 1 or missing"
-        lead = shape[: max(len(shape) - own, 0)]
         fits = len(lead) <= len(lengths) and all(
             n in (1, m) for n, m in zip(reversed(lead), reversed(lengths), strict=False)
         )
