@@ -355,7 +355,10 @@ class Calls:
             name: self._xp.zeros(x.shape, self._wide) if name in self.axes.sums else x for name, x in found.items()
         }
         for index in self.indices():
-            own = {name: None if name in self._parts else self._view(name, x, index) for name, x in totals.items()}
+            own = {
+                name: None if name in self._parts or x.size == 0 else self._view(name, x, index)
+                for name, x in totals.items()
+            }
             for name, part in zip(self.results, call(self.options, self.inputs(index) | own), strict=True):
                 if name in self._parts:
                     self._add(name, totals[name], part, index)

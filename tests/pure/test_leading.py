@@ -229,3 +229,14 @@ def test_packed_sequences_and_pages_have_no_leading_axes(name, other):
     arrays = structures() | {name: np.zeros(2, np.int32), other: np.zeros(2, np.int32), "bias": None, "mask": None}
     with pytest.raises(NotImplementedError, match=f"^q: got 2 leading axes .* {name}, .* axis"):
         cuflash.FlashAttention().forward(**arrays)
+
+
+@pytest.mark.parametrize("lengths", [(0, 3), (2, 0), (0,)])
+def test_empty_axes_make_empty_results_and_gradients_of_zero(lengths):
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((*lengths, 2, 5, 8)), rng.standard_normal((1, 2, 6, 8))
+    attn = cuflash.FlashAttention()
+    out, lse = attn.forward(q, k, k)
+    dq, dk, dscale = attn.backward(out, q, k, k, out, lse, need=("dq", "dk", "dscale"))
+    assert out.shape == q.shape == dq.shape and lse.shape == q.shape[:-1]
+    assert dk.shape == k.shape and not dk.any() and dscale == 0
