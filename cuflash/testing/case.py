@@ -447,6 +447,7 @@ def self_test_cases(seed: int = 0, *, quick: bool = False) -> Iterator[tuple[str
         "cu_seqlens": {"cu_seqlens_q": (0, 30, 113), "cu_seqlens_k": (0, 120, 190), "causal": True},
         "head_dim 40, head_dim_v 72": {"head_dim": 40, "head_dim_v": 72},
         "layout bshd": {"layout": "bshd"},
+        "leading axes": {"axes": (2, 3), "bias": (2, 1, 6, 113, 203), "leading": (("k", (1, 3)), ("v", (2, 1)))},
         "dropout": {"dropout": 0.1, "causal": True},
         "strides": {"strides": "transposed"},
         "large scores": {"score_spread": 30.0},
