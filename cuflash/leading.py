@@ -7,7 +7,7 @@ merge is the batch of a call, and there is a call for each index of the others. 
 is summed over is added in the order of the calls, in the dtype of the softmax.
 
 Dropout and functions of the caller count batch entries, so they see all of them in one call, for which arrays that do
-not merge are copied. `kv_lengths` and `alibi_slopes`, which are small, are copied in place of making calls.
+not merge are copied. So are small terms, in place of making calls.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ Array = Any  # of NumPy or CuPy
 
 # How many axes of an array are not leading ones; those of head dimensions may lack the first of these.
 _OVER_HEAD_DIMENSIONS = (*INPUTS, "out", "dout", *DEFAULT_NEED)
+# Terms with a sixteenth of the elements of q, such as masks of keys, are copied in place of making calls.
+SMALL = 16
 _BROADCAST = {"bias": 3, "mask": 3, "block_mask": 3}
 _SMALL = {"kv_lengths": 0, "alibi_slopes": 1}
 _OWN_AXES = {
@@ -149,10 +151,14 @@ def _axes_of(
     def merges(own: tuple[int, ...], a: int, b: int) -> bool:
         return own[a] == own[b] * lengths[b] or 0 in lengths
 
+    of_q = math.prod(shapes["q"][-3:])
+    small = {
+        name for name in steps if name in _SMALL or (name in _BROADCAST and _size(name, shapes[name]) * SMALL <= of_q)
+    }
     if counts_entries or 0 in lengths:
         runs = [long]
     else:
-        walking = [own for name, own in (steps | given_results).items() if name not in _SMALL]
+        walking = [own for name, own in (steps | given_results).items() if name not in small]
         runs = [long[:1]]
         for a, b in itertools.pairwise(long):
             if all(merges(own, a, b) for own in walking):
@@ -166,7 +172,7 @@ def _axes_of(
     blocking = tuple(
         name
         for name, own in (steps | given_results).items()
-        if name not in _SMALL and any(not merges(own, a, b) for a, b in apart)
+        if name not in small and any(not merges(own, a, b) for a, b in apart)
     )
     copied = tuple(name for name, own in steps.items() if any(not merges(own, a, b) for a, b in within))
     scattered = {name for name, own in given_results.items() if any(not merges(own, a, b) for a, b in within)}
@@ -262,6 +268,11 @@ def _check(
             fits, expected = False, f"{heads}, and leading axes of size 1: a head has one sink"
         if not (is_right and fits):
             raise value_error(name, f"shape {shape}", expected)
+
+
+def _size(name: str, shape: tuple[int, ...]) -> int:
+    """Elements of an array for one index of the leading axes."""
+    return math.prod(shape[max(len(shape) - _OWN_AXES[name], 0) :])
 
 
 def _steps(name: str, shape: tuple[int, ...], strides: tuple[int, ...], count: int) -> tuple[int, ...]:

@@ -82,6 +82,11 @@ def structures(dtype=np.float32):
         ({"bias": None}, {}, "(2, 3): 1 call with a batch of 6"),
         ({"bias": lambda x: x[0, 0]}, {}, "(2, 3): 1 call with a batch of 6"),
         ({}, {"dropout": 0.5}, "(2, 3): 1 call with a batch of 6; bias copied with all entries of the batch"),
+        (
+            {"bias": None, "mask": lambda x: x[:, :1]},
+            {},
+            "(2, 3): 1 call with a batch of 6; mask copied with all entries of the batch",
+        ),
         ({"bias": None, "q": lambda x: x.swapaxes(0, 1)}, {}, None),
         (
             {"bias": None, "kv_lengths": np.array([[5], [3]])},
