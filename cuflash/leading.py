@@ -29,10 +29,10 @@ from cuflash.values import counted, value_error
 
 Array = Any  # of NumPy or CuPy
 
-# How many axes of an array are not leading ones; those of head dimensions may lack the first of these.
-_OVER_HEAD_DIMENSIONS = (*INPUTS, "out", "dout", *DEFAULT_NEED)
 # Terms with a sixteenth of the elements of q, such as masks of keys, are copied in place of making calls.
 SMALL = 16
+# How many axes of an array are not leading ones; those of head dimensions may lack the first of these.
+_OVER_HEAD_DIMENSIONS = (*INPUTS, "out", "dout", *DEFAULT_NEED)
 _BROADCAST = {"bias": 3, "mask": 3, "block_mask": 3}
 _SMALL = {"kv_lengths": 0, "alibi_slopes": 1}
 _OWN_AXES = {
@@ -46,7 +46,8 @@ _OWN_AXES = {
 _SUMMED_BY_PASS = (*_BROADCAST, "alibi_slopes", "sinks")
 _FULL = {"out": 3, "dout": 3, "lse": 2, "dlse": 2}
 _NUMBERS = ("dscale", "dsoftcap")
-_PER_ENTRY = (*_SMALL.items(), ("sinks", 1))
+# Arrays that `is_plain` looks at beside q, k and v; those with None go with no leading axes.
+_OF_ENTRIES = {**_FULL, **_SMALL, "sinks": 1, **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "block_table"))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,31 +101,22 @@ def axes_of(options: Options, arrays: Mapping[str, Any], results: tuple[str, ...
 
 def is_plain(arrays: Mapping[str, Any]) -> bool:
     """Whether all arrays that have a batch axis are what one pass takes. It takes 1 us of a call as it is."""
+    others = [(name, x.shape) for name, x in arrays.items() if x is not None and name in _OF_ENTRIES]
     q, k, v = arrays["q"].shape, arrays["k"].shape, arrays["v"].shape
-    for name in ("cu_seqlens_q", "cu_seqlens_k", "block_table"):
-        if arrays.get(name) is not None:
+    batch = q[0] if len(q) == 4 else 1
+    is_plain = len(q) == len(k) == len(v) <= 4 and (len(q) < 4 or batch == k[0] == v[0])
+    for name, shape in others:
+        own = _OF_ENTRIES[name]
+        if own is None:
             return True
-    if not len(q) == len(k) == len(v) <= 4:
-        return False
-    batch = 1
-    if len(q) == 4:
-        batch = q[0]
-        if not batch == k[0] == v[0]:
-            return False
-        for name, own in _FULL.items():
-            array = arrays.get(name)
-            if array is not None and (len(array.shape) != 1 + own or array.shape[0] != batch):
-                return False
-    # What one pass takes of these has no leading axis of length 1 unless that is the batch, and kv_lengths have one.
-    for name, own in _PER_ENTRY:
-        array = arrays.get(name)
-        if array is not None:
-            shape = array.shape
-            if len(shape) == 1 + own and shape[0] == 1 and (batch != 1 or name == "sinks"):
-                return False
-            if not shape and name == "kv_lengths":
-                return False
-    return True
+        if name in _FULL:
+            is_plain = is_plain and (len(q) < 4 or (len(shape) == 1 + own and shape[0] == batch))
+        # What one pass takes of the others has no leading axis of length 1 unless that is the batch.
+        elif (len(shape) == 1 + own and shape[0] == 1 and (batch != 1 or name == "sinks")) or (
+            not shape and name == "kv_lengths"
+        ):
+            is_plain = False
+    return is_plain
 
 
 @functools.lru_cache(maxsize=256)
