@@ -111,11 +111,10 @@ def is_plain(arrays: Mapping[str, Any]) -> bool:
             return True
         if name in _FULL:
             is_plain = is_plain and (len(q) < 4 or (len(shape) == 1 + own and shape[0] == batch))
-        # What one pass takes of the others has no leading axis of length 1 unless that is the batch.
-        elif (len(shape) == 1 + own and shape[0] == 1 and (batch != 1 or name == "sinks")) or (
-            not shape and name == "kv_lengths"
-        ):
-            is_plain = False
+        elif len(shape) == 1 + own and shape[0] == 1:  # one pass takes such an axis where it is the batch
+            is_plain = is_plain and batch == 1 and name != "sinks"
+        elif name == "kv_lengths":
+            is_plain = is_plain and len(shape) > 0
     return is_plain
 
 
