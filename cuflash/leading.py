@@ -140,7 +140,7 @@ def _axes_of(
     }
 
     def merges(own: tuple[int, ...], a: int, b: int) -> bool:
-        return own[a] == own[b] * lengths[b] or 0 in lengths
+        return own[a] == own[b] * lengths[b]
 
     of_q = math.prod(shapes["q"][-3:])
     small = {
