@@ -82,6 +82,7 @@ class Problem(Given):
     score: Traced | None = None  # a function of the caller, and one that hides pairs
     mask_function: Traced | None = None
     captured: tuple[tuple[str, Operand], ...] = ()  # what they read, by name
+    wide: tuple[str, ...] = ()  # those of dq, dk and dv that are given in the dtype of the softmax, to be added up
 
     @property
     def options(self) -> Options:
@@ -102,6 +103,7 @@ class Problem(Given):
             mask_function=self.mask_function,
             **{name: getattr(self, name) for name in NUMBERS},
             origin=self.origin,
+            wide=self.wide,
         )
 
     @property
@@ -180,6 +182,10 @@ class Problem(Given):
     def softmax_dtype(self) -> str:
         """dtype of scores, lse and delta: float64 for float64 inputs, else float32."""
         return "float64" if self.dtype == "float64" else "float32"
+
+    def dtype_of(self, name: str) -> str:
+        """dtype of an array over head dimensions."""
+        return self.softmax_dtype if name in self.wide else self.dtype
 
     @property
     def group_size(self) -> int:
@@ -292,8 +298,7 @@ def make_problem(
     for name, array in (("q", q), ("k", k), ("v", v)):
         if array.dtype.name not in DTYPES:
             raise type_error(name, f"dtype {array.dtype}", "float16, bfloat16, float32 or float64")
-        if not 2 <= len(array.shape) <= 4:
-            raise value_error(name, f"{len(array.shape)}-D shape {tuple(array.shape)}", "a 2-D, 3-D or 4-D array")
+        _check_axes(name, array, "cu_seqlens_q" if is_packed else None if block_table is None else "block_table")
     for name, array in (("k", k), ("v", v)):
         if array.dtype != q.dtype:
             raise type_error(name, f"dtype {array.dtype}", f"{q.dtype} as q has")
@@ -373,7 +378,20 @@ def make_problem(
         score=options.score,
         mask_function=options.mask_function,
         captured=operands_of(options, captured or {}, q4.dtype, softmax_dtype),
+        wide=options.wide,
     )
+
+
+def _check_axes(name: str, array: Shaped, other: str | None) -> None:
+    """Refuse more or fewer axes than one pass takes; `other` is a term that goes with no more of them."""
+    count = len(array.shape)
+    if count > 4 and other is not None:
+        raise NotImplementedError(
+            f"{name}: got {count - 3} leading axes before that of the heads together with {other}, expected one of "
+            "them; reshape them to a batch, as one axis"
+        )
+    if not 2 <= count <= 4:
+        raise value_error(name, f"{count}-D shape {tuple(array.shape)}", "a 2-D, 3-D or 4-D array")
 
 
 def _term_operand(term: Term, array: Shaped, dtype: str, softmax_dtype: str, sizes: Mapping[str, int]) -> Operand:

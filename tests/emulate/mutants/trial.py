@@ -42,6 +42,7 @@ class Trial:
     cu_seqlens: tuple[int, ...] | None = None  # of queries and keys: nothing is expected of results
     shares: bool = False  # queries of tiles, however few, and not heads of a group
     combines: bool = True  # the last block of a head does; else a kernel of its own
+    wide: tuple[str, ...] = ()  # gradients in the dtype of the softmax
     found_counts: tuple[int, ...] = ()  # of arrivals of blocks, in memory: the call runs once for each
 
     def run(self, kernels: Path | None = None) -> None:
@@ -61,7 +62,7 @@ class Trial:
         deterministic = self.dq_in_order or isinstance(self.tiles[-1], DqTile)
         two_parts = getattr(self.tiles[0], "bf16_parts", 3) == 2
         precision = "tf32" if two_parts else "highest"
-        problem = attention.problem_of(case, arrays, deterministic=deterministic, precision=precision)
+        problem = attention.problem_of(case, arrays, deterministic=deterministic, precision=precision, wide=self.wide)
         out, lse = attention.forward_by_oracle(problem, arrays, **case.random)
         if self.kv_lengths:
             arrays["kv_lengths"][...] = self.kv_lengths

@@ -390,6 +390,7 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "sm90 only dv": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_BACKWARD_SM90, None), num_sms=1, need=("dv",)),
     "parts only dk": Trial(case=replace(_PARTS, seqlen_k=70), tiles=_BACKWARD_PARTS, need=("dk",)),
     "backward": Trial(case=replace(_GROUPED, num_heads=2), tiles=_backward()),
+    "backward sums of keys": Trial(case=_GROUPED, tiles=_backward(), wide=("dk",)),
     "backward window": Trial(case=_WINDOW, tiles=_backward()),
     "backward shared": Trial(case=_GROUPED, tiles=_backward(num_warps=8, warps_d=2, block_m=64), num_sms=1),
     "backward one stage": Trial(case=_SMALL, tiles=_backward(num_stages=1), num_sms=1),
