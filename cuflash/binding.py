@@ -18,8 +18,8 @@ import numpy as np
 from cuflash.captured import gradient_names, names_of
 from cuflash.operands import ITEMSIZE, Operand, Shaped, as_it_is, check_array, layout_of, rows_of, user_shape
 from cuflash.options import Options, window_of
-from cuflash.problem import Problem, gradient_operand, make_problem
-from cuflash.terms import DEFAULT_NEED, GRADIENTS, NAMES, OF_NUMBERS, TERMS
+from cuflash.problem import Problem, check_differentiable, gradient_operand, make_problem
+from cuflash.terms import DEFAULT_NEED, GRADIENTS, NAMES, OF_FLOAT8, OF_NUMBERS, TERMS
 from cuflash.values import value_error
 
 Pass = Literal["forward", "backward"]
@@ -117,6 +117,8 @@ def bind(
     q, k, v = (given[name] for name in INPUTS)
     captured = {name: given[name] for name in names_of(options)}
     problem = make_problem(options, q, k, v, captured=captured, **{name: given.get(name) for name in NAMES})
+    if pass_ == "backward":
+        check_differentiable(problem)
     results: tuple[str, ...] = ("out", "lse")
     if pass_ == "backward":
         results = tuple(name for name in problem.gradients if name in need or name in given)
@@ -223,6 +225,10 @@ def growing_keys(options: Options, arrays: Mapping[str, Any]) -> Growing:
         return FIXED
     for name in _OVER_KEYS:
         if arrays[name] is not None:
+            return FIXED
+    for name in OF_FLOAT8:
+        scale = arrays.get(name)
+        if scale is not None and scale.shape[-1:] not in ((), (1,)):
             return FIXED
     q, k, v, table = arrays["q"].shape, arrays["k"].shape, arrays["v"].shape, arrays["block_table"]
     axis = len(k) - (3 if len(k) > 2 and options.layout == "bshd" else 2)

@@ -136,6 +136,8 @@ def why_not(problem: Problem | None = None) -> str | None:
     """Why the core does not compute this problem, or any; None if it does."""
     if problem is not None and problem.has_functions:
         return "a function makes scores or hides pairs"
+    if problem is not None and problem.has_float8:
+        return "k and v have one byte a number"
     library = _load()
     if isinstance(library, str):
         return library
