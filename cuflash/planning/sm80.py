@@ -324,6 +324,19 @@ FUNCTION_TILES = tuple(
 )
 
 
+# With keys and values of one byte, whose scales take registers too, likewise.
+FLOAT8_TILES = tuple(
+    row.changed(
+        key_bytes=1,
+        block_n=32 if row.element_bytes == 2 else 16,
+        min_blocks=min(row.min_blocks, 2),
+        fragments_ahead=0,
+        origin="of fewer keys, for scales; not measured",
+    )
+    for row in FORWARD_TILES
+)
+
+
 # ---- families --------------------------------------------------------------------------------------------------------
 
 
@@ -336,8 +349,9 @@ class Forward(ForwardFamily[ForwardTile]):
     tile = ForwardTile
 
     def table(self, problem: Problem) -> tuple[ForwardTile, ...]:
-        rows = FUNCTION_TILES if problem.has_functions else FORWARD_TILES
-        return tuple(row.changed(key_bytes=1) for row in rows) if problem.has_float8 else rows
+        if problem.has_float8:
+            return FLOAT8_TILES
+        return FUNCTION_TILES if problem.has_functions else FORWARD_TILES
 
     def draft(self, draft: Draft, tile: ForwardTile) -> None:
         draft.add_lists(tile, "key_lists")

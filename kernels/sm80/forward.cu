@@ -161,7 +161,10 @@ CUFLASH_DEVICE void forward(const Params& params) {
   ptx::copy_async_wait<0>();
   ptx::sync_block();
   store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(
-      s_q, warp_row, warp_d, o, [&](int m, int half) { return softmax.inverse_sum(m, half) * factor; });
+      s_q, warp_row, warp_d, o, [&](int m, int half) {
+        const Real inverse = softmax.inverse_sum(m, half);
+        return inverse == 0 ? 0 : inverse * factor;  // whatever the scales are
+      });
   ptx::sync_block();
   store_tile<kBlockM, kHeadDimV>(s_q, (Storage*)queries_of(params.out, batch, head), params.out.row_stride,
                                  first_row, seqlen_q);
