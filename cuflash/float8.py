@@ -107,6 +107,10 @@ class Float8Array:
     def __getitem__(self, index: Any) -> Float8Array:
         return Float8Array(self.bits[index], self.dtype)
 
+    def transpose(self, *axes: Any) -> Float8Array:
+        """As `cupy.ndarray.transpose`: a view."""
+        return Float8Array(self.bits.transpose(*axes), self.dtype)
+
 
 def fp8(array: Any, dtype: Any) -> Any:
     """Bytes as the numbers of one byte that they are: a view, as attention takes it for k and v.
@@ -132,7 +136,7 @@ def fp8(array: Any, dtype: Any) -> Any:
     """
     named = float8_dtype(dtype)
     is_numpy = isinstance(array, np.ndarray)
-    if not is_numpy and not hasattr(array, "__cuda_array_interface__"):
+    if not is_numpy and (isinstance(array, Float8Array) or not hasattr(array, "__cuda_array_interface__")):
         raise type_error("array", type(array).__name__, "a NumPy or CuPy array of uint8")
     if array.dtype != np.uint8:
         raise type_error("array", f"dtype {array.dtype}", "uint8")

@@ -236,7 +236,7 @@ def _start(
 
     copies = {}
     for name, index in launch.copied:
-        array = arrays[name]
+        array = arrays[name].bits if arrays[name].dtype.name in FLOAT8 else arrays[name]
         copies[name] = copy = cupy.empty(array.shape, array.dtype)
         pointers[index] = copy.data.ptr
         if name not in launch.results:

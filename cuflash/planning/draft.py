@@ -182,6 +182,8 @@ _UNTOLD: dict[str, tuple[str, ...]] = {
     "block_mask": ("CUFLASH_MASK_BLOCK_M", "CUFLASH_MASK_BLOCK_N", "CUFLASH_HAS_LISTS"),
     "dropout": ("CUFLASH_HAS_DROPOUT",),
     "scale": ("CUFLASH_SCALE_IN_EXPONENT",),
+    "k_scale": ("CUFLASH_K_SCALE",),
+    "v_scale": ("CUFLASH_V_SCALE",),
     "score": ("CUFLASH_HAS_SCORE_FUNCTION",),
     "mask_function": ("CUFLASH_HAS_MASK_FUNCTION",),
 }

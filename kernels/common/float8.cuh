@@ -143,8 +143,12 @@ struct ValueScales {
       for (int n = 0; n < n_tiles; ++n) scale[n][0] *= inverse, scale[n][1] *= inverse;
     }
   }
-  // What the output is relative to.
-  CUFLASH_DEVICE Real factor() const { return kIsRelative ? power_of_two(exponent) : 1.0f; }
+  // What the output of a row is multiplied by: the inverse of its sum, times what values are relative to. A row that saw
+  // no key stays zero, whatever the scale of the head is.
+  CUFLASH_DEVICE Real row_factor(Real inverse_sum, Real of_head) const {
+    if (kVScale == 0 || inverse_sum == 0) return inverse_sum;
+    return inverse_sum * of_head * (kIsRelative ? power_of_two(exponent) : 1.0f);
+  }
 
  private:
   CUFLASH_DEVICE static float power_of_two(int n) { return ptx::float_of((u32)(n + 127) << 23); }

@@ -157,13 +157,11 @@ CUFLASH_DEVICE void forward(const Params& params) {
   softmax.finish();
   if (kHasSinks && !is_left_over(params, batch))
     softmax.add_sinks(o, [&](int, int) { return sink_of(params, head) * kExponentOfE; });
-  const Real factor = kept_scale * v_scale * value_scales.factor();
   ptx::copy_async_wait<0>();
   ptx::sync_block();
   store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(
       s_q, warp_row, warp_d, o, [&](int m, int half) {
-        const Real inverse = softmax.inverse_sum(m, half);
-        return inverse == 0 ? 0 : inverse * factor;  // whatever the scales are
+        return value_scales.row_factor(softmax.inverse_sum(m, half) * kept_scale, v_scale);
       });
   ptx::sync_block();
   store_tile<kBlockM, kHeadDimV>(s_q, (Storage*)queries_of(params.out, batch, head), params.out.row_stride,

@@ -323,8 +323,8 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
     for (int half = 0; half < 2; ++half) {
       const int row = lane_row[half];
       if (row >= work.rows) continue;
-      const float lse = softmax.log_sum_exp(0, half), inverse = softmax.inverse_sum(0, half);
-      const float factor = inverse == 0.0f ? 0.0f : inverse * v_scale * value_scales.factor();
+      const float lse = softmax.log_sum_exp(0, half);
+      const float factor = value_scales.row_factor(softmax.inverse_sum(0, half), v_scale);
       const auto store = [&](auto store_lse, auto store_columns) {
         if (fragment_column() == 0) store_lse(lse);
 #pragma unroll

@@ -439,7 +439,7 @@ DECODE_SM90_TILES = (
 # With keys and values of one byte two blocks are resident where they fit: one converts while products of the other run.
 DECODE_FLOAT8_SM90_TILES = (
     #       max_dim n   stages blocks
-    _decode(64,  128, 2, 2, ARITHMETIC, key_bytes=1),
+    _decode(64,  64,  4, 2, ARITHMETIC, key_bytes=1),
     _decode(128, 64,  4, 2, ARITHMETIC, key_bytes=1),
     _decode(192, 64,  3, 1, ARITHMETIC, key_bytes=1),
     _decode(256, 64,  3, 1, ARITHMETIC, key_bytes=1),
