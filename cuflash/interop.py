@@ -42,13 +42,16 @@ Kind = Literal["numpy", "cupy"]
 
 
 def are_cupy(arrays: Mapping[str, object], required: Iterable[str]) -> bool:
-    """Whether all arguments are CuPy arrays (or absent, where they may be): the common case, decided first and fast."""
+    """Whether all arguments are CuPy arrays (or absent, where they may be), those of one byte among them.
+
+    The common case, decided first and fast.
+    """
     cupy = sys.modules.get("cupy")
     if cupy is None:
         return False
     array = cupy.ndarray
     for x in arrays.values():
-        if x is not None and type(x) is not array:
+        if x is not None and type(x) is not array and type(x) is not Float8Array:
             return False
     for name in required:  # noqa: SIM110 (any() of a generator doubles the time, and this runs before every launch)
         if arrays[name] is None:
