@@ -78,15 +78,21 @@ CUFLASH_DEVICE void convert_tile(u32 target, u32 source, int valid, u32 thread) 
 #pragma unroll 2
   for (u32 i = thread; i < kBlockN * kVectors; i += kConsumerThreads) {
     const u32 row = i / kVectors, vector = i % kVectors, swizzle = row % 8 * 16;
-    Bytes16 bytes = {}, half[2];
+    Bytes16 bytes = {}, half[2], ordered[2];
     if ((int)row < valid)
       bytes = ptx::load_shared_b128(source + (vector / 8 * kBlockN + row) * kLineBytes + (vector % 8 * 16 ^ swizzle));
 #pragma unroll
     for (int pair = 0; pair < 8; ++pair)
       half[pair / 4].word[pair % 4] = to_elements(Element{}, Float8{}, (u16)(bytes.word[pair / 2] >> pair % 2 * 16));
+    // Word by word, so that both stay in registers.
     const u32 line = target + (vector / 4 * kBlockN + row) * kLineBytes, first = vector / 4 % 2 * 16;
-    ptx::store_shared_b128(line + ((vector % 4 * 32 + first) ^ swizzle), first ? half[1] : half[0]);
-    ptx::store_shared_b128(line + ((vector % 4 * 32 + (first ^ 16)) ^ swizzle), first ? half[0] : half[1]);
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      ordered[0].word[word] = first ? half[1].word[word] : half[0].word[word];
+      ordered[1].word[word] = first ? half[0].word[word] : half[1].word[word];
+    }
+    ptx::store_shared_b128(line + ((vector % 4 * 32 + first) ^ swizzle), ordered[0]);
+    ptx::store_shared_b128(line + ((vector % 4 * 32 + (first ^ 16)) ^ swizzle), ordered[1]);
   }
 }
 
@@ -251,7 +257,7 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
     // Makes elements of a tile of one byte. Then all warps have read it.
     const auto converted = [&](auto columns, u32 source, u32 offset, int valid, const Barrier& empty) {
       const u32 target = shared.q + kBytesQ + offset;
-      convert_tile<decltype(columns)::value>(target, source, valid, thread);
+      if constexpr (kHasFloat8) convert_tile<decltype(columns)::value>(target, source, valid, thread);
       ptx::fence_async_proxy();
       sync_consumer();
       release_by_warp(empty);

@@ -61,11 +61,12 @@ def test_oracle(changes):
 def test_what_a_device_quantises_is_what_numpy_does():
     cupy = pytest.importorskip("cupy")
     k = np.random.default_rng(0).standard_normal((2, 3, 100, 96)).astype(np.float32)
-    for options in (
+    every: tuple[dict[str, Any], ...] = (
         {"per": "tensor"},
         {"per": "block", "block": 16, "rotate": True},
         {"per": "token", "dtype": "e5m2"},
-    ):
+    )
+    for options in every:
         expected, expected_scale = cuflash.quantize(k, **options)
         k8, scale = cuflash.quantize(cupy.asarray(k), **options)
         np.testing.assert_allclose(scale.get(), expected_scale, rtol=1e-6)

@@ -38,9 +38,8 @@ MUTANTS = (
            "      ptx::fence_async_proxy();\n      sync_consumer();\n      release_by_warp(empty);",
            "      sync_consumer();\n      release_by_warp(empty);", "decode float8"),
     mutant("the place is free before it is read", DECODE,
-           "      convert_tile<decltype(columns)::value>(target, source, valid, thread);\n",
-           "      release_by_warp(empty);\n"
-           "      convert_tile<decltype(columns)::value>(target, source, valid, thread);\n", "decode float8"),
+           "      if constexpr (kHasFloat8) convert_tile", "      release_by_warp(empty);\n      convert_tile",
+           "decode float8"),
     mutant("values past the last key are converted", DECODE, "if ((int)row < valid)", "if (true)",
            "decode float8 lengths"),
 )
