@@ -328,7 +328,7 @@ FUNCTION_TILES = tuple(
 FLOAT8_TILES = tuple(
     row.changed(
         key_bytes=1,
-        block_n=32 if row.element_bytes == 2 else 16,
+        block_n=min(row.block_n, 32 if row.element_bytes == 2 else 16),
         min_blocks=min(row.min_blocks, 2),
         fragments_ahead=0,
         origin="of fewer keys, for scales; not measured",

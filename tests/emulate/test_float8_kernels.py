@@ -49,7 +49,7 @@ TERMS: dict[str, Any] = {
 }
 PACKED: dict[str, Any] = {"kv_lengths": None, "batch": 1, "cu_seqlens_q": (0, 30, 140), "cu_seqlens_k": (0, 111, 250)}
 # Name -> architecture, tile, case. Both formats, every kind of scale, and every dtype of q. Devices before 8.9 have no
-# instruction that converts.
+# instruction that converts, and those before 8.0 no products of bfloat16.
 CASES = {
     "decode": ("9.0", DECODE, replace(CASE, v_scale="block", scale_block=64)),
     "decode, e5m2, head": (
@@ -66,7 +66,7 @@ CASES = {
     "sm80": ("8.0", SM80, replace(LONG, v_scale="block", scale_block=32)),
     "sm80, pages, options": ("8.0", SM80, replace(LONG, page_size=64, dtype="bfloat16", scale_block=128, **TERMS)),
     "sm80, narrow": ("9.0", SM80, replace(LONG, strides="padded", head_dim=31, head_dim_v=17, dropout=0.2)),
-    "sm80, packed": ("8.0", SM80, replace(LONG, dtype="bfloat16", kv_dtype="float8_e5m2", **PACKED)),
+    "sm80, packed": ("7.5", SM80, replace(LONG, dtype="bfloat16", kv_dtype="float8_e5m2", **PACKED)),
     "float32": ("9.0", WIDE, replace(LONG, dtype="float32", v_scale="head")),
     "float64": ("8.0", WIDEST, replace(LONG, dtype="float64", seqlen_q=40, strides="flipped")),
 }
@@ -153,5 +153,7 @@ def test_plans_say_what_is_served():
     plan = choose_plan(many.problem, DeviceSpec.for_arch("9.0"), "forward")
     assert "not sm90/forward: it knows no keys and values of one byte" in plan.reason
     assert "float8_e4m3fn" in plan.kernels[0].name
-    packed = replace(few, strides="padded").problem  # rows that TMA does not reach
-    assert choose_plan(packed, DeviceSpec.for_arch("9.0"), "forward").kernels[0].source == "sm80/forward.cu"
+    # Rows that TMA does not reach, and heads that are too wide.
+    for other in (replace(few, strides="padded"), replace(few, head_dim=320, kv_dtype="", k_scale=None, v_scale=None)):
+        plan = choose_plan(other.problem, DeviceSpec.for_arch("9.0"), "forward")
+        assert plan.kernels[0].source == "sm80/forward.cu"

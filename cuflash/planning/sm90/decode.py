@@ -42,6 +42,9 @@ class Decode(ForwardFamily[DecodeSm90Tile]):
             return ""
         if _visible_keys(problem.mean_sequence) < DECODE_MIN_SEQLEN_K or draft.why_not_mapped(MAPPED):
             return ""
+        largest = max(row.max_dim for row in self.table(problem))
+        if max(problem.head_dim, problem.head_dim_v) > largest:
+            return f"it serves head dimensions up to {largest}"
         terms = [*problem.given(MASKS)]
         terms += ["dropout"] if problem.dropout else []
         terms += ["packed sequences"] if problem.is_packed else []
