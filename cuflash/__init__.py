@@ -10,8 +10,10 @@ from cuflash import block_masks
 from cuflash.cpu import cpu_threads
 from cuflash.dropout import dropout_mask
 from cuflash.flash_attention import FlashAttention
+from cuflash.float8 import fp8
 from cuflash.functional import attention
 from cuflash.merging import MergeGradients, MergeResult, merge, merge_backward
+from cuflash.quantization import Quantized, dequantize, quantize, rotate
 from cuflash.results import ForwardResult, Gradients
 from cuflash.score.functions import abs, clip, cos, exp, floor, log, maximum, minimum, sin, sqrt, tanh, where
 
@@ -23,20 +25,25 @@ __all__ = [
     "Gradients",
     "MergeGradients",
     "MergeResult",
+    "Quantized",
     "abs",
     "attention",
     "block_masks",
     "clip",
     "cos",
     "cpu_threads",
+    "dequantize",
     "dropout_mask",
     "exp",
     "floor",
+    "fp8",
     "log",
     "maximum",
     "merge",
     "merge_backward",
     "minimum",
+    "quantize",
+    "rotate",
     "sin",
     "sqrt",
     "tanh",

@@ -16,10 +16,10 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import numpy as np
 
 from cuflash.captured import gradient_names, names_of
-from cuflash.operands import ITEMSIZE, Operand, Shaped, as_it_is, check_array, layout_of, rows_of, user_shape
+from cuflash.operands import FLOAT8, ITEMSIZE, Operand, Shaped, as_it_is, check_array, layout_of, rows_of, user_shape
 from cuflash.options import Options, window_of
-from cuflash.problem import Problem, gradient_operand, make_problem
-from cuflash.terms import DEFAULT_NEED, GRADIENTS, NAMES, OF_NUMBERS, TERMS
+from cuflash.problem import Problem, check_differentiable, gradient_operand, make_problem
+from cuflash.terms import DEFAULT_NEED, GRADIENTS, NAMES, OF_FLOAT8, OF_NUMBERS, TERMS
 from cuflash.values import value_error
 
 Pass = Literal["forward", "backward"]
@@ -114,6 +114,8 @@ def bind(
     q, k, v = (given[name] for name in INPUTS)
     captured = {name: given[name] for name in names_of(options)}
     problem = make_problem(options, q, k, v, captured=captured, **{name: given.get(name) for name in NAMES})
+    if pass_ == "backward":
+        check_differentiable(problem)
     results: tuple[str, ...] = ("out", "lse")
     if pass_ == "backward":
         results = tuple(name for name in problem.gradients if name in need or name in given)
@@ -221,6 +223,10 @@ def growing_keys(options: Options, arrays: Mapping[str, Any]) -> Growing:
     for name in _OVER_KEYS:
         if arrays[name] is not None:
             return FIXED
+    for name in OF_FLOAT8:
+        scale = arrays.get(name)
+        if scale is not None and scale.shape[-1:] not in ((), (1,)):
+            return FIXED
     q, k, v, table = arrays["q"].shape, arrays["k"].shape, arrays["v"].shape, arrays["block_table"]
     axis = len(k) - (3 if len(k) > 2 and options.layout == "bshd" else 2)
     if not 2 <= len(q) == len(k) == len(v) or k[axis] != v[axis]:
@@ -241,7 +247,24 @@ def growing_keys(options: Options, arrays: Mapping[str, Any]) -> Growing:
 
 
 def access_bytes(operands: tuple[Operand, ...], *addresses: int) -> int:
-    """Widest access of 16, 8, 4 or 2 bytes that is aligned at every row of every operand, at these addresses."""
+    """Widest access of 16, 8, 4 or 2 bytes that is aligned at every row of every operand, at these addresses.
+
+    Where k and v have numbers of one byte, an access of as many of them is aligned; 16 bytes mean 16 for these, too.
+    """
+    of_float8 = [operand.dtype in FLOAT8 for operand in operands]
+    if any(of_float8):
+        size = max(ITEMSIZE[operand.dtype] for operand in operands)
+        kinds: list[int] = []
+        for kind in (True, False):
+            some = tuple(x for x, is_of_it in zip(operands, of_float8, strict=True) if is_of_it == kind)
+            places = [x for x, is_of_it in zip(addresses, of_float8, strict=False) if is_of_it == kind]
+            kinds.append(_aligned_bytes(some, places))
+        narrow, others = kinds
+        return min(others, narrow if narrow == 16 else min(8, narrow * size))
+    return _aligned_bytes(operands, addresses)
+
+
+def _aligned_bytes(operands: tuple[Operand, ...], addresses: Iterable[int]) -> int:
     alignment = math.gcd(16, *addresses)
     for operand in operands:
         for size, stride in zip(operand.shape[:3], operand.strides[:3], strict=True):

@@ -229,6 +229,8 @@ class FlashAttention(Preparation):
         block_table: Array | None = None,
         cu_seqlens_q: Array | None = None,
         cu_seqlens_k: Array | None = None,
+        k_scale: Array | None = None,
+        v_scale: Array | None = None,
         seed: int | None = None,
         offset: int | None = None,
         out: Array | None = None,
@@ -251,10 +253,11 @@ class FlashAttention(Preparation):
             broadcast to those that "batch" stands for below, and so do those of all other arrays, which may be 1 or
             missing.
         k : array
-            (..., num_heads_kv, seqlen_k, head_dim), dtype of q. Query head h reads key/value head
+            (..., num_heads_kv, seqlen_k, head_dim), dtype of q, or float8_e4m3fn or float8_e5m2 (`ml_dtypes`, or what
+            `cuflash.fp8` makes): then its numbers are these times `k_scale`. Query head h reads key/value head
             ``h // (num_heads // num_heads_kv)``; num_heads_kv divides num_heads.
         v : array
-            (..., num_heads_kv, seqlen_k, head_dim_v), dtype of q.
+            (..., num_heads_kv, seqlen_k, head_dim_v), dtype of k.
         bias : array, optional
             Added to the scores; dtype of q or of lse. Broadcasts to (batch, num_heads, seqlen_q, seqlen_k), without a
             copy. -inf hides a key.
@@ -292,6 +295,12 @@ class FlashAttention(Preparation):
             the arrays is touched whatever they are, and values that break the rule give undefined results. Rows behind
             the last sequence belong to none: out = 0, lse = -inf. Not together with bias, mask, block_mask,
             kv_lengths and block_table.
+        k_scale, v_scale : array, optional
+            float32: what the numbers of k and v are multiplied by where these are float8; without one, by 1. Each
+            broadcasts to (batch, num_heads_kv, ceil(seqlen_k / block)), in every layout, where block is a power of two
+            that the length of the last axis tells. So () is one number for the array, (num_heads_kv, 1) one for each
+            head, and as many as keys are one for each key. With a `block_table` they are those of the pool:
+            (num_pages, num_heads_kv, ceil(page_size / block)); with packed sequences, blocks are of all rows.
         seed, offset : int, optional
             Which weights dropout drops: needed with it, without effect elsewhere. 0 to ``2 ** 64 - 1`` and
             ``2 ** 32 - 1``. Calls that differ in either drop others, say with the number of a layer as seed and that of
@@ -324,7 +333,7 @@ class FlashAttention(Preparation):
         arrays = {
             "q": q, "k": k, "v": v, "bias": bias, "mask": mask, "kv_lengths": kv_lengths, "alibi_slopes": alibi_slopes,
             "sinks": sinks, "block_mask": block_mask, "block_table": block_table, "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_k": cu_seqlens_k, "out": out, "lse": lse,
+            "cu_seqlens_k": cu_seqlens_k, "k_scale": k_scale, "v_scale": v_scale, "out": out, "lse": lse,
         }  # fmt: skip
         if captured or self.options.score or self.options.mask_function:
             arrays |= check_given("forward", self.options, captured)
@@ -371,6 +380,8 @@ class FlashAttention(Preparation):
         block_table: Array | None = None,
         cu_seqlens_q: Array | None = None,
         cu_seqlens_k: Array | None = None,
+        k_scale: Array | None = None,
+        v_scale: Array | None = None,
         dlse: Array | None = None,
         need: Collection[str] = DEFAULT_NEED,
         seed: int | None = None,
@@ -410,6 +421,8 @@ class FlashAttention(Preparation):
             Not served: gradients are those of contiguous keys and values.
         cu_seqlens_q, cu_seqlens_k : array, optional
             As `forward` took them.
+        k_scale, v_scale : array, optional
+            Not served: there are no gradients of k and v of one byte.
         dlse : array, optional
             Gradient with respect to lse, of its shape and dtype, if anything was computed from lse. Rows whose lse is
             -inf get nothing from it.
@@ -439,7 +452,7 @@ class FlashAttention(Preparation):
         TypeError, ValueError, ImportError
             As `forward` does.
         NotImplementedError
-            Likewise, and with a `block_table`.
+            Likewise, with a `block_table`, and where k and v have one byte a number.
         """
         if block_table is not None:
             raise NotImplementedError(
@@ -449,7 +462,8 @@ class FlashAttention(Preparation):
         arrays = {
             "q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "bias": bias, "mask": mask,
             "kv_lengths": kv_lengths, "alibi_slopes": alibi_slopes, "sinks": sinks, "block_mask": block_mask,
-            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "dlse": dlse,
+            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "k_scale": k_scale, "v_scale": v_scale,
+            "dlse": dlse,
         }  # fmt: skip
         results: dict[str, Array | None] = {"dq": dq, "dk": dk, "dv": dv}
         kind: Callable[..., Gradients | NamedGradients] = Gradients

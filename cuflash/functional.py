@@ -31,6 +31,8 @@ def attention(
     block_table: ArrayT | None = None,
     cu_seqlens_q: ArrayT | None = None,
     cu_seqlens_k: ArrayT | None = None,
+    k_scale: ArrayT | None = None,
+    v_scale: ArrayT | None = None,
     out: ArrayT | None = None,
 ) -> ArrayT:
     """Exact attention, ``softmax(scale * q @ k.T) @ v`` of every head, in memory linear in the sequence length.
@@ -40,12 +42,14 @@ def attention(
     q : array
         (..., num_heads, seqlen_q, head_dim); float16, bfloat16, float32 or float64.
     k : array
-        (..., num_heads_kv, seqlen_k, head_dim), dtype of q; num_heads_kv divides num_heads.
+        (..., num_heads_kv, seqlen_k, head_dim), dtype of q or float8; num_heads_kv divides num_heads.
     v : array
-        (..., num_heads_kv, seqlen_k, head_dim_v), dtype of q.
+        (..., num_heads_kv, seqlen_k, head_dim_v), dtype of k.
     causal, scale, window, softcap, layout, precision, block_size :
         Options, as `FlashAttention` takes them.
-    bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k, out :
+    bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k :
+        Arrays, optional, as `FlashAttention.forward` takes them.
+    k_scale, v_scale, out :
         Arrays, optional, as `FlashAttention.forward` takes them.
 
     Returns
@@ -91,6 +95,8 @@ def attention(
         block_table=block_table,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
+        k_scale=k_scale,
+        v_scale=v_scale,
         out=out,
     )
     return cast(ArrayT, result.out)

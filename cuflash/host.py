@@ -79,16 +79,17 @@ class CpuPlan:
         heads = f"{p.num_heads} heads" + (f" over {p.num_heads_kv} key/value heads" if p.group_size > 1 else "")
         sizes = f"seqlen {p.seqlen_q} x {p.seqlen_k}, head_dim {p.head_dim}, head_dim_v {p.head_dim_v}"
         sizes += " (packed: seqlen of all, work as of equal lengths)" if p.is_packed else ""
-        backward = "no backward pass with a block_table"
-        if p.block_table is None:
-            backward = f"{p.backward_flops / 1e9:.3g} GFLOP backward"
+        backward = f"{p.backward_flops / 1e9:.3g} GFLOP backward"
+        if p.why_no_gradients is not None:
+            backward = f"no backward pass with {p.why_no_gradients}"
+        keys = f", {p.k.dtype} in k and v" if p.has_float8 else ""
         return "\n".join(
             (
                 "CPU path: tiled online softmax on NumPy arrays, because the arguments are in host memory",
                 f"  computed  by {cpu.describe(p)}",
                 f"  problem   batch {p.batch}, {heads}, {sizes}, layout {p.layout}",
                 *((f"  axes      {self.axes}",) if self.axes else ()),
-                f"  precision {p.dtype} in and out, {p.softmax_dtype} inside",
+                f"  precision {p.dtype} in and out{keys}, {p.softmax_dtype} inside",
                 f"  work      {p.forward_flops / 1e9:.3g} GFLOP forward, {backward}",
                 f"  memory    linear in seqlen; the plain formula's scores would take {p.naive_bytes / 2**20:.4g} MiB",
                 *(f"  {line}" for line in (p.program.describe().splitlines() if p.has_functions else ())),

@@ -12,7 +12,8 @@ Lazy bits. A PyTorch tensor may have other numbers than its memory holds: those 
 has no word for that and PyTorch's exporter does not look, so such tensors are refused.
 
 bfloat16 on the host. NumPy neither exports nor imports it. Its bits cross as uint16, and the type code in the capsule,
-which belongs to the consumer alone, is rewritten on the way: a passage without a copy, in both directions.
+which belongs to the consumer alone, is rewritten on the way: a passage without a copy, in both directions. Numbers of
+one byte, which neither NumPy nor CuPy imports, cross as uint8, inwards.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any, Literal, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from cuflash.float8 import Float8Array, fp8
 from cuflash.values import type_error, value_error
 
 HOST_DEVICES = (1, 3)  # kDLCPU, kDLCUDAHost (pinned)
@@ -40,13 +42,16 @@ Kind = Literal["numpy", "cupy"]
 
 
 def are_cupy(arrays: Mapping[str, object], required: Iterable[str]) -> bool:
-    """Whether all arguments are CuPy arrays (or absent, where they may be): the common case, decided first and fast."""
+    """Whether all arguments are CuPy arrays (or absent, where they may be), those of one byte among them.
+
+    The common case, decided first and fast.
+    """
     cupy = sys.modules.get("cupy")
     if cupy is None:
         return False
     array = cupy.ndarray
     for x in arrays.values():
-        if x is not None and type(x) is not array:
+        if x is not None and type(x) is not array and type(x) is not Float8Array:
             return False
     for name in required:  # noqa: SIM110 (any() of a generator doubles the time, and this runs before every launch)
         if arrays[name] is None:
@@ -150,6 +155,8 @@ def _library_of(name: str, array: object) -> str:
             raise type_error(name, _spell(array), "a plain numpy.ndarray (what the subclass adds would be lost)")
         return "numpy"
     cupy = sys.modules.get("cupy")
+    if isinstance(array, Float8Array):
+        return "cupy"
     if cupy is not None and isinstance(array, cupy.ndarray):
         if type(array) is not cupy.ndarray:
             raise type_error(name, _spell(array), "a plain cupy.ndarray")
@@ -213,6 +220,8 @@ def _take(name: str, array: Any, kind: Kind) -> tuple[Any, bool]:
         view = library.from_dlpack(loan)
     except Exception as error:  # whatever a foreign __dlpack__ raises
         raise _refused(name, array, error) from error
+    if loan.float8:
+        return fp8(view, loan.float8), loan.read_only
     if kind == "cupy":
         return view, loan.read_only
     return (view.view(BFLOAT16) if loan.retyped else view), not view.flags.writeable
@@ -263,6 +272,7 @@ class _ManagedVersioned(ctypes.Structure):
 
 
 UINT_CODE, BFLOAT_CODE = 1, 4  # DLDataTypeCode
+FLOAT8_CODES = {10: "float8_e4m3fn", 12: "float8_e5m2"}
 READ_ONLY_FLAG = 1
 
 _capsule_is_valid = ctypes.pythonapi.PyCapsule_IsValid
@@ -281,24 +291,25 @@ def _managed(capsule: object) -> _Managed | _ManagedVersioned | None:
     return None
 
 
-def _retype(managed: _Managed | _ManagedVersioned | None, old: int, new: int) -> bool:
-    """Change the type code of 16-bit elements from `old` to `new`; False if that is not what they are."""
+def _retype(managed: _Managed | _ManagedVersioned | None, old: int, new: int, bits: int = 16) -> bool:
+    """Change the type code of elements of so many bits from `old` to `new`; False if that is not what they are."""
     if managed is None:
         return False
     dtype = managed.tensor.dtype
-    if (dtype.code, dtype.bits, dtype.lanes) != (old, 16, 1):
+    if (dtype.code, dtype.bits, dtype.lanes) != (old, bits, 1):
         return False
     dtype.code = new
     return True
 
 
 class _Loan:
-    """Another library's array on its way in; with `retype`, bfloat16 passes as uint16."""
+    """Another library's array on its way in; with `retype`, bfloat16 passes as uint16. float8 does as uint8."""
 
     def __init__(self, array: Any, *, retype: bool) -> None:
         self.array = array
         self.retype = retype
         self.retyped = False
+        self.float8 = ""  # the dtype
         self.read_only = False
 
     def __dlpack_device__(self) -> Any:
@@ -308,6 +319,9 @@ class _Loan:
         capsule = self.array.__dlpack__(**how)
         managed = _managed(capsule)
         self.retyped = self.retype and _retype(managed, BFLOAT_CODE, UINT_CODE)
+        for code, name in FLOAT8_CODES.items():
+            if _retype(managed, code, UINT_CODE, 8):
+                self.float8 = name
         self.read_only = isinstance(managed, _ManagedVersioned) and bool(managed.flags & READ_ONLY_FLAG)
         return capsule
 

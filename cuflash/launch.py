@@ -28,6 +28,7 @@ from cuflash.binding import FIXED, INPUTS, Binding, Growing, Pass, bind, growing
 from cuflash.compiler import compile_spec, with_resources
 from cuflash.interop import overlap
 from cuflash.leading import Axes, Calls, axes_of, first_call
+from cuflash.operands import FLOAT8
 from cuflash.options import Options
 from cuflash.params import Argument
 from cuflash.planning import DeviceSpec, KernelSpec, LaunchPlan
@@ -45,12 +46,12 @@ class Plans(NamedTuple):
     """The plans of both passes of one problem."""
 
     forward: LaunchPlan
-    backward: LaunchPlan | None  # None with a block table, which it does not serve
+    backward: LaunchPlan | None  # None for a problem that has no gradients
 
     def describe(self) -> str:
         """Both plans in words."""
         if self.backward is None:
-            return self.forward.describe() + "\nno backward pass with a block_table"
+            return self.forward.describe() + f"\nno backward pass with {self.forward.problem.why_no_gradients}"
         return self.forward.describe() + "\n" + self.backward.describe()
 
 
@@ -123,18 +124,19 @@ def plan(options: Options, arrays: dict[str, Any], need: Collection[str] = DEFAU
         plan = with_resources(tuned_plan(binding.problem, device, pass_, **binding.layout))
         return replace(plan, reason=f"{first.axes}\n{plan.reason}") if first.axes else plan
 
-    return Plans(plan_of("forward"), None if arrays.get("block_table") is not None else plan_of("backward"))
+    forward = plan_of("forward")
+    return Plans(forward, None if forward.problem.why_no_gradients is not None else plan_of("backward"))
 
 
 def compile(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> None:
     """Compile and load the kernels of both passes, and let CuPy's pool of the current stream grow to what they take.
 
     A later call on arrays of these shapes and strides compiles nothing and takes no new memory from the device. Runs
-    both passes once on the given arrays, or, with a block table, the only one that there is.
+    both passes once on the given arrays, or the only one that there is.
     """
     with cupy.cuda.Device(arrays["q"].data.device_id):
         out, lse = forward(options, arrays)
-        if arrays.get("block_table") is None:
+        if arrays.get("block_table") is None and arrays["k"].dtype.name not in FLOAT8:
             backward(options, arrays | {"dout": cupy.zeros_like(out), "out": out, "lse": lse}, need)
 
 
@@ -249,7 +251,7 @@ def _start(
 
     copies = {}
     for name, index in launch.copied:
-        array = arrays[name]
+        array = arrays[name].bits if arrays[name].dtype.name in FLOAT8 else arrays[name]
         copies[name] = copy = cupy.empty(array.shape, array.dtype)
         pointers[index] = copy.data.ptr
         if name not in launch.results:

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from cuflash.binding import INPUTS
+from cuflash.float8 import on_bits
 from cuflash.interop import overlap
 from cuflash.operands import check_array, numpy_dtype
 from cuflash.options import Options
@@ -33,7 +34,7 @@ Array = Any  # of NumPy or CuPy
 SMALL = 16
 # How many axes of an array are not leading ones; those of head dimensions may lack the first of these.
 _OVER_HEAD_DIMENSIONS = (*INPUTS, "out", "dout", *DEFAULT_NEED)
-_BROADCAST = {"bias": 3, "mask": 3, "block_mask": 3}
+_BROADCAST = {"bias": 3, "mask": 3, "block_mask": 3, "k_scale": 2, "v_scale": 2}
 _SMALL = {"kv_lengths": 0, "alibi_slopes": 1}
 _OWN_AXES = {
     **dict.fromkeys(_OVER_HEAD_DIMENSIONS, 3),
@@ -344,7 +345,8 @@ class Calls:
         found = {}
         for name, array in self._arrays.items():
             if array is not None:
-                array = self._copy(name, array, index) if name in self.axes.copied else self._view(name, array, index)
+                take = self._copy if name in self.axes.copied else self._view
+                array = on_bits(functools.partial(take, name, index=index), array)
                 if name in self._widened and array.dtype.itemsize == 2:
                     array = array.astype(self._wide)
             found[name] = array

@@ -12,15 +12,25 @@ if TYPE_CHECKING:
     import numpy as np
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")  # of k and v alone
+ITEMSIZE = {
+    "bool": 1,
+    **dict.fromkeys(FLOAT8, 1),
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "int32": 4,
+    "int64": 8,
+}
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """NumPy dtype of a dtype name of cuflash, bfloat16 included."""
+    """NumPy dtype of a dtype name of cuflash, those of `ml_dtypes` included."""
     import ml_dtypes
     import numpy as np
 
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    return np.dtype(getattr(ml_dtypes, name) if name in ("bfloat16", *FLOAT8) else name)
 
 
 class Shaped(Protocol):

@@ -16,7 +16,7 @@ from cuflash.planning import LaunchPlan
 from cuflash.planning.argument import ARRAYS, CAPTURED_BYTES, FIELDS, OF_LENGTH, PARAMS_BYTES, RUN_TIME, maps_offset
 from cuflash.problem import Problem
 from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
-from cuflash.terms import NAMES, NUMBERS
+from cuflash.terms import NAMES, NUMBERS, OF_FLOAT8
 
 # As C lays a struct of these fields out.
 PARAMS = np.dtype(
@@ -70,6 +70,8 @@ def parameters(
     for name in RUN_TIME:
         params[name] = getattr(plan.run_time, name)
     params["num_pages"] = problem.k.shape[0] if problem.block_table is not None else 0
+    for name in OF_FLOAT8:
+        params[f"{name}_shift"] = max(problem.scale_block(name).bit_length() - 1, 0)
     return _with_captured(params, problem, operands) if problem.has_functions else params
 
 

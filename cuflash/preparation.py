@@ -47,7 +47,7 @@ class Preparation:
         **arrays : array, optional
             The other arrays of `forward` and of `backward`, by the names of their arguments: bias, mask and so on, and
             dout, out, dq and so on, which count as contiguous without it; and those that `score` and `mask` read. With
-            a block_table there is no backward pass.
+            a block_table, and k and v of one byte a number, there is no backward pass.
 
         Returns
         -------
@@ -89,8 +89,8 @@ class Preparation:
         need : collection of str, default ("dq", "dk", "dv")
             Gradients that `backward` is to give.
         **terms : array, optional
-            bias, mask and so on, as `forward` takes them, and what `score` and `mask` read. With a block_table there is
-            no backward pass.
+            bias, mask and so on, as `forward` takes them, and what `score` and `mask` read. With a block_table, and
+            k and v of one byte a number, there is no backward pass.
 
         Raises
         ------
@@ -145,8 +145,8 @@ class Preparation:
         forget : bool, default False
             Instead of tuning, remove what is remembered for such arrays.
         **terms : array, optional
-            bias, mask and so on, as `forward` takes them, and what `score` and `mask` read. With a block_table there is
-            no backward pass.
+            bias, mask and so on, as `forward` takes them, and what `score` and `mask` read. With a block_table, and
+            k and v of one byte a number, there is no backward pass.
 
         Returns
         -------

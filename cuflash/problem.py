@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from cuflash.captured import check_alone, operands_of
 from cuflash.operands import (
     DTYPES,
+    FLOAT8,
     ITEMSIZE,
     Operand,
     Shaped,
@@ -34,7 +35,7 @@ from cuflash.operands import (
 )
 from cuflash.options import Options, check_block_size, diagonal_of, rounded_rate, window_of
 from cuflash.score import Program, Traced, program_of
-from cuflash.terms import BY_NAME, GRADIENTS, NAMES, NUMBER_ROWS, NUMBERS, Given, Term, Terms
+from cuflash.terms import BY_NAME, GRADIENTS, NAMES, NUMBER_ROWS, NUMBERS, OF_FLOAT8, Given, Term, Terms
 from cuflash.values import counted, type_error, value_error
 
 if TYPE_CHECKING:
@@ -131,6 +132,28 @@ class Problem(Given):
     def follows_lengths(self) -> bool:
         """Whether the diagonal of entry b is kv_lengths[b] - seqlen_q."""
         return self.block_table is not None and self.alignment == "bottom_right"
+
+    @property
+    def why_no_gradients(self) -> str | None:
+        """What keeps the problem from having a backward pass."""
+        if self.block_table is not None:
+            return "a block_table"
+        return "k and v of one byte a number" if self.has_float8 else None
+
+    @property
+    def has_float8(self) -> bool:
+        """Whether k and v have one byte a number, times k_scale and v_scale."""
+        return self.k.dtype in FLOAT8
+
+    def scale_block(self, name: str) -> int:
+        """Neighbouring keys, of a page where there are pages, that have one number of `k_scale` or `v_scale`.
+
+        0 where all keys of a head have one, and without such an array.
+        """
+        operand: Operand | None = getattr(self, name)
+        if operand is None or operand.strides[2] == 0:
+            return 0
+        return block_of_scales(operand.shape[2], self.k.shape[2])
 
     @property
     def page_size(self) -> int:
@@ -248,7 +271,7 @@ class Problem(Given):
         keys_bytes = self.k.nbytes + self.v.nbytes
         if self.block_table is not None:  # pages of others are not read
             rows = self.batch * self.num_heads_kv * self.seqlen_k
-            keys_bytes = rows * (self.head_dim + self.head_dim_v) * ITEMSIZE[self.dtype]
+            keys_bytes = rows * (self.head_dim + self.head_dim_v) * ITEMSIZE[self.k.dtype]
         return sum(x.nbytes for x in inputs if x is not None) + keys_bytes + self._out_bytes + self._lse_bytes
 
     @property
@@ -295,15 +318,7 @@ def make_problem(
     is_packed = "cu_seqlens_q" in given or "cu_seqlens_k" in given
     if block_table is not None and is_packed:
         raise not_packed_error("block_table")
-    for name, array in (("q", q), ("k", k), ("v", v)):
-        if array.dtype.name not in DTYPES:
-            raise type_error(name, f"dtype {array.dtype}", "float16, bfloat16, float32 or float64")
-        _check_axes(name, array, "cu_seqlens_q" if is_packed else None if block_table is None else "block_table")
-    for name, array in (("k", k), ("v", v)):
-        if array.dtype != q.dtype:
-            raise type_error(name, f"dtype {array.dtype}", f"{q.dtype} as q has")
-        if len(array.shape) != len(q.shape):
-            raise value_error(name, f"{len(array.shape)}-D shape {tuple(array.shape)}", f"{len(q.shape)}-D as q is")
+    _check_dtypes_and_axes(q, k, v, "cu_seqlens_q" if is_packed else None if block_table is None else "block_table")
     layout = options.layout
     q4, k4, v4 = layout_of(q, layout), layout_of(k, layout), layout_of(v, layout)
     batch, num_heads, seqlen_q, head_dim = q4.shape
@@ -336,8 +351,13 @@ def make_problem(
     softmax_dtype = "float64" if q4.dtype == "float64" else "float32"
     sizes = {"batch": batch, "num_heads": num_heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     operands: dict[str, Any] = {
-        name: _term_operand(BY_NAME[name], array, q4.dtype, softmax_dtype, sizes) for name, array in given.items()
+        name: _term_operand(BY_NAME[name], array, q4.dtype, softmax_dtype, sizes)
+        for name, array in given.items()
+        if name not in OF_FLOAT8
     }
+    for name, of in (("k_scale", k4), ("v_scale", v4)):
+        if name in given:
+            operands[name] = _scale_operand(name, given[name], of, "batch" if block_table is None else "num_pages")
     block_size = (0, 0)
     if block_mask is not None:
         if block_table is not None:
@@ -394,6 +414,31 @@ def _check_axes(name: str, array: Shaped, other: str | None) -> None:
         raise value_error(name, f"{count}-D shape {tuple(array.shape)}", "a 2-D, 3-D or 4-D array")
 
 
+def _check_dtypes_and_axes(q: Shaped, k: Shaped, v: Shaped, other: str | None) -> None:
+    """Check dtypes and numbers of axes, of each array and against each other; `other` is as in `_check_axes`."""
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if array.dtype.name not in (DTYPES if name == "q" else (*DTYPES, *FLOAT8)):
+            also = "" if name == "q" else f", or {' or '.join(FLOAT8)}"
+            raise type_error(name, f"dtype {array.dtype}", f"float16, bfloat16, float32 or float64{also}")
+        _check_axes(name, array, other)
+    model, expected = ("k", k.dtype) if k.dtype.name in FLOAT8 else ("q", q.dtype)
+    for name, array in (("k", k), ("v", v)):
+        if array.dtype != expected:
+            raise type_error(name, f"dtype {array.dtype}", f"{expected} as {model} has")
+        if len(array.shape) != len(q.shape):
+            raise value_error(name, f"{len(array.shape)}-D shape {tuple(array.shape)}", f"{len(q.shape)}-D as q is")
+
+
+def check_differentiable(problem: Problem) -> None:
+    """Refuse the backward pass of numbers of one byte."""
+    if problem.has_float8:
+        raise NotImplementedError(
+            f"k: got dtype {problem.k.dtype} for the backward pass, expected {problem.dtype} as q has: gradients of k "
+            f"and v would be rounded to numbers of one byte, to 2 or 3 digits of base 2; give cuflash.dequantize(k, "
+            f"k_scale), and v likewise, to forward and backward"
+        )
+
+
 def _term_operand(term: Term, array: Shaped, dtype: str, softmax_dtype: str, sizes: Mapping[str, int]) -> Operand:
     """A term as kernels see it, checked against its row."""
     spelled = {"input": dtype, "softmax": softmax_dtype}
@@ -416,6 +461,30 @@ def _block_mask_operand(array: Shaped, block_size: tuple[int, int], sizes: Mappi
         raise value_error("block_mask", f"shape {tuple(array.shape)}", expected)
     target = (sizes["batch"], sizes["num_heads"], *num_blocks)
     return broadcast_operand("block_mask", array, target, "(batch, num_heads, blocks of q, blocks of k)")
+
+
+def block_of_scales(count: int, keys: int) -> int:
+    """The power of two that is the length of `count` blocks of `keys` keys, at least two; 0 where there is none.
+
+    No other power of two makes as many blocks: half of it makes nearly twice as many.
+    """
+    block = 1
+    while -(-keys // block) > max(count, 1):
+        block *= 2
+    return block if -(-keys // block) == count else 0
+
+
+def _scale_operand(name: str, array: Shaped, of: Operand, first: str) -> Operand:
+    """`k_scale` or `v_scale` over the first two axes of k or v and blocks of its keys."""
+    if of.dtype not in FLOAT8:
+        raise value_error(name, "an array", f"None, since {name[0]} has dtype {of.dtype}: multiply by it instead")
+    check_dtype(name, array, BY_NAME[name].dtypes)
+    keys = of.shape[2]
+    count = array.shape[-1] if array.shape else 1
+    axes = f"({first}, num_heads_kv, ceil(keys / block)), where block is a power of two and keys = {keys}"
+    if count not in (1, keys) and not block_of_scales(count, keys):
+        raise value_error(name, f"shape {tuple(array.shape)}", f"a shape that broadcasts to {axes}")
+    return broadcast_operand(name, array, (*of.shape[:2], count), axes)
 
 
 def _numbers_in(softmax_dtype: str, options: Options, q: Operand) -> dict[str, Any]:
@@ -462,6 +531,20 @@ def check_pages(problem: Problem, block_table: NDArray[Any], kv_lengths: NDArray
     if outside.size:
         expected = f"0 to num_pages - 1 = {num_pages - 1}, where kv_lengths say that there are keys"
         raise value_error("block_table", f"an entry {outside[0]}", expected)
+
+
+def scales_of_keys(problem: Problem, name: str, scale: NDArray[Any] | None) -> NDArray[Any] | None:
+    """`k_scale` or `v_scale` as (batch or pages, heads of k and v, keys), a view where no two keys share one."""
+    import numpy as np
+
+    operand: Operand | None = getattr(problem, name)
+    if scale is None or operand is None:
+        return None
+    block, keys = problem.scale_block(name), problem.k.shape[2]
+    whole = np.broadcast_to(scale, operand.shape)
+    if block > 1:
+        return whole.repeat(block, axis=2)[:, :, :keys]
+    return whole if block else np.broadcast_to(whole[:, :, :1], (*operand.shape[:2], keys))
 
 
 def _number_of_sequences(ndim: int, cu_seqlens_q: Shaped | None, cu_seqlens_k: Shaped | None) -> int:

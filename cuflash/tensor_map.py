@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cuflash.operands import ITEMSIZE, Operand
+from cuflash.operands import FLOAT8, ITEMSIZE, Operand
 
 BYTES = 128  # of a map
 LINE_BYTES = 128  # of a row of a box: the span of the swizzle
@@ -112,6 +112,7 @@ def _driver() -> tuple[Any, dict[str, Any], dict[bool, Any], tuple[Any, ...]]:
         "float16": data_type.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         "bfloat16": data_type.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         "float32": data_type.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+        **dict.fromkeys(FLOAT8, data_type.CU_TENSOR_MAP_DATA_TYPE_UINT8),
     }
     common = (
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,

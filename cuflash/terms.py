@@ -118,6 +118,8 @@ TERMS = (
     Term(name="cu_seqlens_q", dtypes=("int32",), strides=1, goes_packed=True),
     Term(name="cu_seqlens_k", dtypes=("int32",), strides=1, goes_packed=True),
     Term(name="block_table", dtypes=("int32",), strides=2),
+    Term(name="k_scale", dtypes=("float32",), strides=3, goes_packed=True),
+    Term(name="v_scale", dtypes=("float32",), strides=3, goes_packed=True),
 )
 NAMES = tuple(term.name for term in TERMS)
 BY_NAME: Mapping[str, Term] = {term.name: term for term in TERMS}
@@ -164,6 +166,8 @@ NUMBER_ROWS = (
 # products, before the terms act.
 NUMBERS = tuple(number.name for number in NUMBER_ROWS)
 OF_FUNCTIONS = NUMBERS[1:]
+# What the numbers of k and v of one byte are multiplied by.
+OF_FLOAT8 = ("k_scale", "v_scale")
 # Options that act on scores pair by pair, in the order in which they do: a kernel without scores knows none of them.
 OF_PAIRS = (
     *OF_FUNCTIONS,
@@ -202,6 +206,8 @@ class Given:
     block_table: Operand | None = None  # k and v are then pools of pages: (num_pages, num_heads_kv, page_size, dim)
     cu_seqlens_q: Operand | None = None
     cu_seqlens_k: Operand | None = None
+    k_scale: Operand | None = None  # over the first two axes of k, as (batch, heads, ...), and blocks of its keys
+    v_scale: Operand | None = None
 
     def given(self, names: Iterable[str]) -> tuple[str, ...]:
         """The options that the problem has, of these names, which are of `NAMES` and `NUMBERS`."""
@@ -225,6 +231,8 @@ class Terms(TypedDict, total=False):
     block_table: Any
     cu_seqlens_q: Any
     cu_seqlens_k: Any
+    k_scale: Any
+    v_scale: Any
 
 
 class OfThreeGradients(Terms, total=False):

@@ -67,6 +67,8 @@ OPTIONS = (
     Option("kv_lengths", ({"kv_lengths": (SEQLEN_K, 70)}, {"kv_lengths": (0, 100), "kv_lengths_dtype": "int64"})),
     Option("block_table", ({"page_size": 16},), ("forward",)),
     Option("cu_seqlens_q", ({"cu_seqlens_q": (0, 70, SEQLEN_Q), "cu_seqlens_k": (0, 60, SEQLEN_K)},)),
+    Option("k_scale", ({"kv_dtype": "float8_e4m3fn", "k_scale": "token"}, {"kv_dtype": "float8_e5m2"}), ("forward",)),
+    Option("v_scale", ({"kv_dtype": "float8_e4m3fn", "v_scale": "token"},), ("forward",)),
     Option("alibi_slopes", ({"alibi_slopes": (2,)},)),
     Option("sinks", ({"sinks": True},)),
     Option("dlse", ({"dlse": True},), ("backward",)),

@@ -52,6 +52,7 @@ class Call:
         self.mask = None if mask is None else np.broadcast_to(mask, shape)
         self.block_mask = None if blocks is None else np.broadcast_to(blocks, (*shape[:2], *blocks.shape[-2:]))
         self.kv_lengths, self.sinks = arrays.get("kv_lengths"), arrays.get("sinks")
+        self.k_scale, self.v_scale = arrays.get("k_scale"), arrays.get("v_scale")
         self._tables = Tables(self.captured)
         self._shown: dict[tuple[int, int], tuple[Array, Array]] = {}
 
@@ -120,7 +121,9 @@ class Call:
         scores[hidden] = -np.inf
 
     def rows_of(self, operand: Array, batch: int, head: int, rows: range) -> Array:
-        return operand[batch, head, rows.start : rows.stop].astype(self.dtype)
+        part = operand[batch, head, rows.start : rows.stop].astype(self.dtype)
+        scale = self.k_scale if operand is self.k else self.v_scale if operand is self.v else None
+        return part if scale is None else part * scale[batch, head, rows.start : rows.stop, None]
 
     def kept(self, batch: int, head: int, rows: range, keys: range) -> Array:
         """What dropout multiplies weights by."""

@@ -23,6 +23,8 @@ class Call:
 
     Attributes
     ----------
+    k_scale, v_scale : Array or None
+        What keys and values of one byte are multiplied by: (batch or pages, heads of k and v, keys).
     out, lse : Array
         Results of the forward pass, and operands of the backward pass; lse, as dlse, is (batch, heads, seqlen_q).
     dout, dlse : Array or None
@@ -47,6 +49,7 @@ class Call:
         layout, given = problem.layout, arrays.get
         self.problem = problem
         self.q, self.k, self.v, self.out = (view_4d(arrays[name], layout) for name in ("q", "k", "v", "out"))
+        self.k_scale, self.v_scale = given("k_scale"), given("v_scale")
         self.lse = view_rows(arrays["lse"])
         dout, dlse = given("dout"), given("dlse")
         self.dout: Any = None if dout is None else view_4d(dout, layout)

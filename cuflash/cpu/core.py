@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.cpu.jobs import count_cores
-from cuflash.operands import DTYPES, layout_of
+from cuflash.operands import DTYPES, FLOAT8, layout_of
 from cuflash.problem import Problem
 from cuflash.terms import DEFAULT_NEED, GRADIENTS, NUMBERS, OF_SCORES, OF_SOFTMAX, SCORES, TERMS
 
@@ -57,8 +57,9 @@ class _Call(ctypes.Structure):
     """`struct Call` of `core/call.h`."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("bytes", "is_backward", "dtype", "bias_dtype", "batch", "num_heads")),
-        *((name, ctypes.c_int64) for name in ("num_heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")),
+        *((name, ctypes.c_int64) for name in ("bytes", "is_backward", "dtype", "kv_dtype", "bias_dtype")),
+        *((name, ctypes.c_int64) for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k")),
+        *((name, ctypes.c_int64) for name in ("head_dim", "head_dim_v")),
         *((name, ctypes.c_int64) for name in ("diagonal", "window_left", "window_right", "is_bottom_right")),
         *((name, ctypes.c_int64) for name in ("page_size", "block_rows", "block_keys", "lengths_are_64_bit")),
         *((name, ctypes.c_int64) for name in ("dropout_steps", "dropout_row", "dropout_column", "num_given")),
@@ -241,6 +242,7 @@ def _prepare(functions: Any, problem: Problem, given: dict[str, Array], is_backw
         bytes=ctypes.sizeof(_Call),
         is_backward=is_backward,
         dtype=DTYPES.index(problem.dtype),
+        kv_dtype=(*DTYPES, *FLOAT8).index(problem.k.dtype),
         bias_dtype=0 if problem.bias is None else DTYPES.index(problem.bias.dtype),
         diagonal=problem.diagonal,
         window_left=NO_BOUND if problem.window_left is None else problem.window_left,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from cuflash.operands import view_4d
 from cuflash.problem import Problem
+from cuflash.terms import OF_FLOAT8
 from cuflash.values import value_error
 
 Array = NDArray[Any]
@@ -36,9 +37,10 @@ class Sequence:
         return array[part] if array.ndim == 3 and self.problem.layout == "bshd" else array[:, part]
 
     def of_terms(self, terms: Mapping[str, Array | None]) -> dict[str, Array]:
-        """The terms of this sequence: those over (sequences, heads) have a row for it."""
+        """The terms of this sequence: those over (sequences, heads) have a row for it, scales numbers of its keys."""
         given = {name: x for name, x in terms.items() if x is not None and not name.startswith("cu_seqlens")}
-        return {name: x if x.ndim == 1 else x[self.index] for name, x in given.items()}
+        of_keys = {name: given.pop(name)[..., self.keys] for name in OF_FLOAT8 if name in given}
+        return of_keys | {name: x if x.ndim == 1 else x[self.index] for name, x in given.items()}
 
 
 def clear_rows_of_no_sequence(problem: Problem, out: Array, lse: Array, cu_seqlens_q: Array) -> None:

@@ -59,7 +59,7 @@ def serves(problem: Problem) -> bool:
     """Whether stacks are for this problem: small heads, all of their keys in one piece, and something to compute.
 
     Small are heads whose products have at most HEAD_PRODUCT multiplications, and where those that share keys fit into a
-    stack. Tiles leave out what a block mask hides, and follow a block table.
+    stack. Tiles leave out what a block mask hides, follow a block table, and multiply k and v by scales.
     """
     scores, num_rows = problem.seqlen_q * problem.seqlen_k, problem.group_size * problem.seqlen_q
     dims = (problem.head_dim, problem.head_dim_v)
@@ -70,6 +70,7 @@ def serves(problem: Problem) -> bool:
         and problem.batch * problem.num_heads > 0
         and problem.block_mask is None
         and problem.block_table is None
+        and not problem.has_float8
     )
 
 

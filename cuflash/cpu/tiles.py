@@ -166,6 +166,14 @@ class Call(calls.Call):
         gathered = gathered.reshape(*pages.shape[:-1], pages.shape[-1] * size, operand.shape[3])
         return gathered[..., rows.start - first * size : rows.stop - first * size, :]
 
+    def numbers_of(self, operand: Array, batch: Any, head: Any, rows: range) -> Array:
+        """The same as the numbers that they stand for."""
+        part = self.rows_of(operand, batch, head, rows)
+        scale = self.k_scale if operand is self.k else self.v_scale if operand is self.v else None
+        if scale is None:
+            return part
+        return part.astype(self.dtype) * self.rows_of(scale[..., None], batch, head, rows)
+
     def stage(self, operand: Array, heads: Heads, rows: range, *, padded: int = 0, ones: int = 0) -> Array:
         """Rows of some heads in the dtype of the computation: a new array (heads, rows, dim).
 
@@ -173,7 +181,7 @@ class Call(calls.Call):
         """
         dim = operand.shape[3]
         staged = np.empty((heads.count, max(padded, len(rows)), dim + ones), self.dtype)
-        part = self.rows_of(operand, heads.batch, heads.head, rows)
+        part = self.numbers_of(operand, heads.batch, heads.head, rows)
         np.copyto(staged[:, : len(rows), :dim], part, casting="unsafe")
         staged[:, len(rows) :, :dim] = 0
         staged[:, :, dim:] = 1
@@ -198,7 +206,7 @@ class Call(calls.Call):
     def _largest_key(self, b: int, h: int, n: int) -> float:
         if (b, h, n) not in self._largest_keys:
             ranges = (range(j, min(j + KEY_TILE, n)) for j in range(0, n, KEY_TILE))
-            chunks = (self.rows_of(self.k, b, h, keys).astype(self.dtype) for keys in ranges)
+            chunks = (self.numbers_of(self.k, b, h, keys).astype(self.dtype) for keys in ranges)
             self._largest_keys[b, h, n] = float(np.max([_largest_norm(x) for x in chunks], initial=0))
         return self._largest_keys[b, h, n]
 

@@ -171,6 +171,21 @@ template <class T>
 CUFLASH_DEVICE float to_float32(T type, u16 bits) {
   return ::emulator::to_float32(element_of(type), bits);
 }
+// (8 + f) 2^(e - 10), or f 2^-9 where e is 0.
+static inline float float_of_e4m3(u8 byte) {
+  const int e = byte >> 3 & 15, f = byte & 7;
+  if ((byte & 127) == 127) return __builtin_nanf("");
+  const float magnitude = e == 0 ? f * 0x1p-9f : __builtin_ldexpf(8 + f, e - 10);
+  return byte & 128 ? -magnitude : magnitude;
+}
+CUFLASH_DEVICE u32 to_float16x2(Float8E4M3, u16 two) {
+  return pack(Float16{}, float_of_e4m3(two & 255), float_of_e4m3(two >> 8));
+}
+CUFLASH_DEVICE u32 to_float16x2(Float8E5M2, u16 two) { return (two & 255) << 8 | (u32)(two >> 8) << 24; }
+CUFLASH_DEVICE u32 multiply_f16x2(u32 x, u32 y) {
+  const auto product = [&](int shift) { return to_float32(Float16{}, x >> shift) * to_float32(Float16{}, y >> shift); };
+  return pack(Float16{}, product(0), product(16));
+}
 CUFLASH_DEVICE float round_to_tf32(float x) { return ::emulator::round_to_tf32(x); }
 CUFLASH_DEVICE u32 leading_zeros(u32 bits) { return bits == 0 ? 32 : __builtin_clz(bits); }
 template <class To, class From>

@@ -42,7 +42,7 @@ def _fields() -> tuple[tuple[str, str, int], ...]:
         *((name, "I", 1) for name in ("seed_low", "seed_high", "offset", "dropout_threshold")),
         *((name, "I", 1) for name in ("dropout_rows", "dropout_columns")),
         ("kept_scale", "f", 1),
-        ("num_pages", "i", 1),
+        *((name, "i", 1) for name in ("num_pages", "k_scale_shift", "v_scale_shift")),
         *((f"{name}_float64", "d", 1) for name in (*NUMBERS, "kept_scale")),
     )
 

@@ -181,6 +181,8 @@ _UNTOLD: dict[str, tuple[str, ...]] = {
     "block_mask": ("CUFLASH_MASK_BLOCK_M", "CUFLASH_MASK_BLOCK_N", "CUFLASH_HAS_LISTS"),
     "dropout": ("CUFLASH_HAS_DROPOUT",),
     "scale": ("CUFLASH_SCALE_IN_EXPONENT",),
+    "k_scale": ("CUFLASH_K_SCALE",),
+    "v_scale": ("CUFLASH_V_SCALE",),
     "score": ("CUFLASH_HAS_SCORE_FUNCTION", "CUFLASH_SCORE_CHANGES_SLOPE"),
     "mask_function": ("CUFLASH_HAS_MASK_FUNCTION",),
 }
@@ -213,7 +215,10 @@ def check_blocks(blocks: int) -> None:
         raise NotImplementedError(f"q: got {blocks} tiles, expected at most 2**31 - 1 in one launch; split the batch")
 
 
-_DTYPE_TAGS = {"float16": "Float16", "bfloat16": "BFloat16", "float32": "Float32", "float64": "Float64"}
+_DTYPE_TAGS = {
+    **{"float16": "Float16", "bfloat16": "BFloat16", "float32": "Float32", "float64": "Float64"},
+    **{"float8_e4m3fn": "Float8E4M3", "float8_e5m2": "Float8E5M2"},
+}
 
 
 def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_bytes: int) -> dict[str, str | int]:
@@ -227,6 +232,9 @@ def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_
         **numbers,
         "CUFLASH_ARCH": device.arch,
         "CUFLASH_DTYPE": _DTYPE_TAGS[problem.dtype],
+        "CUFLASH_KV_DTYPE": _DTYPE_TAGS[problem.k.dtype],
+        "CUFLASH_K_SCALE": _kind_of_scale(problem, "k_scale"),
+        "CUFLASH_V_SCALE": _kind_of_scale(problem, "v_scale"),
         "CUFLASH_ROUNDS_TO_TF32": int("tf32" in option_names(problem)),
         "CUFLASH_HEAD_DIM": problem.head_dim,
         "CUFLASH_HEAD_DIM_V": problem.head_dim_v,
@@ -253,6 +261,15 @@ def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_
         "CUFLASH_HAS_LISTS": int(problem.block_mask is not None or lists_function),
         "CUFLASH_PLAIN_FRAGMENTS": 0,
     }
+
+
+def _kind_of_scale(problem: Problem, name: Literal["k_scale", "v_scale"]) -> int:
+    """How kernels see a scale of keys or values: 0 (there is none), 1 (all keys of a head share it), 2."""
+    operand: Operand | None = getattr(problem, name)
+    if operand is None:
+        return 0
+    of_page, _, of_keys = operand.strides
+    return 1 if of_keys == 0 and (problem.block_table is None or of_page == 0) else 2
 
 
 def _define_of(operand: Operand | None, term: Term) -> int:

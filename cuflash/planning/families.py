@@ -20,6 +20,7 @@ class Family(ABC, Generic[Row]):
     kernel: ClassVar[str]
     tile: ClassVar[type[Tile]]
     has_functions: ClassVar[bool] = False  # of the caller, as scores and masks
+    has_float8: ClassVar[bool] = False  # k and v may have numbers of one byte
 
     @property
     def source(self) -> str:
@@ -38,7 +39,10 @@ class Family(ABC, Generic[Row]):
         """The same, functions of the caller included."""
         if draft.problem.has_functions and not self.has_functions:
             return "it knows no functions that make scores or hide pairs"
-        return self.why_not(draft)
+        obstacle = self.why_not(draft)
+        if obstacle is None and draft.problem.has_float8 and not self.has_float8:
+            return "it knows no keys and values of one byte"
+        return obstacle
 
 
 class ForwardFamily(Family[Row]):

@@ -45,6 +45,7 @@ class ForwardTile(Sm80Tile):
     """One way to cut the forward pass. A block owns block_m queries; warps_d warps share 16-row fragments of them."""
 
     warps_d: int = 1  # warps along the columns of the output
+    key_bytes: int = 0  # of an element of k and v, where that is not element_bytes
 
     defined = ("warps_d",)
     variations: ClassVar = {"block_n": (16, 32, 64, 128), "num_stages": (1, 2), "min_blocks": (1, 2, 3)}
@@ -63,7 +64,8 @@ class ForwardTile(Sm80Tile):
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         size = self.element_bytes
         q = tile_bytes(self.block_m, max(dim, dim_v), size)
-        return q + self.num_stages * (tile_bytes(self.block_n, dim, size) + tile_bytes(self.block_n, dim_v, size))
+        keys = (tile_bytes(self.block_n, d, self.key_bytes or size) for d in (dim, dim_v))
+        return q + self.num_stages * sum(keys)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,6 +324,19 @@ FUNCTION_TILES = tuple(
 )
 
 
+# With keys and values of one byte, whose scales take registers too, likewise.
+FLOAT8_TILES = tuple(
+    row.changed(
+        key_bytes=1,
+        block_n=min(row.block_n, 32 if row.element_bytes == 2 else 16),
+        min_blocks=min(row.min_blocks, 2),
+        fragments_ahead=0,
+        origin="of fewer keys, for scales; not measured",
+    )
+    for row in FORWARD_TILES
+)
+
+
 # ---- families --------------------------------------------------------------------------------------------------------
 
 
@@ -330,9 +345,12 @@ class Forward(ForwardFamily[ForwardTile]):
 
     kernel = "sm80/forward"
     has_functions = True
+    has_float8 = True
     tile = ForwardTile
 
     def table(self, problem: Problem) -> tuple[ForwardTile, ...]:
+        if problem.has_float8:
+            return FLOAT8_TILES
         return FUNCTION_TILES if problem.has_functions else FORWARD_TILES
 
     def draft(self, draft: Draft, tile: ForwardTile) -> None:

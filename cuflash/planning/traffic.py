@@ -93,7 +93,10 @@ def _in_words(nbytes: float) -> str:
 def predict(plan: Plan) -> Traffic | None:
     """The traffic of a plan; None where a kernel takes part whose tiles are not modelled."""
     sources = {kernel.source for kernel in plan.kernels if not kernel.source.startswith("around/")}
-    if not sources or not sources <= {*FORWARD, DECODE, *BACKWARD, DQ} or not plan.problem.visible_pairs:
+    problem = plan.problem
+    if not sources or not sources <= {*FORWARD, DECODE, *BACKWARD, DQ} or not problem.visible_pairs:
+        return None
+    if problem.has_float8:
         return None
     return _forward(plan) if plan.pass_ == "forward" else _backward(plan, sources)
 

@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash import interop
+from cuflash.float8 import Float8Array, fp8
+from cuflash.operands import FLOAT8
 
 Array = NDArray[Any]
 
@@ -16,7 +18,12 @@ STRIDES = ("contiguous", "padded", "transposed", "flipped")
 
 
 def lay_out(values: Array, strides: str, convert: Callable[[Array], Any]) -> Any:
-    """The values as a view with the strides asked for, made of a contiguous buffer."""
+    """The values as a view with the strides asked for, made of a contiguous buffer.
+
+    Numbers of one byte are converted as bytes: no library but NumPy takes them from it.
+    """
+    if values.dtype.name in FLOAT8:
+        convert = _by_bytes(convert, values.dtype)
     if strides == "contiguous" or values.ndim == 0:
         return convert(values.copy())
     if strides == "padded":
@@ -35,6 +42,10 @@ def lay_out(values: Array, strides: str, convert: Callable[[Array], Any]) -> Any
     raise ValueError(f"strides: got {strides!r}, expected one of {STRIDES}")
 
 
+def _by_bytes(convert: Callable[[Any], Any], dtype: np.dtype[Any]) -> Callable[[Any], Any]:
+    return lambda array: fp8(convert(array.view(np.uint8)), dtype)
+
+
 def through_dlpack(from_dlpack: Callable[[Any], Any]) -> Callable[[Array], Any]:
     """The `convert` of another library by its ``from_dlpack``; bfloat16, which NumPy does not lend, included."""
     return lambda array: interop.Borrowed("numpy", {}, from_dlpack).give_back(array, None)
@@ -42,6 +53,8 @@ def through_dlpack(from_dlpack: Callable[[Any], Any]) -> Callable[[Array], Any]:
 
 def to_numpy(array: Any) -> Array:
     """A NumPy array of any library's array, from host or device memory; bfloat16 stays bfloat16."""
+    if isinstance(array, Float8Array):
+        return to_numpy(array.bits).view(array.dtype)
     array = array.detach() if hasattr(array, "detach") else array
     borrowed = interop.borrow({"array": array}, required=["array"])
     view = borrowed.arrays["array"]

@@ -15,7 +15,7 @@ from cuflash import reference
 from cuflash.operands import DTYPES, numpy_dtype, user_shape, view_4d
 from cuflash.options import Options
 from cuflash.problem import Problem, make_problem
-from cuflash.terms import NAMES
+from cuflash.terms import NAMES, OF_FLOAT8
 from cuflash.testing.arrays import lay_out
 from cuflash.testing.leading import Spread
 
@@ -61,6 +61,13 @@ class Case:
         `kv_lengths` are those of all keys unless given. Pages are shuffled; some are nobody's, and full of NaN; the
         table has -1 behind the lengths. All batch entries have one page in common where it is whole in each: that of
         their first keys. Such a case has no gradients. 0 (default): no pages.
+    kv_dtype : str
+        "float8_e4m3fn" or "float8_e5m2", which k and v then have: such a case has no gradients. Empty (default): that
+        of q.
+    k_scale, v_scale : {"tensor", "head", "block", "token"}, optional
+        What has a number of its own by which k, and v, are multiplied. Behind the lengths these are NaN.
+    scale_block : int
+        Keys of such a block.
     alibi_slopes : tuple of int, optional
         Shape of the slopes: (num_heads,) or (batch, num_heads).
     sinks : bool
@@ -110,6 +117,10 @@ class Case:
     kv_lengths: tuple[int, ...] | None = None
     kv_lengths_dtype: str = "int32"
     page_size: int = 0
+    kv_dtype: str = ""
+    k_scale: str | None = None
+    v_scale: str | None = None
+    scale_block: int = 16
     alibi_slopes: tuple[int, ...] | None = None
     sinks: bool = False
     cu_seqlens_q: tuple[int, ...] | None = None
@@ -172,6 +183,10 @@ class Case:
             kv_lengths=None if problem.kv_lengths is None else _spread_lengths(problem.batch, problem.seqlen_k),
             kv_lengths_dtype="int32" if problem.kv_lengths is None else problem.kv_lengths.dtype,
             page_size=problem.page_size,
+            kv_dtype=problem.k.dtype if problem.has_float8 else "",
+            k_scale=_granularity(problem, "k_scale"),
+            v_scale=_granularity(problem, "v_scale"),
+            scale_block=max(problem.scale_block("k_scale"), problem.scale_block("v_scale"), 2),
             alibi_slopes=None if slopes is None else slopes if slopes == scores_shape[:2] else (problem.num_heads,),
             sinks=problem.sinks is not None,
             cu_seqlens_q=(0, *_spread_lengths(problem.batch, problem.seqlen_q)) if problem.is_packed else None,
@@ -208,7 +223,7 @@ class Case:
         return make_problem(options, *qkv(arrays), **optional(arrays))
 
     def arrays(self, convert: Callable[[Array], Any] = np.asarray) -> dict[str, Any]:
-        """Inputs of the case by name: q, k, v, dout (without pages), and those of `NAMES` and dlse it has.
+        """Inputs of the case by name: q, k, v, dout (where there are gradients), and those of `NAMES` and dlse it has.
 
         Parameters
         ----------
@@ -244,9 +259,13 @@ class Case:
             values["block_table"] = np.zeros((self.batch, 1), np.int32)  # nothing takes both
         elif self.page_size:
             values |= self._pages(values["k"], values["v"])
+        if self.kv_dtype:
+            values |= self._float8(values["k"], values["v"])
+        if self.kv_dtype or self.page_size:
             del values["dout"]
         for name in values.keys() & {"q", "k", "v", "dout"}:
-            values[name] = self._as_caller(name, values[name]).astype(dtype)
+            x = self._as_caller(name, values[name])
+            values[name] = x.astype(numpy_dtype(self.kv_dtype) if self.kv_dtype and name in "kv" else dtype)
         if self.bias is not None:
             bias = normal(*self.bias)
             if self.bias_holes:
@@ -314,6 +333,31 @@ class Case:
             lengths = whole.max(axis=tuple(axis for axis, n in enumerate(own) if n == 1), keepdims=True)
         return [int(n) for n in lengths.reshape(-1)]
 
+    def _float8(self, k: Array, v: Array) -> dict[str, Array]:
+        """k and v over their scales, and these; pools of pages have scales of pages."""
+        rng = np.random.default_rng(self.seed + 2)
+        values = {"k": k, "v": v}
+        for name, per in (("k", self.k_scale), ("v", self.v_scale)):
+            if per is None:
+                continue
+            entries, heads, keys, _ = values[name].shape
+            block = {"token": 1, "block": self.scale_block}.get(per, max(keys, 1))
+            shape = (1, 1, 1) if per == "tensor" else (entries, heads, -(-keys // block))
+            scale = np.exp2(rng.uniform(-3, 3, shape)).astype(np.float32)
+            whole = np.broadcast_to(scale.repeat(block, axis=2)[:, :, :keys], values[name].shape[:3])
+            values[name] = values[name] / whole[..., None]
+            if self.kv_lengths is not None and per == "token" and not self.page_size and self.cu_seqlens_q is None:
+                for b, length in enumerate(self._lengths_of(name)):
+                    scale[b, :, length:] = np.nan
+            if per == "tensor":
+                shape = ()
+            elif self._has_axes(name):
+                shape = (*self._leading(name), *shape[1:])
+            else:
+                shape = shape[4 - min(self.ndim, 4) :]
+            values[f"{name}_scale"] = scale.reshape(shape)
+        return values
+
     def _pages(self, k: Array, v: Array) -> dict[str, Array]:
         """Pools of pages with the keys and values, and the table that leads there."""
         lengths, size = np.asarray(self.kv_lengths, np.int64).reshape(-1), self.page_size
@@ -350,6 +394,16 @@ def _with_whole_blocks(mask: NDArray[np.bool_], rng: np.random.Generator) -> NDA
     return np.where(drawn == 0, True, np.where(drawn == 1, False, mask))
 
 
+def _granularity(problem: Problem, name: str) -> str | None:
+    """What has a number of k_scale or v_scale of its own."""
+    operand = getattr(problem, name)
+    if operand is None:
+        return None
+    if operand.strides[2] == 0:
+        return "head" if any(operand.strides) else "tensor"
+    return "token" if problem.scale_block(name) == 1 else "block"
+
+
 def gather_pages(arrays: Mapping[str, Any], layout: str = "bhsd") -> dict[str, Any]:
     """The NumPy arrays of a case with pages, k and v as contiguous arrays; NaN where the table has no page."""
     table, gathered = arrays["block_table"], {name: x for name, x in arrays.items() if name != "block_table"}
@@ -359,6 +413,10 @@ def gather_pages(arrays: Mapping[str, Any], layout: str = "bhsd") -> dict[str, A
         batch, _, heads, _, dim = pages.shape
         rows = pages.swapaxes(1, 2).reshape(batch, heads, -1, dim)
         gathered[name] = np.ascontiguousarray(rows.swapaxes(1, 2) if layout == "bshd" else rows)
+    for name in gathered.keys() & set(OF_FLOAT8):
+        if gathered[name].ndim:
+            scales = gathered[name][table].swapaxes(1, 2)  # batch, heads, page, blocks of a page
+            gathered[name] = scales.reshape(*scales.shape[:2], -1)
     return gathered
 
 
@@ -441,6 +499,7 @@ def self_test_cases(seed: int = 0, *, quick: bool = False) -> Iterator[tuple[str
         "mask": {"mask": (2, 1, 113, 203)},
         "kv_lengths": {"kv_lengths": (0, 150)},
         "pages": {"kv_lengths": (40, 203), "page_size": 16, "seqlen_k": 208, "causal": True},
+        "float8": {"kv_dtype": "float8_e4m3fn", "k_scale": "token", "v_scale": "head"},
         "sinks": {"sinks": True},
         "dlse": {"dlse": True},
         "block_mask": {"block_mask": (2, 6), "block_size": (32, 64)},

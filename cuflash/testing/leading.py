@@ -16,10 +16,12 @@ Array = NDArray[Any]
 OWN_AXES = {
     **dict.fromkeys(("q", "k", "v", "out", "dout"), 3),
     **dict.fromkeys(("bias", "mask", "block_mask"), 3),
-    **dict.fromkeys(("lse", "dlse"), 2),
+    **dict.fromkeys(("lse", "dlse", "k_scale", "v_scale"), 2),
     **dict.fromkeys(("alibi_slopes", "sinks"), 1),
     "kv_lengths": 0,
 }
+# Arrays that a pass takes without an axis for the batch.
+MAY_LACK_BATCH = ("bias", "mask", "block_mask", "alibi_slopes", "k_scale", "v_scale")
 
 
 def leading_of(name: str, shape: tuple[int, ...], count: int) -> tuple[int, ...]:
@@ -67,7 +69,7 @@ class Spread:
     def _stays(self, name: str) -> bool:
         """Whether an array has no axis for the batch."""
         has_no_leading = self.natural[name].ndim <= OWN_AXES[name]
-        return name == "sinks" or (name in ("bias", "mask", "block_mask", "alibi_slopes") and has_no_leading)
+        return name == "sinks" or (name in MAY_LACK_BATCH and has_no_leading)
 
     def _lacks_axes(self, name: str) -> bool:
         return leading_of(name, self.natural[name].shape, len(self.axes)) != self.axes

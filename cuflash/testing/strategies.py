@@ -9,9 +9,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from cuflash.operands import DTYPES
+from cuflash.operands import DTYPES, FLOAT8
 from cuflash.options import LAYOUTS
-from cuflash.terms import NUMBERS, OF_FUNCTIONS, TERMS, Term
+from cuflash.terms import NUMBERS, OF_FLOAT8, OF_FUNCTIONS, TERMS, Term
 from cuflash.testing.arrays import STRIDES
 from cuflash.testing.case import Case
 
@@ -27,6 +27,14 @@ MORE_FEATURES = (*(term.name for term in OF_HEADS if term.part_of == "softmax"),
 SEQLENS = (1, 2, 3, 5, 7, 8, 13, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 113, 127, 128, 129, 203, 255, 256, 257, 509)
 MOST_ENTRIES = 8  # of all leading axes
 HEAD_DIMS = (1, 2, 3, 7, 8, 13, 16, 17, 24, 31, 32, 40, 48, 64, 72, 80, 96, 113, 128, 160, 192, 255, 256)
+
+FLOAT8_ARRAYS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
+    {
+        "kv_dtype": st.sampled_from(FLOAT8),
+        "scale_block": st.sampled_from((16, 2, 64)),
+        **dict.fromkeys(OF_FLOAT8, st.sampled_from((None, "tensor", "head", "block", "token"))),
+    }
+)
 
 
 @st.composite
@@ -52,8 +60,9 @@ def cases(
         What to draw from, simplest first.
     features : collection of str
         Which of `FEATURES` and `MORE_FEATURES` may be present; each is absent about half of the time. And "dropout",
-        for implementations that drop what `cuflash.dropout_mask` says, "pages" for those that take a block table, and
-        "packed" for those of packed sequences.
+        for implementations that drop what `cuflash.dropout_mask` says, "pages" for those that take a block table,
+        "packed" for those of packed sequences, and "float8" for those of k and v of one byte a number, in cases that
+        have no gradients.
     max_seqlen, max_head_dim : int
         Largest lengths, in elements.
     max_scores : int
@@ -117,6 +126,7 @@ def cases(
         head_dim=pick(head_dims),
         head_dim_v=pick(head_dims) if has("head_dim_v") else 0,
         dtype=pick(dtypes),
+        **(draw(FLOAT8_ARRAYS) if has("float8") else {}),
         ndim=ndim,
         layout=pick(layouts),
         causal=pick([True, "top_left"]) if has("causal") else False,

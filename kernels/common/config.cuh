@@ -19,10 +19,26 @@ struct TypesOf<Float64> {
   using Storage = double;
   using Real = double;
 };
+template <>
+struct TypesOf<Float8E4M3> {
+  using Storage = u8;
+  using Real = float;
+};
+template <>
+struct TypesOf<Float8E5M2> {
+  using Storage = u8;
+  using Real = float;
+};
+using KeyElement = CUFLASH_KV_DTYPE;  // of k and v: Element, or of one byte
+using KeyStorage = TypesOf<KeyElement>::Storage;
 using Storage = TypesOf<Element>::Storage;
 using Real = TypesOf<Element>::Real;
 constexpr int kElementBytes = sizeof(Storage);
 constexpr bool kWide = kElementBytes > 2;
+constexpr bool kHasFloat8 = sizeof(KeyStorage) == 1;
+// Which keys and values share a number that they are multiplied by: 0 (there is none), 1 (those of a head) or 2.
+constexpr int kKScale = CUFLASH_K_SCALE;
+constexpr int kVScale = CUFLASH_V_SCALE;
 constexpr bool kRoundsToTf32 = CUFLASH_ROUNDS_TO_TF32;  // of float32: precision="tf32"
 
 constexpr int kHeadDim = CUFLASH_HEAD_DIM;      // of q and k, as the arrays have it
@@ -102,20 +118,22 @@ constexpr int kDimV = round_up(kHeadDimV, CUFLASH_DIM_MULTIPLE);
 // vectors within a line by the row number, so that any 8 neighbouring rows keep a column in 8 different groups of
 // banks. Lines, and not padded rows, because asynchronous copies write aligned sectors of 32 bytes at once: on rows
 // that start in the middle of a sector they reach 5.8 TB/s on an H200, on these 9.5.
-CUFLASH_DEVICE constexpr int row_bytes(int columns) {
-  const int bytes = columns * kElementBytes;
-  return kWide || bytes > 64 ? round_up(bytes, 128) : bytes > 32 ? 64 : 32;
+CUFLASH_DEVICE constexpr int row_bytes(int columns, int element_bytes = kElementBytes) {
+  const int bytes = columns * element_bytes;
+  return element_bytes > 2 || bytes > 64 ? round_up(bytes, 128) : bytes > 32 ? 64 : 32;
 }
-CUFLASH_DEVICE constexpr u32 tile_bytes(int rows, int columns) { return rows * row_bytes(columns); }
+CUFLASH_DEVICE constexpr u32 tile_bytes(int rows, int columns, int element_bytes = kElementBytes) {
+  return rows * row_bytes(columns, element_bytes);
+}
 
 // What the byte offset of a vector within its line is xored with in row `r` of a tile with rows of `row` bytes.
 //
 // Fragments of wide elements are read as pairs of neighbours (sm80/fragments.cuh), in phases of 128 bytes: 4
 // consecutive rows, or 4 even or 4 odd ones, with 2 neighbouring vectors of each (float32), or 2 rows with 4 vectors
 // (float64 by rows). For them an odd row number also flips the highest bit; then none of these meet in a bank.
-template <int row>
+template <int row, bool wide = kWide>
 CUFLASH_DEVICE constexpr u32 row_swizzle(u32 r) {
-  return (kWide ? r % 8 ^ r % 2 * 4 : row >= 128 ? r % 8 : row == 64 ? r / 2 % 4 : r / 4 % 2) * 16;
+  return (wide ? r % 8 ^ r % 2 * 4 : row >= 128 ? r % 8 : row == 64 ? r / 2 % 4 : r / 4 % 2) * 16;
 }
 
 // `address` moved by `bytes` along its row: to another line by addition, within the line by exclusive or. `bytes` has

@@ -7,8 +7,9 @@
 #include "common/sequences.cuh"
 
 // First element of head (batch, head) of an operand.
-CUFLASH_DEVICE const Storage* head_of(const Tensor& tensor, int batch, int head) {
-  return (const Storage*)tensor.data + batch * tensor.batch_stride + head * tensor.head_stride;
+template <class T = Storage>
+CUFLASH_DEVICE const T* head_of(const Tensor& tensor, int batch, int head) {
+  return (const T*)tensor.data + batch * tensor.batch_stride + head * tensor.head_stride;
 }
 
 // The first of the queries, or of the keys, of batch entry `batch` in an operand that has a row for each of them. k and
@@ -18,7 +19,7 @@ CUFLASH_DEVICE const Storage* queries_of(const Tensor& tensor, Entry batch, int 
 }
 CUFLASH_DEVICE auto keys_of(const Params& params, const Tensor& tensor, Entry batch, int head) {
   if constexpr (kPageSize == 0)
-    return head_of(tensor, entry_of(batch), head) + key_start_of(batch) * tensor.row_stride;
+    return head_of<KeyStorage>(tensor, entry_of(batch), head) + key_start_of(batch) * tensor.row_stride;
   else
     return PagedHead(params, tensor, batch, head);
 }

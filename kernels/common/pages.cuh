@@ -28,17 +28,17 @@ struct Pages {
 // The keys or values of one head of a batch entry, where `load_tile` takes the address of a head.
 struct PagedHead {
   Pages pages;
-  const Storage* pool;  // of the head
+  const KeyStorage* pool;  // of the head
   i64 page_stride;
   i64 row_stride;
 
   CUFLASH_DEVICE PagedHead(const Params& params, const Tensor& tensor, int batch, int head)
       : pages(params, batch),
-        pool((const Storage*)tensor.data + head * tensor.head_stride),
+        pool((const KeyStorage*)tensor.data + head * tensor.head_stride),
         page_stride(tensor.batch_stride),
         row_stride(tensor.row_stride) {}
 
-  CUFLASH_DEVICE const Storage* row(int key) const {
+  CUFLASH_DEVICE const KeyStorage* row(int key) const {
     return pool + pages.page_of(key) * page_stride + Pages::row_in_page(key) * row_stride;
   }
 };

@@ -19,6 +19,8 @@ struct Float16 {};
 struct BFloat16 {};
 struct Float32 {};
 struct Float64 {};
+struct Float8E4M3 {};
+struct Float8E5M2 {};
 
 struct alignas(16) Bytes16 {
   u32 word[4];
@@ -360,6 +362,25 @@ CUFLASH_DEVICE float to_float32(Float16, u16 bits) {
   return value;
 }
 CUFLASH_DEVICE float to_float32(BFloat16, u16 bits) { return __uint_as_float((u32)bits << 16); }
+#if __CUDA_ARCH__ >= 890
+// Thread. cvt.rn.f16x2 (9.7.9.22): two numbers of one byte as float16, exactly. From compute capability 8.9 on.
+CUFLASH_DEVICE u32 to_float16x2(Float8E4M3, u16 pair) {
+  u32 bits;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(bits) : "h"(pair));
+  return bits;
+}
+CUFLASH_DEVICE u32 to_float16x2(Float8E5M2, u16 pair) {
+  u32 bits;
+  asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(bits) : "h"(pair));
+  return bits;
+}
+#endif
+// Thread. mul.rn.f16x2 (9.7.4.3): two products of float16; subnormal numbers count.
+CUFLASH_DEVICE u32 multiply_f16x2(u32 x, u32 y) {
+  u32 z;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
 // Thread. cvt.rna.tf32 (9.7.9.22): to nearest, ties away from zero.
 CUFLASH_DEVICE float round_to_tf32(float x) {
   u32 bits;

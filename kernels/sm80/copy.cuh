@@ -9,6 +9,18 @@ constexpr bool kIsStrided = true;
 template <>
 constexpr bool kIsStrided<PagedHead> = false;
 
+// Elements of a head, and whether they are of one byte.
+template <class Head>
+struct ElementOf {
+  using Pointer = Head;
+};
+template <>
+struct ElementOf<PagedHead> {
+  using Pointer = const KeyStorage*;
+};
+template <class Head>
+constexpr bool kIsFloat8 = sizeof(*typename ElementOf<Head>::Pointer{}) == 1;
+
 // Loads rows [first_row, first_row + rows) of a head into shared rows of row_bytes(padded columns), without waiting.
 // Rows at and past `row_stop` are never read and become zeros, as do the columns past the head dimension.
 //
@@ -17,21 +29,23 @@ constexpr bool kIsStrided<PagedHead> = false;
 // whoever writes the next address into it.
 template <int rows, int columns, class Head>
 CUFLASH_DEVICE void load_tile(u32 tile, const Head& head, i64 row_stride, int first_row, int row_stop) {
+  constexpr int kBytes = kIsFloat8<Head> ? 1 : kElementBytes;  // of an element
   constexpr int kPadded = round_up(columns, CUFLASH_DIM_MULTIPLE);
-  constexpr int kVector = kLoadBytes / kElementBytes;
+  // Of one byte two at a time at least, because shared memory takes two bytes.
+  constexpr int kVector = kBytes == 1 ? max_of(kLoadBytes / kElementBytes, 2) : kLoadBytes / kElementBytes;
   constexpr int kVectors = kPadded / kVector;  // of a row
   constexpr int kThreadsOfRow = kVectors % 8 == 0 && kNumThreads >= 64 ? 8 : kVectors % 4 == 0 ? 4 : 2;
   constexpr int kRowsAtOnce = kNumThreads / kThreadsOfRow;
-  constexpr int kRow = row_bytes(kPadded);
+  constexpr int kRow = row_bytes(kPadded, kBytes);
   static_assert(kVectors % kThreadsOfRow == 0, "threads of a row get the same number of vectors");
   const int thread = ptx::thread_index();
   const int row = thread / kThreadsOfRow, column = thread % kThreadsOfRow * kVector;
-  const Storage* source;
+  typename ElementOf<Head>::Pointer source;
   if constexpr (kIsStrided<Head>)
     source = head + (first_row + row) * row_stride + column;
   else
     source = head.pool;  // of rows that do not exist, which nothing is read from
-  const u32 destination = tile + row * kRow + ((column * kElementBytes) ^ row_swizzle<kRow>(row));
+  const u32 destination = tile + row * kRow + ((column * kBytes) ^ row_swizzle<kRow, (kBytes > 2)>(row));
   static_assert(kRowsAtOnce % 8 == 0, "all rows of a thread have one swizzle");
 
 #pragma unroll
@@ -46,9 +60,11 @@ CUFLASH_DEVICE void load_tile(u32 tile, const Head& head, i64 row_stride, int fi
       int elements = exists ? kVector : 0;
       if (c + kThreadsOfRow * kVector > columns && exists && column + c + kVector > columns)
         elements = column + c < columns ? columns - column - c : 0;
-      const u32 target = along_row(destination, c * kElementBytes) + i * kRow;
-      if constexpr (kLoadBytes >= 4)
-        ptx::copy_async<kLoadBytes, kElementBytes * c>(target, source, elements * kElementBytes);
+      const u32 target = along_row(destination, c * kBytes) + i * kRow;
+      if constexpr (kVector * kBytes >= 4)
+        ptx::copy_async<kVector * kBytes, kBytes * c>(target, source, elements * kBytes);
+      else if constexpr (kBytes == 1)
+        ptx::store_shared_b16(target, (elements > 0 ? source[c] : 0) | (elements > 1 ? source[c + 1] : 0) << 8);
       else
         ptx::store_shared_b16(target, elements ? source[c] : (u16)0);
     };

@@ -8,12 +8,14 @@
 // of the columns of O; every one of them computes S.
 #include "common/config.cuh"
 #include "common/dropout.cuh"
+#include "common/float8.cuh"
 #include "common/operands.cuh"
 #include "common/params.cuh"
 #include "common/schedule.cuh"
 #include "common/scores.cuh"
 #include "common/softmax.cuh"
 #include "sm80/copy.cuh"
+#include "sm80/float8_fragments.cuh"
 #include "sm80/mma.cuh"
 
 constexpr int kWarpsD = CUFLASH_WARPS_D;
@@ -27,8 +29,8 @@ static_assert(kMTiles * 16 * kWarpsM == kBlockM, "every warp owns the same numbe
 
 // Shared memory: Q (which the output replaces at the end), then the ring of K tiles, then that of V tiles.
 constexpr u32 kBytesQ = tile_bytes(kBlockM, max_of(kDim, kDimV));
-constexpr u32 kBytesK = tile_bytes(kBlockN, kDim);
-constexpr u32 kBytesV = tile_bytes(kBlockN, kDimV);
+constexpr u32 kBytesK = tile_bytes(kBlockN, kDim, sizeof(KeyStorage));
+constexpr u32 kBytesV = tile_bytes(kBlockN, kDimV, sizeof(KeyStorage));
 static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
@@ -72,8 +74,11 @@ CUFLASH_DEVICE void forward(const Params& params) {
   }
 
   const RowMajorA<kRowQ> operand_q(s_q, warp_row);
-  const ColumnMajorB<kRowQ, 1> operand_k(s_k);
-  const RowMajorB<kRowV, kWarpsD> operand_v(s_v, warp_d);
+  const KeysOperand<kDim, 1> operand_k(s_k);
+  const ValuesOperand<kDimV, kWarpsD> operand_v(s_v, warp_d);
+  const HeadScales<kKScale> k_scales(params, params.k_scale, params.k_scale_shift, batch, head_kv);
+  const HeadScales<kVScale> v_scales(params, params.v_scale, params.v_scale_shift, batch, head_kv);
+  const float k_scale = k_scales.of_head(), v_scale = v_scales.of_head();
 
   const Score score(params, batch, head, key_stop);
   const Mask mask(params, batch, head, key_stop);
@@ -84,6 +89,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
   OnlineSoftmax<kMTiles> softmax;
   Real o[kMTiles][kColumnTiles][4];
   set_zero(o);
+  ValueScales value_scales;
 
   int stage = 0;
   const auto step = [&](int n_block, auto masked) __attribute__((always_inline)) {
@@ -114,13 +120,21 @@ CUFLASH_DEVICE void forward(const Params& params) {
       ptx::copy_async_commit();
     }
 
-    to_scores(score, mask, s, [&](int m, int i) { return lane_row + 16 * m + i / 2 * 8; },
-              tiles.at(n_block) * kBlockN + fragment_column(), masked);
+    const int lane_key = tiles.at(n_block) * kBlockN + fragment_column();
+    float scale[kNTiles][2];  // of the keys, then of the values
+    k_scales.load(scale, lane_key, key_stop);
+    multiply_columns<kKScale>(s, scale, k_scale);
+    to_scores(score, mask, s, [&](int m, int i) { return lane_row + 16 * m + i / 2 * 8; }, lane_key, masked);
     softmax.update(s, o, exponent_scale);
     if constexpr (kHasDropout) {
 #pragma unroll
       for (int m = 0; m < kMTiles; ++m)
-        dropout.drop(s[m], lane_row + 16 * m, tiles.at(n_block) * kBlockN + fragment_column());
+        dropout.drop(s[m], lane_row + 16 * m, lane_key);
+    }
+    if constexpr (kVScale == 2) {
+      v_scales.load(scale, lane_key, key_stop);
+      value_scales.update(scale, o);
+      multiply_columns<kVScale>(s, scale, v_scale);
     }
 
     add_product<kBlockN / kStep>(
@@ -146,7 +160,9 @@ CUFLASH_DEVICE void forward(const Params& params) {
   ptx::copy_async_wait<0>();
   ptx::sync_block();
   store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(
-      s_q, warp_row, warp_d, o, [&](int m, int half) { return softmax.inverse_sum(m, half) * kept_scale; });
+      s_q, warp_row, warp_d, o, [&](int m, int half) {
+        return value_scales.row_factor(softmax.inverse_sum(m, half) * kept_scale, v_scale);
+      });
   ptx::sync_block();
   store_tile<kBlockM, kHeadDimV>(s_q, (Storage*)queries_of(params.out, batch, head), params.out.row_stride,
                                  first_row, seqlen_q);

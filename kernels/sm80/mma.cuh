@@ -101,7 +101,7 @@ CUFLASH_DEVICE void add_product(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, Lo
 }
 
 // How the rows and columns of an accumulator of wide elements lie, by the operands that it is a product of. (Those of
-// 16-bit elements always lie as they are.)
+// 16-bit elements always lie as they are, but for products of values of one byte, whose columns are paired.)
 enum class Order {
   kPlain,              // RowMajorA, ColumnMajorB
   kPairedColumns,      // RowMajorA, RowMajorB
@@ -122,10 +122,23 @@ CUFLASH_DEVICE void store_fragments(u32 tile, int r, int warp, const Real (&valu
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float f = factor(m, half);
+        if constexpr (kHasFloat8 && order == Order::kPairedColumns) {
+          // Of four neighbours, the even n-tile has the first and the third.
+          const u32 four =
+              tile + (r + lane_row) * row + ((warp * 32 + fragment_column() * 4) ^ row_swizzle<row>(lane_row));
 #pragma unroll
-        for (int n = 0; n < n_tiles; ++n)
-          ptx::store_shared_b32(along_row(address, column_of<warps>(0, n) * 2) + (16 * m + 8 * half) * row,
-                                ptx::pack(Element{}, value[m][n][2 * half] * f, value[m][n][2 * half + 1] * f));
+          for (int n = 0; n < n_tiles; ++n) {
+            const int i = 2 * half + n % 2;
+            ptx::store_shared_b32(
+                along_row(four, column_of<warps>(0, n / 2 * 2) * 2) + (16 * m + 8 * half) * row + n % 2 * 4,
+                ptx::pack(Element{}, value[m][n / 2 * 2][i] * f, value[m][n / 2 * 2 + 1][i] * f));
+          }
+        } else {
+#pragma unroll
+          for (int n = 0; n < n_tiles; ++n)
+            ptx::store_shared_b32(along_row(address, column_of<warps>(0, n) * 2) + (16 * m + 8 * half) * row,
+                                  ptx::pack(Element{}, value[m][n][2 * half] * f, value[m][n][2 * half + 1] * f));
+        }
       }
   } else {
     constexpr bool kPaired = order != Order::kPlain;

@@ -13,15 +13,20 @@
 // from one head to the next. Where two blocks share a multiprocessor, the products of one run during the softmax of the
 // other.
 //
+// Keys and values of one byte are converted by the consumer, a tile at a time, to where products read them. Their place
+// in the ring is free from then on.
+//
 //   barrier      one phase is over when           who waits
 //   q_full       Q of a head has arrived          consumer, before its first S
 //   q_empty      every warp has its last S        producer, before Q of the next head
 //   k_full[i]    K has arrived in stage i         consumer, before S
-//   k_empty[i]   every warp has its S             producer, before the next K in stage i
+//   k_empty[i]   every warp has its S, or its     producer, before the next K in stage i
+//                part of K converted
 //   v_full[i]    V has arrived in stage i         consumer, before O
-//   v_empty[i]   every warp has its O             producer, before the next V in stage i
+//   v_empty[i]   every warp has its O, likewise   producer, before the next V in stage i
 //   named: one for the consumer
 #include "common/config.cuh"
+#include "common/float8.cuh"
 #include "common/fragments.cuh"
 #include "common/key_splits.cuh"
 #include "common/params.cuh"
@@ -41,11 +46,17 @@ constexpr int kNTiles = kBlockN / 8;
 static_assert(kNumWarps == kConsumerWarps + 1, "the consumer and the producer");
 static_assert(kBlockM == 64, "rows of one product");
 
-// Shared memory: Q; the rings of K and V; barriers.
+// Shared memory: Q; K and V that were converted; the rings of K and V; barriers. A line has 64 columns, or 128 of one
+// byte.
+constexpr int kKeyChunk = kLineBytes / sizeof(KeyStorage);
 constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
-constexpr u32 kBytesK = chunked_bytes(kBlockN, kDim);
-constexpr u32 kBytesV = chunked_bytes(kBlockN, kDimV);
-static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) + QkvBarriers<kNumStages>::kBytes == CUFLASH_SHARED_BYTES,
+constexpr u32 kConvertedK = kHasFloat8 ? chunked_bytes(kBlockN, kDim) : 0;
+constexpr u32 kConvertedV = kHasFloat8 ? chunked_bytes(kBlockN, kDimV) : 0;
+constexpr u32 kBytesConverted = kConvertedK + kConvertedV;
+constexpr u32 kBytesK = ceil_div(kDim, kKeyChunk) * kBlockN * kLineBytes;
+constexpr u32 kBytesV = ceil_div(kDimV, kKeyChunk) * kBlockN * kLineBytes;
+static_assert(kBytesQ + kBytesConverted + kNumStages * (kBytesK + kBytesV) + QkvBarriers<kNumStages>::kBytes ==
+                  CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
 struct DecodeParams {
@@ -55,8 +66,35 @@ struct DecodeParams {
 static_assert(sizeof(DecodeParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
 struct Shared : QkvShared<kNumStages> {
-  CUFLASH_DEVICE Shared() : QkvShared(kBytesQ, kNumStages * kBytesK, kNumStages * kBytesV) {}
+  CUFLASH_DEVICE Shared() : QkvShared(kBytesQ + kBytesConverted, kNumStages * kBytesK, kNumStages * kBytesV) {}
 };
+
+// Converts the first `valid` rows of a tile of numbers of one byte, and clears the others; by the consumer. A thread
+// takes 16 neighbours, which become two vectors of a line. Of 8 neighbouring threads half store them in the other order,
+// so that they meet in no bank.
+template <int columns, class Float8 = KeyElement>
+CUFLASH_DEVICE void convert_tile(u32 target, u32 source, int valid, u32 thread) {
+  constexpr u32 kVectors = columns / 16;
+#pragma unroll 2
+  for (u32 i = thread; i < kBlockN * kVectors; i += kConsumerThreads) {
+    const u32 row = i / kVectors, vector = i % kVectors, swizzle = row % 8 * 16;
+    Bytes16 bytes = {}, half[2], ordered[2];
+    if ((int)row < valid)
+      bytes = ptx::load_shared_b128(source + (vector / 8 * kBlockN + row) * kLineBytes + (vector % 8 * 16 ^ swizzle));
+#pragma unroll
+    for (int pair = 0; pair < 8; ++pair)
+      half[pair / 4].word[pair % 4] = to_elements(Element{}, Float8{}, (u16)(bytes.word[pair / 2] >> pair % 2 * 16));
+    // Word by word, so that both stay in registers.
+    const u32 line = target + (vector / 4 * kBlockN + row) * kLineBytes, first = vector / 4 % 2 * 16;
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      ordered[0].word[word] = first ? half[1].word[word] : half[0].word[word];
+      ordered[1].word[word] = first ? half[0].word[word] : half[1].word[word];
+    }
+    ptx::store_shared_b128(line + ((vector % 4 * 32 + first) ^ swizzle), ordered[0]);
+    ptx::store_shared_b128(line + ((vector % 4 * 32 + (first ^ 16)) ^ swizzle), ordered[1]);
+  }
+}
 
 // The heads that a block has keys of, one after another.
 struct HeadWalk {
@@ -142,7 +180,7 @@ CUFLASH_DEVICE void produce(const DecodeParams& params, Shared& shared) {
       const Barrier k_full = shared.k_ring.full(at), v_full = shared.v_ring.full(at);
       const KeyTile tile(params.common, work.batch, work.head_kv, n_block, work.key_stop);
       shared.k_ring.empty(at).wait(at.parity ^ 1);
-      tile.load<kDim>(shared.k + at.stage * kBytesK, params.k, k_full);
+      tile.load<kDim, kKeyChunk>(shared.k + at.stage * kBytesK, params.k, k_full);
       if (n_block == work.keys.stop - 1) {
         const Barrier q_full = shared.q_ring.full(q_at);
         shared.q_ring.empty(q_at).wait(q_at.parity ^ 1);
@@ -151,7 +189,7 @@ CUFLASH_DEVICE void produce(const DecodeParams& params, Shared& shared) {
         q_at.advance();
       }
       shared.v_ring.empty(at).wait(at.parity ^ 1);
-      tile.load<kDimV>(shared.v + at.stage * kBytesV, params.v, v_full);
+      tile.load<kDimV, kKeyChunk>(shared.v + at.stage * kBytesV, params.v, v_full);
     }
   }
 }
@@ -205,42 +243,70 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
     const HeadWork work(common, walk);
     const LaneRows rows(common, work, lane_row);
     const float scale_log2 = rows.score[0].exponent_scale();
+    const HeadScales<kKScale> k_scales(common, common.k_scale, common.k_scale_shift, work.batch, work.head_kv);
+    const HeadScales<kVScale> v_scales(common, common.v_scale, common.v_scale_shift, work.batch, work.head_kv);
+    const float k_scale = k_scales.of_head(), v_scale = v_scales.of_head();
+    float scale_of_key[kNTiles][2], scale_of_value[kNTiles][2];
+    ValueScales value_scales;
 
     OnlineSoftmax<1> softmax;
     float s[1][kNTiles][4], o[1][kDimV / 8][4];
     Fragment p[kBlockN / 16];
     set_zero(o);
 
-    const auto multiply_s = [&]() {
+    // Makes elements of a tile of one byte. Then all warps have read it.
+    const auto converted = [&](auto columns, u32 source, u32 offset, int valid, const Barrier& empty) {
+      const u32 target = shared.q + kBytesQ + offset;
+      if constexpr (kHasFloat8) convert_tile<decltype(columns)::value>(target, source, valid, thread);
+      ptx::fence_async_proxy();
+      sync_consumer();
+      release_by_warp(empty);
+      return target;
+    };
+    const auto multiply_s = [&](int n_block) {
+      u32 k = shared.k + at.stage * kBytesK;
       shared.k_ring.full(at).wait(at.parity);
-      issue_rows<kDim, kBlockM, kBlockN>(s[0], shared.q, shared.k + at.stage * kBytesK);
+      if constexpr (kHasFloat8)
+        k = converted(Integer<kDim>{}, k, 0, work.key_stop - n_block * kBlockN, shared.k_ring.empty(at));
+      issue_rows<kDim, kBlockM, kBlockN>(s[0], shared.q, k);
       wait_for<0>(s[0]);
-      release_by_warp(shared.k_ring.empty(at));
+      if constexpr (!kHasFloat8) release_by_warp(shared.k_ring.empty(at));
     };
     const auto multiply_o = [&](int n_block) {
-      const u32 v = shared.v + at.stage * kBytesV;
+      u32 v = shared.v + at.stage * kBytesV;
       shared.v_ring.full(at).wait(at.parity);
       // Values of keys past the last one are cleared: their weights are 0, but what lies there may be NaN, and 0 times
       // NaN is NaN. Tensor maps may reach over more keys than there are (cuflash/launch.py says why).
       const int valid = work.key_stop - n_block * kBlockN;
-      if (valid < kBlockN) {
+      if constexpr (kHasFloat8) {
+        v = converted(Integer<kDimV>{}, v, kConvertedK, valid, shared.v_ring.empty(at));
+      } else if (valid < kBlockN) {
         zero_rows<kBlockN, kDimV>(v, valid, thread);
         ptx::fence_async_proxy();
         sync_consumer();
       }
       issue_weighted<kBlockN>(o[0], p, v);
       wait_for<0>(o[0]);
-      release_by_warp(shared.v_ring.empty(at));
+      if constexpr (!kHasFloat8) release_by_warp(shared.v_ring.empty(at));
     };
 
     if (work.has_keys()) shared.q_ring.full(q_at).wait(q_at.parity);
 #pragma unroll 1
     for (int n_block = work.keys.stop - 1; n_block >= work.keys.start; --n_block, at.advance()) {
-      multiply_s();
+      // They arrive while the tile is converted.
+      const int lane_key = n_block * kBlockN + fragment_column();
+      k_scales.load(scale_of_key, lane_key, work.key_stop);
+      v_scales.load(scale_of_value, lane_key, work.key_stop);
+      multiply_s(n_block);
+      multiply_columns<kKScale>(s, scale_of_key, k_scale);
       const bool masked = n_block < work.keys.full_start || n_block >= work.keys.full_stop;
       rows.score[0].cap(s);
-      to_scores<true>(rows, rows, s, [](int, int i) { return i / 2; }, n_block * kBlockN + fragment_column(), masked);
+      to_scores<true>(rows, rows, s, [](int, int i) { return i / 2; }, lane_key, masked);
       softmax.update(s, o, scale_log2);
+      if constexpr (kVScale == 2) {
+        value_scales.update(scale_of_value, o);
+        multiply_columns<kVScale>(s, scale_of_value, v_scale);
+      }
 #pragma unroll
       for (int k = 0; k < kBlockN / 16; ++k) to_operand(s[0], k, p[k]);
       multiply_o(n_block);
@@ -263,7 +329,8 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
     for (int half = 0; half < 2; ++half) {
       const int row = lane_row[half];
       if (row >= work.rows) continue;
-      const float lse = softmax.log_sum_exp(0, half), factor = softmax.inverse_sum(0, half);
+      const float lse = softmax.log_sum_exp(0, half);
+      const float factor = value_scales.row_factor(softmax.inverse_sum(0, half), v_scale);
       const auto store = [&](auto store_lse, auto store_columns) {
         if (fragment_column() == 0) store_lse(lse);
 #pragma unroll

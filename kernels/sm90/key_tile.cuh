@@ -27,20 +27,23 @@ struct KeyTile {
     }
   }
 
-  // Issues the load of the tile, of so many columns. `full` expects its bytes, and `other_bytes` of loads that others
-  // issue.
-  template <int columns>
+  // Issues the load of the tile, of so many columns, `chunk` of them in a line. `full` expects its bytes, and
+  // `other_bytes` of loads that others issue.
+  template <int columns, int chunk = kChunk>
   CUFLASH_DEVICE void load(u32 tile, const TensorMap& map, const Barrier& full, u32 other_bytes = 0) const {
-    full.arrive_expect(chunked_bytes(kBlockN, columns) + other_bytes);
+    constexpr int kChunks = ceil_div(columns, chunk);
+    full.arrive_expect(kChunks * kBlockN * kLineBytes + other_bytes);
     if constexpr (kPageSize == 0) {
-      load_chunks<kBlockN, columns>(tile, map, full, first_key, head, batch);
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c)
+        ptx::load_tensor(tile + c * kBlockN * kLineBytes, map, full.address, c * chunk, first_key, head, batch);
     } else {
 #pragma unroll
       for (int i = 0; i < kBoxes; ++i) {
         const int row = Pages::row_in_page(first_key + i * kBoxRows);
 #pragma unroll
-        for (int c = 0; c < chunks_of(columns); ++c)
-          ptx::load_tensor(tile + (c * kBlockN + i * kBoxRows) * kLineBytes, map, full.address, c * kChunk, row, head,
+        for (int c = 0; c < kChunks; ++c)
+          ptx::load_tensor(tile + (c * kBlockN + i * kBoxRows) * kLineBytes, map, full.address, c * chunk, row, head,
                            page[i]);
       }
     }

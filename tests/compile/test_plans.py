@@ -16,11 +16,12 @@ import pytest
 import cuflash.testing as ct
 from cuflash.compiler import compile_spec, supported_archs
 from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.sm80 import BACKWARD_TILES, DQ_TILES, FORWARD_TILES, DqTile, ForwardTile
+from cuflash.planning.sm80 import BACKWARD_TILES, DQ_TILES, FLOAT8_TILES, FORWARD_TILES, DqTile, ForwardTile
 from cuflash.planning.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
     BACKWARD_TF32_SM90_TILES,
+    DECODE_FLOAT8_SM90_TILES,
     DECODE_SM90_TILES,
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
@@ -156,6 +157,16 @@ SPILLS_OF_PAGES = SPILLS_OF_OPTIONS | {
     ("sm80/forward.cu", 4, 64, "128x32", 2): 176,
     ("sm90/forward.cu", 2, 192, "128x96", 1): 64,
 }
+# With numbers of one byte, and a scale for each key and each value.
+SPILLS_OF_FLOAT8 = {
+    ("sm90/decode.cu", 2, 128, "64x64", 2): 32,
+    ("sm80/forward.cu", 2, 192, "128x32", 1): 32,
+    ("sm80/forward.cu", 2, 192, "64x32", 1): 32,
+    ("sm80/forward.cu", 2, 256, "128x32", 1): 48,
+    ("sm80/forward.cu", 2, 256, "64x32", 1): 48,
+    ("sm80/forward.cu", 4, 64, "128x16", 2): 16,
+    ("sm80/forward.cu", 4, 128, "128x16", 2): 128,
+}
 SPILLS_OF_DROPOUT = SPILLS | {
     ("sm80/forward.cu", 2, 64, "128x64", 3): 160,
     ("sm80/forward.cu", 4, 64, "128x32", 2): 96,
@@ -257,6 +268,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dropout of all": {"dtype": "float16", "dropout": 0.1},
     "pages of 16": {"dtype": "bfloat16", "causal": True, "kv_lengths": (60,), "page_size": 16},
     "pages": {"dtype": "float16", "window": (9, None), "kv_lengths": (60,), "page_size": 64, "sinks": True},
+    "float8": {
+        "dtype": "float16",
+        "causal": True,
+        "kv_dtype": "float8_e4m3fn",
+        "k_scale": "token",
+        "v_scale": "token",
+        "kv_lengths": (60,),
+        "page_size": 16,
+    },
+    "float8 of heads": {"dtype": "bfloat16", "kv_dtype": "float8_e5m2", "k_scale": "head", "v_scale": "head"},
     "options": {
         "dtype": "float16",
         "causal": True,
@@ -468,9 +489,28 @@ OTHERS = [
     *(Target(tile=first_that_fits(table, "7.5", 2), arch="7.5", variant="options") for table in TABLES[:3]),
     Target(tile=first_that_fits(FORWARD_TILES, "7.5", 4), arch="7.5"),
 ]
+FLOAT8 = [
+    *(
+        Target(tile=tile, arch="9.0", variant=variant)
+        for tile in DECODE_FLOAT8_SM90_TILES
+        for variant in ("float8", "float8 of heads")
+    ),
+    *(
+        Target(tile=tile, arch=arch, variant="float8")
+        for tile in FLOAT8_TILES
+        for arch in ("8.0", "8.9")
+        if tile.element_bytes == 2 and fits(tile, arch)
+    ),
+    Target(tile=first_that_fits(FLOAT8_TILES, "9.0", 4), arch="9.0", variant="float8 of heads"),
+]
 # Kernels of float32 and float64 are products of threads, unrolled: each takes seconds to compile.
 ROWS = [target for target in EVERY_ROW if target.tile.element_bytes == 2 or is_sm90(target.tile)]
-TARGETS = [*ROWS, *share([target for target in EVERY_ROW if target not in ROWS], 3), *share(OTHERS, 4)]
+TARGETS = [
+    *ROWS,
+    *share([target for target in EVERY_ROW if target not in ROWS], 3),
+    *share(OTHERS, 4),
+    *share(FLOAT8, 4),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -521,6 +561,8 @@ def test_row(target):
             ceilings = SPILLS_OF_DROPOUT
         if target.variant.startswith("pages"):
             ceilings = SPILLS_OF_PAGES
+        if target.variant.startswith("float8"):
+            ceilings = SPILLS_OF_FLOAT8
         row = (kernel.source, tile.element_bytes, tile.max_dim, f"{tile.block_m}x{tile.block_n}", tile.min_blocks)
         assert resources.spill_stores_bytes <= ceilings.get(row, 0), row
         # What lies in local memory is spilled: no array is, as it would be if a loop over registers were not unrolled.

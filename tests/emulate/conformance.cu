@@ -322,6 +322,23 @@ CUFLASH_DEVICE void map_to_float32(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(to_float32, Params, kBlock, 1, map_to_float32)
 
+CUFLASH_DEVICE void multiply_halves(const Params& params) {
+  const u32 i = global_thread_index(kBlock);
+  const u32* source = source_of<u32>(params) + 2 * i;
+  if (i < params.count) destination_of<u32>(params)[i] = ptx::multiply_f16x2(source[0], source[1]);
+}
+CUFLASH_DEFINE_KERNEL(multiply_f16x2, Params, kBlock, 1, multiply_halves)
+
+#if defined(CUFLASH_EMULATION) || __CUDA_ARCH__ >= 890
+template <class Float8>
+CUFLASH_DEVICE void map_to_float16x2(const Params& params) {
+  const u32 i = global_thread_index(kBlock);
+  if (i < params.count) destination_of<u32>(params)[i] = ptx::to_float16x2(Float8{}, source_of<u16>(params)[i]);
+}
+CUFLASH_DEFINE_KERNEL(to_float16x2_e4m3, Params, kBlock, 1, map_to_float16x2<Float8E4M3>)
+CUFLASH_DEFINE_KERNEL(to_float16x2_e5m2, Params, kBlock, 1, map_to_float16x2<Float8E5M2>)
+#endif
+
 CUFLASH_DEVICE void store_infinity(const Params& params) {
   if (ptx::thread_index() == 0) *destination_of<float>(params) = ptx::infinity();
 }

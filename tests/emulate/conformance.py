@@ -383,6 +383,25 @@ def check_to_float32(run):
         assert (np.signbit(got) == np.signbit(expected))[~np.isnan(expected)].all()
 
 
+def check_to_float16x2(run):
+    """From compute capability 8.9 on."""
+    bits = np.arange(2**16, dtype=np.uint16)
+    for name, dtype in (("e4m3", ml_dtypes.float8_e4m3fn), ("e5m2", ml_dtypes.float8_e5m2)):
+        destination = _ones(np.float16, 2**16, 2)
+        got = run(f"to_float16x2_{name}", source=bits, destination=destination, **_threads_of(bits))
+        expected = bits.view(np.uint8).view(dtype).astype(np.float32).reshape(-1, 2)
+        np.testing.assert_array_equal(got.astype(np.float32), expected)
+        assert (np.signbit(got) == np.signbit(expected))[~np.isnan(expected)].all()
+
+
+def check_multiply_f16x2(run):
+    factors = _random_bits(np.float16, 4000, 2, 2)
+    with np.errstate(all="ignore"):
+        expected = (factors[:, 0].astype(np.float32) * factors[:, 1].astype(np.float32)).astype(np.float16)
+    got = run("multiply_f16x2", source=factors, destination=_ones(np.float16, 4000, 2), **_threads_of(factors))
+    np.testing.assert_array_equal(got, expected)
+
+
 def _values_around_rounding(dtype):
     """Every 64th number of `dtype`, the middle to its neighbour, and the float32 numbers next to that middle."""
     numbers = np.arange(0, 2**15, 64, dtype=np.uint16)

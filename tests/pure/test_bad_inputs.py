@@ -158,7 +158,7 @@ BAD_INPUTS = [
     ("q", lambda x: x.astype(np.int64), TypeError, "dtype int64", DTYPES),
     ("k", lambda x: x > 0, TypeError, "dtype bool", DTYPES),
     ("v", lambda x: x.astype(np.complex64), TypeError, "dtype complex64", DTYPES),
-    ("v", lambda x: x.astype(ml_dtypes.float8_e4m3fn), TypeError, "dtype float8_e4m3fn", DTYPES),
+    ("v", lambda x: x.astype(ml_dtypes.float8_e4m3fn), TypeError, "dtype float8_e4m3fn", "float32 as q has"),
     ("q", lambda x: x.view(np.dtype([("x", np.float32)])), TypeError, "dtype [('x', '<f4')]", DTYPES),
     ("q", lambda x: x.astype(">f4"), TypeError, "dtype >f4", "native byte order: q.astype('float32')"),
     ("k", lambda x: x.astype(np.float64), TypeError, "dtype float64", "float32 as q has"),

@@ -277,6 +277,7 @@ def test_kernels_get_finite_numbers(scale, softcap, dtype):
 def test_options_are_the_keywords_of_flash_attention():
     fields = {field.name: field.default for field in dataclasses.fields(Options)}
     assert (fields.pop("diagonal"), fields.pop("origin")) == (None, (0, 0))  # of parts, which cuflash.distributed makes
+    assert fields.pop("wide") == ()  # of calls whose gradients are added up
     keywords = inspect.signature(cuflash.FlashAttention).parameters
     fields["mask"] = fields.pop("mask_function")
     assert {name: p.default for name, p in keywords.items()} == fields

@@ -16,6 +16,7 @@ from cuflash.terms import (
     GRADIENTS,
     NAMES,
     NUMBERS,
+    OF_FLOAT8,
     OF_OPTIONS,
     TERMS,
     NamedGradients,
@@ -48,7 +49,7 @@ def test_every_signature_has_every_gradient():
 
 def test_the_command_line_names_every_term_but_those_of_other_shapes():
     given = vars(make_parser().parse_args(["plan"]))
-    assert set(NAMES) - given.keys() == {"block_table", "cu_seqlens_q", "cu_seqlens_k"}
+    assert set(NAMES) - given.keys() == {"block_table", "cu_seqlens_q", "cu_seqlens_k", *OF_FLOAT8}
 
 
 def test_terms_act_one_after_another():

@@ -3,11 +3,11 @@
 
 #include <cstdint>
 
-enum Dtype : int64_t { FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
+enum Dtype : int64_t { FLOAT16, BFLOAT16, FLOAT32, FLOAT64, FLOAT8_E4M3FN, FLOAT8_E5M2 };
 
 enum Array {
     Q, K, V, OUT, DOUT, DQ, DK, DV, LSE, DLSE, BIAS, MASK, BLOCK_MASK, ALIBI_SLOPES, KV_LENGTHS, SINKS, CU_SEQLENS_Q,
-    CU_SEQLENS_K, BLOCK_TABLE, DBIAS, DALIBI_SLOPES, DSCALE, DSOFTCAP, DSINKS, NUM_ARRAYS
+    CU_SEQLENS_K, BLOCK_TABLE, K_SCALE, V_SCALE, DBIAS, DALIBI_SLOPES, DSCALE, DSOFTCAP, DSINKS, NUM_ARRAYS
 };
 
 constexpr int64_t NO_BOUND = INT64_C(1) << 40;  // of a window; larger than any length
@@ -15,7 +15,7 @@ constexpr int64_t NO_BOUND = INT64_C(1) << 40;  // of a window; larger than any 
 struct Call {
     int64_t bytes;  // of this struct, as a check
     int64_t is_backward;
-    int64_t dtype, bias_dtype;
+    int64_t dtype, kv_dtype, bias_dtype;
     int64_t batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
     int64_t diagonal, window_left, window_right;
     int64_t is_bottom_right;     // packed sequences, and entries of a paged cache, have a diagonal of their own then
@@ -34,4 +34,6 @@ struct Call {
     char *arrays[NUM_ARRAYS];  // null where there is none
 };
 
+// Whether k and v have numbers of one byte.
+inline bool has_float8(const Call &call) { return call.kv_dtype >= FLOAT8_E4M3FN; }
 inline bool has_cap(const Call &call) { return call.softcap != 0; }

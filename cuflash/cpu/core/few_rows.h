@@ -55,14 +55,14 @@ struct Coming {
     }
 };
 
-// Those of the array, if they are whole vectors of neighbours, else copies.
+// Those of the array, if they are whole vectors of neighbours, else copies; copies too of numbers of one byte.
 template <class T>
 inline void find_key_rows(const Call &call, Array array, const Entry &entry, long head_kv, long first, long count,
                           long dim, T *copies, long copies_stride, KeyRows &rows) {
-    const long size = size_of(call.dtype);
-    rows.dtype = call.dtype;
+    const long size = size_of(call.kv_dtype);
+    rows.dtype = call.kv_dtype;
     rows.bytes = dim * size;
-    if (call.strides[array][3] != 1 || dim % LANES<T> != 0) {
+    if (call.strides[array][3] != 1 || dim % LANES<T> != 0 || has_float8(call)) {
         load_keys(call, array, entry, head_kv, first, count, dim, copies, copies_stride, count);
         rows.dtype = sizeof(T) == 4 ? FLOAT32 : FLOAT64;
         for (long j = 0; j < count; ++j) rows.at[j] = (const char *)(copies + j * copies_stride);

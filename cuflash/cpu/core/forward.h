@@ -94,7 +94,7 @@ inline void finish_row(const Call &call, const Entry &entry, Row row, const T *o
 
 // Whether rows of k or v can be read where they lie: they are whole vectors of the dtype of the computation.
 template <class T> inline bool has_whole_rows(const Call &call, Array array, long dim) {
-    return size_of(call.dtype) == long(sizeof(T)) && !call.page_size && call.strides[array][3] == 1 &&
+    return size_of(call.kv_dtype) == long(sizeof(T)) && !call.page_size && call.strides[array][3] == 1 &&
            dim % LANES<T> == 0;
 }
 
@@ -123,7 +123,7 @@ inline void weigh_rows(const Call &call, const Scaling<T> &scaling, const Entry 
 
 // Fetches a share of the rows of k and v of the next tile into the second level of the cache, while there is work to do.
 inline void prefetch_next_keys(const Call &call, const Entry &entry, long head_kv, long first, long stop) {
-    const long size = size_of(call.dtype), last = smaller(stop, entry.seqlen_k);
+    const long size = size_of(call.kv_dtype), last = smaller(stop, entry.seqlen_k);
     if (call.strides[K][3] != 1 || call.strides[V][3] != 1) return;
     for (long j = first; j < last; ++j) {
         const char *k = key_address(call, K, entry, head_kv, j), *v = key_address(call, V, entry, head_kv, j);
@@ -232,7 +232,7 @@ inline void forward_tile_of_few(const Work &work, const Block &block, const Entr
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
     scores_of_few(num_rows, buffers.q, sizes.dim, k, count, Coming{v, 0}, buffers.s);
     weigh_rows(call, scaling, entry, block, buffers, 0, num_rows, first, Keys{0, count});
-    const long next = call.page_size ? 0 : count * call.strides[K][2] * size_of(call.dtype);
+    const long next = call.page_size ? 0 : count * call.strides[K][2] * size_of(call.kv_dtype);
     add_values_of_few(num_rows, buffers.s, v, count, sizes.dim_v, Coming{k, next}, buffers.o);
 }
 

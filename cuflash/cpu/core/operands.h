@@ -60,7 +60,17 @@ template <class T> inline void load_float16(const uint16_t *in, long count, T *o
     for (; i < count; ++i) out[i] = T(from_float16(in[i]));
 }
 
-inline long size_of(int64_t dtype) { return dtype == FLOAT64 ? 8 : dtype == FLOAT32 ? 4 : 2; }
+// Numbers of one byte. Those of float8_e5m2 are the upper halves of float16.
+inline float from_e4m3fn(uint8_t x) {
+    uint32_t size = uint32_t(x & 0x7F) << 20, sign = uint32_t(x & 0x80) << 24;
+    uint32_t bits = (x & 0x7F) == 0x7F ? 0x7FC00000 : to_bits(from_bits(size) * 0x1p120f);
+    return from_bits(bits | sign);
+}
+inline float from_e5m2(uint8_t x) { return from_float16(uint16_t(x << 8)); }
+
+inline long size_of(int64_t dtype) {
+    return dtype == FLOAT64 ? 8 : dtype == FLOAT32 ? 4 : dtype >= FLOAT8_E4M3FN ? 1 : 2;
+}
 
 template <class T, class S, class F> inline void load_each(const S *in, long stride, long count, T *out, F convert) {
     if (stride == 1) {
@@ -80,6 +90,10 @@ template <class T> inline void load_row(const char *in, int64_t dtype, long stri
         load_each((const double *)in, stride, count, out, [](double x) { return x; });
     } else if (dtype == BFLOAT16) {
         load_each((const uint16_t *)in, stride, count, out, from_bfloat16);
+    } else if (dtype == FLOAT8_E4M3FN) {
+        load_each((const uint8_t *)in, stride, count, out, from_e4m3fn);
+    } else if (dtype == FLOAT8_E5M2) {
+        load_each((const uint8_t *)in, stride, count, out, from_e5m2);
     } else if (stride == 1) {
         load_float16((const uint16_t *)in, count, out);
     } else {

@@ -25,7 +25,7 @@ struct Pairs;
 
 template <class T> constexpr bool MAY_USE_PAIRS = HAS_PAIRS && sizeof(T) == 4;
 
-template <class T> inline bool uses_pairs(const Call &call) { return MAY_USE_PAIRS<T> && call.dtype == BFLOAT16; }
+template <class T> inline bool uses_pairs(const Call &call) { return MAY_USE_PAIRS<T> && call.kv_dtype == BFLOAT16; }
 
 inline long pairs_of(long count) { return ceil_div(count, 2); }
 

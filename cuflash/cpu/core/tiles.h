@@ -60,13 +60,15 @@ inline char *row_address(const Call &call, Array array, const Entry &entry, Row 
     return address(call, array, size_of(call.dtype), entry.batch, row.head, entry.first_q + row.i);
 }
 
-// A row of k, v, dk or dv.
+// A row of k, v, dk or dv, or the number that a key or a value is multiplied by.
 inline char *key_address(const Call &call, Array array, const Entry &entry, long head_kv, long j) {
-    if (call.page_size && (array == K || array == V)) {
+    const bool is_scale = array == K_SCALE || array == V_SCALE;
+    const long size = is_scale ? sizeof(float) : size_of(call.kv_dtype);
+    if (call.page_size && (array == K || array == V || is_scale)) {
         const long page = *(const int32_t *)address(call, BLOCK_TABLE, 4, entry.index, j / call.page_size);
-        return address(call, array, size_of(call.dtype), page, head_kv, j % call.page_size);
+        return address(call, array, size, page, head_kv, j % call.page_size);
     }
-    return address(call, array, size_of(call.dtype), entry.batch, head_kv, entry.first_k + j);
+    return address(call, array, size, entry.batch, head_kv, entry.first_k + j);
 }
 
 // A number of an array that has one for each row or head.
@@ -91,8 +93,13 @@ template <class T>
 inline void load_keys(const Call &call, Array array, const Entry &entry, long head_kv, long first, long count, long dim,
                       T *out, long stride, long padded_rows) {
     const long step = call.strides[array][3];
+    const Array scales = array == K ? K_SCALE : V_SCALE;
     for (long j = 0; j < count; ++j) {
-        load_row(key_address(call, array, entry, head_kv, first + j), call.dtype, step, dim, out + j * stride);
+        load_row(key_address(call, array, entry, head_kv, first + j), call.kv_dtype, step, dim, out + j * stride);
+        if (call.arrays[scales]) {
+            const T scale = T(*(const float *)key_address(call, scales, entry, head_kv, first + j));
+            for (long x = 0; x < dim; ++x) out[j * stride + x] *= scale;
+        }
         clear(out + j * stride + dim, stride - dim);
     }
     clear(out + count * stride, (padded_rows - count) * stride);

@@ -7,7 +7,12 @@ from cuflash.planning.device import DeviceSpec
 from cuflash.planning.draft import Draft, check_blocks
 from cuflash.planning.families import ForwardFamily
 from cuflash.planning.sm90.forward import MAPPED, box_rows
-from cuflash.planning.sm90.tiles import DECODE_ROWS, DECODE_SM90_TILES, DecodeSm90Tile
+from cuflash.planning.sm90.tiles import (
+    DECODE_FLOAT8_SM90_TILES,
+    DECODE_ROWS,
+    DECODE_SM90_TILES,
+    DecodeSm90Tile,
+)
 from cuflash.problem import Problem
 from cuflash.terms import MASKS
 
@@ -25,9 +30,10 @@ MAX_SHARE_STEPS = 2**31 - 1  # blocks count the keys of all heads in steps: for 
 class Decode(ForwardFamily[DecodeSm90Tile]):
     kernel = "sm90/decode"
     tile = DecodeSm90Tile
+    has_float8 = True
 
     def table(self, problem: Problem) -> tuple[DecodeSm90Tile, ...]:
-        return DECODE_SM90_TILES
+        return DECODE_FLOAT8_SM90_TILES if problem.has_float8 else DECODE_SM90_TILES
 
     def why_not(self, draft: Draft) -> str | None:
         problem, device = draft.problem, draft.device
@@ -36,12 +42,15 @@ class Decode(ForwardFamily[DecodeSm90Tile]):
             return ""
         if _visible_keys(problem.mean_sequence) < DECODE_MIN_SEQLEN_K or draft.why_not_mapped(MAPPED):
             return ""
+        largest = max(row.max_dim for row in self.table(problem))
+        if max(problem.head_dim, problem.head_dim_v) > largest:
+            return f"it serves head dimensions up to {largest}"
         terms = [*problem.given(MASKS)]
         terms += ["dropout"] if problem.dropout else []
         terms += ["packed sequences"] if problem.is_packed else []
         if terms:
             return f"it knows no {' and no '.join(terms)}"
-        if problem.group_size == 1 and 2 * draft.heads >= device.num_sms:
+        if problem.group_size == 1 and 2 * draft.heads >= device.num_sms and not problem.has_float8:
             return f"{draft.heads} heads fill the device, and no two share keys"
         return None
 

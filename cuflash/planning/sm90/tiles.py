@@ -226,6 +226,7 @@ class DecodeSm90Tile(Tile):
     block_n: int
     num_stages: int
     min_blocks: int
+    key_bytes: int = 2  # of an element of k and v; those of one byte are converted in shared memory
     origin: str = field(compare=False)
 
     variations: ClassVar = {"block_n": (32, 64, 128), "num_stages": (2, 3, 4), "min_blocks": (1, 2)}
@@ -242,9 +243,13 @@ class DecodeSm90Tile(Tile):
         )
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
-        k, v = (chunked_bytes(self.block_n, d) for d in (dim, dim_v))
+        keys = sum(chunked_bytes(self.block_n, d) for d in (dim, dim_v))
         barriers = 8 * (2 + 4 * self.num_stages)
-        return chunked_bytes(self.block_m, dim) + self.num_stages * (k + v) + barriers
+        others = chunked_bytes(self.block_m, dim) + barriers
+        if self.key_bytes == 1:
+            others += keys
+            keys = sum(chunked_bytes(self.block_n, -(-d // 2)) for d in (dim, dim_v))
+        return others + self.num_stages * keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -433,6 +438,15 @@ DECODE_SM90_TILES = (
             "131072 keys, 1, 4 and 16 queries); a copy 4.24"),
     _decode(192, 64,  4, 1, ARITHMETIC),
     _decode(256, 64,  2, 1, reads(3.87, "8 x 32/8", 3.75, "1 x 16/4")),
+)
+
+# With keys and values of one byte two blocks are resident where they fit: one converts while products of the other run.
+DECODE_FLOAT8_SM90_TILES = (
+    #       max_dim n   stages blocks
+    _decode(64,  64,  4, 2, ARITHMETIC, key_bytes=1),
+    _decode(128, 64,  4, 2, ARITHMETIC, key_bytes=1),
+    _decode(192, 64,  3, 1, ARITHMETIC, key_bytes=1),
+    _decode(256, 64,  3, 1, ARITHMETIC, key_bytes=1),
 )
 
 BACKWARD_SM90_TILES = (

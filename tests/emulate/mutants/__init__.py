@@ -6,7 +6,7 @@ runs those whose description holds the words, or all, and prints the score. A mu
 text has to occur there exactly once, so that the table follows the kernels.
 """
 
-from tests.emulate.mutants import around, common, fp32, functions, sm80, sm90_backward, sm90_bias, sm90_forward
+from tests.emulate.mutants import around, common, float8, fp32, functions, sm80, sm90_backward, sm90_bias, sm90_forward
 from tests.emulate.mutants.planting import Mutant
 from tests.emulate.mutants.trial import Trial
 from tests.emulate.mutants.trials import TRIALS
@@ -20,6 +20,7 @@ MUTANTS = (
     *fp32.MUTANTS,
     *around.MUTANTS,
     *functions.MUTANTS,
+    *float8.MUTANTS,
 )
 SHARE_TO_CATCH = 0.9
 

@@ -1,0 +1,155 @@
+// Keys and values of one byte a number: as what products take, and what they are multiplied by.
+//
+// A number of one byte is one of 16 bits too, exactly. Keys are not multiplied by their scales, but scores are; and not
+// values, but weights, or the output where all values of a head share a scale. So nothing is rounded before.
+#pragma once
+#include "common/fragments.cuh"
+#include "common/pages.cuh"
+#include "common/params.cuh"
+#include "common/sequences.cuh"
+
+// ---- Numbers --------------------------------------------------------------------------------------------------------
+
+#if CUFLASH_ARCH >= 89
+template <class Float8>
+CUFLASH_DEVICE u32 to_float16x2(Float8 type, u16 pair) {
+  return ptx::to_float16x2(type, pair);
+}
+#else
+// Earlier devices have no instruction for it. Exponent and fraction are those of float16, moved, and less the
+// difference of the biases: 2^8.
+CUFLASH_DEVICE u32 to_float16x2(Float8E4M3, u16 pair) {
+  const u32 apart = (pair & 0xffu) | (pair & 0xff00u) << 8;
+  const u32 moved = (apart & 0x00800080u) << 8 | (apart & 0x007f007fu) << 7;
+  // All bits set are NaN: then the sum carries into bit 14, which becomes an exponent of all bits and a fraction.
+  const u32 is_nan = ((moved & 0x3f803f80u) + 0x00800080u) & 0x40004000u;
+  return ptx::multiply_f16x2(moved, 0x5c005c00u) | is_nan | (is_nan - (is_nan >> 5));
+}
+CUFLASH_DEVICE u32 to_float16x2(Float8E5M2, u16 pair) { return (pair & 0xffu) << 8 | (pair & 0xff00u) << 16; }
+#endif
+
+// Two numbers of one byte as what operands of products are made of.
+template <class Float8>
+CUFLASH_DEVICE u32 to_elements(Float16, Float8 type, u16 pair) {
+  return to_float16x2(type, pair);
+}
+template <class Float8>
+CUFLASH_DEVICE u32 to_elements(BFloat16, Float8 type, u16 pair) {
+  const u32 halves = to_float16x2(type, pair);
+  return ptx::pack(BFloat16{}, ptx::to_float32(Float16{}, (u16)halves),
+                   ptx::to_float32(Float16{}, (u16)(halves >> 16)));
+}
+template <class Float8>
+CUFLASH_DEVICE void to_numbers(Float8 type, u16 pair, Real& first, Real& second) {
+  const u32 halves = to_float16x2(type, pair);
+  first = ptx::to_float32(Float16{}, (u16)halves), second = ptx::to_float32(Float16{}, (u16)(halves >> 16));
+}
+
+// ---- Scales ---------------------------------------------------------------------------------------------------------
+
+// What the keys, or the values, of one head are multiplied by. `kind` is kKScale or kVScale.
+template <int kind>
+struct HeadScales {
+  const float* data;  // of the head; of pages: of all pages
+  i64 stride;         // from one block of keys to the next
+  i64 page_stride;
+  int shift;  // base-2 logarithm of the keys of a block
+  int first;  // place of the first key among all rows
+  Pages pages;
+
+  CUFLASH_DEVICE HeadScales(const Params& params, const Tensor& scale, int shift, Entry batch, int head)
+      : data((const float*)scale.data + (kPageSize == 0 ? entry_of(batch) * scale.batch_stride : 0) +
+             head * scale.head_stride),
+        stride(scale.row_stride),
+        page_stride(scale.batch_stride),
+        shift(shift),
+        first(key_start_of(batch)),
+        pages(params, kPageSize == 0 ? 0 : (int)batch) {}
+
+  // Of a key that exists.
+  CUFLASH_DEVICE float of(int key) const {
+    if constexpr (kPageSize == 0) return data[(i64)((first + key) >> shift) * stride];
+    return data[pages.page_of(key) * page_stride + (Pages::row_in_page(key) >> shift) * stride];
+  }
+  // Of all keys of the head, where they share it.
+  CUFLASH_DEVICE float of_head() const {
+    if constexpr (kind == 1) return *data;
+    return 1.0f;
+  }
+
+  // Those of a tile that this lane holds columns of, `lane_key` the first; 0 for keys at and past `key_stop`.
+  template <int n_tiles>
+  CUFLASH_DEVICE void load(float (&scale)[n_tiles][2], int lane_key, int key_stop) const {
+    if constexpr (kind == 2) {
+#pragma unroll
+      for (int n = 0; n < n_tiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int key = lane_key + 8 * n + i;
+          scale[n][i] = key < key_stop ? of(key) : 0.0f;
+        }
+    }
+  }
+};
+
+// Multiplies the columns of a tile by numbers of their keys, or by that of the head.
+template <int kind, int m_tiles, int n_tiles>
+CUFLASH_DEVICE void multiply_columns(Real (&x)[m_tiles][n_tiles][4], const float (&scale)[n_tiles][2], float of_head) {
+  if constexpr (kind != 0) {
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int n = 0; n < n_tiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[m][n][i] *= kind == 1 ? of_head : scale[n][i % 2];
+  }
+}
+
+template <class E>
+constexpr bool kIsFloat16 = false;
+template <>
+constexpr bool kIsFloat16<Float16> = true;
+
+// Weights times what values are multiplied by, as operands of 16 bits. In float16 they would leave its range where
+// scales are large or small, so they are divided by a power of two that is near the largest scale so far; the output is
+// relative to it.
+struct ValueScales {
+  static constexpr bool kIsRelative = kVScale == 2 && kIsFloat16<Element>;
+  static constexpr int kSmallest = -126, kLargest = 126;
+  int exponent = kSmallest;  // of the power of two
+
+  // Warp. Takes in the scales of a tile, and divides them; rescales the output where the power of two grows.
+  template <int m_tiles, int n_tiles, int out_tiles>
+  CUFLASH_DEVICE void update(float (&scale)[n_tiles][2], Real (&out)[m_tiles][out_tiles][4]) {
+    if constexpr (kIsRelative) {
+      float largest = 0;
+#pragma unroll
+      for (int n = 0; n < n_tiles; ++n) largest = fmaxf(largest, fmaxf(fabsf(scale[n][0]), fabsf(scale[n][1])));
+      largest = fmaxf(largest, ptx::shuffle_xor(largest, 1));
+      largest = fmaxf(largest, ptx::shuffle_xor(largest, 2));
+      const int needed = min_of((int)(ptx::bits_of(largest) >> 23) - 127, kLargest);
+      if (needed > exponent) {
+        const float factor = power_of_two(max_of(exponent - needed, kSmallest));
+#pragma unroll
+        for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+          for (int n = 0; n < out_tiles; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) out[m][n][i] *= factor;
+        exponent = needed;
+      }
+      const float inverse = power_of_two(-exponent);
+#pragma unroll
+      for (int n = 0; n < n_tiles; ++n) scale[n][0] *= inverse, scale[n][1] *= inverse;
+    }
+  }
+  // What the output of a row is multiplied by: the inverse of its sum, times what values are relative to. A row that saw
+  // no key stays zero, whatever the scale of the head is.
+  CUFLASH_DEVICE Real row_factor(Real inverse_sum, Real of_head) const {
+    if (kVScale == 0 || inverse_sum == 0) return inverse_sum;
+    return inverse_sum * of_head * (kIsRelative ? power_of_two(exponent) : 1.0f);
+  }
+
+ private:
+  CUFLASH_DEVICE static float power_of_two(int n) { return ptx::float_of((u32)(n + 127) << 23); }
+};

@@ -1,0 +1,46 @@
+"""Mistakes in what reads keys and values of one byte."""
+
+from tests.emulate.mutants.planting import mutant
+
+DECODE = "sm90/decode.cu"
+FLOAT8 = "common/float8.cuh"
+FRAGMENTS = "sm80/float8_fragments.cuh"
+
+# fmt: off
+MUTANTS = (
+    # ---- common/float8.cuh
+    mutant("every key has a scale of its own", FLOAT8, "data[(i64)((first + key) >> shift) * stride]",
+           "data[(i64)(first + key) * stride]", "forward float8"),
+    mutant("scales count from the start of a sequence", FLOAT8, "(first + key) >> shift", "key >> shift",
+           "forward float8 packed"),
+    mutant("all pages have the scales of the first", FLOAT8, "data[pages.page_of(key) * page_stride +", "data[",
+           "decode float8 pages"),
+    mutant("scales past the last key are read", FLOAT8, "key < key_stop ? of(key) : 0.0f", "of(key)",
+           "decode float8 lengths"),
+    mutant("weights follow no scale", FLOAT8, "scale[n][0] *= inverse,", "scale[n][0] *= 1.0f,",
+           "decode float8 lengths"),
+    mutant("the output does not follow larger scales", FLOAT8, "out[m][n][i] *= factor;", "out[m][n][i] *= 1.0f;",
+           "decode float8 blocks"),
+    mutant("the scale of values is left out", FLOAT8, "return inverse_sum * of_head *", "return inverse_sum *",
+           "forward float8 packed"),
+    # ---- sm80/float8_fragments.cuh
+    mutant("the second half of k is the first", FRAGMENTS, "half * 8 * row + i * 8)", "half * 8 * row)",
+           "forward float8"),
+    mutant("rows of values change places", FRAGMENTS, "(first & 0xff) | second << 8", "(second & 0xff) | first << 8",
+           "forward float8"),
+    mutant("the next row has the swizzle of this one", FRAGMENTS, "(upper ^ kSwizzles) + row", "upper + row",
+           "forward float8"),
+    # ---- sm90/decode.cu
+    mutant("products read before all have converted", DECODE,
+           "      ptx::fence_async_proxy();\n      sync_consumer();\n      release_by_warp(empty);",
+           "      ptx::fence_async_proxy();\n      release_by_warp(empty);", "decode float8"),
+    mutant("what was converted is not announced", DECODE,
+           "      ptx::fence_async_proxy();\n      sync_consumer();\n      release_by_warp(empty);",
+           "      sync_consumer();\n      release_by_warp(empty);", "decode float8"),
+    mutant("the place is free before it is read", DECODE,
+           "      if constexpr (kHasFloat8) convert_tile", "      release_by_warp(empty);\n      convert_tile",
+           "decode float8"),
+    mutant("values past the last key are converted", DECODE, "if ((int)row < valid)", "if (true)",
+           "decode float8 lengths"),
+)
+# fmt: on

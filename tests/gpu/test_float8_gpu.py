@@ -1,0 +1,93 @@
+"""Keys and values of one byte on the device: against the oracle, in arrays of bytes that say what they are."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuflash
+import cuflash.testing as ct
+from cuflash.float8 import Float8Array
+from tests.gpu.planned import plans_of
+
+pytestmark = pytest.mark.gpu
+
+CASE = ct.Case(
+    batch=2,
+    num_heads=8,
+    num_heads_kv=2,
+    seqlen_q=1,
+    seqlen_k=1371,
+    head_dim=128,
+    dtype="bfloat16",
+    causal=True,
+    kv_dtype="float8_e4m3fn",
+    k_scale="token",
+    v_scale="token",
+)
+CASES: dict[str, dict[str, Any]] = {
+    "one query": {},
+    "one query, float16": {"dtype": "float16", "v_scale": "block", "scale_block": 64},
+    "one query, heads": {"k_scale": "head", "v_scale": "head", "kv_dtype": "float8_e5m2", "sinks": True},
+    "one query, no scales": {"k_scale": None, "v_scale": None, "head_dim": 64},
+    "16 queries": {"seqlen_q": 16, "head_dim": 192, "head_dim_v": 256, "softcap": 5.0},
+    "pages": {"seqlen_k": 2048, "page_size": 16, "kv_lengths": (700, 2043), "dtype": "float16"},
+    "pages of 256": {"seqlen_k": 2048, "page_size": 256, "kv_lengths": (700, 2043), "layout": "bshd"},
+    "many queries": {"seqlen_q": 300, "dropout": 0.2},
+    "many queries, float32": {"seqlen_q": 300, "dtype": "float32", "bias": (300, 1371), "head_dim": 72},
+    "narrow": {"seqlen_q": 70, "strides": "padded", "head_dim": 31, "dtype": "float16"},
+    "transposed": {"seqlen_q": 70, "strides": "transposed", "head_dim": 64},
+    "packed": {"batch": 1, "seqlen_q": 300, "cu_seqlens_q": (0, 100, 290), "cu_seqlens_k": (0, 700, 1300)},
+}
+
+
+@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
+def test_oracle(changes):
+    cupy = pytest.importorskip("cupy")
+    case = replace(CASE, **changes)
+    arrays = case.arrays(cupy.asarray)
+    assert isinstance(arrays["k"], Float8Array)
+    q, k, v = ct.qkv(arrays)
+    attn = cuflash.FlashAttention(**case.keywords)
+    out, lse = attn.forward(q, k, v, **ct.optional(arrays), **case.random)
+    ct.assert_forward(case, out, lse)
+    plans = plans_of(attn, q, k, v, **ct.optional(arrays))
+    assert plans.backward is None and "no backward pass with k and v of one byte" in plans.describe()
+    few = case.seqlen_q <= 16
+    assert plans.forward.kernels[0].source == ("sm90/decode.cu" if few and _is_sm90(cupy) else "sm80/forward.cu")
+
+
+def test_what_a_device_quantises_is_what_numpy_does():
+    cupy = pytest.importorskip("cupy")
+    k = np.random.default_rng(0).standard_normal((2, 3, 100, 96)).astype(np.float32)
+    every: tuple[dict[str, Any], ...] = (
+        {"per": "tensor"},
+        {"per": "block", "block": 16, "rotate": True},
+        {"per": "token", "dtype": "e5m2"},
+    )
+    for options in every:
+        expected, expected_scale = cuflash.quantize(k, **options)
+        k8, scale = cuflash.quantize(cupy.asarray(k), **options)
+        np.testing.assert_allclose(scale.get(), expected_scale, rtol=1e-6)
+        rotate = options.get("rotate", False)
+        back = cuflash.dequantize(k8, scale, rotate=rotate).get()
+        np.testing.assert_allclose(back, cuflash.dequantize(expected, expected_scale, rotate=rotate), atol=0.2)
+        np.testing.assert_allclose(back, k, atol=0.4)
+
+
+def test_a_cache_that_grows_is_read_to_its_end():
+    cupy = pytest.importorskip("cupy")
+    rng = np.random.default_rng(1)
+    q = rng.standard_normal((1, 8, 1, 64)).astype(np.float16)
+    k8, k_scale = cuflash.quantize(rng.standard_normal((1, 2, 1300, 64)).astype(np.float32))
+    q_device, k_device = cupy.asarray(q), cuflash.fp8(cupy.asarray(k8.view(np.uint8)), "e4m3")
+    for n in (600, 601, 640, 641, 1299, 1300):
+        keys = k_device[:, :, :n]
+        out = cuflash.attention(q_device, keys, keys, k_scale=cupy.asarray(k_scale)).get()
+        expected = cuflash.attention(q, k8[:, :, :n], k8[:, :, :n], k_scale=k_scale)
+        np.testing.assert_allclose(out.astype(np.float32), expected.astype(np.float32), atol=2, rtol=4e-3)
+
+
+def _is_sm90(cupy: Any) -> bool:
+    return cupy.cuda.Device().compute_capability == "90"
