@@ -28,7 +28,15 @@ ELEMENTS = {
 }  # fmt: skip
 
 
-FAST = ("exp", "log", "sqrt", "tanh", "div")  # that approximations serve, as long as nothing turns on the last bits
+FAST = (
+    "exp",
+    "log",
+    "sqrt",
+    "tanh",
+    "sin",
+    "cos",
+    "div",
+)  # that approximations serve, as long as nothing turns on the last bits
 _TURNS = ("floor", "floordiv", "mod", *COMPARISONS)  # operations that jump, where their arguments do not
 
 

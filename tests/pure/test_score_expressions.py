@@ -127,6 +127,7 @@ def test_intervals_find_what_documents_and_windows_hide():
 PRELUDE = """
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 using std::exp; using std::log; using std::sqrt; using std::tanh; using std::sin; using std::cos; using std::pow;
 #define CUFLASH_DEVICE static inline
 using u8 = uint8_t; using u16 = uint16_t; using u32 = uint32_t; using i32 = int32_t; using i64 = int64_t;
@@ -139,6 +140,7 @@ inline float exp2_approx(float x) { return std::exp2(x); }
 inline float log2_approx(float x) { return std::log2(x); }
 inline float sqrt_approx(float x) { return std::sqrt(x); }
 inline float reciprocal_approx(float x) { return 1 / x; }
+inline u32 bits_of(float x) { u32 y; std::memcpy(&y, &x, 4); return y; }
 template <class E> u32 pack(E, float, float) { return 0; }
 }
 template <class E> Real to_real(u16 x) { return x; }

@@ -20,6 +20,8 @@ MUTANTS = (
            "functions float64"),
     mutant("16 bits are stored as they are", LIBRARY, "(u16)ptx::pack(E{}, value, value)", "(u16)value",
            "functions in 16 bits"),
+    mutant("quotients are products", LIBRARY, "x * (Real)ptx::reciprocal_approx((float)y)", "x * y",
+           "functions sm90 without room"),
     # ---- common/functions.cuh
     mutant("scores are those of head 0", FUNCTIONS, "score_function(of_head, arrays, s, row, key, head,",
            "score_function(of_head, arrays, s, row, key, 0,", "functions"),
