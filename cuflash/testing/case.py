@@ -349,13 +349,8 @@ class Case:
             if self.kv_lengths is not None and per == "token" and not self.page_size and self.cu_seqlens_q is None:
                 for b, length in enumerate(self._lengths_of(name)):
                     scale[b, :, length:] = np.nan
-            if per == "tensor":
-                shape = ()
-            elif self._has_axes(name):
-                shape = (*self._leading(name), *shape[1:])
-            else:
-                shape = shape[4 - min(self.ndim, 4) :]
-            values[f"{name}_scale"] = scale.reshape(shape)
+            own = (*self._leading(name), *shape[1:]) if self._has_axes(name) else shape[max(4 - self.ndim, 0) :]
+            values[f"{name}_scale"] = scale.reshape(() if per == "tensor" else own)
         return values
 
     def _pages(self, k: Array, v: Array) -> dict[str, Array]:
