@@ -88,7 +88,6 @@ def bind(
     *,
     need: Collection[str] = DEFAULT_NEED,
     address_of: Callable[[Any], int] | None = None,
-    takes_wide_dq: bool = False,
 ) -> Binding:
     """Validate the arrays of one pass against each other, and find how they lie in memory.
 
@@ -104,8 +103,6 @@ def bind(
         Gradients that the backward pass returns; those with an array are returned too.
     address_of : callable, optional
         The address of the first element of an array; without it, all are taken as aligned to 16 bytes.
-    takes_wide_dq : bool, default False
-        Whether an array for dq may have the dtype of the softmax, for a part of dq that others are added to.
 
     Raises
     ------
@@ -126,8 +123,7 @@ def bind(
     for name, array in given.items():
         if name not in (*INPUTS, *NAMES, *captured):
             shape, dtype = _expected(name, problem, given)
-            is_wide = takes_wide_dq and name == "dq" and array.dtype.name == problem.softmax_dtype
-            check_array(name, array, shape, problem.softmax_dtype if is_wide else dtype)
+            check_array(name, array, shape, dtype)
         if name in results and 0 in _steps(array):
             got = f"strides {tuple(array.strides)}"
             raise value_error(name, got, "an array whose elements are all distinct in memory")
@@ -172,7 +168,8 @@ def assumed(problem: Problem, pass_: Pass, given: Mapping[str, Operand]) -> dict
     operands = dict(given)
     for name in (*_READ[pass_], *_WRITTEN[pass_]):
         if name not in INPUTS and name not in operands:
-            array = Contiguous(_shape(name, problem), _Named(problem.dtype, ITEMSIZE[problem.dtype]))
+            dtype = problem.dtype_of(name)
+            array = Contiguous(_shape(name, problem), _Named(dtype, ITEMSIZE[dtype]))
             operands[name] = layout_of(array, problem.layout)
     for name, term in _OF_TERMS.items():
         if name not in operands:
@@ -298,7 +295,7 @@ def _expected(name: str, problem: Problem, given: Mapping[str, Shaped]) -> tuple
     if name in _OF_TERMS or name in problem.captured_gradients:
         model = given[name[1:]]
         return tuple(model.shape), model.dtype.name
-    return _shape(name, problem), problem.dtype
+    return _shape(name, problem), problem.dtype_of(name)
 
 
 def _check_captured_gradients(problem: Problem, names: Iterable[str]) -> None:

@@ -77,7 +77,8 @@ class FlashAttention(Preparation):
         ``2 ** -384`` to ``2 ** 384``.
     layout : {"bhsd", "bshd"}, default "bhsd"
         Order of the axes of q, k, v and out: (batch, heads, seqlen, head_dim) or (batch, seqlen, heads, head_dim).
-        Leading axes may be missing: a 3-D array is one batch entry, a 2-D array (seqlen, head_dim) one head.
+        For the batch there may be any number of leading axes, which broadcast as those of `numpy.matmul` do. A 3-D
+        array is one batch entry, a 2-D array (seqlen, head_dim) one head.
     deterministic : bool, default False
         Gradients are bitwise equal run after run. `forward` always is, and so is the CPU path.
     precision : {"highest", "tf32"}, default "highest"
@@ -246,9 +247,11 @@ class FlashAttention(Preparation):
         Parameters
         ----------
         q : array
-            (..., num_heads, seqlen_q, head_dim) for layout "bhsd", 2-D to 4-D; float16, bfloat16 (`ml_dtypes`),
-            float32 or float64. Any strides, of this and every other array; on the GPU, q, k or v whose last axis is not
-            contiguous is copied first. A float16, bfloat16 or float32 problem accumulates in float32.
+            (..., num_heads, seqlen_q, head_dim) for layout "bhsd"; float16, bfloat16 (`ml_dtypes`), float32 or float64.
+            Any strides, of this and every other array; on the GPU, q, k or v whose last axis is not contiguous is
+            copied first. A float16, bfloat16 or float32 problem accumulates in float32. The leading axes of q, k and v
+            broadcast to those that "batch" stands for below, and so do those of all other arrays, which may be 1 or
+            missing.
         k : array
             (..., num_heads_kv, seqlen_k, head_dim), dtype of q, or float8_e4m3fn or float8_e5m2 (`ml_dtypes`, or what
             `cuflash.fp8` makes): then its numbers are these times `k_scale`. Query head h reads key/value head
@@ -312,8 +315,8 @@ class FlashAttention(Preparation):
         Returns
         -------
         ForwardResult
-            ``out``: shape of q with head_dim_v as last axis, dtype of q. ``lse``: (..., num_heads, seqlen_q) in every
-            layout, natural logarithm, float32 (float64 for float64).
+            ``out``: shape of q with head_dim_v as last axis and all leading axes, dtype of q. ``lse``: (..., num_heads,
+            seqlen_q) in every layout, natural logarithm, float32 (float64 for float64).
 
         Raises
         ------
@@ -439,10 +442,10 @@ class FlashAttention(Preparation):
         -------
         Gradients
             A named tuple of the gradients that are wanted, in this order. ``dq``, ``dk``, ``dv``: shapes and dtypes of
-            q, k and v; keys that no query sees get zero. ``dbias``, ``dalibi_slopes``: shapes and dtypes of bias and
-            alibi_slopes, as they were given; pairs that are hidden, be it by a bias of -inf, count for nothing.
-            ``dscale``, ``dsoftcap``: shape (), dtype of lse. ``dsinks``: shape and dtype of sinks. All but the first
-            three are summed in one order always.
+            q, k and v, sums over the leading axes along which these broadcast; keys that no query sees get zero.
+            ``dbias``, ``dalibi_slopes``: shapes and dtypes of bias and alibi_slopes, as they were given; pairs that are
+            hidden, be it by a bias of -inf, count for nothing. ``dscale``, ``dsoftcap``: shape (), dtype of lse.
+            ``dsinks``: shape and dtype of sinks. All but the first three are summed in one order always.
 
         Raises
         ------

@@ -40,7 +40,7 @@ def attention(
     Parameters
     ----------
     q : array
-        (..., num_heads, seqlen_q, head_dim), 2-D to 4-D; float16, bfloat16, float32 or float64.
+        (..., num_heads, seqlen_q, head_dim); float16, bfloat16, float32 or float64.
     k : array
         (..., num_heads_kv, seqlen_k, head_dim), dtype of q or float8; num_heads_kv divides num_heads.
     v : array
@@ -55,7 +55,8 @@ def attention(
     Returns
     -------
     array
-        Shape of q with head_dim_v as last axis, dtype and kind of q: NumPy, CuPy, or of the library that q comes from.
+        Shape of q with head_dim_v as last axis and all leading axes, dtype and kind of q: NumPy, CuPy, or of the
+        library that q comes from.
 
     Raises
     ------

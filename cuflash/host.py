@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from cuflash import cpu
 from cuflash.binding import Binding, Pass, bind, of_pass
 from cuflash.cpu.packed import check_starts
 from cuflash.interop import overlap
+from cuflash.leading import Calls, FirstCall, axes_of, first_call, is_plain
 from cuflash.options import Options
 from cuflash.problem import Problem, check_pages
 from cuflash.terms import DEFAULT_NEED
@@ -22,6 +25,9 @@ def forward(options: Options, arrays: dict[str, Any], random: tuple[int, int] = 
 
     `random` is the seed and the offset of dropout.
     """
+    if not is_plain(arrays) and (axes := axes_of(options, arrays, ("out", "lse"))):
+        calls = Calls(axes, options, arrays, ("out", "lse"), np, gives_parts=False)
+        return calls.run(functools.partial(forward, random=random))
     given = _given(arrays)
     problem = bound("forward", options, given).problem
     return cpu.forward(problem, **given, seed=random[0], offset=random[1])
@@ -31,6 +37,9 @@ def backward(
     options: Options, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
 ) -> tuple[Any, ...]:
     """The gradients `need` of NumPy arrays, in the order of `GRADIENTS`."""
+    if not is_plain(arrays) and (axes := axes_of(options, arrays, need)):
+        calls = Calls(axes, options, arrays, need, np, gives_parts=False)
+        return calls.run(functools.partial(backward, need=need, random=random))
     given = _given(arrays)
     problem = bound("backward", options, given, need).problem
     return cpu.backward(problem, need=need, **given, seed=random[0], offset=random[1])
@@ -38,13 +47,23 @@ def backward(
 
 def plan(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> CpuPlan:
     """What `forward` and `backward` would compute."""
-    given = _given(of_pass("forward", arrays, options))
-    return CpuPlan(problem=bound("forward", options, given).problem)
+    first = _first(options, arrays)
+    axes = first.axes
+    if axes:
+        axes = first_call(options, of_pass("backward", arrays, options), need, np, gives_parts=False).axes
+    return CpuPlan(problem=bound("forward", first.options, _given(first.arrays)).problem, axes=axes)
 
 
 def compile(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> None:
     """Check the arguments: there is nothing to compile."""
-    bound("forward", options, _given(arrays))
+    first = _first(options, arrays)
+    bound("forward", first.options, _given(first.arrays))
+
+
+def _first(options: Options, arrays: Mapping[str, Any]) -> FirstCall:
+    """The first forward pass that a call is made of."""
+    own = of_pass("forward", arrays, options)
+    return first_call(options, own, ("out", "lse"), np, gives_parts=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +71,7 @@ class CpuPlan:
     """What `FlashAttention.plan` says of NumPy arrays."""
 
     problem: Problem
+    axes: str = ""  # how leading axes are gone through, where a call is not all that there is
 
     def describe(self) -> str:
         """The plan in words, several lines."""
@@ -68,6 +88,7 @@ class CpuPlan:
                 "CPU path: tiled online softmax on NumPy arrays, because the arguments are in host memory",
                 f"  computed  by {cpu.describe(p)}",
                 f"  problem   batch {p.batch}, {heads}, {sizes}, layout {p.layout}",
+                *((f"  axes      {self.axes}",) if self.axes else ()),
                 f"  precision {p.dtype} in and out{keys}, {p.softmax_dtype} inside",
                 f"  work      {p.forward_flops / 1e9:.3g} GFLOP forward, {backward}",
                 f"  memory    linear in seqlen; the plain formula's scores would take {p.naive_bytes / 2**20:.4g} MiB",

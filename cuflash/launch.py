@@ -19,7 +19,7 @@ import itertools
 import os
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cupy
@@ -27,6 +27,7 @@ import cupy
 from cuflash.binding import FIXED, INPUTS, Binding, Growing, Pass, bind, growing_keys, of_pass, planned_length
 from cuflash.compiler import compile_spec, with_resources
 from cuflash.interop import overlap
+from cuflash.leading import Axes, Calls, axes_of, first_call
 from cuflash.operands import FLOAT8
 from cuflash.options import Options
 from cuflash.params import Argument
@@ -117,8 +118,11 @@ def plan(options: Options, arrays: dict[str, Any], need: Collection[str] = DEFAU
     device = device_spec(arrays["q"].data.device_id)
 
     def plan_of(pass_: Pass) -> LaunchPlan:
-        binding = _bind(pass_, options, of_pass(pass_, arrays, options), need)
-        return with_resources(tuned_plan(binding.problem, device, pass_, **binding.layout))
+        results = tuple(need) if pass_ == "backward" else ("out", "lse")
+        first = first_call(options, of_pass(pass_, arrays, options), results, cupy, gives_parts=True)
+        binding = _bind(pass_, first.options, first.arrays, need)
+        plan = with_resources(tuned_plan(binding.problem, device, pass_, **binding.layout))
+        return replace(plan, reason=f"{first.axes}\n{plan.reason}") if first.axes else plan
 
     forward = plan_of("forward")
     return Plans(forward, None if forward.problem.why_no_gradients is not None else plan_of("backward"))
@@ -143,6 +147,8 @@ def trials(
 
     `arrays` are those of `forward` or `backward`, without results; CuPy's current device is that of the arrays.
     """
+    results = DEFAULT_NEED if pass_ == "backward" else ("out", "lse")
+    options, arrays, _ = first_call(options, arrays, results, cupy, gives_parts=True)
     binding = _bind(pass_, options, arrays, DEFAULT_NEED)
     pointers = [array.data.ptr for array in arrays.values() if array is not None]
 
@@ -209,11 +215,20 @@ def _call(
     of_any = tuple(key)
     launch = _launches.get(of_any) or _launches.get((of_any, seqlen_k))
     if launch is None:
+        axes = axes_of(options, arrays, results)
+        if axes is not None:
+            call = functools.partial(_call, pass_, results=results, random=random)
+            return _calls_of(axes, options, arrays, results).run(call)
         binding = _bind(pass_, options, arrays, results)
         plan = tuned_plan(binding.problem, device_spec(device_id), pass_, **binding.layout)
         launch = _launch_of(binding, plan, arrays, growing)
         _keep(of_any if launch.any_length or not names else (of_any, seqlen_k), launch)
     return _start(launch, arrays, pointers, random, seqlen_k or launch.seqlen_k)
+
+
+def _calls_of(axes: Axes, options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> Calls:
+    """The calls that one on arrays with leading axes is made of."""
+    return Calls(axes, options, arrays, results, cupy, gives_parts=True)
 
 
 def _keep(key: tuple, launch: _Launch) -> None:
@@ -284,8 +299,7 @@ def _bind(pass_: Pass, options: Options, arrays: Mapping[str, Any], need: Collec
     for name, array in arrays.items():
         if array is not None and array.data.device_id != device_id:
             raise value_error(name, f"an array on device {array.data.device_id}", f"device {device_id}, where q is")
-    is_part = options.diagonal is not None
-    return bind(pass_, options, arrays, need=need, address_of=lambda array: array.data.ptr, takes_wide_dq=is_part)
+    return bind(pass_, options, arrays, need=need, address_of=lambda array: array.data.ptr)
 
 
 def _launch_of(binding: Binding, plan: LaunchPlan, arrays: Mapping[str, Any], growing: Growing = FIXED) -> _Launch:

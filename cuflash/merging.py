@@ -225,8 +225,8 @@ def _check_parts(arrays: dict[str, Any], like: str, layout: str) -> _Rows:
     dtype, shape = arrays[like].dtype.name, tuple(arrays[like].shape)
     if dtype not in DTYPES:
         raise type_error(like, f"dtype {dtype}", "float16, bfloat16, float32 or float64")
-    if not 2 <= len(shape) <= 4:
-        raise value_error(like, f"{len(shape)}-D shape {shape}", "a 2-D, 3-D or 4-D array")
+    if len(shape) < 2:
+        raise value_error(like, f"{len(shape)}-D shape {shape}", "an array of two axes or more")
     rows = _Rows(swapped=layout == "bshd" and len(shape) >= 3)
     lse_shape = (*shape[:-3], shape[-2], shape[-3]) if rows.swapped else shape[:-1]
     lse_dtype = "float64" if dtype == "float64" else "float32"

@@ -13,7 +13,7 @@ import numpy as np
 
 from cuflash.operands import Operand
 from cuflash.planning import LaunchPlan
-from cuflash.planning.argument import ARRAYS, CAPTURED_BYTES, FIELDS, MAPS_OFFSET, OF_LENGTH, PARAMS_BYTES, RUN_TIME
+from cuflash.planning.argument import ARRAYS, CAPTURED_BYTES, FIELDS, OF_LENGTH, PARAMS_BYTES, RUN_TIME, maps_offset
 from cuflash.problem import Problem
 from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.terms import NAMES, NUMBERS, OF_FLOAT8
@@ -136,8 +136,10 @@ class Argument:
 
     def __init__(self, plan: LaunchPlan, operands: Mapping[str, Operand], names: Sequence[str]) -> None:
         self._content = parameters(plan, operands).tobytes()
+        self._maps_start = 8 + maps_offset(plan.problem)
         if plan.tensor_maps:
-            self._content = self._content.ljust(MAPS_OFFSET + TENSOR_MAP_BYTES * len(plan.tensor_maps), b"\0")
+            length = maps_offset(plan.problem) + TENSOR_MAP_BYTES * len(plan.tensor_maps)
+            self._content = self._content.ljust(length, b"\0")
         words = pointer_words(plan.problem)
         self._words = tuple(1 + words[name] for name in names)
         self._seqlen_k, self._numbers = plan.problem.seqlen_k, length_numbers(plan.problem)
@@ -170,7 +172,7 @@ class Argument:
             struct.pack_into("=QI", frame.bytes, 8 + _RANDOM, *random)
             frame.random = random
         if frame.maps != maps:
-            start = 8 + MAPS_OFFSET
+            start = self._maps_start
             frame.bytes[start : start + TENSOR_MAP_BYTES * len(maps)] = b"".join(maps)
             frame.maps = maps
         return frame

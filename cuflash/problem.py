@@ -83,6 +83,7 @@ class Problem(Given):
     score: Traced | None = None  # a function of the caller, and one that hides pairs
     mask_function: Traced | None = None
     captured: tuple[tuple[str, Operand], ...] = ()  # what they read, by name
+    wide: tuple[str, ...] = ()  # those of dq, dk and dv that are given in the dtype of the softmax, to be added up
 
     @property
     def options(self) -> Options:
@@ -103,6 +104,7 @@ class Problem(Given):
             mask_function=self.mask_function,
             **{name: getattr(self, name) for name in NUMBERS},
             origin=self.origin,
+            wide=self.wide,
         )
 
     @property
@@ -203,6 +205,10 @@ class Problem(Given):
     def softmax_dtype(self) -> str:
         """dtype of scores, lse and delta: float64 for float64 inputs, else float32."""
         return "float64" if self.dtype == "float64" else "float32"
+
+    def dtype_of(self, name: str) -> str:
+        """dtype of an array over head dimensions."""
+        return self.softmax_dtype if name in self.wide else self.dtype
 
     @property
     def group_size(self) -> int:
@@ -312,7 +318,7 @@ def make_problem(
     is_packed = "cu_seqlens_q" in given or "cu_seqlens_k" in given
     if block_table is not None and is_packed:
         raise not_packed_error("block_table")
-    _check_dtypes_and_axes(q, k, v)
+    _check_dtypes_and_axes(q, k, v, "cu_seqlens_q" if is_packed else None if block_table is None else "block_table")
     layout = options.layout
     q4, k4, v4 = layout_of(q, layout), layout_of(k, layout), layout_of(v, layout)
     batch, num_heads, seqlen_q, head_dim = q4.shape
@@ -392,17 +398,17 @@ def make_problem(
         score=options.score,
         mask_function=options.mask_function,
         captured=operands_of(options, captured or {}, q4.dtype, softmax_dtype),
+        wide=options.wide,
     )
 
 
-def _check_dtypes_and_axes(q: Shaped, k: Shaped, v: Shaped) -> None:
-    """Check dtypes and numbers of axes, of each array and against each other."""
+def _check_dtypes_and_axes(q: Shaped, k: Shaped, v: Shaped, other: str | None) -> None:
+    """Check dtypes and numbers of axes, of each array and against each other; `other` as `_check_axes` takes it."""
     for name, array in (("q", q), ("k", k), ("v", v)):
         if array.dtype.name not in (DTYPES if name == "q" else (*DTYPES, *FLOAT8)):
             also = "" if name == "q" else f", or {' or '.join(FLOAT8)}"
             raise type_error(name, f"dtype {array.dtype}", f"float16, bfloat16, float32 or float64{also}")
-        if not 2 <= len(array.shape) <= 4:
-            raise value_error(name, f"{len(array.shape)}-D shape {tuple(array.shape)}", "a 2-D, 3-D or 4-D array")
+        _check_axes(name, array, other)
     model, expected = ("k", k.dtype) if k.dtype.name in FLOAT8 else ("q", q.dtype)
     for name, array in (("k", k), ("v", v)):
         if array.dtype != expected:
@@ -419,6 +425,18 @@ def check_differentiable(problem: Problem) -> None:
             f"and v would be rounded to numbers of one byte, to 2 or 3 digits of base 2; give cuflash.dequantize(k, "
             f"k_scale), and v likewise, to forward and backward"
         )
+
+
+def _check_axes(name: str, array: Shaped, other: str | None) -> None:
+    """Refuse more or fewer axes than one pass takes; `other` is a term that goes with no more of them."""
+    count = len(array.shape)
+    if count > 4 and other is not None:
+        raise NotImplementedError(
+            f"{name}: got {count - 3} leading axes before that of the heads together with {other}, expected one of "
+            "them; reshape them to a batch, as one axis"
+        )
+    if not 2 <= count <= 4:
+        raise value_error(name, f"{count}-D shape {tuple(array.shape)}", "a 2-D, 3-D or 4-D array")
 
 
 def _term_operand(term: Term, array: Shaped, dtype: str, softmax_dtype: str, sizes: Mapping[str, int]) -> Operand:

@@ -119,8 +119,8 @@ def backward(
         In the order of `terms.GRADIENTS`, those of
 
         dq, dk, dv
-            Shapes of `q`, `k` and `v`, of `dtype`. Keys that nothing sees, past `kv_lengths` or of no
-            sequence for one, get zero.
+            Shapes of `q`, `k` and `v`, of `dtype`, or of that of lse if `problem.wide` has them. Keys that nothing
+            sees, past `kv_lengths` or of no sequence for one, get zero.
         dbias
             Shape of `bias`, of `dtype` or, where `bias` has it, of that of lse.
         dalibi_slopes, dsinks
@@ -153,7 +153,8 @@ def backward(
                 np.add.at(captured[f"d{name}"].reshape(-1), entry, _round(dS_bias, dtype) * derivative)
     with np.errstate(all="ignore"):
         gradients = {
-            name: as_caller(problem, x.astype(dtype)) for name, x in zip(DEFAULT_NEED, (dq, dk, dv), strict=True)
+            name: as_caller(problem, x if name in problem.wide else x.astype(dtype))
+            for name, x in zip(DEFAULT_NEED, (dq, dk, dv), strict=True)
         }
         for name, total in of_scores.totals.items():
             term = terms.get(name[1:])

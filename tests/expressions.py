@@ -109,6 +109,50 @@ def _conditions_of(inner: st.SearchStrategy[Term]) -> st.SearchStrategy[Term]:
 reals = st.recursive(_REAL_LEAVES, _real_of, max_leaves=6)
 
 
+_SMALL_LEAVES = st.one_of(
+    *(_NUMBERS, st.just(lambda at: at["scalar"]), st.just(lambda at: at["of_head"][at["head"]])),
+    st.builds(lambda n: lambda at: at["of_row"][at["i"], n], st.integers(0, 1)),
+    st.builds(lambda n: lambda at: at["of_key"][at["j"], n], st.integers(0, 1)),
+    st.just(lambda at: at["table"][at["head"], cuflash.clip(at["i"] - at["j"], -3, 3) + 3]),
+    st.just(lambda at: at["pairs"][at["i"], at["j"]]),
+    st.just(lambda at: cuflash.where(at["i"] - at["j"] < 5, at["scalar"], 0.25)),
+)
+
+
+def _more_small(inner: st.SearchStrategy[Term]) -> st.SearchStrategy[Term]:
+    unary = st.sampled_from([
+        cuflash.sin, cuflash.cos, cuflash.abs, lambda x: cuflash.exp(-cuflash.abs(x)),
+        lambda x: cuflash.sqrt(x * x + 1),
+        lambda x: cuflash.log(x * x + 2), lambda x: 1 / (x * x + 1), lambda x: cuflash.clip(x, -1.3, 2.1),
+    ])  # fmt: skip
+    binary = st.sampled_from(
+        [lambda x, y: x + y, lambda x, y: x - y, lambda x, y: x * y, cuflash.minimum, cuflash.maximum]
+    )
+    return st.one_of(
+        st.builds(lambda f, x: _of(f, x), unary, inner), st.builds(lambda f, x, y: _of(f, x, y), binary, inner, inner)
+    )
+
+
+_OF_S = [
+    lambda s, x: s, lambda s, x: s * x, lambda s, x: 3 * cuflash.tanh(s * x), lambda s, x: s / (1 + x * x),
+    lambda s, x: cuflash.sqrt(s * s + 1 + x * x), lambda s, x: cuflash.sin(s) - x * s, lambda s, x: x,
+]  # fmt: skip
+
+
+@st.composite
+def smooth_scores(draw: st.DrawFn) -> Callable[..., Any]:
+    """A score of moderate numbers without a jump or a kink in s, so that rounding errors of s stay what they are."""
+    small = st.recursive(_SMALL_LEAVES, _more_small, max_leaves=4)
+    x, y = draw(small), draw(small)
+    of_s = draw(st.sampled_from(_OF_S))
+
+    def score(s, i, j, *, head, batch, scalar, of_head, of_row, of_key, table, pairs, doc, flags):  # type: ignore[no-untyped-def]
+        at = locals() | {"term": None}
+        return of_s(s, cuflash.tanh(x(at))) + 2 * cuflash.tanh(y(at))
+
+    return score
+
+
 @st.composite
 def scores(draw: st.DrawFn) -> Callable[..., Any]:
     """A score, which s is in."""

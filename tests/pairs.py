@@ -25,6 +25,7 @@ from typing import Any, Literal, Protocol
 
 import cuflash
 import cuflash.testing as ct
+from cuflash.testing.rule import yardsticks_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SUPPORT = ROOT / "tests" / "support.json"
@@ -73,6 +74,7 @@ OPTIONS = (
     Option("dlse", ({"dlse": True},), ("backward",)),
     Option("num_heads_kv", ({"num_heads_kv": 1},)),
     Option("head_dim_v", ({"head_dim_v": 48},)),
+    Option("axes", ({"axes": (2, 1), "leading": (("k", (1, 1)), ("v", (1, 1)))},)),
     Option("strides", ({"strides": "padded"}, {"strides": "transposed"})),
 )
 
@@ -195,7 +197,7 @@ def judge(setting: Posed, results: dict[str, Any]) -> None:
 
 @functools.lru_cache(maxsize=2)
 def _yardsticks(case: ct.Case) -> dict[str, ct.Yardstick]:
-    return ct.yardsticks(case.problem, case.arrays(), **case.random)
+    return yardsticks_of(case)
 
 
 def without(setting: Setting, name: str) -> Setting:
@@ -253,7 +255,9 @@ def by_emulator(arch: str) -> Run:
     def run(setting: Setting, pass_: str) -> dict[str, Any]:
         case = setting.case
         arrays = case.arrays()
-        options = {"deterministic": setting.deterministic, "precision": setting.precision}
+        options: dict[str, Any] = {"deterministic": setting.deterministic, "precision": setting.precision}
+        if case.axes is not None:
+            return attention.by_calls(case, arrays, pass_, arch=arch, **options)
         problem = attention.problem_of(case, arrays, **options)
         if pass_ == "forward":
             return dict(zip(("out", "lse"), attention.forward(problem, arrays, arch=arch, **case.random), strict=True))

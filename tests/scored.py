@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash.operands import numpy_dtype
 from cuflash.problem import Problem, make_problem
+from cuflash.score.program import Traced
 from cuflash.score.tracing import captured_names
 from cuflash.terms import NAMES
+from tests import expressions
 
 Array = np.ndarray[Any, Any]
 
@@ -138,20 +140,25 @@ def scored(
     draw: st.DrawFn,
     dtypes: tuple[str, ...] = ("float32", "float64", "float16", "bfloat16"),
     max_seqlen: int = 300,
-    scores: tuple[str, ...] = tuple(SCORES),
+    scores: tuple[str, ...] = (*SCORES, "drawn"),
     packs: bool = True,
+    head_dims: tuple[int, ...] = (8, 16),
+    min_seqlen: int = 1,
 ) -> Scored:
     """Problems with a score, a mask or both, and options that go with them."""
     pick = st.sampled_from
     score = draw(pick([*scores, None]))
     mask = draw(pick([*MASKS, None] if score else [*MASKS]))
-    functions = (SCORES[score] if score else None, MASKS[mask] if mask else None)
+    function = draw(expressions.smooth_scores()) if score == "drawn" else SCORES[score] if score else None
+    functions = (function, MASKS[mask] if mask else None)
     dtype = draw(pick(dtypes))
     is_packed = packs and draw(st.booleans()) and draw(st.booleans())
     heads_kv, group = draw(pick([1, 2])), draw(pick([1, 2]))
     heads, batch = heads_kv * group, draw(pick([1, 2]))
-    seqlen_q, seqlen_k = (draw(pick([n for n in (1, 7, 40, 130, max_seqlen) if n <= max_seqlen])) for _ in range(2))
-    head_dim = draw(pick([8, 16]))
+    seqlen_q, seqlen_k = (
+        draw(pick([n for n in (1, 7, 40, 130, max_seqlen) if min_seqlen <= n <= max_seqlen])) for _ in range(2)
+    )
+    head_dim = draw(pick(head_dims))
     seed = draw(st.integers(0, 2**16))
     random = np.random.default_rng(seed)
 
@@ -169,6 +176,7 @@ def scored(
     options["window"] = draw(pick([None, (50, 30), (200, None)]))
     options["dropout"] = draw(pick([0.0, 0.0, 0.3]))
     options["scale"] = draw(pick([None, 0.7]))
+    options["deterministic"] = draw(pick([False, False, True]))
     if is_packed:
         cuts = [sorted(draw(st.lists(st.integers(0, n), min_size=2, max_size=2))) for n in (seqlen_q, seqlen_k)]
         for name, (start, stop) in zip(("cu_seqlens_q", "cu_seqlens_k"), cuts, strict=True):
@@ -185,7 +193,11 @@ def scored(
     if draw(st.booleans()):
         arrays["sinks"] = normal(heads, of="float64" if dtype == "float64" else "float32")
     arrays |= captured_of(functions, (batch, heads, seqlen_q, seqlen_k), dtype, seed)
+    if score == "drawn":  # indices are clamped, so that arrays of any size do
+        arrays |= expressions.arrays(seed, "float64" if dtype == "float64" else "float32")
     kwargs = {"seed": 3, "offset": 1} if options["dropout"] else {}
+    if score == "drawn" and function is not None:
+        score = f"drawn {Traced.of(function, 'score')!r}"
     spelled = f"score {score}, mask {mask}, {options}, " + ", ".join(
         f"{n} {x.dtype}{x.shape}" for n, x in arrays.items()
     )

@@ -228,7 +228,10 @@ class Execution:
         del of_call["block_table"]
         ordered = tuple(name for name in GRADIENTS if name in need)
         results = {name: arrays.get(name) for name in ordered}
-        found = self.backend.backward(self._options(tile), of_call | results, ordered, self.random)
+        options, dq = self._options(tile), arrays.get("dq")
+        if dq is not None and dq.dtype != arrays["q"].dtype:
+            options = replace(options, wide=("dq",))
+        found = self.backend.backward(options, of_call | results, ordered, self.random)
         return dict(zip(ordered, found, strict=True))
 
     def _options(self, tile: Tile) -> Options:

@@ -15,7 +15,7 @@ from cuflash.emulator.memory import Scratch, guarded, tensor_map
 from cuflash.operands import ITEMSIZE, numpy_dtype
 from cuflash.params import parameters, pointer_words
 from cuflash.planning import DeviceSpec, LaunchPlan, choose_plan
-from cuflash.planning.argument import MAPS_OFFSET
+from cuflash.planning.argument import maps_offset
 from cuflash.planning.tiles import Tile
 from cuflash.problem import Problem
 from cuflash.tensor_map import TensorMapSpec
@@ -37,9 +37,7 @@ def plan_for(
 
 
 def _bind(pass_: Pass, problem: Problem, arrays: Mapping[str, Any], need: Sequence[str]) -> Binding:
-    options = problem.options
-    is_part = options.diagonal is not None
-    return bind(pass_, options, arrays, need=need, address_of=lambda array: array.ctypes.data, takes_wide_dq=is_part)
+    return bind(pass_, problem.options, arrays, need=need, address_of=lambda array: array.ctypes.data)
 
 
 def _plan_of(binding: Binding, arch: str | DeviceSpec, tiles: Sequence[Tile] | None) -> LaunchPlan:
@@ -85,7 +83,7 @@ def run(
             _tensor_map(spec, pointers[spec.name], mapped_keys if spec.name in ("k", "v") else 0)
             for spec in plan.tensor_maps
         ]
-        argument = np.frombuffer(params.tobytes().ljust(MAPS_OFFSET, b"\0") + b"".join(maps), np.uint8)
+        argument = np.frombuffer(params.tobytes().ljust(maps_offset(plan.problem), b"\0") + b"".join(maps), np.uint8)
     statistics = []
     for kernel in plan.kernels:
         if kernel.grid == 0:
@@ -183,13 +181,11 @@ def backward(
     lse: np.ndarray,
     *,
     need: Sequence[str] | None = None,
-    wide_dq: bool = False,
     **options: Any,
 ) -> tuple[np.ndarray, ...]:
     """The gradients `need` by the backward kernels; without it (dq, dk, dv), and that of a part of the softmax.
 
-    `arrays` holds dout too, and maybe dlse. With `wide_dq`, dq has the dtype of the softmax. Other parameters are those
-    of `forward`.
+    `arrays` holds dout too, and maybe dlse. Other parameters are those of `forward`.
     """
     if need is None:
         need = (*DEFAULT_NEED, *(name for name in OF_SOFTMAX if arrays.get(name[1:]) is not None))
@@ -197,7 +193,6 @@ def backward(
         name: (arrays[name[1:]].shape, arrays[name[1:]].dtype) for name in need if name[1:] in arrays
     }
     every |= {name: ((), problem.softmax_dtype) for name in OF_NUMBERS}
-    if wide_dq:
-        every["dq"] = arrays["q"].shape, problem.softmax_dtype
+    every |= {name: (arrays[name[1:]].shape, problem.softmax_dtype) for name in problem.wide}
     results = {name: every[name] for name in problem.gradients if name in need}
     return _call("backward", problem, {**arrays, "out": out, "lse": lse}, results, **options)

@@ -161,6 +161,7 @@ CUFLASH_DEVICE float multiply(float x, float y) { return x * y; }
 CUFLASH_DEVICE double multiply(double x, double y) { return x * y; }
 CUFLASH_DEVICE float exp2_approx(float x) { return ::emulator::exp2_approx(x); }
 CUFLASH_DEVICE float reciprocal_approx(float x) { return ::emulator::reciprocal_approx(x); }
+CUFLASH_DEVICE float sqrt_approx(float x) { return ::emulator::sqrt_approx(x); }
 CUFLASH_DEVICE float log2_approx(float x) { return ::emulator::log2_approx(x); }
 template <class T>
 CUFLASH_DEVICE u32 pack(T type, float low, float high) {

@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from cuflash.planning.launch_plan import RunTime
 from cuflash.planning.tiles import round_up
+from cuflash.problem import Problem
 from cuflash.terms import NUMBERS, OF_NUMBERS, TERMS
 
 # Arrays in the order of the struct, with the number of strides that follow each pointer.
@@ -50,4 +51,15 @@ FIELDS = _fields()
 # As C lays structs out: a struct ends at a multiple of its widest field.
 PARAMS_BYTES = struct.calcsize("@" + "".join(f"{count}{kind}" for _, kind, count in FIELDS) + "0Q")
 CAPTURED_BYTES = 72  # of an array that functions read, in what follows the argument: it, and its gradient
-MAPS_OFFSET = round_up(PARAMS_BYTES, 64)  # where tensor maps follow
+
+
+def params_bytes(problem: Problem) -> int:
+    """Bytes of the struct. With functions of the caller, arrays, their gradients and two scratch arrays are its end."""
+    if not problem.has_functions:
+        return PARAMS_BYTES
+    return PARAMS_BYTES + 2 * CAPTURED_BYTES * max(len(problem.captured), 1) + 16
+
+
+def maps_offset(problem: Problem) -> int:
+    """Where tensor maps follow."""
+    return round_up(params_bytes(problem), 64)

@@ -31,6 +31,7 @@ WAVES, CAUSAL_WAVES = 1.9, 4.0
 # with all of 64 tiles (causal, seqlen 4096, head_dim 64; 46 % at 128).
 SHARE_STEPS, SUM_STEPS, SUM_STEPS_OF_PART = 3, 6, 1
 SINKS_WARPS = 16
+_OF_KEYS = ("dk", "dv")
 SCORES_KERNEL = "sm80/backward_scores.cu"  # makes gradients of parts of the scores that no other kernel makes
 SOFTMAX_KERNEL = "around/sinks.cu"  # makes the gradients of parts of the softmax
 
@@ -55,7 +56,7 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
         "CUFLASH_BACK_SECTION": BACK_SECTION,
         "CUFLASH_NEEDS_DK": int("dk" in draft.need or main is None),
         "CUFLASH_NEEDS_DV": int("dv" in draft.need or main is None),
-        "CUFLASH_SPLITS_GROUP": int(run_time.group_splits > 1),
+        "CUFLASH_SPLITS_GROUP": int(run_time.group_splits > 1 or _has_wide(draft, *_OF_KEYS)),
         "CUFLASH_SPLITS_TAIL": int(run_time.tail_splits > 1),
         **needs(()),
         **({} if family is None else family.defines),
@@ -74,6 +75,11 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     if scores is not None and sums:
         add_sums(draft, scores, SCORES_KERNEL, sums)
     if scores is not None and draft.captured_gradients:
+        if family is not None:
+            names = ", ".join(draft.captured_gradients)
+            draft.reasons.append(
+                f"{names}: not by {family.kernel}: it sums no gradients of arrays that the score reads"
+            )
         add_captured(draft, scores, SCORES_KERNEL)
     if family is not None and main is not None:
         blocks = _add_main(draft, family, main, n_blocks, summed)
@@ -132,7 +138,7 @@ def _rows(
     elif dq is None:
         dq, reason = choose_row(DQ_TILES, problem, device)
         draft.reasons.append(reason)
-    if dq is not None and _has_wide_dq(draft):
+    if dq is not None and _has_wide(draft, "dq"):
         got = f"dtype {problem.softmax_dtype} with " + ("deterministic=True" if main is not None else "dq alone")
         raise NotImplementedError(f"dq: got {got}, expected dtype {problem.dtype}, which its own kernel gives")
     if dq is not None and main is None:
@@ -174,7 +180,7 @@ def _summed_by_main(draft: Draft, family: BackwardFamily[Any] | None, main: Any)
 def _share_work(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int) -> None:
     """Blocks share the query heads of a key/value head, or the queries of a tile of keys, where tiles are few."""
     draft.set(group_splits=_group_splits(draft, family, main, n_blocks))
-    if draft.run_time.group_splits == 1 and family.shares_tail:
+    if draft.run_time.group_splits == 1 and family.shares_tail and not _has_wide(draft, *_OF_KEYS):
         _share_tail(draft, main, n_blocks)
 
 
@@ -260,7 +266,8 @@ def _add_convert(
     results = len(set(draft.need) & {"dk", "dv"})
     # How many warps leave a part of dk, or of dv: one for each 16 keys, or all warps, where these divide both.
     part_warps = around.num_warps if around is main else main.block_n // 16
-    if parts > 1 and results:
+    wide_keys = _has_wide(draft, *_OF_KEYS)
+    if (parts > 1 or wide_keys) and results:
         shared = n_blocks - run_time.whole_tiles
         shares = part_warps // around.num_warps
         blocks += shared * shares * results
@@ -268,7 +275,10 @@ def _add_convert(
         draft.scratch["dkv_partials"] = shared * parts * main.block_n * (dim + dim_v)
         what = "query heads of a key/value head" if run_time.group_splits > 1 else "queries of a tile of keys"
         last = "the last " if run_time.whole_tiles else ""
-        draft.reasons.append(f"{parts} blocks share the {what}: {last}{shared} tiles of keys are few")
+        if parts > 1:
+            draft.reasons.append(f"{parts} blocks share the {what}: {last}{shared} tiles of keys are few")
+        if wide_keys:
+            draft.reasons.append("dk and dv leave blocks as sums: not all of them are rounded to the dtype of k and v")
     if reduces_dq:
         m_blocks = draft.heads * (run_time.stats_rows // main.block_m)
         blocks += m_blocks
@@ -284,11 +294,12 @@ def _add_convert(
             draft.reasons.append("deterministic: tiles of keys add to dq in order")
     if shared_bytes:
         defines = {"CUFLASH_DIM_MULTIPLE": main.dim_multiple, "CUFLASH_PART_WARPS": part_warps}
-        defines["CUFLASH_DQ_WIDE"] = int(_has_wide_dq(draft))
-        makes = ("wide_dq",) if _has_wide_dq(draft) else ()
+        wide = tuple(name for name in ("dq", *_OF_KEYS) if _has_wide(draft, name))
+        defines |= {f"CUFLASH_{name.upper()}_WIDE": int(name in wide) for name in ("dq", *_OF_KEYS)}
+        makes = tuple(f"wide_{name}" for name in wide)
         draft.add("around/convert.cu", around, blocks, shared_bytes, makes, **defines)
 
 
-def _has_wide_dq(draft: Draft) -> bool:
-    """Whether dq is to have the dtype of sums, where the inputs have another one."""
-    return "dq" in draft.need and draft.arrays["dq"].dtype != draft.problem.dtype
+def _has_wide(draft: Draft, *names: str) -> bool:
+    """Whether one of these gradients is to have the dtype of sums, where the inputs have another one."""
+    return any(name in draft.need and draft.arrays[name].dtype != draft.problem.dtype for name in names)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from cuflash.binding import Pass
 from cuflash.operands import ITEMSIZE, Operand
-from cuflash.planning.argument import CAPTURED_BYTES, MAPS_OFFSET, PARAMS_BYTES
+from cuflash.planning.argument import PARAMS_BYTES, maps_offset, params_bytes
 from cuflash.planning.device import DeviceSpec
 from cuflash.planning.launch_plan import KernelSpec, RunTime, option_names
 from cuflash.planning.tiles import Tile, round_up
@@ -89,7 +89,7 @@ class Draft:
             tensor_map_spec(name, self.arrays[name], n, heads.get(name, 1), read_once=read_once)
             for name, n in rows.items()
         )
-        self.defines["CUFLASH_ARGUMENT_BYTES"] = MAPS_OFFSET + len(rows) * TENSOR_MAP_BYTES
+        self.defines["CUFLASH_ARGUMENT_BYTES"] = maps_offset(self.problem) + len(rows) * TENSOR_MAP_BYTES
 
     def own_lists(self, *masks: Operand | None) -> tuple[int, int]:
         """How many batch entries and heads have lists of tiles, or bits, of their own, where these masks make them."""
@@ -156,8 +156,7 @@ class Draft:
             is_of_gradients = every["CUFLASH_NEEDS_CAPTURED"] != 0
             header = functions_header(self.problem, self.captured_gradients if is_of_gradients else ())
             headers = (header,)
-            captured = captured_bytes(self.problem)
-            every |= {"CUFLASH_FUNCTIONS": f'"{header[0]}"', "CUFLASH_PARAMS_BYTES": PARAMS_BYTES + captured}
+            every |= {"CUFLASH_FUNCTIONS": f'"{header[0]}"', "CUFLASH_PARAMS_BYTES": params_bytes(self.problem)}
         self.kernels.append(
             KernelSpec(
                 source=source,
@@ -184,7 +183,7 @@ _UNTOLD: dict[str, tuple[str, ...]] = {
     "scale": ("CUFLASH_SCALE_IN_EXPONENT",),
     "k_scale": ("CUFLASH_K_SCALE",),
     "v_scale": ("CUFLASH_V_SCALE",),
-    "score": ("CUFLASH_HAS_SCORE_FUNCTION",),
+    "score": ("CUFLASH_HAS_SCORE_FUNCTION", "CUFLASH_SCORE_CHANGES_SLOPE"),
     "mask_function": ("CUFLASH_HAS_MASK_FUNCTION",),
 }
 # Those of these options that some of the kernels around the main one need all the same.
@@ -203,11 +202,6 @@ def _untold(source: str) -> tuple[str, ...]:
     folder, _, file = source.rpartition("/")
     told = _TOLD.get(file, ())
     return tuple(name for name in _UNTOLD if name not in told) if folder == "around" else ()
-
-
-def captured_bytes(problem: Problem) -> int:
-    """What follows the argument of kernels with functions: arrays, their gradients, and two scratch arrays."""
-    return 2 * CAPTURED_BYTES * max(len(problem.captured), 1) + 16
 
 
 def functions_header(problem: Problem, gradients: Collection[str] = ()) -> tuple[str, str]:
@@ -254,6 +248,7 @@ def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_
         "CUFLASH_PACKED": {"top_left": 1, "bottom_right": 2}[problem.alignment] if problem.is_packed else 0,
         "CUFLASH_SCALE_IN_EXPONENT": int(not changes_scores and problem.scale > 0),
         "CUFLASH_HAS_SCORE_FUNCTION": int(problem.score is not None),
+        "CUFLASH_SCORE_CHANGES_SLOPE": int(problem.score is not None and problem.program.changes_slope),
         "CUFLASH_HAS_MASK_FUNCTION": int(problem.mask_function is not None),
         "CUFLASH_NEEDS_CAPTURED": 0,
         "CUFLASH_PAGE_SIZE": problem.page_size,

@@ -103,7 +103,10 @@ def add_captured(draft: Draft, tile: Tile, source: str) -> None:
     for step, what in ((1, "largest"), (2, "added")):
         draft.add(source, tile, m_blocks * splits, shared_bytes, (what,), **options, CUFLASH_NEEDS_CAPTURED=step)
     add_around(True)
-    draft.reasons.append(f"{', '.join(names)}: sums in fixed point, whose order does not matter, in {8 * words} bytes")
+    draft.reasons.append(
+        f"{', '.join(names)}: by {source.removesuffix('.cu')}, which makes the weights again: sums in fixed point, "
+        f"whose order does not matter, in {8 * words} bytes"
+    )
 
 
 def _sizes(draft: Draft, tile: Tile) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cuflash.score.intervals import EVERY_INTEGER, Bounds, all_bounds
-from cuflash.score.nodes import FUNCTIONS, INFIX, Node, in_order
+from cuflash.score.nodes import COMPARISONS, FUNCTIONS, INFIX, Node, in_order
 
 INT32 = (-(2**31), 2**31 - 1)
 MOST_ROWS = 2**30  # of queries and of keys: `problem.MAX_SEQLEN`
@@ -26,6 +26,19 @@ ELEMENTS = {
     "bool": "u8", "int32": "i32", "int64": "i64", "float16": "Float16", "bfloat16": "BFloat16", "float32": "float",
     "float64": "double",
 }  # fmt: skip
+
+
+FAST = ("exp", "log", "sqrt", "tanh", "div")  # that approximations serve, as long as nothing turns on the last bits
+_TURNS = ("floor", "floordiv", "mod", *COMPARISONS)  # operations that jump, where their arguments do not
+
+
+def deciding(roots: Sequence[Node]) -> set[Node]:
+    """The nodes on whose last bits it may turn what an expression is."""
+    found: set[Node] = set()
+    for at in reversed(list(in_order(roots))):
+        if at in found or at.op in _TURNS or at.kind == "bool":
+            found.update(at.args)
+    return found
 
 
 def real_literal(value: float) -> str:
@@ -51,19 +64,24 @@ class Writer:
         What the body computes, all of it.
     arrays : mapping of str to (int, str)
         By name, which of the parameters an array is, and its dtype.
+    known : mapping of Node to str
+        Nodes that are computed already, and how they are written.
     """
 
-    def __init__(self, roots: Sequence[Node], arrays: Mapping[str, tuple[int, str]]) -> None:
+    def __init__(
+        self, roots: Sequence[Node], arrays: Mapping[str, tuple[int, str]], known: Mapping[Node, str] | None = None
+    ) -> None:
         self.arrays = arrays
-        self.names: dict[Node, str] = {}
+        self.names: dict[Node, str] = dict(known or {})
         self.lines: list[str] = []
         bounds: dict[Node, Bounds] = {}
         for root in roots:
             if root not in bounds:
                 bounds |= all_bounds(root, OF_INPUTS, lambda name, _: OF_DTYPES.get(arrays[name][1], (math.nan,) * 2))
         self.bounds = bounds
+        self.deciding = deciding(roots)
         for root in roots:
-            for at in in_order([root]):
+            for at in in_order([root], self.names):
                 if at not in self.names:
                     self.names[at] = self._named(at)
 
@@ -94,9 +112,14 @@ class Writer:
         if at.kind == "int" and own == "i64" and at.op not in ("load", "floor"):
             args = [f"(i64){x}" if arg.kind == "int" else x for x, arg in zip(args, at.args, strict=True)]
         if at.op == "load":
-            return self._load(at, args)
+            return self._load(at)
         if at.op == "cast":
+            (of,) = at.args
+            if own == "Real" and of.op == "abs":  # rounded the same either way, and abs of real numbers costs nothing
+                return f"score_abs((Real){self.names[of.args[0]]})"
             return f"{args[0]} != 0" if at.kind == "bool" else f"({own}){args[0]}"
+        if at.op in FAST and at not in self.deciding:
+            return f"score_fast_{at.op}({', '.join(args)})"
         if at.op in ("floordiv", "mod"):
             return f"score_{at.op}({args[0]}, {args[1]})"
         if at.op == "pow":
@@ -116,16 +139,42 @@ class Writer:
             return f"score_{at.op}({', '.join(args)})"
         raise AssertionError(at.op)
 
-    def _load(self, at: Node, args: list[str]) -> str:
+    def _load(self, at: Node) -> str:
         index, dtype = self.arrays[str(at.payload)]
-        return f"score_load<{ELEMENTS[dtype]}>(arrays[{index}]{''.join(f', {x}' for x in args)})"
+        return f"score_load<{ELEMENTS[dtype]}>(arrays[{index}]{self.indices(at)})"
+
+    def indices(self, load: Node) -> str:
+        """The indices of a load as arguments; as unsigned numbers where they are never negative."""
+        text = ""
+        for at in load.args:
+            is_unsigned = self.type_of(at) == "int" and int(self.bounds[at][0]) >= 0
+            text += f", {'(u32)' if is_unsigned else ''}{self.names[at]}"
+        return text
 
 
 def _number(at: Node) -> Any:
     return at.payload
 
 
-def body(roots: Sequence[Node], arrays: Mapping[str, tuple[int, str]], last: Callable[[Writer], list[str]]) -> str:
+def of_head(roots: Sequence[Node]) -> list[Node]:
+    """What an expression reads of arrays that is the same for all pairs of a head, and what is computed of it alone."""
+    varies: dict[Node, bool] = {}
+    reads: dict[Node, bool] = {}
+    used: dict[Node, None] = dict.fromkeys(roots)
+    for at in in_order(roots):
+        varies[at] = at.payload in ("s", "i", "j") if at.op == "input" else any(varies[arg] for arg in at.args)
+        reads[at] = at.op == "load" or any(reads[arg] for arg in at.args)
+        if varies[at]:
+            used |= dict.fromkeys(at.args)
+    return [at for at in used if reads[at] and not varies[at]]
+
+
+def body(
+    roots: Sequence[Node],
+    arrays: Mapping[str, tuple[int, str]],
+    last: Callable[[Writer], list[str]],
+    known: Mapping[Node, str] | None = None,
+) -> str:
     """The body of a function: the lines that compute nodes, and those that `last` makes of their names."""
-    writer = Writer(roots, arrays)
+    writer = Writer(roots, arrays, known)
     return "".join(f"  {line}\n" for line in (*writer.lines, *last(writer)))

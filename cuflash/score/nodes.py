@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Literal
 
 Kind = Literal["bool", "int", "float"]
@@ -84,8 +84,8 @@ def constant(value: Constant, kind: Kind | None = None) -> Node:
     return node("constant", (), value, kind)
 
 
-def in_order(roots: Iterable[Node]) -> Iterator[Node]:
-    """All nodes that some are made of, each behind those that it is made of."""
+def in_order(roots: Iterable[Node], known: Collection[Node] = ()) -> Iterator[Node]:
+    """All nodes that some are made of, each behind those that it is made of; what those `known` are made of is not."""
     seen: set[Node] = set()
     pending: list[tuple[Node, bool]] = [(root, False) for root in reversed(list(roots))]
     while pending:
@@ -95,6 +95,8 @@ def in_order(roots: Iterable[Node]) -> Iterator[Node]:
         elif at not in seen:
             seen.add(at)
             pending.append((at, True))
+            if at in known:
+                continue
             pending += ((arg, False) for arg in reversed(at.args) if arg not in seen)
 
 

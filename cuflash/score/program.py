@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from cuflash.score.derivatives import derivatives, loads_of
-from cuflash.score.emission import ELEMENTS, Writer, body
+from cuflash.score.derivatives import ONE, derivatives, loads_of
+from cuflash.score.emission import ELEMENTS, Writer, body, of_head
 from cuflash.score.evaluation import as_captured, evaluate
 from cuflash.score.kinds import cast, with_kinds
 from cuflash.score.nodes import Node, in_order, node, shown
@@ -20,7 +20,8 @@ from cuflash.score.tracing import OF_PAIRS, trace
 Array = NDArray[Any]
 What = Literal["score", "mask"]
 
-PAIR = "const Captured* arrays, Real s, int i, int j, int head, int batch"  # in CUDA text
+OF_HEAD = "const OfHead& of_head"  # in CUDA text
+PAIR = "const Captured* arrays, Real s, int i, int j, int head, int batch"
 POSITIONAL: Mapping[What, tuple[str, ...]] = {"score": ("s", "i", "j"), "mask": ("i", "j")}
 
 
@@ -108,6 +109,17 @@ class Program:
     arrays: tuple[tuple[str, int, str], ...]
     loads: Mapping[str, tuple[Loaded, ...]]
 
+    @property
+    def changes_slope(self) -> bool:
+        """Whether the derivative of the score by the scaled product is another than 1."""
+        return self.by_s is not None and self.by_s != ONE
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether the score reads arrays by the indices of rows or of keys."""
+        reads = () if self.score is None else in_order([self.score])
+        return any(at.op == "load" and index_class(at) != "head" for at in reads)
+
     def describe(self) -> str:
         """The expressions, a line each."""
         named = [] if self.score is None or self.by_s is None else [("score", self.score), ("d score / d s", self.by_s)]
@@ -121,20 +133,34 @@ class Program:
     def header(self, wanted: Collection[str] = ()) -> str:
         """CUDA text: functions of a pair, of the arrays in their order; derivatives by those that are `wanted`."""
         arrays = {name: (index, dtype) for index, (name, _, dtype) in enumerate(self.arrays)}
-        text = f"constexpr int kNumCaptured = {len(arrays)};\n"
+        of_all = of_head([root for root in (self.score, self.by_s, self.mask) if root is not None])
+        known = {at: f"of_head.x{n}" for n, at in enumerate(of_all)}
+        text = f"constexpr int kNumCaptured = {len(arrays)};\n" + self._of_head(of_all, arrays)
         if self.score is not None and self.by_s is not None:
             value, slope = self.score, self.by_s
-            text += f"CUFLASH_DEVICE Real score_function({PAIR}, Real& by_s) {{\n"
+            text += f"CUFLASH_DEVICE Real score_function({OF_HEAD}, {PAIR}, Real& by_s) {{\n"
 
             def both(writer: Writer) -> list[str]:
                 return [f"by_s = {writer.text(slope)};", f"return {writer.text(value)};"]
 
-            text += body([value, slope], arrays, both) + "}\n"
+            text += body([value, slope], arrays, both, known) + "}\n"
         if self.mask is not None:
             visible = self.mask
-            text += "CUFLASH_DEVICE bool mask_function(const Captured* arrays, int i, int j, int head, int batch) {\n"
-            text += body([visible], arrays, lambda writer: [f"return {writer.text(visible)};"]) + "}\n"
+            text += f"CUFLASH_DEVICE bool mask_function({OF_HEAD}, {PAIR.replace('Real s, ', '')}) {{\n"
+            text += body([visible], arrays, lambda writer: [f"return {writer.text(visible)};"], known) + "}\n"
         return text + self._derivatives(arrays, wanted) if wanted else text
+
+    def _of_head(self, nodes: Sequence[Node], arrays: Mapping[str, tuple[int, str]]) -> str:
+        """What the functions read that is the same for all pairs of a head, and the function that reads it."""
+        fields: list[str] = []
+
+        def made(writer: Writer) -> list[str]:
+            fields.extend(f"  {writer.type_of(at)} x{n};\n" for n, at in enumerate(nodes))
+            return [f"return {{{', '.join(writer.text(at) for at in nodes)}}};"]
+
+        text = body(nodes, arrays, made)
+        reads = "CUFLASH_DEVICE OfHead read_of_head(const Captured* arrays, int head, int batch) {\n"
+        return f"struct OfHead {{\n{''.join(fields)}}};\n{reads}{text}}}\n"
 
     def _derivatives(self, arrays: Mapping[str, tuple[int, str]], wanted: Collection[str]) -> str:
         """The functions of gradients of arrays."""
@@ -145,8 +171,7 @@ class Program:
         def visits(writer: Writer) -> list[str]:
             lines = []
             for number, (name, load) in enumerate(reads):
-                indices = "".join(f", {writer.text(index)}" for index in load.at.args)
-                place = f"score_place<0>(arrays[{arrays[name][0]}], (i64)0{indices})"
+                place = f"score_place<0>(arrays[{arrays[name][0]}], (i64)0{writer.indices(load.at)})"
                 lines.append(f"visit(Integer<{number}>{{}}, {place}, {writer.text(load.derivative)});")
             return lines
 

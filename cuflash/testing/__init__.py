@@ -37,7 +37,7 @@ from cuflash.testing.rule import (
     measure,
     yardsticks,
 )
-from cuflash.testing.strategies import FEATURES, MORE_FEATURES, cases
+from cuflash.testing.strategies import FEATURES, MORE_FEATURES, cases, with_axes
 
 __all__ = [
     "FEATURES",
@@ -63,5 +63,6 @@ __all__ = [
     "split_keys",
     "through_dlpack",
     "to_numpy",
+    "with_axes",
     "yardsticks",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +17,7 @@ from cuflash.options import Options
 from cuflash.problem import Problem, make_problem
 from cuflash.terms import NAMES, OF_FLOAT8
 from cuflash.testing.arrays import lay_out
+from cuflash.testing.leading import Spread
 
 Array = NDArray[Any]
 
@@ -34,6 +35,13 @@ class Case:
         "float16", "bfloat16", "float32" (default) or "float64".
     ndim : int
         Axes of q, k and v, 2 to 4 (default); 3 needs ``batch == 1``, 2 needs one head as well.
+    axes : tuple of int, optional
+        Lengths of the leading axes of the scores, any number of them, in place of one for the batch: `batch` is set to
+        their product, `ndim` to their number and 3.
+    leading : tuple of (str, tuple of int)
+        The leading axes of q, k, v, dout, dlse, kv_lengths or sinks, by name, where these are not `axes`: some of them
+        are 1, or missing at the front. Those of bias, mask, block_mask and alibi_slopes are in their shapes. There are
+        as many `kv_lengths` as their axes have indices.
     layout, causal, scale, window, softcap :
         As `cuflash.FlashAttention` takes them.
     bias : tuple of int, optional
@@ -95,6 +103,8 @@ class Case:
     head_dim_v: int = 0
     dtype: str = "float32"
     ndim: int = 4
+    axes: tuple[int, ...] | None = None
+    leading: tuple[tuple[str, tuple[int, ...]], ...] = ()
     layout: str = "bhsd"
     causal: bool | Literal["top_left"] = False
     scale: float | None = None
@@ -127,6 +137,9 @@ class Case:
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_heads_kv", self.num_heads_kv or self.num_heads)
         object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
+        if self.axes is not None:
+            object.__setattr__(self, "batch", math.prod(self.axes))
+            object.__setattr__(self, "ndim", len(self.axes) + 3)
         if self.page_size and self.seqlen_k % self.page_size:
             raise ValueError(f"page_size: got {self.page_size}, expected a divisor of seqlen_k = {self.seqlen_k}")
         if self.page_size and self.kv_lengths is None:
@@ -134,6 +147,11 @@ class Case:
         if self.cu_seqlens_q is not None:
             object.__setattr__(self, "batch", len(self.cu_seqlens_q) - 1)
             object.__setattr__(self, "ndim", 3)
+
+    @property
+    def spread(self) -> Spread | None:
+        """The arrays with one axis for the batch in place of all leading axes; None of a case without `axes`."""
+        return None if self.axes is None else Spread(self.axes, self.arrays())
 
     @classmethod
     def from_problem(cls, problem: Problem, *, seed: int = 0) -> Case:
@@ -198,9 +216,11 @@ class Case:
 
     @property
     def problem(self) -> Problem:
-        """The validated `Problem`, with the strides of the arrays."""
-        arrays = self.arrays()
-        return make_problem(self.options, *qkv(arrays), **optional(arrays))
+        """The validated `Problem`, with the strides of the arrays; with `axes` that of `spread`."""
+        arrays, options, spread = self.arrays(), self.options, self.spread
+        if spread is not None:
+            arrays, options = spread.arrays, replace(options, wide=spread.wide)
+        return make_problem(options, *qkv(arrays), **optional(arrays))
 
     def arrays(self, convert: Callable[[Array], Any] = np.asarray) -> dict[str, Any]:
         """Inputs of the case by name: q, k, v, dout (where there are gradients), and those of `NAMES` and dlse it has.
@@ -224,18 +244,17 @@ class Case:
         batch = self.batch if self.cu_seqlens_q is None else 1  # of the arrays
         scale = self.head_dim**-0.5 if self.scale is None else abs(self.scale)
         spread = self.score_spread / (scale * math.sqrt(self.head_dim)) if scale else 1.0
+
+        def entries(name: str) -> int:
+            return math.prod(self._leading(name)) if self._has_axes(name) else batch
+
         values = {
-            "q": normal(batch, self.num_heads, self.seqlen_q, self.head_dim) * spread**0.5,
-            "k": normal(batch, self.num_heads_kv, self.seqlen_k, self.head_dim) * spread**0.5,
-            "v": normal(batch, self.num_heads_kv, self.seqlen_k, self.head_dim_v),
-            "dout": normal(batch, self.num_heads, self.seqlen_q, self.head_dim_v),
+            "q": normal(entries("q"), self.num_heads, self.seqlen_q, self.head_dim) * spread**0.5,
+            "k": normal(entries("k"), self.num_heads_kv, self.seqlen_k, self.head_dim) * spread**0.5,
+            "v": normal(entries("v"), self.num_heads_kv, self.seqlen_k, self.head_dim_v),
+            "dout": normal(entries("dout"), self.num_heads, self.seqlen_q, self.head_dim_v),
         }
-        if self.cu_seqlens_q is not None and self.cu_seqlens_k is not None:
-            for name, x in values.items():
-                x[:, :, (self.cu_seqlens_k if name in "kv" else self.cu_seqlens_q)[-1] :] = np.nan
-        if self.kv_lengths is not None and self.cu_seqlens_q is None:
-            for b, length in enumerate(self.kv_lengths):
-                values["k"][b, :, length:] = values["v"][b, :, length:] = np.nan
+        self._hide_keys(values)
         if self.page_size and self.cu_seqlens_q is not None:
             values["block_table"] = np.zeros((self.batch, 1), np.int32)  # nothing takes both
         elif self.page_size:
@@ -245,11 +264,8 @@ class Case:
         if self.kv_dtype or self.page_size:
             del values["dout"]
         for name in values.keys() & {"q", "k", "v", "dout"}:
-            x = values[name]
-            entries, heads, seqlen, dim = x.shape
-            x = x.swapaxes(1, 2) if self.layout == "bshd" else x
-            x = x.reshape(user_shape(entries, heads, seqlen, dim, self.ndim, self.layout))
-            values[name] = x.astype(numpy_dtype(self.kv_dtype) if self.kv_dtype and name in "kv" else dtype)
+            of_keys = self.kv_dtype and name in ("k", "v")
+            values[name] = self._as_caller(name, values[name]).astype(numpy_dtype(self.kv_dtype) if of_keys else dtype)
         if self.bias is not None:
             bias = normal(*self.bias)
             if self.bias_holes:
@@ -263,16 +279,19 @@ class Case:
             values["mask"] = _with_whole_blocks(mask, rng)
         if self.kv_lengths is not None:
             values["kv_lengths"] = np.array(self.kv_lengths, self.kv_lengths_dtype)
+            if self.axes is not None:
+                values["kv_lengths"] = values["kv_lengths"].reshape(self._leading("kv_lengths"))
         if self.alibi_slopes is not None:
             values["alibi_slopes"] = np.abs(normal(*self.alibi_slopes)).astype(softmax_dtype) / 4
         if self.sinks:
-            values["sinks"] = (self.score_spread * normal(self.num_heads)).astype(softmax_dtype)
+            shape = (*dict(self.leading).get("sinks", ()), self.num_heads)
+            values["sinks"] = (self.score_spread * normal(*shape)).astype(softmax_dtype)
         if self.block_mask is not None:
             num_blocks = [-(-n // size) for n, size in zip(scores_shape[2:], self.block_size, strict=True)]
             values["block_mask"] = rng.random((*self.block_mask, *num_blocks)) < self.blocks_kept
         if self.dlse:
-            rows = normal(batch, self.num_heads, self.seqlen_q)
-            values["dlse"] = rows.reshape(rows.shape[4 - self.ndim :]).astype(softmax_dtype)
+            rows = normal(entries("dlse"), self.num_heads, self.seqlen_q)
+            values["dlse"] = self._as_caller("dlse", rows[..., None])[..., 0].astype(softmax_dtype)
         for name, starts in (("cu_seqlens_q", self.cu_seqlens_q), ("cu_seqlens_k", self.cu_seqlens_k)):
             if starts is not None:
                 values[name] = np.array(starts, np.int32)
@@ -292,10 +311,47 @@ class Case:
             whole = np.broadcast_to(scale.repeat(block, axis=2)[:, :, :keys], values[name].shape[:3])
             values[name] = values[name] / whole[..., None]
             if self.kv_lengths is not None and per == "token" and not self.page_size and self.cu_seqlens_q is None:
-                for b, length in enumerate(self.kv_lengths):
+                for b, length in enumerate(self._lengths_of(name)):
                     scale[b, :, length:] = np.nan
-            values[f"{name}_scale"] = scale.reshape(()) if per == "tensor" else scale.reshape(shape[4 - self.ndim :])
+            own = (*self._leading(name), *shape[1:]) if self._has_axes(name) else shape[max(4 - self.ndim, 0) :]
+            values[f"{name}_scale"] = scale.reshape(() if per == "tensor" else own)
         return values
+
+    def _hide_keys(self, values: dict[str, Array]) -> None:
+        """Fill rows that belong to nothing with NaN."""
+        if self.cu_seqlens_q is not None and self.cu_seqlens_k is not None:
+            for name, x in values.items():
+                x[:, :, (self.cu_seqlens_k if name in "kv" else self.cu_seqlens_q)[-1] :] = np.nan
+        if self.kv_lengths is not None and self.cu_seqlens_q is None:
+            for name in ("k", "v"):
+                for b, length in enumerate(self._lengths_of(name)):
+                    values[name][b, :, length:] = np.nan
+
+    def _as_caller(self, name: str, x: Array) -> Array:
+        """An array of four axes in the layout, and with the leading axes, that the caller gives it."""
+        layout = "bhsd" if name == "dlse" else self.layout
+        entries, heads, seqlen, dim = x.shape
+        shape = user_shape(entries, heads, seqlen, dim, min(self.ndim, 4), layout)
+        if self._has_axes(name):
+            shape = (*self._leading(name), *user_shape(1, heads, seqlen, dim, 3, layout))
+        return (x.swapaxes(1, 2) if layout == "bshd" else x).reshape(shape)
+
+    def _has_axes(self, name: str) -> bool:
+        """Whether an array has leading axes of its own, as pools of pages, which nothing takes with them, have not."""
+        return self.axes is not None and not (self.page_size and name in ("k", "v"))
+
+    def _leading(self, name: str) -> tuple[int, ...]:
+        """The leading axes of an array of a case with `axes`."""
+        return dict(self.leading).get(name, self.axes or ())
+
+    def _lengths_of(self, name: str) -> list[int]:
+        """How many keys at least one batch entry sees of each entry of k, or of v."""
+        lengths: Array = np.array(self.kv_lengths)
+        if self.axes is not None:
+            whole = np.broadcast_to(lengths.reshape(self._leading("kv_lengths")), self.axes)
+            own = (*(1,) * (len(self.axes) - len(self._leading(name))), *self._leading(name))
+            lengths = whole.max(axis=tuple(axis for axis, n in enumerate(own) if n == 1), keepdims=True)
+        return [int(n) for n in lengths.reshape(-1)]
 
     def _pages(self, k: Array, v: Array) -> dict[str, Array]:
         """Pools of pages with the keys and values, and the table that leads there."""
@@ -445,6 +501,7 @@ def self_test_cases(seed: int = 0, *, quick: bool = False) -> Iterator[tuple[str
         "cu_seqlens": {"cu_seqlens_q": (0, 30, 113), "cu_seqlens_k": (0, 120, 190), "causal": True},
         "head_dim 40, head_dim_v 72": {"head_dim": 40, "head_dim_v": 72},
         "layout bshd": {"layout": "bshd"},
+        "leading axes": {"axes": (2, 3), "bias": (2, 1, 6, 113, 203), "leading": (("k", (1, 3)), ("v", (2, 1)))},
         "dropout": {"dropout": 0.1, "causal": True},
         "strides": {"strides": "transposed"},
         "large scores": {"score_spread": 30.0},

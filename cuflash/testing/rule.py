@@ -18,6 +18,7 @@ from cuflash.problem import Problem
 from cuflash.terms import DEFAULT_NEED, GRADIENTS, OF_OPTIONS, OF_SOFTMAX
 from cuflash.testing.arrays import to_numpy
 from cuflash.testing.case import Case, optional, optional_backward
+from cuflash.testing.leading import Spread
 
 Array = NDArray[Any]
 
@@ -132,11 +133,23 @@ def yardsticks(problem: Problem, arrays: Mapping[str, Array], **random: Any) -> 
 
     With dropout, `random` is the `seed` and the `offset`.
     """
+    return _yardsticks(problem, arrays, random, None)
+
+
+def _yardsticks(
+    problem: Problem, arrays: Mapping[str, Array], random: Mapping[str, Any], spread: Spread | None
+) -> dict[str, Yardstick]:
+    """Where problem and arrays are those of a `spread`, the yardsticks are of results for its natural arrays."""
     expected = _compute(problem, arrays, np.longdouble if problem.dtype == "float64" else np.float64, random)
     plain = _compute(problem, arrays, arrays["q"].dtype, random)
+    scales, zeros, noise = _scales(problem, arrays, expected, random, spread)
+    if spread is not None:
+        expected = {name: spread.fold(name, x) for name, x in expected.items()}
+        plain = {name: spread.rounded(name, spread.fold(name, x)) for name, x in plain.items()}
+        zeros = {name: spread.fold(name, (~x).astype(np.int64)) == 0 for name, x in zeros.items()}
+        scales = {name: max(scale, _max_finite(expected[name])) for name, scale in scales.items()}
     with np.errstate(invalid="ignore"):  # -inf in both
         plain_errors = {name: _max_finite(plain[name].astype(x.dtype) - x) for name, x in expected.items()}
-    scales, zeros, noise = _scales(problem, arrays, expected, random)
     factor = 1 if problem.dtype == "float32" else 2
     softmax_ulp = _ulp(problem.softmax_dtype)
 
@@ -184,7 +197,11 @@ def gradients_of(problem: Problem) -> tuple[str, ...]:
 
 
 def _scales(
-    problem: Problem, arrays: Mapping[str, Array], expected: Mapping[str, Array], random: Mapping[str, Any]
+    problem: Problem,
+    arrays: Mapping[str, Array],
+    expected: Mapping[str, Array],
+    random: Mapping[str, Any],
+    spread: Spread | None,
 ) -> tuple[dict[str, float], dict[str, Array], float]:
     """Scale of every result, where it is exactly zero, and the noise of the weights in units in the last place."""
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
@@ -235,7 +252,7 @@ def _scales(
     sums = {name: total.value for name, total in of_scores.totals.items()}
     for name, squares in {**sums, **reads2, "dsinks": dsinks2}.items():
         if name in expected:
-            grow(name, squares)
+            grow(name, squares if spread is None else spread.fold(name, squares))
     noise = 1 + scales["lse"] + scores / min(1.0, problem.softcap or 1.0)
     scales["lse"] = max(scales["lse"], 1.0)
     zeros = _zeros(problem, expected, sees_something, is_seen, has_part.totals["dbias"].value == 0)
@@ -272,7 +289,10 @@ def _max_finite(x: Array) -> float:
 
 @lru_cache(maxsize=8)
 def yardsticks_of(case: Case) -> dict[str, Yardstick]:
-    return yardsticks(case.problem, case.arrays(), **case.random)
+    """Those of the results of a case."""
+    spread = case.spread
+    arrays = case.arrays() if spread is None else spread.arrays
+    return _yardsticks(case.problem, arrays, case.random, spread)
 
 
 def _always_given(arrays: Mapping[str, Any]) -> tuple[str, ...]:

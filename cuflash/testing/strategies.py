@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -23,6 +25,7 @@ FEATURES = (
 )
 MORE_FEATURES = (*(term.name for term in OF_HEADS if term.part_of == "softmax"), "dlse", "block_mask")
 SEQLENS = (1, 2, 3, 5, 7, 8, 13, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 113, 127, 128, 129, 203, 255, 256, 257, 509)
+MOST_ENTRIES = 8  # of all leading axes
 HEAD_DIMS = (1, 2, 3, 7, 8, 13, 16, 17, 24, 31, 32, 40, 48, 64, 72, 80, 96, 113, 128, 160, 192, 255, 256)
 
 FLOAT8_ARRAYS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
@@ -148,4 +151,39 @@ def cases(
         strides=pick(strides),
         score_spread=pick(score_spreads),
         seed=draw(st.integers(0, 2**16)),
+    )
+
+
+@st.composite
+def with_axes(draw: st.DrawFn, of: st.SearchStrategy[Case]) -> Case:
+    """Strategy for 4-D cases as `of` draws them, with any number of leading axes, along which some arrays broadcast."""
+    case = draw(of)
+    axes = tuple(draw(st.lists(st.sampled_from((2, 1, 3)), max_size=4)))
+    while math.prod(axes) > MOST_ENTRIES:
+        axes = axes[1:]
+
+    def some() -> tuple[int, ...]:
+        own = [draw(st.sampled_from((n, 1))) for n in axes]
+        while own and own[0] == 1 and draw(st.booleans()):
+            del own[0]
+        return tuple(own)
+
+    def of_scores(shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        return shape if shape is None or len(shape) < 3 else (*some(), *shape[-3:])
+
+    leading = {name: some() for name in ("q", "k", "dout", "dlse", "kv_lengths")}
+    leading |= {draw(st.sampled_from(("q", "k"))): axes, "sinks": (1,) * draw(st.sampled_from((0, len(axes))))}
+    leading["v"] = draw(st.sampled_from((axes, leading["k"])))
+    lengths = st.integers(0, case.seqlen_k)
+    return replace(
+        case,
+        axes=axes,
+        leading=tuple(leading.items()),
+        bias=of_scores(case.bias),
+        mask=of_scores(case.mask),
+        alibi_slopes=None if case.alibi_slopes is None else (*some(), case.num_heads),
+        block_mask=None if case.block_mask is None else (*some(), *case.block_mask[-1:]) if case.block_mask else (),
+        kv_lengths=None
+        if case.kv_lengths is None
+        else tuple(draw(lengths) for _ in range(math.prod(leading["kv_lengths"]))),
     )

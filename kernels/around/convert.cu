@@ -17,9 +17,10 @@ constexpr int kBytesOfKeys = kConvertsKeys ? tile_bytes(kKeys, max_of(kDim, kDim
 constexpr int kBytesOfQueries = kDqByReduction ? tile_bytes(kBlockM, kDim) : 0;
 static_assert(max_of(kBytesOfKeys, kBytesOfQueries) == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
 
-// Whether dq is stored as it was summed, to be added to other parts of dq, and not rounded to the element type.
-constexpr bool kDqWide = CUFLASH_DQ_WIDE;
-static_assert(!kDqWide || kElementBytes == 2, "only sums of 16-bit elements are wider than these");
+// Whether results are stored as they were summed, to be added to other parts of them, and not rounded to the element
+// type.
+constexpr bool kDqWide = CUFLASH_DQ_WIDE, kDkWide = CUFLASH_DK_WIDE, kDvWide = CUFLASH_DV_WIDE;
+static_assert(!(kDqWide || kDkWide || kDvWide) || kElementBytes == 2, "only sums of 16-bit elements are wider than these");
 
 // Block. `factor` times sums in the fragment order of 16-bit elements, to rows [first_row, row_stop) of a head.
 template <int columns, int warps_d, int m_tiles, int n_tiles>
@@ -86,15 +87,21 @@ CUFLASH_DEVICE void convert_keys(const Params& params, u32 index) {
 
   const Real* part = partials_at(params, first_part, share * kNumThreads + ptx::thread_index());
   const auto quad_of = [](const Real* part, int i) { return *(const Real4*)(part + i * 32 * kPartWarps * 4); };
-  const auto convert_to = [&](const Tensor& result, const Real* part, auto columns, Real factor) {
+  const auto convert_to = [&](auto* head, i64 row_stride, const Real* part, auto columns, Real factor) {
     convert<Order::kPairedColumns, kKeys, decltype(columns)::value, kWarpsD>(
-        part, parts, kPartialElements, quad_of, factor, (Storage*)keys_of(params, result, batch, head_kv),
-        result.row_stride, n_block * kBlockN + (int)share * kKeys, seqlen_k_of(params, batch));
+        part, parts, kPartialElements, quad_of, factor, head, row_stride, n_block * kBlockN + (int)share * kKeys,
+        seqlen_k_of(params, batch));
+  };
+  const auto convert_as = [&](auto is_wide, const Tensor& result, const Real* part, auto columns, Real factor) {
+    if constexpr (decltype(is_wide)::value)
+      convert_to(key_numbers_of(result, batch, head_kv), result.row_stride, part, columns, factor);
+    else
+      convert_to((Storage*)keys_of(params, result, batch, head_kv), result.row_stride, part, columns, factor);
   };
   if (is_dk)
-    convert_to(params.dk, part, Integer<kHeadDim>{}, scale_of(params));
+    convert_as(Integer<kDkWide>{}, params.dk, part, Integer<kHeadDim>{}, scale_of(params));
   else
-    convert_to(params.dv, part + kBlockN * kDim, Integer<kHeadDimV>{}, kept_scale_of(params));
+    convert_as(Integer<kDvWide>{}, params.dv, part + kBlockN * kDim, Integer<kHeadDimV>{}, kept_scale_of(params));
 }
 
 CUFLASH_DEVICE void convert_queries(const Params& params, u32 index) {

@@ -71,6 +71,7 @@ constexpr int kMaskBlockM = kHasBlockMask ? CUFLASH_MASK_BLOCK_M : 1;  // querie
 constexpr int kMaskBlockN = kHasBlockMask ? CUFLASH_MASK_BLOCK_N : 1;  // and keys
 constexpr bool kHasScoreFunction = CUFLASH_HAS_SCORE_FUNCTION;  // of the caller, by common/functions.cuh
 constexpr bool kHasMaskFunction = CUFLASH_HAS_MASK_FUNCTION;
+constexpr bool kScoreChangesSlope = CUFLASH_SCORE_CHANGES_SLOPE;  // its derivative by the scaled product is not 1
 #define CUFLASH_HAS_FUNCTIONS (CUFLASH_HAS_SCORE_FUNCTION || CUFLASH_HAS_MASK_FUNCTION)
 constexpr bool kHasLists = CUFLASH_HAS_LISTS;  // of tiles, by around/lists.cu
 constexpr bool kHasSinks = CUFLASH_HAS_SINKS;  // of the forward pass; the backward pass has in lse what they did
@@ -83,11 +84,11 @@ constexpr int kPageSize = CUFLASH_PAGE_SIZE;                // keys of a page: 0
 constexpr bool kFollowsLengths = CUFLASH_FOLLOWS_LENGTHS;   // the diagonal of a batch entry depends on its length
 // Whether a function stands between a scaled product and its score. Only then is the derivative of the score in the
 // scaled product not 1.
-constexpr bool kHasDerivative = kHasSoftcap;
+constexpr bool kHasDerivative = kHasSoftcap || kScoreChangesSlope;
 // The scale can be folded into the exponent only when nothing stands between it and the softmax and it is positive.
 constexpr bool kScaleInExponent = CUFLASH_SCALE_IN_EXPONENT && !kMaskOfKeys;
 // Whether scores have addends; and whether, without any, the factor of what is left of a product can be folded.
-constexpr bool kAddsToScore = kHasAlibi || kBiasBytes != 0 || kMaskOfKeys;
+constexpr bool kAddsToScore = kHasAlibi || kBiasBytes != 0 || kMaskOfKeys || kHasScoreFunction;
 constexpr bool kFactorInExponent = kScaleInExponent || (kHasDerivative && !kAddsToScore);
 
 // An element as a number to calculate with.

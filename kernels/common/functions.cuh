@@ -8,19 +8,20 @@
 struct Functions {
   const Captured* arrays = nullptr;
   int head = 0, batch = 0;
+  OfHead of_head = {};
 
   CUFLASH_DEVICE Functions() {}
   CUFLASH_DEVICE Functions(const Params& params, int batch_, int head_)
-      : arrays(params.captured), head(head_), batch(batch_) {}
+      : arrays(params.captured), head(head_), batch(batch_), of_head(read_of_head(params.captured, head_, batch_)) {}
 
 #if CUFLASH_HAS_SCORE_FUNCTION
   // The score of a pair whose scaled product is s, and its derivative by s.
   CUFLASH_DEVICE Real score(Real s, int row, int key, Real& by_s) const {
-    return score_function(arrays, s, row, key, head, batch, by_s);
+    return score_function(of_head, arrays, s, row, key, head, batch, by_s);
   }
 #endif
 #if CUFLASH_HAS_MASK_FUNCTION
-  CUFLASH_DEVICE bool shows(int row, int key) const { return mask_function(arrays, row, key, head, batch); }
+  CUFLASH_DEVICE bool shows(int row, int key) const { return mask_function(of_head, arrays, row, key, head, batch); }
 #endif
 };
 #endif

@@ -28,6 +28,11 @@ CUFLASH_DEVICE Real* row_numbers_of(const Tensor& tensor, Entry batch, int head)
   const i64 offset = query_start_of(batch) * tensor.row_stride;
   return (Real*)tensor.data + entry_of(batch) * tensor.batch_stride + head * tensor.head_stride + offset;
 }
+// And of a gradient of keys that has sums in place of elements.
+CUFLASH_DEVICE Real* key_numbers_of(const Tensor& tensor, Entry batch, int head) {
+  const i64 offset = key_start_of(batch) * tensor.row_stride;
+  return (Real*)tensor.data + entry_of(batch) * tensor.batch_stride + head * tensor.head_stride + offset;
+}
 
 // Row `half` of the two that a lane has of n-tiles, times its factor, to a row of float32 in global memory.
 template <int head_dim, int n_tiles>

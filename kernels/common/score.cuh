@@ -10,7 +10,8 @@
 // The exponent of a pair is factor x + addend, where x is the product, or its tanh where there is a soft cap.
 //
 // Where nothing is added (kFactorInExponent), `of` leaves x as it is and what follows multiplies by `exponent_scale`;
-// otherwise `of` does it all and exponent_scale is 1.
+// otherwise `of` does it all and exponent_scale is 1. A function of the caller gives scores, to which exponent_scale is
+// what makes exponents of them.
 struct Score {
   Real scale;
   Real softcap;
@@ -56,14 +57,16 @@ struct Score {
     }
   }
 
-  CUFLASH_DEVICE Real exponent_scale() const { return kFactorInExponent ? factor : 1; }
+  CUFLASH_DEVICE Real exponent_scale() const {
+    return kHasScoreFunction ? kExponentOfE : kFactorInExponent ? factor : 1;
+  }
 
   // The score of (row, key), and the derivative of the capped score, or that of a function, in the scaled product
   // (1 without).
   CUFLASH_DEVICE Real of(Real product, int row, int key, Real& derivative) const {
     derivative = 1;
 #if CUFLASH_HAS_SCORE_FUNCTION
-    return functions.score(product * scale, row, key, derivative) * kExponentOfE;
+    return functions.score(product * scale, row, key, derivative);
 #endif
     if constexpr (kHasSoftcap) {
       product = kWide ? accurate_tanh(product * scale / softcap) : fast_tanh(product * cap_factor);

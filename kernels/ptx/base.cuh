@@ -306,6 +306,12 @@ CUFLASH_DEVICE float reciprocal_approx(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// Thread. sqrt.approx.ftz (9.7.3.17): the square root to 1 ulp.
+CUFLASH_DEVICE float sqrt_approx(float x) {
+  float y;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 // Thread. lg2.approx (9.7.3.20): log2(x) to an absolute error of 2^-22 near 1, else 2 ulp.
 CUFLASH_DEVICE float log2_approx(float x) {
   float y;

@@ -10,10 +10,11 @@ CUFLASH_DEVICE constexpr int column_of(int warp, int n) {
   return 16 * (warp + n / 2 * warps) + n % 2 * 8;
 }
 
-// d += a b over `k_steps` steps of kStep. load_a(m, k, fragment) fetches rows 16 m of A; load_b(n, k, fragment) fetches
-// 16 columns of B, two n-tiles at a time. Fragments of B are fetched kFragmentsAhead products before their use.
+// d += a b over `k_steps` steps of kStep, all of them unrolled. load_a(m, k, fragment) fetches rows 16 m of A;
+// load_b(n, k, fragment) fetches 16 columns of B, two n-tiles at a time. Fragments of B are fetched kFragmentsAhead
+// products before their use.
 template <int k_steps, int m_tiles, int n_tiles, class LoadA, class LoadB>
-CUFLASH_DEVICE void multiply(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB load_b) {
+CUFLASH_DEVICE void multiply_unrolled(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB load_b) {
   static_assert(n_tiles % 2 == 0, "columns come 16 at a time");
   constexpr int kPairs = n_tiles / 2, kTotal = k_steps * kPairs;
   constexpr int kStepsAhead = kFragmentsAhead > 0 ? 1 : 0;  // of A
@@ -49,6 +50,26 @@ CUFLASH_DEVICE void multiply(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB
   } else {
 #pragma unroll
     for (int i = 0; i < kTotal; ++i) product(i);
+  }
+}
+
+// The same where both operands are in shared memory, which may be read at any step: long rows are a loop, since code for
+// all of their steps would take minutes to compile.
+constexpr int kUnrolledSteps = 256 / kStep, kStepsOfLoop = 64 / kStep;
+template <int k_steps, int m_tiles, int n_tiles, class LoadA, class LoadB>
+CUFLASH_DEVICE void multiply(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB load_b) {
+  if constexpr (k_steps <= kUnrolledSteps) {
+    multiply_unrolled<k_steps>(d, load_a, load_b);
+  } else {
+    constexpr int kRest = k_steps % kStepsOfLoop;
+    const auto multiply_from = [&](int first, auto steps) __attribute__((always_inline)) {
+      multiply_unrolled<decltype(steps)::value>(
+          d, [&](int m, int k, Fragment& fragment) { load_a(m, first + k, fragment); },
+          [&](int n, int k, Fragment& fragment) { load_b(n, first + k, fragment); });
+    };
+#pragma unroll 1
+    for (int first = kRest; first < k_steps; first += kStepsOfLoop) multiply_from(first, Integer<kStepsOfLoop>{});
+    if constexpr (kRest > 0) multiply_from(0, Integer<kRest>{});
   }
 }
 

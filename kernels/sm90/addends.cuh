@@ -11,11 +11,15 @@
 
 constexpr bool kBiasOfPairs = CUFLASH_BIAS_OF_PAIRS;
 constexpr bool kBiasOfKeys = CUFLASH_BIAS_OF_KEYS;
-// Whether everything that is added to scores is added here. Otherwise each score looks up its bias (common/score.cuh).
-constexpr bool kAddsByTile = !kFactorInExponent && (kBiasBytes == 0 || kBiasOfPairs || kBiasOfKeys);
+// Whether everything that is added to scores is added here. Otherwise each score looks up its bias, or is what a function
+// of the caller makes of it (common/score.cuh).
+constexpr bool kAddsByTile =
+    !kFactorInExponent && !kHasScoreFunction && (kBiasBytes == 0 || kBiasOfPairs || kBiasOfKeys);
 constexpr bool kHasKeyNumbers = kBiasOfKeys || kMaskOfKeys;
 static_assert(!kMaskOfKeys || kAddsByTile, "a mask of keys is added by tile");
-static_assert(!kMaskByBits || kAddsByTile || kFactorInExponent, "no bias is looked up beside a mask of bits");
+static_assert(!kMaskByBits || kAddsByTile || kFactorInExponent || kHasScoreFunction,
+              "no bias is looked up beside a mask of bits");
+static_assert(!kMaskByBits || !kHasMaskFunction, "bits tell of masks alone");
 
 // What is added to all scores of a key of one head.
 struct KeyNumbers {

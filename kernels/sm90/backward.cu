@@ -43,6 +43,7 @@
 #include "sm90/backward_layout.cuh"
 #include "sm90/backward_sums.cuh"
 #include "sm90/backward_work.cuh"
+#include "sm90/function_weights.cuh"
 #include "sm90/ping_pong.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
@@ -226,8 +227,11 @@ struct Consumer {
     for (int k = 0; k < kBlockM / 16; ++k) to_operand(value, k, operand[k]);
   }
   // The weights that dV is made of: none that dropout has marked.
-  CUFLASH_DEVICE void to_weights(const float (&p)[kQueryTiles][4]) {
-    if constexpr (kHasDropout) {
+  template <int rows>
+  CUFLASH_DEVICE void to_weights(const float (&p)[kQueryTiles][4], const u32 (&packed)[rows][2]) {
+    if constexpr (kPacksWeights) {
+      FunctionWeights::to_operands(packed, p_operand);
+    } else if constexpr (kHasDropout) {
       float kept[kQueryTiles][4];
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n)
@@ -260,6 +264,17 @@ struct Consumer {
     const bool masked = walk.needs_mask(work.queries);
     const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
     const auto key_of = [&](int, int i) { return lane_key + i / 2 * 8; };
+
+    if constexpr (kHasScoreFunction) {
+      wait_for<pending>(p);
+      const FunctionWeights by_function = {weights, s_stats, row_of(0, 0), lane_key, shown};
+      if (masked || first_row + kBlockM > seqlen_q_of(common, batch))
+        by_function.make(p, derivative, Constant<true>{});
+      else
+        by_function.make(p, derivative, Constant<false>{});
+      if constexpr (kHasDropout) Dropout(common, batch, head).mark(p, row_of(0, 0), lane_key);
+      return;
+    }
 
     auto& products = (float(&)[1][kQueryTiles][4])p;
     // Loaded before the wait, because they are needed right after it.
@@ -325,7 +340,7 @@ struct Consumer {
     for (int n = 0; n < kQueryTiles; ++n) {
       float handed[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) handed[i] = kHasDerivative ? p[n][i] * element_of(derivative[n], i) : p[n][i];
+      for (int i = 0; i < 4; ++i) handed[i] = kPacksDerivatives ? p[n][i] * element_of(derivative[n], i) : p[n][i];
       ptx::store_shared_f32x4(s_p + n * 128 * 16, handed);
     }
     arrive_as_warp(shared.p_ring.full(p_at));
@@ -351,7 +366,7 @@ struct Consumer {
       for (int i = 0; i < 4; ++i) {
         ds[n][i] = gradient_of(p[n][i], ds[n][i], kept_scale, delta[i % 2]);
         if constexpr (kSumsEarly) lane_sums.add(n, i, ds[n][i], distance);
-        if constexpr (kHasDerivative && makes_dv && !kNeedsDsoftcap) ds[n][i] *= element_of(derivative[n], i);
+        if constexpr (kPacksDerivatives && makes_dv && !kNeedsDsoftcap) ds[n][i] *= element_of(derivative[n], i);
       }
     }
     if constexpr (!makes_dv) {
@@ -403,7 +418,7 @@ struct Consumer {
     const u32 s_q = shared.q + at.stage * kBytesQ, s_do = shared.dout + at.stage * kBytesDo;
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
     float p[kQueryTiles][4], ds[kQueryTiles][4];
-    // Two derivatives share a register, as float16.
+    // Two derivatives share a register, as float16; or two weights, see FunctionWeights.
     [[maybe_unused]] u32 derivative[kHasDerivative && !kNeedsDsoftcap ? kQueryTiles : 1][2];
     [[maybe_unused]] const u32 shown = makes_dv ? load_mask() : 0;
 
@@ -420,14 +435,14 @@ struct Consumer {
     if constexpr (!makes_dk) {
       finish_gradients(number > 0);
       hand_over_p(p, derivative);
-      to_weights(p);
+      to_weights(p, derivative);
     } else {
       if constexpr (kIssuesDpEarly) {
         ptx::wgmma_wait<kGradientGroups>();
       } else {
         finish_gradients(number > 0);
         issue_dp(ds, s_do);
-        if constexpr (makes_dv) to_weights(p);
+        if constexpr (makes_dv) to_weights(p, derivative);
         ptx::wgmma_wait<0>();
       }
       ptx::fence_operand(ds);
@@ -435,7 +450,7 @@ struct Consumer {
       // As operands, P' and dS' overwrite those of the products of the step before.
       if constexpr (kIssuesDpEarly) {
         finish_gradients(number > 0);
-        if constexpr (makes_dv) to_weights(p);
+        if constexpr (makes_dv) to_weights(p, derivative);
       }
       if constexpr (kNeedsDsoftcap) {
         if (scores_are_small)
@@ -540,27 +555,6 @@ struct Consumer {
     }
   }
 };
-
-// Thread. Initialises each barrier with the number of arrivals that end one of its phases.
-CUFLASH_DEVICE void make_barriers(const Shared& shared) {
-  shared.kv_full.init(1);
-  shared.q_ring.init(kConsumers);
-  shared.do_ring.init(kConsumers + (kDqInOrder ? 4 : 0));
-  for (int i = 0; i < kDsStages; ++i) {
-    shared.ds_ring.full({i}).init(4 * kDsWriters);
-    shared.ds_ring.empty({i}).init(4 + (kDkFromShared ? kConsumers : 0));
-  }
-  for (int i = 0; i < kPStages; ++i) {
-    shared.p_ring.full({i}).init(4);
-    shared.p_ring.empty({i}).init(4);
-  }
-  for (int i = 0; i < kTurnStages; ++i) {
-    Barrier{shared.turn + 8 * i}.init(1);
-    Barrier{shared.added + 8 * i}.init(4);
-    Barrier{shared.ended + 8 * i}.init(1);
-  }
-  ptx::fence_barrier_init();
-}
 
 CUFLASH_DEVICE void backward(const BackwardParams& params) {
   const Shared shared;

@@ -35,6 +35,10 @@ constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
 // with a bias of keys at head_dim 64.
 constexpr bool kPingPong =
     !kHasDerivative && !kHasDropout && !kBiasOfPairs && (!kHasKeyNumbers || kDkFromShared) && (kBiasBytes == 0 || kAddsByTile);
+// What a lane keeps of two neighbours in a register until dS' is made: the derivatives of a soft cap; or, where a
+// function of the caller has derivatives, the weights.
+constexpr bool kPacksWeights = kHasDerivative && kHasScoreFunction, kPacksDerivatives = kHasDerivative && !kPacksWeights;
+static_assert(!kPacksWeights || !kHasDropout, "weights are marked by their sign, which derivatives would change");
 constexpr int kQueryTiles = kBlockM / 8;
 constexpr int kConsumerThreads = 128 * kConsumers;
 static_assert(kNumWarps == 4 * (kConsumers + 1 + kDqInOrder), "the consumers, dQ, and the order of dQ");
@@ -64,7 +68,9 @@ static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesBias 
 // product wait for the other.
 constexpr int kOrderRegisters = kDqInOrder ? 24 : 0;
 constexpr bool kNeedsFewRegisters = kScaleInExponent || (kFactorInExponent && !kDkFromShared);
-constexpr int kConsumerRegisters = kNeedsFewRegisters ? 208 : kDqInOrder || kFactorInExponent || kAddsByTile ? 216 : 224;
+constexpr bool kSparesRegisters =
+    kFactorInExponent || kAddsByTile || (kHasScoreFunction && kDkFromShared);
+constexpr int kConsumerRegisters = kNeedsFewRegisters ? 208 : kDqInOrder || kSparesRegisters ? 216 : 224;
 constexpr int kDqRegisters = (kDqInOrder ? 512 : 504) - kOrderRegisters - kConsumers * kConsumerRegisters;
 // Columns of dQ that one product makes.
 constexpr int kDqColumns = kSplitsRoles && 64 / 2 + 28 <= kDqRegisters ? 64 : 32;
@@ -125,3 +131,24 @@ struct Shared {
     ended = added + 8 * kTurnStages;
   }
 };
+
+// Thread. Initialises each barrier with the number of arrivals that end one of its phases.
+CUFLASH_DEVICE void make_barriers(const Shared& shared) {
+  shared.kv_full.init(1);
+  shared.q_ring.init(kConsumers);
+  shared.do_ring.init(kConsumers + (kDqInOrder ? 4 : 0));
+  for (int i = 0; i < kDsStages; ++i) {
+    shared.ds_ring.full({i}).init(4 * kDsWriters);
+    shared.ds_ring.empty({i}).init(4 + (kDkFromShared ? kConsumers : 0));
+  }
+  for (int i = 0; i < kPStages; ++i) {
+    shared.p_ring.full({i}).init(4);
+    shared.p_ring.empty({i}).init(4);
+  }
+  for (int i = 0; i < kTurnStages; ++i) {
+    Barrier{shared.turn + 8 * i}.init(1);
+    Barrier{shared.added + 8 * i}.init(4);
+    Barrier{shared.ended + 8 * i}.init(1);
+  }
+  ptx::fence_barrier_init();
+}

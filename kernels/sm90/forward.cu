@@ -298,6 +298,15 @@ struct Consumer {
         s[0][n][i] = plus_addend(s[0][n][i] * score.factor);
         hide(n, i);
       });
+    } else if constexpr (kHasScoreFunction) {
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float derivative;
+          s[0][n][i] = score.of(s[0][n][i], lane_row + i / 2 * 8, lane_key(n_block) + 8 * n + i % 2, derivative);
+          hide(n, i);
+        }
     } else if constexpr (kMaskByBits) {
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n)
@@ -380,7 +389,8 @@ struct Consumer {
     issue_s();
     ping_pong.pass();
     wait_for<0>(s[0]);
-    if (n_block >= keys.full_stop || n_block < keys.full_start)
+    // With a function of the caller the mask is always asked, so that there is one text less of the function.
+    if (kHasScoreFunction || n_block >= keys.full_stop || n_block < keys.full_start)
       weigh(n_block, Constant<true>{});
     else
       weigh(n_block, Constant<false>{});

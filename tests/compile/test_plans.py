@@ -94,6 +94,11 @@ SPILLS = {
     ("sm80/forward.cu", 8, 192, "32x16", 1): 32,
     ("sm80/backward_dq.cu", 8, 192, "32x16", 1): 32,
     ("sm80/backward_dq.cu", 8, 192, "16x16", 1): 48,
+    ("sm80/forward.cu", 4, 512, "32x16", 1): 32,
+    ("sm80/forward.cu", 4, 512, "16x16", 1): 32,
+    ("sm80/forward.cu", 4, 1024, "16x16", 1): 32,
+    ("sm80/forward.cu", 8, 512, "16x16", 1): 32,
+    ("sm80/backward.cu", 8, 384, "16x16", 1): 304,
 }
 # The same on compute capability 10.0 and later, where the compiler loads fragments of wide elements further ahead.
 SPILLS_OF_LATER_ARCHS = SPILLS | {

@@ -10,16 +10,19 @@ import numpy as np
 from cuflash import reference
 from cuflash.emulator import Schedule, guarded
 from cuflash.emulator.passes import Place, backward, forward, plan_for, run
+from cuflash.leading import Calls, axes_of, is_plain
+from cuflash.options import Options
 from cuflash.planning import DeviceSpec, LaunchPlan, choose_plan
 from cuflash.planning.tiles import Tile
 from cuflash.problem import Problem, make_problem
-from cuflash.terms import DEFAULT_NEED
+from cuflash.terms import DEFAULT_NEED, NAMES, OF_SOFTMAX
 from cuflash.testing import Case, measure, optional, qkv, yardsticks
 
 __all__ = [
     "Place",
     "assert_two_parts",
     "backward",
+    "by_calls",
     "far_apart",
     "forward",
     "forward_by_oracle",
@@ -72,6 +75,46 @@ def inputs_of(case: Case, **options: Any) -> tuple[Problem, dict[str, Any]]:
     """The problem of a case, and its arrays."""
     arrays = case.arrays()
     return problem_of(case, arrays, **options), arrays
+
+
+def by_calls(
+    case: Case, arrays: Mapping[str, Any], pass_: str, *, arch: str, need: Sequence[str] = (), **options: Any
+) -> dict[str, Any]:
+    """The results of one pass of a case with leading axes by name: of the calls that a CuPy call would be made of.
+
+    The gradients are those of `need`, or those that `backward` gives without it.
+    """
+    static = replace(case.options, **options)
+    names: tuple[str, ...] = ("out", "lse")
+    if is_plain(arrays):
+        make_problem(static, *qkv(arrays), **optional(arrays))  # it refuses what goes with no leading axes
+    given = dict.fromkeys((*NAMES, "dlse", "out", "lse")) | dict(arrays)
+    if pass_ == "backward":
+        spread = case.spread
+        assert spread is not None
+        of_spread = spread.arrays
+        out, lse = forward_by_oracle(problem_of(case, of_spread), of_spread, **case.random)
+        given |= {"out": spread.fold("out", out), "lse": spread.fold("lse", lse)}
+        names = tuple(need) or (*DEFAULT_NEED, *(name for name in OF_SOFTMAX if name[1:] in arrays))
+    axes = axes_of(static, given, names)
+    assert axes is not None
+
+    def call(own: Options, given: dict[str, Any]) -> tuple[np.ndarray, ...]:
+        present = {name: x for name, x in given.items() if x is not None and name not in names}
+        problem = make_problem(own, *qkv(present), **optional(present))
+        found: tuple[np.ndarray, ...]
+        if pass_ == "forward":
+            found = forward(problem, present, arch=arch, **case.random)
+        else:
+            out, lse = present.pop("out"), present.pop("lse")
+            found = backward(problem, present, out, lse, need=names, arch=arch, **case.random)
+        for name, x in zip(names, found, strict=True):
+            if given.get(name) is not None:
+                given[name][...] = x
+        return found
+
+    calls = Calls(axes, static, given, names, np, gives_parts=True)
+    return dict(zip(names, calls.run(call), strict=True))
 
 
 def forward_by_oracle(problem: Problem, arrays: Mapping[str, Any], **random: Any) -> tuple[np.ndarray, np.ndarray]:

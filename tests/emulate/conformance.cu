@@ -290,6 +290,12 @@ CUFLASH_DEVICE void map_reciprocal(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(reciprocal_approx, Params, kBlock, 1, map_reciprocal)
 
+CUFLASH_DEVICE void map_sqrt(const Params& params) {
+  const u32 i = global_thread_index(kBlock);
+  if (i < params.count) destination_of<float>(params)[i] = ptx::sqrt_approx(source_of<float>(params)[i]);
+}
+CUFLASH_DEFINE_KERNEL(sqrt_approx, Params, kBlock, 1, map_sqrt)
+
 CUFLASH_DEVICE void map_log2(const Params& params) {
   const u32 i = global_thread_index(kBlock);
   if (i < params.count) destination_of<float>(params)[i] = ptx::log2_approx(source_of<float>(params)[i]);

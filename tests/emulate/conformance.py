@@ -313,6 +313,17 @@ def check_reciprocal_approx(run):
     np.testing.assert_array_equal(got, expected)
 
 
+def check_sqrt_approx(run):
+    x = np.geomspace(1.2e-38, 3e38, 5000).astype(np.float32)
+    got = run("sqrt_approx", source=x, destination=_ones(np.float32, len(x)), **_threads_of(x))
+    np.testing.assert_allclose(got, np.sqrt(x.astype(np.float64)), rtol=2.0**-22)
+
+    special = np.array([0, -0.0, 1, np.inf, -1, np.nan, 1e-40], np.float32)
+    expected = np.array([0, -0.0, 1, np.inf, np.nan, np.nan, 0], np.float32)
+    got = run("sqrt_approx", source=special, destination=_ones(np.float32, len(special)), **_threads_of(special))
+    np.testing.assert_array_equal(got, expected)
+
+
 def check_log2_approx(run):
     x = np.concatenate([np.geomspace(1e-44, 3e38, 4001), np.linspace(0.5, 2, 999)]).astype(np.float32)
     got = run("log2_approx", source=x, destination=_ones(np.float32, len(x)), **_threads_of(x))

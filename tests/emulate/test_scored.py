@@ -1,19 +1,48 @@
 """Scores and masks of a caller in the kernels, against the oracle."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import cuflash
+from cuflash.binding import PASSES
 from cuflash.emulator import Schedule, Statistics
+from cuflash.planning import DeviceSpec, choose_plan
 from tests.emulate import attention
 from tests.emulate.checks import judge_functions
 from tests.scored import MASKS, SCORES, Scored, captured_of, scored
 
 
-@settings(max_examples=2)
-@given(scored(max_seqlen=130))
-def test_kernels_obey_the_oracle(case):
-    judge_functions(case)
+def by_own_kernels(case: Scored) -> bool:
+    """Whether both passes have main kernels for compute capability 9.0."""
+    plans = [choose_plan(case.problem, DeviceSpec.for_arch("9.0"), pass_) for pass_ in PASSES]
+    return all(any(kernel.source.startswith("sm90/") for kernel in plan.kernels) for plan in plans)
+
+
+def of_9_0(head_dim: int, *scores: str) -> st.SearchStrategy[Scored]:
+    """Problems for which compute capability 9.0 has kernels of its own."""
+    cases = scored(dtypes=("float16", "bfloat16"), max_seqlen=130, min_seqlen=40, head_dims=(head_dim,), scores=scores)
+    return cases.filter(by_own_kernels)
+
+
+@pytest.mark.parametrize(
+    "arch, cases",
+    [
+        ("8.0", scored(max_seqlen=130)),
+        ("9.0", of_9_0(16, "drawn", "box")),
+        ("9.0", of_9_0(72, "with_pairs", "drawn")),
+        ("9.0", of_9_0(136, "capped", "drawn")),
+    ],
+    ids=["8.0", "9.0-16", "9.0-72", "9.0-136"],
+)
+def test_kernels_obey_the_oracle(arch, cases):
+    @settings(max_examples=2)
+    @given(cases)
+    def judge(case):
+        judge_functions(case, arch)
+
+    judge()
 
 
 def test_gradients_of_arrays_do_not_depend_on_the_order_of_blocks_and_threads():

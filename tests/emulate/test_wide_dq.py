@@ -1,5 +1,6 @@
-"""A part of dq in float32, from operands of 16 bits: it rounds to what the same kernels store rounded."""
+"""Parts of dq, dk and dv in float32, from operands of 16 bits: they round to what the same kernels store rounded."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,19 +18,19 @@ CASES = {
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+@pytest.mark.parametrize("wide", [("dq",), ("dk",), ("dv",), ("dq", "dk", "dv")], ids="-".join)
 @pytest.mark.parametrize("arch", CASES)
-def test_a_part_of_dq_is_not_rounded(arch):
+def test_a_part_is_not_rounded(arch, wide):
     problem, arrays = attention.inputs_of(CASES[arch], diagonal=30)
     out, lse = attention.forward_by_oracle(problem, arrays)
     narrow = attention.backward(problem, arrays, out, lse, arch=arch)
-    wide = attention.backward(problem, arrays, out, lse, arch=arch, wide_dq=True)
+    found = attention.backward(replace(problem, wide=wide), arrays, out, lse, arch=arch)
     dtype = narrow[0].dtype
-    assert wide[0].dtype == np.float32
-    assert (wide[0] != wide[0].astype(dtype)).any()
-    for x, y in zip(wide, narrow, strict=True):
-        np.testing.assert_array_equal(x.astype(dtype), y)
     expected = ct.yardsticks(problem, arrays)
-    for name, x in zip(("dq", "dk", "dv"), wide, strict=True):
+    for name, x, y in zip(("dq", "dk", "dv"), found, narrow, strict=True):
+        assert x.dtype == (np.float32 if name in wide else dtype)
+        assert (x != x.astype(dtype)).any() == (name in wide)
+        np.testing.assert_array_equal(x.astype(dtype), y)
         assert not ct.measure(name, x, expected[name]).failure
 
 
@@ -45,14 +46,7 @@ def test_a_part_of_dq_is_not_rounded(arch):
     ],
 )
 def test_kernels_that_round_dq_are_refused(options, need, message):
-    problem, arrays = attention.inputs_of(CASES["8.0"], diagonal=30, **options)
+    problem, arrays = attention.inputs_of(CASES["8.0"], diagonal=30, wide=("dq",), **options)
     out, lse = attention.forward_by_oracle(problem, arrays)
     with pytest.raises(NotImplementedError, match=message):
-        attention.backward(problem, arrays, out, lse, arch="8.0", need=need, wide_dq=True)
-
-
-def test_only_parts_of_longer_problems_take_it():
-    problem, arrays = attention.inputs_of(CASES["8.0"])
-    out, lse = attention.forward_by_oracle(problem, arrays)
-    with pytest.raises(TypeError, match=r"^dq: got dtype float32, expected float16$"):
-        attention.backward(problem, arrays, out, lse, arch="8.0", wide_dq=True)
+        attention.backward(problem, arrays, out, lse, arch="8.0", need=need)

@@ -84,6 +84,25 @@ def test_long_sequences(cupy, head_dim, dtype, causal, deterministic):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "dtype"),
+    [
+        (320, 512, "bfloat16"),
+        (576, 512, "float16"),
+        (1000, 1024, "bfloat16"),
+        (512, 300, "float32"),
+        (384, 70, "float64"),
+    ],
+)
+def test_heads_wider_than_256(cupy, head_dim, head_dim_v, dtype, deterministic):
+    sizes: dict[str, Any] = {"seqlen_q": 203, "seqlen_k": 300, "num_heads": 2, "num_heads_kv": 1}
+    case = ct.Case(**sizes, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, causal=True)
+    arguments, _ = arguments_of(cupy, case)
+    ct.assert_forward(case, *arguments[-2:])
+    check_gradients(case, cuflash.FlashAttention(causal=True, deterministic=deterministic), arguments)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
     ("num_heads", "head_dim", "dtype", "causal"),
     [
         (2, 64, "float16", False),

@@ -13,11 +13,12 @@ import cuflash.testing as ct
 from cuflash.compiler import kernel_directory
 from cuflash.operands import layout_of, rows_of
 from cuflash.options import Options
-from cuflash.params import PARAMS, POINTER_WORD, Argument, Frame, parameters
+from cuflash.params import PARAMS, POINTER_WORD, Argument, Frame, parameters, pointer_words
 from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.argument import MAPS_OFFSET, PARAMS_BYTES
+from cuflash.planning.argument import PARAMS_BYTES, maps_offset
 from cuflash.planning.draft import CAUSAL_HEAD_SECTION
 from cuflash.problem import make_problem
+from cuflash.score.program import Traced
 
 SCALARS = {
     "i32": np.int32,
@@ -212,12 +213,15 @@ def test_argument_of_a_call(data):
     q = np.zeros((2, 130, data.draw(st.sampled_from((64, 17)))), np.float16)
     causal = data.draw(st.sampled_from((False, True, "top_left")))
     window = data.draw(st.sampled_from((None, (5, None), (None, 7), (40, 3))))
-    options = Options(causal=causal, window=window, dropout=data.draw(st.sampled_from((0.0, 0.3))))
+    score = data.draw(st.sampled_from((None, Traced.of(lambda s, i, j, *, a, b: s + a[i] * b[j], "score"))))
+    captured = {} if score is None else {name: np.zeros(130, np.float32) for name in "ab"}
+    options = Options(causal=causal, window=window, dropout=data.draw(st.sampled_from((0.0, 0.3))), score=score)
     pass_ = data.draw(st.sampled_from(("forward", "backward")))
-    plan = choose_plan(make_problem(options, q, q, q), DeviceSpec.for_arch("9.0"), pass_)
+    plan = choose_plan(make_problem(options, q, q, q, captured=captured), DeviceSpec.for_arch("9.0"), pass_)
+    pointer_word = pointer_words(plan.problem)
     names = ["q", "k", "v", "out", "lse", *(("dout", "dq", "dk", "dv") if pass_ == "backward" else ())]
     operands = {name: layout_of(q, "bhsd") for name in names if name != "lse"} | {"lse": rows_of(q[..., 0])}
-    names = data.draw(st.permutations(names + [name for name, _ in plan.scratch]))
+    names = data.draw(st.permutations([*names, *captured, *(name for name, _ in plan.scratch)]))
     argument = Argument(plan, operands, names)
     in_use: list[Frame] = []
     for _ in range(4):
@@ -230,10 +234,10 @@ def test_argument_of_a_call(data):
         call = data.draw(st.integers(0, 2**48 - 1))
         expected = parameters(of_length, operands, seed, offset, call)
         for name, pointer in zip(names, pointers, strict=True):
-            expected.view(np.uint64)[POINTER_WORD[name]] = pointer
+            expected.view(np.uint64)[pointer_word[name]] = pointer
         content = expected.tobytes()
         if maps:
-            content = content.ljust(MAPS_OFFSET, b"\0") + b"".join(maps)
+            content = content.ljust(maps_offset(plan.problem), b"\0") + b"".join(maps)
         frame = argument.frame(pointers, maps, (seed, offset), seqlen_k, call)
         assert ctypes.c_uint64.from_address(frame.address).value == frame.address + 8
         assert ctypes.string_at(frame.address + 8, len(content)) == content == frame.bytes[8:]

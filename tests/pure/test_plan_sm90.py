@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from cuflash.operands import Operand
 from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.argument import MAPS_OFFSET
+from cuflash.planning.argument import maps_offset
 from cuflash.planning.sm90.tiles import (
     LONG_SEQLEN,
 )
 from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 from tests.problems import ARCHS, H200, problem_of
+from tests.scored import of_functions
 
 
 def sources(problem, device=H200, **options):
@@ -144,6 +145,34 @@ def test_a_window_with_a_left_side_has_no_pairs():
         assert dict(kernel.defines)["CUFLASH_PAIRS"] == pairs
 
 
+@pytest.mark.parametrize(
+    ("functions", "options", "forward", "backward", "words"),
+    [
+        (("alibi", None), {}, (64, 256, 64), "sm90", "dslopes: not by sm90/backward: it sums no gradients of arrays"),
+        (("distance", "near"), {}, (64, 192, 64), "sm90", "by sm80/backward_scores, which makes the weights again"),
+        ((None, "documents"), {}, (64, 128, 128), "sm90", "tiles of queries are listed"),
+        (("alibi", None), {"deterministic": True, "dropout": 0.1}, (64, 256, 64), "sm90", "add to dq in order"),
+        (
+            (None, "near"),
+            {"deterministic": True},
+            (64, 128, 128),
+            "sm80",
+            "the order of dq counts tiles that mask hides",
+        ),
+        (("capped", None), {"dropout": 0.1}, (64, 256, 64), "sm80", "dropout marks weights by their sign"),
+    ],
+)
+def test_functions_and_what_of_them_other_kernels_serve(functions, options, forward, backward, words):
+    problem = replace(of_functions(functions, "bfloat16", 64), **options)
+    plan = choose_plan(problem, H200)
+    (tile,) = plan.tiles
+    assert plan.kernels[-1].source == "sm90/forward.cu"
+    assert (tile.max_dim, tile.block_m, tile.block_n) == forward
+    plan = choose_plan(problem, H200, "backward", need=("dq", "dk", "dv", *problem.captured_gradients))
+    assert f"{backward}/backward.cu" in [kernel.source for kernel in plan.kernels]
+    assert words in plan.reason
+
+
 def test_tensor_maps_of_a_plan():
     problem = problem_of(300, 500, dim=72, dim_v=128, batch=2, heads=4, heads_kv=2)
     plan = choose_plan(problem, H200)
@@ -157,7 +186,7 @@ def test_tensor_maps_of_a_plan():
     )
     assert plan.tensor_maps[1].shape == (72, 500, 2, 2)
     assert plan.tensor_maps[1].strides_bytes == (144, 72_000, 144_000)
-    assert dict(kernel.defines)["CUFLASH_ARGUMENT_BYTES"] == MAPS_OFFSET + 4 * 128
+    assert dict(kernel.defines)["CUFLASH_ARGUMENT_BYTES"] == maps_offset(problem) + 4 * 128
 
 
 @given(st.tuples(*[st.integers(0, 3)] * 4), st.tuples(*[st.integers(-64, 2**40)] * 3))

@@ -135,17 +135,25 @@ struct Float16 {}; struct BFloat16 {};
 template <int n> struct Integer { static constexpr int value = n; };
 namespace ptx {
 inline float infinity() { return INFINITY; }
+inline float exp2_approx(float x) { return std::exp2(x); }
+inline float log2_approx(float x) { return std::log2(x); }
+inline float sqrt_approx(float x) { return std::sqrt(x); }
+inline float reciprocal_approx(float x) { return 1 / x; }
 template <class E> u32 pack(E, float, float) { return 0; }
 }
 template <class E> Real to_real(u16 x) { return x; }
+constexpr bool kWide = sizeof(Real) == 8;
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+inline Real fast_tanh(Real x) { return tanh(x); }
 """
 LOOP = """
 extern "C" void FUNCTION(const Captured* a, const Real* s, int head, int batch, Real* value, Real* slope, u8* shown) {
+  const NAME::OfHead of_head = NAME::read_of_head(a, head, batch);
   for (int i = 0; i < ROWS; ++i)
     for (int j = 0; j < KEYS; ++j) {
       const int at = i * KEYS + j;
-      value[at] = NAME::score_function(a, s[at], i, j, head, batch, slope[at]);
-      shown[at] = NAME::mask_function(a, i, j, head, batch);
+      value[at] = NAME::score_function(of_head, a, s[at], i, j, head, batch, slope[at]);
+      shown[at] = NAME::mask_function(of_head, a, i, j, head, batch);
     }
 }
 """
@@ -185,7 +193,8 @@ def test_emitted_text_is_the_expression(dtype, tmp_path):
         loop = LOOP.replace("FUNCTION", f"f{index}").replace("NAME", f"n{index}")
         text += loop.replace("ROWS", str(SEQLEN_Q)).replace("KEYS", str(SEQLEN_K))
     (tmp_path / "common").mkdir()
-    (tmp_path / "common/config.cuh").write_text("")
+    for name in ("config", "exponential"):
+        (tmp_path / f"common/{name}.cuh").write_text("")
     source, library = tmp_path / "text.cc", tmp_path / "text.so"
     source.write_text(text)
     command = [find_compiler() or "g++", "-std=c++17", "-O0", "-shared", "-fPIC", "-ffp-contract=off", f"-I{tmp_path}"]

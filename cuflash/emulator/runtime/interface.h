@@ -104,6 +104,7 @@ void multiply_matrix_float64(double* d, const double* a, double b0, double b1, S
 
 float exp2_approx(float x);
 float reciprocal_approx(float x);
+float sqrt_approx(float x);
 float log2_approx(float x);
 u16 from_float32(Element type, float value);
 float to_float32(Element type, u16 bits);

@@ -58,6 +58,7 @@ CLEAR_WAVES = 2
 
 class Backward(BackwardFamily[BackwardSm90Tile]):
     kernel = "sm90/backward"
+    has_functions = True
     tile = BackwardSm90Tile
     makes_both = shares_tail = True
     defines: ClassVar = {"CUFLASH_PAIRS_STATS": 1}
@@ -69,16 +70,20 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
         problem = draft.problem
         if draft.device.arch != 90 or ITEMSIZE[problem.dtype] != 2:
             return ""
-        if problem.deterministic and "dq" in draft.need and problem.block_mask is not None:
-            return "the order of dq counts tiles that block_mask hides"
+        if problem.deterministic and "dq" in draft.need and draft.defines["CUFLASH_HAS_LISTS"]:
+            name = "mask" if problem.block_mask is None else "block_mask"
+            return f"the order of dq counts tiles that {name} hides"
+        if problem.dropout and problem.score is not None and problem.program.changes_slope:
+            return "dropout marks weights by their sign, which they lose with the derivatives of the score by s"
         mapped = ("q", "k", "v", "dout", *(name for name in ("dk", "dv") if name in draft.need))
         return why_not_16_bit(draft, mapped, BACKWARD_SM90_TILES)
 
     def configured(self, main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
         in_order = draft.problem.deterministic and "dq" in draft.need
-        if in_order and draft.problem.block_mask is not None:
+        if in_order and draft.defines["CUFLASH_HAS_LISTS"]:
+            name = "mask" if draft.problem.block_mask is None else "block_mask"
             raise NotImplementedError(
-                "tiles: got a BackwardSm90Tile with deterministic=True and block_mask, expected a BackwardTile and a "
+                f"tiles: got a BackwardSm90Tile with deterministic=True and {name}, expected a BackwardTile and a "
                 "DqTile"
             )
         return _seeing(replace(main, dq_in_order=in_order), draft)

@@ -25,6 +25,7 @@ MAPPED = ("q", "k", "v", "out")  # arrays that are left to TMA
 
 class Forward(ForwardFamily[ForwardSm90Tile]):
     kernel = "sm90/forward"
+    has_functions = True
     tile = ForwardSm90Tile
 
     def table(self, problem: Problem) -> tuple[ForwardSm90Tile, ...]:

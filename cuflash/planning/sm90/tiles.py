@@ -22,10 +22,10 @@ DECODE_ROWS = 64  # of one product, which hold the few queries of all heads that
 # What `ForwardSm90Tile.serves` means, in words.
 SERVES = {
     "any": "any problem",
-    "no pairs": "problems without a bias of pairs, and pairs that are hidden one by one and looked up",
+    "no pairs": "problems without a bias of pairs, a score that reads rows or keys, and pairs that are looked up",
     "bias": "a bias of pairs that TMA can read, without pairs that are hidden one by one and looked up",
-    "long full": f"{LONG_SEQLEN} keys or more, without a right bound, a bias of pairs, and pairs hidden one by one",
-    "lists": "block masks and masks of pairs, without a bias of pairs",
+    "long full": f"{LONG_SEQLEN} keys or more, without a right bound, a bias of pairs, functions, and pairs looked up",
+    "lists": "block masks, masks of pairs and mask functions, without a bias of pairs",
     "dropout": "dropout without a bias of pairs, and pairs that are hidden one by one",
 }
 BITS_BLOCK = 64  # queries, and keys, of a block of a mask of bits: kernels/common/mask_bits.cuh
@@ -62,6 +62,7 @@ class ScoredTile(Tile):
         by, hidden = bias_by(problem), self._hidden(problem)
         by_tile = by in ("nothing", "keys") or bias_of_pairs > 0
         whole_blocks = self.block_m % BITS_BLOCK == 0 and self.block_n % BITS_BLOCK == 0
+        whole_blocks = whole_blocks and problem.mask_function is None  # bits tell of masks alone
         seen = {
             "bias_of_pairs": bias_of_pairs,
             "bias_of_keys": by == "keys",
@@ -83,7 +84,8 @@ class ScoredTile(Tile):
             return "pairs"
         if problem.mask is None:
             return "nothing"
-        return "keys" if problem.mask.strides[2] == 0 else "pairs"
+        # What hides keys is added to scores, of which a function of the caller tells nothing.
+        return "keys" if problem.mask.strides[2] == 0 and problem.score is None else "pairs"
 
     def defines(self) -> dict[str, str | int]:
         return super().defines() | {
@@ -150,14 +152,16 @@ class ForwardSm90Tile(ScoredTile):
     def why_not(self, problem: Problem) -> str:
         by = bias_by(problem)
         tile = self.configured(problem)
-        by_tile = not tile.looks_up_pairs(problem)
+        # Numbers that a function reads of rows and keys take registers, of which smaller tiles leave more.
+        by_tile = not tile.looks_up_pairs(problem) and not (problem.score is not None and problem.program.reads_pairs)
         no_pairs = by_tile and by in ("nothing", "keys")
+        has_lists = problem.block_mask is not None or problem.mask_function is not None
         is_long = problem.mean_sequence.seqlen_k >= LONG_SEQLEN
         suits = {
             "any": True,
             "no pairs": no_pairs,
-            "long full": no_pairs and is_long and problem.window_right is None,
-            "lists": no_pairs and (problem.block_mask is not None or tile.mask_by_bits),
+            "long full": no_pairs and is_long and problem.window_right is None and not problem.has_functions,
+            "lists": no_pairs and (has_lists or tile.mask_by_bits),
             "bias": by_tile and by == "pairs",
             "dropout": no_pairs and problem.dropout > 0,
         }[self.serves]

@@ -53,6 +53,9 @@ MUTANTS = (
     mutant("dK is converted unasked", CONVERT, "is_dk = kNeedsDk && index", "is_dk = index", "only dv"),
     mutant("the sum of parts of dV is not scaled", CONVERT, "Integer<kHeadDimV>{}, kept_scale_of(params)",
            "Integer<kHeadDimV>{}, 1.0f", "dropout backward split"),
+    mutant("sums of dK go to the first head", CONVERT, "key_numbers_of(result, batch, head_kv)",
+           "key_numbers_of(result, batch, 0)", "backward sums of keys"),
+    mutant("dV is stored as dK is", CONVERT, "Integer<kDvWide>{}", "Integer<kDkWide>{}", "backward sums of keys"),
     # ---- around/delta.cu
     mutant("rows without keys have weights", DELTA, "if (value != -ptx::infinity()) {", "{", "backward terms"),
     mutant("lse of the backward pass in natural units", DELTA, "exponent_lse = value * kExponentOfE;",

@@ -7,6 +7,7 @@ FUNCTIONS = "common/functions.cuh"
 GRADIENTS = "common/captured_gradients.cuh"
 LIBRARY = "common/score_functions.cuh"
 MASK_TILES = "around/mask_tiles.cu"
+WEIGHTS = "sm90/function_weights.cuh"
 
 # fmt: off
 MUTANTS = (
@@ -20,10 +21,28 @@ MUTANTS = (
     mutant("16 bits are stored as they are", LIBRARY, "(u16)ptx::pack(E{}, value, value)", "(u16)value",
            "functions in 16 bits"),
     # ---- common/functions.cuh
-    mutant("scores are those of head 0", FUNCTIONS, "score_function(arrays, s, row, key, head,",
-           "score_function(arrays, s, row, key, 0,", "functions"),
-    mutant("rows and keys change places", FUNCTIONS, "mask_function(arrays, row, key, head,",
-           "mask_function(arrays, key, row, head,", "functions"),
+    mutant("scores are those of head 0", FUNCTIONS, "score_function(of_head, arrays, s, row, key, head,",
+           "score_function(of_head, arrays, s, row, key, 0,", "functions"),
+    mutant("rows and keys change places", FUNCTIONS, "mask_function(of_head, arrays, row, key, head,",
+           "mask_function(of_head, arrays, key, row, head,", "functions"),
+    mutant("what is read of a head is that of head 0", FUNCTIONS, "read_of_head(params.captured, head_, batch_)",
+           "read_of_head(params.captured, 0, batch_)", "functions"),
+    # ---- sm90/forward.cu
+    mutant("both rows of a lane have the score of the upper one", "sm90/forward.cu",
+           "score.of(s[0][n][i], lane_row + i / 2 * 8,", "score.of(s[0][n][i], lane_row,", "functions sm90"),
+    # ---- sm90/function_weights.cuh
+    mutant("both keys of a lane are the first", WEIGHTS, "key = lane_key + i / 2 * 8;", "key = lane_key;",
+           "functions sm90"),
+    mutant("what a function hides has weights", WEIGHTS, "          exponent = -ptx::infinity();\n", "          ;\n",
+           "functions sm90"),
+    mutant("rows that do not exist have weights", WEIGHTS,
+           "        if (masked && lse[i % 2] == ptx::infinity()) p[n][i] = 0.0f;\n", "", "functions sm90 without room"),
+    mutant("derivatives of pairs without weight count", WEIGHTS, "p[n][i] == 0.0f ? 0.0f : p[n][i] * derivative[i]",
+           "p[n][i] * derivative[i]", "functions sm90 without room"),
+    mutant("weights keep the other sign", WEIGHTS, " ^ 0x80008000u", "", "functions sm90"),
+    mutant("weights of dv have the derivatives, too", WEIGHTS,
+           "ptx::pack(Element{}, -p[n][2 * half], -p[n][2 * half + 1])",
+           "ptx::pack(Element{}, -p[n][2 * half] * derivative[2 * half], -p[n][2 * half + 1])", "functions sm90"),
     # ---- around/mask_tiles.cu
     mutant("a tile with a visible pair is whole", MASK_TILES, "ptx::any_lane(!all) ? Pairs::kSome : Pairs::kAll",
            "Pairs::kAll", "functions of pairs"),

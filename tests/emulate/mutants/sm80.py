@@ -262,6 +262,10 @@ MUTANTS = (
     mutant("the upper half of a word is the lower", LANES, "(u16)(rows[j / 2] >> 16 * k)", "(u16)rows[j / 2]", "lanes"),
     mutant("the second n-tile is the first", LANES, "b[i][2 * half + k]", "b[i][k]", "lanes float32"),
     # ---- sm80/mma.cuh
+    mutant("all steps over a long row read its start", MMA, "load_a(m, first + k, fragment)",
+           "load_a(m, k, fragment)", "forward wide"),
+    mutant("the rest of a long row is left out", MMA,
+           "if constexpr (kRest > 0) multiply_from(0, Integer<kRest>{});", "", "forward wide"),
     mutant("the wrong fragment of those fetched ahead", MMA, "factor_of(b[i % (kFragmentsAhead + 1)], factor_b);",
            "factor_of(b[(i + 1) % (kFragmentsAhead + 1)], factor_b);", "forward"),
     mutant("the last step of A is not fetched", MMA, "if (n == 0 && k + kStepsAhead < k_steps)",

@@ -42,6 +42,7 @@ class Trial:
     cu_seqlens: tuple[int, ...] | None = None  # of queries and keys: nothing is expected of results
     shares: bool = False  # queries of tiles, however few, and not heads of a group
     combines: bool = True  # the last block of a head does; else a kernel of its own
+    wide: tuple[str, ...] = ()  # gradients in the dtype of the softmax
     found_counts: tuple[int, ...] = ()  # of arrivals of blocks, in memory: the call runs once for each
 
     def run(self, kernels: Path | None = None) -> None:
@@ -61,7 +62,7 @@ class Trial:
         deterministic = self.dq_in_order or isinstance(self.tiles[-1], DqTile)
         two_parts = getattr(self.tiles[0], "bf16_parts", 3) == 2
         precision = "tf32" if two_parts else "highest"
-        problem = attention.problem_of(case, arrays, deterministic=deterministic, precision=precision)
+        problem = attention.problem_of(case, arrays, deterministic=deterministic, precision=precision, wide=self.wide)
         out, lse = attention.forward_by_oracle(problem, arrays, **case.random)
         if self.kv_lengths:
             arrays["kv_lengths"][...] = self.kv_lengths
@@ -111,6 +112,7 @@ class FunctionTrial:
     score: str | None = None
     mask: str | None = None
     dtype: str = "float32"
+    arch: str = "8.0"
 
     def run(self, kernels: Path | None = None) -> None:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
@@ -126,7 +128,7 @@ class FunctionTrial:
         arrays = {name: random.standard_normal(shape).astype(self.dtype) for name, shape in shapes.items()}
         arrays |= captured_of(functions, (2, 2, seqlen_q, seqlen_k), self.dtype, 7)
         case = Scored(cuflash.FlashAttention(score=functions[0], mask=functions[1]), arrays, {}, "")
-        judge_functions(case, kernels=kernels)
+        judge_functions(case, self.arch, kernels=kernels)
 
 
 def _make_wild(arrays: dict[str, Any]) -> None:

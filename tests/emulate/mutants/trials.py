@@ -403,6 +403,7 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "sm90 only dv": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_BACKWARD_SM90, None), num_sms=1, need=("dv",)),
     "parts only dk": Trial(case=replace(_PARTS, seqlen_k=70), tiles=_BACKWARD_PARTS, need=("dk",)),
     "backward": Trial(case=replace(_GROUPED, num_heads=2), tiles=_backward()),
+    "backward sums of keys": Trial(case=_GROUPED, tiles=_backward(), wide=("dk",)),
     "backward window": Trial(case=_WINDOW, tiles=_backward()),
     "backward shared": Trial(case=_GROUPED, tiles=_backward(num_warps=8, warps_d=2, block_m=64), num_sms=1),
     "backward one stage": Trial(case=_SMALL, tiles=_backward(num_stages=1), num_sms=1),
@@ -521,6 +522,7 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     ),
     "backward parts terms": Trial(case=_FLOAT32, tiles=_BACKWARD_PARTS_RING),
     "forward float32": Trial(case=_FLOAT32, tiles=_forward(block_m=64, element_bytes=4)),
+    "forward wide": Trial(case=replace(_SMALL, head_dim=300), tiles=_forward(block_m=32, num_warps=2)),
     "lanes": Trial(case=replace(_GROUPED, dtype="bfloat16"), tiles=_forward(), arch="7.5"),
     "lanes float32": Trial(case=_FLOAT32, tiles=_forward(block_m=64, element_bytes=4), arch="7.5"),
     "forward float64": Trial(case=_FLOAT64, tiles=_forward(block_m=32, warps_d=2, element_bytes=8)),
@@ -572,4 +574,6 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "functions of pairs": FunctionTrial(score="with_pairs", mask="documents"),
     "functions float64": FunctionTrial(score="gathered", dtype="float64"),
     "functions in 16 bits": FunctionTrial(score="with_pairs", mask="prefix", dtype="float16"),
+    "functions sm90": FunctionTrial(score="with_pairs", mask="near", dtype="float16", arch="9.0"),
+    "functions sm90 without room": FunctionTrial(score="barrier", dtype="float16", arch="9.0"),
 }

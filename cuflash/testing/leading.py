@@ -1,0 +1,84 @@
+"""Leading axes of cases: arrays that broadcast along some of them, the same with every axis, and the way back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+# How many axes of an array are not leading ones.
+OWN_AXES = {
+    **dict.fromkeys(("q", "k", "v", "out", "dout"), 3),
+    **dict.fromkeys(("bias", "mask", "block_mask"), 3),
+    **dict.fromkeys(("lse", "dlse"), 2),
+    **dict.fromkeys(("alibi_slopes", "sinks"), 1),
+    "kv_lengths": 0,
+}
+
+
+def leading_of(name: str, shape: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """The leading axes of an array, those that it lacks as axes of length 1."""
+    own = shape[: max(len(shape) - OWN_AXES[name], 0)]
+    return (1,) * (count - len(own)) + own
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The arrays of a case with leading axes as arrays with one axis for the batch, which broadcast along none."""
+
+    axes: tuple[int, ...]
+    natural: Mapping[str, Array]
+
+    @property
+    def arrays(self) -> dict[str, Array]:
+        """The arrays; a bias that broadcasts has the dtype of lse, so that its gradient is not rounded before sums."""
+        return {name: self._spread(name, x) for name, x in self.natural.items()}
+
+    @property
+    def wide(self) -> tuple[str, ...]:
+        """Gradients of q, k and v that are summed over leading axes."""
+        return tuple(f"d{name}" for name in ("q", "k", "v") if self._lacks_axes(name))
+
+    def fold(self, name: str, result: Array) -> Array:
+        """A result for these arrays as that for the natural ones: summed over the axes that what it is of lacks."""
+        model = name if name in ("out", "lse") else name[1:]
+        if model not in OWN_AXES:
+            return result
+        if model in ("out", "lse"):
+            return result.reshape(*self.axes, *result.shape[1:])
+        shape = self.natural[model].shape
+        if self._stays(model):
+            return result.reshape(shape)
+        leading = leading_of(model, shape, len(self.axes))
+        short = tuple(axis for axis, n in enumerate(leading) if n == 1)
+        return result.reshape(*self.axes, *result.shape[1:]).sum(axis=short, dtype=result.dtype).reshape(shape)
+
+    def rounded(self, name: str, result: Array) -> Array:
+        """A folded result in the dtype that it has for the natural arrays."""
+        model = self.natural.get(name[1:])
+        return result if model is None else result.astype(model.dtype)
+
+    def _stays(self, name: str) -> bool:
+        """Whether an array has no axis for the batch."""
+        has_no_leading = self.natural[name].ndim <= OWN_AXES[name]
+        return name == "sinks" or (name in ("bias", "mask", "block_mask", "alibi_slopes") and has_no_leading)
+
+    def _lacks_axes(self, name: str) -> bool:
+        return leading_of(name, self.natural[name].shape, len(self.axes)) != self.axes
+
+    def _spread(self, name: str, array: Array) -> Array:
+        own = array.shape[max(array.ndim - OWN_AXES[name], 0) :]
+        if name == "sinks":
+            return array.reshape(own)
+        if self._stays(name):
+            return array
+        if name == "bias" and self._lacks_axes(name) and array.dtype.itemsize == 2:
+            array = array.astype(np.float32)
+        whole = np.broadcast_to(array, (*self.axes, *own))
+        return np.ascontiguousarray(whole).reshape(math.prod(self.axes), *own)

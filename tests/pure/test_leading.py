@@ -1,0 +1,253 @@
+"""Leading axes: any number of them, broadcasting as numpy.matmul does, on every way of the CPU path."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+import cuflash.testing as ct
+from cuflash.cpu import core
+
+FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout")
+
+
+def gradients_by_name(case, attn, arrays, **results):
+    """out, lse and all gradients of a case, by the public interface."""
+    inputs = ct.qkv(arrays)
+    out, lse = attn.forward(*inputs, **ct.optional(arrays), **case.random)
+    need = ct.gradients_of(case.problem)
+    keywords = ct.optional_backward(arrays) | case.random | results
+    found = attn.backward(arrays["dout"], *inputs, out, lse, need=need, **keywords)
+    return out, lse, dict(zip(need, found, strict=True))
+
+
+@pytest.mark.parametrize("way", ["core", "numpy"])
+@settings(max_examples=60)
+@given(ct.with_axes(ct.cases(ndims=(4,), features=FEATURES, max_seqlen=40, max_head_dim=24, max_scores=2**13)))
+def test_results_are_those_of_arrays_with_every_axis(way, case):
+    with pytest.MonkeyPatch.context() as patch:
+        if way == "numpy":
+            patch.setattr(core, "why_not", lambda problem=None: "a test asks for NumPy")
+        arrays = case.arrays()
+        out, lse, gradients = gradients_by_name(case, cuflash.FlashAttention(**case.keywords), arrays)
+        ct.assert_forward(case, out, lse)
+        ct.assert_backward(case, **gradients)
+        for name, x in gradients.items():
+            model = arrays.get(name[1:])
+            assert (x.shape, x.dtype) == (((), lse.dtype) if model is None else (model.shape, model.dtype))
+
+
+@settings(max_examples=40)
+@given(
+    ct.with_axes(
+        ct.cases(
+            ndims=(4,), features=("bias", "mask", "gqa", "dropout"), max_seqlen=17, max_head_dim=9, max_scores=2**11
+        )
+    ),
+    st.sampled_from(ct.STRIDES),
+)
+def test_results_are_written_where_the_caller_says(case, strides):
+    arrays = case.arrays()
+    attn: Any = cuflash.FlashAttention(**case.keywords)
+    out, lse, gradients = gradients_by_name(case, attn, arrays)
+
+    def room(x):
+        return ct.lay_out(np.full_like(x, 7), strides, np.asarray)
+
+    into: Any = {"out": room(out), "lse": room(lse)}
+    assert attn.forward(*ct.qkv(arrays), **ct.optional(arrays), **case.random, **into) == (into["out"], into["lse"])
+    results = {name: room(x) for name, x in gradients.items()}
+    keywords = ct.optional_backward(arrays) | case.random | results
+    again = attn.backward(arrays["dout"], *ct.qkv(arrays), out, lse, need=(), **keywords)
+    for x, y, z in zip(gradients.values(), results.values(), again, strict=True):
+        assert y is z
+        np.testing.assert_array_equal(x, y)
+    np.testing.assert_array_equal(out, into["out"])
+    np.testing.assert_array_equal(lse, into["lse"])
+
+
+def structures(dtype=np.float32):
+    """A model of structures: the rows of each share a bias."""
+    rng = np.random.default_rng(0)
+    shapes = {"q": (2, 3, 2, 5, 8), "k": (2, 3, 2, 5, 8), "v": (2, 3, 2, 5, 8), "bias": (2, 1, 2, 5, 5)}
+    arrays = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+    return arrays | {"mask": rng.random((2, 3, 1, 1, 5)) < 0.8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "said"),
+    [
+        ({}, {}, "(2, 3): 2 calls with a batch of 3, because bias cannot step through all of them by one stride"),
+        ({"bias": None}, {}, "(2, 3): 1 call with a batch of 6"),
+        ({"bias": lambda x: x[0, 0]}, {}, "(2, 3): 1 call with a batch of 6"),
+        ({}, {"dropout": 0.5}, "(2, 3): 1 call with a batch of 6; bias copied with all entries of the batch"),
+        (
+            {"bias": None, "mask": lambda x: x[:, :1]},
+            {},
+            "(2, 3): 1 call with a batch of 6; mask copied with all entries of the batch",
+        ),
+        ({"bias": None, "q": lambda x: x.swapaxes(0, 1)}, {}, None),
+        (
+            {"bias": None, "kv_lengths": np.array([[5], [3]])},
+            {},
+            "(2, 3): 1 call with a batch of 6; kv_lengths copied with all entries of the batch",
+        ),
+    ],
+)
+def test_plans_say_how_they_are_gone_through(changes, options, said):
+    arrays = structures()
+    for name, change in changes.items():
+        arrays[name] = change(arrays[name]) if callable(change) else change
+    attn = cuflash.FlashAttention(**options)
+    arrays = {name: x for name, x in arrays.items() if x is not None}
+    if said is None:
+        with pytest.raises(ValueError, match=r"^k: got leading axes \(2, 3\) in shape .*, expected leading axes that"):
+            attn.plan(**arrays)
+    else:
+        lines = [line.split(maxsplit=1)[1] for line in attn.plan(**arrays).describe().splitlines() if "axes" in line]
+        assert lines == [f"leading axes {said}"]
+        attn.compile(**arrays)
+
+
+def test_few_axes_meet_many():
+    """k and v of one head against q of several, and q of fewer axes than k has, in both layouts."""
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((2, 3, 4, 5, 8)), rng.standard_normal((6, 8))
+    np.testing.assert_array_equal(
+        cuflash.attention(q, k, k),
+        cuflash.attention(*(np.broadcast_to(x, (2, 3, 4, *x.shape[-2:])) for x in (q, k, k))),
+    )
+    for layout in ("bhsd", "bshd"):
+        attn = cuflash.FlashAttention(layout=layout)
+        k = rng.standard_normal((2, 1, 6, 8) if layout == "bhsd" else (2, 6, 1, 8))
+        out, lse = attn.forward(q[0, 0, 0], k, k)
+        assert out.shape == ((2, 1, 5, 8) if layout == "bhsd" else (2, 5, 1, 8)) and lse.shape == (2, 1, 5)
+        dq, dk, dv = attn.backward(out, q[0, 0, 0], k, k, out, lse)
+        each = [
+            cuflash.FlashAttention().backward(rows, q[0, 0, 0], keys, keys, rows, lse[b, 0])
+            for b, rows, keys in zip(range(2), out.reshape(2, 5, 8), k.reshape(2, 6, 8), strict=True)
+        ]
+        np.testing.assert_allclose(dq, each[0].dq + each[1].dq)
+        np.testing.assert_array_equal(dk.reshape(2, 6, 8), np.stack([x.dk for x in each]))
+        np.testing.assert_array_equal(dv.reshape(2, 6, 8), np.stack([x.dv for x in each]))
+
+
+def test_functions_count_the_entries_of_all_axes():
+    """A score that reads an array by batch entry, whose gradient it has too; k broadcasts along one of two axes."""
+    arrays = structures()
+    q, k, v, slopes = arrays["q"], arrays["k"][:, :1], arrays["v"], np.arange(6, dtype=np.float32) / 7
+    attn: Any = cuflash.FlashAttention(score=lambda s, i, j, *, batch, slopes: s - slopes[batch] * abs(i - j))
+    whole: Any = [np.broadcast_to(x, q.shape).reshape(6, 2, 5, 8) for x in (q, k, v)]
+    out, lse = attn.forward(q, k, v, slopes=slopes)
+    expected = attn.forward(*whole, slopes=slopes)
+    np.testing.assert_array_equal(out.reshape(6, 2, 5, 8), expected.out)
+    need = ("dq", "dk", "dslopes")
+    got = attn.backward(out, q, k, v, out, lse, slopes=slopes, need=need)
+    right = attn.backward(expected.out, *whole, *expected, slopes=slopes, need=need)
+    np.testing.assert_allclose(got.dk, right.dk.reshape(q.shape).sum(axis=1, keepdims=True), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(got.dslopes, right.dslopes)
+
+
+@pytest.mark.parametrize("need", [("dk", "dv"), ("dbias",), ("dq", "dk", "dbias")], ids="-".join)
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_sums_are_rounded_once(dtype, dropout, need):
+    """Gradients that 16 calls of 16 entries, or 256 entries of one, add to are nearer than sums of rounded parts."""
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal((16, 16, 1, 3, 8)).astype(dtype) for _ in range(3))
+    k, v, bias = k[:1, :1], v[:1, :1], rng.standard_normal((1, 16, 1, 3, 3)).astype(dtype)
+    attn: Any = cuflash.FlashAttention(dropout=dropout)
+    random = {"seed": 5, "offset": 6} if dropout else {}
+    out, lse = attn.forward(q, k, v, bias=bias, **random)
+    dout = np.abs(out.astype(np.float32)).astype(dtype)
+    got = attn.backward(dout, q, k, v, out, lse, bias=bias, need=need, **random)
+    wide = [x.astype(np.float64) for x in (dout, q, k, v, out, lse)]
+    exact = attn.backward(*wide, bias=bias.astype(np.float64), need=need, **random)
+    ulp = float(ml_dtypes.finfo(dtype).eps)
+    for name, x, y in zip(need, got, exact, strict=True):
+        if name != "dq":  # which is no sum
+            error, unit = np.abs(x.astype(np.float64) - y), ulp * np.abs(y)  # of the last place, or up to twice that
+            assert (error <= 0.51 * unit + 1e-5 * np.abs(y).max()).all(), f"{name}: {(error / unit).max()}"
+
+
+REFUSALS = [
+    (
+        "v",
+        np.ones((5, 3, 2, 5, 8), np.float32),
+        "leading axes (5, 3) in shape (5, 3, 2, 5, 8), expected leading axes that",
+    ),
+    (
+        "bias",
+        np.ones((2, 2, 5, 5), np.float32),
+        "shape (2, 2, 5, 5), expected a shape that broadcasts to (2, 3, 2, 5, 5)",
+    ),
+    (
+        "bias",
+        np.ones((2, 1, 2, 5, 4), np.float32),
+        "shape (2, 1, 2, 5, 4), expected a shape that broadcasts to (2, 3, 2, ",
+    ),
+    (
+        "mask",
+        np.ones((1, 2, 3, 2, 5, 5), bool),
+        "shape (1, 2, 3, 2, 5, 5), expected a shape that broadcasts to (2, 3, 2, ",
+    ),
+    ("kv_lengths", np.ones(2, int), "shape (2,), expected (2, 3), of which leading axes may be 1 or missing"),
+    (
+        "alibi_slopes",
+        np.ones((3, 1), np.float32),
+        "shape (3, 1), expected (2, 3, 2), of which leading axes may be 1 or",
+    ),
+    (
+        "sinks",
+        np.ones((3, 2), np.float32),
+        "shape (3, 2), expected (2,), and leading axes of size 1: a head has one sink",
+    ),
+    (
+        "block_mask",
+        np.ones((2, 2, 1, 1), bool),
+        "shape (2, 2, 1, 1), expected a shape that broadcasts to (2, 3, 2, 1, 1)",
+    ),
+    ("out", np.ones((2, 3, 2, 5, 7), np.float32), "shape (2, 3, 2, 5, 7), expected (2, 3, 2, 5, 8)"),
+    ("lse", np.broadcast_to(np.float32(0), (2, 3, 2, 5)), "a read-only array, expected a writable one"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), REFUSALS)
+def test_refusals_say_what_the_caller_gave(name, value, message):
+    with pytest.raises(ValueError) as raised:
+        cuflash.FlashAttention().forward(**structures() | {name: value})
+    assert str(raised.value).startswith(f"{name}: got {message}")
+
+
+@pytest.mark.parametrize("other", ["q", "bias", "lse"])
+def test_results_share_no_memory_with_any_part_of_an_argument(other):
+    """The last structure of one array is that of the other: the first call alone would not see it."""
+    arrays = structures() | {"out": np.empty((2, 3, 2, 5, 8), np.float32), "lse": np.empty((2, 3, 2, 5), np.float32)}
+    storage = np.zeros(arrays["out"].size + arrays[other].size - 4, np.float32)
+    first, second = storage[: arrays[other].size], storage[arrays[other].size - 4 :]
+    arrays[other] = first.reshape(arrays[other].shape)
+    arrays["out"] = second.reshape(arrays["out"].shape)
+    with pytest.raises(ValueError, match=f"^out: got memory shared with {other}, expected memory of its own$"):
+        cuflash.FlashAttention().forward(**arrays)
+
+
+@pytest.mark.parametrize(("name", "other"), [("cu_seqlens_q", "cu_seqlens_k"), ("block_table", "kv_lengths")])
+def test_packed_sequences_and_pages_have_no_leading_axes(name, other):
+    arrays = structures() | {name: np.zeros(2, np.int32), other: np.zeros(2, np.int32), "bias": None, "mask": None}
+    with pytest.raises(NotImplementedError, match=f"^q: got 2 leading axes .* {name}, .* axis"):
+        cuflash.FlashAttention().forward(**arrays)
+
+
+@pytest.mark.parametrize("lengths", [(0, 3), (2, 0), (0,)])
+def test_empty_axes_make_empty_results_and_gradients_of_zero(lengths):
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((*lengths, 2, 5, 8)), rng.standard_normal((1, 2, 6, 8))
+    attn = cuflash.FlashAttention()
+    out, lse = attn.forward(q, k, k)
+    dq, dk, dscale = attn.backward(out, q, k, k, out, lse, need=("dq", "dk", "dscale"))
+    assert out.shape == q.shape == dq.shape and lse.shape == q.shape[:-1]
+    assert dk.shape == k.shape and not dk.any() and dscale == 0

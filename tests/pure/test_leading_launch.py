@@ -1,0 +1,132 @@
+"""Leading axes on CuPy arrays, by the launcher itself: stand-ins for CuPy and for what a launch does, on NumPy."""
+
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuflash
+import cuflash.testing as ct
+from cuflash import host
+from cuflash.planning import DeviceSpec
+
+ROWS: dict[str, Any] = {"axes": (2, 3), "bias": (2, 1, 2, 20, 30), "mask": (2, 3, 1, 1, 30)}
+CASE = ct.Case(
+    **ROWS, num_heads=2, seqlen_q=20, seqlen_k=30, head_dim=16, dtype="bfloat16", leading=(("k", (2, 1)), ("v", (1, 1)))
+)
+
+
+class DeviceArray(np.ndarray):
+    """An array with as much of CuPy's interface as the launcher looks at."""
+
+    @property
+    def data(self):
+        return SimpleNamespace(ptr=self.ctypes.data, device_id=0)
+
+
+def as_device_array(x):
+    return np.ascontiguousarray(x).view(DeviceArray)
+
+
+@pytest.fixture
+def launch(monkeypatch):
+    """`cuflash.launch`, whose launches are calls of the CPU path; and a record of the problems that it launches."""
+
+    def made(name):
+        return lambda *args, **kwargs: getattr(np, name)(*args, **kwargs).view(DeviceArray)
+
+    cupy: Any = ModuleType("cupy")
+    cupy.ndarray = DeviceArray
+    cupy.__dict__.update({name: made(name) for name in ("empty", "zeros", "zeros_like", "ascontiguousarray")})
+    cupy.broadcast_to = lambda x, shape: np.broadcast_to(x, shape, subok=True)
+    as_strided = lambda x, shape, strides: np.lib.stride_tricks.as_strided(x, shape, strides, subok=True)  # noqa: E731
+    cupy.lib = SimpleNamespace(stride_tricks=SimpleNamespace(as_strided=as_strided))
+
+    class Device:
+        def __init__(self, device_id=0):
+            self.id = device_id
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            return None
+
+    cupy.cuda = SimpleNamespace(Device=Device, runtime=SimpleNamespace(getDevice=lambda: 0))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.delitem(sys.modules, "cuflash.launch", raising=False)
+    module: Any = importlib.import_module("cuflash.launch")
+    module.launched = []
+
+    def start(launch, arrays, pointers, random, seqlen_k):
+        binding = launch.binding
+        module.launched.append((launch.plan.pass_, binding.problem, binding.results))
+        plain = {name: None if x is None else x.view(np.ndarray) for name, x in arrays.items()}
+        options = binding.problem.options
+        if launch.plan.pass_ == "forward":
+            found = host.forward(options, plain, random)
+        else:
+            wide = {name: x for name, x in plain.items() if name not in binding.problem.wide}
+            found = host.backward(options, wide, binding.results, random)
+            found = tuple(
+                x.astype(np.float32) if name in binding.problem.wide else x
+                for name, x in zip(binding.results, found, strict=True)
+            )
+        return tuple(as_device_array(x) for x in found)
+
+    monkeypatch.setattr(
+        module,
+        "_launch_of",
+        lambda binding, plan, *others: SimpleNamespace(
+            binding=binding, plan=plan, any_length=False, seqlen_k=binding.problem.seqlen_k, last_call=0
+        ),
+    )
+    monkeypatch.setattr(module, "_start", start)
+    monkeypatch.setattr(module, "device_spec", lambda device_id: DeviceSpec.for_arch("9.0"))
+    monkeypatch.setattr(module, "with_resources", lambda plan: plan)
+    monkeypatch.setattr("cuflash.flash_attention._backend", lambda kind: module)
+    yield module
+    sys.modules.pop("cuflash.launch", None)
+
+
+def test_calls_are_launched_and_added_up(launch):
+    arrays = CASE.arrays(as_device_array)
+    attn = cuflash.FlashAttention()
+    inputs, terms = ct.qkv(arrays), ct.optional(arrays)
+    out, lse = attn.forward(*inputs, **terms)
+    ct.assert_forward(CASE, np.asarray(out), np.asarray(lse))
+    assert [(pass_, problem.batch, problem.k.strides[0]) for pass_, problem, _ in launch.launched] == [
+        ("forward", 3, 0)
+    ] * 2
+    need = ("dq", "dk", "dv", "dbias", "dscale")
+    room = np.full_like(arrays["v"], 3)
+    found = attn.backward(arrays["dout"], *inputs, out, lse, **terms, need=need, dv=room)
+    assert found.dv is room
+    shapes = [((2, 3, 2, 20, 16), "bfloat16"), ((2, 1, 2, 30, 16), "bfloat16"), ((1, 1, 2, 30, 16), "bfloat16")]
+    assert [(x.shape, x.dtype.name) for x in found] == [*shapes, ((2, 1, 2, 20, 30), "float32"), ((), "float32")]
+    passes = [(pass_, problem.wide, results) for pass_, problem, results in launch.launched[2:]]
+    assert passes == [("backward", ("dk", "dv"), need)] * 2
+    # The stand-in rounds what the kernels do not: parts of dk and dv are those of the CPU path in 16 bits.
+    ct.assert_backward(CASE, **{name: np.asarray(getattr(found, name)) for name in ("dq", "dbias", "dscale")})
+
+
+def test_plans_and_tuning_are_those_of_one_call(launch):
+    arrays = CASE.arrays(as_device_array)
+    options = cuflash.FlashAttention().options
+    absent = ("kv_lengths", "alibi_slopes", "sinks", "block_mask", "block_table", "out", "lse")
+    given = dict.fromkeys(absent) | {name: x for name, x in arrays.items() if name != "dout"}
+    plans = launch.plan(options, given)
+    said = "leading axes (2, 3): 2 calls with a batch of 3, because k, bias cannot step through all of them"
+    for plan in (plans.forward, plans.backward):
+        assert plan.problem.batch == 3 and plan.reason.startswith(said) and said in plan.describe()
+    assert "; dk, dv added up over what broadcasts, in the dtype of lse\n" in plans.backward.reason
+    assert "dk and dv leave blocks as sums" in plans.backward.reason
+    launch.compile(options, given)
+    assert [pass_ for pass_, *_ in launch.launched] == ["forward"] * 2 + ["backward"] * 2
+    del launch.launched[:]
+    tried, call_by = launch.trials("forward", options, given, (0, 0))
+    out, lse = call_by(tried[0])()
+    assert out.shape == (3, 2, 20, 16) and lse.shape == (3, 2, 20) and len(launch.launched) == 1
