@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from cuflash.binding import INPUTS
 from cuflash.interop import overlap
-from cuflash.operands import check_array, numpy_dtype
+from cuflash.operands import FLOAT8, check_array, numpy_dtype
 from cuflash.options import Options
 from cuflash.terms import DEFAULT_NEED
 from cuflash.values import counted, value_error
@@ -440,6 +440,9 @@ class Calls:
             return part
         stride = array.strides[walked[-1]] if walked else 0
         as_strided = self._xp.lib.stride_tricks.as_strided
+        if part.dtype.name in FLOAT8:  # which NumPy does not make views of by strides
+            codes = as_strided(part.view("uint8"), (self.axes.batch, *part.shape), (stride, *part.strides))
+            return codes.view(part.dtype)
         return as_strided(part, (self.axes.batch, *part.shape), (stride, *part.strides))
 
     def _copy(self, name: str, array: Array, index: tuple[int, ...]) -> Array:

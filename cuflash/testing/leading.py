@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cuflash.terms import OF_FLOAT8
+
 Array = NDArray[Any]
 
 # How many axes of an array are not leading ones.
 OWN_AXES = {
     **dict.fromkeys(("q", "k", "v", "out", "dout"), 3),
     **dict.fromkeys(("bias", "mask", "block_mask"), 3),
-    **dict.fromkeys(("lse", "dlse"), 2),
+    **dict.fromkeys(("lse", "dlse", *OF_FLOAT8), 2),
     **dict.fromkeys(("alibi_slopes", "sinks"), 1),
     "kv_lengths": 0,
 }
@@ -67,7 +69,9 @@ class Spread:
     def _stays(self, name: str) -> bool:
         """Whether an array has no axis for the batch."""
         has_no_leading = self.natural[name].ndim <= OWN_AXES[name]
-        return name == "sinks" or (name in ("bias", "mask", "block_mask", "alibi_slopes") and has_no_leading)
+        return name == "sinks" or (
+            name in ("bias", "mask", "block_mask", "alibi_slopes", *OF_FLOAT8) and has_no_leading
+        )
 
     def _lacks_axes(self, name: str) -> bool:
         return leading_of(name, self.natural[name].shape, len(self.axes)) != self.axes
