@@ -300,6 +300,6 @@ def test_default_directories(monkeypatch, tmp_path):
     """The project's own kernels directory, and the cache that the environment names."""
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "cache"))
     with pytest.raises(CompileError, match="no kernel 'anything'"):
-        compile_kernel("ptx/base.cuh", "anything", {}, "sm_80")
+        compile_kernel("ptx/base.cuh", "anything", {"CUFLASH_ARCH": 80}, "sm_80")
     assert compiler.kernel_directory().name == "kernels"
     assert kernel_cache.cache_directory() == tmp_path / "cache"

@@ -10,6 +10,8 @@ import pytest
 
 from tests import fuzz, pairs
 
+# Options that these problems do not have: `ct.with_axes` and the feature "float8" of `ct.cases` draw them.
+NOT_DRAWN = {"axes", "k_scale", "v_scale"}
 EVERY = [trial for number in range(fuzz.GROUPS) for trial in fuzz.trials_of_group(number)]
 
 
@@ -58,7 +60,7 @@ def options_of(trial):
         "head_dim_v": case.head_dim_v != case.head_dim,
         "strides": case.strides != "contiguous",
     }
-    assert present.keys() == {option.name for option in pairs.OPTIONS}
+    assert present.keys() == {option.name for option in pairs.OPTIONS} - NOT_DRAWN
     return {name for name, on in present.items() if on}
 
 
@@ -67,7 +69,7 @@ def test_every_pair_that_is_served_is_drawn():
     recorded = pairs.recorded()
     unserved = {tuple(pair) for of_pass in recorded["unserved"]["9.0"].values() for pair in of_pass}
     passes = recorded["options"]
-    for pair in itertools.combinations(sorted(passes), 2):
+    for pair in itertools.combinations(sorted(passes.keys() - NOT_DRAWN), 2):
         in_one_pass = set(passes[pair[0]]) & set(passes[pair[1]])
         assert not in_one_pass or pair in drawn or pair in unserved, pair
 
