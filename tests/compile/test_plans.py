@@ -507,9 +507,9 @@ FLOAT8 = [
 ROWS = [target for target in EVERY_ROW if target.tile.element_bytes == 2 or is_sm90(target.tile)]
 TARGETS = [
     *ROWS,
-    *share([target for target in EVERY_ROW if target not in ROWS], 3),
-    *share(OTHERS, 4),
-    *share(FLOAT8, 4),
+    *share([target for target in EVERY_ROW if target not in ROWS], 4),
+    *share(OTHERS, 6),
+    *share(FLOAT8, 6),
 ]
 
 

@@ -30,6 +30,7 @@ from tests.problems import ARCHS, SIZES_OF_SHARED, biased, blocks_of, is_served,
 from tests.scored import of_functions
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("arch", SIZES_OF_SHARED)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
