@@ -94,6 +94,7 @@ SPILLS = {
     ("sm80/forward.cu", 8, 192, "32x16", 1): 32,
     ("sm80/backward_dq.cu", 8, 192, "32x16", 1): 32,
     ("sm80/backward_dq.cu", 8, 192, "16x16", 1): 48,
+    ("sm80/backward_dq.cu", 4, 256, "16x16", 1): 16,
     ("sm80/forward.cu", 4, 512, "32x16", 1): 32,
     ("sm80/forward.cu", 4, 512, "16x16", 1): 32,
     ("sm80/forward.cu", 4, 1024, "16x16", 1): 32,
@@ -507,9 +508,9 @@ FLOAT8 = [
 ROWS = [target for target in EVERY_ROW if target.tile.element_bytes == 2 or is_sm90(target.tile)]
 TARGETS = [
     *ROWS,
-    *share([target for target in EVERY_ROW if target not in ROWS], 4),
-    *share(OTHERS, 6),
-    *share(FLOAT8, 6),
+    *share([target for target in EVERY_ROW if target not in ROWS], 8),
+    *share(OTHERS, 12),
+    *share(FLOAT8, 12),
 ]
 
 
