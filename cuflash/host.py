@@ -13,7 +13,7 @@ from cuflash import cpu
 from cuflash.binding import Binding, Pass, bind, of_pass
 from cuflash.cpu.packed import check_starts
 from cuflash.interop import overlap
-from cuflash.leading import Calls, FirstCall, axes_of, first_call, is_plain
+from cuflash.leading import Calls, FirstCall, axes_of, first_call
 from cuflash.options import Options
 from cuflash.problem import Problem, check_pages
 from cuflash.terms import DEFAULT_NEED
@@ -25,7 +25,7 @@ def forward(options: Options, arrays: dict[str, Any], random: tuple[int, int] = 
 
     `random` is the seed and the offset of dropout.
     """
-    if not is_plain(arrays) and (axes := axes_of(options, arrays, ("out", "lse"))):
+    if axes := axes_of(options, arrays, ("out", "lse")):
         calls = Calls(axes, options, arrays, ("out", "lse"), np, gives_parts=False)
         return calls.run(functools.partial(forward, random=random))
     given = _given(arrays)
@@ -37,7 +37,7 @@ def backward(
     options: Options, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
 ) -> tuple[Any, ...]:
     """The gradients `need` of NumPy arrays, in the order of `GRADIENTS`."""
-    if not is_plain(arrays) and (axes := axes_of(options, arrays, need)):
+    if axes := axes_of(options, arrays, need):
         calls = Calls(axes, options, arrays, need, np, gives_parts=False)
         return calls.run(functools.partial(backward, need=need, random=random))
     given = _given(arrays)

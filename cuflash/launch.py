@@ -27,7 +27,7 @@ import cupy
 from cuflash.binding import FIXED, INPUTS, Binding, Growing, Pass, bind, growing_keys, of_pass, planned_length
 from cuflash.compiler import compile_spec, with_resources
 from cuflash.interop import overlap
-from cuflash.leading import Axes, Calls, axes_of, first_call
+from cuflash.leading import Calls, axes_of, first_call
 from cuflash.operands import FLOAT8
 from cuflash.options import Options
 from cuflash.params import Argument
@@ -218,17 +218,12 @@ def _call(
         axes = axes_of(options, arrays, results)
         if axes is not None:
             call = functools.partial(_call, pass_, results=results, random=random)
-            return _calls_of(axes, options, arrays, results).run(call)
+            return Calls(axes, options, arrays, results, cupy, gives_parts=True).run(call)
         binding = _bind(pass_, options, arrays, results)
         plan = tuned_plan(binding.problem, device_spec(device_id), pass_, **binding.layout)
         launch = _launch_of(binding, plan, arrays, growing)
         _keep(of_any if launch.any_length or not names else (of_any, seqlen_k), launch)
     return _start(launch, arrays, pointers, random, seqlen_k or launch.seqlen_k)
-
-
-def _calls_of(axes: Axes, options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> Calls:
-    """The calls that one on arrays with leading axes is made of."""
-    return Calls(axes, options, arrays, results, cupy, gives_parts=True)
 
 
 def _keep(key: tuple, launch: _Launch) -> None:

@@ -172,7 +172,9 @@ CUFLASH_DEVICE void copy_async(u32 destination, const void* source, u32 source_b
       word[0] = __ldg((const u32*)place);
     }
   } else {
-    for (u32 i = 0; i < source_bytes; i += 2) word[i / 4] |= (u32)__ldg((const u16*)(place + i)) << i % 4 * 8;
+#pragma unroll
+    for (u32 i = 0; i < bytes; ++i)
+      if (i < source_bytes) word[i / 4] |= (u32)__ldg(place + i) << i % 4 * 8;
   }
   if constexpr (bytes == 16)
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(destination), "r"(word[0]), "r"(word[1]),

@@ -15,7 +15,6 @@ template <>
 constexpr int kArchOfProducts<Float16> = 75;
 constexpr bool kByLanes = CUFLASH_ARCH < kArchOfProducts<Element>;
 
-CUFLASH_DEVICE u32 value_of_lane(u32 value, u32 lane) { return ptx::shuffle(value, lane); }
 CUFLASH_DEVICE double value_of_lane(double value, u32 lane) { return ptx::shuffle(value, lane); }
 CUFLASH_DEVICE float value_of_lane(float value, u32 lane) {
   return ptx::float_of(ptx::shuffle(ptx::bits_of(value), lane));
