@@ -192,17 +192,22 @@ def _by_heads(x: Array, layout: str) -> Array:
 def _largest(xp: Any, magnitude: Array, per: str, size: int) -> Array:
     """The largest number of what has a scale, in the shape of the scales."""
     if per == "tensor":
-        return magnitude.max(initial=0)
+        return _max(magnitude)
     if per == "head":
-        return magnitude.max(axis=(-2, -1), initial=0)[..., None]
-    of_keys = magnitude.max(axis=-1, initial=0)
+        return _max(magnitude, (-2, -1))[..., None]
+    of_keys = _max(magnitude, -1)
     if per == "token":
         return of_keys
     *heads, keys = of_keys.shape
     blocks = -(-keys // size)
     padded = xp.zeros((*heads, blocks * size), of_keys.dtype)
     padded[..., :keys] = of_keys
-    return padded.reshape(*heads, blocks, size).max(axis=-1, initial=0)
+    return padded.reshape(*heads, blocks, size).max(axis=-1)
+
+
+def _max(x: Array, axis: int | tuple[int, ...] | None = None) -> Array:
+    """The maximum of what is not negative, 0 where there is nothing; the maximum of CuPy takes no initial value."""
+    return x.max(axis=axis) if x.size else x.sum(axis=axis)
 
 
 def _of_keys(scale: Array, keys: int) -> Array:
