@@ -16,7 +16,18 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import numpy as np
 
 from cuflash.captured import gradient_names, names_of
-from cuflash.operands import FLOAT8, ITEMSIZE, Operand, Shaped, as_it_is, check_array, layout_of, rows_of, user_shape
+from cuflash.operands import (
+    FLOAT8,
+    ITEMSIZE,
+    Operand,
+    Shaped,
+    as_it_is,
+    check_array,
+    layout_of,
+    numpy_dtype,
+    rows_of,
+    user_shape,
+)
 from cuflash.options import Options, window_of
 from cuflash.problem import Problem, check_differentiable, gradient_operand, make_problem
 from cuflash.terms import DEFAULT_NEED, GRADIENTS, NAMES, OF_FLOAT8, OF_NUMBERS, TERMS
@@ -310,7 +321,7 @@ def _contiguous(name: str, problem: Problem, given: Mapping[str, Shaped]) -> Con
     """An array that is not given. NumPy knows bfloat16 by an array of it, not by its name."""
     shape, dtype = _expected(name, problem, given)
     q = given["q"]
-    return Contiguous(shape, q.dtype if dtype == q.dtype.name else np.dtype(dtype))
+    return Contiguous(shape, q.dtype if dtype == q.dtype.name else numpy_dtype(dtype))
 
 
 def _steps(array: Shaped) -> list[int]:

@@ -229,6 +229,7 @@ class FlashAttention(Preparation):
         block_table: Array | None = None,
         cu_seqlens_q: Array | None = None,
         cu_seqlens_k: Array | None = None,
+        q_scale: Array | None = None,
         k_scale: Array | None = None,
         v_scale: Array | None = None,
         seed: int | None = None,
@@ -333,7 +334,8 @@ class FlashAttention(Preparation):
         arrays = {
             "q": q, "k": k, "v": v, "bias": bias, "mask": mask, "kv_lengths": kv_lengths, "alibi_slopes": alibi_slopes,
             "sinks": sinks, "block_mask": block_mask, "block_table": block_table, "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_k": cu_seqlens_k, "k_scale": k_scale, "v_scale": v_scale, "out": out, "lse": lse,
+            "cu_seqlens_k": cu_seqlens_k, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "out": out,
+            "lse": lse,
         }  # fmt: skip
         if captured or self.options.score or self.options.mask_function:
             arrays |= check_given("forward", self.options, captured)
@@ -380,6 +382,7 @@ class FlashAttention(Preparation):
         block_table: Array | None = None,
         cu_seqlens_q: Array | None = None,
         cu_seqlens_k: Array | None = None,
+        q_scale: Array | None = None,
         k_scale: Array | None = None,
         v_scale: Array | None = None,
         dlse: Array | None = None,
@@ -462,7 +465,8 @@ class FlashAttention(Preparation):
         arrays = {
             "q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "bias": bias, "mask": mask,
             "kv_lengths": kv_lengths, "alibi_slopes": alibi_slopes, "sinks": sinks, "block_mask": block_mask,
-            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "k_scale": k_scale, "v_scale": v_scale,
+            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "q_scale": q_scale, "k_scale": k_scale,
+            "v_scale": v_scale,
             "dlse": dlse,
         }  # fmt: skip
         results: dict[str, Array | None] = {"dq": dq, "dk": dk, "dv": dv}

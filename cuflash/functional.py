@@ -31,6 +31,7 @@ def attention(
     block_table: ArrayT | None = None,
     cu_seqlens_q: ArrayT | None = None,
     cu_seqlens_k: ArrayT | None = None,
+    q_scale: ArrayT | None = None,
     k_scale: ArrayT | None = None,
     v_scale: ArrayT | None = None,
     out: ArrayT | None = None,
@@ -49,7 +50,7 @@ def attention(
         Options, as `FlashAttention` takes them.
     bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k :
         Arrays, optional, as `FlashAttention.forward` takes them.
-    k_scale, v_scale, out :
+    q_scale, k_scale, v_scale, out :
         Arrays, optional, as `FlashAttention.forward` takes them.
 
     Returns
@@ -95,6 +96,7 @@ def attention(
         block_table=block_table,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
+        q_scale=q_scale,
         k_scale=k_scale,
         v_scale=v_scale,
         out=out,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-FLOAT8 = ("float8_e4m3fn", "float8_e5m2")  # of k and v alone
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")  # of k and v, or of q, k and v
 ITEMSIZE = {
     "bool": 1,
     **dict.fromkeys(FLOAT8, 1),

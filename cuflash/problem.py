@@ -138,22 +138,29 @@ class Problem(Given):
         """What keeps the problem from having a backward pass."""
         if self.block_table is not None:
             return "a block_table"
-        return "k and v of one byte a number" if self.has_float8 else None
+        if not self.has_float8:
+            return None
+        return f"{'q, k' if self.multiplies_float8 else 'k'} and v of one byte a number"
 
     @property
     def has_float8(self) -> bool:
         """Whether k and v have one byte a number, times k_scale and v_scale."""
         return self.k.dtype in FLOAT8
 
+    @property
+    def multiplies_float8(self) -> bool:
+        """Whether q has, too, times q_scale: out is then of bfloat16, and products may be of such numbers."""
+        return self.q.dtype in FLOAT8
+
     def scale_block(self, name: str) -> int:
         """Neighbouring keys, of a page where there are pages, that have one number of `k_scale` or `v_scale`.
 
-        0 where all keys of a head have one, and without such an array.
+        0 where all keys of a head have one, and without such an array. The same of queries and `q_scale`.
         """
         operand: Operand | None = getattr(self, name)
         if operand is None or operand.strides[2] == 0:
             return 0
-        return block_of_scales(operand.shape[2], self.k.shape[2])
+        return block_of_scales(operand.shape[2], getattr(self, name[0]).shape[2])
 
     @property
     def page_size(self) -> int:
@@ -348,16 +355,18 @@ def make_problem(
             if not BY_NAME[name].goes_packed:
                 raise not_packed_error(name)
     check_alone(options, given)
-    softmax_dtype = "float64" if q4.dtype == "float64" else "float32"
+    dtype = "bfloat16" if q4.dtype in FLOAT8 else q4.dtype
+    softmax_dtype = "float64" if dtype == "float64" else "float32"
     sizes = {"batch": batch, "num_heads": num_heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     operands: dict[str, Any] = {
-        name: _term_operand(BY_NAME[name], array, q4.dtype, softmax_dtype, sizes)
+        name: _term_operand(BY_NAME[name], array, dtype, softmax_dtype, sizes)
         for name, array in given.items()
         if name not in OF_FLOAT8
     }
-    for name, of in (("k_scale", k4), ("v_scale", v4)):
+    for name, of in zip(OF_FLOAT8, (q4, k4, v4), strict=True):
         if name in given:
-            operands[name] = _scale_operand(name, given[name], of, "batch" if block_table is None else "num_pages")
+            paged = block_table is not None and of is not q4
+            operands[name] = _scale_operand(name, given[name], of, "num_pages" if paged else "batch")
     block_size = (0, 0)
     if block_mask is not None:
         if block_table is not None:
@@ -371,7 +380,7 @@ def make_problem(
     is_fixed = options.causal == "top_left" or options.diagonal is not None
     left, right = window_of(options, seqlen_q, seqlen_k)
     return Problem(
-        dtype=q4.dtype,
+        dtype=dtype,
         layout=layout,
         ndim=len(q.shape),
         batch=batch,
@@ -393,11 +402,11 @@ def make_problem(
         k=k4,
         v=v4,
         block_size=block_size,
-        **_numbers_in(softmax_dtype, options, q4),
+        **_numbers_in(dtype, softmax_dtype, options, head_dim),
         **operands,
         score=options.score,
         mask_function=options.mask_function,
-        captured=operands_of(options, captured or {}, q4.dtype, softmax_dtype),
+        captured=operands_of(options, captured or {}, dtype, softmax_dtype),
         wide=options.wide,
     )
 
@@ -417,11 +426,11 @@ def _check_axes(name: str, array: Shaped, other: str | None) -> None:
 def _check_dtypes_and_axes(q: Shaped, k: Shaped, v: Shaped, other: str | None) -> None:
     """Check dtypes and numbers of axes, of each array and against each other; `other` is as in `_check_axes`."""
     for name, array in (("q", q), ("k", k), ("v", v)):
-        if array.dtype.name not in (DTYPES if name == "q" else (*DTYPES, *FLOAT8)):
-            also = "" if name == "q" else f", or {' or '.join(FLOAT8)}"
-            raise type_error(name, f"dtype {array.dtype}", f"float16, bfloat16, float32 or float64{also}")
+        if array.dtype.name not in (*DTYPES, *FLOAT8):
+            expected = f"float16, bfloat16, float32 or float64, or {' or '.join(FLOAT8)}"
+            raise type_error(name, f"dtype {array.dtype}", expected)
         _check_axes(name, array, other)
-    model, expected = ("k", k.dtype) if k.dtype.name in FLOAT8 else ("q", q.dtype)
+    model, expected = ("k", k.dtype) if k.dtype.name in FLOAT8 and q.dtype.name not in FLOAT8 else ("q", q.dtype)
     for name, array in (("k", k), ("v", v)):
         if array.dtype != expected:
             raise type_error(name, f"dtype {array.dtype}", f"{expected} as {model} has")
@@ -433,9 +442,9 @@ def check_differentiable(problem: Problem) -> None:
     """Refuse the backward pass of numbers of one byte."""
     if problem.has_float8:
         raise NotImplementedError(
-            f"k: got dtype {problem.k.dtype} for the backward pass, expected {problem.dtype} as q has: gradients of k "
-            f"and v would be rounded to numbers of one byte, to 2 or 3 digits of base 2; give cuflash.dequantize(k, "
-            f"k_scale), and v likewise, to forward and backward"
+            f"k: got dtype {problem.k.dtype} for the backward pass, expected numbers of at least 16 bits: gradients of "
+            f"k and v would be rounded to numbers of one byte, to 2 or 3 digits of base 2; give cuflash.dequantize(k, "
+            f"k_scale), and the others likewise, to forward and backward"
         )
 
 
@@ -475,25 +484,26 @@ def block_of_scales(count: int, keys: int) -> int:
 
 
 def _scale_operand(name: str, array: Shaped, of: Operand, first: str) -> Operand:
-    """`k_scale` or `v_scale` over the first two axes of k or v and blocks of its keys."""
+    """One of `OF_FLOAT8` over the first two axes of q, k or v and blocks of its rows."""
     if of.dtype not in FLOAT8:
         raise value_error(name, "an array", f"None, since {name[0]} has dtype {of.dtype}: multiply by it instead")
     check_dtype(name, array, BY_NAME[name].dtypes)
     keys = of.shape[2]
     count = array.shape[-1] if array.shape else 1
-    axes = f"({first}, num_heads_kv, ceil(keys / block)), where block is a power of two and keys = {keys}"
+    heads, rows = ("num_heads", "queries") if name[0] == "q" else ("num_heads_kv", "keys")
+    axes = f"({first}, {heads}, ceil({rows} / block)), where block is a power of two and {rows} = {keys}"
     if count not in (1, keys) and not block_of_scales(count, keys):
         raise value_error(name, f"shape {tuple(array.shape)}", f"a shape that broadcasts to {axes}")
     return broadcast_operand(name, array, (*of.shape[:2], count), axes)
 
 
-def _numbers_in(softmax_dtype: str, options: Options, q: Operand) -> dict[str, Any]:
+def _numbers_in(dtype: str, softmax_dtype: str, options: Options, head_dim: int) -> dict[str, Any]:
     """The numbers of a problem by name, checked to be in the ranges of its dtype; None for those that are not given."""
     numbers = {name: getattr(options, name) for name in NUMBERS}
     if numbers["scale"] is None:
-        numbers["scale"] = q.shape[3] ** -0.5
+        numbers["scale"] = head_dim**-0.5
     for row in NUMBER_ROWS:
-        smallest, largest, expected = row.range_of(q.dtype)
+        smallest, largest, expected = row.range_of(dtype)
         if (number := numbers[row.name]) is not None and not smallest <= number <= largest:
             raise value_error(row.name, number, expected)
     # Kernels treat a scale of 0 in their own way, and what they get is rounded to float32.
@@ -533,18 +543,18 @@ def check_pages(problem: Problem, block_table: NDArray[Any], kv_lengths: NDArray
         raise value_error("block_table", f"an entry {outside[0]}", expected)
 
 
-def scales_of_keys(problem: Problem, name: str, scale: NDArray[Any] | None) -> NDArray[Any] | None:
-    """`k_scale` or `v_scale` as (batch or pages, heads of k and v, keys), a view where no two keys share one."""
+def scales_of_rows(problem: Problem, name: str, scale: NDArray[Any] | None) -> NDArray[Any] | None:
+    """One of `OF_FLOAT8` as (batch or pages, heads, rows of q, k or v), a view where no two rows share one."""
     import numpy as np
 
     operand: Operand | None = getattr(problem, name)
     if scale is None or operand is None:
         return None
-    block, keys = problem.scale_block(name), problem.k.shape[2]
+    block, rows = problem.scale_block(name), getattr(problem, name[0]).shape[2]
     whole = np.broadcast_to(scale, operand.shape)
     if block > 1:
-        return whole.repeat(block, axis=2)[:, :, :keys]
-    return whole if block else np.broadcast_to(whole[:, :, :1], (*operand.shape[:2], keys))
+        return whole.repeat(block, axis=2)[:, :, :rows]
+    return whole if block else np.broadcast_to(whole[:, :, :1], (*operand.shape[:2], rows))
 
 
 def _number_of_sequences(ndim: int, cu_seqlens_q: Shaped | None, cu_seqlens_k: Shaped | None) -> int:

@@ -26,14 +26,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cuflash.dropout import kept_weights
-from cuflash.operands import user_shape, view_4d, view_rows
-from cuflash.problem import Problem, scales_of_keys
+from cuflash.operands import FLOAT8, user_shape, view_4d, view_rows
+from cuflash.problem import Problem, scales_of_rows
 from cuflash.score.evaluation import clamped, evaluate
 from cuflash.terms import DEFAULT_NEED, NAMES, NUMBERS, TERMS
 
@@ -245,7 +245,7 @@ def each_head(
     """
     terms: Terms = {name: x for name, x in arrays.items() if name in NAMES}  # type: ignore[assignment]
     q, k, v = (view_4d(x, problem.layout) for x in (q, k, v))
-    k, v = dequantised(problem, "k", k, terms), dequantised(problem, "v", v, terms)
+    q, k, v = (dequantised(problem, name, x, terms) for name, x in (("q", q), ("k", k), ("v", v)))
     scores_shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
     bias, mask, kv_lengths = terms.get("bias"), terms.get("mask"), terms.get("kv_lengths")
     alibi_slopes, sinks = terms.get("alibi_slopes"), terms.get("sinks")
@@ -298,12 +298,12 @@ def each_head(
         yield Head(derivatives=derivatives, reads=reads, **places, **operands)  # type: ignore[arg-type]
 
 
-def dequantised(problem: Problem, name: Literal["k", "v"], x: Array, terms: Mapping[str, Any]) -> Array:
-    """k or v, (batch, heads, keys, dim), as the numbers that they stand for: of one byte, times their scales."""
-    if not problem.has_float8:
+def dequantised(problem: Problem, name: str, x: Array, terms: Mapping[str, Any]) -> Array:
+    """q, k or v, (batch, heads, rows, dim), as the numbers that they stand for: of one byte, times their scales."""
+    if getattr(problem, name).dtype not in FLOAT8:
         return x
     with np.errstate(all="ignore"):
-        scales = scales_of_keys(problem, f"{name}_scale", terms.get(f"{name}_scale"))
+        scales = scales_of_rows(problem, f"{name}_scale", terms.get(f"{name}_scale"))
         return x.astype(np.float64) * (1.0 if scales is None else scales[..., None].astype(np.float64))
 
 

@@ -118,6 +118,7 @@ TERMS = (
     Term(name="cu_seqlens_q", dtypes=("int32",), strides=1, goes_packed=True),
     Term(name="cu_seqlens_k", dtypes=("int32",), strides=1, goes_packed=True),
     Term(name="block_table", dtypes=("int32",), strides=2),
+    Term(name="q_scale", dtypes=("float32",), strides=3),
     Term(name="k_scale", dtypes=("float32",), strides=3, goes_packed=True),
     Term(name="v_scale", dtypes=("float32",), strides=3, goes_packed=True),
 )
@@ -166,8 +167,8 @@ NUMBER_ROWS = (
 # products, before the terms act.
 NUMBERS = tuple(number.name for number in NUMBER_ROWS)
 OF_FUNCTIONS = NUMBERS[1:]
-# What the numbers of k and v of one byte are multiplied by.
-OF_FLOAT8 = ("k_scale", "v_scale")
+# What the numbers of q, k and v of one byte are multiplied by; their names begin with those of the arrays.
+OF_FLOAT8 = ("q_scale", "k_scale", "v_scale")
 # Options that act on scores pair by pair, in the order in which they do: a kernel without scores knows none of them.
 OF_PAIRS = (
     *OF_FUNCTIONS,
@@ -206,7 +207,8 @@ class Given:
     block_table: Operand | None = None  # k and v are then pools of pages: (num_pages, num_heads_kv, page_size, dim)
     cu_seqlens_q: Operand | None = None
     cu_seqlens_k: Operand | None = None
-    k_scale: Operand | None = None  # over the first two axes of k, as (batch, heads, ...), and blocks of its keys
+    q_scale: Operand | None = None  # over the first two axes of q, as (batch, heads, ...), and blocks of its rows
+    k_scale: Operand | None = None  # likewise of k
     v_scale: Operand | None = None
 
     def given(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -231,6 +233,7 @@ class Terms(TypedDict, total=False):
     block_table: Any
     cu_seqlens_q: Any
     cu_seqlens_k: Any
+    q_scale: Any
     k_scale: Any
     v_scale: Any
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cuflash.cpu import by_functions, core, numpy_path
 from cuflash.cpu.jobs import cpu_threads
 from cuflash.cpu.packed import clear_rows_of_no_sequence
-from cuflash.problem import Problem, scales_of_keys
+from cuflash.problem import Problem, scales_of_rows
 from cuflash.terms import DEFAULT_NEED, OF_FLOAT8
 
 __all__ = ["backward", "cpu_threads", "describe", "forward"]
@@ -115,7 +115,7 @@ def _run(
     problem: Problem, arrays: Mapping[str, Array | None], is_backward: bool, seed: int | None, offset: int | None
 ) -> None:
     if problem.has_float8:
-        scales = {name: scales_of_keys(problem, name, arrays.get(name)) for name in OF_FLOAT8}
+        scales = {name: scales_of_rows(problem, name, arrays.get(name)) for name in OF_FLOAT8}
         arrays = {**arrays, **scales}
     if problem.has_functions:
         by_functions.run(problem, arrays, is_backward, seed, offset)

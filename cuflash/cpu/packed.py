@@ -39,7 +39,7 @@ class Sequence:
     def of_terms(self, terms: Mapping[str, Array | None]) -> dict[str, Array]:
         """The terms of this sequence: those over (sequences, heads) have a row for it, scales numbers of its keys."""
         given = {name: x for name, x in terms.items() if x is not None and not name.startswith("cu_seqlens")}
-        of_keys = {name: given.pop(name)[..., self.keys] for name in OF_FLOAT8 if name in given}
+        of_keys = {name: given.pop(name)[..., self.keys] for name in ("k_scale", "v_scale") if name in given}
         return of_keys | {name: x if x.ndim == 1 else x[self.index] for name, x in given.items()}
 
 

@@ -42,6 +42,8 @@ using ::emulator::Site;
 
 constexpr Element element_of(Float16) { return Element::kFloat16; }
 constexpr Element element_of(BFloat16) { return Element::kBFloat16; }
+constexpr Element element_of(Float8E4M3) { return Element::kFloat8E4M3; }
+constexpr Element element_of(Float8E5M2) { return Element::kFloat8E5M2; }
 
 template <class T>
 static inline T read_shared_as(u32 address, Site site) {
@@ -171,17 +173,19 @@ template <class T>
 CUFLASH_DEVICE float to_float32(T type, u16 bits) {
   return ::emulator::to_float32(element_of(type), bits);
 }
-// (8 + f) 2^(e - 10), or f 2^-9 where e is 0.
-static inline float float_of_e4m3(u8 byte) {
-  const int e = byte >> 3 & 15, f = byte & 7;
-  if ((byte & 127) == 127) return __builtin_nanf("");
-  const float magnitude = e == 0 ? f * 0x1p-9f : __builtin_ldexpf(8 + f, e - 10);
-  return byte & 128 ? -magnitude : magnitude;
-}
-CUFLASH_DEVICE u32 to_float16x2(Float8E4M3, u16 two) {
-  return pack(Float16{}, float_of_e4m3(two & 255), float_of_e4m3(two >> 8));
+CUFLASH_DEVICE u32 to_float16x2(Float8E4M3 type, u16 two) {
+  return pack(Float16{}, to_float32(type, two & 255), to_float32(type, two >> 8));
 }
 CUFLASH_DEVICE u32 to_float16x2(Float8E5M2, u16 two) { return (two & 255) << 8 | (u32)(two >> 8) << 24; }
+CUFLASH_DEVICE u16 to_float8x2(Float8E4M3 type, float low, float high) {
+  return ::emulator::from_float32(element_of(type), low) | ::emulator::from_float32(element_of(type), high) << 8;
+}
+CUFLASH_DEVICE u32 permute_bytes(u32 low, u32 high, u32 selector) {
+  const u64 bytes = (u64)high << 32 | low;
+  u32 chosen = 0;
+  for (int i = 0; i < 4; ++i) chosen |= (u32)(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return chosen;
+}
 CUFLASH_DEVICE u32 multiply_f16x2(u32 x, u32 y) {
   const auto product = [&](int shift) { return to_float32(Float16{}, x >> shift) * to_float32(Float16{}, y >> shift); };
   return pack(Float16{}, product(0), product(16));

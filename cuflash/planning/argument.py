@@ -8,7 +8,7 @@ from dataclasses import fields
 from cuflash.planning.launch_plan import RunTime
 from cuflash.planning.tiles import round_up
 from cuflash.problem import Problem
-from cuflash.terms import NUMBERS, OF_NUMBERS, TERMS
+from cuflash.terms import NUMBERS, OF_FLOAT8, OF_NUMBERS, TERMS
 
 # Arrays in the order of the struct, with the number of strides that follow each pointer.
 ARRAYS = (
@@ -42,7 +42,7 @@ def _fields() -> tuple[tuple[str, str, int], ...]:
         *((name, "I", 1) for name in ("seed_low", "seed_high", "offset", "dropout_threshold")),
         *((name, "I", 1) for name in ("dropout_rows", "dropout_columns")),
         ("kept_scale", "f", 1),
-        *((name, "i", 1) for name in ("num_pages", "k_scale_shift", "v_scale_shift")),
+        *((name, "i", 1) for name in ("num_pages", *(f"{name}_shift" for name in OF_FLOAT8))),
         *((f"{name}_float64", "d", 1) for name in (*NUMBERS, "kept_scale")),
     )
 

@@ -21,6 +21,7 @@ class Family(ABC, Generic[Row]):
     tile: ClassVar[type[Tile]]
     has_functions: ClassVar[bool] = False  # of the caller, as scores and masks
     has_float8: ClassVar[bool] = False  # k and v may have numbers of one byte
+    multiplies_float8: ClassVar[bool] = False  # q has, too
 
     @property
     def source(self) -> str:
@@ -39,8 +40,10 @@ class Family(ABC, Generic[Row]):
         """The same, functions of the caller included."""
         if draft.problem.has_functions and not self.has_functions:
             return "it knows no functions that make scores or hide pairs"
+        if draft.problem.multiplies_float8 and not self.multiplies_float8:
+            return ""
         obstacle = self.why_not(draft)
-        if obstacle is None and draft.problem.has_float8 and not self.has_float8:
+        if obstacle is None and draft.problem.has_float8 and not (self.has_float8 or self.multiplies_float8):
             return "it knows no keys and values of one byte"
         return obstacle
 
@@ -123,4 +126,8 @@ def choose_family(families: Sequence[F], draft: Draft) -> tuple[F, Any, str]:
             return family, tile, "\n".join([reason, *obstacles])
         if obstacle:
             obstacles.append(f"not {family.kernel}: {obstacle}")
-    raise AssertionError("the last family serves every problem")
+    # All others are served by the last family.
+    raise NotImplementedError(
+        f"q: got dtype {draft.problem.q.dtype}, which {', '.join(obstacles) or f'no kernel multiplies on {draft.device.name}'}; "
+        "expected cuflash.dequantize(q, q_scale) there"
+    )

@@ -8,10 +8,16 @@ from cuflash.planning import sm80
 from cuflash.planning.draft import Draft
 from cuflash.planning.families import ForwardFamily, choose_family, family_of
 from cuflash.planning.sm90.decode import Decode
-from cuflash.planning.sm90.forward import Forward, ForwardFloat32
+from cuflash.planning.sm90.forward import Forward, ForwardFloat8, ForwardFloat32
 from cuflash.planning.tiles import Tile
 
-FAMILIES: tuple[ForwardFamily[Any], ...] = (Decode(), ForwardFloat32(), Forward(), sm80.Forward())
+FAMILIES: tuple[ForwardFamily[Any], ...] = (
+    Decode(),
+    ForwardFloat32(),
+    ForwardFloat8(),
+    Forward(),
+    sm80.Forward(),
+)
 
 
 def draft_forward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:

@@ -157,6 +157,8 @@ def option_names(problem: Problem) -> list[str]:
             ("packed", problem.is_packed and problem.alignment == "bottom_right"),
             ("packed_top_left", problem.is_packed and problem.alignment == "top_left"),
             (problem.k.dtype, problem.has_float8),
+            ("of_bytes", problem.multiplies_float8),
+            ("q_scale", problem.q_scale is not None),
             ("k_scale", problem.k_scale is not None),
             ("v_scale", problem.v_scale is not None),
             ("dropout", problem.dropout > 0),

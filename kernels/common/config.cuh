@@ -39,6 +39,7 @@ constexpr bool kHasFloat8 = sizeof(KeyStorage) == 1;
 // Which keys and values share a number that they are multiplied by: 0 (there is none), 1 (those of a head) or 2.
 constexpr int kKScale = CUFLASH_K_SCALE;
 constexpr int kVScale = CUFLASH_V_SCALE;
+constexpr bool kQScale = CUFLASH_Q_SCALE;  // whether queries have such numbers
 constexpr bool kRoundsToTf32 = CUFLASH_ROUNDS_TO_TF32;  // of float32: precision="tf32"
 
 constexpr int kHeadDim = CUFLASH_HEAD_DIM;      // of q and k, as the arrays have it

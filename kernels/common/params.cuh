@@ -48,7 +48,8 @@ struct Params {
   const void* cu_seqlens_k;
   i64 cu_seqlens_k_stride;
   BlockTable block_table;
-  Tensor k_scale, v_scale;  // of floats, over (batch or page, head of k and v, block of keys)
+  Tensor q_scale;           // of floats, over (batch, head, block of queries)
+  Tensor k_scale, v_scale;  // the same over (batch or page, head of k and v, block of keys)
   ScoreTensor dbias;     // written: stride 0 on axes that it is summed over
   Tensor dalibi_slopes;  // (batch, head)
   void* dsinks;
@@ -102,7 +103,8 @@ struct Params {
   u32 dropout_columns;
   float kept_scale;  // what others are multiplied by
   i32 num_pages;     // of the pools
-  i32 k_scale_shift;  // base-2 logarithms of the keys of a block
+  i32 q_scale_shift;  // base-2 logarithms of the queries, or keys, of a block
+  i32 k_scale_shift;
   i32 v_scale_shift;
   double scale_float64;  // those of float64 problems
   double softcap_float64;

@@ -376,7 +376,17 @@ CUFLASH_DEVICE u32 to_float16x2(Float8E5M2, u16 pair) {
   asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(bits) : "h"(pair));
   return bits;
 }
+// Thread. cvt.rn.satfinite (9.7.9.22): two float32 as numbers of one byte, `low` in the lower one; the largest number
+// stands for what is beyond it.
+CUFLASH_DEVICE u16 to_float8x2(Float8E4M3, float low, float high) {
+  u16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
 #endif
+// Thread. prmt (9.7.9.7): the bytes of `low` and `high`, numbers 0 to 3 and 4 to 7, that the digits of `selector` name,
+// the last digit that of the lowest byte.
+CUFLASH_DEVICE u32 permute_bytes(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
 // Thread. mul.rn.f16x2 (9.7.4.3): two products of float16; subnormal numbers count.
 CUFLASH_DEVICE u32 multiply_f16x2(u32 x, u32 y) {
   u32 z;

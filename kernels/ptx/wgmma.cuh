@@ -1,6 +1,6 @@
 // Products of a warpgroup (128 threads) on the tensor cores of compute capability 9.0: wgmma (PTX ISA 9.7.15).
 //
-//   d += a b        a is 64 x k, b is k x n, d is 64 x n in float32;  k is 16
+//   d += a b        a is 64 x k, b is k x n, d is 64 x n in float32;  k is 16, or 32 of one byte an element
 //
 // A product is issued and runs by itself. Its operands in registers, its accumulator and its tiles in shared memory
 // must be left alone until wgmma_wait. The accumulator is float[n / 8][4] in a thread: warp w of the warpgroup holds
@@ -120,6 +120,54 @@ CUFLASH_WGMMA(13, "208", "%104", "%105", "%106", "%107", "%108", "%109", "%110")
 CUFLASH_WGMMA(14, "224", "%112", "%113", "%114", "%115", "%116", "%117", "%118")
 CUFLASH_WGMMA(15, "240", "%120", "%121", "%122", "%123", "%124", "%125", "%126")
 CUFLASH_WGMMA(16, "256", "%128", "%129", "%130", "%131", "%132", "%133", "%134")
+
+// The same of elements of one byte: wgmma_k32(type of a, type of b, d, a, b, accumulate). Operands in shared memory lie
+// with their k elements next to each other; a[4] in registers has four elements each, those of k = 4t to 4t + 3 where
+// 16-bit elements have k = 2t and 2t + 1, and 16 further along where these have 8. Sums keep about 14 bits: they are cut
+// off there, tile after tile.
+#define CUFLASH_N_TILES_4 CUFLASH_TEXT_2
+#define CUFLASH_N_TILES_8 CUFLASH_TEXT_4
+#define CUFLASH_N_TILES_5 CUFLASH_TEXT_2 ", %16, %17, %18, %19"
+#define CUFLASH_N_TILES_9 CUFLASH_TEXT_4 ", %32, %33, %34, %35"
+#define CUFLASH_N_TILES_12 CUFLASH_TEXT_6
+#define CUFLASH_N_TILES_13 CUFLASH_TEXT_6 ", %48, %49, %50, %51"
+#define CUFLASH_N_TILES_16 CUFLASH_TEXT_8
+#define CUFLASH_N_TILES_17 CUFLASH_TEXT_8 ", %64, %65, %66, %67"
+#define CUFLASH_SUMS_4 CUFLASH_OPERANDS_2
+#define CUFLASH_SUMS_8 CUFLASH_OPERANDS_4
+#define CUFLASH_SUMS_5 CUFLASH_OPERANDS_2, CUFLASH_N_TILE(4)
+#define CUFLASH_SUMS_9 CUFLASH_OPERANDS_4, CUFLASH_N_TILE(8)
+#define CUFLASH_SUMS_12 CUFLASH_OPERANDS_6
+#define CUFLASH_SUMS_13 CUFLASH_OPERANDS_6, CUFLASH_N_TILE(12)
+#define CUFLASH_SUMS_16 CUFLASH_OPERANDS_8
+#define CUFLASH_SUMS_17 CUFLASH_OPERANDS_8, CUFLASH_N_TILE(16)
+
+#define CUFLASH_WGMMA_8BIT(A, a_name, B, b_name, tiles, n, r0, r1, r2, r3, r4, r5)                                     \
+  CUFLASH_DEVICE void wgmma_k32(A, B, float (&d)[tiles][4], u64 a, u64 b, bool accumulate) {                           \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " r2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k32.f32." a_name  \
+                 "." b_name " {" CUFLASH_N_TILES_##tiles "}, " r0 ", " r1 ", p, 1, 1;\n}"                              \
+                 : CUFLASH_SUMS_##tiles                                                                                \
+                 : "l"(a), "l"(b), "r"((u32)accumulate));                                                              \
+  }                                                                                                                    \
+  CUFLASH_DEVICE void wgmma_k32(A, B, float (&d)[tiles][4], const u32(&a)[4], u64 b, bool accumulate) {                \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " r5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k32.f32." a_name  \
+                 "." b_name " {" CUFLASH_N_TILES_##tiles "}, {" r0 ", " r1 ", " r2 ", " r3 "}, " r4 ", p, 1, 1;\n}"    \
+                 : CUFLASH_SUMS_##tiles                                                                                \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((u32)accumulate));                          \
+  }
+#define CUFLASH_WGMMA_K32(tiles, n, r0, r1, r2, r3, r4, r5)                                                            \
+  CUFLASH_WGMMA_8BIT(Float8E4M3, "e4m3", Float8E4M3, "e4m3", tiles, n, r0, r1, r2, r3, r4, r5)                         \
+  CUFLASH_WGMMA_8BIT(Float8E4M3, "e4m3", Float8E5M2, "e5m2", tiles, n, r0, r1, r2, r3, r4, r5)                         \
+  CUFLASH_WGMMA_8BIT(Float8E5M2, "e5m2", Float8E5M2, "e5m2", tiles, n, r0, r1, r2, r3, r4, r5)
+
+CUFLASH_WGMMA_K32(4, "32", "%16", "%17", "%18", "%19", "%20", "%21")
+CUFLASH_WGMMA_K32(5, "40", "%20", "%21", "%22", "%23", "%24", "%25")
+CUFLASH_WGMMA_K32(8, "64", "%32", "%33", "%34", "%35", "%36", "%37")
+CUFLASH_WGMMA_K32(9, "72", "%36", "%37", "%38", "%39", "%40", "%41")
+CUFLASH_WGMMA_K32(12, "96", "%48", "%49", "%50", "%51", "%52", "%53")
+CUFLASH_WGMMA_K32(13, "104", "%52", "%53", "%54", "%55", "%56", "%57")
+CUFLASH_WGMMA_K32(16, "128", "%64", "%65", "%66", "%67", "%68", "%69")
+CUFLASH_WGMMA_K32(17, "136", "%68", "%69", "%70", "%71", "%72", "%73")
 
 }  // namespace ptx
 

@@ -43,6 +43,8 @@
 #include "sm90/tiles.cuh"
 #include "sm90/varlen_walk.cuh"
 
+constexpr bool kPingPong = CUFLASH_PING_PONG;
+using ConsumerPingPong = PingPong<kPingPong, kConsumers, kPingPongBarrier>;
 constexpr int kQStages = CUFLASH_Q_STAGES;             // tiles of queries
 constexpr int kOutColumns = min_of(kDimV, 128);        // columns of the output that are stored at a time
 // Whether dropout waits until the product O of the tile before is done: then it can use the registers of that product's

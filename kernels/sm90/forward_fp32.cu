@@ -34,6 +34,8 @@
 #include "sm90/products.cuh"
 #include "sm90/tiles.cuh"
 
+constexpr bool kPingPong = CUFLASH_PING_PONG;
+using ConsumerPingPong = PingPong<kPingPong, kConsumers, kPingPongBarrier>;
 constexpr int kNTiles = kBlockN / 8;
 constexpr int kColumnTiles = kDimV / 8;
 

@@ -9,7 +9,6 @@
 #include "ptx/tma.cuh"
 #include "sm90/ping_pong.cuh"
 
-constexpr bool kPingPong = CUFLASH_PING_PONG;
 constexpr int kConsumers = kBlockM / 64;
 static_assert(kNumWarps == 4 * (kConsumers + 1), "the consumers and a producer");
 static_assert(kBlockM == 64 * kConsumers, "a consumer owns 64 queries");
@@ -19,7 +18,6 @@ constexpr u32 kPingPongBarrier = 1, kConsumer = kPingPongBarrier + kConsumers, k
 
 CUFLASH_DEVICE void sync_consumer(u32 consumer) { ptx::sync_named(kConsumer + consumer, 128); }
 
-using ConsumerPingPong = PingPong<kPingPong, kConsumers, kPingPongBarrier>;
 
 // Stores lse of rows `row` and `row` + 8, the two of a lane.
 CUFLASH_DEVICE void store_lse(const Params& params, Entry batch, int head, int row, const OnlineSoftmax<1>& softmax) {

@@ -18,7 +18,7 @@ struct Site {
   static constexpr Site here(const char* file = __builtin_FILE(), u32 line = __builtin_LINE()) { return {file, line}; }
 };
 
-enum class Element : u32 { kFloat16, kBFloat16 };
+enum class Element : u32 { kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2 };
 
 // One kernel of a module: its body for one thread.
 struct Kernel {

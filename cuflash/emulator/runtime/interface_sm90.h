@@ -29,7 +29,8 @@ void increase_registers(u32 registers, Site site);
 
 // One product of a warpgroup: the operand `a` is in registers if `a_registers` is given.
 struct Product {
-  Element type;
+  Element type;  // of a
+  Element b_type;
   u32 n_tiles;  // of 8 columns
   float* d;
   const u32* a_registers;

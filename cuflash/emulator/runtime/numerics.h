@@ -1,5 +1,6 @@
-// The 16-bit floating-point formats, and a NaN of the emulator's own.
+// The floating-point formats of 16 bits and of one byte, and a NaN of the emulator's own.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -56,6 +57,37 @@ inline u16 float32_to_bfloat16(float value) {
   return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+// (8 + f) 2^(e - 10), or f 2^-9 where e is 0; all bits but the sign set are NaN.
+inline float e4m3_to_float32(u8 byte) {
+  const int e = byte >> 3 & 15, f = byte & 7;
+  const float magnitude = (byte & 127) == 127 ? NAN : e == 0 ? f * 0x1p-9f : std::ldexp((float)(8 + f), e - 10);
+  return byte & 128 ? -magnitude : magnitude;
+}
+// The first byte of a float16.
+inline float e5m2_to_float32(u8 byte) { return float16_to_float32((u16)(byte << 8)); }
+
+inline float element_to_float32(Element type, u16 bits) {
+  switch (type) {
+    case Element::kFloat16: return float16_to_float32(bits);
+    case Element::kBFloat16: return bfloat16_to_float32(bits);
+    case Element::kFloat8E4M3: return e4m3_to_float32((u8)bits);
+    case Element::kFloat8E5M2: return e5m2_to_float32((u8)bits);
+  }
+  return NAN;
+}
+
+// To nearest, ties to even; what is beyond the largest number becomes that.
+inline u8 float32_to_e4m3(float value) {
+  constexpr u8 kLargest = 0x7e, kNan8 = 0x7f;
+  if (std::isnan(value)) return kNan8;
+  const u8 sign = std::signbit(value) ? 128 : 0;
+  const float magnitude = std::fabs(value);
+  if (magnitude >= e4m3_to_float32(kLargest)) return sign | kLargest;
+  // Of numbers near it, as an exponent: eight of them are from one power of two to the next.
+  const int step = magnitude == 0 ? -9 : std::max(std::ilogb(magnitude) - 3, -9);
+  return sign | (u8)((step + 9) * 8 + (int)std::nearbyint(std::ldexp(magnitude, -step)));
+}
+
 // TF32 is the first 19 bits of float32.
 inline float cut_to_tf32(float value) { return float_of(bits_of(value) & 0xffffe000u); }
 inline float rounded_to_tf32(float value) {
@@ -71,5 +103,7 @@ inline float cut_to_float32(double value) {
   memcpy(&cut, &bits, 8);
   return (float)cut;
 }
+// The same after 14 bits: what products of elements of one byte keep of their sums (DeepSeek-V3, arXiv 2412.19437, 3.3.2).
+inline float cut_to_14_bits(double value) { return float_of(bits_of(cut_to_float32(value)) & 0xfffffc00u); }
 
 }  // namespace emulator

@@ -370,11 +370,10 @@ float log2_approx(float x) { return std::log2(x); }
 
 u16 from_float32(Element type, float value) {
   check_landed(value);
+  if (type == Element::kFloat8E4M3) return float32_to_e4m3(value);
   return type == Element::kFloat16 ? float32_to_float16(value) : float32_to_bfloat16(value);
 }
-float to_float32(Element type, u16 bits) {
-  return type == Element::kFloat16 ? float16_to_float32(bits) : bfloat16_to_float32(bits);
-}
+float to_float32(Element type, u16 bits) { return element_to_float32(type, bits); }
 
 float round_to_tf32(float x) { return rounded_to_tf32(x); }
 

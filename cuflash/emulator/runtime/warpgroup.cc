@@ -145,15 +145,15 @@ void read_chunk(Warpgroup& group, u32 address, u32 step, Site site, void* chunk)
   memcpy(chunk, shared_bytes(offset), kChunkBytes);
 }
 
-constexpr u32 kElementBytes = 2;
+u32 element_bytes(Element type) { return type == Element::kFloat16 || type == Element::kBFloat16 ? 2 : 1; }
 
-// Elements of `type`, 16 bytes of them, as float32.
+// Elements of `type`, 16 bytes of them, as float32. Returns how many there are.
 u32 convert_chunk(Element type, const u8* chunk, float* values) {
+  const u32 count = kChunkBytes / element_bytes(type);
   u16 bits[8];
   memcpy(bits, chunk, sizeof bits);
-  for (u32 i = 0; i < 8; ++i)
-    values[i] = type == Element::kFloat16 ? float16_to_float32(bits[i]) : bfloat16_to_float32(bits[i]);
-  return 8;
+  for (u32 i = 0; i < count; ++i) values[i] = element_to_float32(type, count == 8 ? bits[i] : chunk[i]);
+  return count;
 }
 
 // Calls visit(row, k, value) for the elements of an operand of `rows` rows: those of a, or the columns of b.
@@ -163,7 +163,7 @@ void read_operand(Warpgroup& group, Element type, u64 bits, bool transposed, u32
   const Descriptor tile = decode(bits, site);
   const u32 column = tile.start % kLineBytes;
   u8 chunk[kChunkBytes];
-  float values[8];
+  float values[kChunkBytes];
   if (!transposed) {
     if (column + kOperandBytes > kLineBytes)
       fail(*block.current, site, "the operand starts at byte %u of its lines, and takes %u bytes: it leaves them",
@@ -198,45 +198,45 @@ void read_operand(Warpgroup& group, Element type, u64 bits, bool transposed, u32
 u32 row_of(u32 thread, u32 i) { return thread / 32 * 16 + thread % 32 / 4 + 8 * i; }
 
 void read_a_registers(const Issued& issued, u32 depth, float* a) {
+  const Element type = issued.product.type;
+  const u32 count = 4 / element_bytes(type), bits_each = 32 / count;  // of a register
   for (u32 thread = 0; thread < kThreads; ++thread)
     for (u32 i = 0; i < 4; ++i) {
-      const u32 row = row_of(thread, i % 2), bits = issued.a[thread][i];
-      const u32 k = thread % 4 * 2 + i / 2 * 8;
-      for (u32 half = 0; half < 2; ++half) {
-        const u16 element = (u16)(bits >> 16 * half);
-        a[row * depth + k + half] =
-            issued.product.type == Element::kFloat16 ? float16_to_float32(element) : bfloat16_to_float32(element);
-      }
+      const u32 row = row_of(thread, i % 2), k = (thread % 4 + i / 2 * 4) * count;
+      for (u32 j = 0; j < count; ++j)
+        a[row * depth + k + j] = element_to_float32(type, (u16)(issued.a[thread][i] >> bits_each * j));
     }
 }
 
 // sums (+)= a b, cut off rather than rounded.
 EMULATOR_HOT void multiply(const float* __restrict a, const float* __restrict b, u32 depth, u32 columns,
-                           bool accumulate, float* __restrict sums) {
+                           bool accumulate, bool of_bytes, float* __restrict sums) {
   for (u32 row = 0; row < kRows; ++row) {
     double product[kMaxColumns] = {};
     for (u32 k = 0; k < depth; ++k)
       for (u32 column = 0; column < columns; ++column)
         product[column] += (double)a[row * depth + k] * b[k * columns + column];
     float* sum = sums + row * columns;
-    for (u32 column = 0; column < columns; ++column)
-      sum[column] = cut_to_float32((accumulate ? sum[column] : 0.0f) + product[column]);
+    for (u32 column = 0; column < columns; ++column) {
+      const double whole = (accumulate ? sum[column] : 0.0f) + product[column];
+      sum[column] = of_bytes ? cut_to_14_bits(whole) : cut_to_float32(whole);
+    }
   }
 }
 
 // `step` is the number of products that have landed once this one has.
 void form(Warpgroup& group, const Issued& issued, u32 step) {
   const Product& product = issued.product;
-  const u32 depth = kOperandBytes / kElementBytes, columns = 8 * product.n_tiles;
-  static float a[kRows * 16], b[16 * kMaxColumns];
+  const u32 bytes = element_bytes(product.type), depth = kOperandBytes / bytes, columns = 8 * product.n_tiles;
+  static float a[kRows * kOperandBytes], b[kOperandBytes * kMaxColumns];
   if (product.a_registers)
     read_a_registers(issued, depth, a);
   else
     read_operand(group, product.type, product.a, product.a_transposed, kRows, step, issued.site,
                  [&](u32 row, u32 k, float value) { a[row * depth + k] = value; });
-  read_operand(group, product.type, product.b, product.b_transposed, columns, step, issued.site,
+  read_operand(group, product.b_type, product.b, product.b_transposed, columns, step, issued.site,
                [&](u32 column, u32 k, float value) { b[k * columns + column] = value; });
-  multiply(a, b, depth, columns, product.accumulate, issued.accumulator->sums);
+  multiply(a, b, depth, columns, product.accumulate, bytes == 1, issued.accumulator->sums);
   ++block.statistics.warpgroup_products;
 }
 
@@ -283,7 +283,7 @@ void check_fenced(const Thread& self, ThreadState& state, const Product& product
 }
 
 bool is_same_product(const Product& x, const Product& y) {
-  return x.type == y.type && x.n_tiles == y.n_tiles && !x.a_registers == !y.a_registers && x.a == y.a && x.b == y.b &&
+  return x.type == y.type && x.b_type == y.b_type && x.n_tiles == y.n_tiles && !x.a_registers == !y.a_registers && x.a == y.a && x.b == y.b &&
          x.a_transposed == y.a_transposed && x.b_transposed == y.b_transposed && x.accumulate == y.accumulate;
 }
 

@@ -10,9 +10,11 @@ from cuflash.planning.families import ForwardFamily
 from cuflash.planning.sm90.bf16_split import add_bf16_split, why_not_split
 from cuflash.planning.sm90.mask_bits import add_mask_bits
 from cuflash.planning.sm90.tiles import (
+    FORWARD_FLOAT8_SM90_TILES,
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
     FORWARD_TF32_SM90_TILES,
+    ForwardFloat8Sm90Tile,
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
 )
@@ -65,6 +67,47 @@ class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
         _add_persistent(draft, tile, self.source)
 
 
+class ForwardFloat8(ForwardFamily[ForwardFloat8Sm90Tile]):
+    """Products of numbers of one byte."""
+
+    kernel = "sm90/forward_float8"
+    multiplies_float8 = True
+    tile = ForwardFloat8Sm90Tile
+
+    def table(self, problem: Problem) -> tuple[ForwardFloat8Sm90Tile, ...]:
+        return FORWARD_FLOAT8_SM90_TILES
+
+    def why_not(self, draft: Draft) -> str | None:
+        problem = draft.problem
+        if draft.device.arch != 90 or not problem.multiplies_float8:
+            return ""
+        obstacle = draft.why_not_mapped(("q", "k", "v"))
+        if obstacle is not None:
+            return f"{obstacle}, which TMA cannot serve"
+        terms = [name for name in problem.acting if name not in ("kv_lengths", "sinks", "block_mask")]
+        terms += ["dropout"] if problem.dropout else []
+        terms += ["packed sequences"] if problem.is_packed else []
+        if terms:
+            return f"it knows no {' and no '.join(terms)}"
+        if problem.head_dim_v % 8:
+            return f"a row of out has {problem.head_dim_v} elements, not a multiple of 8"
+        rows = FORWARD_FLOAT8_SM90_TILES
+        if max(problem.head_dim, problem.head_dim_v) > max(row.max_dim for row in rows):
+            return f"it serves head dimensions up to {max(row.max_dim for row in rows)}"
+        for name in ("k_scale", "v_scale"):
+            block = problem.scale_block(name)
+            if block % min(row.block_n for row in rows):
+                return f"it knows no {name} of {block} keys each, but of heads and of multiples of 64 keys"
+        return None
+
+    def draft(self, draft: Draft, tile: ForwardFloat8Sm90Tile) -> None:
+        draft.add_lists(tile, "key_lists")
+        box = box_rows(draft.problem, tile.block_n)
+        draft.map_tensors({"q": tile.block_m, "k": box, "v": box})
+        draft.reasons.append("sums of each tile of keys are added in float32, since tensor cores keep 14 bits of them")
+        _add_persistent(draft, tile, self.source)
+
+
 def why_not_16_bit(draft: Draft, mapped: tuple[str, ...], table: tuple[Tile, ...]) -> str | None:
     """Why kernels of 16-bit operands, which read and write these arrays by TMA, do not serve a problem."""
     problem = draft.problem
@@ -85,7 +128,11 @@ def box_rows(problem: Problem, block_n: int) -> int:
 
 
 def _add_persistent(
-    draft: Draft, tile: ForwardSm90Tile | ForwardFloat32Sm90Tile, source: str, *, batch_first: bool = False
+    draft: Draft,
+    tile: ForwardSm90Tile | ForwardFloat32Sm90Tile | ForwardFloat8Sm90Tile,
+    source: str,
+    *,
+    batch_first: bool = False,
 ) -> None:
     """Add a persistent kernel: as many blocks as are resident, each of which takes one tile of queries after another.
 

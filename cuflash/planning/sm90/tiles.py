@@ -218,6 +218,63 @@ class ForwardFloat32Sm90Tile(Tile):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ForwardFloat8Sm90Tile(Tile):
+    """One way to cut the forward pass of q, k and v of one byte a number for compute capability 9.0.
+
+    A warpgroup owns 64 of the block_m queries.
+    """
+
+    max_dim: int
+    block_m: int
+    block_n: int
+    num_stages: int  # of keys, and of values with their keys next to each other
+    value_stages: int  # of values as they are in memory
+    q_stages: int  # tiles of queries
+    overlaps: bool  # a consumer has the scores of a tile and the output of the one before in flight at once
+    serves: Literal["any", "causal"] = "any"
+    origin: str = field(compare=False)
+
+    defined = ("q_stages", "value_stages", "overlaps")
+    variations: ClassVar = {"block_m": (128, 192), "num_stages": (2, 3), "value_stages": (1, 2), "q_stages": (1, 2)}
+
+    element_bytes = 2  # of out
+    min_blocks = 1
+    fragments_ahead = 0
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (self.block_m in (128, 192, 256), "64 queries for each of two to four consumers"),
+            (self.block_n in (64, 96, 128), "a block_n that one product serves, and one line holds"),
+        )
+
+    @property
+    def num_warps(self) -> int:
+        """The warps of the consumers, of the producer and of those that transpose."""
+        return self.block_m // 16 + 4
+
+    @property
+    def dim_multiple(self) -> int:
+        """The k of a product, or the columns that one makes where several in turn do."""
+        return 32 if self.max_dim <= 128 else 64
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        q, k, v = (
+            -(-d // LINE_BYTES) * rows * LINE_BYTES
+            for rows, d in ((self.block_m, dim), (self.block_n, dim), (self.block_n, dim_v))
+        )
+        transposed = (dim_v + 8) * LINE_BYTES
+        barriers = 16 * (self.q_stages + 2 * self.num_stages + self.value_stages)
+        return self.q_stages * q + self.num_stages * (k + transposed) + self.value_stages * v + barriers
+
+    def why_not(self, problem: Problem) -> str:
+        if self.serves == "causal" and problem.window_right is None:
+            return "for problems with a right bound"
+        whole = all(problem.scale_block(name) % self.block_n == 0 for name in ("k_scale", "v_scale"))
+        return "" if whole else f"for scales of heads, or of multiples of {self.block_n} keys"
+
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecodeSm90Tile(Tile):
     """One way to stream the keys past few queries, for compute capability 9.0. One warpgroup owns all rows."""
 
@@ -380,6 +437,9 @@ class BackwardFloat32Sm90Tile(Tile):
 
 _forward_sm90 = maker(ForwardSm90Tile, "max_dim block_m block_n num_stages ping_pong q_stages serves origin")
 _forward_float32_sm90 = maker(ForwardFloat32Sm90Tile, "max_dim block_m block_n num_stages ping_pong origin")
+_forward_float8_sm90 = maker(
+    ForwardFloat8Sm90Tile, "max_dim block_m block_n num_stages value_stages q_stages overlaps serves origin"
+)
 _decode = maker(DecodeSm90Tile, "max_dim block_n num_stages min_blocks origin")
 _backward_sm90 = maker(BackwardSm90Tile, "max_dim block_m block_n num_stages schedule origin")
 _bias_sm90 = maker(BiasSm90Tile, "max_dim bias_of_pairs num_stages bias_stages origin")
@@ -426,6 +486,21 @@ FORWARD_FLOAT32_SM90_TILES = (
 FORWARD_TF32_SM90_TILES = (
     _forward_float32_sm90(64,  128, 192, 1,    False, float32("209 / 183", "33.2 / 30.2"), bf16_parts=2),
     _forward_float32_sm90(128, 128, 112, 1,    True,  float32("221 / 193", "44.0 / 42.1"), bf16_parts=2),
+)
+
+FORWARD_FLOAT8_SM90_TILES = (
+    #                    max_dim m   n   stages of v, Q  overlaps serves
+    _forward_float8_sm90(64,  256, 64,  3, 3, 1, False, "any",
+                         "on an H200 630 / 547 TFLOP/s, 192 x 128 beside it 611 / 507 (32 heads, seqlen 4096)"),
+    _forward_float8_sm90(128, 128, 128, 2, 2, 2, True,  "causal",
+                         "on an H200 735 TFLOP/s causal, 192 x 96 beside it 689 (16 heads, seqlen 4096)"),
+    _forward_float8_sm90(128, 192, 96,  2, 2, 1, False, "any",
+                         "on an H200 868 TFLOP/s, 192 x 64 beside it 850, 128 x 128 853 (16 heads, seqlen 4096)"),
+    _forward_float8_sm90(128, 192, 64,  3, 3, 1, False, "any",
+                         "for scales of blocks of keys; on an H200 850 TFLOP/s (16 heads, seqlen 4096)"),
+    _forward_float8_sm90(256, 128, 128, 2, 1, 1, False, "any",
+                         "on an H200 1112 / 930, 1178 / 1083 TFLOP/s (8 heads, seqlen 4096 and 16384)"),
+    _forward_float8_sm90(256, 128, 64,  3, 1, 1, False, "any", "for scales of blocks of keys; " + ARITHMETIC),
 )
 
 # Memory of an H200 brings a multiprocessor 36 bytes in a nanosecond, after a microsecond: 64 KiB and more must be on

@@ -1,0 +1,511 @@
+// Forward pass of q, k and v of one byte a number on compute capability 9.0, with wgmma and TMA.
+//
+//   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
+//
+// The kernel is persistent, with consumers that own 64 queries each, as sm90/forward.cu is. What differs:
+//   - Products of bytes read both operands along k, so V must lie with its keys next to each other. Three warps of the
+//     last warpgroup, the transposers, turn each tile of V around in shared memory, while its first warp is the producer.
+//   - Weights are rounded to float8_e4m3, which has 3 bits behind the first and ends at 448. Offsets of exponents keep
+//     them near 2^kHeadroom, where what is far below the largest still has all bits.
+//   - Tensor cores add the products of bytes in 14 bits. So each tile of keys has a product of its own, and what it adds
+//     to O is added in float32.
+//   - l is the sum of the weights as they were rounded, by a column of ones behind V: O / l is a mean of values, whatever
+//     the rounding does.
+// q_scale, k_scale and scale become one factor of the exponents, v_scale one of what a tile adds to O, or of O.
+//
+//   barrier      one phase is over when              who waits
+//   q_full[i]    Q has arrived in stage i            consumers, before S
+//   q_empty[i]   every warp has its last S           producer, before the next Q in stage i
+//   k_full[i]    K has arrived in stage i            consumers, before S
+//   k_empty[i]   every consumer has its S            producer, before the next K in stage i
+//   v_full[i]    V has arrived in stage i            transposers
+//   v_empty[i]   they have read it                   producer, before the next V in stage i
+//   t_full[i]    V transposed is in stage i          consumers, before O
+//   t_empty[i]   every consumer has its O            transposers, before the next one in stage i
+//   named: one per consumer for itself
+#include "common/config.cuh"
+#include "common/float8.cuh"
+#include "common/operands.cuh"
+#include "common/params.cuh"
+#include "common/schedule.cuh"
+#include "common/scores.cuh"
+#include "common/softmax.cuh"
+#include "sm90/forward_roles.cuh"
+#include "sm90/key_tile.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/products.cuh"
+#include "sm90/tiles.cuh"
+
+using Weight = Float8E4M3;
+constexpr int kQStages = CUFLASH_Q_STAGES;          // tiles of queries
+constexpr int kValueStages = CUFLASH_VALUE_STAGES;  // tiles of V before they are transposed
+constexpr bool kOverlaps = CUFLASH_OVERLAPS;        // S of a tile runs beside O of the tile before
+constexpr int kBytesChunk = kLineBytes;             // columns of a line
+constexpr int kTransposers = 3;                     // warps
+constexpr int kNTiles = kBlockN / 8;
+constexpr int kOnes = 8;  // rows of ones behind V transposed: as few as a product takes
+// The columns of O that one product makes, of several in turn where the sums of all would take too many registers.
+constexpr int kPartColumns = kDimV <= 128 ? kDimV : 64;
+constexpr int kParts = kDimV / kPartColumns, kPartTiles = kPartColumns / 8;
+static_assert(kDimV % kPartColumns == 0 && kDim % 32 == 0 && kDimV % 32 == 0 && kBlockN % 32 == 0, "whole products");
+static_assert(kBlockN <= kLineBytes, "a line has the keys of a tile");
+
+constexpr u32 kBytesQ = ceil_div(kDim, kBytesChunk) * kBlockM * kLineBytes;
+constexpr u32 kBytesK = ceil_div(kDim, kBytesChunk) * kBlockN * kLineBytes;
+constexpr u32 kBytesV = ceil_div(kDimV, kBytesChunk) * kBlockN * kLineBytes;
+constexpr u32 kBytesT = (kDimV + kOnes) * kLineBytes;
+constexpr u32 kBytesBarriers = Ring<kQStages>::kBytes + 2 * Ring<kNumStages>::kBytes + Ring<kValueStages>::kBytes;
+static_assert(kQStages * kBytesQ + kNumStages * (kBytesK + kBytesT) + kValueStages * kBytesV + kBytesBarriers ==
+                  CUFLASH_SHARED_BYTES,
+              "shared memory differs from the plan");
+
+// Registers of a thread. All together they are at most what the block starts with.
+constexpr int kProducerRegisters = kConsumers == 2 ? 56 : 32;
+constexpr int kConsumerRegisters = kConsumers == 2 ? 224 : kConsumers == 3 ? 160 : 112;
+
+// The largest weight of a row is 2^kHeadroom when its offset is set. It may grow until one rounds to kLargestCode: then
+// the offset is set again.
+constexpr float kHeadroom = 6.0f;
+constexpr u32 kLargestCode = 0x7e;
+
+struct ForwardParams {
+  Params common;
+  TensorMap q, k, v;
+};
+static_assert(sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
+
+struct Shared {
+  u32 q, k, v, t;
+  Ring<kQStages> q_ring;
+  Ring<kNumStages> k_ring, t_ring;
+  Ring<kValueStages> v_ring;
+
+  CUFLASH_DEVICE Shared() {
+    q = ptx::dynamic_shared();
+    k = q + kQStages * kBytesQ;
+    v = k + kNumStages * kBytesK;
+    t = v + kValueStages * kBytesV;
+    q_ring = {t + kNumStages * kBytesT};
+    k_ring = {q_ring.address + Ring<kQStages>::kBytes};
+    t_ring = {k_ring.address + Ring<kNumStages>::kBytes};
+    v_ring = {t_ring.address + Ring<kNumStages>::kBytes};
+  }
+
+  // Called by all threads of the block.
+  CUFLASH_DEVICE void initialise() const {
+    if (ptx::thread_index() == 0) {
+      q_ring.init(4 * kConsumers);
+      k_ring.init(kConsumers);
+      v_ring.init(kTransposers);
+      t_ring.init(kConsumers, kTransposers);
+      ptx::fence_barrier_init();
+    }
+    for (int stage = 0; stage < kNumStages; ++stage) {
+      const u32 ones = t + stage * kBytesT + kDimV * kLineBytes;
+      for (u32 word = ptx::thread_index(); word < kOnes * kLineBytes / 4; word += kNumThreads)
+        ptx::store_shared_b32(ones + word * 4, 0x01010101u * one_code(KeyElement{}));
+    }
+    ptx::fence_async_proxy();
+    ptx::sync_block();
+  }
+
+ private:
+  CUFLASH_DEVICE static constexpr u32 one_code(Float8E4M3) { return 0x38; }
+  CUFLASH_DEVICE static constexpr u32 one_code(Float8E5M2) { return 0x3c; }
+};
+
+// The producer: one thread. It walks over the tiles as the consumers do, as far ahead of them as the rings allow.
+CUFLASH_DEVICE void produce(const ForwardParams& params, const Shared& shared) {
+  Position<kQStages> query;
+  Position<kNumStages> key;
+  Position<kValueStages> value;
+  for (EntryWalk walk(params.common); walk.more(); walk.advance(), query.advance()) {
+    const QueryTile tile(params.common, walk.work(params.common));
+    const Barrier q_full = shared.q_ring.full(query);
+    shared.q_ring.empty(query).wait(query.parity ^ 1);
+    q_full.arrive_expect(kBytesQ);
+#pragma unroll
+    for (int c = 0; c < ceil_div(kDim, kBytesChunk); ++c)
+      ptx::load_tensor(shared.q + query.stage * kBytesQ + c * kBlockM * kLineBytes, params.q, q_full.address,
+                       c * kBytesChunk, tile.first_row, tile.work.head, tile.work.batch);
+    for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance(), value.advance()) {
+      const KeyTile keys(params.common, tile.work.batch, tile.head_kv, tile.keys.at(n_block), tile.key_stop);
+      shared.k_ring.empty(key).wait(key.parity ^ 1);
+      keys.load<kDim, kBytesChunk>(shared.k + key.stage * kBytesK, params.k, shared.k_ring.full(key));
+      shared.v_ring.empty(value).wait(value.parity ^ 1);
+      keys.load<kDimV, kBytesChunk>(shared.v + value.stage * kBytesV, params.v, shared.v_ring.full(value));
+    }
+  }
+}
+
+// Transposes 16 columns of V. Pairs of neighbouring columns move as elements of 16 bits; then columns part.
+//
+// Keys come out in the order in which a lane has weights of four of them: 0, 1, 8, 9, 2, 3, 10, 11, … of every 16. And
+// of 16 columns the even ones come first, so that eight neighbouring lines are written at once; `store_out` knows.
+CUFLASH_DEVICE void transpose(u32 target, u32 source, int columns, int valid) {
+  constexpr int kGroups = kBlockN / 32;
+  const u32 lane = lane_index(), swizzle = lane % 8 * 16, matrix = lane / 8;
+  const u32 from = source + (columns / 8 * kBlockN + lane) * kLineBytes + (columns % 8 * 16 ^ swizzle);
+  const u32 to = target + (columns * 16 + matrix % 2 * 8 + lane % 8) * kLineBytes + (matrix / 2 * 16 ^ swizzle);
+  u32 pairs[kGroups][4];
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) ptx::load_matrix_x4_transposed(pairs[g], from + g * 32 * kLineBytes);
+  if (valid < kBlockN) {  // what lies behind the last key may be NaN
+#pragma unroll
+    for (int i = 0; i < 4 * kGroups; ++i) {
+      const int left = valid - (8 * i + fragment_column());
+      pairs[i / 4][i % 4] = left <= 0 ? 0 : left == 1 ? pairs[i / 4][i % 4] & 0xffff : pairs[i / 4][i % 4];
+    }
+  }
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    const u32 parted[4] = {ptx::permute_bytes(pairs[g][0], pairs[g][1], 0x6420),
+                           ptx::permute_bytes(pairs[g][0], pairs[g][1], 0x7531),
+                           ptx::permute_bytes(pairs[g][2], pairs[g][3], 0x6420),
+                           ptx::permute_bytes(pairs[g][2], pairs[g][3], 0x7531)};
+    ptx::store_matrix_x4(to ^ g * 32, parted);
+  }
+}
+
+// A transposer, one warp of kTransposers.
+CUFLASH_DEVICE void transpose_values(const Params& params, const Shared& shared, int index) {
+  Position<kNumStages> key;
+  Position<kValueStages> value;
+  for (EntryWalk walk(params); walk.more(); walk.advance()) {
+    const QueryTile tile(params, walk.work(params));
+    for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance(), value.advance()) {
+      const int valid = tile.key_stop - tile.keys.at(n_block) * kBlockN;
+      shared.v_ring.full(value).wait(value.parity);
+      shared.t_ring.empty(key).wait(key.parity ^ 1);
+#pragma unroll 1
+      for (int columns = index; columns < kDimV / 16; columns += kTransposers)
+        transpose(shared.t + key.stage * kBytesT, shared.v + value.stage * kBytesV, columns, valid);
+      ptx::fence_async_proxy();
+      arrive_as_warp(shared.v_ring.empty(value));
+      arrive_as_warp(shared.t_ring.full(key));
+    }
+  }
+}
+
+// A consumer warpgroup, `index` of kConsumers, at one tile of queries, of which it owns 64. Products are numbered:
+//
+//   [GEMM 1] S = Q K^T        [2] P = exp(S - m)        [GEMM 3] O += P V, l += P 1
+struct Consumer {
+  using Scores = float[1][kNTiles][4];
+
+  const Params& common;
+  const Shared& shared;
+  const u32 index;
+  const bool elected;
+  Position<kNumStages>& key;
+  const QueryTile& tile;
+  const u32 s_q;
+  const int lane_row;
+  const HeadScales<kKScale> k_scales;
+  const HeadScales<kVScale> v_scales;
+  float row_factor[2];  // of a product, for its exponent: all of it but scales of blocks of keys
+
+  OnlineSoftmax<1> softmax;
+  float o[1][kDimV / 8 + 1][4];  // and behind it l
+  u32 p[kBlockN / 32][4];
+  bool all_started = false;  // every row of the warp has seen a key
+
+  CUFLASH_DEVICE Consumer(const Params& common_, const Shared& shared_, u32 index_, const Position<kQStages>& query,
+                          Position<kNumStages>& key_, const QueryTile& tile_)
+      : common(common_),
+        shared(shared_),
+        index(index_),
+        elected(ptx::thread_index() % 128 == 0),
+        key(key_),
+        tile(tile_),
+        s_q(shared.q + query.stage * kBytesQ + index * 64 * kLineBytes),
+        lane_row(tile.first_row + index * 64 + warp_index() % 4 * 16 + fragment_row()),
+        k_scales(common, common.k_scale, common.k_scale_shift, tile.work.batch, tile.head_kv),
+        v_scales(common, common.v_scale, common.v_scale_shift, tile.work.batch, tile.head_kv) {
+    set_zero(o);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      row_factor[half] = scale_of(common) * kLog2e * k_scales.of_head() * q_scale_of(lane_row + 8 * half);
+  }
+
+  // What a query is multiplied by.
+  CUFLASH_DEVICE float q_scale_of(int row) const {
+    const Tensor& scale = common.q_scale;
+    if (!kQScale) return 1.0f;
+    const i64 head = tile.work.batch * scale.batch_stride + tile.work.head * scale.head_stride;
+    const int block = min_of(row, common.seqlen_q - 1) >> common.q_scale_shift;
+    return ((const float*)scale.data)[head + block * scale.row_stride];
+  }
+
+  CUFLASH_DEVICE void release(const Barrier& empty) const {
+    if (elected) empty.arrive();
+  }
+
+  // [GEMM 1] S = Q K^T.
+  CUFLASH_DEVICE void issue_s(Scores& s) const {
+    shared.k_ring.full(key).wait(key.parity);
+    const u64 queries = descriptor_of(s_q), keys = descriptor_of(shared.k + key.stage * kBytesK);
+    issue(s[0], [&]() __attribute__((always_inline)) {
+#pragma unroll
+      for (int k = 0; k < kDim / 32; ++k)
+        ptx::wgmma_k32(KeyElement{}, KeyElement{}, s[0], along_k<kBlockM>(queries, k), along_k<kBlockN>(keys, k),
+                       k > 0);
+    });
+  }
+  CUFLASH_DEVICE void wait_for_s(Scores& s) const {
+    wait_for<0>(s[0]);
+    release(shared.k_ring.empty(key));
+  }
+
+  // Hides pairs, and leaves products whose exponents are these times `factor`, which is positive.
+  template <class Masked>
+  CUFLASH_DEVICE void complete_scores(Scores& s, float (&factor)[2], int n_block, Masked) const {
+    if (!(fminf(factor[0], factor[1]) > 0)) {
+      for_each_score([&](int n, int i) { s[0][n][i] *= factor[i / 2]; });
+      factor[0] = factor[1] = 1;
+    }
+    if constexpr (Masked::value) {
+      const Mask mask(common, tile.work.batch, tile.work.head, tile.key_stop);
+      const int lane_key = tile.keys.at(n_block) * kBlockN + fragment_column();
+      for_each_score([&](int n, int i) {
+        if (!mask.visible(lane_row + i / 2 * 8, lane_key + 8 * n + i % 2)) s[0][n][i] = -ptx::infinity();
+      });
+    }
+  }
+  template <class Visit>
+  CUFLASH_DEVICE static void for_each_score(Visit visit) {
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) visit(n, i);
+  }
+
+  // Lets offsets follow the maxima of a tile, and what was summed before follow them.
+  CUFLASH_DEVICE void raise_offsets(const Scores& s, const float (&factor)[2]) {
+    float of_sums[1][2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float largest = -ptx::infinity();
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n) largest = fmaxf(largest, fmaxf(s[0][n][2 * half], s[0][n][2 * half + 1]));
+      largest = fmaxf(largest, ptx::shuffle_xor(largest, 1));
+      largest = fmaxf(largest, ptx::shuffle_xor(largest, 2));
+      float& offset = softmax.offset[0][half];
+      const float raised = fmaxf(largest * factor[half] - kHeadroom, offset);
+      of_sums[0][half] = raised == offset ? 1.0f : exponential(offset - raised);
+      offset = raised;
+    }
+    softmax.rescale(o, of_sums);
+    all_started = !ptx::any_lane(fminf(softmax.offset[0][0], softmax.offset[0][1]) == -ptx::infinity());
+  }
+
+  // Makes weights of scores. Returns whether one of this lane is as large as any can be.
+  CUFLASH_DEVICE bool round_weights(const Scores& s, const float (&factor)[2]) {
+    u32 carries = 0;
+    const float offset[2] = {finite_offset(0), finite_offset(1)};
+#pragma unroll
+    for (int k = 0; k < kBlockN / 32; ++k)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int half = i % 2, n = 4 * k + i / 2 * 2;
+        const auto pair = [&](int m) {
+          return (u32)ptx::to_float8x2(Weight{}, exponential(s[0][m][2 * half] * factor[half] - offset[half]),
+                                       exponential(s[0][m][2 * half + 1] * factor[half] - offset[half]));
+        };
+        p[k][i] = pair(n) | pair(n + 1) << 16;
+        carries |= p[k][i] + 0x01010101u * (0x80 - kLargestCode);
+      }
+    return (carries & 0x80808080u) != 0;
+  }
+  // While no key was visible, exponents are taken relative to 0, and are -inf.
+  CUFLASH_DEVICE float finite_offset(int half) const {
+    return softmax.offset[0][half] == -ptx::infinity() ? 0.0f : softmax.offset[0][half];
+  }
+
+  // [2] P = exp(S - m).
+  template <class Masked>
+  CUFLASH_DEVICE void weigh(Scores& s, int n_block, Masked masked) {
+    float factor[2] = {row_factor[0], row_factor[1]};
+    if constexpr (kKScale == 2) {
+      const float of_keys = k_scales.of(tile.keys.at(n_block) * kBlockN);
+      factor[0] *= of_keys, factor[1] *= of_keys;
+    }
+    complete_scores(s, factor, n_block, masked);
+    bool raise = !all_started;
+    if (!raise) raise = ptx::any_lane(round_weights(s, factor));
+    if (raise) {
+      raise_offsets(s, factor);
+      round_weights(s, factor);
+    }
+  }
+
+  // [GEMM 3] O += P V, l += P 1 of the tile of keys `n_block` at `at`. `issue_next` issues a product that need not be
+  // over when this one is.
+  template <int pending, class IssueNext>
+  CUFLASH_DEVICE void add_values(int n_block, const Position<kNumStages>& at, IssueNext issue_next) {
+    float sums[kParts == 1 ? 1 : 2][kPartTiles + 1][4];
+    float of_values = 1.0f;
+    if constexpr (kVScale == 2) of_values = v_scales.of(tile.keys.at(n_block) * kBlockN);
+    shared.t_ring.full(at).wait(at.parity);
+    repeat<kParts>([&](auto part) {
+      constexpr int kPart = decltype(part)::value;
+      issue_values((Sums<kPart>&)sums[kPart % 2], at, kPart);
+      if constexpr (kPart > 0)
+        add_part<kPart - 1, 1>((Sums<kPart - 1>&)sums[(kPart - 1) % 2], of_values);
+      if constexpr (kPart + 1 == kParts) {
+        issue_next();
+        add_part<kPart, pending>((Sums<kPart>&)sums[kPart % 2], of_values);
+      }
+    });
+    release(shared.t_ring.empty(at));
+  }
+  // What one tile of keys adds to a part of O; to the last one with l behind it.
+  template <int part>
+  using Sums = float[kPartTiles + (part + 1 == kParts)][4];
+
+  template <int n_tiles>
+  CUFLASH_DEVICE void issue_values(float (&sums)[n_tiles][4], const Position<kNumStages>& at, int part) const {
+    const u64 values = descriptor_of(shared.t + at.stage * kBytesT + part * kPartColumns * kLineBytes);
+    issue(sums, [&]() __attribute__((always_inline)) {
+#pragma unroll
+      for (int k = 0; k < kBlockN / 32; ++k)
+        ptx::wgmma_k32(Weight{}, KeyElement{}, sums, p[k], along_k<kDimV + kOnes>(values, k), k > 0);
+    });
+  }
+  // Adds what a part has once at most `pending` later ones are in flight; of the last one l, too.
+  template <int part, int pending>
+  CUFLASH_DEVICE void add_part(Sums<part>& sums, float of_values) {
+    wait_for<pending>(sums);
+#pragma unroll
+    for (int n = 0; n < kPartTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        o[0][part * kPartTiles + n][i] += kVScale == 2 ? sums[n][i] * of_values : sums[n][i];
+    if constexpr (part + 1 == kParts) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[0][kDimV / 8][i] += sums[kPartTiles][i];
+    }
+  }
+
+  // The first tile of keys has no product O before it.
+  CUFLASH_DEVICE void first_step(int n_block, const TileRange& keys) {
+    Scores s;
+    issue_s(s);
+    wait_for_s(s);
+    if (n_block >= keys.full_stop || n_block < keys.full_start)
+      weigh(s, n_block, Constant<true>{});
+    else
+      weigh(s, n_block, Constant<false>{});
+  }
+  // The product O of the tile before, and the weights of this one.
+  template <class Masked>
+  CUFLASH_DEVICE void step(int n_block, Masked masked) {
+    Scores s;
+    if constexpr (kOverlaps) {
+      const Position<kNumStages> before = key;
+      key.advance();
+      add_values<1>(n_block + 1, before, [&]() { issue_s(s); });
+      wait_for_s(s);
+      weigh(s, n_block, masked);
+    } else {
+      issue_s(s);
+      wait_for_s(s);
+      weigh(s, n_block, masked);
+      finish(n_block);
+    }
+  }
+  // The product O of the tile whose weights are there.
+  CUFLASH_DEVICE void finish(int n_block) {
+    add_values<0>(n_block, key, []() {});
+    key.advance();
+  }
+
+  // Passes over a tile of keys that other consumers of the block need, but not the queries of this one.
+  CUFLASH_DEVICE void skip() {
+    shared.k_ring.full(key).wait(key.parity);
+    shared.t_ring.full(key).wait(key.parity);
+    sync_consumer(index);  // so that no thread still waits for this phase when the next one is over
+    release(shared.k_ring.empty(key));
+    release(shared.t_ring.empty(key));
+    key.advance();
+  }
+
+  // Walks over all tiles of keys that these queries see, from the last to the first.
+  CUFLASH_DEVICE void walk_keys(const TileRange& keys) {
+    int n_block = keys.stop - 1;
+    if constexpr (kOverlaps) first_step(n_block--, keys);
+#pragma unroll 1
+    for (; n_block >= keys.full_stop; --n_block) step(n_block, Constant<true>{});
+#pragma unroll 1
+    for (; n_block >= keys.full_start; --n_block) step(n_block, Constant<false>{});
+    if constexpr (kHasLeftBound) {
+#pragma unroll 1
+      for (; n_block >= keys.start; --n_block) step(n_block, Constant<true>{});
+    }
+    if constexpr (kOverlaps) finish(n_block + 1);
+  }
+
+  // The epilogue: O / l, rounded. A lane has four neighbouring columns of every 16.
+  CUFLASH_DEVICE void store_out() const {
+    const Entry batch = tile.work.batch;
+    const int seqlen_q = seqlen_q_of(common, batch);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane_row + 8 * half;
+      if (row >= seqlen_q) continue;
+      const float factor = softmax.inverse_sum(0, half) * v_scales.of_head();
+      Storage* g_row = (Storage*)queries_of(common.out, batch, tile.work.head) + row * common.out.row_stride;
+#pragma unroll
+      for (int n = 0; n < kDimV / 8; n += 2) {
+        const int column = 8 * n + 2 * fragment_column();
+        const auto value = [&](int i) { return o[0][n + i % 2][2 * half + i / 2] * factor; };
+        const u64 four = ptx::pack(Element{}, value(0), value(1)) |
+                         (u64)ptx::pack(Element{}, value(2), value(3)) << 32;
+        if (column < kHeadDimV) *(u64*)(g_row + column) = four;
+      }
+    }
+  }
+};
+
+// A consumer warpgroup takes one tile of queries after another.
+CUFLASH_DEVICE void consume(const ForwardParams& params, const Shared& shared, u32 index) {
+  const Params& common = params.common;
+  Position<kQStages> query;
+  Position<kNumStages> key;
+  for (EntryWalk walk(common); walk.more(); walk.advance(), query.advance()) {
+    const QueryTile tile(common, walk.work(common));
+    Consumer consumer(common, shared, index, query, key, tile);
+    shared.q_ring.full(query).wait(query.parity);
+    const TileRange keys = tile.keys_of(common, index);
+    for (int n_block = tile.keys.stop - 1; n_block >= max_of(keys.stop, tile.keys.start); --n_block) consumer.skip();
+    if (keys.start < keys.stop) consumer.walk_keys(keys);
+    arrive_as_warp(shared.q_ring.empty(query));
+    for (int n_block = min_of(keys.start, keys.stop) - 1; n_block >= tile.keys.start; --n_block) consumer.skip();
+
+    OnlineSoftmax<1>& softmax = consumer.softmax;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) softmax.row_sum[0][half] = consumer.o[0][kDimV / 8][2 * half];
+    if (kHasSinks)
+      softmax.add_sinks(consumer.o, [&](int, int) { return sink_of(common, tile.work.head) * kExponentOfE; });
+    consumer.store_out();
+    store_lse(common, tile.work.batch, tile.work.head, consumer.lane_row, softmax);
+  }
+}
+
+CUFLASH_DEVICE void forward(const ForwardParams& params) {
+  const Shared shared;
+  shared.initialise();
+  const u32 warp = ptx::uniform(ptx::thread_index() / 32);
+  if (warp >= 4 * kConsumers) {
+    ptx::decrease_registers<kProducerRegisters>();
+    if (warp > 4 * kConsumers)
+      transpose_values(params.common, shared, warp - 4 * kConsumers - 1);
+    else if (ptx::elect_lane())
+      produce(params, shared);
+  } else {
+    ptx::increase_registers<kConsumerRegisters>();
+    consume(params, shared, warp / 4);
+  }
+}
+
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, ForwardParams, kNumThreads, 1, forward)
