@@ -13,6 +13,7 @@ The short story of a call:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -204,9 +205,10 @@ class FlashAttention(Preparation):
         check_names(self.options)
 
     def __repr__(self) -> str:
-        functions = (("score", self.options.score), ("mask", self.options.mask_function))
-        shown = "".join(f", {name}={function!r}" for name, function in functions if function)
-        return f"FlashAttention{repr(self.options).removeprefix('Options')[:-1]}{shown})"
+        functions = {"score": self.options.score, "mask": self.options.mask_function}
+        names = [name for name in inspect.signature(FlashAttention).parameters if functions.get(name, name)]
+        shown = (f"{name}={functions.get(name) or getattr(self.options, name)!r}" for name in names)
+        return f"FlashAttention({', '.join(shown)})"
 
     def __eq__(self, other: object) -> bool:
         return self.options == other.options if isinstance(other, FlashAttention) else NotImplemented
@@ -478,7 +480,7 @@ class FlashAttention(Preparation):
                 "dbias": dbias, "dalibi_slopes": dalibi_slopes, "dscale": dscale, "dsoftcap": dsoftcap,
                 "dsinks": dsinks,
             }  # fmt: skip
-            names = needed(need, arrays | {"softcap": self.options.softcap}, results, of_functions)
+            names = needed(need, arrays | self.options.numbers, results, of_functions)
             results, kind = {name: results[name] for name in names}, named_tuple_of(names)
         arrays |= results
         need = tuple(results)

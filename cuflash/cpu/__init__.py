@@ -96,7 +96,7 @@ def backward(
     **others : numpy.ndarray, optional
         The terms, as `forward` takes them; dlse, the gradient with respect to lse; and arrays for gradients by name,
         which are written to and returned if wanted: shapes and dtypes of q, k, v, bias and so on, shape () and dtype of
-        lse of dscale and dsoftcap; any strides.
+        lse where it is that of a number; any strides.
 
     Returns
     -------

@@ -129,7 +129,7 @@ class Call(calls.Call):
         dim = max(problem.head_dim, problem.head_dim_v)
         self.query_block = next(n for n in (64, 32, 16) if KEY_BLOCK * n * (dim + 1) <= PRODUCT_LIMIT or n == 16)
         # What options do to q k^T comes before the shift.
-        self.has_terms = self.has_added_terms or has_cap(problem)
+        self.has_terms = problem.has_added_terms or has_cap(problem)
         self.tile = TILE * KEY_BLOCK // max(KEY_BLOCK, dim)
         self.query_tile = QUERY_TILE
         if problem.window_left is not None and problem.window_right is not None:
@@ -192,9 +192,9 @@ class Call(calls.Call):
 
         False if a norm is NaN, and where finding out does not pay. Sinks are scores too.
         """
-        if self.has_added_terms:
+        if self.problem.has_added_terms:
             return False
-        if self.sinks is not None and not np.all(np.abs(self.sinks) * math.log2(math.e) <= SMALL_SCORE):
+        if not self.sink.is_small(SMALL_SCORE):
             return False
         if has_cap(self.problem):
             return largest_score(self.problem) * math.log2(math.e) <= SMALL_SCORE
@@ -241,7 +241,7 @@ class Queries:
         scaled = call.stage(call.q, heads, rows, padded=self.padded)
         scaled *= problem.scale
         self.small = call.scores_are_small(scaled, heads)
-        self.restless = call.has_added_terms
+        self.restless = call.problem.has_added_terms
         self.rows = self.blocks(scaled)
         self.q_t = np.zeros((heads.count, self.num_blocks, problem.head_dim + 1, self.block), call.dtype)
         np.multiply(self.rows.swapaxes(2, 3), factor_of(problem, 1, call.unit), out=self.q_t[:, :, :-1])

@@ -15,7 +15,7 @@ from cuflash import reference
 from cuflash.operands import DTYPES, numpy_dtype, user_shape, view_4d
 from cuflash.options import Options
 from cuflash.problem import Problem, make_problem
-from cuflash.terms import NAMES, OF_FLOAT8
+from cuflash.terms import NAMES, OF_FLOAT8, OF_FUNCTIONS, Numbers
 from cuflash.testing.arrays import lay_out
 from cuflash.testing.leading import Spread
 
@@ -23,7 +23,7 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(Numbers):
     """One attention problem to test, arrays included: the same case makes the same arrays everywhere.
 
     Parameters
@@ -42,8 +42,8 @@ class Case:
         The leading axes of q, k, v, dout, dlse, kv_lengths or sinks, by name, where these are not `axes`: some of them
         are 1, or missing at the front. Those of bias, mask, block_mask and alibi_slopes are in their shapes. There are
         as many `kv_lengths` as their axes have indices.
-    layout, causal, scale, window, softcap :
-        As `cuflash.FlashAttention` takes them.
+    layout, causal, window :
+        As `cuflash.FlashAttention` takes them, as all numbers that act on scores.
     bias : tuple of int, optional
         Shape of the additive bias, broadcast to (batch, num_heads, seqlen_q, seqlen_k).
     bias_dtype : {"softmax", "input"}
@@ -107,9 +107,7 @@ class Case:
     leading: tuple[tuple[str, tuple[int, ...]], ...] = ()
     layout: str = "bhsd"
     causal: bool | Literal["top_left"] = False
-    scale: float | None = None
     window: tuple[int | None, int | None] | None = None
-    softcap: float | None = None
     bias: tuple[int, ...] | None = None
     bias_dtype: str = "softmax"
     bias_holes: bool = False
@@ -487,7 +485,7 @@ def self_test_cases(seed: int = 0, *, quick: bool = False) -> Iterator[tuple[str
         "causal, 203 queries, 113 keys": {"seqlen_q": 203, "seqlen_k": 113, "causal": True},
         "window": {"window": (20, 5)},
         "causal, window": {"window": (20, None), "causal": True},
-        "softcap": {"softcap": 1.5},
+        **{name: {name: 1.5} for name in OF_FUNCTIONS},
         "scale": {"scale": -0.1},
         "alibi_slopes": {"alibi_slopes": (6,)},
         "bias": {"bias": (1, 6, 113, 203), "bias_holes": True},
@@ -508,7 +506,7 @@ def self_test_cases(seed: int = 0, *, quick: bool = False) -> Iterator[tuple[str
         "everything": {
             "causal": True,
             "window": (100, None),
-            "softcap": 5.0,
+            **dict.fromkeys(OF_FUNCTIONS, 5.0),
             "alibi_slopes": (2, 6),
             "bias": (203,),
             "mask": (113, 203),

@@ -262,7 +262,7 @@ class BackwardSm90Tile(ScoredTile):
     num_stages: int
     schedule: Literal["kHoldK", "kSharedDs", "kSplitRoles"]  # Schedule of kernels/sm90/backward_layout.cuh
     dq_in_order: bool = False  # blocks add to dq one after another, in a fixed order
-    sums_softcap: bool = False  # tanh of scores is kept in shared memory, for dsoftcap
+    sums_softcap: bool = False  # tanh of scores is kept in shared memory, for the gradient of the cap
     origin: str = field(compare=False)
 
     defined = ("schedule",)
