@@ -1,12 +1,20 @@
-"""Files and functions stay short enough to be read at once. (ruff counts branches and statements of functions.)"""
+"""Files and functions stay short enough to be read at once, and an option is named in few files.
+
+(ruff counts branches and statements of functions.)
+"""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
+from cuflash.terms import OF_FUNCTIONS, OF_HEADS
+
 ROOT = Path(__file__).parents[2]
 LONGEST_FILE, LONGEST_FUNCTION = 600, 100  # lines; those of docstrings count in files alone
+# Where more files name an option, code that could walk over the rows of cuflash/terms.py spells them out.
+MOST_FILES, MOST_FILES_OF_GRADIENT = 9, 8
 FILES = {
     path.relative_to(ROOT).as_posix(): path
     for folder in ("cuflash", "kernels", "bench")
@@ -15,6 +23,7 @@ FILES = {
 }
 
 
+OPTIONS = (*OF_FUNCTIONS, *(term.name for term in OF_HEADS))
 TESTS = {
     path.relative_to(ROOT).as_posix()
     for pattern in ("*.py", "*/*.py", "*/*/*.py")  # not deeper, where the caches of tests are
@@ -48,3 +57,15 @@ def test_no_function_is_long(name):
 def test_lines_are_counted():
     text = "def f():\n" + '    """Of\n    two lines."""\n' + "    x = 1\n" * 99 + "\n\ndef g():\n" + "    x = 1\n" * 100
     assert dict(lengths_of_functions(text)) == {"f": 100, "g": 101}
+
+
+def files_that_name(word):
+    """The product files that have a word, be it in comments."""
+    whole = re.compile(rf"\b{word}\b")
+    return {name for name, path in FILES.items() if not name.startswith("bench/") and whole.search(path.read_text())}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_is_named_in_few_files(option):
+    assert 1 < len(files_that_name(option)) <= MOST_FILES
+    assert 1 < len(files_that_name(f"d{option}")) <= MOST_FILES_OF_GRADIENT
