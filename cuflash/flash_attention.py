@@ -108,7 +108,7 @@ class FlashAttention(Preparation):
 
     score : callable, optional
         ``score(s, i, j, *, head, batch, ...)``: the score of query i and key j, made of the scaled product s. Of the
-        arguments behind the ``*``, `head` and `batch` are integers, and all others arrays that the calls are given. It
+        arguments after the ``*``, `head` and `batch` are integers, and all others arrays that the calls are given. It
         is called once, with symbols, and returns an expression of these and of `cuflash.exp`, `cuflash.where` and so
         on: docs/score.md has the rules. Not with softcap, bias and alibi_slopes, which it takes the place of.
     mask : callable, optional
@@ -289,12 +289,12 @@ class FlashAttention(Preparation):
             pages of keys that exist are looked up; they are in 0..num_pages - 1, which is checked on the CPU; on the
             GPU others are clamped.
         cu_seqlens_q, cu_seqlens_k : array, optional
-            (sequences + 1,), int32: q, k and v are 3-D and hold packed sequences, one behind the other along the axis
+            (sequences + 1,), int32: q, k and v are 3-D and hold packed sequences, one after the other along the axis
             of seqlen. Rows ``cu_seqlens_q[b]`` up to, but not, ``cu_seqlens_q[b + 1]`` of q see the keys from
             ``cu_seqlens_k[b]`` up to, but not, ``cu_seqlens_k[b + 1]``, as a problem of their own: d is that of the
             sequence, of which any may be empty, and (batch, ...) stands for (sequences, ...). They start with 0, do not
             decrease, and end within the axis; on the GPU, where looking would be a synchronisation, nothing outside of
-            the arrays is touched whatever they are, and values that break the rule give undefined results. Rows behind
+            the arrays is touched whatever they are, and values that break the rule give undefined results. Rows after
             the last sequence belong to none: out = 0, lse = -inf. Not together with bias, mask, block_mask,
             kv_lengths and block_table.
         k_scale, v_scale : array, optional

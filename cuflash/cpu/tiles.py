@@ -8,7 +8,7 @@ multiplies stacks of blocks, 64 x 64 scores each. A product so small is below th
 its own: threads of this module run side by side without oversubscription, and nobody's settings are touched. It is also
 faster (0.9) than a large product (1.0), which BLAS repacks first. Sums over key blocks are a pass of their own (0.1).
 
-Few passes. Behind V stands a column of ones, so that the sums of weights are part of P V; behind K another, and below
+Few passes. After V stands a column of ones, so that the sums of weights are part of P V; after K another, and below
 Q^T a row of -m, so that S - m is one product, and likewise dP - D. The exponential (0.2) is all that remains.
 
 A lazy maximum. Online softmax needs an m near the maximum of the row, not the maximum. It is taken from the first keys
@@ -177,7 +177,7 @@ class Call(calls.Call):
     def stage(self, operand: Array, heads: Heads, rows: range, *, padded: int = 0, ones: int = 0) -> Array:
         """Rows of some heads in the dtype of the computation: a new array (heads, rows, dim).
 
-        Zero rows fill it up to `padded`; with ``ones=1`` there is a column of ones behind the last.
+        Zero rows fill it up to `padded`; with ``ones=1`` there is a column of ones after the last.
         """
         dim = operand.shape[3]
         staged = np.empty((heads.count, max(padded, len(rows)), dim + ones), self.dtype)
@@ -220,7 +220,7 @@ class Queries:
         ``scale * q``. The last block ends with rows of zeros where the rows do not fill it.
     q_t : (heads, blocks, head_dim + 1, queries)
         The same, transposed, times `Call.unit` or, with a cap, divided by that. Its last row, that meets the column of
-        ones behind K, is for `shift`.
+        ones after K, is for `shift`.
     shift : (heads, blocks, queries)
         What is added to scores times `Call.unit`: minus m in the forward pass, minus L in the backward pass.
     small : bool

@@ -30,18 +30,7 @@ from cuflash.operands import numpy_dtype, view_4d, view_rows
 from cuflash.options import ORIGIN_STEP, Options, diagonal_of, window_of
 from cuflash.problem import Problem, make_problem
 from cuflash.results import Array, ForwardResult, Gradients, named_tuple_of, needed
-from cuflash.terms import (
-    BROADCAST,
-    DEFAULT_NEED,
-    GRADIENTS,
-    NAMES,
-    OF_NUMBERS,
-    TERMS,
-    NamedGradients,
-    OfNumbers,
-    Terms,
-    checked,
-)
+from cuflash.terms import BROADCAST, DEFAULT_NEED, GRADIENTS, NAMES, TERMS, NamedGradients, OfNumbers, Terms, checked
 from cuflash.values import as_integer, as_real, counted, type_error, typed, value_error
 
 if TYPE_CHECKING:
@@ -217,7 +206,7 @@ class ContextParallel:
         Parameters
         ----------
         q, k, v : array
-            This rank's rows, its spans one behind the other, in shapes as `cuflash.FlashAttention.forward` takes them.
+            This rank's rows, its spans one after the other, in shapes as `cuflash.FlashAttention.forward` takes them.
         bias, mask : array, optional
             Broadcast to (batch, num_heads, rows of this rank's queries, keys of all ranks). An axis of queries of
             length 1 on all ranks, or none, stands for all queries of all of them, which then have the same array;
@@ -547,9 +536,9 @@ class ContextParallel:
 
     def _empty(self, name: str, run: Execution, call: _Call) -> Array:
         """Room for a gradient."""
-        if name in OF_NUMBERS:
+        like = call.given.get(name[1:])
+        if like is None:  # of a number
             return run.xp.empty((), numpy_dtype(run.problem.softmax_dtype))
-        like = call.given[name[1:]]
         return run.xp.empty(like.shape, like.dtype)
 
 

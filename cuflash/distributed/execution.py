@@ -361,7 +361,7 @@ class Execution:
         return Cargo(array[:, slice(*heads) if name in ("k", "v") else self._q_heads(heads)], False)
 
     def _columns(self, x: Cargo, target: int) -> Array:
-        """The array, of pairs with the columns of the keys of a rank, one span behind the other."""
+        """The array, of pairs with the columns of the keys of a rank, one span after the other."""
         if not x.has_columns:
             return x.array
         spans = self.schedule.split_k.spans[target]
@@ -372,7 +372,7 @@ class _Returns:
     """dq in parts, of queries that travelled: added where the keys are, and sent back to where the queries are.
 
     Parts are of the dtype of the softmax; a rank adds those of each rank in the order of ranks. They are on their way
-    during the step behind theirs.
+    during the step after theirs.
     """
 
     def __init__(self, execution: Execution, dq: Array) -> None:

@@ -54,12 +54,12 @@ class Case(Numbers):
         Shape of the boolean mask, broadcast likewise. Some of its rows are all False; of more than one block of 64 x 64
         pairs, some are all True or all False.
     kv_lengths : tuple of int, optional
-        Number of keys of each batch entry. What lies behind them is NaN.
+        Number of keys of each batch entry. What lies after them is NaN.
     kv_lengths_dtype : {"int32", "int64"}
     page_size : int
         k and v are pools of pages of so many keys, 4-D, and there is a block table. `seqlen_k` is a multiple of it;
         `kv_lengths` are those of all keys unless given. Pages are shuffled; some are nobody's, and full of NaN; the
-        table has -1 behind the lengths. All batch entries have one page in common where it is whole in each: that of
+        table has -1 after the lengths. All batch entries have one page in common where it is whole in each: that of
         their first keys. Such a case has no gradients. 0 (default): no pages.
     kv_dtype : str
         "float8_e4m3fn" or "float8_e5m2", which k and v then have: such a case has no gradients. Empty (default): that
