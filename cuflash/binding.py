@@ -264,7 +264,7 @@ def access_bytes(operands: tuple[Operand, ...], *addresses: int) -> int:
     """
     of_float8 = [operand.dtype in FLOAT8 for operand in operands]
     if any(of_float8):
-        size = max(ITEMSIZE[operand.dtype] for operand in operands)
+        size = max(2, *(ITEMSIZE[operand.dtype] for operand in operands))  # out has 2 bytes at least
         kinds: list[int] = []
         for kind in (True, False):
             some = tuple(x for x, is_of_it in zip(operands, of_float8, strict=True) if is_of_it == kind)

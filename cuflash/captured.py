@@ -7,7 +7,7 @@ from typing import Any
 
 from cuflash.operands import Operand, Shaped, as_it_is, check_dtype
 from cuflash.options import Options
-from cuflash.terms import PassArrays
+from cuflash.terms import NUMBERS, OF_SCORE, PassArrays
 from cuflash.values import value_error
 
 MOST_AXES = 4
@@ -15,8 +15,6 @@ MOST_AXES = 4
 RESERVED = frozenset(
     (*PassArrays.__annotations__, "q", "k", "v", "need", "seed", "offset", "passes", "remember", "forget")
 )
-# Options that a function takes the place of: what it returns is the score.
-REPLACED = ("softcap", "bias", "alibi_slopes")
 
 
 def names_of(options: Options) -> tuple[str, ...]:
@@ -77,9 +75,9 @@ def operands_of(
 
 def check_alone(options: Options, given: Iterable[str]) -> None:
     """Raise NotImplementedError for what does not go with functions."""
-    names = [*given, *(["softcap"] if options.softcap is not None else [])]
+    names = {*given, *(name for name in NUMBERS if getattr(options, name) is not None)}
     if options.score is not None:
-        for name in REPLACED:
+        for name in OF_SCORE:  # what a function returns is the score
             if name in names:
                 raise NotImplementedError(
                     f"{name}: got it together with score, expected one of them; write it in the function: what that "

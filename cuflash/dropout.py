@@ -87,7 +87,7 @@ def dropout_mask(
 def kept_weights(
     rate: float, seed: int | None, offset: int | None, head: int | Array, rows: range, columns: range
 ) -> NDArray[np.bool_]:
-    """Whether weights of some neighbouring rows and columns are kept, (rows, columns) behind the axes of `head`.
+    """Whether weights of some neighbouring rows and columns are kept, (rows, columns) after the axes of `head`.
 
     `head` counts the heads of all batch entries; `rate` is a multiple of 1 / 65536.
     """

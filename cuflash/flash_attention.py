@@ -13,6 +13,7 @@ The short story of a call:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -107,7 +108,7 @@ class FlashAttention(Preparation):
 
     score : callable, optional
         ``score(s, i, j, *, head, batch, ...)``: the score of query i and key j, made of the scaled product s. Of the
-        arguments behind the ``*``, `head` and `batch` are integers, and all others arrays that the calls are given. It
+        arguments after the ``*``, `head` and `batch` are integers, and all others arrays that the calls are given. It
         is called once, with symbols, and returns an expression of these and of `cuflash.exp`, `cuflash.where` and so
         on: docs/score.md has the rules. Not with softcap, bias and alibi_slopes, which it takes the place of.
     mask : callable, optional
@@ -204,9 +205,10 @@ class FlashAttention(Preparation):
         check_names(self.options)
 
     def __repr__(self) -> str:
-        functions = (("score", self.options.score), ("mask", self.options.mask_function))
-        shown = "".join(f", {name}={function!r}" for name, function in functions if function)
-        return f"FlashAttention{repr(self.options).removeprefix('Options')[:-1]}{shown})"
+        functions = {"score": self.options.score, "mask": self.options.mask_function}
+        names = [name for name in inspect.signature(FlashAttention).parameters if functions.get(name, name)]
+        shown = (f"{name}={functions.get(name) or getattr(self.options, name)!r}" for name in names)
+        return f"FlashAttention({', '.join(shown)})"
 
     def __eq__(self, other: object) -> bool:
         return self.options == other.options if isinstance(other, FlashAttention) else NotImplemented
@@ -288,20 +290,21 @@ class FlashAttention(Preparation):
             pages of keys that exist are looked up; they are in 0..num_pages - 1, which is checked on the CPU; on the
             GPU others are clamped.
         cu_seqlens_q, cu_seqlens_k : array, optional
-            (sequences + 1,), int32: q, k and v are 3-D and hold packed sequences, one behind the other along the axis
+            (sequences + 1,), int32: q, k and v are 3-D and hold packed sequences, one after the other along the axis
             of seqlen. Rows ``cu_seqlens_q[b]`` up to, but not, ``cu_seqlens_q[b + 1]`` of q see the keys from
             ``cu_seqlens_k[b]`` up to, but not, ``cu_seqlens_k[b + 1]``, as a problem of their own: d is that of the
             sequence, of which any may be empty, and (batch, ...) stands for (sequences, ...). They start with 0, do not
             decrease, and end within the axis; on the GPU, where looking would be a synchronisation, nothing outside of
-            the arrays is touched whatever they are, and values that break the rule give undefined results. Rows behind
+            the arrays is touched whatever they are, and values that break the rule give undefined results. Rows after
             the last sequence belong to none: out = 0, lse = -inf. Not together with bias, mask, block_mask,
             kv_lengths and block_table.
-        k_scale, v_scale : array, optional
-            float32: what the numbers of k and v are multiplied by where these are float8; without one, by 1. Each
+        q_scale, k_scale, v_scale : array, optional
+            float32: what the numbers of q, k and v are multiplied by where these are float8; without one, by 1. Each
             broadcasts to (batch, num_heads_kv, ceil(seqlen_k / block)), in every layout, where block is a power of two
             that the length of the last axis tells. So () is one number for the array, (num_heads_kv, 1) one for each
             head, and as many as keys are one for each key. With a `block_table` they are those of the pool:
-            (num_pages, num_heads_kv, ceil(page_size / block)); with packed sequences, blocks are of all rows.
+            (num_pages, num_heads_kv, ceil(page_size / block)); with packed sequences, blocks are of all rows. That of q has
+            num_heads and seqlen_q in their place, and is not taken with packed sequences.
         seed, offset : int, optional
             Which weights dropout drops: needed with it, without effect elsewhere. 0 to ``2 ** 64 - 1`` and
             ``2 ** 32 - 1``. Calls that differ in either drop others, say with the number of a layer as seed and that of
@@ -424,7 +427,7 @@ class FlashAttention(Preparation):
             Not served: gradients are those of contiguous keys and values.
         cu_seqlens_q, cu_seqlens_k : array, optional
             As `forward` took them.
-        k_scale, v_scale : array, optional
+        q_scale, k_scale, v_scale : array, optional
             Not served: there are no gradients of k and v of one byte.
         dlse : array, optional
             Gradient with respect to lse, of its shape and dtype, if anything was computed from lse. Rows whose lse is
@@ -482,7 +485,7 @@ class FlashAttention(Preparation):
                 "dbias": dbias, "dalibi_slopes": dalibi_slopes, "dscale": dscale, "dsoftcap": dsoftcap,
                 "dsinks": dsinks,
             }  # fmt: skip
-            names = needed(need, arrays | {"softcap": self.options.softcap}, results, of_functions)
+            names = needed(need, arrays | self.options.numbers, results, of_functions)
             results, kind = {name: results[name] for name in names}, named_tuple_of(names)
         arrays |= results
         need = tuple(results)

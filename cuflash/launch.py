@@ -82,7 +82,7 @@ class _Launch:
     scratch: tuple[int, ...]  # first byte of each scratch array in one allocation
     scratch_bytes: int  # of all of it
     longest: int  # the most keys that it serves, where maps of k and v may be of these; else 0
-    of_longest: tuple[tuple[str, int], ...]  # k and v, and how many bytes behind their pointer so many keys end
+    of_longest: tuple[tuple[str, int], ...]  # k and v, and how many bytes after their pointer so many keys end
     extents: tuple[tuple[int, int], ...]  # bytes that each array of the call reaches, relative to its pointer
     given: tuple[tuple[str, int, int], ...]  # results that the call is given: which of these arrays, and which result
     last_call: int = 0  # the number of the last call among all

@@ -25,7 +25,7 @@ from cuflash.float8 import on_bits
 from cuflash.interop import overlap
 from cuflash.operands import check_array, numpy_dtype
 from cuflash.options import Options
-from cuflash.terms import DEFAULT_NEED
+from cuflash.terms import DEFAULT_NEED, OF_NUMBERS, TERMS
 from cuflash.values import counted, value_error
 
 Array = Any  # of NumPy or CuPy
@@ -34,21 +34,21 @@ Array = Any  # of NumPy or CuPy
 SMALL = 16
 # How many axes of an array are not leading ones; those of head dimensions may lack the first of these.
 _OVER_HEAD_DIMENSIONS = (*INPUTS, "out", "dout", *DEFAULT_NEED)
-_BROADCAST = {"bias": 3, "mask": 3, "block_mask": 3, "k_scale": 2, "v_scale": 2}
-_SMALL = {"kv_lengths": 0, "alibi_slopes": 1}
+_OF_TERMS = {term.name: term.own_axes for term in TERMS if term.own_axes is not None}
+_BROADCAST = tuple(name for name, own in _OF_TERMS.items() if own > 1)
+_SHARED = tuple(term.name for term in TERMS if term.lacks_batch)
+# Terms of which a batch entry has a few numbers.
+_SMALL = tuple(name for name, own in _OF_TERMS.items() if own < 2 and name not in _SHARED)
 _OWN_AXES = {
     **dict.fromkeys(_OVER_HEAD_DIMENSIONS, 3),
     **dict.fromkeys(("lse", "dlse"), 2),
-    **_BROADCAST,
-    **_SMALL,
-    **{"sinks": 1, "dbias": 3, "dalibi_slopes": 1, "dsinks": 1},
+    **_OF_TERMS,
+    **{term.gradient: _OF_TERMS[term.name] for term in TERMS if term.part_of},
 }
-# Terms that a pass takes without an axis for the batch, which it then sums their gradients over.
-_SUMMED_BY_PASS = (*_BROADCAST, "alibi_slopes", "sinks")
+_SUMMED_BY_PASS = tuple(term.name for term in TERMS if term.may_lack_batch)
 _FULL = {"out": 3, "dout": 3, "lse": 2, "dlse": 2}
-_NUMBERS = ("dscale", "dsoftcap")
 # Arrays that `is_plain` looks at beside q, k and v; those with None go with no leading axes.
-_OF_ENTRIES = {**_FULL, **_SMALL, "sinks": 1, **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "block_table"))}
+_OF_ENTRIES = {**_FULL, **{term.name: term.own_axes for term in TERMS if term.name not in _BROADCAST}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ def is_plain(arrays: Mapping[str, Any]) -> bool:
         if name in _FULL:
             is_plain = is_plain and (len(q) < 4 or (len(shape) == 1 + own and shape[0] == batch))
         elif len(shape) == 1 + own and shape[0] == 1:  # one pass takes such an axis where it is the batch
-            is_plain = is_plain and batch == 1 and name != "sinks"
+            is_plain = is_plain and batch == 1 and name not in _SHARED
         elif name == "kv_lengths":
             is_plain = is_plain and len(shape) > 0
     return is_plain
@@ -171,7 +171,7 @@ def _axes_of(
 
     def is_sum(name: str) -> bool:
         model = name[1:]
-        if name in full or (model not in steps and name not in _NUMBERS):
+        if name in full or (model not in steps and name not in OF_NUMBERS):
             return False
         leading = len(shapes[model]) - _OWN_AXES[model] if model in shapes else 0
         own = _aligned(shapes[model][:leading] if leading > 0 else (), len(lengths))
@@ -256,8 +256,8 @@ def _check(
         fits = len(lead) <= len(lengths) and all(
             n in (1, m) for n, m in zip(reversed(lead), reversed(lengths), strict=False)
         )
-        if name == "sinks" and fits and any(n != 1 for n in lead):
-            fits, expected = False, f"{heads}, and leading axes of size 1: a head has one sink"
+        if name in _SHARED and fits and any(n != 1 for n in lead):
+            fits, expected = False, f"{heads}, and leading axes of size 1: a head has one {name.removesuffix('s')}"
         if not (is_right and fits):
             raise value_error(name, f"shape {shape}", expected)
 

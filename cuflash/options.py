@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from cuflash.score import Traced
+from cuflash.terms import NUMBER_ROWS, Numbers
 from cuflash.values import as_bool, as_integer, as_real, check_choice, type_error, typed, value_error
 
 LAYOUTS = ("bhsd", "bshd")
@@ -19,13 +20,11 @@ CAUSAL = "False, True (bottom-right aligned) or 'top_left'"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Numbers):
     """The static options of `cuflash.FlashAttention`, checked; see there for their meaning."""
 
     causal: bool | Literal["top_left"] = False
-    scale: float | None = None
     window: tuple[int | None, int | None] | None = None
-    softcap: float | None = None
     layout: str = "bhsd"
     deterministic: bool = False
     precision: str = "highest"
@@ -50,8 +49,11 @@ class Options:
             checked["causal"] = as_bool("causal", self.causal, CAUSAL)
         elif self.causal != "top_left":
             raise value_error("causal", repr(self.causal), CAUSAL)
-        if self.scale is not None:
-            checked["scale"] = as_real("scale", self.scale, "None or a real number")
+        for row in NUMBER_ROWS:
+            if (value := getattr(self, row.name)) is not None:
+                checked[row.name] = as_real(row.name, value, "None or a real number")
+                if row.is_positive and checked[row.name] <= 0:
+                    raise value_error(row.name, checked[row.name], "None or a number > 0")
         if self.window is not None:
             if not isinstance(self.window, (tuple, list)):
                 raise type_error("window", typed(self.window), "None or (left, right)")
@@ -59,10 +61,6 @@ class Options:
                 raise value_error("window", self.window, "two entries (left, right)")
             left, right = self.window
             checked["window"] = (_check_window_side("left", left), _check_window_side("right", right))
-        if self.softcap is not None:
-            checked["softcap"] = as_real("softcap", self.softcap, "None or a real number")
-            if checked["softcap"] <= 0:
-                raise value_error("softcap", checked["softcap"], "None or a number > 0")
         check_choice("layout", self.layout, LAYOUTS)
         checked["deterministic"] = as_bool("deterministic", self.deterministic)
         check_choice("precision", self.precision, PRECISIONS)

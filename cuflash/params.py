@@ -30,12 +30,12 @@ if CAPTURED.itemsize != CAPTURED_BYTES:
 
 # Which 64-bit word of the struct holds the pointer of an array.
 POINTER_WORD = {name: PARAMS.fields[name][1] // 8 for name, _ in ARRAYS}  # type: ignore[index]
-# Which of these words holds the number of the call, behind the word with the address of it all.
+# Which of these words holds the number of the call, after the word with the address of it all.
 _CALL = 1 + PARAMS.fields["call"][1] // 8  # type: ignore[index]
-# Where the numbers lie that follow the number of keys, four 32-bit words behind each other: `length_numbers`.
+# Where the numbers lie that follow the number of keys, four 32-bit words in a row: `length_numbers`.
 _LENGTH = PARAMS.fields["seqlen_k"][1]  # type: ignore[index]
 _PACK_LENGTH = struct.Struct("=4i").pack_into
-# Where the seed lies, two 32-bit words that are one of 64, and the offset behind it.
+# Where the seed lies, two 32-bit words that are one of 64, and the offset after it.
 _RANDOM = PARAMS.fields["seed_low"][1]  # type: ignore[index]
 
 
@@ -111,7 +111,7 @@ def length_numbers(problem: Problem) -> tuple[int, int, int, int]:
 
 
 class Frame:
-    """The argument of one call in memory, behind a word with its address: a launch wants the address of that word."""
+    """The argument of one call in memory, after a word with its address: a launch wants the address of that word."""
 
     __slots__ = ("address", "bytes", "maps", "random", "seqlen_k", "words")
 

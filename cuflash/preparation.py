@@ -62,7 +62,7 @@ class Preparation:
         of_functions = gradient_names(self.options)
         given = {"q": q, "k": k, "v": v} | self._checked("plan", PassArrays, arrays, of_functions)
         results = {name: given.get(name) for name in (*GRADIENTS, *of_functions)}
-        need = needed(need, given | {"softcap": self.options.softcap}, results, of_functions)
+        need = needed(need, given | self.options.numbers, results, of_functions)
         borrowed = interop.borrow(given, required=INPUTS)
         plans: CpuPlan | Plans = _backend(borrowed.kind).plan(self.options, borrowed.arrays, need)
         return plans
@@ -100,7 +100,7 @@ class Preparation:
         arrays = {"q": q, "k": k, "v": v} | self._checked("compile", Terms, terms)
         of_functions = gradient_names(self.options)
         absent = dict.fromkeys((*GRADIENTS, *of_functions))
-        need = needed(need, arrays | {"softcap": self.options.softcap}, absent, of_functions)
+        need = needed(need, arrays | self.options.numbers, absent, of_functions)
         borrowed = interop.borrow(arrays, required=INPUTS)
         _backend(borrowed.kind).compile(self.options, borrowed.arrays, need)
 

@@ -35,7 +35,7 @@ from cuflash.operands import (
 )
 from cuflash.options import Options, check_block_size, diagonal_of, rounded_rate, window_of
 from cuflash.score import Program, Traced, program_of
-from cuflash.terms import BY_NAME, GRADIENTS, NAMES, NUMBER_ROWS, NUMBERS, OF_FLOAT8, Given, Term, Terms
+from cuflash.terms import BY_NAME, GRADIENTS, NAMES, NUMBER_ROWS, OF_FLOAT8, Given, Term, Terms
 from cuflash.values import counted, type_error, value_error
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Problem(Given):
             diagonal=self.diagonal if is_fixed and not is_top_left else None,
             score=self.score,
             mask_function=self.mask_function,
-            **{name: getattr(self, name) for name in NUMBERS},
+            **self.numbers,
             origin=self.origin,
             wide=self.wide,
         )
@@ -499,7 +499,7 @@ def _scale_operand(name: str, array: Shaped, of: Operand, first: str) -> Operand
 
 def _numbers_in(dtype: str, softmax_dtype: str, options: Options, head_dim: int) -> dict[str, Any]:
     """The numbers of a problem by name, checked to be in the ranges of its dtype; None for those that are not given."""
-    numbers = {name: getattr(options, name) for name in NUMBERS}
+    numbers = options.numbers
     if numbers["scale"] is None:
         numbers["scale"] = head_dim**-0.5
     for row in NUMBER_ROWS:

@@ -330,6 +330,11 @@ def _gather(pool: Array, table: Array, length: int) -> Array:
     return pool[table[:num_pages]].reshape(num_pages * page_size, dim)[:length]
 
 
+def unit_of_scores(problem: Problem) -> float:
+    """What terms of scores are counted in, to judge their rounding: a softcap below 1, or 1."""
+    return min(1.0, problem.softcap or 1.0)
+
+
 def _scores(
     problem: Problem, Q: Array, K: Array, *, slope: Array | None, bias: Array | None, mask: Array | None
 ) -> tuple[Array, Array, Array, dict[str, Array]]:

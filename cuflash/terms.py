@@ -30,6 +30,8 @@ class Term:
         Empty where the shape follows from more than the sizes of the problem: then `cuflash.problem` checks it.
     strides : int
         How many strides the kernels get.
+    own_axes : int, optional
+        How many of its axes are not leading ones. None where it goes with no leading axes.
     part_of : {"", "scores", "softmax"}
         Whether it is a summand of the scores, or of the sum of exponentials, which lse has in it. Such a term has a
         gradient, of its own shape and dtype.
@@ -51,6 +53,7 @@ class Term:
     shapes: tuple[tuple[str, ...], ...] = ()
     broadcasts: bool = False
     strides: int
+    own_axes: int | None = None
     part_of: Literal["", "scores", "softmax"] = ""
     goes_packed: bool = False
     has_keys: bool = False
@@ -62,6 +65,16 @@ class Term:
         """The name of its gradient; empty where it has none."""
         return f"d{self.name}" if self.part_of else ""
 
+    @property
+    def may_lack_batch(self) -> bool:
+        """Whether a pass takes it without an axis for the batch, and then sums its gradient over the batch."""
+        return bool(self.own_axes)
+
+    @property
+    def lacks_batch(self) -> bool:
+        """Whether a pass takes it in no other way: all batch entries share one array."""
+        return self.may_lack_batch and bool(self.shapes) and not any("batch" in shape for shape in self.shapes)
+
 
 TERMS = (
     Term(
@@ -70,6 +83,7 @@ TERMS = (
         shapes=(SCORES,),
         broadcasts=True,
         strides=4,
+        own_axes=3,
         part_of="scores",
         has_keys=True,
         acts=2,
@@ -82,16 +96,18 @@ TERMS = (
         shapes=(SCORES,),
         broadcasts=True,
         strides=4,
+        own_axes=3,
         has_keys=True,
         acts=3,
         define="CUFLASH_HAS_MASK",
     ),
-    Term(name="block_mask", dtypes=("bool",), hint=" (True takes part)", strides=4, has_keys=True, acts=4),
+    Term(name="block_mask", dtypes=("bool",), hint=" (True takes part)", strides=4, own_axes=3, has_keys=True, acts=4),
     Term(
         name="alibi_slopes",
         dtypes=("softmax",),
         shapes=(("num_heads",), ("batch", "num_heads")),
         strides=3,
+        own_axes=1,
         part_of="scores",
         goes_packed=True,
         acts=1,
@@ -102,6 +118,7 @@ TERMS = (
         dtypes=("int32", "int64"),
         shapes=(("batch",),),
         strides=1,
+        own_axes=0,
         acts=5,
         define="CUFLASH_KV_LENGTHS_BYTES",
     ),
@@ -110,6 +127,7 @@ TERMS = (
         dtypes=("softmax",),
         shapes=(("num_heads",),),
         strides=1,
+        own_axes=1,
         part_of="softmax",
         goes_packed=True,
         acts=6,
@@ -118,13 +136,17 @@ TERMS = (
     Term(name="cu_seqlens_q", dtypes=("int32",), strides=1, goes_packed=True),
     Term(name="cu_seqlens_k", dtypes=("int32",), strides=1, goes_packed=True),
     Term(name="block_table", dtypes=("int32",), strides=2),
-    Term(name="q_scale", dtypes=("float32",), strides=3),
-    Term(name="k_scale", dtypes=("float32",), strides=3, goes_packed=True),
-    Term(name="v_scale", dtypes=("float32",), strides=3, goes_packed=True),
+    Term(name="q_scale", dtypes=("float32",), strides=3, own_axes=2),
+    Term(name="k_scale", dtypes=("float32",), strides=3, own_axes=2, goes_packed=True),
+    Term(name="v_scale", dtypes=("float32",), strides=3, own_axes=2, goes_packed=True),
 )
 NAMES = tuple(term.name for term in TERMS)
 BY_NAME: Mapping[str, Term] = {term.name: term for term in TERMS}
 ACTING = tuple(term.name for term in sorted(TERMS, key=lambda term: term.acts) if term.acts)
+# Those over pairs of a query and a key, along which they broadcast.
+BROADCAST = tuple(term.name for term in TERMS if term.broadcasts)
+# The terms that have a number for each query head: they act alike in every batch entry, or have an axis for these.
+OF_HEADS = tuple(term for term in TERMS if term.part_of and not term.broadcasts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +198,8 @@ OF_PAIRS = (
 )
 # Those of them that hide pairs, and do nothing else.
 MASKS = tuple(name for name in OF_PAIRS if name in BY_NAME and not BY_NAME[name].part_of)
+# And the others, which make the score: a function of the caller takes their place.
+OF_SCORE = tuple(name for name in OF_PAIRS if name not in MASKS)
 # The macros that tell kernels whether they are given.
 DEFINES: Mapping[str, str] = {
     **{name: f"CUFLASH_HAS_{name.upper()}" for name in OF_FUNCTIONS},
@@ -188,16 +212,29 @@ OF_NUMBERS = tuple(f"d{name}" for name in NUMBERS)
 OF_SCORES = (*(term.gradient for term in TERMS if term.part_of == "scores"), *OF_NUMBERS)
 OF_SOFTMAX = tuple(term.gradient for term in TERMS if term.part_of == "softmax")
 GRADIENTS = (*DEFAULT_NEED, *OF_SCORES, *OF_SOFTMAX)
+_ADDED = tuple(term.name for term in TERMS if term.part_of == "scores")
 # Gradients that only a problem with a certain option has, and that option.
 OF_OPTIONS = {f"d{name}": name for name in OF_FUNCTIONS} | {term.gradient: term.name for term in TERMS if term.part_of}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class Numbers:
+    """The numbers as options, None for those that are not given."""
+
+    scale: float | None = None
+    softcap: float | None = None
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The numbers by name."""
+        return {name: getattr(self, name) for name in NUMBERS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given(Numbers):
     """What a problem has of the numbers, and of the terms as kernels see them."""
 
-    scale: float
-    softcap: float | None = None
+    scale: float = field()
     bias: Operand | None = None
     mask: Operand | None = None
     kv_lengths: Operand | None = None
@@ -216,9 +253,21 @@ class Given:
         return tuple(name for name in names if getattr(self, name) is not None)
 
     @property
+    def has_added_terms(self) -> bool:
+        """Whether a term is added to the scores, be it large."""
+        return bool(self.given(_ADDED))
+
+    @property
     def acting(self) -> tuple[str, ...]:
         """The options that act on scores, in the order in which they do."""
         return self.given((*OF_FUNCTIONS, *ACTING))
+
+
+class OfNumbers(TypedDict, total=False):
+    """The numbers as keyword arguments."""
+
+    scale: float | None
+    softcap: float | None
 
 
 class Terms(TypedDict, total=False):

@@ -28,7 +28,7 @@ from cuflash.binding import Layout, Pass
 from cuflash.compiler import CompileError, compile_spec, kernels_fingerprint
 from cuflash.kernel_cache import cache_directory, write_atomically
 from cuflash.planning import DeviceSpec, LaunchPlan, choose_plan
-from cuflash.planning.backward import SOFTMAX_KERNEL
+from cuflash.planning.backward import SOFTMAX_KERNELS
 from cuflash.planning.sm80 import (
     BACKWARD_TILES,
     DQ_TILES,
@@ -403,7 +403,7 @@ class _Key(NamedTuple):
         return self._asdict() | {"device": asdict(self.device), "sources": kernels_fingerprint()}
 
 
-_UNTIMED = (SOFTMAX_KERNEL,)  # whatever the tiles are, it takes the same time
+_UNTIMED = tuple(SOFTMAX_KERNELS.values())  # whatever the tiles are, it takes the same time
 
 
 @functools.lru_cache(maxsize=1024)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from cuflash.cpu import by_functions, core, numpy_path
 from cuflash.cpu.jobs import cpu_threads
 from cuflash.cpu.packed import clear_rows_of_no_sequence
+from cuflash.operands import layout_of, numpy_dtype, view_4d
 from cuflash.problem import Problem, scales_of_rows
 from cuflash.terms import DEFAULT_NEED, OF_FLOAT8
 
@@ -61,7 +63,7 @@ def forward(
         lse is the natural logarithm of the sum of exponentials. In a row that sees no key, out is 0, and lse is -inf or
         the sink.
     """
-    out = np.empty(problem.out_shape, q.dtype) if out is None else out
+    out = np.empty(problem.out_shape, numpy_dtype(problem.dtype)) if out is None else out
     lse = np.empty(problem.lse_shape, problem.softmax_dtype) if lse is None else lse
     if problem.is_packed:
         clear_rows_of_no_sequence(problem, out, lse, terms["cu_seqlens_q"])
@@ -96,7 +98,7 @@ def backward(
     **others : numpy.ndarray, optional
         The terms, as `forward` takes them; dlse, the gradient with respect to lse; and arrays for gradients by name,
         which are written to and returned if wanted: shapes and dtypes of q, k, v, bias and so on, shape () and dtype of
-        lse of dscale and dsoftcap; any strides.
+        lse where it is that of a number; any strides.
 
     Returns
     -------
@@ -114,6 +116,9 @@ def backward(
 def _run(
     problem: Problem, arrays: Mapping[str, Array | None], is_backward: bool, seed: int | None, offset: int | None
 ) -> None:
+    if problem.multiplies_float8:
+        _run_with_wide_queries(problem, arrays, seed, offset)
+        return
     if problem.has_float8:
         scales = {name: scales_of_rows(problem, name, arrays.get(name)) for name in OF_FLOAT8}
         arrays = {**arrays, **scales}
@@ -122,6 +127,21 @@ def _run(
         return
     way = numpy_path if core.why_not(problem) is not None else core
     way.run(problem, arrays, is_backward, seed, offset)
+
+
+def _run_with_wide_queries(
+    problem: Problem, arrays: Mapping[str, Array | None], seed: int | None, offset: int | None
+) -> None:
+    """The forward pass of q, k and v of one byte a number: q in float32, and out rounded at the end."""
+    q, out = arrays["q"], arrays["out"]
+    assert q is not None and out is not None
+    scale = scales_of_rows(problem, "q_scale", arrays.get("q_scale"))
+    wide = view_4d(q, problem.layout).astype(np.float32) * (np.float32(1) if scale is None else scale[..., None])
+    wide = (wide.swapaxes(1, 2) if problem.layout == "bshd" else wide).reshape(q.shape)
+    of_float32 = replace(problem, dtype="float32", q=layout_of(wide, problem.layout), q_scale=None)
+    sums = out.astype(np.float32)  # rows of no sequence are not written to
+    _run(of_float32, {**arrays, "q": wide, "q_scale": None, "out": sums}, False, seed, offset)
+    out[...] = sums
 
 
 def _gradients_for(problem: Problem, need: Collection[str], given: Mapping[str, Array | None]) -> dict[str, Array]:

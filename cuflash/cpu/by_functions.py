@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.cpu import jobs
+from cuflash.cpu import jobs, sink
 from cuflash.cpu.packed import sequences
 from cuflash.cpu.tiles import count_threads
 from cuflash.dropout import kept_weights
@@ -51,7 +51,7 @@ class Call:
         mask, blocks = arrays.get("mask"), arrays.get("block_mask")
         self.mask = None if mask is None else np.broadcast_to(mask, shape)
         self.block_mask = None if blocks is None else np.broadcast_to(blocks, (*shape[:2], *blocks.shape[-2:]))
-        self.kv_lengths, self.sinks = arrays.get("kv_lengths"), arrays.get("sinks")
+        self.kv_lengths, self.sink = arrays.get("kv_lengths"), sink.Sink(arrays)
         self.k_scale, self.v_scale = arrays.get("k_scale"), arrays.get("v_scale")
         self._tables = Tables(self.captured)
         self._shown: dict[tuple[int, int], tuple[Array, Array]] = {}
@@ -197,8 +197,8 @@ def _forward_rows(call: Call, out: Array, lse: Array, batch: int, head: int, row
     o = np.zeros((len(rows), problem.head_dim_v), call.dtype)
     m = np.full((len(rows), 1), -np.inf, call.dtype)
     l = np.zeros((len(rows), 1), call.dtype)  # noqa: E741 (the paper's letter)
-    if call.sinks is not None:
-        m[:], l[:] = call.sinks[head], call.sinks[head] != -np.inf
+    if call.sink:
+        call.sink.begin(head, m, l)
     for keys, asks in call.tiles(batch, head, rows):
         k, v = (call.rows_of(x, batch, of_keys, keys) for x in (call.k, call.v))
         inputs = call.inputs(batch, head, rows, keys)
@@ -294,8 +294,8 @@ class _Part:
         delta = (dO * O).sum(axis=1, keepdims=True)
         if dlse is not None:
             delta -= np.where(is_empty, 0, dlse[here][:, None])
-        if call.sinks is not None and "dsinks" in wanted:
-            self.dsink = float(-np.sum(np.where(is_empty, 0, np.exp(call.sinks[self.head] - log_sum) * delta)))
+        if call.sink and sink.GRADIENT in wanted:
+            self.dsink = float(call.sink.gradient(self.head, log_sum[:, 0], delta[:, 0]))
         exponent = np.where(is_empty, np.inf, log_sum)
         if "dq" in wanted:
             self.dq = np.zeros(q.shape, call.dtype)
@@ -361,5 +361,5 @@ class _Part:
             sums[f"d{name}"].reshape(-1)[entries] += part
         if "dscale" in sums:
             sums["dscale"][...] += self.dscale
-        if "dsinks" in sums:
-            sums["dsinks"][self.head] += self.dsink
+        if sink.GRADIENT in sums:
+            sums[sink.GRADIENT][self.head] += self.dsink

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.cpu import exponentials
+from cuflash.cpu.sink import Sink
 from cuflash.operands import view_4d, view_rows
 from cuflash.problem import Problem
 from cuflash.terms import DEFAULT_NEED, GRADIENTS
@@ -56,12 +57,11 @@ class Call:
         self.dlse = None if dlse is None else view_rows(dlse)
         self.wanted = {} if dout is None else {name: x for name in GRADIENTS if (x := given(name)) is not None}
         self.bias, self.mask, self.kv_lengths = given("bias"), given("mask"), given("kv_lengths")
-        self.slopes, self.sinks = given("alibi_slopes"), given("sinks")
+        self.slopes, self.sink = given("alibi_slopes"), Sink(arrays)
         self.seed, self.offset = seed, offset
         self.first_head = 0 if sequence is None else sequence * problem.num_heads
         self.dtype = self.q.dtype if self.q.dtype.itemsize > 2 else FLOAT32
-        self.has_added_terms = self.bias is not None or self.slopes is not None
-        self.unit = 1.0 if self.has_added_terms else exponentials.UNIT
+        self.unit = 1.0 if problem.has_added_terms else exponentials.UNIT
 
     @property
     def gradients_of_operands(self) -> dict[str, Array]:

@@ -12,6 +12,8 @@ from cuflash.problem import Problem
 
 Array = NDArray[Any]
 
+GRADIENT = "dsoftcap"
+
 
 def has_cap(problem: Problem) -> bool:
     """Whether a soft cap makes scores of scaled products; otherwise they are the same."""

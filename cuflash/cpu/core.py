@@ -121,7 +121,7 @@ def _hash_of_sources() -> str:
 
 
 def _find_data_offset() -> int:
-    """Where an array object has the address of its data: behind the head that all objects have, in CPython.
+    """Where an array object has the address of its data: after the head that all objects have, in CPython.
 
     To ask an array for its address takes longer than all the rest of a small call.
     """

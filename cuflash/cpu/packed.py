@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from cuflash.operands import view_4d
 from cuflash.problem import Problem
-from cuflash.terms import OF_FLOAT8
 from cuflash.values import value_error
 
 Array = NDArray[Any]

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.cpu import stacks
+from cuflash.cpu import cap, sink, stacks
 from cuflash.cpu.calls import Call
-from cuflash.cpu.cap import derivative_by_softcap, slope_of
 from cuflash.cpu.exponentials import LOWEST_WEIGHT
 from cuflash.cpu.stacked_scores import (
     compute_scores,
@@ -56,14 +55,13 @@ def _forward_stack(call: Call, stack: Stack) -> None:
     m = np.maximum.reduce(scores, 0)
     if plan.hides:
         np.maximum(m, LOWEST[m.dtype], out=m)  # of a row that sees no key
-    if call.sinks is not None:
-        m_of_rows, sinks = m.reshape(stack.rows_shape), (call.sinks[stack.of_queries[1]] * plan.unit)[:, None]
-        np.maximum(m_of_rows, sinks, out=m_of_rows)
+    if call.sink:
+        call.sink.raise_maxima(stack.of_queries[1], plan.unit, m.reshape(stack.rows_shape))
     small = weigh(stack, scores, m, plan.hides)
     l = np.add.reduce(scores, 0)  # noqa: E741 (the paper's letter)
-    if call.sinks is not None:
-        l_of_rows = l.reshape(stack.rows_shape)
-        l_of_rows += np.exp((sinks - m_of_rows) / plan.unit)
+    if call.sink:
+        m_of_rows, l_of_rows = (x.reshape(stack.rows_shape) for x in (m, l))
+        call.sink.add_weights(stack.of_queries[1], plan.unit, m_of_rows, l_of_rows)
     row_lse = np.log(l)
     if plan.unit != 1:
         np.divide(m, plan.units, m)
@@ -151,7 +149,7 @@ def _backward_stack(
         if sums is not None:
             _add_sums(call, stack, sums, q, k, tanh, row_lse, delta.reshape(stack.rows_shape))
         if tanh is not None:
-            ds *= slope_of(tanh)
+            ds *= cap.slope_of(tanh)
         np.multiply(ds, plan.scale, ds)
         if dq is not None:
             stack.write_product(dq[stack.of_queries], stack.product("ds").swapaxes(2, 3), k)
@@ -167,7 +165,7 @@ def _backward_stack(
 def _add_sums(
     call: Call, stack: Stack, sums: _Sums, q: Array, k: Array, tanh: Array | None, row_lse: Array, delta: Array
 ) -> None:
-    """What a stack has for gradients of what scores are made of beside q and k, and of sinks."""
+    """What a stack has for gradients of what scores are made of beside q and k, and of the sink."""
     of_heads, ds = sums.of_heads, stack.scores("ds")
     if sums.dbias is not None:
         pairs = stack.as_terms(ds).transpose(1, 2, 3, 0)
@@ -175,17 +173,16 @@ def _add_sums(
         sums.add_to_dbias(stack.number, part_of(sums.dbias, stack), pairs.sum(axis=summed, keepdims=True))
     if "dalibi_slopes" in of_heads:
         of_heads["dalibi_slopes"][stack.of_queries] = -(stack.as_terms(ds) * distances(call)).sum(axis=(0, 3))
-    if "dsinks" in of_heads and call.sinks is not None:
-        weights = np.exp(call.sinks[stack.of_queries[1], None] - row_lse)
-        of_heads["dsinks"][stack.of_queries] = -(weights * delta).sum(axis=2, where=row_lse != -math.inf)
-    if "dsoftcap" in of_heads and tanh is not None:
+    if sink.GRADIENT in of_heads and call.sink:
+        of_heads[sink.GRADIENT][stack.of_queries] = call.sink.gradient(stack.of_queries[1], row_lse, delta)
+    if cap.GRADIENT in of_heads and tanh is not None:
         x = stack.scores("x")
         stack.multiply_rows(k, q, stack.product("x"))
         x *= stack.plan.factor
-        parts = stack.as_terms(ds * derivative_by_softcap(x, tanh))
-        of_heads["dsoftcap"][stack.of_queries] = parts.sum(axis=(0, 3))
+        parts = stack.as_terms(ds * cap.derivative_by_softcap(x, tanh))
+        of_heads[cap.GRADIENT][stack.of_queries] = parts.sum(axis=(0, 3))
     if "dscale" in of_heads:
-        of_products = ds if tanh is None else ds * slope_of(tanh)
+        of_products = ds if tanh is None else ds * cap.slope_of(tanh)
         dq = stack.take("dq", *q.shape)
         stack.multiply(stack.as_product(of_products).swapaxes(2, 3), k, dq)
         parts = np.einsum("...d,...d->...", dq, q).reshape(stack.rows_shape)

@@ -119,7 +119,7 @@ class Plan:
         self.group_size = problem.group_size
         self.has_window = problem.window_left is not None or problem.window_right is not None
         self.hides = self.has_window or problem.mask is not None or problem.kv_lengths is not None
-        self.unit = 1.0 if problem.bias is not None or problem.alibi_slopes is not None else exponentials.UNIT
+        self.unit = 1.0 if problem.has_added_terms else exponentials.UNIT
         self.least = LEAST[self.dtype] * self.unit
         factor = factor_of(problem, problem.scale, self.unit)
         self.factor, self.scale, self.units = (np.array(x, self.dtype) for x in (factor, problem.scale, self.unit))

@@ -129,7 +129,7 @@ class BackwardQueries(tiles.Queries):
         Where scores are small, times exp(-L), as dL is: weights and their gradients are linear in these, and S is more
         exact than S - L.
     dout_t : (heads, blocks, head_dim_v + 1, queries)
-        Transposed; the last row, that meets the column of ones behind V, is ``dL - D``, D = rowsum(dO o O), or 0 with
+        Transposed; the last row, that meets the column of ones after V, is ``dL - D``, D = rowsum(dO o O), or 0 with
         dropout, that comes between.
     minus_delta : (heads, blocks, queries)
         ``dL - D``.

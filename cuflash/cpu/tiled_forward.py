@@ -63,8 +63,8 @@ def _compute_rows(call: tiles.Call, workspace: Workspace, heads: tiles.Heads, ro
                 k_blocks, v_blocks = (keys.blocks(x, tile.start) for x in (k, v))
                 _add_tile(call, queries, keys, k_blocks, v_blocks, visible, total, workspace)
     for queries, total in zip(all_queries, sums, strict=True):
-        if call.sinks is not None:
-            _add_sinks(call, call.sinks[heads.head], queries, total)
+        if call.sink:
+            queries.shift = call.sink.join(heads.head, call.unit, queries.shift, total)
         l = total[:, :, head_dim_v]  # noqa: E741 (the paper's letter)
         o = total[:, :, :head_dim_v] / np.where(l == 0, 1, l)[:, :, None]
         queries.write(call.out, o.swapaxes(2, 3))
@@ -117,14 +117,3 @@ def _raise_maximum(call: tiles.Call, queries: tiles.Queries, scores: Array, tota
     scores -= m[:, None, :, None]
     total *= np.where(unseen, 1, np.exp((-queries.shift - m) / call.unit))[:, :, None]
     queries.shift = -m
-
-
-def _add_sinks(call: tiles.Call, sinks: Array, queries: tiles.Queries, total: Array) -> None:
-    """Add to l the weight of one more score, and nothing to O: m moves up to it first."""
-    sink = sinks.astype(call.dtype)[:, None, None]
-    old = np.where(total[:, :, -1] == 0, -np.inf, -queries.shift / call.unit)
-    m = np.maximum(old, sink)
-    m[m == -np.inf] = 0
-    total *= np.exp(old - m)[:, :, None]
-    total[:, :, -1] += np.exp(sink - m)
-    queries.shift = -m * call.unit

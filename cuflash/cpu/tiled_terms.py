@@ -1,4 +1,4 @@
-"""Gradients of what scores are made of beside q and k, and of sinks, by tiles of NumPy."""
+"""Gradients of what scores are made of beside q and k, and of the sink, by tiles of NumPy."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.cpu import tiles
-from cuflash.cpu.cap import derivative_by_softcap
+from cuflash.cpu import cap, sink, tiles
 from cuflash.cpu.jobs import Workspace, run
 from cuflash.cpu.tiled_backward import BackwardQueries, backward_tile
 from cuflash.terms import OF_NUMBERS, OF_SCORES
@@ -88,9 +87,9 @@ def _compute_rows(
                     i = np.arange(rows.start, rows.stop)[:, None] + problem.diagonal
                     distance = np.abs(i - np.arange(keys.start, keys.stop)).astype(call.dtype)
                     part["dalibi_slopes"] -= (pairs * distance).sum()
-                if "dsoftcap" in wanted and tanh is not None:
+                if cap.GRADIENT in wanted and tanh is not None:
                     x = np.matmul(k, queries.q_t[:, None])
-                    part["dsoftcap"] += (ds * derivative_by_softcap(x, tanh)).sum()
+                    part[cap.GRADIENT] += (ds * cap.derivative_by_softcap(x, tanh)).sum()
 
             backward_tile(call, queries, keys, k, v, visible, workspace, "dscale" in wanted, take_scores=take_scores)
     if "dscale" in wanted:
@@ -99,14 +98,14 @@ def _compute_rows(
 
 
 def write_of_softmax(call: tiles.Call) -> None:
-    """dsinks if it is wanted: the sum of exp(sink - L) (dL - D) over all rows of a head."""
-    sinks, dsinks, dlse = call.sinks, call.wanted.get("dsinks"), call.dlse
-    if sinks is None or dsinks is None:
+    """The gradient of the sink of each head, if it is wanted."""
+    result, dlse = call.wanted.get(sink.GRADIENT), call.dlse
+    if result is None or not call.sink:
         return
-    for head in range(len(sinks)):
-        dsinks[head] = 0
+    for head in range(len(result)):
+        result[head] = 0
         for batch in range(len(call.lse)):
-            dO, O, L = (x[batch, head].astype(dsinks.dtype) for x in (call.dout, call.out, call.lse))  # noqa: E741
+            dO, O, L = (x[batch, head].astype(result.dtype) for x in (call.dout, call.out, call.lse))  # noqa: E741
             with np.errstate(all="ignore"):
-                dL_minus_D = (0 if dlse is None else dlse[batch, head]) - np.einsum("...d,...d->...", dO, O)
-                dsinks[head] += np.sum(np.exp(sinks[head] - L) * dL_minus_D, where=~np.isneginf(L))
+                delta = np.einsum("...d,...d->...", dO, O) - (0 if dlse is None else dlse[batch, head])
+                result[head] += call.sink.gradient(head, L, delta)

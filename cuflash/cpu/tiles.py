@@ -8,7 +8,7 @@ multiplies stacks of blocks, 64 x 64 scores each. A product so small is below th
 its own: threads of this module run side by side without oversubscription, and nobody's settings are touched. It is also
 faster (0.9) than a large product (1.0), which BLAS repacks first. Sums over key blocks are a pass of their own (0.1).
 
-Few passes. Behind V stands a column of ones, so that the sums of weights are part of P V; behind K another, and below
+Few passes. After V stands a column of ones, so that the sums of weights are part of P V; after K another, and below
 Q^T a row of -m, so that S - m is one product, and likewise dP - D. The exponential (0.2) is all that remains.
 
 A lazy maximum. Online softmax needs an m near the maximum of the row, not the maximum. It is taken from the first keys
@@ -129,7 +129,7 @@ class Call(calls.Call):
         dim = max(problem.head_dim, problem.head_dim_v)
         self.query_block = next(n for n in (64, 32, 16) if KEY_BLOCK * n * (dim + 1) <= PRODUCT_LIMIT or n == 16)
         # What options do to q k^T comes before the shift.
-        self.has_terms = self.has_added_terms or has_cap(problem)
+        self.has_terms = problem.has_added_terms or has_cap(problem)
         self.tile = TILE * KEY_BLOCK // max(KEY_BLOCK, dim)
         self.query_tile = QUERY_TILE
         if problem.window_left is not None and problem.window_right is not None:
@@ -177,7 +177,7 @@ class Call(calls.Call):
     def stage(self, operand: Array, heads: Heads, rows: range, *, padded: int = 0, ones: int = 0) -> Array:
         """Rows of some heads in the dtype of the computation: a new array (heads, rows, dim).
 
-        Zero rows fill it up to `padded`; with ``ones=1`` there is a column of ones behind the last.
+        Zero rows fill it up to `padded`; with ``ones=1`` there is a column of ones after the last.
         """
         dim = operand.shape[3]
         staged = np.empty((heads.count, max(padded, len(rows)), dim + ones), self.dtype)
@@ -192,9 +192,9 @@ class Call(calls.Call):
 
         False if a norm is NaN, and where finding out does not pay. Sinks are scores too.
         """
-        if self.has_added_terms:
+        if self.problem.has_added_terms:
             return False
-        if self.sinks is not None and not np.all(np.abs(self.sinks) * math.log2(math.e) <= SMALL_SCORE):
+        if not self.sink.is_small(SMALL_SCORE):
             return False
         if has_cap(self.problem):
             return largest_score(self.problem) * math.log2(math.e) <= SMALL_SCORE
@@ -220,7 +220,7 @@ class Queries:
         ``scale * q``. The last block ends with rows of zeros where the rows do not fill it.
     q_t : (heads, blocks, head_dim + 1, queries)
         The same, transposed, times `Call.unit` or, with a cap, divided by that. Its last row, that meets the column of
-        ones behind K, is for `shift`.
+        ones after K, is for `shift`.
     shift : (heads, blocks, queries)
         What is added to scores times `Call.unit`: minus m in the forward pass, minus L in the backward pass.
     small : bool
@@ -241,7 +241,7 @@ class Queries:
         scaled = call.stage(call.q, heads, rows, padded=self.padded)
         scaled *= problem.scale
         self.small = call.scores_are_small(scaled, heads)
-        self.restless = call.has_added_terms
+        self.restless = call.problem.has_added_terms
         self.rows = self.blocks(scaled)
         self.q_t = np.zeros((heads.count, self.num_blocks, problem.head_dim + 1, self.block), call.dtype)
         np.multiply(self.rows.swapaxes(2, 3), factor_of(problem, 1, call.unit), out=self.q_t[:, :, :-1])

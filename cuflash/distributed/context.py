@@ -30,7 +30,7 @@ from cuflash.operands import numpy_dtype, view_4d, view_rows
 from cuflash.options import ORIGIN_STEP, Options, diagonal_of, window_of
 from cuflash.problem import Problem, make_problem
 from cuflash.results import Array, ForwardResult, Gradients, named_tuple_of, needed
-from cuflash.terms import DEFAULT_NEED, GRADIENTS, NAMES, OF_NUMBERS, NamedGradients, Terms, checked
+from cuflash.terms import BROADCAST, DEFAULT_NEED, GRADIENTS, NAMES, TERMS, NamedGradients, OfNumbers, Terms, checked
 from cuflash.values import as_integer, as_real, counted, type_error, typed, value_error
 
 if TYPE_CHECKING:
@@ -38,10 +38,9 @@ if TYPE_CHECKING:
 
 SPLITS = {"zigzag": zigzag, "contiguous": contiguous}
 _BACKWARD_INPUTS = (*INPUTS, "dout", "out", "lse")
-_OF_PAIRS = ("bias", "mask")
 ALL_ROWS = "all"  # what an array without an axis of queries says instead of their number
-# Arrays that all ranks have alike.
-_OF_ALL = ("alibi_slopes", "sinks", "kv_lengths")
+# Arrays that all ranks have alike: those without axes of rows.
+_OF_ALL = tuple(term.name for term in TERMS if term.own_axes in (0, 1))
 # Options that are not served, and what serves instead.
 _REMEDIES = {
     "block_mask": "the pairs of its blocks as a boolean mask of this rank's queries and all keys",
@@ -86,7 +85,7 @@ class ContextParallel:
     check : bool, default True
         Whether each call begins by finding out that all ranks make the same one. Without, which needs two `Split`, a
         call on CuPy arrays does not wait on the host, and ranks that disagree may hang.
-    causal, scale, window, softcap, layout : optional
+    causal, window, layout : optional
         As `cuflash.FlashAttention` takes them, of the whole sequences.
     deterministic : bool, default False
         Results are bitwise the same for any number of ranks and any splits into whole chunks, and run after run.
@@ -99,6 +98,8 @@ class ContextParallel:
         travel at once.
     score, mask : callable, optional
         Not served.
+    **numbers : float, optional
+        `scale`, and all other numbers that act on scores, as `cuflash.FlashAttention` takes them.
 
     Attributes
     ----------
@@ -119,8 +120,9 @@ class ContextParallel:
     out and lse are computed whole where the queries are, from keys and values that travel; dk and dv where the keys
     are, from queries that travel, and each is rounded once. dq comes in parts from there, in the dtype of lse, and is
     added in the order of ranks. With `deterministic`, or where other gradients than dq, dk and dv are needed, it is
-    computed as out is, which makes seven products in all where one device makes five. Gradients of scalars, slopes,
-    sinks and of a bias that is the same for all queries are added in the dtype of lse, in the order of queries.
+    computed as out is, which makes seven products in all where one device makes five. Gradients of numbers, of terms
+    that have a number for each head, and of a bias that is the same for all queries are added in the dtype of lse, in
+    the order of queries.
 
     Examples
     --------
@@ -149,15 +151,14 @@ class ContextParallel:
         timeout: float = 60.0,
         check: bool = True,
         causal: bool | Literal["top_left"] = False,
-        scale: float | None = None,
         window: tuple[int | None, int | None] | None = None,
-        softcap: float | None = None,
         layout: Literal["bhsd", "bshd"] = "bhsd",
         deterministic: bool = False,
         precision: Literal["highest", "tf32"] = "highest",
         dropout: float = 0.0,
         score: Any = None,
         mask: Any = None,
+        **numbers: Unpack[OfNumbers],
     ) -> None:
         for name, function in (("score", score), ("mask", mask)):
             if function is not None:
@@ -166,13 +167,12 @@ class ContextParallel:
                 )
         self.options = Options(
             causal=causal,
-            scale=scale,
             window=window,
-            softcap=softcap,
             layout=layout,
             deterministic=deterministic,
             precision=precision,
             dropout=dropout,
+            **checked("ContextParallel", OfNumbers, numbers),
         )
         self._splits = (
             _checked_split("split", split),
@@ -206,17 +206,18 @@ class ContextParallel:
         Parameters
         ----------
         q, k, v : array
-            This rank's rows, its spans one behind the other, in shapes as `cuflash.FlashAttention.forward` takes them.
+            This rank's rows, its spans one after the other, in shapes as `cuflash.FlashAttention.forward` takes them.
         bias, mask : array, optional
             Broadcast to (batch, num_heads, rows of this rank's queries, keys of all ranks). An axis of queries of
             length 1 on all ranks, or none, stands for all queries of all of them, which then have the same array;
             but where each rank has one query, an axis of length 1 is that query's.
-        kv_lengths, alibi_slopes, sinks : array, optional
-            As `cuflash.FlashAttention.forward` takes them, of the whole problem: the same on all ranks.
         seed, offset : int, optional
             As `cuflash.FlashAttention.forward` takes them: the same on all ranks.
         block_mask, block_table, cu_seqlens_q, cu_seqlens_k : array, optional
             Not served.
+        **terms : array, optional
+            Its other arrays, as `cuflash.FlashAttention.forward` takes them, of the whole problem: the same on all
+            ranks.
 
         Returns
         -------
@@ -271,17 +272,17 @@ class ContextParallel:
             Gradients that are wanted, as `cuflash.FlashAttention.backward` takes it: the same on all ranks.
         seed, offset : int, optional
             As `forward` took them.
-        bias, mask, kv_lengths, alibi_slopes, sinks : array, optional
-            As `forward` took them.
         block_mask, block_table, cu_seqlens_q, cu_seqlens_k : array, optional
             Not served.
+        **terms : array, optional
+            The other arrays, as `forward` took them.
 
         Returns
         -------
         Gradients
             As `cuflash.FlashAttention.backward` returns them: dq, dk, dv and dbias of this rank's part, and what
-            belongs to all ranks (dscale, dsoftcap, dalibi_slopes, dsinks, and dbias of a bias that is the same for all
-            queries) in full and the same on all of them.
+            belongs to all ranks (the others, and dbias of a bias that is the same for all queries) in full and the same
+            on all of them.
 
         Raises
         ------
@@ -292,7 +293,7 @@ class ContextParallel:
         arrays |= checked("backward", Terms, terms)
 
         def names(given: Mapping[str, Any]) -> tuple[str, ...]:
-            return needed(need, {**given, "softcap": self.options.softcap}, dict.fromkeys(GRADIENTS))
+            return needed(need, {**given, **self.options.numbers}, dict.fromkeys(GRADIENTS))
 
         call, run = self._begin("backward", arrays, _BACKWARD_INPUTS, (seed, offset), names)
         with _on_device(run.arrays["q"]):
@@ -329,12 +330,12 @@ class ContextParallel:
             This rank's rows, as `forward` takes them.
         bias, mask : array, optional
             Broadcast to (batch, num_heads, seqlen_q, rows of this rank's keys).
-        kv_lengths, alibi_slopes, sinks : array, optional
-            As `forward` takes them.
         seed, offset : int, optional
             As `forward` takes them.
         block_mask, block_table, cu_seqlens_q, cu_seqlens_k : array, optional
             Not served.
+        **terms : array, optional
+            The other arrays, as `forward` takes them.
 
         Returns
         -------
@@ -444,7 +445,7 @@ class ContextParallel:
         for name, x in call.given.items():
             if name in _OF_ALL or (method == "decode" and name == "q"):
                 facts[name] = digest(x)
-            elif name in _OF_PAIRS:
+            elif name in BROADCAST:
                 shape = [*(1,) * (4 - x.ndim), *x.shape]
                 facts[f"_rows of {name}"] = shape.pop(2) if x.ndim > 1 else ALL_ROWS
                 facts[name] = f"{x.dtype.name} {tuple(shape[: 2 if method == 'decode' else 3])} beside rows"
@@ -483,7 +484,7 @@ class ContextParallel:
             arrays={name: self._seen(name, x) for name, x in given.items()},
             broadcasts_rows=frozenset(
                 name
-                for name in _OF_PAIRS
+                for name in BROADCAST
                 if name in given and method != "decode" and self._broadcasts_rows(name, split_q, facts)
             ),
         )
@@ -529,15 +530,15 @@ class ContextParallel:
         """An array with all four axes, of lse and dlse three, where it has axes of rows."""
         if name in _OF_ALL:
             return array
-        if name in _OF_PAIRS:
+        if name in BROADCAST:
             return _of_pairs(array)
         return view_rows(array) if name in ("lse", "dlse") else view_4d(array, self.options.layout)
 
     def _empty(self, name: str, run: Execution, call: _Call) -> Array:
         """Room for a gradient."""
-        if name in OF_NUMBERS:
+        like = call.given.get(name[1:])
+        if like is None:  # of a number
             return run.xp.empty((), numpy_dtype(run.problem.softmax_dtype))
-        like = call.given[name[1:]]
         return run.xp.empty(like.shape, like.dtype)
 
 

@@ -22,10 +22,9 @@ from cuflash.distributed.transports import Message, Transport
 from cuflash.operands import numpy_dtype
 from cuflash.options import Options
 from cuflash.problem import Problem
-from cuflash.terms import DEFAULT_NEED, GRADIENTS, NAMES, OF_NUMBERS
+from cuflash.terms import BROADCAST, DEFAULT_NEED, GRADIENTS, NAMES, OF_HEADS, OF_NUMBERS
 
 Array = Any
-_OF_PAIRS = ("bias", "mask")
 
 
 class Cargo(NamedTuple):
@@ -125,7 +124,7 @@ class Execution:
 
     def _backward_by_keys(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         walk = self.schedule.by_keys
-        names = ("q", "dout", "out", "lse", "dlse", *(name for name in _OF_PAIRS if name not in self.broadcasts_rows))
+        names = ("q", "dout", "out", "lse", "dlse", *(name for name in BROADCAST if name not in self.broadcasts_rows))
         returns = _Returns(self, results["dq"]) if "dq" in need else None
         for heads, held in self._steps(walk, tuple(name for name in names if self.arrays.get(name) is not None)):
             parts = [] if returns is None else returns.room(heads)
@@ -163,7 +162,7 @@ class Execution:
         parts = [tuple(self.xp.empty((len(own), *x.shape), dtype) for x in (out, lse)) for own in seen]
         for i, piece in enumerate(seen[self.rank]):
             tile = Tile(self.rank, (0, out.shape[2]), piece)
-            arrays = self._of_keys(piece, has_sinks=piece == order[0][0])
+            arrays = self._of_keys(piece, is_first=piece == order[0][0])
             got = self._forward(tile, {name: self.xp.ascontiguousarray(x) for name, x in arrays.items()})
             for into, name in zip(parts[self.rank], ("out", "lse"), strict=True):
                 into[i] = got[name]
@@ -174,21 +173,18 @@ class Execution:
         found = ([parts[rank][what][i] for _, rank, i in order] for what in (0, 1))
         out[...], lse[...] = merging.merge(*found)
 
-    def _of_keys(self, piece: Span, *, has_sinks: bool) -> dict[str, Array]:
-        """The arrays of a call on all queries and some of this rank's keys."""
+    def _of_keys(self, piece: Span, *, is_first: bool) -> dict[str, Array]:
+        """The arrays of a call on all queries and some of this rank's keys; parts of the softmax go with the first."""
         at = self._local(self.schedule.split_k, piece)
         found = {name: self.arrays[name][:, :, at] for name in ("k", "v")} | {"q": self.arrays["q"]}
         if self.xp is np:  # where the results are as precise as the arrays
             found = {name: self._widened(x) for name, x in found.items()}
-        for name in _OF_PAIRS:
+        for name in BROADCAST:
             if self.arrays.get(name) is not None:
                 found[name] = self.arrays[name] if self.arrays[name].shape[3] == 1 else self.arrays[name][..., at]
         if "bias" in found:
             found["bias"] = self._widened(found["bias"])
-        for name in ("alibi_slopes", *(("sinks",) if has_sinks else ())):
-            if self.arrays.get(name) is not None:
-                found[name] = self.arrays[name]
-        return found | self._lengths(piece)
+        return found | self._of_heads(slice(None), of_softmax=is_first) | self._lengths(piece)
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
@@ -262,7 +258,7 @@ class Execution:
     def _terms(self, tile: Tile, heads: Span, found: Mapping[str, Array], *, by_keys: bool) -> dict[str, Array]:
         """The terms of a call on a tile."""
         terms, q_heads = {}, self._q_heads(heads)
-        for name in _OF_PAIRS:
+        for name in BROADCAST:
             array = self.arrays.get(name)
             if array is None:
                 continue
@@ -274,13 +270,15 @@ class Execution:
             if name not in self.broadcasts_rows:
                 array = array[:, :, self._local(self.schedule.split_q, tile.queries)]
             terms[name] = array if array.shape[3] == 1 else array[..., slice(*tile.keys)]
-        for name in ("alibi_slopes", "sinks"):
-            if self.arrays.get(name) is not None and not (by_keys and name == "sinks"):
-                terms[name] = self.arrays[name][..., q_heads]
-        terms |= self._lengths(tile.keys)
+        terms |= self._of_heads(q_heads, of_softmax=not by_keys) | self._lengths(tile.keys)
         if "bias" in terms and not by_keys and self.sums_bias:
             terms["bias"] = self._widened(terms["bias"])
         return terms
+
+    def _of_heads(self, q_heads: slice, *, of_softmax: bool) -> dict[str, Array]:
+        """The terms that have a number for each query head, those of the softmax if it is to have them."""
+        rows = (term for term in OF_HEADS if of_softmax or term.part_of != "softmax")
+        return {x.name: self.arrays[x.name][..., q_heads] for x in rows if self.arrays.get(x.name) is not None}
 
     def _lengths(self, keys: Span) -> dict[str, Array]:
         """How many keys of a span there are in each batch entry."""
@@ -358,12 +356,12 @@ class Execution:
 
     def _cargo(self, name: str, heads: Span) -> Cargo:
         array = self.arrays[name]
-        if name in _OF_PAIRS:
+        if name in BROADCAST:
             return Cargo(_heads(array, self._q_heads(heads), self.problem.num_heads), array.shape[3] != 1)
         return Cargo(array[:, slice(*heads) if name in ("k", "v") else self._q_heads(heads)], False)
 
     def _columns(self, x: Cargo, target: int) -> Array:
-        """The array, of pairs with the columns of the keys of a rank, one span behind the other."""
+        """The array, of pairs with the columns of the keys of a rank, one span after the other."""
         if not x.has_columns:
             return x.array
         spans = self.schedule.split_k.spans[target]
@@ -374,7 +372,7 @@ class _Returns:
     """dq in parts, of queries that travelled: added where the keys are, and sent back to where the queries are.
 
     Parts are of the dtype of the softmax; a rank adds those of each rank in the order of ranks. They are on their way
-    during the step behind theirs.
+    during the step after theirs.
     """
 
     def __init__(self, execution: Execution, dq: Array) -> None:

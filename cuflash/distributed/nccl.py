@@ -25,7 +25,7 @@ def is_nccl(comm: object) -> bool:
 class Nccl(Transport):
     """A rank of NCCL: CuPy arrays of the device that is current when it is made.
 
-    Rows travel on a stream of their own, behind what the current stream did before and beside what it does until it
+    Rows travel on a stream of their own, after what the current stream did before and beside what it does until it
     waits for them. The host waits for what ranks say of their calls, and for nothing else; where that does not come in
     time the communicator is aborted.
     """

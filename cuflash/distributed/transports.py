@@ -157,7 +157,7 @@ def threads(ranks: int) -> list[Threads]:
 
 
 def _recorded(array: Array) -> Any:
-    """An event behind what the current stream of the array's device does to it; None in host memory."""
+    """An event after what the current stream of the array's device does to it; None in host memory."""
     if isinstance(array, np.ndarray):
         return None
     cupy = module_of(array)

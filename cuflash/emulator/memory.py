@@ -92,7 +92,7 @@ class Scratch:
         return np.ctypeslib.as_array(content).view(dtype)
 
     def check(self, kernel: str) -> None:
-        """Raise EmulationError if the kernel that ran last wrote before or behind one of the arrays."""
+        """Raise EmulationError if the kernel that ran last wrote before or after one of the arrays."""
         for name, (before, behind) in zip(self.layout.names, self._gaps, strict=True):
             if np.any(before != self._fill):
                 raise EmulationError(kernel, f"wrote before the start of scratch array {name}")

@@ -13,6 +13,7 @@ from cuflash.planning.sm90.backward import BACK_SECTION, Backward, BackwardFloat
 from cuflash.planning.sm90.backward_bias import add_bias_gradient, choose_bias_tile
 from cuflash.planning.sm90.tiles import BiasSm90Tile
 from cuflash.planning.tiles import Tile, choose_row, tile_bytes
+from cuflash.terms import TERMS
 
 FAMILIES: tuple[BackwardFamily[Any], ...] = (BackwardFloat32(), Backward(), sm80.Backward())
 
@@ -30,10 +31,11 @@ WAVES, CAUSAL_WAVES = 1.9, 4.0
 # are shared (head_dim 64, seqlen 16384), by 2.2 % with 68 of 2048 (head_dim 128), by 0.8 % at seqlen 4096, and by 43 %
 # with all of 64 tiles (causal, seqlen 4096, head_dim 64; 46 % at 128).
 SHARE_STEPS, SUM_STEPS, SUM_STEPS_OF_PART = 3, 6, 1
-SINKS_WARPS = 16
+SOFTMAX_WARPS = 16  # of kernels that make gradients of parts of the softmax
 _OF_KEYS = ("dk", "dv")
 SCORES_KERNEL = "sm80/backward_scores.cu"  # makes gradients of parts of the scores that no other kernel makes
-SOFTMAX_KERNEL = "around/sinks.cu"  # makes the gradients of parts of the softmax
+# The kernels that make the gradients of parts of the softmax, one each.
+SOFTMAX_KERNELS = {term.gradient: f"around/{term.name}.cu" for term in TERMS if term.part_of == "softmax"}
 
 
 def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
@@ -61,7 +63,7 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
         **needs(()),
         **({} if family is None else family.defines),
     }
-    if not draft.tiles and "dsinks" not in draft.need:
+    if not draft.tiles and not SOFTMAX_KERNELS.keys() & set(draft.need):
         return
 
     if family is not None:
@@ -223,7 +225,7 @@ def _share_tail(draft: Draft, main: Tile, n_blocks: int) -> None:
 
 
 def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: DqTile | None) -> Tile:
-    """Add the kernel of delta, from which all others read, and that of dsinks.
+    """Add the kernel of delta, from which all others read, and those of gradients of parts of the softmax.
 
     Returns the tile by whose fragments the kernels around the main one see memory.
     """
@@ -238,9 +240,9 @@ def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: DqTile | No
     draft.defines["CUFLASH_STATS_BLOCK"] = delta.block_m
     draft.scratch["row_stats"] = draft.heads * rows * 2
     draft.add("around/delta.cu", delta, draft.heads * (rows // delta.block_m), 0, **dims)
-    if "dsinks" in draft.need:
-        warps = {"CUFLASH_NUM_WARPS": SINKS_WARPS, "CUFLASH_MIN_BLOCKS": 1}
-        draft.add(SOFTMAX_KERNEL, delta, problem.num_heads, 16 * SINKS_WARPS, **dims, **warps)
+    for source in (source for name, source in SOFTMAX_KERNELS.items() if name in draft.need):
+        warps = {"CUFLASH_NUM_WARPS": SOFTMAX_WARPS, "CUFLASH_MIN_BLOCKS": 1}
+        draft.add(source, delta, problem.num_heads, 16 * SOFTMAX_WARPS, **dims, **warps)
     return around
 
 

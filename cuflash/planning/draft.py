@@ -62,7 +62,7 @@ class Draft:
         """Tiles of so many rows of the queries, or keys, of a head.
 
         Packed sequences get places for tiles: tile t of sequence b has place start[b] // rows + b + t. At most one is
-        empty for each sequence, and one for the rows behind the last sequence.
+        empty for each sequence, and one for the rows after the last sequence.
         """
         if self.problem.is_packed:
             return seqlen // rows + self.problem.batch + 1

@@ -127,7 +127,10 @@ def choose_family(families: Sequence[F], draft: Draft) -> tuple[F, Any, str]:
         if obstacle:
             obstacles.append(f"not {family.kernel}: {obstacle}")
     # All others are served by the last family.
+    why = (
+        "; ".join(obstacles)
+        or f"products of such numbers need compute capability 9.0, and {draft.device.name} has none"
+    )
     raise NotImplementedError(
-        f"q: got dtype {draft.problem.q.dtype}, which {', '.join(obstacles) or f'no kernel multiplies on {draft.device.name}'}; "
-        "expected cuflash.dequantize(q, q_scale) there"
+        f"q: got dtype {draft.problem.q.dtype}, expected 16 bits or more, as cuflash.dequantize(q, q_scale) has ({why})"
     )

@@ -90,7 +90,7 @@ class LaunchPlan:
     reason: str
     need: tuple[str, ...] = ()  # gradients that are computed (backward)
     any_length: bool = False  # it serves all numbers of keys that have the same `planned_length`
-    hides_last_keys: bool = False  # whatever lies behind the last key: tensor maps of k and v may reach over it
+    hides_last_keys: bool = False  # whatever lies after the last key: tensor maps of k and v may reach over it
     resources: tuple[str, ...] = ()  # registers and spills of each kernel, once compiled
 
     @property

@@ -8,13 +8,13 @@ from collections.abc import Collection, Sequence
 from cuflash.operands import ITEMSIZE
 from cuflash.planning.draft import Draft, check_blocks
 from cuflash.planning.tiles import Tile
-from cuflash.terms import OF_SCORES, TERMS
+from cuflash.terms import OF_HEADS, OF_SCORES, TERMS
 
 SCORES_REDUCE_WARPS = 8
 # The gradient whose kernel stores tiles of gradients of scores, and the one that is a number for each head. The others
 # are one number.
 _STORED = next(term.gradient for term in TERMS if term.part_of == "scores" and term.broadcasts)
-_OF_HEADS = next(term.gradient for term in TERMS if term.part_of == "scores" and not term.broadcasts)
+_OF_HEADS = next(term.gradient for term in OF_HEADS if term.part_of == "scores")
 _AXES = ("BATCH", "HEADS", "QUERIES", "KEYS")
 _AXES_WORDS = ("batch entries", "heads", "tiles of queries", "tiles of keys")
 

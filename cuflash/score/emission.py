@@ -94,7 +94,7 @@ class Writer:
                     self.names[at] = self._named(at)
 
     def text(self, at: Node) -> str:
-        """How the value of a node is written behind the lines."""
+        """How the value of a node is written after the lines."""
         return self.names[at]
 
     def type_of(self, at: Node) -> str:

@@ -85,7 +85,7 @@ def constant(value: Constant, kind: Kind | None = None) -> Node:
 
 
 def in_order(roots: Iterable[Node], known: Collection[Node] = ()) -> Iterator[Node]:
-    """All nodes that some are made of, each behind those that it is made of; what those `known` are made of is not."""
+    """All nodes that some are made of, each after those that it is made of; what those `known` are made of is not."""
     seen: set[Node] = set()
     pending: list[tuple[Node, bool]] = [(root, False) for root in reversed(list(roots))]
     while pending:

@@ -15,7 +15,7 @@ from cuflash.score.emission import ELEMENTS, Writer, body, of_head
 from cuflash.score.evaluation import as_captured, evaluate
 from cuflash.score.kinds import cast, with_kinds
 from cuflash.score.nodes import Node, in_order, node, shown
-from cuflash.score.tracing import OF_PAIRS, trace
+from cuflash.score.tracing import NAMED_INPUTS, trace
 
 Array = NDArray[Any]
 What = Literal["score", "mask"]
@@ -59,7 +59,7 @@ class Traced:
             return evaluate([self.with_kinds(arrays)], inputs, arrays, dtype)[0]
         keywords = {name: as_captured(arrays[name], dtype) for name in self.arrays}
         asked = _asked(self.function)
-        keywords |= {name: inputs[name] for name in OF_PAIRS if name in asked}
+        keywords |= {name: inputs[name] for name in NAMED_INPUTS if name in asked}
         with np.errstate(all="ignore"):
             return np.asarray(self.function(*(inputs[name] for name in POSITIONAL[self.what]), **keywords))
 

@@ -15,7 +15,7 @@ from cuflash.score.nodes import INPUTS, Node, node
 from cuflash.values import type_error, typed, value_error
 
 HERE = str(Path(__file__).resolve().parent)
-OF_PAIRS = ("head", "batch")  # the inputs that a function may ask for by name
+NAMED_INPUTS = ("head", "batch")  # the inputs that a function may ask for by name
 
 
 def place() -> str:
@@ -140,7 +140,7 @@ class CapturedSymbol(Symbol):
 
 
 def captured_names(function: Callable[..., Any], what: str, positional: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of the keyword-only arguments of a function, those of `OF_PAIRS` among them."""
+    """The names of the keyword-only arguments of a function, those of `NAMED_INPUTS` among them."""
     if not callable(function):
         raise type_error(what, typed(function), f"None or a function of ({', '.join(positional)}, *, ...)")
     names, count = [], 0
@@ -160,9 +160,9 @@ def captured_names(function: Callable[..., Any], what: str, positional: tuple[st
 def trace(function: Callable[..., Any], what: str, positional: tuple[str, ...]) -> tuple[Node, tuple[str, ...]]:
     """The expression of what a function returns, and the names of the arrays that it takes."""
     names = captured_names(function, what, positional)
-    arrays = tuple(name for name in names if name not in OF_PAIRS)
+    arrays = tuple(name for name in names if name not in NAMED_INPUTS)
     inputs = {name: Symbol(node("input", (), name)) for name in INPUTS}
-    keywords = {name: inputs[name] if name in OF_PAIRS else CapturedSymbol(name) for name in names}
+    keywords = {name: inputs[name] if name in NAMED_INPUTS else CapturedSymbol(name) for name in names}
     result = function(*(inputs[name] for name in positional), **keywords)
     if not isinstance(result, (Symbol, bool, int, float, np.generic)):
         raise type_error(what, f"a function that returns {typed(result)}", "one that returns an expression")

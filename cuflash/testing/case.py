@@ -15,7 +15,7 @@ from cuflash import reference
 from cuflash.operands import DTYPES, numpy_dtype, user_shape, view_4d
 from cuflash.options import Options
 from cuflash.problem import Problem, make_problem
-from cuflash.terms import NAMES, OF_FLOAT8
+from cuflash.terms import NAMES, OF_FLOAT8, OF_FUNCTIONS, Numbers
 from cuflash.testing.arrays import lay_out
 from cuflash.testing.leading import Spread
 
@@ -23,7 +23,7 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(Numbers):
     """One attention problem to test, arrays included: the same case makes the same arrays everywhere.
 
     Parameters
@@ -42,8 +42,8 @@ class Case:
         The leading axes of q, k, v, dout, dlse, kv_lengths or sinks, by name, where these are not `axes`: some of them
         are 1, or missing at the front. Those of bias, mask, block_mask and alibi_slopes are in their shapes. There are
         as many `kv_lengths` as their axes have indices.
-    layout, causal, scale, window, softcap :
-        As `cuflash.FlashAttention` takes them.
+    layout, causal, window :
+        As `cuflash.FlashAttention` takes them, as all numbers that act on scores.
     bias : tuple of int, optional
         Shape of the additive bias, broadcast to (batch, num_heads, seqlen_q, seqlen_k).
     bias_dtype : {"softmax", "input"}
@@ -54,20 +54,22 @@ class Case:
         Shape of the boolean mask, broadcast likewise. Some of its rows are all False; of more than one block of 64 x 64
         pairs, some are all True or all False.
     kv_lengths : tuple of int, optional
-        Number of keys of each batch entry. What lies behind them is NaN.
+        Number of keys of each batch entry. What lies after them is NaN.
     kv_lengths_dtype : {"int32", "int64"}
     page_size : int
         k and v are pools of pages of so many keys, 4-D, and there is a block table. `seqlen_k` is a multiple of it;
         `kv_lengths` are those of all keys unless given. Pages are shuffled; some are nobody's, and full of NaN; the
-        table has -1 behind the lengths. All batch entries have one page in common where it is whole in each: that of
+        table has -1 after the lengths. All batch entries have one page in common where it is whole in each: that of
         their first keys. Such a case has no gradients. 0 (default): no pages.
     kv_dtype : str
         "float8_e4m3fn" or "float8_e5m2", which k and v then have: such a case has no gradients. Empty (default): that
         of q.
-    k_scale, v_scale : {"tensor", "head", "block", "token"}, optional
-        What has a number of its own by which k, and v, are multiplied. Behind the lengths these are NaN.
+    q_float8 : bool
+        q has it, too; `dtype` is that of out then, bfloat16.
+    q_scale, k_scale, v_scale : {"tensor", "head", "block", "token"}, optional
+        What has a number of its own by which q, k and v are multiplied. After the lengths these are NaN.
     scale_block : int
-        Keys of such a block.
+        Keys, or queries, of such a block.
     alibi_slopes : tuple of int, optional
         Shape of the slopes: (num_heads,) or (batch, num_heads).
     sinks : bool
@@ -107,9 +109,7 @@ class Case:
     leading: tuple[tuple[str, tuple[int, ...]], ...] = ()
     layout: str = "bhsd"
     causal: bool | Literal["top_left"] = False
-    scale: float | None = None
     window: tuple[int | None, int | None] | None = None
-    softcap: float | None = None
     bias: tuple[int, ...] | None = None
     bias_dtype: str = "softmax"
     bias_holes: bool = False
@@ -118,6 +118,8 @@ class Case:
     kv_lengths_dtype: str = "int32"
     page_size: int = 0
     kv_dtype: str = ""
+    q_float8: bool = False
+    q_scale: str | None = None
     k_scale: str | None = None
     v_scale: str | None = None
     scale_block: int = 16
@@ -184,9 +186,11 @@ class Case:
             kv_lengths_dtype="int32" if problem.kv_lengths is None else problem.kv_lengths.dtype,
             page_size=problem.page_size,
             kv_dtype=problem.k.dtype if problem.has_float8 else "",
+            q_float8=problem.multiplies_float8,
+            q_scale=_granularity(problem, "q_scale"),
             k_scale=_granularity(problem, "k_scale"),
             v_scale=_granularity(problem, "v_scale"),
-            scale_block=max(problem.scale_block("k_scale"), problem.scale_block("v_scale"), 2),
+            scale_block=max(*map(problem.scale_block, OF_FLOAT8), 2),
             alibi_slopes=None if slopes is None else slopes if slopes == scores_shape[:2] else (problem.num_heads,),
             sinks=problem.sinks is not None,
             cu_seqlens_q=(0, *_spread_lengths(problem.batch, problem.seqlen_q)) if problem.is_packed else None,
@@ -260,12 +264,13 @@ class Case:
         elif self.page_size:
             values |= self._pages(values["k"], values["v"])
         if self.kv_dtype:
-            values |= self._float8(values["k"], values["v"])
+            values |= self._float8(values)
         if self.kv_dtype or self.page_size:
             del values["dout"]
         for name in values.keys() & {"q", "k", "v", "dout"}:
             x = self._as_caller(name, values[name])
-            values[name] = x.astype(numpy_dtype(self.kv_dtype) if self.kv_dtype and name in "kv" else dtype)
+            of_bytes = self.kv_dtype and (name in "kv" or (name == "q" and self.q_float8))
+            values[name] = x.astype(numpy_dtype(self.kv_dtype) if of_bytes else dtype)
         if self.bias is not None:
             bias = normal(*self.bias)
             if self.bias_holes:
@@ -333,12 +338,13 @@ class Case:
             lengths = whole.max(axis=tuple(axis for axis, n in enumerate(own) if n == 1), keepdims=True)
         return [int(n) for n in lengths.reshape(-1)]
 
-    def _float8(self, k: Array, v: Array) -> dict[str, Array]:
-        """k and v over their scales, and these; pools of pages have scales of pages."""
+    def _float8(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """q, k and v over their scales, and these; pools of pages have scales of pages."""
         rng = np.random.default_rng(self.seed + 2)
-        values = {"k": k, "v": v}
-        for name, per in (("k", self.k_scale), ("v", self.v_scale)):
-            if per is None:
+        values = {name: arrays[name] for name in "qkv"}
+        for name in ("k", "v", "q"):
+            per = getattr(self, f"{name}_scale")
+            if per is None or (name == "q" and not self.q_float8):
                 continue
             entries, heads, keys, _ = values[name].shape
             block = {"token": 1, "block": self.scale_block}.get(per, max(keys, 1))
@@ -346,7 +352,8 @@ class Case:
             scale = np.exp2(rng.uniform(-3, 3, shape)).astype(np.float32)
             whole = np.broadcast_to(scale.repeat(block, axis=2)[:, :, :keys], values[name].shape[:3])
             values[name] = values[name] / whole[..., None]
-            if self.kv_lengths is not None and per == "token" and not self.page_size and self.cu_seqlens_q is None:
+            hides = name != "q" and self.kv_lengths is not None and per == "token"
+            if hides and not self.page_size and self.cu_seqlens_q is None:
                 for b, length in enumerate(self._lengths_of(name)):
                     scale[b, :, length:] = np.nan
             own = (*self._leading(name), *shape[1:]) if self._has_axes(name) else shape[max(4 - self.ndim, 0) :]
@@ -487,7 +494,7 @@ def self_test_cases(seed: int = 0, *, quick: bool = False) -> Iterator[tuple[str
         "causal, 203 queries, 113 keys": {"seqlen_q": 203, "seqlen_k": 113, "causal": True},
         "window": {"window": (20, 5)},
         "causal, window": {"window": (20, None), "causal": True},
-        "softcap": {"softcap": 1.5},
+        **{name: {name: 1.5} for name in OF_FUNCTIONS},
         "scale": {"scale": -0.1},
         "alibi_slopes": {"alibi_slopes": (6,)},
         "bias": {"bias": (1, 6, 113, 203), "bias_holes": True},
@@ -508,7 +515,7 @@ def self_test_cases(seed: int = 0, *, quick: bool = False) -> Iterator[tuple[str
         "everything": {
             "causal": True,
             "window": (100, None),
-            "softcap": 5.0,
+            **dict.fromkeys(OF_FUNCTIONS, 5.0),
             "alibi_slopes": (2, 6),
             "bias": (203,),
             "mask": (113, 203),

@@ -10,18 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cuflash.terms import BY_NAME, TERMS
+
 Array = NDArray[Any]
 
 # How many axes of an array are not leading ones.
 OWN_AXES = {
     **dict.fromkeys(("q", "k", "v", "out", "dout"), 3),
-    **dict.fromkeys(("bias", "mask", "block_mask"), 3),
-    **dict.fromkeys(("lse", "dlse", "k_scale", "v_scale"), 2),
-    **dict.fromkeys(("alibi_slopes", "sinks"), 1),
-    "kv_lengths": 0,
+    **dict.fromkeys(("lse", "dlse"), 2),
+    **{term.name: term.own_axes for term in TERMS if term.own_axes is not None},
 }
-# Arrays that a pass takes without an axis for the batch.
-MAY_LACK_BATCH = ("bias", "mask", "block_mask", "alibi_slopes", "k_scale", "v_scale")
 
 
 def leading_of(name: str, shape: tuple[int, ...], count: int) -> tuple[int, ...]:
@@ -68,18 +66,18 @@ class Spread:
 
     def _stays(self, name: str) -> bool:
         """Whether an array has no axis for the batch."""
+        if name not in BY_NAME:
+            return False
         has_no_leading = self.natural[name].ndim <= OWN_AXES[name]
-        return name == "sinks" or (name in MAY_LACK_BATCH and has_no_leading)
+        return BY_NAME[name].lacks_batch or (BY_NAME[name].may_lack_batch and has_no_leading)
 
     def _lacks_axes(self, name: str) -> bool:
         return leading_of(name, self.natural[name].shape, len(self.axes)) != self.axes
 
     def _spread(self, name: str, array: Array) -> Array:
         own = array.shape[max(array.ndim - OWN_AXES[name], 0) :]
-        if name == "sinks":
-            return array.reshape(own)
         if self._stays(name):
-            return array
+            return array.reshape(own)
         if name == "bias" and self._lacks_axes(name) and array.dtype.itemsize == 2:
             array = array.astype(np.float32)
         whole = np.broadcast_to(array, (*self.axes, *own))

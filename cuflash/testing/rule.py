@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 from cuflash import reference
 from cuflash.operands import numpy_dtype, view_4d, view_rows
 from cuflash.problem import Problem
-from cuflash.terms import DEFAULT_NEED, GRADIENTS, OF_OPTIONS, OF_SOFTMAX
+from cuflash.terms import DEFAULT_NEED, GRADIENTS, OF_FUNCTIONS, OF_OPTIONS, OF_SOFTMAX
 from cuflash.testing.arrays import to_numpy
 from cuflash.testing.case import Case, optional, optional_backward
 from cuflash.testing.leading import Spread
@@ -48,7 +48,7 @@ class Yardstick:
     softmax_ulp * noise
         What the order of summation, not quality, decides about a weight ``exp(S - lse)``: one unit in the last place of
         the exponential, one of lse, and one of the terms of the scores, ``scale * abs(q) @ abs(k)`` (in units of a
-        softcap below 1). Largest errors are a matter of luck, more so where results are few, and this keeps the rule
+        soft cap below 1). Largest errors are a matter of luck, more so where results are few, and this keeps the rule
         from being one: the strict tolerance holds on the average of several seeds, this one always. The difference is
         next to nothing for 16-bit types, whose softmax runs in float32.
     """
@@ -218,7 +218,7 @@ def _scales(
     reads2 = {f"d{name}": np.zeros(operand.shape) for name, operand in problem.captured}
     scores = 0.0
     smallest = SMALLEST_WEIGHT[problem.softmax_dtype] / _ulp(problem.softmax_dtype)
-    least_slope = 0.0 if problem.softcap is None else _ulp(problem.softmax_dtype) / _ulp(q.dtype)
+    least_slope = _ulp(problem.softmax_dtype) / _ulp(q.dtype) if problem.given(OF_FUNCTIONS) else 0.0
 
     def grow(name: str, squares: Array) -> None:
         scales[name] = max(scales[name], math.sqrt(_max_finite(squares)))
@@ -253,7 +253,7 @@ def _scales(
     for name, squares in {**sums, **reads2, "dsinks": dsinks2}.items():
         if name in expected:
             grow(name, squares if spread is None else spread.fold(name, squares))
-    noise = 1 + scales["lse"] + scores / min(1.0, problem.softcap or 1.0)
+    noise = 1 + scales["lse"] + scores / reference.unit_of_scores(problem)
     scales["lse"] = max(scales["lse"], 1.0)
     zeros = _zeros(problem, expected, sees_something, is_seen, has_part.totals["dbias"].value == 0)
     return scales, zeros, noise

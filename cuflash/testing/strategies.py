@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 
 from cuflash.operands import DTYPES, FLOAT8
 from cuflash.options import LAYOUTS
-from cuflash.terms import NUMBERS, OF_FLOAT8, OF_FUNCTIONS, TERMS, Term
+from cuflash.terms import NUMBERS, OF_FUNCTIONS, OF_HEADS, Term
 from cuflash.testing.arrays import STRIDES
 from cuflash.testing.case import Case
 
-# The terms that have a number for each query head.
-OF_HEADS = tuple(term for term in TERMS if term.part_of and not term.broadcasts)
 # What `cases` draws unless told otherwise, and what it draws only when told to.
 FEATURES = (
     *("causal", "window", *NUMBERS, "bias", "mask", "kv_lengths"),
@@ -32,7 +30,7 @@ FLOAT8_ARRAYS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
     {
         "kv_dtype": st.sampled_from(FLOAT8),
         "scale_block": st.sampled_from((16, 2, 64)),
-        **dict.fromkeys(OF_FLOAT8, st.sampled_from((None, "tensor", "head", "block", "token"))),
+        **dict.fromkeys(("k_scale", "v_scale"), st.sampled_from((None, "tensor", "head", "block", "token"))),
     }
 )
 
@@ -172,16 +170,19 @@ def with_axes(draw: st.DrawFn, of: st.SearchStrategy[Case]) -> Case:
         return shape if shape is None or len(shape) < 3 else (*some(), *shape[-3:])
 
     leading = {name: some() for name in ("q", "k", "dout", "dlse", "kv_lengths")}
-    leading |= {draw(st.sampled_from(("q", "k"))): axes, "sinks": (1,) * draw(st.sampled_from((0, len(axes))))}
+    leading[draw(st.sampled_from(("q", "k")))] = axes
+    leading |= {term.name: (1,) * draw(st.sampled_from((0, len(axes)))) for term in OF_HEADS if term.lacks_batch}
     leading["v"] = draw(st.sampled_from((axes, leading["k"])))
     lengths = st.integers(0, case.seqlen_k)
+    given = [term.name for term in OF_HEADS if not term.lacks_batch and getattr(case, term.name) is not None]
+    of_heads: dict[str, Any] = {name: (*some(), case.num_heads) for name in given}
     return replace(
         case,
         axes=axes,
         leading=tuple(leading.items()),
         bias=of_scores(case.bias),
         mask=of_scores(case.mask),
-        alibi_slopes=None if case.alibi_slopes is None else (*some(), case.num_heads),
+        **of_heads,
         block_mask=None if case.block_mask is None else (*some(), *case.block_mask[-1:]) if case.block_mask else (),
         kv_lengths=None
         if case.kv_lengths is None

@@ -30,7 +30,7 @@ CUFLASH_DEVICE Real* bias_sums_of(const Params& params, i64 key_part) {
   return (Real*)params.score_partials + key_part * kBlockN;
 }
 
-// Behind those of slopes, of dscale, and then of dsoftcap: sums over all that a block does, by warp.
+// After those of slopes, of the scale, and then of the cap: sums over all that a block does, by warp.
 CUFLASH_DEVICE i64 num_key_blocks(const Params& params) {
   const i64 tiles = (i64)heads_in_all(params, params.num_heads_kv) * num_tiles_of(params, params.seqlen_k, kBlockN);
   return params.whole_tiles + (tiles - params.whole_tiles) * params.group_splits * params.tail_splits;

@@ -146,7 +146,7 @@ CUFLASH_DEVICE u32 ballot(bool predicate) { return __ballot_sync(0xffffffffu, pr
 // Thread. cp.async (9.7.9.25.3.1): `bytes` (4, 8 or 16) to shared memory, the first `source_bytes` of them read from
 // global memory at `source` + `offset` bytes, the rest zeros. With 0 source bytes nothing is read. Both addresses are
 // aligned to `bytes`. The offset is part of the instruction and takes no register. Before sm_80, a load by way of
-// registers and a store: loads of several copies are under way at a time, since none is ordered behind a store.
+// registers and a store: loads of several copies are under way at a time, since none is ordered after a store.
 template <int bytes, int offset>
 CUFLASH_DEVICE void copy_async(u32 destination, const void* source, u32 source_bytes) {
 #if CUFLASH_ARCH >= 80

@@ -3,7 +3,7 @@
 //
 //   P = exp(S - lse)    dP = dO V'    dS = P * (dP - delta)        (X' is X transposed)
 //   dbias = dS          dslope = -sum dS * |i + diagonal - j|
-//   dscale = sum dS * f'(X) * (Q K')        dsoftcap = sum dS * df/dc        (X = scale Q K')
+//   dscale = sum dS * f'(X) * (Q K')        dc = sum dS * df/dc        (X = scale Q K')
 //
 // f is the function, if any, that makes a score of X, and c its parameter: common/score.cuh has both.
 //

@@ -384,7 +384,7 @@ struct Consumer {
     lane_sums.start_head();
   }
 
-  // Adds what the gradients of scores contribute to dsoftcap, and makes them gradients of scaled products.
+  // Adds what the gradients of scores contribute to that of the cap, and makes them gradients of scaled products.
   template <class Small>
   CUFLASH_DEVICE void make_dsoftcap(float (&ds)[kQueryTiles][4], Small small) {
 #pragma unroll

@@ -54,7 +54,7 @@ constexpr u32 kBytesDs = chunked_bytes(kBlockN, kBlockM);
 constexpr u32 kBytesStats = kBlockM * 8;
 constexpr int kDsStages = 2, kPStages = kSplitsRoles, kTurnStages = kDqInOrder ? 2 : 0;
 constexpr u32 kBytesP = 128 * kQueryTiles * 16;
-// Where dsoftcap is wanted, each thread of a consumer keeps the tanh of its scores there.
+// Where the gradient of the cap is wanted, each thread of a consumer keeps the tanh of its scores there.
 constexpr u32 kBytesTanh = kNeedsDsoftcap ? kBytesP : 0;
 static_assert(!kNeedsDsoftcap || !kSplitsRoles, "the consumer that makes dS' knows the scores");
 constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages + 2 * kDsStages + 2 * kPStages + 3 * kTurnStages);

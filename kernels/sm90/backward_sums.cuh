@@ -2,7 +2,7 @@
 //
 //   dslope = -sum dS |i + diagonal - j|      dbias = sum dS, of a bias that differs from key to key only
 //   dscale = sum dS * f'(x) (k . q) = sum of K * dK over all elements, before dK is scaled
-//   dsoftcap = sum dS * df/dc
+//   dc = sum dS * df/dc
 //
 // f is the function, if any, that makes a score of the scaled product x, and c its parameter: common/score.cuh has
 // both.

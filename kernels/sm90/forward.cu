@@ -85,7 +85,7 @@ constexpr float kMaxSum = max_sum(Element{});
 
 struct ForwardParams {
   Params common;
-  TensorMap q, k, v, out[1 + kBiasOfPairs];  // out, and behind it the bias
+  TensorMap q, k, v, out[1 + kBiasOfPairs];  // out, and after it the bias
 };
 static_assert(sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 

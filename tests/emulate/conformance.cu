@@ -337,7 +337,21 @@ CUFLASH_DEVICE void map_to_float16x2(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(to_float16x2_e4m3, Params, kBlock, 1, map_to_float16x2<Float8E4M3>)
 CUFLASH_DEFINE_KERNEL(to_float16x2_e5m2, Params, kBlock, 1, map_to_float16x2<Float8E5M2>)
+
+CUFLASH_DEVICE void map_to_float8x2(const Params& params) {
+  const u32 i = global_thread_index(kBlock);
+  const float* pair = source_of<float>(params) + 2 * i;
+  if (i < params.count) destination_of<u16>(params)[i] = ptx::to_float8x2(Float8E4M3{}, pair[0], pair[1]);
+}
+CUFLASH_DEFINE_KERNEL(to_float8x2, Params, kBlock, 1, map_to_float8x2)
 #endif
+
+CUFLASH_DEVICE void permute_words(const Params& params) {
+  const u32 i = global_thread_index(kBlock);
+  const u32* words = source_of<u32>(params) + 3 * i;
+  if (i < params.count) destination_of<u32>(params)[i] = ptx::permute_bytes(words[0], words[1], words[2]);
+}
+CUFLASH_DEFINE_KERNEL(permute_bytes, Params, kBlock, 1, permute_words)
 
 CUFLASH_DEVICE void store_infinity(const Params& params) {
   if (ptx::thread_index() == 0) *destination_of<float>(params) = ptx::infinity();

@@ -394,6 +394,31 @@ def check_to_float16x2(run):
         assert (np.signbit(got) == np.signbit(expected))[~np.isnan(expected)].all()
 
 
+def check_to_float8x2(run):
+    """From compute capability 8.9 on."""
+    numbers = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    middle = (numbers[1:] + numbers[:-1]) / 2
+    around = [numbers, middle, np.nextafter(middle, np.float32(0)), np.nextafter(middle, np.float32(np.inf))]
+    positive = np.concatenate([*around, np.array([449, 464, 500, 3e38, 1e-45, 1e-40, np.inf], np.float32)])
+    values = np.concatenate([positive, -positive, np.array([np.nan, 0], np.float32)])
+    pairs = np.stack([values, np.roll(values, 1)], axis=1)
+    got = run("to_float8x2", source=pairs, destination=_ones(np.uint16, len(pairs)), **_threads_of(pairs))
+    expected = np.clip(pairs, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    numbers_got = got.view(np.uint8).view(ml_dtypes.float8_e4m3fn).reshape(-1, 2).astype(np.float32)
+    np.testing.assert_array_equal(numbers_got, expected.astype(np.float32))
+    is_number = ~np.isnan(pairs)
+    np.testing.assert_array_equal(np.signbit(numbers_got)[is_number], np.signbit(pairs)[is_number])
+
+
+def check_permute_bytes(run):
+    words = _random_bits(np.uint32, 3000, 3)
+    words[:, 2] &= 0x7777
+    bytes_ = words[:, :2].copy().view(np.uint8)
+    chosen = np.stack([bytes_[np.arange(3000), words[:, 2] >> 4 * i & 7] for i in range(4)], axis=1)
+    got = run("permute_bytes", source=words, destination=_ones(np.uint32, 3000), **_threads_of(words))
+    np.testing.assert_array_equal(got.view(np.uint8).reshape(-1, 4), chosen)
+
+
 def check_multiply_f16x2(run):
     factors = _random_bits(np.float16, 4000, 2, 2)
     with np.errstate(all="ignore"):

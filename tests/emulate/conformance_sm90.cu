@@ -278,6 +278,57 @@ PRODUCTS(144) PRODUCTS(160) PRODUCTS(176) PRODUCTS(192) PRODUCTS(208) PRODUCTS(2
   CUFLASH_DEFINE_KERNEL(product_registers_##n##_b, Params, kWarpgroup, 1, (multiply_tiles<n, true, false, true>))
 TRANSPOSED_PRODUCTS(32) TRANSPOSED_PRODUCTS(64) TRANSPOSED_PRODUCTS(96) TRANSPOSED_PRODUCTS(256)
 
+// The same of elements of one byte, whose k are along the lines.
+template <int n, class A, class B, bool a_in_registers>
+CUFLASH_DEVICE void multiply_bytes(const Params& params) {
+  const u32 thread = ptx::thread_index(), row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
+  const u32 a_tile = ptx::dynamic_shared(), b_tile = a_tile + 2 * 64 * kLineBytes;
+  load_lines(a_tile, source_of<u8>(params), 2 * 64);
+  load_lines(b_tile, (const u8*)params.second_source, 2 * n);
+  ptx::fence_async_proxy();
+  ptx::sync_block();
+
+  float* destination = destination_of<float>(params);
+  float d[n / 8][4];
+  u32 a[kSteps][4];
+#pragma unroll
+  for (int piece = 0; piece < n / 8; ++piece)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) d[piece][i] = destination[(row + i / 2 * 8) * n + 8 * piece + column + i % 2];
+#pragma unroll
+  for (u32 step = 0; step < kSteps; ++step) load_a(a[step], source_of<u8>(params), step);
+  ptx::fence_operand(d);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (u32 step = 0; step < kSteps; ++step) {
+    const bool accumulate = step > 0 || params.count != 0;
+    const u64 in_shared = operand(a_tile, 64, false, step), b = operand(b_tile, n, false, step);
+    if constexpr (a_in_registers)
+      ptx::wgmma_k32(A{}, B{}, d, a[step], b, accumulate);
+    else
+      ptx::wgmma_k32(A{}, B{}, d, in_shared, b, accumulate);
+  }
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+  ptx::fence_operand(d);
+#pragma unroll
+  for (int piece = 0; piece < n / 8; ++piece)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) destination[(row + i / 2 * 8) * n + 8 * piece + column + i % 2] = d[piece][i];
+}
+
+#define PRODUCTS_OF_BYTES(n)                                                                                   \
+  CUFLASH_DEFINE_KERNEL(bytes_shared_e4m3_e4m3_##n, Params, kWarpgroup, 1,                                     \
+                        (multiply_bytes<n, Float8E4M3, Float8E4M3, false>))                                    \
+  CUFLASH_DEFINE_KERNEL(bytes_shared_e5m2_e5m2_##n, Params, kWarpgroup, 1,                                     \
+                        (multiply_bytes<n, Float8E5M2, Float8E5M2, false>))                                    \
+  CUFLASH_DEFINE_KERNEL(bytes_registers_e4m3_e4m3_##n, Params, kWarpgroup, 1,                                  \
+                        (multiply_bytes<n, Float8E4M3, Float8E4M3, true>))                                     \
+  CUFLASH_DEFINE_KERNEL(bytes_registers_e4m3_e5m2_##n, Params, kWarpgroup, 1,                                  \
+                        (multiply_bytes<n, Float8E4M3, Float8E5M2, true>))
+PRODUCTS_OF_BYTES(40) PRODUCTS_OF_BYTES(64) PRODUCTS_OF_BYTES(72) PRODUCTS_OF_BYTES(96) PRODUCTS_OF_BYTES(104)
+PRODUCTS_OF_BYTES(128) PRODUCTS_OF_BYTES(136)
+
 // Tiles by TMA: a and b are rows of 64 elements of one array, `a` its first 64 rows and `b` the 64 behind
 // them. Two products in flight: a b and then b b; the first is stored while the second runs.
 CUFLASH_DEVICE void multiply_loaded(const Params& params) {

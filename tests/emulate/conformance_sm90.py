@@ -286,6 +286,39 @@ def check_product_rounding(run):
             assert (abs(got - expected) <= 2.0**-18 * magnitude).all()
 
 
+def check_products_of_bytes(run):
+    """Sums of small integers fit into the 14 bits that are kept of sums of products of bytes."""
+    for columns in (40, 64, 72, 96, 104, 128, 136):
+        for kinds in ("shared_e4m3_e4m3", "shared_e5m2_e5m2", "registers_e4m3_e4m3", "registers_e4m3_e5m2"):
+            _, *names = kinds.split("_")
+            a_dtype, b_dtype = (
+                np.dtype(getattr(ml_dtypes, {"e4m3": "float8_e4m3fn"}.get(x, f"float8_{x}"))) for x in names
+            )
+            rng = np.random.default_rng(columns)
+            a = rng.integers(-2, 3, (64, 2 * LINE_BYTES)).astype(a_dtype)
+            b = rng.integers(-2, 3, (2 * LINE_BYTES, columns)).astype(b_dtype)
+            c = rng.integers(-99, 100, (64, columns)).astype(np.float32)
+            product = a.astype(np.float32) @ b.astype(np.float32)
+            for start, expected in ((c, c + product), (np.full_like(c, np.nan), product)):
+                kernel, adds = f"bytes_{kinds}_{columns}", start is c
+                assert (_multiply(run, kernel, "Float16", a, b, start, adds) == expected).all(), kernel
+
+
+def check_product_of_bytes_rounding(run):
+    """Sums are cut off after 14 bits: what is far less than a large sum is lost, which float32 would keep."""
+    rng = np.random.default_rng(7)
+    a = rng.standard_normal((64, 2 * LINE_BYTES)).astype(ml_dtypes.float8_e4m3fn)
+    b = rng.standard_normal((2 * LINE_BYTES, 64)).astype(ml_dtypes.float8_e4m3fn)
+    c = np.zeros((64, 64), np.float32)
+    exact_a, exact_b = a.astype(np.float64), b.astype(np.float64)
+    for operand in ("shared", "registers"):
+        got = _multiply(run, f"bytes_{operand}_e4m3_e4m3_64", "Float16", a, b, c, False)
+        assert (abs(got - exact_a @ exact_b) <= 2.0**-10 * (abs(exact_a) @ abs(exact_b))).all()
+        large = np.full_like(c, 2.0**20)
+        got = _multiply(run, f"bytes_{operand}_e4m3_e4m3_64", "Float16", a, b, large, True)
+        assert (abs(got - (large + exact_a @ exact_b)) <= 8 * 2.0**-13 * large).all()
+
+
 def check_product_loaded(run):
     rows = np.random.default_rng(7).integers(-8, 9, (128, 64)).astype(np.float16)
     got = run(

@@ -28,9 +28,19 @@ every_dtype = pytest.mark.parametrize("dtype", FLOAT8)
 
 def float8_cases(**options):
     drawn = ct.cases(features=FEATURES, max_head_dim=80, **options)
-    return drawn.map(
-        lambda case: dataclasses.replace(case, kv_dtype=case.kv_dtype or "float8_e4m3fn", dlse=False)
-    ).filter(lambda case: not (case.page_size and case.block_mask))
+    return (
+        st.tuples(drawn, st.booleans(), st.sampled_from((None, "tensor", "head", "block", "token")))
+        .map(lambda drawn: of_bytes(*drawn))
+        .filter(lambda case: not (case.page_size and case.block_mask))
+    )
+
+
+def of_bytes(case, q_float8, q_scale):
+    """The case with k and v of one byte a number, and q too where out is of bfloat16."""
+    case = dataclasses.replace(case, kv_dtype=case.kv_dtype or "float8_e4m3fn", dlse=False)
+    if not q_float8 or case.dtype != "bfloat16":
+        return case
+    return dataclasses.replace(case, q_float8=True, q_scale=None if case.cu_seqlens_q is not None else q_scale)
 
 
 def run(case, arrays=None):
@@ -67,8 +77,10 @@ def test_the_oracle_is_that_of_dequantised_numbers(case):
     q, k, v = ct.qkv(arrays)
     expected = reference.forward(case.problem, q, k, v, **ct.optional(arrays), **case.random)
     terms = {name: x for name, x in ct.optional(arrays).items() if not name.endswith("_scale")}
-    q = q.astype(np.float64)
     k, v = (cuflash.dequantize(arrays[n], arrays.get(f"{n}_scale"), dtype="float64", layout=case.layout) for n in "kv")
+    if case.q_float8:
+        q = cuflash.dequantize(q, arrays.get("q_scale"), dtype="float64", layout=case.layout)
+    q = q.astype(np.float64)
     for name in terms.keys() & {"bias", "alibi_slopes", "sinks"}:
         terms[name] = terms[name].astype(np.float64)
     problem = make_problem(case.options, q, k, v, **terms)
@@ -330,12 +342,28 @@ def test_shapes_of_scales(shape):
         (Q, K, K.astype(ml_dtypes.float8_e5m2), {}, TypeError, "v: got dtype float8_e5m2, expected float8_e4m3fn as k"),
         (Q, K.astype(np.float32), K, {}, TypeError, "v: got dtype float8_e4m3fn, expected float32 as q has"),
         (
-            K[:, :, :5],
+            K[:, :, :5].astype(ml_dtypes.float8_e5m2),
             K,
             K,
             {},
             TypeError,
-            "q: got dtype float8_e4m3fn, expected float16, bfloat16, float32 or float64",
+            "k: got dtype float8_e4m3fn, expected float8_e5m2 as q has",
+        ),
+        (
+            K[:, :, :5],
+            K,
+            K,
+            {"q_scale": np.ones((1, 3, 5), np.float32)},
+            ValueError,
+            "q_scale: got shape (1, 3, 5), exp",
+        ),
+        (
+            Q,
+            K,
+            K,
+            {"q_scale": np.ones((), np.float32)},
+            ValueError,
+            "q_scale: got an array, expected None, since q has dtype",
         ),
     ],
 )
@@ -346,7 +374,9 @@ def test_messages(q, k, v, terms, error, message):
 
 def test_gradients_are_refused_with_the_reason():
     out, lse = cuflash.FlashAttention().forward(Q, K, K)
-    with pytest.raises(NotImplementedError, match="k: got dtype float8_e4m3fn for the backward pass, expected float32"):
+    with pytest.raises(
+        NotImplementedError, match="k: got dtype float8_e4m3fn for the backward pass, expected numbers of at"
+    ):
         cuflash.FlashAttention().backward(out, Q, K, K, out, lse)
 
 

@@ -1,12 +1,20 @@
-"""Files and functions stay short enough to be read at once. (ruff counts branches and statements of functions.)"""
+"""Files and functions stay short enough to be read at once, and an option is named in few files.
+
+(ruff counts branches and statements of functions.)
+"""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
+from cuflash.terms import OF_FUNCTIONS, OF_HEADS
+
 ROOT = Path(__file__).parents[2]
 LONGEST_FILE, LONGEST_FUNCTION = 600, 100  # lines; those of docstrings count in files alone
+# Where more files name an option, code that could walk over the rows of cuflash/terms.py spells them out.
+MOST_FILES, MOST_FILES_OF_GRADIENT = 9, 8
 FILES = {
     path.relative_to(ROOT).as_posix(): path
     for folder in ("cuflash", "kernels", "bench")
@@ -15,6 +23,7 @@ FILES = {
 }
 
 
+OPTIONS = (*OF_FUNCTIONS, *(term.name for term in OF_HEADS))
 TESTS = {
     path.relative_to(ROOT).as_posix()
     for pattern in ("*.py", "*/*.py", "*/*/*.py")  # not deeper, where the caches of tests are
@@ -45,6 +54,69 @@ def test_no_function_is_long(name):
     assert not long
 
 
+# Main kernels in which the walk over tiles, with all that it keeps in registers, is one function.
+LONG_WALKS = {
+    ("kernels/sm80/forward.cu", "forward"),
+    ("kernels/sm80/backward.cu", "backward"),
+    ("kernels/sm80/backward_dq.cu", "backward_dq"),
+    ("kernels/sm80/backward_scores.cu", "backward_scores"),
+    ("kernels/sm90/decode.cu", "consume"),
+    ("kernels/sm90/forward_fp32.cu", "consume"),
+}
+NO_CODE = re.compile(r"//[^\n]*|^\s*#(?:[^\n]*\\\n)*[^\n]*|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])'", re.MULTILINE)
+NO_FUNCTION = re.compile(r"\b(struct|class|union|enum|namespace)\b|=\s*$|^[^(]*$")
+
+
+def lengths_of_c_functions(text):
+    """(name, lines from brace to brace) of every function of C++ and CUDA; lambdas are part of what they stand in."""
+    code = NO_CODE.sub(lambda found: "\n" * found.group().count("\n"), text)
+    blocks: list[tuple[bool, str, int, int, int]] = []  # whether it is a function, its name and place; what is around
+    parens, start = 0, 0
+    for found in re.finditer(r"[(){};]", code):
+        if found.group() in "()":
+            parens += 1 if found.group() == "(" else -1
+            continue
+        if found.group() == "{":
+            head = re.sub(r"<[^<>]*>", "", code[start : found.start()])
+            is_function = parens == 0 and not any(block[0] for block in blocks) and not NO_FUNCTION.search(head)
+            name = head.split("(")[0].split()[-1] if is_function else ""
+            blocks.append((is_function, name, found.start(), parens, start))
+            parens = 0
+        elif found.group() == "}":
+            is_function, name, begin, parens, start = blocks.pop()
+            if is_function:
+                yield name, code.count("\n", begin, found.end()) + 1
+        if parens == 0:
+            start = found.end()
+
+
+def test_long_functions_of_kernels_are_known():
+    long = {
+        (name, function)
+        for name, path in FILES.items()
+        if not name.endswith(".py")
+        for function, lines in lengths_of_c_functions(path.read_text())
+        if lines > LONGEST_FUNCTION
+    }
+    assert long == LONG_WALKS
+
+
 def test_lines_are_counted():
     text = "def f():\n" + '    """Of\n    two lines."""\n' + "    x = 1\n" * 99 + "\n\ndef g():\n" + "    x = 1\n" * 100
     assert dict(lengths_of_functions(text)) == {"f": 100, "g": 101}
+    kernel = "struct S {\n  template <class T>\n  void f(int x = {}) const {\n"
+    kernel += "    auto g = [&](int) {\n      // }\n    };\n  }\n"
+    kernel += '  void h() { s = "{"; }\n};\n#define F(x) {\nint a[] = {1};\nS::S(int x)\n    : y(x) {\n}\n'
+    assert list(lengths_of_c_functions(kernel)) == [("f", 5), ("h", 1), ("S::S", 2)]
+
+
+def files_that_name(word):
+    """The product files that have a word, be it in comments."""
+    whole = re.compile(rf"\b{word}\b")
+    return {name for name, path in FILES.items() if not name.startswith("bench/") and whole.search(path.read_text())}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_is_named_in_few_files(option):
+    assert 1 < len(files_that_name(option)) <= MOST_FILES
+    assert 1 < len(files_that_name(f"d{option}")) <= MOST_FILES_OF_GRADIENT

@@ -63,6 +63,8 @@ def test_a_row_agrees_with_itself(term):
     assert not (term.has_keys and term.goes_packed), "no array over all keys is one over those of a sequence"
     assert not term.define or term.acts, "kernels are told of what they do"
     assert not term.broadcasts or len(term.shapes) == 1
+    assert {len(shape) - ("batch" in shape) for shape in term.shapes} <= {term.own_axes}
+    assert not term.lacks_batch or term.may_lack_batch
 
 
 def test_numbers_have_gradients():

@@ -5,7 +5,7 @@
 
 namespace {
 
-// dalibi_slopes, dscale and dsoftcap: what the tiles have for them, in order.
+// The gradients of slopes, of the scale and of the soft cap: what the tiles have for them, in order.
 template <class T> void sums_job(Work &work, char *, long) {
     const Call &call = work.call;
     const long group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0, width = group + 2;
@@ -32,7 +32,7 @@ template <class T> void sums_job(Work &work, char *, long) {
     if (is_wanted(call, DSOFTCAP)) number<T>(call, DSOFTCAP, 0, 0) = T(cap);
 }
 
-// dsinks of a head: the sum of exp(sink - lse) (dlse - delta).
+// The gradient of the sink of a head: the sum of exp(sink - lse) (dlse - delta).
 template <class T> void sinks_job(Work &work, char *memory, long head) {
     const Call &call = work.call;
     BackwardBuffers<T> buffers(work, memory);

@@ -54,6 +54,7 @@ BACK_SECTION = 16  # so many of these heads are side by side
 # 5 % shorter at seqlen 1024, and up to 1 % at 4096 (batch x heads x seqlen x head_dim of 2**25). Clearing for heads two
 # sections ahead in place of one makes it 1 % longer. In a single wave, clearing makes it 3 % longer.
 CLEAR_WAVES = 2
+_OF_FUNCTIONS = frozenset(f"d{name}" for name in OF_FUNCTIONS)
 
 
 class Backward(BackwardFamily[BackwardSm90Tile]):
@@ -128,14 +129,14 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
             return None
         if main.splits_roles and (names := draft.problem.given(OF_FUNCTIONS)):
             return f"where roles are split the derivative of {names[0]} is in the weights that are handed over"
-        if name == "dsoftcap":
+        if name in _OF_FUNCTIONS:
             return why_too_large(self.summing(main, (name,)), draft.problem, draft.device) or None
         if name == "dbias" and not is_of_keys(draft):
             return "only what differs from key to key, and not from query to query, is summed by keys"
         return None
 
     def summing(self, main: BackwardSm90Tile, names: tuple[str, ...]) -> BackwardSm90Tile:
-        return replace(main, sums_softcap="dsoftcap" in names)
+        return replace(main, sums_softcap=not _OF_FUNCTIONS.isdisjoint(names))
 
     def clear_ahead(self, draft: Draft, main: BackwardSm90Tile) -> int:
         problem, run_time = draft.problem, draft.run_time

@@ -20,6 +20,7 @@ from cuflash.planning.sm90.tiles import (
 )
 from cuflash.planning.tiles import Tile
 from cuflash.problem import Problem
+from cuflash.terms import OF_PAIRS
 
 MOST_ENTRIES_TOGETHER = 8  # batch entries that share a bias and are neighbours in launch order
 MAPPED = ("q", "k", "v", "out")  # arrays that are left to TMA
@@ -84,7 +85,8 @@ class ForwardFloat8(ForwardFamily[ForwardFloat8Sm90Tile]):
         obstacle = draft.why_not_mapped(("q", "k", "v"))
         if obstacle is not None:
             return f"{obstacle}, which TMA cannot serve"
-        terms = [name for name in problem.acting if name not in ("kv_lengths", "sinks", "block_mask")]
+        terms = [name for name in problem.given(OF_PAIRS) if name != "block_mask"]
+        terms += ["pages"] if problem.page_size else []
         terms += ["dropout"] if problem.dropout else []
         terms += ["packed sequences"] if problem.is_packed else []
         if terms:

@@ -273,7 +273,6 @@ class ForwardFloat8Sm90Tile(Tile):
         return "" if whole else f"for scales of heads, or of multiples of {self.block_n} keys"
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class DecodeSm90Tile(Tile):
     """One way to stream the keys past few queries, for compute capability 9.0. One warpgroup owns all rows."""
@@ -319,7 +318,7 @@ class BackwardSm90Tile(ScoredTile):
     num_stages: int
     schedule: Literal["kHoldK", "kSharedDs", "kSplitRoles"]  # Schedule of kernels/sm90/backward_layout.cuh
     dq_in_order: bool = False  # blocks add to dq one after another, in a fixed order
-    sums_softcap: bool = False  # tanh of scores is kept in shared memory, for dsoftcap
+    sums_softcap: bool = False  # tanh of scores is kept in shared memory, for the gradient of the cap
     origin: str = field(compare=False)
 
     defined = ("schedule",)

@@ -1,0 +1,94 @@
+"""The forward kernel of q, k and v of one byte a number, run on the CPU, against the oracle of what the numbers are."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash.testing as ct
+from cuflash.emulator import SCHEDULES, find_compiler
+from cuflash.planning.sm90.tiles import FORWARD_FLOAT8_SM90_TILES
+from cuflash.testing.float8 import assert_float8
+from tests.emulate import attention
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+
+CASE = ct.Case(
+    seqlen_q=200,
+    seqlen_k=300,
+    num_heads=2,
+    num_heads_kv=1,
+    head_dim=64,
+    dtype="bfloat16",
+    kv_dtype="float8_e4m3fn",
+    q_float8=True,
+    q_scale="token",
+    k_scale="head",
+    v_scale="head",
+    causal=True,
+    seed=2,
+)
+PLAIN = replace(CASE, causal=False, head_dim=128, q_scale="head")
+# Name -> tile, case.
+CASES = {
+    "d 64": (0, CASE),
+    "d 128, causal": (1, replace(CASE, head_dim=128, batch=2, kv_lengths=(130, 0), sinks=True)),
+    "d 128": (2, replace(PLAIN, head_dim_v=96, layout="bshd", window=(None, 90))),
+    "d 128, blocks": (3, replace(PLAIN, kv_dtype="float8_e5m2", k_scale="block", v_scale="block", scale_block=64)),
+    "d 256": (4, replace(CASE, head_dim=256, seqlen_q=130, num_heads_kv=2, window=(140, 3))),
+    "d 256, blocks": (5, replace(PLAIN, head_dim=192, head_dim_v=256, v_scale="block", scale_block=128)),
+    "narrow": (0, replace(CASE, head_dim=48, head_dim_v=32, scale=-0.3, k_scale=None)),
+    "block mask": (2, replace(PLAIN, seqlen_k=600, block_mask=(1, 2), block_size=(192, 96))),
+}
+
+
+def run(case, tile, **options):
+    arrays = case.arrays()
+    problem = attention.problem_of(case, arrays)
+    return attention.forward(problem, arrays, tiles=(tile,), arch="9.0", **options)
+
+
+@pytest.mark.parametrize(("row", "case"), CASES.values(), ids=CASES)
+def test_oracle(row, case):
+    assert_float8(case, *run(case, FORWARD_FLOAT8_SM90_TILES[row]))
+
+
+@settings(max_examples=10)
+@given(
+    st.sampled_from([tile for tile in FORWARD_FLOAT8_SM90_TILES if tile.max_dim <= 128]),
+    st.integers(1, 260),
+    st.integers(1, 400),
+    st.sampled_from((1.0, 6.0)),
+    st.sampled_from((None, "head", "token")),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_any_lengths(tile, seqlen_q, seqlen_k, spread, q_scale, causal, seed):
+    """Scores of a large spread let weights outgrow their offsets."""
+    case = replace(CASE, seqlen_q=seqlen_q, seqlen_k=seqlen_k, score_spread=spread, q_scale=q_scale, causal=causal)
+    assert_float8(replace(case, seed=seed), *run(replace(case, seed=seed), tile))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_schedules_agree(schedule):
+    case = replace(CASE, seqlen_q=150, seqlen_k=260)
+    tile = FORWARD_FLOAT8_SM90_TILES[1].changed(max_dim=64)
+    expected = run(case, tile)
+    for got, x in zip(run(case, tile, schedule=schedule), expected, strict=True):
+        np.testing.assert_array_equal(got, x)
+
+
+def test_out_is_a_mean_of_values():
+    """Weights that round alike do not move it: where all values are equal, out is that value."""
+    case = replace(PLAIN, seqlen_q=64, seqlen_k=1000, score_spread=0.1, num_heads=1, v_scale=None)
+    arrays = case.arrays()
+    arrays["v"][...] = arrays["v"][..., :1, :]
+    arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+    problem = attention.problem_of(case, arrays)
+    out, _ = attention.forward(problem, arrays, tiles=(FORWARD_FLOAT8_SM90_TILES[2],), arch="9.0")
+    value = arrays["v"][..., :1, :].astype(np.float32)
+    np.testing.assert_allclose(
+        out.astype(np.float32), np.broadcast_to(value, out.shape), rtol=1e-3 + 2.0**-8, atol=1e-6
+    )
