@@ -24,21 +24,29 @@ struct MaskBytes {
         key_stride(params.mask.key_stride),
         by_vectors(key_stride == 1 && ((u64)bytes | (u64)row_stride) % 16 == 0) {}
 
-  // A block of which so many lines, and all columns, are in the array: each lane reads its own lines.
+  // A block of which so many lines, and all columns, are in the array. Four lanes read the 64 bytes of a line at once,
+  // so that a load of the warp touches 8 lines. Then they exchange what they have, and each has lines of its own.
   CUFLASH_DEVICE void read_vectors(int first_row, int first_key, int rows, Lines& own) const {
+    const int part = lane_index() % 4, first_line = lane_index() - part;
+    Bytes16 vector[2][4];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int line = 32 * half + (int)lane_index();
-      if (line >= rows) continue;
-      const Bytes16* vectors = (const Bytes16*)(bytes + (first_row + line) * row_stride + first_key);
-      Bytes16 vector[4];
+    for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) vector[i] = vectors[i];
+      for (int i = 0; i < 4; ++i) {
+        const int line = 32 * half + first_line + i;
+        vector[half][i] = {};
+        if (line < rows)
+          vector[half][i] = *(const Bytes16*)(bytes + (first_row + line) * row_stride + first_key + 16 * part);
+      }
+    u32 bits[4];  // by line, of both halves; after the exchange by the 16 keys that a part is
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < 4; ++i) bits[i] = bits_of_vector(vector[0][i]) | bits_of_vector(vector[1][i]) << 16;
+    exchange<2>(bits);
+    exchange<1>(bits);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) own[half][i / 2] |= bits_of_bytes(vector[i].word[j]) << (i % 2 * 16 + j * 4);
-    }
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) own[half][i / 2] |= (bits[i] >> 16 * half & 0xffff) << i % 2 * 16;
   }
 
   // Any block: lanes read neighbouring keys of one line after the other.
@@ -66,6 +74,24 @@ struct MaskBytes {
   }
 
  private:
+  // Warp. Element i of lane l and element i ^ step of lane l ^ step change places where bit `step` is set in one alone.
+  template <int step>
+  CUFLASH_DEVICE static void exchange(u32 (&bits)[4]) {
+    const bool is_upper = lane_index() & step;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const u32 other = ptx::shuffle(is_upper ? bits[i] : bits[i + step], lane_index() ^ step);
+      (is_upper ? bits[i] : bits[i + step]) = other;
+    }
+  }
+
+  CUFLASH_DEVICE static u32 bits_of_vector(const Bytes16& vector) {
+    u32 bits = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) bits |= bits_of_bytes(vector.word[i]) << i * 4;
+    return bits;
+  }
   // Which of the four bytes of a word are not 0.
   CUFLASH_DEVICE static u32 bits_of_bytes(u32 word) {
     constexpr u32 kLow = 0x7f7f7f7f;
