@@ -24,6 +24,13 @@ LIST_HEADER = 2  # numbers in front of a list
 # Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
 # at head_dim 128 and seqlen 4096; without a mask, one head at a time serves L2 better.
 CAUSAL_HEAD_SECTION = 16
+# A kernel looks at a mask beforehand where the forward pass has so many operations: a few times as long as two small
+# kernels take, by arithmetic. What it reads of the mask, the main kernel reads for each head otherwise, pair by pair.
+LOOK_FLOPS = 1 << 31
+# A mask of keys that is added to scores costs an instruction a score, so that whole tiles are all there is to gain, and
+# lists take the place of bounds that differ within a tile. It is looked at from so many keys on, where tiles are not
+# bounded otherwise.
+LOOK_KEYS = 2048
 WRITTEN = ("out", "dk", "dv")  # results that kernels of compute capability 9.0 leave to TMA
 
 
@@ -108,12 +115,17 @@ class Draft:
         "query_lists" are the other way round: tiles of queries for tiles of keys.
         """
         problem = self.problem
+        by_bits = "mask_words" in self.scratch
+        if not self.defines["CUFLASH_HAS_LISTS"] and not by_bits and problem.mask is not None:
+            obstacle = self._why_not_looked_at(tile)
+            if obstacle:
+                self.reasons.append(f"mask: tiles that it hides are computed: {obstacle}")
+            self.defines["CUFLASH_HAS_LISTS"] = int(not obstacle)
         if not self.defines["CUFLASH_HAS_LISTS"]:
             return
         m_blocks, n_blocks = -(-problem.seqlen_q // tile.block_m), -(-problem.seqlen_k // tile.block_n)
         lists, length = (m_blocks, n_blocks) if name == "key_lists" else (n_blocks, m_blocks)
-        by_bits = "mask_words" in self.scratch
-        own = self.own_lists(problem.block_mask, problem.mask if by_bits else None)
+        own = self.own_lists(problem.block_mask, problem.mask)
         function = problem.mask_function
         if function is not None:
             own = (
@@ -126,17 +138,29 @@ class Draft:
         self.scratch[name] = round_up(elements, 4)
         of_keys = name == "key_lists"
         warps = {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1}
-        if function is not None:
+        if function is not None or (problem.mask is not None and not by_bits):
             tiles = lists * length
             elements = -(-tiles // ITEMSIZE[problem.softmax_dtype])
             self.scratch["mask_blocks"] = max(self.scratch.get("mask_blocks", 0), elements)
             self.add("around/mask_tiles.cu", tile, -(-tiles // LIST_WARPS), 0, **warps)
         self.add("around/lists.cu", tile, -(-lists // LIST_WARPS), 0, **warps, CUFLASH_LISTS_KEYS=int(of_keys))
         self.reasons.append(
-            f"{'block_mask' if not by_bits and function is None else 'mask'}: tiles of "
+            f"{'block_mask' if problem.mask is None and function is None else 'mask'}: tiles of "
             f"{'keys' if of_keys else 'queries'} are listed, "
             f"{tile.block_m} queries x {tile.block_n} keys each; hidden ones are neither loaded nor computed"
         )
+
+    def _why_not_looked_at(self, tile: Tile) -> str:
+        """Why no kernel looks beforehand at what a mask leaves of tiles; "" if one does."""
+        problem = self.problem
+        if self.defines.get("CUFLASH_DQ_IN_ORDER"):
+            return "the order of dq counts them"
+        if problem.forward_flops < LOOK_FLOPS:
+            return f"a look at it beforehand pays from {LOOK_FLOPS / 1e9:.3g} GFLOP on"
+        bounds = (problem.window_left, problem.window_right) != (None, None)
+        if tile.defines().get("CUFLASH_MASK_OF_KEYS") and (bounds or problem.seqlen_k < LOOK_KEYS):
+            return f"a mask of keys is looked at beforehand from {LOOK_KEYS} keys on, without causal and window"
+        return ""
 
     def add(
         self, source: str, tile: Tile, blocks: int, shared_bytes: int, makes: Collection[str] = (), /, **defines: int
@@ -194,7 +218,7 @@ _TOLD = {
     "scores_reduce.cu": ("bias",),
     "convert.cu": ("dropout",),
     "captured.cu": ("score",),
-    "mask_tiles.cu": ("mask_function",),
+    "mask_tiles.cu": ("mask", "mask_function"),
 }
 
 

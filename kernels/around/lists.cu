@@ -1,6 +1,6 @@
-// Lists which tiles of keys each tile of queries sees, or the other way round, from a block mask, a mask of bits or
-// what a function leaves of tiles, and all that else is known of whole tiles: common/schedule.cuh says how. A warp makes
-// a list.
+// Lists which tiles of keys each tile of queries sees, or the other way round, from a block mask, a mask of bits, notes
+// of what a mask or a function leaves of tiles, and all that else is known of whole tiles: common/schedule.cuh says how.
+// A warp makes a list.
 #include "common/config.cuh"
 #include "common/fragments.cuh"
 #include "common/mask.cuh"
@@ -9,6 +9,7 @@
 #include "common/schedule.cuh"
 
 constexpr bool kListsKeys = CUFLASH_LISTS_KEYS;
+constexpr bool kIsNoted = (kHasMask && !kMaskByBits) || kHasMaskFunction;  // by around/mask_tiles.cu
 
 // How many lanes of a warp say yes: those before this one, and all.
 struct Count {
@@ -26,14 +27,8 @@ struct Count {
   }
 };
 
-// What two masks leave, of which each leaves so much.
-CUFLASH_DEVICE Pairs both(Pairs a, Pairs b) {
-  if (a == Pairs::kNone || b == Pairs::kNone) return Pairs::kNone;
-  return a == Pairs::kAll ? b : Pairs::kSome;
-}
-
 // What around/mask_tiles.cu found of a tile.
-CUFLASH_DEVICE Pairs pairs_of_function(const Params& params, u32 matrix, int m_block, int n_block) {
+CUFLASH_DEVICE Pairs pairs_noted(const Params& params, u32 matrix, int m_block, int n_block) {
   const i64 row = (i64)matrix * ceil_div(params.seqlen_q, kBlockM) + m_block;
   return (Pairs)((const u8*)params.mask_blocks)[row * ceil_div(params.seqlen_k, kBlockN) + n_block];
 }
@@ -59,7 +54,7 @@ CUFLASH_DEVICE void block_lists(const Params& params) {
       left = pairs_of(params, bits, batch, head, m_block, n_block);
     else if constexpr (kHasBlockMask)
       left = pairs_of(params, blocks, m_block, n_block);
-    if constexpr (kHasMaskFunction) left = both(left, pairs_of_function(params, matrix, m_block, n_block));
+    if constexpr (kIsNoted) left = both(left, pairs_noted(params, matrix, m_block, n_block));
     const bool full = other >= range.full_start && other < range.full_stop;
     return left == Pairs::kAll && !full ? Pairs::kSome : left;
   };

@@ -1,5 +1,6 @@
-// What a function of the caller leaves of each tile of pairs, for the lists that around/lists.cu makes. A warp asks the
-// pairs of a tile, until it has seen a hidden one and a visible one. Tiles that windows and lengths hide are not asked.
+// What a mask of pairs or of keys, or a function of the caller, leaves of each tile of pairs, for the lists that
+// around/lists.cu makes. A warp looks at a tile until it has seen a hidden pair and a visible one. Tiles that windows and
+// lengths hide are not looked at.
 #include "common/config.cuh"
 #include "common/fragments.cuh"
 #include "common/functions.cuh"
@@ -7,26 +8,100 @@
 #include "common/params.cuh"
 #include "common/schedule.cuh"
 
-constexpr int kRowsAtOnce = 16;
+constexpr int kRowsAtOnce = 16;   // that are asked between two votes
+constexpr int kVectors = kBlockN / 16;  // of a row of a tile
+constexpr int kVectorsAtOnce = 4;       // of a lane that are on their way together
+
+// The queries and keys of a tile that there are.
+struct TileOfPairs {
+  int first_row, stop_row, first_key, stop_key;
+};
+
+// Warp. What has been seen of a tile.
+struct Seen {
+  bool any = false, all = true;  // of this lane
+
+  CUFLASH_DEVICE void add(bool shown) {
+    any = any || shown;
+    all = all && shown;
+  }
+  CUFLASH_DEVICE bool both_kinds() const { return ptx::any_lane(any) && ptx::any_lane(!all); }
+  CUFLASH_DEVICE Pairs pairs() const {
+    return !ptx::any_lane(any) ? Pairs::kNone : ptx::any_lane(!all) ? Pairs::kSome : Pairs::kAll;
+  }
+};
+
+// Asks pair by pair, with the lanes at neighbouring keys.
+template <class Shows>
+CUFLASH_DEVICE Pairs pairs_by_asking(const TileOfPairs& tile, Shows shows) {
+  Seen seen;
+#pragma unroll 1
+  for (int row = tile.first_row; row < tile.stop_row; ++row) {
+    for (int key = tile.first_key + (int)lane_index(); key < tile.stop_key; key += 32) seen.add(shows(row, key));
+    if (row % kRowsAtOnce == 0 && seen.both_kinds()) return Pairs::kSome;
+  }
+  return seen.pairs();
+}
+
+// Whether one of four bytes is 0.
+CUFLASH_DEVICE bool has_zero(u32 word) { return ((word - 0x01010101) & ~word & 0x80808080) != 0; }
+
+// Reads vectors of 16 keys, of which the tile has whole ones; `first` is the first byte of the tile.
+CUFLASH_DEVICE Pairs pairs_by_vectors(const u8* first, i64 row_stride, int rows) {
+  constexpr int kStep = 32 * kVectorsAtOnce;
+  Seen seen;
+#pragma unroll 1
+  for (int start = lane_index(); start < rows * kVectors + (int)lane_index(); start += kStep) {
+    Bytes16 vector[kVectorsAtOnce];
+#pragma unroll
+    for (int i = 0; i < kVectorsAtOnce; ++i) {
+      // Lanes without a vector of their own look at the first one once more.
+      const int index = start + 32 * i < rows * kVectors ? start + 32 * i : 0;
+      vector[i] = *(const Bytes16*)(first + index / kVectors * row_stride + index % kVectors * 16);
+    }
+#pragma unroll
+    for (int i = 0; i < kVectorsAtOnce; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        seen.any = seen.any || vector[i].word[j] != 0;
+        seen.all = seen.all && !has_zero(vector[i].word[j]);
+      }
+    if (seen.both_kinds()) return Pairs::kSome;
+  }
+  return seen.pairs();
+}
+
+// What the mask leaves. Along axes that broadcast one row, or one key, is looked at.
+CUFLASH_DEVICE Pairs pairs_of_mask(const Params& params, int batch, int head, TileOfPairs tile) {
+  const u8* bytes = (const u8*)params.mask.data + batch * params.mask.batch_stride + head * params.mask.head_stride;
+  const i64 row_stride = params.mask.row_stride, key_stride = params.mask.key_stride;
+  if (row_stride == 0) tile.stop_row = tile.first_row + 1;
+  if (key_stride == 0) tile.stop_key = tile.first_key + 1;
+  const u8* first = bytes + tile.first_row * row_stride + tile.first_key * key_stride;
+  Pairs pairs;
+  if (key_stride == 1 && ((u64)first | (u64)row_stride) % 16 == 0 && tile.stop_key - tile.first_key == kBlockN)
+    pairs = pairs_by_vectors(first, row_stride, tile.stop_row - tile.first_row);
+  else
+    pairs = pairs_by_asking(tile, [&](int row, int key) { return bytes[row * row_stride + key * key_stride] != 0; });
+  // What hides single keys is added to scores: kernels need not know of it.
+  return kMaskOfKeys && pairs == Pairs::kSome ? Pairs::kAll : pairs;
+}
 
 CUFLASH_DEVICE Pairs pairs_of_tile(const Params& params, int batch, int head, int m_block, int n_block) {
   const int first_row = m_block * kBlockM, stop_row = min_of(first_row + kBlockM, params.seqlen_q);
   const int key_stop = key_stop_of(params, batch);
   const TileRange range = key_tiles(params, batch, first_row, stop_row - 1, key_stop);
   if (n_block < range.start || n_block >= range.stop) return Pairs::kNone;
-  const int first_key = n_block * kBlockN, stop_key = min_of(first_key + kBlockN, key_stop);
+  const int first_key = n_block * kBlockN;
+  const TileOfPairs tile = {first_row, stop_row, first_key, min_of(first_key + kBlockN, key_stop)};
+  Pairs left = Pairs::kAll;
+  if constexpr (kHasMask) left = pairs_of_mask(params, batch, head, tile);
+#if CUFLASH_HAS_MASK_FUNCTION
   const Functions functions(params, batch, head);
-  bool any = false, all = true;
-#pragma unroll 1
-  for (int row = first_row; row < stop_row; ++row) {
-    for (int key = first_key + (int)lane_index(); key < stop_key; key += 32) {
-      const bool shown = functions.shows(row, key);
-      any = any || shown;
-      all = all && shown;
-    }
-    if (row % kRowsAtOnce == 0 && ptx::any_lane(any) && ptx::any_lane(!all)) return Pairs::kSome;
-  }
-  return !ptx::any_lane(any) ? Pairs::kNone : ptx::any_lane(!all) ? Pairs::kSome : Pairs::kAll;
+  if (left != Pairs::kNone)
+    left = both(left, pairs_by_asking(tile, [&](int row, int key) { return functions.shows(row, key); }));
+#endif
+  return left;
 }
 
 CUFLASH_DEVICE void mask_tiles(const Params& params) {

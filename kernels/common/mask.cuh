@@ -26,6 +26,12 @@ struct BlockMask {
 // What is visible of a tile, or of a block.
 enum class Pairs { kNone, kSome, kAll };
 
+// What two masks leave, of which each leaves so much.
+CUFLASH_DEVICE Pairs both(Pairs a, Pairs b) {
+  if (a == Pairs::kNone || b == Pairs::kNone) return Pairs::kNone;
+  return a == Pairs::kAll ? b : Pairs::kSome;
+}
+
 // What is visible of a tile that lies over blocks of so many rows and keys; `of_block(i, j)` says it of a block.
 template <int rows, int keys, class OfBlock>
 CUFLASH_DEVICE Pairs pairs_over(const Params& params, int m_block, int n_block, OfBlock of_block) {

@@ -94,7 +94,7 @@ CUFLASH_DEVICE bool has_keys(const Params& params, const Work& work) {
 }
 
 // Whether every tile is tested, because none is known to be visible as a whole.
-constexpr bool kTestsAllTiles = kLooksUpMask || ((kHasMaskFunction || kMaskByBits) && !kHasLists);
+constexpr bool kTestsAllTiles = (kLooksUpMask || kHasMaskFunction || kMaskByBits) && !kHasLists;
 
 // A range of tiles [start, stop). Those in [full_start, full_stop) have every pair visible; the others need the mask.
 struct TileRange {
@@ -142,7 +142,7 @@ CUFLASH_DEVICE TileRange query_tiles(const Params& params, Entry batch, int firs
   return {start, full_start, full_stop, stop};
 }
 
-// With a block mask, a mask of bits, or a function that hides pairs, around/lists.cu lists for each tile of one axis the
+// With a block mask, or a mask or a function that hides pairs, around/lists.cu lists for each tile of one axis the
 // tiles of the other axis that it meets: their number, the number of those with every pair visible, and their indices,
 // first of the fully visible ones, then of the others, each in rising order. A kernel then walks over places in the
 // list, and not over tiles.

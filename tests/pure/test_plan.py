@@ -469,7 +469,7 @@ def test_kernels_around_the_main_one_are_compiled_once_for_many_options(arch, dt
             if kernel.source.startswith("around/") and kernel.source not in of_masks
         }
 
-    of_masks = ("around/mask_bits.cu", "around/lists.cu")
+    of_masks = ("around/mask_bits.cu", "around/mask_tiles.cu", "around/lists.cu")
 
     plain = problem_of(dtype=dtype)
     bias = biased(64, "float32").bias

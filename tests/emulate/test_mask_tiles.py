@@ -1,0 +1,152 @@
+"""Masks that kernels see pair by pair, or key by key, and the lists of the tiles that they leave. On the CPU.
+
+What is compiled comes from a fixed list; hypothesis draws sizes, values, strides and schedules.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import cuflash.testing as ct
+from cuflash.binding import PASSES, bind
+from cuflash.emulator import SCHEDULES, find_compiler
+from cuflash.emulator.memory import Scratch
+from cuflash.planning import DeviceSpec
+from tests.emulate import attention
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+LISTS = ("around/mask_tiles.cu", "around/lists.cu")
+
+# The device, the axes of the mask, and what the problem has beside it.
+CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    "sm80": ("8.0", ("one", "one", "q", "k"), {"dtype": "float16", "sinks": True}),
+    "sm80, heads, causal": ("8.6", ("one", "heads", "q", "k"), {"causal": True, "num_heads_kv": 1}),
+    "sm80, batch, lengths": ("8.0", ("batch", "one", "q", "k"), {"kv_lengths": (1, 150), "softcap": 5.0}),
+    "sm80, keys": ("8.0", ("batch", "one", "one", "k"), {"dtype": "float16", "bias": ("one", "heads", "q", "k")}),
+    "sm80, cut blocks": ("8.0", ("one", "one", "q", "k"), {"block_mask": (2,), "block_size": (16, 48)}),
+    "sm80, float64": ("9.0", ("one", "one", "q", "k"), {"dtype": "float64", "window": (70, 40), "head_dim": 16}),
+    "sm80, in order": ("8.6", ("batch", "heads", "q", "one"), {"dtype": "float16"}),
+    "sm90, float32": ("9.0", ("one", "heads", "q", "k"), {"dtype": "float32"}),
+    "sm90, keys": ("9.0", ("batch", "one", "one", "k"), {"num_heads_kv": 1}),
+    "sm90, keys, bias": ("9.0", ("batch", "one", "one", "k"), {"bias": ("one", "heads", "q", "k")}),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_masks_are_looked_at(monkeypatch):
+    monkeypatch.setattr("cuflash.planning.draft.LOOK_FLOPS", 0)
+    monkeypatch.setattr("cuflash.planning.draft.LOOK_KEYS", 0)
+
+
+def sizes(draw, multiple, least):
+    found = {"one": 1, "heads": 2, "batch": 2}
+    keys = st.integers(-(-least // multiple), 320 // multiple)
+    return found | {"q": draw(st.integers(max(least, 2), 300)), "k": multiple * draw(keys)}
+
+
+@st.composite
+def cases(draw, arch, shape, options):
+    # Operands of float32 are split where there are enough scores.
+    size = sizes(draw, 8 if arch == "9.0" else 1, 200 if options.get("dtype") == "float32" else 100)
+    options = dict(options)
+    if "kv_lengths" in options:
+        options["kv_lengths"] = tuple(min(n, size["k"]) for n in options["kv_lengths"])
+    if "bias" in options:
+        options["bias"] = tuple(size[name] for name in options["bias"])
+    case = ct.Case(
+        seqlen_q=size["q"],
+        seqlen_k=size["k"],
+        mask=tuple(size[name] for name in shape),
+        seed=draw(st.integers(0, 2**16)),
+        **{"batch": 2, "num_heads": 2, "head_dim": 64, "dtype": "bfloat16", "bias_dtype": "input"} | options,
+    )
+    return case, draw(st.sampled_from(SCHEDULES))
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("name", CASES)
+@given(data=st.data())
+@few
+def test_oracle(name, data):
+    arch, shape, options = CASES[name]
+    case, schedule = data.draw(cases(arch, shape, options))
+    problem, arrays = attention.inputs_of(case, deterministic="in order" in name)
+    how: dict[str, Any] = {"arch": replace(DeviceSpec.for_arch(arch), num_sms=1), "schedule": schedule}
+    results = {"out": arrays["dout"], **{f"d{name}": arrays[name] for name in "qkv"}}
+    for pass_ in PASSES:
+        plan = attention.plan_for(problem, pass_, arrays | results, how["arch"])
+        sources = [kernel.source for kernel in plan.kernels]
+        assert name.split(",")[0] in {source.partition("/")[0] for source in sources}
+        assert [sources.count(source) for source in LISTS] == [1 + ("in order" in name and pass_ == "backward")] * 2
+    ct.assert_forward(case, *attention.forward(problem, arrays, **how))
+    out, lse = attention.forward_by_oracle(problem, arrays)
+    gradients = attention.backward(problem, arrays, out, lse, need=("dq", "dk", "dv"), **how)
+    ct.assert_backward(case, **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+
+
+@st.composite
+def masks(draw):
+    """A problem with a mask of blocks, its arrays, and what is visible of each head."""
+    arch, dtype = draw(st.sampled_from([("8.0", "float16"), ("9.0", "float32"), ("9.0", "float16")]))
+    axes = [draw(st.sampled_from(pair)) for pair in (("one", "batch"), ("one", "heads"), ("one", "q"), ("one", "k"))]
+    if (arch, dtype) == ("9.0", "float16"):
+        axes[2:] = "one", "k"  # pairs are seen as bits there
+    size = sizes(draw, 8 if arch == "9.0" else 1, 1)
+    shape = tuple(size[axis] for axis in axes)
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    coarse = rng.random((*shape[:2], *(-(-n // 64) for n in shape[2:]))) < draw(st.sampled_from([0.1, 0.5, 0.9]))
+    mask = coarse.repeat(64, 2)[:, :, : shape[2]].repeat(64, 3)[..., : shape[3]]
+    flips = draw(st.sampled_from([0, 1, 5]))
+    mask = mask ^ (rng.permutation(mask.size).reshape(shape) < flips)
+    lengths = draw(st.sampled_from([None, (1, 150), (0, 320)]))
+    lengths = lengths and tuple(min(n, size["k"]) for n in lengths)
+    case = ct.Case(
+        seqlen_q=size["q"], seqlen_k=size["k"], batch=2, num_heads=2, head_dim=32, dtype=dtype, kv_lengths=lengths,
+        mask=shape,
+    )  # fmt: skip
+    arrays = case.arrays()
+    laid = np.asarray(mask, order=draw(st.sampled_from("CF")))
+    wide = np.zeros((*shape[:3], -(-shape[3] // 16) * 16), bool)
+    wide[..., : shape[3]] = mask
+    arrays["mask"] = draw(st.sampled_from([laid, wide[..., : shape[3]], np.flip(np.flip(mask, 3).copy(), 3)]))
+    keys = np.arange(size["k"]) < np.array(lengths or (size["k"],) * 2)[:, None]
+    visible = np.broadcast_to(mask & keys[:, None, None], (2, 2, size["q"], size["k"]))
+    return arch, attention.problem_of(case, arrays), arrays, visible, keys
+
+
+@given(drawn=masks(), schedule=st.sampled_from(SCHEDULES))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+def test_the_tiles_with_a_visible_pair_are_listed(drawn, schedule):
+    arch, problem, arrays, visible, keys = drawn
+    results = {"out": arrays["dout"], "lse": np.empty(problem.lse_shape, problem.softmax_dtype)}
+    results |= {f"d{name}": arrays[name] for name in "qkv"}
+    for pass_, name in (("forward", "key_lists"), ("backward", "query_lists")):
+        plan = attention.plan_for(problem, pass_, arrays | results, arch)
+        need = ("dq", "dk", "dv") if pass_ == "backward" else ()
+        every = arrays | results if need else {x: y for x, y in (arrays | results).items() if x != "dout"}
+        binding = bind(pass_, problem.options, every, need=need, address_of=lambda array: array.ctypes.data)
+        scratch = Scratch(plan.scratch_layout, 0xFF)
+        small = replace(plan, kernels=tuple(kernel for kernel in plan.kernels if kernel.source in LISTS))
+        assert len(small.kernels) == 2
+        attention.run(small, binding, every, schedule, scratch=scratch)
+        tile, own = plan.tiles[0], (plan.run_time.list_batches, plan.run_time.list_heads)
+        m_blocks, n_blocks = -(-problem.seqlen_q // tile.block_m), -(-problem.seqlen_k // tile.block_n)
+        lists, length = (m_blocks, n_blocks) if name == "key_lists" else (n_blocks, m_blocks)
+        found = scratch.array(name, np.int32)[: own[0] * own[1] * lists * (2 + length)]
+        of_keys = bool(tile.defines().get("CUFLASH_MASK_OF_KEYS"))
+        for (batch, head, block), listed in zip(np.ndindex(*own, lists), found.reshape(-1, 2 + length), strict=True):
+            full, cut = [], []
+            for other in range(length):
+                m, n = (block, other) if name == "key_lists" else (other, block)
+                columns = slice(n * tile.block_n, (n + 1) * tile.block_n)
+                pairs = visible[batch, head, m * tile.block_m : (m + 1) * tile.block_m, columns]
+                whole = keys[batch, columns].all() and (n + 1) * tile.block_n <= problem.seqlen_k
+                if pairs.any():
+                    (full if whole and (of_keys or pairs.all()) else cut).append(other)
+            assert listed[:2].tolist() == [len(full) + len(cut), len(full)]
+            assert listed[2 : 2 + len(full) + len(cut)].tolist() == full + cut
