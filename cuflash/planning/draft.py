@@ -118,7 +118,7 @@ class Draft:
         by_bits = "mask_words" in self.scratch
         if not self.defines["CUFLASH_HAS_LISTS"] and not by_bits and problem.mask is not None:
             obstacle = self._why_not_looked_at(tile)
-            if obstacle:
+            if obstacle and not any(reason.startswith("mask:") for reason in self.reasons):
                 self.reasons.append(f"mask: tiles that it hides are computed: {obstacle}")
             self.defines["CUFLASH_HAS_LISTS"] = int(not obstacle)
         if not self.defines["CUFLASH_HAS_LISTS"]:

@@ -22,6 +22,7 @@ from cuflash.terms import TERMS
 # The part of L2 that holds what blocks share: each of its two halves keeps a copy of what its multiprocessors read, as
 # the vendor describes it for compute capability 8.0 and 9.0.
 L2_SHARE = 0.5
+LOOKS = ("around/mask_bits.cu", "around/mask_tiles.cu")  # kernels that read a mask once, for all others
 FORWARD, DECODE = ("sm80/forward.cu", "sm90/forward.cu"), "sm90/decode.cu"
 BACKWARD, DQ = ("sm80/backward.cu", "sm90/backward.cu"), "sm80/backward_dq.cu"
 
@@ -147,12 +148,18 @@ def streamed(once: float, tiles: float, head_bytes: float, heads_at_once: float,
     return min(max(once, tiles * heads_at_once / blocks), max(once, tiles))
 
 
-def _of_pairs(problem: Problem, l2_bytes: int) -> float:
-    """Bytes of terms of pairs beyond those that count once: each head reads what is broadcast to it."""
-    more = 0.0
+def _of_pairs(plan: Plan) -> float:
+    """Bytes of terms of pairs beyond those that count once: each head reads what is broadcast to it.
+
+    Of a mask that a kernel has looked at beforehand, the others read nothing in tiles that are visible as a whole.
+    """
+    problem, more = plan.problem, 0.0
+    looked_at = any(kernel.source in LOOKS for kernel in plan.kernels)
     for term in TERMS:
         operand = getattr(problem, term.name)
-        if term.broadcasts and operand is not None and operand.nbytes > L2_SHARE * l2_bytes:
+        if operand is None or (term.name == "mask" and looked_at):
+            continue
+        if term.broadcasts and operand.nbytes > L2_SHARE * plan.device.l2_bytes:
             more += max(0, problem.visible_pairs * ITEMSIZE[operand.dtype] - operand.nbytes)
     return more
 
@@ -177,7 +184,7 @@ def _forward(plan: Plan) -> Traffic:
     scratch = plan.extra_bytes if plan.extra_bytes > L2_SHARE * plan.device.l2_bytes else 0
     return Traffic(
         tiles=tiles,
-        read=round(others + keys + scratch + _of_pairs(problem, plan.device.l2_bytes)),
+        read=round(others + keys + scratch + _of_pairs(plan)),
         written=results + scratch,
         least=problem.forward_bytes,
         flops=problem.forward_flops,
@@ -219,11 +226,12 @@ def _backward(plan: Plan, sources: set[str]) -> Traffic:
     else:
         # A kernel before reads out, dout and lse, and leaves the statistics of rows; the parts have read q, k and v.
         read += inputs - heads * one.seqlen_q * of_q - heads_kv * one.seqlen_k * (of_q + of_v)
-        written += results + stats
+        bits = plan.scratch_sizes.get("mask_words", 0)
+        written += results + stats + (bits if bits > L2_SHARE * plan.device.l2_bytes else 0)
     return Traffic(
         tiles=round(tiles),
         added=added,
-        read=round(read + _of_pairs(problem, plan.device.l2_bytes)),
+        read=round(read + _of_pairs(plan)),
         written=round(written),
         least=inputs + results,
         flops=problem.backward_flops,

@@ -6,7 +6,7 @@ from decimal import Decimal
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
@@ -15,9 +15,11 @@ from cuflash import block_masks, reference
 from cuflash.block_masks import from_mask, global_blocks, local, random, strided
 from cuflash.cpu import core, tiles
 from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.planning.draft import LOOK_FLOPS, LOOK_KEYS
 from cuflash.problem import make_problem
 
 counts = st.integers(0, 9)
+LOOKS = ("around/mask_tiles.cu", "around/lists.cu")  # in this order
 
 
 # ---- builders --------------------------------------------------------------------------------------------------------
@@ -323,3 +325,48 @@ def test_no_list_for_nothing():
     assert [
         kernel.grid for kernel in plan_of("backward", seqlen_k=0).kernels if kernel.source == "around/lists.cu"
     ] == [0]
+
+
+# ---- masks that are looked at beforehand -----------------------------------------------------------------------------
+
+
+@given(
+    arch=st.sampled_from(["7.5", "8.0", "8.6", "9.0", "12.0"]),
+    dtype=st.sampled_from(["float16", "float32", "float64"]),
+    pass_=st.sampled_from(["forward", "backward"]),
+    heads=st.sampled_from([4, 8]),
+    keys=st.sampled_from([1500, 2100]),
+    axes=st.tuples(*[st.booleans()] * 4),
+    causal=st.booleans(),
+    deterministic=st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+def test_masks_are_looked_at_where_that_pays(arch, dtype, pass_, heads, keys, axes, causal, deterministic):
+    mask = tuple(n if on else 1 for n, on in zip((2, heads, 1000, keys), axes, strict=True))
+    sizes = {"batch": 2, "num_heads": heads, "seqlen_k": keys, "head_dim": 40}
+    plan = plan_of(pass_, arch, deterministic, **sizes, block_mask=None, mask=mask, dtype=dtype, causal=causal)
+    found, text = sources(plan), plan.describe()
+    in_order = pass_ == "backward" and deterministic
+    by_tile = (arch, dtype) == ("9.0", "float16")
+    if by_tile and axes[2]:
+        assert "around/mask_bits.cu" in found and "around/mask_tiles.cu" not in found
+        assert ("around/lists.cu" in found) == (not in_order)
+        return
+    pays = plan.problem.forward_flops >= LOOK_FLOPS
+    if by_tile:
+        pays = pays and not in_order and not causal and keys >= LOOK_KEYS
+    assert ("around/mask_tiles.cu" in found) == pays
+    assert ("mask: tiles that it hides are computed: " in text) == (not pays)
+    assert ("mask: tiles of keys are listed, " in text) == (pays and (pass_ == "forward" or in_order))
+    if not pays:
+        assert "around/lists.cu" not in found
+        return
+    walks = [i for i, x in enumerate(found) if re.match(rf"sm\d+/{pass_}(_fp32|_dq)?\.cu", x)]
+    assert [found[i - 2 : i] for i in walks[-1:]] in ([list(LOOKS)], [["around/lists.cu", "around/split_fp32.cu"]])
+    assert found.count(LOOKS[0]) == found.count(LOOKS[1]) == len(walks)
+    assert all(dict(plan.kernels[i].defines)["CUFLASH_HAS_LISTS"] for i in walks)
+    own = (plan.run_time.list_batches, plan.run_time.list_heads)
+    assert own == mask[:2]
+    tile = plan.tiles[-1]
+    notes = own[0] * own[1] * -(-1000 // tile.block_m) * -(-keys // tile.block_n)
+    assert plan.scratch_sizes["mask_blocks"] >= notes

@@ -173,3 +173,18 @@ def test_a_bias_that_heads_share_is_read_by_each_of_them(axes):
     few, many = (traffic_of(problem, device).read for device in (HUGE, NONE))
     assert few == problem.forward_bytes - 2 * 16 * 4096 * (64 * 2 + 4)
     assert many - few >= (2 * 16 - 1) * 4096**2 * 4 if axes == "qk" else many >= few
+
+
+@PASSES
+def test_a_mask_is_read_once_where_a_kernel_looks_at_it(pass_, monkeypatch):
+    """And by every head where none does, if it does not fit into L2."""
+    mask = view(np.zeros((), bool), (1, 1, 8192, 8192))
+    q = view(np.zeros((), ct.numpy_dtype("bfloat16")), (2, 16, 8192, 64))
+    problem, device = make_problem(Options(), q, q, q, mask=mask), DeviceSpec.for_arch("8.0")
+    looked_at = traffic_of(problem, device, pass_)
+    monkeypatch.setattr("cuflash.planning.draft.LOOK_FLOPS", 2**63)
+    looked_up = traffic_of(problem, device, pass_)
+    assert looked_up.read - looked_at.read == (2 * 16 - 1) * 8192**2
+    assert (looked_up.tiles, looked_up.written) == (looked_at.tiles, looked_at.written)
+    in_bits = traffic_of(problem, replace(H200, l2_bytes=2**20), pass_)
+    assert in_bits.written - traffic_of(problem, HUGE, pass_).written >= 8192**2 / 8
