@@ -96,6 +96,8 @@ MUTANTS = (
     mutant("dq has weights of its own", BACKWARD_DQ, "if (kHasDropout && n % 2 == 0) kept",
            "if (kHasDropout && n == 0) kept", "dropout deterministic"),
     # ---- sm80/backward_scores.cu
+    mutant("masks are not looked up in tiles that blocks show", BACKWARD_SCORES, "kLooksUpMask || kHasMaskFunction ||",
+           "kHasMaskFunction ||", "dbias masked"),
     mutant("no wait for tiles of pairs", BACKWARD_SCORES, "    ptx::copy_async_wait<kNumStages - 1>();\n", "",
            "dbias shared"),
     mutant("no barrier before tiles of pairs are read", BACKWARD_SCORES,

@@ -79,7 +79,7 @@ MUTANTS = (
     mutant("bits of the first head of a group", BACKWARD, "MaskBits(common), batch, walk.head, walk.m_block, n_block",
            "MaskBits(common), batch, work.first_head, walk.m_block, n_block", "backward sm90 bits"),
     mutant("tiles in order are not tested", "common/schedule.cuh",
-           "kLooksUpMask || ((kHasMaskFunction || kMaskByBits) && !kHasLists)", "kLooksUpMask",
+           "(kLooksUpMask || kHasMaskFunction || kMaskByBits) && !kHasLists", "kLooksUpMask && !kHasLists",
            "backward sm90 bits in order"),
     mutant("nobody waits for accumulators to be cleared", BACKWARD_DQ,
            "  if constexpr (kClearsAhead) wait_for_clears(common, tile.num_m_blocks, tile.work);\n", "\n",

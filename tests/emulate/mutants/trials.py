@@ -189,6 +189,8 @@ _BITS_IN_A_WINDOW = replace(_GROUPED, seqlen_q=230, seqlen_k=201, mask=(2, 1, 23
 _CUT_BLOCKS = replace(
     _GROUPED, seqlen_q=230, seqlen_k=400, block_mask=(4,), block_size=(32, 48), kv_lengths=(390, 90), blocks_kept=0.1
 )
+# Masks that a kernel looks at beforehand, because tiles are listed; of rows that are vectors, and of others.
+_LOOKED_AT = replace(_GROUPED, seqlen_q=230, seqlen_k=176, mask=(2, 4, 230, 176), block_mask=(), blocks_kept=1.0)
 _FLOAT64 = replace(
     _FLOAT32, dtype="float64", head_dim_v=40, num_heads=1, bias=(70, 77), mask=(70, 77), alibi_slopes=(1,)
 )
@@ -350,6 +352,11 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
         tiles=_SCORES,
         need=("dbias",),
         num_sms=1,
+    ),
+    "dbias masked": Trial(
+        case=replace(_TERMS_OF_SCORES, bias=(4, 70, 1), block_mask=(), blocks_kept=1.0, mask=(70, 77)),
+        tiles=_SCORES,
+        need=("dbias",),
     ),
     "dbias in pairs of rows": Trial(
         case=replace(_TERMS_OF_SCORES, bias=(70, 77)), tiles=(_BACKWARD_SM90, *_SCORES), need=("dk", "dbias"), num_sms=1
@@ -555,6 +562,10 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "backward sm90 bits": Trial(case=_BITS, tiles=(_BACKWARD_SM90, None), num_sms=1),
     "backward sm90 bits in order": Trial(case=_BITS, tiles=(_BACKWARD_SM90, None), num_sms=1, dq_in_order=True),
     "sm90 cut blocks": Trial(case=_CUT_BLOCKS, tiles=_sm90(), num_sms=1),
+    "looked at": Trial(case=_LOOKED_AT, tiles=_forward(block_m=64)),
+    "looked at by bytes": Trial(
+        case=replace(_LOOKED_AT, seqlen_k=171, mask=(4, 230, 171), num_heads_kv=1), tiles=_backward(), num_sms=1
+    ),
     "forward float8": Trial(case=_FLOAT8, tiles=_FLOAT8_TILES),
     "forward float8 packed": Trial(
         case=replace(_FLOAT8, batch=1, v_scale="head", cu_seqlens_q=(0, 30, 70), cu_seqlens_k=(0, 35, 300)),
