@@ -326,8 +326,8 @@ SUITES = {
             for d in (64, 128)
             for kept in (0.05, 0.125, 0.25, 0.5, 1.0)
         ),
-        peers=("cuflash-dense", "flex"),
-        about="time with a fraction of all blocks of 128 x 128, at random, and without a mask",
+        peers=("cuflash-mask", "cuflash-dense", "flex"),
+        about="time with a fraction of all blocks of 128 x 128, at random, as blocks and as pairs, and without a mask",
     ),
     "bias": Suite(
         kind="gpu",

@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from cuflash.operands import numpy_dtype
 
@@ -39,13 +39,13 @@ def cuflash(
     deterministic: bool = False,
     allocate: bool = False,
     precision: Any = "highest",
-    dense: bool = False,
+    blocks: Literal["block_mask", "mask", ""] = "block_mask",
     more: str = "",
 ) -> Contender:
     """cuflash's public interface, into arrays made once (as a training loop would), or allocating its results.
 
-    With `dense` the block mask is left out: what takes time is another problem, whose results are not checked. `more`
-    is a gradient beside dq, dk and dv.
+    `blocks` is the argument that blocks are given as. With "mask" it has their pairs; with "" they are left out: what
+    takes time is another problem, whose results are not checked. `more` is a gradient beside dq, dk and dv.
     """
     from cuflash import FlashAttention
 
@@ -54,8 +54,13 @@ def cuflash(
         raise Absent("needs a bias")
     xp, q, k, v, dout = inputs.xp, inputs.q, inputs.k, inputs.v, inputs.dout
     terms = dict(inputs.terms)
-    if case.blocks_kept and not dense:
+    if blocks == "mask" and not case.blocks_kept:
+        raise Absent("needs blocks")
+    if case.blocks_kept and blocks == "block_mask":
         terms["block_mask"] = xp.asarray(case.block_mask())
+    elif case.blocks_kept and blocks == "mask":
+        rows = xp.repeat(xp.asarray(case.block_mask()), BLOCK, axis=0)[: case.seqlen_q]
+        terms["mask"] = xp.ascontiguousarray(xp.repeat(rows, BLOCK, axis=1)[:, : case.seqlen_k])
     attn = FlashAttention(
         causal=case.causal,
         deterministic=deterministic,
@@ -80,7 +85,7 @@ def cuflash(
         "forward": lambda: (attn.forward(q, k, v, **given, **into).out,),
         "backward": lambda: tuple(attn.backward(dout, q, k, v, out, lse, **given, **gradients))[:3],
     }
-    if dense:
+    if not blocks:
         calls = without_results(calls)
     coarser = 2.0**13 if precision == "tf32" else 1.0  # 11 bits instead of 24
     need = ("dq", "dk", "dv", *filter(None, (more,)))
@@ -328,7 +333,8 @@ ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
     "cuflash": cuflash,
     "cuflash-alloc": lambda case, inputs: cuflash(case, inputs, allocate=True),
     "cuflash-deterministic": lambda case, inputs: cuflash(case, inputs, deterministic=True),
-    "cuflash-dense": lambda case, inputs: cuflash(case, inputs, dense=True),
+    "cuflash-dense": lambda case, inputs: cuflash(case, inputs, blocks=""),
+    "cuflash-mask": lambda case, inputs: cuflash(case, inputs, blocks="mask"),
     "cuflash-dbias": lambda case, inputs: cuflash(case, inputs, more="dbias"),
     "cuflash-dscale": lambda case, inputs: cuflash(case, inputs, more="dscale"),
     "cuflash-tf32": lambda case, inputs: cuflash(case, inputs, precision="tf32"),

@@ -22,6 +22,7 @@ TITLES = {
     "cuflash-alloc": "cuflash, allocating",
     "cuflash-deterministic": "cuflash, deterministic",
     "cuflash-dense": "cuflash, no mask",
+    "cuflash-mask": "cuflash, as a mask of pairs",
     "cuflash-tf32": "cuflash, TF32",
     "cuflash-pages16": "cuflash, pages of 16",
     "cuflash-pages64": "cuflash, pages of 64",

@@ -125,7 +125,7 @@ def test_the_tiles_with_a_visible_pair_are_listed(drawn, schedule):
     arch, problem, arrays, visible, keys = drawn
     results = {"out": arrays["dout"], "lse": np.empty(problem.lse_shape, problem.softmax_dtype)}
     results |= {f"d{name}": arrays[name] for name in "qkv"}
-    for pass_, name in (("forward", "key_lists"), ("backward", "query_lists")):
+    for pass_, name in zip(PASSES, ("key_lists", "query_lists"), strict=True):
         plan = attention.plan_for(problem, pass_, arrays | results, arch)
         need = ("dq", "dk", "dv") if pass_ == "backward" else ()
         every = arrays | results if need else {x: y for x, y in (arrays | results).items() if x != "dout"}
@@ -140,7 +140,8 @@ def test_the_tiles_with_a_visible_pair_are_listed(drawn, schedule):
         found = scratch.array(name, np.int32)[: own[0] * own[1] * lists * (2 + length)]
         of_keys = bool(tile.defines().get("CUFLASH_MASK_OF_KEYS"))
         for (batch, head, block), listed in zip(np.ndindex(*own, lists), found.reshape(-1, 2 + length), strict=True):
-            full, cut = [], []
+            full: list[int] = []
+            cut: list[int] = []
             for other in range(length):
                 m, n = (block, other) if name == "key_lists" else (other, block)
                 columns = slice(n * tile.block_n, (n + 1) * tile.block_n)

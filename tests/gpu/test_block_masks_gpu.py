@@ -1,4 +1,4 @@
-"""Block masks on the device against the oracle, in every kernel that walks over lists of tiles."""
+"""Block masks, and masks that are looked at, on the device against the oracle: every kernel that walks over lists."""
 
 from dataclasses import replace
 from typing import Any
@@ -85,6 +85,28 @@ def test_patterns(cupy, dtype):
         for name, x in zip(("out", "lse", "dq", "dk", "dv"), results, strict=True):
             measurement = ct.measure(name, x, yardsticks[name])
             assert not measurement.failure, str(measurement)
+
+
+@pytest.mark.parametrize("shape", [(300, 520), (2, 1, 1, 520), (2, 300, 520)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"kv_lengths": (520, 300), "sinks": True}], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_masks_are_looked_at(cupy, dtype, options, shape, monkeypatch):
+    """However small they are; each call looks again, the second one at what has been written to the array since."""
+    monkeypatch.setattr("cuflash.planning.draft.LOOK_FLOPS", 0)
+    monkeypatch.setattr("cuflash.planning.draft.LOOK_KEYS", 0)
+    case = case_of(300, 520, num_heads=2, num_heads_kv=1, dtype=dtype, block_mask=None, mask=shape, **options)
+    mask = case.arrays(cupy.asarray)["mask"]
+    names = ("out", "lse", "dq", "dk", "dv", *(("dsinks",) if case.sinks else ()))
+    for deterministic in (False, True):
+        yardsticks = ct.yardsticks(case.problem, case.arrays() | {"mask": ct.to_numpy(mask)})
+        for name, x in zip(names, run(cupy, case, deterministic=deterministic, mask=mask), strict=True):
+            measurement = ct.measure(name, x, yardsticks[name])
+            assert not measurement.failure, str(measurement)
+        mask[..., :128] = ~mask[..., :128]
+    if "causal" not in options or shape[-2] > 1:  # bounds do as well for masks of keys on compute capability 9.0
+        arrays = case.arrays(cupy.asarray)
+        plans = cuflash.FlashAttention(**case.keywords).plan(*ct.qkv(arrays), **ct.optional(arrays))
+        assert "mask: tiles of keys are listed" in plans.describe()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

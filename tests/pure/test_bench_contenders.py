@@ -378,17 +378,19 @@ def test_pallas_without_a_device_or_a_tile_is_absent(fake_jax, fake_cupy, monkey
 
 def test_block_masks(tmp_path):
     case = Case(dtype="float32", head_dim=8, seqlen_q=300, batch=1, num_heads=2, blocks_kept=0.5)
-    suite = Suite(kind="cpu", cases=(case,), peers=("cuflash-dense", "naive"), about="blocks")
+    suite = Suite(kind="cpu", cases=(case,), peers=("cuflash-mask", "cuflash-dense", "naive"), about="blocks")
     records = run_suite("tiny", suite, out=tmp_path, seconds=1e-4, revision="abc")
     results = [r for r in records if r["record"] == "result"]
     status = {(r["contender"], r["pass"]): r["status"] for r in results}
     for pass_ in ("forward", "backward"):
-        assert status["cuflash", pass_] == status["cuflash-dense", pass_] == "ok"
+        assert {status[f"cuflash{how}", pass_] for how in ("", "-mask", "-dense")} == {"ok"}
         assert status["naive", pass_] == "absent"
     text = report.markdown(records)
-    assert "| 50 % of blocks |" in text and "cuflash, no mask" in text
+    assert "| 50 % of blocks |" in text and "cuflash, no mask" in text and "cuflash, as a mask of pairs" in text
     assert report.Table(records).unit == "microseconds"
     inputs = make_inputs(np, case)
+    with pytest.raises(Absent, match="needs blocks"):
+        peers.ADAPTERS["cuflash-mask"](replace(case, blocks_kept=0.0), inputs)
     unmasked = peers.cuflash(replace(case, blocks_kept=0.0), inputs)
     assert Reference(case, inputs).errors("forward", unmasked.calls["forward"]())["out"].wrong
 
