@@ -87,10 +87,18 @@ def test_patterns(cupy, dtype):
             assert not measurement.failure, str(measurement)
 
 
-@pytest.mark.parametrize("shape", [(300, 520), (2, 1, 1, 520), (2, 300, 520)], ids=str)
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"kv_lengths": (520, 300), "sinks": True}], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((300, 520), {}),
+        ((2, 300, 520), {"causal": True}),
+        ((2, 1, 1, 520), {}),
+        ((2, 1, 1, 520), {"kv_lengths": (520, 300), "sinks": True}),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_masks_are_looked_at(cupy, dtype, options, shape, monkeypatch):
+def test_masks_are_looked_at(cupy, dtype, shape, options, monkeypatch):
     """However small they are; each call looks again, the second one at what has been written to the array since."""
     monkeypatch.setattr("cuflash.planning.draft.LOOK_FLOPS", 0)
     monkeypatch.setattr("cuflash.planning.draft.LOOK_KEYS", 0)
@@ -103,10 +111,9 @@ def test_masks_are_looked_at(cupy, dtype, options, shape, monkeypatch):
             measurement = ct.measure(name, x, yardsticks[name])
             assert not measurement.failure, str(measurement)
         mask[..., :128] = ~mask[..., :128]
-    if "causal" not in options or shape[-2] > 1:  # bounds do as well for masks of keys on compute capability 9.0
-        arrays = case.arrays(cupy.asarray)
-        plans = cuflash.FlashAttention(**case.keywords).plan(*ct.qkv(arrays), **ct.optional(arrays))
-        assert "mask: tiles of keys are listed" in plans.describe()
+    arrays = case.arrays(cupy.asarray)
+    plans = cuflash.FlashAttention(**case.keywords).plan(*ct.qkv(arrays), **ct.optional(arrays))
+    assert "mask: tiles of keys are listed" in plans.describe()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
