@@ -1,5 +1,6 @@
 """Block masks, and masks that are looked at, on the device against the oracle: every kernel that walks over lists."""
 
+import importlib
 from dataclasses import replace
 from typing import Any
 
@@ -102,6 +103,7 @@ def test_masks_are_looked_at(cupy, dtype, shape, options, monkeypatch):
     """However small they are; each call looks again, the second one at what has been written to the array since."""
     monkeypatch.setattr("cuflash.planning.draft.LOOK_FLOPS", 0)
     monkeypatch.setattr("cuflash.planning.draft.LOOK_KEYS", 0)
+    importlib.import_module("cuflash.launch").forget_launches()
     case = case_of(300, 520, num_heads=2, num_heads_kv=1, dtype=dtype, block_mask=None, mask=shape, **options)
     mask = case.arrays(cupy.asarray)["mask"]
     names = ("out", "lse", "dq", "dk", "dv", *(("dsinks",) if case.sinks else ()))
