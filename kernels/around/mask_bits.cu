@@ -28,15 +28,16 @@ struct MaskBytes {
   // so that a load of the warp touches 8 lines. Then they exchange what they have, and each has lines of its own.
   CUFLASH_DEVICE void read_vectors(int first_row, int first_key, int rows, Lines& own) const {
     const int part = lane_index() % 4, first_line = lane_index() - part;
+    const u8* upper = bytes + (first_row + first_line) * row_stride + first_key + 16 * part;
+    const u8* lower = upper + 32 * row_stride;
     Bytes16 vector[2][4];
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int line = 32 * half + first_line + i;
         vector[half][i] = {};
-        if (line < rows)
-          vector[half][i] = *(const Bytes16*)(bytes + (first_row + line) * row_stride + first_key + 16 * part);
+        if (32 * half + first_line + i < rows) vector[half][i] = *(const Bytes16*)(half == 0 ? upper : lower);
+        (half == 0 ? upper : lower) += row_stride;
       }
     u32 bits[4];  // by line, of both halves; after the exchange by the 16 keys that a part is
 #pragma unroll
@@ -86,17 +87,16 @@ struct MaskBytes {
     }
   }
 
+  // Which bytes are not 0, a bit each.
   CUFLASH_DEVICE static u32 bits_of_vector(const Bytes16& vector) {
+    constexpr u32 kLow = 0x7f7f7f7f;
     u32 bits = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) bits |= bits_of_bytes(vector.word[i]) << i * 4;
+    for (int i = 3; i >= 0; --i) {
+      const u32 word = vector.word[i], not_zero = (((word & kLow) + kLow) | word) & ~kLow;
+      bits = bits << 4 | not_zero * 0x00204081 >> 28;  // the product moves bits 7, 15, 23 and 31 to 28 to 31
+    }
     return bits;
-  }
-  // Which of the four bytes of a word are not 0.
-  CUFLASH_DEVICE static u32 bits_of_bytes(u32 word) {
-    constexpr u32 kLow = 0x7f7f7f7f;
-    const u32 not_zero = (((word & kLow) + kLow) | word) >> 7 & 0x01010101;
-    return not_zero * 0x01020408 >> 24 & 15;  // the product moves bits 0, 8, 16 and 24 to 24 to 27
   }
 };
 

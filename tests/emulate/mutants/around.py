@@ -87,9 +87,8 @@ MUTANTS = (
     # ---- around/mask_bits.cu
     mutant("vectors reach over the last key", MASK_BITS, "mask.by_vectors && keys >= kBitsBlock", "mask.by_vectors",
            "sm90 bits"),
-    mutant("bytes of a word in reverse", MASK_BITS, "0x01020408", "0x08040201", "sm90 bits"),
-    mutant("bits of vectors in reverse", MASK_BITS, "(vector.word[i]) << i * 4", "(vector.word[i]) << (3 - i) * 4",
-           "sm90 bits"),
+    mutant("the last byte of a word is left out", MASK_BITS, "0x00204081", "0x00204080", "sm90 bits"),
+    mutant("bits of vectors in reverse", MASK_BITS, "int i = 3; i >= 0; --i", "int i = 0; i < 4; ++i", "sm90 bits"),
     mutant("neighbouring lanes exchange nothing", MASK_BITS, "    exchange<1>(bits);\n", "", "sm90 bits"),
     mutant("lanes exchange the wrong lines", MASK_BITS, "(is_upper ? bits[i] : bits[i + step]) = other;",
            "(is_upper ? bits[i + step] : bits[i]) = other;", "sm90 bits"),
