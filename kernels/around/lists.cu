@@ -9,6 +9,7 @@
 #include "common/schedule.cuh"
 
 constexpr bool kListsKeys = CUFLASH_LISTS_KEYS;
+constexpr int kAtOnce = 4;  // tiles of a lane that are looked up together
 constexpr bool kIsNoted = (kHasMask && !kMaskByBits) || kHasMaskFunction;  // by around/mask_tiles.cu
 
 // How many lanes of a warp say yes: those before this one, and all.
@@ -47,14 +48,15 @@ CUFLASH_DEVICE void block_lists(const Params& params) {
   const TileRange range = kListsKeys ? key_tiles(params, batch, first, last_row, key_stop)
                                      : query_tiles(params, batch, first, first + kBlockN - 1, key_stop);
   const auto pairs_with = [&](int other) {
-    if (other >= range.stop) return Pairs::kNone;
-    const int m_block = kListsKeys ? block : other, n_block = kListsKeys ? other : block;
+    const int tile = min_of(other, range.stop - 1);
+    const int m_block = kListsKeys ? block : tile, n_block = kListsKeys ? tile : block;
     Pairs left = Pairs::kAll;
     if constexpr (kMaskByBits)
       left = pairs_of(params, bits, batch, head, m_block, n_block);
     else if constexpr (kHasBlockMask)
       left = pairs_of(params, blocks, m_block, n_block);
     if constexpr (kIsNoted) left = both(left, pairs_noted(params, matrix, m_block, n_block));
+    if (other >= range.stop) return Pairs::kNone;
     const bool full = other >= range.full_start && other < range.full_stop;
     return left == Pairs::kAll && !full ? Pairs::kSome : left;
   };
@@ -63,11 +65,16 @@ CUFLASH_DEVICE void block_lists(const Params& params) {
       list_of(params, kListsKeys ? params.key_lists : params.query_lists, batch, head, block, num_lists, length);
   int listed = 0;
   const auto add_those_with = [&](Pairs wanted) {
-    for (int other = range.start + lane_index(); other < range.stop + (int)lane_index(); other += 32) {
-      const bool wants = pairs_with(other) == wanted;
-      const Count count(wants);
-      if (wants) list[kListHeader + listed + count.before] = other;
-      listed += count.all;
+    for (int own = range.start + lane_index(); own < range.stop + (int)lane_index(); own += 32 * kAtOnce) {
+      bool wants[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) wants[i] = pairs_with(own + 32 * i) == wanted;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const Count count(wants[i]);
+        if (wants[i]) list[kListHeader + listed + count.before] = own + 32 * i;
+        listed += count.all;
+      }
     }
   };
   add_those_with(Pairs::kAll);

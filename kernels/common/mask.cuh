@@ -32,18 +32,34 @@ CUFLASH_DEVICE Pairs both(Pairs a, Pairs b) {
   return a == Pairs::kAll ? b : Pairs::kSome;
 }
 
+// The most blocks, of so many rows or keys, that a tile lies over.
+CUFLASH_DEVICE constexpr int most_over(int tile, int block) {
+  return tile % block == 0 ? tile / block : block % tile == 0 ? 1 : (tile - 2) / block + 2;
+}
+
 // What is visible of a tile that lies over blocks of so many rows and keys; `of_block(i, j)` says it of a block.
 template <int rows, int keys, class OfBlock>
 CUFLASH_DEVICE Pairs pairs_over(const Params& params, int m_block, int n_block, OfBlock of_block) {
   const int first_row = m_block * kBlockM, last_row = min_of(first_row + kBlockM, params.seqlen_q) - 1;
   const int first_key = n_block * kBlockN, last_key = min_of(first_key + kBlockN, params.seqlen_k) - 1;
   bool any = false, all = true;
-  for (int i = first_row / rows; i <= last_row / rows; ++i)
-    for (int j = first_key / keys; j <= last_key / keys; ++j) {
-      const Pairs pairs = of_block(i, j);
-      any = any || pairs != Pairs::kNone;
-      all = all && pairs == Pairs::kAll;
-    }
+  const auto look_at = [&](int i, int j) {
+    const Pairs pairs = of_block(i, j);
+    any = any || pairs != Pairs::kNone;
+    all = all && pairs == Pairs::kAll;
+  };
+  constexpr int kRows = most_over(kBlockM, rows), kKeys = most_over(kBlockN, keys);
+  if constexpr (kRows * kKeys <= 4) {
+    // Without branches, so that looks at all of them are on their way together; the last block is looked at again.
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kKeys; ++j)
+        look_at(min_of(first_row / rows + i, last_row / rows), min_of(first_key / keys + j, last_key / keys));
+  } else {
+    for (int i = first_row / rows; i <= last_row / rows; ++i)
+      for (int j = first_key / keys; j <= last_key / keys; ++j) look_at(i, j);
+  }
   return all ? Pairs::kAll : any ? Pairs::kSome : Pairs::kNone;
 }
 

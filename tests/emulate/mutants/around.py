@@ -74,8 +74,10 @@ MUTANTS = (
     mutant("rows that are left have weights", DELTA, "is_left_over(params, batch) ? 0 : seqlen_q_of(params, batch);",
            "seqlen_q_of(params, batch);", "packed backward", escapes="they see no keys, and their lse is -inf"),
     # ---- around/lists.cu
-    mutant("lists of 32 tiles at most", LISTS, "+ (int)lane_index(); other += 32)",
-           "+ (int)lane_index(); other += 320)", "forward many blocks"),
+    mutant("lists of 128 tiles at most", LISTS, "+ (int)lane_index(); own += 32 * kAtOnce)",
+           "+ (int)lane_index(); own += 320 * kAtOnce)", "forward many blocks"),
+    mutant("lanes look at their first tile again", LISTS, "pairs_with(own + 32 * i)", "pairs_with(own)",
+           "forward many blocks"),
     mutant("the last keys are visible wherever blocks are", LISTS, "left == Pairs::kAll && !full ? Pairs::kSome : left",
            "left", "forward many blocks"),
     mutant("lanes are counted by their numbers", LISTS, "if (lane_index() & bit)", "if (lane_index() >= bit)",

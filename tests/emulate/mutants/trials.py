@@ -552,7 +552,7 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "dropout backward parts": Trial(case=_DROPOUT_FLOAT32, tiles=_BACKWARD_PARTS, num_sms=1),
     "forward blocks": Trial(case=_BLOCKS, tiles=_forward(block_m=64)),
     "forward many blocks": Trial(
-        case=replace(_SMALL, block_mask=(), seqlen_k=1100, blocks_kept=0.9), tiles=_forward(block_m=64)
+        case=replace(_SMALL, block_mask=(), seqlen_k=2100, blocks_kept=0.9), tiles=_forward(block_m=64, block_n=16)
     ),
     "sm90 blocks": Trial(case=_BLOCKS, tiles=_sm90(), num_sms=1),
     "backward blocks": Trial(case=_BLOCKS, tiles=_backward(), num_sms=1),
