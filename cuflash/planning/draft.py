@@ -31,6 +31,7 @@ LOOK_FLOPS = 1 << 31
 # lists take the place of bounds that differ within a tile. It is looked at from so many keys on, where tiles are not
 # bounded otherwise.
 LOOK_KEYS = 2048
+COUNTED_BY_DQ = "the order of dq counts them"  # why tiles that a mask hides are computed
 WRITTEN = ("out", "dk", "dv")  # results that kernels of compute capability 9.0 leave to TMA
 
 
@@ -154,7 +155,7 @@ class Draft:
         """Why no kernel looks beforehand at what a mask leaves of tiles; "" if one does."""
         problem = self.problem
         if self.defines.get("CUFLASH_DQ_IN_ORDER"):
-            return "the order of dq counts them"
+            return COUNTED_BY_DQ
         if problem.forward_flops < LOOK_FLOPS:
             return f"a look at it beforehand pays from {LOOK_FLOPS / 1e9:.3g} GFLOP on"
         bounds = (problem.window_left, problem.window_right) != (None, None)

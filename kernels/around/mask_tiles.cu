@@ -8,9 +8,9 @@
 #include "common/params.cuh"
 #include "common/schedule.cuh"
 
-constexpr int kRowsAtOnce = 16;   // that are asked between two votes
+constexpr int kVoteRows = 16;           // that are asked between two votes
 constexpr int kVectors = kBlockN / 16;  // of a row of a tile
-constexpr int kVectorsAtOnce = 4;       // of a lane that are on their way together
+constexpr int kAtOnce = 4;              // rows, or vectors of a lane, that are on their way together
 
 // The queries and keys of a tile that there are.
 struct TileOfPairs {
@@ -31,14 +31,16 @@ struct Seen {
   }
 };
 
-// Asks pair by pair, with the lanes at neighbouring keys.
-template <class Shows>
+// Asks pair by pair, so many rows at once, with the lanes at neighbouring keys.
+template <int rows, class Shows>
 CUFLASH_DEVICE Pairs pairs_by_asking(const TileOfPairs& tile, Shows shows) {
   Seen seen;
 #pragma unroll 1
-  for (int row = tile.first_row; row < tile.stop_row; ++row) {
-    for (int key = tile.first_key + (int)lane_index(); key < tile.stop_key; key += 32) seen.add(shows(row, key));
-    if (row % kRowsAtOnce == 0 && seen.both_kinds()) return Pairs::kSome;
+  for (int row = tile.first_row; row < tile.stop_row; row += rows) {
+    for (int key = tile.first_key + (int)lane_index(); key < tile.stop_key; key += 32)
+#pragma unroll
+      for (int i = 0; i < rows; ++i) seen.add(shows(min_of(row + i, tile.stop_row - 1), key));
+    if (row % kVoteRows == 0 && seen.both_kinds()) return Pairs::kSome;
   }
   return seen.pairs();
 }
@@ -48,19 +50,19 @@ CUFLASH_DEVICE bool has_zero(u32 word) { return ((word - 0x01010101) & ~word & 0
 
 // Reads vectors of 16 keys, of which the tile has whole ones; `first` is the first byte of the tile.
 CUFLASH_DEVICE Pairs pairs_by_vectors(const u8* first, i64 row_stride, int rows) {
-  constexpr int kStep = 32 * kVectorsAtOnce;
+  constexpr int kStep = 32 * kAtOnce;
   Seen seen;
 #pragma unroll 1
   for (int start = lane_index(); start < rows * kVectors + (int)lane_index(); start += kStep) {
-    Bytes16 vector[kVectorsAtOnce];
+    Bytes16 vector[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kVectorsAtOnce; ++i) {
+    for (int i = 0; i < kAtOnce; ++i) {
       // Lanes without a vector of their own look at the first one once more.
       const int index = start + 32 * i < rows * kVectors ? start + 32 * i : 0;
       vector[i] = *(const Bytes16*)(first + index / kVectors * row_stride + index % kVectors * 16);
     }
 #pragma unroll
-    for (int i = 0; i < kVectorsAtOnce; ++i)
+    for (int i = 0; i < kAtOnce; ++i)
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         seen.any = seen.any || vector[i].word[j] != 0;
@@ -82,7 +84,8 @@ CUFLASH_DEVICE Pairs pairs_of_mask(const Params& params, int batch, int head, Ti
   if (key_stride == 1 && ((u64)first | (u64)row_stride) % 16 == 0 && tile.stop_key - tile.first_key == kBlockN)
     pairs = pairs_by_vectors(first, row_stride, tile.stop_row - tile.first_row);
   else
-    pairs = pairs_by_asking(tile, [&](int row, int key) { return bytes[row * row_stride + key * key_stride] != 0; });
+    pairs = pairs_by_asking<kAtOnce>(
+        tile, [&](int row, int key) { return bytes[row * row_stride + key * key_stride] != 0; });
   // What hides single keys is added to scores: kernels need not know of it.
   return kMaskOfKeys && pairs == Pairs::kSome ? Pairs::kAll : pairs;
 }
@@ -99,7 +102,7 @@ CUFLASH_DEVICE Pairs pairs_of_tile(const Params& params, int batch, int head, in
 #if CUFLASH_HAS_MASK_FUNCTION
   const Functions functions(params, batch, head);
   if (left != Pairs::kNone)
-    left = both(left, pairs_by_asking(tile, [&](int row, int key) { return functions.shows(row, key); }));
+    left = both(left, pairs_by_asking<1>(tile, [&](int row, int key) { return functions.shows(row, key); }));
 #endif
   return left;
 }

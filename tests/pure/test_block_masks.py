@@ -351,6 +351,7 @@ def test_masks_are_looked_at_where_that_pays(arch, dtype, pass_, heads, keys, ax
     if by_tile and axes[2]:
         assert "around/mask_bits.cu" in found and "around/mask_tiles.cu" not in found
         assert ("around/lists.cu" in found) == (not in_order)
+        assert ("mask: tiles that it hides are computed: the order of dq counts them" in text) == in_order
         return
     pays = plan.problem.forward_flops >= LOOK_FLOPS
     if by_tile:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from cuflash.operands import ITEMSIZE
-from cuflash.planning.draft import Draft
+from cuflash.planning.draft import COUNTED_BY_DQ, Draft
 from cuflash.planning.sm90.tiles import BITS_BLOCK, ScoredTile
 
 WARPS = 4  # of a block of the kernel that packs; each takes one block of the mask at a time
@@ -31,3 +31,5 @@ def add_mask_bits(draft: Draft, tile: ScoredTile, *, transposed: bool) -> None:
     warps = {"CUFLASH_NUM_WARPS": WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_TRANSPOSES_BITS": int(transposed)}
     draft.add("around/mask_bits.cu", tile, -(-blocks // WARPS), 0, **warps)
     draft.reasons.append("pairs that are hidden one by one are packed beforehand, a bit each")
+    if not draft.defines["CUFLASH_HAS_LISTS"]:
+        draft.reasons.append(f"mask: tiles that it hides are computed: {COUNTED_BY_DQ}")

@@ -50,7 +50,7 @@ MUTANTS = (
            "Pairs::kAll", "functions of pairs"),
     mutant("a tile with a hidden pair is hidden", MASK_TILES, "!ptx::any_lane(any) ? Pairs::kNone",
            "ptx::any_lane(!all) ? Pairs::kNone", "functions of pairs"),
-    mutant("the first row tells of all", MASK_TILES, "row < tile.stop_row; ++row)", "row < tile.first_row + 1; ++row)",
+    mutant("the first row tells of all", MASK_TILES, "row < tile.stop_row; row += rows)", "row < tile.first_row + 1; row += rows)",
            "functions of pairs"),
     mutant("batch entries have each other's tiles", MASK_TILES, "matrix / params.list_heads, head", "0, head",
            "functions in 16 bits"),
