@@ -10,7 +10,12 @@ from pathlib import Path
 
 from .cases import ITEMSIZE, PASSES, SUITES
 
-EVIDENCE = ("memory", "traffic", "training")  # suites of `evidence`, which is imported after cores are limited
+EVIDENCE = (
+    "memory",
+    "traffic",
+    "training",
+    "pathfinder",
+)  # suites of `evidence`, which is imported after cores are limited
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -38,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="folder of the JSON lines")
     run.add_argument("--seconds", type=float, default=0.15, help="time for one measurement (at least 10 runs)")
     run.add_argument("--cores", type=int, metavar="N", help="use the first N cores only (the cpu suite: 2)")
+    run.add_argument("--scale", type=float, default=1.0, metavar="X", help="times the seconds that pathfinder learns")
     run.add_argument("--revision", help="what to record as the revision, where there is no git checkout")
     report = commands.add_parser("report", help="render tables and plots into docs/performance.md and the README")
     report.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
@@ -72,7 +78,7 @@ def _run_evidence(args: argparse.Namespace) -> int:
 
     _limit_cores(args.cores)
     try:
-        records = run(args.suite, args.backend, out=args.out, revision=args.revision)
+        records = run(args.suite, args.backend, out=args.out, revision=args.revision, scale=args.scale)
     except (ValueError, ImportError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
     print(f"\n{shown(args.suite, records)}")

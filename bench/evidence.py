@@ -1,4 +1,4 @@
-"""Suites that measure something else than the time of a call: memory, traffic, and the training of a model."""
+"""Suites that measure something else than the time of a call: memory, traffic, and the training of models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import environment, memory, traffic, training
+from . import environment, memory, pathfinder, traffic, training
 from .report import Record, latest_run, load, relative, where_of
 from .run import Journal
 from .timing import CudaClock
@@ -23,13 +23,13 @@ class Evidence:
 
     about: str
     backends: tuple[str, ...]
-    measure: Callable[[str, Write], None]
+    measure: Callable[[str, Write, float], None]
     markdown: Callable[[Sequence[Record]], str]
     draw: Callable[[Any, Sequence[Record], Path], None]
     page: str = "performance.md"
 
 
-def _memory(backend: str, write: Write) -> None:
+def _memory(backend: str, write: Write, scale: float) -> None:
     memory.measure(write, memory.DeviceMeter(), importlib.import_module("cupy"))
 
 
@@ -44,23 +44,31 @@ EVIDENCE = {
     "traffic": Evidence(
         about="bytes through device memory and L2, by the profiler and by the model of a plan, for several tiles",
         backends=("gpu",),
-        measure=lambda backend, write: traffic.measure(write, CudaClock()),
+        measure=lambda backend, write, scale: traffic.measure(write, CudaClock()),
         markdown=traffic.markdown,
         draw=traffic.draw,
     ),
     "training": Evidence(
         about="a small GPT, trained by the formula and by cuflash",
         backends=("gpu", "cpu"),
-        measure=training.measure,
+        measure=lambda backend, write, scale: training.measure(backend, write),
         markdown=training.markdown,
         draw=training.draw,
         page="training.md",
     ),
+    "pathfinder": Evidence(
+        about="whether two marks are on one dashed curve, learnt by an encoder whose tokens are pixels",
+        backends=("gpu", "cpu"),
+        measure=pathfinder.measure,
+        markdown=pathfinder.markdown,
+        draw=pathfinder.draw,
+        page="evidence.md",
+    ),
 }
 
 
-def run(name: str, backend: str, *, out: Path, revision: str | None = None) -> list[Record]:
-    """Measure, and append the records to `out`/`name`.jsonl; returns them.
+def run(name: str, backend: str, *, out: Path, revision: str | None = None, scale: float = 1.0) -> list[Record]:
+    """Measure, and append the records to `out`/`name`.jsonl; returns them. `scale` is that of `pathfinder.measure`.
 
     Raises ValueError for a backend that this cannot be measured on, ImportError where a library is missing.
     """
@@ -70,7 +78,7 @@ def run(name: str, backend: str, *, out: Path, revision: str | None = None) -> l
     facts = environment.describe(gpu=backend == "gpu", revision_given=revision)
     journal = Journal(out / f"{name}.jsonl", name)
     journal.write("run", kind=backend, about=evidence.about, filter="", contenders=[], **facts)
-    evidence.measure(backend, journal.write)
+    evidence.measure(backend, journal.write, scale)
     journal.write("end")
     return journal.records
 

@@ -189,7 +189,7 @@ def markdown(records: Sequence[Record]) -> str:
         means = [_both((table.mean_ratio(p, peers) for p in table.passes), 2) for peers in against.values()]
         blank = [""] * (4 + len(table.contenders))
         lines.append("| " + " | ".join(["geometric mean", *blank, *means, ""]) + " |")
-    return "\n".join(lines + _notes(table))
+    return "\n".join(lines + _notes(table) + _ahead(table))
 
 
 def _notes(table: Table) -> list[str]:
@@ -206,6 +206,28 @@ def _notes(table: Table) -> list[str]:
     if not reasons:
         return []
     return ["", *(f"- {TITLES.get(x, x)}: {what} ({n} measurements)" for (x, what), n in sorted(reasons.items()))]
+
+
+def _ahead(table: Table) -> list[str]:
+    """For a suite of times with the plain formula, the length from which on cuflash takes less, for each mask."""
+    if "naive" not in table.contenders or table.run["suite"] not in IN_TIME:
+        return []
+    kinds: dict[str, dict[int, str]] = {}
+    for case, p in table.problems.items():
+        kinds.setdefault(label(p)[3], {})[p["seqlen_q"]] = case
+    found = []
+    for kind, cases in kinds.items():
+        for pass_ in table.passes:
+            ratios = {n: table.ratio(case, pass_, ["naive"]) for n, case in sorted(cases.items())}
+            known = {n: ratio for n, ratio in ratios.items() if ratio is not None}
+            behind = [n for n, ratio in known.items() if ratio <= 1]
+            ahead = [n for n in known if n > max(behind, default=0)]
+            where = f"from {ahead[0]} on" if ahead else "nowhere"
+            where = "at every length" if known and not behind else where
+            if known:
+                spread = f"{_number(min(known.values()), 2)} to {_number(max(known.values()), 2)} times as fast"
+                found.append(f"- cuflash is ahead of the plain formula {where}, {spread}: {kind}, {pass_}.")
+    return ["", *found]
 
 
 def heading(records: Sequence[Record]) -> str:

@@ -141,11 +141,18 @@ PAGE_OF_NCU = """==PROF== Connected to process 1
 "","","byte","byte","byte"
 "0","first","1,000","20","5000"
 "1","second","2,000.5","30","7000"
+"2","end_of_one","1","1","1"
+"3","third","4","5","6"
+"4","end_of_one","1","1","1"
 """
 
 
 def test_the_page_of_the_profiler():
-    assert traffic.parse(PAGE_OF_NCU) == {"read": 3000.5, "written": 50, "by_l2": 12000, "kernels": 2}
+    """Sums for each plan: those behind the last separator were cut off."""
+    first = {"read": 3000.5, "written": 50, "by_l2": 12000, "kernels": 2}
+    both = [first, {"read": 4, "written": 5, "by_l2": 6, "kernels": 1}]
+    assert traffic.parse(PAGE_OF_NCU) == both
+    assert traffic.parse(PAGE_OF_NCU + '"5","fourth","7","8","9"\n') == both
     refused = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters"
     with pytest.raises(ValueError, match="ERR_NVGPUCTRPERM"):
         traffic.parse(refused)
@@ -154,8 +161,26 @@ def test_the_page_of_the_profiler():
 
 
 def test_no_profiler_is_said(monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    assert traffic.counted(RUNTIME[0], "forward", 0) == {"status": "absent", "reason": "ncu is not on the path"}
+    monkeypatch.setattr(traffic, "profiler", lambda: None)
+    assert traffic.counted(RUNTIME[0], "forward", 2) == 3 * [{"status": "absent", "reason": "ncu is not installed"}]
+
+
+@pytest.mark.parametrize("printed", [PAGE_OF_NCU, "==ERROR== ERR_NVGPUCTRPERM"])
+def test_every_plan_gets_its_counters_or_the_reason(monkeypatch, printed):
+    monkeypatch.setattr(traffic, "profiler", lambda: "ncu")
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: SimpleNamespace(stdout=printed, stderr=""))
+    found = traffic.counted(RUNTIME[0], "forward", 2)
+    if "PROF" in printed:
+        assert [x.get("read") for x in found] == [3000.5, 4, None] and "none of its kernels" in found[2]["reason"]
+    else:
+        assert found == 3 * [{"status": "absent", "reason": "ncu: ==ERROR== ERR_NVGPUCTRPERM"}]
+
+
+def test_plans_are_of_several_sizes():
+    """The first one, and one of each other number of bytes."""
+    plans = [SimpleNamespace(traffic=x and SimpleNamespace(tiles=x)) for x in (5, 5, 3, None, 3, 7, 1, 2, 4, 6)]
+    chosen = traffic.of_several_sizes(plans)
+    assert chosen == [plans[i] for i in (0, 2, 5, 6, 7, 8)]
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -171,7 +196,8 @@ def test_a_run_of_traffic(monkeypatch, refused, tmp_path):
     monkeypatch.setattr(traffic, "plans_of", lambda case, pass_: ([plan], lambda plan: lambda: None, None))
     monkeypatch.setattr(traffic, "formula_call", lambda *_: None)
     found = {"status": "ok", "read": 2e6, "written": 1e6, "by_l2": 3e6, "kernels": 1}
-    monkeypatch.setattr(traffic, "counted", lambda *_: {"status": "absent", "reason": "no"} if refused else dict(found))
+    absent = {"status": "absent", "reason": "no"}
+    monkeypatch.setattr(traffic, "counted", lambda *_: [absent if refused else dict(found), absent])
     records, write = writer()
     clock = SimpleNamespace(run=lambda call: call(), read_us=lambda ticket: 12.0)
     traffic.measure(write, clock, [case])
