@@ -33,8 +33,8 @@ class Drawing:
     """
 
     side: int
-    dashes: int = 5
-    distractors: int = 4
+    dashes: int = 4
+    distractors: int = 2
 
     def __post_init__(self) -> None:
         if self.side < 16 or self.side & (self.side - 1):
