@@ -75,7 +75,7 @@ class Study:
     width: int = 128
     blocks: int = 5
     head_dim: int = 64
-    rate: float = 1e-3
+    rate: float = 2e-3
     dtype: Any = None  # of attention; None: as all else
     timed: bool = True
 
