@@ -8,25 +8,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import environment, memory, pathfinder, traffic, training
+from . import environment, memory, pathfinder, report, traffic, training
 from .report import Record, latest_run, load, relative, where_of
 from .run import Journal
 from .timing import CudaClock
 
 Write = Callable[..., None]
 KINDS = ("gpu", "cpu")
+PARTS = ("memory", "runtime", "traffic", "training", "pathfinder")  # of the page of all evidence
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """How it is measured on a backend, and shown; `page` is the page of docs that shows it."""
+    """How it is measured on a backend, and shown; `page` is the page of docs that shows it. Where this is not the page
+    of all evidence, `summary` is what stands there."""
 
     about: str
     backends: tuple[str, ...]
     measure: Callable[[str, Write, float], None]
     markdown: Callable[[Sequence[Record]], str]
     draw: Callable[[Any, Sequence[Record], Path], None]
-    page: str = "performance.md"
+    page: str = "evidence.md"
+    summary: Callable[[Sequence[Record]], str] = lambda records: ""
 
 
 def _memory(backend: str, write: Write, scale: float) -> None:
@@ -55,6 +58,7 @@ EVIDENCE = {
         markdown=training.markdown,
         draw=training.draw,
         page="training.md",
+        summary=training.summary,
     ),
     "pathfinder": Evidence(
         about="whether two marks are on one dashed curve, learnt by an encoder whose tokens are pixels",
@@ -62,7 +66,6 @@ EVIDENCE = {
         measure=pathfinder.measure,
         markdown=pathfinder.markdown,
         draw=pathfinder.draw,
-        page="evidence.md",
     ),
 }
 
@@ -108,14 +111,28 @@ def picture(name: str, kind: str, results: Path) -> Path:
     return results / f"{name}_{kind}.svg"
 
 
-def sections(which: str, results: Path, page: Path) -> list[str]:
-    """What these suites fill a page of docs with, a section for each run; `page` is where it lies."""
+def sections(name: str, results: Path, page: Path) -> str:
+    """What the runs of a suite show, a section for each backend, as plots lie from `page`; "" without a run."""
     found = []
-    for name, evidence in EVIDENCE.items():
-        for kind, records in runs(name, results).items() if evidence.page == which else ():
-            path = relative(picture(name, kind, results), page.parent)
-            device = {"gpu": "a GPU", "cpu": "a CPU"}[kind]
-            found.append(f"### {name} on {device}\n\n{shown(name, records)}\n\n![{name} on {device}]({path})")
+    for kind, records in runs(name, results).items():
+        path = relative(picture(name, kind, results), page.parent)
+        device = {"gpu": "a GPU", "cpu": "a CPU"}[kind]
+        found.append(f"### {name} on {device}\n\n{shown(name, records)}\n\n![{name} on {device}]({path})")
+    return "\n\n".join(found)
+
+
+def parts(results: Path, page: Path) -> dict[str, str]:
+    """The generated parts of the page of all evidence, by their names."""
+    of_times = {name: report.of_suite(x, results, page) for name, x in report.runs(results).items()}
+    found = {}
+    for name in PARTS:
+        if name in EVIDENCE and EVIDENCE[name].page == page.name:
+            found[name] = sections(name, results, page)
+        elif name in EVIDENCE:
+            found[name] = "\n".join(EVIDENCE[name].summary(x) for x in runs(name, results).values())
+        elif name in of_times:
+            found[name] = f"By `python -m bench run --suite {name}`. {of_times[name]}"
+        found[name] = found.get(name) or f"No results yet; `python -m bench run --suite {name}` makes them."
     return found
 
 

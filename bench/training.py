@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from .examples import Names, run_page
-from .report import COLOURS, RC, Record
+from .report import COLOURS, RC, Record, where_of
 
 PAGE = "../training"  # from the folder of examples
 WARM_UP, REPEATS = 2, 5
@@ -130,6 +130,23 @@ def differences(records: Sequence[Record]) -> dict[str, float]:
     """The largest difference to the first curve, of each other one."""
     own, *others = [r for r in records if r["record"] == "curve"]
     return {_title(r): float(np.abs(np.subtract(r["losses"], own["losses"])).max()) for r in others}
+
+
+def summary(records: Sequence[Record]) -> str:
+    """A line: how far the curves are apart, and how much faster the longest step became that the formula takes."""
+    head, found = next(r for r in records if r["record"] == "run"), differences(records)
+    apart = "; ".join(f"{title} {x:.1e}" for title, x in found.items())
+    command = f"`python -m bench run --suite training --backend {head['kind']}`"
+    text = f"- {where_of(head)}, by {command}: largest difference of losses to the curve of the formula: {apart}."
+    steps = {(r["length"], r["attention"]): r for r in records if r["record"] == "step" and r["status"] == "ok"}
+    for name in dict.fromkeys(name for _, name in steps if name != "formula"):
+        both = [n for n, x in steps if x == name and (n, "formula") in steps]
+        if both:
+            ratios = [f"{_speedup(steps[n, 'formula'], steps[n, name])} at {n} tokens" for n in both]
+            text += f" {name}, speedup of a step / of attention: {', '.join(ratios)}."
+        longest = max(n for n, x in steps if x == name)
+        text += f" {name} at {longest} tokens: {steps[longest, name]['tokens_per_s']:,.0f} tokens a second."
+    return text
 
 
 def _title(curve: Record) -> str:
