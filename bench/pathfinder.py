@@ -38,6 +38,9 @@ DRAWN = 8.0  # what is added to the scores of keys that are drawn
 OUTPUTS = 3  # numbers of a token: for the answer, and whether its curve has a mark, and both
 LESSONS = (0.2, 2, 1), (0.4, 1, 2)  # up to this part of the time: dashes that are missing, and distractors
 AHEAD = 2  # pieces of work for each process that draws images
+LONGEST = 0.5  # that a gradient of all parameters may be
+WARM_UP = 60  # steps until the rate is what it is
+LATER = 0.5  # of the rate, where another length was learnt before
 LOGGED = 10  # steps between two looks at the loss
 
 
@@ -75,7 +78,7 @@ class Study:
     width: int = 128
     blocks: int = 5
     head_dim: int = 64
-    rate: float = 2e-3
+    rate: float = 1e-3
     dtype: Any = None  # of attention; None: as all else
     timed: bool = True
 
@@ -273,7 +276,8 @@ def learn(
     for images in supply.batches(lambda: task.lesson(part(), is_first), task.batch):
         step += 1
         loss, count, g = loss_and_gradients(names, p, images, attention)
-        names["update"](p, g, state, step, rate * max(0.05, 1 - part()))
+        now = rate * max(0.05, 1 - part()) * min(1, step / WARM_UP)
+        names["update"](p, clipped(names, g), state, step, now)
         right, seen = right + count, seen + task.batch
         if step % LOGGED == 0 or step == 1:
             shown = float(loss), float(right) / seen  # waits for the device
@@ -284,6 +288,14 @@ def learn(
             if part() >= 1:
                 break
     return log, step * task.batch
+
+
+def clipped(names: Names, g: Names) -> Names:
+    """Gradients as short as `LONGEST` together."""
+    xp = names["xp"]
+    length = xp.sqrt(sum((x * x).sum() for x in g.values()))
+    factor = xp.minimum(1, LONGEST / length)
+    return {name: x * factor for name, x in g.items()}
 
 
 def accuracy(names: Names, p: Names, task: Task, attention: Any, images: Images) -> int:
@@ -318,7 +330,7 @@ def measure(backend: str, write: Callable[..., None], scale: float = 1.0, study:
             attention = Near(names, task.side, study.head_dim, study.dtype, task.masked)
             is_first = task is tasks[0]
             before = None if is_first else accuracy(names, p, task, attention, images())
-            log, seen = learn(names, p, task, attention, supply, study.rate / (1 if is_first else 2), is_first)
+            log, seen = learn(names, p, task, attention, supply, study.rate * (1 if is_first else LATER), is_first)
             right = accuracy(names, p, task, attention, images())
             drawing = task.drawing
             of_curves = {"length": drawing.length(drawing.dashes), "dash": drawing.dash, "gap": drawing.gap}
@@ -345,7 +357,7 @@ def _times(names: Names, p: Names, task: Task, study: Study, supply: Supply, mas
 
     def step() -> None:
         _, _, g = loss_and_gradients(names, trial, images, attention)
-        names["update"](trial, g, state, 1, 0.0)
+        names["update"](trial, clipped(names, g), state, 1, 0.0)
 
     def attend() -> None:
         for _ in range(blocks):
