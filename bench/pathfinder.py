@@ -35,12 +35,13 @@ AROUND = 3  # pixels on each side of a token that it sees
 PERIODS = 2.0 ** np.arange(2, 9)  # in pixels, of the sines and cosines of a place
 RANGES = 1.0, 2.0, 4.0, 8.0  # of the heads, standard deviations in units of 1 / 32 of the side
 DRAWN = 8.0  # what is added to the scores of keys that are drawn
+BATCH = 64
+EMBEDDED = 10.0  # how much larger embeddings begin than those of docs/training.md: about 1, as few pixels are drawn
 OUTPUTS = 3  # numbers of a token: for the answer, and whether its curve has a mark, and both
 LESSONS = (0.2, 2, 1), (0.4, 1, 2)  # up to this part of the time: dashes that are missing, and distractors
 AHEAD = 2  # pieces of work for each process that draws images
 LONGEST = 0.5  # that a gradient of all parameters may be
 WARM_UP = 60  # steps until the rate is what it is
-LATER = 0.5  # of the rate, where another length was learnt before
 LOGGED = 10  # steps between two looks at the loss
 
 
@@ -78,7 +79,7 @@ class Study:
     width: int = 128
     blocks: int = 5
     head_dim: int = 64
-    rate: float = 1e-3
+    rate: float = 5e-4  # of batches of `BATCH`; others have its root
     dtype: Any = None  # of attention; None: as all else
     timed: bool = True
 
@@ -98,6 +99,7 @@ STUDIES = {
         width=64,
         blocks=4,
         head_dim=16,
+        rate=2e-3,
         timed=False,
     ),
 }
@@ -180,7 +182,8 @@ class Near:
 def new_parameters(names: Names, study: Study, seed: int = 0, dtype: Any = np.float32) -> Names:
     around = {"embed": (NUMBERS, study.width), "head": (study.width, OUTPUTS)}
     inner = len(RANGES) * study.head_dim
-    return names["new_parameters"](seed, study.width, study.blocks, dtype=dtype, around=around, inner=inner)
+    p = names["new_parameters"](seed, study.width, study.blocks, dtype=dtype, around=around, inner=inner)
+    return p | {"embed": EMBEDDED * p["embed"]}
 
 
 def answers(names: Names, p: Names, pixels: Any, attention: Any) -> tuple[Any, Any, Any]:
@@ -330,7 +333,7 @@ def measure(backend: str, write: Callable[..., None], scale: float = 1.0, study:
             attention = Near(names, task.side, study.head_dim, study.dtype, task.masked)
             is_first = task is tasks[0]
             before = None if is_first else accuracy(names, p, task, attention, images())
-            log, seen = learn(names, p, task, attention, supply, study.rate * (1 if is_first else LATER), is_first)
+            log, seen = learn(names, p, task, attention, supply, study.rate * math.sqrt(task.batch / BATCH), is_first)
             right = accuracy(names, p, task, attention, images())
             drawing = task.drawing
             of_curves = {"length": drawing.length(drawing.dashes), "dash": drawing.dash, "gap": drawing.gap}
