@@ -108,6 +108,7 @@ STUDIES = {
 # ---- The model -------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def order(side: int) -> np.ndarray:
     """Rows and columns (tokens, 2) of pixels, tile by tile."""
     rows, columns = TILE
@@ -124,18 +125,22 @@ def neighbourhoods(side: int) -> BlockMask:
     return near | global_blocks(len(near), len(near), 1)
 
 
+@functools.cache
+def waves(xp: Any, side: int, dtype: Any) -> Any:
+    """Sines and cosines of the places of tokens, (tokens, numbers)."""
+    angles = 2 * np.pi * order(side)[:, :, None] / PERIODS
+    return xp.asarray(np.concatenate([np.sin(angles), np.cos(angles)], axis=2).reshape(side * side, -1), dtype)
+
+
 def features(xp: Any, pixels: Any, dtype: Any = np.float32) -> Any:
-    """What a token is embedded by (images, tokens, numbers): the pixels around it, and sines and cosines of places."""
+    """What a token is embedded by (images, tokens, numbers): the pixels around it, and its waves."""
     count, side, _ = pixels.shape
-    places = order(side)
+    rows, columns = (xp.asarray(x) for x in order(side).T)
     padded = xp.pad(xp.asarray(pixels, dtype), ((0, 0), (AROUND, AROUND), (AROUND, AROUND)))
     shifts = range(2 * AROUND + 1)
     around = xp.stack([padded[:, y : y + side, x : x + side] for y in shifts for x in shifts], axis=-1)
-    around = around[:, xp.asarray(places[:, 0]), xp.asarray(places[:, 1])]
-    angles = 2 * np.pi * places[:, :, None] / PERIODS
-    waves = np.concatenate([np.sin(angles), np.cos(angles)], axis=2).reshape(side * side, -1)
-    shape = (count, *waves.shape)
-    return xp.concatenate([around, xp.broadcast_to(xp.asarray(waves, dtype), shape)], axis=-1)
+    of_places = waves(xp, side, np.dtype(dtype))
+    return xp.concatenate([around[:, rows, columns], xp.broadcast_to(of_places, (count, *of_places.shape))], axis=-1)
 
 
 NUMBERS = (2 * AROUND + 1) ** 2 + 4 * len(PERIODS)  # of the features of a token
