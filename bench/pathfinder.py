@@ -79,7 +79,7 @@ class Study:
     width: int = 128
     blocks: int = 5
     head_dim: int = 64
-    rate: float = 5e-4  # of batches of `BATCH`; others have its root
+    rate: float = 1e-3  # of batches of `BATCH`; others have its root
     dtype: Any = None  # of attention; None: as all else
     timed: bool = True
 
@@ -153,7 +153,8 @@ class Near:
     Of the square of the distance, what the softmax does not see left out, remains the product of two places and the
     square of one. With the factor these take five numbers of each query and key, which bfloat16 holds without rounding:
     places are integers below 256, squares are two such numbers, and all factors are powers of two. `drawn` (images,
-    tokens) has to be set before a call.
+    tokens) has to be set before a call. What is learnt of queries and keys counts by 1 / head_dim, not by
+    its root: with the root, training came off its way again and again.
     """
 
     def __init__(self, names: Names, side: int, head_dim: int, dtype: Any = None, masked: bool = False) -> None:
@@ -161,6 +162,7 @@ class Near:
         masks = {"block_mask": xp.asarray(neighbourhoods(side))} if masked else {}
         self.inner = names["Cuflash"](dtype, causal=False, **masks)
         self.q, self.k = (xp.asarray(x, np.float32) for x in self.places(side, head_dim))
+        self.scale = head_dim**-0.5  # beside that of attention
         self.drawn: Any = 0
 
     @staticmethod
@@ -175,11 +177,13 @@ class Near:
         return head_dim**0.5 * np.concatenate([q, bonus], axis=2), k[:, None]
 
     def forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        q *= self.scale
         q[..., -5:], k[..., -5:-1], k[..., -1] = self.q, self.k, self.drawn[..., None]
         return self.inner.forward(q, k, v)
 
     def backward(self, dout: Any, saved: Any) -> tuple[Any, Any, Any]:
         dq, dk, dv = self.inner.backward(dout, saved)
+        dq *= self.scale
         dq[..., -5:] = dk[..., -5:] = 0
         return dq, dk, dv
 
@@ -369,7 +373,7 @@ def _times(names: Names, p: Names, task: Task, study: Study, supply: Supply, mas
 
     def attend() -> None:
         for _ in range(blocks):
-            _, saved = attention.forward(q, k, v)
+            _, saved = attention.forward(q.copy(), k, v)  # it writes into q
             attention.backward(dout, saved)
 
     step_ms, attention_ms = (milliseconds(xp, call) for call in (step, attend))

@@ -144,7 +144,7 @@ def test_attention_is_that_of_the_formula_with_a_bias(seed, masked):
     place = pathfinder.order(side)
     squares = ((place[:, None] - place) ** 2).sum(axis=2)
     ranges = np.array(pathfinder.RANGES)[:, None, None] * side / 32
-    scores = content[0] @ content[1].swapaxes(2, 3) / head_dim**0.5 - squares / (2 * ranges**2)
+    scores = content[0] @ content[1].swapaxes(2, 3) / head_dim - squares / (2 * ranges**2)
     scores += pathfinder.DRAWN * drawn[:, None, None]
     if masked:
         visible = np.kron(pathfinder.neighbourhoods(side), np.ones((128, 128), bool))
