@@ -154,21 +154,23 @@ def test_attention_is_that_of_the_formula_with_a_bias(seed, masked):
     np.testing.assert_allclose(out.swapaxes(1, 2), expected, rtol=1e-9, atol=1e-11)
 
 
-@settings(max_examples=2)
-@given(st.integers(0, 2**32 - 1), st.booleans())
-def test_gradients_of_a_step_in_float64(seed, masked):
+@pytest.mark.parametrize("library", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+@settings(max_examples=2, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), masked=st.booleans())
+def test_gradients_of_a_step_in_float64(library, seed, masked):
     """Of every parameter, along a direction."""
-    rng = np.random.default_rng(seed)
-    attention = pathfinder.Near(page(), 16, SMALL.head_dim, masked=masked)
-    p = pathfinder.new_parameters(page(), SMALL, dtype=np.float64)
-    p = {name: x + 0.1 * rng.standard_normal(x.shape) for name, x in p.items()}
+    pytest.importorskip(library)
+    names, rng = page(library), np.random.default_rng(seed)
+    xp, attention = names["xp"], pathfinder.Near(names, 16, SMALL.head_dim, masked=masked)
+    p = pathfinder.new_parameters(names, SMALL, dtype=np.float64)
+    p = {name: x + xp.asarray(0.1 * rng.standard_normal(x.shape)) for name, x in p.items()}
     images = make_images(Drawing(16, 3, 1), 2, seed)[:1]
-    _, _, gradients = pathfinder.loss_and_gradients(page(), p, images, attention)
+    _, _, gradients = pathfinder.loss_and_gradients(names, p, images, attention)
     assert gradients.keys() == p.keys()
     for name in p:
-        direction = rng.standard_normal(p[name].shape)
+        direction = xp.asarray(rng.standard_normal(p[name].shape))
         moved = ({**p, name: p[name] + h * direction} for h in (1e-5, -1e-5))
-        above, below = (float(pathfinder.loss_and_gradients(page(), x, images, attention)[0]) for x in moved)
+        above, below = (float(pathfinder.loss_and_gradients(names, x, images, attention)[0]) for x in moved)
         slope = float((gradients[name] * direction).sum())
         np.testing.assert_allclose(slope, (above - below) / 2e-5, rtol=1e-5, atol=1e-8, err_msg=name)
 
