@@ -1,6 +1,6 @@
 """The Pathfinder task (`curves`), learnt by an encoder made of the layers of docs/training.md, at growing lengths.
 
-Every pixel is a token. Its embedding is a linear map of the 7 x 7 pixels around it and of its place; the answer is the
+Every pixel is a token. Its embedding is a linear map of what is drawn around it and of its place; the answer is the
 mean over the pixels that are drawn. In training a second output says of each drawn pixel whether its curve has a mark,
 and a third whether it has both. Each length begins with the parameters that the one before has learnt.
 """
@@ -31,8 +31,8 @@ from .report import COLOURS, RC, Record
 from .training import PAGE, milliseconds
 
 TILE = 8, 16  # rows and columns of pixels that are neighbours among tokens: a block of 128
-AROUND = 3  # pixels on each side of a token that it sees
-PERIODS = 2.0 ** np.arange(2, 9)  # in pixels, of the sines and cosines of a place
+AROUND = 3  # cells on each side of a token that it sees
+PERIODS = 2.0 ** np.arange(2, 7)  # in units of 1 / 32 of the side, of the sines and cosines of a place
 RANGES = 1.0, 2.0, 4.0, 8.0  # of the heads, standard deviations in units of 1 / 32 of the side
 DRAWN = 8.0  # what is added to the scores of keys that are drawn
 BATCH = 64
@@ -128,22 +128,32 @@ def neighbourhoods(side: int) -> BlockMask:
 @functools.cache
 def waves(xp: Any, side: int, dtype: Any) -> Any:
     """Sines and cosines of the places of tokens, (tokens, numbers)."""
-    angles = 2 * np.pi * order(side)[:, :, None] / PERIODS
+    angles = 2 * np.pi * order(side)[:, :, None] * 32 / side / PERIODS
     return xp.asarray(np.concatenate([np.sin(angles), np.cos(angles)], axis=2).reshape(side * side, -1), dtype)
 
 
 def features(xp: Any, pixels: Any, dtype: Any = np.float32) -> Any:
-    """What a token is embedded by (images, tokens, numbers): the pixels around it, and its waves."""
+    """What a token is embedded by (images, tokens, numbers): the cells around it, its waves, and its pixel.
+
+    A cell is drawn where one of its pixels is. It has 1 / 32 of the side, so images of all sizes look alike.
+    """
     count, side, _ = pixels.shape
+    size = max(1, side // 32)
     rows, columns = (xp.asarray(x) for x in order(side).T)
-    padded = xp.pad(xp.asarray(pixels, dtype), ((0, 0), (AROUND, AROUND), (AROUND, AROUND)))
-    shifts = range(2 * AROUND + 1)
-    around = xp.stack([padded[:, y : y + side, x : x + side] for y in shifts for x in shifts], axis=-1)
+    pixels, before, behind = xp.asarray(pixels, dtype), AROUND * size + size // 2, (AROUND + 1) * size - size // 2
+    cells, run = xp.pad(pixels, ((0, 0), (before, behind), (before, behind))), 1
+    while run < size:
+        cells = xp.maximum(cells[:, run:], cells[:, :-run])
+        cells = xp.maximum(cells[:, :, run:], cells[:, :, :-run])
+        run *= 2
+    shifts = range(0, (2 * AROUND + 1) * size, size)
+    around = xp.stack([cells[:, y : y + side, x : x + side] for y in shifts for x in shifts], axis=-1)
     of_places = waves(xp, side, np.dtype(dtype))
-    return xp.concatenate([around[:, rows, columns], xp.broadcast_to(of_places, (count, *of_places.shape))], axis=-1)
+    parts = [around[:, rows, columns], xp.broadcast_to(of_places, (count, *of_places.shape))]
+    return xp.concatenate([*parts, pixels[:, rows, columns, None]], axis=-1)
 
 
-NUMBERS = (2 * AROUND + 1) ** 2 + 4 * len(PERIODS)  # of the features of a token
+NUMBERS = (2 * AROUND + 1) ** 2 + 4 * len(PERIODS) + 1  # of the features of a token
 
 
 class Near:
@@ -201,7 +211,7 @@ def answers(names: Names, p: Names, pixels: Any, attention: Any) -> tuple[Any, A
     xp = names["xp"]
     dtype = p["embed"].dtype
     at = features(xp, pixels, dtype)
-    attention.drawn = drawn = at[..., (2 * AROUND + 1) ** 2 // 2]
+    attention.drawn = drawn = at[..., -1]
     n, saved = names["forward"](p, at @ p["embed"], attention, len(RANGES))
     outputs = n @ p["head"]
     share = drawn / drawn.sum(axis=1, keepdims=True)

@@ -115,6 +115,24 @@ def test_tokens_are_pixels_tile_by_tile(side):
     assert mask[0].all() and mask[:, 0].all()
 
 
+@pytest.mark.parametrize("side", [16, 32, 128])
+def test_tokens_see_the_cells_around_them(side):
+    """Some of them, pixel by pixel; the last number is the pixel itself."""
+    rng, size = np.random.default_rng(side), max(1, side // 32)
+    pixels = (rng.random((2, side, side)) < 0.1 / size**2).astype(np.uint8)
+    at, order = pathfinder.features(np, pixels), pathfinder.order(side)
+    assert at.shape == (2, side**2, pathfinder.NUMBERS)
+    np.testing.assert_array_equal(at[..., -1], pixels[:, order[:, 0], order[:, 1]])
+    wide = np.pad(pixels, ((0, 0), (4 * size, 4 * size), (4 * size, 4 * size)))
+    for token in rng.choice(side**2, 30):
+        row, column = order[token] + 4 * size - size // 2
+        for number in range(49):
+            y, x = row + (number // 7 - 3) * size, column + (number % 7 - 3) * size
+            np.testing.assert_array_equal(
+                at[:, token, number], wide[:, y : y + size, x : x + size].max(axis=(1, 2)), err_msg=f"{token} {number}"
+            )
+
+
 @pytest.mark.parametrize(("side", "head_dim"), [(16, 16), (32, 64), (256, 64)])
 def test_the_numbers_of_places_are_exact_in_bfloat16(side, head_dim):
     """And their products are those of the Gaussian, up to a number for each query."""
