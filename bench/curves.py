@@ -78,6 +78,12 @@ class Drawing:
         """The distance of two ends from which on their marks are not linked across."""
         return math.sqrt(2) * (self.reach + 2 * self.mark)
 
+    def outline(self) -> Array:
+        """The pixels of a mark, a hollow square, as rows and columns from its middle: as many as a line would have."""
+        around = np.arange(-self.mark, self.mark + 1)
+        square = np.stack(np.meshgrid(around, around, indexing="ij"), axis=-1).reshape(-1, 2)
+        return square[np.abs(square).max(axis=1) == self.mark]
+
     def length(self, dashes: int) -> int:
         """Of a curve, from its first pixel to its last."""
         return dashes * (self.dash + self.gap) - self.gap - 1
@@ -136,9 +142,9 @@ def _candidates(drawing: Drawing, count: int, rng: np.random.Generator) -> Image
     for _ in range(drawing.distractors):
         short, is_free = _place(drawing, blocked, drawing.length(max(1, drawing.dashes // 3)), rng)
         _draw(drawing, pixels, short[is_free], rows[is_free])
-    around = np.arange(-drawing.mark, drawing.mark + 1)
+    around = drawing.outline()
     for end in (one, other):
-        at = rows[:, None, None], end[:, 0, None, None] + around[:, None], end[:, 1, None, None] + around
+        at = rows[:, None], end[:, :1] + around[:, 0], end[:, 1:] + around[:, 1]
         pixels[at], marked[at] = True, True
     return Images(pixels.astype(np.uint8), linked, marked, np.stack([one, other], axis=1))
 

@@ -50,7 +50,8 @@ def test_a_path_links_both_marks_where_the_answer_is_yes(drawn):
         assert reached[tuple(other)] == linked
         np.testing.assert_array_equal(reached | linked_to(pixels, other, drawing.reach), marked)
         for end in (one, other):
-            assert pixels[tuple(slice(x - drawing.mark, x + drawing.mark + 1) for x in end)].all()
+            mark = pixels[tuple(slice(x - drawing.mark, x + drawing.mark + 1) for x in end)]
+            assert mark[[0, -1]].all() and mark[:, [0, -1]].all() and mark[drawing.mark, drawing.mark]
         assert set(np.unique(pixels)) == {0, 1}
         assert not pixels[[0, -1]].any() and not pixels[:, [0, -1]].any()
 
