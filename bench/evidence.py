@@ -80,7 +80,7 @@ def run(name: str, backend: str, *, out: Path, revision: str | None = None, scal
         raise ValueError(f"backend: got {backend!r}, expected {' or '.join(evidence.backends)} for {name}")
     facts = environment.describe(gpu=backend == "gpu", revision_given=revision)
     journal = Journal(out / f"{name}.jsonl", name)
-    journal.write("run", kind=backend, about=evidence.about, filter="", contenders=[], **facts)
+    journal.write("run", kind=backend, about=evidence.about, filter="", contenders=[], scale=scale, **facts)
     evidence.measure(backend, journal.write, scale)
     journal.write("end")
     return journal.records
@@ -102,7 +102,8 @@ def shown(name: str, records: Sequence[Record]) -> str:
     """What a run shows, with what it was measured on."""
     head = next(r for r in records if r["record"] == "run")
     about = EVIDENCE[name].about
-    command = f"`python -m bench run --suite {name} --backend {head['kind']}`"
+    scaled = f" --scale {head['scale']:g}" if head.get("scale", 1) != 1 else ""
+    command = f"`python -m bench run --suite {name} --backend {head['kind']}{scaled}`"
     return f"{about[0].upper()}{about[1:]}. {where_of(head)}, by {command}.\n\n{EVIDENCE[name].markdown(records)}"
 
 

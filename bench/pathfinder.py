@@ -32,7 +32,7 @@ from .training import PAGE, milliseconds
 
 TILE = 8, 16  # rows and columns of pixels that are neighbours among tokens: a block of 128
 AROUND = 3  # cells on each side of a token that it sees
-PERIODS = 2.0 ** np.arange(2, 7)  # in units of 1 / 32 of the side, of the sines and cosines of a place
+PERIODS = 2.0 ** np.arange(2, 9)  # in units of 1 / 32 of the side, of the sines and cosines of a place
 RANGES = 1.0, 2.0, 4.0, 8.0  # of the heads, standard deviations in units of 1 / 32 of the side
 DRAWN = 8.0  # what is added to the scores of keys that are drawn
 BATCH = 64

@@ -197,18 +197,19 @@ def test_gradients_of_a_step_in_float64(library, seed, masked):
 # ---- The suite -------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_of_the_suite(monkeypatch, tmp_path):
+def test_a_run_of_the_suite(monkeypatch, tmp_path, capsys):
     """With few steps: what is written, and what is shown of it."""
     study = replace(
         SMALL,
         tasks=tuple(
-            pathfinder.Task(side=16, seconds=60, batch=4, trials=8, masked=masked, most_steps=10, dashes=3)
+            pathfinder.Task(side=16, seconds=60, batch=4, trials=4, masked=masked, most_steps=10, dashes=3)
             for masked in (False, True)
         ),
     )
     monkeypatch.setitem(pathfinder.STUDIES, "cpu", study)
     arguments = ["--suite", "pathfinder", "--backend", "cpu", "--out", str(tmp_path), "--revision", "abc"]
-    assert main(["run", *arguments]) == 0
+    assert main(["run", *arguments, "--scale", "2"]) == 0
+    assert "--suite pathfinder --backend cpu --scale 2`" in capsys.readouterr().out
     head, *records, end = [json.loads(line) for line in (tmp_path / "pathfinder.jsonl").read_text().splitlines()]
     assert (head["record"], head["revision"], end["record"]) == ("run", "abc", "end")
     first, *steps, second = [records[i] for i in (0, 1, 2, 3)]
