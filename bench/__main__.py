@@ -10,7 +10,8 @@ from pathlib import Path
 
 from .cases import ITEMSIZE, PASSES, SUITES
 
-EVIDENCE = ("memory", "traffic", "training")  # suites of `evidence`, which is imported after cores are limited
+# Suites of `evidence`, which is imported after cores are limited.
+EVIDENCE = ("memory", "traffic", "training", "pathfinder")
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -38,13 +39,15 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="folder of the JSON lines")
     run.add_argument("--seconds", type=float, default=0.15, help="time for one measurement (at least 10 runs)")
     run.add_argument("--cores", type=int, metavar="N", help="use the first N cores only (the cpu suite: 2)")
+    run.add_argument("--scale", type=float, default=1.0, metavar="X", help="times the seconds that pathfinder learns")
     run.add_argument("--revision", help="what to record as the revision, where there is no git checkout")
-    report = commands.add_parser("report", help="render tables and plots into docs/performance.md and the README")
+    report = commands.add_parser("report", help="render tables and plots into docs/ and the README")
     report.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
-    report.add_argument("--page", type=Path, default=ROOT / "docs" / "performance.md", help="gets every table")
+    report.add_argument("--page", type=Path, default=ROOT / "docs" / "performance.md", help="gets the tables of speeds")
     report.add_argument("--readme", type=Path, default=ROOT / "README.md", help="gets the headline")
     report.add_argument("--training", type=Path, default=ROOT / "docs" / "training.md", help="gets loss curves")
-    report.add_argument("--print", action="store_true", help="print the tables, leave both files alone")
+    report.add_argument("--evidence", type=Path, default=ROOT / "docs" / "evidence.md", help="gets all evidence")
+    report.add_argument("--print", action="store_true", help="print the tables, leave the pages alone")
     accuracy = commands.add_parser("accuracy", help="errors on many random problems, as a histogram")
     accuracy.add_argument("--dtype", choices=ITEMSIZE, default="float32")
     accuracy.add_argument("--precision", choices=("highest", "tf32"), default="highest")
@@ -72,7 +75,7 @@ def _run_evidence(args: argparse.Namespace) -> int:
 
     _limit_cores(args.cores)
     try:
-        records = run(args.suite, args.backend, out=args.out, revision=args.revision)
+        records = run(args.suite, args.backend, out=args.out, revision=args.revision, scale=args.scale)
     except (ValueError, ImportError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
     print(f"\n{shown(args.suite, records)}")
@@ -109,22 +112,25 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from .evidence import draw_all, sections
+    from .evidence import draw_all, parts, sections
     from .report import plot, readme_part, runs, section, update
 
     try:
-        more = sections("performance.md", args.results, args.page)
-        text, short = section(args.results, args.page, more), readme_part(args.results)
-        learnt = "\n\n".join(sections("training.md", args.results, args.training))
+        texts = {
+            (args.readme, ""): readme_part(args.results),
+            (args.page, ""): section(args.results, args.page),
+            (args.training, ""): sections("training", args.results, args.training),
+            **{(args.evidence, name): text for name, text in parts(args.results, args.evidence).items()},
+        }
         if args.print:
-            print(*filter(None, (short, text, learnt)), sep="\n\n")
+            print(*filter(None, texts.values()), sep="\n\n")
             return 0
         for records in runs(args.results).values():
             plot(records, args.results)
         draw_all(args.results)
-        for path, part in ((args.page, text), (args.readme, short), (args.training, learnt)):
-            if part and update(path, part):
-                print(f"updated {path}")
+        changed = [path for (path, part), text in texts.items() if text and update(path, text, part)]
+        for path in dict.fromkeys(changed):
+            print(f"updated {path}")
     except (OSError, ValueError) as error:
         sys.exit(str(error))
     return 0

@@ -1,4 +1,4 @@
-"""Suites that measure something else than the time of a call: memory, traffic, and the training of a model."""
+"""Suites that measure something else than the time of a call: memory, traffic, and the training of models."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import environment, memory, traffic, training
+from . import environment, memory, pathfinder, report, traffic, training
 from .report import Record, latest_run, load, relative, where_of
 from .run import Journal
 from .timing import CudaClock
 
 Write = Callable[..., None]
 KINDS = ("gpu", "cpu")
+PARTS = ("memory", "runtime", "traffic", "training", "pathfinder")  # of the page of all evidence
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """How it is measured on a backend, and shown; `page` is the page of docs that shows it."""
+    """How it is measured on a backend, and shown; `page` is the page of docs that shows it. Where this is not the page
+    of all evidence, `summary` is what stands there."""
 
     about: str
     backends: tuple[str, ...]
-    measure: Callable[[str, Write], None]
+    measure: Callable[[str, Write, float], None]
     markdown: Callable[[Sequence[Record]], str]
     draw: Callable[[Any, Sequence[Record], Path], None]
-    page: str = "performance.md"
+    page: str = "evidence.md"
+    summary: Callable[[Sequence[Record]], str] = lambda records: ""
 
 
-def _memory(backend: str, write: Write) -> None:
+def _memory(backend: str, write: Write, scale: float) -> None:
     memory.measure(write, memory.DeviceMeter(), importlib.import_module("cupy"))
 
 
@@ -44,23 +47,31 @@ EVIDENCE = {
     "traffic": Evidence(
         about="bytes through device memory and L2, by the profiler and by the model of a plan, for several tiles",
         backends=("gpu",),
-        measure=lambda backend, write: traffic.measure(write, CudaClock()),
+        measure=lambda backend, write, scale: traffic.measure(write, CudaClock()),
         markdown=traffic.markdown,
         draw=traffic.draw,
     ),
     "training": Evidence(
         about="a small GPT, trained by the formula and by cuflash",
         backends=("gpu", "cpu"),
-        measure=training.measure,
+        measure=lambda backend, write, scale: training.measure(backend, write),
         markdown=training.markdown,
         draw=training.draw,
         page="training.md",
+        summary=training.summary,
+    ),
+    "pathfinder": Evidence(
+        about="whether two marks are on one dashed curve, learnt by an encoder whose tokens are pixels",
+        backends=("gpu", "cpu"),
+        measure=pathfinder.measure,
+        markdown=pathfinder.markdown,
+        draw=pathfinder.draw,
     ),
 }
 
 
-def run(name: str, backend: str, *, out: Path, revision: str | None = None) -> list[Record]:
-    """Measure, and append the records to `out`/`name`.jsonl; returns them.
+def run(name: str, backend: str, *, out: Path, revision: str | None = None, scale: float = 1.0) -> list[Record]:
+    """Measure, and append the records to `out`/`name`.jsonl; returns them. `scale` is that of `pathfinder.measure`.
 
     Raises ValueError for a backend that this cannot be measured on, ImportError where a library is missing.
     """
@@ -69,8 +80,8 @@ def run(name: str, backend: str, *, out: Path, revision: str | None = None) -> l
         raise ValueError(f"backend: got {backend!r}, expected {' or '.join(evidence.backends)} for {name}")
     facts = environment.describe(gpu=backend == "gpu", revision_given=revision)
     journal = Journal(out / f"{name}.jsonl", name)
-    journal.write("run", kind=backend, about=evidence.about, filter="", contenders=[], **facts)
-    evidence.measure(backend, journal.write)
+    journal.write("run", kind=backend, about=evidence.about, filter="", contenders=[], scale=scale, **facts)
+    evidence.measure(backend, journal.write, scale)
     journal.write("end")
     return journal.records
 
@@ -91,7 +102,8 @@ def shown(name: str, records: Sequence[Record]) -> str:
     """What a run shows, with what it was measured on."""
     head = next(r for r in records if r["record"] == "run")
     about = EVIDENCE[name].about
-    command = f"`python -m bench run --suite {name} --backend {head['kind']}`"
+    scaled = f" --scale {head['scale']:g}" if head.get("scale", 1) != 1 else ""
+    command = f"`python -m bench run --suite {name} --backend {head['kind']}{scaled}`"
     return f"{about[0].upper()}{about[1:]}. {where_of(head)}, by {command}.\n\n{EVIDENCE[name].markdown(records)}"
 
 
@@ -100,14 +112,28 @@ def picture(name: str, kind: str, results: Path) -> Path:
     return results / f"{name}_{kind}.svg"
 
 
-def sections(which: str, results: Path, page: Path) -> list[str]:
-    """What these suites fill a page of docs with, a section for each run; `page` is where it lies."""
+def sections(name: str, results: Path, page: Path) -> str:
+    """What the runs of a suite show, a section for each backend, as plots lie from `page`; "" without a run."""
     found = []
-    for name, evidence in EVIDENCE.items():
-        for kind, records in runs(name, results).items() if evidence.page == which else ():
-            path = relative(picture(name, kind, results), page.parent)
-            device = {"gpu": "a GPU", "cpu": "a CPU"}[kind]
-            found.append(f"### {name} on {device}\n\n{shown(name, records)}\n\n![{name} on {device}]({path})")
+    for kind, records in runs(name, results).items():
+        path = relative(picture(name, kind, results), page.parent)
+        device = {"gpu": "a GPU", "cpu": "a CPU"}[kind]
+        found.append(f"### {name} on {device}\n\n{shown(name, records)}\n\n![{name} on {device}]({path})")
+    return "\n\n".join(found)
+
+
+def parts(results: Path, page: Path) -> dict[str, str]:
+    """The generated parts of the page of all evidence, by their names."""
+    of_times = {name: report.of_suite(x, results, page) for name, x in report.runs(results).items()}
+    found = {}
+    for name in PARTS:
+        if name in EVIDENCE and EVIDENCE[name].page == page.name:
+            found[name] = sections(name, results, page)
+        elif name in EVIDENCE:
+            found[name] = "\n".join(EVIDENCE[name].summary(x) for x in runs(name, results).values())
+        elif name in of_times:
+            found[name] = f"By `python -m bench run --suite {name}`. {of_times[name]}"
+        found[name] = found.get(name) or f"No results yet; `python -m bench run --suite {name}` makes them."
     return found
 
 

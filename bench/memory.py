@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -124,14 +125,35 @@ def markdown(records: Sequence[Record]) -> str:
     for seqlen in dict.fromkeys(r["seqlen"] for r in rows):
         row = [" / ".join(_mib(cells.get((seqlen, x, p))) for p in PASSES) for x in names]
         pairs = [(cells.get((seqlen, "naive", p)), cells.get((seqlen, "cuflash", p))) for p in PASSES]
-        row.append(" / ".join(f"{a / b:.3g}" if a is not None and b else "-" for a, b in pairs))
+        row.append(" / ".join(_ratio(a, b) for a, b in pairs))
         lines.append(f"| {seqlen} | " + " | ".join(row) + " |")
     reasons = {(r["contender"], r["pass"]): (r["reason"], r["seqlen"]) for r in reversed(rows) if "reason" in r}
-    if reasons:
-        lines.append("")
+    growth = {
+        x: [_growth([cells.get((n, x, p)) for n in sorted({r["seqlen"] for r in rows})]) for p in PASSES] for x in names
+    }
+    growth = {x: found for x, found in growth.items() if any(found)}
+    lines.append("")
+    if growth:
+        shown = "; ".join(f"{TITLES.get(x, x)} {' / '.join(y or '-' for y in found)}" for x, found in growth.items())
+        lines.append(
+            f"- With the last doubling of the length that ran it grew, forward / forward and backward: {shown}."
+        )
     for (name, pass_), (reason, seqlen) in sorted(reasons.items()):
         lines.append(f"- {TITLES.get(name, name)}, {pass_}, from {seqlen} on: {reason}")
     return "\n".join(lines)
+
+
+def _ratio(a: float | None, b: float | None) -> str:
+    """a : b, where there are both; more than any number where b is 0."""
+    if a is None or b is None:
+        return "-"
+    return f"{a / b:.3g}" if b else "inf" if a else "1"
+
+
+def _growth(nbytes: Sequence[float | None]) -> str:
+    """By what the last two numbers differ that there are, one behind the other."""
+    pairs = [(a, b) for a, b in itertools.pairwise(nbytes) if a and b]
+    return f"x {pairs[-1][1] / pairs[-1][0]:.3g}" if pairs else ""
 
 
 def _mib(nbytes: float | None) -> str:

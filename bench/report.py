@@ -14,7 +14,7 @@ from .cases import PASSES, SHORT, suffixes
 Record = dict[str, Any]
 ACCURACY = "accuracy.jsonl"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"  # around the generated part of a page
-IN_TIME = ("runtime",)  # suites whose tables and plots have times, and no speeds
+IN_TIME = ("runtime",)  # suites whose tables and plots have times, and no speeds; docs/evidence.md shows them
 RC: Any = {"svg.fonttype": "none", "svg.hashsalt": "cuflash", "font.size": 9}  # of plots: the same bytes each time
 HEADLINE_SUITE, HEADLINE_SEQLEN = "targets", 4096  # what the README shows
 TITLES = {
@@ -190,7 +190,7 @@ def markdown(records: Sequence[Record]) -> str:
         means = [_both((table.mean_ratio(p, peers) for p in table.passes), 2) for peers in against.values()]
         blank = [""] * (4 + len(table.contenders))
         lines.append("| " + " | ".join(["geometric mean", *blank, *means, ""]) + " |")
-    return "\n".join(lines + _notes(table))
+    return "\n".join(lines + _notes(table) + _ahead(table))
 
 
 def _notes(table: Table) -> list[str]:
@@ -207,6 +207,28 @@ def _notes(table: Table) -> list[str]:
     if not reasons:
         return []
     return ["", *(f"- {TITLES.get(x, x)}: {what} ({n} measurements)" for (x, what), n in sorted(reasons.items()))]
+
+
+def _ahead(table: Table) -> list[str]:
+    """For a suite of times with the plain formula, the length from which on cuflash takes less, for each mask."""
+    if "naive" not in table.contenders or table.run["suite"] not in IN_TIME:
+        return []
+    kinds: dict[str, dict[int, str]] = {}
+    for case, p in table.problems.items():
+        kinds.setdefault(label(p)[3], {})[p["seqlen_q"]] = case
+    found = []
+    for kind, cases in kinds.items():
+        for pass_ in table.passes:
+            ratios = {n: table.ratio(case, pass_, ["naive"]) for n, case in sorted(cases.items())}
+            known = {n: ratio for n, ratio in ratios.items() if ratio is not None}
+            behind = [n for n, ratio in known.items() if ratio <= 1]
+            ahead = [n for n in known if n > max(behind, default=0)]
+            where = f"from {ahead[0]} on" if ahead else "nowhere"
+            where = "at every length" if known and not behind else where
+            if known:
+                spread = f"{_number(min(known.values()), 2)} to {_number(max(known.values()), 2)} times as fast"
+                found.append(f"- cuflash is ahead of the plain formula {where}, {spread}: {kind}, {pass_}.")
+    return ["", *found]
 
 
 def heading(records: Sequence[Record]) -> str:
@@ -386,20 +408,22 @@ def readme_part(results: Path) -> str:
     return f"{headline(records)}\n\nPlot, in a checkout: `bench/results/{HEADLINE_SUITE}_forward.svg`."
 
 
-def section(results: Path, page: Path, more: Sequence[str] = ()) -> str:
-    """The generated part of the page on performance: tables of every run, and the plots, as they lie from there.
+def of_suite(records: Sequence[Record], results: Path, page: Path) -> str:
+    """What a run shows, its table and its plots, as they lie from `page`."""
+    plots = [Path(relative(path, page.parent)) for path in plots_of(records, results)]
+    pictures = [f"![{path.stem.replace('_', ', ')}]({path.as_posix()})" for path in plots]
+    return "\n\n".join([heading(records), markdown(records), *pictures])
 
-    `more` are sections behind those of the suites of `cases`.
-    """
+
+def section(results: Path, page: Path) -> str:
+    """The generated part of the page on performance: tables of every run, and the plots."""
     parts = []
     for name, records in runs(results).items():
-        plots = [Path(relative(path, page.parent)) for path in plots_of(records, results)]
-        pictures = [f"![{path.stem.replace('_', ', ')}]({path.as_posix()})" for path in plots]
-        parts.append("\n\n".join([f"### {name}", heading(records), markdown(records), *pictures]))
+        if name not in IN_TIME:
+            parts.append(f"### {name}\n\n{of_suite(records, results, page)}")
     path = results / ACCURACY
     if path.exists():
         parts.append(f"### accuracy\n\n{accuracy(load(path))}")
-    parts += more
     if not parts:
         raise ValueError(f"results: got {results}, expected a folder with the JSON lines of a run")
     return "\n\n".join(parts)
@@ -410,16 +434,23 @@ def relative(path: Path, start: Path) -> str:
     return os.path.relpath(path.resolve(), start.resolve())
 
 
-def update(page: Path, text: str) -> bool:
-    """Put `text` between the two marker comments of `page`; returns whether the file changed.
+def begin_of(part: str = "") -> str:
+    """The comment behind which a generated part of a page begins; a page of several parts names them."""
+    return BEGIN.replace(" -->", f" {part} -->") if part else BEGIN
+
+
+def update(page: Path, text: str, part: str = "") -> bool:
+    """Put `text` between the marker comments of a part of `page`; returns whether the file changed.
 
     Raises ValueError where the markers are missing or out of order.
     """
-    old = page.read_text()
-    begin, end = old.find(BEGIN), old.find(END)
-    if begin < 0 or end < begin or old.count(BEGIN) > 1 or old.count(END) > 1:
-        raise ValueError(f"page: got {page}, expected in it one {BEGIN} and after it one {END}")
-    new = old[: begin + len(BEGIN)] + "\n" + text + "\n" + old[end:]
+    old, mark = page.read_text(), begin_of(part)
+    begin = old.find(mark)
+    end = old.find(END, begin)
+    following = old.find(begin_of("").removesuffix(" -->"), begin + 1)
+    if begin < 0 or end < 0 or 0 <= following < end or old.count(mark) > 1:
+        raise ValueError(f"page: got {page}, expected in it one {mark} and after it {END}")
+    new = old[: begin + len(mark)] + "\n" + text + "\n" + old[end:]
     if new != old:
         page.write_text(new)
     return new != old

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from .examples import Names, run_page
-from .report import COLOURS, RC, Record
+from .report import COLOURS, RC, Record, where_of
 
 PAGE = "../training"  # from the folder of examples
 WARM_UP, REPEATS = 2, 5
@@ -100,7 +100,7 @@ def _of_length(names: Names, attention: Any, study: Study, batch: int, length: i
             _, saved = attention.forward(q, k, v)
             attention.backward(dout, saved)
 
-        step_ms, attention_ms = (_milliseconds(xp, call) for call in (step, attend))
+        step_ms, attention_ms = (milliseconds(xp, call) for call in (step, attend))
     except MemoryError as error:  # CuPy's is one, too
         return {"status": "out of memory", "reason": str(error).splitlines()[0]}
     finally:
@@ -110,7 +110,7 @@ def _of_length(names: Names, attention: Any, study: Study, batch: int, length: i
     return {"status": "ok", "step_ms": step_ms, "attention_ms": attention_ms, "tokens_per_s": per_s}
 
 
-def _milliseconds(xp: Any, call: Callable[[], None]) -> float:
+def milliseconds(xp: Any, call: Callable[[], None]) -> float:
     """The median of some calls, each to its end."""
 
     def once() -> float:
@@ -130,6 +130,23 @@ def differences(records: Sequence[Record]) -> dict[str, float]:
     """The largest difference to the first curve, of each other one."""
     own, *others = [r for r in records if r["record"] == "curve"]
     return {_title(r): float(np.abs(np.subtract(r["losses"], own["losses"])).max()) for r in others}
+
+
+def summary(records: Sequence[Record]) -> str:
+    """A line: how far the curves are apart, and how much faster the longest step became that the formula takes."""
+    head, found = next(r for r in records if r["record"] == "run"), differences(records)
+    apart = "; ".join(f"{title} {x:.1e}" for title, x in found.items())
+    command = f"`python -m bench run --suite training --backend {head['kind']}`"
+    text = f"- {where_of(head)}, by {command}: largest difference of losses to the curve of the formula: {apart}."
+    steps = {(r["length"], r["attention"]): r for r in records if r["record"] == "step" and r["status"] == "ok"}
+    for name in dict.fromkeys(name for _, name in steps if name != "formula"):
+        both = [n for n, x in steps if x == name and (n, "formula") in steps]
+        if both:
+            ratios = [f"{_speedup(steps[n, 'formula'], steps[n, name])} at {n} tokens" for n in both]
+            text += f" {name}, speedup of a step / of attention: {', '.join(ratios)}."
+        longest = max(n for n, x in steps if x == name)
+        text += f" {name} at {longest} tokens: {steps[longest, name]['tokens_per_s']:,.0f} tokens a second."
+    return text
 
 
 def _title(curve: Record) -> str:
@@ -154,10 +171,13 @@ def markdown(records: Sequence[Record]) -> str:
         sizes = ", ".join(f"{name} {x}" for name, x in {**steps[0]["sizes"], "heads": steps[0]["heads"]}.items())
         titles = list(dict.fromkeys(r["attention"] for r in steps))
         lines += ["", f"Milliseconds of a step / of one attention, both passes, and tokens a second ({sizes}):", ""]
-        lines += [f"| length | batch | {' | '.join(titles)} |", "|" + "---|" * (2 + len(titles))]
+        others = [title for title in titles if title != "formula"]
+        heads = ["length", "batch", *titles, *(f"formula : {title}" for title in others)]
+        lines += [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
         for length in dict.fromkeys(r["length"] for r in steps):
             row = {r["attention"]: r for r in steps if r["length"] == length}
             cells = [_cell(row[title]) if title in row else "-" for title in titles]
+            cells += [_speedup(row.get("formula"), row.get(title)) for title in others]
             lines.append(f"| {length} | {next(iter(row.values()))['batch']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -166,6 +186,13 @@ def _cell(record: Record) -> str:
     if record["status"] != "ok":
         return record["status"]
     return f"{record['step_ms']:.3g} / {record['attention_ms']:.3g}, {record['tokens_per_s']:,.0f}"
+
+
+def _speedup(slow: Record | None, fast: Record | None) -> str:
+    """Of a step / of attention."""
+    if not slow or not fast or "ok" not in {slow["status"]} & {fast["status"]}:
+        return "-"
+    return " / ".join(f"{slow[name] / fast[name]:.3g}" for name in ("step_ms", "attention_ms"))
 
 
 def draw(plt: Any, records: Sequence[Record], path: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from bench import accuracy, evidence, report
 from bench.__main__ import ROOT, main
-from bench.cases import FA2, SUITES
+from bench.cases import FA2, SUITES, Case
 from tests.benched import ALL_CASES, synthetic, write
 
 
@@ -59,8 +59,12 @@ def test_the_generated_parts(tmp_path):
     write(results / "fa2.jsonl", synthetic())
     for path in (page, readme):
         path.write_text(f"# Title\n\n{report.BEGIN}\nold\n{report.END}\n\ntail\n")
+    everything = tmp_path / "evidence.md"
+    everything.write_text("".join(f"{report.begin_of(part)}{report.END}" for part in evidence.PARTS))
     arguments = ["report", "--results", str(results), "--page", str(page), "--readme", str(readme)]
+    arguments += ["--evidence", str(everything)]
     assert main(arguments) == 0
+    assert everything.read_text().count("No results yet") == len(evidence.PARTS)
     text = page.read_text()
     assert text.startswith("# Title\n\n" + report.BEGIN) and text.endswith(report.END + "\n\ntail\n")
     assert "old" not in text and "### fa2" in text and "geometric mean" in text
@@ -117,18 +121,47 @@ def test_a_page_without_markers_is_left_alone(tmp_path):
         main(["report", "--results", str(tmp_path), "--page", str(page)])
 
 
+def test_a_page_of_several_parts(tmp_path):
+    """Each is replaced alone; one that is not closed before the next begins is an error."""
+    page = tmp_path / "page.md"
+    one, other = (report.begin_of(name) for name in ("one", "other"))
+    page.write_text(f"{one}\n{report.END}\nbetween\n{other}\nold\n{report.END}\ntail")
+    assert report.update(page, "new", "other") and not report.update(page, "new", "other")
+    assert page.read_text() == f"{one}\n{report.END}\nbetween\n{other}\nnew\n{report.END}\ntail"
+    page.write_text(f"{one}\n{other}\n{report.END}")
+    for part in ("one", "third"):
+        with pytest.raises(ValueError, match=f"one <!-- bench:begin {part} -->"):
+            report.update(page, "new", part)
+
+
 def test_the_pages_have_the_committed_results():
     results, readme = ROOT / "bench" / "results", ROOT / "README.md"
-    page, learnt = (ROOT / "docs" / name for name in ("performance.md", "training.md"))
+    page, learnt, everything = (ROOT / "docs" / name for name in ("performance.md", "training.md", "evidence.md"))
     parts = {
-        page: report.section(results, page, evidence.sections(page.name, results, page)),
-        learnt: "\n\n".join(evidence.sections(learnt.name, results, learnt)),
-        readme: report.readme_part(results),
+        (page, ""): report.section(results, page),
+        (learnt, ""): evidence.sections("training", results, learnt),
+        (readme, ""): report.readme_part(results),
+        **{(everything, name): text for name, text in evidence.parts(results, everything).items()},
     }
-    for path, part in parts.items():
-        text = path.read_text()
-        shown = text[text.index(report.BEGIN) + len(report.BEGIN) : text.index(report.END)].strip()
-        assert shown == part, "python -m bench report writes it"
+    for (path, part), expected in parts.items():
+        shown = path.read_text().split(report.begin_of(part))[1].split(report.END)[0].strip()
+        assert shown == expected, "python -m bench report writes it"
+
+
+def test_where_cuflash_is_ahead_of_the_formula_is_said():
+    """From the length on from which no other is behind, for each mask and pass."""
+    cases = [Case(head_dim=64, seqlen_q=n, batch=1, num_heads=16, causal=c) for c in (False, True) for n in (512, 1024)]
+    head, *rows = [r | {"suite": "runtime"} for r in synthetic(cases=cases)]
+    rows = [r | {"contender": "naive"} if r.get("contender") == "fa2" else r for r in rows]
+    for r in rows:
+        if (r.get("contender"), r.get("case")) == ("naive", cases[0].name):
+            r["median_us"] /= 2
+    text = report.markdown([head | {"contenders": ["cuflash", "naive"]}, *rows])
+    slower, faster = 0.5 * 300 / 250, 300 / 250
+    for pass_ in ("forward", "backward"):
+        spread = f"{slower:.2f} to {faster:.2f} times as fast"
+        assert f"\n- cuflash is ahead of the plain formula from 1024 on, {spread}: full, {pass_}." in text
+        assert f"formula at every length, {faster:.2f} to {faster:.2f} times as fast: causal, {pass_}." in text
 
 
 def test_list_prints_every_case(capsys):

@@ -1,6 +1,7 @@
 """Suites of memory, traffic and training: small runs on NumPy arrays and stand-ins, and what is shown of them."""
 
 import json
+import re
 import sys
 import tracemalloc
 from dataclasses import replace
@@ -15,9 +16,12 @@ from bench.cases import RUNTIME, Case
 from bench.examples import run_page
 from bench.formula import make_inputs
 from bench.peers import ADAPTERS
+from bench.report import begin_of
 from cuflash.options import Options
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.problem import make_problem
+from tests.benched import synthetic
+from tests.benched import write as write_records
 
 TINY = training.Study(
     curve={"steps": 3, "batch": 2, "length": 12, "width": 16, "blocks": 1, "heads": 2},
@@ -74,6 +78,7 @@ def test_memory_of_the_formula_is_quadratic():
     ]
     assert min(growth) > 8
     text = memory.markdown(records)
+    assert re.search(r"- With the last doubling .*: cuflash x [\d.]+ / x [\d.]+; plain formula x [34][\d.]* / x", text)
     assert "| seqlen | cuflash | plain formula | FlashAttention-2 | formula : cuflash |" in text
     assert "\n- FlashAttention-2, forward, from 128 on: " in text
 
@@ -141,11 +146,18 @@ PAGE_OF_NCU = """==PROF== Connected to process 1
 "","","byte","byte","byte"
 "0","first","1,000","20","5000"
 "1","second","2,000.5","30","7000"
+"2","end_of_one","1","1","1"
+"3","third","4","5","6"
+"4","end_of_one","1","1","1"
 """
 
 
 def test_the_page_of_the_profiler():
-    assert traffic.parse(PAGE_OF_NCU) == {"read": 3000.5, "written": 50, "by_l2": 12000, "kernels": 2}
+    """Sums for each plan: those behind the last separator were cut off."""
+    first = {"read": 3000.5, "written": 50, "by_l2": 12000, "kernels": 2}
+    both = [first, {"read": 4, "written": 5, "by_l2": 6, "kernels": 1}]
+    assert traffic.parse(PAGE_OF_NCU) == both
+    assert traffic.parse(PAGE_OF_NCU + '"5","fourth","7","8","9"\n') == both
     refused = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters"
     with pytest.raises(ValueError, match="ERR_NVGPUCTRPERM"):
         traffic.parse(refused)
@@ -154,8 +166,26 @@ def test_the_page_of_the_profiler():
 
 
 def test_no_profiler_is_said(monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    assert traffic.counted(RUNTIME[0], "forward", 0) == {"status": "absent", "reason": "ncu is not on the path"}
+    monkeypatch.setattr(traffic, "profiler", lambda: None)
+    assert traffic.counted(RUNTIME[0], "forward", 2) == 3 * [{"status": "absent", "reason": "ncu is not installed"}]
+
+
+@pytest.mark.parametrize("printed", [PAGE_OF_NCU, "==ERROR== ERR_NVGPUCTRPERM"])
+def test_every_plan_gets_its_counters_or_the_reason(monkeypatch, printed):
+    monkeypatch.setattr(traffic, "profiler", lambda: "ncu")
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: SimpleNamespace(stdout=printed, stderr=""))
+    found = traffic.counted(RUNTIME[0], "forward", 2)
+    if "PROF" in printed:
+        assert [x.get("read") for x in found] == [3000.5, 4, None] and "none of its kernels" in found[2]["reason"]
+    else:
+        assert found == 3 * [{"status": "absent", "reason": "ncu: ==ERROR== ERR_NVGPUCTRPERM"}]
+
+
+def test_plans_are_of_several_sizes():
+    """The first one, and one of each other number of bytes."""
+    plans = [SimpleNamespace(traffic=x and SimpleNamespace(tiles=x)) for x in (5, 5, 3, None, 3, 7, 1, 2, 4, 6)]
+    chosen = traffic.of_several_sizes(plans)
+    assert chosen == [plans[i] for i in (0, 2, 5, 6, 7, 8)]
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -171,7 +201,8 @@ def test_a_run_of_traffic(monkeypatch, refused, tmp_path):
     monkeypatch.setattr(traffic, "plans_of", lambda case, pass_: ([plan], lambda plan: lambda: None, None))
     monkeypatch.setattr(traffic, "formula_call", lambda *_: None)
     found = {"status": "ok", "read": 2e6, "written": 1e6, "by_l2": 3e6, "kernels": 1}
-    monkeypatch.setattr(traffic, "counted", lambda *_: {"status": "absent", "reason": "no"} if refused else dict(found))
+    absent = {"status": "absent", "reason": "no"}
+    monkeypatch.setattr(traffic, "counted", lambda *_: [absent if refused else dict(found), absent])
     records, write = writer()
     clock = SimpleNamespace(run=lambda call: call(), read_us=lambda ticket: 12.0)
     traffic.measure(write, clock, [case])
@@ -190,13 +221,12 @@ def test_a_run_of_traffic(monkeypatch, refused, tmp_path):
 def test_a_run_of_training_reaches_its_page(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib", reason="draws the plots")
     monkeypatch.setitem(training.STUDIES, "cpu", TINY)
-    results, page, learnt, readme = (
-        tmp_path / "results",
-        *(tmp_path / f"{x}.md" for x in ("performance", "training", "README")),
-    )
+    pages = {x: tmp_path / f"{x}.md" for x in ("page", "training", "readme", "evidence")}
+    results, learnt, everything = tmp_path / "results", pages["training"], pages["evidence"]
     assert main(["run", "--suite", "training", "--backend", "cpu", "--out", str(results), "--revision", "abc"]) == 0
-    for path in (page, learnt, readme):
-        path.write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
+    for name, path in pages.items():
+        markers = [begin_of(part) for part in evidence.PARTS] if name == "evidence" else [begin_of()]
+        path.write_text("".join(f"{marker}\n<!-- bench:end -->\n" for marker in markers))
     records = [json.loads(line) for line in (results / "training.jsonl").read_text().splitlines()]
     curves = {(r["attention"], r["seed"]): r["losses"] for r in records if r["record"] == "curve"}
     assert curves.keys() == {("formula", 0), ("formula", 1), ("cuflash, float32", 0), ("cuflash, bfloat16", 0)}
@@ -204,23 +234,22 @@ def test_a_run_of_training_reaches_its_page(monkeypatch, tmp_path):
     steps = [r for r in records if r["record"] == "step"]
     assert [(r["length"], r["batch"]) for r in steps[::3]] == [(8, 2), (16, 1)]
     assert all(r["tokens_per_s"] == pytest.approx(1e3 * 16 / r["step_ms"]) for r in steps)
-    # The page on performance needs a run of some other suite.
+    write_records(results / "fa2.jsonl", synthetic())  # the page on performance needs a run
     memory_records = [{**records[0], "suite": "memory", "kind": "gpu", "device": "Fake", "driver": "1", "cuda": "13.0"}]
     row = {"record": "memory", "run": records[0]["run"], "seqlen": 512, "status": "ok", "contender": "cuflash"}
     memory_records += [{**row, "pass": pass_, "extra_bytes": 2**20} for pass_ in ("forward", "backward")]
     (results / "memory.jsonl").write_text("".join(json.dumps(r) + "\n" for r in memory_records))
-    arguments = ["--results", str(results), "--page", str(page), "--readme", str(readme), "--training", str(learnt)]
-    assert main(["report", *arguments]) == 0
+    assert main(["report", "--results", str(results), *(x for k, v in pages.items() for x in (f"--{k}", str(v)))]) == 0
     text = learnt.read_text()
-    assert (
-        "| formula, seed 1 | " in text
-        and "| cuflash, bfloat16, seed 0 | " in text
-        and "revision abc" in text
-        and "`python -m bench run --suite training" in text
-    )
-    assert "![training on a CPU](results/training_cpu.svg)" in text
+    for shown in ("| formula, seed 1 | ", "| cuflash, bfloat16, seed 0 | ", "revision abc", "run --suite training"):
+        assert shown in text
+    assert "![training on a CPU](results/training_cpu.svg)" in text and "formula : cuflash, float32" in text
     assert (results / "training_cpu.svg").exists() and (results / "memory_gpu.svg").exists()
-    assert "| 512 | 1 / 1 | - / - |" in page.read_text()
+    text = everything.read_text()
+    assert "| 512 | 1 / 1 | - / - |" in text and "\n- AMD" in text.replace(records[0]["cpu"], "AMD")
+    assert "speedup of a step / of attention: " in text and "cuflash, float32 at 16 tokens: " in text
+    assert text.count("No results yet") == 3
+    assert "### fa2" in pages["page"].read_text() and "memory" not in pages["page"].read_text()
 
 
 def test_what_does_not_fit_is_said(monkeypatch):
@@ -234,3 +263,14 @@ def test_what_does_not_fit_is_said(monkeypatch):
     found = training._of_length(names, Large(), study, 1, 8)
     assert found == {"status": "out of memory", "reason": "Out of memory allocating 1 byte"}
     assert training._cell(found) == "out of memory"
+
+
+def test_ratios_of_memory():
+    assert [memory._ratio(*pair) for pair in ((8, 2), (8, 0), (0, 0), (None, 2), (2, None))] == [
+        "4",
+        "inf",
+        "1",
+        "-",
+        "-",
+    ]
+    assert [memory._growth(x) for x in ([1, 2, 8], [1, 2, 8, None], [None, 3], [])] == ["x 4", "x 4", "", ""]
