@@ -27,9 +27,10 @@ def bounds(case: Case, arrays: Mapping[str, Array]) -> tuple[Array, Array, Array
 
     A weight w becomes w (1 + e). Rounding makes e at most ``ROUNDING``, and a score whose sum was cut off moves the
     weight, too; small weights lose at most ``SMALLEST`` of the largest. Since out is divided by the sum of the rounded
-    weights, it is a mean of the values v, and moves by the sum of ``w e (v - out)``, over 1 + the sum of ``w e``. Where values are random, as in cases, such sums have standard deviations of at most the root of the sum of
-    squares over the square root of 3, as uniform errors have. The sums of products with v are cut off, too, once in 32
-    keys, and out is rounded to bfloat16.
+    weights, it is a mean of the values v, and moves by the sum of ``w e (v - out)``, over 1 + the sum of ``w e``. Where
+    values are random, as in cases, such sums have standard deviations of at most the root of the sum of squares over
+    the square root of 3, as uniform errors have. The sums of products with v are cut off, too, once in 32 keys, and out
+    is rounded to bfloat16.
     """
     problem = case.problem
     q, k, v = qkv(arrays)

@@ -9,6 +9,7 @@ import pytest
 import cuflash
 import cuflash.testing as ct
 from cuflash.float8 import Float8Array
+from cuflash.testing.float8 import assert_float8
 from tests.gpu.planned import plans_of
 
 pytestmark = pytest.mark.gpu
@@ -57,6 +58,32 @@ def test_oracle(changes):
     assert plans.backward is None and plans.describe().endswith(f"no backward pass with {why}")
     few = case.seqlen_q <= 16
     assert plans.forward.kernels[0].source == ("sm90/decode.cu" if few and _is_sm90(cupy) else "sm80/forward.cu")
+
+
+# Of q, too: head dimension, causal, and what else.
+PRODUCTS = {
+    "d 64": {"causal": True, "head_dim": 64, "q_scale": "token", "seqlen_q": 1000},
+    "d 128": {"head_dim": 128, "window": (None, 90), "head_dim_v": 96, "layout": "bshd", "seqlen_q": 700},
+    "d 128, causal": {"head_dim": 128, "causal": True, "kv_lengths": (900, 0), "sinks": True, "q_scale": "head"},
+    "d 128, blocks": {"head_dim": 128, "kv_dtype": "float8_e5m2", "k_scale": "block", "v_scale": "block"},
+    "d 256": {"head_dim": 256, "causal": True, "score_spread": 6.0, "seqlen_q": 300},
+    "block mask": {"head_dim": 64, "block_mask": (1, 4), "block_size": (256, 64), "seqlen_q": 2048},
+}
+
+
+@pytest.mark.parametrize("changes", PRODUCTS.values(), ids=PRODUCTS)
+def test_products(changes):
+    cupy = pytest.importorskip("cupy")
+    if not _is_sm90(cupy):
+        pytest.skip("products of numbers of one byte need compute capability 9.0")
+    sizes = {"seqlen_q": 130, "seqlen_k": 2048, "batch": 2, "num_heads": 4, "num_heads_kv": 2, "scale_block": 64}
+    case = ct.Case(**sizes | {"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn", "q_float8": True} | changes)
+    arrays = case.arrays(cupy.asarray)
+    attn = cuflash.FlashAttention(**case.keywords)
+    q, k, v = ct.qkv(arrays)
+    assert_float8(case, *attn.forward(q, k, v, **ct.optional(arrays)))
+    kernels = plans_of(attn, q, k, v, **ct.optional(arrays)).forward.kernels
+    assert kernels[-1].source == "sm90/forward_float8.cu"
 
 
 def test_what_a_device_quantises_is_what_numpy_does():

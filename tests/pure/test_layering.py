@@ -45,7 +45,8 @@ ORDER = [
     "distributed.split", "distributed.schedule", "distributed.transports", "distributed.mpi", "distributed.nccl",
     "distributed.agreement", "distributed.execution", "distributed.context", "distributed",
     "emulator.launching", "emulator.building", "emulator.memory", "emulator.passes", "emulator",
-    "testing.arrays", "testing.leading", "testing.case", "testing.strategies", "testing.rule", "testing.float8", "testing",
+    "testing.arrays", "testing.leading", "testing.case", "testing.strategies", "testing.rule", "testing.float8",
+    "testing",
     "cli", "cli.numbers", "cli.arguments", "cli.here", "cli.cache", "cli.info", "cli.plans", "cli.tune", "cli.sampled",
     "cli.demo", "cli.check", "cli.main", "__main__",
 ]  # fmt: skip

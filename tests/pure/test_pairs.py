@@ -55,6 +55,7 @@ def test_every_argument_of_the_interface_is_among_them():
         "dout",
         "out",
         "lse",
+        "q_scale",  # of q of one byte, which few options go with: tests/emulate/test_float8_products.py
         "dq",
         "dk",
         "dv",
