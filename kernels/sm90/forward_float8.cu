@@ -226,6 +226,9 @@ struct Consumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       row_factor[half] = scale_of(common) * kLog2e * k_scales.of_head() * q_scale_of(lane_row + 8 * half);
+    // Two registers also where both are equal: with one, the assembler cannot place the products of parts, and waits
+    // for each of them.
+    if constexpr (!kQScale && kParts > 1) row_factor[1] = ptx::shuffle_xor(row_factor[0], 4);
   }
 
   // What a query is multiplied by.

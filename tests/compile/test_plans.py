@@ -23,12 +23,14 @@ from cuflash.planning.sm90.tiles import (
     BACKWARD_TF32_SM90_TILES,
     DECODE_FLOAT8_SM90_TILES,
     DECODE_SM90_TILES,
+    FORWARD_FLOAT8_SM90_TILES,
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
     FORWARD_TF32_SM90_TILES,
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
     DecodeSm90Tile,
+    ForwardFloat8Sm90Tile,
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
 )
@@ -167,6 +169,9 @@ SPILLS_OF_FLOAT8 = {
     ("sm80/forward.cu", 2, 256, "64x32", 1): 48,
     ("sm80/forward.cu", 4, 64, "128x16", 2): 16,
     ("sm80/forward.cu", 4, 128, "128x16", 2): 128,
+    ("sm90/forward_float8.cu", 2, 128, "128x128", 1): 16,
+    ("sm90/forward_float8.cu", 2, 128, "192x96", 1): 16,
+    ("sm90/forward_float8.cu", 2, 256, "128x128", 1): 56,
 }
 SPILLS_OF_DROPOUT = SPILLS | {
     ("sm80/forward.cu", 2, 64, "128x64", 3): 160,
@@ -217,7 +222,8 @@ class Target:
             precision="tf32" if is_tf32 else "highest",
         )
         problem = make_problem(options, *ct.qkv(arrays), **ct.optional(arrays))
-        if isinstance(tile, ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | DecodeSm90Tile):
+        of_forward = ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | ForwardFloat8Sm90Tile | DecodeSm90Tile
+        if isinstance(tile, of_forward):
             return choose_plan(problem, self.device, "forward", tiles=(tile,))
         if isinstance(tile, DqTile):
             main = next(row for row in BACKWARD_TILES if goes_with(row, tile))
@@ -278,6 +284,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "kv_lengths": (60,),
         "page_size": 16,
     },
+    "float8 products": {"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn", "q_float8": True, "causal": True},
+    "float8 products, bounds": {
+        "dtype": "bfloat16",
+        "kv_dtype": "float8_e5m2",
+        "q_float8": True,
+        "q_scale": "token",
+        "k_scale": "head",
+        "v_scale": "head",
+        "window": (9, 20),
+        "kv_lengths": (60,),
+        "sinks": True,
+    },
     "float8 of heads": {"dtype": "bfloat16", "kv_dtype": "float8_e5m2", "k_scale": "head", "v_scale": "head"},
     "options": {
         "dtype": "float16",
@@ -297,7 +315,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def is_sm90(tile):
     """Whether the row is of kernels for compute capability 9.0 alone."""
     kinds = ForwardSm90Tile | DecodeSm90Tile | BackwardSm90Tile | ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile
-    return isinstance(tile, kinds)
+    return isinstance(tile, kinds | ForwardFloat8Sm90Tile)
 
 
 def fits(tile, arch):
@@ -322,12 +340,13 @@ def goes_with(main, tile):
 
 
 def first_of_its_kind(tile):
-    return next(
+    alike = (
         row
         for table in TABLES
         for row in table
         if type(row) is type(tile) and (row.element_bytes, parts_of(row)) == (tile.element_bytes, parts_of(tile))
     )
+    return next(alike, None)
 
 
 def first_that_fits(table, arch, element_bytes):
@@ -504,6 +523,9 @@ FLOAT8 = [
     ),
     Target(tile=first_that_fits(FLOAT8_TILES, "9.0", 4), arch="9.0", variant="float8 of heads"),
 ]
+FLOAT8_PRODUCTS = [
+    Target(tile=tile, arch="9.0", variant="float8 products, bounds") for tile in FORWARD_FLOAT8_SM90_TILES
+]
 # Kernels of float32 and float64 are products of threads, unrolled: each takes seconds to compile.
 ROWS = [target for target in EVERY_ROW if target.tile.element_bytes == 2 or is_sm90(target.tile)]
 TARGETS = [
@@ -511,6 +533,8 @@ TARGETS = [
     *share([target for target in EVERY_ROW if target not in ROWS], 8),
     *share(OTHERS, 12),
     *share(FLOAT8, 12),
+    *(Target(tile=tile, arch="9.0", variant="float8 products") for tile in FORWARD_FLOAT8_SM90_TILES),
+    *share(FLOAT8_PRODUCTS, 3),
 ]
 
 

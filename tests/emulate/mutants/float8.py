@@ -5,6 +5,7 @@ from tests.emulate.mutants.planting import mutant
 DECODE = "sm90/decode.cu"
 FLOAT8 = "common/float8.cuh"
 FRAGMENTS = "sm80/float8_fragments.cuh"
+PRODUCTS = "sm90/forward_float8.cu"
 
 # fmt: off
 MUTANTS = (
@@ -42,5 +43,31 @@ MUTANTS = (
            "decode float8"),
     mutant("values past the last key are converted", DECODE, "if ((int)row < valid)", "if (true)",
            "decode float8 lengths"),
+    # ---- sm90/forward_float8.cu
+    mutant("values past the last key are not cleared", PRODUCTS, "if (valid < kBlockN) {", "if (false) {",
+           "products of bytes"),
+    mutant("columns do not part", PRODUCTS, "pairs[g][1], 0x7531)", "pairs[g][1], 0x6420)", "products of bytes"),
+    mutant("keys lie in order", PRODUCTS, "pairs[g][2], pairs[g][3], 0x6420)", "pairs[g][3], pairs[g][2], 0x6420)",
+           "products of bytes"),
+    mutant("columns lie in order", PRODUCTS, "o[0][n + i % 2][2 * half + i / 2]", "o[0][n + i / 2][2 * half + i % 2]",
+           "products of bytes"),
+    mutant("transposed values are not announced to wgmma", PRODUCTS,
+           "      ptx::fence_async_proxy();\n      arrive_as_warp(shared.v_ring", "      arrive_as_warp(shared.v_ring",
+           "products of bytes"),
+    mutant("the place of values is free too early", PRODUCTS,
+           "      shared.t_ring.empty(key).wait(key.parity ^ 1);\n", "", "products of bytes"),
+    mutant("large weights are not looked for", PRODUCTS, "if (!raise) raise = ptx::any_lane(round_weights(s, factor));",
+           "if (!raise) round_weights(s, factor);", "products of bytes in parts"),
+    mutant("the output does not follow the offset", PRODUCTS, "softmax.rescale(o, of_sums);", "",
+           "products of bytes in parts"),
+    mutant("sums of a part are read too early", PRODUCTS, "add_part<kPart - 1, 1>", "add_part<kPart - 1, 2>",
+           "products of bytes in parts"),
+    mutant("all queries have the scale of the first", PRODUCTS, ">> common.q_scale_shift", ">> 20",
+           "products of bytes"),
+    mutant("the output is read too early", PRODUCTS, "add_values<1>(n_block + 1, before,",
+           "add_values<2>(n_block + 1, before,", "products of bytes ahead"),
+    mutant("a tile that is passed over is not given back", PRODUCTS,
+           "    release(shared.k_ring.empty(key));\n    release(shared.t_ring.empty(key));\n    key.advance();",
+           "    release(shared.t_ring.empty(key));\n    key.advance();", "products of bytes"),
 )
 # fmt: on

@@ -15,11 +15,13 @@ from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.sm80 import DqTile, ForwardTile
 from cuflash.planning.sm90.tiles import (
     DecodeSm90Tile,
+    ForwardFloat8Sm90Tile,
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
 )
 from cuflash.planning.tiles import Tile
 from cuflash.terms import DEFAULT_NEED
+from cuflash.testing.float8 import assert_float8
 from tests.emulate import attention
 from tests.emulate.checks import judge_functions
 from tests.scored import MASKS, SCORES, Scored, captured_of
@@ -80,7 +82,8 @@ class Trial:
             "statistics": launches,
             **case.random,
         }
-        if isinstance(self.tiles[0], ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | DecodeSm90Tile):
+        of_forward = ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | ForwardFloat8Sm90Tile | DecodeSm90Tile
+        if isinstance(self.tiles[0], of_forward):
             for count in self.found_counts:
                 scratch = Scratch(choose_plan(problem, how["arch"], tiles=how["tiles"]).scratch_layout, 0xFF)
                 scratch.array("arrivals", np.uint64)[...] = count
@@ -96,6 +99,8 @@ class Trial:
         found = dict(zip(names, results, strict=True))
         if two_parts:
             attention.assert_two_parts(problem, arrays, found)
+        elif case.q_float8:
+            assert_float8(case, *results)
         elif "out" in found:
             ct.assert_forward(case, **found)
         else:

@@ -6,6 +6,7 @@ import cuflash.testing as ct
 from cuflash import emulator
 from cuflash.planning.sm80 import BackwardTile, DqTile, ForwardTile, ScoresTile
 from cuflash.planning.sm90.tiles import (
+    FORWARD_FLOAT8_SM90_TILES,
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
     BiasSm90Tile,
@@ -141,6 +142,25 @@ _FLOAT8 = replace(
     kv_dtype="float8_e4m3fn",
     k_scale="block",
     v_scale="token",
+)
+_BYTES = ct.Case(
+    seqlen_q=300,
+    seqlen_k=330,
+    batch=2,
+    num_heads=2,
+    num_heads_kv=1,
+    head_dim=64,
+    dtype="bfloat16",
+    causal=True,
+    kv_lengths=(301, 170),
+    kv_dtype="float8_e4m3fn",
+    q_float8=True,
+    q_scale="token",
+    k_scale="block",
+    v_scale="head",
+    scale_block=128,
+    window=(150, None),
+    seed=3,
 )
 _BIAS_GRADIENT = replace(_BIAS, mask=(2, 1, 1, 168), dropout=0.3, seed=1)
 # Bounds that cross one corner of a tile: the ends of the ranges of tiles matter.
@@ -581,6 +601,13 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "decode float8 lengths": Trial(
         case=replace(_FLOAT8, seqlen_q=5, kv_lengths=(0, 230), k_scale="token"), tiles=_FLOAT8_DECODE_TILES, num_sms=3
     ),
+    "products of bytes": Trial(case=_BYTES, tiles=FORWARD_FLOAT8_SM90_TILES[:1], num_sms=1),
+    "products of bytes in parts": Trial(
+        case=replace(_BYTES, head_dim=48, head_dim_v=192, score_spread=8.0, seqlen_q=100, v_scale="block"),
+        tiles=FORWARD_FLOAT8_SM90_TILES[5:],
+        num_sms=1,
+    ),
+    "products of bytes ahead": Trial(case=_BYTES, tiles=FORWARD_FLOAT8_SM90_TILES[1:2], num_sms=1),
     "functions": FunctionTrial(score="distance", mask="near"),
     "functions of pairs": FunctionTrial(score="with_pairs", mask="documents"),
     "functions float64": FunctionTrial(score="gathered", dtype="float64"),
