@@ -36,6 +36,17 @@ from cuflash.planning.sm90.tiles import (
 )
 from cuflash.planning.tiles import Tile, round_up, serves_dims, why_too_large
 from cuflash.problem import make_problem
+from tests.compile.spills import (
+    SPILLS,
+    SPILLS_OF_ADDENDS,
+    SPILLS_OF_BLOCKS,
+    SPILLS_OF_DROPOUT,
+    SPILLS_OF_FLOAT8,
+    SPILLS_OF_LATER_ARCHS,
+    SPILLS_OF_OPTIONS,
+    SPILLS_OF_PACKED,
+    SPILLS_OF_PAGES,
+)
 from tests.sampling import share
 
 REGISTERS_OF_SM = 65536
@@ -44,146 +55,6 @@ SERIALIZED = "wgmma.mma_async instructions are serialized"
 # Shared memory of 64, 100, 164 and 228 KiB, for which rows are made.
 ARCHS = ("7.5", "8.6", "8.0", "9.0")
 OTHER_ARCHS = ("8.7", "8.9", "10.0", "10.3", "11.0", "12.0", "12.1")
-
-# Bytes that a thread spills at most, by source, bytes of an element, max_dim, tile and resident blocks, in rows that
-# are faster that way than with fewer blocks, or that fit no other way; all others spill nothing. What NVRTC 13.0 and
-# 13.5 report, and a little room.
-SPILLS = {
-    ("sm80/forward.cu", 2, 64, "128x64", 3): 96,
-    ("sm80/forward.cu", 2, 96, "128x64", 2): 32,
-    ("sm80/forward.cu", 2, 128, "128x64", 2): 80,
-    ("sm80/forward.cu", 2, 128, "128x32", 2): 32,
-    ("sm80/forward.cu", 2, 192, "128x128", 1): 32,
-    ("sm80/forward.cu", 2, 256, "128x128", 1): 112,
-    ("sm80/backward_dq.cu", 2, 64, "128x64", 2): 96,
-    ("sm80/backward_dq.cu", 2, 128, "128x32", 1): 24,
-    ("sm80/forward.cu", 4, 64, "128x32", 2): 64,
-    ("sm80/forward.cu", 4, 128, "128x32", 2): 128,
-    ("sm80/forward.cu", 4, 128, "64x32", 1): 48,
-    ("sm80/forward.cu", 4, 192, "64x32", 1): 64,
-    ("sm80/forward.cu", 4, 256, "64x16", 1): 64,
-    ("sm80/backward.cu", 4, 64, "32x64", 2): 32,
-    ("sm80/backward.cu", 4, 64, "32x64", 1): 32,
-    ("sm80/backward.cu", 4, 128, "32x64", 1): 32,
-    ("sm80/backward.cu", 4, 128, "32x32", 1): 64,
-    ("sm80/backward.cu", 4, 192, "32x64", 1): 128,
-    ("sm80/backward.cu", 4, 192, "32x16", 1): 208,
-    ("sm80/backward.cu", 4, 256, "32x64", 1): 256,
-    ("sm80/backward.cu", 4, 256, "32x32", 1): 320,
-    ("sm80/backward_dq.cu", 4, 192, "64x16", 1): 48,
-    ("sm80/backward_dq.cu", 4, 192, "32x16", 1): 48,
-    ("sm80/backward_dq.cu", 4, 256, "64x16", 1): 48,
-    ("sm80/backward_dq.cu", 4, 256, "32x16", 1): 48,
-    ("sm80/forward.cu", 8, 128, "128x32", 1): 128,
-    ("sm80/forward.cu", 8, 128, "64x16", 1): 64,
-    ("sm80/forward.cu", 8, 256, "64x16", 1): 64,
-    ("sm80/forward.cu", 8, 256, "32x16", 1): 64,
-    ("sm80/forward.cu", 8, 256, "16x16", 1): 224,
-    ("sm80/backward.cu", 8, 64, "16x64", 1): 192,
-    ("sm80/backward.cu", 8, 128, "32x64", 1): 544,
-    ("sm80/backward.cu", 8, 128, "32x32", 1): 432,
-    ("sm80/backward.cu", 8, 192, "16x16", 1): 1152,
-    ("sm80/backward.cu", 8, 256, "16x32", 1): 368,
-    ("sm80/backward.cu", 8, 256, "16x16", 1): 480,
-    ("sm80/backward_dq.cu", 8, 128, "64x16", 1): 80,
-    ("sm90/forward.cu", 2, 64, "256x64", 1): 64,
-    ("sm90/backward.cu", 2, 128, "64x128", 1): 72,
-    ("sm80/backward.cu", 4, 256, "16x16", 1): 16,
-    ("sm90/forward.cu", 2, 128, "192x80", 1): 16,
-    ("sm90/backward_fp32.cu", 4, 128, "64x64", 1): 16,
-    ("sm90/forward_fp32.cu", 4, 128, "128x112", 1): 16,
-    ("sm80/forward.cu", 8, 192, "64x16", 1): 48,
-    ("sm80/forward.cu", 8, 192, "32x16", 1): 32,
-    ("sm80/backward_dq.cu", 8, 192, "32x16", 1): 32,
-    ("sm80/backward_dq.cu", 8, 192, "16x16", 1): 48,
-    ("sm80/backward_dq.cu", 4, 256, "16x16", 1): 16,
-    ("sm80/forward.cu", 4, 512, "32x16", 1): 32,
-    ("sm80/forward.cu", 4, 512, "16x16", 1): 32,
-    ("sm80/forward.cu", 4, 1024, "16x16", 1): 32,
-    ("sm80/forward.cu", 8, 512, "16x16", 1): 32,
-    ("sm80/backward.cu", 8, 384, "16x16", 1): 304,
-}
-# The same on compute capability 10.0 and later, where the compiler loads fragments of wide elements further ahead.
-SPILLS_OF_LATER_ARCHS = SPILLS | {
-    ("sm80/forward.cu", 4, 64, "64x64", 1): 32,
-    ("sm80/forward.cu", 4, 128, "64x32", 1): 32,
-    ("sm80/forward.cu", 4, 192, "64x32", 1): 64,
-    ("sm80/forward.cu", 4, 256, "64x16", 1): 256,
-    ("sm80/backward.cu", 4, 64, "32x64", 2): 48,
-    ("sm80/backward.cu", 4, 192, "32x16", 1): 208,
-    ("sm80/backward.cu", 4, 256, "16x16", 1): 96,
-    ("sm80/backward_dq.cu", 4, 128, "64x16", 1): 16,
-    ("sm80/backward_dq.cu", 4, 192, "32x16", 1): 32,
-    ("sm80/backward_dq.cu", 4, 256, "32x16", 1): 32,
-    ("sm80/forward.cu", 4, 64, "128x32", 2): 96,
-    ("sm80/backward.cu", 8, 64, "32x32", 1): 64,
-}
-# Of packed sequences, whose ends take registers too; where consumers spare none, the warps beside them spill.
-SPILLS_OF_PACKED = SPILLS | {
-    ("sm80/backward.cu", 2, 64, "32x128", 2): 48,
-    ("sm90/forward.cu", 2, 256, "128x64", 1): 176,
-    ("sm90/forward.cu", 2, 128, "192x80", 1): 48,
-}
-# With bounds, with narrow loads, or with every option at once, whose scores take many registers on their way.
-SPILLS_OF_OPTIONS = SPILLS | {
-    ("sm90/forward_fp32.cu", 4, 128, "128x112", 1): 64,
-    ("sm80/forward.cu", 8, 64, "128x48", 1): 64,
-    ("sm90/forward_fp32.cu", 4, 128, "128x64", 1): 32,
-    ("sm80/forward.cu", 2, 64, "128x64", 3): 1376,
-    ("sm80/backward_dq.cu", 2, 64, "128x64", 2): 1040,
-    ("sm80/forward.cu", 4, 64, "128x32", 2): 96,
-    ("sm90/forward.cu", 2, 64, "192x64", 1): 80,
-    ("sm90/forward.cu", 2, 192, "128x96", 1): 352,
-    ("sm90/forward.cu", 2, 256, "128x64", 1): 272,
-    ("sm90/forward.cu", 2, 128, "192x80", 1): 16,
-    ("sm90/backward.cu", 2, 64, "64x128", 1): 112,
-    ("sm90/backward.cu", 2, 128, "64x128", 1): 200,
-    ("sm90/backward.cu", 2, 256, "64x64", 1): 224,
-    ("sm80/forward.cu", 4, 64, "64x64", 1): 16,
-    ("sm90/forward_fp32.cu", 4, 64, "128x128", 1): 48,
-    ("sm90/backward_fp32.cu", 4, 128, "64x64", 1): 80,
-    ("sm80/backward.cu", 8, 64, "16x64", 1): 416,
-    ("sm80/forward.cu", 2, 128, "64x32", 2): 16,
-    ("sm80/backward_dq.cu", 2, 256, "32x16", 1): 48,
-}
-SPILLS_OF_BLOCKS = SPILLS_OF_OPTIONS | {
-    ("sm80/backward.cu", 2, 64, "32x128", 2): 16,
-}
-# With one thing that is added to scores.
-SPILLS_OF_ADDENDS = SPILLS | {
-    ("sm90/decode.cu", 2, 64, "64x128", 2): 80,
-    ("sm90/forward.cu", 2, 128, "192x80", 1): 40,
-    ("sm90/backward.cu", 2, 256, "64x64", 1): 80,
-}
-# With pages, whose rows are looked up one by one.
-SPILLS_OF_PAGES = SPILLS_OF_OPTIONS | {
-    ("sm80/forward.cu", 4, 64, "128x32", 2): 176,
-    ("sm90/forward.cu", 2, 192, "128x96", 1): 64,
-}
-# With numbers of one byte, and a scale for each key and each value.
-SPILLS_OF_FLOAT8 = {
-    ("sm90/decode.cu", 2, 128, "64x64", 2): 32,
-    ("sm80/forward.cu", 2, 192, "128x32", 1): 32,
-    ("sm80/forward.cu", 2, 192, "64x32", 1): 32,
-    ("sm80/forward.cu", 2, 256, "128x32", 1): 48,
-    ("sm80/forward.cu", 2, 256, "64x32", 1): 48,
-    ("sm80/forward.cu", 4, 64, "128x16", 2): 16,
-    ("sm80/forward.cu", 4, 128, "128x16", 2): 128,
-    ("sm90/forward_float8.cu", 2, 128, "128x128", 1): 16,
-    ("sm90/forward_float8.cu", 2, 128, "192x96", 1): 16,
-    ("sm90/forward_float8.cu", 2, 256, "128x128", 1): 56,
-}
-SPILLS_OF_DROPOUT = SPILLS | {
-    ("sm80/forward.cu", 2, 64, "128x64", 3): 160,
-    ("sm80/forward.cu", 4, 64, "128x32", 2): 96,
-    ("sm80/forward.cu", 8, 64, "128x48", 1): 64,
-    ("sm80/backward_dq.cu", 2, 64, "128x64", 2): 160,
-    ("sm80/backward_dq.cu", 4, 64, "64x32", 1): 16,
-    ("sm80/backward_dq.cu", 8, 64, "64x16", 1): 16,
-    ("sm90/backward.cu", 2, 128, "64x128", 1): 104,
-    ("sm90/forward_fp32.cu", 4, 64, "128x128", 1): 16,
-    ("sm90/forward_fp32.cu", 4, 128, "128x64", 1): 16,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -530,11 +401,11 @@ FLOAT8_PRODUCTS = [
 ROWS = [target for target in EVERY_ROW if target.tile.element_bytes == 2 or is_sm90(target.tile)]
 TARGETS = [
     *ROWS,
-    *share([target for target in EVERY_ROW if target not in ROWS], 8),
-    *share(OTHERS, 12),
+    *share([target for target in EVERY_ROW if target not in ROWS], 16),
+    *share(OTHERS, 24),
     *share(FLOAT8, 12),
     *(Target(tile=tile, arch="9.0", variant="float8 products") for tile in FORWARD_FLOAT8_SM90_TILES),
-    *share(FLOAT8_PRODUCTS, 3),
+    *share(FLOAT8_PRODUCTS, 6),
 ]
 
 

@@ -68,7 +68,7 @@ def cases(draw, arch, shape, options):
     return case, draw(st.sampled_from(SCHEDULES))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", CASES)
 @given(data=st.data())
 @few

@@ -6,7 +6,6 @@ import cuflash.testing as ct
 from cuflash import emulator
 from cuflash.planning.sm80 import BackwardTile, DqTile, ForwardTile, ScoresTile
 from cuflash.planning.sm90.tiles import (
-    FORWARD_FLOAT8_SM90_TILES,
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
     BiasSm90Tile,
@@ -15,6 +14,7 @@ from cuflash.planning.sm90.tiles import (
     ForwardSm90Tile,
 )
 from tests.emulate import attention
+from tests.emulate.mutants import trials_float8
 from tests.emulate.mutants.trial import FunctionTrial, Trial
 
 
@@ -112,8 +112,6 @@ _BACKWARD_PARTS_RING = (
     None,
 )
 _DECODE_TILES = (DecodeSm90Tile(max_dim=128, block_n=32, num_stages=2, min_blocks=1, origin="of a trial"),)
-_FLOAT8_TILES = (replace(_forward(block_m=64)[0], key_bytes=1),)
-_FLOAT8_DECODE_TILES = (replace(_DECODE_TILES[0], key_bytes=1),)
 _LONG_DECODE_TILES = (replace(_DECODE_TILES[0], block_n=64),)
 _DQ = DqTile(max_dim=128, block_m=64, block_n=32, num_warps=4, min_blocks=1, origin="of a trial")
 _SCORES = (
@@ -131,36 +129,6 @@ _WIDE_BIAS = replace(_BIAS, seqlen_k=132, bias=(2, 1, 230, 132), bias_dtype="sof
 _NUMBERS = replace(_GROUPED, seqlen_k=177, bias=(2, 1, 1, 177), mask=(1, 4, 1, 177))
 _DECODE = ct.Case(
     seqlen_q=5, seqlen_k=300, batch=2, num_heads=8, num_heads_kv=2, head_dim=72, head_dim_v=40, dtype="float16"
-)
-_FLOAT8 = replace(
-    _DECODE,
-    seqlen_q=70,
-    num_heads=4,
-    head_dim=48,
-    head_dim_v=80,
-    causal=True,
-    kv_dtype="float8_e4m3fn",
-    k_scale="block",
-    v_scale="token",
-)
-_BYTES = ct.Case(
-    seqlen_q=300,
-    seqlen_k=330,
-    batch=2,
-    num_heads=2,
-    num_heads_kv=1,
-    head_dim=64,
-    dtype="bfloat16",
-    causal=True,
-    kv_lengths=(301, 170),
-    kv_dtype="float8_e4m3fn",
-    q_float8=True,
-    q_scale="token",
-    k_scale="block",
-    v_scale="head",
-    scale_block=128,
-    window=(150, None),
-    seed=3,
 )
 _BIAS_GRADIENT = replace(_BIAS, mask=(2, 1, 1, 168), dropout=0.3, seed=1)
 # Bounds that cross one corner of a tile: the ends of the ranges of tiles matter.
@@ -586,28 +554,7 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "looked at by bytes": Trial(
         case=replace(_LOOKED_AT, seqlen_k=171, mask=(4, 230, 171), num_heads_kv=1), tiles=_backward(), num_sms=1
     ),
-    "forward float8": Trial(case=_FLOAT8, tiles=_FLOAT8_TILES),
-    "forward float8 packed": Trial(
-        case=replace(_FLOAT8, batch=1, v_scale="head", cu_seqlens_q=(0, 30, 70), cu_seqlens_k=(0, 35, 300)),
-        tiles=_FLOAT8_TILES,
-    ),
-    "decode float8": Trial(case=replace(_FLOAT8, seqlen_q=5), tiles=_FLOAT8_DECODE_TILES, num_sms=3),
-    "decode float8 pages": Trial(
-        case=replace(_FLOAT8, seqlen_q=5, page_size=16, seqlen_k=304), tiles=_FLOAT8_DECODE_TILES
-    ),
-    "decode float8 blocks": Trial(
-        case=replace(_FLOAT8, seqlen_q=5, v_scale="block", scale_block=32), tiles=_FLOAT8_DECODE_TILES, num_sms=3
-    ),
-    "decode float8 lengths": Trial(
-        case=replace(_FLOAT8, seqlen_q=5, kv_lengths=(0, 230), k_scale="token"), tiles=_FLOAT8_DECODE_TILES, num_sms=3
-    ),
-    "products of bytes": Trial(case=_BYTES, tiles=FORWARD_FLOAT8_SM90_TILES[:1], num_sms=1),
-    "products of bytes in parts": Trial(
-        case=replace(_BYTES, head_dim=48, head_dim_v=192, score_spread=8.0, seqlen_q=100, v_scale="block"),
-        tiles=FORWARD_FLOAT8_SM90_TILES[5:],
-        num_sms=1,
-    ),
-    "products of bytes ahead": Trial(case=_BYTES, tiles=FORWARD_FLOAT8_SM90_TILES[1:2], num_sms=1),
+    **trials_float8.TRIALS,
     "functions": FunctionTrial(score="distance", mask="near"),
     "functions of pairs": FunctionTrial(score="with_pairs", mask="documents"),
     "functions float64": FunctionTrial(score="gathered", dtype="float64"),

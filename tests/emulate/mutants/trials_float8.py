@@ -1,0 +1,85 @@
+"""The trials of numbers of one byte: of keys and values in storage, and of products."""
+
+from dataclasses import replace
+
+import cuflash.testing as ct
+from cuflash.planning.sm80 import ForwardTile
+from cuflash.planning.sm90.tiles import FORWARD_FLOAT8_SM90_TILES, DecodeSm90Tile
+from tests.emulate.mutants.trial import Trial
+
+_FLOAT8_TILES = (
+    ForwardTile(
+        element_bytes=2,
+        warps_d=1,
+        max_dim=128,
+        block_m=64,
+        block_n=32,
+        num_warps=4,
+        num_stages=1,
+        min_blocks=1,
+        fragments_ahead=2,
+        key_bytes=1,
+        origin="of a trial",
+    ),
+)
+_FLOAT8_DECODE_TILES = (
+    DecodeSm90Tile(max_dim=128, block_n=32, num_stages=2, min_blocks=1, key_bytes=1, origin="of a trial"),
+)
+_FLOAT8 = ct.Case(
+    seqlen_q=70,
+    seqlen_k=300,
+    batch=2,
+    num_heads=4,
+    num_heads_kv=2,
+    head_dim=48,
+    head_dim_v=80,
+    dtype="float16",
+    causal=True,
+    kv_dtype="float8_e4m3fn",
+    k_scale="block",
+    v_scale="token",
+)
+_BYTES = ct.Case(
+    seqlen_q=300,
+    seqlen_k=330,
+    batch=2,
+    num_heads=2,
+    num_heads_kv=1,
+    head_dim=64,
+    dtype="bfloat16",
+    causal=True,
+    kv_lengths=(301, 170),
+    kv_dtype="float8_e4m3fn",
+    q_float8=True,
+    q_scale="token",
+    k_scale="block",
+    v_scale="head",
+    scale_block=128,
+    window=(150, None),
+    seed=3,
+)
+
+TRIALS = {
+    "forward float8": Trial(case=_FLOAT8, tiles=_FLOAT8_TILES),
+    "forward float8 packed": Trial(
+        case=replace(_FLOAT8, batch=1, v_scale="head", cu_seqlens_q=(0, 30, 70), cu_seqlens_k=(0, 35, 300)),
+        tiles=_FLOAT8_TILES,
+    ),
+    "decode float8": Trial(case=replace(_FLOAT8, seqlen_q=5), tiles=_FLOAT8_DECODE_TILES, num_sms=3),
+    "decode float8 pages": Trial(
+        case=replace(_FLOAT8, seqlen_q=5, page_size=16, seqlen_k=304), tiles=_FLOAT8_DECODE_TILES
+    ),
+    "decode float8 blocks": Trial(
+        case=replace(_FLOAT8, seqlen_q=5, v_scale="block", scale_block=32), tiles=_FLOAT8_DECODE_TILES, num_sms=3
+    ),
+    "decode float8 lengths": Trial(
+        case=replace(_FLOAT8, seqlen_q=5, kv_lengths=(0, 230), k_scale="token"), tiles=_FLOAT8_DECODE_TILES, num_sms=3
+    ),
+    "products of bytes": Trial(case=_BYTES, tiles=FORWARD_FLOAT8_SM90_TILES[:1], num_sms=1),
+    "products of bytes in parts": Trial(
+        case=replace(_BYTES, head_dim=48, head_dim_v=192, score_spread=8.0, seqlen_q=100, v_scale="block"),
+        tiles=FORWARD_FLOAT8_SM90_TILES[5:],
+        num_sms=1,
+    ),
+    "products of bytes ahead": Trial(case=_BYTES, tiles=FORWARD_FLOAT8_SM90_TILES[1:2], num_sms=1),
+}
