@@ -38,6 +38,7 @@
 #include "sm90/addends.cuh"
 #include "sm90/forward_roles.cuh"
 #include "sm90/key_tile.cuh"
+#include "sm90/ping_pong.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
 #include "sm90/tiles.cuh"

@@ -30,6 +30,7 @@
 #include "common/scores.cuh"
 #include "common/softmax.cuh"
 #include "sm90/forward_roles.cuh"
+#include "sm90/ping_pong.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
 #include "sm90/tiles.cuh"

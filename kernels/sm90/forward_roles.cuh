@@ -7,7 +7,6 @@
 #include "common/params.cuh"
 #include "common/softmax.cuh"
 #include "ptx/tma.cuh"
-#include "sm90/ping_pong.cuh"
 
 constexpr int kConsumers = kBlockM / 64;
 static_assert(kNumWarps == 4 * (kConsumers + 1), "the consumers and a producer");
