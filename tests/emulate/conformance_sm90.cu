@@ -224,15 +224,14 @@ CUFLASH_DEVICE void load_a(u32 (&a)[4], const u8* lines, u32 step) {
   for (u32 i = 0; i < 4; ++i) a[i] = *(const u32*)(chunk + (row + i % 2 * 8) * kLineBytes + i / 2 * 16);
 }
 
-// destination[64][n] (+)= a b; it is added to if `count` is not 0.
-template <int n, bool a_in_registers, bool a_transposed, bool b_transposed>
-CUFLASH_DEVICE void multiply_tiles(const Params& params) {
-  constexpr u32 kLinesA = a_transposed ? 16 * kSteps : 2 * 64;
-  constexpr u32 kLinesB = b_transposed ? (n + 63) / 64 * 16 * kSteps : 2 * n;
+// destination[64][n] (+)= a b, of so many lines; it is added to if `count` is not 0. For each step along k,
+// issue(d, a, a_tile, b_tile, step, accumulate) issues a product, with `a` in registers or in its tile.
+template <int n, class Issue>
+CUFLASH_DEVICE void multiply_lines(const Params& params, u32 lines_a, u32 lines_b, Issue issue) {
   const u32 thread = ptx::thread_index(), row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
-  const u32 a_tile = ptx::dynamic_shared(), b_tile = a_tile + kLinesA * kLineBytes;
-  load_lines(a_tile, source_of<u8>(params), kLinesA);
-  load_lines(b_tile, (const u8*)params.second_source, kLinesB);
+  const u32 a_tile = ptx::dynamic_shared(), b_tile = a_tile + lines_a * kLineBytes;
+  load_lines(a_tile, source_of<u8>(params), lines_a);
+  load_lines(b_tile, (const u8*)params.second_source, lines_b);
   ptx::fence_async_proxy();
   ptx::sync_block();
 
@@ -248,14 +247,7 @@ CUFLASH_DEVICE void multiply_tiles(const Params& params) {
   ptx::fence_operand(d);
   ptx::wgmma_fence();
 #pragma unroll
-  for (u32 step = 0; step < kSteps; ++step) {
-    const bool accumulate = step > 0 || params.count != 0;
-    const u64 in_shared = operand(a_tile, 64, a_transposed, step), b = operand(b_tile, n, b_transposed, step);
-    if constexpr (a_in_registers)
-      ptx::wgmma<b_transposed>(Type{}, d, a[step], b, accumulate);
-    else
-      ptx::wgmma<a_transposed, b_transposed>(Type{}, d, in_shared, b, accumulate);
-  }
+  for (u32 step = 0; step < kSteps; ++step) issue(d, a[step], a_tile, b_tile, step, step > 0 || params.count != 0);
   ptx::wgmma_commit();
   ptx::wgmma_wait<0>();
   ptx::fence_operand(d);
@@ -263,6 +255,21 @@ CUFLASH_DEVICE void multiply_tiles(const Params& params) {
   for (int piece = 0; piece < n / 8; ++piece)
 #pragma unroll
     for (int i = 0; i < 4; ++i) destination[(row + i / 2 * 8) * n + 8 * piece + column + i % 2] = d[piece][i];
+}
+
+template <int n, bool a_in_registers, bool a_transposed, bool b_transposed>
+CUFLASH_DEVICE void multiply_tiles(const Params& params) {
+  constexpr u32 kLinesA = a_transposed ? 16 * kSteps : 2 * 64;
+  constexpr u32 kLinesB = b_transposed ? (n + 63) / 64 * 16 * kSteps : 2 * n;
+  multiply_lines<n>(params, kLinesA, kLinesB,
+                    [](float(&d)[n / 8][4], const u32(&a)[4], u32 a_tile, u32 b_tile, u32 step, bool accumulate) {
+                      const u64 in_shared = operand(a_tile, 64, a_transposed, step);
+                      const u64 b = operand(b_tile, n, b_transposed, step);
+                      if constexpr (a_in_registers)
+                        ptx::wgmma<b_transposed>(Type{}, d, a, b, accumulate);
+                      else
+                        ptx::wgmma<a_transposed, b_transposed>(Type{}, d, in_shared, b, accumulate);
+                    });
 }
 
 #define PRODUCTS(n)                                                                                        \
@@ -281,40 +288,14 @@ TRANSPOSED_PRODUCTS(32) TRANSPOSED_PRODUCTS(64) TRANSPOSED_PRODUCTS(96) TRANSPOS
 // The same of elements of one byte, whose k are along the lines.
 template <int n, class A, class B, bool a_in_registers>
 CUFLASH_DEVICE void multiply_bytes(const Params& params) {
-  const u32 thread = ptx::thread_index(), row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
-  const u32 a_tile = ptx::dynamic_shared(), b_tile = a_tile + 2 * 64 * kLineBytes;
-  load_lines(a_tile, source_of<u8>(params), 2 * 64);
-  load_lines(b_tile, (const u8*)params.second_source, 2 * n);
-  ptx::fence_async_proxy();
-  ptx::sync_block();
-
-  float* destination = destination_of<float>(params);
-  float d[n / 8][4];
-  u32 a[kSteps][4];
-#pragma unroll
-  for (int piece = 0; piece < n / 8; ++piece)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) d[piece][i] = destination[(row + i / 2 * 8) * n + 8 * piece + column + i % 2];
-#pragma unroll
-  for (u32 step = 0; step < kSteps; ++step) load_a(a[step], source_of<u8>(params), step);
-  ptx::fence_operand(d);
-  ptx::wgmma_fence();
-#pragma unroll
-  for (u32 step = 0; step < kSteps; ++step) {
-    const bool accumulate = step > 0 || params.count != 0;
-    const u64 in_shared = operand(a_tile, 64, false, step), b = operand(b_tile, n, false, step);
-    if constexpr (a_in_registers)
-      ptx::wgmma_k32(A{}, B{}, d, a[step], b, accumulate);
-    else
-      ptx::wgmma_k32(A{}, B{}, d, in_shared, b, accumulate);
-  }
-  ptx::wgmma_commit();
-  ptx::wgmma_wait<0>();
-  ptx::fence_operand(d);
-#pragma unroll
-  for (int piece = 0; piece < n / 8; ++piece)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) destination[(row + i / 2 * 8) * n + 8 * piece + column + i % 2] = d[piece][i];
+  multiply_lines<n>(params, 2 * 64, 2 * n,
+                    [](float(&d)[n / 8][4], const u32(&a)[4], u32 a_tile, u32 b_tile, u32 step, bool accumulate) {
+                      const u64 in_shared = operand(a_tile, 64, false, step), b = operand(b_tile, n, false, step);
+                      if constexpr (a_in_registers)
+                        ptx::wgmma_k32(A{}, B{}, d, a, b, accumulate);
+                      else
+                        ptx::wgmma_k32(A{}, B{}, d, in_shared, b, accumulate);
+                    });
 }
 
 #define PRODUCTS_OF_BYTES(n)                                                                                   \

@@ -283,8 +283,8 @@ void check_fenced(const Thread& self, ThreadState& state, const Product& product
 }
 
 bool is_same_product(const Product& x, const Product& y) {
-  return x.type == y.type && x.b_type == y.b_type && x.n_tiles == y.n_tiles && !x.a_registers == !y.a_registers && x.a == y.a && x.b == y.b &&
-         x.a_transposed == y.a_transposed && x.b_transposed == y.b_transposed && x.accumulate == y.accumulate;
+  return x.type == y.type && x.b_type == y.b_type && x.n_tiles == y.n_tiles && !x.a_registers == !y.a_registers &&
+         x.a == y.a && x.b == y.b && x.a_transposed == y.a_transposed && x.b_transposed == y.b_transposed && x.accumulate == y.accumulate;
 }
 
 // Returns the accumulator of these registers, which is in flight from now on.

@@ -492,13 +492,13 @@ FORWARD_FLOAT8_SM90_TILES = (
     _forward_float8_sm90(64,  256, 64,  3, 3, 1, False, "any",
                          "on an H200 630 / 547 TFLOP/s, 192 x 128 beside it 611 / 507 (32 heads, seqlen 4096)"),
     _forward_float8_sm90(128, 128, 128, 2, 2, 2, True,  "causal",
-                         "on an H200 735 TFLOP/s causal, 192 x 96 beside it 689 (16 heads, seqlen 4096)"),
+                         "on an H200 745 TFLOP/s causal, 192 x 96 in another run 689 (16 heads, seqlen 4096)"),
     _forward_float8_sm90(128, 192, 96,  2, 2, 1, False, "any",
-                         "on an H200 868 TFLOP/s, 192 x 64 beside it 850, 128 x 128 853 (16 heads, seqlen 4096)"),
+                         "on an H200 875 TFLOP/s, 192 x 64 in another run 850 (16 heads, seqlen 4096)"),
     _forward_float8_sm90(128, 192, 64,  3, 3, 1, False, "any",
                          "for scales of blocks of keys; on an H200 850 TFLOP/s (16 heads, seqlen 4096)"),
     _forward_float8_sm90(256, 128, 128, 2, 1, 1, False, "any",
-                         "on an H200 1112 / 930, 1178 / 1083 TFLOP/s (8 heads, seqlen 4096 and 16384)"),
+                         "on an H200 1110 / 967, 1179 / 1103 TFLOP/s (8 heads, seqlen 4096 and 16384)"),
     _forward_float8_sm90(256, 128, 64,  3, 1, 1, False, "any", "for scales of blocks of keys; " + ARITHMETIC),
 )
 
