@@ -106,7 +106,7 @@ def of_several_sizes(plans: Sequence[Any]) -> list[Any]:
 
 def plans_of(case: Case, pass_: str) -> tuple[list[Any], Callable[[Any], Callable[[], object]], Any]:
     """Plans out of those that tuning would try, compiled; what makes calls of them, and the inputs."""
-    from cuflash import launch
+    from cuflash import FlashAttention, launch
     from cuflash.compiler import compile_spec
     from cuflash.options import Options
 
@@ -115,7 +115,7 @@ def plans_of(case: Case, pass_: str) -> tuple[list[Any], Callable[[Any], Callabl
     arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
     options = Options(causal=case.causal)
     if pass_ == "backward":
-        out, lse = launch.forward(options, arrays)
+        out, lse = FlashAttention(causal=case.causal).forward(**arrays)
         arrays |= {"dout": inputs.dout, "out": out, "lse": lse}
     plans, call_by = launch.trials(pass_, options, arrays, (0, 0))  # type: ignore[arg-type]
     chosen = of_several_sizes(plans)
