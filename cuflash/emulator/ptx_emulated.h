@@ -59,6 +59,7 @@ static inline void write_shared_as(u32 address, T value, Site site) {
 // ---- Indices ------------------------------------------------------------------------------------------------------
 CUFLASH_DEVICE u32 thread_index() { return ::emulator::thread_index(); }
 CUFLASH_DEVICE u32 block_index() { return ::emulator::block_index(); }
+CUFLASH_DEVICE u32 num_blocks() { return ::emulator::num_blocks(); }
 
 // ---- Shared memory ------------------------------------------------------------------------------------------------
 CUFLASH_DEVICE u32 dynamic_shared() { return ::emulator::dynamic_shared(); }

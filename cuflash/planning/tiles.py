@@ -92,7 +92,7 @@ class Tile:
         """What must hold, in words."""
         return ()
 
-    def why_not(self, problem: Problem) -> str:
+    def why_not(self, problem: Problem, device: DeviceSpec) -> str:
         """Why the row is not meant for a problem whose head dimensions it serves; "" where it is."""
         return ""
 
@@ -146,7 +146,7 @@ def choose_row(table: Iterable[Row], problem: Problem, device: DeviceSpec) -> tu
     for tile in table:
         if not serves_dims(tile, problem):
             continue
-        obstacle = tile.why_not(problem) or why_too_large(tile, problem, device)
+        obstacle = tile.why_not(problem, device) or why_too_large(tile, problem, device)
         if obstacle:
             rejected.append(f"not {tile.label}: {obstacle}")
             continue

@@ -179,8 +179,12 @@ struct KeyTiles : TileRange {
 
 // The work of the blocks of a persistent kernel: each takes one unit of every `resident_blocks`. A unit is a tile of
 // queries. With kPairs, where later tiles see more keys, it is the n-th tile of a head from the end and the n-th from
-// the start, which together see as many keys as any other two.
+// the start, which together see as many keys as any other two. Where there are twice as many blocks as pairs, a block
+// has one tile, and the first half of the blocks have those from the end; not with pages, whose kernels have no register
+// to spare.
 struct EntryWalk {
+  static constexpr bool kMayPart = kPairs && kPageSize == 0;
+
   int num_m_blocks, units_of_head;
   u32 unit, num_units, step;
   bool second;
@@ -191,7 +195,11 @@ struct EntryWalk {
         unit(ptx::block_index()),
         num_units(units_of_head * params.num_heads * params.batch),
         step(params.resident_blocks),
-        second(false) {}
+        second(kMayPart && unit >= step) {
+    if (!second) return;
+    unit -= step;
+    if (!has_second()) unit = num_units;
+  }
 
   CUFLASH_DEVICE bool more() const { return unit < num_units; }
   CUFLASH_DEVICE Work work(const Params& params) const {
@@ -205,12 +213,13 @@ struct EntryWalk {
     return work_of(params, second ? from_start : num_m_blocks - 1 - from_start, head);
   }
   CUFLASH_DEVICE void advance() {
-    const int from_start = unit % units_of_head;
-    second = kPairs && !second && 2 * from_start + 1 < num_m_blocks;
+    second = kPairs && !second && !(kMayPart && ptx::num_blocks() > step) && has_second();
     if (!second) unit += step;
   }
 
  private:
+  CUFLASH_DEVICE bool has_second() const { return 2 * (int)(unit % units_of_head) + 1 < num_m_blocks; }
+
   // `head` counts those of all batch entries, in launch order.
   CUFLASH_DEVICE static Work work_of(const Params& params, int block, u32 head) {
     if constexpr (kBatchFirst) return {block, (int)(head / params.batch), (int)(head % params.batch)};

@@ -56,6 +56,7 @@ namespace ptx {
 // ---- Indices ------------------------------------------------------------------------------------------------------
 CUFLASH_DEVICE u32 thread_index() { return threadIdx.x; }
 CUFLASH_DEVICE u32 block_index() { return blockIdx.x; }
+CUFLASH_DEVICE u32 num_blocks() { return gridDim.x; }
 
 // ---- Shared memory ------------------------------------------------------------------------------------------------
 // Address of the block's dynamic shared memory, aligned to 1024 bytes.

@@ -308,7 +308,7 @@ OTHERS = [
     *(
         Target(tile=tile, arch="9.0", variant=variant)
         for tile in FORWARD_SM90_TILES
-        if tile.serves in ("no pairs", "long full", "bias")
+        if tile.serves in ("no pairs", "long full", "few full", "few bounded", "bias")
         for variant in (
             ("softcap", "slopes", "keys")
             if tile.serves != "bias"
@@ -325,7 +325,7 @@ OTHERS = [
     *(
         Target(tile=tile, arch="9.0", variant="mask")
         for tile in FORWARD_SM90_TILES
-        if tile.serves in ("lists", "no pairs") and tile.block_n % 64 == 0
+        if tile.serves in ("lists", "no pairs", "few full", "few bounded") and tile.block_n % 64 == 0
     ),
     *(
         Target(tile=tile, arch="9.0", variant="blocks")

@@ -65,7 +65,7 @@ def test_a_plan_is_the_first_row_that_fits():
         (tile,) = plan.tiles
         for earlier in fitting[: fitting.index(tile)]:
             resident = earlier.min_blocks * (earlier.shared_bytes(128, 128) + device.shared_bytes_reserved)
-            unsuited = bool(earlier.why_not(problem))
+            unsuited = bool(earlier.why_not(problem, device))
             assert resident > device.shared_bytes_per_sm or unsuited
             assert f"not {type(earlier).__name__} {earlier.block_m} x {earlier.block_n}" in plan.reason
 

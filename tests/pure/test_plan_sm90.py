@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from cuflash.operands import Operand
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.argument import maps_offset
-from cuflash.planning.sm90.tiles import (
-    LONG_SEQLEN,
-)
+from cuflash.planning.sm90.tiles import FOUR_CONSUMERS, LONG_SEQLEN, THREE_CONSUMERS, rounds
 from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 from tests.problems import ARCHS, H200, problem_of
 from tests.scored import of_functions
@@ -25,14 +23,17 @@ def sources(problem, device=H200, **options):
 @pytest.mark.parametrize(
     ("sizes", "row"),
     [
-        ({"dim": 64}, (64, 256, 64)),
-        ({"dim": 64, "softcap": 2.0}, (64, 256, 64)),
+        ({"dim": 64, "seqlen_q": 2**16}, (64, 256, 64)),
+        ({"dim": 64, "seqlen_q": 2**16, "softcap": 2.0}, (64, 256, 64)),
+        ({"dim": 64}, (64, 128, 128)),
+        ({"dim": 64, "causal": True}, (64, 128, 64)),
         ({"dim": 72}, (128, 128, 128)),
         ({"dim": 128}, (128, 128, 128)),
-        ({"dim": 128, "seqlen_k": LONG_SEQLEN}, (128, 192, 80)),
-        ({"dim": 128, "seqlen_k": LONG_SEQLEN, "window": (9, None)}, (128, 192, 80)),
-        ({"dim": 128, "seqlen_k": LONG_SEQLEN, "causal": True}, (128, 128, 128)),
-        ({"dim": 128, "seqlen_k": LONG_SEQLEN, "softcap": 2.0}, (128, 192, 80)),
+        ({"dim": 128, "seqlen_q": 2**16, "seqlen_k": LONG_SEQLEN}, (128, 192, 80)),
+        ({"dim": 128, "seqlen_q": 2**16, "seqlen_k": LONG_SEQLEN, "window": (9, None)}, (128, 192, 80)),
+        ({"dim": 128, "seqlen_k": LONG_SEQLEN}, (128, 128, 128)),
+        ({"dim": 128, "seqlen_q": 2**16, "seqlen_k": LONG_SEQLEN, "causal": True}, (128, 128, 128)),
+        ({"dim": 128, "seqlen_q": 2**16, "seqlen_k": LONG_SEQLEN, "softcap": 2.0}, (128, 192, 80)),
         ({"dim": 192}, (192, 128, 96)),
         ({"dim": 256}, (256, 128, 64)),
     ],
@@ -114,14 +115,16 @@ def test_pointers_that_are_not_aligned(widths):
 @pytest.mark.parametrize("num_sms", [1, 2, 132])
 @pytest.mark.parametrize("seqlen_q", [65, 256, 257, 900, 2**18])
 def test_blocks_that_stay(seqlen_q, num_sms, causal):
-    """As many as there are multiprocessors, or units of work: a pair of tiles of queries under a causal mask."""
+    """As many as there are multiprocessors, or units of work: under a causal mask a pair of tiles of queries, unless
+    both tiles of all pairs can start at once."""
     problem = problem_of(seqlen_q, 2**18, batch=2, heads=3, heads_kv=3, causal=causal)
     plan = choose_plan(problem, replace(H200, num_sms=num_sms))
     (tile,), (kernel,) = plan.tiles, plan.kernels
-    units = 2 * 3 * -(-seqlen_q // (tile.block_m * (2 if causal else 1)))
-    assert kernel.grid == plan.run_time.resident_blocks == min(num_sms, units)
-    assert dict(kernel.defines)["CUFLASH_PAIRS"] == int(causal)
     m_blocks = 2 * 3 * -(-seqlen_q // tile.block_m)
+    units = 2 * 3 * -(-seqlen_q // (2 * tile.block_m)) if causal else m_blocks
+    assert plan.run_time.resident_blocks == min(num_sms, units)
+    assert kernel.grid == (2 * units if causal and 2 * units <= num_sms else min(num_sms, units))
+    assert dict(kernel.defines)["CUFLASH_PAIRS"] == int(causal)
     assert f"{kernel.grid} blocks stay and take {m_blocks} tiles of queries one after another" in plan.reason
 
 
@@ -139,6 +142,28 @@ def test_kernels_start_behind_those_that_are_launched(sizes, arch, dtype):
         assert [dict(kernel.defines)["CUFLASH_OVERLAPS_PREVIOUS"] for kernel in kernels] == list(map(int, expected))
 
 
+@given(
+    heads=st.integers(1, 300),
+    seqlen=st.integers(129, 5000),  # fewer may be decoding
+    dim=st.sampled_from([64, 128]),
+    causal=st.booleans(),
+    num_sms=st.sampled_from([16, 78, 132]),
+)
+def test_no_multiprocessor_idles_while_smaller_tiles_would_fill_it(heads, seqlen, dim, causal, num_sms):
+    """Tiles of 128 queries have a multiprocessor each where there are enough; otherwise no choice of rows leaves more
+    than a quarter of the time to fewer tiles than the best one does."""
+    problem = problem_of(seqlen, seqlen, dim, dim, heads=heads, heads_kv=heads, batch=1, causal=causal)
+    device = replace(H200, num_sms=num_sms)
+    plan = choose_plan(problem, device)
+    (tile,), (kernel,) = plan.tiles, plan.kernels
+    smallest = 2 * heads * -(-seqlen // 256) if causal else heads * -(-seqlen // 128)
+    if smallest <= num_sms:
+        assert (tile.block_m, kernel.grid) == (128, smallest)
+    per_tile = {128: 1.0, 192: THREE_CONSUMERS, 256: FOUR_CONSUMERS}
+    took = {m: per_tile[m] * rounds(problem, device, m) for m in ((128, 192) if dim == 128 else (128, 256))}
+    assert took[tile.block_m] == min(took.values()) or (dim == 128 and (causal or seqlen < LONG_SEQLEN))
+
+
 def test_a_window_with_a_left_side_has_no_pairs():
     for window, pairs in (((None, 0), 1), ((5, 0), 0), ((5, None), 0), (None, 0)):
         (kernel,) = choose_plan(problem_of(window=window), H200).kernels
@@ -148,10 +173,10 @@ def test_a_window_with_a_left_side_has_no_pairs():
 @pytest.mark.parametrize(
     ("functions", "options", "forward", "backward", "words"),
     [
-        (("alibi", None), {}, (64, 256, 64), "sm90", "dslopes: not by sm90/backward: it sums no gradients of arrays"),
+        (("alibi", None), {}, (64, 128, 128), "sm90", "dslopes: not by sm90/backward: it sums no gradients of arrays"),
         (("distance", "near"), {}, (64, 192, 64), "sm90", "by sm80/backward_scores, which makes the weights again"),
         ((None, "documents"), {}, (64, 128, 128), "sm90", "tiles of queries are listed"),
-        (("alibi", None), {"deterministic": True, "dropout": 0.1}, (64, 256, 64), "sm90", "add to dq in order"),
+        (("alibi", None), {"deterministic": True, "dropout": 0.1}, (64, 128, 128), "sm90", "add to dq in order"),
         (
             (None, "near"),
             {"deterministic": True},
@@ -159,7 +184,7 @@ def test_a_window_with_a_left_side_has_no_pairs():
             "sm80",
             "the order of dq counts tiles that mask hides",
         ),
-        (("capped", None), {"dropout": 0.1}, (64, 256, 64), "sm80", "dropout marks weights by their sign"),
+        (("capped", None), {"dropout": 0.1}, (64, 128, 128), "sm80", "dropout marks weights by their sign"),
     ],
 )
 def test_functions_and_what_of_them_other_kernels_serve(functions, options, forward, backward, words):

@@ -129,7 +129,12 @@ def chosen_for_usual_problems(deterministic, need, precision):
     """Tiles that the planner takes for some of them, on some device."""
     chosen = set()
     for dtype in ("bfloat16", "float32", "float64"):
-        for causal, seqlen, softcap in ((False, 4096, None), (True, 4096, None), (False, 512, None), (True, 4096, 5.0)):
+        for causal, seqlen, softcap in (
+            (False, 65536, None),
+            (True, 4096, None),
+            (False, 512, None),
+            (True, 4096, 5.0),
+        ):
             base = problem_of(seqlen, seqlen, dtype=dtype, causal=causal, softcap=softcap, deterministic=deterministic)
             base = replace(base, precision=precision)
             for dim in (*range(16, 257, 16), *range(320, MAX_HEAD_DIM + 1, 64)):

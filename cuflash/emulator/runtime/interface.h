@@ -77,6 +77,7 @@ int launch(const Kernel& kernel, const void* params, u64 params_bytes, const Lau
 
 u32 thread_index();
 u32 block_index();
+u32 num_blocks();
 u32 dynamic_shared();
 
 // Checked access to shared memory: the bytes to read from or to write to.

@@ -191,6 +191,7 @@ void fail(const Thread& thread, Site site, const char* format, ...) {
 
 u32 thread_index() { return block.current->index; }
 u32 block_index() { return block.index; }
+u32 num_blocks() { return block.options.grid; }
 
 void sync_block(Site site) {
   Thread& self = *block.current;

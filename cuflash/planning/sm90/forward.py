@@ -17,6 +17,7 @@ from cuflash.planning.sm90.tiles import (
     ForwardFloat8Sm90Tile,
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
+    takes_pairs,
 )
 from cuflash.planning.tiles import Tile
 from cuflash.problem import Problem
@@ -143,10 +144,13 @@ def _add_persistent(
     problem = draft.problem
     m_blocks = draft.heads * draft.tiles_of(problem.seqlen_q, tile.block_m)
     check_blocks(m_blocks)
-    pairs = problem.window_right is not None and problem.window_left is None
+    pairs = takes_pairs(problem)
     units = draft.heads * draft.tiles_of(problem.seqlen_q, 2 * tile.block_m) if pairs else m_blocks
-    blocks = min(units, draft.device.num_sms * tile.min_blocks)
+    resident = draft.device.num_sms * tile.min_blocks
+    blocks = min(units, resident)
     draft.set(resident_blocks=blocks)
+    if pairs and 2 * units <= resident and not problem.is_packed and not problem.page_size:
+        blocks = 2 * units  # both tiles of a pair start at once
     what = f"{m_blocks} tiles of queries"
     if problem.is_packed:
         # Sequences of different lengths are then spread evenly over the blocks.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from cuflash.operands import ITEMSIZE
+from cuflash.planning.device import DeviceSpec
 from cuflash.planning.tiles import ARITHMETIC, Tile, chunked_bytes, float32, h200, maker, reads
 from cuflash.problem import Problem
 from cuflash.tensor_map import CHUNK, LINE_BYTES, why_not
@@ -18,13 +19,20 @@ if TYPE_CHECKING:
 
 LONG_SEQLEN = 2048  # from which on larger tiles of keys, or of queries, pay
 WGMMA_COLUMNS = tuple(range(32, 257, 16))  # columns of a product that are worth trying
+# How much longer a tile of queries takes than one of 128 x 128, measured on an H200 where all blocks had equally many.
+FOUR_CONSUMERS = 1.57  # 256 x 64, at head dimension 64
+THREE_CONSUMERS = 1.44  # 192 x 80, at head dimension 128
 DECODE_ROWS = 64  # of one product, which hold the few queries of all heads that share keys
 # What `ForwardSm90Tile.serves` means, in words.
 SERVES = {
     "any": "any problem",
     "no pairs": "problems without a bias of pairs, a score that reads rows or keys, and pairs that are looked up",
     "bias": "a bias of pairs that TMA can read, without pairs that are hidden one by one and looked up",
-    "long full": f"{LONG_SEQLEN} keys or more, without a right bound, a bias of pairs, functions, and pairs looked up",
+    "long full": f"{LONG_SEQLEN} keys or more, without a right bound, a bias of pairs, functions, and pairs looked up, "
+    "where smaller tiles of queries would not be done first",
+    "few full": "few queries without a right bound, a bias of pairs, and pairs looked up: larger tiles would leave "
+    "multiprocessors idle",
+    "few bounded": "few queries with a right bound, likewise",
     "lists": "block masks, masks of pairs and mask functions, without a bias of pairs",
     "dropout": "dropout without a bias of pairs, and pairs that are hidden one by one",
 }
@@ -41,6 +49,18 @@ def bias_by(problem: Problem) -> Literal["nothing", "keys", "pairs", "elements"]
         return "keys"
     by_tma = of_key == 1 and bias.alignment == 16 and why_not("bias", bias, broadcasts=True) is None
     return "pairs" if by_tma else "elements"
+
+
+def takes_pairs(problem: Problem) -> bool:
+    """Whether tiles of queries are taken in pairs, of which one sees as many keys more as the other sees fewer."""
+    return problem.window_right is not None and problem.window_left is None
+
+
+def rounds(problem: Problem, device: DeviceSpec, block_m: int) -> int:
+    """How many tiles of queries, or pairs of them, a block that stays takes one after another."""
+    heads, seqlen = problem.batch * problem.num_heads, problem.mean_sequence.seqlen_q
+    units = heads * -(-seqlen // (2 * block_m if takes_pairs(problem) else block_m))
+    return -(-units // device.num_sms)
 
 
 def bias_tile_bytes(rows: int, keys: int, pair_bytes: int) -> int:
@@ -106,7 +126,7 @@ class ForwardSm90Tile(ScoredTile):
     num_stages: int
     ping_pong: bool  # consumers issue products one after another, and the softmax is kept beside a product
     q_stages: int  # tiles of queries in shared memory
-    serves: Literal["any", "no pairs", "long full", "lists", "bias", "dropout"] = "any"
+    serves: Literal["any", "no pairs", "long full", "few full", "few bounded", "lists", "bias", "dropout"] = "any"
     origin: str = field(compare=False)
 
     defined = ("ping_pong", "q_stages")
@@ -149,18 +169,29 @@ class ForwardSm90Tile(ScoredTile):
         bias += 4 * self.block_n * (self.bias_of_keys or self.mask_of_keys)
         return self.q_stages * q + out + self.num_stages * (k + v + bias) + barriers + next_tiles
 
-    def why_not(self, problem: Problem) -> str:
+    def why_not(self, problem: Problem, device: DeviceSpec) -> str:
         by = bias_by(problem)
         tile = self.configured(problem)
         # Numbers that a function reads of rows and keys take registers, of which smaller tiles leave more.
         by_tile = not tile.looks_up_pairs(problem) and not (problem.score is not None and problem.program.reads_pairs)
         no_pairs = by_tile and by in ("nothing", "keys")
         has_lists = problem.block_mask is not None or problem.mask_function is not None
-        is_long = problem.mean_sequence.seqlen_k >= LONG_SEQLEN
+        is_full = problem.window_right is None
+
+        def is_long() -> bool:
+            if problem.mean_sequence.seqlen_k < LONG_SEQLEN:
+                return False
+            return THREE_CONSUMERS * rounds(problem, device, self.block_m) <= rounds(problem, device, 128)
+
+        def is_few() -> bool:
+            return rounds(problem, device, self.block_m) < FOUR_CONSUMERS * rounds(problem, device, 2 * self.block_m)
+
         suits = {
             "any": True,
             "no pairs": no_pairs,
-            "long full": no_pairs and is_long and problem.window_right is None and not problem.has_functions,
+            "long full": no_pairs and is_full and not problem.has_functions and is_long(),
+            "few full": no_pairs and is_full and is_few(),
+            "few bounded": no_pairs and not is_full and is_few(),
             "lists": no_pairs and (has_lists or tile.mask_by_bits),
             "bias": by_tile and by == "pairs",
             "dropout": no_pairs and problem.dropout > 0,
@@ -266,7 +297,7 @@ class ForwardFloat8Sm90Tile(Tile):
         barriers = 16 * (self.q_stages + 2 * self.num_stages + self.value_stages)
         return self.q_stages * q + self.num_stages * (k + transposed) + self.value_stages * v + barriers
 
-    def why_not(self, problem: Problem) -> str:
+    def why_not(self, problem: Problem, device: DeviceSpec) -> str:
         if self.serves == "causal" and problem.window_right is None:
             return "for problems with a right bound"
         whole = all(problem.scale_block(name) % self.block_n == 0 for name in ("k_scale", "v_scale"))
@@ -392,7 +423,7 @@ class BiasSm90Tile(ScoredTile):
         """The tile as it sees the mask of a problem."""
         return self.changed(mask_of_keys=self.seeing(problem, self.bias_of_pairs).mask_of_keys)
 
-    def why_not(self, problem: Problem) -> str:
+    def why_not(self, problem: Problem, device: DeviceSpec) -> str:
         if problem.bias is None or bias_by(problem) != "pairs" or ITEMSIZE[problem.bias.dtype] != self.bias_of_pairs:
             return f"for a bias of pairs of {self.bias_of_pairs} bytes that TMA can read"
         return "masks that hide pairs one by one are looked up" if self.looks_up_pairs(problem) else ""
@@ -449,6 +480,11 @@ FORWARD_SM90_TILES = (
     #            max_dim  m    n   stages pingp  Q  serves
     _forward_sm90(64,     128, 128, 2,    True,  2, "lists",
                   "on an H200 497 TFLOP/s with all blocks of 128 x 128 kept, FlexAttention 270 (seqlen 16384)"),
+    _forward_sm90(64,     128, 128, 2,    True,  2, "few full",
+                  "on an H200 12.4 and 17.3 us, 256 x 64 beside it 14.9 and 22.3 (16 heads, seqlen 512 and 1024)"),
+    _forward_sm90(64,     128, 64,  3,    True,  2, "few bounded",
+                  "on an H200 12.5, 17.9 and 30.1 us, 256 x 64 beside it 18.0, 24.8 and 39.4 (16 heads, seqlen 512, "
+                  "1024 and 2048 causal)"),
     _forward_sm90(64,     256, 64,  3,    False, 2, "no pairs",
                   h200("584 / 563, 541 / 412", "289 / 280, 287 / 216")),
     _forward_sm90(64,     256, 64,  2,    False, 2, "bias",

@@ -239,6 +239,10 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
         tiles=_sm90(),
         num_sms=3,
     ),
+    "sm90 pairs apart": Trial(
+        case=replace(_GROUPED, seqlen_q=300, seqlen_k=100, num_heads=2, num_heads_kv=1, causal="top_left"),
+        tiles=_sm90(),
+    ),
     "sm90 even pairs": Trial(case=replace(_SMALL, seqlen_q=400, causal="top_left"), tiles=_sm90(), num_sms=3),
     "float32 sm90": Trial(case=_PARTS, tiles=_float32_sm90(), num_sms=1),
     "float32 sm90 two parts": Trial(case=_PARTS, tiles=(replace(_float32_sm90()[0], bf16_parts=2),), num_sms=1),
