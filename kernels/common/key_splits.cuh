@@ -108,19 +108,36 @@ struct Partials {
 
   // log sum exp over the blocks and the sink; -inf where none saw a key. By a warp: every lane gets the same.
   CUFLASH_DEVICE float combined_lse(int row, float sink) const {
-    float max = sink, sum = 0.0f;
-#pragma unroll 4
-    for (int i = lane_index(); i < count; i += 32) max = fmaxf(max, ptx::load_of_blocks(lse(i, row)));
+    float max = lane_index() == 0 ? sink : -ptx::infinity();
+    float sum = kHasSinks && max != -ptx::infinity() ? 1.0f : 0.0f;  // of exponentials by this lane, less the maximum
+    for (int i = lane_index(); i < count; i += 32) {
+      const float next = ptx::load_of_blocks(lse(i, row)), of_both = fmaxf(max, next);
+      if (of_both == -ptx::infinity()) continue;
+      sum = sum * exponential((max - of_both) * kLog2e) + exponential((next - of_both) * kLog2e);
+      max = of_both;
+    }
+    float of_all = max;
 #pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) max = fmaxf(max, ptx::shuffle_xor(max, mask));
-    if (max == -ptx::infinity()) max = 0.0f;
-#pragma unroll 4
-    for (int i = lane_index(); i < count; i += 32)
-      sum += exponential((ptx::load_of_blocks(lse(i, row)) - max) * kLog2e);
-    if (kHasSinks && lane_index() == 0) sum += exponential((sink - max) * kLog2e);
+    for (int mask = 16; mask > 0; mask /= 2) of_all = fmaxf(of_all, ptx::shuffle_xor(of_all, mask));
+    if (of_all == -ptx::infinity()) return of_all;
+    sum *= exponential((max - of_all) * kLog2e);
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) sum += ptx::shuffle_xor(sum, mask);
-    return sum == 0.0f ? -ptx::infinity() : max + ptx::log2_approx(sum) * kLn2;
+    return of_all + ptx::log2_approx(sum) * kLn2;
+  }
+
+  // What a lane loads of kAhead blocks before it sums.
+  struct Loaded {
+    float out[kAhead][4], lse[kAhead];
+  };
+  CUFLASH_DEVICE void load(Loaded& loaded, int first, int row, int column) const {
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      const int i = first + j * kAtOnce;
+      if (i >= count || column >= kDimV) break;
+      ptx::load_of_blocks_x4(out(i, row) + column, loaded.out[j]);
+      loaded.lse[j] = ptx::load_of_blocks(lse(i, row));
+    }
   }
 
   // A row's out in the columns of a chunk, and with the first chunk its lse. By a warp.
@@ -129,30 +146,27 @@ struct Partials {
     const int batch = head / params.num_heads_kv, query = row % params.seqlen_q;
     const int query_head = head % params.num_heads_kv * group + row / params.seqlen_q;
     const int lane = lane_index();
+    const int column = chunk * kChunkColumns + lane % kColumnLanes * 4;
+    int first = lane / kColumnLanes;
+    // The loads of the sum are on their way together with those of its weights: latency is what this takes.
+    Loaded loaded;
+    load(loaded, first, row, column);
     const float total = combined_lse(row, kHasSinks ? sink_of(params, query_head) : -ptx::infinity());
     if (chunk == 0 && lane == 0) *lse_of(params, batch, query_head, query) = total;
 
-    const int column = chunk * kChunkColumns + lane % kColumnLanes * 4;
     float sum[4] = {};
-    if (total != -ptx::infinity() && column < kDimV) {
 #pragma unroll 1
-      for (int first = lane / kColumnLanes; first < count; first += kAtOnce * kAhead) {
-        float part[kAhead][4], part_lse[kAhead];
+    while (total != -ptx::infinity() && column < kDimV) {
 #pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-          const int i = first + j * kAtOnce;
-          if (i >= count) break;
-          ptx::load_of_blocks_x4(out(i, row) + column, part[j]);
-          part_lse[j] = ptx::load_of_blocks(lse(i, row));
-        }
+      for (int j = 0; j < kAhead; ++j) {
+        if (first + j * kAtOnce >= count) break;
+        const float weight = exponential((loaded.lse[j] - total) * kLog2e);
 #pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-          if (first + j * kAtOnce >= count) break;
-          const float weight = exponential((part_lse[j] - total) * kLog2e);
-#pragma unroll
-          for (int k = 0; k < 4; ++k) sum[k] += weight * part[j][k];
-        }
+        for (int k = 0; k < 4; ++k) sum[k] += weight * loaded.out[j][k];
       }
+      first += kAtOnce * kAhead;
+      if (first >= count) break;
+      load(loaded, first, row, column);
     }
 #pragma unroll
     for (int mask = kColumnLanes; mask < 32; mask *= 2)

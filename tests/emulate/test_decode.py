@@ -49,9 +49,16 @@ def plan_of(case, tile=SHORT_TILES, device=H200):
     return choose_plan(problem_of(case, case.arrays()), device, tiles=(tile,))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def combined_by_blocks():
+    """Plans let the last block of a head combine the results, however many."""
+    with mock.patch("cuflash.planning.sm90.decode.COMBINE_PIECES", 2**20):
+        yield
+
+
 def combined_afterwards():
     """Plans let around/combine.cu combine the results of blocks, however few."""
-    return mock.patch("cuflash.planning.sm90.decode.COMBINE_BYTES", 0)
+    return mock.patch("cuflash.planning.sm90.decode.COMBINE_PIECES", 0)
 
 
 def bits(results):

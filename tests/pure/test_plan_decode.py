@@ -10,8 +10,8 @@ from cuflash.binding import planned_length
 from cuflash.operands import Operand
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.sm90.decode import (
-    COMBINE_BYTES,
     COMBINE_COLUMNS,
+    COMBINE_PIECES,
     COMBINE_TILES,
     COMBINE_WARPS,
     DECODE_MIN_SEQLEN_K,
@@ -80,15 +80,15 @@ def test_enough_bytes_are_on_their_way():
     ("changes", "expected"),
     [
         ({}, DECODE),
-        ({"seqlen_q": 4}, DECODE),
+        ({"seqlen_q": 4}, DECODE_AND_COMBINE),
         ({"seqlen_q": 16}, DECODE_AND_COMBINE),
         ({"seqlen_q": 16, "seqlen_k": 131072}, DECODE_AND_COMBINE),
-        ({"seqlen_q": 4, "seqlen_k": 131072}, DECODE),
+        ({"seqlen_k": 131072}, DECODE),
         ({"heads_kv": 1, "seqlen_k": 131072}, DECODE_AND_COMBINE),
         ({"seqlen_q": 17}, FORWARD),  # 68 rows
         ({"seqlen_k": DECODE_MIN_SEQLEN_K}, DECODE),
         ({"seqlen_k": DECODE_MIN_SEQLEN_K - 128}, FORWARD),
-        ({"causal": True, "seqlen_q": 4}, DECODE),
+        ({"causal": True, "seqlen_q": 4}, DECODE_AND_COMBINE),
         ({"window": (DECODE_MIN_SEQLEN_K, 0)}, DECODE),
         ({"window": (99, 0)}, FORWARD),  # 100 keys
         ({"window": (None, 99), "causal": "top_left", "seqlen_q": 4}, FORWARD),  # 4 keys
@@ -110,8 +110,8 @@ def test_kernels(changes, expected):
 @pytest.mark.parametrize(
     ("term", "shape", "expected"),
     [
-        ("alibi_slopes", (1, 32), DECODE),
-        ("bias", (1, 32, 4, 8192), DECODE),
+        ("alibi_slopes", (1, 32), DECODE_AND_COMBINE),
+        ("bias", (1, 32, 4, 8192), DECODE_AND_COMBINE),
         ("mask", (1, 32, 4, 8192), FORWARD),
     ],
 )
@@ -127,8 +127,8 @@ def test_only_its_own_architecture_gets_the_kernel(arch):
 
 
 def test_the_plan_says_why():
-    shared = choose_plan(decode_problem(4), H200).describe()
-    assert "16 queries of the heads that share keys go through one product: keys are read once" in shared
+    shared = choose_plan(decode_problem(1), H200).describe()
+    assert "4 queries of the heads that share keys go through one product: keys are read once" in shared
     equal = "blocks take equal shares of the keys, up to"
     assert f"128 {equal} 16 of them those of one head: the last one combines their results by lse\n" in shared + "\n"
     long = choose_plan(decode_problem(16, 131072), H200).describe()
@@ -184,7 +184,7 @@ def test_shares(num_sms, seqlen_q, seqlen_k, batch, heads_kv, dim):
         return
     places = heads + blocks
     scratch = {"partial_out": places * rows * dim, "partial_lse": places * rows}
-    if plan.key_splits * rows * dim * 4 <= COMBINE_BYTES:
+    if rows * (dim // COMBINE_COLUMNS) <= COMBINE_PIECES:
         assert (sources(plan), defines["CUFLASH_COMBINES"]) == (DECODE, 1)
         assert dict(plan.scratch) == scratch | {"arrivals": 2 * heads}
         assert plan.key_splits < 2**16, "counts of calls would overlap"

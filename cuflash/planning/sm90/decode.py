@@ -19,10 +19,10 @@ from cuflash.terms import MASKS
 DECODE_MIN_SEQLEN_K = 512  # visible keys from which on this kernel pays
 MIN_TILES_OF_BLOCK = 2  # tiles of keys that a block takes at least
 COMBINE_TILES = 2  # where blocks share a head, each takes as much longer as so many tiles of keys take
-# Up to so many bytes of results of one head, the block that is done last combines them. One multiprocessor takes about
-# 3 us to read so many from L2 (by arithmetic). A kernel of its own would take as long, and one launch more.
-COMBINE_BYTES = 2**18
 COMBINE_COLUMNS = 32  # columns of one row that a warp combines
+# Up to so many pieces of results of one head, a row and so many columns each, the block that is done last combines
+# them. Its four warps wait for L2 for each, so many would take longer than a kernel of its own with its launch.
+COMBINE_PIECES = 16
 COMBINE_WARPS = 4
 MAX_SHARE_STEPS = 2**31 - 1  # blocks count the keys of all heads in steps: for each head as many as there are blocks
 
@@ -67,7 +67,8 @@ class Decode(ForwardFamily[DecodeSm90Tile]):
         draft.map_tensors(boxes, {"q": problem.group_size}, read_once=True)
         draft.reasons.append(f"{rows} queries of the heads that share keys go through one product: keys are read once")
         dims = draft.padded_dims(tile)
-        combines = not whole_heads and draft.key_splits * rows * dims[1] * ITEMSIZE["float32"] <= COMBINE_BYTES
+        pieces = rows * -(-dims[1] // COMBINE_COLUMNS)
+        combines = not whole_heads and pieces <= COMBINE_PIECES
         defines = {"CUFLASH_SPLITS_KEYS": int(not whole_heads), "CUFLASH_COMBINES": int(combines)}
         draft.add(self.source, tile, blocks, tile.shared_bytes(*dims), **defines)
         if whole_heads:
@@ -79,8 +80,9 @@ class Decode(ForwardFamily[DecodeSm90Tile]):
             draft.scratch["arrivals"] = 2 * heads  # words of 64 bits
             combined = "the last one combines their results by lse"
         else:
-            warps = heads * rows * -(-dims[1] // COMBINE_COLUMNS)
-            draft.add("around/combine.cu", tile, -(-warps // COMBINE_WARPS), 0, CUFLASH_NUM_WARPS=COMBINE_WARPS)
+            draft.add(
+                "around/combine.cu", tile, -(-heads * pieces // COMBINE_WARPS), 0, CUFLASH_NUM_WARPS=COMBINE_WARPS
+            )
             combined = "their results are too many for one block, and are combined by lse afterwards"
         draft.reasons.append(
             f"{blocks} blocks take equal shares of the keys, up to {draft.key_splits} of them those of one head: "

@@ -49,14 +49,11 @@ class Trial:
 
     def run(self, kernels: Path | None = None) -> None:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
-        if not self.combines:
-            with mock.patch("cuflash.planning.sm90.decode.COMBINE_BYTES", 0):
-                self._run(kernels)
-        elif self.shares:
-            names = ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_OF_PART", "WAVES", "CAUSAL_WAVES")
-            with mock.patch.dict("cuflash.planning.backward.__dict__", dict.fromkeys(names, 0)):
-                self._run(kernels)
-        else:
+        names = ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_OF_PART", "WAVES", "CAUSAL_WAVES") if self.shares else ()
+        with (
+            mock.patch("cuflash.planning.sm90.decode.COMBINE_PIECES", 2**20 if self.combines else 0),
+            mock.patch.dict("cuflash.planning.backward.__dict__", dict.fromkeys(names, 0)),
+        ):
             self._run(kernels)
 
     def _run(self, kernels: Path | None) -> None:

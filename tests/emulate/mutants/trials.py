@@ -297,6 +297,7 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
         case=replace(_DECODE, causal=True, softcap=2.0, score_spread=8.0), tiles=_DECODE_TILES, num_sms=3
     ),
     "decode narrow": Trial(case=replace(_DECODE, head_dim_v=24), tiles=_DECODE_TILES),
+    "decode short lengths": Trial(case=replace(_DECODE, kv_lengths=(10, 100)), tiles=_DECODE_TILES),
     "decode lengths": Trial(case=replace(_DECODE, kv_lengths=(0, 230)), tiles=_DECODE_TILES, num_sms=3),
     # Sinks, some of them above the scores of their rows.
     "forward sinks": Trial(case=_SINKS, tiles=_forward()),
