@@ -112,18 +112,18 @@ struct Partials {
     float sum = kHasSinks && max != -ptx::infinity() ? 1.0f : 0.0f;  // of exponentials by this lane, less the maximum
     for (int i = lane_index(); i < count; i += 32) {
       const float next = ptx::load_of_blocks(lse(i, row)), of_both = fmaxf(max, next);
-      if (of_both == -ptx::infinity()) continue;
+      if (next == -ptx::infinity()) continue;
       sum = sum * exponential((max - of_both) * kLog2e) + exponential((next - of_both) * kLog2e);
       max = of_both;
     }
     float of_all = max;
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) of_all = fmaxf(of_all, ptx::shuffle_xor(of_all, mask));
-    if (of_all == -ptx::infinity()) return of_all;
+    if (of_all == -ptx::infinity()) of_all = 0.0f;
     sum *= exponential((max - of_all) * kLog2e);
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) sum += ptx::shuffle_xor(sum, mask);
-    return of_all + ptx::log2_approx(sum) * kLn2;
+    return sum == 0.0f ? -ptx::infinity() : of_all + ptx::log2_approx(sum) * kLn2;
   }
 
   // What a lane loads of kAhead blocks before it sums.

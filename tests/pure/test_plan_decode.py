@@ -11,6 +11,7 @@ from cuflash.operands import Operand
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.sm90.decode import (
     COMBINE_COLUMNS,
+    COMBINE_KEY_BYTES,
     COMBINE_PIECES,
     COMBINE_TILES,
     COMBINE_WARPS,
@@ -83,7 +84,7 @@ def test_enough_bytes_are_on_their_way():
         ({"seqlen_q": 4}, DECODE_AND_COMBINE),
         ({"seqlen_q": 16}, DECODE_AND_COMBINE),
         ({"seqlen_q": 16, "seqlen_k": 131072}, DECODE_AND_COMBINE),
-        ({"seqlen_k": 131072}, DECODE),
+        ({"seqlen_k": 131072}, DECODE_AND_COMBINE),
         ({"heads_kv": 1, "seqlen_k": 131072}, DECODE_AND_COMBINE),
         ({"seqlen_q": 17}, FORWARD),  # 68 rows
         ({"seqlen_k": DECODE_MIN_SEQLEN_K}, DECODE),
@@ -93,7 +94,8 @@ def test_enough_bytes_are_on_their_way():
         ({"window": (99, 0)}, FORWARD),  # 100 keys
         ({"window": (None, 99), "causal": "top_left", "seqlen_q": 4}, FORWARD),  # 4 keys
         ({"batch": 264}, DECODE),
-        ({"heads_kv": 32}, DECODE),
+        ({"heads_kv": 32}, DECODE_AND_COMBINE),  # of many bytes
+        ({"heads_kv": 32, "seqlen_k": 2048}, DECODE),
         ({"heads_kv": 32, "batch": 8}, FORWARD),
         ({"heads": 4, "heads_kv": 4, "seqlen_q": 64}, DECODE_AND_COMBINE),
         ({"dtype": "float32"}, ["sm80/forward.cu"]),
@@ -184,7 +186,8 @@ def test_shares(num_sms, seqlen_q, seqlen_k, batch, heads_kv, dim):
         return
     places = heads + blocks
     scratch = {"partial_out": places * rows * dim, "partial_lse": places * rows}
-    if rows * (dim // COMBINE_COLUMNS) <= COMBINE_PIECES:
+    key_bytes = heads * planned_length(seqlen_k) * 2 * dim * 2
+    if rows * (dim // COMBINE_COLUMNS) <= COMBINE_PIECES and key_bytes <= COMBINE_KEY_BYTES:
         assert (sources(plan), defines["CUFLASH_COMBINES"]) == (DECODE, 1)
         assert dict(plan.scratch) == scratch | {"arrivals": 2 * heads}
         assert plan.key_splits < 2**16, "counts of calls would overlap"

@@ -179,10 +179,10 @@ MUTANTS = (
            "sum = sum * exponential((max - of_both) * kLog2e) +", "sum = sum +", "decode many"),
     mutant("lanes keep the weights of their own maximum", KEY_SPLITS,
            "    sum *= exponential((max - of_all) * kLog2e);\n", "", "decode"),
-    mutant("nothing minus nothing", KEY_SPLITS, "      if (of_both == -ptx::infinity()) continue;\n", "",
+    mutant("nothing minus nothing", KEY_SPLITS, "      if (next == -ptx::infinity()) continue;\n", "",
            "decode short lengths"),
     mutant("nothing minus nothing in all lanes", KEY_SPLITS,
-           "    if (of_all == -ptx::infinity()) return of_all;\n", "", "decode lengths"),
+           "    if (of_all == -ptx::infinity()) of_all = 0.0f;\n", "", "decode lengths"),
     mutant("every lane adds the sink", KEY_SPLITS, "lane_index() == 0 ? sink :", "true ? sink :", "decode sinks"),
     # ---- common/score_gradients.cuh
     mutant("hidden tiles are not skipped", SCORE_GRADIENTS, "tiles.start <= n_block && n_block < tiles.stop", "true",
