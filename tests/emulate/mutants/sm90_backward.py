@@ -264,7 +264,7 @@ MUTANTS = (
            "key sums none"),
     mutant("dscale by dK that is scaled", BACKWARD, "    if constexpr (makes_dk) sums().leave(dscale, lane_sums);\n",
            "    if constexpr (makes_dk) sums().leave(dscale * common.scale, lane_sums);\n", "key sums"),
-    mutant("consumers keep tanh in one place", BACKWARD, "shared.tanh + index * kBytesTanh", "shared.tanh", "key sums"),
+    mutant("consumers keep tanh in one place", BACKWARD, "shared.scores + index * kBytesScores", "shared.scores", "key sums"),
     mutant("warps of the block for those of its keys", BACKWARD, "(int)(first + warp_key) / 16", "(int)warp_index()",
            "key sums roles"),
     mutant("dsoftcap of the gradients of products", BACKWARD,
