@@ -22,8 +22,8 @@ What = Literal["score", "mask"]
 
 OF_HEAD = "const OfHead& of_head"  # in CUDA text
 PAIR = "const Captured* arrays, Real s, int i, int j, int head, int batch"
-# How the places of a read follow from a pair, by the class of its index: ReadKind of kernels/common/captured_gradients.cuh
-# has the same numbers. All other reads have the next number.
+# What the places of a read follow from, by the class of its index: ReadKind of kernels/common/captured_gradients.cuh has
+# the same numbers. All other reads have the next number.
 KINDS_OF_READS = {"head": 0, "j": 1, "i": 2, "i - j": 3}
 POSITIONAL: Mapping[What, tuple[str, ...]] = {"score": ("s", "i", "j"), "mask": ("i", "j")}
 
@@ -209,7 +209,8 @@ class Program:
             + of_array.format("int", "kind_of_read", kinds)
             + of_array.format("bool", "has_constant_derivative", constant)
             + f"constexpr bool kDerivativesReadS = {str(reads_s).lower()};\n"
-            + f"template <class Visit>\nCUFLASH_DEVICE void score_derivatives({OF_HEAD}, {PAIR}, Real& by_s, Visit visit) {{\n"
+            + f"template <class Visit>\nCUFLASH_DEVICE void score_derivatives({OF_HEAD}, {PAIR}, Real& by_s, "
+            + "Visit visit) {\n"
             + body(roots, arrays, visits, known)
             + "}\nCUFLASH_DEVICE void store_gradient(int array, void* data, i64 at, Real value) {\n"
             + cases
