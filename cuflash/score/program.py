@@ -22,8 +22,8 @@ What = Literal["score", "mask"]
 
 OF_HEAD = "const OfHead& of_head"  # in CUDA text
 PAIR = "const Captured* arrays, Real s, int i, int j, int head, int batch"
-# What the places of a read follow from, by the class of its index: ReadKind of kernels/common/captured_gradients.cuh has
-# the same numbers. All other reads have the next number.
+# What the places of a read follow from, by the class of its index: ReadKind of kernels/common/captured_gradients.cuh
+# has the same numbers. All other reads have the next number.
 KINDS_OF_READS = {"head": 0, "j": 1, "i": 2, "i - j": 3}
 POSITIONAL: Mapping[What, tuple[str, ...]] = {"score": ("s", "i", "j"), "mask": ("i", "j")}
 

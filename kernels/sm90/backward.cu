@@ -396,30 +396,6 @@ struct Consumer {
 #endif
   }
 
-#if CUFLASH_NEEDS_CAPTURED
-  // Adds what the gradients of scores contribute to those of arrays that the score reads, and makes them gradients of
-  // scaled products.
-  CUFLASH_DEVICE void make_captured(float (&ds)[kQueryTiles][4]) {
-    if constexpr (kStepSums > 0) shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
-    captured.add(Functions(common, batch, walk.head), common.scale, walk.m_block * kBlockM + fragment_column(), lane_key,
-                 s_scores(), shared.step_sums + ds_at.stage * kBytesStepSums, (first + warp_key) / 16, ds);
-  }
-#endif
-
-  // Adds what the gradients of scores contribute to that of the cap, and makes them gradients of scaled products.
-  template <class Small>
-  CUFLASH_DEVICE void make_dsoftcap(float (&ds)[kQueryTiles][4], Small small) {
-#pragma unroll
-    for (int n = 0; n < kQueryTiles; ++n) {
-      float tanh[4];
-      ptx::load_shared_f32x4(s_scores() + n * 128 * 16, tanh);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        lane_sums.cap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);
-        ds[n][i] *= 1.0f - tanh[i] * tanh[i];
-      }
-    }
-  }
 
   // Stores dS' to shared memory, where rows are keys, for the warpgroup of dQ.
   CUFLASH_DEVICE void hand_over_ds() {
@@ -476,12 +452,14 @@ struct Consumer {
       }
       if constexpr (kNeedsDsoftcap) {
         if (scores_are_small)
-          make_dsoftcap(ds, Constant<true>{});
+          lane_sums.add_cap(ds, s_scores(), Constant<true>{});
         else
-          make_dsoftcap(ds, Constant<false>{});
+          lane_sums.add_cap(ds, s_scores(), Constant<false>{});
       }
 #if CUFLASH_NEEDS_CAPTURED
-      make_captured(ds);
+      if constexpr (kStepSums > 0) shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
+      captured.add(Functions(common, batch, walk.head), common.scale, walk.m_block * kBlockM + fragment_column(),
+                   lane_key, s_scores(), shared.step_sums + ds_at.stage * kBytesStepSums, sums().warp, ds);
 #endif
       to_operands(ds, ds_operand);
       hand_over_ds();

@@ -90,8 +90,9 @@ static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesBias 
 // product wait for the other.
 constexpr int kOrderRegisters = kDqInOrder ? 24 : 0;
 constexpr bool kNeedsFewRegisters = kScaleInExponent || (kFactorInExponent && !kDkFromShared);
+// The warpgroup of dQ takes more where it adds sums of steps.
 constexpr bool kSparesRegisters =
-    kFactorInExponent || kAddsByTile || (kHasScoreFunction && kDkFromShared);
+    kFactorInExponent || kAddsByTile || (kHasScoreFunction && kDkFromShared) || kStepSums > 0;
 constexpr int kConsumerRegisters = kNeedsFewRegisters ? 208 : kDqInOrder || kSparesRegisters ? 216 : 224;
 constexpr int kDqRegisters = (kDqInOrder ? 512 : 504) - kOrderRegisters - kConsumers * kConsumerRegisters;
 // Columns of dQ that one product makes.

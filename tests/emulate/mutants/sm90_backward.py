@@ -268,11 +268,11 @@ MUTANTS = (
            "key sums"),
     mutant("warps of the block for those of its keys", BACKWARD, "(int)(first + warp_key) / 16", "(int)warp_index()",
            "key sums roles"),
-    mutant("dsoftcap of the gradients of products", BACKWARD,
-           "        lane_sums.cap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);\n"
+    mutant("dsoftcap of the gradients of products", BACKWARD_SUMS,
+           "        cap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);\n"
            "        ds[n][i] *= 1.0f - tanh[i] * tanh[i];\n",
            "        ds[n][i] *= 1.0f - tanh[i] * tanh[i];\n"
-           "        lane_sums.cap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);\n",
+           "        cap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);\n",
            "key sums"),
     mutant("gradients of products without the derivative", BACKWARD, "ds[n][i] *= 1.0f - tanh[i] * tanh[i];", ";",
            "key sums"),
