@@ -46,12 +46,12 @@ def test_gradients_of_arrays_are_the_same_run_after_run(cupy, score, head_dim):
     host |= captured_of((SCORES[score],), sizes, "float16", 3)
     case = Scored(cuflash.FlashAttention(score=SCORES[score]), host, {}, score)
     arrays = {name: cupy.asarray(x) for name, x in host.items()}
-    inputs = [arrays[name] for name in ("q", "k", "v")]
+    q, k, v, dout = (arrays[name] for name in shapes)
     terms = {name: arrays[name] for name in case.terms}
-    out, lse = case.attention.forward(*inputs, **terms)
+    out, lse = case.attention.forward(q, k, v, **terms)
     names = case.problem.captured_gradients
     need = ("dq", "dk", "dv", *names)
-    results = [case.attention.backward(arrays["dout"], *inputs, out, lse, **terms, need=need) for _ in range(5)]
+    results = [case.attention.backward(dout, q, k, v, out, lse, need=need, **terms) for _ in range(5)]
     judges = yardsticks(case.problem, host)
     measured = [measure(name, getattr(results[0], name), judges[name]) for name in need]
     assert not any(m.failure for m in measured), "\n".join(map(str, measured))

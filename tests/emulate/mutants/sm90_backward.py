@@ -183,7 +183,7 @@ MUTANTS = (
            "backward sm90 in order"),
     mutant("dK in the map of dV", BACKWARD, "params.dkv[kNeedsDk]", "params.dkv[kNeedsDk - 1]", "backward sm90"),
     mutant("stages of dS are not given back", BACKWARD_DQ, "      arrive_as_warp(shared.ds_ring.empty(at));\n"
-           "      if (produces)", "      if (produces)", "sm90 only dv"),
+           "      add_step_sums();\n", "      add_step_sums();\n", "sm90 only dv"),
     mutant("all blocks have the first keys", BACKWARD, "    found = BackwardWork::find(params.common);\n", "",
            "packed backward sm90"),
     mutant("dO of the next sequence", BACKWARD, "          zero_last_of_64<kBlockM, kDimV>(s_do, valid, thread);\n", "",
@@ -274,8 +274,8 @@ MUTANTS = (
            "        ds[n][i] *= 1.0f - tanh[i] * tanh[i];\n"
            "        cap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);\n",
            "key sums"),
-    mutant("gradients of products without the derivative", BACKWARD, "ds[n][i] *= 1.0f - tanh[i] * tanh[i];", ";",
-           "key sums"),
+    mutant("gradients of products without the derivative", BACKWARD_SUMS,
+           "ds[n][i] *= 1.0f - tanh[i] * tanh[i];", ";", "key sums"),
     mutant("all scores are small", BACKWARD, "        if (scores_are_small)\n", "        if (true)\n", "key sums"),
     mutant("dsoftcap without the cube", SCORE, "near = t * t2 * (0.66675054f", "near = t * (0.66675054f",
            "small softcap key sums"),
