@@ -7,7 +7,17 @@ from typing import Any
 from cuflash.planning import sm80
 from cuflash.planning.draft import Draft
 from cuflash.planning.families import BackwardFamily, choose_family, family_of
-from cuflash.planning.scores import add_captured, add_key_sums, add_stored, add_sums, by_kind, needs, score_gradients
+from cuflash.planning.scores import (
+    SUMS_CAPTURED,
+    add_captured,
+    add_captured_around,
+    add_key_sums,
+    add_stored,
+    add_sums,
+    by_kind,
+    needs,
+    score_gradients,
+)
 from cuflash.planning.sm80 import DQ_TILES, SCORES_TILES, DqTile, ScoresTile
 from cuflash.planning.sm90.backward import BACK_SECTION, Backward, BackwardFloat32, steps_of_tile
 from cuflash.planning.sm90.backward_bias import add_bias_gradient, choose_bias_tile
@@ -41,7 +51,7 @@ SOFTMAX_KERNELS = {term.gradient: f"around/{term.name}.cu" for term in TERMS if 
 def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     """Add the kernels of the backward pass, with the tiles that are given, or those of the tables."""
     problem = draft.problem
-    family, main, dq, scores, bias, summed = _rows(draft, tiles)
+    family, main, dq, scores, bias, summed, sums_captured = _rows(draft, tiles)
     draft.tiles = tuple(tile for tile in (main, dq, scores, bias) if tile is not None)
     reduces_dq = "dq" in draft.need and dq is None
     n_blocks = 0
@@ -76,17 +86,18 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
         add_stored(draft, scores, SCORES_KERNEL, stored)
     if scores is not None and sums:
         add_sums(draft, scores, SCORES_KERNEL, sums)
-    if scores is not None and draft.captured_gradients:
-        if family is not None:
-            names = ", ".join(draft.captured_gradients)
-            draft.reasons.append(
-                f"{names}: not by {family.kernel}: it sums no gradients of arrays that the score reads"
-            )
+    if scores is not None and draft.captured_gradients and not sums_captured:
         add_captured(draft, scores, SCORES_KERNEL)
     if family is not None and main is not None:
-        blocks = _add_main(draft, family, main, n_blocks, summed)
+        if sums_captured:
+            add_captured_around(draft, around, SUMS_CAPTURED, stores=False)
+        blocks = _add_main(draft, family, main, n_blocks, summed, sums_captured)
         if summed:
             add_key_sums(draft, around, blocks, summed)
+        if sums_captured:
+            add_captured_around(draft, around, SUMS_CAPTURED, stores=True)
+            names = ", ".join(draft.captured_gradients)
+            draft.reasons.append(f"{names}: summed by the main kernel: exact sums, whose order does not matter")
     if bias is not None:
         add_bias_gradient(draft, bias, main, stored)
     if dq is not None:
@@ -106,12 +117,14 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
 
 def _rows(
     draft: Draft, tiles: tuple[Tile, ...] | None
-) -> tuple[BackwardFamily[Any] | None, Any, DqTile | None, ScoresTile | None, BiasSm90Tile | None, tuple[str, ...]]:
+) -> tuple[
+    BackwardFamily[Any] | None, Any, DqTile | None, ScoresTile | None, BiasSm90Tile | None, tuple[str, ...], bool
+]:
     """Choose the rows.
 
     Returns the family of the main kernel, which makes dk and dv, and mostly dq, with its row; the rows of the kernels
-    that make dq alone, gradients of parts of the scores, and the gradient of a bias of pairs; and those gradients of
-    parts of the scores that the main kernel sums.
+    that make dq alone, gradients of parts of the scores, and the gradient of a bias of pairs; those gradients of
+    parts of the scores that the main kernel sums; and whether it sums those of arrays that the score reads.
     """
     problem, device, need = draft.problem, draft.device, draft.need
     given = tiles or ()
@@ -146,8 +159,10 @@ def _rows(
     if dq is not None and main is None:
         draft.reasons.append("dq alone has a kernel of its own, which makes three products and not five")
     summed = _summed_by_main(draft, family, main) if scores is None else ()
+    sums_captured = scores is None and _sums_captured(draft, family, main)
     if family is not None:
         main = family.summing(main, summed)
+        main = family.summing_captured(draft, main) if sums_captured else main
     stored, sums = by_kind([name for name in score_gradients(draft) if name not in summed])
     if not stored:
         bias = None
@@ -155,12 +170,22 @@ def _rows(
         bias = bias.configured(problem)
     elif scores is None:
         bias = choose_bias_tile(draft, main)
-    if not sums and (not stored or bias is not None) and not draft.captured_gradients:
+    if not sums and (not stored or bias is not None) and (not draft.captured_gradients or sums_captured):
         scores = None
     elif scores is None:
         scores, reason = choose_row(SCORES_TILES, problem, device)
         draft.reasons.append(reason)
-    return family, main, dq, scores, bias, summed
+    return family, main, dq, scores, bias, summed, sums_captured
+
+
+def _sums_captured(draft: Draft, family: BackwardFamily[Any] | None, main: Any) -> bool:
+    """Whether the main kernel sums the wanted gradients of arrays that the score reads."""
+    if family is None or not draft.captured_gradients:
+        return False
+    obstacle = family.why_not_captured(draft, main)
+    if obstacle is not None:
+        draft.reasons.append(f"{', '.join(draft.captured_gradients)}: not by {family.kernel}: {obstacle}")
+    return obstacle is None
 
 
 def _summed_by_main(draft: Draft, family: BackwardFamily[Any] | None, main: Any) -> tuple[str, ...]:
@@ -246,14 +271,18 @@ def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: DqTile | No
     return around
 
 
-def _add_main(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int, summed: tuple[str, ...]) -> int:
+def _add_main(
+    draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int, summed: tuple[str, ...], sums_captured: bool
+) -> int:
     """Add the kernel whose blocks own keys, and return how many blocks it has."""
     family.prepare(draft, main)
     draft.add_lists(main, "query_lists")
     run_time = draft.run_time
     shared = (n_blocks - run_time.whole_tiles) * run_time.group_splits * run_time.tail_splits
     blocks = shared + run_time.whole_tiles
-    draft.add(family.source, main, blocks, main.shared_bytes(*draft.padded_dims(main)), summed, **needs(summed))
+    makes = (*summed, "captured") if sums_captured else summed
+    options = needs(summed) | {"CUFLASH_NEEDS_CAPTURED": SUMS_CAPTURED if sums_captured else 0}
+    draft.add(family.source, main, blocks, main.shared_bytes(*draft.padded_dims(main)), makes, **options)
     return blocks
 
 

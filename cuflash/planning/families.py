@@ -96,6 +96,14 @@ class BackwardFamily(Family[Row]):
         """The row as it sums these gradients of parts of the scores."""
         return main
 
+    def why_not_captured(self, draft: Draft, main: Row) -> str | None:
+        """Why its main kernel does not sum the wanted gradients of arrays that the score reads: None if it does."""
+        return "it sums no gradients of arrays that the score reads"
+
+    def summing_captured(self, draft: Draft, main: Row) -> Row:
+        """The row as it sums these."""
+        return main
+
     def clear_ahead(self, draft: Draft, main: Row) -> int:
         """How many heads later in launch order the head is whose accumulators of dq a block clears; 0: a kernel does.
 

@@ -11,6 +11,10 @@ from cuflash.planning.tiles import Tile
 from cuflash.terms import OF_HEADS, OF_SCORES, TERMS
 
 SCORES_REDUCE_WARPS = 8
+# What a kernel does for gradients of arrays that the score reads: CUFLASH_NEEDS_CAPTURED of
+# kernels/common/captured_gradients.cuh. EXACT_WORDS is kSumWords of kernels/common/exact_sums.cuh.
+FINDS_LARGEST, ADDS_CAPTURED, SUMS_CAPTURED = 1, 2, 3
+EXACT_WORDS = 12
 # The gradient whose kernel stores tiles of gradients of scores, and the one that is a number for each head. The others
 # are one number.
 _STORED = next(term.gradient for term in TERMS if term.part_of == "scores" and term.broadcasts)
@@ -79,34 +83,40 @@ def add_sums(draft: Draft, tile: Tile, source: str, sums: Collection[str]) -> No
 
 def add_captured(draft: Draft, tile: Tile, source: str) -> None:
     """The kernels of the gradients of arrays that the score reads: sums that have no order, scaled by largest terms."""
-    names, problem = draft.captured_gradients, draft.problem
-    sizes = _sizes(draft, tile)
+    names, sizes = draft.captured_gradients, _sizes(draft, tile)
     m_blocks = math.prod(sizes[:3])
     splits = _shares(draft, tile, m_blocks, sizes[3])
     draft.set(sums_splits=splits)
-    arrays = dict(problem.captured)
-    elements = sum(math.prod(arrays[name[1:]].shape) for name in names)
-    words = 2 if problem.softmax_dtype == "float64" else 1
-    of_64_bits = 8 // ITEMSIZE[problem.softmax_dtype]
-    draft.scratch["captured_sums"] = of_64_bits * elements * words
-    draft.scratch["captured_largest"] = of_64_bits * len(arrays)
-
-    def add_around(stores: bool) -> None:
-        blocks = draft.device.num_sms  # whatever the arrays are, so that no array compiles anything
-        options = {"CUFLASH_NUM_WARPS": SCORES_REDUCE_WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_NEEDS_CAPTURED": 2}
-        options |= {"CUFLASH_CAPTURED_BLOCKS": blocks, "CUFLASH_STORES_CAPTURED": int(stores)}
-        draft.add("around/captured.cu", tile, blocks, 0, ("stored",) if stores else ("cleared",), **options)
-
-    add_around(False)
+    add_captured_around(draft, tile, ADDS_CAPTURED, stores=False)
     shared_bytes = tile.shared_bytes(*draft.padded_dims(tile))
     options = needs(()) | _sums((False, False, False, True))
-    for step, what in ((1, "largest"), (2, "added")):
+    for step, what in ((FINDS_LARGEST, "largest"), (ADDS_CAPTURED, "added")):
         draft.add(source, tile, m_blocks * splits, shared_bytes, (what,), **options, CUFLASH_NEEDS_CAPTURED=step)
-    add_around(True)
+    add_captured_around(draft, tile, ADDS_CAPTURED, stores=True)
     draft.reasons.append(
         f"{', '.join(names)}: by {source.removesuffix('.cu')}, which makes the weights again: sums in fixed point, "
-        f"whose order does not matter, in {8 * words} bytes"
+        f"whose order does not matter, in {8 * _words(draft, ADDS_CAPTURED)} bytes"
     )
+
+
+def add_captured_around(draft: Draft, tile: Tile, step: int, *, stores: bool) -> None:
+    """The kernel that clears the sums of such gradients, or makes results of them."""
+    arrays = dict(draft.problem.captured)
+    elements = sum(math.prod(arrays[name[1:]].shape) for name in draft.captured_gradients)
+    of_64_bits = 8 // ITEMSIZE[draft.problem.softmax_dtype]
+    draft.scratch["captured_sums"] = of_64_bits * elements * _words(draft, step)
+    draft.scratch["captured_largest"] = of_64_bits * len(arrays)
+    blocks = draft.device.num_sms  # whatever the arrays are, so that no array compiles anything
+    options = {"CUFLASH_NUM_WARPS": SCORES_REDUCE_WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_NEEDS_CAPTURED": step}
+    options |= {"CUFLASH_CAPTURED_BLOCKS": blocks, "CUFLASH_STORES_CAPTURED": int(stores)}
+    draft.add("around/captured.cu", tile, blocks, 0, ("stored",) if stores else ("cleared",), **options)
+
+
+def _words(draft: Draft, step: int) -> int:
+    """How many numbers of 64 bits a sum of such a gradient takes."""
+    if step == SUMS_CAPTURED:
+        return EXACT_WORDS
+    return 2 if draft.problem.softmax_dtype == "float64" else 1
 
 
 def _sizes(draft: Draft, tile: Tile) -> tuple[int, ...]:

@@ -97,7 +97,7 @@ def predict(plan: Plan) -> Traffic | None:
     problem = plan.problem
     if not sources or not sources <= {*FORWARD, DECODE, *BACKWARD, DQ} or not problem.visible_pairs:
         return None
-    if problem.has_float8:
+    if problem.has_float8 or "captured_sums" in plan.scratch_sizes:
         return None
     return _forward(plan) if plan.pass_ == "forward" else _backward(plan, sources)
 

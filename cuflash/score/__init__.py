@@ -1,5 +1,5 @@
 """Scores and masks that callers write as Python functions: traced once, evaluated, differentiated and emitted."""
 
-from cuflash.score.program import Loaded, Program, Traced, index_class, program_of
+from cuflash.score.program import KINDS_OF_READS, Loaded, Program, Traced, index_class, program_of
 
-__all__ = ["Loaded", "Program", "Traced", "index_class", "program_of"]
+__all__ = ["KINDS_OF_READS", "Loaded", "Program", "Traced", "index_class", "program_of"]

@@ -14,7 +14,7 @@ from cuflash.score.derivatives import ONE, derivatives, loads_of
 from cuflash.score.emission import ELEMENTS, Writer, body, of_head
 from cuflash.score.evaluation import as_captured, evaluate
 from cuflash.score.kinds import cast, with_kinds
-from cuflash.score.nodes import Node, in_order, node, shown
+from cuflash.score.nodes import COMPARISONS, Node, in_order, node, shown
 from cuflash.score.tracing import NAMED_INPUTS, trace
 
 Array = NDArray[Any]
@@ -22,6 +22,9 @@ What = Literal["score", "mask"]
 
 OF_HEAD = "const OfHead& of_head"  # in CUDA text
 PAIR = "const Captured* arrays, Real s, int i, int j, int head, int batch"
+# What the places of a read follow from, by the class of its index: ReadKind of kernels/common/captured_gradients.cuh
+# has the same numbers. All other reads have the next number.
+KINDS_OF_READS = {"head": 0, "j": 1, "i": 2, "i - j": 3}
 POSITIONAL: Mapping[What, tuple[str, ...]] = {"score": ("s", "i", "j"), "mask": ("i", "j")}
 
 
@@ -114,6 +117,16 @@ class Program:
         """Whether the derivative of the score by the scaled product is another than 1."""
         return self.by_s is not None and self.by_s != ONE
 
+    def derivatives_read_s(self, wanted: Collection[str]) -> bool:
+        """Whether the derivatives by s, and by the arrays that are `wanted`, depend on s."""
+        roots = [] if self.by_s is None else [self.by_s]
+        roots += [load.derivative for name in wanted for load in self.loads.get(name, ())]
+        return any(at.op == "input" and at.payload == "s" for at in in_order(roots))
+
+    def classes(self, wanted: Collection[str]) -> list[str]:
+        """The classes of the indices by which the score reads these arrays, one for each read."""
+        return [index_class(load.at) for name, loads in self.loads.items() if name in wanted for load in loads]
+
     @property
     def reads_pairs(self) -> bool:
         """Whether the score reads arrays by the indices of rows or of keys."""
@@ -133,7 +146,9 @@ class Program:
     def header(self, wanted: Collection[str] = ()) -> str:
         """CUDA text: functions of a pair, of the arrays in their order; derivatives by those that are `wanted`."""
         arrays = {name: (index, dtype) for index, (name, _, dtype) in enumerate(self.arrays)}
-        of_all = of_head([root for root in (self.score, self.by_s, self.mask) if root is not None])
+        reads = [load for name, loads in self.loads.items() if name in wanted for load in loads]
+        of_reads = [*(index for load in reads for index in load.at.args), *(load.derivative for load in reads)]
+        of_all = of_head([*(root for root in (self.score, self.by_s, self.mask) if root is not None), *of_reads])
         known = {at: f"of_head.x{n}" for n, at in enumerate(of_all)}
         text = f"constexpr int kNumCaptured = {len(arrays)};\n" + self._of_head(of_all, arrays)
         if self.score is not None and self.by_s is not None:
@@ -148,7 +163,7 @@ class Program:
             visible = self.mask
             text += f"CUFLASH_DEVICE bool mask_function({OF_HEAD}, {PAIR.replace('Real s, ', '')}) {{\n"
             text += body([visible], arrays, lambda writer: [f"return {writer.text(visible)};"], known) + "}\n"
-        return text + self._derivatives(arrays, wanted) if wanted else text
+        return text + self._derivatives(arrays, wanted, known) if wanted else text
 
     def _of_head(self, nodes: Sequence[Node], arrays: Mapping[str, tuple[int, str]]) -> str:
         """What the functions read that is the same for all pairs of a head, and the function that reads it."""
@@ -162,20 +177,26 @@ class Program:
         reads = "CUFLASH_DEVICE OfHead read_of_head(const Captured* arrays, int head, int batch) {\n"
         return f"struct OfHead {{\n{''.join(fields)}}};\n{reads}{text}}}\n"
 
-    def _derivatives(self, arrays: Mapping[str, tuple[int, str]], wanted: Collection[str]) -> str:
+    def _derivatives(
+        self, arrays: Mapping[str, tuple[int, str]], wanted: Collection[str], known: Mapping[Node, str]
+    ) -> str:
         """The functions of gradients of arrays."""
         reads = [(name, load) for name, loads in self.loads.items() if name in wanted for load in loads]
         numbers = ", ".join(str(arrays[name][0]) for name, _ in reads)
-        of_head = ", ".join(str(int(index_class(load.at) == "head")) for _, load in reads)
+        kinds = ", ".join(str(KINDS_OF_READS.get(index_class(load.at), len(KINDS_OF_READS))) for _, load in reads)
+        constant = ", ".join(str(int(load.derivative.op == "constant")) for _, load in reads)
+        slope = ONE if self.by_s is None else self.by_s
 
         def visits(writer: Writer) -> list[str]:
-            lines = []
+            lines = [f"by_s = {writer.text(slope)};"]
             for number, (name, load) in enumerate(reads):
                 place = f"score_place<0>(arrays[{arrays[name][0]}], (i64)0{writer.indices(load.at)})"
                 lines.append(f"visit(Integer<{number}>{{}}, {place}, {writer.text(load.derivative)});")
             return lines
 
-        roots = [*(index for _, load in reads for index in load.at.args), *(load.derivative for _, load in reads)]
+        roots = [slope, *(index for _, load in reads for index in load.at.args)]
+        roots += [load.derivative for _, load in reads]
+        reads_s = self.derivatives_read_s(wanted)
         of_array = "CUFLASH_DEVICE constexpr {} {}(int read) {{ constexpr int of[] = {{{}}}; return of[read]; }}\n"
         cases = "".join(
             f"  if (array == {arrays[name][0]}) score_put({ELEMENTS[arrays[name][1]]}(), data, at, value);\n"
@@ -185,9 +206,12 @@ class Program:
         return (
             f"constexpr int kNumReads = {len(reads)};\n"
             + of_array.format("int", "array_of_read", numbers)
-            + of_array.format("bool", "is_read_of_head", of_head)
-            + f"template <class Visit>\nCUFLASH_DEVICE void score_derivatives({PAIR}, Visit visit) {{\n"
-            + body(roots, arrays, visits)
+            + of_array.format("int", "kind_of_read", kinds)
+            + of_array.format("bool", "has_constant_derivative", constant)
+            + f"constexpr bool kDerivativesReadS = {str(reads_s).lower()};\n"
+            + f"template <class Visit>\nCUFLASH_DEVICE void score_derivatives({OF_HEAD}, {PAIR}, Real& by_s, "
+            + "Visit visit) {\n"
+            + body(roots, arrays, visits, known)
             + "}\nCUFLASH_DEVICE void store_gradient(int array, void* data, i64 at, Real value) {\n"
             + cases
             + "}\n"
@@ -236,7 +260,7 @@ def index_class(load: Node) -> str:
 
 def _is_difference(at: Node) -> bool:
     names = [arg.payload for arg in at.args if arg.op == "input"]
-    return at.op == "sub" and sorted(map(str, names)) == ["i", "j"]
+    return at.op in ("sub", *COMPARISONS) and sorted(map(str, names)) == ["i", "j"]
 
 
 def _inputs_outside(roots: Sequence[Node], apart: set[Node]) -> set[str]:

@@ -1,5 +1,5 @@
-// Gradients of arrays that a score reads: clears the sums that sm80/backward_scores.cu adds to, or makes results of
-// them, as common/captured_gradients.cuh says.
+// Gradients of arrays that a score reads: clears the sums that sm80/backward_scores.cu or sm90/backward.cu adds to, or
+// makes results of them, as common/captured_gradients.cuh says.
 #include "common/backward.cuh"
 #include "common/captured_gradients.cuh"
 #include "common/config.cuh"
@@ -8,7 +8,7 @@
 constexpr bool kStores = CUFLASH_STORES_CAPTURED;
 
 CUFLASH_DEVICE void clear(const Params& params, i64 first, i64 step) {
-  const i64 words = kTermWords * first_sum_of(params, kNumCaptured);
+  const i64 words = (kSumsCaptured ? kSumWords : kTermWords) * first_sum_of(params, kNumCaptured);
   for (i64 i = first; i < words; i += step) captured_sums_of(params, 0)[i] = 0;
   for (i64 i = first; i < kNumCaptured; i += step) captured_largest_of(params)[i] = 0;
 }
@@ -24,21 +24,27 @@ CUFLASH_DEVICE i64 offset_of(const Captured& array, i64 place) {
   return offset;
 }
 
+CUFLASH_DEVICE double sum_of(const Params& params, int array, i64 element) {
+  if constexpr (kSumsCaptured) {
+    return exact_sum(captured_sums_of(params, 0) + element * kSumWords);
+  } else {
+    i64 word[kTermWords];
+    for (int k = 0; k < kTermWords; ++k) word[k] = captured_sums_of(params, k)[element];
+    return TermScale(params, array).value(word);
+  }
+}
+
 CUFLASH_DEVICE void store(const Params& params, i64 first, i64 step) {
   for (int array = 0; array < kNumCaptured; ++array) {
     const Captured& gradient = params.gradients[array];
     if (gradient.data == nullptr) continue;
     const i64 sums = first_sum_of(params, array), count = elements_of(params.captured[array]);
     const u64 largest = captured_largest_of(params)[array];
-    const TermScale scale(params, array);
-    for (i64 i = first; i < count; i += step) {
-      i64 word[kTermWords];
-      for (int k = 0; k < kTermWords; ++k) word[k] = captured_sums_of(params, k)[sums + i];
-      // An infinite term, or one that is NaN, leaves nothing to tell of the others.
-      const bool is_finite = largest < ptx::bits_of((double)ptx::infinity());
+    // An infinite term, or one that is NaN, leaves nothing to tell of the others.
+    const bool is_finite = largest < ptx::bits_of((double)ptx::infinity());
+    for (i64 i = first; i < count; i += step)
       store_gradient(array, (void*)gradient.data, offset_of(gradient, i),
-                     is_finite ? (Real)scale.value(word) : score_nan());
-    }
+                     is_finite ? (Real)sum_of(params, array, sums + i) : score_nan());
   }
 }
 

@@ -1,17 +1,27 @@
-// Gradients of arrays that a score reads: sums of fixed point, which do not depend on the order of additions.
+// Gradients of arrays that a score reads: sums of integers, which do not depend on the order of additions.
 //
-// One launch finds the largest term of each array, the next one adds terms as multiples of a power of two by which no
-// sum overflows: 2^62 such units are more than as many terms as there can be, of that size. So each term is off by at
-// most half a unit, which is 2^-61 of the largest term times the number of terms (of which each factor is rounded up to
-// a power of two). For float64 a second word has what the first one leaves of a term.
+// Where sm90/backward.cu makes the terms, the sums are exact (common/exact_sums.cuh). Elsewhere they are sums of fixed
+// point, to which every pair adds a term: one launch finds the largest term of each array, the next one adds
+// terms as multiples of a power of two by which no sum overflows: 2^62 such units are more than as many terms as there
+// can be, of that size. So each term is off by at most half a unit, which is 2^-61 of the largest term times the number
+// of terms (of which each factor is rounded up to a power of two). For float64 a second word has what the first one
+// leaves of a term.
 #pragma once
 #include "common/config.cuh"
+#include "common/exact_sums.cuh"
 #include "common/fragments.cuh"
+#include "common/functions.cuh"
 #include "common/params.cuh"
+#include "common/reduce.cuh"
 
-constexpr int kFindsLargest = 1, kAddsTerms = 2;  // values of CUFLASH_NEEDS_CAPTURED
+constexpr int kFindsLargest = 1, kAddsTerms = 2, kAddsExactly = 3;  // values of CUFLASH_NEEDS_CAPTURED
+constexpr bool kSumsCaptured = CUFLASH_NEEDS_CAPTURED == kAddsExactly;
 constexpr int kTermWords = sizeof(Real) == 8 ? 2 : 1;
 constexpr int kTermBits = 61;
+
+// What the place that a read has in its array depends on, beside the head: nothing, the key, the query, the difference
+// of both, or more than that. `kind_of_read` tells, of what cuflash/score/program.py writes.
+enum ReadKind { kReadOfHead, kReadOfKey, kReadOfQuery, kReadOfDiagonal, kReadOfPair };
 
 #if CUFLASH_NEEDS_CAPTURED
 // Elements of an array, and where its sums begin among those of all arrays whose gradients are wanted.
@@ -35,9 +45,6 @@ CUFLASH_DEVICE int term_count_log2(const Params& params) {
   return ceil_log2(kIsPacked ? 1 : params.batch) + ceil_log2(params.num_heads) + ceil_log2(params.seqlen_q) +
          ceil_log2(params.seqlen_k) + ceil_log2(kNumReads);
 }
-
-// 2^n, for |n| < 1023.
-CUFLASH_DEVICE double power_of_two(int n) { return ptx::double_of((u64)(1023 + n) << 52); }
 
 // How terms of an array become words.
 struct TermScale {
@@ -82,8 +89,9 @@ struct CapturedSums {
   }
 
   // A pair with a weight, and the gradient of its score.
-  CUFLASH_DEVICE void add(int batch, int head, Real s, int row, int key, Real ds) {
-    score_derivatives(params.captured, s, row, key, head, batch, [&](auto read, i64 place, Real derivative) {
+  CUFLASH_DEVICE void add(const Functions& functions, Real s, int row, int key, Real ds) {
+    Real by_s;
+    functions.derivatives(s, row, key, by_s, [&](auto read, i64 place, Real derivative) {
       constexpr int kRead = decltype(read)::value, kArray = array_of_read(kRead);
       const Real term = ds * derivative;
       if constexpr (CUFLASH_NEEDS_CAPTURED == kFindsLargest) {
@@ -93,7 +101,7 @@ struct CapturedSums {
       } else {
         i64 word[kTermWords];
         TermScale(params, kArray).words(term, word);
-        if constexpr (is_read_of_head(kRead)) {
+        if constexpr (kind_of_read(kRead) == kReadOfHead) {
           own_place[kRead] = place;
 #pragma unroll
           for (int i = 0; i < kTermWords; ++i) own[kRead][i] += word[i];
@@ -109,7 +117,7 @@ struct CapturedSums {
       constexpr int kRead = decltype(read)::value, kArray = array_of_read(kRead);
       if constexpr (CUFLASH_NEEDS_CAPTURED == kFindsLargest) {
         if (largest[kRead] > 0) ptx::reduce_max(captured_largest_of(params) + kArray, ptx::bits_of(largest[kRead]));
-      } else if constexpr (is_read_of_head(kRead)) {
+      } else if constexpr (kind_of_read(kRead) == kReadOfHead) {
         if (own_place[kRead] >= 0) add_words(kArray, own_place[kRead], own[kRead]);
       }
     });
@@ -123,4 +131,33 @@ struct CapturedSums {
       if (word[i] != 0) ptx::reduce_add((u64*)captured_sums_of(params, i) + at, (u64)word[i]);
   }
 };
+
+// ---- Exact sums -----------------------------------------------------------------------------------------------------
+
+// Adds a term to the sum of an element.
+CUFLASH_DEVICE void add_exactly(const Params& params, int array, i64 place, float term) {
+  const u64 infinite = ptx::bits_of((double)ptx::infinity());
+  if (term == 0) return;
+  if (!(fabsf(term) < ptx::infinity())) return ptx::reduce_max(captured_largest_of(params) + array, infinite);
+  ExactTerm(term).add_to((u64*)captured_sums_of(params, 0) + (first_sum_of(params, array) + place) * kSumWords);
+}
+
+// Warp. The same of a term of each lane, which are added beforehand where all have the same place.
+CUFLASH_DEVICE void add_of_warp(const Params& params, int array, i64 place, float term) {
+  const u32 low = (u32)place, high = (u32)(place >> 32), first_low = ptx::shuffle(low, 0), first_high = ptx::shuffle(high, 0);
+  if (ptx::any_lane(low != first_low || high != first_high)) return add_exactly(params, array, place, term);
+  const float sum = (float)warp_sum(term);
+  if (lane_index() == 0) add_exactly(params, array, place, sum);
+}
+
+// The place of a read, which is that of every pair for which it is the same: this one need not exist.
+template <int read>
+CUFLASH_DEVICE i64 place_of_read(const Functions& functions, int row, int key) {
+  i64 found = 0;
+  Real by_s;
+  functions.derivatives(0, row, key, by_s, [&](auto other, i64 place, Real) {
+    if constexpr (decltype(other)::value == read) found = place;
+  });
+  return found;
+}
 #endif

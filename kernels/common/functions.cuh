@@ -20,6 +20,14 @@ struct Functions {
     return score_function(of_head, arrays, s, row, key, head, batch, by_s);
   }
 #endif
+#if CUFLASH_NEEDS_CAPTURED
+  // Calls `visit` for each way in which the score reads an array whose gradient is wanted, with its number, the place
+  // in the array, and the derivative of the score by it.
+  template <class Visit>
+  CUFLASH_DEVICE void derivatives(Real s, int row, int key, Real& by_s, Visit visit) const {
+    score_derivatives(of_head, arrays, s, row, key, head, batch, by_s, visit);
+  }
+#endif
 #if CUFLASH_HAS_MASK_FUNCTION
   CUFLASH_DEVICE bool shows(int row, int key) const { return mask_function(of_head, arrays, row, key, head, batch); }
 #endif

@@ -211,7 +211,7 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
           const Real kept_dp = !kHasDropout || kept.keeps(n, i) ? dp[m][n][i] : 0;
           const Real ds = p * (kept_dp * kept_scale - delta[m][i / 2]);
 #if CUFLASH_NEEDS_CAPTURED
-          if (p != 0) captured.add(batch, head, product * score.scale, row, key, ds);
+          if (p != 0) captured.add(score.functions, product * score.scale, row, key, ds);
 #endif
           if constexpr (kNeedsDbias) sums.dbias[m][n][i] += ds;
           add_to_sums(of_tile, score, ds, derivative, product, row, key);

@@ -43,6 +43,7 @@
 #include "sm90/backward_layout.cuh"
 #include "sm90/backward_sums.cuh"
 #include "sm90/backward_work.cuh"
+#include "sm90/captured_sums.cuh"
 #include "sm90/function_weights.cuh"
 #include "sm90/ping_pong.cuh"
 #include "sm90/pipeline.cuh"
@@ -90,6 +91,7 @@ struct Consumer {
   Walk walk;
   int stage_before = 0;
   LaneSums lane_sums;
+  CapturedLane captured;
   bool scores_are_small = false;  // of this step: see Score::cap
 
   CUFLASH_DEVICE Consumer(const BackwardParams& params_, const Shared& shared_, const Work& found, u32 index_)
@@ -267,6 +269,7 @@ struct Consumer {
 
     if constexpr (kHasScoreFunction) {
       wait_for<pending>(p);
+      if constexpr (kKeepsProducts) keep_scores(p);
       const FunctionWeights by_function = {weights, s_stats, row_of(0, 0), lane_key, shown};
       if (masked || first_row + kBlockM > seqlen_q_of(common, batch))
         by_function.make(p, derivative, Constant<true>{});
@@ -286,8 +289,7 @@ struct Consumer {
     wait_for<pending>(p);
     scores_are_small = weights.score.cap(products);
     if constexpr (kNeedsDsoftcap) {
-#pragma unroll
-      for (int n = 0; n < kQueryTiles; ++n) ptx::store_shared_f32x4(s_tanh() + n * 128 * 16, p[n]);
+      keep_scores(p);
     } else if constexpr (kHasDerivative) {
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n)
@@ -375,29 +377,25 @@ struct Consumer {
     }
   }
 
-  CUFLASH_DEVICE u32 s_tanh() const { return shared.tanh + index * kBytesTanh + thread * 16; }
+  // Where a thread keeps its scores until dS' is made, four neighbours at a place.
+  CUFLASH_DEVICE u32 s_scores() const { return shared.scores + index * kBytesScores + thread * 16; }
+  CUFLASH_DEVICE void keep_scores(const float (&value)[kQueryTiles][4]) const {
+#pragma unroll
+    for (int n = 0; n < kQueryTiles; ++n) ptx::store_shared_f32x4(s_scores() + n * 128 * 16, value[n]);
+  }
   CUFLASH_DEVICE KeySumsPlace sums() const { return {common, work, (int)(first + warp_key) / 16}; }
   // At the end of a step of a query head. If it was the last step of this head, leaves what belongs to the head.
   CUFLASH_DEVICE void leave_sums(int head, bool last) {
     if (walk.head == head && !last) return;
-    sums().leave(head, lane_sums);
-    lane_sums.start_head();
+    if constexpr (kSumsScores) {
+      sums().leave(head, lane_sums);
+      lane_sums.start_head();
+    }
+#if CUFLASH_NEEDS_CAPTURED
+    captured.leave(common, Functions(common, batch, head), lane_key);
+#endif
   }
 
-  // Adds what the gradients of scores contribute to that of the cap, and makes them gradients of scaled products.
-  template <class Small>
-  CUFLASH_DEVICE void make_dsoftcap(float (&ds)[kQueryTiles][4], Small small) {
-#pragma unroll
-    for (int n = 0; n < kQueryTiles; ++n) {
-      float tanh[4];
-      ptx::load_shared_f32x4(s_tanh() + n * 128 * 16, tanh);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        lane_sums.cap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);
-        ds[n][i] *= 1.0f - tanh[i] * tanh[i];
-      }
-    }
-  }
 
   // Stores dS' to shared memory, where rows are keys, for the warpgroup of dQ.
   CUFLASH_DEVICE void hand_over_ds() {
@@ -419,7 +417,7 @@ struct Consumer {
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
     float p[kQueryTiles][4], ds[kQueryTiles][4];
     // Two derivatives share a register, as float16; or two weights, see FunctionWeights.
-    [[maybe_unused]] u32 derivative[kHasDerivative && !kNeedsDsoftcap ? kQueryTiles : 1][2];
+    [[maybe_unused]] u32 derivative[(kPacksWeights || kPacksDerivatives) && !kNeedsDsoftcap ? kQueryTiles : 1][2];
     [[maybe_unused]] const u32 shown = makes_dv ? load_mask() : 0;
 
     wait_for_queries(s_q, s_do);
@@ -454,10 +452,15 @@ struct Consumer {
       }
       if constexpr (kNeedsDsoftcap) {
         if (scores_are_small)
-          make_dsoftcap(ds, Constant<true>{});
+          lane_sums.add_cap(ds, s_scores(), Constant<true>{});
         else
-          make_dsoftcap(ds, Constant<false>{});
+          lane_sums.add_cap(ds, s_scores(), Constant<false>{});
       }
+#if CUFLASH_NEEDS_CAPTURED
+      if constexpr (kStepSums > 0) shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
+      captured.add(Functions(common, batch, walk.head), common.scale, walk.m_block * kBlockM + fragment_column(),
+                   lane_key, s_scores(), shared.step_sums + ds_at.stage * kBytesStepSums, sums().warp, ds);
+#endif
       to_operands(ds, ds_operand);
       hand_over_ds();
       // Nothing waits for the sums: dS' is on its way.
@@ -473,7 +476,7 @@ struct Consumer {
     at.advance();
     [[maybe_unused]] const int head = walk.head;
     walk.advance(work.queries);
-    if constexpr (makes_dk && kSumsScores) leave_sums(head, number + 1 == work.num_steps);
+    if constexpr (makes_dk && (kSumsScores || kSumsCaptured)) leave_sums(head, number + 1 == work.num_steps);
   }
 
   CUFLASH_DEVICE void run() {

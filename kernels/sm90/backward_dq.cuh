@@ -4,6 +4,7 @@
 #include "common/operands.cuh"
 #include "sm90/backward_layout.cuh"
 #include "sm90/backward_work.cuh"
+#include "sm90/captured_sums.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
 #include "sm90/tiles.cuh"
@@ -115,8 +116,19 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
     float* accumulator = (float*)common.dq_accumulator + tile.index_of(common, walk) * (kBlockM * kDim) + thread * 4;
     shared.ds_ring.full(at).wait(at.parity);
     ptx::pause<kDqDelay>();
+#if CUFLASH_NEEDS_CAPTURED
+    StepSums step_sums;
+    step_sums.load(shared.step_sums + at.stage * kBytesStepSums, thread);
+    const auto add_step_sums = [&]() __attribute__((always_inline)) {
+      if constexpr (kStepSums > 0)
+        step_sums.add(common, Functions(common, tile.work.batch, walk.head), walk.m_block * kBlockM, tile.first_key, thread);
+    };
+#else
+    const auto add_step_sums = []() {};
+#endif
     if constexpr (!kDqByReduction) {  // dq is not wanted
       arrive_as_warp(shared.ds_ring.empty(at));
+      add_step_sums();
       if (produces) producer.load_queries();
       continue;
     }
@@ -154,5 +166,6 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
       q_at.advance();
     }
     if (!kLoadsEarly && produces) producer.load_queries();
+    add_step_sums();
   }
 }

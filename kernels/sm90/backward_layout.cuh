@@ -1,6 +1,7 @@
 // What the roles of sm90/backward.cu share: the schedule, the layout of shared memory, registers and named barriers.
 #pragma once
 #include "common/backward.cuh"
+#include "common/captured_gradients.cuh"
 #include "common/config.cuh"
 #include "common/params.cuh"
 #include "sm90/addends.cuh"
@@ -36,8 +37,10 @@ constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
 constexpr bool kPingPong =
     !kHasDerivative && !kHasDropout && !kBiasOfPairs && (!kHasKeyNumbers || kDkFromShared) && (kBiasBytes == 0 || kAddsByTile);
 // What a lane keeps of two neighbours in a register until dS' is made: the derivatives of a soft cap; or, where a
-// function of the caller has derivatives, the weights.
-constexpr bool kPacksWeights = kHasDerivative && kHasScoreFunction, kPacksDerivatives = kHasDerivative && !kPacksWeights;
+// function of the caller has derivatives, the weights. Where gradients of arrays are summed that the function reads, its
+// derivatives are made after dS' and need nothing that is kept here.
+constexpr bool kPacksWeights = kHasDerivative && kHasScoreFunction && !kSumsCaptured;
+constexpr bool kPacksDerivatives = kHasDerivative && !kHasScoreFunction;
 static_assert(!kPacksWeights || !kHasDropout, "weights are marked by their sign, which derivatives would change");
 constexpr int kQueryTiles = kBlockM / 8;
 constexpr int kConsumerThreads = 128 * kConsumers;
@@ -54,12 +57,31 @@ constexpr u32 kBytesDs = chunked_bytes(kBlockN, kBlockM);
 constexpr u32 kBytesStats = kBlockM * 8;
 constexpr int kDsStages = 2, kPStages = kSplitsRoles, kTurnStages = kDqInOrder ? 2 : 0;
 constexpr u32 kBytesP = 128 * kQueryTiles * 16;
-// Where the gradient of the cap is wanted, each thread of a consumer keeps the tanh of its scores there.
-constexpr u32 kBytesTanh = kNeedsDsoftcap ? kBytesP : 0;
-static_assert(!kNeedsDsoftcap || !kSplitsRoles, "the consumer that makes dS' knows the scores");
+// Where the gradient of the cap is wanted, each thread of a consumer keeps the tanh of its scores there; or the products,
+// where derivatives of a function of the caller are made of them after dS'.
+#if CUFLASH_NEEDS_CAPTURED
+constexpr bool kKeepsProducts = kDerivativesReadS;
+// Sums of steps that a warp leaves for a read of an array, by sm90/captured_sums.cuh, and those of all reads before one.
+CUFLASH_DEVICE constexpr int step_sums_of(int read) {
+  return kind_of_read(read) == kReadOfQuery ? kBlockM : kind_of_read(read) == kReadOfDiagonal ? kBlockM + 16 : 0;
+}
+CUFLASH_DEVICE constexpr int first_step_sum(int read) {
+  return read == 0 ? 0 : first_step_sum(read - 1) + step_sums_of(read - 1);
+}
+constexpr int kStepSums = first_step_sum(kNumReads);
+#else
+constexpr bool kKeepsProducts = false;
+constexpr int kStepSums = 0;
+#endif
+constexpr bool kKeepsScores = kNeedsDsoftcap || kKeepsProducts;
+constexpr u32 kBytesScores = kKeepsScores ? kBytesP : 0;
+static_assert(!kKeepsScores || !kSplitsRoles, "the consumer that makes dS' knows the scores");
+// In each stage of dS'.
+constexpr int kSumWarpsOfTile = kBlockN / 16;
+constexpr u32 kBytesStepSums = kSumWarpsOfTile * kStepSums * 4;
 constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages + 2 * kDsStages + 2 * kPStages + 3 * kTurnStages);
-static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesBias + kBytesStats) + kDsStages * kBytesDs +
-                      kPStages * kBytesP + kConsumers * kBytesTanh + kBytesBarriers ==
+static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesBias + kBytesStats) + kDsStages * (kBytesDs + kBytesStepSums) +
+                      kPStages * kBytesP + kConsumers * kBytesScores + kBytesBarriers ==
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
@@ -68,8 +90,9 @@ static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesBias 
 // product wait for the other.
 constexpr int kOrderRegisters = kDqInOrder ? 24 : 0;
 constexpr bool kNeedsFewRegisters = kScaleInExponent || (kFactorInExponent && !kDkFromShared);
+// The warpgroup of dQ takes more where it adds sums of steps.
 constexpr bool kSparesRegisters =
-    kFactorInExponent || kAddsByTile || (kHasScoreFunction && kDkFromShared);
+    kFactorInExponent || kAddsByTile || (kHasScoreFunction && kDkFromShared) || kStepSums > 0;
 constexpr int kConsumerRegisters = kNeedsFewRegisters ? 208 : kDqInOrder || kSparesRegisters ? 216 : 224;
 constexpr int kDqRegisters = (kDqInOrder ? 512 : 504) - kOrderRegisters - kConsumers * kConsumerRegisters;
 // Columns of dQ that one product makes.
@@ -104,7 +127,7 @@ struct BackwardParams {
 static_assert(sizeof(BackwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
 struct Shared {
-  u32 k, v, q, dout, ds, p, tanh, bias, stats;
+  u32 k, v, q, dout, ds, p, scores, bias, stats, step_sums;
   Barrier kv_full;
   Ring<kNumStages> q_ring, do_ring;
   Ring<kDsStages> ds_ring;
@@ -118,10 +141,11 @@ struct Shared {
     dout = q + kNumStages * kBytesQ;
     ds = dout + kNumStages * kBytesDo;
     p = ds + kDsStages * kBytesDs;
-    tanh = p + kPStages * kBytesP;
-    bias = tanh + kConsumers * kBytesTanh;
+    scores = p + kPStages * kBytesP;
+    bias = scores + kConsumers * kBytesScores;
     stats = bias + kNumStages * kBytesBias;
-    kv_full = {stats + kNumStages * kBytesStats};
+    step_sums = stats + kNumStages * kBytesStats;
+    kv_full = {step_sums + kDsStages * kBytesStepSums};
     q_ring = {kv_full.address + 16};
     do_ring = {q_ring.address + Ring<kNumStages>::kBytes};
     ds_ring = {do_ring.address + Ring<kNumStages>::kBytes};

@@ -14,6 +14,7 @@
 #include "common/fragments.cuh"
 #include "common/key_sums.cuh"
 #include "common/reduce.cuh"
+#include "common/score.cuh"
 #include "sm90/backward_work.cuh"
 #include "sm90/tiles.cuh"
 
@@ -32,6 +33,21 @@ struct LaneSums {
   CUFLASH_DEVICE void add(int n, int i, float ds, float distance) {
     if constexpr (kNeedsDalibiSlopes) slope[i / 2] -= ds * fabsf(distance + (float)(8 * n + i % 2 - i / 2 * 8));
     if constexpr (kNeedsDbias) bias[i / 2] += ds;
+  }
+  // Adds what gradients of scores contribute to that of the cap, and makes them gradients of scaled products. A thread
+  // has left the tanh of its scores at `s_scores`; `small` is that of Score::derivative_by_softcap_of.
+  template <int n_tiles, class Small>
+  CUFLASH_DEVICE void add_cap(float (&ds)[n_tiles][4], u32 s_scores, Small small) {
+#pragma unroll
+    for (int n = 0; n < n_tiles; ++n) {
+      float tanh[4];
+      ptx::load_shared_f32x4(s_scores + n * 128 * 16, tanh);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        cap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);
+        ds[n][i] *= 1.0f - tanh[i] * tanh[i];
+      }
+    }
   }
   CUFLASH_DEVICE void start_head() { slope[0] = slope[1] = bias[0] = bias[1] = 0; }
 };

@@ -20,6 +20,13 @@ def by_own_kernels(case: Scored) -> bool:
     return all(any(kernel.source.startswith("sm90/") for kernel in plan.kernels) for plan in plans)
 
 
+def sums_arrays(case: Scored) -> bool:
+    """Whether the main kernel of the backward pass makes gradients of arrays that the score reads."""
+    need = ("dq", "dk", "dv", *case.problem.captured_gradients)
+    plan = choose_plan(case.problem, DeviceSpec.for_arch("9.0"), "backward", need=need)
+    return any(kernel.source == "sm90/backward.cu" and "_captured" in kernel.name for kernel in plan.kernels)
+
+
 def of_9_0(head_dim: int, *scores: str) -> st.SearchStrategy[Scored]:
     """Problems for which compute capability 9.0 has kernels of its own."""
     cases = scored(dtypes=("float16", "bfloat16"), max_seqlen=130, min_seqlen=40, head_dims=(head_dim,), scores=scores)
@@ -30,11 +37,12 @@ def of_9_0(head_dim: int, *scores: str) -> st.SearchStrategy[Scored]:
     "arch, cases",
     [
         ("8.0", scored(max_seqlen=130)),
-        ("9.0", of_9_0(16, "drawn", "box")),
-        ("9.0", of_9_0(72, "with_pairs", "drawn")),
+        ("9.0", of_9_0(16, "drawn", "distance", "tempered").filter(sums_arrays)),
+        ("9.0", of_9_0(72, "drawn", "distance", "box").filter(sums_arrays)),
+        ("9.0", of_9_0(72, "with_pairs")),
         ("9.0", of_9_0(136, "capped", "drawn")),
     ],
-    ids=["8.0", "9.0-16", "9.0-72", "9.0-136"],
+    ids=["8.0", "9.0-16-arrays", "9.0-72-arrays", "9.0-72", "9.0-136"],
 )
 def test_kernels_obey_the_oracle(arch, cases):
     @settings(max_examples=2)
@@ -45,28 +53,31 @@ def test_kernels_obey_the_oracle(arch, cases):
     judge()
 
 
-def test_gradients_of_arrays_do_not_depend_on_the_order_of_blocks_and_threads():
+@pytest.mark.parametrize("arch, dtype", [("8.0", "float32"), ("9.0", "float16")])
+def test_gradients_of_arrays_do_not_depend_on_the_order_of_blocks_and_threads(arch, dtype):
     functions = (SCORES["distance"], None)
     random = np.random.default_rng(5)
-    arrays = {name: random.standard_normal((1, 2, 70, 16)).astype(np.float32) for name in ("q", "k", "v", "dout")}
-    arrays |= captured_of(functions, (1, 2, 70, 70), "float32", 5)
+    arrays = {name: random.standard_normal((1, 2, 140, 16)).astype(dtype) for name in ("q", "k", "v", "dout")}
+    arrays |= captured_of(functions, (1, 2, 140, 140), dtype, 5)
     case = Scored(cuflash.FlashAttention(score=functions[0]), arrays, {}, "")
-    out, lse = attention.forward(case.problem, arrays, arch="8.0")
-    need = case.problem.captured_gradients
-    results = [
-        attention.backward(case.problem, arrays, out, lse, need=need, arch="8.0", schedule=schedule)
-        for schedule in (Schedule(), Schedule("random", seed=3))
-    ]
+    out, lse = attention.forward(case.problem, arrays, arch=arch)
+    names = case.problem.captured_gradients
+    need = ("dk", *names) if arch == "9.0" else names
+    assert sums_arrays(case) == (arch == "9.0")
+
+    def gradients(arrays, **options):
+        found = attention.backward(case.problem, arrays, out, lse, need=need, arch=arch, **options)
+        return found[-len(names) :]
+
+    results = [gradients(arrays, schedule=schedule) for schedule in (Schedule(), Schedule("random", seed=3))]
     for one, other in zip(*results, strict=True):
         np.testing.assert_array_equal(one, other)
-    small = arrays | {"dout": arrays["dout"] * np.float32(2.0**-60)}  # sums are as exact at any scale
-    for one, other in zip(
-        results[0], attention.backward(case.problem, small, out, lse, need=need, arch="8.0"), strict=True
-    ):
-        np.testing.assert_array_equal(one * np.float32(2.0**-60), other)
+    power = 2.0**-60 if dtype == "float32" else 2.0**3
+    scaled = arrays | {"dout": arrays["dout"] * np.dtype(dtype).type(power)}  # sums are as exact at any scale
+    for one, other in zip(results[0], gradients(scaled), strict=True):
+        np.testing.assert_array_equal(one * one.dtype.type(power), other)
     arrays["dout"][0, 1, 3, 2] = np.inf  # a term that is infinite leaves nothing to tell
-    found = attention.backward(case.problem, arrays, out, lse, need=("dgamma",), arch="8.0")
-    assert np.isnan(found[0]).all()
+    assert np.isnan(gradients(arrays)[names.index("dgamma")]).all()
 
 
 def test_derivatives_of_pairs_without_weight_do_not_count():

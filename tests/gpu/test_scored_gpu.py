@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+import cuflash
 from cuflash.testing.rule import gradients_of, measure, yardsticks
-from tests.scored import scored
+from tests.scored import SCORES, Scored, captured_of, scored
 
 pytestmark = pytest.mark.gpu
 
@@ -34,8 +35,32 @@ def test_results_are_those_of_the_formula(cupy, case):
         np.testing.assert_array_equal(cupy.asnumpy(getattr(again, name)), cupy.asnumpy(getattr(gradients, name)))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("score", ["alibi", "distance", "box", "tempered"])
+def test_gradients_of_arrays_are_the_same_run_after_run(cupy, score, head_dim):
+    """Of many blocks, which end in another order each time."""
+    sizes = (2, 4, 700, 900)
+    random = np.random.default_rng(3)
+    shapes = {"q": sizes[2], "k": sizes[3], "v": sizes[3], "dout": sizes[2]}
+    host = {name: random.standard_normal((*sizes[:2], n, head_dim)).astype(np.float16) for name, n in shapes.items()}
+    host |= captured_of((SCORES[score],), sizes, "float16", 3)
+    case = Scored(cuflash.FlashAttention(score=SCORES[score]), host, {}, score)
+    arrays = {name: cupy.asarray(x) for name, x in host.items()}
+    q, k, v, dout = (arrays[name] for name in shapes)
+    terms = {name: arrays[name] for name in case.terms}
+    out, lse = case.attention.forward(q, k, v, **terms)
+    names = case.problem.captured_gradients
+    need = ("dq", "dk", "dv", *names)
+    results = [case.attention.backward(dout, q, k, v, out, lse, need=need, **terms) for _ in range(5)]
+    judges = yardsticks(case.problem, host)
+    measured = [measure(name, getattr(results[0], name), judges[name]) for name in need]
+    assert not any(m.failure for m in measured), "\n".join(map(str, measured))
+    for name in names:
+        for other in results[1:]:
+            np.testing.assert_array_equal(cupy.asnumpy(getattr(other, name)), cupy.asnumpy(getattr(results[0], name)))
+
+
 def test_new_lengths_compile_nothing(cupy, monkeypatch):
-    import cuflash
     from cuflash import launch
 
     attn = cuflash.FlashAttention(score=lambda s, i, j, *, a: s + a[j], mask=lambda i, j, *, d: d[i] == d[j])

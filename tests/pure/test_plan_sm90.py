@@ -173,8 +173,9 @@ def test_a_window_with_a_left_side_has_no_pairs():
 @pytest.mark.parametrize(
     ("functions", "options", "forward", "backward", "words"),
     [
-        (("alibi", None), {}, (64, 128, 128), "sm90", "dslopes: not by sm90/backward: it sums no gradients of arrays"),
-        (("distance", "near"), {}, (64, 192, 64), "sm90", "by sm80/backward_scores, which makes the weights again"),
+        (("alibi", None), {}, (64, 128, 128), "sm90", "dslopes: summed by the main kernel: exact sums"),
+        (("distance", "near"), {}, (64, 192, 64), "sm90", "dpos_q, dpos_k, dgamma, dtable: summed by the main kernel"),
+        (("with_pairs", None), {}, (64, 192, 64), "sm90", "by sm80/backward_scores, which makes the weights again"),
         ((None, "documents"), {}, (64, 128, 128), "sm90", "tiles of queries are listed"),
         (("alibi", None), {"deterministic": True, "dropout": 0.1}, (64, 128, 128), "sm90", "add to dq in order"),
         (
@@ -223,3 +224,32 @@ def test_what_has_no_obstacle_meets_the_rules_of_tensor_maps(shape, strides):
         assert all(1 <= n <= 2**32 for n in spec.shape)
         assert all(0 < stride < 2**40 and stride % 16 == 0 for stride in spec.strides_bytes)
         assert spec.rows <= 256
+
+
+@pytest.mark.parametrize(
+    ("score", "head_dim", "why"),
+    [
+        ("distance", 64, None),
+        ("tempered", 128, None),
+        ("with_pairs", 64, "a place in pairs belongs to a pair [i, j], each of which adds to memory"),
+        ("gathered", 64, "a place in table belongs to a pair [gather], each of which adds to memory"),
+        ("tempered", 256, "where roles are split the consumer that makes dS does not know s"),
+        ("box", 256, "232576 bytes for each exceed the 233472 bytes of shared memory"),
+    ],
+)
+def test_whose_kernel_makes_gradients_of_arrays(score, head_dim, why):
+    problem = of_functions((score, None), "bfloat16", head_dim)
+    names = problem.captured_gradients
+    plan = choose_plan(problem, H200, "backward", need=("dq", "dk", "dv", *names))
+    sources = [kernel.source for kernel in plan.kernels]
+    assert sources.count("around/captured.cu") == 2  # before and after the sums
+    assert sources.count("sm80/backward_scores.cu") == (0 if why is None else 2)
+    (main,) = (kernel for kernel in plan.kernels if kernel.source == "sm90/backward.cu")
+    assert dict(main.defines)["CUFLASH_NEEDS_CAPTURED"] == (3 if why is None else 0)
+    assert ("summed by the main kernel" in plan.reason) == (why is None)
+    if why is not None:
+        assert f"{', '.join(names)}: not by sm90/backward: " in plan.reason
+        assert why in plan.reason
+    assert plan.traffic is None  # sums of arrays have no model
+    alone = choose_plan(problem, H200, "backward", need=names)  # no main kernel is there to make them
+    assert [kernel.source for kernel in alone.kernels].count("sm80/backward_scores.cu") == 2

@@ -23,6 +23,7 @@ from cuflash.planning.sm90.tiles import (
 )
 from cuflash.planning.tiles import Tile, why_too_large
 from cuflash.problem import Problem
+from cuflash.score import KINDS_OF_READS
 from cuflash.terms import OF_FUNCTIONS
 
 # How many heads have their blocks side by side in launch order on compute capability 9.0. On an H200 eight are 1 %
@@ -136,7 +137,27 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
         return None
 
     def summing(self, main: BackwardSm90Tile, names: tuple[str, ...]) -> BackwardSm90Tile:
-        return replace(main, sums_softcap=not _OF_FUNCTIONS.isdisjoint(names))
+        return replace(main, keeps_scores=not _OF_FUNCTIONS.isdisjoint(names))
+
+    def why_not_captured(self, draft: Draft, main: BackwardSm90Tile) -> str | None:
+        program = draft.problem.program
+        for name in draft.captured_gradients:
+            for found in program.classes((name[1:],)):
+                if found not in KINDS_OF_READS:
+                    return f"a place in {name[1:]} belongs to a pair [{found}], each of which adds to memory"
+        if main.splits_roles and program.derivatives_read_s([name[1:] for name in draft.captured_gradients]):
+            return "where roles are split the consumer that makes dS does not know s, which derivatives are made of"
+        return why_too_large(self.summing_captured(draft, main), draft.problem, draft.device) or None
+
+    def summing_captured(self, draft: Draft, main: BackwardSm90Tile) -> BackwardSm90Tile:
+        wanted = [name[1:] for name in draft.captured_gradients]
+        classes = draft.problem.program.classes(wanted)
+        return replace(
+            main,
+            keeps_scores=draft.problem.program.derivatives_read_s(wanted),
+            query_sums=classes.count("i"),
+            diagonal_sums=classes.count("i - j"),
+        )
 
     def clear_ahead(self, draft: Draft, main: BackwardSm90Tile) -> int:
         problem, run_time = draft.problem, draft.run_time

@@ -349,7 +349,9 @@ class BackwardSm90Tile(ScoredTile):
     num_stages: int
     schedule: Literal["kHoldK", "kSharedDs", "kSplitRoles"]  # Schedule of kernels/sm90/backward_layout.cuh
     dq_in_order: bool = False  # blocks add to dq one after another, in a fixed order
-    sums_softcap: bool = False  # tanh of scores is kept in shared memory, for the gradient of the cap
+    keeps_scores: bool = False  # in shared memory, for gradients of the cap, or of arrays that a function reads
+    query_sums: int = 0  # reads of such arrays whose gradients are summed over the keys of a tile
+    diagonal_sums: int = 0  # and along its diagonals
     origin: str = field(compare=False)
 
     defined = ("schedule",)
@@ -384,8 +386,11 @@ class BackwardSm90Tile(ScoredTile):
         p = self.block_n * self.block_m * 4 if self.splits_roles else 0
         bias = bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs)
         barriers = 8 * (2 + 4 * self.num_stages + 4 + 2 * self.splits_roles + 6 * self.dq_in_order)
-        tanh = self.block_n * self.block_m * 4 if self.sums_softcap else 0
-        return keys + self.num_stages * (queries + bias) + ds + p + tanh + barriers
+        scores = self.block_n * self.block_m * 4 if self.keeps_scores else 0
+        # Two stages of what each warp, of 16 keys, sums.
+        step = self.query_sums * self.block_m + self.diagonal_sums * (self.block_m + 16)
+        sums = 2 * self.block_n // 16 * step * 4
+        return keys + self.num_stages * (queries + bias) + ds + p + scores + sums + barriers
 
 
 @dataclass(frozen=True, kw_only=True)

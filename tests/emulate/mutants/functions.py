@@ -4,6 +4,8 @@ from tests.emulate.mutants.planting import mutant
 
 CAPTURED = "around/captured.cu"
 FUNCTIONS = "common/functions.cuh"
+CAPTURED_SUMS = "sm90/captured_sums.cuh"
+EXACT = "common/exact_sums.cuh"
 GRADIENTS = "common/captured_gradients.cuh"
 LIBRARY = "common/score_functions.cuh"
 MASK_TILES = "around/mask_tiles.cu"
@@ -79,6 +81,30 @@ MUTANTS = (
     mutant("the second word is forgotten", GRADIENTS, "units += (double)word[1] / second;", ";", "functions float64"),
     mutant("sums of a head are not added", GRADIENTS, "if (own_place[kRead] >= 0) add_words", "if (false) add_words",
            "functions"),
+    mutant("lanes add before all have the same place", GRADIENTS, "(float)warp_sum(term)", "term",
+           "functions sm90 arrays"),
+    # ---- common/exact_sums.cuh
+    mutant("negative terms are added", EXACT, "is_negative ? 0 - part[i] : part[i]", "part[i]",
+           "functions sm90 arrays"),
+    mutant("upper parts of terms are lost", EXACT, "for (int i = 0; i < 2; ++i)", "for (int i = 0; i < 1; ++i)",
+           "functions sm90 arrays"),
+    # ---- sm90/captured_sums.cuh
+    mutant("lanes pass on what they keep", CAPTURED_SUMS, "keeps_second ? half[height][i] : value[i];", "kept;",
+           "functions sm90 arrays"),
+    mutant("diagonals that leave a band stay in it", CAPTURED_SUMS, "column + i >= row ? band[i] : next[i]", "band[i]",
+           "functions sm90 arrays"),
+    mutant("the last band of diagonals", CAPTURED_SUMS, "    store(n, {0.0f, 0.0f}, s_sums);\n", "",
+           "functions sm90 arrays"),
+    mutant("diagonals of a warp begin at its key", CAPTURED_SUMS, "16 * (warp + 1)", "16 * warp",
+           "functions sm90 arrays"),
+    mutant("sums of a head are those of the next, too", CAPTURED_SUMS, "    });\n    clear();\n", "    });\n",
+           "functions sm90 arrays"),
+    mutant("derivatives of pairs without weight have terms", CAPTURED_SUMS,
+           ": score_product(ds[n][i], derivative);", ": ds[n][i] * derivative;", "functions sm90 arrays of s"),
+    # ---- sm90/backward.cu
+    mutant("sums of steps before their stage is free", "sm90/backward.cu",
+           "      if constexpr (kStepSums > 0) shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);\n", "",
+           "functions sm90 arrays"),
     # ---- around/captured.cu
     mutant("the largest term begins with what lay there", CAPTURED, "captured_largest_of(params)[i] = 0;", ";",
            "functions"),

@@ -183,7 +183,7 @@ MUTANTS = (
            "backward sm90 in order"),
     mutant("dK in the map of dV", BACKWARD, "params.dkv[kNeedsDk]", "params.dkv[kNeedsDk - 1]", "backward sm90"),
     mutant("stages of dS are not given back", BACKWARD_DQ, "      arrive_as_warp(shared.ds_ring.empty(at));\n"
-           "      if (produces)", "      if (produces)", "sm90 only dv"),
+           "      add_step_sums();\n", "      add_step_sums();\n", "sm90 only dv"),
     mutant("all blocks have the first keys", BACKWARD, "    found = BackwardWork::find(params.common);\n", "",
            "packed backward sm90"),
     mutant("dO of the next sequence", BACKWARD, "          zero_last_of_64<kBlockM, kDimV>(s_do, valid, thread);\n", "",
@@ -264,17 +264,18 @@ MUTANTS = (
            "key sums none"),
     mutant("dscale by dK that is scaled", BACKWARD, "    if constexpr (makes_dk) sums().leave(dscale, lane_sums);\n",
            "    if constexpr (makes_dk) sums().leave(dscale * common.scale, lane_sums);\n", "key sums"),
-    mutant("consumers keep tanh in one place", BACKWARD, "shared.tanh + index * kBytesTanh", "shared.tanh", "key sums"),
+    mutant("consumers keep scores in one place", BACKWARD, "shared.scores + index * kBytesScores", "shared.scores",
+           "key sums"),
     mutant("warps of the block for those of its keys", BACKWARD, "(int)(first + warp_key) / 16", "(int)warp_index()",
            "key sums roles"),
-    mutant("dsoftcap of the gradients of products", BACKWARD,
-           "        lane_sums.cap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);\n"
+    mutant("dsoftcap of the gradients of products", BACKWARD_SUMS,
+           "        cap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);\n"
            "        ds[n][i] *= 1.0f - tanh[i] * tanh[i];\n",
            "        ds[n][i] *= 1.0f - tanh[i] * tanh[i];\n"
-           "        lane_sums.cap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);\n",
+           "        cap[i / 2] += ds[n][i] * Score::derivative_by_softcap_of(tanh[i], small);\n",
            "key sums"),
-    mutant("gradients of products without the derivative", BACKWARD, "ds[n][i] *= 1.0f - tanh[i] * tanh[i];", ";",
-           "key sums"),
+    mutant("gradients of products without the derivative", BACKWARD_SUMS,
+           "ds[n][i] *= 1.0f - tanh[i] * tanh[i];", ";", "key sums"),
     mutant("all scores are small", BACKWARD, "        if (scores_are_small)\n", "        if (true)\n", "key sums"),
     mutant("dsoftcap without the cube", SCORE, "near = t * t2 * (0.66675054f", "near = t * (0.66675054f",
            "small softcap key sums"),

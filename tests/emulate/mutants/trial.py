@@ -115,6 +115,8 @@ class FunctionTrial:
     mask: str | None = None
     dtype: str = "float32"
     arch: str = "8.0"
+    captured: bool = True  # gradients of arrays that the score reads are wanted
+    num_sms: int | None = None  # few, and a block goes through several heads
 
     def run(self, kernels: Path | None = None) -> None:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
@@ -130,7 +132,9 @@ class FunctionTrial:
         arrays = {name: random.standard_normal(shape).astype(self.dtype) for name, shape in shapes.items()}
         arrays |= captured_of(functions, (2, 2, seqlen_q, seqlen_k), self.dtype, 7)
         case = Scored(cuflash.FlashAttention(score=functions[0], mask=functions[1]), arrays, {}, "")
-        judge_functions(case, self.arch, kernels=kernels)
+        device = DeviceSpec.for_arch(self.arch)
+        device = replace(device, num_sms=self.num_sms or device.num_sms)
+        judge_functions(case, device, captured=self.captured, kernels=kernels)
 
 
 def _make_wild(arrays: dict[str, Any]) -> None:

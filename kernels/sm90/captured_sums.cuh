@@ -1,0 +1,211 @@
+// Gradients of arrays that a score reads, as the consumers of sm90/backward.cu sum them: the terms are dS times the
+// derivatives of the score, of all pairs of a tile.
+//
+//   a place that depends on    is summed
+//   the head                   by each lane, until the walk comes to the next query head
+//   the key                    by each lane, for each of its two keys, until then
+//   the query                  by each warp in every step, over its 16 keys
+//   i - j                      by each warp in every step, over its part of the diagonal
+//
+// What the first two have summed the consumer adds to memory (common/exact_sums.cuh). The other sums go to shared memory
+// with dS', and the warpgroup of dQ adds those of all warps, and then adds them to memory.
+#pragma once
+#include "common/captured_gradients.cuh"
+#include "common/config.cuh"
+#include "common/fragments.cuh"
+#include "common/functions.cuh"
+#include "common/params.cuh"
+#include "common/reduce.cuh"
+#include "sm90/backward_layout.cuh"
+#include "sm90/backward_work.cuh"
+
+#if CUFLASH_NEEDS_CAPTURED
+// Warp. Sums over the keys of a warp, for each query of a tile, in a tree: of two n-tiles, then, a lane passes on one
+// and keeps the other.
+struct QuerySums {
+  float half[3][2];  // of n-tiles whose neighbour is yet to come, at each height of the tree
+
+  // Takes what a lane has of n-tile `n`, of its two queries. Stores the sums at the end.
+  CUFLASH_DEVICE void add(int n, const float (&term)[2], u32 s_sums) {
+    float value[2] = {term[0], term[1]};
+#pragma unroll
+    for (int height = 0; height < 3; ++height) {
+      if (!(n >> height & 1)) {
+        half[height][0] = value[0], half[height][1] = value[1];
+        return;
+      }
+      const bool keeps_second = lane_index() >> (4 - height) & 1;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float kept = keeps_second ? value[i] : half[height][i], passed = keeps_second ? half[height][i] : value[i];
+        value[i] = kept + ptx::shuffle_xor(passed, 16 >> height);
+      }
+    }
+    const u32 lane = lane_index(), own = (lane >> 4 & 1) + (lane >> 2 & 2) + (lane & 4);  // n-tile that the lane is left with
+    ptx::store_shared_x2(s_sums + (8 * own + fragment_column()) * 4, value);
+  }
+};
+
+// Warp. Sums along the diagonals of 64 queries and the 16 keys of a warp: query - key is -16 to 63, of rows and keys
+// counted from the first.
+struct DiagonalSums {
+  float above[2];         // of the n-tile before, of the upper key of a lane: its lower key adds in the next n-tile
+  float band[2];          // of the band of 8 diagonals before
+
+  CUFLASH_DEVICE void add(int n, const float (&term)[4], u32 s_sums) {
+    float next[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) next[i] = (n > 0 ? above[i] : 0.0f) + term[2 + i];
+    if (n == 0) band[0] = band[1] = 0;
+    store(n - 2, next, s_sums);
+    above[0] = term[0], above[1] = term[1];
+    if (n + 1 < kQueryTiles) return;
+    store(n - 1, {above[0], above[1]}, s_sums);
+    store(n, {0.0f, 0.0f}, s_sums);
+  }
+
+ private:
+  // Stores the sums of the diagonals from 8m on. Before, a lane has of its query 2c + i and its key r what belongs to
+  // diagonal 8m + 2c + i - r in `band`, and to that of m + 1 in `next`; diagonals that would be negative are those of
+  // the next band.
+  CUFLASH_DEVICE void store(int m, const float (&next)[2], u32 s_sums) {
+    const u32 lane = lane_index();
+    const int column = fragment_column(), row = fragment_row();
+    float own[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      own[i] = column + i >= row ? band[i] : next[i];
+      band[i] = next[i];
+    }
+    const auto of_lane = [](float x, u32 other) { return ptx::float_of(ptx::shuffle(ptx::bits_of(x), other)); };
+    float sum = own[0] + of_lane(own[1], (lane + 4) % 32);
+    sum += of_lane(sum, ((lane ^ 1) + (lane & 1 ? 24 : 8)) % 32);
+    sum += ptx::shuffle_xor(sum, 18);
+    if ((int)(lane % 4) == (m & 3)) ptx::store_shared_b32(s_sums + (8 * (m + 2) + ((column - row) & 7)) * 4, ptx::bits_of(sum));
+  }
+};
+
+// Where a warp leaves the sums of a read, of its kind, in a stage.
+template <int read>
+CUFLASH_DEVICE u32 step_sums_at(u32 stage, u32 warp) {
+  return stage + (first_step_sum(read) * kSumWarpsOfTile + warp * step_sums_of(read)) * 4;
+}
+
+// What a lane of a consumer has summed.
+struct CapturedLane {
+  float sum[kNumReads][2];
+
+  CUFLASH_DEVICE CapturedLane() { clear(); }
+  CUFLASH_DEVICE void clear() {
+#pragma unroll
+    for (auto& of_read : sum) of_read[0] = of_read[1] = 0;
+  }
+
+  // Warp. Adds the terms of a tile, of the gradients `ds` of its scores, and makes these gradients of the products.
+  // `s_scores` is where the thread has left products, `stage` that of the sums of steps.
+  CUFLASH_DEVICE void add(const Functions& functions, float scale, int lane_query, int lane_key, u32 s_scores, u32 stage,
+                          u32 warp, float (&ds)[kQueryTiles][4]) {
+    QuerySums queries[kNumReads];
+    DiagonalSums diagonals[kNumReads];
+#pragma unroll
+    for (int n = 0; n < kQueryTiles; ++n) {
+      float product[4] = {0, 0, 0, 0}, term[kNumReads][4];
+      if constexpr (kKeepsProducts) ptx::load_shared_f32x4(s_scores + n * 128 * 16, product);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float by_s;
+        const auto make_term = [&](auto read, i64, float derivative) {
+          constexpr int kRead = decltype(read)::value;
+          term[kRead][i] = has_constant_derivative(kRead) ? ds[n][i] * derivative : score_product(ds[n][i], derivative);
+        };
+        functions.derivatives(product[i] * scale, lane_query + 8 * n + i % 2, lane_key + i / 2 * 8, by_s, make_term);
+        if constexpr (kHasDerivative) ds[n][i] = score_product(ds[n][i], by_s);
+      }
+      repeat<kNumReads>([&](auto read) {
+        constexpr int kRead = decltype(read)::value, kKind = kind_of_read(kRead);
+        const float (&x)[4] = term[kRead];
+        const u32 s_sums = step_sums_at<kRead>(stage, warp);
+        if constexpr (kKind == kReadOfHead)
+          sum[kRead][0] += x[0] + x[1] + x[2] + x[3];
+        else if constexpr (kKind == kReadOfKey)
+          sum[kRead][0] += x[0] + x[1], sum[kRead][1] += x[2] + x[3];
+        else if constexpr (kKind == kReadOfQuery)
+          queries[kRead].add(n, {x[0] + x[2], x[1] + x[3]}, s_sums);
+        else
+          diagonals[kRead].add(n, x, s_sums);
+      });
+    }
+  }
+
+  // Warp. Adds to memory what belongs to the head.
+  CUFLASH_DEVICE void leave(const Params& params, const Functions& functions, int lane_key) {
+    repeat<kNumReads>([&](auto read) {
+      constexpr int kRead = decltype(read)::value, kKind = kind_of_read(kRead), kArray = array_of_read(kRead);
+      if constexpr (kKind == kReadOfHead) {
+        const float total = (float)warp_sum(sum[kRead][0]);
+        if (lane_index() == 0) add_exactly(params, kArray, place_of_read<kRead>(functions, 0, 0), total);
+      } else if constexpr (kKind == kReadOfKey) {
+        float total[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          total[half] = sum[kRead][half] + ptx::shuffle_xor(sum[kRead][half], 1);
+          total[half] += ptx::shuffle_xor(total[half], 2);
+        }
+        const u32 half = lane_index() % 4;
+        if (half < 2)
+          add_exactly(params, kArray, place_of_read<kRead>(functions, 0, lane_key + 8 * half), total[half == 1]);
+      }
+    });
+    clear();
+  }
+};
+
+// Warpgroup. What warps have summed over a tile of queries and the keys of the block: by threads, for each read.
+struct StepSums {
+  static constexpr int kRounds = ceil_div(kBlockM + kBlockN, 128);
+  float sum[kNumReads][kRounds];
+
+  CUFLASH_DEVICE void load(u32 stage, u32 thread) {
+    repeat<kNumReads>([&](auto read) {
+      constexpr int kRead = decltype(read)::value, kKind = kind_of_read(kRead);
+      if constexpr (kKind == kReadOfQuery || kKind == kReadOfDiagonal) {
+#pragma unroll
+        for (int round = 0; round < (kKind == kReadOfQuery ? 1 : kRounds); ++round) {
+          sum[kRead][round] = 0;
+#pragma unroll
+          for (int warp = 0; warp < kSumWarpsOfTile; ++warp) {
+            // The diagonals of a warp begin 16 before its first key.
+            const int at = kKind == kReadOfQuery ? thread : first_diagonal(thread, round) + 16 * (warp + 1);
+            float part = 0;
+            if (at >= 0 && at < step_sums_of(kRead)) ptx::load_shared(step_sums_at<kRead>(stage, warp) + at * 4, part);
+            sum[kRead][round] += part;
+          }
+        }
+      }
+    });
+  }
+
+  CUFLASH_DEVICE void add(const Params& params, const Functions& functions, int first_row, int first_key, u32 thread) const {
+    repeat<kNumReads>([&](auto read) {
+      constexpr int kRead = decltype(read)::value, kKind = kind_of_read(kRead), kArray = array_of_read(kRead);
+      if constexpr (kKind == kReadOfQuery) {
+        const int row = first_row + thread;
+        if (thread < kBlockM) add_exactly(params, kArray, place_of_read<kRead>(functions, row, 0), sum[kRead][0]);
+      } else if constexpr (kKind == kReadOfDiagonal) {
+#pragma unroll
+        for (int round = 0; round < kRounds; ++round) {
+          const int diagonal = first_row - first_key + first_diagonal(thread, round);
+          const int row = diagonal > 0 ? diagonal : 0;
+          add_of_warp(params, kArray, place_of_read<kRead>(functions, row, row - diagonal), sum[kRead][round]);
+        }
+      }
+    });
+  }
+
+ private:
+  // Of a thread in a round, in the tile.
+  CUFLASH_DEVICE static int first_diagonal(u32 thread, int round) { return (int)thread + 128 * round - kBlockN; }
+};
+#else
+struct CapturedLane {};
+#endif
