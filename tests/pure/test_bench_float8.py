@@ -99,7 +99,7 @@ def test_errors_of_rounding_are_those_of_the_numbers_and_not_of_the_computation(
     heads, tensor = ("k, v; a scale per " + per for per in ("head", "tensor"))
     assert found["normal", heads, 64]["original"] < found["normal", f"q, {heads}", 64]["original"]
     assert found["loud channels", f"{heads}, rotated", 64]["original"] < (
-        0.6 * found["loud channels", heads, 64]["original"]
+        0.8 * found["loud channels", heads, 64]["original"]
     )
     assert found["a quiet head", tensor, 64]["original"] > 1.1 * found["a quiet head", heads, 64]["original"]
     text = rounding.markdown(records)
