@@ -81,8 +81,10 @@ class ForwardFloat8(ForwardFamily[ForwardFloat8Sm90Tile]):
 
     def why_not(self, draft: Draft) -> str | None:
         problem = draft.problem
-        if draft.device.arch != 90 or not problem.multiplies_float8:
+        if not problem.multiplies_float8:
             return ""
+        if draft.device.arch != 90:
+            return "products of numbers of one byte need compute capability 9.0"
         obstacle = draft.why_not_mapped(("q", "k", "v"))
         if obstacle is not None:
             return f"{obstacle}, which TMA cannot serve"
