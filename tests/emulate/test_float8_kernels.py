@@ -169,7 +169,7 @@ def test_plans_say_what_is_served():
     # q of one byte, too: products of bytes where they have all options, and else the same two kernels.
     few, long = (replace(case, dtype="bfloat16", q_float8=True, q_scale="token") for case in (few, many))
     whole = replace(long, k_scale="head", v_scale="head")
-    others = {
+    others: dict[str, tuple[dict[str, Any], str]] = {
         "bias": ({"bias": (1000,)}, "it knows no bias"),
         "pages": ({"page_size": 16, "seqlen_k": 1008, "kv_lengths": (1000,) * 3}, "it knows no pages"),
         "dropout": ({"dropout": 0.1}, "it knows no dropout"),
