@@ -4,8 +4,8 @@
 
 runs the problems of one group, from the FIRST on, and prints a line of JSON before and after each. A group is what the
 same kernels serve, or nearly so: dtype, head dimensions, options, strides, and which gradients are wanted. There is one
-for every set of gradients, and some with pages or with numbers of one byte, which have none. In a group sizes, values, broadcast axes and the
-results that the caller gives arrays for differ from problem to problem.
+for every set of gradients, and some with pages or with numbers of one byte, which have none. In a group sizes, values,
+broadcast axes and the results that the caller gives arrays for differ from problem to problem.
 
 A mistake in a kernel may leave the CUDA context of its process unusable. So `failures_of_group` runs a group in a
 process of its own, and where that ends too early, names the problem and goes on with the next one in another process.
@@ -263,7 +263,8 @@ def _poisoned(trial: Trial) -> dict[str, np.ndarray]:
     out_shape, lse_shape = problem.out_shape, problem.lse_shape
     if case.axes is not None:
         out_shape, lse_shape = (*case.axes, *out_shape[-3:]), (*case.axes, *lse_shape[-2:])
-    shapes = {"out": (out_shape, ct.numpy_dtype(case.dtype)), "lse": (lse_shape, problem.softmax_dtype)}
+    shapes: dict[str, tuple[tuple[int, ...], Any]] = {}
+    shapes |= {"out": (out_shape, ct.numpy_dtype(case.dtype)), "lse": (lse_shape, problem.softmax_dtype)}
     shapes |= {name: ((), problem.softmax_dtype) for name in ("dscale", "dsoftcap")}
     shapes |= {f"d{name}": (x.shape, x.dtype) for name, x in arrays.items()}
     return {name: np.full(shapes[name][0], np.nan, shapes[name][1]) for name in trial.given}
