@@ -107,7 +107,8 @@ CUFLASH_DEVICE void convert_tile(u32 target, u32 source, int valid, u32 thread) 
   }
 }
 
-// The same of queries, where they lie: all are read before one is written. `sync` waits for the consumer.
+// The same of queries, where they lie: all are read before one is written. `sync` waits for the consumer. Products wait
+// for what was written as they do for the first tile of keys, which is converted next.
 template <class Float8 = KeyElement, class Sync>
 CUFLASH_DEVICE void convert_queries(u32 tile, int valid, u32 thread, Sync sync) {
   constexpr u32 kVectors = kDim / 16, kAll = kBlockM * kVectors;
@@ -329,11 +330,7 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
 
     if (work.has_keys()) {
       shared.q_ring.full(q_at).wait(q_at.parity);
-      if constexpr (kFloat8Queries) {
-        convert_queries(shared.q, work.rows, thread, sync_consumer);
-        ptx::fence_async_proxy();
-        sync_consumer();
-      }
+      if constexpr (kFloat8Queries) convert_queries(shared.q, work.rows, thread, sync_consumer);
     }
 #pragma unroll 1
     for (int n_block = work.keys.stop - 1; n_block >= work.keys.start; --n_block, at.advance()) {
