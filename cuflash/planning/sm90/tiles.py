@@ -525,12 +525,14 @@ FORWARD_TF32_SM90_TILES = (
 
 FORWARD_FLOAT8_SM90_TILES = (
     #                    max_dim m   n   stages of v, Q  overlaps serves
-    _forward_float8_sm90(64,  256, 64,  3, 3, 1, False, "any",
-                         "on an H200 630 / 547 TFLOP/s, 192 x 128 beside it 611 / 507 (32 heads, seqlen 4096)"),
+    _forward_float8_sm90(64,  256, 64,  4, 4, 2, False, "any",
+                         "on an H200 634 / 567 and 526 / 375 TFLOP/s, with 3, 3 and 1 stages beside it 628 / 568 and "
+                         "510 / 373 (32 heads, seqlen 4096 and 1024)"),
     _forward_float8_sm90(128, 128, 128, 2, 2, 2, True,  "causal",
-                         "on an H200 745 TFLOP/s causal, 192 x 96 in another run 689 (16 heads, seqlen 4096)"),
-    _forward_float8_sm90(128, 192, 96,  2, 2, 1, False, "any",
-                         "on an H200 875 TFLOP/s, 192 x 64 in another run 850 (16 heads, seqlen 4096)"),
+                         "on an H200 748 TFLOP/s causal, 192 x 96 beside it 713 (16 heads, seqlen 4096)"),
+    _forward_float8_sm90(128, 192, 96,  3, 2, 2, False, "any",
+                         "on an H200 829 TFLOP/s, with 2, 2 and 1 stages beside it 813, 192 x 64 778 (16 heads, "
+                         "seqlen 4096)"),
     _forward_float8_sm90(128, 192, 64,  3, 3, 1, False, "any",
                          "for scales of blocks of keys; on an H200 850 TFLOP/s (16 heads, seqlen 4096)"),
     _forward_float8_sm90(256, 128, 128, 2, 1, 1, False, "any",
