@@ -378,6 +378,21 @@ SUITES = {
         passes=("forward",),
         about="keys in pages of 16, 64 and 256 beside keys in one piece; few queries, and many",
     ),
+    "float8": Suite(
+        kind="gpu",
+        cases=tuple(_row(d, n, causal) for d in (64, 128, 256) for n in (4096, 16384) for causal in (False, True)),
+        peers=("cuflash-fp8", "cudnn-fp8"),
+        passes=("forward",),
+        about="products of q, k and v of one byte a number (float8_e4m3fn), with scales of heads, beside bfloat16; out "
+        "of cuDNN has one byte, too, and its scales are of whole arrays",
+    ),
+    "float8-decode": Suite(
+        kind="gpu",
+        cases=tuple(_decode(batch, n, 1) for batch in (1, 16) for n in (8192, 32768, 131072)),
+        peers=("cuflash-fp8-cache", "cuflash-fp8"),
+        passes=("forward",),
+        about="one query against a cache of one byte a number (float8_e4m3fn), with scales of heads, beside bfloat16",
+    ),
     "packed": Suite(
         kind="gpu",
         cases=tuple(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import environment, memory, pathfinder, report, traffic, training
+from . import environment, memory, pathfinder, report, rounding, traffic, training
 from .report import Record, latest_run, load, relative, where_of
 from .run import Journal
 from .timing import CudaClock
@@ -66,6 +66,15 @@ EVIDENCE = {
         measure=pathfinder.measure,
         markdown=pathfinder.markdown,
         draw=pathfinder.draw,
+    ),
+    "rounding": Evidence(
+        about="errors of attention of numbers of one byte (float8_e4m3fn), relative to out by root mean squares; 64 "
+        "queries, two heads of 128",
+        backends=("gpu", "cpu"),
+        measure=lambda backend, write, scale: rounding.measure(write, backend),
+        markdown=rounding.markdown,
+        draw=rounding.draw,
+        page="float8.md",
     ),
 }
 

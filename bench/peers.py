@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from cuflash.operands import numpy_dtype
 
-from . import peers_torch
+from . import peers_float8, peers_torch
 from .cases import BLOCK, OPTIONS, Case
 from .contender import Absent, Calls, Contender, refuse, without_results
 from .formula import RANDOM, Inputs, gradient_rows, softmax_rows, times, widen
@@ -90,6 +90,42 @@ def cuflash(
     coarser = 2.0**13 if precision == "tf32" else 1.0  # 11 bits instead of 24
     need = ("dq", "dk", "dv", *filter(None, (more,)))
     return Contender(calls, plans=_describe(attn, q, k, v, **terms, need=need), coarser=coarser)
+
+
+def _by_bytes(xp: Any, x: Any) -> tuple[Any, Any]:
+    """An array in float8_e4m3fn with a scale for each head, a batch entry at a time: rounding takes memory."""
+    from cuflash import fp8, quantize
+
+    array, scale = xp.empty(x.shape, "uint8"), xp.empty((*x.shape[:2], 1), "float32")
+    for b, entry in enumerate(x):
+        codes, scale[b] = quantize(entry)
+        array[b] = codes.view("uint8") if xp.__name__ == "numpy" else codes.bits
+    return fp8(array, "e4m3"), scale
+
+
+def cuflash_float8(case: Case, inputs: Inputs, *, names: str) -> Contender:
+    """cuflash on arrays of one byte a number, those of `names`; what is rounded before is not timed.
+
+    The check is against the numbers before they were rounded to 4 digits of base 2 where bfloat16 has 8.
+    """
+    from cuflash import FlashAttention
+
+    refuse(case)
+    if case.dtype != "bfloat16":
+        raise Absent("needs bfloat16")
+    arrays, scales = {"q": inputs.q, "k": inputs.k, "v": inputs.v}, {}
+    for name in names:
+        arrays[name], scales[f"{name}_scale"] = _by_bytes(inputs.xp, arrays[name])
+    attn = FlashAttention(causal=case.causal)
+    into = {
+        "out": _poisoned(inputs.xp, case.out_shape, case.dtype),
+        "lse": _poisoned(inputs.xp, case.out_shape[:3], case.softmax_dtype),
+    }
+    return Contender(
+        {"forward": lambda: (attn.forward(**arrays, **scales, **into).out,)},
+        plans={"forward": _describe(attn, **arrays, **scales)["forward"]},
+        coarser=peers_float8.COARSER,
+    )
 
 
 def cuflash_packed(case: Case, inputs: Inputs) -> Contender:
@@ -339,6 +375,9 @@ ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
     "cuflash-dscale": lambda case, inputs: cuflash(case, inputs, more="dscale"),
     "cuflash-tf32": lambda case, inputs: cuflash(case, inputs, precision="tf32"),
     **{f"cuflash-pages{size}": _paged(size) for size in (16, 64, 256)},
+    "cuflash-fp8": lambda case, inputs: cuflash_float8(case, inputs, names="qkv"),
+    "cuflash-fp8-cache": lambda case, inputs: cuflash_float8(case, inputs, names="kv"),
+    "cudnn-fp8": peers_float8.cudnn,
     "cuflash-packed": cuflash_packed,
     "cuflash-steps": cuflash_steps,
     "cuflash-kv-lengths": cuflash_kv_lengths,

@@ -16,6 +16,10 @@ ACCURACY = "accuracy.jsonl"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"  # around the generated part of a page
 IN_TIME = ("runtime",)  # suites whose tables and plots have times, and no speeds; docs/evidence.md shows them
 RC: Any = {"svg.fonttype": "none", "svg.hashsalt": "cuflash", "font.size": 9}  # of plots: the same bytes each time
+# Suites about another contender than the first, which it is held against; and those whose bytes differ from one
+# contender to the next, so that times are shown.
+ABOUT = {"float8": "cuflash-fp8", "float8-decode": "cuflash-fp8-cache"}
+BYTES_DIFFER = ("float8-decode",)
 HEADLINE_SUITE, HEADLINE_SEQLEN = "targets", 4096  # what the README shows
 TITLES = {
     "cuflash": "cuflash",
@@ -30,6 +34,9 @@ TITLES = {
     "cuflash-dbias": "cuflash, with dbias",
     "cuflash-dscale": "cuflash, with dscale",
     "cuflash-packed": "cuflash, packed",
+    "cuflash-fp8": "cuflash, float8 q, k and v",
+    "cuflash-fp8-cache": "cuflash, float8 k and v",
+    "cudnn-fp8": "cuDNN, float8",
     "cuflash-steps": "cuflash, a key more each time",
     "cuflash-kv-lengths": "cuflash, kv_lengths",
     "cudnn": "cuDNN",
@@ -52,6 +59,9 @@ COLOURS = {
     "cuflash-dbias": "#edae49",
     "cuflash-dscale": "#edae49",
     "cuflash-packed": "#edae49",
+    "cuflash-fp8": "#edae49",
+    "cuflash-fp8-cache": "#edae49",
+    "cudnn-fp8": "#2e7d32",
     "cudnn": "#2e7d32",
     "fa2": "#30638e",
     "fa4": "#6a994e",
@@ -105,7 +115,8 @@ class Table:
         self.in_bytes = all(8 * p["seqlen_q"] <= p["seqlen_k"] for p in self.problems.values())  # decoding
         is_small = self.kind == "cpu" and all(p["seqlen_k"] <= 128 for p in self.problems.values())  # calls count
         self.in_time = self.kind == "host" or is_small or any(p.get("blocks_kept") for p in self.problems.values())
-        self.in_time |= self.run["suite"] in IN_TIME
+        self.in_time |= self.run["suite"] in (*IN_TIME, *BYTES_DIFFER)
+        self.mine = ABOUT.get(self.run["suite"], "cuflash")
 
     @property
     def unit(self) -> str:
@@ -127,8 +138,8 @@ class Table:
         return float(cell["tflops"]) * (1e3 if self.kind == "cpu" else 1)
 
     def ratio(self, case: str, pass_: str, peers: Iterable[str]) -> float | None:
-        """Speed of cuflash over the best of `peers`."""
-        mine = self.value(case, "cuflash", pass_)
+        """Speed of `mine` over the best of `peers`."""
+        mine = self.value(case, self.mine, pass_)
         theirs = [x for x in (self.value(case, peer, pass_) for peer in peers) if x is not None]
         if mine is None or not theirs:
             return None
@@ -141,8 +152,8 @@ class Table:
         return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
 
     def error_ratio(self, case: str, pass_: str) -> float | None:
-        """Largest error of cuflash's results in units of the plain formula's error; None where there is none."""
-        errors = self.cells.get((case, "cuflash", pass_), {}).get("errors", {}).values()
+        """Largest error of results of `mine` in units of the plain formula's error; None where there is none."""
+        errors = self.cells.get((case, self.mine, pass_), {}).get("errors", {}).values()
         ratios = [e["error"] / e["formula_error"] for e in errors if e["formula_error"] and e["error"] is not None]
         return max(ratios, default=None)
 
@@ -174,19 +185,22 @@ def _both(numbers: Iterable[float | None], digits: int | None = None) -> str:
 def markdown(records: Sequence[Record]) -> str:
     """The table of one run: forward / backward in each cell, then what did not run and why."""
     table = Table(records)
-    against = {"best peer": table.peers} | ({"FA2": ["fa2"]} if "fa2" in table.peers else {})
+    against = {"best peer": table.peers} if table.peers else {}
+    against |= {"FA2": ["fa2"]} if "fa2" in table.peers else {}
+    against |= {"bfloat16": ["cuflash"]} if table.mine != "cuflash" else {}
+    mine = TITLES[table.mine]
     heads = ["head_dim", "seqlen", "batch x heads", "mask", "dtype", *(TITLES.get(x, x) for x in table.contenders)]
-    heads += [f"cuflash : {name}" for name in against] if table.peers else []
+    heads += [f"{mine} : {name}" for name in against]
     heads += ["error : formula's"]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for case, problem in table.problems.items():
         cells = label(problem)
         cells += [_both(table.value(case, x, p) for p in table.passes) for x in table.contenders]
-        if table.peers:
+        if against:
             cells += [_both((table.ratio(case, p, peers) for p in table.passes), 2) for peers in against.values()]
         cells += [_both((table.error_ratio(case, p) for p in table.passes), 2)]
         lines.append("| " + " | ".join(cells) + " |")
-    if table.peers and len(table.problems) > 1:
+    if against and len(table.problems) > 1:
         means = [_both((table.mean_ratio(p, peers) for p in table.passes), 2) for peers in against.values()]
         blank = [""] * (4 + len(table.contenders))
         lines.append("| " + " | ".join(["geometric mean", *blank, *means, ""]) + " |")

@@ -304,7 +304,7 @@ class FlashAttention(Preparation):
             that the length of the last axis tells. So () is one number for the array, (num_heads_kv, 1) one for each
             head, and as many as keys are one for each key. With a `block_table` they are those of the pool:
             (num_pages, num_heads_kv, ceil(page_size / block)); with packed sequences, blocks are of all rows. That of q
-            has num_heads and seqlen_q in their place, and is not taken with packed sequences.
+            has num_heads and seqlen_q in their place.
         seed, offset : int, optional
             Which weights dropout drops: needed with it, without effect elsewhere. 0 to ``2 ** 64 - 1`` and
             ``2 ** 32 - 1``. Calls that differ in either drop others, say with the number of a layer as seed and that of

@@ -136,7 +136,7 @@ TERMS = (
     Term(name="cu_seqlens_q", dtypes=("int32",), strides=1, goes_packed=True),
     Term(name="cu_seqlens_k", dtypes=("int32",), strides=1, goes_packed=True),
     Term(name="block_table", dtypes=("int32",), strides=2),
-    Term(name="q_scale", dtypes=("float32",), strides=3, own_axes=2),
+    Term(name="q_scale", dtypes=("float32",), strides=3, own_axes=2, goes_packed=True),
     Term(name="k_scale", dtypes=("float32",), strides=3, own_axes=2, goes_packed=True),
     Term(name="v_scale", dtypes=("float32",), strides=3, own_axes=2, goes_packed=True),
 )

@@ -4,8 +4,8 @@
 
 runs the problems of one group, from the FIRST on, and prints a line of JSON before and after each. A group is what the
 same kernels serve, or nearly so: dtype, head dimensions, options, strides, and which gradients are wanted. There is one
-for every set of gradients, and some with pages, which have none. In a group sizes, values, broadcast axes and the
-results that the caller gives arrays for differ from problem to problem.
+for every set of gradients, and some with pages or with numbers of one byte, which have none. In a group sizes, values,
+broadcast axes and the results that the caller gives arrays for differ from problem to problem.
 
 A mistake in a kernel may leave the CUDA context of its process unusable. So `failures_of_group` runs a group in a
 process of its own, and where that ends too early, names the problem and goes on with the next one in another process.
@@ -27,18 +27,22 @@ import numpy as np
 
 import cuflash
 import cuflash.testing as ct
+from cuflash.operands import FLOAT8
 from cuflash.options import LAYOUTS
 from cuflash.terms import GRADIENTS
+from cuflash.testing.float8 import assert_float8
 from tests.pairs import judge
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS = tuple(itertools.chain(*(itertools.combinations(GRADIENTS, n) for n in range(1, len(GRADIENTS) + 1))))
-GROUPS_WITH_PAGES = 25
-GROUPS = len(NEEDS) + GROUPS_WITH_PAGES
+GROUPS_WITH_PAGES, GROUPS_OF_FLOAT8 = 25, 35
+GROUPS = len(NEEDS) + GROUPS_WITH_PAGES + GROUPS_OF_FLOAT8
+GRANULARITIES = (None, "tensor", "head", "block", "token")
 PROBLEMS = 12  # of a group
 LONGEST, LONGEST_OF_ALL = 400, 3000  # queries, or keys: of most problems, and of one in ten
 MAX_SCORES = {"float16": 2**18, "bfloat16": 2**18, "float32": 2**18, "float64": 2**16}
 HEAD_DIMS = (64, 64, 64, 128, 128, 128, 1, 3, 8, 16, 17, 24, 32, 40, 48, 72, 80, 96, 113, 160, 192, 255, 256)
+OF_BYTES = ("kv_dtype", "q_float8", "q_scale", "k_scale", "v_scale", "scale_block")
 PAGE_SIZES = (16, 32, 64, 128)
 SECONDS = 300  # that a group may take
 
@@ -69,7 +73,9 @@ def trials_of_group(number: int) -> list[Trial]:
     """The problems of a group: always the same."""
     rng = random.Random(number)
     need = NEEDS[number] if number < len(NEEDS) else ()
-    fixed = _fixed(rng, need, has_pages=not need)
+    after_pages = number - len(NEEDS) - GROUPS_WITH_PAGES
+    is_float8 = after_pages >= 0 or (not need and rng.random() < 0.5)
+    fixed = _fixed(rng, need, has_pages=not need and after_pages < 0, is_float8=is_float8)
     precisions: tuple[Literal["highest", "tf32"], ...] = ("highest", "highest", "tf32")
     deterministic, precision = rng.random() < 0.4, rng.choice(precisions)
     names = ("out", "lse", *need)
@@ -86,7 +92,7 @@ def trials_of_group(number: int) -> list[Trial]:
     ]
 
 
-def _fixed(rng: random.Random, need: tuple[str, ...], *, has_pages: bool) -> dict[str, Any]:
+def _fixed(rng: random.Random, need: tuple[str, ...], *, has_pages: bool, is_float8: bool) -> dict[str, Any]:
     """What the problems of a group have in common: fields of `Case`, and a kind or True where values differ."""
 
     def maybe(value: Any, otherwise: Any = None, *, wanted_by: str = "", chance: float = 0.3) -> Any:
@@ -123,13 +129,27 @@ def _fixed(rng: random.Random, need: tuple[str, ...], *, has_pages: bool) -> dic
         others = dict.fromkeys(others)
     if has_pages:
         others["block_size"] = None
-    return fixed | others
+    others["has_axes"] = not is_packed and not has_pages and rng.random() < 0.2
+    return fixed | others | (_float8(rng, fixed["dtype"], others["has_axes"]) if is_float8 else {})
+
+
+def _float8(rng: random.Random, dtype: str, has_axes: bool) -> dict[str, Any]:
+    """What numbers of one byte have in common in a group. `cuflash.testing.float8` knows bounds of q without axes."""
+    q_float8 = dtype == "bfloat16" and not has_axes and rng.random() < 0.7
+    return {
+        "kv_dtype": rng.choice(FLOAT8),
+        "q_float8": q_float8,
+        "q_scale": rng.choice(GRANULARITIES) if q_float8 else None,
+        "k_scale": rng.choice(GRANULARITIES),
+        "v_scale": rng.choice(GRANULARITIES),
+        "scale_block": rng.choice((16, 64, 128)),
+    }
 
 
 def _case(rng: random.Random, fixed: dict[str, Any]) -> ct.Case:
     """A problem of a group."""
     is_packed, page_size = fixed["is_packed"], fixed["page_size"]
-    ndim = 3 if is_packed else 4 if page_size else rng.choice((4, 4, 4, 3, 2))
+    ndim = 3 if is_packed else 4 if page_size or fixed["has_axes"] else rng.choice((4, 4, 4, 3, 2))
     num_heads_kv = rng.choice((1, 2, 3)) if ndim > 2 else 1
     num_heads = num_heads_kv * (rng.choice((1, 1, 2, 4)) if ndim > 2 else 1)
     batch = rng.choice((1, 2, 3)) if ndim == 4 or is_packed else 1
@@ -157,8 +177,9 @@ def _case(rng: random.Random, fixed: dict[str, Any]) -> ct.Case:
     if fixed["right"]:
         causal = rng.choice((True, True, "top_left", False))
         right = None if causal else rng.randint(0, max(0, min(lengths) - 2))
-    return ct.Case(
+    case = ct.Case(
         **{name: fixed[name] for name in ("dtype", "head_dim", "head_dim_v", "strides", "score_spread", "dropout")},
+        **{name: fixed[name] for name in OF_BYTES if name in fixed},
         sinks=fixed["sinks"],
         dlse=fixed["dlse"],
         seqlen_q=seqlen_q,
@@ -187,6 +208,7 @@ def _case(rng: random.Random, fixed: dict[str, Any]) -> ct.Case:
         cu_seqlens_k=starts(seqlen_k) if is_packed else None,
         seed=rng.randrange(2**16),
     )
+    return ct.over_axes(case, rng.choice) if fixed["has_axes"] else case
 
 
 def sample(of: int) -> list[Trial]:
@@ -222,8 +244,13 @@ def failure_of(trial: Trial, convert: Callable[[Any], Any]) -> str | None:
     for name, before in case.arrays().items():
         if ct.to_numpy(arrays[name]).tobytes() != before.tobytes():
             return f"{name} was written to"
+    plan = attn.plan(*inputs, **ct.optional(arrays))
+    kernels = plan.forward.kernels if hasattr(plan, "forward") else ()  # of NumPy arrays there are none
     try:
-        judge(trial, results)
+        if any(kernel.source == "sm90/forward_float8.cu" for kernel in kernels):
+            assert_float8(case, results["out"], results["lse"])
+        else:
+            judge(trial, results)
     except AssertionError as error:
         return str(error)
     return None
@@ -233,7 +260,11 @@ def _poisoned(trial: Trial) -> dict[str, np.ndarray]:
     """Arrays full of NaN for the results that the caller gives."""
     case, problem = trial.case, trial.case.problem
     arrays = case.arrays()
-    shapes = {"out": (problem.out_shape, arrays["q"].dtype), "lse": (problem.lse_shape, problem.softmax_dtype)}
+    out_shape, lse_shape = problem.out_shape, problem.lse_shape
+    if case.axes is not None:
+        out_shape, lse_shape = (*case.axes, *out_shape[-3:]), (*case.axes, *lse_shape[-2:])
+    shapes: dict[str, tuple[tuple[int, ...], Any]] = {}
+    shapes |= {"out": (out_shape, ct.numpy_dtype(case.dtype)), "lse": (lse_shape, problem.softmax_dtype)}
     shapes |= {name: ((), problem.softmax_dtype) for name in ("dscale", "dsoftcap")}
     shapes |= {f"d{name}": (x.shape, x.dtype) for name, x in arrays.items()}
     return {name: np.full(shapes[name][0], np.nan, shapes[name][1]) for name in trial.given}

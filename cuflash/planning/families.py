@@ -20,8 +20,8 @@ class Family(ABC, Generic[Row]):
     kernel: ClassVar[str]
     tile: ClassVar[type[Tile]]
     has_functions: ClassVar[bool] = False  # of the caller, as scores and masks
-    has_float8: ClassVar[bool] = False  # k and v may have numbers of one byte
-    multiplies_float8: ClassVar[bool] = False  # q has, too
+    has_float8: ClassVar[bool] = False  # q, k and v may have numbers of one byte, which become wider ones
+    multiplies_float8: ClassVar[bool] = False  # all of them have, and are multiplied as they are
 
     @property
     def source(self) -> str:
@@ -40,7 +40,7 @@ class Family(ABC, Generic[Row]):
         """The same, functions of the caller included."""
         if draft.problem.has_functions and not self.has_functions:
             return "it knows no functions that make scores or hide pairs"
-        if draft.problem.multiplies_float8 and not self.multiplies_float8:
+        if draft.problem.multiplies_float8 and not (self.has_float8 or self.multiplies_float8):
             return ""
         obstacle = self.why_not(draft)
         if obstacle is None and draft.problem.has_float8 and not (self.has_float8 or self.multiplies_float8):
@@ -130,15 +130,11 @@ def choose_family(families: Sequence[F], draft: Draft) -> tuple[F, Any, str]:
     for family in families:
         obstacle = family.obstacle(draft)
         if obstacle is None:
-            tile, reason = choose_row(family.table(draft.problem), draft.problem, draft.device)
-            return family, tile, "\n".join([reason, *obstacles])
+            break
         if obstacle:
             obstacles.append(f"not {family.kernel}: {obstacle}")
-    # All others are served by the last family.
-    why = (
-        "; ".join(obstacles)
-        or f"products of such numbers need compute capability 9.0, and {draft.device.name} has none"
-    )
-    raise NotImplementedError(
-        f"q: got dtype {draft.problem.q.dtype}, expected 16 bits or more, as cuflash.dequantize(q, q_scale) has ({why})"
-    )
+    # All that no other one serves, the last family does.
+    tile, reason = choose_row(family.table(draft.problem), draft.problem, draft.device)
+    if draft.problem.multiplies_float8 and not family.multiplies_float8:
+        obstacles.append(f"q, k and v of one byte become {draft.problem.dtype}, which is multiplied")
+    return family, tile, "\n".join([reason, *obstacles])

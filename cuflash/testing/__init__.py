@@ -37,7 +37,7 @@ from cuflash.testing.rule import (
     measure,
     yardsticks,
 )
-from cuflash.testing.strategies import FEATURES, MORE_FEATURES, cases, with_axes
+from cuflash.testing.strategies import FEATURES, MORE_FEATURES, cases, over_axes, with_axes
 
 __all__ = [
     "FEATURES",
@@ -58,6 +58,7 @@ __all__ = [
     "numpy_dtype",
     "optional",
     "optional_backward",
+    "over_axes",
     "qkv",
     "self_test_cases",
     "split_keys",

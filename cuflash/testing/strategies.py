@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -155,14 +155,18 @@ def cases(
 @st.composite
 def with_axes(draw: st.DrawFn, of: st.SearchStrategy[Case]) -> Case:
     """Strategy for 4-D cases as `of` draws them, with any number of leading axes, along which some arrays broadcast."""
-    case = draw(of)
-    axes = tuple(draw(st.lists(st.sampled_from((2, 1, 3)), max_size=4)))
+    return over_axes(draw(of), lambda values: draw(st.sampled_from(values)))
+
+
+def over_axes(case: Case, choose: Callable[[Sequence[Any]], Any]) -> Case:
+    """A 4-D case with leading axes, of which `choose` takes one of several values at a time, the simplest first."""
+    axes = tuple(choose((2, 1, 3)) for _ in range(choose(range(5))))
     while math.prod(axes) > MOST_ENTRIES:
         axes = axes[1:]
 
     def some() -> tuple[int, ...]:
-        own = [draw(st.sampled_from((n, 1))) for n in axes]
-        while own and own[0] == 1 and draw(st.booleans()):
+        own = [choose((n, 1)) for n in axes]
+        while own and own[0] == 1 and choose((False, True)):
             del own[0]
         return tuple(own)
 
@@ -170,12 +174,12 @@ def with_axes(draw: st.DrawFn, of: st.SearchStrategy[Case]) -> Case:
         return shape if shape is None or len(shape) < 3 else (*some(), *shape[-3:])
 
     leading = {name: some() for name in ("q", "k", "dout", "dlse", "kv_lengths")}
-    leading[draw(st.sampled_from(("q", "k")))] = axes
-    leading |= {term.name: (1,) * draw(st.sampled_from((0, len(axes)))) for term in OF_HEADS if term.lacks_batch}
-    leading["v"] = draw(st.sampled_from((axes, leading["k"])))
-    lengths = st.integers(0, case.seqlen_k)
+    leading[choose(("q", "k"))] = axes
+    leading |= {term.name: (1,) * choose((0, len(axes))) for term in OF_HEADS if term.lacks_batch}
+    leading["v"] = choose((axes, leading["k"]))
     given = [term.name for term in OF_HEADS if not term.lacks_batch and getattr(case, term.name) is not None]
     of_heads: dict[str, Any] = {name: (*some(), case.num_heads) for name in given}
+    lengths = range(case.seqlen_k + 1)
     return replace(
         case,
         axes=axes,
@@ -186,5 +190,5 @@ def with_axes(draw: st.DrawFn, of: st.SearchStrategy[Case]) -> Case:
         block_mask=None if case.block_mask is None else (*some(), *case.block_mask[-1:]) if case.block_mask else (),
         kv_lengths=None
         if case.kv_lengths is None
-        else tuple(draw(lengths) for _ in range(math.prod(leading["kv_lengths"]))),
+        else tuple(choose(lengths) for _ in range(math.prod(leading["kv_lengths"]))),
     )

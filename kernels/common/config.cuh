@@ -40,6 +40,7 @@ constexpr bool kHasFloat8 = sizeof(KeyStorage) == 1;
 constexpr int kKScale = CUFLASH_K_SCALE;
 constexpr int kVScale = CUFLASH_V_SCALE;
 constexpr bool kQScale = CUFLASH_Q_SCALE;  // whether queries have such numbers
+constexpr bool kFloat8Queries = CUFLASH_FLOAT8_QUERIES;  // q is of one byte a number, too
 constexpr bool kRoundsToTf32 = CUFLASH_ROUNDS_TO_TF32;  // of float32: precision="tf32"
 
 constexpr int kHeadDim = CUFLASH_HEAD_DIM;      // of q and k, as the arrays have it

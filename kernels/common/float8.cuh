@@ -1,7 +1,8 @@
-// Keys and values of one byte a number: as what products take, and what they are multiplied by.
+// Queries, keys and values of one byte a number: as what products take, and what they are multiplied by.
 //
-// A number of one byte is one of 16 bits too, exactly. Keys are not multiplied by their scales, but scores are; and not
-// values, but weights, or the output where all values of a head share a scale. So nothing is rounded before.
+// A number of one byte is one of 16 bits too, exactly. Queries and keys are not multiplied by their scales, but scores
+// are; and not values, but weights, or the output where all values of a head share a scale. So nothing is rounded
+// before.
 #pragma once
 #include "common/fragments.cuh"
 #include "common/pages.cuh"
@@ -91,6 +92,42 @@ struct HeadScales {
     }
   }
 };
+
+// What the queries of one head are multiplied by.
+struct QueryScales {
+  const float* data;
+  i64 stride;  // from one block of queries to the next
+  int shift;   // base-2 logarithm of the queries of a block
+  int first;   // place of the first query among all rows
+  int last;    // of all rows
+
+  CUFLASH_DEVICE QueryScales(const Params& params, Entry batch, int head)
+      : data((const float*)params.q_scale.data + entry_of(batch) * params.q_scale.batch_stride +
+             head * params.q_scale.head_stride),
+        stride(params.q_scale.row_stride),
+        shift(params.q_scale_shift),
+        first(query_start_of(batch)),
+        last(params.seqlen_q - 1) {}
+
+  // Of a query, or of any other one for rows that stand for none.
+  CUFLASH_DEVICE float of(int query) const {
+    if constexpr (!kQScale) return 1.0f;
+    return data[(min_of(first + query, last) >> shift) * stride];
+  }
+};
+
+// Multiplies the rows of a tile, of which a lane has two of each 16, by numbers of their queries.
+template <int m_tiles, int n_tiles>
+CUFLASH_DEVICE void multiply_rows(Real (&x)[m_tiles][n_tiles][4], const float (&scale)[m_tiles][2]) {
+  if constexpr (kQScale) {
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int n = 0; n < n_tiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[m][n][i] *= scale[m][i / 2];
+  }
+}
 
 // Multiplies the columns of a tile by numbers of their keys, or by that of the head.
 template <int kind, int m_tiles, int n_tiles>

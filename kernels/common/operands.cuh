@@ -14,8 +14,9 @@ CUFLASH_DEVICE const T* head_of(const Tensor& tensor, int batch, int head) {
 
 // The first of the queries, or of the keys, of batch entry `batch` in an operand that has a row for each of them. k and
 // v may lie in pages.
-CUFLASH_DEVICE const Storage* queries_of(const Tensor& tensor, Entry batch, int head) {
-  return head_of(tensor, entry_of(batch), head) + query_start_of(batch) * tensor.row_stride;
+template <class T = Storage>
+CUFLASH_DEVICE const T* queries_of(const Tensor& tensor, Entry batch, int head) {
+  return head_of<T>(tensor, entry_of(batch), head) + query_start_of(batch) * tensor.row_stride;
 }
 CUFLASH_DEVICE auto keys_of(const Params& params, const Tensor& tensor, Entry batch, int head) {
   if constexpr (kPageSize == 0)

@@ -17,6 +17,7 @@
 #include "sm80/copy.cuh"
 #include "sm80/float8_fragments.cuh"
 #include "sm80/mma.cuh"
+#include "sm80/queries.cuh"
 
 constexpr int kWarpsD = CUFLASH_WARPS_D;
 constexpr int kWarpsM = kNumWarps / kWarpsD;
@@ -61,7 +62,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
 
   // Fill the ring: tile i of the walk goes to stage i % kNumStages. Group i holds tile i (with Q in the first).
   const int num_tiles = tiles.stop - tiles.start;
-  load_tile<kBlockM, kHeadDim>(s_q, queries_of(params.q, batch, head), params.q.row_stride, first_row, seqlen_q);
+  load_queries<kBlockM, kHeadDim>(s_q, params, batch, head, first_row, seqlen_q);
   if constexpr (kNumStages == 1) {
     if (num_tiles > 0) load_k(tiles.stop - 1, 0);
     ptx::copy_async_commit();
@@ -79,12 +80,19 @@ CUFLASH_DEVICE void forward(const Params& params) {
   const HeadScales<kKScale> k_scales(params, params.k_scale, params.k_scale_shift, batch, head_kv);
   const HeadScales<kVScale> v_scales(params, params.v_scale, params.v_scale_shift, batch, head_kv);
   const float k_scale = k_scales.of_head(), v_scale = v_scales.of_head();
+  const QueryScales q_scales(params, batch, head);
 
   const Score score(params, batch, head, key_stop);
   const Mask mask(params, batch, head, key_stop);
   const Dropout dropout(params, batch, head);
   const Real exponent_scale = score.exponent_scale(), kept_scale = kept_scale_of(params);
   const int lane_row = first_row + warp_row + fragment_row();
+
+  float q_scale[kMTiles][2];
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) q_scale[m][half] = q_scales.of(lane_row + 16 * m + 8 * half);
 
   OnlineSoftmax<kMTiles> softmax;
   Real o[kMTiles][kColumnTiles][4];
@@ -124,6 +132,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
     float scale[kNTiles][2];  // of the keys, then of the values
     k_scales.load(scale, lane_key, key_stop);
     multiply_columns<kKScale>(s, scale, k_scale);
+    multiply_rows(s, q_scale);
     to_scores(score, mask, s, [&](int m, int i) { return lane_row + 16 * m + i / 2 * 8; }, lane_key, masked);
     softmax.update(s, o, exponent_scale);
     if constexpr (kHasDropout) {

@@ -14,7 +14,7 @@
 // other.
 //
 // Keys and values of one byte are converted by the consumer, a tile at a time, to where products read them. Their place
-// in the ring is free from then on.
+// in the ring is free from then on. Queries of one byte are converted where they lie.
 //
 //   barrier      one phase is over when           who waits
 //   q_full       Q of a head has arrived          consumer, before its first S
@@ -69,31 +69,60 @@ struct Shared : QkvShared<kNumStages> {
   CUFLASH_DEVICE Shared() : QkvShared(kBytesQ + kBytesConverted, kNumStages * kBytesK, kNumStages * kBytesV) {}
 };
 
-// Converts the first `valid` rows of a tile of numbers of one byte, and clears the others; by the consumer. A thread
-// takes 16 neighbours, which become two vectors of a line. Of 8 neighbouring threads half store them in the other order,
-// so that they meet in no bank.
+// 16 neighbours of one byte a number, of a tile of so many rows.
+template <int rows>
+CUFLASH_DEVICE Bytes16 load_bytes(u32 tile, u32 row, u32 vector) {
+  return ptx::load_shared_b128(tile + (vector / 8 * rows + row) * kLineBytes + (vector % 8 * 16 ^ row % 8 * 16));
+}
+// Stores them as elements: two vectors of a line. Of 8 neighbouring threads half store them in the other order, so that
+// they meet in no bank.
+template <int rows, class Float8 = KeyElement>
+CUFLASH_DEVICE void store_elements(u32 tile, u32 row, u32 vector, const Bytes16& bytes) {
+  const u32 swizzle = row % 8 * 16;
+  Bytes16 half[2], ordered[2];
+#pragma unroll
+  for (int pair = 0; pair < 8; ++pair)
+    half[pair / 4].word[pair % 4] = to_elements(Element{}, Float8{}, (u16)(bytes.word[pair / 2] >> pair % 2 * 16));
+  // Word by word, so that both stay in registers.
+  const u32 line = tile + (vector / 4 * rows + row) * kLineBytes, first = vector / 4 % 2 * 16;
+#pragma unroll
+  for (int word = 0; word < 4; ++word) {
+    ordered[0].word[word] = first ? half[1].word[word] : half[0].word[word];
+    ordered[1].word[word] = first ? half[0].word[word] : half[1].word[word];
+  }
+  ptx::store_shared_b128(line + ((vector % 4 * 32 + first) ^ swizzle), ordered[0]);
+  ptx::store_shared_b128(line + ((vector % 4 * 32 + (first ^ 16)) ^ swizzle), ordered[1]);
+}
+
+// Converts the first `valid` rows of a tile of numbers of one byte, and clears the others; by the consumer.
 template <int columns, class Float8 = KeyElement>
 CUFLASH_DEVICE void convert_tile(u32 target, u32 source, int valid, u32 thread) {
   constexpr u32 kVectors = columns / 16;
 #pragma unroll 2
   for (u32 i = thread; i < kBlockN * kVectors; i += kConsumerThreads) {
-    const u32 row = i / kVectors, vector = i % kVectors, swizzle = row % 8 * 16;
-    Bytes16 bytes = {}, half[2], ordered[2];
-    if ((int)row < valid)
-      bytes = ptx::load_shared_b128(source + (vector / 8 * kBlockN + row) * kLineBytes + (vector % 8 * 16 ^ swizzle));
-#pragma unroll
-    for (int pair = 0; pair < 8; ++pair)
-      half[pair / 4].word[pair % 4] = to_elements(Element{}, Float8{}, (u16)(bytes.word[pair / 2] >> pair % 2 * 16));
-    // Word by word, so that both stay in registers.
-    const u32 line = target + (vector / 4 * kBlockN + row) * kLineBytes, first = vector / 4 % 2 * 16;
-#pragma unroll
-    for (int word = 0; word < 4; ++word) {
-      ordered[0].word[word] = first ? half[1].word[word] : half[0].word[word];
-      ordered[1].word[word] = first ? half[0].word[word] : half[1].word[word];
-    }
-    ptx::store_shared_b128(line + ((vector % 4 * 32 + first) ^ swizzle), ordered[0]);
-    ptx::store_shared_b128(line + ((vector % 4 * 32 + (first ^ 16)) ^ swizzle), ordered[1]);
+    const u32 row = i / kVectors, vector = i % kVectors;
+    Bytes16 bytes = {};
+    if ((int)row < valid) bytes = load_bytes<kBlockN>(source, row, vector);
+    store_elements<kBlockN, Float8>(target, row, vector, bytes);
   }
+}
+
+// The same of queries, where they lie: all are read before one is written. `sync` waits for the consumer. Products wait
+// for what was written as they do for the first tile of keys, which is converted next.
+template <class Float8 = KeyElement, class Sync>
+CUFLASH_DEVICE void convert_queries(u32 tile, int valid, u32 thread, Sync sync) {
+  constexpr u32 kVectors = kDim / 16, kAll = kBlockM * kVectors;
+  Bytes16 bytes[ceil_div(kAll, kConsumerThreads)] = {};
+  const auto each = [&](auto visit) {
+#pragma unroll
+    for (u32 i = 0; i < kAll; i += kConsumerThreads)
+      if (i + thread < kAll) visit(bytes[i / kConsumerThreads], (i + thread) / kVectors, (i + thread) % kVectors);
+  };
+  each([&](Bytes16& x, u32 row, u32 vector) {
+    if ((int)row < valid) x = load_bytes<kBlockM>(tile, row, vector);
+  });
+  sync();
+  each([&](const Bytes16& x, u32 row, u32 vector) { store_elements<kBlockM, Float8>(tile, row, vector, x); });
 }
 
 // The heads that a block has keys of, one after another.
@@ -184,8 +213,12 @@ CUFLASH_DEVICE void produce(const DecodeParams& params, Shared& shared) {
       if (n_block == work.keys.stop - 1) {
         const Barrier q_full = shared.q_ring.full(q_at);
         shared.q_ring.empty(q_at).wait(q_at.parity ^ 1);
-        q_full.arrive_expect(chunked_bytes(work.rows, kDim));
-        load_chunks<kBlockM, kDim>(shared.q, params.q, q_full, 0, work.first_head(), work.batch);
+        constexpr int kQueryChunk = kFloat8Queries ? kKeyChunk : kChunk, kQueryChunks = ceil_div(kDim, kQueryChunk);
+        q_full.arrive_expect(kQueryChunks * work.rows * kLineBytes);
+#pragma unroll
+        for (int c = 0; c < kQueryChunks; ++c)
+          ptx::load_tensor(shared.q + c * kBlockM * kLineBytes, params.q, q_full.address, c * kQueryChunk, 0,
+                           work.first_head(), work.batch);
         q_at.advance();
       }
       shared.v_ring.empty(at).wait(at.parity ^ 1);
@@ -246,6 +279,11 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
     const HeadScales<kKScale> k_scales(common, common.k_scale, common.k_scale_shift, work.batch, work.head_kv);
     const HeadScales<kVScale> v_scales(common, common.v_scale, common.v_scale_shift, work.batch, work.head_kv);
     const float k_scale = k_scales.of_head(), v_scale = v_scales.of_head();
+    float q_scale[1][2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      q_scale[0][half] = QueryScales(common, work.batch, LaneRows::head_of(common, work, lane_row[half]))
+                             .of(rows.query[half]);
     float scale_of_key[kNTiles][2], scale_of_value[kNTiles][2];
     ValueScales value_scales;
 
@@ -290,7 +328,10 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
       if constexpr (!kHasFloat8) release_by_warp(shared.v_ring.empty(at));
     };
 
-    if (work.has_keys()) shared.q_ring.full(q_at).wait(q_at.parity);
+    if (work.has_keys()) {
+      shared.q_ring.full(q_at).wait(q_at.parity);
+      if constexpr (kFloat8Queries) convert_queries(shared.q, work.rows, thread, sync_consumer);
+    }
 #pragma unroll 1
     for (int n_block = work.keys.stop - 1; n_block >= work.keys.start; --n_block, at.advance()) {
       // They arrive while the tile is converted.
@@ -299,6 +340,7 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
       v_scales.load(scale_of_value, lane_key, work.key_stop);
       multiply_s(n_block);
       multiply_columns<kKScale>(s, scale_of_key, k_scale);
+      multiply_rows(s, q_scale);
       const bool masked = n_block < work.keys.full_start || n_block >= work.keys.full_stop;
       rows.score[0].cap(s);
       to_scores<true>(rows, rows, s, [](int, int i) { return i / 2; }, lane_key, masked);

@@ -223,21 +223,13 @@ struct Consumer {
         k_scales(common, common.k_scale, common.k_scale_shift, tile.work.batch, tile.head_kv),
         v_scales(common, common.v_scale, common.v_scale_shift, tile.work.batch, tile.head_kv) {
     set_zero(o);
+    const QueryScales q_scales(common, tile.work.batch, tile.work.head);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      row_factor[half] = scale_of(common) * kLog2e * k_scales.of_head() * q_scale_of(lane_row + 8 * half);
+      row_factor[half] = scale_of(common) * kLog2e * k_scales.of_head() * q_scales.of(lane_row + 8 * half);
     // Two registers also where both are equal: with one, the assembler cannot place the products of parts, and waits
     // for each of them.
     if constexpr (!kQScale && kParts > 1) row_factor[1] = ptx::shuffle_xor(row_factor[0], 4);
-  }
-
-  // What a query is multiplied by.
-  CUFLASH_DEVICE float q_scale_of(int row) const {
-    const Tensor& scale = common.q_scale;
-    if (!kQScale) return 1.0f;
-    const i64 head = tile.work.batch * scale.batch_stride + tile.work.head * scale.head_stride;
-    const int block = min_of(row, common.seqlen_q - 1) >> common.q_scale_shift;
-    return ((const float*)scale.data)[head + block * scale.row_stride];
   }
 
   CUFLASH_DEVICE void release(const Barrier& empty) const {

@@ -155,6 +155,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "kv_lengths": (60,),
         "page_size": 16,
     },
+    "float8 queries": {
+        "dtype": "bfloat16",
+        "causal": True,
+        "kv_dtype": "float8_e4m3fn",
+        "q_float8": True,
+        "q_scale": "token",
+        "k_scale": "token",
+        "v_scale": "token",
+        "sinks": True,
+    },
     "float8 products": {"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn", "q_float8": True, "causal": True},
     "float8 products, bounds": {
         "dtype": "bfloat16",
@@ -384,12 +394,12 @@ FLOAT8 = [
     *(
         Target(tile=tile, arch="9.0", variant=variant)
         for tile in DECODE_FLOAT8_SM90_TILES
-        for variant in ("float8", "float8 of heads")
+        for variant in ("float8", "float8 of heads", "float8 queries")
     ),
     *(
-        Target(tile=tile, arch=arch, variant="float8")
+        Target(tile=tile, arch=arch, variant=variant)
         for tile in FLOAT8_TILES
-        for arch in ("8.0", "8.9")
+        for arch, variant in (("8.0", "float8"), ("8.9", "float8"), ("9.0", "float8 queries"))
         if tile.element_bytes == 2 and fits(tile, arch)
     ),
     Target(tile=first_that_fits(FLOAT8_TILES, "9.0", 4), arch="9.0", variant="float8 of heads"),

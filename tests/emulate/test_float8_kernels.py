@@ -48,6 +48,7 @@ TERMS: dict[str, Any] = {
     "window": (60, None),
 }
 PACKED: dict[str, Any] = {"kv_lengths": None, "batch": 1, "cu_seqlens_q": (0, 30, 140), "cu_seqlens_k": (0, 111, 250)}
+OF_BYTES: dict[str, Any] = {"dtype": "bfloat16", "q_float8": True, "q_scale": "token", "scale_block": 16}
 # Name -> architecture, tile, case. Both formats, every kind of scale, and every dtype of q. Devices before 8.9 have no
 # instruction that converts, and those before 8.0 no products of bfloat16.
 CASES = {
@@ -67,6 +68,15 @@ CASES = {
     "sm80, pages, options": ("8.0", SM80, replace(LONG, page_size=64, dtype="bfloat16", scale_block=128, **TERMS)),
     "sm80, narrow": ("9.0", SM80, replace(LONG, strides="padded", head_dim=31, head_dim_v=17, dropout=0.2)),
     "sm80, packed": ("7.5", SM80, replace(LONG, dtype="bfloat16", kv_dtype="float8_e5m2", **PACKED)),
+    "q, decode": ("9.0", DECODE, replace(CASE, **OF_BYTES, sinks=True)),
+    "q, decode, pages": ("9.0", DECODE, replace(PAGES, **OF_BYTES | {"q_scale": "head", "head_dim": 144})),
+    "q, sm80": ("8.0", SM80, replace(LONG, **OF_BYTES, head_dim=72, dropout=0.2, **TERMS)),
+    "q, sm80, narrow": (
+        "8.9",
+        SM80,
+        replace(LONG, **OF_BYTES | {"q_scale": "block", "head_dim": 31, "strides": "padded"}),
+    ),
+    "q, sm80, packed": ("7.5", SM80, replace(LONG, **OF_BYTES, **PACKED)),
     "float32": ("9.0", WIDE, replace(LONG, dtype="float32", v_scale="head")),
     "float64": ("8.0", WIDEST, replace(LONG, dtype="float64", seqlen_q=40, strides="flipped")),
 }
@@ -89,7 +99,10 @@ def test_cases(arch, tile, case):
 @settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_case(tile, case, data):
-    """That the same kernel serves."""
+    """That the same kernel serves, and of q of one byte."""
+    if data.draw(st.booleans()):
+        q_scale = data.draw(st.sampled_from(["token", "tensor", "head", "block"]))
+        case = replace(case, dtype="bfloat16", q_float8=True, q_scale=q_scale)
     batch, pages = data.draw(st.integers(1, 3)), data.draw(st.integers(2, 12))
     granularity = ("block", "token") if case.page_size else ("token",)
     drawn = replace(
@@ -153,6 +166,30 @@ def test_plans_say_what_is_served():
     plan = choose_plan(many.problem, DeviceSpec.for_arch("9.0"), "forward")
     assert "not sm90/forward: it knows no keys and values of one byte" in plan.reason
     assert "float8_e4m3fn" in plan.kernels[0].name
+    # q of one byte, too: products of bytes where they have all options, and else the same two kernels.
+    few, long = (replace(case, dtype="bfloat16", q_float8=True, q_scale="token") for case in (few, many))
+    whole = replace(long, k_scale="head", v_scale="head")
+    others: dict[str, tuple[dict[str, Any], str]] = {
+        "bias": ({"bias": (1000,)}, "it knows no bias"),
+        "pages": ({"page_size": 16, "seqlen_k": 1008, "kv_lengths": (1000,) * 3}, "it knows no pages"),
+        "dropout": ({"dropout": 0.1}, "it knows no dropout"),
+        "packed": (PACKED, "it knows no packed sequences"),
+        "blocks": ({"k_scale": "block"}, "it knows no k_scale of 16 keys each"),
+        "keys": ({"v_scale": "token"}, "it knows no v_scale of 1 keys each"),
+    }
+    for changes, why in others.values():
+        plan = choose_plan(replace(whole, **changes).problem, DeviceSpec.for_arch("9.0"), "forward")
+        assert plan.kernels[-1].source == "sm80/forward.cu" and f"not sm90/forward_float8: {why}" in plan.reason
+        assert "q, k and v of one byte become bfloat16, which is multiplied" in plan.reason
+    for case, arch, source in (
+        (whole, "9.0", "sm90/forward_float8.cu"),
+        (few, "9.0", "sm90/decode.cu"),
+        (whole, "8.9", "sm80/forward.cu"),
+    ):
+        plan = choose_plan(case.problem, DeviceSpec.for_arch(arch), "forward")
+        assert plan.kernels[0].source == source
+        assert ("of one byte become bfloat16" in plan.reason) == (source != "sm90/forward_float8.cu")
+    few = replace(few, dtype="float16", q_float8=False, q_scale=None)
     # Rows that TMA does not reach, and heads that are too wide.
     for other in (replace(few, strides="padded"), replace(few, head_dim=320, kv_dtype="", k_scale=None, v_scale=None)):
         plan = choose_plan(other.problem, DeviceSpec.for_arch("9.0"), "forward")

@@ -1,6 +1,7 @@
 """The forward kernel of q, k and v of one byte a number, run on the CPU, against the oracle of what the numbers are."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ CASE = ct.Case(
     seed=2,
 )
 PLAIN = replace(CASE, causal=False, head_dim=128, q_scale="head")
+OF_POOL: dict[str, Any] = {"batch": 2, "k_scale": None, "v_scale": "tensor"}  # pages that a tile has several of
 # Name -> tile, case.
 CASES = {
     "d 64": (0, CASE),
@@ -40,6 +42,15 @@ CASES = {
     "d 256": (4, replace(CASE, head_dim=256, seqlen_q=130, num_heads_kv=2, window=(140, 3))),
     "d 256, blocks": (5, replace(PLAIN, head_dim=192, head_dim_v=256, v_scale="block", scale_block=128)),
     "narrow": (0, replace(CASE, head_dim=48, head_dim_v=32, scale=-0.3, k_scale=None)),
+    "pages": (0, replace(CASE, **OF_POOL, page_size=16, seqlen_k=304, kv_lengths=(200, 275), head_dim=48)),
+    "pages, blocks": (
+        3,
+        replace(PLAIN, batch=2, page_size=128, seqlen_k=384, kv_lengths=(300, 5), v_scale="block", scale_block=64),
+    ),
+    "pages, many to a tile": (
+        2,
+        replace(PLAIN, **OF_POOL, page_size=64, seqlen_k=384, kv_lengths=(300, 5), causal=True),
+    ),
     "block mask": (2, replace(PLAIN, seqlen_k=600, block_mask=(1, 2), block_size=(192, 96))),
 }
 

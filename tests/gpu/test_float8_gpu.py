@@ -27,6 +27,7 @@ CASE = ct.Case(
     k_scale="token",
     v_scale="token",
 )
+OF_BYTES: dict[str, Any] = {"q_float8": True, "q_scale": "token"}
 CASES: dict[str, dict[str, Any]] = {
     "one query": {},
     "one query, float16": {"dtype": "float16", "v_scale": "block", "scale_block": 64},
@@ -40,6 +41,18 @@ CASES: dict[str, dict[str, Any]] = {
     "narrow": {"seqlen_q": 70, "strides": "padded", "head_dim": 31, "dtype": "float16"},
     "transposed": {"seqlen_q": 70, "strides": "transposed", "head_dim": 64},
     "packed": {"batch": 1, "seqlen_q": 300, "cu_seqlens_q": (0, 100, 290), "cu_seqlens_k": (0, 700, 1300)},
+    # Of q, too, where bytes are not multiplied.
+    "q, one query": {**OF_BYTES, "sinks": True},
+    "q, pages": {**OF_BYTES, "seqlen_q": 7, "seqlen_k": 2048, "page_size": 16, "head_dim": 192},
+    "q, many queries": {**OF_BYTES, "seqlen_q": 300, "dropout": 0.2, "bias": (300, 1371), "mask": (1371,)},
+    "q, narrow": {**OF_BYTES, "seqlen_q": 70, "strides": "padded", "head_dim": 31, "q_scale": "block"},
+    "q, packed": {
+        **OF_BYTES,
+        "batch": 1,
+        "seqlen_q": 300,
+        "cu_seqlens_q": (0, 100, 290),
+        "cu_seqlens_k": (0, 700, 1300),
+    },
 }
 
 
@@ -54,7 +67,8 @@ def test_oracle(changes):
     out, lse = attn.forward(q, k, v, **ct.optional(arrays), **case.random)
     ct.assert_forward(case, out, lse)
     plans = plans_of(attn, q, k, v, **ct.optional(arrays))
-    why = "a block_table" if "block_table" in arrays else "k and v of one byte a number"
+    of_bytes = "q, k and v of one byte a number" if case.q_float8 else "k and v of one byte a number"
+    why = "a block_table" if "block_table" in arrays else of_bytes
     assert plans.backward is None and plans.describe().endswith(f"no backward pass with {why}")
     few = case.seqlen_q <= 16
     assert plans.forward.kernels[0].source == ("sm90/decode.cu" if few and _is_sm90(cupy) else "sm80/forward.cu")

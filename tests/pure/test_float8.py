@@ -40,7 +40,7 @@ def of_bytes(case, q_float8, q_scale):
     case = dataclasses.replace(case, kv_dtype=case.kv_dtype or "float8_e4m3fn", dlse=False)
     if not q_float8 or case.dtype != "bfloat16":
         return case
-    return dataclasses.replace(case, q_float8=True, q_scale=None if case.cu_seqlens_q is not None else q_scale)
+    return dataclasses.replace(case, q_float8=True, q_scale=q_scale)
 
 
 def run(case, arrays=None):

@@ -55,7 +55,7 @@ def test_every_argument_of_the_interface_is_among_them():
         "dout",
         "out",
         "lse",
-        "q_scale",  # of q of one byte, which few options go with: tests/emulate/test_float8_products.py
+        "q_scale",  # of q of one byte, whose dtype is no other: tests/pure/test_float8.py
         "dq",
         "dk",
         "dv",

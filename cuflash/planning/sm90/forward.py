@@ -17,6 +17,7 @@ from cuflash.planning.sm90.tiles import (
     ForwardFloat8Sm90Tile,
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
+    keys_of_scale,
     takes_pairs,
 )
 from cuflash.planning.tiles import Tile
@@ -81,13 +82,14 @@ class ForwardFloat8(ForwardFamily[ForwardFloat8Sm90Tile]):
 
     def why_not(self, draft: Draft) -> str | None:
         problem = draft.problem
-        if draft.device.arch != 90 or not problem.multiplies_float8:
+        if not problem.multiplies_float8:
             return ""
+        if draft.device.arch != 90:
+            return "products of numbers of one byte need compute capability 9.0"
         obstacle = draft.why_not_mapped(("q", "k", "v"))
         if obstacle is not None:
             return f"{obstacle}, which TMA cannot serve"
         terms = [name for name in problem.given(OF_PAIRS) if name != "block_mask"]
-        terms += ["pages"] if problem.page_size else []
         terms += ["dropout"] if problem.dropout else []
         terms += ["packed sequences"] if problem.is_packed else []
         if terms:
@@ -98,7 +100,7 @@ class ForwardFloat8(ForwardFamily[ForwardFloat8Sm90Tile]):
         if max(problem.head_dim, problem.head_dim_v) > max(row.max_dim for row in rows):
             return f"it serves head dimensions up to {max(row.max_dim for row in rows)}"
         for name in ("k_scale", "v_scale"):
-            block = problem.scale_block(name)
+            block = keys_of_scale(problem, name)
             if block % min(row.block_n for row in rows):
                 return f"it knows no {name} of {block} keys each, but of heads and of multiples of 64 keys"
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from cuflash.operands import ITEMSIZE
+from cuflash.operands import ITEMSIZE, Operand
 from cuflash.planning.device import DeviceSpec
 from cuflash.planning.tiles import ARITHMETIC, Tile, chunked_bytes, float32, h200, maker, reads
 from cuflash.problem import Problem
@@ -248,6 +248,13 @@ class ForwardFloat32Sm90Tile(Tile):
         return self.bf16_parts * (q + self.num_stages * (k + v)) + 8 * (2 + 4 * self.bf16_parts * self.num_stages)
 
 
+def keys_of_scale(problem: Problem, name: str) -> int:
+    """Neighbouring keys that have one number of k_scale or v_scale, at most those of a page; 0 for all of a head."""
+    operand: Operand | None = getattr(problem, name)
+    of_page = operand is not None and problem.page_size > 0 and operand.strides[0] != 0
+    return problem.scale_block(name) or (problem.page_size if of_page else 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ForwardFloat8Sm90Tile(Tile):
     """One way to cut the forward pass of q, k and v of one byte a number for compute capability 9.0.
@@ -300,7 +307,7 @@ class ForwardFloat8Sm90Tile(Tile):
     def why_not(self, problem: Problem, device: DeviceSpec) -> str:
         if self.serves == "causal" and problem.window_right is None:
             return "for problems with a right bound"
-        whole = all(problem.scale_block(name) % self.block_n == 0 for name in ("k_scale", "v_scale"))
+        whole = all(keys_of_scale(problem, name) % self.block_n == 0 for name in ("k_scale", "v_scale"))
         return "" if whole else f"for scales of heads, or of multiples of {self.block_n} keys"
 
 
@@ -530,12 +537,14 @@ FORWARD_TF32_SM90_TILES = (
 
 FORWARD_FLOAT8_SM90_TILES = (
     #                    max_dim m   n   stages of v, Q  overlaps serves
-    _forward_float8_sm90(64,  256, 64,  3, 3, 1, False, "any",
-                         "on an H200 630 / 547 TFLOP/s, 192 x 128 beside it 611 / 507 (32 heads, seqlen 4096)"),
+    _forward_float8_sm90(64,  256, 64,  4, 4, 2, False, "any",
+                         "on an H200 634 / 567 and 526 / 375 TFLOP/s, with 3, 3 and 1 stages beside it 628 / 568 and "
+                         "510 / 373 (32 heads, seqlen 4096 and 1024)"),
     _forward_float8_sm90(128, 128, 128, 2, 2, 2, True,  "causal",
-                         "on an H200 745 TFLOP/s causal, 192 x 96 in another run 689 (16 heads, seqlen 4096)"),
-    _forward_float8_sm90(128, 192, 96,  2, 2, 1, False, "any",
-                         "on an H200 875 TFLOP/s, 192 x 64 in another run 850 (16 heads, seqlen 4096)"),
+                         "on an H200 748 TFLOP/s causal, 192 x 96 beside it 713 (16 heads, seqlen 4096)"),
+    _forward_float8_sm90(128, 192, 96,  3, 2, 2, False, "any",
+                         "on an H200 829 TFLOP/s, with 2, 2 and 1 stages beside it 813, 192 x 64 778 (16 heads, "
+                         "seqlen 4096)"),
     _forward_float8_sm90(128, 192, 64,  3, 3, 1, False, "any",
                          "for scales of blocks of keys; on an H200 850 TFLOP/s (16 heads, seqlen 4096)"),
     _forward_float8_sm90(256, 128, 128, 2, 1, 1, False, "any",

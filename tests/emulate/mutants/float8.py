@@ -1,4 +1,4 @@
-"""Mistakes in what reads keys and values of one byte."""
+"""Mistakes in what reads queries, keys and values of one byte."""
 
 from tests.emulate.mutants.planting import mutant
 
@@ -6,6 +6,7 @@ DECODE = "sm90/decode.cu"
 FLOAT8 = "common/float8.cuh"
 FRAGMENTS = "sm80/float8_fragments.cuh"
 PRODUCTS = "sm90/forward_float8.cu"
+QUERIES = "sm80/queries.cuh"
 
 # fmt: off
 MUTANTS = (
@@ -24,6 +25,19 @@ MUTANTS = (
            "decode float8 blocks"),
     mutant("the scale of values is left out", FLOAT8, "return inverse_sum * of_head *", "return inverse_sum *",
            "forward float8 packed"),
+    mutant("all queries have the scale of the first", FLOAT8, "data[(min_of(first + query, last) >> shift) * stride]",
+           "data[0]", "forward float8 queries", "products of bytes"),
+    mutant("scales of queries count from the start of a sequence", FLOAT8, "min_of(first + query, last)",
+           "min_of(query, last)", "forward float8 queries packed"),
+    mutant("two rows have the scale of one query", FLOAT8, "x[m][n][i] *= scale[m][i / 2];",
+           "x[m][n][i] *= scale[m][0];", "decode float8 queries", "forward float8 queries"),
+    # ---- sm80/queries.cuh
+    mutant("queries past the last are read", QUERIES, "first_row + row < row_stop ? columns - column : 0",
+           "columns - column", "forward float8 queries"),
+    mutant("neighbours change places", QUERIES, "source[j] << j % 2 * 8", "source[j] << (j + 1) % 2 * 8",
+           "forward float8 queries"),
+    mutant("vectors reach past the last row", QUERIES, "kIsAligned && count >= kVector", "kIsAligned",
+           "forward float8 queries packed"),
     # ---- sm80/float8_fragments.cuh
     mutant("the second half of k is the first", FRAGMENTS, "half * 8 * row + i * 8)", "half * 8 * row)",
            "forward float8"),
@@ -41,8 +55,9 @@ MUTANTS = (
     mutant("the place is free before it is read", DECODE,
            "      if constexpr (kHasFloat8) convert_tile", "      release_by_warp(empty);\n      convert_tile",
            "decode float8"),
-    mutant("values past the last key are converted", DECODE, "if ((int)row < valid)", "if (true)",
+    mutant("values past the last key are converted", DECODE, "if ((int)row < valid) bytes =", "bytes =",
            "decode float8 lengths"),
+    mutant("queries are written before all are read", DECODE, "  sync();\n  each(", "  each(", "decode float8 queries"),
     # ---- sm90/forward_float8.cu
     mutant("values past the last key are not cleared", PRODUCTS, "if (valid < kBlockN) {", "if (false) {",
            "products of bytes"),
@@ -62,8 +77,6 @@ MUTANTS = (
            "products of bytes in parts"),
     mutant("sums of a part are read too early", PRODUCTS, "add_part<kPart - 1, 1>", "add_part<kPart - 1, 2>",
            "products of bytes in parts"),
-    mutant("all queries have the scale of the first", PRODUCTS, ">> common.q_scale_shift", ">> 20",
-           "products of bytes"),
     mutant("the output is read too early", PRODUCTS, "add_values<1>(n_block + 1, before,",
            "add_values<2>(n_block + 1, before,", "products of bytes ahead"),
     mutant("a tile that is passed over is not given back", PRODUCTS,

@@ -96,7 +96,7 @@ class Trial:
         found = dict(zip(names, results, strict=True))
         if two_parts:
             attention.assert_two_parts(problem, arrays, found)
-        elif case.q_float8:
+        elif isinstance(self.tiles[0], ForwardFloat8Sm90Tile):
             assert_float8(case, *results)
         elif "out" in found:
             ct.assert_forward(case, **found)

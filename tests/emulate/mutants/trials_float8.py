@@ -39,6 +39,7 @@ _FLOAT8 = ct.Case(
     k_scale="block",
     v_scale="token",
 )
+_QUERIES = replace(_FLOAT8, head_dim=45, dtype="bfloat16", q_float8=True, q_scale="token")
 _BYTES = ct.Case(
     seqlen_q=300,
     seqlen_k=330,
@@ -74,6 +75,14 @@ TRIALS = {
     ),
     "decode float8 lengths": Trial(
         case=replace(_FLOAT8, seqlen_q=5, kv_lengths=(0, 230), k_scale="token"), tiles=_FLOAT8_DECODE_TILES, num_sms=3
+    ),
+    "forward float8 queries": Trial(case=_QUERIES, tiles=_FLOAT8_TILES),
+    "forward float8 queries packed": Trial(
+        case=replace(_QUERIES, head_dim=44, batch=1, cu_seqlens_q=(0, 30, 70), cu_seqlens_k=(0, 35, 300)),
+        tiles=_FLOAT8_TILES,
+    ),
+    "decode float8 queries": Trial(
+        case=replace(_QUERIES, head_dim=80, seqlen_q=13), tiles=_FLOAT8_DECODE_TILES, num_sms=3
     ),
     "products of bytes": Trial(case=_BYTES, tiles=FORWARD_FLOAT8_SM90_TILES[:1], num_sms=1),
     "products of bytes in parts": Trial(
