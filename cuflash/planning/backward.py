@@ -22,7 +22,7 @@ from cuflash.planning.sm80 import DQ_TILES, SCORES_TILES, DqTile, ScoresTile
 from cuflash.planning.sm90.backward import BACK_SECTION, Backward, BackwardFloat32, steps_of_tile
 from cuflash.planning.sm90.backward_bias import add_bias_gradient, choose_bias_tile
 from cuflash.planning.sm90.tiles import BiasSm90Tile
-from cuflash.planning.tiles import Tile, choose_row, tile_bytes
+from cuflash.planning.tiles import ROLES, Role, Tile, choose_row, tile_bytes
 from cuflash.terms import TERMS
 
 FAMILIES: tuple[BackwardFamily[Any], ...] = (BackwardFloat32(), Backward(), sm80.Backward())
@@ -127,12 +127,9 @@ def _rows(
     parts of the scores that the main kernel sums; and whether it sums those of arrays that the score reads.
     """
     problem, device, need = draft.problem, draft.device, draft.need
-    given = tiles or ()
-    dq = next((tile for tile in given if isinstance(tile, DqTile)), None)
-    scores = next((tile for tile in given if isinstance(tile, ScoresTile)), None)
-    bias = next((tile for tile in given if isinstance(tile, BiasSm90Tile)), None)
-    others = DqTile | ScoresTile | BiasSm90Tile
-    family, main = None, next((tile for tile in given if not isinstance(tile, others)), None)
+    given: dict[Role, Any] = {tile.role: tile for tile in tiles or ()}
+    main, dq, scores, bias = (given.get(role) for role in ROLES)
+    family = None
     if tiles:
         draft.reasons.append(draft.origin)
         family = None if main is None else family_of(FAMILIES, main)

@@ -38,9 +38,8 @@ def choose_plan(
     `load_bytes` and `store_bytes` are the widest aligned accesses that serve all operands; without them they follow
     from the strides, pointers taken as 16-byte aligned. What is not in `operands` lies as `binding.assumed` says.
     `need` has the gradients that the backward pass is for, names of `terms.GRADIENTS`.
-    `tiles` overrides the tables: a row of the forward pass, or one of the backward pass (and a DqTile: deterministic; a
-    ScoresTile: the gradients `terms.OF_SCORES`).
-    `origin` says where they come from.
+    `tiles` overrides the tables: a row of the forward pass, or rows of the backward pass, at most one for each
+    `tiles.Role`. `origin` says where they come from.
 
     Raises NotImplementedError for what no kernel serves, ValueError for arrays that are not aligned to their elements.
     """

@@ -113,6 +113,7 @@ class DqTile(Sm80Tile):
     num_stages: int = 2
     dq_warps_d: int = 1  # warps along the columns of dq
 
+    role = "dq"
     defined = ("warps_d", "warps_q", "dq_warps_m")
     variations: ClassVar = {"block_n": (16, 32, 64), "num_stages": (1, 2)}
     warps_d = warps_q = 1  # of dk and dv, which it has not
@@ -144,6 +145,7 @@ class DqTile(Sm80Tile):
 class ScoresTile(Sm80Tile):
     """One way to cut the gradients `terms.OF_SCORES`. Blocks take tiles of block_m x block_n pairs, in num_stages."""
 
+    role = "scores"
     variations: ClassVar = {"block_n": (16, 32, 64), "num_stages": (1, 2)}
 
     dim_multiple = 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast, get_args
 
 from cuflash.operands import ITEMSIZE
 from cuflash.planning.device import DeviceSpec
@@ -23,6 +23,12 @@ COMMON_DEFINES = (
     "dim_multiple",
     "fragments_ahead",
 )
+
+
+# The main kernel of a pass, and of the backward pass the kernels beside it: of dq alone, of gradients of parts of the
+# scores, and of the gradient of a bias of pairs.
+Role = Literal["main", "dq", "scores", "bias"]
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -50,6 +56,8 @@ class Tile:
     """
 
     defined: ClassVar[tuple[str, ...]] = ()
+    # Which kernel of a pass the row is of. A plan has at most one row of each.
+    role: ClassVar[Role] = "main"
     # Values that tuning may change fields to, one at a time.
     variations: ClassVar[dict[str, tuple[int, ...]]] = {}
 
@@ -82,6 +90,11 @@ class Tile:
         @property
         def origin(self) -> str:
             """The measurement or the arithmetic that put the row here."""
+
+    @property
+    def maps_bias(self) -> bool:
+        """Whether the kernel loads a bias of pairs by TMA."""
+        return False
 
     def __post_init__(self) -> None:
         for holds, rule in self.rules():

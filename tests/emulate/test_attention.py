@@ -141,9 +141,8 @@ def test_forward(what, data):
 def test_backward(what, data):
     case, schedule = data.draw(what.cases()), data.draw(schedules)
     problem, arrays = what.arguments(case)
-    tiles = what.tiles if what.deterministic else (*what.tiles, None)
     forward = forward_by_oracle(problem, arrays, **case.random)
-    options: dict[str, Any] = {"arch": what.device, "tiles": tiles, "schedule": schedule}
+    options: dict[str, Any] = {"arch": what.device, "tiles": what.tiles, "schedule": schedule}
     ct.assert_backward(case, *attention.backward(problem, arrays, *forward, **options | case.random))
 
 

@@ -40,7 +40,7 @@ def row_for(head_dim, table):
 
 
 def backward(problem, arrays, out, lse, tile, **options):
-    return attention.backward(problem, arrays, out, lse, tiles=(tile, None), **options)
+    return attention.backward(problem, arrays, out, lse, tiles=(tile,), **options)
 
 
 def what(tile, head_dim, head_dim_v=None, **options):

@@ -17,6 +17,7 @@ from cuflash.planning.sm90.tiles import (
     FORWARD_SM90_TILES,
     ForwardSm90Tile,
 )
+from cuflash.planning.tiles import Tile
 from tests.emulate import attention
 from tests.emulate.attention import forward_by_oracle, problem_of
 from tests.emulate.checks import (
@@ -128,8 +129,9 @@ def test_matrix_loads_have_no_bank_conflicts(tile):
     if isinstance(tile, ForwardTile | ForwardSm90Tile):
         attention.forward(problem, arrays, tiles=(tile,), statistics=launches)
     else:
-        tiles = (next(main for main in BACKWARD_TILES if goes_with(main, tile)), tile)
-        tiles = tiles if isinstance(tile, DqTile) else (tile, None)
+        tiles: tuple[Tile, ...] = (tile,)
+        if isinstance(tile, DqTile):
+            tiles = (next(main for main in BACKWARD_TILES if goes_with(main, tile)), tile)
         attention.backward(problem, arrays, *forward_by_oracle(problem, arrays), tiles=tiles, statistics=launches)
     assert sum(launch.matrix_loads for launch in launches) > 0
     assert [launch.matrix_load_conflicts for launch in launches] == [0] * len(launches)

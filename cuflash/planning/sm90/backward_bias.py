@@ -8,7 +8,7 @@ from cuflash.operands import ITEMSIZE
 from cuflash.planning.draft import Draft
 from cuflash.planning.scores import add_stored
 from cuflash.planning.sm90.forward import why_not_16_bit
-from cuflash.planning.sm90.tiles import BIAS_SM90_TILES, BackwardSm90Tile, BiasSm90Tile
+from cuflash.planning.sm90.tiles import BIAS_SM90_TILES, BiasSm90Tile
 from cuflash.planning.tiles import Tile, choose_row
 
 SOURCE = "sm90/backward_bias.cu"
@@ -21,7 +21,7 @@ def choose_bias_tile(draft: Draft, main: Tile | None) -> BiasSm90Tile | None:
     if draft.device.arch != 90 or ITEMSIZE[draft.problem.dtype] != 2:
         return None
     obstacle = why_not_16_bit(draft, _MAPPED[:-1], BIAS_SM90_TILES)
-    if main is not None and not (isinstance(main, BackwardSm90Tile) and main.bias_of_pairs):
+    if main is not None and not main.maps_bias:
         obstacle = "the main kernel does not load the bias by TMA"
     tile = None
     if obstacle is None:

@@ -382,6 +382,10 @@ class BackwardSm90Tile(ScoredTile):
         return self.schedule == "kSplitRoles"
 
     @property
+    def maps_bias(self) -> bool:
+        return self.bias_of_pairs > 0
+
+    @property
     def num_warps(self) -> int:
         """The warps of two consumers, of dq, and of the warpgroup that keeps the order of dq."""
         return 16 if self.dq_in_order else 12
@@ -412,6 +416,7 @@ class BiasSm90Tile(ScoredTile):
     bias_stages: int  # tiles of bias
     origin: str = field(compare=False)
 
+    role = "bias"
     defined = ("bias_stages",)
     variations: ClassVar = {"num_stages": (2, 3, 4), "bias_stages": (1, 2)}
 

@@ -32,7 +32,7 @@ class Trial:
     """One pass of one case with one plan."""
 
     case: ct.Case
-    tiles: tuple[Tile | None, ...]
+    tiles: tuple[Tile, ...]
     place: attention.Place = attention.guarded
     arch: str = "9.0"
     num_sms: int = 132

@@ -76,7 +76,7 @@ def _backward(
     block_m: int = 32,
     block_n: int = 64,
     element_bytes: int = 2,
-) -> tuple[BackwardTile, None]:
+) -> tuple[BackwardTile]:
     tile = BackwardTile(
         element_bytes=element_bytes,
         max_dim=128,
@@ -90,7 +90,7 @@ def _backward(
         fragments_ahead=1,
         origin="of a trial",
     )
-    return tile, None
+    return (tile,)
 
 
 _BACKWARD_SM90 = BackwardSm90Tile(
@@ -105,11 +105,9 @@ _DK_FROM_SHARED = replace(_BACKWARD_SM90, schedule="kSharedDs")
 _SPLIT_ROLES = replace(_BACKWARD_SM90, block_n=64, schedule="kSplitRoles")
 _BACKWARD_PARTS = (
     BackwardFloat32Sm90Tile(max_dim=128, num_stages=1, num_buffers=1, dq_late=True, origin="of a trial"),
-    None,
 )
 _BACKWARD_PARTS_RING = (
     BackwardFloat32Sm90Tile(max_dim=64, num_stages=2, num_buffers=2, dq_late=False, origin="of a trial"),
-    None,
 )
 _DECODE_TILES = (DecodeSm90Tile(max_dim=128, block_n=32, num_stages=2, min_blocks=1, origin="of a trial"),)
 _LONG_DECODE_TILES = (replace(_DECODE_TILES[0], block_n=64),)
@@ -217,9 +215,9 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "sm90 bias": Trial(case=_BIAS, tiles=_bias_tile(), num_sms=1),
     "sm90 wide bias": Trial(case=_WIDE_BIAS, tiles=_bias_tile(), num_sms=1),
     "sm90 keys": Trial(case=_NUMBERS, tiles=_sm90(block_m=192), num_sms=1),
-    "backward sm90 bias": Trial(case=_BIAS, tiles=(_BACKWARD_SM90, None), num_sms=1),
-    "backward sm90 wide bias": Trial(case=_WIDE_BIAS, tiles=(_SPLIT_ROLES, None), num_sms=1),
-    "backward sm90 keys": Trial(case=_NUMBERS, tiles=(_BACKWARD_SM90, None), num_sms=1),
+    "backward sm90 bias": Trial(case=_BIAS, tiles=(_BACKWARD_SM90,), num_sms=1),
+    "backward sm90 wide bias": Trial(case=_WIDE_BIAS, tiles=(_SPLIT_ROLES,), num_sms=1),
+    "backward sm90 keys": Trial(case=_NUMBERS, tiles=(_BACKWARD_SM90,), num_sms=1),
     "sm90 small softcap": Trial(case=replace(_GROUPED, seqlen_k=300, softcap=8.0), tiles=_sm90(), num_sms=1),
     # Exponents of a later tile that exceed those of the first by more than sums may grow.
     "sm90 softcap spread": Trial(
@@ -325,7 +323,7 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
         tiles=(replace(_DECODE_TILES[0], block_n=48),),
     ),
     "backward sinks": Trial(case=replace(_SINKS, strides="flipped"), tiles=_backward()),
-    "backward sm90 sinks": Trial(case=_SINKS, tiles=(_BACKWARD_SM90, None)),
+    "backward sm90 sinks": Trial(case=_SINKS, tiles=(_BACKWARD_SM90,)),
     # Two stages and one; sums over every axis; blocks that share a sum, and tiles that nobody sees.
     "dbias": Trial(case=replace(_TERMS_OF_SCORES, bias=(4, 70, 77)), tiles=_SCORES, need=("dbias",), num_sms=1),
     "dbias shared": Trial(
@@ -366,41 +364,41 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     # The same by tiles of keys: heads of a group one after another, the last tile shared by blocks, and hidden tiles.
     "key sums": Trial(
         case=replace(_KEY_SUMS, softcap=2.0, score_spread=3.0),
-        tiles=(_BACKWARD_SM90, None),
+        tiles=(_BACKWARD_SM90,),
         num_sms=1,
         need=("dk", "dbias", *_SUMS),
     ),
     "key sums shared": Trial(
         case=replace(_KEY_SUMS, seqlen_k=350, bias=(1, 4, 1, 350)),
-        tiles=(_DK_FROM_SHARED, None),
+        tiles=(_DK_FROM_SHARED,),
         num_sms=11,
         shares=True,
         need=("dv", "dbias", "dalibi_slopes", "dscale"),
     ),
     "key sums blocks": Trial(
         case=replace(_KEY_SUMS, bias=(140,), block_mask=(2, 4), block_size=(64, 128), blocks_kept=0.4),
-        tiles=(_BACKWARD_SM90, None),
+        tiles=(_BACKWARD_SM90,),
         num_sms=1,
         need=("dk", "dbias", "dalibi_slopes"),
     ),
     "key sums roles": Trial(
-        case=_KEY_SUMS, tiles=(_SPLIT_ROLES, None), num_sms=1, need=("dk", "dbias", "dalibi_slopes", "dscale")
+        case=_KEY_SUMS, tiles=(_SPLIT_ROLES,), num_sms=1, need=("dk", "dbias", "dalibi_slopes", "dscale")
     ),
     "key sums none": Trial(
         case=replace(_KEY_SUMS, kv_lengths=(140, 60)),
-        tiles=(_BACKWARD_SM90, None),
+        tiles=(_BACKWARD_SM90,),
         num_sms=1,
         need=("dk", "dbias", "dalibi_slopes", "dscale"),
     ),
     "packed key sums": Trial(
-        case=replace(_PACKED, softcap=5.0), tiles=(_BACKWARD_SM90, None), num_sms=1, need=("dk", *_SUMS)
+        case=replace(_PACKED, softcap=5.0), tiles=(_BACKWARD_SM90,), num_sms=1, need=("dk", *_SUMS)
     ),
     "small softcap key sums": Trial(
-        case=replace(_KEY_SUMS, softcap=4.0), tiles=(_BACKWARD_SM90, None), num_sms=1, need=("dk", "dsoftcap")
+        case=replace(_KEY_SUMS, softcap=4.0), tiles=(_BACKWARD_SM90,), num_sms=1, need=("dk", "dsoftcap")
     ),
     "only dk": Trial(case=_SMALL, tiles=_backward(), need=("dk",)),
     "only dv": Trial(case=_SMALL, tiles=_backward(), need=("dv",)),
-    "sm90 only dv": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_BACKWARD_SM90, None), num_sms=1, need=("dv",)),
+    "sm90 only dv": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_BACKWARD_SM90,), num_sms=1, need=("dv",)),
     "parts only dk": Trial(case=replace(_PARTS, seqlen_k=70), tiles=_BACKWARD_PARTS, need=("dk",)),
     "backward": Trial(case=replace(_GROUPED, num_heads=2), tiles=_backward()),
     "backward sums of keys": Trial(case=_GROUPED, tiles=_backward(), wide=("dk",)),
@@ -412,73 +410,73 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "backward terms": Trial(case=_TERMS, tiles=_backward()),
     "backward far": Trial(case=_FAR, tiles=_backward(), place=attention.far_apart),
     "backward split": Trial(case=_SMALL, tiles=_backward()),
-    "backward sm90": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_BACKWARD_SM90, None), num_sms=1),
+    "backward sm90": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_BACKWARD_SM90,), num_sms=1),
     "backward sm90 softcap": Trial(
-        case=replace(_GROUPED, seqlen_q=300, score_spread=4.0, softcap=3.0), tiles=(_DK_FROM_SHARED, None), num_sms=1
+        case=replace(_GROUPED, seqlen_q=300, score_spread=4.0, softcap=3.0), tiles=(_DK_FROM_SHARED,), num_sms=1
     ),
     "backward sm90 roles softcap": Trial(
-        case=replace(_GROUPED, seqlen_q=300, score_spread=4.0, softcap=3.0), tiles=(_SPLIT_ROLES, None), num_sms=1
+        case=replace(_GROUPED, seqlen_q=300, score_spread=4.0, softcap=3.0), tiles=(_SPLIT_ROLES,), num_sms=1
     ),
     "backward sm90 slopes": Trial(
-        case=replace(_GROUPED, seqlen_q=300, alibi_slopes=(4,)), tiles=(_BACKWARD_SM90, None), num_sms=1
+        case=replace(_GROUPED, seqlen_q=300, alibi_slopes=(4,)), tiles=(_BACKWARD_SM90,), num_sms=1
     ),
     "backward sm90 wide": Trial(
         case=replace(_GROUPED, seqlen_q=100, head_dim=184, head_dim_v=136),
-        tiles=(replace(_SPLIT_ROLES, max_dim=256), None),
+        tiles=(replace(_SPLIT_ROLES, max_dim=256),),
         num_sms=1,
     ),
-    "backward sm90 lengths": Trial(case=replace(_LENGTHS, seqlen_q=100), tiles=(_BACKWARD_SM90, None), num_sms=1),
-    "backward sm90 roles": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_SPLIT_ROLES, None), num_sms=1),
-    "backward sm90 shared": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_DK_FROM_SHARED, None), num_sms=1),
+    "backward sm90 lengths": Trial(case=replace(_LENGTHS, seqlen_q=100), tiles=(_BACKWARD_SM90,), num_sms=1),
+    "backward sm90 roles": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_SPLIT_ROLES,), num_sms=1),
+    "backward sm90 shared": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_DK_FROM_SHARED,), num_sms=1),
     "backward sm90 in order": Trial(
-        case=replace(_GROUPED, seqlen_q=300, seqlen_k=290, causal=True), tiles=(_BACKWARD_SM90, None), dq_in_order=True
+        case=replace(_GROUPED, seqlen_q=300, seqlen_k=290, causal=True), tiles=(_BACKWARD_SM90,), dq_in_order=True
     ),
     "backward sm90 in order shared": Trial(
-        case=replace(_GROUPED, seqlen_q=300, seqlen_k=290), tiles=(_DK_FROM_SHARED, None), dq_in_order=True
+        case=replace(_GROUPED, seqlen_q=300, seqlen_k=290), tiles=(_DK_FROM_SHARED,), dq_in_order=True
     ),
     "backward sm90 in order back": Trial(
         case=replace(_GROUPED, seqlen_k=140, causal=True, num_heads=8, num_heads_kv=8),
-        tiles=(_SPLIT_ROLES, None),
+        tiles=(_SPLIT_ROLES,),
         dq_in_order=True,
     ),
     "backward sm90 in order window": Trial(
         case=replace(_GROUPED, seqlen_q=300, seqlen_k=400, window=(70, 40)),
-        tiles=(_BACKWARD_SM90, None),
+        tiles=(_BACKWARD_SM90,),
         dq_in_order=True,
     ),
     "backward sm90 clears": Trial(
-        case=replace(_GROUPED, seqlen_k=200, num_heads=16, num_heads_kv=8), tiles=(_BACKWARD_SM90, None), num_sms=1
+        case=replace(_GROUPED, seqlen_k=200, num_heads=16, num_heads_kv=8), tiles=(_BACKWARD_SM90,), num_sms=1
     ),
     "backward sm90 clears back": Trial(
         case=replace(_GROUPED, seqlen_q=70, seqlen_k=140, batch=3, causal=True, num_heads=8, num_heads_kv=8),
-        tiles=(_SPLIT_ROLES, None),
+        tiles=(_SPLIT_ROLES,),
         dq_in_order=True,
         num_sms=1,
     ),
     "backward sm90 clears shared": Trial(
         case=replace(_GROUPED, batch=1, num_heads=40, num_heads_kv=40),
-        tiles=(_BACKWARD_SM90, None),
+        tiles=(_BACKWARD_SM90,),
         num_sms=16,
         shares=True,
     ),
     "packed backward sm90 clears": Trial(
         case=replace(_PACKED, causal=False, num_heads=10, num_heads_kv=5, alibi_slopes=None),
-        tiles=(_BACKWARD_SM90, None),
+        tiles=(_BACKWARD_SM90,),
         dq_in_order=True,
         num_sms=1,
     ),
     "backward sm90 tail": Trial(
-        case=replace(_GROUPED, seqlen_q=300, seqlen_k=380), tiles=(_BACKWARD_SM90, None), num_sms=5, shares=True
+        case=replace(_GROUPED, seqlen_q=300, seqlen_k=380), tiles=(_BACKWARD_SM90,), num_sms=5, shares=True
     ),
     "backward sm90 tail back": Trial(
         case=replace(_GROUPED, seqlen_q=140, seqlen_k=140, causal=True, num_heads=8, num_heads_kv=8),
-        tiles=(_SPLIT_ROLES, None),
+        tiles=(_SPLIT_ROLES,),
         dq_in_order=True,
         shares=True,
     ),
     "backward sm90 tail blocks": Trial(
         case=replace(_GROUPED, seqlen_q=300, seqlen_k=257, block_mask=(4,), block_size=(64, 128)),
-        tiles=(_BACKWARD_SM90, None),
+        tiles=(_BACKWARD_SM90,),
         shares=True,
     ),
     "packed": Trial(case=_PACKED, tiles=_forward(block_m=64)),
@@ -487,26 +485,26 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "packed sm90 full": Trial(case=replace(_PACKED, causal=False), tiles=_sm90(), num_sms=3),
     "packed backward": Trial(case=_PACKED, tiles=_backward(), num_sms=1),
     "packed backward split": Trial(case=_PACKED, tiles=_backward()),
-    "packed deterministic": Trial(case=_PACKED, tiles=(*_backward()[:1], _DQ)),
-    "packed backward sm90": Trial(case=_PACKED, tiles=(_BACKWARD_SM90, None), num_sms=1),
-    "packed backward sm90 roles": Trial(case=_PACKED, tiles=(_SPLIT_ROLES, None), num_sms=1),
-    "packed backward sm90 in order": Trial(case=_PACKED, tiles=(_BACKWARD_SM90, None), dq_in_order=True),
+    "packed deterministic": Trial(case=_PACKED, tiles=(*_backward(), _DQ)),
+    "packed backward sm90": Trial(case=_PACKED, tiles=(_BACKWARD_SM90,), num_sms=1),
+    "packed backward sm90 roles": Trial(case=_PACKED, tiles=(_SPLIT_ROLES,), num_sms=1),
+    "packed backward sm90 in order": Trial(case=_PACKED, tiles=(_BACKWARD_SM90,), dq_in_order=True),
     "packed backward sm90 in order window": Trial(
-        case=replace(_PACKED, causal=False, window=(40, 10)), tiles=(_BACKWARD_SM90, None), dq_in_order=True, num_sms=1
+        case=replace(_PACKED, causal=False, window=(40, 10)), tiles=(_BACKWARD_SM90,), dq_in_order=True, num_sms=1
     ),
     "packed many": Trial(case=_PACKED_MANY, tiles=_forward(block_m=64)),
     "packed many sm90": Trial(case=replace(_PACKED_MANY, num_heads=18, num_heads_kv=1), tiles=_sm90(), num_sms=5),
     "packed negative": Trial(case=_PACKED, tiles=_forward(block_m=64), cu_seqlens=(0, -(2**30), 100, -(2**29), 200)),
     "packed wild": Trial(
         case=replace(_PACKED, causal=False),
-        tiles=(_BACKWARD_SM90, None),
+        tiles=(_BACKWARD_SM90,),
         dq_in_order=True,
         cu_seqlens=(0, 300, 0, 10, 2**30),
     ),
     "backward parts": Trial(case=replace(_PARTS, seqlen_q=200, seqlen_k=100), tiles=_BACKWARD_PARTS, num_sms=1),
     "backward two parts": Trial(
         case=replace(_PARTS, seqlen_q=200, seqlen_k=100),
-        tiles=(replace(_BACKWARD_PARTS[0], bf16_parts=2), None),
+        tiles=(replace(_BACKWARD_PARTS[0], bf16_parts=2),),
         num_sms=1,
     ),
     "backward parts ring": Trial(
@@ -540,8 +538,8 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "dropout backward": Trial(case=_DROPOUT, tiles=_backward(), num_sms=1),
     "dropout backward split": Trial(case=_DROPOUT, tiles=_backward()),
     "dropout deterministic": Trial(case=_DROPOUT, tiles=(_backward()[0], _DQ)),
-    "dropout backward sm90": Trial(case=_DROPOUT, tiles=(_BACKWARD_SM90, None), num_sms=1),
-    "dropout backward sm90 roles": Trial(case=_DROPOUT, tiles=(_SPLIT_ROLES, None), num_sms=1),
+    "dropout backward sm90": Trial(case=_DROPOUT, tiles=(_BACKWARD_SM90,), num_sms=1),
+    "dropout backward sm90 roles": Trial(case=_DROPOUT, tiles=(_SPLIT_ROLES,), num_sms=1),
     "dropout backward parts": Trial(case=_DROPOUT_FLOAT32, tiles=_BACKWARD_PARTS, num_sms=1),
     "forward blocks": Trial(case=_BLOCKS, tiles=_forward(block_m=64)),
     "forward many blocks": Trial(
@@ -549,11 +547,11 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     ),
     "sm90 blocks": Trial(case=_BLOCKS, tiles=_sm90(), num_sms=1),
     "backward blocks": Trial(case=_BLOCKS, tiles=_backward(), num_sms=1),
-    "backward sm90 blocks": Trial(case=_BLOCKS, tiles=(_BACKWARD_SM90, None), num_sms=1),
+    "backward sm90 blocks": Trial(case=_BLOCKS, tiles=(_BACKWARD_SM90,), num_sms=1),
     "sm90 bits": Trial(case=_BITS, tiles=_sm90(), num_sms=1),
     "sm90 bits of pairs in a window": Trial(case=_BITS_IN_A_WINDOW, tiles=_sm90(), num_sms=1),
-    "backward sm90 bits": Trial(case=_BITS, tiles=(_BACKWARD_SM90, None), num_sms=1),
-    "backward sm90 bits in order": Trial(case=_BITS, tiles=(_BACKWARD_SM90, None), num_sms=1, dq_in_order=True),
+    "backward sm90 bits": Trial(case=_BITS, tiles=(_BACKWARD_SM90,), num_sms=1),
+    "backward sm90 bits in order": Trial(case=_BITS, tiles=(_BACKWARD_SM90,), num_sms=1, dq_in_order=True),
     "sm90 cut blocks": Trial(case=_CUT_BLOCKS, tiles=_sm90(), num_sms=1),
     "looked at": Trial(case=_LOOKED_AT, tiles=_forward(block_m=64)),
     "looked at by bytes": Trial(

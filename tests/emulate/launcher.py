@@ -1,0 +1,129 @@
+"""`cuflash.launch` on the emulator: as much of CuPy and of the driver as the launcher asks for."""
+
+import ctypes
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from cuflash.binding import Pass
+from cuflash.emulator.building import build
+from cuflash.emulator.memory import tensor_map
+from cuflash.operands import ITEMSIZE
+from cuflash.options import Options
+from cuflash.planning import DeviceSpec, KernelSpec, LaunchPlan
+from cuflash.planning.argument import maps_offset
+from cuflash.tensor_map import BYTES, TensorMapSpec
+from cuflash.terms import GRADIENTS, NAMES
+
+ALIGNMENT = 256  # bytes, of an allocation on a device
+OF_PASS: dict[Pass, tuple[str, ...]] = {
+    "forward": ("out", "lse"),
+    "backward": ("dout", "dlse", "out", "lse", *GRADIENTS),
+}
+
+
+def allocated(nbytes: int) -> np.ndarray:
+    """Memory full of NaN."""
+    storage = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8)
+    first = -storage.ctypes.data % ALIGNMENT
+    return storage[first : first + nbytes]
+
+
+class DeviceArray(np.ndarray):
+    """An array with as much of the interface of CuPy's as the launcher looks at; memory of its own if it is new."""
+
+    def __new__(cls, shape: tuple[int, ...], dtype: Any) -> "DeviceArray":
+        memory = allocated(int(np.prod(shape)) * np.dtype(dtype).itemsize)
+        return memory.view(dtype).reshape(shape).view(cls)
+
+    @property
+    def data(self) -> Any:
+        memory = SimpleNamespace(ptr=self.ctypes.data, size=0)  # nothing is known of what lies after an array
+        return SimpleNamespace(ptr=self.ctypes.data, device_id=0, mem=memory)
+
+
+class Launcher:
+    """What `cuflash.launch` plans and launches. Kernels that it `launched` have run only if it `computes`."""
+
+    def __init__(self, module: Any, computes: bool) -> None:
+        self._module, self._computes = module, computes
+        self.launched: list[KernelSpec] = []
+        self._loaded: list[KernelSpec] = []
+
+    def plan(self, pass_: Pass, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> LaunchPlan:
+        found: LaunchPlan = getattr(self._module.plan(options, self._given("backward", arrays), need), pass_)
+        return found
+
+    def call(
+        self, pass_: Pass, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...], random: tuple[int, int]
+    ) -> tuple[np.ndarray, ...]:
+        given = self._given(pass_, arrays)
+        found = getattr(self._module, pass_)(options, given, *([need] if pass_ == "backward" else []), random)
+        return tuple(x.view(np.ndarray) for x in found)
+
+    def _given(self, pass_: Pass, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        absent = dict.fromkeys((*NAMES, *OF_PASS[pass_]))
+        return absent | {name: x.view(DeviceArray) for name, x in arrays.items()}
+
+    def load(self, spec: KernelSpec, device_id: int) -> Any:
+        self._loaded.append(spec)
+        return SimpleNamespace(ptr=len(self._loaded) - 1)
+
+    def run(self, handle: int, *how: int) -> None:
+        """cuLaunchKernel."""
+        grid, _, _, threads, _, _, shared_bytes, _stream, argument, _extra = how
+        spec = self._loaded[handle]
+        assert (grid, threads, shared_bytes) == (spec.grid, spec.threads, spec.shared_bytes)
+        self.launched.append(spec)
+        if self._computes:
+            (launch,) = self._module._launches.values()
+            nbytes = int(dict(spec.defines)["CUFLASH_PARAMS_BYTES"])
+            if spec.target == "sm_90a":
+                nbytes = maps_offset(launch.plan.problem) + BYTES * len(launch.plan.tensor_maps)
+            content = ctypes.string_at(ctypes.c_uint64.from_address(argument).value, nbytes)
+            module = build(Path(spec.source), dict(spec.defines), headers=dict(spec.headers))
+            module.launch(spec.name, content, grid=grid, threads=threads, shared_bytes=shared_bytes)
+
+
+def encoder(spec: TensorMapSpec) -> Callable[[int, int], bytes]:
+    """As that of `cuflash.tensor_map`."""
+    columns, _, heads, batch = spec.shape
+    size, box = ITEMSIZE[spec.dtype], (spec.columns, spec.rows, spec.heads, 1)
+    return lambda address, rows: tensor_map(
+        address, size, (columns, rows, heads, batch), spec.strides_bytes, box
+    ).tobytes()
+
+
+@contextmanager
+def launcher(arch: str, *, computes: bool) -> Iterator[Launcher]:
+    """`cuflash.launch`, which takes the emulator for a GPU of this compute capability."""
+    cupy: Any = ModuleType("cupy")
+    cupy.ndarray = cupy.empty = DeviceArray
+    cupy.cuda = SimpleNamespace(
+        runtime=SimpleNamespace(getDevice=lambda: 0, driverGetVersion=lambda: 0),
+        alloc=lambda nbytes: SimpleNamespace(memory=(memory := allocated(nbytes)), ptr=memory.ctypes.data),
+        get_current_stream=lambda: SimpleNamespace(ptr=0),
+    )
+    before = {name: sys.modules.pop(name, None) for name in ("cupy", "cuflash.launch")}
+    sys.modules["cupy"] = cupy
+    try:
+        module: Any = importlib.import_module("cuflash.launch")
+        found = Launcher(module, computes)
+        cupy.cuda.driver = SimpleNamespace(launchKernel=found.run)
+        module.device_spec = lambda device_id: DeviceSpec.for_arch(arch)
+        module.with_resources = lambda plan: plan  # which compiles for a GPU
+        module.encoder = encoder
+        module._function = found.load
+        module._driver = lambda: SimpleNamespace(cuLaunchKernelEx=None)
+        yield found
+    finally:
+        for name, previous in before.items():
+            sys.modules.pop(name, None)
+            if previous is not None:
+                sys.modules[name] = previous
