@@ -159,7 +159,7 @@ class Problem(Given):
         """
         operand: Operand | None = getattr(self, name)
         if operand is None or operand.strides[2] == 0:
-            return 0
+            return self.page_size if operand is not None and operand.strides[0] and name != "q_scale" else 0
         return block_of_scales(operand.shape[2], getattr(self, name[0]).shape[2])
 
     @property

@@ -190,7 +190,7 @@ class Case(Numbers):
             q_scale=_granularity(problem, "q_scale"),
             k_scale=_granularity(problem, "k_scale"),
             v_scale=_granularity(problem, "v_scale"),
-            scale_block=max(*map(problem.scale_block, OF_FLOAT8), 2),
+            scale_block=max([2, *(problem.scale_block(x) for x in OF_FLOAT8 if _granularity(problem, x) == "block")]),
             alibi_slopes=None if slopes is None else slopes if slopes == scores_shape[:2] else (problem.num_heads,),
             sinks=problem.sinks is not None,
             cu_seqlens_q=(0, *_spread_lengths(problem.batch, problem.seqlen_q)) if problem.is_packed else None,

@@ -171,7 +171,10 @@ def test_plans_say_what_is_served():
     whole = replace(long, k_scale="head", v_scale="head")
     others: dict[str, tuple[dict[str, Any], str]] = {
         "bias": ({"bias": (1000,)}, "it knows no bias"),
-        "pages": ({"page_size": 16, "seqlen_k": 1008, "kv_lengths": (1000,) * 3}, "it knows no pages"),
+        "pages": (
+            {"page_size": 16, "seqlen_k": 1008, "kv_lengths": (1000,) * 3},  # whose scales differ
+            "it knows no k_scale of 16 keys each",
+        ),
         "dropout": ({"dropout": 0.1}, "it knows no dropout"),
         "packed": (PACKED, "it knows no packed sequences"),
         "blocks": ({"k_scale": "block"}, "it knows no k_scale of 16 keys each"),

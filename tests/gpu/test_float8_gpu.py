@@ -81,6 +81,8 @@ PRODUCTS = {
     "d 128, causal": {"head_dim": 128, "causal": True, "kv_lengths": (900, 0), "sinks": True, "q_scale": "head"},
     "d 128, blocks": {"head_dim": 128, "kv_dtype": "float8_e5m2", "k_scale": "block", "v_scale": "block"},
     "d 256": {"head_dim": 256, "causal": True, "score_spread": 6.0, "seqlen_q": 300},
+    "pages": {"head_dim": 128, "page_size": 128, "kv_lengths": (1500, 2048), "k_scale": "head", "causal": True},
+    "small pages": {"head_dim": 64, "page_size": 16, "kv_lengths": (1500, 2048), "v_scale": "tensor"},
     "block mask": {"head_dim": 64, "block_mask": (1, 4), "block_size": (256, 64), "seqlen_q": 2048},
 }
 

@@ -17,7 +17,6 @@ from cuflash.planning.sm90.tiles import (
     ForwardFloat8Sm90Tile,
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
-    keys_of_scale,
     takes_pairs,
 )
 from cuflash.planning.tiles import Tile
@@ -100,7 +99,7 @@ class ForwardFloat8(ForwardFamily[ForwardFloat8Sm90Tile]):
         if max(problem.head_dim, problem.head_dim_v) > max(row.max_dim for row in rows):
             return f"it serves head dimensions up to {max(row.max_dim for row in rows)}"
         for name in ("k_scale", "v_scale"):
-            block = keys_of_scale(problem, name)
+            block = problem.scale_block(name)
             if block % min(row.block_n for row in rows):
                 return f"it knows no {name} of {block} keys each, but of heads and of multiples of 64 keys"
         return None

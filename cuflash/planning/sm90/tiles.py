@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from cuflash.operands import ITEMSIZE, Operand
+from cuflash.operands import ITEMSIZE
 from cuflash.planning.device import DeviceSpec
 from cuflash.planning.tiles import ARITHMETIC, Tile, chunked_bytes, float32, h200, maker, reads
 from cuflash.problem import Problem
@@ -248,13 +248,6 @@ class ForwardFloat32Sm90Tile(Tile):
         return self.bf16_parts * (q + self.num_stages * (k + v)) + 8 * (2 + 4 * self.bf16_parts * self.num_stages)
 
 
-def keys_of_scale(problem: Problem, name: str) -> int:
-    """Neighbouring keys that have one number of k_scale or v_scale, at most those of a page; 0 for all of a head."""
-    operand: Operand | None = getattr(problem, name)
-    of_page = operand is not None and problem.page_size > 0 and operand.strides[0] != 0
-    return problem.scale_block(name) or (problem.page_size if of_page else 0)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ForwardFloat8Sm90Tile(Tile):
     """One way to cut the forward pass of q, k and v of one byte a number for compute capability 9.0.
@@ -307,7 +300,7 @@ class ForwardFloat8Sm90Tile(Tile):
     def why_not(self, problem: Problem, device: DeviceSpec) -> str:
         if self.serves == "causal" and problem.window_right is None:
             return "for problems with a right bound"
-        whole = all(keys_of_scale(problem, name) % self.block_n == 0 for name in ("k_scale", "v_scale"))
+        whole = all(problem.scale_block(name) % self.block_n == 0 for name in ("k_scale", "v_scale"))
         return "" if whole else f"for scales of heads, or of multiples of {self.block_n} keys"
 
 
