@@ -98,7 +98,7 @@ def _fixed(rng: random.Random, need: tuple[str, ...], *, has_pages: bool, is_flo
     def maybe(value: Any, otherwise: Any = None, *, wanted_by: str = "", chance: float = 0.3) -> Any:
         return value if wanted_by in need or rng.random() < chance else otherwise
 
-    dtype = rng.choice(("bfloat16",) * 4 + ("float16",) * 4 + ("float32",) * 2 + ("float64",))
+    dtype = rng.choice(("bfloat16",) * (12 if is_float8 else 4) + ("float16",) * 4 + ("float32",) * 2 + ("float64",))
     dims = [n for n in HEAD_DIMS if dtype in ("bfloat16", "float16") or n <= 128 or rng.random() < 0.2]
     is_packed = not has_pages and "dbias" not in need and rng.random() < 0.15
     fixed = {
@@ -136,13 +136,17 @@ def _fixed(rng: random.Random, need: tuple[str, ...], *, has_pages: bool, is_flo
 def _float8(rng: random.Random, dtype: str, has_axes: bool) -> dict[str, Any]:
     """What numbers of one byte have in common in a group. `cuflash.testing.float8` knows bounds of q without axes."""
     q_float8 = dtype == "bfloat16" and not has_axes and rng.random() < 0.7
-    return {
+    few: dict[str, Any] = {}
+    if q_float8 and rng.random() < 0.6:  # the options with which bytes are multiplied
+        few = dict.fromkeys(("softcap", "alibi_slopes", "bias", "mask", "is_packed")) | {"dropout": 0.0}
+        few |= {"strides": "contiguous", "head_dim": rng.choice((32, 64, 96, 128, 192, 256)), "head_dim_v": 0}
+    return few | {
         "kv_dtype": rng.choice(FLOAT8),
         "q_float8": q_float8,
         "q_scale": rng.choice(GRANULARITIES) if q_float8 else None,
-        "k_scale": rng.choice(GRANULARITIES),
-        "v_scale": rng.choice(GRANULARITIES),
-        "scale_block": rng.choice((16, 64, 128)),
+        "k_scale": rng.choice(GRANULARITIES[:4] if few else GRANULARITIES),
+        "v_scale": rng.choice(GRANULARITIES[:4] if few else GRANULARITIES),
+        "scale_block": rng.choice((64, 128) if few else (16, 64, 128)),
     }
 
 
@@ -157,6 +161,8 @@ def _case(rng: random.Random, fixed: dict[str, Any]) -> ct.Case:
     lengths = [rng.randint(1, LONGEST), rng.randint(1, LONGEST)]
     if rng.random() < 0.1:
         lengths[rng.randrange(2)] = rng.randint(LONGEST, LONGEST_OF_ALL)
+    if "kv_dtype" in fixed and rng.random() < 0.4:  # as in decoding
+        lengths = [rng.randint(1, 16), rng.randint(500, 1500)]
     while lengths[0] * lengths[1] > most:
         lengths[lengths.index(min(lengths))] = max(1, min(lengths) * 2 // 3)
     seqlen_q, seqlen_k = lengths

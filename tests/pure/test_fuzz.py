@@ -3,11 +3,13 @@
 import itertools
 import json
 import subprocess
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from cuflash.planning import DeviceSpec, choose_plan
 from tests import fuzz, pairs
 
 EVERY = [trial for number in range(fuzz.GROUPS) for trial in fuzz.trials_of_group(number)]
@@ -28,7 +30,7 @@ def test_lengths_are_odd_ones_and_some_are_long():
     lengths = [n for trial in EVERY for n in (trial.case.seqlen_q, trial.case.seqlen_k)]
     assert set(range(1, 257)) <= set(lengths)
     longest = [max(trial.case.seqlen_q, trial.case.seqlen_k) for trial in EVERY]
-    assert 0.05 < np.mean([n > fuzz.LONGEST for n in longest]) < 0.15
+    assert 0.05 < np.mean([n > fuzz.LONGEST for n in longest]) < 0.2
     assert 2500 < max(longest) <= fuzz.LONGEST_OF_ALL + max(fuzz.PAGE_SIZES)
 
 
@@ -73,6 +75,19 @@ def test_every_pair_that_is_served_is_drawn():
     for pair in itertools.combinations(sorted(passes.keys()), 2):
         in_one_pass = set(passes[pair[0]]) & set(passes[pair[1]])
         assert not in_one_pass or pair in drawn or pair in unserved, pair
+
+
+def test_numbers_of_one_byte_reach_every_kernel_for_them():
+    device = DeviceSpec.for_arch("9.0")
+    found = Counter(
+        (kernel.source, trial.case.page_size > 0)
+        for trial in EVERY
+        if trial.case.q_float8
+        for kernel in choose_plan(trial.case.problem, device, "forward").kernels
+    )
+    main = ("sm90/forward_float8.cu", "sm80/forward.cu")
+    assert all(found[source, False] >= 10 for source in (*main, "sm90/decode.cu")), found
+    assert all(found[source, True] >= 10 for source in main), found
 
 
 @pytest.mark.parametrize("trial", fuzz.sample(of=100), ids=lambda trial: trial.name)
