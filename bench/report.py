@@ -413,20 +413,24 @@ def runs(results: Path) -> dict[str, list[Record]]:
     return {name: records for name, records in found.items() if any(r["record"] == "result" for r in records)}
 
 
-def readme_part(results: Path) -> str:
-    """The generated part of the README; "" without a run of its suite."""
+def readme_part(results: Path, page: Path) -> str:
+    """The generated part of the README, which lies at `page`; "" without a run of its suite."""
     records = runs(results).get(HEADLINE_SUITE)
     if records is None:
         return ""
-    # No picture: a package index shows the README without the files beside it.
-    return f"{headline(records)}\n\nPlot, in a checkout: `bench/results/{HEADLINE_SUITE}_forward.svg`."
+    pictures = pictures_of(records, results, page)[:1]  # one is enough here: of the forward pass
+    return "\n\n".join([headline(records), *pictures])
 
 
 def of_suite(records: Sequence[Record], results: Path, page: Path) -> str:
     """What a run shows, its table and its plots, as they lie from `page`."""
+    return "\n\n".join([heading(records), markdown(records), *pictures_of(records, results, page)])
+
+
+def pictures_of(records: Sequence[Record], results: Path, page: Path) -> list[str]:
+    """The plots of a run as pictures of a page."""
     plots = [Path(relative(path, page.parent)) for path in plots_of(records, results)]
-    pictures = [f"![{path.stem.replace('_', ', ')}]({path.as_posix()})" for path in plots]
-    return "\n\n".join([heading(records), markdown(records), *pictures])
+    return [f"![{path.stem.replace('_', ', ')}]({path.as_posix()})" for path in plots]
 
 
 def section(results: Path, page: Path) -> str:

@@ -26,6 +26,29 @@ constexpr u32 kBytesV = tile_bytes(kBlockN, kDimV);
 static_assert(kBytesQ + kBytesDo + kNumStages * (kBytesK + kBytesV) == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
+// dS = P * (dP - delta), in place of S, times the derivatives of scores in scaled products.
+template <class Masked>
+CUFLASH_DEVICE void make_ds(Real (&s)[kDqMTiles][kNTiles][4], const Real (&dp)[kDqMTiles][kNTiles][4],
+                            const Weights& weights, const Dropout& dropout, int lane_row, int lane_key, Masked masked,
+                            const Real (&exponent_lse)[kDqMTiles][2], const Real (&delta)[kDqMTiles][2],
+                            Real kept_scale) {
+  [[maybe_unused]] KeptWeights<false> kept;
+#pragma unroll
+  for (int m = 0; m < kDqMTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n) {
+      if (kHasDropout && n % 2 == 0) kept = dropout.of(lane_row + 16 * m, lane_key, n);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = lane_row + 16 * m + i / 2 * 8, key = lane_key + 8 * n + i % 2;
+        Real derivative;
+        const Real p = weights.of(s[m][n][i], row, key, masked, exponent_lse[m][i / 2], derivative);
+        const bool keeps = !kHasDropout || kept.keeps(n, i);
+        s[m][n][i] = gradient_of(p, dp[m][n][i], keeps, kept_scale, delta[m][i / 2]) * derivative;
+      }
+    }
+}
+
 CUFLASH_DEVICE void backward_dq(const Params& params) {
   const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, kHasRightBound);
   if (!has_queries(params, work)) return;
@@ -93,21 +116,7 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
     multiply<kDimV / kStep>(dp, operand_do, columns_v);
 
     const int lane_key = tiles.at(n_block) * kBlockN + fragment_column();
-    [[maybe_unused]] KeptWeights<false> kept;
-#pragma unroll
-    for (int m = 0; m < kDqMTiles; ++m)
-#pragma unroll
-      for (int n = 0; n < kNTiles; ++n) {
-        if (kHasDropout && n % 2 == 0) kept = dropout.of(lane_row + 16 * m, lane_key, n);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int row = lane_row + 16 * m + i / 2 * 8, key = lane_key + 8 * n + i % 2;
-          Real derivative;
-          const Real p = weights.of(s[m][n][i], row, key, masked, exponent_lse[m][i / 2], derivative);
-          const bool keeps = !kHasDropout || kept.keeps(n, i);
-          s[m][n][i] = gradient_of(p, dp[m][n][i], keeps, kept_scale, delta[m][i / 2]) * derivative;
-        }
-      }
+    make_ds(s, dp, weights, dropout, lane_row, lane_key, masked, exponent_lse, delta, kept_scale);
 
     add_product<kBlockN / kStep>(
         dq, [&](int m, int k, Fragment& a) { to_operand(s[m], k, a); }, rows_k);

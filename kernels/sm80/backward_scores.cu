@@ -114,6 +114,38 @@ CUFLASH_DEVICE void finish_sums(const Params& params, const ScoreTiles& result, 
   sums_partials_of(params, quantity, result.head, result.batch, result.m_block)[split] = sum;
 }
 
+// Loads what the pairs of a tile are made of.
+CUFLASH_DEVICE void load_tiles(const Params& params, const ScoreTiles& next, u32 s_stage) {
+  const u32 s_q = s_stage, s_do = s_q + kBytesQ, s_k = s_do + kBytesDo, s_v = s_k + kBytesK;
+  const Entry batch = next.batch;
+  const int head = next.head, head_kv = head / (params.num_heads / params.num_heads_kv);
+  const int first_row = next.m_block * kBlockM, first_key = next.n_block * kBlockN;
+  const int key_stop = key_stop_of(params, batch);
+  const int seqlen_q = seqlen_q_of(params, batch);
+  load_tile<kBlockM, kHeadDim>(s_q, queries_of(params.q, batch, head), params.q.row_stride, first_row, seqlen_q);
+  load_tile<kBlockM, kHeadDimV>(s_do, queries_of(params.dout, batch, head), params.dout.row_stride, first_row,
+                                seqlen_q);
+  load_tile<kBlockN, kHeadDim>(s_k, keys_of(params, params.k, batch, head_kv), params.k.row_stride, first_key,
+                               key_stop);
+  load_tile<kBlockN, kHeadDimV>(s_v, keys_of(params, params.v, batch, head_kv), params.v.row_stride, first_key,
+                                key_stop);
+}
+
+// Statistics of this lane's rows. Those of the last tile that do not exist need not have any.
+CUFLASH_DEVICE void load_stats(const Params& params, const Entry& batch, int head, int lane_row,
+                               Real (&exponent_lse)[kMTiles][2], Real (&delta)[kMTiles][2]) {
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane_row + 16 * m + 8 * half;
+      const Real* stats = row_stats(params, batch, head, row);
+      const bool exists = row < seqlen_q_of(params, batch);
+      exponent_lse[m][half] = exists ? stats[0] : ptx::infinity();
+      delta[m][half] = exists ? stats[kDelta] : 0;
+    }
+}
+
 CUFLASH_DEVICE void backward_scores(const Params& params) {
   const int splits = splits_of(params), split = ptx::block_index() % splits;
   const u32 index = ptx::block_index() / splits;
@@ -125,19 +157,7 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
   const u32 s_ring = ptx::dynamic_shared();
   const int warp_row = warp_index() * 16 * kMTiles;
   const auto load = [&](int stage) {
-    const u32 s_q = s_ring + stage * kBytesStage, s_do = s_q + kBytesQ, s_k = s_do + kBytesDo, s_v = s_k + kBytesK;
-    const Entry batch = next.batch;
-    const int head = next.head, head_kv = head / (params.num_heads / params.num_heads_kv);
-    const int first_row = next.m_block * kBlockM, first_key = next.n_block * kBlockN;
-    const int key_stop = key_stop_of(params, batch);
-    const int seqlen_q = seqlen_q_of(params, batch);
-    load_tile<kBlockM, kHeadDim>(s_q, queries_of(params.q, batch, head), params.q.row_stride, first_row, seqlen_q);
-    load_tile<kBlockM, kHeadDimV>(s_do, queries_of(params.dout, batch, head), params.dout.row_stride, first_row,
-                                  seqlen_q);
-    load_tile<kBlockN, kHeadDim>(s_k, keys_of(params, params.k, batch, head_kv), params.k.row_stride, first_key,
-                                 key_stop);
-    load_tile<kBlockN, kHeadDimV>(s_v, keys_of(params, params.v, batch, head_kv), params.v.row_stride, first_key,
-                                  key_stop);
+    load_tiles(params, next, s_ring + stage * kBytesStage);
     next.advance(params);
   };
 #pragma unroll
@@ -164,16 +184,7 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
     const int lane_key = now.n_block * kBlockN + fragment_column();
 
     Real exponent_lse[kMTiles][2], delta[kMTiles][2];
-#pragma unroll
-    for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = lane_row + 16 * m + 8 * half;
-        const Real* stats = row_stats(params, batch, head, row);
-        const bool exists = row < seqlen_q_of(params, batch);  // rows of the last tile need not have statistics
-        exponent_lse[m][half] = exists ? stats[0] : ptx::infinity();
-        delta[m][half] = exists ? stats[kDelta] : 0;
-      }
+    load_stats(params, batch, head, lane_row, exponent_lse, delta);
 
     ptx::copy_async_wait<kNumStages - 1>();
     ptx::sync_block();

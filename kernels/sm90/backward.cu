@@ -50,16 +50,6 @@
 #include "sm90/products.cuh"
 #include "sm90/tiles.cuh"
 
-// `a` in registers, or in shared memory with k along its lines.
-template <int n_tiles>
-CUFLASH_DEVICE void multiply_any(float (&d)[n_tiles][4], const Fragment& a, u64 b, bool adds) {
-  ptx::wgmma<true>(Element{}, d, a.word, b, adds);
-}
-template <int n_tiles>
-CUFLASH_DEVICE void multiply_any(float (&d)[n_tiles][4], u64 a, u64 b, bool adds) {
-  ptx::wgmma<false, true>(Element{}, d, a, b, adds);
-}
-
 // A consumer warpgroup, `index` of kConsumers, of 64 keys: it makes P' and dV, or dS' and dK, or all of them.
 //
 //   [GEMM 1] S' = K Q'            [3] P' = exp(S' - lse)            [GEMM 5] dV += P' dO      [GEMM 7] dQ += dS K
@@ -174,21 +164,6 @@ struct Consumer {
     issue_rows<kDimV, kBlockN, kBlockM>(ds, rows_v, s_do);
   }
 
-  // `d` += a b, where `a(k)` is 16 columns in registers or a descriptor. By 128 columns at a time: a product of more
-  // wants more registers than a thread of a large block starts with.
-  template <int n_tiles, class A>
-  CUFLASH_DEVICE static void issue_gradient(float (&d)[n_tiles][4], A a, u64 b, bool adds) {
-    repeat<(n_tiles + 15) / 16>([&](auto part) {
-      constexpr int kFirst = 16 * decltype(part)::value, kCount = n_tiles - kFirst < 16 ? n_tiles - kFirst : 16;
-      auto& columns = (float(&)[kCount][4])d[kFirst];
-      const u64 b_columns = b + kFirst * 8 / kChunk * (kBlockM * kLineBytes / 16);
-#pragma unroll
-      for (int k = 0; k < kBlockM / 16; ++k)
-        multiply_any(columns, a(k), along_k_transposed(b_columns, k), adds || k > 0);
-    });
-    ptx::wgmma_commit();
-  }
-
   // [GEMM 5] dV += P' dO and [GEMM 6] dK += dS' Q, of the step before. They replace the sums unless it `adds`. With
   // `nothing` before it, any operands do, because the next step does not add to what this one makes.
   CUFLASH_DEVICE void issue_gradients(bool adds, bool nothing) {
@@ -200,11 +175,11 @@ struct Consumer {
     ptx::fence_operand(dv);
     ptx::fence_operand(dk);
     ptx::wgmma_fence();
-    if constexpr (makes_dv) issue_gradient(dv, [&](int k) -> auto& { return p_operand[k]; }, dout, adds);
+    if constexpr (makes_dv) issue_columns<kBlockM>(dv, [&](int k) -> auto& { return p_operand[k]; }, dout, adds);
     if constexpr (makes_dk && kDkFromShared)
-      issue_gradient(dk, [&](int k) { return along_k<kBlockN>(ds, k); }, q, adds);
+      issue_columns<kBlockM>(dk, [&](int k) { return along_k<kBlockN>(ds, k); }, q, adds);
     else if constexpr (makes_dk)
-      issue_gradient(dk, [&](int k) -> auto& { return ds_operand[k]; }, q, adds);
+      issue_columns<kBlockM>(dk, [&](int k) -> auto& { return ds_operand[k]; }, q, adds);
   }
 
   // Waits for these two products. With `frees`, gives back the tiles that they have read.
@@ -267,18 +242,6 @@ struct Consumer {
     const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
     const auto key_of = [&](int, int i) { return lane_key + i / 2 * 8; };
 
-    if constexpr (kHasScoreFunction) {
-      wait_for<pending>(p);
-      if constexpr (kKeepsProducts) keep_scores(p);
-      const FunctionWeights by_function = {weights, s_stats, row_of(0, 0), lane_key, shown};
-      if (masked || first_row + kBlockM > seqlen_q_of(common, batch))
-        by_function.make(p, derivative, Constant<true>{});
-      else
-        by_function.make(p, derivative, Constant<false>{});
-      if constexpr (kHasDropout) Dropout(common, batch, head).mark(p, row_of(0, 0), lane_key);
-      return;
-    }
-
     auto& products = (float(&)[1][kQueryTiles][4])p;
     // Loaded before the wait, because they are needed right after it.
     [[maybe_unused]] float of_keys[2];
@@ -288,17 +251,7 @@ struct Consumer {
     }
     wait_for<pending>(p);
     scores_are_small = weights.score.cap(products);
-    if constexpr (kNeedsDsoftcap) {
-      keep_scores(p);
-    } else if constexpr (kHasDerivative) {
-#pragma unroll
-      for (int n = 0; n < kQueryTiles; ++n)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float first = p[n][2 * half], second = p[n][2 * half + 1];
-          derivative[n][half] = ptx::pack(Float16{}, 1.0f - first * first, 1.0f - second * second);
-        }
-    }
+    keep_derivatives(p, derivative);
     if constexpr (kAddsByTile) {
       const int key = first + warp_key;
       Addends<true> addends(weights.score, row_of(0, 0), lane_key,
@@ -317,20 +270,58 @@ struct Consumer {
     if constexpr (!kMaskByBits) {
       weights.hide(products, masked, row_of, key_of);
     } else if (masked) {
+      hide_by_bits(p, shown);
+    }
+    exponentiate(p, s_stats, weights.exponent_scale);
+    if constexpr (kHasDropout) Dropout(common, batch, head).mark(p, row_of(0, 0), lane_key);
+  }
+
+  // [3] The same where a function of the caller makes scores.
+  template <int pending, int rows>
+  CUFLASH_DEVICE void make_p_by_function(float (&p)[kQueryTiles][4], u32 (&derivative)[rows][2], u32 s_stats, u32 shown) {
+    const int first_row = walk.m_block * kBlockM, lane_query = first_row + fragment_column();
+    const Weights weights(common, batch, walk.head, work.key_stop, work.own_diagonal);
+    wait_for<pending>(p);
+    if constexpr (kKeepsProducts) keep_scores(p);
+    const FunctionWeights by_function = {weights, s_stats, lane_query, lane_key, shown};
+    if (walk.needs_mask(work.queries) || first_row + kBlockM > seqlen_q_of(common, batch))
+      by_function.make(p, derivative, Constant<true>{});
+    else
+      by_function.make(p, derivative, Constant<false>{});
+    if constexpr (kHasDropout) Dropout(common, batch, walk.head).mark(p, lane_query, lane_key);
+  }
+
+  // Keeps the derivatives of capped scores, of whose tanh `p` is made.
+  template <int rows>
+  CUFLASH_DEVICE void keep_derivatives(const float (&p)[kQueryTiles][4], u32 (&derivative)[rows][2]) const {
+    if constexpr (kNeedsDsoftcap) {
+      keep_scores(p);
+    } else if constexpr (kHasDerivative) {
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (!(shown >> bit_of(n, i) & 1)) p[n][i] = -ptx::infinity();
+        for (int half = 0; half < 2; ++half) {
+          const float first = p[n][2 * half], second = p[n][2 * half + 1];
+          derivative[n][half] = ptx::pack(Float16{}, 1.0f - first * first, 1.0f - second * second);
+        }
     }
+  }
+
+  CUFLASH_DEVICE static void hide_by_bits(float (&p)[kQueryTiles][4], u32 shown) {
+#pragma unroll
+    for (int n = 0; n < kQueryTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (!(shown >> bit_of(n, i) & 1)) p[n][i] = -ptx::infinity();
+  }
+  CUFLASH_DEVICE static void exponentiate(float (&p)[kQueryTiles][4], u32 s_stats, float exponent_scale) {
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
       float lse[2];  // of this lane's two queries
       ptx::load_shared_x2(s_stats + n * 64, lse);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) p[n][i] = exponential(p[n][i] * weights.exponent_scale - lse[i % 2]);
+      for (int i = 0; i < 4; ++i) p[n][i] = exponential(p[n][i] * exponent_scale - lse[i % 2]);
     }
-    if constexpr (kHasDropout) Dropout(common, batch, head).mark(p, row_of(0, 0), lane_key);
   }
 
   // Where roles are split: hands P', times the derivatives, to the consumer that makes dS'.
@@ -429,54 +420,66 @@ struct Consumer {
     }
     issue_gradients(number > 1, number == 0);
     if constexpr (!makes_dk) ping_pong.pass();
-    if constexpr (makes_dv) make_p<kGradientGroups + kIssuesDpEarly>(p, derivative, s_stats, shown);
+    constexpr int kPending = kGradientGroups + kIssuesDpEarly;
+    if constexpr (makes_dv && kHasScoreFunction)
+      make_p_by_function<kPending>(p, derivative, s_stats, shown);
+    else if constexpr (makes_dv)
+      make_p<kPending>(p, derivative, s_stats, shown);
     if constexpr (!makes_dk) {
       finish_gradients(number > 0);
       hand_over_p(p, derivative);
       to_weights(p, derivative);
     } else {
-      if constexpr (kIssuesDpEarly) {
-        ptx::wgmma_wait<kGradientGroups>();
-      } else {
-        finish_gradients(number > 0);
-        issue_dp(ds, s_do);
-        if constexpr (makes_dv) to_weights(p, derivative);
-        ptx::wgmma_wait<0>();
-      }
-      ptx::fence_operand(ds);
-      make_ds(p, ds, derivative, s_stats);
-      // As operands, P' and dS' overwrite those of the products of the step before.
-      if constexpr (kIssuesDpEarly) {
-        finish_gradients(number > 0);
-        if constexpr (makes_dv) to_weights(p, derivative);
-      }
-      if constexpr (kNeedsDsoftcap) {
-        if (scores_are_small)
-          lane_sums.add_cap(ds, s_scores(), Constant<true>{});
-        else
-          lane_sums.add_cap(ds, s_scores(), Constant<false>{});
-      }
-#if CUFLASH_NEEDS_CAPTURED
-      if constexpr (kStepSums > 0) shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
-      captured.add(Functions(common, batch, walk.head), common.scale, walk.m_block * kBlockM + fragment_column(),
-                   lane_key, s_scores(), shared.step_sums + ds_at.stage * kBytesStepSums, sums().warp, ds);
-#endif
-      to_operands(ds, ds_operand);
+      finish_ds(p, ds, derivative, s_do, s_stats, number > 0);
       hand_over_ds();
       // Nothing waits for the sums: dS' is on its way.
-      if constexpr (kSumsLate) {
-        const float distance = sums().distance(walk.m_block * kBlockM + fragment_column());
-#pragma unroll
-        for (int n = 0; n < kQueryTiles; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) lane_sums.add(n, i, ds[n][i], distance);
-      }
+      if constexpr (kSumsLate) add_to_sums(ds);
     }
     stage_before = at.stage;
     at.advance();
     [[maybe_unused]] const int head = walk.head;
     walk.advance(work.queries);
     if constexpr (makes_dk && (kSumsScores || kSumsCaptured)) leave_sums(head, number + 1 == work.num_steps);
+  }
+
+  // The second half of a step of a consumer that makes dS': makes it, and P' and it operands. These overwrite those of
+  // the products of the step before, which are finished first. With `frees`, gives back the tiles that they have read.
+  template <int rows>
+  CUFLASH_DEVICE void finish_ds(float (&p)[kQueryTiles][4], float (&ds)[kQueryTiles][4], const u32 (&derivative)[rows][2],
+                                u32 s_do, u32 s_stats, bool frees) {
+    if constexpr (kIssuesDpEarly) {
+      ptx::wgmma_wait<kGradientGroups>();
+    } else {
+      finish_gradients(frees);
+      issue_dp(ds, s_do);
+      if constexpr (makes_dv) to_weights(p, derivative);
+      ptx::wgmma_wait<0>();
+    }
+    ptx::fence_operand(ds);
+    make_ds(p, ds, derivative, s_stats);
+    if constexpr (kIssuesDpEarly) {
+      finish_gradients(frees);
+      if constexpr (makes_dv) to_weights(p, derivative);
+    }
+    if constexpr (kNeedsDsoftcap) {
+      if (scores_are_small)
+        lane_sums.add_cap(ds, s_scores(), Constant<true>{});
+      else
+        lane_sums.add_cap(ds, s_scores(), Constant<false>{});
+    }
+#if CUFLASH_NEEDS_CAPTURED
+    if constexpr (kStepSums > 0) shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
+    captured.add(Functions(common, batch, walk.head), common.scale, walk.m_block * kBlockM + fragment_column(), lane_key,
+                 s_scores(), shared.step_sums + ds_at.stage * kBytesStepSums, sums().warp, ds);
+#endif
+    to_operands(ds, ds_operand);
+  }
+  CUFLASH_DEVICE void add_to_sums(const float (&ds)[kQueryTiles][4]) {
+    const float distance = sums().distance(walk.m_block * kBlockM + fragment_column());
+#pragma unroll
+    for (int n = 0; n < kQueryTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) lane_sums.add(n, i, ds[n][i], distance);
   }
 
   CUFLASH_DEVICE void run() {

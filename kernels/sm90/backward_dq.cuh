@@ -93,6 +93,17 @@ CUFLASH_DEVICE void keep_dq_order(const BackwardParams& params, const Shared& sh
   }
 }
 
+// [GEMM 7] dQ = dS K, of some columns of K. The first fragments of dS are in registers, the others in shared memory.
+CUFLASH_DEVICE void issue_dq(float (&dq)[kDqColumns / 8][4], const Fragment (&ds)[kDqHeld], u64 a, u64 b) {
+  issue(dq, [&]() __attribute__((always_inline)) {
+#pragma unroll
+    for (int k = 0; k < kDqHeld; ++k) ptx::wgmma<true>(Element{}, dq, ds[k].word, along_k_transposed(b, k), k > 0);
+#pragma unroll
+    for (int k = kDqHeld; k < kDsFragments; ++k)
+      ptx::wgmma<true, true>(Element{}, dq, along_k_transposed(a, k), along_k_transposed(b, k), true);
+  });
+}
+
 // The warpgroup of dQ. It makes dQ of each tile of queries and these keys and adds it to the sum in memory.
 CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& shared, const Work& found, u32 thread) {
   const Params& common = params.common;
@@ -143,14 +154,7 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
       constexpr int index = decltype(slice)::value, first = index * kDqColumns;
       const u64 b = descriptor_of_transposed<kBlockN>(shared.k + first / kChunk * kBlockN * kLineBytes) +
                     first % kChunk * 2 / 16;
-      issue(dq, [&]() __attribute__((always_inline)) {  // [GEMM 7] dQ = dS K
-#pragma unroll
-        for (int k = 0; k < kDqHeld; ++k)
-          ptx::wgmma<true>(Element{}, dq, ds[k].word, along_k_transposed(b, k), k > 0);
-#pragma unroll
-        for (int k = kDqHeld; k < kDsFragments; ++k)
-          ptx::wgmma<true, true>(Element{}, dq, along_k_transposed(a, k), along_k_transposed(b, k), true);
-      });
+      issue_dq(dq, ds, a, b);
       if constexpr (kDqInOrder && index == 0) Barrier{shared.turn + 8 * turn_at.stage}.wait(turn_at.parity);
       if (kLoadsEarly && index + 1 == slices && produces) producer.load_queries();
       wait_for<0>(dq);

@@ -254,6 +254,28 @@ CUFLASH_DEVICE void store_rows(const Params& params, const Tensor& result, const
   }
 }
 
+// [3] P' = exp(S' - lse), in place of S'. The second warpgroup multiplies dP' - delta by what it gets: P' times the
+// derivative of the score in the scaled product. The sign says what dropout drops.
+CUFLASH_DEVICE void hand_over_p(float (&p)[kTileColumns][4], const Weights& weights, const Dropout& dropout, bool masked,
+                                int lane_query, int lane_key, u32 s_stats, u32 s_p) {
+  [[maybe_unused]] KeptWeights<true> kept;
+#pragma unroll
+  for (int n = 0; n < kTileColumns; ++n) {
+    if (kHasDropout && n % 2 == 0) kept = dropout.transposed(lane_query + 8 * n, lane_key);
+    float stats[4], factor[4];  // lse and delta of this lane's two queries
+    ptx::load_shared_f32x4(s_stats + n * 64, stats);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float derivative;
+      p[n][i] = weights.of_hidden(p[n][i], lane_query + 8 * n + i % 2, lane_key + i / 2 * 8, masked, stats[i % 2 * 2], derivative);
+      factor[i] = kHasDerivative ? p[n][i] * derivative : p[n][i];
+      if (kHasDropout && !kept.keeps(n, i)) factor[i] = -factor[i], p[n][i] = 0.0f;
+    }
+    ptx::store_shared_x2(s_p + n * 2048, {factor[0], factor[1]});
+    ptx::store_shared_x2(s_p + n * 2048 + 1024, {factor[2], factor[3]});
+  }
+}
+
 // The first warpgroup: P', for the second one, and dV.
 CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, u32 thread) {
   const Params& common = params.common;
@@ -272,7 +294,7 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
   for (int step = 0; step < tile.num_steps; ++step) {
     const int head = walk.head, m_block = walk.m_block, first_row = m_block * kRows;
     float p[kTileColumns][4];
-    // Scores are one sum of the tensor cores, as in the forward pass: then lse lacks what they cut off, just as S'
+    // [GEMM 1] S' = K Q'. Scores are one sum of the tensor cores, as in the forward pass: then lse lacks what they cut off, just as S'
     // does.
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) shared.q_ring.full(at, c).wait(at.parity);
@@ -284,33 +306,16 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
     const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
     const auto key_of = [&](int, int i) { return lane_key + i / 2 * 8; };
     weights.hide_products((float(&)[1][kTileColumns][4])p, masked, row_of, key_of);
-    // The next warpgroup multiplies dP' - delta by this: P' times the derivative of the score in the scaled product.
-    // The sign says what dropout drops.
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
     const u32 s_p = shared.buffer_of(buffer) + thread * 8;
     shared.handed.ds_empty(buffer).wait(buffer.parity ^ 1);
     const Dropout dropout(common, batch, head);
-    [[maybe_unused]] KeptWeights<true> kept;
-#pragma unroll
-    for (int n = 0; n < kTileColumns; ++n) {
-      if (kHasDropout && n % 2 == 0) kept = dropout.transposed(row_of(n, 0), lane_key);
-      float stats[4], factor[4];  // lse and delta of this lane's two queries
-      ptx::load_shared_f32x4(s_stats + n * 64, stats);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float derivative;
-        p[n][i] = weights.of_hidden(p[n][i], row_of(n, i), key_of(0, i), masked, stats[i % 2 * 2], derivative);
-        factor[i] = kHasDerivative ? p[n][i] * derivative : p[n][i];
-        if (kHasDropout && !kept.keeps(n, i)) factor[i] = -factor[i], p[n][i] = 0.0f;
-      }
-      ptx::store_shared_x2(s_p + n * 2048, {factor[0], factor[1]});
-      ptx::store_shared_x2(s_p + n * 2048 + 1024, {factor[2], factor[3]});
-    }
+    hand_over_p(p, weights, dropout, masked, row_of(0, 0), lane_key, s_stats, s_p);
     shared.handed.p_full(buffer).arrive();
 
     Operand operand;
     to_operand(p, operand, bf16_split_small);
-    add_product<kChunksV>(
+    add_product<kChunksV>(  // [GEMM 5] dV += P' dO
         dv, operand, shared.do_ring.tile(at), [&](int c) { shared.do_ring.full(at, c).wait(at.parity); }, [] {},
         [&](int c) {
           if (thread == 0) shared.do_ring.empty(at, c).arrive();
@@ -323,6 +328,56 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
   if constexpr (!kNeedsDv) return;
   Real* partials = tile.partials(common, thread) + kRows * kDim;
   store_rows<kHeadDimV>(common, common.dv, tile, partials, thread, dv, kept_scale_of(common));
+}
+
+// [GEMM 2] dP' = V dO'. The tensor cores sum each chunk by itself, and chunks are added with rounding.
+// dP' of the sums of its chunks, which are added with rounding.
+CUFLASH_DEVICE void add_chunks(float (&ds)[kTileColumns][4], const float (&chunk_sum)[kChunksV][kTileColumns][4]) {
+#pragma unroll
+  for (int n = 0; n < kTileColumns; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      ds[n][i] = chunk_sum[0][n][i];
+#pragma unroll
+      for (int c = 1; c < kChunksV; ++c) ds[n][i] += chunk_sum[c][n][i];
+    }
+}
+
+// [4] dS' = P' * (dP' - delta), in place of dP'.
+CUFLASH_DEVICE void make_ds(float (&ds)[kTileColumns][4], u32 s_p, u32 s_stats, float kept_scale) {
+#pragma unroll
+  for (int n = 0; n < kTileColumns; ++n) {
+    float stats[4];
+    ptx::load_shared_f32x4(s_stats + n * 64, stats);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float p[2];
+      ptx::load_shared_x2(s_p + n * 2048 + half * 1024, p);
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        ds[n][2 * half + i] = gradient_of(p[i], ds[n][2 * half + i], kept_scale, stats[2 * i + 1]);
+    }
+  }
+}
+
+CUFLASH_DEVICE void split(const float (&ds)[kTileColumns][4], Operand& operand) {
+  const float rests = to_operand(ds, operand, bf16_split_small);
+  if (rests - rests != 0.0f) {  // some are not finite, which is rare
+    to_operand(ds, operand, [](float x, float y, u32 (&word)[kBf16Parts]) {
+      bf16_split(x, y, word);
+      return 0.0f;
+    });
+  }
+}
+
+// Stores dS', rows of which are keys, from a lane's `line` on.
+CUFLASH_DEVICE void store_ds(const Operand& operand, u32 line, u32 lane) {
+#pragma unroll
+  for (int part = 0; part < kBf16Parts; ++part)
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k)
+      ptx::store_matrix_x4(line + part * kBytesPart + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)),
+                           operand.word[part][k]);
 }
 
 // The second warpgroup: dP', dS', for the third one, and dK.
@@ -340,6 +395,7 @@ CUFLASH_DEVICE void make_dk(const BackwardParams& params, const Shared& shared, 
   Position<kBuffers> buffer;
 #pragma unroll 1
   for (int step = 0; step < tile.num_steps; ++step) {
+    // [GEMM 2] dP' = V dO'.
     float ds[kTileColumns][4], chunk_sum[kChunksV][kTileColumns][4];
 #pragma unroll
     for (int c = 0; c < kChunksV; ++c) {
@@ -349,55 +405,23 @@ CUFLASH_DEVICE void make_dk(const BackwardParams& params, const Shared& shared, 
     ptx::wgmma_wait<0>();
 #pragma unroll
     for (int c = 0; c < kChunksV; ++c) ptx::fence_operand(chunk_sum[c]);
-#pragma unroll
-    for (int n = 0; n < kTileColumns; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        ds[n][i] = chunk_sum[0][n][i];
-#pragma unroll
-        for (int c = 1; c < kChunksV; ++c) ds[n][i] += chunk_sum[c][n][i];
-      }
+    add_chunks(ds, chunk_sum);
     if (thread == 0) {
 #pragma unroll
       for (int c = 0; c < kChunksV; ++c) shared.do_ring.empty(at, c).arrive();
     }
-
     const u32 s_buffer = shared.buffer_of(buffer);
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
     shared.q_ring.full(at, 0).wait(at.parity);
     shared.handed.p_full(buffer).wait(buffer.parity);
-#pragma unroll
-    for (int n = 0; n < kTileColumns; ++n) {
-      float stats[4];
-      ptx::load_shared_f32x4(s_stats + n * 64, stats);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float p[2];
-        ptx::load_shared_x2(s_buffer + thread * 8 + n * 2048 + half * 1024, p);
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          ds[n][2 * half + i] = gradient_of(p[i], ds[n][2 * half + i], kept_scale, stats[2 * i + 1]);
-      }
-    }
+    make_ds(ds, s_buffer + thread * 8, s_stats, kept_scale);
     Operand operand;
-    const float rests = to_operand(ds, operand, bf16_split_small);
-    if (rests - rests != 0.0f) {  // some are not finite, which is rare
-      to_operand(ds, operand, [](float x, float y, u32 (&word)[kBf16Parts]) {
-        bf16_split(x, y, word);
-        return 0.0f;
-      });
-    }
+    split(ds, operand);
 
     // Once all threads have read P', dS' is stored there, where rows are keys.
     ptx::sync_named(kDkWarpgroup, 128);
-    const u32 line = s_buffer + (warp_key + lane % 16) * kLineBytes;
-#pragma unroll
-    for (int part = 0; part < kBf16Parts; ++part)
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k)
-        ptx::store_matrix_x4(line + part * kBytesPart + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)),
-                             operand.word[part][k]);
-    add_product<kChunks>(
+    store_ds(operand, s_buffer + (warp_key + lane % 16) * kLineBytes, lane);
+    add_product<kChunks>(  // [GEMM 6] dK += dS' Q
         dk, operand, shared.q_ring.tile(at), [&](int c) { shared.q_ring.full(at, c).wait(at.parity); },
         [&] {
           ptx::fence_async_proxy();
@@ -438,7 +462,7 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
       constexpr int first = decltype(slice)::value * kDqColumns;
       const u64 columns = keys + first / kChunk * (kBytesChunk / 16);
       float dq[kDqColumns / 8][4];
-      issue(dq, [&]() __attribute__((always_inline)) {
+      issue(dq, [&]() __attribute__((always_inline)) {  // [GEMM 7] dQ += dS K
         for_part_products<kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
           ptx::wgmma<true, true>(BFloat16{}, dq, along_k_transposed(part_of(ds, i.value), k),
                                  along_k_transposed(part_of(columns, j.value), k), accumulate);

@@ -190,6 +190,14 @@ struct LaneRows {
     return work.first_head() + (row < work.rows ? row / params.seqlen_q : 0);
   }
 
+  // What q is multiplied by.
+  CUFLASH_DEVICE void load_scales(const Params& params, const HeadWork& work, const int (&row)[2],
+                                  float (&scale)[2]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      scale[i] = QueryScales(params, work.batch, head_of(params, work, row[i])).of(query[i]);
+  }
+
   // What to_scores asks of a Score and of a Mask.
   CUFLASH_DEVICE float of(float product, int row, int key, float& derivative) const {
     return score[row].of(product, query[row], key, derivative);
@@ -251,16 +259,66 @@ CUFLASH_DEVICE void combine_heads(const Params& params) {
   }
 }
 
+CUFLASH_DEVICE void sync_consumer() { ptx::sync_named(1, kConsumerThreads); }
+CUFLASH_DEVICE void release_by_warp(const Barrier& empty) {
+  if (lane_index() == 0) empty.arrive();
+}
+
+// Makes elements of a tile of one byte. Then all warps have read it.
+template <int columns>
+CUFLASH_DEVICE u32 converted(u32 source, u32 target, int valid, const Barrier& empty) {
+  if constexpr (kHasFloat8) convert_tile<columns>(target, source, valid, ptx::thread_index());
+  ptx::fence_async_proxy();
+  sync_consumer();
+  release_by_warp(empty);
+  return target;
+}
+
+// The epilogue: O / l and lse, to the results or, where blocks share the head, to where they are combined.
+CUFLASH_DEVICE void store_rows(const Params& common, const HeadWalk& walk, const HeadWork& work, const LaneRows& rows,
+                               const int (&lane_row)[2], OnlineSoftmax<1>& softmax, const ValueScales& value_scales,
+                               float v_scale, float (&o)[1][kDimV / 8][4]) {
+  const Partials partials(common, walk.shares, walk.head);
+  const bool is_alone = !kSplitsKeys || partials.count == 1;
+  if (kHasSinks && is_alone) {
+    softmax.add_sinks(o, [&](int, int half) {
+      const int head = work.first_head() + lane_row[half] / common.seqlen_q;
+      return lane_row[half] < work.rows ? sink_of(common, head) * kExponentOfE : 0.0f;
+    });
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = lane_row[half];
+    if (row >= work.rows) continue;
+    const float lse = softmax.log_sum_exp(0, half);
+    const float factor = value_scales.row_factor(softmax.inverse_sum(0, half), v_scale);
+    const auto store = [&](auto store_lse, auto store_columns) {
+      if (fragment_column() == 0) store_lse(lse);
+#pragma unroll
+      for (int n = 0; n < kDimV / 8; ++n)
+        store_columns(8 * n + fragment_column(), o[0][n][2 * half] * factor, o[0][n][2 * half + 1] * factor);
+    };
+    if (is_alone) {
+      const int head = work.first_head() + row / common.seqlen_q;
+      Storage* g_out = out_of(common, work.batch, head, rows.query[half]);
+      store([&](float lse) { *lse_of(common, work.batch, head, rows.query[half]) = lse; },
+            [&](int column, float left, float right) { store_pair(g_out, column, left, right); });
+    } else {
+      const int i = ptx::block_index() - partials.first_block;
+      float* g_out = partials.out(i, row);
+      store([&](float lse) { ptx::store_for_blocks(partials.lse(i, row), lse); },
+            [&](int column, float left, float right) { ptx::store_for_blocks_x2(g_out + column, {left, right}); });
+    }
+  }
+}
+
+// The consumer warpgroup takes one head after another.
 CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
   const Params& common = params.common;
   const u32 thread = ptx::thread_index();
   const int warp_row = warp_index() * 16;
   // This lane holds parts of these two rows of the product.
   const int lane_row[2] = {warp_row + fragment_row(), warp_row + fragment_row() + 8};
-  const auto sync_consumer = [&]() { ptx::sync_named(1, kConsumerThreads); };
-  const auto release_by_warp = [&](const Barrier& empty) {
-    if (lane_index() == 0) empty.arrive();
-  };
 
   if (kCombines && thread == 0) prepare_arrivals(common);
 
@@ -280,10 +338,7 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
     const HeadScales<kVScale> v_scales(common, common.v_scale, common.v_scale_shift, work.batch, work.head_kv);
     const float k_scale = k_scales.of_head(), v_scale = v_scales.of_head();
     float q_scale[1][2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      q_scale[0][half] = QueryScales(common, work.batch, LaneRows::head_of(common, work, lane_row[half]))
-                             .of(rows.query[half]);
+    rows.load_scales(common, work, lane_row, q_scale[0]);
     float scale_of_key[kNTiles][2], scale_of_value[kNTiles][2];
     ValueScales value_scales;
 
@@ -292,32 +347,23 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
     Fragment p[kBlockN / 16];
     set_zero(o);
 
-    // Makes elements of a tile of one byte. Then all warps have read it.
-    const auto converted = [&](auto columns, u32 source, u32 offset, int valid, const Barrier& empty) {
-      const u32 target = shared.q + kBytesQ + offset;
-      if constexpr (kHasFloat8) convert_tile<decltype(columns)::value>(target, source, valid, thread);
-      ptx::fence_async_proxy();
-      sync_consumer();
-      release_by_warp(empty);
-      return target;
-    };
-    const auto multiply_s = [&](int n_block) {
+    const auto multiply_s = [&](int n_block) {  // [GEMM 1] S = Q K^T
       u32 k = shared.k + at.stage * kBytesK;
       shared.k_ring.full(at).wait(at.parity);
       if constexpr (kHasFloat8)
-        k = converted(Integer<kDim>{}, k, 0, work.key_stop - n_block * kBlockN, shared.k_ring.empty(at));
+        k = converted<kDim>(k, shared.q + kBytesQ, work.key_stop - n_block * kBlockN, shared.k_ring.empty(at));
       issue_rows<kDim, kBlockM, kBlockN>(s[0], shared.q, k);
       wait_for<0>(s[0]);
       if constexpr (!kHasFloat8) release_by_warp(shared.k_ring.empty(at));
     };
-    const auto multiply_o = [&](int n_block) {
+    const auto multiply_o = [&](int n_block) {  // [GEMM 3] O += P V
       u32 v = shared.v + at.stage * kBytesV;
       shared.v_ring.full(at).wait(at.parity);
       // Values of keys past the last one are cleared: their weights are 0, but what lies there may be NaN, and 0 times
       // NaN is NaN. Tensor maps may reach over more keys than there are (cuflash/launch.py says why).
       const int valid = work.key_stop - n_block * kBlockN;
       if constexpr (kHasFloat8) {
-        v = converted(Integer<kDimV>{}, v, kConvertedK, valid, shared.v_ring.empty(at));
+        v = converted<kDimV>(v, shared.q + kBytesQ + kConvertedK, valid, shared.v_ring.empty(at));
       } else if (valid < kBlockN) {
         zero_rows<kBlockN, kDimV>(v, valid, thread);
         ptx::fence_async_proxy();
@@ -358,39 +404,7 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
       q_at.advance();
     }
     softmax.finish();
-
-    const Partials partials(common, walk.shares, walk.head);
-    const bool is_alone = !kSplitsKeys || partials.count == 1;
-    if (kHasSinks && is_alone) {
-      softmax.add_sinks(o, [&](int, int half) {
-        const int head = work.first_head() + lane_row[half] / common.seqlen_q;
-        return lane_row[half] < work.rows ? sink_of(common, head) * kExponentOfE : 0.0f;
-      });
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = lane_row[half];
-      if (row >= work.rows) continue;
-      const float lse = softmax.log_sum_exp(0, half);
-      const float factor = value_scales.row_factor(softmax.inverse_sum(0, half), v_scale);
-      const auto store = [&](auto store_lse, auto store_columns) {
-        if (fragment_column() == 0) store_lse(lse);
-#pragma unroll
-        for (int n = 0; n < kDimV / 8; ++n)
-          store_columns(8 * n + fragment_column(), o[0][n][2 * half] * factor, o[0][n][2 * half + 1] * factor);
-      };
-      if (is_alone) {
-        const int head = work.first_head() + row / common.seqlen_q;
-        Storage* g_out = out_of(common, work.batch, head, rows.query[half]);
-        store([&](float lse) { *lse_of(common, work.batch, head, rows.query[half]) = lse; },
-              [&](int column, float left, float right) { store_pair(g_out, column, left, right); });
-      } else {
-        const int i = ptx::block_index() - partials.first_block;
-        float* g_out = partials.out(i, row);
-        store([&](float lse) { ptx::store_for_blocks(partials.lse(i, row), lse); },
-              [&](int column, float left, float right) { ptx::store_for_blocks_x2(g_out + column, {left, right}); });
-      }
-    }
+    store_rows(common, walk, work, rows, lane_row, softmax, value_scales, v_scale, o);
   }
   if constexpr (kCombines) {
     sync_consumer();

@@ -110,6 +110,80 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
   }
 }
 
+// [GEMM 1] S = Q K^T. The products with one part of K, as those with one of V, wait for that part. They are one group of
+// wgmma, for which release_parts waits.
+CUFLASH_DEVICE void issue_s(float (&s)[kNTiles][4], u32 s_q, const Shared& shared, const Position<kNumStages>& key) {
+  const u64 a = descriptor_of(s_q);
+  ptx::fence_operand(s);
+#pragma unroll
+  for (int n = 0; n < kBf16Parts; ++n) {
+    const Position<kSlots> at = place_of(key, n);
+    const u64 b = descriptor_of(shared.k + at.stage * kPartK);
+    shared.k_ring.full(at).wait(at.parity);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kPartProducts; ++i)
+#pragma unroll
+      for (int k = 0; k < kDim / 16; ++k)
+        if (part_product(i).b == part_at(n))
+          ptx::wgmma<false, false>(
+              BFloat16{}, s, along_k<kBlockM>(a + part_product(i).a * kPartQ / 16, k), along_k<kBlockN>(b, k),
+              i + k > 0);
+    ptx::wgmma_commit();
+  }
+}
+
+// [GEMM 3] sum = P V.
+CUFLASH_DEVICE void issue_o(float (&sum)[kColumnTiles][4], const u32 (&p)[kBlockN / 16][kBf16Parts][4],
+                            const Shared& shared, const Position<kNumStages>& key) {
+  ptx::fence_operand(sum);
+#pragma unroll
+  for (int n = 0; n < kBf16Parts; ++n) {
+    const Position<kSlots> at = place_of(key, n);
+    const u64 b = descriptor_of_transposed<kBlockN>(shared.v + at.stage * kPartV);
+    shared.v_ring.full(at).wait(at.parity);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kPartProducts; ++i)
+#pragma unroll
+      for (int k = 0; k < kBlockN / 16; ++k)
+        if (part_product(i).b == part_at(n))
+          ptx::wgmma<true>(BFloat16{}, sum, p[k][part_product(i).a], along_k_transposed(b, k), i + k > 0);
+    ptx::wgmma_commit();
+  }
+}
+
+// P in parts.
+CUFLASH_DEVICE void to_weights(const float (&s)[kNTiles][4], u32 (&p)[kBlockN / 16][kBf16Parts][4]) {
+#pragma unroll
+  for (int k = 0; k < kBlockN / 16; ++k)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float(&pair)[4] = s[2 * k + i / 2];
+      u32 word[kBf16Parts];
+      bf16_split_small(pair[i % 2 * 2], pair[i % 2 * 2 + 1], word);
+#pragma unroll
+      for (int part = 0; part < kBf16Parts; ++part) p[k][part][i] = word[part];
+    }
+}
+
+// The epilogue: O / l and lse.
+CUFLASH_DEVICE void store_rows(const Params& common, const Work& work, int lane_row, OnlineSoftmax<1>& softmax,
+                               float (&o)[1][kColumnTiles][4]) {
+  const int head = work.head, batch = work.batch;
+  softmax.finish();
+  if constexpr (kHasSinks) softmax.add_sinks(o, [&](int, int) { return sink_of(common, head) * kExponentOfE; });
+  const float kept_scale = kept_scale_of(common);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = lane_row + 8 * half;
+    if (row >= common.seqlen_q) break;
+    store_row<kHeadDimV>((Storage*)head_of(common.out, batch, head) + row * common.out.row_stride, o[0], half,
+                         softmax.inverse_sum(0, half) * kept_scale);
+  }
+  store_lse(common, batch, head, lane_row, softmax);
+}
+
 // A consumer: the warpgroup of 64 queries, `consumer` of kConsumers.
 CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 consumer) {
   const Params& common = params.common;
@@ -136,45 +210,6 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     const auto release = [&](const Barrier& empty) {
       if (thread == 0) empty.arrive();
     };
-    // The products with one part of K, or of V, wait for that part. They are one group of wgmma, for which
-    // release_parts waits.
-    const auto multiply_s = [&](float (&s)[kNTiles][4]) {
-      const u64 a = descriptor_of(s_q);
-      ptx::fence_operand(s);
-#pragma unroll
-      for (int n = 0; n < kBf16Parts; ++n) {
-        const Position<kSlots> at = place_of(key, n);
-        const u64 b = descriptor_of(shared.k + at.stage * kPartK);
-        shared.k_ring.full(at).wait(at.parity);
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < kPartProducts; ++i)
-#pragma unroll
-          for (int k = 0; k < kDim / 16; ++k)
-            if (part_product(i).b == part_at(n))
-              ptx::wgmma<false, false>(
-                  BFloat16{}, s, along_k<kBlockM>(a + part_product(i).a * kPartQ / 16, k), along_k<kBlockN>(b, k),
-                  i + k > 0);
-        ptx::wgmma_commit();
-      }
-    };
-    const auto multiply_o = [&](float (&sum)[kColumnTiles][4], const u32 (&p)[kBlockN / 16][kBf16Parts][4]) {
-      ptx::fence_operand(sum);
-#pragma unroll
-      for (int n = 0; n < kBf16Parts; ++n) {
-        const Position<kSlots> at = place_of(key, n);
-        const u64 b = descriptor_of_transposed<kBlockN>(shared.v + at.stage * kPartV);
-        shared.v_ring.full(at).wait(at.parity);
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < kPartProducts; ++i)
-#pragma unroll
-          for (int k = 0; k < kBlockN / 16; ++k)
-            if (part_product(i).b == part_at(n))
-              ptx::wgmma<true>(BFloat16{}, sum, p[k][part_product(i).a], along_k_transposed(b, k), i + k > 0);
-        ptx::wgmma_commit();
-      }
-    };
     const auto release_parts = [&](const Ring<kSlots>& ring) {
       repeat<kBf16Parts>([&](auto n) {
         constexpr int kPart = decltype(n)::value;
@@ -184,18 +219,6 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     };
     const auto row_of = [&](int, int i) { return lane_row + i / 2 * 8; };
     const auto lane_key_of = [&](int n_block) { return tile.keys.at(n_block) * kBlockN + fragment_column(); };
-    const auto to_weights = [&](const float (&s)[kNTiles][4], u32 (&p)[kBlockN / 16][kBf16Parts][4]) {
-#pragma unroll
-      for (int k = 0; k < kBlockN / 16; ++k)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float(&pair)[4] = s[2 * k + i / 2];
-          u32 word[kBf16Parts];
-          bf16_split_small(pair[i % 2 * 2], pair[i % 2 * 2 + 1], word);
-#pragma unroll
-          for (int part = 0; part < kBf16Parts; ++part) p[k][part][i] = word[part];
-        }
-    };
 
     // Passes over a tile of keys that other consumers of the block need, but not the queries of this one.
     const auto skip = [&]() {
@@ -216,7 +239,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       float s[1][kNTiles][4], sum[kColumnTiles][4];
       u32 p[kBlockN / 16][kBf16Parts][4];
       ping_pong.wait();
-      multiply_s(s[0]);
+      issue_s(s[0], s_q, shared, key);
       ping_pong.pass();
       release_parts(shared.k_ring);
       ptx::fence_operand(s[0]);
@@ -233,7 +256,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       to_weights(s[0], p);
 
       ping_pong.wait();
-      multiply_o(sum, p);
+      issue_o(sum, p, shared, key);
       ping_pong.pass();
       release_parts(shared.v_ring);
       ptx::fence_operand(sum);
@@ -255,17 +278,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     for (; n_block >= keys.start; --n_block) step(n_block);
     for (; n_block >= tile.keys.start; --n_block) skip();
 
-    softmax.finish();
-    if constexpr (kHasSinks) softmax.add_sinks(o, [&](int, int) { return sink_of(common, head) * kExponentOfE; });
-    const float kept_scale = kept_scale_of(common);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = lane_row + 8 * half;
-      if (row >= common.seqlen_q) break;
-      store_row<kHeadDimV>((Storage*)head_of(common.out, batch, head) + row * common.out.row_stride, o[0], half,
-                           softmax.inverse_sum(0, half) * kept_scale);
-    }
-    store_lse(common, batch, head, lane_row, softmax);
+    store_rows(common, tile.work, lane_row, softmax, o);
   }
   ping_pong.finish();
 }

@@ -57,3 +57,28 @@ CUFLASH_DEVICE void issue_weighted(float (&d)[n_tiles][4], const Fragment (&a)[r
       ptx::wgmma<true>(Element{}, d, a[k].word, along_k_transposed(b_columns, k), true);
   });
 }
+
+// Multiplies by `a` in registers, or in shared memory with k along its lines.
+template <int n_tiles>
+CUFLASH_DEVICE void multiply_any(float (&d)[n_tiles][4], const Fragment& a, u64 b, bool adds) {
+  ptx::wgmma<true>(Element{}, d, a.word, b, adds);
+}
+template <int n_tiles>
+CUFLASH_DEVICE void multiply_any(float (&d)[n_tiles][4], u64 a, u64 b, bool adds) {
+  ptx::wgmma<false, true>(Element{}, d, a, b, adds);
+}
+
+// Issues d = a b as one group, or d += a b if it `adds`. `a(k)` is 16 columns in registers or a descriptor, b describes
+// a tile of `rows` rows. By 128 columns at a time: a product of more wants more registers than a thread of a large block
+// starts with. The caller has issued the fences, which are for several products.
+template <int rows, int n_tiles, class A>
+CUFLASH_DEVICE void issue_columns(float (&d)[n_tiles][4], A a, u64 b, bool adds) {
+  repeat<(n_tiles + 15) / 16>([&](auto part) {
+    constexpr int kFirst = 16 * decltype(part)::value, kCount = n_tiles - kFirst < 16 ? n_tiles - kFirst : 16;
+    auto& columns = (float(&)[kCount][4])d[kFirst];
+    const u64 b_columns = b + kFirst * 8 / kChunk * (rows * kLineBytes / 16);
+#pragma unroll
+    for (int k = 0; k < rows / 16; ++k) multiply_any(columns, a(k), along_k_transposed(b_columns, k), adds || k > 0);
+  });
+  ptx::wgmma_commit();
+}

@@ -14,7 +14,8 @@ import cuflash.testing as ct
 from cuflash.binding import PASSES
 from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.sm90.tiles import BackwardSm90Tile, ForwardSm90Tile, bias_by
+from cuflash.planning.sm90.scored import bias_by
+from cuflash.planning.sm90.tiles import BackwardSm90Tile, ForwardSm90Tile
 from tests.emulate import attention
 
 pytestmark = [

@@ -14,7 +14,7 @@ import cuflash.testing as ct
 from cuflash.binding import PASSES
 from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning import DeviceSpec
-from cuflash.planning.sm90.tiles import ScoredTile
+from cuflash.planning.sm90.scored import ScoredTile
 from tests.emulate import attention
 
 pytestmark = [

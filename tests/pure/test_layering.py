@@ -35,7 +35,8 @@ ORDER = [
     "cpu.by_functions", "cpu.numpy_path", "cpu.core", "cpu", "float8", "interop", "quantization", "merging",
     "tensor_map", "binding", "leading", "kernel_cache", "nvrtc",
     "planning.device", "planning.tiles", "planning.traffic", "planning.launch_plan", "planning.argument",
-    "planning.draft", "planning.families", "planning.sm80", "planning.scores", "planning.sm90", "planning.sm90.tiles",
+    "planning.draft", "planning.families", "planning.sm80", "planning.scores", "planning.sm90", "planning.sm90.scored",
+    "planning.sm90.tiles",
     "planning.sm90.bf16_split", "planning.sm90.mask_bits", "planning.sm90.forward", "planning.sm90.decode",
     "planning.sm90.backward", "planning.sm90.backward_bias", "planning.forward", "planning.backward",
     "planning.choose", "planning",
@@ -110,7 +111,7 @@ ALWAYS = {
 WHEN_NEEDED = {
     "operands": {"numpy", "ml_dtypes"},
     "planning.tiles": {"typing_extensions"},  # for a type checker
-    "planning.sm90.tiles": {"typing_extensions"},  # for a type checker
+    "planning.sm90.scored": {"typing_extensions"},  # for a type checker
     "values": {"numpy"},
     "problem": {"numpy", "typing_extensions"},  # for a type checker
     "flash_attention": {"typing_extensions"},

@@ -13,13 +13,13 @@ from cuflash.planning.sm80 import BackwardTile
 from cuflash.planning.sm90.bf16_split import add_bf16_split, why_not_split
 from cuflash.planning.sm90.forward import why_not_16_bit
 from cuflash.planning.sm90.mask_bits import add_mask_bits
+from cuflash.planning.sm90.scored import bias_by
 from cuflash.planning.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
     BACKWARD_TF32_SM90_TILES,
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
-    bias_by,
 )
 from cuflash.planning.tiles import Tile, why_too_large
 from cuflash.problem import Problem

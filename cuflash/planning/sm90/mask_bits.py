@@ -6,7 +6,7 @@ import math
 
 from cuflash.operands import ITEMSIZE
 from cuflash.planning.draft import COUNTED_BY_DQ, Draft
-from cuflash.planning.sm90.tiles import BITS_BLOCK, ScoredTile
+from cuflash.planning.sm90.scored import BITS_BLOCK, ScoredTile
 
 WARPS = 4  # of a block of the kernel that packs; each takes one block of the mask at a time
 BLOCK_BYTES = BITS_BLOCK * BITS_BLOCK // 8

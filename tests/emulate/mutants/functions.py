@@ -103,7 +103,7 @@ MUTANTS = (
            ": score_product(ds[n][i], derivative);", ": ds[n][i] * derivative;", "functions sm90 arrays of s"),
     # ---- sm90/backward.cu
     mutant("sums of steps before their stage is free", "sm90/backward.cu",
-           "      if constexpr (kStepSums > 0) shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);\n", "",
+           "    if constexpr (kStepSums > 0) shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);\n", "",
            "functions sm90 arrays"),
     # ---- around/captured.cu
     mutant("the largest term begins with what lay there", CAPTURED, "captured_largest_of(params)[i] = 0;", ";",

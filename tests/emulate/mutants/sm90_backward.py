@@ -8,6 +8,7 @@ QUERY_WALK = "common/query_walk.cuh"
 BACKWARD = "sm90/backward.cu"
 BACKWARD_WORK = "sm90/backward_work.cuh"
 BACKWARD_DQ = "sm90/backward_dq.cuh"
+PRODUCTS = "sm90/products.cuh"
 BACKWARD_SUMS = "sm90/backward_sums.cuh"
 KEY_SUMS = "common/key_sums.cuh"
 SCORE = "common/score.cuh"
@@ -91,7 +92,7 @@ MUTANTS = (
            "kClearsAhead)", "backward sm90 clears shared"),
     mutant("no wait for K and V", BACKWARD, "    shared.kv_full.wait(0);\n    if constexpr", "    if constexpr",
            "backward sm90"),
-    mutant("weights without their lse", BACKWARD, "weights.exponent_scale - lse[i % 2]", "weights.exponent_scale",
+    mutant("weights without their lse", BACKWARD, "* exponent_scale - lse[i % 2]", "* exponent_scale",
            "backward sm90"),
     mutant("bias of the first keys of the tile for all", BACKWARD, "const int key = first + warp_key;",
            "const int key = warp_key;", "backward sm90 bias", "backward sm90 wide bias"),
@@ -150,9 +151,9 @@ MUTANTS = (
            "issue_gradients(true, number == 0);", "backward sm90 shared"),
     mutant("products of nothing read what nobody wrote", BACKWARD, "issue_gradients(number > 1, number == 0);",
            "issue_gradients(number > 1, false);", "backward sm90 shared"),
-    mutant("products of nothing give tiles back", BACKWARD, "      if constexpr (kIssuesDpEarly) {\n"
-           "        finish_gradients(number > 0);\n", "      if constexpr (kIssuesDpEarly) {\n"
-           "        finish_gradients(true);\n", "backward sm90 roles"),
+    mutant("products of nothing give tiles back", BACKWARD, "    if constexpr (kIssuesDpEarly) {\n"
+           "      finish_gradients(frees);\n", "    if constexpr (kIssuesDpEarly) {\n"
+           "      finish_gradients(true);\n", "backward sm90 roles"),
     mutant("dK does not wait for dS of its warpgroup", BACKWARD,
            "    if constexpr (kDkFromShared) ptx::sync_named(kConsumer + index, 128);\n", "\n", "backward sm90 shared"),
     mutant("dK does not give dS back", BACKWARD,
@@ -162,8 +163,8 @@ MUTANTS = (
            "backward sm90 shared"),
     mutant("dK reads dS of the step to come", BACKWARD, "shared.ds + (ds_at.stage ^ 1) * kBytesDs + first",
            "shared.ds + ds_at.stage * kBytesDs + first", "backward sm90 shared"),
-    mutant("wide gradients repeat their first columns", BACKWARD, "kFirst * 8 / kChunk * (kBlockM",
-           "kFirst * 0 / kChunk * (kBlockM", "backward sm90 wide"),
+    mutant("wide gradients repeat their first columns", PRODUCTS, "kFirst * 8 / kChunk * (rows",
+           "kFirst * 0 / kChunk * (rows", "backward sm90 wide"),
     mutant("dS in registers of other queries", BACKWARD_DQ, "(s_ds, thread / 32 * 16, ds)", "(s_ds, 0, ds)",
            "backward sm90"),
     mutant("columns are added before they are made", BACKWARD_DQ, "      wait_for<0>(dq);\n",
@@ -276,7 +277,7 @@ MUTANTS = (
            "key sums"),
     mutant("gradients of products without the derivative", BACKWARD_SUMS,
            "ds[n][i] *= 1.0f - tanh[i] * tanh[i];", ";", "key sums"),
-    mutant("all scores are small", BACKWARD, "        if (scores_are_small)\n", "        if (true)\n", "key sums"),
+    mutant("all scores are small", BACKWARD, "      if (scores_are_small)\n", "      if (true)\n", "key sums"),
     mutant("dsoftcap without the cube", SCORE, "near = t * t2 * (0.66675054f", "near = t * (0.66675054f",
            "small softcap key sums"),
     mutant("dsoftcap without the square of its series", SCORE, "(0.12952618f + t2 * 0.08166679f)", "0.0f",

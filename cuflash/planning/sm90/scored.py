@@ -1,0 +1,80 @@
+"""What tiles of compute capability 9.0 have in common whose kernels see bias and masks by tile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from cuflash.planning.tiles import Tile
+from cuflash.problem import Problem
+from cuflash.tensor_map import LINE_BYTES, why_not
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+BITS_BLOCK = 64  # queries, and keys, of a block of a mask of bits: kernels/common/mask_bits.cuh
+
+
+def bias_by(problem: Problem) -> Literal["nothing", "keys", "pairs", "elements"]:
+    """How kernels of compute capability 9.0 may see the bias: see kernels/sm90/addends.cuh."""
+    bias = problem.bias
+    if bias is None:
+        return "nothing"
+    *_, of_row, of_key = bias.strides
+    if of_row == 0:
+        return "keys"
+    by_tma = of_key == 1 and bias.alignment == 16 and why_not("bias", bias, broadcasts=True) is None
+    return "pairs" if by_tma else "elements"
+
+
+def bias_tile_bytes(rows: int, keys: int, pair_bytes: int) -> int:
+    """Shared memory of a tile of a bias of pairs, in lines of 128 bytes."""
+    return -(-keys * pair_bytes // LINE_BYTES) * rows * LINE_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredTile(Tile):
+    """A tile whose kernel sees bias and masks by tile."""
+
+    bias_of_pairs: int = 0  # bytes of an element, where tiles of a bias of pairs are loaded; else 0
+    bias_of_keys: bool = False  # it differs from key to key only
+    mask_of_keys: bool = False  # and so does the mask
+    mask_by_bits: bool = False  # a kernel before packs all that hides pairs
+
+    def seeing(self, problem: Problem, bias_of_pairs: int) -> Self:
+        """The tile as it sees bias and masks of a problem."""
+        by, hidden = bias_by(problem), self._hidden(problem)
+        by_tile = by in ("nothing", "keys") or bias_of_pairs > 0
+        whole_blocks = self.block_m % BITS_BLOCK == 0 and self.block_n % BITS_BLOCK == 0
+        whole_blocks = whole_blocks and problem.mask_function is None  # bits tell of masks alone
+        seen = {
+            "bias_of_pairs": bias_of_pairs,
+            "bias_of_keys": by == "keys",
+            "mask_of_keys": by_tile and hidden == "keys",
+            "mask_by_bits": by_tile and hidden == "pairs" and whole_blocks,
+        }
+        # Every plan asks this of every row of a table, and most problems have neither.
+        return self if all(getattr(self, name) == x for name, x in seen.items()) else self.changed(**seen)
+
+    def looks_up_pairs(self, problem: Problem) -> bool:
+        """Whether the kernel looks for what hides a pair, pair by pair."""
+        hidden = self._hidden(problem)
+        return hidden != "nothing" and not self.mask_of_keys and not self.mask_by_bits
+
+    def _hidden(self, problem: Problem) -> Literal["nothing", "keys", "pairs"]:
+        """What masks hide beside whole tiles."""
+        rows, keys = problem.block_size
+        if rows % self.block_m != 0 or keys % self.block_n != 0:
+            return "pairs"
+        if problem.mask is None:
+            return "nothing"
+        # What hides keys is added to scores, of which a function of the caller tells nothing.
+        return "keys" if problem.mask.strides[2] == 0 and problem.score is None else "pairs"
+
+    def defines(self) -> dict[str, str | int]:
+        return super().defines() | {
+            "CUFLASH_BIAS_OF_PAIRS": int(self.bias_of_pairs > 0),
+            "CUFLASH_BIAS_OF_KEYS": int(self.bias_of_keys),
+            "CUFLASH_MASK_OF_KEYS": int(self.mask_of_keys),
+            "CUFLASH_MASK_BY_BITS": int(self.mask_by_bits),
+        }
