@@ -32,6 +32,7 @@ from cuflash.planning.backward import SOFTMAX_KERNELS
 from cuflash.planning.sm80 import (
     BACKWARD_TILES,
     DQ_TILES,
+    FLOAT8_TILES,
     FORWARD_TILES,
     SCORES_TILES,
     BackwardTile,
@@ -44,7 +45,9 @@ from cuflash.planning.sm90.tiles import (
     BACKWARD_SM90_TILES,
     BACKWARD_TF32_SM90_TILES,
     BIAS_SM90_TILES,
+    DECODE_FLOAT8_SM90_TILES,
     DECODE_SM90_TILES,
+    FORWARD_FLOAT8_SM90_TILES,
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
     FORWARD_TF32_SM90_TILES,
@@ -52,6 +55,7 @@ from cuflash.planning.sm90.tiles import (
     BackwardSm90Tile,
     BiasSm90Tile,
     DecodeSm90Tile,
+    ForwardFloat8Sm90Tile,
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
 )
@@ -77,6 +81,12 @@ _ROWS: dict[type, tuple[Tile, ...]] = {
     DqTile: DQ_TILES,
     ScoresTile: SCORES_TILES,
     BiasSm90Tile: BIAS_SM90_TILES,
+}
+# The same of numbers of one byte.
+_ROWS_OF_FLOAT8: dict[type, tuple[Tile, ...]] = {
+    ForwardTile: FLOAT8_TILES,
+    DecodeSm90Tile: DECODE_FLOAT8_SM90_TILES,
+    ForwardFloat8Sm90Tile: FORWARD_FLOAT8_SM90_TILES,
 }
 _NEAR = 32  # keys, or a factor of two: of block_n only values near the row's are tried
 
@@ -106,9 +116,14 @@ def _alternatives(plan: LaunchPlan) -> Iterator[tuple[Tile, ...]]:
     # In a deterministic backward pass other kernels have a row for dq too.
     any_kind = plan.pass_ == "forward" or not plan.problem.deterministic
     for place, tile in enumerate(plan.tiles):
-        for other in (*_ROWS[type(tile)], *_variations(tile)):
+        for other in (*_rows(tile, plan.problem), *_variations(tile)):
             if any_kind or type(other) is type(tile):
                 yield (*plan.tiles[:place], other, *plan.tiles[place + 1 :])
+
+
+def _rows(tile: Tile, problem: Problem) -> tuple[Tile, ...]:
+    """Those that compute the problem as this one does."""
+    return (_ROWS_OF_FLOAT8 if problem.has_float8 else _ROWS)[type(tile)]
 
 
 def _variations(tile: Tile) -> Iterator[Tile]:
@@ -129,11 +144,13 @@ def _why_not(tiles: Sequence[Tile], plan: LaunchPlan) -> str:
     if len(tiles) != len(plan.tiles):
         return f"{len(tiles)} tiles for a plan of {len(plan.tiles)}"
     for tile, of_table in zip(tiles, plan.tiles, strict=True):
-        kinds = {type(row) for row in _ROWS[type(of_table)]}
+        kinds = {type(row) for row in _rows(of_table, plan.problem)}
         if type(tile) not in kinds or getattr(tile, "bf16_parts", None) != getattr(of_table, "bf16_parts", None):
             return f"{tile.label} computes other products than {of_table.label}"
         if not serves_dims(tile, plan.problem):
             return f"{tile.label} is not for these head dimensions"
+        if isinstance(tile, ForwardFloat8Sm90Tile) and tile.why_not(plan.problem, plan.device):
+            return f"{tile.label} is {tile.why_not(plan.problem, plan.device)}"
         excess = why_too_large(tile, plan.problem, plan.device)
         if excess:
             return excess
@@ -309,7 +326,7 @@ class Winner:
     table_tflops: float
 
 
-_KINDS = {kind.__name__: kind for kind in _ROWS}
+_KINDS = {kind.__name__: kind for kind in (*_ROWS, *_ROWS_OF_FLOAT8)}
 _recalled: dict[Path, Winner | str | None] = {}  # of this process: what it has read of a file, or why it could not
 
 

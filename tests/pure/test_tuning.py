@@ -17,8 +17,16 @@ from cuflash import progress, tuning
 from cuflash.cli.main import main
 from cuflash.compiler import CompileError
 from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.sm90.tiles import BackwardFloat32Sm90Tile, ForwardFloat32Sm90Tile, ForwardSm90Tile
+from cuflash.planning.sm80 import ForwardTile
+from cuflash.planning.sm90.tiles import (
+    BackwardFloat32Sm90Tile,
+    DecodeSm90Tile,
+    ForwardFloat8Sm90Tile,
+    ForwardFloat32Sm90Tile,
+    ForwardSm90Tile,
+)
 from cuflash.planning.tiles import round_up
+from cuflash.testing import Case
 from cuflash.tuning import MARGIN, candidates, size_class, tune, tuned_plan
 from tests.problems import problem_of
 
@@ -59,6 +67,33 @@ def forgotten_here():
 
 
 # ---- What is tried ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("scale", ["head", "block"])
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"q_float8": True}, ForwardFloat8Sm90Tile),
+        ({"q_float8": True, "causal": True}, ForwardFloat8Sm90Tile),
+        ({"q_float8": True, "seqlen_q": 3}, DecodeSm90Tile),
+        ({"q_float8": True, "bias": (1024,)}, ForwardTile),
+        ({}, ForwardTile),
+    ],
+)
+def test_candidates_for_numbers_of_one_byte_read_bytes(changes, kind, scale, head_dim):
+    sizes = {"seqlen_q": 1024, "seqlen_k": 1024, "num_heads": 8, "head_dim": head_dim, "scale_block": 64}
+    of_bytes = {"kv_dtype": "float8_e4m3fn", "k_scale": scale, "v_scale": "head", "dtype": "bfloat16"}
+    problem = Case(**sizes | of_bytes | changes).problem
+    plans = candidates(problem, H200)
+    assert len(plans) > 1 and plans[0] == choose_plan(problem, H200)
+    for plan in plans:
+        (tile,) = plan.tiles
+        assert type(tile) is kind
+        if isinstance(tile, ForwardTile | DecodeSm90Tile):
+            assert tile.key_bytes == 1
+        else:
+            assert problem.scale_block("k_scale") % tile.block_n == 0
 
 
 @pytest.mark.parametrize("pass_", PASSES)
