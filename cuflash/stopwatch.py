@@ -21,6 +21,8 @@ RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 # In units in the last place of the largest result, by the size of an element: what is right differs by fewer, a mistake
 # by more. Sums of wide elements are of rounded terms too, and cancel.
 AGREEMENT = {2: 8, 4: 64, 8: 64}
+# Between lse of two plans that multiply bytes: each rounds weights, which moves lse by less than half of it.
+LSE_OF_BYTES = 0.13
 
 
 class Stopwatch:
@@ -40,7 +42,8 @@ class Stopwatch:
         if self._first is None:
             self._first = results
         for name, got, right in zip(RESULTS[plan.pass_], results, self._first, strict=True):
-            difference = _difference(got, right)
+            of_bytes = name == "lse" and plan.kernels[-1].source == "sm90/forward_float8.cu"
+            difference = _difference(got, right, LSE_OF_BYTES if of_bytes else 0.0)
             if difference:
                 return f"{name} {difference}"
         return ""
@@ -61,8 +64,8 @@ class Stopwatch:
         return statistics.median(cupy.cuda.get_elapsed_time(*pair) for pair in times) / 1e3
 
 
-def _difference(got: Any, right: Any) -> str:
-    """How a result differs from another by more than the order of sums explains; "" where it does not."""
+def _difference(got: Any, right: Any, allowed: float) -> str:
+    """How a result differs from another by more than the order of sums explains, and more than `allowed`; else ""."""
     import ml_dtypes
 
     ulps = AGREEMENT[right.dtype.itemsize] * float(ml_dtypes.finfo(right.dtype).eps)
@@ -75,7 +78,7 @@ def _difference(got: Any, right: Any) -> str:
         return ""
     scale = float(cupy.abs(cupy.where(finite, right, 0)).max())
     error = float(cupy.abs(cupy.where(finite, got - right, 0)).max())
-    if error <= ulps * scale:
+    if error <= max(ulps * scale, allowed):
         return ""
     return f"differs by {error:.3g} from that of the table's row, which is up to {scale:.3g}"
 

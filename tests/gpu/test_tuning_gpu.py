@@ -90,6 +90,16 @@ def test_every_candidate_is_as_right_as_the_first(cupy):
                 ct.assert_backward(case, *gradients)
 
 
+@pytest.mark.parametrize("changes", [{"q_float8": True, "q_scale": "token"}, {}], ids=["products", "cache"])
+def test_numbers_of_one_byte_are_tuned(cupy, changes):
+    """Tiles that multiply bytes round weights in other orders: all the same they agree."""
+    case = replace(CASE, kv_dtype="float8_e4m3fn", k_scale="head", v_scale="head", **changes)
+    arrays = case.arrays(cupy.asarray)
+    found = cuflash.FlashAttention().tune(*ct.qkv(arrays), **ct.optional(arrays), passes=["forward"])
+    assert found is not None and found.forward is not None
+    assert {trial.why_not.split(" ")[0] for trial in found.forward.trials} <= {"", "spills", "does"}
+
+
 def test_other_strides_and_dout(cupy):
     case = replace(CASE, strides="transposed", layout="bshd", sinks=True)
     arrays = case.arrays(cupy.asarray)
