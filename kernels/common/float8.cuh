@@ -119,14 +119,12 @@ struct QueryScales {
 // Multiplies the rows of a tile, of which a lane has two of each 16, by numbers of their queries.
 template <int m_tiles, int n_tiles>
 CUFLASH_DEVICE void multiply_rows(Real (&x)[m_tiles][n_tiles][4], const float (&scale)[m_tiles][2]) {
-  if constexpr (kQScale) {
 #pragma unroll
-    for (int m = 0; m < m_tiles; ++m)
+  for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
-      for (int n = 0; n < n_tiles; ++n)
+    for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x[m][n][i] *= scale[m][i / 2];
-  }
+      for (int i = 0; i < 4; ++i) x[m][n][i] *= scale[m][i / 2];
 }
 
 // Multiplies the columns of a tile by numbers of their keys, or by that of the head.
@@ -147,11 +145,14 @@ constexpr bool kIsFloat16 = false;
 template <>
 constexpr bool kIsFloat16<Float16> = true;
 
+CUFLASH_DEVICE float power_of_two(int n) { return ptx::float_of((u32)(n + 127) << 23); }
+
 // Weights times what values are multiplied by, as operands of 16 bits. In float16 they would leave its range where
 // scales are large or small, so they are divided by a power of two that is near the largest scale so far; the output is
 // relative to it.
+template <class E>  // the operands
 struct ValueScales {
-  static constexpr bool kIsRelative = kVScale == 2 && kIsFloat16<Element>;
+  static constexpr bool kIsRelative = kVScale == 2 && kIsFloat16<E>;
   static constexpr int kSmallest = -126, kLargest = 126;
   int exponent = kSmallest;  // of the power of two
 
@@ -186,7 +187,4 @@ struct ValueScales {
     if (kVScale == 0 || inverse_sum == 0) return inverse_sum;
     return inverse_sum * of_head * (kIsRelative ? power_of_two(exponent) : 1.0f);
   }
-
- private:
-  CUFLASH_DEVICE static float power_of_two(int n) { return ptx::float_of((u32)(n + 127) << 23); }
 };

@@ -97,7 +97,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
   OnlineSoftmax<kMTiles> softmax;
   Real o[kMTiles][kColumnTiles][4];
   set_zero(o);
-  ValueScales value_scales;
+  ValueScales<Element> value_scales;
 
   int stage = 0;
   const auto step = [&](int n_block, auto masked) __attribute__((always_inline)) {
@@ -132,7 +132,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
     float scale[kNTiles][2];  // of the keys, then of the values
     k_scales.load(scale, lane_key, key_stop);
     multiply_columns<kKScale>(s, scale, k_scale);
-    multiply_rows(s, q_scale);
+    if constexpr (kQScale) multiply_rows(s, q_scale);
     to_scores(score, mask, s, [&](int m, int i) { return lane_row + 16 * m + i / 2 * 8; }, lane_key, masked);
     softmax.update(s, o, exponent_scale);
     if constexpr (kHasDropout) {

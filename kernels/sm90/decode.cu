@@ -46,6 +46,10 @@ constexpr int kNTiles = kBlockN / 8;
 static_assert(kNumWarps == kConsumerWarps + 1, "the consumer and the producer");
 static_assert(kBlockM == 64, "rows of one product");
 
+// What products are made of. Numbers of one byte are numbers of float16, and one instruction makes two of them.
+using Operand = Either<kHasFloat8, Float16, Element>::Type;
+constexpr bool kNarrowsQueries = kHasFloat8 && !kFloat8Queries && !kIsFloat16<Element>;
+
 // Shared memory: Q; K and V that were converted; the rings of K and V; barriers. A line has 64 columns, or 128 of one
 // byte.
 constexpr int kKeyChunk = kLineBytes / sizeof(KeyStorage);
@@ -74,36 +78,33 @@ template <int rows>
 CUFLASH_DEVICE Bytes16 load_bytes(u32 tile, u32 row, u32 vector) {
   return ptx::load_shared_b128(tile + (vector / 8 * rows + row) * kLineBytes + (vector % 8 * 16 ^ row % 8 * 16));
 }
-// Stores them as elements: two vectors of a line. Of 8 neighbouring threads half store them in the other order, so that
-// they meet in no bank.
+// Stores them as operands: two vectors of a line.
 template <int rows, class Float8 = KeyElement>
-CUFLASH_DEVICE void store_elements(u32 tile, u32 row, u32 vector, const Bytes16& bytes) {
-  const u32 swizzle = row % 8 * 16;
-  Bytes16 half[2], ordered[2];
+CUFLASH_DEVICE void store_operands(u32 tile, u32 row, u32 vector, const Bytes16& bytes) {
+  const u32 line = tile + (vector / 4 * rows + row) * kLineBytes, swizzle = row % 8 * 16;
 #pragma unroll
-  for (int pair = 0; pair < 8; ++pair)
-    half[pair / 4].word[pair % 4] = to_elements(Element{}, Float8{}, (u16)(bytes.word[pair / 2] >> pair % 2 * 16));
-  // Word by word, so that both stay in registers.
-  const u32 line = tile + (vector / 4 * rows + row) * kLineBytes, first = vector / 4 % 2 * 16;
+  for (int i = 0; i < 2; ++i) {
+    Bytes16 half;
 #pragma unroll
-  for (int word = 0; word < 4; ++word) {
-    ordered[0].word[word] = first ? half[1].word[word] : half[0].word[word];
-    ordered[1].word[word] = first ? half[0].word[word] : half[1].word[word];
+    for (int pair = 0; pair < 4; ++pair)
+      half.word[pair] = to_elements(Operand{}, Float8{}, (u16)(bytes.word[2 * i + pair / 2] >> pair % 2 * 16));
+    ptx::store_shared_b128(line + ((vector % 4 * 32 + i * 16) ^ swizzle), half);
   }
-  ptx::store_shared_b128(line + ((vector % 4 * 32 + first) ^ swizzle), ordered[0]);
-  ptx::store_shared_b128(line + ((vector % 4 * 32 + (first ^ 16)) ^ swizzle), ordered[1]);
 }
 
-// Converts the first `valid` rows of a tile of numbers of one byte, and clears the others; by the consumer.
-template <int columns, class Float8 = KeyElement>
+// Converts the first `valid` rows of a tile of numbers of one byte, and clears the others, if there are any; by so many
+// threads. Eight neighbouring ones have the same columns of eight rows, so that they meet in no bank.
+template <int columns, int threads, bool whole, class Float8 = KeyElement>
 CUFLASH_DEVICE void convert_tile(u32 target, u32 source, int valid, u32 thread) {
-  constexpr u32 kVectors = columns / 16;
-#pragma unroll 2
-  for (u32 i = thread; i < kBlockN * kVectors; i += kConsumerThreads) {
-    const u32 row = i / kVectors, vector = i % kVectors;
+  static_assert(threads % kBlockN == 0 || kBlockN % threads == 0, "a thread walks along a row, or from row to row");
+  constexpr int kAll = kBlockN * (columns / 16);
+#pragma unroll 4
+  for (int i = 0; i < kAll; i += threads) {
+    const u32 row = thread % kBlockN + i % kBlockN, vector = thread / kBlockN + i / kBlockN;
+    if (kAll % threads != 0 && vector >= columns / 16) break;
     Bytes16 bytes = {};
-    if ((int)row < valid) bytes = load_bytes<kBlockN>(source, row, vector);
-    store_elements<kBlockN, Float8>(target, row, vector, bytes);
+    if (whole || (int)row < valid) bytes = load_bytes<kBlockN>(source, row, vector);
+    store_operands<kBlockN, Float8>(target, row, vector, bytes);
   }
 }
 
@@ -111,18 +112,56 @@ CUFLASH_DEVICE void convert_tile(u32 target, u32 source, int valid, u32 thread) 
 // for what was written as they do for the first tile of keys, which is converted next.
 template <class Float8 = KeyElement, class Sync>
 CUFLASH_DEVICE void convert_queries(u32 tile, int valid, u32 thread, Sync sync) {
-  constexpr u32 kVectors = kDim / 16, kAll = kBlockM * kVectors;
+  constexpr u32 kAll = kBlockM * (kDim / 16);
   Bytes16 bytes[ceil_div(kAll, kConsumerThreads)] = {};
   const auto each = [&](auto visit) {
 #pragma unroll
     for (u32 i = 0; i < kAll; i += kConsumerThreads)
-      if (i + thread < kAll) visit(bytes[i / kConsumerThreads], (i + thread) / kVectors, (i + thread) % kVectors);
+      if (i + thread < kAll) visit(bytes[i / kConsumerThreads], (i + thread) % kBlockM, (i + thread) / kBlockM);
   };
   each([&](Bytes16& x, u32 row, u32 vector) {
     if ((int)row < valid) x = load_bytes<kBlockM>(tile, row, vector);
   });
   sync();
-  each([&](const Bytes16& x, u32 row, u32 vector) { store_elements<kBlockM, Float8>(tile, row, vector, x); });
+  each([&](const Bytes16& x, u32 row, u32 vector) { store_operands<kBlockM, Float8>(tile, row, vector, x); });
+}
+
+// Makes numbers of float16 of queries of bfloat16, where they lie: a row times the power of two that takes its largest
+// number to the end of the range, so that what becomes less than a number is 2^39 times smaller than the largest. Two
+// neighbouring threads have a row, and a warp its own. `inverse` takes the powers back, in the two rows of a lane.
+CUFLASH_DEVICE void narrow_queries(u32 tile, u32 thread, float (&inverse)[2]) {
+  const u32 row = thread / 2, lane = thread % 32;
+  const auto each = [&](auto visit) {
+#pragma unroll 2
+    for (u32 vector = thread % 2; vector < kDim / 8; vector += 2) {
+      const u32 address = tile + (vector / 8 * kBlockM + row) * kLineBytes + (vector % 8 * 16 ^ row % 8 * 16);
+      Bytes16 x = ptx::load_shared_b128(address);
+      visit(address, x);
+    }
+  };
+  u32 largest = 0;
+  each([&](u32, const Bytes16& x) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const u32 high = x.word[i] & 0x7fff0000, low = x.word[i] << 16 & 0x7fff0000;
+      largest = largest > high ? largest : high;
+      largest = largest > low ? largest : low;
+    }
+  });
+  const u32 other = ptx::shuffle(largest, lane ^ 1);
+  const int exponent = (int)((largest > other ? largest : other) >> 23) - 127;
+  const int shift = exponent > 127 ? 0 : min_of(14 - exponent, 126);
+  const float factor = power_of_two(shift);
+  each([&](u32 address, Bytes16& x) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      x.word[i] = ptx::pack(Float16{}, ptx::float_of(x.word[i] << 16) * factor,
+                            ptx::float_of(x.word[i] & 0xffff0000) * factor);
+    ptx::store_shared_b128(address, x);
+  });
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    inverse[half] = ptx::float_of(ptx::shuffle(ptx::bits_of(power_of_two(-shift)), lane / 4 * 2 + 16 * half));
 }
 
 // The heads that a block has keys of, one after another.
@@ -264,10 +303,24 @@ CUFLASH_DEVICE void release_by_warp(const Barrier& empty) {
   if (lane_index() == 0) empty.arrive();
 }
 
-// Makes elements of a tile of one byte. Then all warps have read it.
+// Makes operands of a tile of one byte, by the consumer or by the last two of its warps. Then all have read it.
 template <int columns>
-CUFLASH_DEVICE u32 converted(u32 source, u32 target, int valid, const Barrier& empty) {
-  if constexpr (kHasFloat8) convert_tile<columns>(target, source, valid, ptx::thread_index());
+CUFLASH_DEVICE u32 converted(u32 source, u32 target, int valid, const Barrier& empty, bool by_half = false) {
+  if constexpr (kHasFloat8) {
+    constexpr int kHalf = kConsumerThreads / 2;
+    const int thread = ptx::thread_index();
+    const auto convert = [&](auto whole) {
+      constexpr bool kWhole = decltype(whole)::value;
+      if (!by_half)
+        convert_tile<columns, kConsumerThreads, kWhole>(target, source, valid, thread);
+      else if (thread >= kHalf)
+        convert_tile<columns, kHalf, kWhole>(target, source, valid, thread - kHalf);
+    };
+    if (valid >= kBlockN)
+      convert(Constant<true>{});
+    else
+      convert(Constant<false>{});
+  }
   ptx::fence_async_proxy();
   sync_consumer();
   release_by_warp(empty);
@@ -276,8 +329,9 @@ CUFLASH_DEVICE u32 converted(u32 source, u32 target, int valid, const Barrier& e
 
 // The epilogue: O / l and lse, to the results or, where blocks share the head, to where they are combined.
 CUFLASH_DEVICE void store_rows(const Params& common, const HeadWalk& walk, const HeadWork& work, const LaneRows& rows,
-                               const int (&lane_row)[2], OnlineSoftmax<1>& softmax, const ValueScales& value_scales,
-                               float v_scale, float (&o)[1][kDimV / 8][4]) {
+                               const int (&lane_row)[2], OnlineSoftmax<1>& softmax,
+                               const ValueScales<Operand>& value_scales, float v_scale,
+                               float (&o)[1][kDimV / 8][4]) {
   const Partials partials(common, walk.shares, walk.head);
   const bool is_alone = !kSplitsKeys || partials.count == 1;
   if (kHasSinks && is_alone) {
@@ -340,19 +394,25 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
     float q_scale[1][2];
     rows.load_scales(common, work, lane_row, q_scale[0]);
     float scale_of_key[kNTiles][2], scale_of_value[kNTiles][2];
-    ValueScales value_scales;
+    ValueScales<Operand> value_scales;
 
     OnlineSoftmax<1> softmax;
     float s[1][kNTiles][4], o[1][kDimV / 8][4];
-    Fragment p[kBlockN / 16];
+    FragmentOf<Operand> p[kBlockN / 16];
     set_zero(o);
+    // Warps none of whose rows stands for a query weigh nothing: all weights are 0. Two of them convert values meanwhile.
+    const bool has_rows = !kHasFloat8 || warp_row < work.rows, by_half = work.rows <= kBlockM / 2;
+    if constexpr (kHasFloat8) {
+#pragma unroll
+      for (int k = 0; k < kBlockN / 16; ++k) p[k] = {};
+    }
 
     const auto multiply_s = [&](int n_block) {  // [GEMM 1] S = Q K^T
       u32 k = shared.k + at.stage * kBytesK;
       shared.k_ring.full(at).wait(at.parity);
       if constexpr (kHasFloat8)
         k = converted<kDim>(k, shared.q + kBytesQ, work.key_stop - n_block * kBlockN, shared.k_ring.empty(at));
-      issue_rows<kDim, kBlockM, kBlockN>(s[0], shared.q, k);
+      issue_rows<kDim, kBlockM, kBlockN, Operand>(s[0], shared.q, k);
       wait_for<0>(s[0]);
       if constexpr (!kHasFloat8) release_by_warp(shared.k_ring.empty(at));
     };
@@ -363,7 +423,7 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
       // NaN is NaN. Tensor maps may reach over more keys than there are (cuflash/launch.py says why).
       const int valid = work.key_stop - n_block * kBlockN;
       if constexpr (kHasFloat8) {
-        v = converted<kDimV>(v, shared.q + kBytesQ + kConvertedK, valid, shared.v_ring.empty(at));
+        v = converted<kDimV>(v, shared.q + kBytesQ + kConvertedK, valid, shared.v_ring.empty(at), by_half);
       } else if (valid < kBlockN) {
         zero_rows<kBlockN, kDimV>(v, valid, thread);
         ptx::fence_async_proxy();
@@ -377,26 +437,30 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
     if (work.has_keys()) {
       shared.q_ring.full(q_at).wait(q_at.parity);
       if constexpr (kFloat8Queries) convert_queries(shared.q, work.rows, thread, sync_consumer);
+      if constexpr (kNarrowsQueries) narrow_queries(shared.q, thread, q_scale[0]);
     }
 #pragma unroll 1
     for (int n_block = work.keys.stop - 1; n_block >= work.keys.start; --n_block, at.advance()) {
-      // They arrive while the tile is converted.
       const int lane_key = n_block * kBlockN + fragment_column();
-      k_scales.load(scale_of_key, lane_key, work.key_stop);
-      v_scales.load(scale_of_value, lane_key, work.key_stop);
-      multiply_s(n_block);
-      multiply_columns<kKScale>(s, scale_of_key, k_scale);
-      multiply_rows(s, q_scale);
-      const bool masked = n_block < work.keys.full_start || n_block >= work.keys.full_stop;
-      rows.score[0].cap(s);
-      to_scores<true>(rows, rows, s, [](int, int i) { return i / 2; }, lane_key, masked);
-      softmax.update(s, o, scale_log2);
-      if constexpr (kVScale == 2) {
-        value_scales.update(scale_of_value, o);
-        multiply_columns<kVScale>(s, scale_of_value, v_scale);
+      if (has_rows) {  // they arrive while the tile is converted
+        k_scales.load(scale_of_key, lane_key, work.key_stop);
+        v_scales.load(scale_of_value, lane_key, work.key_stop);
       }
+      multiply_s(n_block);
+      if (has_rows) {
+        multiply_columns<kKScale>(s, scale_of_key, k_scale);
+        if constexpr (kQScale || kNarrowsQueries) multiply_rows(s, q_scale);
+        const bool masked = n_block < work.keys.full_start || n_block >= work.keys.full_stop;
+        rows.score[0].cap(s);
+        to_scores<true>(rows, rows, s, [](int, int i) { return i / 2; }, lane_key, masked);
+        softmax.update(s, o, scale_log2);
+        if constexpr (kVScale == 2) {
+          value_scales.update(scale_of_value, o);
+          multiply_columns<kVScale>(s, scale_of_value, v_scale);
+        }
 #pragma unroll
-      for (int k = 0; k < kBlockN / 16; ++k) to_operand(s[0], k, p[k]);
+        for (int k = 0; k < kBlockN / 16; ++k) to_operand(s[0], k, p[k]);
+      }
       multiply_o(n_block);
     }
     if (work.has_keys()) {

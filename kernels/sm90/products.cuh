@@ -37,24 +37,24 @@ CUFLASH_DEVICE void wait_for(float (&d)[n_tiles][4]) {
 }
 
 // Issues d = a b' over `columns` columns; a and b lie in tiles of rows_a and rows_b rows.
-template <int columns, int rows_a, int rows_b, int n_tiles>
+template <int columns, int rows_a, int rows_b, class E = Element, int n_tiles>
 CUFLASH_DEVICE void issue_rows(float (&d)[n_tiles][4], u32 a, u32 b) {
   const u64 a_rows = descriptor_of(a), b_rows = descriptor_of(b);
   issue(d, [&]() __attribute__((always_inline)) {
 #pragma unroll
     for (int k = 0; k < columns / 16; ++k)
-      ptx::wgmma<false, false>(Element{}, d, along_k<rows_a>(a_rows, k), along_k<rows_b>(b_rows, k), k > 0);
+      ptx::wgmma<false, false>(E{}, d, along_k<rows_a>(a_rows, k), along_k<rows_b>(b_rows, k), k > 0);
   });
 }
 
 // Issues d += a b; a is in registers, b a tile of `rows` rows.
-template <int rows, int n_tiles>
-CUFLASH_DEVICE void issue_weighted(float (&d)[n_tiles][4], const Fragment (&a)[rows / 16], u32 b) {
+template <int rows, int n_tiles, class E>
+CUFLASH_DEVICE void issue_weighted(float (&d)[n_tiles][4], const FragmentOf<E> (&a)[rows / 16], u32 b) {
   const u64 b_columns = descriptor_of_transposed<rows>(b);
   issue(d, [&]() __attribute__((always_inline)) {
 #pragma unroll
     for (int k = 0; k < rows / 16; ++k)
-      ptx::wgmma<true>(Element{}, d, a[k].word, along_k_transposed(b_columns, k), true);
+      ptx::wgmma<true>(E{}, d, a[k].word, along_k_transposed(b_columns, k), true);
   });
 }
 
