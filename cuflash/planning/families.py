@@ -136,5 +136,5 @@ def choose_family(families: Sequence[F], draft: Draft) -> tuple[F, Any, str]:
     # All that no other one serves, the last family does.
     tile, reason = choose_row(family.table(draft.problem), draft.problem, draft.device)
     if draft.problem.multiplies_float8 and not family.multiplies_float8:
-        obstacles.append(f"q, k and v of one byte become {draft.problem.dtype}, which is multiplied")
+        obstacles.append("q, k and v of one byte become numbers of 16 bits, exactly, which are multiplied")
     return family, tile, "\n".join([reason, *obstacles])

@@ -85,12 +85,32 @@ struct HeadScales {
 #pragma unroll
       for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int key = lane_key + 8 * n + i;
-          scale[n][i] = key < key_stop ? of(key) : 0.0f;
-        }
+        for (int i = 0; i < 2; ++i) scale[n][i] = of_any(lane_key + 8 * n + i, key_stop);
     }
   }
+
+  // Those of a tile by lanes of a warp: each has one of every 32 keys. `gather` takes those of a lane's columns, two of
+  // each 8.
+  template <int count>
+  CUFLASH_DEVICE void load_by_lanes(float (&scale)[count], int first_key, int key_stop) const {
+    if constexpr (kind == 2) {
+#pragma unroll
+      for (int i = 0; i < count; ++i) scale[i] = of_any(first_key + 32 * i + lane_index(), key_stop);
+    }
+  }
+  template <int n_tiles, int count>
+  CUFLASH_DEVICE static void gather(float (&scale)[n_tiles][2], const float (&by_lanes)[count]) {
+    if constexpr (kind == 2) {
+#pragma unroll
+      for (int n = 0; n < n_tiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          scale[n][i] = ptx::float_of(ptx::shuffle(ptx::bits_of(by_lanes[n / 4]), 8 * n % 32 + fragment_column() + i));
+    }
+  }
+
+ private:
+  CUFLASH_DEVICE float of_any(int key, int key_stop) const { return key < key_stop ? of(key) : 0.0f; }
 };
 
 // What the queries of one head are multiplied by.

@@ -13,8 +13,9 @@
 // from one head to the next. Where two blocks share a multiprocessor, the products of one run during the softmax of the
 // other.
 //
-// Keys and values of one byte are converted by the consumer, a tile at a time, to where products read them. Their place
-// in the ring is free from then on. Queries of one byte are converted where they lie.
+// Keys and values of one byte are converted to float16 by the consumer, a tile at a time, to where products read them.
+// Their place in the ring is free from then on. Queries are converted where they lie. Warps without queries convert
+// values while the others weigh keys.
 //
 //   barrier      one phase is over when           who waits
 //   q_full       Q of a head has arrived          consumer, before its first S
@@ -393,7 +394,7 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
     const float k_scale = k_scales.of_head(), v_scale = v_scales.of_head();
     float q_scale[1][2];
     rows.load_scales(common, work, lane_row, q_scale[0]);
-    float scale_of_key[kNTiles][2], scale_of_value[kNTiles][2];
+    float scales_of_keys[ceil_div(kBlockN, 32)], scales_of_values[ceil_div(kBlockN, 32)], scale[kNTiles][2];
     ValueScales<Operand> value_scales;
 
     OnlineSoftmax<1> softmax;
@@ -443,20 +444,22 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
     for (int n_block = work.keys.stop - 1; n_block >= work.keys.start; --n_block, at.advance()) {
       const int lane_key = n_block * kBlockN + fragment_column();
       if (has_rows) {  // they arrive while the tile is converted
-        k_scales.load(scale_of_key, lane_key, work.key_stop);
-        v_scales.load(scale_of_value, lane_key, work.key_stop);
+        k_scales.load_by_lanes(scales_of_keys, n_block * kBlockN, work.key_stop);
+        v_scales.load_by_lanes(scales_of_values, n_block * kBlockN, work.key_stop);
       }
       multiply_s(n_block);
       if (has_rows) {
-        multiply_columns<kKScale>(s, scale_of_key, k_scale);
+        k_scales.gather(scale, scales_of_keys);
+        multiply_columns<kKScale>(s, scale, k_scale);
         if constexpr (kQScale || kNarrowsQueries) multiply_rows(s, q_scale);
         const bool masked = n_block < work.keys.full_start || n_block >= work.keys.full_stop;
         rows.score[0].cap(s);
         to_scores<true>(rows, rows, s, [](int, int i) { return i / 2; }, lane_key, masked);
         softmax.update(s, o, scale_log2);
         if constexpr (kVScale == 2) {
-          value_scales.update(scale_of_value, o);
-          multiply_columns<kVScale>(s, scale_of_value, v_scale);
+          v_scales.gather(scale, scales_of_values);
+          value_scales.update(scale, o);
+          multiply_columns<kVScale>(s, scale, v_scale);
         }
 #pragma unroll
         for (int k = 0; k < kBlockN / 16; ++k) to_operand(s[0], k, p[k]);

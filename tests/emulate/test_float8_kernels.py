@@ -153,6 +153,26 @@ def test_scales_far_from_one_cost_no_digits_of_float16(arch, tile, scale):
         assert not measurement.failure, str(measurement)
 
 
+@settings(max_examples=12)
+@given(data=st.data())
+def test_queries_of_bfloat16_may_have_any_size(data):
+    """Products are of float16, which has fewer exponents: rows, and channels in them, far from one cost no digits."""
+    case = replace(CASE, dtype="bfloat16", kv_lengths=None, k_scale=data.draw(st.sampled_from(("token", "head"))))
+    case = replace(case, seed=data.draw(st.integers(0, 99)))
+    arrays = case.arrays()
+    exponents = st.sampled_from((0, 3, -3, 40, -40, 100, -100, -120))
+    q = arrays["q"].astype(np.float32)
+    rows = data.draw(st.lists(exponents, min_size=q.shape[2], max_size=q.shape[2]))
+    q *= np.float32(2) ** np.array(rows, np.float32)[:, None]
+    for channel in data.draw(st.lists(st.integers(0, case.head_dim - 1), max_size=3)):
+        q[..., channel] *= np.float32(2) ** data.draw(st.sampled_from((4, -20, -60)))
+    arrays["q"] = q.astype(arrays["q"].dtype)
+    yardsticks = ct.yardsticks(attention.problem_of(case, arrays), arrays)
+    for name, x in zip(("out", "lse"), run(case, DECODE, arrays=arrays), strict=True):
+        measurement = ct.measure(name, x, yardsticks[name])
+        assert not measurement.failure, str(measurement)
+
+
 def test_plans_say_what_is_served():
     """Few queries by the kernel for them, all else by the kernels for every device."""
     few, many = (
@@ -183,7 +203,7 @@ def test_plans_say_what_is_served():
     for changes, why in others.values():
         plan = choose_plan(replace(whole, **changes).problem, DeviceSpec.for_arch("9.0"), "forward")
         assert plan.kernels[-1].source == "sm80/forward.cu" and f"not sm90/forward_float8: {why}" in plan.reason
-        assert "q, k and v of one byte become bfloat16, which is multiplied" in plan.reason
+        assert "q, k and v of one byte become numbers of 16 bits" in plan.reason
     for case, arch, source in (
         (whole, "9.0", "sm90/forward_float8.cu"),
         (few, "9.0", "sm90/decode.cu"),
@@ -191,7 +211,7 @@ def test_plans_say_what_is_served():
     ):
         plan = choose_plan(case.problem, DeviceSpec.for_arch(arch), "forward")
         assert plan.kernels[0].source == source
-        assert ("of one byte become bfloat16" in plan.reason) == (source != "sm90/forward_float8.cu")
+        assert ("become numbers of 16 bits" in plan.reason) == (source != "sm90/forward_float8.cu")
     few = replace(few, dtype="float16", q_float8=False, q_scale=None)
     # Rows that TMA does not reach, and heads that are too wide.
     for other in (replace(few, strides="padded"), replace(few, head_dim=320, kv_dtype="", k_scale=None, v_scale=None)):

@@ -67,6 +67,9 @@ TRIALS = {
         tiles=_FLOAT8_TILES,
     ),
     "decode float8": Trial(case=replace(_FLOAT8, seqlen_q=5), tiles=_FLOAT8_DECODE_TILES, num_sms=3),
+    "decode float8 narrowed": Trial(
+        case=replace(_FLOAT8, seqlen_q=13, dtype="bfloat16", head_dim=80), tiles=_FLOAT8_DECODE_TILES, num_sms=3
+    ),
     "decode float8 pages": Trial(
         case=replace(_FLOAT8, seqlen_q=5, page_size=16, seqlen_k=304), tiles=_FLOAT8_DECODE_TILES
     ),
