@@ -304,6 +304,14 @@ CUFLASH_DEVICE void release_by_warp(const Barrier& empty) {
   if (lane_index() == 0) empty.arrive();
 }
 
+// Makes operands of the queries of a head, where they lie; `scale` is what the products of the two rows of a lane are
+// multiplied by.
+CUFLASH_DEVICE void prepare_queries(u32 tile, int rows, float (&scale)[2]) {
+  const u32 thread = ptx::thread_index();
+  if constexpr (kFloat8Queries) convert_queries(tile, rows, thread, sync_consumer);
+  if constexpr (kNarrowsQueries) narrow_queries(tile, thread, scale);
+}
+
 // Makes operands of a tile of one byte, by the consumer or by the last two of its warps. Then all have read it.
 template <int columns>
 CUFLASH_DEVICE u32 converted(u32 source, u32 target, int valid, const Barrier& empty, bool by_half = false) {
@@ -388,7 +396,6 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
   for (HeadWalk walk(common); walk.more(); walk.advance()) {
     const HeadWork work(common, walk);
     const LaneRows rows(common, work, lane_row);
-    const float scale_log2 = rows.score[0].exponent_scale();
     const HeadScales<kKScale> k_scales(common, common.k_scale, common.k_scale_shift, work.batch, work.head_kv);
     const HeadScales<kVScale> v_scales(common, common.v_scale, common.v_scale_shift, work.batch, work.head_kv);
     const float k_scale = k_scales.of_head(), v_scale = v_scales.of_head();
@@ -396,18 +403,12 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
     rows.load_scales(common, work, lane_row, q_scale[0]);
     float scales_of_keys[ceil_div(kBlockN, 32)], scales_of_values[ceil_div(kBlockN, 32)], scale[kNTiles][2];
     ValueScales<Operand> value_scales;
-
     OnlineSoftmax<1> softmax;
     float s[1][kNTiles][4], o[1][kDimV / 8][4];
-    FragmentOf<Operand> p[kBlockN / 16];
+    FragmentOf<Operand> p[kBlockN / 16] = {};
     set_zero(o);
     // Warps none of whose rows stands for a query weigh nothing: all weights are 0. Two of them convert values meanwhile.
     const bool has_rows = !kHasFloat8 || warp_row < work.rows, by_half = work.rows <= kBlockM / 2;
-    if constexpr (kHasFloat8) {
-#pragma unroll
-      for (int k = 0; k < kBlockN / 16; ++k) p[k] = {};
-    }
-
     const auto multiply_s = [&](int n_block) {  // [GEMM 1] S = Q K^T
       u32 k = shared.k + at.stage * kBytesK;
       shared.k_ring.full(at).wait(at.parity);
@@ -434,19 +435,15 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
       wait_for<0>(o[0]);
       if constexpr (!kHasFloat8) release_by_warp(shared.v_ring.empty(at));
     };
-
     if (work.has_keys()) {
       shared.q_ring.full(q_at).wait(q_at.parity);
-      if constexpr (kFloat8Queries) convert_queries(shared.q, work.rows, thread, sync_consumer);
-      if constexpr (kNarrowsQueries) narrow_queries(shared.q, thread, q_scale[0]);
+      if constexpr (kHasFloat8) prepare_queries(shared.q, work.rows, q_scale[0]);
     }
 #pragma unroll 1
     for (int n_block = work.keys.stop - 1; n_block >= work.keys.start; --n_block, at.advance()) {
       const int lane_key = n_block * kBlockN + fragment_column();
-      if (has_rows) {  // they arrive while the tile is converted
-        k_scales.load_by_lanes(scales_of_keys, n_block * kBlockN, work.key_stop);
-        v_scales.load_by_lanes(scales_of_values, n_block * kBlockN, work.key_stop);
-      }
+      k_scales.load_by_lanes(scales_of_keys, n_block * kBlockN, work.key_stop);  // they arrive during the conversion
+      v_scales.load_by_lanes(scales_of_values, n_block * kBlockN, work.key_stop);
       multiply_s(n_block);
       if (has_rows) {
         k_scales.gather(scale, scales_of_keys);
@@ -455,7 +452,7 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
         const bool masked = n_block < work.keys.full_start || n_block >= work.keys.full_stop;
         rows.score[0].cap(s);
         to_scores<true>(rows, rows, s, [](int, int i) { return i / 2; }, lane_key, masked);
-        softmax.update(s, o, scale_log2);
+        softmax.update(s, o, rows.score[0].exponent_scale());
         if constexpr (kVScale == 2) {
           v_scales.gather(scale, scales_of_values);
           value_scales.update(scale, o);
