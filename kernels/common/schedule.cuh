@@ -168,7 +168,7 @@ struct KeyTiles : TileRange {
       start = full_start = 0, full_stop = list[1], stop = list[0];
     } else {
       const int last_row = min_of(first_row + kBlockM, seqlen_q_of(params, work.batch)) - 1;
-      (TileRange&)*this = key_tiles(params, work.batch, first_row, last_row, key_stop);
+      TileRange::operator=(key_tiles(params, work.batch, first_row, last_row, key_stop));
     }
   }
   CUFLASH_DEVICE int at(int place) const {

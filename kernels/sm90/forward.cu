@@ -331,7 +331,8 @@ struct Consumer {
         sum[0][i / 2] += s[0][n][i];
       });
     } else {
-      complete_scores(n_block, Constant<kLazyWhereMasked && Masked::value>{});
+      constexpr bool kMasks = kLazyWhereMasked && Masked::value;
+      complete_scores(n_block, Constant<kMasks>{});
       softmax.exponentiate(s, scale_log2, sum);
     }
   }

@@ -5,10 +5,12 @@
 
 enum Dtype : int64_t { FLOAT16, BFLOAT16, FLOAT32, FLOAT64, FLOAT8_E4M3FN, FLOAT8_E5M2 };
 
+// clang-format off
 enum Array {
     Q, K, V, OUT, DOUT, DQ, DK, DV, LSE, DLSE, BIAS, MASK, BLOCK_MASK, ALIBI_SLOPES, KV_LENGTHS, SINKS, CU_SEQLENS_Q,
     CU_SEQLENS_K, BLOCK_TABLE, Q_SCALE, K_SCALE, V_SCALE, DBIAS, DALIBI_SLOPES, DSCALE, DSOFTCAP, DSINKS, NUM_ARRAYS
 };
+// clang-format on
 
 constexpr int64_t NO_BOUND = INT64_C(1) << 40;  // of a window; larger than any length
 
