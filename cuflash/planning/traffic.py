@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from cuflash.operands import ITEMSIZE
 from cuflash.planning.device import DeviceSpec
 from cuflash.planning.tiles import Tile
@@ -138,14 +140,42 @@ def _row_bytes(problem: Problem) -> tuple[int, int]:
 # ---- Device memory ---------------------------------------------------------------------------------------------------
 
 
-def streamed(once: float, tiles: float, head_bytes: float, heads_at_once: float, blocks: int, l2_bytes: float) -> float:
-    """Bytes of an operand that blocks walk over, of which `tiles` bytes are brought to them in all.
+@dataclass(frozen=True, kw_only=True)
+class Walk:
+    """Blocks that walk over the operands of their heads, `at_once` side by side and then as many others, in launch
+    order: of `section` heads the first tile of each, then the second, and so on. Of tiles after the first `whole` ones
+    `sharers` blocks have a part each."""
 
-    What the heads under way need stays in L2, or else the blocks of a head that run side by side share what they read.
-    """
-    if heads_at_once * head_bytes <= L2_SHARE * l2_bytes:
-        return once
-    return min(max(once, tiles * heads_at_once / blocks), max(once, tiles))
+    heads: int
+    tiles_of_head: int
+    section: int
+    at_once: int
+    whole: int
+    sharers: int = 1
+
+    @property
+    def walks(self) -> int:
+        """How often a head is walked over, by the blocks of it that run side by side.
+
+        A wave may end within a section of heads, and then has blocks of the next one, too. The parts of a tile are one
+        walk together.
+        """
+        of_section = self.section * self.tiles_of_head
+        cuts = np.union1d(np.arange(0, self.whole, self.at_once), np.arange(0, self.whole, of_section))
+        heads = np.minimum(self.section, self.heads - cuts // of_section * self.section)
+        parts = (self.heads * self.tiles_of_head - self.whole) * self.sharers
+        return int(np.minimum(np.diff(cuts, append=self.whole), heads).sum()) + self.section * -(-parts // self.at_once)
+
+    def read(self, once: float, tiles: float, head_bytes: float, l2_bytes: float) -> float:
+        """Bytes of an operand that are read, of which `tiles` bytes are brought to the blocks in all.
+
+        What the heads under way need, `head_bytes` each, stays in L2, or else the blocks of a head that run side by
+        side share what they read.
+        """
+        heads_at_once = min(self.heads, max(self.section, -(-self.at_once // self.tiles_of_head)))
+        if heads_at_once * head_bytes <= L2_SHARE * l2_bytes:
+            return once
+        return max(once, min(tiles, tiles * self.walks / (self.heads * self.tiles_of_head)))
 
 
 def _of_pairs(plan: Plan) -> float:
@@ -267,21 +297,28 @@ def _by_keys(plan: Plan, added: int, *, every: bool) -> tuple[float, float, floa
         block = _block_at(index, len(met), heads_kv, run_time.head_section)
         sharers = min(run_time.tail_splits, len(met[block]) * problem.group_size)
         keys += min(tile.block_n, one.seqlen_k - block * tile.block_n) * max(0, sharers - 1)
-    blocks = n_blocks * run_time.group_splits + len(shared) * (run_time.tail_splits - 1)
-    at_once = _blocks_at_once(plan, tile, blocks)
-    heads_at_once = min(heads_kv, max(run_time.head_section, -(-at_once * heads_kv // blocks)))
+    splits = run_time.group_splits
+    walk = Walk(
+        heads=heads_kv * splits,
+        tiles_of_head=len(met),
+        section=min(run_time.head_section, heads_kv) * splits,
+        at_once=_blocks_at_once(plan, tile, n_blocks * splits),
+        whole=n_blocks * splits - len(shared),
+        sharers=run_time.tail_splits,
+    )
     accumulator, partials = sizes.get("dq_accumulator", 0), sizes.get("dkv_partials", 0)
     head_bytes = one.seqlen_q * (of_q + of_v + 2 * number) + accumulator / heads
 
     def walked(once: float, in_all: float) -> float:
-        return streamed(once, in_all, head_bytes, heads_at_once, at_once, device.l2_bytes)
+        return walk.read(once, in_all, head_bytes, device.l2_bytes)
 
     read = walked(heads * one.seqlen_q * (of_q + of_v) + sizes["row_stats"], of_queries)
     read += heads_kv * one.seqlen_k * (of_q + of_v) + partials
     written: float = partials
     if added:
         sums = walked(accumulator, added)
-        cleared = 0 if run_time.clear_ahead else accumulator  # by a kernel before, and out of L2 since
+        # By a kernel before, or by blocks some heads ahead, and out of L2 since.
+        cleared = 0 if run_time.clear_ahead and sums == accumulator else accumulator
         written += cleared + sums
         read += cleared + sums  # the last time by the kernel that makes dq of them
     return of_queries + keys * (of_q + of_v), read, written
@@ -315,6 +352,12 @@ def _keys_read(plan: Plan, tile: Tile, rows: list[int], in_all: float) -> float:
     # Blocks that take tiles in pairs, from both ends, take head by head.
     in_pairs = any(("CUFLASH_PAIRS", 1) in kernel.defines for kernel in plan.kernels)
     section, units = (1, -(-len(rows) // 2)) if in_pairs else (plan.run_time.head_section, len(rows))
-    heads_at_once = -(-min(heads, max(section, -(-at_once // units))) // problem.group_size)
-    once = problem.batch * problem.num_heads_kv * head_bytes
-    return streamed(once, in_all, head_bytes, heads_at_once, at_once, plan.device.l2_bytes)
+    # Query heads that share keys are neighbours.
+    walk = Walk(
+        heads=heads // problem.group_size,
+        tiles_of_head=units * problem.group_size,
+        section=max(1, min(section, heads) // problem.group_size),
+        at_once=at_once,
+        whole=heads * units,
+    )
+    return walk.read(problem.batch * problem.num_heads_kv * head_bytes, in_all, head_bytes, plan.device.l2_bytes)
