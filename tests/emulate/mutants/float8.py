@@ -56,7 +56,7 @@ MUTANTS = (
            "    if (valid >= kBlockN)\n      convert(",
            "    release_by_warp(empty);\n    if (valid >= kBlockN)\n      convert(",
            "decode float8"),
-    mutant("values past the last key are converted", DECODE, "if (whole || (int)row < valid) bytes =", "bytes =",
+    mutant("values past the last key are converted", DECODE, "if (whole || (int)own.row_of(i) < valid) bytes =", "bytes =",
            "decode float8 lengths"),
     mutant("half of the values are not converted", DECODE, "<columns, kHalf, kWhole>", "<columns, 2 * kHalf, kWhole>",
            "decode float8"),
@@ -70,7 +70,7 @@ MUTANTS = (
            "decode float8 narrowed"),
     mutant("warps with queries weigh nothing", DECODE, "warp_row < work.rows,", "warp_row + 16 < work.rows,",
            "decode float8"),
-    mutant("queries are written before all are read", DECODE, "  sync();\n  each(", "  each(", "decode float8 queries"),
+    mutant("queries are written before all are read", DECODE, "  sync();\n#pragma", "#pragma", "decode float8 queries"),
     # ---- sm90/forward_float8.cu
     mutant("values past the last key are not cleared", PRODUCTS, "if (valid < kBlockN) {", "if (false) {",
            "products of bytes"),
