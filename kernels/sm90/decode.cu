@@ -74,57 +74,74 @@ struct Shared : QkvShared<kNumStages> {
   CUFLASH_DEVICE Shared() : QkvShared(kBytesQ + kBytesConverted, kNumStages * kBytesK, kNumStages * kBytesV) {}
 };
 
-// 16 neighbours of one byte a number, of a tile of so many rows.
-template <int rows>
-CUFLASH_DEVICE Bytes16 load_bytes(u32 tile, u32 row, u32 vector) {
-  return ptx::load_shared_b128(tile + (vector / 8 * rows + row) * kLineBytes + (vector % 8 * 16 ^ row % 8 * 16));
-}
-// Stores them as operands: two vectors of a line.
-template <int rows, class Float8 = KeyElement>
-CUFLASH_DEVICE void store_operands(u32 tile, u32 row, u32 vector, const Bytes16& bytes) {
-  const u32 line = tile + (vector / 4 * rows + row) * kLineBytes, swizzle = row % 8 * 16;
+// Stores 16 neighbours of one byte a number as operands: a vector of a line, and the next one.
+template <class Float8>
+CUFLASH_DEVICE void store_operands(u32 address, Float8 type, const Bytes16& bytes) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     Bytes16 half;
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair)
-      half.word[pair] = to_elements(Operand{}, Float8{}, (u16)(bytes.word[2 * i + pair / 2] >> pair % 2 * 16));
-    ptx::store_shared_b128(line + ((vector % 4 * 32 + i * 16) ^ swizzle), half);
+      half.word[pair] = to_elements(Operand{}, type, (u16)(bytes.word[2 * i + pair / 2] >> pair % 2 * 16));
+    ptx::store_shared_b128(address ^ i * 16, half);
   }
 }
 
+// What a thread has of a tile of so many rows of numbers of one byte: 16 neighbours at a time, of all threads those of
+// the same columns first. Eight neighbouring threads have eight rows, so that they meet in no bank. Vectors of a thread
+// differ in constants, by which addresses differ in some bits: lines lie at multiples of their size.
+template <int rows, int columns, int threads>
+struct BytesOfThread {
+  static_assert(threads % rows == 0 || rows % threads == 0, "a thread walks along a row, or from row to row");
+  static constexpr int kVectors = columns / 16, kCount = ceil_div(rows * kVectors, threads);
+  u32 row, first;
+
+  CUFLASH_DEVICE explicit BytesOfThread(u32 thread) : row(thread % rows), first(thread / rows) {}
+
+  CUFLASH_DEVICE bool exists(int i) const {
+    return rows * kVectors % threads == 0 || (int)first + i * threads / rows < kVectors;
+  }
+  CUFLASH_DEVICE u32 row_of(int i) const { return row + i * threads % rows; }
+  CUFLASH_DEVICE Bytes16 load(u32 tile, int i) const {
+    const int vector = i * threads / rows;
+    const u32 line = tile + row * kLineBytes + (first * 16 ^ row % 8 * 16);
+    return ptx::load_shared_b128((line ^ vector % 8 * 16) + (vector / 8 * rows + i * threads % rows) * kLineBytes);
+  }
+  template <class Float8 = KeyElement>
+  CUFLASH_DEVICE void store(u32 tile, int i, const Bytes16& bytes) const {
+    const int vector = i * threads / rows;
+    const u32 line = tile + row * kLineBytes + (first * 32 ^ row % 8 * 16);
+    store_operands((line ^ vector % 4 * 32) + (vector / 4 * rows + i * threads % rows) * kLineBytes, Float8{}, bytes);
+  }
+};
+
 // Converts the first `valid` rows of a tile of numbers of one byte, and clears the others, if there are any; by so many
-// threads. Eight neighbouring ones have the same columns of eight rows, so that they meet in no bank.
-template <int columns, int threads, bool whole, class Float8 = KeyElement>
+// threads.
+template <int columns, int threads, bool whole>
 CUFLASH_DEVICE void convert_tile(u32 target, u32 source, int valid, u32 thread) {
-  static_assert(threads % kBlockN == 0 || kBlockN % threads == 0, "a thread walks along a row, or from row to row");
-  constexpr int kAll = kBlockN * (columns / 16);
+  const BytesOfThread<kBlockN, columns, threads> own(thread);
 #pragma unroll 4
-  for (int i = 0; i < kAll; i += threads) {
-    const u32 row = thread % kBlockN + i % kBlockN, vector = thread / kBlockN + i / kBlockN;
-    if (kAll % threads != 0 && vector >= columns / 16) break;
+  for (int i = 0; i < own.kCount; ++i) {
+    if (!own.exists(i)) break;
     Bytes16 bytes = {};
-    if (whole || (int)row < valid) bytes = load_bytes<kBlockN>(source, row, vector);
-    store_operands<kBlockN, Float8>(target, row, vector, bytes);
+    if (whole || (int)own.row_of(i) < valid) bytes = own.load(source, i);
+    own.store(target, i, bytes);
   }
 }
 
 // The same of queries, where they lie: all are read before one is written. `sync` waits for the consumer. Products wait
 // for what was written as they do for the first tile of keys, which is converted next.
-template <class Float8 = KeyElement, class Sync>
+template <class Sync>
 CUFLASH_DEVICE void convert_queries(u32 tile, int valid, u32 thread, Sync sync) {
-  constexpr u32 kAll = kBlockM * (kDim / 16);
-  Bytes16 bytes[ceil_div(kAll, kConsumerThreads)] = {};
-  const auto each = [&](auto visit) {
+  const BytesOfThread<kBlockM, kDim, kConsumerThreads> own(thread);
+  Bytes16 bytes[own.kCount] = {};
 #pragma unroll
-    for (u32 i = 0; i < kAll; i += kConsumerThreads)
-      if (i + thread < kAll) visit(bytes[i / kConsumerThreads], (i + thread) % kBlockM, (i + thread) / kBlockM);
-  };
-  each([&](Bytes16& x, u32 row, u32 vector) {
-    if ((int)row < valid) x = load_bytes<kBlockM>(tile, row, vector);
-  });
+  for (int i = 0; i < own.kCount; ++i)
+    if (own.exists(i) && (int)own.row_of(i) < valid) bytes[i] = own.load(tile, i);
   sync();
-  each([&](const Bytes16& x, u32 row, u32 vector) { store_operands<kBlockM, Float8>(tile, row, vector, x); });
+#pragma unroll
+  for (int i = 0; i < own.kCount; ++i)
+    if (own.exists(i)) own.store(tile, i, bytes[i]);
 }
 
 // Makes numbers of float16 of queries of bfloat16, where they lie: a row times the power of two that takes its largest

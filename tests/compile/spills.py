@@ -118,7 +118,6 @@ SPILLS_OF_PAGES = SPILLS_OF_OPTIONS | {
 # With numbers of one byte, and a scale for each key and each value.
 SPILLS_OF_FLOAT8 = {
     ("sm80/forward.cu", 2, 96, "128x32", 2): 16,
-    ("sm90/decode.cu", 2, 128, "64x64", 2): 32,
     ("sm80/forward.cu", 2, 192, "128x32", 1): 32,
     ("sm80/forward.cu", 2, 192, "64x32", 1): 32,
     ("sm80/forward.cu", 2, 256, "128x32", 1): 48,
