@@ -20,7 +20,8 @@ static_assert(max_of(kBytesOfKeys, kBytesOfQueries) == CUFLASH_SHARED_BYTES, "sh
 // Whether results are stored as they were summed, to be added to other parts of them, and not rounded to the element
 // type.
 constexpr bool kDqWide = CUFLASH_DQ_WIDE, kDkWide = CUFLASH_DK_WIDE, kDvWide = CUFLASH_DV_WIDE;
-static_assert(!(kDqWide || kDkWide || kDvWide) || kElementBytes == 2, "only sums of 16-bit elements are wider than these");
+static_assert(!(kDqWide || kDkWide || kDvWide) || kElementBytes == 2,
+              "only sums of 16-bit elements are wider than these");
 
 // Block. `factor` times sums in the fragment order of 16-bit elements, to rows [first_row, row_stop) of a head.
 template <int columns, int warps_d, int m_tiles, int n_tiles>

@@ -84,8 +84,8 @@ CUFLASH_DEVICE Pairs pairs_of_mask(const Params& params, int batch, int head, Ti
   if (key_stride == 1 && ((u64)first | (u64)row_stride) % 16 == 0 && tile.stop_key - tile.first_key == kBlockN)
     pairs = pairs_by_vectors(first, row_stride, tile.stop_row - tile.first_row);
   else
-    pairs = pairs_by_asking<kAtOnce>(
-        tile, [&](int row, int key) { return bytes[row * row_stride + key * key_stride] != 0; });
+    pairs = pairs_by_asking<kAtOnce>(tile,
+                                     [&](int row, int key) { return bytes[row * row_stride + key * key_stride] != 0; });
   // What hides single keys is added to scores: kernels need not know of it.
   return kMaskOfKeys && pairs == Pairs::kSome ? Pairs::kAll : pairs;
 }

@@ -59,7 +59,7 @@ CUFLASH_DEVICE i64 first_part_of(const Params& params, int num_n_blocks, Entry b
 // diagonal. Which heads these are depends on the head alone: the sums of its dq are the same in any batch, and so are
 // those of dk and dv, except of tiles that blocks share.
 constexpr bool kLastFirst = kDqInOrder && (kHasRightBound || kHasLeftBound);
-constexpr int kBackShare = CUFLASH_BACK_SHARE;  // or 0: none
+constexpr int kBackShare = CUFLASH_BACK_SHARE;      // or 0: none
 constexpr u32 kBackSection = CUFLASH_BACK_SECTION;  // so many of these heads, which are at the same queries, interleave
 static_assert(kBackShare == 0 || (kDqInOrder && kHasRightBound && !kHasLeftBound), "all heads start at the diagonal");
 

@@ -16,8 +16,8 @@ struct PartProduct {
 };
 constexpr int kPartProducts = kBf16Parts * (kBf16Parts + 1) / 2;
 CUFLASH_DEVICE constexpr PartProduct part_product(int i) {
-  constexpr PartProduct kOrder[6] = {{kHigh, kLow},  {kMiddle, kMiddle}, {kHigh, kMiddle},
-                                      {kLow, kHigh}, {kMiddle, kHigh},   {kHigh, kHigh}};
+  constexpr PartProduct kOrder[6] = {{kHigh, kLow}, {kMiddle, kMiddle}, {kHigh, kMiddle},
+                                     {kLow, kHigh}, {kMiddle, kHigh},   {kHigh, kHigh}};
   constexpr PartProduct kOrderOfTwo[3] = {{kHigh, kMiddle}, {kMiddle, kHigh}, {kHigh, kHigh}};
   return kBf16Parts == 3 ? kOrder[i] : kOrderOfTwo[i];
 }
@@ -48,15 +48,12 @@ CUFLASH_DEVICE void bf16_split(float x, float y, u32 (&part)[kBf16Parts]) {
     high[i] = fmaxf(fminf(pair[i], largest), -largest);
   }
   part[kHigh] = ptx::pack(BFloat16{}, high[0], high[1]);
-  for (int i = 0; i < 2; ++i)
-    rest[i] = pair[i] - ptx::float_of(i == 0 ? part[kHigh] << 16 : part[kHigh] & 0xffff0000u);
+  for (int i = 0; i < 2; ++i) rest[i] = pair[i] - ptx::float_of(i == 0 ? part[kHigh] << 16 : part[kHigh] & 0xffff0000u);
   if constexpr (kBf16Parts == 3) {
     float middle[2];
-    for (int i = 0; i < 2; ++i)
-      middle[i] = rest[i] == ptx::infinity() || rest[i] == -ptx::infinity() ? 0.0f : rest[i];
+    for (int i = 0; i < 2; ++i) middle[i] = rest[i] == ptx::infinity() || rest[i] == -ptx::infinity() ? 0.0f : rest[i];
     part[kMiddle] = ptx::pack(BFloat16{}, middle[0], middle[1]);
-    for (int i = 0; i < 2; ++i)
-      rest[i] -= ptx::float_of(i == 0 ? part[kMiddle] << 16 : part[kMiddle] & 0xffff0000u);
+    for (int i = 0; i < 2; ++i) rest[i] -= ptx::float_of(i == 0 ? part[kMiddle] << 16 : part[kMiddle] & 0xffff0000u);
   } else {
     // Numbers next to the largest of float32 must not be rounded up to infinity.
     constexpr float kLargestRest = kLargest / 256.0f;

@@ -144,7 +144,8 @@ CUFLASH_DEVICE void add_exactly(const Params& params, int array, i64 place, floa
 
 // Warp. The same of a term of each lane, which are added beforehand where all have the same place.
 CUFLASH_DEVICE void add_of_warp(const Params& params, int array, i64 place, float term) {
-  const u32 low = (u32)place, high = (u32)(place >> 32), first_low = ptx::shuffle(low, 0), first_high = ptx::shuffle(high, 0);
+  const u32 low = (u32)place, high = (u32)(place >> 32), first_low = ptx::shuffle(low, 0),
+            first_high = ptx::shuffle(high, 0);
   if (ptx::any_lane(low != first_low || high != first_high)) return add_exactly(params, array, place, term);
   const float sum = (float)warp_sum(term);
   if (lane_index() == 0) add_exactly(params, array, place, sum);

@@ -83,8 +83,7 @@ CUFLASH_DEVICE void clear_ahead(const Params& params, int num_m_blocks, const Wo
   const int n_block = keys.block + (kIsPacked ? first_place_of_keys(keys.batch, kBlockN) : 0);
   const auto share = [&](int n_block) { return (int)((i64)count * n_block / num_n_blocks); };
 #pragma unroll 1
-  for (int i = share(n_block); i < share(n_block + 1); ++i)
-    clear_accumulator(params, first + i, thread, kClearThreads);
+  for (int i = share(n_block); i < share(n_block + 1); ++i) clear_accumulator(params, first + i, thread, kClearThreads);
   ptx::add_to_count(clears_of(params, num_m_blocks, place));
 }
 

@@ -39,17 +39,17 @@ constexpr bool kHasFloat8 = sizeof(KeyStorage) == 1;
 // Which keys and values share a number that they are multiplied by: 0 (there is none), 1 (those of a head) or 2.
 constexpr int kKScale = CUFLASH_K_SCALE;
 constexpr int kVScale = CUFLASH_V_SCALE;
-constexpr bool kQScale = CUFLASH_Q_SCALE;  // whether queries have such numbers
+constexpr bool kQScale = CUFLASH_Q_SCALE;                // whether queries have such numbers
 constexpr bool kFloat8Queries = CUFLASH_FLOAT8_QUERIES;  // q is of one byte a number, too
-constexpr bool kRoundsToTf32 = CUFLASH_ROUNDS_TO_TF32;  // of float32: precision="tf32"
+constexpr bool kRoundsToTf32 = CUFLASH_ROUNDS_TO_TF32;   // of float32: precision="tf32"
 
-constexpr int kHeadDim = CUFLASH_HEAD_DIM;      // of q and k, as the arrays have it
-constexpr int kHeadDimV = CUFLASH_HEAD_DIM_V;   // of v and out
-constexpr int kBlockM = CUFLASH_BLOCK_M;        // queries of a tile
-constexpr int kBlockN = CUFLASH_BLOCK_N;        // keys of a tile
+constexpr int kHeadDim = CUFLASH_HEAD_DIM;     // of q and k, as the arrays have it
+constexpr int kHeadDimV = CUFLASH_HEAD_DIM_V;  // of v and out
+constexpr int kBlockM = CUFLASH_BLOCK_M;       // queries of a tile
+constexpr int kBlockN = CUFLASH_BLOCK_N;       // keys of a tile
 constexpr int kNumWarps = CUFLASH_NUM_WARPS;
-constexpr int kNumStages = CUFLASH_NUM_STAGES;  // tiles in flight in the ring of the streamed operands
-constexpr int kMinBlocks = CUFLASH_MIN_BLOCKS;  // resident blocks a multiprocessor that registers must allow
+constexpr int kNumStages = CUFLASH_NUM_STAGES;            // tiles in flight in the ring of the streamed operands
+constexpr int kMinBlocks = CUFLASH_MIN_BLOCKS;            // resident blocks a multiprocessor that registers must allow
 constexpr int kFragmentsAhead = CUFLASH_FRAGMENTS_AHEAD;  // ldmatrix of B ahead of the product that needs it
 constexpr int kLoadBytes = CUFLASH_LOAD_BYTES;  // widest aligned access that serves every operand that is read
 constexpr int kStoreBytes = CUFLASH_STORE_BYTES;
@@ -65,13 +65,13 @@ constexpr bool kHasLeftBound = CUFLASH_HAS_LEFT_BOUND;
 constexpr bool kHasSoftcap = CUFLASH_HAS_SOFTCAP;
 constexpr bool kHasAlibi = CUFLASH_HAS_ALIBI;
 constexpr bool kHasMask = CUFLASH_HAS_MASK;
-constexpr bool kMaskOfKeys = CUFLASH_MASK_OF_KEYS;       // it hides keys from all queries: it is added to their scores
-constexpr bool kMaskByBits = CUFLASH_MASK_BY_BITS;       // it, and all else that hides pairs, is seen as bits
+constexpr bool kMaskOfKeys = CUFLASH_MASK_OF_KEYS;  // it hides keys from all queries: it is added to their scores
+constexpr bool kMaskByBits = CUFLASH_MASK_BY_BITS;  // it, and all else that hides pairs, is seen as bits
 constexpr bool kLooksUpMask = kHasMask && !kMaskOfKeys && !kMaskByBits;  // each pair is looked for in it
 constexpr bool kHasBlockMask = CUFLASH_MASK_BLOCK_M > 0;
 constexpr int kMaskBlockM = kHasBlockMask ? CUFLASH_MASK_BLOCK_M : 1;  // queries of a block of the block mask
 constexpr int kMaskBlockN = kHasBlockMask ? CUFLASH_MASK_BLOCK_N : 1;  // and keys
-constexpr bool kHasScoreFunction = CUFLASH_HAS_SCORE_FUNCTION;  // of the caller, by common/functions.cuh
+constexpr bool kHasScoreFunction = CUFLASH_HAS_SCORE_FUNCTION;         // of the caller, by common/functions.cuh
 constexpr bool kHasMaskFunction = CUFLASH_HAS_MASK_FUNCTION;
 constexpr bool kScoreChangesSlope = CUFLASH_SCORE_CHANGES_SLOPE;  // its derivative by the scaled product is not 1
 #define CUFLASH_HAS_FUNCTIONS (CUFLASH_HAS_SCORE_FUNCTION || CUFLASH_HAS_MASK_FUNCTION)
@@ -80,10 +80,10 @@ constexpr bool kHasSinks = CUFLASH_HAS_SINKS;  // of the forward pass; the backw
 constexpr bool kHasDropout = CUFLASH_HAS_DROPOUT;
 constexpr bool kIsPacked = CUFLASH_PACKED != 0;    // varlen: batch entries are packed sequences
 constexpr bool kAlignsEnds = CUFLASH_PACKED == 2;  // each with a diagonal of its own, that ends with the last key
-constexpr int kBiasBytes = CUFLASH_BIAS_BYTES;  // size of a bias element: 0 (no bias), 2 (Element) or of Real
-constexpr int kKvLengthsBytes = CUFLASH_KV_LENGTHS_BYTES;   // 0 (none), 4 (i32) or 8 (i64)
-constexpr int kPageSize = CUFLASH_PAGE_SIZE;                // keys of a page: 0 where they are contiguous
-constexpr bool kFollowsLengths = CUFLASH_FOLLOWS_LENGTHS;   // the diagonal of a batch entry depends on its length
+constexpr int kBiasBytes = CUFLASH_BIAS_BYTES;     // size of a bias element: 0 (no bias), 2 (Element) or of Real
+constexpr int kKvLengthsBytes = CUFLASH_KV_LENGTHS_BYTES;  // 0 (none), 4 (i32) or 8 (i64)
+constexpr int kPageSize = CUFLASH_PAGE_SIZE;               // keys of a page: 0 where they are contiguous
+constexpr bool kFollowsLengths = CUFLASH_FOLLOWS_LENGTHS;  // the diagonal of a batch entry depends on its length
 // Whether a function stands between a scaled product and its score. Only then is the derivative of the score in the
 // scaled product not 1.
 constexpr bool kHasDerivative = kHasSoftcap || kScoreChangesSlope;
@@ -140,9 +140,7 @@ CUFLASH_DEVICE constexpr u32 row_swizzle(u32 r) {
 
 // `address` moved by `bytes` along its row: to another line by addition, within the line by exclusive or. `bytes` has
 // no bit in common with the offset of `address` in its line before the swizzle.
-CUFLASH_DEVICE constexpr u32 along_row(u32 address, u32 bytes) {
-  return (address ^ (bytes % 128)) + bytes / 128 * 128;
-}
+CUFLASH_DEVICE constexpr u32 along_row(u32 address, u32 bytes) { return (address ^ (bytes % 128)) + bytes / 128 * 128; }
 
 static_assert(kBlockM % 16 == 0 && kBlockN % 16 == 0, "tiles are made of 16 x 16 fragments");
 static_assert(CUFLASH_DIM_MULTIPLE % 16 == 0, "fragments are 16 wide");

@@ -6,7 +6,7 @@
 #include "common/mask.cuh"
 #include "common/params.cuh"
 
-constexpr int kBitsBlock = 64;                              // queries, and keys, of a block
+constexpr int kBitsBlock = 64;                            // queries, and keys, of a block
 constexpr int kBitsWords = kBitsBlock * kBitsBlock / 32;  // of it
 static_assert(!kMaskByBits || (kBlockM % kBitsBlock == 0 && kBlockN % kBitsBlock == 0), "tiles of whole blocks");
 

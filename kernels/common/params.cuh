@@ -33,15 +33,15 @@ struct BlockTable {
 
 struct Params {
   Tensor q, k, v, out, dout, dq, dk, dv;
-  Tensor lse, dlse;      // row_stride is the stride between queries; dlse may be absent: null
+  Tensor lse, dlse;  // row_stride is the stride between queries; dlse may be absent: null
   // The terms of cuflash/terms.py, in its order.
-  ScoreTensor bias;      // added to the score
-  ScoreTensor mask;      // bytes: 0 hides the key
+  ScoreTensor bias;        // added to the score
+  ScoreTensor mask;        // bytes: 0 hides the key
   ScoreTensor block_mask;  // bytes, over (batch, head, block of queries, block of keys): 0 hides the block
-  Tensor alibi_slopes;   // (batch, head)
+  Tensor alibi_slopes;     // (batch, head)
   const void* kv_lengths;
   i64 kv_lengths_stride;
-  const void* sinks;     // of Real: one number for each query head
+  const void* sinks;  // of Real: one number for each query head
   i64 sinks_stride;
   const void* cu_seqlens_q;  // i32: where packed sequences start, and where the last one ends
   i64 cu_seqlens_q_stride;
@@ -50,11 +50,11 @@ struct Params {
   BlockTable block_table;
   Tensor q_scale;           // of floats, over (batch, head, block of queries)
   Tensor k_scale, v_scale;  // the same over (batch or page, head of k and v, block of keys)
-  ScoreTensor dbias;     // written: stride 0 on axes that it is summed over
-  Tensor dalibi_slopes;  // (batch, head)
+  ScoreTensor dbias;        // written: stride 0 on axes that it is summed over
+  Tensor dalibi_slopes;     // (batch, head)
   void* dsinks;
   i64 dsinks_stride;
-  void* dscale;          // one number of Real each
+  void* dscale;  // one number of Real each
   void* dsoftcap;
   // Scratch memory, of Real.
   // With packed sequences, places of tiles (common/schedule.cuh) stand for the tiles of a batch entry.
@@ -65,7 +65,7 @@ struct Params {
   void* partial_out;     // (batch * num_heads_kv + resident_blocks, rows of a group, padded head_dim_v)
   void* partial_lse;     // the same without columns
   void* arrivals;        // of u64: (batch * num_heads_kv), see common/key_splits.cuh
-  void* q_split;        // of bfloat16: (bfloat16 parts, batch, heads, seqlen, head dimension rounded up to 8)
+  void* q_split;         // of bfloat16: (bfloat16 parts, batch, heads, seqlen, head dimension rounded up to 8)
   void* k_split;
   void* v_split;
   void* dout_split;
@@ -82,27 +82,27 @@ struct Params {
   i32 right_offset;  // query i sees keys up to i + right_offset
   i32 left_offset;   // query i sees keys from i + left_offset on
   // The fields of RunTime (cuflash/planning/launch_plan.py).
-  i32 head_section;  // heads whose blocks are interleaved in the launch order
-  i32 stats_rows;    // seqlen_q, rounded up to whole tiles; packed: those of all places of tiles
-  i32 group_splits;  // blocks that share the query heads of a key/value head
-  i32 whole_tiles;   // of keys, before those that blocks share
-  i32 tail_splits;   // blocks that share the queries of each of these
+  i32 head_section;     // heads whose blocks are interleaved in the launch order
+  i32 stats_rows;       // seqlen_q, rounded up to whole tiles; packed: those of all places of tiles
+  i32 group_splits;     // blocks that share the query heads of a key/value head
+  i32 whole_tiles;      // of keys, before those that blocks share
+  i32 tail_splits;      // blocks that share the queries of each of these
   i32 resident_blocks;  // blocks of a persistent kernel
-  i32 list_batches;  // batch entries that have lists of their own: all or 1
-  i32 list_heads;    // query heads that have
-  i32 score_splits;  // blocks that share what is summed to a tile of dbias
-  i32 sums_splits;   // blocks that share the keys of a tile of queries, where scores are summed
-  i32 clear_ahead;   // heads in launch order from one to that whose accumulators of dq its blocks clear
+  i32 list_batches;     // batch entries that have lists of their own: all or 1
+  i32 list_heads;       // query heads that have
+  i32 score_splits;     // blocks that share what is summed to a tile of dbias
+  i32 sums_splits;      // blocks that share the keys of a tile of queries, where scores are summed
+  i32 clear_ahead;      // heads in launch order from one to that whose accumulators of dq its blocks clear
   float scale;
   float softcap;
-  u32 seed_low;      // of dropout: the key of its random numbers
+  u32 seed_low;  // of dropout: the key of its random numbers
   u32 seed_high;
   u32 offset;
   u32 dropout_threshold;  // weights whose 16 bits are less are dropped
-  u32 dropout_rows;      // where the counters of the first query and the first key begin
+  u32 dropout_rows;       // where the counters of the first query and the first key begin
   u32 dropout_columns;
-  float kept_scale;  // what others are multiplied by
-  i32 num_pages;     // of the pools
+  float kept_scale;   // what others are multiplied by
+  i32 num_pages;      // of the pools
   i32 q_scale_shift;  // base-2 logarithms of the queries, or keys, of a block
   i32 k_scale_shift;
   i32 v_scale_shift;

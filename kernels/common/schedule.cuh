@@ -204,8 +204,7 @@ struct EntryWalk {
   CUFLASH_DEVICE bool more() const { return unit < num_units; }
   CUFLASH_DEVICE Work work(const Params& params) const {
     if constexpr (!kPairs) {
-      const Place place =
-          schedule(params, unit, num_m_blocks, params.num_heads, params.head_section, kHasRightBound);
+      const Place place = schedule(params, unit, num_m_blocks, params.num_heads, params.head_section, kHasRightBound);
       return work_of(params, place.block, place.head + place.batch * params.num_heads);
     }
     const u32 head = unit / units_of_head;

@@ -126,7 +126,9 @@ CUFLASH_DEVICE float fast_wave(float x, u32 quarters) {
 }
 CUFLASH_DEVICE Real score_fast_sin(Real x) { return kWide ? score_sin(x) : (Real)fast_wave((float)x, 0); }
 CUFLASH_DEVICE Real score_fast_cos(Real x) { return kWide ? score_cos(x) : (Real)fast_wave((float)x, 1); }
-CUFLASH_DEVICE Real score_fast_div(Real x, Real y) { return kWide ? x / y : x * (Real)ptx::reciprocal_approx((float)y); }
+CUFLASH_DEVICE Real score_fast_div(Real x, Real y) {
+  return kWide ? x / y : x * (Real)ptx::reciprocal_approx((float)y);
+}
 
 // The largest integer that is not above x, within 32 bits; 0 for a NaN.
 CUFLASH_DEVICE int score_floor(Real x) {

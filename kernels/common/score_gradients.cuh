@@ -147,8 +147,8 @@ template <class T>
 CUFLASH_DEVICE void store_dbias(const Params& params, int batch, int head, int row, int key, T value) {
   if ((!kSumsQueries && row >= params.seqlen_q) || (!kSumsKeys && key >= params.seqlen_k)) return;
   const ScoreTensor& dbias = params.dbias;
-  const i64 offset = batch * dbias.batch_stride + head * dbias.head_stride + row * dbias.row_stride +
-                     key * dbias.key_stride;
+  const i64 offset =
+      batch * dbias.batch_stride + head * dbias.head_stride + row * dbias.row_stride + key * dbias.key_stride;
   if constexpr (kWide || kBiasBytes == sizeof(Real))
     ((Real*)dbias.data)[offset] = value;
   else

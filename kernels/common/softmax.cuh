@@ -100,9 +100,7 @@ struct OnlineSoftmax {
   }
 
   // Factor of the output row: 1 / sum; 0 for a row that saw no key.
-  CUFLASH_DEVICE Real inverse_sum(int m, int half) const {
-    return row_sum[m][half] == 0 ? 0 : 1 / row_sum[m][half];
-  }
+  CUFLASH_DEVICE Real inverse_sum(int m, int half) const { return row_sum[m][half] == 0 ? 0 : 1 / row_sum[m][half]; }
 
   // Natural logarithm of the sum of exponentials; -inf for a row that saw no key.
   CUFLASH_DEVICE Real log_sum_exp(int m, int half) const {

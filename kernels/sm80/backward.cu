@@ -19,9 +19,9 @@
 #include "sm80/copy.cuh"
 #include "sm80/mma.cuh"
 
-constexpr bool kOwnOperands = kWarpsD == 1;           // P' and dS' reach dV and dK in registers
-constexpr bool kNeedsDs = kNeedsDk || kDqByReduction;     // dV alone is made of P'
-constexpr int kQueryTiles = kBlockM / (8 * kWarpsQ);      // n-tiles of 8 queries of P' and dS' of a warp
+constexpr bool kOwnOperands = kWarpsD == 1;            // P' and dS' reach dV and dK in registers
+constexpr bool kNeedsDs = kNeedsDk || kDqByReduction;  // dV alone is made of P'
+constexpr int kQueryTiles = kBlockM / (8 * kWarpsQ);   // n-tiles of 8 queries of P' and dS' of a warp
 constexpr int kRow = row_bytes(kDim);
 constexpr int kRowV = row_bytes(kDimV);
 constexpr int kRowS = row_bytes(kBlockM);
@@ -82,10 +82,9 @@ CUFLASH_DEVICE void backward(const Params& params) {
   const auto load_queries = [&](const Walk& at, int stage) {
     const u32 s_q = s_ring + stage * kBytesStage, s_do = s_q + kBytesQ, s_stats = s_do + kBytesDo;
     const int first_row = at.m_block * kBlockM;
-    load_tile<kBlockM, kHeadDim>(s_q, queries_of(params.q, batch, at.head), params.q.row_stride, first_row,
-                                 seqlen_q);
-    load_tile<kBlockM, kHeadDimV>(s_do, queries_of(params.dout, batch, at.head), params.dout.row_stride,
-                                  first_row, seqlen_q);
+    load_tile<kBlockM, kHeadDim>(s_q, queries_of(params.q, batch, at.head), params.q.row_stride, first_row, seqlen_q);
+    load_tile<kBlockM, kHeadDimV>(s_do, queries_of(params.dout, batch, at.head), params.dout.row_stride, first_row,
+                                  seqlen_q);
     const int thread = ptx::thread_index();
     if (thread < (int)kBytesStats / 16)
       ptx::copy_async<16, 0>(s_stats + thread * 16,
@@ -160,8 +159,7 @@ CUFLASH_DEVICE void backward(const Params& params) {
               const Real exponent_lse = stats[i % 2 * 2], delta = stats[i % 2 * 2 + 1];
               const bool keeps = !kHasDropout || kept[m].keeps(n, i);
               Real derivative;
-              p[m][n][i] =
-                  weights.of_hidden(p[m][n][i], row_of(n, i), key_of(m, i), masked, exponent_lse, derivative);
+              p[m][n][i] = weights.of_hidden(p[m][n][i], row_of(n, i), key_of(m, i), masked, exponent_lse, derivative);
               ds[m][n][i] = gradient_of(p[m][n][i], ds[m][n][i], keeps, kept_scale, delta) * derivative;
               p[m][n][i] = keeps ? p[m][n][i] : 0;
             }
@@ -204,8 +202,7 @@ CUFLASH_DEVICE void backward(const Params& params) {
 #pragma unroll
         for (int m = 0; m < kDqMTiles; ++m)
 #pragma unroll
-          for (int n = 0; n < kDqNTiles; ++n)
-            add_to_accumulator(accumulator, m * kDqNTiles + n, dq[m][n]);
+          for (int n = 0; n < kDqNTiles; ++n) add_to_accumulator(accumulator, m * kDqNTiles + n, dq[m][n]);
       }
     };
     if constexpr (!kOwnOperands) add_dq();

@@ -118,8 +118,7 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
     const int lane_key = tiles.at(n_block) * kBlockN + fragment_column();
     make_ds(s, dp, weights, dropout, lane_row, lane_key, masked, exponent_lse, delta, kept_scale);
 
-    add_product<kBlockN / kStep>(
-        dq, [&](int m, int k, Fragment& a) { to_operand(s[m], k, a); }, rows_k);
+    add_product<kBlockN / kStep>(dq, [&](int m, int k, Fragment& a) { to_operand(s[m], k, a); }, rows_k);
     if constexpr (kNumStages == 2) {
       stage = 1 - stage;
     } else {

@@ -202,8 +202,8 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
     const Dropout dropout(params, batch, head);
     const Real exponent_scale = score.exponent_scale(), kept_scale = kept_scale_of(params);
     const TileRange tiles = now.visible_keys(params, key_stop);
-    const bool masked = now.n_block < tiles.full_start || now.n_block >= tiles.full_stop ||
-                        kLooksUpMask || kHasMaskFunction || (kHasBlockMask && now.pairs_left(params) != Pairs::kAll);
+    const bool masked = now.n_block < tiles.full_start || now.n_block >= tiles.full_stop || kLooksUpMask ||
+                        kHasMaskFunction || (kHasBlockMask && now.pairs_left(params) != Pairs::kAll);
     [[maybe_unused]] KeptWeights<false> kept;
     [[maybe_unused]] Real of_tile[kNumSums] = {};
 #pragma unroll

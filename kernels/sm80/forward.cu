@@ -118,8 +118,8 @@ CUFLASH_DEVICE void forward(const Params& params) {
 
     Real s[kMTiles][kNTiles][4];
     set_zero(s);
-    multiply<kDim / kStep>(
-        s, operand_q, [&](int n, int k, Fragment& b) { shifted(operand_k, stage * kBytesK)(n, k, b); });
+    multiply<kDim / kStep>(s, operand_q,
+                           [&](int n, int k, Fragment& b) { shifted(operand_k, stage * kBytesK)(n, k, b); });
 
     if constexpr (kNumStages == 1) {
       ptx::copy_async_wait<0>();
@@ -137,8 +137,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
     softmax.update(s, o, exponent_scale);
     if constexpr (kHasDropout) {
 #pragma unroll
-      for (int m = 0; m < kMTiles; ++m)
-        dropout.drop(s[m], lane_row + 16 * m, lane_key);
+      for (int m = 0; m < kMTiles; ++m) dropout.drop(s[m], lane_row + 16 * m, lane_key);
     }
     if constexpr (kVScale == 2) {
       v_scales.load(scale, lane_key, key_stop);
@@ -168,13 +167,12 @@ CUFLASH_DEVICE void forward(const Params& params) {
     softmax.add_sinks(o, [&](int, int) { return sink_of(params, head) * kExponentOfE; });
   ptx::copy_async_wait<0>();
   ptx::sync_block();
-  store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(
-      s_q, warp_row, warp_d, o, [&](int m, int half) {
-        return value_scales.row_factor(softmax.inverse_sum(m, half) * kept_scale, v_scale);
-      });
+  store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(s_q, warp_row, warp_d, o, [&](int m, int half) {
+    return value_scales.row_factor(softmax.inverse_sum(m, half) * kept_scale, v_scale);
+  });
   ptx::sync_block();
-  store_tile<kBlockM, kHeadDimV>(s_q, (Storage*)queries_of(params.out, batch, head), params.out.row_stride,
-                                 first_row, seqlen_q);
+  store_tile<kBlockM, kHeadDimV>(s_q, (Storage*)queries_of(params.out, batch, head), params.out.row_stride, first_row,
+                                 seqlen_q);
 
   Real* g_lse = row_numbers_of(params.lse, batch, head);
 #pragma unroll

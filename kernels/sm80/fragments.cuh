@@ -195,8 +195,7 @@ CUFLASH_DEVICE void multiply_add(float (&d)[4], const FragmentOf<Float32>& a, co
     add_wide_lane_products(d, a.word, b.word, half);
   } else {
 #pragma unroll
-    for (int i = 0; i < kStep / 8; ++i)
-      ptx::mma_m16n8k8(d, a.word[i], b.word[i][2 * half], b.word[i][2 * half + 1]);
+    for (int i = 0; i < kStep / 8; ++i) ptx::mma_m16n8k8(d, a.word[i], b.word[i][2 * half], b.word[i][2 * half + 1]);
   }
 }
 

@@ -25,8 +25,7 @@ CUFLASH_DEVICE float value_of_lane(float value, u32 lane) {
 struct LanesOfTurn {
   u32 a, b;
 
-  CUFLASH_DEVICE explicit LanesOfTurn(u32 turn)
-      : a(lane_index() / 4 * 4 + turn), b(lane_index() % 4 * 8 + turn) {}
+  CUFLASH_DEVICE explicit LanesOfTurn(u32 turn) : a(lane_index() / 4 * 4 + turn), b(lane_index() % 4 * 8 + turn) {}
 };
 
 // d += a b, of 16 x 16 and 16 x 8 elements of 16 bits: two neighbouring k to a word.

@@ -108,13 +108,12 @@ struct Addends {
       // Four 8 x 8 matrices: those of two n-tiles, each with 8 rows (keys where transposed) and the 8 rows after these.
       Fragment words;
       if constexpr (transposed)
-        ptx::load_matrix_x4_transposed(words.word, along_line(pairs + (16 * k + lane / 16 * 8 + lane % 8) * kLineBytes,
-                                                              lane / 8 % 2 * 16));
+        ptx::load_matrix_x4_transposed(
+            words.word, along_line(pairs + (16 * k + lane / 16 * 8 + lane % 8) * kLineBytes, lane / 8 % 2 * 16));
       else
         load_fragment_chunked<kBlockM>(pairs, 0, k, words);
 #pragma unroll
-      for (int j = 0; j < 8; ++j)
-        b[j / 4][j % 4] = ptx::to_float32(Element{}, (u16)(words.word[j / 2] >> j % 2 * 16));
+      for (int j = 0; j < 8; ++j) b[j / 4][j % 4] = ptx::to_float32(Element{}, (u16)(words.word[j / 2] >> j % 2 * 16));
     } else if constexpr (transposed) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
@@ -125,7 +124,8 @@ struct Addends {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const u32 line = pairs + k / 2 * kBlockM * kLineBytes + (lane / 4 + j % 2 * 8) * kLineBytes;
-        ptx::load_shared_x2(along_line(line, k % 2 * 64 + j / 2 * 32 + lane % 4 * 8), (float(&)[2])b[j / 2][j % 2 * 2]);
+        ptx::load_shared_x2(along_line(line, k % 2 * 64 + j / 2 * 32 + lane % 4 * 8),
+                            (float (&)[2])b[j / 2][j % 2 * 2]);
       }
     }
   }

@@ -102,8 +102,8 @@ struct Consumer {
         kept_scale(kept_scale_of(common)),
         ping_pong(index),
         walk(work.first()) {
-    set_zero((float(&)[1][sizeof(dk) / sizeof(dk[0])][4])dk);
-    set_zero((float(&)[1][sizeof(dv) / sizeof(dv[0])][4])dv);
+    set_zero((float (&)[1][sizeof(dk) / sizeof(dk[0])][4]) dk);
+    set_zero((float (&)[1][sizeof(dv) / sizeof(dv[0])][4]) dv);
   }
 
   // ---- Waiting ------------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ struct Consumer {
     const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
     const auto key_of = [&](int, int i) { return lane_key + i / 2 * 8; };
 
-    auto& products = (float(&)[1][kQueryTiles][4])p;
+    auto& products = (float (&)[1][kQueryTiles][4])p;
     // Loaded before the wait, because they are needed right after it.
     [[maybe_unused]] float of_keys[2];
     if constexpr (kHasKeyNumbers) {
@@ -258,9 +258,8 @@ struct Consumer {
                             shared.bias + at.stage * kBytesBias + key / kBiasChunk * kBlockM * kLineBytes +
                                 key % kBiasChunk * kBiasBytes);
       if constexpr (kHasKeyNumbers) addends.of_keys[0] = of_keys[0], addends.of_keys[1] = of_keys[1];
-      addends.visit<kQueryTiles>([&](int n, int i, auto plus_addend) {
-        p[n][i] = plus_addend(p[n][i] * weights.score.factor);
-      });
+      addends.visit<kQueryTiles>(
+          [&](int n, int i, auto plus_addend) { p[n][i] = plus_addend(p[n][i] * weights.score.factor); });
     } else if constexpr (!kFactorInExponent) {
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n)
@@ -278,7 +277,8 @@ struct Consumer {
 
   // [3] The same where a function of the caller makes scores.
   template <int pending, int rows>
-  CUFLASH_DEVICE void make_p_by_function(float (&p)[kQueryTiles][4], u32 (&derivative)[rows][2], u32 s_stats, u32 shown) {
+  CUFLASH_DEVICE void make_p_by_function(float (&p)[kQueryTiles][4], u32 (&derivative)[rows][2], u32 s_stats,
+                                         u32 shown) {
     const int first_row = walk.m_block * kBlockM, lane_query = first_row + fragment_column();
     const Weights weights(common, batch, walk.head, work.key_stop, work.own_diagonal);
     wait_for<pending>(p);
@@ -342,8 +342,8 @@ struct Consumer {
 
   // [4] dS' = P' * (dP' - delta), in place of dP'.
   template <int rows>
-  CUFLASH_DEVICE void make_ds(float (&p)[kQueryTiles][4], float (&ds)[kQueryTiles][4],
-                              const u32 (&derivative)[rows][2], u32 s_stats) {
+  CUFLASH_DEVICE void make_ds(float (&p)[kQueryTiles][4], float (&ds)[kQueryTiles][4], const u32 (&derivative)[rows][2],
+                              u32 s_stats) {
     const u32 s_p = shared.p + p_at.stage * kBytesP + thread * 16;
     [[maybe_unused]] const float distance = sums().distance(walk.m_block * kBlockM + fragment_column());
     if constexpr (!makes_dv) shared.p_ring.full(p_at).wait(p_at.parity);
@@ -386,7 +386,6 @@ struct Consumer {
     captured.leave(common, Functions(common, batch, head), lane_key);
 #endif
   }
-
 
   // Stores dS' to shared memory, where rows are keys, for the warpgroup of dQ.
   CUFLASH_DEVICE void hand_over_ds() {
@@ -445,8 +444,8 @@ struct Consumer {
   // The second half of a step of a consumer that makes dS': makes it, and P' and it operands. These overwrite those of
   // the products of the step before, which are finished first. With `frees`, gives back the tiles that they have read.
   template <int rows>
-  CUFLASH_DEVICE void finish_ds(float (&p)[kQueryTiles][4], float (&ds)[kQueryTiles][4], const u32 (&derivative)[rows][2],
-                                u32 s_do, u32 s_stats, bool frees) {
+  CUFLASH_DEVICE void finish_ds(float (&p)[kQueryTiles][4], float (&ds)[kQueryTiles][4],
+                                const u32 (&derivative)[rows][2], u32 s_do, u32 s_stats, bool frees) {
     if constexpr (kIssuesDpEarly) {
       ptx::wgmma_wait<kGradientGroups>();
     } else {
@@ -469,8 +468,8 @@ struct Consumer {
     }
 #if CUFLASH_NEEDS_CAPTURED
     if constexpr (kStepSums > 0) shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
-    captured.add(Functions(common, batch, walk.head), common.scale, walk.m_block * kBlockM + fragment_column(), lane_key,
-                 s_scores(), shared.step_sums + ds_at.stage * kBytesStepSums, sums().warp, ds);
+    captured.add(Functions(common, batch, walk.head), common.scale, walk.m_block * kBlockM + fragment_column(),
+                 lane_key, s_scores(), shared.step_sums + ds_at.stage * kBytesStepSums, sums().warp, ds);
 #endif
     to_operands(ds, ds_operand);
   }
@@ -554,8 +553,7 @@ struct Consumer {
       const int row = key_start_of(batch) + first_key, entry = entry_of(batch);
       if constexpr (makes_dv && kNeedsDv)
         store_chunks<kBlockN, kDimV>(params.dkv[kNeedsDk], rows_v, row, work.head_kv, entry);
-      if constexpr (makes_dk && kNeedsDk)
-        store_chunks<kBlockN, kDim>(params.dkv[0], rows_k, row, work.head_kv, entry);
+      if constexpr (makes_dk && kNeedsDk) store_chunks<kBlockN, kDim>(params.dkv[0], rows_k, row, work.head_kv, entry);
       ptx::bulk_commit();
       ptx::bulk_wait_read<0>();
     }

@@ -191,7 +191,7 @@ struct Consumer {
         warp_row(index * 64 + ptx::thread_index() % 128 / 32 * 16),
         at(at_),
         bias_at(bias_at_) {
-    set_zero((float(&)[1][kNTiles][4])sum);
+    set_zero((float (&)[1][kNTiles][4])sum);
   }
 
   // [GEMM 1], [GEMM 2] d = a b' of the operands in stage `at`.

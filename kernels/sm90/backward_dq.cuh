@@ -80,7 +80,8 @@ CUFLASH_DEVICE void keep_dq_order(const BackwardParams& params, const Shared& sh
 #pragma unroll 1
   for (int step = 0; step < tile.num_steps; ++step, walk.advance(tile.queries), at.advance()) {
     u32* turns = dq_order_of(common, tile.num_m_blocks, tile.index_of(common, walk));
-    const Barrier turn{shared.turn + 8 * at.stage}, added{shared.added + 8 * at.stage}, ended{shared.ended + 8 * at.stage};
+    const Barrier turn{shared.turn + 8 * at.stage}, added{shared.added + 8 * at.stage},
+        ended{shared.ended + 8 * at.stage};
     if (thread == 32) {
       ended.wait(at.parity ^ 1);
       ptx::wait_for_turn(turns, tile.turn(common, walk.m_block));
@@ -132,7 +133,8 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
     step_sums.load(shared.step_sums + at.stage * kBytesStepSums, thread);
     const auto add_step_sums = [&]() __attribute__((always_inline)) {
       if constexpr (kStepSums > 0)
-        step_sums.add(common, Functions(common, tile.work.batch, walk.head), walk.m_block * kBlockM, tile.first_key, thread);
+        step_sums.add(common, Functions(common, tile.work.batch, walk.head), walk.m_block * kBlockM, tile.first_key,
+                      thread);
     };
 #else
     const auto add_step_sums = []() {};
@@ -152,8 +154,8 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
     constexpr int slices = kDim / kDqColumns;
     repeat<slices>([&](auto slice) {
       constexpr int index = decltype(slice)::value, first = index * kDqColumns;
-      const u64 b = descriptor_of_transposed<kBlockN>(shared.k + first / kChunk * kBlockN * kLineBytes) +
-                    first % kChunk * 2 / 16;
+      const u64 b =
+          descriptor_of_transposed<kBlockN>(shared.k + first / kChunk * kBlockN * kLineBytes) + first % kChunk * 2 / 16;
       issue_dq(dq, ds, a, b);
       if constexpr (kDqInOrder && index == 0) Barrier{shared.turn + 8 * turn_at.stage}.wait(turn_at.parity);
       if (kLoadsEarly && index + 1 == slices && produces) producer.load_queries();

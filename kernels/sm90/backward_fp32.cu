@@ -54,7 +54,8 @@ constexpr u32 kBytesChunk = kBf16Parts * kBytesPart;
 constexpr u32 kBytesK = kChunks * kBytesChunk, kBytesV = kChunksV * kBytesChunk;
 constexpr u32 kBytesStats = kRows * 8;
 constexpr u32 kBytesBarriers = 8 * (2 + 2 * kNumStages * (kChunks + kChunksV) + 3 * kBuffers);
-static_assert((kNumStages + 1) * (kBytesK + kBytesV) + kBuffers * kBytesChunk + kNumStages * kBytesStats + kBytesBarriers ==
+static_assert((kNumStages + 1) * (kBytesK + kBytesV) + kBuffers * kBytesChunk + kNumStages * kBytesStats +
+                      kBytesBarriers ==
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
@@ -237,8 +238,8 @@ CUFLASH_DEVICE void produce(const BackwardParams& params, const Shared& shared, 
 
 // Stores dK or dV: rows of the result, or the part of this block where several blocks share the sums.
 template <int head_dim, int n_tiles>
-CUFLASH_DEVICE void store_rows(const Params& params, const Tensor& result, const BackwardWork& tile, Real* partials, u32 thread,
-                               const float (&value)[n_tiles][4], float factor) {
+CUFLASH_DEVICE void store_rows(const Params& params, const Tensor& result, const BackwardWork& tile, Real* partials,
+                               u32 thread, const float (&value)[n_tiles][4], float factor) {
   if (tile.is_shared) {
 #pragma unroll
     for (int n = 0; n < n_tiles; ++n)
@@ -256,8 +257,8 @@ CUFLASH_DEVICE void store_rows(const Params& params, const Tensor& result, const
 
 // [3] P' = exp(S' - lse), in place of S'. The second warpgroup multiplies dP' - delta by what it gets: P' times the
 // derivative of the score in the scaled product. The sign says what dropout drops.
-CUFLASH_DEVICE void hand_over_p(float (&p)[kTileColumns][4], const Weights& weights, const Dropout& dropout, bool masked,
-                                int lane_query, int lane_key, u32 s_stats, u32 s_p) {
+CUFLASH_DEVICE void hand_over_p(float (&p)[kTileColumns][4], const Weights& weights, const Dropout& dropout,
+                                bool masked, int lane_query, int lane_key, u32 s_stats, u32 s_p) {
   [[maybe_unused]] KeptWeights<true> kept;
 #pragma unroll
   for (int n = 0; n < kTileColumns; ++n) {
@@ -267,7 +268,8 @@ CUFLASH_DEVICE void hand_over_p(float (&p)[kTileColumns][4], const Weights& weig
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float derivative;
-      p[n][i] = weights.of_hidden(p[n][i], lane_query + 8 * n + i % 2, lane_key + i / 2 * 8, masked, stats[i % 2 * 2], derivative);
+      p[n][i] = weights.of_hidden(p[n][i], lane_query + 8 * n + i % 2, lane_key + i / 2 * 8, masked, stats[i % 2 * 2],
+                                  derivative);
       factor[i] = kHasDerivative ? p[n][i] * derivative : p[n][i];
       if (kHasDropout && !kept.keeps(n, i)) factor[i] = -factor[i], p[n][i] = 0.0f;
     }
@@ -305,7 +307,7 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
     const bool masked = walk.needs_mask(tile.queries);
     const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
     const auto key_of = [&](int, int i) { return lane_key + i / 2 * 8; };
-    weights.hide_products((float(&)[1][kTileColumns][4])p, masked, row_of, key_of);
+    weights.hide_products((float (&)[1][kTileColumns][4])p, masked, row_of, key_of);
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
     const u32 s_p = shared.buffer_of(buffer) + thread * 8;
     shared.handed.ds_empty(buffer).wait(buffer.parity ^ 1);
@@ -363,7 +365,7 @@ CUFLASH_DEVICE void make_ds(float (&ds)[kTileColumns][4], u32 s_p, u32 s_stats, 
 CUFLASH_DEVICE void split(const float (&ds)[kTileColumns][4], Operand& operand) {
   const float rests = to_operand(ds, operand, bf16_split_small);
   if (rests - rests != 0.0f) {  // some are not finite, which is rare
-    to_operand(ds, operand, [](float x, float y, u32 (&word)[kBf16Parts]) {
+    to_operand(ds, operand, [](float x, float y, u32(&word)[kBf16Parts]) {
       bf16_split(x, y, word);
       return 0.0f;
     });
@@ -471,8 +473,7 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
       wait_for<0>(dq);
       if (first == kDim - kDqColumns && thread == 0) shared.handed.ds_empty(buffer).arrive();
 #pragma unroll
-      for (int n = 0; n < kDqColumns / 8; ++n)
-        ptx::reduce_add_x4(accumulator + (first / 8 + n) * 128 * 4, dq[n]);
+      for (int n = 0; n < kDqColumns / 8; ++n) ptx::reduce_add_x4(accumulator + (first / 8 + n) * 128 * 4, dq[n]);
     });
   }
 }
@@ -504,8 +505,7 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
     accumulate_dq(params, shared, thread);
   } else {
     ptx::decrease_registers<kProducerRegisters>();
-    if (thread == 0)
-      produce<kChunks, true>(params, shared, params.k, shared.k, shared.k_full, params.q, shared.q_ring);
+    if (thread == 0) produce<kChunks, true>(params, shared, params.k, shared.k, shared.k_full, params.q, shared.q_ring);
     if (thread == 32)
       produce<kChunksV, false>(params, shared, params.v, shared.v, shared.v_full, params.dout, shared.do_ring);
   }

@@ -34,8 +34,8 @@ constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
 // kernel 9 to 12 % faster at head_dim 128 from seqlen 4096 on, 4 % at 64, 2 to 3 % at 256, and with slopes 2 to 12 %.
 // But it is slower by 7 to 14 % where a function acts on the products, by 2 to 5 % with a bias of pairs, and by 4 %
 // with a bias of keys at head_dim 64.
-constexpr bool kPingPong =
-    !kHasDerivative && !kHasDropout && !kBiasOfPairs && (!kHasKeyNumbers || kDkFromShared) && (kBiasBytes == 0 || kAddsByTile);
+constexpr bool kPingPong = !kHasDerivative && !kHasDropout && !kBiasOfPairs && (!kHasKeyNumbers || kDkFromShared) &&
+                           (kBiasBytes == 0 || kAddsByTile);
 // What a lane keeps of two neighbours in a register until dS' is made: the derivatives of a soft cap; or, where a
 // function of the caller has derivatives, the weights. Where gradients of arrays are summed that the function reads, its
 // derivatives are made after dS' and need nothing that is kept here.
@@ -80,8 +80,9 @@ static_assert(!kKeepsScores || !kSplitsRoles, "the consumer that makes dS' knows
 constexpr int kSumWarpsOfTile = kBlockN / 16;
 constexpr u32 kBytesStepSums = kSumWarpsOfTile * kStepSums * 4;
 constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages + 2 * kDsStages + 2 * kPStages + 3 * kTurnStages);
-static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesBias + kBytesStats) + kDsStages * (kBytesDs + kBytesStepSums) +
-                      kPStages * kBytesP + kConsumers * kBytesScores + kBytesBarriers ==
+static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesBias + kBytesStats) +
+                      kDsStages * (kBytesDs + kBytesStepSums) + kPStages * kBytesP + kConsumers * kBytesScores +
+                      kBytesBarriers ==
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
@@ -114,7 +115,10 @@ constexpr bool kLoadsEarly = !kDkFromShared;
 // H200, with dQ in order, 60 cycles are 1 to 4 % faster than none at head_dim 64, 100 are 1 to 8 % faster at 256, and
 // at 128 a delay makes no difference. With dQ in no order every delay costs: at head_dim 64, 20 cycles cost 2 to 5 %.
 // Packed sequences (varlen) are the exception: 20 to 40 cycles are 1 to 3 % faster there.
-constexpr u32 kDqDelay = kDkFromShared ? 0 : kDqInOrder ? (kSplitsRoles ? 100 : 60) : kIsPacked && !kSplitsRoles ? 30 : 0;
+constexpr u32 kDqDelay = kDkFromShared                ? 0
+                         : kDqInOrder                 ? (kSplitsRoles ? 100 : 60)
+                         : kIsPacked && !kSplitsRoles ? 30
+                                                      : 0;
 
 // Named barriers: one per consumer, one for all of them, one for consumers and dQ at the end, one per consumer for the
 // ping-pong.

@@ -24,10 +24,10 @@ struct Share {
 struct BackwardWork {
   Work work;
   int num_n_blocks, num_m_blocks, split, head_kv, first_key, key_stop, first_head, stop_head, first_step, num_steps;
-  int part;  // this block's, of those that share the tile
+  int part;          // this block's, of those that share the tile
   int own_diagonal;  // of the batch entry
-  bool walks_back;  // over the queries
-  bool is_shared;  // with other blocks
+  bool walks_back;   // over the queries
+  bool is_shared;    // with other blocks
   QueryTiles queries;
 
   // Warp. Finds the tile. With packed sequences the block does so once, for all of its roles.

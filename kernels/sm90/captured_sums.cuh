@@ -37,11 +37,13 @@ struct QuerySums {
       const bool keeps_second = lane_index() >> (4 - height) & 1;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float kept = keeps_second ? value[i] : half[height][i], passed = keeps_second ? half[height][i] : value[i];
+        const float kept = keeps_second ? value[i] : half[height][i],
+                    passed = keeps_second ? half[height][i] : value[i];
         value[i] = kept + ptx::shuffle_xor(passed, 16 >> height);
       }
     }
-    const u32 lane = lane_index(), own = (lane >> 4 & 1) + (lane >> 2 & 2) + (lane & 4);  // n-tile that the lane is left with
+    const u32 lane = lane_index(),
+              own = (lane >> 4 & 1) + (lane >> 2 & 2) + (lane & 4);  // n-tile that the lane is left with
     ptx::store_shared_x2(s_sums + (8 * own + fragment_column()) * 4, value);
   }
 };
@@ -49,8 +51,8 @@ struct QuerySums {
 // Warp. Sums along the diagonals of 64 queries and the 16 keys of a warp: query - key is -16 to 63, of rows and keys
 // counted from the first.
 struct DiagonalSums {
-  float above[2];         // of the n-tile before, of the upper key of a lane: its lower key adds in the next n-tile
-  float band[2];          // of the band of 8 diagonals before
+  float above[2];  // of the n-tile before, of the upper key of a lane: its lower key adds in the next n-tile
+  float band[2];   // of the band of 8 diagonals before
 
   CUFLASH_DEVICE void add(int n, const float (&term)[4], u32 s_sums) {
     float next[2];
@@ -81,7 +83,8 @@ struct DiagonalSums {
     float sum = own[0] + of_lane(own[1], (lane + 4) % 32);
     sum += of_lane(sum, ((lane ^ 1) + (lane & 1 ? 24 : 8)) % 32);
     sum += ptx::shuffle_xor(sum, 18);
-    if ((int)(lane % 4) == (m & 3)) ptx::store_shared_b32(s_sums + (8 * (m + 2) + ((column - row) & 7)) * 4, ptx::bits_of(sum));
+    if ((int)(lane % 4) == (m & 3))
+      ptx::store_shared_b32(s_sums + (8 * (m + 2) + ((column - row) & 7)) * 4, ptx::bits_of(sum));
   }
 };
 
@@ -103,8 +106,8 @@ struct CapturedLane {
 
   // Warp. Adds the terms of a tile, of the gradients `ds` of its scores, and makes these gradients of the products.
   // `s_scores` is where the thread has left products, `stage` that of the sums of steps.
-  CUFLASH_DEVICE void add(const Functions& functions, float scale, int lane_query, int lane_key, u32 s_scores, u32 stage,
-                          u32 warp, float (&ds)[kQueryTiles][4]) {
+  CUFLASH_DEVICE void add(const Functions& functions, float scale, int lane_query, int lane_key, u32 s_scores,
+                          u32 stage, u32 warp, float (&ds)[kQueryTiles][4]) {
     QuerySums queries[kNumReads];
     DiagonalSums diagonals[kNumReads];
 #pragma unroll
@@ -185,7 +188,8 @@ struct StepSums {
     });
   }
 
-  CUFLASH_DEVICE void add(const Params& params, const Functions& functions, int first_row, int first_key, u32 thread) const {
+  CUFLASH_DEVICE void add(const Params& params, const Functions& functions, int first_row, int first_key,
+                          u32 thread) const {
     repeat<kNumReads>([&](auto read) {
       constexpr int kRead = decltype(read)::value, kKind = kind_of_read(kRead), kArray = array_of_read(kRead);
       if constexpr (kKind == kReadOfQuery) {

@@ -173,8 +173,8 @@ CUFLASH_DEVICE void narrow_queries(u32 tile, u32 thread, float (&inverse)[2]) {
   each([&](u32 address, Bytes16& x) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      x.word[i] = ptx::pack(Float16{}, ptx::float_of(x.word[i] << 16) * factor,
-                            ptx::float_of(x.word[i] & 0xffff0000) * factor);
+      x.word[i] =
+          ptx::pack(Float16{}, ptx::float_of(x.word[i] << 16) * factor, ptx::float_of(x.word[i] & 0xffff0000) * factor);
     ptx::store_shared_b128(address, x);
   });
 #pragma unroll
@@ -251,8 +251,7 @@ struct LaneRows {
   CUFLASH_DEVICE void load_scales(const Params& params, const HeadWork& work, const int (&row)[2],
                                   float (&scale)[2]) const {
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-      scale[i] = QueryScales(params, work.batch, head_of(params, work, row[i])).of(query[i]);
+    for (int i = 0; i < 2; ++i) scale[i] = QueryScales(params, work.batch, head_of(params, work, row[i])).of(query[i]);
   }
 
   // What to_scores asks of a Score and of a Mask.
@@ -356,8 +355,7 @@ CUFLASH_DEVICE u32 converted(u32 source, u32 target, int valid, const Barrier& e
 // The epilogue: O / l and lse, to the results or, where blocks share the head, to where they are combined.
 CUFLASH_DEVICE void store_rows(const Params& common, const HeadWalk& walk, const HeadWork& work, const LaneRows& rows,
                                const int (&lane_row)[2], OnlineSoftmax<1>& softmax,
-                               const ValueScales<Operand>& value_scales, float v_scale,
-                               float (&o)[1][kDimV / 8][4]) {
+                               const ValueScales<Operand>& value_scales, float v_scale, float (&o)[1][kDimV / 8][4]) {
   const Partials partials(common, walk.shares, walk.head);
   const bool is_alone = !kSplitsKeys || partials.count == 1;
   if (kHasSinks && is_alone) {

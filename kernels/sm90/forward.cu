@@ -46,8 +46,8 @@
 
 constexpr bool kPingPong = CUFLASH_PING_PONG;
 using ConsumerPingPong = PingPong<kPingPong, kConsumers, kPingPongBarrier>;
-constexpr int kQStages = CUFLASH_Q_STAGES;             // tiles of queries
-constexpr int kOutColumns = min_of(kDimV, 128);        // columns of the output that are stored at a time
+constexpr int kQStages = CUFLASH_Q_STAGES;       // tiles of queries
+constexpr int kOutColumns = min_of(kDimV, 128);  // columns of the output that are stored at a time
 // Whether dropout waits until the product O of the tile before is done: then it can use the registers of that product's
 // weights.
 constexpr bool kDropsLate = kDimV > 192;
@@ -191,8 +191,8 @@ struct Consumer {
   float factor[1][2];
   float s[1][kNTiles][4], o[1][kDimV / 8][4];
   Fragment p[kBlockN / 16];
-  bool all_started = false;  // every row of the warp has seen a key
-  const u32* mask_words = nullptr;  // of this lane, for the first tile of keys
+  bool all_started = false;                           // every row of the warp has seen a key
+  const u32* mask_words = nullptr;                    // of this lane, for the first tile of keys
   u32 shown[kMaskByBits ? kBlockN / kBitsBlock : 1];  // the mask bits of this step's tile
 
   CUFLASH_DEVICE Consumer(const Params& common_, const Shared& shared_, u32 index_, const ConsumerPingPong& ping_pong_,
@@ -263,7 +263,7 @@ struct Consumer {
           },
           [&](int n, int, Fragment& b) {
             ptx::load_matrix_x4(b.word, line_k + n * 16 * kLineBytes + k / 4 * kBlockN * kLineBytes +
-                                       ((k % 4 * 32 + lane / 8 % 2 * 16) ^ swizzle));
+                                            ((k % 4 * 32 + lane / 8 % 2 * 16) ^ swizzle));
           });
   }
 
@@ -276,7 +276,8 @@ struct Consumer {
   // What is added to the scores of the tile of keys in stage `key`.
   CUFLASH_DEVICE Addends<false> addends(int n_block) const {
     const u32 pairs = shared.bias + key.stage * kBytesBias + (index * 64 + warp_row) * kLineBytes;
-    return {score, lane_row, lane_key(n_block), pairs, shared.numbers + key.stage * kBytesNumbers + fragment_column() * 4};
+    return {score, lane_row, lane_key(n_block), pairs,
+            shared.numbers + key.stage * kBytesNumbers + fragment_column() * 4};
   }
   // The mask is made anew for every tile. Kept from tile to tile, it would take registers, and with a block mask spill.
   CUFLASH_DEVICE Mask mask() const { return {common, tile.work.batch, tile.work.head, tile.key_stop, own_diagonal}; }
@@ -477,7 +478,7 @@ struct Consumer {
       constexpr int kColumns = min_of(kOutColumns, kDimV - kFirst);
       if (elected) ptx::bulk_wait_read<0>();
       sync_consumer(index);
-      store_fragments_chunked<kBlockM>(s_out, warp_row, (float(&)[kColumns / 8][4])o[0][kFirst / 8], upper, lower);
+      store_fragments_chunked<kBlockM>(s_out, warp_row, (float (&)[kColumns / 8][4]) o[0][kFirst / 8], upper, lower);
       ptx::fence_async_proxy();
       sync_consumer(index);
       if (kIsPacked && row_stop < 64) {

@@ -159,10 +159,9 @@ CUFLASH_DEVICE void transpose(u32 target, u32 source, int columns, int valid) {
   }
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
-    const u32 parted[4] = {ptx::permute_bytes(pairs[g][0], pairs[g][1], 0x6420),
-                           ptx::permute_bytes(pairs[g][0], pairs[g][1], 0x7531),
-                           ptx::permute_bytes(pairs[g][2], pairs[g][3], 0x6420),
-                           ptx::permute_bytes(pairs[g][2], pairs[g][3], 0x7531)};
+    const u32 parted[4] = {
+        ptx::permute_bytes(pairs[g][0], pairs[g][1], 0x6420), ptx::permute_bytes(pairs[g][0], pairs[g][1], 0x7531),
+        ptx::permute_bytes(pairs[g][2], pairs[g][3], 0x6420), ptx::permute_bytes(pairs[g][2], pairs[g][3], 0x7531)};
     ptx::store_matrix_x4(to ^ g * 32, parted);
   }
 }
@@ -345,8 +344,7 @@ struct Consumer {
     repeat<kParts>([&](auto part) {
       constexpr int kPart = decltype(part)::value;
       issue_values((Sums<kPart>&)sums[kPart % 2], at, kPart);
-      if constexpr (kPart > 0)
-        add_part<kPart - 1, 1>((Sums<kPart - 1>&)sums[(kPart - 1) % 2], of_values);
+      if constexpr (kPart > 0) add_part<kPart - 1, 1>((Sums<kPart - 1>&)sums[(kPart - 1) % 2], of_values);
       if constexpr (kPart + 1 == kParts) {
         issue_next();
         add_part<kPart, pending>((Sums<kPart>&)sums[kPart % 2], of_values);
@@ -374,8 +372,7 @@ struct Consumer {
 #pragma unroll
     for (int n = 0; n < kPartTiles; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        o[0][part * kPartTiles + n][i] += kVScale == 2 ? sums[n][i] * of_values : sums[n][i];
+      for (int i = 0; i < 4; ++i) o[0][part * kPartTiles + n][i] += kVScale == 2 ? sums[n][i] * of_values : sums[n][i];
     if constexpr (part + 1 == kParts) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) o[0][kDimV / 8][i] += sums[kPartTiles][i];
@@ -454,8 +451,7 @@ struct Consumer {
       for (int n = 0; n < kDimV / 8; n += 2) {
         const int column = 8 * n + 2 * fragment_column();
         const auto value = [&](int i) { return o[0][n + i % 2][2 * half + i / 2] * factor; };
-        const u64 four = ptx::pack(Element{}, value(0), value(1)) |
-                         (u64)ptx::pack(Element{}, value(2), value(3)) << 32;
+        const u64 four = ptx::pack(Element{}, value(0), value(1)) | (u64)ptx::pack(Element{}, value(2), value(3)) << 32;
         if (column < kHeadDimV) *(u64*)(g_row + column) = four;
       }
     }

@@ -94,8 +94,8 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
         const Position<kSlots> at = place_of(key, n);
         shared.k_ring.empty(at).wait(at.parity ^ 1);
         shared.k_ring.full(at).arrive_expect(kPartK);
-        load_chunks<kBlockN, kDim>(shared.k + at.stage * kPartK, params.k, shared.k_ring.full(at), first_key,
-                                   head, part_at(n) * all_batch + batch);
+        load_chunks<kBlockN, kDim>(shared.k + at.stage * kPartK, params.k, shared.k_ring.full(at), first_key, head,
+                                   part_at(n) * all_batch + batch);
       }
       if (n_block == tile.keys.stop - 1) load_q();
 #pragma unroll 1
@@ -103,8 +103,8 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
         const Position<kSlots> at = place_of(key, n);
         shared.v_ring.empty(at).wait(at.parity ^ 1);
         shared.v_ring.full(at).arrive_expect(kPartV);
-        load_chunks<kBlockN, kDimV>(shared.v + at.stage * kPartV, params.v, shared.v_ring.full(at), first_key,
-                                    head, part_at(n) * all_batch + batch);
+        load_chunks<kBlockN, kDimV>(shared.v + at.stage * kPartV, params.v, shared.v_ring.full(at), first_key, head,
+                                    part_at(n) * all_batch + batch);
       }
     }
   }
@@ -126,9 +126,8 @@ CUFLASH_DEVICE void issue_s(float (&s)[kNTiles][4], u32 s_q, const Shared& share
 #pragma unroll
       for (int k = 0; k < kDim / 16; ++k)
         if (part_product(i).b == part_at(n))
-          ptx::wgmma<false, false>(
-              BFloat16{}, s, along_k<kBlockM>(a + part_product(i).a * kPartQ / 16, k), along_k<kBlockN>(b, k),
-              i + k > 0);
+          ptx::wgmma<false, false>(BFloat16{}, s, along_k<kBlockM>(a + part_product(i).a * kPartQ / 16, k),
+                                   along_k<kBlockN>(b, k), i + k > 0);
     ptx::wgmma_commit();
   }
 }
@@ -159,7 +158,7 @@ CUFLASH_DEVICE void to_weights(const float (&s)[kNTiles][4], u32 (&p)[kBlockN / 
   for (int k = 0; k < kBlockN / 16; ++k)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float(&pair)[4] = s[2 * k + i / 2];
+      const float (&pair)[4] = s[2 * k + i / 2];
       u32 word[kBf16Parts];
       bf16_split_small(pair[i % 2 * 2], pair[i % 2 * 2 + 1], word);
 #pragma unroll

@@ -10,7 +10,7 @@ constexpr int kBoxes = kPageSize == 0 ? 1 : kBlockN / kBoxRows;
 
 struct KeyTile {
   int first_key, head, batch;  // in the arrays
-  int page[kBoxes];  // of each box
+  int page[kBoxes];            // of each box
 
   // `key_start` is that of a packed sequence.
   CUFLASH_DEVICE KeyTile(const Params& params, int batch_, int head_, int n_block, int key_stop, int key_start = 0)

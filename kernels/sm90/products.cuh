@@ -53,8 +53,7 @@ CUFLASH_DEVICE void issue_weighted(float (&d)[n_tiles][4], const FragmentOf<E> (
   const u64 b_columns = descriptor_of_transposed<rows>(b);
   issue(d, [&]() __attribute__((always_inline)) {
 #pragma unroll
-    for (int k = 0; k < rows / 16; ++k)
-      ptx::wgmma<true>(E{}, d, a[k].word, along_k_transposed(b_columns, k), true);
+    for (int k = 0; k < rows / 16; ++k) ptx::wgmma<true>(E{}, d, a[k].word, along_k_transposed(b_columns, k), true);
   });
 }
 
@@ -75,7 +74,7 @@ template <int rows, int n_tiles, class A>
 CUFLASH_DEVICE void issue_columns(float (&d)[n_tiles][4], A a, u64 b, bool adds) {
   repeat<(n_tiles + 15) / 16>([&](auto part) {
     constexpr int kFirst = 16 * decltype(part)::value, kCount = n_tiles - kFirst < 16 ? n_tiles - kFirst : 16;
-    auto& columns = (float(&)[kCount][4])d[kFirst];
+    auto& columns = (float (&)[kCount][4])d[kFirst];
     const u64 b_columns = b + kFirst * 8 / kChunk * (rows * kLineBytes / 16);
 #pragma unroll
     for (int k = 0; k < rows / 16; ++k) multiply_any(columns, a(k), along_k_transposed(b_columns, k), adds || k > 0);

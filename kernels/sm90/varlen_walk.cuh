@@ -25,9 +25,9 @@ struct SequenceUnits {
   static constexpr int kRows = kPairs ? 2 * kBlockM : kBlockM;  // of a unit
   const Params& params;
   Sequence own;
-  u32 own_first;      // unit of the lane's sequence
+  u32 own_first;   // unit of the lane's sequence
   u32 first, end;  // the first unit of the 32 sequences, and the first one after them
-  u32 count;          // of units
+  u32 count;       // of units
 
   // If the starts of sequences make no sense, their sum may be any number: it is limited to the number of places.
   CUFLASH_DEVICE explicit SequenceUnits(const Params& params_) : params(params_) {

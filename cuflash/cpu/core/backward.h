@@ -201,7 +201,8 @@ template <class T> void key_tile_job(Work &work, char *memory, long job) {
         if (seen.all.stop <= seen.all.first) continue;
         if (has_pairs) pack_scores(block, seen.all, count, buffers);
         if (is_wanted(call, DV))
-            add_to_keys(call, seen, count, buffers.p, has_pairs ? buffers.dout_t : buffers.dout, sizes.dim_v, buffers.dv);
+            add_to_keys(call, seen, count, buffers.p, has_pairs ? buffers.dout_t : buffers.dout, sizes.dim_v,
+                        buffers.dv);
         if (is_wanted(call, DK))
             add_to_keys(call, seen, count, has_pairs ? buffers.ds_columns : buffers.ds,
                         has_pairs ? buffers.q_t : buffers.q, sizes.dim, buffers.dk);
@@ -320,8 +321,8 @@ inline bool make_tiles(Work &work) {
             if (j * keys >= seqlen_k) continue;
             for (long h = 0; h < num_heads; ++h) {
                 long &before = last[e * num_heads + h];
-                long &bias_before = last_of_bias[(call.strides[DBIAS][0] ? e * num_heads : 0) +
-                                                 (call.strides[DBIAS][1] ? h : 0)];
+                long &bias_before =
+                    last_of_bias[(call.strides[DBIAS][0] ? e * num_heads : 0) + (call.strides[DBIAS][1] ? h : 0)];
                 work.tiles[work.num_tiles] =
                     KeyTile{e, h, j * keys, smaller(keys, seqlen_k - j * keys), before, bias_before};
                 before = bias_before = work.num_tiles++;
@@ -364,8 +365,7 @@ template <class T> bool prepare_backward(Work &work) {
     const BiasJobs jobs(work);
     if (bias == BiasGradient::KEYS)
         work.add_phase(bias_sums_job<T>, jobs.entries * jobs.heads * ceil_div(call.seqlen_k, MAX_KEYS));
-    if (bias == BiasGradient::APART)
-        work.add_phase(bias_job<T>, jobs.entries * jobs.heads * jobs.blocks * jobs.tiles);
+    if (bias == BiasGradient::APART) work.add_phase(bias_job<T>, jobs.entries * jobs.heads * jobs.blocks * jobs.tiles);
     return true;
 }
 

@@ -43,7 +43,8 @@ Kind kind_of_processor([[maybe_unused]] int limit) {
     if (has_bfloat16 && limit < 1 && has_tiles()) return Kind{"AMX", &kernels_amx};
     if (has_bfloat16 && limit < 2) return Kind{"AVX-512 with bfloat16", &kernels_avx512_bfloat16};
     if (has_avx512 && limit < 3) return Kind{"AVX-512", &kernels_avx512};
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && limit < 4) return Kind{"AVX2", &kernels_avx2};
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && limit < 4)
+        return Kind{"AVX2", &kernels_avx2};
     return Kind{"SSE2", &kernels_baseline};
 #elif defined(__aarch64__)
     return Kind{"NEON", &kernels_baseline};

@@ -7,7 +7,7 @@
 namespace {
 
 constexpr long BACKWARD_ROWS = HAS_TILES ? 128 : 120;  // of a block at most
-constexpr long DQ_BYTES = 32 << 20;  // for sums of dq in float32, where dq has 16 bits
+constexpr long DQ_BYTES = 32 << 20;                    // for sums of dq in float32, where dq has 16 bits
 
 inline bool is_wanted(const Call &call, Array array) { return call.arrays[array] != nullptr; }
 
@@ -78,7 +78,8 @@ template <class T> struct BackwardBuffers {
         tanhs = scratch.template take<T>(has_cap(call) ? scores : 0);
         products = scratch.template take<T>(has_products ? scores : 0);
         bias = bias_gradient<T>(call, rows);
-        total = scratch.template take<T>(is_wanted(call, DBIAS) ? larger(scores, group_of(call) * SCORES_STRIDE<T>) : 0);
+        total =
+            scratch.template take<T>(is_wanted(call, DBIAS) ? larger(scores, group_of(call) * SCORES_STRIDE<T>) : 0);
         lse = scratch.template take<T>(rows);
         delta = scratch.template take<T>(rows);
         kept = scratch.template take<unsigned char>(call.dropout_steps ? rows * MAX_KEYS : 0);
@@ -113,8 +114,8 @@ inline void load_query_pairs(const Call &call, Array array, const Entry &entry, 
 }
 
 // q, dout, lse and delta of a block.
-template <class T> inline void load_queries(const Call &call, const Entry &entry, const Block &block,
-                                            BackwardBuffers<T> &buffers) {
+template <class T>
+inline void load_queries(const Call &call, const Entry &entry, const Block &block, BackwardBuffers<T> &buffers) {
     const Sizes<T> &sizes = buffers.sizes;
     const long num_rows = rows_of(block);
     if (uses_pairs<T>(call)) {
@@ -181,8 +182,7 @@ inline char *bias_address(const Call &call, Array array, const Entry &entry, Row
 template <class T> inline void clear_bias(const Call &call, const Entry &entry, Row row, long first, long count) {
     const T zeros[MAX_KEYS] = {};
     if (count > 0)
-        store_row(zeros, call.bias_dtype, call.strides[DBIAS][3], count,
-                  bias_address(call, DBIAS, entry, row, first));
+        store_row(zeros, call.bias_dtype, call.strides[DBIAS][3], count, bias_address(call, DBIAS, entry, row, first));
 }
 
 struct RowRange {

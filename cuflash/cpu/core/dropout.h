@@ -71,7 +71,7 @@ inline void kept_weights(uint64_t seed, uint64_t offset, uint64_t head, long ste
                     memcpy(of_lower, pairs + 2, sizeof of_lower);
                     for (int w = 0; w < WORDS && at + w < num_counters; ++w) {
                         const long column = (at + w) / 4 * 16 + (at + w) % 4 * 2;
-                        auto put = [&](unsigned char *row, const uint64_t(&of_row)[2][WORDS]) {
+                        auto put = [&](unsigned char *row, const uint64_t (&of_row)[2][WORDS]) {
                             const uint16_t low_half = uint16_t(of_row[0][w]), high_half = uint16_t(of_row[1][w]);
                             memcpy(row + column, &low_half, 2);
                             memcpy(row + column + 8, &high_half, 2);

@@ -12,8 +12,8 @@
 namespace {
 
 constexpr long GROUP = HAS_TILES ? 32 : 12;  // rows whose scores are computed at a time
-constexpr long BLOCK_ROWS = 192;  // at most
-constexpr long ENOUGH_JOBS = 64;  // for all threads: with fewer blocks, several jobs share the keys of one
+constexpr long BLOCK_ROWS = 192;             // at most
+constexpr long ENOUGH_JOBS = 64;             // for all threads: with fewer blocks, several jobs share the keys of one
 constexpr long TILES_PER_PART = 4;
 constexpr long PARTS_BYTES = 32 << 20;
 
@@ -86,8 +86,7 @@ inline void finish_row(const Call &call, const Entry &entry, Row row, const T *o
     const long step = call.strides[OUT][3];
     for (long d = 0; d < call.head_dim_v; d += MAX_KEYS) {
         const long count = smaller(MAX_KEYS, call.head_dim_v - d);
-        for (long x = 0; x < count; x += LANES<T>)
-            store(values + x, load(o + d + x) * splat(factor) / splat(divisor));
+        for (long x = 0; x < count; x += LANES<T>) store(values + x, load(o + d + x) * splat(factor) / splat(divisor));
         store_row(values, call.dtype, step, count, out + d * step * size_of(call.dtype));
     }
 }
@@ -188,7 +187,8 @@ inline void add_values(const Call &call, ForwardBuffers<T> &buffers, long r0, lo
             return product_of_pairs(num_rows, dim, pairs_of(here), p, SCORES_STRIDE<T>, v + keys.first / 2 * v_stride,
                                     v_stride, o, dim, true);
         }
-    product<T, Order::ROWS>(num_rows, dim, here, p, SCORES_STRIDE<T>, v + keys.first * v_stride, v_stride, o, dim, true);
+    product<T, Order::ROWS>(num_rows, dim, here, p, SCORES_STRIDE<T>, v + keys.first * v_stride, v_stride, o, dim,
+                            true);
 }
 
 template <class T>

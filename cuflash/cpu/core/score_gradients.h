@@ -66,7 +66,8 @@ template <class T> void bias_sums_job(Work &work, char *, long job) {
     const Call &call = work.call;
     const int64_t *strides = call.strides[DBIAS];
     const long num_tiles = ceil_div(call.seqlen_k, MAX_KEYS), heads = strides[1] ? call.num_heads : 1;
-    const long first = job % num_tiles * MAX_KEYS, own_head = job / num_tiles % heads, own_entry = job / num_tiles / heads;
+    const long first = job % num_tiles * MAX_KEYS, own_head = job / num_tiles % heads,
+               own_entry = job / num_tiles / heads;
     T total[MAX_KEYS] = {};
     for (long e = own_entry; e < (strides[0] ? own_entry + 1 : call.batch); ++e) {
         const long count = smaller(MAX_KEYS, work.entries[e].seqlen_k - first);
@@ -102,7 +103,8 @@ template <class T> void bias_job(Work &work, char *memory, long job) {
     BackwardBuffers<T> buffers(work, memory);
     const BiasJobs jobs(work);
     const long own_tile = job % jobs.tiles, own_block = job / jobs.tiles % jobs.blocks;
-    const long own_head = job / jobs.tiles / jobs.blocks % jobs.heads, own_entry = job / jobs.tiles / jobs.blocks / jobs.heads;
+    const long own_head = job / jobs.tiles / jobs.blocks % jobs.heads,
+               own_entry = job / jobs.tiles / jobs.blocks / jobs.heads;
     const int64_t *strides = call.strides[DBIAS];
     const bool has_rows = strides[2] != 0, has_keys = strides[3] != 0;
     const long group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 1;

@@ -71,7 +71,7 @@ template <class T> struct SmallArray {
             store_row(from.data + i * padded, call.dtype, call.strides[array][3], dim, row(call, entry, head, i));
     }
 
-   private:
+  private:
     char *row(const Call &call, const Entry &entry, long head, long i) const {
         return address(call, array, size_of(call.dtype), entry.batch, head, i);
     }
@@ -85,14 +85,11 @@ template <class T> struct SmallBuffers {
     T *columns_of_q, *columns_of_dout, *s, *ds, *lse, *delta, *sinks, *queries;
 
     SmallBuffers(const Call &call, char *memory)
-        : scratch{memory},
-          q(call, scratch, Q, call.seqlen_q, call.head_dim),
-          k(call, scratch, K, call.seqlen_k, call.head_dim),
-          v(call, scratch, V, call.seqlen_k, call.head_dim_v),
+        : scratch{memory}, q(call, scratch, Q, call.seqlen_q, call.head_dim),
+          k(call, scratch, K, call.seqlen_k, call.head_dim), v(call, scratch, V, call.seqlen_k, call.head_dim_v),
           out(call, scratch, OUT, call.seqlen_q, call.head_dim_v),
           dout(call, scratch, DOUT, call.seqlen_q, call.head_dim_v),
-          dq(call, scratch, DQ, call.seqlen_q, call.head_dim),
-          dk(call, scratch, DK, call.seqlen_k, call.head_dim),
+          dq(call, scratch, DQ, call.seqlen_q, call.head_dim), dk(call, scratch, DK, call.seqlen_k, call.head_dim),
           dv(call, scratch, DV, call.seqlen_k, call.head_dim_v) {
         // What is computed for a head goes up to a vector beyond it; the next head overwrites that. The stride is no
         // power of two where there are many queries, so that keys do not share sets of the cache.
@@ -243,8 +240,7 @@ inline void for_vectors(const Call &call, const SmallBuffers<T> &buffers, const 
 
 // Scores of as many queries as there are lanes become weights, whose sums are 1. Gives their lse.
 template <class T>
-inline Vector<T> weigh(const Scaling<T> &scaling, const Sight<T> &sight, Keys keys, T *s, long stride,
-                       const T *sinks) {
+inline Vector<T> weigh(const Scaling<T> &scaling, const Sight<T> &sight, Keys keys, T *s, long stride, const T *sinks) {
     const T infinity = T(__builtin_inf());
     Vector<T> most = splat(-infinity);
     for (long j = keys.first; j < keys.stop; ++j) {
@@ -292,8 +288,7 @@ void forward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> *
         for (long x = 0; x < count; ++x)
             products[x].compute(begin, end, keys.first, keys.stop, buffers.s + x * num_rows);
         for_vectors<T>(call, buffers, entry, count, begin, end, [&](long x, const Sight<T> &sight) {
-            store(buffers.lse + x,
-                  weigh<T>(scaling, sight, keys, buffers.s + x, stride, sinks ? sinks + x : nullptr));
+            store(buffers.lse + x, weigh<T>(scaling, sight, keys, buffers.s + x, stride, sinks ? sinks + x : nullptr));
         });
         for (long x = 0; x < count; ++x) {
             const Member<T> &member = members[x];
@@ -372,8 +367,8 @@ inline void add_gradients(const Call &call, SmallBuffers<T> &buffers, const Memb
     }
     if (is_wanted(call, DV)) {
         const Rows<const T> dout = member.dout.from(begin);
-        small_product<T, Order::ROWS>(count, dim_v, length, p, stride, dout.data, dout.stride,
-                                      dv.from(keys.first).data, dv.stride, adds);
+        small_product<T, Order::ROWS>(count, dim_v, length, p, stride, dout.data, dout.stride, dv.from(keys.first).data,
+                                      dv.stride, adds);
     }
     if (is_wanted(call, DK)) {
         const Rows<const T> q = member.q.from(begin);

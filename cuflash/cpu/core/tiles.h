@@ -43,9 +43,8 @@ struct Row {
 };
 
 inline Row row_of(const Block &block, long r) {
-    return block.num_heads == 1
-               ? Row{block.first_head, block.first_row + r}
-               : Row{block.first_head + r / block.num_rows, block.first_row + r % block.num_rows};
+    return block.num_heads == 1 ? Row{block.first_head, block.first_row + r}
+                                : Row{block.first_head + r / block.num_rows, block.first_row + r % block.num_rows};
 }
 
 inline long rows_of(const Block &block) { return block.num_heads * block.num_rows; }
@@ -151,8 +150,7 @@ inline bool any_visible(const Call &call, const Entry &entry, const Block &block
         const long heads = call.strides[MASK][1] ? block.num_heads : 1;
         for (long h = 0; h < heads; ++h)
             for (long i = 0; i < rows; ++i) {
-                const char *p =
-                    address(call, MASK, 1, entry.index, block.first_head + h, block.first_row + i, first);
+                const char *p = address(call, MASK, 1, entry.index, block.first_head + h, block.first_row + i, first);
                 if (step == 1) {
                     if (memchr(p, 1, count)) return true;
                 } else {
@@ -197,9 +195,7 @@ inline Keys keys_of_group(const Call &call, const Entry &entry, const Block &blo
     long begin = larger(seen.first - first, 0), end = smaller(seen.stop - first, count);
     if (call.arrays[BLOCK_MASK]) {
         const long size = call.block_keys;
-        auto is_visible = [&](long key) {
-            return is_in_visible_block(call, entry, block, r0, num_rows, first + key);
-        };
+        auto is_visible = [&](long key) { return is_in_visible_block(call, entry, block, r0, num_rows, first + key); };
         while (begin < end && !is_visible(begin)) begin = (first + begin) / size * size + size - first;
         while (begin < end && !is_visible(end - 1)) end = (first + end - 1) / size * size - first;
     }
@@ -214,7 +210,7 @@ inline Keys keys_of_group(const Call &call, const Entry &entry, const Block &blo
 template <class T> struct Scaling {
     bool has_terms;
     T factor;
-    T rise;  // a shift is moved up if a score is above it by more than this: by a factor of 2^8 of its weight
+    T rise;          // a shift is moved up if a score is above it by more than this: by a factor of 2^8 of its weight
     double natural;  // a score times this, is an exponent of e
     explicit Scaling(const Call &call) {
         has_terms = call.arrays[BIAS] || call.arrays[ALIBI_SLOPES] || has_cap(call) || call.scale == 0;

@@ -30,8 +30,8 @@ template <> struct Vectors<float> {
     static constexpr int MANTISSA = 23, BIAS = 127;
     static constexpr float LOWEST = -100, HIGHEST = 128;  // see exp2
     static constexpr int DEGREE = 6;
-    static constexpr float EXP2[DEGREE + 1] = {1.0f,          0.6931472f,    0.2402265f,     0.05550327f,
-                                               0.009618057f,  0.0013400428f, 0.00015461445f};
+    static constexpr float EXP2[DEGREE + 1] = {1.0f,         0.6931472f,    0.2402265f,    0.05550327f,
+                                               0.009618057f, 0.0013400428f, 0.00015461445f};
     static constexpr float LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
     static constexpr int EXPM1_TERMS = 7;
     static constexpr float TANH_IS_ONE = 10;
@@ -46,19 +46,18 @@ template <> struct Vectors<double> {
     static constexpr int MANTISSA = 52, BIAS = 1023;
     static constexpr double LOWEST = -960, HIGHEST = 1024;
     static constexpr int DEGREE = 11;
-    static constexpr double EXP2[DEGREE + 1] = {
-        1.0,
-        0.6931471805599453,
-        0.24022650695910158,
-        0.055504108664821604,
-        0.009618129107587314,
-        0.0013333558146410788,
-        0.00015403530463679096,
-        1.5252733837988064e-05,
-        1.3215432551928214e-06,
-        1.0178058390428893e-07,
-        7.074192209639015e-09,
-        4.4556433403988256e-10};
+    static constexpr double EXP2[DEGREE + 1] = {1.0,
+                                                0.6931471805599453,
+                                                0.24022650695910158,
+                                                0.055504108664821604,
+                                                0.009618129107587314,
+                                                0.0013333558146410788,
+                                                0.00015403530463679096,
+                                                1.5252733837988064e-05,
+                                                1.3215432551928214e-06,
+                                                1.0178058390428893e-07,
+                                                7.074192209639015e-09,
+                                                4.4556433403988256e-10};
     static constexpr double LN2_HIGH = 0.693145751953125, LN2_LOW = 1.42860682030941723212e-6;
     static constexpr int EXPM1_TERMS = 14;
     static constexpr double TANH_IS_ONE = 20;

@@ -17,8 +17,8 @@ struct Phase {
 
 // A batch entry or a packed sequence.
 struct Entry {
-    long batch;           // of q, k, v and what has their axes
-    long index;           // of bias, mask, slopes and blocks, and for dropout
+    long batch;             // of q, k, v and what has their axes
+    long index;             // of bias, mask, slopes and blocks, and for dropout
     long first_q, first_k;  // rows and keys before its own
     long seqlen_q, seqlen_k;
     long diagonal;

@@ -35,7 +35,7 @@ MUTANTS = (
            "    clear_accumulator(params, first + index % tiles_of_part, thread, kNumThreads);\n", ";\n",
            "backward sm90 clears"),
     mutant("blocks clear no accumulators", CLEAR_DQ,
-           "    clear_accumulator(params, first + i, thread, kClearThreads);\n", "    ;\n", "backward sm90 clears"),
+           " clear_accumulator(params, first + i, thread, kClearThreads);\n", " {}\n", "backward sm90 clears"),
     mutant("clears are not counted", CLEAR_DQ, "  ptx::add_to_count(clears_of(params, num_m_blocks, place));\n", "",
            "backward sm90 clears"),
     mutant("clears are not counted from zero", CLEAR_DQ, "clears_of_place(params) : 0;", "clears_of_place(params) : 1;",
