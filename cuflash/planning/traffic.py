@@ -13,8 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 from cuflash.operands import ITEMSIZE
 from cuflash.planning.device import DeviceSpec
 from cuflash.planning.tiles import Tile
@@ -160,11 +158,16 @@ class Walk:
         A wave may end within a section of heads, and then has blocks of the next one, too. The parts of a tile are one
         walk together.
         """
-        of_section = self.section * self.tiles_of_head
-        cuts = np.union1d(np.arange(0, self.whole, self.at_once), np.arange(0, self.whole, of_section))
-        heads = np.minimum(self.section, self.heads - cuts // of_section * self.section)
         parts = (self.heads * self.tiles_of_head - self.whole) * self.sharers
-        return int(np.minimum(np.diff(cuts, append=self.whole), heads).sum()) + self.section * -(-parts // self.at_once)
+        walks = self.section * -(-parts // self.at_once)
+        for start in range(0, self.whole, self.at_once):
+            stop, of_section = min(start + self.at_once, self.whole), self.section * self.tiles_of_head
+            first, last = start // of_section, (stop - 1) // of_section
+            if first < last:
+                walks += min((first + 1) * of_section - start, self.section) + (last - first - 1) * self.section
+                start = last * of_section
+            walks += min(stop - start, self.section, self.heads - last * self.section)
+        return walks
 
     def read(self, once: float, tiles: float, head_bytes: float, l2_bytes: float) -> float:
         """Bytes of an operand that are read, of which `tiles` bytes are brought to the blocks in all.
