@@ -123,7 +123,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "whole": {"dtype": "bfloat16", "window": (9, 20), "scale": -1.0, "sinks": True},
     "bounds": {"dtype": "float16", "window": (9, None), "kv_lengths": (60,), "sinks": True},
     # Few queries: the last block of a head combines results, with sinks; or these are too many for a block.
-    "combined": {"dtype": "bfloat16", "causal": True, "kv_lengths": (1060,), "sinks": True},
+    "combined": {"dtype": "bfloat16", "causal": True, "seqlen_q": 1, "kv_lengths": (1060,), "sinks": True},
     "afterwards": {"dtype": "float16", "causal": True, "seqlen_q": 64, "seqlen_k": 8192},
     "packed": {
         "dtype": "bfloat16",

@@ -22,7 +22,7 @@ SPILLS = {
 SPILLS_OF_ARRAYS = {
     ("alibi", None, 128): 32,
     ("alibi", "documents", 128): 220,
-    ("distance", None, 64): 240,
+    ("distance", None, 64): 248,
     ("distance", None, 128): 800,
     ("tempered", None, 128): 100,
 }

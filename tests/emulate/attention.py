@@ -80,7 +80,7 @@ def inputs_of(case: Case, **options: Any) -> tuple[Problem, dict[str, Any]]:
 def by_calls(
     case: Case, arrays: Mapping[str, Any], pass_: str, *, arch: str, need: Sequence[str] = (), **options: Any
 ) -> dict[str, Any]:
-    """The results of one pass of a case with leading axes by name: of the calls that a CuPy call would be made of.
+    """The results of one pass of a case with axes of its own by name: of the calls that a CuPy call would be made of.
 
     The gradients are those of `need`, or those that `backward` gives without it.
     """
@@ -97,7 +97,6 @@ def by_calls(
         given |= {"out": spread.fold("out", out), "lse": spread.fold("lse", lse)}
         names = tuple(need) or (*DEFAULT_NEED, *(name for name in OF_SOFTMAX if name[1:] in arrays))
     axes = axes_of(static, given, names)
-    assert axes is not None
 
     def call(own: Options, given: dict[str, Any]) -> tuple[np.ndarray, ...]:
         present = {name: x for name, x in given.items() if x is not None and name not in names}
@@ -113,8 +112,8 @@ def by_calls(
                 given[name][...] = x
         return found
 
-    calls = Calls(axes, static, given, names, np, gives_parts=True)
-    return dict(zip(names, calls.run(call), strict=True))
+    calls = axes and Calls(axes, static, given, names, np, gives_parts=True)
+    return dict(zip(names, calls.run(call) if calls else call(static, given), strict=True))
 
 
 def forward_by_oracle(problem: Problem, arrays: Mapping[str, Any], **random: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -31,8 +31,9 @@ CUFLASH_DEVICE u32 global_thread_index(u32 threads) { return ptx::block_index() 
 
 CUFLASH_DEVICE void store_indices(const Params& params) {
   const u32 i = global_thread_index(kBlock);
-  destination_of<u32>(params)[2 * i] = ptx::block_index();
-  destination_of<u32>(params)[2 * i + 1] = ptx::thread_index();
+  destination_of<u32>(params)[3 * i] = ptx::block_index();
+  destination_of<u32>(params)[3 * i + 1] = ptx::thread_index();
+  destination_of<u32>(params)[3 * i + 2] = ptx::num_blocks();
 }
 CUFLASH_DEFINE_KERNEL(indices, Params, kBlock, 1, store_indices)
 

@@ -46,8 +46,8 @@ def _threads_of(values):
 
 
 def check_indices(run):
-    got = run("indices", destination=_ones(np.uint32, 3, BLOCK, 2), grid=3)
-    assert (got == np.stack(np.meshgrid(np.arange(3), np.arange(BLOCK), indexing="ij"), axis=-1)).all()
+    got = run("indices", destination=_ones(np.uint32, 3, BLOCK, 3), grid=3)
+    assert (got == np.stack(np.meshgrid(np.arange(3), np.arange(BLOCK), [3], indexing="ij"), axis=-1)[..., 0, :]).all()
 
 
 def check_dynamic_shared_alignment(run):
