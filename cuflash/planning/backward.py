@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from cuflash.planning import sm80
 from cuflash.planning.draft import Draft
@@ -46,6 +46,19 @@ _OF_KEYS = ("dk", "dv")
 SCORES_KERNEL = "sm80/backward_scores.cu"  # makes gradients of parts of the scores that no other kernel makes
 # The kernels that make the gradients of parts of the softmax, one each.
 SOFTMAX_KERNELS = {term.gradient: f"around/{term.name}.cu" for term in TERMS if term.part_of == "softmax"}
+
+
+class _Rows(NamedTuple):
+    """The family of the main kernel, which makes dk and dv, and mostly dq, with its row; the rows of the kernels beside
+    it, by `tiles.Role`; and what the main kernel sums."""
+
+    family: BackwardFamily[Any] | None
+    main: Any
+    dq: DqTile | None
+    scores: ScoresTile | None
+    bias: BiasSm90Tile | None
+    summed: tuple[str, ...]  # gradients of parts of the scores
+    sums_captured: bool  # those of arrays that the score reads
 
 
 def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
@@ -115,17 +128,8 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _rows(
-    draft: Draft, tiles: tuple[Tile, ...] | None
-) -> tuple[
-    BackwardFamily[Any] | None, Any, DqTile | None, ScoresTile | None, BiasSm90Tile | None, tuple[str, ...], bool
-]:
-    """Choose the rows.
-
-    Returns the family of the main kernel, which makes dk and dv, and mostly dq, with its row; the rows of the kernels
-    that make dq alone, gradients of parts of the scores, and the gradient of a bias of pairs; those gradients of
-    parts of the scores that the main kernel sums; and whether it sums those of arrays that the score reads.
-    """
+def _rows(draft: Draft, tiles: tuple[Tile, ...] | None) -> _Rows:
+    """Choose the rows."""
     problem, device, need = draft.problem, draft.device, draft.need
     given: dict[Role, Any] = {tile.role: tile for tile in tiles or ()}
     main, dq, scores, bias = (given.get(role) for role in ROLES)
@@ -172,7 +176,7 @@ def _rows(
     elif scores is None:
         scores, reason = choose_row(SCORES_TILES, problem, device)
         draft.reasons.append(reason)
-    return family, main, dq, scores, bias, summed, sums_captured
+    return _Rows(family, main, dq, scores, bias, summed, sums_captured)
 
 
 def _sums_captured(draft: Draft, family: BackwardFamily[Any] | None, main: Any) -> bool:

@@ -4,7 +4,7 @@
 //   lse = log sum_i exp(lse_i)        O = sum_i exp(lse_i - lse) O_i
 //
 // A sink joins the sum of exponentials here, once, and has no part in O. The block of a head that is done last does it,
-// or around/combine.cu where that is too much for one block.
+// or around/combine.cu where the results, or the keys, are many.
 #pragma once
 #include "common/exponential.cuh"
 #include "common/fragments.cuh"

@@ -87,7 +87,7 @@ class Decode(ForwardFamily[DecodeSm90Tile]):
             draft.add(
                 "around/combine.cu", tile, -(-heads * pieces // COMBINE_WARPS), 0, CUFLASH_NUM_WARPS=COMBINE_WARPS
             )
-            combined = "their results are too many for one block, and are combined by lse afterwards"
+            combined = "another kernel combines their results by lse"
         draft.reasons.append(
             f"{blocks} blocks take equal shares of the keys, up to {draft.key_splits} of them those of one head: "
             + combined

@@ -150,8 +150,8 @@ def _add_persistent(
     resident = draft.device.num_sms * tile.min_blocks
     blocks = min(units, resident)
     draft.set(resident_blocks=blocks)
-    if pairs and 2 * units <= resident and not problem.is_packed and not problem.page_size:
-        blocks = 2 * units  # both tiles of a pair start at once
+    apart = pairs and 2 * units <= resident and not problem.is_packed and not problem.page_size
+    blocks *= 2 if apart else 1
     what = f"{m_blocks} tiles of queries"
     if problem.is_packed:
         # Sequences of different lengths are then spread evenly over the blocks.
@@ -160,6 +160,7 @@ def _add_persistent(
     if batch_first:
         # They read a tile of a bias at the same time, so that all but one of them find it in L2.
         draft.set(head_section=min(problem.batch, MOST_ENTRIES_TOGETHER))
-    draft.reasons.append(f"{blocks} blocks stay and take {what} one after another")
+    how = "both of a pair at once" if apart else "one after another"
+    draft.reasons.append(f"{blocks} blocks stay and take {what} {how}")
     order = {"CUFLASH_PAIRS": int(pairs), "CUFLASH_BATCH_FIRST": int(batch_first)}
     draft.add(source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), **order)

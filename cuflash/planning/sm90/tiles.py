@@ -109,21 +109,15 @@ class ForwardSm90Tile(ScoredTile):
         no_pairs = by_tile and by in ("nothing", "keys")
         has_lists = problem.block_mask is not None or problem.mask_function is not None
         is_full = problem.window_right is None
-
-        def is_long() -> bool:
-            if problem.mean_sequence.seqlen_k < LONG_SEQLEN:
-                return False
-            return THREE_CONSUMERS * rounds(problem, device, self.block_m) <= rounds(problem, device, 128)
-
-        def is_few() -> bool:
-            return rounds(problem, device, self.block_m) < FOUR_CONSUMERS * rounds(problem, device, 2 * self.block_m)
-
+        smallest, own, larger = (rounds(problem, device, rows) for rows in (128, self.block_m, 2 * self.block_m))
+        is_long = problem.mean_sequence.seqlen_k >= LONG_SEQLEN and THREE_CONSUMERS * own <= smallest
+        is_few = own < FOUR_CONSUMERS * larger
         suits = {
             "any": True,
             "no pairs": no_pairs,
-            "long full": no_pairs and is_full and not problem.has_functions and is_long(),
-            "few full": no_pairs and is_full and is_few(),
-            "few bounded": no_pairs and not is_full and is_few(),
+            "long full": no_pairs and is_full and not problem.has_functions and is_long,
+            "few full": no_pairs and is_full and is_few,
+            "few bounded": no_pairs and not is_full and is_few,
             "lists": no_pairs and (has_lists or tile.mask_by_bits),
             "bias": by_tile and by == "pairs",
             "dropout": no_pairs and problem.dropout > 0,
