@@ -197,8 +197,10 @@ def cuflash_kv_lengths(case: Case, inputs: Inputs) -> Contender:
 
 
 def _describe(attn: Any, q: Any, k: Any, v: Any, **keywords: Any) -> dict[str, str]:
+    """What `plan` says of each pass that there is; a plan on the CPU is of both."""
     plans = attn.plan(q, k, v, **keywords)
-    return {name: getattr(plans, name, plans).describe() for name in ("forward", "backward")}
+    passes = {name: getattr(plans, name, plans) for name in ("forward", "backward")}
+    return {name: plan.describe() for name, plan in passes.items() if plan is not None}
 
 
 def _paged(page_size: int) -> Callable[[Case, Inputs], Contender]:

@@ -44,6 +44,15 @@ def test_contenders_of_one_byte_need_bfloat16_and_their_device(name):
         peers.ADAPTERS[name](PLAIN, make_inputs(np, PLAIN))
 
 
+def test_what_a_plan_says_is_of_the_passes_that_there_are():
+    """On a GPU a problem of one byte a number has no plan of a backward pass."""
+    said = types.SimpleNamespace(describe=lambda: "said")
+    attn = types.SimpleNamespace(plan=lambda *_: types.SimpleNamespace(forward=said, backward=None))
+    assert peers._describe(attn, None, None, None) == {"forward": "said"}
+    attn = types.SimpleNamespace(plan=lambda *_: said)
+    assert peers._describe(attn, None, None, None) == {"forward": "said", "backward": "said"}
+
+
 def test_cudnn_is_absent_without_its_interface(monkeypatch):
     inputs = replace(make_inputs(np, CASE), xp=types.SimpleNamespace(__name__="cupy"))
     monkeypatch.setitem(sys.modules, "cudnn", None)
