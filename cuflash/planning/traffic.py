@@ -20,8 +20,9 @@ from cuflash.problem import Problem
 from cuflash.terms import TERMS
 
 # The part of L2 that holds what blocks share: each of its two halves keeps a copy of what its multiprocessors read, as
-# the vendor describes it for compute capability 8.0 and 9.0.
-L2_SHARE = 0.5
+# the vendor describes it for compute capability 8.0 and 9.0. The rest of a half is what passes through; how much that
+# is was fitted to the counters of an H200.
+L2_SHARE = 0.42
 LOOKS = ("around/mask_bits.cu", "around/mask_tiles.cu")  # kernels that read a mask once, for all others
 FORWARD, DECODE = ("sm80/forward.cu", "sm90/forward.cu"), "sm90/decode.cu"
 BACKWARD, DQ = ("sm80/backward.cu", "sm90/backward.cu"), "sm80/backward_dq.cu"
@@ -152,6 +153,11 @@ class Walk:
     sharers: int = 1
 
     @property
+    def heads_at_once(self) -> int:
+        """Heads under way."""
+        return min(self.heads, max(self.section, -(-self.at_once // self.tiles_of_head)))
+
+    @property
     def walks(self) -> int:
         """How often a head is walked over, by the blocks of it that run side by side.
 
@@ -172,13 +178,12 @@ class Walk:
     def read(self, once: float, tiles: float, head_bytes: float, l2_bytes: float) -> float:
         """Bytes of an operand that are read, of which `tiles` bytes are brought to the blocks in all.
 
-        What the heads under way need, `head_bytes` each, stays in L2, or else the blocks of a head that run side by
-        side share what they read.
+        Of what the heads under way need, `head_bytes` each, a part stays in L2. Each further walk reads the rest again,
+        and so does each half of L2: its blocks are too far from the other's to share what is soon gone.
         """
-        heads_at_once = min(self.heads, max(self.section, -(-self.at_once // self.tiles_of_head)))
-        if heads_at_once * head_bytes <= L2_SHARE * l2_bytes:
-            return once
-        return max(once, min(tiles, tiles * self.walks / (self.heads * self.tiles_of_head)))
+        gone = max(0, 1 - L2_SHARE * l2_bytes / (self.heads_at_once * head_bytes))
+        walked = tiles * self.walks / (self.heads * self.tiles_of_head)
+        return max(once, min(tiles, once + gone * (2 * walked - once)))
 
 
 def _of_pairs(plan: Plan) -> float:

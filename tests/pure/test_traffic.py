@@ -1,6 +1,5 @@
 """The model of what a plan moves: its tiles by counting pairs, its bytes of device memory by a simulated cache."""
 
-from collections import OrderedDict
 from dataclasses import replace
 
 import numpy as np
@@ -68,10 +67,11 @@ def test_tiles_are_those_with_visible_pairs(sizes, blocks, window, causal):
             assert met.start == first and (met.stop == last + 1 or (met.stop > last and width < block_n))
 
 
-def tiles_missed(heads, m_blocks, n_blocks, resident, section, capacity):
-    """Tiles of keys that a cache of `capacity` of them, the oldest leaving first, does not have when a block asks.
+def tiles_missed(heads, m_blocks, n_blocks, resident, section, capacity, rng):
+    """Tiles of keys that a cache of `capacity` of them, any of which may leave, does not have when a block asks.
 
-    Blocks start in launch order, `resident` of them at a time, and walk over the keys of their head in step.
+    Blocks start in launch order, `resident` of them at a time, and walk over the keys of their head, every other of
+    them half a walk behind its neighbours.
     """
     heads_in_order = [
         first + within
@@ -79,36 +79,53 @@ def tiles_missed(heads, m_blocks, n_blocks, resident, section, capacity):
         for _ in range(m_blocks)
         for within in range(min(section, heads - first))
     ]
-    cache: OrderedDict[tuple[int, ...], None] = OrderedDict()
-    running: list[list[int]] = []
-    missed = 0
-    while running or heads_in_order:
-        while heads_in_order and len(running) < resident:
-            running.append([heads_in_order.pop(0), 0])
-        for block in running:
-            missed += tuple(block) not in cache
-            cache[tuple(block)] = None
-            cache.move_to_end(tuple(block))
-            if len(cache) > capacity:
-                cache.popitem(last=False)
-            block[1] += 1
-        running = [block for block in running if block[1] < n_blocks]
+    cached: dict[tuple[int, int], int] = {}
+    kept: list[tuple[int, int]] = []
+    rests = [place % 2 * (n_blocks // 2) for place in range(resident)]
+    running: list[tuple[int, int]] = [(0, n_blocks)] * resident  # the head, and how many of its tiles are done
+    started = missed = 0
+    while started < len(heads_in_order) or any(done < n_blocks for _, done in running):
+        for place in range(resident):
+            if rests[place] > 0:
+                rests[place] -= 1
+                continue
+            if running[place][1] == n_blocks:
+                if started == len(heads_in_order):
+                    continue
+                running[place] = heads_in_order[started], 0
+                started += 1
+            tile = head, done = running[place]
+            running[place] = head, done + 1
+            if tile in cached:
+                continue
+            missed += 1
+            if len(kept) < capacity:
+                kept.append(tile)
+                cached[tile] = len(kept) - 1
+            else:
+                leaving = int(rng.integers(capacity))
+                del cached[kept[leaving]]
+                kept[leaving] = tile
+                cached[tile] = leaving
     return missed
 
 
 def test_bytes_of_device_memory_are_those_that_a_cache_misses():
-    """19 times in 20 within 15 %."""
-    rng, ratios = np.random.default_rng(0), []
-    for _ in range(150):
-        heads, m_blocks, n_blocks, resident = (int(rng.integers(1, most)) for most in (8, 40, 30, 40))
-        capacity, section = int(rng.integers(resident + 1, 200)), int(min(heads, rng.choice([1, 1, 2, 4])))
+    """As they are where all fits; on average, and to a factor of 1.35 as a rule, where some of it does not."""
+    rng = np.random.default_rng(0)
+    ratios: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(300):
+        heads, m_blocks, n_blocks, resident = (int(rng.integers(1, most)) for most in (12, 40, 60, 40))
+        capacity, section = int(rng.integers(resident + 1, 120)), int(min(heads, rng.choice([1, 2, 4, 8])))
         blocks = heads * m_blocks
         at_once = min(resident, blocks)
         walk = Walk(heads=heads, tiles_of_head=m_blocks, section=section, at_once=at_once, whole=blocks)
         predicted = walk.read(heads * n_blocks, blocks * n_blocks, n_blocks, capacity / L2_SHARE)
-        ratios.append(predicted / tiles_missed(heads, m_blocks, n_blocks, resident, section, capacity))
-    assert np.median(ratios) == pytest.approx(1, abs=0.02)
-    assert np.mean([1 / 1.15 < ratio < 1.15 for ratio in ratios]) > 0.95
+        ratio = predicted / tiles_missed(heads, m_blocks, n_blocks, resident, section, capacity, rng)
+        ratios[walk.heads_at_once * n_blocks <= capacity].append(np.log(ratio))
+    assert len(ratios[True]) > 100 and np.median(np.abs(ratios[True])) < 0.02
+    assert len(ratios[False]) > 100 and abs(np.mean(ratios[False])) < np.log(1.15)
+    assert np.std(ratios[False]) < np.log(1.35)
 
 
 def traffic_of(problem, device, pass_="forward"):
