@@ -64,7 +64,7 @@ struct Consumer {
   const Shared& shared;
   const BackwardWork work;
   const Entry batch;
-  const u32 index, thread, lane;
+  const u32 index, thread;
   const bool elected;
   const u32 first;  // of its keys
   const int warp_key, lane_key;
@@ -92,7 +92,6 @@ struct Consumer {
         batch(work.work.batch),
         index(index_),
         thread(ptx::thread_index() % 128),
-        lane(lane_index()),
         elected(thread == 0),
         first(kSplitsRoles ? 0 : index * 64),
         warp_key(thread / 32 * 16),
@@ -390,6 +389,7 @@ struct Consumer {
   // Stores dS' to shared memory, where rows are keys, for the warpgroup of dQ.
   CUFLASH_DEVICE void hand_over_ds() {
     shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
+    const u32 lane = lane_index();
     const u32 line = shared.ds + ds_at.stage * kBytesDs + (first + warp_key + lane % 16) * kLineBytes;
 #pragma unroll
     for (int k = 0; k < kBlockM / 16; ++k)
