@@ -67,6 +67,8 @@ inline void begin_tiles() {
         config.row_bytes[i] = 64;
         config.rows[i] = TILE;
     }
+    // GCC 12 takes it that only the first eight bytes are read, and leaves out what writes the others.
+    asm volatile("" ::"r"(&config) : "memory");
     _tile_loadconfig(&config);
 }
 
