@@ -54,6 +54,7 @@ from cuflash.planning.sm90.tiles import (
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
     BiasSm90Tile,
+    DecodeFloat8Sm90Tile,
     DecodeSm90Tile,
     ForwardFloat8Sm90Tile,
     ForwardFloat32Sm90Tile,
@@ -85,7 +86,7 @@ _ROWS: dict[type, tuple[Tile, ...]] = {
 # The same of numbers of one byte.
 _ROWS_OF_FLOAT8: dict[type, tuple[Tile, ...]] = {
     ForwardTile: FLOAT8_TILES,
-    DecodeSm90Tile: DECODE_FLOAT8_SM90_TILES,
+    DecodeFloat8Sm90Tile: DECODE_FLOAT8_SM90_TILES,
     ForwardFloat8Sm90Tile: FORWARD_FLOAT8_SM90_TILES,
 }
 _NEAR = 32  # keys, or a factor of two: of block_n only values near the row's are tried

@@ -91,6 +91,7 @@ CUFLASH_DEVICE void store_shared_x2(u32 address, const T (&value)[2], Site site 
   write_shared_as(address, PairOf<T>{value[0], value[1]}, site);
 }
 CUFLASH_DEVICE u16 load_shared_b16(u32 address, Site site = Site::here()) { return read_shared_as<u16>(address, site); }
+CUFLASH_DEVICE u32 load_shared_b32(u32 address, Site site = Site::here()) { return read_shared_as<u32>(address, site); }
 CUFLASH_DEVICE Bytes16 load_shared_b128(u32 address, Site site = Site::here()) {
   return read_shared_as<Bytes16>(address, site);
 }
@@ -178,6 +179,10 @@ CUFLASH_DEVICE u32 to_float16x2(Float8E4M3 type, u16 two) {
   return pack(Float16{}, to_float32(type, two & 255), to_float32(type, two >> 8));
 }
 CUFLASH_DEVICE u32 to_float16x2(Float8E5M2, u16 two) { return (two & 255) << 8 | (u32)(two >> 8) << 24; }
+template <class Float8>
+CUFLASH_DEVICE void to_float16x4(Float8 type, u32 bytes, u32& low, u32& high) {
+  low = to_float16x2(type, (u16)bytes), high = to_float16x2(type, (u16)(bytes >> 16));
+}
 CUFLASH_DEVICE u16 to_float8x2(Float8E4M3 type, float low, float high) {
   return ::emulator::from_float32(element_of(type), low) | ::emulator::from_float32(element_of(type), high) << 8;
 }

@@ -7,11 +7,12 @@ from typing import Any
 from cuflash.planning import sm80
 from cuflash.planning.draft import Draft
 from cuflash.planning.families import ForwardFamily, choose_family, family_of
-from cuflash.planning.sm90.decode import Decode
+from cuflash.planning.sm90.decode import Decode, DecodeFloat8
 from cuflash.planning.sm90.forward import Forward, ForwardFloat8, ForwardFloat32
 from cuflash.planning.tiles import Tile
 
 FAMILIES: tuple[ForwardFamily[Any], ...] = (
+    DecodeFloat8(),  # whose tiles are tiles of Decode, too
     Decode(),
     ForwardFloat32(),
     ForwardFloat8(),

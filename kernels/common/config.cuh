@@ -105,6 +105,7 @@ CUFLASH_DEVICE Real to_real(Real element) {
 
 CUFLASH_DEVICE constexpr int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 CUFLASH_DEVICE constexpr int max_of(int a, int b) { return a > b ? a : b; }
+CUFLASH_DEVICE constexpr u32 max_of(u32 a, u32 b) { return a > b ? a : b; }
 CUFLASH_DEVICE constexpr int min_of(int a, int b) { return a < b ? a : b; }
 CUFLASH_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 CUFLASH_DEVICE int at_least_zero(int a) { return a > 0 ? a : 0; }

@@ -88,6 +88,11 @@ CUFLASH_DEVICE u16 load_shared_b16(u32 address) {
   asm volatile("ld.shared.b16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
   return value;
 }
+CUFLASH_DEVICE u32 load_shared_b32(u32 address) {
+  u32 value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
 CUFLASH_DEVICE Bytes16 load_shared_b128(u32 address) {
   Bytes16 value;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -376,6 +381,19 @@ CUFLASH_DEVICE u32 to_float16x2(Float8E5M2, u16 pair) {
   u32 bits;
   asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(bits) : "h"(pair));
   return bits;
+}
+// Thread. The same of four numbers, of which the assembler takes halves as they are.
+CUFLASH_DEVICE void to_float16x4(Float8E4M3, u32 bytes, u32& low, u32& high) {
+  asm("{\n.reg .b16 first, second;\nmov.b32 {first, second}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, first;\ncvt.rn.f16x2.e4m3x2 %1, second;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(bytes));
+}
+CUFLASH_DEVICE void to_float16x4(Float8E5M2, u32 bytes, u32& low, u32& high) {
+  asm("{\n.reg .b16 first, second;\nmov.b32 {first, second}, %2;\n"
+      "cvt.rn.f16x2.e5m2x2 %0, first;\ncvt.rn.f16x2.e5m2x2 %1, second;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(bytes));
 }
 // Thread. cvt.rn.satfinite (9.7.9.22): two float32 as numbers of one byte, `low` in the lower one; the largest number
 // stands for what is beyond it.

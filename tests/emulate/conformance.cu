@@ -339,6 +339,17 @@ CUFLASH_DEVICE void map_to_float16x2(const Params& params) {
 CUFLASH_DEFINE_KERNEL(to_float16x2_e4m3, Params, kBlock, 1, map_to_float16x2<Float8E4M3>)
 CUFLASH_DEFINE_KERNEL(to_float16x2_e5m2, Params, kBlock, 1, map_to_float16x2<Float8E5M2>)
 
+template <class Float8>
+CUFLASH_DEVICE void map_to_float16x4(const Params& params) {
+  const u32 i = global_thread_index(kBlock);
+  if (i >= params.count) return;
+  const u32 bytes = source_of<u16>(params)[i] | (u32)source_of<u16>(params)[params.count - 1 - i] << 16;
+  u32* pairs = destination_of<u32>(params) + 2 * i;
+  ptx::to_float16x4(Float8{}, bytes, pairs[0], pairs[1]);
+}
+CUFLASH_DEFINE_KERNEL(to_float16x4_e4m3, Params, kBlock, 1, map_to_float16x4<Float8E4M3>)
+CUFLASH_DEFINE_KERNEL(to_float16x4_e5m2, Params, kBlock, 1, map_to_float16x4<Float8E5M2>)
+
 CUFLASH_DEVICE void map_to_float8x2(const Params& params) {
   const u32 i = global_thread_index(kBlock);
   const float* pair = source_of<float>(params) + 2 * i;

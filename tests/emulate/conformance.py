@@ -392,6 +392,10 @@ def check_to_float16x2(run):
         expected = bits.view(np.uint8).view(dtype).astype(np.float32).reshape(-1, 2)
         np.testing.assert_array_equal(got.astype(np.float32), expected)
         assert (np.signbit(got) == np.signbit(expected))[~np.isnan(expected)].all()
+        # Of two pairs, from both ends.
+        destination = _ones(np.float16, 2**16, 2, 2)
+        both = run(f"to_float16x4_{name}", source=bits, destination=destination, **_threads_of(bits))
+        np.testing.assert_array_equal(both.view(np.uint16), np.stack([got, got[::-1]], axis=1).view(np.uint16))
 
 
 def check_to_float8x2(run):

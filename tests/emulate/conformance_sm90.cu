@@ -36,7 +36,7 @@ CUFLASH_DEVICE void fill_shared(u32 shared, const u32* source, u32 words, u32 th
 }
 CUFLASH_DEVICE void drain_shared(u32* destination, u32 shared, u32 words, u32 threads) {
   for (u32 i = ptx::thread_index(); i < words; i += threads)
-    destination[i] = ptx::load_shared_b16(shared + 4 * i) | (u32)ptx::load_shared_b16(shared + 4 * i + 2) << 16;
+    destination[i] = ptx::load_shared_b32(shared + 4 * i);
 }
 
 // ---- Barriers in shared memory --------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from tests.emulate import attention
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
-DECODE = replace(DECODE_FLOAT8_SM90_TILES[1], block_n=32, num_stages=2)
+DECODE = replace(DECODE_FLOAT8_SM90_TILES[1], block_n=64, num_stages=2)
 SM80 = replace(FLOAT8_TILES[0], max_dim=128, block_m=64)
 WIDE, WIDEST = (replace(next(x for x in FLOAT8_TILES if x.element_bytes == n), max_dim=128) for n in (4, 8))
 
@@ -58,6 +58,8 @@ CASES = {
         DECODE,
         replace(CASE, dtype="bfloat16", kv_dtype="float8_e5m2", k_scale="head", v_scale="head", sinks=True),
     ),
+    "decode, rows": ("9.0", DECODE, replace(CASE, seqlen_q=21, v_scale="block", scale_block=32)),
+    "decode, parts": ("9.0", replace(DECODE, block_n=128), replace(CASE, seqlen_k=300, head_dim_v=128)),
     "decode, pages": ("9.0", DECODE, PAGES),
     "decode, pages, one scale": (
         "9.0",
@@ -130,7 +132,7 @@ def test_every_byte_is_the_number_that_it_stands_for(dtype, kv_dtype, arch):
     arrays = case.arrays()
     arrays["v"][...] = np.arange(256, dtype=np.uint8).view(numpy_dtype(kv_dtype))
     wide = next(x for x in FLOAT8_TILES if x.max_dim == 256 and x.element_bytes == (4 if dtype == "float32" else 2))
-    tiles = [wide] if arch == "8.0" or dtype == "float32" else [wide, DECODE_FLOAT8_SM90_TILES[3]]
+    tiles = [wide] if arch == "8.0" or dtype == "float32" else [wide, DECODE_FLOAT8_SM90_TILES[2]]
     for tile in tiles:
         out, _ = run(case, tile, arch, arrays=arrays)
         np.testing.assert_array_equal(out.astype(np.float32)[0, 0, 0], arrays["v"].astype(np.float32)[0, 0, 0])
@@ -182,7 +184,7 @@ def test_plans_say_what_is_served():
     sources = [
         choose_plan(case.problem, DeviceSpec.for_arch("9.0"), "forward").kernels[0].source for case in (few, many)
     ]
-    assert sources == ["sm90/decode.cu", "sm80/forward.cu"]
+    assert sources == ["sm90/decode_float8.cu", "sm80/forward.cu"]
     plan = choose_plan(many.problem, DeviceSpec.for_arch("9.0"), "forward")
     assert "not sm90/forward: it knows no keys and values of one byte" in plan.reason
     assert "float8_e4m3fn" in plan.kernels[0].name
@@ -206,7 +208,7 @@ def test_plans_say_what_is_served():
         assert "q, k and v of one byte become numbers of 16 bits" in plan.reason
     for case, arch, source in (
         (whole, "9.0", "sm90/forward_float8.cu"),
-        (few, "9.0", "sm90/decode.cu"),
+        (few, "9.0", "sm90/decode_float8.cu"),
         (whole, "8.9", "sm80/forward.cu"),
     ):
         plan = choose_plan(case.problem, DeviceSpec.for_arch(arch), "forward")

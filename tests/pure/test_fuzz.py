@@ -86,7 +86,7 @@ def test_numbers_of_one_byte_reach_every_kernel_for_them():
         for kernel in choose_plan(trial.case.problem, device, "forward").kernels
     )
     main = ("sm90/forward_float8.cu", "sm80/forward.cu")
-    assert all(found[source, False] >= 10 for source in (*main, "sm90/decode.cu")), found
+    assert all(found[source, False] >= 10 for source in (*main, "sm90/decode_float8.cu")), found
     assert all(found[source, True] >= 10 for source in main), found
 
 

@@ -11,6 +11,7 @@ from cuflash.planning.sm90.tiles import (
     DECODE_FLOAT8_SM90_TILES,
     DECODE_ROWS,
     DECODE_SM90_TILES,
+    DecodeFloat8Sm90Tile,
     DecodeSm90Tile,
 )
 from cuflash.problem import Problem
@@ -33,14 +34,15 @@ MAX_SHARE_STEPS = 2**31 - 1  # blocks count the keys of all heads in steps: for 
 class Decode(ForwardFamily[DecodeSm90Tile]):
     kernel = "sm90/decode"
     tile = DecodeSm90Tile
-    has_float8 = True
 
     def table(self, problem: Problem) -> tuple[DecodeSm90Tile, ...]:
-        return DECODE_FLOAT8_SM90_TILES if problem.has_float8 else DECODE_SM90_TILES
+        return DECODE_SM90_TILES
 
     def why_not(self, draft: Draft) -> str | None:
         problem, device = draft.problem, draft.device
         rows = problem.group_size * problem.mean_sequence.seqlen_q
+        if problem.has_float8 != self.has_float8:
+            return ""
         if device.arch != 90 or ITEMSIZE[problem.dtype] != 2 or not 0 < rows <= DECODE_ROWS:
             return ""
         if _visible_keys(problem.mean_sequence) < DECODE_MIN_SEQLEN_K or draft.why_not_mapped(MAPPED):
@@ -92,6 +94,15 @@ class Decode(ForwardFamily[DecodeSm90Tile]):
             f"{blocks} blocks take equal shares of the keys, up to {draft.key_splits} of them those of one head: "
             + combined
         )
+
+
+class DecodeFloat8(Decode):
+    kernel = "sm90/decode_float8"
+    tile = DecodeFloat8Sm90Tile
+    has_float8 = True
+
+    def table(self, problem: Problem) -> tuple[DecodeSm90Tile, ...]:
+        return DECODE_FLOAT8_SM90_TILES
 
 
 def _visible_keys(problem: Problem) -> int:

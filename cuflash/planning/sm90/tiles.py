@@ -236,7 +236,6 @@ class DecodeSm90Tile(Tile):
     block_n: int
     num_stages: int
     min_blocks: int
-    key_bytes: int = 2  # of an element of k and v; those of one byte are converted in shared memory
     origin: str = field(compare=False)
 
     variations: ClassVar = {"block_n": (32, 64, 128), "num_stages": (2, 3, 4), "min_blocks": (1, 2)}
@@ -254,12 +253,26 @@ class DecodeSm90Tile(Tile):
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         keys = sum(chunked_bytes(self.block_n, d) for d in (dim, dim_v))
-        barriers = 8 * (2 + 4 * self.num_stages)
-        others = chunked_bytes(self.block_m, dim) + barriers
-        if self.key_bytes == 1:
-            others += keys
-            keys = sum(chunked_bytes(self.block_n, -(-d // 2)) for d in (dim, dim_v))
-        return others + self.num_stages * keys
+        return chunked_bytes(self.block_m, dim) + self.num_stages * keys + 8 * (2 + 4 * self.num_stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeFloat8Sm90Tile(DecodeSm90Tile):
+    """The same with keys and values of one byte. Four warps divide the rows and keys, 16 rows and 32 keys at a time."""
+
+    variations: ClassVar = {"block_n": (32, 64, 128), "num_stages": (2, 3, 4, 6), "min_blocks": (1, 2)}
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (self.block_m == DECODE_ROWS, "16 rows for each warp"),
+            (self.block_n % 32 == 0 and self.block_n <= 256, "32 keys, or a multiple, that one box holds"),
+        )
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        keys = sum(-(-d // LINE_BYTES) * self.block_n * LINE_BYTES for d in (dim, dim_v))
+        out, statistics = -(-dim_v // 32) * 2048, 144  # that a warp hands over, of 16 rows
+        q = max(chunked_bytes(self.block_m, dim), 2 * out)
+        return q + self.num_stages * keys + 8 * (2 + 4 * self.num_stages) + 2 * statistics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -404,6 +417,7 @@ _forward_float8_sm90 = maker(
     ForwardFloat8Sm90Tile, "max_dim block_m block_n num_stages value_stages q_stages overlaps serves origin"
 )
 _decode = maker(DecodeSm90Tile, "max_dim block_n num_stages min_blocks origin")
+_decode_float8 = maker(DecodeFloat8Sm90Tile, "max_dim block_n num_stages min_blocks origin")
 _backward_sm90 = maker(BackwardSm90Tile, "max_dim block_m block_n num_stages schedule origin")
 _bias_sm90 = maker(BiasSm90Tile, "max_dim bias_of_pairs num_stages bias_stages origin")
 _backward_float32_sm90 = maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_buffers dq_late origin")
@@ -483,13 +497,12 @@ DECODE_SM90_TILES = (
     _decode(256, 64,  2, 1, reads(3.87, "8 x 32/8", 3.75, "1 x 16/4")),
 )
 
-# With keys and values of one byte two blocks are resident where they fit: one converts while products of the other run.
+# With keys and values of one byte as many bytes have to be on their way.
 DECODE_FLOAT8_SM90_TILES = (
-    #       max_dim n   stages blocks
-    _decode(64,  64,  4, 2, ARITHMETIC, key_bytes=1),
-    _decode(128, 64,  4, 2, ARITHMETIC, key_bytes=1),
-    _decode(192, 64,  3, 1, ARITHMETIC, key_bytes=1),
-    _decode(256, 64,  3, 1, ARITHMETIC, key_bytes=1),
+    #              max_dim n   stages blocks
+    _decode_float8(64,  128, 3, 2, ARITHMETIC),
+    _decode_float8(128, 128, 3, 2, ARITHMETIC),
+    _decode_float8(256, 128, 2, 1, ARITHMETIC),
 )
 
 BACKWARD_SM90_TILES = (

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import cuflash.testing as ct
 from cuflash.planning.sm80 import ForwardTile
-from cuflash.planning.sm90.tiles import FORWARD_FLOAT8_SM90_TILES, DecodeSm90Tile
+from cuflash.planning.sm90.tiles import FORWARD_FLOAT8_SM90_TILES, DecodeFloat8Sm90Tile
 from tests.emulate.mutants.trial import Trial
 
 _FLOAT8_TILES = (
@@ -22,9 +22,7 @@ _FLOAT8_TILES = (
         origin="of a trial",
     ),
 )
-_FLOAT8_DECODE_TILES = (
-    DecodeSm90Tile(max_dim=128, block_n=32, num_stages=2, min_blocks=1, key_bytes=1, origin="of a trial"),
-)
+_FLOAT8_DECODE_TILES = (DecodeFloat8Sm90Tile(max_dim=128, block_n=64, num_stages=2, min_blocks=1, origin="of a trial"),)
 _FLOAT8 = ct.Case(
     seqlen_q=70,
     seqlen_k=300,
@@ -67,6 +65,12 @@ TRIALS = {
         tiles=_FLOAT8_TILES,
     ),
     "decode float8": Trial(case=replace(_FLOAT8, seqlen_q=5), tiles=_FLOAT8_DECODE_TILES, num_sms=3),
+    "decode float8 parts": Trial(
+        case=replace(_FLOAT8, seqlen_q=5, num_heads=2),
+        tiles=(replace(_FLOAT8_DECODE_TILES[0], block_n=128),),
+        num_sms=3,
+    ),
+    "decode float8 rows": Trial(case=replace(_FLOAT8, seqlen_q=20), tiles=_FLOAT8_DECODE_TILES, num_sms=3),
     "decode float8 narrowed": Trial(
         case=replace(_FLOAT8, seqlen_q=13, dtype="bfloat16", head_dim=80), tiles=_FLOAT8_DECODE_TILES, num_sms=3
     ),

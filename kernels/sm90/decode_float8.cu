@@ -1,0 +1,362 @@
+// Forward pass for few queries on compute capability 9.0, with keys and values of one byte a number.
+//
+// The producer, the rings and the shares of keys are those of sm90/decode.cu. The products are others: wgmma takes
+// numbers of 16 bits from shared memory alone, which would pass each byte through it three times: as it arrives, once
+// more to be converted, and as the two bytes that it has become. Here a warp loads bytes as fragments of mma and
+// converts them in registers, so that memory is the only limit.
+//
+// Each warp of the consumer weighs kUnit keys of a tile at a time for 16 rows. Where all queries fit into 16 rows, each
+// warp has other keys of the tile; of 32 rows, two warps have each half; of more, a warp has all keys for its rows. A
+// warp has an online softmax and O of its own, so that no warp waits for another one until the end of a head. There
+// those of the same rows are merged.
+//
+//   barrier      one phase is over when           who waits
+//   q_full       Q of a head has arrived          consumer, before it takes Q to registers
+//   q_empty      every warp is done with the head producer, before Q of the next head
+//   k_full[i], v_full[i]    tiles are in stage i  consumer, before S and before O
+//   k_empty[i], v_empty[i]  every warp has its    producer, before the next ones in stage i
+//                           S, or its O
+//   named: one for the consumer
+#include "common/config.cuh"
+#include "common/float8.cuh"
+#include "common/fragments.cuh"
+#include "common/scores.cuh"
+#include "common/softmax.cuh"
+#include "sm90/decode_work.cuh"
+#include "sm90/tiles.cuh"
+
+// What products are made of. Numbers of one byte are numbers of float16, and one instruction makes two of them.
+using Operand = Float16;
+constexpr bool kNarrowsQueries = !kFloat8Queries && !kIsFloat16<Element>;
+
+constexpr int kUnit = kDim + kDimV > 384 ? 16 : 32;  // keys: Q and O of wide heads leave few registers
+constexpr int kUnitTiles = kUnit / 8, kSteps = kDim / 16;
+constexpr int kColumnBlock = 32;  // columns of V of which a lane loads four at once
+constexpr int kColumnBlocks = ceil_div(kDimV, kColumnBlock), kOutTiles = 4 * kColumnBlocks;
+static_assert(kBlockN % kUnit == 0, "tiles are cut into units");
+
+// Q is in registers while keys pass; at the end of a head its place holds O of two warps that hand theirs over to two
+// others. Behind the barriers are the statistics of these: of 16 rows, and a power of two.
+constexpr u32 kBytesOut = kOutTiles * 32 * 16, kBytesStatistics = 16 * 8 + 16;
+constexpr u32 kBytesQ = max_of(chunked_bytes(kBlockM, kDim), 2 * kBytesOut);
+using Shared = DecodeShared<kBytesQ, 2 * kBytesStatistics>;
+
+// Row `row` of a tile of queries in lines of `columns` columns; `column` is the first of four.
+template <int columns>
+CUFLASH_DEVICE u32 address_of(u32 tile, int row, u32 column) {
+  const u32 within = column % columns * (kLineBytes / columns);
+  return tile + (column / columns * kBlockM + row) * kLineBytes + (within / 16 * 16 ^ row % 8 * 16) + within % 16;
+}
+
+// How the warps of the consumer divide the rows of a head and the keys of a tile.
+struct Division {
+  int parts;      // warps that have the same rows
+  int part;       // of them
+  int first_row;  // of 16
+
+  CUFLASH_DEVICE explicit Division(int rows)
+      : parts(rows <= 16   ? 4
+              : rows <= 32 ? 2
+                           : 1),
+        part(warp_index() % parts),
+        first_row(warp_index() / parts * 16) {}
+};
+
+// 16 rows of Q as operands, in the order in which lanes load keys: of each 16 columns four neighbours to a lane.
+struct Queries {
+  u32 word[kSteps][4];
+
+  // Rows that stand for no query are zero, whatever lies there.
+  CUFLASH_DEVICE void load(u32 tile, int first_row, int rows) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + fragment_row() + 8 * half;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const u32 column = step * 16 + 2 * fragment_column();
+        u32 low = 0, high = 0;
+        if (row < rows) {
+          if constexpr (kFloat8Queries) {
+            const u32 bytes = ptx::load_shared_b32(address_of<kKeyChunk>(tile, row, column));
+            ptx::to_float16x4(KeyElement{}, bytes, low, high);
+          } else {
+            const u32 address = address_of<kChunk>(tile, row, column);
+            low = ptx::load_shared_b32(address), high = ptx::load_shared_b32(address + 4);
+          }
+        }
+        word[step][half] = low, word[step][2 + half] = high;
+      }
+    }
+  }
+
+  // Makes numbers of float16 of those of bfloat16: a row times the power of two that takes its largest number to the
+  // end of the range, so that what becomes less than a number is 2^39 times smaller than the largest. `inverse` takes
+  // the powers back.
+  CUFLASH_DEVICE void narrow(float (&inverse)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      u32 largest = 0;
+#pragma unroll
+      for (int i = 0; i < 2 * kSteps; ++i) {
+        const u32 pair = word[i / 2][i % 2 * 2 + half];
+        largest = max_of(largest, max_of(pair & 0x7fff0000, pair << 16 & 0x7fff0000));
+      }
+      largest = max_of(largest, ptx::shuffle(largest, lane_index() ^ 1));
+      largest = max_of(largest, ptx::shuffle(largest, lane_index() ^ 2));
+      const int exponent = (int)(largest >> 23) - 127;
+      const int shift = exponent > 127 ? 0 : min_of(14 - exponent, 126);
+      const float factor = power_of_two(shift);
+#pragma unroll
+      for (int i = 0; i < 2 * kSteps; ++i) {
+        u32& pair = word[i / 2][i % 2 * 2 + half];
+        pair = ptx::pack(Operand{}, ptx::float_of(pair << 16) * factor, ptx::float_of(pair & 0xffff0000) * factor);
+      }
+      inverse[half] = power_of_two(-shift);
+    }
+  }
+};
+
+// [GEMM 1] S = Q K^T, of the keys from row `first` of a tile on, a multiple of 8.
+CUFLASH_DEVICE void multiply_s(float (&s)[kUnitTiles][4], const Queries& q, u32 tile, int first) {
+  const u32 g = fragment_row(), lane = (tile + (first + g) * kLineBytes + 2 * fragment_column()) ^ g * 16;
+#pragma unroll
+  for (auto& n_tile : s) n_tile[0] = n_tile[1] = n_tile[2] = n_tile[3] = 0.0f;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+    for (int n = 0; n < kUnitTiles; ++n) {
+      u32 low, high;
+      ptx::to_float16x4(KeyElement{},
+                        ptx::load_shared_b32((lane ^ step % 8 * 16) + (step / 8 * kBlockN + 8 * n) * kLineBytes), low,
+                        high);
+      ptx::mma_m16n8k16(Operand{}, s[n], q.word[step], low, high);
+    }
+}
+
+// [GEMM 3] O += P V, of the same keys. A lane loads four columns of four keys, which belong to four n-tiles of O: of
+// n-tile 4 b + j, column c is column 32 b + 4 c + j of V. Unless they are `whole`, rows from `valid` on count as zeros:
+// their weights are 0, but what lies there may be NaN, and 0 times NaN is NaN. Tensor maps may reach over more keys than
+// there are (cuflash/launch.py says why).
+template <bool whole>
+CUFLASH_DEVICE void multiply_o(float (&o)[kOutTiles][4], const float (&s)[kUnitTiles][4], u32 tile, int first,
+                               int valid) {
+  const u32 g = fragment_row(), row = first + fragment_column();
+  // Of an even row and of the next one.
+  const u32 even = (tile + row * kLineBytes + g % 4 * 4) ^ (g / 4 * 16 ^ fragment_column() * 16), odd = even ^ 16;
+#pragma unroll
+  for (int k = 0; k < kUnit / 16; ++k) {
+    FragmentOf<Operand> p;
+    to_operand(s, k, p);
+#pragma unroll
+    for (int b = 0; b < kColumnBlocks; ++b) {
+      u32 of_key[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int below = 16 * k + i % 2 + i / 2 * 8;
+        const u32 at_block = (i % 2 == 0 ? even : odd) ^ b % 4 * 32;
+        of_key[i] = ptx::load_shared_b32(at_block + (b / 4 * kBlockN + below) * kLineBytes);
+        if (!whole && (int)row + below >= valid) of_key[i] = 0;
+      }
+#pragma unroll
+      for (int j = 0; j < 4; j += 2) {
+        const u32 selector = j == 0 ? 0x5140 : 0x7362;  // of two keys, columns j and j + 1, by columns
+        u32 first_keys[2], last_keys[2];
+        ptx::to_float16x4(KeyElement{}, ptx::permute_bytes(of_key[0], of_key[1], selector), first_keys[0],
+                          first_keys[1]);
+        ptx::to_float16x4(KeyElement{}, ptx::permute_bytes(of_key[2], of_key[3], selector), last_keys[0], last_keys[1]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) ptx::mma_m16n8k16(Operand{}, o[4 * b + j + i], p.word, first_keys[i], last_keys[i]);
+      }
+    }
+  }
+}
+
+// Sums of the keys of some warps. Those of others with the same rows are added to them, by way of shared memory.
+struct Sums {
+  OnlineSoftmax<1> softmax;
+  ValueScales<Operand> value_scales;
+  float out[1][kOutTiles][4];
+
+  CUFLASH_DEVICE void hand_over(u32 place, u32 statistics) const {
+#pragma unroll
+    for (int n = 0; n < kOutTiles; ++n) ptx::store_shared_f32x4(place + (n * 32 + lane_index()) * 16, out[0][n]);
+    if (fragment_column() != 0) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      ptx::store_shared_x2(row_of(statistics, half), {softmax.offset[0][half], softmax.row_sum[0][half]});
+    if (lane_index() == 0) ptx::store_shared_b32(statistics + 16 * 8, value_scales.exponent);
+  }
+  CUFLASH_DEVICE void take_in(u32 place, u32 statistics) {
+    const int exponent = (int)ptx::load_shared_b32(statistics + 16 * 8);
+    const int of_both = max_of(value_scales.exponent, exponent);
+    float own[2], others[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float handed[2];
+      ptx::load_shared_x2(row_of(statistics, half), handed);
+      const float offset = fmaxf(softmax.offset[0][half], handed[0]);
+      own[half] = relative(softmax.offset[0][half], offset), others[half] = relative(handed[0], offset);
+      softmax.row_sum[0][half] = softmax.row_sum[0][half] * own[half] + handed[1] * others[half];
+      softmax.offset[0][half] = offset;
+      if constexpr (ValueScales<Operand>::kIsRelative) {
+        own[half] *= power_of_two(max_of(value_scales.exponent - of_both, ValueScales<Operand>::kSmallest));
+        others[half] *= power_of_two(max_of(exponent - of_both, ValueScales<Operand>::kSmallest));
+      }
+    }
+    value_scales.exponent = of_both;
+#pragma unroll
+    for (int n = 0; n < kOutTiles; ++n) {
+      float handed[4];
+      ptx::load_shared_f32x4(place + (n * 32 + lane_index()) * 16, handed);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[0][n][i] = out[0][n][i] * own[i / 2] + handed[i] * others[i / 2];
+    }
+  }
+
+ private:
+  CUFLASH_DEVICE static u32 row_of(u32 statistics, int half) { return statistics + (fragment_row() + 8 * half) * 8; }
+  // What a sum relative to `offset` is multiplied by to be relative to a larger one; 0 where nothing was visible.
+  CUFLASH_DEVICE static float relative(float offset, float larger) {
+    return offset == -ptx::infinity() ? 0.0f : exponential(offset - larger);
+  }
+};
+
+// Adds the sums of all parts to those of the first one: half of the parts hand over theirs, and half of the rest.
+CUFLASH_DEVICE void merge(Sums& sums, const Division& division, const Shared& shared) {
+  for (int half = division.parts / 2; half > 0; half /= 2) {
+    const u32 pair = division.part % half + division.first_row / 16 * half;
+    const u32 place = shared.q + pair * kBytesOut, statistics = shared.more + pair * kBytesStatistics;
+    if (division.part >= half && division.part < 2 * half) {
+      sums.hand_over(place, statistics);
+      ptx::fence_async_proxy();  // the next Q will arrive there
+    }
+    sync_consumer();
+    if (division.part < half) sums.take_in(place, statistics);
+    sync_consumer();
+  }
+}
+
+// The consumer takes one head after another.
+struct Consumer {
+  const DecodeParams& params;
+  const Params& common;
+  const Shared& shared;
+  const Division division;
+  const int lane_row[2];  // this lane holds parts of these two rows
+  Position<kNumStages> at;
+  Position<1> q_at;
+  Queries q;
+
+  CUFLASH_DEVICE Consumer(const DecodeParams& params_, const Shared& shared_)
+      : params(params_),
+        common(params_.common),
+        shared(shared_),
+        division(common.num_heads / common.num_heads_kv * common.seqlen_q),
+        lane_row{division.first_row + fragment_row(), division.first_row + fragment_row() + 8} {}
+
+  CUFLASH_DEVICE void take_head(const HeadWalk& walk) {
+    const HeadWork work(common, walk);
+    const LaneRows rows(common, work, lane_row);
+    const HeadScales<kVScale> v_scales(common, common.v_scale, common.v_scale_shift, work.batch, work.head_kv);
+    float q_scale[1][2], narrowed[2] = {1.0f, 1.0f};
+    rows.load_scales(common, work, lane_row, q_scale[0]);
+    Sums sums;
+    set_zero(sums.out);
+    if (work.has_keys()) {
+      shared.q_ring.full(q_at).wait(q_at.parity);
+      q.load(shared.q, division.first_row, work.rows);
+      if constexpr (kNarrowsQueries) q.narrow(narrowed);
+      sync_consumer();  // what is handed over goes where they lie
+    }
+    q_scale[0][0] *= narrowed[0], q_scale[0][1] *= narrowed[1];
+#pragma unroll 1
+    for (int n_block = work.keys.stop - 1; n_block >= work.keys.start; --n_block, at.advance()) {
+      shared.k_ring.full(at).wait(at.parity);
+      if (division.first_row < work.rows) {
+#pragma unroll 1
+        for (int unit = division.part; unit < kBlockN / kUnit; unit += division.parts)
+          weigh(work, rows, v_scales, q_scale, n_block, unit * kUnit, sums);
+      }
+      shared.v_ring.full(at).wait(at.parity);
+      arrive_as_warp(shared.k_ring.empty(at));
+      arrive_as_warp(shared.v_ring.empty(at));
+    }
+    sums.softmax.finish();
+    if (work.has_keys()) {
+      merge(sums, division, shared);
+      release_by_warp(shared.q_ring.empty(q_at));
+      q_at.advance();
+    }
+    if (division.part == 0) store(walk, work, rows, v_scales.of_head(), sums);
+  }
+
+ private:
+  // Takes in kUnit keys of a tile, from row `first` of it on.
+  CUFLASH_DEVICE void weigh(const HeadWork& work, const LaneRows& rows, const HeadScales<kVScale>& v_scales,
+                            const float (&q_scale)[1][2], int n_block, int first, Sums& sums) {
+    const int valid = work.key_stop - n_block * kBlockN, first_key = n_block * kBlockN + first;
+    if (first >= valid) return;
+    const HeadScales<kKScale> k_scales(common, common.k_scale, common.k_scale_shift, work.batch, work.head_kv);
+    float scales_of_keys[1], scales_of_values[1], scale[kUnitTiles][2], s[1][kUnitTiles][4];
+    k_scales.load_by_lanes(scales_of_keys, first_key, work.key_stop);
+    v_scales.load_by_lanes(scales_of_values, first_key, work.key_stop);
+    multiply_s(s[0], q, shared.k + at.stage * kBytesK, first);
+    k_scales.gather(scale, scales_of_keys);
+    multiply_columns<kKScale>(s, scale, k_scales.of_head());
+    if constexpr (kQScale || kNarrowsQueries) multiply_rows(s, q_scale);
+    const bool masked = n_block < work.keys.full_start || n_block >= work.keys.full_stop;
+    rows.score[0].cap(s);
+    to_scores<true>(rows, rows, s, [](int, int i) { return i / 2; }, first_key + fragment_column(), masked);
+    sums.softmax.update(s, sums.out, rows.score[0].exponent_scale());
+    if constexpr (kVScale == 2) {
+      v_scales.gather(scale, scales_of_values);
+      sums.value_scales.update(scale, sums.out);
+      multiply_columns<kVScale>(s, scale, v_scales.of_head());
+    }
+    shared.v_ring.full(at).wait(at.parity);
+    const u32 v = shared.v + at.stage * kBytesV;
+    if (first + kUnit <= valid)
+      multiply_o<true>(sums.out[0], s[0], v, first, valid);
+    else
+      multiply_o<false>(sums.out[0], s[0], v, first, valid);
+  }
+
+  CUFLASH_DEVICE void store(const HeadWalk& walk, const HeadWork& work, const LaneRows& rows, float v_scale,
+                            Sums& sums) const {
+    const auto visit_pairs = [&](int half, auto visit) {
+#pragma unroll
+      for (int b = 0; b < kColumnBlocks; ++b)
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) {
+          const int column = b * kColumnBlock + 4 * fragment_column() + i, n = 4 * b + i % 4;
+          if (column < kDimV) visit(column, sums.out[0][n][2 * half + i / 4], sums.out[0][n + 1][2 * half + i / 4]);
+        }
+    };
+    store_rows(
+        common, walk, work, rows, lane_row, sums.softmax, sums.out,
+        [&](int half) { return sums.value_scales.row_factor(sums.softmax.inverse_sum(0, half), v_scale); },
+        visit_pairs);
+  }
+};
+
+CUFLASH_DEVICE void consume(const DecodeParams& params, const Shared& shared) {
+  if (kCombines && ptx::thread_index() == 0) prepare_arrivals(params.common);
+  Consumer consumer(params, shared);
+#pragma unroll 1
+  for (HeadWalk walk(params.common); walk.more(); walk.advance()) consumer.take_head(walk);
+  if constexpr (kCombines) {
+    sync_consumer();
+    combine_heads(params.common);
+  }
+}
+
+CUFLASH_DEVICE void decode(const DecodeParams& params) {
+  Shared shared;
+  shared.make_barriers(kConsumerWarps, kConsumerWarps, kConsumerWarps);
+  if (ptx::uniform(warp_index()) < kConsumerWarps)
+    consume(params, shared);
+  else if (ptx::elect_lane())
+    produce(params, shared);
+}
+
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, DecodeParams, kNumThreads, kMinBlocks, decode)
