@@ -58,13 +58,16 @@ template <bool makes_dv, bool makes_dk>
 struct Consumer {
   static constexpr bool kIssuesDpEarly = makes_dk && kDpEarly;
   static constexpr int kGradientGroups = makes_dv + makes_dk;  // of wgmma: [GEMM 5] and [GEMM 6]
+  // The lane stays in a register where there is one to spare: without it a step takes 3 to 5 % longer there, and with it
+  // 1 to 2 % longer elsewhere.
+  static constexpr bool kKeepsLane = kHoldsK && !kIsPacked;
 
   const BackwardParams& params;
   const Params& common;
   const Shared& shared;
   const BackwardWork work;
   const Entry batch;
-  const u32 index, thread;
+  const u32 index, thread, kept_lane;
   const bool elected;
   const u32 first;  // of its keys
   const int warp_key, lane_key;
@@ -92,6 +95,7 @@ struct Consumer {
         batch(work.work.batch),
         index(index_),
         thread(ptx::thread_index() % 128),
+        kept_lane(lane_index()),
         elected(thread == 0),
         first(kSplitsRoles ? 0 : index * 64),
         warp_key(thread / 32 * 16),
@@ -386,14 +390,17 @@ struct Consumer {
 #endif
   }
 
+  CUFLASH_DEVICE u32 lane() const {
+    if constexpr (kKeepsLane) return kept_lane;
+    return lane_index();
+  }
   // Stores dS' to shared memory, where rows are keys, for the warpgroup of dQ.
   CUFLASH_DEVICE void hand_over_ds() {
     shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
-    const u32 lane = lane_index();
-    const u32 line = shared.ds + ds_at.stage * kBytesDs + (first + warp_key + lane % 16) * kLineBytes;
+    const u32 line = shared.ds + ds_at.stage * kBytesDs + (first + warp_key + lane() % 16) * kLineBytes;
 #pragma unroll
     for (int k = 0; k < kBlockM / 16; ++k)
-      ptx::store_matrix_x4(line + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)), ds_operand[k].word);
+      ptx::store_matrix_x4(line + ((k * 32 + lane() / 16 * 16) ^ (lane() % 8 * 16)), ds_operand[k].word);
     if constexpr (kDkFromShared || !kDqHoldsDs) ptx::fence_async_proxy();
     arrive_as_warp(shared.ds_ring.full(ds_at));
     ds_at.advance();
