@@ -50,6 +50,7 @@ OF_NCU = (
     "none",
 )
 SECONDS = 50  # for the plans of one pass of a case
+CLOSE = 1.15  # a factor by which the model may be off and is still called near
 
 
 def parse(output: str) -> list[dict[str, float]]:
@@ -193,7 +194,27 @@ def markdown(records: Sequence[Record]) -> str:
         cells = (r["case"], r["pass"], r["what"], theirs, mine, ratio, by_l2, _mb(r["least"]), us)
         lines.append("| " + " | ".join(cells) + " |")
     reasons = sorted({r["reason"] for r in rows if "reason" in r})
-    return "\n".join([*lines, *([""] if reasons else []), *(f"- no counters: {reason}" for reason in reasons)])
+    notes = [*_agreement(rows), *(f"- no counters: {reason}" for reason in reasons)]
+    return "\n".join([*lines, *([""] if notes else []), *notes])
+
+
+def _agreement(rows: Sequence[Record]) -> list[str]:
+    """How far the model is from the counters: of the plans that run unless others are asked for, and of all."""
+    ratios: list[float] = []
+    chosen: list[float] = []
+    before = None
+    for r in rows:
+        is_first, before = (r["case"], r["pass"]) != before, (r["case"], r["pass"])
+        if r["status"] == "ok" and r["model"]:
+            ratios.append(_moved(r) / _moved(r["model"]))
+            chosen += ratios[-1:] if is_first else []
+    if not chosen:
+        return []
+    near = sum(1 / CLOSE <= ratio <= CLOSE for ratio in ratios)
+    return [
+        f"- counted : model of the plans that run unless others are asked for: {min(chosen):.2f} to {max(chosen):.2f}; "
+        f"within {CLOSE - 1:.0%} in {near} of {len(ratios)} plans."
+    ]
 
 
 def _mb(nbytes: float) -> str:

@@ -211,6 +211,14 @@ def test_a_run_of_traffic(monkeypatch, refused, tmp_path):
     assert plan.traffic is not None
     ratio = 3e6 / plan.traffic.moved
     assert ("- no counters: no" in text) if refused else (f"| {ratio:.2f} |" in text)
+    near = int(1 / 1.15 <= ratio <= 1.15)
+    said = f"unless others are asked for: {ratio:.2f} to {ratio:.2f}; within 15% in {2 * near} of 2 plans."
+    assert refused or said in text
+    # Of a plan that is asked for the model may be off, and that is said.
+    model = {"read": 2e6, "written": 1.3e6, "tiles": 0}
+    first = {"record": "traffic", "case": "a", "pass": "forward", "what": "", "least": 1, "median_us": 1} | found
+    others = [first | {"model": model}, first | {"model": {"read": 9e6, "written": 0, "tiles": 0}}]
+    assert "0.91 to 0.91; within 15% in 1 of 2 plans." in traffic.markdown(others)
     traffic.draw(plt, records, tmp_path / "traffic.svg")
     assert "tiles by L2" in (tmp_path / "traffic.svg").read_text()
 
