@@ -38,11 +38,12 @@ class Decode(ForwardFamily[DecodeSm90Tile]):
     def table(self, problem: Problem) -> tuple[DecodeSm90Tile, ...]:
         return DECODE_SM90_TILES
 
+    def obstacle(self, draft: Draft) -> str | None:
+        return super().obstacle(draft) if draft.problem.has_float8 == self.has_float8 else ""
+
     def why_not(self, draft: Draft) -> str | None:
         problem, device = draft.problem, draft.device
         rows = problem.group_size * problem.mean_sequence.seqlen_q
-        if problem.has_float8 != self.has_float8:
-            return ""
         if device.arch != 90 or ITEMSIZE[problem.dtype] != 2 or not 0 < rows <= DECODE_ROWS:
             return ""
         if _visible_keys(problem.mean_sequence) < DECODE_MIN_SEQLEN_K or draft.why_not_mapped(MAPPED):
