@@ -43,8 +43,7 @@ template <class T> inline BiasGradient bias_gradient(const Call &call, long rows
     return has_rows && strides[3] && is_once && is_same && !has_cap(call) ? BiasGradient::ORDERED : BiasGradient::APART;
 }
 
-// How far apart rows of pairs of queries, and of pairs of keys, lie.
-constexpr long QUERY_PAIRS = BACKWARD_ROWS / 2 + 20, KEY_PAIRS = MAX_KEYS / 2 + 16;
+constexpr long QUERY_PAIRS = BACKWARD_ROWS / 2 + 20;  // how far apart rows of pairs of queries lie
 
 template <class T> struct BackwardBuffers {
     Scratch scratch;

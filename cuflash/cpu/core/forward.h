@@ -11,16 +11,17 @@
 
 namespace {
 
-constexpr long GROUP = HAS_TILES ? 32 : 12;  // rows whose scores are computed at a time
-constexpr long BLOCK_ROWS = 192;             // at most
-constexpr long ENOUGH_JOBS = 64;             // for all threads: with fewer blocks, several jobs share the keys of one
+constexpr long KEY_PAIRS = MAX_KEYS / 2 + 16;       // how far apart rows of pairs of keys lie
+constexpr long BLOCK_ROWS = HAS_TILES ? 384 : 192;  // at most
+constexpr long STEP_ROWS = 4;                       // between steps of products of pairs
+constexpr long ENOUGH_JOBS = 32;  // for all threads: with fewer blocks, several jobs share the keys of one
 constexpr long TILES_PER_PART = 4;
 constexpr long PARTS_BYTES = 32 << 20;
 
 template <class T> struct ForwardBuffers {
     Scratch scratch;
     Sizes<T> sizes;
-    T *q, *o, *shift, *l, *s, *rows, *k_t, *v;
+    T *q, *o, *shift, *l, *s, *p, *rows, *k_t, *v;
     unsigned char *kept;
     long v_stride;
 
@@ -31,7 +32,10 @@ template <class T> struct ForwardBuffers {
         o = scratch.template take<T>(rows_of_q * sizes.dim_v);
         shift = scratch.template take<T>(rows_of_q);
         l = scratch.template take<T>(rows_of_q * LANES<T>);
-        s = scratch.template take<T>(GROUP * SCORES_STRIDE<T>);
+        // Scores of two groups of rows, and their weights as pairs, where one is multiplied while the other is weighed.
+        const long turns = uses_pairs<T>(work.call) ? 2 : 1;
+        s = scratch.template take<T>(turns * GROUP * SCORES_STRIDE<T>);
+        p = scratch.template take<T>((turns - 1) * 2 * GROUP * KEY_PAIRS);
         rows = scratch.template take<T>(keys * sizes.dim);
         k_t = scratch.template take<T>(sizes.dim * SCORES_STRIDE<T>);
         v = scratch.template take<T>(keys * sizes.dim_v);
@@ -39,14 +43,13 @@ template <class T> struct ForwardBuffers {
     }
 };
 
-// Scores of one row become weights; their sum goes to l.
+// Moves the shift of a row to its largest score, if that is above it by much, and with it sums so far.
 template <class T>
-inline void exponentials(const Scaling<T> &scaling, T *s, long num_keys, T &shift, T *l, T *o, long dim) {
+inline void raise_shift(const Scaling<T> &scaling, const T *s, long num_keys, T &shift, T *l, T *o, long dim) {
     constexpr int N = LANES<T>;
     Vector<T> most = load(s);
 #pragma GCC unroll 4
     for (long j = N; j < num_keys; j += N) most = larger<T>(most, load(s + j));
-    const Vector<T> factor = splat(scaling.factor);
     if (any_above<T>(most, shift + scaling.rise)) {
         const T top = largest_lane<T>(most);
         if (shift > T(-__builtin_inf())) {
@@ -56,8 +59,15 @@ inline void exponentials(const Scaling<T> &scaling, T *s, long num_keys, T &shif
         }
         shift = top;
     }
+}
+
+// Scores of one row become weights; their sum goes to l.
+template <class T>
+inline void exponentials(const Scaling<T> &scaling, T *s, long num_keys, T &shift, T *l, T *o, long dim) {
+    constexpr int N = LANES<T>;
+    raise_shift(scaling, s, num_keys, shift, l, o, dim);
     // A row that has seen no key yet has a shift of -inf, and only scores of -inf.
-    const Vector<T> minus = splat(shift == T(-__builtin_inf()) ? T(0) : shift);
+    const Vector<T> minus = splat(shift == T(-__builtin_inf()) ? T(0) : shift), factor = splat(scaling.factor);
     Vector<T> sum = {};
 #pragma GCC unroll 4
     for (long j = 0; j < num_keys; j += N) {
@@ -67,6 +77,34 @@ inline void exponentials(const Scaling<T> &scaling, T *s, long num_keys, T &shif
     }
     store(l, load(l) + sum);
 }
+
+#if defined(__AVX512BF16__)
+// The same, where weights become pairs of neighbours.
+inline void exponentials_as_pairs(const Scaling<float> &scaling, const float *s, long num_keys, float &shift, float *l,
+                                  float *o, long dim, float *pairs) {
+    constexpr int N = LANES<float>;
+    raise_shift(scaling, s, num_keys, shift, l, o, dim);
+    const Vector<float> minus = splat(shift == -__builtin_inff() ? 0.0f : shift), factor = splat(scaling.factor);
+    Vector<float> sums[2] = {};
+    long j = 0;
+#pragma GCC unroll 4
+    for (; j + 2 * N <= num_keys; j += 2 * N) {
+        const Vector<float> p0 = exp2<float>((load(s + j) - minus) * factor);
+        const Vector<float> p1 = exp2<float>((load(s + j + N) - minus) * factor);
+        sums[0] += p0;
+        sums[1] += p1;
+        const __m512bh both = _mm512_cvtne2ps_pbh((__m512)p1, (__m512)p0);
+        store(pairs + j / 2, (Vector<float>)both);
+    }
+    if (j < num_keys) {
+        const Vector<float> p = exp2<float>((load(s + j) - minus) * factor);
+        sums[0] += p;
+        const __m256bh rounded = _mm512_cvtneps_pbh((__m512)p);
+        memcpy((void *)(pairs + j / 2), &rounded, sizeof rounded);
+    }
+    store(l, load(l) + (sums[0] + sums[1]));
+}
+#endif
 
 // Writes out and lse of a row, after its sink has joined the sum l of weights with this shift.
 template <class T>
@@ -102,21 +140,34 @@ template <class T> inline T *part_of(const Work &work, long job) {
     return (T *)work.shared + job * work.rows_per_block * (Sizes<T>(work.call).dim_v + 2);
 }
 
-// Scores of rows become weights: those of `keys`, counted from the first key of the tile.
-template <class T>
+// Scores s of rows become weights: those of `keys`, counted from the first key of the tile. With pairs they go there, and
+// `between` is called after each row.
+template <class T, class F>
 inline void weigh_rows(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
-                       ForwardBuffers<T> &buffers, long r0, long num_rows, long first, Keys keys) {
+                       ForwardBuffers<T> &buffers, long r0, long num_rows, long first, Keys keys, T *s, T *pairs,
+                       F between) {
     const long here = keys.stop - keys.first, columns = round_up(here, LANES<T>), dim = buffers.sizes.dim_v;
     const Span span = span_of(block, r0, num_rows);
     first += keys.first;
     const bool is_finished = !needs_finishing(call, scaling, entry, span.first, span.last, first, columns);
     for (long r = 0; r < num_rows; ++r) {
-        T *row = buffers.s + r * SCORES_STRIDE<T> + keys.first;
+        T *row = s + r * SCORES_STRIDE<T> + keys.first;
         if (!is_finished)
             finish_scores<T>(call, scaling, entry, row_of(block, r0 + r), first, here, columns, row, nullptr);
-        exponentials(scaling, row, columns, buffers.shift[r0 + r], buffers.l + (r0 + r) * LANES<T>,
-                     buffers.o + (r0 + r) * dim, dim);
+        T &shift = buffers.shift[r0 + r], *l = buffers.l + (r0 + r) * LANES<T>, *o = buffers.o + (r0 + r) * dim;
+        if constexpr (MAY_USE_PAIRS<T>)
+            if (pairs && !call.dropout_steps) {
+                exponentials_as_pairs(scaling, row, columns, shift, l, o, dim, pairs + r * KEY_PAIRS);
+                between();
+                continue;
+            }
+        exponentials(scaling, row, columns, shift, l, o, dim);
         if (call.dropout_steps) drop(call, buffers.kept + (r0 + r) * MAX_KEYS + keys.first, here, row);
+        if constexpr (MAY_USE_PAIRS<T>)
+            if (pairs) {
+                round_to_pairs(row, columns, pairs + r * KEY_PAIRS);
+                between();
+            }
     }
 }
 
@@ -158,52 +209,86 @@ inline void load_tile(const Call &call, const Entry &entry, long head_kv, long f
     transpose(k, k_stride, padded, sizes.dim, buffers.k_t, SCORES_STRIDE<T>);
 }
 
-// s = Q K^T of a tile that is loaded: rows of q by some of the keys, whole vectors of them.
-template <class T>
-inline void multiply_queries(const Call &call, ForwardBuffers<T> &buffers, long r0, long num_rows, long first_key,
-                             long num_keys) {
-    const T *k_t = buffers.k_t + first_key;
-    T *s = buffers.s + first_key;
-    if constexpr (MAY_USE_PAIRS<T>) {
-        const long stride = pair_stride<T>(call.head_dim);
-        if (uses_pairs<T>(call))
-            return product_of_pairs(num_rows, num_keys, pairs_of(call.head_dim), buffers.q + r0 * stride, stride, k_t,
-                                    SCORES_STRIDE<T>, s, SCORES_STRIDE<T>, false);
-    }
-    product_of_rows(num_rows, num_keys, call.head_dim, buffers.q + r0 * buffers.sizes.dim, buffers.sizes.dim, k_t,
-                    SCORES_STRIDE<T>, s, SCORES_STRIDE<T>);
-}
-
-// o += P V, likewise.
-template <class T>
-inline void add_values(const Call &call, ForwardBuffers<T> &buffers, long r0, long num_rows, Keys keys, const T *v,
-                       long v_stride) {
-    const long here = keys.stop - keys.first, dim = buffers.sizes.dim_v;
-    T *p = buffers.s + keys.first, *o = buffers.o + r0 * dim;
-    if constexpr (MAY_USE_PAIRS<T>)
-        if (uses_pairs<T>(call)) {
-            for (long r = 0; r < num_rows; ++r)
-                round_to_pairs(p + r * SCORES_STRIDE<T>, round_up(here, LANES<T>), p + r * SCORES_STRIDE<T>);
-            return product_of_pairs(num_rows, dim, pairs_of(here), p, SCORES_STRIDE<T>, v + keys.first / 2 * v_stride,
-                                    v_stride, o, dim, true);
+#if defined(__AVX512BF16__)
+// A tile of keys with pairs: scores of the next rows, and what values add to those before, are multiplied while rows are
+// weighed.
+inline void forward_tile_of_pairs(const Work &work, const Block &block, const Entry &entry,
+                                  const Scaling<float> &scaling, ForwardBuffers<float> &buffers, long first,
+                                  long count) {
+    struct Group {
+        long r0, num_rows;
+        Keys keys;
+    };
+    constexpr long STRIDE = SCORES_STRIDE<float>;
+    const Call &call = work.call;
+    const long all_rows = rows_of(block), dim = buffers.sizes.dim_v, q_stride = pair_stride<float>(call.head_dim);
+    load_key_pairs(call, K, entry, block.head_kv, first, count, call.head_dim, buffers.rows, buffers.k_t);
+    interleave_keys(call, V, entry, block.head_kv, first, count, call.head_dim_v, buffers.v);
+    if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
+    // The first group from a row on that sees any of these keys.
+    auto group_from = [&](long r0) {
+        for (long n; r0 < all_rows; r0 += n) {
+            n = rows_of_group(call, block, r0, GROUP);
+            const Keys keys = keys_of_group<float>(call, entry, block, r0, n, first, count);
+            if (keys.stop > keys.first) return Group{r0, n, keys};
         }
-    product<T, Order::ROWS>(num_rows, dim, here, p, SCORES_STRIDE<T>, v + keys.first * v_stride, v_stride, o, dim,
-                            true);
+        return Group{all_rows, 0, Keys{0, 0}};
+    };
+    auto scores_of = [&](const Group &group, float *s) {
+        prefetch_bias(call, entry, block, group.r0, group.num_rows, first + group.keys.first,
+                      group.keys.stop - group.keys.first);
+        prefetch_next_keys(call, entry, block.head_kv, first + count + group.r0 * count / all_rows,
+                           first + count + (group.r0 + group.num_rows) * count / all_rows);
+        return ProductOfPairs{group.num_rows,
+                              round_up(group.keys.stop - group.keys.first, LANES<float>),
+                              pairs_of(call.head_dim),
+                              buffers.q + group.r0 * q_stride,
+                              q_stride,
+                              buffers.k_t + group.keys.first,
+                              STRIDE,
+                              s + group.keys.first,
+                              STRIDE,
+                              false};
+    };
+    ProductOfPairs scores, values;
+    Group group = group_from(0);
+    scores = scores_of(group, buffers.s);
+    scores.finish();
+    for (long turn = 0; group.num_rows; turn = 1 - turn) {
+        const Group next = group_from(group.r0 + group.num_rows);
+        float *pairs = buffers.p + turn * GROUP * KEY_PAIRS;
+        scores = scores_of(next, buffers.s + (1 - turn) * GROUP * STRIDE);
+        long row = 0;
+        weigh_rows(call, scaling, entry, block, buffers, group.r0, group.num_rows, first, group.keys,
+                   buffers.s + turn * GROUP * STRIDE, pairs, [&] {
+                       if (++row % STEP_ROWS == 0) (row / STEP_ROWS % 2 ? scores : values).step();
+                   });
+        scores.finish();
+        values.finish();
+        values = ProductOfPairs{group.num_rows,
+                                dim,
+                                pairs_of(group.keys.stop - group.keys.first),
+                                pairs,
+                                KEY_PAIRS,
+                                buffers.v + group.keys.first / 2 * dim,
+                                dim,
+                                buffers.o + group.r0 * dim,
+                                dim,
+                                true};
+        group = next;
+    }
+    values.finish();
 }
+#endif
 
 template <class T>
 inline void forward_tile(const Work &work, const Block &block, const Entry &entry, const Scaling<T> &scaling,
                          ForwardBuffers<T> &buffers, long first, long count) {
     const Call &call = work.call;
-    const long num_rows = rows_of(block);
-    const T *v = buffers.v;
-    long v_stride = buffers.sizes.dim_v;
-    if (uses_pairs<T>(call)) {
-        load_key_pairs(call, K, entry, block.head_kv, first, count, call.head_dim, buffers.rows, buffers.k_t);
-        interleave_keys(call, V, entry, block.head_kv, first, count, call.head_dim_v, buffers.v);
-    } else {
-        load_tile(call, entry, block.head_kv, first, count, buffers, v, v_stride);
-    }
+    const long num_rows = rows_of(block), dim = call.head_dim, dim_v = buffers.sizes.dim_v;
+    const T *v;
+    long v_stride;
+    load_tile(call, entry, block.head_kv, first, count, buffers, v, v_stride);
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
     for (long r0 = 0, n; r0 < num_rows; r0 += n) {
         n = rows_of_group(call, block, r0, GROUP);
@@ -213,9 +298,12 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
         prefetch_bias(call, entry, block, r0, n, first + keys.first, here);
         prefetch_next_keys(call, entry, block.head_kv, first + count + r0 * count / num_rows,
                            first + count + (r0 + n) * count / num_rows);
-        multiply_queries(call, buffers, r0, n, keys.first, round_up(here, LANES<T>));
-        weigh_rows(call, scaling, entry, block, buffers, r0, n, first, keys);
-        add_values(call, buffers, r0, n, keys, v, v_stride);
+        T *s = buffers.s + keys.first, *o = buffers.o + r0 * dim_v;
+        product_of_rows(n, round_up(here, LANES<T>), dim, buffers.q + r0 * buffers.sizes.dim, buffers.sizes.dim,
+                        buffers.k_t + keys.first, SCORES_STRIDE<T>, s, SCORES_STRIDE<T>);
+        weigh_rows<T>(call, scaling, entry, block, buffers, r0, n, first, keys, buffers.s, nullptr, [] {});
+        product<T, Order::ROWS>(n, dim_v, here, s, SCORES_STRIDE<T>, v + keys.first * v_stride, v_stride, o, dim_v,
+                                true);
     }
 }
 
@@ -231,7 +319,7 @@ inline void forward_tile_of_few(const Work &work, const Block &block, const Entr
     find_key_rows(call, V, entry, block.head_kv, first, count, call.head_dim_v, buffers.v, sizes.dim_v, v);
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
     scores_of_few(num_rows, buffers.q, sizes.dim, k, count, Coming{v, 0}, buffers.s);
-    weigh_rows(call, scaling, entry, block, buffers, 0, num_rows, first, Keys{0, count});
+    weigh_rows<T>(call, scaling, entry, block, buffers, 0, num_rows, first, Keys{0, count}, buffers.s, nullptr, [] {});
     const long next = call.page_size ? 0 : count * call.strides[K][2] * size_of(call.kv_dtype);
     add_values_of_few(num_rows, buffers.s, v, count, sizes.dim_v, Coming{k, next}, buffers.o);
 }
@@ -265,6 +353,8 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
         if (!any_visible(call, entry, block, first, count)) continue;
         if (has_few) {
             forward_tile_of_few(work, block, entry, scaling, buffers, first, count);
+        } else if (uses_pairs<T>(call)) {
+            if constexpr (MAY_USE_PAIRS<T>) forward_tile_of_pairs(work, block, entry, scaling, buffers, first, count);
         } else {
             forward_tile(work, block, entry, scaling, buffers, first, count);
         }
@@ -324,24 +414,38 @@ template <class T> inline void choose_tiles(Work &work, long most_rows) {
     const long group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0;
     work.keys_per_tile = smaller(work.keys_per_tile, round_up(larger(call.seqlen_k, 1), 16));
     if (!call.arrays[BLOCK_MASK])
-        work.rows_per_block = smaller(work.rows_per_block, round_up(larger(call.seqlen_q * group, 1), 12));
+        work.rows_per_block = smaller(work.rows_per_block, round_up(larger(call.seqlen_q * group, 1), GROUP));
 }
+
+// Heads of a block of an entry, which share their keys.
+inline long heads_of_block(const Work &work, const Entry &entry) {
+    const Call &call = work.call;
+    const long group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0, most = work.rows_per_block;
+    return heads_in_blocks(entry.seqlen_q, rows_in_blocks(call, entry.seqlen_q, most), group, most);
+}
+
+// How many blocks all entries have, and how many one head has at most.
+struct BlockCount {
+    long all = 0, in_head = 0;
+    explicit BlockCount(const Work &work) {
+        const Call &call = work.call;
+        const long group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0;
+        for (long e = 0; e < work.num_entries; ++e) {
+            const Entry &entry = work.entries[e];
+            if (!entry.seqlen_q || !group) continue;
+            const long own = ceil_div(entry.seqlen_q, rows_in_blocks(call, entry.seqlen_q, work.rows_per_block));
+            in_head = larger(in_head, own);
+            all += own * ceil_div(group, heads_of_block(work, entry)) * call.num_heads_kv;
+        }
+    }
+};
 
 // The blocks of all entries; those of the last rows, which may see the most keys, come first.
 inline bool make_blocks(Work &work, bool has_parts, long bytes_of_row) {
     const Call &call = work.call;
     const long group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0, most = work.rows_per_block;
-    auto heads_of = [&](const Entry &entry) {
-        return heads_in_blocks(entry.seqlen_q, rows_in_blocks(call, entry.seqlen_q, most), group, most);
-    };
-    long count = 0, most_blocks = 0;
-    for (long e = 0; e < work.num_entries; ++e) {
-        const Entry &entry = work.entries[e];
-        if (!entry.seqlen_q || !group) continue;
-        const long in_head = ceil_div(entry.seqlen_q, rows_in_blocks(call, entry.seqlen_q, most));
-        most_blocks = larger(most_blocks, in_head);
-        count += in_head * ceil_div(group, heads_of(entry)) * call.num_heads_kv;
-    }
+    const BlockCount blocks(work);
+    const long count = blocks.all;
     long num_parts = 1, tiles = ceil_div(call.seqlen_k, work.keys_per_tile);
     if (has_parts && count && count < ENOUGH_JOBS && !call.arrays[CU_SEQLENS_Q]) {
         num_parts = smaller(ceil_div(ENOUGH_JOBS, count), tiles / TILES_PER_PART);
@@ -351,10 +455,10 @@ inline bool make_blocks(Work &work, bool has_parts, long bytes_of_row) {
         tiles = tiles_of_part;
     }
     if (!work.allocate(work.blocks, count * num_parts)) return false;
-    for (long i = most_blocks - 1; i >= 0; --i)
+    for (long i = blocks.in_head - 1; i >= 0; --i)
         for (long e = 0; e < work.num_entries; ++e) {
             const Entry &entry = work.entries[e];
-            const long rows = rows_in_blocks(call, entry.seqlen_q, most), heads = heads_of(entry);
+            const long rows = rows_in_blocks(call, entry.seqlen_q, most), heads = heads_of_block(work, entry);
             if (i * rows >= entry.seqlen_q) continue;
             for (long h = 0; h < call.num_heads_kv; ++h)
                 for (long g = 0; g < group; g += heads)
@@ -376,9 +480,14 @@ inline bool make_blocks(Work &work, bool has_parts, long bytes_of_row) {
 }
 
 template <class T> bool prepare_forward(Work &work) {
-    choose_tiles<T>(work, BLOCK_ROWS);
+    if (!make_entries(work)) return false;
+    // Smaller blocks pack keys more often, which takes less time than to merge what shares of the keys give.
+    for (long parts = 1; parts <= 3; ++parts) {
+        choose_tiles<T>(work, BLOCK_ROWS / parts / GROUP * GROUP);
+        if (BlockCount(work).all >= ENOUGH_JOBS) break;
+    }
     const long bytes_of_row = (Sizes<T>(work.call).dim_v + 2) * long(sizeof(T));
-    if (!make_entries(work) || !make_blocks(work, true, bytes_of_row)) return false;
+    if (!make_blocks(work, true, bytes_of_row)) return false;
     work.scratch_bytes = ForwardBuffers<T>(work, nullptr).scratch.used;
     work.add_phase(forward_job<T>, work.num_blocks);
     const long num_parts = work.num_blocks ? work.blocks[0].num_parts : 1;

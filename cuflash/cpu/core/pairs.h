@@ -17,12 +17,6 @@ constexpr bool HAS_PAIRS = false;
 struct Pairs;
 #endif
 
-#if defined(__AVX512BF16__) && (defined(__AMX_BF16__) || defined(MODEL_OF_TILES))
-#define HAS_TILES 1
-#else
-#define HAS_TILES 0
-#endif
-
 template <class T> constexpr bool MAY_USE_PAIRS = HAS_PAIRS && sizeof(T) == 4;
 
 template <class T> inline bool uses_pairs(const Call &call) { return MAY_USE_PAIRS<T> && call.kv_dtype == BFLOAT16; }
@@ -46,6 +40,12 @@ inline void load_bits(const char *in, long step, long dim, Bits *out, long padde
 
 // Rows `first` and `second`, of which the latter may be missing, as pairs of what stands in one column.
 inline void interleave(const char *first, const char *second, long step, long dim, float *out, long padded) {
+    if (second && step == 1 && dim == padded) {
+        const Bits *x = (const Bits *)first, *y = (const Bits *)second;
+        PairWord *words = (PairWord *)out;
+        for (long d = 0; d < dim; ++d) words[d] = uint32_t(x[d]) | uint32_t(y[d]) << 16;
+        return;
+    }
     Bits rows[2][MOST_DIM];
     load_bits(first, step, dim, rows[0], padded);
     if (second) {
@@ -73,11 +73,16 @@ inline void load_row_pairs(const Call &call, Array array, const Entry &entry, co
     if (is_negative) negate_pairs(out, rows_of(block) * stride);
 }
 
-// Rows of k or v, pairs of neighbours, transposed: of a pair those of all keys, up to a whole vector of them.
+// Rows of k or v, pairs of neighbours, transposed: of a pair those of all keys, up to a whole vector of them. Whole
+// vectors are read where they lie.
 template <class T>
 inline void load_key_pairs(const Call &call, Array array, const Entry &entry, long head_kv, long first, long count,
                            long dim, T *rows, T *transposed) {
     const long stride = pair_stride<T>(dim);
+    const int64_t *strides = call.strides[array];
+    const char *own = key_address(call, array, entry, head_kv, first);
+    if (strides[3] == 1 && strides[2] % 2 == 0 && dim == 2 * stride && !call.page_size && (uintptr_t)own % 4 == 0)
+        return transpose((const T *)own, strides[2] / 2, count, stride, transposed, SCORES_STRIDE<T>);
     for (long j = 0; j < count; ++j)
         load_bits(key_address(call, array, entry, head_kv, first + j), call.strides[array][3], dim,
                   (Bits *)(rows + j * stride), 2 * stride);

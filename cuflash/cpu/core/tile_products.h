@@ -74,85 +74,114 @@ inline void begin_tiles() {
 
 inline void end_tiles() { _tile_release(); }
 
-// Two by two tiles of C; the length is in whole tiles.
-inline void product_of_four_tiles(const float *a, long a_stride, const float *b, long b_stride, long length, float *c,
-                                  long c_stride, bool adds) {
-    const float *a1 = a + TILE * a_stride;
-    float *c1 = c + TILE * c_stride;
-    if (adds) {
-        _tile_loadd(0, c, c_stride * 4);
-        _tile_loadd(1, c + TILE, c_stride * 4);
-        _tile_loadd(2, c1, c_stride * 4);
-        _tile_loadd(3, c1 + TILE, c_stride * 4);
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-    for (long k = 0; k < length; k += TILE, b += TILE * b_stride) {
-        _tile_loadd(4, a + k, a_stride * 4);
-        _tile_loadd(6, b, b_stride * 4);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, b + TILE, b_stride * 4);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, a1 + k, a_stride * 4);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(0, c, c_stride * 4);
-    _tile_stored(1, c + TILE, c_stride * 4);
-    _tile_stored(2, c1, c_stride * 4);
-    _tile_stored(3, c1 + TILE, c_stride * 4);
-}
-
-inline void product_of_tile(const float *a, long a_stride, const float *b, long b_stride, long length, float *c,
-                            long c_stride, bool adds) {
-    if (adds) {
-        _tile_loadd(0, c, c_stride * 4);
-    } else {
-        _tile_zero(0);
-    }
-    for (long k = 0; k < length; k += TILE, b += TILE * b_stride) {
-        _tile_loadd(4, a + k, a_stride * 4);
-        _tile_loadd(6, b, b_stride * 4);
-        _tile_dpbf16ps(0, 4, 6);
-    }
-    _tile_stored(0, c, c_stride * 4);
-}
-
 #endif
 
-// C = A B or C += A B, of pairs; num_columns is in whole vectors.
-inline void product_of_pairs(long num_rows, long num_columns, long length, const float *a, long a_stride,
-                             const float *b, long b_stride, float *c, long c_stride, bool adds) {
+// C = A B or C += A B, of pairs, in steps that may come between other work: tile registers compute meanwhile.
+// num_columns is in whole vectors.
+struct ProductOfPairs {
+    long num_rows = 0, num_columns = 0, length = 0;
+    const float *a = nullptr;
+    long a_stride = 0;
+    const float *b = nullptr;
+    long b_stride = 0;
+    float *c = nullptr;
+    long c_stride = 0;
+    bool adds = false;
+    long i = 0, j = 0;  // the block of C that is next
+
+    // The next two by two tiles of C, or what is left of them, if there are any. A function of its own: the loops
+    // around it need all registers.
+    __attribute__((noinline)) void step() {
 #if HAS_TILES
-    const long rows = num_rows / TILE * TILE, whole = length / TILE * TILE;
-    if (rows && whole) {
+        const long rows = tile_rows();
+        if (i >= rows) return;
         asm volatile("" ::: "memory");  // registers are loaded behind the compiler's back
-        for (long i = 0; i < rows; i += 2 * TILE)
-            for (long j = 0; j < num_columns; j += 2 * TILE) {
-                const float *own_a = a + i * a_stride, *own_b = b + j;
-                float *own_c = c + i * c_stride + j;
-                if (rows - i > TILE && num_columns - j > TILE) {
-                    product_of_four_tiles(own_a, a_stride, own_b, b_stride, whole, own_c, c_stride, adds);
-                    continue;
-                }
-                for (long y = 0; y < smaller(rows - i, 2 * TILE); y += TILE)
-                    for (long x = 0; x < smaller(num_columns - j, 2 * TILE); x += TILE)
-                        product_of_tile(own_a + y * a_stride, a_stride, own_b + x, b_stride, whole,
-                                        own_c + y * c_stride + x, c_stride, adds);
-            }
+        if (rows - i > TILE && num_columns - j > TILE) {
+            four_tiles();
+        } else {
+            for (long y = i; y < smaller(rows, i + 2 * TILE); y += TILE)
+                for (long x = j; x < smaller(num_columns, j + 2 * TILE); x += TILE) one_tile(y, x);
+        }
         asm volatile("" ::: "memory");
-        if (whole < length)
+        j += 2 * TILE;
+        if (j >= num_columns) {
+            j = 0;
+            i += 2 * TILE;
+        }
+#endif
+    }
+
+    // All steps that are left, and what is no whole tile.
+    void finish() {
+        long first = 0;
+#if HAS_TILES
+        const long rows = tile_rows(), whole = length / TILE * TILE;
+        while (i < rows) step();
+        if (rows && whole < length)
             product<float, Order::ROWS, Pairs>(rows, num_columns, length - whole, a + whole, a_stride,
                                                b + whole * b_stride, b_stride, c, c_stride, true);
-        num_rows -= rows;
-        a += rows * a_stride;
-        c += rows * c_stride;
+        first = rows;
+#endif
+        if (first < num_rows)
+            product<float, Order::ROWS, Pairs>(num_rows - first, num_columns, length, a + first * a_stride, a_stride, b,
+                                               b_stride, c + first * c_stride, c_stride, adds);
+    }
+
+#if HAS_TILES
+  private:
+    long tile_rows() const { return length >= TILE ? num_rows / TILE * TILE : 0; }
+
+    void four_tiles() const {
+        const float *a0 = a + i * a_stride, *a1 = a0 + TILE * a_stride, *from = b + j;
+        float *c0 = c + i * c_stride + j, *c1 = c0 + TILE * c_stride;
+        if (adds) {
+            _tile_loadd(0, c0, c_stride * 4);
+            _tile_loadd(1, c0 + TILE, c_stride * 4);
+            _tile_loadd(2, c1, c_stride * 4);
+            _tile_loadd(3, c1 + TILE, c_stride * 4);
+        } else {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+        for (long k = 0; k + TILE <= length; k += TILE, from += TILE * b_stride) {
+            _tile_loadd(4, a0 + k, a_stride * 4);
+            _tile_loadd(6, from, b_stride * 4);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, from + TILE, b_stride * 4);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(5, a1 + k, a_stride * 4);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(0, c0, c_stride * 4);
+        _tile_stored(1, c0 + TILE, c_stride * 4);
+        _tile_stored(2, c1, c_stride * 4);
+        _tile_stored(3, c1 + TILE, c_stride * 4);
+    }
+
+    void one_tile(long row, long column) const {
+        const float *from = b + column;
+        float *to = c + row * c_stride + column;
+        if (adds) {
+            _tile_loadd(0, to, c_stride * 4);
+        } else {
+            _tile_zero(0);
+        }
+        for (long k = 0; k + TILE <= length; k += TILE, from += TILE * b_stride) {
+            _tile_loadd(4, a + row * a_stride + k, a_stride * 4);
+            _tile_loadd(6, from, b_stride * 4);
+            _tile_dpbf16ps(0, 4, 6);
+        }
+        _tile_stored(0, to, c_stride * 4);
     }
 #endif
-    product<float, Order::ROWS, Pairs>(num_rows, num_columns, length, a, a_stride, b, b_stride, c, c_stride, adds);
+};
+
+inline void product_of_pairs(long num_rows, long num_columns, long length, const float *a, long a_stride,
+                             const float *b, long b_stride, float *c, long c_stride, bool adds) {
+    ProductOfPairs{num_rows, num_columns, length, a, a_stride, b, b_stride, c, c_stride, adds}.finish();
 }
 
 #endif

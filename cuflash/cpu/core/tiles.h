@@ -9,7 +9,14 @@
 
 namespace {
 
-constexpr long MAX_KEYS = 128;  // of a tile
+#if defined(__AVX512BF16__) && (defined(__AMX_BF16__) || defined(MODEL_OF_TILES))
+#define HAS_TILES 1
+#else
+#define HAS_TILES 0
+#endif
+
+constexpr long MAX_KEYS = 128;               // of a tile
+constexpr long GROUP = HAS_TILES ? 32 : 12;  // rows whose scores are computed at a time
 
 inline long smaller(long x, long y) { return x < y ? x : y; }
 inline long larger(long x, long y) { return x > y ? x : y; }
@@ -363,9 +370,9 @@ inline long rows_in_blocks(const Call &call, long seqlen_q, long most) {
         return ceil_div(whole, ceil_div(whole, most));
     }
     if (call.window_left < NO_BOUND && call.window_right < NO_BOUND)
-        most = smaller(most, larger(24, (call.window_left + call.window_right) / 2));
+        most = smaller(most, larger(2 * GROUP, (call.window_left + call.window_right) / 2));
     const long count = ceil_div(larger(seqlen_q, 1), most);
-    return smaller(round_up(ceil_div(larger(seqlen_q, 1), count), 12), most);
+    return smaller(round_up(ceil_div(larger(seqlen_q, 1), count), GROUP), most);
 }
 
 // Keys of a tile, at most so many: where it can be, tiles lie within blocks of a block mask.
