@@ -39,7 +39,7 @@ FLAGS = [
 
 @pytest.fixture(scope="module")
 def product(tmp_path_factory):
-    """``product(a, b, c, adds, steps)`` of the pairs of a and of those of b, so many steps by themselves before the rest."""
+    """``product(a, b, c, adds, steps)`` of the pairs of a and of those of b, so many steps before the rest."""
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler")
     cpuinfo = Path("/proc/cpuinfo")
