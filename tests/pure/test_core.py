@@ -394,6 +394,18 @@ assert os.waitpid(child, 0)[1] == 0
     run_python(code)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_float16_that_is_not_finite(kind, name, value):
+    """It reaches results as in float32, also where finite numbers are multiplied as sums of two."""
+    arrays = dict(zip("qkv", np.random.default_rng(0).standard_normal((3, 2, 3, 200, 64)).astype("f2"), strict=True))
+    arrays[name][1, 2, 50, 3] = value
+    got = cuflash.attention(**arrays)
+    with np.errstate(invalid="ignore"):
+        expected = cuflash.attention(**{key: x.astype("f4") for key, x in arrays.items()})
+    np.testing.assert_allclose(got.astype("f4"), expected, rtol=2.0**-10, atol=2.0**-12)
+
+
 def test_a_spawned_process_computes_too():
     q = np.random.default_rng(0).standard_normal((4, 1024, 64), dtype=np.float32)
     with multiprocessing.get_context("spawn").Pool(1) as pool:

@@ -1,4 +1,4 @@
-"""Products of bfloat16 by the tile registers of AMX, against NumPy: by a model of these registers, which few have."""
+"""Products by the tile registers of AMX, against NumPy: by a model of these registers, which few have."""
 
 import ctypes
 import shutil
@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 
 CORE = Path(__file__).parents[2] / "cuflash" / "cpu" / "core"
 SOURCE = """
-#include "tile_products.h"
+#include "split_pairs.h"
 extern "C" void run(long rows, long columns, long length, const float *a, long a_stride, const float *b, long b_stride,
-                    float *c, long c_stride, long adds, long steps) {
+                    float *c, long c_stride, long adds, long steps, const float *more_a, const float *more_b) {
     ProductOfPairs product{rows, columns, length, a, a_stride, b, b_stride, c, c_stride, adds != 0};
+    if (more_a) product.add(more_a, more_b);
     for (long n = 0; n < steps; ++n) product.step();
     product.finish();
 }
+extern "C" void split(const float *row, long count, float *high, float *low) { split_to_pairs(row, count, high, low); }
 """
 FLAGS = [
     "-std=c++17",
@@ -38,8 +40,7 @@ FLAGS = [
 
 
 @pytest.fixture(scope="module")
-def product(tmp_path_factory):
-    """``product(a, b, c, adds, steps)`` of the pairs of a and of those of b, so many steps before the rest."""
+def library(tmp_path_factory):
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler")
     cpuinfo = Path("/proc/cpuinfo")
@@ -49,14 +50,22 @@ def product(tmp_path_factory):
     (folder / "run.cpp").write_text(SOURCE)
     command = ["c++", *FLAGS, "-DMODEL_OF_TILES", f"-I{CORE}", str(folder / "run.cpp"), "-o", str(folder / "run.so")]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
-    run = ctypes.CDLL(str(folder / "run.so")).run
-    array: list[Any] = [ctypes.c_void_p, ctypes.c_long]
-    run.argtypes = [*[ctypes.c_long] * 3, *array * 3, ctypes.c_long, ctypes.c_long]
+    return ctypes.CDLL(str(folder / "run.so"))
 
-    def call(a, b, c, adds, steps):
+
+@pytest.fixture(scope="module")
+def product(library):
+    """``product(a, b, c, adds, steps, more)`` of the pairs of a and of those of b, so many steps before the rest.
+
+    `more` are another two operands of the same sizes, or none.
+    """
+    array: list[Any] = [ctypes.c_void_p, ctypes.c_long]
+    library.run.argtypes = [*[ctypes.c_long] * 3, *array * 3, ctypes.c_long, ctypes.c_long, *[ctypes.c_void_p] * 2]
+
+    def call(a, b, c, adds, steps, more):
         sizes = (len(a), c.shape[1], b.shape[0])
         operands = [x for y in (a, b, c) for x in (y.ctypes.data, y.strides[0] // 4)]
-        run(*sizes, *operands, adds, steps)
+        library.run(*sizes, *operands, adds, steps, *([x.ctypes.data for x in more] or (None, None)))
 
     return call
 
@@ -68,16 +77,32 @@ def product(tmp_path_factory):
     length=st.integers(1, 70),
     adds=st.booleans(),
     steps=st.integers(0, 12),
+    terms=st.integers(1, 2),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_products_of_pairs(product, rows, vectors, length, adds, steps, seed):
+def test_products_of_pairs(product, rows, vectors, length, adds, steps, terms, seed):
     """Of any number of rows and pairs, in steps or at once: whole tiles, four at a time or one, and what is left."""
     random, columns = np.random.default_rng(seed), 16 * vectors
-    a, b = (random.standard_normal((n, 2 * length)).astype(ml_dtypes.bfloat16) for n in (rows, columns))
+    operands = [
+        [random.standard_normal((n, 2 * length)).astype(ml_dtypes.bfloat16) for n in (rows, columns)]
+        for _ in range(terms)
+    ]
     c = random.standard_normal((rows, columns + 3), np.float32)
-    expected = a.astype(np.float64) @ b.astype(np.float64).T + (c[:, :columns] if adds else 0)
-    size = np.abs(a.astype(np.float64)) @ np.abs(b.astype(np.float64)).T + 4
+    wide = [[x.astype(np.float64) for x in both] for both in operands]
+    expected = sum(a @ b.T for a, b in wide) + (c[:, :columns] if adds else 0)
+    size = sum(np.abs(a) @ np.abs(b).T for a, b in wide) + 4
     beside = c[:, columns:].copy()
-    product(a.view(np.float32), np.ascontiguousarray(b.view(np.float32).T), c[:, :columns], adds, steps)
+    (a, b), *more = [(a.view(np.float32), np.ascontiguousarray(b.view(np.float32).T)) for a, b in operands]
+    product(a, b, c[:, :columns], adds, steps, [x for both in more for x in both])
     assert (np.abs(c[:, :columns] - expected) <= 2 * length * 2.0**-23 * size).all()
     np.testing.assert_array_equal(c[:, columns:], beside)
+
+
+def test_float16_is_a_sum_of_two_numbers_of_bfloat16(library):
+    """Every finite one, exactly."""
+    x = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    row = np.where(np.isfinite(x), x, 0).astype(np.float32)
+    parts = np.empty((2, len(row)), ml_dtypes.bfloat16)
+    library.split.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    library.split(row.ctypes.data, len(row), parts[0].ctypes.data, parts[1].ctypes.data)
+    np.testing.assert_array_equal(parts[0].astype(np.float64) + parts[1].astype(np.float64), row)

@@ -53,12 +53,13 @@ Kind kind_of_processor([[maybe_unused]] int limit) {
 #endif
 }
 
-// The kernels for a call: those with products of bfloat16 are for nothing else.
+// The kernels for a call: those with products of bfloat16 are for that, and for float16 where tile registers multiply it.
 const Kernels &kernels_for(const Call &call, int limit) {
     const Kernels *kernels = kind_of_processor(limit).kernels;
 #if defined(__x86_64__)
     const bool is_only_bfloat16 = kernels == &kernels_amx || kernels == &kernels_avx512_bfloat16;
-    if (is_only_bfloat16 && call.dtype != BFLOAT16) kernels = &kernels_avx512;
+    const bool is_split = kernels == &kernels_amx && call.dtype == FLOAT16 && !call.is_backward;
+    if (is_only_bfloat16 && call.dtype != BFLOAT16 && !is_split) kernels = &kernels_avx512;
 #endif
     return *kernels;
 }

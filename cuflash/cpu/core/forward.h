@@ -7,7 +7,7 @@
 #include <cmath>
 
 #include "few_rows.h"
-#include "tile_products.h"
+#include "split_pairs.h"
 
 namespace {
 
@@ -28,16 +28,18 @@ template <class T> struct ForwardBuffers {
     ForwardBuffers(const Work &work, char *memory) : scratch{memory}, sizes(work.call) {
         const long rows_of_q = work.rows_per_block, keys = work.keys_per_tile;
         v_stride = sizes.dim_v;
-        q = scratch.template take<T>(rows_of_q * sizes.dim);
+        // Pairs of numbers in two parts take as much room as numbers do, up to whole vectors of each part.
+        const long parts = parts_of_numbers<T>(work),
+                   dim = larger(sizes.dim, parts * pair_stride<T>(work.call.head_dim));
+        q = scratch.template take<T>(rows_of_q * dim);
         o = scratch.template take<T>(rows_of_q * sizes.dim_v);
         shift = scratch.template take<T>(rows_of_q);
         l = scratch.template take<T>(rows_of_q * LANES<T>);
-        // Scores of two groups of rows, and their weights as pairs, where one is multiplied while the other is weighed.
-        const long turns = uses_pairs<T>(work.call) ? 2 : 1;
-        s = scratch.template take<T>(turns * GROUP * SCORES_STRIDE<T>);
-        p = scratch.template take<T>((turns - 1) * 2 * GROUP * KEY_PAIRS);
-        rows = scratch.template take<T>(keys * sizes.dim);
-        k_t = scratch.template take<T>(sizes.dim * SCORES_STRIDE<T>);
+        // With pairs scores of two groups of rows, and their weights: one is multiplied while the other is weighed.
+        s = scratch.template take<T>((parts ? 2 : 1) * GROUP * SCORES_STRIDE<T>);
+        p = scratch.template take<T>(2 * parts * GROUP * KEY_PAIRS);
+        rows = scratch.template take<T>(keys * dim);
+        k_t = scratch.template take<T>(dim * SCORES_STRIDE<T>);
         v = scratch.template take<T>(keys * sizes.dim_v);
         kept = scratch.template take<unsigned char>(work.call.dropout_steps ? rows_of_q * MAX_KEYS : 0);
     }
@@ -140,12 +142,12 @@ template <class T> inline T *part_of(const Work &work, long job) {
     return (T *)work.shared + job * work.rows_per_block * (Sizes<T>(work.call).dim_v + 2);
 }
 
-// Scores s of rows become weights: those of `keys`, counted from the first key of the tile. With pairs they go there, and
-// `between` is called after each row.
+// Scores s of rows become weights: those of `keys`, counted from the first key of the tile. With pairs they go there, in
+// so many parts, and `between` is called after each row.
 template <class T, class F>
 inline void weigh_rows(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
                        ForwardBuffers<T> &buffers, long r0, long num_rows, long first, Keys keys, T *s, T *pairs,
-                       F between) {
+                       long parts, F between) {
     const long here = keys.stop - keys.first, columns = round_up(here, LANES<T>), dim = buffers.sizes.dim_v;
     const Span span = span_of(block, r0, num_rows);
     first += keys.first;
@@ -156,7 +158,7 @@ inline void weigh_rows(const Call &call, const Scaling<T> &scaling, const Entry 
             finish_scores<T>(call, scaling, entry, row_of(block, r0 + r), first, here, columns, row, nullptr);
         T &shift = buffers.shift[r0 + r], *l = buffers.l + (r0 + r) * LANES<T>, *o = buffers.o + (r0 + r) * dim;
         if constexpr (MAY_USE_PAIRS<T>)
-            if (pairs && !call.dropout_steps) {
+            if (parts == 1 && !call.dropout_steps) {
                 exponentials_as_pairs(scaling, row, columns, shift, l, o, dim, pairs + r * KEY_PAIRS);
                 between();
                 continue;
@@ -164,10 +166,17 @@ inline void weigh_rows(const Call &call, const Scaling<T> &scaling, const Entry 
         exponentials(scaling, row, columns, shift, l, o, dim);
         if (call.dropout_steps) drop(call, buffers.kept + (r0 + r) * MAX_KEYS + keys.first, here, row);
         if constexpr (MAY_USE_PAIRS<T>)
-            if (pairs) {
+            if (parts == 1) {
                 round_to_pairs(row, columns, pairs + r * KEY_PAIRS);
                 between();
             }
+#if HAS_TILES
+        if (parts == 2) {
+            split_to_pairs((float *)row, columns, (float *)pairs + 2 * r * KEY_PAIRS,
+                           (float *)pairs + (2 * r + 1) * KEY_PAIRS);
+            between();
+        }
+#endif
     }
 }
 
@@ -221,9 +230,19 @@ inline void forward_tile_of_pairs(const Work &work, const Block &block, const En
     };
     constexpr long STRIDE = SCORES_STRIDE<float>;
     const Call &call = work.call;
-    const long all_rows = rows_of(block), dim = buffers.sizes.dim_v, q_stride = pair_stride<float>(call.head_dim);
-    load_key_pairs(call, K, entry, block.head_kv, first, count, call.head_dim, buffers.rows, buffers.k_t);
-    interleave_keys(call, V, entry, block.head_kv, first, count, call.head_dim_v, buffers.v);
+    const long all_rows = rows_of(block), dim = buffers.sizes.dim_v, parts = parts_of_numbers<float>(work);
+    const long width = pair_stride<float>(call.head_dim), q_stride = parts * width, p_stride = parts * KEY_PAIRS;
+    float *low_v = buffers.v + work.keys_per_tile / 2 * dim;
+#if HAS_TILES
+    if (parts == 2) {
+        load_split_keys(call, entry, block.head_kv, first, count, buffers.rows, buffers.k_t);
+        load_split_values(call, entry, block.head_kv, first, count, buffers.v, low_v);
+    }
+#endif
+    if (parts == 1) {
+        load_key_pairs(call, K, entry, block.head_kv, first, count, call.head_dim, buffers.rows, buffers.k_t);
+        interleave_keys(call, V, entry, block.head_kv, first, count, call.head_dim_v, buffers.v);
+    }
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
     // The first group from a row on that sees any of these keys.
     auto group_from = [&](long r0) {
@@ -239,16 +258,24 @@ inline void forward_tile_of_pairs(const Work &work, const Block &block, const En
                       group.keys.stop - group.keys.first);
         prefetch_next_keys(call, entry, block.head_kv, first + count + group.r0 * count / all_rows,
                            first + count + (group.r0 + group.num_rows) * count / all_rows);
-        return ProductOfPairs{group.num_rows,
-                              round_up(group.keys.stop - group.keys.first, LANES<float>),
-                              pairs_of(call.head_dim),
-                              buffers.q + group.r0 * q_stride,
+        const float *q = buffers.q + group.r0 * q_stride, *k_t = buffers.k_t + group.keys.first;
+        const long columns = round_up(group.keys.stop - group.keys.first, LANES<float>);
+        ProductOfPairs scores{group.num_rows,
+                              columns,
+                              parts == 1 ? pairs_of(call.head_dim) : width,
+                              q,
                               q_stride,
-                              buffers.k_t + group.keys.first,
+                              k_t,
                               STRIDE,
                               s + group.keys.first,
                               STRIDE,
                               false};
+        if (parts == 2) {  // these are exact: all four
+            scores.add(q + width, k_t);
+            scores.add(q, k_t + width * STRIDE);
+            scores.add(q + width, k_t + width * STRIDE);
+        }
+        return scores;
     };
     ProductOfPairs scores, values;
     Group group = group_from(0);
@@ -256,25 +283,30 @@ inline void forward_tile_of_pairs(const Work &work, const Block &block, const En
     scores.finish();
     for (long turn = 0; group.num_rows; turn = 1 - turn) {
         const Group next = group_from(group.r0 + group.num_rows);
-        float *pairs = buffers.p + turn * GROUP * KEY_PAIRS;
+        float *pairs = buffers.p + turn * GROUP * p_stride;
         scores = scores_of(next, buffers.s + (1 - turn) * GROUP * STRIDE);
         long row = 0;
         weigh_rows(call, scaling, entry, block, buffers, group.r0, group.num_rows, first, group.keys,
-                   buffers.s + turn * GROUP * STRIDE, pairs, [&] {
+                   buffers.s + turn * GROUP * STRIDE, pairs, parts, [&] {
                        if (++row % STEP_ROWS == 0) (row / STEP_ROWS % 2 ? scores : values).step();
                    });
         scores.finish();
         values.finish();
+        const long pair = group.keys.first / 2;
         values = ProductOfPairs{group.num_rows,
                                 dim,
                                 pairs_of(group.keys.stop - group.keys.first),
                                 pairs,
-                                KEY_PAIRS,
-                                buffers.v + group.keys.first / 2 * dim,
+                                p_stride,
+                                buffers.v + pair * dim,
                                 dim,
                                 buffers.o + group.r0 * dim,
                                 dim,
                                 true};
+        if (parts == 2) {  // the product of both lower parts is below what weights are rounded by
+            values.add(pairs + KEY_PAIRS, buffers.v + pair * dim);
+            values.add(pairs, low_v + pair * dim);
+        }
         group = next;
     }
     values.finish();
@@ -301,7 +333,7 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
         T *s = buffers.s + keys.first, *o = buffers.o + r0 * dim_v;
         product_of_rows(n, round_up(here, LANES<T>), dim, buffers.q + r0 * buffers.sizes.dim, buffers.sizes.dim,
                         buffers.k_t + keys.first, SCORES_STRIDE<T>, s, SCORES_STRIDE<T>);
-        weigh_rows<T>(call, scaling, entry, block, buffers, r0, n, first, keys, buffers.s, nullptr, [] {});
+        weigh_rows<T>(call, scaling, entry, block, buffers, r0, n, first, keys, buffers.s, nullptr, 0, [] {});
         product<T, Order::ROWS>(n, dim_v, here, s, SCORES_STRIDE<T>, v + keys.first * v_stride, v_stride, o, dim_v,
                                 true);
     }
@@ -319,7 +351,8 @@ inline void forward_tile_of_few(const Work &work, const Block &block, const Entr
     find_key_rows(call, V, entry, block.head_kv, first, count, call.head_dim_v, buffers.v, sizes.dim_v, v);
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
     scores_of_few(num_rows, buffers.q, sizes.dim, k, count, Coming{v, 0}, buffers.s);
-    weigh_rows<T>(call, scaling, entry, block, buffers, 0, num_rows, first, Keys{0, count}, buffers.s, nullptr, [] {});
+    weigh_rows<T>(call, scaling, entry, block, buffers, 0, num_rows, first, Keys{0, count}, buffers.s, nullptr, 0,
+                  [] {});
     const long next = call.page_size ? 0 : count * call.strides[K][2] * size_of(call.kv_dtype);
     add_values_of_few(num_rows, buffers.s, v, count, sizes.dim_v, Coming{k, next}, buffers.o);
 }
@@ -333,8 +366,13 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
     const Sizes<T> &sizes = buffers.sizes;
     const long num_rows = rows_of(block);
     const bool has_few = has_few_rows(entry, block);
-    if (uses_pairs<T>(call) && !has_few) {
+    const long parts = has_few ? 0 : parts_of_numbers<T>(work);
+    if (parts == 1) {
         load_row_pairs(call, Q, entry, block, call.head_dim, buffers.q, call.scale < 0);
+#if HAS_TILES
+    } else if (parts == 2) {
+        load_split_rows(call, entry, block, (float *)buffers.q);
+#endif
     } else {
         load_rows(call, Q, entry, block, call.head_dim, buffers.q, sizes.dim, num_rows);
         if (call.scale < 0)
@@ -353,7 +391,7 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
         if (!any_visible(call, entry, block, first, count)) continue;
         if (has_few) {
             forward_tile_of_few(work, block, entry, scaling, buffers, first, count);
-        } else if (uses_pairs<T>(call)) {
+        } else if (parts) {
             if constexpr (MAY_USE_PAIRS<T>) forward_tile_of_pairs(work, block, entry, scaling, buffers, first, count);
         } else {
             forward_tile(work, block, entry, scaling, buffers, first, count);
@@ -489,6 +527,9 @@ template <class T> bool prepare_forward(Work &work) {
     const long bytes_of_row = (Sizes<T>(work.call).dim_v + 2) * long(sizeof(T));
     if (!make_blocks(work, true, bytes_of_row)) return false;
     work.scratch_bytes = ForwardBuffers<T>(work, nullptr).scratch.used;
+#if HAS_TILES
+    if (may_split(work.call)) work.add_phase(check_job<T>, work.num_entries * work.call.num_heads);
+#endif
     work.add_phase(forward_job<T>, work.num_blocks);
     const long num_parts = work.num_blocks ? work.blocks[0].num_parts : 1;
     if (num_parts > 1) {

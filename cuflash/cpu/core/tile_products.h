@@ -87,7 +87,14 @@ struct ProductOfPairs {
     float *c = nullptr;
     long c_stride = 0;
     bool adds = false;
+    struct Term {
+        const float *a, *b;
+    };
+    Term more[3] = {};  // products of the same sizes that are added
+    int num_more = 0;
     long i = 0, j = 0;  // the block of C that is next
+
+    void add(const float *more_a, const float *more_b) { more[num_more++] = Term{more_a, more_b}; }
 
     // The next two by two tiles of C, or what is left of them, if there are any. A function of its own: the loops
     // around it need all registers.
@@ -118,21 +125,24 @@ struct ProductOfPairs {
         const long rows = tile_rows(), whole = length / TILE * TILE;
         while (i < rows) step();
         if (rows && whole < length)
-            product<float, Order::ROWS, Pairs>(rows, num_columns, length - whole, a + whole, a_stride,
-                                               b + whole * b_stride, b_stride, c, c_stride, true);
+            for (int n = -1; n < num_more; ++n)
+                product<float, Order::ROWS, Pairs>(rows, num_columns, length - whole, term(n).a + whole, a_stride,
+                                                   term(n).b + whole * b_stride, b_stride, c, c_stride, true);
         first = rows;
 #endif
-        if (first < num_rows)
-            product<float, Order::ROWS, Pairs>(num_rows - first, num_columns, length, a + first * a_stride, a_stride, b,
-                                               b_stride, c + first * c_stride, c_stride, adds);
+        for (int n = -1; n < num_more && first < num_rows; ++n)
+            product<float, Order::ROWS, Pairs>(num_rows - first, num_columns, length, term(n).a + first * a_stride,
+                                               a_stride, term(n).b, b_stride, c + first * c_stride, c_stride,
+                                               adds || n >= 0);
     }
 
-#if HAS_TILES
   private:
+    Term term(int n) const { return n < 0 ? Term{a, b} : more[n]; }
+
+#if HAS_TILES
     long tile_rows() const { return length >= TILE ? num_rows / TILE * TILE : 0; }
 
     void four_tiles() const {
-        const float *a0 = a + i * a_stride, *a1 = a0 + TILE * a_stride, *from = b + j;
         float *c0 = c + i * c_stride + j, *c1 = c0 + TILE * c_stride;
         if (adds) {
             _tile_loadd(0, c0, c_stride * 4);
@@ -145,15 +155,18 @@ struct ProductOfPairs {
             _tile_zero(2);
             _tile_zero(3);
         }
-        for (long k = 0; k + TILE <= length; k += TILE, from += TILE * b_stride) {
-            _tile_loadd(4, a0 + k, a_stride * 4);
-            _tile_loadd(6, from, b_stride * 4);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, from + TILE, b_stride * 4);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_loadd(5, a1 + k, a_stride * 4);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
+        for (int n = -1; n < num_more; ++n) {
+            const float *a0 = term(n).a + i * a_stride, *a1 = a0 + TILE * a_stride, *from = term(n).b + j;
+            for (long k = 0; k + TILE <= length; k += TILE, from += TILE * b_stride) {
+                _tile_loadd(4, a0 + k, a_stride * 4);
+                _tile_loadd(6, from, b_stride * 4);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_loadd(7, from + TILE, b_stride * 4);
+                _tile_dpbf16ps(1, 4, 7);
+                _tile_loadd(5, a1 + k, a_stride * 4);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
         }
         _tile_stored(0, c0, c_stride * 4);
         _tile_stored(1, c0 + TILE, c_stride * 4);
@@ -162,17 +175,19 @@ struct ProductOfPairs {
     }
 
     void one_tile(long row, long column) const {
-        const float *from = b + column;
         float *to = c + row * c_stride + column;
         if (adds) {
             _tile_loadd(0, to, c_stride * 4);
         } else {
             _tile_zero(0);
         }
-        for (long k = 0; k + TILE <= length; k += TILE, from += TILE * b_stride) {
-            _tile_loadd(4, a + row * a_stride + k, a_stride * 4);
-            _tile_loadd(6, from, b_stride * 4);
-            _tile_dpbf16ps(0, 4, 6);
+        for (int n = -1; n < num_more; ++n) {
+            const float *from = term(n).b + column;
+            for (long k = 0; k + TILE <= length; k += TILE, from += TILE * b_stride) {
+                _tile_loadd(4, term(n).a + row * a_stride + k, a_stride * 4);
+                _tile_loadd(6, from, b_stride * 4);
+                _tile_dpbf16ps(0, 4, 6);
+            }
         }
         _tile_stored(0, to, c_stride * 4);
     }

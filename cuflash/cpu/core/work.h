@@ -45,8 +45,9 @@ struct Work {
     Phase phases[MAX_PHASES];
     std::atomic<long> next[MAX_PHASES];
     std::atomic<bool> stopped;
-    long scratch_bytes = 0;  // of each thread
-    bool adds_dq = false;    // jobs of keys add what they have for dq
+    long scratch_bytes = 0;             // of each thread
+    bool adds_dq = false;               // jobs of keys add what they have for dq
+    std::atomic<bool> is_finite{true};  // all numbers that were looked at
 
     long num_entries = 0, num_blocks = 0, num_tiles = 0;
     Entry *entries = nullptr;
