@@ -24,7 +24,7 @@ PARAMS = np.dtype(
 )
 
 # What follows it for each array that functions of the caller read.
-CAPTURED = np.dtype([("data", np.uint64), ("stride", np.int64, 4), ("size", np.int64, 4)])
+CAPTURED = np.dtype([("data", np.uint64), ("stride", np.int64, 4), ("size", np.int64, 4), ("first", np.int64)])
 if CAPTURED.itemsize != CAPTURED_BYTES:
     raise ValueError(f"CAPTURED: got {CAPTURED.itemsize} bytes, expected {CAPTURED_BYTES}")
 
@@ -72,13 +72,20 @@ def parameters(
     params["num_pages"] = problem.k.shape[0] if problem.block_table is not None else 0
     for name in OF_FLOAT8:
         params[f"{name}_shift"] = max(problem.scale_block(name).bit_length() - 1, 0)
-    return _with_captured(params, problem, operands) if problem.has_functions else params
+    return _with_captured(params, plan, operands) if problem.has_functions else params
 
 
-def _with_captured(params: np.ndarray, problem: Problem, operands: Mapping[str, Operand]) -> np.ndarray:
-    """The argument with what functions of the caller read, and their gradients. Axes that an array has not are 1."""
-    count = max(len(problem.captured), 1)
+def _with_captured(params: np.ndarray, plan: LaunchPlan, operands: Mapping[str, Operand]) -> np.ndarray:
+    """The argument with what functions of the caller read, and their gradients. Axes that an array has not are 1.
+
+    Tables that kernels fill follow the arrays; they are zeros where the plan has none.
+    """
+    problem = plan.problem
+    count = max(len(problem.hoisted.arrays), 1)
     captured = np.zeros(2 * count, CAPTURED)
+    for n, filled in enumerate(plan.tables, len(problem.captured)):
+        captured[n]["stride"][:3], captured[n]["size"] = filled.strides, (*filled.shape, 1)
+        captured[n]["first"] = filled.first
     for n, (name, operand) in enumerate(problem.captured):
         for own, array in ((captured[n], operand), (captured[count + n], operands.get(f"d{name}", operand))):
             own["size"] = 1
@@ -92,9 +99,10 @@ def pointer_words(problem: Problem) -> dict[str, int]:
     """Which 64-bit word of the argument holds the pointer of an array."""
     if not problem.has_functions:
         return POINTER_WORD
-    count, first, step = max(len(problem.captured), 1), PARAMS_BYTES // 8, CAPTURED_BYTES // 8
+    arrays = problem.hoisted.arrays
+    count, first, step = max(len(arrays), 1), PARAMS_BYTES // 8, CAPTURED_BYTES // 8
     words = dict(POINTER_WORD)
-    for n, (name, _) in enumerate(problem.captured):
+    for n, (name, _, _) in enumerate(arrays):
         words |= {name: first + n * step, f"d{name}": first + (count + n) * step}
     return words | {"captured_sums": first + 2 * count * step, "captured_largest": first + 2 * count * step + 1}
 

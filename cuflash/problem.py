@@ -34,7 +34,7 @@ from cuflash.operands import (
     user_shape,
 )
 from cuflash.options import Options, check_block_size, diagonal_of, rounded_rate, window_of
-from cuflash.score import Program, Traced, program_of
+from cuflash.score import Program, Traced, hoisted_program_of, program_of
 from cuflash.terms import BY_NAME, GRADIENTS, NAMES, NUMBER_ROWS, OF_FLOAT8, Given, Term, Terms
 from cuflash.values import counted, type_error, value_error
 
@@ -115,8 +115,25 @@ class Problem(Given):
     @property
     def program(self) -> Program:
         """What these functions compute, for the dtypes of what they read."""
-        arrays = tuple((name, len(operand.shape), operand.dtype) for name, operand in self.captured)
-        return program_of(self.score, self.mask_function, arrays)
+        return program_of(self.score, self.mask_function, self._captured_kinds)
+
+    @property
+    def hoisted(self) -> Program:
+        """The same with tables in place of parts of the score that take few values; lengths make no difference to it.
+
+        Packed sequences share a row of a table, as long as all of them: how long each is only the device knows.
+        """
+        own = (self.score, self.mask_function, self._captured_kinds)
+        return hoisted_program_of(*own, self.softmax_dtype, not self.is_packed)
+
+    @property
+    def unhoisted(self) -> Program:
+        """The same without tables, for the same argument."""
+        return self.program.with_room_for(self.hoisted.tables)
+
+    @property
+    def _captured_kinds(self) -> tuple[tuple[str, int, str], ...]:
+        return tuple((name, len(operand.shape), operand.dtype) for name, operand in self.captured)
 
     @property
     def captured_gradients(self) -> tuple[str, ...]:

@@ -61,9 +61,31 @@ def barrier(s, i, j, *, room):  # type: ignore[no-untyped-def]
     return -cuflash.abs(s) / room[j]
 
 
+def t5(s, i, j, *, head, table):  # type: ignore[no-untyped-def]
+    """Buckets of distances, which are longer the farther they are."""
+    n = cuflash.abs(i - j)
+    far = 1 + cuflash.floor(cuflash.log(cuflash.maximum(n, 1) / 2) / np.log(16))
+    return s + table[head, cuflash.where(n < 2, n, cuflash.minimum(far, 3)) + cuflash.where(j > i, 3, 0)]
+
+
+def decay(s, i, j, *, head, gamma):  # type: ignore[no-untyped-def]
+    return s + 3 * cuflash.exp(-gamma[head] * cuflash.abs(i - j) / 20)
+
+
+def of_rows(s, i, j, *, batch, head, temperature, pos_q, gate, kind_k, table):  # type: ignore[no-untyped-def]
+    """Parts of queries and of keys, and an index that is one of differences."""
+    own = cuflash.exp(-cuflash.abs(pos_q[i, 0]) * temperature[batch, head])
+    return s * own + cuflash.tanh(gate[j]) * own + table[head, (i - j) // 5 % 4 + kind_k[j]]
+
+
 SCORES: dict[str, Callable[..., Any] | None] = {
-    f.__name__: f for f in (distance, box, capped, tempered, alibi, with_pairs, gathered, without_s, barrier)
+    f.__name__: f
+    for f in (
+        *(distance, box, capped, tempered, alibi, with_pairs, gathered, without_s, barrier),
+        *(t5, decay, of_rows),
+    )
 }
+DRAWN = {"drawn": expressions.smooth_scores(), "hoistable": expressions.hoistable_scores()}
 MASKS: dict[str, Callable[..., Any] | None] = {
     "documents": lambda i, j, *, kind_q, kind_k: kind_q[i] == kind_k[j],
     "dilated": lambda i, j: ((i - j) % 3 == 0) & (i >= j),
@@ -140,7 +162,7 @@ def scored(
     draw: st.DrawFn,
     dtypes: tuple[str, ...] = ("float32", "float64", "float16", "bfloat16"),
     max_seqlen: int = 300,
-    scores: tuple[str, ...] = (*SCORES, "drawn"),
+    scores: tuple[str, ...] = (*SCORES, *DRAWN),
     packs: bool = True,
     head_dims: tuple[int, ...] = (8, 16),
     min_seqlen: int = 1,
@@ -149,7 +171,7 @@ def scored(
     pick = st.sampled_from
     score = draw(pick([*scores, None]))
     mask = draw(pick([*MASKS, None] if score else [*MASKS]))
-    function = draw(expressions.smooth_scores()) if score == "drawn" else SCORES[score] if score else None
+    function = draw(DRAWN[score]) if score in DRAWN else SCORES[score] if score else None
     functions = (function, MASKS[mask] if mask else None)
     dtype = draw(pick(dtypes))
     is_packed = packs and draw(st.booleans()) and draw(st.booleans())
@@ -193,11 +215,11 @@ def scored(
     if draw(st.booleans()):
         arrays["sinks"] = normal(heads, of="float64" if dtype == "float64" else "float32")
     arrays |= captured_of(functions, (batch, heads, seqlen_q, seqlen_k), dtype, seed)
-    if score == "drawn":  # indices are clamped, so that arrays of any size do
+    if score in DRAWN:  # indices are clamped, so that arrays of any size do
         arrays |= expressions.arrays(seed, "float64" if dtype == "float64" else "float32")
     kwargs = {"seed": 3, "offset": 1} if options["dropout"] else {}
-    if score == "drawn" and function is not None:
-        score = f"drawn {Traced.of(function, 'score')!r}"
+    if score in DRAWN and function is not None:
+        score = f"{score} {Traced.of(function, 'score')!r}"
     spelled = f"score {score}, mask {mask}, {options}, " + ", ".join(
         f"{n} {x.dtype}{x.shape}" for n, x in arrays.items()
     )

@@ -50,14 +50,18 @@ def _fields() -> tuple[tuple[str, str, int], ...]:
 FIELDS = _fields()
 # As C lays structs out: a struct ends at a multiple of its widest field.
 PARAMS_BYTES = struct.calcsize("@" + "".join(f"{count}{kind}" for _, kind, count in FIELDS) + "0Q")
-CAPTURED_BYTES = 72  # of an array that functions read, in what follows the argument: it, and its gradient
+CAPTURED_BYTES = 80  # of an array that functions read, in what follows the argument: it, and its gradient
 
 
 def params_bytes(problem: Problem) -> int:
-    """Bytes of the struct. With functions of the caller, arrays, their gradients and two scratch arrays are its end."""
+    """Bytes of the struct.
+
+    With functions of the caller, its end are the arrays that these read, tables among them, their gradients, and two
+    scratch arrays.
+    """
     if not problem.has_functions:
         return PARAMS_BYTES
-    return PARAMS_BYTES + 2 * CAPTURED_BYTES * max(len(problem.captured), 1) + 16
+    return PARAMS_BYTES + 2 * CAPTURED_BYTES * max(len(problem.hoisted.arrays), 1) + 16
 
 
 def maps_offset(problem: Problem) -> int:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from cuflash.planning import sm80
-from cuflash.planning.draft import Draft
+from cuflash.planning.draft import SUMS_CAPTURED, Draft
 from cuflash.planning.families import BackwardFamily, choose_family, family_of
 from cuflash.planning.scores import (
-    SUMS_CAPTURED,
     add_captured,
     add_captured_around,
     add_key_sums,
@@ -93,6 +92,9 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
         draft.set(head_section=family.head_section(draft, main))
         draft.set(clear_ahead=family.clear_ahead(draft, main) if reduces_dq else 0)
     draft.defines["CUFLASH_CLEARS_AHEAD"] = int(draft.run_time.clear_ahead > 0)
+    makes_scores = family is not None or dq is not None or any(x not in summed for x in score_gradients(draft))
+    if draft.tiles and makes_scores:
+        draft.add_tables(draft.tiles[0])
     around = _add_delta(draft, family, dq)
     stored, sums = by_kind([name for name in score_gradients(draft) if name not in summed])
     if scores is not None and stored and bias is None:
@@ -108,6 +110,8 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
         if summed:
             add_key_sums(draft, around, blocks, summed)
         if sums_captured:
+            if any(filled.table.name in draft.summed_captured for filled in draft.tables):
+                draft.add_around_tables(around, "led_on", CUFLASH_NEEDS_CAPTURED=SUMS_CAPTURED)
             add_captured_around(draft, around, SUMS_CAPTURED, stores=True)
             names = ", ".join(draft.captured_gradients)
             draft.reasons.append(f"{names}: summed by the main kernel: exact sums, whose order does not matter")
@@ -184,6 +188,14 @@ def _sums_captured(draft: Draft, family: BackwardFamily[Any] | None, main: Any) 
     if family is None or not draft.captured_gradients:
         return False
     obstacle = family.why_not_captured(draft, main)
+    hoisted, unhoisted = draft.program, draft.problem.unhoisted
+    if hoisted.tables and (obstacle is not None or hoisted.reads_pairs):
+        draft.program = unhoisted
+        if family.why_not_captured(draft, main) is None:
+            why = obstacle or "numbers of rows and keys, and sums of gradients, leave few registers for tables"
+            draft.reasons.append(f"score: nothing is hoisted where its gradients are summed: {why}")
+            return True
+        draft.program = hoisted
     if obstacle is not None:
         draft.reasons.append(f"{', '.join(draft.captured_gradients)}: not by {family.kernel}: {obstacle}")
     return obstacle is None

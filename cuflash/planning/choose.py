@@ -72,6 +72,7 @@ def choose_plan(
         need=tuple(name for name in problem.gradients if name in need) if pass_ == "backward" else (),
         run_time=RunTime(head_section=1 if problem.window_right is None else CAUSAL_HEAD_SECTION),
         origin=origin,
+        program=seen.hoisted,
     )
     if pass_ == "forward":
         draft_forward(draft, tiles)
@@ -91,6 +92,7 @@ def choose_plan(
         key_splits=draft.key_splits,
         scratch=tuple(draft.scratch.items()),
         tensor_maps=draft.tensor_maps,
+        tables=draft.tables,
         reason="\n".join(draft.reasons),
         need=draft.need,
         any_length=pass_ == "forward" and not _has_keys_elsewhere(problem) and "k_split" not in draft.scratch,

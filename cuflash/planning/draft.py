@@ -12,13 +12,18 @@ from cuflash.binding import Pass
 from cuflash.operands import ITEMSIZE, Operand
 from cuflash.planning.argument import PARAMS_BYTES, maps_offset, params_bytes
 from cuflash.planning.device import DeviceSpec
-from cuflash.planning.launch_plan import KernelSpec, RunTime, option_names
+from cuflash.planning.launch_plan import FilledTable, KernelSpec, RunTime, option_names
 from cuflash.planning.tiles import Tile, round_up
 from cuflash.problem import Problem
+from cuflash.score import Program
 from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 from cuflash.terms import DEFINES, MASKS, OF_FUNCTIONS, OF_PAIRS, OF_SCORES, TERMS, Term
 
+TABLE_WARPS = 8  # of a block that fills tables
+# What a kernel does for gradients of arrays that the score reads: CUFLASH_NEEDS_CAPTURED of
+# kernels/common/captured_gradients.cuh.
+FINDS_LARGEST, ADDS_CAPTURED, SUMS_CAPTURED = 1, 2, 3
 LIST_WARPS = 4  # warps of a block that lists tiles; each makes one list
 LIST_HEADER = 2  # numbers in front of a list
 # Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
@@ -47,6 +52,8 @@ class Draft:
     defines: dict[str, str | int]
     need: tuple[str, ...]
     origin: str  # of tiles that no table was asked for
+    program: Program  # what kernels compute of functions of the caller
+    tables: tuple[FilledTable, ...] = ()  # that a kernel fills for it
     tiles: tuple[Tile, ...] = ()
     kernels: list[KernelSpec] = field(default_factory=list)
     scratch: dict[str, int] = field(default_factory=dict)
@@ -60,6 +67,11 @@ class Draft:
     def captured_gradients(self) -> tuple[str, ...]:
         """The gradients of arrays that the score reads which are wanted."""
         return tuple(name for name in self.need if name in self.problem.captured_gradients)
+
+    @property
+    def summed_captured(self) -> tuple[str, ...]:
+        """The arrays and tables whose gradients a kernel sums for these."""
+        return self.program.summed([name[1:] for name in self.captured_gradients])
 
     @property
     def heads(self) -> int:
@@ -163,6 +175,28 @@ class Draft:
             return f"a mask of keys is looked at beforehand from {LOOK_KEYS} keys on, without causal and window"
         return ""
 
+    def add_tables(self, tile: Tile) -> None:
+        """Add the kernel that fills the tables of the program, before all that compute scores."""
+        problem = self.problem
+        sizes = (problem.array_batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+        self.tables = tuple(
+            FilledTable(table=table, shape=table.size(*sizes), first=table.first(problem.seqlen_k))
+            for table in self.program.tables
+        )
+        for filled in self.tables:
+            elements = -(-filled.nbytes // ITEMSIZE[problem.softmax_dtype])
+            self.scratch[filled.table.name] = elements if self.heads else 0
+        if self.tables:
+            self.add_around_tables(tile, "filled")
+            parts = ", ".join(filled.table.spelled for filled in self.tables)
+            self.reasons.append(f"score: parts that take few values are hoisted: kernels read {parts}")
+
+    def add_around_tables(self, tile: Tile, makes: str, **defines: int) -> None:
+        """Add a kernel that has a thread for each entry of the tables."""
+        entries = sum(math.prod(filled.shape) for filled in self.tables) if self.heads else 0
+        warps = {"CUFLASH_NUM_WARPS": TABLE_WARPS, "CUFLASH_MIN_BLOCKS": 1}
+        self.add("around/hoisted.cu", tile, -(-entries // (32 * TABLE_WARPS)), 0, (makes,), **warps, **defines)
+
     def add(
         self, source: str, tile: Tile, blocks: int, shared_bytes: int, makes: Collection[str] = (), /, **defines: int
     ) -> None:
@@ -178,8 +212,10 @@ class Draft:
         every |= {"CUFLASH_SHARED_BYTES": shared_bytes, "CUFLASH_KERNEL_NAME": name}
         headers: tuple[tuple[str, str], ...] = ()
         if every["CUFLASH_HAS_SCORE_FUNCTION"] or every["CUFLASH_HAS_MASK_FUNCTION"]:
-            is_of_gradients = every["CUFLASH_NEEDS_CAPTURED"] != 0
-            header = functions_header(self.problem, self.captured_gradients if is_of_gradients else ())
+            # What adds the gradients of arrays pair by pair finds their places itself.
+            by_pairs = every["CUFLASH_NEEDS_CAPTURED"] in (FINDS_LARGEST, ADDS_CAPTURED)
+            program = self.problem.unhoisted if by_pairs else self.program
+            header = functions_header(program, self.captured_gradients if every["CUFLASH_NEEDS_CAPTURED"] else ())
             headers = (header,)
             every |= {"CUFLASH_FUNCTIONS": f'"{header[0]}"', "CUFLASH_PARAMS_BYTES": params_bytes(self.problem)}
         self.kernels.append(
@@ -219,6 +255,7 @@ _TOLD = {
     "scores_reduce.cu": ("bias",),
     "convert.cu": ("dropout",),
     "captured.cu": ("score",),
+    "hoisted.cu": ("score",),
     "mask_tiles.cu": ("mask", "mask_function"),
 }
 
@@ -230,9 +267,9 @@ def _untold(source: str) -> tuple[str, ...]:
     return tuple(name for name in _UNTOLD if name not in told) if folder == "around" else ()
 
 
-def functions_header(problem: Problem, gradients: Collection[str] = ()) -> tuple[str, str]:
+def functions_header(program: Program, gradients: Collection[str] = ()) -> tuple[str, str]:
     """The name and the text of what kernels include of functions of the caller: equal texts have one name."""
-    text = problem.program.header([name[1:] for name in gradients])
+    text = program.header([name[1:] for name in gradients])
     return f"functions_{hashlib.sha256(text.encode()).hexdigest()[:32]}.cuh", text
 
 

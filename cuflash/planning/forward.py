@@ -29,5 +29,6 @@ def draft_forward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     else:
         family, tile, reason = choose_family(FAMILIES, draft)
     draft.tiles = (tile,)
+    draft.add_tables(tile)
     draft.reasons.append(reason)
     family.draft(draft, tile)

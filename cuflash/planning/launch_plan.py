@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 from cuflash.binding import Pass
@@ -11,6 +12,7 @@ from cuflash.planning.device import DeviceSpec, why_by_lanes
 from cuflash.planning.tiles import Tile, round_up
 from cuflash.planning.traffic import Traffic, predict
 from cuflash.problem import Problem
+from cuflash.score import Table
 from cuflash.tensor_map import TensorMapSpec
 from cuflash.terms import DEFAULT_NEED
 
@@ -52,6 +54,26 @@ class RunTime:
     clear_ahead: int = 0  # how many heads later the head is whose accumulators of dq a block clears; 0: none does
 
 
+@dataclass(frozen=True, kw_only=True)
+class FilledTable:
+    """A table that a kernel fills before those that compute scores."""
+
+    table: Table
+    shape: tuple[int, int, int]  # batch entries, heads and places
+    first: int  # the place of the first entry
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """In elements; 0 where all batch entries, or all heads, have one row."""
+        batch, heads, places = self.shape
+        return heads * places if batch > 1 else 0, places if heads > 1 else 0, 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return math.prod(self.shape) * ITEMSIZE[self.table.dtype]
+
+
 @dataclass(frozen=True)
 class ScratchLayout:
     """Where the scratch arrays of a call lie in one allocation, in bytes."""
@@ -88,6 +110,7 @@ class LaunchPlan:
     scratch: tuple[tuple[str, int], ...]  # arrays beside inputs and results, in elements of lse's dtype
     tensor_maps: tuple[TensorMapSpec, ...]  # that follow the parameters
     reason: str
+    tables: tuple[FilledTable, ...] = ()  # what kernels read in place of parts of the score
     need: tuple[str, ...] = ()  # gradients that are computed (backward)
     any_length: bool = False  # it serves all numbers of keys that have the same `planned_length`
     hides_last_keys: bool = False  # whatever lies after the last key: tensor maps of k and v may reach over it
@@ -135,7 +158,10 @@ class LaunchPlan:
                 f"{kernel.shared_bytes} bytes of shared memory{resources}"
             )
         if p.has_functions:
-            lines.extend(f"  {line}" for line in p.program.describe().splitlines())
+            tables = [filled.table for filled in self.tables]
+            lines.extend(f"  {line}" for line in p.program.describe(tables).splitlines())
+        for filled in self.tables:
+            lines.append(f"  {filled.table.name}: a table of {filled.nbytes} bytes, which a kernel fills")
         lines.append(f"  extra memory: {self.extra_bytes} bytes")
         if traffic := self.traffic:
             in_16_bits = not why_by_lanes(p.dtype, self.device) and ITEMSIZE[p.dtype] == 2

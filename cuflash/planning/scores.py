@@ -6,15 +6,12 @@ import math
 from collections.abc import Collection, Sequence
 
 from cuflash.operands import ITEMSIZE
-from cuflash.planning.draft import Draft, check_blocks
+from cuflash.planning.draft import ADDS_CAPTURED, FINDS_LARGEST, SUMS_CAPTURED, Draft, check_blocks
 from cuflash.planning.tiles import Tile
 from cuflash.terms import OF_HEADS, OF_SCORES, TERMS
 
 SCORES_REDUCE_WARPS = 8
-# What a kernel does for gradients of arrays that the score reads: CUFLASH_NEEDS_CAPTURED of
-# kernels/common/captured_gradients.cuh. EXACT_WORDS is kSumWords of kernels/common/exact_sums.cuh.
-FINDS_LARGEST, ADDS_CAPTURED, SUMS_CAPTURED = 1, 2, 3
-EXACT_WORDS = 12
+EXACT_WORDS = 12  # kSumWords of kernels/common/exact_sums.cuh
 # The gradient whose kernel stores tiles of gradients of scores, and the one that is a number for each head. The others
 # are one number.
 _STORED = next(term.gradient for term in TERMS if term.part_of == "scores" and term.broadcasts)
@@ -103,9 +100,12 @@ def add_captured_around(draft: Draft, tile: Tile, step: int, *, stores: bool) ->
     """The kernel that clears the sums of such gradients, or makes results of them."""
     arrays = dict(draft.problem.captured)
     elements = sum(math.prod(arrays[name[1:]].shape) for name in draft.captured_gradients)
+    if step == SUMS_CAPTURED:
+        summed = draft.summed_captured
+        elements += sum(math.prod(filled.shape) for filled in draft.tables if filled.table.name in summed)
     of_64_bits = 8 // ITEMSIZE[draft.problem.softmax_dtype]
     draft.scratch["captured_sums"] = of_64_bits * elements * _words(draft, step)
-    draft.scratch["captured_largest"] = of_64_bits * len(arrays)
+    draft.scratch["captured_largest"] = of_64_bits * len(draft.program.arrays)
     blocks = draft.device.num_sms  # whatever the arrays are, so that no array compiles anything
     options = {"CUFLASH_NUM_WARPS": SCORES_REDUCE_WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_NEEDS_CAPTURED": step}
     options |= {"CUFLASH_CAPTURED_BLOCKS": blocks, "CUFLASH_STORES_CAPTURED": int(stores)}

@@ -1,5 +1,16 @@
 """Scores and masks that callers write as Python functions: traced once, evaluated, differentiated and emitted."""
 
-from cuflash.score.program import KINDS_OF_READS, Loaded, Program, Traced, index_class, program_of
+from cuflash.score.hoisting import hoisted_program_of
+from cuflash.score.program import KINDS_OF_READS, Program, Traced, index_class, program_of
+from cuflash.score.tables import Loaded, Table
 
-__all__ = ["KINDS_OF_READS", "Loaded", "Program", "Traced", "index_class", "program_of"]
+__all__ = [
+    "KINDS_OF_READS",
+    "Loaded",
+    "Program",
+    "Table",
+    "Traced",
+    "hoisted_program_of",
+    "index_class",
+    "program_of",
+]

@@ -74,12 +74,24 @@ class Writer:
         By name, which of the parameters an array is, and its dtype.
     known : mapping of Node to str
         Nodes that are computed already, and how they are written.
+    tables : mapping of str to str
+        By name, how it is written where the row of a table has the place 0.
+    exact : bool
+        Whether functions are computed without approximations, whatever turns on their last bits.
     """
 
     def __init__(
-        self, roots: Sequence[Node], arrays: Mapping[str, tuple[int, str]], known: Mapping[Node, str] | None = None
+        self,
+        roots: Sequence[Node],
+        arrays: Mapping[str, tuple[int, str]],
+        known: Mapping[Node, str] | None = None,
+        *,
+        tables: Mapping[str, str] | None = None,
+        exact: bool = False,
     ) -> None:
         self.arrays = arrays
+        self.tables = tables or {}
+        self.exact = exact
         self.names: dict[Node, str] = dict(known or {})
         self.lines: list[str] = []
         bounds: dict[Node, Bounds] = {}
@@ -115,18 +127,18 @@ class Writer:
         return name
 
     def _expression(self, at: Node) -> str:
-        args = [self.names[arg] for arg in at.args]
-        own = self.type_of(at)
-        if at.kind == "int" and own == "i64" and at.op not in ("load", "floor"):
-            args = [f"(i64){x}" if arg.kind == "int" else x for x, arg in zip(args, at.args, strict=True)]
         if at.op == "load":
             return self._load(at)
+        args = [self.names[arg] for arg in at.args]
+        own = self.type_of(at)
+        if at.kind == "int" and own == "i64" and at.op != "floor":
+            args = [f"(i64){x}" if arg.kind == "int" else x for x, arg in zip(args, at.args, strict=True)]
         if at.op == "cast":
             (of,) = at.args
             if own == "Real" and of.op == "abs":  # rounded the same either way, and abs of real numbers costs nothing
                 return f"score_abs((Real){self.names[of.args[0]]})"
             return f"{args[0]} != 0" if at.kind == "bool" else f"({own}){args[0]}"
-        if at.op in FAST and at not in self.deciding:
+        if at.op in FAST and at not in self.deciding and not self.exact:
             return f"score_fast_{at.op}({', '.join(args)})"
         if at.op in ("floordiv", "mod"):
             return f"score_{at.op}({args[0]}, {args[1]})"
@@ -148,7 +160,10 @@ class Writer:
         raise AssertionError(at.op)
 
     def _load(self, at: Node) -> str:
-        index, dtype = self.arrays[str(at.payload)]
+        name = str(at.payload)
+        index, dtype = self.arrays[name]
+        if name in self.tables:
+            return f"score_element({ELEMENTS[dtype]}{{}}, {self.tables[name]}, (i64){self.names[at.args[-1]]})"
         return f"score_load<{ELEMENTS[dtype]}>(arrays[{index}]{self.indices(at)})"
 
     def indices(self, load: Node) -> str:
@@ -182,7 +197,10 @@ def body(
     arrays: Mapping[str, tuple[int, str]],
     last: Callable[[Writer], list[str]],
     known: Mapping[Node, str] | None = None,
+    *,
+    tables: Mapping[str, str] | None = None,
+    exact: bool = False,
 ) -> str:
     """The body of a function: the lines that compute nodes, and those that `last` makes of their names."""
-    writer = Writer(roots, arrays, known)
+    writer = Writer(roots, arrays, known, tables=tables, exact=exact)
     return "".join(f"  {line}\n" for line in (*writer.lines, *last(writer)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,11 +15,13 @@ from cuflash.score.emission import ELEMENTS, Writer, body, of_head
 from cuflash.score.evaluation import as_captured, evaluate
 from cuflash.score.kinds import cast, with_kinds
 from cuflash.score.nodes import COMPARISONS, Node, in_order, node, shown
+from cuflash.score.tables import AXES, Loaded, Table, filling_text
 from cuflash.score.tracing import NAMED_INPUTS, trace
 
 Array = NDArray[Any]
 What = Literal["score", "mask"]
 
+FEW_TABLES = 2  # that tiles of every size leave registers for
 OF_HEAD = "const OfHead& of_head"  # in CUDA text
 PAIR = "const Captured* arrays, Real s, int i, int j, int head, int batch"
 # What the places of a read follow from, by the class of its index: ReadKind of kernels/common/captured_gradients.cuh
@@ -83,14 +85,6 @@ def _with_kinds(traced: Traced, kinds: tuple[tuple[str, tuple[int, str]], ...]) 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """One way in which a score reads an array of real numbers: the node, and the score's derivative by it."""
-
-    at: Node
-    derivative: Node
-
-
-@dataclass(frozen=True, kw_only=True)
 class Program:
     """What a call computes of its functions, for the dtypes of its arrays.
 
@@ -104,6 +98,8 @@ class Program:
         Name, number of axes and dtype of all that the functions read.
     loads : mapping of str to tuple of Loaded
         By the name of an array of real numbers, how the score reads it.
+    tables : tuple of Table
+        What kernels fill before the main one: the last ones of `arrays`.
     """
 
     score: Node | None
@@ -111,6 +107,7 @@ class Program:
     by_s: Node | None
     arrays: tuple[tuple[str, int, str], ...]
     loads: Mapping[str, tuple[Loaded, ...]]
+    tables: tuple[Table, ...] = ()
 
     @property
     def changes_slope(self) -> bool:
@@ -129,24 +126,36 @@ class Program:
 
     @property
     def reads_pairs(self) -> bool:
-        """Whether the score reads arrays by the indices of rows or of keys."""
-        reads = () if self.score is None else in_order([self.score])
-        return any(at.op == "load" and index_class(at) != "head" for at in reads)
+        """Whether the score reads arrays by the indices of rows or of keys, other than one table or two."""
+        reads = [at for at in in_order([] if self.score is None else [self.score]) if at.op == "load"]
+        own = {table.name for table in self.tables} if len(self.tables) <= FEW_TABLES else ()
+        return any(at.payload not in own and index_class(at) != "head" for at in reads)
 
-    def describe(self) -> str:
-        """The expressions, a line each."""
+    def describe(self, tables: Sequence[Table] = ()) -> str:
+        """The expressions, a line each, and those that tables have in place of parts of them."""
         named = [] if self.score is None or self.by_s is None else [("score", self.score), ("d score / d s", self.by_s)]
         for loads in self.loads.values():
             for load in loads:
                 named.append((f"d score / d {shown([('', load.at)])} [{index_class(load.at)}]", load.derivative))
         if self.mask is not None:
             named.append(("mask", self.mask))
-        return shown(named)
+        return shown([*named, *((table.spelled, table.of) for table in tables)])
+
+    def summed(self, wanted: Collection[str]) -> tuple[str, ...]:
+        """The arrays and tables whose gradients those of the arrays that are `wanted` are made of."""
+        own = {table.name for table in self.tables if table.reads(wanted)}
+        return tuple(name for name, loads in self.loads.items() if loads and (name in wanted or name in own))
+
+    def with_room_for(self, tables: Sequence[Table]) -> Program:
+        """The program for an argument that has these tables, too, which it does not read."""
+        own = tuple((table.name, AXES, table.dtype) for table in tables)
+        return replace(self, arrays=(*self.arrays, *own))
 
     def header(self, wanted: Collection[str] = ()) -> str:
-        """CUDA text: functions of a pair, of the arrays in their order; derivatives by those that are `wanted`."""
+        """CUDA text: functions of a pair, of the arrays in their order; derivatives for those that are `wanted`."""
         arrays = {name: (index, dtype) for index, (name, _, dtype) in enumerate(self.arrays)}
-        reads = [load for name, loads in self.loads.items() if name in wanted for load in loads]
+        summed = self.summed(wanted)
+        reads = [load for name in summed for load in self.loads[name]]
         of_reads = [*(index for load in reads for index in load.at.args), *(load.derivative for load in reads)]
         of_all = of_head([*(root for root in (self.score, self.by_s, self.mask) if root is not None), *of_reads])
         known = {at: f"of_head.x{n}" for n, at in enumerate(of_all)}
@@ -158,30 +167,44 @@ class Program:
             def both(writer: Writer) -> list[str]:
                 return [f"by_s = {writer.text(slope)};", f"return {writer.text(value)};"]
 
-            text += body([value, slope], arrays, both, known) + "}\n"
+            text += body([value, slope], arrays, both, known, tables=self._rows) + "}\n"
         if self.mask is not None:
             visible = self.mask
             text += f"CUFLASH_DEVICE bool mask_function({OF_HEAD}, {PAIR.replace('Real s, ', '')}) {{\n"
             text += body([visible], arrays, lambda writer: [f"return {writer.text(visible)};"], known) + "}\n"
-        return text + self._derivatives(arrays, wanted, known) if wanted else text
+        text += self._derivatives(arrays, wanted, summed, known) if wanted else ""
+        return text + filling_text(self.tables, arrays, wanted) if self.tables else text
+
+    @property
+    def _rows(self) -> dict[str, str]:
+        """How it is written where the rows of tables have the place 0."""
+        first = len(self.arrays) - len(self.tables)
+        return {table.name: f"of_head.table{array}" for array, table in enumerate(self.tables, first)}
 
     def _of_head(self, nodes: Sequence[Node], arrays: Mapping[str, tuple[int, str]]) -> str:
         """What the functions read that is the same for all pairs of a head, and the function that reads it."""
-        fields: list[str] = []
+        own = [(table, arrays[table.name][0]) for table in self.tables]
+        fields = [f"  {table.field(array)};\n" for table, array in own]
+        rows = [table.row_of_head(array) for table, array in own]
 
         def made(writer: Writer) -> list[str]:
             fields.extend(f"  {writer.type_of(at)} x{n};\n" for n, at in enumerate(nodes))
-            return [f"return {{{', '.join(writer.text(at) for at in nodes)}}};"]
+            return [f"return {{{', '.join((*rows, *(writer.text(at) for at in nodes)))}}};"]
 
         text = body(nodes, arrays, made)
         reads = "CUFLASH_DEVICE OfHead read_of_head(const Captured* arrays, int head, int batch) {\n"
         return f"struct OfHead {{\n{''.join(fields)}}};\n{reads}{text}}}\n"
 
     def _derivatives(
-        self, arrays: Mapping[str, tuple[int, str]], wanted: Collection[str], known: Mapping[Node, str]
+        self,
+        arrays: Mapping[str, tuple[int, str]],
+        wanted: Collection[str],
+        summed: Collection[str],
+        known: Mapping[Node, str],
     ) -> str:
-        """The functions of gradients of arrays."""
-        reads = [(name, load) for name, loads in self.loads.items() if name in wanted for load in loads]
+        """The functions of gradients of arrays, those that are `wanted`, and of what is `summed` for them."""
+        reads = [(name, load) for name in summed for load in self.loads[name]]
+        own = {table.name for table in self.tables}
         numbers = ", ".join(str(arrays[name][0]) for name, _ in reads)
         kinds = ", ".join(str(KINDS_OF_READS.get(index_class(load.at), len(KINDS_OF_READS))) for _, load in reads)
         constant = ", ".join(str(int(load.derivative.op == "constant")) for _, load in reads)
@@ -190,13 +213,17 @@ class Program:
         def visits(writer: Writer) -> list[str]:
             lines = [f"by_s = {writer.text(slope)};"]
             for number, (name, load) in enumerate(reads):
-                place = f"score_place<0>(arrays[{arrays[name][0]}], (i64)0{writer.indices(load.at)})"
+                array, indices = f"arrays[{arrays[name][0]}]", writer.indices(load.at)
+                place = f"score_place<0>({array}, (i64)0{indices})"
+                if name in own:
+                    place = f"place_in_table({array}{indices})"
                 lines.append(f"visit(Integer<{number}>{{}}, {place}, {writer.text(load.derivative)});")
             return lines
 
         roots = [slope, *(index for _, load in reads for index in load.at.args)]
         roots += [load.derivative for _, load in reads]
-        reads_s = self.derivatives_read_s(wanted)
+        reads_s = self.derivatives_read_s(summed)
+        has_sums = ", ".join(str(int(name in wanted or name in summed)) for name in arrays)
         of_array = "CUFLASH_DEVICE constexpr {} {}(int read) {{ constexpr int of[] = {{{}}}; return of[read]; }}\n"
         cases = "".join(
             f"  if (array == {arrays[name][0]}) score_put({ELEMENTS[arrays[name][1]]}(), data, at, value);\n"
@@ -205,13 +232,14 @@ class Program:
         )
         return (
             f"constexpr int kNumReads = {len(reads)};\n"
-            + of_array.format("int", "array_of_read", numbers)
-            + of_array.format("int", "kind_of_read", kinds)
-            + of_array.format("bool", "has_constant_derivative", constant)
+            + of_array.format("int", "array_of_read", numbers or "0")
+            + of_array.format("int", "kind_of_read", kinds or "0")
+            + of_array.format("bool", "has_constant_derivative", constant or "0")
+            + of_array.format("bool", "has_sums", has_sums).replace("read", "array")
             + f"constexpr bool kDerivativesReadS = {str(reads_s).lower()};\n"
             + f"template <class Visit>\nCUFLASH_DEVICE void score_derivatives({OF_HEAD}, {PAIR}, Real& by_s, "
             + "Visit visit) {\n"
-            + body(roots, arrays, visits, known)
+            + body(roots, arrays, visits, known, tables=self._rows)
             + "}\nCUFLASH_DEVICE void store_gradient(int array, void* data, i64 at, Real value) {\n"
             + cases
             + "}\n"
@@ -225,21 +253,25 @@ def program_of(score: Traced | None, mask: Traced | None, arrays: tuple[tuple[st
     Raises TypeError and ValueError where they do not fit the functions.
     """
     kinds = tuple((name, (num_axes, dtype)) for name, num_axes, dtype in arrays)
-    root = by_s = None
+    root = None if score is None else _with_kinds(score, kinds)
+    return with_derivatives(root, None if mask is None else _with_kinds(mask, kinds), arrays)
+
+
+def with_derivatives(score: Node | None, mask: Node | None, arrays: tuple[tuple[str, int, str], ...]) -> Program:
+    """The program of expressions with kinds."""
+    by_s = None
     loads: dict[str, tuple[Loaded, ...]] = {}
     if score is not None:
-        root = _with_kinds(score, kinds)
-        by_name = {name: [at for at in loads_of(root, name) if at.kind == "float"] for name, _, _ in arrays}
+        by_name = {name: [at for at in loads_of(score, name) if at.kind == "float"] for name, _, _ in arrays}
         reads = [at for found in by_name.values() for at in found]
-        by_s, *slopes = derivatives(root, [node("input", (), "s", "float"), *reads])
+        by_s, *slopes = derivatives(score, [node("input", (), "s", "float"), *reads])
         of_load = dict(zip(reads, slopes, strict=True))
         loads = {
             name: tuple(Loaded(at=at, derivative=of_load[at]) for at in found)
             for name, found in by_name.items()
             if found
         }
-    visible = None if mask is None else _with_kinds(mask, kinds)
-    return Program(score=root, mask=visible, by_s=by_s, arrays=arrays, loads=loads)
+    return Program(score=score, mask=mask, by_s=by_s, arrays=arrays, loads=loads)
 
 
 def index_class(load: Node) -> str:

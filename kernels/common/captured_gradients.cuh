@@ -24,14 +24,15 @@ constexpr int kTermBits = 61;
 enum ReadKind { kReadOfHead, kReadOfKey, kReadOfQuery, kReadOfDiagonal, kReadOfPair };
 
 #if CUFLASH_NEEDS_CAPTURED
-// Elements of an array, and where its sums begin among those of all arrays whose gradients are wanted.
+// Elements of an array, and where its sums begin among those of all arrays that have sums: those whose gradients are
+// wanted, and tables that these are read by (cuflash/score/hoisting.py).
 CUFLASH_DEVICE i64 elements_of(const Captured& array) {
   return array.size[0] * array.size[1] * array.size[2] * array.size[3];
 }
 CUFLASH_DEVICE i64 first_sum_of(const Params& params, int array) {
   i64 first = 0;
   for (int i = 0; i < array; ++i)
-    if (params.gradients[i].data != nullptr) first += elements_of(params.captured[i]);
+    if (has_sums(i)) first += elements_of(params.captured[i]);
   return first;
 }
 CUFLASH_DEVICE i64* captured_sums_of(const Params& params, int word) {

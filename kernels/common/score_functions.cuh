@@ -10,6 +10,7 @@ struct Captured {
   const void* data;
   i64 stride[4];
   i64 size[4];
+  i64 first;  // of a table (cuflash/score/tables.py), the place of its first entry
 };
 
 CUFLASH_DEVICE float score_element(float, const float* data, i64 at) { return data[at]; }
@@ -77,6 +78,17 @@ template <int axis, class Index, class... Rest>
 CUFLASH_DEVICE i64 score_place(const Captured& array, i64 place, Index index, Rest... rest) {
   const i64 within = score_entry(array.size[axis], index);
   return score_place<axis + 1>(array, place * array.size[axis] + within, rest...);
+}
+
+// A table is over batch entries, heads and places; stride 0 and size 1 where they share a row. Where a row has place 0:
+template <class E>
+CUFLASH_DEVICE const typename StoredAs<E>::Type* row_of_table(const Captured& table, int batch, int head) {
+  const i64 row = batch * table.stride[0] + head * table.stride[1];
+  return (const typename StoredAs<E>::Type*)table.data + (row - table.first);
+}
+// Which entry of it.
+CUFLASH_DEVICE i64 place_in_table(const Captured& table, int batch, int head, int place) {
+  return (batch * table.size[1] + head) * table.size[2] + (place - table.first);
 }
 
 CUFLASH_DEVICE void score_put(float, void* data, i64 at, Real value) { ((float*)data)[at] = value; }

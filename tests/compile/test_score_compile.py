@@ -22,9 +22,11 @@ SPILLS = {
 SPILLS_OF_ARRAYS = {
     ("alibi", None, 128): 32,
     ("alibi", "documents", 128): 220,
-    ("distance", None, 64): 248,
+    ("distance", None, 64): 264,
     ("distance", None, 128): 800,
     ("tempered", None, 128): 100,
+    ("t5", None, 64): 56,
+    ("t5", None, 128): 320,
 }
 
 
@@ -36,6 +38,8 @@ SPILLS_OF_ARRAYS = {
         ("9.0", "alibi", "documents", 128),
         ("9.0", "capped", None, 64),
         ("9.0", "capped", None, 128),
+        ("8.0", "t5", None, 128),
+        *(("9.0", "t5", None, head_dim) for head_dim in (64, 128, 256)),
     ],
 )
 def test_functions_spill_little_and_let_products_run_on(arch, score, mask, head_dim):
@@ -54,6 +58,8 @@ def test_functions_spill_little_and_let_products_run_on(arch, score, mask, head_
         ("alibi", "documents", 128),
         ("distance", None, 64),
         ("tempered", None, 64),
+        ("t5", None, 64),
+        ("t5", None, 128),
         *((score, None, 128) for score in ("alibi", "distance", "tempered")),
     ],
 )
@@ -73,8 +79,9 @@ def assert_spills(kernel, most):
     assert SERIALIZED not in resources.log
 
 
-def test_new_lengths_and_arrays_compile_nothing():
-    first, longer = (of_functions(("distance", "documents"), "bfloat16", 64, n) for n in (256, 1000))
+@pytest.mark.parametrize("score", ["distance", "t5"])
+def test_new_lengths_and_arrays_compile_nothing(score):
+    first, longer = (of_functions((score, "documents"), "bfloat16", 64, n) for n in (256, 1000))
     device = DeviceSpec.for_arch("9.0")
 
     def kernels(problem):
@@ -82,3 +89,17 @@ def test_new_lengths_and_arrays_compile_nothing():
         return {(kernel.source, kernel.defines, kernel.headers) for plan in plans for kernel in plan.kernels}
 
     assert kernels(first) == kernels(longer)
+
+
+@pytest.mark.parametrize("arch", ["7.5", "8.0", "9.0"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_kernels_of_tables_spill_nothing(arch, dtype):
+    problem = of_functions(("t5", None), "float16" if arch == "7.5" and dtype == "bfloat16" else dtype, 64)
+    device = DeviceSpec.for_arch(arch)
+    need = ("dq", "dk", "dv", *problem.captured_gradients)
+    kernels = [kernel for pass_ in PASSES for kernel in choose_plan(problem, device, pass_, need=need).kernels]
+    of_tables = [kernel for kernel in kernels if kernel.source == "around/hoisted.cu"]
+    assert len(of_tables) == (3 if arch == "9.0" and dtype == "bfloat16" else 2)
+    for kernel in of_tables:
+        assert_spills(kernel, 0)
+        assert not compile_spec(kernel).resources.warnings

@@ -13,6 +13,8 @@ from tests.emulate import attention
 from tests.emulate.checks import judge_functions
 from tests.scored import MASKS, SCORES, Scored, captured_of, scored
 
+HOISTED = ("t5", "decay", "of_rows", "hoistable")
+
 
 def by_own_kernels(case: Scored) -> bool:
     """Whether both passes have main kernels for compute capability 9.0."""
@@ -41,8 +43,15 @@ def of_9_0(head_dim: int, *scores: str) -> st.SearchStrategy[Scored]:
         ("9.0", of_9_0(72, "drawn", "distance", "box").filter(sums_arrays)),
         ("9.0", of_9_0(72, "with_pairs")),
         ("9.0", of_9_0(136, "capped", "drawn")),
+        ("8.0", scored(max_seqlen=130, scores=HOISTED)),
+        ("9.0", of_9_0(16, "t5", "decay", "of_rows")),
+        ("9.0", of_9_0(16, "hoistable").filter(sums_arrays)),
+        ("9.0", of_9_0(72, "hoistable").filter(sums_arrays)),
     ],
-    ids=["8.0", "9.0-16-arrays", "9.0-72-arrays", "9.0-72", "9.0-136"],
+    ids=[
+        *("8.0", "9.0-16-arrays", "9.0-72-arrays", "9.0-72", "9.0-136"),
+        *("8.0-tables", "9.0-16-tables", "9.0-16-tables-arrays", "9.0-72-tables-arrays"),
+    ],
 )
 def test_kernels_obey_the_oracle(arch, cases):
     @settings(max_examples=2)

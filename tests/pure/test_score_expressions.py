@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash.compiler import kernel_directory
 from cuflash.emulator import find_compiler
-from cuflash.score import Traced, index_class, program_of
+from cuflash.score import Traced, hoisted_program_of, index_class, program_of
 from cuflash.score.derivatives import loads_of
 from cuflash.score.evaluation import clamped, evaluate
 from cuflash.score.intervals import Tables, bounds_of
 from tests import expressions
-from tests.expressions import BATCH, HEADS, SEQLEN_K, SEQLEN_Q, masks, scores
+from tests.expressions import BATCH, HEADS, SEQLEN_K, SEQLEN_Q, hoistable_scores, masks, scores
 
 ROWS, KEYS = np.arange(SEQLEN_Q)[:, None], np.arange(SEQLEN_K)[None, :]
 S = np.random.default_rng(1).standard_normal((SEQLEN_Q, SEQLEN_K)) * 2
@@ -35,6 +35,13 @@ def program(score=None, mask=None, given=None):
     arrays = tuple((name, x.ndim, x.dtype.name) for name, x in given.items())
     of_score = None if score is None else Traced.of(score, "score")
     return program_of(of_score, None if mask is None else Traced.of(mask, "mask"), arrays)
+
+
+def hoisted(score, mask, given, dtype):
+    """The program with tables."""
+    arrays = tuple((name, x.ndim, x.dtype.name) for name, x in given.items())
+    of_mask = None if mask is None else Traced.of(mask, "mask")
+    return hoisted_program_of(Traced.of(score, "score"), of_mask, arrays, np.dtype(dtype).name, True)
 
 
 def called(function, given, s=None, dtype=np.float64, **others):
@@ -134,6 +141,9 @@ using u8 = uint8_t; using u16 = uint16_t; using u32 = uint32_t; using i32 = int3
 using Real = REAL;
 struct Float16 {}; struct BFloat16 {};
 template <int n> struct Integer { static constexpr int value = n; };
+template <int count, int first = 0, class Function> void repeat(Function f) {
+  if constexpr (first < count) { f(Integer<first>{}); repeat<count, first + 1>(f); }
+}
 namespace ptx {
 inline float infinity() { return INFINITY; }
 inline float exp2_approx(float x) { return std::exp2(x); }
@@ -147,6 +157,16 @@ template <class E> Real to_real(u16 x) { return x; }
 constexpr bool kWide = sizeof(Real) == 8;
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 inline Real fast_tanh(Real x) { return tanh(x); }
+"""
+FILL = """
+extern "C" void fill_FUNCTION(const Captured* a) {
+  repeat<NAME::kNumTables>([&](auto number) {
+    const Captured& table = a[NAME::array_of_table(decltype(number)::value)];
+    for (i64 at = 0; at < table.size[0] * table.size[1] * table.size[2]; ++at)
+      NAME::fill_table(number, (void*)table.data, at, a, at / (table.size[1] * table.size[2]),
+                       at / table.size[2] % table.size[1], at % table.size[2] + table.first);
+  });
+}
 """
 LOOP = """
 extern "C" void FUNCTION(const Captured* a, const Real* s, int head, int batch, Real* value, Real* slope, u8* shown) {
@@ -162,13 +182,23 @@ extern "C" void FUNCTION(const Captured* a, const Real* s, int head, int batch, 
 
 
 class Captured(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 4), ("size", ctypes.c_int64 * 4))
+    _fields_ = (
+        *(("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 4), ("size", ctypes.c_int64 * 4)),
+        ("first", ctypes.c_int64),
+    )
 
 
-def captured(given):
-    """The arrays as CUDA text sees them."""
-    every = (Captured * len(given))()
-    for own, x in zip(every, given.values(), strict=True):
+def captured(given, tables):
+    """The arrays as CUDA text sees them, and tables, which come with memory."""
+    every = (Captured * (len(given) + len(tables)))()
+    for own, (table, values) in zip(every[len(given) :], tables, strict=True):
+        own.data = values.ctypes.data
+        own.size[:] = (*values.shape, 1)
+        own.stride[:3] = [
+            stride // values.itemsize * (n > 1) for stride, n in zip(values.strides, values.shape, strict=True)
+        ]
+        own.first = table.first(SEQLEN_K)
+    for own, x in zip(every, given.values(), strict=False):
         own.data = x.ctypes.data
         own.stride[: x.ndim] = [stride // x.itemsize for stride in x.strides]
         own.size[: x.ndim] = x.shape
@@ -181,18 +211,20 @@ def test_emitted_text_is_the_expression(dtype, tmp_path):
     drawn = []
 
     @settings(max_examples=40, database=None)
-    @given(scores(), masks())
+    @given(st.one_of(scores(), hoistable_scores()), masks())
     def draw(score, mask):
         drawn.append((score, mask))
 
     draw()
     given_arrays = expressions.arrays(dtype=dtype)
     made = [program(score, mask, given_arrays) for score, mask in drawn]
+    emitted = [hoisted(score, mask, given_arrays, dtype) for score, mask in drawn]
+    assert sum(bool(one.tables) for one in emitted) >= 10
     real = "float" if dtype == np.float32 else "double"
     text = PRELUDE.replace("REAL", real) + '#include "common/score_functions.cuh"\n'
-    for index, one in enumerate(made):
+    for index, one in enumerate(emitted):
         text += f"namespace n{index} {{\n{one.header()}}}\n"
-        loop = LOOP.replace("FUNCTION", f"f{index}").replace("NAME", f"n{index}")
+        loop = ((FILL if one.tables else "") + LOOP).replace("FUNCTION", f"f{index}").replace("NAME", f"n{index}")
         text += loop.replace("ROWS", str(SEQLEN_Q)).replace("KEYS", str(SEQLEN_K))
     (tmp_path / "common").mkdir()
     for name in ("config", "exponential"):
@@ -209,7 +241,11 @@ def test_emitted_text_is_the_expression(dtype, tmp_path):
     for index, one in enumerate(made):
         value, slope, shown = np.empty(S.shape, dtype), np.empty(S.shape, dtype), np.empty(S.shape, np.uint8)
         pointers = [ctypes.c_void_p(x.ctypes.data) for x in (s, value, slope, shown)]
-        every = captured(given_arrays)
+        sizes = [(table, table.size(BATCH, HEADS, SEQLEN_Q, SEQLEN_K)) for table in emitted[index].tables]
+        tables = [(table, np.zeros(size, table.dtype)) for table, size in sizes]
+        every = captured(given_arrays, tables)
+        if emitted[index].tables:
+            getattr(functions, f"fill_f{index}")(every)
         getattr(functions, f"f{index}")(every, pointers[0], 1, 1, *pointers[1:])
         at = inputs(s)
         expected = [np.broadcast_to(x, S.shape) for x in evaluate([one.score, one.by_s], at, given_arrays, dtype)]

@@ -140,21 +140,21 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
         return replace(main, keeps_scores=not _OF_FUNCTIONS.isdisjoint(names))
 
     def why_not_captured(self, draft: Draft, main: BackwardSm90Tile) -> str | None:
-        program = draft.problem.program
-        for name in draft.captured_gradients:
-            for found in program.classes((name[1:],)):
+        program, summed = draft.program, draft.summed_captured
+        for name in summed:
+            for found in program.classes((name,)):
                 if found not in KINDS_OF_READS:
-                    return f"a place in {name[1:]} belongs to a pair [{found}], each of which adds to memory"
-        if main.splits_roles and program.derivatives_read_s([name[1:] for name in draft.captured_gradients]):
+                    return f"a place in {name} belongs to a pair [{found}], each of which adds to memory"
+        if main.splits_roles and program.derivatives_read_s(summed):
             return "where roles are split the consumer that makes dS does not know s, which derivatives are made of"
         return why_too_large(self.summing_captured(draft, main), draft.problem, draft.device) or None
 
     def summing_captured(self, draft: Draft, main: BackwardSm90Tile) -> BackwardSm90Tile:
-        wanted = [name[1:] for name in draft.captured_gradients]
-        classes = draft.problem.program.classes(wanted)
+        summed = draft.summed_captured
+        classes = draft.program.classes(summed)
         return replace(
             main,
-            keeps_scores=draft.problem.program.derivatives_read_s(wanted),
+            keeps_scores=draft.program.derivatives_read_s(summed),
             query_sums=classes.count("i"),
             diagonal_sums=classes.count("i - j"),
         )

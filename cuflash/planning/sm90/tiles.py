@@ -105,7 +105,7 @@ class ForwardSm90Tile(ScoredTile):
         by = bias_by(problem)
         tile = self.configured(problem)
         # Numbers that a function reads of rows and keys take registers, of which smaller tiles leave more.
-        by_tile = not tile.looks_up_pairs(problem) and not (problem.score is not None and problem.program.reads_pairs)
+        by_tile = not tile.looks_up_pairs(problem) and not (problem.score is not None and problem.hoisted.reads_pairs)
         no_pairs = by_tile and by in ("nothing", "keys")
         has_lists = problem.block_mask is not None or problem.mask_function is not None
         is_full = problem.window_right is None

@@ -1,0 +1,199 @@
+"""Parts of scores that become tables: what is found, and that values and derivatives are those of the whole score."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.score import KINDS_OF_READS, Traced, hoisted_program_of, index_class, program_of
+from cuflash.score.evaluation import clamped, evaluate
+from cuflash.score.nodes import Node, in_order, node
+from cuflash.score.tables import MARGIN
+from tests import expressions
+from tests.expressions import BATCH, HEADS, SEQLEN_K, SEQLEN_Q, hoistable_scores, scores
+from tests.scored import SCORES, of_functions
+
+SHAPE = (BATCH, HEADS, SEQLEN_Q, SEQLEN_K)
+S = np.random.default_rng(1).standard_normal(SHAPE) * 2
+
+
+def inputs(shape=SHAPE):
+    batch, head, i, j = np.ogrid[tuple(map(slice, shape))]
+    return {"s": S, "i": i, "j": j, "head": head, "batch": batch}
+
+
+def programs(score, given, of_batch=True):
+    arrays = tuple((name, x.ndim, x.dtype.name) for name, x in given.items())
+    traced = Traced.of(score, "score")
+    return program_of(traced, None, arrays), hoisted_program_of(traced, None, arrays, "float64", of_batch)
+
+
+def rows_of(table):
+    """Inputs for all entries of a table, and the place of the first."""
+    batch, heads, places = table.size(*SHAPE)
+    batch, head, place = np.ogrid[:batch, :heads, :places]
+    first = table.first(SEQLEN_K)
+    place = place + first
+    i = {"i": place, "j": 0 * place, "i - j": np.maximum(place, 0)}[table.by]
+    j = {"i": 0 * place, "j": place, "i - j": i - place}[table.by]
+    return {"i": i, "j": j, "head": head, "batch": batch}, first
+
+
+def counted_from_first(root, tables):
+    """The expression with places of tables as NumPy counts them."""
+    first = {table.name: table.first(SEQLEN_K) for table in tables}
+    done: dict[Node, Node] = {}
+    for at in in_order([root]):
+        args = [done[arg] for arg in at.args]
+        if at.op == "load" and at.payload in first:
+            args[-1] = node("sub", (args[-1], node("constant", (), first[at.payload], "int")), None, "int")
+        done[at] = node(at.op, tuple(args), at.payload, at.kind)
+    return done[root]
+
+
+def filled(tables, given):
+    found = {}
+    for table in tables:
+        (values,) = evaluate([table.of], rows_of(table)[0], given, np.float64)
+        found[table.name] = np.broadcast_to(values, table.size(*SHAPE)).astype(table.dtype)
+    return found
+
+
+@settings(max_examples=150)
+@given(st.one_of(hoistable_scores(), hoistable_scores(), scores()))
+def test_values_and_derivatives_are_those_of_the_whole_score(score):
+    given = expressions.arrays()
+    whole, parts = programs(score, given)
+    every = given | filled(parts.tables, given)
+    own = [counted_from_first(x, parts.tables) for x in (parts.score, parts.by_s)]
+    for one, other in zip((whole.score, whole.by_s), own, strict=True):
+        expected, got = (evaluate([x], inputs(), a, np.float64)[0] for x, a in ((one, given), (other, every)))
+        np.testing.assert_allclose(np.broadcast_to(got, SHAPE), np.broadcast_to(expected, SHAPE), 1e-9, 1e-9)
+    for name in whole.loads:
+        expected, got = gradient(whole, name, given), led_on(parts, name, every)
+        np.testing.assert_allclose(got, expected, 1e-7, 1e-7 * max(1, np.abs(expected).max()))
+
+
+def gradient(made, name, arrays, ds=1.0, at=None, loads=None):
+    """That of the sum of scores, times `ds`: of what reads an array."""
+    total, at = np.zeros(arrays[name].shape or 1), at or inputs()
+    for load in made.loads[name] if loads is None else loads:
+        indices = evaluate([counted_from_first(x, made.tables) for x in load.at.args], at, arrays, np.float64)
+        if load.at.payload in {table.name for table in made.tables}:
+            indices = evaluate(counted_from_first(load.at, made.tables).args, at, arrays, np.float64)
+        (slope,) = evaluate([counted_from_first(load.derivative, made.tables)], at, arrays, np.float64)
+        shape = np.broadcast_shapes(np.shape(ds), S.shape if at.get("s") is not None else slope.shape)
+        sizes = zip(indices or [np.array(0)], total.shape, strict=True)
+        places = tuple(np.broadcast_to(clamped(x, n), shape) for x, n in sizes)
+        with np.errstate(all="ignore"):
+            np.add.at(total, places, np.broadcast_to(np.where(ds == 0, 0, ds * slope), shape))
+    return total.reshape(arrays[name].shape)
+
+
+def led_on(parts, name, every):
+    """The same, of an array that tables read, too."""
+    total = gradient(parts, name, every)
+    for table in parts.tables:
+        if table.reads([name]):
+            of_table, at = gradient(parts, table.name, every), rows_of(table)[0]
+            total = total + gradient(parts, name, every, of_table, at, table.loads[name])
+    return total
+
+
+def t5(s, i, j, *, head, table):
+    n = cuflash.abs(i - j)
+    far = 8 + cuflash.floor(cuflash.log(cuflash.maximum(n, 1) / 8) / np.log(128 / 8) * 8)
+    bucket = cuflash.where(n < 8, n, cuflash.minimum(far, 15)) + cuflash.where(j > i, 16, 0)
+    return s + table[head, bucket]
+
+
+def of_difference(kind="float64", of_head=False):
+    return "i - j", of_head, False, kind
+
+
+@pytest.mark.parametrize(
+    ("score", "expected"),
+    [
+        (t5, [of_difference(of_head=True)]),
+        (lambda s, i, j, *, head, of_head: s - of_head[head] * cuflash.abs(i - j), []),
+        (lambda s, i, j, *, of_key: s + of_key[j, 0], []),
+        (lambda s, i, j, *, pairs: s + cuflash.exp(pairs[i, j]), []),
+        # What is the same for a head stays outside, so that heads share the table.
+        (
+            lambda s, i, j, *, head, of_head: s - (of_head[head] * cuflash.log(1.0 + cuflash.abs(i - j)) + of_head[0]),
+            [of_difference()],
+        ),
+        (lambda s, i, j, *, batch, scalar: s * cuflash.exp(-scalar * i * batch), [("i", False, True, "float64")]),
+        (lambda s, i, j, *, of_key: s * cuflash.tanh(of_key[j, 0]), [("j", False, False, "float64")]),
+        # An index, and a condition, whose reads belong to pairs.
+        (lambda s, i, j, *, table, doc: s + table[(i - j) // 7 % 3, doc[j]], [of_difference("int32")]),
+        (lambda s, i, j, *, pairs: cuflash.where((2 * i - 2 * j) % 7 == 1, s, pairs[i, j]), [of_difference("bool")]),
+        (
+            lambda s, i, j: s + cuflash.sin(i + 3 < j) + cuflash.sin(cuflash.sin(i * 1.0)),
+            [("i", False, False, "float64"), of_difference()],
+        ),
+        (lambda s, i, j: s + cuflash.sin(i + j), []),
+        (lambda s, i, j: s + cuflash.sin(i * 2**61 < j * 2**61), []),  # which may have wrapped around
+        (lambda s, i, j: cuflash.exp(s), []),
+    ],
+)
+def test_what_is_hoisted(score, expected):
+    given = {name: x for name, x in expressions.arrays().items() if name in score.__code__.co_varnames}
+    _, made = programs(score, given)
+    assert [(t.by, t.of_head, t.of_batch, t.dtype) for t in made.tables] == expected
+    assert {index_class(table.load) for table in made.tables} <= KINDS_OF_READS.keys()
+    _, kept = programs(score, given, of_batch=False)
+    assert not any(table.of_batch for table in kept.tables)
+
+
+def test_the_costliest_parts_are_taken_where_there_are_many():
+    def many(s, i, j):
+        for n in range(12):
+            s = s * cuflash.sin((i if n < 11 else i - j) + n + 0.5) if n else s
+        return s * cuflash.sin(cuflash.cos(i - j + 0.25))
+
+    _, made = programs(many, {})
+    assert len(made.tables) == 3 and made.tables[0].by == "i - j"
+
+
+@pytest.mark.parametrize("arch", ["8.0", "9.0"])
+def test_a_plan_names_tables_and_their_memory(arch):
+    problem = of_functions(("t5", None), "bfloat16", 64, 1000)
+    plan = choose_plan(problem, DeviceSpec.for_arch(arch))
+    places = plan.tables[0].shape[2]
+    assert places >= 2 * (1000 + MARGIN)
+    assert plan.scratch_sizes["hoisted.0"] == 4 * 2 * places
+    assert plan.kernels[0].source == "around/hoisted.cu" and plan.kernels[0].grid == -(-2 * places // 256)
+    assert "hoisted.0[head, i - j] = table[head, " in plan.describe()
+    assert f"hoisted.0: a table of {8 * places} bytes, which a kernel fills" in plan.describe()
+
+
+BY_PAIRS = ["captured", "backward_scores", "backward_scores", "captured"]
+
+
+@pytest.mark.parametrize(
+    ("score", "arch", "head_dim", "sources"),
+    [
+        ("t5", "9.0", 64, ["hoisted", "delta", "captured", "backward", "hoisted", "captured", "convert"]),
+        # The kernels that add terms of pairs find places themselves.
+        ("t5", "8.0", 64, ["hoisted", "delta", *BY_PAIRS, "backward", "convert"]),
+        # Sums along diagonals do not fit, those of a head do.
+        ("decay", "9.0", 256, ["delta", "captured", "backward", "captured", "convert"]),
+    ],
+)
+def test_kernels_of_gradients_of_what_tables_read(score, arch, head_dim, sources):
+    problem = of_functions((score, None), "bfloat16", head_dim)
+    need = ("dq", "dk", "dv", *problem.captured_gradients)
+    plan = choose_plan(problem, DeviceSpec.for_arch(arch), "backward", need=need)
+    assert [kernel.source.split("/")[1].removesuffix(".cu") for kernel in plan.kernels] == sources
+    assert ("nothing is hoisted" in plan.reason) == (score == "decay")
+    alone = choose_plan(problem, DeviceSpec.for_arch(arch), "backward", need=need[3:])
+    assert not alone.tables and all(kernel.source != "around/hoisted.cu" for kernel in alone.kernels)
+
+
+def test_scores_without_such_parts_have_no_tables():
+    for name in ("alibi", "capped", "without_s"):
+        problem = of_functions((name, None), "bfloat16", 64)
+        assert problem.hoisted == problem.program, SCORES[name]
