@@ -58,8 +58,7 @@ template <bool makes_dv, bool makes_dk>
 struct Consumer {
   static constexpr bool kIssuesDpEarly = makes_dk && kDpEarly;
   static constexpr int kGradientGroups = makes_dv + makes_dk;  // of wgmma: [GEMM 5] and [GEMM 6]
-  // The lane stays in a register where there is one to spare: without it a step takes 3 to 5 % longer there, and with it
-  // 1 to 2 % longer elsewhere.
+  // A register for the lane is worth 3 to 5 % of a step where there is one to spare, and costs 1 to 2 % elsewhere.
   static constexpr bool kKeepsLane = kHoldsK && !kIsPacked;
 
   const BackwardParams& params;
@@ -246,8 +245,7 @@ struct Consumer {
     const auto key_of = [&](int, int i) { return lane_key + i / 2 * 8; };
 
     auto& products = (float (&)[1][kQueryTiles][4])p;
-    // Loaded before the wait, because they are needed right after it.
-    [[maybe_unused]] float of_keys[2];
+    [[maybe_unused]] float of_keys[2];  // loaded before the wait, because they are needed right after it
     if constexpr (kHasKeyNumbers) {
       const KeyNumbers numbers(common, weights.score, batch, head);
       of_keys[0] = numbers.of(lane_key), of_keys[1] = numbers.of(lane_key + 8);
@@ -390,10 +388,7 @@ struct Consumer {
 #endif
   }
 
-  CUFLASH_DEVICE u32 lane() const {
-    if constexpr (kKeepsLane) return kept_lane;
-    return lane_index();
-  }
+  CUFLASH_DEVICE u32 lane() const { return kKeepsLane ? kept_lane : lane_index(); }
   // Stores dS' to shared memory, where rows are keys, for the warpgroup of dQ.
   CUFLASH_DEVICE void hand_over_ds() {
     shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);

@@ -497,8 +497,8 @@ DECODE_SM90_TILES = (
     _decode(256, 64,  2, 1, reads(3.87, "8 x 32/8", 3.75, "1 x 16/4")),
 )
 
-# With keys and values of one byte as many bytes have to be on their way. The four warps of one block keep up with memory
-# where lines are full, and a second block would leave more results to combine.
+# With keys and values of one byte as many bytes have to be on their way. The four warps of one block keep up with
+# memory where lines are full, and a second block would leave more results to combine.
 DECODE_FLOAT8_SM90_TILES = (
     #              max_dim n   stages blocks
     _decode_float8(64,  128, 3, 2,
