@@ -72,6 +72,11 @@ def decay(s, i, j, *, head, gamma):  # type: ignore[no-untyped-def]
     return s + 3 * cuflash.exp(-gamma[head] * cuflash.abs(i - j) / 20)
 
 
+def fade(s, i, j, *, batch, head, temperature):  # type: ignore[no-untyped-def]
+    """The same with a rate for each batch entry."""
+    return s + 3 * cuflash.exp(-cuflash.abs(temperature[batch, head] * (i - j)) / 20)
+
+
 def of_rows(s, i, j, *, batch, head, temperature, pos_q, gate, kind_k, table):  # type: ignore[no-untyped-def]
     """Parts of queries and of keys, and an index that is one of differences."""
     own = cuflash.exp(-cuflash.abs(pos_q[i, 0]) * temperature[batch, head])
@@ -82,7 +87,7 @@ SCORES: dict[str, Callable[..., Any] | None] = {
     f.__name__: f
     for f in (
         *(distance, box, capped, tempered, alibi, with_pairs, gathered, without_s, barrier),
-        *(t5, decay, of_rows),
+        *(t5, decay, fade, of_rows),
     )
 }
 DRAWN = {"drawn": expressions.smooth_scores(), "hoistable": expressions.hoistable_scores()}

@@ -43,7 +43,9 @@ CUFLASH_DEVICE void exchange_through_shared(const Params& params) {
   const u32* source = source_of<u32>(params) + 4 * thread;
   for (u32 i = 0; i < 4; ++i) ptx::store_shared_b32(shared + 16 * thread + 4 * i, source[i]);
   ptx::sync_block();
-  *(Bytes16*)(destination_of<u32>(params) + 4 * thread) = ptx::load_shared_b128(shared + 16 * other);
+  Bytes16 bytes = ptx::load_shared_b128(shared + 16 * other);
+  bytes.word[3] = ptx::load_shared_b32(shared + 16 * other + 12);
+  *(Bytes16*)(destination_of<u32>(params) + 4 * thread) = bytes;
 }
 CUFLASH_DEFINE_KERNEL(shared_b32_b128, Params, kBlock, 1, exchange_through_shared)
 

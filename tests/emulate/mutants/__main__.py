@@ -5,7 +5,11 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from tests.emulate.mutants import MUTANTS, SHARE_TO_CATCH, TRIALS, Mutant, Trial
+from tests.emulate.mutants import MUTANTS, SHARE_TO_CATCH, TRIALS, Mutant
+
+
+def _run(trial: str) -> None:
+    TRIALS[trial].run()
 
 
 def main() -> int:
@@ -19,7 +23,7 @@ def main() -> int:
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         # What notices a mistake passes without it.
         trials = sorted({trial for mutant in chosen for trial in mutant.trials})
-        for _ in pool.map(Trial.run, [TRIALS[trial] for trial in trials]):
+        for _ in pool.map(_run, trials):
             pass
         for mutant, report in zip(chosen, pool.map(Mutant.caught, chosen), strict=True):
             caught += report is not None

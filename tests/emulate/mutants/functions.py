@@ -4,6 +4,7 @@ from tests.emulate.mutants.planting import mutant
 
 CAPTURED = "around/captured.cu"
 FUNCTIONS = "common/functions.cuh"
+HOISTED = "around/hoisted.cu"
 CAPTURED_SUMS = "sm90/captured_sums.cuh"
 EXACT = "common/exact_sums.cuh"
 GRADIENTS = "common/captured_gradients.cuh"
@@ -24,6 +25,22 @@ MUTANTS = (
            "functions in 16 bits"),
     mutant("quotients are products", LIBRARY, "x * (Real)ptx::reciprocal_approx((float)y)", "x * y",
            "functions sm90 without room"),
+    mutant("a table begins at its first place", LIBRARY, "(row - table.first)", "row", "functions tables"),
+    mutant("heads have the table of head 0", LIBRARY, "batch * table.stride[0] + head * table.stride[1];",
+           "batch * table.stride[0];", "functions sm90 tables"),
+    mutant("entries of all batch entries are those of one", LIBRARY, "(batch * table.size[1] + head)", "head",
+           "functions sm90 tables of entries"),
+    # ---- around/hoisted.cu
+    mutant("the second table has no entries", HOISTED, "    index -= count;\n", "    index -= 2 * count;\n",
+           "functions tables"),
+    mutant("entries are those of the next place", HOISTED, "table.size[2] + table.first)",
+           "table.size[2] + table.first + 1)", "functions sm90 tables"),
+    mutant("all entries are of head 0", HOISTED, "(index / table.size[2] % table.size[1])", "(0)",
+           "functions sm90 tables"),
+    mutant("sums of entries are those of the first array", HOISTED, "(first_sum_of(params, kArray) + index)", "index",
+           "functions sm90 tables"),
+    mutant("infinite terms are led on as sums", HOISTED, "is_finite ? (Real)", "true ? (Real)", "functions sm90 tables",
+           escapes="no trial has an infinite term of a table"),
     # ---- common/functions.cuh
     mutant("scores are those of head 0", FUNCTIONS, "score_function(of_head, arrays, s, row, key, head,",
            "score_function(of_head, arrays, s, row, key, 0,", "functions"),
@@ -73,7 +90,7 @@ MUTANTS = (
            "kHasMaskFunction", "looked at"),
     # ---- common/captured_gradients.cuh
     mutant("sums of arrays lie on each other", GRADIENTS,
-           "if (params.gradients[i].data != nullptr) first += elements_of(params.captured[i]);", ";", "functions"),
+           "if (has_sums(i)) first += elements_of(params.captured[i]);", ";", "functions"),
     mutant("the largest term is not looked for", GRADIENTS, "if (largest[kRead] > 0) ptx::reduce_max",
            "if (false) ptx::reduce_max",
            "functions"),

@@ -565,5 +565,8 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "functions sm90": FunctionTrial(score="with_pairs", mask="near", dtype="float16", arch="9.0"),
     "functions sm90 without room": FunctionTrial(score="barrier", dtype="float16", arch="9.0", captured=False),
     "functions sm90 arrays": FunctionTrial(score="distance", dtype="float16", arch="9.0", num_sms=1),
+    "functions tables": FunctionTrial(score="of_rows"),
+    "functions sm90 tables": FunctionTrial(score="t5", dtype="float16", arch="9.0"),
+    "functions sm90 tables of entries": FunctionTrial(score="fade", dtype="float16", arch="9.0"),
     "functions sm90 arrays of s": FunctionTrial(score="barrier", mask="prefix", dtype="float16", arch="9.0"),
 }
