@@ -14,12 +14,13 @@ The short story of a call:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from cuflash import interop
 from cuflash.binding import INPUTS
 from cuflash.captured import check_given, check_names, gradient_names
+from cuflash.equivalents import equivalent
 from cuflash.options import BLOCK_SIZE, Options
 from cuflash.preparation import Preparation, _backend
 from cuflash.results import Array, ForwardResult, Gradients, named_tuple_of, needed
@@ -344,9 +345,9 @@ class FlashAttention(Preparation):
             arrays |= check_given("forward", self.options, captured)
         random = self.options.random(seed, offset)
         if interop.are_cupy(arrays, INPUTS):
-            return ForwardResult(*_backend("cupy").forward(self.options, arrays, random))
+            return ForwardResult(*self._forward("cupy", arrays, random))
         borrowed = interop.borrow(arrays, required=INPUTS, written=("out", "lse"))
-        computed = _backend(borrowed.kind).forward(self.options, borrowed.arrays, random)
+        computed = self._forward(borrowed.kind, borrowed.arrays, random)
         return ForwardResult(*map(borrowed.give_back, computed, (out, lse)))
 
     # fmt: off
@@ -491,7 +492,24 @@ class FlashAttention(Preparation):
         need = tuple(results)
         random = self.options.random(seed, offset)
         if interop.are_cupy(arrays, _BACKWARD_INPUTS):
-            return kind(*_backend("cupy").backward(self.options, arrays, need, random))
+            return kind(*self._backward("cupy", arrays, need, random))
         borrowed = interop.borrow(arrays, required=_BACKWARD_INPUTS, written=results)
-        computed = _backend(borrowed.kind).backward(self.options, borrowed.arrays, need, random)
+        computed = self._backward(borrowed.kind, borrowed.arrays, need, random)
         return kind(*map(borrowed.give_back, computed, results.values()))
+
+    def _forward(self, kind: interop.Kind, arrays: dict[str, Any], random: tuple[int, int]) -> Sequence[Any]:
+        """(out, lse) of arrays of NumPy or CuPy."""
+        own = equivalent(self.options, arrays)
+        if own is None:
+            return _backend(kind).forward(self.options, arrays, random)  # type: ignore[no-any-return]
+        return _backend(kind).forward(own.options, own.arrays(arrays), random)  # type: ignore[no-any-return]
+
+    def _backward(
+        self, kind: interop.Kind, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int]
+    ) -> Sequence[Any]:
+        """The gradients `need` of arrays of NumPy or CuPy."""
+        own = equivalent(self.options, arrays)
+        if own is None:
+            return _backend(kind).backward(self.options, arrays, need, random)  # type: ignore[no-any-return]
+        computed = _backend(kind).backward(own.options, own.arrays(arrays), own.need(need), random)
+        return own.gradients(computed, arrays, need)

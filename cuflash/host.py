@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,6 +72,11 @@ class CpuPlan:
 
     problem: Problem
     axes: str = ""  # how leading axes are gone through, where a call is not all that there is
+    note: str = ""  # what else there is to say of the call
+
+    def noted(self, note: str) -> CpuPlan:
+        """The plan with a note."""
+        return replace(self, note=note)
 
     def describe(self) -> str:
         """The plan in words, several lines."""
@@ -93,6 +98,7 @@ class CpuPlan:
                 f"  work      {p.forward_flops / 1e9:.3g} GFLOP forward, {backward}",
                 f"  memory    linear in seqlen; the plain formula's scores would take {p.naive_bytes / 2**20:.4g} MiB",
                 *(f"  {line}" for line in (p.program.describe().splitlines() if p.has_functions else ())),
+                *(f"  {line}" for line in self.note.splitlines()),
             )
         )
 

@@ -54,6 +54,11 @@ class Plans(NamedTuple):
             return self.forward.describe() + f"\nno backward pass with {self.forward.problem.why_no_gradients}"
         return self.forward.describe() + "\n" + self.backward.describe()
 
+    def noted(self, note: str) -> Plans:
+        """The plans with a note before their reasons."""
+        forward, backward = (plan and replace(plan, reason=f"{note}\n{plan.reason}") for plan in self)
+        return Plans(forward or self.forward, backward)
+
 
 class _Kernel(NamedTuple):
     function: Any  # cupy.cuda.Function, which keeps the module loaded

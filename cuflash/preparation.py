@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cuflash import host, interop, progress
 from cuflash.binding import INPUTS, PASSES
 from cuflash.captured import check_given, gradient_names
+from cuflash.equivalents import equivalent
 from cuflash.options import Options
 from cuflash.results import Array, checked_passes, needed
 from cuflash.terms import DEFAULT_NEED, GRADIENTS, PassArrays, Terms, checked
@@ -64,8 +65,12 @@ class Preparation:
         results = {name: given.get(name) for name in (*GRADIENTS, *of_functions)}
         need = needed(need, given | self.options.numbers, results, of_functions)
         borrowed = interop.borrow(given, required=INPUTS)
-        plans: CpuPlan | Plans = _backend(borrowed.kind).plan(self.options, borrowed.arrays, need)
-        return plans
+        own = equivalent(self.options, borrowed.arrays)
+        if own is None:
+            plans: CpuPlan | Plans = _backend(borrowed.kind).plan(self.options, borrowed.arrays, need)
+            return plans
+        plans = _backend(borrowed.kind).plan(own.options, own.arrays(borrowed.arrays), own.need(need))
+        return plans.noted(own.describe(self.options, borrowed.arrays))
 
     def compile(
         self,
@@ -102,7 +107,11 @@ class Preparation:
         absent = dict.fromkeys((*GRADIENTS, *of_functions))
         need = needed(need, arrays | self.options.numbers, absent, of_functions)
         borrowed = interop.borrow(arrays, required=INPUTS)
-        _backend(borrowed.kind).compile(self.options, borrowed.arrays, need)
+        own = equivalent(self.options, borrowed.arrays)
+        if own is None:
+            _backend(borrowed.kind).compile(self.options, borrowed.arrays, need)
+        else:
+            _backend(borrowed.kind).compile(own.options, own.arrays(borrowed.arrays), own.need(need))
 
     def tune(
         self,
@@ -167,19 +176,21 @@ class Preparation:
             wanted = ("forward",)
         random = self.options.random(*((0 if x is None else x) for x in (seed, offset)))
         borrowed = interop.borrow(arrays, required=INPUTS)
+        own = equivalent(self.options, borrowed.arrays)
+        options, arrays = self.options, borrowed.arrays
+        if own is not None:
+            options, arrays = own.options, own.arrays(arrays)
         if borrowed.kind != "cupy":
-            host.compile(self.options, {name: x for name, x in borrowed.arrays.items() if name != "dout"})
+            host.compile(options, {name: x for name, x in arrays.items() if name != "dout"})
             raise NotImplementedError(
                 "q: got an array in host memory, expected one on a GPU: the CPU path has no tiles to tune"
             )
         from cuflash import stopwatch
 
         if forget:
-            stopwatch.forget(self.options, borrowed.arrays, wanted)
+            stopwatch.forget(options, arrays, wanted)
             return None
-        return stopwatch.tune(
-            self.options, borrowed.arrays, random=random, passes=wanted, remember=remember, bar=progress.bar
-        )
+        return stopwatch.tune(options, arrays, random=random, passes=wanted, remember=remember, bar=progress.bar)
 
     def _checked(self, method: str, kind: type, given: dict[str, Any], results: tuple[str, ...] = ()) -> dict[str, Any]:
         """The arrays of a typed dictionary, and those of functions, by name; None for those that are not given."""
