@@ -219,9 +219,12 @@ def scored(
             arrays["block_mask"] = random.random((-(-seqlen_q // 16), -(-seqlen_k // 64))) < 0.7
     if draw(st.booleans()):
         arrays["sinks"] = normal(heads, of="float64" if dtype == "float64" else "float32")
-    arrays |= captured_of(functions, (batch, heads, seqlen_q, seqlen_k), dtype, seed)
+    captured = captured_of(functions, (batch, heads, seqlen_q, seqlen_k), dtype, seed)
     if score in DRAWN:  # indices are clamped, so that arrays of any size do
-        arrays |= expressions.arrays(seed, "float64" if dtype == "float64" else "float32")
+        captured |= expressions.arrays(seed, "float64" if dtype == "float64" else "float32")
+    if draw(st.booleans()):  # steps back in memory, for which offsets have 64 bits
+        captured = {name: np.flip(np.flip(x).copy()) if x.ndim else x for name, x in captured.items()}
+    arrays |= captured
     kwargs = {"seed": 3, "offset": 1} if options["dropout"] else {}
     if score in DRAWN and function is not None:
         score = f"{score} {Traced.of(function, 'score')!r}"

@@ -218,6 +218,7 @@ class Draft:
             header = functions_header(program, self.captured_gradients if every["CUFLASH_NEEDS_CAPTURED"] else ())
             headers = (header,)
             every |= {"CUFLASH_FUNCTIONS": f'"{header[0]}"', "CUFLASH_PARAMS_BYTES": params_bytes(self.problem)}
+            every["CUFLASH_NARROW_CAPTURED"] = int(all(_is_narrow(operand) for _, operand in self.problem.captured))
         self.kernels.append(
             KernelSpec(
                 source=source,
@@ -271,6 +272,12 @@ def functions_header(program: Program, gradients: Collection[str] = ()) -> tuple
     """The name and the text of what kernels include of functions of the caller: equal texts have one name."""
     text = program.header([name[1:] for name in gradients])
     return f"functions_{hashlib.sha256(text.encode()).hexdigest()[:32]}.cuh", text
+
+
+def _is_narrow(operand: Operand) -> bool:
+    """Whether 32 bits say where an element of an array is after the first one."""
+    axes = list(zip(operand.shape, operand.strides, strict=True))
+    return all(stride >= 0 for _, stride in axes) and sum((n - 1) * stride for n, stride in axes) < 2**31
 
 
 def check_blocks(blocks: int) -> None:

@@ -13,14 +13,25 @@ struct Captured {
   i64 first;  // of a table (cuflash/score/tables.py), the place of its first entry
 };
 
-CUFLASH_DEVICE float score_element(float, const float* data, i64 at) { return data[at]; }
-CUFLASH_DEVICE double score_element(double, const double* data, i64 at) { return data[at]; }
-CUFLASH_DEVICE i32 score_element(i32, const i32* data, i64 at) { return data[at]; }
-CUFLASH_DEVICE i64 score_element(i64, const i64* data, i64 at) { return data[at]; }
-CUFLASH_DEVICE bool score_element(u8, const u8* data, i64 at) { return data[at] != 0; }
-template <class E>
-CUFLASH_DEVICE Real score_element(E, const u16* data, i64 at) {
-  return to_real<E>(data[at]);
+// Where an element is after the first one of an array. 32 bits are enough where no array reaches far, and none back.
+template <bool narrow>
+struct Offsets {
+  using Type = i64;
+};
+template <>
+struct Offsets<true> {
+  using Type = u32;
+};
+using Offset = Offsets<CUFLASH_NARROW_CAPTURED>::Type;
+
+template <class E, class Stored, class At>
+CUFLASH_DEVICE auto score_element(E, const Stored* data, At at) {
+  if constexpr (sizeof(Stored) == 2)
+    return to_real<E>(data[at]);
+  else if constexpr (sizeof(Stored) == 1)
+    return data[at] != 0;
+  else
+    return data[at];
 }
 template <class E>
 struct StoredAs {
@@ -56,13 +67,13 @@ CUFLASH_DEVICE u32 score_entry(i64 size, u32 index) {
 CUFLASH_DEVICE u32 score_entry(i64 size, int index) { return score_entry(size, (u32)(index < 0 ? 0 : index)); }
 
 template <int axis>
-CUFLASH_DEVICE i64 score_offset(const Captured&) {
+CUFLASH_DEVICE Offset score_offset(const Captured&) {
   return 0;
 }
 template <int axis, class Index, class... Rest>
-CUFLASH_DEVICE i64 score_offset(const Captured& array, Index index, Rest... rest) {
-  const i64 within = score_entry(array.size[axis], index);
-  return within * array.stride[axis] + score_offset<axis + 1>(array, rest...);
+CUFLASH_DEVICE Offset score_offset(const Captured& array, Index index, Rest... rest) {
+  const Offset within = score_entry(array.size[axis], index);
+  return within * (Offset)array.stride[axis] + score_offset<axis + 1>(array, rest...);
 }
 template <class E, class... Indices>
 CUFLASH_DEVICE auto score_load(const Captured& array, Indices... indices) {
