@@ -156,11 +156,17 @@ CUFLASH_DEVICE i32* list_of(const Params& params, void* lists, int batch, int he
   return (i32*)lists + (matrix * num_blocks + block) * (kListHeader + length);
 }
 
+// Whether places lead away from the queries: from the tile of keys at the diagonal to the first one, and from the tile
+// after it to the last one. Slopes make the scores of near keys the largest, and kernels walk from the last place to the
+// first, so that the first maxima that rows have stay the largest ones and nothing is rescaled.
+constexpr bool kWalksOutward = kHasAlibi && !kHasRightBound && !kHasLeftBound && !kHasLists;
+
 // The tiles of keys that a tile of queries sees: a range of places, and the tile at each.
 struct KeyTiles : TileRange {
   const i32* list;
+  int nearest;  // kWalksOutward: the tile at the diagonal, of those with every pair visible
 
-  CUFLASH_DEVICE KeyTiles(const Params& params, const Work& work, int key_stop) : list(nullptr) {
+  CUFLASH_DEVICE KeyTiles(const Params& params, const Work& work, int key_stop) : list(nullptr), nearest(0) {
     const int first_row = work.block * kBlockM;
     if constexpr (kHasLists) {
       list = list_of(params, params.key_lists, work.batch, work.head, work.block, ceil_div(params.seqlen_q, kBlockM),
@@ -169,10 +175,19 @@ struct KeyTiles : TileRange {
     } else {
       const int last_row = min_of(first_row + kBlockM, seqlen_q_of(params, work.batch)) - 1;
       TileRange::operator=(key_tiles(params, work.batch, first_row, last_row, key_stop));
+      if constexpr (kWalksOutward) {
+        const int diagonal = params.diagonal + own_diagonal_of(params, work.batch);
+        nearest = at_least_zero(first_row + kBlockM / 2 + diagonal) / kBlockN;
+        nearest = max_of(min_of(nearest, full_stop - 1), full_start);
+      }
     }
   }
   CUFLASH_DEVICE int at(int place) const {
     if constexpr (kHasLists) return list[kListHeader + place];
+    if constexpr (kWalksOutward) {
+      const int steps = full_stop - 1 - place, before = nearest - full_start;
+      if (place >= full_start && steps >= 0) return steps <= before ? nearest - steps : full_start + steps;
+    }
     return place;
   }
 };

@@ -204,3 +204,18 @@ def test_maxima_are_not_looked_for_in_vain(tile):
     results = attention.forward(problem_of(case, arrays), arrays, tiles=(tile,), statistics=launches)
     ct.assert_forward(case, *results)
     assert launches[0].matrix_loads == 0
+
+
+@pytest.mark.parametrize("tile", FORWARD_SM90_TILES[:4], ids=name_of)
+def test_maxima_of_near_keys_come_first(tile):
+    """With steep slopes a warp does at most one tile again: of all keys, the walk begins with the nearest."""
+    sizes: dict[str, Any] = {"seqlen_q": 6 * tile.block_n, "seqlen_k": 6 * tile.block_n, "head_dim": 16}
+    case = ct.Case(**sizes, dtype="bfloat16", alibi_slopes=(1,), score_spread=1.0)
+    arrays = case.arrays()
+    arrays["alibi_slopes"][...] = 0.7
+    launches: list[Statistics] = []
+    problem = problem_of(case, arrays)
+    out, lse = attention.forward(problem, arrays, tiles=(tile,), statistics=launches)
+    judge(problem, arrays, {"out": out, "lse": lse})
+    loads_of_tile = 1 + tile.block_n // 16
+    assert launches[0].matrix_loads <= case.seqlen_q // 16 * loads_of_tile
