@@ -420,7 +420,7 @@ struct Consumer {
     to_weights(n_block);
   }
 
-  // Walks over all tiles of keys that these queries see, from the last to the first. Arriving at `empty` gives Q back.
+  // Walks over all tiles of keys that these queries see, from the last place to the first. Arriving at `empty` gives Q back.
   CUFLASH_DEVICE void walk_keys(const TileRange& keys, const Barrier& empty) {
     int n_block = keys.stop - 1;
     first_step(n_block, keys);

@@ -422,7 +422,7 @@ struct Consumer {
     key.advance();
   }
 
-  // Walks over all tiles of keys that these queries see, from the last to the first.
+  // Walks over all tiles of keys that these queries see, from the last place to the first.
   CUFLASH_DEVICE void walk_keys(const TileRange& keys) {
     int n_block = keys.stop - 1;
     if constexpr (kOverlaps) first_step(n_block--, keys);
