@@ -6,7 +6,7 @@ Integers are 32-bit where bounds prove that they fit, for any lengths that there
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from cuflash.score.intervals import EVERY_INTEGER, Bounds, all_bounds
@@ -190,6 +190,27 @@ def of_head(roots: Sequence[Node]) -> list[Node]:
         if varies[at]:
             used |= dict.fromkeys(at.args)
     return [at for at in used if reads[at] and not varies[at]]
+
+
+def of_keys(roots: Sequence[Node], known: Collection[Node]) -> list[Node]:
+    """The real numbers of an expression that are read of arrays and follow from the key alone, whatever the query is.
+
+    What is the same for all pairs of a head is `known`.
+    """
+    inputs: dict[Node, frozenset[str]] = {}
+    reads: set[Node] = set()
+    used: dict[Node, None] = dict.fromkeys(roots)
+    for at in in_order(roots):
+        inputs[at] = frozenset({str(at.payload)} if at.op == "input" else ()).union(*(inputs[arg] for arg in at.args))
+        if at.op == "load" or any(arg in reads for arg in at.args):
+            reads.add(at)
+        if inputs[at] & {"s", "i"}:
+            used |= dict.fromkeys(at.args)
+    return [
+        at
+        for at in used
+        if at.kind == "float" and at in reads and at not in known and "j" in inputs[at] and not inputs[at] & {"s", "i"}
+    ]
 
 
 def body(

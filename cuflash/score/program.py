@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cuflash.score.derivatives import ONE, derivatives, loads_of
-from cuflash.score.emission import ELEMENTS, Writer, body, of_head
+from cuflash.score.emission import ELEMENTS, Writer, body, of_head, of_keys
 from cuflash.score.evaluation import as_captured, evaluate
 from cuflash.score.kinds import cast, with_kinds
 from cuflash.score.nodes import COMPARISONS, Node, in_order, node, shown
@@ -22,6 +22,7 @@ Array = NDArray[Any]
 What = Literal["score", "mask"]
 
 FEW_TABLES = 2  # that tiles of every size leave registers for
+MOST_OF_KEYS = 4  # numbers of a key that a function gets; it reads all others itself
 OF_HEAD = "const OfHead& of_head"  # in CUDA text
 PAIR = "const Captured* arrays, Real s, int i, int j, int head, int batch"
 # What the places of a read follow from, by the class of its index: ReadKind of kernels/common/captured_gradients.cuh
@@ -131,6 +132,12 @@ class Program:
         own = {table.name for table in self.tables} if len(self.tables) <= FEW_TABLES else ()
         return any(at.payload not in own and index_class(at) != "head" for at in reads)
 
+    @property
+    def of_keys(self) -> tuple[Node, ...]:
+        """What the score reads of a key, whatever the query is: numbers that kernels may have read for a tile."""
+        roots = [root for root in (self.score, self.by_s) if root is not None]
+        return tuple(of_keys(roots, of_head(roots))[:MOST_OF_KEYS])
+
     def describe(self, tables: Sequence[Table] = ()) -> str:
         """The expressions, a line each, and those that tables have in place of parts of them."""
         named = [] if self.score is None or self.by_s is None else [("score", self.score), ("d score / d s", self.by_s)]
@@ -162,12 +169,14 @@ class Program:
         text = f"constexpr int kNumCaptured = {len(arrays)};\n" + self._of_head(of_all, arrays)
         if self.score is not None and self.by_s is not None:
             value, slope = self.score, self.by_s
-            text += f"CUFLASH_DEVICE Real score_function({OF_HEAD}, {PAIR}, Real& by_s) {{\n"
+            text += self._of_keys(arrays, known)
+            text += f"CUFLASH_DEVICE Real score_function({OF_HEAD}, const OfKey& of_key, {PAIR}, Real& by_s) {{\n"
 
             def both(writer: Writer) -> list[str]:
                 return [f"by_s = {writer.text(slope)};", f"return {writer.text(value)};"]
 
-            text += body([value, slope], arrays, both, known, tables=self._rows) + "}\n"
+            of_all_and_keys = known | {at: f"of_key.x[{n}]" for n, at in enumerate(self.of_keys)}
+            text += body([value, slope], arrays, both, of_all_and_keys, tables=self._rows) + "}\n"
         if self.mask is not None:
             visible = self.mask
             text += f"CUFLASH_DEVICE bool mask_function({OF_HEAD}, {PAIR.replace('Real s, ', '')}) {{\n"
@@ -194,6 +203,17 @@ class Program:
         text = body(nodes, arrays, made)
         reads = "CUFLASH_DEVICE OfHead read_of_head(const Captured* arrays, int head, int batch) {\n"
         return f"struct OfHead {{\n{''.join(fields)}}};\n{reads}{text}}}\n"
+
+    def _of_keys(self, arrays: Mapping[str, tuple[int, str]], known: Mapping[Node, str]) -> str:
+        """What the score reads of a key, and the function that reads it."""
+        nodes = self.of_keys
+
+        def made(writer: Writer) -> list[str]:
+            return [f"return {{{{{', '.join(map(writer.text, nodes)) or '0'}}}}};"]
+
+        text = f"constexpr int kNumOfKey = {len(nodes)};\nstruct OfKey {{\n  Real x[{max(len(nodes), 1)}];\n}};\n"
+        text += f"CUFLASH_DEVICE OfKey read_of_key({OF_HEAD}, const Captured* arrays, int j, int head, int batch) {{\n"
+        return text + body(nodes, arrays, made, known, tables=self._rows) + "}\n"
 
     def _derivatives(
         self,

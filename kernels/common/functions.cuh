@@ -15,9 +15,14 @@ struct Functions {
       : arrays(params.captured), head(head_), batch(batch_), of_head(read_of_head(params.captured, head_, batch_)) {}
 
 #if CUFLASH_HAS_SCORE_FUNCTION
+  // What the score reads of a key.
+  CUFLASH_DEVICE OfKey of_key(int key) const { return read_of_key(of_head, arrays, key, head, batch); }
   // The score of a pair whose scaled product is s, and its derivative by s.
   CUFLASH_DEVICE Real score(Real s, int row, int key, Real& by_s) const {
-    return score_function(of_head, arrays, s, row, key, head, batch, by_s);
+    return score(s, row, key, of_key(key), by_s);
+  }
+  CUFLASH_DEVICE Real score(Real s, int row, int key, const OfKey& of_key, Real& by_s) const {
+    return score_function(of_head, of_key, arrays, s, row, key, head, batch, by_s);
   }
 #endif
 #if CUFLASH_NEEDS_CAPTURED

@@ -3,6 +3,7 @@
 //   - Slopes times a distance that is known but for a constant.
 //   - A bias that differs from key to key only, or a mask that does: a number for each of this lane's keys.
 //   - A bias of pairs: a tile of it lies in shared memory, as TMA writes it.
+//   - What a function of the caller reads of a key: numbers, too, which are added to nothing.
 #pragma once
 #include "common/config.cuh"
 #include "common/fragments.cuh"
@@ -16,12 +17,18 @@ constexpr bool kBiasOfKeys = CUFLASH_BIAS_OF_KEYS;
 constexpr bool kAddsByTile =
     !kFactorInExponent && !kHasScoreFunction && (kBiasBytes == 0 || kBiasOfPairs || kBiasOfKeys);
 constexpr bool kHasKeyNumbers = kBiasOfKeys || kMaskOfKeys;
+// How many numbers of each key lie in shared memory. Those of a function are what it reads of a key, unless it reads them
+// itself.
+constexpr int kKeyNumbers = kHasKeyNumbers ? 1 : CUFLASH_NUMBERS_OF_KEYS;
 static_assert(!kMaskOfKeys || kAddsByTile, "a mask of keys is added by tile");
+#if CUFLASH_HAS_SCORE_FUNCTION
+static_assert(kKeyNumbers == 0 || kKeyNumbers == kNumOfKey, "the plan has other numbers of keys than the function");
+#endif
 static_assert(!kMaskByBits || kAddsByTile || kFactorInExponent || kHasScoreFunction,
               "no bias is looked up beside a mask of bits");
 static_assert(!kMaskByBits || !kHasMaskFunction, "bits tell of masks alone");
 
-// What is added to all scores of a key of one head.
+// What is added to all scores of a key of one head, or what a function reads of it.
 struct KeyNumbers {
   const Score& score;
   const u8* mask;
@@ -37,6 +44,17 @@ struct KeyNumbers {
     if (key >= score.key_stop) return 0.0f;
     if (kMaskOfKeys && mask[key * stride] == 0) return -ptx::infinity();
     return kBiasOfKeys ? score.addend_of_key(key) : 0.0f;
+  }
+
+  // Writes those of a key to shared memory. The n-th numbers of a tile of keys follow all the ones before them.
+  CUFLASH_DEVICE void store(u32 at, int key) const {
+#if CUFLASH_HAS_SCORE_FUNCTION
+    const OfKey of_key = score.functions.of_key(key);
+#pragma unroll
+    for (int n = 0; n < kKeyNumbers; ++n) ptx::store_shared_b32(at + n * kBlockN * 4, ptx::bits_of(of_key.x[n]));
+#else
+    ptx::store_shared_b32(at, ptx::bits_of(of(key)));
+#endif
   }
 };
 

@@ -64,7 +64,7 @@ constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesOut = chunked_bytes(kBlockM, kOutColumns);
 constexpr u32 kBytesK = chunked_bytes(kBlockN, kDim);
 constexpr u32 kBytesV = chunked_bytes(kBlockN, kDimV);
-constexpr u32 kBytesNumbers = kHasKeyNumbers ? kBlockN * 4 : 0;
+constexpr u32 kBytesNumbers = kKeyNumbers * kBlockN * 4;
 constexpr u32 kBytesBarriers = QkvBarriers<kNumStages, kQStages>::kBytes + 16 + TileRing::kBytes;
 static_assert(kQStages * kBytesQ + kBytesOut + kNumStages * (kBytesK + kBytesV + kBytesBias + kBytesNumbers) +
                       kBytesBarriers ==
@@ -74,7 +74,7 @@ static_assert(kQStages * kBytesQ + kBytesOut + kNumStages * (kBytesK + kBytesV +
 // Registers of a thread after the producer has given up most of its own. All together they are at most what the block
 // started with. The varlen walk and numbers of keys take more of them in the producer warpgroup; it gets them where the
 // consumers can spare some.
-constexpr bool kProducerWantsMore = (kIsPacked || kHasKeyNumbers) && (kConsumers == 4 || kDimV <= 192);
+constexpr bool kProducerWantsMore = (kIsPacked || kKeyNumbers > 0) && (kConsumers == 4 || kDimV <= 192);
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : !kProducerWantsMore ? 24 : kConsumers == 4 ? 32 : 40;
 constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : kProducerWantsMore ? 232 : 240;
 
@@ -161,7 +161,7 @@ CUFLASH_DEVICE void produce_numbers(const Params& params, const Shared& shared) 
       const u32 stage = shared.numbers + key.stage * kBytesNumbers;
 #pragma unroll
       for (int i = lane_index(); i < kBlockN; i += 32)
-        ptx::store_shared_b32(stage + i * 4, ptx::bits_of(numbers.of(tile.keys.at(n_block) * kBlockN + i)));
+        numbers.store(stage + i * 4, tile.keys.at(n_block) * kBlockN + i);
       arrive_as_warp(shared.k_ring.full(key));
     }
   }
@@ -276,9 +276,10 @@ struct Consumer {
   // What is added to the scores of the tile of keys in stage `key`.
   CUFLASH_DEVICE Addends<false> addends(int n_block) const {
     const u32 pairs = shared.bias + key.stage * kBytesBias + (index * 64 + warp_row) * kLineBytes;
-    return {score, lane_row, lane_key(n_block), pairs,
-            shared.numbers + key.stage * kBytesNumbers + fragment_column() * 4};
+    return {score, lane_row, lane_key(n_block), pairs, numbers()};
   }
+  // Those of this lane's keys in the tile of keys in stage `key`, from its first one on.
+  CUFLASH_DEVICE u32 numbers() const { return shared.numbers + key.stage * kBytesNumbers + fragment_column() * 4; }
   // The mask is made anew for every tile. Kept from tile to tile, it would take registers, and with a block mask spill.
   CUFLASH_DEVICE Mask mask() const { return {common, tile.work.batch, tile.work.head, tile.key_stop, own_diagonal}; }
   // A function that says whether an element of a tile of keys is hidden.
@@ -289,6 +290,27 @@ struct Consumer {
       return [mask = mask(), row = lane_row, key = lane_key(n_block)](int n, int i) {
         return !mask.visible(row + i / 2 * 8, key + 8 * n + i % 2);
       };
+  }
+  // Makes scores of the products of an n-tile by the function of the caller; `first_key` is this lane's first one.
+  CUFLASH_DEVICE void apply_function(int n, int first_key) {
+#if CUFLASH_HAS_SCORE_FUNCTION
+    const Functions& functions = score.functions;
+    OfKey of_key[2];
+    if constexpr (kKeyNumbers == 0)
+      of_key[0] = functions.of_key(first_key), of_key[1] = functions.of_key(first_key + 1);
+#pragma unroll
+    for (int k = 0; k < kKeyNumbers; ++k) {
+      float two[2];
+      ptx::load_shared_x2(numbers() + k * kBlockN * 4 + n * 32, two);
+      of_key[0].x[k] = two[0], of_key[1].x[k] = two[1];
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float& x = s[0][n][i];
+      float derivative;
+      x = functions.score(x * score.scale, lane_row + i / 2 * 8, first_key + i % 2, of_key[i % 2], derivative);
+    }
+#endif
   }
   // Makes scores of what Score::cap left.
   template <class Masked>
@@ -304,13 +326,11 @@ struct Consumer {
       });
     } else if constexpr (kHasScoreFunction) {
 #pragma unroll
-      for (int n = 0; n < kNTiles; ++n)
+      for (int n = 0; n < kNTiles; ++n) {
+        apply_function(n, lane_key(n_block) + 8 * n);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float derivative;
-          s[0][n][i] = score.of(s[0][n][i], lane_row + i / 2 * 8, lane_key(n_block) + 8 * n + i % 2, derivative);
-          hide(n, i);
-        }
+        for (int i = 0; i < 4; ++i) hide(n, i);
+      }
     } else if constexpr (kMaskByBits) {
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n)
@@ -535,12 +555,12 @@ CUFLASH_DEVICE void forward(const ForwardParams& params) {
   if constexpr (kIsPacked) {
     if (ptx::thread_index() == 0) shared.tiles.init(4 * kConsumers + 1);
   }
-  shared.make_barriers(4 * kConsumers, 4 * kConsumers, kConsumers, 1 + kHasKeyNumbers);
+  shared.make_barriers(4 * kConsumers, 4 * kConsumers, kConsumers, 1 + (kKeyNumbers > 0));
   const u32 warp = ptx::uniform(ptx::thread_index() / 32);
   if (warp >= 4 * kConsumers) {
     ptx::decrease_registers<kProducerRegisters>();
     if (warp == 4 * kConsumers && ptx::elect_lane()) produce(params, shared);
-    if constexpr (kHasKeyNumbers) {
+    if constexpr (kKeyNumbers > 0) {
       if (warp == 4 * kConsumers + 1) produce_numbers(params.common, shared);
     }
     if constexpr (kIsPacked) {

@@ -22,7 +22,7 @@ SPILLS = {
 SPILLS_OF_ARRAYS = {
     ("alibi", None, 128): 24,
     ("alibi", "documents", 128): 184,
-    ("distance", None, 64): 188,
+    ("distance", None, 64): 232,
     ("distance", None, 128): 720,
     ("tempered", None, 128): 128,
     ("t5", None, 64): 56,

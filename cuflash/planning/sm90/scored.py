@@ -40,6 +40,7 @@ class ScoredTile(Tile):
     bias_of_keys: bool = False  # it differs from key to key only
     mask_of_keys: bool = False  # and so does the mask
     mask_by_bits: bool = False  # a kernel before packs all that hides pairs
+    numbers_of_keys: int = 0  # that a function of the caller reads of each key
 
     def seeing(self, problem: Problem, bias_of_pairs: int) -> Self:
         """The tile as it sees bias and masks of a problem."""
@@ -71,10 +72,16 @@ class ScoredTile(Tile):
         # What hides keys is added to scores, of which a function of the caller tells nothing.
         return "keys" if problem.mask.strides[2] == 0 and problem.score is None else "pairs"
 
+    @property
+    def key_numbers(self) -> int:
+        """How many numbers of each key lie in shared memory."""
+        return self.numbers_of_keys or int(self.bias_of_keys or self.mask_of_keys)
+
     def defines(self) -> dict[str, str | int]:
         return super().defines() | {
             "CUFLASH_BIAS_OF_PAIRS": int(self.bias_of_pairs > 0),
             "CUFLASH_BIAS_OF_KEYS": int(self.bias_of_keys),
             "CUFLASH_MASK_OF_KEYS": int(self.mask_of_keys),
             "CUFLASH_MASK_BY_BITS": int(self.mask_by_bits),
+            "CUFLASH_NUMBERS_OF_KEYS": self.numbers_of_keys,
         }

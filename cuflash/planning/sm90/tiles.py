@@ -83,9 +83,12 @@ class ForwardSm90Tile(ScoredTile):
         )
 
     def configured(self, problem: Problem) -> ForwardSm90Tile:
-        """The tile as it sees bias and mask of a problem."""
+        """The tile as it sees bias, mask and score of a problem."""
         bias = problem.bias if self.serves == "bias" and bias_by(problem) == "pairs" else None
-        return self.seeing(problem, 0 if bias is None else ITEMSIZE[bias.dtype])
+        tile = self.seeing(problem, 0 if bias is None else ITEMSIZE[bias.dtype])
+        if problem.score is None or problem.is_packed:  # the warp that would read them finds tiles of packed sequences
+            return tile
+        return tile.changed(numbers_of_keys=len(problem.hoisted.of_keys))
 
     @property
     def num_warps(self) -> int:
@@ -98,7 +101,7 @@ class ForwardSm90Tile(ScoredTile):
         barriers = 8 * (2 * self.q_stages + 4 * self.num_stages) + 16
         next_tiles = 2 * (16 + 32)  # of packed sequences
         bias = bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs)
-        bias += 4 * self.block_n * (self.bias_of_keys or self.mask_of_keys)
+        bias += 4 * self.block_n * self.key_numbers
         return self.q_stages * q + out + self.num_stages * (k + v + bias) + barriers + next_tiles
 
     def why_not(self, problem: Problem, device: DeviceSpec) -> str:
@@ -360,7 +363,7 @@ class BiasSm90Tile(ScoredTile):
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         operands = chunked_bytes(self.block_m, max(dim, dim_v)) + chunked_bytes(self.block_n, max(dim, dim_v))
-        numbers = 4 * self.block_n * self.mask_of_keys
+        numbers = 4 * self.block_n * self.key_numbers
         bias = bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs)
         barriers = 16 * (self.num_stages + self.bias_stages)
         return self.num_stages * (operands + numbers) + self.bias_stages * bias + barriers

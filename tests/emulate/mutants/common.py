@@ -309,5 +309,10 @@ MUTANTS = (
     mutant("the offset does not follow the sink", SOFTMAX, "raise_offset(m, half, exponent);", "1;", "forward sinks"),
     mutant("the sink relative to zero", SOFTMAX, "exponential(exponent - offset[m][half]);", "exponential(exponent);",
            "forward sinks"),
+    # ---- common/schedule.cuh, outward
+    mutant("tiles after the nearest begin with it", SCHEDULE, "nearest - steps : full_start + steps;",
+           "nearest - steps : full_start + steps - 1;", "sm90 slopes outward"),
+    mutant("tiles before the nearest are left out", SCHEDULE, "steps <= before ? nearest - steps",
+           "steps < before ? nearest - steps", "sm90 slopes"),
 )
 # fmt: on

@@ -15,8 +15,8 @@ WEIGHTS = "sm90/function_weights.cuh"
 # fmt: off
 MUTANTS = (
     # ---- common/score_functions.cuh
-    mutant("axes have the stride of the first one", LIBRARY, "within * array.stride[axis]", "within * array.stride[0]",
-           "functions"),
+    mutant("axes have the stride of the first one", LIBRARY, "within * (Offset)array.stride[axis]",
+           "within * (Offset)array.stride[0]", "functions"),
     mutant("gradients lie in the order of Fortran", LIBRARY, "place * array.size[axis] + within", "place + within",
            "functions"),
     mutant("remainders of the next number", LIBRARY, "a % (b == 0 ? 1 : b)", "a % (b == 0 ? 1 : b + 1)",
@@ -42,15 +42,15 @@ MUTANTS = (
     mutant("infinite terms are led on as sums", HOISTED, "is_finite ? (Real)", "true ? (Real)", "functions sm90 tables",
            escapes="no trial has an infinite term of a table"),
     # ---- common/functions.cuh
-    mutant("scores are those of head 0", FUNCTIONS, "score_function(of_head, arrays, s, row, key, head,",
-           "score_function(of_head, arrays, s, row, key, 0,", "functions"),
+    mutant("scores are those of head 0", FUNCTIONS, "score_function(of_head, of_key, arrays, s, row, key, head,",
+           "score_function(of_head, of_key, arrays, s, row, key, 0,", "functions"),
     mutant("rows and keys change places", FUNCTIONS, "mask_function(of_head, arrays, row, key, head,",
            "mask_function(of_head, arrays, key, row, head,", "functions"),
     mutant("what is read of a head is that of head 0", FUNCTIONS, "read_of_head(params.captured, head_, batch_)",
            "read_of_head(params.captured, 0, batch_)", "functions"),
     # ---- sm90/forward.cu
     mutant("both rows of a lane have the score of the upper one", "sm90/forward.cu",
-           "score.of(s[0][n][i], lane_row + i / 2 * 8,", "score.of(s[0][n][i], lane_row,", "functions sm90"),
+           "x * score.scale, lane_row + i / 2 * 8,", "x * score.scale, lane_row,", "functions sm90"),
     # ---- sm90/function_weights.cuh
     mutant("both keys of a lane are the first", WEIGHTS, "key = lane_key + i / 2 * 8;", "key = lane_key;",
            "functions sm90"),
@@ -129,5 +129,12 @@ MUTANTS = (
            "functions"),
     mutant("elements lie one after another", CAPTURED, "offset += place % array.size[axis] * array.stride[axis];",
            "offset += place % array.size[axis];", "functions"),
+    # ---- numbers of keys
+    mutant("numbers of a key follow those before them", "sm90/forward.cu", "k * kBlockN * 4 + n * 32", "n * 32",
+           "functions sm90 arrays"),
+    mutant("numbers are those of a pair of keys", "sm90/forward.cu", "of_key[1].x[k] = two[1]",
+           "of_key[1].x[k] = two[0]", "functions sm90 arrays"),
+    mutant("numbers are stored for every key", "sm90/addends.cuh", "at + n * kBlockN * 4", "at",
+           "functions sm90 arrays"),
 )
 # fmt: on

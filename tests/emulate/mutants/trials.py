@@ -209,6 +209,11 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "sm90 slopes": Trial(
         case=replace(_GROUPED, seqlen_k=300, score_spread=30.0, alibi_slopes=(4,)), tiles=_sm90(), num_sms=1
     ),
+    "sm90 slopes outward": Trial(
+        case=replace(_GROUPED, seqlen_q=300, seqlen_k=300, alibi_slopes=(4,), kv_lengths=(300, 140)),
+        tiles=_sm90(),
+        num_sms=1,
+    ),
     "sm90 softcap": Trial(
         case=replace(_GROUPED, seqlen_k=300, score_spread=8.0, softcap=5.0), tiles=_sm90(), num_sms=1
     ),
