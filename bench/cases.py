@@ -12,6 +12,8 @@ import numpy as np
 from cuflash.block_masks import random
 from cuflash.operands import numpy_dtype
 
+from .functions import DOCUMENTS, FUNCTIONS
+
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 PASSES = ("forward", "backward")
@@ -29,6 +31,7 @@ SUFFIXES = {
     "dropout": "dropout",
     "sinks": "sinks",
     "kv_lengths": "kv_lengths",
+    "function": "a function",
 }
 OPTIONS = {"blocks_kept": "a block mask", "lengths": "sequences of different lengths", **SUFFIXES}
 
@@ -64,12 +67,13 @@ class Case:
     dropout: float = 0.0
     sinks: bool = False
     kv_lengths: bool = False  # lengths of the keys in an array, all of them whole
+    function: str = ""  # a name in `functions.FUNCTIONS`
     lengths: tuple[int, ...] = ()  # of the batch entries, where they differ: arrays are padded to the longest
 
     def __post_init__(self) -> None:
         for name, default in (("num_heads_kv", "num_heads"), ("seqlen_k", "seqlen_q"), ("head_dim_v", "head_dim")):
             object.__setattr__(self, name, getattr(self, name) or getattr(self, default))
-        for name in ("causal", "alibi"):
+        for name in ("causal", "alibi", "function"):
             if getattr(self, name) and self.seqlen_q != self.seqlen_k:
                 raise ValueError(f"{name}: got seqlen_q != seqlen_k, expected a square problem (alignments differ)")
         hiding = [name for name in ("blocks_kept", "mask", "causal") if getattr(self, name)]
@@ -150,7 +154,12 @@ class Case:
             ("kv_lengths", self.kv_lengths, (self.batch,), "int32"),
             ("sinks", self.sinks, (self.num_heads,), self.softmax_dtype),
         )
-        return {name: (shape, dtype) for name, given, shape, dtype in rows if given}
+        found = {name: (shape, dtype) for name, given, shape, dtype in rows if given}
+        if self.function:
+            function = FUNCTIONS[self.function]
+            dtype = "int32" if function.is_mask else self.softmax_dtype
+            found |= {name: (shape, dtype) for name, shape in function.sized(self.num_heads, self.seqlen_q).items()}
+        return found
 
     @property
     def softmax_dtype(self) -> str:
@@ -170,6 +179,8 @@ class Case:
         if pass_ == "backward":
             dims = 3 * self.head_dim + 2 * self.head_dim_v
         scores = sum(n * n for n in self.lengths) or self.batch * self.seqlen_q * self.seqlen_k
+        if self.function == "documents":
+            scores //= DOCUMENTS
         if self.window:
             first = min(self.window, self.seqlen_q)  # rows, of which each sees a key more than the one before
             scores = self.batch * (first * (first + 1) // 2 + (self.seqlen_q - first) * first)
@@ -351,6 +362,18 @@ SUITES = {
             ),
         },
         about=f"each option beside the plain call; masks are random and show {VISIBLE:.0%} of the pairs or keys",
+    ),
+    "functions": Suite(
+        kind="gpu",
+        cases=tuple(
+            replace(_row(d, 4096, causal), function=name)
+            for d in (64, 128)
+            for name in FUNCTIONS
+            for causal in (False, True)
+        ),
+        peers=("cuflash-plain", "cuflash-gradients", "cuflash-packed", "flex"),
+        about="scores and masks as functions beside the plain call and FlexAttention: "
+        + "; ".join(f"{name}, {function.about}" for name, function in FUNCTIONS.items()),
     ),
     "float32": Suite(
         kind="gpu",

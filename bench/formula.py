@@ -24,6 +24,7 @@ from cuflash.options import rounded_rate
 from cuflash.reference import product
 
 from .cases import BLOCK, VISIBLE, Case
+from .functions import DOCUMENTS, FUNCTIONS
 
 ROWS_AT_ONCE = 2048  # of one head in the check: float64 scores of 16384 keys take 256 MB
 RESULTS = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
@@ -42,6 +43,7 @@ HIDDEN: dict[str, Act] = {
     "mask": lambda x, i, j: ~x,
     "block_mask": lambda x, i, j: ~x[i // BLOCK, j // BLOCK],
     "kv_lengths": lambda x, i, j: j >= x,
+    "hidden": lambda x, i, j: x(i, j),
 }
 
 
@@ -89,6 +91,11 @@ def make_inputs(xp: Any, case: Case, seed: int = 0) -> Inputs:
         "mask": mask,
         "alibi_slopes": lambda shape, dtype: (2.0 ** (-8 * xp.arange(1, shape[0] + 1) / shape[0])).astype(dtype),
         "kv_lengths": lambda shape, dtype: xp.full(shape, case.seqlen_k, dtype),
+        "pos": normal,
+        "place": normal,
+        "table": normal,
+        "slopes": lambda shape, dtype: random.random(shape).astype(dtype) / 5,
+        "document": lambda shape, dtype: (xp.arange(shape[0]) * DOCUMENTS // shape[0]).astype(dtype),
     }
     q, k, v, dout = (normal(shape) for shape in (case.q_shape, case.k_shape, case.v_shape, case.out_shape))
     return Inputs(xp, q, k, v, dout, {name: make[name](*term) for name, term in case.terms.items()})
@@ -127,6 +134,8 @@ def softmax_rows(xp: Any, q: Any, k: Any, *, scale: float, first_row: int = 0, *
     for name, added in ADDED.items():
         if name in given:
             s += added(widen(given[name], s.dtype.name), *places())
+    if "score" in given:
+        s += given["score"](*places(), s.dtype.name)
     for name, hidden in HIDDEN.items():
         if name in given:
             s = xp.where(hidden(given[name], *places()), s.dtype.type(-np.inf), s)
@@ -168,7 +177,18 @@ def gradient_rows(
 def of_rows(case: Case, inputs: Inputs, batch: int, head: int, rows: slice) -> dict[str, Any]:
     """The terms and options of some rows of one head, by the names that `softmax_rows` knows."""
     given = {name: x for name in ("causal", "window", "softcap") if (x := getattr(case, name))}
+    function = FUNCTIONS[case.function] if case.function else None
+    if function is not None:
+        read = function.of_head(inputs.terms, head)
+
+        def applied(i: Any, j: Any, dtype: str | None = None) -> Any:
+            arrays = {name: x if dtype is None else widen(x, dtype) for name, x in read.items()}
+            return function.formula(inputs.xp, arrays, i, j)
+
+        given["hidden" if function.is_mask else "score"] = applied
     for name, x in inputs.terms.items():
+        if function is not None and name in function.shapes:
+            continue
         if x.ndim == 4:
             own = x[batch % x.shape[0], head % x.shape[1]]
             given[name] = own[rows] if own.shape[0] > 1 else own

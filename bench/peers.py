@@ -21,6 +21,7 @@ from . import peers_float8, peers_torch
 from .cases import BLOCK, OPTIONS, Case
 from .contender import Absent, Calls, Contender, refuse, without_results
 from .formula import RANDOM, Inputs, gradient_rows, softmax_rows, times, widen
+from .functions import DOCUMENTS, FUNCTIONS
 
 STEPS = 2000  # of decoding, before the cache is as short again as at the start
 
@@ -41,19 +42,28 @@ def cuflash(
     precision: Any = "highest",
     blocks: Literal["block_mask", "mask", ""] = "block_mask",
     more: str = "",
+    function: bool = True,
 ) -> Contender:
     """cuflash's public interface, into arrays made once (as a training loop would), or allocating its results.
 
     `blocks` is the argument that blocks are given as. With "mask" it has their pairs; with "" they are left out: what
-    takes time is another problem, whose results are not checked. `more` is a gradient beside dq, dk and dv.
+    takes time is another problem, whose results are not checked; so it is without `function`. `more` is a gradient
+    beside dq, dk and dv, or "arrays" for those of the arrays that a function reads.
     """
     from cuflash import FlashAttention
 
     refuse(case, *(OPTIONS.keys() - {"lengths"}))  # cuflash-packed has those
     if more == "dbias" and not case.bias:
         raise Absent("needs a bias")
+    named = FUNCTIONS[case.function] if case.function and function else None
+    if more == "arrays" and (named is None or not named.gradients):
+        raise Absent("needs a score")
+    if not function and not case.function:
+        raise Absent("needs a function")
     xp, q, k, v, dout = inputs.xp, inputs.q, inputs.k, inputs.v, inputs.dout
     terms = dict(inputs.terms)
+    if not function:
+        terms = {name: x for name, x in terms.items() if name not in FUNCTIONS[case.function].shapes}
     if blocks == "mask" and not case.blocks_kept:
         raise Absent("needs blocks")
     if case.blocks_kept and blocks == "block_mask":
@@ -69,13 +79,16 @@ def cuflash(
         softcap=case.softcap or None,
         window=(case.window - 1, 0) if case.window else None,
         dropout=case.dropout,
+        score=named.traced if named and not named.is_mask else None,
+        mask=named.traced if named and named.is_mask else None,
     )
     out = _poisoned(xp, case.out_shape, case.dtype)
     lse = _poisoned(xp, case.out_shape[:3], case.softmax_dtype)
     shapes = {"dq": case.q_shape, "dk": case.k_shape, "dv": case.v_shape}
     gradients = {name: _poisoned(xp, shape, case.dtype) for name, shape in shapes.items()}
-    if more:
-        gradients[more] = _poisoned(xp, *(case.terms["bias"] if more == "dbias" else ((), case.softmax_dtype)))
+    others = named.gradients if more == "arrays" and named else tuple(filter(None, (more,)))
+    for name in others:
+        gradients[name] = _poisoned(xp, *case.terms.get(name[1:], ((), case.softmax_dtype)))
     given = terms | RANDOM if case.dropout else terms
     attn.forward(q, k, v, **given, out=out, lse=lse)  # backward may be timed without forward
     into = {"out": out, "lse": lse}
@@ -85,10 +98,10 @@ def cuflash(
         "forward": lambda: (attn.forward(q, k, v, **given, **into).out,),
         "backward": lambda: tuple(attn.backward(dout, q, k, v, out, lse, **given, **gradients))[:3],
     }
-    if not blocks:
+    if not blocks or not function:
         calls = without_results(calls)
     coarser = 2.0**13 if precision == "tf32" else 1.0  # 11 bits instead of 24
-    need = ("dq", "dk", "dv", *filter(None, (more,)))
+    need = ("dq", "dk", "dv", *others)
     return Contender(calls, plans=_describe(attn, q, k, v, **terms, need=need), coarser=coarser)
 
 
@@ -135,10 +148,12 @@ def cuflash_packed(case: Case, inputs: Inputs) -> Contender:
     xp, lengths = inputs.xp, case.lengths or (case.seqlen_q,) * case.batch
     if case.seqlen_q != case.seqlen_k:
         raise Absent("queries and keys of different lengths")
-    refuse(case, "lengths")
+    of_documents = case.function == "documents"
+    refuse(case, "lengths", *(("function",) if of_documents else ()))
     attn = FlashAttention(causal=case.causal)
     bounds = [sum(lengths[:b]) for b in range(case.batch + 1)]
-    starts = xp.asarray(bounds, dtype="int32")
+    sequences = range(0, bounds[-1] + 1, case.seqlen_q // DOCUMENTS) if of_documents else bounds
+    starts = xp.asarray(list(sequences), dtype="int32")
     terms = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
 
     def packed(array: Any) -> Any:
@@ -375,6 +390,8 @@ ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
     "cuflash-mask": lambda case, inputs: cuflash(case, inputs, blocks="mask"),
     "cuflash-dbias": lambda case, inputs: cuflash(case, inputs, more="dbias"),
     "cuflash-dscale": lambda case, inputs: cuflash(case, inputs, more="dscale"),
+    "cuflash-plain": lambda case, inputs: cuflash(case, inputs, function=False),
+    "cuflash-gradients": lambda case, inputs: cuflash(case, inputs, more="arrays"),
     "cuflash-tf32": lambda case, inputs: cuflash(case, inputs, precision="tf32"),
     **{f"cuflash-pages{size}": _paged(size) for size in (16, 64, 256)},
     "cuflash-fp8": lambda case, inputs: cuflash_float8(case, inputs, names="qkv"),

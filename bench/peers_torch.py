@@ -14,6 +14,7 @@ from typing import Any
 from .cases import BLOCK, Case
 from .contender import Absent, Calls, Contender, refuse, without_results
 from .formula import Inputs
+from .functions import FUNCTIONS
 
 Terms = Mapping[str, Any]
 
@@ -173,6 +174,9 @@ def flex_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, terms:
     torch._dynamo.reset()  # else the limit on recompilations is met after a few cases
     compiled = torch.compile(flex.flex_attention, dynamic=False)
     added, visible = _flex_scores(torch, case, terms), _flex_pairs(torch, case, terms, q.device)
+    if case.function and FUNCTIONS[case.function].is_mask:
+        own, before = FUNCTIONS[case.function].flex(torch, terms), visible
+        visible = own if before is None else lambda b, h, i, j: own(b, h, i, j) & before(b, h, i, j)
     block_mask = None
     if visible is not None:
         block_mask = flex.create_block_mask(
@@ -200,6 +204,8 @@ def _flex_scores(torch: Any, case: Case, terms: Terms) -> Callable[..., Any] | N
     if case.bias:
         bias = _indexed(terms["bias"], case.bias)
         steps.append(lambda s, b, h, i, j: s + bias(b, h, i, j))
+    if case.function and not FUNCTIONS[case.function].is_mask:
+        steps.append(FUNCTIONS[case.function].flex(torch, terms))
     if not steps:
         return None
 
@@ -318,6 +324,6 @@ ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
     "efficient-dbias": _torch(functools.partial(efficient_calls, dbias=True), "bias", needs_bias=True),
     "math": _torch(math_calls, device=None),
     "math-dbias": _torch(math_calls, "bias", device=None, needs_bias=True),
-    "flex": _torch(flex_calls, "blocks_kept", "softcap", "alibi", "bias", "mask", "window"),
+    "flex": _torch(flex_calls, "blocks_kept", "softcap", "alibi", "bias", "mask", "window", "function"),
     "torch-cpu": _torch(torch_cpu_calls, device="cpu"),
 }

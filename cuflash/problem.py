@@ -291,7 +291,7 @@ class Problem(Given):
     @property
     def forward_bytes(self) -> int:
         """Fewest bytes the forward pass moves through device memory: inputs read once, out and lse written once."""
-        inputs = [self.q, *(getattr(self, name) for name in NAMES)]
+        inputs = [self.q, *(getattr(self, name) for name in NAMES), *(operand for _, operand in self.captured)]
         keys_bytes = self.k.nbytes + self.v.nbytes
         if self.block_table is not None:  # pages of others are not read
             rows = self.batch * self.num_heads_kv * self.seqlen_k

@@ -7,8 +7,11 @@ from dataclasses import replace
 import numpy as np
 
 from bench.cases import FA2, SUITES, Case, Suite
+from bench.functions import FUNCTIONS
 from cuflash.operands import numpy_dtype
 from cuflash.options import Options
+from cuflash.problem import make_problem
+from cuflash.score import Traced
 
 SMALL = Case(head_dim=8, head_dim_v=12, seqlen_q=24, batch=2, num_heads=4, num_heads_kv=2, causal=True, dtype="float32")
 PLAIN = Case(head_dim=8, seqlen_q=24, batch=2, num_heads=2, dtype="float32")
@@ -21,6 +24,8 @@ OPTIONAL = [
     replace(PLAIN, dropout=0.4),
     replace(SMALL, sinks=True),
     replace(PLAIN, kv_lengths=True),
+    *(replace(PLAIN, function=name) for name in FUNCTIONS),
+    replace(PLAIN, function="box", mask="qk", dropout=0.3, sinks=True),
     replace(SMALL, softcap=0.5, alibi=True, bias="hqk", window=9, dropout=0.3, sinks=True, kv_lengths=True),
     replace(PLAIN, softcap=0.5, alibi=True, bias="bk", mask="qk", dropout=0.3, sinks=True, kv_lengths=True),
 ]
@@ -30,7 +35,22 @@ ALL_CASES = sorted({case for suite in SUITES.values() for case in suite.cases}, 
 def options_of(case):
     """Those of cuflash."""
     window = (case.window - 1, 0) if case.window else None
-    return Options(causal=case.causal, softcap=case.softcap or None, window=window, dropout=case.dropout)
+    function = FUNCTIONS[case.function] if case.function else None
+    return Options(
+        causal=case.causal,
+        softcap=case.softcap or None,
+        window=window,
+        dropout=case.dropout,
+        score=Traced.of(function.traced, "score") if function and not function.is_mask else None,
+        mask_function=Traced.of(function.traced, "mask") if function and function.is_mask else None,
+    )
+
+
+def problem_of(case, q, k, v, terms):
+    """The problem of a case, of whose terms its function reads some."""
+    captured = {name: terms[name] for name in (FUNCTIONS[case.function].shapes if case.function else ())}
+    others = {name: x for name, x in terms.items() if name not in captured}
+    return make_problem(options_of(case), q, k, v, captured=captured, **others)
 
 
 def abstract(shape, dtype):

@@ -12,6 +12,7 @@ from bench import peers, peers_torch, report
 from bench.cases import OPTIONS, SUFFIXES, SUITES, Case, Suite
 from bench.contender import Absent, refuse
 from bench.formula import Reference, make_inputs, softmax_rows
+from bench.functions import FUNCTIONS
 from bench.run import run_suite
 from tests.benched import BIASED, OPTIONAL, PLAIN, SMALL
 
@@ -74,6 +75,7 @@ def test_contenders_refuse_the_options_that_they_do_not_have(name):
     """By name, before anything else: of those that they take, nothing but a library or a device can be missing."""
     takes = TAKES.get(name, set())
     values: dict[str, Any] = {"blocks_kept": 0.5, "lengths": (24, 20), "bias": "qk", "mask": "bk"}
+    values["function"] = "distance"
     for option, words in OPTIONS.items():
         changes: dict[str, Any] = {option: values.get(option, True)} | ({"causal": True} if option == "window" else {})
         case = replace(PLAIN, **changes)
@@ -93,12 +95,34 @@ def test_refusals_name_every_option():
 
 def test_the_suite_of_options_has_every_option():
     suite = SUITES["options"]
-    assert {option for case in suite.cases for option in case.options} == set(SUFFIXES)
+    assert {option for case in suite.cases for option in case.options} == set(SUFFIXES) - {"function"}
     for case in suite.cases:
         assert (case.batch, case.seqlen_q, case.num_heads * case.head_dim, len(case.options) <= 1) == (4, 4096, 2048, 1)
     for name, cases in suite.only.items():
         assert name in suite.peers and set(cases) < set(suite.cases)
     assert [case.options for case in suite.only["cuflash-dbias"]] == 6 * [("bias",)]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_have_gradients_beside_packed_documents(name):
+    case = replace(PLAIN, function=name, causal=True)
+    inputs = make_inputs(np, case)
+    check = Reference(case, inputs)
+    for contender in ("cuflash-gradients", "cuflash-packed"):
+        if FUNCTIONS[name].is_mask == (contender == "cuflash-gradients"):
+            with pytest.raises(Absent):
+                peers.ADAPTERS[contender](case, inputs)
+            continue
+        made = peers.ADAPTERS[contender](case, inputs)
+        for pass_ in ("backward", "forward"):
+            results = tuple(made.to_array(x) for x in made.calls[pass_]())
+            assert not any(error.wrong for error in check.errors(pass_, results).values())
+    assert peers.ADAPTERS["cuflash-plain"](case, inputs).calls["forward"]() == ()
+
+
+def test_the_flops_of_documents_are_those_of_their_pairs():
+    case = Case(head_dim=64, seqlen_q=1024, batch=2, num_heads=4)
+    assert 8 * replace(case, function="documents").flops("forward") == case.flops("forward")
 
 
 def test_the_flops_of_a_window_are_those_of_its_pairs():
@@ -189,7 +213,7 @@ TAKES = {
     "efficient": {"bias", "mask", "dropout"},
     "efficient-dbias": {"bias"},
     "math-dbias": {"bias"},
-    "flex": {"blocks_kept", "softcap", "alibi", "bias", "mask", "window"},
+    "flex": {"blocks_kept", "softcap", "alibi", "bias", "mask", "window", "function"},
 }
 
 
