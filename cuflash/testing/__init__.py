@@ -26,6 +26,7 @@ from cuflash.testing.case import (
     self_test_cases,
     split_keys,
 )
+from cuflash.testing.differences import Change, check_gradients
 from cuflash.testing.rule import (
     Measurement,
     Report,
@@ -44,6 +45,7 @@ __all__ = [
     "MORE_FEATURES",
     "STRIDES",
     "Case",
+    "Change",
     "Measurement",
     "Report",
     "Yardstick",
@@ -51,6 +53,7 @@ __all__ = [
     "assert_forward",
     "cases",
     "check",
+    "check_gradients",
     "gather_pages",
     "gradients_of",
     "lay_out",

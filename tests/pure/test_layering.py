@@ -48,7 +48,7 @@ ORDER = [
     "distributed.agreement", "distributed.execution", "distributed.context", "distributed",
     "emulator.launching", "emulator.building", "emulator.memory", "emulator.passes", "emulator",
     "testing.arrays", "testing.leading", "testing.case", "testing.strategies", "testing.rule", "testing.float8",
-    "testing",
+    "testing.differences", "testing",
     "cli", "cli.numbers", "cli.arguments", "cli.here", "cli.cache", "cli.info", "cli.plans", "cli.tune", "cli.sampled",
     "cli.demo", "cli.check", "cli.main", "__main__",
 ]  # fmt: skip

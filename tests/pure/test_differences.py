@@ -1,0 +1,62 @@
+"""Gradients against differences."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+import cuflash.testing as ct
+from tests.scored import SCORES, captured_of
+
+SMOOTH = ("distance", "fade", "of_rows")
+SIZES = (2, 2, 20, 24)
+
+
+def inputs(seed):
+    batch, heads, seqlen_q, seqlen_k = SIZES
+    random = np.random.default_rng(seed)
+    q = random.standard_normal((batch, heads, seqlen_q, 8))
+    k, v = random.standard_normal((2, batch, heads, seqlen_k, 8))
+    return q, k, v
+
+
+@settings(max_examples=8)
+@given(st.sampled_from(SMOOTH), st.integers(0, 2**16), st.booleans())
+def test_gradients_of_functions_are_those_of_differences(name, seed, causal):
+    attn = cuflash.FlashAttention(score=SCORES[name], causal=causal)
+    arrays: dict[str, Any] = captured_of((SCORES[name],), SIZES, "float64", seed)
+    found = ct.check_gradients(attn, *inputs(seed), seed=seed, **arrays)
+    assert {"dq", "dk", "dv"} < found.keys() and all(own.scale > 0 for own in found.values())
+
+
+def test_gradients_of_options_are_those_of_differences():
+    random = np.random.default_rng(0)
+    arrays: dict[str, Any] = {"bias": random.standard_normal((20, 24)), "sinks": random.standard_normal(2)}
+    attn = cuflash.FlashAttention(softcap=3.0, causal=True, dropout=0.2)
+    found = ct.check_gradients(attn, *inputs(1), dropout_seed=5, dropout_offset=2, **arrays)
+    assert set(found) == {"dq", "dk", "dv", "dbias", "dsinks"}
+    assert set(ct.check_gradients(attn, *inputs(1), need=("dk",), dropout_seed=5, dropout_offset=2, **arrays)) == {"dk"}
+
+
+def test_a_wrong_gradient_is_named(monkeypatch):
+    attn, (q, k, v) = cuflash.FlashAttention(), inputs(2)
+    backward = cuflash.FlashAttention.backward
+
+    def wrong(self, *args, **keywords):
+        gradients = backward(self, *args, **keywords)
+        return gradients._replace(dk=gradients.dk * (1 + 1e-4))
+
+    monkeypatch.setattr(cuflash.FlashAttention, "backward", wrong)
+    with pytest.raises(AssertionError, match=r"^dk: got .* by the gradient, expected .* by differences"):
+        ct.check_gradients(attn, q, k, v)
+
+
+def test_what_it_cannot_check_is_refused():
+    attn, (q, k, v) = cuflash.FlashAttention(), inputs(3)
+    with pytest.raises(ValueError, match="q: got dtype float32"):
+        ct.check_gradients(attn, *(x.astype(np.float32) for x in (q, k, v)))
+    with pytest.raises(ValueError, match="need: got 'dscale'"):
+        ct.check_gradients(attn, q, k, v, need=("dscale",))
