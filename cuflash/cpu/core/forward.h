@@ -6,12 +6,10 @@
 
 #include <cmath>
 
-#include "few_rows.h"
-#include "split_pairs.h"
+#include "few_pairs.h"
 
 namespace {
 
-constexpr long KEY_PAIRS = MAX_KEYS / 2 + 16;       // how far apart rows of pairs of keys lie
 constexpr long BLOCK_ROWS = HAS_TILES ? 384 : 192;  // at most
 constexpr long STEP_ROWS = 4;                       // between steps of products of pairs
 constexpr long ENOUGH_JOBS = 32;  // for all threads: with fewer blocks, several jobs share the keys of one
@@ -29,7 +27,7 @@ template <class T> struct ForwardBuffers {
         const long rows_of_q = work.rows_per_block, keys = work.keys_per_tile;
         v_stride = sizes.dim_v;
         // Pairs of numbers in two parts take as much room as numbers do, up to whole vectors of each part.
-        const long parts = parts_of_numbers<T>(work),
+        const long parts = most_parts<T>(work.call),
                    dim = larger(sizes.dim, parts * pair_stride<T>(work.call.head_dim));
         q = scratch.template take<T>(rows_of_q * dim);
         o = scratch.template take<T>(rows_of_q * sizes.dim_v);
@@ -340,9 +338,10 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
 }
 
 // The same of few rows. The keys of a job end with those that one of its rows sees: all of them are computed.
+// `columns` has what `load_few_columns` gives, if anything.
 template <class T>
 inline void forward_tile_of_few(const Work &work, const Block &block, const Entry &entry, const Scaling<T> &scaling,
-                                ForwardBuffers<T> &buffers, long first, long count) {
+                                ForwardBuffers<T> &buffers, long first, long count, const T *columns) {
     const Call &call = work.call;
     const Sizes<T> &sizes = buffers.sizes;
     const long num_rows = rows_of(block);
@@ -350,11 +349,24 @@ inline void forward_tile_of_few(const Work &work, const Block &block, const Entr
     find_key_rows(call, K, entry, block.head_kv, first, count, call.head_dim, buffers.rows, sizes.dim, k);
     find_key_rows(call, V, entry, block.head_kv, first, count, call.head_dim_v, buffers.v, sizes.dim_v, v);
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
-    scores_of_few(num_rows, buffers.q, sizes.dim, k, count, Coming{v, 0}, buffers.s);
-    weigh_rows<T>(call, scaling, entry, block, buffers, 0, num_rows, first, Keys{0, count}, buffers.s, nullptr, 0,
-                  [] {});
     const long next = call.page_size ? 0 : count * call.strides[K][2] * size_of(call.kv_dtype);
-    add_values_of_few(num_rows, buffers.s, v, count, sizes.dim_v, Coming{k, next}, buffers.o);
+    const Coming coming_v{v, 0}, coming_k{k, next};
+    bool has_scores = false, has_pairs = false;  // has_pairs: values are multiplied as pairs
+#if HAS_TILES
+    if (columns && k.dtype == call.dtype && v.dtype == call.dtype) {
+        scores_of_few_pairs(columns, call.head_dim, k, count, most_parts<T>(call), coming_v, buffers.rows, buffers.k_t,
+                            buffers.s);
+        has_pairs = call.dtype == BFLOAT16;
+        has_scores = has_pairs || are_numbers(num_rows, buffers.s, count);
+    }
+#endif
+    if (!has_scores) scores_of_few(num_rows, buffers.q, sizes.dim, k, count, coming_v, buffers.s);
+    weigh_rows<T>(call, scaling, entry, block, buffers, 0, num_rows, first, Keys{0, count}, buffers.s, buffers.p,
+                  has_pairs, [] {});
+#if HAS_TILES
+    if (has_pairs) return add_values_of_few_pairs(buffers.p, v, count, sizes.dim_v, coming_k, buffers.v, buffers.o);
+#endif
+    add_values_of_few(num_rows, buffers.s, v, count, sizes.dim_v, coming_k, buffers.o);
 }
 
 template <class T> void forward_job(Work &work, char *memory, long job) {
@@ -378,6 +390,13 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
         if (call.scale < 0)
             for (long x = 0; x < num_rows * sizes.dim; ++x) buffers.q[x] = -buffers.q[x];
     }
+    const T *columns = nullptr;
+#if HAS_TILES
+    if (has_few && num_rows > VERY_FEW_ROWS && most_parts<T>(call)) {
+        columns = buffers.q + FEW_ROWS * sizes.dim;
+        load_few_columns(call, entry, block, (float *)buffers.rows, (float *)columns);
+    }
+#endif
     clear(buffers.o, num_rows * sizes.dim_v);
     clear(buffers.l, num_rows * LANES<T>);
     for (long r = 0; r < num_rows; ++r) buffers.shift[r] = T(-__builtin_inf());
@@ -390,7 +409,7 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
         const long count = smaller(work.keys_per_tile, end - first);
         if (!any_visible(call, entry, block, first, count)) continue;
         if (has_few) {
-            forward_tile_of_few(work, block, entry, scaling, buffers, first, count);
+            forward_tile_of_few(work, block, entry, scaling, buffers, first, count, columns);
         } else if (parts) {
             if constexpr (MAY_USE_PAIRS<T>) forward_tile_of_pairs(work, block, entry, scaling, buffers, first, count);
         } else {
