@@ -19,7 +19,7 @@ constexpr long PARTS_BYTES = 32 << 20;
 template <class T> struct ForwardBuffers {
     Scratch scratch;
     Sizes<T> sizes;
-    T *q, *o, *shift, *l, *s, *p, *rows, *k_t, *v;
+    T *q, *o, *shift, *l, *s, *p, *bias, *rows, *k_t, *v;
     unsigned char *kept;
     long v_stride;
 
@@ -36,6 +36,7 @@ template <class T> struct ForwardBuffers {
         // With pairs scores of two groups of rows, and their weights: one is multiplied while the other is weighed.
         s = scratch.template take<T>((parts ? 2 : 1) * GROUP * SCORES_STRIDE<T>);
         p = scratch.template take<T>(2 * parts * GROUP * KEY_PAIRS);
+        bias = scratch.template take<T>(work.call.arrays[BIAS] ? GROUP * MAX_KEYS : 0);
         rows = scratch.template take<T>(keys * dim);
         k_t = scratch.template take<T>(dim * SCORES_STRIDE<T>);
         v = scratch.template take<T>(keys * sizes.dim_v);
@@ -149,11 +150,11 @@ inline void weigh_rows(const Call &call, const Scaling<T> &scaling, const Entry 
     const long here = keys.stop - keys.first, columns = round_up(here, LANES<T>), dim = buffers.sizes.dim_v;
     const Span span = span_of(block, r0, num_rows);
     first += keys.first;
-    const bool is_finished = !needs_finishing(call, scaling, entry, span.first, span.last, first, columns);
+    if (needs_finishing(call, scaling, entry, span.first, span.last, first, columns))
+        finish_scores<T>(call, scaling, entry, block, r0, num_rows, first, here, columns, s + keys.first,
+                         load_bias(call, entry, block, r0, num_rows, first, here, buffers.bias), nullptr);
     for (long r = 0; r < num_rows; ++r) {
         T *row = s + r * SCORES_STRIDE<T> + keys.first;
-        if (!is_finished)
-            finish_scores<T>(call, scaling, entry, row_of(block, r0 + r), first, here, columns, row, nullptr);
         T &shift = buffers.shift[r0 + r], *l = buffers.l + (r0 + r) * LANES<T>, *o = buffers.o + (r0 + r) * dim;
         if constexpr (MAY_USE_PAIRS<T>)
             if (parts == 1 && !call.dropout_steps) {
@@ -252,8 +253,6 @@ inline void forward_tile_of_pairs(const Work &work, const Block &block, const En
         return Group{all_rows, 0, Keys{0, 0}};
     };
     auto scores_of = [&](const Group &group, float *s) {
-        prefetch_bias(call, entry, block, group.r0, group.num_rows, first + group.keys.first,
-                      group.keys.stop - group.keys.first);
         prefetch_next_keys(call, entry, block.head_kv, first + count + group.r0 * count / all_rows,
                            first + count + (group.r0 + group.num_rows) * count / all_rows);
         const float *q = buffers.q + group.r0 * q_stride, *k_t = buffers.k_t + group.keys.first;
@@ -325,7 +324,6 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
         const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
         const long here = keys.stop - keys.first;
         if (here <= 0) continue;
-        prefetch_bias(call, entry, block, r0, n, first + keys.first, here);
         prefetch_next_keys(call, entry, block.head_kv, first + count + r0 * count / num_rows,
                            first + count + (r0 + n) * count / num_rows);
         T *s = buffers.s + keys.first, *o = buffers.o + r0 * dim_v;
