@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -400,7 +401,7 @@ assert os.waitpid(child, 0)[1] == 0
 def test_float16_that_is_not_finite(kind, name, value, rows):
     """It reaches results as in float32, also where finite numbers are multiplied as sums of two."""
     random = np.random.default_rng(0)
-    arrays = {key: random.standard_normal((2, 3, 600, 64)).astype("f2") for key in "qkv"}
+    arrays: dict[str, Any] = {key: random.standard_normal((2, 3, 600, 64)).astype("f2") for key in "qkv"}
     arrays["q"] = arrays["q"][:, :, :rows]
     arrays[name][1, 2, 5, 3] = value
     got = cuflash.attention(**arrays)
