@@ -48,7 +48,7 @@ constexpr long QUERY_PAIRS = BACKWARD_ROWS / 2 + 20;  // how far apart rows of p
 template <class T> struct BackwardBuffers {
     Scratch scratch;
     Sizes<T> sizes;
-    T *k, *k_t, *v_t, *dk, *dv, *q, *dout, *dq, *p, *ds, *tanhs, *products, *lse, *delta, *total;
+    T *k, *k_t, *v_t, *dk, *dv, *q, *dout, *dq, *p, *ds, *tanhs, *products, *added, *lse, *delta, *total;
     T *q_t, *dout_t, *ds_columns, *ds_rows;  // of pairs, where these are multiplied
     unsigned char *kept;
     long double *sums;  // of many rows
@@ -76,6 +76,7 @@ template <class T> struct BackwardBuffers {
         ds = scratch.template take<T>(scores);
         tanhs = scratch.template take<T>(has_cap(call) ? scores : 0);
         products = scratch.template take<T>(has_products ? scores : 0);
+        added = scratch.template take<T>(call.arrays[BIAS] ? GROUP * MAX_KEYS : 0);
         bias = bias_gradient<T>(call, rows);
         total =
             scratch.template take<T>(is_wanted(call, DBIAS) ? larger(scores, group_of(call) * SCORES_STRIDE<T>) : 0);
@@ -236,16 +237,18 @@ inline SeenRows differentiate(const Call &call, const Scaling<T> &scaling, const
         seen.all.include(r0, r0 + n);
         if (keys.first < HALF) seen.halves[0].include(r0, r0 + n);
         if (keys.stop > HALF) seen.halves[1].include(r0, r0 + n);
-        prefetch_bias(call, entry, block, r0, n, at, here);
         multiply_rows(call, buffers.q, call.head_dim, buffers.k_t + keys.first, r0, n, columns, p);
         multiply_rows(call, buffers.dout, call.head_dim_v, buffers.v_t + keys.first, r0, n, columns, ds);
-        const bool is_finished = !needs_finishing(call, scaling, entry, span.first, span.last, at, columns);
+        for (long r = 0; r < n && has_products; ++r)
+            memcpy(buffers.products + (r0 + r) * STRIDE + keys.first, p + r * STRIDE, columns * sizeof(T));
+        if (needs_finishing(call, scaling, entry, span.first, span.last, at, columns))
+            finish_scores<T>(call, scaling, entry, block, r0, n, at, here, columns, p,
+                             load_bias(call, entry, block, r0, n, at, here, buffers.added),
+                             has_cap(call) ? buffers.tanhs + r0 * STRIDE + keys.first : nullptr);
         for (long r = 0; r < n; ++r, p += STRIDE, ds += STRIDE) {
             const Row row = row_of(block, r0 + r);
             T *products = has_products ? buffers.products + (r0 + r) * STRIDE + keys.first : nullptr;
             T *tanhs = has_cap(call) ? buffers.tanhs + (r0 + r) * STRIDE + keys.first : nullptr;
-            if (products) memcpy(products, p, columns * sizeof(T));
-            if (!is_finished) finish_scores<T>(call, scaling, entry, row, at, here, columns, p, tanhs);
             const Vector<T> lse = splat(buffers.lse[r0 + r]), delta = splat(buffers.delta[r0 + r]);
             const unsigned char *kept = buffers.kept + (r0 + r) * MAX_KEYS + keys.first;
             if (call.dropout_steps) drop(call, kept, here, ds);

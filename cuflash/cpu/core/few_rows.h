@@ -40,7 +40,8 @@ template <class T> inline Vector<T> load_as(const Float16 *p) {
 // Rows of k or v of a tile: where each begins, and what its numbers are.
 struct KeyRows {
     int64_t dtype;
-    long bytes;  // of a row
+    long bytes;   // of a row
+    long stride;  // in bytes, from row to row; 0 where that differs
     const char *at[MAX_KEYS];
 };
 
@@ -65,10 +66,12 @@ inline void find_key_rows(const Call &call, Array array, const Entry &entry, lon
     if (call.strides[array][3] != 1 || dim % LANES<T> != 0 || has_float8(call)) {
         load_keys(call, array, entry, head_kv, first, count, dim, copies, copies_stride, count);
         rows.dtype = sizeof(T) == 4 ? FLOAT32 : FLOAT64;
+        rows.stride = copies_stride * long(sizeof(T));
         for (long j = 0; j < count; ++j) rows.at[j] = (const char *)(copies + j * copies_stride);
         return;
     }
     const long stride = call.strides[array][2] * size;
+    rows.stride = call.page_size ? 0 : stride;
     for (long j = 0; j < count;) {
         const long stop = call.page_size ? smaller(count, j + call.page_size - (first + j) % call.page_size) : count;
         const char *row = key_address(call, array, entry, head_kv, first + j);
@@ -145,14 +148,14 @@ __attribute__((noinline)) void add_products(const T *s, const KeyRows &v, long n
         Vector<T> x[N];
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) x[n] = load_as<T>(row + n * LANES<T>);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             const Vector<T> y = splat(s[r * SCORES_STRIDE<T> + j]);
 #pragma GCC unroll 8
             for (int n = 0; n < N; ++n) sums[r][n] += y * x[n];
         }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) {
@@ -163,7 +166,7 @@ __attribute__((noinline)) void add_products(const T *s, const KeyRows &v, long n
 
 template <class T, class S, int R>
 inline void weighted_rows(const T *s, const KeyRows &v, long num_keys, long dim, const Coming *coming, T *o) {
-    constexpr int MOST = NUM_REGISTERS == 32 ? (R > 2 ? 4 : 8) : (R > 2 ? 2 : 4);
+    constexpr int MOST = (NUM_REGISTERS == 32 ? 2 : 1) * (R > 4 ? 1 : R > 2 ? 2 : 4);
     long d = 0;
     auto run = [&](auto vectors) {
         constexpr int N = decltype(vectors)::value;
@@ -176,9 +179,10 @@ inline void weighted_rows(const T *s, const KeyRows &v, long num_keys, long dim,
     run(std::integral_constant<int, 1>());
 }
 
-// Calls `run` with the first of each few rows and their number, as a type.
-template <class F> inline void for_few_rows(long num_rows, F run) {
+// Calls `run` with the first of each few rows, up to MOST, and their number, as a type.
+template <int MOST, class F> inline void for_few_rows(long num_rows, F run) {
     long r = 0;
+    for (; num_rows - r >= MOST; r += MOST) run(r, std::integral_constant<int, MOST>());
     for (; num_rows - r >= 4; r += 4) run(r, std::integral_constant<int, 4>());
     if (num_rows - r == 3) run(r, std::integral_constant<int, 3>());
     if (num_rows - r == 2) run(r, std::integral_constant<int, 2>());
@@ -190,7 +194,7 @@ template <class T>
 inline void scores_of_few(long num_rows, const T *q, long dim, const KeyRows &k, long num_keys, Coming coming, T *s) {
     with_numbers<T>(k, [&](auto *number) {
         using S = std::remove_const_t<std::remove_pointer_t<decltype(number)>>;
-        for_few_rows(num_rows, [&](long r, auto rows) {
+        for_few_rows<4>(num_rows, [&](long r, auto rows) {
             dot_products<T, S, decltype(rows)::value>(q + r * dim, dim, k, num_keys, r == 0 ? &coming : nullptr,
                                                       s + r * SCORES_STRIDE<T>);
         });
@@ -203,7 +207,7 @@ inline void add_values_of_few(long num_rows, const T *s, const KeyRows &v, long 
                               T *o) {
     with_numbers<T>(v, [&](auto *number) {
         using S = std::remove_const_t<std::remove_pointer_t<decltype(number)>>;
-        for_few_rows(num_rows, [&](long r, auto rows) {
+        for_few_rows<NUM_REGISTERS == 32 ? 8 : 4>(num_rows, [&](long r, auto rows) {
             weighted_rows<T, S, decltype(rows)::value>(s + r * SCORES_STRIDE<T>, v, num_keys, dim,
                                                        r == 0 ? &coming : nullptr, o + r * dim);
         });

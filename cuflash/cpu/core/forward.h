@@ -6,12 +6,10 @@
 
 #include <cmath>
 
-#include "few_rows.h"
-#include "split_pairs.h"
+#include "few_pairs.h"
 
 namespace {
 
-constexpr long KEY_PAIRS = MAX_KEYS / 2 + 16;       // how far apart rows of pairs of keys lie
 constexpr long BLOCK_ROWS = HAS_TILES ? 384 : 192;  // at most
 constexpr long STEP_ROWS = 4;                       // between steps of products of pairs
 constexpr long ENOUGH_JOBS = 32;  // for all threads: with fewer blocks, several jobs share the keys of one
@@ -21,7 +19,7 @@ constexpr long PARTS_BYTES = 32 << 20;
 template <class T> struct ForwardBuffers {
     Scratch scratch;
     Sizes<T> sizes;
-    T *q, *o, *shift, *l, *s, *p, *rows, *k_t, *v;
+    T *q, *o, *shift, *l, *s, *p, *bias, *rows, *k_t, *v;
     unsigned char *kept;
     long v_stride;
 
@@ -29,7 +27,7 @@ template <class T> struct ForwardBuffers {
         const long rows_of_q = work.rows_per_block, keys = work.keys_per_tile;
         v_stride = sizes.dim_v;
         // Pairs of numbers in two parts take as much room as numbers do, up to whole vectors of each part.
-        const long parts = parts_of_numbers<T>(work),
+        const long parts = most_parts<T>(work.call),
                    dim = larger(sizes.dim, parts * pair_stride<T>(work.call.head_dim));
         q = scratch.template take<T>(rows_of_q * dim);
         o = scratch.template take<T>(rows_of_q * sizes.dim_v);
@@ -38,6 +36,7 @@ template <class T> struct ForwardBuffers {
         // With pairs scores of two groups of rows, and their weights: one is multiplied while the other is weighed.
         s = scratch.template take<T>((parts ? 2 : 1) * GROUP * SCORES_STRIDE<T>);
         p = scratch.template take<T>(2 * parts * GROUP * KEY_PAIRS);
+        bias = scratch.template take<T>(work.call.arrays[BIAS] ? GROUP * MAX_KEYS : 0);
         rows = scratch.template take<T>(keys * dim);
         k_t = scratch.template take<T>(dim * SCORES_STRIDE<T>);
         v = scratch.template take<T>(keys * sizes.dim_v);
@@ -151,11 +150,11 @@ inline void weigh_rows(const Call &call, const Scaling<T> &scaling, const Entry 
     const long here = keys.stop - keys.first, columns = round_up(here, LANES<T>), dim = buffers.sizes.dim_v;
     const Span span = span_of(block, r0, num_rows);
     first += keys.first;
-    const bool is_finished = !needs_finishing(call, scaling, entry, span.first, span.last, first, columns);
+    if (needs_finishing(call, scaling, entry, span.first, span.last, first, columns))
+        finish_scores<T>(call, scaling, entry, block, r0, num_rows, first, here, columns, s + keys.first,
+                         load_bias(call, entry, block, r0, num_rows, first, here, buffers.bias), nullptr);
     for (long r = 0; r < num_rows; ++r) {
         T *row = s + r * SCORES_STRIDE<T> + keys.first;
-        if (!is_finished)
-            finish_scores<T>(call, scaling, entry, row_of(block, r0 + r), first, here, columns, row, nullptr);
         T &shift = buffers.shift[r0 + r], *l = buffers.l + (r0 + r) * LANES<T>, *o = buffers.o + (r0 + r) * dim;
         if constexpr (MAY_USE_PAIRS<T>)
             if (parts == 1 && !call.dropout_steps) {
@@ -254,8 +253,6 @@ inline void forward_tile_of_pairs(const Work &work, const Block &block, const En
         return Group{all_rows, 0, Keys{0, 0}};
     };
     auto scores_of = [&](const Group &group, float *s) {
-        prefetch_bias(call, entry, block, group.r0, group.num_rows, first + group.keys.first,
-                      group.keys.stop - group.keys.first);
         prefetch_next_keys(call, entry, block.head_kv, first + count + group.r0 * count / all_rows,
                            first + count + (group.r0 + group.num_rows) * count / all_rows);
         const float *q = buffers.q + group.r0 * q_stride, *k_t = buffers.k_t + group.keys.first;
@@ -327,7 +324,6 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
         const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
         const long here = keys.stop - keys.first;
         if (here <= 0) continue;
-        prefetch_bias(call, entry, block, r0, n, first + keys.first, here);
         prefetch_next_keys(call, entry, block.head_kv, first + count + r0 * count / num_rows,
                            first + count + (r0 + n) * count / num_rows);
         T *s = buffers.s + keys.first, *o = buffers.o + r0 * dim_v;
@@ -340,9 +336,10 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
 }
 
 // The same of few rows. The keys of a job end with those that one of its rows sees: all of them are computed.
+// `columns` has what `load_few_columns` gives, if anything.
 template <class T>
 inline void forward_tile_of_few(const Work &work, const Block &block, const Entry &entry, const Scaling<T> &scaling,
-                                ForwardBuffers<T> &buffers, long first, long count) {
+                                ForwardBuffers<T> &buffers, long first, long count, const T *columns) {
     const Call &call = work.call;
     const Sizes<T> &sizes = buffers.sizes;
     const long num_rows = rows_of(block);
@@ -350,11 +347,24 @@ inline void forward_tile_of_few(const Work &work, const Block &block, const Entr
     find_key_rows(call, K, entry, block.head_kv, first, count, call.head_dim, buffers.rows, sizes.dim, k);
     find_key_rows(call, V, entry, block.head_kv, first, count, call.head_dim_v, buffers.v, sizes.dim_v, v);
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
-    scores_of_few(num_rows, buffers.q, sizes.dim, k, count, Coming{v, 0}, buffers.s);
-    weigh_rows<T>(call, scaling, entry, block, buffers, 0, num_rows, first, Keys{0, count}, buffers.s, nullptr, 0,
-                  [] {});
     const long next = call.page_size ? 0 : count * call.strides[K][2] * size_of(call.kv_dtype);
-    add_values_of_few(num_rows, buffers.s, v, count, sizes.dim_v, Coming{k, next}, buffers.o);
+    const Coming coming_v{v, 0}, coming_k{k, next};
+    bool has_scores = false, has_pairs = false;  // has_pairs: values are multiplied as pairs
+#if HAS_TILES
+    if (columns && k.dtype == call.dtype && v.dtype == call.dtype) {
+        scores_of_few_pairs(columns, call.head_dim, k, count, most_parts<T>(call), coming_v, buffers.rows, buffers.k_t,
+                            buffers.s);
+        has_pairs = call.dtype == BFLOAT16;
+        has_scores = has_pairs || are_numbers(num_rows, buffers.s, count);
+    }
+#endif
+    if (!has_scores) scores_of_few(num_rows, buffers.q, sizes.dim, k, count, coming_v, buffers.s);
+    weigh_rows<T>(call, scaling, entry, block, buffers, 0, num_rows, first, Keys{0, count}, buffers.s, buffers.p,
+                  has_pairs, [] {});
+#if HAS_TILES
+    if (has_pairs) return add_values_of_few_pairs(buffers.p, v, count, sizes.dim_v, coming_k, buffers.v, buffers.o);
+#endif
+    add_values_of_few(num_rows, buffers.s, v, count, sizes.dim_v, coming_k, buffers.o);
 }
 
 template <class T> void forward_job(Work &work, char *memory, long job) {
@@ -378,6 +388,13 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
         if (call.scale < 0)
             for (long x = 0; x < num_rows * sizes.dim; ++x) buffers.q[x] = -buffers.q[x];
     }
+    const T *columns = nullptr;
+#if HAS_TILES
+    if (has_few && num_rows > VERY_FEW_ROWS && most_parts<T>(call)) {
+        columns = buffers.q + FEW_ROWS * sizes.dim;
+        load_few_columns(call, entry, block, (float *)buffers.rows, (float *)columns);
+    }
+#endif
     clear(buffers.o, num_rows * sizes.dim_v);
     clear(buffers.l, num_rows * LANES<T>);
     for (long r = 0; r < num_rows; ++r) buffers.shift[r] = T(-__builtin_inf());
@@ -390,7 +407,7 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
         const long count = smaller(work.keys_per_tile, end - first);
         if (!any_visible(call, entry, block, first, count)) continue;
         if (has_few) {
-            forward_tile_of_few(work, block, entry, scaling, buffers, first, count);
+            forward_tile_of_few(work, block, entry, scaling, buffers, first, count, columns);
         } else if (parts) {
             if constexpr (MAY_USE_PAIRS<T>) forward_tile_of_pairs(work, block, entry, scaling, buffers, first, count);
         } else {

@@ -26,6 +26,7 @@ inline long pairs_of(long count) { return ceil_div(count, 2); }
 // How far apart rows of pairs lie: they are whole vectors.
 template <class T> inline long pair_stride(long dim) { return round_up(pairs_of(dim), LANES<T>); }
 
+constexpr long KEY_PAIRS = MAX_KEYS / 2 + 16;  // how far apart rows of pairs of keys lie
 constexpr long MOST_DIM = 1024;
 
 // A row of bfloat16, and zeros up to `padded` of them.
@@ -38,23 +39,24 @@ inline void load_bits(const char *in, long step, long dim, Bits *out, long padde
     memset((void *)(out + dim), 0, (padded - dim) * 2);
 }
 
-// Rows `first` and `second`, of which the latter may be missing, as pairs of what stands in one column.
+// Rows `first` and `second`, of which the latter may be missing, as pairs of what stands in one column. Whole vectors are
+// stored: what loads tile registers waits long for what was stored in smaller pieces.
 inline void interleave(const char *first, const char *second, long step, long dim, float *out, long padded) {
-    if (second && step == 1 && dim == padded) {
-        const Bits *x = (const Bits *)first, *y = (const Bits *)second;
-        PairWord *words = (PairWord *)out;
-        for (long d = 0; d < dim; ++d) words[d] = uint32_t(x[d]) | uint32_t(y[d]) << 16;
-        return;
-    }
+    const Bits *x = (const Bits *)first, *y = (const Bits *)second;
     Bits rows[2][MOST_DIM];
-    load_bits(first, step, dim, rows[0], padded);
-    if (second) {
-        load_bits(second, step, dim, rows[1], padded);
-    } else {
-        memset((void *)rows[1], 0, padded * 2);
+    if (!second || step != 1 || dim != padded) {
+        load_bits(first, step, dim, rows[0], padded);
+        load_bits(second ? second : first, step, second ? dim : 0, rows[1], padded);
+        x = rows[0], y = rows[1];
     }
+#if defined(__AVX512F__)
+    auto words = [](const Bits *p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); };
+    for (long d = 0; d < padded; d += LANES<float>)
+        store(out + d, (Vector<float>)_mm512_or_si512(words(x + d), _mm512_slli_epi32(words(y + d), 16)));
+#else
     PairWord *words = (PairWord *)out;
-    for (long d = 0; d < padded; ++d) words[d] = uint32_t(rows[0][d]) | uint32_t(rows[1][d]) << 16;
+    for (long d = 0; d < padded; ++d) words[d] = uint32_t(x[d]) | uint32_t(y[d]) << 16;
+#endif
 }
 
 template <class T> inline void negate_pairs(T *pairs, long count) {

@@ -10,9 +10,9 @@ namespace {
 
 constexpr long SPLIT_ROWS = 32;  // queries that are worth it
 
-inline bool may_split(const Call &call) {
-    return call.dtype == FLOAT16 && call.kv_dtype == FLOAT16 && call.seqlen_q >= SPLIT_ROWS;
-}
+inline bool is_float16(const Call &call) { return call.dtype == FLOAT16 && call.kv_dtype == FLOAT16; }
+
+inline bool may_split(const Call &call) { return is_float16(call) && call.seqlen_q >= SPLIT_ROWS; }
 
 // A row of floats, whose length is a multiple of 16, as pairs of neighbours: of the upper parts and of the lower ones.
 inline void split_to_pairs(const float *row, long count, float *high, float *low) {
@@ -26,12 +26,47 @@ inline void split_to_pairs(const float *row, long count, float *high, float *low
     }
 }
 
-// A row of float16, with zeros up to `width` pairs.
+// Two vectors of numbers of float16, as pairs of what stands in one lane: of the upper parts, which are cut off, and of
+// the lower ones, which have three bits.
+inline void split_lanes(__m512 x, __m512 y, float *high, float *low) {
+    const __m512i mask = _mm512_set1_epi32(int(0xFFFF0000));
+    auto join = [&](__m512 first, __m512 second) {
+        const __m512i half = _mm512_srli_epi32((__m512i)first, 16);
+        return (Vector<float>)_mm512_or_si512(half, _mm512_and_si512((__m512i)second, mask));
+    };
+    auto rest = [&](__m512 x) { return _mm512_sub_ps(x, (__m512)_mm512_and_si512((__m512i)x, mask)); };
+    store(high, join(x, y));
+    store(low, join(rest(x), rest(y)));
+}
+
+inline __m512 load_16_of_float16(const uint16_t *in) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)in));
+}
+
+// A row of float16, with zeros up to `width` pairs: of each 32 numbers the first and the 17th make a pair, and so on.
 inline void load_split(const char *in, long step, long dim, long width, float *high, float *low) {
-    float row[MOST_DIM + 32];
-    load_row(in, FLOAT16, step, dim, row);
-    clear(row + dim, 2 * width - dim);
-    split_to_pairs(row, 2 * width, high, low);
+    const uint16_t *row = (const uint16_t *)in;
+    Bits copied[MOST_DIM + 32];
+    if (step != 1 || dim != 2 * width) {
+        load_bits(in, step, dim, copied, 2 * width);
+        row = copied;
+    }
+    for (long d = 0; d < width; d += 16)
+        split_lanes(load_16_of_float16(row + 2 * d), load_16_of_float16(row + 2 * d + 16), high + d, low + d);
+}
+
+// Two rows of float16, of which the second may be missing, as pairs of what stands in one column.
+inline void interleave_split(const char *first, const char *second, long step, long dim, long padded, float *high,
+                             float *low) {
+    const uint16_t *rows[2] = {(const uint16_t *)first, (const uint16_t *)second};
+    Bits copied[2][MOST_DIM];
+    for (int n = 0; n < 2; ++n)
+        if (step != 1 || dim != padded || !rows[n]) {
+            load_bits(rows[n] ? (const char *)rows[n] : first, step, rows[n] ? dim : 0, copied[n], padded);
+            rows[n] = copied[n];
+        }
+    for (long d = 0; d < padded; d += 16)
+        split_lanes(load_16_of_float16(rows[0] + d), load_16_of_float16(rows[1] + d), high + d, low + d);
 }
 
 // Rows of q of a block: the upper parts of a row, and behind them the lower ones.
@@ -60,31 +95,24 @@ inline void load_split_keys(const Call &call, const Entry &entry, long head_kv, 
 // Rows of v, pairs of neighbouring keys: the upper parts of all, and the lower ones from `low` on.
 inline void load_split_values(const Call &call, const Entry &entry, long head_kv, long first, long count, float *high,
                               float *low) {
-    const long padded = round_up(call.head_dim_v, LANES<float>), width = pair_stride<float>(call.head_dim_v);
-    float parts[4][MOST_DIM / 2 + 16];
-    for (long j = 0; j < count; j += 2) {
-        for (long n = 0; n < 2; ++n) {
-            if (j + n < count) {
-                load_split(key_address(call, V, entry, head_kv, first + j + n), call.strides[V][3], call.head_dim_v,
-                           width, parts[n], parts[2 + n]);
-            } else {
-                clear(parts[n], width);
-                clear(parts[2 + n], width);
-            }
-        }
-        interleave((const char *)parts[0], (const char *)parts[1], 1, padded, high + j / 2 * padded, padded);
-        interleave((const char *)parts[2], (const char *)parts[3], 1, padded, low + j / 2 * padded, padded);
-    }
+    const long padded = round_up(call.head_dim_v, LANES<float>);
+    for (long j = 0; j < count; j += 2)
+        interleave_split(key_address(call, V, entry, head_kv, first + j),
+                         j + 1 < count ? key_address(call, V, entry, head_kv, first + j + 1) : nullptr,
+                         call.strides[V][3], call.head_dim_v, padded, high + j / 2 * padded, low + j / 2 * padded);
 }
 
 inline bool is_finite_row(const char *in, long step, long count) {
+    constexpr uint16_t INFINITE = 0x7C00;
     const uint16_t *bits = (const uint16_t *)in;
-    int found = 0;
-    if (step == 1) {
-        for (long d = 0; d < count; ++d) found |= (bits[d] & 0x7C00) == 0x7C00;
-    } else {
-        for (long d = 0; d < count; ++d) found |= (bits[d * step] & 0x7C00) == 0x7C00;
+    const __m512i infinite = _mm512_set1_epi16(INFINITE);
+    bool found = false;
+    for (long d = 0; d < count && step == 1; d += 32) {
+        const __mmask32 there = count - d < 32 ? (1u << (count - d)) - 1 : ~0u;
+        const __m512i exponents = _mm512_and_si512(_mm512_maskz_loadu_epi16(there, bits + d), infinite);
+        found |= _mm512_cmpeq_epi16_mask(exponents, infinite) != 0;
     }
+    for (long d = 0; d < count && step != 1; ++d) found |= (bits[d * step] & INFINITE) == INFINITE;
     return !found;
 }
 
@@ -104,7 +132,16 @@ template <class T> void check_job(Work &work, char *, long job) {
 
 #endif
 
-// How many numbers of bfloat16 make one, where products are of pairs; 0 where they are not.
+// How many numbers of bfloat16 make one in a call, at most, where products are of pairs; 0 where they are not.
+template <class T> inline int most_parts(const Call &call) {
+    if (uses_pairs<T>(call)) return 1;
+#if HAS_TILES
+    if (is_float16(call)) return 2;
+#endif
+    return 0;
+}
+
+// How many they are now.
 template <class T> inline int parts_of_numbers(const Work &work) {
     if (uses_pairs<T>(work.call)) return 1;
 #if HAS_TILES

@@ -34,16 +34,8 @@ inline void model_multiply(int c, int a, int b) {
 
 }  // namespace
 
-#undef _tile_zero
-#undef _tile_loadd
-#undef _tile_stored
-#undef _tile_dpbf16ps
 #define _tile_loadconfig(config) (void)(config)
 #define _tile_release() (void)0
-#define _tile_zero(tile) memset(model_tiles[tile], 0, sizeof model_tiles[tile])
-#define _tile_loadd(tile, from, stride) model_load(tile, from, stride)
-#define _tile_stored(tile, to, stride) model_store(tile, to, stride)
-#define _tile_dpbf16ps(c, a, b) model_multiply(c, a, b)
 
 #endif
 
@@ -74,6 +66,33 @@ inline void begin_tiles() {
 
 inline void end_tiles() { _tile_release(); }
 
+// One instruction each; intrinsics do not take the number of a register from a template.
+#if defined(MODEL_OF_TILES)
+template <int N> inline void clear_tile() { memset(model_tiles[N], 0, sizeof model_tiles[N]); }
+template <int N> inline void load_tile(const float *from, long stride) { model_load(N, from, 4 * stride); }
+template <int N> inline void store_tile(float *to, long stride) { model_store(N, to, 4 * stride); }
+template <int C, int A, int B> inline void multiply_tiles() { model_multiply(C, A, B); }
+#else
+template <int N> inline void clear_tile() { asm volatile("tilezero %%tmm%c0" ::"i"(N)); }
+template <int N> inline void load_tile(const float *from, long stride) {
+    asm volatile("tileloadd (%0, %1), %%tmm%c2" ::"r"(from), "r"(4 * stride), "i"(N) : "memory");
+}
+template <int N> inline void store_tile(float *to, long stride) {
+    asm volatile("tilestored %%tmm%c2, (%0, %1)" ::"r"(to), "r"(4 * stride), "i"(N) : "memory");
+}
+template <int C, int A, int B> inline void multiply_tiles() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+#endif
+
+// Calls `run` with 0, 1, ... up to COUNT, as types.
+template <int COUNT, class F> inline void for_each_of(F run) {
+    if constexpr (COUNT > 0) {
+        for_each_of<COUNT - 1>(run);
+        run(std::integral_constant<int, COUNT - 1>());
+    }
+}
+
 #endif
 
 // C = A B or C += A B, of pairs, in steps that may come between other work: tile registers compute meanwhile.
@@ -96,24 +115,27 @@ struct ProductOfPairs {
 
     void add(const float *more_a, const float *more_b) { more[num_more++] = Term{more_a, more_b}; }
 
-    // The next two by two tiles of C, or what is left of them, if there are any. A function of its own: the loops
-    // around it need all registers.
+    // The next four tiles of C, or what is left of them, if there are any: two by two, or four of a single column or row.
+    // A function of its own: the loops around it need all registers.
     __attribute__((noinline)) void step() {
 #if HAS_TILES
         const long rows = tile_rows();
         if (i >= rows) return;
-        asm volatile("" ::: "memory");  // registers are loaded behind the compiler's back
-        if (rows - i > TILE && num_columns - j > TILE) {
-            four_tiles();
+        const long height = num_columns == TILE ? 4 : rows - i > TILE ? 2 : 1, width = 4 / height;
+        if (rows - i < height * TILE || num_columns - j < width * TILE) {
+            for (long y = i; y < smaller(rows, i + height * TILE); y += TILE)
+                for (long x = j; x < smaller(num_columns, j + width * TILE); x += TILE) multiply<1, 1>(y, x);
+        } else if (height == 4) {
+            multiply<4, 1>(i, j);
+        } else if (height == 2) {
+            multiply<2, 2>(i, j);
         } else {
-            for (long y = i; y < smaller(rows, i + 2 * TILE); y += TILE)
-                for (long x = j; x < smaller(num_columns, j + 2 * TILE); x += TILE) one_tile(y, x);
+            multiply<1, 4>(i, j);
         }
-        asm volatile("" ::: "memory");
-        j += 2 * TILE;
+        j += width * TILE;
         if (j >= num_columns) {
             j = 0;
-            i += 2 * TILE;
+            i += height * TILE;
         }
 #endif
     }
@@ -142,54 +164,34 @@ struct ProductOfPairs {
 #if HAS_TILES
     long tile_rows() const { return length >= TILE ? num_rows / TILE * TILE : 0; }
 
-    void four_tiles() const {
-        float *c0 = c + i * c_stride + j, *c1 = c0 + TILE * c_stride;
-        if (adds) {
-            _tile_loadd(0, c0, c_stride * 4);
-            _tile_loadd(1, c0 + TILE, c_stride * 4);
-            _tile_loadd(2, c1, c_stride * 4);
-            _tile_loadd(3, c1 + TILE, c_stride * 4);
-        } else {
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
-        }
-        for (int n = -1; n < num_more; ++n) {
-            const float *a0 = term(n).a + i * a_stride, *a1 = a0 + TILE * a_stride, *from = term(n).b + j;
-            for (long k = 0; k + TILE <= length; k += TILE, from += TILE * b_stride) {
-                _tile_loadd(4, a0 + k, a_stride * 4);
-                _tile_loadd(6, from, b_stride * 4);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_loadd(7, from + TILE, b_stride * 4);
-                _tile_dpbf16ps(1, 4, 7);
-                _tile_loadd(5, a1 + k, a_stride * 4);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
+    // R by S tiles of C, which stay in the first registers.
+    template <int R, int S> void multiply(long row, long column) const {
+        auto for_tiles = [&](auto run) {
+            for_each_of<R>([&](auto r) {
+                for_each_of<S>([&](auto s) {
+                    run(std::integral_constant<int, r * S + s>(), c + (row + r * TILE) * c_stride + column + s * TILE);
+                });
+            });
+        };
+        for_tiles([&](auto tile, const float *from) {
+            if (adds) {
+                load_tile<tile>(from, c_stride);
+            } else {
+                clear_tile<tile>();
             }
-        }
-        _tile_stored(0, c0, c_stride * 4);
-        _tile_stored(1, c0 + TILE, c_stride * 4);
-        _tile_stored(2, c1, c_stride * 4);
-        _tile_stored(3, c1 + TILE, c_stride * 4);
-    }
-
-    void one_tile(long row, long column) const {
-        float *to = c + row * c_stride + column;
-        if (adds) {
-            _tile_loadd(0, to, c_stride * 4);
-        } else {
-            _tile_zero(0);
-        }
+        });
         for (int n = -1; n < num_more; ++n) {
-            const float *from = term(n).b + column;
-            for (long k = 0; k + TILE <= length; k += TILE, from += TILE * b_stride) {
-                _tile_loadd(4, term(n).a + row * a_stride + k, a_stride * 4);
-                _tile_loadd(6, from, b_stride * 4);
-                _tile_dpbf16ps(0, 4, 6);
-            }
+            const float *rows = term(n).a + row * a_stride, *from = term(n).b + column;
+            for (long k = 0; k + TILE <= length; k += TILE, from += TILE * b_stride)
+                for_each_of<R>([&](auto r) {
+                    load_tile<4 + r % 2>(rows + r * TILE * a_stride + k, a_stride);
+                    for_each_of<S>([&](auto s) {
+                        if (r == 0) load_tile<6 + s % 2>(from + s * TILE, b_stride);
+                        multiply_tiles<r * S + s, 4 + r % 2, 6 + s % 2>();
+                    });
+                });
         }
-        _tile_stored(0, to, c_stride * 4);
+        for_tiles([&](auto tile, float *to) { store_tile<tile>(to, c_stride); });
     }
 #endif
 };

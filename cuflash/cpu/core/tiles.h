@@ -228,87 +228,97 @@ template <class T> struct Scaling {
     }
 };
 
-// One row of scores for keys [first, first + count): products of q and k become scores, -inf where hidden. `padded` is
-// count rounded up to whole vectors. Where the scale is negative, q came with its sign changed. `tanhs`, if it is given,
-// gets what the cap is a factor of.
+// Rows of scores, SCORES_STRIDE apart, of a block from r0 on, for keys [first, first + count): products of q and k become
+// scores, -inf where hidden. `padded` is count rounded up to whole vectors. Where the scale is negative, q came with its
+// sign changed. `bias` has what is added, MAX_KEYS apart, if anything; `tanhs`, if it is given, gets what the cap is a
+// factor of.
 template <class T>
-inline void finish_scores(const Call &call, const Scaling<T> &scaling, const Entry &entry, Row row, long first,
-                          long count, long padded, T *s, T *tanhs) {
+inline void finish_scores(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block, long r0,
+                          long num_rows, long first, long count, long padded, T *scores, const T *bias, T *tanhs) {
     constexpr int N = LANES<T>;
-    const T scale = T(size_of_scale(call));
-    if (has_cap(call)) {
-        apply_cap(call, padded, s, tanhs);
-    } else if (scaling.has_terms) {
-        for (long j = 0; j < padded; j += N) store(s + j, load(s + j) * splat(scale));
-    }
-    if (call.arrays[ALIBI_SLOPES]) {
-        const Vector<T> slope = splat(number<T>(call, ALIBI_SLOPES, entry.index, row.head));
-        const Vector<T> start = splat(T(first - row.i - entry.diagonal)) + iota<T>();
-        for (long j = 0; j < padded; j += N) {
-            Vector<T> distance = start + splat(T(j));
-            distance = distance < Vector<T>{} ? -distance : distance;
-            store(s + j, load(s + j) - slope * distance);
-        }
-    }
-    if (call.arrays[BIAS]) {
-        const char *p = address(call, BIAS, size_of(call.bias_dtype), entry.index, row.head, row.i, first);
-        const long step = call.strides[BIAS][3];
-        T loaded[MAX_KEYS];
-        const T *bias = loaded;
-        if (step == 1 && size_of(call.bias_dtype) == long(sizeof(T))) {
-            bias = (const T *)p;
-        } else {
-            load_row(p, call.bias_dtype, step, step ? count : 1, loaded);
-        }
-        if (step) {
-            for (long j = 0; j < count; ++j) s[j] += bias[j];
-        } else {
-            for (long j = 0; j < count; ++j) s[j] += bias[0];
-        }
-    }
+    constexpr long STRIDE = SCORES_STRIDE<T>;
     const T minus_infinity = T(-__builtin_inf());
-    const Keys seen = seen_by(call, entry, row.i, row.i);
-    if (seen.first > first || seen.stop < first + padded) {
-        const Vector<T> begin = splat(T(larger(seen.first - first, 0)));
-        const Vector<T> end = splat(T(larger(smaller(seen.stop - first, padded), 0)));
-        for (long j = 0; j < padded; j += N) {
-            Vector<T> at = iota<T>() + splat(T(j));
-            Vector<T> x = at < begin ? splat(minus_infinity) : load(s + j);
-            store(s + j, at >= end ? splat(minus_infinity) : x);
-        }
+    auto for_rows = [&](auto run) {
+        for (long r = 0; r < num_rows; ++r) run(r, row_of(block, r0 + r), scores + r * STRIDE);
+    };
+    const Vector<T> scale = splat(T(has_cap(call) ? 1 : size_of_scale(call)));
+    if (has_cap(call))
+        for_rows([&](long r, Row, T *s) { apply_cap(call, padded, s, tanhs ? tanhs + r * STRIDE : tanhs); });
+    if (bias) {
+        for_rows([&](long r, Row, T *s) {
+            for (long j = 0; j < padded; j += N) store(s + j, load(s + j) * scale + load(bias + r * MAX_KEYS + j));
+        });
+    } else if (scaling.has_terms && !has_cap(call)) {
+        for_rows([&](long, Row, T *s) {
+            for (long j = 0; j < padded; j += N) store(s + j, load(s + j) * scale);
+        });
     }
-    if (call.arrays[MASK]) {
-        const char *p = address(call, MASK, 1, entry.index, row.head, row.i, first);
-        const long step = call.strides[MASK][3];
-        if (step == 1) {
-            for (long j = 0; j < count; ++j) s[j] = p[j] ? s[j] : minus_infinity;
-        } else {
-            for (long j = 0; j < count; ++j) s[j] = p[j * step] ? s[j] : minus_infinity;
-        }
-    }
-    if (call.arrays[BLOCK_MASK]) {
-        for (long j = 0; j < count;) {
-            const long block = (first + j) / call.block_keys;
-            const long stop = smaller(count, (block + 1) * call.block_keys - first);
-            if (*address(call, BLOCK_MASK, 1, entry.index, row.head, row.i / call.block_rows, block)) {
-                j = stop;
-            } else {
-                for (; j < stop; ++j) s[j] = minus_infinity;
+    if (call.arrays[ALIBI_SLOPES])
+        for_rows([&](long, Row row, T *s) {
+            const Vector<T> slope = splat(number<T>(call, ALIBI_SLOPES, entry.index, row.head));
+            const Vector<T> start = splat(T(first - row.i - entry.diagonal)) + iota<T>();
+            for (long j = 0; j < padded; j += N) {
+                Vector<T> distance = start + splat(T(j));
+                distance = distance < Vector<T>{} ? -distance : distance;
+                store(s + j, load(s + j) - slope * distance);
             }
-        }
-    }
+        });
+    const Span span = span_of(block, r0, num_rows);
+    const Keys all = seen_by_all(call, entry, span.first, span.last);
+    if (all.first > first || all.stop < first + padded)
+        for_rows([&](long, Row row, T *s) {
+            const Keys seen = seen_by(call, entry, row.i, row.i);
+            const long begin = larger(seen.first - first, 0), end = larger(smaller(seen.stop - first, padded), 0);
+            // Vectors that are seen as a whole stay as they are.
+            auto hide = [&](long from, long to) {
+                for (long j = from / N * N; j < to; j += N) {
+                    const Vector<T> at = iota<T>() + splat(T(j));
+                    const Vector<T> x = at < splat(T(begin)) ? splat(minus_infinity) : load(s + j);
+                    store(s + j, at >= splat(T(end)) ? splat(minus_infinity) : x);
+                }
+            };
+            hide(0, smaller(begin, padded));
+            hide(end, padded);
+        });
+    if (call.arrays[MASK])
+        for_rows([&](long, Row row, T *s) {
+            const char *p = address(call, MASK, 1, entry.index, row.head, row.i, first);
+            const long step = call.strides[MASK][3];
+            if (step == 1) {
+                for (long j = 0; j < count; ++j) s[j] = p[j] ? s[j] : minus_infinity;
+            } else {
+                for (long j = 0; j < count; ++j) s[j] = p[j * step] ? s[j] : minus_infinity;
+            }
+        });
+    if (call.arrays[BLOCK_MASK])
+        for_rows([&](long, Row row, T *s) {
+            for (long j = 0; j < count;) {
+                const long key_block = (first + j) / call.block_keys;
+                const long stop = smaller(count, (key_block + 1) * call.block_keys - first);
+                if (*address(call, BLOCK_MASK, 1, entry.index, row.head, row.i / call.block_rows, key_block)) {
+                    j = stop;
+                } else {
+                    for (; j < stop; ++j) s[j] = minus_infinity;
+                }
+            }
+        });
 }
 
-// Fetches rows of the bias before they are needed: they lie far apart, and no processor finds the next one by itself.
-inline void prefetch_bias(const Call &call, const Entry &entry, const Block &block, long r0, long num_rows, long first,
-                          long count) {
-    if (!call.arrays[BIAS] || call.strides[BIAS][2] == 0 || call.strides[BIAS][3] != 1) return;
+// The bias of some rows of a block, MAX_KEYS apart; null where there is none. Rows lie far apart in memory: what reads
+// them one after the other waits for many at a time, and not for each.
+template <class T>
+inline const T *load_bias(const Call &call, const Entry &entry, const Block &block, long r0, long num_rows, long first,
+                          long count, T *out) {
+    if (!call.arrays[BIAS]) return nullptr;
     const long size = size_of(call.bias_dtype);
-    for (long r = r0; r < r0 + num_rows; ++r) {
-        const Row row = row_of(block, r);
+    for (long r = 0; r < num_rows; ++r) {
+        const Row row = row_of(block, r0 + r);
         const char *p = address(call, BIAS, size, entry.index, row.head, row.i, first);
-        for (long x = 0; x < count * size; x += 64) __builtin_prefetch(p + x);
+        load_row(p, call.bias_dtype, call.strides[BIAS][3], count, out + r * MAX_KEYS);
+        // Those of the next tile: no processor finds them by itself.
+        for (long x = 0; x < count * size; x += 64) __builtin_prefetch(p + count * size + x, 0, 2);
     }
+    return out;
 }
 
 // Whether `finish_scores` has anything to do for these rows and keys.
