@@ -23,13 +23,14 @@ from cuflash.distributed.agreement import agreed, digest, together
 from cuflash.distributed.execution import Execution
 from cuflash.distributed.mpi import Mpi, is_mpi
 from cuflash.distributed.nccl import Nccl, is_nccl
-from cuflash.distributed.schedule import Band, Schedule, make_schedule
+from cuflash.distributed.schedule import Schedule, make_schedule
 from cuflash.distributed.split import Split, contiguous, zigzag
 from cuflash.distributed.transports import Transport
 from cuflash.operands import numpy_dtype, view_4d, view_rows
 from cuflash.options import ORIGIN_STEP, Options, diagonal_of, window_of
 from cuflash.problem import Problem, make_problem
 from cuflash.results import Array, ForwardResult, Gradients, named_tuple_of, needed
+from cuflash.spans import Band
 from cuflash.terms import BROADCAST, DEFAULT_NEED, GRADIENTS, NAMES, TERMS, NamedGradients, OfNumbers, Terms, checked
 from cuflash.values import as_integer, as_real, counted, type_error, typed, value_error
 

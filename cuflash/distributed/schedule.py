@@ -19,27 +19,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
-from cuflash.distributed.split import Span, Split, cut_evenly, joined, overlap
+from cuflash.distributed.split import Split
+from cuflash.spans import Band, Span, cut_evenly, joined, overlap
 from cuflash.values import counted, value_error
-
-
-class Band(NamedTuple):
-    """Which keys a query sees: i + diagonal - left to i + diagonal + right; a bound that is None does not exist."""
-
-    diagonal: int
-    left: int | None
-    right: int | None
-
-    def keys_of(self, queries: Span, seqlen_k: int) -> Span:
-        """The span from the first to the last key that any of some queries sees."""
-        first, last = queries[0] + self.diagonal, queries[1] - 1 + self.diagonal
-        start = 0 if self.left is None else first - self.left
-        stop = seqlen_k if self.right is None else last + self.right + 1
-        return overlap((max(start, 0), max(stop, start, 0)), (0, seqlen_k)) if queries[0] < queries[1] else (0, 0)
-
-    def queries_of(self, keys: Span, seqlen_q: int) -> Span:
-        """The span from the first to the last query that sees any of some keys."""
-        return Band(-self.diagonal, self.right, self.left).keys_of(keys, seqlen_q)
 
 
 class Tile(NamedTuple):

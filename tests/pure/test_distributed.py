@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
-from cuflash.distributed.split import cut_evenly
+from cuflash.spans import cut_evenly
 from tests.pure.test_schedule import of_chunks, splits
 from tests.ranks import Parts, judge, on_threads, results_of
 

@@ -27,7 +27,7 @@ FOLDERS = {
 
 # A module imports only modules to the left of it.
 ORDER = [
-    "values", "score.nodes", "score.tracing", "score.functions", "score.kinds", "score.evaluation",
+    "values", "spans", "score.nodes", "score.tracing", "score.functions", "score.kinds", "score.evaluation",
     "score.derivatives", "score.intervals", "score.emission", "score.tables", "score.program", "score.hoisting",
     "score",
     "operands", "terms", "options", "captured", "problem", "block_masks", "dropout", "reference",
@@ -41,7 +41,7 @@ ORDER = [
     "planning.sm90.bf16_split", "planning.sm90.mask_bits", "planning.sm90.forward", "planning.sm90.decode",
     "planning.sm90.backward", "planning.sm90.backward_bias", "planning.forward", "planning.backward",
     "planning.choose", "planning",
-    "params", "compiler", "tuning", "launch", "stopwatch", "progress", "host", "results", "preparation",
+    "params", "compiler", "tuning", "launch", "stopwatch", "progress", "host", "parts", "results", "preparation",
     "flash_attention",
     "functional", "__init__",
     "distributed.split", "distributed.schedule", "distributed.transports", "distributed.mpi", "distributed.nccl",
@@ -57,6 +57,7 @@ ORDER = [
 ALWAYS = {
     "values": set(),
     "operands": set(),
+    "spans": set(),
     "options": set(),
     "terms": set(),
     "score": {"numpy"},
@@ -102,6 +103,7 @@ ALWAYS = {
     "__init__": set(),
     "testing": {"numpy", "ml_dtypes", "hypothesis"},
     "host": {"numpy"},
+    "parts": {"numpy"},
     "results": set(),
     "functional": set(),
     "distributed": {"numpy"},
