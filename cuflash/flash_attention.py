@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from cuflash import interop
+from cuflash import interop, streaming
 from cuflash.binding import INPUTS
 from cuflash.captured import check_given, check_names, gradient_names
 from cuflash.equivalents import equivalent
@@ -346,6 +346,8 @@ class FlashAttention(Preparation):
         random = self.options.random(seed, offset)
         if interop.are_cupy(arrays, INPUTS):
             return ForwardResult(*self._forward("cupy", arrays, random))
+        if streaming.is_streamed(arrays):
+            return ForwardResult(*streaming.forward(self.options, arrays, random))
         borrowed = interop.borrow(arrays, required=INPUTS, written=("out", "lse"))
         computed = self._forward(borrowed.kind, borrowed.arrays, random)
         return ForwardResult(*map(borrowed.give_back, computed, (out, lse)))
@@ -493,6 +495,8 @@ class FlashAttention(Preparation):
         random = self.options.random(seed, offset)
         if interop.are_cupy(arrays, _BACKWARD_INPUTS):
             return kind(*self._backward("cupy", arrays, need, random))
+        if streaming.is_streamed(arrays):
+            return kind(*streaming.backward(self.options, arrays, need, random))
         borrowed = interop.borrow(arrays, required=_BACKWARD_INPUTS, written=results)
         computed = self._backward(borrowed.kind, borrowed.arrays, need, random)
         return kind(*map(borrowed.give_back, computed, results.values()))
