@@ -64,7 +64,7 @@ class Lane:
 
     def in_buffer(self, number: int, span: Span) -> Array:
         """Where a chunk is on the device, as (batch, heads, rows, dim)."""
-        return self._lying(self.buffers[number % 2], span).transpose(np.argsort(self.order).tolist())
+        return self._lying(self.buffers[number % 2], span).transpose(*np.argsort(self.order).tolist())
 
     def load(self, device: Device, number: int, span: Span, stream: Any) -> None:
         """Bring a chunk to the device, from where it is staged if it has to be."""
@@ -153,7 +153,7 @@ class Feed:
         self.workers = Workers(self.staged)
         self.stream = device.stream()
         self.arrived: list[Any] = [None, None]  # of both buffers: a chunk has come
-        self.used = [device.mark(None), None]  # nobody needs what is in them; memory may have been another's before
+        self.used = [device.mark(None)] * 2  # nobody needs what is in them; memory may have been another's before
         self.filled: list[list[Any]] = [[], []]  # copies to the staging buffers that are under way
 
     def __enter__(self) -> Feed:
@@ -166,7 +166,6 @@ class Feed:
         self.device.wait(self.device.mark(self.stream))
 
     def __iter__(self) -> Iterator[dict[str, Array]]:
-        self.used[1] = self.used[0]
         for number in range(min(2, len(self.spans))):
             self._fill(number, None)
         self._begin(0)
@@ -239,7 +238,7 @@ class Drain:
             lane.unload(self.device, number, span, self.stream)
         self.left[number % 2] = self.device.mark(self.stream)
         if self.staged:
-            pairs = [(lane, *reversed(lane.staged(number, span))) for lane in self.staged]
+            pairs = [(lane, *lane.staged(number, span)[::-1]) for lane in self.staged]
             self.emptied[number % 2] = self.workers.copy(self.device, pairs, self.left[number % 2])
 
 

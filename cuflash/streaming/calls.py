@@ -62,6 +62,14 @@ class _Call:
         given = self.own.arrays.get(name)
         return interop.module_of(self.given["q"]).empty(shape, dtype) if given is None else given
 
+    def host_result(self, name: str, device: Cuda | None) -> Host:
+        """The array in host memory that a result is written to: a new one is pinned where that of the keys is."""
+        if name in self.hosts:
+            return self.hosts[name]
+        like = self.hosts[name[1:]]
+        is_pinned = device is not None and device.is_pinned(like)
+        return (device.pinned if device is not None and is_pinned else np.empty)(like.shape, like.dtype)
+
     def run(self, pass_: Pass, random: tuple[int, int] = (0, 0)) -> StreamedPass:
         """What computes a pass."""
         device = device_of(self.own.kind)
@@ -104,10 +112,7 @@ def backward(
         results = {}
         for name in need:
             if name in OF_KEYS:
-                like = call.hosts[name[1]]
-                is_pinned = run.device is not None and run.device.is_pinned(like)
-                empty = run.device.pinned if is_pinned and run.device is not None else np.empty
-                results[name] = call.hosts[name] if name in call.hosts else empty(like.shape, like.dtype)
+                results[name] = call.host_result(name, run.device)
                 continue
             like = call.given.get(name[1:])
             shape, dtype = ((), run.parts.softmax_dtype) if like is None else (like.shape, like.dtype)
@@ -123,7 +128,7 @@ def plan(options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> 
     call = _checked("backward", options, given, ("q",), need)
     with _on_device(call.given["q"]):
         runs = {pass_: call.run(pass_) for pass_ in PASSES}
-        return memory.plan_of(call.problem, call.length, runs, need, call.given)
+        return memory.plan_of(call.length, runs, need, call.given)
 
 
 def _checked(

@@ -31,7 +31,7 @@ class Cuda:
     def is_pinned(self, array: Host) -> bool:
         if array.size == 0:
             return True
-        low, high = np.lib.array_utils.byte_bounds(array)
+        low, high = _bounds(array)
         kinds = [self._runtime.pointerGetAttributes(address).type for address in (low, high - 1)]
         return kinds == [HOST_MEMORY, HOST_MEMORY]
 
@@ -59,7 +59,7 @@ class Cuda:
         cupy = self._cupy
         if array.size == 0:
             return cupy.empty(array.shape, array.dtype)
-        low, high = np.lib.array_utils.byte_bounds(array)
+        low, high = _bounds(array)
         address = self._runtime.pointerGetAttributes(low).devicePointer
         memory = cupy.cuda.UnownedMemory(address, high - low, array, cupy.cuda.Device().id)
         first = _address(array) - low
@@ -67,6 +67,13 @@ class Cuda:
 
     def _stream(self, stream: Any) -> Any:
         return self._cupy.cuda.get_current_stream() if stream is None else stream
+
+
+def _bounds(array: Host) -> tuple[int, int]:
+    """The address of the lowest byte of an array, and that past its highest."""
+    reaches = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
+    first = _address(array)
+    return first + sum(r for r in reaches if r < 0), first + sum(r for r in reaches if r > 0) + array.itemsize
 
 
 def _address(array: Array) -> int:

@@ -138,9 +138,10 @@ class StreamedPass:
     def _of_blocks(self, queries: Span, keys: Span) -> Array:
         """The blocks of some queries and keys, which begin where blocks do."""
         sides = self.parts.problem.block_size
-        pairs = zip((queries, keys), sides, strict=True)
-        at = tuple(slice(start // side, -(-stop // side)) for (start, stop), side in pairs)
-        return self.arrays["block_mask"][(..., *at)]
+        rows, columns = (
+            slice(start // side, -(-stop // side)) for (start, stop), side in zip((queries, keys), sides, strict=True)
+        )
+        return self.arrays["block_mask"][..., rows, columns]
 
 
 class _Sums:
@@ -150,9 +151,8 @@ class _Sums:
         self.run, self.names, self.results = run, names, results
         xp, dtype = run.parts.xp, run.parts.softmax_dtype
         self.totals = {}
-        bias = run.arrays.get("bias")
         # Columns of a bias that are the same for all keys get a sum.
-        self.adds_bias = "dbias" in names and bias.shape[3] == 1 and not run.is_whole
+        self.adds_bias = "dbias" in names and run.arrays["bias"].shape[3] == 1 and not run.is_whole
         for name in names:
             array = results[name]
             is_sum = array.dtype != dtype and (name != "dbias" or self.adds_bias)

@@ -36,19 +36,22 @@ def is_mapped(run: StreamedPass, device: Cuda) -> bool:
 
 
 def plan_of(
-    problem: Problem, length: int, runs: Mapping[str, StreamedPass], need: Collection[str], given: Mapping[str, Array]
+    length: int, runs: Mapping[Pass, StreamedPass], need: Collection[str], given: Mapping[str, Array]
 ) -> StreamPlan:
     """The plan of both passes."""
     ways: dict[str, Way] = {}
-    memory, pinned = {}, {}
+    memory: dict[str, dict[str, int]] = {}
+    pinned: dict[str, int] = {}
     for pass_, run in runs.items():
         ways[pass_] = _way(run)
         if run.device is not None:
             takes = _forward_memory(run, given) if pass_ == "forward" else _backward_memory(run, need, given)
             memory[pass_] = {what: size for what, size in takes.items() if size}
             pinned[pass_] = _pinned_bytes(run, need if pass_ == "backward" else ())
-    chunks = runs["backward"].chunks
-    return StreamPlan(problem=problem, chunk=length, chunks=chunks, ways=ways, memory=memory, pinned_bytes=pinned)
+    run = runs["backward"]
+    return StreamPlan(
+        problem=run.parts.problem, chunk=length, chunks=run.chunks, ways=ways, memory=memory, pinned_bytes=pinned
+    )
 
 
 def _way(run: StreamedPass) -> Way:

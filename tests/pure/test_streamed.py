@@ -28,7 +28,7 @@ def results_of(case, chunk, arrays=None, **options):
     arrays = case.arrays() if arrays is None else arrays
     q, k, v = ct.qkv(arrays)
     keys = cuflash.streamed(k, v, chunk=chunk)
-    attn = cuflash.FlashAttention(**case.keywords, **options)
+    attn: Any = cuflash.FlashAttention(**case.keywords, **options)
     need = ct.gradients_of(case.problem)
     out, lse = attn.forward(q, *keys, **ct.optional(arrays), **case.random)
     terms = ct.optional_backward(arrays) | case.random
