@@ -201,35 +201,45 @@ class RunningMerge:
     ----------
     total : array
         (batch, num_heads, seqlen_q, head_dim_v), dtype of lse, of any content: where parts of out are added.
-    sinks : array, optional
-        (num_heads,), dtype of lse: they join the sum of exponentials once.
+    scores : sequence of array, optional
+        (num_heads,) each, dtype of lse: of keys that every row sees, and whose values are zero.
     """
 
-    def __init__(self, total: Array, sinks: Array | None = None) -> None:
+    def __init__(self, total: Array, scores: Sequence[Array] = ()) -> None:
         self.total = total
         self.xp = interop.module_of(total)
         self.largest = self.xp.full(total.shape[:3], -np.inf, total.dtype)  # of all lse up to here
         self.weight = self.xp.zeros(total.shape[:3], total.dtype)  # the sum of exp(lse - largest)
-        if sinks is not None:
-            self.largest[...] = sinks[:, None]
-            self.weight[...] = self.largest != -np.inf
         total[...] = 0
+        for of_heads in scores:
+            lse = self.xp.empty_like(self.largest)
+            lse[...] = of_heads[:, None]
+            self._weigh(slice(None), lse)
 
     def add(self, out: Array, lse: Array, rows: slice) -> None:
         """Add a part, of some rows: in the dtype of lse, or of 16 bits."""
-        total, largest, weight = self.total[:, :, rows], self.largest[:, :, rows], self.weight[:, :, rows]
+        total = self.total[:, :, rows]
+        factor, share = (x[..., None] for x in self._weigh(rows, lse))
+        if self.xp is not np:
+            _kernel("add")(factor, share, out.astype(total.dtype, copy=False), total)
+            return
+        with np.errstate(all="ignore"):
+            total *= factor
+            total += np.where(share == 0, 0, share * out)
+
+    def _weigh(self, rows: slice, lse: Array) -> tuple[Array, Array]:
+        """What the sums are multiplied by, and what the part is that is added, now that its lse counts."""
+        largest, weight = self.largest[:, :, rows], self.weight[:, :, rows]
         if self.xp is not np:
             factor, share = self.xp.empty_like(lse), self.xp.empty_like(lse)
             _kernel("weigh")(lse, largest, weight, factor, share)
-            _kernel("add")(factor[..., None], share[..., None], out.astype(total.dtype, copy=False), total)
-            return
+            return factor, share
         with np.errstate(all="ignore"):
             top = np.maximum(largest, lse)
             offset = np.where(top == -np.inf, 0, top)
             factor, share = np.exp(largest - offset), np.exp(lse - offset)
             largest[...], weight[...] = top, weight * factor + share
-            total *= factor[..., None]
-            total += np.where(share[..., None] == 0, 0, share[..., None] * out)
+        return factor, share
 
     def finish(self, out: Array, lse: Array) -> None:
         """Write what all parts make: out of total's shape and of any dtype, lse without the last axis."""

@@ -20,7 +20,7 @@ from cuflash.streaming import memory
 from cuflash.streaming.belts import Host
 from cuflash.streaming.chunks import Chunk, StreamPlan, chunk_of, chunks_of, steps_of
 from cuflash.streaming.cuda import Cuda
-from cuflash.streaming.execution import OF_KEYS, StreamedPass
+from cuflash.streaming.execution import OF_KEYS, StreamedPass, sums_softmax
 from cuflash.streaming.source import Streamed, borrowed_from_host
 from cuflash.terms import BROADCAST, NAMES
 from cuflash.values import type_error, typed, value_error
@@ -174,7 +174,7 @@ def _checked(
     rows, keys = steps_of(options, problem.block_mask is not None)
     length = chunk_of(problem, k.chunk, keys)
     chunks = chunks_of(band, *sizes, length, rows)
-    if pass_ == "backward" and "dsinks" in results:  # which the first call gives, of all queries
+    if pass_ == "backward" and sums_softmax(results):  # which the first call gives, of all queries
         first = chunks[0].keys if chunks else (0, 0)
         chunks = (Chunk((0, sizes[0]), first), *chunks[1:])
     return _Call(

@@ -7,7 +7,7 @@ the keys.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from cuflash.spans import Span
 from cuflash.streaming.belts import Drain, Feed, Host
 from cuflash.streaming.chunks import Chunk
 from cuflash.streaming.cuda import Cuda
-from cuflash.terms import BROADCAST
+from cuflash.terms import BROADCAST, OF_SOFTMAX
 
 Array = Any
 OF_ROWS = ("q", "dout", "out", "lse", "dlse")
@@ -62,7 +62,7 @@ class StreamedPass:
             return
         xp, dtype = self.parts.xp, self.parts.softmax_dtype
         total = out if out.dtype == dtype else xp.empty(out.shape, dtype)
-        merge = merging.RunningMerge(total, self.arrays.get("sinks"))
+        merge = merging.RunningMerge(total, self._scores_of_heads())
         room = {}
         if not self.parts.is_on_cpu:
             room = {"out": xp.empty(out.shape, out.dtype), "lse": xp.empty(lse.shape, lse.dtype)}
@@ -81,19 +81,24 @@ class StreamedPass:
         self._clear_unseen(of_keys)
         sums = _Sums(self, [name for name in need if name not in OF_KEYS], results)
         for part in self._walk(of_keys):
-            wanted = tuple(name for name in need if name != "dsinks" or part.number == 0)
+            wanted = tuple(name for name in need if name not in OF_SOFTMAX or part.number == 0)
             if not wanted:
                 break
             into = dict(part.room)
             is_wide = self.parts.is_on_cpu and not self.is_whole
             if "dq" in need and not is_wide:
                 into["dq"] = sums.room_of_dq(part.chunk)
-            arrays = self.arrays_of(part, of_softmax="dsinks" in wanted)
+            arrays = self.arrays_of(part, of_softmax=sums_softmax(wanted))
             if sums.adds_bias:
                 arrays["bias"] = self.parts.widened(arrays["bias"])
             call = functools.partial(self.parts.backward, *part.chunk, wanted)
             sums.add(part.chunk, self.parts.into(into, arrays, call, is_wide=is_wide))
         sums.finish()
+
+    def _scores_of_heads(self) -> list[Array]:
+        """The terms that join the sum of exponentials, once."""
+        terms = self.parts.of_heads(slice(None), of_softmax=True)
+        return [array for name, array in terms.items() if f"d{name}" in OF_SOFTMAX]
 
     def _walk(self, results: Mapping[str, Host]) -> Iterator[Part]:
         """One chunk after the other; results of each go when the next one is asked for."""
@@ -189,6 +194,11 @@ class _Sums:
         for name, total in self.totals.items():
             if total is not self.results[name]:
                 self.results[name][...] = total
+
+
+def sums_softmax(need: Collection[str]) -> bool:
+    """Whether gradients are wanted of what joins the sum of exponentials."""
+    return not set(OF_SOFTMAX).isdisjoint(need)
 
 
 def of_pairs(array: Array, queries: Span, keys: Span) -> Array:

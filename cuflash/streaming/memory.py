@@ -14,7 +14,7 @@ from cuflash.problem import Problem
 from cuflash.streaming.belts import is_direct
 from cuflash.streaming.chunks import Chunk, StreamPlan, Way
 from cuflash.streaming.cuda import Cuda
-from cuflash.streaming.execution import OF_KEYS, Part, StreamedPass
+from cuflash.streaming.execution import OF_KEYS, Part, StreamedPass, sums_softmax
 
 Array = Any
 ROUNDING = 512  # bytes to which CuPy's pool rounds
@@ -146,7 +146,7 @@ def _launch_plan(
     pass_: Pass, run: StreamedPass, chunk: Chunk, need: Collection[str], keys: Mapping[str, Any]
 ) -> tuple[LaunchPlan, int]:
     """The plan of a call on a chunk, and the bytes of arrays that it copies."""
-    arrays = run.arrays_of(Part(0, chunk, dict(keys), {}), of_softmax=run.is_whole or "dsinks" in need)
+    arrays = run.arrays_of(Part(0, chunk, dict(keys), {}), of_softmax=run.is_whole or sums_softmax(need))
     options = run.parts.options_of(*chunk)
     if pass_ == "backward" and "dq" in need and not run.is_whole and _is_narrow(run.parts.problem):
         options = replace(options, wide=("dq",))
