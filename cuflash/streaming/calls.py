@@ -175,8 +175,8 @@ def _checked(
     length = chunk_of(problem, k.chunk, keys)
     chunks = chunks_of(band, *sizes, length, rows)
     if pass_ == "backward" and sums_softmax(results):  # which the first call gives, of all queries
-        first = chunks[0].keys if chunks else (0, 0)
-        chunks = (Chunk((0, sizes[0]), first), *chunks[1:])
+        keys_of_first = chunks[0].keys if chunks else (0, 0)
+        chunks = (Chunk((0, sizes[0]), keys_of_first), *chunks[1:])
     return _Call(
         options=options,
         own=own,

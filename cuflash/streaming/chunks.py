@@ -113,7 +113,12 @@ def chunk_of(problem: Problem, wanted: int | None, step: int) -> int:
 
 
 def chunks_of(band: Band, seqlen_q: int, seqlen_k: int, length: int, step: int) -> tuple[Chunk, ...]:
-    """The chunks that any query sees, each with the queries that see it, from a multiple of `step` on."""
+    """The chunks that any query sees, each with the queries that see it, from a multiple of `step` on.
+
+    A chunk that has all keys is the whole problem.
+    """
+    if seqlen_k <= length:
+        return (Chunk((0, seqlen_q), (0, seqlen_k)),)
     seen = band.keys_of((0, seqlen_q), seqlen_k)
     found = []
     for start in range(seen[0] // length * length, seen[1], length):
