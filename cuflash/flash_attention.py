@@ -259,7 +259,8 @@ class FlashAttention(Preparation):
         k : array
             (..., num_heads_kv, seqlen_k, head_dim), dtype of q, or float8_e4m3fn or float8_e5m2 (`ml_dtypes`, or what
             `cuflash.fp8` makes): then its numbers are these times `k_scale`. Query head h reads key/value head
-            ``h // (num_heads // num_heads_kv)``; num_heads_kv divides num_heads.
+            ``h // (num_heads // num_heads_kv)``; num_heads_kv divides num_heads. What stays in host memory and
+            comes in chunks, beside q on a GPU, is what `cuflash.streamed` makes of k and v.
         v : array
             (..., num_heads_kv, seqlen_k, head_dim_v), dtype of k.
         bias : array, optional
@@ -451,10 +452,11 @@ class FlashAttention(Preparation):
         -------
         Gradients
             A named tuple of the gradients that are wanted, in this order. ``dq``, ``dk``, ``dv``: shapes and dtypes of
-            q, k and v, sums over the leading axes along which these broadcast; keys that no query sees get zero.
-            ``dbias``, ``dalibi_slopes``: shapes and dtypes of bias and alibi_slopes, as they were given; pairs that are
-            hidden, be it by a bias of -inf, count for nothing. ``dscale``, ``dsoftcap``: shape (), dtype of lse.
-            ``dsinks``: shape and dtype of sinks. All but the first three are summed in one order always.
+            q, k and v, in the memory that these are in, sums over the leading axes along which these broadcast; keys
+            that no query sees get zero. ``dbias``, ``dalibi_slopes``: shapes and dtypes of bias and alibi_slopes, as
+            they were given; pairs that are hidden, be it by a bias of -inf, count for nothing. ``dscale``,
+            ``dsoftcap``: shape (), dtype of lse. ``dsinks``: shape and dtype of sinks. All but the first three are
+            summed in one order always.
 
         Raises
         ------
