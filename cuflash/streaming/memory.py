@@ -89,7 +89,7 @@ def _forward_memory(run: StreamedPass, given: Mapping[str, Array]) -> dict[str, 
     memory["results"] = (out if "out" not in given else 0) + (lse if "lse" not in given else 0)
     if not run.is_whole:
         memory["sums"] = is_narrow * wide + 2 * lse
-        memory["a part"] = out + is_narrow * wide + 3 * lse
+        memory["a part"] = out + 3 * lse
     return memory | {"scratch": _scratch("forward", run, ("out", "lse"))}
 
 
