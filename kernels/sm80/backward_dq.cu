@@ -140,11 +140,16 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
 
   ptx::copy_async_wait<0>();
   ptx::sync_block();
-  const Real scale = scale_of(params);
-  store_fragments<Order::kPairedColumns, kRow, kDqWarpsD>(s_q, warp_row, warp_d, dq, [&](int, int) { return scale; });
-  ptx::sync_block();
-  store_tile<kBlockM, kHeadDim>(s_q, (Storage*)queries_of(params.dq, batch, head), params.dq.row_stride, first_row,
-                                seqlen_q);
+  const auto scale = [factor = scale_of(params)](int, int) { return factor; };
+  if constexpr (CUFLASH_DQ_WIDE) {  // to be added to other parts of it
+    store_sums<kHeadDim, kDqWarpsD>(dq, warp_row, warp_d, scale, row_numbers_of(params.dq, batch, head),
+                                    params.dq.row_stride, first_row, seqlen_q);
+  } else {
+    store_fragments<Order::kPairedColumns, kRow, kDqWarpsD>(s_q, warp_row, warp_d, dq, scale);
+    ptx::sync_block();
+    store_tile<kBlockM, kHeadDim>(s_q, (Storage*)queries_of(params.dq, batch, head), params.dq.row_stride, first_row,
+                                  seqlen_q);
+  }
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, backward_dq)
