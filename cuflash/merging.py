@@ -217,14 +217,11 @@ class RunningMerge:
             self._weigh(slice(None), lse)
 
     def add(self, out: Array, lse: Array, rows: slice) -> None:
-        """Add a part, of some rows: in the dtype of lse, or of 16 bits."""
+        """Add a part, of some rows: in the dtype of lse."""
         total = self.total[:, :, rows]
         factor, share = (x[..., None] for x in self._weigh(rows, lse))
         if self.xp is not np:
-            if out.dtype.name == "bfloat16":
-                _kernel("add_bfloat16")(factor, share, out.view(np.uint16), total)
-            else:
-                _kernel("add")(factor, share, out, total)
+            _kernel("add")(factor, share, out, total)
             return
         with np.errstate(all="ignore"):
             total *= factor
@@ -263,17 +260,7 @@ _KERNELS = {
         "factor = exp(largest - offset); share = exp(lse - offset);"
         "weight = weight * factor + share; largest = top;",
     ),
-    "add": (
-        "T factor, T share, U out",
-        "T total",
-        "total = total * factor + (share == T(0) ? T(0) : share * T(out));",
-    ),
-    "add_bfloat16": (
-        "T factor, T share, uint16 bits",
-        "T total",
-        "const T out = __uint_as_float((unsigned int)bits << 16);"
-        "total = total * factor + (share == T(0) ? T(0) : share * out);",
-    ),
+    "add": ("T factor, T share, T out", "T total", "total = total * factor + (share == T(0) ? T(0) : share * out);"),
 }
 
 

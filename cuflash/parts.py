@@ -58,9 +58,10 @@ class Parts:
         return replace(self.options, causal=False, window=bounds, layout="bhsd", diagonal=diagonal, origin=origin)
 
     def forward(self, queries: Span, keys: Span, arrays: dict[str, Array]) -> dict[str, Array]:
-        """out and lse of a part."""
+        """out and lse of a part; out in the dtype of the softmax if it has room in this dtype."""
         of_call = dict.fromkeys((*NAMES, "out", "lse")) | arrays
-        found = self.backend.forward(self.options_of(queries, keys), of_call, self.random)
+        options = self._widening("out", self.options_of(queries, keys), arrays)
+        found = self.backend.forward(options, of_call, self.random)
         return dict(zip(("out", "lse"), found, strict=True))
 
     def backward(self, queries: Span, keys: Span, need: tuple[str, ...], arrays: dict[str, Array]) -> dict[str, Array]:
@@ -69,11 +70,14 @@ class Parts:
         del of_call["block_table"]
         ordered = tuple(name for name in GRADIENTS if name in need)
         results = {name: arrays.get(name) for name in ordered}
-        options, dq = self.options_of(queries, keys), arrays.get("dq")
-        if dq is not None and dq.dtype != arrays["q"].dtype:
-            options = replace(options, wide=("dq",))
+        options = self._widening("dq", self.options_of(queries, keys), arrays)
         found = self.backend.backward(options, of_call | results, ordered, self.random)
         return dict(zip(ordered, found, strict=True))
+
+    def _widening(self, name: str, options: Options, arrays: Mapping[str, Array]) -> Options:
+        """The options of a call that gives a result as its room is."""
+        room = arrays.get(name)
+        return options if room is None or room.dtype == arrays["q"].dtype else replace(options, wide=(name,))
 
     def into(
         self,

@@ -65,7 +65,7 @@ class StreamedPass:
         merge = merging.RunningMerge(total, self._scores_of_heads())
         room = {}
         if not self.parts.is_on_cpu:
-            room = {"out": xp.empty(out.shape, out.dtype), "lse": xp.empty(lse.shape, lse.dtype)}
+            room = {"out": xp.empty(out.shape, dtype), "lse": xp.empty(lse.shape, lse.dtype)}
         for part in self._walk({}):
             rows = slice(*part.chunk.queries)
             results = {name: x[:, :, rows] for name, x in room.items()}

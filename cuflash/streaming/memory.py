@@ -89,7 +89,7 @@ def _forward_memory(run: StreamedPass, given: Mapping[str, Array]) -> dict[str, 
     memory["results"] = (out if "out" not in given else 0) + (lse if "lse" not in given else 0)
     if not run.is_whole:
         memory["sums"] = is_narrow * wide + 2 * lse
-        memory["a part"] = out + 3 * lse
+        memory["a part"] = wide + 3 * lse
     return memory | {"scratch": _scratch("forward", run, ("out", "lse"))}
 
 
@@ -148,8 +148,8 @@ def _launch_plan(
     """The plan of a call on a chunk, and the bytes of arrays that it copies."""
     arrays = run.arrays_of(Part(0, chunk, dict(keys), {}), of_softmax=run.is_whole or sums_softmax(need))
     options = run.parts.options_of(*chunk)
-    if pass_ == "backward" and "dq" in need and not run.is_whole and _is_narrow(run.parts.problem):
-        options = replace(options, wide=("dq",))
+    if not run.is_whole and _is_narrow(run.parts.problem):
+        options = replace(options, wide=tuple(name for name in ("out", "dq") if name in need))
     binding = bind(pass_, options, arrays, need=need)
     launch = importlib.import_module("cuflash.launch")
     device = launch.device_spec(run.arrays["q"].data.device_id)

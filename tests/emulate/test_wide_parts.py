@@ -1,4 +1,4 @@
-"""Parts of dq, dk and dv in float32, from operands of 16 bits: they round to what the same kernels store rounded."""
+"""Parts of out, dq, dk and dv in float32, from operands of 16 bits: they round to what the same kernels store rounded."""
 
 from dataclasses import replace
 from typing import Any
@@ -50,3 +50,27 @@ def test_a_part_of_dq_by_a_kernel_of_its_own_is_not_rounded(arch, options, need)
     assert (found != found.astype(narrow.dtype)).any()
     np.testing.assert_array_equal(found.astype(narrow.dtype), narrow)
     assert not ct.measure("dq", found, ct.yardsticks(problem, arrays)["dq"]).failure
+
+
+FORWARD = {
+    **CASES,
+    "9.0 decode": ct.Case(seqlen_q=2, seqlen_k=700, num_heads=4, num_heads_kv=2, head_dim=72, dtype="bfloat16"),
+    "9.0 decode, combined": ct.Case(
+        seqlen_q=1, seqlen_k=1500, num_heads=9, num_heads_kv=1, head_dim=64, dtype="float16"
+    ),
+    "9.0 three tiles": ct.Case(seqlen_q=300, seqlen_k=200, head_dim=128, dtype="float16", sinks=True),
+}
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+@pytest.mark.parametrize("name", FORWARD)
+def test_a_part_of_out_is_not_rounded(name):
+    case, arch = FORWARD[name], name[:3]
+    problem, arrays = attention.inputs_of(case, diagonal=30)
+    narrow = attention.forward(problem, arrays, arch=arch)
+    found = attention.forward(replace(problem, wide=("out",)), arrays, arch=arch)
+    assert found[0].dtype == np.float32
+    assert (found[0] != found[0].astype(narrow[0].dtype)).any()
+    np.testing.assert_array_equal(found[0].astype(narrow[0].dtype), narrow[0])
+    np.testing.assert_array_equal(found[1], narrow[1])
+    assert not ct.measure("out", found[0], ct.yardsticks(problem, arrays)["out"]).failure
