@@ -320,8 +320,7 @@ class ContextParallel:
         """Attention of queries that all ranks have over keys of which each has a part: for a few queries.
 
         Each rank attends to its own keys, and what it finds goes to all others: keys and values stay where they are.
-        The parts are merged in the dtype of lse, in the order of keys; on CuPy arrays of 16 bits they are rounded to
-        these first.
+        The parts are merged in the dtype of lse, in which they travel, in the order of keys.
 
         Parameters
         ----------

@@ -171,9 +171,12 @@ class Execution:
         for i, piece in enumerate(seen[self.rank]):
             tile = Tile(self.rank, (0, out.shape[2]), piece)
             arrays = self._of_keys(piece, is_first=piece == order[0][0])
-            got = self.parts.forward(*tile[1:], {name: self.xp.ascontiguousarray(x) for name, x in arrays.items()})
-            for into, name in zip(parts[self.rank], ("out", "lse"), strict=True):
-                into[i] = got[name]
+            arrays = {name: self.xp.ascontiguousarray(x) for name, x in arrays.items()}
+            room = {name: into[i] for into, name in zip(parts[self.rank], ("out", "lse"), strict=True)}
+            got = self.parts.forward(*tile[1:], arrays if self.parts.is_on_cpu else arrays | room)
+            for name, into in room.items():
+                if got[name] is not into:
+                    into[...] = got[name]
         self._exchange(
             [(rank, x) for rank in others for x in parts[self.rank]],
             [(rank, x) for rank in others for x in parts[rank]],

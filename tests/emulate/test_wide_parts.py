@@ -1,4 +1,4 @@
-"""Parts of out, dq, dk and dv in float32, from operands of 16 bits: they round to what the same kernels store rounded."""
+"""Parts of results in float32, from operands of 16 bits: they round to what the same kernels store rounded."""
 
 from dataclasses import replace
 from typing import Any
