@@ -15,14 +15,16 @@ from typing import Any
 import numpy as np
 
 from cuflash import host
+from cuflash.binding import INPUTS
 from cuflash.interop import module_of
 from cuflash.operands import numpy_dtype
 from cuflash.options import Options
 from cuflash.problem import Problem
 from cuflash.spans import Band, Span
-from cuflash.terms import GRADIENTS, NAMES, OF_HEADS
+from cuflash.terms import DEFAULT_NEED, GRADIENTS, NAMES, OF_HEADS
 
 Array = Any
+_OF_BATCH = (*INPUTS, "dout", "out", "lse", "dlse", *DEFAULT_NEED)  # arrays with an axis of the batch, and of rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,7 @@ class Parts:
     random: tuple[int, int]  # seed and offset of dropout
     arrays: Mapping[str, Array]  # by name, None where there is none
     is_fixed: bool = False  # calls get copies of arrays, which lie in memory in one way
+    starts: tuple[Array, Array] | None = None  # of packed sequences that are whole, cu_seqlens_q and cu_seqlens_k
 
     @property
     def xp(self) -> Any:
@@ -51,6 +54,8 @@ class Parts:
 
     def options_of(self, queries: Span, keys: Span) -> Options:
         """Those of a call on a part: its diagonal, and what dropout counts, are those of the whole."""
+        if self.starts is not None:
+            return replace(self.options, layout="bhsd")
         band = self.band
         bounds = None if band.left is None and band.right is None else (band.left, band.right)
         diagonal = queries[0] + band.diagonal - keys[0]
@@ -61,8 +66,8 @@ class Parts:
         """out and lse of a part; out in the dtype of the softmax if it has room in this dtype."""
         of_call = dict.fromkeys((*NAMES, "out", "lse")) | arrays
         options = self._widening("out", self.options_of(queries, keys), arrays)
-        found = self.backend.forward(options, of_call, self.random)
-        return dict(zip(("out", "lse"), found, strict=True))
+        found = self.backend.forward(options, self._packed(of_call), self.random)
+        return self._unpacked(dict(zip(("out", "lse"), found, strict=True)))
 
     def backward(self, queries: Span, keys: Span, need: tuple[str, ...], arrays: dict[str, Array]) -> dict[str, Array]:
         """The gradients `need` of a part; dq in the dtype of the softmax if it has room in this dtype."""
@@ -71,8 +76,21 @@ class Parts:
         ordered = tuple(name for name in GRADIENTS if name in need)
         results = {name: arrays.get(name) for name in ordered}
         options = self._widening("dq", self.options_of(queries, keys), arrays)
-        found = self.backend.backward(options, of_call | results, ordered, self.random)
-        return dict(zip(ordered, found, strict=True))
+        found = self.backend.backward(options, self._packed(of_call | results), ordered, self.random)
+        return self._unpacked(dict(zip(ordered, found, strict=True)))
+
+    def _packed(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """The arrays of a call, of packed sequences without the axis of the batch."""
+        if self.starts is None:
+            return arrays
+        of_batch = {name: x[0] for name, x in arrays.items() if name in _OF_BATCH and x is not None}
+        return arrays | of_batch | dict(zip(("cu_seqlens_q", "cu_seqlens_k"), self.starts, strict=True))
+
+    def _unpacked(self, results: dict[str, Array]) -> dict[str, Array]:
+        """The results of a call, with the axis of the batch again."""
+        if self.starts is None:
+            return results
+        return {name: x[None] if name in _OF_BATCH else x for name, x in results.items()}
 
     def _widening(self, name: str, options: Options, arrays: Mapping[str, Array]) -> Options:
         """The options of a call that gives a result as its room is."""

@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from cuflash import host, interop
 from cuflash.binding import INPUTS, Contiguous, Pass
+from cuflash.cpu.packed import check_starts
 from cuflash.distributed.agreement import agreed, digest, together
 from cuflash.distributed.execution import Execution
 from cuflash.distributed.mpi import Mpi, is_mpi
 from cuflash.distributed.nccl import Nccl, is_nccl
+from cuflash.distributed.packed import Packing
 from cuflash.distributed.schedule import Schedule, make_schedule
 from cuflash.distributed.split import Split, contiguous, zigzag
 from cuflash.distributed.transports import Transport
@@ -46,9 +48,11 @@ _OF_ALL = tuple(term.name for term in TERMS if term.own_axes in (0, 1))
 _REMEDIES = {
     "block_mask": "the pairs of its blocks as a boolean mask of this rank's queries and all keys",
     "block_table": "contiguous keys; each rank's pages gathered into them",
-    "cu_seqlens_q": "one sequence, or sequences padded to one length as the entries of a batch",
-    "cu_seqlens_k": "one sequence, or sequences padded to one length as the entries of a batch",
+    "q_scale": "q of 16 bits a number or more",
+    "k_scale": "k of 16 bits a number or more",
+    "v_scale": "v of 16 bits a number or more",
 }
+_STARTS = ("cu_seqlens_q", "cu_seqlens_k")
 
 
 class _Call(NamedTuple):
@@ -58,6 +62,7 @@ class _Call(NamedTuple):
     given: dict[str, Any]  # the arrays that there are
     need: tuple[str, ...]
     random: tuple[int, int]  # seed and offset
+    starts: tuple[tuple[int, ...], ...]  # of packed sequences, and the end of the last one; of q and of k
 
 
 class ContextParallel:
@@ -214,7 +219,10 @@ class ContextParallel:
             but where each rank has one query, an axis of length 1 is that query's.
         seed, offset : int, optional
             As `cuflash.FlashAttention.forward` takes them: the same on all ranks.
-        block_mask, block_table, cu_seqlens_q, cu_seqlens_k : array, optional
+        cu_seqlens_q, cu_seqlens_k : array, optional
+            As `cuflash.FlashAttention.forward` takes them, of the rows of all ranks: the same on all of them. On the
+            GPU they are read, which waits for the device.
+        block_mask, block_table, q_scale, k_scale, v_scale : array, optional
             Not served.
         **terms : array, optional
             Its other arrays, as `cuflash.FlashAttention.forward` takes them, of the whole problem: the same on all
@@ -273,7 +281,7 @@ class ContextParallel:
             Gradients that are wanted, as `cuflash.FlashAttention.backward` takes it: the same on all ranks.
         seed, offset : int, optional
             As `forward` took them.
-        block_mask, block_table, cu_seqlens_q, cu_seqlens_k : array, optional
+        block_mask, block_table, q_scale, k_scale, v_scale : array, optional
             Not served.
         **terms : array, optional
             The other arrays, as `forward` took them.
@@ -332,7 +340,7 @@ class ContextParallel:
             Broadcast to (batch, num_heads, seqlen_q, rows of this rank's keys).
         seed, offset : int, optional
             As `forward` takes them.
-        block_mask, block_table, cu_seqlens_q, cu_seqlens_k : array, optional
+        block_mask, block_table, cu_seqlens_q, cu_seqlens_k, q_scale, k_scale, v_scale : array, optional
             Not served.
         **terms : array, optional
             The other arrays, as `forward` takes them.
@@ -419,8 +427,11 @@ class ContextParallel:
         borrowed = interop.borrow(arrays, required=required)
         given = {name: x for name, x in borrowed.arrays.items() if x is not None}
         q, k, v = (given[name] for name in INPUTS)
-        make_problem(self.options, q, k, v, **{name: given[name] for name in _OF_ALL if name in given})
-        return _Call(borrowed, given, need_of(given), self.options.random(*random))
+        make_problem(self.options, q, k, v, **{name: given[name] for name in (*_OF_ALL, *_STARTS) if name in given})
+        if _STARTS[0] in given and self.options.dropout:
+            raise _not_served("dropout", f"{self.options.dropout:g} with packed sequences", "dropout=0.0")
+        starts = tuple(tuple(_on_host(given[name]).tolist()) for name in _STARTS if name in given)
+        return _Call(borrowed, given, need_of(given), self.options.random(*random), starts)
 
     def _facts(self, method: str, call: _Call) -> dict[str, Any]:
         """What has to be the same on all ranks, and the numbers of rows."""
@@ -445,6 +456,8 @@ class ContextParallel:
         for name, x in call.given.items():
             if name in _OF_ALL or (method == "decode" and name == "q"):
                 facts[name] = digest(x)
+            elif name in _STARTS:
+                facts[name] = digest(_on_host(x))
             elif name in BROADCAST:
                 shape = [*(1,) * (4 - x.ndim), *x.shape]
                 facts[f"_rows of {name}"] = shape.pop(2) if x.ndim > 1 else ALL_ROWS
@@ -463,6 +476,7 @@ class ContextParallel:
             if rows != split.rows(self.rank) and not (method == "decode" and name == "q"):
                 expected = f"{split.rows(self.rank)}, which rank {self.rank} has of {split.seqlen}"
                 raise value_error(name, counted(rows, "row"), expected)
+        problem = self._problem(method, call, split_q, split_k)
         left, right = window_of(self.options, split_q.seqlen, split_k.seqlen)
         schedule = make_schedule(
             split_q,
@@ -473,13 +487,14 @@ class ContextParallel:
             # Random bits belong to a head by its number among all.
             steps=1 if self.options.dropout else self._steps,
             step=ORIGIN_STEP if self.options.dropout else 1,
+            packing=Packing.of(self.options, *call.starts) if call.starts else None,
         )
         return Execution(
             transport=self._transport,
             timeout=self._timeout,
             schedule=schedule,
             options=self.options,
-            problem=self._problem(method, call, split_k),
+            problem=problem,
             random=call.random,
             arrays={name: self._seen(name, x) for name, x in given.items()},
             broadcasts_rows=frozenset(
@@ -489,14 +504,12 @@ class ContextParallel:
             ),
         )
 
-    def _problem(self, method: str, call: _Call, split_k: Split) -> Problem:
+    def _problem(self, method: str, call: _Call, split_q: Split, split_k: Split) -> Problem:
         """This rank's queries against the keys of all; to decode, all queries against this rank's keys."""
         given, axis = call.given, _axis_of_rows(call.given["q"], self.options.layout)
-        of_all = {}
-        for name in ("k", "v"):
-            shape = list(given[name].shape)
-            shape[axis] = split_k.seqlen
-            of_all[name] = Contiguous(tuple(shape), given[name].dtype)
+        of_all = {name: _longer(given[name], axis, split_k.seqlen) for name in ("k", "v")}
+        if call.starts:
+            return self._packed_problem(method, call, split_q, of_all)
 
         def problem_of(pass_: Pass, arrays: Mapping[str, Any]) -> Problem:
             if call.borrowed.kind == "numpy":
@@ -508,6 +521,21 @@ class ContextParallel:
             problem_of("forward", {name: given[name] for name in ("q", *_OF_ALL) if name in given} | of_all)
             return problem_of("forward", {name: x for name, x in given.items() if name != "kv_lengths"})
         return problem_of("backward" if method == "backward" else "forward", given | of_all)
+
+    def _packed_problem(self, method: str, call: _Call, split_q: Split, of_all: dict[str, Contiguous]) -> Problem:
+        """This rank's queries against the keys of all, checked as all queries are."""
+        given, axis = call.given, _axis_of_rows(call.given["q"], self.options.layout)
+        if method == "decode":
+            raise _not_served("cu_seqlens_q", "packed sequences in decode", "forward, or a call for each sequence")
+        for name in ("q", "dout", "out", "lse", "dlse"):
+            if name in given:
+                rows = given[name].ndim - 1 if name in ("lse", "dlse") else axis
+                of_all[name] = _longer(given[name], rows, split_q.seqlen)
+        likes = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in (given | of_all).items())
+        pass_: Pass = "backward" if method == "backward" else "forward"
+        problem = host.bind_arrays_like(pass_, self.options, likes, call.need).problem
+        check_starts(problem, *(np.array(starts, np.int32) for starts in call.starts))
+        return replace(problem, seqlen_q=split_q.rows(self.rank))
 
     def _broadcasts_rows(self, name: str, split_q: Split, facts: list[dict[str, Any]]) -> bool:
         """Whether a bias or mask is the same for all queries of all ranks, by what each rank says of its rows."""
@@ -528,7 +556,7 @@ class ContextParallel:
 
     def _seen(self, name: str, array: Array) -> Array:
         """An array with all four axes, of lse and dlse three, where it has axes of rows."""
-        if name in _OF_ALL:
+        if name in (*_OF_ALL, *_STARTS):
             return array
         if name in BROADCAST:
             return _of_pairs(array)
@@ -548,6 +576,17 @@ def _axis_of_rows(array: Array, layout: str) -> int:
 
 def _of_pairs(array: Array) -> Array:
     return array[(None,) * (4 - array.ndim)]
+
+
+def _longer(array: Array, axis: int, rows: int) -> Contiguous:
+    """An array that does not exist, with so many rows."""
+    shape = list(array.shape)
+    shape[axis] = rows
+    return Contiguous(tuple(shape), array.dtype)
+
+
+def _on_host(array: Array) -> Any:
+    return array if isinstance(array, np.ndarray) else array.get()
 
 
 def _on_device(array: Array) -> contextlib.AbstractContextManager[Any]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from cuflash import merging
 from cuflash.distributed.schedule import Schedule, Tile, Walk
@@ -86,6 +88,23 @@ class Execution:
             is_fixed=self.is_fixed,
         )
 
+    def _parts_of(self, tile: Tile) -> Parts:
+        """The calls that a tile is computed by: of packed sequences those of one of them, or of some whole ones."""
+        packing = self.schedule.packing
+        if packing is None or tile.sequences is None:
+            return self.parts
+        first, stop = tile.sequences
+        if stop - first == 1:
+            return replace(self.parts, band=packing.band_of(first))
+        starts = (np.array(x[first : stop + 1], np.int32) - x[first] for x in (packing.starts_q, packing.starts_k))
+        starts_q, starts_k = map(self.xp.asarray, starts)
+        return replace(self.parts, starts=(starts_q, starts_k))
+
+    def _is_left_over(self, tile: Tile) -> bool:
+        """Whether the queries of a tile belong to no packed sequence."""
+        packing = self.schedule.packing
+        return packing is not None and packing.is_left_over(tile.queries, "queries")
+
     # ---- passes ------------------------------------------------------------------------------------------------------
 
     def forward(self, out: Array, lse: Array) -> None:
@@ -94,9 +113,12 @@ class Execution:
         for heads, held in self._steps(walk, ("k", "v")):
             for tile in walk.tiles_of(self.rank):
                 at = self._local(self.schedule.split_q, tile.queries)
-                arrays = self._of_tile(walk, tile, heads, held)
                 results = {"out": out[:, self._q_heads(heads), at], "lse": lse[:, self._q_heads(heads), at]}
-                self.parts.into(results, arrays, functools.partial(self.parts.forward, tile.queries, tile.keys))
+                if self._is_left_over(tile):
+                    results["out"][...], results["lse"][...] = 0, -np.inf
+                    continue
+                arrays, parts = self._of_tile(walk, tile, heads, held), self._parts_of(tile)
+                parts.into(results, arrays, functools.partial(parts.forward, tile.queries, tile.keys))
 
     def backward(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         """Fill dq, dk and dv, with four axes, and all other gradients, as their arrays are."""
@@ -112,12 +134,14 @@ class Execution:
         sums = _Sums(self, [name for name in need if name != "dq"])
         for heads, held in self._steps(walk, ("k", "v")):
             for number, tile in enumerate(walk.tiles_of(self.rank)):
-                arrays = self._of_tile(walk, tile, heads, held)
                 at = self._local(self.schedule.split_q, tile.queries)
                 own = {"dq": results["dq"][:, self._q_heads(heads), at]} if "dq" in need else {}
-                got = self.parts.into(
-                    own, arrays, functools.partial(self.parts.backward, tile.queries, tile.keys, need)
-                )
+                if self._is_left_over(tile):
+                    for array in own.values():
+                        array[...] = 0
+                    continue
+                arrays, parts = self._of_tile(walk, tile, heads, held), self._parts_of(tile)
+                got = parts.into(own, arrays, functools.partial(parts.backward, tile.queries, tile.keys, need))
                 for name in sums.names:
                     sums.add(name, got[name], number, tile, heads)
         for name, total in sums.totals():
@@ -147,7 +171,7 @@ class Execution:
                 is_wide = returns is not None and self.parts.is_on_cpu
                 if returns is not None and not is_wide:  # kernels give a part of dq in this dtype where it has room
                     into["dq"] = self.xp.empty(arrays["q"].shape, self.parts.softmax_dtype)
-                call = functools.partial(self.parts.backward, tile.queries, tile.keys, need)
+                call = functools.partial(self._parts_of(tile).backward, tile.queries, tile.keys, need)
                 got = self.parts.into(into, arrays, call, is_wide=is_wide)
                 if returns is not None:
                     returns.add(parts, tile, got["dq"])
@@ -173,7 +197,7 @@ class Execution:
             arrays = self._of_keys(piece, is_first=piece == order[0][0])
             arrays = {name: self.xp.ascontiguousarray(x) for name, x in arrays.items()}
             room = {name: into[i] for into, name in zip(parts[self.rank], ("out", "lse"), strict=True)}
-            got = self.parts.forward(*tile[1:], arrays if self.parts.is_on_cpu else arrays | room)
+            got = self.parts.forward(tile.queries, tile.keys, arrays if self.parts.is_on_cpu else arrays | room)
             for name, into in room.items():
                 if got[name] is not into:
                     into[...] = got[name]
@@ -231,7 +255,10 @@ class Execution:
             if name not in self.broadcasts_rows:
                 array = array[:, :, self._local(self.schedule.split_q, tile.queries)]
             terms[name] = array if array.shape[3] == 1 else array[..., slice(*tile.keys)]
-        terms |= self.parts.of_heads(q_heads, of_softmax=not by_keys) | self.parts.lengths(tile.keys)
+        of_heads = self.parts.of_heads(q_heads, of_softmax=not by_keys)
+        if self.schedule.packing is not None:
+            of_heads = {name: _of_sequences(x, tile) for name, x in of_heads.items()}
+        terms |= of_heads | self.parts.lengths(tile.keys)
         if "bias" in terms and not by_keys and self.sums_bias:
             terms["bias"] = self.parts.widened(terms["bias"])
         return terms
@@ -426,6 +453,8 @@ class _Sums:
             total = total if total.shape[3] == 1 else total[..., slice(*tile.keys)]
         elif name not in OF_NUMBERS:
             total = total[..., run._q_heads(heads)]
+            if run.schedule.packing is not None:
+                total = _of_sequences(total, tile)
         total += part
 
     def totals(self) -> Iterator[tuple[str, Array]]:
@@ -447,6 +476,13 @@ class _Sums:
                 for _, rank, i in order:
                     total += of_rank[rank][name][i, ...]
             yield name, total
+
+
+def _of_sequences(array: Array, tile: Tile) -> Array:
+    """What an array has for the packed sequences of a tile; one without an axis of sequences is that of all."""
+    if array.ndim == 1:
+        return array
+    return array[slice(*(tile.sequences or (0, 1)))]
 
 
 def _cut(span: Span, spans: Sequence[Span]) -> list[Span]:
