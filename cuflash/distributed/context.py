@@ -21,25 +21,22 @@ from cuflash import host, interop
 from cuflash.binding import INPUTS, Contiguous, Pass
 from cuflash.cpu.packed import check_starts
 from cuflash.distributed.agreement import agreed, digest, together
+from cuflash.distributed.arguments import SPLITS, checked_split, not_served, positive, transport_of
 from cuflash.distributed.execution import Execution
-from cuflash.distributed.mpi import Mpi, is_mpi
-from cuflash.distributed.nccl import Nccl, is_nccl
 from cuflash.distributed.packed import Packing
 from cuflash.distributed.schedule import Schedule, make_schedule
-from cuflash.distributed.split import Split, contiguous, zigzag
-from cuflash.distributed.transports import Transport
+from cuflash.distributed.split import Split
 from cuflash.operands import numpy_dtype, view_4d, view_rows
 from cuflash.options import ORIGIN_STEP, Options, diagonal_of, window_of
 from cuflash.problem import Problem, make_problem
 from cuflash.results import Array, ForwardResult, Gradients, named_tuple_of, needed
 from cuflash.spans import Band
 from cuflash.terms import BROADCAST, DEFAULT_NEED, GRADIENTS, NAMES, TERMS, NamedGradients, OfNumbers, Terms, checked
-from cuflash.values import as_integer, as_real, counted, type_error, typed, value_error
+from cuflash.values import as_real, counted, type_error, typed, value_error
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-SPLITS = {"zigzag": zigzag, "contiguous": contiguous}
 _BACKWARD_INPUTS = (*INPUTS, "dout", "out", "lse")
 ALL_ROWS = "all"  # what an array without an axis of queries says instead of their number
 # Arrays that all ranks have alike: those without axes of rows.
@@ -168,9 +165,7 @@ class ContextParallel:
     ) -> None:
         for name, function in (("score", score), ("mask", mask)):
             if function is not None:
-                raise _not_served(
-                    name, typed(function), "a bias and a boolean mask of this rank's queries and all keys"
-                )
+                raise not_served(name, typed(function), "a bias and a boolean mask of this rank's queries and all keys")
         self.options = Options(
             causal=causal,
             window=window,
@@ -181,10 +176,10 @@ class ContextParallel:
             **checked("ContextParallel", OfNumbers, numbers),
         )
         self._splits = (
-            _checked_split("split", split),
-            _checked_split("split_k", split if split_k is None else split_k),
+            checked_split("split", split),
+            checked_split("split_k", split if split_k is None else split_k),
         )
-        self._chunks, self._steps = (_positive(name, x) for name, x in (("chunks", chunks), ("steps", steps)))
+        self._chunks, self._steps = (positive(name, x) for name, x in (("chunks", chunks), ("steps", steps)))
         self._timeout = as_real("timeout", timeout)
         if self._timeout <= 0:
             raise value_error("timeout", timeout, "a number of seconds > 0")
@@ -193,7 +188,7 @@ class ContextParallel:
         if not check and not all(isinstance(x, Split) for x in self._splits):
             raise value_error("check", False, "True, or two Split, which say how many rows each rank has")
         self._check = check
-        self._transport = _transport_of(comm)
+        self._transport = transport_of(comm)
         self.rank, self.size = self._transport.rank, self._transport.size
         self._calls = 0
 
@@ -423,13 +418,13 @@ class ContextParallel:
         """This rank's arrays, as far as they can be checked without those of others."""
         for name, remedy in _REMEDIES.items():
             if arrays.get(name) is not None:
-                raise _not_served(name, type(arrays[name]).__name__, remedy)
+                raise not_served(name, type(arrays[name]).__name__, remedy)
         borrowed = interop.borrow(arrays, required=required)
         given = {name: x for name, x in borrowed.arrays.items() if x is not None}
         q, k, v = (given[name] for name in INPUTS)
         make_problem(self.options, q, k, v, **{name: given[name] for name in (*_OF_ALL, *_STARTS) if name in given})
         if _STARTS[0] in given and self.options.dropout:
-            raise _not_served("dropout", f"{self.options.dropout:g} with packed sequences", "dropout=0.0")
+            raise not_served("dropout", f"{self.options.dropout:g} with packed sequences", "dropout=0.0")
         starts = tuple(tuple(_on_host(given[name]).tolist()) for name in _STARTS if name in given)
         return _Call(borrowed, given, need_of(given), self.options.random(*random), starts)
 
@@ -526,7 +521,7 @@ class ContextParallel:
         """This rank's queries against the keys of all, checked as all queries are."""
         given, axis = call.given, _axis_of_rows(call.given["q"], self.options.layout)
         if method == "decode":
-            raise _not_served("cu_seqlens_q", "packed sequences in decode", "forward, or a call for each sequence")
+            raise not_served("cu_seqlens_q", "packed sequences in decode", "forward, or a call for each sequence")
         for name in ("q", "dout", "out", "lse", "dlse"):
             if name in given:
                 rows = given[name].ndim - 1 if name in ("lse", "dlse") else axis
@@ -591,34 +586,3 @@ def _on_host(array: Array) -> Any:
 
 def _on_device(array: Array) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if isinstance(array, np.ndarray) else array.device
-
-
-def _checked_split(name: str, split: object) -> Any:
-    if not isinstance(split, (str, Split)):
-        raise type_error(name, typed(split), "'zigzag', 'contiguous' or a cuflash.distributed.Split")
-    if isinstance(split, str) and split not in SPLITS:
-        raise value_error(name, repr(split), "'zigzag', 'contiguous' or a cuflash.distributed.Split")
-    return split
-
-
-def _positive(name: str, value: object) -> int:
-    number = as_integer(name, value)
-    if number < 1:
-        raise value_error(name, value, "an integer >= 1")
-    return number
-
-
-def _not_served(name: str, got: object, remedy: str) -> NotImplementedError:
-    return NotImplementedError(f"{name}: got {got}, which is not served over ranks; expected {remedy}")
-
-
-def _transport_of(comm: Any) -> Transport:
-    """The transport for a communicator that a user has."""
-    if isinstance(comm, Transport):
-        return comm
-    if is_mpi(comm):
-        return Mpi(comm)
-    if is_nccl(comm):
-        return Nccl(comm)
-    expected = "one of threads(), a communicator of mpi4py, or one of NCCL by CuPy or nccl4py"
-    raise type_error("comm", type(comm).__name__, expected)

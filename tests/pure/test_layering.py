@@ -48,7 +48,7 @@ ORDER = [
     "functional", "__init__",
     "distributed.split", "distributed.packed", "distributed.schedule", "distributed.transports", "distributed.mpi",
     "distributed.nccl",
-    "distributed.agreement", "distributed.execution", "distributed.context", "distributed",
+    "distributed.arguments", "distributed.agreement", "distributed.execution", "distributed.context", "distributed",
     "emulator.launching", "emulator.building", "emulator.memory", "emulator.passes", "emulator",
     "testing.arrays", "testing.leading", "testing.case", "testing.strategies", "testing.rule", "testing.float8",
     "testing.differences", "testing",
