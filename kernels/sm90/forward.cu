@@ -522,9 +522,11 @@ struct Consumer {
       const float factor = softmax.inverse_sum(0, half) * kept_scale_of(common);
       if (warp_row + fragment_row() + 8 * half >= row_stop) continue;
 #pragma unroll
-      for (int n = 0; n < kHeadDimV / 8; ++n)
+      for (int n = 0; n < ceil_div(kHeadDimV, 8); ++n)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) g_out[8 * half * stride + 8 * n + i] = o[0][n][2 * half + i] * factor;
+        for (int i = 0; i < 2; ++i)
+          if (kHeadDimV % 8 == 0 || 8 * n + fragment_column() + i < kHeadDimV)
+            g_out[8 * half * stride + 8 * n + i] = o[0][n][2 * half + i] * factor;
     }
   }
 };

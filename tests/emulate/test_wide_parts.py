@@ -74,3 +74,18 @@ def test_a_part_of_out_is_not_rounded(name):
     np.testing.assert_array_equal(found[0].astype(narrow[0].dtype), narrow[0])
     np.testing.assert_array_equal(found[1], narrow[1])
     assert not ct.measure("out", found[0], ct.yardsticks(problem, arrays)["out"]).failure
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+def test_rows_of_which_only_wide_ones_have_whole_16_bytes():
+    """TMA reads v, and would write no row of 20 numbers of 16 bits."""
+    case = ct.Case(seqlen_q=70, seqlen_k=90, head_dim=64, head_dim_v=20, dtype="bfloat16")
+    arrays = case.arrays()
+    longer = np.full((1, 1, 90, 24), np.nan, arrays["v"].dtype)
+    longer[..., :20] = arrays["v"]
+    arrays["v"] = longer[..., :20]
+    problem = replace(attention.problem_of(case, arrays), wide=("out",))
+    kernels = attention.plan_for(problem, "forward", arrays, "9.0").kernels
+    assert [kernel.source for kernel in kernels] == ["sm90/forward.cu"]
+    out, _ = attention.forward(problem, arrays, arch="9.0")
+    assert not ct.measure("out", out, ct.yardsticks(problem, arrays)["out"]).failure
