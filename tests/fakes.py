@@ -53,6 +53,7 @@ class FakeDevice:
         self.used = {}  # by address of a buffer: when what was copied there was last waited for
         self.own = []  # its memory
         self.allocated = 0
+        self.waited = []  # streams that the host has waited for, with how many of their copies
 
     def empty(self, shape, dtype):
         array = np.empty(shape, dtype)
@@ -109,6 +110,7 @@ class FakeDevice:
         of, count = event
         if of is not None:
             with self.lock:
+                self.waited.append((of, count))
                 self.run(of, count)
 
     def mapped(self, array):

@@ -19,7 +19,7 @@ import pytest
 
 import cuflash
 import cuflash.testing as ct
-from cuflash import merging
+from cuflash import interop, merging
 from cuflash.emulator import find_compiler
 from cuflash.parts import Parts
 from cuflash.streaming import calls, memory
@@ -121,7 +121,7 @@ def emulated(monkeypatch):
 
         monkeypatch.setattr(calls, "device_of", lambda kind: device)
         monkeypatch.setattr(calls, "Parts", parts)
-        monkeypatch.setattr(merging.interop, "module_of", lambda array: CUPY)
+        monkeypatch.setattr(interop, "module_of", lambda array: CUPY)
         monkeypatch.setattr(sys.modules["cupy"], "ElementwiseKernel", ElementwiseKernel, raising=False)
         monkeypatch.setattr(memory, "is_mapped", lambda run, device: False)
         merging._kernel.cache_clear()

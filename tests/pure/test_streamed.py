@@ -165,6 +165,13 @@ def test_memory_maps_are_read_chunk_by_chunk(tmp_path):
     assert most < 2**23
 
 
+def test_host_memory_has_been_read_when_a_call_returns(devices):
+    device = devices({"late": True, "pinned": True})
+    q, k, v = ct.qkv(CASE.arrays())
+    cuflash.FlashAttention(**CASE.keywords).forward(q, *cuflash.streamed(k, v, chunk=16))  # type: ignore[misc]
+    assert any(count == len(stream.to_do) > 0 for stream, count in device.waited)
+
+
 def test_device_memory_does_not_grow_with_the_keys(devices):
     taken = []
     for seqlen_k in (1000, 4000):
