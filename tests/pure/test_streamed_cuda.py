@@ -88,7 +88,7 @@ def host_array(how, device):
 def test_chunks_come_and_go(how, cupy, monkeypatch):
     monkeypatch.setattr("cuflash.streaming.belts.SMALLEST_BLOCK", 512)
     device = Cuda()
-    array, result = host_array(how, device), host_array(how, device)
+    array, result = (host_array(how, device) for _ in range(2))
     assert device.is_pinned(array) == (how != "pageable")
     assert is_direct(device, array) == (how != "pageable")
     result[...] = -1
@@ -98,9 +98,9 @@ def test_chunks_come_and_go(how, cupy, monkeypatch):
             seen.append(np.array(chunk["k"]))
             drain.room(number)["dk"][...] = 2 * chunk["k"]
             drain.send(number)
-    for span, chunk in zip(SPANS, seen, strict=True):
-        np.testing.assert_array_equal(chunk, array[:, :, slice(*span)])
-        np.testing.assert_array_equal(result[:, :, slice(*span)], 2 * chunk)
+    for span, x in zip(SPANS, seen, strict=True):
+        np.testing.assert_array_equal(x, array[:, :, slice(*span)])
+        np.testing.assert_array_equal(result[:, :, slice(*span)], 2 * x)
     assert (result[:, :, 14:20] == -1).all()
     # Of pinned rows of three heads there is a piece for each entry of the batch, of others one for each head.
     assert len(cupy.copies) == 2 * len(SPANS) * {"pinned": 6, "rows first": 2, "pageable": 1}[how]
