@@ -77,10 +77,11 @@ class _Call:
         parts = Parts(options=self.options, band=self.band, problem=self.problem, random=random, arrays=arrays)
         keys = {name: view_4d(self.hosts[name], self.options.layout) for name in ("k", "v")}
         run = StreamedPass(parts=parts, chunks=self.chunks, keys=keys, device=device)
-        if pass_ == "forward" and device is not None and not self.is_explicit and memory.is_mapped(run, device):
-            whole = Chunk((0, self.problem.seqlen_q), (0, self.problem.seqlen_k))
-            return replace(run, chunks=(whole,), is_mapped=True)
-        return run
+        if pass_ == "backward" or device is None or self.is_explicit:
+            return run
+        whole = Chunk((0, self.problem.seqlen_q), (0, self.problem.seqlen_k))
+        mapped = replace(run, chunks=(whole,), is_mapped=True)
+        return mapped if memory.may_be_mapped(mapped, device) else run
 
     def seen(self, name: str, array: Array) -> Array:
         """An array with all axes, where it has axes of rows."""

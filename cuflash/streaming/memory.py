@@ -6,15 +6,17 @@ import importlib
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cuflash.binding import Contiguous, Pass, bind
-from cuflash.planning import LaunchPlan
 from cuflash.problem import Problem
 from cuflash.streaming.belts import is_direct
 from cuflash.streaming.chunks import Chunk, StreamPlan, Way
 from cuflash.streaming.cuda import Cuda
 from cuflash.streaming.execution import OF_KEYS, Part, StreamedPass, sums_softmax
+
+if TYPE_CHECKING:
+    from cuflash.planning import LaunchPlan
 
 Array = Any
 ROUNDING = 512  # bytes to which CuPy's pool rounds
@@ -22,16 +24,15 @@ MAPPED_ROWS = 16  # queries of a head, up to which every kernel reads a key of i
 DECODING = ("sm90/decode",)  # kernels that read a key once for all heads that share it
 
 
-def is_mapped(run: StreamedPass, device: Cuda) -> bool:
-    """Whether a forward pass reads keys where they are in host memory: if it reads each of them once."""
+def may_be_mapped(run: StreamedPass, device: Cuda) -> bool:
+    """Whether a forward pass of one chunk reads keys where they are in host memory: if it reads each of them once."""
     arrays = list(run.keys.values())
     if not all(x.size and x.strides[3] == x.itemsize and min(x.strides) > 0 and device.is_pinned(x) for x in arrays):
         return False
     problem = run.parts.problem
     if problem.group_size == 1 and problem.seqlen_q <= MAPPED_ROWS:
         return True
-    whole = Chunk((0, problem.seqlen_q), (0, problem.seqlen_k))
-    plan, _ = _launch_plan("forward", run, whole, ("out", "lse"), run.keys)
+    plan, _ = _launch_plan("forward", run, run.chunks[0], ("out", "lse"), run.keys)
     return any(kernel.source.startswith(DECODING) for kernel in plan.kernels)
 
 

@@ -22,7 +22,7 @@ import cuflash.testing as ct
 from cuflash import interop, merging
 from cuflash.emulator import find_compiler
 from cuflash.parts import Parts
-from cuflash.streaming import calls, memory
+from cuflash.streaming import calls
 from cuflash.terms import DEFAULT_NEED
 from tests.emulate.launcher import ALIGNMENT, DeviceArray, launcher
 from tests.fakes import FakeDevice
@@ -123,7 +123,6 @@ def emulated(monkeypatch):
         monkeypatch.setattr(calls, "Parts", parts)
         monkeypatch.setattr(interop, "module_of", lambda array: CUPY)
         monkeypatch.setattr(sys.modules["cupy"], "ElementwiseKernel", ElementwiseKernel, raising=False)
-        monkeypatch.setattr(memory, "is_mapped", lambda run, device: False)
         merging._kernel.cache_clear()
         return device
 
@@ -146,6 +145,36 @@ def test_chunks_by_the_kernels_keep_the_oracle_rule(name, how, emulated):
         gradients = attn.backward(arrays["dout"], q, *keys, out, lse, need=need, **ct.optional_backward(arrays))
     ct.assert_forward(case, out, lse)
     ct.assert_backward(case, **{name: x.view(np.ndarray) for name, x in gradients._asdict().items()})
+
+
+DECODING = {
+    "9.0": ct.Case(seqlen_q=1, seqlen_k=700, num_heads=4, num_heads_kv=1, head_dim=64, dtype="bfloat16", sinks=True),
+    "8.0": ct.Case(seqlen_q=2, seqlen_k=300, num_heads=2, head_dim=64, dtype="float32"),
+}
+
+
+@pytest.mark.parametrize("arch", DECODING)
+def test_decoding_reads_pinned_memory_where_it_is(arch, emulated):
+    case = DECODING[arch]
+    arrays = case.arrays()
+    q, k, v = ct.qkv(arrays)
+    attn: Any = cuflash.FlashAttention()
+    with launcher(arch, computes=True) as found:
+        for pinned, chunk, way in ((True, None, "mapped"), (True, 128, "pinned"), (False, None, "staged")):
+            device = emulated(found._module, late=True, pinned=pinned)
+            keys = cuflash.streamed(k, v, chunk=chunk)
+            assert attn.plan(q, *keys, **ct.optional(arrays)).ways == {
+                "forward": way,
+                "backward": "pinned" if pinned else "staged",
+            }
+            out, lse = (x.view(np.ndarray) for x in attn.forward(q, *keys, **ct.optional(arrays)))
+            ct.assert_forward(case, out, lse)
+            assert bool(device.own) == (way != "mapped")
+    shared = ct.Case(seqlen_q=2, seqlen_k=300, num_heads=2, num_heads_kv=1, head_dim=64, dtype="float32").arrays()
+    with launcher("8.0", computes=False) as found:
+        emulated(found._module, late=True, pinned=True)
+        keys = cuflash.streamed(shared["k"], shared["v"])
+        assert attn.plan(shared["q"], *keys).ways["forward"] == "pinned"  # each head would read keys by itself
 
 
 class Meter:
