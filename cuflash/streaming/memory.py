@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from cuflash import host
 from cuflash.binding import Contiguous, Pass, bind
+from cuflash.options import Options
 from cuflash.problem import Problem
 from cuflash.streaming.belts import is_direct
 from cuflash.streaming.chunks import Chunk, StreamPlan, Way
@@ -32,7 +35,18 @@ def may_be_mapped(run: StreamedPass, device: Cuda) -> bool:
     problem = run.parts.problem
     if problem.group_size == 1 and problem.seqlen_q <= MAPPED_ROWS:
         return True
-    plan, _ = _launch_plan("forward", run, run.chunks[0], ("out", "lse"), run.keys)
+    chunk = run.chunks[0]
+    given = run.arrays_of(Part(0, chunk, dict(run.keys), {}), of_softmax=True)
+    likes = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in given.items())
+    return _reads_keys_once(run.parts.options_of(*chunk), likes, run.arrays["q"].data.device_id)
+
+
+@functools.lru_cache(maxsize=256)
+def _reads_keys_once(options: Options, likes: tuple[Any, ...], device_id: int) -> bool:
+    """Whether the kernels of a forward pass on such arrays do; a step of decoding should not wait for a plan."""
+    launch = importlib.import_module("cuflash.launch")
+    binding = host.bind_arrays_like("forward", options, likes, ("out", "lse"))
+    plan = launch.tuned_plan(binding.problem, launch.device_spec(device_id), "forward", **binding.layout)
     return any(kernel.source.startswith(DECODING) for kernel in plan.kernels)
 
 

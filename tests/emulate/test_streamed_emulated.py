@@ -22,7 +22,7 @@ import cuflash.testing as ct
 from cuflash import interop, merging
 from cuflash.emulator import find_compiler
 from cuflash.parts import Parts
-from cuflash.streaming import calls
+from cuflash.streaming import calls, memory
 from cuflash.terms import DEFAULT_NEED
 from tests.emulate.launcher import ALIGNMENT, DeviceArray, launcher
 from tests.fakes import FakeDevice
@@ -123,11 +123,15 @@ def emulated(monkeypatch):
         monkeypatch.setattr(calls, "Parts", parts)
         monkeypatch.setattr(interop, "module_of", lambda array: CUPY)
         monkeypatch.setattr(sys.modules["cupy"], "ElementwiseKernel", ElementwiseKernel, raising=False)
-        merging._kernel.cache_clear()
+        clear()
         return device
 
+    def clear():
+        merging._kernel.cache_clear()
+        memory._reads_keys_once.cache_clear()
+
     yield use
-    merging._kernel.cache_clear()
+    clear()
 
 
 @pytest.mark.parametrize("how", [{"late": True, "pinned": False}, {"late": False, "pinned": True}], ids=str)
