@@ -192,12 +192,13 @@ class Execution:
             seen[0], order = [(0, 0)], [((0, 0), 0, 0)]
         dtype = self.parts.softmax_dtype
         parts = [tuple(self.xp.empty((len(own), *x.shape), dtype) for x in (out, lse)) for own in seen]
+        is_rounded = self.parts.is_on_cpu or self.problem.has_float8  # to the dtype of q, which may be as precise
         for i, piece in enumerate(seen[self.rank]):
             tile = Tile(self.rank, (0, out.shape[2]), piece)
             arrays = self._of_keys(piece, is_first=piece == order[0][0])
             arrays = {name: self.xp.ascontiguousarray(x) for name, x in arrays.items()}
             room = {name: into[i] for into, name in zip(parts[self.rank], ("out", "lse"), strict=True)}
-            got = self.parts.forward(tile.queries, tile.keys, arrays if self.parts.is_on_cpu else arrays | room)
+            got = self.parts.forward(tile.queries, tile.keys, arrays if is_rounded else arrays | room)
             for name, into in room.items():
                 if got[name] is not into:
                     into[...] = got[name]

@@ -76,6 +76,15 @@ def test_a_part_of_out_is_not_rounded(name):
     assert not ct.measure("out", found[0], ct.yardsticks(problem, arrays)["out"]).failure
 
 
+def test_kernels_of_numbers_of_one_byte_round():
+    case = ct.Case(seqlen_q=70, seqlen_k=90, head_dim=64, dtype="bfloat16", kv_dtype="float8_e4m3fn")
+    problem, arrays = attention.inputs_of(case, wide=("out",))
+    with pytest.raises(
+        NotImplementedError, match=r"^out: got dtype float32 with k and v of one byte a number, expected"
+    ):
+        attention.plan_for(problem, "forward", arrays, "9.0")
+
+
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 def test_rows_of_which_only_wide_ones_have_whole_16_bytes():
     """TMA reads v, and would write no row of 20 numbers of 16 bits."""
