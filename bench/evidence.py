@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import environment, memory, pathfinder, report, rounding, traffic, training
+from . import environment, memory, pathfinder, report, rounding, streamed, traffic, training
 from .report import Record, latest_run, load, relative, where_of
 from .run import Journal
 from .timing import CudaClock
@@ -75,6 +75,14 @@ EVIDENCE = {
         markdown=rounding.markdown,
         draw=rounding.draw,
         page="float8.md",
+    ),
+    "streamed": Evidence(
+        about="keys and values in host memory beside the same in device memory, and beside copies of them alone",
+        backends=("gpu",),
+        measure=lambda backend, write, scale: streamed.measure(write, streamed.Machine.of_device()),
+        markdown=streamed.markdown,
+        draw=streamed.draw,
+        page="streamed.md",
     ),
 }
 

@@ -16,6 +16,7 @@ from cuflash.merging import MergeGradients, MergeResult, merge, merge_backward
 from cuflash.quantization import Quantized, dequantize, quantize, rotate
 from cuflash.results import ForwardResult, Gradients
 from cuflash.score.functions import abs, clip, cos, exp, floor, log, maximum, minimum, sin, sqrt, tanh, where
+from cuflash.streaming import streamed
 
 __version__ = "0.2.0"
 
@@ -46,6 +47,7 @@ __all__ = [
     "rotate",
     "sin",
     "sqrt",
+    "streamed",
     "tanh",
     "where",
 ]

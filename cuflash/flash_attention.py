@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from cuflash import interop
+from cuflash import interop, streaming
 from cuflash.binding import INPUTS
 from cuflash.captured import check_given, check_names, gradient_names
 from cuflash.equivalents import equivalent
@@ -259,7 +259,8 @@ class FlashAttention(Preparation):
         k : array
             (..., num_heads_kv, seqlen_k, head_dim), dtype of q, or float8_e4m3fn or float8_e5m2 (`ml_dtypes`, or what
             `cuflash.fp8` makes): then its numbers are these times `k_scale`. Query head h reads key/value head
-            ``h // (num_heads // num_heads_kv)``; num_heads_kv divides num_heads.
+            ``h // (num_heads // num_heads_kv)``; num_heads_kv divides num_heads. What stays in host memory and
+            comes in chunks, beside q on a GPU, is what `cuflash.streamed` makes of k and v.
         v : array
             (..., num_heads_kv, seqlen_k, head_dim_v), dtype of k.
         bias : array, optional
@@ -346,6 +347,8 @@ class FlashAttention(Preparation):
         random = self.options.random(seed, offset)
         if interop.are_cupy(arrays, INPUTS):
             return ForwardResult(*self._forward("cupy", arrays, random))
+        if streaming.is_streamed(arrays):
+            return ForwardResult(*streaming.forward(self.options, arrays, random))
         borrowed = interop.borrow(arrays, required=INPUTS, written=("out", "lse"))
         computed = self._forward(borrowed.kind, borrowed.arrays, random)
         return ForwardResult(*map(borrowed.give_back, computed, (out, lse)))
@@ -449,10 +452,11 @@ class FlashAttention(Preparation):
         -------
         Gradients
             A named tuple of the gradients that are wanted, in this order. ``dq``, ``dk``, ``dv``: shapes and dtypes of
-            q, k and v, sums over the leading axes along which these broadcast; keys that no query sees get zero.
-            ``dbias``, ``dalibi_slopes``: shapes and dtypes of bias and alibi_slopes, as they were given; pairs that are
-            hidden, be it by a bias of -inf, count for nothing. ``dscale``, ``dsoftcap``: shape (), dtype of lse.
-            ``dsinks``: shape and dtype of sinks. All but the first three are summed in one order always.
+            q, k and v, in the memory that these are in, sums over the leading axes along which these broadcast; keys
+            that no query sees get zero. ``dbias``, ``dalibi_slopes``: shapes and dtypes of bias and alibi_slopes, as
+            they were given; pairs that are hidden, be it by a bias of -inf, count for nothing. ``dscale``,
+            ``dsoftcap``: shape (), dtype of lse. ``dsinks``: shape and dtype of sinks. All but the first three are
+            summed in one order always.
 
         Raises
         ------
@@ -493,6 +497,8 @@ class FlashAttention(Preparation):
         random = self.options.random(seed, offset)
         if interop.are_cupy(arrays, _BACKWARD_INPUTS):
             return kind(*self._backward("cupy", arrays, need, random))
+        if streaming.is_streamed(arrays):
+            return kind(*streaming.backward(self.options, arrays, need, random))
         borrowed = interop.borrow(arrays, required=_BACKWARD_INPUTS, written=results)
         computed = self._backward(borrowed.kind, borrowed.arrays, need, random)
         return kind(*map(borrowed.give_back, computed, results.values()))

@@ -118,6 +118,11 @@ def borrow(arrays: Mapping[str, Any], *, required: Iterable[str], written: Itera
     return Borrowed(kind, views, _importer_of(first))
 
 
+def module_of(array: Any) -> Any:
+    """NumPy or CuPy, whose array it is."""
+    return np if isinstance(array, np.ndarray) else importlib.import_module("cupy")
+
+
 def overlap(a: Any, b: Any) -> bool:
     """Whether two NumPy arrays, or two CuPy arrays, have an element in common.
 

@@ -11,6 +11,7 @@ plain operations on NumPy or CuPy arrays.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -191,6 +192,82 @@ def merge_backward(
             douts.append(part_dout)
             dlses.append(part_dlse.astype(lse.dtype))
     return MergeGradients(*(tuple(borrowed.give_back(x, None) for x in of_parts) for of_parts in (douts, dlses)))
+
+
+class RunningMerge:
+    """Parts that are merged one after the other, as they come: the same sums, in the order of the parts.
+
+    Parameters
+    ----------
+    total : array
+        (batch, num_heads, seqlen_q, head_dim_v), dtype of lse, of any content: where parts of out are added.
+    scores : sequence of array, optional
+        (num_heads,) each, dtype of lse: of keys that every row sees, and whose values are zero.
+    """
+
+    def __init__(self, total: Array, scores: Sequence[Array] = ()) -> None:
+        self.total = total
+        self.xp = interop.module_of(total)
+        self.largest = self.xp.full(total.shape[:3], -np.inf, total.dtype)  # of all lse up to here
+        self.weight = self.xp.zeros(total.shape[:3], total.dtype)  # the sum of exp(lse - largest)
+        total[...] = 0
+        for of_heads in scores:
+            lse = self.xp.empty_like(self.largest)
+            lse[...] = of_heads[:, None]
+            self._weigh(slice(None), lse)
+
+    def add(self, out: Array, lse: Array, rows: slice) -> None:
+        """Add a part, of some rows: in the dtype of lse."""
+        total = self.total[:, :, rows]
+        factor, share = (x[..., None] for x in self._weigh(rows, lse))
+        if self.xp is not np:
+            _kernel("add")(factor, share, out, total)
+            return
+        with np.errstate(all="ignore"):
+            total *= factor
+            total += np.where(share == 0, 0, share * out)
+
+    def _weigh(self, rows: slice, lse: Array) -> tuple[Array, Array]:
+        """What the sums are multiplied by, and what the part is that is added, now that its lse counts."""
+        largest, weight = self.largest[:, :, rows], self.weight[:, :, rows]
+        if self.xp is not np:
+            factor, share = self.xp.empty_like(lse), self.xp.empty_like(lse)
+            _kernel("weigh")(lse, largest, weight, factor, share)
+            return factor, share
+        with np.errstate(all="ignore"):
+            top = np.maximum(largest, lse)
+            offset = np.where(top == -np.inf, 0, top)
+            factor, share = np.exp(largest - offset), np.exp(lse - offset)
+            largest[...], weight[...] = top, weight * factor + share
+        return factor, share
+
+    def finish(self, out: Array, lse: Array) -> None:
+        """Write what all parts make: out of total's shape and of any dtype, lse without the last axis."""
+        with np.errstate(all="ignore"):
+            lse[...] = self.largest + self.xp.log(self.weight)
+            self.weight[self.weight == 0] = 1
+            self.xp.divide(self.total, self.weight[..., None], out=self.total)
+        if out is not self.total:
+            out[...] = self.total
+
+
+# The same as operations of NumPy, in one pass over memory each.
+_KERNELS = {
+    "weigh": (
+        "T lse",
+        "T largest, T weight, T factor, T share",
+        "T top = lse > largest || lse != lse ? lse : largest; T offset = isinf(top) && top < 0 ? T(0) : top;"
+        "factor = exp(largest - offset); share = exp(lse - offset);"
+        "weight = weight * factor + share; largest = top;",
+    ),
+    "add": ("T factor, T share, T out", "T total", "total = total * factor + (share == T(0) ? T(0) : share * out);"),
+}
+
+
+@functools.cache
+def _kernel(name: str) -> Any:
+    """A kernel of CuPy."""
+    return importlib.import_module("cupy").ElementwiseKernel(*_KERNELS[name], f"cuflash_merge_{name}")
 
 
 class _Rows(NamedTuple):

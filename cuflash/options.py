@@ -38,7 +38,8 @@ class Options(Numbers):
     mask_function: Traced | None = field(default=None, repr=False)
     # Likewise the place of its first query and its first key, from which dropout counts: multiples of `ORIGIN_STEP`.
     origin: tuple[int, int] = field(default=(0, 0), repr=False)
-    # Gradients of q, k and v that others are added to: on the GPU passes give them in the dtype of the softmax.
+    # out, and gradients of q, k and v, that others are added to: on the GPU passes give them in the dtype of the
+    # softmax.
     wide: tuple[str, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from cuflash import host, interop, progress
+from cuflash import host, interop, progress, streaming
 from cuflash.binding import INPUTS, PASSES
 from cuflash.captured import check_given, gradient_names
 from cuflash.equivalents import equivalent
@@ -36,7 +36,7 @@ class Preparation:
         *,
         need: Collection[str] = DEFAULT_NEED,
         **arrays: Array,
-    ) -> CpuPlan | Plans:
+    ) -> CpuPlan | Plans | streaming.StreamPlan:
         """What `forward` and `backward` would run on these arrays, and why; nothing is computed.
 
         Parameters
@@ -52,8 +52,8 @@ class Preparation:
 
         Returns
         -------
-        CpuPlan or cuflash.launch.Plans
-            For arrays in host memory or on a GPU; ``describe()`` of either says it in words.
+        CpuPlan, cuflash.launch.Plans or cuflash.streaming.StreamPlan
+            For arrays in host memory, on a GPU, or of `cuflash.streamed`; ``describe()`` of each says it in words.
 
         Raises
         ------
@@ -64,6 +64,8 @@ class Preparation:
         given = {"q": q, "k": k, "v": v} | self._checked("plan", PassArrays, arrays, of_functions)
         results = {name: given.get(name) for name in (*GRADIENTS, *of_functions)}
         need = needed(need, given | self.options.numbers, results, of_functions)
+        if streaming.is_streamed(given):
+            return streaming.plan(self.options, given, need)
         borrowed = interop.borrow(given, required=INPUTS)
         own = equivalent(self.options, borrowed.arrays)
         if own is None:

@@ -83,7 +83,7 @@ class Problem(Given):
     score: Traced | None = None  # a function of the caller, and one that hides pairs
     mask_function: Traced | None = None
     captured: tuple[tuple[str, Operand], ...] = ()  # what they read, by name
-    wide: tuple[str, ...] = ()  # those of dq, dk and dv that are given in the dtype of the softmax, to be added up
+    wide: tuple[str, ...] = ()  # those of out, dq, dk and dv that are given in the dtype of the softmax, to be added up
 
     @property
     def options(self) -> Options:

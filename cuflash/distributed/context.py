@@ -12,31 +12,31 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from cuflash import host, interop
 from cuflash.binding import INPUTS, Contiguous, Pass
+from cuflash.cpu.packed import check_starts
 from cuflash.distributed.agreement import agreed, digest, together
+from cuflash.distributed.arguments import SPLITS, checked_split, not_served, positive, transport_of
 from cuflash.distributed.execution import Execution
-from cuflash.distributed.mpi import Mpi, is_mpi
-from cuflash.distributed.nccl import Nccl, is_nccl
-from cuflash.distributed.schedule import Band, Schedule, make_schedule
-from cuflash.distributed.split import Split, contiguous, zigzag
-from cuflash.distributed.transports import Transport
+from cuflash.distributed.packed import Packing
+from cuflash.distributed.schedule import Schedule, make_schedule
+from cuflash.distributed.split import Split
 from cuflash.operands import numpy_dtype, view_4d, view_rows
 from cuflash.options import ORIGIN_STEP, Options, diagonal_of, window_of
 from cuflash.problem import Problem, make_problem
 from cuflash.results import Array, ForwardResult, Gradients, named_tuple_of, needed
+from cuflash.spans import Band
 from cuflash.terms import BROADCAST, DEFAULT_NEED, GRADIENTS, NAMES, TERMS, NamedGradients, OfNumbers, Terms, checked
-from cuflash.values import as_integer, as_real, counted, type_error, typed, value_error
+from cuflash.values import as_real, counted, type_error, typed, value_error
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-SPLITS = {"zigzag": zigzag, "contiguous": contiguous}
 _BACKWARD_INPUTS = (*INPUTS, "dout", "out", "lse")
 ALL_ROWS = "all"  # what an array without an axis of queries says instead of their number
 # Arrays that all ranks have alike: those without axes of rows.
@@ -45,9 +45,11 @@ _OF_ALL = tuple(term.name for term in TERMS if term.own_axes in (0, 1))
 _REMEDIES = {
     "block_mask": "the pairs of its blocks as a boolean mask of this rank's queries and all keys",
     "block_table": "contiguous keys; each rank's pages gathered into them",
-    "cu_seqlens_q": "one sequence, or sequences padded to one length as the entries of a batch",
-    "cu_seqlens_k": "one sequence, or sequences padded to one length as the entries of a batch",
+    "q_scale": "q of 16 bits a number or more",
+    "k_scale": "k of 16 bits a number or more",
+    "v_scale": "v of 16 bits a number or more",
 }
+_STARTS = ("cu_seqlens_q", "cu_seqlens_k")
 
 
 class _Call(NamedTuple):
@@ -57,6 +59,7 @@ class _Call(NamedTuple):
     given: dict[str, Any]  # the arrays that there are
     need: tuple[str, ...]
     random: tuple[int, int]  # seed and offset
+    starts: tuple[tuple[int, ...], ...]  # of packed sequences, and the end of the last one; of q and of k
 
 
 class ContextParallel:
@@ -162,9 +165,7 @@ class ContextParallel:
     ) -> None:
         for name, function in (("score", score), ("mask", mask)):
             if function is not None:
-                raise _not_served(
-                    name, typed(function), "a bias and a boolean mask of this rank's queries and all keys"
-                )
+                raise not_served(name, typed(function), "a bias and a boolean mask of this rank's queries and all keys")
         self.options = Options(
             causal=causal,
             window=window,
@@ -175,10 +176,10 @@ class ContextParallel:
             **checked("ContextParallel", OfNumbers, numbers),
         )
         self._splits = (
-            _checked_split("split", split),
-            _checked_split("split_k", split if split_k is None else split_k),
+            checked_split("split", split),
+            checked_split("split_k", split if split_k is None else split_k),
         )
-        self._chunks, self._steps = (_positive(name, x) for name, x in (("chunks", chunks), ("steps", steps)))
+        self._chunks, self._steps = (positive(name, x) for name, x in (("chunks", chunks), ("steps", steps)))
         self._timeout = as_real("timeout", timeout)
         if self._timeout <= 0:
             raise value_error("timeout", timeout, "a number of seconds > 0")
@@ -187,7 +188,7 @@ class ContextParallel:
         if not check and not all(isinstance(x, Split) for x in self._splits):
             raise value_error("check", False, "True, or two Split, which say how many rows each rank has")
         self._check = check
-        self._transport = _transport_of(comm)
+        self._transport = transport_of(comm)
         self.rank, self.size = self._transport.rank, self._transport.size
         self._calls = 0
 
@@ -213,7 +214,10 @@ class ContextParallel:
             but where each rank has one query, an axis of length 1 is that query's.
         seed, offset : int, optional
             As `cuflash.FlashAttention.forward` takes them: the same on all ranks.
-        block_mask, block_table, cu_seqlens_q, cu_seqlens_k : array, optional
+        cu_seqlens_q, cu_seqlens_k : array, optional
+            As `cuflash.FlashAttention.forward` takes them, of the rows of all ranks: the same on all of them. On the
+            GPU they are read, which waits for the device.
+        block_mask, block_table, q_scale, k_scale, v_scale : array, optional
             Not served.
         **terms : array, optional
             Its other arrays, as `cuflash.FlashAttention.forward` takes them, of the whole problem: the same on all
@@ -272,7 +276,7 @@ class ContextParallel:
             Gradients that are wanted, as `cuflash.FlashAttention.backward` takes it: the same on all ranks.
         seed, offset : int, optional
             As `forward` took them.
-        block_mask, block_table, cu_seqlens_q, cu_seqlens_k : array, optional
+        block_mask, block_table, q_scale, k_scale, v_scale : array, optional
             Not served.
         **terms : array, optional
             The other arrays, as `forward` took them.
@@ -319,8 +323,7 @@ class ContextParallel:
         """Attention of queries that all ranks have over keys of which each has a part: for a few queries.
 
         Each rank attends to its own keys, and what it finds goes to all others: keys and values stay where they are.
-        The parts are merged in the dtype of lse, in the order of keys; on CuPy arrays of 16 bits they are rounded to
-        these first.
+        The parts are merged in the dtype of lse, in which they travel, in the order of keys.
 
         Parameters
         ----------
@@ -332,7 +335,7 @@ class ContextParallel:
             Broadcast to (batch, num_heads, seqlen_q, rows of this rank's keys).
         seed, offset : int, optional
             As `forward` takes them.
-        block_mask, block_table, cu_seqlens_q, cu_seqlens_k : array, optional
+        block_mask, block_table, cu_seqlens_q, cu_seqlens_k, q_scale, k_scale, v_scale : array, optional
             Not served.
         **terms : array, optional
             The other arrays, as `forward` takes them.
@@ -415,12 +418,15 @@ class ContextParallel:
         """This rank's arrays, as far as they can be checked without those of others."""
         for name, remedy in _REMEDIES.items():
             if arrays.get(name) is not None:
-                raise _not_served(name, type(arrays[name]).__name__, remedy)
+                raise not_served(name, type(arrays[name]).__name__, remedy)
         borrowed = interop.borrow(arrays, required=required)
         given = {name: x for name, x in borrowed.arrays.items() if x is not None}
         q, k, v = (given[name] for name in INPUTS)
-        make_problem(self.options, q, k, v, **{name: given[name] for name in _OF_ALL if name in given})
-        return _Call(borrowed, given, need_of(given), self.options.random(*random))
+        make_problem(self.options, q, k, v, **{name: given[name] for name in (*_OF_ALL, *_STARTS) if name in given})
+        if _STARTS[0] in given and self.options.dropout:
+            raise not_served("dropout", f"{self.options.dropout:g} with packed sequences", "dropout=0.0")
+        starts = tuple(tuple(_on_host(given[name]).tolist()) for name in _STARTS if name in given)
+        return _Call(borrowed, given, need_of(given), self.options.random(*random), starts)
 
     def _facts(self, method: str, call: _Call) -> dict[str, Any]:
         """What has to be the same on all ranks, and the numbers of rows."""
@@ -445,6 +451,8 @@ class ContextParallel:
         for name, x in call.given.items():
             if name in _OF_ALL or (method == "decode" and name == "q"):
                 facts[name] = digest(x)
+            elif name in _STARTS:
+                facts[name] = digest(_on_host(x))
             elif name in BROADCAST:
                 shape = [*(1,) * (4 - x.ndim), *x.shape]
                 facts[f"_rows of {name}"] = shape.pop(2) if x.ndim > 1 else ALL_ROWS
@@ -463,6 +471,7 @@ class ContextParallel:
             if rows != split.rows(self.rank) and not (method == "decode" and name == "q"):
                 expected = f"{split.rows(self.rank)}, which rank {self.rank} has of {split.seqlen}"
                 raise value_error(name, counted(rows, "row"), expected)
+        problem = self._problem(method, call, split_q, split_k)
         left, right = window_of(self.options, split_q.seqlen, split_k.seqlen)
         schedule = make_schedule(
             split_q,
@@ -473,13 +482,14 @@ class ContextParallel:
             # Random bits belong to a head by its number among all.
             steps=1 if self.options.dropout else self._steps,
             step=ORIGIN_STEP if self.options.dropout else 1,
+            packing=Packing.of(self.options, *call.starts) if call.starts else None,
         )
         return Execution(
             transport=self._transport,
             timeout=self._timeout,
             schedule=schedule,
             options=self.options,
-            problem=self._problem(method, call, split_k),
+            problem=problem,
             random=call.random,
             arrays={name: self._seen(name, x) for name, x in given.items()},
             broadcasts_rows=frozenset(
@@ -489,14 +499,12 @@ class ContextParallel:
             ),
         )
 
-    def _problem(self, method: str, call: _Call, split_k: Split) -> Problem:
+    def _problem(self, method: str, call: _Call, split_q: Split, split_k: Split) -> Problem:
         """This rank's queries against the keys of all; to decode, all queries against this rank's keys."""
         given, axis = call.given, _axis_of_rows(call.given["q"], self.options.layout)
-        of_all = {}
-        for name in ("k", "v"):
-            shape = list(given[name].shape)
-            shape[axis] = split_k.seqlen
-            of_all[name] = Contiguous(tuple(shape), given[name].dtype)
+        of_all = {name: _longer(given[name], axis, split_k.seqlen) for name in ("k", "v")}
+        if call.starts:
+            return self._packed_problem(method, call, split_q, of_all)
 
         def problem_of(pass_: Pass, arrays: Mapping[str, Any]) -> Problem:
             if call.borrowed.kind == "numpy":
@@ -508,6 +516,21 @@ class ContextParallel:
             problem_of("forward", {name: given[name] for name in ("q", *_OF_ALL) if name in given} | of_all)
             return problem_of("forward", {name: x for name, x in given.items() if name != "kv_lengths"})
         return problem_of("backward" if method == "backward" else "forward", given | of_all)
+
+    def _packed_problem(self, method: str, call: _Call, split_q: Split, of_all: dict[str, Contiguous]) -> Problem:
+        """This rank's queries against the keys of all, checked as all queries are."""
+        given, axis = call.given, _axis_of_rows(call.given["q"], self.options.layout)
+        if method == "decode":
+            raise not_served("cu_seqlens_q", "packed sequences in decode", "forward, or a call for each sequence")
+        for name in ("q", "dout", "out", "lse", "dlse"):
+            if name in given:
+                rows = given[name].ndim - 1 if name in ("lse", "dlse") else axis
+                of_all[name] = _longer(given[name], rows, split_q.seqlen)
+        likes = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in (given | of_all).items())
+        pass_: Pass = "backward" if method == "backward" else "forward"
+        problem = host.bind_arrays_like(pass_, self.options, likes, call.need).problem
+        check_starts(problem, *(np.array(starts, np.int32) for starts in call.starts))
+        return replace(problem, seqlen_q=split_q.rows(self.rank))
 
     def _broadcasts_rows(self, name: str, split_q: Split, facts: list[dict[str, Any]]) -> bool:
         """Whether a bias or mask is the same for all queries of all ranks, by what each rank says of its rows."""
@@ -528,7 +551,7 @@ class ContextParallel:
 
     def _seen(self, name: str, array: Array) -> Array:
         """An array with all four axes, of lse and dlse three, where it has axes of rows."""
-        if name in _OF_ALL:
+        if name in (*_OF_ALL, *_STARTS):
             return array
         if name in BROADCAST:
             return _of_pairs(array)
@@ -550,36 +573,16 @@ def _of_pairs(array: Array) -> Array:
     return array[(None,) * (4 - array.ndim)]
 
 
+def _longer(array: Array, axis: int, rows: int) -> Contiguous:
+    """An array that does not exist, with so many rows."""
+    shape = list(array.shape)
+    shape[axis] = rows
+    return Contiguous(tuple(shape), array.dtype)
+
+
+def _on_host(array: Array) -> Any:
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
 def _on_device(array: Array) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if isinstance(array, np.ndarray) else array.device
-
-
-def _checked_split(name: str, split: object) -> Any:
-    if not isinstance(split, (str, Split)):
-        raise type_error(name, typed(split), "'zigzag', 'contiguous' or a cuflash.distributed.Split")
-    if isinstance(split, str) and split not in SPLITS:
-        raise value_error(name, repr(split), "'zigzag', 'contiguous' or a cuflash.distributed.Split")
-    return split
-
-
-def _positive(name: str, value: object) -> int:
-    number = as_integer(name, value)
-    if number < 1:
-        raise value_error(name, value, "an integer >= 1")
-    return number
-
-
-def _not_served(name: str, got: object, remedy: str) -> NotImplementedError:
-    return NotImplementedError(f"{name}: got {got}, which is not served over ranks; expected {remedy}")
-
-
-def _transport_of(comm: Any) -> Transport:
-    """The transport for a communicator that a user has."""
-    if isinstance(comm, Transport):
-        return comm
-    if is_mpi(comm):
-        return Mpi(comm)
-    if is_nccl(comm):
-        return Nccl(comm)
-    expected = "one of threads(), a communicator of mpi4py, or one of NCCL by CuPy or nccl4py"
-    raise type_error("comm", type(comm).__name__, expected)

@@ -7,22 +7,22 @@ a span are one piece of memory, which is received where it is needed.
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash import host, merging
+from cuflash import merging
 from cuflash.distributed.schedule import Schedule, Tile, Walk
-from cuflash.distributed.split import Span, Split, module_of, overlap
+from cuflash.distributed.split import Split
 from cuflash.distributed.transports import Message, Transport
-from cuflash.operands import numpy_dtype
 from cuflash.options import Options
+from cuflash.parts import Parts
 from cuflash.problem import Problem
-from cuflash.terms import BROADCAST, DEFAULT_NEED, GRADIENTS, NAMES, OF_HEADS, OF_NUMBERS
+from cuflash.spans import Span, is_some, overlap, within
+from cuflash.terms import BROADCAST, DEFAULT_NEED, OF_NUMBERS
 
 Array = Any
 
@@ -46,7 +46,7 @@ class Held(NamedTuple):
             return self.arrays[0][name][:, :, :0]
         for held, arrays in zip(self.spans, self.arrays, strict=True):
             if held[0] <= span[0] and span[1] <= held[1]:
-                return arrays[name][:, :, _within(span, held)]
+                return arrays[name][:, :, within(span, held)]
         raise AssertionError(f"{name}: rows {span} of {self.spans}")
 
 
@@ -74,11 +74,36 @@ class Execution:
 
     @property
     def xp(self) -> Any:
-        return module_of(self.arrays["q"])
+        return self.parts.xp
 
-    @property
-    def backend(self) -> ModuleType:
-        return host if isinstance(self.arrays["q"], np.ndarray) else importlib.import_module("cuflash.launch")
+    @cached_property
+    def parts(self) -> Parts:
+        """The calls that tiles are computed by."""
+        return Parts(
+            options=self.options,
+            band=self.schedule.band,
+            problem=self.problem,
+            random=self.random,
+            arrays=self.arrays,
+            is_fixed=self.is_fixed,
+        )
+
+    def _parts_of(self, tile: Tile) -> Parts:
+        """The calls that a tile is computed by: of packed sequences those of one of them, or of some whole ones."""
+        packing = self.schedule.packing
+        if packing is None or tile.sequences is None:
+            return self.parts
+        first, stop = tile.sequences
+        if stop - first == 1:
+            return replace(self.parts, band=packing.band_of(first))
+        starts = (np.array(x[first : stop + 1], np.int32) - x[first] for x in (packing.starts_q, packing.starts_k))
+        starts_q, starts_k = map(self.xp.asarray, starts)
+        return replace(self.parts, starts=(starts_q, starts_k))
+
+    def _is_left_over(self, tile: Tile) -> bool:
+        """Whether the queries of a tile belong to no packed sequence."""
+        packing = self.schedule.packing
+        return packing is not None and packing.is_left_over(tile.queries, "queries")
 
     # ---- passes ------------------------------------------------------------------------------------------------------
 
@@ -88,9 +113,12 @@ class Execution:
         for heads, held in self._steps(walk, ("k", "v")):
             for tile in walk.tiles_of(self.rank):
                 at = self._local(self.schedule.split_q, tile.queries)
-                arrays = self._of_tile(walk, tile, heads, held)
                 results = {"out": out[:, self._q_heads(heads), at], "lse": lse[:, self._q_heads(heads), at]}
-                self._into(results, arrays, functools.partial(self._forward, tile))
+                if self._is_left_over(tile):
+                    results["out"][...], results["lse"][...] = 0, -np.inf
+                    continue
+                arrays, parts = self._of_tile(walk, tile, heads, held), self._parts_of(tile)
+                parts.into(results, arrays, functools.partial(parts.forward, tile.queries, tile.keys))
 
     def backward(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         """Fill dq, dk and dv, with four axes, and all other gradients, as their arrays are."""
@@ -106,10 +134,14 @@ class Execution:
         sums = _Sums(self, [name for name in need if name != "dq"])
         for heads, held in self._steps(walk, ("k", "v")):
             for number, tile in enumerate(walk.tiles_of(self.rank)):
-                arrays = self._of_tile(walk, tile, heads, held)
                 at = self._local(self.schedule.split_q, tile.queries)
                 own = {"dq": results["dq"][:, self._q_heads(heads), at]} if "dq" in need else {}
-                got = self._into(own, arrays, functools.partial(self._backward, tile, need))
+                if self._is_left_over(tile):
+                    for array in own.values():
+                        array[...] = 0
+                    continue
+                arrays, parts = self._of_tile(walk, tile, heads, held), self._parts_of(tile)
+                got = parts.into(own, arrays, functools.partial(parts.backward, tile.queries, tile.keys, need))
                 for name in sums.names:
                     sums.add(name, got[name], number, tile, heads)
         for name, total in sums.totals():
@@ -136,11 +168,11 @@ class Execution:
                         array[...] = 0
                     continue
                 arrays = self._of_tile(walk, tile, heads, held)
-                is_wide = returns is not None and self.xp is np
+                is_wide = returns is not None and self.parts.is_on_cpu
                 if returns is not None and not is_wide:  # kernels give a part of dq in this dtype where it has room
-                    into["dq"] = self.xp.empty(arrays["q"].shape, numpy_dtype(self.problem.softmax_dtype))
-                call = functools.partial(self._backward, tile, need)
-                got = self._into(into, arrays, call, is_wide=is_wide)
+                    into["dq"] = self.xp.empty(arrays["q"].shape, self.parts.softmax_dtype)
+                call = functools.partial(self._parts_of(tile).backward, tile.queries, tile.keys, need)
+                got = self.parts.into(into, arrays, call, is_wide=is_wide)
                 if returns is not None:
                     returns.add(parts, tile, got["dq"])
             if returns is not None:
@@ -154,18 +186,22 @@ class Execution:
         Each rank sends what it finds in its keys to all others, and all merge these parts in the order of the keys.
         """
         band, walk, others = self.schedule.band, self.schedule.by_keys, self._others
-        seen = [[x for x in own if _is_some(band.queries_of(x, out.shape[2]))] for own in walk.pieces]
+        seen = [[x for x in own if is_some(band.queries_of(x, out.shape[2]))] for own in walk.pieces]
         order = sorted((piece, rank, i) for rank, own in enumerate(seen) for i, piece in enumerate(own))
         if not order:
             seen[0], order = [(0, 0)], [((0, 0), 0, 0)]
-        dtype = numpy_dtype(self.problem.softmax_dtype)
+        dtype = self.parts.softmax_dtype
         parts = [tuple(self.xp.empty((len(own), *x.shape), dtype) for x in (out, lse)) for own in seen]
+        is_rounded = self.parts.is_on_cpu or self.problem.has_float8  # to the dtype of q, which may be as precise
         for i, piece in enumerate(seen[self.rank]):
             tile = Tile(self.rank, (0, out.shape[2]), piece)
             arrays = self._of_keys(piece, is_first=piece == order[0][0])
-            got = self._forward(tile, {name: self.xp.ascontiguousarray(x) for name, x in arrays.items()})
-            for into, name in zip(parts[self.rank], ("out", "lse"), strict=True):
-                into[i] = got[name]
+            arrays = {name: self.xp.ascontiguousarray(x) for name, x in arrays.items()}
+            room = {name: into[i] for into, name in zip(parts[self.rank], ("out", "lse"), strict=True)}
+            got = self.parts.forward(tile.queries, tile.keys, arrays if is_rounded else arrays | room)
+            for name, into in room.items():
+                if got[name] is not into:
+                    into[...] = got[name]
         self._exchange(
             [(rank, x) for rank in others for x in parts[self.rank]],
             [(rank, x) for rank in others for x in parts[rank]],
@@ -177,66 +213,16 @@ class Execution:
         """The arrays of a call on all queries and some of this rank's keys; parts of the softmax go with the first."""
         at = self._local(self.schedule.split_k, piece)
         found = {name: self.arrays[name][:, :, at] for name in ("k", "v")} | {"q": self.arrays["q"]}
-        if self.xp is np:  # where the results are as precise as the arrays
-            found = {name: self._widened(x) for name, x in found.items()}
+        if self.parts.is_on_cpu:
+            found = {name: self.parts.widened(x) for name, x in found.items()}
         for name in BROADCAST:
             if self.arrays.get(name) is not None:
                 found[name] = self.arrays[name] if self.arrays[name].shape[3] == 1 else self.arrays[name][..., at]
         if "bias" in found:
-            found["bias"] = self._widened(found["bias"])
-        return found | self._of_heads(slice(None), of_softmax=is_first) | self._lengths(piece)
+            found["bias"] = self.parts.widened(found["bias"])
+        return found | self.parts.of_heads(slice(None), of_softmax=is_first) | self.parts.lengths(piece)
 
     # ---- calls -------------------------------------------------------------------------------------------------------
-
-    def _into(
-        self,
-        results: dict[str, Array],
-        arrays: dict[str, Array],
-        call: Callable[[dict[str, Array]], dict[str, Array]],
-        *,
-        is_wide: bool = False,
-    ) -> dict[str, Array]:
-        """Have a call fill some arrays: directly, or by a copy where it computes on copies.
-
-        These lie in memory in one way, or, if the call `is_wide`, have the dtype of the softmax.
-        """
-        is_wide = is_wide and self.problem.dtype != self.problem.softmax_dtype
-        if not self.is_fixed and not is_wide:
-            return call(arrays | results)
-        if is_wide:
-            arrays = {name: self._widened(x) for name, x in arrays.items()}
-        got = call({name: self.xp.ascontiguousarray(x) for name, x in arrays.items()})
-        for name, into in results.items():
-            into[...] = got[name]
-        return got
-
-    def _widened(self, array: Array) -> Array:
-        """An array of the dtype of the inputs in that of the softmax; any other as it is."""
-        is_input = array.dtype.name == self.problem.dtype
-        return array.astype(numpy_dtype(self.problem.softmax_dtype)) if is_input else array
-
-    def _forward(self, tile: Tile, arrays: dict[str, Array]) -> dict[str, Array]:
-        of_call = dict.fromkeys((*NAMES, "out", "lse")) | arrays
-        return dict(zip(("out", "lse"), self.backend.forward(self._options(tile), of_call, self.random), strict=True))
-
-    def _backward(self, tile: Tile, need: tuple[str, ...], arrays: dict[str, Array]) -> dict[str, Array]:
-        of_call: dict[str, Any] = dict.fromkeys((*NAMES, "dlse")) | arrays
-        del of_call["block_table"]
-        ordered = tuple(name for name in GRADIENTS if name in need)
-        results = {name: arrays.get(name) for name in ordered}
-        options, dq = self._options(tile), arrays.get("dq")
-        if dq is not None and dq.dtype != arrays["q"].dtype:
-            options = replace(options, wide=("dq",))
-        found = self.backend.backward(options, of_call | results, ordered, self.random)
-        return dict(zip(ordered, found, strict=True))
-
-    def _options(self, tile: Tile) -> Options:
-        """Those of a call on a tile: its diagonal, and what dropout counts, are those of the whole."""
-        band = self.schedule.band
-        bounds = None if band.left is None and band.right is None else (band.left, band.right)
-        diagonal = tile.queries[0] + band.diagonal - tile.keys[0]
-        origin = (tile.queries[0], tile.keys[0]) if self.options.dropout else (0, 0)
-        return replace(self.options, causal=False, window=bounds, layout="bhsd", diagonal=diagonal, origin=origin)
 
     def _of_tile(self, walk: Walk, tile: Tile, heads: Span, held: Held) -> dict[str, Array]:
         """The arrays of a call: a piece of this rank's, and of what travels what it meets."""
@@ -270,20 +256,13 @@ class Execution:
             if name not in self.broadcasts_rows:
                 array = array[:, :, self._local(self.schedule.split_q, tile.queries)]
             terms[name] = array if array.shape[3] == 1 else array[..., slice(*tile.keys)]
-        terms |= self._of_heads(q_heads, of_softmax=not by_keys) | self._lengths(tile.keys)
+        of_heads = self.parts.of_heads(q_heads, of_softmax=not by_keys)
+        if self.schedule.packing is not None:
+            of_heads = {name: _of_sequences(x, tile) for name, x in of_heads.items()}
+        terms |= of_heads | self.parts.lengths(tile.keys)
         if "bias" in terms and not by_keys and self.sums_bias:
-            terms["bias"] = self._widened(terms["bias"])
+            terms["bias"] = self.parts.widened(terms["bias"])
         return terms
-
-    def _of_heads(self, q_heads: slice, *, of_softmax: bool) -> dict[str, Array]:
-        """The terms that have a number for each query head, those of the softmax if it is to have them."""
-        rows = (term for term in OF_HEADS if of_softmax or term.part_of != "softmax")
-        return {x.name: self.arrays[x.name][..., q_heads] for x in rows if self.arrays.get(x.name) is not None}
-
-    def _lengths(self, keys: Span) -> dict[str, Array]:
-        """How many keys of a span there are in each batch entry."""
-        lengths = self.arrays.get("kv_lengths")
-        return {} if lengths is None else {"kv_lengths": self.xp.clip(lengths - keys[0], 0, keys[1] - keys[0])}
 
     @property
     def sums_bias(self) -> bool:
@@ -335,11 +314,11 @@ class Execution:
                 shape = (span[1] - span[0], *mine.shape[:2], *mine.shape[3:])
                 found[name] = _rows_third(self.xp.empty(shape, mine.dtype))
                 for part, local in parts:
-                    found[name][:, :, _within(part, span)] = mine[:, :, local]
+                    found[name][:, :, within(part, span)] = mine[:, :, local]
         for transfer in walk.transfers:
             for span, found in zip(spans, arrays, strict=True):
                 if transfer.target == self.rank and overlap(span, transfer.rows) == transfer.rows:
-                    at = _within(transfer.rows, span)
+                    at = within(transfer.rows, span)
                     receives += [(transfer.source, _rows_first(found[name])[at]) for name in cargo]
         return self._start(sends, receives), Held(spans, tuple(arrays))
 
@@ -383,7 +362,7 @@ class _Returns:
     def room(self, heads: Span) -> list[Array]:
         """Zeros for the rows that this rank holds in a step, their axis first."""
         run, walk = self.run, self.run.schedule.by_keys
-        heads_q, dtype = run._q_heads(heads), numpy_dtype(run.problem.softmax_dtype)
+        heads_q, dtype = run._q_heads(heads), run.parts.softmax_dtype
         rest = (self.dq.shape[0], heads_q.stop - heads_q.start, self.dq.shape[3])
         return [run.xp.zeros((stop - start, *rest), dtype) for start, stop in walk.held(run.rank)]
 
@@ -404,7 +383,7 @@ class _Returns:
             if transfer.source == run.rank:
                 start, stop = transfer.rows
                 room = (self.dq.shape[0], run._q_heads(heads).stop - run._q_heads(heads).start, self.dq.shape[3])
-                into[transfer] = run.xp.empty((stop - start, *room), numpy_dtype(run.problem.softmax_dtype))
+                into[transfer] = run.xp.empty((stop - start, *room), run.parts.softmax_dtype)
                 receives.append((transfer.target, into[transfer]))
         pending = run._start(sends, receives)
         mine = walk.split.spans[run.rank]
@@ -413,7 +392,7 @@ class _Returns:
 
         def arrive() -> None:
             run.transport.finish(pending, run.timeout)
-            total = run.xp.zeros(self.dq[:, run._q_heads(heads)].shape, numpy_dtype(run.problem.softmax_dtype))
+            total = run.xp.zeros(self.dq[:, run._q_heads(heads)].shape, run.parts.softmax_dtype)
             for _, span, rows in sorted(own + came, key=lambda part: part[:2]):
                 total[:, :, walk.split.local(run.rank, span)] += _rows_third(rows)
             self.dq[:, run._q_heads(heads)] = total
@@ -431,7 +410,7 @@ class _Returns:
         spans = self.run.schedule.by_keys.held(self.run.rank)
         for held, part in zip(spans, parts, strict=True):
             if held[0] <= span[0] and span[1] <= held[1]:
-                return part[_within(span, held)]
+                return part[within(span, held)]
         raise AssertionError(f"dq: rows {span} of {spans}")
 
 
@@ -458,7 +437,7 @@ class _Sums:
     def _zeros(self, name: str, pieces: int | None = None) -> Array:
         """Room for the parts of some pieces; of a gradient of this rank alone, for the whole."""
         run = self.run
-        dtype = numpy_dtype(run.problem.softmax_dtype)
+        dtype = run.parts.softmax_dtype
         if name == "dbias" and not run.sums_bias:
             dtype = run.arrays["bias"].dtype
         count = (1,) if self._is_own(name) else (self.pieces if pieces is None else pieces,)
@@ -475,6 +454,8 @@ class _Sums:
             total = total if total.shape[3] == 1 else total[..., slice(*tile.keys)]
         elif name not in OF_NUMBERS:
             total = total[..., run._q_heads(heads)]
+            if run.schedule.packing is not None:
+                total = _of_sequences(total, tile)
         total += part
 
     def totals(self) -> Iterator[tuple[str, Array]]:
@@ -498,18 +479,16 @@ class _Sums:
             yield name, total
 
 
-def _is_some(span: Span) -> bool:
-    return span[0] < span[1]
-
-
-def _within(span: Span, held: Span) -> slice:
-    """Where rows lie in those of a span that has them."""
-    return slice(span[0] - held[0], span[1] - held[0])
+def _of_sequences(array: Array, tile: Tile) -> Array:
+    """What an array has for the packed sequences of a tile; one without an axis of sequences is that of all."""
+    if array.ndim == 1:
+        return array
+    return array[slice(*(tile.sequences or (0, 1)))]
 
 
 def _cut(span: Span, spans: Sequence[Span]) -> list[Span]:
     """What some spans have of one, in order."""
-    return [part for other in spans if _is_some(part := overlap(span, other))]
+    return [part for other in spans if is_some(part := overlap(span, other))]
 
 
 def _rows_first(array: Array) -> Array:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.distributed.split import module_of
 from cuflash.distributed.transports import Array, Message, Transport, out_of_time
+from cuflash.interop import module_of
 from cuflash.values import type_error
 
 

@@ -19,27 +19,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
-from cuflash.distributed.split import Span, Split, cut_evenly, joined, overlap
+from cuflash.distributed.packed import By, Packing
+from cuflash.distributed.split import Split
+from cuflash.spans import Band, Span, cut_evenly, is_some, joined, overlap
 from cuflash.values import counted, value_error
-
-
-class Band(NamedTuple):
-    """Which keys a query sees: i + diagonal - left to i + diagonal + right; a bound that is None does not exist."""
-
-    diagonal: int
-    left: int | None
-    right: int | None
-
-    def keys_of(self, queries: Span, seqlen_k: int) -> Span:
-        """The span from the first to the last key that any of some queries sees."""
-        first, last = queries[0] + self.diagonal, queries[1] - 1 + self.diagonal
-        start = 0 if self.left is None else first - self.left
-        stop = seqlen_k if self.right is None else last + self.right + 1
-        return overlap((max(start, 0), max(stop, start, 0)), (0, seqlen_k)) if queries[0] < queries[1] else (0, 0)
-
-    def queries_of(self, keys: Span, seqlen_q: int) -> Span:
-        """The span from the first to the last query that sees any of some keys."""
-        return Band(-self.diagonal, self.right, self.left).keys_of(keys, seqlen_q)
 
 
 class Tile(NamedTuple):
@@ -48,6 +31,7 @@ class Tile(NamedTuple):
     rank: int
     queries: Span
     keys: Span
+    sequences: Span | None = None  # of packed ones, those that it computes with, from the first on
 
 
 class Transfer(NamedTuple):
@@ -117,30 +101,42 @@ class Schedule:
     chunks: int | None  # where pieces are cut, so that they are the same for any number of ranks; None: they are spans
     step: int  # calls begin at multiples of this, in rows of both sequences
     heads: tuple[Span, ...]  # key/value heads of each step
+    packing: Packing | None = None  # of packed sequences, each of which has a band of its own
 
     @cached_property
     def by_queries(self) -> Walk:
         """Of the forward pass, of dq as a whole, and of gradients that are sums over pairs."""
         seqlen_k = self.split_k.seqlen
-        pieces = _pieces(self.split_q, self.chunks)
-        tiles = [
-            Tile(rank, piece, self._from_step(self.band.keys_of(piece, seqlen_k)))
-            for rank, own in enumerate(pieces)
-            for piece in own
-        ]
-        return Walk("queries", tuple(tile for tile in tiles if tile.keys[0] < tile.keys[1]), pieces, self.split_k)
+        pieces = self._pieces(self.split_q, "queries")
+        tiles = []
+        for rank, piece in ((rank, piece) for rank, own in enumerate(pieces) for piece in own):
+            if self.packing is not None:
+                met, sequences = self.packing.met(piece, "queries"), self.packing.sequences_of(piece, "queries")
+                tiles.append(Tile(rank, piece, met, sequences))
+            else:
+                tiles.append(Tile(rank, piece, self._from_step(self.band.keys_of(piece, seqlen_k))))
+        return Walk("queries", tuple(tile for tile in tiles if is_some(tile.keys)), pieces, self.split_k)
 
     @cached_property
     def by_keys(self) -> Walk:
         """Of dk and dv, and of parts of dq."""
         seqlen_q = self.split_q.seqlen
-        pieces = _pieces(self.split_k, self.chunks)
-        tiles = [
-            Tile(rank, self._from_step(self.band.queries_of(piece, seqlen_q)), piece)
-            for rank, own in enumerate(pieces)
-            for piece in own
-        ]
-        return Walk("keys", tuple(tile for tile in tiles if tile.queries[0] < tile.queries[1]), pieces, self.split_q)
+        pieces = self._pieces(self.split_k, "keys")
+        tiles = []
+        for rank, piece in ((rank, piece) for rank, own in enumerate(pieces) for piece in own):
+            if self.packing is not None:
+                met, sequences = self.packing.met(piece, "keys"), self.packing.sequences_of(piece, "keys")
+                tiles.append(Tile(rank, met, piece, sequences))
+            else:
+                tiles.append(Tile(rank, self._from_step(self.band.queries_of(piece, seqlen_q)), piece))
+        return Walk("keys", tuple(tile for tile in tiles if is_some(tile.queries)), pieces, self.split_q)
+
+    def _pieces(self, split: Split, by: By) -> tuple[tuple[Span, ...], ...]:
+        """The spans of each rank, cut at the ends of chunks, and where packed sequences are."""
+        pieces = _pieces(split, self.chunks)
+        if self.packing is None:
+            return pieces
+        return tuple(tuple(part for piece in own for part in self.packing.cut(piece, by)) for own in pieces)
 
     def _from_step(self, span: Span) -> Span:
         """A span that is not empty, with rows before it so that it begins at a multiple of `step`."""
@@ -150,7 +146,12 @@ class Schedule:
         """How many pairs of a tile are visible, in one head."""
         total = 0
         for i in range(*tile.queries):
-            start, stop = overlap(self.band.keys_of((i, i + 1), self.split_k.seqlen), tile.keys)
+            seen = (
+                self.band.keys_of((i, i + 1), self.split_k.seqlen)
+                if self.packing is None
+                else self.packing.met((i, i + 1), "queries")
+            )
+            start, stop = overlap(seen, tile.keys)
             total += stop - start
         return total
 
@@ -159,7 +160,8 @@ class Schedule:
         q, k = self.split_q, self.split_k
         steps = ", ".join(f"{start}-{stop - 1}" for start, stop in self.heads)
         lines = [
-            f"context parallel: {q.ranks} ranks, {q.seqlen} queries, {k.seqlen} keys, {_bounds(self.band)}",
+            f"context parallel: {q.ranks} ranks, {q.seqlen} queries, {k.seqlen} keys, "
+            + (_bounds(self.band) if self.packing is None else f"{len(self.packing.starts_q) - 1} packed sequences"),
             f"  pieces    {'spans of the ranks' if self.chunks is None else f'spans cut at {self.chunks} chunks'}",
             f"  steps     {len(self.heads)}, of key/value heads {steps or 'none'}; a step's rows travel during the "
             "step before",
@@ -185,6 +187,7 @@ def make_schedule(
     num_heads_kv: int = 1,
     steps: int = 1,
     step: int = 1,
+    packing: Packing | None = None,
 ) -> Schedule:
     """The schedule of a problem.
 
@@ -200,6 +203,8 @@ def make_schedule(
         The key/value heads, and how many groups of them there are to be at most.
     step : int
         Calls begin at multiples of this, in rows of both sequences.
+    packing : Packing, optional
+        Of packed sequences, whose bands it has in the place of `band`.
 
     Raises
     ------
@@ -219,7 +224,9 @@ def make_schedule(
                         raise value_error(name, f"a span {span}", expected)
     groups = min(steps, num_heads_kv)
     heads = tuple(cut_evenly(num_heads_kv, groups)) if groups else ()
-    schedule = Schedule(split_q=split_q, split_k=split_k, band=band, chunks=chunks, step=step, heads=heads)
+    schedule = Schedule(
+        split_q=split_q, split_k=split_k, band=band, chunks=chunks, step=step, heads=heads, packing=packing
+    )
     for name, walk in (("split", schedule.by_queries), ("split_k", schedule.by_keys)):
         for start, stop in (piece for own in walk.pieces for piece in own):
             if start % step:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from cuflash.interop import module_of
+from cuflash.spans import Span, cut_evenly, joined
 from cuflash.values import as_integer, counted, type_error, typed, value_error
 
 Array = Any
-Span = tuple[int, int]  # rows from the first on, up to, but not, the second
 
 
 @dataclass(frozen=True)
@@ -160,35 +158,6 @@ def contiguous(seqlen: int, ranks: int, *, multiple: int = 1) -> Split:
     (((0, 3),), ((3, 6),), ((6, 10),))
     """
     return Split([[span] for span in _cuts(seqlen, ranks, 1, multiple)])
-
-
-def cut_evenly(length: int, pieces: int) -> list[Span]:
-    """Spans as equal as they can be; some are empty where there are more pieces than rows."""
-    return [(i * length // pieces, (i + 1) * length // pieces) for i in range(pieces)]
-
-
-def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Spans in increasing order, without empty ones; those that overlap or meet are one."""
-    result: list[Span] = []
-    for start, stop in sorted(spans):
-        if start == stop:
-            continue
-        if result and start <= result[-1][1]:
-            result[-1] = (result[-1][0], max(result[-1][1], stop))
-        else:
-            result.append((start, stop))
-    return tuple(result)
-
-
-def overlap(a: Span, b: Span) -> Span:
-    """The rows that two spans have in common; an empty span where there are none."""
-    start = max(a[0], b[0])
-    return start, max(min(a[1], b[1]), start)
-
-
-def module_of(array: Array) -> Any:
-    """NumPy or CuPy, whose array it is."""
-    return np if isinstance(array, np.ndarray) else importlib.import_module("cupy")
 
 
 def _cuts(seqlen: int, ranks: int, pieces: int, multiple: int) -> list[Span]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash.distributed.split import module_of
+from cuflash.interop import module_of
 from cuflash.values import as_integer, value_error
 
 Array = Any

@@ -167,7 +167,7 @@ def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tupl
     """
     inputs = {name: array for name, array in arrays.items() if name not in ("dout", "dlse", "out", "lse")}
     results = {
-        "out": (problem.out_shape, numpy_dtype(problem.dtype)),
+        "out": (problem.out_shape, numpy_dtype(problem.dtype_of("out"))),
         "lse": (problem.lse_shape, problem.softmax_dtype),
     }
     out, lse = _call("forward", problem, inputs, results, **options)

@@ -118,9 +118,7 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     if bias is not None:
         add_bias_gradient(draft, bias, main, stored)
     if dq is not None:
-        m_blocks = draft.heads * draft.tiles_of(problem.seqlen_q, dq.block_m)
-        draft.add_lists(dq, "key_lists")
-        draft.add("sm80/backward_dq.cu", dq, m_blocks, dq.shared_bytes(*draft.padded_dims(dq)))
+        _add_dq(draft, dq)
         if main is not None:
             draft.reasons.append(
                 "deterministic: dq has a kernel of its own that adds in a fixed order and recomputes the weights"
@@ -158,9 +156,6 @@ def _rows(draft: Draft, tiles: tuple[Tile, ...] | None) -> _Rows:
     elif dq is None:
         dq, reason = choose_row(DQ_TILES, problem, device)
         draft.reasons.append(reason)
-    if dq is not None and _has_wide(draft, "dq"):
-        got = f"dtype {problem.softmax_dtype} with " + ("deterministic=True" if main is not None else "dq alone")
-        raise NotImplementedError(f"dq: got {got}, expected dtype {problem.dtype}, which its own kernel gives")
     if dq is not None and main is None:
         draft.reasons.append("dq alone has a kernel of its own, which makes three products and not five")
     summed = _summed_by_main(draft, family, main) if scores is None else ()
@@ -212,6 +207,14 @@ def _summed_by_main(draft: Draft, family: BackwardFamily[Any] | None, main: Any)
             summed += names
         draft.reasons += [f"{name}: not by {family.kernel}: {why}" for name, why in obstacles.items() if why]
     return tuple(summed)
+
+
+def _add_dq(draft: Draft, dq: Any) -> None:
+    """The kernel of dq alone."""
+    m_blocks, is_wide = draft.heads * draft.tiles_of(draft.problem.seqlen_q, dq.block_m), _has_wide(draft, "dq")
+    draft.add_lists(dq, "key_lists")
+    shared_bytes, makes = dq.shared_bytes(*draft.padded_dims(dq)), ("wide_dq",) if is_wide else ()
+    draft.add("sm80/backward_dq.cu", dq, m_blocks, shared_bytes, makes, CUFLASH_DQ_WIDE=int(is_wide))
 
 
 # ---- how blocks share the work ---------------------------------------------------------------------------------------

@@ -29,6 +29,13 @@ def draft_forward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     else:
         family, tile, reason = choose_family(FAMILIES, draft)
     draft.tiles = (tile,)
+    is_wide = draft.arrays["out"].dtype != draft.problem.dtype
+    draft.defines["CUFLASH_OUT_WIDE"] = int(is_wide)
+    if is_wide:
+        if draft.problem.has_float8:
+            got = f"dtype {draft.problem.softmax_dtype} with k and v of one byte a number"
+            raise NotImplementedError(f"out: got {got}, expected dtype {draft.problem.dtype}")
+        draft.reasons.append("out is not rounded to the dtype of q: it is merged with other parts of it")
     draft.add_tables(tile)
     draft.reasons.append(reason)
     family.draft(draft, tile)

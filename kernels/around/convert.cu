@@ -20,28 +20,6 @@ static_assert(max_of(kBytesOfKeys, kBytesOfQueries) == CUFLASH_SHARED_BYTES, "sh
 // Whether results are stored as they were summed, to be added to other parts of them, and not rounded to the element
 // type.
 constexpr bool kDqWide = CUFLASH_DQ_WIDE, kDkWide = CUFLASH_DK_WIDE, kDvWide = CUFLASH_DV_WIDE;
-static_assert(!(kDqWide || kDkWide || kDvWide) || kElementBytes == 2,
-              "only sums of 16-bit elements are wider than these");
-
-// Block. `factor` times sums in the fragment order of 16-bit elements, to rows [first_row, row_stop) of a head.
-template <int columns, int warps_d, int m_tiles, int n_tiles>
-CUFLASH_DEVICE void store_sums(const Real (&sum)[m_tiles][n_tiles][4], int warp_row, int warp_d, Real factor,
-                               Real* result, i64 row_stride, int first_row, int row_stop) {
-#pragma unroll
-  for (int m = 0; m < m_tiles; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = first_row + warp_row + 16 * m + 8 * half + fragment_row();
-      if (row >= row_stop) continue;
-#pragma unroll
-      for (int n = 0; n < n_tiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int column = column_of<warps_d>(warp_d, n) + fragment_column() + i;
-          if (column < columns) result[row * row_stride + column] = sum[m][n][2 * half + i] * factor;
-        }
-    }
-}
 
 // Block. `factor` times the sum of `count` parts that are `stride` apart, in their order, to rows [first_row, row_stop)
 // of a head of `result`. `quad_of(part, i)` is the i-th four elements that a thread has of a part.
@@ -65,7 +43,8 @@ CUFLASH_DEVICE void convert(const Real* part, int count, i64 stride, QuadOf quad
   const u32 tile = ptx::dynamic_shared();
   const int warp_row = warp_index() / warps_d * 16 * kMTiles, warp_d = warp_index() % warps_d;
   if constexpr (sizeof(Result) != kElementBytes) {
-    store_sums<columns, warps_d>(sum, warp_row, warp_d, factor, result, row_stride, first_row, row_stop);
+    store_sums<columns, warps_d>(
+        sum, warp_row, warp_d, [&](int, int) { return factor; }, result, row_stride, first_row, row_stop);
   } else {
     constexpr Order kOrder = kPlainFragments ? Order::kPlain : order;
     store_fragments<kOrder, row_bytes(kColumns), warps_d>(tile, warp_row, warp_d, sum,

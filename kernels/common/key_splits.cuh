@@ -31,14 +31,28 @@ CUFLASH_DEVICE float* lse_of(const Params& params, int batch, int head, int quer
          query * params.lse.row_stride;
 }
 
-CUFLASH_DEVICE Storage* out_of(const Params& params, int batch, int head, int query) {
-  return (Storage*)params.out.data + batch * params.out.batch_stride + head * params.out.head_stride +
+// An element of out: of the dtype of q, or as it was summed, to be merged with that of other keys.
+template <bool is_wide>
+struct OutElement {
+  using Type = Storage;
+};
+template <>
+struct OutElement<true> {
+  using Type = float;
+};
+using Out = OutElement<CUFLASH_OUT_WIDE>::Type;
+
+CUFLASH_DEVICE Out* out_of(const Params& params, int batch, int head, int query) {
+  return (Out*)params.out.data + batch * params.out.batch_stride + head * params.out.head_stride +
          query * params.out.row_stride;
 }
 
 // Rounds two neighbouring columns of a row of the output. Rows of whole 16 bytes have both of them, or neither.
 CUFLASH_DEVICE void store_pair(Storage* g_row, int column, float left, float right) {
   if (column < kHeadDimV) *(u32*)(g_row + column) = ptx::pack(Element{}, left, right);
+}
+CUFLASH_DEVICE void store_pair(float* g_row, int column, float left, float right) {
+  if (column < kHeadDimV) g_row[column] = left, g_row[column + 1] = right;
 }
 
 // Which block of a head is done last: a count of those that are done, in scratch memory.
@@ -173,7 +187,7 @@ struct Partials {
 #pragma unroll
       for (int k = 0; k < 4; ++k) sum[k] += ptx::shuffle_xor(sum[k], mask);
     if (lane >= kColumnLanes) return;
-    Storage* g_out = out_of(params, batch, query_head, query);
+    Out* g_out = out_of(params, batch, query_head, query);
 #pragma unroll
     for (int k = 0; k < 4; k += 2) store_pair(g_out, column + k, sum[k], sum[k + 1]);
   }

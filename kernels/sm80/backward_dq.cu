@@ -49,6 +49,21 @@ CUFLASH_DEVICE void make_ds(Real (&s)[kDqMTiles][kNTiles][4], const Real (&dp)[k
     }
 }
 
+// Rows of dq, through the shared memory of Q, or as they were summed, to be added to other parts of them.
+CUFLASH_DEVICE void store_dq(const Params& params, Entry batch, int head, u32 s_q, int warp_row, int warp_d,
+                             const Real (&dq)[kDqMTiles][kDqNTiles][4], int first_row, int seqlen_q) {
+  const auto scale = [factor = scale_of(params)](int, int) { return factor; };
+  if constexpr (CUFLASH_DQ_WIDE) {
+    store_sums<kHeadDim, kDqWarpsD>(dq, warp_row, warp_d, scale, row_numbers_of(params.dq, batch, head),
+                                    params.dq.row_stride, first_row, seqlen_q);
+  } else {
+    store_fragments<Order::kPairedColumns, kRow, kDqWarpsD>(s_q, warp_row, warp_d, dq, scale);
+    ptx::sync_block();
+    store_tile<kBlockM, kHeadDim>(s_q, (Storage*)queries_of(params.dq, batch, head), params.dq.row_stride, first_row,
+                                  seqlen_q);
+  }
+}
+
 CUFLASH_DEVICE void backward_dq(const Params& params) {
   const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, kHasRightBound);
   if (!has_queries(params, work)) return;
@@ -140,11 +155,7 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
 
   ptx::copy_async_wait<0>();
   ptx::sync_block();
-  const Real scale = scale_of(params);
-  store_fragments<Order::kPairedColumns, kRow, kDqWarpsD>(s_q, warp_row, warp_d, dq, [&](int, int) { return scale; });
-  ptx::sync_block();
-  store_tile<kBlockM, kHeadDim>(s_q, (Storage*)queries_of(params.dq, batch, head), params.dq.row_stride, first_row,
-                                seqlen_q);
+  store_dq(params, batch, head, s_q, warp_row, warp_d, dq, first_row, seqlen_q);
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, backward_dq)

@@ -167,12 +167,18 @@ CUFLASH_DEVICE void forward(const Params& params) {
     softmax.add_sinks(o, [&](int, int) { return sink_of(params, head) * kExponentOfE; });
   ptx::copy_async_wait<0>();
   ptx::sync_block();
-  store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(s_q, warp_row, warp_d, o, [&](int m, int half) {
+  const auto factor_of = [&](int m, int half) {
     return value_scales.row_factor(softmax.inverse_sum(m, half) * kept_scale, v_scale);
-  });
-  ptx::sync_block();
-  store_tile<kBlockM, kHeadDimV>(s_q, (Storage*)queries_of(params.out, batch, head), params.out.row_stride, first_row,
-                                 seqlen_q);
+  };
+  if constexpr (CUFLASH_OUT_WIDE) {
+    store_sums<kHeadDimV, kWarpsD>(o, warp_row, warp_d, factor_of, row_numbers_of(params.out, batch, head),
+                                   params.out.row_stride, first_row, seqlen_q);
+  } else {
+    store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(s_q, warp_row, warp_d, o, factor_of);
+    ptx::sync_block();
+    store_tile<kBlockM, kHeadDimV>(s_q, (Storage*)queries_of(params.out, batch, head), params.out.row_stride, first_row,
+                                   seqlen_q);
+  }
 
   Real* g_lse = row_numbers_of(params.lse, batch, head);
 #pragma unroll

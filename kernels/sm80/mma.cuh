@@ -164,3 +164,26 @@ CUFLASH_DEVICE void store_fragments(u32 tile, int r, int warp, const Real (&valu
     });
   }
 }
+
+// The same as they were summed, from fragments in the order of 16-bit elements to rows [first_row, row_stop) of a head
+// in global memory, to be added to other parts of them.
+template <int columns, int warps_d, int m_tiles, int n_tiles, class RowFactor>
+CUFLASH_DEVICE void store_sums(const Real (&sum)[m_tiles][n_tiles][4], int warp_row, int warp_d, RowFactor factor,
+                               Real* result, i64 row_stride, int first_row, int row_stop) {
+  static_assert(columns > 0 && kElementBytes == 2, "only sums of 16-bit elements are wider than these");
+#pragma unroll
+  for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + warp_row + 16 * m + 8 * half + fragment_row();
+      const Real f = factor(m, half);
+      if (row >= row_stop) continue;
+#pragma unroll
+      for (int n = 0; n < n_tiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int column = column_of<warps_d>(warp_d, n) + fragment_column() + i;
+          if (column < columns) result[row * row_stride + column] = sum[m][n][2 * half + i] * f;
+        }
+    }
+}

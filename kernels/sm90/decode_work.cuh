@@ -209,7 +209,7 @@ CUFLASH_DEVICE void store_rows(const Params& common, const HeadWalk& walk, const
     };
     if (is_alone) {
       const int head = work.first_head() + row / common.seqlen_q;
-      Storage* g_out = out_of(common, work.batch, head, rows.query[half]);
+      Out* g_out = out_of(common, work.batch, head, rows.query[half]);
       store([&](float lse) { *lse_of(common, work.batch, head, rows.query[half]) = lse; },
             [&](int column, float left, float right) { store_pair(g_out, column, left, right); });
     } else {

@@ -512,6 +512,23 @@ struct Consumer {
       }
     });
   }
+
+  // O / l as it was summed, to be merged with that of other keys.
+  CUFLASH_DEVICE void store_wide_out(int row_stop) const {
+    const i64 stride = common.out.row_stride;
+    float* g_out = row_numbers_of(common.out, tile.work.batch, tile.work.head) + lane_row * stride + fragment_column();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float factor = softmax.inverse_sum(0, half) * kept_scale_of(common);
+      if (warp_row + fragment_row() + 8 * half >= row_stop) continue;
+#pragma unroll
+      for (int n = 0; n < ceil_div(kHeadDimV, 8); ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if (kHeadDimV % 8 == 0 || 8 * n + fragment_column() + i < kHeadDimV)
+            g_out[8 * half * stride + 8 * n + i] = o[0][n][2 * half + i] * factor;
+    }
+  }
 };
 
 // A consumer warpgroup takes one tile of queries after another.
@@ -543,7 +560,10 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 ind
     softmax.finish();
     if (kHasSinks && !is_left_over(common, batch))
       softmax.add_sinks(consumer.o, [&](int, int) { return sink_of(common, tile.work.head) * kExponentOfE; });
-    consumer.store_out(params.out[0], row_stop);
+    if constexpr (CUFLASH_OUT_WIDE)
+      consumer.store_wide_out(row_stop);
+    else
+      consumer.store_out(params.out[0], row_stop);
     store_lse(common, batch, tile.work.head, consumer.lane_row, softmax);
   }
   ping_pong.finish();

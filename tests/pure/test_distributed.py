@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
-from cuflash.distributed.split import cut_evenly
+from cuflash.spans import cut_evenly
 from tests.pure.test_schedule import of_chunks, splits
 from tests.ranks import Parts, judge, on_threads, results_of
 
@@ -297,7 +297,6 @@ def test_a_rank_that_leaves_is_missed_in_time(leaves_after):
 
 X = np.zeros((1, 4, 4))
 ONES = np.ones((1, 1), bool)
-STARTS = np.array([0, 4], np.int32)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +312,7 @@ STARTS = np.array([0, 4], np.int32)
         ({"dropout": 0.5}, {}, TypeError, "^seed: got None, expected an integer, which dropout needs$"),
         ({}, {"block_mask": ONES}, NotImplementedError, "^block_mask: got ndarray, which is not served over ranks; "),
         ({}, {"block_table": ONES}, NotImplementedError, "^block_table: got ndarray, which is not served over ranks; "),
-        ({}, {"cu_seqlens_q": STARTS}, NotImplementedError, "^cu_seqlens_q: got ndarray, which is not served "),
+        ({}, {"k_scale": ONES}, NotImplementedError, "^k_scale: got ndarray, which is not served over ranks; "),
         ({}, {"nonsense": 1}, TypeError, r"^forward\(\) got an unexpected keyword argument 'nonsense'$"),
         ({"split": 3}, {}, TypeError, "^split: got int 3, expected 'zigzag', 'contiguous' or a "),
         ({"split": "zag"}, {}, ValueError, "^split: got 'zag', expected 'zigzag', 'contiguous' or a "),

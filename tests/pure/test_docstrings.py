@@ -29,6 +29,7 @@ CALLABLES = {
     "FlashAttention": cuflash.FlashAttention,
     "merge": cuflash.merge,
     "merge_backward": cuflash.merge_backward,
+    "streamed": cuflash.streamed,
     **{f"FlashAttention.{name}": getattr(cuflash.FlashAttention, name) for name in METHODS},
 }
 
@@ -81,7 +82,7 @@ def test_static_options_are_keywords_and_arrays_come_first():
     for function in CALLABLES.values():
         kinds = [p.kind.name for name, p in inspect.signature(function).parameters.items() if name != "self"]
         arrays = kinds.count("POSITIONAL_OR_KEYWORD")
-        expected = {"FlashAttention": 0, "backward": 6, "merge": 2, "merge_backward": 5}
+        expected = {"FlashAttention": 0, "backward": 6, "merge": 2, "merge_backward": 5, "streamed": 2}
         assert arrays == expected.get(function.__name__, 3)
         others = kinds[arrays:]
         assert kinds[:arrays] == ["POSITIONAL_OR_KEYWORD"] * arrays

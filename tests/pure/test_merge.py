@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
+from cuflash import merging
 
 FEATURES = ("causal", "window", "softcap", "scale", "bias", "mask", "gqa", "head_dim_v", "dlse")
 PLAIN: dict[str, Any] = {"ndims": [4], "layouts": ["bhsd"], "features": FEATURES, "max_seqlen": 70, "max_head_dim": 40}
@@ -227,3 +228,27 @@ def test_wrong_layout_and_gradients():
         cuflash.merge_backward(arrays["dout"][..., :4], outs, lses, out, lse)
     with pytest.raises(TypeError, match=r"^dlse: got dtype float32, expected float64$"):
         cuflash.merge_backward(arrays["dout"], outs, lses, out, lse, dlse=lse.astype(np.float32))
+
+
+@given(st.integers(0, 2**16), st.integers(1, 6), st.booleans())
+def test_parts_merge_one_after_the_other(seed, count, has_scores):
+    """To what `merge` makes of them, of rows each; where the lse of a part is -inf, its out may be anything."""
+    random = np.random.default_rng(seed)
+    outs: Any = random.standard_normal((count, 1, 2, 7, 3))
+    lses: Any = 9 * random.standard_normal((count, 1, 2, 7))
+    lses[random.random(lses.shape) < 0.4] = -np.inf
+    scores = [random.standard_normal(2)] if has_scores else []
+    found, lse = np.empty((1, 2, 7, 3)), np.empty((1, 2, 7))
+    running = merging.RunningMerge(found, scores)
+    for part, part_lse in zip(outs, lses, strict=True):
+        first = int(random.integers(0, 4))
+        part_lse[:, :, :first] = -np.inf
+        part = np.where(part_lse[..., None] == -np.inf, np.nan, part)
+        running.add(part[:, :, first:], part_lse[:, :, first:], slice(first, None))
+    running.finish(found, lse)
+    for of_heads in scores:
+        outs = [*outs, np.zeros(found.shape)]
+        lses = [*lses, np.broadcast_to(of_heads[:, None], lse.shape)]
+    expected = cuflash.merge(list(outs), list(lses))
+    np.testing.assert_allclose(found, expected.out, rtol=1e-13, atol=1e-13)
+    np.testing.assert_allclose(lse, expected.lse, rtol=1e-13, atol=1e-13)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash.distributed as cd
-from cuflash.distributed.schedule import Band, make_schedule
-from cuflash.distributed.split import cut_evenly, joined
+from cuflash.distributed.schedule import make_schedule
+from cuflash.spans import Band, cut_evenly, joined
 
 ANY: Any = cd  # for calls that a type checker refuses
 

@@ -1,0 +1,44 @@
+"""What `ContextParallel` is made of, checked: a communicator, splits and numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuflash.distributed.mpi import Mpi, is_mpi
+from cuflash.distributed.nccl import Nccl, is_nccl
+from cuflash.distributed.split import Split, contiguous, zigzag
+from cuflash.distributed.transports import Transport
+from cuflash.values import as_integer, type_error, typed, value_error
+
+SPLITS = {"zigzag": zigzag, "contiguous": contiguous}
+
+
+def checked_split(name: str, split: object) -> Any:
+    if not isinstance(split, (str, Split)):
+        raise type_error(name, typed(split), "'zigzag', 'contiguous' or a cuflash.distributed.Split")
+    if isinstance(split, str) and split not in SPLITS:
+        raise value_error(name, repr(split), "'zigzag', 'contiguous' or a cuflash.distributed.Split")
+    return split
+
+
+def positive(name: str, value: object) -> int:
+    number = as_integer(name, value)
+    if number < 1:
+        raise value_error(name, value, "an integer >= 1")
+    return number
+
+
+def not_served(name: str, got: object, remedy: str) -> NotImplementedError:
+    return NotImplementedError(f"{name}: got {got}, which is not served over ranks; expected {remedy}")
+
+
+def transport_of(comm: Any) -> Transport:
+    """The transport for a communicator that a user has."""
+    if isinstance(comm, Transport):
+        return comm
+    if is_mpi(comm):
+        return Mpi(comm)
+    if is_nccl(comm):
+        return Nccl(comm)
+    expected = "one of threads(), a communicator of mpi4py, or one of NCCL by CuPy or nccl4py"
+    raise type_error("comm", type(comm).__name__, expected)

@@ -1,0 +1,79 @@
+"""Packed sequences over ranks: which queries and keys meet, and where spans are cut so that one call computes a piece.
+
+Each sequence is a problem of its own. A piece has whole sequences, which are a packed call, or rows of one sequence,
+which are a call with its diagonal, or rows that belong to none.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from cuflash.options import Options
+from cuflash.spans import Band, Span, is_some, overlap
+
+By = Literal["queries", "keys"]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where packed sequences start, and where the last one ends, and what `causal` and `window` make of each."""
+
+    starts_q: tuple[int, ...]
+    starts_k: tuple[int, ...]
+    left: int | None
+    right: int | None
+    is_top_left: bool
+
+    @classmethod
+    def of(cls, options: Options, starts_q: tuple[int, ...], starts_k: tuple[int, ...]) -> Packing:
+        left, right = options.window or (None, None)
+        if options.causal:
+            right = 0 if right is None else min(right, 0)
+        return cls(starts_q, starts_k, left, right, options.causal == "top_left")
+
+    def starts(self, by: By) -> tuple[int, ...]:
+        return self.starts_q if by == "queries" else self.starts_k
+
+    def sequences_of(self, span: Span, by: By) -> Span:
+        """The sequences that have rows of a span, from the first on."""
+        starts = self.starts(by)
+        start, stop = overlap(span, (0, starts[-1]))
+        return (bisect_right(starts, start) - 1, bisect_left(starts, stop)) if start < stop else (0, 0)
+
+    def cut(self, span: Span, by: By) -> list[Span]:
+        """The pieces of a span: what belongs to no sequence at its end, parts of sequences, and whole ones between."""
+        starts = self.starts(by)
+        own = overlap(span, (0, starts[-1]))
+        cuts = {*span, own[1]}
+        if is_some(own):
+            first, stop = self.sequences_of(own, by)
+            if starts[first] < own[0]:
+                cuts.add(min(starts[first + 1], own[1]))
+            if starts[stop] > own[1]:
+                cuts.add(max(starts[stop - 1], own[0]))
+        ends = sorted(cuts)
+        return [(a, b) for a, b in pairwise(ends) if span[0] <= a < b <= span[1]]
+
+    def is_left_over(self, piece: Span, by: By) -> bool:
+        """Whether the rows of a piece belong to no sequence."""
+        return piece[0] >= self.starts(by)[-1]
+
+    def band_of(self, sequence: int) -> Band:
+        """Which keys a query of a sequence sees, by the numbers that rows have among all."""
+        q, k = (x[sequence : sequence + 2] for x in (self.starts_q, self.starts_k))
+        diagonal = 0 if self.is_top_left else (k[1] - k[0]) - (q[1] - q[0])
+        return Band(k[0] - q[0] + diagonal, self.left, self.right)
+
+    def met(self, piece: Span, by: By) -> Span:
+        """The span of what the rows of a piece see, or are seen by."""
+        first, stop = self.sequences_of(piece, by)
+        others = self.starts_k if by == "queries" else self.starts_q
+        theirs = (others[first], others[stop])
+        if stop - first == 1:
+            band = self.band_of(first)
+            seen = band.keys_of(piece, theirs[1]) if by == "queries" else band.queries_of(piece, theirs[1])
+            theirs = overlap(seen, theirs) if is_some(seen) else (0, 0)
+        return theirs if is_some(theirs) else (0, 0)

@@ -1,0 +1,61 @@
+"""Rows of sequences as spans, and which keys a query sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+Span = tuple[int, int]  # rows from the first on, up to, but not, the second
+
+
+class Band(NamedTuple):
+    """Which keys a query sees: i + diagonal - left to i + diagonal + right; a bound that is None does not exist."""
+
+    diagonal: int
+    left: int | None
+    right: int | None
+
+    def keys_of(self, queries: Span, seqlen_k: int) -> Span:
+        """The span from the first to the last key that any of some queries sees."""
+        first, last = queries[0] + self.diagonal, queries[1] - 1 + self.diagonal
+        start = 0 if self.left is None else first - self.left
+        stop = seqlen_k if self.right is None else last + self.right + 1
+        return overlap((max(start, 0), max(stop, start, 0)), (0, seqlen_k)) if queries[0] < queries[1] else (0, 0)
+
+    def queries_of(self, keys: Span, seqlen_q: int) -> Span:
+        """The span from the first to the last query that sees any of some keys."""
+        return Band(-self.diagonal, self.right, self.left).keys_of(keys, seqlen_q)
+
+
+def cut_evenly(length: int, pieces: int) -> list[Span]:
+    """Spans as equal as they can be; some are empty where there are more pieces than rows."""
+    return [(i * length // pieces, (i + 1) * length // pieces) for i in range(pieces)]
+
+
+def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Spans in increasing order, without empty ones; those that overlap or meet are one."""
+    result: list[Span] = []
+    for start, stop in sorted(spans):
+        if start == stop:
+            continue
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], stop))
+        else:
+            result.append((start, stop))
+    return tuple(result)
+
+
+def overlap(a: Span, b: Span) -> Span:
+    """The rows that two spans have in common; an empty span where there are none."""
+    start = max(a[0], b[0])
+    return start, max(min(a[1], b[1]), start)
+
+
+def is_some(span: Span) -> bool:
+    """Whether there are rows in a span."""
+    return span[0] < span[1]
+
+
+def within(span: Span, held: Span) -> slice:
+    """Where rows lie in those of a span that has them."""
+    return slice(span[0] - held[0], span[1] - held[0])

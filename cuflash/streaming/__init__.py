@@ -1,0 +1,13 @@
+"""Keys and values in host memory, which pass through the device chunk by chunk.
+
+>>> import numpy as np, cuflash
+>>> q, k, v = np.random.default_rng(0).standard_normal((3, 8, 1000, 64), np.float32)
+>>> cuflash.FlashAttention(causal=True).forward(q, *cuflash.streamed(k, v, chunk=256)).out.shape
+(8, 1000, 64)
+"""
+
+from cuflash.streaming.calls import backward, forward, plan
+from cuflash.streaming.chunks import StreamPlan
+from cuflash.streaming.source import Streamed, StreamedPair, is_streamed, streamed
+
+__all__ = ["StreamPlan", "Streamed", "StreamedPair", "backward", "forward", "is_streamed", "plan", "streamed"]

@@ -1,0 +1,207 @@
+"""Calls of `cuflash.FlashAttention` whose keys and values are streamed: checked, and computed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cuflash import host, interop
+from cuflash.binding import PASSES, Pass
+from cuflash.operands import numpy_dtype, view_4d, view_rows
+from cuflash.options import Options, diagonal_of, window_of
+from cuflash.parts import Parts
+from cuflash.problem import Problem
+from cuflash.spans import Band
+from cuflash.streaming import memory
+from cuflash.streaming.belts import Host
+from cuflash.streaming.chunks import Chunk, StreamPlan, chunk_of, chunks_of, steps_of
+from cuflash.streaming.cuda import Cuda
+from cuflash.streaming.execution import OF_KEYS, StreamedPass, sums_softmax
+from cuflash.streaming.source import Streamed, borrowed_from_host
+from cuflash.terms import BROADCAST, NAMES
+from cuflash.values import type_error, typed, value_error
+
+Array = Any
+# What a pass reads where the queries are, beside the terms, and what of it there has to be.
+_READ: dict[Pass, tuple[str, ...]] = {"forward": ("q",), "backward": ("q", "dout", "out", "lse", "dlse")}
+_REQUIRED: dict[Pass, tuple[str, ...]] = {"forward": ("q",), "backward": ("q", "dout", "out", "lse")}
+# Options that are not served, and what serves instead.
+_REMEDIES = {
+    "block_table": "contiguous keys: the pages of each batch entry gathered into them",
+    "cu_seqlens_q": "a call for each sequence, or sequences padded to one length as the entries of a batch",
+    "cu_seqlens_k": "a call for each sequence, or sequences padded to one length as the entries of a batch",
+    "q_scale": "q of 16 bits a number or more",
+    "k_scale": "k of 16 bits a number or more",
+    "v_scale": "v of 16 bits a number or more",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """A call whose arguments fit each other."""
+
+    options: Options
+    own: interop.Borrowed  # what is where the queries are
+    hosts: Mapping[str, Host]  # in host memory: k, v, and those of dk and dv that are given
+    problem: Problem
+    band: Band
+    length: int  # keys of a chunk
+    is_explicit: bool  # the caller says so
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def given(self) -> dict[str, Array]:
+        return {name: x for name, x in self.own.arrays.items() if x is not None}
+
+    def result(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+        """The array that a result is written to."""
+        given = self.own.arrays.get(name)
+        return interop.module_of(self.given["q"]).empty(shape, dtype) if given is None else given
+
+    def host_result(self, name: str, device: Cuda | None) -> Host:
+        """The array in host memory that a result is written to: a new one is pinned where that of the keys is."""
+        if name in self.hosts:
+            return self.hosts[name]
+        like = self.hosts[name[1:]]
+        is_pinned = device is not None and device.is_pinned(like)
+        return (device.pinned if device is not None and is_pinned else np.empty)(like.shape, like.dtype)
+
+    def run(self, pass_: Pass, random: tuple[int, int] = (0, 0)) -> StreamedPass:
+        """What computes a pass."""
+        device = device_of(self.own.kind)
+        arrays = {name: self.seen(name, x) for name, x in self.given.items() if name in (*_READ[pass_], *NAMES)}
+        parts = Parts(options=self.options, band=self.band, problem=self.problem, random=random, arrays=arrays)
+        keys = {name: view_4d(self.hosts[name], self.options.layout) for name in ("k", "v")}
+        run = StreamedPass(parts=parts, chunks=self.chunks, keys=keys, device=device)
+        if pass_ == "backward" or device is None or self.is_explicit:
+            return run
+        whole = Chunk((0, self.problem.seqlen_q), (0, self.problem.seqlen_k))
+        mapped = replace(run, chunks=(whole,), is_mapped=True)
+        return mapped if memory.may_be_mapped(mapped, device) else run
+
+    def seen(self, name: str, array: Array) -> Array:
+        """An array with all axes, where it has axes of rows."""
+        if name in BROADCAST or name == "dbias":
+            return array[(None,) * (4 - array.ndim)]
+        if name in ("lse", "dlse"):
+            return view_rows(array)
+        return view_4d(array, self.options.layout) if name in ("q", "out", "dout", "dq", *OF_KEYS) else array
+
+
+def forward(options: Options, arrays: Mapping[str, Any], random: tuple[int, int]) -> tuple[Array, ...]:
+    """(out, lse) of arrays by name as `FlashAttention.forward` has them, k or v of which is `Streamed`."""
+    call = _checked("forward", options, arrays, _REQUIRED["forward"], ("out", "lse"))
+    problem = call.problem
+    with _on_device(call.given["q"]):
+        out = call.result("out", problem.out_shape, call.given["q"].dtype)
+        lse = call.result("lse", problem.lse_shape, numpy_dtype(problem.softmax_dtype))
+        call.run("forward", random).forward(view_4d(out, options.layout), view_rows(lse))
+    return call.own.give_back(out, arrays["out"]), call.own.give_back(lse, arrays["lse"])
+
+
+def backward(
+    options: Options, arrays: Mapping[str, Any], need: tuple[str, ...], random: tuple[int, int]
+) -> tuple[Array, ...]:
+    """The gradients `need`, of arrays by name as `FlashAttention.backward` has them, those to write to among them."""
+    call = _checked("backward", options, arrays, _REQUIRED["backward"], need)
+    with _on_device(call.given["q"]):
+        run = call.run("backward", random)
+        results = {}
+        for name in need:
+            if name in OF_KEYS:
+                results[name] = call.host_result(name, run.device)
+                continue
+            like = call.given.get(name[1:])
+            shape, dtype = ((), run.parts.softmax_dtype) if like is None else (like.shape, like.dtype)
+            results[name] = call.result(name, shape, dtype)
+        run.backward(need, {name: call.seen(name, x) for name, x in results.items()})
+    wrapped = {f"d{name}": arrays[name].borrowed for name in ("k", "v")}
+    return tuple(wrapped.get(name, call.own).give_back(results[name], arrays.get(name)) for name in need)
+
+
+def plan(options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> StreamPlan:
+    """What both passes would do: chunks, how they get to the device, and memory."""
+    given = {"out": None, "lse": None, **arrays}
+    call = _checked("backward", options, given, ("q",), need)
+    with _on_device(call.given["q"]):
+        runs = {pass_: call.run(pass_) for pass_ in PASSES}
+        return memory.plan_of(call.length, runs, need, call.given)
+
+
+def _checked(
+    pass_: Pass,
+    options: Options,
+    arrays: Mapping[str, Any],
+    required: tuple[str, ...],
+    results: tuple[str, ...],
+) -> _Call:
+    """The arguments of a call, checked against each other."""
+    for name, function in (("score", options.score), ("mask", options.mask_function)):
+        if function is not None:
+            expected = "a bias or a boolean mask: functions count rows from the first of a call"
+            raise NotImplementedError(f"{name}: got {typed(function)}, which streamed keys do not go with; {expected}")
+    k, v = arrays["k"], arrays["v"]
+    for name, streamed, other in (("k", k, "v"), ("v", v, "k")):
+        if not isinstance(streamed, Streamed):
+            raise type_error(name, type(streamed).__name__, f"Streamed as {other} is: *cuflash.streamed(k, v)")
+    if k.chunk != v.chunk:
+        raise value_error("v", f"chunks of {v.chunk} keys", f"{k.chunk} as k: both of one cuflash.streamed(k, v)")
+    for name, remedy in _REMEDIES.items():
+        if arrays.get(name) is not None:
+            got = type(arrays[name]).__name__
+            raise NotImplementedError(f"{name}: got {got}, which streamed keys do not go with; expected {remedy}")
+    own = interop.borrow(
+        {name: x for name, x in arrays.items() if name not in ("k", "v", *OF_KEYS)},
+        required=required,
+        written=[name for name in results if name not in OF_KEYS and arrays.get(name) is not None],
+    )
+    written = {name: arrays[name] for name in OF_KEYS if name in results and arrays.get(name) is not None}
+    hosts = {"k": k.array, "v": v.array}
+    if written:
+        hosts |= borrowed_from_host(written, written=tuple(written)).arrays
+    _check_apart(hosts, tuple(written))
+    given = {name: x for name, x in own.arrays.items() if x is not None} | hosts
+    if own.kind == "numpy":
+        problem = host.bound(pass_, options, given, results).problem
+    else:
+        likes = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in given.items())
+        problem = host.bind_arrays_like(pass_, options, likes, results).problem
+    sizes = problem.seqlen_q, problem.seqlen_k
+    band = Band(diagonal_of(options, *sizes), *window_of(options, *sizes))
+    rows, keys = steps_of(options, problem.block_mask is not None)
+    length = chunk_of(problem, k.chunk, keys)
+    chunks = chunks_of(band, *sizes, length, rows)
+    if pass_ == "backward" and sums_softmax(results):  # which the first call gives, of all queries
+        keys_of_first = chunks[0].keys if chunks else (0, 0)
+        chunks = (Chunk((0, sizes[0]), keys_of_first), *chunks[1:])
+    return _Call(
+        options=options,
+        own=own,
+        hosts=hosts,
+        problem=problem,
+        band=band,
+        length=length,
+        is_explicit=k.chunk is not None,
+        chunks=chunks,
+    )
+
+
+def _check_apart(hosts: Mapping[str, Host], results: tuple[str, ...]) -> None:
+    """Refuse results in host memory that share memory with another array there."""
+    for result in results:
+        for name, x in hosts.items():
+            if name != result and interop.overlap(hosts[result], x):
+                raise value_error(result, f"memory shared with {name}", "memory of its own")
+
+
+def device_of(kind: interop.Kind) -> Cuda | None:
+    """Where chunks go; None where they stay in host memory."""
+    return Cuda() if kind == "cupy" else None
+
+
+def _on_device(array: Array) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if isinstance(array, np.ndarray) else array.device

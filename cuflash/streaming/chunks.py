@@ -1,0 +1,129 @@
+"""Which keys are on the device when, and how much memory that takes: pure data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from cuflash.operands import ITEMSIZE
+from cuflash.options import ORIGIN_STEP, Options
+from cuflash.problem import Problem
+from cuflash.spans import Band, Span, overlap
+from cuflash.values import value_error
+
+CHUNK_BYTES = 2**27  # of keys and values; a chunk of so many is on its way for 2.5 ms over PCIe 5
+CHUNK_STEP = 128  # keys; tiles of the kernels end at multiples of it
+WAYS = {
+    "views": "chunks are views: queries are in host memory, too",
+    "pinned": "chunks are copied from pinned memory by a stream of its own, through two buffers",
+    "staged": "threads bring chunks into two pinned buffers, from where a stream of its own copies them",
+    "mapped": "kernels read pinned memory where it is, because each key is read once",
+}
+Way = Literal["views", "pinned", "staged", "mapped"]
+
+
+class Chunk(NamedTuple):
+    """Keys that are on the device together, and the queries that see any of them."""
+
+    queries: Span
+    keys: Span
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamPlan:
+    """What `FlashAttention.plan` says of streamed keys and values.
+
+    Attributes
+    ----------
+    chunk : int
+        The most keys that are computed with at a time.
+    chunks : tuple of Chunk
+        In order; keys that no query sees are in none.
+    ways : mapping of str to str
+        By pass, how keys come to where they are computed with: "views", "pinned", "staged" or "mapped".
+    memory : mapping of str to (mapping of str to int)
+        By pass, bytes of device memory that a call takes beside its arguments, by what for: its peak is their sum.
+    pinned_bytes : mapping of str to int
+        By pass, bytes of pinned host memory that it takes.
+    """
+
+    problem: Problem
+    chunk: int
+    chunks: tuple[Chunk, ...]
+    ways: Mapping[str, Way]
+    memory: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    pinned_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    def device_bytes(self, pass_: str) -> int:
+        """The most device memory that a pass takes at a time beside its arguments: 0 in host memory."""
+        return sum(self.memory.get(pass_, {}).values())
+
+    def describe(self) -> str:
+        """The plan in words, several lines."""
+        p = self.problem
+        heads = f"{p.num_heads} heads" + (f" over {p.num_heads_kv} key/value heads" if p.group_size > 1 else "")
+        lines = [
+            f"streamed: batch {p.batch}, {heads}, seqlen {p.seqlen_q} x {p.seqlen_k}, head_dim {p.head_dim}, "
+            f"head_dim_v {p.head_dim_v}, {p.dtype}",
+            f"  chunks    {len(self.chunks)} of up to {self.chunk} keys, {self._bytes_of_chunk / 2**20:.4g} MiB of k "
+            "and v each",
+        ]
+        for pass_, way in self.ways.items():
+            lines.append(f"  {pass_:<9} {WAYS[way]}")
+            memory = self.memory.get(pass_, {})
+            if memory:
+                parts = ", ".join(f"{what} {size / 2**20:.4g}" for what, size in memory.items())
+                lines.append(f"            {self.device_bytes(pass_) / 2**20:.4g} MiB on the device at most: {parts}")
+            if self.pinned_bytes.get(pass_):
+                lines.append(f"            {self.pinned_bytes[pass_] / 2**20:.4g} MiB of pinned memory")
+        if not self.memory:
+            lines.append("  memory    results, sums of results in the dtype of lse, and what a call on a chunk takes")
+        return "\n".join(lines)
+
+    @property
+    def _bytes_of_chunk(self) -> int:
+        return self.chunk * bytes_of_key(self.problem)
+
+
+def bytes_of_key(problem: Problem) -> int:
+    """Bytes of one key and its value, of all heads of the batch."""
+    dims = problem.head_dim + problem.head_dim_v
+    return problem.batch * problem.num_heads_kv * dims * ITEMSIZE[problem.k.dtype]
+
+
+def steps_of(options: Options, has_block_mask: bool) -> tuple[int, int]:
+    """Multiples at which parts begin, in queries and in keys."""
+    blocks = options.block_size if isinstance(options.block_size, tuple) else (options.block_size,) * 2
+    random = ORIGIN_STEP if options.dropout else 1
+    rows, keys = (math.lcm(random, block) if has_block_mask else random for block in blocks)
+    return rows, keys
+
+
+def chunk_of(problem: Problem, wanted: int | None, step: int) -> int:
+    """How many keys a chunk has: what the caller wants, or as many as fit into `CHUNK_BYTES`."""
+    if wanted is not None:
+        if wanted % step and wanted < problem.seqlen_k:
+            raise value_error("chunk", wanted, f"a multiple of {step}, because of dropout or a block_mask")
+        return min(wanted, max(problem.seqlen_k, 1))
+    step = math.lcm(CHUNK_STEP, step)
+    fitting = CHUNK_BYTES // max(bytes_of_key(problem), 1) // step * step
+    return min(max(fitting, step), max(problem.seqlen_k, 1))
+
+
+def chunks_of(band: Band, seqlen_q: int, seqlen_k: int, length: int, step: int) -> tuple[Chunk, ...]:
+    """The chunks that any query sees, each with the queries that see it, from a multiple of `step` on.
+
+    A chunk that has all keys is the whole problem.
+    """
+    if seqlen_k <= length:
+        return (Chunk((0, seqlen_q), (0, seqlen_k)),)
+    seen = band.keys_of((0, seqlen_q), seqlen_k)
+    found = []
+    for start in range(seen[0] // length * length, seen[1], length):
+        keys = overlap((start, start + length), (0, seqlen_k))
+        queries = band.queries_of(keys, seqlen_q)
+        if queries[0] < queries[1]:
+            found.append(Chunk((queries[0] // step * step, queries[1]), keys))
+    return tuple(found)

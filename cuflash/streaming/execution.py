@@ -1,0 +1,208 @@
+"""One pass over chunks of keys: parts of out are merged, parts of dq are added, dk and dv of a chunk are whole.
+
+Parts are of the dtype of the softmax where calls can give such, and sums always are. They are added in the order of
+the keys.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cuflash import merging
+from cuflash.parts import Parts
+from cuflash.spans import Span
+from cuflash.streaming.belts import Drain, Feed, Host
+from cuflash.streaming.chunks import Chunk
+from cuflash.streaming.cuda import Cuda
+from cuflash.terms import BROADCAST, OF_SOFTMAX
+
+Array = Any
+OF_ROWS = ("q", "dout", "out", "lse", "dlse")
+OF_KEYS = ("dk", "dv")
+
+
+class Part(NamedTuple):
+    """A chunk that has come, and where its gradients go."""
+
+    number: int
+    chunk: Chunk
+    keys: dict[str, Array]  # k and v
+    room: dict[str, Array]  # dk and dv
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamedPass:
+    """A pass over keys in host memory."""
+
+    parts: Parts
+    chunks: tuple[Chunk, ...]
+    keys: Mapping[str, Host]  # k and v, as (batch, heads, rows, dim)
+    device: Cuda | None  # None: queries are in host memory, too
+    is_mapped: bool = False  # the one chunk is read where it is
+
+    @property
+    def arrays(self) -> Mapping[str, Array]:
+        return self.parts.arrays
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one call computes everything."""
+        seqlen_q = self.arrays["q"].shape[2]
+        return len(self.chunks) == 1 and self.chunks[0].queries == (0, seqlen_q)
+
+    def forward(self, out: Array, lse: Array) -> None:
+        """Fill out, with four axes, and lse, with three."""
+        if self.is_whole:
+            for part in self._walk({}):
+                arrays = self.arrays_of(part, of_softmax=True) | {"out": out, "lse": lse}
+                self.parts.forward(*part.chunk, arrays)
+            return
+        xp, dtype = self.parts.xp, self.parts.softmax_dtype
+        total = out if out.dtype == dtype else xp.empty(out.shape, dtype)
+        merge = merging.RunningMerge(total, self._scores_of_heads())
+        room = {}
+        if not self.parts.is_on_cpu:
+            room = {"out": xp.empty(out.shape, dtype), "lse": xp.empty(lse.shape, lse.dtype)}
+        for part in self._walk({}):
+            rows = slice(*part.chunk.queries)
+            results = {name: x[:, :, rows] for name, x in room.items()}
+            call = functools.partial(self.parts.forward, *part.chunk)
+            arrays = self.arrays_of(part, of_softmax=False)
+            got = self.parts.into(results, arrays, call, is_wide=self.parts.is_on_cpu)
+            merge.add(got["out"], got["lse"], rows)
+        merge.finish(out, lse)
+
+    def backward(self, need: tuple[str, ...], results: Mapping[str, Array]) -> None:
+        """Fill dq, dk and dv, with four axes, dbias with four, and all other gradients, as their arrays are."""
+        of_keys = {name: results[name] for name in OF_KEYS if name in need}
+        self._clear_unseen(of_keys)
+        sums = _Sums(self, [name for name in need if name not in OF_KEYS], results)
+        for part in self._walk(of_keys):
+            wanted = tuple(name for name in need if name not in OF_SOFTMAX or part.number == 0)
+            if not wanted:
+                break
+            into = dict(part.room)
+            is_wide = self.parts.is_on_cpu and not self.is_whole
+            if "dq" in need and not is_wide:
+                into["dq"] = sums.room_of_dq(part.chunk)
+            arrays = self.arrays_of(part, of_softmax=sums_softmax(wanted))
+            if sums.adds_bias:
+                arrays["bias"] = self.parts.widened(arrays["bias"])
+            call = functools.partial(self.parts.backward, *part.chunk, wanted)
+            sums.add(part.chunk, self.parts.into(into, arrays, call, is_wide=is_wide))
+        sums.finish()
+
+    def _scores_of_heads(self) -> list[Array]:
+        """The terms that join the sum of exponentials, once."""
+        terms = self.parts.of_heads(slice(None), of_softmax=True)
+        return [array for name, array in terms.items() if f"d{name}" in OF_SOFTMAX]
+
+    def _walk(self, results: Mapping[str, Host]) -> Iterator[Part]:
+        """One chunk after the other; results of each go when the next one is asked for."""
+        spans = [chunk.keys for chunk in self.chunks]
+        if self.device is None:
+            for number, chunk in enumerate(self.chunks):
+                at = slice(*chunk.keys)
+                views = ({name: x[:, :, at] for name, x in arrays.items()} for arrays in (self.keys, results))
+                yield Part(number, chunk, *views)
+            return
+        if self.is_mapped:
+            mapped = {name: self.device.mapped(array) for name, array in self.keys.items()}
+            yield Part(0, self.chunks[0], mapped, {})
+            self.device.wait(self.device.mark(None))
+            return
+        with Drain(self.device, results, spans) as drain, Feed(self.device, self.keys, spans) as feed:
+            for number, (chunk, keys) in enumerate(zip(self.chunks, feed, strict=True)):
+                yield Part(number, chunk, keys, drain.room(number))
+                drain.send(number)
+
+    def _clear_unseen(self, results: Mapping[str, Host]) -> None:
+        """Zeros where no query sees a key of a chunk."""
+        reached = 0
+        for start, stop in (*(chunk.keys for chunk in self.chunks), (None, None)):
+            for array in results.values():
+                array[:, :, reached:start] = 0
+            reached = stop or reached
+
+    def arrays_of(self, part: Part, *, of_softmax: bool) -> dict[str, Array]:
+        """The arrays of a call."""
+        queries, keys = part.chunk
+        found = {name: self.arrays[name][:, :, slice(*queries)] for name in OF_ROWS if name in self.arrays}
+        found |= part.keys
+        for name in BROADCAST:
+            if name in self.arrays:
+                found[name] = of_pairs(self.arrays[name], queries, keys)
+        if "block_mask" in self.arrays:
+            found["block_mask"] = self._of_blocks(queries, keys)
+        heads = slice(0, self.parts.problem.num_heads)
+        return found | self.parts.of_heads(heads, of_softmax=of_softmax) | self.parts.lengths(keys)
+
+    def _of_blocks(self, queries: Span, keys: Span) -> Array:
+        """The blocks of some queries and keys, which begin where blocks do."""
+        sides = self.parts.problem.block_size
+        rows, columns = (
+            slice(start // side, -(-stop // side)) for (start, stop), side in zip((queries, keys), sides, strict=True)
+        )
+        return self.arrays["block_mask"][..., rows, columns]
+
+
+class _Sums:
+    """Gradients that are sums over chunks, in the dtype of the softmax, or that each chunk has a part of."""
+
+    def __init__(self, run: StreamedPass, names: Sequence[str], results: Mapping[str, Array]) -> None:
+        self.run, self.names, self.results = run, names, results
+        xp, dtype = run.parts.xp, run.parts.softmax_dtype
+        self.totals = {}
+        # Columns of a bias that are the same for all keys get a sum.
+        self.adds_bias = "dbias" in names and run.arrays["bias"].shape[3] == 1 and not run.is_whole
+        for name in names:
+            array = results[name]
+            is_sum = array.dtype != dtype and (name != "dbias" or self.adds_bias)
+            if name != "dq" or not run.is_whole:
+                self.totals[name] = xp.zeros(array.shape, dtype) if is_sum else array
+                self.totals[name][...] = 0
+        self.part_of_dq = None
+        if "dq" in self.totals and not run.parts.is_on_cpu:
+            self.part_of_dq = xp.empty(results["dq"].shape, dtype)
+
+    def room_of_dq(self, chunk: Chunk) -> Array:
+        """Where a call puts dq, or its part of dq."""
+        if "dq" not in self.totals:
+            return self.results["dq"]
+        assert self.part_of_dq is not None
+        return self.part_of_dq[:, :, slice(*chunk.queries)]
+
+    def add(self, chunk: Chunk, got: Mapping[str, Array]) -> None:
+        """Add what a call gave."""
+        for name, total in self.totals.items():
+            if name not in got:
+                continue
+            if name == "dbias" and not self.adds_bias:
+                of_pairs(total, *chunk)[...] = got[name]
+                continue
+            if name == "dq":
+                total = total[:, :, slice(*chunk.queries)]
+            elif name == "dbias":
+                total = of_pairs(total, *chunk)
+            total += got[name]
+
+    def finish(self) -> None:
+        """Round what has a narrower dtype."""
+        for name, total in self.totals.items():
+            if total is not self.results[name]:
+                self.results[name][...] = total
+
+
+def sums_softmax(need: Collection[str]) -> bool:
+    """Whether gradients are wanted of what joins the sum of exponentials."""
+    return not set(OF_SOFTMAX).isdisjoint(need)
+
+
+def of_pairs(array: Array, queries: Span, keys: Span) -> Array:
+    """The part of an array over pairs, of axes of length 1 the whole."""
+    rows = slice(*queries) if array.shape[2] != 1 else slice(None)
+    columns = slice(*keys) if array.shape[3] != 1 else slice(None)
+    return array[:, :, rows, columns]

@@ -1,0 +1,181 @@
+"""How keys get to the device in each pass, and the memory that this takes."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from cuflash import host
+from cuflash.binding import Contiguous, Pass, bind
+from cuflash.options import Options
+from cuflash.problem import Problem
+from cuflash.streaming.belts import is_direct
+from cuflash.streaming.chunks import Chunk, StreamPlan, Way
+from cuflash.streaming.cuda import Cuda
+from cuflash.streaming.execution import OF_KEYS, Part, StreamedPass, sums_softmax
+
+if TYPE_CHECKING:
+    from cuflash.planning import LaunchPlan
+
+Array = Any
+ROUNDING = 512  # bytes to which CuPy's pool rounds
+MAPPED_ROWS = 16  # queries of a head, up to which every kernel reads a key of its head once
+DECODING = ("sm90/decode",)  # kernels that read a key once for all heads that share it
+
+
+def may_be_mapped(run: StreamedPass, device: Cuda) -> bool:
+    """Whether a forward pass of one chunk reads keys where they are in host memory: if it reads each of them once."""
+    arrays = list(run.keys.values())
+    if not all(x.size and x.strides[3] == x.itemsize and min(x.strides) > 0 and device.is_pinned(x) for x in arrays):
+        return False
+    problem = run.parts.problem
+    if problem.group_size == 1 and problem.seqlen_q <= MAPPED_ROWS:
+        return True
+    chunk = run.chunks[0]
+    given = run.arrays_of(Part(0, chunk, dict(run.keys), {}), of_softmax=True)
+    likes = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in given.items())
+    return _reads_keys_once(run.parts.options_of(*chunk), likes, run.arrays["q"].data.device_id)
+
+
+@functools.lru_cache(maxsize=256)
+def _reads_keys_once(options: Options, likes: tuple[Any, ...], device_id: int) -> bool:
+    """Whether the kernels of a forward pass on such arrays do; a step of decoding should not wait for a plan."""
+    launch = importlib.import_module("cuflash.launch")
+    binding = host.bind_arrays_like("forward", options, likes, ("out", "lse"))
+    plan = launch.tuned_plan(binding.problem, launch.device_spec(device_id), "forward", **binding.layout)
+    return any(kernel.source.startswith(DECODING) for kernel in plan.kernels)
+
+
+def plan_of(
+    length: int, runs: Mapping[Pass, StreamedPass], need: Collection[str], given: Mapping[str, Array]
+) -> StreamPlan:
+    """The plan of both passes."""
+    ways: dict[str, Way] = {}
+    memory: dict[str, dict[str, int]] = {}
+    pinned: dict[str, int] = {}
+    for pass_, run in runs.items():
+        ways[pass_] = _way(run)
+        if run.device is not None:
+            takes = _forward_memory(run, given) if pass_ == "forward" else _backward_memory(run, need, given)
+            memory[pass_] = {what: size for what, size in takes.items() if size}
+            pinned[pass_] = _pinned_bytes(run, need if pass_ == "backward" else ())
+    run = runs["backward"]
+    return StreamPlan(
+        problem=run.parts.problem, chunk=length, chunks=run.chunks, ways=ways, memory=memory, pinned_bytes=pinned
+    )
+
+
+def _way(run: StreamedPass) -> Way:
+    if run.device is None:
+        return "views"
+    if run.is_mapped:
+        return "mapped"
+    return "pinned" if all(is_direct(run.device, x) for x in run.keys.values()) else "staged"
+
+
+def _pinned_bytes(run: StreamedPass, need: Collection[str]) -> int:
+    """Of buffers through which chunks pass, and of results that lie as pinned keys do."""
+    if run.is_mapped or run.device is None:
+        return 0
+    total = 0
+    for name, array in run.keys.items():
+        count = 1 + (f"d{name}" in need)
+        total += 0 if is_direct(run.device, array) else 2 * count * _chunk_bytes(run, array)
+        total += array.nbytes if f"d{name}" in need and run.device.is_pinned(array) else 0
+    return total
+
+
+def _chunk_bytes(run: StreamedPass, array: Array) -> int:
+    longest = max((stop - start for _, (start, stop) in run.chunks), default=0)
+    return _rounded(math.prod(array.shape[:2]) * longest * array.shape[3] * array.itemsize)
+
+
+def _forward_memory(run: StreamedPass, given: Mapping[str, Array]) -> dict[str, int]:
+    problem, size = run.parts.problem, run.parts.softmax_dtype.itemsize
+    rows = problem.batch * problem.num_heads * problem.seqlen_q
+    lse, wide = _rounded(rows * size), _rounded(rows * problem.head_dim_v * size)
+    out = _rounded(rows * problem.head_dim_v * run.arrays["q"].itemsize)
+    is_narrow = _is_narrow(problem)
+    memory = {} if run.is_mapped else {"k and v": sum(2 * _chunk_bytes(run, x) for x in run.keys.values())}
+    memory["results"] = (out if "out" not in given else 0) + (lse if "lse" not in given else 0)
+    if not run.is_whole:
+        memory["sums"] = is_narrow * wide + 2 * lse
+        memory["a part"] = wide + 3 * lse
+    return memory | {"scratch": _scratch("forward", run, ("out", "lse"))}
+
+
+def _backward_memory(run: StreamedPass, need: Collection[str], given: Mapping[str, Array]) -> dict[str, int]:
+    problem = run.parts.problem
+    is_narrow = _is_narrow(problem)
+    wide = _rounded(run.arrays["q"].size * run.parts.softmax_dtype.itemsize)
+    own = [name for name in need if name not in OF_KEYS]
+    others = sum(_of_term(run, name) for name in own if name != "dq")
+    memory = {
+        "k and v": sum(2 * _chunk_bytes(run, x) for x in run.keys.values()),
+        "dk and dv": sum(2 * _chunk_bytes(run, x) for name, x in run.keys.items() if f"d{name}" in need),
+        "results": sum(
+            _rounded(run.arrays["q"].nbytes) if name == "dq" else _of_term(run, name)
+            for name in own
+            if name not in given
+        ),
+    }
+    if not run.is_whole:
+        memory["sums"] = ("dq" in need) * is_narrow * wide + others
+        memory["a part"] = ("dq" in need) * wide + 2 * others
+    return memory | {"scratch": _scratch("backward", run, need)}
+
+
+def _of_term(run: StreamedPass, name: str) -> int:
+    """Bytes of a gradient of a term or a number, as a sum."""
+    array = run.arrays.get(name[1:])
+    return _rounded((1 if array is None else array.size) * run.parts.softmax_dtype.itemsize)
+
+
+def _scratch(pass_: Pass, run: StreamedPass, need: Collection[str]) -> int:
+    """The most memory that calls take for their duration, copies of arrays among it."""
+    if run.is_mapped:
+        return _takes(pass_, run, run.chunks[0], need, run.keys)
+    shapes = {}
+    for chunk in run.chunks:
+        shapes[tuple(stop - start for start, stop in chunk)] = chunk
+    return max((_takes(pass_, run, chunk, need, _chunk_like(run, chunk)) for chunk in shapes.values()), default=0)
+
+
+def _chunk_like(run: StreamedPass, chunk: Chunk) -> dict[str, Contiguous]:
+    rows = chunk.keys[1] - chunk.keys[0]
+    return {name: Contiguous((*x.shape[:2], rows, x.shape[3]), x.dtype) for name, x in run.keys.items()}
+
+
+def _takes(pass_: Pass, run: StreamedPass, chunk: Chunk, need: Collection[str], keys: Mapping[str, Any]) -> int:
+    plan, copied = _launch_plan(pass_, run, chunk, need, keys)
+    lengths = run.arrays.get("kv_lengths")
+    small = 0 if lengths is None else 2 * _rounded(lengths.nbytes)
+    return _rounded(plan.extra_bytes) + copied + small
+
+
+def _launch_plan(
+    pass_: Pass, run: StreamedPass, chunk: Chunk, need: Collection[str], keys: Mapping[str, Any]
+) -> tuple[LaunchPlan, int]:
+    """The plan of a call on a chunk, and the bytes of arrays that it copies."""
+    arrays = run.arrays_of(Part(0, chunk, dict(keys), {}), of_softmax=run.is_whole or sums_softmax(need))
+    options = run.parts.options_of(*chunk)
+    if not run.is_whole and _is_narrow(run.parts.problem):
+        options = replace(options, wide=tuple(name for name in ("out", "dq") if name in need))
+    binding = bind(pass_, options, arrays, need=need)
+    launch = importlib.import_module("cuflash.launch")
+    device = launch.device_spec(run.arrays["q"].data.device_id)
+    plan: LaunchPlan = launch.tuned_plan(binding.problem, device, pass_, **binding.layout)
+    return plan, sum(_rounded(arrays[name].nbytes) for name in binding.copied)
+
+
+def _is_narrow(problem: Problem) -> bool:
+    """Whether results are rounded to another dtype than that in which they are added."""
+    return problem.dtype != problem.softmax_dtype
+
+
+def _rounded(size: int) -> int:
+    return -(-size // ROUNDING) * ROUNDING

@@ -1,0 +1,118 @@
+"""What a caller wraps: keys and values that stay in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from cuflash import interop
+from cuflash.operands import FLOAT8
+from cuflash.values import as_integer, type_error, value_error
+
+Array = Any
+
+
+class Streamed:
+    """Keys or values in host memory, for `cuflash.FlashAttention`: made by `cuflash.streamed`.
+
+    Attributes
+    ----------
+    array : numpy.ndarray
+        What was given, or a view of it.
+    chunk : int or None
+        Keys of a chunk, where the caller says.
+    """
+
+    __slots__ = ("array", "borrowed", "chunk")
+
+    def __init__(self, array: Any, chunk: int | None, borrowed: interop.Borrowed) -> None:
+        self.array = array
+        self.chunk = chunk
+        self.borrowed = borrowed  # whose library gradients are given back to
+
+    def __repr__(self) -> str:
+        return f"Streamed({self.array.dtype.name} {tuple(self.array.shape)}, chunk={self.chunk})"
+
+
+class StreamedPair(NamedTuple):
+    """What `streamed` returns: the second and third argument of `cuflash.FlashAttention.forward`."""
+
+    k: Streamed
+    v: Streamed
+
+
+def streamed(k: Array, v: Array, *, chunk: int | None = None) -> StreamedPair:
+    """Keys and values that stay in host memory, for queries on a GPU, or in host memory, too.
+
+    Parameters
+    ----------
+    k, v : array
+        In host memory: NumPy arrays, memory maps, pinned memory (``cupyx.empty_pinned``), or arrays of another library
+        with ``__dlpack__``; of two to four axes, in shapes as `cuflash.FlashAttention.forward` takes them. Read-only
+        ones will do.
+    chunk : int, optional
+        How many keys are on the device at a time, twice: those that are computed with, and those on their way. By
+        default as many as 128 MiB of k and v hold. With dropout a multiple of 16, with a `block_mask` one of the keys
+        of a block.
+
+    Returns
+    -------
+    StreamedPair
+        ``k`` and ``v``, which `cuflash.FlashAttention.forward`, `backward` and `plan` take in the places of k and v:
+        ``attn.forward(q, *cuflash.streamed(k, v))``.
+
+    Raises
+    ------
+    TypeError
+        No arrays in host memory; a chunk that is no integer.
+    ValueError
+        A chunk below 1.
+    NotImplementedError
+        Arrays of more axes than four, or of one byte a number.
+
+    References
+    ----------
+    Milakov, Gimelshein: Online normalizer calculation for softmax (2018), https://arxiv.org/abs/1805.02867, section 3.
+    Yao, Jacobs, Tanaka, Ruwase, Subramoni, Panda: Training ultra long context language model with fully pipelined
+    distributed transformer (2024), https://arxiv.org/abs/2408.16978 (chunks behind the compute).
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 8, 1000, 64))
+    >>> out = cuflash.FlashAttention().forward(q, *cuflash.streamed(k, v, chunk=300)).out
+    >>> np.allclose(out, cuflash.attention(q, k, v))
+    True
+    """
+    if chunk is not None:
+        chunk = as_integer("chunk", chunk)
+        if chunk < 1:
+            raise value_error("chunk", chunk, "an integer >= 1")
+    borrowed = borrowed_from_host({"k": k, "v": v}, required=("k", "v"))
+    for name, array in borrowed.arrays.items():
+        if array.ndim > 4:
+            remedy = "two to four axes: streamed keys have one axis for the batch; reshape the leading axes to one"
+            raise NotImplementedError(f"{name}: got {array.ndim} axes, expected {remedy}")
+        if array.dtype.name in FLOAT8:
+            remedy = "numbers of the dtype of q: keys and values of one byte are not streamed"
+            raise NotImplementedError(f"{name}: got dtype {array.dtype.name}, expected {remedy}")
+    return StreamedPair(*(Streamed(borrowed.arrays[name], chunk, borrowed) for name in ("k", "v")))
+
+
+def borrowed_from_host(
+    arrays: Mapping[str, Any], *, required: tuple[str, ...] = (), written: tuple[str, ...] = ()
+) -> interop.Borrowed:
+    """Arrays in host memory as NumPy's; TypeError for others, which names them."""
+    for name, array in arrays.items():
+        if isinstance(array, Streamed):
+            raise type_error(name, "Streamed", "an array in host memory")
+    borrowed = interop.borrow(arrays, required=required, written=written)
+    if borrowed.kind != "numpy":
+        name = next(name for name, x in arrays.items() if x is not None)
+        raise type_error(name, "an array in device memory", "one in host memory: those on the device need no streaming")
+    return borrowed
+
+
+def is_streamed(arrays: Mapping[str, Any]) -> bool:
+    """Whether keys or values of a call are streamed."""
+    return isinstance(arrays["k"], Streamed) or isinstance(arrays["v"], Streamed)

@@ -1,0 +1,228 @@
+"""Streamed keys by the kernels: chunks through a stand-in for a device, calls by `cuflash.launch` on the emulator.
+
+The stand-in copies as late as it may, or as early; parts are merged by the text that CuPy compiles.
+"""
+
+import ctypes
+import functools
+import gc
+import hashlib
+import subprocess
+import sys
+import weakref
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuflash
+import cuflash.testing as ct
+from cuflash import interop, merging
+from cuflash.emulator import find_compiler
+from cuflash.parts import Parts
+from cuflash.streaming import calls, memory
+from cuflash.terms import DEFAULT_NEED
+from tests.emulate.launcher import ALIGNMENT, DeviceArray, launcher
+from tests.fakes import FakeDevice
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+SIZES: dict[str, Any] = {"seqlen_q": 70, "seqlen_k": 300, "num_heads": 2, "num_heads_kv": 1, "head_dim": 64}
+CASES = {
+    "9.0": ct.Case(**SIZES, causal=True, dtype="bfloat16", sinks=True, dlse=True),
+    "9.0 bshd": ct.Case(**SIZES, dtype="float16", layout="bshd", window=(150, 0), alibi_slopes=(2,)),
+    "8.0": ct.Case(**SIZES, causal=True, dtype="float16", bias=(70, 300), kv_lengths=(170,)),
+    "8.0 float32": ct.Case(**SIZES, dtype="float32", window=(40, 40)),
+}
+
+
+class ElementwiseKernel:
+    """That of CuPy, compiled for the CPU."""
+
+    def __init__(self, inputs: str, outputs: str, operation: str, name: str) -> None:
+        self.names = [text.split()[1] for text in (*inputs.split(", "), *outputs.split(", "))]
+        self.count, self.operation, self.name = inputs.count(",") + 1, operation, name
+
+    def __call__(self, *arrays: Any) -> None:
+        shape = np.broadcast_shapes(*(x.shape for x in arrays))
+        assert all(x.shape == shape for x in arrays[self.count :])
+        (dtype,) = {x.dtype for x in arrays}
+        flat = [np.ascontiguousarray(np.broadcast_to(x, shape), dtype).reshape(-1) for x in arrays]
+        run = _compiled(self.name, tuple(self.names), self.operation, {4: "float", 8: "double"}[dtype.itemsize])
+        run(ctypes.c_long(flat[0].size), *(x.ctypes.data_as(ctypes.c_void_p) for x in flat))
+        for array, result in zip(arrays[self.count :], flat[self.count :], strict=True):
+            array[...] = result.reshape(shape)
+
+
+@functools.cache
+def _compiled(name: str, names: tuple[str, ...], operation: str, real: str) -> Any:
+    pointers = ", ".join(f"T* p_{x}" for x in names)
+    places = " ".join(f"T& {x} = p_{x}[i];" for x in names)
+    text = f"""#include <cmath>
+        using namespace std;
+        typedef {real} T;
+        extern "C" void run(long n, {pointers}) {{ for (long i = 0; i < n; ++i) {{ {places} {operation} }} }}"""
+    path = f"/tmp/{name}_{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    subprocess.run(["g++", "-O1", "-shared", "-fPIC", "-x", "c++", "-o", path, "-"], input=text.encode(), check=True)
+    return ctypes.CDLL(path).run
+
+
+class EmulatedDevice(FakeDevice):
+    def empty(self, shape, dtype):
+        array = DeviceArray(shape, dtype)
+        self.own.append(array)
+        return array
+
+
+def filled(shape, value, dtype):
+    array = DeviceArray(shape, dtype)
+    array[...] = value
+    return array
+
+
+CUPY = SimpleNamespace(
+    **{name: getattr(np, name) for name in ("clip", "log", "divide", "ascontiguousarray")},
+    empty=DeviceArray,
+    full=filled,
+    zeros=lambda shape, dtype: filled(shape, 0, dtype),
+    empty_like=lambda x: DeviceArray(x.shape, x.dtype),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedParts(Parts):
+    module: Any = None  # cuflash.launch
+
+    @property
+    def xp(self) -> Any:
+        return CUPY
+
+    @property
+    def backend(self) -> Any:
+        def call(pass_: str, options: Any, arrays: Any, *others: Any) -> Any:
+            self.module.forget_launches()  # the stand-in for the driver knows one at a time
+            given = {name: None if x is None else x.view(DeviceArray) for name, x in arrays.items()}
+            return getattr(self.module, pass_)(options, given, *others)
+
+        return SimpleNamespace(**{pass_: functools.partial(call, pass_) for pass_ in ("forward", "backward")})
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Lets calls on NumPy arrays go by way of the emulator."""
+
+    def use(module, **how):
+        device = EmulatedDevice(**how)
+
+        def parts(*, arrays, **fields):
+            on_device = {name: x.view(DeviceArray) for name, x in arrays.items()}
+            return EmulatedParts(**fields, arrays=on_device, module=module)
+
+        monkeypatch.setattr(calls, "device_of", lambda kind: device)
+        monkeypatch.setattr(calls, "Parts", parts)
+        monkeypatch.setattr(interop, "module_of", lambda array: CUPY)
+        monkeypatch.setattr(sys.modules["cupy"], "ElementwiseKernel", ElementwiseKernel, raising=False)
+        clear()
+        return device
+
+    def clear():
+        merging._kernel.cache_clear()
+        memory._reads_keys_once.cache_clear()
+
+    yield use
+    clear()
+
+
+@pytest.mark.parametrize("how", [{"late": True, "pinned": False}, {"late": False, "pinned": True}], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_chunks_by_the_kernels_keep_the_oracle_rule(name, how, emulated):
+    case, arch = CASES[name], name[:3]
+    arrays = case.arrays()
+    q, k, v = ct.qkv(arrays)
+    attn: Any = cuflash.FlashAttention(**case.keywords)
+    with launcher(arch, computes=True) as found:
+        emulated(found._module, **how)
+        keys = cuflash.streamed(k, v, chunk=128)
+        out, lse = (x.view(np.ndarray) for x in attn.forward(q, *keys, **ct.optional(arrays)))
+        need = ("dq", "dk", "dv", "dsinks") if case.sinks else DEFAULT_NEED
+        gradients = attn.backward(arrays["dout"], q, *keys, out, lse, need=need, **ct.optional_backward(arrays))
+    ct.assert_forward(case, out, lse)
+    ct.assert_backward(case, **{name: x.view(np.ndarray) for name, x in gradients._asdict().items()})
+
+
+DECODING = {
+    "9.0": ct.Case(seqlen_q=1, seqlen_k=700, num_heads=4, num_heads_kv=1, head_dim=64, dtype="bfloat16", sinks=True),
+    "8.0": ct.Case(seqlen_q=2, seqlen_k=300, num_heads=2, head_dim=64, dtype="float32"),
+}
+
+
+@pytest.mark.parametrize("arch", DECODING)
+def test_decoding_reads_pinned_memory_where_it_is(arch, emulated):
+    case = DECODING[arch]
+    arrays = case.arrays()
+    q, k, v = ct.qkv(arrays)
+    attn: Any = cuflash.FlashAttention()
+    with launcher(arch, computes=True) as found:
+        for pinned, chunk, way in ((True, None, "mapped"), (True, 128, "pinned"), (False, None, "staged")):
+            device = emulated(found._module, late=True, pinned=pinned)
+            keys = cuflash.streamed(k, v, chunk=chunk)
+            assert attn.plan(q, *keys, **ct.optional(arrays)).ways == {
+                "forward": way,
+                "backward": "pinned" if pinned else "staged",
+            }
+            out, lse = (x.view(np.ndarray) for x in attn.forward(q, *keys, **ct.optional(arrays)))
+            ct.assert_forward(case, out, lse)
+            assert bool(device.own) == (way != "mapped")
+    shared = ct.Case(seqlen_q=2, seqlen_k=300, num_heads=2, num_heads_kv=1, head_dim=64, dtype="float32").arrays()
+    with launcher("8.0", computes=False) as found:
+        emulated(found._module, late=True, pinned=True)
+        keys = cuflash.streamed(shared["k"], shared["v"])
+        assert attn.plan(shared["q"], *keys).ways["forward"] == "pinned"  # each head would read keys by itself
+
+
+class Meter:
+    """The most memory of the stand-ins that is there at a time, in pieces of 512 bytes as CuPy's pool gives them."""
+
+    def __init__(self):
+        self.now = self.most = 0
+
+    def allocated(self, nbytes):
+        storage = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8)
+        first = -storage.ctypes.data % ALIGNMENT
+        size = -(-nbytes // 512) * 512
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._freed, size)
+        return storage[first : first + nbytes]
+
+    def _freed(self, size):
+        self.now -= size
+
+
+@pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
+@pytest.mark.parametrize("name", CASES)
+def test_device_memory_is_what_the_plan_says(name, pinned, emulated, monkeypatch):
+    case, arch = CASES[name], name[:3]
+    arrays = case.arrays()
+    q, k, v = ct.qkv(arrays)
+    attn: Any = cuflash.FlashAttention(**case.keywords)
+    meter = Meter()
+    with launcher(arch, computes=False) as found:
+        monkeypatch.setattr("tests.emulate.launcher.allocated", meter.allocated)
+        keys = cuflash.streamed(k, v, chunk=128)
+        emulated(found._module, late=True, pinned=pinned)
+        plan = attn.plan(q, *keys, **ct.optional(arrays))
+        assert plan.ways["forward"] == ("pinned" if pinned else "staged")
+        assert f"{plan.device_bytes('backward') / 2**20:.4g} MiB on the device at most: k and v " in plan.describe()
+        out, lse = (arrays["dout"].copy(), np.zeros(case.problem.lse_shape, np.float32))
+        for pass_ in ("forward", "backward"):
+            emulated(found._module, late=True, pinned=pinned)
+            gc.collect()
+            meter.now = meter.most = 0
+            if pass_ == "forward":
+                results = attn.forward(q, *keys, **ct.optional(arrays))
+            else:
+                results = attn.backward(arrays["dout"], q, *keys, out, lse, **ct.optional_backward(arrays))
+            assert 0.9 * plan.device_bytes(pass_) < meter.most <= plan.device_bytes(pass_), pass_
+            del results

@@ -1,0 +1,149 @@
+"""Packed sequences over ranks that are threads: against the oracle, and bit for bit over numbers of ranks."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash.distributed as cd
+import cuflash.testing as ct
+from cuflash.distributed.packed import Packing
+from cuflash.options import Options
+from tests.pure.test_schedule import of_chunks, splits
+from tests.ranks import judge, results_of
+
+FEATURES = ("causal", "window", "softcap", "alibi_slopes", "gqa", "head_dim_v", "sinks", "dlse", "packed")
+PACKED = ct.cases(features=FEATURES, ndims=(3,), max_seqlen=65, max_scores=2**12, max_head_dim=16, min_seqlen=0).filter(
+    lambda case: case.cu_seqlens_q is not None
+)
+NEEDS = st.sampled_from((("dq", "dk", "dv"), None, ("dq",), ("dk", "dv")))
+CASE = ct.Case(
+    seqlen_q=40,
+    seqlen_k=44,
+    num_heads=2,
+    head_dim=8,
+    causal=True,
+    cu_seqlens_q=(0, 3, 3, 23, 36),
+    cu_seqlens_k=(0, 6, 10, 30, 41),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), PACKED, st.integers(1, 6), NEEDS)
+def test_any_split_of_packed_sequences_keeps_the_oracle_rule(data, case, ranks, need):
+    split_q, split_k = (data.draw(splits(n, ranks)) for n in (case.seqlen_q, case.seqlen_k))
+    judge(case, results_of(case, split_q, split_k, need=need, steps=2))
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.data(), PACKED, st.integers(1, 6))
+def test_bits_do_not_depend_on_the_number_of_ranks(data, case, ranks):
+    sizes = (case.seqlen_q, case.seqlen_k)
+    expected = results_of(case, *[cd.zigzag(n, 1) for n in sizes], deterministic=True)
+    judge(case, expected)
+    dealt = [data.draw(of_chunks(n, ranks, 16)) for n in sizes]
+    for chosen in ([cd.zigzag(n, 2) for n in sizes], dealt):
+        for name, x in results_of(case, *chosen, deterministic=True).items():
+            assert x.tobytes() == expected[name].tobytes(), name
+
+
+@given(
+    st.lists(st.integers(0, 9), max_size=8),
+    st.lists(st.integers(0, 9), min_size=8, max_size=8),
+    st.tuples(st.integers(0, 80), st.integers(0, 80)).map(sorted),
+)
+def test_a_piece_has_whole_sequences_or_a_part_of_one(lengths_q, lengths_k, span):
+    """Pieces tile the span, and what they meet is what their rows meet one by one."""
+    starts = [tuple(int(x) for x in np.cumsum([0, *x])) for x in (lengths_q, lengths_k[: len(lengths_q)])]
+    for options in (Options(), Options(causal=True), Options(causal="top_left", window=(2, None))):
+        packing = Packing.of(options, *starts)
+        pieces = packing.cut(tuple(span), "queries")
+        assert [i for piece in pieces for i in range(*piece)] == list(range(*span))
+        assert len(pieces) <= 4
+        for piece in pieces:
+            first, stop = packing.sequences_of(piece, "queries")
+            whole = starts[0][first] >= piece[0] and starts[0][stop] <= piece[1]
+            assert whole or stop - first == 1 or packing.is_left_over(piece, "queries")
+            met = set(range(*packing.met(piece, "queries")))
+            for i in range(*piece):
+                assert set(range(*packing.met((i, i + 1), "queries"))) <= met
+
+
+def test_the_plan_counts_sequences():
+    arrays = CASE.arrays()
+    (comm,) = cd.threads(1)
+    attn = cd.ContextParallel(comm, causal=True)
+    starts = {name: arrays[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    out, _ = attn.forward(*ct.qkv(arrays), **starts)
+    assert out.shape == CASE.problem.out_shape
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "method", "kind", "message"),
+    [
+        (
+            {"dropout": 0.5},
+            {"seed": 1, "offset": 2},
+            "forward",
+            NotImplementedError,
+            "^dropout: got 0.5 with packed sequences, which is not served over ranks; expected dropout=0.0$",
+        ),
+        ({}, {}, "decode", NotImplementedError, "^cu_seqlens_q: got packed sequences in decode, which is not served "),
+        ({}, {"cu_seqlens_k": None}, "forward", ValueError, "^cu_seqlens_k: got None"),
+        (
+            {},
+            {"cu_seqlens_q": np.array([0, 3, 3, 23, 41], np.int32)},
+            "forward",
+            ValueError,
+            "^cu_seqlens_q: got .*41",
+        ),
+        (
+            {},
+            {"cu_seqlens_k": np.array([0, 9, 8, 20, 41], np.int32)},
+            "forward",
+            ValueError,
+            "^cu_seqlens_k: got ",
+        ),
+        ({}, {"kv_lengths": np.ones(4, np.int32)}, "forward", NotImplementedError, "^kv_lengths: got it together with"),
+        ({}, {"k_scale": np.ones(1, np.float32)}, "forward", NotImplementedError, "^k_scale: got ndarray, which is "),
+    ],
+)
+def test_what_packed_sequences_do_not_go_with(options, changes, method, kind, message):
+    arrays = CASE.arrays()
+    (comm,) = cd.threads(1)
+    given: dict[str, Any] = {name: arrays[name] for name in ("cu_seqlens_q", "cu_seqlens_k")} | changes
+    with pytest.raises(kind, match=message):
+        getattr(cd.ContextParallel(comm, causal=True, **options), method)(*ct.qkv(arrays), **given)
+
+
+def test_ranks_that_have_other_sequences_raise():
+    from tests.ranks import on_threads
+
+    arrays = CASE.arrays()
+    split_q, split_k = cd.contiguous(40, 2), cd.contiguous(44, 2)
+
+    def work(comm):
+        starts = {name: arrays[name].copy() for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        starts["cu_seqlens_q"][1] += comm.rank
+        k, v = (split_k.part(arrays[name], comm.rank) for name in "kv")
+        try:
+            cd.ContextParallel(comm, split="contiguous").forward(split_q.part(arrays["q"], comm.rank), k, v, **starts)
+        except ValueError as error:
+            return str(error)
+
+    for message in on_threads(2, work):
+        assert message.startswith("cu_seqlens_q: got int32 (5,) with checksum ")
+
+
+def test_long_runs_of_sequences_are_one_call():
+    """A rank with many short sequences makes a call for those that are whole, and one for each end."""
+    starts = tuple(range(0, 1001, 10))
+    packing = Packing.of(Options(causal=True), starts, starts)
+    assert packing.cut((3, 997), "queries") == [(3, 10), (10, 990), (990, 997)]
+    assert packing.met((10, 990), "queries") == (10, 990)
+    assert packing.met((3, 10), "queries") == (0, 10)
+    assert packing.met((3, 10), "keys") == (3, 10)
+    assert replace(CASE, causal=False).problem.is_packed

@@ -1,0 +1,325 @@
+"""Streamed keys and values against the oracle: on the CPU, and by way of a stand-in for a device."""
+
+import tracemalloc
+from dataclasses import replace
+from typing import Any
+
+import array_api_strict
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+import cuflash.testing as ct
+from cuflash.spans import Band
+from cuflash.streaming import calls
+from cuflash.streaming.chunks import Chunk, chunks_of
+from tests.fakes import FakeDevice
+
+FEATURES = (*(name for name in ct.FEATURES if name != "scale"), "sinks", "dlse", "dropout", "block_mask")
+SMALL: dict[str, Any] = {
+    "features": FEATURES,
+    "max_seqlen": 100,
+    "max_head_dim": 24,
+    "max_scores": 2**13,
+    "score_spreads": (1.0, 8.0),
+}
+CASE = ct.Case(seqlen_q=13, seqlen_k=50, num_heads=4, num_heads_kv=2, head_dim=8, causal=True)
+DEVICES = st.sampled_from([None, *({"late": late, "pinned": pinned} for late in (0, 1) for pinned in (0, 1))])
+
+
+def results_of(case, chunk, arrays=None, **options):
+    """All results of both passes."""
+    arrays = case.arrays() if arrays is None else arrays
+    q, k, v = ct.qkv(arrays)
+    keys = cuflash.streamed(k, v, chunk=chunk)
+    attn: Any = cuflash.FlashAttention(**case.keywords, **options)
+    need = ct.gradients_of(case.problem)
+    out, lse = attn.forward(q, *keys, **ct.optional(arrays), **case.random)
+    terms = ct.optional_backward(arrays) | case.random
+    gradients = attn.backward(arrays["dout"], q, *keys, out, lse, need=need, **terms)
+    return {"out": out, "lse": lse, **dict(zip(need, gradients, strict=True))}
+
+
+def judge(case, results):
+    ct.assert_forward(case, results["out"], results["lse"])
+    ct.assert_backward(case, **{name: x for name, x in results.items() if name not in ("out", "lse")})
+
+
+def same(x, y):
+    return all(x[name].tobytes() == y[name].tobytes() for name in x)
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    """Lets calls on NumPy arrays go by way of a stand-in for a device, or of none."""
+
+    def use(how):
+        device = None if how is None else FakeDevice(**how)
+        monkeypatch.setattr(calls, "device_of", lambda kind: device)
+        return device
+
+    return use
+
+
+def chunks_for(data, case):
+    step = 16 if case.dropout else 1
+    if case.block_mask is not None:
+        step = max(step, case.block_size[1])
+    return data.draw(st.sampled_from([step * n for n in (1, 2, 3, 5, 10, 100)]), "chunk")
+
+
+@settings(max_examples=60)
+@given(data=st.data(), case=ct.cases(**SMALL), how=DEVICES)
+def test_any_chunks_of_any_case_keep_the_oracle_rule(data, case, how):
+    with pytest.MonkeyPatch.context() as patch:
+        device = None if how is None else FakeDevice(**how)
+        patch.setattr(calls, "device_of", lambda kind: device)
+        judge(case, results_of(case, chunks_for(data, case)))
+
+
+@settings(max_examples=25)
+@given(data=st.data(), case=ct.cases(**SMALL))
+def test_bits_do_not_depend_on_how_chunks_travel(data, case):
+    """By views, or through buffers, early or late, staged or not."""
+    chunk, found = chunks_for(data, case), []
+    for how in (None, *({"late": late, "pinned": pinned} for late in (False, True) for pinned in (False, True))):
+        with pytest.MonkeyPatch.context() as patch:
+            device = None if how is None else FakeDevice(**how)
+            patch.setattr(calls, "device_of", lambda kind, device=device: device)
+            found.append(results_of(case, chunk))
+    for others in found[1:]:
+        for name, x in others.items():
+            np.testing.assert_array_equal(x, found[0][name], err_msg=name, strict=True)
+
+
+@settings(max_examples=25)
+@given(case=ct.cases(**SMALL))
+def test_one_chunk_is_the_call_as_it_was(case):
+    arrays = case.arrays()
+    attn: Any = cuflash.FlashAttention(**case.keywords)
+    expected = attn.forward(*ct.qkv(arrays), **ct.optional(arrays), **case.random)
+    found = results_of(case, case.seqlen_k)
+    for name, x in expected._asdict().items():
+        np.testing.assert_array_equal(found[name], x, err_msg=name, strict=True)
+
+
+@pytest.mark.parametrize("need", [("dk",), ("dq",), ("dv", "dq"), ("dsinks",), ("dscale", "dbias")], ids=",".join)
+@pytest.mark.parametrize("how", [None, {"late": True, "pinned": False}], ids=["views", "buffers"])
+def test_gradients_that_are_not_asked_for_are_not_computed(need, how, devices):
+    devices(how)
+    case = replace(CASE, bias=(13, 1), sinks=True, dtype="float16")
+    arrays = case.arrays()
+    q, k, v = ct.qkv(arrays)
+    attn: Any = cuflash.FlashAttention(**case.keywords)
+    results = attn.forward(q, k, v, **ct.optional(arrays))
+    keys = cuflash.streamed(k, v, chunk=16)
+    found = attn.backward(arrays["dout"], q, *keys, *results, need=need, **ct.optional_backward(arrays))
+    assert set(found._fields) == set(need)
+    ct.assert_backward(case, **found._asdict())
+
+
+@pytest.mark.parametrize("how", [None, {"late": True, "pinned": False}, {"late": True, "pinned": True}])
+def test_results_go_where_the_caller_wants_them(how, devices, tmp_path):
+    devices(how)
+    arrays = CASE.arrays()
+    q, k, v = ct.qkv(arrays)
+    keys = cuflash.streamed(k, v, chunk=16)
+    dk = np.memmap(tmp_path / "dk", k.dtype, "w+", shape=k.shape)
+    dv = np.full(v.shape[::-1], np.nan, v.dtype).T
+    out, dq = np.empty_like(q), np.empty_like(q)
+    attn: Any = cuflash.FlashAttention(**CASE.keywords)
+    forward = attn.forward(q, *keys, out=out)
+    assert forward.out is out
+    gradients = attn.backward(arrays["dout"], q, *keys, *forward, dq=dq, dk=dk, dv=dv)
+    assert gradients.dq is dq
+    assert gradients.dk is dk
+    assert gradients.dv is dv
+    judge(CASE, {**forward._asdict(), **gradients._asdict()})
+
+
+def test_arrays_of_other_libraries_come_back_as_such():
+    arrays = CASE.arrays()
+    q, k, v, dout = (array_api_strict.asarray(arrays[name]) for name in ("q", "k", "v", "dout"))
+    keys, attn = cuflash.streamed(k, v, chunk=16), cuflash.FlashAttention(causal=True)
+    out, lse = attn.forward(q, *keys)
+    dq, dk, dv = attn.backward(dout, q, *keys, out, lse)
+    assert all(isinstance(x, array_api_strict._array_object.Array) for x in (out, lse, dq, dk, dv))
+    judge(CASE, {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv})
+
+
+def test_memory_maps_are_read_chunk_by_chunk(tmp_path):
+    """Of 64 MiB of keys and values, less than 8 are in memory of ours at a time."""
+    k, v = (np.memmap(tmp_path / name, np.float16, "w+", shape=(4, 65536, 64)) for name in "kv")
+    k[:], v[:] = 0, 1
+    q = np.zeros((4, 8, 64), np.float16)
+    attn = cuflash.FlashAttention()
+    keys = cuflash.streamed(k, v, chunk=2048)
+    tracemalloc.start()
+    out, lse = attn.forward(q, *keys)
+    attn.backward(np.zeros_like(q), q, *keys, out, lse, need=("dq",))
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    np.testing.assert_array_equal(out, np.ones_like(out))
+    assert most < 2**23
+
+
+def test_host_memory_has_been_read_when_a_call_returns(devices):
+    device = devices({"late": True, "pinned": True})
+    q, k, v = ct.qkv(CASE.arrays())
+    cuflash.FlashAttention(**CASE.keywords).forward(q, *cuflash.streamed(k, v, chunk=16))  # type: ignore[misc]
+    assert any(count == len(stream.to_do) > 0 for stream, count in device.waited)
+
+
+def test_device_memory_does_not_grow_with_the_keys(devices):
+    taken = []
+    for seqlen_k in (1000, 4000):
+        device = devices({"late": True, "pinned": False})
+        case = replace(CASE, seqlen_k=seqlen_k, causal=False)
+        judge(case, results_of(case, 100))
+        taken.append(device.allocated)
+    assert taken[0] == taken[1] > 0
+
+
+def test_chunks_are_those_that_queries_see():
+    assert chunks_of(Band(0, None, None), 7, 10, 4, 1) == (
+        Chunk((0, 7), (0, 4)), Chunk((0, 7), (4, 8)), Chunk((0, 7), (8, 10)),
+    )  # fmt: skip
+    assert chunks_of(Band(10, None, 0), 10, 20, 8, 1) == (
+        Chunk((0, 10), (0, 8)), Chunk((0, 10), (8, 16)), Chunk((6, 10), (16, 20)),
+    )  # fmt: skip
+    assert chunks_of(Band(0, 2, 0), 20, 20, 8, 4) == (
+        Chunk((0, 10), (0, 8)), Chunk((8, 18), (8, 16)), Chunk((16, 20), (16, 20)),
+    )  # fmt: skip
+    assert chunks_of(Band(-30, None, 0), 20, 20, 8, 1) == ()
+
+
+def test_the_plan_says_what_is_done():
+    x = np.zeros((2, 5000, 32), np.float32)
+    plan: Any = cuflash.FlashAttention(causal=True).plan(x, *cuflash.streamed(x, x, chunk=2000))
+    assert [chunk.keys for chunk in plan.chunks] == [(0, 2000), (2000, 4000), (4000, 5000)]
+    assert plan.ways == {"forward": "views", "backward": "views"}
+    assert plan.device_bytes("forward") == 0
+    assert "3 of up to 2000 keys, 0.9766 MiB of k and v each" in plan.describe()
+    assert cuflash.FlashAttention().plan(x, *cuflash.streamed(x, x)).chunk == 5000  # type: ignore[union-attr]
+    assert repr(cuflash.streamed(x, x, chunk=7).k) == "Streamed(float32 (2, 5000, 32), chunk=7)"
+
+
+def test_a_chunk_is_as_long_as_128_mib_of_keys_and_values():
+    k = np.broadcast_to(np.float16(0), (1, 8, 2**20, 128))
+    plan: Any = cuflash.FlashAttention().plan(k[:, :, :16], *cuflash.streamed(k, k))
+    assert plan.chunk == 2**27 // (8 * 256 * 2)
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+X = np.zeros((2, 48, 16), np.float32)
+ONES = np.ones((1, 1), bool)
+STARTS = np.array([0, 48], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ((X, 3), TypeError, "^v: got int 3, expected a NumPy or CuPy array, or one with __dlpack__$"),
+        ((None, X), TypeError, "^k: got None, expected an array$"),
+        ((cuflash.streamed(X, X).k, X), TypeError, "^k: got Streamed, expected an array in host memory$"),
+        ((X[None, None], X[None, None]), NotImplementedError, "^k: got 5 axes, expected two to four axes: "),
+        (
+            (X.astype("float8_e4m3fn"),) * 2,
+            NotImplementedError,
+            "^k: got dtype float8_e4m3fn, expected numbers of the dtype of q",
+        ),
+    ],
+)
+def test_what_cannot_be_streamed(given, kind, message):
+    with pytest.raises(kind, match=message):
+        cuflash.streamed(*given)
+
+
+@pytest.mark.parametrize(("chunk", "kind"), [(0, ValueError), (-3, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_bad_chunks(chunk, kind):
+    with pytest.raises(kind, match=r"^chunk: got .*, expected an integer"):
+        cuflash.streamed(X, X, chunk=chunk)
+
+
+@pytest.mark.parametrize(
+    ("options", "chunk", "terms", "kind", "message"),
+    [
+        ({"score": lambda s, i, j: s}, 16, {}, NotImplementedError, "^score: got .*, which streamed keys do not go "),
+        ({"mask": lambda i, j: i < j}, 16, {}, NotImplementedError, "^mask: got .*, which streamed keys do not go "),
+        ({}, 16, {"block_table": ONES}, NotImplementedError, "^block_table: got ndarray, which streamed keys do not "),
+        ({}, 16, {"cu_seqlens_q": STARTS}, NotImplementedError, "^cu_seqlens_q: got ndarray, which streamed keys "),
+        ({}, 16, {"k_scale": ONES}, NotImplementedError, "^k_scale: got ndarray, which streamed keys do not go "),
+        ({"dropout": 0.5}, 17, {"seed": 1, "offset": 2}, ValueError, "^chunk: got 17, expected a multiple of 16, "),
+        ({"dropout": 0.5}, 16, {}, TypeError, "^seed: got None, expected an integer, which dropout needs$"),
+        ({}, 96, {"block_mask": ONES}, None, ""),  # one chunk, which begins where the block does
+        ({}, 16, {"block_mask": ONES}, ValueError, "^chunk: got 16, expected a multiple of 128, "),
+        ({}, 16, {"bias": np.zeros((4, 5), "f4")}, ValueError, r"^bias: got shape \(4, 5\), expected a shape that "),
+        ({}, 16, {"kv_lengths": np.array([49])}, ValueError, "^kv_lengths: got an entry 49, expected 0 to seqlen_k"),
+        ({}, 16, {"out": X[:1]}, ValueError, r"^out: got shape \(1, 48, 16\), expected \(2, 48, 16\)$"),
+        ({}, 16, {"out": X}, ValueError, "^out: got memory shared with q, expected memory of its own$"),
+    ],
+)
+def test_bad_calls(options, chunk, terms, kind, message):
+    attn: Any = cuflash.FlashAttention(**options)
+    if kind is None:
+        attn.forward(X, *cuflash.streamed(X, X, chunk=chunk), **terms)
+        return
+    with pytest.raises(kind, match=message):
+        attn.forward(X, *cuflash.streamed(X, X, chunk=chunk), **terms)
+
+
+def test_arguments_that_do_not_fit():
+    attn: Any = cuflash.FlashAttention()
+    keys = cuflash.streamed(X, X, chunk=16)
+    with pytest.raises(TypeError, match=r"^v: got ndarray, expected Streamed as k is: \*cuflash.streamed\(k, v\)$"):
+        attn.forward(X, keys.k, X)
+    with pytest.raises(TypeError, match=r"^k: got ndarray, expected Streamed as v is: "):
+        attn.forward(X, X, keys.v)
+    with pytest.raises(ValueError, match=r"^v: got chunks of 7 keys, expected 16 as k: both of one cuflash.streamed"):
+        attn.forward(X, keys.k, cuflash.streamed(X, X, chunk=7).v)
+    with pytest.raises(ValueError, match=r"^k: got .*head_dim"):
+        attn.forward(X, *cuflash.streamed(X[..., :8], X))
+    with pytest.raises(TypeError, match=r"^k: got dtype float64, expected float32"):
+        attn.forward(X, *cuflash.streamed(X.astype("f8"), X.astype("f8")))
+    out, lse = attn.forward(X, *keys)
+    with pytest.raises(ValueError, match=r"^dk: got memory shared with k, expected memory of its own$"):
+        attn.backward(X, X, *keys, out, lse, dk=X)
+    read_only = np.broadcast_to(np.float32(0), X.shape)
+    with pytest.raises(ValueError, match=r"^dv: got a read-only array, expected a writable one$"):
+        attn.backward(X, X, *keys, out, lse, dv=read_only)
+    with pytest.raises(ValueError, match=r"^dk: got shape \(2, 47, 16\), expected \(2, 48, 16\)$"):
+        attn.backward(X, X, *keys, out, lse, dk=np.empty((2, 47, 16), "f4"))
+    with pytest.raises(TypeError, match=r"^q: got None, expected an array$"):
+        attn.forward(None, *keys)
+    for method in (attn.compile, attn.tune):
+        with pytest.raises(TypeError, match=r"^k: got "):
+            method(X, *keys)
+
+
+def test_what_a_copy_meets_is_raised(devices):
+    """Not lost in a thread."""
+    device = devices({"late": True, "pinned": False})
+    keys = cuflash.streamed(X, X, chunk=16)
+
+    def wait(event):
+        raise OSError("out of order")
+
+    def work():
+        cuflash.FlashAttention().forward(X, *keys)
+
+    work()
+    device.wait = wait
+    with pytest.raises(OSError, match="out of order"):
+        work()
+
+
+def test_a_device_that_overwrites_is_noticed(devices, monkeypatch):
+    """The stand-in finds what it is for: a stream that does not wait."""
+    for late in (False, True):
+        device = devices({"late": late, "pinned": True})
+        monkeypatch.setattr(device, "follow", lambda stream, event, device=device: stream or device.run(*event))
+        with pytest.raises(AssertionError, match=r"overwritten|before they are computed"):
+            results_of(CASE, 16)
