@@ -5,12 +5,16 @@
 
 #define CUFLASH_DEVICE inline
 
-#define CUFLASH_DEFINE_KERNEL(name, Params, threads, min_blocks, body)                                            \
+#define CUFLASH_DEFINE_KERNEL(name, Params, threads, min_blocks, body) \
+  CUFLASH_DEFINE_EMULATED(name, Params, threads, min_blocks, 1, body)
+#define CUFLASH_DEFINE_CLUSTER_KERNEL(name, Params, threads, blocks, body) \
+  CUFLASH_DEFINE_EMULATED(name, Params, threads, 1, blocks, body)
+#define CUFLASH_DEFINE_EMULATED(name, Params, threads, min_blocks, cluster, body)                                 \
   static void name##_thread(const void* params) { body(*static_cast<const Params*>(params)); }                    \
   extern "C" __attribute__((visibility("default"))) int name(const void* params, u64 params_bytes,                \
                                                              const ::emulator::LaunchOptions* options,            \
                                                              ::emulator::Report* report) {                        \
-    return ::emulator::launch({name##_thread, sizeof(Params), threads, min_blocks}, params, params_bytes, *options, *report); \
+    return ::emulator::launch({name##_thread, sizeof(Params), threads, min_blocks, cluster}, params, params_bytes, *options, *report); \
   }
 
 // Functions that NVRTC knows without a header.

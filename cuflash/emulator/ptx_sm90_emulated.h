@@ -57,6 +57,32 @@ CUFLASH_DEVICE void bulk_wait_read(Site site = Site::here()) {
   ::emulator::bulk_wait_read(pending, site);
 }
 
+// ---- Clusters -----------------------------------------------------------------------------------------------------
+template <int blocks>
+CUFLASH_DEVICE u32 cluster_rank() {
+  return block_index() % blocks;
+}
+template <int blocks>
+CUFLASH_DEVICE void sync_cluster(Site site = Site::here()) {
+  if constexpr (blocks == 1)
+    ::emulator::sync_block(site);
+  else
+    ::emulator::sync_cluster(site);
+}
+template <int blocks>
+CUFLASH_DEVICE void barrier_arrive_in_cluster(u32 barrier, Site site = Site::here()) {
+  for (u32 rank = 0; rank < blocks; ++rank) ::emulator::barrier_arrive(::emulator::address_in(rank, barrier), 0, site);
+}
+template <int blocks, int share_rows>
+CUFLASH_DEVICE void load_tensor_by_cluster(u32 destination, const TensorMap& map, u32 barrier, i32 column, i32 row,
+                                           i32 head, i32 batch, Site site = Site::here()) {
+  const u32 share = cluster_rank<blocks>();
+  for (u32 rank = 0; rank < blocks; ++rank)
+    ::emulator::load_tensor(::emulator::address_in(rank, destination + share * share_rows * 128), &map,
+                            ::emulator::address_in(rank, barrier), {column, row + (i32)share * share_rows, head, batch},
+                            site);
+}
+
 // ---- Warps and their registers --------------------------------------------------------------------------------------
 CUFLASH_DEVICE bool elect_lane(Site site = Site::here()) { return ::emulator::elect_lane(site); }
 template <int registers>

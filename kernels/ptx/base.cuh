@@ -51,6 +51,14 @@ static_assert(CUFLASH_ARCH >= 70, "kernels use instructions of 7.0");
     body(params);                                                                                            \
   }
 
+// The same of kernels whose blocks come in clusters, one block a multiprocessor.
+#define CUFLASH_DEFINE_CLUSTER_KERNEL(name, Params, threads, blocks, body)                                   \
+  extern "C" __global__ void __cluster_dims__(blocks, 1, 1) __launch_bounds__(threads, 1)                            \
+      name(const __grid_constant__ Params params) {                                                            \
+    CUFLASH_WAIT_FOR_PREVIOUS                                                                           \
+    body(params);                                                                                            \
+  }
+
 namespace ptx {
 
 // ---- Indices ------------------------------------------------------------------------------------------------------

@@ -107,6 +107,59 @@ CUFLASH_DEVICE void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 
+// ---- Clusters -----------------------------------------------------------------------------------------------------
+// `blocks` blocks of neighbouring indices make a cluster, and reach each other's shared memory. One block is one too.
+
+// Thread. %cluster_ctarank (10.13): which block of its cluster this is.
+template <int blocks>
+CUFLASH_DEVICE u32 cluster_rank() {
+  u32 rank = 0;
+  if constexpr (blocks > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+// Cluster. barrier.cluster (9.7.13.4): a barrier of all threads of its blocks.
+template <int blocks>
+CUFLASH_DEVICE void sync_cluster() {
+  if constexpr (blocks == 1)
+    sync_block();
+  else
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+// Thread. mbarrier.arrive (9.7.13.15.13) in all blocks of the cluster, whose barriers have the same address (mapa,
+// 9.7.9.24).
+template <int blocks>
+CUFLASH_DEVICE void barrier_arrive_in_cluster(u32 barrier) {
+  if constexpr (blocks == 1) {
+    barrier_arrive(barrier);
+  } else {
+#pragma unroll
+    for (u32 rank = 0; rank < blocks; ++rank)
+      asm volatile(
+          "{\n.reg .b32 mapped;\nmapa.shared::cluster.u32 mapped, %0, %1;\n"
+          "mbarrier.arrive.shared::cluster.b64 _, [mapped];\n}" ::"r"(barrier),
+          "r"(rank)
+          : "memory");
+  }
+}
+// Thread. load_tensor of a box to all blocks of the cluster, each of which calls this and brings its share: so many rows
+// of 128 bytes from the row of its rank on (cp.async.bulk.tensor with .multicast::cluster). Bytes count on the barrier
+// of the same address in each block.
+template <int blocks, int share_rows>
+CUFLASH_DEVICE void load_tensor_by_cluster(u32 destination, const TensorMap& map, u32 barrier, i32 column, i32 row,
+                                           i32 head, i32 batch) {
+  if constexpr (blocks == 1) {
+    load_tensor(destination, map, barrier, column, row, head, batch);
+  } else {
+    const u32 rank = cluster_rank<blocks>();
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+        "{%3, %4, %5, %6}], [%2], %7;" ::"r"(destination + rank * share_rows * 128),
+        "l"(&map), "r"(barrier), "r"(column), "r"(row + (i32)rank * share_rows), "r"(head), "r"(batch),
+        "h"((u16)((1 << blocks) - 1))
+        : "memory");
+  }
+}
+
 // ---- Warps and their registers --------------------------------------------------------------------------------------
 // Warp. elect.sync (9.7.13.14): true in one lane.
 CUFLASH_DEVICE bool elect_lane() {

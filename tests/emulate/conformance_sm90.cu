@@ -138,6 +138,34 @@ CUFLASH_DEVICE void load_box(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(tensor_load, Params, kWarpgroup, 1, load_box)
 
+// Two blocks bring `count` boxes to both of them, half of each, one after another to the same place. Each block writes
+// down all of them.
+CUFLASH_DEVICE void load_boxes_together(const Params& params) {
+  constexpr u32 kShareRows = 8, kBytes = 2 * kShareRows * kLineBytes;
+  const u32 shared = ptx::dynamic_shared(), full = shared + kBytes, empty = full + 8;
+  const bool is_first = ptx::thread_index() == 0;
+  if (is_first) {
+    ptx::barrier_init(full, 1);
+    ptx::barrier_init(empty, 2);
+    ptx::fence_barrier_init();
+  }
+  ptx::sync_cluster<2>();
+  for (u32 i = 0; i < params.count; ++i) {
+    if (is_first) {
+      ptx::barrier_wait(empty, i & 1 ^ 1);
+      ptx::barrier_arrive_expect(full, kBytes);
+      ptx::load_tensor_by_cluster<2, kShareRows>(shared, params.map, full, 0, 0, i, 0);
+    }
+    ptx::barrier_wait(full, i & 1);
+    drain_shared(destination_of<u32>(params) + (2 * i + ptx::cluster_rank<2>()) * kBytes / 4, shared, kBytes / 4,
+                 kWarpgroup);
+    ptx::sync_named(1, kWarpgroup);
+    if (is_first) ptx::barrier_arrive_in_cluster<2>(empty);
+  }
+  ptx::sync_cluster<2>();
+}
+CUFLASH_DEFINE_CLUSTER_KERNEL(cluster_load, Params, kWarpgroup, 2, load_boxes_together)
+
 // The way back: `count` bytes of image to the box.
 CUFLASH_DEVICE void store_box(const Params& params) {
   const u32 shared = ptx::dynamic_shared();

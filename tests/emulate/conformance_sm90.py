@@ -3,7 +3,7 @@
 As in ``conformance.py`` a check is called with `run`, which runs one kernel somewhere and returns what it wrote::
 
     run(kernel, destination=array, source=None, second_source=None, tensor=None, count=0, coordinates=(0, 0, 0, 0),
-        threads=128, shared_bytes=0, element="Float16") -> array like destination
+        grid=1, threads=128, shared_bytes=0, element="Float16") -> array like destination
 
 `element` is the value of the define ``ELEMENT``. `tensor` says which array the tensor map describes, and how. The
 arguments of a kernel are one struct of type ``PARAMS``.
@@ -153,6 +153,23 @@ def check_tensor_load(run):
         values, _ = _box_of(_view(source, tensor), sizes, coordinates)
         assert (got[:size] == _swizzled(values.view(np.uint8))).all(), name
         assert (got[size:] == 0xFF).all(), name
+
+
+def check_cluster_load(run):
+    boxes, rows, columns = 7, 16, 64
+    source = _random_bits(np.uint16, boxes, rows, columns)
+    row_bytes = columns * source.itemsize
+    got = run(
+        "cluster_load",
+        source=source,
+        destination=_ones(np.uint8, boxes, 2, rows * row_bytes),
+        tensor=Tensor("source", (columns, rows, boxes, 1), (row_bytes, rows * row_bytes, source.nbytes), (64, 8, 1, 1)),
+        count=boxes,
+        grid=2,
+        shared_bytes=rows * row_bytes + 16,
+    )
+    for i in range(boxes):
+        assert (got[i] == _swizzled(source[i].view(np.uint8))).all()
 
 
 def check_tensor_store(run):

@@ -596,6 +596,65 @@ CUFLASH_DEVICE void decrease_some(const Params&) {
 }
 CUFLASH_DEFINE_KERNEL(registers_of_some_warps, Params, kWarpgroup, 1, decrease_some)
 
+// ---- Clusters of two blocks -----------------------------------------------------------------------------------------
+
+CUFLASH_DEVICE void make_barriers_of_block(const Shared& shared) {
+  if (ptx::thread_index() == 0) {
+    ptx::barrier_init(shared.barrier, 1);
+    ptx::barrier_init(shared.other_barrier, 2);
+    ptx::fence_barrier_init();
+  }
+  ptx::sync_named(1, kWarpgroup);
+}
+// Two boxes, one by each block.
+CUFLASH_DEVICE void load_boxes(const Params& params, const Shared& shared) {
+  if (ptx::thread_index() == 0) {
+    ptx::barrier_arrive_expect(shared.barrier, 2 * kBoxBytes);
+    ptx::load_tensor_by_cluster<2, 8>(shared.box, params.map, shared.barrier, 0, 0, 0, 0);
+  }
+}
+
+CUFLASH_DEVICE void arrive_unsynchronised(const Params&) {
+  Shared shared;
+  make_barriers_of_block(shared);
+  if (ptx::thread_index() == 0) ptx::barrier_arrive_in_cluster<2>(shared.other_barrier);  // caught: cluster_not_ready
+  ptx::sync_cluster<2>();
+}
+CUFLASH_DEFINE_CLUSTER_KERNEL(cluster_not_ready, Params, kWarpgroup, 2, arrive_unsynchronised)
+
+CUFLASH_DEVICE void leave_early(const Params&) {
+  Shared shared;
+  make_barriers_of_block(shared);
+  ptx::sync_cluster<2>();
+  if (ptx::thread_index() == 0) ptx::barrier_arrive_in_cluster<2>(shared.other_barrier);  // caught: cluster_left
+}
+CUFLASH_DEFINE_CLUSTER_KERNEL(cluster_left, Params, kWarpgroup, 2, leave_early)
+
+CUFLASH_DEVICE void arrive_at_home_alone(const Params&) {
+  Shared shared;
+  make_barriers_of_block(shared);
+  ptx::sync_cluster<2>();
+  if (ptx::thread_index() == 0) ptx::barrier_arrive(shared.other_barrier);
+  ptx::barrier_wait(shared.other_barrier, 0);  // caught: cluster_arrival_missing
+  ptx::sync_cluster<2>();
+}
+CUFLASH_DEFINE_CLUSTER_KERNEL(cluster_arrival_missing, Params, kWarpgroup, 2, arrive_at_home_alone)
+
+// The other block may still read.
+CUFLASH_DEVICE void replace_boxes(const Params& params) {
+  Shared shared;
+  make_barriers_of_block(shared);
+  ptx::sync_cluster<2>();
+  load_boxes(params, shared);
+  ptx::barrier_wait(shared.barrier, 0);
+  keep(params, read_box(shared));
+  ptx::sync_named(1, kWarpgroup);
+  load_boxes(params, shared);
+  ptx::barrier_wait(shared.barrier, 1);
+  ptx::sync_cluster<2>();
+}
+CUFLASH_DEFINE_CLUSTER_KERNEL(cluster_box_in_use, Params, kWarpgroup, 2, replace_boxes)
+
 // ---- A script of what orders accesses -------------------------------------------------------------------------------
 
 struct Step {

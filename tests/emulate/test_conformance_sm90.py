@@ -28,6 +28,7 @@ def run(request):
         tensor=None,
         count=0,
         coordinates=(0, 0, 0, 0),
+        grid=1,
         threads=128,
         shared_bytes=0,
         element="Float16",
@@ -45,7 +46,7 @@ def run(request):
         build(HERE / "conformance_sm90.cu", defines).launch(
             kernel,
             params,
-            grid=1,
+            grid=grid,
             threads=threads,
             shared_bytes=shared_bytes,
             schedule=request.param,

@@ -35,14 +35,14 @@ SHARED_BYTES = 1024 + 2 * 64 * 128 + 16 + 1024
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 
 
-def launch(kernel, *, threads=WARPGROUP, **options):
+def launch(kernel, *, grid=1, threads=WARPGROUP, **options):
     source = guarded_array(1024, np.uint8, fill=0)
     destination = guarded_array((8, 64), np.uint16, fill=0)
     params = np.zeros((), PARAMS)
     address = destination.ctypes.data
     params["map"] = tensor_map(address, 2, (64, 8, 1, 1), (128, 1024, 1024), (64, 8, 1, 1))
     params["source"], params["destination"], params["count"] = source.ctypes.data, address, 1
-    build(SOURCE).launch(kernel, params, grid=1, threads=threads, shared_bytes=SHARED_BYTES, **options)
+    build(SOURCE).launch(kernel, params, grid=grid, threads=threads, shared_bytes=SHARED_BYTES, **options)
 
 
 @functools.cache
@@ -155,14 +155,38 @@ def test_an_accumulator_read_in_flight_is_reported(schedule):
     assert caught.value.line == marked_line("accumulator_read")
 
 
+# The same of kernels whose blocks are clusters of two.
+PLANTED_IN_CLUSTERS = [
+    ("cluster_not_ready", "no barrier at offset|data race: uses the barrier .* made at planted_bugs_sm90.cu:"),
+    ("cluster_left", "block [01] of the cluster (may exit before the arrival|has exited)"),
+    ("cluster_arrival_missing", r"(?s)deadlock: .* missing in this phase: 1 arrivals of 2, 0 bytes"),
+    ("cluster_box_in_use", f"{UNORDERED}|data race: (reads|writes) .* is missing|(reads|writes) .* in flight"),
+]
+
+
+@every_schedule
+@pytest.mark.parametrize(("kernel", "words"), PLANTED_IN_CLUSTERS, ids=[row[0] for row in PLANTED_IN_CLUSTERS])
+def test_a_bug_planted_in_a_cluster_is_reported(kernel, words, schedule):
+    with pytest.raises(EmulationError, match=words) as caught:
+        launch(kernel, grid=2, schedule=schedule)
+    if kernel != "cluster_box_in_use":  # where the other block reads, in some schedules
+        assert caught.value.line == marked_line(kernel)
+
+
+def test_clusters_are_whole():
+    with pytest.raises(EmulationError, match="blocks, in clusters: 3, allowed 2"):
+        launch("cluster_left", grid=3)
+
+
 @every_schedule
 def test_no_mistake_is_not_reported(schedule):
     launch("no_mistake", schedule=schedule)
 
 
 def test_every_planted_bug_is_tested():
-    kernels = set(re.findall(r"^CUFLASH_DEFINE_KERNEL\((\w+)", SOURCE.read_text(), re.MULTILINE))
-    assert kernels == {kernel for kernel, _ in PLANTED} | {"load_left", "accumulator_read", "no_mistake", "script"}
+    kernels = set(re.findall(r"^CUFLASH_DEFINE_(?:CLUSTER_)?KERNEL\((\w+)", SOURCE.read_text(), re.MULTILINE))
+    planted = {kernel for kernel, _ in (*PLANTED, *PLANTED_IN_CLUSTERS)}
+    assert kernels == planted | {"load_left", "accumulator_read", "no_mistake", "script"}
 
 
 # ---- Order, against a definition of it -------------------------------------------------------------------------------

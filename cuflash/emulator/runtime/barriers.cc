@@ -30,6 +30,8 @@ struct Barrier {
 };
 
 std::vector<Barrier> barriers;
+// The last arrival of each thread at a barrier of another block, by the rank of that block.
+std::vector<Access> remote_arrivals[kMaxCluster];
 
 // What shared memory holds in place of the barrier: a kernel that writes over it is found out.
 u64 word_of(const Barrier& barrier) {
@@ -124,11 +126,16 @@ struct NamedBarrier {
   std::vector<Lanes> of_warp;
 };
 
-NamedBarrier named_barriers[kNamedBarriers];
+NamedBarrier named_barriers[kMaxCluster * kNamedBarriers];
+
+NamedBarrier& named_barrier(u32 identifier) {
+  return named_barriers[rank_of(*block.current) * kNamedBarriers + identifier % kNamedBarriers];
+}
 
 void describe_named_wait(u64 waits_for, char* text, size_t size) {
   const NamedBarrier& barrier = named_barriers[waits_for];
-  snprintf(text, size, " (barrier %llu; %u of %u threads have arrived)", waits_for, barrier.arrived, barrier.threads);
+  snprintf(text, size, " (barrier %llu; %u of %u threads have arrived)", waits_for % kNamedBarriers, barrier.arrived,
+           barrier.threads);
 }
 
 // Returns whether the thread was the last to arrive.
@@ -138,7 +145,7 @@ bool arrive_at(NamedBarrier& barrier, u32 identifier, u32 threads, const char* o
   self.site = site;
   if (identifier == 0 || identifier >= kNamedBarriers)
     fail(self, site, "there is no named barrier %u: they are numbered from 1 to 15", identifier);
-  if (threads == 0 || threads % kWarpLanes || threads > block.threads.size())
+  if (threads == 0 || threads % kWarpLanes || threads > block.options.threads)
     fail(self, site, "%u threads cannot take part in a named barrier: a multiple of 32, and no more than the block has",
          threads);
   if (barrier.arrived == 0) {
@@ -187,13 +194,14 @@ bool arrive_at(NamedBarrier& barrier, u32 identifier, u32 threads, const char* o
 
 void reset_barriers() {
   barriers.clear();
+  for (auto& arrivals : remote_arrivals) arrivals.assign(block.threads.size(), Access{});
   for (NamedBarrier& barrier : named_barriers) barrier = {};
 }
 
 void barrier_init(u32 address, u32 count, Site site) {
   Thread& self = *block.current;
   write_shared(address, kBarrierBytes, site);
-  const u32 offset = address - kSharedBase;
+  const u32 offset = checked_offset(address, kBarrierBytes, kBarrierBytes, self, site);
   if (find_at(offset)) fail(self, site, "there is a barrier at offset %u already", offset);
   if (count == 0 || count > kMaxCount) fail(self, site, "%u arrivals cannot end a phase: 1 to %u", count, kMaxCount);
   Barrier barrier = {};
@@ -205,6 +213,18 @@ void barrier_init(u32 address, u32 count, Site site) {
   barrier.over = barrier.arrived;
   barriers.push_back(barrier);
   store_word(barriers.back());
+}
+
+void check_no_arrivals_left(const Thread& thread) {
+  const u32 rank = rank_of(thread), first = rank * block.options.threads;
+  for (const Access& arrival : remote_arrivals[rank]) {
+    bool known = false;
+    for (u32 i = first; i < first + block.options.threads; ++i)
+      known = known || is_ordered(arrival, arrival, *block.threads[i]);
+    if (!known)
+      fail(thread, arrival.site,
+           "block %u of the cluster may exit before the arrival here at its barrier: a sync_cluster is missing", rank);
+  }
 }
 
 void note_barrier_fence(const Thread& thread) {
@@ -227,6 +247,8 @@ void barrier_arrive(u32 address, u32 bytes, Site site) {
     fail(self, site, "one more than the %u arrivals that end a phase of the barrier at offset %u", barrier.count,
          barrier.offset);
   if (bytes > kMaxCount) fail(self, site, "%u bytes cannot be announced at once: at most %u", bytes, kMaxCount);
+  const u32 rank = address >> kRankShift;
+  if (rank != rank_of(self)) remote_arrivals[rank][self.index] = access_by(self, site);
   release(self, barrier.arrived);
   --barrier.arrivals_left;
   barrier.bytes_left += bytes;
@@ -263,29 +285,29 @@ void end_copy_on_barrier(const CopyTarget& target, u32 bytes, const Thread& thre
 }
 
 void sync_named(u32 identifier, u32 threads, Site site) {
-  NamedBarrier& barrier = named_barriers[identifier % kNamedBarriers];
+  NamedBarrier& barrier = named_barrier(identifier);
   if (arrive_at(barrier, identifier, threads, "sync_named", site)) {
     acquire(*block.current, barrier.clock);
     return;
   }
   barrier.waiting.push_back({(u16)block.current->index, nullptr});
-  wait_for_wake("sync_named", site, describe_named_wait, identifier);
+  wait_for_wake("sync_named", site, describe_named_wait, (u64)(&barrier - named_barriers));
 }
 
 bool sync_named_any(u32 identifier, u32 threads, bool predicate, Site site) {
-  NamedBarrier& barrier = named_barriers[identifier % kNamedBarriers];
+  NamedBarrier& barrier = named_barrier(identifier);
   if (arrive_at(barrier, identifier, threads, "sync_named_any", site, &predicate)) {
     acquire(*block.current, barrier.clock);
     return barrier.any;
   }
   bool any = false;
   barrier.waiting.push_back({(u16)block.current->index, &any});
-  wait_for_wake("sync_named_any", site, describe_named_wait, identifier);
+  wait_for_wake("sync_named_any", site, describe_named_wait, (u64)(&barrier - named_barriers));
   return any;
 }
 
 void arrive_named(u32 identifier, u32 threads, Site site) {
-  arrive_at(named_barriers[identifier % kNamedBarriers], identifier, threads, "arrive_named", site);
+  arrive_at(named_barrier(identifier), identifier, threads, "arrive_named", site);
 }
 
 }  // namespace emulator

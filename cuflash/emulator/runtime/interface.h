@@ -26,6 +26,7 @@ struct Kernel {
   u64 params_bytes;
   u32 max_threads;
   u32 min_blocks;  // resident blocks that a multiprocessor has to have room for
+  u32 cluster;     // blocks of a cluster, which run together
 };
 
 // How the driver wants a launch to run. cuflash/emulator/launching.py has the same struct.
@@ -79,12 +80,15 @@ u32 thread_index();
 u32 block_index();
 u32 num_blocks();
 u32 dynamic_shared();
+// The same place in the shared memory of another block of the cluster.
+u32 address_in(u32 rank, u32 address);
 
 // Checked access to shared memory: the bytes to read from or to write to.
 const u8* read_shared(u32 address, u32 bytes, Site site);
 u8* write_shared(u32 address, u32 bytes, Site site);
 
 void sync_block(Site site);
+void sync_cluster(Site site);
 void sync_warp(Site site);
 float shuffle_xor(float value, u32 lane_mask, Site site);
 double shuffle_xor(double value, u32 lane_mask, Site site);

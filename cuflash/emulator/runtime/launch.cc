@@ -1,10 +1,9 @@
-// A launch: the blocks one after another, with faults and endless loops turned into reports.
+// A launch: the blocks, or clusters of them, one after another, with faults and endless loops turned into reports.
 #include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <ctime>
 #include <dlfcn.h>
-#include <numeric>
 #include <sys/syscall.h>
 #include <ucontext.h>
 #include <unistd.h>
@@ -110,12 +109,13 @@ class SignalGuard {
 };
 
 std::vector<u32> block_order(const LaunchOptions& options) {
-  std::vector<u32> order(options.grid);
-  std::iota(order.begin(), order.end(), 0u);
+  const u32 cluster = block.kernel->cluster, count = options.grid / cluster;
+  std::vector<u32> order(count);
+  for (u32 i = 0; i < count; ++i) order[i] = i * cluster;
   if (options.in_turn || options.counted) return order;
   if ((Order)options.order == Order::kReversed) std::vector<u32>(order.rbegin(), order.rend()).swap(order);
   if ((Order)options.order == Order::kRandom)
-    for (u32 i = options.grid; i > 1; --i) std::swap(order[i - 1], order[next_random() % i]);
+    for (u32 i = count; i > 1; --i) std::swap(order[i - 1], order[next_random() % i]);
   return order;
 }
 
@@ -132,6 +132,9 @@ int launch(const Kernel& kernel, const void* params, u64 params_bytes, const Lau
     return refuse(report, "size of the parameter struct", params_bytes, kernel.params_bytes);
   if (options.threads == 0 || options.threads % kWarpLanes || options.threads > kernel.max_threads)
     return refuse(report, "threads of a block (a multiple of 32)", options.threads, kernel.max_threads);
+  if (options.grid % kernel.cluster) return refuse(report, "blocks, in clusters", options.grid, kernel.cluster);
+  if (kernel.cluster > kMaxCluster || options.threads * kernel.cluster > kMaxThreads)
+    return refuse(report, "threads of a cluster", options.threads * kernel.cluster, kMaxThreads);
   if (options.shared_bytes > kMaxSharedBytes)
     return refuse(report, "bytes of shared memory", options.shared_bytes, kMaxSharedBytes);
 
@@ -142,8 +145,9 @@ int launch(const Kernel& kernel, const void* params, u64 params_bytes, const Lau
   block.failed = false;
   block.random_state = options.seed * 2654435761u + 12345;
   block.statistics = {};
-  while (block.threads.size() > options.threads) block.threads.pop_back();
-  while (block.threads.size() < options.threads)
+  const u32 threads = options.threads * kernel.cluster;
+  while (block.threads.size() > threads) block.threads.pop_back();
+  while (block.threads.size() < threads)
     block.threads.push_back(std::make_unique<Thread>((u32)block.threads.size()));
 
   {

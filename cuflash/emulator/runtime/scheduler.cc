@@ -114,6 +114,7 @@ Thread& next_ready_thread() {
   thread.site = {};
   thread.waits_for = 0;
   ++block.exited;
+  if (++block.exited_of[rank_of(thread)] == block.options.threads) check_no_arrivals_left(thread);
   if (block.exited == block.threads.size()) check_no_loads_left();
   switch_to(block.exited == block.threads.size() ? nullptr : &next_ready_thread());
   abort();
@@ -129,6 +130,7 @@ void run_thread() {
 bool run_block(u32 index) {
   block.index = index;
   block.exited = 0;
+  for (u32& exited : block.exited_of) exited = 0;
   block.ready.clear();
   block.warps.assign(block.threads.size() / kWarpLanes, Warp{});
   for (Warp& warp : block.warps) warp.epoch = warp.collective_epoch = warp.block_epoch = 1;
@@ -179,8 +181,8 @@ void fail(const Thread& thread, Site site, const char* format, ...) {
   va_end(arguments);
   snprintf(report.file, sizeof report.file, "%s", site.file ? site.file : "");
   report.line = site.line;
-  report.block = block.index;
-  report.thread = thread.index;
+  report.block = block.index + rank_of(thread);
+  report.thread = index_in_block(thread);
   report.has_thread = 1;
   block.failed = true;
   switch_to(nullptr);
@@ -189,20 +191,22 @@ void fail(const Thread& thread, Site site, const char* format, ...) {
 
 // ---- The operations of a whole block --------------------------------------------------------------------------------
 
-u32 thread_index() { return block.current->index; }
-u32 block_index() { return block.index; }
+u32 thread_index() { return index_in_block(*block.current); }
+u32 block_index() { return block.index + rank_of(*block.current); }
 u32 num_blocks() { return block.options.grid; }
 
-void sync_block(Site site) {
+namespace {
+
+void sync_all(const char* operation, Site site) {
   Thread& self = *block.current;
   if (block.barrier_arrived == 0)
     block.barrier_site = site;
   else if (block.barrier_site != site)
-    fail(self, site, "divergent barrier: the thread calls sync_block here while others wait in it at %s:%u",
+    fail(self, site, "divergent barrier: the thread calls %s here while others wait in it at %s:%u", operation,
          file_name(block.barrier_site), block.barrier_site.line);
   self.site = site;
   if (++block.barrier_arrived < block.threads.size()) {
-    wait_for_wake("sync_block", site);
+    wait_for_wake(operation, site);
     return;
   }
   block.barrier_arrived = 0;
@@ -211,5 +215,13 @@ void sync_block(Site site) {
   for (auto& thread : block.threads)
     if (thread.get() != &self) wake(*thread);
 }
+
+}  // namespace
+
+void sync_block(Site site) {
+  if (block.kernel->cluster > 1) fail(*block.current, site, "sync_block in a cluster: not emulated");
+  sync_all("sync_block", site);
+}
+void sync_cluster(Site site) { sync_all("sync_cluster", site); }
 
 }  // namespace emulator

@@ -1,4 +1,4 @@
-// The block that runs: its threads, its warps, who runs next, and how a launch ends early.
+// The block or the cluster that runs: its threads, its warps, who runs next, and how a launch ends early.
 #pragma once
 #include <memory>
 #include <vector>
@@ -9,6 +9,7 @@ namespace emulator {
 
 constexpr u32 kWarpLanes = 32;
 constexpr u32 kMaxThreads = 1024;
+constexpr u32 kMaxCluster = 2;
 
 enum class Order : u32 { kFirstInFirstOut, kLastInFirstOut, kReversed, kRandom };
 
@@ -86,6 +87,7 @@ class ReadyQueue {
   u32 count_ = 0;
 };
 
+// What runs: a block, or all blocks of a cluster, one after another in `threads`.
 struct Block {
   const Kernel* kernel;
   const void* params;
@@ -97,8 +99,9 @@ struct Block {
   std::vector<std::unique_ptr<Thread>> threads;
   std::vector<Warp> warps;
   ReadyQueue ready;
-  u32 index;
+  u32 index;  // of the first block
   u32 exited;
+  u32 exited_of[kMaxCluster];  // threads of each block
   bool failed;
   u64 random_state;
 
@@ -110,6 +113,9 @@ struct Block {
 
 extern Block block;
 
+// Which block of the cluster the thread is of, and which of its threads.
+inline u32 rank_of(const Thread& thread) { return thread.index / block.options.threads; }
+inline u32 index_in_block(const Thread& thread) { return thread.index % block.options.threads; }
 inline Warp& warp_of(const Thread& thread) { return block.warps[thread.index / kWarpLanes]; }
 u32 next_random();
 
@@ -120,7 +126,7 @@ Argument& argument_of(Warp& warp, u32 lane) {
   return *static_cast<Argument*>(warp.argument[lane]);
 }
 
-// Runs every thread of block `index` to its end. Returns false if one of them failed.
+// Runs every thread of block `index`, and of the others of its cluster, to its end. Returns false if one of them failed.
 bool run_block(u32 index);
 
 // Stops the current thread until another one wakes it. A report of a deadlock calls `describe_wait`.

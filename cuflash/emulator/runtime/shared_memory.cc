@@ -188,8 +188,15 @@ void note_writes(u32 offset, u32 bytes, const Access& now, const Thread& thread)
 
 }  // namespace
 
+namespace {
+
+// Swizzles see the same address bits in all blocks.
+u32 bytes_of_block() { return (block.options.shared_bytes + 1023) / 1024 * 1024; }
+
+}  // namespace
+
 void reset_shared_memory() {
-  const u32 bytes = block.options.shared_bytes;
+  const u32 bytes = block.kernel->cluster == 1 ? block.options.shared_bytes : block.kernel->cluster * bytes_of_block();
   const u32 cells = (bytes + kCellBytes - 1) / kCellBytes;
   shared.bytes.assign(bytes, 0xFF);
   shared.cells.assign(cells, Cell{{{}, {}, kNone}, false});
@@ -200,16 +207,19 @@ void reset_shared_memory() {
 u32 checked_offset(u32 address, u32 bytes, u32 alignment, const Thread& thread, Site site) {
   if (address % alignment)
     fail(thread, site, "misaligned shared address: 0x%x is not a multiple of %u bytes", address, alignment);
-  const u32 offset = address - kSharedBase;
-  if (address < kSharedBase || (u64)offset + bytes > shared.bytes.size())
-    fail(thread, site, "out of bounds: %u bytes at offset %lld of %zu bytes of shared memory", bytes,
-         (long long)address - kSharedBase, shared.bytes.size());
-  return offset;
+  const u32 rank = address >> kRankShift, within = address % (1u << kRankShift), offset = within - kSharedBase;
+  if (within < kSharedBase || (u64)offset + bytes > block.options.shared_bytes || rank >= block.kernel->cluster)
+    fail(thread, site, "out of bounds: %u bytes at offset %lld of %u bytes of shared memory", bytes,
+         (long long)address - kSharedBase, block.options.shared_bytes);
+  if (block.exited_of[rank] == block.options.threads)
+    fail(thread, site, "block %u of the cluster has exited: its shared memory is gone", rank);
+  return rank * bytes_of_block() + offset;
 }
 
 u8* shared_bytes(u32 offset) { return &shared.bytes[offset]; }
 
-u32 dynamic_shared() { return kSharedBase; }
+u32 address_in(u32 rank, u32 address) { return rank << kRankShift | address % (1u << kRankShift); }
+u32 dynamic_shared() { return address_in(rank_of(*block.current), kSharedBase); }
 
 const u8* read_shared(u32 address, u32 bytes, Site site) {
   Thread& self = *block.current;

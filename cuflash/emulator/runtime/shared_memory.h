@@ -6,6 +6,8 @@ namespace emulator {
 
 // The shared window starts with a kilobyte that belongs to the system, as on the hardware: address 0 is never valid.
 constexpr u32 kSharedBase = 1024;
+// The windows of the blocks of a cluster are so far apart, as on the hardware.
+constexpr u32 kRankShift = 24;
 
 // Fresh storage for the next block: NaN bits, never written.
 void reset_shared_memory();

@@ -81,10 +81,13 @@ u32 registers_at_launch() {
 }
 
 std::vector<Warpgroup> warpgroups;
-u32 free_registers;                    // registers given back and not taken yet
+u32 free_registers[kMaxCluster];       // registers of each block, given back and not taken yet
 std::vector<u32> waiting_warpgroups;  // warpgroups that wait for registers
 
 u32 first_thread(const Warpgroup& group) { return (u32)(&group - warpgroups.data()) * kThreads; }
+u32& free_registers_for(const Warpgroup& group) {
+  return free_registers[rank_of(*block.threads[first_thread(group)])];
+}
 Warpgroup& warpgroup_of(const Thread& thread, Site site) {
   if (thread.index / kThreads >= warpgroups.size())
     fail(thread, site, "the thread is not part of a whole warpgroup: the block has %zu threads", block.threads.size());
@@ -138,7 +141,7 @@ Descriptor decode(u64 descriptor, Site site) {
 
 // Reads the 16 bytes at this address of the tile, as the whole group does.
 void read_chunk(Warpgroup& group, u32 address, u32 step, Site site, void* chunk) {
-  const u32 swizzled = address ^ (address >> 7 & 7) << 4;
+  const u32 swizzled = address_in(rank_of(*block.current), address ^ (address >> 7 & 7) << 4);
   const u32 offset = checked_offset(swizzled, kChunkBytes, kChunkBytes, *block.current, site);
   note_agent_read_of_all(offset, access_by_agent(group.agent, step, site), first_thread(group), kThreads,
                          group.visible);
@@ -339,7 +342,7 @@ void reset_warpgroups() {
   warpgroups.clear();
   warpgroups.resize(block.threads.size() / kThreads);
   for (Warpgroup& group : warpgroups) group.registers = registers_at_launch();
-  free_registers = 0;
+  for (u32& free : free_registers) free = 0;
   waiting_warpgroups.clear();
 }
 
@@ -431,13 +434,15 @@ void wgmma_wait(u32 pending, Site site) {
 namespace {
 
 void describe_registers(u64 waits_for, char* text, size_t size) {
-  snprintf(text, size, " (of %llu registers a thread; %u of the block are free)", waits_for, free_registers);
+  snprintf(text, size, " (of %llu registers a thread; %u of the block are free)", waits_for,
+           free_registers[rank_of(*block.current)]);
 }
 
 bool take_registers(Warpgroup& group, u32 registers) {
   const u32 more = (registers - group.registers) * kThreads;
-  if (more > free_registers) return false;
-  free_registers -= more;
+  u32& free = free_registers_for(group);
+  if (more > free) return false;
+  free -= more;
   group.registers = registers;
   return true;
 }
@@ -456,7 +461,7 @@ void decrease_registers(u32 registers, Site site) {
   Warpgroup& group = warpgroup_of(*block.current, site);
   if (!gather(group, "decrease_registers", registers, site)) return;
   check_register_count(registers, registers <= group.registers, group.registers, site);
-  free_registers += (group.registers - registers) * kThreads;
+  free_registers_for(group) += (group.registers - registers) * kThreads;
   group.registers = registers;
   for (size_t i = 0; i < waiting_warpgroups.size();) {
     Warpgroup& waiting = warpgroups[waiting_warpgroups[i]];
