@@ -444,12 +444,13 @@ SUITES = {
     "cpu": Suite(
         kind="cpu",
         cases=tuple(
-            Case(dtype="float32", head_dim=64, seqlen_q=n, batch=1, num_heads=8, causal=causal)
+            Case(dtype=dtype, head_dim=64, seqlen_q=n, batch=1, num_heads=8, causal=causal)
+            for dtype in ("float32", "float64", "bfloat16", "float16")
             for causal in (False, True)
             for n in (1024, 4096)
         ),
         peers=("naive", "torch-cpu"),
-        about="NumPy arrays, float32, batch 1, 8 heads, head_dim 64",
+        about="NumPy arrays, batch 1, 8 heads, head_dim 64",
     ),
     "small": Suite(
         kind="cpu",

@@ -1,14 +1,18 @@
-"""What this device reaches in this run: a large matrix product and a large copy."""
+"""What this device, or this processor, reaches in this run: a large matrix product and a large copy."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-from .timing import CudaClock, time_interleaved
+import numpy as np
+
+from .timing import CudaClock, HostClock, time_interleaved
 
 PRODUCT_SIZE = 8192
 COPY_BYTES = 2**30
+HOST_PRODUCT_SIZE = 2048
+HOST_COPY_BYTES = 2**28  # more than caches hold
 
 
 def _matrix_product(cupy: Any) -> tuple[str, Any]:
@@ -41,4 +45,20 @@ def measure(clock: CudaClock) -> dict[str, Any]:
         "product": product,
         "product_tflops": 2 * PRODUCT_SIZE**3 / times["product"].median_us / 1e6,
         "copy_tbytes_per_s": 2 * COPY_BYTES / times["copy"].median_us / 1e6,
+    }
+
+
+def measure_host(clock: HostClock) -> dict[str, Any]:
+    """The same of NumPy's product of float32 matrices, and of its copy, on all cores that these take."""
+    n = HOST_PRODUCT_SIZE
+    a, b = (np.random.default_rng(i).standard_normal((n, n), dtype=np.float32) for i in (0, 1))
+    c = np.empty_like(a)
+    source = np.ones(HOST_COPY_BYTES // 4, np.float32)
+    target = np.empty_like(source)
+    calls = {"product": lambda: np.matmul(a, b, out=c), "copy": lambda: np.copyto(target, source)}
+    times = time_interleaved(calls, clock)
+    return {
+        "product": f"NumPy float32 {n}^3",
+        "product_tflops": 2 * n**3 / times["product"].median_us / 1e6,
+        "copy_tbytes_per_s": 2 * HOST_COPY_BYTES / times["copy"].median_us / 1e6,
     }

@@ -257,10 +257,15 @@ def heading(records: Sequence[Record]) -> str:
     if "ceiling" in run:
         c = run["ceiling"]
         text += (
-            f" In the same run: matrix product ({c['product']}) {c['product_tflops']:.0f} TFLOP/s,"
-            f" copy {c['copy_tbytes_per_s']:.2f} TB/s read plus write."
+            f" In the same run: matrix product ({c['product']}) {_rate(c['product_tflops'])} TFLOP/s,"
+            f" copy {_rate(c['copy_tbytes_per_s'], 2)} TB/s read plus write."
         )
     return text[0].upper() + text[1:]
+
+
+def _rate(x: float, digits: int = 0) -> str:
+    """A rate with so many digits after the point, or three that count where it is below 1."""
+    return f"{x:.{digits}f}" if x >= 1 else f"{x:.3g}"
 
 
 def where_of(run: Record) -> str:

@@ -65,6 +65,8 @@ class Bench:
         return time_interleaved(calls, self.clock, clocks=clocks, budget_s=self.seconds, limit_s=LIMIT_S[self.kind])
 
     def ceiling(self) -> Record:
+        if self.kind == "cpu":
+            return {"ceiling": ceiling.measure_host(self.clock)}
         if self.kind != "gpu":
             return {}
         measured = ceiling.measure(self.clock)

@@ -138,6 +138,7 @@ PRELUDE = """
 using std::exp; using std::log; using std::sqrt; using std::tanh; using std::sin; using std::cos; using std::pow;
 #define CUFLASH_DEVICE static inline
 using u8 = uint8_t; using u16 = uint16_t; using u32 = uint32_t; using i32 = int32_t; using i64 = int64_t;
+#define CUFLASH_NARROW_CAPTURED NARROW
 using Real = REAL;
 struct Float16 {}; struct BFloat16 {};
 template <int n> struct Integer { static constexpr int value = n; };
@@ -174,7 +175,8 @@ extern "C" void FUNCTION(const Captured* a, const Real* s, int head, int batch, 
   for (int i = 0; i < ROWS; ++i)
     for (int j = 0; j < KEYS; ++j) {
       const int at = i * KEYS + j;
-      value[at] = NAME::score_function(of_head, a, s[at], i, j, head, batch, slope[at]);
+      const NAME::OfKey of_key = NAME::read_of_key(of_head, a, j, head, batch);
+      value[at] = NAME::score_function(of_head, of_key, a, s[at], i, j, head, batch, slope[at]);
       shown[at] = NAME::mask_function(of_head, a, i, j, head, batch);
     }
 }
@@ -221,7 +223,10 @@ def test_emitted_text_is_the_expression(dtype, tmp_path):
     emitted = [hoisted(score, mask, given_arrays, dtype) for score, mask in drawn]
     assert sum(bool(one.tables) for one in emitted) >= 10
     real = "float" if dtype == np.float32 else "double"
-    text = PRELUDE.replace("REAL", real) + '#include "common/score_functions.cuh"\n'
+    is_narrow = str(int(dtype == np.float32))  # each kind of offsets once
+    text = (
+        PRELUDE.replace("REAL", real).replace("NARROW\n", f"{is_narrow}\n") + '#include "common/score_functions.cuh"\n'
+    )
     for index, one in enumerate(emitted):
         text += f"namespace n{index} {{\n{one.header()}}}\n"
         loop = ((FILL if one.tables else "") + LOOP).replace("FUNCTION", f"f{index}").replace("NAME", f"n{index}")

@@ -138,7 +138,8 @@ MUTANTS = (
     mutant("the first warp alone", REDUCE, "int warp = 1;", "int warp = kNumWarps;", "backward sinks"),
     mutant("no barrier before the sums of warps are read", REDUCE, "  ptx::sync_block();\n", "", "backward sinks"),
     # ---- common/key_splits.cuh
-    mutant("columns past the head are stored", KEY_SPLITS, "  if (column < kHeadDimV) ", "  ", "decode narrow"),
+    mutant("columns past the head are stored", KEY_SPLITS, "  if (column < kHeadDimV) *(u32*)", "  *(u32*)",
+           "decode narrow"),
     mutant("the first block of a head is the one behind", KEY_SPLITS,
            "first_block(shares.block_at(shares.start_of_head(head))),",
            "first_block(shares.block_at(shares.start_of_head(head) + shares.heads - 1)),", "decode uneven"),
