@@ -300,14 +300,23 @@ def _torch_contender(
             raise Absent("torch and CuPy are on different streams")
 
     def tensor(x: Any) -> Any:
-        is_bool = x.dtype == bool  # not every library lends those
-        return torch.from_dlpack(x.view("uint8")).view(torch.bool) if is_bool else torch.from_dlpack(x)
+        if x.dtype == bool:  # not every library lends those
+            return torch.from_dlpack(x.view("uint8")).view(torch.bool)
+        if not on_gpu and x.dtype.name == "bfloat16":  # nor NumPy these
+            return torch.from_dlpack(x.view("uint16")).view(torch.bfloat16)
+        return torch.from_dlpack(x)
+
+    def array(x: Any) -> Any:
+        x = x.detach()
+        if not on_gpu and x.dtype == torch.bfloat16:
+            return inputs.xp.from_dlpack(x.view(torch.uint16)).view(inputs.q.dtype)
+        return inputs.xp.from_dlpack(x)
 
     operands = (tensor(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
     calls = make_calls(torch, case, *operands, {name: tensor(x) for name, x in inputs.terms.items()})
     if case.dropout:
         calls = without_results(calls)
-    return Contender(calls, to_array=lambda x: inputs.xp.from_dlpack(x.detach()))
+    return Contender(calls, to_array=array)
 
 
 def _torch(
