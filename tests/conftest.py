@@ -23,6 +23,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     os.environ.setdefault("CUFLASH_CACHE_DIR", str(CACHE))
+    if config.getoption("numprocesses", None):
+        # NumPy's products in many processes, on as many threads each as there are cores, take several times as long.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     sampling.exhaustive = config.getoption("--exhaustive")
     if config.getoption("--random"):
         settings.load_profile("random")
