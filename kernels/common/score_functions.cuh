@@ -123,7 +123,13 @@ CUFLASH_DEVICE float score_cos(float x) { return cosf(x); }
 CUFLASH_DEVICE double score_cos(double x) { return cos(x); }
 CUFLASH_DEVICE float score_pow(float x, float y) { return powf(x, y); }
 CUFLASH_DEVICE double score_pow(double x, double y) { return pow(x, y); }
-CUFLASH_DEVICE float score_floor_of(float x) { return floorf(x); }
+// The unit that rounds takes four numbers a clock and multiprocessor quarter, as that of exponentials does, and additions
+// take 32: a number below 2^23 is rounded to the nearest integer where it is added to 2^23.
+CUFLASH_DEVICE float score_floor_of(float x) {
+  constexpr float kOfIntegers = 8388608.0f;
+  const float shift = copysignf(kOfIntegers, x), nearest = (x + shift) - shift;
+  return fabsf(x) < kOfIntegers ? nearest - (nearest > x ? 1.0f : 0.0f) : x;
+}
 CUFLASH_DEVICE double score_floor_of(double x) { return floor(x); }
 CUFLASH_DEVICE float score_abs(float x) { return fabsf(x); }
 CUFLASH_DEVICE double score_abs(double x) { return fabs(x); }
@@ -158,6 +164,12 @@ CUFLASH_DEVICE int score_floor(Real x) {
   if (x >= (Real)2147483648.0) return 2147483647;
   if (x <= (Real)-2147483648.0) return -2147483647 - 1;
   return x == x ? (int)score_floor_of(x) : 0;
+}
+// The same as a real number, which saves conversions there and back.
+CUFLASH_DEVICE Real score_whole(Real x) {
+  constexpr Real kLargest = (Real)2147483647;
+  const Real kept = x == x ? x : 0, above = kept < (Real)-2147483648.0 ? (Real)-2147483648.0 : kept;
+  return score_floor_of(above > kLargest ? kLargest : above);
 }
 
 // A NaN is both the smaller and the larger of two numbers.

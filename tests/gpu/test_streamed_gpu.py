@@ -169,12 +169,14 @@ def test_results_go_where_the_caller_wants_them(tmp_path):
     import cupy
 
     arrays = case.arrays()
-    q, dout = (cupy.asarray(arrays[name]) for name in ("q", "dout"))
-    keys = cuflash.streamed(arrays["k"], arrays["v"], chunk=256)
-    dk, dv = pinned(arrays["k"]), np.memmap(tmp_path / "dv", arrays["v"].dtype, "w+", shape=arrays["v"].shape)
+    k, v = arrays.pop("k"), arrays.pop("v")
+    keys = cuflash.streamed(k, v, chunk=256)
+    dk, dv = pinned(k), np.memmap(tmp_path / "dv", v.dtype, "w+", shape=v.shape)
+    arrays = {name: cupy.asarray(x) for name, x in arrays.items()}
     attn: Any = cuflash.FlashAttention(**case.keywords)
-    out, lse = attn.forward(q, *keys)
-    dq, *others = attn.backward(dout, q, *keys, out, lse, dk=dk, dv=dv)
+    q, dout = arrays["q"], arrays["dout"]
+    out, lse = attn.forward(q, *keys, **ct.optional(arrays))
+    dq, *others = attn.backward(dout, q, *keys, out, lse, dk=dk, dv=dv, **ct.optional_backward(arrays))
     assert others[0] is dk
     assert others[1] is dv
     ct.assert_backward(case, dq=cupy.asnumpy(dq), dk=dk, dv=np.asarray(dv))
