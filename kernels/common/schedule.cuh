@@ -196,18 +196,19 @@ struct KeyTiles : TileRange {
 // queries. With kPairs, where later tiles see more keys, it is the n-th tile of a head from the end and the n-th from
 // the start, which together see as many keys as any other two. Where there are twice as many blocks as pairs, a block
 // has one tile, and the first half of the blocks have those from the end; not with pages, whose kernels have no register
-// to spare.
-struct EntryWalk {
+// to spare. With clusters of `cluster` blocks, each of which takes a unit together, `resident_blocks` counts clusters.
+template <int cluster>
+struct EntryWalkOf {
   static constexpr bool kMayPart = kPairs && kPageSize == 0;
 
   int num_m_blocks, units_of_head;
   u32 unit, num_units, step;
   bool second;
 
-  CUFLASH_DEVICE explicit EntryWalk(const Params& params)
+  CUFLASH_DEVICE explicit EntryWalkOf(const Params& params)
       : num_m_blocks(ceil_div(params.seqlen_q, kBlockM)),
         units_of_head(kPairs ? (num_m_blocks + 1) / 2 : num_m_blocks),
-        unit(ptx::block_index()),
+        unit(ptx::block_index() / cluster),
         num_units(units_of_head * params.num_heads * params.batch),
         step(params.resident_blocks),
         second(kMayPart && unit >= step) {
@@ -227,7 +228,7 @@ struct EntryWalk {
     return work_of(params, second ? from_start : num_m_blocks - 1 - from_start, head);
   }
   CUFLASH_DEVICE void advance() {
-    second = kPairs && !second && !(kMayPart && ptx::num_blocks() > step) && has_second();
+    second = kPairs && !second && !(kMayPart && ptx::num_blocks() / cluster > step) && has_second();
     if (!second) unit += step;
   }
 
@@ -240,6 +241,8 @@ struct EntryWalk {
     return {block, (int)(head % params.num_heads), (int)(head / params.num_heads)};
   }
 };
+
+using EntryWalk = EntryWalkOf<1>;
 
 // A tile of queries: where it stands, and the tiles of keys that it sees.
 struct QueryTile {

@@ -1,0 +1,93 @@
+// Few queries: what a block, or a cluster of blocks, has of the keys of all heads, and which queries its rows are.
+#pragma once
+#include "common/config.cuh"
+#include "common/float8.cuh"
+#include "common/key_splits.cuh"
+#include "common/params.cuh"
+#include "common/schedule.cuh"
+#include "common/scores.cuh"
+
+constexpr bool kSplitsKeys = CUFLASH_SPLITS_KEYS;  // blocks share the keys of a head
+constexpr int kSharers = kBlockM / 64;             // blocks of a cluster, which have other rows and the same keys
+
+// The heads that a block has keys of, one after another.
+struct HeadWalk {
+  Shares shares;
+  u32 at, stop;  // places among all keys
+  u32 head;      // of the batch
+
+  CUFLASH_DEVICE explicit HeadWalk(const Params& params) : shares(params) {
+    at = shares.start_of_block(ptx::block_index() / kSharers);
+    stop = at + shares.heads;
+    head = shares.head_at(at);
+  }
+
+  CUFLASH_DEVICE bool more() const { return at < stop; }
+  CUFLASH_DEVICE void advance() { at = shares.start_of_head(++head); }
+};
+
+// What a block has of one head.
+struct HeadWork {
+  int head_kv, batch;
+  int group;  // query heads of the key/value head
+  int rows;   // of the product: those that stand for a query
+  int key_stop;
+  TileRange keys;  // those of this block; but `full_start` and `full_stop` are those of all blocks together
+
+  CUFLASH_DEVICE HeadWork(const Params& params, const HeadWalk& walk) {
+    head_kv = walk.head % params.num_heads_kv;
+    batch = walk.head / params.num_heads_kv;
+    group = params.num_heads / params.num_heads_kv;
+    rows = group * params.seqlen_q;
+    key_stop = key_stop_of(params, batch);
+    keys = key_tiles(params, batch, 0, params.seqlen_q - 1, key_stop);
+    const u32 blocks = walk.shares.blocks, num_tiles = keys.stop - keys.start;
+    const u32 from = walk.at - walk.shares.start_of_head(walk.head), to = from + (walk.stop - walk.at);
+    // num_tiles * steps / blocks, computed without num_tiles * steps, which may be too large.
+    const auto tiles_in = [&](u32 steps) {
+      return (int)(num_tiles / blocks * steps + num_tiles % blocks * steps / blocks);
+    };
+    const int first = keys.start;
+    keys.start = first + tiles_in(from);
+    if (to < blocks) keys.stop = first + tiles_in(to);
+  }
+
+  CUFLASH_DEVICE bool has_keys() const { return keys.start < keys.stop; }
+  CUFLASH_DEVICE int first_head() const { return head_kv * group; }
+};
+
+// A lane holds parts of two rows of the product, which are row 0 and row 1 here. Each stands for a query of some head,
+// or for none: then nothing is looked up for it.
+struct LaneRows {
+  Score score[2];
+  Mask mask[2];
+  int query[2];
+
+  CUFLASH_DEVICE LaneRows(const Params& params, const HeadWork& work, const int (&row)[2])
+      : score{Score(params, work.batch, head_of(params, work, row[0]), work.key_stop),
+              Score(params, work.batch, head_of(params, work, row[1]), work.key_stop)},
+        mask{Mask(params, work.batch, head_of(params, work, row[0]), work.key_stop),
+             Mask(params, work.batch, head_of(params, work, row[1]), work.key_stop)},
+        query{row[0] < work.rows ? row[0] % params.seqlen_q : params.seqlen_q,
+              row[1] < work.rows ? row[1] % params.seqlen_q : params.seqlen_q} {}
+
+  CUFLASH_DEVICE static int head_of(const Params& params, const HeadWork& work, int row) {
+    return work.first_head() + (row < work.rows ? row / params.seqlen_q : 0);
+  }
+
+  // What q is multiplied by.
+  CUFLASH_DEVICE void load_scales(const Params& params, const HeadWork& work, const int (&row)[2],
+                                  float (&scale)[2]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) scale[i] = QueryScales(params, work.batch, head_of(params, work, row[i])).of(query[i]);
+  }
+
+  // What to_scores asks of a Score and of a Mask.
+  CUFLASH_DEVICE float of(float product, int row, int key, float& derivative) const {
+    return score[row].of(product, query[row], key, derivative);
+  }
+  CUFLASH_DEVICE float with_addend(float x, int row, int key) const {
+    return score[row].with_addend(x, query[row], key);
+  }
+  CUFLASH_DEVICE bool visible(int row, int key) const { return mask[row].visible(query[row], key); }
+};
