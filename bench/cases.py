@@ -313,11 +313,11 @@ SUITES = {
         kind="gpu",
         cases=tuple(
             Case(head_dim=d, head_dim_v=d_v, seqlen_q=4096, batch=4, num_heads=2048 // d, causal=causal)
-            for d, d_v in ((40, 40), (80, 80), (96, 96), (192, 128))
+            for d, d_v in ((40, 40), (80, 80), (96, 96), (192, 128), (320, 320), (512, 512), (576, 512))
             for causal in (False, True)
         ),
         peers=("cudnn", "fa2"),
-        about="head dimensions between the usual ones",
+        about="head dimensions between the usual ones, and above them",
     ),
     "flex": Suite(
         kind="gpu",

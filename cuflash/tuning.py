@@ -60,6 +60,12 @@ from cuflash.planning.sm90.tiles import (
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
 )
+from cuflash.planning.sm90.wide_tiles import (
+    DECODE_WIDE_SM90_TILES,
+    FORWARD_WIDE_SM90_TILES,
+    DecodeWideSm90Tile,
+    ForwardWideSm90Tile,
+)
 from cuflash.planning.tiles import Tile, serves_dims, why_too_large
 from cuflash.problem import Problem
 
@@ -74,6 +80,8 @@ MARGIN = 0.01  # by which a candidate has to be faster than the table's row: les
 _ROWS: dict[type, tuple[Tile, ...]] = {
     ForwardTile: FORWARD_TILES,
     ForwardSm90Tile: (*FORWARD_SM90_TILES, *FORWARD_TILES),
+    DecodeWideSm90Tile: (*DECODE_WIDE_SM90_TILES, *FORWARD_WIDE_SM90_TILES),
+    ForwardWideSm90Tile: (*FORWARD_WIDE_SM90_TILES, *FORWARD_TILES),
     DecodeSm90Tile: (*DECODE_SM90_TILES, *FORWARD_SM90_TILES),
     ForwardFloat32Sm90Tile: (*FORWARD_FLOAT32_SM90_TILES, *FORWARD_TF32_SM90_TILES),
     BackwardTile: BACKWARD_TILES,
@@ -150,7 +158,7 @@ def _why_not(tiles: Sequence[Tile], plan: LaunchPlan) -> str:
             return f"{tile.label} computes other products than {of_table.label}"
         if not serves_dims(tile, plan.problem):
             return f"{tile.label} is not for these head dimensions"
-        if isinstance(tile, ForwardFloat8Sm90Tile) and tile.why_not(plan.problem, plan.device):
+        if isinstance(tile, ForwardFloat8Sm90Tile | DecodeWideSm90Tile) and tile.why_not(plan.problem, plan.device):
             return f"{tile.label} is {tile.why_not(plan.problem, plan.device)}"
         excess = why_too_large(tile, plan.problem, plan.device)
         if excess:

@@ -7,8 +7,8 @@ from typing import Any
 from cuflash.planning import sm80
 from cuflash.planning.draft import Draft
 from cuflash.planning.families import ForwardFamily, choose_family, family_of
-from cuflash.planning.sm90.decode import Decode, DecodeFloat8
-from cuflash.planning.sm90.forward import Forward, ForwardFloat8, ForwardFloat32
+from cuflash.planning.sm90.decode import Decode, DecodeFloat8, DecodeWide
+from cuflash.planning.sm90.forward import Forward, ForwardFloat8, ForwardFloat32, ForwardWide
 from cuflash.planning.tiles import Tile
 
 FAMILIES: tuple[ForwardFamily[Any], ...] = (
@@ -16,6 +16,8 @@ FAMILIES: tuple[ForwardFamily[Any], ...] = (
     Decode(),
     ForwardFloat32(),
     ForwardFloat8(),
+    DecodeWide(),  # whose tiles are tiles of ForwardWide, too
+    ForwardWide(),
     Forward(),
     sm80.Forward(),
 )

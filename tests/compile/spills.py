@@ -58,6 +58,10 @@ SPILLS = {
     ("sm80/forward.cu", 4, 1024, "16x16", 1): 32,
     ("sm80/forward.cu", 8, 512, "16x16", 1): 32,
     ("sm80/backward.cu", 8, 384, "16x16", 1): 304,
+    # By the producer, once for a tile of queries.
+    ("sm90/forward_wide.cu", 2, 576, "128x128", 1): 16,
+    ("sm90/forward_wide.cu", 2, 768, "128x128", 1): 16,
+    ("sm90/forward_wide.cu", 2, 1024, "128x128", 1): 16,
 }
 # The same on compute capability 10.0 and later, where the compiler loads fragments of wide elements further ahead.
 SPILLS_OF_LATER_ARCHS = SPILLS | {
@@ -102,11 +106,23 @@ SPILLS_OF_OPTIONS = SPILLS | {
     ("sm80/forward.cu", 2, 128, "64x32", 2): 16,
     ("sm80/backward_dq.cu", 2, 256, "32x16", 1): 48,
 }
+# Wide heads: the warpgroup of scores, which waits for the others.
+SPILLS_OF_OPTIONS |= {
+    ("sm90/forward_wide.cu", 2, dim, tile, 1): 576
+    for dim in (320, 512, 576, 768, 1024)
+    for tile in ("64x128", "128x128")
+}
 SPILLS_OF_BLOCKS = SPILLS_OF_OPTIONS | {
     ("sm80/backward.cu", 2, 64, "32x128", 2): 16,
 }
 # With one thing that is added to scores.
 SPILLS_OF_ADDENDS = SPILLS | {
+    **{("sm90/forward_wide.cu", 2, dim, "64x128", 1): 8 for dim in (320, 512, 1024)},
+    **{
+        ("sm90/decode_wide.cu", 2, dim, tile, 1): 144
+        for dim in (320, 512, 576, 768, 1024)
+        for tile in ("64x128", "128x128")
+    },
     ("sm90/decode.cu", 2, 64, "64x128", 2): 80,
     ("sm90/forward.cu", 2, 128, "192x80", 1): 40,
     ("sm90/backward.cu", 2, 256, "64x64", 1): 80,

@@ -34,6 +34,12 @@ from cuflash.planning.sm90.tiles import (
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
 )
+from cuflash.planning.sm90.wide_tiles import (
+    DECODE_WIDE_SM90_TILES,
+    FORWARD_WIDE_SM90_TILES,
+    DecodeWideSm90Tile,
+    ForwardWideSm90Tile,
+)
 from cuflash.planning.tiles import Tile, round_up, serves_dims, why_too_large
 from cuflash.problem import make_problem
 from tests.compile.spills import (
@@ -82,7 +88,7 @@ class Target:
         tile = self.tile
         variant = VARIANTS[self.variant]
         dtype = {2: variant["dtype"], 4: "float32", 8: "float64"}[tile.element_bytes]
-        seqlen_q, seqlen_k = (9, 2048) if isinstance(tile, DecodeSm90Tile) else (64, 64)
+        seqlen_q, seqlen_k = (9, 2048) if isinstance(tile, DecodeSm90Tile | DecodeWideSm90Tile) else (64, 64)
         sizes: dict[str, Any] = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": tile.max_dim}
         case = ct.Case(**sizes | variant | {"dtype": dtype})
         arrays = case.arrays()
@@ -94,7 +100,7 @@ class Target:
         )
         problem = make_problem(options, *ct.qkv(arrays), **ct.optional(arrays))
         of_forward = ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | ForwardFloat8Sm90Tile | DecodeSm90Tile
-        if isinstance(tile, of_forward):
+        if isinstance(tile, of_forward | ForwardWideSm90Tile):
             return choose_plan(problem, self.device, "forward", tiles=(tile,))
         if isinstance(tile, DqTile):
             main = next(row for row in BACKWARD_TILES if goes_with(row, tile))
@@ -196,7 +202,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def is_sm90(tile):
     """Whether the row is of kernels for compute capability 9.0 alone."""
     kinds = ForwardSm90Tile | DecodeSm90Tile | BackwardSm90Tile | ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile
-    return isinstance(tile, kinds | ForwardFloat8Sm90Tile)
+    return isinstance(tile, kinds | ForwardFloat8Sm90Tile | ForwardWideSm90Tile)
 
 
 def fits(tile, arch):
@@ -239,6 +245,8 @@ TABLES = (
     *(FORWARD_SM90_TILES, DECODE_SM90_TILES, BACKWARD_SM90_TILES),
     *(FORWARD_FLOAT32_SM90_TILES, BACKWARD_FLOAT32_SM90_TILES),
     *(FORWARD_TF32_SM90_TILES, BACKWARD_TF32_SM90_TILES),
+    FORWARD_WIDE_SM90_TILES,
+    DECODE_WIDE_SM90_TILES,
 )
 
 
@@ -338,6 +346,17 @@ OTHERS = [
         if tile.serves in ("lists", "no pairs", "few full", "few bounded") and tile.block_n % 64 == 0
     ),
     *(
+        Target(tile=tile, arch="9.0", variant=variant)
+        for tile in FORWARD_WIDE_SM90_TILES
+        for variant in ("full", "groups", "bounds", "softcap", "slopes", "bias", "mask", "blocks", "options")
+        if tile.cluster == 1 or variant in ("bounds", "options")
+    ),
+    *(
+        Target(tile=tile, arch="9.0", variant=variant)
+        for tile in DECODE_WIDE_SM90_TILES
+        for variant in ("full", "groups", "bounds", "softcap", "slopes", "bias of few")
+    ),
+    *(
         Target(tile=tile, arch="9.0", variant="blocks")
         for tile in (
             *(first_that_fits(table, "9.0", 2) for table in TABLES[:3]),
@@ -356,7 +375,7 @@ OTHERS = [
         for table in TABLES[3:]
         for tile in table
         for variant in ("dropout", "dropout of all")
-        if not isinstance(tile, DecodeSm90Tile)
+        if not isinstance(tile, DecodeSm90Tile | DecodeWideSm90Tile)
         if variant == "dropout" or (tile.element_bytes == 2 and tile.max_dim in (64, 128))
     ),
     *(

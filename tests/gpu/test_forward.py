@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash.problem import make_problem
+from tests import wide
 from tests.gpu.planned import plan_of
 
 pytestmark = pytest.mark.gpu
@@ -426,6 +427,41 @@ def test_decoding_takes_its_own_kernel(cupy):
     plan = plan_of("forward", cuflash.FlashAttention(), q, k, v)
     takes_it = [kernel.source for kernel in plan.kernels] == ["sm90/decode.cu"]
     assert takes_it == (plan.device.arch == 90)
+
+
+# ---- wide heads ------------------------------------------------------------------------------------------------------
+
+
+def check_wide(cupy, case, *own):
+    """Right, the same bits again, and by the kernel that is meant for it."""
+    qkv, terms = arrays_of(cupy, case)
+    attn = cuflash.FlashAttention(**case.keywords)
+    source = plan_of("forward", attn, *qkv, **terms).kernels[0].source
+    assert source in own or not is_hopper(cupy)
+    out, lse = attn.forward(*qkv, **terms)
+    ct.assert_forward(case, out, lse)
+    for _ in range(3):
+        assert all(same_bits(x, y) for x, y in zip(attn.forward(*qkv, **terms), (out, lse), strict=True))
+
+
+@settings(max_examples=40)
+@given(case=wide.cases(longest=1500))
+def test_wide_heads(cupy, case):
+    check_wide(cupy, case, "sm90/forward_wide.cu", "sm90/decode_wide.cu")
+
+
+@settings(max_examples=30)
+@given(case=wide.cases_of_few(longest=5000))
+def test_few_queries_with_wide_heads(cupy, case):
+    check_wide(cupy, case, "sm90/decode_wide.cu")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(320, 320), (512, 512), (576, 512), (1024, 768)])
+def test_more_tiles_of_wide_heads_than_clusters(cupy, head_dim, head_dim_v, causal):
+    sizes: dict[str, Any] = {"seqlen_q": 700, "seqlen_k": 900, "batch": 3, "num_heads": 10, "num_heads_kv": 5}
+    case = ct.Case(**sizes, head_dim=head_dim, head_dim_v=head_dim_v, dtype="bfloat16", causal=causal)
+    check_wide(cupy, case, "sm90/forward_wide.cu")
 
 
 # ---- properties ------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ ORDER = [
     "tensor_map", "binding", "equivalents", "leading", "kernel_cache", "nvrtc",
     "planning.device", "planning.tiles", "planning.traffic", "planning.launch_plan", "planning.argument",
     "planning.draft", "planning.families", "planning.sm80", "planning.scores", "planning.sm90", "planning.sm90.scored",
-    "planning.sm90.tiles",
+    "planning.sm90.tiles", "planning.sm90.wide_tiles",
     "planning.sm90.bf16_split", "planning.sm90.mask_bits", "planning.sm90.forward", "planning.sm90.decode",
     "planning.sm90.backward", "planning.sm90.backward_bias", "planning.forward", "planning.backward",
     "planning.choose", "planning",

@@ -442,9 +442,10 @@ def test_kernels_are_told_all_that_they_ask_for():
     given = set()
     float32 = problem_of(1024, 1024, dtype="float32")
     plain = (problem_of(), problem_of(deterministic=True), problem_of(1, 2**16), problem_of(16, 2**16))
+    wide = (problem_of(dim=320), problem_of(1, 2**16, dim=320))
     functions = of_functions(("distance", "documents"), "float32", 64)
     of_bytes = problem_of(dtype=ml_dtypes.float8_e4m3fn)
-    for problem in (*plain, float32, blocks_of(1024), masked(64), biased(64, "bfloat16"), functions, of_bytes):
+    for problem in (*plain, *wide, float32, blocks_of(1024), masked(64), biased(64, "bfloat16"), functions, of_bytes):
         for pass_ in PASSES if problem is not of_bytes else PASSES[:1]:
             for arch in ("8.0", "9.0") if problem is not of_bytes else ("9.0",):
                 need: tuple[str, ...] = DEFAULT_NEED

@@ -25,6 +25,7 @@ from cuflash.planning.sm90.tiles import (
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
 )
+from cuflash.planning.sm90.wide_tiles import DecodeWideSm90Tile
 from cuflash.planning.tiles import round_up
 from cuflash.testing import Case
 from cuflash.tuning import MARGIN, candidates, size_class, tune, tuned_plan
@@ -94,6 +95,13 @@ def test_candidates_for_numbers_of_one_byte_read_bytes(changes, kind, scale, hea
             assert tile.key_bytes == 1
         elif isinstance(tile, ForwardFloat8Sm90Tile):
             assert problem.scale_block("k_scale") % tile.block_n == 0
+
+
+@pytest.mark.parametrize(("heads", "rows"), [(16, 64), (128, 128)])
+def test_candidates_for_few_queries_of_wide_heads_have_rows_for_all(heads, rows):
+    plans = candidates(problem_of(1, 2**16, 576, 512, batch=1, heads=heads, heads_kv=1), H200)
+    of_few = {plan.tiles[0].block_m for plan in plans if isinstance(plan.tiles[0], DecodeWideSm90Tile)}
+    assert of_few == {rows}
 
 
 @pytest.mark.parametrize("pass_", PASSES)

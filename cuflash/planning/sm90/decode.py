@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cuflash.operands import ITEMSIZE
 from cuflash.planning.device import DeviceSpec
 from cuflash.planning.draft import Draft, check_blocks
 from cuflash.planning.families import ForwardFamily
-from cuflash.planning.sm90.forward import MAPPED, box_rows
+from cuflash.planning.sm90.forward import MAPPED, box_rows, why_not_16_bit
 from cuflash.planning.sm90.tiles import (
     DECODE_FLOAT8_SM90_TILES,
     DECODE_ROWS,
@@ -14,6 +16,11 @@ from cuflash.planning.sm90.tiles import (
     DecodeFloat8Sm90Tile,
     DecodeSm90Tile,
 )
+from cuflash.planning.sm90.wide_tiles import (
+    DECODE_WIDE_SM90_TILES,
+    DecodeWideSm90Tile,
+)
+from cuflash.planning.tiles import Tile
 from cuflash.problem import Problem
 from cuflash.terms import MASKS
 
@@ -106,6 +113,66 @@ class DecodeFloat8(Decode):
         return DECODE_FLOAT8_SM90_TILES
 
 
+class DecodeWide(ForwardFamily[DecodeWideSm90Tile]):
+    """Wide heads."""
+
+    kernel = "sm90/decode_wide"
+    tile = DecodeWideSm90Tile
+
+    def table(self, problem: Problem) -> tuple[DecodeWideSm90Tile, ...]:
+        return DECODE_WIDE_SM90_TILES
+
+    def why_not(self, draft: Draft) -> str | None:
+        problem = draft.problem
+        rows = problem.group_size * problem.mean_sequence.seqlen_q
+        if max(problem.head_dim, problem.head_dim_v) <= max(row.max_dim for row in DECODE_SM90_TILES):
+            return ""
+        if why_not_16_bit(draft, MAPPED, DECODE_WIDE_SM90_TILES) is not None or not 0 < rows <= 2 * DECODE_ROWS:
+            return ""
+        if _visible_keys(problem.mean_sequence) < DECODE_MIN_SEQLEN_K:
+            return ""
+        if rows > DECODE_ROWS and (problem.seqlen_q > DECODE_ROWS or DECODE_ROWS % problem.seqlen_q):
+            return f"{problem.seqlen_q} queries of whole heads do not make {DECODE_ROWS} rows"
+        terms = [*problem.given(MASKS)]
+        terms += ["dropout"] if problem.dropout else []
+        terms += ["packed sequences"] if problem.is_packed else []
+        terms += ["pages"] if problem.page_size else []
+        if terms:
+            return f"it knows no {' and no '.join(terms)}"
+        if problem.group_size == 1 and 2 * draft.heads >= draft.device.num_sms:
+            return f"{draft.heads} heads fill the device, and no two share keys"
+        return None
+
+    def draft(self, draft: Draft, tile: DecodeWideSm90Tile) -> None:
+        problem = draft.problem
+        heads, rows = problem.batch * problem.num_heads_kv, problem.group_size * problem.seqlen_q
+        clusters = replace(draft.device, num_sms=draft.device.num_sms // tile.cluster)
+        blocks = _blocks_of_decode(problem, clusters, tile)
+        draft.set(resident_blocks=blocks)
+        whole_heads = heads % blocks == 0
+        draft.key_splits = blocks // heads if blocks % heads == 0 else 1 if whole_heads else blocks // heads + 2
+        box = tile.block_n // tile.cluster
+        draft.hides_last_keys = True
+        boxes = {"q": problem.seqlen_q, "k": box, "v": box}
+        draft.map_tensors(boxes, {"q": min(problem.group_size, DECODE_ROWS // problem.seqlen_q)}, read_once=True)
+        draft.reasons.append(f"{rows} queries of the heads that share keys go through one product: keys are read once")
+        dims = draft.padded_dims(tile)
+        defines = {"CUFLASH_SPLITS_KEYS": int(not whole_heads)}
+        draft.add(self.source, tile, blocks * tile.cluster, tile.shared_bytes(*dims), **defines)
+        who = f"{blocks} clusters of {tile.cluster} blocks" if tile.cluster > 1 else f"{blocks} blocks"
+        if whole_heads:
+            draft.reasons.append(f"{who} take whole heads")
+            return
+        draft.scratch["partial_out"] = (heads + blocks) * rows * dims[1]
+        draft.scratch["partial_lse"] = (heads + blocks) * rows
+        pieces = heads * rows * -(-dims[1] // COMBINE_COLUMNS)
+        draft.add("around/combine.cu", tile, -(-pieces // COMBINE_WARPS), 0, CUFLASH_NUM_WARPS=COMBINE_WARPS)
+        draft.reasons.append(
+            f"{who} take equal shares of the keys, up to {draft.key_splits} of them those of one head: another kernel "
+            "combines their results by lse"
+        )
+
+
 def _visible_keys(problem: Problem) -> int:
     """The most keys that all queries of a head see together."""
     start, stop = 0, problem.seqlen_k
@@ -116,7 +183,7 @@ def _visible_keys(problem: Problem) -> int:
     return max(0, stop - start)
 
 
-def _blocks_of_decode(problem: Problem, device: DeviceSpec, tile: DecodeSm90Tile) -> int:
+def _blocks_of_decode(problem: Problem, device: DeviceSpec, tile: Tile) -> int:
     """The number of blocks to share all keys evenly, so that the device is done first; of equals, the smallest.
 
     As many as are resident leave no multiprocessor idle, but share heads, whose results have to be combined. A few less

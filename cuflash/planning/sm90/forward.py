@@ -19,6 +19,10 @@ from cuflash.planning.sm90.tiles import (
     ForwardSm90Tile,
     takes_pairs,
 )
+from cuflash.planning.sm90.wide_tiles import (
+    FORWARD_WIDE_SM90_TILES,
+    ForwardWideSm90Tile,
+)
 from cuflash.planning.tiles import Tile
 from cuflash.problem import Problem
 from cuflash.terms import OF_PAIRS
@@ -112,6 +116,32 @@ class ForwardFloat8(ForwardFamily[ForwardFloat8Sm90Tile]):
         _add_persistent(draft, tile, self.source)
 
 
+class ForwardWide(ForwardFamily[ForwardWideSm90Tile]):
+    """Wide heads of 16-bit types."""
+
+    kernel = "sm90/forward_wide"
+    tile = ForwardWideSm90Tile
+
+    def table(self, problem: Problem) -> tuple[ForwardWideSm90Tile, ...]:
+        return FORWARD_WIDE_SM90_TILES
+
+    def why_not(self, draft: Draft) -> str | None:
+        problem = draft.problem
+        if max(problem.head_dim, problem.head_dim_v) <= max(row.max_dim for row in FORWARD_SM90_TILES):
+            return ""
+        terms = ["packed sequences"] if problem.is_packed else []
+        terms += ["pages"] if problem.page_size else []
+        if terms:
+            return f"it knows no {' and no '.join(terms)}"
+        return why_not_16_bit(draft, MAPPED, FORWARD_WIDE_SM90_TILES)
+
+    def draft(self, draft: Draft, tile: ForwardWideSm90Tile) -> None:
+        draft.add_lists(tile, "key_lists")
+        box = tile.block_n // tile.cluster
+        draft.map_tensors({"q": 64, "k": box, "v": box})
+        _add_persistent(draft, tile, self.source)
+
+
 def why_not_16_bit(draft: Draft, mapped: tuple[str, ...], table: tuple[Tile, ...]) -> str | None:
     """Why kernels of 16-bit operands, which read and write these arrays by TMA, do not serve a problem."""
     problem = draft.problem
@@ -133,13 +163,14 @@ def box_rows(problem: Problem, block_n: int) -> int:
 
 def _add_persistent(
     draft: Draft,
-    tile: ForwardSm90Tile | ForwardFloat32Sm90Tile | ForwardFloat8Sm90Tile,
+    tile: ForwardSm90Tile | ForwardFloat32Sm90Tile | ForwardFloat8Sm90Tile | ForwardWideSm90Tile,
     source: str,
     *,
     batch_first: bool = False,
 ) -> None:
     """Add a persistent kernel: as many blocks as are resident, each of which takes one tile of queries after another.
 
+    Blocks of a cluster take a tile together, and count as one until they are launched.
     With `batch_first` the batch entries of a head are neighbours in launch order: they share what it reads.
     """
     problem = draft.problem
@@ -147,7 +178,8 @@ def _add_persistent(
     check_blocks(m_blocks)
     pairs = takes_pairs(problem)
     units = draft.heads * draft.tiles_of(problem.seqlen_q, 2 * tile.block_m) if pairs else m_blocks
-    resident = draft.device.num_sms * tile.min_blocks
+    cluster = tile.cluster if isinstance(tile, ForwardWideSm90Tile) else 1
+    resident = draft.device.num_sms * tile.min_blocks // cluster
     blocks = min(units, resident)
     draft.set(resident_blocks=blocks)
     apart = pairs and 2 * units <= resident and not problem.is_packed and not problem.page_size
@@ -161,6 +193,7 @@ def _add_persistent(
         # They read a tile of a bias at the same time, so that all but one of them find it in L2.
         draft.set(head_section=min(problem.batch, MOST_ENTRIES_TOGETHER))
     how = "both of a pair at once" if apart else "one after another"
-    draft.reasons.append(f"{blocks} blocks stay and take {what} {how}")
+    who = f"{blocks} blocks" if cluster == 1 else f"{blocks} clusters of {cluster} blocks"
+    draft.reasons.append(f"{who} stay and take {what} {how}")
     order = {"CUFLASH_PAIRS": int(pairs), "CUFLASH_BATCH_FIRST": int(batch_first)}
-    draft.add(source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), **order)
+    draft.add(source, tile, blocks * cluster, tile.shared_bytes(*draft.padded_dims(tile)), **order)

@@ -6,7 +6,18 @@ runs those whose description holds the words, or all, and prints the score. A mu
 text has to occur there exactly once, so that the table follows the kernels.
 """
 
-from tests.emulate.mutants import around, common, float8, fp32, functions, sm80, sm90_backward, sm90_bias, sm90_forward
+from tests.emulate.mutants import (
+    around,
+    common,
+    float8,
+    fp32,
+    functions,
+    sm80,
+    sm90_backward,
+    sm90_bias,
+    sm90_forward,
+    sm90_wide,
+)
 from tests.emulate.mutants.planting import Mutant
 from tests.emulate.mutants.trial import Trial
 from tests.emulate.mutants.trials import TRIALS
@@ -15,6 +26,7 @@ MUTANTS = (
     *common.MUTANTS,
     *sm80.MUTANTS,
     *sm90_forward.MUTANTS,
+    *sm90_wide.MUTANTS,
     *sm90_backward.MUTANTS,
     *sm90_bias.MUTANTS,
     *fp32.MUTANTS,

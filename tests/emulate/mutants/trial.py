@@ -19,6 +19,9 @@ from cuflash.planning.sm90.tiles import (
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
 )
+from cuflash.planning.sm90.wide_tiles import (
+    ForwardWideSm90Tile,
+)
 from cuflash.planning.tiles import Tile
 from cuflash.terms import DEFAULT_NEED
 from cuflash.testing.float8 import assert_float8
@@ -80,7 +83,7 @@ class Trial:
             **case.random,
         }
         of_forward = ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | ForwardFloat8Sm90Tile | DecodeSm90Tile
-        if isinstance(self.tiles[0], of_forward):
+        if isinstance(self.tiles[0], of_forward | ForwardWideSm90Tile):
             for count in self.found_counts:
                 scratch = Scratch(choose_plan(problem, how["arch"], tiles=how["tiles"]).scratch_layout, 0xFF)
                 scratch.array("arrivals", np.uint64)[...] = count

@@ -14,7 +14,7 @@ from cuflash.planning.sm90.tiles import (
     ForwardSm90Tile,
 )
 from tests.emulate import attention
-from tests.emulate.mutants import trials_float8
+from tests.emulate.mutants import trials_float8, trials_wide
 from tests.emulate.mutants.trial import FunctionTrial, Trial
 
 
@@ -563,6 +563,7 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
         case=replace(_LOOKED_AT, seqlen_k=171, mask=(4, 230, 171), num_heads_kv=1), tiles=_backward(), num_sms=1
     ),
     **trials_float8.TRIALS,
+    **trials_wide.TRIALS,
     "functions": FunctionTrial(score="distance", mask="near"),
     "functions of pairs": FunctionTrial(score="with_pairs", mask="documents"),
     "functions float64": FunctionTrial(score="gathered", dtype="float64"),

@@ -1,0 +1,100 @@
+"""Tiles of the kernels for wide heads on compute capability 9.0, and their tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from cuflash.planning.device import DeviceSpec
+from cuflash.planning.sm90.tiles import DECODE_ROWS
+from cuflash.planning.tiles import ARITHMETIC, Tile, chunked_bytes, maker
+from cuflash.problem import Problem
+from cuflash.tensor_map import CHUNK
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardWideSm90Tile(Tile):
+    """One way to cut the forward pass of wide heads for compute capability 9.0. A block owns 64 of the block_m queries.
+
+    Blocks that share a tile of queries are a cluster.
+    """
+
+    max_dim: int
+    block_m: int
+    block_n: int
+    num_stages: int  # boxes of block_n keys and 64 columns of k or v
+    origin: str = field(compare=False)
+
+    element_bytes = 2
+    dim_multiple = 16
+    num_warps = 16  # those of the two halves of the output, of scores and of the producer
+    min_blocks = 1
+    fragments_ahead = 0
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (self.block_m in (64, 128), "64 queries for each of one or two blocks"),
+            (self.block_n % 16 == 0 and self.block_n <= 128, "a block_n whose weights registers hold"),
+        )
+
+    @property
+    def cluster(self) -> int:
+        """The blocks of a cluster."""
+        return self.block_m // 64
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        boxes = self.num_stages * chunked_bytes(self.block_n, CHUNK)
+        weights = self.block_n * CHUNK * 2 + 128 * 8  # with the factors of the rows of 128 threads
+        return chunked_bytes(64, dim) + boxes + weights + 16 + 32 * self.num_stages + 24
+
+    def why_not(self, problem: Problem, device: DeviceSpec) -> str:
+        # Where queries see as many keys, blocks that read the same at the same time need no cluster to find it in L2.
+        takes_two = problem.window_right is not None and problem.seqlen_q > 64
+        if (self.cluster == 2) == takes_two:
+            return ""
+        return "for more than 64 queries, under a causal mask" if self.cluster == 2 else "for few queries, or all keys"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeWideSm90Tile(ForwardWideSm90Tile):
+    """The same for few queries of all heads that share keys, up to 64 of them a block."""
+
+    def why_not(self, problem: Problem, device: DeviceSpec) -> str:
+        rows = problem.group_size * problem.seqlen_q
+        suits = (self.cluster == 2) == (rows > DECODE_ROWS)
+        return "" if suits else f"for {'more' if self.cluster == 2 else 'no more'} than {DECODE_ROWS} rows"
+
+
+_forward_wide = maker(ForwardWideSm90Tile, "max_dim block_m block_n num_stages origin")
+
+
+def _h200(case: str, rates: str) -> str:
+    return f"on an H200 {rates} (bfloat16, {case})"
+
+
+# fmt: off
+# As many boxes as fit beside the queries.
+FORWARD_WIDE_SM90_TILES = (
+    #            max_dim  m   n    boxes
+    _forward_wide(320,  64,  128, 10, _h200("batch x heads 4 x 6, seqlen 4096", "623 TFLOP/s")),
+    _forward_wide(320,  128, 128, 10, _h200("4 x 6, 4096 causal", "577 TFLOP/s, 550 without clusters")),
+    _forward_wide(512,  64,  128, 9,  _h200("4 x 4, 4096; 1 x 4, 16384", "690 and 714 TFLOP/s, by mma.sync 177")),
+    _forward_wide(512,  128, 128, 9,  _h200("the same, causal", "638 and 689 TFLOP/s, 568 and 611 without clusters")),
+    _forward_wide(576,  64,  128, 8,  _h200("4 x 3, 4096, head_dim_v 512", "703 TFLOP/s")),
+    _forward_wide(576,  128, 128, 8,  _h200("the same, causal", "650 TFLOP/s, 568 without clusters")),
+    _forward_wide(768,  64,  128, 7,  _h200("4 x 2, 4096", "456 TFLOP/s")),
+    _forward_wide(768,  128, 128, 7,  ARITHMETIC),
+    _forward_wide(1024, 64,  128, 5,  _h200("4 x 2, 4096", "415 TFLOP/s")),
+    _forward_wide(1024, 128, 128, 5,  ARITHMETIC),
+)
+# fmt: on
+_OF_DECODE = {
+    (576, 64): _h200("batch 32, 16 heads over 1, 8192 keys, head_dim_v 512", "3.92 TB/s, a copy 4.24"),
+    (576, 128): _h200("8, 128 over 1, 16384; 1, 65536; head_dim_v 512", "2.92 and 2.62 TB/s, a copy 4.24"),
+}
+DECODE_WIDE_SM90_TILES = tuple(
+    DecodeWideSm90Tile(
+        **{row.name: getattr(tile, row.name) for row in fields(tile)}
+        | {"origin": _OF_DECODE.get((tile.max_dim, tile.block_m), ARITHMETIC)}
+    )
+    for tile in FORWARD_WIDE_SM90_TILES
+)

@@ -1,0 +1,115 @@
+// Forward pass for few queries with wide heads on compute capability 9.0.
+//
+// All queries of the query heads that share a key/value head are rows of one product, up to 64 a block, as in
+// sm90/decode.cu; sm90/wide_roles.cuh says who does what. The keys of all heads are cut into equal shares, one for each
+// cluster of blocks; around/combine.cu combines the results where clusters share a head.
+#include "sm90/head_work.cuh"
+#include "sm90/wide_roles.cuh"
+
+// A head, and which rows of it this block has.
+struct WideHead : HeadWork {
+  static constexpr bool kClearsValues = true;  // tensor maps may reach over more keys than there are
+
+  const Params& common;
+  const HeadWalk& walk;
+  int first_own, own_rows;
+
+  CUFLASH_DEVICE WideHead(const Params& common_, const HeadWalk& walk_)
+      : HeadWork(common_, walk_),
+        common(common_),
+        walk(walk_),
+        first_own(ptx::cluster_rank<kClusterBlocks>() * kRows),
+        own_rows(min_of(at_least_zero(rows - first_own), kRows)) {}
+
+  CUFLASH_DEVICE int tile_at(int n_block) const { return n_block; }
+  CUFLASH_DEVICE bool is_masked(int n_block) const { return n_block < keys.full_start || n_block >= keys.full_stop; }
+
+  // A box of q has whole heads, as many as a block has rows for.
+  CUFLASH_DEVICE void load_q(const WideParams& params, u32 tile, const Barrier& full) const {
+    const int heads = min_of(group, kRows / common.seqlen_q);
+    full.arrive_expect(kKeyChunks * heads * common.seqlen_q * kLineBytes);
+    load_chunks<kRows, kDim>(tile, params.q, full, 0, first_head() + first_own / common.seqlen_q, batch);
+  }
+  // Warpgroup 2. Rows that stand for no query are cleared: they must not decide when sums are rescaled.
+  CUFLASH_DEVICE void clear_rows(u32 tile, u32 thread) const {
+    if (own_rows == kRows) return;
+    zero_last_of_64<kRows, kDim>(tile, own_rows, thread);
+    ptx::fence_async_proxy();
+    ptx::sync_named(3, 128);
+  }
+
+  // Which cluster of those of the head this is, and whether it is the only one.
+  CUFLASH_DEVICE Partials partials() const { return {common, walk.shares, walk.head}; }
+  CUFLASH_DEVICE static int place_in(const Partials& partials) {
+    return (int)(ptx::block_index() / kClusterBlocks - partials.first_block);
+  }
+  CUFLASH_DEVICE static bool is_alone(const Partials& partials) { return !kSplitsKeys || partials.count == 1; }
+
+  // The rows of a lane of warpgroup 2: `row` and `row` + 8 of the head.
+  struct Rows {
+    const WideHead& head;
+    const int row[2];
+    const LaneRows lane;
+
+    CUFLASH_DEVICE float exponent_scale() const { return lane.score[0].exponent_scale(); }
+    CUFLASH_DEVICE void to_scores(float (&s)[1][kNTiles][4], int lane_key, bool masked) const {
+      lane.score[0].cap(s);
+      ::to_scores<true>(lane, lane, s, [](int, int i) { return i / 2; }, lane_key, masked);
+    }
+    CUFLASH_DEVICE void drop(float (&)[kNTiles][4], int) const {}
+    CUFLASH_DEVICE void finish(OnlineSoftmax<1>& softmax, float (&factor)[2], int pass) const {
+      const Params& common = head.common;
+      const Partials partials = head.partials();
+      float ones[1][1][4] = {{{1.0f, 1.0f, 1.0f, 1.0f}}};
+      softmax.finish();
+      if (kHasSinks && is_alone(partials))
+        softmax.add_sinks(ones, [&](int, int half) {
+          return row[half] < head.rows ? sink_of(common, LaneRows::head_of(common, head, row[half])) * kExponentOfE
+                                       : 0.0f;
+        });
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float lse = softmax.log_sum_exp(0, half);
+        factor[half] = ones[0][0][2 * half] * softmax.inverse_sum(0, half);
+        if (pass > 0 || fragment_column() != 0 || row[half] >= head.rows) continue;
+        if (is_alone(partials))
+          *lse_of(common, head.batch, LaneRows::head_of(common, head, row[half]), lane.query[half]) = lse;
+        else
+          ptx::store_for_blocks(partials.lse(place_in(partials), row[half]), lse);
+      }
+    }
+  };
+  CUFLASH_DEVICE Rows rows_of_lane(const Params&, int row) const {
+    const int both[2] = {first_own + row, first_own + row + 8};
+    return {*this, {both[0], both[1]}, LaneRows(common, *this, both)};
+  }
+
+  template <int n_tiles>
+  CUFLASH_DEVICE void store(const Params&, const float (&o)[n_tiles][4], int row, int first_column) const {
+    const Partials partials = this->partials();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int own = first_own + row + 8 * half;
+      if (is_alone(partials)) {
+        Storage* g_row = out_of(common, batch, LaneRows::head_of(common, *this, own), own % common.seqlen_q);
+        store_rounded(own < rows ? g_row : nullptr, o, half, first_column);
+      } else if (own < rows) {
+        float* g_row = partials.out(place_in(partials), own);
+#pragma unroll
+        for (int n = 0; n < n_tiles; ++n) {
+          const int column = first_column + 8 * n + fragment_column();
+          if (column < kDimV) ptx::store_for_blocks_x2(g_row + column, {o[n][2 * half], o[n][2 * half + 1]});
+        }
+      }
+    }
+  }
+};
+
+struct WideHeadWalk : HeadWalk {
+  using HeadWalk::HeadWalk;
+  CUFLASH_DEVICE WideHead work(const Params& common) const { return {common, *this}; }
+};
+
+CUFLASH_DEVICE void decode(const WideParams& params) { take_all<WideHeadWalk>(params); }
+
+CUFLASH_DEFINE_CLUSTER_KERNEL(CUFLASH_KERNEL_NAME, WideParams, kNumThreads, kClusterBlocks, decode)

@@ -1,0 +1,95 @@
+// Forward pass of 16-bit types with wide heads on compute capability 9.0 (Hopper), with wgmma and TMA.
+//
+//   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
+//
+// sm90/wide_roles.cuh says who does what. Blocks stay, and take one tile of queries after another; those of a cluster
+// take the same tile, 64 rows each. More than 512 columns of the output take several passes over the keys.
+#include "common/dropout.cuh"
+#include "common/operands.cuh"
+#include "sm90/wide_roles.cuh"
+
+// The rows of a lane of warpgroup 2: `row` and `row` + 8.
+struct Rows {
+  const Params& common;
+  const Work& work;
+  const int row;
+  const Score score;
+  const Mask mask;
+  const Dropout dropout;
+
+  CUFLASH_DEVICE float exponent_scale() const { return score.exponent_scale(); }
+  CUFLASH_DEVICE void to_scores(float (&s)[1][kNTiles][4], int lane_key, bool masked) const {
+    score.cap(s);
+    ::to_scores<true>(score, mask, s, [&](int, int i) { return row + i / 2 * 8; }, lane_key, masked);
+  }
+  CUFLASH_DEVICE void drop(float (&weights)[kNTiles][4], int lane_key) const {
+    if constexpr (kHasDropout) dropout.drop(weights, row, lane_key);
+  }
+  // The last factors of the rows of O; lse is stored with the first pass.
+  CUFLASH_DEVICE void finish(OnlineSoftmax<1>& softmax, float (&factor)[2], int pass) const {
+    float ones[1][1][4] = {{{1.0f, 1.0f, 1.0f, 1.0f}}};
+    softmax.finish();
+    if constexpr (kHasSinks)
+      softmax.add_sinks(ones, [&](int, int) { return sink_of(common, work.head) * kExponentOfE; });
+    float* g_lse = row_numbers_of(common.lse, work.batch, work.head);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int own = row + 8 * half;
+      factor[half] = ones[0][0][2 * half] * softmax.inverse_sum(0, half) * kept_scale_of(common);
+      if (pass == 0 && fragment_column() == 0 && own < common.seqlen_q)
+        g_lse[own * common.lse.row_stride] = softmax.log_sum_exp(0, half);
+    }
+  }
+};
+
+// A tile of queries, and which rows of it this block has.
+struct WideTile : QueryTile {
+  static constexpr bool kClearsValues = kHidesLastKeys;
+
+  int first_own, batch;
+  TileRange own;  // within `keys`
+
+  CUFLASH_DEVICE WideTile(const Params& common, const Work& work) : QueryTile(common, work) {
+    const int rank = ptx::cluster_rank<kClusterBlocks>();
+    first_own = first_row + rank * kRows;
+    batch = work.batch;
+    own = keys_of(common, rank);
+  }
+
+  CUFLASH_DEVICE int tile_at(int n_block) const { return keys.at(n_block); }
+  CUFLASH_DEVICE bool is_masked(int n_block) const { return n_block < own.full_start || n_block >= own.full_stop; }
+
+  CUFLASH_DEVICE void load_q(const WideParams& params, u32 tile, const Barrier& full) const {
+    full.arrive_expect(kBytesQ);
+    load_chunks<kRows, kDim>(tile, params.q, full, first_own, work.head, work.batch);
+  }
+  CUFLASH_DEVICE void clear_rows(u32, u32) const {}  // behind the last query TMA brings zeros
+  CUFLASH_DEVICE Rows rows_of_lane(const Params& common, int row) const {
+    return {common,
+            work,
+            first_own + row,
+            Score(common, work.batch, work.head, key_stop),
+            Mask(common, work.batch, work.head, key_stop),
+            Dropout(common, work.batch, work.head)};
+  }
+  template <int n_tiles>
+  CUFLASH_DEVICE void store(const Params& common, const float (&o)[n_tiles][4], int row, int first_column) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int own_row = first_own + row + 8 * half;
+      Storage* g_row = (Storage*)head_of(common.out, work.batch, work.head) + own_row * common.out.row_stride;
+      store_rounded(own_row < common.seqlen_q ? g_row : nullptr, o, half, first_column);
+    }
+  }
+};
+
+struct TileWalk : EntryWalkOf<kClusterBlocks> {
+  using EntryWalkOf<kClusterBlocks>::EntryWalkOf;
+  CUFLASH_DEVICE WideTile work(const Params& common) const {
+    return WideTile(common, EntryWalkOf<kClusterBlocks>::work(common));
+  }
+};
+
+CUFLASH_DEVICE void forward(const WideParams& params) { take_all<TileWalk>(params); }
+
+CUFLASH_DEFINE_CLUSTER_KERNEL(CUFLASH_KERNEL_NAME, WideParams, kNumThreads, kClusterBlocks, forward)

@@ -1,0 +1,41 @@
+"""The trials of mistakes in the kernels of wide heads."""
+
+from dataclasses import replace
+from typing import Any
+
+import cuflash.testing as ct
+from cuflash.planning.sm90.wide_tiles import (
+    DecodeWideSm90Tile,
+    ForwardWideSm90Tile,
+)
+from tests.emulate.mutants.trial import Trial
+
+_CASE = ct.Case(
+    seqlen_q=300,
+    seqlen_k=400,
+    num_heads=2,
+    num_heads_kv=1,
+    head_dim=192,
+    head_dim_v=256,
+    dtype="bfloat16",
+    causal=True,
+    score_spread=4.0,
+    sinks=True,
+    seed=3,
+)
+_FEW = replace(_CASE, seqlen_q=2, seqlen_k=600, num_heads=44, score_spread=1.0)
+_TILE: dict[str, Any] = {"max_dim": 256, "block_n": 64, "num_stages": 9, "origin": "of a trial"}
+_FORWARD = ForwardWideSm90Tile(block_m=128, **_TILE)
+_DECODE = DecodeWideSm90Tile(block_m=128, **_TILE)
+TRIALS = {
+    "wide": Trial(case=_CASE, tiles=(_FORWARD,), num_sms=2),
+    "wide short ring": Trial(case=_CASE, tiles=(_FORWARD.changed(num_stages=4),), num_sms=2),
+    "wide lengths": Trial(case=replace(_CASE, causal=False, kv_lengths=(70,)), tiles=(_FORWARD,), num_sms=2),
+    "wide passes": Trial(
+        case=replace(_CASE, seqlen_q=100, seqlen_k=130, head_dim=64, head_dim_v=768),
+        tiles=(_FORWARD.changed(max_dim=1024),),
+        num_sms=2,
+    ),
+    "wide few": Trial(case=_FEW, tiles=(_DECODE,), num_sms=6),
+    "wide few heads": Trial(case=replace(_FEW, batch=3, kv_lengths=(600, 0, 515)), tiles=(_DECODE,), num_sms=4),
+}
