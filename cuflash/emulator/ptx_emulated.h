@@ -28,7 +28,7 @@ extern "C" float tanhf(float) noexcept;
 extern "C" float sinf(float) noexcept;
 extern "C" float cosf(float) noexcept;
 extern "C" float powf(float, float) noexcept;
-extern "C" float floorf(float) noexcept;
+extern "C" float copysignf(float, float) noexcept;
 extern "C" double exp(double) noexcept;
 extern "C" double log(double) noexcept;
 extern "C" double sqrt(double) noexcept;

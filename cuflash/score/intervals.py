@@ -42,7 +42,7 @@ def all_bounds(root: Node, inputs: Mapping[str, Bounds], load: Load) -> dict[Nod
         for at in in_order([root]):
             args = [found[arg] for arg in at.args]
             if at.op == "constant":
-                found[at] = _constant(at)
+                found[at] = bounds_of_constant(at)
             elif at.op == "input":
                 found[at] = inputs[str(at.payload)]
             elif at.op == "load":
@@ -56,7 +56,7 @@ def all_bounds(root: Node, inputs: Mapping[str, Bounds], load: Load) -> dict[Nod
     return found
 
 
-def _constant(at: Node) -> Bounds:
+def bounds_of_constant(at: Node) -> Bounds:
     """A constant, and what it may be rounded to."""
     value: Any = at.payload
     if at.kind != "float" or not math.isfinite(value) or float(np.float32(value)) == value:

@@ -16,6 +16,7 @@ from cuflash.score.evaluation import as_captured, evaluate
 from cuflash.score.kinds import cast, with_kinds
 from cuflash.score.nodes import COMPARISONS, Node, in_order, node, shown
 from cuflash.score.tables import AXES, Loaded, Table, filling_text
+from cuflash.score.tile_bounds import bounds_text
 from cuflash.score.tracing import NAMED_INPUTS, trace
 
 Array = NDArray[Any]
@@ -181,6 +182,7 @@ class Program:
             visible = self.mask
             text += f"CUFLASH_DEVICE bool mask_function({OF_HEAD}, {PAIR.replace('Real s, ', '')}) {{\n"
             text += body([visible], arrays, lambda writer: [f"return {writer.text(visible)};"], known) + "}\n"
+            text += bounds_text(visible, arrays)
         text += self._derivatives(arrays, wanted, summed, known) if wanted else ""
         return text + filling_text(self.tables, arrays, wanted) if self.tables else text
 

@@ -1,6 +1,6 @@
 // What a mask of pairs or of keys, or a function of the caller, leaves of each tile of pairs, for the lists that
-// around/lists.cu makes. A warp looks at a tile until it has seen a hidden pair and a visible one. Tiles that windows and
-// lengths hide are not looked at.
+// around/lists.cu makes. A warp bounds what a function gives over a tile; where that decides nothing, and of masks, it
+// looks at pairs until it has seen a hidden one and a visible one. Tiles that windows and lengths hide are not looked at.
 #include "common/config.cuh"
 #include "common/fragments.cuh"
 #include "common/functions.cuh"
@@ -101,8 +101,13 @@ CUFLASH_DEVICE Pairs pairs_of_tile(const Params& params, int batch, int head, in
   if constexpr (kHasMask) left = pairs_of_mask(params, batch, head, tile);
 #if CUFLASH_HAS_MASK_FUNCTION
   const Functions functions(params, batch, head);
-  if (left != Pairs::kNone)
-    left = both(left, pairs_by_asking<1>(tile, [&](int row, int key) { return functions.shows(row, key); }));
+  if (left != Pairs::kNone) {
+    const Truth shown =
+        functions.shows(Integers{tile.first_row, tile.stop_row - 1}, Integers{tile.first_key, tile.stop_key - 1});
+    if (shown.never) return Pairs::kNone;
+    if (!shown.always)
+      left = both(left, pairs_by_asking<1>(tile, [&](int row, int key) { return functions.shows(row, key); }));
+  }
 #endif
   return left;
 }

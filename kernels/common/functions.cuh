@@ -35,6 +35,10 @@ struct Functions {
 #endif
 #if CUFLASH_HAS_MASK_FUNCTION
   CUFLASH_DEVICE bool shows(int row, int key) const { return mask_function(of_head, arrays, row, key, head, batch); }
+  // What is known of all pairs of these rows and keys. By whole warps.
+  CUFLASH_DEVICE Truth shows(Integers rows, Integers keys) const {
+    return mask_bounds(arrays, rows, keys, head, batch);
+  }
 #endif
 };
 #endif

@@ -4,6 +4,7 @@
 #include "common/config.cuh"
 #if CUFLASH_HAS_FUNCTIONS
 #include "common/score_functions.cuh"
+#include "common/tile_bounds.cuh"
 #include CUFLASH_FUNCTIONS  // what cuflash/score/program.py writes
 #endif
 

@@ -11,12 +11,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import cuflash
 import cuflash.testing as ct
 from cuflash.binding import PASSES, bind
 from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.emulator.memory import Scratch
+from cuflash.operands import numpy_dtype
 from cuflash.planning import DeviceSpec
+from tests import expressions
 from tests.emulate import attention
+from tests.scored import MASKS, Scored, captured_of
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
@@ -119,10 +123,8 @@ def masks(draw):
     return arch, attention.problem_of(case, arrays), arrays, visible, keys
 
 
-@given(drawn=masks(), schedule=st.sampled_from(SCHEDULES))
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
-def test_the_tiles_with_a_visible_pair_are_listed(drawn, schedule):
-    arch, problem, arrays, visible, keys = drawn
+def assert_listed(arch, problem, arrays, visible, keys, *, schedule):
+    """The tiles with a visible pair are listed, those without a hidden one first."""
     results = {"out": arrays["dout"], "lse": np.empty(problem.lse_shape, problem.softmax_dtype)}
     results |= {f"d{name}": arrays[name] for name in "qkv"}
     for pass_, name in zip(PASSES, ("key_lists", "query_lists"), strict=True):
@@ -151,3 +153,60 @@ def test_the_tiles_with_a_visible_pair_are_listed(drawn, schedule):
                     (full if whole and (of_keys or pairs.all()) else cut).append(other)
             assert listed[:2].tolist() == [len(full) + len(cut), len(full)]
             assert listed[2 : 2 + len(full) + len(cut)].tolist() == full + cut
+
+
+@given(drawn=masks(), schedule=st.sampled_from(SCHEDULES))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+def test_the_tiles_with_a_visible_pair_are_listed(drawn, schedule):
+    assert_listed(*drawn, schedule=schedule)
+
+
+# Functions whose bounds need every operation that there is, beside those of problems.
+BOUNDED: dict[str, Any] = MASKS | {
+    "checkers": lambda i, j: (i // 64 + j // 32) % 2 == 0,
+    "diamonds": lambda i, j, *, head: cuflash.abs(i % 96 - 48) + cuflash.abs(-j % 96 - 48) <= 40 + head * i,
+    "a triangle": lambda i, j: cuflash.minimum(i, j) * 2 + 1 > cuflash.maximum(i, 100) - cuflash.where(j > 77, 9, j),
+    "a curve": lambda i, j: cuflash.exp(-i / 50.0) * 80 + cuflash.sqrt(j + 1.0) > cuflash.log(j + 2) * cuflash.tanh(i),
+    "floors": lambda i, j: cuflash.floor(i / 33.0 + 0.5) != cuflash.floor(cuflash.minimum(j, i + 0.5) / 33.0 + 0.5),
+    "flags": lambda i, j, *, flag: ~flag[i] & (flag[j] | (i > 100)) ^ (j < 5),
+    "a hole": lambda i, j, *, place: (place[i] - place[j]) ** 2 > 0.3,
+    "waves": lambda i, j: cuflash.sin(i * 0.1) < cuflash.cos(j * 0.05),
+}  # fmt: skip
+
+
+@st.composite
+def functions(draw, name):
+    arch, dtype = draw(st.sampled_from([("8.0", "float16"), ("9.0", "bfloat16")]))
+    size = sizes(draw, 8 if arch == "9.0" else 1, 1)
+    size["q"] = draw(st.sampled_from([size["q"], size["k"]]))
+    shapes = {"q": size["q"], "k": size["k"], "v": size["k"], "dout": size["q"]}
+    arrays: dict[str, Any] = {
+        operand: np.zeros((2, 2, length, 32), numpy_dtype(dtype)) for operand, length in shapes.items()
+    }
+    seed = draw(st.integers(0, 2**16))
+    random = np.random.default_rng(seed)
+    if name == "drawn":
+        function, own = draw(expressions.masks()), expressions.arrays(seed, "float32")
+    else:
+        function, own = BOUNDED[name], captured_of((BOUNDED[name],), (2, 2, size["q"], size["k"]), dtype, seed)
+    longest = max(size["q"], size["k"])
+    places = np.sort(random.standard_normal(longest)).astype(np.float32)
+    places[: random.integers(0, 3)] = np.nan
+    more = {"flag": np.sort(random.random(longest) < 0.5), "place": places}
+    own |= {key: x for key, x in more.items() if key in function.__code__.co_varnames}
+    problem = Scored(cuflash.FlashAttention(mask=function), arrays | own, {}, "").problem
+    assert problem.mask_function is not None
+    i, j = np.arange(size["q"])[:, None], np.arange(size["k"])
+    each = [
+        [problem.mask_function({"i": i, "j": j, "batch": batch, "head": head}, own, np.float32) for head in range(2)]
+        for batch in range(2)
+    ]
+    visible = np.stack([np.stack([np.broadcast_to(x, (size["q"], size["k"])) for x in row]) for row in each])
+    return arch, problem, arrays | own, visible, np.ones((2, size["k"]), bool)
+
+
+@pytest.mark.parametrize("name", [*BOUNDED, "drawn"])
+@given(data=st.data())
+@few
+def test_the_tiles_that_a_function_leaves_are_listed(name, data):
+    assert_listed(*data.draw(functions(name)), schedule=data.draw(st.sampled_from(SCHEDULES)))

@@ -138,6 +138,7 @@ PRELUDE = """
 using std::exp; using std::log; using std::sqrt; using std::tanh; using std::sin; using std::cos; using std::pow;
 #define CUFLASH_DEVICE static inline
 using u8 = uint8_t; using u16 = uint16_t; using u32 = uint32_t; using i32 = int32_t; using i64 = int64_t;
+using u64 = uint64_t;
 #define CUFLASH_NARROW_CAPTURED NARROW
 using Real = REAL;
 struct Float16 {}; struct BFloat16 {};
@@ -153,6 +154,9 @@ inline float sqrt_approx(float x) { return std::sqrt(x); }
 inline float reciprocal_approx(float x) { return 1 / x; }
 inline u32 bits_of(float x) { u32 y; std::memcpy(&y, &x, 4); return y; }
 template <class E> u32 pack(E, float, float) { return 0; }
+inline u32 thread_index() { return 0; }
+template <class T> T shuffle(T x, u32) { return x; }
+template <class T> T shuffle_xor(T x, u32) { return x; }
 }
 template <class E> Real to_real(u16 x) { return x; }
 constexpr bool kWide = sizeof(Real) == 8;
@@ -224,9 +228,7 @@ def test_emitted_text_is_the_expression(dtype, tmp_path):
     assert sum(bool(one.tables) for one in emitted) >= 10
     real = "float" if dtype == np.float32 else "double"
     is_narrow = str(int(dtype == np.float32))  # each kind of offsets once
-    text = (
-        PRELUDE.replace("REAL", real).replace("NARROW\n", f"{is_narrow}\n") + '#include "common/score_functions.cuh"\n'
-    )
+    text = PRELUDE.replace("REAL", real).replace("NARROW\n", f"{is_narrow}\n") + '#include "common/tile_bounds.cuh"\n'
     for index, one in enumerate(emitted):
         text += f"namespace n{index} {{\n{one.header()}}}\n"
         loop = ((FILL if one.tables else "") + LOOP).replace("FUNCTION", f"f{index}").replace("NAME", f"n{index}")

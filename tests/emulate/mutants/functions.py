@@ -10,6 +10,7 @@ EXACT = "common/exact_sums.cuh"
 GRADIENTS = "common/captured_gradients.cuh"
 LIBRARY = "common/score_functions.cuh"
 MASK_TILES = "around/mask_tiles.cu"
+BOUNDS = "common/tile_bounds.cuh"
 WEIGHTS = "sm90/function_weights.cuh"
 
 # fmt: off
@@ -74,6 +75,14 @@ MUTANTS = (
            "functions of pairs"),
     mutant("batch entries have each other's tiles", MASK_TILES, "matrix / params.list_heads, head", "0, head",
            "functions in 16 bits"),
+    mutant("the least number tells of all", BOUNDS, "return {known && a.high < b.low, known && a.low >= b.high};",
+           "return {known && a.low < b.low, known && a.low >= b.high};", "functions"),
+    mutant("entries of the first lane alone", BOUNDS, "  for (u32 lanes = 16; lanes > 0; lanes /= 2)\n"
+           "    found = hull", "  for (u32 lanes = 0; lanes > 0; lanes /= 2)\n    found = hull", "functions of pairs"),
+    mutant("entries of the first row alone", BOUNDS, "- first[axis] + 1;", "- first[axis] + 1, count[axis] = 1;",
+           "functions of pairs"),
+    mutant("equal where they may be", BOUNDS, "return {known && a.low == a.high && b.low == b.high && a.low == b.low,",
+           "return {known && a.low == b.low,", "functions of pairs"),
     mutant("no byte of a word is 0", MASK_TILES,
            "return ((word - 0x01010101) & ~word & 0x80808080) != 0;", "return false;", "looked at"),
     mutant("all vectors are of the first row", MASK_TILES, "index / kVectors * row_stride", "0 * row_stride",
