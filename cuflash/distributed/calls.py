@@ -1,0 +1,264 @@
+"""How a call of one rank begins: its arguments checked, agreed upon with all ranks, and made into what is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuflash import host, interop
+from cuflash.binding import INPUTS, Contiguous, Pass
+from cuflash.cpu.packed import check_starts
+from cuflash.distributed.agreement import agreed, digest, together
+from cuflash.distributed.arguments import SPLITS, not_served
+from cuflash.distributed.execution import Execution
+from cuflash.distributed.packed import Packing
+from cuflash.distributed.schedule import make_schedule
+from cuflash.distributed.split import Split
+from cuflash.distributed.transports import Transport
+from cuflash.operands import numpy_dtype, view_4d, view_rows
+from cuflash.options import ORIGIN_STEP, Options, diagonal_of, window_of
+from cuflash.problem import Problem, make_problem
+from cuflash.results import Array
+from cuflash.spans import Band
+from cuflash.terms import BROADCAST, TERMS
+from cuflash.values import counted, value_error
+
+ALL_ROWS = "all"  # what an array without an axis of queries says instead of their number
+# Arrays that all ranks have alike: those without axes of rows.
+_OF_ALL = tuple(term.name for term in TERMS if term.own_axes in (0, 1))
+# Options that are not served, and what serves instead.
+_REMEDIES = {
+    "block_mask": "the pairs of its blocks as a boolean mask of this rank's queries and all keys",
+    "block_table": "contiguous keys; each rank's pages gathered into them",
+    "q_scale": "q of 16 bits a number or more",
+    "k_scale": "k of 16 bits a number or more",
+    "v_scale": "v of 16 bits a number or more",
+}
+_STARTS = ("cu_seqlens_q", "cu_seqlens_k")
+
+
+class Call(NamedTuple):
+    """What a rank knows of its own call before it knows that of others."""
+
+    borrowed: interop.Borrowed
+    given: dict[str, Any]  # the arrays that there are
+    need: tuple[str, ...]
+    random: tuple[int, int]  # seed and offset
+    starts: tuple[tuple[int, ...], ...]  # of packed sequences, and the end of the last one; of q and of k
+
+    def empty(self, name: str, problem: Problem) -> Array:
+        """Room for a gradient."""
+        xp, like = interop.module_of(self.given["q"]), self.given.get(name[1:])
+        if like is None:  # of a number
+            return xp.empty((), numpy_dtype(problem.softmax_dtype))
+        return xp.empty(like.shape, like.dtype)
+
+
+@dataclass(kw_only=True)
+class Calls:
+    """What all calls of one `ContextParallel` have in common."""
+
+    options: Options
+    splits: tuple[Any, Any]  # of queries and of keys, each a `Split` or its name
+    chunks: int
+    steps: int
+    timeout: float
+    check: bool
+    transport: Transport
+    count: int = field(default=0, init=False)  # of the calls that there were
+
+    def begin(
+        self,
+        method: str,
+        arrays: dict[str, Any],
+        required: tuple[str, ...],
+        random: tuple[int | None, int | None],
+        need_of: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda given: (),
+    ) -> tuple[Call, Execution]:
+        """What this rank is to do, after all ranks have agreed on it."""
+        self.count += 1
+
+        def own() -> tuple[Call, dict[str, Any]]:
+            call = self._own_call(arrays, required, random, need_of)
+            return call, self._facts(method, call)
+
+        if not self.check:
+            call, own_facts = own()
+            return call, self._execution(method, call, self.splits, [own_facts])
+        call, facts = agreed(self.transport, self.timeout, own)
+        splits = [
+            split if isinstance(split, Split) else SPLITS[split](sum(fact[rows] for fact in facts), self.transport.size)
+            for split, rows in zip(self.splits, ("_rows of q", "_rows of k"), strict=True)
+        ]
+        return call, together(self.transport, self.timeout, lambda: self._execution(method, call, splits, facts))
+
+    def _own_call(
+        self,
+        arrays: dict[str, Any],
+        required: tuple[str, ...],
+        random: tuple[int | None, int | None],
+        need_of: Callable[[Mapping[str, Any]], tuple[str, ...]],
+    ) -> Call:
+        """This rank's arrays, as far as they can be checked without those of others."""
+        for name, remedy in _REMEDIES.items():
+            if arrays.get(name) is not None:
+                raise not_served(name, type(arrays[name]).__name__, remedy)
+        borrowed = interop.borrow(arrays, required=required)
+        given = {name: x for name, x in borrowed.arrays.items() if x is not None}
+        q, k, v = (given[name] for name in INPUTS)
+        make_problem(self.options, q, k, v, **{name: given[name] for name in (*_OF_ALL, *_STARTS) if name in given})
+        if _STARTS[0] in given and self.options.dropout:
+            raise not_served("dropout", f"{self.options.dropout:g} with packed sequences", "dropout=0.0")
+        starts = tuple(tuple(_on_host(given[name]).tolist()) for name in _STARTS if name in given)
+        return Call(borrowed, given, need_of(given), self.options.random(*random), starts)
+
+    def _facts(self, method: str, call: Call) -> dict[str, Any]:
+        """What has to be the same on all ranks, and the numbers of rows."""
+        axis = _axis_of_rows(call.given["q"], self.options.layout)
+        facts: dict[str, Any] = {
+            "call": f"{self.count}, of {method}",
+            **{field.name: repr(getattr(self.options, field.name)) for field in fields(Options)},
+            **{name: repr(x) for name, x in zip(("split", "split_k"), self.splits, strict=True)},
+            "chunks": str(self.chunks),
+            "steps": str(self.steps),
+            "need": ", ".join(call.need),
+            "seed": str(call.random[0]),
+            "offset": str(call.random[1]),
+            "arrays": f"{', '.join(call.given)} of {call.borrowed.kind}",
+            "_rows of q": call.given["q"].shape[axis],
+            "_rows of k": call.given["k"].shape[axis],
+        }
+        for name in INPUTS:
+            shape = list(call.given[name].shape)
+            del shape[axis]
+            facts[name] = f"{call.given[name].dtype.name} {tuple(shape)} beside rows"
+        for name, x in call.given.items():
+            if name in _OF_ALL or (method == "decode" and name == "q"):
+                facts[name] = digest(x)
+            elif name in _STARTS:
+                facts[name] = digest(_on_host(x))
+            elif name in BROADCAST:
+                shape = [*(1,) * (4 - x.ndim), *x.shape]
+                facts[f"_rows of {name}"] = shape.pop(2) if x.ndim > 1 else ALL_ROWS
+                facts[name] = f"{x.dtype.name} {tuple(shape[: 2 if method == 'decode' else 3])} beside rows"
+        return facts
+
+    def _execution(self, method: str, call: Call, splits: Sequence[Any], facts: list[dict[str, Any]]) -> Execution:
+        """What this rank is to do, if all that it was given fits what other ranks have."""
+        given, axis, (split_q, split_k) = call.given, _axis_of_rows(call.given["q"], self.options.layout), splits
+        if method == "decode":  # the queries of all ranks are those of the first
+            split_q = Split([[(0, given["q"].shape[axis])], *[[] for _ in range(self.transport.size - 1)]])
+        for name, argument, split in (("q", "split", split_q), ("k", "split_k", split_k)):
+            if split.ranks != self.transport.size:
+                raise value_error(argument, counted(split.ranks, "rank"), f"{self.transport.size} as comm has")
+            rows = given[name].shape[axis]
+            if rows != split.rows(self.transport.rank) and not (method == "decode" and name == "q"):
+                expected = f"{split.rows(self.transport.rank)}, which rank {self.transport.rank} has of {split.seqlen}"
+                raise value_error(name, counted(rows, "row"), expected)
+        problem = self._problem(method, call, split_q, split_k)
+        left, right = window_of(self.options, split_q.seqlen, split_k.seqlen)
+        schedule = make_schedule(
+            split_q,
+            split_k,
+            Band(diagonal_of(self.options, split_q.seqlen, split_k.seqlen), left, right),
+            chunks=self.chunks if self.options.deterministic else None,
+            num_heads_kv=view_4d(given["k"], self.options.layout).shape[1],
+            # Random bits belong to a head by its number among all.
+            steps=1 if self.options.dropout else self.steps,
+            step=ORIGIN_STEP if self.options.dropout else 1,
+            packing=Packing.of(self.options, *call.starts) if call.starts else None,
+        )
+        return Execution(
+            transport=self.transport,
+            timeout=self.timeout,
+            schedule=schedule,
+            options=self.options,
+            problem=problem,
+            random=call.random,
+            arrays={name: self._seen(name, x) for name, x in given.items()},
+            broadcasts_rows=frozenset(
+                name
+                for name in BROADCAST
+                if name in given and method != "decode" and self._broadcasts_rows(name, split_q, facts)
+            ),
+        )
+
+    def _problem(self, method: str, call: Call, split_q: Split, split_k: Split) -> Problem:
+        """This rank's queries against the keys of all; to decode, all queries against this rank's keys."""
+        given, axis = call.given, _axis_of_rows(call.given["q"], self.options.layout)
+        of_all = {name: _longer(given[name], axis, split_k.seqlen) for name in ("k", "v")}
+        if call.starts:
+            return self._packed_problem(method, call, split_q, of_all)
+
+        def problem_of(pass_: Pass, arrays: Mapping[str, Any]) -> Problem:
+            if call.borrowed.kind == "numpy":
+                return host.bound(pass_, self.options, arrays, call.need).problem
+            likes = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in arrays.items())
+            return host.bind_arrays_like(pass_, self.options, likes, call.need).problem
+
+        if method == "decode":
+            problem_of("forward", {name: given[name] for name in ("q", *_OF_ALL) if name in given} | of_all)
+            return problem_of("forward", {name: x for name, x in given.items() if name != "kv_lengths"})
+        return problem_of("backward" if method == "backward" else "forward", given | of_all)
+
+    def _packed_problem(self, method: str, call: Call, split_q: Split, of_all: dict[str, Contiguous]) -> Problem:
+        """This rank's queries against the keys of all, checked as all queries are."""
+        given, axis = call.given, _axis_of_rows(call.given["q"], self.options.layout)
+        if method == "decode":
+            raise not_served("cu_seqlens_q", "packed sequences in decode", "forward, or a call for each sequence")
+        for name in ("q", "dout", "out", "lse", "dlse"):
+            if name in given:
+                rows = given[name].ndim - 1 if name in ("lse", "dlse") else axis
+                of_all[name] = _longer(given[name], rows, split_q.seqlen)
+        likes = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in (given | of_all).items())
+        pass_: Pass = "backward" if method == "backward" else "forward"
+        problem = host.bind_arrays_like(pass_, self.options, likes, call.need).problem
+        check_starts(problem, *(np.array(starts, np.int32) for starts in call.starts))
+        return replace(problem, seqlen_q=split_q.rows(self.transport.rank))
+
+    def _broadcasts_rows(self, name: str, split_q: Split, facts: list[dict[str, Any]]) -> bool:
+        """Whether a bias or mask is the same for all queries of all ranks, by what each rank says of its rows."""
+        own = [split_q.rows(rank) for rank in range(self.transport.size)]
+        rows = [fact[f"_rows of {name}"] for fact in facts]
+        if rows[0] == ALL_ROWS and len(set(rows)) == 1:
+            return True
+        if not self.check:
+            if 1 in own:
+                expected = f"check=True, because of a rank with one query, whose {name} may be that of all queries"
+                raise value_error("check", False, expected)
+            own = [own[self.transport.rank]]
+        if rows == own:
+            return False
+        if set(rows) <= {1, ALL_ROWS}:
+            return True
+        raise value_error(name, f"{rows} rows on the ranks", f"1 on all of them, or their queries, {own}")
+
+    def _seen(self, name: str, array: Array) -> Array:
+        """An array with all four axes, of lse and dlse three, where it has axes of rows."""
+        if name in (*_OF_ALL, *_STARTS):
+            return array
+        if name in BROADCAST:
+            return of_pairs(array)
+        return view_rows(array) if name in ("lse", "dlse") else view_4d(array, self.options.layout)
+
+
+def _axis_of_rows(array: Array, layout: str) -> int:
+    return int(array.ndim) - (3 if layout == "bshd" and array.ndim > 2 else 2)
+
+
+def of_pairs(array: Array) -> Array:
+    return array[(None,) * (4 - array.ndim)]
+
+
+def _longer(array: Array, axis: int, rows: int) -> Contiguous:
+    """An array that does not exist, with so many rows."""
+    shape = list(array.shape)
+    shape[axis] = rows
+    return Contiguous(tuple(shape), array.dtype)
+
+
+def _on_host(array: Array) -> Any:
+    return array if isinstance(array, np.ndarray) else array.get()
