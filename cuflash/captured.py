@@ -7,7 +7,7 @@ from typing import Any
 
 from cuflash.operands import Operand, Shaped, as_it_is, check_dtype
 from cuflash.options import Options
-from cuflash.terms import NUMBERS, OF_SCORE, PassArrays
+from cuflash.terms import NUMBERS, OF_SCORE, PassArrays, checked
 from cuflash.values import value_error
 
 MOST_AXES = 4
@@ -55,6 +55,15 @@ def check_given(method: str, options: Options, given: Mapping[str, Any], results
     if missing:
         raise TypeError(f"{method}() missing keyword argument {missing[0]!r}, which the score or the mask reads")
     return {name: given[name] for name in names} | {name: given.get(name) for name in results}
+
+
+def checked_with_captured(
+    method: str, kind: type, options: Options, given: Mapping[str, Any], results: Iterable[str] = ()
+) -> dict[str, Any]:
+    """The arrays of a typed dictionary, and those of a call's functions, by name; None for those that are not given."""
+    own = {name: x for name, x in given.items() if name in kind.__annotations__}
+    others = {name: x for name, x in given.items() if name not in own}
+    return checked(method, kind, own) | check_given(method, options, others, results)
 
 
 def operands_of(

@@ -21,10 +21,9 @@ from cuflash import interop, streaming
 from cuflash.binding import INPUTS
 from cuflash.captured import check_given, check_names, gradient_names
 from cuflash.equivalents import equivalent
-from cuflash.options import BLOCK_SIZE, Options
+from cuflash.options import BLOCK_SIZE, Function, Options
 from cuflash.preparation import Preparation, _backend
 from cuflash.results import Array, ForwardResult, Gradients, named_tuple_of, needed
-from cuflash.score import Traced
 from cuflash.terms import DEFAULT_NEED, NamedGradients
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 Causal = bool | Literal["top_left"]
 Window = tuple[int | None, int | None]
-Function = Callable[..., Any] | Traced
 
 _BACKWARD_INPUTS = (*INPUTS, "dout", "out", "lse")
 

@@ -5,18 +5,32 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from cuflash.score import Traced
 from cuflash.terms import NUMBER_ROWS, Numbers
 from cuflash.values import as_bool, as_integer, as_real, check_choice, type_error, typed, value_error
 
+Function = Callable[..., Any] | Traced  # that makes scores or hides pairs
 LAYOUTS = ("bhsd", "bshd")
 PRECISIONS = ("highest", "tf32")
 ORIGIN_STEP = 16  # random bits belong to blocks of so many rows and columns
 MAX_BLOCK = 1024  # rows, or keys, of a block of a block mask
 BLOCK_SIZE = (128, 128)  # unless given: known to be right, because small calls take microseconds
 CAUSAL = "False, True (bottom-right aligned) or 'top_left'"
+
+
+class Origin(NamedTuple):
+    """Where a part of a longer problem begins, as dropout counts.
+
+    Its first query and its first key, multiples of `ORIGIN_STEP`; its first head among those of all batch entries; and
+    how many of these an entry of the whole has, 0 for as many as the part.
+    """
+
+    query: int = 0
+    key: int = 0
+    head: int = 0
+    num_heads: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +50,8 @@ class Options(Numbers):
     # Functions, which are traced. The second one is the argument `mask` of `cuflash.FlashAttention`.
     score: Traced | None = field(default=None, repr=False)
     mask_function: Traced | None = field(default=None, repr=False)
-    # Likewise the place of its first query and its first key, from which dropout counts: multiples of `ORIGIN_STEP`.
-    origin: tuple[int, int] = field(default=(0, 0), repr=False)
+    # Likewise where it begins.
+    origin: Origin = field(default=Origin(), repr=False)
     # out, and gradients of q, k and v, that others are added to: on the GPU passes give them in the dtype of the
     # softmax.
     wide: tuple[str, ...] = field(default=(), repr=False)
@@ -70,8 +84,8 @@ class Options(Numbers):
             checked["diagonal"] = as_integer("diagonal", self.diagonal)
         checked["score"] = _traced("score", self.score)
         checked["mask_function"] = _traced("mask", self.mask_function)
-        if self.origin != (0, 0) and any(place < 0 or place % ORIGIN_STEP for place in self.origin):
-            raise value_error("origin", self.origin, f"multiples of {ORIGIN_STEP}, at least 0")
+        if min(self.origin) < 0 or any(place % ORIGIN_STEP for place in self.origin[:2]):
+            raise value_error("origin", self.origin, f"multiples of {ORIGIN_STEP}, and numbers of heads, at least 0")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_hash", hash(tuple(vars(self).values())))
@@ -84,6 +98,12 @@ class Options(Numbers):
             seed, offset = (0 if x is None else x for x in (seed, offset))
         return check_random(seed, offset)
 
+    def origin_of(self, num_heads: int) -> Origin:
+        """Where a call with so many heads begins, as dropout counts; zeros where nothing is dropped."""
+        if not rounded_rate(self.dropout):
+            return Origin()
+        return self.origin._replace(num_heads=self.origin.num_heads or num_heads)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Made again where it is loaded: hashes of strings differ from process to process."""
         return functools.partial(Options, **{own.name: getattr(self, own.name) for own in fields(self)}), ()
@@ -93,7 +113,7 @@ class Options(Numbers):
         return self._hash  # type: ignore[attr-defined, no-any-return]
 
 
-def _traced(what: Literal["score", "mask"], function: Callable[..., Any] | Traced | None) -> Traced | None:
+def _traced(what: Literal["score", "mask"], function: Function | None) -> Traced | None:
     if function is None or isinstance(function, Traced):
         return function
     return Traced.of(function, what)

@@ -65,7 +65,9 @@ def parameters(
     params["seed_low"], params["seed_high"], params["offset"] = seed & 0xFFFFFFFF, seed >> 32, offset
     params["call"] = call
     params["dropout_threshold"] = round(65536 * problem.dropout)
-    params["dropout_rows"], params["dropout_columns"] = problem.origin[0] // 2, problem.origin[1] // 4
+    origin = problem.origin
+    params["dropout_rows"], params["dropout_columns"] = origin.query // 2, origin.key // 4
+    params["dropout_head"], params["dropout_heads"] = origin.head, origin.num_heads
     params["kept_scale"] = params["kept_scale_float64"] = problem.kept_scale
     for name in RUN_TIME:
         params[name] = getattr(plan.run_time, name)

@@ -1,13 +1,15 @@
 """Calls on some queries and some keys of a longer problem, by the functions that compute whole calls.
 
-What pairs are visible, which weights are dropped and how far a key is from a query follow from the places that rows
-have in the whole. Everything is seen as (batch, heads, rows, ...) here.
+What pairs are visible, which weights are dropped, how far a key is from a query and what functions of a caller say
+follow from the places that rows have in the whole. Everything is seen as (batch, heads, rows, ...) here.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -16,15 +18,26 @@ import numpy as np
 
 from cuflash import host
 from cuflash.binding import INPUTS
+from cuflash.captured import gradient_names, names_of
 from cuflash.interop import module_of
 from cuflash.operands import numpy_dtype
-from cuflash.options import Options
+from cuflash.options import ORIGIN_STEP, Options, Origin
 from cuflash.problem import Problem
+from cuflash.score import COUNTED, ORIGIN, of_part
 from cuflash.spans import Band, Span
-from cuflash.terms import DEFAULT_NEED, GRADIENTS, NAMES, OF_HEADS
+from cuflash.terms import BROADCAST, DEFAULT_NEED, GRADIENTS, NAMES, OF_HEADS
 
 Array = Any
+_OF_QUERIES = ("q", "out", "dout", "lse", "dlse")
 _OF_BATCH = (*INPUTS, "dout", "out", "lse", "dlse", *DEFAULT_NEED)  # arrays with an axis of the batch, and of rows
+
+
+def steps_of(options: Options, has_block_mask: bool) -> tuple[int, int]:
+    """Multiples at which calls on parts begin, in queries and in keys."""
+    blocks = options.block_size if isinstance(options.block_size, tuple) else (options.block_size,) * 2
+    random = ORIGIN_STEP if options.dropout else 1
+    rows, keys = (math.lcm(random, block) if has_block_mask else random for block in blocks)
+    return rows, keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +51,9 @@ class Parts:
     arrays: Mapping[str, Array]  # by name, None where there is none
     is_fixed: bool = False  # calls get copies of arrays, which lie in memory in one way
     starts: tuple[Array, Array] | None = None  # of packed sequences that are whole, cu_seqlens_q and cu_seqlens_k
+    zeros: tuple[int, int] = (0, 0)  # the query and the key that count as 0: those where a packed sequence starts
+    first_head: int = 0  # of calls, among all
+    first_entry: int = 0  # of the batch, or packed sequence
 
     @property
     def xp(self) -> Any:
@@ -53,31 +69,69 @@ class Parts:
         return host if self.is_on_cpu else importlib.import_module("cuflash.launch")
 
     def options_of(self, queries: Span, keys: Span) -> Options:
-        """Those of a call on a part: its diagonal, and what dropout counts, are those of the whole."""
+        """Those of a call on a part: its diagonal, and what dropout and functions count, are those of the whole."""
+        score, mask = self.options.score, self.options.mask_function
+        options = replace(
+            self.options,
+            layout="bhsd",
+            score=None if score is None else of_part(score),
+            mask_function=None if mask is None else of_part(mask),
+            origin=self._origin(queries, keys),
+        )
         if self.starts is not None:
-            return replace(self.options, layout="bhsd")
+            return options
         band = self.band
         bounds = None if band.left is None and band.right is None else (band.left, band.right)
-        diagonal = queries[0] + band.diagonal - keys[0]
-        origin = (queries[0], keys[0]) if self.options.dropout else (0, 0)
-        return replace(self.options, causal=False, window=bounds, layout="bhsd", diagonal=diagonal, origin=origin)
+        return replace(options, causal=False, window=bounds, diagonal=queries[0] + band.diagonal - keys[0])
+
+    def _origin(self, queries: Span, keys: Span) -> Origin:
+        """Where a call begins, as dropout counts."""
+        if not self.options.dropout:
+            return Origin()
+        query, key, head, entry = self._place_of(queries, keys)
+        return Origin(query, key, entry * self.problem.num_heads + head, self.problem.num_heads)
+
+    def _place_of(self, queries: Span, keys: Span) -> tuple[int, int, int, int]:
+        """What the first query, key, head and batch entry of a call are among all; in a packed sequence, in this."""
+        first = (0, 0) if self.starts is not None else (queries[0] - self.zeros[0], keys[0] - self.zeros[1])
+        return (*first, self.first_head, self.first_entry)
 
     def forward(self, queries: Span, keys: Span, arrays: dict[str, Array]) -> dict[str, Array]:
         """out and lse of a part; out in the dtype of the softmax if it has room in this dtype."""
-        of_call = dict.fromkeys((*NAMES, "out", "lse")) | arrays
         options = self._widening("out", self.options_of(queries, keys), arrays)
+        of_call = dict.fromkeys((*NAMES, "out", "lse")) | self._captured(options, queries, keys, arrays["q"]) | arrays
         found = self.backend.forward(options, self._packed(of_call), self.random)
         return self._unpacked(dict(zip(("out", "lse"), found, strict=True)))
 
     def backward(self, queries: Span, keys: Span, need: tuple[str, ...], arrays: dict[str, Array]) -> dict[str, Array]:
         """The gradients `need` of a part; dq in the dtype of the softmax if it has room in this dtype."""
-        of_call: dict[str, Any] = dict.fromkeys((*NAMES, "dlse")) | arrays
-        del of_call["block_table"]
-        ordered = tuple(name for name in GRADIENTS if name in need)
-        results = {name: arrays.get(name) for name in ordered}
         options = self._widening("dq", self.options_of(queries, keys), arrays)
+        absent: dict[str, Any] = dict.fromkeys((*NAMES, "dlse"))
+        del absent["block_table"]
+        ordered = tuple(name for name in (*GRADIENTS, *gradient_names(self.options)) if name in need)
+        of_call = absent | self._captured(options, queries, keys, arrays["q"]) | arrays
+        results = {name: arrays.get(name) for name in ordered}
         found = self.backend.backward(options, self._packed(of_call | results), ordered, self.random)
         return self._unpacked(dict(zip(ordered, found, strict=True)))
+
+    def _captured(self, options: Options, queries: Span, keys: Span, q: Array) -> dict[str, Array]:
+        """What the functions of a call read: whole arrays, of the dtype of q where that is one, and its place."""
+        arrays = self.wide_captured if q.dtype.name != self.problem.dtype else self.arrays
+        found = {name: arrays[name] for name in names_of(options) if name != ORIGIN}
+        if ORIGIN in names_of(options):
+            found[ORIGIN] = self.xp.empty(len(COUNTED), np.int32)
+            # One number at a time, each of which a captured graph keeps; nothing is copied from the host.
+            for axis, first in enumerate(self._place_of(queries, keys)):
+                found[ORIGIN][axis] = first
+        return found
+
+    @functools.cached_property
+    def wide_captured(self) -> dict[str, Array]:
+        """The arrays that functions read, those of the dtype of the inputs in that of the softmax.
+
+        Their gradients are of this dtype, too, so that they can be added up.
+        """
+        return {name: self.widened(self.arrays[name]) for name in names_of(self.options)}
 
     def _packed(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """The arrays of a call, of packed sequences without the axis of the batch."""
@@ -97,26 +151,56 @@ class Parts:
         room = arrays.get(name)
         return options if room is None or room.dtype == arrays["q"].dtype else replace(options, wide=(name,))
 
+    def behind_queries(self, arrays: dict[str, Array], front: int, shared: Collection[str] = ()) -> dict[str, Array]:
+        """The arrays of a call that begins so many queries earlier, with rows that see nothing.
+
+        Those of `BROADCAST` that are `shared` have no rows.
+        """
+        if not front:
+            return arrays
+        names = {*_OF_QUERIES, *BROADCAST} - set(shared)
+        longer = {name: self._behind(x, front, 2) for name, x in arrays.items() if name in names}
+        if "lse" in longer:
+            longer["lse"][:, :, :front] = -np.inf
+        return arrays | longer
+
+    def behind_keys(self, arrays: dict[str, Array], front: int) -> dict[str, Array]:
+        """The arrays of a call that begins so many keys earlier, with keys that are hidden."""
+        if not front:
+            return arrays
+        of_pairs = {name: x for name, x in arrays.items() if name in BROADCAST and x.shape[3] != 1}
+        visible = self.xp.ones((1, 1, 1, arrays["k"].shape[2]), bool)
+        of_pairs["mask"] = of_pairs.get("mask", visible if "mask" not in arrays else visible & arrays["mask"])
+        longer = {name: self._behind(x, front, 3) for name, x in of_pairs.items()}
+        return arrays | longer | {name: self._behind(arrays[name], front, 2) for name in ("k", "v")}
+
+    def _behind(self, array: Array, front: int, axis: int) -> Array:
+        """An array with so many zeros in front, along an axis."""
+        shape = list(array.shape)
+        shape[axis] = front
+        return self.xp.concatenate([self.xp.zeros(shape, array.dtype), array], axis=axis)
+
     def into(
         self,
         results: dict[str, Array],
         arrays: dict[str, Array],
         call: Callable[[dict[str, Array]], dict[str, Array]],
         *,
+        front: int = 0,
         is_wide: bool = False,
     ) -> dict[str, Array]:
-        """Have a call fill some arrays: directly, or by a copy where it computes on copies.
+        """Have a call fill some arrays: directly, or by a copy where it computes on copies, or on rows in front, too.
 
-        These lie in memory in one way, or, if the call `is_wide`, have the dtype of the softmax.
+        Copies lie in memory in one way, or, if the call `is_wide`, have the dtype of the softmax.
         """
         is_wide = is_wide and self.problem.dtype != self.problem.softmax_dtype
-        if not self.is_fixed and not is_wide:
+        if not self.is_fixed and not is_wide and not front:
             return call(arrays | results)
         if is_wide:
             arrays = {name: self.widened(x) for name, x in arrays.items()}
-        got = call({name: self.xp.ascontiguousarray(x) for name, x in arrays.items()})
+        got = call({name: x if x.flags.c_contiguous else x.copy(order="C") for name, x in arrays.items()})
         for name, into in results.items():
-            into[...] = got[name]
+            into[...] = got[name][:, :, front:]
         return got
 
     @property
@@ -132,6 +216,16 @@ class Parts:
         """The terms that have a number for each query head, those of the softmax if it is to have them."""
         rows = (term for term in OF_HEADS if of_softmax or term.part_of != "softmax")
         return {x.name: self.arrays[x.name][..., q_heads] for x in rows if self.arrays.get(x.name) is not None}
+
+    def of_blocks(self, queries: Span, keys: Span) -> dict[str, Array]:
+        """The block mask of queries and keys that begin where blocks do."""
+        if self.arrays.get("block_mask") is None:
+            return {}
+        rows, columns = (
+            slice(start // side, -(-stop // side))
+            for (start, stop), side in zip((queries, keys), self.problem.block_size, strict=True)
+        )
+        return {"block_mask": self.arrays["block_mask"][..., rows, columns]}
 
     def lengths(self, keys: Span) -> dict[str, Array]:
         """How many keys of a span there are in each batch entry."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cuflash import host, interop, progress, streaming
 from cuflash.binding import INPUTS, PASSES
-from cuflash.captured import check_given, gradient_names
+from cuflash.captured import checked_with_captured, gradient_names
 from cuflash.equivalents import equivalent
 from cuflash.options import Options
 from cuflash.results import Array, checked_passes, needed
-from cuflash.terms import DEFAULT_NEED, GRADIENTS, PassArrays, Terms, checked
+from cuflash.terms import DEFAULT_NEED, GRADIENTS, PassArrays, Terms
 
 if TYPE_CHECKING:
     from cuflash.host import CpuPlan
@@ -61,7 +61,7 @@ class Preparation:
             As `forward` does.
         """
         of_functions = gradient_names(self.options)
-        given = {"q": q, "k": k, "v": v} | self._checked("plan", PassArrays, arrays, of_functions)
+        given = {"q": q, "k": k, "v": v} | checked_with_captured("plan", PassArrays, self.options, arrays, of_functions)
         results = {name: given.get(name) for name in (*GRADIENTS, *of_functions)}
         need = needed(need, given | self.options.numbers, results, of_functions)
         if streaming.is_streamed(given):
@@ -104,7 +104,7 @@ class Preparation:
         TypeError, ValueError, NotImplementedError, ImportError
             As `forward` does.
         """
-        arrays = {"q": q, "k": k, "v": v} | self._checked("compile", Terms, terms)
+        arrays = {"q": q, "k": k, "v": v} | checked_with_captured("compile", Terms, self.options, terms)
         of_functions = gradient_names(self.options)
         absent = dict.fromkeys((*GRADIENTS, *of_functions))
         need = needed(need, arrays | self.options.numbers, absent, of_functions)
@@ -173,7 +173,7 @@ class Preparation:
             As `forward` does.
         """
         wanted = checked_passes(passes)
-        arrays = {"q": q, "k": k, "v": v} | self._checked("tune", Terms, terms) | {"dout": dout}
+        arrays = {"q": q, "k": k, "v": v} | checked_with_captured("tune", Terms, self.options, terms) | {"dout": dout}
         if arrays.get("block_table") is not None and "forward" in wanted:
             wanted = ("forward",)
         random = self.options.random(*((0 if x is None else x) for x in (seed, offset)))
@@ -193,12 +193,6 @@ class Preparation:
             stopwatch.forget(options, arrays, wanted)
             return None
         return stopwatch.tune(options, arrays, random=random, passes=wanted, remember=remember, bar=progress.bar)
-
-    def _checked(self, method: str, kind: type, given: dict[str, Any], results: tuple[str, ...] = ()) -> dict[str, Any]:
-        """The arrays of a typed dictionary, and those of functions, by name; None for those that are not given."""
-        own = {name: x for name, x in given.items() if name in kind.__annotations__}
-        others = {name: x for name, x in given.items() if name not in own}
-        return checked(method, kind, own) | check_given(method, self.options, others, results)
 
 
 @functools.cache

@@ -33,7 +33,7 @@ from cuflash.operands import (
     layout_of,
     user_shape,
 )
-from cuflash.options import Options, check_block_size, diagonal_of, rounded_rate, window_of
+from cuflash.options import Options, Origin, check_block_size, diagonal_of, rounded_rate, window_of
 from cuflash.score import Program, Traced, hoisted_program_of, program_of
 from cuflash.terms import BY_NAME, GRADIENTS, NAMES, NUMBER_ROWS, OF_FLOAT8, Given, Term, Terms
 from cuflash.values import counted, type_error, value_error
@@ -75,7 +75,7 @@ class Problem(Given):
     deterministic: bool
     precision: str
     dropout: float  # a multiple of 1 / 65536
-    origin: tuple[int, int]  # of the first query and the first key, as dropout counts them; zeros without dropout
+    origin: Origin  # of what dropout counts; zeros without dropout
     q: Operand
     k: Operand
     v: Operand
@@ -414,7 +414,7 @@ def make_problem(
         deterministic=options.deterministic,
         precision=options.precision,
         dropout=rounded_rate(options.dropout),
-        origin=options.origin if rounded_rate(options.dropout) else (0, 0),
+        origin=options.origin_of(num_heads),
         q=q4,
         k=k4,
         v=v4,

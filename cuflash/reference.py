@@ -289,8 +289,9 @@ def each_head(
                 reads = [(name, entry, _replace(x, P == 0, 0)) for name, entry, x in reads]
         Z = np.ones((1, 1), P.dtype)
         if problem.dropout:
-            numbers = (range(first, first + n) for first, n in zip(problem.origin, S.shape, strict=True))
-            kept = kept_weights(problem.dropout, seed, offset, b * problem.num_heads + h, *numbers)
+            origin = problem.origin
+            numbers = (range(first, first + n) for first, n in zip(origin[:2], S.shape, strict=True))
+            kept = kept_weights(problem.dropout, seed, offset, origin.head + b * origin.num_heads + h, *numbers)
             Z = kept.astype(P.dtype) * P.dtype.type(problem.kept_scale)
         operands = {"Q": Q, "K": K, "V": V, "P": P, "P_sink": P_sink, "L": L, "Z": Z}
         operands |= {"QK": QK, "cap_slope": cap_slope}

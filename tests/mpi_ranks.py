@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import cuflash.distributed as cd
 import cuflash.testing as ct
-from tests.ranks import Parts, compute, judge
+from tests.ranks import Parts, Whole, compute, judge
 
 SIZES: dict[str, Any] = {"seqlen_q": 61, "seqlen_k": 83, "num_heads": 4, "num_heads_kv": 2, "head_dim": 16}
 CASES = (
@@ -27,7 +27,7 @@ def right_results(comm: MPI.Comm) -> None:
     for number, case in enumerate(CASES):
         split_q = cd.zigzag(case.seqlen_q, comm.size)
         split_k = cd.Split([[(0, 5), (80, 83)], [(5, 80)], *[[] for _ in range(comm.size - 2)]])
-        parts = Parts(case, split_q, split_k)
+        parts = Parts(Whole.of(case), split_q, split_k)
         attn = cd.ContextParallel(comm, split=split_q, split_k=split_k, timeout=20, **case.keywords)
         results = comm.gather(compute(attn, parts, case.arrays()))
         if results is not None:

@@ -1,29 +1,53 @@
-"""Cases taken apart into what each rank holds, computed by ranks, and put together again."""
+"""Problems taken apart into what each rank holds, computed by ranks, and put together again."""
 
 import concurrent.futures
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
+from cuflash.problem import Problem
+from tests.scored import Scored
 
 OF_PAIRS = ("bias", "mask")
+NO_TERMS = ("q", "k", "v", "out", "lse", "dout", "dlse")
+
+
+class Whole(NamedTuple):
+    """The problem of all ranks."""
+
+    problem: Problem
+    arrays: dict[str, Any]
+    keywords: dict[str, Any]  # of `ContextParallel`
+    random: dict[str, Any]
+
+    @classmethod
+    def of(cls, case: ct.Case | Scored) -> "Whole":
+        if isinstance(case, ct.Case):
+            return cls(case.problem, case.arrays(), case.keywords, case.random)
+        options = case.attention.options
+        names = set(inspect.signature(cuflash.FlashAttention).parameters) - {"mask", "deterministic"}
+        keywords = {name: getattr(options, name) for name in names} | {"mask": options.mask_function}
+        return cls(case.problem, case.arrays, keywords, case.random)
 
 
 class Parts:
-    """Where the rows of a case's arrays are, of a split of its queries and one of its keys."""
+    """Where the rows of a problem's arrays are, of a split of its queries and one of its keys."""
 
-    def __init__(self, case: ct.Case, split_q: cd.Split, split_k: cd.Split) -> None:
-        self.case, self.split_q, self.split_k = case, split_q, split_k
-        axis = -3 if case.layout == "bshd" and case.ndim > 2 else -2
+    def __init__(self, whole: Whole, split_q: cd.Split, split_k: cd.Split) -> None:
+        problem, arrays = whole.problem, whole.arrays
+        self.whole_problem, self.split_q, self.split_k = whole, split_q, split_k
+        axis = -3 if problem.layout == "bshd" and problem.ndim > 2 else -2
         self.places = {name: (split_q, axis) for name in ("q", "dout", "out", "dq")}
         self.places |= {name: (split_k, axis) for name in ("k", "v", "dk", "dv")}
         self.places |= {name: (split_q, -1) for name in ("lse", "dlse")}
         for name in OF_PAIRS:
-            shape = getattr(case, name)
-            if shape is not None and len(shape) > 1 and (shape[-2] != 1 or case.seqlen_q == 1):
+            shape: tuple[int, ...] = arrays[name].shape if name in arrays else ()
+            if len(shape) > 1 and (shape[-2] != 1 or problem.seqlen_q == 1):
                 self.places |= {name: (split_q, -2), f"d{name}": (split_q, -2)}
 
     def of(self, rank: int, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,11 +75,13 @@ class Parts:
 
 def compute(attn: Any, parts: Parts, arrays: Mapping[str, Any], need: Sequence[str] | None = None) -> dict[str, Any]:
     """All results of both passes on one rank, or those gradients that are needed, of the arrays of all ranks."""
+    problem, random = parts.whole_problem.problem, parts.whole_problem.random
     own = parts.of(attn.rank, arrays)
-    inputs, need = ct.qkv(own), ct.gradients_of(parts.case.problem) if need is None else need
-    out, lse = attn.forward(*inputs, **ct.optional(own), **parts.case.random)
-    terms = ct.optional_backward(own) | parts.case.random
-    gradients = attn.backward(own["dout"], *inputs, out, lse, need=need, **terms)
+    inputs, need = ct.qkv(own), ct.gradients_of(problem) if need is None else need
+    terms = {name: x for name, x in own.items() if name not in NO_TERMS} | random
+    out, lse = attn.forward(*inputs, **terms)
+    of_lse = {"dlse": own["dlse"]} if "dlse" in own else {}
+    gradients = attn.backward(own["dout"], *inputs, out, lse, need=need, **terms, **of_lse)
     return {"out": out, "lse": lse, **dict(zip(need, gradients, strict=True))}
 
 
@@ -66,20 +92,31 @@ def on_threads(ranks: int, work: Callable[[cd.Transport], Any]) -> list[Any]:
 
 
 def results_of(
-    case: ct.Case, split_q: cd.Split, split_k: cd.Split, *, need: Sequence[str] | None = None, **options: Any
+    case: ct.Case | Scored,
+    split_q: cd.Split,
+    split_k: cd.Split,
+    *,
+    need: Sequence[str] | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """All results of a case, computed by threads."""
-    parts, arrays = Parts(case, split_q, split_k), case.arrays()
+    whole = Whole.of(case)
+    parts = Parts(whole, split_q, split_k)
 
     def work(comm: cd.Transport) -> dict[str, Any]:
-        attn = cd.ContextParallel(comm, split=split_q, split_k=split_k, timeout=30, **case.keywords, **options)
-        return compute(attn, parts, arrays, need)
+        keywords = {"split": split_q, "split_k": split_k, "timeout": 30, **whole.keywords, **options}
+        return compute(cd.ContextParallel(comm, **keywords), parts, whole.arrays, need)
 
     return parts.whole(on_threads(split_q.ranks, work))
 
 
-def judge(case: ct.Case, results: Mapping[str, Any]) -> None:
+def judge(case: ct.Case | Scored, results: Mapping[str, Any]) -> None:
     """Hold results against the oracle."""
+    if isinstance(case, Scored):
+        judges = ct.yardsticks(case.problem, case.arrays, **case.random)
+        measured = [ct.measure(name, x, judges[name]) for name, x in results.items()]
+        assert not any(m.failure for m in measured), "\n".join(map(str, measured))
+        return
     gradients = {name: x for name, x in results.items() if name not in ("out", "lse")}
     ct.assert_forward(case, results["out"], results["lse"])
     ct.assert_backward(case, **gradients)

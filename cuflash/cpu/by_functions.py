@@ -127,7 +127,9 @@ class Call:
 
     def kept(self, batch: int, head: int, rows: range, keys: range) -> Array:
         """What dropout multiplies weights by."""
-        place = self.entry(batch) * self.problem.num_heads + head
+        origin = self.problem.origin
+        place = origin.head + self.entry(batch) * origin.num_heads + head
+        rows, keys = (range(first + x.start, first + x.stop) for first, x in zip(origin[:2], (rows, keys), strict=True))
         kept = kept_weights(self.problem.dropout, self.seed, self.offset, place, rows, keys)
         return kept * self.dtype.type(self.problem.kept_scale)
 
@@ -306,7 +308,7 @@ class _Part:
             s = products * call.dtype.type(problem.scale)
             scores, slope, derivatives = self.functions(s, inputs)
             call.hide(scores, *place, inputs, asks)
-            p = np.exp(scores - exponent)
+            p = np.where(is_empty, 0, np.exp(scores - exponent))  # whatever a score is in a row without weights
             kept = call.kept(*place, rows, keys) if problem.dropout else None
             dv = (p if kept is None else p * kept).T @ dO if "dv" in wanted else None
             dp = dO @ v.T

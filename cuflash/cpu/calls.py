@@ -59,7 +59,7 @@ class Call:
         self.bias, self.mask, self.kv_lengths = given("bias"), given("mask"), given("kv_lengths")
         self.slopes, self.sink = given("alibi_slopes"), Sink(arrays)
         self.seed, self.offset = seed, offset
-        self.first_head = 0 if sequence is None else sequence * problem.num_heads
+        self.first_head = problem.origin.head + (sequence or 0) * problem.origin.num_heads
         self.dtype = self.q.dtype if self.q.dtype.itemsize > 2 else FLOAT32
         self.unit = 1.0 if problem.has_added_terms else exponentials.UNIT
 

@@ -62,7 +62,14 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("head_dim", "head_dim_v")),
         *((name, ctypes.c_int64) for name in ("diagonal", "window_left", "window_right", "is_bottom_right")),
         *((name, ctypes.c_int64) for name in ("page_size", "block_rows", "block_keys", "lengths_are_64_bit")),
-        *((name, ctypes.c_int64) for name in ("dropout_steps", "dropout_row", "dropout_column", "num_given")),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "dropout_steps",
+                *("dropout_row", "dropout_column", "dropout_head", "dropout_heads"),
+                "num_given",
+            )
+        ),
         *((name, ctypes.c_double) for name in (*NUMBERS, "kept_scale")),
         ("sizes", ctypes.c_int64 * len(AXES)),
         ("strides", ctypes.c_int64 * 4 * len(AXES)),
@@ -253,8 +260,10 @@ def _prepare(functions: Any, problem: Problem, given: dict[str, Array], is_backw
         block_keys=problem.block_size[1],
         lengths_are_64_bit=problem.kv_lengths is not None and problem.kv_lengths.dtype == "int64",
         dropout_steps=round(65536 * problem.dropout),
-        dropout_row=problem.origin[0],
-        dropout_column=problem.origin[1],
+        dropout_row=problem.origin.query,
+        dropout_column=problem.origin.key,
+        dropout_head=problem.origin.head,
+        dropout_heads=problem.origin.num_heads,
         kept_scale=problem.kept_scale,
     )
     for name in problem.given(NUMBERS):

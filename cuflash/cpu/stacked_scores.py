@@ -110,8 +110,8 @@ def kept_scores(call: Call, stack: Stack) -> Array:
     """What dropout multiplies weights by, (keys, columns)."""
     problem = call.problem
     entries, heads = (np.arange(x.start, x.stop) for x in stack.of_queries)
-    numbers = call.first_head + entries[:, None] * problem.num_heads + heads
-    (i, j), m, n = problem.origin, problem.seqlen_q, problem.seqlen_k
+    numbers = call.first_head + entries[:, None] * problem.origin.num_heads + heads
+    (i, j), m, n = problem.origin[:2], problem.seqlen_q, problem.seqlen_k
     rows, columns = range(i, i + m), range(j, j + n)
     kept = kept_weights(problem.dropout, call.seed, call.offset, numbers, rows, columns)
     factor = stack.scores("kept")

@@ -385,11 +385,11 @@ def kept_scores(call: Call, queries: Queries, keys: Keys, workspace: Workspace, 
     """What dropout multiplies the weights of a tile by."""
     problem = call.problem
     factor = workspace.take("kept", *shape)
-    i, j = problem.origin
+    i, j = problem.origin[:2]
     rows = range(i + queries.start, i + queries.start + queries.num_rows)
     columns = range(j + keys.start, j + keys.stop)
     for x, (b, h) in zip(factor, queries.heads, strict=True):
-        head = call.first_head + b * problem.num_heads + h
+        head = call.first_head + b * problem.origin.num_heads + h
         kept = kept_weights(problem.dropout, call.seed, call.offset, head, rows, columns)
         np.multiply(_as_scores(kept, queries, keys, False), call.dtype.type(problem.kept_scale), out=x)
     return factor

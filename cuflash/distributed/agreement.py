@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 
-from cuflash.distributed.transports import Transport
+from cuflash.distributed.transports import Transport, failed
 from cuflash.values import value_error
 
 Result = TypeVar("Result")
@@ -44,13 +45,13 @@ def agreed(
         facts = dict(given)
     except Exception as error:  # whatever it is, the others have to hear of it
         failure = error
-    said = {"failed": failure and f"{type(failure).__name__}: {failure}", "facts": facts}
+    said = {"failed": failure and spelled(failure), "facts": facts}
     heard = [json.loads(text) for text in transport.share(json.dumps(said).encode(), timeout)]
     if failure is not None:
         raise failure
     for rank, other in enumerate(heard):
         if other["failed"]:
-            raise RuntimeError(f"rank {rank} failed: {other['failed']}")
+            raise failed(rank, other["failed"])
     expected = heard[0]["facts"]
     for rank, other in enumerate(heard):
         for name in (*expected, *other["facts"]):
@@ -58,6 +59,20 @@ def agreed(
             if not name.startswith("_") and got != wanted:
                 raise value_error(name, f"{got} on rank {rank}", f"{wanted} as on rank 0")
     return result, [other["facts"] for other in heard]  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def telling(transport: Transport) -> Iterator[None]:
+    """Let the other ranks know if this one fails."""
+    try:
+        yield
+    except BaseException as error:  # whatever it is, the others wait
+        transport.fail(spelled(error))
+        raise
+
+
+def spelled(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def digest(array: Any) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from cuflash import host, interop
 from cuflash.binding import INPUTS, Contiguous, Pass
+from cuflash.captured import checked_with_captured, names_of
 from cuflash.cpu.packed import check_starts
 from cuflash.distributed.agreement import agreed, digest, together
 from cuflash.distributed.arguments import SPLITS, not_served
@@ -19,19 +20,19 @@ from cuflash.distributed.schedule import make_schedule
 from cuflash.distributed.split import Split
 from cuflash.distributed.transports import Transport
 from cuflash.operands import numpy_dtype, view_4d, view_rows
-from cuflash.options import ORIGIN_STEP, Options, diagonal_of, window_of
+from cuflash.options import Options, diagonal_of, window_of
+from cuflash.parts import steps_of
 from cuflash.problem import Problem, make_problem
 from cuflash.results import Array
 from cuflash.spans import Band
-from cuflash.terms import BROADCAST, TERMS
+from cuflash.terms import BROADCAST, TERMS, Terms
 from cuflash.values import counted, value_error
 
 ALL_ROWS = "all"  # what an array without an axis of queries says instead of their number
-# Arrays that all ranks have alike: those without axes of rows.
+# Terms that all ranks have alike: those without axes of rows.
 _OF_ALL = tuple(term.name for term in TERMS if term.own_axes in (0, 1))
 # Options that are not served, and what serves instead.
 _REMEDIES = {
-    "block_mask": "the pairs of its blocks as a boolean mask of this rank's queries and all keys",
     "block_table": "contiguous keys; each rank's pages gathered into them",
     "q_scale": "q of 16 bits a number or more",
     "k_scale": "k of 16 bits a number or more",
@@ -70,10 +71,16 @@ class Calls:
     transport: Transport
     count: int = field(default=0, init=False)  # of the calls that there were
 
+    @property
+    def _of_all(self) -> tuple[str, ...]:
+        """The arrays that all ranks have alike."""
+        return (*_OF_ALL, "block_mask", *names_of(self.options))
+
     def begin(
         self,
         method: str,
         arrays: dict[str, Any],
+        terms: dict[str, Any],
         required: tuple[str, ...],
         random: tuple[int | None, int | None],
         need_of: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda given: (),
@@ -82,7 +89,8 @@ class Calls:
         self.count += 1
 
         def own() -> tuple[Call, dict[str, Any]]:
-            call = self._own_call(arrays, required, random, need_of)
+            own_terms = checked_with_captured(method, Terms, self.options, terms)
+            call = self._own_call(arrays | own_terms, required, random, need_of)
             return call, self._facts(method, call)
 
         if not self.check:
@@ -109,9 +117,11 @@ class Calls:
         borrowed = interop.borrow(arrays, required=required)
         given = {name: x for name, x in borrowed.arrays.items() if x is not None}
         q, k, v = (given[name] for name in INPUTS)
-        make_problem(self.options, q, k, v, **{name: given[name] for name in (*_OF_ALL, *_STARTS) if name in given})
-        if _STARTS[0] in given and self.options.dropout:
-            raise not_served("dropout", f"{self.options.dropout:g} with packed sequences", "dropout=0.0")
+        captured = {name: given[name] for name in names_of(self.options)}
+        terms = {name: given[name] for name in (*_OF_ALL, *_STARTS) if name in given}
+        problem = make_problem(self.options, q, k, v, captured=captured, **terms)
+        if problem.has_functions:
+            problem.program  # noqa: B018 (raises where arrays do not fit the functions)
         starts = tuple(tuple(_on_host(given[name]).tolist()) for name in _STARTS if name in given)
         return Call(borrowed, given, need_of(given), self.options.random(*random), starts)
 
@@ -136,7 +146,7 @@ class Calls:
             del shape[axis]
             facts[name] = f"{call.given[name].dtype.name} {tuple(shape)} beside rows"
         for name, x in call.given.items():
-            if name in _OF_ALL or (method == "decode" and name == "q"):
+            if name in self._of_all or (method == "decode" and name == "q"):
                 facts[name] = digest(x)
             elif name in _STARTS:
                 facts[name] = digest(_on_host(x))
@@ -166,9 +176,8 @@ class Calls:
             Band(diagonal_of(self.options, split_q.seqlen, split_k.seqlen), left, right),
             chunks=self.chunks if self.options.deterministic else None,
             num_heads_kv=view_4d(given["k"], self.options.layout).shape[1],
-            # Random bits belong to a head by its number among all.
-            steps=1 if self.options.dropout else self.steps,
-            step=ORIGIN_STEP if self.options.dropout else 1,
+            steps=self.steps,
+            step=steps_of(self.options, "block_mask" in given),
             packing=Packing.of(self.options, *call.starts) if call.starts else None,
         )
         return Execution(
@@ -192,6 +201,11 @@ class Calls:
         of_all = {name: _longer(given[name], axis, split_k.seqlen) for name in ("k", "v")}
         if call.starts:
             return self._packed_problem(method, call, split_q, of_all)
+        if "block_mask" in given:
+            plain, q = replace(self.options, score=None, mask_function=None), _longer(given["q"], axis, split_q.seqlen)
+            block_size = make_problem(plain, q, *of_all.values(), block_mask=given["block_mask"]).block_size
+            others = call._replace(given={name: x for name, x in given.items() if name != "block_mask"})
+            return replace(self._problem(method, others, split_q, split_k), block_size=block_size)
 
         def problem_of(pass_: Pass, arrays: Mapping[str, Any]) -> Problem:
             if call.borrowed.kind == "numpy":
@@ -200,7 +214,7 @@ class Calls:
             return host.bind_arrays_like(pass_, self.options, likes, call.need).problem
 
         if method == "decode":
-            problem_of("forward", {name: given[name] for name in ("q", *_OF_ALL) if name in given} | of_all)
+            problem_of("forward", {name: given[name] for name in ("q", *self._of_all) if name in given} | of_all)
             return problem_of("forward", {name: x for name, x in given.items() if name != "kv_lengths"})
         return problem_of("backward" if method == "backward" else "forward", given | of_all)
 
@@ -238,10 +252,10 @@ class Calls:
 
     def _seen(self, name: str, array: Array) -> Array:
         """An array with all four axes, of lse and dlse three, where it has axes of rows."""
-        if name in (*_OF_ALL, *_STARTS):
-            return array
-        if name in BROADCAST:
+        if name in (*BROADCAST, "block_mask"):
             return of_pairs(array)
+        if name in (*self._of_all, *_STARTS):
+            return array
         return view_rows(array) if name in ("lse", "dlse") else view_4d(array, self.options.layout)
 
 

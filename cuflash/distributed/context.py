@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from cuflash.binding import INPUTS
-from cuflash.distributed.arguments import checked_split, not_served, positive, transport_of
+from cuflash.captured import check_names, gradient_names
+from cuflash.distributed.agreement import telling
+from cuflash.distributed.arguments import checked_split, positive, transport_of
 from cuflash.distributed.calls import Calls, of_pairs
 from cuflash.distributed.schedule import Schedule
 from cuflash.distributed.split import Split
 from cuflash.operands import numpy_dtype, view_4d, view_rows
-from cuflash.options import Options
+from cuflash.options import BLOCK_SIZE, Function, Options
 from cuflash.results import Array, ForwardResult, Gradients, named_tuple_of, needed
-from cuflash.terms import DEFAULT_NEED, GRADIENTS, NAMES, NamedGradients, OfNumbers, Terms, checked
+from cuflash.terms import DEFAULT_NEED, GRADIENTS, NamedGradients, OfNumbers, checked
 from cuflash.values import as_real, type_error, typed, value_error
 
 if TYPE_CHECKING:
@@ -67,11 +69,13 @@ class ContextParallel:
     precision : {"highest", "tf32"}, default "highest"
         As `cuflash.FlashAttention` takes it.
     dropout : float, default 0.0
-        As `cuflash.FlashAttention` takes it: what is dropped is what one device drops. Spans of ranks, and chunks, then
-        begin at multiples of 16, as ``cuflash.distributed.zigzag(seqlen, ranks, multiple=16)`` cuts them, and all heads
-        travel at once.
+        As `cuflash.FlashAttention` takes it: what is dropped is what one device drops. Spans of ranks that begin at
+        multiples of 16, as ``cuflash.distributed.zigzag(seqlen, ranks, multiple=16)`` cuts them, save copies.
+    block_size : int or (int, int), default (128, 128)
+        As `cuflash.FlashAttention` takes it. Spans that begin at multiples of it save copies, too.
     score, mask : callable, optional
-        Not served.
+        As `cuflash.FlashAttention` takes them: their indices are those of the whole problem. All ranks have functions
+        with the same expression.
     **numbers : float, optional
         `scale`, and all other numbers that act on scores, as `cuflash.FlashAttention` takes them.
 
@@ -85,9 +89,7 @@ class ContextParallel:
     Raises
     ------
     TypeError, ValueError
-        An option of the wrong type or out of range; a communicator of no known kind.
-    NotImplementedError
-        A function for scores or for the mask.
+        An option of the wrong type or out of range; a communicator of no known kind; a function that cannot be traced.
 
     Notes
     -----
@@ -95,8 +97,8 @@ class ContextParallel:
     are, from queries that travel, and each is rounded once. dq comes in parts from there, in the dtype of lse, and is
     added in the order of ranks. With `deterministic`, or where other gradients than dq, dk and dv are needed, it is
     computed as out is, which makes seven products in all where one device makes five. Gradients of numbers, of terms
-    that have a number for each head, and of a bias that is the same for all queries are added in the dtype of lse, in
-    the order of queries.
+    that have a number for each head, of what the score reads, and of a bias that is the same for all queries are added
+    in the dtype of lse, in the order of queries.
 
     Examples
     --------
@@ -130,13 +132,11 @@ class ContextParallel:
         deterministic: bool = False,
         precision: Literal["highest", "tf32"] = "highest",
         dropout: float = 0.0,
-        score: Any = None,
-        mask: Any = None,
+        block_size: int | tuple[int, int] = BLOCK_SIZE,
+        score: Function | None = None,
+        mask: Function | None = None,
         **numbers: Unpack[OfNumbers],
     ) -> None:
-        for name, function in (("score", score), ("mask", mask)):
-            if function is not None:
-                raise not_served(name, typed(function), "a bias and a boolean mask of this rank's queries and all keys")
         self.options = Options(
             causal=causal,
             window=window,
@@ -144,8 +144,12 @@ class ContextParallel:
             deterministic=deterministic,
             precision=precision,
             dropout=dropout,
+            block_size=block_size,
+            score=score,  # type: ignore[arg-type]  # a function becomes what it is traced to
+            mask_function=mask,  # type: ignore[arg-type]
             **checked("ContextParallel", OfNumbers, numbers),
         )
+        check_names(self.options)
         splits = checked_split("split", split), checked_split("split_k", split if split_k is None else split_k)
         chunks, steps = (positive(name, x) for name, x in (("chunks", chunks), ("steps", steps)))
         seconds = as_real("timeout", timeout)
@@ -175,7 +179,7 @@ class ContextParallel:
         *,
         seed: int | None = None,
         offset: int | None = None,
-        **terms: Unpack[Terms],
+        **terms: Array,
     ) -> ForwardResult:
         """Attention of this rank's queries over the keys of all ranks.
 
@@ -192,11 +196,11 @@ class ContextParallel:
         cu_seqlens_q, cu_seqlens_k : array, optional
             As `cuflash.FlashAttention.forward` takes them, of the rows of all ranks: the same on all of them. On the
             GPU they are read, which waits for the device.
-        block_mask, block_table, q_scale, k_scale, v_scale : array, optional
+        block_table, q_scale, k_scale, v_scale : array, optional
             Not served.
         **terms : array, optional
             Its other arrays, as `cuflash.FlashAttention.forward` takes them, of the whole problem: the same on all
-            ranks.
+            ranks. What `score` and `mask` read is among them, and so is a block_mask.
 
         Returns
         -------
@@ -212,8 +216,7 @@ class ContextParallel:
         TimeoutError
             A rank did not come in time. The communicator is then of no more use.
         """
-        arrays = {"q": q, "k": k, "v": v} | checked("forward", Terms, terms)
-        return self._forward("forward", arrays, (seed, offset))
+        return self._forward("forward", {"q": q, "k": k, "v": v}, terms, (seed, offset))
 
     def backward(
         self,
@@ -228,7 +231,7 @@ class ContextParallel:
         need: Collection[str] = DEFAULT_NEED,
         seed: int | None = None,
         offset: int | None = None,
-        **terms: Unpack[Terms],
+        **terms: Array,
     ) -> Gradients | NamedGradients:
         """Gradients of the sum over all ranks of ``sum(dout * out) + sum(dlse * lse)``.
 
@@ -246,7 +249,7 @@ class ContextParallel:
             Gradients that are wanted, as `cuflash.FlashAttention.backward` takes it: the same on all ranks.
         seed, offset : int, optional
             As `forward` took them.
-        block_mask, block_table, q_scale, k_scale, v_scale : array, optional
+        block_table, q_scale, k_scale, v_scale : array, optional
             Not served.
         **terms : array, optional
             The other arrays, as `forward` took them.
@@ -264,13 +267,15 @@ class ContextParallel:
             As `forward` does.
         """
         arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse}
-        arrays |= checked("backward", Terms, terms)
+
+        of_functions = gradient_names(self.options)
 
         def names(given: Mapping[str, Any]) -> tuple[str, ...]:
-            return needed(need, {**given, **self.options.numbers}, dict.fromkeys(GRADIENTS))
+            absent = dict.fromkeys((*GRADIENTS, *of_functions))
+            return needed(need, {**given, **self.options.numbers}, absent, of_functions)
 
-        call, run = self._calls.begin("backward", arrays, _BACKWARD_INPUTS, (seed, offset), names)
-        with _on_device(run.arrays["q"]):
+        call, run = self._calls.begin("backward", arrays, terms, _BACKWARD_INPUTS, (seed, offset), names)
+        with telling(self._calls.transport), _on_device(run.arrays["q"]):
             results = {name: call.empty(name, run.problem) for name in call.need}
             views = {
                 name: view_4d(x, self.options.layout) if name in DEFAULT_NEED else x for name, x in results.items()
@@ -288,7 +293,7 @@ class ContextParallel:
         *,
         seed: int | None = None,
         offset: int | None = None,
-        **terms: Unpack[Terms],
+        **terms: Array,
     ) -> ForwardResult:
         """Attention of queries that all ranks have over keys of which each has a part: for a few queries.
 
@@ -305,7 +310,7 @@ class ContextParallel:
             Broadcast to (batch, num_heads, seqlen_q, rows of this rank's keys).
         seed, offset : int, optional
             As `forward` takes them.
-        block_mask, block_table, cu_seqlens_q, cu_seqlens_k, q_scale, k_scale, v_scale : array, optional
+        block_table, cu_seqlens_q, cu_seqlens_k, q_scale, k_scale, v_scale : array, optional
             Not served.
         **terms : array, optional
             The other arrays, as `forward` takes them.
@@ -320,10 +325,9 @@ class ContextParallel:
         TypeError, ValueError, NotImplementedError, ImportError, RuntimeError, TimeoutError
             As `forward` does.
         """
-        arrays = {"q": q, "k": k, "v": v} | checked("decode", Terms, terms)
-        return self._forward("decode", arrays, (seed, offset))
+        return self._forward("decode", {"q": q, "k": k, "v": v}, terms, (seed, offset))
 
-    def plan(self, q: Array, k: Array, v: Array) -> Schedule:
+    def plan(self, q: Array, k: Array, v: Array, **terms: Array) -> Schedule:
         """Who computes what in `forward` and `backward` of such arrays, and what travels for it.
 
         All ranks call it, as all others. `cuflash.distributed.Schedule.describe` says it in words.
@@ -332,6 +336,8 @@ class ContextParallel:
         ----------
         q, k, v : array
             As `forward` takes them; only shapes and dtypes matter.
+        **terms : array, optional
+            The other arrays, as `forward` takes them.
 
         Returns
         -------
@@ -343,13 +349,14 @@ class ContextParallel:
         TypeError, ValueError, NotImplementedError, ImportError, RuntimeError, TimeoutError
             As `forward` does.
         """
-        arrays = {"q": q, "k": k, "v": v} | dict.fromkeys(NAMES)
-        return self._calls.begin("plan", arrays, INPUTS, (0, 0))[1].schedule
+        return self._calls.begin("plan", {"q": q, "k": k, "v": v}, terms, INPUTS, (0, 0))[1].schedule
 
-    def _forward(self, method: str, arrays: dict[str, Any], random: tuple[int | None, int | None]) -> ForwardResult:
+    def _forward(
+        self, method: str, arrays: dict[str, Any], terms: dict[str, Any], random: tuple[int | None, int | None]
+    ) -> ForwardResult:
         """What `forward` and `decode` return."""
-        call, run = self._calls.begin(method, arrays, INPUTS, random)
-        with _on_device(run.arrays["q"]):
+        call, run = self._calls.begin(method, arrays, terms, INPUTS, random)
+        with telling(self._calls.transport), _on_device(run.arrays["q"]):
             out = run.xp.empty(run.problem.out_shape, run.arrays["q"].dtype)
             lse = run.xp.empty(run.problem.lse_shape, numpy_dtype(run.problem.softmax_dtype))
             compute = run.decode if method == "decode" else run.forward

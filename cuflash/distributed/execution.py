@@ -22,7 +22,7 @@ from cuflash.options import Options
 from cuflash.parts import Parts
 from cuflash.problem import Problem
 from cuflash.spans import Span, is_some, overlap, within
-from cuflash.terms import BROADCAST, DEFAULT_NEED, OF_NUMBERS
+from cuflash.terms import BROADCAST, DEFAULT_NEED, GRADIENTS, OF_NUMBERS
 
 Array = Any
 
@@ -88,22 +88,25 @@ class Execution:
             is_fixed=self.is_fixed,
         )
 
-    def _parts_of(self, tile: Tile) -> Parts:
+    def _parts_of(self, tile: Tile, heads: Span) -> Parts:
         """The calls that a tile is computed by: of packed sequences those of one of them, or of some whole ones."""
-        packing = self.schedule.packing
+        parts, packing = self.parts, self.schedule.packing
+        if heads[0]:
+            parts = replace(parts, first_head=self._q_heads(heads).start)
         if packing is None or tile.sequences is None:
-            return self.parts
+            return parts
         first, stop = tile.sequences
         if stop - first == 1:
-            return replace(self.parts, band=packing.band_of(first))
+            zeros = (packing.starts_q[first], packing.starts_k[first])
+            return replace(parts, band=packing.band_of(first), zeros=zeros, first_entry=first)
         starts = (np.array(x[first : stop + 1], np.int32) - x[first] for x in (packing.starts_q, packing.starts_k))
         starts_q, starts_k = map(self.xp.asarray, starts)
-        return replace(self.parts, starts=(starts_q, starts_k))
+        return replace(parts, starts=(starts_q, starts_k), first_entry=first)
 
     def _is_left_over(self, tile: Tile) -> bool:
         """Whether the queries of a tile belong to no packed sequence."""
         packing = self.schedule.packing
-        return packing is not None and packing.is_left_over(tile.queries, "queries")
+        return packing is not None and packing.is_left_over(tile.own_queries, "queries")
 
     # ---- passes ------------------------------------------------------------------------------------------------------
 
@@ -111,14 +114,15 @@ class Execution:
         """Fill out, with four axes, and lse, with three."""
         walk = self.schedule.by_queries
         for heads, held in self._steps(walk, ("k", "v")):
-            for tile in walk.tiles_of(self.rank):
-                at = self._local(self.schedule.split_q, tile.queries)
+            for tile in walk.calls_of(self.rank):
+                at = self._local(self.schedule.split_q, tile.own_queries)
                 results = {"out": out[:, self._q_heads(heads), at], "lse": lse[:, self._q_heads(heads), at]}
                 if self._is_left_over(tile):
                     results["out"][...], results["lse"][...] = 0, -np.inf
                     continue
-                arrays, parts = self._of_tile(walk, tile, heads, held), self._parts_of(tile)
-                parts.into(results, arrays, functools.partial(parts.forward, tile.queries, tile.keys))
+                arrays, parts = self._of_tile(walk, tile, heads, held), self._parts_of(tile, heads)
+                call = functools.partial(parts.forward, tile.queries, tile.keys)
+                parts.into(results, arrays, call, front=tile.front[0])
 
     def backward(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         """Fill dq, dk and dv, with four axes, and all other gradients, as their arrays are."""
@@ -133,15 +137,17 @@ class Execution:
         walk = self.schedule.by_queries
         sums = _Sums(self, [name for name in need if name != "dq"])
         for heads, held in self._steps(walk, ("k", "v")):
-            for number, tile in enumerate(walk.tiles_of(self.rank)):
-                at = self._local(self.schedule.split_q, tile.queries)
+            for number, tile in enumerate(walk.calls_of(self.rank)):
+                at = self._local(self.schedule.split_q, tile.own_queries)
                 own = {"dq": results["dq"][:, self._q_heads(heads), at]} if "dq" in need else {}
                 if self._is_left_over(tile):
                     for array in own.values():
                         array[...] = 0
                     continue
-                arrays, parts = self._of_tile(walk, tile, heads, held), self._parts_of(tile)
-                got = parts.into(own, arrays, functools.partial(parts.backward, tile.queries, tile.keys, need))
+                arrays, parts = self._of_tile(walk, tile, heads, held), self._parts_of(tile, heads)
+                arrays |= {name: x for name, x in self.parts.wide_captured.items() if f"d{name}" in need}
+                call = functools.partial(parts.backward, tile.queries, tile.keys, need)
+                got = parts.into(own, arrays, call, front=tile.front[0])
                 for name in sums.names:
                     sums.add(name, got[name], number, tile, heads)
         for name, total in sums.totals():
@@ -160,8 +166,8 @@ class Execution:
         returns = _Returns(self, results["dq"]) if "dq" in need else None
         for heads, held in self._steps(walk, tuple(name for name in names if self.arrays.get(name) is not None)):
             parts = [] if returns is None else returns.room(heads)
-            for tile in walk.tiles_of(self.rank):
-                at = self._local(self.schedule.split_k, tile.keys)
+            for tile in walk.calls_of(self.rank):
+                at = self._local(self.schedule.split_k, tile.own_keys)
                 into = {name: results[name][:, slice(*heads), at] for name in need if name != "dq"}
                 if tile.queries[0] == tile.queries[1]:
                     for array in into.values():
@@ -170,9 +176,9 @@ class Execution:
                 arrays = self._of_tile(walk, tile, heads, held)
                 is_wide = returns is not None and self.parts.is_on_cpu
                 if returns is not None and not is_wide:  # kernels give a part of dq in this dtype where it has room
-                    into["dq"] = self.xp.empty(arrays["q"].shape, self.parts.softmax_dtype)
-                call = functools.partial(self._parts_of(tile).backward, tile.queries, tile.keys, need)
-                got = self.parts.into(into, arrays, call, is_wide=is_wide)
+                    arrays["dq"] = self.xp.empty(arrays["q"].shape, self.parts.softmax_dtype)
+                call = functools.partial(self._parts_of(tile, heads).backward, tile.queries, tile.keys, need)
+                got = self.parts.into(into, arrays, call, front=tile.front[1], is_wide=is_wide)
                 if returns is not None:
                     returns.add(parts, tile, got["dq"])
             if returns is not None:
@@ -185,20 +191,19 @@ class Execution:
 
         Each rank sends what it finds in its keys to all others, and all merge these parts in the order of the keys.
         """
-        band, walk, others = self.schedule.band, self.schedule.by_keys, self._others
-        seen = [[x for x in own if is_some(band.queries_of(x, out.shape[2]))] for own in walk.pieces]
-        order = sorted((piece, rank, i) for rank, own in enumerate(seen) for i, piece in enumerate(own))
+        walk, others, queries = self.schedule.by_keys, self._others, (0, out.shape[2])
+        seen = [[tile for tile in walk.calls_of(rank) if is_some(tile.queries)] for rank in range(walk.split.ranks)]
+        order = sorted((tile.keys, rank, i) for rank, own in enumerate(seen) for i, tile in enumerate(own))
         if not order:
-            seen[0], order = [(0, 0)], [((0, 0), 0, 0)]
+            seen[0], order = [Tile(0, queries, (0, 0))], [((0, 0), 0, 0)]
         dtype = self.parts.softmax_dtype
         parts = [tuple(self.xp.empty((len(own), *x.shape), dtype) for x in (out, lse)) for own in seen]
         is_rounded = self.parts.is_on_cpu or self.problem.has_float8  # to the dtype of q, which may be as precise
-        for i, piece in enumerate(seen[self.rank]):
-            tile = Tile(self.rank, (0, out.shape[2]), piece)
-            arrays = self._of_keys(piece, is_first=piece == order[0][0])
+        for i, tile in enumerate(seen[self.rank]):
+            arrays = self._of_keys(tile, queries, is_first=tile.keys == order[0][0])
             arrays = {name: self.xp.ascontiguousarray(x) for name, x in arrays.items()}
             room = {name: into[i] for into, name in zip(parts[self.rank], ("out", "lse"), strict=True)}
-            got = self.parts.forward(tile.queries, tile.keys, arrays if is_rounded else arrays | room)
+            got = self.parts.forward(queries, tile.keys, arrays if is_rounded else arrays | room)
             for name, into in room.items():
                 if got[name] is not into:
                     into[...] = got[name]
@@ -209,9 +214,9 @@ class Execution:
         found = ([parts[rank][what][i] for _, rank, i in order] for what in (0, 1))
         out[...], lse[...] = merging.merge(*found)
 
-    def _of_keys(self, piece: Span, *, is_first: bool) -> dict[str, Array]:
+    def _of_keys(self, tile: Tile, queries: Span, *, is_first: bool) -> dict[str, Array]:
         """The arrays of a call on all queries and some of this rank's keys; parts of the softmax go with the first."""
-        at = self._local(self.schedule.split_k, piece)
+        at = self._local(self.schedule.split_k, tile.own_keys)
         found = {name: self.arrays[name][:, :, at] for name in ("k", "v")} | {"q": self.arrays["q"]}
         if self.parts.is_on_cpu:
             found = {name: self.parts.widened(x) for name, x in found.items()}
@@ -220,7 +225,8 @@ class Execution:
                 found[name] = self.arrays[name] if self.arrays[name].shape[3] == 1 else self.arrays[name][..., at]
         if "bias" in found:
             found["bias"] = self.parts.widened(found["bias"])
-        return found | self.parts.of_heads(slice(None), of_softmax=is_first) | self.parts.lengths(piece)
+        terms = self.parts.of_heads(slice(None), of_softmax=is_first) | self.parts.of_blocks(queries, tile.keys)
+        return self.parts.behind_keys(found, tile.front[1]) | terms | self.parts.lengths(tile.keys)
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
@@ -239,30 +245,40 @@ class Execution:
             found |= {name: held.rows(name, walk.met(tile)) for name in held.arrays[0]}
         else:  # no piece of this rank meets anything
             found |= {name: self.arrays[name][:, slice(*heads), :0] for name in ("k", "v")}
-        return found | self._terms(tile, heads, found, by_keys=by_keys)
+        found |= self._of_pairs(tile, q_heads, found, by_keys=by_keys)
+        if by_keys:
+            found = self.parts.behind_keys(found, tile.front[1])
+        else:
+            found = self.parts.behind_queries(found, tile.front[0], self.broadcasts_rows)
+        return found | self._terms(tile, q_heads, by_keys=by_keys)
 
-    def _terms(self, tile: Tile, heads: Span, found: Mapping[str, Array], *, by_keys: bool) -> dict[str, Array]:
-        """The terms of a call on a tile."""
-        terms, q_heads = {}, self._q_heads(heads)
+    def _of_pairs(self, tile: Tile, q_heads: slice, found: Mapping[str, Array], *, by_keys: bool) -> dict[str, Array]:
+        """Bias and mask of a tile, without what is in front of it."""
+        terms = {}
         for name in BROADCAST:
             array = self.arrays.get(name)
             if array is None:
                 continue
+            columns = slice(*tile.own_keys)
             if name in found:  # of queries that travelled, with the columns of this rank's keys
-                columns = self._local(self.schedule.split_k, tile.keys)
-                terms[name] = found[name] if array.shape[3] == 1 else found[name][..., columns]
-                continue
-            array = _heads(array, q_heads, self.problem.num_heads)
-            if name not in self.broadcasts_rows:
-                array = array[:, :, self._local(self.schedule.split_q, tile.queries)]
-            terms[name] = array if array.shape[3] == 1 else array[..., slice(*tile.keys)]
-        of_heads = self.parts.of_heads(q_heads, of_softmax=not by_keys)
-        if self.schedule.packing is not None:
-            of_heads = {name: _of_sequences(x, tile) for name, x in of_heads.items()}
-        terms |= of_heads | self.parts.lengths(tile.keys)
+                array, columns = found[name], self._local(self.schedule.split_k, tile.own_keys)
+            else:
+                array = _heads(array, q_heads, self.problem.num_heads)
+                if name not in self.broadcasts_rows:
+                    array = array[:, :, self._local(self.schedule.split_q, tile.own_queries)]
+            terms[name] = array if self.arrays[name].shape[3] == 1 else array[..., columns]
         if "bias" in terms and not by_keys and self.sums_bias:
             terms["bias"] = self.parts.widened(terms["bias"])
         return terms
+
+    def _terms(self, tile: Tile, q_heads: slice, *, by_keys: bool) -> dict[str, Array]:
+        """The other terms of a call on a tile."""
+        of_heads = self.parts.of_heads(q_heads, of_softmax=not by_keys)
+        if self.schedule.packing is not None:
+            of_heads = {name: _of_sequences(x, tile) for name, x in of_heads.items()}
+        blocks = self.parts.of_blocks(tile.queries, tile.keys)
+        blocks = {name: _heads(x, q_heads, self.problem.num_heads) for name, x in blocks.items()}
+        return of_heads | blocks | self.parts.lengths(tile.keys)
 
     @property
     def sums_bias(self) -> bool:
@@ -450,9 +466,10 @@ class _Sums:
         if name == "dbias":
             total = _heads(total, run._q_heads(heads), run.problem.num_heads)
             if self._is_own(name):
-                total = total[:, :, run._local(run.schedule.split_q, tile.queries)]
+                total = total[:, :, run._local(run.schedule.split_q, tile.own_queries)]
+                part = part[:, :, tile.front[0] :]
             total = total if total.shape[3] == 1 else total[..., slice(*tile.keys)]
-        elif name not in OF_NUMBERS:
+        elif name in GRADIENTS and name not in OF_NUMBERS:
             total = total[..., run._q_heads(heads)]
             if run.schedule.packing is not None:
                 total = _of_sequences(total, tile)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.distributed.transports import Array, Message, Transport, out_of_time
+from cuflash.distributed.transports import Array, Message, Transport, failed, out_of_time
 from cuflash.interop import module_of
 from cuflash.values import type_error
 
@@ -32,9 +32,10 @@ class Mpi(Transport):
     def __init__(self, comm: Any, *, cuda_aware: bool = False) -> None:
         if not is_mpi(comm):
             raise type_error("comm", type(comm).__name__, "a communicator of mpi4py")
-        self._comm = comm.Dup()
+        self._comm, self._alarm = comm.Dup(), comm.Dup()  # of rows, and of what ranks that fail say
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
         self._cuda_aware = cuda_aware
+        self._told: list[Any] = []  # messages that this rank has failed, on their way
 
     def share(self, text: bytes, timeout: float) -> list[bytes]:
         deadline = time.monotonic() + timeout
@@ -62,6 +63,10 @@ class Mpi(Transport):
             if not isinstance(array, np.ndarray) and not self._cuda_aware:
                 array.view(np.uint8).reshape(-1).set(buffer)
 
+    def fail(self, text: str) -> None:
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        self._told += [self._alarm.isend(text, rank) for rank in others]
+
     def _buffer(self, array: Array, *, is_sent: bool = False) -> Any:
         """The bytes of an array, as MPI takes them: of a CuPy array those on the device, or pinned memory for them."""
         if isinstance(array, np.ndarray) or self._cuda_aware:
@@ -80,6 +85,9 @@ class Mpi(Transport):
             waiting = [request for request in waiting if not request.Test()]
             if waiting and time.monotonic() > deadline:
                 raise out_of_time(what, timeout)
+            for rank in range(self.size) if waiting else ():
+                if self._alarm.iprobe(rank):
+                    raise failed(rank, self._alarm.recv(source=rank))
             if waiting:
                 time.sleep(pause)
                 pause = min(2 * pause, 1e-3)

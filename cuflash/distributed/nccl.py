@@ -58,6 +58,9 @@ class Nccl(Transport):
     def finish(self, pending: Any, timeout: float) -> None:
         self._cupy.cuda.get_current_stream().wait_event(pending[0])
 
+    def fail(self, text: str) -> None:
+        self._abort()
+
     def _gather(self, own: Array, timeout: float) -> list[Array]:
         """Bytes of each rank, in host memory, of as many as this rank gives."""
         cupy = self._cupy

@@ -14,7 +14,7 @@ their way while those of the step before are computed with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
@@ -26,12 +26,26 @@ from cuflash.values import counted, value_error
 
 
 class Tile(NamedTuple):
-    """Queries and keys of one call. One of them is a piece of what the rank holds, the other all that it meets."""
+    """Queries and keys of one call. One of them is a piece of what the rank holds, the other all that it meets.
+
+    Calls begin at multiples of some step, so that there may be queries, or keys, in front of the piece.
+    """
 
     rank: int
     queries: Span
     keys: Span
     sequences: Span | None = None  # of packed ones, those that it computes with, from the first on
+    front: tuple[int, int] = (0, 0)  # queries and keys before the piece; they are nobody's, and have no weight
+
+    @property
+    def own_queries(self) -> Span:
+        """Without those in front."""
+        return self.queries[0] + self.front[0], self.queries[1]
+
+    @property
+    def own_keys(self) -> Span:
+        """Without those in front."""
+        return self.keys[0] + self.front[1], self.keys[1]
 
 
 class Transfer(NamedTuple):
@@ -47,24 +61,30 @@ class Walk:
     """One way to compute all pairs: by queries, whose keys travel, or by keys, whose queries do."""
 
     by: Literal["queries", "keys"]
-    tiles: tuple[Tile, ...]  # those of a rank in increasing order; pieces that meet nothing have none
-    pieces: tuple[tuple[Span, ...], ...]  # by rank, with those that meet nothing
+    calls: tuple[Tile, ...]  # one for each piece of a rank, in increasing order
     split: Split  # of what travels
+
+    @cached_property
+    def tiles(self) -> tuple[Tile, ...]:
+        """Those of pieces that meet anything."""
+        return tuple(tile for tile in self.calls if is_some(self.met(tile)))
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[Span, ...], ...]:
+        """By rank."""
+        return tuple(tuple(map(self.own, self.calls_of(rank))) for rank in range(self.split.ranks))
 
     def own(self, tile: Tile) -> Span:
         """The piece of a tile: rows that its rank holds, and that results belong to."""
-        return tile.queries if self.by == "queries" else tile.keys
+        return tile.own_queries if self.by == "queries" else tile.own_keys
 
     def met(self, tile: Tile) -> Span:
         """The other side of a tile, rows that travel."""
         return tile.keys if self.by == "queries" else tile.queries
 
-    def tiles_of(self, rank: int) -> Iterator[Tile]:
+    def calls_of(self, rank: int) -> list[Tile]:
         """One for each piece of a rank; the other side of a piece that meets nothing is empty."""
-        found = {self.own(tile): tile for tile in self.tiles if tile.rank == rank}
-        for piece in self.pieces[rank]:
-            sides = (piece, (0, 0)) if self.by == "queries" else ((0, 0), piece)
-            yield found.get(piece) or Tile(rank, *sides)
+        return [tile for tile in self.calls if tile.rank == rank]
 
     @cached_property
     def _held(self) -> tuple[tuple[Span, ...], ...]:
@@ -99,37 +119,24 @@ class Schedule:
     split_k: Split
     band: Band
     chunks: int | None  # where pieces are cut, so that they are the same for any number of ranks; None: they are spans
-    step: int  # calls begin at multiples of this, in rows of both sequences
+    step: tuple[int, int]  # calls begin at multiples of these, in queries and in keys
     heads: tuple[Span, ...]  # key/value heads of each step
     packing: Packing | None = None  # of packed sequences, each of which has a band of its own
 
     @cached_property
     def by_queries(self) -> Walk:
         """Of the forward pass, of dq as a whole, and of gradients that are sums over pairs."""
-        seqlen_k = self.split_k.seqlen
-        pieces = self._pieces(self.split_q, "queries")
-        tiles = []
-        for rank, piece in ((rank, piece) for rank, own in enumerate(pieces) for piece in own):
-            if self.packing is not None:
-                met, sequences = self.packing.met(piece, "queries"), self.packing.sequences_of(piece, "queries")
-                tiles.append(Tile(rank, piece, met, sequences))
-            else:
-                tiles.append(Tile(rank, piece, self._from_step(self.band.keys_of(piece, seqlen_k))))
-        return Walk("queries", tuple(tile for tile in tiles if is_some(tile.keys)), pieces, self.split_k)
+        return self._walk("queries")
 
     @cached_property
     def by_keys(self) -> Walk:
         """Of dk and dv, and of parts of dq."""
-        seqlen_q = self.split_q.seqlen
-        pieces = self._pieces(self.split_k, "keys")
-        tiles = []
-        for rank, piece in ((rank, piece) for rank, own in enumerate(pieces) for piece in own):
-            if self.packing is not None:
-                met, sequences = self.packing.met(piece, "keys"), self.packing.sequences_of(piece, "keys")
-                tiles.append(Tile(rank, met, piece, sequences))
-            else:
-                tiles.append(Tile(rank, self._from_step(self.band.queries_of(piece, seqlen_q)), piece))
-        return Walk("keys", tuple(tile for tile in tiles if is_some(tile.queries)), pieces, self.split_q)
+        return self._walk("keys")
+
+    def _walk(self, by: By) -> Walk:
+        own, other = (self.split_q, self.split_k) if by == "queries" else (self.split_k, self.split_q)
+        calls = [self._call(by, rank, piece) for rank, pieces in enumerate(self._pieces(own, by)) for piece in pieces]
+        return Walk(by, tuple(calls), other)
 
     def _pieces(self, split: Split, by: By) -> tuple[tuple[Span, ...], ...]:
         """The spans of each rank, cut at the ends of chunks, and where packed sequences are."""
@@ -138,20 +145,35 @@ class Schedule:
             return pieces
         return tuple(tuple(part for piece in own for part in self.packing.cut(piece, by)) for own in pieces)
 
-    def _from_step(self, span: Span) -> Span:
-        """A span that is not empty, with rows before it so that it begins at a multiple of `step`."""
-        return (span[0] // self.step * self.step, span[1]) if span[0] < span[1] else span
+    def _call(self, by: By, rank: int, piece: Span) -> Tile:
+        """The call for a piece."""
+        if self.packing is not None:
+            met, sequences = self.packing.met(piece, by), self.packing.sequences_of(piece, by)
+        else:
+            see = self.band.keys_of if by == "queries" else self.band.queries_of
+            met, sequences = see(piece, (self.split_k if by == "queries" else self.split_q).seqlen), None
+        sides = (piece, met) if by == "queries" else (met, piece)
+        queries, keys = map(_from_step, sides, self.step, self.zeros_of(sequences))
+        front = (piece[0] - queries[0], 0) if by == "queries" else (0, piece[0] - keys[0])
+        return Tile(rank, queries, keys, sequences, front)
+
+    def zeros_of(self, sequences: Span | None) -> tuple[int, int] | tuple[None, None]:
+        """The query and the key that a call counts from; None for packed sequences that are whole, or none at all."""
+        if self.packing is None or sequences is None:
+            return 0, 0
+        first, stop = sequences
+        return (self.packing.starts_q[first], self.packing.starts_k[first]) if stop - first == 1 else (None, None)
 
     def pairs_of(self, tile: Tile) -> int:
         """How many pairs of a tile are visible, in one head."""
         total = 0
-        for i in range(*tile.queries):
+        for i in range(*tile.own_queries):
             seen = (
                 self.band.keys_of((i, i + 1), self.split_k.seqlen)
                 if self.packing is None
                 else self.packing.met((i, i + 1), "queries")
             )
-            start, stop = overlap(seen, tile.keys)
+            start, stop = overlap(seen, tile.own_keys)
             total += stop - start
         return total
 
@@ -170,7 +192,7 @@ class Schedule:
             what, results = ("keys", "out, lse, dq") if walk.by == "queries" else ("queries", "dk, dv")
             lines.append(f"  by {walk.by}: {results}")
             for rank in range(q.ranks):
-                tiles = [f"{_rows(t.queries)} x {_rows(t.keys)}" for t in walk.tiles if t.rank == rank]
+                tiles = [f"{_rows(t.own_queries)} x {_rows(t.own_keys)}" for t in walk.tiles if t.rank == rank]
                 comes = [f"{_rows(t.rows)} from {t.source}" for t in walk.transfers if t.target == rank]
                 lines.append(f"    rank {rank} computes queries x keys {', '.join(tiles) or 'nothing'}")
                 lines.append(f"           receives {what} {', '.join(comes) or 'from nobody'}")
@@ -186,7 +208,7 @@ def make_schedule(
     chunks: int | None = None,
     num_heads_kv: int = 1,
     steps: int = 1,
-    step: int = 1,
+    step: tuple[int, int] = (1, 1),
     packing: Packing | None = None,
 ) -> Schedule:
     """The schedule of a problem.
@@ -201,16 +223,15 @@ def make_schedule(
         Into how many global chunks pieces are cut.
     num_heads_kv, steps : int
         The key/value heads, and how many groups of them there are to be at most.
-    step : int
-        Calls begin at multiples of this, in rows of both sequences.
+    step : (int, int)
+        Calls begin at multiples of these, in queries and in keys; those within a packed sequence count from its start.
     packing : Packing, optional
         Of packed sequences, whose bands it has in the place of `band`.
 
     Raises
     ------
     ValueError
-        Splits over different numbers of ranks, spans that do not consist of whole chunks, and pieces that do not begin
-        at multiples of `step`.
+        Splits over different numbers of ranks, and spans that do not consist of whole chunks.
     """
     if split_q.ranks != split_k.ranks:
         raise value_error("split_k", counted(split_k.ranks, "rank"), f"{split_q.ranks} as split has")
@@ -224,16 +245,7 @@ def make_schedule(
                         raise value_error(name, f"a span {span}", expected)
     groups = min(steps, num_heads_kv)
     heads = tuple(cut_evenly(num_heads_kv, groups)) if groups else ()
-    schedule = Schedule(
-        split_q=split_q, split_k=split_k, band=band, chunks=chunks, step=step, heads=heads, packing=packing
-    )
-    for name, walk in (("split", schedule.by_queries), ("split_k", schedule.by_keys)):
-        for start, stop in (piece for own in walk.pieces for piece in own):
-            if start % step:
-                what = "chunks" if chunks is not None else "spans"
-                expected = f"{what} that begin at multiples of {step} with dropout, as multiple={step} makes them"
-                raise value_error(name, f"rows {start} to {stop - 1}", expected)
-    return schedule
+    return Schedule(split_q=split_q, split_k=split_k, band=band, chunks=chunks, step=step, heads=heads, packing=packing)
 
 
 def _pieces(split: Split, chunks: int | None) -> tuple[tuple[Span, ...], ...]:
@@ -246,6 +258,13 @@ def _pieces(split: Split, chunks: int | None) -> tuple[tuple[Span, ...], ...]:
         return tuple(piece for piece in pieces if piece[0] < piece[1])
 
     return tuple(map(cut, split.spans))
+
+
+def _from_step(span: Span, step: int, zero: int | None) -> Span:
+    """A span with rows before it, so that it begins at a multiple of a step, counted from `zero`."""
+    if zero is None:
+        return span
+    return (span[0] - (span[0] - zero) % step, span[1]) if is_some(span) else (zero, zero)
 
 
 def _rows(span: Span) -> str:

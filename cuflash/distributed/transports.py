@@ -1,8 +1,8 @@
 """How rows get from rank to rank: thin layers over engines that do it, with one protocol.
 
 All ranks call `share`, and then `start` and `finish`, in the same order. Between two ranks, arrays arrive in the order
-in which they were sent. Whatever does not arrive in time raises TimeoutError: after that nothing is known of the
-messages that are under way, and the communicator is of no more use.
+in which they were sent. Whatever does not arrive in time raises TimeoutError, and what a rank that failed was to send
+RuntimeError: after that nothing is known of the messages that are under way, and the communicator is of no more use.
 """
 
 from __future__ import annotations
@@ -42,9 +42,16 @@ class Transport(ABC):
     def finish(self, pending: Any, timeout: float) -> None:
         """Wait for what `start` began: on CuPy arrays, let the current stream wait, and not the host, where it can."""
 
+    def fail(self, text: str) -> None:  # noqa: B027 (others then wait until their time is over)
+        """Say that this rank has failed, so that others wait no longer."""
+
 
 def out_of_time(what: str, timeout: float) -> TimeoutError:
     return TimeoutError(f"{what}: got nothing within timeout={timeout:g} seconds; a rank may have failed or left")
+
+
+def failed(rank: int, text: str) -> RuntimeError:
+    return RuntimeError(f"rank {rank} failed: {text}")
 
 
 class _Parcel(NamedTuple):
@@ -62,14 +69,17 @@ class _Switchboard:
         self.changed = threading.Condition()
         self.said: dict[int, dict[int, bytes]] = {}  # by call and rank
         self.heard: dict[int, int] = {}  # how many ranks have heard it
+        self.failed: dict[int, str] = {}  # by rank
         self.under_way: dict[tuple[int, int], deque[_Parcel]] = {
             (source, target): deque() for source in range(size) for target in range(size)
         }
 
     def wait(self, is_there: Callable[[], bool], what: str, deadline: float, timeout: float) -> None:
         """Wait, with the lock held."""
-        if not self.changed.wait_for(is_there, deadline - time.monotonic()):
+        if not self.changed.wait_for(lambda: is_there() or self.failed, deadline - time.monotonic()):
             raise out_of_time(what, timeout)
+        if not is_there():
+            raise failed(*next(iter(self.failed.items())))
 
 
 class Threads(Transport):
@@ -124,6 +134,11 @@ class Threads(Transport):
             with board.changed:
                 board.wait(functools.partial(bool, parcel.taken), "a receiver", deadline, timeout)
             _wait_for(parcel.taken[0])
+
+    def fail(self, text: str) -> None:
+        with self._board.changed:
+            self._board.failed[self.rank] = text
+            self._board.changed.notify_all()
 
 
 def threads(ranks: int) -> list[Threads]:

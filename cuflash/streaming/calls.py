@@ -13,12 +13,12 @@ from cuflash import host, interop
 from cuflash.binding import PASSES, Pass
 from cuflash.operands import numpy_dtype, view_4d, view_rows
 from cuflash.options import Options, diagonal_of, window_of
-from cuflash.parts import Parts
+from cuflash.parts import Parts, steps_of
 from cuflash.problem import Problem
 from cuflash.spans import Band
 from cuflash.streaming import memory
 from cuflash.streaming.belts import Host
-from cuflash.streaming.chunks import Chunk, StreamPlan, chunk_of, chunks_of, steps_of
+from cuflash.streaming.chunks import Chunk, StreamPlan, chunk_of, chunks_of
 from cuflash.streaming.cuda import Cuda
 from cuflash.streaming.execution import OF_KEYS, StreamedPass, sums_softmax
 from cuflash.streaming.source import Streamed, borrowed_from_host

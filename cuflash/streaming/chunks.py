@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from cuflash.operands import ITEMSIZE
-from cuflash.options import ORIGIN_STEP, Options
 from cuflash.problem import Problem
 from cuflash.spans import Band, Span, overlap
 from cuflash.values import value_error
@@ -91,14 +90,6 @@ def bytes_of_key(problem: Problem) -> int:
     """Bytes of one key and its value, of all heads of the batch."""
     dims = problem.head_dim + problem.head_dim_v
     return problem.batch * problem.num_heads_kv * dims * ITEMSIZE[problem.k.dtype]
-
-
-def steps_of(options: Options, has_block_mask: bool) -> tuple[int, int]:
-    """Multiples at which parts begin, in queries and in keys."""
-    blocks = options.block_size if isinstance(options.block_size, tuple) else (options.block_size,) * 2
-    random = ORIGIN_STEP if options.dropout else 1
-    rows, keys = (math.lcm(random, block) if has_block_mask else random for block in blocks)
-    return rows, keys
 
 
 def chunk_of(problem: Problem, wanted: int | None, step: int) -> int:

@@ -135,18 +135,9 @@ class StreamedPass:
         for name in BROADCAST:
             if name in self.arrays:
                 found[name] = of_pairs(self.arrays[name], queries, keys)
-        if "block_mask" in self.arrays:
-            found["block_mask"] = self._of_blocks(queries, keys)
         heads = slice(0, self.parts.problem.num_heads)
-        return found | self.parts.of_heads(heads, of_softmax=of_softmax) | self.parts.lengths(keys)
-
-    def _of_blocks(self, queries: Span, keys: Span) -> Array:
-        """The blocks of some queries and keys, which begin where blocks do."""
-        sides = self.parts.problem.block_size
-        rows, columns = (
-            slice(start // side, -(-stop // side)) for (start, stop), side in zip((queries, keys), sides, strict=True)
-        )
-        return self.arrays["block_mask"][..., rows, columns]
+        terms = self.parts.of_heads(heads, of_softmax=of_softmax) | self.parts.of_blocks(queries, keys)
+        return found | terms | self.parts.lengths(keys)
 
 
 class _Sums:

@@ -41,7 +41,7 @@ struct Dropout {
   CUFLASH_DEVICE Dropout(const Params& params, int batch, int head_)
       : seed_low(params.seed_low),
         seed_high(params.seed_high),
-        head(batch * params.num_heads + head_),
+        head(params.dropout_head + batch * params.dropout_heads + head_),
         offset(params.offset),
         threshold(params.dropout_threshold << 16),
         first_rows(params.dropout_rows),

@@ -102,6 +102,8 @@ struct Params {
   u32 dropout_threshold;  // weights whose 16 bits are less are dropped
   u32 dropout_rows;       // where the counters of the first query and the first key begin
   u32 dropout_columns;
+  u32 dropout_head;   // that of the first head
+  u32 dropout_heads;  // from one batch entry to the next
   float kept_scale;   // what others are multiplied by
   i32 num_pages;      // of the pools
   i32 q_scale_shift;  // base-2 logarithms of the queries, or keys, of a block

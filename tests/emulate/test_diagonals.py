@@ -10,6 +10,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.dropout import kept_weights
 from cuflash.emulator import find_compiler
+from cuflash.options import Origin
 from tests.emulate import attention
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
@@ -46,17 +47,19 @@ def test_few_queries_in_the_middle_of_many_keys():
 def test_dropout_counts_from_the_place_of_a_part(arch, dtype, dim):
     """What it drops of the part is what it drops there of the whole."""
     random: dict[str, Any] = {"seed": 5, "offset": 7}
-    case = ct.Case(seqlen_q=75, seqlen_k=140, head_dim=dim, dtype=dtype, dropout=0.3)
-    problem, arrays = attention.inputs_of(case, diagonal=0, origin=(48, 96))
-    whole = cuflash.dropout_mask(5, 7, 1, 1, 48 + 75, 96 + 140, 0.3)
-    kept = kept_weights(problem.dropout, 5, 7, 0, range(48, 48 + 75), range(96, 96 + 140))
-    np.testing.assert_array_equal(whole[0, 0, 48:, 96:], kept)
+    case = ct.Case(batch=2, num_heads=2, seqlen_q=75, seqlen_k=140, head_dim=dim, dtype=dtype, dropout=0.3)
+    problem, arrays = attention.inputs_of(case, diagonal=0, origin=Origin(48, 96, 3, 7))
+    whole = cuflash.dropout_mask(5, 7, 2, 7, 48 + 75, 96 + 140, 0.3)
+    heads = np.array([[3, 4], [10, 11]])
+    kept = kept_weights(problem.dropout, 5, 7, heads, range(48, 48 + 75), range(96, 96 + 140))
+    np.testing.assert_array_equal(whole[:, 3:5, 48:, 96:], kept)
     out, lse = attention.forward(problem, arrays, arch=arch, **random)
     gradients = attention.backward(problem, arrays, out, lse, arch=arch, **random)
     results = {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
     judge(problem, arrays, results, **random)
-    with pytest.raises(AssertionError):
-        judge(replace(problem, origin=(0, 0)), arrays, results, **random)
+    for changed in ({"query": 0}, {"key": 0}, {"head": 2}, {"num_heads": 6}):
+        with pytest.raises(AssertionError):
+            judge(replace(problem, origin=problem.origin._replace(**changed)), arrays, results, **random)
 
 
 def judge(problem, arrays, results, **random):

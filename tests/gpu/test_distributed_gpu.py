@@ -8,7 +8,7 @@ import pytest
 
 import cuflash.distributed as cd
 import cuflash.testing as ct
-from tests.ranks import Parts, compute, judge
+from tests.ranks import Parts, Whole, compute, judge
 
 pytestmark = pytest.mark.gpu
 SIZES: dict[str, Any] = {
@@ -41,7 +41,7 @@ def results_of(case, comms, devices, need=None, **options):
     import cupy
 
     split = cd.zigzag(case.seqlen_q, len(comms))
-    parts = Parts(case, split, split)
+    parts = Parts(Whole.of(case), split, split)
 
     def work(rank):
         with cupy.cuda.Device(devices[rank]):

@@ -17,12 +17,12 @@ import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash.spans import cut_evenly
 from tests.pure.test_schedule import of_chunks, splits
-from tests.ranks import Parts, judge, on_threads, results_of
+from tests.ranks import Parts, Whole, judge, on_threads, results_of
 
 # All gradients; those of which dq travels in parts, and some that it does not.
 NEEDS = st.sampled_from((("dq", "dk", "dv"), None, ("dq", "dv"), ("dq", "dk"), ("dk", "dv"), ("dq",)))
 PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
-FEATURES = (*(name for name in ct.FEATURES if name != "scale"), "sinks", "dlse", "dropout")
+FEATURES = (*(name for name in ct.FEATURES if name != "scale"), "sinks", "dlse", "dropout", "block_mask")
 SMALL: dict[str, Any] = {
     "features": FEATURES,
     "max_seqlen": 65,
@@ -42,8 +42,7 @@ def is_clear(case, split):
 @settings(max_examples=40, deadline=None)
 @given(st.data(), ct.cases(**SMALL), st.integers(1, 8), st.integers(1, 3), NEEDS)
 def test_any_split_of_any_case_keeps_the_oracle_rule(data, case, ranks, steps, need):
-    multiple = 16 if case.dropout else 1
-    split_q, split_k = (data.draw(splits(n, ranks, multiple)) for n in (case.seqlen_q, case.seqlen_k))
+    split_q, split_k = (data.draw(splits(n, ranks)) for n in (case.seqlen_q, case.seqlen_k))
     assume(is_clear(case, split_q))
     judge(case, results_of(case, split_q, split_k, need=need, steps=steps))
 
@@ -52,7 +51,6 @@ def test_any_split_of_any_case_keeps_the_oracle_rule(data, case, ranks, steps, n
 @given(st.data(), ct.cases(**SMALL), st.integers(1, 8))
 def test_bits_do_not_depend_on_the_number_of_ranks(data, case, ranks):
     """Zigzag over 1, 2, 4 and 8 ranks, and chunks dealt to any number of ranks."""
-    case = replace(case, dropout=0.0)  # whose chunks would have to begin at multiples of 16
     dealt = [data.draw(of_chunks(n, ranks, 16)) for n in (case.seqlen_q, case.seqlen_k)]
     pairs = [[cd.zigzag(n, ranks) for n in (case.seqlen_q, case.seqlen_k)] for ranks in (1, 2, 4, 8)]
     assume(all(is_clear(case, split_q) for split_q, _ in (*pairs, dealt)))
@@ -67,10 +65,9 @@ def test_bits_do_not_depend_on_the_number_of_ranks(data, case, ranks):
 @given(st.data(), ct.cases(**{**SMALL, "max_scores": 2**11}), st.integers(1, 8), st.booleans())
 def test_decoding_keeps_the_oracle_rule(data, case, ranks, deterministic):
     if deterministic:
-        case = replace(case, dropout=0.0)
         chosen = [data.draw(of_chunks(case.seqlen_k, ranks, 16)), cd.contiguous(case.seqlen_k, 1)]
     else:
-        chosen = [data.draw(splits(case.seqlen_k, ranks, 16 if case.dropout else 1))]
+        chosen = [data.draw(splits(case.seqlen_k, ranks))]
     arrays, found = case.arrays(), []
     for split in chosen:
         axis = -3 if case.layout == "bshd" and case.ndim > 2 else -2
@@ -93,17 +90,9 @@ def test_decoding_keeps_the_oracle_rule(data, case, ranks, deterministic):
     assert all(x.tobytes() == y.tobytes() for x, y in zip(found[0], found[-1], strict=True))
 
 
-def test_dropout_has_the_same_bits_on_any_number_of_ranks():
-    case = replace(CASE, seqlen_q=256, seqlen_k=256, dropout=0.4, window=(70, None))
-    first, *others = (results_of(case, *[cd.zigzag(256, n)] * 2, deterministic=True) for n in (1, 2, 8))
-    for results in others:
-        assert all(x.tobytes() == first[name].tobytes() for name, x in results.items())
-    judge(case, first)
-
-
 def test_arrays_of_other_libraries_come_back_as_such():
     arrays = CASE.arrays()
-    parts = Parts(CASE, **SPLITS)
+    parts = Parts(Whole.of(CASE), **SPLITS)
 
     def work(comm):
         own = {name: array_api_strict.asarray(x) for name, x in parts.of(comm.rank, arrays).items()}
@@ -129,7 +118,7 @@ def test_rows_of_many_ranks_are_added_in_one_order(dtype):
 
 def test_results_that_are_not_asked_for_are_not_computed():
     def work(comm):
-        own = Parts(CASE, **SPLITS).of(comm.rank, CASE.arrays())
+        own = Parts(Whole.of(CASE), **SPLITS).of(comm.rank, CASE.arrays())
         attn = cd.ContextParallel(comm, causal=True)
         results = attn.forward(*ct.qkv(own))
         return attn.backward(own["dout"], *ct.qkv(own), *results, need=("dv",))
@@ -148,7 +137,7 @@ def test_without_check_two_splits_say_all(deterministic, ranks):
 
 def test_the_plan_is_that_of_the_call():
     def work(comm):
-        own = Parts(CASE, **SPLITS).of(comm.rank, CASE.arrays())
+        own = Parts(Whole.of(CASE), **SPLITS).of(comm.rank, CASE.arrays())
         return cd.ContextParallel(comm, causal=True, steps=2).plan(*ct.qkv(own))
 
     first, second = on_threads(2, work)
@@ -282,6 +271,7 @@ def test_a_rank_that_leaves_is_missed_in_time(leaves_after):
                 raise KeyboardInterrupt
 
             comm.share, comm.start = share, start
+            comm.fail = lambda text: None  # as a process that is gone
         x, began = np.zeros((2, 3, 4)), time.monotonic()
         try:
             cd.ContextParallel(comm, timeout=0.3).forward(x, x, x)
@@ -295,6 +285,32 @@ def test_a_rank_that_leaves_is_missed_in_time(leaves_after):
     assert seconds < 3
 
 
+@pytest.mark.parametrize("method", ["forward", "backward", "decode"])
+def test_a_rank_that_fails_on_its_way_is_heard_of_at_once(method):
+    """Long before the time is over."""
+    split = cd.contiguous(12, 3)
+
+    def work(comm):
+        x, lse = np.zeros((2, 4, 4)), np.zeros((2, 4))
+        if comm.rank == 1:
+
+            def start(sends, receives):
+                raise MemoryError("no room")
+
+            comm.start = start
+        began = time.monotonic()
+        attn = cd.ContextParallel(comm, split=split, timeout=60)
+        try:
+            getattr(attn, method)(*((x,) * 5 + (lse,) if method == "backward" else (x,) * 3))
+        except (MemoryError, RuntimeError) as error:
+            return repr(error), time.monotonic() - began
+
+    found = on_threads(3, work)
+    said = "RuntimeError('rank 1 failed: MemoryError: no room')"
+    assert [text for text, _ in found] == [said, "MemoryError('no room')", said]
+    assert max(seconds for _, seconds in found) < 10
+
+
 X = np.zeros((1, 4, 4))
 ONES = np.ones((1, 1), bool)
 
@@ -302,15 +318,13 @@ ONES = np.ones((1, 1), bool)
 @pytest.mark.parametrize(
     ("options", "terms", "kind", "message"),
     [
-        (
-            {"score": abs},
-            {},
-            NotImplementedError,
-            "^score: got .*, which is not served over ranks; expected a bias and ",
-        ),
-        ({"mask": abs}, {}, NotImplementedError, "^mask: got .*, which is not served over ranks; expected a bias and "),
         ({"dropout": 0.5}, {}, TypeError, "^seed: got None, expected an integer, which dropout needs$"),
-        ({}, {"block_mask": ONES}, NotImplementedError, "^block_mask: got ndarray, which is not served over ranks; "),
+        (
+            {},
+            {"block_mask": ONES[:, :0]},
+            ValueError,
+            r"^block_mask: got shape \(1, 0\), expected \(..., ceil\(seqlen_q ",
+        ),
         ({}, {"block_table": ONES}, NotImplementedError, "^block_table: got ndarray, which is not served over ranks; "),
         ({}, {"k_scale": ONES}, NotImplementedError, "^k_scale: got ndarray, which is not served over ranks; "),
         ({}, {"nonsense": 1}, TypeError, r"^forward\(\) got an unexpected keyword argument 'nonsense'$"),

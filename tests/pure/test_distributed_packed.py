@@ -15,7 +15,7 @@ from cuflash.options import Options
 from tests.pure.test_schedule import of_chunks, splits
 from tests.ranks import judge, results_of
 
-FEATURES = ("causal", "window", "softcap", "alibi_slopes", "gqa", "head_dim_v", "sinks", "dlse", "packed")
+FEATURES = ("causal", "window", "softcap", "alibi_slopes", "gqa", "head_dim_v", "sinks", "dlse", "packed", "dropout")
 PACKED = ct.cases(features=FEATURES, ndims=(3,), max_seqlen=65, max_scores=2**12, max_head_dim=16, min_seqlen=0).filter(
     lambda case: case.cu_seqlens_q is not None
 )
@@ -84,13 +84,6 @@ def test_the_plan_counts_sequences():
 @pytest.mark.parametrize(
     ("options", "changes", "method", "kind", "message"),
     [
-        (
-            {"dropout": 0.5},
-            {"seed": 1, "offset": 2},
-            "forward",
-            NotImplementedError,
-            "^dropout: got 0.5 with packed sequences, which is not served over ranks; expected dropout=0.0$",
-        ),
         ({}, {}, "decode", NotImplementedError, "^cu_seqlens_q: got packed sequences in decode, which is not served "),
         ({}, {"cu_seqlens_k": None}, "forward", ValueError, "^cu_seqlens_k: got None"),
         (

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash.operands import ITEMSIZE, Operand, check_array, user_shape, view_4d, view_rows
-from cuflash.options import Options
+from cuflash.options import Options, Origin
 from cuflash.params import parameters
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.problem import make_problem
@@ -276,7 +276,10 @@ def test_kernels_get_finite_numbers(scale, softcap, dtype):
 
 def test_options_are_the_keywords_of_flash_attention():
     fields = {field.name: field.default for field in dataclasses.fields(Options)}
-    assert (fields.pop("diagonal"), fields.pop("origin")) == (None, (0, 0))  # of parts, which cuflash.distributed makes
+    assert (fields.pop("diagonal"), fields.pop("origin")) == (
+        None,
+        Origin(),
+    )  # of parts, which cuflash.distributed makes
     assert fields.pop("wide") == ()  # of calls whose gradients are added up
     keywords = inspect.signature(cuflash.FlashAttention).parameters
     fields["mask"] = fields.pop("mask_function")

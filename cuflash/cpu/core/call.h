@@ -26,6 +26,7 @@ struct Call {
     int64_t lengths_are_64_bit;           // kv_lengths
     int64_t dropout_steps;                // of 1 / 65536
     int64_t dropout_row, dropout_column;  // of the first query and the first key
+    int64_t dropout_head, dropout_heads;  // of the first head; from one batch entry to the next
     int64_t num_given;                    // arrays
     double scale, softcap, kept_scale;    // softcap is 0 without one
     int64_t sizes[NUM_ARRAYS];            // of an element in bytes; 0 where there is no array

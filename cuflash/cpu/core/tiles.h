@@ -334,7 +334,8 @@ inline bool needs_finishing(const Call &call, const Scaling<T> &scaling, const E
 inline void load_kept(const Call &call, const Entry &entry, const Block &block, long first, long count,
                       unsigned char *kept) {
     for (long h = 0; h < block.num_heads; ++h)
-        kept_weights(call.seed, call.offset, uint64_t(entry.index * call.num_heads + block.first_head + h),
+        kept_weights(call.seed, call.offset,
+                     uint64_t(call.dropout_head + entry.index * call.dropout_heads + block.first_head + h),
                      call.dropout_steps, call.dropout_row + block.first_row, block.num_rows,
                      call.dropout_column + first, count, kept + h * block.num_rows * MAX_KEYS, MAX_KEYS);
 }

@@ -1,0 +1,164 @@
+"""Scores and masks as functions over ranks that are threads: against the oracle, and bit for bit."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import cuflash
+import cuflash.distributed as cd
+from tests.pure.test_schedule import of_chunks, splits
+from tests.ranks import Parts, Whole, judge, on_threads, results_of
+from tests.scored import MASKS, SCORES, Scored, captured_of, scored
+
+
+def sizes_of(case):
+    return case.problem.seqlen_q, case.problem.seqlen_k
+
+
+def is_clear(case, split):
+    """Whether an axis of queries of length 1 cannot be taken for that of a rank's own query."""
+    return sizes_of(case)[0] == 1 or all(split.rows(rank) != 1 for rank in range(split.ranks))
+
+
+def case_of(score=None, mask=None, seqlen=160, dtype="float32", seed=0, **options):
+    """Two heads whose score and mask have these names."""
+    functions = (SCORES[score] if score else None, MASKS[mask] if mask else None)
+    random = np.random.default_rng(seed)
+    arrays = {name: random.standard_normal((1, 2, seqlen, 8)).astype(dtype) for name in ("q", "k", "v", "dout")}
+    arrays |= captured_of(functions, (1, 2, seqlen, seqlen), dtype, seed)
+    return Scored(cuflash.FlashAttention(score=functions[0], mask=functions[1], **options), arrays, {}, "")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), scored(max_seqlen=130), st.integers(1, 8), st.integers(1, 3))
+def test_any_split_of_any_functions_keeps_the_oracle_rule(data, case, ranks, steps):
+    split_q, split_k = (data.draw(splits(n, ranks)) for n in sizes_of(case))
+    assume(is_clear(case, split_q))
+    judge(case, results_of(case, split_q, split_k, steps=steps))
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.data(), scored(max_seqlen=130), st.integers(1, 8))
+def test_bits_do_not_depend_on_the_number_of_ranks(data, case, ranks):
+    dealt = [data.draw(of_chunks(n, ranks, 16)) for n in sizes_of(case)]
+    pairs = [[cd.zigzag(n, ranks) for n in sizes_of(case)] for ranks in (1, 2, 8)]
+    assume(all(is_clear(case, split_q) for split_q, _ in (*pairs, dealt)))
+    expected = results_of(case, *pairs[0], deterministic=True)
+    judge(case, expected)
+    for chosen in (*pairs[1:], dealt):
+        for name, x in results_of(case, *chosen, deterministic=True).items():
+            assert x.tobytes() == expected[name].tobytes(), name
+
+
+@pytest.mark.parametrize("score", ["t5", "with_pairs"])
+def test_gradients_of_arrays_of_16_bits_are_added_before_they_are_rounded(score):
+    case, name = case_of(score, dtype="bfloat16"), "table" if score == "t5" else "pairs"
+    wide = replace(case, arrays=case.arrays | {name: case.arrays[name].astype(np.float32)})
+    split, need = cd.zigzag(160, 8), (f"d{name}",)
+    narrow, exact = (results_of(x, split, split, need=need, chunks=80, deterministic=True) for x in (case, wide))
+    judge(case, narrow)
+    np.testing.assert_array_equal(narrow[need[0]], exact[need[0]].astype(narrow[need[0]].dtype))
+
+
+def test_rows_in_front_of_a_piece_have_no_weight():
+    """Those that there are for dropout, where the score of a query of zeros is NaN, and large."""
+    case = case_of("barrier", seqlen=40)
+    dropped = cuflash.FlashAttention(score=SCORES["barrier"], dropout=0.3)
+    case = Scored(dropped, case.arrays, {"seed": 3, "offset": 1}, "")
+    judge(case, results_of(case, *[cd.contiguous(40, 3)] * 2))
+    arrays = {name: x for name, x in case.arrays.items() if name != "room"}
+    arrays["bias"] = np.linspace(990, 1000, 40, dtype=np.float32)
+    case = Scored(cuflash.FlashAttention(dropout=0.3), arrays, {"seed": 3, "offset": 1}, "")
+    judge(case, results_of(case, *[cd.contiguous(40, 3)] * 2))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data(), scored(max_seqlen=40, packs=False), st.integers(1, 8))
+def test_decoding_keeps_the_oracle_rule(data, case, ranks):
+    whole, split = Whole.of(case), data.draw(splits(sizes_of(case)[1], ranks))
+    parts = Parts(whole, cd.Split([[(0, sizes_of(case)[0])], *[[] for _ in range(ranks - 1)]]), split)
+
+    def work(comm):
+        own = {name: x for name, x in whole.arrays.items() if name not in ("dout", "dlse")}
+        own |= {name: parts.of(comm.rank, own)[name] for name in ("k", "v")}
+        if "mask" in own:
+            own["mask"] = split.part(own["mask"], comm.rank, -1)
+        attn = cd.ContextParallel(comm, split_k=split, **whole.keywords)
+        return attn.decode(own.pop("q"), own.pop("k"), own.pop("v"), **own, **whole.random)._asdict()
+
+    first, *others = on_threads(ranks, work)
+    judge(case, first)
+    for other in others:
+        for name, x in other.items():
+            np.testing.assert_array_equal(x, first[name])
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def errors_of(change, score=SCORES["decay"], **options):
+    """What two ranks raise, the second of which has other arguments."""
+    case = case_of("decay", seqlen=12)
+    split = cd.contiguous(12, 2)
+
+    def work(comm):
+        arrays = {name: split.part(case.arrays[name], comm.rank) for name in ("q", "k", "v")}
+        terms = {"gamma": case.arrays["gamma"]}
+        keywords = {"score": score, "timeout": 5, **options}
+        if comm.rank == 1:
+            change(keywords, terms)
+        try:
+            cd.ContextParallel(comm, split=split, **keywords).forward(*arrays.values(), **terms)
+        except Exception as error:
+            return error
+
+    return on_threads(2, work)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda options, terms: terms.clear(), "missing keyword argument 'gamma'"),
+        (
+            lambda options, terms: options.update(score=lambda s, i, j, *, head, gamma: s * gamma[head]),
+            r"^score: got <score 's \* gamma\[head\]'> on rank 1, expected <score 's \+ \(3 \* exp",
+        ),
+        (
+            lambda options, terms: terms.update(gamma=2 * terms["gamma"]),
+            r"^gamma: got float32 \(2,\) with checksum \w+ on rank 1, expected float32 \(2,\) with checksum ",
+        ),
+        (lambda options, terms: terms.update(gamma=terms["gamma"][:, None]), "gamma: got an array of 2 axes, expected"),
+        (lambda options, terms: terms.update(other=terms["gamma"]), "unexpected keyword argument 'other'"),
+    ],
+)
+def test_ranks_that_disagree_raise_on_all_of_them(change, message):
+    first, second = errors_of(change)
+    with pytest.raises((ValueError, TypeError), match=message):
+        raise second
+    with pytest.raises((ValueError, RuntimeError), match=f"^rank 1 failed: .*{message}|{message}"):
+        raise first
+
+
+@pytest.mark.parametrize(
+    ("options", "terms", "kind", "message"),
+    [
+        ({"score": abs}, {}, TypeError, "^score: got "),
+        ({"score": lambda s, i, j, *, k: s + k[j]}, {}, ValueError, "^score: got an array named k, expected another "),
+        ({"score": lambda s, i, j: 2 * s, "softcap": 3.0}, {}, NotImplementedError, "^softcap: got it together with "),
+        (
+            {"score": lambda s, i, j: 2 * s},
+            {"bias": np.zeros((12, 12), np.float32)},
+            NotImplementedError,
+            "^bias: got it together with score, expected one of them",
+        ),
+        ({"score": SCORES["decay"]}, {}, TypeError, "missing keyword argument 'gamma'"),
+    ],
+)
+def test_bad_arguments(options, terms, kind, message):
+    (comm,) = cd.threads(1)
+    x = np.zeros((2, 12, 8), np.float32)
+    with pytest.raises(kind, match=message):
+        cd.ContextParallel(comm, **options).forward(x, x, x, **terms)
