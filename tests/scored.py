@@ -163,6 +163,23 @@ def of_functions(names: tuple[str | None, str | None], dtype: str, head_dim: int
 
 
 @st.composite
+def beside_masks(
+    draw: st.DrawFn, sizes: tuple[int, int, int, int], dtype: str, is_packed: bool, seed: int
+) -> dict[str, Array]:
+    """What makes scores where only the mask is a function."""
+    (batch, heads, seqlen_q, seqlen_k), arrays = sizes, {}
+    random, real = np.random.default_rng(seed + 1), "float64" if dtype == "float64" else "float32"
+    if draw(st.booleans()):
+        slopes = random.uniform(0, 0.3, draw(st.sampled_from([(heads,), (batch, heads)])))
+        arrays["alibi_slopes"] = slopes.astype(real)
+    if not is_packed and draw(st.booleans()):
+        shapes = [(seqlen_q, seqlen_k), (seqlen_k,), (batch, 1, 1, seqlen_k), (heads, seqlen_q, 1)]
+        bias = random.standard_normal(draw(st.sampled_from(shapes)))
+        arrays["bias"] = bias.astype(numpy_dtype(draw(st.sampled_from([dtype, real]))))
+    return arrays
+
+
+@st.composite
 def scored(
     draw: st.DrawFn,
     dtypes: tuple[str, ...] = ("float32", "float64", "float16", "bfloat16"),
@@ -217,6 +234,9 @@ def scored(
         if draw(st.booleans()):
             options["block_size"] = (16, 64)
             arrays["block_mask"] = random.random((-(-seqlen_q // 16), -(-seqlen_k // 64))) < 0.7
+    if score is None:
+        options["softcap"] = draw(pick([None, 0.5, 5.0]))
+        arrays |= draw(beside_masks((batch, heads, seqlen_q, seqlen_k), dtype, is_packed, seed))
     if draw(st.booleans()):
         arrays["sinks"] = normal(heads, of="float64" if dtype == "float64" else "float32")
     captured = captured_of(functions, (batch, heads, seqlen_q, seqlen_k), dtype, seed)

@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 
 from cuflash.cpu import jobs, sink
 from cuflash.cpu.packed import sequences
+from cuflash.cpu.terms_as_score import program_and_arrays
 from cuflash.cpu.tiles import count_threads
 from cuflash.dropout import kept_weights
 from cuflash.operands import view_4d, view_rows
 from cuflash.problem import Problem
 from cuflash.score.evaluation import clamped, evaluate
 from cuflash.score.intervals import Tables, bounds_of
-from cuflash.terms import DEFAULT_NEED
+from cuflash.terms import DEFAULT_NEED, GRADIENTS
 
 Array = NDArray[Any]
 
@@ -41,8 +42,8 @@ class Call:
         offset: int | None,
         sequence: int | None = None,
     ) -> None:
-        self.problem, self.program = problem, problem.program
-        self.captured = {name: arrays[name] for name, _ in problem.captured}
+        self.problem = problem
+        self.program, self.captured = program_and_arrays(problem, arrays)
         self.seed, self.offset = seed, offset
         self.sequence = sequence
         self.dtype = np.dtype(problem.softmax_dtype)
@@ -246,7 +247,8 @@ def backward(
     if problem.is_packed:
         of_rows = {name: x for name, x in sums.items() if name in DEFAULT_NEED}
         for call, own in _sequences(problem, {**arrays, **of_rows}, seed, offset):
-            _backward(call, own, {name: own.get(name, x) for name, x in sums.items()})
+            of_terms = {name: x[call.sequence] for name, x in sums.items() if name in GRADIENTS and x.ndim == 2}
+            _backward(call, own, {name: own.get(name, of_terms.get(name, x)) for name, x in sums.items()})
     else:
         _backward(Call(problem, arrays, seed, offset), arrays, sums)
     with np.errstate(all="ignore"):

@@ -2,6 +2,7 @@
 
 import pickle
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 
 import cuflash
 from cuflash.cpu import by_functions
+from cuflash.problem import make_problem
 from cuflash.testing.rule import gradients_of, measure, yardsticks
 from tests.scored import Scored, scored
 
@@ -171,3 +173,25 @@ def test_infinite_scores_and_derivatives_behind_them_are_no_trouble():
     np.testing.assert_allclose(out, weights / weights.sum(axis=-1, keepdims=True) @ v, atol=1e-12)
     gradients = attn.backward(dout, q, k, v, out, lse, a=a)
     assert all(np.isfinite(x).all() for x in gradients)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_options_make_scores_beside_a_mask_that_is_a_function(packed):
+    """The same as beside the mask as an array, in both passes."""
+    random = np.random.default_rng(0)
+    q, k, v, dout = random.standard_normal((4, 2, 40, 8))
+    i, j = np.indices((40, 40))
+    starts = np.array([0, 17, 40], np.int32)
+    terms: Any = {"alibi_slopes": random.uniform(0, 1, (2, 2) if packed else (2,))}
+    terms |= (
+        {"cu_seqlens_q": starts, "cu_seqlens_k": starts} if packed else {"bias": random.standard_normal((2, 40, 1))}
+    )
+    need = ("dq", "dk", "dv", "dalibi_slopes", "dscale", "dsoftcap", *(() if packed else ("dbias",)))
+    attn: Any = cuflash.FlashAttention(mask=lambda i, j: (i * j) % 3 != 1, softcap=2.0, causal=True)
+    out, lse = attn.forward(q, k, v, **terms)
+    found = attn.backward(dout, q, k, v, out, lse, need=need, **terms)._asdict() | {"out": out, "lse": lse}
+    judges = yardsticks(make_problem(attn.options, q, k, v, **terms), {"q": q, "k": k, "v": v, "dout": dout, **terms})
+    assert not any(measure(name, x, judges[name]).failure for name, x in found.items())
+    if not packed:
+        options = cuflash.FlashAttention(softcap=2.0, causal=True)
+        np.testing.assert_allclose(out, options.forward(q, k, v, mask=(i * j) % 3 != 1, **terms).out, atol=1e-12)

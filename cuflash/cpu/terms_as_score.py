@@ -1,0 +1,58 @@
+"""What makes scores beside functions, as a function: then a mask that is one needs no other path than scores do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuflash.problem import Problem
+from cuflash.score import Program, Traced, program_of
+from cuflash.score.nodes import Node, node
+from cuflash.terms import OF_FUNCTIONS, OF_HEADS
+
+Array = NDArray[Any]
+
+(_CAP,) = OF_FUNCTIONS
+(_SLOPES,) = (term.name for term in OF_HEADS if term.part_of == "scores")
+_DIAGONAL = "own.diagonal"  # of the call, or of the packed sequence; no array of a caller has such a name
+_AXES = ("batch", "head", "i", "j")  # of scores
+
+
+def program_and_arrays(problem: Problem, arrays: Mapping[str, Array]) -> tuple[Program, dict[str, Array]]:
+    """What a call computes of its functions, and of the terms beside a mask function; and what these read, by name.
+
+    A term has its own name, so that its gradient has, too. Broadcasting is what an index outside of an axis means.
+    """
+    captured = {name: arrays[name] for name, _ in problem.captured}
+    names = () if problem.score is not None else problem.given((_CAP, _SLOPES, "bias"))
+    if not names:
+        return problem.program, captured
+    captured |= {name: arrays[name] for name in names if name != _CAP}
+    if _CAP in names:
+        captured[_CAP] = np.array(getattr(problem, _CAP), problem.softmax_dtype)
+    if _SLOPES in names:
+        captured[_DIAGONAL] = np.array(problem.diagonal)
+    root = _score({name: x.ndim for name, x in captured.items()}, names)
+    kinds = tuple((name, x.ndim, x.dtype.name) for name, x in captured.items())
+    return program_of(Traced(what="score", root=root, arrays=names), problem.mask_function, kinds), captured
+
+
+def _score(axes: Mapping[str, int], names: tuple[str, ...]) -> Node:
+    inputs = {name: node("input", (), name) for name in ("s", *_AXES)}
+
+    def load(name: str, of: tuple[str, ...]) -> Node:
+        return node("load", tuple(inputs[axis] for axis in of[len(of) - axes[name] :]), name)
+
+    score = inputs["s"]
+    if _CAP in names:
+        cap = load(_CAP, ())
+        score = node("mul", (cap, node("tanh", (node("div", (score, cap)),))))
+    if _SLOPES in names:
+        distance = node("abs", (node("sub", (node("add", (inputs["i"], load(_DIAGONAL, ()))), inputs["j"])),))
+        score = node("sub", (score, node("mul", (load(_SLOPES, _AXES[:2]), distance))))
+    if "bias" in names:
+        score = node("add", (score, load("bias", _AXES)))
+    return score
